@@ -1,0 +1,105 @@
+// file.h: errors, hostile files in, whole files out. Used by every program here.
+//
+//   DIE("%s: no such tensor", name)   throws Error; main prints its one line on stderr and exits with 1
+//   MappedFile m(path)                the bytes of a file, read-only, for as long as m lives
+//   OutputFile o(path)                a file that appears under its name only when it is complete
+#pragma once
+#include <cerrno>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fcntl.h>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+// What a user can cause (a bad file, a bad option, a full disk). The message names the file and the fault.
+struct Error : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// The text of a printf format.
+__attribute__((format(printf, 1, 2))) inline std::string format(const char* fmt, ...) {
+    va_list args, again;
+    va_start(args, fmt);
+    va_copy(again, args);
+    std::string s((size_t)vsnprintf(nullptr, 0, fmt, args), '\0');
+    vsnprintf(s.data(), s.size() + 1, fmt, again);
+    va_end(again);
+    va_end(args);
+    return s;
+}
+
+#define DIE(...) throw Error(format(__VA_ARGS__))
+
+// A whole file mapped read-only. Throws Error if it is missing, unreadable, not a regular file or empty.
+struct MappedFile {
+    std::string path;
+    const uint8_t* data = nullptr;
+    size_t size = 0; // bytes
+
+    MappedFile() = default;
+    explicit MappedFile(const std::string& p) : path(p) {
+        int fd = open(p.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); // NONBLOCK: a FIFO must not hang us
+        if (fd < 0) DIE("%s: %s", p.c_str(), strerror(errno));
+        struct stat st;
+        const char* fault = nullptr;
+        if (fstat(fd, &st) != 0) fault = strerror(errno);
+        else if (!S_ISREG(st.st_mode)) fault = "not a regular file";
+        else if (st.st_size == 0) fault = "the file is empty";
+        else {
+            void* at = mmap(nullptr, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+            if (at == MAP_FAILED) fault = strerror(errno);
+            else data = (const uint8_t*)at, size = (size_t)st.st_size;
+        }
+        close(fd);
+        if (fault) DIE("%s: %s", p.c_str(), fault);
+    }
+    MappedFile(MappedFile&& o) noexcept { swap(o); }
+    MappedFile& operator=(MappedFile&& o) noexcept { swap(o); return *this; }
+    ~MappedFile() { if (data) munmap((void*)data, size); }
+
+    std::string_view text() const { return {(const char*)data, size}; }
+    void swap(MappedFile& o) noexcept { path.swap(o.path); std::swap(data, o.data); std::swap(size, o.size); }
+};
+
+// A file written under a temporary name in the same folder and renamed by commit(): readers see the whole
+// new file or the old one, never half of it. Without commit() the destructor removes what was written.
+// A path that exists and is no regular file (/dev/stdout, a FIFO) is written in place.
+struct OutputFile {
+    std::string path, temporary;
+    FILE* file = nullptr;
+
+    explicit OutputFile(const std::string& p) : path(p) {
+        struct stat st;
+        bool special = stat(p.c_str(), &st) == 0 && !S_ISREG(st.st_mode);
+        if (special && S_ISDIR(st.st_mode)) DIE("%s: is a directory", p.c_str());
+        if (!special) temporary = p + format(".tmp%d", (int)getpid());
+        file = fopen(special ? p.c_str() : temporary.c_str(), "wb");
+        if (!file) DIE("%s: %s", p.c_str(), strerror(errno));
+    }
+    OutputFile(const OutputFile&) = delete;
+    OutputFile& operator=(const OutputFile&) = delete;
+    ~OutputFile() {
+        if (file) fclose(file);
+        if (!temporary.empty()) unlink(temporary.c_str());
+    }
+    void write(const void* bytes, size_t n) {
+        if (n && fwrite(bytes, 1, n, file) != n) DIE("%s: %s", path.c_str(), strerror(errno));
+    }
+    void write(std::string_view text) { write(text.data(), text.size()); }
+    void commit() {
+        bool ok = fflush(file) == 0 && (temporary.empty() || fsync(fileno(file)) == 0);
+        int fault = errno;
+        ok = fclose(file) == 0 && ok;
+        file = nullptr;
+        if (!ok) DIE("%s: %s", path.c_str(), strerror(fault));
+        if (!temporary.empty() && rename(temporary.c_str(), path.c_str()) != 0) DIE("%s: %s", path.c_str(), strerror(errno));
+        temporary.clear();
+    }
+};
