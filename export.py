@@ -1,0 +1,650 @@
+#!/usr/bin/env python3
+"""Hugging Face <-> model.bin, tokenizer.json -> tokenizer.bin. Python's standard library only (3.9 or later).
+
+    export.py HF_DIR model.bin [--keep-dtype]
+        Makes one file for qwen3 of a Qwen3 checkpoint: all shards merged, F32 and F16 rounded to bfloat16
+        (--keep-dtype leaves every tensor as it is).
+    export.py --to-hf model.bin OUT_DIR [--tokenizer-from DIR]
+        The way back: config.json, generation_config.json and model.safetensors, which transformers opens.
+        The tokenizer's own files are copied from DIR, a Hugging Face folder.
+    export.py --tokenizer HF_DIR tokenizer.bin
+        Makes the tokenizer's file of tokenizer.json.
+    export.py --help
+
+model.bin is itself a safetensors file: 8 bytes with the header's length (little-endian), the header (JSON:
+dtype, shape and place of each tensor), then the tensors' bytes without gaps. Three things make it ours: the
+texts of config.json and generation_config.json ride in the header's `__metadata__`; the tensors stand in the
+order in which the model runs; the header is padded with spaces so that the data begin at a multiple of 64.
+
+Tensors move block by block, so a 65 GB model needs a few megabytes of memory. Input is not trusted: a fault
+is one line on stderr and exit status 1, and output appears under its name only when it is complete. NumPy
+makes the rounding faster if it can be imported; the bytes are the same without it.
+"""
+import collections
+import contextlib
+import json
+import os
+import re
+import struct
+import sys
+import time
+
+try:
+    import numpy
+except Exception:  # not installed, hidden by -S, or broken: all the same here
+    numpy = None
+
+# ------------------------------------------------------------------------------------------ faults and files
+
+
+class Fault(Exception):
+    """What a user can cause: "file: what is wrong". main prints it as one line."""
+
+
+@contextlib.contextmanager
+def faults_of(path):
+    """Errors of the system become faults of `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise Fault(f"{path}: {error.strerror or error}") from None
+
+
+def open_input(path):
+    """A regular file, open for reading."""
+    if os.path.exists(path) and not os.path.isfile(path):  # a folder, or a FIFO that would make us wait
+        raise Fault(f"{path}: not a regular file")
+    with faults_of(path):
+        return open(path, "rb")
+
+
+def read_file(path):
+    """The bytes of a small file."""
+    with open_input(path) as file, faults_of(path):
+        return file.read()
+
+
+@contextlib.contextmanager
+def outputs():
+    """Files that all appear when the block ends, and not at all if it raises.
+
+        with outputs() as create:
+            write = create(path)
+            write(some_bytes)
+
+    Each is written under a temporary name in its own folder and renamed at the end. A path that exists and is
+    no regular file (/dev/stdout) is written in place.
+    """
+    pending = []  # (file, its temporary name or None, path)
+
+    def create(path):
+        with faults_of(path):
+            if os.path.isdir(path):
+                raise Fault(f"{path}: is a folder")
+            special = os.path.exists(path) and not os.path.isfile(path)
+            temporary = None if special else f"{path}.tmp{os.getpid()}"
+            file = open(temporary or path, "wb")
+        pending.append((file, temporary, path))
+
+        def write(data):
+            with faults_of(path):
+                file.write(data)
+        return write
+
+    try:
+        yield create
+        for file, temporary, path in pending:
+            with faults_of(path):
+                file.flush()
+                if temporary:
+                    os.fsync(file.fileno())
+        for file, temporary, path in pending:
+            with faults_of(path):
+                file.close()
+                if temporary:
+                    os.replace(temporary, path)
+    finally:
+        for file, temporary, path in pending:
+            with contextlib.suppress(OSError):  # a full disk is reported once
+                file.close()
+            with contextlib.suppress(OSError):  # after os.replace there is nothing to remove
+                if temporary:
+                    os.unlink(temporary)
+
+
+def parse_json(data, path):
+    """One strict JSON object: valid UTF-8 (escapes too), no duplicate keys, no NaN, no giant integers."""
+    def pairs(items):
+        members = dict(items)
+        if len(members) < len(items):
+            twice = [key for key, n in collections.Counter(key for key, _ in items).items() if n > 1]
+            raise ValueError(f"duplicate key {twice[0][:80]!r}")
+        for key, value in items:
+            (key + value if isinstance(value, str) else key).encode()  # refuses half a surrogate pair
+        return members
+
+    def integer(digits):
+        if len(digits) > 20:  # no 64-bit number is longer, and int() takes quadratic time
+            raise ValueError("an integer is too large")
+        return -0.0 if digits == "-0" else int(digits)  # no integer for the reference either
+
+    def constant(name):
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=pairs, parse_int=integer, parse_constant=constant)
+    except UnicodeError:
+        raise Fault(f"{path}: not valid UTF-8") from None
+    except RecursionError:
+        raise Fault(f"{path}: JSON nested too deeply") from None
+    except ValueError as error:
+        raise Fault(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise Fault(f"{path}: not a JSON object")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------- safetensors
+
+MAX_HEADER = 100_000_000  # bytes; the reference implementation's limit
+ITEM_SIZE = {  # bytes
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,
+    "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8}
+
+Tensor = collections.namedtuple("Tensor", "name dtype shape path offset size")  # offset in path, size: bytes
+
+
+def read_header(path):
+    """(metadata, [Tensor] in file order) of a safetensors file, checked as strictly as the reference does."""
+    with open_input(path) as file, faults_of(path):
+        file_size = os.fstat(file.fileno()).st_size
+        if file_size < 8:
+            raise Fault(f"{path}: {file_size} bytes are too few for a safetensors file")
+        header_size = struct.unpack("<Q", file.read(8))[0]
+        if header_size > MAX_HEADER:
+            raise Fault(f"{path}: not a safetensors file: a header of {header_size} bytes (limit 100 MB)")
+        if header_size > file_size - 8:
+            raise Fault(f"{path}: truncated: the header has {header_size} bytes, the file {file_size}")
+        text = file.read(header_size)
+    if text[:1] != b"{":
+        raise Fault(f"{path}: the header does not begin with '{{'")
+    header = parse_json(text, path)
+
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Fault(f"{path}: __metadata__ does not map strings to strings")
+
+    start, tensors = 8 + header_size, []
+    for name, entry in header.items():
+        fault = f"{path}: tensor {name[:80]!r}:"
+        if not isinstance(entry, dict):
+            raise Fault(f"{fault} not an object")
+        dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
+            raise Fault(f"{fault} unknown dtype {str(dtype)[:20]!r}")
+        if not is_sizes(shape):
+            raise Fault(f"{fault} the shape is not a list of sizes")
+        if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise Fault(f"{fault} data_offsets are not [begin, end]")
+        size = ITEM_SIZE[dtype]
+        for n in shape:
+            size *= n
+            if size >= 1 << 64:  # checked at each step, as 64-bit arithmetic has to
+                raise Fault(f"{fault} the shape overflows")
+        begin, end = offsets
+        if size != end - begin:
+            raise Fault(f"{fault} {end - begin} bytes for a shape of {size}")
+        tensors.append(Tensor(name, dtype, shape, path, start + begin, size))
+
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.size))
+    position = start
+    for tensor in tensors:
+        if tensor.offset != position:
+            what = "a hole before it" if tensor.offset > position else "overlaps another"
+            raise Fault(f"{path}: tensor {tensor.name[:80]!r}: {what}")
+        position += tensor.size
+    if position != file_size:
+        what = "truncated" if position > file_size else "bytes after the last tensor"
+        raise Fault(f"{path}: {what}: the tensors end at {position}, the file at {file_size}")
+    return metadata, tensors
+
+
+def is_sizes(value):
+    """A list of integers >= 0 (JSON's true is no integer, though Python's True is)."""
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def write_safetensors(write, label, metadata, tensors, round_to_bf16):
+    """Writes a whole file of `tensors` in their order, with progress under the name `label` on stderr."""
+    header, position = {"__metadata__": metadata}, 0
+    for tensor in tensors:
+        rounds = round_to_bf16 and tensor.dtype in TO_BF16
+        dtype = "BF16" if rounds else tensor.dtype
+        size = tensor.size // ITEM_SIZE[tensor.dtype] * ITEM_SIZE[dtype]
+        end = position + size
+        header[tensor.name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    if len(text) > MAX_HEADER:
+        raise Fault(f"{label}: the header would be larger than 100 MB")
+    write(struct.pack("<Q", len(text)) + text)
+
+    with progress(label, sum(tensor.size for tensor in tensors)) as advance:
+        for tensor in tensors:
+            convert = TO_BF16[tensor.dtype] if round_to_bf16 and tensor.dtype in TO_BF16 else None
+            for block in blocks(tensor):
+                write(convert(block) if convert else block)
+                advance(len(block))
+
+
+def blocks(tensor):
+    """The bytes of a tensor, 4 MiB at a time."""
+    left = tensor.size
+    with open_input(tensor.path) as file, faults_of(tensor.path):
+        file.seek(tensor.offset)
+        while left:
+            block = file.read(min(left, 1 << 22))
+            if len(block) < min(left, 1 << 22):
+                raise Fault(f"{tensor.path}: became shorter while it was read")
+            left -= len(block)
+            yield block
+
+
+@contextlib.contextmanager
+def progress(label, total):
+    """Bytes read and MB/s on stderr: live on a terminal, one line at the end elsewhere."""
+    begin, done, shown, live = time.monotonic(), 0, 0.0, sys.stderr.isatty()
+
+    def line():
+        rate = done / 1e6 / max(time.monotonic() - begin, 1e-6)
+        return f"{label}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {rate:,.0f} MB/s"
+
+    def advance(n):
+        nonlocal done, shown
+        done += n
+        if live and time.monotonic() - shown > 0.2:
+            shown = time.monotonic()
+            print(f"\r{line()}\033[K", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield advance
+    finally:
+        print("\r\033[K" if live else "", end="", file=sys.stderr)
+    print(line(), file=sys.stderr)
+
+
+# ------------------------------------------------------------------------------------------ rounding to bf16
+# A bf16 number is the upper half of a float32. Rounding to nearest, ties to even, adds 0x7fff and the lowest
+# bit that stays, and drops the lower half; a carry into the exponent is right, up to infinity. Only NaN must
+# not be rounded (it could become infinity): each becomes 0x7fc0, the plainest NaN.
+
+
+def f32_to_bf16(block):
+    """Bytes of float32 -> bytes of bf16."""
+    if numpy:
+        x = numpy.frombuffer(block, "<u4")
+        y = (x + (0x7FFF + (x >> 16 & 1))) >> 16
+        return numpy.where((x & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, y).astype("<u2").tobytes()
+    return b"".join(f32_to_bf16_lanes(block[i : i + 4 * LANES]) for i in range(0, len(block), 4 * LANES))
+
+
+# Without NumPy a Python integer of LANES x 32 bits serves as a vector register: no sum below leaves its lane.
+# That is ten times as fast as a loop over the numbers.
+LANES = 4096
+
+
+def lanes(value):
+    """`value` in every lane."""
+    return int.from_bytes(value.to_bytes(4, "little") * LANES, "little")
+
+
+ONE, ROUND, MAGNITUDE, PAST_INF, TOP = map(lanes, (1, 0x7FFF, 0x7FFFFFFF, 0x7FFFFF, 0x80000000))
+
+
+def f32_to_bf16_lanes(block):
+    x = int.from_bytes(block, "little")
+    nan = ((x & MAGNITUDE) + PAST_INF & TOP) >> 31  # 1 where |x| > 0x7f800000
+    if nan:
+        x ^= x & nan * 0xFFFFFFFF  # clear the lane,
+        x |= nan * 0x7FC00000      # and put what rounding leaves as it is
+    y = (x + ROUND + (x >> 16 & ONE)).to_bytes(4 * LANES, "little")
+    upper = bytearray(2 * LANES)
+    upper[0::2], upper[1::2] = y[2::4], y[3::4]
+    return upper[: len(block) // 2]
+
+
+def f16_to_bf16(block):
+    """Bytes of float16 -> bytes of bf16. float32 holds every float16 exactly, so there is one rounding."""
+    if numpy:
+        return f32_to_bf16(numpy.frombuffer(block, "<f2").astype("<f4").tobytes())
+    return b"".join(f16_to_bf16_lanes(block[i : i + 2 * LANES]) for i in range(0, len(block), 2 * LANES))
+
+
+def f16_to_bf16_lanes(block):
+    n = len(block) // 2
+    return f32_to_bf16_lanes(struct.pack(f"<{n}f", *struct.unpack(f"<{n}e", block)))
+
+
+TO_BF16 = {"F32": f32_to_bf16, "F16": f16_to_bf16}
+
+# ---------------------------------------------------------------------------------------------- model.bin
+
+LAYER = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm",
+         "self_attn.k_norm", "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
+         "mlp.down_proj"]
+OUTSIDE = {"model.embed_tokens.weight": 0, "model.norm.weight": 2, "lm_head.weight": 3}
+
+
+def place(name):
+    """A sort key: the order in which the model uses its tensors; strangers come last, by name."""
+    match = re.fullmatch(r"model\.layers\.(\d{1,6})\.(.+)\.weight", name, re.ASCII)
+    if match and match[2] in LAYER:
+        return 1, int(match[1]), LAYER.index(match[2]), name
+    return OUTSIDE.get(name, 4), 0, 0, name
+
+
+def check_config(data, path):
+    """Refuses what is not a plain Qwen3 model; returns the text."""
+    config = parse_json(data, path)
+    kind = config.get("model_type")
+    if kind != "qwen3":
+        raise Fault(f"{path}: model_type {str(kind)[:40]!r} is not supported, only 'qwen3' is")
+    if config.get("quantization_config") is not None:
+        raise Fault(f"{path}: quantization_config is not supported: take the unquantized checkpoint")
+    return data.decode()
+
+
+def checkpoint(hf_dir):
+    """[Tensor] of a Hugging Face folder: of model.safetensors, or of the shards that its index names."""
+    single = os.path.join(hf_dir, "model.safetensors")
+    index = single + ".index.json"
+    if os.path.exists(single) or not os.path.exists(index):
+        if not os.path.exists(single):
+            raise Fault(f"{hf_dir}: no model.safetensors and no model.safetensors.index.json")
+        return read_header(single)[1]
+
+    where = parse_json(read_file(index), index).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
+        raise Fault(f"{index}: weight_map does not map tensors to files")
+    tensors = {}
+    for shard in sorted(set(where.values())):
+        if os.path.basename(shard) != shard or shard in ("", ".", "..") or "\0" in shard:
+            raise Fault(f"{index}: {shard[:80]!r} is not the name of a file in this folder")
+        for tensor in read_header(os.path.join(hf_dir, shard))[1]:
+            if tensor.name in tensors:
+                raise Fault(f"{tensor.path}: tensor {tensor.name[:80]!r} is in two shards")
+            tensors[tensor.name] = tensor
+    for name, shard in where.items():
+        if name not in tensors or os.path.basename(tensors[name].path) != shard:
+            raise Fault(f"{index}: tensor {name[:80]!r} is not in {shard}")
+    return list(tensors.values())
+
+
+def export_model(hf_dir, out_path, keep_dtype):
+    """Hugging Face folder -> model.bin."""
+    if not os.path.isdir(hf_dir):
+        raise Fault(f"{hf_dir}: no such folder")
+    config_path = os.path.join(hf_dir, "config.json")
+    generation_path = os.path.join(hf_dir, "generation_config.json")
+    metadata = {"format": "pt", "config": check_config(read_file(config_path), config_path)}
+    if os.path.exists(generation_path):
+        data = read_file(generation_path)
+        parse_json(data, generation_path)
+        metadata["generation_config"] = data.decode()
+    tensors = checkpoint(hf_dir)
+
+    if not keep_dtype and any(tensor.dtype in TO_BF16 for tensor in tensors):
+        metadata["config"] = re.sub(r'("(?:torch_)?dtype"\s*:\s*)"\w+"', r'\1"bfloat16"', metadata["config"])
+
+    def item_size(tensor):  # larger items first (a file can mix types with --keep-dtype): all stay aligned
+        return 2 if tensor.dtype in TO_BF16 and not keep_dtype else ITEM_SIZE[tensor.dtype]
+
+    tensors.sort(key=lambda tensor: (-item_size(tensor), *place(tensor.name)))
+    with outputs() as create:
+        write_safetensors(create(out_path), out_path, metadata, tensors, round_to_bf16=not keep_dtype)
+
+
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json",
+                   "special_tokens_map.json", "chat_template.jinja", "generation_config.json"]
+
+
+def export_hf(model_path, out_dir, tokenizer_dir):
+    """model.bin -> Hugging Face folder. Tensors keep their bytes and their order."""
+    metadata, tensors = read_header(model_path)
+    if "config" not in metadata:
+        raise Fault(f"{model_path}: no config in its metadata: not made by export.py")
+    texts = {"config.json": metadata["config"].encode()}
+    check_config(texts["config.json"], model_path)
+    if "generation_config" in metadata:
+        texts["generation_config.json"] = metadata["generation_config"].encode()
+        parse_json(texts["generation_config.json"], model_path)
+    if tokenizer_dir is not None:
+        if not os.path.exists(os.path.join(tokenizer_dir, "tokenizer.json")):
+            raise Fault(f"{tokenizer_dir}: no tokenizer.json")
+        for name in TOKENIZER_FILES:
+            if name not in texts and os.path.exists(os.path.join(tokenizer_dir, name)):
+                texts[name] = read_file(os.path.join(tokenizer_dir, name))
+
+    existed = os.path.exists(out_dir)
+    with faults_of(out_dir):
+        os.makedirs(out_dir, exist_ok=True)
+    try:
+        with outputs() as create:
+            path = os.path.join(out_dir, "model.safetensors")
+            write_safetensors(create(path), path, {"format": "pt"}, tensors, round_to_bf16=False)
+            for name, data in texts.items():
+                create(os.path.join(out_dir, name))(data)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the fault itself is what counts
+            if not existed:
+                os.rmdir(out_dir)
+        raise
+
+
+# ------------------------------------------------------------------------------------------ tokenizer.bin
+
+SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+         r"|\s*[\r\n]+|\s+(?!\S)|\s+")  # tokenizer.h has this expression as code
+IN_VOCABULARY, ADDED, SPECIAL, WHOLE = 1, 2, 4, 8  # flags of a token
+NFC_ACTIVE = 63  # in place of a combining class: it is 0, yet NFC may change the character or the one before
+
+
+def unicode_tables(path):
+    """data/unicode.txt -> the ranges, decompositions and compositions of which tokenizer.h speaks."""
+    sections = {}
+    for line in read_file(path).decode().splitlines():
+        if line.startswith("["):
+            name = line[1:line.index("]")]
+            sections[name] = []
+        elif line and not line.startswith("#"):
+            sections[name] += line.split()
+
+    def code_points(name):
+        for entry in sections[name]:
+            first, _, last = entry.partition("-")
+            yield from range(int(first, 16), int(last or first, 16) + 1)
+
+    def equations(name):
+        return [[int(number, 16) for number in re.split("[=+]", entry)] for entry in sections[name]]
+
+    decompose, compose = equations("decompose"), equations("compose")
+    mark = dict.fromkeys((x for x, *_ in decompose), NFC_ACTIVE)
+    for x, _, _ in compose:  # NFC takes it apart and puts it together again
+        del mark[x]
+    for _, _, second in compose:
+        mark[second] = NFC_ACTIVE
+    mark.update(dict.fromkeys([*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)], NFC_ACTIVE))  # Hangul V, T
+    orders = [name for name in sections if name.startswith("order")]
+    assert len(orders) < NFC_ACTIVE
+    for name in orders:
+        mark.update(dict.fromkeys(code_points(name), int(name[5:])))
+
+    value = {c: m << 2 for c, m in mark.items()}
+    for kind, name in enumerate("LNS", 1):
+        for c in code_points(name):
+            value[c] = value.get(c, 0) | kind
+    ranges = []
+    for c in sorted(value):
+        if ranges and ranges[-1][1:] == [c - 1, value[c]]:
+            ranges[-1][1] = c
+        else:
+            ranges.append([c, c, value[c]])
+    return ranges, [(d + [0, 0, 0])[:5] for d in sorted(decompose)], sorted([a, b, x] for x, a, b in compose)
+
+
+def byte_alphabet():
+    """tokenizer.json writes a byte as one character: a printable one as itself, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {**{chr(b): b for b in printable}, **{chr(256 + i): b for i, b in enumerate(others)}}
+
+
+def byte_pair_encoding(ids, ranked):
+    """Always the first of the lowest-ranked neighbours becomes one token."""
+    while True:
+        found = [(ranked[pair], i) for i, pair in enumerate(zip(ids, ids[1:])) if pair in ranked]
+        if not found:
+            return ids
+        (_, merged), i = min(found)
+        ids[i:i + 2] = [merged]
+
+
+def export_tokenizer(hf_dir, out_path):
+    """tokenizer.json -> the file that tokenizer.h describes. Refuses by name what that file cannot say."""
+    path = os.path.join(hf_dir, "tokenizer.json")
+    top = parse_json(read_file(path), path)
+
+    def need(condition, fault):
+        if not condition:
+            raise Fault(f"{path}: {fault}")
+
+    def is_objects(value):
+        return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+    # what the pipeline must be
+    need(top.get("normalizer") == {"type": "NFC"}, "the normalizer is not NFC")
+    steps = top.get("pre_tokenizer")
+    need(isinstance(steps, dict) and steps.get("type") == "Sequence"
+         and is_objects(steps.get("pretokenizers")) and len(steps["pretokenizers"]) == 2,
+         "the pre_tokenizer is not a Sequence of two steps")
+    split, byte_level = steps["pretokenizers"]
+    need(split == {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False},
+         "the pre_tokenizer does not split by Qwen's regular expression")
+    need(byte_level.get("type") == "ByteLevel" and byte_level.get("add_prefix_space") is False
+         and byte_level.get("use_regex") is False, "the pre_tokenizer does not end in a plain ByteLevel")
+    for part in ("post_processor", "decoder"):
+        step = top.get(part)
+        need(isinstance(step, dict) and step.get("type") == "ByteLevel", f"the {part} is not ByteLevel")
+    for part in ("truncation", "padding"):
+        need(top.get(part) is None, f"{part} is set")
+    model, added = top.get("model"), top.get("added_tokens", [])
+    need(isinstance(model, dict) and model.get("type", "BPE") == "BPE", "the model is not BPE")
+    for key in ("dropout", "unk_token", "byte_fallback", "ignore_merges", "continuing_subword_prefix",
+                "end_of_word_suffix"):
+        need(not model.get(key), f"{key} is set")
+    vocab, merges = model.get("vocab"), model.get("merges")
+    need(isinstance(vocab, dict) and isinstance(merges, list), "the model has no vocab or no merges")
+    need(is_objects(added), "added_tokens is not a list of objects")
+
+    # tokens: every id once, every text once
+    alphabet = byte_alphabet()
+    given = [*vocab.values(), *(token.get("id") for token in added)]
+    need(all(type(i) is int for i in given), "an id that is not an integer")
+    size = len(set(given))
+    need(size and min(given) == 0 and max(given) == size - 1, "the ids do not run from 0 on without holes")
+    texts, flags = [b""] * size, bytearray(size)
+    for name, i in vocab.items():
+        need(name and all(c in alphabet for c in name), f"token {name[:80]!r} is not in bytes' alphabet")
+        need(not flags[i], f"token {i} is there twice")
+        texts[i], flags[i] = bytes(alphabet[c] for c in name), IN_VOCABULARY
+    for token in added:
+        name, i = token.get("content"), token["id"]
+        need(isinstance(name, str) and name, f"added token {i} has no text")
+        for key in ("single_word", "lstrip", "rstrip", "normalized"):
+            need(token.get(key) is False, f"added token {name[:80]!r}: {key} is set")
+        need(not flags[i] & ADDED and vocab.get(name, i) == i and (not flags[i] or name in vocab),
+             f"token {i} is there twice")
+        text = name.encode()
+        # `tokenizers` decodes an added token by the alphabet of bytes as well, if all of it is in there
+        need(not all(c in alphabet for c in name) or bytes(alphabet[c] for c in name) == text,
+             f"added token {name[:80]!r} would not decode to itself")
+        texts[i] = text
+        flags[i] |= ADDED | (SPECIAL if token.get("special") else 0)
+    need(len(set(texts)) == size, "two tokens have the same text")
+
+    # merges
+    ids = {texts[i]: i for i in vocab.values()}
+    need(all(bytes([b]) in ids for b in range(256)), "a byte has no token of its own")
+    ranked = {}  # (left, right) -> (rank, merged)
+    for rank, merge in enumerate(merges):
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        need(isinstance(pair, list) and len(pair) == 2 and all(isinstance(name, str) for name in pair),
+             f"merge {rank} is not a pair")
+        left, right = pair
+        need(left in vocab and right in vocab and left + right in vocab, f"merge {rank}: no such token")
+        need((vocab[left], vocab[right]) not in ranked, f"merge {rank} is there twice")
+        ranked[vocab[left], vocab[right]] = rank, vocab[left + right]
+    for text, i in ids.items():
+        if byte_pair_encoding([ids[text[k:k + 1]] for k in range(len(text))], ranked) == [i]:
+            flags[i] |= WHOLE
+
+    ranges, decompose, compose = unicode_tables(
+        os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "unicode.txt"))
+    offsets = [0]
+    for text in texts:
+        offsets.append(offsets[-1] + len(text))
+    words = [1, size, len(ranked), offsets[-1], len(ranges), len(decompose), len(compose), *offsets]
+    for pair, (_, merged) in ranked.items():
+        words += [*pair, merged]
+    for row in ranges + decompose + compose:
+        words += row
+    with outputs() as create:
+        write = create(out_path)
+        write(b"qwen3tok" + struct.pack(f"<{len(words)}I", *words))
+        write(flags + b"".join(texts))
+
+
+# --------------------------------------------------------------------------------------------------- main
+
+
+def main(args):
+    if args in (["-h"], ["--help"]):
+        print(__doc__.strip())
+        return
+    given, paths, args = {}, [], list(args)
+    while args:
+        arg = args.pop(0)
+        if arg == "--tokenizer-from":
+            if not args:
+                raise Fault("--tokenizer-from: needs a folder")
+            given[arg] = args.pop(0)
+        elif arg in ("--keep-dtype", "--to-hf", "--tokenizer"):
+            given[arg] = True
+        elif arg.startswith("-"):
+            raise Fault(f"unknown option {arg} (see export.py --help)")
+        else:
+            paths.append(arg)
+    if len(paths) != 2:
+        raise Fault(f"needs two paths, got {len(paths)} (see export.py --help)")
+    options = set(given)
+    if options <= {"--keep-dtype"}:
+        export_model(*paths, keep_dtype=bool(given))
+    elif "--to-hf" in options and options <= {"--to-hf", "--tokenizer-from"}:
+        export_hf(*paths, given.get("--tokenizer-from"))
+    elif options == {"--tokenizer"}:
+        export_tokenizer(*paths)
+    else:
+        raise Fault(f"{' and '.join(sorted(options))} do not go together (see export.py --help)")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except Fault as fault:
+        line = " ".join(str(fault).split())
+        sys.exit(f"export.py: {line}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        sys.exit(f"export.py: {error}")
