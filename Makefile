@@ -1,0 +1,104 @@
+# make              qwen3, with nvcc where it is found, else with g++ alone
+# make cpu          qwen3 with g++ alone
+# make test         builds with -Werror, runs every suite; the last line counts
+# make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
+# make bench        speed of this machine's build
+# make clean
+# Options: PORTABLE=1 a binary for any x86-64    CXX=clang++    ARCH=native|all|"80 89"    V=1 shows the commands
+
+CXX      ?= g++
+NVCC     ?= nvcc
+ARCH     ?= native
+WARN      = -Wall -Wextra
+OPT       = -O3
+Q         = $(if $(V),,@)
+
+HEADERS   = file.h sj.h tokenizer.h cli.h
+BUILD     = build
+
+# ---- What there is. Only questions here; `info` says what was chosen.
+HAVE_NVCC := $(if $(filter cpu,$(MAKECMDGOALS)),,$(shell command -v $(NVCC) 2>/dev/null))
+OPENMP    := $(shell echo 'int main(){}' | $(CXX) -fopenmp -x c++ - -o /dev/null 2>/dev/null && echo -fopenmp)
+TUNE      := $(if $(PORTABLE),,-march=native)
+CXXFLAGS  ?=
+CPUFLAGS   = -std=c++17 $(OPT) $(TUNE) $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(WARN) $(CXXFLAGS)
+
+# A GPU found: its own code. None: sm_80 with PTX, which newer GPUs compile when they first run it.
+# 9.0 becomes 90a (wgmma), always as -gencode. `all` takes what this nvcc knows.
+ifneq ($(HAVE_NVCC),)
+KNOWN     := $(shell $(NVCC) --list-gpu-code 2>/dev/null | sed -n 's/^sm_//p')
+GPU       := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]+$$' | sort -u | tr -d .)
+WANTED    := $(if $(filter native,$(ARCH)),$(GPU),$(if $(filter all,$(ARCH)),$(filter 80 86 89 90 120,$(KNOWN)),$(ARCH:sm_%=%)))
+GENCODE   := $(if $(WANTED),$(foreach a,$(patsubst 90,90a,$(WANTED)),-gencode arch=compute_$(a),code=sm_$(a)),\
+               -gencode arch=compute_80,code=sm_80 -gencode arch=compute_80,code=compute_80)
+endif
+comma    := ,
+empty    :=
+space    := $(empty) $(empty)
+NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(TUNE) $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(WARN) $(CXXFLAGS)))
+COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
+
+.PHONY: all cpu info test asan fuzz bench clean cuda-check
+all cpu: info qwen3
+
+info:
+	@echo "compiler  $(if $(HAVE_NVCC),$(HAVE_NVCC) with $(CXX),$(CXX); no nvcc: CPU only)"
+	@echo "threads   $(if $(OPENMP),OpenMP,one: $(CXX) has no OpenMP)"
+	@echo "CPU code  $(if $(TUNE),for this machine (PORTABLE=1: for any x86-64),for any x86-64)"
+	@$(if $(HAVE_NVCC),echo "GPU code  $(if $(WANTED),$(addprefix sm_,$(patsubst 90,90a,$(WANTED))),sm_80 and its PTX: no GPU seen here)",:)
+
+# What the last build was made with: another compiler or flag rebuilds.
+$(BUILD)/command: FORCE
+	@mkdir -p $(BUILD)
+	@echo '$(COMPILE)' | cmp -s - $@ || echo '$(COMPILE)' > $@
+FORCE:
+
+qwen3: qwen3.cu $(HEADERS) $(BUILD)/command
+	$(Q)$(COMPILE) $< -o $@
+	@echo "built     ./qwen3"
+
+# ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
+SUITES    = $(notdir $(basename $(wildcard tests/test_*.cpp)))
+MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)
+T         = $(BUILD)/$(MODE)
+TESTFLAGS = -std=c++17 -O2 -g $(TUNE) $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(WARN) -Werror -I. \
+            $(if $(SANITIZE),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -O1)
+
+$(T)/qwen3: qwen3.cu $(HEADERS)
+	@mkdir -p $(T)
+	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@
+$(T)/test_%: tests/test_%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
+	@mkdir -p $(T)
+	$(Q)$(CXX) $(TESTFLAGS) $< -o $@
+
+test: $(T)/qwen3 $(addprefix $(T)/,$(SUITES))
+	@QWEN3=$(T)/qwen3 tests/run.sh $(addprefix $(T)/,$(SUITES))
+asan:
+	@$(MAKE) --no-print-directory test SANITIZE=1
+
+# ---- Fuzzers: clang's libFuzzer, seeds in tests/fixtures/fuzz/NAME.
+FUZZERS   = $(notdir $(basename $(wildcard tests/fuzz_*.cpp)))
+SECONDS_EACH ?= 20
+CLANG     ?= clang++
+$(BUILD)/fuzz/%: tests/%.cpp qwen3.cu $(HEADERS)
+	@mkdir -p $(BUILD)/fuzz
+	$(Q)$(CLANG) -std=c++17 -O1 -g -Wno-unknown-pragmas -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. $< -o $@
+fuzz: $(addprefix $(BUILD)/fuzz/,$(FUZZERS))
+	@for f in $(FUZZERS); do \
+	  mkdir -p $(BUILD)/fuzz/corpus/$$f $(BUILD)/fuzz/seeds; \
+	  seeds=tests/fixtures/fuzz/$${f#fuzz_}; [ -d $$seeds ] || seeds=; \
+	  echo "$$f: $(SECONDS_EACH) s"; \
+	  $(BUILD)/fuzz/$$f -max_total_time=$(SECONDS_EACH) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=$(BUILD)/fuzz/ \
+	    -verbosity=0 -print_final_stats=1 $(BUILD)/fuzz/corpus/$$f $$seeds 2>&1 | grep -E 'ERROR|SUMMARY|executed_units|Test unit' ; \
+	  [ $${PIPESTATUS[0]:-0} -eq 0 ] || exit 1; \
+	done
+
+# ---- All CUDA code, once an architecture, without linking: what CI can do without a GPU.
+cuda-check:
+	@for a in 80 89 90a 120; do \
+	  echo "nvcc sm_$$a"; \
+	  $(NVCC) -x cu -std=c++17 -gencode arch=compute_$$a,code=sm_$$a -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -c qwen3.cu -o /dev/null || exit 1; \
+	done
+
+clean:
+	rm -rf qwen3 $(BUILD)

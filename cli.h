@@ -1,0 +1,693 @@
+// cli.h: what main offers beside one answer. Included by qwen3.cu, just before `answer`.
+//   Screen         a model's text, made harmless for a terminal; its thoughts dim
+//   PromptCache    --prompt-cache: keys and values of a prompt, kept in a file
+//   Input, Chat    without -i: questions and answers
+//   synthesize     --synthesize: random weights of a real shape
+#include <langinfo.h>
+#include <locale.h>
+#include <poll.h>
+#include <termios.h>
+
+// --------------------------------------------------------------------------------- What a model says, on screen
+
+// Text for a terminal, where control characters are shown and not obeyed: an ESC could move the cursor, name the
+// window or type for the user. C0 and DEL have pictures (U+2400 ..); C1 and bytes that are no UTF-8 are U+FFFD.
+// Newline and tab stay.
+static std::string printable(std::string_view s) {
+    std::string out;
+    while (!s.empty()) {
+        const int length = utf8_length(s.data(), s.size());
+        const uint8_t c = (uint8_t)s[0];
+        if (length <= 0 || (c == 0xC2 && (uint8_t)s[1] < 0xA0)) out += "\uFFFD";
+        else if (c == 0x7F) out += "\u2421";
+        else if (c < 0x20 && c != '\n' && c != '\t') utf8_append(out, 0x2400u + c);
+        else out += s.substr(0, (size_t)length);
+        s.remove_prefix(length ? (size_t)std::abs(length) : s.size());
+    }
+    return out;
+}
+
+// One line for the user that is no part of the answer.
+static void say(const std::string& line) { fprintf(stderr, "%s\n", printable(line).c_str()); }
+
+static bool plain_terminal() {
+    const char* kind = getenv("TERM");
+    return !kind || !*kind || !strcmp(kind, "dumb");
+}
+
+// Shows an answer as it comes. On a terminal control characters are harmless, and a thought is dim instead of
+// between <think> and </think>; anything else gets the text as it is.
+struct Screen {
+    const bool terminal, dims;
+    bool thinking = false;
+    std::string held; // may be the beginning of a marker
+
+    explicit Screen(bool terminal) : terminal(terminal), dims(terminal && !plain_terminal() && !getenv("NO_COLOR")) {}
+    ~Screen() { if (thinking) fputs("\033[0m", stdout), fflush(stdout); }
+
+    void show(std::string_view s) {
+        if (!terminal) return write_stdout(s);
+        held += s;
+        for (;;) {
+            const std::string_view marker = thinking ? "</think>" : "<think>";
+            const size_t at = dims ? held.find(marker) : std::string::npos;
+            if (at == std::string::npos) {
+                size_t hold = dims ? std::min(marker.size() - 1, held.size()) : 0;
+                while (hold && held.compare(held.size() - hold, hold, marker, 0, hold) != 0) hold--;
+                return put(held.size() - hold);
+            }
+            put(at);
+            held.erase(0, marker.size());
+            thinking = !thinking;
+            write_stdout(thinking ? "\033[2m" : "\033[0m");
+        }
+    }
+    void end() { put(held.size()); }
+
+  private:
+    void put(size_t n) {
+        write_stdout(printable(held.substr(0, n)));
+        held.erase(0, n);
+    }
+};
+
+// ------------------------------------------------------------------------------------------------- Prompt cache
+
+// Makes the session hold this prompt and computes only what it does not hold yet: returns how many tokens it
+// held. The last one is computed in any case, since its logits are needed.
+template <class T> size_t feed_prompt(Session<T>& session, const std::vector<int>& prompt) {
+    const size_t most = std::min(session.ids.size(), prompt.size() - 1);
+    const size_t same = (size_t)(std::mismatch(prompt.begin(), prompt.begin() + (ptrdiff_t)most, session.ids.begin()).first - prompt.begin());
+    session.rewind(same);
+    session.feed({prompt.begin() + (ptrdiff_t)same, prompt.end()}, &interrupted);
+    return same;
+}
+
+// --prompt-cache: the keys and values of a prompt in a file, so that another start need not compute them.
+//   Header; u32 ids[tokens], padded to 8 bytes; the pages of the keys, then of the values, layer by layer
+// The file is of use to any prompt that begins like its own. It is checked whole before a byte of it is used, and
+// one that does not fit is an error: never a wrong answer. (Against damage and mix-ups, that is. Who can forge
+// the file can make the model say anything.)
+template <class T> struct PromptCache {
+    struct Header {
+        char magic[8] = {'q', 'w', 'e', 'n', '3', 'k', 'v', 0};
+        uint32_t version = 1;
+        uint32_t number = sizeof(T); // bytes of a key's or value's number
+        uint32_t layers, kv_heads, head_size, tokens;
+        uint64_t model;              // see hash_model
+        uint64_t sum = 0;            // of the whole file, with this field 0
+    };
+    std::string path;     // "": no cache is wanted
+    Header header;
+    std::vector<int> ids; // of the file, once it is there
+
+    // Restores into the new session what the file holds, if it exists, as far as the context reaches.
+    PromptCache(const std::string& path, const ModelFile& file, Session<T>& session) : path(path) {
+        const Config& c = file.config;
+        header.layers = (uint32_t)c.L, header.kv_heads = (uint32_t)c.K, header.head_size = (uint32_t)c.D, header.tokens = 0;
+        if (path.empty()) return;
+        header.model = hash_model(file);
+        if (access(path.c_str(), F_OK) != 0 && errno == ENOENT) return;
+
+        const MappedFile map(path);
+        auto must = [&](bool ok, const char* fault) { if (!ok) DIE("%s: %s", path.c_str(), fault); };
+        must(map.size >= sizeof header, "not a prompt cache");
+        const Header expected = header;
+        memcpy((void*)&header, map.data, sizeof header);
+        must(!memcmp(header.magic, expected.magic, sizeof header.magic), "not a prompt cache");
+        must(header.version == expected.version, "a prompt cache of another version of this program");
+        must(header.model == expected.model && header.number == expected.number && header.layers == expected.layers &&
+             header.kv_heads == expected.kv_heads && header.head_size == expected.head_size, "the prompt cache of another model");
+        must(header.tokens > 0 && header.tokens <= (uint32_t)c.max_positions, "damaged: no number of tokens that the model can hold");
+        const size_t tokens = header.tokens, ids_bytes = (tokens + 1) / 2 * 8, block = session.block_bytes(tokens);
+        must(map.size == sizeof header + ids_bytes + 2 * (size_t)c.L * block, "damaged: not as long as its header says");
+        const uint64_t sum = header.sum;
+        header.sum = 0;
+        uint64_t found = checksum(0, &header, sizeof header);
+        must(checksum(found, map.data + sizeof header, map.size - sizeof header) == sum, "damaged: its checksum differs");
+
+        ids.resize(tokens);
+        memcpy(ids.data(), map.data + sizeof header, tokens * sizeof(int));
+        for (int id : ids) must(id >= 0 && id < c.V, "damaged: an id that the model has not");
+        const size_t n = std::min(tokens, (size_t)session.capacity);
+        const uint8_t* at = map.data + sizeof header + ids_bytes;
+        session.each_block([&](T* pages) { memcpy((void*)pages, at, session.block_bytes(n)), at += block; });
+        session.ids.assign(ids.begin(), ids.begin() + (ptrdiff_t)n);
+    }
+
+    // Writes what the session holds, if there is no file yet or all of the file is only its beginning.
+    void save(Session<T>& session) {
+        if (path.empty() || session.ids.size() <= ids.size() || !std::equal(ids.begin(), ids.end(), session.ids.begin())) return;
+        ids = session.ids;
+        header.tokens = (uint32_t)ids.size();
+        std::vector<int> padded = ids;
+        padded.resize((ids.size() + 1) / 2 * 2);
+        const size_t block = session.block_bytes(ids.size());
+        auto each_part = [&](auto use) {
+            use(&header, sizeof header);
+            use(padded.data(), padded.size() * sizeof(int));
+            session.each_block([&](T* pages) { use(pages, block); });
+        };
+        header.sum = 0;
+        uint64_t sum = 0;
+        each_part([&](const void* part, size_t bytes) { sum = checksum(sum, part, bytes); });
+        header.sum = sum;
+        OutputFile out(path);
+        each_part([&](const void* part, size_t bytes) { out.write(part, bytes); });
+        out.commit();
+    }
+
+  private:
+    // What keys and values depend on: the config and the weights. Of these the hash takes 16 stretches of 256
+    // bytes a tensor, evenly spread (all of a norm), in milliseconds; training moves every number. Models that
+    // differ in a few numbers between the stretches would be taken for the same.
+    static uint64_t hash_model(const ModelFile& file) {
+        uint64_t hash = fnv1a(file.config_text.data(), file.config_text.size());
+        for (auto& [name, tensor] : file.tensors) {
+            hash = fnv1a(name.data(), name.size() + 1, hash);
+            hash = fnv1a(&tensor.dtype, sizeof tensor.dtype, hash);
+            hash = fnv1a(&tensor.bytes, sizeof tensor.bytes, hash);
+            const size_t stretch = std::min(tensor.bytes, (size_t)256);
+            for (size_t i = 0; i < 16; i++) hash = fnv1a(tensor.data + (tensor.bytes - stretch) / 15 * i, stretch, hash);
+        }
+        return hash;
+    }
+
+    // Like FNV-1a, but on words of 8 bytes, since it must keep up with a disk. Every step can be undone, so that
+    // damage within one word always shows. `bytes` is a multiple of 8.
+    static uint64_t checksum(uint64_t hash, const void* data, size_t bytes) {
+        for (size_t i = 0; i < bytes; i += 8) {
+            uint64_t word;
+            memcpy(&word, (const uint8_t*)data + i, 8);
+            hash = (hash ^ word) * 0x100000001b3;
+            hash ^= hash >> 32; // else the upper bits would never reach the lower ones
+        }
+        return hash;
+    }
+};
+
+// --------------------------------------------------------------------------------------------- The user's lines
+
+// On a terminal lines are edited with libedit (arrows, history) where the Makefile found it. It is small, kept
+// with the BSDs for thirty years, in every distribution, knows the width of Chinese characters, and its licence
+// lets this program keep its own, which GNU readline's would not. Its native interface takes a function that
+// reads characters, so that pasted lines and Ctrl-C can be told apart here.
+// Without it, on a dumb terminal or without UTF-8, the terminal's own line mode does: it has backspace, and with
+// IUTF8 set that takes a whole character. Its lines end at 4,095 bytes.
+#ifdef HAVE_LIBEDIT
+#define Tokenizer EditTokenizer // histedit.h has another one
+#include <histedit.h>
+#undef Tokenizer
+#endif
+
+// The user's messages, one after another. A message is a line; a line that ends in \ goes on in the next; on a
+// terminal, lines that arrive together were pasted and are one message.
+struct Input {
+    static constexpr int TOGETHER_MS = 20;
+
+    explicit Input(bool prompts) : prompts(prompts) {
+        is_terminal = tcgetattr(0, &before) == 0;
+        if (is_terminal) {
+            termios now = before;
+            now.c_iflag |= IUTF8;
+            tcsetattr(0, TCSANOW, &now);
+        }
+        start_editor();
+    }
+    Input(const Input&) = delete;
+    Input& operator=(const Input&) = delete;
+    ~Input() {
+        end_editor();
+        if (is_terminal) tcsetattr(0, TCSANOW, &before);
+    }
+
+    // False: the input is at its end, or Ctrl-C.
+    bool next(std::string& message) {
+        std::string all;
+        bool more = true;
+        for (prompt = "> "; more; prompt = "… ") {
+            std::string line;
+            if (!(can_edit() ? edit_line(line) : plain_line(line))) break;
+            more = !line.empty() && line.back() == '\\';
+            if (more) line.back() = '\n';
+            all += line;
+        }
+        if (interrupted || (more && all.empty())) return false;
+        message.clear();
+        utf8_repair(message, all, true);
+        remember(message);
+        return true;
+    }
+
+  private:
+    const bool prompts;
+    bool is_terminal = false;
+    termios before{};
+    std::string bytes; // read and not yet used
+    const char* prompt = "";
+
+    static bool arrives(int ms) {
+        pollfd in = {0, POLLIN, 0};
+        return poll(&in, 1, ms) > 0;
+    }
+    // More bytes. Looks up twice a second, for a signal may come just before it waits.
+    bool fill() {
+        while (!interrupted) {
+            if (!arrives(500)) {
+                redraw();
+                continue;
+            }
+            char some[4096];
+            ssize_t n = read(0, some, sizeof some);
+            if (n < 0 && errno == EINTR) continue;
+            if (n > 0) bytes.append(some, (size_t)n);
+            return n > 0;
+        }
+        return false;
+    }
+    bool pasted() { return is_terminal && (!bytes.empty() || arrives(TOGETHER_MS)); }
+
+    // One line without its newline, with those that arrive together with it.
+    bool plain_line(std::string& line) {
+        if (prompts) write_stdout(prompt);
+        for (;;) {
+            const size_t end = bytes.find('\n');
+            line.append(bytes, 0, end);
+            bytes.erase(0, end == std::string::npos ? end : end + 1);
+            if (end == std::string::npos) {
+                if (!fill()) return !line.empty();
+            } else if (pasted()) {
+                line += '\n';
+            } else {
+                if (!line.empty() && line.back() == '\r') line.pop_back();
+                return true;
+            }
+        }
+    }
+
+#ifdef HAVE_LIBEDIT
+    static constexpr wchar_t MARK = L'↵'; // a pasted newline in a line that is edited
+    static constexpr const char* MARK_TEXT = "↵";
+    static inline volatile sig_atomic_t woken = 0;
+    EditLine* editor = nullptr;
+    History* past = nullptr;
+
+    bool can_edit() const { return editor; }
+
+    void start_editor() {
+        if (!prompts || plain_terminal()) return;
+        // The user's language if it comes in UTF-8. Characters only: numbers must keep their point (sj.h).
+        setlocale(LC_CTYPE, "");
+        auto utf8 = [] { return !strcmp(nl_langinfo(CODESET), "UTF-8"); };
+        if (!utf8()) setlocale(LC_CTYPE, "C.UTF-8");
+        if (!utf8() || !(editor = el_init("qwen3", stdin, stdout, stderr))) return;
+        el_set(editor, EL_CLIENTDATA, this);
+        el_set(editor, EL_PROMPT, +[](EditLine* e) { return const_cast<char*>(of(e).prompt); });
+        el_set(editor, EL_GETCFN, get_character);
+        el_set(editor, EL_EDITOR, "emacs");
+        el_set(editor, EL_BIND, "\t", "ed-insert", nullptr);
+        el_set(editor, EL_ADDFN, "paste", "Insert a bracketed paste", paste);
+        el_set(editor, EL_BIND, "\033[200~", "paste", nullptr);
+        HistEvent event;
+        past = history_init();
+        history(past, &event, H_SETSIZE, 1000);
+        history(past, &event, H_SETUNIQUE, 1);
+        el_set(editor, EL_HIST, history, past);
+        // A window of another size, or back from Ctrl-Z: only to end the wait in fill().
+        struct sigaction wake = {};
+        wake.sa_handler = [](int) { woken = 1; };
+        wake.sa_flags = SA_RESTART;
+        sigaction(SIGWINCH, &wake, nullptr);
+        sigaction(SIGCONT, &wake, nullptr);
+    }
+    void end_editor() {
+        if (past) history_end(past);
+        if (editor) el_end(editor);
+    }
+    void remember(std::string message) {
+        HistEvent event;
+        replace(message, "\n", MARK_TEXT);
+        if (editor && !message.empty()) history(past, &event, H_ENTER, message.c_str());
+    }
+    void redraw() {
+        if (!editor || !woken) return;
+        woken = 0;
+        el_resize(editor);
+        el_set(editor, EL_PREP_TERM, 0);
+        el_set(editor, EL_PREP_TERM, 1);
+        el_set(editor, EL_REFRESH);
+    }
+
+    // One line, edited. Meanwhile the terminal marks a paste with ESC [ 200 ~ and ESC [ 201 ~.
+    bool edit_line(std::string& line) {
+        int n = 0;
+        write_stdout("\033[?2004h");
+        const char* text = el_gets(editor, &n);
+        write_stdout("\033[?2004l");
+        if (!text || n <= 0 || interrupted) return false;
+        line.assign(text, (size_t)n);
+        if (line.back() == '\n') line.pop_back();
+        replace(line, MARK_TEXT, "\n");
+        return true;
+    }
+
+    static Input& of(EditLine* e) {
+        void* self = nullptr;
+        el_get(e, EL_CLIENTDATA, &self);
+        return *(Input*)self;
+    }
+    static void replace(std::string& s, std::string_view from, std::string_view to) {
+        for (size_t at = 0; (at = s.find(from, at)) != std::string::npos; at += to.size()) s.replace(at, from.size(), to);
+    }
+    // libedit asks for a character.
+    static int get_character(EditLine* e, wchar_t* out) {
+        Input& in = of(e);
+        int length = 0;
+        while (in.bytes.empty() || (length = utf8_length(in.bytes.data(), in.bytes.size())) == 0)
+            if (!in.fill()) return 0;
+        const char* at = in.bytes.data();
+        uint32_t c = length > 0 ? utf8_read(at) : 0xFFFD;
+        in.bytes.erase(0, (size_t)std::abs(length));
+        if (c == '\r') c = '\n'; // libedit has the terminal turn one into the other, when it has it
+        *out = c == '\n' && in.pasted() ? MARK : (wchar_t)c;
+        return 1;
+    }
+    static unsigned char paste(EditLine* e, int) {
+        Input& in = of(e);
+        const std::string_view close = "\033[201~";
+        size_t end;
+        while ((end = in.bytes.find(close)) == std::string::npos)
+            if (!in.fill()) return CC_EOF;
+        std::string text;
+        utf8_repair(text, std::string_view(in.bytes).substr(0, end), true);
+        in.bytes.erase(0, end + close.size());
+        for (const char* newline : {"\r\n", "\r", "\n"}) replace(text, newline, MARK_TEXT);
+        el_insertstr(e, text.c_str());
+        return CC_REFRESH;
+    }
+#else
+    bool can_edit() const { return false; }
+    void start_editor() {}
+    void end_editor() {}
+    void remember(const std::string&) {}
+    void redraw() {}
+    bool edit_line(std::string&) { return false; }
+#endif
+};
+
+// -------------------------------------------------------------------------------------------------------- Chat
+
+static const char* CHAT_HELP =
+    "/exit  /clear        leave (also Ctrl-D, Ctrl-C); forget the conversation\n"
+    "/system TEXT         another system prompt; without TEXT none\n"
+    "/think  /no_think    let the model think first, or not\n"
+    "/regen               another answer to the last question\n"
+    "/save FILE           the conversation as JSON; /load FILE takes it up again\n"
+    "/stats               tokens in the context, speed, seed\n"
+    "A line that ends in \\ goes on in the next; pasted lines are one message; Ctrl-C stops an answer.";
+
+// Questions and answers on one session. Each question renders the whole conversation anew, as the template wants
+// it (a thought is not repeated once the next question comes), and computes it from where it differs from what
+// the KV cache holds.
+// On a terminal there are prompts and an editor. Otherwise each line of the input is a message, and stdout gets the
+// answers and nothing else.
+template <class T> struct Chat {
+    Options options; // /system, /think and /no_think change it
+    Session<T>& session;
+    const Tokenizer& tokenizer;
+    PromptCache<T>& cache;
+    const Generation how;            // each answer begins as a copy of it
+    std::vector<Message> messages{}; // question, answer, question, answer, ...
+    uint64_t answers = 0;            // ever given
+    std::string last = "no answer yet";
+    bool leave = false;
+    const bool terminal = isatty(0) && isatty(1);
+
+    int run() {
+        if (terminal) {
+            struct sigaction stop = {}; // any number of times, and without cutting a write short
+            stop.sa_handler = [](int) { interrupted = 1; };
+            stop.sa_flags = SA_RESTART;
+            sigaction(SIGINT, &stop, nullptr);
+            say("/help lists the commands");
+        }
+        Input input(terminal);
+        std::string line;
+        while (!leave && input.next(line)) {
+            try {
+                if (!line.empty() && !command(line)) {
+                    std::vector<Message> asked = messages;
+                    asked.push_back({"user", line});
+                    answer(std::move(asked));
+                }
+            } catch (const Error& e) {
+                if (ferror(stdout)) throw;
+                say(e.what());
+            }
+            if (!terminal && interrupted) break;
+            interrupted = 0;
+        }
+        if (terminal && !leave) write_stdout("\n");
+        return !terminal && interrupted ? 130 : 0;
+    }
+
+  private:
+    // Does what the line says if it is a command and nothing else.
+    bool command(const std::string& line) {
+        const size_t space = std::min(line.find(' '), line.size());
+        const std::string name = line.substr(0, space), argument = line.substr(std::min(space + 1, line.size()));
+        const bool file = name == "/save" || name == "/load";
+        if (line.find('\n') != std::string::npos || (space < line.size() && !file && name != "/system")) return false;
+        if (file && argument.empty()) DIE("%s needs a FILE", name.c_str());
+        if (name == "/exit") leave = true;
+        else if (name == "/help") say(CHAT_HELP);
+        else if (name == "/clear") messages.clear(), say("the conversation is forgotten");
+        else if (name == "/system") options.system = argument, say(argument.empty() ? "no system prompt" : "the system prompt is set");
+        else if (name == "/think") options.think = 1, say("thinking");
+        else if (name == "/no_think") options.think = 0, say("not thinking");
+        else if (name == "/save") save(argument), say(argument + ": saved");
+        else if (name == "/load") load(argument), say(format("%s: %zu messages", argument.c_str(), messages.size()));
+        else if (name == "/stats")
+            say(format("context %zu of %d tokens; %s; seed %llu", messages.empty() ? 0 : render(messages, false).size(), session.capacity,
+                       last.c_str(), (unsigned long long)how.sampling.seed));
+        else if (name == "/regen") {
+            if (messages.empty()) DIE("no question to answer again");
+            answer({messages.begin(), messages.end() - 1});
+        } else return false;
+        return true;
+    }
+
+    // Answers the last of `asked`; the conversation is then `asked` and the answer. Unless there is none: after an
+    // Error or Ctrl-C before the first token it stays as it was.
+    void answer(std::vector<Message> asked) {
+        const std::vector<int> prompt = fit(asked);
+        Generation g = how;
+        g.sampling = sampling_of(options); // thinking has its own defaults
+        g.sampling.seed = how.sampling.seed + answers; // draws go by position: /regen must not repeat them
+        const double start = seconds();
+        const size_t reused = feed_prompt(session, prompt);
+        const double prompted = seconds();
+        if (!interrupted) {
+            if (answers++ == 0) cache.save(session);
+            Screen screen(terminal);
+            generate(session, &tokenizer, g, [&](std::string_view s) { screen.show(s); });
+            screen.end();
+        }
+        if (g.ids.empty() && interrupted) return say("stopped before the answer: the question is taken back");
+        write_stdout("\n");
+        if (session.full() && !strcmp(g.finish, "length")) say("the context is full: the answer ends here");
+        const double prompt_s = prompted - start, decode_s = seconds() - prompted;
+        last = format("prompt %zu tokens, reused %zu, %.1f tok/s; answer %zu tokens, %.1f tok/s (%s)", prompt.size(), reused,
+                      (double)(prompt.size() - reused) / prompt_s, g.ids.size(), g.ids.size() > 1 ? (double)(g.ids.size() - 1) / decode_s : 0, g.finish);
+
+        // A thought that was stopped is still a thought.
+        if (g.text.compare(0, 7, "<think>") == 0 && g.text.find("</think>") == std::string::npos) g.text += "</think>";
+        Message said{"assistant", g.text};
+        auto [thought, content] = split_thought(said);
+        asked.push_back({"assistant", std::string(content)});
+        if (!thought.empty()) asked.back().reasoning = std::string(thought);
+        messages = std::move(asked);
+    }
+
+    std::vector<int> render(const std::vector<Message>& conversation, bool ask) const {
+        std::vector<Message> all;
+        if (!options.system.empty()) all.push_back({"system", options.system});
+        all.insert(all.end(), conversation.begin(), conversation.end());
+        return render_chat(tokenizer, all, {options.think == 1, ask});
+    }
+
+    // The ids of the conversation. If they leave the answer less than a quarter of the context (or what -n asks
+    // for), the oldest questions and answers go: enough of them to free half, since all that follows them must be
+    // computed anew.
+    std::vector<int> fit(std::vector<Message>& asked) const {
+        const size_t context = (size_t)session.capacity, room = std::min(how.max_tokens, context / 4), before = asked.size();
+        std::vector<int> prompt = render(asked, true);
+        if (prompt.size() > context - room)
+            while (asked.size() > 1 && prompt.size() > context / 2) {
+                asked.erase(asked.begin(), asked.begin() + 2);
+                prompt = render(asked, true);
+            }
+        if (prompt.size() > context) DIE("the message is too long: %zu tokens, the context is %zu (-c sets it)", prompt.size(), context);
+        if (asked.size() < before) say(format("the context is full: the oldest messages went, %zu of %zu", before - asked.size(), before));
+        return prompt;
+    }
+
+    // {"system": "...", "think": false, "messages": [{"role": "user", "content": "..."}, ...]}; the messages are OpenAI's.
+    void save(const std::string& path) const {
+        std::string out = "{\"system\": ";
+        sj::quote(out, options.system);
+        out += format(", \"think\": %s, \"messages\": [", options.think ? "true" : "false");
+        for (auto& m : messages) {
+            out += &m == messages.data() ? "\n" : ",\n";
+            out += format("  {\"role\": \"%s\", \"content\": ", m.role.c_str());
+            sj::quote(out, m.content);
+            if (m.reasoning) sj::quote(out += ", \"reasoning_content\": ", *m.reasoning);
+            out += "}";
+        }
+        OutputFile file(path);
+        file.write(out + "\n]}\n");
+        file.commit();
+    }
+
+    // What save() wrote, or any JSON with such messages; a first message of the system is the system prompt.
+    void load(const std::string& path) {
+        const MappedFile file(path);
+        const char* name = path.c_str();
+        sj::Doc doc;
+        const std::string fault = sj::parse(doc, file.text());
+        if (!fault.empty()) DIE("%s: %s", name, fault.c_str());
+        sj::Value v = doc.root(), system = v["system"], think = v["think"];
+        if (system && !system.is(sj::String)) DIE("%s: system is not a string", name);
+        if (think && !think.is_bool()) DIE("%s: think is neither true nor false", name);
+        std::vector<Message> loaded;
+        try {
+            loaded = messages_from_json(v["messages"]);
+        } catch (const Error& e) {
+            DIE("%s: %s", name, e.what());
+        }
+        std::string prompt = system.str();
+        if (!loaded.empty() && loaded[0].role == "system") {
+            prompt = loaded[0].content;
+            loaded.erase(loaded.begin());
+        }
+        for (size_t i = 0; i < loaded.size(); i++)
+            if (loaded[i].role != (i % 2 ? "assistant" : "user") || !loaded[i].tool_calls.empty())
+                DIE("%s: a chat is questions of the user and answers of the assistant in turn", name);
+        if (loaded.size() % 2) DIE("%s: the last question has no answer", name);
+        options.system = prompt;
+        if (think) options.think = think.boolean();
+        messages = std::move(loaded);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------- --synthesize
+
+// --synthesize: a checkpoint of a real shape with seeded random weights, so that speed can be measured without
+// a download. SHAPE is a size by name or a config.json. Matrices are drawn with standard deviation 0.02, norms
+// around 1; stored as bf16, or float32 if the config says so.
+static void synthesize(const std::string& shape, const std::string& path, uint64_t seed) {
+    // https://huggingface.co/Qwen: hidden, layers, query heads, key/value heads, ffn, tied
+    static const struct { const char* name; int C, L, H, K, F; bool tied; } sizes[] = {
+        {"0.6B", 1024, 28, 16, 8, 3072, true}, {"1.7B", 2048, 28, 16, 8, 6144, true}, {"4B", 2560, 36, 32, 8, 9728, true},
+        {"8B", 4096, 36, 32, 8, 12288, false}, {"14B", 5120, 40, 40, 8, 17408, false}, {"32B", 5120, 64, 64, 8, 25600, false}};
+    std::string config_text, generation_text = "{\"bos_token_id\": 151643, \"do_sample\": true, \"eos_token_id\": [151645, 151643], "
+                                               "\"temperature\": 0.6, \"top_k\": 20, \"top_p\": 0.95}";
+    for (auto& s : sizes)
+        if (shape == s.name)
+            config_text = format("{\"architectures\": [\"Qwen3ForCausalLM\"], \"attention_bias\": false, \"bos_token_id\": 151643, \"eos_token_id\": 151645, "
+                                 "\"head_dim\": 128, \"hidden_act\": \"silu\", \"hidden_size\": %d, \"intermediate_size\": %d, \"max_position_embeddings\": 40960, "
+                                 "\"model_type\": \"qwen3\", \"num_attention_heads\": %d, \"num_hidden_layers\": %d, \"num_key_value_heads\": %d, "
+                                 "\"rms_norm_eps\": 1e-06, \"rope_theta\": 1000000, \"tie_word_embeddings\": %s, \"torch_dtype\": \"bfloat16\", \"vocab_size\": 151936}",
+                                 s.C, s.F, s.H, s.L, s.K, s.tied ? "true" : "false");
+    if (config_text.empty()) {
+        if (shape.size() < 6 || shape.compare(shape.size() - 5, 5, ".json") != 0)
+            DIE("--synthesize %s: 0.6B, 1.7B, 4B, 8B, 14B, 32B or a config.json", shape.c_str());
+        config_text = MappedFile(shape).text();
+        generation_text.clear();
+    }
+    const Config c = parse_config(shape, config_text, generation_text);
+    sj::Doc doc;
+    sj::parse(doc, config_text);
+    const bool wide = doc.root()["dtype"].str(doc.root()["torch_dtype"].str()) == "float32";
+
+    struct Piece { std::string name; size_t rows, columns; }; // rows = 0: a vector
+    std::vector<Piece> pieces = {{"model.embed_tokens.weight", (size_t)c.V, (size_t)c.C}};
+    for (int l = 0; l < c.L; l++) {
+        auto add = [&](const char* name, int rows, int columns) {
+            pieces.push_back({format("model.layers.%d.%s.weight", l, name), (size_t)rows, (size_t)columns});
+        };
+        add("input_layernorm", 0, c.C);
+        add("self_attn.q_proj", c.H * c.D, c.C);
+        add("self_attn.k_proj", c.K * c.D, c.C);
+        add("self_attn.v_proj", c.K * c.D, c.C);
+        add("self_attn.q_norm", 0, c.D);
+        add("self_attn.k_norm", 0, c.D);
+        add("self_attn.o_proj", c.C, c.H * c.D);
+        add("post_attention_layernorm", 0, c.C);
+        add("mlp.gate_proj", c.F, c.C);
+        add("mlp.up_proj", c.F, c.C);
+        add("mlp.down_proj", c.C, c.F);
+    }
+    pieces.push_back({"model.norm.weight", 0, (size_t)c.C});
+    if (!c.tied) pieces.push_back({"lm_head.weight", (size_t)c.V, (size_t)c.C});
+
+    std::string header = "{\"__metadata__\": {\"format\": \"pt\", \"config\": ";
+    sj::quote(header, config_text);
+    if (!generation_text.empty()) {
+        header += ", \"generation_config\": ";
+        sj::quote(header, generation_text);
+    }
+    header += "}";
+    size_t at = 0, width = wide ? 4 : 2;
+    for (auto& p : pieces) {
+        size_t bytes = (p.rows ? p.rows : 1) * p.columns * width;
+        std::string dims = p.rows ? format("%zu, %zu", p.rows, p.columns) : format("%zu", p.columns);
+        header += format(", \"%s\": {\"dtype\": \"%s\", \"shape\": [%s], \"data_offsets\": [%zu, %zu]}", p.name.c_str(), wide ? "F32" : "BF16", dims.c_str(), at, at + bytes);
+        at += bytes;
+    }
+    header += "}";
+    header.append((64 - (8 + header.size()) % 64) % 64, ' '); // the data begin at a multiple of 64
+
+    OutputFile out(path);
+    const uint64_t length = header.size();
+    out.write(&length, 8);
+    out.write(header);
+    // A draw is the sum of four 16-bit uniforms, which is near enough to normal and the same on every machine.
+    const size_t BLOCK = 1 << 20;
+    std::vector<uint8_t> bytes(BLOCK * width);
+    double start = seconds(), told = start;
+    size_t written = 0;
+    uint64_t counter = 0;
+    for (auto& p : pieces) {
+        const size_t n = (p.rows ? p.rows : 1) * p.columns;
+        const float mean = p.rows ? 0.f : 1.f, deviation = p.rows ? 0.02f : 0.1f;
+        for (size_t first = 0; first < n; first += BLOCK) {
+            const size_t count = std::min(BLOCK, n - first);
+            #pragma omp parallel for schedule(static)
+            for (size_t i = 0; i < (count + 1) / 2; i++) { // one Philox call, two draws
+                Philox r = philox(seed, counter + i, STREAM_SYNTHESIZE);
+                for (size_t k = 0; k < 2 && 2 * i + k < count; k++) {
+                    uint32_t a = r.v[2 * k], b = r.v[2 * k + 1];
+                    float sum = (float)((a & 0xffff) + (a >> 16) + (b & 0xffff) + (b >> 16));     // mean 131070
+                    float normal = (sum - 131070.f) * (1.f / 37837.2f);                            // 65536 * sqrt(4 / 12)
+                    float x = mean + deviation * normal;
+                    bf16 h = to_bf16(x);
+                    if (wide) memcpy(&bytes[(2 * i + k) * 4], &x, 4);
+                    else memcpy(&bytes[(2 * i + k) * 2], &h, 2);
+                }
+            }
+            counter += (count + 1) / 2;
+            out.write(bytes.data(), count * width);
+            written += count * width;
+            if (seconds() - told > 1) {
+                told = seconds();
+                fprintf(stderr, "\r%s: %.0f of %.0f MB, %.0f s left ", path.c_str(), (double)written / 1e6, (double)at / 1e6,
+                        (told - start) * (double)(at - written) / (double)written);
+            }
+            if (interrupted) DIE("interrupted");
+        }
+    }
+    out.commit();
+    fprintf(stderr, "%s%s: %.1f M parameters, %.0f MB, seed %llu\n", told > start ? "\r" : "", path.c_str(), (double)c.parameters() / 1e6,
+            (double)(8 + header.size() + at) / 1e6, (unsigned long long)seed);
+}

@@ -1,0 +1,1771 @@
+/* qwen3.cu: the Qwen3 language model, every op of it, in one file that reads from top to bottom.
+
+   Build:  make                 with nvcc where it is found, else with g++ alone (this file is also plain C++17)
+   Run:    ./qwen3 model.bin -i "What is a warp?"
+
+   What happens to a prompt: text becomes token ids (tokenizer.h); `forward` turns ids into one vector a
+   token; the head turns the vector of the last token into one score (logit) for each word of the vocabulary;
+   the sampler draws an id; that id is fed back. The keys and values of all past tokens stay in the KV cache,
+   so that each step costs one token.
+
+   Notation    N tokens   C channels (hidden size)   H query heads   K key/value heads   D head size
+               F feed-forward size   V vocabulary rows   L layers   B sequences   G = H / K
+               (N,C) is a row-major array of N rows of C numbers.
+   Types       T is what is stored: bf16, float or double. acc<T> is what sums are kept in: float (double for
+               double). The residual stream x is acc<T>; everything else between ops is T.
+
+   Contracts
+   - Every op has a CPU definition `op_cpu`, next to it its CUDA kernel; RUN(op, ...) picks one. Outputs come
+     first, then inputs, then sizes. The CPU definition is the meaning of the op, and tests hold to it.
+   - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
+   - The bits of a row never depend on the other rows of the batch, nor on the number of threads: each sum is
+     taken in one fixed order (see `dots`).
+   - What a user can get wrong is thrown as Error: one line that names the file and the fault.
+   - Nothing is allocated inside `forward`: a Session plans its memory once.
+
+   Easy to get wrong: RoPE turns the halves (i, i + D/2), not neighbours; q and k are RMS-normalised head by
+   head *before* RoPE; D is not C / H; a tied head is the embedding; there are several end tokens; ids from
+   the tokenizer's count up to V have rows but do not exist, and must not be drawn.
+
+   Contents
+   1 Platform          bf16, RUN, lanes, exp, Philox, memory, time
+   2 Model file        config, safetensors, validation, weights
+   3 Ops               embed, rmsnorm, products, q/k norm + RoPE, attention, SwiGLU, head
+   5 Forward           activations, KV cache, the model
+   6 Sampler, session
+   9 main
+   (Section 4 is for adapters, 7 and 8 for the backward pass; the numbers are shared/DESIGN.md's.)
+*/
+#include "file.h"
+#include "sj.h"
+#include "tokenizer.h"
+#include "chat_template.h"
+#include <algorithm>
+#include <chrono>
+#include <cfloat>
+#include <climits>
+#include <cmath>
+#include <csignal>
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#ifdef __x86_64__
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#endif
+
+// ================================================================================================ 1 Platform
+
+// The upper half of a float: 8 bits of exponent, 7 of fraction.
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float to_acc(bf16 x) {
+    uint32_t u = (uint32_t)x.bits << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+inline float to_acc(float x) { return x; }
+inline double to_acc(double x) { return x; }
+
+// Rounds to nearest, ties to even; a NaN stays a NaN.
+inline bf16 to_bf16(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    if ((u & 0x7fffffff) > 0x7f800000) return {(uint16_t)((u >> 16) | 0x40)};
+    return {(uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
+}
+
+inline float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff, u;
+    if (exponent == 31) u = sign | 0x7f800000 | fraction << 13;
+    else if (exponent) u = sign | (exponent + 112) << 23 | fraction << 13;
+    else {
+        float f = std::ldexp((float)fraction, -24); // subnormal or zero: fraction * 2^-24, exact
+        memcpy(&u, &f, 4);
+        u |= sign;
+    }
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+template <class T> struct Acc { using type = T; };
+template <> struct Acc<bf16> { using type = float; };
+template <class T> using acc = typename Acc<T>::type;
+
+template <class T> inline T to_stored(acc<T> x) {
+    if constexpr (std::is_same_v<T, bf16>) return to_bf16(x);
+    else return x;
+}
+
+// Where and how ops run. CPU only for now: RUN is the one place that will choose.
+struct Context {
+    bool gpu = false;
+};
+#define RUN(op, ...) ((void)ctx, op##_cpu(__VA_ARGS__))
+
+// Inlined wherever it is used, so that it is compiled for the instruction set of the function that uses it.
+#define INLINE inline __attribute__((always_inline))
+
+// ---- Lanes: 16 numbers that are computed on at once. The compilers' own vector type: one zmm register with
+// AVX-512, two ymm with AVX2, four xmm on any x86-64.
+constexpr int LANES = 16;
+typedef float float16v __attribute__((vector_size(LANES * sizeof(float)), may_alias));
+typedef double double16v __attribute__((vector_size(LANES * sizeof(double)), may_alias));
+typedef uint16_t ushort16v __attribute__((vector_size(LANES * sizeof(uint16_t)), may_alias));
+typedef uint32_t uint16v __attribute__((vector_size(LANES * sizeof(uint32_t)), may_alias));
+template <class A> struct LanesOf;
+template <> struct LanesOf<float> { using type = float16v; };
+template <> struct LanesOf<double> { using type = double16v; };
+template <class T> using lanes = typename LanesOf<acc<T>>::type;
+
+INLINE void load_lanes(float16v& v, const bf16* p) {
+    ushort16v h;
+    memcpy(&h, p, sizeof h);
+    uint16v u = __builtin_convertvector(h, uint16v) << 16;
+    memcpy(&v, &u, sizeof v);
+}
+template <class A> INLINE void load_lanes(lanes<A>& v, const A* p) { memcpy(&v, p, sizeof v); }
+
+// The last n < 16 numbers of a row, zeros behind them.
+template <class T> INLINE void load_tail(lanes<T>& v, const T* p, int n) {
+    T whole[LANES] = {};
+    memcpy((void*)whole, p, (size_t)n * sizeof(T));
+    load_lanes(v, whole);
+}
+
+// The sum of 16 lanes, always in this order: halves onto each other.
+template <class V> INLINE auto sum_lanes(const V& v) {
+    std::decay_t<decltype(v[0])> s[LANES];
+    memcpy(s, &v, sizeof s);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) s[i] += s[i + half];
+    return s[0];
+}
+
+// out[r * M + m] = sum_i w[r * ldw + i] * x[m * ldx + i], i < n: R rows of w times M rows of x. Lane l of an
+// accumulator sums i = l, l + 16, l + 32, ... and sum_lanes adds the lanes, so an output has the same bits
+// for every R and M it is computed with.
+template <int R, int M, class W, class X>
+INLINE void dots(acc<W>* out, const W* w, size_t ldw, const X* x, size_t ldx, int n) {
+    lanes<W> sum[R][M] = {}, a, b[M];
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        for (int m = 0; m < M; m++) load_lanes(b[m], x + m * ldx + i);
+        for (int r = 0; r < R; r++) {
+            load_lanes(a, w + r * ldw + i);
+            for (int m = 0; m < M; m++) sum[r][m] += a * b[m];
+        }
+    }
+    if (i < n) {
+        for (int m = 0; m < M; m++) load_tail(b[m], x + m * ldx + i, n - i);
+        for (int r = 0; r < R; r++) {
+            load_tail(a, w + r * ldw + i, n - i);
+            for (int m = 0; m < M; m++) sum[r][m] += a * b[m];
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int m = 0; m < M; m++) out[r * M + m] = sum_lanes(sum[r][m]);
+}
+
+// e^x from multiplications, additions and exponent bits only, so that compilers can vectorise it and a GPU
+// can repeat it. Relative error under 2e-7; 0 below -87; x <= 88. Exact: every step is one fmaf, so that the
+// bits are the same on every machine (the sampler needs that); otherwise the compiler chooses.
+// e^x = 2^k e^r with k = round(x / ln 2), |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7.
+template <bool Exact> INLINE float exp_poly(float x) {
+    auto fma = [](float a, float b, float c) { return Exact ? fmaf(a, b, c) : a * b + c; };
+    float magic = 12582912.f; // 1.5 * 2^23: adding it rounds to an integer
+    float shifted = fma(x, 1.44269504f, magic), k = shifted - magic;
+    float r = fma(k, -0.693145752f, x); // ln 2 in two parts, the first with few bits, so that r is exact
+    r = fma(k, -1.42860677e-6f, r);
+    float p = 1.f / 5040;
+    p = fma(p, r, 1.f / 720);
+    p = fma(p, r, 1.f / 120);
+    p = fma(p, r, 1.f / 24);
+    p = fma(p, r, 1.f / 6);
+    p = fma(p, r, 0.5f);
+    p = fma(p, r, 1.f);
+    p = fma(p, r, 1.f);
+    uint32_t bits, shift;
+    memcpy(&shift, &shifted, 4);
+    memcpy(&bits, &p, 4);
+    bits += shift << 23; // the low bits of `shifted` hold k
+    memcpy(&p, &bits, 4);
+    return x < -87.f ? 0.f : p;
+}
+INLINE float exp_acc(float x) { return exp_poly<false>(x); }
+INLINE double exp_acc(double x) { return std::exp(x); }
+
+// ---- CPU roads: what instructions there are is asked when the program starts. Ops whose plain loop is too slow
+// have twins for them; the others are compiled for the build's own target.
+enum CpuRoad { CPU_PLAIN, CPU_AVX2, CPU_AVX512, CPU_AVX512_BF16, CPU_AMX };
+inline const char* cpu_road_name(int road) {
+    static const char* names[] = {"plain", "avx2", "avx512", "avx512bf16", "amx"};
+    return names[road];
+}
+
+#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define X86
+#define TARGET_AVX2 __attribute__((target("avx2,fma")))
+#define TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")))
+#define TARGET_AVX512_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#define TARGET_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")))
+#endif
+
+// The best road this CPU has.
+inline CpuRoad best_cpu_road() {
+#ifdef X86
+    unsigned a, b, c, d, a1 = 0, b1, c1, d1;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return CPU_PLAIN;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
+        !__builtin_cpu_supports("avx512dq") || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1))
+        return __builtin_cpu_supports("avx512dq") ? CPU_AVX512 : CPU_AVX2;
+    if (!(a1 >> 5 & 1)) return CPU_AVX512; // AVX512_BF16
+    const bool amx = (d >> 24 & 1) && (d >> 22 & 1); // AMX-TILE, AMX-BF16
+    // Linux gives a process the tile registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
+    return amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? CPU_AMX : CPU_AVX512_BF16;
+#else
+    return CPU_PLAIN;
+#endif
+}
+inline CpuRoad cpu_road = best_cpu_road(); // for the whole process; a test or --cpu may take a lesser one
+
+// ---- Random numbers: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+// A pure function of (counter, key): any draw can be made anywhere, in any order, on CPU or GPU.
+struct Philox {
+    uint32_t v[4];
+};
+inline Philox philox(uint64_t seed, uint64_t counter, uint64_t stream) {
+    uint32_t c[4] = {(uint32_t)counter, (uint32_t)(counter >> 32), (uint32_t)stream, (uint32_t)(stream >> 32)};
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)0xD2511F53 * c[0], b = (uint64_t)0xCD9E8D57 * c[2];
+        uint32_t next[4] = {(uint32_t)(b >> 32) ^ c[1] ^ k0, (uint32_t)b, (uint32_t)(a >> 32) ^ c[3] ^ k1, (uint32_t)a};
+        memcpy(c, next, sizeof c);
+        k0 += 0x9E3779B9;
+        k1 += 0xBB67AE85;
+    }
+    return {{c[0], c[1], c[2], c[3]}};
+}
+// Streams keep the draws of different purposes apart.
+enum RandomStream : uint64_t { STREAM_SAMPLE = 1, STREAM_SYNTHESIZE = 2 };
+
+// ---- Memory and time
+
+// An arena is planned by running the same code twice: first without memory, to count; then to hand out.
+struct Arena {
+    uint8_t* base = nullptr;
+    size_t used = 0, size = 0;
+
+    Arena() = default;
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+    ~Arena() { if (base) munmap(base, size); }
+
+    // n numbers, 64-byte aligned, zero.
+    template <class T> T* take(size_t n) {
+        size_t at = used, bytes;
+        if (__builtin_mul_overflow(n, sizeof(T), &bytes) || bytes > SIZE_MAX / 2 - used) DIE("the memory plan overflows");
+        used = (used + bytes + 63) / 64 * 64;
+        return base ? (T*)(base + at) : nullptr;
+    }
+    // After counting: takes the memory and starts over. The system gives pages when they are first touched.
+    void allocate(const char* what);
+};
+
+// Bytes that can still be used, as the kernel says (SIZE_MAX where it does not).
+inline size_t available_memory() {
+    size_t kilobytes = 0;
+    if (FILE* f = fopen("/proc/meminfo", "r")) {
+        char line[128];
+        while (fgets(line, sizeof line, f))
+            if (sscanf(line, "MemAvailable: %zu kB", &kilobytes) == 1) break;
+        fclose(f);
+    }
+    return kilobytes ? kilobytes * 1024 : SIZE_MAX;
+}
+
+inline void Arena::allocate(const char* what) {
+    size_t have = available_memory();
+    void* at = MAP_FAILED;
+    if (used <= have) at = mmap(nullptr, used, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) DIE("%s needs %zu bytes of memory and %zu are available", what, used, have);
+    madvise(at, used, MADV_HUGEPAGE); // fewer TLB misses; a wish, not a need
+    base = (uint8_t*)at, size = used, used = 0;
+}
+
+inline double seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+inline int thread_count() {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+inline uint64_t fnv1a(const void* bytes, size_t n, uint64_t hash = 0xcbf29ce484222325) {
+    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const uint8_t*)bytes)[i]) * 0x100000001b3;
+    return hash;
+}
+
+// ============================================================================================== 2 Model file
+// model.bin is a safetensors file (8 bytes: length of the header; the header, JSON; the tensors' bytes) with
+// Hugging Face's tensor names and two texts in __metadata__: config and generation_config. A Hugging Face
+// folder is taken as it is: config.json, generation_config.json, model.safetensors or an index and shards.
+
+struct Config {
+    int C, L, H, K, D, F, V, max_positions;
+    float eps;
+    double rope_theta;
+    bool tied;
+    std::vector<int> end_tokens; // any of them ends an answer
+    int group() const { return H / K; }
+    size_t parameters() const {
+        size_t layer = (size_t)C * (2 * H + 2 * K) * D + 3 * (size_t)C * F + 2 * (size_t)C + 2 * (size_t)D;
+        return (size_t)L * layer + (size_t)V * C * (tied ? 1 : 2) + (size_t)C;
+    }
+};
+
+// Reads config.json (or its text in model.bin). Every key that changes the computation is either read or must
+// have the one value that this program computes; keys of training and bookkeeping are ignored.
+inline Config parse_config(const std::string& file, std::string_view text, std::string_view generation_text) {
+    const char* name = file.c_str();
+    sj::Doc doc;
+    std::string fault = sj::parse(doc, text);
+    if (!fault.empty()) DIE("%s: config: %s", name, fault.c_str());
+    sj::Value j = doc.root();
+    if (!j.is(sj::Object)) DIE("%s: config is not a JSON object", name);
+
+    if (j["model_type"].str() != "qwen3")
+        DIE("%s: model_type is %.60s, only \"qwen3\" is supported", name, j["model_type"] ? std::string(j["model_type"].raw()).c_str() : "missing");
+
+    auto refuse = [&](const char* key, sj::Value v) {
+        DIE("%s: config has %s = %.60s, which is not supported", name, key, std::string(v.raw()).c_str());
+    };
+    auto must_be = [&](const char* key, bool ok) { if (j[key] && !ok) refuse(key, j[key]); };
+    auto off = [](sj::Value v) { return v.is(sj::Null) || v.is(sj::False); };
+    for (const char* key : {"attention_bias", "mlp_bias", "use_sliding_window", "rope_scaling", "quantization_config", "num_experts",
+                            "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "residual_multiplier",
+                            "embedding_multiplier", "tie_encoder_decoder", "is_encoder_decoder", "use_bidirectional_attention"})
+        must_be(key, off(j[key]));
+    must_be("hidden_act", j["hidden_act"].str() == "silu");
+    must_be("partial_rotary_factor", j["partial_rotary_factor"].number() == 1);
+    must_be("use_qk_norm", j["use_qk_norm"].is(sj::True));
+    for (sj::Value kind : j["layer_types"].items())
+        if (kind.str() != "full_attention") refuse("layer_types", kind);
+
+    auto integer = [&](const char* key, int64_t low, int64_t high, int64_t otherwise) {
+        int64_t v = otherwise;
+        if (!j[key] && otherwise < 0) DIE("%s: config has no %s", name, key);
+        if (j[key] && !j[key].integer(&v)) DIE("%s: config: %s is not an integer", name, key);
+        if (v < low || v > high) DIE("%s: config: %s = %lld is outside %lld..%lld", name, key, (long long)v, (long long)low, (long long)high);
+        return (int)v;
+    };
+    Config c;
+    c.C = integer("hidden_size", 1, 1 << 20, -1);
+    c.L = integer("num_hidden_layers", 1, 4096, -1);
+    c.H = integer("num_attention_heads", 1, 4096, -1);
+    c.K = integer("num_key_value_heads", 1, 4096, -1);
+    c.D = integer("head_dim", 2, 512, 128); // 128 is Hugging Face's default for qwen3
+    c.F = integer("intermediate_size", 1, 1 << 20, -1);
+    c.V = integer("vocab_size", 1, 1 << 24, -1);
+    c.max_positions = integer("max_position_embeddings", 1, 1 << 24, -1);
+    if (c.D % 2) DIE("%s: config: head_dim = %d is odd, RoPE needs pairs", name, c.D);
+    if (c.H % c.K) DIE("%s: config: %d query heads do not share %d key/value heads evenly", name, c.H, c.K);
+
+    if (!j["rms_norm_eps"].is(sj::Number)) DIE("%s: config has no rms_norm_eps", name);
+    c.eps = (float)j["rms_norm_eps"].number();
+    if (!(c.eps > 0 && c.eps < 1)) DIE("%s: config: rms_norm_eps is not between 0 and 1", name);
+    sj::Value rope = j["rope_parameters"], theta = j["rope_theta"]; // transformers 5 has the first, 4 the second
+    if (rope && !rope.is(sj::Null)) {
+        if (!rope.is(sj::Object)) refuse("rope_parameters", rope);
+        for (auto [key, value] : rope.members()) {
+            if (key == "rope_theta") theta = value;
+            else if (!(key == "rope_type" && value.str() == "default") && !(key == "partial_rotary_factor" && value.number() == 1))
+                refuse(("rope_parameters." + key).c_str(), value);
+        }
+    }
+    if (!theta.is(sj::Number)) DIE("%s: config has no rope_theta", name);
+    c.rope_theta = theta.number();
+    if (!(c.rope_theta >= 1 && c.rope_theta < 1e12)) DIE("%s: config: rope_theta is not between 1 and 1e12", name);
+    sj::Value tied = j["tie_word_embeddings"];
+    if (tied && !tied.is_bool()) refuse("tie_word_embeddings", tied);
+    c.tied = tied.boolean(false);
+
+    sj::Doc generation;
+    if (!generation_text.empty()) {
+        fault = sj::parse(generation, generation_text);
+        if (!fault.empty()) DIE("%s: generation_config: %s", name, fault.c_str());
+    }
+    sj::Value g = generation.root(), eos = g["eos_token_id"];
+    if (!eos || eos.is(sj::Null)) eos = j["eos_token_id"];
+    auto end = [&](sj::Value v) {
+        int64_t id;
+        if (!v.integer(&id) || id < 0 || id >= c.V) DIE("%s: eos_token_id holds %.60s, which is no id of the vocabulary", name, std::string(v.raw()).c_str());
+        c.end_tokens.push_back((int)id);
+    };
+    if (eos.is(sj::Array)) for (sj::Value v : eos.items()) end(v);
+    else if (eos && !eos.is(sj::Null)) end(eos);
+    return c;
+}
+
+enum class Dtype { BF16, F16, F32, Other };
+
+struct Tensor {
+    std::string file;          // where it is, for messages
+    Dtype dtype = Dtype::Other;
+    std::vector<int64_t> shape;
+    const uint8_t* data = nullptr;
+    size_t bytes = 0;
+};
+using Tensors = std::map<std::string, Tensor>;
+
+// Bytes of one number of a safetensors dtype, 0 if it has no such name.
+inline size_t dtype_size(const std::string& name, Dtype* dtype) {
+    static const struct { const char* name; size_t size; Dtype dtype; } table[] = {
+        {"BF16", 2, Dtype::BF16}, {"F16", 2, Dtype::F16}, {"F32", 4, Dtype::F32},
+        {"F64", 8, Dtype::Other}, {"I64", 8, Dtype::Other}, {"U64", 8, Dtype::Other}, {"I32", 4, Dtype::Other},
+        {"U32", 4, Dtype::Other}, {"I16", 2, Dtype::Other}, {"U16", 2, Dtype::Other}, {"I8", 1, Dtype::Other},
+        {"U8", 1, Dtype::Other}, {"BOOL", 1, Dtype::Other}, {"F8_E4M3", 1, Dtype::Other}, {"F8_E5M2", 1, Dtype::Other}};
+    for (auto& row : table)
+        if (name == row.name) { *dtype = row.dtype; return row.size; }
+    return 0;
+}
+
+// Adds the tensors of one safetensors file to `out` and its __metadata__ to `metadata`. Accepts what the
+// reference implementation accepts: a header of at most 100 MB that is a UTF-8 JSON object; for every tensor
+// begin <= end and end - begin = shape x dtype; together the tensors cover the data exactly, without a hole
+// or an overlap.
+inline void read_safetensors(const MappedFile& map, Tensors& out, std::map<std::string, std::string>& metadata) {
+    const char* name = map.path.c_str();
+    uint64_t length = 0;
+    if (map.size < 8) DIE("%s: %zu bytes are too few for a safetensors file", name, map.size);
+    memcpy(&length, map.data, 8);
+    if (length > 100'000'000) DIE("%s: not a safetensors file: its header would be %llu bytes", name, (unsigned long long)length);
+    if (length > map.size - 8) DIE("%s: truncated: the header is %llu bytes, the file %zu", name, (unsigned long long)length, map.size);
+    std::string_view header((const char*)map.data + 8, length);
+    const uint8_t* data = map.data + 8 + length;
+    const uint64_t data_size = map.size - 8 - length;
+    if (header.empty() || header[0] != '{') DIE("%s: not a safetensors file: its header is no JSON object", name);
+    sj::Doc doc;
+    std::string fault = sj::parse(doc, header);
+    if (!fault.empty()) DIE("%s: header: %s", name, fault.c_str());
+
+    struct Span { uint64_t begin, end; std::string name; };
+    std::vector<Span> spans;
+    std::set<std::string> seen;
+    for (auto [key, v] : doc.root().members()) {
+        const char* k = key.c_str();
+        if (!seen.insert(key).second) DIE("%s: header names %s twice", name, k);
+        if (key == "__metadata__") {
+            if (!v.is(sj::Object)) DIE("%s: __metadata__ is not an object", name);
+            for (auto [mk, mv] : v.members()) {
+                if (!mv.is(sj::String)) DIE("%s: __metadata__: %s is not a string", name, mk.c_str());
+                metadata[mk] = mv.str();
+            }
+            continue;
+        }
+        Tensor t;
+        t.file = map.path;
+        size_t size = dtype_size(v["dtype"].str(), &t.dtype);
+        if (!v.is(sj::Object) || !v["dtype"].is(sj::String) || !v["shape"].is(sj::Array) || !v["data_offsets"].is(sj::Array))
+            DIE("%s: tensor %s lacks dtype, shape or data_offsets", name, k);
+        if (!size) DIE("%s: tensor %s has the unknown dtype %.40s", name, k, v["dtype"].str().c_str());
+        uint64_t bytes = size;
+        for (sj::Value d : v["shape"].items()) {
+            int64_t n;
+            if (!d.integer(&n) || d.raw()[0] == '-') DIE("%s: tensor %s has a bad shape", name, k); // -0 is refused too
+            if (__builtin_mul_overflow(bytes, (uint64_t)n, &bytes)) DIE("%s: the shape of tensor %s overflows 64 bits", name, k);
+            t.shape.push_back(n);
+        }
+        int64_t begin, end;
+        sj::Value at = v["data_offsets"];
+        if (at.size() != 2 || !at[(size_t)0].integer(&begin) || !at[1].integer(&end) || begin < 0 || end < begin || at[(size_t)0].raw()[0] == '-')
+            DIE("%s: tensor %s has bad data_offsets", name, k);
+        if ((uint64_t)end > data_size) DIE("%s: truncated: tensor %s ends at byte %lld of %llu", name, k, (long long)end, (unsigned long long)data_size);
+        if ((uint64_t)(end - begin) != bytes)
+            DIE("%s: tensor %s has %lld bytes, its shape needs %llu", name, k, (long long)(end - begin), (unsigned long long)bytes);
+        t.data = data + begin;
+        t.bytes = bytes;
+        spans.push_back({(uint64_t)begin, (uint64_t)end, key});
+        auto [where, fresh] = out.emplace(key, t);
+        if (!fresh) DIE("%s: tensor %s is also in %s", name, k, where->second.file.c_str());
+    }
+    std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return std::tie(a.begin, a.end) < std::tie(b.begin, b.end); });
+    uint64_t expected = 0;
+    for (const Span& s : spans) {
+        if (s.begin != expected) DIE("%s: %s before tensor %s", name, s.begin < expected ? "overlap" : "hole", s.name.c_str());
+        expected = s.end;
+    }
+    if (expected != data_size) DIE("%s: the tensors end at byte %llu, the data at %llu", name, (unsigned long long)expected, (unsigned long long)data_size);
+}
+
+// The files of a model, mapped and checked; tensors are found by name and not yet looked at.
+struct ModelFile {
+    std::string path;
+    std::vector<MappedFile> maps;
+    Tensors tensors;
+    Config config;
+    std::string config_text, generation_text;
+
+    // path: a model.bin or a Hugging Face folder.
+    explicit ModelFile(const std::string& p) : path(p) {
+        struct stat st;
+        if (stat(p.c_str(), &st) != 0) DIE("%s: %s", p.c_str(), strerror(errno));
+        std::map<std::string, std::string> metadata;
+        if (!S_ISDIR(st.st_mode)) {
+            add(p, metadata);
+            if (!metadata.count("config")) DIE("%s: no config in its metadata; export.py makes a model.bin from a Hugging Face folder", p.c_str());
+            config_text = metadata["config"];
+            generation_text = metadata["generation_config"];
+            config = parse_config(p, config_text, generation_text);
+            return;
+        }
+        auto exists = [](const std::string& f) { return access(f.c_str(), F_OK) == 0; };
+        if (!exists(p + "/config.json")) DIE("%s: a folder without a model: it has no config.json", p.c_str());
+        config_text = MappedFile(p + "/config.json").text();
+        if (exists(p + "/generation_config.json")) generation_text = MappedFile(p + "/generation_config.json").text();
+        config = parse_config(p, config_text, generation_text);
+        if (exists(p + "/model.safetensors")) add(p + "/model.safetensors", metadata);
+        else if (exists(p + "/model.safetensors.index.json")) add_shards(p + "/model.safetensors.index.json", metadata);
+        else DIE("%s: a folder without a model: it has no model.safetensors and no model.safetensors.index.json", p.c_str());
+    }
+
+    // The checkpoint's own type: what the embedding is stored in. F16 is read as bf16.
+    bool is_float32() const {
+        auto t = tensors.find("model.embed_tokens.weight");
+        return t != tensors.end() && t->second.dtype == Dtype::F32;
+    }
+
+  private:
+    void add(const std::string& file, std::map<std::string, std::string>& metadata) {
+        maps.emplace_back(file);
+        read_safetensors(maps.back(), tensors, metadata);
+    }
+    void add_shards(const std::string& file, std::map<std::string, std::string>& metadata) {
+        MappedFile map(file);
+        sj::Doc doc;
+        std::string fault = sj::parse(doc, map.text());
+        if (!fault.empty()) DIE("%s: %s", file.c_str(), fault.c_str());
+        sj::Value names = doc.root()["weight_map"];
+        if (!names.is(sj::Object)) DIE("%s: no weight_map", file.c_str());
+        std::set<std::string> shards;
+        for (auto [tensor, v] : names.members()) {
+            std::string shard = v.str();
+            if (shard.empty() || shard.find('/') != std::string::npos || shard.find('\0') != std::string::npos)
+                DIE("%s: tensor %s has a bad file name", file.c_str(), tensor.c_str());
+            if (shards.insert(shard).second) add(path + "/" + shard, metadata);
+        }
+        for (auto [tensor, v] : names.members()) {
+            auto t = tensors.find(tensor);
+            if (t == tensors.end() || t->second.file != path + "/" + v.str())
+                DIE("%s: tensor %s is not in %s", file.c_str(), tensor.c_str(), v.str().c_str());
+        }
+    }
+};
+
+// A product's weights: y = x W^T, W of (out, in) in up to three blocks of rows that are separate tensors in
+// the file (q, k, v; gate, up).
+template <class T> struct Linear {
+    const T* w[3] = {};
+    int rows[3] = {};
+    int in = 0;
+    int out() const { return rows[0] + rows[1] + rows[2]; }
+};
+
+template <class T> struct Layer {
+    const T *norm1, *norm2;      // (C)
+    const T *q_norm, *k_norm;    // (D)
+    Linear<T> qkv, o;            // (HD + 2KD, C), (C, HD)
+    Linear<T> gate_up, down;     // (2F, C), (C, F)
+};
+
+// Weights in type T. A tensor stored as T is used where the file maps it; others are converted once.
+template <class T> struct Weights {
+    const T* embed;              // (V,C)
+    std::vector<Layer<T>> layers;
+    const T* norm;               // (C)
+    Linear<T> head;              // (V,C), the embedding when tied
+    std::vector<std::unique_ptr<T[]>> converted;
+
+    explicit Weights(const ModelFile& file) {
+        const Config& c = file.config;
+        embed = tensor(file, "model.embed_tokens.weight", {c.V, c.C});
+        for (int l = 0; l < c.L; l++) {
+            auto get = [&](const char* name, std::vector<int64_t> shape) {
+                return tensor(file, format("model.layers.%d.%s.weight", l, name), shape);
+            };
+            Layer<T> y;
+            y.norm1 = get("input_layernorm", {c.C});
+            y.qkv.w[0] = get("self_attn.q_proj", {c.H * c.D, c.C});
+            y.qkv.w[1] = get("self_attn.k_proj", {c.K * c.D, c.C});
+            y.qkv.w[2] = get("self_attn.v_proj", {c.K * c.D, c.C});
+            y.qkv.rows[0] = c.H * c.D, y.qkv.rows[1] = y.qkv.rows[2] = c.K * c.D, y.qkv.in = c.C;
+            y.q_norm = get("self_attn.q_norm", {c.D});
+            y.k_norm = get("self_attn.k_norm", {c.D});
+            y.o.w[0] = get("self_attn.o_proj", {c.C, c.H * c.D});
+            y.o.rows[0] = c.C, y.o.in = c.H * c.D;
+            y.norm2 = get("post_attention_layernorm", {c.C});
+            y.gate_up.w[0] = get("mlp.gate_proj", {c.F, c.C});
+            y.gate_up.w[1] = get("mlp.up_proj", {c.F, c.C});
+            y.gate_up.rows[0] = y.gate_up.rows[1] = c.F, y.gate_up.in = c.C;
+            y.down.w[0] = get("mlp.down_proj", {c.C, c.F});
+            y.down.rows[0] = c.C, y.down.in = c.F;
+            layers.push_back(y);
+        }
+        norm = tensor(file, "model.norm.weight", {c.C});
+        head.w[0] = c.tied ? embed : tensor(file, "lm_head.weight", {c.V, c.C});
+        head.rows[0] = c.V, head.in = c.C;
+    }
+
+  private:
+    const T* tensor(const ModelFile& file, const std::string& name, const std::vector<int64_t>& shape) {
+        auto found = file.tensors.find(name);
+        if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
+        const Tensor& t = found->second;
+        auto text = [](const std::vector<int64_t>& dims) {
+            std::string s;
+            for (int64_t d : dims) s += format("%s%lld", s.empty() ? "" : ",", (long long)d);
+            return s;
+        };
+        if (t.shape != shape)
+            DIE("%s: tensor %s is (%s), the config needs (%s)", t.file.c_str(), name.c_str(), text(t.shape).c_str(), text(shape).c_str());
+        if (t.dtype == Dtype::Other) DIE("%s: tensor %s is not BF16, F16 or F32", t.file.c_str(), name.c_str());
+        bool same = (std::is_same_v<T, bf16> && t.dtype == Dtype::BF16) || (std::is_same_v<T, float> && t.dtype == Dtype::F32);
+        if (same && (uintptr_t)t.data % alignof(T) == 0) return (const T*)t.data;
+
+        size_t n = t.bytes / (t.dtype == Dtype::F32 ? 4 : 2), have = available_memory();
+        if (n * sizeof(T) > have) DIE("%s: converting tensor %s needs %zu bytes of memory and %zu are available", t.file.c_str(), name.c_str(), n * sizeof(T), have);
+        converted.emplace_back(new T[n]);
+        T* out = converted.back().get();
+        #pragma omp parallel for schedule(static)
+        for (size_t i = 0; i < n; i++) {
+            float f;
+            uint16_t h;
+            if (t.dtype == Dtype::F32) memcpy(&f, t.data + 4 * i, 4);
+            else {
+                memcpy(&h, t.data + 2 * i, 2);
+                f = t.dtype == Dtype::F16 ? half_to_float(h) : to_acc(bf16{h});
+            }
+            if constexpr (std::is_same_v<T, bf16>) out[i] = to_bf16(f);
+            else out[i] = f;
+        }
+        return out;
+    }
+};
+
+// ===================================================================================================== 3 Ops
+// In the order the model runs them.
+
+// N packed tokens of B sequences. The rows of a sequence are neighbours and in order of position. Sequences of
+// one row come first (decode), longer pieces (prompts, training) follow. Spare rows have seq = -1: every op
+// leaves them alone.
+// Keys and values live in pages of 16 tokens; row seq of the block table names the pages of a sequence.
+constexpr int PAGE = 16;
+struct Batch {
+    int N, B;
+    const int* token; // (N)
+    const int* pos;   // (N) position in its sequence, from 0
+    const int* seq;   // (N) row of the block table
+    const int* slot;  // (N) where its key and value go: page * 16 + offset
+    const int* pages; // (B, max_pages) block table
+    int max_pages;    // pages a sequence can have
+};
+
+// One layer's keys or values: (pages, K, 16, D).
+inline size_t kv_offset(int page, int head, int within, int K, int D) {
+    return (((size_t)page * K + head) * PAGE + within) * D;
+}
+
+// ---- embed: x[n] = W[token[n]]
+template <class T>
+void embed_cpu(acc<T>* x,      // (N,C) out
+               const T* table, // (V,C)
+               const Batch& b, int C) {
+    #pragma omp parallel for schedule(static) if (b.N > 4)
+    for (int n = 0; n < b.N; n++) {
+        if (b.seq[n] < 0) continue;
+        const T* row = table + (size_t)b.token[n] * C;
+        for (int i = 0; i < C; i++) x[(size_t)n * C + i] = to_acc(row[i]);
+    }
+}
+
+// 1 / sqrt(mean(x^2) + eps) of one row.
+template <class A> A inverse_rms(const A* x, int n, float eps) {
+    A sum;
+    dots<1, 1>(&sum, x, 0, x, 0, n);
+    return 1 / std::sqrt(sum / n + (A)eps);
+}
+
+// ---- rmsnorm: out[n] = x[n] / rms(x[n]) * w       (Zhang & Sennrich, "Root mean square layer normalization", 2019)
+template <class T>
+void rmsnorm_cpu(T* out,          // (N,C) out
+                 const acc<T>* x, // (N,C)
+                 const T* w,      // (C)
+                 int N, int C, float eps) {
+    #pragma omp parallel for schedule(static) if (N > 4)
+    for (int n = 0; n < N; n++) {
+        const acc<T>* row = x + (size_t)n * C;
+        acc<T> scale = inverse_rms(row, C, eps);
+        for (int i = 0; i < C; i++) out[(size_t)n * C + i] = to_stored<T>(row[i] * scale * to_acc(w[i]));
+    }
+}
+
+// ---- products: y[n][r] = sum_i W[r][i] x[n][i]
+// Work is cut into tasks, a few rows of W each: a thread streams its own rows, and holds them in its cache while
+// the tokens pass, SLAB at a time. The innermost piece, `product_tile`, has a twin for each instruction set:
+//     y[r * SLAB + n] = W[r] . x[n] for `rows` <= TILE_ROWS rows and N <= SLAB tokens.
+// In each of them an output is one sum in one order, whatever the other rows and tokens are.
+constexpr int TILE_ROWS = 32, SLAB = 64;
+
+// R rows by M tokens in lanes.
+struct LanesKernel {
+    template <int R, int M, class T> static INLINE void run(acc<T>* y, const T* w, const T* x, int K) {
+        acc<T> out[R * M];
+        dots<R, M>(out, w, K, x, K, K);
+        for (int r = 0; r < R; r++)
+            for (int m = 0; m < M; m++) y[r * SLAB + m] = out[r * M + m];
+    }
+};
+
+// The tile in pieces of 4 x 4: 16 sums, 4 + 1 operands, which the registers hold.
+template <class Kernel, class T>
+INLINE void product_tile(acc<T>* y, const T* w, int rows, const T* x, int N, int K) {
+    int n = 0;
+    for (; n + 4 <= N; n += 4) {
+        int r = 0;
+        for (; r + 4 <= rows; r += 4) Kernel::template run<4, 4>(y + r * SLAB + n, w + (size_t)r * K, x + (size_t)n * K, K);
+        for (; r < rows; r++) Kernel::template run<1, 4>(y + r * SLAB + n, w + (size_t)r * K, x + (size_t)n * K, K);
+    }
+    for (; n < N; n++) {
+        int r = 0;
+        for (; r + 4 <= rows; r += 4) Kernel::template run<4, 1>(y + r * SLAB + n, w + (size_t)r * K, x + (size_t)n * K, K);
+        for (; r < rows; r++) Kernel::template run<1, 1>(y + r * SLAB + n, w + (size_t)r * K, x + (size_t)n * K, K);
+    }
+}
+template <class T> using ProductTile = void (*)(acc<T>* y, const T* w, int rows, const T* x, int N, int K);
+
+template <class T> void product_tile_plain(acc<T>* y, const T* w, int rows, const T* x, int N, int K) {
+    product_tile<LanesKernel>(y, w, rows, x, N, K);
+}
+#ifdef X86
+template <class T> TARGET_AVX2 void product_tile_avx2(acc<T>* y, const T* w, int rows, const T* x, int N, int K) {
+    product_tile<LanesKernel>(y, w, rows, x, N, K);
+}
+template <class T> TARGET_AVX512 void product_tile_avx512(acc<T>* y, const T* w, int rows, const T* x, int N, int K) {
+    product_tile<LanesKernel>(y, w, rows, x, N, K);
+}
+
+// vdpbf16ps multiplies 32 pairs of bf16 and adds neighbours into 16 floats, with no conversion at all.
+struct Bf16Kernel {
+    template <int R, int M> TARGET_AVX512_BF16 static void run(float* y, const bf16* w, const bf16* x, int K) {
+        __m512 sum[R][M];
+        for (int r = 0; r < R; r++)
+            for (int m = 0; m < M; m++) sum[r][m] = _mm512_setzero_ps();
+        for (int i = 0; i < K; i += 32) {
+            const __mmask32 mask = K - i >= 32 ? ~0u : (1u << (K - i)) - 1;
+            __m512bh b[M];
+            for (int m = 0; m < M; m++) b[m] = (__m512bh)_mm512_maskz_loadu_epi16(mask, x + (size_t)m * K + i);
+            for (int r = 0; r < R; r++) {
+                __m512bh a = (__m512bh)_mm512_maskz_loadu_epi16(mask, w + (size_t)r * K + i);
+                for (int m = 0; m < M; m++) sum[r][m] = _mm512_dpbf16_ps(sum[r][m], a, b[m]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int m = 0; m < M; m++) y[r * SLAB + m] = sum_lanes((float16v)sum[r][m]);
+    }
+};
+inline void product_tile_bf16(float* y, const bf16* w, int rows, const bf16* x, int N, int K) { product_tile<Bf16Kernel>(y, w, rows, x, N, K); }
+
+// AMX: a tile register is 16 rows of 64 bytes; tdpbf16ps multiplies 16 rows of W by 16 tokens, 32 deep, at once.
+// Rows of W are loaded from where they are. Of x it wants, row after row, the pairs (x[2k], x[2k+1]) of all 16
+// tokens side by side: `amx_pack`. A single token is packed by its nature: so decoding takes the same road, one
+// column wide, and gets the same bits as any batch. For K a multiple of 32 and 32 rows; else product_tile_bf16.
+struct alignas(64) AmxConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// x (N,K) to (N/16, K/2, 16) pairs, zeros for the tokens that are missing in the last 16. N = 1: x itself.
+inline const bf16* amx_pack(const bf16* x, int N, int K) {
+    if (N == 1) return x;
+    static thread_local std::vector<uint32_t> packed; // grows to the largest batch, and stays
+    const int groups = (N + 15) / 16;
+    if (packed.size() < (size_t)groups * K * 8) packed.resize((size_t)groups * K * 8);
+    uint32_t* out = packed.data();
+    #pragma omp parallel for schedule(static) if (N > 16)
+    for (int g = 0; g < groups; g++)
+        for (int n = 0; n < 16; n++)
+            for (int k = 0; k < K / 2; k++) {
+                uint32_t pair = 0;
+                if (g * 16 + n < N) memcpy(&pair, x + (size_t)(g * 16 + n) * K + 2 * k, 4);
+                out[((size_t)g * K / 2 + k) * 16 + n] = pair;
+            }
+    return (const bf16*)out;
+}
+
+// x as amx_pack made it, from a multiple of 16 tokens on; N <= SLAB.
+TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, int, const bf16* x, int N, int K) {
+    const int width = N == 1 ? 4 : 64; // bytes of a row of x and of sums
+    AmxConfig config;
+    for (int t = 0; t < 8; t++) config.rows[t] = 16, config.row_bytes[t] = (uint16_t)(t == 4 || t == 5 ? 64 : width);
+    asm volatile("" ::"r"(&config) : "memory"); // g++ 12 does not see that the next line reads all of it
+    _tile_loadconfig(&config);
+    const bf16* w2 = w + (size_t)16 * K;
+    for (int n = 0; n < N; n += 32) {
+        const bf16 *x1 = x + (size_t)n * K, *x2 = x1 + (size_t)16 * K;
+        const bool two = N - n > 16;
+        _tile_zero(0);
+        _tile_zero(1);
+        if (two) {
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int k = 0; k < K; k += 32) {
+                _tile_loadd(4, w + k, K * 2);
+                _tile_loadd(6, x1 + (size_t)k * 16, 64);
+                _tile_loadd(5, w2 + k, K * 2);
+                _tile_loadd(7, x2 + (size_t)k * 16, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 5, 6);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(2, y + n + 16, SLAB * 4);
+            _tile_stored(3, y + n + 16 + 16 * SLAB, SLAB * 4);
+        } else {
+            for (int k = 0; k < K; k += 32) {
+                _tile_loadd(4, w + k, K * 2);
+                _tile_loadd(6, x1 + (size_t)k * width / 4, width);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(5, w2 + k, K * 2);
+                _tile_dpbf16ps(1, 5, 6);
+            }
+        }
+        _tile_stored(0, y + n, SLAB * 4);
+        _tile_stored(1, y + n + 16 * SLAB, SLAB * 4);
+    }
+    _tile_release();
+}
+#endif
+
+// `store(n, r, y)` takes each output once.
+template <class T, class Store>
+void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
+    const int K = W.in;
+    ProductTile<T> tile = product_tile_plain<T>;
+    bool amx = false;
+#ifdef X86
+    if constexpr (!std::is_same_v<T, double>) {
+        if (cpu_road >= CPU_AVX2) tile = product_tile_avx2<T>;
+        if (cpu_road >= CPU_AVX512) tile = product_tile_avx512<T>;
+    }
+    const bf16* packed = nullptr;
+    if constexpr (std::is_same_v<T, bf16>) {
+        if (cpu_road >= CPU_AVX512_BF16) tile = product_tile_bf16;
+        amx = cpu_road >= CPU_AMX && K % 32 == 0;
+        if (amx) packed = amx_pack(x, N, K);
+    }
+#endif
+    // Tasks of 32 rows; more when there are tokens enough to make re-reading x cost something.
+    int step = TILE_ROWS, first_task[4] = {};
+    while (N >= SLAB && step < 128 && W.out() / (2 * step) >= 2 * thread_count()) step *= 2;
+    for (int b = 0; b < 3; b++) first_task[b + 1] = first_task[b] + (W.rows[b] + step - 1) / step;
+    #pragma omp parallel for schedule(static) if ((size_t)W.out() * K * N > 50000)
+    for (int task = 0; task < first_task[3]; task++) {
+        int b = 0, base = 0;
+        while (task >= first_task[b + 1]) base += W.rows[b++];
+        const int r0 = (task - first_task[b]) * step, r1 = std::min(W.rows[b], r0 + step);
+        acc<T> y[TILE_ROWS * SLAB];
+        for (int n0 = 0; n0 < N; n0 += SLAB) {
+            const int n1 = std::min(N, n0 + SLAB);
+            for (int r = r0; r < r1; r += TILE_ROWS) {
+                const int rows = std::min(TILE_ROWS, r1 - r);
+                const T* w = W.w[b] + (size_t)r * K;
+#ifdef X86
+                if constexpr (std::is_same_v<T, bf16>) {
+                    if (amx && rows == TILE_ROWS) product_tile_amx(y, w, rows, packed + (size_t)n0 * K, n1 - n0, K);
+                    else tile(y, w, rows, x + (size_t)n0 * K, n1 - n0, K);
+                } else
+#endif
+                tile(y, w, rows, x + (size_t)n0 * K, n1 - n0, K);
+                for (int n = n0; n < n1; n++)
+                    for (int i = 0; i < rows; i++) store(n, base + r + i, y[i * SLAB + n - n0]);
+            }
+        }
+    }
+    (void)amx;
+}
+
+// out = x W^T
+template <class T>
+void linear_cpu(T* out,     // (N, W.out) out
+                const T* x, // (N, W.in)
+                const Linear<T>& W, int N) {
+    const size_t ld = W.out();
+    product_cpu(W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = to_stored<T>(y); });
+}
+
+// out = residual + x W^T; out may be residual.
+template <class T>
+void linear_add_cpu(acc<T>* out,            // (N, W.out) out
+                    const acc<T>* residual, // (N, W.out)
+                    const T* x,             // (N, W.in)
+                    const Linear<T>& W, int N) {
+    const size_t ld = W.out();
+    product_cpu(W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = residual[n * ld + r] + y; });
+}
+
+// ---- q/k norm, RoPE, KV write: the q and k heads of each token are RMS-normalised and turned by the angle
+// pos * theta^(-2i/D) in each plane (i, i + D/2)      (Su et al., "RoFormer", 2021, in the half-split layout);
+// q goes on, k and v go to the cache.
+template <class T>
+void qknorm_rope_kv_cpu(T* q,              // (N,HD) out
+                        T* keys,           // one layer's cache, out
+                        T* values,         // one layer's cache, out
+                        const T* qkv,      // (N,(H+2K)D)
+                        const T* q_weight, // (D)
+                        const T* k_weight, // (D)
+                        const acc<T>* rope, // (positions, D/2, 2) cosine and sine
+                        const Batch& b, int H, int K, int D, float eps) {
+    #pragma omp parallel for schedule(static) if (b.N > 4)
+    for (int n = 0; n < b.N; n++) {
+        if (b.seq[n] < 0) continue;
+        const T* row = qkv + (size_t)n * (H + 2 * K) * D;
+        const acc<T>* turn = rope + (size_t)b.pos[n] * D;
+        const int page = b.slot[n] / PAGE, within = b.slot[n] % PAGE;
+        auto norm_rope = [&](T* out, const T* in, const T* w) {
+            acc<T> sum;
+            dots<1, 1>(&sum, in, 0, in, 0, D);
+            acc<T> scale = 1 / std::sqrt(sum / D + (acc<T>)eps);
+            for (int i = 0; i < D / 2; i++) {
+                acc<T> u = to_acc(in[i]) * scale * to_acc(w[i]), v = to_acc(in[i + D / 2]) * scale * to_acc(w[i + D / 2]);
+                out[i] = to_stored<T>(u * turn[2 * i] - v * turn[2 * i + 1]);
+                out[i + D / 2] = to_stored<T>(v * turn[2 * i] + u * turn[2 * i + 1]);
+            }
+        };
+        for (int h = 0; h < H; h++) norm_rope(q + ((size_t)n * H + h) * D, row + h * D, q_weight);
+        for (int h = 0; h < K; h++) {
+            size_t at = kv_offset(page, h, within, K, D);
+            norm_rope(keys + at, row + (H + h) * D, k_weight);
+            memcpy((void*)(values + at), row + (H + K + h) * D, D * sizeof(T));
+        }
+    }
+}
+
+// The angles as Hugging Face computes them: in float32 (in double for double), since the models were trained so.
+template <class A> void fill_rope(A* rope, int positions, int D, double theta) {
+    #pragma omp parallel for schedule(static)
+    for (int p = 0; p < positions; p++)
+        for (int i = 0; i < D / 2; i++) {
+            A angle = (A)p * ((A)1 / (A)std::pow(theta, (double)((A)(2 * i) / (A)D)));
+            rope[(size_t)p * D + 2 * i] = std::cos(angle);
+            rope[(size_t)p * D + 2 * i + 1] = std::sin(angle);
+        }
+}
+
+// ---- attention: out[n][h] = softmax(q . k / sqrt(D)) v over the positions 0..pos[n] of n's sequence; query head
+// h reads key/value head h / G. Page by page with a running maximum (Milakov & Gimelshein, "Online normalizer
+// calculation for softmax", 2018): when it grows, what was summed so far is scaled down.
+constexpr int ATTENTION_ROWS = 32; // query rows that share a page while it is in the first-level cache
+constexpr int MAX_HEAD = 512;      // parse_config refuses more
+
+template <class T> struct AttentionRow {
+    acc<T> q[MAX_HEAD], out[MAX_HEAD];
+    acc<T> maximum, sum;
+    int length; // keys it sees
+};
+
+template <class T>
+INLINE void attention_page(AttentionRow<T>& row, const T* keys, const T* values, int first, int D) {
+    using A = acc<T>;
+    const int n = std::min(PAGE, row.length - first);
+    if (n <= 0) return;
+    A p[PAGE], top = row.maximum;
+    int j = 0;
+    for (; j + 4 <= n; j += 4) dots<4, 1>(p + j, keys + (size_t)j * D, D, row.q, 0, D);
+    for (; j < n; j++) dots<1, 1>(p + j, keys + (size_t)j * D, D, row.q, 0, D);
+    for (j = 0; j < n; j++) top = p[j] > top ? p[j] : top;
+    for (j = n; j < PAGE; j++) p[j] = -std::numeric_limits<A>::infinity();
+    const A scale = exp_acc(row.maximum - top);
+    for (j = 0; j < PAGE; j++) p[j] = exp_acc(p[j] - top);
+    row.maximum = top;
+    row.sum *= scale;
+    for (j = 0; j < n; j++) row.sum += p[j];
+    int i = 0;
+    for (; i + LANES <= D; i += LANES) {
+        lanes<T> o, v;
+        load_lanes(o, row.out + i);
+        o *= scale;
+        for (j = 0; j < n; j++) {
+            load_lanes(v, values + (size_t)j * D + i);
+            o += v * p[j];
+        }
+        memcpy(row.out + i, &o, sizeof o);
+    }
+    for (; i < D; i++) {
+        A o = row.out[i] * scale;
+        for (j = 0; j < n; j++) o += to_acc(values[(size_t)j * D + i]) * p[j];
+        row.out[i] = o;
+    }
+}
+
+template <class T> void attention_pages_plain(AttentionRow<T>* rows, int count, const T* keys, const T* values, int first, int D) {
+    for (int i = 0; i < count; i++) attention_page(rows[i], keys, values, first, D);
+}
+#ifdef X86
+template <class T> TARGET_AVX2 void attention_pages_avx2(AttentionRow<T>* rows, int count, const T* keys, const T* values, int first, int D) {
+    for (int i = 0; i < count; i++) attention_page(rows[i], keys, values, first, D);
+}
+template <class T> TARGET_AVX512 void attention_pages_avx512(AttentionRow<T>* rows, int count, const T* keys, const T* values, int first, int D) {
+    for (int i = 0; i < count; i++) attention_page(rows[i], keys, values, first, D);
+}
+#endif
+
+template <class T>
+void attention_cpu(T* out,          // (N,HD) out
+                   const T* q,      // (N,HD)
+                   const T* keys,   // one layer's cache
+                   const T* values, // one layer's cache
+                   const Batch& b, int H, int K, int D) {
+    const int G = H / K;
+    const int heads = std::min(G, ATTENTION_ROWS);   // query heads of one KV head at a time
+    const int tokens = ATTENTION_ROWS / heads;       // tokens at a time
+    const int head_tiles = (G + heads - 1) / heads, token_tiles = (b.N + tokens - 1) / tokens;
+    const acc<T> scale = 1 / std::sqrt((acc<T>)D);
+    auto attend = attention_pages_plain<T>;
+#ifdef X86
+    if (cpu_road >= CPU_AVX2) attend = attention_pages_avx2<T>;
+    if (cpu_road >= CPU_AVX512) attend = attention_pages_avx512<T>;
+#endif
+    size_t work = 0;
+    for (int n = 0; n < b.N; n++) work += b.seq[n] < 0 ? 0 : (size_t)(b.pos[n] + 1) * H * D;
+    #pragma omp parallel if (work > 20000)
+    {
+        std::vector<AttentionRow<T>> rows(ATTENTION_ROWS);
+        #pragma omp for schedule(dynamic)
+        for (int task = 0; task < token_tiles * K * head_tiles; task++) {
+            // Later tokens see more keys: long tasks first.
+            const int tile = token_tiles - 1 - task / (K * head_tiles), kv = task / head_tiles % K;
+            const int h0 = kv * G + task % head_tiles * heads, h1 = std::min(h0 + heads, (kv + 1) * G);
+            const int end = std::min(b.N, (tile + 1) * tokens);
+            for (int n0 = tile * tokens, n1; n0 < end; n0 = n1) {
+                for (n1 = n0 + 1; n1 < end && b.seq[n1] == b.seq[n0]; n1++) {}
+                if (b.seq[n0] < 0) continue;
+                int count = 0, longest = 0;
+                for (int n = n0; n < n1; n++)
+                    for (int h = h0; h < h1; h++) {
+                        AttentionRow<T>& row = rows[count++];
+                        for (int i = 0; i < D; i++) row.q[i] = to_acc(q[((size_t)n * H + h) * D + i]) * scale, row.out[i] = 0;
+                        row.maximum = -std::numeric_limits<acc<T>>::infinity();
+                        row.sum = 0;
+                        row.length = b.pos[n] + 1;
+                        longest = std::max(longest, row.length);
+                    }
+                const int* table = b.pages + (size_t)b.seq[n0] * b.max_pages;
+                for (int first = 0; first < longest; first += PAGE) {
+                    size_t at = kv_offset(table[first / PAGE], kv, 0, K, D);
+                    attend(rows.data(), count, keys + at, values + at, first, D);
+                }
+                count = 0;
+                for (int n = n0; n < n1; n++)
+                    for (int h = h0; h < h1; h++) {
+                        AttentionRow<T>& row = rows[count++];
+                        for (int i = 0; i < D; i++) out[((size_t)n * H + h) * D + i] = to_stored<T>(row.out[i] / row.sum);
+                    }
+            }
+        }
+    }
+}
+
+// ---- SwiGLU: out = silu(gate) * up, silu(g) = g / (1 + e^-g)       (Shazeer, "GLU variants improve transformer", 2020)
+template <class T>
+void swiglu_cpu(T* out,           // (N,F) out
+                const T* gate_up, // (N,2F)
+                int N, int F) {
+    #pragma omp parallel for schedule(static) if ((size_t)N * F > 2000)
+    for (size_t at = 0; at < (size_t)N * F; at++) {
+        const T* gate = gate_up + at / F * 2 * F + at % F;
+        acc<T> g = to_acc(gate[0]), e = exp_acc(std::min(-g, (acc<T>)80)); // beyond 80 the quotient is 0 to all purposes
+        out[at] = to_stored<T>(g / (1 + e) * to_acc(gate[F]));
+    }
+}
+
+// The product with gate and up, then SwiGLU.
+template <class T>
+void linear_swiglu_cpu(T* out,     // (N,F) out
+                       T* gate_up, // (N,2F) out
+                       const T* x, // (N,C)
+                       const Linear<T>& W, int N) {
+    linear_cpu(gate_up, x, W, N);
+    swiglu_cpu(out, gate_up, N, W.rows[0]);
+}
+
+// ---- head: the logits of R named rows, never rounded below acc<T>
+template <class T>
+void head_cpu(acc<T>* logits, // (R,V) out
+              T* picked,      // (R,C) scratch
+              const T* x,     // (N,C) after the final norm
+              const int* rows, // (R)
+              const Linear<T>& W, int R) {
+    for (int r = 0; r < R; r++) memcpy((void*)(picked + (size_t)r * W.in), x + (size_t)rows[r] * W.in, (size_t)W.in * sizeof(T));
+    const size_t V = W.out();
+    product_cpu(W, picked, R, [=](int r, int v, acc<T> y) { logits[r * V + v] = y; });
+}
+
+// ================================================================================================= 5 Forward
+
+// What ops hand to each other, for up to N tokens. Inference reuses one set for all layers; training will give
+// each layer its own.
+template <class T> struct Activations {
+    struct PerLayer {
+        acc<T>* in;    // (N,C) residual stream at the layer's entry
+        T* norm1;      // (N,C)
+        T* qkv;        // (N,(H+2K)D)
+        T* q;          // (N,HD)
+        T* attention;  // (N,HD)
+        acc<T>* mid;   // (N,C) residual stream between attention and MLP
+        T* norm2;      // (N,C)
+        T* gate_up;    // (N,2F)
+        T* hidden;     // (N,F)
+        acc<T>* out;   // (N,C) residual stream at its exit
+    };
+    std::vector<PerLayer> layer;
+    T* normed; // (N,C) after the final norm
+
+    void plan(Arena& arena, const Config& c, int N) {
+        PerLayer a;
+        a.in = a.mid = a.out = arena.take<acc<T>>((size_t)N * c.C);
+        a.norm1 = a.norm2 = normed = arena.take<T>((size_t)N * c.C);
+        a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
+        a.q = arena.take<T>((size_t)N * c.H * c.D);
+        a.attention = arena.take<T>((size_t)N * c.H * c.D);
+        a.gate_up = arena.take<T>((size_t)N * 2 * c.F);
+        a.hidden = arena.take<T>((size_t)N * c.F);
+        layer.assign(c.L, a);
+    }
+};
+
+// Keys and values of all layers, (L, pages, K, 16, D) each.
+template <class T> struct KVCache {
+    T *keys, *values;
+    size_t layer_size; // numbers in a layer
+
+    static size_t bytes(const Config& c, size_t pages) { return 2 * (size_t)c.L * pages * c.K * PAGE * c.D * sizeof(T); }
+    void plan(Arena& arena, const Config& c, size_t pages) {
+        layer_size = pages * c.K * PAGE * c.D;
+        keys = arena.take<T>(c.L * layer_size);
+        values = arena.take<T>(c.L * layer_size);
+    }
+};
+
+// Tokens to vectors, up to the final norm: a.normed (N,C). The keys and values of the batch go to the cache.
+template <class T>
+void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, KVCache<T>& kv, const acc<T>* rope) {
+    const int N = b.N, C = c.C, H = c.H, K = c.K, D = c.D;
+    RUN(embed, a.layer[0].in, w.embed, b, C);
+    for (int l = 0; l < c.L; l++) {
+        const Layer<T>& y = w.layers[l];
+        auto& s = a.layer[l];
+        T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
+        RUN(rmsnorm, s.norm1, s.in, y.norm1, N, C, c.eps);
+        RUN(linear, s.qkv, s.norm1, y.qkv, N);
+        RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, y.q_norm, y.k_norm, rope, b, H, K, D, c.eps);
+        RUN(attention, s.attention, s.q, keys, values, b, H, K, D);
+        RUN(linear_add, s.mid, s.in, s.attention, y.o, N);
+        RUN(rmsnorm, s.norm2, s.mid, y.norm2, N, C, c.eps);
+        RUN(linear_swiglu, s.hidden, s.gate_up, s.norm2, y.gate_up, N);
+        RUN(linear_add, s.out, s.mid, s.hidden, y.down, N);
+    }
+    RUN(rmsnorm, a.normed, a.layer[c.L - 1].out, w.norm, N, C, c.eps);
+}
+
+// ======================================================================================= 6 Sampler, session
+
+struct Sampling {
+    float temperature = 0.7f; // 0: greedy
+    int top_k = 20;           // 0: off
+    float top_p = 0.8f;       // 1: off
+    float min_p = 0;          // 0: off
+    float repeat = 1;         // 1: off; divides (multiplies, where negative) the logits of ids seen in prompt or answer
+    float presence = 0;       // is subtracted once from the logits of ids in the answer
+    float frequency = 0;      // is subtracted as often as they occur there
+    uint64_t seed = 0;
+};
+
+// Applies the penalties to logits (V) in place. ids: prompt and answer, which begins at ids[answer].
+inline void penalize(float* logits, const Sampling& how, const std::vector<int>& ids, size_t answer) {
+    if (how.repeat != 1)
+        for (int id : std::set<int>(ids.begin(), ids.end())) logits[id] = logits[id] > 0 ? logits[id] / how.repeat : logits[id] * how.repeat;
+    if (how.presence == 0 && how.frequency == 0) return;
+    std::map<int, int> count;
+    for (size_t i = answer; i < ids.size(); i++) count[ids[i]]++;
+    for (auto [id, n] : count) logits[id] -= how.presence + how.frequency * (float)n;
+}
+
+// Draws an id from logits (V), of which only ids < exist may be drawn. In this order: (penalties, above,)
+// temperature, top-k, top-p, min-p; ties go to the lower id. `counter` is the position of the drawn token: the same seed, counter and
+// logits give the same id.
+// Probabilities are integers, e^(l - max) in steps of 2^-40: integer sums are the same in any order, so that
+// any number of threads, and a GPU, draw the same token.
+inline int sample(const float* logits, int exist, const Sampling& how, uint64_t counter) {
+    auto value = [&](int id) { // a NaN is never chosen over a number; infinities are only very large
+        float l = logits[id];
+        return std::isnan(l) ? -std::numeric_limits<float>::infinity() : std::min(std::max(l, -FLT_MAX), FLT_MAX);
+    };
+    int best = 0;
+    for (int id = 1; id < exist; id++)
+        if (value(id) > value(best)) best = id;
+    if (how.temperature == 0 || exist == 1) return best;
+
+    struct Candidate { float logit; int id; uint64_t weight; };
+    std::vector<Candidate> kept;
+    const float top = value(best);
+    for (int id = 0; id < exist; id++) {
+        float x = (value(id) - top) / how.temperature;
+        uint64_t weight = x < -28.f ? 0 : (uint64_t)(exp_poly<true>(x) * 1099511627776.f); // 2^40; e^-28 is below 2^-40
+        if (weight) kept.push_back({value(id), id, weight});
+    }
+    auto likelier = [](const Candidate& a, const Candidate& b) { return a.logit != b.logit ? a.logit > b.logit : a.id < b.id; };
+    if (how.top_k > 0 && (size_t)how.top_k < kept.size()) {
+        std::nth_element(kept.begin(), kept.begin() + how.top_k, kept.end(), likelier);
+        kept.resize(how.top_k);
+    }
+    auto total = [&] {
+        uint64_t sum = 0;
+        for (auto& c : kept) sum += c.weight;
+        return sum;
+    };
+    if (how.top_p < 1) { // the fewest likeliest tokens that together reach top_p
+        std::sort(kept.begin(), kept.end(), likelier);
+        double need = (double)how.top_p * (double)total();
+        uint64_t sum = 0;
+        size_t n = 0;
+        while (n < kept.size() && (n == 0 || (double)sum < need)) sum += kept[n++].weight;
+        kept.resize(n);
+    }
+    if (how.min_p > 0) { // at least min_p times as likely as the likeliest
+        double need = (double)how.min_p * 1099511627776.;
+        kept.erase(std::remove_if(kept.begin(), kept.end(), [&](const Candidate& c) { return (double)c.weight < need; }), kept.end());
+    }
+    std::sort(kept.begin(), kept.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+    Philox random = philox(how.seed, counter, STREAM_SAMPLE);
+    uint64_t r = (uint64_t)random.v[1] << 32 | random.v[0];
+    r = (uint64_t)((unsigned __int128)r * total() >> 64); // 0 <= r < total
+    for (auto& c : kept) {
+        if (r < c.weight) return c.id;
+        r -= c.weight;
+    }
+    return best;
+}
+
+// One conversation: a model, its KV cache, and the ids in it.
+template <class T> struct Session {
+    static constexpr int CHUNK = 512; // tokens of a prompt that go through `forward` at once
+
+    Context ctx;
+    const Config& config;
+    const Weights<T>& weights;
+    int capacity;             // tokens
+    std::vector<int> ids;     // what the cache holds
+    acc<T>* logits;           // (V) after the last id; meaningless before the first
+
+    // Plans all memory for `context` tokens. Throws Error if it is more than there is.
+    Session(const Config& c, const Weights<T>& w, int context) : config(c), weights(w), capacity(context) {
+        plan();
+        arena.allocate(format("a context of %d tokens", context).c_str());
+        plan();
+        fill_rope(rope, context, c.D, c.rope_theta);
+        for (int p = 0; p < pages; p++) table[p] = p;
+    }
+
+    bool full() const { return (int)ids.size() == capacity; }
+
+    // Appends tokens; afterwards `logits` are the last one's. `rows` (if given) is handed the logits of every
+    // token in turn. Stops early, with what it has, when *stop becomes non-zero.
+    // Throws Error if they do not fit or one is not in the vocabulary.
+    void feed(const std::vector<int>& tokens, const volatile sig_atomic_t* stop = nullptr,
+              const std::function<void(const acc<T>*)>& rows = nullptr) {
+        if (tokens.size() > (size_t)capacity - ids.size())
+            DIE("%zu tokens do not fit: the context holds %d and %zu are in it", tokens.size(), capacity, ids.size());
+        for (int id : tokens)
+            if (id < 0 || id >= config.V) DIE("id %d is not in the vocabulary of %d", id, config.V);
+        for (size_t done = 0; done < tokens.size() && !(stop && *stop);) {
+            const int N = (int)std::min(tokens.size() - done, (size_t)CHUNK);
+            for (int n = 0; n < N; n++) {
+                token[n] = tokens[done + n];
+                pos[n] = (int)ids.size() + n;
+                seq[n] = 0;
+                slot[n] = pos[n]; // the identity table: page p holds positions 16 p ..
+            }
+            Batch batch = {N, 1, token, pos, seq, slot, table, pages};
+            forward(ctx, config, weights, batch, activations, cache, rope);
+            ids.insert(ids.end(), token, token + N);
+            done += N;
+            const bool last = done == tokens.size();
+            for (int n = rows ? 0 : N - 1; n < N; n++) {
+                if (!rows && !last) continue;
+                RUN(head, logits, picked, activations.normed, &n, weights.head, 1);
+                if (rows) rows(logits);
+            }
+        }
+    }
+
+    // The first n tokens in the KV cache: block_bytes(n) from the start of each of 2 L blocks, in whole pages of
+    // a layer's keys, then of its values. With `ids` this is all there is to save and restore.
+    size_t block_bytes(size_t n) const { return (n + PAGE - 1) / PAGE * config.K * PAGE * config.D * sizeof(T); }
+    template <class F> void each_block(F f) {
+        for (T* all : {cache.keys, cache.values})
+            for (int l = 0; l < config.L; l++) f(all + l * cache.layer_size);
+    }
+
+    // Forgets all but the first n ids.
+    void rewind(size_t n) { if (n < ids.size()) ids.resize(n); }
+
+  private:
+    Arena arena;
+    Activations<T> activations;
+    KVCache<T> cache;
+    T* picked;
+    acc<T>* rope;
+    int pages, *token, *pos, *seq, *slot, *table;
+
+    void plan() {
+        const int N = std::min(CHUNK, capacity);
+        pages = (capacity + PAGE - 1) / PAGE;
+        cache.plan(arena, config, pages);
+        activations.plan(arena, config, N);
+        rope = arena.take<acc<T>>((size_t)capacity * config.D);
+        logits = arena.take<acc<T>>(config.V);
+        picked = arena.take<T>(config.C);
+        for (int** list : {&token, &pos, &seq, &slot}) *list = arena.take<int>(N);
+        table = arena.take<int>(pages);
+    }
+};
+
+// Text on its way out: stops at the first stop string, and holds back what may be the beginning of one.
+struct StopFilter {
+    std::vector<std::string> stops; // none empty
+    std::string held;
+    bool stopped = false;
+
+    // Takes new text, returns what is certain to be before any stop string.
+    std::string feed(std::string_view text) {
+        if (stopped) return "";
+        held += text;
+        size_t cut = std::string::npos;
+        for (auto& s : stops) cut = std::min(cut, held.find(s));
+        if (cut != std::string::npos) {
+            stopped = true;
+            held.resize(cut);
+            return flush();
+        }
+        size_t hold = 0; // the longest tail that begins a stop string
+        for (auto& s : stops)
+            for (size_t n = std::min(s.size() - 1, held.size()); n > hold; n--)
+                if (held.compare(held.size() - n, n, s, 0, n) == 0) hold = n;
+        std::string out = held.substr(0, held.size() - hold);
+        held.erase(0, out.size());
+        return out;
+    }
+    std::string flush() { return std::move(held); }
+};
+
+// How one answer is made, and what came of it.
+struct Generation {
+    Sampling sampling;
+    size_t max_tokens = SIZE_MAX;
+    std::vector<std::string> stops;
+    const volatile sig_atomic_t* interrupt = nullptr;
+
+    std::vector<int> ids;         // the answer, without the end token
+    std::string text;
+    const char* finish = "";      // "stop", "length" or "interrupt"
+};
+
+// Answers from the session's logits on, until an end token, a stop string, max_tokens or a full context; every
+// token of the answer but the last is then in the session. `show` is handed the text as it comes, in whole
+// characters. Without a tokenizer the text is the ids.
+template <class T>
+void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g, const std::function<void(std::string_view)>& show) {
+    const Config& c = session.config;
+    const int exist = tokenizer ? tokenizer->size() : c.V;
+    const size_t answer = session.ids.size();
+    Utf8Stream characters;
+    StopFilter filter{g.stops, "", false};
+    auto emit = [&](std::string_view s) {
+        std::string out = filter.feed(s);
+        g.text += out;
+        if (!out.empty()) show(out);
+    };
+    g.finish = "length";
+    while (g.ids.size() < g.max_tokens) {
+        if (g.interrupt && *g.interrupt) { g.finish = "interrupt"; break; }
+        penalize(session.logits, g.sampling, session.ids, answer);
+        int id = sample(session.logits, exist, g.sampling, session.ids.size());
+        if (std::find(c.end_tokens.begin(), c.end_tokens.end(), id) != c.end_tokens.end()) { g.finish = "stop"; break; }
+        g.ids.push_back(id);
+        if (!tokenizer) emit(format(g.ids.size() > 1 ? " %d" : "%d", id));
+        else if (!tokenizer->is_special(id)) emit(characters.feed(tokenizer->bytes(id)));
+        if (filter.stopped) { g.finish = "stop"; break; }
+        if (session.full()) break;
+        if (g.ids.size() < g.max_tokens) session.feed({id});
+    }
+    emit(characters.flush());
+    std::string rest = filter.flush();
+    g.text += rest;
+    if (!rest.empty()) show(rest);
+}
+
+// ==================================================================================================== 9 main
+#ifndef QWEN3_NO_MAIN
+
+static volatile sig_atomic_t interrupted = 0;
+
+struct Options {
+    std::string model, input, system, tokenizer, device, ids, logits_file, tokenize, detokenize;
+    bool has_input = false, has_tokenize = false, has_detokenize = false, has_ids = false;
+    bool raw = false, json = false, logits_hash = false, help = false;
+    float temperature = -1, top_p = -1, min_p = 0; // negative: Qwen's advice for the mode
+    float repeat = 1, presence = 0, frequency = 0;
+    std::vector<std::string> stops;
+    int top_k = -1, max_tokens = -1, context = 0, think = 0, threads = 0;
+    uint64_t seed = 0;
+    bool has_seed = false;
+    std::string synthesize, synthesize_to;
+    std::string prompt_cache;
+};
+
+static const char* USAGE =
+    "usage: qwen3 MODEL [-i TEXT] [options]      MODEL: a model.bin or a Hugging Face folder\n"
+    "  -i, --input TEXT      the question; - reads it from standard input. Without -i: a chat (/help in it)\n"
+    "  -y, --system TEXT     system prompt\n"
+    "  -r, --think 0|1       let the model think first (default 0)\n"
+    "  -t, --temp X          temperature (default 0.7, thinking 0.6); 0 takes the likeliest token\n"
+    "  -k, --top-k N         draw among the N likeliest (default 20); 0 is off\n"
+    "  -p, --top-p X         ... that together have probability X (default 0.8, thinking 0.95); 1 is off\n"
+    "      --min-p X         ... and at least X times that of the likeliest (default 0)\n"
+    "      --repeat-penalty X, --presence-penalty X, --frequency-penalty X   (default 1, 0, 0: off)\n"
+    "      --stop TEXT       ends the answer before this text; may be repeated\n"
+    "  -s, --seed N          seed of the draws (default random, printed)\n"
+    "  -n, --max-tokens N    tokens of the answer (default: to the end of the context)\n"
+    "  -c, --ctx N           context in tokens (default 4096, or the model's limit if that is less)\n"
+    "  -z, --tokenizer FILE  default: tokenizer.bin beside the model, beside the program, or in this folder\n"
+    "  -d, --device NAME     cpu or cuda (default: cuda if built and usable)\n"
+    "  -j, --threads N       CPU threads (default: all)\n"
+    "      --prompt-cache FILE   restores what the prompt shares with FILE's; writes FILE if it does not exist\n"
+    "                        or is the beginning of this prompt\n"
+    "      --raw             the input as it is, without the chat template; special tokens are recognised\n"
+    "      --json            one JSON object instead of streamed text\n"
+    "for study and tests:\n"
+    "      --tokenize TEXT, --detokenize IDS       no model needed; - reads standard input\n"
+    "      --ids 1,2,3       these ids instead of text (no tokenizer needed)\n"
+    "      --logits FILE     with --ids or --raw or -i: float32 logits of every position, then stop\n"
+    "      --logits-hash     the same, as one 64-bit hash on stdout\n"
+    "      --synthesize 0.6B|1.7B|4B|8B|14B|32B|CONFIG.json OUT.bin   random weights of that shape (-s: seed)\n";
+
+static double parse_number(const char* option, const char* text, double low, double high) {
+    char* end;
+    errno = 0;
+    double v = strtod(text, &end);
+    if (end == text || *end || errno || !(v >= low && v <= high) || isspace((unsigned char)*text))
+        DIE("%s: %.60s is not a number from %g to %g", option, text, low, high);
+    return v;
+}
+static int64_t parse_integer(const char* option, const char* text, int64_t low, int64_t high) {
+    char* end;
+    errno = 0;
+    long long v = strtoll(text, &end, 10);
+    if (end == text || *end || errno || v < low || v > high || isspace((unsigned char)*text))
+        DIE("%s: %.60s is not a whole number from %lld to %lld", option, text, (long long)low, (long long)high);
+    return v;
+}
+
+static Options parse_options(int argc, char** argv) {
+    Options o;
+    std::vector<const char*> plain;
+    bool only_plain = false;
+    for (int i = 1; i < argc; i++) {
+        std::string a = argv[i];
+        if (only_plain || a.size() < 2 || a[0] != '-') { plain.push_back(argv[i]); continue; }
+        if (a == "--") { only_plain = true; continue; }
+        std::string name = a;
+        const char* attached = nullptr; // --name=value
+        if (size_t eq = a.find('='); a[1] == '-' && eq != std::string::npos) name = a.substr(0, eq), attached = argv[i] + eq + 1;
+        auto is = [&](const char* s, const char* l) { return name == s || name == l; };
+        auto value = [&]() -> const char* {
+            if (attached) { const char* v = attached; attached = nullptr; return v; }
+            if (i + 1 == argc) DIE("%s needs a value", name.c_str());
+            return argv[++i];
+        };
+        auto integer = [&](int64_t low, int64_t high) { return (int)parse_integer(name.c_str(), value(), low, high); };
+        auto number = [&](double low, double high) { return (float)parse_number(name.c_str(), value(), low, high); };
+        if (is("-i", "--input")) o.input = value(), o.has_input = true;
+        else if (is("-y", "--system")) o.system = value();
+        else if (is("-t", "--temp")) o.temperature = number(0, 100);
+        else if (is("-k", "--top-k")) o.top_k = integer(0, INT_MAX);
+        else if (is("-p", "--top-p")) o.top_p = number(0, 1);
+        else if (is("", "--min-p")) o.min_p = number(0, 1);
+        else if (is("", "--repeat-penalty")) o.repeat = number(0.01, 100);
+        else if (is("", "--presence-penalty")) o.presence = number(-100, 100);
+        else if (is("", "--frequency-penalty")) o.frequency = number(-100, 100);
+        else if (is("", "--stop")) {
+            o.stops.push_back(value());
+            if (o.stops.back().empty()) DIE("--stop needs some text");
+        }
+        else if (is("-s", "--seed")) {
+            const char* text = value();
+            char* end;
+            errno = 0;
+            o.seed = strtoull(text, &end, 10), o.has_seed = true;
+            if (!isdigit((unsigned char)*text) || *end || errno) DIE("%s: %.60s is not a whole number from 0 to 2^64 - 1", name.c_str(), text);
+        }
+        else if (is("-n", "--max-tokens")) o.max_tokens = integer(0, INT_MAX);
+        else if (is("-c", "--ctx")) o.context = integer(1, INT_MAX);
+        else if (is("-r", "--think")) o.think = integer(0, 1);
+        else if (is("-z", "--tokenizer")) o.tokenizer = value();
+        else if (is("-d", "--device")) o.device = value();
+        else if (is("-j", "--threads")) o.threads = integer(1, 4096);
+        else if (is("", "--raw")) o.raw = true;
+        else if (is("", "--json")) o.json = true;
+        else if (is("", "--ids")) o.ids = value(), o.has_ids = true;
+        else if (is("", "--logits")) o.logits_file = value();
+        else if (is("", "--logits-hash")) o.logits_hash = true;
+        else if (is("", "--tokenize")) o.tokenize = value(), o.has_tokenize = true;
+        else if (is("", "--detokenize")) o.detokenize = value(), o.has_detokenize = true;
+        else if (is("", "--prompt-cache")) o.prompt_cache = value();
+        else if (is("", "--synthesize")) o.synthesize = value(), o.synthesize_to = value();
+        else if (is("-h", "--help")) o.help = true;
+        else DIE("unknown option %s (--help lists them)", name.c_str());
+        if (attached) DIE("%s takes no value", name.c_str());
+    }
+    if (plain.size() > 1) DIE("one model, please: %s and %s", plain[0], plain[1]);
+    if (plain.size() == 1) o.model = plain[0];
+    return o;
+}
+
+static std::string read_stdin() {
+    std::string text;
+    char buffer[65536];
+    for (ssize_t n; (n = read(0, buffer, sizeof buffer)) != 0;) {
+        if (n < 0 && errno == EINTR && !interrupted) continue;
+        if (n < 0) DIE("standard input: %s", strerror(errno));
+        text.append(buffer, (size_t)n);
+    }
+    return text;
+}
+
+// Ids separated by commas or white space.
+static std::vector<int> parse_ids(const char* option, const std::string& text) {
+    std::vector<int> ids;
+    for (size_t i = 0; i < text.size();) {
+        size_t j = text.find_first_of(", \t\r\n", i);
+        if (j == std::string::npos) j = text.size();
+        if (j > i) ids.push_back((int)parse_integer(option, text.substr(i, j - i).c_str(), 0, INT_MAX));
+        i = j + 1;
+    }
+    return ids;
+}
+
+static void write_stdout(std::string_view text) {
+    if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) DIE("standard output: %s", strerror(errno));
+}
+
+// tokenizer.bin: as said, or beside the model, beside the program, in the working folder. "" if there is none.
+static std::string find_tokenizer(const Options& o) {
+    if (!o.tokenizer.empty()) return o.tokenizer;
+    std::vector<std::string> folders;
+    struct stat st;
+    if (!o.model.empty()) {
+        bool folder = stat(o.model.c_str(), &st) == 0 && S_ISDIR(st.st_mode);
+        size_t slash = o.model.find_last_of('/');
+        folders.push_back(folder ? o.model : slash == std::string::npos ? "." : o.model.substr(0, slash + 1));
+    }
+    char program[4096];
+    ssize_t n = readlink("/proc/self/exe", program, sizeof program);
+    if (n > 0) folders.push_back(std::string(program, (size_t)n).substr(0, std::string(program, (size_t)n).find_last_of('/')));
+    folders.push_back(".");
+    for (auto& f : folders)
+        if (access((f + "/tokenizer.bin").c_str(), F_OK) == 0) return f + "/tokenizer.bin";
+    return "";
+}
+
+static std::unique_ptr<Tokenizer> load_tokenizer(const Options& o) {
+    std::string path = find_tokenizer(o);
+    if (path.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
+    return std::make_unique<Tokenizer>(path);
+}
+
+// The ids of the prompt, as the options give it.
+static std::vector<int> prompt_ids(const Options& o, const Tokenizer* tokenizer) {
+    if (o.has_ids) return parse_ids("--ids", o.ids == "-" ? read_stdin() : o.ids);
+    std::string text = o.input;
+    if (text == "-") {
+        text = read_stdin();
+        if (!text.empty() && text.back() == '\n') text.pop_back(); // what `echo` adds is no part of the question
+    }
+    if (o.raw) return tokenizer->encode(text, true);
+    std::vector<Message> messages;
+    if (!o.system.empty()) messages.push_back({"system", o.system});
+    messages.push_back({"user", text});
+    ChatOptions options;
+    options.thinking = o.think;
+    return render_chat(*tokenizer, messages, options);
+}
+
+// --logits, --logits-hash: every position's logits as float32, V a row.
+template <class T> void write_logits(const Options& o, Session<T>& session, const std::vector<int>& prompt) {
+    std::unique_ptr<OutputFile> out;
+    if (!o.logits_file.empty()) out = std::make_unique<OutputFile>(o.logits_file);
+    uint64_t hash = fnv1a(nullptr, 0);
+    const size_t bytes = (size_t)session.config.V * sizeof(float);
+    session.feed(prompt, &interrupted, [&](const float* row) {
+        if (out) out->write(row, bytes);
+        if (o.logits_hash) hash = fnv1a(row, bytes, hash);
+    });
+    if (interrupted) DIE("interrupted");
+    if (out) out->commit();
+    if (o.logits_hash) write_stdout(format("%016llx\n", (unsigned long long)hash));
+}
+
+static Sampling sampling_of(const Options& o) {
+    Sampling how;
+    how.temperature = o.temperature >= 0 ? o.temperature : o.think ? 0.6f : 0.7f; // Qwen's advice
+    how.top_k = o.top_k >= 0 ? o.top_k : 20;
+    how.top_p = o.top_p >= 0 ? o.top_p : o.think ? 0.95f : 0.8f;
+    how.min_p = o.min_p;
+    how.repeat = o.repeat, how.presence = o.presence, how.frequency = o.frequency;
+    how.seed = o.has_seed ? o.seed : (uint64_t)std::random_device()() << 32 | std::random_device()();
+    return how;
+}
+
+#include "cli.h"
+
+// One prompt, one answer; or a chat.
+template <class T> int answer(const Options& o, const ModelFile& file, double start) {
+    const Config& c = file.config;
+    Weights<T> weights(file);
+    std::unique_ptr<Tokenizer> tokenizer;
+    if (!o.has_ids || !find_tokenizer(o).empty()) {
+        tokenizer = load_tokenizer(o);
+        // Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off.
+        if (tokenizer->size() > c.V || c.V - tokenizer->size() >= 1024) {
+            if (!o.has_ids || !o.tokenizer.empty())
+                DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", find_tokenizer(o).c_str(), tokenizer->size(), o.model.c_str(), c.V);
+            tokenizer.reset(); // found by chance, and not needed
+        }
+    }
+    const bool chat = !o.has_input && !o.has_ids;
+    std::vector<int> prompt;
+    if (!chat) {
+        prompt = prompt_ids(o, tokenizer.get());
+        if (prompt.empty()) DIE("the prompt is empty");
+    }
+
+    if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
+    const int context = o.context ? o.context : std::min(4096, c.max_positions);
+    if (prompt.size() > (size_t)context) DIE("the prompt is %zu tokens, the context %d (-c sets it, up to %d)", prompt.size(), context, c.max_positions);
+    Session<T> session(c, weights, context);
+    if (!o.logits_file.empty() || o.logits_hash) return write_logits(o, session, prompt), 0;
+
+    Generation g;
+    g.sampling = sampling_of(o);
+    g.stops = o.stops;
+    g.interrupt = &interrupted;
+    if (o.max_tokens >= 0) g.max_tokens = (size_t)o.max_tokens;
+
+    fprintf(stderr, "%s: %.1f M parameters, %s, cpu, %d threads, context %d, seed %llu\n", o.model.c_str(), (double)c.parameters() / 1e6,
+            std::is_same_v<T, float> ? "float32" : "bfloat16", thread_count(), context, (unsigned long long)g.sampling.seed);
+    PromptCache<T> cache(o.prompt_cache, file, session);
+    if (chat) return Chat<T>{o, session, *tokenizer, cache, g}.run();
+    const double loaded = seconds();
+    double prompted = loaded;
+    size_t reused = 0; // tokens of the prompt that came from the prompt cache
+    if (g.max_tokens > 0 || !o.prompt_cache.empty()) {
+        reused = feed_prompt(session, prompt);
+        prompted = seconds();
+        if (!interrupted) cache.save(session);
+        Screen screen(isatty(1));
+        generate(session, tokenizer.get(), g, [&](std::string_view s) { if (!o.json) screen.show(s); });
+        screen.end();
+    } else {
+        g.finish = "length";
+    }
+    const double done = seconds(), prompt_s = prompted - loaded, decode_s = done - prompted;
+    // The first token comes from the prompt's logits: the decode phase makes the others.
+    const double rate = g.ids.size() > 1 ? (double)(g.ids.size() - 1) / decode_s : 0;
+    const double prompt_rate = prompt_s > 0 ? (double)(prompt.size() - reused) / prompt_s : 0;
+    if (o.json) {
+        std::string out = "{\"text\": ";
+        sj::quote(out, g.text);
+        out += ", \"ids\": [";
+        for (size_t i = 0; i < g.ids.size(); i++) out += format("%s%d", i ? ", " : "", g.ids[i]);
+        out += format("], \"finish_reason\": \"%s\", \"seed\": %llu, \"prompt_tokens\": %zu, \"answer_tokens\": %zu, "
+                      "\"timings\": {\"load_s\": %.6f, \"prompt_s\": %.6f, \"prompt_tokens_per_s\": %.3f, \"decode_s\": %.6f, \"decode_tokens_per_s\": %.3f}}\n",
+                      g.finish, (unsigned long long)g.sampling.seed, prompt.size(), g.ids.size(), loaded - start, prompt_s,
+                      prompt_rate, decode_s, rate);
+        write_stdout(out);
+    } else {
+        write_stdout("\n");
+    }
+    const std::string from_cache = o.prompt_cache.empty() ? "" : format(" (%zu from the prompt cache)", reused);
+    fprintf(stderr, "prompt %zu tokens%s, %.1f tok/s; answer %zu tokens, %.1f tok/s (%s)\n", prompt.size(), from_cache.c_str(),
+            prompt_rate, g.ids.size(), rate, g.finish);
+    return interrupted ? 130 : 0;
+}
+
+static int run(int argc, char** argv) {
+    const double start = seconds();
+    Options o = parse_options(argc, argv);
+    if (o.help) return write_stdout(USAGE), 0;
+#ifdef _OPENMP
+    if (o.threads) omp_set_num_threads(o.threads);
+#endif
+    if (!o.device.empty() && o.device != "cpu") DIE(o.device == "cuda" ? "--device cuda: this build has no CUDA" : "--device %s: cpu or cuda", o.device.c_str());
+    if (o.has_tokenize) {
+        std::string line;
+        for (int id : load_tokenizer(o)->encode(o.tokenize == "-" ? read_stdin() : o.tokenize, true)) line += format(line.empty() ? "%d" : " %d", id);
+        return write_stdout(line + "\n"), 0;
+    }
+    if (o.has_detokenize) {
+        std::vector<int> ids = parse_ids("--detokenize", o.detokenize == "-" ? read_stdin() : o.detokenize);
+        return write_stdout(load_tokenizer(o)->decode(ids, false)), 0;
+    }
+    if (!o.synthesize.empty()) return synthesize(o.synthesize, o.synthesize_to, o.seed), 0;
+    if (o.model.empty()) DIE("no model named (--help lists the options)");
+    if (!o.has_input && !o.has_ids && (o.raw || o.json || o.logits_hash || !o.logits_file.empty()))
+        DIE("nothing asked: -i TEXT gives a question (without it there is a chat, which has no --raw, --json or --logits)");
+    ModelFile file(o.model);
+    return file.is_float32() ? answer<float>(o, file, start) : answer<bf16>(o, file, start);
+}
+
+int main(int argc, char** argv) {
+    struct sigaction action = {};
+    action.sa_handler = [](int) { interrupted = 1; };
+    action.sa_flags = (int)SA_RESETHAND; // a second Ctrl-C ends the program
+    sigaction(SIGINT, &action, nullptr);
+    signal(SIGPIPE, SIG_IGN);
+    try {
+        return run(argc, argv);
+    } catch (const std::bad_alloc&) {
+        fprintf(stderr, "qwen3: out of memory\n");
+    } catch (const std::exception& e) {
+        fprintf(stderr, "qwen3: %s\n", e.what());
+    }
+    return 1;
+}
+#endif // QWEN3_NO_MAIN

@@ -1,0 +1,91 @@
+// What the suites share: random inputs, poisoned outputs, a paged cache with scattered pages.
+#pragma once
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+#define QWEN3_NO_MAIN
+#include "../qwen3.cu"
+
+// Fresh numbers in -scale..scale, as T stores them.
+struct Random {
+    uint64_t seed, counter = 0;
+    double uniform() { return philox(seed, counter++, 99).v[0] / 4294967296.0; }
+    int below(int n) { return (int)(uniform() * n); }
+    template <class T> std::vector<T> fill(size_t n, double scale = 1, double mean = 0) {
+        std::vector<T> v(n);
+        for (T& x : v) x = to_stored<T>((acc<T>)(mean + scale * (2 * uniform() - 1)));
+        return v;
+    }
+};
+
+// Outputs begin as NaN, so that a number nobody wrote is seen.
+template <class T> std::vector<T> poisoned(size_t n) {
+    std::vector<T> v(n);
+    memset((void*)v.data(), 0xff, n * sizeof(T));
+    return v;
+}
+
+template <class T> std::vector<double> as_double(const std::vector<T>& v) {
+    std::vector<double> d;
+    for (const T& x : v) d.push_back(to_acc(x));
+    return d;
+}
+
+// What one rounding to T can change x by: half a unit of its last place.
+template <class T> double rounding(double x) {
+    return std::fabs(x) * (std::is_same_v<T, bf16> ? 1. / 256 : std::is_same_v<T, float> ? 1. / (1 << 24) : 1e-15);
+}
+// What a sum in acc<T> may be off by when its terms' magnitudes add up to `size`.
+template <class T> double sum_error(double size) { return size * (std::is_same_v<acc<T>, float> ? 1e-6 : 1e-14); }
+
+// Counts the numbers of `got` that are not within `tolerance(i)` of `want`; a NaN is not.
+template <class T, class F> int wrong(const std::vector<T>& got, const std::vector<double>& want, F tolerance) {
+    REQUIRE(got.size() == want.size());
+    int n = 0;
+    for (size_t i = 0; i < want.size(); i++)
+        if (!(std::fabs(to_acc(got[i]) - want[i]) <= tolerance(i))) {
+            if (n++ < 3) MESSAGE("at " << i << ": " << to_acc(got[i]) << ", not " << want[i] << " +- " << tolerance(i));
+        }
+    return n;
+}
+
+template <class T> bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+    return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+// Calls f once for every set of CPU instructions this machine has.
+template <class F> void on_every_road(F f) {
+    const CpuRoad best = best_cpu_road();
+    for (int road = CPU_PLAIN; road <= best; road++) {
+        cpu_road = (CpuRoad)road;
+        INFO("road " << cpu_road_name(road));
+        f();
+    }
+    cpu_road = best;
+}
+
+// Sequences of `past` tokens in the cache and `fresh` in the batch, on pages in random order; spare rows at the
+// end on request.
+struct TestBatch {
+    std::vector<int> token, pos, seq, slot, pages;
+    int max_pages = 0, page_count = 0;
+    TestBatch(Random& random, std::vector<std::pair<int, int>> past_fresh, int V, int spare = 0) {
+        for (auto [past, fresh] : past_fresh) max_pages = std::max(max_pages, (past + fresh + PAGE - 1) / PAGE);
+        page_count = max_pages * (int)past_fresh.size() + 3;
+        std::vector<int> order(page_count);
+        for (int i = 0; i < page_count; i++) order[i] = i;
+        for (int i = page_count - 1; i > 0; i--) std::swap(order[i], order[random.below(i + 1)]);
+        for (size_t s = 0; s < past_fresh.size(); s++) {
+            auto [past, fresh] = past_fresh[s];
+            for (int p = 0; p < max_pages; p++) pages.push_back(order[s * max_pages + p]);
+            for (int i = 0; i < fresh; i++) {
+                int p = past + i;
+                token.push_back(random.below(V)), pos.push_back(p), seq.push_back((int)s);
+                slot.push_back(pages[s * max_pages + p / PAGE] * PAGE + p % PAGE);
+            }
+        }
+        for (int i = 0; i < spare; i++) token.push_back(-1), pos.push_back(-1), seq.push_back(-1), slot.push_back(-1);
+    }
+    Batch view() const {
+        return {(int)token.size(), (int)pages.size() / std::max(1, max_pages), token.data(), pos.data(), seq.data(), slot.data(), pages.data(), max_pages};
+    }
+};
