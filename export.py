@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Hugging Face <-> model.bin, tokenizer.json -> tokenizer.bin. Python's standard library only (3.9 or later).
 
-    export.py HF_DIR model.bin [--keep-dtype]
+    export.py HF_DIR model.bin [--keep-dtype | --int8]
         Makes one file for qwen3 of a Qwen3 checkpoint: all shards merged, F32 and F16 rounded to bfloat16
-        (--keep-dtype leaves every tensor as it is).
+        (--keep-dtype leaves every tensor as it is; --int8 stores every matrix as 8-bit integers with a scale
+        for each 32 of them: half the size of bfloat16).
     export.py --to-hf model.bin OUT_DIR [--tokenizer-from DIR]
         The way back: config.json, generation_config.json and model.safetensors, which transformers opens.
         The tokenizer's own files are copied from DIR, a Hugging Face folder.
@@ -22,7 +23,9 @@ makes the rounding faster if it can be imported; the bytes are the same without 
 """
 import collections
 import contextlib
+import functools
 import json
+import math
 import os
 import re
 import struct
@@ -214,15 +217,21 @@ def is_sizes(value):
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
-def write_safetensors(write, label, metadata, tensors, round_to_bf16):
-    """Writes a whole file of `tensors` in their order, with progress under the name `label` on stderr."""
+# A tensor to write: `convert` makes its bytes of the blocks of `tensor` (None: they are the same). Blocks end
+# where a row of `row` bytes ends, too.
+Entry = collections.namedtuple("Entry", "name dtype shape tensor convert row")
+
+
+def unchanged(tensor):
+    return Entry(tensor.name, tensor.dtype, tensor.shape, tensor, None, tensor.size)
+
+
+def write_safetensors(write, label, metadata, entries):
+    """Writes a whole file of `entries` in their order, with progress under the name `label` on stderr."""
     header, position = {"__metadata__": metadata}, 0
-    for tensor in tensors:
-        rounds = round_to_bf16 and tensor.dtype in TO_BF16
-        dtype = "BF16" if rounds else tensor.dtype
-        size = tensor.size // ITEM_SIZE[tensor.dtype] * ITEM_SIZE[dtype]
-        end = position + size
-        header[tensor.name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [position, end]}
+    for entry in entries:
+        end = position + ITEM_SIZE[entry.dtype] * math.prod(entry.shape)
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
@@ -230,24 +239,24 @@ def write_safetensors(write, label, metadata, tensors, round_to_bf16):
         raise Fault(f"{label}: the header would be larger than 100 MB")
     write(struct.pack("<Q", len(text)) + text)
 
-    with progress(label, sum(tensor.size for tensor in tensors)) as advance:
-        for tensor in tensors:
-            convert = TO_BF16[tensor.dtype] if round_to_bf16 and tensor.dtype in TO_BF16 else None
-            for block in blocks(tensor):
-                write(convert(block) if convert else block)
+    with progress(label, sum(entry.tensor.size for entry in entries)) as advance:
+        for entry in entries:
+            for block in blocks(entry.tensor, entry.row):
+                write(entry.convert(block) if entry.convert else block)
                 advance(len(block))
 
 
-def blocks(tensor):
-    """The bytes of a tensor, 4 MiB at a time."""
-    left = tensor.size
+def blocks(tensor, row):
+    """The bytes of a tensor, at most 1 MiB at a time and never of two rows of `row` bytes."""
+    done = 0
     with open_input(tensor.path) as file, faults_of(tensor.path):
         file.seek(tensor.offset)
-        while left:
-            block = file.read(min(left, 1 << 22))
-            if len(block) < min(left, 1 << 22):
+        while done < tensor.size:
+            size = min(1 << 20, row - done % row)
+            block = file.read(size)
+            if len(block) < size:
                 raise Fault(f"{tensor.path}: became shorter while it was read")
-            left -= len(block)
+            done += size
             yield block
 
 
@@ -328,6 +337,111 @@ def f16_to_bf16_lanes(block):
 
 TO_BF16 = {"F32": f32_to_bf16, "F16": f16_to_bf16}
 
+
+def in_bf16(tensor):
+    if tensor.dtype not in TO_BF16:
+        return unchanged(tensor)
+    return Entry(tensor.name, "BF16", tensor.shape, tensor, TO_BF16[tensor.dtype], tensor.size)
+
+
+# ------------------------------------------------------------------------------------------ rounding to INT8
+# GROUP neighbours in a row share a scale s, the smallest bf16 with 127 s >= max |w|. A weight becomes w / s
+# (in double) rounded to nearest, ties to even: -127..127. qwen3 --dtype int8 makes the same numbers.
+# In the file the integers have the matrix's own name, the scales that name with "_scale".
+
+GROUP = 32
+
+
+def in_int8(tensor):
+    """The two entries of a matrix: its scales and its integers. Each reads the matrix, so nothing is kept."""
+    fault = f"{tensor.path}: tensor {tensor.name[:80]!r}"
+    if tensor.dtype not in ("BF16", "F16", "F32"):
+        raise Fault(f"{fault} is {tensor.dtype}: --int8 takes BF16, F16 and F32")
+    if len(tensor.shape) != 2:
+        raise Fault(f"{fault} is not a matrix")
+    rows, columns = tensor.shape
+    row = columns * ITEM_SIZE[tensor.dtype] if columns % GROUP else tensor.size  # where groups have to end
+
+    def entry(suffix, dtype, shape, convert):
+        return Entry(tensor.name + suffix, dtype, shape, tensor, functools.partial(convert, tensor), row)
+    return [entry("_scale", "BF16", [rows, -(-columns // GROUP)], int8_scales),
+            entry("", "I8", tensor.shape, int8_weights)]
+
+
+def int8_scales(tensor, block):
+    """Bytes of weights -> bytes of their groups' scales."""
+    if numpy:
+        return int8_groups_numpy(tensor, block)[1].astype("<u2").tobytes()
+    return b"".join(struct.pack(f"<{len(bits)}H", *bits) for _, bits, _ in int8_groups(tensor, block))
+
+
+def int8_weights(tensor, block):
+    """Bytes of weights -> bytes of integers."""
+    n = len(block) // ITEM_SIZE[tensor.dtype]
+    if numpy:
+        weights, _, scales = int8_groups_numpy(tensor, block)
+        return numpy.rint(weights / scales[:, None]).astype("i1").tobytes()[:n]
+    # A double of this magnitude counts in ones, so that adding it rounds; the lowest byte is the integer.
+    rounder = 1.5 * 2**52
+    integers = bytearray()
+    for weights, _, scales in int8_groups(tensor, block):
+        rounded = [w / scale + rounder for g, scale in enumerate(scales)
+                   for w in weights[g * GROUP : (g + 1) * GROUP]]
+        integers += struct.pack(f"<{len(rounded)}d", *rounded)[::8]
+    return integers[:n]
+
+
+def not_finite(tensor):
+    fault = "has an infinity or a NaN, which INT8 cannot hold"
+    return Fault(f"{tensor.path}: tensor {tensor.name[:80]!r} {fault}")
+
+
+def int8_groups_numpy(tensor, block):
+    """(weights in rows of GROUP, the scales' bits, what to divide by: the scales, but 1 instead of 0)."""
+    if tensor.dtype == "BF16":
+        weights = (numpy.frombuffer(block, "<u2").astype("<u4") << 16).view("<f4")
+    else:
+        weights = numpy.frombuffer(block, "<f2" if tensor.dtype == "F16" else "<f4").astype("<f4")
+    weights = numpy.pad(weights, (0, -len(weights) % GROUP)).reshape(-1, GROUP)
+    largest = abs(weights).max(axis=1).astype("<f8")
+    if not numpy.isfinite(largest).all():
+        raise not_finite(tensor)
+    # The upper half of the float32 is at most one bf16 too small, and never too large.
+    bits = (largest / 127).astype("<f4").view("<u4") >> 16
+    bits += 127 * (bits << 16).view("<f4").astype("<f8") < largest
+    scales = (bits << 16).view("<f4").astype("<f8")
+    scales[bits == 0] = 1
+    return weights, bits, scales
+
+
+def int8_groups(tensor, block):
+    """The same without NumPy, LANES weights at a time."""
+    def upper_halves(halves):  # bytes of bf16 -> floats
+        wide = bytearray(2 * len(halves))
+        wide[2::4], wide[3::4] = halves[0::2], halves[1::2]
+        return struct.unpack(f"<{len(halves) // 2}f", wide)
+
+    size = ITEM_SIZE[tensor.dtype]
+    for i in range(0, len(block), size * LANES):
+        piece = block[i : i + size * LANES]
+        piece += bytes(-len(piece) % (size * GROUP))
+        n = len(piece) // size
+        if tensor.dtype == "BF16":
+            weights = upper_halves(piece)
+        else:
+            weights = struct.unpack(f"<{n}{'e' if tensor.dtype == 'F16' else 'f'}", piece)
+        if not math.isfinite(sum(weights)):
+            raise not_finite(tensor)
+        magnitudes = map(abs, weights)
+        largest = list(map(max, *[magnitudes] * GROUP))
+        quotients = struct.pack(f"<{len(largest)}f", *[x / 127 for x in largest])
+        low = struct.unpack("<" + "2xH" * len(largest), quotients)
+        scales = upper_halves(struct.pack(f"<{len(low)}H", *low))
+        bits = [b + (127 * s < x) for b, s, x in zip(low, scales, largest)]
+        scales = upper_halves(struct.pack(f"<{len(bits)}H", *bits))
+        yield weights, bits, [s or 1.0 for s in scales]
+
+
 # ---------------------------------------------------------------------------------------------- model.bin
 
 LAYER = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm",
@@ -381,8 +495,13 @@ def checkpoint(hf_dir):
     return list(tensors.values())
 
 
-def export_model(hf_dir, out_path, keep_dtype):
-    """Hugging Face folder -> model.bin."""
+def is_matrix(name):
+    return name in ("model.embed_tokens.weight", "lm_head.weight") or (
+        place(name)[0] == 1 and name.endswith("_proj.weight"))
+
+
+def export_model(hf_dir, out_path, option):
+    """Hugging Face folder -> model.bin. option: --keep-dtype, --int8 or None."""
     if not os.path.isdir(hf_dir):
         raise Fault(f"{hf_dir}: no such folder")
     config_path = os.path.join(hf_dir, "config.json")
@@ -394,15 +513,21 @@ def export_model(hf_dir, out_path, keep_dtype):
         metadata["generation_config"] = data.decode()
     tensors = checkpoint(hf_dir)
 
-    if not keep_dtype and any(tensor.dtype in TO_BF16 for tensor in tensors):
+    if option != "--keep-dtype" and any(tensor.dtype in TO_BF16 for tensor in tensors):
         metadata["config"] = re.sub(r'("(?:torch_)?dtype"\s*:\s*)"\w+"', r'\1"bfloat16"', metadata["config"])
 
-    def item_size(tensor):  # larger items first (a file can mix types with --keep-dtype): all stay aligned
-        return 2 if tensor.dtype in TO_BF16 and not keep_dtype else ITEM_SIZE[tensor.dtype]
-
-    tensors.sort(key=lambda tensor: (-item_size(tensor), *place(tensor.name)))
+    entries = []
+    for tensor in tensors:
+        if option == "--int8" and is_matrix(tensor.name):
+            entries += in_int8(tensor)
+        else:
+            entries.append(unchanged(tensor) if option == "--keep-dtype" else in_bf16(tensor))
+    if len({entry.name for entry in entries}) < len(entries):
+        raise Fault(f"{hf_dir}: has a matrix together with its _scale, so it is no plain checkpoint")
+    # larger items first, where a file mixes types: all stay aligned
+    entries.sort(key=lambda entry: (-ITEM_SIZE[entry.dtype], *place(entry.tensor.name)))
     with outputs() as create:
-        write_safetensors(create(out_path), out_path, metadata, tensors, round_to_bf16=not keep_dtype)
+        write_safetensors(create(out_path), out_path, metadata, entries)
 
 
 TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json",
@@ -414,6 +539,9 @@ def export_hf(model_path, out_dir, tokenizer_dir):
     metadata, tensors = read_header(model_path)
     if "config" not in metadata:
         raise Fault(f"{model_path}: no config in its metadata: not made by export.py")
+    names = {tensor.name for tensor in tensors}
+    if any(tensor.dtype == "I8" and tensor.name + "_scale" in names for tensor in tensors):
+        raise Fault(f"{model_path}: has INT8 weights, which transformers cannot open")
     texts = {"config.json": metadata["config"].encode()}
     check_config(texts["config.json"], model_path)
     if "generation_config" in metadata:
@@ -432,7 +560,7 @@ def export_hf(model_path, out_dir, tokenizer_dir):
     try:
         with outputs() as create:
             path = os.path.join(out_dir, "model.safetensors")
-            write_safetensors(create(path), path, {"format": "pt"}, tensors, round_to_bf16=False)
+            write_safetensors(create(path), path, {"format": "pt"}, [unchanged(tensor) for tensor in tensors])
             for name, data in texts.items():
                 create(os.path.join(out_dir, name))(data)
     except BaseException:
@@ -535,7 +663,8 @@ def export_tokenizer(hf_dir, out_path):
          and byte_level.get("use_regex") is False, "the pre_tokenizer does not end in a plain ByteLevel")
     for part in ("post_processor", "decoder"):
         step = top.get(part)
-        need(isinstance(step, dict) and step.get("type") == "ByteLevel", f"the {part} is not ByteLevel")
+        need(isinstance(step, dict) and step.get("type") == "ByteLevel"
+             or (part, step) == ("post_processor", None), f"the {part} is not ByteLevel")
     for part in ("truncation", "padding"):
         need(top.get(part) is None, f"{part} is set")
     model, added = top.get("model"), top.get("added_tokens", [])
@@ -619,7 +748,7 @@ def main(args):
             if not args:
                 raise Fault("--tokenizer-from: needs a folder")
             given[arg] = args.pop(0)
-        elif arg in ("--keep-dtype", "--to-hf", "--tokenizer"):
+        elif arg in ("--keep-dtype", "--int8", "--to-hf", "--tokenizer"):
             given[arg] = True
         elif arg.startswith("-"):
             raise Fault(f"unknown option {arg} (see export.py --help)")
@@ -628,8 +757,8 @@ def main(args):
     if len(paths) != 2:
         raise Fault(f"needs two paths, got {len(paths)} (see export.py --help)")
     options = set(given)
-    if options <= {"--keep-dtype"}:
-        export_model(*paths, keep_dtype=bool(given))
+    if options <= {"--keep-dtype"} or options == {"--int8"}:
+        export_model(*paths, option=next(iter(options), None))
     elif "--to-hf" in options and options <= {"--to-hf", "--tokenizer-from"}:
         export_hf(*paths, given.get("--tokenizer-from"))
     elif options == {"--tokenizer"}:
