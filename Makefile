@@ -13,15 +13,17 @@ WARN      = -Wall -Wextra
 OPT       = -O3
 Q         = $(if $(V),,@)
 
-HEADERS   = file.h sj.h tokenizer.h cli.h
+HEADERS   = file.h sj.h tokenizer.h chat_template.h cli.h
 BUILD     = build
 
 # ---- What there is. Only questions here; `info` says what was chosen.
 HAVE_NVCC := $(if $(filter cpu,$(MAKECMDGOALS)),,$(shell command -v $(NVCC) 2>/dev/null))
 OPENMP    := $(shell echo 'int main(){}' | $(CXX) -fopenmp -x c++ - -o /dev/null 2>/dev/null && echo -fopenmp)
+EDIT      := $(shell printf '\043include <stdio.h>\n\043include <editline/readline.h>\nint main(){}' | $(CXX) -x c++ - -o /dev/null -ledit 2>/dev/null && echo -ledit)
 TUNE      := $(if $(PORTABLE),,-march=native)
 CXXFLAGS  ?=
-CPUFLAGS   = -std=c++17 $(OPT) $(TUNE) $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(WARN) $(CXXFLAGS)
+FLAGS      = $(TUNE) $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(if $(EDIT),-DHAVE_LIBEDIT) $(WARN) $(CXXFLAGS)
+CPUFLAGS   = -std=c++17 $(OPT) $(FLAGS)
 
 # A GPU found: its own code. None: sm_80 with PTX, which newer GPUs compile when they first run it.
 # 9.0 becomes 90a (wgmma), always as -gencode. `all` takes what this nvcc knows.
@@ -35,7 +37,7 @@ endif
 comma    := ,
 empty    :=
 space    := $(empty) $(empty)
-NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(TUNE) $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(WARN) $(CXXFLAGS)))
+NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(FLAGS)))
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
 .PHONY: all cpu info test asan fuzz bench clean cuda-check
@@ -44,6 +46,7 @@ all cpu: info qwen3
 info:
 	@echo "compiler  $(if $(HAVE_NVCC),$(HAVE_NVCC) with $(CXX),$(CXX); no nvcc: CPU only)"
 	@echo "threads   $(if $(OPENMP),OpenMP,one: $(CXX) has no OpenMP)"
+	@echo "chat      $(if $(EDIT),libedit: line editing and history,the terminal's own line mode (libedit-dev adds history))"
 	@echo "CPU code  $(if $(TUNE),for this machine (PORTABLE=1: for any x86-64),for any x86-64)"
 	@$(if $(HAVE_NVCC),echo "GPU code  $(if $(WANTED),$(addprefix sm_,$(patsubst 90,90a,$(WANTED))),sm_80 and its PTX: no GPU seen here)",:)
 
@@ -54,22 +57,21 @@ $(BUILD)/command: FORCE
 FORCE:
 
 qwen3: qwen3.cu $(HEADERS) $(BUILD)/command
-	$(Q)$(COMPILE) $< -o $@
+	$(Q)$(COMPILE) $< -o $@ $(EDIT)
 	@echo "built     ./qwen3"
 
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
 SUITES    = $(notdir $(basename $(wildcard tests/test_*.cpp)))
 MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)
 T         = $(BUILD)/$(MODE)
-TESTFLAGS = -std=c++17 -O2 -g $(TUNE) $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(WARN) -Werror -I. \
-            $(if $(SANITIZE),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -O1)
+TESTFLAGS = -std=c++17 -O2 -g $(FLAGS) -Werror -I. $(if $(SANITIZE),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -O1)
 
 $(T)/qwen3: qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
-	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@
+	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@ $(EDIT)
 $(T)/test_%: tests/test_%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
-	$(Q)$(CXX) $(TESTFLAGS) $< -o $@
+	$(Q)$(CXX) $(TESTFLAGS) $< -o $@ $(EDIT)
 
 test: $(T)/qwen3 $(addprefix $(T)/,$(SUITES))
 	@QWEN3=$(T)/qwen3 tests/run.sh $(addprefix $(T)/,$(SUITES))
@@ -85,12 +87,11 @@ $(BUILD)/fuzz/%: tests/%.cpp qwen3.cu $(HEADERS)
 	$(Q)$(CLANG) -std=c++17 -O1 -g -Wno-unknown-pragmas -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. $< -o $@
 fuzz: $(addprefix $(BUILD)/fuzz/,$(FUZZERS))
 	@for f in $(FUZZERS); do \
-	  mkdir -p $(BUILD)/fuzz/corpus/$$f $(BUILD)/fuzz/seeds; \
 	  seeds=tests/fixtures/fuzz/$${f#fuzz_}; [ -d $$seeds ] || seeds=; \
-	  echo "$$f: $(SECONDS_EACH) s"; \
+	  mkdir -p $(BUILD)/fuzz/corpus/$$f; \
 	  $(BUILD)/fuzz/$$f -max_total_time=$(SECONDS_EACH) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=$(BUILD)/fuzz/ \
-	    -verbosity=0 -print_final_stats=1 $(BUILD)/fuzz/corpus/$$f $$seeds 2>&1 | grep -E 'ERROR|SUMMARY|executed_units|Test unit' ; \
-	  [ $${PIPESTATUS[0]:-0} -eq 0 ] || exit 1; \
+	    -print_final_stats=1 $(BUILD)/fuzz/corpus/$$f $$seeds >$(BUILD)/fuzz/$$f.log 2>&1 || { tail -n 40 $(BUILD)/fuzz/$$f.log; exit 1; }; \
+	  echo "$$f: $$(sed -n 's/^stat::number_of_executed_units: *//p' $(BUILD)/fuzz/$$f.log) runs in $(SECONDS_EACH) s, no fault"; \
 	done
 
 # ---- All CUDA code, once an architecture, without linking: what CI can do without a GPU.

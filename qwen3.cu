@@ -125,6 +125,8 @@ typedef float float16v __attribute__((vector_size(LANES * sizeof(float)), may_al
 typedef double double16v __attribute__((vector_size(LANES * sizeof(double)), may_alias));
 typedef uint16_t ushort16v __attribute__((vector_size(LANES * sizeof(uint16_t)), may_alias));
 typedef uint32_t uint16v __attribute__((vector_size(LANES * sizeof(uint32_t)), may_alias));
+typedef int32_t int16v __attribute__((vector_size(LANES * sizeof(int32_t)), may_alias));
+typedef int8_t char16v __attribute__((vector_size(LANES), may_alias));
 template <class A> struct LanesOf;
 template <> struct LanesOf<float> { using type = float16v; };
 template <> struct LanesOf<double> { using type = double16v; };
@@ -137,9 +139,14 @@ INLINE void load_lanes(float16v& v, const bf16* p) {
     memcpy(&v, &u, sizeof v);
 }
 template <class A> INLINE void load_lanes(lanes<A>& v, const A* p) { memcpy(&v, p, sizeof v); }
+template <class V> INLINE void load_lanes(V& v, const int8_t* p) {
+    char16v c;
+    memcpy(&c, p, sizeof c);
+    v = __builtin_convertvector(__builtin_convertvector(c, int16v), V);
+}
 
 // The last n < 16 numbers of a row, zeros behind them.
-template <class T> INLINE void load_tail(lanes<T>& v, const T* p, int n) {
+template <class V, class T> INLINE void load_tail(V& v, const T* p, int n) {
     T whole[LANES] = {};
     memcpy((void*)whole, p, (size_t)n * sizeof(T));
     load_lanes(v, whole);
@@ -365,6 +372,7 @@ inline Config parse_config(const std::string& file, std::string_view text, std::
     must_be("hidden_act", j["hidden_act"].str() == "silu");
     must_be("partial_rotary_factor", j["partial_rotary_factor"].number() == 1);
     must_be("use_qk_norm", j["use_qk_norm"].is(sj::True));
+    must_be("layer_types", j["layer_types"].is(sj::Array) || j["layer_types"].is(sj::Null));
     for (sj::Value kind : j["layer_types"].items())
         if (kind.str() != "full_attention") refuse("layer_types", kind);
 
@@ -423,7 +431,7 @@ inline Config parse_config(const std::string& file, std::string_view text, std::
     return c;
 }
 
-enum class Dtype { BF16, F16, F32, Other };
+enum class Dtype { BF16, F16, F32, I8, Other };
 
 struct Tensor {
     std::string file;          // where it is, for messages
@@ -439,7 +447,7 @@ inline size_t dtype_size(const std::string& name, Dtype* dtype) {
     static const struct { const char* name; size_t size; Dtype dtype; } table[] = {
         {"BF16", 2, Dtype::BF16}, {"F16", 2, Dtype::F16}, {"F32", 4, Dtype::F32},
         {"F64", 8, Dtype::Other}, {"I64", 8, Dtype::Other}, {"U64", 8, Dtype::Other}, {"I32", 4, Dtype::Other},
-        {"U32", 4, Dtype::Other}, {"I16", 2, Dtype::Other}, {"U16", 2, Dtype::Other}, {"I8", 1, Dtype::Other},
+        {"U32", 4, Dtype::Other}, {"I16", 2, Dtype::Other}, {"U16", 2, Dtype::Other}, {"I8", 1, Dtype::I8},
         {"U8", 1, Dtype::Other}, {"BOOL", 1, Dtype::Other}, {"F8_E4M3", 1, Dtype::Other}, {"F8_E5M2", 1, Dtype::Other}};
     for (auto& row : table)
         if (name == row.name) { *dtype = row.dtype; return row.size; }
@@ -578,13 +586,30 @@ struct ModelFile {
     }
 };
 
+// INT8 weights: 32 neighbours in a row of W share a scale s, W[r][i] = q[r][i] * s[r][i / 32], q in -127..127. The
+// scale is the smallest bf16 with 127 s >= max |w|; q is w / s rounded to nearest even. An 8-bit integer times the
+// 8 bits of a bf16 is exact in a float, so that INT8 weights are nothing but other weights, cheaper to read:
+// 8.5 bits each. Files hold them as NAME (I8) and NAME_scale (BF16, (rows, ceil(in / 32))).
+constexpr int GROUP = 32;
+
+inline bf16 int8_scale(float largest) {
+    bf16 s = to_bf16(largest / 127);
+    while (127. * to_acc(s) < largest) s.bits++;
+    while (s.bits && 127. * to_acc(bf16{(uint16_t)(s.bits - 1)}) >= largest) s.bits--;
+    return s;
+}
+
 // A product's weights: y = x W^T, W of (out, in) in up to three blocks of rows that are separate tensors in
-// the file (q, k, v; gate, up).
+// the file (q, k, v; gate, up). Stored as T, or as INT8: then w is null.
 template <class T> struct Linear {
     const T* w[3] = {};
+    const int8_t* q[3] = {};
+    const bf16* scale[3] = {};
     int rows[3] = {};
     int in = 0;
     int out() const { return rows[0] + rows[1] + rows[2]; }
+    int groups() const { return (in + GROUP - 1) / GROUP; }
+    size_t bytes() const { return (size_t)out() * (q[0] ? (size_t)in + 2 * (size_t)groups() : (size_t)in * sizeof(T)); }
 };
 
 template <class T> struct Layer {
@@ -594,46 +619,51 @@ template <class T> struct Layer {
     Linear<T> gate_up, down;     // (2F, C), (C, F)
 };
 
-// Weights in type T. A tensor stored as T is used where the file maps it; others are converted once.
+// Weights in type T. A tensor stored as T is used where the file maps it; others are converted once. With
+// `int8` every matrix becomes INT8 (a file's own INT8 matrices are so anyway); norms stay.
 template <class T> struct Weights {
-    const T* embed;              // (V,C)
+    Linear<T> embed;             // (V,C)
     std::vector<Layer<T>> layers;
     const T* norm;               // (C)
     Linear<T> head;              // (V,C), the embedding when tied
     std::vector<std::unique_ptr<T[]>> converted;
+    std::vector<std::unique_ptr<int8_t[]>> quantized;
+    std::vector<std::unique_ptr<bf16[]>> scales;
 
-    explicit Weights(const ModelFile& file) {
+    explicit Weights(const ModelFile& file, bool int8 = false) {
         const Config& c = file.config;
-        embed = tensor(file, "model.embed_tokens.weight", {c.V, c.C});
+        auto matrix = [&](const std::string& name, int rows, int in, Linear<T>& y) { add_rows(file, name, rows, in, int8, y); };
+        matrix("model.embed_tokens.weight", c.V, c.C, embed);
         for (int l = 0; l < c.L; l++) {
-            auto get = [&](const char* name, std::vector<int64_t> shape) {
-                return tensor(file, format("model.layers.%d.%s.weight", l, name), shape);
-            };
+            auto name = [&](const char* part) { return format("model.layers.%d.%s.weight", l, part); };
             Layer<T> y;
-            y.norm1 = get("input_layernorm", {c.C});
-            y.qkv.w[0] = get("self_attn.q_proj", {c.H * c.D, c.C});
-            y.qkv.w[1] = get("self_attn.k_proj", {c.K * c.D, c.C});
-            y.qkv.w[2] = get("self_attn.v_proj", {c.K * c.D, c.C});
-            y.qkv.rows[0] = c.H * c.D, y.qkv.rows[1] = y.qkv.rows[2] = c.K * c.D, y.qkv.in = c.C;
-            y.q_norm = get("self_attn.q_norm", {c.D});
-            y.k_norm = get("self_attn.k_norm", {c.D});
-            y.o.w[0] = get("self_attn.o_proj", {c.C, c.H * c.D});
-            y.o.rows[0] = c.C, y.o.in = c.H * c.D;
-            y.norm2 = get("post_attention_layernorm", {c.C});
-            y.gate_up.w[0] = get("mlp.gate_proj", {c.F, c.C});
-            y.gate_up.w[1] = get("mlp.up_proj", {c.F, c.C});
-            y.gate_up.rows[0] = y.gate_up.rows[1] = c.F, y.gate_up.in = c.C;
-            y.down.w[0] = get("mlp.down_proj", {c.C, c.F});
-            y.down.rows[0] = c.C, y.down.in = c.F;
+            y.norm1 = tensor(file, name("input_layernorm"), {c.C});
+            matrix(name("self_attn.q_proj"), c.H * c.D, c.C, y.qkv);
+            matrix(name("self_attn.k_proj"), c.K * c.D, c.C, y.qkv);
+            matrix(name("self_attn.v_proj"), c.K * c.D, c.C, y.qkv);
+            y.q_norm = tensor(file, name("self_attn.q_norm"), {c.D});
+            y.k_norm = tensor(file, name("self_attn.k_norm"), {c.D});
+            matrix(name("self_attn.o_proj"), c.C, c.H * c.D, y.o);
+            y.norm2 = tensor(file, name("post_attention_layernorm"), {c.C});
+            matrix(name("mlp.gate_proj"), c.F, c.C, y.gate_up);
+            matrix(name("mlp.up_proj"), c.F, c.C, y.gate_up);
+            matrix(name("mlp.down_proj"), c.C, c.F, y.down);
             layers.push_back(y);
         }
         norm = tensor(file, "model.norm.weight", {c.C});
-        head.w[0] = c.tied ? embed : tensor(file, "lm_head.weight", {c.V, c.C});
-        head.rows[0] = c.V, head.in = c.C;
+        if (c.tied) head = embed;
+        else matrix("lm_head.weight", c.V, c.C, head);
+    }
+
+    // What one decode step reads of them.
+    size_t step_bytes() const {
+        size_t n = head.bytes();
+        for (auto& y : layers) n += y.qkv.bytes() + y.o.bytes() + y.gate_up.bytes() + y.down.bytes();
+        return n;
     }
 
   private:
-    const T* tensor(const ModelFile& file, const std::string& name, const std::vector<int64_t>& shape) {
+    const Tensor& find(const ModelFile& file, const std::string& name, const std::vector<int64_t>& shape) {
         auto found = file.tensors.find(name);
         if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
         const Tensor& t = found->second;
@@ -644,27 +674,76 @@ template <class T> struct Weights {
         };
         if (t.shape != shape)
             DIE("%s: tensor %s is (%s), the config needs (%s)", t.file.c_str(), name.c_str(), text(t.shape).c_str(), text(shape).c_str());
-        if (t.dtype == Dtype::Other) DIE("%s: tensor %s is not BF16, F16 or F32", t.file.c_str(), name.c_str());
-        bool same = (std::is_same_v<T, bf16> && t.dtype == Dtype::BF16) || (std::is_same_v<T, float> && t.dtype == Dtype::F32);
-        if (same && (uintptr_t)t.data % alignof(T) == 0) return (const T*)t.data;
+        return t;
+    }
 
-        size_t n = t.bytes / (t.dtype == Dtype::F32 ? 4 : 2), have = available_memory();
-        if (n * sizeof(T) > have) DIE("%s: converting tensor %s needs %zu bytes of memory and %zu are available", t.file.c_str(), name.c_str(), n * sizeof(T), have);
-        converted.emplace_back(new T[n]);
-        T* out = converted.back().get();
+    // New numbers, if there is memory for them.
+    template <class U> U* own(std::vector<std::unique_ptr<U[]>>& list, size_t n, const Tensor& t, const std::string& name) {
+        const size_t have = available_memory();
+        if (n * sizeof(U) > have) DIE("%s: converting tensor %s needs %zu bytes of memory and %zu are available", t.file.c_str(), name.c_str(), n * sizeof(U), have);
+        list.emplace_back(new U[n]);
+        return list.back().get();
+    }
+
+    static float number(const Tensor& t, size_t i) {
+        float f;
+        uint16_t h;
+        if (t.dtype == Dtype::F32) return memcpy(&f, t.data + 4 * i, 4), f;
+        memcpy(&h, t.data + 2 * i, 2);
+        return t.dtype == Dtype::F16 ? half_to_float(h) : to_acc(bf16{h});
+    }
+
+    const T* tensor(const ModelFile& file, const std::string& name, const std::vector<int64_t>& shape) {
+        const Tensor& t = find(file, name, shape);
+        if (t.dtype == Dtype::Other || t.dtype == Dtype::I8) DIE("%s: tensor %s is not BF16, F16 or F32", t.file.c_str(), name.c_str());
+        const bool same = (std::is_same_v<T, bf16> && t.dtype == Dtype::BF16) || (std::is_same_v<T, float> && t.dtype == Dtype::F32);
+        if (same && (uintptr_t)t.data % alignof(T) == 0) return (const T*)t.data;
+        const size_t n = t.bytes / (t.dtype == Dtype::F32 ? 4 : 2);
+        T* out = own(converted, n, t, name);
         #pragma omp parallel for schedule(static)
         for (size_t i = 0; i < n; i++) {
-            float f;
-            uint16_t h;
-            if (t.dtype == Dtype::F32) memcpy(&f, t.data + 4 * i, 4);
-            else {
-                memcpy(&h, t.data + 2 * i, 2);
-                f = t.dtype == Dtype::F16 ? half_to_float(h) : to_acc(bf16{h});
-            }
+            const float f = number(t, i);
             if constexpr (std::is_same_v<T, bf16>) out[i] = to_bf16(f);
             else out[i] = f;
         }
         return out;
+    }
+
+    // Makes the matrix `name` the next block of rows of y.
+    void add_rows(const ModelFile& file, const std::string& name, int rows, int in, bool int8, Linear<T>& y) {
+        int b = 0;
+        while (y.rows[b]) b++;
+        y.rows[b] = rows, y.in = in;
+        const Tensor& t = find(file, name, {rows, in});
+        const size_t groups = y.groups();
+        if (t.dtype == Dtype::I8) {
+            const Tensor& s = find(file, name + "_scale", {rows, (int64_t)groups});
+            if (s.dtype != Dtype::BF16 || (uintptr_t)s.data % 2) DIE("%s: tensor %s_scale is not BF16 at an even address", s.file.c_str(), name.c_str());
+            y.q[b] = (const int8_t*)t.data, y.scale[b] = (const bf16*)s.data;
+        } else if (int8) {
+            if (t.dtype == Dtype::Other) DIE("%s: tensor %s is not BF16, F16, F32 or I8", t.file.c_str(), name.c_str());
+            int8_t* q = own(quantized, (size_t)rows * in, t, name);
+            bf16* scale = own(scales, rows * groups, t, name);
+            bool finite = true;
+            #pragma omp parallel for schedule(static) reduction(&& : finite)
+            for (size_t g = 0; g < rows * groups; g++) {
+                const size_t first = g / groups * in + g % groups * GROUP, n = std::min((size_t)GROUP, (size_t)in - g % groups * GROUP);
+                float w[GROUP], largest = 0;
+                for (size_t i = 0; i < n; i++) {
+                    w[i] = number(t, first + i);
+                    finite = finite && std::isfinite(w[i]);
+                    largest = std::max(largest, std::fabs(w[i]));
+                }
+                scale[g] = int8_scale(std::isfinite(largest) ? largest : 0);
+                const double s = to_acc(scale[g]);
+                for (size_t i = 0; i < n; i++) q[first + i] = s > 0 && std::isfinite(w[i]) ? (int8_t)std::nearbyint(w[i] / s) : (int8_t)0;
+            }
+            if (!finite) DIE("%s: tensor %s has an infinity or a NaN, which INT8 cannot hold", t.file.c_str(), name.c_str());
+            y.q[b] = q, y.scale[b] = scale;
+        } else {
+            y.w[b] = tensor(file, name, {rows, in});
+        }
+        if (b && !y.q[b] != !y.q[0]) DIE("%s: tensor %s is INT8 and its neighbours are not, or the other way round", t.file.c_str(), name.c_str());
     }
 };
 
@@ -693,14 +772,17 @@ inline size_t kv_offset(int page, int head, int within, int K, int D) {
 
 // ---- embed: x[n] = W[token[n]]
 template <class T>
-void embed_cpu(acc<T>* x,      // (N,C) out
-               const T* table, // (V,C)
+void embed_cpu(acc<T>* x,              // (N,C) out
+               const Linear<T>& table, // (V,C)
                const Batch& b, int C) {
     #pragma omp parallel for schedule(static) if (b.N > 4)
     for (int n = 0; n < b.N; n++) {
         if (b.seq[n] < 0) continue;
-        const T* row = table + (size_t)b.token[n] * C;
-        for (int i = 0; i < C; i++) x[(size_t)n * C + i] = to_acc(row[i]);
+        const size_t row = (size_t)b.token[n] * C;
+        for (int i = 0; i < C; i++) {
+            if (table.w[0]) x[(size_t)n * C + i] = to_acc(table.w[0][row + i]);
+            else x[(size_t)n * C + i] = (acc<T>)table.q[0][row + i] * to_acc(table.scale[0][(size_t)b.token[n] * table.groups() + i / GROUP]);
+        }
     }
 }
 
@@ -732,47 +814,92 @@ void rmsnorm_cpu(T* out,          // (N,C) out
 // In each of them an output is one sum in one order, whatever the other rows and tokens are.
 constexpr int TILE_ROWS = 32, SLAB = 64;
 
+// Consecutive rows of one block of a Linear.
+template <class T> struct WeightRows {
+    const T* w;
+    const int8_t* q;
+    const bf16* scale;
+    int K;
+    WeightRows(const Linear<T>& W, int block, size_t r) : w(W.w[block]), q(W.q[block]), scale(W.scale[block]), K(W.in) { skip(r); }
+    INLINE void skip(size_t r) {
+        if (w) w += r * K;
+        else q += r * K, scale += r * ((K + GROUP - 1) / GROUP);
+    }
+};
+
 // R rows by M tokens in lanes.
 struct LanesKernel {
-    template <int R, int M, class T> static INLINE void run(acc<T>* y, const T* w, const T* x, int K) {
+    template <int R, int M, class T> static INLINE void run(acc<T>* y, const WeightRows<T>& rows, const T* x, int K) {
         acc<T> out[R * M];
-        dots<R, M>(out, w, K, x, K, K);
+        dots<R, M>(out, rows.w, K, x, K, K);
         for (int r = 0; r < R; r++)
             for (int m = 0; m < M; m++) y[r * SLAB + m] = out[r * M + m];
     }
 };
 
+// The same for INT8 weights, which become floats on their way into a register.
+struct Int8Kernel {
+    template <int R, int M, class T> static INLINE void run(acc<T>* y, const WeightRows<T>& rows, const T* x, int K) {
+        lanes<T> sum[R][M] = {}, a, b[M];
+        const size_t groups = (K + GROUP - 1) / GROUP;
+        int i = 0;
+        for (; i + LANES <= K; i += LANES) {
+            for (int m = 0; m < M; m++) load_lanes(b[m], x + (size_t)m * K + i);
+            for (int r = 0; r < R; r++) {
+                load_lanes(a, rows.q + (size_t)r * K + i);
+                a *= (acc<T>)to_acc(rows.scale[r * groups + i / GROUP]);
+                for (int m = 0; m < M; m++) sum[r][m] += a * b[m];
+            }
+        }
+        if (i < K) {
+            for (int m = 0; m < M; m++) load_tail(b[m], x + (size_t)m * K + i, K - i);
+            for (int r = 0; r < R; r++) {
+                load_tail(a, rows.q + (size_t)r * K + i, K - i);
+                a *= (acc<T>)to_acc(rows.scale[r * groups + i / GROUP]);
+                for (int m = 0; m < M; m++) sum[r][m] += a * b[m];
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int m = 0; m < M; m++) y[r * SLAB + m] = sum_lanes(sum[r][m]);
+    }
+};
+
 // The tile in pieces of 4 x 4: 16 sums, 4 + 1 operands, which the registers hold.
 template <class Kernel, class T>
-INLINE void product_tile(acc<T>* y, const T* w, int rows, const T* x, int N, int K) {
-    int n = 0;
-    for (; n + 4 <= N; n += 4) {
-        int r = 0;
-        for (; r + 4 <= rows; r += 4) Kernel::template run<4, 4>(y + r * SLAB + n, w + (size_t)r * K, x + (size_t)n * K, K);
-        for (; r < rows; r++) Kernel::template run<1, 4>(y + r * SLAB + n, w + (size_t)r * K, x + (size_t)n * K, K);
-    }
-    for (; n < N; n++) {
-        int r = 0;
-        for (; r + 4 <= rows; r += 4) Kernel::template run<4, 1>(y + r * SLAB + n, w + (size_t)r * K, x + (size_t)n * K, K);
-        for (; r < rows; r++) Kernel::template run<1, 1>(y + r * SLAB + n, w + (size_t)r * K, x + (size_t)n * K, K);
+INLINE void product_tile(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
+    const int K = w.K;
+    for (int r = 0; r < rows;) {
+        const bool four = r + 4 <= rows;
+        int n = 0;
+        for (; n + 4 <= N; n += 4) {
+            if (four) Kernel::template run<4, 4>(y + n, w, x + (size_t)n * K, K);
+            else Kernel::template run<1, 4>(y + n, w, x + (size_t)n * K, K);
+        }
+        for (; n < N; n++) {
+            if (four) Kernel::template run<4, 1>(y + n, w, x + (size_t)n * K, K);
+            else Kernel::template run<1, 1>(y + n, w, x + (size_t)n * K, K);
+        }
+        const int done = four ? 4 : 1;
+        w.skip(done);
+        y += done * SLAB, r += done;
     }
 }
-template <class T> using ProductTile = void (*)(acc<T>* y, const T* w, int rows, const T* x, int N, int K);
+template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N);
 
-template <class T> void product_tile_plain(acc<T>* y, const T* w, int rows, const T* x, int N, int K) {
-    product_tile<LanesKernel>(y, w, rows, x, N, K);
+template <class Kernel, class T> void product_tile_plain(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
+    product_tile<Kernel>(y, w, rows, x, N);
 }
 #ifdef X86
-template <class T> TARGET_AVX2 void product_tile_avx2(acc<T>* y, const T* w, int rows, const T* x, int N, int K) {
-    product_tile<LanesKernel>(y, w, rows, x, N, K);
+template <class Kernel, class T> TARGET_AVX2 void product_tile_avx2(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
+    product_tile<Kernel>(y, w, rows, x, N);
 }
-template <class T> TARGET_AVX512 void product_tile_avx512(acc<T>* y, const T* w, int rows, const T* x, int N, int K) {
-    product_tile<LanesKernel>(y, w, rows, x, N, K);
+template <class Kernel, class T> TARGET_AVX512 void product_tile_avx512(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
+    product_tile<Kernel>(y, w, rows, x, N);
 }
 
 // vdpbf16ps multiplies 32 pairs of bf16 and adds neighbours into 16 floats, with no conversion at all.
 struct Bf16Kernel {
-    template <int R, int M> TARGET_AVX512_BF16 static void run(float* y, const bf16* w, const bf16* x, int K) {
+    template <int R, int M> TARGET_AVX512_BF16 static void run(float* y, const WeightRows<bf16>& rows, const bf16* x, int K) {
         __m512 sum[R][M];
         for (int r = 0; r < R; r++)
             for (int m = 0; m < M; m++) sum[r][m] = _mm512_setzero_ps();
@@ -781,7 +908,7 @@ struct Bf16Kernel {
             __m512bh b[M];
             for (int m = 0; m < M; m++) b[m] = (__m512bh)_mm512_maskz_loadu_epi16(mask, x + (size_t)m * K + i);
             for (int r = 0; r < R; r++) {
-                __m512bh a = (__m512bh)_mm512_maskz_loadu_epi16(mask, w + (size_t)r * K + i);
+                __m512bh a = (__m512bh)_mm512_maskz_loadu_epi16(mask, rows.w + (size_t)r * K + i);
                 for (int m = 0; m < M; m++) sum[r][m] = _mm512_dpbf16_ps(sum[r][m], a, b[m]);
             }
         }
@@ -789,12 +916,11 @@ struct Bf16Kernel {
             for (int m = 0; m < M; m++) y[r * SLAB + m] = sum_lanes((float16v)sum[r][m]);
     }
 };
-inline void product_tile_bf16(float* y, const bf16* w, int rows, const bf16* x, int N, int K) { product_tile<Bf16Kernel>(y, w, rows, x, N, K); }
 
 // AMX: a tile register is 16 rows of 64 bytes; tdpbf16ps multiplies 16 rows of W by 16 tokens, 32 deep, at once.
 // Rows of W are loaded from where they are. Of x it wants, row after row, the pairs (x[2k], x[2k+1]) of all 16
 // tokens side by side: `amx_pack`. A single token is packed by its nature: so decoding takes the same road, one
-// column wide, and gets the same bits as any batch. For K a multiple of 32 and 32 rows; else product_tile_bf16.
+// column wide, and gets the same bits as any batch. For K a multiple of 32 and 32 rows; else Bf16Kernel.
 struct alignas(64) AmxConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
@@ -819,13 +945,18 @@ inline const bf16* amx_pack(const bf16* x, int N, int K) {
     return (const bf16*)out;
 }
 
-// x as amx_pack made it, from a multiple of 16 tokens on; N <= SLAB.
-TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, int, const bf16* x, int N, int K) {
-    const int width = N == 1 ? 4 : 64; // bytes of a row of x and of sums
+// Tiles 0-3: sums, 4 and 5: rows of W, 6 and 7: tokens. `width`: bytes of a row of tokens or sums.
+TARGET_AMX inline void amx_configure(int width) {
     AmxConfig config;
     for (int t = 0; t < 8; t++) config.rows[t] = 16, config.row_bytes[t] = (uint16_t)(t == 4 || t == 5 ? 64 : width);
     asm volatile("" ::"r"(&config) : "memory"); // g++ 12 does not see that the next line reads all of it
     _tile_loadconfig(&config);
+}
+
+// x as amx_pack made it, from a multiple of 16 tokens on; N <= SLAB.
+TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, const bf16* x, int N, int K) {
+    const int width = N == 1 ? 4 : 64;
+    amx_configure(width);
     const bf16* w2 = w + (size_t)16 * K;
     for (int n = 0; n < N; n += 32) {
         const bf16 *x1 = x + (size_t)n * K, *x2 = x1 + (size_t)16 * K;
@@ -863,22 +994,27 @@ TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, int, const bf16
 }
 #endif
 
+// The twin for T on this CPU.
+template <class Kernel, class T> ProductTile<T> choose_tile() {
+#ifdef X86
+    if constexpr (!std::is_same_v<T, double>) {
+        if (cpu_road >= CPU_AVX512) return product_tile_avx512<Kernel, T>;
+        if (cpu_road >= CPU_AVX2) return product_tile_avx2<Kernel, T>;
+    }
+#endif
+    return product_tile_plain<Kernel, T>;
+}
+
 // `store(n, r, y)` takes each output once.
 template <class T, class Store>
 void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
     const int K = W.in;
-    ProductTile<T> tile = product_tile_plain<T>;
-    bool amx = false;
+    ProductTile<T> tile = W.q[0] ? choose_tile<Int8Kernel, T>() : choose_tile<LanesKernel, T>();
+    const T* packed = nullptr; // not null: take AMX for whole tiles
 #ifdef X86
-    if constexpr (!std::is_same_v<T, double>) {
-        if (cpu_road >= CPU_AVX2) tile = product_tile_avx2<T>;
-        if (cpu_road >= CPU_AVX512) tile = product_tile_avx512<T>;
-    }
-    const bf16* packed = nullptr;
     if constexpr (std::is_same_v<T, bf16>) {
-        if (cpu_road >= CPU_AVX512_BF16) tile = product_tile_bf16;
-        amx = cpu_road >= CPU_AMX && K % 32 == 0;
-        if (amx) packed = amx_pack(x, N, K);
+        if (!W.q[0] && cpu_road >= CPU_AVX512_BF16) tile = product_tile_plain<Bf16Kernel, bf16>;
+        if (!W.q[0] && cpu_road >= CPU_AMX && K % 32 == 0) packed = amx_pack(x, N, K);
     }
 #endif
     // Tasks of 32 rows; more when there are tokens enough to make re-reading x cost something.
@@ -895,20 +1031,17 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
             const int n1 = std::min(N, n0 + SLAB);
             for (int r = r0; r < r1; r += TILE_ROWS) {
                 const int rows = std::min(TILE_ROWS, r1 - r);
-                const T* w = W.w[b] + (size_t)r * K;
+                const WeightRows<T> w(W, b, r);
 #ifdef X86
-                if constexpr (std::is_same_v<T, bf16>) {
-                    if (amx && rows == TILE_ROWS) product_tile_amx(y, w, rows, packed + (size_t)n0 * K, n1 - n0, K);
-                    else tile(y, w, rows, x + (size_t)n0 * K, n1 - n0, K);
-                } else
+                if constexpr (std::is_same_v<T, bf16>)
+                    if (packed && rows == TILE_ROWS) product_tile_amx(y, w.w, packed + (size_t)n0 * K, n1 - n0, K);
 #endif
-                tile(y, w, rows, x + (size_t)n0 * K, n1 - n0, K);
+                if (!packed || rows < TILE_ROWS) tile(y, w, rows, x + (size_t)n0 * K, n1 - n0);
                 for (int n = n0; n < n1; n++)
                     for (int i = 0; i < rows; i++) store(n, base + r + i, y[i * SLAB + n - n0]);
             }
         }
     }
-    (void)amx;
 }
 
 // out = x W^T
@@ -1223,9 +1356,9 @@ inline void penalize(float* logits, const Sampling& how, const std::vector<int>&
 // Probabilities are integers, e^(l - max) in steps of 2^-40: integer sums are the same in any order, so that
 // any number of threads, and a GPU, draw the same token.
 inline int sample(const float* logits, int exist, const Sampling& how, uint64_t counter) {
-    auto value = [&](int id) { // a NaN is never chosen over a number; infinities are only very large
+    auto value = [&](int id) { // a NaN is the least there is; infinities are only very large
         float l = logits[id];
-        return std::isnan(l) ? -std::numeric_limits<float>::infinity() : std::min(std::max(l, -FLT_MAX), FLT_MAX);
+        return std::isnan(l) ? -FLT_MAX : std::min(std::max(l, -FLT_MAX), FLT_MAX);
     };
     int best = 0;
     for (int id = 1; id < exist; id++)
@@ -1276,6 +1409,7 @@ inline int sample(const float* logits, int exist, const Sampling& how, uint64_t 
 // One conversation: a model, its KV cache, and the ids in it.
 template <class T> struct Session {
     static constexpr int CHUNK = 512; // tokens of a prompt that go through `forward` at once
+    static constexpr int ROWS = 16;   // of them that share one reading of the head, where all their logits are wanted
 
     Context ctx;
     const Config& config;
@@ -1317,10 +1451,15 @@ template <class T> struct Session {
             ids.insert(ids.end(), token, token + N);
             done += N;
             const bool last = done == tokens.size();
-            for (int n = rows ? 0 : N - 1; n < N; n++) {
-                if (!rows && !last) continue;
-                RUN(head, logits, picked, activations.normed, &n, weights.head, 1);
-                if (rows) rows(logits);
+            for (int n = rows ? 0 : last ? N - 1 : N, R; n < N; n += R) {
+                R = std::min(N - n, ROWS);
+                int named[ROWS];
+                for (int r = 0; r < R; r++) named[r] = n + r;
+                RUN(head, row_logits, picked, activations.normed, named, weights.head, R);
+                for (int r = 0; r < R; r++) {
+                    logits = row_logits + (size_t)r * config.V;
+                    if (rows) rows(logits);
+                }
             }
         }
     }
@@ -1341,7 +1480,7 @@ template <class T> struct Session {
     Activations<T> activations;
     KVCache<T> cache;
     T* picked;
-    acc<T>* rope;
+    acc<T> *rope, *row_logits;
     int pages, *token, *pos, *seq, *slot, *table;
 
     void plan() {
@@ -1350,14 +1489,15 @@ template <class T> struct Session {
         cache.plan(arena, config, pages);
         activations.plan(arena, config, N);
         rope = arena.take<acc<T>>((size_t)capacity * config.D);
-        logits = arena.take<acc<T>>(config.V);
-        picked = arena.take<T>(config.C);
+        logits = row_logits = arena.take<acc<T>>((size_t)std::min(N, ROWS) * config.V);
+        picked = arena.take<T>((size_t)std::min(N, ROWS) * config.C);
         for (int** list : {&token, &pos, &seq, &slot}) *list = arena.take<int>(N);
         table = arena.take<int>(pages);
     }
 };
 
-// Text on its way out: stops at the first stop string, and holds back what may be the beginning of one.
+// Text on its way out: stops before a stop string, and holds back what may be the beginning of one. Of several it
+// is the one that ends first (of these the longest), so that it does not matter in which pieces the text comes.
 struct StopFilter {
     std::vector<std::string> stops; // none empty
     std::string held;
@@ -1367,8 +1507,12 @@ struct StopFilter {
     std::string feed(std::string_view text) {
         if (stopped) return "";
         held += text;
-        size_t cut = std::string::npos;
-        for (auto& s : stops) cut = std::min(cut, held.find(s));
+        size_t cut = std::string::npos, end = std::string::npos;
+        for (auto& s : stops) {
+            const size_t at = held.find(s);
+            if (at == std::string::npos || std::make_pair(at + s.size(), at) >= std::make_pair(end, cut)) continue;
+            cut = at, end = at + s.size();
+        }
         if (cut != std::string::npos) {
             stopped = true;
             held.resize(cut);
@@ -1437,7 +1581,7 @@ void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g, co
 static volatile sig_atomic_t interrupted = 0;
 
 struct Options {
-    std::string model, input, system, tokenizer, device, ids, logits_file, tokenize, detokenize;
+    std::string model, input, system, tokenizer, device, dtype, ids, logits_file, tokenize, detokenize;
     bool has_input = false, has_tokenize = false, has_detokenize = false, has_ids = false;
     bool raw = false, json = false, logits_hash = false, help = false;
     float temperature = -1, top_p = -1, min_p = 0; // negative: Qwen's advice for the mode
@@ -1445,9 +1589,11 @@ struct Options {
     std::vector<std::string> stops;
     int top_k = -1, max_tokens = -1, context = 0, think = 0, threads = 0;
     uint64_t seed = 0;
-    bool has_seed = false;
+    bool has_seed = false, bench = false, bench_long = false;
     std::string synthesize, synthesize_to;
     std::string prompt_cache;
+    std::string ppl, eval, output;
+    int stride = 0; // 0: half a window
 };
 
 static const char* USAGE =
@@ -1466,12 +1612,20 @@ static const char* USAGE =
     "  -c, --ctx N           context in tokens (default 4096, or the model's limit if that is less)\n"
     "  -z, --tokenizer FILE  default: tokenizer.bin beside the model, beside the program, or in this folder\n"
     "  -d, --device NAME     cpu or cuda (default: cuda if built and usable)\n"
+    "      --dtype NAME      compute in f32 or bf16 (default: as stored), or int8: weights of 8.5 bits, made at load\n"
     "  -j, --threads N       CPU threads (default: all)\n"
     "      --prompt-cache FILE   restores what the prompt shares with FILE's; writes FILE if it does not exist\n"
     "                        or is the beginning of this prompt\n"
     "      --raw             the input as it is, without the chat template; special tokens are recognised\n"
     "      --json            one JSON object instead of streamed text\n"
+    "      --bench [long]    speed of prompt and decoding, with the machine's ceilings; --json\n"
+    "how good is it:\n"
+    "      --ppl FILE        perplexity of a text (- reads standard input), over windows of -c tokens (default 2048)\n"
+    "      --stride N        from one window to the next (default half a window)\n"
+    "      --eval FILE -o OUT   JSONL of questions and answers: what the model answers, and its loss on the answers\n"
+    "                        there. Greedy; -n 512. Interrupted, it goes on where it was\n"
     "for study and tests:\n"
+    "      --cpu NAME        lesser instructions: plain, avx2, avx512, avx512bf16, amx\n"
     "      --tokenize TEXT, --detokenize IDS       no model needed; - reads standard input\n"
     "      --ids 1,2,3       these ids instead of text (no tokenizer needed)\n"
     "      --logits FILE     with --ids or --raw or -i: float32 logits of every position, then stop\n"
@@ -1493,6 +1647,12 @@ static int64_t parse_integer(const char* option, const char* text, int64_t low, 
     if (end == text || *end || errno || v < low || v > high || isspace((unsigned char)*text))
         DIE("%s: %.60s is not a whole number from %lld to %lld", option, text, (long long)low, (long long)high);
     return v;
+}
+
+static std::string roads_here() {
+    std::string list;
+    for (int road = CPU_AVX2; road <= best_cpu_road(); road++) list += format(", %s", cpu_road_name(road));
+    return list;
 }
 
 static Options parse_options(int argc, char** argv) {
@@ -1539,6 +1699,10 @@ static Options parse_options(int argc, char** argv) {
         else if (is("-r", "--think")) o.think = integer(0, 1);
         else if (is("-z", "--tokenizer")) o.tokenizer = value();
         else if (is("-d", "--device")) o.device = value();
+        else if (is("", "--dtype")) {
+            o.dtype = value();
+            if (o.dtype != "f32" && o.dtype != "bf16" && o.dtype != "int8") DIE("--dtype %.40s: f32, bf16 or int8", o.dtype.c_str());
+        }
         else if (is("-j", "--threads")) o.threads = integer(1, 4096);
         else if (is("", "--raw")) o.raw = true;
         else if (is("", "--json")) o.json = true;
@@ -1548,6 +1712,21 @@ static Options parse_options(int argc, char** argv) {
         else if (is("", "--tokenize")) o.tokenize = value(), o.has_tokenize = true;
         else if (is("", "--detokenize")) o.detokenize = value(), o.has_detokenize = true;
         else if (is("", "--prompt-cache")) o.prompt_cache = value();
+        else if (is("", "--bench")) {
+            o.bench = true;
+            if (i + 1 < argc && !strcmp(argv[i + 1], "long")) o.bench_long = true, i++;
+        }
+        else if (is("", "--cpu")) {
+            const char* name = value();
+            int road = CPU_PLAIN;
+            while (road <= best_cpu_road() && strcmp(name, cpu_road_name(road))) road++;
+            if (road > best_cpu_road()) DIE("--cpu %s: this machine has plain%s", name, roads_here().c_str());
+            cpu_road = (CpuRoad)road;
+        }
+        else if (is("", "--ppl")) o.ppl = value();
+        else if (is("", "--stride")) o.stride = integer(1, INT_MAX);
+        else if (is("", "--eval")) o.eval = value();
+        else if (is("-o", "--output")) o.output = value();
         else if (is("", "--synthesize")) o.synthesize = value(), o.synthesize_to = value();
         else if (is("-h", "--help")) o.help = true;
         else DIE("unknown option %s (--help lists them)", name.c_str());
@@ -1658,7 +1837,7 @@ static Sampling sampling_of(const Options& o) {
 // One prompt, one answer; or a chat.
 template <class T> int answer(const Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
-    Weights<T> weights(file);
+    Weights<T> weights(file, o.dtype == "int8");
     std::unique_ptr<Tokenizer> tokenizer;
     if (!o.has_ids || !find_tokenizer(o).empty()) {
         tokenizer = load_tokenizer(o);
@@ -1669,14 +1848,19 @@ template <class T> int answer(const Options& o, const ModelFile& file, double st
             tokenizer.reset(); // found by chance, and not needed
         }
     }
+    if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
+    if (!o.ppl.empty()) return perplexity(o, c, weights, *tokenizer);
+    if (!o.eval.empty()) return evaluate(o, file, weights, *tokenizer);
+
     const bool chat = !o.has_input && !o.has_ids;
     std::vector<int> prompt;
     if (!chat) {
         prompt = prompt_ids(o, tokenizer.get());
         if (prompt.empty()) DIE("the prompt is empty");
+        for (int id : prompt)
+            if (id >= c.V) DIE("id %d is not in the vocabulary of %d", id, c.V);
     }
 
-    if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
     const int context = o.context ? o.context : std::min(4096, c.max_positions);
     if (prompt.size() > (size_t)context) DIE("the prompt is %zu tokens, the context %d (-c sets it, up to %d)", prompt.size(), context, c.max_positions);
     Session<T> session(c, weights, context);
@@ -1728,6 +1912,9 @@ template <class T> int answer(const Options& o, const ModelFile& file, double st
     return interrupted ? 130 : 0;
 }
 
+// Compute in float? As the checkpoint is stored, unless --dtype says otherwise.
+static bool wide(const Options& o, const ModelFile& file) { return o.dtype == "f32" || (o.dtype != "bf16" && file.is_float32()); }
+
 static int run(int argc, char** argv) {
     const double start = seconds();
     Options o = parse_options(argc, argv);
@@ -1747,13 +1934,24 @@ static int run(int argc, char** argv) {
     }
     if (!o.synthesize.empty()) return synthesize(o.synthesize, o.synthesize_to, o.seed), 0;
     if (o.model.empty()) DIE("no model named (--help lists the options)");
-    if (!o.has_input && !o.has_ids && (o.raw || o.json || o.logits_hash || !o.logits_file.empty()))
+    if (o.bench) {
+        ModelFile file(o.model);
+        return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
+    }
+    const bool measures = !o.ppl.empty() || !o.eval.empty();
+    if ((o.has_input || o.has_ids) + !o.ppl.empty() + !o.eval.empty() > 1) DIE("one thing at a time: -i or --ids, --ppl, --eval");
+    if (o.eval.empty() != o.output.empty()) DIE(o.output.empty() ? "--eval needs -o FILE, where the answers go" : "-o is for --eval");
+    if (o.stride && o.ppl.empty()) DIE("--stride is for --ppl");
+    if (!o.has_input && !o.has_ids && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (without it there is a chat, which has no --raw, --json or --logits)");
     ModelFile file(o.model);
-    return file.is_float32() ? answer<float>(o, file, start) : answer<bf16>(o, file, start);
+    return wide(o, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);
 }
 
 int main(int argc, char** argv) {
+    // Standard descriptors that are closed stay taken, so that no file we write becomes one of them.
+    for (int fd; (fd = open("/dev/null", O_RDONLY)) >= 0;)
+        if (fd > 2) { close(fd); break; }
     struct sigaction action = {};
     action.sa_handler = [](int) { interrupted = 1; };
     action.sa_flags = (int)SA_RESETHAND; // a second Ctrl-C ends the program
@@ -1764,7 +1962,10 @@ int main(int argc, char** argv) {
     } catch (const std::bad_alloc&) {
         fprintf(stderr, "qwen3: out of memory\n");
     } catch (const std::exception& e) {
-        fprintf(stderr, "qwen3: %s\n", e.what());
+        std::string line = e.what(); // names out of files may hold anything: it stays one line, and no escapes
+        for (char& ch : line)
+            if ((unsigned char)ch < 0x20 || ch == 0x7f) ch = ' ';
+        fprintf(stderr, "qwen3: %s\n", line.c_str());
     }
     return 1;
 }
