@@ -19,10 +19,10 @@ BUILD     = build
 # ---- What there is. Only questions here; `info` says what was chosen.
 HAVE_NVCC := $(if $(filter cpu,$(MAKECMDGOALS)),,$(shell command -v $(NVCC) 2>/dev/null))
 OPENMP    := $(shell echo 'int main(){}' | $(CXX) -fopenmp -x c++ - -o /dev/null 2>/dev/null && echo -fopenmp)
-EDIT      := $(shell printf '\043include <stdio.h>\n\043include <editline/readline.h>\nint main(){}' | $(CXX) -x c++ - -o /dev/null -ledit 2>/dev/null && echo -ledit)
+EDIT      := $(shell printf '\043include <stdio.h>\n\043include <histedit.h>\nint main(){}' | $(CXX) -x c++ - -o /dev/null -ledit 2>/dev/null && echo -ledit)
 TUNE      := $(if $(PORTABLE),,-march=native)
 CXXFLAGS  ?=
-FLAGS      = $(TUNE) $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(if $(EDIT),-DHAVE_LIBEDIT) $(WARN) $(CXXFLAGS)
+FLAGS      = $(TUNE) -ffp-contract=off $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(if $(EDIT),-DHAVE_LIBEDIT) $(WARN) $(CXXFLAGS)
 CPUFLAGS   = -std=c++17 $(OPT) $(FLAGS)
 
 # A GPU found: its own code. None: sm_80 with PTX, which newer GPUs compile when they first run it.
@@ -84,7 +84,7 @@ SECONDS_EACH ?= 20
 CLANG     ?= clang++
 $(BUILD)/fuzz/%: tests/%.cpp qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)/fuzz
-	$(Q)$(CLANG) -std=c++17 -O1 -g -Wno-unknown-pragmas -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. $< -o $@
+	$(Q)$(CLANG) -std=c++17 -O1 -g -ffp-contract=off -Wno-unknown-pragmas -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. $< -o $@
 fuzz: $(addprefix $(BUILD)/fuzz/,$(FUZZERS))
 	@for f in $(FUZZERS); do \
 	  seeds=tests/fixtures/fuzz/$${f#fuzz_}; [ -d $$seeds ] || seeds=; \

@@ -2,10 +2,13 @@
 //   Screen         a model's text, made harmless for a terminal; its thoughts dim
 //   PromptCache    --prompt-cache: keys and values of a prompt, kept in a file
 //   Input, Chat    without -i: questions and answers
+//   perplexity     --ppl: how well the model foresees a text
+//   evaluate       --eval: its answers to the questions of a file, and its loss on the answers there
 //   synthesize     --synthesize: random weights of a real shape
 #include <langinfo.h>
 #include <locale.h>
 #include <poll.h>
+#include <sys/file.h>
 #include <termios.h>
 
 // --------------------------------------------------------------------------------- What a model says, on screen
@@ -42,7 +45,8 @@ struct Screen {
     bool thinking = false;
     std::string held; // may be the beginning of a marker
 
-    explicit Screen(bool terminal) : terminal(terminal), dims(terminal && !plain_terminal() && !getenv("NO_COLOR")) {}
+    explicit Screen(bool terminal)
+        : terminal(terminal), dims(terminal && !plain_terminal() && !getenv("NO_COLOR")) {}
     ~Screen() { if (thinking) fputs("\033[0m", stdout), fflush(stdout); }
 
     void show(std::string_view s) {
@@ -77,7 +81,8 @@ struct Screen {
 // held. The last one is computed in any case, since its logits are needed.
 template <class T> size_t feed_prompt(Session<T>& session, const std::vector<int>& prompt) {
     const size_t most = std::min(session.ids.size(), prompt.size() - 1);
-    const size_t same = (size_t)(std::mismatch(prompt.begin(), prompt.begin() + (ptrdiff_t)most, session.ids.begin()).first - prompt.begin());
+    size_t same = 0;
+    while (same < most && prompt[same] == session.ids[same]) same++;
     session.rewind(same);
     session.feed({prompt.begin() + (ptrdiff_t)same, prompt.end()}, &interrupted);
     return same;
@@ -94,7 +99,7 @@ template <class T> struct PromptCache {
         uint32_t version = 1;
         uint32_t number = sizeof(T); // bytes of a key's or value's number
         uint32_t layers, kv_heads, head_size, tokens;
-        uint64_t model;              // see hash_model
+        uint64_t model;              // see hash_model; and --dtype int8
         uint64_t sum = 0;            // of the whole file, with this field 0
     };
     std::string path;     // "": no cache is wanted
@@ -102,11 +107,13 @@ template <class T> struct PromptCache {
     std::vector<int> ids; // of the file, once it is there
 
     // Restores into the new session what the file holds, if it exists, as far as the context reaches.
-    PromptCache(const std::string& path, const ModelFile& file, Session<T>& session) : path(path) {
+    // int8: the weights were made INT8 at load.
+    PromptCache(const std::string& path, const ModelFile& file, bool int8, Session<T>& session) : path(path) {
         const Config& c = file.config;
-        header.layers = (uint32_t)c.L, header.kv_heads = (uint32_t)c.K, header.head_size = (uint32_t)c.D, header.tokens = 0;
+        header.layers = (uint32_t)c.L, header.kv_heads = (uint32_t)c.K, header.head_size = (uint32_t)c.D;
+        header.tokens = 0;
         if (path.empty()) return;
-        header.model = hash_model(file);
+        header.model = fnv1a(&int8, 1, hash_model(file));
         if (access(path.c_str(), F_OK) != 0 && errno == ENOENT) return;
 
         const MappedFile map(path);
@@ -116,28 +123,32 @@ template <class T> struct PromptCache {
         memcpy((void*)&header, map.data, sizeof header);
         must(!memcmp(header.magic, expected.magic, sizeof header.magic), "not a prompt cache");
         must(header.version == expected.version, "a prompt cache of another version of this program");
-        must(header.model == expected.model && header.number == expected.number && header.layers == expected.layers &&
-             header.kv_heads == expected.kv_heads && header.head_size == expected.head_size, "the prompt cache of another model");
-        must(header.tokens > 0 && header.tokens <= (uint32_t)c.max_positions, "damaged: no number of tokens that the model can hold");
+        must(header.model == expected.model && header.number == expected.number &&
+             header.layers == expected.layers && header.kv_heads == expected.kv_heads &&
+             header.head_size == expected.head_size, "the prompt cache of another model or --dtype");
+        must(header.tokens > 0 && header.tokens <= (uint32_t)c.max_positions, "damaged: its number of tokens");
         const size_t tokens = header.tokens, ids_bytes = (tokens + 1) / 2 * 8, block = session.block_bytes(tokens);
-        must(map.size == sizeof header + ids_bytes + 2 * (size_t)c.L * block, "damaged: not as long as its header says");
-        const uint64_t sum = header.sum;
-        header.sum = 0;
-        uint64_t found = checksum(0, &header, sizeof header);
-        must(checksum(found, map.data + sizeof header, map.size - sizeof header) == sum, "damaged: its checksum differs");
+        must(map.size == sizeof header + ids_bytes + 2 * (size_t)c.L * block, "damaged: its length");
+        const uint64_t sum = std::exchange(header.sum, 0);
+        const uint64_t found = checksum(0, &header, sizeof header);
+        must(checksum(found, map.data + sizeof header, map.size - sizeof header) == sum, "damaged: its checksum");
 
         ids.resize(tokens);
         memcpy(ids.data(), map.data + sizeof header, tokens * sizeof(int));
         for (int id : ids) must(id >= 0 && id < c.V, "damaged: an id that the model has not");
         const size_t n = std::min(tokens, (size_t)session.capacity);
         const uint8_t* at = map.data + sizeof header + ids_bytes;
-        session.each_block([&](T* pages) { memcpy((void*)pages, at, session.block_bytes(n)), at += block; });
+        session.each_block([&](T* pages) {
+            memcpy((void*)pages, at, session.block_bytes(n));
+            at += block;
+        });
         session.ids.assign(ids.begin(), ids.begin() + (ptrdiff_t)n);
     }
 
     // Writes what the session holds, if there is no file yet or all of the file is only its beginning.
     void save(Session<T>& session) {
-        if (path.empty() || session.ids.size() <= ids.size() || !std::equal(ids.begin(), ids.end(), session.ids.begin())) return;
+        if (path.empty() || session.ids.size() <= ids.size()) return;
+        if (!std::equal(ids.begin(), ids.end(), session.ids.begin())) return;
         ids = session.ids;
         header.tokens = (uint32_t)ids.size();
         std::vector<int> padded = ids;
@@ -157,7 +168,6 @@ template <class T> struct PromptCache {
         out.commit();
     }
 
-  private:
     // What keys and values depend on: the config and the weights. Of these the hash takes 16 stretches of 256
     // bytes a tensor, evenly spread (all of a norm), in milliseconds; training moves every number. Models that
     // differ in a few numbers between the stretches would be taken for the same.
@@ -168,11 +178,13 @@ template <class T> struct PromptCache {
             hash = fnv1a(&tensor.dtype, sizeof tensor.dtype, hash);
             hash = fnv1a(&tensor.bytes, sizeof tensor.bytes, hash);
             const size_t stretch = std::min(tensor.bytes, (size_t)256);
-            for (size_t i = 0; i < 16; i++) hash = fnv1a(tensor.data + (tensor.bytes - stretch) / 15 * i, stretch, hash);
+            for (size_t i = 0; i < 16; i++)
+                hash = fnv1a(tensor.data + (tensor.bytes - stretch) * i / 15, stretch, hash);
         }
         return hash;
     }
 
+  private:
     // Like FNV-1a, but on words of 8 bytes, since it must keep up with a disk. Every step can be undone, so that
     // damage within one word always shows. `bytes` is a multiple of 8.
     static uint64_t checksum(uint64_t hash, const void* data, size_t bytes) {
@@ -306,7 +318,7 @@ struct Input {
         el_set(editor, EL_GETCFN, get_character);
         el_set(editor, EL_EDITOR, "emacs");
         el_set(editor, EL_BIND, "\t", "ed-insert", nullptr);
-        el_set(editor, EL_ADDFN, "paste", "Insert a bracketed paste", paste);
+        el_wset(editor, EL_ADDFN, L"paste", L"Insert a bracketed paste", paste); // el_set would leak copies
         el_set(editor, EL_BIND, "\033[200~", "paste", nullptr);
         HistEvent event;
         past = history_init();
@@ -341,6 +353,7 @@ struct Input {
     // One line, edited. Meanwhile the terminal marks a paste with ESC [ 200 ~ and ESC [ 201 ~.
     bool edit_line(std::string& line) {
         int n = 0;
+        el_set(editor, EL_PREP_TERM, 1); // before the prompt is seen, so that a key at once finds the editor
         write_stdout("\033[?2004h");
         const char* text = el_gets(editor, &n);
         write_stdout("\033[?2004l");
@@ -357,7 +370,8 @@ struct Input {
         return *(Input*)self;
     }
     static void replace(std::string& s, std::string_view from, std::string_view to) {
-        for (size_t at = 0; (at = s.find(from, at)) != std::string::npos; at += to.size()) s.replace(at, from.size(), to);
+        for (size_t at = 0; (at = s.find(from, at)) != std::string::npos; at += to.size())
+            s.replace(at, from.size(), to);
     }
     // libedit asks for a character.
     static int get_character(EditLine* e, wchar_t* out) {
@@ -403,14 +417,14 @@ static const char* CHAT_HELP =
     "/think  /no_think    let the model think first, or not\n"
     "/regen               another answer to the last question\n"
     "/save FILE           the conversation as JSON; /load FILE takes it up again\n"
-    "/stats               tokens in the context, speed, seed\n"
+    "/stats               tokens of the conversation, speed, seed\n"
     "A line that ends in \\ goes on in the next; pasted lines are one message; Ctrl-C stops an answer.";
 
 // Questions and answers on one session. Each question renders the whole conversation anew, as the template wants
 // it (a thought is not repeated once the next question comes), and computes it from where it differs from what
 // the KV cache holds.
-// On a terminal there are prompts and an editor. Otherwise each line of the input is a message, and stdout gets the
-// answers and nothing else.
+// On a terminal there are prompts and an editor. Otherwise each line of the input is a message, and stdout gets
+// the answers and nothing else.
 template <class T> struct Chat {
     Options options; // /system, /think and /no_think change it
     Session<T>& session;
@@ -457,19 +471,22 @@ template <class T> struct Chat {
         const size_t space = std::min(line.find(' '), line.size());
         const std::string name = line.substr(0, space), argument = line.substr(std::min(space + 1, line.size()));
         const bool file = name == "/save" || name == "/load";
-        if (line.find('\n') != std::string::npos || (space < line.size() && !file && name != "/system")) return false;
+        const bool takes_argument = file || name == "/system";
+        if (line.find('\n') != std::string::npos || (space < line.size() && !takes_argument)) return false;
         if (file && argument.empty()) DIE("%s needs a FILE", name.c_str());
         if (name == "/exit") leave = true;
         else if (name == "/help") say(CHAT_HELP);
         else if (name == "/clear") messages.clear(), say("the conversation is forgotten");
-        else if (name == "/system") options.system = argument, say(argument.empty() ? "no system prompt" : "the system prompt is set");
+        else if (name == "/system")
+            options.system = argument, say(argument.empty() ? "no system prompt" : "the system prompt is set");
         else if (name == "/think") options.think = 1, say("thinking");
         else if (name == "/no_think") options.think = 0, say("not thinking");
         else if (name == "/save") save(argument), say(argument + ": saved");
         else if (name == "/load") load(argument), say(format("%s: %zu messages", argument.c_str(), messages.size()));
         else if (name == "/stats")
-            say(format("context %zu of %d tokens; %s; seed %llu", messages.empty() ? 0 : render(messages, false).size(), session.capacity,
-                       last.c_str(), (unsigned long long)how.sampling.seed));
+            say(format("conversation %zu tokens, context %d; %s; seed %llu",
+                       messages.empty() ? 0 : render(messages, false).size(), session.capacity, last.c_str(),
+                       (unsigned long long)how.sampling.seed));
         else if (name == "/regen") {
             if (messages.empty()) DIE("no question to answer again");
             answer({messages.begin(), messages.end() - 1});
@@ -497,11 +514,14 @@ template <class T> struct Chat {
         write_stdout("\n");
         if (session.full() && !strcmp(g.finish, "length")) say("the context is full: the answer ends here");
         const double prompt_s = prompted - start, decode_s = seconds() - prompted;
-        last = format("prompt %zu tokens, reused %zu, %.1f tok/s; answer %zu tokens, %.1f tok/s (%s)", prompt.size(), reused,
-                      (double)(prompt.size() - reused) / prompt_s, g.ids.size(), g.ids.size() > 1 ? (double)(g.ids.size() - 1) / decode_s : 0, g.finish);
+        const double prompt_rate = (double)(prompt.size() - reused) / prompt_s;
+        const double rate = g.ids.size() > 1 ? (double)(g.ids.size() - 1) / decode_s : 0;
+        last = format("prompt %zu tokens, reused %zu, %.1f tok/s; answer %zu tokens, %.1f tok/s (%s)",
+                      prompt.size(), reused, prompt_rate, g.ids.size(), rate, g.finish);
 
         // A thought that was stopped is still a thought.
-        if (g.text.compare(0, 7, "<think>") == 0 && g.text.find("</think>") == std::string::npos) g.text += "</think>";
+        const bool thinks = g.text.compare(0, 7, "<think>") == 0;
+        if (thinks && g.text.find("</think>") == std::string::npos) g.text += "</think>";
         Message said{"assistant", g.text};
         auto [thought, content] = split_thought(said);
         asked.push_back({"assistant", std::string(content)});
@@ -520,19 +540,22 @@ template <class T> struct Chat {
     // for), the oldest questions and answers go: enough of them to free half, since all that follows them must be
     // computed anew.
     std::vector<int> fit(std::vector<Message>& asked) const {
-        const size_t context = (size_t)session.capacity, room = std::min(how.max_tokens, context / 4), before = asked.size();
+        const size_t context = (size_t)session.capacity, before = asked.size();
+        const size_t room = std::min(how.max_tokens, context / 4);
         std::vector<int> prompt = render(asked, true);
         if (prompt.size() > context - room)
             while (asked.size() > 1 && prompt.size() > context / 2) {
                 asked.erase(asked.begin(), asked.begin() + 2);
                 prompt = render(asked, true);
             }
-        if (prompt.size() > context) DIE("the message is too long: %zu tokens, the context is %zu (-c sets it)", prompt.size(), context);
-        if (asked.size() < before) say(format("the context is full: the oldest messages went, %zu of %zu", before - asked.size(), before));
+        if (prompt.size() > context)
+            DIE("the message is too long: %zu tokens, the context is %zu (-c sets it)", prompt.size(), context);
+        if (asked.size() < before)
+            say(format("the context is full: the oldest messages went, %zu of %zu", before - asked.size(), before));
         return prompt;
     }
 
-    // {"system": "...", "think": false, "messages": [{"role": "user", "content": "..."}, ...]}; the messages are OpenAI's.
+    // {"system": "...", "think": false, "messages": [{"role": "user", "content": "..."}, ...]}: OpenAI's messages.
     void save(const std::string& path) const {
         std::string out = "{\"system\": ";
         sj::quote(out, options.system);
@@ -579,6 +602,304 @@ template <class T> struct Chat {
         messages = std::move(loaded);
     }
 };
+
+// ------------------------------------------------------------------------------------ Perplexity and evaluation
+
+// A line on stderr that is written over once a second.
+struct Progress {
+    const double start = seconds();
+    double told = start;
+
+    ~Progress() { if (told > start) fputc('\n', stderr); }
+
+    // What `line` says, when `done` of `all` is done.
+    template <class F> void show(size_t done, size_t all, F line) {
+        const double now = seconds();
+        if (now - told < 1) return;
+        told = now;
+        fprintf(stderr, "\r%s, %.0f s left   ", line(now - start).c_str(), (now - start) * (double)(all - done) / (double)done);
+    }
+};
+
+// -ln softmax(logits)[id]: over all V rows as transformers takes it, the ids that do not exist among them; in
+// double, and in one order.
+template <class Number> double negative_log_likelihood(const Number* logits, int V, int id) {
+    const double top = *std::max_element(logits, logits + V);
+    double sum = 0;
+    for (int v = 0; v < V; v++) sum += std::exp(logits[v] - top);
+    return std::log(sum) + top - logits[id];
+}
+
+// --ppl: the mean negative log-likelihood of a text's tokens and its exponential, over windows as in "Perplexity of
+// fixed-length models" (https://huggingface.co/docs/transformers/perplexity): each window begins --stride tokens
+// after the one before and scores the tokens that are new in it; the others are their context. The first token of
+// the text has none and is not scored; with a stride of a whole window no window's first is. Every scored token
+// counts the same (the loop printed there gives those of later windows a little less).
+// The text is plain: names of special tokens in it stay text.
+template <class T> int perplexity(const Options& o, const Config& c, const Weights<T>& weights, const Tokenizer& tokenizer) {
+    const char* name = o.ppl == "-" ? "standard input" : o.ppl.c_str();
+    const std::vector<int> ids = tokenizer.encode(o.ppl == "-" ? read_stdin() : MappedFile(o.ppl).text(), false);
+    const size_t n = ids.size(), window = (size_t)(o.context ? o.context : std::min(2048, c.max_positions));
+    const size_t stride = o.stride ? (size_t)o.stride : window / 2;
+    if (n < 2) DIE("%s: %s; it takes two to predict one", name, n ? "one token" : "no token");
+    if (window < 2) DIE("--ctx %zu: a window of one token predicts nothing", window);
+    if (stride > window) DIE("--stride %zu: tokens would be left out between windows of %zu (-c)", stride, window);
+
+    Session<T> session(c, weights, (int)std::min(window, n));
+    Progress progress;
+    double sum = 0;
+    size_t scored = 0, end = 0;
+    for (size_t begin = 0; end < n && !interrupted; begin += stride) {
+        size_t next = std::max(end, begin + 1); // is predicted by the row of the token before it
+        end = std::min(begin + window, n);
+        session.rewind(0);
+        session.feed({&ids[begin], &ids[next - 1]}, &interrupted);
+        session.feed({&ids[next - 1], &ids[end - 1]}, &interrupted, [&](const acc<T>* row) {
+            sum += negative_log_likelihood(row, c.V, ids[next++]);
+            scored++;
+            progress.show(next, n, [&](double s) {
+                const double mean = sum / (double)scored;
+                return format("%zu of %zu tokens, %.1f tok/s, nll %.4f, ppl %.2f", next, n, (double)scored / s, mean,
+                              std::exp(mean));
+            });
+        });
+    }
+    if (interrupted) return 130;
+    const double mean = sum / (double)scored, ppl = std::exp(mean);
+    sj::Writer all;
+    all.object().field("nll", mean).field("ppl", ppl).field("tokens", scored);
+    all.field("window", window).field("stride", stride).end();
+    write_stdout(o.json ? all.text + "\n" : format("nll %.6f ppl %.4f tokens %zu\n", mean, ppl, scored));
+    return 0;
+}
+
+// A row of a QA file, ready to be asked. Prompt and answer are tokenized apart, as in training.
+struct QuestionRow {
+    std::string id, question, reference; // id: JSON, "" if the row has none
+    std::vector<int> prompt;             // what is answered
+    std::vector<int> before, trained;    // what the reference follows, an empty thought at its end; its own ids
+};
+
+// Alpaca's {instruction, input?, output, system?, history?} or OpenAI's {messages, tools?}, the last message being
+// the reference. That is plain text: what the assistant thought before it is not scored.
+static QuestionRow question_row(const Options& o, const Tokenizer& tokenizer, sj::Value v) {
+    if (!v.is(sj::Object)) DIE("not an object");
+    QuestionRow row;
+    std::vector<Message> messages;
+    if (v["messages"]) {
+        messages = messages_from_json(v["messages"]);
+        if (messages.empty() || messages.back().role != "assistant") DIE("messages: the last one is not the assistant's");
+        if (!messages.back().tool_calls.empty()) DIE("messages: the last one has tool calls, which cannot be a reference");
+        row.reference = messages.back().content;
+        messages.pop_back();
+        for (auto& m : messages)
+            if (m.role == "user") row.question = m.content;
+    } else {
+        auto absent = [](sj::Value x) { return !x || x.is(sj::Null); };
+        auto text = [&](const char* key, bool needed) {
+            const sj::Value s = v[key];
+            if (!s.is(sj::String) && (needed || !absent(s))) DIE("%s: %s", key, s ? "not a string" : "missing");
+            return s.str();
+        };
+        row.question = text("instruction", true);
+        row.reference = text("output", true);
+        const std::string input = text("input", false), system = text("system", false);
+        if (!input.empty()) row.question += "\n" + input;
+        if (!system.empty()) messages.push_back({"system", system});
+        if (!absent(v["history"]) && !v["history"].is(sj::Array)) DIE("history: not a list");
+        for (sj::Value turn : v["history"].items()) {
+            if (turn.size() != 2 || !turn[0].is(sj::String) || !turn[1].is(sj::String))
+                DIE("history: not a list of [question, answer]");
+            messages.push_back({"user", turn[0].str()});
+            messages.push_back({"assistant", turn[1].str()});
+        }
+        messages.push_back({"user", row.question});
+    }
+    if (!o.system.empty() && (messages.empty() || messages[0].role != "system"))
+        messages.insert(messages.begin(), {"system", o.system});
+    if (v["id"]) row.id = sj::dump(v["id"]);
+    const std::vector<std::string> tools = tools_from_json(v["tools"]);
+    row.prompt = render_chat(tokenizer, messages, {o.think == 1, true}, tools);
+    row.before = render_chat(tokenizer, messages, {false, true}, tools);
+    tokenizer.encode(row.trained, row.reference, false);
+    row.trained.push_back(tokenizer.id("<|im_end|>"));
+    tokenizer.encode(row.trained, "\n", false);
+    return row;
+}
+
+static std::vector<QuestionRow> read_questions(const Options& o, const Tokenizer& tokenizer, const MappedFile& file) {
+    std::vector<QuestionRow> rows;
+    const std::string_view text = file.text();
+    for (size_t at = 0, line = 1; at < text.size(); line++) {
+        const std::string_view s = text.substr(at, text.find('\n', at) - at);
+        at += s.size() + 1;
+        if (s.find_first_not_of(" \t\r") == std::string::npos) continue;
+        sj::Doc doc;
+        const std::string fault = sj::parse(doc, s);
+        if (!fault.empty()) // it begins with "line 1, ", since each row is a text by itself
+            DIE("%s: line %zu, %s", file.path.c_str(), line, fault.c_str() + fault.find("byte"));
+        try {
+            rows.push_back(question_row(o, tokenizer, doc.root()));
+        } catch (const Error& e) {
+            DIE("%s: line %zu: %s", file.path.c_str(), line, e.what());
+        }
+    }
+    if (rows.empty()) DIE("%s: no row in it", file.path.c_str());
+    return rows;
+}
+
+// --eval's output while it is made: FILE.partial holds a line that says what the rows depend on, then the rows so
+// far. Whoever stops it loses at most the row at work: the next run goes on after the last whole line, if it would
+// write the same first one.
+struct PartialFile {
+    const std::string path, partial, header;
+    std::string rows; // that were there
+    FILE* file;
+
+    PartialFile(const std::string& path, const std::string& first)
+        : path(path), partial(path + ".partial"), header(first + "\n") {
+        if (access(path.c_str(), F_OK) == 0) DIE("%s: exists; remove it or name another file", path.c_str());
+        file = fopen(partial.c_str(), "a+b");
+        must(file);
+        must(flock(fileno(file), LOCK_EX | LOCK_NB) == 0, "another run is writing it");
+        char some[65536];
+        for (size_t n; (n = fread(some, 1, sizeof some, file)) > 0;) rows.append(some, n);
+        must(!ferror(file));
+        const size_t same = std::min(rows.size(), header.size());
+        must(rows.compare(0, same, header, 0, same) == 0,
+             "begun with another model, other rows or options; remove it to start anew");
+        rows.resize(rows.rfind('\n') + 1); // none: npos + 1 is 0
+        must(ftruncate(fileno(file), (off_t)rows.size()) == 0);
+        if (rows.empty()) append(header);
+        else rows.erase(0, header.size());
+    }
+    PartialFile(const PartialFile&) = delete;
+    ~PartialFile() { fclose(file); }
+
+    void append(std::string_view line) { must(fwrite(line.data(), 1, line.size(), file) == line.size() && fflush(file) == 0); }
+
+    // All rows are there: gives them their name, without the first line.
+    void finish() {
+        OutputFile out(path);
+        out.write(MappedFile(partial).text().substr(header.size()));
+        out.commit();
+        unlink(partial.c_str());
+    }
+
+  private:
+    void must(bool ok, const char* fault = nullptr) { if (!ok) DIE("%s: %s", partial.c_str(), fault ? fault : strerror(errno)); }
+};
+
+// What the rows of an output come to, read off its lines.
+struct EvalTotals {
+    size_t rows = 0, skipped = 0, ended = 0, tokens = 0;
+    double nll = 0;
+
+    // False: not the line of the next row.
+    bool add(std::string_view line) {
+        sj::Doc doc;
+        int64_t index = -1, count = 0;
+        if (!sj::parse(doc, line).empty() || !doc.root()["index"].integer(&index) || index != (int64_t)rows) return false;
+        doc.root()["tokens"].integer(&count);
+        rows++;
+        skipped += (bool)doc.root()["error"];
+        ended += doc.root()["finish"].str() == "stop";
+        tokens += (size_t)count;
+        if (sj::Value x = doc.root()["nll"]) nll += x.number(NAN); // null where the model said NaN
+        return true;
+    }
+};
+
+// One row: the model's answer, then the loss of the reference after the same prompt. It is the answer's ids, then
+// <|im_end|> and a newline, that are trained on, and counted here.
+template <class T>
+std::string evaluate_row(Session<T>& session, const Tokenizer& tokenizer, Generation g, const QuestionRow& row, size_t index) {
+    const int V = session.config.V;
+    const size_t count = row.trained.size(), length = row.before.size() + count;
+    sj::Writer w;
+    w.object().field("index", index);
+    if (!row.id.empty()) w.key("id").text += row.id, w.comma = true;
+    w.field("question", row.question).field("reference", row.reference);
+    if (length > (size_t)session.capacity) {
+        w.field("error", format("%zu tokens, more than the context of %d", length, session.capacity));
+    } else {
+        g.sampling.seed += index; // draws go by position
+        feed_prompt(session, row.prompt);
+        generate(session, &tokenizer, g, [](std::string_view) {});
+        feed_prompt(session, row.before);
+        double nll = negative_log_likelihood(session.logits, V, row.trained[0]);
+        size_t next = 1;
+        session.feed({row.trained.begin(), row.trained.end() - 1}, &interrupted, [&](const acc<T>* logits) {
+            nll += negative_log_likelihood(logits, V, row.trained[next++]);
+        });
+        w.field("answer", g.text).field("finish", g.finish);
+        w.field("loss", nll / (double)count).field("tokens", count).field("nll", nll);
+    }
+    return w.end().text + "\n";
+}
+
+// --eval: what the model answers to the questions of a QA file, and its loss on the answers there. Greedy, unless -t
+// is given.
+template <class T> int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights, const Tokenizer& tokenizer) {
+    const Config& c = file.config;
+    const MappedFile qa(o.eval);
+    const std::vector<QuestionRow> rows = read_questions(o, tokenizer, qa);
+    Session<T> session(c, weights, o.context ? o.context : std::min(4096, c.max_positions));
+    Generation how;
+    how.sampling = sampling_of(o);
+    if (o.temperature < 0) how.sampling.temperature = 0;
+    how.sampling.seed = o.seed; // 0, not a random one: a run that goes on must draw as it would have
+    how.max_tokens = o.max_tokens >= 0 ? (size_t)o.max_tokens : 512;
+    how.stops = o.stops;
+    how.interrupt = &interrupted;
+
+    const Sampling& s = how.sampling;
+    auto hex = [](uint64_t hash) { return format("%016llx", (unsigned long long)hash); };
+    sj::Writer w;
+    w.object().field("qa", hex(fnv1a(qa.data, qa.size))).field("model", hex(PromptCache<T>::hash_model(file)));
+    w.field("tokenizer", hex(tokenizer.hash())).field("system", o.system).field("think", o.think);
+    w.field("context", session.capacity).field("max_tokens", how.max_tokens);
+    w.key("sampling").array().value(s.temperature).value(s.top_k).value(s.top_p).value(s.min_p);
+    w.value(s.repeat).value(s.presence).value(s.frequency).value(s.seed).end().key("stop").array();
+    for (auto& stop : o.stops) w.value(stop);
+    PartialFile out(o.output, w.end().end().text);
+
+    EvalTotals totals;
+    for (size_t at = 0; at < out.rows.size();) {
+        const std::string_view line = std::string_view(out.rows).substr(at, out.rows.find('\n', at) - at);
+        at += line.size() + 1;
+        if (totals.rows == rows.size() || !totals.add(line))
+            DIE("%s: line %zu is damaged; remove the file to start anew", out.partial.c_str(), totals.rows + 2);
+    }
+    const size_t before = totals.rows;
+    if (before) say(format("%s: %zu of %zu rows are there", out.partial.c_str(), before, rows.size()));
+    {
+        Progress progress;
+        while (totals.rows < rows.size() && !interrupted) {
+            const std::string line = evaluate_row(session, tokenizer, how, rows[totals.rows], totals.rows);
+            if (interrupted) break;
+            out.append(line);
+            totals.add(line);
+            progress.show(totals.rows - before, rows.size() - before, [&](double) {
+                return format("%zu of %zu rows, loss %.4f", totals.rows, rows.size(), totals.nll / (double)totals.tokens);
+            });
+        }
+    }
+    if (interrupted) {
+        say(format("%s: %zu of %zu rows; the same command goes on", out.partial.c_str(), totals.rows, rows.size()));
+        return 130;
+    }
+    out.finish();
+    const double loss = totals.nll / (double)totals.tokens;
+    say(format("%s: %zu rows, %zu skipped (too long for the context), %zu answers ended by themselves, loss %.6f over %zu tokens",
+               o.output.c_str(), totals.rows, totals.skipped, totals.ended, loss, totals.tokens));
+    sj::Writer all;
+    all.object().field("rows", totals.rows).field("skipped", totals.skipped).field("ended", totals.ended);
+    all.field("loss", loss).field("tokens", totals.tokens).end();
+    write_stdout(o.json ? all.text + "\n" : format("rows %zu skipped %zu ended %zu loss %.6f tokens %zu\n", totals.rows,
+                                                   totals.skipped, totals.ended, loss, totals.tokens));
+    return 0;
+}
 
 // ---------------------------------------------------------------------------------------------- --synthesize
 
@@ -690,4 +1011,172 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
     out.commit();
     fprintf(stderr, "%s%s: %.1f M parameters, %.0f MB, seed %llu\n", told > start ? "\r" : "", path.c_str(), (double)c.parameters() / 1e6,
             (double)(8 + header.size() + at) / 1e6, (unsigned long long)seed);
+}
+
+// ---- bench: what this machine does and what it could. Two ceilings are measured first, by loops that do nothing
+// else: reading 2 GB, and multiplying out of registers. A figure is then a share of one of them.
+
+// Bytes a second that all threads read from memory: the best of five passes over 2 GB.
+static double read_ceiling() {
+    Arena arena;
+    arena.take<uint64_t>((size_t)1 << 28);
+    arena.allocate("the bandwidth test");
+    const size_t n = (size_t)1 << 28;
+    uint64_t *data = arena.take<uint64_t>(n), sum = 0;
+    #pragma omp parallel for schedule(static)
+    for (size_t i = 0; i < n; i++) data[i] = i;
+    double best = 1e9;
+    for (int pass = 0; pass < 5; pass++) {
+        const double start = seconds();
+        #pragma omp parallel for schedule(static) reduction(+ : sum)
+        for (size_t i = 0; i < n; i++) sum += data[i];
+        best = std::min(best, seconds() - start);
+    }
+    if (sum == 1) fprintf(stderr, " "); // the sum is used: no compiler drops the loop
+    return (double)(n * 8) / best;
+}
+
+// A burst of multiply-adds on registers alone; returns how many flops it was. N sums of 16 lanes: enough to hide
+// the latency of one, few enough for the registers.
+template <int N> INLINE double multiply_lanes(float16v* memory) {
+    float16v a = memory[14], b = memory[15], sums[N];
+    for (int i = 0; i < N; i++) sums[i] = memory[i];
+    for (int k = 0; k < 4000; k++)
+        for (int i = 0; i < N; i++) sums[i] += a * b;
+    for (int i = 0; i < N; i++) memory[i] = sums[i];
+    return 2. * LANES * N * 4000;
+}
+static double multiply_plain(float16v* memory) { return multiply_lanes<2>(memory); }
+#ifdef X86
+TARGET_AVX2 static double multiply_avx2(float16v* memory) { return multiply_lanes<5>(memory); }
+TARGET_AVX512 static double multiply_avx512(float16v* memory) { return multiply_lanes<12>(memory); }
+TARGET_AVX512_BF16 static double multiply_bf16(float16v* memory) {
+    __m512bh a = (__m512bh)_mm512_set1_epi16(0x3f80);
+    __m512 s[12];
+    for (int i = 0; i < 12; i++) s[i] = _mm512_set1_ps(1);
+    for (int k = 0; k < 4000; k++)
+        for (int i = 0; i < 12; i++) s[i] = _mm512_dpbf16_ps(s[i], a, a);
+    for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
+    return 2. * 32 * 12 * 4000;
+}
+TARGET_AMX static double multiply_amx(float16v* memory) {
+    amx_configure(64);
+    _tile_loadd(4, memory, 64);
+    _tile_loadd(5, memory, 64);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int k = 0; k < 500; k++) {
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 5);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, memory, 64);
+    _tile_release();
+    return 2. * 16 * 16 * 32 * 4 * 500;
+}
+#endif
+
+// Flops a second that all threads reach on the road that products of T take, for 0.3 s.
+template <class T> double multiply_ceiling() {
+    auto multiply = multiply_plain;
+#ifdef X86
+    if (cpu_road >= CPU_AVX2) multiply = multiply_avx2;
+    if (cpu_road >= CPU_AVX512) multiply = multiply_avx512;
+    if (std::is_same_v<T, bf16> && cpu_road >= CPU_AVX512_BF16) multiply = multiply_bf16;
+    if (std::is_same_v<T, bf16> && cpu_road >= CPU_AMX) multiply = multiply_amx;
+#endif
+    double flops = 0;
+    const double start = seconds();
+    #pragma omp parallel reduction(+ : flops)
+    {
+        float16v memory[16];
+        for (auto& v : memory) v = float16v{} + 1;
+        while (seconds() - start < 0.3) flops += multiply(memory);
+    }
+    return flops / (seconds() - start);
+}
+
+struct BenchRow {
+    const char* work;
+    int position;
+    double tokens_per_s, bytes, flops; // bytes and flops a token
+};
+
+// --bench: a prompt of 512 tokens, and decoding at positions 0, 512, 2048 (and 8192), on this model.
+template <class T> void bench(const Options& o, const ModelFile& file) {
+    const Config& c = file.config;
+    Weights<T> weights(file, o.dtype == "int8");
+    std::vector<int> positions = {0, 512, 2048};
+    if (o.bench_long) positions.push_back(8192);
+    const int steps = 24;
+    while (!positions.empty() && positions.back() + steps > c.max_positions) positions.pop_back();
+    if (positions.empty() || c.max_positions < 512) DIE("--bench: the model's context of %d is too short", c.max_positions);
+    Session<T> session(c, weights, std::max(512, positions.back() + steps));
+
+    // Every matrix is read once a step, but the embedding only if it is the head.
+    const double matrices = (double)c.parameters() - (c.tied ? 0. : (double)c.V * c.C), weight_bytes = (double)weights.step_bytes();
+    auto key_values = [&](int position) { return (double)KVCache<T>::bytes(c, 1) / PAGE * (position + 1); };
+    const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
+    uint64_t draw = 0;
+    auto text = [&](int n) { // random ids
+        std::vector<int> ids(n);
+        for (int& id : ids) id = (int)(philox(1, draw++, STREAM_SAMPLE).v[0] % (uint32_t)c.V);
+        return ids;
+    };
+    auto median = [](std::vector<double> v) { return std::sort(v.begin(), v.end()), v[v.size() / 2]; };
+
+    const double bandwidth = read_ceiling(), flops = multiply_ceiling<T>();
+    std::vector<BenchRow> rows;
+    session.feed(text(16)); // pages in the weights
+    std::vector<double> times;
+    for (int pass = 0; pass < 3; pass++) {
+        session.rewind(0);
+        const double start = seconds();
+        session.feed(text(512), &interrupted);
+        times.push_back(seconds() - start);
+        if (interrupted) DIE("interrupted");
+    }
+    const double prompt = median(times) / 512;
+    rows.push_back({"prompt", 512, 1 / prompt, weight_bytes / 512, 2 * (matrices - head) + per_key * 256 + 2 * head / 512});
+    session.rewind(0);
+    for (int position : positions) {
+        times.clear();
+        while ((int)session.ids.size() < position && !interrupted) {
+            fprintf(stderr, "\r%zu of %d tokens in the context ", session.ids.size(), positions.back());
+            session.feed(text(std::min(512, position - (int)session.ids.size())), &interrupted);
+        }
+        for (int i = 0; i < steps && !interrupted; i++) {
+            const double start = seconds();
+            session.feed(text(1));
+            times.push_back(seconds() - start);
+        }
+        if (interrupted) DIE("interrupted");
+        session.rewind(position);
+        rows.push_back({"decode", position, 1 / median(times), weight_bytes + key_values(position), 2 * matrices + per_key * position});
+    }
+    fprintf(stderr, "\r%*s\r", 40, "");
+
+    const char* type = std::is_same_v<T, float> ? "float32" : "bfloat16";
+    if (o.json) {
+        sj::Writer w;
+        w.object().field("model", o.model).field("type", type).field("road", cpu_road_name(cpu_road)).field("threads", thread_count());
+        w.field("read_GBps", bandwidth / 1e9).field("multiply_GFLOPs", flops / 1e9).key("rows").array();
+        for (auto& r : rows) {
+            w.object().field("work", r.work).field("position", r.position).field("tokens_per_s", r.tokens_per_s).field("bytes_per_token", r.bytes);
+            w.field("GBps", r.bytes * r.tokens_per_s / 1e9).field("read_share", r.bytes * r.tokens_per_s / bandwidth);
+            w.field("GFLOPs", r.flops * r.tokens_per_s / 1e9).field("multiply_share", r.flops * r.tokens_per_s / flops).end();
+        }
+        w.end().end();
+        return write_stdout(w.text + "\n");
+    }
+    std::string out = format("%s: %.1f M parameters, %s, road %s, %d threads\nceilings: read %.1f GB/s, multiply %.0f GFLOP/s\n", o.model.c_str(),
+                             (double)c.parameters() / 1e6, type, cpu_road_name(cpu_road), thread_count(), bandwidth / 1e9, flops / 1e9);
+    out += "work    position     tok/s   MB/token      GB/s  of read   GFLOP/s  of multiply\n";
+    for (auto& r : rows)
+        out += format("%-7s %8d %9.2f %10.1f %9.2f %7.1f%% %9.1f %11.1f%%\n", r.work, r.position, r.tokens_per_s, r.bytes / 1e6, r.bytes * r.tokens_per_s / 1e9,
+                      100 * r.bytes * r.tokens_per_s / bandwidth, r.flops * r.tokens_per_s / 1e9, 100 * r.flops * r.tokens_per_s / flops);
+    write_stdout(out);
 }

@@ -19,7 +19,8 @@
      first, then inputs, then sizes. The CPU definition is the meaning of the op, and tests hold to it.
    - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
    - The bits of a row never depend on the other rows of the batch, nor on the number of threads: each sum is
-     taken in one fixed order (see `dots`).
+     taken in one fixed order. (For that the Makefile turns the compiler's own choice between a * b + c in one or
+     two roundings off: -ffp-contract=off.)
    - What a user can get wrong is thrown as Error: one line that names the file and the fault.
    - Nothing is allocated inside `forward`: a Session plans its memory once.
 
@@ -145,8 +146,9 @@ template <class V> INLINE void load_lanes(V& v, const int8_t* p) {
     v = __builtin_convertvector(__builtin_convertvector(c, int16v), V);
 }
 
-// The last n < 16 numbers of a row, zeros behind them.
-template <class V, class T> INLINE void load_tail(V& v, const T* p, int n) {
+// The next n <= 16 numbers of a row, zeros behind them.
+template <class V, class T> INLINE void load_some(V& v, const T* p, int n) {
+    if (n == LANES) return load_lanes(v, p);
     T whole[LANES] = {};
     memcpy((void*)whole, p, (size_t)n * sizeof(T));
     load_lanes(v, whole);
@@ -161,29 +163,15 @@ template <class V> INLINE auto sum_lanes(const V& v) {
     return s[0];
 }
 
-// out[r * M + m] = sum_i w[r * ldw + i] * x[m * ldx + i], i < n: R rows of w times M rows of x. Lane l of an
-// accumulator sums i = l, l + 16, l + 32, ... and sum_lanes adds the lanes, so an output has the same bits
-// for every R and M it is computed with.
-template <int R, int M, class W, class X>
-INLINE void dots(acc<W>* out, const W* w, size_t ldw, const X* x, size_t ldx, int n) {
-    lanes<W> sum[R][M] = {}, a, b[M];
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        for (int m = 0; m < M; m++) load_lanes(b[m], x + m * ldx + i);
-        for (int r = 0; r < R; r++) {
-            load_lanes(a, w + r * ldw + i);
-            for (int m = 0; m < M; m++) sum[r][m] += a * b[m];
-        }
+// sum_i a[i] b[i], i < n: lane l sums i = l, l + 16, l + 32, ..., and sum_lanes adds the lanes.
+template <class A, class B> INLINE acc<A> dot(const A* a, const B* b, int n) {
+    lanes<A> sum = {}, u, v;
+    for (int i = 0; i < n; i += LANES) {
+        load_some(u, a + i, std::min(LANES, n - i));
+        load_some(v, b + i, std::min(LANES, n - i));
+        sum += u * v;
     }
-    if (i < n) {
-        for (int m = 0; m < M; m++) load_tail(b[m], x + m * ldx + i, n - i);
-        for (int r = 0; r < R; r++) {
-            load_tail(a, w + r * ldw + i, n - i);
-            for (int m = 0; m < M; m++) sum[r][m] += a * b[m];
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int m = 0; m < M; m++) out[r * M + m] = sum_lanes(sum[r][m]);
+    return sum_lanes(sum);
 }
 
 // e^x from multiplications, additions and exponent bits only, so that compilers can vectorise it and a GPU
@@ -788,9 +776,7 @@ void embed_cpu(acc<T>* x,              // (N,C) out
 
 // 1 / sqrt(mean(x^2) + eps) of one row.
 template <class A> A inverse_rms(const A* x, int n, float eps) {
-    A sum;
-    dots<1, 1>(&sum, x, 0, x, 0, n);
-    return 1 / std::sqrt(sum / n + (A)eps);
+    return 1 / std::sqrt(dot(x, x, n) / n + (A)eps);
 }
 
 // ---- rmsnorm: out[n] = x[n] / rms(x[n]) * w       (Zhang & Sennrich, "Root mean square layer normalization", 2019)
@@ -827,35 +813,21 @@ template <class T> struct WeightRows {
     }
 };
 
-// R rows by M tokens in lanes.
-struct LanesKernel {
-    template <int R, int M, class T> static INLINE void run(acc<T>* y, const WeightRows<T>& rows, const T* x, int K) {
-        acc<T> out[R * M];
-        dots<R, M>(out, rows.w, K, x, K, K);
-        for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) y[r * SLAB + m] = out[r * M + m];
-    }
-};
-
-// The same for INT8 weights, which become floats on their way into a register.
-struct Int8Kernel {
-    template <int R, int M, class T> static INLINE void run(acc<T>* y, const WeightRows<T>& rows, const T* x, int K) {
+// R rows by M tokens, in lanes of the compiler's making. TOKENS: how many at once keep the sums in registers.
+struct PlainKernel {
+    static constexpr int TOKENS = 4;
+    template <bool INT8, int R, int M, class T> static INLINE void run(acc<T>* y, const WeightRows<T>& rows, const T* x, int K) {
         lanes<T> sum[R][M] = {}, a, b[M];
         const size_t groups = (K + GROUP - 1) / GROUP;
-        int i = 0;
-        for (; i + LANES <= K; i += LANES) {
-            for (int m = 0; m < M; m++) load_lanes(b[m], x + (size_t)m * K + i);
+        for (int i = 0; i < K; i += LANES) {
+            const int n = std::min(LANES, K - i);
+            for (int m = 0; m < M; m++) load_some(b[m], x + (size_t)m * K + i, n);
             for (int r = 0; r < R; r++) {
-                load_lanes(a, rows.q + (size_t)r * K + i);
-                a *= (acc<T>)to_acc(rows.scale[r * groups + i / GROUP]);
-                for (int m = 0; m < M; m++) sum[r][m] += a * b[m];
-            }
-        }
-        if (i < K) {
-            for (int m = 0; m < M; m++) load_tail(b[m], x + (size_t)m * K + i, K - i);
-            for (int r = 0; r < R; r++) {
-                load_tail(a, rows.q + (size_t)r * K + i, K - i);
-                a *= (acc<T>)to_acc(rows.scale[r * groups + i / GROUP]);
+                if (!INT8) load_some(a, rows.w + (size_t)r * K + i, n);
+                else {
+                    load_some(a, rows.q + (size_t)r * K + i, n);
+                    a *= (acc<T>)to_acc(rows.scale[r * groups + i / GROUP]);
+                }
                 for (int m = 0; m < M; m++) sum[r][m] += a * b[m];
             }
         }
@@ -864,42 +836,87 @@ struct Int8Kernel {
     }
 };
 
-// The tile in pieces of 4 x 4: 16 sums, 4 + 1 operands, which the registers hold.
-template <class Kernel, class T>
-INLINE void product_tile(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
-    const int K = w.K;
-    for (int r = 0; r < rows;) {
-        const bool four = r + 4 <= rows;
-        int n = 0;
-        for (; n + 4 <= N; n += 4) {
-            if (four) Kernel::template run<4, 4>(y + n, w, x + (size_t)n * K, K);
-            else Kernel::template run<1, 4>(y + n, w, x + (size_t)n * K, K);
-        }
-        for (; n < N; n++) {
-            if (four) Kernel::template run<4, 1>(y + n, w, x + (size_t)n * K, K);
-            else Kernel::template run<1, 1>(y + n, w, x + (size_t)n * K, K);
-        }
-        const int done = four ? 4 : 1;
-        w.skip(done);
-        y += done * SLAB, r += done;
-    }
-}
-template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N);
-
-template <class Kernel, class T> void product_tile_plain(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
-    product_tile<Kernel>(y, w, rows, x, N);
-}
 #ifdef X86
-template <class Kernel, class T> TARGET_AVX2 void product_tile_avx2(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
-    product_tile<Kernel>(y, w, rows, x, N);
+// The same with AVX2: 8 lanes, 16 registers.
+TARGET_AVX2 INLINE __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
+TARGET_AVX2 INLINE __m256 load8(const bf16* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
-template <class Kernel, class T> TARGET_AVX512 void product_tile_avx512(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
-    product_tile<Kernel>(y, w, rows, x, N);
+TARGET_AVX2 INLINE __m256 load8(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+template <class T> TARGET_AVX2 INLINE __m256 load8(const T* p, int n) {
+    if (n >= 8) return load8(p);
+    T whole[8] = {};
+    memcpy((void*)whole, p, (size_t)n * sizeof(T));
+    return load8(whole);
 }
+TARGET_AVX2 INLINE float sum8(__m256 v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+struct Avx2Kernel {
+    static constexpr int TOKENS = 2;
+    template <bool INT8, int R, int M, class T> TARGET_AVX2 static void run(float* y, const WeightRows<T>& rows, const T* x, int K) {
+        __m256 sum[R][M], a, b[M];
+        for (int r = 0; r < R; r++)
+            for (int m = 0; m < M; m++) sum[r][m] = _mm256_setzero_ps();
+        const size_t groups = (K + GROUP - 1) / GROUP;
+        for (int i = 0; i < K; i += 8) {
+            for (int m = 0; m < M; m++) b[m] = load8(x + (size_t)m * K + i, K - i);
+            for (int r = 0; r < R; r++) {
+                if (!INT8) a = load8(rows.w + (size_t)r * K + i, K - i);
+                else a = _mm256_mul_ps(load8(rows.q + (size_t)r * K + i, K - i), _mm256_set1_ps(to_acc(rows.scale[r * groups + i / GROUP])));
+                for (int m = 0; m < M; m++) sum[r][m] = _mm256_fmadd_ps(a, b[m], sum[r][m]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int m = 0; m < M; m++) y[r * SLAB + m] = sum8(sum[r][m]);
+    }
+};
+
+// With AVX-512: 16 lanes, 32 registers, and masks for the end of a row.
+TARGET_AVX512 INLINE __mmask16 first_lanes(int n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1); }
+TARGET_AVX512 INLINE __m512 load16(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
+TARGET_AVX512 INLINE __m512 load16(const bf16* p, __mmask16 m) {
+    return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(m, _mm512_maskz_cvtepu16_epi32(m, _mm256_maskz_loadu_epi16(m, p)), 16));
+}
+TARGET_AVX512 INLINE __m512 load16(const int8_t* p, __mmask16 m) {
+    return _mm512_maskz_cvtepi32_ps(m, _mm512_maskz_cvtepi8_epi32(m, _mm_maskz_loadu_epi8(m, p)));
+}
+// Adds the lanes: halves, quarters, pairs. (The masked forms, all lanes on: g++ 12 warns of the plain ones.)
+TARGET_AVX512 INLINE float sum16(__m512 v) {
+    v = _mm512_add_ps(v, _mm512_maskz_shuffle_f32x4(0xffff, v, v, 0x4e));
+    v = _mm512_add_ps(v, _mm512_maskz_shuffle_f32x4(0xffff, v, v, 0xb1));
+    v = _mm512_add_ps(v, _mm512_maskz_permute_ps(0xffff, v, 0x4e));
+    v = _mm512_add_ps(v, _mm512_maskz_permute_ps(0xffff, v, 0xb1));
+    return _mm512_cvtss_f32(v);
+}
+struct Avx512Kernel {
+    static constexpr int TOKENS = 4;
+    template <bool INT8, int R, int M, class T> TARGET_AVX512 static void run(float* y, const WeightRows<T>& rows, const T* x, int K) {
+        __m512 sum[R][M], a, b[M];
+        for (int r = 0; r < R; r++)
+            for (int m = 0; m < M; m++) sum[r][m] = _mm512_setzero_ps();
+        const size_t groups = (K + GROUP - 1) / GROUP;
+        for (int i = 0; i < K; i += 16) {
+            const __mmask16 mask = first_lanes(K - i);
+            for (int m = 0; m < M; m++) b[m] = load16(x + (size_t)m * K + i, mask);
+            for (int r = 0; r < R; r++) {
+                if (!INT8) a = load16(rows.w + (size_t)r * K + i, mask);
+                else a = _mm512_mul_ps(load16(rows.q + (size_t)r * K + i, mask), _mm512_set1_ps(to_acc(rows.scale[r * groups + i / GROUP])));
+                for (int m = 0; m < M; m++) sum[r][m] = _mm512_fmadd_ps(a, b[m], sum[r][m]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int m = 0; m < M; m++) y[r * SLAB + m] = sum16(sum[r][m]);
+    }
+};
 
 // vdpbf16ps multiplies 32 pairs of bf16 and adds neighbours into 16 floats, with no conversion at all.
 struct Bf16Kernel {
-    template <int R, int M> TARGET_AVX512_BF16 static void run(float* y, const WeightRows<bf16>& rows, const bf16* x, int K) {
+    static constexpr int TOKENS = 4;
+    template <bool INT8, int R, int M, class T> TARGET_AVX512_BF16 static void run(float* y, const WeightRows<T>& rows, const T* x, int K) {
+        static_assert(!INT8 && std::is_same_v<T, bf16>, "");
         __m512 sum[R][M];
         for (int r = 0; r < R; r++)
             for (int m = 0; m < M; m++) sum[r][m] = _mm512_setzero_ps();
@@ -913,10 +930,35 @@ struct Bf16Kernel {
             }
         }
         for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) y[r * SLAB + m] = sum_lanes((float16v)sum[r][m]);
+            for (int m = 0; m < M; m++) y[r * SLAB + m] = sum16(sum[r][m]);
     }
 };
+#endif
 
+// A whole tile in pieces of 4 rows and TOKENS tokens: their sums, and an operand or five, are what registers hold.
+template <class Kernel, bool INT8, class T>
+void product_tile(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
+    constexpr int M = Kernel::TOKENS;
+    const int K = w.K;
+    for (int r = 0; r < rows;) {
+        const bool four = r + 4 <= rows;
+        int n = 0;
+        for (; n + M <= N; n += M) {
+            if (four) Kernel::template run<INT8, 4, M>(y + n, w, x + (size_t)n * K, K);
+            else Kernel::template run<INT8, 1, M>(y + n, w, x + (size_t)n * K, K);
+        }
+        for (; n < N; n++) {
+            if (four) Kernel::template run<INT8, 4, 1>(y + n, w, x + (size_t)n * K, K);
+            else Kernel::template run<INT8, 1, 1>(y + n, w, x + (size_t)n * K, K);
+        }
+        const int done = four ? 4 : 1;
+        w.skip(done);
+        y += done * SLAB, r += done;
+    }
+}
+template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N);
+
+#ifdef X86
 // AMX: a tile register is 16 rows of 64 bytes; tdpbf16ps multiplies 16 rows of W by 16 tokens, 32 deep, at once.
 // Rows of W are loaded from where they are. Of x it wants, row after row, the pairs (x[2k], x[2k+1]) of all 16
 // tokens side by side: `amx_pack`. A single token is packed by its nature: so decoding takes the same road, one
@@ -953,9 +995,8 @@ TARGET_AMX inline void amx_configure(int width) {
     _tile_loadconfig(&config);
 }
 
-// x as amx_pack made it, from a multiple of 16 tokens on; N <= SLAB.
-TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, const bf16* x, int N, int K) {
-    const int width = N == 1 ? 4 : 64;
+// x as amx_pack made it, `width` bytes a row, from a multiple of 16 tokens on; N <= SLAB.
+TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, const bf16* x, int width, int N, int K) {
     amx_configure(width);
     const bf16* w2 = w + (size_t)16 * K;
     for (int n = 0; n < N; n += 32) {
@@ -994,28 +1035,28 @@ TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, const bf16* x, 
 }
 #endif
 
-// The twin for T on this CPU.
-template <class Kernel, class T> ProductTile<T> choose_tile() {
+// The twin for this CPU.
+template <bool INT8, class T> ProductTile<T> choose_tile() {
 #ifdef X86
+    if constexpr (!INT8 && std::is_same_v<T, bf16>)
+        if (cpu_road >= CPU_AVX512_BF16) return product_tile<Bf16Kernel, INT8, T>;
     if constexpr (!std::is_same_v<T, double>) {
-        if (cpu_road >= CPU_AVX512) return product_tile_avx512<Kernel, T>;
-        if (cpu_road >= CPU_AVX2) return product_tile_avx2<Kernel, T>;
+        if (cpu_road >= CPU_AVX512) return product_tile<Avx512Kernel, INT8, T>;
+        if (cpu_road >= CPU_AVX2) return product_tile<Avx2Kernel, INT8, T>;
     }
 #endif
-    return product_tile_plain<Kernel, T>;
+    return product_tile<PlainKernel, INT8, T>;
 }
 
 // `store(n, r, y)` takes each output once.
 template <class T, class Store>
 void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
     const int K = W.in;
-    ProductTile<T> tile = W.q[0] ? choose_tile<Int8Kernel, T>() : choose_tile<LanesKernel, T>();
+    const ProductTile<T> tile = W.q[0] ? choose_tile<true, T>() : choose_tile<false, T>();
     const T* packed = nullptr; // not null: take AMX for whole tiles
 #ifdef X86
-    if constexpr (std::is_same_v<T, bf16>) {
-        if (!W.q[0] && cpu_road >= CPU_AVX512_BF16) tile = product_tile_plain<Bf16Kernel, bf16>;
+    if constexpr (std::is_same_v<T, bf16>)
         if (!W.q[0] && cpu_road >= CPU_AMX && K % 32 == 0) packed = amx_pack(x, N, K);
-    }
 #endif
     // Tasks of 32 rows; more when there are tokens enough to make re-reading x cost something.
     int step = TILE_ROWS, first_task[4] = {};
@@ -1034,7 +1075,7 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
                 const WeightRows<T> w(W, b, r);
 #ifdef X86
                 if constexpr (std::is_same_v<T, bf16>)
-                    if (packed && rows == TILE_ROWS) product_tile_amx(y, w.w, packed + (size_t)n0 * K, n1 - n0, K);
+                    if (packed && rows == TILE_ROWS) product_tile_amx(y, w.w, packed + (size_t)n0 * K, N == 1 ? 4 : 64, n1 - n0, K);
 #endif
                 if (!packed || rows < TILE_ROWS) tile(y, w, rows, x + (size_t)n0 * K, n1 - n0);
                 for (int n = n0; n < n1; n++)
@@ -1082,9 +1123,7 @@ void qknorm_rope_kv_cpu(T* q,              // (N,HD) out
         const acc<T>* turn = rope + (size_t)b.pos[n] * D;
         const int page = b.slot[n] / PAGE, within = b.slot[n] % PAGE;
         auto norm_rope = [&](T* out, const T* in, const T* w) {
-            acc<T> sum;
-            dots<1, 1>(&sum, in, 0, in, 0, D);
-            acc<T> scale = 1 / std::sqrt(sum / D + (acc<T>)eps);
+            acc<T> scale = 1 / std::sqrt(dot(in, in, D) / D + (acc<T>)eps);
             for (int i = 0; i < D / 2; i++) {
                 acc<T> u = to_acc(in[i]) * scale * to_acc(w[i]), v = to_acc(in[i + D / 2]) * scale * to_acc(w[i + D / 2]);
                 out[i] = to_stored<T>(u * turn[2 * i] - v * turn[2 * i + 1]);
@@ -1123,51 +1162,85 @@ template <class T> struct AttentionRow {
     int length; // keys it sees
 };
 
-template <class T>
-INLINE void attention_page(AttentionRow<T>& row, const T* keys, const T* values, int first, int D) {
-    using A = acc<T>;
-    const int n = std::min(PAGE, row.length - first);
-    if (n <= 0) return;
-    A p[PAGE], top = row.maximum;
-    int j = 0;
-    for (; j + 4 <= n; j += 4) dots<4, 1>(p + j, keys + (size_t)j * D, D, row.q, 0, D);
-    for (; j < n; j++) dots<1, 1>(p + j, keys + (size_t)j * D, D, row.q, 0, D);
-    for (j = 0; j < n; j++) top = p[j] > top ? p[j] : top;
-    for (j = n; j < PAGE; j++) p[j] = -std::numeric_limits<A>::infinity();
-    const A scale = exp_acc(row.maximum - top);
-    for (j = 0; j < PAGE; j++) p[j] = exp_acc(p[j] - top);
-    row.maximum = top;
-    row.sum *= scale;
-    for (j = 0; j < n; j++) row.sum += p[j];
-    int i = 0;
-    for (; i + LANES <= D; i += LANES) {
-        lanes<T> o, v;
-        load_lanes(o, row.out + i);
+// p[j] = q . keys[j] for the 16 keys of a page, and out = out * scale + sum_j p[j] values[j]; keys, values (16,D).
+template <class A> void attention_scores_plain(A* p, const A* q, const A* keys, int D) {
+    for (int j = 0; j < PAGE; j++) p[j] = dot(q, keys + j * D, D);
+}
+template <class A> void attention_mix_plain(A* out, A scale, const A* p, const A* values, int D) {
+    for (int i = 0; i < D; i += LANES) {
+        const int n = std::min(LANES, D - i);
+        lanes<A> o, v;
+        load_some(o, out + i, n);
         o *= scale;
-        for (j = 0; j < n; j++) {
-            load_lanes(v, values + (size_t)j * D + i);
+        for (int j = 0; j < PAGE; j++) {
+            load_some(v, values + j * D + i, n);
             o += v * p[j];
         }
-        memcpy(row.out + i, &o, sizeof o);
+        memcpy(out + i, &o, n * sizeof(A));
     }
-    for (; i < D; i++) {
-        A o = row.out[i] * scale;
-        for (j = 0; j < n; j++) o += to_acc(values[(size_t)j * D + i]) * p[j];
-        row.out[i] = o;
-    }
-}
-
-template <class T> void attention_pages_plain(AttentionRow<T>* rows, int count, const T* keys, const T* values, int first, int D) {
-    for (int i = 0; i < count; i++) attention_page(rows[i], keys, values, first, D);
 }
 #ifdef X86
-template <class T> TARGET_AVX2 void attention_pages_avx2(AttentionRow<T>* rows, int count, const T* keys, const T* values, int first, int D) {
-    for (int i = 0; i < count; i++) attention_page(rows[i], keys, values, first, D);
+TARGET_AVX2 inline void attention_scores_avx2(float* p, const float* q, const float* keys, int D) {
+    for (int j = 0; j < PAGE; j += 4) {
+        __m256 sum[4], a;
+        for (int k = 0; k < 4; k++) sum[k] = _mm256_setzero_ps();
+        for (int i = 0; i < D; i += 8) {
+            a = load8(q + i, D - i);
+            for (int k = 0; k < 4; k++) sum[k] = _mm256_fmadd_ps(a, load8(keys + (j + k) * D + i, D - i), sum[k]);
+        }
+        for (int k = 0; k < 4; k++) p[j + k] = sum8(sum[k]);
+    }
 }
-template <class T> TARGET_AVX512 void attention_pages_avx512(AttentionRow<T>* rows, int count, const T* keys, const T* values, int first, int D) {
-    for (int i = 0; i < count; i++) attention_page(rows[i], keys, values, first, D);
+TARGET_AVX2 inline void attention_mix_avx2(float* out, float scale, const float* p, const float* values, int D) {
+    for (int i = 0; i < D; i += 8) {
+        __m256 o = _mm256_mul_ps(load8(out + i, D - i), _mm256_set1_ps(scale));
+        for (int j = 0; j < PAGE; j++) o = _mm256_fmadd_ps(_mm256_set1_ps(p[j]), load8(values + j * D + i, D - i), o);
+        memcpy(out + i, &o, std::min(8, D - i) * sizeof(float));
+    }
+}
+TARGET_AVX512 inline void attention_scores_avx512(float* p, const float* q, const float* keys, int D) {
+    for (int j = 0; j < PAGE; j += 8) {
+        __m512 sum[8], a;
+        for (int k = 0; k < 8; k++) sum[k] = _mm512_setzero_ps();
+        for (int i = 0; i < D; i += 16) {
+            const __mmask16 mask = first_lanes(D - i);
+            a = load16(q + i, mask);
+            for (int k = 0; k < 8; k++) sum[k] = _mm512_fmadd_ps(a, load16(keys + (j + k) * D + i, mask), sum[k]);
+        }
+        for (int k = 0; k < 8; k++) p[j + k] = sum16(sum[k]);
+    }
+}
+// 64 numbers of `out` at a time: four chains of sums hide each other's latency.
+TARGET_AVX512 inline void attention_mix_avx512(float* out, float scale, const float* p, const float* values, int D) {
+    for (int i = 0; i < D; i += 64) {
+        __m512 o[4];
+        for (int k = 0; k < 4; k++) o[k] = _mm512_mul_ps(load16(out + i + 16 * k, first_lanes(std::max(0, D - i - 16 * k))), _mm512_set1_ps(scale));
+        for (int j = 0; j < PAGE; j++) {
+            const __m512 weight = _mm512_set1_ps(p[j]);
+            for (int k = 0; k < 4; k++)
+                o[k] = _mm512_fmadd_ps(weight, load16(values + j * D + i + 16 * k, first_lanes(std::max(0, D - i - 16 * k))), o[k]);
+        }
+        for (int k = 0; k < 4; k++) _mm512_mask_storeu_ps(out + i + 16 * k, first_lanes(std::max(0, D - i - 16 * k)), o[k]);
+    }
 }
 #endif
+
+// One page for one query row: keys and values as acc<T>, zeros behind the row's length.
+template <class T, class Scores, class Mix>
+void attention_page(AttentionRow<T>& row, const acc<T>* keys, const acc<T>* values, int first, int D, Scores scores, Mix mix) {
+    const int n = row.length - first;
+    if (n <= 0) return;
+    acc<T> p[PAGE], top = row.maximum;
+    scores(p, row.q, keys, D);
+    for (int j = n; j < PAGE; j++) p[j] = -std::numeric_limits<acc<T>>::infinity();
+    for (int j = 0; j < PAGE; j++) top = p[j] > top ? p[j] : top;
+    const acc<T> scale = exp_acc(row.maximum - top);
+    for (int j = 0; j < PAGE; j++) p[j] = exp_acc(p[j] - top);
+    row.maximum = top;
+    row.sum *= scale;
+    for (int j = 0; j < PAGE; j++) row.sum += p[j];
+    mix(row.out, scale, p, values, D);
+}
 
 template <class T>
 void attention_cpu(T* out,          // (N,HD) out
@@ -1180,16 +1253,20 @@ void attention_cpu(T* out,          // (N,HD) out
     const int tokens = ATTENTION_ROWS / heads;       // tokens at a time
     const int head_tiles = (G + heads - 1) / heads, token_tiles = (b.N + tokens - 1) / tokens;
     const acc<T> scale = 1 / std::sqrt((acc<T>)D);
-    auto attend = attention_pages_plain<T>;
+    auto scores = attention_scores_plain<acc<T>>;
+    auto mix = attention_mix_plain<acc<T>>;
 #ifdef X86
-    if (cpu_road >= CPU_AVX2) attend = attention_pages_avx2<T>;
-    if (cpu_road >= CPU_AVX512) attend = attention_pages_avx512<T>;
+    if constexpr (std::is_same_v<acc<T>, float>) {
+        if (cpu_road >= CPU_AVX2) scores = attention_scores_avx2, mix = attention_mix_avx2;
+        if (cpu_road >= CPU_AVX512) scores = attention_scores_avx512, mix = attention_mix_avx512;
+    }
 #endif
-    size_t work = 0;
+    [[maybe_unused]] size_t work = 0;
     for (int n = 0; n < b.N; n++) work += b.seq[n] < 0 ? 0 : (size_t)(b.pos[n] + 1) * H * D;
     #pragma omp parallel if (work > 20000)
     {
         std::vector<AttentionRow<T>> rows(ATTENTION_ROWS);
+        std::vector<acc<T>> page(2 * PAGE * D); // keys and values of a page, as acc<T>
         #pragma omp for schedule(dynamic)
         for (int task = 0; task < token_tiles * K * head_tiles; task++) {
             // Later tokens see more keys: long tasks first.
@@ -1211,8 +1288,12 @@ void attention_cpu(T* out,          // (N,HD) out
                     }
                 const int* table = b.pages + (size_t)b.seq[n0] * b.max_pages;
                 for (int first = 0; first < longest; first += PAGE) {
-                    size_t at = kv_offset(table[first / PAGE], kv, 0, K, D);
-                    attend(rows.data(), count, keys + at, values + at, first, D);
+                    // What lies behind the longest row was never written: zeros stand for it.
+                    const size_t at = kv_offset(table[first / PAGE], kv, 0, K, D), held = (size_t)std::min(PAGE, longest - first) * D;
+                    for (size_t i = 0; i < held; i++) page[i] = to_acc(keys[at + i]), page[PAGE * D + i] = to_acc(values[at + i]);
+                    std::fill(page.begin() + held, page.begin() + PAGE * D, 0);
+                    std::fill(page.begin() + PAGE * D + held, page.end(), 0);
+                    for (int i = 0; i < count; i++) attention_page(rows[i], page.data(), page.data() + PAGE * D, first, D, scores, mix);
                 }
                 count = 0;
                 for (int n = n0; n < n1; n++)
@@ -1230,11 +1311,15 @@ template <class T>
 void swiglu_cpu(T* out,           // (N,F) out
                 const T* gate_up, // (N,2F)
                 int N, int F) {
+    const int PART = 512, parts = (F + PART - 1) / PART;
     #pragma omp parallel for schedule(static) if ((size_t)N * F > 2000)
-    for (size_t at = 0; at < (size_t)N * F; at++) {
-        const T* gate = gate_up + at / F * 2 * F + at % F;
-        acc<T> g = to_acc(gate[0]), e = exp_acc(std::min(-g, (acc<T>)80)); // beyond 80 the quotient is 0 to all purposes
-        out[at] = to_stored<T>(g / (1 + e) * to_acc(gate[F]));
+    for (int task = 0; task < N * parts; task++) {
+        const T *gate = gate_up + (size_t)(task / parts) * 2 * F, *up = gate + F;
+        T* row = out + (size_t)(task / parts) * F;
+        for (int i = task % parts * PART; i < std::min(F, (task % parts + 1) * PART); i++) {
+            const acc<T> g = to_acc(gate[i]), e = exp_acc(std::min(-g, (acc<T>)80)); // beyond 80 it is 0 to all purposes
+            row[i] = to_stored<T>(g / (1 + e) * to_acc(up[i]));
+        }
     }
 }
 
@@ -1468,7 +1553,8 @@ template <class T> struct Session {
     // a layer's keys, then of its values. With `ids` this is all there is to save and restore.
     size_t block_bytes(size_t n) const { return (n + PAGE - 1) / PAGE * config.K * PAGE * config.D * sizeof(T); }
     template <class F> void each_block(F f) {
-        for (T* all : {cache.keys, cache.values})
+        T* const both[] = {cache.keys, cache.values}; // (nvcc cannot walk a braced list here)
+        for (T* all : both)
             for (int l = 0; l < config.L; l++) f(all + l * cache.layer_size);
     }
 
@@ -1874,7 +1960,7 @@ template <class T> int answer(const Options& o, const ModelFile& file, double st
 
     fprintf(stderr, "%s: %.1f M parameters, %s, cpu, %d threads, context %d, seed %llu\n", o.model.c_str(), (double)c.parameters() / 1e6,
             std::is_same_v<T, float> ? "float32" : "bfloat16", thread_count(), context, (unsigned long long)g.sampling.seed);
-    PromptCache<T> cache(o.prompt_cache, file, session);
+    PromptCache<T> cache(o.prompt_cache, file, o.dtype == "int8", session);
     if (chat) return Chat<T>{o, session, *tokenizer, cache, g}.run();
     const double loaded = seconds();
     double prompted = loaded;

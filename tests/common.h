@@ -57,7 +57,8 @@ template <class F> void on_every_road(F f) {
     const CpuRoad best = best_cpu_road();
     for (int road = CPU_PLAIN; road <= best; road++) {
         cpu_road = (CpuRoad)road;
-        INFO("road " << cpu_road_name(road));
+        const std::string name = cpu_road_name(road);
+        INFO("road " << name);
         f();
     }
     cpu_road = best;

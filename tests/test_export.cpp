@@ -358,6 +358,87 @@ EXPORT_TEST("--tokenizer-from copies the tokenizer's files; generation_config.js
     CHECK(!fs::exists(s / "hf3"));
 }
 
+// tests/test_int8.cpp has the numbers; here: which tensors, where they lie, and what is refused.
+EXPORT_TEST("--int8: matrices as I8 and their scales, the wider types first; nothing else changes") {
+    for (std::string name : fixtures) {
+        CAPTURE(name);
+        Scratch s;
+        check_done(run("tests/fixtures/" + name + " " + s / "plain.bin"));
+        check_done(run("tests/fixtures/" + name + " " + s / "m.bin --int8"));
+        File plain = load(s / "plain.bin"), model = load(s / "m.bin");
+        CHECK(model.data_begin % 64 == 0);
+        CHECK(model.metadata == plain.metadata);
+        std::vector<std::string> first, last;
+        for (auto& key : plain.order) {
+            CAPTURE(key);
+            const Tensor& before = plain.tensors[key];
+            if (key.find("norm") != std::string::npos) {
+                CHECK(model.tensors[key] == before);
+                first.push_back(key);
+                continue;
+            }
+            CHECK(model.tensors[key].dtype == "I8");
+            CHECK(model.tensors[key].shape == before.shape);
+            int rows = 0, in = 0;
+            REQUIRE(sscanf(before.shape.c_str(), "[%d, %d]", &rows, &in) == 2);
+            CHECK(model.tensors[key + "_scale"].dtype == "BF16");
+            CHECK(model.tensors[key + "_scale"].shape == format("[%d, %d]", rows, (in + 31) / 32));
+            first.push_back(key + "_scale"), last.push_back(key);
+        }
+        first.insert(first.end(), last.begin(), last.end());
+        CHECK(model.order == first);
+        CHECK(last.size() % 7 == (plain.tensors.count("lm_head.weight") ? 2 : 1));
+
+        check_refused(run("--to-hf " + s / "m.bin" + " " + s / "hf"), s / "m.bin", "has INT8 weights");
+        CHECK(!fs::exists(s / "hf"));
+    }
+}
+
+EXPORT_TEST("--int8: matrices that cannot be, one line and no file, with NumPy or without") {
+    Scratch s;
+    fs::create_directory(s / "hf");
+    write_file(s / "hf/config.json", R"({"model_type": "qwen3"})");
+    const std::string file = s / "hf/model.safetensors", arguments = s / "hf" + " " + s / "m.bin --int8";
+    auto write = [&](const std::string& dtype, const std::string& shape, const std::string& data) {
+        const char* header = R"({"lm_head.weight":{"dtype":"%s","shape":%s,"data_offsets":[0,%zu]}})";
+        write_file(file, safetensors(format(header, dtype.c_str(), shape.c_str(), data.size()), data));
+    };
+    auto refused = [&](const std::string& fault) {
+        check_refused(run(arguments), file, fault);
+        check_refused(shell("python3 export.py " + arguments), file, fault);
+        CHECK(!fs::exists(s / "m.bin"));
+    };
+    struct { std::string dtype, number; } cases[] = {
+        {"BF16", "\x80\x7f"}, {"BF16", "\x80\xff"}, {"BF16", "\x81\x7f"}, {"BF16", "\xff\xff"},
+        {"F16", {"\x00\x7c", 2}}, {"F16", {"\x00\xfc", 2}}, {"F16", "\x01\x7c"}, {"F16", "\xff\xff"},
+        {"F32", {"\x00\x00\x80\x7f", 4}}, {"F32", {"\x01\x00\x80\xff", 4}}, {"F32", "\xff\xff\xff\xff"}};
+    for (auto& c : cases) {
+        CAPTURE(c.dtype);
+        std::string zeros(c.number.size() * 2 * 33, '\0');
+        zeros.replace(zeros.size() - c.number.size(), c.number.size(), c.number);
+        write(c.dtype, "[2,33]", zeros);
+        refused("tensor 'lm_head.weight' has an infinity or a NaN");
+    }
+    write("F64", "[1,1]", std::string(8, '\0'));
+    refused("tensor 'lm_head.weight' is F64");
+    write("I8", "[1,1]", std::string(1, '\0'));
+    refused("tensor 'lm_head.weight' is I8");
+    write("BF16", "[4]", std::string(8, '\0'));
+    refused("tensor 'lm_head.weight' is not a matrix");
+    write("BF16", "[1,2,2]", std::string(8, '\0'));
+    refused("tensor 'lm_head.weight' is not a matrix");
+    write_file(file, safetensors(R"({"lm_head.weight":{"dtype":"BF16","shape":[1,1],"data_offsets":[0,2]},)"
+                                 R"("lm_head.weight_scale":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}})",
+                                 "1234"));
+    check_refused(run(arguments), s / "hf", "a matrix together with its _scale");
+    for (std::string shape : {"[0,5]", "[5,0]", "[1,2]"}) { // so the cases above failed for their fault alone
+        const size_t n = shape == "[1,2]" ? 2 : 0;
+        write("BF16", shape, std::string(2 * n, '\0'));
+        check_done(run(arguments));
+        CHECK(load(s / "m.bin").tensors["lm_head.weight"].bytes == std::string(n, '\0'));
+    }
+}
+
 // -------------------------------------------------------------------------------------------------- refusals
 EXPORT_TEST("hostile safetensors files: one line, and nothing is left") {
     auto with = [](std::string_view entry, std::string_view data) { return safetensors(entry, data); };
@@ -526,7 +607,8 @@ EXPORT_TEST("a full disk, and other places that cannot be written") {
 EXPORT_TEST("the command line") {
     Result help = run("--help");
     check_done(help);
-    for (auto word : {"HF_DIR model.bin", "--keep-dtype", "--to-hf", "--tokenizer-from", "tokenizer.bin"})
+    for (auto word : {"HF_DIR model.bin", "--keep-dtype", "--int8", "--to-hf", "--tokenizer-from",
+                      "tokenizer.bin"})
         CHECK(help.out.find(word) != std::string::npos);
     CHECK(help.err == "");
     check_refused(run(""), "--help", "needs two paths, got 0");
@@ -535,6 +617,8 @@ EXPORT_TEST("the command line") {
     check_refused(run("a b --quick"), "--quick", "unknown option");
     check_refused(run("--to-hf a b --tokenizer-from"), "--tokenizer-from", "needs a folder");
     check_refused(run("--to-hf a b --keep-dtype"), "--keep-dtype and --to-hf", "do not go together");
+    check_refused(run("a b --keep-dtype --int8"), "--int8 and --keep-dtype", "do not go together");
+    check_refused(run("--to-hf a b --int8"), "--int8 and --to-hf", "do not go together");
     check_refused(run("a b --tokenizer-from c"), "--tokenizer-from", "do not go together");
     check_refused(run("--tokenizer --to-hf a b"), "--to-hf and --tokenizer", "do not go together");
     check_refused(run("--to-hf /nonexistent.bin /nonexistent"), "/nonexistent.bin", "No such file");

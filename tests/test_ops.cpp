@@ -116,7 +116,7 @@ template <class T> struct TestLinear : Linear<T> {
 
 TEST_CASE_TEMPLATE("products: linear, linear_add, head", T, bf16, float, double) {
     Random random{3};
-    for (int N : {1, 2, 5, 17, 33, 70}) for (int in : {1, 16, 33, 96, 257}) for (auto blocks : {std::vector<int>{1}, {7, 3, 3}, {96, 33}}) {
+    for (int N : {1, 2, 5, 17, 33, 65, 70}) for (int in : {1, 16, 33, 96, 257}) for (auto blocks : {std::vector<int>{1}, {7, 3, 3}, {96, 33}}) {
         TestLinear<T> W(random, blocks, in);
         auto x = random.fill<T>((size_t)N * in);
         std::vector<double> size, want = W.product(x, N, size);
@@ -154,7 +154,7 @@ TEST_CASE_TEMPLATE("a product's row has the same bits alone and in any batch, on
         auto x = random.fill<T>((size_t)N * in);
         auto whole = poisoned<acc<T>>((size_t)N * W.out()), zero = std::vector<acc<T>>(whole.size());
         linear_add_cpu(whole.data(), zero.data(), x.data(), W, N);
-        for (int count : {1, 2, 16, 31, 64}) // rows in the batch of which ours is one
+        for (int count : {1, 2, 16, 31, 64, 65}) // rows in the batch of which ours is one
             for (int n = 0; n + count <= N; n += 11) {
                 auto alone = poisoned<acc<T>>((size_t)count * W.out());
                 linear_add_cpu(alone.data(), zero.data(), x.data() + (size_t)n * in, W, count);
