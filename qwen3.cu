@@ -83,8 +83,8 @@ inline double to_acc(double x) { return x; }
 inline bf16 to_bf16(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
-    if ((u & 0x7fffffff) > 0x7f800000) return {(uint16_t)((u >> 16) | 0x40)};
-    return {(uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
+    const uint32_t nearest = (u + 0x7fff + (u >> 16 & 1)) >> 16, nan = u >> 16 | 0x40;
+    return {(uint16_t)((u & 0x7fffffff) > 0x7f800000 ? nan : nearest)}; // a choice, not a jump: loops vectorise
 }
 
 inline float half_to_float(uint16_t h) {
@@ -174,33 +174,45 @@ template <class A, class B> INLINE acc<A> dot(const A* a, const B* b, int n) {
     return sum_lanes(sum);
 }
 
-// e^x from multiplications, additions and exponent bits only, so that compilers can vectorise it and a GPU
-// can repeat it. Relative error under 2e-7; 0 below -87; x <= 88. Exact: every step is one fmaf, so that the
-// bits are the same on every machine (the sampler needs that); otherwise the compiler chooses.
-// e^x = 2^k e^r with k = round(x / ln 2), |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7.
-template <bool Exact> INLINE float exp_poly(float x) {
-    auto fma = [](float a, float b, float c) { return Exact ? fmaf(a, b, c) : a * b + c; };
-    float magic = 12582912.f; // 1.5 * 2^23: adding it rounds to an integer
-    float shifted = fma(x, 1.44269504f, magic), k = shifted - magic;
-    float r = fma(k, -0.693145752f, x); // ln 2 in two parts, the first with few bits, so that r is exact
-    r = fma(k, -1.42860677e-6f, r);
-    float p = 1.f / 5040;
-    p = fma(p, r, 1.f / 720);
-    p = fma(p, r, 1.f / 120);
-    p = fma(p, r, 1.f / 24);
-    p = fma(p, r, 1.f / 6);
-    p = fma(p, r, 0.5f);
-    p = fma(p, r, 1.f);
-    p = fma(p, r, 1.f);
+// e^x from multiplications, additions and exponent bits only, 16 lanes at once. Relative error under 3e-7; 0 below
+// -87; x <= 88. e^x = 2^k e^r with k = round(x / ln 2), |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7.
+INLINE void exp_lanes(float16v& x) {
+    const float16v shifted = x * 1.44269504f + 12582912.f; // 1.5 * 2^23: adding it rounds to an integer,
+    const float16v k = shifted - 12582912.f;
+    const float16v r = x - k * 0.693145752f - k * 1.42860677e-6f; // ln 2 in two parts, the first with few bits
+    float16v p = r * (1.f / 5040) + 1.f / 720;
+    p = p * r + 1.f / 120;
+    p = p * r + 1.f / 24;
+    p = p * r + 1.f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.f;
+    p = p * r + 1.f;
+    const uint16v power = (uint16v)p + ((uint16v)shifted << 23); // which the low bits of `shifted` then hold
+    x = (float16v)(power & (uint16v)(x >= -87.f));
+}
+INLINE void exp_lanes(double16v& x) {
+    for (int l = 0; l < LANES; l++) x[l] = std::exp(x[l]);
+}
+
+// The same for one float, every step one fmaf: the bits are the same on every machine and on a GPU, which the
+// sampler needs.
+inline float exp_exact(float x) {
+    const float shifted = fmaf(x, 1.44269504f, 12582912.f), k = shifted - 12582912.f;
+    const float r = fmaf(k, -1.42860677e-6f, fmaf(k, -0.693145752f, x));
+    float p = fmaf(1.f / 5040, r, 1.f / 720);
+    p = fmaf(p, r, 1.f / 120);
+    p = fmaf(p, r, 1.f / 24);
+    p = fmaf(p, r, 1.f / 6);
+    p = fmaf(p, r, 0.5f);
+    p = fmaf(p, r, 1.f);
+    p = fmaf(p, r, 1.f);
     uint32_t bits, shift;
     memcpy(&shift, &shifted, 4);
     memcpy(&bits, &p, 4);
-    bits += shift << 23; // the low bits of `shifted` hold k
+    bits += shift << 23;
     memcpy(&p, &bits, 4);
     return x < -87.f ? 0.f : p;
 }
-INLINE float exp_acc(float x) { return exp_poly<false>(x); }
-INLINE double exp_acc(double x) { return std::exp(x); }
 
 // ---- CPU roads: what instructions there are is asked when the program starts. Ops whose plain loop is too slow
 // have twins for them; the others are compiled for the build's own target.
@@ -796,7 +808,7 @@ void rmsnorm_cpu(T* out,          // (N,C) out
 // ---- products: y[n][r] = sum_i W[r][i] x[n][i]
 // Work is cut into tasks, a few rows of W each: a thread streams its own rows, and holds them in its cache while
 // the tokens pass, SLAB at a time. The innermost piece, `product_tile`, has a twin for each instruction set:
-//     y[r * SLAB + n] = W[r] . x[n] for `rows` <= TILE_ROWS rows and N <= SLAB tokens.
+//     y[n * TILE_ROWS + r] = W[r] . x[n] for `rows` <= TILE_ROWS rows and N <= SLAB tokens.
 // In each of them an output is one sum in one order, whatever the other rows and tokens are.
 constexpr int TILE_ROWS = 32, SLAB = 64;
 
@@ -832,7 +844,7 @@ struct PlainKernel {
             }
         }
         for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) y[r * SLAB + m] = sum_lanes(sum[r][m]);
+            for (int m = 0; m < M; m++) y[m * TILE_ROWS + r] = sum_lanes(sum[r][m]);
     }
 };
 
@@ -870,7 +882,7 @@ struct Avx2Kernel {
             }
         }
         for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) y[r * SLAB + m] = sum8(sum[r][m]);
+            for (int m = 0; m < M; m++) y[m * TILE_ROWS + r] = sum8(sum[r][m]);
     }
 };
 
@@ -898,17 +910,24 @@ struct Avx512Kernel {
         for (int r = 0; r < R; r++)
             for (int m = 0; m < M; m++) sum[r][m] = _mm512_setzero_ps();
         const size_t groups = (K + GROUP - 1) / GROUP;
-        for (int i = 0; i < K; i += 16) {
-            const __mmask16 mask = first_lanes(K - i);
-            for (int m = 0; m < M; m++) b[m] = load16(x + (size_t)m * K + i, mask);
-            for (int r = 0; r < R; r++) {
-                if (!INT8) a = load16(rows.w + (size_t)r * K + i, mask);
-                else a = _mm512_mul_ps(load16(rows.q + (size_t)r * K + i, mask), _mm512_set1_ps(to_acc(rows.scale[r * groups + i / GROUP])));
-                for (int m = 0; m < M; m++) sum[r][m] = _mm512_fmadd_ps(a, b[m], sum[r][m]);
+        for (size_t g = 0; g < groups; g += 16) { // 16 groups: their scales, as floats, are one register a row
+            float scale[R][16];
+            if (INT8)
+                for (int r = 0; r < R; r++) _mm512_storeu_ps(scale[r], load16(rows.scale + r * groups + g, first_lanes((int)(groups - g))));
+            for (int i = (int)g * GROUP; i < std::min(K, (int)g * GROUP + 16 * GROUP); i += 16) {
+                const __mmask16 mask = first_lanes(K - i);
+                for (int m = 0; m < M; m++) b[m] = load16(x + (size_t)m * K + i, mask);
+                for (int r = 0; r < R; r++) {
+                    // A row is short; the next ones are asked for while this one is computed on.
+                    if (M == 1 && i % 64 == 0) _mm_prefetch(INT8 ? (const char*)(rows.q + (size_t)(R + r) * K + i) : (const char*)(rows.w + (size_t)(R + r) * K + i), _MM_HINT_T0);
+                    if (!INT8) a = load16(rows.w + (size_t)r * K + i, mask);
+                    else a = _mm512_mul_ps(load16(rows.q + (size_t)r * K + i, mask), _mm512_set1_ps(scale[r][i / GROUP - g]));
+                    for (int m = 0; m < M; m++) sum[r][m] = _mm512_fmadd_ps(a, b[m], sum[r][m]);
+                }
             }
         }
         for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) y[r * SLAB + m] = sum16(sum[r][m]);
+            for (int m = 0; m < M; m++) y[m * TILE_ROWS + r] = sum16(sum[r][m]);
     }
 };
 
@@ -930,7 +949,7 @@ struct Bf16Kernel {
             }
         }
         for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) y[r * SLAB + m] = sum16(sum[r][m]);
+            for (int m = 0; m < M; m++) y[m * TILE_ROWS + r] = sum16(sum[r][m]);
     }
 };
 #endif
@@ -944,16 +963,16 @@ void product_tile(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
         const bool four = r + 4 <= rows;
         int n = 0;
         for (; n + M <= N; n += M) {
-            if (four) Kernel::template run<INT8, 4, M>(y + n, w, x + (size_t)n * K, K);
-            else Kernel::template run<INT8, 1, M>(y + n, w, x + (size_t)n * K, K);
+            if (four) Kernel::template run<INT8, 4, M>(y + n * TILE_ROWS, w, x + (size_t)n * K, K);
+            else Kernel::template run<INT8, 1, M>(y + n * TILE_ROWS, w, x + (size_t)n * K, K);
         }
         for (; n < N; n++) {
-            if (four) Kernel::template run<INT8, 4, 1>(y + n, w, x + (size_t)n * K, K);
-            else Kernel::template run<INT8, 1, 1>(y + n, w, x + (size_t)n * K, K);
+            if (four) Kernel::template run<INT8, 4, 1>(y + n * TILE_ROWS, w, x + (size_t)n * K, K);
+            else Kernel::template run<INT8, 1, 1>(y + n * TILE_ROWS, w, x + (size_t)n * K, K);
         }
         const int done = four ? 4 : 1;
         w.skip(done);
-        y += done * SLAB, r += done;
+        y += done, r += done;
     }
 }
 template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N);
@@ -999,37 +1018,46 @@ TARGET_AMX inline void amx_configure(int width) {
 TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, const bf16* x, int width, int N, int K) {
     amx_configure(width);
     const bf16* w2 = w + (size_t)16 * K;
-    for (int n = 0; n < N; n += 32) {
-        const bf16 *x1 = x + (size_t)n * K, *x2 = x1 + (size_t)16 * K;
-        const bool two = N - n > 16;
+    if (width == 4) { // one token: two columns of sums
         _tile_zero(0);
         _tile_zero(1);
-        if (two) {
-            _tile_zero(2);
-            _tile_zero(3);
-            for (int k = 0; k < K; k += 32) {
-                _tile_loadd(4, w + k, K * 2);
-                _tile_loadd(6, x1 + (size_t)k * 16, 64);
-                _tile_loadd(5, w2 + k, K * 2);
+        for (int k = 0; k < K; k += 32) {
+            _tile_loadd(4, w + k, K * 2);
+            _tile_loadd(6, x + k, 4);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(5, w2 + k, K * 2);
+            _tile_dpbf16ps(1, 5, 6);
+        }
+        _tile_stored(0, y, 4);
+        _tile_stored(1, y + 16, 4);
+        return _tile_release();
+    }
+    for (int n = 0; n < N; n += 32) { // 32 rows by 32 tokens; the second 16 tokens may not be there
+        const bool two = N - n > 16;
+        const bf16 *x1 = x + (size_t)n * K, *x2 = two ? x1 + (size_t)16 * K : x1;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int k = 0; k < K; k += 32) {
+            _tile_loadd(4, w + k, K * 2);
+            _tile_loadd(6, x1 + (size_t)k * 16, 64);
+            _tile_loadd(5, w2 + k, K * 2);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 5, 6);
+            if (two) {
                 _tile_loadd(7, x2 + (size_t)k * 16, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 5, 6);
                 _tile_dpbf16ps(2, 4, 7);
                 _tile_dpbf16ps(3, 5, 7);
             }
-            _tile_stored(2, y + n + 16, SLAB * 4);
-            _tile_stored(3, y + n + 16 + 16 * SLAB, SLAB * 4);
-        } else {
-            for (int k = 0; k < K; k += 32) {
-                _tile_loadd(4, w + k, K * 2);
-                _tile_loadd(6, x1 + (size_t)k * width / 4, width);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(5, w2 + k, K * 2);
-                _tile_dpbf16ps(1, 5, 6);
-            }
         }
-        _tile_stored(0, y + n, SLAB * 4);
-        _tile_stored(1, y + n + 16 * SLAB, SLAB * 4);
+        float sums[TILE_ROWS * 32]; // (rows, tokens): y wants it the other way round
+        _tile_stored(0, sums, 128);
+        _tile_stored(1, sums + 16 * 32, 128);
+        _tile_stored(2, sums + 16, 128);
+        _tile_stored(3, sums + 16 * 32 + 16, 128);
+        for (int m = 0; m < std::min(32, N - n); m++)
+            for (int r = 0; r < TILE_ROWS; r++) y[(n + m) * TILE_ROWS + r] = sums[r * 32 + m];
     }
     _tile_release();
 }
@@ -1079,7 +1107,7 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
 #endif
                 if (!packed || rows < TILE_ROWS) tile(y, w, rows, x + (size_t)n0 * K, n1 - n0);
                 for (int n = n0; n < n1; n++)
-                    for (int i = 0; i < rows; i++) store(n, base + r + i, y[i * SLAB + n - n0]);
+                    for (int i = 0; i < rows; i++) store(n, base + r + i, y[(n - n0) * TILE_ROWS + i]);
             }
         }
     }
@@ -1225,6 +1253,10 @@ TARGET_AVX512 inline void attention_mix_avx512(float* out, float scale, const fl
 }
 #endif
 
+template <class T> void widen(acc<T>* __restrict out, const T* __restrict in, size_t n) {
+    for (size_t i = 0; i < n; i++) out[i] = to_acc(in[i]);
+}
+
 // One page for one query row: keys and values as acc<T>, zeros behind the row's length.
 template <class T, class Scores, class Mix>
 void attention_page(AttentionRow<T>& row, const acc<T>* keys, const acc<T>* values, int first, int D, Scores scores, Mix mix) {
@@ -1234,8 +1266,13 @@ void attention_page(AttentionRow<T>& row, const acc<T>* keys, const acc<T>* valu
     scores(p, row.q, keys, D);
     for (int j = n; j < PAGE; j++) p[j] = -std::numeric_limits<acc<T>>::infinity();
     for (int j = 0; j < PAGE; j++) top = p[j] > top ? p[j] : top;
-    const acc<T> scale = exp_acc(row.maximum - top);
-    for (int j = 0; j < PAGE; j++) p[j] = exp_acc(p[j] - top);
+    const acc<T> scale = std::exp(row.maximum - top);
+    lanes<T> e;
+    static_assert(PAGE == LANES, "a page's scores are one vector");
+    load_lanes(e, p);
+    e -= top;
+    exp_lanes(e);
+    memcpy(p, &e, sizeof e);
     row.maximum = top;
     row.sum *= scale;
     for (int j = 0; j < PAGE; j++) row.sum += p[j];
@@ -1290,7 +1327,8 @@ void attention_cpu(T* out,          // (N,HD) out
                 for (int first = 0; first < longest; first += PAGE) {
                     // What lies behind the longest row was never written: zeros stand for it.
                     const size_t at = kv_offset(table[first / PAGE], kv, 0, K, D), held = (size_t)std::min(PAGE, longest - first) * D;
-                    for (size_t i = 0; i < held; i++) page[i] = to_acc(keys[at + i]), page[PAGE * D + i] = to_acc(values[at + i]);
+                    widen(page.data(), keys + at, held);
+                    widen(page.data() + PAGE * D, values + at, held);
                     std::fill(page.begin() + held, page.begin() + PAGE * D, 0);
                     std::fill(page.begin() + PAGE * D + held, page.end(), 0);
                     for (int i = 0; i < count; i++) attention_page(rows[i], page.data(), page.data() + PAGE * D, first, D, scores, mix);
@@ -1316,9 +1354,15 @@ void swiglu_cpu(T* out,           // (N,F) out
     for (int task = 0; task < N * parts; task++) {
         const T *gate = gate_up + (size_t)(task / parts) * 2 * F, *up = gate + F;
         T* row = out + (size_t)(task / parts) * F;
-        for (int i = task % parts * PART; i < std::min(F, (task % parts + 1) * PART); i++) {
-            const acc<T> g = to_acc(gate[i]), e = exp_acc(std::min(-g, (acc<T>)80)); // beyond 80 it is 0 to all purposes
-            row[i] = to_stored<T>(g / (1 + e) * to_acc(up[i]));
+        for (int i = task % parts * PART; i < std::min(F, (task % parts + 1) * PART); i += LANES) {
+            const int n = std::min(LANES, F - i);
+            lanes<T> g, u, e;
+            load_some(g, gate + i, n);
+            load_some(u, up + i, n);
+            for (int l = 0; l < LANES; l++) e[l] = std::min(-g[l], (acc<T>)80); // beyond 80 it is 0 to all purposes
+            exp_lanes(e);
+            u *= g / (1 + e);
+            for (int l = 0; l < n; l++) row[i + l] = to_stored<T>(u[l]);
         }
     }
 }
@@ -1455,7 +1499,7 @@ inline int sample(const float* logits, int exist, const Sampling& how, uint64_t 
     const float top = value(best);
     for (int id = 0; id < exist; id++) {
         float x = (value(id) - top) / how.temperature;
-        uint64_t weight = x < -28.f ? 0 : (uint64_t)(exp_poly<true>(x) * 1099511627776.f); // 2^40; e^-28 is below 2^-40
+        uint64_t weight = x < -28.f ? 0 : (uint64_t)(exp_exact(x) * 1099511627776.f); // 2^40; e^-28 is below 2^-40
         if (weight) kept.push_back({value(id), id, weight});
     }
     auto likelier = [](const Candidate& a, const Candidate& b) { return a.logit != b.logit ? a.logit > b.logit : a.id < b.id; };
