@@ -1356,7 +1356,7 @@ void swiglu_cpu(T* out,           // (N,F) out
         T* row = out + (size_t)(task / parts) * F;
         for (int i = task % parts * PART; i < std::min(F, (task % parts + 1) * PART); i += LANES) {
             const int n = std::min(LANES, F - i);
-            lanes<T> g, u, e;
+            lanes<T> g, u, e = {};
             load_some(g, gate + i, n);
             load_some(u, up + i, n);
             for (int l = 0; l < LANES; l++) e[l] = std::min(-g[l], (acc<T>)80); // beyond 80 it is 0 to all purposes
