@@ -60,6 +60,14 @@ qwen3: qwen3.cu $(HEADERS) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@ $(EDIT)
 	@echo "built     ./qwen3"
 
+# ---- Speed: the real shape with random weights, and the tokenizer.
+bench: info qwen3
+	@[ -f $(BUILD)/0.6B.bin ] || ./qwen3 --synthesize 0.6B $(BUILD)/0.6B.bin
+	./qwen3 $(BUILD)/0.6B.bin --bench
+	./qwen3 $(BUILD)/0.6B.bin --bench --dtype int8
+	@$(CXX) $(CPUFLAGS) tests/bench_tokenizer.cpp -o $(BUILD)/bench_tokenizer
+	$(BUILD)/bench_tokenizer
+
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
 SUITES    = $(notdir $(basename $(wildcard tests/test_*.cpp)))
 MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)

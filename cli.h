@@ -5,6 +5,7 @@
 //   perplexity     --ppl: how well the model foresees a text
 //   evaluate       --eval: its answers to the questions of a file, and its loss on the answers there
 //   synthesize     --synthesize: random weights of a real shape
+//   bench          --bench: what this machine does, and what it could
 #include <langinfo.h>
 #include <locale.h>
 #include <poll.h>

@@ -336,7 +336,11 @@ TEST_CASE("--eval: killed at any byte, it goes on and ends with the same bytes")
     const std::string out = scratch / "out", partial = out + ".partial";
     size_t header = 0;
     int killed = 0;
-    for (size_t limit = 30; limit < header + whole.size() || !header; limit += 97) {
+    // LLVM's OpenMP makes a file of 1024 bytes of its own when it starts: below that, this is what is killed.
+    Process(ask(out), "", 30).wait();
+    const size_t lowest = fs::exists(partial) ? 30 : 1030;
+    fs::remove(partial);
+    for (size_t limit = lowest; limit < header + whole.size() || !header; limit += 41) {
         const Result r = Process(ask(out), "", limit).wait();
         INFO("limit " << limit << ": " << r.err);
         CHECK(r.status == 1000 + SIGXFSZ);
