@@ -340,7 +340,7 @@ TEST_CASE("--eval: killed at any byte, it goes on and ends with the same bytes")
     Process(ask(out), "", 30).wait();
     const size_t lowest = fs::exists(partial) ? 30 : 1030;
     fs::remove(partial);
-    for (size_t limit = lowest; limit < header + whole.size() || !header; limit += 41) {
+    for (size_t limit = lowest; limit < header + whole.size() || !header; limit += 29) {
         const Result r = Process(ask(out), "", limit).wait();
         INFO("limit " << limit << ": " << r.err);
         CHECK(r.status == 1000 + SIGXFSZ);
