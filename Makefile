@@ -65,12 +65,12 @@ bench: info qwen3
 	@[ -f $(BUILD)/0.6B.bin ] || ./qwen3 --synthesize 0.6B $(BUILD)/0.6B.bin
 	./qwen3 $(BUILD)/0.6B.bin --bench
 	./qwen3 $(BUILD)/0.6B.bin --bench --dtype int8
-	@$(CXX) $(CPUFLAGS) tests/bench_tokenizer.cpp -o $(BUILD)/bench_tokenizer
+	$(Q)$(CXX) $(CPUFLAGS) tests/bench_tokenizer.cpp -o $(BUILD)/bench_tokenizer
 	$(BUILD)/bench_tokenizer
 
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
 SUITES    = $(notdir $(basename $(wildcard tests/test_*.cpp)))
-MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)
+MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)$(PORTABLE:%=-portable)
 T         = $(BUILD)/$(MODE)
 TESTFLAGS = -std=c++17 -O2 -g $(FLAGS) -Werror -I. $(if $(SANITIZE),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -O1)
 

@@ -1037,20 +1037,31 @@ static double read_ceiling() {
     return (double)(n * 8) / best;
 }
 
-// A burst of multiply-adds on registers alone; returns how many flops it was. N sums of 16 lanes: enough to hide
-// the latency of one, few enough for the registers.
-template <int N> INLINE double multiply_lanes(float16v* memory) {
-    float16v a = memory[14], b = memory[15], sums[N];
-    for (int i = 0; i < N; i++) sums[i] = memory[i];
-    for (int k = 0; k < 4000; k++)
-        for (int i = 0; i < N; i++) sums[i] += a * b;
-    for (int i = 0; i < N; i++) memory[i] = sums[i];
-    return 2. * LANES * N * 4000;
+// A burst of multiply-adds on registers alone; returns how many flops it was. Sums enough to hide the latency of
+// one, few enough for the registers.
+static double multiply_plain(float16v* memory) {
+    float16v a = memory[14], b = memory[15], s0 = memory[0], s1 = memory[1];
+    for (int k = 0; k < 4000; k++) s0 = s0 * a + b, s1 = s1 * a + b;
+    memory[0] = s0, memory[1] = s1;
+    return 2. * LANES * 2 * 4000;
 }
-static double multiply_plain(float16v* memory) { return multiply_lanes<2>(memory); }
-#ifdef X86
-TARGET_AVX2 static double multiply_avx2(float16v* memory) { return multiply_lanes<5>(memory); }
-TARGET_AVX512 static double multiply_avx512(float16v* memory) { return multiply_lanes<12>(memory); }
+#ifdef HAVE_TWINS
+TARGET_AVX2 static double multiply_avx2(float16v* memory) {
+    __m256 a = _mm256_set1_ps(1), s[10];
+    for (int i = 0; i < 10; i++) s[i] = a;
+    for (int k = 0; k < 4000; k++)
+        for (int i = 0; i < 10; i++) s[i] = _mm256_fmadd_ps(a, a, s[i]);
+    for (int i = 0; i < 10; i++) memcpy(memory + i, s + i, 32);
+    return 2. * 8 * 10 * 4000;
+}
+TARGET_AVX512 static double multiply_avx512(float16v* memory) {
+    __m512 a = _mm512_set1_ps(1), s[12];
+    for (int i = 0; i < 12; i++) s[i] = a;
+    for (int k = 0; k < 4000; k++)
+        for (int i = 0; i < 12; i++) s[i] = _mm512_fmadd_ps(a, a, s[i]);
+    for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
+    return 2. * 16 * 12 * 4000;
+}
 TARGET_AVX512_BF16 static double multiply_bf16(float16v* memory) {
     __m512bh a = (__m512bh)_mm512_set1_epi16(0x3f80);
     __m512 s[12];
@@ -1080,14 +1091,16 @@ TARGET_AMX static double multiply_amx(float16v* memory) {
 }
 #endif
 
-// Flops a second that all threads reach on the road that products of T take, for 0.3 s.
-template <class T> double multiply_ceiling() {
+// Flops a second that all threads reach, for 0.3 s, on the road that products of T take (or of INT8 and T).
+template <class T> double multiply_ceiling(bool int8) {
+    const bool narrow = std::is_same_v<T, bf16> && !int8;
     auto multiply = multiply_plain;
-#ifdef X86
+    (void)narrow;
+#ifdef HAVE_TWINS
     if (cpu_road >= CPU_AVX2) multiply = multiply_avx2;
     if (cpu_road >= CPU_AVX512) multiply = multiply_avx512;
-    if (std::is_same_v<T, bf16> && cpu_road >= CPU_AVX512_BF16) multiply = multiply_bf16;
-    if (std::is_same_v<T, bf16> && cpu_road >= CPU_AMX) multiply = multiply_amx;
+    if (narrow && cpu_road >= CPU_AVX512_BF16) multiply = multiply_bf16;
+    if (narrow && cpu_road >= CPU_AMX) multiply = multiply_amx;
 #endif
     double flops = 0;
     const double start = seconds();
@@ -1129,7 +1142,7 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
     };
     auto median = [](std::vector<double> v) { return std::sort(v.begin(), v.end()), v[v.size() / 2]; };
 
-    const double bandwidth = read_ceiling(), flops = multiply_ceiling<T>();
+    const double bandwidth = read_ceiling(), flops = multiply_ceiling<T>(weights.head.q[0]);
     std::vector<BenchRow> rows;
     session.feed(text(16)); // pages in the weights
     std::vector<double> times;
@@ -1160,7 +1173,7 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
     }
     fprintf(stderr, "\r%*s\r", 40, "");
 
-    const char* type = std::is_same_v<T, float> ? "float32" : "bfloat16";
+    const char* type = weights.type_name();
     if (o.json) {
         sj::Writer w;
         w.object().field("model", o.model).field("type", type).field("road", cpu_road_name(cpu_road)).field("threads", thread_count());

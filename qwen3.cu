@@ -15,25 +15,26 @@
                double). The residual stream x is acc<T>; everything else between ops is T.
 
    Contracts
-   - Every op has a CPU definition `op_cpu`, next to it its CUDA kernel; RUN(op, ...) picks one. Outputs come
-     first, then inputs, then sizes. The CPU definition is the meaning of the op, and tests hold to it.
+   - Every op has a CPU definition `op_cpu`, which is its meaning: tests hold to it. Outputs come first, then
+     inputs, then sizes. RUN(op, ...) is the one place that will choose between it and its CUDA kernel.
    - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
    - The bits of a row never depend on the other rows of the batch, nor on the number of threads: each sum is
      taken in one fixed order. (For that the Makefile turns the compiler's own choice between a * b + c in one or
      two roundings off: -ffp-contract=off.)
    - What a user can get wrong is thrown as Error: one line that names the file and the fault.
-   - Nothing is allocated inside `forward`: a Session plans its memory once.
+   - Nothing is allocated inside `forward`: a Session plans its memory once. (The CPU's products and attention
+     keep scratch of their own, which grows to the largest batch and stays.)
 
    Easy to get wrong: RoPE turns the halves (i, i + D/2), not neighbours; q and k are RMS-normalised head by
    head *before* RoPE; D is not C / H; a tied head is the embedding; there are several end tokens; ids from
    the tokenizer's count up to V have rows but do not exist, and must not be drawn.
 
    Contents
-   1 Platform          bf16, RUN, lanes, exp, Philox, memory, time
+   1 Platform          bf16, RUN, lanes, exp, CPU roads, Philox, memory, time
    2 Model file        config, safetensors, validation, weights
    3 Ops               embed, rmsnorm, products, q/k norm + RoPE, attention, SwiGLU, head
    5 Forward           activations, KV cache, the model
-   6 Sampler, session
+   6 Sampler, session  penalties, sampling, stop strings, generate
    9 main
    (Section 4 is for adapters, 7 and 8 for the backward pass; the numbers are shared/DESIGN.md's.)
 */
@@ -53,6 +54,7 @@
 #include <memory>
 #include <random>
 #include <set>
+#include <utility>
 #include <vector>
 #ifdef _OPENMP
 #include <omp.h>
@@ -113,6 +115,7 @@ template <class T> inline T to_stored(acc<T> x) {
 // Where and how ops run. CPU only for now: RUN is the one place that will choose.
 struct Context {
     bool gpu = false;
+    const volatile sig_atomic_t* stop = nullptr; // forward gives up between layers when this becomes non-zero
 };
 #define RUN(op, ...) ((void)ctx, op##_cpu(__VA_ARGS__))
 
@@ -188,7 +191,7 @@ INLINE void exp_lanes(float16v& x) {
     p = p * r + 1.f;
     p = p * r + 1.f;
     const uint16v power = (uint16v)p + ((uint16v)shifted << 23); // which the low bits of `shifted` then hold
-    x = (float16v)(power & (uint16v)(x >= -87.f));
+    x = (float16v)(power & ~(uint16v)(x < -87.f)); // (so that a NaN stays one)
 }
 INLINE void exp_lanes(double16v& x) {
     for (int l = 0; l < LANES; l++) x[l] = std::exp(x[l]);
@@ -222,8 +225,9 @@ inline const char* cpu_road_name(int road) {
     return names[road];
 }
 
+// Older compilers do not know the instructions of bf16 and AMX; they, and other processors, get the plain loops.
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-#define X86
+#define HAVE_TWINS
 #define TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")))
 #define TARGET_AVX512_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
@@ -232,12 +236,12 @@ inline const char* cpu_road_name(int road) {
 
 // The best road this CPU has.
 inline CpuRoad best_cpu_road() {
-#ifdef X86
+#ifdef HAVE_TWINS
     unsigned a, b, c, d, a1 = 0, b1, c1, d1;
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return CPU_PLAIN;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
-        !__builtin_cpu_supports("avx512dq") || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1))
-        return __builtin_cpu_supports("avx512dq") ? CPU_AVX512 : CPU_AVX2;
+        !__builtin_cpu_supports("avx512dq")) return CPU_AVX2;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return CPU_AVX512;
     if (!(a1 >> 5 & 1)) return CPU_AVX512; // AVX512_BF16
     const bool amx = (d >> 24 & 1) && (d >> 22 & 1); // AMX-TILE, AMX-BF16
     // Linux gives a process the tile registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
@@ -291,16 +295,21 @@ struct Arena {
     void allocate(const char* what);
 };
 
-// Bytes that can still be used, as the kernel says (SIZE_MAX where it does not).
+// Bytes that can still be used, as the kernel says and a container's limit allows (SIZE_MAX where neither does).
 inline size_t available_memory() {
-    size_t kilobytes = 0;
+    size_t bytes = SIZE_MAX, number;
     if (FILE* f = fopen("/proc/meminfo", "r")) {
         char line[128];
         while (fgets(line, sizeof line, f))
-            if (sscanf(line, "MemAvailable: %zu kB", &kilobytes) == 1) break;
+            if (sscanf(line, "MemAvailable: %zu kB", &number) == 1) bytes = number * 1024;
         fclose(f);
     }
-    return kilobytes ? kilobytes * 1024 : SIZE_MAX;
+    for (const char* file : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"})
+        if (FILE* f = fopen(file, "r")) {
+            if (fscanf(f, "%zu", &number) == 1) bytes = std::min(bytes, number);
+            fclose(f);
+        }
+    return bytes;
 }
 
 inline void Arena::allocate(const char* what) {
@@ -340,7 +349,6 @@ struct Config {
     double rope_theta;
     bool tied;
     std::vector<int> end_tokens; // any of them ends an answer
-    int group() const { return H / K; }
     size_t parameters() const {
         size_t layer = (size_t)C * (2 * H + 2 * K) * D + 3 * (size_t)C * F + 2 * (size_t)C + 2 * (size_t)D;
         return (size_t)L * layer + (size_t)V * C * (tied ? 1 : 2) + (size_t)C;
@@ -655,6 +663,8 @@ template <class T> struct Weights {
         else matrix("lm_head.weight", c.V, c.C, head);
     }
 
+    const char* type_name() const { return head.q[0] ? "int8" : std::is_same_v<T, float> ? "float32" : "bfloat16"; }
+
     // What one decode step reads of them.
     size_t step_bytes() const {
         size_t n = head.bytes();
@@ -751,8 +761,8 @@ template <class T> struct Weights {
 // In the order the model runs them.
 
 // N packed tokens of B sequences. The rows of a sequence are neighbours and in order of position. Sequences of
-// one row come first (decode), longer pieces (prompts, training) follow. Spare rows have seq = -1: every op
-// leaves them alone.
+// one row come first (decode), longer pieces (prompts, training) follow. Spare rows have seq = -1: ops that look
+// at tokens skip them, the others compute rows that nobody reads.
 // Keys and values live in pages of 16 tokens; row seq of the block table names the pages of a sequence.
 constexpr int PAGE = 16;
 struct Batch {
@@ -787,9 +797,7 @@ void embed_cpu(acc<T>* x,              // (N,C) out
 }
 
 // 1 / sqrt(mean(x^2) + eps) of one row.
-template <class A> A inverse_rms(const A* x, int n, float eps) {
-    return 1 / std::sqrt(dot(x, x, n) / n + (A)eps);
-}
+template <class T> acc<T> inverse_rms(const T* x, int n, float eps) { return 1 / std::sqrt(dot(x, x, n) / n + (acc<T>)eps); }
 
 // ---- rmsnorm: out[n] = x[n] / rms(x[n]) * w       (Zhang & Sennrich, "Root mean square layer normalization", 2019)
 template <class T>
@@ -848,7 +856,7 @@ struct PlainKernel {
     }
 };
 
-#ifdef X86
+#ifdef HAVE_TWINS
 // The same with AVX2: 8 lanes, 16 registers.
 TARGET_AVX2 INLINE __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
 TARGET_AVX2 INLINE __m256 load8(const bf16* p) {
@@ -919,7 +927,8 @@ struct Avx512Kernel {
                 for (int m = 0; m < M; m++) b[m] = load16(x + (size_t)m * K + i, mask);
                 for (int r = 0; r < R; r++) {
                     // A row is short; the next ones are asked for while this one is computed on.
-                    if (M == 1 && i % 64 == 0) _mm_prefetch(INT8 ? (const char*)(rows.q + (size_t)(R + r) * K + i) : (const char*)(rows.w + (size_t)(R + r) * K + i), _MM_HINT_T0);
+                    const void* next = INT8 ? (const void*)(rows.q + (size_t)(R + r) * K + i) : (const void*)(rows.w + (size_t)(R + r) * K + i);
+                    if (M == 1 && i % 64 == 0) _mm_prefetch((const char*)next, _MM_HINT_T0);
                     if (!INT8) a = load16(rows.w + (size_t)r * K + i, mask);
                     else a = _mm512_mul_ps(load16(rows.q + (size_t)r * K + i, mask), _mm512_set1_ps(scale[r][i / GROUP - g]));
                     for (int m = 0; m < M; m++) sum[r][m] = _mm512_fmadd_ps(a, b[m], sum[r][m]);
@@ -977,7 +986,7 @@ void product_tile(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
 }
 template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N);
 
-#ifdef X86
+#ifdef HAVE_TWINS
 // AMX: a tile register is 16 rows of 64 bytes; tdpbf16ps multiplies 16 rows of W by 16 tokens, 32 deep, at once.
 // Rows of W are loaded from where they are. Of x it wants, row after row, the pairs (x[2k], x[2k+1]) of all 16
 // tokens side by side: `amx_pack`. A single token is packed by its nature: so decoding takes the same road, one
@@ -1065,7 +1074,7 @@ TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, const bf16* x, 
 
 // The twin for this CPU.
 template <bool INT8, class T> ProductTile<T> choose_tile() {
-#ifdef X86
+#ifdef HAVE_TWINS
     if constexpr (!INT8 && std::is_same_v<T, bf16>)
         if (cpu_road >= CPU_AVX512_BF16) return product_tile<Bf16Kernel, INT8, T>;
     if constexpr (!std::is_same_v<T, double>) {
@@ -1082,12 +1091,13 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
     const int K = W.in;
     const ProductTile<T> tile = W.q[0] ? choose_tile<true, T>() : choose_tile<false, T>();
     const T* packed = nullptr; // not null: take AMX for whole tiles
-#ifdef X86
+#ifdef HAVE_TWINS
     if constexpr (std::is_same_v<T, bf16>)
         if (!W.q[0] && cpu_road >= CPU_AMX && K % 32 == 0) packed = amx_pack(x, N, K);
 #endif
-    // Tasks of 32 rows; more when there are tokens enough to make re-reading x cost something.
-    int step = TILE_ROWS, first_task[4] = {};
+    // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX wants its 32); more when there
+    // are tokens enough to make re-reading x cost something.
+    int step = N == 1 && !packed ? 8 : TILE_ROWS, first_task[4] = {};
     while (N >= SLAB && step < 128 && W.out() / (2 * step) >= 2 * thread_count()) step *= 2;
     for (int b = 0; b < 3; b++) first_task[b + 1] = first_task[b] + (W.rows[b] + step - 1) / step;
     #pragma omp parallel for schedule(static) if ((size_t)W.out() * K * N > 50000)
@@ -1101,7 +1111,7 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
             for (int r = r0; r < r1; r += TILE_ROWS) {
                 const int rows = std::min(TILE_ROWS, r1 - r);
                 const WeightRows<T> w(W, b, r);
-#ifdef X86
+#ifdef HAVE_TWINS
                 if constexpr (std::is_same_v<T, bf16>)
                     if (packed && rows == TILE_ROWS) product_tile_amx(y, w.w, packed + (size_t)n0 * K, N == 1 ? 4 : 64, n1 - n0, K);
 #endif
@@ -1151,7 +1161,7 @@ void qknorm_rope_kv_cpu(T* q,              // (N,HD) out
         const acc<T>* turn = rope + (size_t)b.pos[n] * D;
         const int page = b.slot[n] / PAGE, within = b.slot[n] % PAGE;
         auto norm_rope = [&](T* out, const T* in, const T* w) {
-            acc<T> scale = 1 / std::sqrt(dot(in, in, D) / D + (acc<T>)eps);
+            const acc<T> scale = inverse_rms(in, D, eps);
             for (int i = 0; i < D / 2; i++) {
                 acc<T> u = to_acc(in[i]) * scale * to_acc(w[i]), v = to_acc(in[i + D / 2]) * scale * to_acc(w[i + D / 2]);
                 out[i] = to_stored<T>(u * turn[2 * i] - v * turn[2 * i + 1]);
@@ -1169,10 +1179,12 @@ void qknorm_rope_kv_cpu(T* q,              // (N,HD) out
 
 // The angles as Hugging Face computes them: in float32 (in double for double), since the models were trained so.
 template <class A> void fill_rope(A* rope, int positions, int D, double theta) {
+    std::vector<A> frequency(D / 2);
+    for (int i = 0; i < D / 2; i++) frequency[i] = (A)1 / (A)std::pow(theta, (double)((A)(2 * i) / (A)D));
     #pragma omp parallel for schedule(static)
     for (int p = 0; p < positions; p++)
         for (int i = 0; i < D / 2; i++) {
-            A angle = (A)p * ((A)1 / (A)std::pow(theta, (double)((A)(2 * i) / (A)D)));
+            const A angle = (A)p * frequency[i];
             rope[(size_t)p * D + 2 * i] = std::cos(angle);
             rope[(size_t)p * D + 2 * i + 1] = std::sin(angle);
         }
@@ -1207,7 +1219,7 @@ template <class A> void attention_mix_plain(A* out, A scale, const A* p, const A
         memcpy(out + i, &o, n * sizeof(A));
     }
 }
-#ifdef X86
+#ifdef HAVE_TWINS
 TARGET_AVX2 inline void attention_scores_avx2(float* p, const float* q, const float* keys, int D) {
     for (int j = 0; j < PAGE; j += 4) {
         __m256 sum[4], a;
@@ -1292,7 +1304,7 @@ void attention_cpu(T* out,          // (N,HD) out
     const acc<T> scale = 1 / std::sqrt((acc<T>)D);
     auto scores = attention_scores_plain<acc<T>>;
     auto mix = attention_mix_plain<acc<T>>;
-#ifdef X86
+#ifdef HAVE_TWINS
     if constexpr (std::is_same_v<acc<T>, float>) {
         if (cpu_road >= CPU_AVX2) scores = attention_scores_avx2, mix = attention_mix_avx2;
         if (cpu_road >= CPU_AVX512) scores = attention_scores_avx512, mix = attention_mix_avx512;
@@ -1302,8 +1314,10 @@ void attention_cpu(T* out,          // (N,HD) out
     for (int n = 0; n < b.N; n++) work += b.seq[n] < 0 ? 0 : (size_t)(b.pos[n] + 1) * H * D;
     #pragma omp parallel if (work > 20000)
     {
-        std::vector<AttentionRow<T>> rows(ATTENTION_ROWS);
-        std::vector<acc<T>> page(2 * PAGE * D); // keys and values of a page, as acc<T>
+        static thread_local std::vector<AttentionRow<T>> rows; // they grow once, and stay
+        static thread_local std::vector<acc<T>> page;          // keys and values of a page, as acc<T>
+        if (rows.size() < (size_t)heads * std::min(tokens, b.N)) rows.resize((size_t)heads * std::min(tokens, b.N));
+        if (page.size() < (size_t)2 * PAGE * D) page.resize((size_t)2 * PAGE * D);
         #pragma omp for schedule(dynamic)
         for (int task = 0; task < token_tiles * K * head_tiles; task++) {
             // Later tokens see more keys: long tasks first.
@@ -1330,7 +1344,7 @@ void attention_cpu(T* out,          // (N,HD) out
                     widen(page.data(), keys + at, held);
                     widen(page.data() + PAGE * D, values + at, held);
                     std::fill(page.begin() + held, page.begin() + PAGE * D, 0);
-                    std::fill(page.begin() + PAGE * D + held, page.end(), 0);
+                    std::fill(page.begin() + PAGE * D + held, page.begin() + 2 * PAGE * D, 0);
                     for (int i = 0; i < count; i++) attention_page(rows[i], page.data(), page.data() + PAGE * D, first, D, scores, mix);
                 }
                 count = 0;
@@ -1440,7 +1454,7 @@ template <class T>
 void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, KVCache<T>& kv, const acc<T>* rope) {
     const int N = b.N, C = c.C, H = c.H, K = c.K, D = c.D;
     RUN(embed, a.layer[0].in, w.embed, b, C);
-    for (int l = 0; l < c.L; l++) {
+    for (int l = 0; l < c.L && !(ctx.stop && *ctx.stop); l++) {
         const Layer<T>& y = w.layers[l];
         auto& s = a.layer[l];
         T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
@@ -1576,7 +1590,9 @@ template <class T> struct Session {
                 slot[n] = pos[n]; // the identity table: page p holds positions 16 p ..
             }
             Batch batch = {N, 1, token, pos, seq, slot, table, pages};
+            ctx.stop = stop;
             forward(ctx, config, weights, batch, activations, cache, rope);
+            if (stop && *stop) return;
             ids.insert(ids.end(), token, token + N);
             done += N;
             const bool last = done == tokens.size();
@@ -1656,7 +1672,7 @@ struct StopFilter {
         held.erase(0, out.size());
         return out;
     }
-    std::string flush() { return std::move(held); }
+    std::string flush() { return std::exchange(held, {}); }
 };
 
 // How one answer is made, and what came of it.
@@ -1741,7 +1757,7 @@ static const char* USAGE =
     "  -n, --max-tokens N    tokens of the answer (default: to the end of the context)\n"
     "  -c, --ctx N           context in tokens (default 4096, or the model's limit if that is less)\n"
     "  -z, --tokenizer FILE  default: tokenizer.bin beside the model, beside the program, or in this folder\n"
-    "  -d, --device NAME     cpu or cuda (default: cuda if built and usable)\n"
+    "  -d, --device NAME     cpu, the only one so far\n"
     "      --dtype NAME      compute in f32 or bf16 (default: as stored), or int8: weights of 8.5 bits, made at load\n"
     "  -j, --threads N       CPU threads (default: all)\n"
     "      --prompt-cache FILE   restores what the prompt shares with FILE's; writes FILE if it does not exist\n"
@@ -2003,7 +2019,7 @@ template <class T> int answer(const Options& o, const ModelFile& file, double st
     if (o.max_tokens >= 0) g.max_tokens = (size_t)o.max_tokens;
 
     fprintf(stderr, "%s: %.1f M parameters, %s, cpu, %d threads, context %d, seed %llu\n", o.model.c_str(), (double)c.parameters() / 1e6,
-            std::is_same_v<T, float> ? "float32" : "bfloat16", thread_count(), context, (unsigned long long)g.sampling.seed);
+            weights.type_name(), thread_count(), context, (unsigned long long)g.sampling.seed);
     PromptCache<T> cache(o.prompt_cache, file, o.dtype == "int8", session);
     if (chat) return Chat<T>{o, session, *tokenizer, cache, g}.run();
     const double loaded = seconds();
@@ -2052,7 +2068,8 @@ static int run(int argc, char** argv) {
 #ifdef _OPENMP
     if (o.threads) omp_set_num_threads(o.threads);
 #endif
-    if (!o.device.empty() && o.device != "cpu") DIE(o.device == "cuda" ? "--device cuda: this build has no CUDA" : "--device %s: cpu or cuda", o.device.c_str());
+    if (o.device == "cuda") DIE("--device cuda: there are no CUDA kernels yet");
+    if (!o.device.empty() && o.device != "cpu") DIE("--device %s: only cpu so far", o.device.c_str());
     if (o.has_tokenize) {
         std::string line;
         for (int id : load_tokenizer(o)->encode(o.tokenize == "-" ? read_stdin() : o.tokenize, true)) line += format(line.empty() ? "%d" : " %d", id);
@@ -2064,17 +2081,14 @@ static int run(int argc, char** argv) {
     }
     if (!o.synthesize.empty()) return synthesize(o.synthesize, o.synthesize_to, o.seed), 0;
     if (o.model.empty()) DIE("no model named (--help lists the options)");
-    if (o.bench) {
-        ModelFile file(o.model);
-        return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
-    }
-    const bool measures = !o.ppl.empty() || !o.eval.empty();
-    if ((o.has_input || o.has_ids) + !o.ppl.empty() + !o.eval.empty() > 1) DIE("one thing at a time: -i or --ids, --ppl, --eval");
+    const bool measures = !o.ppl.empty() || !o.eval.empty() || o.bench;
+    if ((o.has_input || o.has_ids) + !o.ppl.empty() + !o.eval.empty() + o.bench > 1) DIE("one thing at a time: -i or --ids, --ppl, --eval, --bench");
     if (o.eval.empty() != o.output.empty()) DIE(o.output.empty() ? "--eval needs -o FILE, where the answers go" : "-o is for --eval");
     if (o.stride && o.ppl.empty()) DIE("--stride is for --ppl");
     if (!o.has_input && !o.has_ids && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (without it there is a chat, which has no --raw, --json or --logits)");
     ModelFile file(o.model);
+    if (o.bench) return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
     return wide(o, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);
 }
 

@@ -55,13 +55,13 @@ template <class T> bool same_bits(const std::vector<T>& a, const std::vector<T>&
 // Calls f once for every set of CPU instructions this machine has.
 template <class F> void on_every_road(F f) {
     const CpuRoad best = best_cpu_road();
+    struct Restore { ~Restore() { cpu_road = best_cpu_road(); } } restore; // also when a REQUIRE leaves f
     for (int road = CPU_PLAIN; road <= best; road++) {
         cpu_road = (CpuRoad)road;
         const std::string name = cpu_road_name(road);
         INFO("road " << name);
         f();
     }
-    cpu_road = best;
 }
 
 // Sequences of `past` tokens in the cache and `fresh` in the batch, on pages in random order; spare rows at the

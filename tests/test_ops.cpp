@@ -180,6 +180,31 @@ TEST_CASE_TEMPLATE("a product's row has the same bits alone and in any batch, on
     });
 }
 
+TEST_CASE("a product's tasks of 64 and 128 rows give the bits of tasks of 32") {
+    Random random{12};
+    TestLinear<bf16> W(random, {600, 33}, 64);
+    auto x = random.fill<bf16>(70 * 64);
+    on_every_road([&] {
+        std::vector<std::vector<float>> results;
+        for (int j : {1, 64}) { // few threads make the tasks large
+#ifdef _OPENMP
+            const int threads = omp_get_max_threads();
+            omp_set_num_threads(j);
+#endif
+            std::vector<float> zero((size_t)70 * W.out());
+            results.push_back(poisoned<float>(zero.size()));
+            linear_add_cpu(results.back().data(), zero.data(), x.data(), W, 70);
+#ifdef _OPENMP
+            omp_set_num_threads(threads);
+#endif
+            (void)j;
+        }
+        CHECK(same_bits(results[0], results[1]));
+        std::vector<double> size, want = W.product(x, 70, size);
+        CHECK(wrong(results[0], want, [&](size_t i) { return rounding<float>(want[i]) + sum_error<float>(size[i]); }) == 0);
+    });
+}
+
 TEST_CASE_TEMPLATE("swiglu and its fusion with the product", T, bf16, float, double) {
     Random random{5};
     for (int N : {1, 3}) for (int F : {1, 33, 72}) {
