@@ -69,19 +69,23 @@ bench: info qwen3
 	$(BUILD)/bench_tokenizer
 
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
-SUITES    = $(notdir $(basename $(wildcard tests/test_*.cpp)))
+UNITS     = $(addprefix test_,ops model sampler loader int8 generate) # test_units.cpp includes them
+SUITES    = $(filter-out $(UNITS),$(notdir $(basename $(wildcard tests/test_*.cpp))))
+JOBS     ?= $(shell nproc 2>/dev/null || echo 1)
 MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)$(PORTABLE:%=-portable)
 T         = $(BUILD)/$(MODE)
-TESTFLAGS = -std=c++17 -O2 -g $(FLAGS) -Werror -I. $(if $(SANITIZE),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -O1)
+TESTFLAGS = -std=c++17 -O2 -g1 $(FLAGS) -Werror -I. $(if $(SANITIZE),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -O1)
 
 $(T)/qwen3: qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@ $(EDIT)
+$(T)/test_units: $(UNITS:%=tests/%.cpp)
 $(T)/test_%: tests/test_%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) $< -o $@ $(EDIT)
 
-test: $(T)/qwen3 $(addprefix $(T)/,$(SUITES))
+test:
+	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(addprefix $(T)/,$(SUITES))
 	@QWEN3=$(T)/qwen3 tests/run.sh $(addprefix $(T)/,$(SUITES))
 asan:
 	@$(MAKE) --no-print-directory test SANITIZE=1
