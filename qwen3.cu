@@ -1631,7 +1631,7 @@ template <class T> struct Session {
 
     void plan() {
         const int N = std::min(CHUNK, capacity);
-        pages = (capacity + PAGE - 1) / PAGE;
+        pages = capacity / PAGE + (capacity % PAGE != 0);
         cache.plan(arena, config, pages);
         activations.plan(arena, config, N);
         rope = arena.take<acc<T>>((size_t)capacity * config.D);
