@@ -1093,9 +1093,8 @@ TARGET_AMX static double multiply_amx(float16v* memory) {
 
 // Flops a second that all threads reach, for 0.3 s, on the road that products of T take (or of INT8 and T).
 template <class T> double multiply_ceiling(bool int8) {
-    const bool narrow = std::is_same_v<T, bf16> && !int8;
+    [[maybe_unused]] const bool narrow = std::is_same_v<T, bf16> && !int8;
     auto multiply = multiply_plain;
-    (void)narrow;
 #ifdef HAVE_TWINS
     if (cpu_road >= CPU_AVX2) multiply = multiply_avx2;
     if (cpu_road >= CPU_AVX512) multiply = multiply_avx512;

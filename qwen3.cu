@@ -1493,9 +1493,9 @@ inline void penalize(float* logits, const Sampling& how, const std::vector<int>&
     for (auto [id, n] : count) logits[id] -= how.presence + how.frequency * (float)n;
 }
 
-// Draws an id from logits (V), of which only ids < exist may be drawn. In this order: (penalties, above,)
-// temperature, top-k, top-p, min-p; ties go to the lower id. `counter` is the position of the drawn token: the same seed, counter and
-// logits give the same id.
+// Draws an id from logits (V), of which only ids < exist may be drawn. In this order: penalties (above),
+// temperature, top-k, top-p, min-p; ties go to the lower id. `counter` is the position of the drawn token: the
+// same seed, counter and logits give the same id.
 // Probabilities are integers, e^(l - max) in steps of 2^-40: integer sums are the same in any order, so that
 // any number of threads, and a GPU, draw the same token.
 inline int sample(const float* logits, int exist, const Sampling& how, uint64_t counter) {

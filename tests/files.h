@@ -54,4 +54,6 @@ inline void write_file(const std::string& path, std::string_view bytes) {
     REQUIRE(fwrite(bytes.data(), 1, bytes.size(), f) == bytes.size());
     REQUIRE(fclose(f) == 0);
 }
-inline std::string read_file(const std::string& path) { return std::string(MappedFile(path).text()); }
+inline std::string read_file(const std::string& path) { // MappedFile takes no empty file
+    return fs::exists(path) && fs::file_size(path) == 0 ? "" : std::string(MappedFile(path).text());
+}

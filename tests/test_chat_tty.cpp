@@ -4,17 +4,16 @@
 // Where many tokens are wanted, a presence penalty of -100 makes an answer repeat its first token without end.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../chat_template.h"
+#include "files.h"
 #include <chrono>
 #include <csignal>
 #include <doctest/doctest.h>
-#include <filesystem>
 #include <poll.h>
 #include <pty.h>
 #include <sys/ioctl.h>
 #include <sys/wait.h>
 #include <utmp.h>
 
-namespace fs = std::filesystem;
 using Strings = std::vector<std::string>;
 
 static const std::string MODEL = "tests/fixtures/tiny/model.bin";
@@ -37,28 +36,6 @@ static int count(std::string_view text, std::string_view part) {
 static long number_after(std::string_view text, std::string_view words) {
     const size_t at = text.find(words);
     return at == text.npos ? -1 : atol(std::string(text.substr(at + words.size(), 20)).c_str());
-}
-
-struct Scratch { // an empty folder that goes away with the test case
-    fs::path path;
-    Scratch() {
-        std::string name = (fs::temp_directory_path() / "test_chat.XXXXXX").string();
-        REQUIRE(mkdtemp(name.data()));
-        path = name;
-    }
-    ~Scratch() { fs::remove_all(path); }
-    std::string operator/(const std::string& name) const { return (path / name).string(); }
-};
-
-static std::string read_file(const std::string& path) {
-    INFO(path);
-    REQUIRE(fs::exists(path));
-    return fs::file_size(path) ? std::string(MappedFile(path).text()) : "";
-}
-static void write_file(const std::string& path, std::string_view bytes) {
-    OutputFile out(path);
-    out.write(bytes);
-    out.commit();
 }
 
 // Replaces this (forked) process.

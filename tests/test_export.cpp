@@ -1,17 +1,14 @@
 // export.py run as a user runs it (python3 -I -S: the standard library only): what it writes, byte for byte,
 // and what it refuses. Where there is no python3 every case is skipped, and a line says so.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include "../file.h"
 #include "../sj.h"
+#include "files.h"
 #include <cmath>
 #include <doctest/doctest.h>
-#include <filesystem>
-#include <fstream>
 #include <map>
 #include <sys/wait.h>
 #include <vector>
 
-namespace fs = std::filesystem;
 using namespace std::literals; // ""sv may hold \0
 
 static bool no_python() {
@@ -22,25 +19,6 @@ static bool no_python() {
 #define EXPORT_TEST(name) TEST_CASE(name * doctest::skip(no_python()))
 
 // ------------------------------------------------------------------------------------------------- tools
-struct Scratch { // an empty folder that goes away with the test case
-    fs::path path;
-    Scratch() {
-        std::string name = (fs::temp_directory_path() / "test_export.XXXXXX").string();
-        REQUIRE(mkdtemp(name.data()));
-        path = name;
-    }
-    ~Scratch() { fs::remove_all(path); }
-    std::string operator/(const std::string& name) const { return (path / name).string(); }
-};
-
-static void write_file(const std::string& path, std::string_view bytes) {
-    std::ofstream(path, std::ios::binary).write(bytes.data(), std::streamsize(bytes.size()));
-}
-
-static std::string read_file(const std::string& path) {
-    return fs::exists(path) && fs::file_size(path) == 0 ? "" : std::string(MappedFile(path).text());
-}
-
 struct Result {
     int status;
     std::string out, err;
