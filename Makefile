@@ -70,7 +70,7 @@ bench: info qwen3
 
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
 UNITS     = $(addprefix test_,ops model sampler loader int8 generate) # test_units.cpp includes them
-SUITES    = $(filter-out $(UNITS),$(notdir $(basename $(wildcard tests/test_*.cpp))))
+SUITES    = $(filter-out $(UNITS) test_gpu,$(notdir $(basename $(wildcard tests/test_*.cpp))))
 JOBS     ?= $(shell nproc 2>/dev/null || echo 1)
 MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)$(PORTABLE:%=-portable)
 T         = $(BUILD)/$(MODE)
@@ -84,9 +84,16 @@ $(T)/test_%: tests/test_%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) $< -o $@ $(EDIT)
 
+# The GPU's suite is nvcc's, and runs where there is a GPU.
+GPU_SUITE = $(if $(GPU),$(if $(SANITIZE),,$(BUILD)/test_gpu))
+$(BUILD)/test_gpu: tests/test_gpu.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
+	@mkdir -p $(BUILD)
+	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I. $< -o $@ $(EDIT)
+
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(addprefix $(T)/,$(SUITES))
-	@QWEN3=$(T)/qwen3 tests/run.sh $(addprefix $(T)/,$(SUITES))
+	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
+	@QWEN3=$(T)/qwen3 NO_GPU=$(if $(GPU_SUITE),,$(shell grep -c '^TEST_CASE' tests/test_gpu.cpp)) \
+	  tests/run.sh $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
 asan:
 	@$(MAKE) --no-print-directory test SANITIZE=1
 
@@ -106,11 +113,11 @@ fuzz: $(addprefix $(BUILD)/fuzz/,$(FUZZERS))
 	  echo "$$f: $$(sed -n 's/^stat::number_of_executed_units: *//p' $(BUILD)/fuzz/$$f.log) runs in $(SECONDS_EACH) s, no fault"; \
 	done
 
-# ---- All CUDA code, once an architecture, without linking: what CI can do without a GPU.
+# ---- All CUDA code, once an architecture, without linking: what CI can do without a GPU. The suite has every kernel.
 cuda-check:
 	@for a in 80 89 90a 120; do \
 	  echo "nvcc sm_$$a"; \
-	  $(NVCC) -x cu -std=c++17 -gencode arch=compute_$$a,code=sm_$$a -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -c qwen3.cu -o /dev/null || exit 1; \
+	  $(NVCC) -x cu -std=c++17 -gencode arch=compute_$$a,code=sm_$$a -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -I. -c tests/test_gpu.cpp -o /dev/null || exit 1; \
 	done
 
 clean:

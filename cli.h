@@ -139,7 +139,7 @@ template <class T> struct PromptCache {
         for (int id : ids) must(id >= 0 && id < c.V, "damaged: an id that the model has not");
         const size_t n = std::min(tokens, (size_t)session.capacity);
         const uint8_t* at = map.data + sizeof header + ids_bytes;
-        session.each_block([&](T* pages) {
+        session.each_block(n, [&](T* pages) {
             memcpy((void*)pages, at, session.block_bytes(n));
             at += block;
         });
@@ -158,7 +158,7 @@ template <class T> struct PromptCache {
         auto each_part = [&](auto use) {
             use(&header, sizeof header);
             use(padded.data(), padded.size() * sizeof(int));
-            session.each_block([&](T* pages) { use(pages, block); });
+            session.each_block(ids.size(), [&](T* pages) { use(pages, block); });
         };
         header.sum = 0;
         uint64_t sum = 0;
@@ -646,7 +646,7 @@ template <class T> int perplexity(const Options& o, const Config& c, const Weigh
     if (window < 2) DIE("--ctx %zu: a window of one token predicts nothing", window);
     if (stride > window) DIE("--stride %zu: tokens would be left out between windows of %zu (-c)", stride, window);
 
-    Session<T> session(c, weights, (int)std::min(window, n));
+    Session<T> session(c, weights, (int)std::min(window, n), o.ctx);
     Progress progress;
     double sum = 0;
     size_t scored = 0, end = 0;
@@ -845,7 +845,7 @@ template <class T> int evaluate(const Options& o, const ModelFile& file, const W
     const Config& c = file.config;
     const MappedFile qa(o.eval);
     const std::vector<QuestionRow> rows = read_questions(o, tokenizer, qa);
-    Session<T> session(c, weights, o.context ? o.context : std::min(4096, c.max_positions));
+    Session<T> session(c, weights, o.context ? o.context : std::min(4096, c.max_positions), o.ctx);
     Generation how;
     how.sampling = sampling_of(o);
     if (o.temperature < 0) how.sampling.temperature = 0;

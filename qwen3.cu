@@ -16,11 +16,13 @@
 
    Contracts
    - Every op has a CPU definition `op_cpu`, which is its meaning: tests hold to it. Outputs come first, then
-     inputs, then sizes. RUN(op, ...) is the one place that will choose between it and its CUDA kernel.
+     inputs, then sizes. RUN(op, ...) is the one place that chooses between it and `op_gpu`, its CUDA kernel, which
+     stands below it. Kernels are for T = bf16 and any GPU from sm_80 on.
    - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
-   - The bits of a row never depend on the other rows of the batch, nor on the number of threads: each sum is
-     taken in one fixed order. (For that the Makefile turns the compiler's own choice between a * b + c in one or
-     two roundings off: -ffp-contract=off.)
+   - On the CPU the bits of a row never depend on the other rows of the batch, nor on the number of threads: each
+     sum is taken in one fixed order. (For that the Makefile turns the compiler's own choice between a * b + c in one
+     or two roundings off: -ffp-contract=off.) On the GPU the same batch gives the same bits; with `invariant` a row's
+     do not depend on its batch there either.
    - What a user can get wrong is thrown as Error: one line that names the file and the fault.
    - Nothing is allocated inside `forward`: a Session plans its memory once. (The CPU's products and attention
      keep scratch of their own, which grows to the largest batch and stays.)
@@ -67,12 +69,18 @@
 
 // ================================================================================================ 1 Platform
 
+#ifdef __CUDACC__
+#define BOTH __host__ __device__ // for the CPU and the GPU alike
+#else
+#define BOTH
+#endif
+
 // The upper half of a float: 8 bits of exponent, 7 of fraction.
 struct bf16 {
     uint16_t bits;
 };
 
-inline float to_acc(bf16 x) {
+BOTH inline float to_acc(bf16 x) {
     uint32_t u = (uint32_t)x.bits << 16;
     float f;
     memcpy(&f, &u, 4);
@@ -112,12 +120,32 @@ template <class T> inline T to_stored(acc<T> x) {
     else return x;
 }
 
-// Where and how ops run. CPU only for now: RUN is the one place that will choose.
+// Where and how ops run.
 struct Context {
     bool gpu = false;
+    bool invariant = false; // on the GPU: a row's bits do not depend on its batch, at some cost in speed
     const volatile sig_atomic_t* stop = nullptr; // forward gives up between layers when this becomes non-zero
+#ifdef __CUDACC__
+    cudaStream_t stream = nullptr;
+    int sm = 0, sms = 0;         // 10 x compute capability; multiprocessors
+    bool overlap = false;        // sm_90 and up: a kernel may start before the one ahead of it has ended
+    float* partial = nullptr;    // scratch of products whose sums several blocks share, PARTIAL_BYTES
+    int* arrived = nullptr;      // ... and how many of them are done: (MAX_TILES), zero between kernels
+    float* attention = nullptr;  // the same for attention, see attention_scratch
+    int* attention_arrived = nullptr;
+    int splits = 1;              // pieces of SPLIT keys that decode attention launches: enough for the longest sequence
+#endif
 };
-#define RUN(op, ...) ((void)ctx, op##_cpu(__VA_ARGS__))
+
+#ifdef __CUDACC__
+template <class T> constexpr bool HAS_KERNELS = std::is_same_v<T, bf16>;
+#else
+template <class T> constexpr bool HAS_KERNELS = false;
+#endif
+#define RUN(op, ...) do { \
+        if constexpr (HAS_KERNELS<T>) if (ctx.gpu) { op##_gpu(ctx, __VA_ARGS__); break; } \
+        op##_cpu(__VA_ARGS__); \
+    } while (0)
 
 // Inlined wherever it is used, so that it is compiled for the instruction set of the function that uses it.
 #define INLINE inline __attribute__((always_inline))
@@ -199,7 +227,7 @@ INLINE void exp_lanes(double16v& x) {
 
 // The same for one float, every step one fmaf: the bits are the same on every machine and on a GPU, which the
 // sampler needs.
-inline float exp_exact(float x) {
+BOTH inline float exp_exact(float x) {
     const float shifted = fmaf(x, 1.44269504f, 12582912.f), k = shifted - 12582912.f;
     const float r = fmaf(k, -1.42860677e-6f, fmaf(k, -0.693145752f, x));
     float p = fmaf(1.f / 5040, r, 1.f / 720);
@@ -257,7 +285,7 @@ inline CpuRoad cpu_road = best_cpu_road(); // for the whole process; a test or -
 struct Philox {
     uint32_t v[4];
 };
-inline Philox philox(uint64_t seed, uint64_t counter, uint64_t stream) {
+BOTH inline Philox philox(uint64_t seed, uint64_t counter, uint64_t stream) {
     uint32_t c[4] = {(uint32_t)counter, (uint32_t)(counter >> 32), (uint32_t)stream, (uint32_t)(stream >> 32)};
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     for (int round = 0; round < 10; round++) {
@@ -272,17 +300,147 @@ inline Philox philox(uint64_t seed, uint64_t counter, uint64_t stream) {
 // Streams keep the draws of different purposes apart.
 enum RandomStream : uint64_t { STREAM_SAMPLE = 1, STREAM_SYNTHESIZE = 2 };
 
+// ---- The GPU: errors, launches, and the handful of PTX instructions that kernels are made of
+#ifdef __CUDACC__
+#define CUDA_CHECK(call) cuda_check((call), #call)
+inline void cuda_check(cudaError_t e, const char* call) {
+    if (e != cudaSuccess) DIE("%.60s: %s", call, cudaGetErrorString(e));
+}
+
+// The first GPU, or one line that says why there is none.
+inline Context open_gpu() {
+    int n = 0, driver = 0, runtime = 0;
+    const cudaError_t e = cudaGetDeviceCount(&n);
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    if (e == cudaErrorInsufficientDriver || (e != cudaSuccess && driver / 1000 < runtime / 1000))
+        DIE("the GPU's driver is for CUDA %d.%d, this program needs %d.%d", driver / 1000, driver % 100 / 10, runtime / 1000, runtime % 100 / 10);
+    if (e != cudaSuccess || n == 0) DIE("no GPU here: %s", e == cudaSuccess ? "the driver sees none" : cudaGetErrorString(e));
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    Context ctx;
+    ctx.sm = properties.major * 10 + properties.minor;
+    if (ctx.sm < 80) DIE("%s is sm_%d; the kernels need sm_80 (Ampere) or later", properties.name, ctx.sm);
+    ctx.gpu = true;
+    ctx.sms = properties.multiProcessorCount;
+    ctx.overlap = ctx.sm >= 90;
+    CUDA_CHECK(cudaStreamCreateWithFlags(&ctx.stream, cudaStreamNonBlocking));
+    return ctx;
+}
+
+// Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of
+// the kernel ahead has called let_next_start: what comes before its own wait_for_previous then runs beside that one.
+// Before that wait a kernel may read only what no kernel of the same forward writes: weights, the batch, keys and
+// values of earlier calls. Every block waits, even one with nothing to do: so the kernel after it can rely on
+// everything before.
+template <class... P, class... A>
+void launch(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
+    if (shared > 40 * 1024) // with a kernel's own arrays it may pass the 48 KB that need no asking
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = ctx.stream;
+    config.attrs = &attribute, config.numAttrs = ctx.overlap;
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(args)...));
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// griddepcontrol (PTX ISA, "Parallel Synchronization and Communication Instructions")
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// 16 bytes of weights: read once, so they should not push anything out of the first-level cache.
+__device__ inline uint4 load_stream(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+// Two neighbours: the first is in the lower half.
+__device__ inline float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ inline float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
+__device__ inline uint32_t pack(float first, float second) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+__device__ inline bf16 round_bf16(float x) { return {(uint16_t)pack(x, 0)}; }
+
+// d += a b with a (16,16), b (16,8), d (16,8) spread over a warp: lane 4g + t holds of d rows g (d[0], d[1]) and
+// g + 8 (d[2], d[3]), columns 2t, 2t + 1; of a rows g (a0, a2) and g + 8 (a1, a3), pairs of columns 2t (a0, a1) and
+// 2t + 8 (a2, a3); of b column g, pairs of rows 2t (b0) and 2t + 8 (b1). PTX ISA: mma.m16n8k16, .bf16
+__device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 matrices of bf16 from shared memory; lane l names row l % 8 of matrix l / 8. As mma wants them, or
+// transposed.
+__device__ inline void ldmatrix(uint32_t (&m)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address));
+}
+__device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address));
+}
+
+// 16 bytes from global to shared memory in the background; zeros if not `there`.
+__device__ inline void copy_async(uint32_t shared, const void* global, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(there ? 16 : 0) : "memory");
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int YOUNGER> __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGER) : "memory"); }
+
+__device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+__device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for -infinity
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float warp_sum(float x) {
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+
+// One block of several is the last to come here: it may then read what all of them wrote before. `arrived` counts
+// from zero and is zero again afterwards. All threads of the block call it.
+__device__ inline bool last_to_arrive(int* arrived, int blocks) {
+    __shared__ int last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(arrived, 1) == blocks - 1;
+        if (last) *arrived = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return last;
+}
+#endif
+
 // ---- Memory and time
 
 // An arena is planned by running the same code twice: first without memory, to count; then to hand out.
 struct Arena {
     uint8_t* base = nullptr;
     size_t used = 0, size = 0;
+    bool gpu = false; // its memory is the GPU's
 
     Arena() = default;
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
-    ~Arena() { if (base) munmap(base, size); }
+    ~Arena() { release(); }
 
     // n numbers, 64-byte aligned, zero.
     template <class T> T* take(size_t n) {
@@ -293,6 +451,7 @@ struct Arena {
     }
     // After counting: takes the memory and starts over. The system gives pages when they are first touched.
     void allocate(const char* what);
+    void release();
 };
 
 // Bytes that can still be used, as the kernel says and a container's limit allows (SIZE_MAX where neither does).
@@ -313,12 +472,33 @@ inline size_t available_memory() {
 }
 
 inline void Arena::allocate(const char* what) {
+#ifdef __CUDACC__
+    if (gpu) {
+        size_t have = 0, all = 0;
+        CUDA_CHECK(cudaMemGetInfo(&have, &all));
+        if (used > have || cudaMalloc(&base, used) != cudaSuccess)
+            DIE("%s needs %.2f GB of GPU memory and %.2f of its %.2f GB are free", what, (double)used / 1e9, (double)have / 1e9, (double)all / 1e9);
+        CUDA_CHECK(cudaMemset(base, 0, used));
+        CUDA_CHECK(cudaDeviceSynchronize()); // our streams do not wait for the one that clears it
+        size = used, used = 0;
+        return;
+    }
+#endif
     size_t have = available_memory();
     void* at = MAP_FAILED;
     if (used <= have) at = mmap(nullptr, used, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) DIE("%s needs %zu bytes of memory and %zu are available", what, used, have);
     madvise(at, used, MADV_HUGEPAGE); // fewer TLB misses; a wish, not a need
     base = (uint8_t*)at, size = used, used = 0;
+}
+
+inline void Arena::release() {
+    if (!base) return;
+#ifdef __CUDACC__
+    if (gpu) cudaFree(base);
+#endif
+    if (!gpu) munmap(base, size);
+    base = nullptr;
 }
 
 inline double seconds() {
@@ -561,6 +741,11 @@ struct ModelFile {
         else DIE("%s: a folder without a model: it has no model.safetensors and no model.safetensors.index.json", p.c_str());
     }
 
+    bool is_int8() const {
+        auto t = tensors.find("model.embed_tokens.weight");
+        return t != tensors.end() && t->second.dtype == Dtype::I8;
+    }
+
     // The checkpoint's own type: what the embedding is stored in. F16 is read as bf16.
     bool is_float32() const {
         auto t = tensors.find("model.embed_tokens.weight");
@@ -637,6 +822,7 @@ template <class T> struct Weights {
     std::vector<std::unique_ptr<T[]>> converted;
     std::vector<std::unique_ptr<int8_t[]>> quantized;
     std::vector<std::unique_ptr<bf16[]>> scales;
+    Arena gpu;                   // holds all of them after `upload`
 
     explicit Weights(const ModelFile& file, bool int8 = false) {
         const Config& c = file.config;
@@ -664,6 +850,10 @@ template <class T> struct Weights {
     }
 
     const char* type_name() const { return head.q[0] ? "int8" : std::is_same_v<T, float> ? "float32" : "bfloat16"; }
+
+#ifdef __CUDACC__
+    void upload(Context& ctx, const ModelFile& file);
+#endif
 
     // What one decode step reads of them.
     size_t step_bytes() const {
@@ -757,12 +947,92 @@ template <class T> struct Weights {
     }
 };
 
+#ifdef __CUDACC__
+// What the kernels can compute, else one line.
+inline void check_gpu(const std::string& name, const Config& c, bool int8) {
+    const char* n = name.c_str();
+    if (int8) DIE("%s: INT8 weights run on the CPU only so far (--device cpu)", n);
+    if (c.D != 64 && c.D != 128) DIE("%s: the GPU's kernels are for heads of 64 and 128, not %d (--device cpu)", n, c.D);
+    if (c.H / c.K > 128) DIE("%s: %d query heads a key/value head; the GPU's kernels take 128 (--device cpu)", n, c.H / c.K);
+    if (c.C % 8 || c.F % 8 || c.V % 8)
+        DIE("%s: the GPU's kernels need hidden size (%d), ffn size (%d) and vocabulary rows (%d) in multiples of 8 (--device cpu)", n, c.C, c.F, c.V);
+}
+
+// Copies all to the GPU and lets every pointer point there, the blocks of a Linear one behind the other. The CPU's
+// threads read the mapped file into one pinned buffer while the other one is on its way: the link, not the page
+// faults, sets the pace.
+template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) {
+    check_gpu(file.path, file.config, head.q[0]);
+    struct Piece { const T* from; size_t to, bytes; };
+    std::vector<Piece> pieces;
+    gpu.gpu = true;
+    const T* tied = embed.w[0];
+    for (bool planned : {false, true}) {
+        pieces.clear();
+        auto place = [&](const T*& at, T* to, size_t n) {
+            pieces.push_back({at, (size_t)((uint8_t*)to - gpu.base), n * sizeof(T)});
+            if (planned) at = to;
+        };
+        auto matrix = [&](Linear<T>& y) {
+            T* to = gpu.take<T>((size_t)y.out() * y.in);
+            for (int b = 0; b < 3 && y.rows[b]; to += (size_t)y.rows[b++] * y.in) place(y.w[b], to, (size_t)y.rows[b] * y.in);
+        };
+        auto vector = [&](const T*& at, int n) { place(at, gpu.take<T>(n), n); };
+        const Config& c = file.config;
+        matrix(embed);
+        for (Layer<T>& y : layers) {
+            vector(y.norm1, c.C);
+            matrix(y.qkv);
+            vector(y.q_norm, c.D);
+            vector(y.k_norm, c.D);
+            matrix(y.o);
+            vector(y.norm2, c.C);
+            matrix(y.gate_up);
+            matrix(y.down);
+        }
+        vector(norm, c.C);
+        if (head.w[0] != tied) matrix(head);
+        if (!planned) gpu.allocate("the model");
+    }
+    if (head.w[0] == tied) head = embed;
+
+    constexpr size_t BUFFER = 16 << 20;
+    uint8_t* buffer[2];
+    cudaEvent_t sent[2];
+    for (int i = 0; i < 2; i++) {
+        CUDA_CHECK(cudaMallocHost(&buffer[i], BUFFER));
+        CUDA_CHECK(cudaEventCreateWithFlags(&sent[i], cudaEventDisableTiming));
+    }
+    size_t start = 0, piece = 0, done = 0; // the buffer stands for the arena from `start` on; bytes done of a piece
+    for (int turn = 0; piece < pieces.size(); turn ^= 1) {
+        CUDA_CHECK(cudaEventSynchronize(sent[turn]));
+        start = pieces[piece].to + done;
+        size_t end = start;
+        while (piece < pieces.size() && pieces[piece].to + done < start + BUFFER) {
+            const Piece& p = pieces[piece];
+            const size_t at = p.to + done - start, n = std::min(p.bytes - done, BUFFER - at), part = 1 << 19;
+            #pragma omp parallel for schedule(static) if (n > part)
+            for (size_t i = 0; i < (n + part - 1) / part; i++)
+                memcpy(buffer[turn] + at + i * part, (const uint8_t*)p.from + done + i * part, std::min(part, n - i * part));
+            end = start + at + n;
+            done += n;
+            if (done == p.bytes) piece++, done = 0;
+        }
+        CUDA_CHECK(cudaMemcpyAsync(gpu.base + start, buffer[turn], end - start, cudaMemcpyHostToDevice, ctx.stream));
+        CUDA_CHECK(cudaEventRecord(sent[turn], ctx.stream));
+    }
+    CUDA_CHECK(cudaStreamSynchronize(ctx.stream));
+    for (int i = 0; i < 2; i++) cudaFreeHost(buffer[i]), cudaEventDestroy(sent[i]);
+    converted.clear();
+}
+#endif
+
 // ===================================================================================================== 3 Ops
 // In the order the model runs them.
 
 // N packed tokens of B sequences. The rows of a sequence are neighbours and in order of position. Sequences of
 // one row come first (decode), longer pieces (prompts, training) follow. Spare rows have seq = -1: ops that look
-// at tokens skip them, the others compute rows that nobody reads.
+// at tokens skip them, the others compute rows that nobody reads. On the GPU the arrays are in its memory.
 // Keys and values live in pages of 16 tokens; row seq of the block table names the pages of a sequence.
 constexpr int PAGE = 16;
 struct Batch {
@@ -773,10 +1043,11 @@ struct Batch {
     const int* slot;  // (N) where its key and value go: page * 16 + offset
     const int* pages; // (B, max_pages) block table
     int max_pages;    // pages a sequence can have
+    int singles = 0;  // the first rows, of which each may be taken as a sequence's only one
 };
 
 // One layer's keys or values: (pages, K, 16, D).
-inline size_t kv_offset(int page, int head, int within, int K, int D) {
+BOTH inline size_t kv_offset(int page, int head, int within, int K, int D) {
     return (((size_t)page * K + head) * PAGE + within) * D;
 }
 
@@ -796,6 +1067,21 @@ void embed_cpu(acc<T>* x,              // (N,C) out
     }
 }
 
+#ifdef __CUDACC__
+// A block a token.
+__global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x;
+    if (b.seq[n] < 0) return;
+    const bf16* row = table + (size_t)b.token[n] * C;
+    for (int i = threadIdx.x; i < C; i += blockDim.x) x[(size_t)n * C + i] = to_acc(row[i]);
+}
+inline void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C) {
+    launch(ctx, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
+}
+#endif
+
 // 1 / sqrt(mean(x^2) + eps) of one row.
 template <class T> acc<T> inverse_rms(const T* x, int n, float eps) { return 1 / std::sqrt(dot(x, x, n) / n + (acc<T>)eps); }
 
@@ -812,6 +1098,46 @@ void rmsnorm_cpu(T* out,          // (N,C) out
         for (int i = 0; i < C; i++) out[(size_t)n * C + i] = to_stored<T>(row[i] * scale * to_acc(w[i]));
     }
 }
+
+#ifdef __CUDACC__
+// y = x * w / rms(x) for `rows` rows of C, by all warps of a block; y, whose rows begin ld apart, may be in shared memory. The squares are added
+// in pieces of 128, a warp each, and the pieces in order: the bits do not depend on the number of warps.
+// pieces: rows * ceil(C / 128) floats of shared memory. C is a multiple of 4. Ends with a barrier.
+__device__ inline void norm_rows(bf16* y, int ld, const float* x, const bf16* w, float* pieces, int rows, int C, float eps) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, per_row = (C + 127) / 128;
+    for (int p = warp; p < rows * per_row; p += warps) {
+        const int i = p % per_row * 128 + lane * 4;
+        const float4 v = i < C ? *(const float4*)(x + (size_t)(p / per_row) * C + i) : make_float4(0, 0, 0, 0);
+        const float sum = warp_sum(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w);
+        if (lane == 0) pieces[p] = sum;
+    }
+    __syncthreads();
+    for (int p = warp; p < rows * per_row; p += warps) {
+        const int row = p / per_row, i = p % per_row * 128 + lane * 4;
+        float sum = 0;
+        for (int j = 0; j < per_row; j++) sum += pieces[row * per_row + j];
+        const float scale = 1 / sqrtf(sum / C + eps);
+        if (i >= C) continue;
+        const float4 v = *(const float4*)(x + (size_t)row * C + i);
+        const uint2 u = *(const uint2*)(w + i);
+        *(uint2*)(y + (size_t)row * ld + i) = make_uint2(pack(v.x * scale * low(u.x), v.y * scale * high(u.x)),
+                                                        pack(v.z * scale * low(u.y), v.w * scale * high(u.y)));
+    }
+    __syncthreads();
+}
+
+// A block a token.
+__global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, float eps) {
+    extern __shared__ float pieces[];
+    let_next_start();
+    wait_for_previous();
+    const size_t at = (size_t)blockIdx.x * C;
+    norm_rows(out + at, C, x + at, w, pieces, 1, C, eps);
+}
+inline void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps) {
+    launch(ctx, rmsnorm_kernel, N, 256, (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
+}
+#endif
 
 // ---- products: y[n][r] = sum_i W[r][i] x[n][i]
 // Work is cut into tasks, a few rows of W each: a thread streams its own rows, and holds them in its cache while
@@ -1142,6 +1468,402 @@ void linear_add_cpu(acc<T>* out,            // (N, W.out) out
     product_cpu(W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = residual[n * ld + r] + y; });
 }
 
+// out = normed W^T with normed = rmsnorm(x): where it helps, the product makes the rows it needs itself, and
+// `normed` is not written.
+template <class T>
+void norm_linear_cpu(T* out,          // (N, W.out) out
+                     T* normed,       // (N,C) scratch
+                     const acc<T>* x, // (N,C)
+                     const T* w,      // (C)
+                     const Linear<T>& W, int N, float eps) {
+    rmsnorm_cpu(normed, x, w, N, W.in, eps);
+    linear_cpu(out, normed, W, N);
+}
+#ifdef __CUDACC__
+// On the GPU the blocks of a Linear lie behind one another (see Weights::upload): one matrix W of R rows. What
+// becomes of a sum is the epilogue's business; PAIR: W is gate over up, and the epilogue gets both of a column.
+struct StoreEpilogue {
+    static constexpr bool PAIR = false;
+    bf16* out; // (N,R)
+    size_t R;
+    __device__ void begin() {}
+    __device__ void one(bool there, int n, int r, float y) { if (there) out[n * R + r] = round_bf16(y); }
+    __device__ void two(int n, int r, float y0, float y1) { *(uint32_t*)(out + n * R + r) = pack(y0, y1); }
+    __device__ void end(int) {}
+};
+struct AddEpilogue {
+    static constexpr bool PAIR = false;
+    float* out;            // (N,R)
+    const float* residual; // (N,R), may be out
+    size_t R;
+    __device__ void begin() {}
+    __device__ void one(bool there, int n, int r, float y) { if (there) out[n * R + r] = residual[n * R + r] + y; }
+    __device__ void two(int n, int r, float y0, float y1) {
+        const float2 old = *(const float2*)(residual + n * R + r);
+        *(float2*)(out + n * R + r) = make_float2(old.x + y0, old.y + y1);
+    }
+    __device__ void end(int) {}
+};
+// gate and up are rounded as the CPU rounds them when it stores them.
+__device__ inline float swiglu(float gate, float up) {
+    const float g = to_acc(round_bf16(gate));
+    return g / (1 + exp2_fast(-1.44269504f * g)) * to_acc(round_bf16(up));
+}
+struct SwigluEpilogue {
+    static constexpr bool PAIR = true;
+    bf16* out;     // (N,F)
+    bf16* gate_up; // (N,2F) for the backward pass, or null
+    size_t F;
+    __device__ void begin() {}
+    __device__ void one(bool there, int n, int f, float gate, float up) {
+        if (!there) return;
+        out[n * F + f] = round_bf16(swiglu(gate, up));
+        if (gate_up) gate_up[n * 2 * F + f] = round_bf16(gate), gate_up[(n * 2 + 1) * F + f] = round_bf16(up);
+    }
+    __device__ void two(int n, int f, float g0, float g1, float u0, float u1) {
+        *(uint32_t*)(out + n * F + f) = pack(swiglu(g0, u0), swiglu(g1, u1));
+        if (!gate_up) return;
+        *(uint32_t*)(gate_up + n * 2 * F + f) = pack(g0, g1);
+        *(uint32_t*)(gate_up + (n * 2 + 1) * F + f) = pack(u0, u1);
+    }
+    __device__ void end(int) {}
+};
+
+// ---- Few tokens: the weights are streamed once, at the memory's speed.
+// A block owns groups of TILES x 8 rows of W; its warps share out K in steps of 32. A step of a tile is one 16-byte
+// load a lane: lane 4g + t holds k = 8t .. 8t + 7 of row g. Taken in pairs these are two b operands of mma, if a
+// holds the same k of the tokens: any order of k will do that both agree on. So no number is moved or converted
+// between memory and tensor core, and 1 to 8 M tokens cost the same. K and R are multiples of 8. All of a group's first LOADS steps are asked
+// for before anything is waited for, the first group's before the kernel ahead has ended.
+// A sum is taken in an order that depends on K only: a row of tokens has the same bits whatever M is.
+// NORM: x is `norm_rows` of `stream`, made by each block for itself.
+constexpr int STREAM_TOKENS = 16, NORM_TOKENS = 4, STREAM_LOADS = 8;
+
+struct StreamArgs {
+    const bf16* x;      // (., K)
+    const int* rows;    // (N) rows of x, or null: the first N
+    const float* stream; // (N,K) with NORM
+    const bf16* norm;   // (K)
+    float eps;
+    const bf16* W;      // (R,K), with PAIR (2R,K)
+    int N, K, R;
+};
+
+template <int TILES, int M, bool NORM, class Epilogue>
+__global__ void __launch_bounds__(512, 2) stream_kernel(StreamArgs p, Epilogue epilogue) {
+    static_assert(!Epilogue::PAIR || TILES == 2, "a tile of gate, a tile of up");
+    constexpr int LOADS = STREAM_LOADS / TILES, SUMS = TILES * M * 64; // (tile, token, row)
+    extern __shared__ float shared[]; // two sets of (warps, SUMS), taken in turn; pieces of norm_rows; its output
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
+    const int steps = (p.K + 31) / 32, first = steps * warp / warps, last = steps * (warp + 1) / warps;
+    const int rows = Epilogue::PAIR ? 8 : 8 * TILES, groups = (p.R + rows - 1) / rows;
+    uint4 w[LOADS][TILES];
+    auto load = [&](int group, int step) {
+        for (int tile = 0; tile < TILES; tile++) {
+            const int r = Epilogue::PAIR ? min(group * 8 + g, p.R - 1) + tile * p.R : min(group * rows + tile * 8 + g, p.R - 1);
+            const bf16* at = p.W + (size_t)r * p.K + 8 * t;
+            #pragma unroll
+            for (int i = 0; i < LOADS; i++)
+                if (step + i < last) w[i][tile] = (step + i) * 32 + 8 * t < p.K ? load_stream(at + (step + i) * 32) : make_uint4(0, 0, 0, 0);
+        }
+    };
+    int group = blockIdx.x;
+    if (group < groups) load(group, first);
+    let_next_start();
+    wait_for_previous();
+    epilogue.begin();
+    const bf16* x = p.x;
+    int ld = p.K;
+    if (NORM) {
+        float* pieces = shared + 2 * warps * SUMS;
+        bf16* normed = (bf16*)(pieces + (p.N * ((p.K + 127) / 128) + 3) / 4 * 4);
+        ld = p.K + 8; // rows that begin in different banks
+        norm_rows(normed, ld, p.stream, p.norm, pieces, p.N, p.K, p.eps);
+        x = normed;
+    }
+    const bf16* token[M]; // this lane's rows of a: tokens g and g + 8
+    for (int m = 0; m < M; m++) {
+        const int n = g + 8 * m;
+        token[m] = n < p.N ? x + (size_t)(!NORM && p.rows ? p.rows[n] : n) * ld + 8 * t : nullptr;
+    }
+    float* sums = shared;
+    for (; group < groups; group += gridDim.x) {
+        float sum[TILES][4] = {};
+        for (int step = first; step < last; step += LOADS) {
+            if (step > first) load(group, step);
+            #pragma unroll
+            for (int i = 0; i < LOADS; i++) {
+                if (step + i >= last) continue;
+                uint4 a[2] = {};
+                for (int m = 0; m < M; m++)
+                    if (token[m] && (step + i) * 32 + 8 * t < p.K) a[m] = *(const uint4*)(token[m] + (step + i) * 32);
+                for (int tile = 0; tile < TILES; tile++) {
+                    mma(sum[tile], a[0].x, a[1].x, a[0].y, a[1].y, w[i][tile].x, w[i][tile].y);
+                    mma(sum[tile], a[0].z, a[1].z, a[0].w, a[1].w, w[i][tile].z, w[i][tile].w);
+                }
+            }
+        }
+        if (group + (int)gridDim.x < groups) load(group + gridDim.x, first);
+        for (int tile = 0; tile < TILES; tile++)
+            for (int m = 0; m < M; m++)
+                *(float2*)(sums + warp * SUMS + ((tile * M + m) * 8 + g) * 8 + 2 * t) = make_float2(sum[tile][2 * m], sum[tile][2 * m + 1]);
+        __syncthreads();
+        for (int o = threadIdx.x; o < (Epilogue::PAIR ? SUMS / 2 : SUMS); o += blockDim.x) {
+            const int n = o / 8 % (8 * M), tile = o / (64 * M), r = group * rows + tile * 8 + o % 8;
+            float y = 0, up = 0;
+            for (int v = 0; v < warps; v++) {
+                y += sums[v * SUMS + o];
+                if (Epilogue::PAIR) up += sums[v * SUMS + SUMS / 2 + o];
+            }
+            const bool there = n < p.N && r < p.R;
+            if constexpr (Epilogue::PAIR) epilogue.one(there, n, r, y, up);
+            else epilogue.one(there, n, r, y); // eight lanes in a row have the same n
+        }
+        sums = sums == shared ? shared + warps * SUMS : shared;
+    }
+    epilogue.end(p.N);
+}
+
+// Returns the number of blocks.
+template <int TILES, int M, bool NORM, class Epilogue>
+int launch_stream(Context& ctx, const StreamArgs& p, Epilogue epilogue) {
+    const int rows = Epilogue::PAIR ? 8 : 8 * TILES, groups = (p.R + rows - 1) / rows;
+    const int warps = std::min(16, std::max(4, (p.K + 31) / 32 * TILES / STREAM_LOADS));
+    size_t shared = 2 * (size_t)warps * TILES * M * 64 * sizeof(float);
+    if (NORM) shared += (p.N * ((p.K + 127) / 128) + 3) / 4 * 4 * sizeof(float) + (size_t)p.N * (p.K + 8) * sizeof(bf16);
+    const int blocks = std::min(groups, ctx.sms * (32 / warps));
+    launch(ctx, stream_kernel<TILES, M, NORM, Epilogue>, blocks, warps * 32, shared, p, epilogue);
+    return blocks;
+}
+template <class Epilogue>
+int stream_product(Context& ctx, const StreamArgs& p, Epilogue epilogue) {
+    constexpr bool PAIR = Epilogue::PAIR;
+    const bool two = PAIR || p.K <= 1024;
+    if (p.stream) {
+        if (two) return launch_stream<2, 1, true>(ctx, p, epilogue);
+        if constexpr (!PAIR) return launch_stream<1, 1, true>(ctx, p, epilogue);
+    } else if (p.N <= 8) {
+        if (two) return launch_stream<2, 1, false>(ctx, p, epilogue);
+        if constexpr (!PAIR) return launch_stream<1, 1, false>(ctx, p, epilogue);
+    }
+    if (two) return launch_stream<2, 2, false>(ctx, p, epilogue);
+    if constexpr (!PAIR) return launch_stream<1, 2, false>(ctx, p, epilogue);
+    return 0;
+}
+
+// ---- Many tokens: tiles of BM tokens by BN rows of W, a block each; a warp owns WM by WN of it. Both operands pass
+// through shared memory, BK numbers of K a stage, copied STAGES - 1 stages ahead of their use. A row of a stage is
+// 64 bytes; chunk c of row r lies at c ^ (r / 2 % 4), so that the 8 rows an ldmatrix reads lie in different banks.
+// splits > 1: as many blocks share a tile, each with a part of K; the last to arrive adds their sums in order.
+constexpr int BK = 32;
+constexpr size_t PARTIAL_BYTES = 32 << 20;
+constexpr int MAX_TILES = 4096;
+
+template <int BM_, int BN_, int WM_, int WN_, int STAGES_> struct TileShape {
+    static constexpr int BM = BM_, BN = BN_, WM = WM_, WN = WN_, STAGES = STAGES_;
+    static constexpr int THREADS = BM / WM * (BN / WN) * 32;
+    static constexpr size_t SHARED = (size_t)STAGES * (BM + BN) * BK * sizeof(bf16);
+};
+
+struct TileArgs {
+    const bf16 *x, *W;  // (N,K); (R,K), with PAIR (2R,K)
+    int N, K, R, splits;
+    float* partial;
+    int* arrived;
+};
+
+template <class S, class Epilogue>
+__global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue epilogue) {
+    constexpr int BM = S::BM, BN = S::BN, WM = S::WM, WN = S::WN, STAGES = S::STAGES, THREADS = S::THREADS;
+    constexpr int MF = WM / 16, NF = WN / 8, STAGE = (BM + BN) * BK * 2, COPIES = (BM + BN) * 4 / THREADS;
+    static_assert((BM + BN) * 4 % THREADS == 0 && BM % (THREADS / 4) == 0, "every thread copies the same");
+    extern __shared__ uint4 stages[];
+    const uint32_t shared = shared_address(stages);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int R = Epilogue::PAIR ? 2 * p.R : p.R;
+    // Bands of 8 tiles of tokens: blocks that run at the same time share rows of both operands in the L2 cache.
+    const int across = (R + BN - 1) / BN, down = (p.N + BM - 1) / BM, band = blockIdx.x / (8 * across), in_band = blockIdx.x % (8 * across);
+    const int high = min(8, down - band * 8), n0 = (band * 8 + in_band % high) * BM, r0 = in_band / high * BN;
+    const int steps = (p.K + BK - 1) / BK, first = steps * blockIdx.y / p.splits, last = steps * (blockIdx.y + 1) / p.splits;
+
+    // This thread copies chunk threadIdx.x % 4 of every (THREADS / 4)th row: of x, then of W.
+    const int copy_row = threadIdx.x / 4, chunk = threadIdx.x % 4;
+    const uint32_t copy_to = shared + copy_row * 64 + ((chunk ^ (copy_row / 2 % 4)) << 4);
+    const bf16* from[COPIES];
+    #pragma unroll
+    for (int i = 0; i < COPIES; i++) {
+        const int row = copy_row + i * (THREADS / 4);
+        from[i] = nullptr;
+        if (row < BM) {
+            if (n0 + row < p.N) from[i] = p.x + (size_t)(n0 + row) * p.K + chunk * 8;
+        } else {
+            // With PAIR eights of gate and of up take turns, so that a thread's sums of both are of the same columns.
+            const int w = row - BM, at = r0 + w;
+            const int r = Epilogue::PAIR ? r0 / 2 + w / 16 * 8 + w % 8 : at;
+            if (r < p.R) from[i] = p.W + (size_t)(Epilogue::PAIR && w / 8 % 2 ? p.R + r : r) * p.K + chunk * 8;
+        }
+    }
+    auto copy = [&](int step) {
+        const uint32_t to = copy_to + step % STAGES * STAGE;
+        #pragma unroll
+        for (int i = 0; i < COPIES; i++)
+            copy_async(to + i * (THREADS / 4) * 64, from[i] && step * BK + chunk * 8 < p.K ? from[i] + step * BK : p.W, from[i] && step * BK + chunk * 8 < p.K);
+    };
+    let_next_start();
+    wait_for_previous();
+    #pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (first + s < last) copy(first + s);
+        commit_copies();
+    }
+    // Where this lane's rows are for ldmatrix: a by 16 rows and two chunks, b by 16 rows (two eights) and two chunks.
+    const int warp_m = warp % (BM / WM) * WM, warp_n = warp / (BM / WM) * WN;
+    const int a_row = warp_m + lane % 16, b_row = warp_n + lane % 8 + lane / 16 * 8;
+    const uint32_t a_at = shared + a_row * 64, b_at = shared + (BM + b_row) * 64;
+    const int a_swizzle = a_row / 2 % 4, b_swizzle = b_row / 2 % 4;
+    float sum[MF][NF][4] = {};
+    for (int step = first; step < last; step++) {
+        wait_for_copies<STAGES - 2>();
+        __syncthreads();
+        if (step + STAGES - 1 < last) copy(step + STAGES - 1);
+        commit_copies();
+        const uint32_t stage = step % STAGES * STAGE;
+        #pragma unroll
+        for (int k = 0; k < BK / 16; k++) {
+            uint32_t a[MF][4], b[NF / 2][4];
+            #pragma unroll
+            for (int i = 0; i < MF; i++) ldmatrix(a[i], a_at + stage + i * 16 * 64 + (((2 * k + lane / 16) ^ a_swizzle) << 4));
+            #pragma unroll
+            for (int j = 0; j < NF / 2; j++) ldmatrix(b[j], b_at + stage + j * 16 * 64 + (((2 * k + lane / 8 % 2) ^ b_swizzle) << 4));
+            #pragma unroll
+            for (int i = 0; i < MF; i++)
+                #pragma unroll
+                for (int j = 0; j < NF; j++) mma(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        }
+    }
+    wait_for_copies<0>();
+
+    if (p.splits > 1) { // sums lie in the scratch as the threads hold them
+        float4* mine = (float4*)p.partial + (size_t)blockIdx.x * p.splits * MF * NF * THREADS + threadIdx.x;
+        const auto at = [&](int split, int i, int j) { return mine + ((split * MF + i) * NF + j) * THREADS; };
+        for (int i = 0; i < MF; i++)
+            for (int j = 0; j < NF; j++) *at(blockIdx.y, i, j) = make_float4(sum[i][j][0], sum[i][j][1], sum[i][j][2], sum[i][j][3]);
+        if (!last_to_arrive(p.arrived + blockIdx.x, p.splits)) return;
+        #pragma unroll
+        for (int i = 0; i < MF; i++)
+            #pragma unroll
+            for (int j = 0; j < NF; j++) {
+                float4 total = make_float4(0, 0, 0, 0);
+                for (int split = 0; split < p.splits; split++) {
+                    const float4 v = __ldcg(at(split, i, j));
+                    total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+                }
+                sum[i][j][0] = total.x, sum[i][j][1] = total.y, sum[i][j][2] = total.z, sum[i][j][3] = total.w;
+            }
+    }
+    #pragma unroll
+    for (int i = 0; i < MF; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = n0 + warp_m + i * 16 + h * 8 + lane / 4;
+            if (n >= p.N) continue;
+            #pragma unroll
+            for (int j = 0; j < NF; j++) {
+                if constexpr (Epilogue::PAIR) {
+                    const int f = (r0 + warp_n) / 2 + j / 2 * 8 + lane % 4 * 2;
+                    if (j % 2 == 0 && f < p.R)
+                        epilogue.two(n, f, sum[i][j][2 * h], sum[i][j][2 * h + 1], sum[i][j + 1][2 * h], sum[i][j + 1][2 * h + 1]);
+                } else {
+                    const int r = r0 + warp_n + j * 8 + lane % 4 * 2;
+                    if (r < p.R) epilogue.two(n, r, sum[i][j][2 * h], sum[i][j][2 * h + 1]);
+                }
+            }
+        }
+}
+
+using Tile128x256 = TileShape<128, 256, 64, 64, 4>;
+using Tile128x128 = TileShape<128, 128, 64, 64, 4>;
+using Tile64x128 = TileShape<64, 128, 32, 64, 4>;
+using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
+using Tile32x64 = TileShape<32, 64, 16, 32, 4>;
+
+// The shape and the number of splits with the least predicted time, in cycles of a multiprocessor: the tensor cores
+// (what mma.sync reaches, times how well a shape feeds them), what a block copies from the L2 cache, and a start and
+// an end. The figures are an H100's; what matters is their proportion.
+struct TilePlan {
+    int shape = 0, splits = 1;
+    double cycles = 1e30;
+    template <class S> void consider(const Context& ctx, int index, double efficiency, int N, int R, int K) {
+        const size_t shared_per_sm = ctx.sm == 80 || ctx.sm == 90 || ctx.sm == 100 ? 160 << 10 : 99 << 10;
+        const int resident = std::max(1, std::min((int)(shared_per_sm / (S::SHARED + 1024)), 512 / S::THREADS));
+        const int64_t tiles = (int64_t)((N + S::BM - 1) / S::BM) * ((R + S::BN - 1) / S::BN);
+        for (int s = 1; s <= 16 && (s == 1 || (s * 4 * BK <= K && tiles <= MAX_TILES && tiles * s * S::BM * S::BN * 4 <= (int64_t)PARTIAL_BYTES)); s++) {
+            const int64_t waves = (tiles * s + ctx.sms * resident - 1) / (ctx.sms * resident);
+            const double together = (double)std::min((int64_t)resident, (tiles * s + ctx.sms - 1) / ctx.sms);
+            const double k = (double)K / s, math = 2. * S::BM * S::BN * k * together / (2600 * efficiency), copies = 2. * (S::BM + S::BN) * k * together / 48;
+            const double alone = 2. * S::BM * S::BN * k / (2600 * efficiency) * 2.5 / std::max(1., together); // one block cannot hide its own latencies
+            const double time = (double)waves * (std::max(std::max(math, copies), alone) + 2000) + (s > 1 ? 1500 + 8. * s * S::BM * S::BN / 48 : 0);
+            if (time < cycles) shape = index, splits = s, cycles = time;
+        }
+    }
+};
+
+template <class S, class Epilogue>
+void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
+    const int R = Epilogue::PAIR ? 2 * p.R : p.R;
+    const dim3 grid((unsigned)((p.N + S::BM - 1) / S::BM * ((R + S::BN - 1) / S::BN)), (unsigned)p.splits);
+    launch(ctx, tile_kernel<S, Epilogue>, grid, S::THREADS, S::SHARED, p, epilogue);
+}
+template <class Epilogue>
+void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
+    const int R = Epilogue::PAIR ? 2 * p.R : p.R;
+    TilePlan plan;
+    if (ctx.invariant) plan.shape = 2;
+    else {
+        plan.consider<Tile128x256>(ctx, 0, 1.0, p.N, R, p.K);
+        plan.consider<Tile128x128>(ctx, 1, 0.95, p.N, R, p.K);
+        plan.consider<Tile64x128>(ctx, 2, 0.8, p.N, R, p.K);
+        plan.consider<Tile64x64>(ctx, 3, 0.65, p.N, R, p.K);
+        plan.consider<Tile32x64>(ctx, 4, 0.45, p.N, R, p.K);
+    }
+    p.splits = plan.splits, p.partial = ctx.partial, p.arrived = ctx.arrived;
+    switch (plan.shape) {
+        case 0: return launch_tiles<Tile128x256>(ctx, p, epilogue);
+        case 1: return launch_tiles<Tile128x128>(ctx, p, epilogue);
+        case 2: return launch_tiles<Tile64x128>(ctx, p, epilogue);
+        case 3: return launch_tiles<Tile64x64>(ctx, p, epilogue);
+        default: return launch_tiles<Tile32x64>(ctx, p, epilogue);
+    }
+}
+
+// x W^T, by the road that suits N. A later road for Hopper (TMA, wgmma) is chosen here.
+template <class Epilogue>
+void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
+    const int R = Epilogue::PAIR ? W.rows[0] : W.out();
+    if (N <= STREAM_TOKENS && !ctx.invariant) stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, R}, epilogue);
+    else tile_product(ctx, {x, W.w[0], N, W.in, R, 1, nullptr, nullptr}, epilogue);
+}
+// The same of norm_rows(stream); `normed` (N,K) holds these where the product does not make them on its way.
+template <class Epilogue>
+void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm, const Linear<bf16>& W, int N, float eps) {
+    if (N > NORM_TOKENS || ctx.invariant) {
+        rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
+        return product_gpu(ctx, epilogue, normed, W, N);
+    }
+    stream_product(ctx, {nullptr, nullptr, stream, norm, eps, W.w[0], N, W.in, Epilogue::PAIR ? W.rows[0] : W.out()}, epilogue);
+}
+
+inline void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N) {
+    product_gpu(ctx, StoreEpilogue{out, (size_t)W.out()}, x, W, N);
+}
+inline void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N) {
+    product_gpu(ctx, AddEpilogue{out, residual, (size_t)W.out()}, x, W, N);
+}
+inline void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* stream, const bf16* norm, const Linear<bf16>& W, int N, float eps) {
+    norm_product_gpu(ctx, StoreEpilogue{out, (size_t)W.out()}, normed, stream, norm, W, N, eps);
+}
+#endif
+
 // ---- q/k norm, RoPE, KV write: the q and k heads of each token are RMS-normalised and turned by the angle
 // pos * theta^(-2i/D) in each plane (i, i + D/2)      (Su et al., "RoFormer", 2021, in the half-split layout);
 // q goes on, k and v go to the cache.
@@ -1176,6 +1898,55 @@ void qknorm_rope_kv_cpu(T* q,              // (N,HD) out
         }
     }
 }
+
+#ifdef __CUDACC__
+// A head of D numbers in a warp: lane l holds P = D / 64 pairs of its planes, u = head[i] and v = head[i + D/2] for
+// i = P l .. P l + P - 1.
+template <int D> struct WarpHead {
+    static constexpr int P = D / 64;
+    float u[P], v[P];
+
+    __device__ void load(const bf16* head) {
+        const int i = threadIdx.x % 32 * P;
+        for (int p = 0; p < P; p++) u[p] = to_acc(head[i + p]), v[p] = to_acc(head[i + p + D / 2]);
+    }
+    __device__ void store(bf16* head) const {
+        const int i = threadIdx.x % 32 * P;
+        for (int p = 0; p < P; p++) head[i + p] = round_bf16(u[p]), head[i + p + D / 2] = round_bf16(v[p]);
+    }
+    __device__ void norm_rope(const bf16* w, const float* turn, float eps) {
+        float squares = 0;
+        for (int p = 0; p < P; p++) squares += u[p] * u[p] + v[p] * v[p];
+        const float scale = 1 / sqrtf(warp_sum(squares) / D + eps);
+        const int i = threadIdx.x % 32 * P;
+        for (int p = 0; p < P; p++) {
+            const float a = u[p] * scale * to_acc(w[i + p]), b = v[p] * scale * to_acc(w[i + p + D / 2]);
+            const float cosine = turn[2 * (i + p)], sine = turn[2 * (i + p) + 1];
+            u[p] = a * cosine - b * sine, v[p] = b * cosine + a * sine;
+        }
+    }
+};
+
+// A warp a head of a token, from row `first` on.
+template <int D>
+__global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                                      const float* rope, Batch b, int first, int H, int K, float eps) {
+    let_next_start();
+    wait_for_previous();
+    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, n = first + task / (H + 2 * K), h = task % (H + 2 * K);
+    if (n >= b.N || b.seq[n] < 0) return;
+    WarpHead<D> head;
+    head.load(qkv + ((size_t)n * (H + 2 * K) + h) * D);
+    const size_t at = h < H ? 0 : kv_offset(b.slot[n] / PAGE, (h - H) % K, b.slot[n] % PAGE, K, D);
+    if (h < H + K) head.norm_rope(h < H ? q_weight : k_weight, rope + (size_t)b.pos[n] * D, eps);
+    head.store(h < H ? q + ((size_t)n * H + h) * D : h < H + K ? keys + at : values + at);
+}
+inline void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                               const float* rope, const Batch& b, int H, int K, int D, float eps, int first = 0) {
+    const int blocks = (int)(((int64_t)(b.N - first) * (H + 2 * K) + 7) / 8);
+    launch(ctx, D == 128 ? qknorm_rope_kv_kernel<128> : qknorm_rope_kv_kernel<64>, blocks, 256, 0, q, keys, values, qkv, q_weight, k_weight, rope, b, first, H, K, eps);
+}
+#endif
 
 // The angles as Hugging Face computes them: in float32 (in double for double), since the models were trained so.
 template <class A> void fill_rope(A* rope, int positions, int D, double theta) {
@@ -1358,6 +2129,346 @@ void attention_cpu(T* out,          // (N,HD) out
     }
 }
 
+// The two together: from qkv to what o takes.
+template <class T>
+void attend_cpu(T* out, T* q, T* keys, T* values, const T* qkv, const T* q_weight, const T* k_weight, const acc<T>* rope,
+                const Batch& b, int H, int K, int D, float eps) {
+    qknorm_rope_kv_cpu(q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
+    attention_cpu(out, q, keys, values, b, H, K, D);
+}
+
+#ifdef __CUDACC__
+// ---- Attention for prompts (Dao, "FlashAttention-2", 2023): a block owns 128 query rows, which are all G heads of
+// 128 / G neighbouring tokens that share a KV head, and passes 64 keys at a time through shared memory; a warp owns
+// 32 of the rows, with its scores and sums in registers. A tile of tokens may touch several sequences: they are taken
+// one after the other, each computing all rows and keeping its own.
+// A row of shared memory has D / 8 chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8).
+constexpr int QUERY_ROWS = 128, KEYS = 64;
+
+template <int D>
+__global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16* q, const bf16* keys, const bf16* values, Batch b, int first, int H, int K) {
+    constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128;
+    extern __shared__ uint4 tiles[];
+    const uint32_t q_tile = shared_address(tiles), k_tile = q_tile + QUERY_ROWS * ROW, v_tile = k_tile + KEYS * ROW;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = H / K, tokens = QUERY_ROWS / G, kv = blockIdx.y;
+    const int tile = gridDim.x - 1 - blockIdx.x; // later tokens see more keys: long blocks first
+    const int begin = first + tile * tokens, end = min(b.N, begin + tokens);
+    const float scale = 1.44269504f / sqrtf((float)D); // powers of 2, not of e
+    let_next_start();
+    wait_for_previous();
+
+    const int copy_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    for (int r = copy_row; r < QUERY_ROWS; r += THREADS / CHUNKS) {
+        const int n = begin + r / G;
+        const bool there = r < tokens * G && n < end;
+        copy_async(q_tile + r * ROW + ((chunk ^ (r % 8)) << 4), there ? q + ((size_t)n * H + kv * G + r % G) * D + chunk * 8 : q, there);
+    }
+    const int a_row = warp * 32 + lane % 16, k_row = lane % 8 + lane / 16 * 8, v_row = lane % 16;
+    for (int n0 = begin, n1; n0 < end; n0 = n1) {
+        for (n1 = n0 + 1; n1 < end && b.seq[n1] == b.seq[n0]; n1++) {}
+        if (b.seq[n0] < 0) continue;
+        const int* table = b.pages + (size_t)b.seq[n0] * b.max_pages;
+        const int longest = b.pos[n1 - 1] + 1, shortest = b.pos[n0] + 1;
+        int limit[2][2]; // keys that this lane's rows see; rows of other sequences compute what nobody keeps
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int r = warp * 32 + i * 16 + h * 8 + lane / 4, n = begin + r / G;
+                limit[i][h] = n >= n0 && n < n1 ? b.pos[n] + 1 : longest;
+            }
+        auto copy = [&](uint32_t to, const bf16* cache, int key0) {
+            #pragma unroll
+            for (int i = 0; i < KEYS / (THREADS / CHUNKS); i++) {
+                const int r = copy_row + i * (THREADS / CHUNKS), key = key0 + r;
+                const bool there = key < longest;
+                copy_async(to + r * ROW + ((chunk ^ (r % 8)) << 4), there ? cache + kv_offset(table[key / PAGE], kv, key % PAGE, K, D) + chunk * 8 : cache, there);
+            }
+            commit_copies();
+        };
+        float maximum[2][2], sum[2][2] = {}, mixed[2][D / 8][4] = {};
+        #pragma unroll
+        for (int i = 0; i < 2; i++) maximum[i][0] = maximum[i][1] = -INFINITY;
+        __syncthreads(); // the sequence before this one is done with the tiles
+        copy(k_tile, keys, 0);
+        copy(v_tile, values, 0);
+        for (int key0 = 0; key0 < longest; key0 += KEYS) {
+            wait_for_copies<1>();
+            __syncthreads();
+            float s[2][KEYS / 8][4] = {};
+            #pragma unroll
+            for (int d = 0; d < D / 16; d++) {
+                uint32_t a[2][4], k[4];
+                #pragma unroll
+                for (int i = 0; i < 2; i++) ldmatrix(a[i], q_tile + (a_row + i * 16) * ROW + (((2 * d + lane / 16) ^ (a_row % 8)) << 4));
+                #pragma unroll
+                for (int j = 0; j < KEYS / 16; j++) {
+                    ldmatrix(k, k_tile + (k_row + j * 16) * ROW + (((2 * d + lane / 8 % 2) ^ (k_row % 8)) << 4));
+                    #pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        mma(s[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], k[0], k[1]);
+                        mma(s[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], k[2], k[3]);
+                    }
+                }
+            }
+            __syncthreads();
+            copy(k_tile, keys, key0 + KEYS);
+            if (key0 + KEYS > shortest)
+                #pragma unroll
+                for (int i = 0; i < 2; i++)
+                    #pragma unroll
+                    for (int j = 0; j < KEYS / 8; j++)
+                        #pragma unroll
+                        for (int e = 0; e < 4; e++)
+                            if (key0 + j * 8 + lane % 4 * 2 + e % 2 >= limit[i][e / 2]) s[i][j][e] = -INFINITY;
+            // Every row sees key 0, so its maximum is finite from the first tile on.
+            #pragma unroll
+            for (int i = 0; i < 2; i++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float top = maximum[i][h];
+                    #pragma unroll
+                    for (int j = 0; j < KEYS / 8; j++) top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
+                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+                    const float shrink = exp2_fast((maximum[i][h] - top) * scale), base = top * scale;
+                    maximum[i][h] = top;
+                    float part = 0;
+                    #pragma unroll
+                    for (int j = 0; j < KEYS / 8; j++)
+                        #pragma unroll
+                        for (int e = 2 * h; e < 2 * h + 2; e++) part += s[i][j][e] = exp2_fast(fmaf(s[i][j][e], scale, -base));
+                    sum[i][h] = sum[i][h] * shrink + part; // this lane's columns; the quad's are added at the end
+                    #pragma unroll
+                    for (int j = 0; j < D / 8; j++) mixed[i][j][2 * h] *= shrink, mixed[i][j][2 * h + 1] *= shrink;
+                }
+            wait_for_copies<1>();
+            __syncthreads();
+            #pragma unroll
+            for (int k = 0; k < KEYS / 16; k++) { // the scores, rounded, are the a operand as they lie
+                uint32_t a[2][4], v[4];
+                #pragma unroll
+                for (int i = 0; i < 2; i++)
+                    #pragma unroll
+                    for (int e = 0; e < 4; e++) a[i][e] = pack(s[i][2 * k + e / 2][e % 2 * 2], s[i][2 * k + e / 2][e % 2 * 2 + 1]);
+                #pragma unroll
+                for (int j = 0; j < D / 16; j++) {
+                    ldmatrix_transposed(v, v_tile + (v_row + k * 16) * ROW + (((2 * j + lane / 16) ^ (v_row % 8)) << 4));
+                    #pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        mma(mixed[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], v[0], v[1]);
+                        mma(mixed[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], v[2], v[3]);
+                    }
+                }
+            }
+            __syncthreads();
+            copy(v_tile, values, key0 + KEYS);
+        }
+        wait_for_copies<0>();
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float total = sum[i][h];
+                total += __shfl_xor_sync(~0u, total, 1);
+                total += __shfl_xor_sync(~0u, total, 2);
+                const int r = warp * 32 + i * 16 + h * 8 + lane / 4, n = begin + r / G;
+                if (r >= tokens * G || n < n0 || n >= n1) continue;
+                bf16* to = out + ((size_t)n * H + kv * G + r % G) * D + lane % 4 * 2;
+                #pragma unroll
+                for (int j = 0; j < D / 8; j++) *(uint32_t*)(to + j * 8) = pack(mixed[i][j][2 * h] / total, mixed[i][j][2 * h + 1] / total);
+            }
+    }
+}
+inline void attention_gpu(Context& ctx, bf16* out, const bf16* q, const bf16* keys, const bf16* values, const Batch& b, int H, int K, int D, int first = 0) {
+    const int tokens = QUERY_ROWS / (H / K);
+    launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, dim3((unsigned)((b.N - first + tokens - 1) / tokens), (unsigned)K), 128,
+           (size_t)(QUERY_ROWS + 2 * KEYS) * D * sizeof(bf16), out, q, keys, values, b, first, H, K);
+}
+
+// ---- Attention for sequences of one token (Dao et al., "Flash-Decoding", 2023), with q/k norm, RoPE and KV write: a
+// block owns SPLIT keys of one sequence and the G query heads of a KV head; each of its 8 warps owns a page, whose
+// keys and values, but for the newest token's, it asks for before the kernel ahead has ended. Where a sequence has
+// several splits, the last block to arrive adds their parts in order. The length of a split is fixed: a row's bits
+// do not depend on the batch.
+constexpr int SPLIT = 8 * PAGE;
+
+struct DecodeArgs {
+    bf16 *out, *keys, *values;
+    const bf16 *qkv, *q_weight, *k_weight;
+    const float* rope;
+    Batch b;
+    int H, K;
+    float eps;
+    float* partial; // (singles, H, splits, D + 2): sums, maximum, sum of weights
+    int* arrived;   // (singles, H / G)
+};
+
+// sum_i a[i] q[i] of 8 numbers
+__device__ inline float dot8(uint4 a, const float* q) {
+    const float4 u = *(const float4*)q, v = *(const float4*)(q + 4);
+    return low(a.x) * u.x + high(a.x) * u.y + low(a.y) * u.z + high(a.y) * u.w + low(a.z) * v.x + high(a.z) * v.y + low(a.w) * v.z + high(a.w) * v.w;
+}
+
+template <int D, int G>
+__global__ void __launch_bounds__(256) attention_decode_kernel(DecodeArgs p) {
+    constexpr int LANES_A_KEY = D / 8, KEYS_A_LOAD = 32 / LANES_A_KEY, LOADS = PAGE / KEYS_A_LOAD; // of values
+    __shared__ __align__(16) float q[G][D], mixed[8][G][D];
+    __shared__ float maximum[8][G], sum[8][G];
+    __shared__ __align__(16) bf16 new_key[D], new_value[D];
+    const Batch& b = p.b;
+    const int split = blockIdx.x, h0 = blockIdx.y * G, n = blockIdx.z, kv = h0 / (p.H / p.K);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, seq = b.seq[n], pos = b.pos[n], splits = pos / SPLIT + 1;
+    if (seq < 0 || split >= splits) {
+        let_next_start();
+        wait_for_previous();
+        return;
+    }
+    // Keys: four lanes a key, 8 keys at once, twice. Values: a lane has 8 columns of every KEYS_A_LOADth key.
+    const int page = split * 8 + warp, first = page * PAGE;
+    const bool held = first <= pos;
+    const size_t at = held ? kv_offset(b.pages[(size_t)seq * b.max_pages + page], kv, 0, p.K, D) : 0;
+    const int value_key = lane / LANES_A_KEY, column = lane % LANES_A_KEY * 8;
+    uint4 k[2][D / 32] = {}, v[LOADS] = {};
+    #pragma unroll
+    for (int half = 0; half < 2; half++)
+        #pragma unroll
+        for (int i = 0; i < D / 32; i++) {
+            const int key = half * 8 + lane / 4;
+            if (first + key < pos) k[half][i] = *(const uint4*)(p.keys + at + key * D + (i * 4 + lane % 4) * 8);
+        }
+    #pragma unroll
+    for (int j = 0; j < LOADS; j++) {
+        const int key = j * KEYS_A_LOAD + value_key;
+        if (first + key < pos) v[j] = *(const uint4*)(p.values + at + key * D + column);
+    }
+    let_next_start();
+    wait_for_previous();
+
+    const bf16* row = p.qkv + (size_t)n * (p.H + 2 * p.K) * D;
+    const float* turn = p.rope + (size_t)pos * D;
+    WarpHead<D> head;
+    for (int h = warp; h < G; h += 8) {
+        head.load(row + (size_t)(h0 + h) * D);
+        head.norm_rope(p.q_weight, turn, p.eps);
+        const int i = lane * WarpHead<D>::P;
+        const float scale = 1.44269504f / sqrtf((float)D);
+        for (int e = 0; e < WarpHead<D>::P; e++) {
+            q[h][i + e] = to_acc(round_bf16(head.u[e])) * scale;
+            q[h][i + e + D / 2] = to_acc(round_bf16(head.v[e])) * scale;
+        }
+    }
+    if (split == splits - 1 && warp >= 6) { // the newest token: its key by one warp, its value by another
+        const bool key = warp == 6, writes = h0 % (p.H / p.K) == 0;
+        const size_t to = kv_offset(b.slot[n] / PAGE, kv, b.slot[n] % PAGE, p.K, D);
+        head.load(row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D);
+        if (key) head.norm_rope(p.k_weight, turn, p.eps);
+        head.store(key ? new_key : new_value);
+        if (writes) head.store((key ? p.keys : p.values) + to);
+    }
+    __syncthreads();
+    if (page == pos / PAGE) {
+        const int newest = pos % PAGE;
+        for (int half = 0; half < 2; half++)
+            if (half * 8 + lane / 4 == newest)
+                for (int i = 0; i < D / 32; i++) k[half][i] = *(const uint4*)(new_key + (i * 4 + lane % 4) * 8);
+        #pragma unroll
+        for (int j = 0; j < LOADS; j++)
+            if (j * KEYS_A_LOAD + value_key == newest) v[j] = *(const uint4*)(new_value + column);
+    }
+    float s[2][G], mix[G][8] = {};
+    #pragma unroll
+    for (int h = 0; h < G; h++) {
+        float top = -INFINITY;
+        for (int half = 0; half < 2; half++) {
+            float dot = 0;
+            for (int i = 0; i < D / 32; i++) dot += dot8(k[half][i], q[h] + (i * 4 + lane % 4) * 8);
+            dot += __shfl_xor_sync(~0u, dot, 1);
+            dot += __shfl_xor_sync(~0u, dot, 2);
+            s[half][h] = first + half * 8 + lane / 4 <= pos ? dot : -INFINITY;
+            top = fmaxf(top, s[half][h]);
+        }
+        for (int other = 4; other < 32; other *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
+        float weights = 0;
+        for (int half = 0; half < 2; half++) {
+            s[half][h] = held ? exp2_fast(s[half][h] - top) : 0;
+            weights += s[half][h];
+        }
+        for (int other = 4; other < 32; other *= 2) weights += __shfl_xor_sync(~0u, weights, other);
+        if (lane == 0) maximum[warp][h] = top, sum[warp][h] = weights;
+    }
+    #pragma unroll
+    for (int j = 0; j < LOADS; j++) {
+        const float values[8] = {low(v[j].x), high(v[j].x), low(v[j].y), high(v[j].y), low(v[j].z), high(v[j].z), low(v[j].w), high(v[j].w)};
+        #pragma unroll
+        for (int h = 0; h < G; h++) {
+            const float weight = __shfl_sync(~0u, s[j * KEYS_A_LOAD / 8][h], (j * KEYS_A_LOAD % 8 + value_key) * 4);
+            for (int e = 0; e < 8; e++) mix[h][e] += weight * values[e];
+        }
+    }
+    #pragma unroll
+    for (int h = 0; h < G; h++) {
+        for (int e = 0; e < 8; e++)
+            for (int other = LANES_A_KEY; other < 32; other *= 2) mix[h][e] += __shfl_xor_sync(~0u, mix[h][e], other);
+        if (value_key == 0) {
+            *(float4*)(mixed[warp][h] + column) = make_float4(mix[h][0], mix[h][1], mix[h][2], mix[h][3]);
+            *(float4*)(mixed[warp][h] + column + 4) = make_float4(mix[h][4], mix[h][5], mix[h][6], mix[h][7]);
+        }
+    }
+    __syncthreads();
+    // Parts of one head, from pages or from splits: their common maximum, then their sums in order.
+    float* partial = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
+    for (int o = threadIdx.x; o < G * D; o += blockDim.x) {
+        const int h = o / D, d = o % D;
+        float top = -INFINITY, total = 0, weights = 0;
+        for (int w = 0; w < 8; w++) top = fmaxf(top, maximum[w][h]);
+        for (int w = 0; w < 8; w++) {
+            const float shrink = exp2_fast(maximum[w][h] - top);
+            total += mixed[w][h][d] * shrink, weights += sum[w][h] * shrink;
+        }
+        if (splits == 1) p.out[((size_t)n * p.H + h0 + h) * D + d] = round_bf16(total / weights);
+        else {
+            float* part = partial + ((size_t)h * gridDim.x + split) * (D + 2);
+            part[d] = total;
+            if (d == 0) part[D] = top, part[D + 1] = weights;
+        }
+    }
+    if (splits == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, splits)) return;
+    for (int o = threadIdx.x; o < G * D; o += blockDim.x) {
+        const int h = o / D, d = o % D;
+        const float* part = partial + (size_t)h * gridDim.x * (D + 2);
+        float top = -INFINITY, total = 0, weights = 0;
+        for (int i = 0; i < splits; i++) top = fmaxf(top, __ldcg(part + i * (D + 2) + D));
+        for (int i = 0; i < splits; i++) {
+            const float shrink = exp2_fast(__ldcg(part + i * (D + 2) + D) - top);
+            total += __ldcg(part + i * (D + 2) + d) * shrink, weights += __ldcg(part + i * (D + 2) + D + 1) * shrink;
+        }
+        p.out[((size_t)n * p.H + h0 + h) * D + d] = round_bf16(total / weights);
+    }
+}
+
+// Numbers of scratch that decode attention needs.
+inline size_t attention_scratch(int singles, int splits, int H, int D) { return (size_t)singles * H * splits * (D + 2); }
+
+inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D) {
+    const int G = p.H / p.K, heads = G % 8 == 0 ? 8 : G % 5 == 0 ? 5 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1; // of a block
+    static void (*const kernels[2][5])(DecodeArgs) = {
+        {attention_decode_kernel<64, 1>, attention_decode_kernel<64, 2>, attention_decode_kernel<64, 4>, attention_decode_kernel<64, 5>, attention_decode_kernel<64, 8>},
+        {attention_decode_kernel<128, 1>, attention_decode_kernel<128, 2>, attention_decode_kernel<128, 4>, attention_decode_kernel<128, 5>, attention_decode_kernel<128, 8>}};
+    const int instance = heads == 8 ? 4 : heads == 5 ? 3 : heads == 4 ? 2 : heads - 1;
+    launch(ctx, kernels[D == 128][instance], dim3((unsigned)ctx.splits, (unsigned)(p.H / heads), (unsigned)singles), 256, 0, p);
+}
+
+inline void attend_gpu(Context& ctx, bf16* out, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                       const float* rope, const Batch& b, int H, int K, int D, float eps) {
+    const int singles = ctx.invariant ? 0 : b.singles;
+    if (singles) attention_decode_gpu(ctx, {out, keys, values, qkv, q_weight, k_weight, rope, b, H, K, eps, ctx.attention, ctx.attention_arrived}, singles, D);
+    if (singles == b.N) return;
+    qknorm_rope_kv_gpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps, singles);
+    attention_gpu(ctx, out, q, keys, values, b, H, K, D, singles);
+}
+#endif
+
 // ---- SwiGLU: out = silu(gate) * up, silu(g) = g / (1 + e^-g)       (Shazeer, "GLU variants improve transformer", 2020)
 template <class T>
 void swiglu_cpu(T* out,           // (N,F) out
@@ -1391,6 +2502,21 @@ void linear_swiglu_cpu(T* out,     // (N,F) out
     swiglu_cpu(out, gate_up, N, W.rows[0]);
 }
 
+// The same of rmsnorm(x), see norm_linear. gate_up may be null on the GPU, if nobody wants it.
+template <class T>
+void norm_linear_swiglu_cpu(T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, const Linear<T>& W, int N, float eps) {
+    rmsnorm_cpu(normed, x, w, N, W.in, eps);
+    linear_swiglu_cpu(out, gate_up, normed, W, N);
+}
+#ifdef __CUDACC__
+inline void linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, const bf16* x, const Linear<bf16>& W, int N) {
+    product_gpu(ctx, SwigluEpilogue{out, gate_up, (size_t)W.rows[0]}, x, W, N);
+}
+inline void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w, const Linear<bf16>& W, int N, float eps) {
+    norm_product_gpu(ctx, SwigluEpilogue{out, gate_up, (size_t)W.rows[0]}, normed, x, w, W, N, eps);
+}
+#endif
+
 // ---- head: the logits of R named rows, never rounded below acc<T>
 template <class T>
 void head_cpu(acc<T>* logits, // (R,V) out
@@ -1402,6 +2528,32 @@ void head_cpu(acc<T>* logits, // (R,V) out
     const size_t V = W.out();
     product_cpu(W, picked, R, [=](int r, int v, acc<T> y) { logits[r * V + v] = y; });
 }
+
+#ifdef __CUDACC__
+struct LogitsEpilogue {
+    static constexpr bool PAIR = false;
+    float* out; // (R,V)
+    size_t V;
+    __device__ void begin() {}
+    __device__ void one(bool there, int n, int r, float y) { if (there) out[n * V + r] = y; }
+    __device__ void two(int n, int r, float y0, float y1) { *(float2*)(out + n * V + r) = make_float2(y0, y1); }
+    __device__ void end(int) {}
+};
+__global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, int C) {
+    let_next_start();
+    wait_for_previous();
+    for (int i = threadIdx.x; i < C; i += blockDim.x) picked[(size_t)blockIdx.x * C + i] = x[(size_t)rows[blockIdx.x] * C + i];
+}
+inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W, int R) {
+    const LogitsEpilogue epilogue = {logits, (size_t)W.out()};
+    if (R <= STREAM_TOKENS && !ctx.invariant) {
+        stream_product(ctx, {x, rows, nullptr, nullptr, 0, W.w[0], R, W.in, W.out()}, epilogue);
+        return;
+    }
+    launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
+    product_gpu(ctx, epilogue, picked, W, R);
+}
+#endif
 
 // ================================================================================================= 5 Forward
 
@@ -1423,14 +2575,15 @@ template <class T> struct Activations {
     std::vector<PerLayer> layer;
     T* normed; // (N,C) after the final norm
 
-    void plan(Arena& arena, const Config& c, int N) {
+    // gate_up: the GPU's fused op does without.
+    void plan(Arena& arena, const Config& c, int N, bool gate_up = true) {
         PerLayer a;
         a.in = a.mid = a.out = arena.take<acc<T>>((size_t)N * c.C);
         a.norm1 = a.norm2 = normed = arena.take<T>((size_t)N * c.C);
         a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
         a.q = arena.take<T>((size_t)N * c.H * c.D);
         a.attention = arena.take<T>((size_t)N * c.H * c.D);
-        a.gate_up = arena.take<T>((size_t)N * 2 * c.F);
+        a.gate_up = gate_up ? arena.take<T>((size_t)N * 2 * c.F) : nullptr;
         a.hidden = arena.take<T>((size_t)N * c.F);
         layer.assign(c.L, a);
     }
@@ -1458,13 +2611,10 @@ void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b,
         const Layer<T>& y = w.layers[l];
         auto& s = a.layer[l];
         T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
-        RUN(rmsnorm, s.norm1, s.in, y.norm1, N, C, c.eps);
-        RUN(linear, s.qkv, s.norm1, y.qkv, N);
-        RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, y.q_norm, y.k_norm, rope, b, H, K, D, c.eps);
-        RUN(attention, s.attention, s.q, keys, values, b, H, K, D);
+        RUN(norm_linear, s.qkv, s.norm1, s.in, y.norm1, y.qkv, N, c.eps);
+        RUN(attend, s.attention, s.q, keys, values, s.qkv, y.q_norm, y.k_norm, rope, b, H, K, D, c.eps);
         RUN(linear_add, s.mid, s.in, s.attention, y.o, N);
-        RUN(rmsnorm, s.norm2, s.mid, y.norm2, N, C, c.eps);
-        RUN(linear_swiglu, s.hidden, s.gate_up, s.norm2, y.gate_up, N);
+        RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, y.norm2, y.gate_up, N, c.eps);
         RUN(linear_add, s.out, s.mid, s.hidden, y.down, N);
     }
     RUN(rmsnorm, a.normed, a.layer[c.L - 1].out, w.norm, N, C, c.eps);
@@ -1549,25 +2699,264 @@ inline int sample(const float* logits, int exist, const Sampling& how, uint64_t 
     return best;
 }
 
-// One conversation: a model, its KV cache, and the ids in it.
+#ifdef __CUDACC__
+// ---- The sampler on the GPU: the same draws, bit for bit, since probabilities are integers and every float step is
+// rounded alike. What changes between draws lies in the GPU's memory, so that one graph serves them all.
+struct Draw {
+    Sampling how;
+    int exist; // only ids below may be drawn
+};
+constexpr uint32_t IN_PROMPT = 1u << 31; // in `seen`; below it: how often the id is in the answer
+
+__device__ inline float usable(float logit) { return isnan(logit) ? -FLT_MAX : fminf(fmaxf(logit, -FLT_MAX), FLT_MAX); }
+// A larger key is likelier: the logit, then the lower id.
+__device__ inline unsigned long long draw_key(float logit, int id) {
+    const uint32_t u = __float_as_uint(logit + 0.f); // -0 becomes 0
+    return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
+}
+
+// The head's product, with the penalties, and each block's likeliest id on the way.
+constexpr int BEST_BLOCKS = 1024;
+struct DrawEpilogue {
+    static constexpr bool PAIR = false;
+    float* out;                // (R,V)
+    size_t V;
+    const Draw* draw;          // (R)
+    const uint32_t* seen;      // (R,V), or null: no penalties
+    unsigned long long* best;  // (R, BEST_BLOCKS)
+    __device__ static unsigned long long* shared_best() {
+        __shared__ unsigned long long best[STREAM_TOKENS];
+        return best;
+    }
+    __device__ void begin() {
+        if (threadIdx.x < STREAM_TOKENS) shared_best()[threadIdx.x] = 0; // a barrier comes before its first use
+    }
+    __device__ void one(bool there, int n, int r, float y) {
+        unsigned long long key = 0;
+        if (there) {
+            const Sampling& how = draw[n].how;
+            const uint32_t s = seen ? seen[n * V + r] : 0;
+            if (s && how.repeat != 1) y = y > 0 ? y / how.repeat : y * how.repeat;
+            if (s & ~IN_PROMPT) y = __fsub_rn(y, __fadd_rn(how.presence, __fmul_rn(how.frequency, (float)(s & ~IN_PROMPT))));
+            out[n * V + r] = y;
+            if (r < draw[n].exist) key = draw_key(usable(y), r);
+        }
+        for (int other = 1; other < 8; other *= 2) key = max(key, __shfl_xor_sync(~0u, key, other));
+        if (threadIdx.x % 8 == 0 && key) atomicMax(shared_best() + n, key);
+    }
+    __device__ void end(int N) {
+        __syncthreads();
+        if (threadIdx.x < N) best[threadIdx.x * BEST_BLOCKS + blockIdx.x] = shared_best()[threadIdx.x];
+    }
+};
+
+// Adds up over a block of 1024.
+__device__ inline unsigned long long block_sum(unsigned long long x) {
+    __shared__ unsigned long long parts[32];
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = parts[threadIdx.x % 32];
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+// The sum over the threads before this one.
+__device__ inline unsigned long long block_sum_before(unsigned long long x) {
+    __shared__ unsigned long long parts[32];
+    unsigned long long sum = x;
+    for (int lane = 1; lane < 32; lane *= 2) {
+        const unsigned long long other = __shfl_up_sync(~0u, sum, lane);
+        if ((int)threadIdx.x % 32 >= lane) sum += other;
+    }
+    __syncthreads();
+    if (threadIdx.x % 32 == 31) parts[threadIdx.x / 32] = sum;
+    __syncthreads();
+    for (int w = 0; w < (int)threadIdx.x / 32; w++) sum += parts[w];
+    return sum - x;
+}
+
+// Where draws go, and the batch of the next step.
+struct DrawState {
+    int *token, *pos, *slot;      // (R) of the token just drawn; pos is the position of the one before on entry
+    const int *seq, *pages;
+    int max_pages;
+    uint32_t* seen;               // (R,V) or null
+    volatile int* ring;           // (R, ring_size) in the host's memory: id + 1 of the token at each position
+    int ring_size;
+};
+
+// A block of 1024 threads a row. The likely ids go to a list in shared memory, in which all is decided by comparing
+// everyone with everyone; if what may be drawn is more than the list holds (flat distributions without top-k), the
+// cut is found by bisection over all ids instead, a pass each.
+constexpr int LIST = 1024, BINS = 2048;
+__global__ void __launch_bounds__(1024) sample_kernel(const float* all_logits, size_t V, const Draw* draws, const unsigned long long* best, int best_blocks, DrawState state) {
+    __shared__ uint32_t bins[BINS];
+    __shared__ unsigned long long keys[LIST], weights[LIST];
+    __shared__ int listed, answer, cut;
+    __shared__ unsigned long long top_key;
+    let_next_start();
+    wait_for_previous();
+    const int row = blockIdx.x, i = threadIdx.x;
+    if (state.seq[row] < 0) return;
+    const float* logits = all_logits + row * V;
+    const Sampling how = draws[row].how;
+    const int exist = draws[row].exist;
+    for (int bin = i; bin < BINS; bin += 1024) bins[bin] = 0;
+    if (i == 0) top_key = 0, listed = 0;
+    __syncthreads();
+    if (best) {
+        for (int j = i; j < best_blocks; j += 1024) atomicMax(&top_key, best[row * BEST_BLOCKS + j]);
+    } else {
+        unsigned long long most = 0;
+        for (int id = i; id < exist; id += 1024) most = max(most, draw_key(usable(logits[id]), id));
+        for (int lane = 16; lane; lane /= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
+        if (i % 32 == 0) atomicMax(&top_key, most);
+    }
+    __syncthreads();
+    const int likeliest = (int)~(uint32_t)top_key;
+    if (i == 0) answer = likeliest;
+    if (how.temperature != 0 && exist > 1) {
+        const float top = usable(logits[likeliest]);
+        auto exponent = [&](int id) { return (usable(logits[id]) - top) / how.temperature; };
+        auto weight_of = [&](float x) { return x < -28.f ? 0ull : (unsigned long long)(exp_exact(x) * 1099511627776.f); };
+        const int k = how.top_k > 0 ? how.top_k : INT_MAX;
+        // How many there are in each step of 1/64 of the exponent, and how much in all.
+        unsigned long long all = 0;
+        for (int id = i; id < exist; id += 1024) {
+            const float x = exponent(id);
+            const unsigned long long w = weight_of(x);
+            all += w;
+            if (w) atomicAdd(&bins[min(BINS - 1, (int)(x * -64))], 1u);
+        }
+        all = block_sum(all);
+        __syncthreads();
+        if (i == 0) { // the first `cut` bins go to the list
+            unsigned held = 0;
+            cut = 0;
+            while (cut < BINS && held < (unsigned)min(k, LIST + 1) && held + bins[cut] <= LIST) held += bins[cut++];
+        }
+        __syncthreads();
+        unsigned long long in_list = 0;
+        for (int id = i; id < exist; id += 1024) {
+            const float x = exponent(id);
+            const unsigned long long w = weight_of(x);
+            if (!w || min(BINS - 1, (int)(x * -64)) >= cut) continue;
+            const int at = atomicAdd(&listed, 1);
+            keys[at] = draw_key(usable(logits[id]), id), weights[at] = w;
+            in_list += w;
+        }
+        in_list = block_sum(in_list);
+        __syncthreads();
+        Philox random = philox(how.seed, (uint64_t)state.pos[row] + 1, STREAM_SAMPLE);
+        const uint64_t r64 = (uint64_t)random.v[1] << 32 | random.v[0];
+        const double floor_weight = (double)how.min_p * 1099511627776.;
+        const int n = listed;
+        const bool cut_by_k = n >= k, complete = cut_by_k || in_list == all || (how.top_k <= 0 && how.top_p < 1 && (double)in_list >= (double)how.top_p * (double)all);
+        if (complete) {
+            const unsigned long long key = i < n ? keys[i] : 0, mine = i < n ? weights[i] : 0;
+            int rank = 0;
+            unsigned long long before = 0;
+            for (int j = 0; i < n && j < n; j++)
+                if (keys[j] > key) rank++, before += weights[j];
+            bool kept = i < n && rank < k;
+            const unsigned long long total = cut_by_k ? block_sum(kept ? mine : 0) : all;
+            if (how.top_p < 1) kept = kept && (rank == 0 || (double)before < (double)how.top_p * (double)total);
+            if (how.min_p > 0) kept = kept && (double)mine >= floor_weight;
+            const unsigned long long left = block_sum(kept ? mine : 0), r = __umul64hi(r64, left);
+            if (!kept && i < n) weights[i] = 0;
+            __syncthreads();
+            unsigned long long lower = 0;
+            for (int j = 0; kept && j < n; j++)
+                if ((uint32_t)keys[j] > (uint32_t)key) lower += weights[j]; // ids are inverted in keys
+            if (kept && lower <= r && r < lower + mine) answer = (int)~(uint32_t)key;
+        } else {
+            // The least key that is kept, by top-k and then by top-p: bit by bit, from the largest down.
+            auto above = [&](unsigned long long least, bool count) {
+                unsigned long long sum = 0;
+                for (int id = i; id < exist; id += 1024) {
+                    const unsigned long long w = weight_of(exponent(id));
+                    if (w && draw_key(usable(logits[id]), id) >= least) sum += count ? 1 : w;
+                }
+                return block_sum(sum);
+            };
+            unsigned long long least = 0;
+            if (k != INT_MAX) {
+                unsigned long long found = 0; // the largest key that at least k keys reach
+                for (int bit = 63; bit >= 0; bit--)
+                    if (above(found | 1ull << bit, true) >= (unsigned long long)k) found |= 1ull << bit;
+                least = found;
+            }
+            if (how.top_p < 1) {
+                const double need = (double)how.top_p * (double)above(least, false);
+                unsigned long long found = 0;
+                for (int bit = 63; bit >= 0; bit--)
+                    if ((double)above(found | 1ull << bit, false) >= need) found |= 1ull << bit;
+                least = max(least, min(found, top_key));
+            }
+            auto kept = [&](int id) {
+                const unsigned long long w = weight_of(exponent(id));
+                return draw_key(usable(logits[id]), id) >= least && (how.min_p <= 0 || (double)w >= floor_weight) ? w : 0;
+            };
+            // Ids in order: a stretch a thread.
+            const int each = (exist + 1023) / 1024, from = min(exist, i * each), to = min(exist, from + each);
+            unsigned long long sum = 0;
+            for (int id = from; id < to; id++) sum += kept(id);
+            const unsigned long long r = __umul64hi(r64, block_sum(sum));
+            unsigned long long lower = block_sum_before(sum);
+            if (lower <= r && r < lower + sum)
+                for (int id = from; id < to; id++) {
+                    const unsigned long long w = kept(id);
+                    if (r < lower + w) { answer = id; break; }
+                    lower += w;
+                }
+        }
+    }
+    __syncthreads();
+    if (i != 0) return;
+    const int pos = state.pos[row] + 1;
+    state.token[row] = answer;
+    state.pos[row] = pos;
+    if (pos / PAGE < state.max_pages) state.slot[row] = state.pages[(size_t)state.seq[row] * state.max_pages + pos / PAGE] * PAGE + pos % PAGE;
+    if (state.seen) state.seen[row * V + answer]++;
+    if (state.ring) state.ring[(size_t)row * state.ring_size + pos % state.ring_size] = answer + 1;
+}
+#endif
+
+// One conversation: a model, its KV cache, and the ids in it. On the GPU if `ctx` says so; the weights are there too.
 template <class T> struct Session {
-    static constexpr int CHUNK = 512; // tokens of a prompt that go through `forward` at once
-    static constexpr int ROWS = 16;   // of them that share one reading of the head, where all their logits are wanted
+    static constexpr int CHUNK = 512;      // tokens of a prompt that go through `forward` at once
+    static constexpr int GPU_CHUNK = 8192; // ... on a GPU
+    static constexpr int ROWS = 16;        // of them that share one reading of the head, where all their logits are wanted
 
     Context ctx;
     const Config& config;
     const Weights<T>& weights;
     int capacity;             // tokens
     std::vector<int> ids;     // what the cache holds
-    acc<T>* logits;           // (V) after the last id; meaningless before the first
+    acc<T>* logits;           // (V) after the last id, in the CPU's memory; meaningless before the first, or after draws on a GPU
 
     // Plans all memory for `context` tokens. Throws Error if it is more than there is.
-    Session(const Config& c, const Weights<T>& w, int context) : config(c), weights(w), capacity(context) {
+    Session(const Config& c, const Weights<T>& w, int context, const Context& where = {}) : ctx(where), config(c), weights(w), capacity(context) {
+        arena.gpu = ctx.gpu;
+        chunk = std::min(ctx.gpu ? GPU_CHUNK : CHUNK, capacity);
         plan();
         arena.allocate(format("a context of %d tokens", context).c_str());
         plan();
-        fill_rope(rope, context, c.D, c.rope_theta);
-        for (int p = 0; p < pages; p++) table[p] = p;
+        std::vector<acc<T>> angles(ctx.gpu ? (size_t)capacity * c.D : 0);
+        fill_rope(ctx.gpu ? angles.data() : rope, context, c.D, c.rope_theta);
+        if (ctx.gpu) give(rope, angles.data(), angles.size());
+        std::vector<int> identity(pages);
+        for (int p = 0; p < pages; p++) identity[p] = p;
+        give(table, identity.data(), identity.size());
+        logits = row_logits;
+        if (ctx.gpu) host_logits.resize((size_t)std::min(chunk, ROWS) * c.V), logits = host_logits.data();
+    }
+    Session(const Session&) = delete;
+    ~Session() {
+#ifdef __CUDACC__
+        if (ctx.gpu) end_draws();
+#endif
     }
 
     bool full() const { return (int)ids.size() == capacity; }
@@ -1582,40 +2971,77 @@ template <class T> struct Session {
         for (int id : tokens)
             if (id < 0 || id >= config.V) DIE("id %d is not in the vocabulary of %d", id, config.V);
         for (size_t done = 0; done < tokens.size() && !(stop && *stop);) {
-            const int N = (int)std::min(tokens.size() - done, (size_t)CHUNK);
-            for (int n = 0; n < N; n++) {
-                token[n] = tokens[done + n];
-                pos[n] = (int)ids.size() + n;
-                seq[n] = 0;
-                slot[n] = pos[n]; // the identity table: page p holds positions 16 p ..
-            }
-            Batch batch = {N, 1, token, pos, seq, slot, table, pages};
+            const int N = (int)std::min(tokens.size() - done, (size_t)chunk);
+            std::vector<int> positions(N), zero(N);
+            for (int n = 0; n < N; n++) positions[n] = (int)ids.size() + n;
+            give(token, &tokens[done], N);
+            give(pos, positions.data(), N);
+            give(seq, zero.data(), N);
+            give(slot, positions.data(), N); // the identity table: page p holds positions 16 p ..
+            Batch batch = {N, 1, token, pos, seq, slot, table, pages, N == 1};
             ctx.stop = stop;
+#ifdef __CUDACC__
+            ctx.splits = positions.back() / SPLIT + 1;
+#endif
             forward(ctx, config, weights, batch, activations, cache, rope);
             if (stop && *stop) return;
-            ids.insert(ids.end(), token, token + N);
+            ids.insert(ids.end(), &tokens[done], &tokens[done] + N);
             done += N;
             const bool last = done == tokens.size();
             for (int n = rows ? 0 : last ? N - 1 : N, R; n < N; n += R) {
                 R = std::min(N - n, ROWS);
-                int named[ROWS];
-                for (int r = 0; r < R; r++) named[r] = n + r;
+                int wanted[ROWS];
+                for (int r = 0; r < R; r++) wanted[r] = n + r;
+                give(named, wanted, R);
+                last_row = named + R - 1;
                 RUN(head, row_logits, picked, activations.normed, named, weights.head, R);
+                take_logits(R);
                 for (int r = 0; r < R; r++) {
-                    logits = row_logits + (size_t)r * config.V;
+                    logits = (ctx.gpu ? host_logits.data() : row_logits) + (size_t)r * config.V;
                     if (rows) rows(logits);
                 }
             }
         }
     }
 
+    // ---- Drawing an answer, token by token. `exist`: only ids below may be drawn; `answer`: ids[answer] on belong to
+    // the answer (see penalize); `most`: no more draws than these will follow.
+    void begin_draws(const Sampling& how, int exist, size_t answer, size_t most) {
+        drawing = {how, exist, answer};
+        (void)most;
+        if constexpr (HAS_KERNELS<T>) if (ctx.gpu) this->begin_draws_gpu(most);
+    }
+    // The next token: not in the session until it is accepted.
+    int draw() {
+        if constexpr (HAS_KERNELS<T>) if (ctx.gpu) return this->draw_gpu();
+        penalize(logits, drawing.how, ids, drawing.answer);
+        return sample(logits, drawing.exist, drawing.how, ids.size());
+    }
+    // Takes the token just drawn into the session.
+    void accept(int id) {
+        if (ctx.gpu) ids.push_back(id); // the GPU has gone on with it already
+        else feed({id});
+    }
+
     // The first n tokens in the KV cache: block_bytes(n) from the start of each of 2 L blocks, in whole pages of
-    // a layer's keys, then of its values. With `ids` this is all there is to save and restore.
+    // a layer's keys, then of its values. With `ids` this is all there is to save and restore. f may read and write.
     size_t block_bytes(size_t n) const { return (n + PAGE - 1) / PAGE * config.K * PAGE * config.D * sizeof(T); }
-    template <class F> void each_block(F f) {
+    template <class F> void each_block(size_t n, F f) {
+        std::vector<uint8_t> copy(ctx.gpu ? block_bytes(n) : 0);
         T* const both[] = {cache.keys, cache.values}; // (nvcc cannot walk a braced list here)
         for (T* all : both)
-            for (int l = 0; l < config.L; l++) f(all + l * cache.layer_size);
+            for (int l = 0; l < config.L; l++) {
+                T* block = all + l * cache.layer_size;
+                if (!ctx.gpu) f(block);
+#ifdef __CUDACC__
+                else {
+                    CUDA_CHECK(cudaMemcpyAsync(copy.data(), block, copy.size(), cudaMemcpyDeviceToHost, ctx.stream));
+                    CUDA_CHECK(cudaStreamSynchronize(ctx.stream));
+                    f((T*)copy.data());
+                    CUDA_CHECK(cudaMemcpyAsync(block, copy.data(), copy.size(), cudaMemcpyHostToDevice, ctx.stream));
+                }
+#endif
+            }
     }
 
     // Forgets all but the first n ids.
@@ -1627,19 +3053,134 @@ template <class T> struct Session {
     KVCache<T> cache;
     T* picked;
     acc<T> *rope, *row_logits;
-    int pages, *token, *pos, *seq, *slot, *table;
+    std::vector<acc<T>> host_logits;
+    int chunk, pages, *token, *pos, *seq, *slot, *table, *named, *last_row;
+    struct { Sampling how; int exist; size_t answer; } drawing;
 
     void plan() {
-        const int N = std::min(CHUNK, capacity);
         pages = capacity / PAGE + (capacity % PAGE != 0);
         cache.plan(arena, config, pages);
-        activations.plan(arena, config, N);
+        activations.plan(arena, config, chunk, !ctx.gpu);
         rope = arena.take<acc<T>>((size_t)capacity * config.D);
-        logits = row_logits = arena.take<acc<T>>((size_t)std::min(N, ROWS) * config.V);
-        picked = arena.take<T>((size_t)std::min(N, ROWS) * config.C);
-        for (int** list : {&token, &pos, &seq, &slot}) *list = arena.take<int>(N);
+        row_logits = arena.take<acc<T>>((size_t)std::min(chunk, ROWS) * config.V);
+        picked = arena.take<T>((size_t)std::min(chunk, ROWS) * config.C);
+        for (int** list : {&token, &pos, &seq, &slot}) *list = arena.take<int>(chunk);
         table = arena.take<int>(pages);
+        named = arena.take<int>(ROWS);
+#ifdef __CUDACC__
+        if (!ctx.gpu) return;
+        const int splits = (capacity - 1) / SPLIT + 1;
+        ctx.partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+        ctx.arrived = arena.take<int>(MAX_TILES);
+        ctx.attention = arena.take<float>(attention_scratch(1, splits, config.H, config.D));
+        ctx.attention_arrived = arena.take<int>(config.H);
+        for (int** one : {&step.token, &step.pos, &step.slot}) *one = arena.take<int>(1);
+        seen = arena.take<uint32_t>(config.V);
+        draw_parameters = arena.take<Draw>(1);
+        best = arena.take<unsigned long long>(BEST_BLOCKS);
+#endif
     }
+
+    // To where the session computes.
+    template <class U> void give(U* to, const U* from, size_t n) {
+#ifdef __CUDACC__
+        if (ctx.gpu) return CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(U), cudaMemcpyHostToDevice, ctx.stream)); // (not pinned: read before it returns)
+#endif
+        memcpy((void*)to, from, n * sizeof(U));
+    }
+    void take_logits([[maybe_unused]] int R) {
+#ifdef __CUDACC__
+        if (!ctx.gpu) return;
+        CUDA_CHECK(cudaMemcpyAsync(host_logits.data(), row_logits, (size_t)R * config.V * sizeof(float), cudaMemcpyDeviceToHost, ctx.stream));
+        CUDA_CHECK(cudaStreamSynchronize(ctx.stream));
+#endif
+    }
+
+#ifdef __CUDACC__
+    // ---- The one-token road: a step, from embedding to drawn token, is one CUDA graph, whose every changing number
+    // lies in the GPU's memory. Steps are launched AHEAD of the tokens the caller has seen, which come through `ring` in
+    // the CPU's memory; what was computed beyond the last token that was accepted is overwritten later.
+    static constexpr int AHEAD = 8;
+    DrawState step = {};
+    uint32_t* seen;
+    Draw* draw_parameters;
+    unsigned long long* best;
+    volatile int* ring = nullptr;
+    int launched = 0, last = 0;              // draws up to these positions are on their way, will be wanted
+    std::map<int, cudaGraphExec_t> graphs;   // by ctx.splits and whether there are penalties
+    bool penalties = false;
+
+    void begin_draws_gpu(size_t most) {
+        CUDA_CHECK(cudaStreamSynchronize(ctx.stream)); // steps that an answer before this one left behind
+        if (!ring) {
+            CUDA_CHECK(cudaHostAlloc((void**)&ring, ((size_t)capacity + 1) * sizeof(int), cudaHostAllocMapped));
+            CUDA_CHECK(cudaHostGetDevicePointer((void**)&step.ring, (void*)ring, 0));
+            step.ring_size = capacity + 1, step.seq = table, step.pages = table, step.max_pages = pages; // table[0] = 0: sequence 0
+        }
+        const Sampling& how = drawing.how;
+        penalties = how.repeat != 1 || how.presence != 0 || how.frequency != 0;
+        if (penalties) {
+            std::vector<uint32_t> counts(config.V);
+            for (size_t i = 0; i < ids.size(); i++) {
+                if (i < drawing.answer) counts[ids[i]] |= IN_PROMPT;
+                else counts[ids[i]]++;
+            }
+            give(seen, counts.data(), counts.size());
+        }
+        step.seen = penalties ? seen : nullptr;
+        const int n = (int)ids.size(), pos = n - 1;
+        const Draw d = {how, drawing.exist};
+        give(draw_parameters, &d, 1);
+        give(step.pos, &pos, 1);
+        for (int p = 0; p <= capacity; p++) ring[p] = 0;
+        last = (int)std::min((size_t)capacity, n + std::min(most, (size_t)capacity) - 1);
+        launched = n;
+        launch_draw(last_row); // the row that `feed` took its logits from
+    }
+
+    void launch_draw(const int* row) {
+        const int blocks = stream_product(ctx, {activations.normed, row, nullptr, nullptr, 0, weights.head.w[0], 1, config.C, config.V},
+                                          DrawEpilogue{row_logits, (size_t)config.V, draw_parameters, step.seen, best});
+        launch(ctx, sample_kernel, 1, 1024, 0, row_logits, (size_t)config.V, draw_parameters, best, blocks, step);
+    }
+
+    void launch_step() {
+        int splits = 1; // graphs for 1, 2, 4, ... splits: blocks without keys cost little
+        while (splits * SPLIT <= launched) splits *= 2;
+        ctx.splits = std::min(splits, (capacity - 1) / SPLIT + 1);
+        cudaGraphExec_t& graph = graphs[2 * ctx.splits + penalties];
+        if (!graph) {
+            cudaGraph_t recorded;
+            CUDA_CHECK(cudaStreamBeginCapture(ctx.stream, cudaStreamCaptureModeThreadLocal));
+            ctx.stop = nullptr;
+            const Batch batch = {1, 1, step.token, step.pos, step.seq, step.slot, table, pages, 1};
+            forward(ctx, config, weights, batch, activations, cache, rope);
+            launch_draw(table); // row 0
+            CUDA_CHECK(cudaStreamEndCapture(ctx.stream, &recorded));
+            CUDA_CHECK(cudaGraphInstantiate(&graph, recorded, 0));
+            cudaGraphDestroy(recorded);
+        }
+        CUDA_CHECK(cudaGraphLaunch(graph, ctx.stream));
+        launched++;
+    }
+
+    int draw_gpu() {
+        const int p = (int)ids.size();
+        while (launched < std::min(p + AHEAD, last)) launch_step();
+        for (int spins = 0; !ring[p]; spins++)
+            if (spins % 4096 == 4095) { // a fault of the GPU must not hang us
+                const cudaError_t e = cudaStreamQuery(ctx.stream);
+                if (e != cudaErrorNotReady) CUDA_CHECK(e);
+            }
+        return ring[p] - 1;
+    }
+
+    void end_draws() {
+        cudaStreamSynchronize(ctx.stream);
+        for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
+        if (ring) cudaFreeHost((void*)ring);
+    }
+#endif
 };
 
 // Text on its way out: stops before a stop string, and holds back what may be the beginning of one. Of several it
@@ -1703,17 +3244,17 @@ void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g, co
         if (!out.empty()) show(out);
     };
     g.finish = "length";
+    session.begin_draws(g.sampling, exist, answer, g.max_tokens);
     while (g.ids.size() < g.max_tokens) {
         if (g.interrupt && *g.interrupt) { g.finish = "interrupt"; break; }
-        penalize(session.logits, g.sampling, session.ids, answer);
-        int id = sample(session.logits, exist, g.sampling, session.ids.size());
+        const int id = session.draw();
         if (std::find(c.end_tokens.begin(), c.end_tokens.end(), id) != c.end_tokens.end()) { g.finish = "stop"; break; }
         g.ids.push_back(id);
         if (!tokenizer) emit(format(g.ids.size() > 1 ? " %d" : "%d", id));
         else if (!tokenizer->is_special(id)) emit(characters.feed(tokenizer->bytes(id)));
         if (filter.stopped) { g.finish = "stop"; break; }
         if (session.full()) break;
-        if (g.ids.size() < g.max_tokens) session.feed({id});
+        if (g.ids.size() < g.max_tokens) session.accept(id);
     }
     emit(characters.flush());
     std::string rest = filter.flush();
@@ -1729,13 +3270,14 @@ static volatile sig_atomic_t interrupted = 0;
 struct Options {
     std::string model, input, system, tokenizer, device, dtype, ids, logits_file, tokenize, detokenize;
     bool has_input = false, has_tokenize = false, has_detokenize = false, has_ids = false;
+    Context ctx; // where it runs
     bool raw = false, json = false, logits_hash = false, help = false;
     float temperature = -1, top_p = -1, min_p = 0; // negative: Qwen's advice for the mode
     float repeat = 1, presence = 0, frequency = 0;
     std::vector<std::string> stops;
     int top_k = -1, max_tokens = -1, context = 0, think = 0, threads = 0;
     uint64_t seed = 0;
-    bool has_seed = false, bench = false, bench_long = false;
+    bool has_seed = false, bench = false, bench_long = false, invariant = false;
     std::string synthesize, synthesize_to;
     std::string prompt_cache;
     std::string ppl, eval, output;
@@ -1757,11 +3299,12 @@ static const char* USAGE =
     "  -n, --max-tokens N    tokens of the answer (default: to the end of the context)\n"
     "  -c, --ctx N           context in tokens (default 4096, or the model's limit if that is less)\n"
     "  -z, --tokenizer FILE  default: tokenizer.bin beside the model, beside the program, or in this folder\n"
-    "  -d, --device NAME     cpu, the only one so far\n"
+    "  -d, --device NAME     cpu or cuda (default: cuda where there is a GPU for it)\n"
     "      --dtype NAME      compute in f32 or bf16 (default: as stored), or int8: weights of 8.5 bits, made at load\n"
     "  -j, --threads N       CPU threads (default: all)\n"
     "      --prompt-cache FILE   restores what the prompt shares with FILE's; writes FILE if it does not exist\n"
     "                        or is the beginning of this prompt\n"
+    "      --invariant       on a GPU: a row's bits do not depend on its batch (slower; the CPU is always so)\n"
     "      --raw             the input as it is, without the chat template; special tokens are recognised\n"
     "      --json            one JSON object instead of streamed text\n"
     "      --bench [long]    speed of prompt and decoding, with the machine's ceilings; --json\n"
@@ -1850,6 +3393,7 @@ static Options parse_options(int argc, char** argv) {
             if (o.dtype != "f32" && o.dtype != "bf16" && o.dtype != "int8") DIE("--dtype %.40s: f32, bf16 or int8", o.dtype.c_str());
         }
         else if (is("-j", "--threads")) o.threads = integer(1, 4096);
+        else if (is("", "--invariant")) o.invariant = true;
         else if (is("", "--raw")) o.raw = true;
         else if (is("", "--json")) o.json = true;
         else if (is("", "--ids")) o.ids = value(), o.has_ids = true;
@@ -1978,12 +3522,32 @@ static Sampling sampling_of(const Options& o) {
     return how;
 }
 
+// What the computation runs on, for people.
+static std::string device_name(const Context& ctx) {
+#ifdef __CUDACC__
+    cudaDeviceProp properties;
+    if (ctx.gpu && cudaGetDeviceProperties(&properties, 0) == cudaSuccess) return properties.name;
+#endif
+    return (void)ctx, format("cpu, %d threads", thread_count());
+}
+
+template <class T> void to_device([[maybe_unused]] const Options& o, [[maybe_unused]] const ModelFile& file, [[maybe_unused]] Weights<T>& weights) {
+#ifdef __CUDACC__
+    if constexpr (HAS_KERNELS<T>)
+        if (o.ctx.gpu) {
+            Context ctx = o.ctx;
+            weights.upload(ctx, file);
+        }
+#endif
+}
+
 #include "cli.h"
 
 // One prompt, one answer; or a chat.
 template <class T> int answer(const Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
     Weights<T> weights(file, o.dtype == "int8");
+    to_device(o, file, weights);
     std::unique_ptr<Tokenizer> tokenizer;
     if (!o.has_ids || !find_tokenizer(o).empty()) {
         tokenizer = load_tokenizer(o);
@@ -2009,7 +3573,7 @@ template <class T> int answer(const Options& o, const ModelFile& file, double st
 
     const int context = o.context ? o.context : std::min(4096, c.max_positions);
     if (prompt.size() > (size_t)context) DIE("the prompt is %zu tokens, the context %d (-c sets it, up to %d)", prompt.size(), context, c.max_positions);
-    Session<T> session(c, weights, context);
+    Session<T> session(c, weights, context, o.ctx);
     if (!o.logits_file.empty() || o.logits_hash) return write_logits(o, session, prompt), 0;
 
     Generation g;
@@ -2018,8 +3582,8 @@ template <class T> int answer(const Options& o, const ModelFile& file, double st
     g.interrupt = &interrupted;
     if (o.max_tokens >= 0) g.max_tokens = (size_t)o.max_tokens;
 
-    fprintf(stderr, "%s: %.1f M parameters, %s, cpu, %d threads, context %d, seed %llu\n", o.model.c_str(), (double)c.parameters() / 1e6,
-            weights.type_name(), thread_count(), context, (unsigned long long)g.sampling.seed);
+    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, seed %llu\n", o.model.c_str(), (double)c.parameters() / 1e6,
+            weights.type_name(), device_name(o.ctx).c_str(), context, (unsigned long long)g.sampling.seed);
     PromptCache<T> cache(o.prompt_cache, file, o.dtype == "int8", session);
     if (chat) return Chat<T>{o, session, *tokenizer, cache, g}.run();
     const double loaded = seconds();
@@ -2058,8 +3622,31 @@ template <class T> int answer(const Options& o, const ModelFile& file, double st
     return interrupted ? 130 : 0;
 }
 
-// Compute in float? As the checkpoint is stored, unless --dtype says otherwise.
-static bool wide(const Options& o, const ModelFile& file) { return o.dtype == "f32" || (o.dtype != "bf16" && file.is_float32()); }
+// Compute in float? As the checkpoint is stored, unless --dtype says otherwise. The GPU computes in bf16.
+static bool wide(const Options& o, const ModelFile& file) {
+    return o.dtype == "f32" || (o.dtype != "bf16" && o.device != "cuda" && file.is_float32());
+}
+
+// The GPU, if it was asked for or is there and can do what is asked; else the CPU.
+static Context choose_device(const Options& o, [[maybe_unused]] const ModelFile& file) {
+    const bool wanted = o.device == "cuda";
+    if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
+#ifdef __CUDACC__
+    if (o.device == "cpu") return {};
+    try {
+        if (!wanted && wide(o, file)) return {};
+        check_gpu(file.path, file.config, o.dtype == "int8" || file.is_int8());
+        Context ctx = open_gpu();
+        ctx.invariant = o.invariant;
+        return ctx;
+    } catch (const Error&) {
+        if (wanted) throw;
+    }
+#else
+    if (wanted) DIE("--device cuda: this program was built without nvcc");
+#endif
+    return {};
+}
 
 static int run(int argc, char** argv) {
     const double start = seconds();
@@ -2068,8 +3655,7 @@ static int run(int argc, char** argv) {
 #ifdef _OPENMP
     if (o.threads) omp_set_num_threads(o.threads);
 #endif
-    if (o.device == "cuda") DIE("--device cuda: there are no CUDA kernels yet");
-    if (!o.device.empty() && o.device != "cpu") DIE("--device %s: only cpu so far", o.device.c_str());
+    if (!o.device.empty() && o.device != "cpu" && o.device != "cuda") DIE("--device %s: cpu or cuda", o.device.c_str());
     if (o.has_tokenize) {
         std::string line;
         for (int id : load_tokenizer(o)->encode(o.tokenize == "-" ? read_stdin() : o.tokenize, true)) line += format(line.empty() ? "%d" : " %d", id);
@@ -2088,6 +3674,7 @@ static int run(int argc, char** argv) {
     if (!o.has_input && !o.has_ids && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (without it there is a chat, which has no --raw, --json or --logits)");
     ModelFile file(o.model);
+    o.ctx = choose_device(o, file);
     if (o.bench) return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
     return wide(o, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);
 }

@@ -1,37 +1,6 @@
 // The whole model against Hugging Face: golden logits and greedy texts of tests/fixtures, and what a session
 // promises (chunks, rewinding, threads, ragged batches).
-#include "common.h"
-
-struct Golden {
-    ModelFile file;
-    std::vector<std::vector<int>> prompts, greedy;
-    std::vector<float> logits; // (all positions of all prompts, V)
-    double bf16_kl = -1;       // the better of transformers' own two
-
-    explicit Golden(const std::string& folder) : file("tests/fixtures/" + folder) {
-        MappedFile text("tests/fixtures/" + folder + "/golden.json");
-        sj::Doc doc;
-        REQUIRE(sj::parse(doc, text.text()) == "");
-        auto lists = [&](const char* key) {
-            std::vector<std::vector<int>> out;
-            for (sj::Value list : doc.root()[key].items()) {
-                out.emplace_back();
-                for (sj::Value id : list.items()) out.back().push_back((int)id.number());
-            }
-            return out;
-        };
-        prompts = lists("prompts"), greedy = lists("greedy");
-        for (auto [name, kl] : doc.root()["transformers_bf16_mean_kl"].members())
-            if (bf16_kl < 0 || kl.number() < bf16_kl) bf16_kl = kl.number();
-        MappedFile raw("tests/fixtures/" + folder + "/" + doc.root()["logits"].str());
-        size_t rows = 0;
-        for (auto& p : prompts) rows += p.size();
-        REQUIRE(rows > 0);
-        REQUIRE(raw.size == rows * file.config.V * sizeof(float));
-        logits.resize(rows * file.config.V);
-        memcpy(logits.data(), raw.data, raw.size);
-    }
-};
+#include "golden.h"
 
 // Our logits of every position of every prompt, in type T.
 template <class T> std::vector<acc<T>> all_logits(const Golden& g) {
@@ -42,24 +11,6 @@ template <class T> std::vector<acc<T>> all_logits(const Golden& g) {
         session.feed(prompt, nullptr, [&](const acc<T>* row) { out.insert(out.end(), row, row + g.file.config.V); });
     }
     return out;
-}
-
-// Mean over rows of KL(softmax(truth) || softmax(ours)), in nats.
-template <class A> double mean_kl(const std::vector<float>& truth, const std::vector<A>& ours, int V) {
-    double sum = 0;
-    const size_t rows = truth.size() / V;
-    for (size_t r = 0; r < rows; r++) {
-        const float* p = &truth[r * V];
-        const A* q = &ours[r * V];
-        double top_p = *std::max_element(p, p + V), top_q = *std::max_element(q, q + V), zp = 0, zq = 0, kl = 0;
-        for (int v = 0; v < V; v++) zp += std::exp(p[v] - top_p), zq += std::exp(q[v] - top_q);
-        for (int v = 0; v < V; v++) {
-            double lp = p[v] - top_p - std::log(zp), lq = q[v] - top_q - std::log(zq);
-            kl += std::exp(lp) * (lp - lq);
-        }
-        sum += kl;
-    }
-    return sum / (double)rows;
 }
 
 TEST_CASE("float32 checkpoints: every logit within 2e-4 of Hugging Face's, in float and in double") {

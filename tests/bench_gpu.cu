@@ -1,0 +1,329 @@
+// What the kernels reach, beside what the card can do and, for products, beside cuBLAS (a yardstick here; no other
+// program of ours uses it). Everything is timed as replays of a CUDA graph, over weights that do not fit the L2 cache.
+//     build/bench_gpu MODEL.bin [ceilings] [decode] [products] [few] [attention] [batch]       (default: all)
+#define QWEN3_NO_MAIN
+#include "../qwen3.cu"
+#include <cublas_v2.h>
+
+static Context ctx;
+
+template <class T> T* gpu_array(size_t n) {
+    void* p;
+    CUDA_CHECK(cudaMalloc(&p, n * sizeof(T)));
+    return (T*)p;
+}
+__global__ void random_kernel(bf16* p, size_t n, float scale) { // about normal
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        const Philox r = philox(1, i, 0);
+        p[i] = round_bf16(((float)r.v[0] + (float)r.v[1] + (float)r.v[2] - 1.5f * 4294967296.f) / 2147483648.f * scale);
+    }
+}
+static bf16* random_array(size_t n, float scale = 1) {
+    bf16* p = gpu_array<bf16>(n);
+    random_kernel<<<1024, 256, 0, ctx.stream>>>(p, n, scale);
+    return p;
+}
+
+// Seconds of one call of f, which is called `calls` times in the graph that is replayed.
+static double time_graph(int calls, const std::function<void(int)>& f) {
+    cudaGraph_t graph;
+    cudaGraphExec_t run;
+    for (int i = 0; i < std::min(calls, 2); i++) f(i);
+    CUDA_CHECK(cudaStreamSynchronize(ctx.stream));
+    CUDA_CHECK(cudaStreamBeginCapture(ctx.stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < calls; i++) f(i);
+    CUDA_CHECK(cudaStreamEndCapture(ctx.stream, &graph));
+    CUDA_CHECK(cudaGraphInstantiate(&run, graph, 0));
+    cudaEvent_t start, stop;
+    CUDA_CHECK(cudaEventCreate(&start));
+    CUDA_CHECK(cudaEventCreate(&stop));
+    std::vector<float> times;
+    for (int i = 0; i < 12; i++) {
+        CUDA_CHECK(cudaEventRecord(start, ctx.stream));
+        CUDA_CHECK(cudaGraphLaunch(run, ctx.stream));
+        CUDA_CHECK(cudaEventRecord(stop, ctx.stream));
+        CUDA_CHECK(cudaEventSynchronize(stop));
+        float ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
+        if (i >= 2) times.push_back(ms);
+    }
+    cudaGraphExecDestroy(run), cudaGraphDestroy(graph), cudaEventDestroy(start), cudaEventDestroy(stop);
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2] / 1e3 / calls;
+}
+
+// ---- Ceilings
+__global__ void read_kernel(const uint4* p, size_t n, uint32_t* out) {
+    uint32_t sum = 0;
+    const size_t stride = (size_t)gridDim.x * blockDim.x;
+    size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+    for (; i + 3 * stride < n; i += 4 * stride) {
+        uint4 v[4];
+        for (int k = 0; k < 4; k++) v[k] = load_stream(p + i + k * stride);
+        for (int k = 0; k < 4; k++) sum += v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+    }
+    if (sum == 12345) *out = sum;
+}
+__global__ void mma_kernel(const uint32_t* in, float* out, int rounds) { // eight independent chains a warp
+    float d[8][4] = {};
+    uint32_t a[4], b[8][2];
+    for (int i = 0; i < 4; i++) a[i] = in[threadIdx.x * 20 + i];
+    for (int j = 0; j < 8; j++) b[j][0] = in[threadIdx.x * 20 + 4 + j], b[j][1] = in[threadIdx.x * 20 + 12 + j];
+    for (int r = 0; r < rounds; r++)
+        for (int j = 0; j < 8; j++) mma(d[j], a[0], a[1], a[2], a[3], b[j][0], b[j][1]);
+    float sum = 0;
+    for (int j = 0; j < 8; j++) sum += d[j][0] + d[j][1] + d[j][2] + d[j][3];
+    out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+static double read_bandwidth, mma_rate;
+static void ceilings() {
+    const size_t bytes = 2ull << 30;
+    uint32_t* data = (uint32_t*)random_array(bytes / 2);
+    float* out = gpu_array<float>(1 << 20);
+    for (int blocks : {4, 8, 16}) {
+        const double t = time_graph(4, [&](int) { read_kernel<<<ctx.sms * blocks, 256, 0, ctx.stream>>>((uint4*)data, bytes / 16, (uint32_t*)out); });
+        read_bandwidth = std::max(read_bandwidth, (double)bytes / t);
+    }
+    const int rounds = 20000;
+    const double t = time_graph(1, [&](int) { mma_kernel<<<ctx.sms * 2, 256, 0, ctx.stream>>>(data, out, rounds); });
+    mma_rate = 2. * 16 * 8 * 16 * 8 * rounds * 8 * ctx.sms * 2 / t;
+    printf("ceilings: read %.0f GB/s; mma.sync out of registers %.0f TFLOP/s\n", read_bandwidth / 1e9, mma_rate / 1e12);
+    cudaFree(data), cudaFree(out);
+}
+
+// ---- One token: every kernel of a step by itself, through all layers, then the step
+struct Model {
+    ModelFile file;
+    Weights<bf16> weights;
+    explicit Model(const char* path) : file(path), weights(file) { weights.upload(ctx, file); }
+};
+struct State { // activations and cache for N rows and B sequences of up to `context` tokens
+    Arena arena;
+    Activations<bf16> a;
+    KVCache<bf16> kv;
+    float *rope, *logits;
+    bf16* picked;
+    int *token, *pos, *seq, *slot, *table, *rows;
+    Batch batch;
+    State(const Config& c, int N, int B, int position, int context, int logit_rows) {
+        arena.gpu = true;
+        const int pages = (context + PAGE - 1) / PAGE, splits = (context - 1) / SPLIT + 1;
+        for (int pass = 0; pass < 2; pass++) {
+            a.plan(arena, c, N, false);
+            kv.plan(arena, c, (size_t)B * pages);
+            rope = arena.take<float>((size_t)context * c.D);
+            logits = arena.take<float>((size_t)logit_rows * c.V);
+            picked = arena.take<bf16>((size_t)logit_rows * c.C);
+            for (int** list : {&token, &pos, &seq, &slot, &rows}) *list = arena.take<int>(N);
+            table = arena.take<int>((size_t)B * pages);
+            ctx.partial = arena.take<float>(PARTIAL_BYTES / 4);
+            ctx.arrived = arena.take<int>(MAX_TILES);
+            ctx.attention = arena.take<float>(attention_scratch(B, splits, c.H, c.D));
+            ctx.attention_arrived = arena.take<int>((size_t)B * c.H);
+            if (!pass) arena.allocate("the benchmark");
+        }
+        random_kernel<<<1024, 256, 0, ctx.stream>>>(kv.keys, (size_t)c.L * kv.layer_size, 1);
+        random_kernel<<<1024, 256, 0, ctx.stream>>>(kv.values, (size_t)c.L * kv.layer_size, 1);
+        std::vector<float> angles((size_t)context * c.D);
+        fill_rope(angles.data(), context, c.D, c.rope_theta);
+        std::vector<int> t(N), p(N), s(N), w(N), r(N), pages_of((size_t)B * pages);
+        for (size_t i = 0; i < pages_of.size(); i++) pages_of[i] = (int)i;
+        for (int n = 0; n < N; n++) {
+            s[n] = n % B, p[n] = B == N ? position : n, t[n] = (int)(philox(2, n, 0).v[0] % c.V), r[n] = n;
+            w[n] = (s[n] * pages + p[n] / PAGE) * PAGE + p[n] % PAGE;
+        }
+        auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.stream)); };
+        put(rope, angles), put(token, t), put(pos, p), put(seq, s), put(slot, w), put(rows, r), put(table, pages_of);
+        batch = {N, B, token, pos, seq, slot, table, pages, B == N ? N : 0};
+        ctx.splits = splits;
+    }
+};
+
+static void decode(Model& m, int position) {
+    const Config& c = m.file.config;
+    State s(c, 1, 1, position, position + 64, 1);
+    const Weights<bf16>& w = m.weights;
+    const int calls = c.L;
+    auto row = [&](const char* name, double times, double bytes, const std::function<void(int)>& f) {
+        const double t = time_graph(calls, f);
+        printf("  %-22s %7.2f us  x %3.0f = %7.1f us   floor %6.1f us  %5.1f%%\n", name, t * 1e6, times, t * times * 1e6,
+               bytes / read_bandwidth * times * 1e6, 100 * bytes / read_bandwidth / t);
+    };
+    auto& a = s.a.layer[0];
+    printf("one token at position %d: every kernel by itself, launched %d times in a row\n", position, calls);
+    row("norm + qkv", c.L, w.layers[0].qkv.bytes(), [&](int l) { norm_linear_gpu(ctx, a.qkv, a.norm1, a.in, w.layers[l].norm1, w.layers[l].qkv, 1, c.eps); });
+    row("attention", c.L, 4. * c.K * c.D * (position + 1), [&](int l) {
+        const Layer<bf16>& y = w.layers[l];
+        attend_gpu(ctx, a.attention, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
+    });
+    row("o + residual", c.L, w.layers[0].o.bytes(), [&](int l) { linear_add_gpu(ctx, a.mid, a.in, a.attention, w.layers[l].o, 1); });
+    row("norm + gate, up", c.L, w.layers[0].gate_up.bytes(), [&](int l) { norm_linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, a.mid, w.layers[l].norm2, w.layers[l].gate_up, 1, c.eps); });
+    row("down + residual", c.L, w.layers[0].down.bytes(), [&](int l) { linear_add_gpu(ctx, a.out, a.mid, a.hidden, w.layers[l].down, 1); });
+    row("embed", 1, 0, [&](int) { embed_gpu(ctx, a.in, w.embed, s.batch, c.C); });
+    row("last norm", 1, 0, [&](int) { rmsnorm_gpu(ctx, s.a.normed, a.out, w.norm, 1, c.C, c.eps); });
+    row("head", 1, w.head.bytes(), [&](int) { head_gpu(ctx, s.logits, s.picked, s.a.normed, s.table, w.head, 1); });
+    const double bytes = (double)w.step_bytes() + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1);
+    const double t = time_graph(8, [&](int) {
+        forward(ctx, c, w, s.batch, s.a, s.kv, s.rope);
+        head_gpu(ctx, s.logits, s.picked, s.a.normed, s.table, w.head, 1);
+    });
+    printf("  step without draw      %7.1f us, %.0f tok/s, %.1f%% of the read bandwidth\n", t * 1e6, 1 / t, 100 * bytes / read_bandwidth / t);
+}
+
+// ---- Products
+static cublasHandle_t blas() {
+    static cublasHandle_t handle = nullptr;
+    if (!handle) {
+        cublasCreate(&handle);
+        cublasSetStream(handle, ctx.stream);
+        cublasSetWorkspace(handle, gpu_array<char>(64 << 20), 64 << 20);
+    }
+    return handle;
+}
+static void blas_product(bf16* out, const bf16* x, const bf16* w, int N, int R, int K) {
+    const float one = 1, zero = 0;
+    if (cublasGemmEx(blas(), CUBLAS_OP_T, CUBLAS_OP_N, R, N, K, &one, w, CUDA_R_16BF, K, x, CUDA_R_16BF, K, &zero, out, CUDA_R_16BF, R,
+                     CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT) != CUBLAS_STATUS_SUCCESS) DIE("cuBLAS failed");
+}
+struct Shape { const char* name; int R, K; };
+static void products(bool quick) {
+    const std::vector<Shape> shapes = {{"0.6B qkv", 4096, 1024}, {"0.6B o", 1024, 2048}, {"0.6B gate+up", 6144, 1024}, {"0.6B down", 1024, 3072},
+                                       {"1.7B gate+up", 12288, 2048}, {"4B qkv", 6144, 2560}, {"4B down", 2560, 9728},
+                                       {"8B qkv", 6144, 4096}, {"8B o", 4096, 4096}, {"8B gate+up", 24576, 4096}, {"8B down", 4096, 12288}};
+    printf("products: ours, cuBLAS (TFLOP/s), ratio, share of mma.sync out of registers\n");
+    for (int N : {512, 2048, 8192}) {
+        double geometric = 0, share = 0;
+        for (const Shape& y : shapes) {
+            if (quick && y.name[0] != '0') continue;
+            const size_t size = (size_t)y.R * y.K;
+            const int sets = (int)std::min<size_t>(16, (200ull << 20) / (size * 2) + 1), calls = std::max(4, std::min(40, (int)(4e12 / (2. * N * (double)size))));
+            bf16 *w = random_array(size * sets, 0.02f), *x = random_array((size_t)N * y.K), *out = gpu_array<bf16>((size_t)N * y.R);
+            const double ours = time_graph(calls, [&](int i) {
+                Linear<bf16> W;
+                W.w[0] = w + size * (i % sets), W.rows[0] = y.R, W.in = y.K;
+                linear_gpu(ctx, out, x, W, N);
+            });
+            const double theirs = time_graph(calls, [&](int i) { blas_product(out, x, w + size * (i % sets), N, y.R, y.K); });
+            const double flops = 2. * N * (double)size;
+            TilePlan plan;
+            plan.consider<Tile128x256>(ctx, 0, 1.0, N, y.R, y.K), plan.consider<Tile128x128>(ctx, 1, 0.95, N, y.R, y.K), plan.consider<Tile64x128>(ctx, 2, 0.8, N, y.R, y.K);
+            printf("  N %5d  %-13s %6.1f  %6.1f  %.2f  %.2f   (shape %d, splits %d)\n", N, y.name, flops / ours / 1e12, flops / theirs / 1e12, theirs / ours, flops / ours / mma_rate, plan.shape, plan.splits);
+            geometric += std::log(theirs / ours), share += std::log(flops / ours / mma_rate);
+            cudaFree(w), cudaFree(x), cudaFree(out);
+        }
+        const double n = quick ? 4 : (double)shapes.size();
+        printf("  N %5d  geometric mean of the ratio %.3f, of the share %.3f\n", N, std::exp(geometric / n), std::exp(share / n));
+    }
+}
+// All products of a step in one graph, over the weights of all layers.
+static void few_tokens(Model& m) {
+    const Config& c = m.file.config;
+    const Weights<bf16>& w = m.weights;
+    printf("all products of a step, in one graph: times the time to read the weights; ours, cuBLAS\n");
+    for (int N : {1, 8, 16, 32, 64, 128, 256}) {
+        State s(c, N, N, 0, 64, N);
+        auto& a = s.a.layer[0];
+        bf16* wide = gpu_array<bf16>((size_t)N * c.V);
+        const double floor = (double)w.step_bytes() / read_bandwidth;
+        const double ours = time_graph(1, [&](int) {
+            for (auto& y : w.layers) {
+                linear_gpu(ctx, a.qkv, a.norm1, y.qkv, N);
+                linear_add_gpu(ctx, a.mid, a.in, a.attention, y.o, N);
+                linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, y.gate_up, N);
+                linear_add_gpu(ctx, a.out, a.mid, a.hidden, y.down, N);
+            }
+            product_gpu(ctx, LogitsEpilogue{s.logits, (size_t)c.V}, s.a.normed, w.head, N);
+        });
+        const double theirs = time_graph(1, [&](int) {
+            for (auto& y : w.layers) {
+                blas_product(a.qkv, a.norm1, y.qkv.w[0], N, y.qkv.out(), c.C);
+                blas_product(a.norm1, a.attention, y.o.w[0], N, c.C, c.H * c.D);
+                blas_product(wide, a.norm2, y.gate_up.w[0], N, 2 * c.F, c.C);
+                blas_product(a.norm1, a.hidden, y.down.w[0], N, c.C, c.F);
+            }
+            blas_product(wide, s.a.normed, w.head.w[0], N, c.V, c.C);
+        });
+        printf("  N %4d  %5.2f  %5.2f   (%.0f us, floor %.0f us)\n", N, ours / floor, theirs / floor, ours * 1e6, floor * 1e6);
+        cudaFree(wide);
+    }
+}
+
+// ---- Attention of prompts, and a batch of sequences that decode
+static void attention(const Config& c) {
+    printf("attention forward, causal, %d heads of %d over %d\n", c.H, c.D, c.K);
+    for (int N : {2048, 8192}) {
+        State s(c, N, 1, 0, N, 1);
+        random_kernel<<<1024, 256, 0, ctx.stream>>>(s.a.layer[0].q, (size_t)N * c.H * c.D, 1);
+        const double t = time_graph(8, [&](int l) {
+            attention_gpu(ctx, s.a.layer[0].attention, s.a.layer[0].q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D);
+        });
+        const double flops = 2. * N * N * c.H * c.D;
+        printf("  %5d tokens  %8.1f us  %6.1f TFLOP/s  %.2f of mma.sync out of registers\n", N, t * 1e6, flops / t / 1e12, flops / t / mma_rate);
+    }
+}
+static void batch(Model& m) {
+    const Config& c = m.file.config;
+    const int B = 256, position = 512;
+    State s(c, B, B, position, position + 16, B);
+    const double bytes = (double)m.weights.step_bytes() + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1) * B;
+    const double t = time_graph(1, [&](int) {
+        forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
+        head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows, m.weights.head, B);
+    });
+    auto& a = s.a.layer[0];
+    const double attend = time_graph(c.L, [&](int l) {
+        const Layer<bf16>& y = m.weights.layers[l];
+        attend_gpu(ctx, a.attention, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
+    });
+    printf("%d sequences at position %d: %.2f ms a step, %.0f tok/s, floor %.2f ms, %.1f%%; attention %.2f ms (%.0f GB/s)\n", B, position, t * 1e3, B / t,
+           bytes / read_bandwidth * 1e3, 100 * bytes / read_bandwidth / t, attend * c.L * 1e3, 4. * c.K * c.D * (position + 1) * B / attend / 1e9);
+}
+// Whole prompts, without the host.
+static void prompts(Model& m) {
+    const Config& c = m.file.config;
+    for (int N : {2048, 8192}) {
+        State s(c, N, 1, 0, N, 1);
+        const double t = time_graph(1, [&](int) {
+            forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
+            head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows + N - 1, m.weights.head, 1);
+        });
+        auto& a = s.a.layer[0];
+        auto each = [&](const std::function<void(const Layer<bf16>&, int)>& f) { return time_graph(c.L, [&](int l) { f(m.weights.layers[l], l); }) * c.L * 1e3; };
+        printf("prompt of %d: %.2f ms, %.0f tok/s. ", N, t * 1e3, N / t);
+        printf("norm + qkv %.2f, ", each([&](const Layer<bf16>& y, int) { norm_linear_gpu(ctx, a.qkv, a.norm1, a.in, y.norm1, y.qkv, N, c.eps); }));
+        printf("q/k norm + RoPE %.2f, ", each([&](const Layer<bf16>& y, int l) {
+            qknorm_rope_kv_gpu(ctx, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps); }));
+        printf("attention %.2f, ", each([&](const Layer<bf16>&, int l) {
+            attention_gpu(ctx, a.attention, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D); }));
+        printf("o %.2f, ", each([&](const Layer<bf16>& y, int) { linear_add_gpu(ctx, a.mid, a.in, a.attention, y.o, N); }));
+        printf("norm + gate, up %.2f, ", each([&](const Layer<bf16>& y, int) { norm_linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, a.mid, y.norm2, y.gate_up, N, c.eps); }));
+        printf("down %.2f ms\n", each([&](const Layer<bf16>& y, int) { linear_add_gpu(ctx, a.out, a.mid, a.hidden, y.down, N); }));
+    }
+}
+
+int main(int argc, char** argv) {
+    if (argc < 2) return fprintf(stderr, "usage: bench_gpu MODEL.bin [ceilings decode prompts products quick few attention batch]\n"), 1;
+    try {
+        ctx = open_gpu();
+        cudaDeviceProp properties;
+        CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+        printf("%s, sm_%d, %d multiprocessors\n", properties.name, ctx.sm, ctx.sms);
+        auto wanted = [&](const char* name) {
+            for (int i = 2; i < argc; i++)
+                if (!strcmp(argv[i], name)) return true;
+            return argc == 2 && strcmp(name, "quick") != 0;
+        };
+        ceilings();
+        Model m(argv[1]);
+        if (wanted("decode")) decode(m, 100), decode(m, 2048);
+        if (wanted("prompts")) prompts(m);
+        if (wanted("few")) few_tokens(m);
+        if (wanted("attention")) attention(m.file.config);
+        if (wanted("batch")) batch(m);
+        if (wanted("quick")) products(true);
+        if (wanted("products")) products(false);
+        CUDA_CHECK(cudaDeviceSynchronize());
+    } catch (const std::exception& e) {
+        return fprintf(stderr, "bench_gpu: %s\n", e.what()), 1;
+    }
+}
