@@ -328,6 +328,8 @@ inline Context open_gpu() {
     return ctx;
 }
 
+constexpr size_t MAX_SHARED = 99 * 1024; // of a block: what an sm_86 or sm_89 has
+
 // Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of
 // the kernel ahead has called let_next_start: what comes before its own wait_for_previous then runs beside that one.
 // Before that wait a kernel may read only what no kernel of the same forward writes: weights, the batch, keys and
@@ -335,8 +337,15 @@ inline Context open_gpu() {
 // everything before.
 template <class... P, class... A>
 void launch(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
-    if (shared > 40 * 1024) // with a kernel's own arrays it may pass the 48 KB that need no asking
-        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    // All kernels ask for the same split of an SM's fast memory, most of it shared: a change of it would have to wait
+    // until the SM is empty. And for the most a block may have, on any GPU, beside the kernel's own arrays.
+    static std::set<const void*> known;
+    if (known.insert((const void*)kernel).second) {
+        cudaFuncAttributes has;
+        CUDA_CHECK(cudaFuncGetAttributes(&has, kernel));
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)(MAX_SHARED - has.sharedSizeBytes)));
+    }
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -2438,7 +2447,9 @@ __global__ void __launch_bounds__(256) attention_decode_kernel(DecodeArgs p) {
         const int h = o / D, d = o % D;
         const float* part = partial + (size_t)h * gridDim.x * (D + 2);
         float top = -INFINITY, total = 0, weights = 0;
+        #pragma unroll 8
         for (int i = 0; i < splits; i++) top = fmaxf(top, __ldcg(part + i * (D + 2) + D));
+        #pragma unroll 8
         for (int i = 0; i < splits; i++) {
             const float shrink = exp2_fast(__ldcg(part + i * (D + 2) + D) - top);
             total += __ldcg(part + i * (D + 2) + d) * shrink, weights += __ldcg(part + i * (D + 2) + D + 1) * shrink;

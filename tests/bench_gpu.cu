@@ -116,8 +116,6 @@ struct State { // activations and cache for N rows and B sequences of up to `con
             picked = arena.take<bf16>((size_t)logit_rows * c.C);
             for (int** list : {&token, &pos, &seq, &slot, &rows}) *list = arena.take<int>(N);
             table = arena.take<int>((size_t)B * pages);
-            ctx.partial = arena.take<float>(PARTIAL_BYTES / 4);
-            ctx.arrived = arena.take<int>(MAX_TILES);
             ctx.attention = arena.take<float>(attention_scratch(B, splits, c.H, c.D));
             ctx.attention_arrived = arena.take<int>((size_t)B * c.H);
             if (!pass) arena.allocate("the benchmark");
@@ -313,6 +311,9 @@ int main(int argc, char** argv) {
                 if (!strcmp(argv[i], name)) return true;
             return argc == 2 && strcmp(name, "quick") != 0;
         };
+        ctx.partial = gpu_array<float>(PARTIAL_BYTES / 4);
+        ctx.arrived = gpu_array<int>(MAX_TILES);
+        CUDA_CHECK(cudaMemset(ctx.arrived, 0, MAX_TILES * sizeof(int)));
         ceilings();
         Model m(argv[1]);
         if (wanted("decode")) decode(m, 100), decode(m, 2048);
