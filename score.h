@@ -6,7 +6,7 @@
 //   std::vector<std::string_view> words;
 //   jieba.cut(words, "我们在学习CUDA编程");                       // 我们 在 学习 CUDA 编程
 //   ScoredText answer(jieba, "..."), reference(jieba, "...");
-//   std::array<double, 4> percent = score_pair(answer, reference, true);   // METRICS
+//   double rouge_l = score_pair(answer, reference)[0][ROUGE_L];         // percent; [1]: blank lines count
 //
 // The numbers: ROUGE-1, ROUGE-2 and ROUGE-L of rouge_chinese 1.0.3 over the words of jieba 0.42.1, BLEU-4 of
 // nltk over characters; each row's in percent, rounded to 4 digits; then their mean. What is added here:
@@ -338,13 +338,12 @@ inline std::vector<std::string_view> rouge_words(const std::vector<std::string_v
 // A text, ready to be compared.
 struct ScoredText {
     std::vector<uint32_t> characters;
-    std::vector<std::string_view> words, with_blanks; // for rouge; they lie in the text
+    std::vector<std::string_view> words[2]; // rouge's, which lie in the text; [1]: with the blank ones
 
     ScoredText(const Jieba& jieba, std::string_view text) { // valid UTF-8
         std::vector<std::string_view> pieces;
         jieba.cut(pieces, text);
-        words = rouge_words(pieces, false);
-        with_blanks = rouge_words(pieces, true);
+        for (bool blanks : {false, true}) words[blanks] = rouge_words(pieces, blanks);
         for (const char* p = text.data(); p < text.data() + text.size();) characters.push_back(utf8_read(p));
     }
 };
@@ -405,7 +404,8 @@ inline std::array<double, 3> rouge(const std::vector<std::string_view>& hypothes
     auto overlap = [&](size_t n) { // of the sets of words (n = 1) or pairs of neighbours (n = 2)
         auto grams = [&](const std::vector<uint32_t>& ids) {
             std::vector<uint64_t> set;
-            for (size_t i = n - 1; i < ids.size(); i++) set.push_back((uint64_t)ids[i + 1 - n] << 32 | ids[i]);
+            for (size_t i = n - 1; i < ids.size(); i++)
+                set.push_back((uint64_t)ids[i + 1 - n] << 32 | ids[i]);
             std::sort(set.begin(), set.end());
             set.erase(std::unique(set.begin(), set.end()), set.end());
             return set;
@@ -416,23 +416,31 @@ inline std::array<double, 3> rouge(const std::vector<std::string_view>& hypothes
     return {overlap(1), overlap(2), f1(lcs(h, r, number.size()), h.size(), r.size())};
 }
 
-// nltk's sentence_bleu with one reference, equal weights and smoothing method 3 (NIST's): the k-th order
-// without a match counts as half of a match, to the power of k.
+// nltk's sentence_bleu with one reference, equal weights and smoothing method 3 (NIST's): the k-th order without
+// a match counts as half of a match, to the power of k.
 inline double bleu4(const std::vector<uint32_t>& hypothesis, const std::vector<uint32_t>& reference) {
-    using Gram = std::array<uint32_t, 4>; // zeros behind
+    using Gram = std::array<uint32_t, 4>; // characters + 1; 0 behind the end
+    auto sorted = [](const std::vector<uint32_t>& text) {
+        std::vector<Gram> all(text.size());
+        for (size_t i = 0; i < text.size(); i++)
+            for (size_t k = 0; k < 4 && i + k < text.size(); k++) all[i][k] = text[i + k] + 1;
+        std::sort(all.begin(), all.end());
+        return all;
+    };
+    auto shortened = [](const std::vector<Gram>& all, size_t n) { // stays sorted
+        std::vector<Gram> some;
+        for (Gram g : all) {
+            if (!g[n - 1]) continue;
+            std::fill(g.begin() + (ptrdiff_t)n, g.end(), 0);
+            some.push_back(g);
+        }
+        return some;
+    };
+    const std::vector<Gram> all_h = sorted(hypothesis), all_r = sorted(reference);
     double log_sum = 0, half = 1;
     for (size_t n = 1; n <= 4; n++) {
-        auto grams = [&](const std::vector<uint32_t>& text) {
-            std::vector<Gram> all;
-            for (size_t i = 0; i + n <= text.size(); i++) {
-                all.push_back({});
-                std::copy_n(text.begin() + (ptrdiff_t)i, n, all.back().begin());
-            }
-            std::sort(all.begin(), all.end());
-            return all;
-        };
-        const std::vector<Gram> h = grams(hypothesis);
-        const size_t matches = count_common(h, grams(reference));
+        const std::vector<Gram> h = shortened(all_h, n);
+        const size_t matches = count_common(h, shortened(all_r, n));
         if (n == 1 && matches == 0) return 0;
         const double of = (double)std::max<size_t>(h.size(), 1);
         log_sum += 0.25 * std::log(matches ? (double)matches / of : (half /= 2) / of);
@@ -446,11 +454,15 @@ inline double rounded_percent(double fraction) {
     return std::strtod(format("%.4f", fraction * 100).c_str(), nullptr);
 }
 
-inline Scores score_pair(const ScoredText& hypothesis, const ScoredText& reference, bool blanks) {
-    const auto r = blanks ? rouge(hypothesis.with_blanks, reference.with_blanks)
-                          : rouge(hypothesis.words, reference.words);
-    return {rounded_percent(r[0]), rounded_percent(r[1]), rounded_percent(r[2]),
-            rounded_percent(bleu4(hypothesis.characters, reference.characters))};
+// With blank words dropped, and with them.
+inline std::array<Scores, 2> score_pair(const ScoredText& hypothesis, const ScoredText& reference) {
+    const double bleu = bleu4(hypothesis.characters, reference.characters);
+    std::array<Scores, 2> out;
+    for (size_t blanks = 0; blanks < 2; blanks++) {
+        const auto r = rouge(hypothesis.words[blanks], reference.words[blanks]);
+        out[blanks] = {rounded_percent(r[0]), rounded_percent(r[1]), rounded_percent(r[2]), rounded_percent(bleu)};
+    }
+    return out;
 }
 
 // An answer without the thought before it. A block that is not closed was cut off: there is no answer. The
@@ -674,10 +686,14 @@ inline int score_main(int argc, char** argv) {
         const std::string answer = without_thought(score_answer(answers, answers.rows[i], row.answer));
         const std::string wanted = without_thought(row.answer);
         const ScoredText a(jieba, answer), r(jieba, wanted), q(jieba, row.question);
-        empty += a.words.empty();
-        const Scores all[3] = {score_pair(a, r, compat), score_pair(a, r, !compat), score_pair(q, r, compat)};
+        empty += a.words[0].empty();
+        const auto of_answer = score_pair(a, r), of_question = score_pair(q, r);
         table.emplace_back();
-        for (size_t c = 0; c < 12; c++) table.back()[c] = all[c / 4][c % 4];
+        for (size_t m = 0; m < 4; m++) {
+            table.back()[m] = of_answer[compat][m];
+            table.back()[4 + m] = of_answer[!compat][m];
+            table.back()[8 + m] = of_question[compat][m];
+        }
     }
     const std::array<Interval, 12> result = bootstrap(table, seed);
 
@@ -691,10 +707,11 @@ inline int score_main(int argc, char** argv) {
 
     // Once for people, once for programs.
     const char* matched = by_id ? "id" : "order";
-    std::string text = format("%zu rows matched by %s; %zu empty answers, which score 0; 95%% intervals of %d "
-                              "resamples, seed %llu\n\n%-8s  %-26s%-26s%s\n",
-                              table.size(), matched, empty, RESAMPLES, (unsigned long long)seed, "", "answers",
-                              compat ? "blank lines dropped" : "blank lines counted", "the question as answer");
+    std::string text = format("%zu rows matched by %s; %zu empty answers, which score 0; ", table.size(),
+                              matched, empty);
+    text += format("95%% intervals of %d resamples, seed %llu\n\n", RESAMPLES, (unsigned long long)seed);
+    text += format("%-8s  %-26s%-26s%s\n", "", "answers",
+                   compat ? "blank lines dropped" : "blank lines counted", "the question as answer");
     for (size_t m = 0; m < 4; m++) {
         text += format("%-8s", METRICS[m]);
         for (size_t column = 0; column < 3; column++) {

@@ -75,7 +75,8 @@ def main(folder, out):
     nodes, depth = trie_nodes(words, {f: i for i, f in enumerate(frequencies)})
     assert len(frequencies) < 1 << 15 and total < 1 << 63
 
-    start, trans, emit = (read_table(folder / "finalseg" / f"prob_{x}.py") for x in ("start", "trans", "emit"))
+    tables = [folder / "finalseg" / f"prob_{name}.py" for name in ("start", "trans", "emit")]
+    start, trans, emit = map(read_table, tables)
     probabilities = sorted({p for table in emit.values() for p in table.values()})
     number = {p: i for i, p in enumerate(probabilities)}
     emitted = sorted({c for table in emit.values() for c in table if FIRST <= ord(c) <= LAST})

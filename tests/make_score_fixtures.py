@@ -12,8 +12,8 @@ lines.u32         for 10,000 lines two little-endian u32 each: hashes of jieba's
 answers.jsonl     rows as `qwen3 --eval` writes them, some with a think block
 reference.jsonl   Alpaca and messages
 expected.json     for each row and each of "compat" (all words) and "plain" (no blank ones) the fractions
-                  [ROUGE-1, ROUGE-2, ROUGE-L, BLEU-4]; those of the question as answer; and the means of all in
-                  percent, as LLaMA-Factory computes them
+                  [ROUGE-1, ROUGE-2, ROUGE-L, BLEU-4]; those of the question as answer; and the means of all
+                  in percent, as LLaMA-Factory computes them
 fuzz/jieba/       beside fixtures/score: a tiny jieba.bin and some texts, as seeds
 
 The sentences below were written for this file.
@@ -75,15 +75,17 @@ def f(x): return x**2 + 1.5e-3 if x else None
 3. 释放""".split("\n")
 
 CHOSEN = SENTENCES + [
-    "", " ", "\n", "\r\n", "a", "好", "好\n", "\n好", "\n\n好", "好\n\n好", "好\r\n\r\n好", "好\r\r好", "好。\n好", "好。好",
-    "好？\n\n！好", "好？ ", "ab?\ncd", "......", "......\n好", "......好", ".......好", "....... 好", "............",
-    "............ 好", ".............", "............. 好", "..................好", "+-+-", "-%", "%", "3.14%", "3.%", "3..14",
-    "a.5b%c", "1.2.3", "\u3000\u3000首行缩进", "a\u00a0b", "a\u0085\u0085b", "a\n\u3000\nb", "\u4dff\u4e00\u9fd5\u9fd6", "𠀀好𠀀",
-    "😀👍🏽好", "的的的的的", "AT&T和c++", "e.g.这样", "他来到了网易杭研大厦", "小明硕士毕业于中国科学院计算所，后在日本京都大学深造",
-    "永和服装饰品有限公司", "工信处女干事每月经过下属科室都要亲口交代24口交换机等技术性器件的安装工作"]
+    "", " ", "\n", "\r\n", "a", "好", "好\n", "\n好", "\n\n好", "好\n\n好", "好\r\n\r\n好", "好\r\r好", "好。\n好",
+    "好。好", "好？\n\n！好", "好？ ", "ab?\ncd", "......", "......\n好", "......好", ".......好", "....... 好",
+    "............", "............ 好", ".............", "............. 好", "..................好", "+-+-",
+    "-%", "%", "3.14%", "3.%", "3..14", "a.5b%c", "1.2.3", "\u3000\u3000首行缩进", "a\u00a0b", "a\u0085\u0085b",
+    "a\n\u3000\nb", "\u4dff\u4e00\u9fd5\u9fd6", "𠀀好𠀀", "😀👍🏽好", "的的的的的", "AT&T和c++", "e.g.这样", "他来到了网易杭研大厦",
+    "小明硕士毕业于中国科学院计算所，后在日本京都大学深造", "永和服装饰品有限公司",
+    "工信处女干事每月经过下属科室都要亲口交代24口交换机等技术性器件的安装工作"]
 
-ODD = ("+#&._%-.%$@!?！？。……”’“‘,，、()（）·∶" "\t\r\n\n \u3000\u00a0\u0085\x0b\x0c\x1c\x1f\x00\x7f\u2028\u200a\u200b\u1680\ufeff"
-       "\u3400\u4dff\u4e00\u4e01\u9fd4\u9fd5\u9fd6\u9fff\uf900éßＡａ１٣ａ的是了一不在€￥\U00020000\U0001f600\U0010ffff")
+ODD = ("+#&._%-.%$@!?！？。……”’“‘,，、()（）·∶\t\r\n\n \u3000\u00a0\u0085\x0b\x0c\x1c\x1f\x00\x7f\u2028\u200a\u200b"
+       "\u1680\ufeff\u3400\u4dff\u4e00\u4e01\u9fd4\u9fd5\u9fd6\u9fff\uf900éßＡａ１٣ａ的是了一不在€￥"
+       "\U00020000\U0001f600\U0010ffff")
 
 
 class Draw:
@@ -158,7 +160,8 @@ def scores(hypothesis, reference, plain):
 
 
 def paragraphs(rng, n):
-    return "".join(rng.choice(SENTENCES) + rng.choice(["", "", "", "\n", "\n\n", " ", "\n\n\n"]) for _ in range(n))
+    between = ["", "", "", "\n", "\n\n", " ", "\n\n\n"]
+    return "".join(rng.choice(SENTENCES) + rng.choice(between) for _ in range(n))
 
 
 def spoiled(rng, text):
@@ -208,7 +211,8 @@ def write_seeds(folder):
         shutil.copy(package / "finalseg" / f"prob_{name}.py", folder / "finalseg")
     (folder / "finalseg" / "prob_emit.py").write_text(f"P={table}", encoding="utf-8")
     SEEDS.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, HERE.parent / "data" / "jieba_bin.py", folder, SEEDS / "tiny"], check=True)
+    script = HERE.parent / "data" / "jieba_bin.py"
+    subprocess.run([sys.executable, script, folder, SEEDS / "tiny"], check=True)
     for i, text in enumerate(["小明来到了南京市长江大桥，3.14%的C++...", "的的 \r\n\u3000AT&T.......", "\u9fd5\u9fd6龘𠀀\x00"]):
         (SEEDS / f"text{i}").write_text(text, encoding="utf-8", newline="")
 
@@ -227,7 +231,8 @@ def main():
     material = {"odd": ODD, "items": items}
     write_json("material.json", material)
 
-    write_json("cuts.json", [{"text": t, "cut": cut(t), "words": rouge_words(cut(t))} for t in CHOSEN], indent=0)
+    cases = [{"text": t, "cut": cut(t), "words": rouge_words(cut(t))} for t in CHOSEN]
+    write_json("cuts.json", cases, indent=0)
     write_json("blank.json", [c for c in range(0x110000) if chr(c).isspace()])
 
     draw, hashes = Draw(1), []
@@ -241,7 +246,8 @@ def main():
         question = rng.choice(SENTENCES)[:12] + "是什么意思？"
         rows.append({"compat": scores(answer, reference, False), "plain": scores(answer, reference, True),
                      "question": scores(question, reference, True)})
-        thought = ["", "", "<think>\n\n</think>\n\n", "<think>\n" + rng.choice(SENTENCES) + "\n</think>\n\n"][i % 4]
+        thoughts = ["", "", "\n\n", "\n" + rng.choice(SENTENCES) + "\n"]
+        thought = f"<think>{thoughts[i % 4]}</think>\n\n" if thoughts[i % 4] else ""
         if answer[:1].isspace():
             thought = ""    # it would take the white space with it
         answers.append({"index": i, "id": f"row-{i}", "question": question, "reference": reference,

@@ -1,5 +1,5 @@
-// score.h: segmentation as jieba's, scores as rouge_chinese's and nltk's, and the command. What must come out was
-// made with the originals by make_score_fixtures.py.
+// score.h: segmentation as jieba's, scores as rouge_chinese's and nltk's, and the command. What must come out
+// was made with the originals by make_score_fixtures.py.
 //   build/g++/test_score score ANSWERS.jsonl REFERENCE.jsonl     runs the command itself
 #define DOCTEST_CONFIG_IMPLEMENT
 #include "../score.h"
@@ -39,7 +39,7 @@ static std::vector<std::string> strings(sj::Value list) {
 }
 static std::vector<std::string> owned(const Words& words) { return {words.begin(), words.end()}; }
 
-// ------------------------------------------------------------------------------------------------ segmentation
+// ---------------------------------------------------------------------------------------------- segmentation
 
 TEST_CASE("chosen lines: jieba's words, and those rouge_chinese counts") {
     const Json cases(read_file(FIXTURES + "cuts.json"));
@@ -109,7 +109,8 @@ TEST_CASE("10,000 mixed lines: the same words as jieba and rouge_chinese") {
         uint32_t want[2];
         memcpy(want, &hashes[8 * i], 8);
         const Words pieces = cut(line);
-        const bool same_cut = hash_of(pieces) == want[0], same_words = hash_of(rouge_words(pieces, true)) == want[1];
+        const bool same_cut = hash_of(pieces) == want[0];
+        const bool same_words = hash_of(rouge_words(pieces, true)) == want[1];
         if ((!same_cut || !same_words) && cuts + words < 3) MESSAGE("line " << i << ": " << line);
         cuts += !same_cut, words += !same_words;
     }
@@ -148,7 +149,7 @@ TEST_CASE("long texts take time in proportion, whatever they are") {
     }
 }
 
-// --------------------------------------------------------------------------------------------- jieba.bin, hostile
+// ---------------------------------------------------------------------------------------- jieba.bin, hostile
 
 static std::string fault_of(const std::string& bytes) {
     const MemoryFile file(bytes);
@@ -173,8 +174,9 @@ TEST_CASE("a damaged jieba.bin is one line of error") {
     CHECK_THROWS_AS(Jieba("tests/no such file"), Error);
 
     // header 40: magic 8, version, nodes, depth, frequencies, emissions, probabilities, total 8;
-    // 20 + 6 doubles; 9 frequencies, 13 nodes; 5 emissions
-    const size_t reals = 40, frequencies = reals + 8 * 26, nodes = frequencies + 4 * 10, emissions = nodes + 4 * 13;
+    // 20 + 6 doubles; 10 frequencies, 13 nodes; 5 emissions
+    const size_t reals = 40, frequencies = reals + 8 * 26, nodes = frequencies + 4 * 10;
+    const size_t emissions = nodes + 4 * 13;
     REQUIRE(emissions + 5 * 10 == tiny.size());
     auto with = [&](size_t at, auto value) {
         std::string s = tiny;
@@ -189,7 +191,8 @@ TEST_CASE("a damaged jieba.bin is one line of error") {
     CHECK(with(0, 'x') == "not a jieba.bin");
     CHECK(with(8, 2u) == "a jieba.bin of another version");
     for (size_t at : {12, 20, 24, 28})
-        for (uint32_t count : {0u, 1u, 0x7FFFFFFFu, 0xFFFFFFFFu}) CHECK(with(at, count) == "its size is not what its header says");
+        for (uint32_t count : {0u, 1u, 0x7FFFFFFFu, 0xFFFFFFFFu})
+            CHECK(with(at, count) == "its size is not what its header says");
     CHECK(with(16, 4u) == "its trie is deeper than it may be");
     CHECK(with(32, (uint64_t)0) == "it has no frequencies");
     CHECK(with(32, (uint64_t)5) == "a frequency is out of range");
@@ -211,7 +214,7 @@ TEST_CASE("a damaged jieba.bin is one line of error") {
         for (int value : {0, 1, 0x7F, 0x80, 0xFF, tiny[at] ^ 1, tiny[at] ^ 0x40}) with(at, (char)value);
 }
 
-// ------------------------------------------------------------------------------------------------------ scores
+// ---------------------------------------------------------------------------------------------------- scores
 
 TEST_CASE("white space is Python's") {
     const Json blank(read_file(FIXTURES + "blank.json"));
@@ -236,15 +239,16 @@ TEST_CASE("row by row the scores are rouge_chinese's and nltk's") {
     for (sj::Value row : expected.root()["rows"].items()) {
         CAPTURE(i);
         const ScoreReference reference(references, references.rows[i]);
-        const std::string answer = without_thought(score_answer(answers, answers.rows[i++], reference.answer));
+        const std::string raw = score_answer(answers, answers.rows[i++], reference.answer);
+        const std::string answer = without_thought(raw);
         const ScoredText a(jieba(), answer), r(jieba(), reference.answer), q(jieba(), reference.question);
         auto check = [&](const std::array<double, 3>& got, double bleu, sj::Value want) {
             for (size_t m = 0; m < 3; m++) CHECK(std::fabs(got[m] - want[m].number(NAN)) <= 1e-15);
             CHECK(std::fabs(bleu - want[BLEU_4].number(NAN)) <= 1e-12);
         };
-        check(rouge(a.with_blanks, r.with_blanks), bleu4(a.characters, r.characters), row["compat"]);
-        check(rouge(a.words, r.words), bleu4(a.characters, r.characters), row["plain"]);
-        check(rouge(q.words, r.words), bleu4(q.characters, r.characters), row["question"]);
+        check(rouge(a.words[1], r.words[1]), bleu4(a.characters, r.characters), row["compat"]);
+        check(rouge(a.words[0], r.words[0]), bleu4(a.characters, r.characters), row["plain"]);
+        check(rouge(q.words[0], r.words[0]), bleu4(q.characters, r.characters), row["question"]);
         differ += sj::dump(row["compat"]) != sj::dump(row["plain"]);
     }
     CHECK(differ > 20);
@@ -277,9 +281,11 @@ TEST_CASE("percents are rounded as Python rounds") {
 
 TEST_CASE("a think block is stripped, and nothing else") {
     const char* cases[][2] = {{"好", "好"}, {"", ""}, {" 好 ", " 好 "},
-        {"<think>\n\n</think>\n\n好 ", "好 "}, {"\n <think>a</think>b", "b"}, {"<think>a", ""}, {"<think>a</think>", ""},
+        {"<think>\n\n</think>\n\n好 ", "好 "}, {"\n <think>a</think>b", "b"}, {"<think>a", ""},
+        {"<think>a</think>", ""},
         {"a\n</think>\n\nb", "b"}, {"<think>a</think>b</think>c", "b</think>c"},
-        {"see <think>x</think> there", "see <think>x</think> there"}, {"see <think> there", "see <think> there"}};
+        {"see <think>x</think> there", "see <think>x</think> there"},
+        {"see <think> there", "see <think> there"}};
     for (auto& c : cases) CHECK(without_thought(c[0]) == c[1]);
 }
 
@@ -302,7 +308,7 @@ TEST_CASE("bootstrap: seeded, centred, and as wide as the normal theory says") {
     CHECK(a[0].low != other[0].low);
 }
 
-// ------------------------------------------------------------------------------------------------- the command
+// ----------------------------------------------------------------------------------------------- the command
 
 struct Result {
     int status;
@@ -354,7 +360,8 @@ TEST_CASE("score: LLaMA-Factory's means, by id and by order, with and without --
     const Json expected(read_file(FIXTURES + "expected.json"));
     const sj::Value mean = expected.root()["mean"];
     const std::string answers = FIXTURES + "answers.jsonl", references = FIXTURES + "reference.jsonl";
-    const Json plain(out_of({answers, references, "--json"})), compat(out_of({"--compat", answers, references, "--json"}));
+    const Json plain(out_of({answers, references, "--json"}));
+    const Json compat(out_of({"--compat", answers, references, "--json"}));
     check_means(plain.root()["answers"], mean["plain"]);
     check_means(plain.root()["blank_lines_counted"], mean["compat"]);
     check_means(plain.root()["question"], mean["question"]);
@@ -365,7 +372,7 @@ TEST_CASE("score: LLaMA-Factory's means, by id and by order, with and without --
     CHECK(plain.root()["empty"].number() == 2);
     CHECK(plain.root()["worst"].size() == 3);
 
-    // the references backwards: ids find them. Without ids the order counts, which is then wrong, and is seen.
+    // The references backwards: ids find them. Without ids the order counts; a wrong one is seen.
     Scratch scratch;
     std::string backwards, bare;
     const std::string text = read_file(references);
@@ -387,20 +394,25 @@ TEST_CASE("score: LLaMA-Factory's means, by id and by order, with and without --
 
     // seeds change the intervals and nothing else
     const Json seeded(out_of({answers, references, "--json", "--seed", "7"}));
-    CHECK(seeded.root()["answers"]["rouge-l"]["low"].number() != plain.root()["answers"]["rouge-l"]["low"].number());
+    auto low = [](const Json& json) { return json.root()["answers"]["rouge-l"]["low"].number(NAN); };
+    CHECK(low(seeded) != low(plain));
     check_means(seeded.root()["answers"], mean["plain"]);
 }
 
 TEST_CASE("score: the fields of other programs, the worst rows, and a terminal that stays whole") {
     Scratch scratch;
     const std::string a = scratch / "a", r = scratch / "r";
-    write_file(r, "{\"instruction\": \"问\", \"input\": \"题一\", \"output\": \"共享内存很快\"}\n\n"
-                  "{\"instruction\": \"问二\", \"output\": \"全局内存很慢\"}\n"
-                  "{\"messages\": [{\"role\": \"user\", \"content\": \"问三\"}, {\"role\": \"assistant\", \"content\": "
-                  "\"<think>嗯</think>寄存器最快\"}]}\n"
-                  "{\"instruction\": \"问四\", \"output\": \"线程束有32个线程\"}\n");
-    write_file(a, "{\"predict\": \"共享内存很快\", \"output\": \"x\"}\n{\"output\": \"全局内存\\u001b[31m很\\u0085慢\\n啊\"}\n"
-                  "{\"answer\": \"<think>想\\n</think>\\n寄存器最快\", \"predict\": \"x\"}\n{\"error\": \"too long\"}\n");
+    write_file(r, R"({"instruction": "问", "input": "题一", "output": "共享内存很快"}
+
+{"instruction": "问二", "output": "全局内存很慢"}
+{"messages": [{"role": "user", "content": "问三"}, {"role": "assistant", "content": "<think>嗯</think>寄存器最快"}]}
+{"instruction": "问四", "output": "线程束有32个线程"}
+)");
+    write_file(a, R"({"predict": "共享内存很快", "output": "x"}
+{"output": "全局内存\u001b[31m很\u0085慢\n啊"}
+{"answer": "<think>想\n</think>\n寄存器最快", "predict": "x"}
+{"error": "too long"}
+)");
     const Json json(out_of({a, r, "--json"}));
     const sj::Value worst = json.root()["worst"];
     CHECK(worst[0]["line"].number() == 4);
@@ -426,13 +438,14 @@ TEST_CASE("score: faults are one line that names the file and the line") {
         write_file(scratch / name, text);
         return scratch / name;
     };
-    const std::string one = "{\"instruction\": \"问\", \"output\": \"答\"}\n", answer = "{\"answer\": \"答\"}\n";
+    const std::string one = R"({"instruction": "问", "output": "答"})", answer = "{\"answer\": \"答\"}\n";
     const std::string r = file("r", one), a = file("a", answer);
     CHECK(run({a, r}).status == 0);
     check_refused({}, "usage: score");
     check_refused({a, r, r}, "usage: score");
     check_refused({a, r, "--best"}, "--best: no such option");
-    for (const char* seed : {"x", "", "-1", "1x", "99999999999999999999"}) check_refused({a, r, "--seed", seed}, "--seed");
+    for (const char* seed : {"x", "", "-1", "1x", "99999999999999999999"})
+        check_refused({a, r, "--seed", seed}, "--seed");
     check_refused({a, r, "--dict"}, "--dict: an argument is missing");
     check_refused({a, r, "--dict", a}, "not a jieba.bin");
     check_refused({scratch / "none", r}, "none: No such file");
@@ -441,19 +454,22 @@ TEST_CASE("score: faults are one line that names the file and the line") {
     check_refused({file("two", answer + answer), r}, "two: 2 rows, but " + r + " has 1");
     check_refused({file("bad", answer + "{\"answer\": }\n"), r}, "bad: line 2: byte 11");
     check_refused({file("list", "[1]"), r}, "list: line 1: not an object");
-    check_refused({file("nothing", "{\"answers\": \"答\"}"), r}, "nothing: line 1: no answer, predict or output");
+    check_refused({file("nil", R"({"answers": "答"})"), r}, "nil: line 1: no answer, predict or output");
     check_refused({file("utf8", "{\"answer\": \"\xFF\"}"), r}, "invalid UTF-8");
-    check_refused({a, file("q", "{\"output\": \"答\"}")}, "q: line 1: instruction: missing");
-    check_refused({a, file("o", "{\"instruction\": \"\", \"output\": 1}")}, "o: line 1: output: not a string");
-    check_refused({a, file("m", "{\"messages\": [{\"role\": \"user\", \"content\": \"\"}]}")}, "not the assistant's");
-    check_refused({a, file("e", "{\"messages\": []}")}, "not the assistant's");
-    const std::string id1 = "{\"id\": 1, \"instruction\": \"\", \"output\": \"\"}\n", id2 = "{\"id\": 2, \"instruction\": \"\", \"output\": \"\"}\n";
-    const std::string a1 = "{\"id\": 1, \"answer\": \"\"}\n", a2 = "{\"id\": 2, \"answer\": \"\"}\n", a3 = "{\"id\": \"1\", \"answer\": \"\"}\n";
-    CHECK(run({file("a21", a2 + a1), file("r12", id1 + id2)}).status == 0);
-    check_refused({file("a11", a1 + a1), file("r12", id1 + id2)}, "a11: line 2: id 1 was there before, or is no row");
-    check_refused({file("a13", a1 + a3), file("r12", id1 + id2)}, "line 2: id \"1\"");
-    check_refused({file("a12", a1 + a2), file("r11", id1 + id1)}, "r11: line 2: id 1 was there before");
-    check_refused({file("some", a1 + answer), file("r12", id1 + id2)}, "some: line 2: no id, which other rows have");
+    check_refused({a, file("q", R"({"output": "答"})")}, "q: line 1: instruction: missing");
+    check_refused({a, file("o", R"({"instruction": "", "output": 1})")}, "o: line 1: output: not a string");
+    check_refused({a, file("m", R"({"messages": [{"role": "user", "content": ""}]})")}, "the last one");
+    check_refused({a, file("e", R"({"messages": []})")}, "not the assistant's");
+
+    const std::string q1 = R"({"id": 1, "instruction": "", "output": ""})" "\n";
+    const std::string q2 = R"({"id": 2, "messages": [{"role": "assistant", "content": ""}]})" "\n";
+    const std::string q12 = file("q12", q1 + q2), q11 = file("q11", q1 + q1);
+    const std::string a1 = "{\"id\": 1, \"answer\": \"\"}\n", a2 = "{\"id\": 2, \"answer\": \"\"}\n";
+    CHECK(run({file("a21", a2 + a1), q12}).status == 0);
+    check_refused({file("a11", a1 + a1), q12}, "a11: line 2: id 1 was there before, or is no row");
+    check_refused({file("text", a1 + "{\"id\": \"2\", \"answer\": \"\"}"), q12}, "line 2: id \"2\"");
+    check_refused({file("a12", a1 + a2), q11}, "q11: line 2: id 1 was there before");
+    check_refused({file("some", a1 + answer), q12}, "some: line 2: no id, which other rows have");
 }
 
 // Stands in for datagen's main.
