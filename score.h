@@ -64,7 +64,7 @@ struct Jieba {
     static uint32_t label(std::string_view s) {
         if (s.empty()) return 0;
         const uint8_t c = (uint8_t)s[0];
-        if (c < 0x80) return is_alphanumeric(c) || (c && strchr("+#&._%-", c)) ? c : 0;
+        if (c < 0x80) return is_alphanumeric(c) || (c && strchr("+#&._%-", c)) ? c : 0u;
         if (c < 0xE4 || c > 0xE9 || utf8_length(s.data(), s.size()) != 3) return 0;
         const char* p = s.data();
         const uint32_t code = utf8_read(p);
@@ -113,6 +113,7 @@ inline Jieba::Jieba(const std::string& path) : file(path), first(), root(LABELS)
     const uint64_t size = sizeof h + 8 * (20 + (uint64_t)h.probabilities) +
                           4 * ((uint64_t)h.frequencies + h.nodes) + 10 * (uint64_t)h.emissions;
     need(file.size == size, "its size is not what its header says");
+    need(h.nodes < 1u << 31 && h.frequencies <= 1 << 15, "it has more nodes or frequencies than can be numbered");
     const double* reals = (const double*)(file.data + sizeof h); // the header is 40 bytes: all is aligned
     const double* probability = reals + 20;
     const uint32_t* frequencies = (const uint32_t*)(probability + h.probabilities);

@@ -210,6 +210,21 @@ TEST_CASE("a damaged jieba.bin is one line of error") {
     CHECK(with(emissions + 10, (uint16_t)173) == "a character is out of order");
     CHECK(with(emissions + 2, (uint16_t)6) == "a probability is out of range");
 
+    const uint32_t more = 32769;
+    std::string many = tiny.substr(0, frequencies) + std::string(4 * (more - 10), '\0') + tiny.substr(frequencies);
+    memcpy(&many[20], &more, 4);
+    CHECK(fault_of(many) == "it has more nodes or frequencies than can be numbered");
+
+    for (uint32_t depth : {64, 65}) { // a word of so many letters: tiny's header and reals, nodes one below the other
+        const uint32_t counts[6] = {1, depth, depth, 2, 0, 0}, frequency[2] = {0, 1}, inner = 128 | 1 << 15 | 1u << 31;
+        std::vector<uint32_t> chain(depth, inner);
+        chain.back() = 128 | 1 << 15 | 1 << 16;
+        std::string s = tiny.substr(0, reals + 8 * 20);
+        memcpy(&s[8], counts, sizeof counts);
+        s.append((const char*)frequency, sizeof frequency).append((const char*)chain.data(), 4 * depth);
+        CHECK(fault_of(s) == (depth == 64 ? "" : "its trie is deeper than it may be"));
+    }
+
     for (size_t at = 0; at < tiny.size(); at++) // whatever a byte becomes: an error or a segmenter, no crash
         for (int value : {0, 1, 0x7F, 0x80, 0xFF, tiny[at] ^ 1, tiny[at] ^ 0x40}) with(at, (char)value);
 }
