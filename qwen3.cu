@@ -328,8 +328,6 @@ inline Context open_gpu() {
     return ctx;
 }
 
-constexpr size_t MAX_SHARED = 99 * 1024; // of a block: what an sm_86 or sm_89 has
-
 // Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of
 // the kernel ahead has called let_next_start: what comes before its own wait_for_previous then runs beside that one.
 // Before that wait a kernel may read only what no kernel of the same forward writes: weights, the batch, keys and
@@ -337,15 +335,8 @@ constexpr size_t MAX_SHARED = 99 * 1024; // of a block: what an sm_86 or sm_89 h
 // everything before.
 template <class... P, class... A>
 void launch(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
-    // All kernels ask for the same split of an SM's fast memory, most of it shared: a change of it would have to wait
-    // until the SM is empty. And for the most a block may have, on any GPU, beside the kernel's own arrays.
-    static std::set<const void*> known;
-    if (known.insert((const void*)kernel).second) {
-        cudaFuncAttributes has;
-        CUDA_CHECK(cudaFuncGetAttributes(&has, kernel));
-        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)(MAX_SHARED - has.sharedSizeBytes)));
-    }
+    if (shared > 40 * 1024) // with a kernel's own arrays it may pass the 48 KB that need no asking
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -368,10 +359,13 @@ __device__ inline void let_next_start() {
 #endif
 }
 
-// 16 bytes of weights: read once, so they should not push anything out of the first-level cache.
-__device__ inline uint4 load_stream(const void* p) {
+// 16 bytes of weights: read once, so they should not push anything out of the first-level cache. Zeros if not `there`,
+// by a predicate and not by a jump, so that many are asked for in a row.
+__device__ inline uint4 load_stream(const void* p, bool there = true) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("{ .reg .pred there; setp.ne.u32 there, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n"
+                 "@there ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4]; }"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(p), "r"((uint32_t)there));
     return v;
 }
 
@@ -1109,29 +1103,43 @@ void rmsnorm_cpu(T* out,          // (N,C) out
 }
 
 #ifdef __CUDACC__
-// y = x * w / rms(x) for `rows` rows of C, by all warps of a block; y, whose rows begin ld apart, may be in shared memory. The squares are added
-// in pieces of 128, a warp each, and the pieces in order: the bits do not depend on the number of warps.
-// pieces: rows * ceil(C / 128) floats of shared memory. C is a multiple of 4. Ends with a barrier.
+// y = x * w / rms(x) for `rows` rows of C, by all warps of a block; y, whose rows begin ld apart, may be in shared memory.
+// The squares are added in pieces of 128, a warp each, and the pieces in order: the bits do not depend on the number
+// of warps. A warp keeps its first pieces in registers.
+// pieces: rows * ceil(C / 128) floats of shared memory. C is a multiple of 8. Ends with a barrier.
 __device__ inline void norm_rows(bf16* y, int ld, const float* x, const bf16* w, float* pieces, int rows, int C, float eps) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, per_row = (C + 127) / 128;
-    for (int p = warp; p < rows * per_row; p += warps) {
+    constexpr int KEPT = 2;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, per_row = (C + 127) / 128, all = rows * per_row;
+    float4 kept[KEPT];
+    auto load = [&](int p) {
         const int i = p % per_row * 128 + lane * 4;
-        const float4 v = i < C ? *(const float4*)(x + (size_t)(p / per_row) * C + i) : make_float4(0, 0, 0, 0);
+        return p < all && i < C ? *(const float4*)(x + (size_t)(p / per_row) * C + i) : make_float4(0, 0, 0, 0);
+    };
+    auto square = [&](int p, const float4& v) {
         const float sum = warp_sum(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w);
-        if (lane == 0) pieces[p] = sum;
-    }
+        if (lane == 0 && p < all) pieces[p] = sum;
+    };
+    #pragma unroll
+    for (int k = 0; k < KEPT; k++) kept[k] = load(warp + k * warps);
+    #pragma unroll
+    for (int k = 0; k < KEPT; k++)
+        if (warp + k * warps < all) square(warp + k * warps, kept[k]);
+    for (int p = warp + KEPT * warps; p < all; p += warps) square(p, load(p));
     __syncthreads();
-    for (int p = warp; p < rows * per_row; p += warps) {
+    auto scaled = [&](int p, const float4& v) {
         const int row = p / per_row, i = p % per_row * 128 + lane * 4;
         float sum = 0;
         for (int j = 0; j < per_row; j++) sum += pieces[row * per_row + j];
         const float scale = 1 / sqrtf(sum / C + eps);
-        if (i >= C) continue;
-        const float4 v = *(const float4*)(x + (size_t)row * C + i);
+        if (i >= C) return;
         const uint2 u = *(const uint2*)(w + i);
         *(uint2*)(y + (size_t)row * ld + i) = make_uint2(pack(v.x * scale * low(u.x), v.y * scale * high(u.x)),
-                                                        pack(v.z * scale * low(u.y), v.w * scale * high(u.y)));
-    }
+                                                         pack(v.z * scale * low(u.y), v.w * scale * high(u.y)));
+    };
+    #pragma unroll
+    for (int k = 0; k < KEPT; k++)
+        if (warp + k * warps < all) scaled(warp + k * warps, kept[k]);
+    for (int p = warp + KEPT * warps; p < all; p += warps) scaled(p, load(p));
     __syncthreads();
 }
 
@@ -1490,13 +1498,15 @@ void norm_linear_cpu(T* out,          // (N, W.out) out
 }
 #ifdef __CUDACC__
 // On the GPU the blocks of a Linear lie behind one another (see Weights::upload): one matrix W of R rows. What
-// becomes of a sum is the epilogue's business; PAIR: W is gate over up, and the epilogue gets both of a column.
+// becomes of a sum is the epilogue's business; PAIR: W is gate over up, and the epilogue gets both of a column. `ask`
+// comes before the sums are there: what `one` will need can be on its way.
 struct StoreEpilogue {
     static constexpr bool PAIR = false;
     bf16* out; // (N,R)
     size_t R;
     __device__ void begin() {}
-    __device__ void one(bool there, int n, int r, float y) { if (there) out[n * R + r] = round_bf16(y); }
+    __device__ void ask(bool, int, int) {}
+    __device__ void one(bool there, int n, int r, float y, bool) { if (there) out[n * R + r] = round_bf16(y); }
     __device__ void two(int n, int r, float y0, float y1) { *(uint32_t*)(out + n * R + r) = pack(y0, y1); }
     __device__ void end(int) {}
 };
@@ -1505,8 +1515,12 @@ struct AddEpilogue {
     float* out;            // (N,R)
     const float* residual; // (N,R), may be out
     size_t R;
+    float ahead = 0;
     __device__ void begin() {}
-    __device__ void one(bool there, int n, int r, float y) { if (there) out[n * R + r] = residual[n * R + r] + y; }
+    __device__ void ask(bool there, int n, int r) { ahead = there ? residual[n * R + r] : 0; }
+    __device__ void one(bool there, int n, int r, float y, bool asked) {
+        if (there) out[n * R + r] = (asked ? ahead : residual[n * R + r]) + y;
+    }
     __device__ void two(int n, int r, float y0, float y1) {
         const float2 old = *(const float2*)(residual + n * R + r);
         *(float2*)(out + n * R + r) = make_float2(old.x + y0, old.y + y1);
@@ -1524,6 +1538,7 @@ struct SwigluEpilogue {
     bf16* gate_up; // (N,2F) for the backward pass, or null
     size_t F;
     __device__ void begin() {}
+    __device__ void ask(bool, int, int) {}
     __device__ void one(bool there, int n, int f, float gate, float up) {
         if (!there) return;
         out[n * F + f] = round_bf16(swiglu(gate, up));
@@ -1556,28 +1571,29 @@ struct StreamArgs {
     float eps;
     const bf16* W;      // (R,K), with PAIR (2R,K)
     int N, K, R;
+    int steps = 0;      // of K, a warp: set by launch_stream
 };
 
 template <int TILES, int M, bool NORM, class Epilogue>
-__global__ void __launch_bounds__(512, 2) stream_kernel(StreamArgs p, Epilogue epilogue) {
+__global__ void __launch_bounds__(384, 2) stream_kernel(StreamArgs p, Epilogue epilogue) {
     static_assert(!Epilogue::PAIR || TILES == 2, "a tile of gate, a tile of up");
     constexpr int LOADS = STREAM_LOADS / TILES, SUMS = TILES * M * 64; // (tile, token, row)
     extern __shared__ float shared[]; // two sets of (warps, SUMS), taken in turn; pieces of norm_rows; its output
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
-    const int steps = (p.K + 31) / 32, first = steps * warp / warps, last = steps * (warp + 1) / warps;
+    const int first = warp * p.steps, last = min((p.K + 31) / 32, first + p.steps);
     const int rows = Epilogue::PAIR ? 8 : 8 * TILES, groups = (p.R + rows - 1) / rows;
     uint4 w[LOADS][TILES];
     auto load = [&](int group, int step) {
+        #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
             const int r = Epilogue::PAIR ? min(group * 8 + g, p.R - 1) + tile * p.R : min(group * rows + tile * 8 + g, p.R - 1);
-            const bf16* at = p.W + (size_t)r * p.K + 8 * t;
+            const bf16* at = p.W + (size_t)r * p.K + step * 32 + 8 * t;
             #pragma unroll
-            for (int i = 0; i < LOADS; i++)
-                if (step + i < last) w[i][tile] = (step + i) * 32 + 8 * t < p.K ? load_stream(at + (step + i) * 32) : make_uint4(0, 0, 0, 0);
+            for (int i = 0; i < LOADS; i++) w[i][tile] = load_stream(at + i * 32, step + i < last && (step + i) * 32 + 8 * t < p.K);
         }
     };
     int group = blockIdx.x;
-    if (group < groups) load(group, first);
+    load(group, first);
     let_next_start();
     wait_for_previous();
     epilogue.begin();
@@ -1590,22 +1606,27 @@ __global__ void __launch_bounds__(512, 2) stream_kernel(StreamArgs p, Epilogue e
         norm_rows(normed, ld, p.stream, p.norm, pieces, p.N, p.K, p.eps);
         x = normed;
     }
-    const bf16* token[M]; // this lane's rows of a: tokens g and g + 8
+    const bf16* token[M]; // this lane's rows of a: tokens g and g + 8; beyond the last one it computes what nobody keeps
+    #pragma unroll
     for (int m = 0; m < M; m++) {
-        const int n = g + 8 * m;
-        token[m] = n < p.N ? x + (size_t)(!NORM && p.rows ? p.rows[n] : n) * ld + 8 * t : nullptr;
+        const int n = min(g + 8 * m, p.N - 1);
+        token[m] = x + (size_t)(!NORM && p.rows ? p.rows[n] : n) * ld;
     }
     float* sums = shared;
     for (; group < groups; group += gridDim.x) {
+        // This thread's first output: tokens 8 M, rows 8, of each tile.
+        const int o0 = threadIdx.x, n0 = o0 / 8 % (8 * M), at0 = group * rows + o0 / (64 * M) * 8 + o0 % 8;
+        epilogue.ask(o0 < SUMS && n0 < p.N && at0 < p.R, n0, at0);
         float sum[TILES][4] = {};
         for (int step = first; step < last; step += LOADS) {
             if (step > first) load(group, step);
             #pragma unroll
             for (int i = 0; i < LOADS; i++) {
-                if (step + i >= last) continue;
+                const int k = min((step + i) * 32 + 8 * t, p.K - 8); // behind the end w is zero
                 uint4 a[2] = {};
-                for (int m = 0; m < M; m++)
-                    if (token[m] && (step + i) * 32 + 8 * t < p.K) a[m] = *(const uint4*)(token[m] + (step + i) * 32);
+                #pragma unroll
+                for (int m = 0; m < M; m++) a[m] = *(const uint4*)(token[m] + k);
+                #pragma unroll
                 for (int tile = 0; tile < TILES; tile++) {
                     mma(sum[tile], a[0].x, a[1].x, a[0].y, a[1].y, w[i][tile].x, w[i][tile].y);
                     mma(sum[tile], a[0].z, a[1].z, a[0].w, a[1].w, w[i][tile].z, w[i][tile].w);
@@ -1613,20 +1634,23 @@ __global__ void __launch_bounds__(512, 2) stream_kernel(StreamArgs p, Epilogue e
             }
         }
         if (group + (int)gridDim.x < groups) load(group + gridDim.x, first);
+        #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
+            #pragma unroll
             for (int m = 0; m < M; m++)
                 *(float2*)(sums + warp * SUMS + ((tile * M + m) * 8 + g) * 8 + 2 * t) = make_float2(sum[tile][2 * m], sum[tile][2 * m + 1]);
         __syncthreads();
         for (int o = threadIdx.x; o < (Epilogue::PAIR ? SUMS / 2 : SUMS); o += blockDim.x) {
-            const int n = o / 8 % (8 * M), tile = o / (64 * M), r = group * rows + tile * 8 + o % 8;
+            const int n = o / 8 % (8 * M), r = group * rows + o / (64 * M) * 8 + o % 8;
             float y = 0, up = 0;
+            #pragma unroll 4
             for (int v = 0; v < warps; v++) {
                 y += sums[v * SUMS + o];
                 if (Epilogue::PAIR) up += sums[v * SUMS + SUMS / 2 + o];
             }
             const bool there = n < p.N && r < p.R;
             if constexpr (Epilogue::PAIR) epilogue.one(there, n, r, y, up);
-            else epilogue.one(there, n, r, y); // eight lanes in a row have the same n
+            else epilogue.one(there, n, r, y, o == o0); // eight lanes in a row have the same n
         }
         sums = sums == shared ? shared + warps * SUMS : shared;
     }
@@ -1635,12 +1659,13 @@ __global__ void __launch_bounds__(512, 2) stream_kernel(StreamArgs p, Epilogue e
 
 // Returns the number of blocks.
 template <int TILES, int M, bool NORM, class Epilogue>
-int launch_stream(Context& ctx, const StreamArgs& p, Epilogue epilogue) {
-    const int rows = Epilogue::PAIR ? 8 : 8 * TILES, groups = (p.R + rows - 1) / rows;
-    const int warps = std::min(16, std::max(4, (p.K + 31) / 32 * TILES / STREAM_LOADS));
+int launch_stream(Context& ctx, StreamArgs p, Epilogue epilogue) {
+    const int rows = Epilogue::PAIR ? 8 : 8 * TILES, groups = (p.R + rows - 1) / rows, steps = (p.K + 31) / 32;
+    const int warps = std::min(12, std::max(4, steps * TILES / STREAM_LOADS));
+    p.steps = (steps + warps - 1) / warps;
     size_t shared = 2 * (size_t)warps * TILES * M * 64 * sizeof(float);
     if (NORM) shared += (p.N * ((p.K + 127) / 128) + 3) / 4 * 4 * sizeof(float) + (size_t)p.N * (p.K + 8) * sizeof(bf16);
-    const int blocks = std::min(groups, ctx.sms * (32 / warps));
+    const int blocks = std::min(groups, ctx.sms * (24 / warps)); // what is resident at once: 85 registers a thread
     launch(ctx, stream_kernel<TILES, M, NORM, Epilogue>, blocks, warps * 32, shared, p, epilogue);
     return blocks;
 }
@@ -1661,10 +1686,11 @@ int stream_product(Context& ctx, const StreamArgs& p, Epilogue epilogue) {
 }
 
 // ---- Many tokens: tiles of BM tokens by BN rows of W, a block each; a warp owns WM by WN of it. Both operands pass
-// through shared memory, BK numbers of K a stage, copied STAGES - 1 stages ahead of their use. A row of a stage is
-// 64 bytes; chunk c of row r lies at c ^ (r / 2 % 4), so that the 8 rows an ldmatrix reads lie in different banks.
+// through shared memory, BK numbers of K a stage, copied STAGES - 1 stages ahead of their use. A row of a stage is the
+// 128 bytes of a cache line; its chunk c of 16 bytes lies at c ^ (row % 8), so that the 8 rows an ldmatrix reads lie in
+// different banks.
 // splits > 1: as many blocks share a tile, each with a part of K; the last to arrive adds their sums in order.
-constexpr int BK = 32;
+constexpr int BK = 64;
 constexpr size_t PARTIAL_BYTES = 32 << 20;
 constexpr int MAX_TILES = 4096;
 
@@ -1684,8 +1710,8 @@ struct TileArgs {
 template <class S, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue epilogue) {
     constexpr int BM = S::BM, BN = S::BN, WM = S::WM, WN = S::WN, STAGES = S::STAGES, THREADS = S::THREADS;
-    constexpr int MF = WM / 16, NF = WN / 8, STAGE = (BM + BN) * BK * 2, COPIES = (BM + BN) * 4 / THREADS;
-    static_assert((BM + BN) * 4 % THREADS == 0 && BM % (THREADS / 4) == 0, "every thread copies the same");
+    constexpr int MF = WM / 16, NF = WN / 8, ROW = BK * 2, STAGE = (BM + BN) * ROW, COPY_ROWS = THREADS / 8;
+    static_assert(BM % COPY_ROWS == 0 && BN % COPY_ROWS == 0 && COPY_ROWS % 16 == 0, "every thread copies the same");
     extern __shared__ uint4 stages[];
     const uint32_t shared = shared_address(stages);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -1695,30 +1721,24 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
     const int high = min(8, down - band * 8), n0 = (band * 8 + in_band % high) * BM, r0 = in_band / high * BN;
     const int steps = (p.K + BK - 1) / BK, first = steps * blockIdx.y / p.splits, last = steps * (blockIdx.y + 1) / p.splits;
 
-    // This thread copies chunk threadIdx.x % 4 of every (THREADS / 4)th row: of x, then of W.
-    const int copy_row = threadIdx.x / 4, chunk = threadIdx.x % 4;
-    const uint32_t copy_to = shared + copy_row * 64 + ((chunk ^ (copy_row / 2 % 4)) << 4);
-    const bf16* from[COPIES];
-    #pragma unroll
-    for (int i = 0; i < COPIES; i++) {
-        const int row = copy_row + i * (THREADS / 4);
-        from[i] = nullptr;
-        if (row < BM) {
-            if (n0 + row < p.N) from[i] = p.x + (size_t)(n0 + row) * p.K + chunk * 8;
-        } else {
-            // With PAIR eights of gate and of up take turns, so that a thread's sums of both are of the same columns.
-            const int w = row - BM, at = r0 + w;
-            const int r = Epilogue::PAIR ? r0 / 2 + w / 16 * 8 + w % 8 : at;
-            if (r < p.R) from[i] = p.W + (size_t)(Epilogue::PAIR && w / 8 % 2 ? p.R + r : r) * p.K + chunk * 8;
-        }
-    }
+    // This thread copies chunk threadIdx.x % 8 of every COPY_ROWSth row: of x, then of W. With PAIR eights of gate and of
+    // up take turns in a tile, so that a thread's sums of both are of the same columns.
+    const int copy_row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+    const uint32_t copy_to = shared + copy_row * ROW + ((chunk ^ (copy_row % 8)) << 4);
+    const int x_row = n0 + copy_row, w_row = Epilogue::PAIR ? r0 / 2 + copy_row / 16 * 8 + copy_row % 8 : r0 + copy_row;
+    const bf16* x_from = p.x + (size_t)x_row * p.K + chunk * 8;
+    const bf16* w_from = p.W + ((size_t)w_row + (Epilogue::PAIR && copy_row / 8 % 2 ? p.R : 0)) * p.K + chunk * 8;
+    constexpr int W_ROWS = Epilogue::PAIR ? COPY_ROWS / 2 : COPY_ROWS;
     auto copy = [&](int step) {
         const uint32_t to = copy_to + step % STAGES * STAGE;
+        const bool inside = step * BK + chunk * 8 < p.K;
         #pragma unroll
-        for (int i = 0; i < COPIES; i++)
-            copy_async(to + i * (THREADS / 4) * 64, from[i] && step * BK + chunk * 8 < p.K ? from[i] + step * BK : p.W, from[i] && step * BK + chunk * 8 < p.K);
+        for (int i = 0; i < BM / COPY_ROWS; i++)
+            copy_async(to + i * COPY_ROWS * ROW, x_from + (size_t)i * COPY_ROWS * p.K + step * BK, inside && x_row + i * COPY_ROWS < p.N);
+        #pragma unroll
+        for (int i = 0; i < BN / COPY_ROWS; i++)
+            copy_async(to + (BM + i * COPY_ROWS) * ROW, w_from + (size_t)i * W_ROWS * p.K + step * BK, inside && w_row + i * W_ROWS < p.R);
     };
-    let_next_start();
     wait_for_previous();
     #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
@@ -1728,8 +1748,7 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
     // Where this lane's rows are for ldmatrix: a by 16 rows and two chunks, b by 16 rows (two eights) and two chunks.
     const int warp_m = warp % (BM / WM) * WM, warp_n = warp / (BM / WM) * WN;
     const int a_row = warp_m + lane % 16, b_row = warp_n + lane % 8 + lane / 16 * 8;
-    const uint32_t a_at = shared + a_row * 64, b_at = shared + (BM + b_row) * 64;
-    const int a_swizzle = a_row / 2 % 4, b_swizzle = b_row / 2 % 4;
+    const uint32_t a_at = shared + a_row * ROW, b_at = shared + (BM + b_row) * ROW;
     float sum[MF][NF][4] = {};
     for (int step = first; step < last; step++) {
         wait_for_copies<STAGES - 2>();
@@ -1741,9 +1760,9 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
         for (int k = 0; k < BK / 16; k++) {
             uint32_t a[MF][4], b[NF / 2][4];
             #pragma unroll
-            for (int i = 0; i < MF; i++) ldmatrix(a[i], a_at + stage + i * 16 * 64 + (((2 * k + lane / 16) ^ a_swizzle) << 4));
+            for (int i = 0; i < MF; i++) ldmatrix(a[i], a_at + stage + i * 16 * ROW + (((2 * k + lane / 16) ^ (a_row % 8)) << 4));
             #pragma unroll
-            for (int j = 0; j < NF / 2; j++) ldmatrix(b[j], b_at + stage + j * 16 * 64 + (((2 * k + lane / 8 % 2) ^ b_swizzle) << 4));
+            for (int j = 0; j < NF / 2; j++) ldmatrix(b[j], b_at + stage + j * 16 * ROW + (((2 * k + lane / 8 % 2) ^ (b_row % 8)) << 4));
             #pragma unroll
             for (int i = 0; i < MF; i++)
                 #pragma unroll
@@ -1751,6 +1770,7 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
         }
     }
     wait_for_copies<0>();
+    let_next_start(); // not earlier: blocks of the next kernel would take the places of ours
 
     if (p.splits > 1) { // sums lie in the scratch as the threads hold them
         float4* mine = (float4*)p.partial + (size_t)blockIdx.x * p.splits * MF * NF * THREADS + threadIdx.x;
@@ -1790,10 +1810,10 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
         }
 }
 
-using Tile128x256 = TileShape<128, 256, 64, 64, 4>;
-using Tile128x128 = TileShape<128, 128, 64, 64, 4>;
-using Tile64x128 = TileShape<64, 128, 32, 64, 4>;
-using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
+using Tile128x256 = TileShape<128, 256, 64, 64, 2>;
+using Tile128x128 = TileShape<128, 128, 64, 64, 3>;
+using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
+using Tile64x64 = TileShape<64, 64, 32, 32, 3>;
 using Tile32x64 = TileShape<32, 64, 16, 32, 4>;
 
 // The shape and the number of splits with the least predicted time, in cycles of a multiprocessor: the tensor cores
@@ -1803,10 +1823,10 @@ struct TilePlan {
     int shape = 0, splits = 1;
     double cycles = 1e30;
     template <class S> void consider(const Context& ctx, int index, double efficiency, int N, int R, int K) {
-        const size_t shared_per_sm = ctx.sm == 80 || ctx.sm == 90 || ctx.sm == 100 ? 160 << 10 : 99 << 10;
+        const size_t shared_per_sm = ctx.sm == 80 ? 164 << 10 : ctx.sm == 90 || ctx.sm == 100 ? 228 << 10 : 100 << 10;
         const int resident = std::max(1, std::min((int)(shared_per_sm / (S::SHARED + 1024)), 512 / S::THREADS));
         const int64_t tiles = (int64_t)((N + S::BM - 1) / S::BM) * ((R + S::BN - 1) / S::BN);
-        for (int s = 1; s <= 16 && (s == 1 || (s * 4 * BK <= K && tiles <= MAX_TILES && tiles * s * S::BM * S::BN * 4 <= (int64_t)PARTIAL_BYTES)); s++) {
+        for (int s = 1; s <= 16 && (s == 1 || (s * 2 * BK <= K && tiles <= MAX_TILES && tiles * s * S::BM * S::BN * 4 <= (int64_t)PARTIAL_BYTES)); s++) {
             const int64_t waves = (tiles * s + ctx.sms * resident - 1) / (ctx.sms * resident);
             const double together = (double)std::min((int64_t)resident, (tiles * s + ctx.sms - 1) / ctx.sms);
             const double k = (double)K / s, math = 2. * S::BM * S::BN * k * together / (2600 * efficiency), copies = 2. * (S::BM + S::BN) * k * together / 48;
@@ -2156,14 +2176,13 @@ constexpr int QUERY_ROWS = 128, KEYS = 64;
 
 template <int D>
 __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16* q, const bf16* keys, const bf16* values, Batch b, int first, int H, int K) {
-    constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128;
-    extern __shared__ uint4 tiles[];
-    const uint32_t q_tile = shared_address(tiles), k_tile = q_tile + QUERY_ROWS * ROW, v_tile = k_tile + KEYS * ROW;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = H / K, tokens = QUERY_ROWS / G, kv = blockIdx.y;
-    const int tile = gridDim.x - 1 - blockIdx.x; // later tokens see more keys: long blocks first
+    constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128, TILE = KEYS * ROW;
+    extern __shared__ uint4 tiles[]; // queries; two of keys and of values
+    const uint32_t q_tile = shared_address(tiles), k_tiles = q_tile + QUERY_ROWS * ROW, v_tiles = k_tiles + 2 * TILE;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = H / K, tokens = QUERY_ROWS / G, kv = blockIdx.x;
+    const int tile = gridDim.y - 1 - blockIdx.y; // later tokens see more keys: long blocks first
     const int begin = first + tile * tokens, end = min(b.N, begin + tokens);
     const float scale = 1.44269504f / sqrtf((float)D); // powers of 2, not of e
-    let_next_start();
     wait_for_previous();
 
     const int copy_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
@@ -2199,11 +2218,14 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16
         #pragma unroll
         for (int i = 0; i < 2; i++) maximum[i][0] = maximum[i][1] = -INFINITY;
         __syncthreads(); // the sequence before this one is done with the tiles
-        copy(k_tile, keys, 0);
-        copy(v_tile, values, 0);
+        copy(k_tiles, keys, 0);
+        copy(v_tiles, values, 0);
         for (int key0 = 0; key0 < longest; key0 += KEYS) {
-            wait_for_copies<1>();
+            const uint32_t half = key0 / KEYS % 2 * TILE, k_tile = k_tiles + half, v_tile = v_tiles + half;
+            wait_for_copies<0>();
             __syncthreads();
+            copy(k_tiles + (half ^ TILE), keys, key0 + KEYS);
+            copy(v_tiles + (half ^ TILE), values, key0 + KEYS);
             float s[2][KEYS / 8][4] = {};
             #pragma unroll
             for (int d = 0; d < D / 16; d++) {
@@ -2220,8 +2242,6 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16
                     }
                 }
             }
-            __syncthreads();
-            copy(k_tile, keys, key0 + KEYS);
             if (key0 + KEYS > shortest)
                 #pragma unroll
                 for (int i = 0; i < 2; i++)
@@ -2251,8 +2271,6 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16
                     #pragma unroll
                     for (int j = 0; j < D / 8; j++) mixed[i][j][2 * h] *= shrink, mixed[i][j][2 * h + 1] *= shrink;
                 }
-            wait_for_copies<1>();
-            __syncthreads();
             #pragma unroll
             for (int k = 0; k < KEYS / 16; k++) { // the scores, rounded, are the a operand as they lie
                 uint32_t a[2][4], v[4];
@@ -2270,8 +2288,6 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16
                     }
                 }
             }
-            __syncthreads();
-            copy(v_tile, values, key0 + KEYS);
         }
         wait_for_copies<0>();
         #pragma unroll
@@ -2291,8 +2307,8 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16
 }
 inline void attention_gpu(Context& ctx, bf16* out, const bf16* q, const bf16* keys, const bf16* values, const Batch& b, int H, int K, int D, int first = 0) {
     const int tokens = QUERY_ROWS / (H / K);
-    launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, dim3((unsigned)((b.N - first + tokens - 1) / tokens), (unsigned)K), 128,
-           (size_t)(QUERY_ROWS + 2 * KEYS) * D * sizeof(bf16), out, q, keys, values, b, first, H, K);
+    launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, dim3((unsigned)K, (unsigned)((b.N - first + tokens - 1) / tokens)), 128,
+           (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16), out, q, keys, values, b, first, H, K);
 }
 
 // ---- Attention for sequences of one token (Dao et al., "Flash-Decoding", 2023), with q/k norm, RoPE and KV write: a
@@ -2320,7 +2336,7 @@ __device__ inline float dot8(uint4 a, const float* q) {
 }
 
 template <int D, int G>
-__global__ void __launch_bounds__(256) attention_decode_kernel(DecodeArgs p) {
+__global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(DecodeArgs p) {
     constexpr int LANES_A_KEY = D / 8, KEYS_A_LOAD = 32 / LANES_A_KEY, LOADS = PAGE / KEYS_A_LOAD; // of values
     __shared__ __align__(16) float q[G][D], mixed[8][G][D];
     __shared__ float maximum[8][G], sum[8][G];
@@ -2546,7 +2562,8 @@ struct LogitsEpilogue {
     float* out; // (R,V)
     size_t V;
     __device__ void begin() {}
-    __device__ void one(bool there, int n, int r, float y) { if (there) out[n * V + r] = y; }
+    __device__ void ask(bool, int, int) {}
+    __device__ void one(bool there, int n, int r, float y, bool) { if (there) out[n * V + r] = y; }
     __device__ void two(int n, int r, float y0, float y1) { *(float2*)(out + n * V + r) = make_float2(y0, y1); }
     __device__ void end(int) {}
 };
@@ -2742,7 +2759,8 @@ struct DrawEpilogue {
     __device__ void begin() {
         if (threadIdx.x < STREAM_TOKENS) shared_best()[threadIdx.x] = 0; // a barrier comes before its first use
     }
-    __device__ void one(bool there, int n, int r, float y) {
+    __device__ void ask(bool, int, int) {}
+    __device__ void one(bool there, int n, int r, float y, bool) {
         unsigned long long key = 0;
         if (there) {
             const Sampling& how = draw[n].how;

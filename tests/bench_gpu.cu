@@ -314,6 +314,7 @@ int main(int argc, char** argv) {
         ctx.partial = gpu_array<float>(PARTIAL_BYTES / 4);
         ctx.arrived = gpu_array<int>(MAX_TILES);
         CUDA_CHECK(cudaMemset(ctx.arrived, 0, MAX_TILES * sizeof(int)));
+        if (wanted("serial")) ctx.overlap = false;
         ceilings();
         Model m(argv[1]);
         if (wanted("decode")) decode(m, 100), decode(m, 2048);
