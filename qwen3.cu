@@ -418,16 +418,18 @@ __device__ inline float warp_sum(float x) {
 
 // One block of several is the last to come here: it may then read what all of them wrote before. `arrived` counts
 // from zero and is zero again afterwards. All threads of the block call it.
+// (One thread's release and acquire are enough: barriers order the others' accesses before and after it. What is read
+// must come from the L2 cache: __ldcg.)
 __device__ inline bool last_to_arrive(int* arrived, int blocks) {
     __shared__ int last;
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        last = atomicAdd(arrived, 1) == blocks - 1;
+        int before;
+        asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
+        last = before == blocks - 1;
         if (last) *arrived = 0;
     }
     __syncthreads();
-    __threadfence();
     return last;
 }
 #endif
@@ -1686,18 +1688,17 @@ int stream_product(Context& ctx, const StreamArgs& p, Epilogue epilogue) {
 }
 
 // ---- Many tokens: tiles of BM tokens by BN rows of W, a block each; a warp owns WM by WN of it. Both operands pass
-// through shared memory, BK numbers of K a stage, copied STAGES - 1 stages ahead of their use. A row of a stage is the
-// 128 bytes of a cache line; its chunk c of 16 bytes lies at c ^ (row % 8), so that the 8 rows an ldmatrix reads lie in
-// different banks.
+// through shared memory, BK numbers of K a stage, copied STAGES - 1 stages ahead of their use. A row of a stage is 64 or
+// 128 bytes; its chunks of 16 bytes are exchanged so that the 8 rows an ldmatrix reads lie in different banks.
 // splits > 1: as many blocks share a tile, each with a part of K; the last to arrive adds their sums in order.
-constexpr int BK = 64;
 constexpr size_t PARTIAL_BYTES = 32 << 20;
 constexpr int MAX_TILES = 4096;
 
-template <int BM_, int BN_, int WM_, int WN_, int STAGES_> struct TileShape {
-    static constexpr int BM = BM_, BN = BN_, WM = WM_, WN = WN_, STAGES = STAGES_;
-    static constexpr int THREADS = BM / WM * (BN / WN) * 32;
+template <int BM_, int BN_, int WM_, int WN_, int BK_, int STAGES_> struct TileShape {
+    static constexpr int BM = BM_, BN = BN_, WM = WM_, WN = WN_, BK = BK_, STAGES = STAGES_;
+    static constexpr int THREADS = BM / WM * (BN / WN) * 32, CHUNKS = BK / 8;
     static constexpr size_t SHARED = (size_t)STAGES * (BM + BN) * BK * sizeof(bf16);
+    __device__ static int swizzle(int row, int chunk) { return (chunk ^ (CHUNKS == 8 ? row % 8 : row / 2 % 4)) << 4; } // in bytes
 };
 
 struct TileArgs {
@@ -1705,14 +1706,15 @@ struct TileArgs {
     int N, K, R, splits;
     float* partial;
     int* arrived;
+    bool early = false; // few blocks: the next kernel's may come beside them from the start
 };
 
 template <class S, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue epilogue) {
-    constexpr int BM = S::BM, BN = S::BN, WM = S::WM, WN = S::WN, STAGES = S::STAGES, THREADS = S::THREADS;
-    constexpr int MF = WM / 16, NF = WN / 8, ROW = BK * 2, STAGE = (BM + BN) * ROW, COPY_ROWS = THREADS / 8;
+    constexpr int BM = S::BM, BN = S::BN, WM = S::WM, WN = S::WN, BK = S::BK, STAGES = S::STAGES, THREADS = S::THREADS;
+    constexpr int MF = WM / 16, NF = WN / 8, ROW = BK * 2, STAGE = (BM + BN) * ROW, COPY_ROWS = THREADS / S::CHUNKS;
     static_assert(BM % COPY_ROWS == 0 && BN % COPY_ROWS == 0 && COPY_ROWS % 16 == 0, "every thread copies the same");
-    extern __shared__ uint4 stages[];
+    extern __shared__ __align__(128) uint4 stages[]; // rows that straddle two lines of 128 bytes cost three times as much
     const uint32_t shared = shared_address(stages);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int R = Epilogue::PAIR ? 2 * p.R : p.R;
@@ -1721,29 +1723,36 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
     const int high = min(8, down - band * 8), n0 = (band * 8 + in_band % high) * BM, r0 = in_band / high * BN;
     const int steps = (p.K + BK - 1) / BK, first = steps * blockIdx.y / p.splits, last = steps * (blockIdx.y + 1) / p.splits;
 
-    // This thread copies chunk threadIdx.x % 8 of every COPY_ROWSth row: of x, then of W. With PAIR eights of gate and of
+    // This thread copies one chunk of every COPY_ROWSth row: of x, of W. With PAIR eights of gate and of
     // up take turns in a tile, so that a thread's sums of both are of the same columns.
-    const int copy_row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-    const uint32_t copy_to = shared + copy_row * ROW + ((chunk ^ (copy_row % 8)) << 4);
+    const int copy_row = threadIdx.x / S::CHUNKS, chunk = threadIdx.x % S::CHUNKS;
+    const uint32_t copy_to = shared + copy_row * ROW + S::swizzle(copy_row, chunk);
     const int x_row = n0 + copy_row, w_row = Epilogue::PAIR ? r0 / 2 + copy_row / 16 * 8 + copy_row % 8 : r0 + copy_row;
     const bf16* x_from = p.x + (size_t)x_row * p.K + chunk * 8;
     const bf16* w_from = p.W + ((size_t)w_row + (Epilogue::PAIR && copy_row / 8 % 2 ? p.R : 0)) * p.K + chunk * 8;
     constexpr int W_ROWS = Epilogue::PAIR ? COPY_ROWS / 2 : COPY_ROWS;
-    auto copy = [&](int step) {
+    auto copy_x = [&](int step) {
         const uint32_t to = copy_to + step % STAGES * STAGE;
-        const bool inside = step * BK + chunk * 8 < p.K;
+        const bool inside = step < last && step * BK + chunk * 8 < p.K;
         #pragma unroll
         for (int i = 0; i < BM / COPY_ROWS; i++)
             copy_async(to + i * COPY_ROWS * ROW, x_from + (size_t)i * COPY_ROWS * p.K + step * BK, inside && x_row + i * COPY_ROWS < p.N);
+    };
+    auto copy_w = [&](int step) {
+        const uint32_t to = copy_to + step % STAGES * STAGE;
+        const bool inside = step < last && step * BK + chunk * 8 < p.K;
         #pragma unroll
         for (int i = 0; i < BN / COPY_ROWS; i++)
             copy_async(to + (BM + i * COPY_ROWS) * ROW, w_from + (size_t)i * W_ROWS * p.K + step * BK, inside && w_row + i * W_ROWS < p.R);
     };
+    // Weights depend on no kernel ahead.
+    for (int s = 0; s < STAGES - 1; s++) copy_w(first + s);
+    if (p.early) let_next_start();
     wait_for_previous();
     #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-        if (first + s < last) copy(first + s);
-        commit_copies();
+        copy_x(first + s);
+        commit_copies(); // (the first of these groups has all of the weights above)
     }
     // Where this lane's rows are for ldmatrix: a by 16 rows and two chunks, b by 16 rows (two eights) and two chunks.
     const int warp_m = warp % (BM / WM) * WM, warp_n = warp / (BM / WM) * WN;
@@ -1753,16 +1762,16 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
     for (int step = first; step < last; step++) {
         wait_for_copies<STAGES - 2>();
         __syncthreads();
-        if (step + STAGES - 1 < last) copy(step + STAGES - 1);
+        if (step + STAGES - 1 < last) copy_x(step + STAGES - 1), copy_w(step + STAGES - 1);
         commit_copies();
         const uint32_t stage = step % STAGES * STAGE;
         #pragma unroll
         for (int k = 0; k < BK / 16; k++) {
             uint32_t a[MF][4], b[NF / 2][4];
             #pragma unroll
-            for (int i = 0; i < MF; i++) ldmatrix(a[i], a_at + stage + i * 16 * ROW + (((2 * k + lane / 16) ^ (a_row % 8)) << 4));
+            for (int i = 0; i < MF; i++) ldmatrix(a[i], a_at + stage + i * 16 * ROW + S::swizzle(a_row, 2 * k + lane / 16));
             #pragma unroll
-            for (int j = 0; j < NF / 2; j++) ldmatrix(b[j], b_at + stage + j * 16 * ROW + (((2 * k + lane / 8 % 2) ^ (b_row % 8)) << 4));
+            for (int j = 0; j < NF / 2; j++) ldmatrix(b[j], b_at + stage + j * 16 * ROW + S::swizzle(b_row, 2 * k + lane / 8 % 2));
             #pragma unroll
             for (int i = 0; i < MF; i++)
                 #pragma unroll
@@ -1770,7 +1779,7 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
         }
     }
     wait_for_copies<0>();
-    let_next_start(); // not earlier: blocks of the next kernel would take the places of ours
+    if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of ours
 
     if (p.splits > 1) { // sums lie in the scratch as the threads hold them
         float4* mine = (float4*)p.partial + (size_t)blockIdx.x * p.splits * MF * NF * THREADS + threadIdx.x;
@@ -1810,11 +1819,11 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
         }
 }
 
-using Tile128x256 = TileShape<128, 256, 64, 64, 2>;
-using Tile128x128 = TileShape<128, 128, 64, 64, 3>;
-using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
-using Tile64x64 = TileShape<64, 64, 32, 32, 3>;
-using Tile32x64 = TileShape<32, 64, 16, 32, 4>;
+using Tile128x256 = TileShape<128, 256, 64, 64, 32, 4>;
+using Tile128x128 = TileShape<128, 128, 64, 64, 64, 3>;
+using Tile64x128 = TileShape<64, 128, 32, 64, 64, 3>;
+using Tile64x64 = TileShape<64, 64, 32, 32, 64, 4>;
+using Tile32x64 = TileShape<32, 64, 16, 32, 64, 6>;
 
 // The shape and the number of splits with the least predicted time, in cycles of a multiprocessor: the tensor cores
 // (what mma.sync reaches, times how well a shape feeds them), what a block copies from the L2 cache, and a start and
@@ -1826,7 +1835,7 @@ struct TilePlan {
         const size_t shared_per_sm = ctx.sm == 80 ? 164 << 10 : ctx.sm == 90 || ctx.sm == 100 ? 228 << 10 : 100 << 10;
         const int resident = std::max(1, std::min((int)(shared_per_sm / (S::SHARED + 1024)), 512 / S::THREADS));
         const int64_t tiles = (int64_t)((N + S::BM - 1) / S::BM) * ((R + S::BN - 1) / S::BN);
-        for (int s = 1; s <= 16 && (s == 1 || (s * 2 * BK <= K && tiles <= MAX_TILES && tiles * s * S::BM * S::BN * 4 <= (int64_t)PARTIAL_BYTES)); s++) {
+        for (int s = 1; s <= 16 && (s == 1 || (s * 128 <= K && tiles <= MAX_TILES && tiles * s * S::BM * S::BN * 4 <= (int64_t)PARTIAL_BYTES)); s++) {
             const int64_t waves = (tiles * s + ctx.sms * resident - 1) / (ctx.sms * resident);
             const double together = (double)std::min((int64_t)resident, (tiles * s + ctx.sms - 1) / ctx.sms);
             const double k = (double)K / s, math = 2. * S::BM * S::BN * k * together / (2600 * efficiency), copies = 2. * (S::BM + S::BN) * k * together / 48;
@@ -1870,7 +1879,7 @@ template <class Epilogue>
 void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
     const int R = Epilogue::PAIR ? W.rows[0] : W.out();
     if (N <= STREAM_TOKENS && !ctx.invariant) stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, R}, epilogue);
-    else tile_product(ctx, {x, W.w[0], N, W.in, R, 1, nullptr, nullptr}, epilogue);
+    else tile_product(ctx, {x, W.w[0], N, W.in, R, 1, nullptr, nullptr, N <= 128}, epilogue);
 }
 // The same of norm_rows(stream); `normed` (N,K) holds these where the product does not make them on its way.
 template <class Epilogue>
@@ -2177,7 +2186,7 @@ constexpr int QUERY_ROWS = 128, KEYS = 64;
 template <int D>
 __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16* q, const bf16* keys, const bf16* values, Batch b, int first, int H, int K) {
     constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128, TILE = KEYS * ROW;
-    extern __shared__ uint4 tiles[]; // queries; two of keys and of values
+    extern __shared__ __align__(128) uint4 tiles[]; // queries; two of keys and of values
     const uint32_t q_tile = shared_address(tiles), k_tiles = q_tile + QUERY_ROWS * ROW, v_tiles = k_tiles + 2 * TILE;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = H / K, tokens = QUERY_ROWS / G, kv = blockIdx.x;
     const int tile = gridDim.y - 1 - blockIdx.y; // later tokens see more keys: long blocks first
@@ -2463,12 +2472,20 @@ __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(D
         const int h = o / D, d = o % D;
         const float* part = partial + (size_t)h * gridDim.x * (D + 2);
         float top = -INFINITY, total = 0, weights = 0;
-        #pragma unroll 8
-        for (int i = 0; i < splits; i++) top = fmaxf(top, __ldcg(part + i * (D + 2) + D));
-        #pragma unroll 8
-        for (int i = 0; i < splits; i++) {
-            const float shrink = exp2_fast(__ldcg(part + i * (D + 2) + D) - top);
-            total += __ldcg(part + i * (D + 2) + d) * shrink, weights += __ldcg(part + i * (D + 2) + D + 1) * shrink;
+        for (int first = 0; first < splits; first += 8) { // eight at a time are on their way
+            float m[8], w[8], v[8], next = top;
+            #pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const float* at = part + min(first + i, splits - 1) * (D + 2);
+                m[i] = __ldcg(at + D), w[i] = __ldcg(at + D + 1), v[i] = __ldcg(at + d);
+            }
+            #pragma unroll
+            for (int i = 0; i < 8; i++) next = fmaxf(next, m[i]);
+            const float shrink = exp2_fast(top - next);
+            total *= shrink, weights *= shrink, top = next;
+            #pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (first + i < splits) total += v[i] * exp2_fast(m[i] - top), weights += w[i] * exp2_fast(m[i] - top);
         }
         p.out[((size_t)n * p.H + h0 + h) * D + d] = round_bf16(total / weights);
     }
@@ -2834,14 +2851,14 @@ __global__ void __launch_bounds__(1024) sample_kernel(const float* all_logits, s
     for (int bin = i; bin < BINS; bin += 1024) bins[bin] = 0;
     if (i == 0) top_key = 0, listed = 0;
     __syncthreads();
+    unsigned long long most = 0;
     if (best) {
-        for (int j = i; j < best_blocks; j += 1024) atomicMax(&top_key, best[row * BEST_BLOCKS + j]);
+        if (i < best_blocks) most = best[row * BEST_BLOCKS + i];
     } else {
-        unsigned long long most = 0;
         for (int id = i; id < exist; id += 1024) most = max(most, draw_key(usable(logits[id]), id));
-        for (int lane = 16; lane; lane /= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
-        if (i % 32 == 0) atomicMax(&top_key, most);
     }
+    for (int lane = 16; lane; lane /= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
+    if (i % 32 == 0 && most) atomicMax(&top_key, most);
     __syncthreads();
     const int likeliest = (int)~(uint32_t)top_key;
     if (i == 0) answer = likeliest;

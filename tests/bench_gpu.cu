@@ -213,6 +213,36 @@ static void products(bool quick) {
         printf("  N %5d  geometric mean of the ratio %.3f, of the share %.3f\n", N, std::exp(geometric / n), std::exp(share / n));
     }
 }
+// Every tile shape and number of splits, for those who set TilePlan's figures.
+static void sweep() {
+    for (int N : {32, 64, 128, 256, 512, 2048, 8192})
+        for (const Shape& y : {Shape{"qkv", 4096, 1024}, Shape{"o", 1024, 2048}, Shape{"gate+up", 6144, 1024}, Shape{"down", 1024, 3072}, Shape{"8B down", 4096, 12288}}) {
+            const size_t size = (size_t)y.R * y.K;
+            const int sets = (int)std::min<size_t>(16, (200ull << 20) / (size * 2) + 1);
+            bf16 *w = random_array(size * sets, 0.02f), *x = random_array((size_t)N * y.K), *out = gpu_array<bf16>((size_t)N * y.R);
+            printf("N %5d %-8s us by splits:", N, y.name);
+            auto row = [&](auto shape, const char* name) {
+                using S = decltype(shape);
+                printf("  %s", name);
+                for (int splits : {1, 2, 3, 4, 6, 8}) {
+                    const int64_t tiles = (int64_t)((N + S::BM - 1) / S::BM) * ((y.R + S::BN - 1) / S::BN);
+                    if (splits > 1 && (splits * 128 > y.K || tiles > MAX_TILES || tiles * splits * S::BM * S::BN * 4 > (int64_t)PARTIAL_BYTES || N > 2048)) break;
+                    const double t = time_graph(std::max(4, std::min(32, (int)(1e12 / (2. * N * (double)size)))), [&](int i) {
+                        launch_tiles<S>(ctx, {x, w + size * (i % sets), N, y.K, y.R, splits, ctx.partial, ctx.arrived, N <= 128}, StoreEpilogue{out, (size_t)y.R});
+                    });
+                    printf(" %.1f", t * 1e6);
+                }
+            };
+            row(Tile128x256{}, "128x256");
+            row(TileShape<128, 256, 64, 64, 64, 2>{}, "128x256k64");
+            row(Tile128x128{}, "128x128");
+            row(TileShape<128, 128, 64, 64, 32, 4>{}, "128x128k32");
+            if (N <= 2048) row(Tile64x128{}, "64x128"), row(Tile64x64{}, "64x64");
+            if (N <= 128) row(Tile32x64{}, "32x64");
+            printf("\n");
+            cudaFree(w), cudaFree(x), cudaFree(out);
+        }
+}
 // All products of a step in one graph, over the weights of all layers.
 static void few_tokens(Model& m) {
     const Config& c = m.file.config;
@@ -309,7 +339,7 @@ int main(int argc, char** argv) {
         auto wanted = [&](const char* name) {
             for (int i = 2; i < argc; i++)
                 if (!strcmp(argv[i], name)) return true;
-            return argc == 2 && strcmp(name, "quick") != 0;
+            return argc == 2 && strcmp(name, "quick") && strcmp(name, "serial") && strcmp(name, "sweep");
         };
         ctx.partial = gpu_array<float>(PARTIAL_BYTES / 4);
         ctx.arrived = gpu_array<int>(MAX_TILES);
@@ -322,6 +352,7 @@ int main(int argc, char** argv) {
         if (wanted("few")) few_tokens(m);
         if (wanted("attention")) attention(m.file.config);
         if (wanted("batch")) batch(m);
+        if (wanted("sweep")) sweep();
         if (wanted("quick")) products(true);
         if (wanted("products")) products(false);
         CUDA_CHECK(cudaDeviceSynchronize());
