@@ -1782,21 +1782,22 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
     if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of ours
 
     if (p.splits > 1) { // sums lie in the scratch as the threads hold them
-        float4* mine = (float4*)p.partial + (size_t)blockIdx.x * p.splits * MF * NF * THREADS + threadIdx.x;
-        const auto at = [&](int split, int i, int j) { return mine + ((split * MF + i) * NF + j) * THREADS; };
-        for (int i = 0; i < MF; i++)
-            for (int j = 0; j < NF; j++) *at(blockIdx.y, i, j) = make_float4(sum[i][j][0], sum[i][j][1], sum[i][j][2], sum[i][j][3]);
-        if (!last_to_arrive(p.arrived + blockIdx.x, p.splits)) return;
+        float4* part = (float4*)p.partial + (size_t)blockIdx.x * p.splits * MF * NF * THREADS + threadIdx.x;
+        float4* mine = part + (size_t)blockIdx.y * MF * NF * THREADS;
         #pragma unroll
-        for (int i = 0; i < MF; i++)
+        for (int f = 0; f < MF * NF; f++) {
+            float(&v)[4] = sum[f / NF][f % NF];
+            mine[f * THREADS] = make_float4(v[0], v[1], v[2], v[3]);
+            v[0] = v[1] = v[2] = v[3] = 0;
+        }
+        if (!last_to_arrive(p.arrived + blockIdx.x, p.splits)) return;
+        #pragma unroll 1
+        for (int split = 0; split < p.splits; split++, part += MF * NF * THREADS)
             #pragma unroll
-            for (int j = 0; j < NF; j++) {
-                float4 total = make_float4(0, 0, 0, 0);
-                for (int split = 0; split < p.splits; split++) {
-                    const float4 v = __ldcg(at(split, i, j));
-                    total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
-                }
-                sum[i][j][0] = total.x, sum[i][j][1] = total.y, sum[i][j][2] = total.z, sum[i][j][3] = total.w;
+            for (int f = 0; f < MF * NF; f++) {
+                const float4 more = __ldcg(part + f * THREADS);
+                float(&v)[4] = sum[f / NF][f % NF];
+                v[0] += more.x, v[1] += more.y, v[2] += more.z, v[3] += more.w;
             }
     }
     #pragma unroll
@@ -2214,12 +2215,17 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16
                 const int r = warp * 32 + i * 16 + h * 8 + lane / 4, n = begin + r / G;
                 limit[i][h] = n >= n0 && n < n1 ? b.pos[n] + 1 : longest;
             }
+        // A tile has four pages, whose numbers are read a tile ahead of the copies that need them.
+        int page[KEYS / PAGE];
+        auto next_pages = [&](int key0) {
+            #pragma unroll
+            for (int j = 0; j < KEYS / PAGE; j++) page[j] = key0 + j * PAGE < longest ? table[key0 / PAGE + j] : 0;
+        };
         auto copy = [&](uint32_t to, const bf16* cache, int key0) {
             #pragma unroll
             for (int i = 0; i < KEYS / (THREADS / CHUNKS); i++) {
-                const int r = copy_row + i * (THREADS / CHUNKS), key = key0 + r;
-                const bool there = key < longest;
-                copy_async(to + r * ROW + ((chunk ^ (r % 8)) << 4), there ? cache + kv_offset(table[key / PAGE], kv, key % PAGE, K, D) + chunk * 8 : cache, there);
+                const int r = copy_row + i * (THREADS / CHUNKS); // page r / PAGE, the same for all rows of i
+                copy_async(to + r * ROW + ((chunk ^ (r % 8)) << 4), cache + kv_offset(page[i * (THREADS / CHUNKS) / PAGE], kv, r % PAGE, K, D) + chunk * 8, key0 + r < longest);
             }
             commit_copies();
         };
@@ -2227,14 +2233,17 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16
         #pragma unroll
         for (int i = 0; i < 2; i++) maximum[i][0] = maximum[i][1] = -INFINITY;
         __syncthreads(); // the sequence before this one is done with the tiles
+        next_pages(0);
         copy(k_tiles, keys, 0);
         copy(v_tiles, values, 0);
+        next_pages(KEYS);
         for (int key0 = 0; key0 < longest; key0 += KEYS) {
             const uint32_t half = key0 / KEYS % 2 * TILE, k_tile = k_tiles + half, v_tile = v_tiles + half;
             wait_for_copies<0>();
             __syncthreads();
             copy(k_tiles + (half ^ TILE), keys, key0 + KEYS);
             copy(v_tiles + (half ^ TILE), values, key0 + KEYS);
+            next_pages(key0 + 2 * KEYS);
             float s[2][KEYS / 8][4] = {};
             #pragma unroll
             for (int d = 0; d < D / 16; d++) {

@@ -215,7 +215,7 @@ static void products(bool quick) {
 }
 // Every tile shape and number of splits, for those who set TilePlan's figures.
 static void sweep() {
-    for (int N : {32, 64, 128, 256, 512, 2048, 8192})
+    for (int N : {24, 32, 64, 128, 256, 512, 2048, 8192})
         for (const Shape& y : {Shape{"qkv", 4096, 1024}, Shape{"o", 1024, 2048}, Shape{"gate+up", 6144, 1024}, Shape{"down", 1024, 3072}, Shape{"8B down", 4096, 12288}}) {
             const size_t size = (size_t)y.R * y.K;
             const int sets = (int)std::min<size_t>(16, (200ull << 20) / (size * 2) + 1);
@@ -233,10 +233,8 @@ static void sweep() {
                     printf(" %.1f", t * 1e6);
                 }
             };
-            row(Tile128x256{}, "128x256");
-            row(TileShape<128, 256, 64, 64, 64, 2>{}, "128x256k64");
+            if (N >= 512) row(TileShape<128, 256, 64, 64, 64, 3>{}, "128x256s3"), row(TileShape<128, 256, 64, 64, 64, 4>{}, "128x256s4"), row(TileShape<256, 128, 64, 64, 64, 4>{}, "256x128s4");
             row(Tile128x128{}, "128x128");
-            row(TileShape<128, 128, 64, 64, 32, 4>{}, "128x128k32");
             if (N <= 2048) row(Tile64x128{}, "64x128"), row(Tile64x64{}, "64x64");
             if (N <= 128) row(Tile32x64{}, "32x64");
             printf("\n");
