@@ -1509,7 +1509,7 @@ struct StoreEpilogue {
     __device__ void begin() {}
     __device__ void ask(bool, int, int) {}
     __device__ void one(bool there, int n, int r, float y, bool) { if (there) out[n * R + r] = round_bf16(y); }
-    __device__ void two(int n, int r, float y0, float y1) { *(uint32_t*)(out + n * R + r) = pack(y0, y1); }
+    __device__ void four(int n, int r, const float* y) { *(uint2*)(out + n * R + r) = make_uint2(pack(y[0], y[1]), pack(y[2], y[3])); }
     __device__ void end(int) {}
 };
 struct AddEpilogue {
@@ -1523,9 +1523,9 @@ struct AddEpilogue {
     __device__ void one(bool there, int n, int r, float y, bool asked) {
         if (there) out[n * R + r] = (asked ? ahead : residual[n * R + r]) + y;
     }
-    __device__ void two(int n, int r, float y0, float y1) {
-        const float2 old = *(const float2*)(residual + n * R + r);
-        *(float2*)(out + n * R + r) = make_float2(old.x + y0, old.y + y1);
+    __device__ void four(int n, int r, const float* y) {
+        const float4 old = *(const float4*)(residual + n * R + r);
+        *(float4*)(out + n * R + r) = make_float4(old.x + y[0], old.y + y[1], old.z + y[2], old.w + y[3]);
     }
     __device__ void end(int) {}
 };
@@ -1546,11 +1546,11 @@ struct SwigluEpilogue {
         out[n * F + f] = round_bf16(swiglu(gate, up));
         if (gate_up) gate_up[n * 2 * F + f] = round_bf16(gate), gate_up[(n * 2 + 1) * F + f] = round_bf16(up);
     }
-    __device__ void two(int n, int f, float g0, float g1, float u0, float u1) {
-        *(uint32_t*)(out + n * F + f) = pack(swiglu(g0, u0), swiglu(g1, u1));
+    __device__ void four(int n, int f, const float* g, const float* u) {
+        *(uint2*)(out + n * F + f) = make_uint2(pack(swiglu(g[0], u[0]), swiglu(g[1], u[1])), pack(swiglu(g[2], u[2]), swiglu(g[3], u[3])));
         if (!gate_up) return;
-        *(uint32_t*)(gate_up + n * 2 * F + f) = pack(g0, g1);
-        *(uint32_t*)(gate_up + (n * 2 + 1) * F + f) = pack(u0, u1);
+        *(uint2*)(gate_up + n * 2 * F + f) = make_uint2(pack(g[0], g[1]), pack(g[2], g[3]));
+        *(uint2*)(gate_up + (n * 2 + 1) * F + f) = make_uint2(pack(u[0], u[1]), pack(u[2], u[3]));
     }
     __device__ void end(int) {}
 };
@@ -1688,18 +1688,24 @@ int stream_product(Context& ctx, const StreamArgs& p, Epilogue epilogue) {
 }
 
 // ---- Many tokens: tiles of BM tokens by BN rows of W, a block each; a warp owns WM by WN of it. Both operands pass
-// through shared memory, BK numbers of K a stage, copied STAGES - 1 stages ahead of their use. A row of a stage is 64 or
-// 128 bytes; its chunks of 16 bytes are exchanged so that the 8 rows an ldmatrix reads lie in different banks.
+// through shared memory, BK numbers of K a stage, copied STAGES - 1 stages ahead of their use.
+// mma has a lane's sums in pairs of columns. Which row of W is which column of b is ours to say: of 16 rows, 0 1 4 5 8 9
+// 12 13 are one b and 2 3 6 7 10 11 14 15 the next, so that a lane has four columns in a row, and a quad of lanes writes
+// whole sectors. With PAIR 16 rows of gate and 16 of up take turns: a lane's sums of both are of the same columns.
+// A row of a stage is the 128 bytes of a cache line; its chunks of 16 bytes are exchanged by a key so that the 8 rows
+// an ldmatrix reads lie in different banks: for x the row % 8, for W what makes 0 1 4 5 8 9 12 13 differ.
 // splits > 1: as many blocks share a tile, each with a part of K; the last to arrive adds their sums in order.
+constexpr int BK = 64;
 constexpr size_t PARTIAL_BYTES = 32 << 20;
 constexpr int MAX_TILES = 4096;
 
-template <int BM_, int BN_, int WM_, int WN_, int BK_, int STAGES_> struct TileShape {
-    static constexpr int BM = BM_, BN = BN_, WM = WM_, WN = WN_, BK = BK_, STAGES = STAGES_;
-    static constexpr int THREADS = BM / WM * (BN / WN) * 32, CHUNKS = BK / 8;
+template <int BM_, int BN_, int WM_, int WN_, int STAGES_> struct TileShape {
+    static constexpr int BM = BM_, BN = BN_, WM = WM_, WN = WN_, STAGES = STAGES_;
+    static constexpr int THREADS = BM / WM * (BN / WN) * 32;
     static constexpr size_t SHARED = (size_t)STAGES * (BM + BN) * BK * sizeof(bf16);
-    __device__ static int swizzle(int row, int chunk) { return (chunk ^ (CHUNKS == 8 ? row % 8 : row / 2 % 4)) << 4; } // in bytes
 };
+__device__ inline int x_chunk(int row, int chunk) { return (chunk ^ row % 8) << 4; } // in bytes
+__device__ inline int w_chunk(int row, int chunk) { return (chunk ^ (row / 4 % 4 * 2 + row % 2)) << 4; }
 
 struct TileArgs {
     const bf16 *x, *W;  // (N,K); (R,K), with PAIR (2R,K)
@@ -1711,8 +1717,8 @@ struct TileArgs {
 
 template <class S, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue epilogue) {
-    constexpr int BM = S::BM, BN = S::BN, WM = S::WM, WN = S::WN, BK = S::BK, STAGES = S::STAGES, THREADS = S::THREADS;
-    constexpr int MF = WM / 16, NF = WN / 8, ROW = BK * 2, STAGE = (BM + BN) * ROW, COPY_ROWS = THREADS / S::CHUNKS;
+    constexpr int BM = S::BM, BN = S::BN, WM = S::WM, WN = S::WN, STAGES = S::STAGES, THREADS = S::THREADS;
+    constexpr int MF = WM / 16, NF = WN / 8, ROW = BK * 2, STAGE = (BM + BN) * ROW, COPY_ROWS = THREADS / 8;
     static_assert(BM % COPY_ROWS == 0 && BN % COPY_ROWS == 0 && COPY_ROWS % 16 == 0, "every thread copies the same");
     extern __shared__ __align__(128) uint4 stages[]; // rows that straddle two lines of 128 bytes cost three times as much
     const uint32_t shared = shared_address(stages);
@@ -1723,27 +1729,24 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
     const int high = min(8, down - band * 8), n0 = (band * 8 + in_band % high) * BM, r0 = in_band / high * BN;
     const int steps = (p.K + BK - 1) / BK, first = steps * blockIdx.y / p.splits, last = steps * (blockIdx.y + 1) / p.splits;
 
-    // This thread copies one chunk of every COPY_ROWSth row: of x, of W. With PAIR eights of gate and of
-    // up take turns in a tile, so that a thread's sums of both are of the same columns.
-    const int copy_row = threadIdx.x / S::CHUNKS, chunk = threadIdx.x % S::CHUNKS;
-    const uint32_t copy_to = shared + copy_row * ROW + S::swizzle(copy_row, chunk);
-    const int x_row = n0 + copy_row, w_row = Epilogue::PAIR ? r0 / 2 + copy_row / 16 * 8 + copy_row % 8 : r0 + copy_row;
-    const bf16* x_from = p.x + (size_t)x_row * p.K + chunk * 8;
-    const bf16* w_from = p.W + ((size_t)w_row + (Epilogue::PAIR && copy_row / 8 % 2 ? p.R : 0)) * p.K + chunk * 8;
-    constexpr int W_ROWS = Epilogue::PAIR ? COPY_ROWS / 2 : COPY_ROWS;
+    // This thread copies chunk threadIdx.x % 8 of every COPY_ROWSth row: of x, of W.
+    const int copy_row = threadIdx.x / 8, chunk = threadIdx.x % 8, x_row = n0 + copy_row;
+    const uint32_t x_to = shared + copy_row * ROW + x_chunk(copy_row, chunk), w_to = shared + (BM + copy_row) * ROW + w_chunk(copy_row, chunk);
+    const bf16 *x_from = p.x + (size_t)x_row * p.K + chunk * 8, *w_from = p.W + chunk * 8;
     auto copy_x = [&](int step) {
-        const uint32_t to = copy_to + step % STAGES * STAGE;
         const bool inside = step < last && step * BK + chunk * 8 < p.K;
         #pragma unroll
-        for (int i = 0; i < BM / COPY_ROWS; i++)
-            copy_async(to + i * COPY_ROWS * ROW, x_from + (size_t)i * COPY_ROWS * p.K + step * BK, inside && x_row + i * COPY_ROWS < p.N);
+        for (int i = 0; i < BM; i += COPY_ROWS)
+            copy_async(x_to + step % STAGES * STAGE + i * ROW, x_from + (size_t)i * p.K + step * BK, inside && x_row + i < p.N);
     };
     auto copy_w = [&](int step) {
-        const uint32_t to = copy_to + step % STAGES * STAGE;
         const bool inside = step < last && step * BK + chunk * 8 < p.K;
         #pragma unroll
-        for (int i = 0; i < BN / COPY_ROWS; i++)
-            copy_async(to + (BM + i * COPY_ROWS) * ROW, w_from + (size_t)i * W_ROWS * p.K + step * BK, inside && w_row + i * W_ROWS < p.R);
+        for (int i = 0; i < BN; i += COPY_ROWS) {
+            const int w = copy_row + i, r = Epilogue::PAIR ? r0 / 2 + w / 32 * 16 + w % 16 : r0 + w;
+            const bf16* from = w_from + (size_t)(Epilogue::PAIR && w / 16 % 2 ? p.R + r : r) * p.K + step * BK;
+            copy_async(w_to + step % STAGES * STAGE + i * ROW, from, inside && r < p.R);
+        }
     };
     // Weights depend on no kernel ahead.
     for (int s = 0; s < STAGES - 1; s++) copy_w(first + s);
@@ -1756,7 +1759,7 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
     }
     // Where this lane's rows are for ldmatrix: a by 16 rows and two chunks, b by 16 rows (two eights) and two chunks.
     const int warp_m = warp % (BM / WM) * WM, warp_n = warp / (BM / WM) * WN;
-    const int a_row = warp_m + lane % 16, b_row = warp_n + lane % 8 + lane / 16 * 8;
+    const int a_row = warp_m + lane % 16, b_row = warp_n + lane % 8 / 2 * 4 + lane % 2 + lane / 16 * 2;
     const uint32_t a_at = shared + a_row * ROW, b_at = shared + (BM + b_row) * ROW;
     float sum[MF][NF][4] = {};
     for (int step = first; step < last; step++) {
@@ -1769,9 +1772,9 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
         for (int k = 0; k < BK / 16; k++) {
             uint32_t a[MF][4], b[NF / 2][4];
             #pragma unroll
-            for (int i = 0; i < MF; i++) ldmatrix(a[i], a_at + stage + i * 16 * ROW + S::swizzle(a_row, 2 * k + lane / 16));
+            for (int i = 0; i < MF; i++) ldmatrix(a[i], a_at + stage + i * 16 * ROW + x_chunk(a_row, 2 * k + lane / 16));
             #pragma unroll
-            for (int j = 0; j < NF / 2; j++) ldmatrix(b[j], b_at + stage + j * 16 * ROW + S::swizzle(b_row, 2 * k + lane / 8 % 2));
+            for (int j = 0; j < NF / 2; j++) ldmatrix(b[j], b_at + stage + j * 16 * ROW + w_chunk(b_row, 2 * k + lane / 8 % 2));
             #pragma unroll
             for (int i = 0; i < MF; i++)
                 #pragma unroll
@@ -1807,43 +1810,48 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
             const int n = n0 + warp_m + i * 16 + h * 8 + lane / 4;
             if (n >= p.N) continue;
             #pragma unroll
-            for (int j = 0; j < NF; j++) {
+            for (int j = 0; j < NF; j += Epilogue::PAIR ? 4 : 2) {
+                const auto row = [&](int f) { return make_float4(sum[i][f][2 * h], sum[i][f][2 * h + 1], sum[i][f + 1][2 * h], sum[i][f + 1][2 * h + 1]); };
+                const int r = (Epilogue::PAIR ? (r0 + warp_n) / 2 + j * 4 : r0 + warp_n + j * 8) + lane % 4 * 4;
+                if (r >= p.R) continue;
+                const float4 y = row(j);
                 if constexpr (Epilogue::PAIR) {
-                    const int f = (r0 + warp_n) / 2 + j / 2 * 8 + lane % 4 * 2;
-                    if (j % 2 == 0 && f < p.R)
-                        epilogue.two(n, f, sum[i][j][2 * h], sum[i][j][2 * h + 1], sum[i][j + 1][2 * h], sum[i][j + 1][2 * h + 1]);
+                    const float4 up = row(j + 2);
+                    epilogue.four(n, r, &y.x, &up.x);
                 } else {
-                    const int r = r0 + warp_n + j * 8 + lane % 4 * 2;
-                    if (r < p.R) epilogue.two(n, r, sum[i][j][2 * h], sum[i][j][2 * h + 1]);
+                    epilogue.four(n, r, &y.x);
                 }
             }
         }
 }
 
-using Tile128x256 = TileShape<128, 256, 64, 64, 32, 4>;
-using Tile128x128 = TileShape<128, 128, 64, 64, 64, 3>;
-using Tile64x128 = TileShape<64, 128, 32, 64, 64, 3>;
-using Tile64x64 = TileShape<64, 64, 32, 32, 64, 4>;
-using Tile32x64 = TileShape<32, 64, 16, 32, 64, 6>;
+using Tile128x128 = TileShape<128, 128, 64, 64, 3>;
+using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
+using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
+using Tile32x64 = TileShape<32, 64, 16, 32, 6>;
 
-// The shape and the number of splits with the least predicted time, in cycles of a multiprocessor: the tensor cores
-// (what mma.sync reaches, times how well a shape feeds them), what a block copies from the L2 cache, and a start and
-// an end. The figures are an H100's; what matters is their proportion.
+// The shape and the number of splits with the least predicted time in microseconds. The figures were fitted to an
+// H100 (tests/bench_gpu sweep); what matters is their proportion. Of 1,024 of K a block takes `alone` if it is alone on
+// its multiprocessor, and `full` if that has many.
 struct TilePlan {
     int shape = 0, splits = 1;
-    double cycles = 1e30;
-    template <class S> void consider(const Context& ctx, int index, double efficiency, int N, int R, int K) {
-        const size_t shared_per_sm = ctx.sm == 80 ? 164 << 10 : ctx.sm == 90 || ctx.sm == 100 ? 228 << 10 : 100 << 10;
-        const int resident = std::max(1, std::min((int)(shared_per_sm / (S::SHARED + 1024)), 512 / S::THREADS));
-        const int64_t tiles = (int64_t)((N + S::BM - 1) / S::BM) * ((R + S::BN - 1) / S::BN);
-        for (int s = 1; s <= 16 && (s == 1 || (s * 128 <= K && tiles <= MAX_TILES && tiles * s * S::BM * S::BN * 4 <= (int64_t)PARTIAL_BYTES)); s++) {
-            const int64_t waves = (tiles * s + ctx.sms * resident - 1) / (ctx.sms * resident);
-            const double together = (double)std::min((int64_t)resident, (tiles * s + ctx.sms - 1) / ctx.sms);
-            const double k = (double)K / s, math = 2. * S::BM * S::BN * k * together / (2600 * efficiency), copies = 2. * (S::BM + S::BN) * k * together / 48;
-            const double alone = 2. * S::BM * S::BN * k / (2600 * efficiency) * 2.5 / std::max(1., together); // one block cannot hide its own latencies
-            const double time = (double)waves * (std::max(std::max(math, copies), alone) + 2000) + (s > 1 ? 1500 + 8. * s * S::BM * S::BN / 48 : 0);
-            if (time < cycles) shape = index, splits = s, cycles = time;
+    double least = 1e30;
+    template <class S> void consider(const Context& ctx, int index, double alone, double full, int N, int R, int K) {
+        const int64_t tiles = (int64_t)((N + S::BM - 1) / S::BM) * ((R + S::BN - 1) / S::BN), area = S::BM * S::BN;
+        for (int s = 1; s <= 12; s++) {
+            if (s > 1 && (s * 128 > K || tiles > MAX_TILES || tiles * s * area * 4 > (int64_t)PARTIAL_BYTES)) break;
+            const double blocks = (double)((tiles * s + ctx.sms - 1) / ctx.sms); // of the busiest multiprocessor
+            double time = 1.7 + std::max(alone, blocks * full) * K / 1024 / s;
+            if (s > 1) time += 1.2 + s * (0.15 + 0.8 * (double)area / 16384) + (double)(tiles * s * area) * 8 / 4e6;
+            if (time < least) shape = index, splits = s, least = time;
         }
+    }
+    TilePlan(const Context& ctx, int N, int R, int K) {
+        if (ctx.invariant) return;
+        consider<Tile128x128>(ctx, 0, 11.5, 10.4, N, R, K);
+        consider<Tile64x128>(ctx, 1, 7.3, 6.4, N, R, K);
+        consider<Tile64x64>(ctx, 2, 6.0, 4.0, N, R, K);
+        consider<Tile32x64>(ctx, 3, 4.6, 2.7, N, R, K);
     }
 };
 
@@ -1855,22 +1863,12 @@ void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
 }
 template <class Epilogue>
 void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
-    const int R = Epilogue::PAIR ? 2 * p.R : p.R;
-    TilePlan plan;
-    if (ctx.invariant) plan.shape = 2;
-    else {
-        plan.consider<Tile128x256>(ctx, 0, 1.0, p.N, R, p.K);
-        plan.consider<Tile128x128>(ctx, 1, 0.95, p.N, R, p.K);
-        plan.consider<Tile64x128>(ctx, 2, 0.8, p.N, R, p.K);
-        plan.consider<Tile64x64>(ctx, 3, 0.65, p.N, R, p.K);
-        plan.consider<Tile32x64>(ctx, 4, 0.45, p.N, R, p.K);
-    }
+    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.R : p.R, p.K);
     p.splits = plan.splits, p.partial = ctx.partial, p.arrived = ctx.arrived;
     switch (plan.shape) {
-        case 0: return launch_tiles<Tile128x256>(ctx, p, epilogue);
-        case 1: return launch_tiles<Tile128x128>(ctx, p, epilogue);
-        case 2: return launch_tiles<Tile64x128>(ctx, p, epilogue);
-        case 3: return launch_tiles<Tile64x64>(ctx, p, epilogue);
+        case 0: return launch_tiles<Tile128x128>(ctx, p, epilogue);
+        case 1: return launch_tiles<Tile64x128>(ctx, p, epilogue);
+        case 2: return launch_tiles<Tile64x64>(ctx, p, epilogue);
         default: return launch_tiles<Tile32x64>(ctx, p, epilogue);
     }
 }
@@ -2590,7 +2588,7 @@ struct LogitsEpilogue {
     __device__ void begin() {}
     __device__ void ask(bool, int, int) {}
     __device__ void one(bool there, int n, int r, float y, bool) { if (there) out[n * V + r] = y; }
-    __device__ void two(int n, int r, float y0, float y1) { *(float2*)(out + n * V + r) = make_float2(y0, y1); }
+    __device__ void four(int n, int r, const float* y) { *(float4*)(out + n * V + r) = make_float4(y[0], y[1], y[2], y[3]); }
     __device__ void end(int) {}
 };
 __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, int C) {

@@ -203,8 +203,7 @@ static void products(bool quick) {
             });
             const double theirs = time_graph(calls, [&](int i) { blas_product(out, x, w + size * (i % sets), N, y.R, y.K); });
             const double flops = 2. * N * (double)size;
-            TilePlan plan;
-            plan.consider<Tile128x256>(ctx, 0, 1.0, N, y.R, y.K), plan.consider<Tile128x128>(ctx, 1, 0.95, N, y.R, y.K), plan.consider<Tile64x128>(ctx, 2, 0.8, N, y.R, y.K);
+            const TilePlan plan(ctx, N, y.R, y.K);
             printf("  N %5d  %-13s %6.1f  %6.1f  %.2f  %.2f   (shape %d, splits %d)\n", N, y.name, flops / ours / 1e12, flops / theirs / 1e12, theirs / ours, flops / ours / mma_rate, plan.shape, plan.splits);
             geometric += std::log(theirs / ours), share += std::log(flops / ours / mma_rate);
             cudaFree(w), cudaFree(x), cudaFree(out);
@@ -233,11 +232,11 @@ static void sweep() {
                     printf(" %.1f", t * 1e6);
                 }
             };
-            if (N >= 512) row(TileShape<128, 256, 64, 64, 64, 3>{}, "128x256s3"), row(TileShape<128, 256, 64, 64, 64, 4>{}, "128x256s4"), row(TileShape<256, 128, 64, 64, 64, 4>{}, "256x128s4");
             row(Tile128x128{}, "128x128");
             if (N <= 2048) row(Tile64x128{}, "64x128"), row(Tile64x64{}, "64x64");
             if (N <= 128) row(Tile32x64{}, "32x64");
-            printf("\n");
+            const TilePlan plan(ctx, N, y.R, y.K);
+            printf("  chosen: shape %d, splits %d, %.1f us\n", plan.shape, plan.splits, plan.least);
             cudaFree(w), cudaFree(x), cudaFree(out);
         }
 }
