@@ -230,8 +230,8 @@ inline const char* cpu_road_name(int road) {
 #define HAVE_TWINS
 #define TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")))
-#define TARGET_AVX512_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-#define TARGET_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")))
+#define TARGET_AVX512_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")))
+#define TARGET_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")))
 #endif
 
 // The best road this CPU has.
@@ -242,8 +242,8 @@ inline CpuRoad best_cpu_road() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
         !__builtin_cpu_supports("avx512dq")) return CPU_AVX2;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return CPU_AVX512;
-    if (!(a1 >> 5 & 1)) return CPU_AVX512; // AVX512_BF16
-    const bool amx = (d >> 24 & 1) && (d >> 22 & 1); // AMX-TILE, AMX-BF16
+    if (!(a1 >> 5 & 1) || !(c >> 11 & 1)) return CPU_AVX512; // AVX512_BF16, AVX512_VNNI
+    const bool amx = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1); // AMX-BF16, AMX-TILE, AMX-INT8
     // Linux gives a process the tile registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
     return amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? CPU_AMX : CPU_AVX512_BF16;
 #else
@@ -961,6 +961,108 @@ struct Bf16Kernel {
             for (int m = 0; m < M; m++) y[m * TILE_ROWS + r] = sum16(sum[r][m]);
     }
 };
+
+// INT8 in integers. vpdpbusd multiplies 64 pairs of bytes and adds them by fours into 16 sums of 32 bits, exactly; so x
+// becomes integers, too. In each group of 32, x = step * (65536 h + 256 m + l): three planes of signed bytes, and a
+// power of two that gives the largest |x| 22 bits. A bf16 has 8: all within 2^-14 of the largest are held exactly,
+// and what smaller ones lose is less than a float sum would round away. The sums over a group are integers, the same
+// in any order; so one road may take vectors and another one tiles, and both get the bits of
+//     y = sum_g fma(scale_g, step_g * fma(256 H_g + M_g, 256, L_g), y)    in the order of g.
+// For K a multiple of 64.
+struct alignas(64) FixedX { // two groups of one token
+    int8_t plane[3][2 * GROUP];     // h, m, l
+    int32_t upper[2], lower[2];     // 128 times the sums of 256 h + m, and of l
+    float step[2];
+};
+TARGET_AVX512_BF16 inline void fix_x(FixedX* out, const bf16* x) {
+    for (int g = 0; g < 2; g++, x += GROUP) {
+        int largest = 0;
+        for (int i = 0; i < GROUP; i++) largest = std::max(largest, x[i].bits & 0x7fff);
+        const int exponent = std::max(largest >> 7, 22); // so that neither power of two is subnormal
+        const uint32_t step = exponent == 255 ? 0x7fc00000u : (uint32_t)(exponent - 21) << 23; // 2^(exponent - 148), or NaN
+        const uint32_t inverse = (uint32_t)(275 - exponent) << 23;
+        int sum[3] = {};
+        for (int i = 0; i < GROUP; i += 16) {
+            __m512i v = _mm512_maskz_cvtps_epi32(0xffff, _mm512_mul_ps(load16(x + i, 0xffff), _mm512_castsi512_ps(_mm512_set1_epi32((int)inverse))));
+            for (int p = 2; p >= 0; p--) {
+                _mm_storeu_si128((__m128i*)(out->plane[p] + g * GROUP + i), _mm512_maskz_cvtepi32_epi8(0xffff, v));
+                v = _mm512_maskz_srai_epi32(0xffff, _mm512_add_epi32(v, _mm512_set1_epi32(128)), 8);
+            }
+        }
+        for (int i = 0; i < GROUP; i++)
+            for (int p = 0; p < 3; p++) sum[p] += out->plane[p][g * GROUP + i];
+        out->upper[g] = 128 * (256 * sum[0] + sum[1]), out->lower[g] = 128 * sum[2];
+        memcpy(out->step + g, &step, 4);
+    }
+}
+inline const FixedX* fix_all_x(const bf16* x, int N, int K) {
+    static thread_local std::vector<FixedX> all; // grows to the largest batch, and stays
+    const size_t n = (size_t)N * (K / 64);
+    if (all.size() < n) all.resize(n);
+    FixedX* out = all.data();
+    #pragma omp parallel for schedule(static) if (N > 16)
+    for (size_t i = 0; i < n; i++) fix_x(out + i, x + i * 64);
+    return out;
+}
+
+// The sums of each half of 8 vectors of integers: of the lower halves of a[0..3], of their upper halves, and the same
+// of a[4..7].
+TARGET_AVX512_BF16 INLINE __m512i sum_halves(const __m512i* a) {
+    __m512i two[4], four[2];
+    for (int i = 0; i < 4; i++)
+        two[i] = _mm512_add_epi32(_mm512_maskz_unpacklo_epi32(0xffff, a[2 * i], a[2 * i + 1]), _mm512_maskz_unpackhi_epi32(0xffff, a[2 * i], a[2 * i + 1]));
+    for (int i = 0; i < 2; i++)
+        four[i] = _mm512_add_epi32(_mm512_maskz_unpacklo_epi64(0xff, two[2 * i], two[2 * i + 1]), _mm512_maskz_unpackhi_epi64(0xff, two[2 * i], two[2 * i + 1]));
+    return _mm512_add_epi32(_mm512_maskz_shuffle_i32x4(0xffff, four[0], four[1], 0x88), _mm512_maskz_shuffle_i32x4(0xffff, four[0], four[1], 0xdd));
+}
+
+// A number for each of two groups, in the order of sum_halves.
+TARGET_AVX512_BF16 INLINE __m512i per_group(const void* two_words) {
+    int64_t pair;
+    memcpy(&pair, two_words, 8);
+    const __m512i which = _mm512_set_epi32(1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0);
+    return _mm512_maskz_permutexvar_epi32(0xffff, which, _mm512_set1_epi64(pair));
+}
+
+// 8 rows at a time, from all over the tile: memory gives the most when it is read at several places.
+TARGET_AVX512_BF16 inline void product_tile_vnni(float* y, const WeightRows<bf16>& w, int rows, const FixedX* x, int N) {
+    const int K = w.K, groups = K / GROUP, apart = (rows + 7) / 8;
+    for (int first = 0; first < apart; first++) {
+        const int8_t* q[8];
+        int at[8], row[8];
+        for (int r = 0; r < 8; r++) { // (the last rows stand for those that are missing)
+            row[r] = std::min(first + r * apart, rows - 1);
+            q[r] = w.q + (size_t)row[r] * K, at[r] = row[r] * groups;
+        }
+        const __m256i scale_at = _mm256_loadu_si256((const __m256i*)at);
+        for (int n = 0; n < N; n++) {
+            __m256 total = _mm256_setzero_ps();
+            for (int k = 0; k < K; k += 64) {
+                const FixedX& f = x[(size_t)n * (K / 64) + k / 64];
+                const __m512i h = _mm512_load_si512(f.plane[0]), m = _mm512_load_si512(f.plane[1]), l = _mm512_load_si512(f.plane[2]);
+                __m512i upper[8], lower[8]; // the sums of 256 h + m, and of l
+                for (int r = 0; r < 8; r++) {
+                    if (N == 1) _mm_prefetch((const char*)(q[r] + (size_t)TILE_ROWS * K + k), _MM_HINT_T0); // the next tile
+                    // The instruction wants one factor without sign: q + 128, and 128 sum x is taken away below.
+                    const __m512i u = _mm512_xor_si512(_mm512_loadu_si512(q[r] + k), _mm512_set1_epi8(-128));
+                    lower[r] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, l);
+                    upper[r] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, h);
+                    upper[r] = _mm512_dpbusd_epi32(_mm512_maskz_slli_epi32(0xffff, upper[r], 8), u, m);
+                }
+                const __m512 a = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(sum_halves(upper), per_group(f.upper)));
+                const __m512 b = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(sum_halves(lower), per_group(f.lower)));
+                __m512 sum = _mm512_mul_ps(_mm512_castsi512_ps(per_group(f.step)), _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
+                sum = _mm512_maskz_shuffle_f32x4(0xffff, sum, sum, 0xd8); // the first group's halves, then the second's
+                const __m256i scales = _mm256_i32gather_epi32((const int*)(w.scale + k / GROUP), scale_at, 2); // two a row
+                total = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(scales, 16)), _mm512_maskz_extractf32x8_ps(0xff, sum, 0), total);
+                total = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(scales, _mm256_set1_epi32(-65536))), _mm512_maskz_extractf32x8_ps(0xff, sum, 1), total);
+            }
+            float sums[8];
+            _mm256_storeu_ps(sums, total);
+            for (int r = 0; r < 8; r++) y[n * TILE_ROWS + row[r]] = sums[r];
+        }
+    }
+}
 #endif
 
 // A whole tile in pieces of 4 rows and TOKENS tokens: their sums, and an operand or five, are what registers hold.
@@ -995,6 +1097,15 @@ struct alignas(64) AmxConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
+
+    AmxConfig& tiles(int first, int last, int count, int bytes) {
+        for (int t = first; t <= last; t++) rows[t] = (uint8_t)count, row_bytes[t] = (uint16_t)bytes;
+        return *this;
+    }
+    TARGET_AMX void load() const {
+        asm volatile("" ::"r"(this) : "memory"); // g++ 12 does not see that the next line reads all of it
+        _tile_loadconfig(this);
+    }
 };
 
 // x (N,K) to (N/16, K/2, 16) pairs, zeros for the tokens that are missing in the last 16. N = 1: x itself.
@@ -1017,10 +1128,7 @@ inline const bf16* amx_pack(const bf16* x, int N, int K) {
 
 // Tiles 0-3: sums, 4 and 5: rows of W, 6 and 7: tokens. `width`: bytes of a row of tokens or sums.
 TARGET_AMX inline void amx_configure(int width) {
-    AmxConfig config;
-    for (int t = 0; t < 8; t++) config.rows[t] = 16, config.row_bytes[t] = (uint16_t)(t == 4 || t == 5 ? 64 : width);
-    asm volatile("" ::"r"(&config) : "memory"); // g++ 12 does not see that the next line reads all of it
-    _tile_loadconfig(&config);
+    AmxConfig().tiles(0, 7, 16, width).tiles(4, 5, 16, 64).load();
 }
 
 // x as amx_pack made it, `width` bytes a row, from a multiple of 16 tokens on; N <= SLAB.
@@ -1090,14 +1198,20 @@ template <class T, class Store>
 void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
     const int K = W.in;
     const ProductTile<T> tile = W.q[0] ? choose_tile<true, T>() : choose_tile<false, T>();
-    const T* packed = nullptr; // not null: take AMX for whole tiles
+    bool amx = false, integers = false; // AMX for whole tiles
 #ifdef HAVE_TWINS
-    if constexpr (std::is_same_v<T, bf16>)
-        if (!W.q[0] && cpu_road >= CPU_AMX && K % 32 == 0) packed = amx_pack(x, N, K);
+    const bf16* packed = nullptr;
+    const FixedX* fixed = nullptr;
+    if constexpr (std::is_same_v<T, bf16>) {
+        integers = cpu_road >= CPU_AVX512_BF16 && W.q[0] && K % 64 == 0;
+        amx = cpu_road >= CPU_AMX && !W.q[0] && K % 32 == 0;
+        if (integers) fixed = fix_all_x(x, N, K);
+        if (amx) packed = amx_pack(x, N, K);
+    }
 #endif
     // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX wants its 32); more when there
     // are tokens enough to make re-reading x cost something.
-    int step = N == 1 && !packed ? 8 : TILE_ROWS, first_task[4] = {};
+    int step = N == 1 && !amx && !integers ? 8 : TILE_ROWS, first_task[4] = {};
     while (N >= SLAB && step < 128 && W.out() / (2 * step) >= 2 * thread_count()) step *= 2;
     for (int b = 0; b < 3; b++) first_task[b + 1] = first_task[b] + (W.rows[b] + step - 1) / step;
     #pragma omp parallel for schedule(static) if ((size_t)W.out() * K * N > 50000)
@@ -1112,10 +1226,12 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
                 const int rows = std::min(TILE_ROWS, r1 - r);
                 const WeightRows<T> w(W, b, r);
 #ifdef HAVE_TWINS
-                if constexpr (std::is_same_v<T, bf16>)
-                    if (packed && rows == TILE_ROWS) product_tile_amx(y, w.w, packed + (size_t)n0 * K, N == 1 ? 4 : 64, n1 - n0, K);
+                if constexpr (std::is_same_v<T, bf16>) {
+                    if (amx && rows == TILE_ROWS) product_tile_amx(y, w.w, packed + (size_t)n0 * K, N == 1 ? 4 : 64, n1 - n0, K);
+                    if (integers) product_tile_vnni(y, w, rows, fixed + (size_t)n0 * (K / 64), n1 - n0);
+                }
 #endif
-                if (!packed || rows < TILE_ROWS) tile(y, w, rows, x + (size_t)n0 * K, n1 - n0);
+                if (!integers && (!amx || rows < TILE_ROWS)) tile(y, w, rows, x + (size_t)n0 * K, n1 - n0);
                 for (int n = n0; n < n1; n++)
                     for (int i = 0; i < rows; i++) store(n, base + r + i, y[(n - n0) * TILE_ROWS + i]);
             }
