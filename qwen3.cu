@@ -962,16 +962,16 @@ struct Bf16Kernel {
     }
 };
 
-// INT8 in integers. vpdpbusd multiplies 64 pairs of bytes and adds them by fours into 16 sums of 32 bits, exactly; so x
-// becomes integers, too. In each group of 32, x = step * (65536 h + 256 m + l): three planes of signed bytes, and a
+// INT8 in integers. vpdpbusd multiplies 64 pairs of bytes and adds them by fours into 16 sums of 32 bits, exactly; so
+// x becomes integers, too. In each group of 32, x = step * (65536 h + 256 m + l): three planes of signed bytes, and a
 // power of two that gives the largest |x| 22 bits. A bf16 has 8: all within 2^-14 of the largest are held exactly,
-// and what smaller ones lose is less than a float sum would round away. The sums over a group are integers, the same
-// in any order; so one road may take vectors and another one tiles, and both get the bits of
-//     y = sum_g fma(scale_g, step_g * fma(256 H_g + M_g, 256, L_g), y)    in the order of g.
+// and what smaller ones lose is less than a float sum would round away. (The least step is 2^-126.) The sums over a
+// group are integers, the same in any order; so vectors may do a part of the work and tiles another, with the bits of
+//     y = fma(scale_g, step_g * fma(256 H_g + M_g, 256, L_g), y)    group after group.
 // For K a multiple of 64.
 struct alignas(64) FixedX { // two groups of one token
-    int8_t plane[3][2 * GROUP];     // h, m, l
-    int32_t upper[2], lower[2];     // 128 times the sums of 256 h + m, and of l
+    int8_t plane[3][2 * GROUP]; // h, m, l
+    int32_t upper[2], lower[2]; // 128 times the sums of 256 h + m, and of l
     float step[2];
 };
 TARGET_AVX512_BF16 inline void fix_x(FixedX* out, const bf16* x) {
@@ -979,11 +979,11 @@ TARGET_AVX512_BF16 inline void fix_x(FixedX* out, const bf16* x) {
         int largest = 0;
         for (int i = 0; i < GROUP; i++) largest = std::max(largest, x[i].bits & 0x7fff);
         const int exponent = std::max(largest >> 7, 22); // so that neither power of two is subnormal
-        const uint32_t step = exponent == 255 ? 0x7fc00000u : (uint32_t)(exponent - 21) << 23; // 2^(exponent - 148), or NaN
-        const uint32_t inverse = (uint32_t)(275 - exponent) << 23;
+        const uint32_t step = (uint32_t)(exponent - 21) << 23, inverse = (uint32_t)(275 - exponent) << 23;
+        const __m512 per_x = _mm512_castsi512_ps(_mm512_set1_epi32((int)inverse)); // step is 2^(exponent - 148)
         int sum[3] = {};
         for (int i = 0; i < GROUP; i += 16) {
-            __m512i v = _mm512_maskz_cvtps_epi32(0xffff, _mm512_mul_ps(load16(x + i, 0xffff), _mm512_castsi512_ps(_mm512_set1_epi32((int)inverse))));
+            __m512i v = _mm512_maskz_cvtps_epi32(0xffff, _mm512_mul_ps(load16(x + i, 0xffff), per_x));
             for (int p = 2; p >= 0; p--) {
                 _mm_storeu_si128((__m128i*)(out->plane[p] + g * GROUP + i), _mm512_maskz_cvtepi32_epi8(0xffff, v));
                 v = _mm512_maskz_srai_epi32(0xffff, _mm512_add_epi32(v, _mm512_set1_epi32(128)), 8);
@@ -993,6 +993,7 @@ TARGET_AVX512_BF16 inline void fix_x(FixedX* out, const bf16* x) {
             for (int p = 0; p < 3; p++) sum[p] += out->plane[p][g * GROUP + i];
         out->upper[g] = 128 * (256 * sum[0] + sum[1]), out->lower[g] = 128 * sum[2];
         memcpy(out->step + g, &step, 4);
+        if (exponent == 255) out->step[g] = NAN; // an infinity or a NaN is among them
     }
 }
 inline const FixedX* fix_all_x(const bf16* x, int N, int K) {
@@ -1010,10 +1011,13 @@ inline const FixedX* fix_all_x(const bf16* x, int N, int K) {
 TARGET_AVX512_BF16 INLINE __m512i sum_halves(const __m512i* a) {
     __m512i two[4], four[2];
     for (int i = 0; i < 4; i++)
-        two[i] = _mm512_add_epi32(_mm512_maskz_unpacklo_epi32(0xffff, a[2 * i], a[2 * i + 1]), _mm512_maskz_unpackhi_epi32(0xffff, a[2 * i], a[2 * i + 1]));
+        two[i] = _mm512_add_epi32(_mm512_maskz_unpacklo_epi32(0xffff, a[2 * i], a[2 * i + 1]),
+                                  _mm512_maskz_unpackhi_epi32(0xffff, a[2 * i], a[2 * i + 1]));
     for (int i = 0; i < 2; i++)
-        four[i] = _mm512_add_epi32(_mm512_maskz_unpacklo_epi64(0xff, two[2 * i], two[2 * i + 1]), _mm512_maskz_unpackhi_epi64(0xff, two[2 * i], two[2 * i + 1]));
-    return _mm512_add_epi32(_mm512_maskz_shuffle_i32x4(0xffff, four[0], four[1], 0x88), _mm512_maskz_shuffle_i32x4(0xffff, four[0], four[1], 0xdd));
+        four[i] = _mm512_add_epi32(_mm512_maskz_unpacklo_epi64(0xff, two[2 * i], two[2 * i + 1]),
+                                   _mm512_maskz_unpackhi_epi64(0xff, two[2 * i], two[2 * i + 1]));
+    return _mm512_add_epi32(_mm512_maskz_shuffle_i32x4(0xffff, four[0], four[1], 0x88),
+                            _mm512_maskz_shuffle_i32x4(0xffff, four[0], four[1], 0xdd));
 }
 
 // A number for each of two groups, in the order of sum_halves.
@@ -1054,8 +1058,9 @@ TARGET_AVX512_BF16 inline void product_tile_vnni(float* y, const WeightRows<bf16
                 __m512 sum = _mm512_mul_ps(_mm512_castsi512_ps(per_group(f.step)), _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
                 sum = _mm512_maskz_shuffle_f32x4(0xffff, sum, sum, 0xd8); // the first group's halves, then the second's
                 const __m256i scales = _mm256_i32gather_epi32((const int*)(w.scale + k / GROUP), scale_at, 2); // two a row
-                total = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(scales, 16)), _mm512_maskz_extractf32x8_ps(0xff, sum, 0), total);
-                total = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(scales, _mm256_set1_epi32(-65536))), _mm512_maskz_extractf32x8_ps(0xff, sum, 1), total);
+                const __m256i scale0 = _mm256_slli_epi32(scales, 16), scale1 = _mm256_and_si256(scales, _mm256_set1_epi32(-65536));
+                total = _mm256_fmadd_ps(_mm256_castsi256_ps(scale0), _mm512_maskz_extractf32x8_ps(0xff, sum, 0), total);
+                total = _mm256_fmadd_ps(_mm256_castsi256_ps(scale1), _mm512_maskz_extractf32x8_ps(0xff, sum, 1), total);
             }
             float sums[8];
             _mm256_storeu_ps(sums, total);
@@ -1178,6 +1183,92 @@ TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, const bf16* x, 
     }
     _tile_release();
 }
+
+// For INT8 weights: what 16 tokens have in a group, as tdpbssd takes it, 4 neighbours together.
+struct alignas(64) FixedTile {
+    int8_t plane[3][8][16][4]; // (planes, fours, tokens, 4)
+    float step[16];
+};
+inline const FixedTile* amx_pack_int8(const FixedX* x, int N, int K) { // (N/16, K/32)
+    static thread_local std::vector<FixedTile> packed; // grows to the largest batch, and stays
+    const int tiles = (N + 15) / 16, groups = K / GROUP;
+    if (packed.size() < (size_t)tiles * groups) packed.resize((size_t)tiles * groups);
+    FixedTile* out = packed.data();
+    #pragma omp parallel for schedule(static) if (N > 16)
+    for (int t = 0; t < tiles; t++)
+        for (int g = 0; g < groups; g++)
+            for (int n = 0; n < 16; n++) {
+                const size_t token = std::min(t * 16 + n, N - 1); // (nobody reads what is behind N)
+                const FixedX& from = x[token * groups / 2 + g / 2];
+                FixedTile& to = out[(size_t)t * groups + g];
+                to.step[n] = from.step[g % 2];
+                for (int p = 0; p < 3; p++)
+                    for (int k = 0; k < 8; k++) memcpy(to.plane[p][k][n], from.plane[p] + g % 2 * GROUP + 4 * k, 4);
+            }
+    return out;
+}
+
+// The sums H, M, L of one group, 16 rows by 16 tokens each, in tiles A, B and C. (A tile's name is no variable.)
+#define AMX_GROUP(A, B, C, sums, q, x) \
+    _tile_zero(A);                     \
+    _tile_zero(B);                     \
+    _tile_zero(C);                     \
+    _tile_loadd(6, q, K);              \
+    _tile_loadd(7, x.plane[0], 64);    \
+    _tile_dpbssd(A, 6, 7);             \
+    _tile_loadd(7, x.plane[1], 64);    \
+    _tile_dpbssd(B, 6, 7);             \
+    _tile_loadd(7, x.plane[2], 64);    \
+    _tile_dpbssd(C, 6, 7);             \
+    _tile_stored(A, sums[0], 64);      \
+    _tile_stored(B, sums[1], 64);      \
+    _tile_stored(C, sums[2], 64)
+
+// 32 rows of INT8 and N <= SLAB tokens, 16 by 16 at a time; the bits of product_tile_vnni. A few groups go through the
+// tiles, in turns through two sets of them, before vectors take the sums: what a tile has stored cannot be loaded soon.
+TARGET_AMX inline void product_tile_amx_int8(float* y, const WeightRows<bf16>& w, const FixedTile* x, int N) {
+    constexpr int PART = 4;
+    const int K = w.K, groups = K / GROUP;
+    alignas(64) float total[SLAB / 16][16][16]; // (tokens / 16, rows, tokens)
+    alignas(64) int32_t sums[PART][3][16][16];  // (groups, planes, rows, tokens)
+    AmxConfig().tiles(0, 5, 16, 64).tiles(6, 6, 16, GROUP).tiles(7, 7, 8, 64).load();
+    for (int half = 0; half < 2; half++) {
+        memset(total, 0, sizeof total);
+        for (int g0 = 0; g0 < groups; g0 += PART) {
+            const int parts = std::min(PART, groups - g0);
+            float scale[PART][16];
+            for (int r = 0; r < 16; r++)
+                for (int g = 0; g < parts; g++) scale[g][r] = to_acc(w.scale[(size_t)(half * 16 + r) * groups + g0 + g]);
+            for (int t = 0; t * 16 < N; t++) {
+                const FixedTile* tile = x + (size_t)t * groups + g0;
+                const int8_t* q = w.q + (size_t)half * 16 * K + g0 * GROUP;
+                for (int g = 0; g < parts; g += 2) {
+                    AMX_GROUP(0, 1, 2, sums[g], q + g * GROUP, tile[g]);
+                    AMX_GROUP(3, 4, 5, sums[g + 1], q + (g + 1) * GROUP, tile[g + 1]);
+                }
+                for (int r = 0; r < 16; r += 4) {
+                    __m512 sum[4];
+                    for (int i = 0; i < 4; i++) sum[i] = _mm512_load_ps(total[t][r + i]);
+                    for (int g = 0; g < parts; g++) {
+                        const __m512 step = _mm512_load_ps(tile[g].step);
+                        for (int i = 0; i < 4; i++) {
+                            const __m512i h = _mm512_load_si512(sums[g][0][r + i]), m = _mm512_load_si512(sums[g][1][r + i]);
+                            const __m512i upper = _mm512_add_epi32(_mm512_maskz_slli_epi32(0xffff, h, 8), m);
+                            const __m512 a = _mm512_maskz_cvtepi32_ps(0xffff, upper);
+                            const __m512 b = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_load_si512(sums[g][2][r + i]));
+                            const __m512 of_group = _mm512_mul_ps(step, _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
+                            sum[i] = _mm512_fmadd_ps(_mm512_set1_ps(scale[g][r + i]), of_group, sum[i]);
+                        }
+                    }
+                    for (int i = 0; i < 4; i++) _mm512_store_ps(total[t][r + i], sum[i]);
+                }
+            }
+        }
+        for (int n = 0; n < N; n++)
+            for (int r = 0; r < 16; r++) y[n * TILE_ROWS + half * 16 + r] = total[n / 16][r][n % 16];
+    }
+    _tile_release();
+}
 #endif
 
 // The twin for this CPU.
@@ -1198,18 +1289,20 @@ template <class T, class Store>
 void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
     const int K = W.in;
     const ProductTile<T> tile = W.q[0] ? choose_tile<true, T>() : choose_tile<false, T>();
-    bool amx = false, integers = false; // AMX for whole tiles
+    bool integers = false, amx = false; // integers for INT8; AMX for whole tiles
 #ifdef HAVE_TWINS
     const bf16* packed = nullptr;
     const FixedX* fixed = nullptr;
+    const FixedTile* fixed_packed = nullptr;
     if constexpr (std::is_same_v<T, bf16>) {
         integers = cpu_road >= CPU_AVX512_BF16 && W.q[0] && K % 64 == 0;
-        amx = cpu_road >= CPU_AMX && !W.q[0] && K % 32 == 0;
+        amx = cpu_road >= CPU_AMX && (W.q[0] ? integers && N > 1 : K % 32 == 0);
         if (integers) fixed = fix_all_x(x, N, K);
-        if (amx) packed = amx_pack(x, N, K);
+        if (amx && integers) fixed_packed = amx_pack_int8(fixed, N, K);
+        else if (amx) packed = amx_pack(x, N, K);
     }
 #endif
-    // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX wants its 32); more when there
+    // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX and integers want their 32); more when there
     // are tokens enough to make re-reading x cost something.
     int step = N == 1 && !amx && !integers ? 8 : TILE_ROWS, first_task[4] = {};
     while (N >= SLAB && step < 128 && W.out() / (2 * step) >= 2 * thread_count()) step *= 2;
@@ -1227,8 +1320,11 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
                 const WeightRows<T> w(W, b, r);
 #ifdef HAVE_TWINS
                 if constexpr (std::is_same_v<T, bf16>) {
-                    if (amx && rows == TILE_ROWS) product_tile_amx(y, w.w, packed + (size_t)n0 * K, N == 1 ? 4 : 64, n1 - n0, K);
-                    if (integers) product_tile_vnni(y, w, rows, fixed + (size_t)n0 * (K / 64), n1 - n0);
+                    const size_t before = (size_t)n0 * K;
+                    const bool tiles = amx && rows == TILE_ROWS;
+                    if (tiles && integers) product_tile_amx_int8(y, w, fixed_packed + before / (16 * GROUP), n1 - n0);
+                    else if (tiles) product_tile_amx(y, w.w, packed + before, N == 1 ? 4 : 64, n1 - n0, K);
+                    else if (integers) product_tile_vnni(y, w, rows, fixed + before / (2 * GROUP), n1 - n0);
                 }
 #endif
                 if (!integers && (!amx || rows < TILE_ROWS)) tile(y, w, rows, x + (size_t)n0 * K, n1 - n0);

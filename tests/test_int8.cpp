@@ -558,7 +558,7 @@ template <class T> struct Int8Linear : Linear<T> {
 TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf16, float, double) {
     Random random{17};
     const std::vector<int> block_sizes[] = {{1}, {7, 3, 3}, {96, 33}};
-    const int widths[] = {1, 15, 16, 31, 32, 33, 48, 80, 96, 257};
+    const int widths[] = {1, 15, 16, 31, 32, 33, 48, 64, 80, 96, 192, 257, 320};
     for (int N : {1, 3, 17, 70}) for (int in : widths) for (auto& blocks : block_sizes) {
         Int8Linear<T> W(random, blocks, in);
         const size_t out = W.out();
@@ -601,7 +601,7 @@ TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf
 
 TEST_CASE_TEMPLATE("an INT8 product's row has the same bits in any batch", T, bf16, float, double) {
     Random random{18};
-    for (int in : {96, 137}) on_every_road([&] {
+    for (int in : {96, 137, 192}) on_every_road([&] {
         const int N = 83;
         Int8Linear<T> W(random, {70, 33}, in);
         const auto x = random.fill<T>((size_t)N * in);
@@ -626,6 +626,48 @@ TEST_CASE_TEMPLATE("an INT8 product's row has the same bits in any batch", T, bf
         }
         omp_set_num_threads(threads);
 #endif
+    });
+}
+
+// x of any magnitudes: what the roads that compute in integers make of it.
+TEST_CASE("INT8 products in integers: the same bits from vectors and tiles, wide ranges of x, infinities") {
+    Random random{20};
+    const int in = 192, N = 37;
+    Int8Linear<bf16> W(random, {64, 40}, in);
+    const size_t out = W.out();
+    std::vector<bf16> x((size_t)N * in);
+    for (int n = 0; n < N; n++) // every token with magnitudes that spread over 2^(n % 14), around 2^(6 n - 115)
+        for (int i = 0; i < in; i++)
+            x[n * in + i] = to_bf16((float)std::ldexp(2 * random.uniform() - 1, 6 * n - 115 - random.below(1 + n % 14)));
+    for (int i = 0; i < in; i++) x[5 * in + i] = bf16{0}; // zeros
+    for (int i = 0; i < in; i++) x[6 * in + i].bits = (uint16_t)random.below(200); // subnormals
+    const std::vector<float> zero((size_t)N * out);
+    auto product = [&](const std::vector<bf16>& from) {
+        auto y = poisoned<float>(zero.size());
+        linear_add_cpu(y.data(), zero.data(), from.data(), W, N);
+        return y;
+    };
+    std::vector<double> want(zero.size()), size(zero.size()), least(zero.size()); // half of the smallest step there is
+    for (size_t i = 0; i < want.size(); i++)
+        for (int k = 0; k < in; k++) {
+            least[i] += std::ldexp(std::fabs(W.weight((int)(i % out), k)), -127);
+            const double term = W.weight((int)(i % out), k) * to_acc(x[i / out * in + k]);
+            want[i] += term, size[i] += std::fabs(term);
+        }
+    std::vector<float> integers;
+    on_every_road([&] {
+        const auto y = product(x);
+        CHECK(wrong(y, want, [&](size_t i) { return rounding<float>(want[i]) + sum_error<float>(size[i]) + least[i]; }) == 0);
+        if (cpu_road < CPU_AVX512_BF16) return;
+        if (cpu_road == CPU_AVX512_BF16) integers = y;
+        CHECK(same_bits(y, integers));
+
+        auto broken = x; // one group of token 9
+        broken[9 * in + 70].bits = 0x7f80;
+        const auto z = product(broken);
+        int bad = 0;
+        for (size_t i = 0; i < z.size(); i++) bad += i / out == 9 ? !std::isnan(z[i]) : memcmp(&z[i], &y[i], 4) != 0;
+        CHECK(bad == 0);
     });
 }
 
