@@ -1427,13 +1427,30 @@ template <class A> void fill_rope(A* rope, int positions, int D, double theta) {
 
 // ---- attention: out[n][h] = softmax(q . k / sqrt(D)) v over the positions 0..pos[n] of n's sequence; query head
 // h reads key/value head h / G. Page by page with a running maximum (Milakov & Gimelshein, "Online normalizer
-// calculation for softmax", 2018): when it grows, what was summed so far is scaled down.
+// calculation for softmax", 2018): when it grows, what was summed so far is scaled down. Every PIECE keys the sums
+// start anew, and are then added to those of the pieces before in the same way: so the pieces of one row can be tasks
+// of their own, where there are few rows (decode at long contexts), and the row's bits stay what they are.
 constexpr int ATTENTION_ROWS = 32; // query rows that share a page while it is in the first-level cache
 constexpr int MAX_HEAD = 512;      // parse_config refuses more
+constexpr int PIECE = 512;         // keys; whole pages
 
+// Numerator and denominator of a softmax over some keys, both divided by e^maximum.
+template <class T> struct AttentionSum {
+    acc<T> out[MAX_HEAD], maximum, sum;
+
+    void clear(int D) {
+        std::fill(out, out + D, (acc<T>)0);
+        maximum = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
+    }
+    void add(const AttentionSum& o, int D) { // other keys
+        const acc<T> top = std::max(maximum, o.maximum), mine = std::exp(maximum - top), theirs = std::exp(o.maximum - top);
+        for (int i = 0; i < D; i++) out[i] = out[i] * mine + o.out[i] * theirs;
+        maximum = top, sum = sum * mine + o.sum * theirs;
+    }
+};
 template <class T> struct AttentionRow {
-    acc<T> q[MAX_HEAD], out[MAX_HEAD];
-    acc<T> maximum, sum;
+    acc<T> q[MAX_HEAD];
+    AttentionSum<T> piece, total;
     int length; // keys it sees
 };
 
@@ -1509,21 +1526,22 @@ template <class T, class Scores, class Mix>
 void attention_page(AttentionRow<T>& row, const acc<T>* keys, const acc<T>* values, int first, int D, Scores scores, Mix mix) {
     const int n = row.length - first;
     if (n <= 0) return;
-    acc<T> p[PAGE], top = row.maximum;
+    AttentionSum<T>& a = row.piece;
+    acc<T> p[PAGE], top = a.maximum;
     scores(p, row.q, keys, D);
     for (int j = n; j < PAGE; j++) p[j] = -std::numeric_limits<acc<T>>::infinity();
     for (int j = 0; j < PAGE; j++) top = p[j] > top ? p[j] : top;
-    const acc<T> scale = std::exp(row.maximum - top);
+    const acc<T> scale = std::exp(a.maximum - top);
     lanes<T> e;
     static_assert(PAGE == LANES, "a page's scores are one vector");
     load_lanes(e, p);
     e -= top;
     exp_lanes(e);
     memcpy(p, &e, sizeof e);
-    row.maximum = top;
-    row.sum *= scale;
-    for (int j = 0; j < PAGE; j++) row.sum += p[j];
-    mix(row.out, scale, p, values, D);
+    a.maximum = top;
+    a.sum *= scale;
+    for (int j = 0; j < PAGE; j++) a.sum += p[j];
+    mix(a.out, scale, p, values, D);
 }
 
 template <class T>
@@ -1546,7 +1564,19 @@ void attention_cpu(T* out,          // (N,HD) out
     }
 #endif
     [[maybe_unused]] size_t work = 0;
-    for (int n = 0; n < b.N; n++) work += b.seq[n] < 0 ? 0 : (size_t)(b.pos[n] + 1) * H * D;
+    int pieces = 1; // of the longest row
+    for (int n = 0; n < b.N; n++) {
+        if (b.seq[n] < 0) continue;
+        work += (size_t)(b.pos[n] + 1) * H * D;
+        pieces = std::max(pieces, b.pos[n] / PIECE + 1);
+    }
+    const int parts = (size_t)b.N * H * pieces <= 8192 ? pieces : 1; // tasks that share a row, if there are few rows
+    static thread_local std::vector<AttentionSum<T>> partial;        // (N,H,parts): grows to the largest, and stays
+    if (parts > 1 && partial.size() < (size_t)b.N * H * parts) partial.resize((size_t)b.N * H * parts);
+    AttentionSum<T>* sums = partial.data();
+    auto store = [&](size_t row, const AttentionSum<T>& a) {
+        for (int i = 0; i < D; i++) out[row * D + i] = to_stored<T>(a.out[i] / a.sum);
+    };
     #pragma omp parallel if (work > 20000)
     {
         static thread_local std::vector<AttentionRow<T>> rows; // they grow once, and stay
@@ -1554,10 +1584,10 @@ void attention_cpu(T* out,          // (N,HD) out
         if (rows.size() < (size_t)heads * std::min(tokens, b.N)) rows.resize((size_t)heads * std::min(tokens, b.N));
         if (page.size() < (size_t)2 * PAGE * D) page.resize((size_t)2 * PAGE * D);
         #pragma omp for schedule(dynamic)
-        for (int task = 0; task < token_tiles * K * head_tiles; task++) {
+        for (int task = 0; task < token_tiles * K * head_tiles * parts; task++) {
             // Later tokens see more keys: long tasks first.
-            const int tile = token_tiles - 1 - task / (K * head_tiles), kv = task / head_tiles % K;
-            const int h0 = kv * G + task % head_tiles * heads, h1 = std::min(h0 + heads, (kv + 1) * G);
+            const int part = task % parts, tile = token_tiles - 1 - task / (K * head_tiles * parts), kv = task / (head_tiles * parts) % K;
+            const int h0 = kv * G + task / parts % head_tiles * heads, h1 = std::min(h0 + heads, (kv + 1) * G);
             const int end = std::min(b.N, (tile + 1) * tokens);
             for (int n0 = tile * tokens, n1; n0 < end; n0 = n1) {
                 for (n1 = n0 + 1; n1 < end && b.seq[n1] == b.seq[n0]; n1++) {}
@@ -1566,14 +1596,16 @@ void attention_cpu(T* out,          // (N,HD) out
                 for (int n = n0; n < n1; n++)
                     for (int h = h0; h < h1; h++) {
                         AttentionRow<T>& row = rows[count++];
-                        for (int i = 0; i < D; i++) row.q[i] = to_acc(q[((size_t)n * H + h) * D + i]) * scale, row.out[i] = 0;
-                        row.maximum = -std::numeric_limits<acc<T>>::infinity();
-                        row.sum = 0;
+                        for (int i = 0; i < D; i++) row.q[i] = to_acc(q[((size_t)n * H + h) * D + i]) * scale;
+                        row.total.clear(D);
                         row.length = b.pos[n] + 1;
                         longest = std::max(longest, row.length);
                     }
                 const int* table = b.pages + (size_t)b.seq[n0] * b.max_pages;
-                for (int first = 0; first < longest; first += PAGE) {
+                const int end_key = parts > 1 ? std::min(longest, (part + 1) * PIECE) : longest;
+                for (int first = part * PIECE; first < end_key; first += PAGE) {
+                    if (first % PIECE == 0)
+                        for (int i = 0; i < count; i++) rows[i].piece.clear(D);
                     // What lies behind the longest row was never written: zeros stand for it.
                     const size_t at = kv_offset(table[first / PAGE], kv, 0, K, D), held = (size_t)std::min(PAGE, longest - first) * D;
                     widen(page.data(), keys + at, held);
@@ -1581,16 +1613,27 @@ void attention_cpu(T* out,          // (N,HD) out
                     std::fill(page.begin() + held, page.begin() + PAGE * D, 0);
                     std::fill(page.begin() + PAGE * D + held, page.begin() + 2 * PAGE * D, 0);
                     for (int i = 0; i < count; i++) attention_page(rows[i], page.data(), page.data() + PAGE * D, first, D, scores, mix);
+                    const bool complete = (first + PAGE) % PIECE == 0 || first + PAGE >= end_key;
+                    for (int i = 0; i < count && complete; i++)
+                        if (rows[i].length > first / PIECE * PIECE) rows[i].total.add(rows[i].piece, D);
                 }
                 count = 0;
                 for (int n = n0; n < n1; n++)
                     for (int h = h0; h < h1; h++) {
-                        AttentionRow<T>& row = rows[count++];
-                        for (int i = 0; i < D; i++) out[((size_t)n * H + h) * D + i] = to_stored<T>(row.out[i] / row.sum);
+                        const size_t row = (size_t)n * H + h;
+                        if (parts > 1) sums[row * parts + part] = rows[count++].total;
+                        else store(row, rows[count++].total);
                     }
             }
         }
     }
+    for (int n = 0; n < b.N && parts > 1; n++)
+        for (int h = 0; h < H && b.seq[n] >= 0; h++) {
+            const size_t row = (size_t)n * H + h;
+            AttentionSum<T>& all = sums[row * parts];
+            for (int part = 1; part <= b.pos[n] / PIECE; part++) all.add(sums[row * parts + part], D);
+            store(row, all);
+        }
 }
 
 // ---- SwiGLU: out = silu(gate) * up, silu(g) = g / (1 + e^-g)       (Shazeer, "GLU variants improve transformer", 2020)
