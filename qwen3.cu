@@ -2246,10 +2246,11 @@ template <class T> void write_logits(const Options& o, Session<T>& session, cons
 }
 
 static Sampling sampling_of(const Options& o) {
-    Sampling how;
-    how.temperature = o.temperature >= 0 ? o.temperature : o.think ? 0.6f : 0.7f; // Qwen's advice
-    how.top_k = o.top_k >= 0 ? o.top_k : 20;
-    how.top_p = o.top_p >= 0 ? o.top_p : o.think ? 0.95f : 0.8f;
+    Sampling how; // Qwen's advice without thinking
+    if (o.think) how.temperature = 0.6f, how.top_p = 0.95f;
+    if (o.temperature >= 0) how.temperature = o.temperature;
+    if (o.top_p >= 0) how.top_p = o.top_p;
+    if (o.top_k >= 0) how.top_k = o.top_k;
     how.min_p = o.min_p;
     how.repeat = o.repeat, how.presence = o.presence, how.frequency = o.frequency;
     how.seed = o.has_seed ? o.seed : (uint64_t)std::random_device()() << 32 | std::random_device()();
