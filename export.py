@@ -345,11 +345,12 @@ def in_bf16(tensor):
 
 
 # ------------------------------------------------------------------------------------------ rounding to INT8
-# GROUP neighbours in a row share a scale s, the smallest bf16 with 127 s >= max |w|. A weight becomes w / s
-# (in double) rounded to nearest, ties to even: -127..127. qwen3 --dtype int8 makes the same numbers.
+# GROUP neighbours in a row share a scale s: the smallest bf16 with 127 s >= max |w|, or that one of the next
+# SCALES - 1 which leaves the least squares. A weight becomes w / s (in double) rounded to nearest, ties to
+# even: -127..127. qwen3 --dtype int8 makes the same numbers: sums in double, in the order of the weights.
 # In the file the integers have the matrix's own name, the scales that name with "_scale".
 
-GROUP = 32
+GROUP, SCALES, LARGEST_BF16 = 32, 8, 0x7F7F
 
 
 def in_int8(tensor):
@@ -375,17 +376,19 @@ def int8_scales(tensor, block):
     return b"".join(struct.pack(f"<{len(bits)}H", *bits) for _, bits, _ in int8_groups(tensor, block))
 
 
+# A double of this magnitude counts in ones, so that adding it rounds; the lowest byte is then the integer.
+ROUNDER = 1.5 * 2**52
+
+
 def int8_weights(tensor, block):
     """Bytes of weights -> bytes of integers."""
     n = len(block) // ITEM_SIZE[tensor.dtype]
     if numpy:
         weights, _, scales = int8_groups_numpy(tensor, block)
         return numpy.rint(weights / scales[:, None]).astype("i1").tobytes()[:n]
-    # A double of this magnitude counts in ones, so that adding it rounds; the lowest byte is the integer.
-    rounder = 1.5 * 2**52
     integers = bytearray()
     for weights, _, scales in int8_groups(tensor, block):
-        rounded = [w / scale + rounder for g, scale in enumerate(scales)
+        rounded = [w / scale + ROUNDER for g, scale in enumerate(scales)
                    for w in weights[g * GROUP : (g + 1) * GROUP]]
         integers += struct.pack(f"<{len(rounded)}d", *rounded)[::8]
     return integers[:n]
@@ -409,9 +412,23 @@ def int8_groups_numpy(tensor, block):
     # The upper half of the float32 is at most one bf16 too small, and never too large.
     bits = (largest / 127).astype("<f4").view("<u4") >> 16
     bits += 127 * (bits << 16).view("<f4").astype("<f8") < largest
-    scales = (bits << 16).view("<f4").astype("<f8")
-    scales[bits == 0] = 1
-    return weights, bits, scales
+    columns = weights.T.astype("<f8")
+    best = None
+    for more in range(SCALES):
+        others = numpy.where(bits == 0, 0, numpy.minimum(bits + more, LARGEST_BF16)).astype("<u4")
+        scales = (others << 16).view("<f4").astype("<f8")
+        scales[bits == 0] = 1
+        inverse, lost = 1 / scales, numpy.zeros(len(scales))
+        for column in columns:
+            off = column - numpy.rint(column * inverse) * scales
+            lost += off * off
+        if best is None:
+            best = [others, scales, lost]
+        for kept, new in zip(best, (others, scales, lost)):
+            if new is not lost:
+                numpy.copyto(kept, new, where=lost < best[2])
+        numpy.minimum(best[2], lost, out=best[2])
+    return weights, best[0], best[1]
 
 
 def int8_groups(tensor, block):
@@ -438,8 +455,18 @@ def int8_groups(tensor, block):
         low = struct.unpack("<" + "2xH" * len(largest), quotients)
         scales = upper_halves(struct.pack(f"<{len(low)}H", *low))
         bits = [b + (127 * s < x) for b, s, x in zip(low, scales, largest)]
-        scales = upper_halves(struct.pack(f"<{len(bits)}H", *bits))
-        yield weights, bits, [s or 1.0 for s in scales]
+        columns = [weights[i::GROUP] for i in range(GROUP)]
+        best = []
+        for more in range(SCALES):
+            others = [b and min(b + more, LARGEST_BF16) for b in bits]
+            scales = [s or 1.0 for s in upper_halves(struct.pack(f"<{len(others)}H", *others))]
+            inverses, lost = [1 / s for s in scales], [0.0] * len(scales)
+            for column in columns:
+                offs = [w - (w * i + ROUNDER - ROUNDER) * s for w, i, s in zip(column, inverses, scales)]
+                lost = [sum_ + off * off for sum_, off in zip(lost, offs)]
+            new = list(zip(lost, others, scales))
+            best = [b if b[0] <= n[0] else n for b, n in zip(best, new)] or new
+        yield weights, [b[1] for b in best], [b[2] for b in best]
 
 
 # ---------------------------------------------------------------------------------------------- model.bin

@@ -258,8 +258,8 @@ inline const char* cpu_road_name(int road) {
 #define HAVE_TWINS
 #define TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")))
-#define TARGET_AVX512_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-#define TARGET_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16")))
+#define TARGET_AVX512_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")))
+#define TARGET_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")))
 #endif
 
 // The best road this CPU has.
@@ -270,8 +270,8 @@ inline CpuRoad best_cpu_road() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
         !__builtin_cpu_supports("avx512dq")) return CPU_AVX2;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return CPU_AVX512;
-    if (!(a1 >> 5 & 1)) return CPU_AVX512; // AVX512_BF16
-    const bool amx = (d >> 24 & 1) && (d >> 22 & 1); // AMX-TILE, AMX-BF16
+    if (!(a1 >> 5 & 1) || !(c >> 11 & 1)) return CPU_AVX512; // AVX512_BF16, AVX512_VNNI
+    const bool amx = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1); // AMX-BF16, AMX-TILE, AMX-INT8
     // Linux gives a process the tile registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
     return amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? CPU_AMX : CPU_AVX512_BF16;
 #else
@@ -784,17 +784,40 @@ struct ModelFile {
     }
 };
 
-// INT8 weights: 32 neighbours in a row of W share a scale s, W[r][i] = q[r][i] * s[r][i / 32], q in -127..127. The
-// scale is the smallest bf16 with 127 s >= max |w|; q is w / s rounded to nearest even. An 8-bit integer times the
-// 8 bits of a bf16 is exact in a float, so that INT8 weights are nothing but other weights, cheaper to read:
-// 8.5 bits each. Files hold them as NAME (I8) and NAME_scale (BF16, (rows, ceil(in / 32))).
-constexpr int GROUP = 32;
+// INT8 weights: 32 neighbours in a row of W share a scale s, W[r][i] = q[r][i] * s[r][i / 32], q in -127..127, which is
+// w / s rounded to nearest even. An 8-bit integer times the 8 bits of a bf16 is exact in a float, so that INT8 weights
+// are nothing but other weights, cheaper to read: 8.5 bits each. Files hold them as NAME (I8) and NAME_scale (BF16,
+// (rows, ceil(in / 32))).
+// The scale is the smallest bf16 with 127 s >= max |w|, or one of the next seven: where the weights fall between the
+// multiples of s is chance, and the best of eight draws loses a fifth less (in KL) than the first.
+constexpr int GROUP = 32, SCALES = 8;
 
+// The smallest bf16 with 127 s >= largest.
 inline bf16 int8_scale(float largest) {
     bf16 s = to_bf16(largest / 127);
     while (127. * to_acc(s) < largest) s.bits++;
     while (s.bits && 127. * to_acc(bf16{(uint16_t)(s.bits - 1)}) >= largest) s.bits--;
     return s;
+}
+// Of it and the next seven the one that leaves the least squares, summed in the order of w (of equals the first).
+inline bf16 int8_scale(const float* w, size_t n) {
+    float largest = 0;
+    for (size_t i = 0; i < n; i++) largest = std::max(largest, std::fabs(w[i]));
+    const bf16 first = int8_scale(largest);
+    if (first.bits == 0) return first;
+    typedef double Each __attribute__((vector_size(SCALES * sizeof(double))));
+    Each s, lost = {};
+    for (int c = 0; c < SCALES; c++) s[c] = to_acc(bf16{(uint16_t)std::min(first.bits + c, 0x7f7f)});
+    const Each inverse = 1. / s;
+    for (size_t i = 0; i < n; i++) {
+        const double x = w[i];
+        const Each off = x - (x * inverse + 6755399441055744. - 6755399441055744.) * s; // 1.5 * 2^52: rounds to an integer
+        lost += off * off;
+    }
+    int best = 0;
+    for (int c = 1; c < SCALES; c++)
+        if (lost[c] < lost[best]) best = c;
+    return {(uint16_t)std::min(first.bits + best, 0x7f7f)};
 }
 
 // A product's weights: y = x W^T, W of (out, in) in up to three blocks of rows that are separate tensors in
@@ -933,15 +956,15 @@ template <class T> struct Weights {
             #pragma omp parallel for schedule(static) reduction(&& : finite)
             for (size_t g = 0; g < rows * groups; g++) {
                 const size_t first = g / groups * in + g % groups * GROUP, n = std::min((size_t)GROUP, (size_t)in - g % groups * GROUP);
-                float w[GROUP], largest = 0;
+                float w[GROUP];
                 for (size_t i = 0; i < n; i++) {
                     w[i] = number(t, first + i);
                     finite = finite && std::isfinite(w[i]);
-                    largest = std::max(largest, std::fabs(w[i]));
                 }
-                scale[g] = int8_scale(std::isfinite(largest) ? largest : 0);
+                if (!finite) continue;
+                scale[g] = int8_scale(w, n);
                 const double s = to_acc(scale[g]);
-                for (size_t i = 0; i < n; i++) q[first + i] = s > 0 && std::isfinite(w[i]) ? (int8_t)std::nearbyint(w[i] / s) : (int8_t)0;
+                for (size_t i = 0; i < n; i++) q[first + i] = s > 0 ? (int8_t)std::nearbyint(w[i] / s) : (int8_t)0;
             }
             if (!finite) DIE("%s: tensor %s has an infinity or a NaN, which INT8 cannot hold", t.file.c_str(), name.c_str());
             y.q[b] = q, y.scale[b] = scale;
@@ -1306,6 +1329,113 @@ struct Bf16Kernel {
             for (int m = 0; m < M; m++) y[m * TILE_ROWS + r] = sum16(sum[r][m]);
     }
 };
+
+// INT8 in integers. vpdpbusd multiplies 64 pairs of bytes and adds them by fours into 16 sums of 32 bits, exactly; so
+// x becomes integers, too. In each group of 32, x = step * (65536 h + 256 m + l): three planes of signed bytes, and a
+// power of two that gives the largest |x| 22 bits. A bf16 has 8: all within 2^-14 of the largest are held exactly,
+// and what smaller ones lose is less than a float sum would round away. (The least step is 2^-126.) The sums over a
+// group are integers, the same in any order; so vectors may do a part of the work and tiles another, with the bits of
+//     y = fma(scale_g, step_g * fma(256 H_g + M_g, 256, L_g), y)    group after group.
+// For K a multiple of 64.
+struct alignas(64) FixedX { // two groups of one token
+    int8_t plane[3][2 * GROUP]; // h, m, l
+    int32_t upper[2], lower[2]; // 128 times the sums of 256 h + m, and of l
+    float step[2];
+};
+TARGET_AVX512_BF16 inline void fix_x(FixedX* out, const bf16* x) {
+    for (int g = 0; g < 2; g++, x += GROUP) {
+        int largest = 0;
+        for (int i = 0; i < GROUP; i++) largest = std::max(largest, x[i].bits & 0x7fff);
+        const int exponent = std::max(largest >> 7, 22); // so that neither power of two is subnormal
+        const uint32_t step = (uint32_t)(exponent - 21) << 23, inverse = (uint32_t)(275 - exponent) << 23;
+        const __m512 per_x = _mm512_castsi512_ps(_mm512_set1_epi32((int)inverse)); // step is 2^(exponent - 148)
+        int sum[3] = {};
+        for (int i = 0; i < GROUP; i += 16) {
+            __m512i v = _mm512_maskz_cvtps_epi32(0xffff, _mm512_mul_ps(load16(x + i, 0xffff), per_x));
+            for (int p = 2; p >= 0; p--) {
+                _mm_storeu_si128((__m128i*)(out->plane[p] + g * GROUP + i), _mm512_maskz_cvtepi32_epi8(0xffff, v));
+                v = _mm512_maskz_srai_epi32(0xffff, _mm512_add_epi32(v, _mm512_set1_epi32(128)), 8);
+            }
+        }
+        for (int i = 0; i < GROUP; i++)
+            for (int p = 0; p < 3; p++) sum[p] += out->plane[p][g * GROUP + i];
+        out->upper[g] = 128 * (256 * sum[0] + sum[1]), out->lower[g] = 128 * sum[2];
+        memcpy(out->step + g, &step, 4);
+        if (exponent == 255) out->step[g] = NAN; // an infinity or a NaN is among them
+    }
+}
+inline const FixedX* fix_all_x(const bf16* x, int N, int K) {
+    static thread_local std::vector<FixedX> all; // grows to the largest batch, and stays
+    const size_t n = (size_t)N * (K / 64);
+    if (all.size() < n) all.resize(n);
+    FixedX* out = all.data();
+    #pragma omp parallel for schedule(static) if (N > 16)
+    for (size_t i = 0; i < n; i++) fix_x(out + i, x + i * 64);
+    return out;
+}
+
+// The sums of each half of 8 vectors of integers: of the lower halves of a[0..3], of their upper halves, and the same
+// of a[4..7].
+TARGET_AVX512_BF16 INLINE __m512i sum_halves(const __m512i* a) {
+    __m512i two[4], four[2];
+    for (int i = 0; i < 4; i++)
+        two[i] = _mm512_add_epi32(_mm512_maskz_unpacklo_epi32(0xffff, a[2 * i], a[2 * i + 1]),
+                                  _mm512_maskz_unpackhi_epi32(0xffff, a[2 * i], a[2 * i + 1]));
+    for (int i = 0; i < 2; i++)
+        four[i] = _mm512_add_epi32(_mm512_maskz_unpacklo_epi64(0xff, two[2 * i], two[2 * i + 1]),
+                                   _mm512_maskz_unpackhi_epi64(0xff, two[2 * i], two[2 * i + 1]));
+    return _mm512_add_epi32(_mm512_maskz_shuffle_i32x4(0xffff, four[0], four[1], 0x88),
+                            _mm512_maskz_shuffle_i32x4(0xffff, four[0], four[1], 0xdd));
+}
+
+// A number for each of two groups, in the order of sum_halves.
+TARGET_AVX512_BF16 INLINE __m512i per_group(const void* two_words) {
+    int64_t pair;
+    memcpy(&pair, two_words, 8);
+    const __m512i which = _mm512_set_epi32(1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0);
+    return _mm512_maskz_permutexvar_epi32(0xffff, which, _mm512_set1_epi64(pair));
+}
+
+// 8 rows at a time, from all over the tile: memory gives the most when it is read at several places.
+TARGET_AVX512_BF16 inline void product_tile_vnni(float* y, const WeightRows<bf16>& w, int rows, const FixedX* x, int N) {
+    const int K = w.K, groups = K / GROUP, apart = (rows + 7) / 8;
+    for (int first = 0; first < apart; first++) {
+        const int8_t* q[8];
+        int at[8], row[8];
+        for (int r = 0; r < 8; r++) { // (the last rows stand for those that are missing)
+            row[r] = std::min(first + r * apart, rows - 1);
+            q[r] = w.q + (size_t)row[r] * K, at[r] = row[r] * groups;
+        }
+        const __m256i scale_at = _mm256_loadu_si256((const __m256i*)at);
+        for (int n = 0; n < N; n++) {
+            __m256 total = _mm256_setzero_ps();
+            for (int k = 0; k < K; k += 64) {
+                const FixedX& f = x[(size_t)n * (K / 64) + k / 64];
+                const __m512i h = _mm512_load_si512(f.plane[0]), m = _mm512_load_si512(f.plane[1]), l = _mm512_load_si512(f.plane[2]);
+                __m512i upper[8], lower[8]; // the sums of 256 h + m, and of l
+                for (int r = 0; r < 8; r++) {
+                    if (N == 1) _mm_prefetch((const char*)(q[r] + (size_t)TILE_ROWS * K + k), _MM_HINT_T0); // the next tile
+                    // The instruction wants one factor without sign: q + 128, and 128 sum x is taken away below.
+                    const __m512i u = _mm512_xor_si512(_mm512_loadu_si512(q[r] + k), _mm512_set1_epi8(-128));
+                    lower[r] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, l);
+                    upper[r] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, h);
+                    upper[r] = _mm512_dpbusd_epi32(_mm512_maskz_slli_epi32(0xffff, upper[r], 8), u, m);
+                }
+                const __m512 a = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(sum_halves(upper), per_group(f.upper)));
+                const __m512 b = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(sum_halves(lower), per_group(f.lower)));
+                __m512 sum = _mm512_mul_ps(_mm512_castsi512_ps(per_group(f.step)), _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
+                sum = _mm512_maskz_shuffle_f32x4(0xffff, sum, sum, 0xd8); // the first group's halves, then the second's
+                const __m256i scales = _mm256_i32gather_epi32((const int*)(w.scale + k / GROUP), scale_at, 2); // two a row
+                const __m256i scale0 = _mm256_slli_epi32(scales, 16), scale1 = _mm256_and_si256(scales, _mm256_set1_epi32(-65536));
+                total = _mm256_fmadd_ps(_mm256_castsi256_ps(scale0), _mm512_maskz_extractf32x8_ps(0xff, sum, 0), total);
+                total = _mm256_fmadd_ps(_mm256_castsi256_ps(scale1), _mm512_maskz_extractf32x8_ps(0xff, sum, 1), total);
+            }
+            float sums[8];
+            _mm256_storeu_ps(sums, total);
+            for (int r = 0; r < 8; r++) y[n * TILE_ROWS + row[r]] = sums[r];
+        }
+    }
+}
 #endif
 
 // A whole tile in pieces of 4 rows and TOKENS tokens: their sums, and an operand or five, are what registers hold.
@@ -1340,6 +1470,15 @@ struct alignas(64) AmxConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
+
+    AmxConfig& tiles(int first, int last, int count, int bytes) {
+        for (int t = first; t <= last; t++) rows[t] = (uint8_t)count, row_bytes[t] = (uint16_t)bytes;
+        return *this;
+    }
+    TARGET_AMX void load() const {
+        asm volatile("" ::"r"(this) : "memory"); // g++ 12 does not see that the next line reads all of it
+        _tile_loadconfig(this);
+    }
 };
 
 // x (N,K) to (N/16, K/2, 16) pairs, zeros for the tokens that are missing in the last 16. N = 1: x itself.
@@ -1362,10 +1501,7 @@ inline const bf16* amx_pack(const bf16* x, int N, int K) {
 
 // Tiles 0-3: sums, 4 and 5: rows of W, 6 and 7: tokens. `width`: bytes of a row of tokens or sums.
 TARGET_AMX inline void amx_configure(int width) {
-    AmxConfig config;
-    for (int t = 0; t < 8; t++) config.rows[t] = 16, config.row_bytes[t] = (uint16_t)(t == 4 || t == 5 ? 64 : width);
-    asm volatile("" ::"r"(&config) : "memory"); // g++ 12 does not see that the next line reads all of it
-    _tile_loadconfig(&config);
+    AmxConfig().tiles(0, 7, 16, width).tiles(4, 5, 16, 64).load();
 }
 
 // x as amx_pack made it, `width` bytes a row, from a multiple of 16 tokens on; N <= SLAB.
@@ -1415,6 +1551,92 @@ TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, const bf16* x, 
     }
     _tile_release();
 }
+
+// For INT8 weights: what 16 tokens have in a group, as tdpbssd takes it, 4 neighbours together.
+struct alignas(64) FixedTile {
+    int8_t plane[3][8][16][4]; // (planes, fours, tokens, 4)
+    float step[16];
+};
+inline const FixedTile* amx_pack_int8(const FixedX* x, int N, int K) { // (N/16, K/32)
+    static thread_local std::vector<FixedTile> packed; // grows to the largest batch, and stays
+    const int tiles = (N + 15) / 16, groups = K / GROUP;
+    if (packed.size() < (size_t)tiles * groups) packed.resize((size_t)tiles * groups);
+    FixedTile* out = packed.data();
+    #pragma omp parallel for schedule(static) if (N > 16)
+    for (int t = 0; t < tiles; t++)
+        for (int g = 0; g < groups; g++)
+            for (int n = 0; n < 16; n++) {
+                const size_t token = std::min(t * 16 + n, N - 1); // (nobody reads what is behind N)
+                const FixedX& from = x[token * groups / 2 + g / 2];
+                FixedTile& to = out[(size_t)t * groups + g];
+                to.step[n] = from.step[g % 2];
+                for (int p = 0; p < 3; p++)
+                    for (int k = 0; k < 8; k++) memcpy(to.plane[p][k][n], from.plane[p] + g % 2 * GROUP + 4 * k, 4);
+            }
+    return out;
+}
+
+// The sums H, M, L of one group, 16 rows by 16 tokens each, in tiles A, B and C. (A tile's name is no variable.)
+#define AMX_GROUP(A, B, C, sums, q, x) \
+    _tile_zero(A);                     \
+    _tile_zero(B);                     \
+    _tile_zero(C);                     \
+    _tile_loadd(6, q, K);              \
+    _tile_loadd(7, x.plane[0], 64);    \
+    _tile_dpbssd(A, 6, 7);             \
+    _tile_loadd(7, x.plane[1], 64);    \
+    _tile_dpbssd(B, 6, 7);             \
+    _tile_loadd(7, x.plane[2], 64);    \
+    _tile_dpbssd(C, 6, 7);             \
+    _tile_stored(A, sums[0], 64);      \
+    _tile_stored(B, sums[1], 64);      \
+    _tile_stored(C, sums[2], 64)
+
+// 32 rows of INT8 and N <= SLAB tokens, 16 by 16 at a time; the bits of product_tile_vnni. A few groups go through the
+// tiles, in turns through two sets of them, before vectors take the sums: what a tile has stored cannot be loaded soon.
+TARGET_AMX inline void product_tile_amx_int8(float* y, const WeightRows<bf16>& w, const FixedTile* x, int N) {
+    constexpr int PART = 4;
+    const int K = w.K, groups = K / GROUP;
+    alignas(64) float total[SLAB / 16][16][16]; // (tokens / 16, rows, tokens)
+    alignas(64) int32_t sums[PART][3][16][16];  // (groups, planes, rows, tokens)
+    AmxConfig().tiles(0, 5, 16, 64).tiles(6, 6, 16, GROUP).tiles(7, 7, 8, 64).load();
+    for (int half = 0; half < 2; half++) {
+        memset(total, 0, sizeof total);
+        for (int g0 = 0; g0 < groups; g0 += PART) {
+            const int parts = std::min(PART, groups - g0);
+            float scale[PART][16];
+            for (int r = 0; r < 16; r++)
+                for (int g = 0; g < parts; g++) scale[g][r] = to_acc(w.scale[(size_t)(half * 16 + r) * groups + g0 + g]);
+            for (int t = 0; t * 16 < N; t++) {
+                const FixedTile* tile = x + (size_t)t * groups + g0;
+                const int8_t* q = w.q + (size_t)half * 16 * K + g0 * GROUP;
+                for (int g = 0; g < parts; g += 2) {
+                    AMX_GROUP(0, 1, 2, sums[g], q + g * GROUP, tile[g]);
+                    AMX_GROUP(3, 4, 5, sums[g + 1], q + (g + 1) * GROUP, tile[g + 1]);
+                }
+                for (int r = 0; r < 16; r += 4) {
+                    __m512 sum[4];
+                    for (int i = 0; i < 4; i++) sum[i] = _mm512_load_ps(total[t][r + i]);
+                    for (int g = 0; g < parts; g++) {
+                        const __m512 step = _mm512_load_ps(tile[g].step);
+                        for (int i = 0; i < 4; i++) {
+                            const __m512i h = _mm512_load_si512(sums[g][0][r + i]), m = _mm512_load_si512(sums[g][1][r + i]);
+                            const __m512i upper = _mm512_add_epi32(_mm512_maskz_slli_epi32(0xffff, h, 8), m);
+                            const __m512 a = _mm512_maskz_cvtepi32_ps(0xffff, upper);
+                            const __m512 b = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_load_si512(sums[g][2][r + i]));
+                            const __m512 of_group = _mm512_mul_ps(step, _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
+                            sum[i] = _mm512_fmadd_ps(_mm512_set1_ps(scale[g][r + i]), of_group, sum[i]);
+                        }
+                    }
+                    for (int i = 0; i < 4; i++) _mm512_store_ps(total[t][r + i], sum[i]);
+                }
+            }
+        }
+        for (int n = 0; n < N; n++)
+            for (int r = 0; r < 16; r++) y[n * TILE_ROWS + half * 16 + r] = total[n / 16][r][n % 16];
+    }
+    _tile_release();
+}
 #endif
 
 // The twin for this CPU.
@@ -1435,14 +1657,22 @@ template <class T, class Store>
 void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
     const int K = W.in;
     const ProductTile<T> tile = W.q[0] ? choose_tile<true, T>() : choose_tile<false, T>();
-    const T* packed = nullptr; // not null: take AMX for whole tiles
+    bool integers = false, amx = false; // integers for INT8; AMX for whole tiles
 #ifdef HAVE_TWINS
-    if constexpr (std::is_same_v<T, bf16>)
-        if (!W.q[0] && cpu_road >= CPU_AMX && K % 32 == 0) packed = amx_pack(x, N, K);
+    const bf16* packed = nullptr;
+    const FixedX* fixed = nullptr;
+    const FixedTile* fixed_packed = nullptr;
+    if constexpr (std::is_same_v<T, bf16>) {
+        integers = cpu_road >= CPU_AVX512_BF16 && W.q[0] && K % 64 == 0;
+        amx = cpu_road >= CPU_AMX && (W.q[0] ? integers && N > 1 : K % 32 == 0);
+        if (integers) fixed = fix_all_x(x, N, K);
+        if (amx && integers) fixed_packed = amx_pack_int8(fixed, N, K);
+        else if (amx) packed = amx_pack(x, N, K);
+    }
 #endif
-    // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX wants its 32); more when there
+    // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX and integers want their 32); more when there
     // are tokens enough to make re-reading x cost something.
-    int step = N == 1 && !packed ? 8 : TILE_ROWS, first_task[4] = {};
+    int step = N == 1 && !amx && !integers ? 8 : TILE_ROWS, first_task[4] = {};
     while (N >= SLAB && step < 128 && W.out() / (2 * step) >= 2 * thread_count()) step *= 2;
     for (int b = 0; b < 3; b++) first_task[b + 1] = first_task[b] + (W.rows[b] + step - 1) / step;
     #pragma omp parallel for schedule(static) if ((size_t)W.out() * K * N > 50000)
@@ -1457,10 +1687,15 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
                 const int rows = std::min(TILE_ROWS, r1 - r);
                 const WeightRows<T> w(W, b, r);
 #ifdef HAVE_TWINS
-                if constexpr (std::is_same_v<T, bf16>)
-                    if (packed && rows == TILE_ROWS) product_tile_amx(y, w.w, packed + (size_t)n0 * K, N == 1 ? 4 : 64, n1 - n0, K);
+                if constexpr (std::is_same_v<T, bf16>) {
+                    const size_t before = (size_t)n0 * K;
+                    const bool tiles = amx && rows == TILE_ROWS;
+                    if (tiles && integers) product_tile_amx_int8(y, w, fixed_packed + before / (16 * GROUP), n1 - n0);
+                    else if (tiles) product_tile_amx(y, w.w, packed + before, N == 1 ? 4 : 64, n1 - n0, K);
+                    else if (integers) product_tile_vnni(y, w, rows, fixed + before / (2 * GROUP), n1 - n0);
+                }
 #endif
-                if (!packed || rows < TILE_ROWS) tile(y, w, rows, x + (size_t)n0 * K, n1 - n0);
+                if (!integers && (!amx || rows < TILE_ROWS)) tile(y, w, rows, x + (size_t)n0 * K, n1 - n0);
                 for (int n = n0; n < n1; n++)
                     for (int i = 0; i < rows; i++) store(n, base + r + i, y[(n - n0) * TILE_ROWS + i]);
             }
@@ -2000,13 +2235,30 @@ template <class A> void fill_rope(A* rope, int positions, int D, double theta) {
 
 // ---- attention: out[n][h] = softmax(q . k / sqrt(D)) v over the positions 0..pos[n] of n's sequence; query head
 // h reads key/value head h / G. Page by page with a running maximum (Milakov & Gimelshein, "Online normalizer
-// calculation for softmax", 2018): when it grows, what was summed so far is scaled down.
+// calculation for softmax", 2018): when it grows, what was summed so far is scaled down. Every PIECE keys the sums
+// start anew, and are then added to those of the pieces before in the same way: so the pieces of one row can be tasks
+// of their own, where there are few rows (decode at long contexts), and the row's bits stay what they are.
 constexpr int ATTENTION_ROWS = 32; // query rows that share a page while it is in the first-level cache
 constexpr int MAX_HEAD = 512;      // parse_config refuses more
+constexpr int PIECE = 512;         // keys; whole pages
 
+// Numerator and denominator of a softmax over some keys, both divided by e^maximum.
+template <class T> struct AttentionSum {
+    acc<T> out[MAX_HEAD], maximum, sum;
+
+    void clear(int D) {
+        std::fill(out, out + D, (acc<T>)0);
+        maximum = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
+    }
+    void add(const AttentionSum& o, int D) { // other keys
+        const acc<T> top = std::max(maximum, o.maximum), mine = std::exp(maximum - top), theirs = std::exp(o.maximum - top);
+        for (int i = 0; i < D; i++) out[i] = out[i] * mine + o.out[i] * theirs;
+        maximum = top, sum = sum * mine + o.sum * theirs;
+    }
+};
 template <class T> struct AttentionRow {
-    acc<T> q[MAX_HEAD], out[MAX_HEAD];
-    acc<T> maximum, sum;
+    acc<T> q[MAX_HEAD];
+    AttentionSum<T> piece, total;
     int length; // keys it sees
 };
 
@@ -2082,21 +2334,22 @@ template <class T, class Scores, class Mix>
 void attention_page(AttentionRow<T>& row, const acc<T>* keys, const acc<T>* values, int first, int D, Scores scores, Mix mix) {
     const int n = row.length - first;
     if (n <= 0) return;
-    acc<T> p[PAGE], top = row.maximum;
+    AttentionSum<T>& a = row.piece;
+    acc<T> p[PAGE], top = a.maximum;
     scores(p, row.q, keys, D);
     for (int j = n; j < PAGE; j++) p[j] = -std::numeric_limits<acc<T>>::infinity();
     for (int j = 0; j < PAGE; j++) top = p[j] > top ? p[j] : top;
-    const acc<T> scale = std::exp(row.maximum - top);
+    const acc<T> scale = std::exp(a.maximum - top);
     lanes<T> e;
     static_assert(PAGE == LANES, "a page's scores are one vector");
     load_lanes(e, p);
     e -= top;
     exp_lanes(e);
     memcpy(p, &e, sizeof e);
-    row.maximum = top;
-    row.sum *= scale;
-    for (int j = 0; j < PAGE; j++) row.sum += p[j];
-    mix(row.out, scale, p, values, D);
+    a.maximum = top;
+    a.sum *= scale;
+    for (int j = 0; j < PAGE; j++) a.sum += p[j];
+    mix(a.out, scale, p, values, D);
 }
 
 template <class T>
@@ -2119,7 +2372,19 @@ void attention_cpu(T* out,          // (N,HD) out
     }
 #endif
     [[maybe_unused]] size_t work = 0;
-    for (int n = 0; n < b.N; n++) work += b.seq[n] < 0 ? 0 : (size_t)(b.pos[n] + 1) * H * D;
+    int pieces = 1; // of the longest row
+    for (int n = 0; n < b.N; n++) {
+        if (b.seq[n] < 0) continue;
+        work += (size_t)(b.pos[n] + 1) * H * D;
+        pieces = std::max(pieces, b.pos[n] / PIECE + 1);
+    }
+    const int parts = (size_t)b.N * H * pieces <= 8192 ? pieces : 1; // tasks that share a row, if there are few rows
+    static thread_local std::vector<AttentionSum<T>> partial;        // (N,H,parts): grows to the largest, and stays
+    if (parts > 1 && partial.size() < (size_t)b.N * H * parts) partial.resize((size_t)b.N * H * parts);
+    AttentionSum<T>* sums = partial.data();
+    auto store = [&](size_t row, const AttentionSum<T>& a) {
+        for (int i = 0; i < D; i++) out[row * D + i] = to_stored<T>(a.out[i] / a.sum);
+    };
     #pragma omp parallel if (work > 20000)
     {
         static thread_local std::vector<AttentionRow<T>> rows; // they grow once, and stay
@@ -2127,10 +2392,10 @@ void attention_cpu(T* out,          // (N,HD) out
         if (rows.size() < (size_t)heads * std::min(tokens, b.N)) rows.resize((size_t)heads * std::min(tokens, b.N));
         if (page.size() < (size_t)2 * PAGE * D) page.resize((size_t)2 * PAGE * D);
         #pragma omp for schedule(dynamic)
-        for (int task = 0; task < token_tiles * K * head_tiles; task++) {
+        for (int task = 0; task < token_tiles * K * head_tiles * parts; task++) {
             // Later tokens see more keys: long tasks first.
-            const int tile = token_tiles - 1 - task / (K * head_tiles), kv = task / head_tiles % K;
-            const int h0 = kv * G + task % head_tiles * heads, h1 = std::min(h0 + heads, (kv + 1) * G);
+            const int part = task % parts, tile = token_tiles - 1 - task / (K * head_tiles * parts), kv = task / (head_tiles * parts) % K;
+            const int h0 = kv * G + task / parts % head_tiles * heads, h1 = std::min(h0 + heads, (kv + 1) * G);
             const int end = std::min(b.N, (tile + 1) * tokens);
             for (int n0 = tile * tokens, n1; n0 < end; n0 = n1) {
                 for (n1 = n0 + 1; n1 < end && b.seq[n1] == b.seq[n0]; n1++) {}
@@ -2139,14 +2404,16 @@ void attention_cpu(T* out,          // (N,HD) out
                 for (int n = n0; n < n1; n++)
                     for (int h = h0; h < h1; h++) {
                         AttentionRow<T>& row = rows[count++];
-                        for (int i = 0; i < D; i++) row.q[i] = to_acc(q[((size_t)n * H + h) * D + i]) * scale, row.out[i] = 0;
-                        row.maximum = -std::numeric_limits<acc<T>>::infinity();
-                        row.sum = 0;
+                        for (int i = 0; i < D; i++) row.q[i] = to_acc(q[((size_t)n * H + h) * D + i]) * scale;
+                        row.total.clear(D);
                         row.length = b.pos[n] + 1;
                         longest = std::max(longest, row.length);
                     }
                 const int* table = b.pages + (size_t)b.seq[n0] * b.max_pages;
-                for (int first = 0; first < longest; first += PAGE) {
+                const int end_key = parts > 1 ? std::min(longest, (part + 1) * PIECE) : longest;
+                for (int first = part * PIECE; first < end_key; first += PAGE) {
+                    if (first % PIECE == 0)
+                        for (int i = 0; i < count; i++) rows[i].piece.clear(D);
                     // What lies behind the longest row was never written: zeros stand for it.
                     const size_t at = kv_offset(table[first / PAGE], kv, 0, K, D), held = (size_t)std::min(PAGE, longest - first) * D;
                     widen(page.data(), keys + at, held);
@@ -2154,16 +2421,27 @@ void attention_cpu(T* out,          // (N,HD) out
                     std::fill(page.begin() + held, page.begin() + PAGE * D, 0);
                     std::fill(page.begin() + PAGE * D + held, page.begin() + 2 * PAGE * D, 0);
                     for (int i = 0; i < count; i++) attention_page(rows[i], page.data(), page.data() + PAGE * D, first, D, scores, mix);
+                    const bool complete = (first + PAGE) % PIECE == 0 || first + PAGE >= end_key;
+                    for (int i = 0; i < count && complete; i++)
+                        if (rows[i].length > first / PIECE * PIECE) rows[i].total.add(rows[i].piece, D);
                 }
                 count = 0;
                 for (int n = n0; n < n1; n++)
                     for (int h = h0; h < h1; h++) {
-                        AttentionRow<T>& row = rows[count++];
-                        for (int i = 0; i < D; i++) out[((size_t)n * H + h) * D + i] = to_stored<T>(row.out[i] / row.sum);
+                        const size_t row = (size_t)n * H + h;
+                        if (parts > 1) sums[row * parts + part] = rows[count++].total;
+                        else store(row, rows[count++].total);
                     }
             }
         }
     }
+    for (int n = 0; n < b.N && parts > 1; n++)
+        for (int h = 0; h < H && b.seq[n] >= 0; h++) {
+            const size_t row = (size_t)n * H + h;
+            AttentionSum<T>& all = sums[row * parts];
+            for (int part = 1; part <= b.pos[n] / PIECE; part++) all.add(sums[row * parts + part], D);
+            store(row, all);
+        }
 }
 
 // The two together: from qkv to what o takes.
@@ -3565,10 +3843,11 @@ template <class T> void write_logits(const Options& o, Session<T>& session, cons
 }
 
 static Sampling sampling_of(const Options& o) {
-    Sampling how;
-    how.temperature = o.temperature >= 0 ? o.temperature : o.think ? 0.6f : 0.7f; // Qwen's advice
-    how.top_k = o.top_k >= 0 ? o.top_k : 20;
-    how.top_p = o.top_p >= 0 ? o.top_p : o.think ? 0.95f : 0.8f;
+    Sampling how; // Qwen's advice without thinking
+    if (o.think) how.temperature = 0.6f, how.top_p = 0.95f;
+    if (o.temperature >= 0) how.temperature = o.temperature;
+    if (o.top_p >= 0) how.top_p = o.top_p;
+    if (o.top_k >= 0) how.top_k = o.top_k;
     how.min_p = o.min_p;
     how.repeat = o.repeat, how.presence = o.presence, how.frequency = o.frequency;
     how.seed = o.has_seed ? o.seed : (uint64_t)std::random_device()() << 32 | std::random_device()();

@@ -273,8 +273,9 @@ TEST_CASE_TEMPLATE("attention over a paged, ragged batch", T, bf16, float, doubl
     Random random{7};
     struct Shape { int H, K, D; };
     for (Shape s : {Shape{1, 1, 64}, {4, 2, 64}, {8, 2, 40}, {5, 1, 128}, {8, 1, 6}, {80, 2, 16}}) {
-        // contexts of 1, 15, 16, 17 and 300 keys; one-token sequences first; a prompt from nothing; one in the middle
-        TestBatch batch(random, {{0, 1}, {14, 1}, {15, 1}, {16, 1}, {299, 1}, {0, 37}, {30, 19}}, 10, 1);
+        // contexts of 1, 15, 16, 17, 300, 512, 513 and 1,100 keys; one-token sequences first; a prompt from nothing; one
+        // in the middle; one from before the border of two pieces to behind it
+        TestBatch batch(random, {{0, 1}, {14, 1}, {15, 1}, {16, 1}, {299, 1}, {511, 1}, {512, 1}, {1099, 1}, {0, 37}, {30, 19}, {1020, 9}}, 10, 1);
         const int N = (int)batch.token.size(), G = s.H / s.K;
         auto q = random.fill<T>((size_t)N * s.H * s.D, 3);
         auto keys = random.fill<T>((size_t)batch.page_count * s.K * PAGE * s.D), values = random.fill<T>(keys.size());
