@@ -893,7 +893,7 @@ struct Journal {
 
 // Where a request goes: its url behind the endpoint's, which may end in a version (/v1, /v4) that takes /v1's place,
 // or be the whole address already.
-static std::string address(std::string endpoint, const std::string& url) {
+[[maybe_unused]] static std::string address(std::string endpoint, const std::string& url) {
     while (!endpoint.empty() && endpoint.back() == '/') endpoint.pop_back();
     const std::string path = url.compare(0, 4, "/v1/") ? url : url.substr(3);
     auto ends_with = [&](const std::string& s) { return endpoint.size() >= s.size() && !endpoint.compare(endpoint.size() - s.size(), s.size(), s); };
@@ -2182,7 +2182,7 @@ static void usage(FILE* to) {
                 "standard input. What is not passed on stands in --dropped FILE (default: INPUT.dropped).\n");
 }
 
-static int run(int argc, char** argv) {
+int run(int argc, char** argv) {
     const std::string name = argc > 1 ? argv[1] : "";
     if (name.empty() || name == "-h" || name == "--help") return usage(name.empty() ? stderr : stdout), name.empty();
     for (auto& c : COMMANDS) {

@@ -80,6 +80,7 @@ struct Dataset {
         token = (const uint32_t*)(file.data + sizeof header);
         begin = (const uint64_t*)(token + padded);
         row_hash = begin + header.rows + 1;
+        need(padded == header.tokens || token[header.tokens] == 0, "bad padding");
         need(begin[0] == 0 && begin[header.rows] == header.tokens, "bad index of rows");
         for (size_t i = 0; i < rows(); i++) // before any row is looked at
             need(begin[i] <= begin[i + 1] && begin[i + 1] <= header.tokens, "bad index of rows");
