@@ -93,9 +93,11 @@ $(T)/datagen: $(DATAGEN)
 	$(Q)$(CXX) $(TESTFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
 $(T)/test_units: $(UNITS:%=tests/%.cpp)
 $(T)/test_datagen $(T)/test_dataset: $(DATAGEN)
+$(T)/test_datagen: TESTFLAGS += $(CURLFLAGS)
+$(T)/test_datagen: LIBS = $(CURL)
 $(T)/test_%: tests/test_%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
-	$(Q)$(CXX) $(TESTFLAGS) $< -o $@ $(EDIT)
+	$(Q)$(CXX) $(TESTFLAGS) $< -o $@ $(EDIT) $(LIBS)
 
 test:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(T)/datagen $(addprefix $(T)/,$(SUITES))

@@ -350,7 +350,8 @@ static bool is_word(uint32_t c) {
     if (c < 0xC0) return is_digit(c) || is_latin(c) || c == 0xAA || c == 0xB5 || c == 0xBA;
     return c != 0xD7 && c != 0xF7 && !(c >= 0x2000 && c <= 0x2BFF) && !(c >= 0x2E00 && c <= 0x303F) &&
            !(c >= 0xD800 && c <= 0xF8FF) && !(c >= 0xFE10 && c <= 0xFE6F) && !(c >= 0xFF00 && c <= 0xFF0F) &&
-           !(c >= 0xFF1A && c <= 0xFF20) && c < 0x1F000 && !is_cjk(c);
+           !(c >= 0xFF1A && c <= 0xFF20) && !(c >= 0xFF3B && c <= 0xFF40) && !(c >= 0xFF5B && c <= 0xFF65) &&
+           c < 0x1F000 && !is_cjk(c);
 }
 
 static std::u32string decode(std::string_view valid) {
@@ -1072,9 +1073,9 @@ static int run_generate(const Arguments& a) {
             there += journal.has(r);
         }
     }
-    if (there) say(format("%s: %zu of %zu requests are answered", journal.path.c_str(), there, total));
     curl_global_init(CURL_GLOBAL_DEFAULT);
     Sender sender(a, journal);
+    if (there) say(format("%s: %zu of %zu requests are answered", journal.path.c_str(), there, total));
     Reader pending(a.files[0]);
     sender.run([&]() -> std::unique_ptr<Request> {
         while (!interrupted && pending.next())
@@ -1789,9 +1790,10 @@ static int run_split(const Arguments& a) {
     std::vector<Group*> order;
     for (auto& [key, g] : groups) order.push_back(&g);
     std::sort(order.begin(), order.end(), [](const Group* x, const Group* y) { return x->order < y->order; });
-    auto missing = chapters; // how many rows each side of the table still wants
+    auto missing = chapters; // how many rows the test side still wants of each
+    std::map<std::string, double> missing_rows;
     for (auto& [name, counts] : missing)
-        for (auto& [difficulty, n] : counts) n *= (double)wanted / (double)rows;
+        for (auto& [difficulty, n] : counts) missing_rows[name] += n *= (double)wanted / (double)rows;
     size_t left = wanted;
     for (;;) {
         Group* best = nullptr;
@@ -1801,13 +1803,14 @@ static int run_split(const Arguments& a) {
             double gain = 0; // by how much the sum of squares of what is missing shrinks
             for (auto& [difficulty, n] : g->rows)
                 for (const Counts* c : {&missing[g->chapter], &missing[""]}) gain += n * (2 * c->at(difficulty) - n);
-            gain /= (double)g->size;
+            const double n = (double)g->size;
+            gain = (gain + n * (2 * missing_rows[g->chapter] - n)) / n;
             if (gain > best_gain + 1e-9) best = g, best_gain = gain;
         }
         stop_if_interrupted();
         if (!best) break;
         best->test = true;
-        left -= best->size;
+        left -= best->size, missing_rows[best->chapter] -= (double)best->size;
         for (auto& [difficulty, n] : best->rows) missing[best->chapter][difficulty] -= n, missing[""][difficulty] -= n;
     }
 
