@@ -9,7 +9,7 @@
 // What is not passed on is counted by rule on stderr and stands, with rule and reason, in INPUT.dropped.
 //
 // Limits, patterns, terms and prompts are data: see data/limits.txt, data/*.txt, data/prompts/. A limit written in
-// this file protects the program, not the dataset: rows up to 64 MB, replies up to 64 MB, 2^32 rows a file.
+// this file protects the program, not the dataset: rows up to 64 MB, replies up to 32 MB, 2^32 rows a file.
 //
 // Contents: 1 rows in, rows out   2 characters and words   3 chunk   4 prompt   5 generate   6 collect
 //           7 conversations   8 ROUGE-L and MinHash   9 filter   10 split   11 pack, unpack, stats   12 main
@@ -103,7 +103,8 @@ struct Reader {
         struct stat st;
         if (!file || fstat(fileno(file), &st) != 0) DIE("%s: %s", path.c_str(), strerror(errno));
         if (S_ISDIR(st.st_mode)) DIE("%s: is a directory", path.c_str());
-        size = S_ISREG(st.st_mode) ? (uint64_t)st.st_size : 0;
+        regular = S_ISREG(st.st_mode);
+        size = regular ? (uint64_t)st.st_size : 0;
         if (has(2) && !memcmp(&buffer[at], "\xEF\xBB\xBF", 3)) at += 3;
         size_t first = 0;
         while (has(first) && is_blank(buffer[at + first])) first++;
@@ -136,7 +137,7 @@ struct Reader {
         return row();
     }
     double share() const { return size ? (double)(base + at) / (double)size : 0; }
-    bool seekable() const { return size > 0; }
+    bool seekable() const { return regular && file != stdin; }
     // The text of a row that was there before.
     std::string again(uint64_t begin, size_t length) const {
         std::string s(length, '\0');
@@ -149,7 +150,7 @@ struct Reader {
     uint64_t size = 0, base = 0; // of the file (0: not known); file offset of buffer[0]
     std::string buffer;
     size_t at = 0;
-    bool array = false, closed = false; // closed: its ] was read
+    bool regular = false, array = false, closed = false; // closed: its ] was read
 
     static bool is_blank(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
     // Is there a byte at buffer[at + n]? Reads on if need be.
@@ -1567,7 +1568,7 @@ struct Filter {
     }
     // A first look at the file: how many rows there are at most, and how frequent the words of questions are.
     size_t count_rows() {
-        if (!in.seekable() || a.files[0] == "-") DIE("%s: is read twice, so it has to be a file", in.path.c_str());
+        if (!in.seekable()) DIE("%s: is read twice, so it has to be a file", in.path.c_str());
         size_t n = 0;
         for (Reader r(a.files[0]); r.next_text(); n++)
             if (n % 4096 == 0) stop_if_interrupted();
@@ -1780,7 +1781,7 @@ static int run_split(const Arguments& a) {
     std::map<std::string, Counts> chapters; // "": all of them
     {
         Reader in(a.files[0]);
-        if (!in.seekable() || a.files[0] == "-") DIE("%s: is read twice, so it has to be a file", in.path.c_str());
+        if (!in.seekable()) DIE("%s: is read twice, so it has to be a file", in.path.c_str());
         for (Progress progress; in.next(); rows++) {
             progress.show("split", rows, in.share());
             const sj::Value v = in.need();
