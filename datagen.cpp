@@ -250,8 +250,8 @@ struct Report {
         side.commit();
         say(format("%zu %s kept, %zu dropped%s", kept, unit, dropped(), dropped() ? (" into " + path).c_str() : ""));
         for (auto& r : rules)
-            if (r.dropped || r.seconds > 0)
-                say(format("  %-12s %8zu%s", r.name.c_str(), r.dropped, r.seconds > 0 ? format("   %.1f s", r.seconds).c_str() : ""));
+            if (r.dropped || r.seconds >= 0.05)
+                say(format("  %-12s %8zu   %s", r.name.c_str(), r.dropped, r.seconds >= 0.05 ? format("%.1f s", r.seconds).c_str() : ""));
     }
 };
 
