@@ -138,11 +138,21 @@ struct Reader {
     }
     double share() const { return size ? (double)(base + at) / (double)size : 0; }
     bool seekable() const { return regular && file != stdin; }
-    // The text of a row that was there before.
-    std::string again(uint64_t begin, size_t length) const {
-        std::string s(length, '\0');
-        if (pread(fileno(file), s.data(), length, (off_t)begin) != (ssize_t)length) DIE("%s: changed while it was read", path.c_str());
-        return s;
+    // A row that was there before, by its offset and length.
+    struct Place { uint64_t offset; size_t length; };
+    struct Old {
+        std::string text;
+        sj::Doc doc;
+        sj::Value row() const { return doc.root(); }
+    };
+    Place place() const { return {offset, text.size()}; }
+    std::unique_ptr<Old> again(Place at) const {
+        auto old = std::make_unique<Old>();
+        old->text.resize(at.length);
+        if (pread(fileno(file), old->text.data(), at.length, (off_t)at.offset) != (ssize_t)at.length)
+            DIE("%s: changed while it was read", path.c_str());
+        sj::parse(old->doc, old->text);
+        return old;
     }
 
   private:
@@ -250,8 +260,8 @@ struct Report {
         side.commit();
         say(format("%zu %s kept, %zu dropped%s", kept, unit, dropped(), dropped() ? (" into " + path).c_str() : ""));
         for (auto& r : rules)
-            if (r.dropped || r.seconds >= 0.05)
-                say(format("  %-12s %8zu   %s", r.name.c_str(), r.dropped, r.seconds >= 0.05 ? format("%.1f s", r.seconds).c_str() : ""));
+            if (r.seconds >= 0.05) say(format("  %-12s %8zu   %.1f s", r.name.c_str(), r.dropped, r.seconds));
+            else if (r.dropped) say(format("  %-12s %8zu", r.name.c_str(), r.dropped));
     }
 };
 
@@ -292,7 +302,8 @@ struct Arguments {
         char self[4096];
         const ssize_t n = readlink("/proc/self/exe", self, sizeof self);
         if (n <= 0 || access(name.c_str(), F_OK) == 0) return name;
-        const std::string there = std::string(self, (size_t)n).substr(0, std::string(self, (size_t)n).rfind('/') + 1) + name;
+        std::string there(self, (size_t)n);
+        there = there.substr(0, there.rfind('/') + 1) + name;
         return access(there.c_str(), F_OK) == 0 ? there : name;
     }
 };
@@ -341,7 +352,9 @@ struct Limits {
 static bool is_digit(uint32_t c) { return c >= '0' && c <= '9'; }
 static bool is_latin(uint32_t c) { return (c | 32) >= 'a' && (c | 32) <= 'z' && c < 128; }
 static uint32_t lower(uint32_t c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
-static bool is_space(uint32_t c) { return c <= ' ' || c == 0xA0 || c == 0x3000 || (c >= 0x2000 && c <= 0x200B) || c == 0xFEFF; }
+static bool is_space(uint32_t c) {
+    return c <= ' ' || c == 0xA0 || c == 0x3000 || (c >= 0x2000 && c <= 0x200B) || c == 0xFEFF;
+}
 static bool is_cjk(uint32_t c) { // written without blanks between words: Han, kana, Hangul
     return (c >= 0x3041 && c <= 0x30FF) || (c >= 0x3400 && c <= 0x9FFF) || (c >= 0xAC00 && c <= 0xD7A3) ||
            (c >= 0xF900 && c <= 0xFAFF) || (c >= 0x20000 && c <= 0x3FFFF) || c == 0x3005 || c == 0x3007;
@@ -458,9 +471,10 @@ struct Patterns {
                 while (at < s.size() && is_space(s[at])) at++;
                 if (c == ' ' && at == before) return 0;
             } else if (c == '#') {
-                const std::u32string_view numerals = U"零一二三四五六七八九十百";
-                auto is_number = [&](uint32_t x) { return is_digit(x) || (x && numerals.find((char32_t)x) != numerals.npos); };
-                while (is_number(here(at)) || (at > before && (here(at) == '.' || here(at) == '-') && is_digit(here(at + 1)))) at++;
+                const std::u32string_view digits = U"0123456789零一二三四五六七八九十百";
+                auto is_number = [&](uint32_t x) { return x && digits.find((char32_t)x) != digits.npos; };
+                auto joins = [&](uint32_t x) { return at > before && (x == '.' || x == '-') && is_digit(here(at + 1)); };
+                while (is_number(here(at)) || joins(here(at))) at++;
                 if (at == before) return 0;
             } else if (lower(here(at)) != c) return 0;
             else at++;
@@ -556,8 +570,10 @@ static size_t next_character(std::string_view s, size_t at) {
 }
 
 // A text without a place to cut it: halves, until they fit.
-static void add_halves(std::vector<Piece>& out, std::string_view book, size_t begin, size_t end, const ChunkSizes& sizes) {
-    const size_t size = sizes.measure(book.substr(begin, end - begin)), middle = next_character(book, begin + (end - begin) / 2);
+static void add_halves(std::vector<Piece>& out, std::string_view book, size_t begin, size_t end,
+                       const ChunkSizes& sizes) {
+    const size_t size = sizes.measure(book.substr(begin, end - begin));
+    const size_t middle = next_character(book, begin + (end - begin) / 2);
     if (size <= sizes.most || middle >= end) return out.push_back({Piece::TEXT, begin, end, size});
     add_halves(out, book, begin, middle, sizes);
     add_halves(out, book, middle, end, sizes);
@@ -703,15 +719,15 @@ static int run_chunk(const Arguments& a) {
             sj::Writer w;
             w.object().field("id", "c" + hex(hash) + (again > 1 ? format("-%zu", again) : "")).field("source", source);
             w.field("chapter", c.chapter).field("lang", cjk_share(decode(text)) >= limits["lang.zh"] ? "zh" : "en");
-            w.field("characters", count_characters(text)).field("begin", c.begin).field("body", c.body).field("end", c.end);
-            out.line(w.field("text", text).end().text);
+            w.field("characters", count_characters(text)).field("begin", c.begin).field("body", c.body);
+            out.line(w.field("end", c.end).field("text", text).end().text);
             count++;
             long_fences += sizes.measure(book.substr(c.body, c.end - c.body)) > sizes.most;
         }
     }
     out.commit();
-    say(format("%zu chunks from %zu files%s", count, a.files.size(),
-               long_fences ? format("; %zu are longer than asked, for a code fence is never cut", long_fences).c_str() : ""));
+    say(format("%zu chunks from %zu files", count, a.files.size()));
+    if (long_fences) say(format("%zu are longer than asked, since a code fence is never cut", long_fences));
     return 0;
 }
 
@@ -719,8 +735,15 @@ static int run_chunk(const Arguments& a) {
 
 static const char* const DIFFICULTIES[] = {"easy", "medium", "hard"};
 
-// data/prompts/LANG/NAME.md with {{name}} replaced. What is put in is not searched again.
-static std::string fill_in(std::string_view text, const std::map<std::string, std::string>& values, const std::string& path) {
+// A chapter's name without those of its sections.
+static std::string top_chapter(sj::Value row) {
+    const std::string chapter = row["chapter"].str();
+    return chapter.substr(0, chapter.find(" > "));
+}
+
+// A template with its {{names}} replaced. What is put in is not searched again.
+static std::string fill_in(std::string_view text, const std::map<std::string, std::string>& values,
+                           const std::string& path) {
     std::string out;
     for (size_t at = 0;;) {
         const size_t open = text.find("{{", at), close = text.find("}}", open);
@@ -747,7 +770,7 @@ static int run_prompt(const Arguments& a) {
 
     struct Chapter { size_t wanted = 0, past = 0, asked = 0, given[3] = {}; };
     std::map<std::string, Chapter> chapters;
-    auto chapter_of = [](sj::Value v) { return v["source"].str() + "\n" + v["chapter"].str().substr(0, v["chapter"].str().find(" > ")); };
+    auto chapter_of = [](sj::Value v) { return v["source"].str() + "\n" + top_chapter(v); };
     auto wanted = [&](sj::Value v) {
         const double n = (double)count_characters(v["text"].str()) / limits["prompt.characters_per_question"];
         return std::min(most, std::max<size_t>(1, (size_t)std::lround(n)));
@@ -790,19 +813,24 @@ static int run_prompt(const Arguments& a) {
         else report.kept++;
         for (int d = 0; d < 3; d++) {
             if (!count[d]) continue;
+            const std::string difficulty = DIFFICULTIES[d];
             const std::string folder = a.data("prompts/" + (language.empty() ? v["lang"].str() : language) + "/");
+            const std::map<std::string, std::string> values = {
+                {"count", std::to_string(count[d])}, {"chapter", v["chapter"].str()}, {"text", v["text"].str()}};
             auto message = [&](const std::string& name) {
                 std::string& text = templates[folder + name];
                 if (text.empty()) text = MappedFile(folder + name).text();
-                return fill_in(text, {{"count", std::to_string(count[d])}, {"chapter", v["chapter"].str()}, {"text", v["text"].str()}}, folder + name);
+                return fill_in(text, values, folder + name);
             };
             sj::Writer body;
             body.object().field("model", model).key("messages").array();
             body.object().field("role", "system").field("content", message("system.md")).end();
-            body.object().field("role", "user").field("content", message(std::string(DIFFICULTIES[d]) + ".md")).end().end();
-            body.field("temperature", limits["request.temperature"]).field("max_tokens", limits.count("request.max_tokens")).end();
-            sj::Writer w; // custom_id: what collect needs to know, and a hash, so that another question has another id
-            w.object().field("custom_id", v["id"].str() + "." + DIFFICULTIES[d] + "." + hex(fnv1a(body.text)).substr(0, 8));
+            body.object().field("role", "user").field("content", message(difficulty + ".md")).end().end();
+            body.field("temperature", limits["request.temperature"]);
+            body.field("max_tokens", limits.count("request.max_tokens")).end();
+            // The id says what collect has to know, and a hash of the request, so that another one has another id.
+            sj::Writer w;
+            w.object().field("custom_id", v["id"].str() + "." + difficulty + "." + hex(fnv1a(body.text)).substr(0, 8));
             w.field("method", "POST").field("url", "/v1/chat/completions").key("body").text += body.text;
             out.line(w.text + "}");
             requests++;
@@ -813,8 +841,8 @@ static int run_prompt(const Arguments& a) {
     size_t questions[3] = {};
     for (auto& [name, c] : chapters)
         for (int d = 0; d < 3; d++) questions[d] += c.given[d];
-    say(format("%zu requests for %zu easy, %zu medium, %zu hard questions in %zu chapters", requests, questions[0], questions[1],
-               questions[2], chapters.size()));
+    say(format("%zu requests for %zu easy, %zu medium, %zu hard questions in %zu chapters", requests, questions[0],
+               questions[1], questions[2], chapters.size()));
     return 0;
 }
 
@@ -854,7 +882,8 @@ struct Journal {
         Reader in(p);
         while (in.next()) {
             const sj::Value v = in.need();
-            if (!v["custom_id"].is(sj::String) || !v["response"]["body"]) DIE("%s: not an answer; remove the file to start anew", in.where().c_str());
+            if (!v["custom_id"].is(sj::String) || !v["response"]["body"])
+                DIE("%s: not an answer; remove the file to start anew", in.where().c_str());
             answers[v["custom_id"].str()] = {in.offset, in.text.size(), v["id"].str()};
         }
     }
@@ -864,7 +893,8 @@ struct Journal {
     bool has(const Request& r) const {
         const auto found = answers.find(r.custom_id);
         if (found == answers.end()) return false;
-        if (found->second.id != r.id) DIE("%s: %s was asked something else; remove the file to start anew", path.c_str(), r.custom_id.c_str());
+        if (found->second.id != r.id)
+            DIE("%s: %s was asked something else; remove the file to start anew", path.c_str(), r.custom_id.c_str());
         return true;
     }
     void add(const Request& r, long status, const std::string& reply) {
@@ -884,7 +914,8 @@ struct Journal {
     std::string line(const Request& r) const {
         const Place& at = answers.at(r.custom_id);
         std::string s(at.length, '\0');
-        if (pread(fd, s.data(), s.size(), (off_t)at.offset) != (ssize_t)s.size()) DIE("%s: changed meanwhile", path.c_str());
+        if (pread(fd, s.data(), s.size(), (off_t)at.offset) != (ssize_t)s.size())
+            DIE("%s: changed meanwhile", path.c_str());
         return s;
     }
 
@@ -898,8 +929,7 @@ struct Journal {
 [[maybe_unused]] static std::string address(std::string endpoint, const std::string& url) {
     while (!endpoint.empty() && endpoint.back() == '/') endpoint.pop_back();
     const std::string path = url.compare(0, 4, "/v1/") ? url : url.substr(3);
-    auto ends_with = [&](const std::string& s) { return endpoint.size() >= s.size() && !endpoint.compare(endpoint.size() - s.size(), s.size(), s); };
-    if (ends_with(path)) return endpoint;
+    if (endpoint.size() >= path.size() && !endpoint.compare(endpoint.size() - path.size(), path.size(), path)) return endpoint;
     const std::string last = endpoint.substr(endpoint.rfind('/') + 1);
     const bool version = last.size() > 1 && last[0] == 'v' && last.find_first_not_of("0123456789", 1) == last.npos;
     return endpoint + (version ? path : url);
@@ -932,7 +962,8 @@ struct Sender {
         : limits(a), journal(journal), url(a.need("--url")), key(read_key(a)),
           retries(a.number("--retries", limits.count("generate.retries"), 0, 100)),
           parallel(a.number("--parallel", limits.count("generate.parallel"), 1, 1000)),
-          timeout(a.number("--timeout", limits.count("generate.timeout"), 1, 86400)), give_up(limits.count("generate.give_up")) {
+          timeout(a.number("--timeout", limits.count("generate.timeout"), 1, 86400)),
+          give_up(limits.count("generate.give_up")) {
         if (!key.empty()) headers = curl_slist_append(headers, ("Authorization: Bearer " + key).c_str());
         headers = curl_slist_append(headers, "Content-Type: application/json");
         headers = curl_slist_append(headers, "Expect:"); // no round trip before the body
@@ -1002,15 +1033,17 @@ struct Sender {
             answered++, failures_in_row = 0;
             return;
         }
-        const bool ok = code == CURLE_OK && status / 100 == 2, refused = code == CURLE_OK && !ok;
-        const std::string fault = code != CURLE_OK ? curl_easy_strerror(code) : ok ? "a reply that is no chat completion" : format("HTTP status %ld", status);
+        const bool refused = code == CURLE_OK && status / 100 != 2;
+        const std::string fault = code != CURLE_OK ? curl_easy_strerror(code)
+                                : refused          ? format("HTTP status %ld", status) : "a reply that is no chat completion";
         faults[fault]++;
         if (refused && (status == 401 || status == 403 || status == 404)) fatal = "the endpoint answers " + fault;
         const bool again = !refused || status == 408 || status == 429 || status >= 500;
         if (!again || s.attempts > retries) {
             s.request.reset();
             failed++;
-            if (++failures_in_row >= give_up) fatal = format("%zu requests in a row failed, the last with: %s", failures_in_row, fault.c_str());
+            if (++failures_in_row >= give_up)
+                fatal = format("%zu requests in a row failed, the last with: %s", failures_in_row, fault.c_str());
             return;
         }
         const double doubled = limits["generate.backoff"] * std::pow(2, (double)s.attempts - 1);
@@ -1053,9 +1086,9 @@ struct Sender {
             }
             if (wake > now) curl_multi_poll(multi, nullptr, 0, std::max(1, (int)(1000 * (wake - now))), nullptr);
             if (now - told >= (terminal ? 1 : 10)) {
-                const double rate = (double)answered / (now - start);
-                fprintf(stderr, "%sanswered %zu of %zu, failed %zu, %.2f/s, %.0f s left   %s", terminal ? "\r" : "", answered, total, failed,
-                        rate, rate > 0 ? (double)(total - answered - failed) / rate : 0, terminal ? "" : "\n");
+                const double rate = (double)answered / (now - start), left = (double)(total - answered - failed);
+                fprintf(stderr, "%sanswered %zu of %zu, failed %zu, %.2f/s, %.0f s left   %s", terminal ? "\r" : "",
+                        answered, total, failed, rate, rate > 0 ? left / rate : 0, terminal ? "" : "\n");
                 told = now;
             }
         }
@@ -1066,14 +1099,16 @@ struct Sender {
 static int run_generate(const Arguments& a) {
     if (a.files[0] == "-") DIE("the requests are read more than once, so they have to be in a file");
     const std::string url = a.need("--url");
-    if (url.compare(0, 7, "http://") && url.compare(0, 8, "https://")) DIE("--url %s: expected http:// or https://", url.c_str());
+    if (url.compare(0, 7, "http://") && url.compare(0, 8, "https://"))
+        DIE("--url %s: expected http:// or https://", url.c_str());
     Journal journal(a.text("--journal", a.files[0] + ".journal"));
     size_t total = 0, there = 0;
     {
         std::unordered_set<std::string> ids;
         for (Reader in(a.files[0]); in.next(); total++) {
             const Request r(in);
-            if (!ids.insert(r.custom_id).second) DIE("%s: custom_id %s is there twice", in.where().c_str(), r.custom_id.c_str());
+            if (!ids.insert(r.custom_id).second)
+                DIE("%s: custom_id %s is there twice", in.where().c_str(), r.custom_id.c_str());
             there += journal.has(r);
         }
     }
@@ -1088,7 +1123,9 @@ static int run_generate(const Arguments& a) {
     }, total - there);
     for (auto& [fault, count] : sender.faults) say(format("  %6zu times: %s", count, fault.c_str()));
     const size_t missing = total - there - sender.answered;
-    if (missing) say(format("%zu of %zu answers are missing; they are kept in %s, and the same command goes on", missing, total, journal.path.c_str()));
+    if (missing)
+        say(format("%zu of %zu answers are missing; those that came are in %s, and the same command goes on", missing,
+                   total, journal.path.c_str()));
     if (interrupted) throw Interrupted();
     if (!sender.fatal.empty()) DIE("%s", sender.fatal.c_str());
 
@@ -1114,7 +1151,10 @@ static std::string_view bare_reply(std::string_view s) {
         s = s.substr(0, s.find_last_not_of(" \t\r\n") + 1);
     };
     trim();
-    if (const size_t end = s.find("</think>"); end != s.npos && s.substr(0, 7) == "<think>") s.remove_prefix(end + 8), trim();
+    if (const size_t end = s.find("</think>"); end != s.npos && s.substr(0, 7) == "<think>") {
+        s.remove_prefix(end + 8);
+        trim();
+    }
     if (s.size() > 6 && s.substr(0, 3) == "```" && s.substr(s.size() - 3) == "```" && s.find('\n') != s.npos) {
         s.remove_suffix(3);
         s.remove_prefix(s.find('\n')); // with the fence's language
@@ -1145,7 +1185,8 @@ static int run_collect(const Arguments& a) {
         const sj::Value response = in.row()["response"], choice = response["body"]["choices"][0];
         const std::string id = in.row()["custom_id"].str();
         const size_t hash = id.rfind('.'), dot = hash ? id.rfind('.', hash - 1) : id.npos;
-        const std::string chunk = dot < hash ? id.substr(0, dot) : "", difficulty = dot < hash ? id.substr(dot + 1, hash - dot - 1) : "";
+        const std::string chunk = id.substr(0, dot < hash ? dot : 0); // "chunk.difficulty.hash"
+        const std::string difficulty = dot < hash ? id.substr(dot + 1, hash - dot - 1) : "";
         const bool ours = std::count(std::begin(DIFFICULTIES), std::end(DIFFICULTIES), difficulty);
         int64_t status = 0;
         response["status_code"].integer(&status);
@@ -1153,7 +1194,7 @@ static int run_collect(const Arguments& a) {
         const std::string_view reply = bare_reply(content);
         sj::Doc doc;
         std::string fault;
-        if (!ours || !chunks.count(chunk)) report.drop("custom_id", "names no chunk and difficulty of this file of chunks", in);
+        if (!ours || !chunks.count(chunk)) report.drop("custom_id", "names no chunk of these, or no difficulty", in);
         else if (!seen.insert(id).second) report.drop("repeated", "this custom_id was answered before", in);
         else if (status / 100 != 2) report.drop("status", format("status %lld", (long long)status), in);
         else if (content.empty()) report.drop("reply", "no choices[0].message.content", in);
@@ -1189,9 +1230,10 @@ static int run_collect(const Arguments& a) {
 struct Layout {
     std::string formatting; // alpaca or sharegpt; "": each row shows what it is
     std::map<std::string, std::string> name = {
-        {"prompt", "instruction"}, {"query", "input"}, {"response", "output"}, {"system", "system"}, {"history", "history"},
-        {"messages", "conversations"}, {"tools", "tools"}, {"role_tag", "from"}, {"content_tag", "value"}, {"user_tag", "human"},
-        {"assistant_tag", "gpt"}, {"observation_tag", "observation"}, {"function_tag", "function_call"}, {"system_tag", "system"}};
+        {"prompt", "instruction"}, {"query", "input"}, {"response", "output"}, {"system", "system"},
+        {"history", "history"}, {"messages", "conversations"}, {"tools", "tools"}, {"role_tag", "from"},
+        {"content_tag", "value"}, {"user_tag", "human"}, {"assistant_tag", "gpt"}, {"observation_tag", "observation"},
+        {"function_tag", "function_call"}, {"system_tag", "system"}};
 };
 struct Conversation {
     std::vector<Message> messages; // the last is the assistant's
@@ -1216,7 +1258,8 @@ static Conversation read_alpaca(sj::Value v, const Layout& layout) {
     const sj::Value history = v[layout.name.at("history")];
     if (!is_absent(history) && !history.is(sj::Array)) DIE("history: not a list");
     for (sj::Value turn : history.items()) {
-        if (turn.size() != 2 || !turn[0].is(sj::String) || !turn[1].is(sj::String)) DIE("history: not a list of [question, answer]");
+        if (turn.size() != 2 || !turn[0].is(sj::String) || !turn[1].is(sj::String))
+            DIE("history: not a list of [question, answer]");
         c.messages.push_back({"user", turn[0].str()});
         c.messages.push_back({"assistant", turn[1].str()});
     }
@@ -1252,12 +1295,13 @@ static Conversation read_sharegpt(sj::Value v, const Layout& layout) {
 
 static Conversation read_conversation(sj::Value v, const Layout& layout = {}) {
     if (!v.is(sj::Object)) DIE("not an object");
-    const bool plain = layout.formatting.empty();
+    const bool known = !layout.formatting.empty(), sharegpt = layout.formatting == "sharegpt";
+    const bool openai = sharegpt && layout.name.at("role_tag") == "role" && layout.name.at("content_tag") == "content";
     Conversation c;
-    if (plain ? (bool)v["messages"] : layout.formatting == "sharegpt" && layout.name.at("role_tag") == "role" && layout.name.at("content_tag") == "content") {
-        c.messages = messages_from_json(v[plain ? "messages" : layout.name.at("messages")]);
+    if (known ? openai : (bool)v["messages"]) {
+        c.messages = messages_from_json(v[known ? layout.name.at("messages") : "messages"]);
         c.kind = "openai";
-    } else if (plain ? (bool)v["conversations"] : layout.formatting == "sharegpt") c = read_sharegpt(v, layout);
+    } else if (known ? sharegpt : (bool)v["conversations"]) c = read_sharegpt(v, layout);
     else c = read_alpaca(v, layout);
     const sj::Value tools = v[layout.name.at("tools")];
     if (tools.is(sj::String)) { // LLaMA-Factory keeps them as JSON in a string
@@ -1299,8 +1343,9 @@ struct RougeIndex {
 
     void add(const std::vector<uint32_t>& words) {
         const Bag bag(*this, words);
-        for (size_t i = 0; i < bag.prefix; i++)
-            postings[bag.keys[i]].push_back({bag.signature, (uint32_t)size(), (uint16_t)words.size(), (uint16_t)(words.size() - i - 1)});
+        const uint32_t row = (uint32_t)size();
+        for (size_t i = 0, m = words.size(); i < bag.prefix; i++)
+            postings[bag.keys[i]].push_back({bag.signature, row, (uint16_t)m, (uint16_t)(m - i - 1)});
         all.insert(all.end(), words.begin(), words.end());
         begin.push_back(all.size());
         seen.push_back(0);
@@ -1448,7 +1493,8 @@ struct MinHash {
 
     MinHash() {
         uint64_t h = 1;
-        for (size_t i = 0; i < BANDS * ROWS; i++) factor[i] = (uint32_t)(h = mix(h, i)) | 1, summand[i] = (uint32_t)(h = mix(h, i));
+        for (auto& f : factor) f = (uint32_t)(h = mix(h, 1)) | 1;
+        for (auto& x : summand) x = (uint32_t)(h = mix(h, 2));
     }
     std::array<uint64_t, BANDS> bands(const std::vector<uint64_t>& grams) const {
         uint32_t least[BANDS * ROWS];
@@ -1472,16 +1518,18 @@ struct MinHash {
 // Numbers and identifiers of a text: runs of letters, digits, '_' and '.' that hold a digit, a '_' or a capital
 // after a small letter. "1,024" is 1024; threadIdx.x is also threadIdx and x.
 template <class F> static void for_each_fact(std::u32string_view s, F f) {
-    auto in_run = [](uint32_t c) { return is_latin(c) || is_digit(c) || c == '_' || c == '.'; };
+    auto here = [&](size_t i) -> uint32_t { return i < s.size() ? s[i] : 0; };
     for (size_t i = 0; i < s.size(); i++) {
         std::string run;
-        for (; i < s.size() && (in_run(s[i]) || (s[i] == ',' && !run.empty() && is_digit(s[i - 1]) && i + 1 < s.size() && is_digit(s[i + 1]))); i++)
-            if (s[i] != ',') run += (char)s[i];
+        for (;; i++) {
+            const uint32_t c = here(i);
+            if (is_latin(c) || is_digit(c) || c == '_' || c == '.') run += (char)c;
+            else if (c != ',' || run.empty() || !is_digit(here(i - 1)) || !is_digit(here(i + 1))) break;
+        }
         while (!run.empty() && run.back() == '.') run.pop_back();
         run.erase(0, run.find_first_not_of('.'));
-        bool is_fact = false;
-        for (size_t k = 0; k < run.size(); k++)
-            is_fact |= is_digit((uint8_t)run[k]) || run[k] == '_' || (k > 0 && run[k - 1] >= 'a' && run[k - 1] <= 'z' && run[k] >= 'A' && run[k] <= 'Z');
+        bool is_fact = run.find_first_of("0123456789_") != run.npos;
+        for (size_t k = 1; k < run.size(); k++) is_fact |= islower((uint8_t)run[k - 1]) && isupper((uint8_t)run[k]);
         if (!run.empty()) f(run, is_fact);
     }
 }
@@ -1533,9 +1581,8 @@ struct Filter {
         sj::Value value;
         Conversation talk;
         std::u32string question, answer;
-        std::vector<uint64_t> grams;
     };
-    struct Place { uint64_t offset; size_t length; };
+    using Place = Reader::Place;
     using Rule = std::string (Filter::*)(Row&); // "" or what it has against the row
 
     const Arguments& a;
@@ -1543,7 +1590,8 @@ struct Filter {
     Reader in;
     const size_t most_rows;
     const Tokenizer tokenizer = Tokenizer(a.tokenizer());
-    const Patterns references = Patterns(a.data("references.txt")), terms = Patterns(a.text("--terms", a.data("terms.txt")));
+    const Patterns references = Patterns(a.data("references.txt"));
+    const Patterns terms = Patterns(a.text("--terms", a.data("terms.txt")));
     const std::string language = a.text("--lang");
     std::unordered_set<uint64_t> stop_words;
     std::unique_ptr<Reader> chunks;
@@ -1554,16 +1602,20 @@ struct Filter {
     const MinHash minhash;
     RougeIndex rouge_index;
     std::vector<Place> kept;        // rows that were kept, by number
+    std::array<uint64_t, MinHash::BANDS> bands; // of the row at work, from near() and rouge() to keep()
+    std::vector<uint32_t> words;
 
     explicit Filter(const Arguments& a)
         : a(a), in(a.files[0]), most_rows(count_rows()), exact_rows(most_rows), near_rows(most_rows * MinHash::BANDS),
           rouge_index(limits["filter.rouge"]) {
-        if (!language.empty() && language != "zh" && language != "en") DIE("--lang %s: expected zh or en", language.c_str());
-        for_each_line(a.data("stopwords.txt"), [&](std::string_view word, size_t) { stop_words.insert(word_hash(decode(word))); });
+        if (!language.empty() && language != "zh" && language != "en")
+            DIE("--lang %s: expected zh or en", language.c_str());
+        for_each_line(a.data("stopwords.txt"),
+                      [&](std::string_view word, size_t) { stop_words.insert(word_hash(decode(word))); });
         if (a.has("--chunks")) {
             chunks = std::make_unique<Reader>(a.text("--chunks"));
             if (!chunks->seekable()) DIE("%s: is read in any order, so it has to be a file", chunks->path.c_str());
-            while (chunks->next()) chunk_places[chunks->need()["id"].str()] = {chunks->offset, chunks->text.size()};
+            while (chunks->next()) chunk_places[chunks->need()["id"].str()] = chunks->place();
         }
     }
     // A first look at the file: how many rows there are at most, and how frequent the words of questions are.
@@ -1594,7 +1646,8 @@ struct Filter {
     }
     std::string length(Row& row) {
         auto check = [&](const char* what, size_t n) -> std::string {
-            const size_t least = limits.count(format("filter.%s.least", what).c_str()), most = limits.count(format("filter.%s.most", what).c_str());
+            const size_t least = limits.count(format("filter.%s.least", what).c_str());
+            const size_t most = limits.count(format("filter.%s.most", what).c_str());
             return n >= least && n <= most ? "" : format("%s of %zu characters, not %zu to %zu", what, n, least, most);
         };
         const std::string fault = check("question", row.question.size());
@@ -1603,9 +1656,11 @@ struct Filter {
     // JSON is valid UTF-8 or the row would have no schema; what was broken before it became JSON shows as U+FFFD.
     std::string utf8(Row& row) {
         for (auto* text : {&row.question, &row.answer})
-            for (char32_t c : *text)
-                if (c == 0xFFFD || (c < 0x20 && c != '\n' && c != '\t' && c != '\r') || (c >= 0x7F && c < 0xA0) || (c >= 0xE000 && c < 0xF900))
-                    return format("U+%04X", (unsigned)c);
+            for (char32_t c : *text) {
+                const bool control = (c < 0x20 && c != '\n' && c != '\t' && c != '\r') || (c >= 0x7F && c < 0xA0);
+                const bool nobodys = c == 0xFFFD || (c >= 0xE000 && c < 0xF900);
+                if (control || nobodys) return format("U+%04X", (unsigned)c);
+            }
         return "";
     }
     std::string nfc(Row& row) {
@@ -1615,12 +1670,14 @@ struct Filter {
     }
     // --lang, else what the row says, else that of its question.
     std::string lang(Row& row) {
-        const double question = cjk_share(row.question), answer = cjk_share(row.answer), zh = limits["lang.zh"], en = limits["lang.en"];
+        const double question = cjk_share(row.question), answer = cjk_share(row.answer);
+        const double zh = limits["lang.zh"], en = limits["lang.en"];
         std::string wanted = language.empty() ? row.value["lang"].str() : language;
         if (wanted.empty()) wanted = question >= zh ? "zh" : "en";
         for (double share : {question, answer})
             if (share >= 0 && (wanted == "zh" ? share < zh : share > en))
-                return format("%.0f%% of the %s's words are Chinese, in %s", 100 * share, share == question ? "question" : "answer", wanted.c_str());
+                return format("%.0f%% of the %s's words are Chinese, in %s", 100 * share,
+                              share == question ? "question" : "answer", wanted.c_str());
         return "";
     }
     std::string reference(Row& row) {
@@ -1633,10 +1690,7 @@ struct Filter {
         if (id != ground_id || !ground) {
             const auto place = chunk_places.find(id);
             if (place == chunk_places.end()) return "its chunk " + in_quotes(id) + " is not in " + chunks->path;
-            const std::string text = chunks->again(place->second.offset, place->second.length);
-            sj::Doc doc;
-            sj::parse(doc, text);
-            ground = std::make_unique<Ground>(decode(doc.root()["text"].str()), stop_words);
+            ground = std::make_unique<Ground>(decode(chunks->again(place->second)->row()["text"].str()), stop_words);
             ground_id = id;
         }
         std::u32string_view question = row.question;
@@ -1645,58 +1699,54 @@ struct Filter {
         size_t facts = 0, found = 0, words = 0, common = 0;
         std::string missing;
         for_each_fact(row.answer, [&](const std::string& run, bool is_fact) {
-            if (!is_fact || (run.find_first_not_of("0123456789") == run.npos && strtod(run.c_str(), nullptr) <= limits["filter.free_number"])) return;
+            const bool number = run.find_first_not_of("0123456789") == run.npos;
+            if (!is_fact || (number && strtod(run.c_str(), nullptr) <= limits["filter.free_number"])) return;
             const bool known = asked.count(run) || ground->has(run);
             facts++, found += known;
             if (!known) missing = run;
         });
         ground->for_each_content_word(row.answer, [&](uint64_t word) { words++, common += ground->words.count(word); });
         if (facts && (double)found < limits["filter.facts"] * (double)facts)
-            return format("%zu of %zu numbers and identifiers are not in the chunk: %s", facts - found, facts, missing.substr(0, 40).c_str());
+            return format("%zu of %zu numbers and identifiers are not in the chunk: %s", facts - found, facts,
+                          missing.substr(0, 40).c_str());
         if (words && (double)common < limits["filter.overlap"] * (double)words)
             return format("%zu of %zu content words are in the chunk", common, words);
         return "";
     }
     std::string term(Row& row) {
-        return terms.empty() || !terms.find(row.question).empty() || !terms.find(row.answer).empty() ? "" : "names nothing of the subject";
+        const bool named = !terms.find(row.question).empty() || !terms.find(row.answer).empty();
+        return named || terms.empty() ? "" : "names nothing of the subject";
     }
-    Row again(size_t number) {
-        const std::string text = in.again(kept[number].offset, kept[number].length);
-        sj::Doc doc;
-        sj::parse(doc, text);
-        Row row = {};
-        row.talk = read_conversation(doc.root());
-        row.question = decode(row.talk.question), row.answer = decode(row.talk.answer);
-        return row;
+    static uint64_t content_hash(const Row& row) { // the table takes both ends of it
+        return mix(0, fnv1a(row.talk.answer, fnv1a(row.talk.question + "\n"))) * 0x9E3779B97F4A7C15;
     }
-    static uint64_t content_hash(const Row& row) { return mix(0, fnv1a(row.talk.answer, fnv1a(row.talk.question + "\n"))) * 0x9E3779B97F4A7C15; }
     std::string exact(Row& row) {
         size_t first = 0;
         const bool found = exact_rows.find(content_hash(row), [&](uint32_t other) {
             first = other;
-            const Row o = again(other);
-            return o.talk.question == row.talk.question && o.talk.answer == row.talk.answer;
+            const Conversation o = read_conversation(in.again(kept[other])->row());
+            return o.question == row.talk.question && o.answer == row.talk.answer;
         });
         return found ? name_of(first) : "";
     }
-    std::array<uint64_t, MinHash::BANDS> bands;
+    std::vector<uint64_t> grams_of(const Conversation& c) const {
+        return ngrams(decode(c.question + "\n" + c.answer), limits.count("filter.near_characters"));
+    }
     std::string near(Row& row) {
-        row.grams = ngrams(row.question + U"\n" + row.answer, limits.count("filter.near_characters"));
-        bands = minhash.bands(row.grams);
+        const std::vector<uint64_t> grams = grams_of(row.talk);
+        bands = minhash.bands(grams);
         std::set<uint32_t> compared;
         std::string found;
         for (uint64_t band : bands)
             if (near_rows.find(band, [&](uint32_t other) {
                     if (!compared.insert(other).second) return false;
-                    const Row o = again(other);
-                    const double s = jaccard(row.grams, ngrams(o.question + U"\n" + o.answer, limits.count("filter.near_characters")));
+                    const double s = jaccard(grams, grams_of(read_conversation(in.again(kept[other])->row())));
                     if (s < limits["filter.near"]) return false;
                     found = format("%.2f alike: ", s) + name_of(other);
                     return true;
                 })) break;
         return found;
     }
-    std::vector<uint32_t> words;
     std::string rouge(Row& row) {
         words = word_hashes(row.question);
         std::string found;
@@ -1704,14 +1754,12 @@ struct Filter {
         return found;
     }
     std::string name_of(size_t number) {
-        const std::string text = in.again(kept[number].offset, kept[number].length);
-        sj::Doc doc;
-        sj::parse(doc, text);
-        return doc.root()["id"] ? sj::dump(doc.root()["id"]) : format("the row at byte %zu", (size_t)kept[number].offset);
+        const auto old = in.again(kept[number]);
+        return old->row()["id"] ? sj::dump(old->row()["id"]) : format("the row at byte %zu", (size_t)kept[number].offset);
     }
     void keep(Row& row) {
         const uint32_t number = (uint32_t)kept.size();
-        kept.push_back({in.offset, in.text.size()});
+        kept.push_back(in.place());
         exact_rows.add(content_hash(row), number);
         for (uint64_t band : bands) near_rows.add(band, number);
         rouge_index.add(words);
@@ -1739,7 +1787,7 @@ struct Filter {
             size_t i = 0;
             for (; i < std::size(RULES); i++) {
                 const double before = seconds();
-                const Rule rule = RULES[i].rule; // by itself: g++ 12's -fsanitize=bounds loses an index in (this->*a[i])()
+                const Rule rule = RULES[i].rule; // apart: g++ 12's -fsanitize=bounds loses the i of (this->*a[i])()
                 if (fault.empty()) fault = (this->*rule)(row);
                 report.rules[i].seconds += seconds() - before;
                 if (!fault.empty()) break;
@@ -1772,9 +1820,9 @@ static int run_split(const Arguments& a) {
     using Counts = std::map<std::string, double>; // by difficulty
     struct Group { uint64_t order; std::string chapter; Counts rows; size_t size = 0; bool test = false; };
     std::map<std::string, Group> groups; // by chunk
-    auto text = [](sj::Value v, const char* name) { return v[name].is(sj::String) ? v[name].str() : ""; };
+    auto difficulty_of = [](sj::Value v) { return v["difficulty"].str("-"); };
     auto group_of = [&](const Reader& in) { // a row without a chunk is one by itself
-        const std::string chunk = text(in.row(), "chunk");
+        const std::string chunk = in.row()["chunk"].str();
         return chunk.empty() ? format("\nrow %zu", in.number) : chunk;
     };
     size_t rows = 0;
@@ -1785,12 +1833,10 @@ static int run_split(const Arguments& a) {
         for (Progress progress; in.next(); rows++) {
             progress.show("split", rows, in.share());
             const sj::Value v = in.need();
-            const std::string key = group_of(in), chapter = text(v, "source") + "\n" + text(v, "chapter").substr(0, text(v, "chapter").find(" > "));
+            const std::string key = group_of(in), chapter = v["source"].str() + "\n" + top_chapter(v), d = difficulty_of(v);
             Group& g = groups[key];
             if (g.size++ == 0) g.order = mix(0, fnv1a(key, fnv1a(seed + "\n"))), g.chapter = chapter;
-            g.rows[text(v, "difficulty")]++;
-            chapters[g.chapter][text(v, "difficulty")]++;
-            chapters[""][text(v, "difficulty")]++;
+            g.rows[d]++, chapters[g.chapter][d]++, chapters[""][d]++;
         }
     }
     if (wanted >= rows) DIE("--test %zu: %s has %zu rows", wanted, a.files[0].c_str(), rows);
@@ -1859,14 +1905,16 @@ static int run_split(const Arguments& a) {
         const bool overlaps = share > limits["split.leak_share"];
         overlapping += overlaps, alike += asked[i], leaks += overlaps || asked[i];
     }
-    say(format("test: %zu rows of %zu chunks, train: %zu rows", wanted - left,
-               (size_t)std::count_if(order.begin(), order.end(), [](Group* g) { return g->test; }), rows - (wanted - left)));
-    for (auto& [difficulty, count] : chapters[""])
-        say(format("  %-8s %5.1f%% of all rows, %5.1f%% of the test's", difficulty.empty() ? "-" : difficulty.c_str(), 100 * count / (double)rows,
-                   100 * (count * (double)wanted / (double)rows - missing[""][difficulty]) / (double)(wanted - left)));
-    say(format("leakage: %.2f%% of the test's %zu-character n-grams stand in train (mean of rows); %zu rows share more than %.0f%% of\n"
-               "theirs, %zu questions have ROUGE-L %.2f or more with one in train: %zu rows leak", 100 * mean, n, overlapping,
-               100 * limits["split.leak_share"], alike, index.t, leaks));
+    const size_t taken = wanted - left;
+    say(format("test %zu rows, train %zu rows; no chunk is on both sides", taken, rows - taken));
+    for (auto& [difficulty, count] : chapters[""]) {
+        const double target = count * (double)wanted / (double)rows, got = target - missing[""][difficulty];
+        say(format("  %-8s %5.1f%% of all rows, %5.1f%% of the test's", difficulty.c_str(), 100 * count / (double)rows,
+                   100 * got / (double)taken));
+    }
+    say(format("leakage: %.2f%% of the %zu-character n-grams of a test row stand in train, on average", 100 * mean, n));
+    say(format("  %zu test rows with more than %.0f%% of theirs there, %zu with a question of ROUGE-L %.2f or more to one\n"
+               "  there: %zu rows leak", overlapping, 100 * limits["split.leak_share"], alike, index.t, leaks));
     if (left == wanted) DIE("no chunk has %zu rows or less: no test side", wanted);
     if ((double)leaks > limits["split.leak_rows"] * (double)tests.size())
         DIE("%zu of %zu test rows leak, more than split.leak_rows allows: nothing was written", leaks, tests.size());
@@ -1889,7 +1937,8 @@ static std::vector<std::vector<uint32_t>> render_rows(const Tokenizer& tokenizer
     for (size_t i = 0; i < c.messages.size(); i++) {
         asked |= c.messages[i].role == "user";
         if (c.messages[i].role != "assistant" || !asked) continue;
-        const std::vector<Message> before(c.messages.begin(), c.messages.begin() + (ptrdiff_t)i), with(c.messages.begin(), c.messages.begin() + (ptrdiff_t)i + 1);
+        std::vector<Message> before(c.messages.begin(), c.messages.begin() + (ptrdiff_t)i), with = before;
+        with.push_back(c.messages[i]);
         const bool thinks = !split_thought(with.back()).first.empty();
         const auto prompt = render(before, {thinks, true}, c.tools).parts;
         auto whole = render(with, {thinks, false}, c.tools).parts;
@@ -1923,43 +1972,54 @@ static std::vector<uint32_t> render_text_row(const Tokenizer& tokenizer, const s
     return words;
 }
 
+// A whole file of JSON.
+struct JsonFile {
+    const MappedFile file;
+    sj::Doc doc;
+    explicit JsonFile(const std::string& path) : file(path) {
+        if (const std::string fault = sj::parse(doc, file.text()); !fault.empty()) DIE("%s: %s", path.c_str(), fault.c_str());
+    }
+};
+
 // An entry of LLaMA-Factory's dataset_info.json: the file it names, and how to read it.
 static Layout read_dataset_info(const std::string& path, const std::string& name, std::string* file) {
-    const MappedFile info(path);
-    sj::Doc doc;
-    if (const std::string fault = sj::parse(doc, info.text()); !fault.empty()) DIE("%s: %s", path.c_str(), fault.c_str());
-    const sj::Value entry = doc.root()[name];
-    if (!entry.is(sj::Object)) DIE("%s: no dataset %s (--name)", path.c_str(), in_quotes(name).c_str());
-    if (!entry["file_name"].is(sj::String)) DIE("%s: %s: no file_name; other sources are not read", path.c_str(), name.c_str());
+    const JsonFile info(path);
+    const std::string where = path + ": " + in_quotes(name);
+    const sj::Value entry = info.doc.root()[name];
+    if (!entry.is(sj::Object)) DIE("%s: no such dataset (--name)", where.c_str());
+    if (!entry["file_name"].is(sj::String)) DIE("%s: no file_name; other sources are not read", where.c_str());
     *file = path.substr(0, path.rfind('/') + 1) + entry["file_name"].str();
     Layout layout;
     layout.formatting = entry["formatting"].str("alpaca");
-    if (layout.formatting != "alpaca" && layout.formatting != "sharegpt") DIE("%s: %s: formatting %s is not known", path.c_str(), name.c_str(), in_quotes(layout.formatting).c_str());
+    if (layout.formatting != "alpaca" && layout.formatting != "sharegpt")
+        DIE("%s: formatting %s is not known", where.c_str(), in_quotes(layout.formatting).c_str());
     for (auto part : {"columns", "tags"})
         for (auto [key, value] : entry[part].members())
             if (layout.name.count(key) && value.is(sj::String)) layout.name[key] = value.str();
     return layout;
 }
 
-// Enters `name` there, leaves the others as they are, and reads it back.
-static void write_dataset_info(const std::string& path, const std::string& name, const std::string& file, const std::string& kind, const std::set<std::string>& columns) {
+// Enters the file there under its name, leaves the others as they are, and reads it back.
+static void write_dataset_info(const std::string& path, const std::string& file, const std::string& kind,
+                               const std::set<std::string>& columns) {
+    const std::string name = file.substr(0, file.rfind('.'));
     std::map<std::string, std::string> entries;
     if (access(path.c_str(), F_OK) == 0) {
-        const MappedFile old(path);
-        sj::Doc doc;
-        if (const std::string fault = sj::parse(doc, old.text()); !fault.empty()) DIE("%s: %s", path.c_str(), fault.c_str());
-        for (auto [key, value] : doc.root().members()) entries[key] = sj::dump(value);
+        const JsonFile old(path);
+        for (auto [key, value] : old.doc.root().members()) entries[key] = sj::dump(value);
     }
-    const Layout standard;
     sj::Writer w;
-    w.object().field("file_name", file).field("formatting", kind == "openai" || kind == "sharegpt" ? "sharegpt" : "alpaca").key("columns").object();
+    w.object().field("file_name", file).field("formatting", kind == "openai" ? "sharegpt" : kind == "text" ? "alpaca" : kind);
+    w.key("columns").object();
     if (kind == "text") w.field("prompt", "text");
     if (kind == "openai") w.field("messages", "messages");
-    else for (auto& [key, column] : standard.name)
+    else for (auto& [key, column] : Layout().name)
         if (key.find("_tag") == key.npos && columns.count(column)) w.field(key, column);
     w.end();
-    if (kind == "openai")
-        w.key("tags").object().field("role_tag", "role").field("content_tag", "content").field("user_tag", "user").field("assistant_tag", "assistant").field("system_tag", "system").end();
+    if (kind == "openai") {
+        w.key("tags").object().field("role_tag", "role").field("content_tag", "content").field("user_tag", "user");
+        w.field("assistant_tag", "assistant").field("system_tag", "system").end();
+    }
     entries[name] = w.end().text;
     OutputFile out(path);
     std::string separator = "{\n  ";
@@ -1976,11 +2036,16 @@ static void write_dataset_info(const std::string& path, const std::string& name,
     if (again != path.substr(0, path.rfind('/') + 1) + file) DIE("%s: %s does not read back", path.c_str(), name.c_str());
 }
 
+static size_t count_trained(DatasetRow row) {
+    return (size_t)std::count_if(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; });
+}
+static DatasetRow view(const std::vector<uint32_t>& words) { return {words.data(), words.data() + words.size()}; }
+
 static int run_pack(const Arguments& a) {
     if (a.files.size() != 2) DIE("pack takes two files: the rows and the dataset to write");
     std::string input = a.files[0];
-    const std::string suffix = "dataset_info.json", stem = input.substr(input.rfind('/') + 1), over = a.text("--over", "drop");
-    const bool by_info = stem == suffix;
+    const std::string info_name = "dataset_info.json", name = input.substr(input.rfind('/') + 1), over = a.text("--over", "drop");
+    const bool by_info = name == info_name;
     if (over != "drop" && over != "refuse") DIE("--over %s: expected drop or refuse", over.c_str());
     const Layout layout = by_info ? read_dataset_info(input, a.need("--name"), &input) : Layout();
     const size_t longest = a.number("--max-len", 512, 2, 1 << 24);
@@ -2018,18 +2083,19 @@ static int run_pack(const Arguments& a) {
             }
             out.add(row);
             report.kept++;
-            trained += (size_t)std::count_if(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; });
+            trained += count_trained(view(row));
         }
     }
     const uint64_t tokens = out.begins.back();
     if (!report.kept) DIE("%s: %s", input.c_str(), conversations ? "all rows are too long" : "no row in it");
     out.commit();
     report.finish("rows");
-    say(format("%s: %zu conversations, %llu tokens, %zu of them trained", a.files[1].c_str(), conversations, (unsigned long long)tokens, trained));
-    const std::string info = a.text("--info", input.substr(0, input.rfind('/') + 1) + suffix);
+    say(format("%s: %zu conversations, %llu tokens, %zu of them trained", a.files[1].c_str(), conversations,
+               (unsigned long long)tokens, trained));
+    const std::string info = a.text("--info", input.substr(0, input.rfind('/') + 1) + info_name);
     if (by_info || info == "none" || a.files[0] == "-") return 0;
-    if (kinds.size() > 1) return say("no " + suffix + ": rows of more than one kind"), 0;
-    write_dataset_info(info, stem.substr(0, stem.rfind('.')), stem, *kinds.begin(), columns);
+    if (kinds.size() == 1) write_dataset_info(info, name, *kinds.begin(), columns);
+    else say("no " + info_name + ": rows of more than one kind");
     return 0;
 }
 
@@ -2047,7 +2113,7 @@ static int run_unpack(const Arguments& a) {
         const DatasetRow row = data.row(i);
         sj::Writer w;
         w.object().field("hash", hex(data.hash(i))).field("tokens", row.size());
-        w.field("trained", std::count_if(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; }));
+        w.field("trained", count_trained(row));
         std::vector<int> ids;
         for (uint32_t word : row) ids.push_back((int)(word & ~TRAIN));
         if (ids[0] != (int)start) {
@@ -2092,7 +2158,8 @@ struct Lengths {
         for (uint32_t v : values) sum += v;
         std::string line = cell(name, -20) + cell(std::to_string(sum), 12);
         const size_t n = values.size();
-        for (uint32_t v : {values[0], values[n / 2], (uint32_t)(sum / n), values[n * 95 / 100], values[n - 1]}) line += cell(std::to_string(v), 9);
+        for (uint64_t v : {(uint64_t)values[0], (uint64_t)values[n / 2], sum / n, (uint64_t)values[n * 95 / 100], (uint64_t)values[n - 1]})
+            line += cell(std::to_string(v), 9);
         printf("%s\n", line.c_str());
     }
 };
@@ -2101,9 +2168,9 @@ static int run_stats(const Arguments& a) {
     Lengths tokens{"tokens"}, trained{"  trained"}, questions{"question characters"}, answers{"answer characters"};
     std::map<std::string, std::map<std::string, size_t>> table; // chapter, difficulty
     std::set<std::string> difficulties;
-    auto take = [&](auto row) {
+    auto take = [&](DatasetRow row) {
         tokens.values.push_back((uint32_t)row.size());
-        trained.values.push_back((uint32_t)std::count_if(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; }));
+        trained.values.push_back((uint32_t)count_trained(row));
     };
     size_t rows = 0, faults = 0;
     std::set<uint64_t> hashes;
@@ -2115,7 +2182,8 @@ static int run_stats(const Arguments& a) {
     if (packed) {
         const Dataset data(a.files[0]);
         for (; rows < data.rows(); rows++) take(data.row(rows)), hashes.insert(data.hash(rows));
-        printf("rows      %zu, %zu of them different\ntokenizer %s\ntemplate  %s\n", rows, hashes.size(), hex(data.header.tokenizer).c_str(), hex(data.header.chat_template).c_str());
+        printf("rows      %zu, %zu of them different\n", rows, hashes.size());
+        printf("tokenizer %s\ntemplate  %s\n", hex(data.header.tokenizer).c_str(), hex(data.header.chat_template).c_str());
     } else {
         const Tokenizer tokenizer(a.tokenizer());
         Reader in(a.files[0]);
@@ -2123,14 +2191,14 @@ static int run_stats(const Arguments& a) {
             progress.show("stats", rows, in.share());
             try {
                 const Conversation c = read_conversation(in.row());
-                for (auto& row : render_rows(tokenizer, c)) take(row);
+                for (auto& row : render_rows(tokenizer, c)) take(view(row));
                 questions.values.push_back((uint32_t)count_characters(c.question));
                 answers.values.push_back((uint32_t)count_characters(c.answer));
             } catch (const Error&) {
                 faults++;
             }
-            const std::string chapter = in.row()["chapter"].str(), difficulty = in.row()["difficulty"].str("-");
-            table[chapter.substr(0, chapter.find(" > "))][difficulty]++;
+            const std::string difficulty = in.row()["difficulty"].str("-");
+            table[top_chapter(in.row())][difficulty]++;
             difficulties.insert(difficulty);
         }
         printf("rows      %zu, %zu of them no conversation\n", rows, faults);
@@ -2139,7 +2207,8 @@ static int run_stats(const Arguments& a) {
     for (Lengths* l : {&tokens, &trained, &questions, &answers}) l->print();
     for (uint32_t limit : {256, 512, 1024, 2048, 4096}) {
         const auto over = tokens.values.end() - std::upper_bound(tokens.values.begin(), tokens.values.end(), limit);
-        if (over) printf("over %-6u%10zu rows, %.1f%%\n", limit, (size_t)over, 100 * (double)over / (double)tokens.values.size());
+        const double share = (double)over / (double)tokens.values.size();
+        if (over) printf("over %-6u%10zu rows, %.1f%%\n", limit, (size_t)over, 100 * share);
     }
     if (table.empty()) return 0;
     Strings columns; // easy, medium, hard, then what else there is
@@ -2205,11 +2274,13 @@ int run(int argc, char** argv) {
                 a.files.push_back(s);
                 continue;
             }
-            if (known.find(" " + s + " ") == known.npos) DIE("%s: unknown option %s; datagen --help lists them", c.name, s.c_str());
+            if (known.find(" " + s + " ") == known.npos)
+                DIE("%s: unknown option %s; datagen --help lists them", c.name, s.c_str());
             if (i + 1 == argc) DIE("%s needs a value", s.c_str());
             a.given[s] = argv[++i];
         }
-        if (a.files.size() < c.fewest || a.files.size() > c.most) DIE("usage: datagen %s %s [%s]", c.name, c.files, c.options);
+        if (a.files.size() < c.fewest || a.files.size() > c.most)
+            DIE("usage: datagen %s %s [%s]", c.name, c.files, c.options);
         return c.run(a);
     }
     DIE("unknown command %s; datagen --help lists them", name.c_str());

@@ -16,7 +16,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         size_t end = 0, number = 0;
         while (in.next()) {
             require(in.offset >= end && in.offset + in.text.size() <= size && in.number > number);
-            require(file.substr(in.offset, in.text.size()) == in.text && in.again(in.offset, in.text.size()) == in.text);
+            require(file.substr(in.offset, in.text.size()) == in.text && in.again(in.place())->text == in.text);
             require(in.fault.empty() == (bool)in.row());
             // what lies between two rows: blanks, and in an array a comma; at its beginning the mark and the bracket
             for (char c : file.substr(end, in.offset - end)) require(strchr(" \t\r\n,[\xEF\xBB\xBF", c) || number == 0);

@@ -123,7 +123,7 @@ static Strings read_rows(const std::string& content, Strings* faults = nullptr) 
     const MemoryFile file(content);
     Strings rows;
     for (Reader in(file.path); in.next();) {
-        CHECK(in.again(in.offset, in.text.size()) == in.text);
+        CHECK(in.again(in.place())->text == in.text);
         rows.push_back(in.fault.empty() ? sj::dump(in.row()) : "fault");
         if (faults && !in.fault.empty()) faults->push_back(in.where().substr(in.where().rfind(':') + 2) + ": " + in.fault);
     }
