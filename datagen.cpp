@@ -778,6 +778,9 @@ static int run_prompt(const Arguments& a) {
     auto chunk = [&](const Reader& in) {
         for (auto name : {"id", "text", "lang"})
             if (!in.need()[name].is(sj::String)) DIE("%s: no %s; is it a file of chunks?", in.where().c_str(), name);
+        const std::string lang = in.row()["lang"].str(); // names a folder
+        if (lang.empty() || lang.find_first_not_of("abcdefghijklmnopqrstuvwxyz_-") != lang.npos)
+            DIE("%s: lang %s is no language", in.where().c_str(), in_quotes(lang).c_str());
         return in.row();
     };
     auto is_short = [&](sj::Value v) { return count_characters(v["text"].str()) < least; };

@@ -417,6 +417,8 @@ TEST_CASE("prompt: shares of difficulty in every chapter, quotas, templates") {
     CHECK(rules(scratch / "chunks.dropped")["quota"] == 30);
     check_refused({"prompt", "-", "--dropped", scratch / "d"}, "twice");
     check_refused({"prompt", BOOK}, "line 1");
+    write_file(scratch / "hostile", R"({"id": "x", "source": "", "chapter": "", "lang": "../../x", "text": ""})");
+    check_refused({"prompt", scratch / "hostile"}, "no language");
     check_refused({"prompt", scratch / "chunks", "--lang", "fr"}, "prompts/fr");
 }
 
@@ -656,18 +658,18 @@ TEST_CASE("generate: a kill in the middle loses no answer, and none is asked aga
     const Pipeline p;
     const size_t count = lines(read_file(p.requests)).size();
     Endpoint e;
-    e.delay_ms = 20;
+    e.delay_ms = 60;
     size_t kills = 0, before = 0;
     for (; kills < 3; kills++) {
         Process run(p.generate(e));
-        for (int ms = 0; ms < 20000 && e.answers < before + 5; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        for (int ms = 0; ms < 20000 && e.answers < before + 4; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         kill(run.pid, SIGKILL);
         CHECK(run.wait().status == 1000 + SIGKILL);
         CHECK(!fs::exists(p.responses));
         CHECK(e.answers < count);
         before = e.answers;
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    std::this_thread::sleep_for(std::chrono::milliseconds(300)); // the endpoint ends what it was at
     // Half a line at the end is what a kill in the middle of a write leaves.
     const std::string whole = read_file(p.journal);
     CHECK(whole.back() == '\n');
@@ -675,7 +677,7 @@ TEST_CASE("generate: a kill in the middle loses no answer, and none is asked aga
     std::map<std::string, std::string> body_of;
     for (auto& line : lines(read_file(p.requests))) body_of[Json(line)["custom_id"].str()] = std::string(Json(line)["body"].raw());
     for (auto& id : column(p.journal, "custom_id")) asked[body_of.at(id)] = e.seen.at(body_of.at(id)).asked;
-    CHECK(asked.size() >= 10);
+    CHECK(asked.size() >= 6);
     CHECK(asked.size() < count);
     write_file(p.journal, whole + whole.substr(0, whole.find('\n') / 2));
 
@@ -923,6 +925,28 @@ TEST_CASE("filter: each rule drops what it is there for, in its order, and says 
     check_refused({"filter", scratch / "qa", "--lang", "fr"}, "fr");
     write_file(scratch / "limits.txt", "filter.near x\n");
     check_refused({"filter", scratch / "qa", "--data", scratch.path.string()}, "line 1");
+}
+
+TEST_CASE("filter: Ctrl-C leaves nothing half-written, and status 130") {
+    Scratch scratch;
+    std::string rows;
+    for (int i = 0; i < 20000; i++) {
+        std::string text;
+        for (int k = 0; k < 40; k++) text += format("warp w%llu ", (unsigned long long)mix(9, (uint64_t)(i * 100 + k)) % 100000);
+        rows += alpaca(text, text + text) + "\n";
+    }
+    write_file(scratch / "qa", rows);
+    Process run({"filter", scratch / "qa", "-o", scratch / "clean"});
+    auto begun = [&] { // its temporary files are there
+        return scratch.count() > 1;
+    };
+    for (int ms = 0; ms < 20000 && !begun(); ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    kill(run.pid, SIGINT);
+    const Result r = run.wait();
+    INFO(r.err);
+    CHECK(r.status == 130);
+    CHECK(r.err.find("interrupted\n") != std::string::npos);
+    CHECK(scratch.count() == 1);
 }
 
 TEST_CASE("split: rows without chunk or difficulty, too many, and a leak") {
