@@ -566,13 +566,13 @@ struct Pipeline {
     Scratch scratch;
     std::string chunks = scratch / "chunks.jsonl", requests = scratch / "requests.jsonl", responses = scratch / "responses.jsonl";
     std::string journal = requests + ".journal";
-    std::string data = data_with(scratch, {{"generate.backoff", "0.02"}, {"prompt.characters_per_question", "60"}, {"prompt.least_characters", "60"}});
+    std::string data = data_with(scratch, {{"generate.backoff", "0.02"}, {"generate.give_up", "30"}, {"prompt.characters_per_question", "60"}, {"prompt.least_characters", "60"}});
     Pipeline() {
         good({"chunk", BOOK, "--characters", "250", "--overlap", "60", "--data", data, "-o", chunks});
         good({"prompt", chunks, "--data", data, "-o", requests});
     }
     Strings generate(const Endpoint& e, const Strings& more = {}) const {
-        Strings all = {"generate", requests, "--url", e.url(), "--data", data, "--parallel", "4", "--timeout", "1", "-o", responses};
+        Strings all = {"generate", requests, "--url", e.url(), "--data", data, "--parallel", "4", "--timeout", "2", "-o", responses};
         all.insert(all.end(), more.begin(), more.end());
         return all;
     }
