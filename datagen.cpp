@@ -1324,6 +1324,16 @@ static Conversation read_conversation(sj::Value v, const Layout& layout = {}) {
     return c;
 }
 
+// The row that was read, where a bad one ends the program.
+static Conversation need_conversation(const Reader& in, const Layout& layout = {}) {
+    const sj::Value v = in.need();
+    try {
+        return read_conversation(v, layout);
+    } catch (const Error& e) {
+        DIE("%s: %s", in.where().c_str(), e.what());
+    }
+}
+
 // =============================================================================================== 8 ROUGE-L and MinHash
 
 // Finds every question whose ROUGE-L F with a new one, 2 LCS / (m + n) of m and n words, reaches a threshold t.
@@ -1546,9 +1556,6 @@ struct Ground {
 
     Ground(std::u32string_view text, const std::unordered_set<uint64_t>& stop_words) : stop_words(stop_words) {
         for_each_content_word(text, [&](uint64_t word) { words.insert(word); });
-        add_facts(text);
-    }
-    void add_facts(std::u32string_view text) {
         for_each_fact(text, [&](const std::string& run, bool) {
             facts.insert(run);
             for_each_part(run, [&](const std::string& part) { facts.insert(part); });
@@ -1577,8 +1584,8 @@ struct Ground {
 
 // Rules in the order in which they are asked; the first that has something against a row drops it. One pass: rows
 // that were kept are all that later ones are compared with, so a row that is dropped cannot drop another. In memory
-// are about 200 bytes a row for exact and near duplicates (12 + 8 + 170), and for the questions' ROUGE-L some 10
-// bytes a word; texts are read again where two rows have to be compared.
+// are 196 bytes a row for exact (12) and near duplicates (168) and its place (16), and for the questions' ROUGE-L some
+// 11 bytes a word; texts are read again where two rows have to be compared.
 struct Filter {
     struct Row {
         sj::Value value;
@@ -1813,50 +1820,28 @@ static int run_filter(const Arguments& a) { return Filter(a).run(); }
 
 // ============================================================================================================ 10 split
 
-// Whole chunks go to the test side, until it has its rows; each time the one that brings the counts of difficulties,
-// overall and in its chapter, nearest to what is wanted. Ties go by a hash of seed and chunk, not by order.
-static int run_split(const Arguments& a) {
-    const Limits limits(a);
-    const size_t wanted = a.number("--test", 0, 1, SIZE_MAX / 2);
-    if (!wanted) DIE("--test N is needed: how many rows are kept for testing");
-    const std::string seed = a.text("--seed", "0"), folder = a.output() == "-" ? "." : a.output();
-    using Counts = std::map<std::string, double>; // by difficulty
-    struct Group { uint64_t order; std::string chapter; Counts rows; size_t size = 0; bool test = false; };
-    std::map<std::string, Group> groups; // by chunk
-    auto difficulty_of = [](sj::Value v) { return v["difficulty"].str("-"); };
-    auto group_of = [&](const Reader& in) { // a row without a chunk is one by itself
-        const std::string chunk = in.row()["chunk"].str();
-        return chunk.empty() ? format("\nrow %zu", in.number) : chunk;
-    };
-    size_t rows = 0;
-    std::map<std::string, Counts> chapters; // "": all of them
-    {
-        Reader in(a.files[0]);
-        if (!in.seekable()) DIE("%s: is read twice, so it has to be a file", in.path.c_str());
-        for (Progress progress; in.next(); rows++) {
-            progress.show("split", rows, in.share());
-            const sj::Value v = in.need();
-            const std::string key = group_of(in), chapter = v["source"].str() + "\n" + top_chapter(v), d = difficulty_of(v);
-            Group& g = groups[key];
-            if (g.size++ == 0) g.order = mix(0, fnv1a(key, fnv1a(seed + "\n"))), g.chapter = chapter;
-            g.rows[d]++, chapters[g.chapter][d]++, chapters[""][d]++;
-        }
-    }
-    if (wanted >= rows) DIE("--test %zu: %s has %zu rows", wanted, a.files[0].c_str(), rows);
-    std::vector<Group*> order;
-    for (auto& [key, g] : groups) order.push_back(&g);
-    std::sort(order.begin(), order.end(), [](const Group* x, const Group* y) { return x->order < y->order; });
-    auto missing = chapters; // how many rows the test side still wants of each
+using Counts = std::map<std::string, double>; // rows by difficulty
+struct Group {                                // the rows of a chunk
+    uint64_t order = 0;
+    std::string chapter;
+    Counts rows;
+    size_t size = 0;
+    bool test = false;
+};
+
+// Whole chunks go to the test side, until it has its rows; each time the one that brings the numbers of the chapters
+// and of the difficulties, in its chapter and overall (""), nearest to what is wanted. Ties go by Group::order.
+// missing: how many rows are wanted; on return, how many of them did not come.
+static void choose_tests(const std::vector<Group*>& groups, std::map<std::string, Counts>& missing, size_t& wanted) {
     std::map<std::string, double> missing_rows;
-    for (auto& [name, counts] : missing)
-        for (auto& [difficulty, n] : counts) missing_rows[name] += n *= (double)wanted / (double)rows;
-    size_t left = wanted;
+    for (auto& [chapter, counts] : missing)
+        for (auto& [difficulty, n] : counts) missing_rows[chapter] += n;
     for (;;) {
         Group* best = nullptr;
         double best_gain = -INFINITY;
-        for (Group* g : order) {
-            if (g->test || g->size > left) continue;
-            double gain = 0; // by how much the sum of squares of what is missing shrinks
+        for (Group* g : groups) {
+            if (g->test || g->size > wanted) continue;
+            double gain = 0; // by how much, for a row, the sum of squares of what is missing shrinks
             for (auto& [difficulty, n] : g->rows)
                 for (const Counts* c : {&missing[g->chapter], &missing[""]}) gain += n * (2 * c->at(difficulty) - n);
             const double n = (double)g->size;
@@ -1864,63 +1849,114 @@ static int run_split(const Arguments& a) {
             if (gain > best_gain + 1e-9) best = g, best_gain = gain;
         }
         stop_if_interrupted();
-        if (!best) break;
+        if (!best) return;
         best->test = true;
-        left -= best->size, missing_rows[best->chapter] -= (double)best->size;
+        wanted -= best->size, missing_rows[best->chapter] -= (double)best->size;
         for (auto& [difficulty, n] : best->rows) missing[best->chapter][difficulty] -= n, missing[""][difficulty] -= n;
     }
+}
+
+// What the test rows have in common with training rows: character n-grams, and questions that are nearly the same.
+struct Leakage {
+    const size_t n;
+    const std::vector<Conversation>& tests;
+    RougeIndex index;
+    std::unordered_map<uint64_t, bool> in_train; // n-grams of the test rows
+    std::vector<bool> asked;                     // test rows with a question like one of train
+
+    Leakage(const std::vector<Conversation>& tests, const Limits& limits)
+        : n(limits.count("split.ngram")), tests(tests), index(limits["filter.rouge"]), asked(tests.size()) {
+        for (auto& c : tests) index.learn(question(c));
+        for (auto& c : tests) {
+            index.add(question(c));
+            for (uint64_t gram : grams(c)) in_train[gram] = false;
+        }
+    }
+    static std::vector<uint32_t> question(const Conversation& c) { return word_hashes(decode(c.question)); }
+    std::vector<uint64_t> grams(const Conversation& c) const { return ngrams(decode(c.question + "\n" + c.answer), n); }
+    void train(const Conversation& c) {
+        for (uint64_t gram : grams(c))
+            if (auto found = in_train.find(gram); found != in_train.end()) found->second = true;
+        index.find(question(c), [&](size_t i) { return asked[i] = true; });
+    }
+    // Says what was found; returns how many test rows leak.
+    size_t report(double limit) const {
+        size_t overlapping = 0, alike = 0, leaks = 0;
+        double mean = 0;
+        for (size_t i = 0; i < tests.size(); i++) {
+            const auto all = grams(tests[i]);
+            const auto common = std::count_if(all.begin(), all.end(), [&](uint64_t gram) { return in_train.at(gram); });
+            const double share = (double)common / (double)all.size();
+            mean += share / (double)tests.size();
+            overlapping += share > limit, alike += asked[i], leaks += share > limit || asked[i];
+        }
+        say(format("leakage: of a test row's %zu-character n-grams %.2f%% stand in train, on average", n, 100 * mean));
+        say(format("  %zu rows with more than %.0f%% there, %zu with a question of ROUGE-L %.2f or more to one there: "
+                   "%zu rows leak", overlapping, 100 * limit, alike, index.t, leaks));
+        return leaks;
+    }
+};
+
+static int run_split(const Arguments& a) {
+    const Limits limits(a);
+    const size_t wanted = a.number("--test", 0, 1, SIZE_MAX / 2);
+    if (!wanted) DIE("--test N is needed: how many rows are kept for testing");
+    const std::string seed = a.text("--seed", "0"), folder = a.output() == "-" ? "." : a.output();
+    std::map<std::string, Group> groups; // by chunk
+    auto group_of = [&](const Reader& in) -> Group& { // a row without a chunk is one by itself
+        const std::string chunk = in.row()["chunk"].str();
+        return groups[chunk.empty() ? format("\nrow %zu", in.number) : chunk];
+    };
+    size_t rows = 0;
+    std::map<std::string, Counts> chapters; // "": all of them
+    Reader in(a.files[0]);
+    if (!in.seekable()) DIE("%s: is read again, so it has to be a file", in.path.c_str());
+    for (Progress progress; in.next(); rows++) {
+        progress.show("split", rows, in.share());
+        const sj::Value v = in.need();
+        const std::string difficulty = v["difficulty"].str("-");
+        Group& g = group_of(in);
+        if (g.size++ == 0) g.chapter = v["source"].str() + "\n" + top_chapter(v);
+        g.rows[difficulty]++, chapters[g.chapter][difficulty]++, chapters[""][difficulty]++;
+    }
+    if (wanted >= rows) DIE("--test %zu: %s has %zu rows", wanted, a.files[0].c_str(), rows);
+    std::vector<Group*> order; // by a hash of seed and chunk, so that the order of the rows changes nothing
+    for (auto& [chunk, g] : groups) {
+        g.order = mix(0, fnv1a(chunk, fnv1a(seed + "\n")));
+        order.push_back(&g);
+    }
+    std::sort(order.begin(), order.end(), [](const Group* x, const Group* y) { return x->order < y->order; });
+    auto missing = chapters;
+    for (auto& [chapter, counts] : missing)
+        for (auto& [difficulty, n] : counts) n *= (double)wanted / (double)rows;
+    size_t left = wanted;
+    choose_tests(order, missing, left);
+    const size_t taken = wanted - left;
+    if (!taken) DIE("--test %zu: every chunk has more rows", wanted);
 
     Output train(folder + "/train.jsonl"), test(folder + "/test.jsonl");
     std::vector<Conversation> tests;
-    for (Reader in(a.files[0]); in.next();) {
-        const bool is_test = groups[group_of(in)].test;
-        (is_test ? test : train).line(one_line(in.text));
-        if (is_test) tests.push_back(read_conversation(in.need()));
+    for (Reader again(a.files[0]); again.next();) {
+        const bool is_test = group_of(again).test;
+        (is_test ? test : train).line(one_line(again.text));
+        if (is_test) tests.push_back(need_conversation(again));
     }
-    // Leakage: what of the test rows' character n-grams stands in the training rows, and questions nearly the same.
-    const size_t n = limits.count("split.ngram");
-    auto grams = [&](const Conversation& c) { return ngrams(decode(c.question + "\n" + c.answer), n); };
-    std::unordered_map<uint64_t, bool> in_train;
-    RougeIndex index(limits["filter.rouge"]);
-    std::vector<std::vector<uint32_t>> questions;
-    for (auto& c : tests) {
-        for (uint64_t gram : grams(c)) in_train[gram] = false;
-        questions.push_back(word_hashes(decode(c.question)));
-        index.learn(questions.back());
+    Leakage leakage(tests, limits);
+    Progress progress;
+    size_t done = 0;
+    for (Reader again(a.files[0]); again.next();) {
+        progress.show("leakage", ++done, again.share());
+        if (!group_of(again).test) leakage.train(need_conversation(again));
     }
-    for (auto& q : questions) index.add(q);
-    std::vector<bool> asked(tests.size());
-    for (Reader in(a.files[0]); in.next();) {
-        if (groups[group_of(in)].test) continue;
-        const Conversation c = read_conversation(in.need());
-        for (uint64_t gram : grams(c))
-            if (auto found = in_train.find(gram); found != in_train.end()) found->second = true;
-        index.find(word_hashes(decode(c.question)), [&](size_t i) { return asked[i] = true; });
-        stop_if_interrupted();
-    }
-    size_t overlapping = 0, alike = 0, leaks = 0;
-    double mean = 0;
-    for (size_t i = 0; i < tests.size(); i++) {
-        const auto all = grams(tests[i]);
-        const auto common = std::count_if(all.begin(), all.end(), [&](uint64_t gram) { return in_train[gram]; });
-        const double share = (double)common / (double)all.size();
-        mean += share / (double)tests.size();
-        const bool overlaps = share > limits["split.leak_share"];
-        overlapping += overlaps, alike += asked[i], leaks += overlaps || asked[i];
-    }
-    const size_t taken = wanted - left;
     say(format("test %zu rows, train %zu rows; no chunk is on both sides", taken, rows - taken));
     for (auto& [difficulty, count] : chapters[""]) {
         const double target = count * (double)wanted / (double)rows, got = target - missing[""][difficulty];
         say(format("  %-8s %5.1f%% of all rows, %5.1f%% of the test's", difficulty.c_str(), 100 * count / (double)rows,
                    100 * got / (double)taken));
     }
-    say(format("leakage: %.2f%% of the %zu-character n-grams of a test row stand in train, on average", 100 * mean, n));
-    say(format("  %zu test rows with more than %.0f%% of theirs there, %zu with a question of ROUGE-L %.2f or more to one\n"
-               "  there: %zu rows leak", overlapping, 100 * limits["split.leak_share"], alike, index.t, leaks));
-    if (left == wanted) DIE("no chunk has %zu rows or less: no test side", wanted);
-    if ((double)leaks > limits["split.leak_rows"] * (double)tests.size())
-        DIE("%zu of %zu test rows leak, more than split.leak_rows allows: nothing was written", leaks, tests.size());
+    const size_t leaks = leakage.report(limits["split.leak_share"]);
+    if ((double)leaks > limits["split.leak_rows"] * (double)taken)
+        DIE("%zu of %zu test rows leak, more than split.leak_rows allows: nothing was written", leaks, taken);
     train.commit();
     test.commit();
     return 0;

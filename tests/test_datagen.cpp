@@ -37,6 +37,7 @@ struct Process {
         dup2(in.fd, 0), dup2(out.fd, 1), dup2(err.fd, 2);
         const rlimit no_core = {0, 0};
         setrlimit(RLIMIT_CORE, &no_core);
+        setenv("no_proxy", "*", 1); // the endpoint is here
         alarm(100);
         execv(argv[0], argv.data());
         _exit(127);
@@ -978,6 +979,8 @@ TEST_CASE("split: rows without chunk or difficulty, too many, and a leak") {
 
     check_refused({"split", scratch / "x", "--test", "100"}, "100 rows");
     check_refused({"split", scratch / "x"}, "--test");
+    write_file(scratch / "bad", alpaca("q", "a") + "\n{\"instruction\": \"q\"}\n");
+    check_refused({"split", scratch / "bad", "--test", "1", "-o", scratch.path.string()}, "bad: line 2: output: missing");
     std::string leaky;
     for (int i = 0; i < 10; i++) leaky += alpaca("What is a warp of the GPU?", "It is a group of 32 threads.", format(", \"chunk\": \"%d\"", i)) + "\n";
     write_file(scratch / "leaky", leaky);
