@@ -660,15 +660,19 @@ TEST_CASE("generate: a kill in the middle loses no answer, and none is asked aga
     const size_t count = lines(read_file(p.requests)).size();
     Endpoint e;
     e.delay_ms = 60;
+    auto journaled = [&] {
+        const std::string text = fs::exists(p.journal) ? read_file(p.journal) : "";
+        return (size_t)std::count(text.begin(), text.end(), '\n');
+    };
     size_t kills = 0, before = 0;
     for (; kills < 3; kills++) {
         Process run(p.generate(e));
-        for (int ms = 0; ms < 20000 && e.answers < before + 4; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        for (int ms = 0; ms < 20000 && journaled() < before + 3; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         kill(run.pid, SIGKILL);
         CHECK(run.wait().status == 1000 + SIGKILL);
         CHECK(!fs::exists(p.responses));
         CHECK(e.answers < count);
-        before = e.answers;
+        before = journaled();
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(300)); // the endpoint ends what it was at
     // Half a line at the end is what a kill in the middle of a write leaves.
@@ -678,7 +682,7 @@ TEST_CASE("generate: a kill in the middle loses no answer, and none is asked aga
     std::map<std::string, std::string> body_of;
     for (auto& line : lines(read_file(p.requests))) body_of[Json(line)["custom_id"].str()] = std::string(Json(line)["body"].raw());
     for (auto& id : column(p.journal, "custom_id")) asked[body_of.at(id)] = e.seen.at(body_of.at(id)).asked;
-    CHECK(asked.size() >= 6);
+    CHECK(asked.size() >= 9);
     CHECK(asked.size() < count);
     write_file(p.journal, whole + whole.substr(0, whole.find('\n') / 2));
 
