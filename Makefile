@@ -1,5 +1,5 @@
-# make              qwen3, with nvcc where it is found, else with g++ alone
-# make cpu          qwen3 with g++ alone
+# make              qwen3, with nvcc where it is found, else with g++ alone; and datagen
+# make cpu          the same with g++ alone
 # make test         builds with -Werror, runs every suite; the last line counts
 # make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
 # make bench        speed of this machine's build
@@ -20,6 +20,7 @@ BUILD     = build
 HAVE_NVCC := $(if $(filter cpu,$(MAKECMDGOALS)),,$(shell command -v $(NVCC) 2>/dev/null))
 OPENMP    := $(shell echo 'int main(){}' | $(CXX) -fopenmp -x c++ - -o /dev/null 2>/dev/null && echo -fopenmp)
 EDIT      := $(shell printf '\043include <stdio.h>\n\043include <histedit.h>\nint main(){}' | $(CXX) -x c++ - -o /dev/null -ledit 2>/dev/null && echo -ledit)
+CURL      := $(shell printf '\043include <curl/curl.h>\nint main(){curl_global_cleanup();}' | $(CXX) -x c++ - -o /dev/null -lcurl 2>/dev/null && echo -lcurl)
 TUNE      := $(if $(PORTABLE),,-march=native)
 CXXFLAGS  ?=
 FLAGS      = $(TUNE) -ffp-contract=off $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(if $(EDIT),-DHAVE_LIBEDIT) $(WARN) $(CXXFLAGS)
@@ -41,24 +42,32 @@ NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(s
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
 .PHONY: all cpu info test asan fuzz bench clean cuda-check
-all cpu: info qwen3
+all cpu: info qwen3 datagen
 
 info:
 	@echo "compiler  $(if $(HAVE_NVCC),$(HAVE_NVCC) with $(CXX),$(CXX); no nvcc: CPU only)"
 	@echo "threads   $(if $(OPENMP),OpenMP,one: $(CXX) has no OpenMP)"
 	@echo "chat      $(if $(EDIT),libedit: line editing and history,the terminal's own line mode (libedit-dev adds history))"
+	@echo "datagen   $(if $(CURL),libcurl: with generate,without generate (libcurl4-openssl-dev adds it))"
 	@echo "CPU code  $(if $(TUNE),for this machine (PORTABLE=1: for any x86-64),for any x86-64)"
 	@$(if $(HAVE_NVCC),echo "GPU code  $(if $(WANTED),$(addprefix sm_,$(patsubst 90,90a,$(WANTED))),sm_80 and its PTX: no GPU seen here)",:)
 
 # What the last build was made with: another compiler or flag rebuilds.
 $(BUILD)/command: FORCE
 	@mkdir -p $(BUILD)
-	@echo '$(COMPILE)' | cmp -s - $@ || echo '$(COMPILE)' > $@
+	@echo '$(COMPILE) $(CURL)' | cmp -s - $@ || echo '$(COMPILE) $(CURL)' > $@
 FORCE:
 
 qwen3: qwen3.cu $(HEADERS) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@ $(EDIT)
 	@echo "built     ./qwen3"
+
+# Plain C++, whatever compiles the model.
+DATAGEN   = file.h sj.h tokenizer.h chat_template.h dataset.h score.h datagen.cpp
+CURLFLAGS = $(if $(CURL),-DHAVE_CURL)
+datagen: $(DATAGEN) $(BUILD)/command
+	$(Q)$(CXX) $(CPUFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
+	@echo "built     ./datagen"
 
 # ---- Speed: the real shape with random weights, and the tokenizer.
 bench: info qwen3
@@ -79,10 +88,16 @@ TESTFLAGS = -std=c++17 -O2 -g1 $(FLAGS) -Werror -I. $(if $(SANITIZE),-fsanitize=
 $(T)/qwen3: qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@ $(EDIT)
+$(T)/datagen: $(DATAGEN)
+	@mkdir -p $(T)
+	$(Q)$(CXX) $(TESTFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
 $(T)/test_units: $(UNITS:%=tests/%.cpp)
+$(T)/test_datagen $(T)/test_dataset: $(DATAGEN)
+$(T)/test_datagen: TESTFLAGS += $(CURLFLAGS)
+$(T)/test_datagen: LIBS = $(CURL)
 $(T)/test_%: tests/test_%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
-	$(Q)$(CXX) $(TESTFLAGS) $< -o $@ $(EDIT)
+	$(Q)$(CXX) $(TESTFLAGS) $< -o $@ $(EDIT) $(LIBS)
 
 # The GPU's suite is nvcc's, and runs where there is a GPU.
 GPU_SUITE = $(if $(GPU),$(if $(SANITIZE),,$(BUILD)/test_gpu))
@@ -91,8 +106,8 @@ $(BUILD)/test_gpu: tests/test_gpu.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I. $< -o $@ $(EDIT)
 
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
-	@QWEN3=$(T)/qwen3 NO_GPU=$(if $(GPU_SUITE),,$(shell grep -c '^TEST_CASE' tests/test_gpu.cpp)) \
+	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(T)/datagen $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
+	@QWEN3=$(T)/qwen3 DATAGEN=$(T)/datagen NO_GPU=$(if $(GPU_SUITE),,$(shell grep -c '^TEST_CASE' tests/test_gpu.cpp)) \
 	  tests/run.sh $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
 asan:
 	@$(MAKE) --no-print-directory test SANITIZE=1
@@ -101,6 +116,7 @@ asan:
 FUZZERS   = $(notdir $(basename $(wildcard tests/fuzz_*.cpp)))
 SECONDS_EACH ?= 20
 CLANG     ?= clang++
+$(BUILD)/fuzz/fuzz_jsonl $(BUILD)/fuzz/fuzz_chunk $(BUILD)/fuzz/fuzz_dataset: $(DATAGEN)
 $(BUILD)/fuzz/%: tests/%.cpp qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)/fuzz
 	$(Q)$(CLANG) -std=c++17 -O1 -g -ffp-contract=off -Wno-unknown-pragmas -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. $< -o $@
@@ -121,4 +137,4 @@ cuda-check:
 	done
 
 clean:
-	rm -rf qwen3 $(BUILD)
+	rm -rf qwen3 datagen $(BUILD)

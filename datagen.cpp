@@ -1,0 +1,2358 @@
+// datagen.cpp: from a textbook to a clean dataset. Plain C++; libcurl only for `generate`.
+//
+//   book.md > chunk > chunks > prompt > requests > generate > responses > collect > qa > filter > clean
+//   clean > split > train, test > pack > train.bin, test.bin            (stats and unpack look into any of them)
+//
+// Every step reads and writes JSONL, a row at a time, and is a pure function of its files: run it again and the same
+// bytes come out. Output goes to stdout, or with -o to a file that appears when it is complete; a step that is
+// stopped leaves nothing behind, except `generate`, whose answers cost money: they go into a journal at once.
+// What is not passed on is counted by rule on stderr and stands, with rule and reason, in INPUT.dropped.
+//
+// Limits, patterns, terms and prompts are data: see data/limits.txt, data/*.txt, data/prompts/. A limit written in
+// this file protects the program, not the dataset: rows up to 64 MB, replies up to 32 MB, 2^32 rows a file.
+//
+// Contents: 1 rows in, rows out   2 characters and words   3 chunk   4 prompt   5 generate   6 collect
+//           7 conversations   8 ROUGE-L and MinHash   9 filter   10 split   11 pack, unpack, stats   12 main
+#include "chat_template.h"
+#include "dataset.h"
+#include "score.h"
+#include <array>
+#include <chrono>
+#include <csignal>
+#include <memory>
+#include <set>
+#include <sys/file.h>
+#include <unordered_map>
+#include <unordered_set>
+#ifdef HAVE_CURL
+#include <curl/curl.h>
+#endif
+
+// ============================================================================================ 1 rows in, rows out
+
+using Strings = std::vector<std::string>;
+
+static volatile sig_atomic_t interrupted = 0;
+struct Interrupted {}; // thrown where it is safe to stop; main returns 130
+static void stop_if_interrupted() { if (interrupted) throw Interrupted(); }
+
+static double seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+constexpr uint64_t FNV_START = 0xCBF29CE484222325;
+static uint64_t fnv1a(std::string_view s, uint64_t h = FNV_START) {
+    for (char c : s) h = (h ^ (uint8_t)c) * 0x100000001B3;
+    return h;
+}
+static std::string hex(uint64_t x) { return format("%016llx", (unsigned long long)x); }
+
+// A JSON text without its line ends, which may stand between its values only.
+static std::string one_line(std::string_view json) {
+    std::string s(json);
+    std::replace_if(s.begin(), s.end(), [](char c) { return c == '\n' || c == '\r'; }, ' ');
+    return s;
+}
+
+static void say(const std::string& line) { fprintf(stderr, "%s\n", line.c_str()); }
+
+// A line on stderr that is written over once a second; on anything but a terminal a new one every ten.
+struct Progress {
+    const bool terminal = isatty(2);
+    const double start = seconds();
+    double told = start;
+
+    ~Progress() { if (terminal && told > start) fputc('\n', stderr); }
+    void show(const char* what, size_t rows, double share) {
+        stop_if_interrupted();
+        const double now = seconds(), past = now - start;
+        if (now - told < (terminal ? 1 : 10)) return;
+        told = now;
+        fprintf(stderr, "%s%s: %zu rows, %.0f rows/s, %.0f%%, %.0f s left   %s", terminal ? "\r" : "", what, rows,
+                (double)rows / past, 100 * share, share > 0 ? past / share - past : 0, terminal ? "" : "\n");
+    }
+};
+
+// Where the bytes go: a file that appears by commit(), or stdout.
+struct Output {
+    std::unique_ptr<OutputFile> named;
+    explicit Output(const std::string& path) { if (path != "-") named = std::make_unique<OutputFile>(path); }
+    void line(std::string_view text) {
+        FILE* file = named ? named->file : stdout;
+        if (fwrite(text.data(), 1, text.size(), file) != text.size() || fputc('\n', file) == EOF)
+            DIE("%s: %s", named ? named->path.c_str() : "standard output", strerror(errno));
+    }
+    void commit() {
+        if (named) named->commit();
+        else if (fflush(stdout) != 0) DIE("standard output: %s", strerror(errno));
+    }
+};
+
+// The rows of a file, one after another: JSONL, or one JSON array, which its first character tells. Blank lines and
+// a byte order mark are passed over. A row that is no JSON is not the end: its `fault` says what is wrong.
+struct Reader {
+    static constexpr size_t LONGEST = 64 << 20;
+    std::string path;
+    size_t number = 0;      // of the row: its line, or its place in the array
+    uint64_t offset = 0;    // of its text in the file
+    std::string_view text;  // valid until next()
+    std::string fault;
+    sj::Doc doc;
+
+    explicit Reader(const std::string& p) : path(p == "-" ? "standard input" : p) {
+        file = p == "-" ? stdin : fopen(p.c_str(), "rb");
+        struct stat st;
+        if (!file || fstat(fileno(file), &st) != 0) DIE("%s: %s", path.c_str(), strerror(errno));
+        if (S_ISDIR(st.st_mode)) DIE("%s: is a directory", path.c_str());
+        regular = S_ISREG(st.st_mode);
+        size = regular ? (uint64_t)st.st_size : 0;
+        if (has(2) && !memcmp(&buffer[at], "\xEF\xBB\xBF", 3)) at += 3;
+        size_t first = 0;
+        while (has(first) && is_blank(buffer[at + first])) first++;
+        array = has(first) && buffer[at + first] == '[';
+        if (array) at += first + 1;
+    }
+    Reader(const Reader&) = delete;
+    ~Reader() { if (file && file != stdin) fclose(file); }
+
+    // The next row's text, not parsed. False at the end.
+    bool next_text() {
+        while (array ? find_item() : find_line()) {
+            if (!fault.empty() || !std::all_of(text.begin(), text.end(), is_blank)) return true;
+        }
+        return false;
+    }
+    bool next() {
+        doc.nodes.clear();
+        if (!next_text()) return false;
+        if (fault.empty()) fault = sj::parse(doc, text);
+        if (size_t at = fault.find("byte "); at != fault.npos) fault.erase(0, at); // each row is a text by itself
+        return true;
+    }
+    sj::Value row() const { return doc.root(); }
+    std::string where() const { return format("%s: %s %zu", path.c_str(), array ? "item" : "line", number); }
+    // The row, where a bad one ends the program.
+    sj::Value need() const {
+        if (!fault.empty()) DIE("%s: %s", where().c_str(), fault.c_str());
+        if (!row().is(sj::Object)) DIE("%s: not an object", where().c_str());
+        return row();
+    }
+    double share() const { return size ? (double)(base + at) / (double)size : 0; }
+    bool seekable() const { return regular && file != stdin; }
+    // A row that was there before, by its offset and length.
+    struct Place { uint64_t offset; size_t length; };
+    struct Old {
+        std::string text;
+        sj::Doc doc;
+        sj::Value row() const { return doc.root(); }
+    };
+    Place place() const { return {offset, text.size()}; }
+    std::unique_ptr<Old> again(Place at) const {
+        auto old = std::make_unique<Old>();
+        old->text.resize(at.length);
+        if (pread(fileno(file), old->text.data(), at.length, (off_t)at.offset) != (ssize_t)at.length)
+            DIE("%s: changed while it was read", path.c_str());
+        sj::parse(old->doc, old->text);
+        return old;
+    }
+
+  private:
+    FILE* file = nullptr;
+    uint64_t size = 0, base = 0; // of the file (0: not known); file offset of buffer[0]
+    std::string buffer;
+    size_t at = 0;
+    bool regular = false, array = false, closed = false; // closed: its ] was read
+
+    static bool is_blank(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
+    // Is there a byte at buffer[at + n]? Reads on if need be.
+    bool has(size_t n) {
+        while (buffer.size() - at <= n) {
+            if (at > buffer.size() / 2) buffer.erase(0, at), base += at, at = 0;
+            const size_t old = buffer.size(), step = 1 << 20;
+            buffer.resize(old + step);
+            buffer.resize(old + fread(&buffer[old], 1, step, file));
+            if (ferror(file)) DIE("%s: %s", path.c_str(), strerror(errno));
+            if (buffer.size() == old) return false;
+        }
+        return true;
+    }
+    bool found(size_t begin, size_t length) {
+        number++;
+        offset = base + begin;
+        text = std::string_view(buffer).substr(begin, length);
+        return true;
+    }
+    // What is too long is thrown away as it comes.
+    void forget(size_t& n) { fault = format("longer than %zu MB", LONGEST >> 20), at += n, n = 0; }
+
+    bool find_line() {
+        fault.clear();
+        size_t n = 0;
+        while (has(n)) {
+            const char* newline = (const char*)memchr(&buffer[at + n], '\n', buffer.size() - at - n);
+            n = newline ? (size_t)(newline - &buffer[at]) : buffer.size() - at;
+            if (n > LONGEST) forget(n);
+            if (newline) break;
+        }
+        if (!has(0)) return fault.empty() ? false : found(at, 0);
+        const size_t newline = has(n); // first: it may move the buffer
+        at += n + newline;
+        return found(at - n - newline, n);
+    }
+    bool find_item() {
+        fault.clear();
+        while (closed && has(0))
+            if (!is_blank(buffer[at++])) DIE("%s: text after the array", path.c_str());
+        if (closed) return false;
+        size_t n = 0;
+        int depth = 0;
+        bool string = false;
+        for (; has(n); n++) {
+            const char c = buffer[at + n];
+            if (string) {
+                if (c == '\\') n += has(n + 1);
+                else string = c != '"';
+            } else if (c == '"') string = true;
+            else if (c == '[' || c == '{') depth++;
+            else if (depth == 0 && (c == ',' || c == ']')) break;
+            else if (c == ']' || c == '}') depth--;
+            if (n > LONGEST) forget(n);
+        }
+        if (!has(n)) DIE("%s: the array has no end", path.c_str());
+        closed = buffer[at + n] == ']';
+        at += n + 1;
+        return found(at - n - 1, n);
+    }
+};
+
+// Rows that are not passed on: counted by rule in the order the rules were named, kept with their rule in a file.
+struct Report {
+    struct Rule {
+        std::string name;
+        size_t dropped = 0;
+        double seconds = 0; // spent on it
+    };
+    std::vector<Rule> rules;
+    size_t kept = 0;
+    Output side;
+    const std::string path;
+
+    Report(const std::string& side_path, const Strings& names) : side(side_path), path(side_path) {
+        for (auto& name : names) rules.push_back({name});
+    }
+    void drop(const std::string& rule, const std::string& why, const Reader& in) {
+        for (auto& r : rules) r.dropped += r.name == rule;
+        sj::Writer w;
+        w.object().field("rule", rule).field("why", why).field("line", in.number);
+        if (in.row()) w.key("row").value(in.row());
+        else {
+            std::string text;
+            utf8_repair(text, in.text.substr(0, 4096), true);
+            w.field("text", text);
+        }
+        side.line(w.end().text);
+    }
+    size_t dropped() const {
+        size_t sum = 0;
+        for (auto& r : rules) sum += r.dropped;
+        return sum;
+    }
+    void finish(const char* unit) {
+        side.commit();
+        say(format("%zu %s kept, %zu dropped%s", kept, unit, dropped(), dropped() ? (" into " + path).c_str() : ""));
+        for (auto& r : rules)
+            if (r.seconds >= 0.05) say(format("  %-12s %8zu   %.1f s", r.name.c_str(), r.dropped, r.seconds));
+            else if (r.dropped) say(format("  %-12s %8zu", r.name.c_str(), r.dropped));
+    }
+};
+
+// What the command line gave: files, and options by name.
+struct Arguments {
+    Strings files;
+    std::map<std::string, std::string> given;
+
+    bool has(const std::string& name) const { return given.count(name); }
+    std::string text(const std::string& name, const std::string& otherwise = "") const {
+        return has(name) ? given.at(name) : otherwise;
+    }
+    std::string need(const std::string& name) const {
+        if (!has(name)) DIE("%s is needed", name.c_str());
+        return given.at(name);
+    }
+    size_t number(const std::string& name, size_t otherwise, size_t low, size_t high) const {
+        if (!has(name)) return otherwise;
+        const std::string& s = given.at(name);
+        errno = 0;
+        const unsigned long long n = strtoull(s.c_str(), nullptr, 10);
+        if (s.empty() || s.find_first_not_of("0123456789") != s.npos || errno || n < low || n > high)
+            DIE("%s %s: expected a whole number from %zu to %zu", name.c_str(), s.c_str(), low, high);
+        return (size_t)n;
+    }
+    std::string output() const { return text("-o", "-"); }
+    std::string dropped() const {
+        if (files[0] == "-" && !has("--dropped")) DIE("--dropped is needed, since standard input has no name");
+        return text("--dropped", files[0] + ".dropped");
+    }
+    // A file of data/: of the working folder, else beside the program; or where --data says.
+    std::string data(const std::string& name) const {
+        if (has("--data")) return given.at("--data") + "/" + name;
+        return beside("data/" + name);
+    }
+    std::string tokenizer() const { return text("-z", beside("tokenizer.bin")); }
+    static std::string beside(const std::string& name) {
+        char self[4096];
+        const ssize_t n = readlink("/proc/self/exe", self, sizeof self);
+        if (n <= 0 || access(name.c_str(), F_OK) == 0) return name;
+        std::string there(self, (size_t)n);
+        there = there.substr(0, there.rfind('/') + 1) + name;
+        return access(there.c_str(), F_OK) == 0 ? there : name;
+    }
+};
+
+// Calls f with the lines of a list in data/, without comments (from ';' on) and blanks around.
+template <class F> static void for_each_line(const std::string& path, F f) {
+    const MappedFile file(path);
+    const std::string_view all = file.text();
+    for (size_t at = 0, number = 1; at < all.size(); number++) {
+        std::string_view line = all.substr(at, all.find('\n', at) - at);
+        at += line.size() + 1;
+        line = line.substr(0, line.find(';'));
+        const size_t first = std::min(line.find_first_not_of(" \t\r"), line.size());
+        line = line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
+        for (size_t i = 0; i < line.size(); i++)
+            if (int k = utf8_length(&line[i], line.size() - i); k > 0) i += (size_t)k - 1;
+            else DIE("%s: line %zu: invalid UTF-8", path.c_str(), number);
+        if (!line.empty()) f(line, number);
+    }
+}
+
+// data/limits.txt: a name and a number a line.
+struct Limits {
+    std::string path;
+    std::map<std::string, double> value;
+    explicit Limits(const Arguments& a) : path(a.data("limits.txt")) {
+        for_each_line(path, [&](std::string_view line, size_t number) {
+            const std::string all(line), name = all.substr(0, all.find(' '));
+            char* end;
+            const double x = strtod(all.c_str() + name.size(), &end);
+            if (*end || name.size() == all.size() || !std::isfinite(x) || x < 0)
+                DIE("%s: line %zu: expected a name and a number of 0 or more", path.c_str(), number);
+            value[name] = x;
+        });
+    }
+    double operator[](const char* name) const {
+        const auto found = value.find(name);
+        if (found == value.end()) DIE("%s: %s is missing", path.c_str(), name);
+        return found->second;
+    }
+    size_t count(const char* name) const { return (size_t)std::min((*this)[name], 1e12); }
+};
+
+// ======================================================================================== 2 characters and words
+
+static bool is_digit(uint32_t c) { return c >= '0' && c <= '9'; }
+static bool is_latin(uint32_t c) { return (c | 32) >= 'a' && (c | 32) <= 'z' && c < 128; }
+static uint32_t lower(uint32_t c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
+static bool is_space(uint32_t c) {
+    return c <= ' ' || c == 0xA0 || c == 0x3000 || (c >= 0x2000 && c <= 0x200B) || c == 0xFEFF;
+}
+static bool is_cjk(uint32_t c) { // written without blanks between words: Han, kana, Hangul
+    return (c >= 0x3041 && c <= 0x30FF) || (c >= 0x3400 && c <= 0x9FFF) || (c >= 0xAC00 && c <= 0xD7A3) ||
+           (c >= 0xF900 && c <= 0xFAFF) || (c >= 0x20000 && c <= 0x3FFFF) || c == 0x3005 || c == 0x3007;
+}
+// Letters and digits of all other scripts: whatever is no control, blank, punctuation or symbol block.
+static bool is_word(uint32_t c) {
+    if (c < 0xC0) return is_digit(c) || is_latin(c) || c == 0xAA || c == 0xB5 || c == 0xBA;
+    return c != 0xD7 && c != 0xF7 && !(c >= 0x2000 && c <= 0x2BFF) && !(c >= 0x2E00 && c <= 0x303F) &&
+           !(c >= 0xD800 && c <= 0xF8FF) && !(c >= 0xFE10 && c <= 0xFE6F) && !(c >= 0xFF00 && c <= 0xFF0F) &&
+           !(c >= 0xFF1A && c <= 0xFF20) && !(c >= 0xFF3B && c <= 0xFF40) && !(c >= 0xFF5B && c <= 0xFF65) &&
+           c < 0x1F000 && !is_cjk(c);
+}
+
+static std::u32string decode(std::string_view valid) {
+    std::u32string out;
+    for (const char *p = valid.data(), *end = p + valid.size(); p < end;) out += (char32_t)utf8_read(p);
+    return out;
+}
+static size_t count_characters(std::string_view valid) {
+    return (size_t)std::count_if(valid.begin(), valid.end(), [](char c) { return (c & 0xC0) != 0x80; });
+}
+
+static uint64_t mix(uint64_t h, uint64_t x) { // a step of hashing; every bit of x reaches the upper half
+    h = (h ^ x) * 0x9E3779B97F4A7C15;
+    return h ^ h >> 32;
+}
+
+// The words of a text as ROUGE-L and the word rules count them: a CJK character is a word, and so is a run of other
+// letters and digits, in lower case (ASCII's). f gets where it begins and ends.
+template <class F> static void for_each_word(std::u32string_view s, F f) {
+    for (size_t i = 0, j; i < s.size(); i = j) {
+        j = i + 1;
+        if (!is_cjk(s[i]) && !is_word(s[i])) continue;
+        while (!is_cjk(s[i]) && j < s.size() && is_word(s[j])) j++;
+        f(i, j);
+    }
+}
+static uint64_t word_hash(std::u32string_view word) {
+    uint64_t h = word.size();
+    for (char32_t c : word) h = mix(h, lower(c));
+    return h;
+}
+static std::vector<uint32_t> word_hashes(std::u32string_view s) {
+    std::vector<uint32_t> out;
+    for_each_word(s, [&](size_t i, size_t j) { out.push_back((uint32_t)(word_hash(s.substr(i, j - i)) >> 16)); });
+    return out;
+}
+
+// Which part of the words is Chinese, Japanese or Korean; -1 if there is no word. Code does not count.
+static double cjk_share(std::u32string_view s) {
+    size_t all = 0, cjk = 0;
+    bool code = false;
+    for (size_t i = 0; i < s.size();) { // between runs of backticks, code and prose take turns
+        size_t end = std::min(s.find(U'`', i), s.size());
+        if (!code) for_each_word(s.substr(i, end - i), [&](size_t at, size_t) { all++, cjk += is_cjk(s[i + at]); });
+        if (end < s.size()) code = !code;
+        for (i = end; i < s.size() && s[i] == '`';) i++;
+    }
+    return all ? (double)cjk / (double)all : -1;
+}
+
+// A list of patterns, searched all at once. In a pattern ' ' is one or more blanks, '_' any number or none, '#' a
+// number (3, 3.2, 3-2, 三); ASCII letters match in either case, and as whole words. A line that begins with '!' is
+// an exception: where it stands, no pattern is looked for.
+struct Patterns {
+    std::vector<std::u32string> list;
+    std::vector<bool> exception;
+    std::vector<std::vector<uint32_t>> starting = std::vector<std::vector<uint32_t>>(0x10000);
+
+    explicit Patterns(const std::string& path) {
+        for_each_line(path, [&](std::string_view line, size_t number) {
+            const bool except = line[0] == '!';
+            std::u32string p = decode(line.substr(except));
+            for (char32_t& c : p) c = lower(c);
+            if (p.empty() || p[0] == ' ' || p[0] == '_' || p[0] == '#' || p[0] > 0xFFFF)
+                DIE("%s: line %zu: a pattern begins with a letter", path.c_str(), number);
+            auto& same = starting[p[0]];
+            same.insert(except ? same.begin() : same.end(), (uint32_t)list.size()); // exceptions are tried first
+            list.push_back(p), exception.push_back(except);
+        });
+    }
+    bool empty() const { return list.empty(); }
+
+    // The first place where one matches; "" if none does.
+    std::string find(std::u32string_view s) const {
+        for (size_t i = 0, skip; i < s.size(); i += skip) {
+            skip = 1;
+            const char32_t c = lower(s[i]);
+            if (c > 0xFFFF || starting[c].empty()) continue;
+            for (uint32_t p : starting[c]) {
+                const size_t n = match(list[p], s, i);
+                if (!n) continue;
+                if (!exception[p]) {
+                    std::string out;
+                    for (char32_t found : s.substr(i, n)) utf8_append(out, found);
+                    return out;
+                }
+                skip = n;
+                break;
+            }
+        }
+        return "";
+    }
+
+  private:
+    static bool is_ascii_word(uint32_t c) { return is_latin(c) || is_digit(c); }
+    static size_t match(std::u32string_view p, std::u32string_view s, size_t begin) {
+        if (begin > 0 && is_ascii_word(p[0]) && is_ascii_word(s[begin - 1])) return 0;
+        size_t at = begin;
+        auto here = [&](size_t i) -> uint32_t { return i < s.size() ? s[i] : 0; };
+        for (char32_t c : p) {
+            const size_t before = at;
+            if (c == ' ' || c == '_') {
+                while (at < s.size() && is_space(s[at])) at++;
+                if (c == ' ' && at == before) return 0;
+            } else if (c == '#') {
+                const std::u32string_view digits = U"0123456789零一二三四五六七八九十百";
+                auto is_number = [&](uint32_t x) { return x && digits.find((char32_t)x) != digits.npos; };
+                auto joins = [&](uint32_t x) { return at > before && (x == '.' || x == '-') && is_digit(here(at + 1)); };
+                while (is_number(here(at)) || joins(here(at))) at++;
+                if (at == before) return 0;
+            } else if (lower(here(at)) != c) return 0;
+            else at++;
+        }
+        return is_ascii_word(p.back()) && is_ascii_word(here(at)) ? 0 : at - begin;
+    }
+};
+
+// ============================================================================================================ 3 chunk
+
+// A book is cut into pieces: headings, code fences, paragraphs with the blank lines after them; a paragraph that is
+// too long into its sentences, and a sentence that is too long where it must be. Pieces follow each other without a
+// gap, and so do the chunks made of them: every character of the book is in some chunk, whatever the Markdown.
+struct Piece {
+    enum Kind { TEXT, FENCE, HEADING } kind;
+    size_t begin, end, size; // bytes of the book; size in characters or tokens
+    int level = 0;           // of a heading
+};
+struct Chunk {
+    size_t begin, body, end; // begin..body repeats the end of the chunk before it
+    std::string chapter;     // "2 Threads > 2.1 Warps": the headings above its body
+};
+struct ChunkSizes {
+    size_t most, least, overlap, title; // least: a chunk this long ends at the next heading
+    std::function<size_t(std::string_view)> measure = count_characters;
+};
+
+// The run of ` or ~ that a line begins with, if it can open or close a fence. bare: nothing follows it.
+struct FenceMark {
+    char mark = 0;
+    size_t count = 0;
+    bool bare = false;
+    explicit FenceMark(std::string_view line) {
+        const size_t first = line.find_first_not_of(" \t");
+        if (first == line.npos || (line[first] != '`' && line[first] != '~')) return;
+        const size_t end = std::min(line.find_first_not_of(line[first], first), line.size());
+        if (end - first < 3 || (line[first] == '`' && line.find('`', end) != line.npos)) return;
+        mark = line[first], count = end - first;
+        bare = line.find_first_not_of(" \t\r\n", end) == line.npos;
+    }
+};
+
+static bool is_blank_line(std::string_view line) { return line.find_first_not_of(" \t\r\n") == line.npos; }
+
+// 1..6 for "# Title" and so on, else 0.
+static int heading_level(std::string_view line) {
+    size_t first = std::min(line.find_first_not_of(' '), line.size()), n = first;
+    while (n < line.size() && line[n] == '#') n++;
+    const bool heading = first < 4 && n > first && n - first <= 6 && (n == line.size() || strchr(" \t\r\n", line[n]));
+    return heading ? (int)(n - first) : 0;
+}
+// A line of = or - under a title: 1 or 2, else 0.
+static int underline_level(std::string_view line) {
+    line = line.substr(0, line.find_last_not_of(" \t\r\n") + 1);
+    if (line.size() < 3 || (line[0] != '=' && line[0] != '-')) return 0;
+    return line.find_first_not_of(line[0]) != line.npos ? 0 : line[0] == '=' ? 1 : 2;
+}
+static std::string heading_title(std::string_view piece, size_t longest) {
+    std::string_view line = piece.substr(0, piece.find('\n'));
+    if (heading_level(line)) {
+        line = line.substr(std::min(line.find_first_not_of(" #"), line.size()));
+        line = line.substr(0, line.find_last_not_of(" \t\r#") + 1);
+    }
+    std::string title;
+    for (char32_t c : decode(line))
+        if (longest && longest--) utf8_append(title, is_space(c) ? ' ' : c); // blanks of a kind, so that it is one line
+    return title.substr(0, title.find_last_not_of(' ') + 1);
+}
+
+// Where sentences end in a text: behind a line's end, or behind . ! ? and their like and what closes after them.
+static std::vector<size_t> sentence_ends(std::string_view text) {
+    std::vector<size_t> ends;
+    const char *begin = text.data(), *end = begin + text.size();
+    auto any_of = [](uint32_t c, std::u32string_view set) { return set.find((char32_t)c) != set.npos; };
+    for (const char* p = begin; p < end;) {
+        const uint32_t c = utf8_read(p);
+        bool ends_here = c == '\n' || any_of(c, U"。！？；…");
+        const bool western = c == '.' || c == '!' || c == '?';
+        if (c != '\n' && (ends_here || western)) {
+            for (const char* q = p; q < end && any_of(utf8_read(q), U"。！？.!?…\"'”’」』）)】》");) p = q;
+            if (western) ends_here = p < end && (*p == ' ' || *p == '\t' || *p == '\n' || *p == '\r');
+            while (ends_here && p < end && (*p == ' ' || *p == '\t')) p++;
+        }
+        if (ends_here && p < end) ends.push_back((size_t)(p - begin));
+    }
+    if (!text.empty()) ends.push_back(text.size());
+    return ends;
+}
+
+static size_t next_character(std::string_view s, size_t at) {
+    while (at < s.size() && ((uint8_t)s[at] & 0xC0) == 0x80) at++;
+    return at;
+}
+
+// A text without a place to cut it: halves, until they fit.
+static void add_halves(std::vector<Piece>& out, std::string_view book, size_t begin, size_t end,
+                       const ChunkSizes& sizes) {
+    const size_t size = sizes.measure(book.substr(begin, end - begin));
+    const size_t middle = next_character(book, begin + (end - begin) / 2);
+    if (size <= sizes.most || middle >= end) return out.push_back({Piece::TEXT, begin, end, size});
+    add_halves(out, book, begin, middle, sizes);
+    add_halves(out, book, middle, end, sizes);
+}
+
+static std::vector<Piece> cut_pieces(std::string_view book, const ChunkSizes& sizes) {
+    std::vector<std::string_view> lines;
+    for (size_t at = 0; at < book.size(); at += lines.back().size())
+        lines.push_back(book.substr(at, std::min(book.find('\n', at), book.size() - 1) + 1 - at));
+    const size_t n = lines.size();
+    // closer[i]: the longest runs of ` and of ~ that could close a fence from line i on. A fence that nothing closes
+    // is no fence: one stray mark must not turn the rest of a book into code.
+    std::vector<std::array<size_t, 2>> closer(n + 1);
+    for (size_t i = n; i-- > 0;) {
+        const FenceMark f(lines[i]);
+        closer[i] = closer[i + 1];
+        if (f.bare) closer[i][f.mark == '~'] = std::max(closer[i][f.mark == '~'], f.count);
+    }
+    auto opens_fence = [&](size_t i) {
+        const FenceMark f(lines[i]);
+        return f.mark && closer[i + 1][f.mark == '~'] >= f.count;
+    };
+    std::vector<Piece> pieces;
+    for (size_t i = 0, next, at = 0; i < n; i = next) {
+        Piece piece = {Piece::TEXT, at, 0, 0};
+        next = i + 1;
+        if (opens_fence(i)) {
+            piece.kind = Piece::FENCE;
+            const FenceMark open(lines[i]);
+            for (;; next++)
+                if (const FenceMark f(lines[next]); f.bare && f.mark == open.mark && f.count >= open.count) break;
+            next++;
+        } else if (int level = heading_level(lines[i])) {
+            piece.kind = Piece::HEADING, piece.level = level;
+        } else if (int level = next < n && !is_blank_line(lines[i]) ? underline_level(lines[next]) : 0) {
+            piece.kind = Piece::HEADING, piece.level = level;
+            next++;
+        } else {
+            while (next < n && !is_blank_line(lines[next]) && !opens_fence(next) && !heading_level(lines[next])) next++;
+        }
+        while (next < n && is_blank_line(lines[next])) next++;
+        const char* end = next < n ? lines[next].data() : book.data() + book.size();
+        piece.end = at = (size_t)(end - book.data());
+        const std::string_view text = book.substr(piece.begin, piece.end - piece.begin);
+        piece.size = sizes.measure(text);
+        if (piece.kind == Piece::FENCE || piece.size <= sizes.most) {
+            pieces.push_back(piece);
+            continue;
+        }
+        const size_t first = pieces.size();
+        size_t begin = 0;
+        for (size_t end : sentence_ends(text)) {
+            add_halves(pieces, book, piece.begin + begin, piece.begin + end, sizes);
+            begin = end;
+        }
+        pieces[first].kind = piece.kind, pieces[first].level = piece.level; // of a heading without end, its beginning
+    }
+    return pieces;
+}
+
+// Where the repeated end of the text start..end begins: at the first sentence among its last characters, or, if none
+// begins there, at the first of these characters.
+static size_t overlap_begin(std::string_view book, size_t start, size_t end, size_t characters) {
+    size_t low = end;
+    for (; characters > 0 && low > start; characters--) {
+        low--;
+        while (((uint8_t)book[low] & 0xC0) == 0x80) low--;
+    }
+    size_t sentence = start;
+    for (size_t behind : sentence_ends(book.substr(start, end - start)))
+        if (sentence < low) sentence = start + behind;
+    return sentence < end ? sentence : low;
+}
+
+static std::vector<Chunk> cut_chunks(std::string_view book, const ChunkSizes& sizes) {
+    const std::vector<Piece> pieces = cut_pieces(book, sizes);
+    std::vector<Chunk> chunks;
+    Strings path; // titles above the place we are at, one a level
+    auto enter = [&](const Piece& heading) {
+        path.resize((size_t)heading.level - 1);
+        path.push_back(heading_title(book.substr(heading.begin, heading.end - heading.begin), sizes.title));
+    };
+    for (size_t first = 0, last; first < pieces.size(); first = last) {
+        size_t size = pieces[first].size;
+        for (last = first + 1; last < pieces.size(); last++) {
+            const Piece& p = pieces[last];
+            if (p.kind == Piece::HEADING && (p.level == 1 || size >= sizes.least)) break;
+            if (size + p.size > sizes.most) {
+                size_t back = last; // headings go with what they stand above
+                while (back > first && pieces[back - 1].kind == Piece::HEADING) back--;
+                if (back > first) last = back;
+                break;
+            }
+            size += p.size;
+        }
+        Chunk chunk = {pieces[first].begin, pieces[first].begin, pieces[last - 1].end, ""};
+        if (first > 0 && pieces[first].kind == Piece::TEXT) {
+            size_t from = first; // the text right before it in its chunk, behind the last heading or code
+            while (pieces[from].begin > chunks.back().body && pieces[from - 1].kind == Piece::TEXT) from--;
+            chunk.begin = overlap_begin(book, pieces[from].begin, chunk.body, sizes.overlap);
+        }
+        size_t i = first;
+        for (; i < last && pieces[i].kind == Piece::HEADING; i++) enter(pieces[i]);
+        for (auto& title : path)
+            if (!title.empty()) chunk.chapter += (chunk.chapter.empty() ? "" : " > ") + title;
+        for (; i < last; i++)
+            if (pieces[i].kind == Piece::HEADING) enter(pieces[i]);
+        chunks.push_back(chunk);
+    }
+    return chunks;
+}
+
+static int run_chunk(const Arguments& a) {
+    const Limits limits(a);
+    ChunkSizes sizes = {a.number("--characters", limits.count("chunk.characters"), 50, 1 << 24), 0,
+                        a.number("--overlap", limits.count("chunk.overlap"), 0, 1 << 20), limits.count("chunk.title")};
+    std::unique_ptr<Tokenizer> tokenizer;
+    if (a.has("--tokens")) {
+        if (a.has("--characters")) DIE("--tokens and --characters: one of them");
+        tokenizer = std::make_unique<Tokenizer>(a.tokenizer());
+        sizes.most = a.number("--tokens", 0, 50, 1 << 24);
+        sizes.measure = [&](std::string_view text) { return tokenizer->encode(text, false).size(); };
+    }
+    sizes.least = (size_t)((double)sizes.most * limits["chunk.least_share"]);
+    Output out(a.output());
+    std::unordered_map<uint64_t, size_t> seen; // a text that a book repeats gets -2, -3 behind its id
+    size_t count = 0, long_fences = 0;
+    for (auto& path : a.files) {
+        const MappedFile file(path);
+        std::string_view book = file.text();
+        if (book.substr(0, 3) == "\xEF\xBB\xBF") book.remove_prefix(3);
+        for (size_t i = 0; i < book.size();) {
+            const int k = utf8_length(&book[i], book.size() - i);
+            if (k <= 0) DIE("%s: no UTF-8 at byte %zu; convert it first: iconv -f GB18030 -t UTF-8", path.c_str(), i);
+            i += (size_t)k;
+        }
+        const std::string source = path.substr(path.rfind('/') + 1);
+        for (const Chunk& c : cut_chunks(book, sizes)) {
+            stop_if_interrupted();
+            const std::string_view text = book.substr(c.begin, c.end - c.begin);
+            const uint64_t hash = fnv1a(text, fnv1a(c.chapter + "\n"));
+            const size_t again = ++seen[hash];
+            sj::Writer w;
+            w.object().field("id", "c" + hex(hash) + (again > 1 ? format("-%zu", again) : "")).field("source", source);
+            w.field("chapter", c.chapter).field("lang", cjk_share(decode(text)) >= limits["lang.zh"] ? "zh" : "en");
+            w.field("characters", count_characters(text)).field("begin", c.begin).field("body", c.body);
+            out.line(w.field("end", c.end).field("text", text).end().text);
+            count++;
+            long_fences += sizes.measure(book.substr(c.body, c.end - c.body)) > sizes.most;
+        }
+    }
+    out.commit();
+    say(format("%zu chunks from %zu files", count, a.files.size()));
+    if (long_fences) say(format("%zu are longer than asked, since a code fence is never cut", long_fences));
+    return 0;
+}
+
+// =========================================================================================================== 4 prompt
+
+static const char* const DIFFICULTIES[] = {"easy", "medium", "hard"};
+
+// A chapter's name without those of its sections.
+static std::string top_chapter(sj::Value row) {
+    const std::string chapter = row["chapter"].str();
+    return chapter.substr(0, chapter.find(" > "));
+}
+
+// A template with its {{names}} replaced. What is put in is not searched again.
+static std::string fill_in(std::string_view text, const std::map<std::string, std::string>& values,
+                           const std::string& path) {
+    std::string out;
+    for (size_t at = 0;;) {
+        const size_t open = text.find("{{", at), close = text.find("}}", open);
+        out += text.substr(at, open - at);
+        if (open == text.npos) return out;
+        const std::string name(text.substr(open + 2, close - open - 2));
+        const auto found = values.find(name);
+        if (found == values.end()) DIE("%s: {{%s}} is not known", path.c_str(), name.substr(0, 40).c_str());
+        out += found->second;
+        at = close + 2;
+    }
+}
+
+// Questions by the length of a chunk, the same shares of difficulties in every chapter, to within one question: each
+// question takes the difficulty that is furthest behind. A chapter's quota thins its chunks evenly.
+static int run_prompt(const Arguments& a) {
+    const Limits limits(a);
+    const size_t least = limits.count("prompt.least_characters"), most = limits.count("prompt.most_questions");
+    const size_t quota = a.number("--chapter-quota", SIZE_MAX, 1, SIZE_MAX - 1);
+    const std::string model = a.text("--model", "qwen3"), language = a.text("--lang");
+    double share[3], sum = 0;
+    for (int d = 0; d < 3; d++) sum += share[d] = limits[format("prompt.%s", DIFFICULTIES[d]).c_str()];
+    if (sum <= 0) DIE("%s: prompt.easy, medium and hard are all 0", limits.path.c_str());
+
+    struct Chapter { size_t wanted = 0, past = 0, asked = 0, given[3] = {}; };
+    std::map<std::string, Chapter> chapters;
+    auto chapter_of = [](sj::Value v) { return v["source"].str() + "\n" + top_chapter(v); };
+    auto wanted = [&](sj::Value v) {
+        const double n = (double)count_characters(v["text"].str()) / limits["prompt.characters_per_question"];
+        return std::min(most, std::max<size_t>(1, (size_t)std::lround(n)));
+    };
+    auto chunk = [&](const Reader& in) {
+        for (auto name : {"id", "text", "lang"})
+            if (!in.need()[name].is(sj::String)) DIE("%s: no %s; is it a file of chunks?", in.where().c_str(), name);
+        const std::string lang = in.row()["lang"].str(); // names a folder
+        if (lang.empty() || lang.find_first_not_of("abcdefghijklmnopqrstuvwxyz_-") != lang.npos)
+            DIE("%s: lang %s is no language", in.where().c_str(), in_quotes(lang).c_str());
+        return in.row();
+    };
+    auto is_short = [&](sj::Value v) { return count_characters(v["text"].str()) < least; };
+    {
+        Reader in(a.files[0]);
+        if (!in.seekable()) DIE("%s: is read twice, so it has to be a file", in.path.c_str());
+        while (in.next())
+            if (!is_short(chunk(in))) chapters[chapter_of(in.row())].wanted += wanted(in.row());
+    }
+    Reader in(a.files[0]);
+    Report report(a.dropped(), {"short", "quota"});
+    Output out(a.output());
+    std::map<std::string, std::string> templates;
+    size_t requests = 0;
+    while (in.next()) {
+        const sj::Value v = chunk(in);
+        if (is_short(v)) {
+            report.drop("short", "too little text to ask about", in);
+            continue;
+        }
+        Chapter& c = chapters[chapter_of(v)];
+        c.past += wanted(v);
+        const size_t limit = std::min(quota, c.wanted), target = c.past * limit / c.wanted;
+        size_t count[3] = {};
+        for (; c.asked < target; c.asked++) {
+            int behind = 0;
+            auto gap = [&](int d) { return share[d] / sum * (double)(c.asked + 1) - (double)c.given[d]; };
+            for (int d : {1, 2})
+                if (gap(d) > gap(behind) + 1e-9) behind = d;
+            c.given[behind]++, count[behind]++;
+        }
+        if (!count[0] && !count[1] && !count[2]) report.drop("quota", "its chapter has its questions", in);
+        else report.kept++;
+        for (int d = 0; d < 3; d++) {
+            if (!count[d]) continue;
+            const std::string difficulty = DIFFICULTIES[d];
+            const std::string folder = a.data("prompts/" + (language.empty() ? v["lang"].str() : language) + "/");
+            const std::map<std::string, std::string> values = {
+                {"count", std::to_string(count[d])}, {"chapter", v["chapter"].str()}, {"text", v["text"].str()}};
+            auto message = [&](const std::string& name) {
+                std::string& text = templates[folder + name];
+                if (text.empty()) text = MappedFile(folder + name).text();
+                return fill_in(text, values, folder + name);
+            };
+            sj::Writer body;
+            body.object().field("model", model).key("messages").array();
+            body.object().field("role", "system").field("content", message("system.md")).end();
+            body.object().field("role", "user").field("content", message(difficulty + ".md")).end().end();
+            body.field("temperature", limits["request.temperature"]);
+            body.field("max_tokens", limits.count("request.max_tokens")).end();
+            // The id says what collect has to know, and a hash of the request, so that another one has another id.
+            sj::Writer w;
+            w.object().field("custom_id", v["id"].str() + "." + difficulty + "." + hex(fnv1a(body.text)).substr(0, 8));
+            w.field("method", "POST").field("url", "/v1/chat/completions").key("body").text += body.text;
+            out.line(w.text + "}");
+            requests++;
+        }
+    }
+    out.commit();
+    report.finish("chunks");
+    size_t questions[3] = {};
+    for (auto& [name, c] : chapters)
+        for (int d = 0; d < 3; d++) questions[d] += c.given[d];
+    say(format("%zu requests for %zu easy, %zu medium, %zu hard questions in %zu chapters", requests, questions[0],
+               questions[1], questions[2], chapters.size()));
+    return 0;
+}
+
+// ========================================================================================================= 5 generate
+
+// What is asked, as OpenAI's Batch format has it. id names the whole request, not only what its author called it.
+struct Request {
+    std::string custom_id, url, body, id;
+    explicit Request(const Reader& in) {
+        const sj::Value v = in.need();
+        custom_id = v["custom_id"].str(), url = v["url"].str(), body = v["body"].raw();
+        if (custom_id.empty()) DIE("%s: no custom_id", in.where().c_str());
+        if (v["method"].str() != "POST" || url[0] != '/' || !v["body"].is(sj::Object))
+            DIE("%s: expected a method POST, a url that begins with / and a body", in.where().c_str());
+        id = "batch_req_" + hex(fnv1a(url + "\n" + body));
+    }
+};
+
+// The answers so far, in OpenAI's Batch output format, each appended and synced as it comes. A line that a kill cut
+// short is cut off. Only what was answered is in here: what failed is asked again by the next run.
+struct Journal {
+    struct Place { uint64_t offset; size_t length; std::string id; };
+    std::string path;
+    std::unordered_map<std::string, Place> answers; // by custom_id
+
+    explicit Journal(const std::string& p) : path(p) {
+        fd = open(p.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+        struct stat st;
+        if (fd < 0 || fstat(fd, &st) != 0) DIE("%s: %s", p.c_str(), strerror(errno));
+        if (!S_ISREG(st.st_mode)) DIE("%s: not a regular file", p.c_str());
+        if (flock(fd, LOCK_EX | LOCK_NB) != 0) DIE("%s: another run is writing it", p.c_str());
+        for (end = (uint64_t)st.st_size; end > 0; end--) {
+            char c;
+            if (pread(fd, &c, 1, (off_t)end - 1) == 1 && c == '\n') break;
+        }
+        if (ftruncate(fd, (off_t)end) != 0) DIE("%s: %s", p.c_str(), strerror(errno));
+        Reader in(p);
+        while (in.next()) {
+            const sj::Value v = in.need();
+            if (!v["custom_id"].is(sj::String) || !v["response"]["body"])
+                DIE("%s: not an answer; remove the file to start anew", in.where().c_str());
+            answers[v["custom_id"].str()] = {in.offset, in.text.size(), v["id"].str()};
+        }
+    }
+    Journal(const Journal&) = delete;
+    ~Journal() { if (fd >= 0) close(fd); }
+
+    bool has(const Request& r) const {
+        const auto found = answers.find(r.custom_id);
+        if (found == answers.end()) return false;
+        if (found->second.id != r.id)
+            DIE("%s: %s was asked something else; remove the file to start anew", path.c_str(), r.custom_id.c_str());
+        return true;
+    }
+    void add(const Request& r, long status, const std::string& reply) {
+        sj::Writer w;
+        w.object().field("id", r.id).field("custom_id", r.custom_id).key("response").object();
+        w.field("status_code", status).field("request_id", r.id).key("body").text += one_line(reply);
+        std::string line = w.text + "}, \"error\": null}\n";
+        answers[r.custom_id] = {end, line.size() - 1, r.id};
+        end += line.size();
+        for (std::string_view left = line; !left.empty();) {
+            const ssize_t n = write(fd, left.data(), left.size());
+            if (n < 0 && errno != EINTR) DIE("%s: %s", path.c_str(), strerror(errno));
+            left.remove_prefix((size_t)std::max<ssize_t>(n, 0));
+        }
+        if (fdatasync(fd) != 0) DIE("%s: %s", path.c_str(), strerror(errno));
+    }
+    std::string line(const Request& r) const {
+        const Place& at = answers.at(r.custom_id);
+        std::string s(at.length, '\0');
+        if (pread(fd, s.data(), s.size(), (off_t)at.offset) != (ssize_t)s.size())
+            DIE("%s: changed meanwhile", path.c_str());
+        return s;
+    }
+
+  private:
+    int fd = -1;
+    uint64_t end = 0;
+};
+
+// Where a request goes: its url behind the endpoint's, which may end in a version (/v1, /v4) that takes /v1's place,
+// or be the whole address already.
+[[maybe_unused]] static std::string address(std::string endpoint, const std::string& url) {
+    while (!endpoint.empty() && endpoint.back() == '/') endpoint.pop_back();
+    const std::string path = url.compare(0, 4, "/v1/") ? url : url.substr(3);
+    if (endpoint.size() >= path.size() && !endpoint.compare(endpoint.size() - path.size(), path.size(), path)) return endpoint;
+    const std::string last = endpoint.substr(endpoint.rfind('/') + 1);
+    const bool version = last.size() > 1 && last[0] == 'v' && last.find_first_not_of("0123456789", 1) == last.npos;
+    return endpoint + (version ? path : url);
+}
+
+#ifdef HAVE_CURL
+// One of the connections: idle, asking, or waiting before it asks again.
+struct Slot {
+    CURL* easy = curl_easy_init();
+    std::unique_ptr<Request> request; // none: idle
+    std::string reply;
+    size_t attempts = 0;
+    double wake = 0; // when to ask; infinite while asking
+    ~Slot() { curl_easy_cleanup(easy); }
+};
+
+struct Sender {
+    const Limits limits;
+    Journal& journal;
+    const std::string url, key;
+    const size_t retries, parallel, timeout, give_up;
+    curl_slist* headers = nullptr;
+    CURLM* multi = curl_multi_init();
+    std::vector<std::unique_ptr<Slot>> slots;
+    std::map<std::string, size_t> faults; // why requests were asked again, or given up
+    size_t answered = 0, failed = 0, failures_in_row = 0;
+    std::string fatal;                    // why it makes no sense to ask on
+
+    Sender(const Arguments& a, Journal& journal)
+        : limits(a), journal(journal), url(a.need("--url")), key(read_key(a)),
+          retries(a.number("--retries", limits.count("generate.retries"), 0, 100)),
+          parallel(a.number("--parallel", limits.count("generate.parallel"), 1, 1000)),
+          timeout(a.number("--timeout", limits.count("generate.timeout"), 1, 86400)),
+          give_up(limits.count("generate.give_up")) {
+        if (!key.empty()) headers = curl_slist_append(headers, ("Authorization: Bearer " + key).c_str());
+        headers = curl_slist_append(headers, "Content-Type: application/json");
+        headers = curl_slist_append(headers, "Expect:"); // no round trip before the body
+        while (slots.size() < parallel) slots.push_back(std::make_unique<Slot>());
+    }
+    static std::string read_key(const Arguments& a) {
+        if (!a.has("--key-env")) return "";
+        const std::string name = a.text("--key-env");
+        const char* found = getenv(name.c_str());
+        if (!found || !*found) DIE("--key-env %s: no such environment variable", name.c_str());
+        if (strpbrk(found, "\r\n")) DIE("--key-env %s: holds a line break", name.c_str());
+        return found;
+    }
+    ~Sender() {
+        for (auto& s : slots) curl_multi_remove_handle(multi, s->easy);
+        slots.clear();
+        curl_multi_cleanup(multi);
+        curl_slist_free_all(headers);
+    }
+
+    static size_t receive(char* bytes, size_t, size_t n, void* slot) {
+        std::string& reply = ((Slot*)slot)->reply;
+        if (reply.size() + n > Reader::LONGEST / 2) return 0; // curl ends the transfer
+        reply.append(bytes, n);
+        return n;
+    }
+    void ask(Slot& s) {
+        s.reply.clear();
+        s.wake = INFINITY;
+        s.attempts++;
+        curl_easy_reset(s.easy);
+        auto set = [&](CURLoption option, auto value) {
+            if (curl_easy_setopt(s.easy, option, value) != CURLE_OK) DIE("libcurl refuses option %d", (int)option);
+        };
+        set(CURLOPT_URL, address(url, s.request->url).c_str());
+#if LIBCURL_VERSION_NUM >= 0x075500 // no redirects are followed: the key goes nowhere else
+        set(CURLOPT_PROTOCOLS_STR, "http,https");
+#else
+        set(CURLOPT_PROTOCOLS, (long)(CURLPROTO_HTTP | CURLPROTO_HTTPS));
+#endif
+        set(CURLOPT_HTTPHEADER, headers);
+        set(CURLOPT_POSTFIELDS, s.request->body.c_str());
+        set(CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t)s.request->body.size());
+        set(CURLOPT_WRITEFUNCTION, receive);
+        set(CURLOPT_WRITEDATA, (void*)&s);
+        set(CURLOPT_PRIVATE, (void*)&s);
+        set(CURLOPT_NOSIGNAL, 1L);
+        set(CURLOPT_CONNECTTIMEOUT, 20L);
+        set(CURLOPT_TIMEOUT, (long)timeout);
+        curl_multi_add_handle(multi, s.easy);
+    }
+
+    // A transfer ended: the answer goes into the journal, or the slot waits and asks again, or gives up.
+    void finish(Slot& s, CURLcode code) {
+        long status = 0;
+        curl_off_t retry_after = 0;
+        curl_easy_getinfo(s.easy, CURLINFO_RESPONSE_CODE, &status);
+        curl_easy_getinfo(s.easy, CURLINFO_RETRY_AFTER, &retry_after);
+        curl_multi_remove_handle(multi, s.easy);
+        for (size_t at = 0; !key.empty() && (at = s.reply.find(key, at)) != s.reply.npos; at += 3)
+            s.reply.replace(at, key.size(), "***"); // an endpoint may echo it
+        sj::Doc doc;
+        const bool json = sj::parse(doc, s.reply).empty();
+        if (code == CURLE_OK && status / 100 == 2 && json && doc.root()["choices"].size()) {
+            journal.add(*s.request, status, s.reply);
+            s.request.reset();
+            answered++, failures_in_row = 0;
+            return;
+        }
+        const bool refused = code == CURLE_OK && status / 100 != 2;
+        const std::string fault = code != CURLE_OK ? curl_easy_strerror(code)
+                                : refused          ? format("HTTP status %ld", status) : "a reply that is no chat completion";
+        faults[fault]++;
+        if (refused && (status == 401 || status == 403 || status == 404)) fatal = "the endpoint answers " + fault;
+        const bool again = !refused || status == 408 || status == 429 || status >= 500;
+        if (!again || s.attempts > retries) {
+            s.request.reset();
+            failed++;
+            if (++failures_in_row >= give_up)
+                fatal = format("%zu requests in a row failed, the last with: %s", failures_in_row, fault.c_str());
+            return;
+        }
+        const double doubled = limits["generate.backoff"] * std::pow(2, (double)s.attempts - 1);
+        const double jitter = 0.75 + 0.5 * (double)(mix(s.attempts, fnv1a(s.request->id)) >> 40) / (1 << 24);
+        const double wait = std::max(std::min(doubled, limits["generate.longest_backoff"]) * jitter, (double)retry_after);
+        s.wake = seconds() + std::min(wait, limits["generate.longest_retry_after"]);
+    }
+
+    // Asks what `next` gives until it gives nothing more. After Ctrl-C answers on their way are still taken.
+    template <class F> void run(F next, size_t total) {
+        const double start = seconds();
+        const bool terminal = isatty(2);
+        double told = start;
+        bool more = true;
+        for (;;) {
+            const bool stopping = interrupted || !fatal.empty();
+            const double now = seconds();
+            double wake = now + 0.5;
+            bool busy = false;
+            for (auto& s : slots) {
+                if (!s->request && more && !stopping) {
+                    s->request = next();
+                    s->attempts = 0, s->wake = now;
+                    more = (bool)s->request;
+                }
+                if (!s->request || (stopping && s->wake < INFINITY)) continue;
+                if (s->wake <= now) ask(*s);
+                wake = std::min(wake, s->wake);
+                busy = true;
+            }
+            if (!busy) break;
+            int running;
+            curl_multi_perform(multi, &running);
+            for (int left; CURLMsg* m = curl_multi_info_read(multi, &left);) {
+                Slot* s;
+                const CURLcode code = m->data.result; // finish() ends the message's life
+                curl_easy_getinfo(m->easy_handle, CURLINFO_PRIVATE, &s);
+                finish(*s, code);
+                wake = now;
+            }
+            if (wake > now) curl_multi_poll(multi, nullptr, 0, std::max(1, (int)(1000 * (wake - now))), nullptr);
+            if (now - told >= (terminal ? 1 : 10)) {
+                const double rate = (double)answered / (now - start), left = (double)(total - answered - failed);
+                fprintf(stderr, "%sanswered %zu of %zu, failed %zu, %.2f/s, %.0f s left   %s", terminal ? "\r" : "",
+                        answered, total, failed, rate, rate > 0 ? left / rate : 0, terminal ? "" : "\n");
+                told = now;
+            }
+        }
+        if (terminal && told > start) fputc('\n', stderr);
+    }
+};
+
+static int run_generate(const Arguments& a) {
+    if (a.files[0] == "-") DIE("the requests are read more than once, so they have to be in a file");
+    const std::string url = a.need("--url");
+    if (url.compare(0, 7, "http://") && url.compare(0, 8, "https://"))
+        DIE("--url %s: expected http:// or https://", url.c_str());
+    Journal journal(a.text("--journal", a.files[0] + ".journal"));
+    size_t total = 0, there = 0;
+    {
+        std::unordered_set<std::string> ids;
+        for (Reader in(a.files[0]); in.next(); total++) {
+            const Request r(in);
+            if (!ids.insert(r.custom_id).second)
+                DIE("%s: custom_id %s is there twice", in.where().c_str(), r.custom_id.c_str());
+            there += journal.has(r);
+        }
+    }
+    curl_global_init(CURL_GLOBAL_DEFAULT);
+    Sender sender(a, journal);
+    if (there) say(format("%s: %zu of %zu requests are answered", journal.path.c_str(), there, total));
+    Reader pending(a.files[0]);
+    sender.run([&]() -> std::unique_ptr<Request> {
+        while (!interrupted && pending.next())
+            if (auto r = std::make_unique<Request>(pending); !journal.has(*r)) return r;
+        return nullptr;
+    }, total - there);
+    for (auto& [fault, count] : sender.faults) say(format("  %6zu times: %s", count, fault.c_str()));
+    const size_t missing = total - there - sender.answered;
+    if (missing)
+        say(format("%zu of %zu answers are missing; those that came are in %s, and the same command goes on", missing,
+                   total, journal.path.c_str()));
+    if (interrupted) throw Interrupted();
+    if (!sender.fatal.empty()) DIE("%s", sender.fatal.c_str());
+
+    Output out(a.output());
+    for (Reader in(a.files[0]); in.next();)
+        if (const Request r(in); journal.has(r)) out.line(journal.line(r));
+    out.commit();
+    if (!missing) say(format("%zu answers, %zu of them new", total, sender.answered));
+    return missing ? 1 : 0;
+}
+#else
+static int run_generate(const Arguments&) {
+    DIE("generate: built without libcurl; install libcurl4-openssl-dev and run make datagen again");
+}
+#endif
+
+// ========================================================================================================== 6 collect
+
+// What the model said without a think block before it and a code fence around it.
+static std::string_view bare_reply(std::string_view s) {
+    auto trim = [&] {
+        s.remove_prefix(std::min(s.find_first_not_of(" \t\r\n"), s.size()));
+        s = s.substr(0, s.find_last_not_of(" \t\r\n") + 1);
+    };
+    trim();
+    if (const size_t end = s.find("</think>"); end != s.npos && s.substr(0, 7) == "<think>") {
+        s.remove_prefix(end + 8);
+        trim();
+    }
+    if (s.size() > 6 && s.substr(0, 3) == "```" && s.substr(s.size() - 3) == "```" && s.find('\n') != s.npos) {
+        s.remove_suffix(3);
+        s.remove_prefix(s.find('\n')); // with the fence's language
+        trim();
+    }
+    return s;
+}
+
+// The replies are JSON, [{"question": ..., "answer": ...}, ...], or they are kept aside.
+static int run_collect(const Arguments& a) {
+    struct ChunkFields { std::string source, chapter, lang; };
+    std::unordered_map<std::string, ChunkFields> chunks;
+    for (Reader in(a.need("--chunks")); in.next();) {
+        const sj::Value v = in.need();
+        chunks[v["id"].str()] = {v["source"].str(), v["chapter"].str(), v["lang"].str()};
+    }
+    Reader in(a.files[0]);
+    Report report(a.dropped(), {"line", "custom_id", "repeated", "status", "reply", "json", "item"});
+    Output out(a.output());
+    Progress progress;
+    std::unordered_set<std::string> seen;
+    while (in.next()) {
+        progress.show("collect", report.kept, in.share());
+        if (!in.fault.empty() || !in.row().is(sj::Object)) {
+            report.drop("line", in.fault.empty() ? "not an object" : in.fault, in);
+            continue;
+        }
+        const sj::Value response = in.row()["response"], choice = response["body"]["choices"][0];
+        const std::string id = in.row()["custom_id"].str();
+        const size_t hash = id.rfind('.'), dot = hash ? id.rfind('.', hash - 1) : id.npos;
+        const std::string chunk = id.substr(0, dot < hash ? dot : 0); // "chunk.difficulty.hash"
+        const std::string difficulty = dot < hash ? id.substr(dot + 1, hash - dot - 1) : "";
+        const bool ours = std::count(std::begin(DIFFICULTIES), std::end(DIFFICULTIES), difficulty);
+        int64_t status = 0;
+        response["status_code"].integer(&status);
+        const std::string content = choice["message"]["content"].str();
+        const std::string_view reply = bare_reply(content);
+        sj::Doc doc;
+        std::string fault;
+        if (!ours || !chunks.count(chunk)) report.drop("custom_id", "names no chunk of these, or no difficulty", in);
+        else if (!seen.insert(id).second) report.drop("repeated", "this custom_id was answered before", in);
+        else if (status / 100 != 2) report.drop("status", format("status %lld", (long long)status), in);
+        else if (content.empty()) report.drop("reply", "no choices[0].message.content", in);
+        else if (fault = sj::parse(doc, reply); !fault.empty())
+            report.drop("json", choice["finish_reason"].str() == "length" ? "cut off at max_tokens" : fault, in);
+        else if (!doc.root().is(sj::Array)) report.drop("json", "not a list", in);
+        else {
+            size_t number = 0;
+            for (sj::Value item : doc.root().items()) {
+                number++;
+                const std::string question = item["question"].str(), answer = item["answer"].str();
+                if (item.size() != 2 || question.empty() || answer.empty()) {
+                    report.drop("item", format("item %zu is not {\"question\": text, \"answer\": text}", number), in);
+                    continue;
+                }
+                const ChunkFields& c = chunks[chunk];
+                sj::Writer w;
+                w.object().field("id", id + format(".%zu", number)).field("instruction", question).field("input", "");
+                w.field("output", answer).field("chunk", chunk).field("source", c.source).field("chapter", c.chapter);
+                out.line(w.field("difficulty", difficulty).field("lang", c.lang).end().text);
+                report.kept++;
+            }
+        }
+    }
+    out.commit();
+    report.finish("questions");
+    return 0;
+}
+
+// ==================================================================================================== 7 conversations
+
+// A row of any of the usual datasets. LLaMA-Factory's names; its dataset_info.json may give others.
+struct Layout {
+    std::string formatting; // alpaca or sharegpt; "": each row shows what it is
+    std::map<std::string, std::string> name = {
+        {"prompt", "instruction"}, {"query", "input"}, {"response", "output"}, {"system", "system"},
+        {"history", "history"}, {"messages", "conversations"}, {"tools", "tools"}, {"role_tag", "from"},
+        {"content_tag", "value"}, {"user_tag", "human"}, {"assistant_tag", "gpt"}, {"observation_tag", "observation"},
+        {"function_tag", "function_call"}, {"system_tag", "system"}};
+};
+struct Conversation {
+    std::vector<Message> messages; // the last is the assistant's
+    Strings tools;
+    std::string kind;              // alpaca, openai or sharegpt
+    std::string question, answer;  // all that the user said, all that the assistant said
+};
+
+static bool is_absent(sj::Value v) { return !v || v.is(sj::Null); }
+
+static Conversation read_alpaca(sj::Value v, const Layout& layout) {
+    Conversation c;
+    c.kind = "alpaca";
+    auto text = [&](const char* column, bool needed) {
+        const std::string& key = layout.name.at(column);
+        const sj::Value s = v[key];
+        if (!s.is(sj::String) && (needed || !is_absent(s))) DIE("%s: %s", key.c_str(), s ? "not a string" : "missing");
+        return s.str();
+    };
+    const std::string prompt = text("prompt", true), query = text("query", false), system = text("system", false);
+    if (!system.empty()) c.messages.push_back({"system", system});
+    const sj::Value history = v[layout.name.at("history")];
+    if (!is_absent(history) && !history.is(sj::Array)) DIE("history: not a list");
+    for (sj::Value turn : history.items()) {
+        if (turn.size() != 2 || !turn[0].is(sj::String) || !turn[1].is(sj::String))
+            DIE("history: not a list of [question, answer]");
+        c.messages.push_back({"user", turn[0].str()});
+        c.messages.push_back({"assistant", turn[1].str()});
+    }
+    c.messages.push_back({"user", query.empty() ? prompt : prompt + "\n" + query});
+    c.messages.push_back({"assistant", text("response", true)});
+    return c;
+}
+
+static Conversation read_sharegpt(sj::Value v, const Layout& layout) {
+    auto name = [&](const char* key) { return layout.name.at(key); };
+    Conversation c;
+    c.kind = "sharegpt";
+    if (sj::Value s = v[name("system")]; s.is(sj::String) && !s.str().empty()) c.messages.push_back({"system", s.str()});
+    const sj::Value list = v[name("messages")];
+    if (!list.is(sj::Array)) DIE("%s: not a list", name("messages").c_str());
+    for (sj::Value turn : list.items()) {
+        const std::string role = turn[name("role_tag")].str();
+        const sj::Value content = turn[name("content_tag")];
+        if (!content.is(sj::String)) DIE("%s: a turn without %s", name("messages").c_str(), name("content_tag").c_str());
+        if (role == name("user_tag")) c.messages.push_back({"user", content.str()});
+        else if (role == name("assistant_tag")) c.messages.push_back({"assistant", content.str()});
+        else if (role == name("system_tag")) c.messages.push_back({"system", content.str()});
+        else if (role == name("observation_tag")) c.messages.push_back({"tool", content.str()});
+        else if (role == name("function_tag")) {
+            const std::string text = content.str();
+            sj::Doc call;
+            if (!sj::parse(call, text).empty()) DIE("%s: a call that is no JSON", name("function_tag").c_str());
+            c.messages.push_back({"assistant", "", {}, {tool_call_from_json(call.root(), name("function_tag"))}});
+        } else DIE("%s: unknown role %s", name("messages").c_str(), in_quotes(role).c_str());
+    }
+    return c;
+}
+
+static Conversation read_conversation(sj::Value v, const Layout& layout = {}) {
+    if (!v.is(sj::Object)) DIE("not an object");
+    const bool known = !layout.formatting.empty(), sharegpt = layout.formatting == "sharegpt";
+    const bool openai = sharegpt && layout.name.at("role_tag") == "role" && layout.name.at("content_tag") == "content";
+    Conversation c;
+    if (known ? openai : (bool)v["messages"]) {
+        c.messages = messages_from_json(v[known ? layout.name.at("messages") : "messages"]);
+        c.kind = "openai";
+    } else if (known ? sharegpt : (bool)v["conversations"]) c = read_sharegpt(v, layout);
+    else c = read_alpaca(v, layout);
+    const sj::Value tools = v[layout.name.at("tools")];
+    if (tools.is(sj::String)) { // LLaMA-Factory keeps them as JSON in a string
+        const std::string text = tools.str();
+        sj::Doc doc;
+        if (!text.empty() && !sj::parse(doc, text).empty()) DIE("tools: a string that is no JSON");
+        c.tools = tools_from_json(doc.root());
+    } else c.tools = tools_from_json(tools);
+
+    if (c.messages.empty() || c.messages.back().role != "assistant") DIE("messages: the last one is not the assistant's");
+    for (auto& m : c.messages)
+        if (m.role == "user" || m.role == "assistant") {
+            std::string& all = m.role == "user" ? c.question : c.answer;
+            all += (all.empty() ? "" : "\n") + m.content;
+        }
+    if (c.question.empty()) DIE("messages: nobody asks");
+    return c;
+}
+
+// The row that was read, where a bad one ends the program.
+static Conversation need_conversation(const Reader& in, const Layout& layout = {}) {
+    const sj::Value v = in.need();
+    try {
+        return read_conversation(v, layout);
+    } catch (const Error& e) {
+        DIE("%s: %s", in.where().c_str(), e.what());
+    }
+}
+
+// =============================================================================================== 8 ROUGE-L and MinHash
+
+// Finds every question whose ROUGE-L F with a new one, 2 LCS / (m + n) of m and n words, reaches a threshold t.
+// A common subsequence is no longer than the overlap of the two bags of words, so the overlap must reach t (m + n) / 2
+// too; that is the prefix filter of set similarity joins (Chaudhuri et al. 2006, Xiao et al. 2008): with all words in
+// one fixed order, two bags that share o of their words have one in common among the first m - o + 1 of the one and
+// n - o + 1 of the other. So only that many words of a question, the rarest first, are entered and looked up. The
+// least o for any partner of m words is that of the shortest one, n = t m / (2 - t). What is found is narrowed by where
+// the word stood and by 64-bit signatures, both of which bound the overlap from above; then the LCS itself decides.
+// None is lost. (Words are known by 32 bits of hash: two of them that collide could only make one too many.)
+struct RougeIndex {
+    const double t;
+    std::unordered_map<uint32_t, uint32_t> frequency; // of words, from learn(): any order is right, this one is fast
+
+    explicit RougeIndex(double threshold) : t(threshold) {
+        if (t <= 0 || t > 1) DIE("rouge: a threshold of %g is not in 0..1", t);
+    }
+    void learn(const std::vector<uint32_t>& words) { for (uint32_t w : words) frequency[w]++; }
+    size_t size() const { return begin.size() - 1; }
+
+    void add(const std::vector<uint32_t>& words) {
+        const Bag bag(*this, words);
+        const uint32_t row = (uint32_t)size();
+        for (size_t i = 0, m = words.size(); i < bag.prefix; i++)
+            postings[bag.keys[i]].push_back({bag.signature, row, (uint16_t)m, (uint16_t)(m - i - 1)});
+        all.insert(all.end(), words.begin(), words.end());
+        begin.push_back(all.size());
+        seen.push_back(0);
+    }
+    // Calls f with the number, counted by add(), of every question that is this near, until f returns false.
+    template <class F> void find(const std::vector<uint32_t>& words, F f) {
+        const size_t m = words.size();
+        const Bag bag(*this, words);
+        Places places;
+        round++;
+        for (size_t i = 0; i < bag.prefix; i++) {
+            const auto list = postings.find(bag.keys[i]);
+            if (list == postings.end()) continue;
+            for (const Posting& p : list->second) {
+                const double wanted = t * (double)(m + p.length) - 1e-9; // twice the overlap
+                const size_t after = 1 + std::min<size_t>(m - i - 1, p.after);
+                if ((double)(2 * after) < wanted) continue;
+                if ((double)(m + p.length - (size_t)__builtin_popcountll(bag.signature ^ p.signature)) < wanted) continue;
+                if (seen[p.row] == round) continue;
+                seen[p.row] = round;
+                if (places.empty()) places = places_of(words);
+                if (2 * (double)longest_common(places, m, p.row) >= wanted && !f((size_t)p.row)) return;
+            }
+        }
+    }
+
+  private:
+    struct Posting { uint64_t signature; uint32_t row; uint16_t length, after; };
+    struct Bag { // the second "the" of a question is another word than the first
+        std::vector<uint32_t> keys;
+        uint64_t signature = 0;
+        size_t prefix = 0;
+        Bag(const RougeIndex& index, const std::vector<uint32_t>& words) {
+            const size_t m = words.size();
+            if (m == 0 || m > UINT16_MAX) return;
+            std::vector<uint32_t> sorted = words;
+            std::sort(sorted.begin(), sorted.end());
+            std::vector<std::pair<uint32_t, uint32_t>> order;
+            for (size_t i = 0, k = 0; i < m; i++) {
+                k = i > 0 && sorted[i] == sorted[i - 1] ? k + 1 : 0;
+                const auto found = index.frequency.find(sorted[i]);
+                const uint32_t key = (uint32_t)(mix(k, sorted[i]) >> 8);
+                order.push_back({found == index.frequency.end() ? 0 : found->second, key});
+                signature |= (uint64_t)1 << (key % 64);
+            }
+            std::sort(order.begin(), order.end());
+            for (auto& [count, key] : order) keys.push_back(key);
+            const double shortest = std::ceil(index.t * (double)m / (2 - index.t) - 1e-9);
+            const double overlap = std::ceil(index.t * ((double)m + shortest) / 2 - 1e-9);
+            prefix = m + 1 - std::min(m, (size_t)overlap);
+        }
+    };
+    std::unordered_map<uint32_t, std::vector<Posting>> postings;
+    std::vector<uint32_t> all;        // words of all questions
+    std::vector<uint64_t> begin = {0};
+    std::vector<uint32_t> seen;       // the last round that looked at it
+    uint32_t round = 0;
+
+    using Places = std::unordered_map<uint32_t, std::vector<uint64_t>>; // bit i: words[i] is this word
+    static Places places_of(const std::vector<uint32_t>& words) {
+        Places places;
+        for (size_t i = 0; i < words.size(); i++) {
+            auto& bits = places[words[i]];
+            bits.resize((words.size() + 63) / 64);
+            bits[i / 64] |= (uint64_t)1 << (i % 64);
+        }
+        return places;
+    }
+    // Length of the longest common subsequence of m words and a row, 64 words at a time in the bits of a column
+    // (Hyyrö 2004): a bit is 0 where the subsequence grows.
+    size_t longest_common(const Places& places, size_t m, size_t row) const {
+        const size_t n = (m + 63) / 64;
+        std::vector<uint64_t> column(n, ~(uint64_t)0);
+        for (uint64_t i = begin[row]; i < begin[row + 1]; i++) {
+            const auto found = places.find(all[i]);
+            if (found == places.end()) continue;
+            uint64_t carry = 0;
+            for (size_t k = 0; k < n; k++) {
+                const uint64_t v = column[k], u = v & found->second[k], sum = v + u, with_carry = sum + carry;
+                carry = (sum < v) | (with_carry < sum);
+                column[k] = with_carry | (v & ~u);
+            }
+        }
+        size_t length = 0;
+        for (size_t i = 0; i < m; i++) length += !(column[i / 64] >> (i % 64) & 1);
+        return length;
+    }
+};
+
+// Rows by hashes: open addressing, 8 bytes a slot, a third of them free. Only as many as were promised may be added.
+struct HashTable {
+    explicit HashTable(size_t most) : slots(most + most / 2 + 16), table((uint64_t*)calloc(slots, 8), free) {
+        if (!table) throw std::bad_alloc();
+    }
+    void add(uint64_t hash, uint32_t row) {
+        size_t i = first(hash);
+        while (table.get()[i]) i = i + 1 < slots ? i + 1 : 0;
+        table.get()[i] = hash << 32 | (row + 1);
+    }
+    // Calls f with every row of this hash (and, once in 2^32, one of another) until it returns true; so does find.
+    template <class F> bool find(uint64_t hash, F f) const {
+        for (size_t i = first(hash); uint64_t s = table.get()[i]; i = i + 1 < slots ? i + 1 : 0)
+            if (s >> 32 == (hash & UINT32_MAX) && f((uint32_t)s - 1)) return true;
+        return false;
+    }
+
+  private:
+    const size_t slots;
+    std::unique_ptr<uint64_t, decltype(&free)> table;
+    size_t first(uint64_t hash) const { return (size_t)((__uint128_t)hash * slots >> 64); }
+};
+
+// The character n-grams of a text as hashes; case and blanks do not count. A text that is shorter is one gram.
+static std::vector<uint64_t> ngrams(std::u32string_view s, size_t n) {
+    std::u32string letters;
+    for (char32_t c : s)
+        if (!is_space(c)) letters += lower(c);
+    std::vector<uint64_t> grams;
+    for (size_t i = 0; i == 0 || i + n <= letters.size(); i++) {
+        uint64_t h = n;
+        for (char32_t c : std::u32string_view(letters).substr(i, n)) h = mix(h, c);
+        grams.push_back(h);
+    }
+    return grams;
+}
+
+static double jaccard(std::vector<uint64_t> a, std::vector<uint64_t> b) {
+    for (auto* v : {&a, &b}) {
+        std::sort(v->begin(), v->end());
+        v->erase(std::unique(v->begin(), v->end()), v->end());
+    }
+    size_t common = 0;
+    for (size_t i = 0, j = 0; i < a.size() && j < b.size();)
+        if (a[i] == b[j]) common++, i++, j++;
+        else a[i] < b[j] ? i++ : j++;
+    return (double)common / (double)(a.size() + b.size() - common);
+}
+
+// MinHash with banding (Broder 1997; Leskovec et al., Mining of Massive Datasets, 3.4): rows whose sets have a Jaccard
+// similarity s share the minimum of a random order with probability s, all r of a band with s^r, at least one of b
+// bands with 1 - (1 - s^r)^b: half of the pairs at s = 0.72 for 14 bands of 8. One hash a band.
+struct MinHash {
+    static constexpr size_t BANDS = 14, ROWS = 8;
+    uint32_t factor[BANDS * ROWS], summand[BANDS * ROWS]; // the i-th order of 32-bit hashes x: factor x + summand
+
+    MinHash() {
+        uint64_t h = 1;
+        for (auto& f : factor) f = (uint32_t)(h = mix(h, 1)) | 1;
+        for (auto& x : summand) x = (uint32_t)(h = mix(h, 2));
+    }
+    std::array<uint64_t, BANDS> bands(const std::vector<uint64_t>& grams) const {
+        uint32_t least[BANDS * ROWS];
+        std::fill(std::begin(least), std::end(least), UINT32_MAX);
+        for (uint64_t gram : grams) {
+            const uint32_t x = (uint32_t)(gram >> 16);
+            for (size_t i = 0; i < BANDS * ROWS; i++) least[i] = std::min(least[i], factor[i] * x + summand[i]);
+        }
+        std::array<uint64_t, BANDS> out;
+        for (size_t b = 0; b < BANDS; b++) {
+            out[b] = b;
+            for (size_t r = 0; r < ROWS; r++) out[b] = mix(out[b], least[b * ROWS + r]);
+            out[b] *= 0x9E3779B97F4A7C15; // the table takes both its ends
+        }
+        return out;
+    }
+};
+
+// =========================================================================================================== 9 filter
+
+// Numbers and identifiers of a text: runs of letters, digits, '_' and '.' that hold a digit, a '_' or a capital
+// after a small letter. "1,024" is 1024; threadIdx.x is also threadIdx and x.
+template <class F> static void for_each_fact(std::u32string_view s, F f) {
+    auto here = [&](size_t i) -> uint32_t { return i < s.size() ? s[i] : 0; };
+    for (size_t i = 0; i < s.size(); i++) {
+        std::string run;
+        for (;; i++) {
+            const uint32_t c = here(i);
+            if (is_latin(c) || is_digit(c) || c == '_' || c == '.') run += (char)c;
+            else if (c != ',' || run.empty() || !is_digit(here(i - 1)) || !is_digit(here(i + 1))) break;
+        }
+        while (!run.empty() && run.back() == '.') run.pop_back();
+        run.erase(0, run.find_first_not_of('.'));
+        bool is_fact = run.find_first_of("0123456789_") != run.npos;
+        for (size_t k = 1; k < run.size(); k++) is_fact |= islower((uint8_t)run[k - 1]) && isupper((uint8_t)run[k]);
+        if (!run.empty()) f(run, is_fact);
+    }
+}
+
+// What an answer may build on: the facts and content words of its chunk. A content word is a pair of neighbouring
+// CJK characters, or a word of three letters and more that is no stop word.
+struct Ground {
+    std::unordered_set<uint64_t> words;
+    std::unordered_set<std::string> facts;
+    const std::unordered_set<uint64_t>& stop_words;
+
+    Ground(std::u32string_view text, const std::unordered_set<uint64_t>& stop_words) : stop_words(stop_words) {
+        for_each_content_word(text, [&](uint64_t word) { words.insert(word); });
+        for_each_fact(text, [&](const std::string& run, bool) {
+            facts.insert(run);
+            for_each_part(run, [&](const std::string& part) { facts.insert(part); });
+        });
+    }
+    bool has(const std::string& fact) const {
+        bool all = true;
+        for_each_part(fact, [&](const std::string& part) { all &= facts.count(part) > 0; });
+        return facts.count(fact) || (all && fact.find_first_not_of("0123456789.") != fact.npos);
+    }
+    template <class F> static void for_each_part(const std::string& run, F f) {
+        for (size_t at = 0; at <= run.size();) {
+            const size_t dot = std::min(run.find('.', at), run.size());
+            if (dot > at) f(run.substr(at, dot - at));
+            at = dot + 1;
+        }
+    }
+    template <class F> void for_each_content_word(std::u32string_view s, F f) const {
+        for_each_word(s, [&](size_t i, size_t j) {
+            if (is_cjk(s[i])) {
+                if (j < s.size() && is_cjk(s[j])) f(word_hash(s.substr(i, 2)));
+            } else if (j - i >= 3 && !stop_words.count(word_hash(s.substr(i, j - i)))) f(word_hash(s.substr(i, j - i)));
+        });
+    }
+};
+
+// Rules in the order in which they are asked; the first that has something against a row drops it. One pass: rows
+// that were kept are all that later ones are compared with, so a row that is dropped cannot drop another. In memory
+// are 196 bytes a row for exact (12) and near duplicates (168) and its place (16), and for the questions' ROUGE-L some
+// 11 bytes a word; texts are read again where two rows have to be compared.
+struct Filter {
+    struct Row {
+        sj::Value value;
+        Conversation talk;
+        std::u32string question, answer;
+    };
+    using Place = Reader::Place;
+    using Rule = std::string (Filter::*)(Row&); // "" or what it has against the row
+
+    const Arguments& a;
+    const Limits limits = Limits(a);
+    Reader in;
+    const size_t most_rows;
+    const Tokenizer tokenizer = Tokenizer(a.tokenizer());
+    const Patterns references = Patterns(a.data("references.txt"));
+    const Patterns terms = Patterns(a.text("--terms", a.data("terms.txt")));
+    const std::string language = a.text("--lang");
+    std::unordered_set<uint64_t> stop_words;
+    std::unique_ptr<Reader> chunks;
+    std::unordered_map<std::string, Place> chunk_places;
+    std::string ground_id;          // the chunk that `ground` is made of; rows of one chunk come one after another
+    std::unique_ptr<Ground> ground;
+    HashTable exact_rows, near_rows;
+    const MinHash minhash;
+    RougeIndex rouge_index;
+    std::vector<Place> kept;        // rows that were kept, by number
+    std::array<uint64_t, MinHash::BANDS> bands; // of the row at work, from near() and rouge() to keep()
+    std::vector<uint32_t> words;
+
+    explicit Filter(const Arguments& a)
+        : a(a), in(a.files[0]), most_rows(count_rows()), exact_rows(most_rows), near_rows(most_rows * MinHash::BANDS),
+          rouge_index(limits["filter.rouge"]) {
+        if (!language.empty() && language != "zh" && language != "en")
+            DIE("--lang %s: expected zh or en", language.c_str());
+        for_each_line(a.data("stopwords.txt"),
+                      [&](std::string_view word, size_t) { stop_words.insert(word_hash(decode(word))); });
+        if (a.has("--chunks")) {
+            chunks = std::make_unique<Reader>(a.text("--chunks"));
+            if (!chunks->seekable()) DIE("%s: is read in any order, so it has to be a file", chunks->path.c_str());
+            while (chunks->next()) chunk_places[chunks->need()["id"].str()] = chunks->place();
+        }
+    }
+    // A first look at the file: how many rows there are at most, and how frequent the words of questions are.
+    size_t count_rows() {
+        if (!in.seekable()) DIE("%s: is read twice, so it has to be a file", in.path.c_str());
+        size_t n = 0;
+        for (Reader r(a.files[0]); r.next_text(); n++)
+            if (n % 4096 == 0) stop_if_interrupted();
+        if (n >= UINT32_MAX) DIE("%s: more than 2^32 rows", in.path.c_str());
+        return n;
+    }
+    void learn_words() {
+        Reader r(a.files[0]);
+        for (size_t n = 0; n < limits.count("filter.rouge_sample") && r.next(); n++)
+            try {
+                rouge_index.learn(word_hashes(decode(read_conversation(r.row()).question)));
+            } catch (const Error&) {} // the schema rule will tell
+    }
+
+    std::string schema(Row& row) {
+        try {
+            row.talk = read_conversation(row.value);
+        } catch (const Error& e) {
+            return e.what();
+        }
+        row.question = decode(row.talk.question), row.answer = decode(row.talk.answer);
+        return "";
+    }
+    std::string length(Row& row) {
+        auto check = [&](const char* what, size_t n) -> std::string {
+            const size_t least = limits.count(format("filter.%s.least", what).c_str());
+            const size_t most = limits.count(format("filter.%s.most", what).c_str());
+            return n >= least && n <= most ? "" : format("%s of %zu characters, not %zu to %zu", what, n, least, most);
+        };
+        const std::string fault = check("question", row.question.size());
+        return fault.empty() ? check("answer", row.answer.size()) : fault;
+    }
+    // JSON is valid UTF-8 or the row would have no schema; what was broken before it became JSON shows as U+FFFD.
+    std::string utf8(Row& row) {
+        for (auto* text : {&row.question, &row.answer})
+            for (char32_t c : *text) {
+                const bool control = (c < 0x20 && c != '\n' && c != '\t' && c != '\r') || (c >= 0x7F && c < 0xA0);
+                const bool nobodys = c == 0xFFFD || (c >= 0xE000 && c < 0xF900);
+                if (control || nobodys) return format("U+%04X", (unsigned)c);
+            }
+        return "";
+    }
+    std::string nfc(Row& row) {
+        for (auto* text : {&row.talk.question, &row.talk.answer})
+            if (tokenizer.nfc(*text) != *text) return "is not in Unicode's form NFC";
+        return "";
+    }
+    // --lang, else what the row says, else that of its question.
+    std::string lang(Row& row) {
+        const double question = cjk_share(row.question), answer = cjk_share(row.answer);
+        const double zh = limits["lang.zh"], en = limits["lang.en"];
+        std::string wanted = language.empty() ? row.value["lang"].str() : language;
+        if (wanted.empty()) wanted = question >= zh ? "zh" : "en";
+        for (double share : {question, answer})
+            if (share >= 0 && (wanted == "zh" ? share < zh : share > en))
+                return format("%.0f%% of the %s's words are Chinese, in %s", 100 * share,
+                              share == question ? "question" : "answer", wanted.c_str());
+        return "";
+    }
+    std::string reference(Row& row) {
+        std::string found = references.find(row.question);
+        return found.empty() ? references.find(row.answer) : found;
+    }
+    std::string grounding(Row& row) {
+        if (!chunks) return "";
+        const std::string id = row.value["chunk"].str();
+        if (id != ground_id || !ground) {
+            const auto place = chunk_places.find(id);
+            if (place == chunk_places.end()) return "its chunk " + in_quotes(id) + " is not in " + chunks->path;
+            ground = std::make_unique<Ground>(decode(chunks->again(place->second)->row()["text"].str()), stop_words);
+            ground_id = id;
+        }
+        std::u32string_view question = row.question;
+        std::unordered_set<std::string> asked; // an answer may take up what the question names
+        for_each_fact(question, [&](const std::string& run, bool) { asked.insert(run); });
+        size_t facts = 0, found = 0, words = 0, common = 0;
+        std::string missing;
+        for_each_fact(row.answer, [&](const std::string& run, bool is_fact) {
+            const bool number = run.find_first_not_of("0123456789") == run.npos;
+            if (!is_fact || (number && strtod(run.c_str(), nullptr) <= limits["filter.free_number"])) return;
+            const bool known = asked.count(run) || ground->has(run);
+            facts++, found += known;
+            if (!known) missing = run;
+        });
+        ground->for_each_content_word(row.answer, [&](uint64_t word) { words++, common += ground->words.count(word); });
+        if (facts && (double)found < limits["filter.facts"] * (double)facts)
+            return format("%zu of %zu numbers and identifiers are not in the chunk: %s", facts - found, facts,
+                          missing.substr(0, 40).c_str());
+        if (words && (double)common < limits["filter.overlap"] * (double)words)
+            return format("%zu of %zu content words are in the chunk", common, words);
+        return "";
+    }
+    std::string term(Row& row) {
+        const bool named = !terms.find(row.question).empty() || !terms.find(row.answer).empty();
+        return named || terms.empty() ? "" : "names nothing of the subject";
+    }
+    static uint64_t content_hash(const Row& row) { // the table takes both ends of it
+        return mix(0, fnv1a(row.talk.answer, fnv1a(row.talk.question + "\n"))) * 0x9E3779B97F4A7C15;
+    }
+    std::string exact(Row& row) {
+        size_t first = 0;
+        const bool found = exact_rows.find(content_hash(row), [&](uint32_t other) {
+            first = other;
+            const Conversation o = read_conversation(in.again(kept[other])->row());
+            return o.question == row.talk.question && o.answer == row.talk.answer;
+        });
+        return found ? name_of(first) : "";
+    }
+    std::vector<uint64_t> grams_of(const Conversation& c) const {
+        return ngrams(decode(c.question + "\n" + c.answer), limits.count("filter.near_characters"));
+    }
+    std::string near(Row& row) {
+        const std::vector<uint64_t> grams = grams_of(row.talk);
+        bands = minhash.bands(grams);
+        std::set<uint32_t> compared;
+        std::string found;
+        for (uint64_t band : bands)
+            if (near_rows.find(band, [&](uint32_t other) {
+                    if (!compared.insert(other).second) return false;
+                    const double s = jaccard(grams, grams_of(read_conversation(in.again(kept[other])->row())));
+                    if (s < limits["filter.near"]) return false;
+                    found = format("%.2f alike: ", s) + name_of(other);
+                    return true;
+                })) break;
+        return found;
+    }
+    std::string rouge(Row& row) {
+        words = word_hashes(row.question);
+        std::string found;
+        rouge_index.find(words, [&](size_t other) { return found = name_of(other), false; });
+        return found;
+    }
+    std::string name_of(size_t number) {
+        const auto old = in.again(kept[number]);
+        return old->row()["id"] ? sj::dump(old->row()["id"]) : format("the row at byte %zu", (size_t)kept[number].offset);
+    }
+    void keep(Row& row) {
+        const uint32_t number = (uint32_t)kept.size();
+        kept.push_back(in.place());
+        exact_rows.add(content_hash(row), number);
+        for (uint64_t band : bands) near_rows.add(band, number);
+        rouge_index.add(words);
+    }
+
+    int run() {
+        static const struct { const char* name; Rule rule; } RULES[] = {
+            {"schema", &Filter::schema}, {"length", &Filter::length}, {"utf8", &Filter::utf8}, {"nfc", &Filter::nfc},
+            {"language", &Filter::lang}, {"reference", &Filter::reference}, {"grounding", &Filter::grounding},
+            {"terms", &Filter::term}, {"exact", &Filter::exact}, {"near", &Filter::near}, {"rouge-l", &Filter::rouge}};
+        Strings names;
+        for (auto& r : RULES) names.push_back(r.name);
+        Report report(a.dropped(), names);
+        Output out(a.output());
+        if (!chunks) say("no --chunks: answers are not compared with their source");
+        learn_words();
+        Progress progress;
+        const double start = seconds();
+        size_t rows = 0;
+        while (in.next()) {
+            progress.show("filter", ++rows, in.share());
+            Row row = {};
+            row.value = in.row();
+            std::string fault = in.fault.empty() ? "" : "not JSON: " + in.fault;
+            size_t i = 0;
+            for (; i < std::size(RULES); i++) {
+                const double before = seconds();
+                const Rule rule = RULES[i].rule; // apart: g++ 12's -fsanitize=bounds loses the i of (this->*a[i])()
+                if (fault.empty()) fault = (this->*rule)(row);
+                report.rules[i].seconds += seconds() - before;
+                if (!fault.empty()) break;
+            }
+            if (!fault.empty()) {
+                report.drop(fault.find("invalid UTF-8") != fault.npos ? "utf8" : RULES[i].name, fault, in);
+                continue;
+            }
+            keep(row);
+            report.kept++;
+            out.line(one_line(in.text));
+        }
+        out.commit();
+        report.finish("rows");
+        say(format("%zu rows in %.1f s", rows, seconds() - start));
+        return 0;
+    }
+};
+static int run_filter(const Arguments& a) { return Filter(a).run(); }
+
+// ============================================================================================================ 10 split
+
+using Counts = std::map<std::string, double>; // rows by difficulty
+struct Group {                                // the rows of a chunk
+    uint64_t order = 0;
+    std::string chapter;
+    Counts rows;
+    size_t size = 0;
+    bool test = false;
+};
+
+// Whole chunks go to the test side, until it has its rows; each time the one that brings the numbers of the chapters
+// and of the difficulties, in its chapter and overall (""), nearest to what is wanted. Ties go by Group::order.
+// missing: how many rows are wanted; on return, how many of them did not come.
+static void choose_tests(const std::vector<Group*>& groups, std::map<std::string, Counts>& missing, size_t& wanted) {
+    std::map<std::string, double> missing_rows;
+    for (auto& [chapter, counts] : missing)
+        for (auto& [difficulty, n] : counts) missing_rows[chapter] += n;
+    for (;;) {
+        Group* best = nullptr;
+        double best_gain = -INFINITY;
+        for (Group* g : groups) {
+            if (g->test || g->size > wanted) continue;
+            double gain = 0; // by how much, for a row, the sum of squares of what is missing shrinks
+            for (auto& [difficulty, n] : g->rows)
+                for (const Counts* c : {&missing[g->chapter], &missing[""]}) gain += n * (2 * c->at(difficulty) - n);
+            const double n = (double)g->size;
+            gain = (gain + n * (2 * missing_rows[g->chapter] - n)) / n;
+            if (gain > best_gain + 1e-9) best = g, best_gain = gain;
+        }
+        stop_if_interrupted();
+        if (!best) return;
+        best->test = true;
+        wanted -= best->size, missing_rows[best->chapter] -= (double)best->size;
+        for (auto& [difficulty, n] : best->rows) missing[best->chapter][difficulty] -= n, missing[""][difficulty] -= n;
+    }
+}
+
+// What the test rows have in common with training rows: character n-grams, and questions that are nearly the same.
+struct Leakage {
+    const size_t n;
+    const std::vector<Conversation>& tests;
+    RougeIndex index;
+    std::unordered_map<uint64_t, bool> in_train; // n-grams of the test rows
+    std::vector<bool> asked;                     // test rows with a question like one of train
+
+    Leakage(const std::vector<Conversation>& tests, const Limits& limits)
+        : n(limits.count("split.ngram")), tests(tests), index(limits["filter.rouge"]), asked(tests.size()) {
+        for (auto& c : tests) index.learn(question(c));
+        for (auto& c : tests) {
+            index.add(question(c));
+            for (uint64_t gram : grams(c)) in_train[gram] = false;
+        }
+    }
+    static std::vector<uint32_t> question(const Conversation& c) { return word_hashes(decode(c.question)); }
+    std::vector<uint64_t> grams(const Conversation& c) const { return ngrams(decode(c.question + "\n" + c.answer), n); }
+    void train(const Conversation& c) {
+        for (uint64_t gram : grams(c))
+            if (auto found = in_train.find(gram); found != in_train.end()) found->second = true;
+        index.find(question(c), [&](size_t i) { return asked[i] = true; });
+    }
+    // Says what was found; returns how many test rows leak.
+    size_t report(double limit) const {
+        size_t overlapping = 0, alike = 0, leaks = 0;
+        double mean = 0;
+        for (size_t i = 0; i < tests.size(); i++) {
+            const auto all = grams(tests[i]);
+            const auto common = std::count_if(all.begin(), all.end(), [&](uint64_t gram) { return in_train.at(gram); });
+            const double share = (double)common / (double)all.size();
+            mean += share / (double)tests.size();
+            overlapping += share > limit, alike += asked[i], leaks += share > limit || asked[i];
+        }
+        say(format("leakage: of a test row's %zu-character n-grams %.2f%% stand in train, on average", n, 100 * mean));
+        say(format("  %zu rows with more than %.0f%% there, %zu with a question of ROUGE-L %.2f or more to one there: "
+                   "%zu rows leak", overlapping, 100 * limit, alike, index.t, leaks));
+        return leaks;
+    }
+};
+
+static int run_split(const Arguments& a) {
+    const Limits limits(a);
+    const size_t wanted = a.number("--test", 0, 1, SIZE_MAX / 2);
+    if (!wanted) DIE("--test N is needed: how many rows are kept for testing");
+    const std::string seed = a.text("--seed", "0"), folder = a.output() == "-" ? "." : a.output();
+    std::map<std::string, Group> groups; // by chunk
+    auto group_of = [&](const Reader& in) -> Group& { // a row without a chunk is one by itself
+        const std::string chunk = in.row()["chunk"].str();
+        return groups[chunk.empty() ? format("\nrow %zu", in.number) : chunk];
+    };
+    size_t rows = 0;
+    std::map<std::string, Counts> chapters; // "": all of them
+    Reader in(a.files[0]);
+    if (!in.seekable()) DIE("%s: is read again, so it has to be a file", in.path.c_str());
+    for (Progress progress; in.next(); rows++) {
+        progress.show("split", rows, in.share());
+        const sj::Value v = in.need();
+        const std::string difficulty = v["difficulty"].str("-");
+        Group& g = group_of(in);
+        if (g.size++ == 0) g.chapter = v["source"].str() + "\n" + top_chapter(v);
+        g.rows[difficulty]++, chapters[g.chapter][difficulty]++, chapters[""][difficulty]++;
+    }
+    if (wanted >= rows) DIE("--test %zu: %s has %zu rows", wanted, a.files[0].c_str(), rows);
+    std::vector<Group*> order; // by a hash of seed and chunk, so that the order of the rows changes nothing
+    for (auto& [chunk, g] : groups) {
+        g.order = mix(0, fnv1a(chunk, fnv1a(seed + "\n")));
+        order.push_back(&g);
+    }
+    std::sort(order.begin(), order.end(), [](const Group* x, const Group* y) { return x->order < y->order; });
+    auto missing = chapters;
+    for (auto& [chapter, counts] : missing)
+        for (auto& [difficulty, n] : counts) n *= (double)wanted / (double)rows;
+    size_t left = wanted;
+    choose_tests(order, missing, left);
+    const size_t taken = wanted - left;
+    if (!taken) DIE("--test %zu: every chunk has more rows", wanted);
+
+    Output train(folder + "/train.jsonl"), test(folder + "/test.jsonl");
+    std::vector<Conversation> tests;
+    for (Reader again(a.files[0]); again.next();) {
+        const bool is_test = group_of(again).test;
+        (is_test ? test : train).line(one_line(again.text));
+        if (is_test) tests.push_back(need_conversation(again));
+    }
+    Leakage leakage(tests, limits);
+    Progress progress;
+    size_t done = 0;
+    for (Reader again(a.files[0]); again.next();) {
+        progress.show("leakage", ++done, again.share());
+        if (!group_of(again).test) leakage.train(need_conversation(again));
+    }
+    say(format("test %zu rows, train %zu rows; no chunk is on both sides", taken, rows - taken));
+    for (auto& [difficulty, count] : chapters[""]) {
+        const double target = count * (double)wanted / (double)rows, got = target - missing[""][difficulty];
+        say(format("  %-8s %5.1f%% of all rows, %5.1f%% of the test's", difficulty.c_str(), 100 * count / (double)rows,
+                   100 * got / (double)taken));
+    }
+    const size_t leaks = leakage.report(limits["split.leak_share"]);
+    if ((double)leaks > limits["split.leak_rows"] * (double)taken)
+        DIE("%zu of %zu test rows leak, more than split.leak_rows allows: nothing was written", leaks, taken);
+    train.commit();
+    test.commit();
+    return 0;
+}
+
+// ======================================================================================== 11 pack, unpack, stats
+
+// One row of tokens for each answer of a conversation: what the model is fed when it has to give this answer (the
+// template with what was said before, and an empty think block if nothing was thought), not trained; then the answer
+// and <|im_end|>\n, trained. So every answer of a long conversation is learnt behind the very tokens that it is asked
+// for with; one row with all turns could not have that, since the template shows earlier answers without the block.
+// Prompt and answer are tokenized apart, as in the answer's making.
+static std::vector<std::vector<uint32_t>> render_rows(const Tokenizer& tokenizer, const Conversation& c) {
+    std::vector<std::vector<uint32_t>> rows;
+    std::vector<int> ids;
+    bool asked = false;
+    for (size_t i = 0; i < c.messages.size(); i++) {
+        asked |= c.messages[i].role == "user";
+        if (c.messages[i].role != "assistant" || !asked) continue;
+        std::vector<Message> before(c.messages.begin(), c.messages.begin() + (ptrdiff_t)i), with = before;
+        with.push_back(c.messages[i]);
+        const bool thinks = !split_thought(with.back()).first.empty();
+        const auto prompt = render(before, {thinks, true}, c.tools).parts;
+        auto whole = render(with, {thinks, false}, c.tools).parts;
+        auto encode = [&](const std::vector<ChatText::Part>& parts, size_t from, size_t to) {
+            for (size_t k = from; k < to; k++)
+                if (!parts[k].special) tokenizer.encode(ids, parts[k].text, false);
+                else if (const int id = tokenizer.id(parts[k].text); id >= 0) ids.push_back(id);
+                else DIE("the tokenizer has no %s", parts[k].text.c_str());
+        };
+        const size_t last = prompt.size() - 1; // a text, in whole's part of the same number goes on with the answer
+        bool same = whole.size() > last && whole[last].text.compare(0, prompt[last].text.size(), prompt[last].text) == 0;
+        for (size_t k = 0; same && k < last; k++) same = prompt[k].text == whole[k].text;
+        if (!same) DIE("messages: the assistant's turn %zu does not follow a question as the chat template wants it", i);
+        ids.clear();
+        encode(prompt, 0, last + 1);
+        const size_t trained_from = ids.size();
+        whole[last].text.erase(0, prompt[last].text.size());
+        encode(whole, last, whole.size());
+        rows.push_back({ids.begin(), ids.end()});
+        for (size_t k = trained_from; k < ids.size(); k++) rows.back()[k] |= TRAIN;
+    }
+    return rows;
+}
+// A row of plain text, {"text": ...}: all of it is trained, and the end.
+static std::vector<uint32_t> render_text_row(const Tokenizer& tokenizer, const std::string& text) {
+    std::vector<int> ids = tokenizer.encode(text, false);
+    ids.push_back(tokenizer.id("<|endoftext|>"));
+    if (ids.size() < 2 || ids.back() < 0) DIE(ids.back() < 0 ? "the tokenizer has no <|endoftext|>" : "text: empty");
+    std::vector<uint32_t> words(ids.begin(), ids.end());
+    for (size_t k = 1; k < words.size(); k++) words[k] |= TRAIN;
+    return words;
+}
+
+// A whole file of JSON.
+struct JsonFile {
+    const MappedFile file;
+    sj::Doc doc;
+    explicit JsonFile(const std::string& path) : file(path) {
+        if (const std::string fault = sj::parse(doc, file.text()); !fault.empty()) DIE("%s: %s", path.c_str(), fault.c_str());
+    }
+};
+
+// An entry of LLaMA-Factory's dataset_info.json: the file it names, and how to read it.
+static Layout read_dataset_info(const std::string& path, const std::string& name, std::string* file) {
+    const JsonFile info(path);
+    const std::string where = path + ": " + in_quotes(name);
+    const sj::Value entry = info.doc.root()[name];
+    if (!entry.is(sj::Object)) DIE("%s: no such dataset (--name)", where.c_str());
+    if (!entry["file_name"].is(sj::String)) DIE("%s: no file_name; other sources are not read", where.c_str());
+    *file = path.substr(0, path.rfind('/') + 1) + entry["file_name"].str();
+    Layout layout;
+    layout.formatting = entry["formatting"].str("alpaca");
+    if (layout.formatting != "alpaca" && layout.formatting != "sharegpt")
+        DIE("%s: formatting %s is not known", where.c_str(), in_quotes(layout.formatting).c_str());
+    for (auto part : {"columns", "tags"})
+        for (auto [key, value] : entry[part].members())
+            if (layout.name.count(key) && value.is(sj::String)) layout.name[key] = value.str();
+    return layout;
+}
+
+// Enters the file there under its name, leaves the others as they are, and reads it back.
+static void write_dataset_info(const std::string& path, const std::string& file, const std::string& kind,
+                               const std::set<std::string>& columns) {
+    const std::string name = file.substr(0, file.rfind('.'));
+    std::map<std::string, std::string> entries;
+    if (access(path.c_str(), F_OK) == 0) {
+        const JsonFile old(path);
+        for (auto [key, value] : old.doc.root().members()) entries[key] = sj::dump(value);
+    }
+    sj::Writer w;
+    w.object().field("file_name", file).field("formatting", kind == "openai" ? "sharegpt" : kind == "text" ? "alpaca" : kind);
+    w.key("columns").object();
+    if (kind == "text") w.field("prompt", "text");
+    if (kind == "openai") w.field("messages", "messages");
+    else for (auto& [key, column] : Layout().name)
+        if (key.find("_tag") == key.npos && columns.count(column)) w.field(key, column);
+    w.end();
+    if (kind == "openai") {
+        w.key("tags").object().field("role_tag", "role").field("content_tag", "content").field("user_tag", "user");
+        w.field("assistant_tag", "assistant").field("system_tag", "system").end();
+    }
+    entries[name] = w.end().text;
+    OutputFile out(path);
+    std::string separator = "{\n  ";
+    for (auto& [key, text] : entries) {
+        std::string line = separator;
+        sj::quote(line, key);
+        out.write(line + ": " + text);
+        separator = ",\n  ";
+    }
+    out.write("\n}\n");
+    out.commit();
+    std::string again;
+    read_dataset_info(path, name, &again);
+    if (again != path.substr(0, path.rfind('/') + 1) + file) DIE("%s: %s does not read back", path.c_str(), name.c_str());
+}
+
+static size_t count_trained(DatasetRow row) {
+    return (size_t)std::count_if(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; });
+}
+static DatasetRow view(const std::vector<uint32_t>& words) { return {words.data(), words.data() + words.size()}; }
+
+static int run_pack(const Arguments& a) {
+    if (a.files.size() != 2) DIE("pack takes two files: the rows and the dataset to write");
+    std::string input = a.files[0];
+    const std::string info_name = "dataset_info.json", name = input.substr(input.rfind('/') + 1), over = a.text("--over", "drop");
+    const bool by_info = name == info_name;
+    if (over != "drop" && over != "refuse") DIE("--over %s: expected drop or refuse", over.c_str());
+    const Layout layout = by_info ? read_dataset_info(input, a.need("--name"), &input) : Layout();
+    const size_t longest = a.number("--max-len", 512, 2, 1 << 24);
+    const Tokenizer tokenizer(a.tokenizer());
+    Reader in(input);
+    Report report(a.text("--dropped", input + ".dropped"), {"too long"});
+    DatasetWriter out(a.files[1], tokenizer.hash(), template_hash());
+    Progress progress;
+    std::set<std::string> kinds, columns;
+    size_t conversations = 0, trained = 0;
+    while (in.next()) {
+        progress.show("pack", conversations++, in.share());
+        const sj::Value v = in.need();
+        std::vector<std::vector<uint32_t>> rows;
+        try {
+            if (v["text"].is(sj::String) && !v["messages"] && !v["conversations"] && !v[layout.name.at("prompt")]) {
+                rows = {render_text_row(tokenizer, v["text"].str())};
+                kinds.insert("text");
+            } else {
+                const Conversation c = read_conversation(v, layout);
+                rows = render_rows(tokenizer, c);
+                kinds.insert(c.kind);
+            }
+        } catch (const Error& e) {
+            DIE("%s: %s", in.where().c_str(), e.what());
+        }
+        for (auto [key, value] : v.members())
+            if (!is_absent(value)) columns.insert(key);
+        for (auto& row : rows) {
+            if (row.size() > longest) {
+                const std::string fault = format("%zu tokens, more than %zu", row.size(), longest);
+                if (over == "refuse") DIE("%s: %s (--over drop leaves such rows out)", in.where().c_str(), fault.c_str());
+                report.drop("too long", fault, in);
+                continue;
+            }
+            out.add(row);
+            report.kept++;
+            trained += count_trained(view(row));
+        }
+    }
+    const uint64_t tokens = out.begins.back();
+    if (!report.kept) DIE("%s: %s", input.c_str(), conversations ? "all rows are too long" : "no row in it");
+    out.commit();
+    report.finish("rows");
+    say(format("%s: %zu conversations, %llu tokens, %zu of them trained", a.files[1].c_str(), conversations,
+               (unsigned long long)tokens, trained));
+    const std::string info = a.text("--info", input.substr(0, input.rfind('/') + 1) + info_name);
+    if (by_info || info == "none" || a.files[0] == "-") return 0;
+    if (kinds.size() == 1) write_dataset_info(info, name, *kinds.begin(), columns);
+    else say("no " + info_name + ": rows of more than one kind");
+    return 0;
+}
+
+// What a packed row says: its messages, or its text.
+static int run_unpack(const Arguments& a) {
+    const Tokenizer tokenizer(a.tokenizer());
+    const Dataset data(a.files[0]);
+    data.must_match(tokenizer.hash(), template_hash());
+    const uint32_t start = (uint32_t)tokenizer.id("<|im_start|>"), end = (uint32_t)tokenizer.id("<|im_end|>");
+    const std::string no_thought = "<think>\n\n</think>\n\n";
+    Output out(a.output());
+    Progress progress;
+    for (size_t i = 0; i < data.rows(); i++) {
+        progress.show("unpack", i, (double)i / (double)data.rows());
+        const DatasetRow row = data.row(i);
+        sj::Writer w;
+        w.object().field("hash", hex(data.hash(i))).field("tokens", row.size());
+        w.field("trained", count_trained(row));
+        std::vector<int> ids;
+        for (uint32_t word : row) ids.push_back((int)(word & ~TRAIN));
+        if (ids[0] != (int)start) {
+            if (ids.back() == tokenizer.id("<|endoftext|>")) ids.pop_back();
+            out.line(w.field("text", tokenizer.decode(ids, false)).end().text);
+            continue;
+        }
+        w.key("messages").array();
+        for (auto from = ids.begin(); from != ids.end();) { // <|im_start|>role\ncontent<|im_end|>\n
+            const auto to = std::find(from, ids.end(), (int)end);
+            std::string text = tokenizer.decode({from + (*from == (int)start), to}, false);
+            from = to == ids.end() ? to : to + 1;
+            if (text == "\n" && from == ids.end()) break; // behind the last
+            if (text[0] == '\n') text.erase(0, 1);
+            if (text.compare(0, 12, "<|im_start|>") == 0) text.erase(0, 12);
+            const size_t line = std::min(text.find('\n'), text.size());
+            std::string content = text.substr(std::min(line + 1, text.size()));
+            if (content.compare(0, no_thought.size(), no_thought) == 0) content.erase(0, no_thought.size());
+            w.object().field("role", text.substr(0, line)).field("content", content).end();
+        }
+        out.line(w.end().end().text);
+    }
+    out.commit();
+    return 0;
+}
+
+// Text on the left, numbers on the right; a CJK character is two columns wide.
+static std::string cell(const std::string& s, int width) {
+    int used = 0;
+    for (char32_t c : decode(s)) used += is_cjk(c) || (c >= 0xFF01 && c <= 0xFF60) ? 2 : 1;
+    const std::string blank((size_t)std::max(0, std::abs(width) - used), ' ');
+    return width < 0 ? s + blank : blank + s;
+}
+
+struct Lengths {
+    std::string name;
+    std::vector<uint32_t> values = {};
+    void print() {
+        if (values.empty()) return;
+        std::sort(values.begin(), values.end());
+        uint64_t sum = 0;
+        for (uint32_t v : values) sum += v;
+        std::string line = cell(name, -20) + cell(std::to_string(sum), 12);
+        const size_t n = values.size();
+        for (uint64_t v : {(uint64_t)values[0], (uint64_t)values[n / 2], sum / n, (uint64_t)values[n * 95 / 100], (uint64_t)values[n - 1]})
+            line += cell(std::to_string(v), 9);
+        printf("%s\n", line.c_str());
+    }
+};
+
+static int run_stats(const Arguments& a) {
+    Lengths tokens{"tokens"}, trained{"  trained"}, questions{"question characters"}, answers{"answer characters"};
+    std::map<std::string, std::map<std::string, size_t>> table; // chapter, difficulty
+    std::set<std::string> difficulties;
+    auto take = [&](DatasetRow row) {
+        tokens.values.push_back((uint32_t)row.size());
+        trained.values.push_back((uint32_t)count_trained(row));
+    };
+    size_t rows = 0, faults = 0;
+    std::set<uint64_t> hashes;
+    bool packed = false;
+    if (a.files[0] != "-") {
+        const MappedFile file(a.files[0]);
+        packed = file.size >= 8 && !memcmp(file.data, DatasetHeader().magic, 8);
+    }
+    if (packed) {
+        const Dataset data(a.files[0]);
+        for (; rows < data.rows(); rows++) take(data.row(rows)), hashes.insert(data.hash(rows));
+        printf("rows      %zu, %zu of them different\n", rows, hashes.size());
+        printf("tokenizer %s\ntemplate  %s\n", hex(data.header.tokenizer).c_str(), hex(data.header.chat_template).c_str());
+    } else {
+        const Tokenizer tokenizer(a.tokenizer());
+        Reader in(a.files[0]);
+        for (Progress progress; in.next(); rows++) {
+            progress.show("stats", rows, in.share());
+            try {
+                const Conversation c = read_conversation(in.row());
+                for (auto& row : render_rows(tokenizer, c)) take(view(row));
+                questions.values.push_back((uint32_t)count_characters(c.question));
+                answers.values.push_back((uint32_t)count_characters(c.answer));
+            } catch (const Error&) {
+                faults++;
+            }
+            const std::string difficulty = in.row()["difficulty"].str("-");
+            table[top_chapter(in.row())][difficulty]++;
+            difficulties.insert(difficulty);
+        }
+        printf("rows      %zu, %zu of them no conversation\n", rows, faults);
+    }
+    printf("\n%s%s\n", cell("", -20).c_str(), "         sum      min   median     mean      95%      max");
+    for (Lengths* l : {&tokens, &trained, &questions, &answers}) l->print();
+    for (uint32_t limit : {256, 512, 1024, 2048, 4096}) {
+        const auto over = tokens.values.end() - std::upper_bound(tokens.values.begin(), tokens.values.end(), limit);
+        const double share = (double)over / (double)tokens.values.size();
+        if (over) printf("over %-6u%10zu rows, %.1f%%\n", limit, (size_t)over, 100 * share);
+    }
+    if (table.empty()) return 0;
+    Strings columns; // easy, medium, hard, then what else there is
+    for (auto d : DIFFICULTIES)
+        if (difficulties.erase(d)) columns.push_back(d);
+    columns.insert(columns.end(), difficulties.begin(), difficulties.end());
+    printf("\n%s", cell("chapter", -50).c_str());
+    for (auto& d : columns) printf("%s", cell(d, 9).c_str());
+    printf("%s\n", cell("rows", 9).c_str());
+    for (auto& [chapter, counts] : table) {
+        size_t sum = 0;
+        printf("%s", cell(chapter.empty() ? "-" : chapter, -50).c_str());
+        for (auto& d : columns) printf("%s", cell(std::to_string(counts[d]), 9).c_str()), sum += counts[d];
+        printf("%s\n", cell(std::to_string(sum), 9).c_str());
+    }
+    return 0;
+}
+
+// ============================================================================================================= 12 main
+
+struct Command {
+    const char *name, *files, *options; // options that every command knows are not named again
+    size_t fewest, most;                // files
+    int (*run)(const Arguments&);
+    const char* help;
+};
+static const Command COMMANDS[] = {
+    {"chunk", "BOOK.md...", "--characters --tokens --overlap -z", 1, SIZE_MAX, run_chunk,
+     "cuts Markdown and text into chunks at headings, paragraphs and sentences"},
+    {"prompt", "chunks.jsonl", "--model --lang --chapter-quota --dropped", 1, 1, run_prompt,
+     "makes requests in OpenAI's Batch format from the templates in data/prompts/"},
+    {"generate", "requests.jsonl", "--url --key-env --parallel --timeout --retries --journal", 1, 1, run_generate,
+     "asks an OpenAI-compatible endpoint (--url URL, --key-env NAME of the variable with the key)"},
+    {"collect", "responses.jsonl", "--chunks --dropped", 1, 1, run_collect,
+     "makes Alpaca rows of the replies (--chunks chunks.jsonl)"},
+    {"filter", "qa.jsonl", "--chunks --terms --lang -z --dropped", 1, 1, run_filter,
+     "keeps the good rows, once (--chunks chunks.jsonl compares answers with their source)"},
+    {"split", "clean.jsonl", "--test --seed", 1, 1, run_split,
+     "writes train.jsonl and test.jsonl (--test N rows) into the folder -o, by chunk; measures leakage"},
+    {"pack", "rows.jsonl out.bin", "-z --max-len --over --info --name --dropped", 2, 2, run_pack,
+     "tokenizes (--max-len 512, --over drop|refuse); also reads dataset_info.json (--name NAME)"},
+    {"unpack", "data.bin", "-z", 1, 1, run_unpack, "the rows of a dataset as JSONL"},
+    {"stats", "rows.jsonl|data.bin", "-z", 1, 1, run_stats, "rows, tokens, lengths, difficulties by chapter"},
+};
+
+static void usage(FILE* to) {
+    fprintf(to, "usage: datagen COMMAND FILES [options]\n\n");
+    for (auto& c : COMMANDS) fprintf(to, "  %-9s%-20s %s\n           %s\n", c.name, c.files, c.options, c.help);
+    fprintf(to, "  %-9s%-20s %s\n           %s\n", "score", "answers.jsonl reference.jsonl", "--compat --json --seed --dict",
+            "ROUGE-1, 2, L and BLEU-4 of answers; these options only");
+    fprintf(to, "\nEvery command: -o FILE (default: standard output), --data DIR (limits, patterns, prompts). The file - is\n"
+                "standard input. What is not passed on stands in --dropped FILE (default: INPUT.dropped).\n");
+}
+
+int run(int argc, char** argv) {
+    const std::string name = argc > 1 ? argv[1] : "";
+    if (name.empty() || name == "-h" || name == "--help") return usage(name.empty() ? stderr : stdout), name.empty();
+    if (name == "score") return score_main(argc - 1, argv + 1); // it has options without values
+    for (auto& c : COMMANDS) {
+        if (name != c.name) continue;
+        Arguments a;
+        const std::string known = std::string(" -o --data ") + c.options + " ";
+        for (int i = 2; i < argc; i++) {
+            const std::string s = argv[i];
+            if (s.size() < 2 || s[0] != '-') {
+                a.files.push_back(s);
+                continue;
+            }
+            if (known.find(" " + s + " ") == known.npos)
+                DIE("%s: unknown option %s; datagen --help lists them", c.name, s.c_str());
+            if (i + 1 == argc) DIE("%s needs a value", s.c_str());
+            a.given[s] = argv[++i];
+        }
+        if (a.files.size() < c.fewest || a.files.size() > c.most)
+            DIE("usage: datagen %s %s [%s]", c.name, c.files, c.options);
+        return c.run(a);
+    }
+    DIE("unknown command %s; datagen --help lists them", name.c_str());
+}
+
+#ifndef DATAGEN_NO_MAIN
+int main(int argc, char** argv) {
+    // Standard descriptors that are closed stay taken, so that no file we write becomes one of them.
+    for (int fd; (fd = open("/dev/null", O_RDONLY)) >= 0;)
+        if (fd > 2) { close(fd); break; }
+    struct sigaction action = {};
+    action.sa_handler = [](int) { interrupted = 1; };
+    action.sa_flags = (int)SA_RESETHAND; // a second Ctrl-C ends the program
+    sigaction(SIGINT, &action, nullptr);
+    sigaction(SIGTERM, &action, nullptr);
+    signal(SIGPIPE, SIG_IGN);
+    try {
+        return run(argc, argv);
+    } catch (const Interrupted&) {
+        fprintf(stderr, "datagen: interrupted\n");
+        return 130;
+    } catch (const std::bad_alloc&) {
+        fprintf(stderr, "datagen: out of memory\n");
+    } catch (const std::exception& e) {
+        std::string line = e.what(); // names out of files may hold anything: it stays one line, and no escapes
+        for (char& c : line)
+            if ((unsigned char)c < 0x20 || c == 0x7f) c = ' ';
+        fprintf(stderr, "datagen: %s\n", line.c_str());
+    }
+    return 1;
+}
+#endif // DATAGEN_NO_MAIN
