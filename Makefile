@@ -2,7 +2,7 @@
 # make cpu          the same with g++ alone
 # make test         builds with -Werror, runs every suite; the last line counts
 # make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
-# make bench        speed of this machine's build
+# make bench        speed of this machine's build, and of its GPU's kernels
 # make clean
 # Options: PORTABLE=1 a binary for any x86-64    CXX=clang++    ARCH=native|all|"80 89"    V=1 shows the commands
 
@@ -74,6 +74,7 @@ bench: info qwen3
 	@[ -f $(BUILD)/0.6B.bin ] || ./qwen3 --synthesize 0.6B $(BUILD)/0.6B.bin
 	./qwen3 $(BUILD)/0.6B.bin --bench
 	./qwen3 $(BUILD)/0.6B.bin --bench --dtype int8
+	$(if $(GPU),$(NVCC) $(NVCCFLAGS) -I. tests/bench_gpu.cu -o $(BUILD)/bench_gpu -lcublas && $(BUILD)/bench_gpu $(BUILD)/0.6B.bin,:)
 	$(Q)$(CXX) $(CPUFLAGS) tests/bench_tokenizer.cpp -o $(BUILD)/bench_tokenizer
 	$(BUILD)/bench_tokenizer
 
