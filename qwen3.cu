@@ -313,6 +313,7 @@ inline Context open_gpu() {
     const cudaError_t e = cudaGetDeviceCount(&n);
     cudaDriverGetVersion(&driver);
     cudaRuntimeGetVersion(&runtime);
+    if (driver == 0) DIE("no GPU here: there is no NVIDIA driver");
     if (e == cudaErrorInsufficientDriver || (e != cudaSuccess && driver / 1000 < runtime / 1000))
         DIE("the GPU's driver is for CUDA %d.%d, this program needs %d.%d", driver / 1000, driver % 100 / 10, runtime / 1000, runtime % 100 / 10);
     if (e != cudaSuccess || n == 0) DIE("no GPU here: %s", e == cudaSuccess ? "the driver sees none" : cudaGetErrorString(e));
