@@ -13,7 +13,7 @@ WARN      = -Wall -Wextra
 OPT       = -O3
 Q         = $(if $(V),,@)
 
-HEADERS   = file.h sj.h tokenizer.h chat_template.h cli.h score.h
+HEADERS   = file.h sj.h tokenizer.h chat_template.h cli.h
 BUILD     = build
 
 # ---- What there is. Only questions here; `info` says what was chosen.
@@ -94,6 +94,7 @@ $(T)/datagen: $(DATAGEN)
 	$(Q)$(CXX) $(TESTFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
 $(T)/test_units: $(UNITS:%=tests/%.cpp)
 $(T)/test_datagen $(T)/test_dataset: $(DATAGEN)
+$(T)/test_score: score.h
 $(T)/test_datagen: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
 $(T)/test_%: tests/test_%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
@@ -117,6 +118,7 @@ asan:
 FUZZERS   = $(notdir $(basename $(wildcard tests/fuzz_*.cpp)))
 SECONDS_EACH ?= 20
 CLANG     ?= clang++
+$(BUILD)/fuzz/fuzz_jieba: score.h
 $(BUILD)/fuzz/fuzz_jsonl $(BUILD)/fuzz/fuzz_chunk $(BUILD)/fuzz/fuzz_dataset: $(DATAGEN)
 $(BUILD)/fuzz/%: tests/%.cpp qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)/fuzz

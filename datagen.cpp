@@ -2331,9 +2331,7 @@ int run(int argc, char** argv) {
 
 #ifndef DATAGEN_NO_MAIN
 int main(int argc, char** argv) {
-    // Standard descriptors that are closed stay taken, so that no file we write becomes one of them.
-    for (int fd; (fd = open("/dev/null", O_RDONLY)) >= 0;)
-        if (fd > 2) { close(fd); break; }
+    keep_descriptors();
     struct sigaction action = {};
     action.sa_handler = [](int) { interrupted = 1; };
     action.sa_flags = (int)SA_RESETHAND; // a second Ctrl-C ends the program
@@ -2343,15 +2341,12 @@ int main(int argc, char** argv) {
     try {
         return run(argc, argv);
     } catch (const Interrupted&) {
-        fprintf(stderr, "datagen: interrupted\n");
+        print_error("datagen", "interrupted");
         return 130;
     } catch (const std::bad_alloc&) {
-        fprintf(stderr, "datagen: out of memory\n");
+        print_error("datagen", "out of memory");
     } catch (const std::exception& e) {
-        std::string line = e.what(); // names out of files may hold anything: it stays one line, and no escapes
-        for (char& c : line)
-            if ((unsigned char)c < 0x20 || c == 0x7f) c = ' ';
-        fprintf(stderr, "datagen: %s\n", line.c_str());
+        print_error("datagen", e.what());
     }
     return 1;
 }

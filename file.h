@@ -3,6 +3,7 @@
 //   DIE("%s: no such tensor", name)   throws Error; main prints its one line on stderr and exits with 1
 //   MappedFile m(path)                the bytes of a file, read-only, for as long as m lives
 //   OutputFile o(path)                a file that appears under its name only when it is complete
+//   keep_descriptors(), print_error(...)   the beginning and the end of every main
 #pragma once
 #include <cerrno>
 #include <cstdarg>
@@ -36,6 +37,19 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* fmt,
 }
 
 #define DIE(...) throw Error(format(__VA_ARGS__))
+
+// Standard descriptors that are closed stay taken, so that no file we write becomes one of them.
+inline void keep_descriptors() {
+    for (int fd; (fd = open("/dev/null", O_RDONLY)) >= 0;)
+        if (fd > 2) { close(fd); break; }
+}
+
+// The one line of error on stderr. Names out of files may hold anything: it stays one line, and no escapes.
+inline void print_error(const char* program, std::string line) {
+    for (char& c : line)
+        if ((unsigned char)c < 0x20 || c == 0x7f) c = ' ';
+    fprintf(stderr, "%s: %s\n", program, line.c_str());
+}
 
 // A whole file mapped read-only. Throws Error if it is missing, unreadable, not a regular file or empty.
 struct MappedFile {

@@ -4013,9 +4013,7 @@ static int run(int argc, char** argv) {
 }
 
 int main(int argc, char** argv) {
-    // Standard descriptors that are closed stay taken, so that no file we write becomes one of them.
-    for (int fd; (fd = open("/dev/null", O_RDONLY)) >= 0;)
-        if (fd > 2) { close(fd); break; }
+    keep_descriptors();
     struct sigaction action = {};
     action.sa_handler = [](int) { interrupted = 1; };
     action.sa_flags = (int)SA_RESETHAND; // a second Ctrl-C ends the program
@@ -4024,12 +4022,9 @@ int main(int argc, char** argv) {
     try {
         return run(argc, argv);
     } catch (const std::bad_alloc&) {
-        fprintf(stderr, "qwen3: out of memory\n");
+        print_error("qwen3", "out of memory");
     } catch (const std::exception& e) {
-        std::string line = e.what(); // names out of files may hold anything: it stays one line, and no escapes
-        for (char& ch : line)
-            if ((unsigned char)ch < 0x20 || ch == 0x7f) ch = ' ';
-        fprintf(stderr, "qwen3: %s\n", line.c_str());
+        print_error("qwen3", e.what());
     }
     return 1;
 }

@@ -3,16 +3,14 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #define DATAGEN_NO_MAIN
 #include "../datagen.cpp"
-#include "files.h"
+#include "process.h"
 #include <arpa/inet.h>
 #include <atomic>
 #include <mutex>
 #include <netinet/in.h>
 #include <poll.h>
 #include <random>
-#include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 #include <thread>
 
 static const char* PROGRAM = getenv("DATAGEN") ? getenv("DATAGEN") : "./datagen";
@@ -20,60 +18,19 @@ static const std::string BOOK = "tests/fixtures/book.md";
 
 // ----------------------------------------------------------------------------------------- tools
 
-struct Result {
-    int status; // 1000 + the signal that ended the program
-    std::string out, err;
+struct Datagen : Process {
+    explicit Datagen(const Strings& arguments, std::string_view input = "")
+        : Process(PROGRAM, arguments, input, [] { setenv("no_proxy", "*", 1); }) {} // the endpoint is here
 };
-struct Process {
-    MemoryFile in, out, err;
-    pid_t pid;
-    explicit Process(const Strings& arguments, std::string_view input = "") : in(input) {
-        std::vector<char*> argv = {(char*)PROGRAM};
-        for (auto& a : arguments) argv.push_back((char*)a.c_str());
-        argv.push_back(nullptr);
-        pid = fork();
-        REQUIRE(pid >= 0);
-        if (pid) return;
-        dup2(in.fd, 0), dup2(out.fd, 1), dup2(err.fd, 2);
-        const rlimit no_core = {0, 0};
-        setrlimit(RLIMIT_CORE, &no_core);
-        setenv("no_proxy", "*", 1); // the endpoint is here
-        alarm(100);
-        execv(argv[0], argv.data());
-        _exit(127);
-    }
-    Result wait() {
-        int status;
-        REQUIRE(waitpid(pid, &status, 0) == pid);
-        return {WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status), out.text(), err.text()};
-    }
-};
-static Result datagen(const Strings& arguments, std::string_view input = "") { return Process(arguments, input).wait(); }
+static Result datagen(const Strings& arguments, std::string_view input = "") { return Datagen(arguments, input).wait(); }
 static Result good(const Strings& arguments, std::string_view input = "") {
     const Result r = datagen(arguments, input);
     INFO(arguments[0] << ": " << r.err);
     REQUIRE(r.status == 0);
     return r;
 }
-// Refused: nothing on stdout, one line on stderr that speaks of `word`, exit status 1.
 static void check_refused(const Strings& arguments, const std::string& word, std::string_view input = "") {
-    const Result r = datagen(arguments, input);
-    INFO("wanted: " << word << "\ngot: " << r.err);
-    CHECK(r.status == 1);
-    CHECK(r.out == "");
-    CHECK(r.err.compare(0, 9, "datagen: ") == 0);
-    CHECK(r.err.find('\n') == r.err.size() - 1);
-    CHECK(r.err.find(word) != std::string::npos);
-}
-
-static Strings lines(const std::string& text) {
-    Strings all;
-    for (size_t at = 0, end; at < text.size(); at = end + 1) {
-        end = text.find('\n', at);
-        REQUIRE(end != std::string::npos); // the last one is whole
-        all.push_back(text.substr(at, end - at));
-    }
-    return all;
+    check_refusal(datagen(arguments, input), "datagen", word);
 }
 struct Json { // that outlives its text
     std::string text;
@@ -666,7 +623,7 @@ TEST_CASE("generate: a kill in the middle loses no answer, and none is asked aga
     };
     size_t kills = 0, before = 0;
     for (; kills < 3; kills++) {
-        Process run(p.generate(e));
+        Datagen run(p.generate(e));
         for (int ms = 0; ms < 20000 && journaled() < before + 3; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         kill(run.pid, SIGKILL);
         CHECK(run.wait().status == 1000 + SIGKILL);
@@ -704,7 +661,7 @@ TEST_CASE("generate: Ctrl-C takes the answers that are on their way, then leaves
     const Pipeline p;
     Endpoint e;
     e.faulty = false, e.delay_ms = 30;
-    Process run(p.generate(e));
+    Datagen run(p.generate(e));
     for (int ms = 0; ms < 20000 && e.answers < 5; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     check_refused(p.generate(e), "another run");
     kill(run.pid, SIGINT);
@@ -941,7 +898,7 @@ TEST_CASE("filter: Ctrl-C leaves nothing half-written, and status 130") {
         rows += alpaca(text, text + text) + "\n";
     }
     write_file(scratch / "qa", rows);
-    Process run({"filter", scratch / "qa", "-o", scratch / "clean"});
+    Datagen run({"filter", scratch / "qa", "-o", scratch / "clean"});
     auto begun = [&] { // its temporary files are there
         return scratch.count() > 1;
     };

@@ -3,16 +3,13 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../tokenizer.h"
 #include "../sj.h"
-#include "files.h"
+#include "process.h"
 #include <chrono>
 #include <cmath>
 #include <csignal>
 #include <map>
-#include <sys/resource.h>
-#include <sys/wait.h>
 #include <thread>
 
-using Strings = std::vector<std::string>;
 using Ids = std::vector<int>;
 
 static const char* PROGRAM = getenv("QWEN3") ? getenv("QWEN3") : "./qwen3";
@@ -21,37 +18,14 @@ constexpr int V = 1024;
 
 // ----------------------------------------------------------------------------------------- tools
 
-struct Result {
-    int status; // 1000 + the signal that ended the program
-    std::string out, err;
-};
-
-struct Process {
-    MemoryFile in, out, err;
-    pid_t pid;
-
-    // file_limit: bytes of the largest file; the write that would pass it kills the program.
-    explicit Process(const Strings& arguments, std::string_view input = "", rlim_t file_limit = RLIM_INFINITY) : in(input) {
-        std::vector<char*> argv = {(char*)PROGRAM};
-        for (auto& a : arguments) argv.push_back((char*)a.c_str());
-        argv.push_back(nullptr);
-        pid = fork();
-        REQUIRE(pid >= 0);
-        if (pid) return;
-        const rlimit largest = {file_limit, file_limit}, no_core = {0, 0};
-        setenv("OMP_WAIT_POLICY", "passive", 1); // threads that spin starve each other on a busy machine
-        dup2(in.fd, 0), dup2(out.fd, 1), dup2(err.fd, 2);
-        setrlimit(RLIMIT_CORE, &no_core);
-        setrlimit(RLIMIT_FSIZE, &largest);
-        alarm(100);
-        execv(argv[0], argv.data());
-        _exit(127);
-    }
-    Result wait() {
-        int status;
-        REQUIRE(waitpid(pid, &status, 0) == pid);
-        return {WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status), out.text(), err.text()};
-    }
+// file_limit: bytes of the largest file; the write that would pass it kills the program.
+struct Qwen3 : Process {
+    explicit Qwen3(const Strings& arguments, std::string_view input = "", rlim_t file_limit = RLIM_INFINITY)
+        : Process(PROGRAM, arguments, input, [=] {
+              const rlimit largest = {file_limit, file_limit};
+              setenv("OMP_WAIT_POLICY", "passive", 1); // threads that spin starve each other on a busy machine
+              setrlimit(RLIMIT_FSIZE, &largest);
+          }) {}
 };
 
 static Strings operator+(Strings a, const Strings& b) {
@@ -61,21 +35,14 @@ static Strings operator+(Strings a, const Strings& b) {
 static const Strings TINY = {MODEL, "-z", VOCABULARY, "-j", "1"};
 
 static std::string out_of(const Strings& arguments, std::string_view input = "") {
-    const Result r = Process(arguments, input).wait();
+    const Result r = Qwen3(arguments, input).wait();
     INFO(r.err);
     REQUIRE(r.status == 0);
     return r.out;
 }
 
-// Refused: nothing on stdout, one line on stderr that speaks of `word`, exit status 1.
 static void check_refused(const Strings& arguments, const std::string& word, std::string_view input = "") {
-    const Result r = Process(arguments, input).wait();
-    INFO("wanted: " << word << "\ngot: " << r.err);
-    CHECK(r.status == 1);
-    CHECK(r.out == "");
-    CHECK(r.err.compare(0, 7, "qwen3: ") == 0);
-    CHECK(r.err.find('\n') == r.err.size() - 1);
-    CHECK(r.err.find(word) != std::string::npos);
+    check_refusal(Qwen3(arguments, input).wait(), "qwen3", word);
 }
 
 // JSON that outlives its text.
@@ -89,16 +56,6 @@ struct Json {
     Json(const Json&) = delete;
     sj::Value operator[](std::string_view key) const { return doc.root()[key]; }
 };
-
-static Strings lines(const std::string& text) {
-    Strings all;
-    for (size_t at = 0, end; at < text.size(); at = end + 1) {
-        end = text.find('\n', at);
-        REQUIRE(end != std::string::npos); // the last one is whole
-        all.push_back(text.substr(at, end - at));
-    }
-    return all;
-}
 
 // -ln p(ids[i] | ids[0 .. i-1]) for i = 1, 2, ..., from --logits.
 static std::vector<double> losses(const Ids& ids) {
@@ -189,7 +146,7 @@ TEST_CASE("--ppl does not depend on the number of threads") {
 }
 
 TEST_CASE("--ppl: Ctrl-C ends it with status 130 and no result") {
-    Process p(TINY + Strings{"--ppl", "-", "-c", "1000", "--stride", "1"}, prose(20000)); // minutes of work
+    Qwen3 p(TINY + Strings{"--ppl", "-", "-c", "1000", "--stride", "1"}, prose(20000)); // minutes of work
     for (int ms = 0; ms < 30000 && p.err.size() == 0; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     kill(p.pid, SIGINT);
     const Result r = p.wait();
@@ -337,11 +294,11 @@ TEST_CASE("--eval: killed at any byte, it goes on and ends with the same bytes")
     size_t header = 0;
     int killed = 0;
     // LLVM's OpenMP makes a file of 1024 bytes of its own when it starts: below that, this is what is killed.
-    Process(ask(out), "", 30).wait();
+    Qwen3(ask(out), "", 30).wait();
     const size_t lowest = fs::exists(partial) ? 30 : 1030;
     fs::remove(partial);
     for (size_t limit = lowest; limit < header + whole.size() || !header; limit += 29) {
-        const Result r = Process(ask(out), "", limit).wait();
+        const Result r = Qwen3(ask(out), "", limit).wait();
         INFO("limit " << limit << ": " << r.err);
         CHECK(r.status == 1000 + SIGXFSZ);
         CHECK(!fs::exists(out));
@@ -351,7 +308,7 @@ TEST_CASE("--eval: killed at any byte, it goes on and ends with the same bytes")
         const auto rows = header ? std::count(left.begin() + (ptrdiff_t)header, left.end(), '\n') : 0;
         if (header) CHECK(left.substr(header) == whole.substr(0, limit - header));
 
-        const Result rest = Process(ask(out)).wait();
+        const Result rest = Qwen3(ask(out)).wait();
         INFO(rest.err);
         REQUIRE(rest.status == 0);
         CHECK(rest.out == summary);
@@ -365,7 +322,7 @@ TEST_CASE("--eval: killed at any byte, it goes on and ends with the same bytes")
     REQUIRE(header > 0);
 
     // All rows are there, and only the name was missing.
-    REQUIRE(Process(ask(out), "", header + whole.size() - 1).wait().status == 1000 + SIGXFSZ);
+    REQUIRE(Qwen3(ask(out), "", header + whole.size() - 1).wait().status == 1000 + SIGXFSZ);
     const std::string left = read_file(partial).substr(0, header + whole.find('\n', whole.size() / 2) + 1); // whole rows
     write_file(partial, left.substr(0, header) + whole);
     CHECK(out_of(ask(out)) == summary);
@@ -405,8 +362,8 @@ TEST_CASE("--eval: Ctrl-C keeps the rows that are there, exit status 130") {
     for (int i = 0; i < 100; i++) many += R"({"instruction": "?", "output": "!"})" "\n";
     write_file(scratch / "qa", many);
     // A presence penalty of -100 repeats the first token without end.
-    Process p(TINY + Strings{"--eval", scratch / "qa", "-o", scratch / "out", "-n", "1000000", "-c", "1000",
-                             "--presence-penalty", "-100"});
+    Qwen3 p(TINY + Strings{"--eval", scratch / "qa", "-o", scratch / "out", "-n", "1000000", "-c", "1000",
+                           "--presence-penalty", "-100"});
     const std::string partial = scratch / "out.partial";
     auto rows = [&] {
         const std::string text = fs::exists(partial) && fs::file_size(partial) ? read_file(partial) : "";

@@ -3,7 +3,7 @@
 //   build/g++/test_score score ANSWERS.jsonl REFERENCE.jsonl     runs the command itself
 #define DOCTEST_CONFIG_IMPLEMENT
 #include "../score.h"
-#include "files.h"
+#include "process.h"
 #include <sys/wait.h>
 
 using Words = std::vector<std::string_view>;
@@ -325,26 +325,9 @@ TEST_CASE("bootstrap: seeded, centred, and as wide as the normal theory says") {
 
 // ----------------------------------------------------------------------------------------------- the command
 
-struct Result {
-    int status;
-    std::string out, err;
-};
-static Result run(std::vector<std::string> arguments) {
-    arguments.insert(arguments.begin(), {"/proc/self/exe", "score"});
-    std::vector<char*> argv;
-    for (auto& a : arguments) argv.push_back(a.data());
-    argv.push_back(nullptr);
-    MemoryFile out, err;
-    const pid_t pid = fork();
-    REQUIRE(pid >= 0);
-    if (pid == 0) {
-        dup2(out.fd, 1), dup2(err.fd, 2);
-        execv(argv[0], argv.data());
-        _exit(127);
-    }
-    int status;
-    REQUIRE(waitpid(pid, &status, 0) == pid);
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status), out.text(), err.text()};
+static Result run(Strings arguments) {
+    arguments.insert(arguments.begin(), "score");
+    return Process("/proc/self/exe", arguments).wait();
 }
 static std::string out_of(const std::vector<std::string>& arguments) {
     const Result r = run(arguments);
@@ -352,15 +335,7 @@ static std::string out_of(const std::vector<std::string>& arguments) {
     REQUIRE(r.status == 0);
     return r.out;
 }
-static void check_refused(const std::vector<std::string>& arguments, const std::string& word) {
-    const Result r = run(arguments);
-    INFO("wanted: " << word << "\ngot: " << r.err);
-    CHECK(r.status == 1);
-    CHECK(r.out == "");
-    CHECK(r.err.compare(0, 9, "datagen: ") == 0);
-    CHECK(r.err.find('\n') == r.err.size() - 1);
-    CHECK(r.err.find(word) != std::string::npos);
-}
+static void check_refused(const Strings& arguments, const std::string& word) { check_refusal(run(arguments), "datagen", word); }
 
 static void check_means(sj::Value got, sj::Value want) {
     for (size_t m = 0; m < 4; m++) {

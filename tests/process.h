@@ -1,0 +1,62 @@
+// A program run from a test: its standard streams are files in memory.
+#pragma once
+#include "files.h"
+#include <functional>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <vector>
+
+using Strings = std::vector<std::string>;
+
+struct Result {
+    int status; // 1000 + the signal that ended the program
+    std::string out, err;
+};
+
+struct Process {
+    MemoryFile in, out, err;
+    pid_t pid;
+
+    // prepare: what the child does before it becomes the program.
+    Process(const char* program, const Strings& arguments, std::string_view input = "", const std::function<void()>& prepare = nullptr)
+        : in(input) {
+        std::vector<char*> argv = {(char*)program};
+        for (auto& a : arguments) argv.push_back((char*)a.c_str());
+        argv.push_back(nullptr);
+        pid = fork();
+        REQUIRE(pid >= 0);
+        if (pid) return;
+        dup2(in.fd, 0), dup2(out.fd, 1), dup2(err.fd, 2);
+        const rlimit no_core = {0, 0};
+        setrlimit(RLIMIT_CORE, &no_core);
+        if (prepare) prepare();
+        alarm(100);
+        execv(argv[0], argv.data());
+        _exit(127);
+    }
+    Result wait() {
+        int status;
+        REQUIRE(waitpid(pid, &status, 0) == pid);
+        return {WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status), out.text(), err.text()};
+    }
+};
+
+// Refused: nothing on stdout, one line on stderr that begins with the program's name and speaks of `word`, exit status 1.
+inline void check_refusal(const Result& r, const std::string& program, const std::string& word) {
+    INFO("wanted: " << word << "\ngot: " << r.err);
+    CHECK(r.status == 1);
+    CHECK(r.out == "");
+    CHECK(r.err.compare(0, program.size() + 2, program + ": ") == 0);
+    CHECK(r.err.find('\n') == r.err.size() - 1);
+    CHECK(r.err.find(word) != std::string::npos);
+}
+
+inline Strings lines(const std::string& text) {
+    Strings all;
+    for (size_t at = 0, end; at < text.size(); at = end + 1) {
+        end = text.find('\n', at);
+        REQUIRE(end != std::string::npos); // the last one is whole
+        all.push_back(text.substr(at, end - at));
+    }
+    return all;
+}
