@@ -128,6 +128,7 @@ struct Context {
 #ifdef __CUDACC__
     cudaStream_t stream = nullptr;
     int sm = 0, sms = 0;         // 10 x compute capability; multiprocessors
+    bool hopper = false;         // sm_90a, and this binary was built for it: wgmma
     bool overlap = false;        // sm_90 and up: a kernel may start before the one ahead of it has ended
     float* partial = nullptr;    // scratch of products whose sums several blocks share, PARTIAL_BYTES
     int* arrived = nullptr;      // ... and how many of them are done: (MAX_TILES), zero between kernels
@@ -307,6 +308,13 @@ inline void cuda_check(cudaError_t e, const char* call) {
     if (e != cudaSuccess) DIE("%.60s: %s", call, cudaGetErrorString(e));
 }
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HAVE_WGMMA
+__device__ int has_wgmma = 1; // whether the code that this GPU runs has the instructions of sm_90a
+#else
+__device__ int has_wgmma = 0;
+#endif
+
 // The first GPU, or one line that says why there is none.
 inline Context open_gpu() {
     int n = 0, driver = 0, runtime = 0;
@@ -325,6 +333,9 @@ inline Context open_gpu() {
     ctx.gpu = true;
     ctx.sms = properties.multiProcessorCount;
     ctx.overlap = ctx.sm >= 90;
+    int wgmma = 0;
+    CUDA_CHECK(cudaMemcpyFromSymbol(&wgmma, has_wgmma, sizeof wgmma));
+    ctx.hopper = wgmma;
     CUDA_CHECK(cudaStreamCreateWithFlags(&ctx.stream, cudaStreamNonBlocking));
     return ctx;
 }
@@ -395,6 +406,45 @@ __device__ inline void ldmatrix(uint32_t (&m)[4], uint32_t address) {
 }
 __device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address));
+}
+
+// ---- Hopper's own product (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 128 threads multiply what
+// lies in shared memory, without ldmatrix and at the full rate of the tensor cores; sm_90a's alone.
+// Rows of 128 bytes, their chunks of 16 exchanged by row % 8, eight rows behind one another (SBO); for an operand whose
+// rows are steps of K (transposed), panels of 64 columns lie `panel` bytes apart (LBO).
+__device__ inline uint64_t wgmma_operand(uint32_t shared, int panel) {
+    return (uint64_t)(shared >> 4 & 0x3fff) | (uint64_t)(panel >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+// d (64,128) += a (64,16) b (16,128): warp w of the four holds rows 16 w .. 16 w + 15 as mma does; d[j] are columns 8 j ..
+template <bool A_COLS, bool B_COLS> __device__ inline void wgmma(float (&d)[16][4], uint64_t a, uint64_t b) {
+#ifdef HAVE_WGMMA
+#define D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
+                 "%64, %65, 1, 1, 1, %66, %67;"
+                 : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15)
+                 : "l"(a), "l"(b), "n"((int)A_COLS), "n"((int)B_COLS));
+#undef D4
+#endif
+}
+// What was written to shared memory is there for wgmma; sums may be handed to it; it is started; it is done.
+__device__ inline void wgmma_see_shared() {
+#ifdef HAVE_WGMMA
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ inline void wgmma_begin() {
+#ifdef HAVE_WGMMA
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+template <int M> __device__ inline void wgmma_end(float (&d)[M][16][4]) {
+#ifdef HAVE_WGMMA
+    asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    #pragma unroll
+    for (int i = 0; i < M * 64; i++) asm volatile("" : "+f"(d[i / 64][i / 4 % 16][i % 4])::"memory"); // not read before
+#endif
 }
 
 // 16 bytes from global to shared memory in the background; zeros if not `there`.
@@ -1923,98 +1973,160 @@ int stream_product(Context& ctx, const StreamArgs& p, Epilogue epilogue) {
     return 0;
 }
 
-// ---- Many tokens: tiles of BM tokens by BN rows of W, a block each; a warp owns WM by WN of it. Both operands pass
-// through shared memory, BK numbers of K a stage, copied STAGES - 1 stages ahead of their use.
-// mma has a lane's sums in pairs of columns. Which row of W is which column of b is ours to say: of 16 rows, 0 1 4 5 8 9
-// 12 13 are one b and 2 3 6 7 10 11 14 15 the next, so that a lane has four columns in a row, and a quad of lanes writes
-// whole sectors. With PAIR 16 rows of gate and 16 of up take turns: a lane's sums of both are of the same columns.
-// A row of a stage is the 128 bytes of a cache line; its chunks of 16 bytes are exchanged by a key so that the 8 rows
-// an ldmatrix reads lie in different banks: for x the row % 8, for W what makes 0 1 4 5 8 9 12 13 differ.
+// ---- Many tokens: tiles of BM tokens by BN rows of W, a block each. Both operands pass through shared memory, BK numbers
+// of K a stage, copied STAGES - 1 stages ahead of their use. y[n][r] = sum_k x[n][k] W[r][k], and the backward pass has
+// two more: x and W can each lie with K running down (X_COLS: x is (K,N), W_COLS: W is (K,R)); the tensor core takes
+// them transposed.
+// A row of a stage is the 128 bytes of a cache line. Of an operand with K along its rows a row of shared memory holds
+// one row; of one with K down it, 64 columns at one k, a panel of BK such rows for every 64. The row's chunks of 16 bytes
+// are exchanged by row % 8, so that the 8 rows which are read at once lie in different banks.
+// Roads: mma.sync, a warp owns WM by WN of the tile; or wgmma (S::WARPGROUP), the block's four warps own it together.
+// A lane's sums lie in pairs of columns, 2t and 2t + 1 of eight: two neighbours exchange one of two pairs each, so that
+// each has four columns in a row, and a quad of lanes writes whole sectors. With PAIR 16 rows of gate and 16 of up
+// take turns: a lane's sums of both are of the same columns.
 // splits > 1: as many blocks share a tile, each with a part of K; the last to arrive adds their sums in order.
 constexpr int BK = 64;
 constexpr size_t PARTIAL_BYTES = 32 << 20;
 constexpr int MAX_TILES = 4096;
 
-template <int BM_, int BN_, int WM_, int WN_, int STAGES_> struct TileShape {
+template <int BM_, int BN_, int WM_, int WN_, int STAGES_, bool WARPGROUP_ = false> struct TileShape {
     static constexpr int BM = BM_, BN = BN_, WM = WM_, WN = WN_, STAGES = STAGES_;
+    static constexpr bool WARPGROUP = WARPGROUP_;
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
-    static constexpr size_t SHARED = (size_t)STAGES * (BM + BN) * BK * sizeof(bf16);
+    static constexpr size_t SHARED = (size_t)STAGES * (BM + BN) * BK * sizeof(bf16) + (WARPGROUP ? 1024 : 0);
 };
-__device__ inline int x_chunk(int row, int chunk) { return (chunk ^ row % 8) << 4; } // in bytes
-__device__ inline int w_chunk(int row, int chunk) { return (chunk ^ (row / 4 % 4 * 2 + row % 2)) << 4; }
 
 struct TileArgs {
     const bf16 *x, *W;  // (N,K); (R,K), with PAIR (2R,K)
-    int N, K, R, splits;
-    float* partial;
-    int* arrived;
-    bool early = false; // few blocks: the next kernel's may come beside them from the start
+    int N, K, R;
+    const bf16 *more_x = nullptr, *more_W = nullptr; // (N,more), (R,more): further columns of both (an adapter's)
+    int more = 0;
+    int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: as many as a row has
+    bool early = false;   // few blocks: the next kernel's may come beside them from the start
+    int splits = 1;
+    float* partial = nullptr;
+    int* arrived = nullptr;
 };
 
-template <class S, class Epilogue>
-__global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue epilogue) {
+// Copies what one thread does of an operand's stage to shared memory. Chunks of 16 bytes: `chunk` of every STEPth row.
+template <int ROWS, bool COLS, int THREADS> struct TileCopy {
+    static constexpr int CHUNKS = COLS ? ROWS / 8 : BK / 8, STEP = THREADS / CHUNKS, COUNT = (COLS ? BK : ROWS) / STEP;
+    static_assert(STEP % 8 == 0 && COUNT * STEP == (COLS ? BK : ROWS) && (!COLS || ROWS % 64 == 0), "every thread copies the same");
+    const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
+    const uint32_t at = (COLS ? chunk / 8 * (BK * 128) : 0) + row * 128 + ((chunk % 8 ^ row % 8) << 4);
+};
+
+template <class S, bool X_COLS, bool W_COLS, class Epilogue>
+__global__ void __launch_bounds__(S::THREADS, S::WARPGROUP ? 2 : 1) tile_kernel(TileArgs p, Epilogue epilogue) {
     constexpr int BM = S::BM, BN = S::BN, WM = S::WM, WN = S::WN, STAGES = S::STAGES, THREADS = S::THREADS;
-    constexpr int MF = WM / 16, NF = WN / 8, ROW = BK * 2, STAGE = (BM + BN) * ROW, COPY_ROWS = THREADS / 8;
-    static_assert(BM % COPY_ROWS == 0 && BN % COPY_ROWS == 0 && COPY_ROWS % 16 == 0, "every thread copies the same");
+    constexpr int MF = S::WARPGROUP ? BM / 64 : WM / 16, NF = S::WARPGROUP ? BN / 8 : WN / 8, STAGE = (BM + BN) * BK * 2, W_AT = BM * BK * 2;
+    static_assert(!S::WARPGROUP || (THREADS == 128 && BN == 128), "one warpgroup");
+    static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
     extern __shared__ __align__(128) uint4 stages[]; // rows that straddle two lines of 128 bytes cost three times as much
-    const uint32_t shared = shared_address(stages);
+    const uint32_t shared = S::WARPGROUP ? (shared_address(stages) + 1023) & ~1023u : shared_address(stages);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int R = Epilogue::PAIR ? 2 * p.R : p.R;
     // Bands of 8 tiles of tokens: blocks that run at the same time share rows of both operands in the L2 cache.
     const int across = (R + BN - 1) / BN, down = (p.N + BM - 1) / BM, band = blockIdx.x / (8 * across), in_band = blockIdx.x % (8 * across);
     const int high = min(8, down - band * 8), n0 = (band * 8 + in_band % high) * BM, r0 = in_band / high * BN;
-    const int steps = (p.K + BK - 1) / BK, first = steps * blockIdx.y / p.splits, last = steps * (blockIdx.y + 1) / p.splits;
+    const int own = (p.K + BK - 1) / BK, steps = own + (p.more + BK - 1) / BK;
+    const int first = (int)((int64_t)steps * blockIdx.y / p.splits), last = (int)((int64_t)steps * (blockIdx.y + 1) / p.splits);
 
-    // This thread copies chunk threadIdx.x % 8 of every COPY_ROWSth row: of x, of W.
-    const int copy_row = threadIdx.x / 8, chunk = threadIdx.x % 8, x_row = n0 + copy_row;
-    const uint32_t x_to = shared + copy_row * ROW + x_chunk(copy_row, chunk), w_to = shared + (BM + copy_row) * ROW + w_chunk(copy_row, chunk);
-    const bf16 *x_from = p.x + (size_t)x_row * p.K + chunk * 8, *w_from = p.W + chunk * 8;
+    const TileCopy<BM, X_COLS, THREADS> cx;
+    const TileCopy<BN, W_COLS, THREADS> cw;
     auto copy_x = [&](int step) {
-        const bool inside = step < last && step * BK + chunk * 8 < p.K;
-        #pragma unroll
-        for (int i = 0; i < BM; i += COPY_ROWS)
-            copy_async(x_to + step % STAGES * STAGE + i * ROW, x_from + (size_t)i * p.K + step * BK, inside && x_row + i < p.N);
+        const uint32_t to = shared + step % STAGES * STAGE + cx.at;
+        if constexpr (X_COLS) {
+            const int k = step * BK + cx.row, n = n0 + cx.chunk * 8;
+            const bf16* from = p.x + (size_t)k * p.ldx + n;
+            #pragma unroll
+            for (int i = 0; i < cx.COUNT; i++) copy_async(to + i * cx.STEP * 128, from + (size_t)i * cx.STEP * p.ldx, step < last && k + i * cx.STEP < p.K && n < p.N);
+        } else {
+            const bool extra = step >= own;
+            const int k = (extra ? step - own : step) * BK + cx.chunk * 8, n = n0 + cx.row, ld = extra ? p.more : p.ldx;
+            const bool inside = step < last && k < (extra ? p.more : p.K);
+            const bf16* from = (extra ? p.more_x : p.x) + (size_t)n * ld + k;
+            #pragma unroll
+            for (int i = 0; i < cx.COUNT; i++) copy_async(to + i * cx.STEP * 128, from + (size_t)i * cx.STEP * ld, inside && n + i * cx.STEP < p.N);
+        }
     };
     auto copy_w = [&](int step) {
-        const bool inside = step < last && step * BK + chunk * 8 < p.K;
-        #pragma unroll
-        for (int i = 0; i < BN; i += COPY_ROWS) {
-            const int w = copy_row + i, r = Epilogue::PAIR ? r0 / 2 + w / 32 * 16 + w % 16 : r0 + w;
-            const bf16* from = w_from + (size_t)(Epilogue::PAIR && w / 16 % 2 ? p.R + r : r) * p.K + step * BK;
-            copy_async(w_to + step % STAGES * STAGE + i * ROW, from, inside && r < p.R);
+        const uint32_t to = shared + step % STAGES * STAGE + W_AT + cw.at;
+        if constexpr (W_COLS) {
+            const int k = step * BK + cw.row, r = r0 + cw.chunk * 8;
+            const bf16* from = p.W + (size_t)k * p.ldw + r;
+            #pragma unroll
+            for (int i = 0; i < cw.COUNT; i++) copy_async(to + i * cw.STEP * 128, from + (size_t)i * cw.STEP * p.ldw, step < last && k + i * cw.STEP < p.K && r < R);
+        } else {
+            const bool extra = step >= own;
+            const int k = (extra ? step - own : step) * BK + cw.chunk * 8, ld = extra ? p.more : p.ldw;
+            const bool inside = step < last && k < (extra ? p.more : p.K);
+            const bf16* from = (extra ? p.more_W : p.W) + k;
+            #pragma unroll
+            for (int i = 0; i < cw.COUNT; i++) {
+                const int w = cw.row + i * cw.STEP, r = Epilogue::PAIR ? r0 / 2 + w / 32 * 16 + w % 16 : r0 + w;
+                copy_async(to + i * cw.STEP * 128, from + (size_t)(Epilogue::PAIR && w / 16 % 2 ? p.R + r : r) * ld, inside && r < p.R);
+            }
         }
     };
     // Weights depend on no kernel ahead.
-    for (int s = 0; s < STAGES - 1; s++) copy_w(first + s);
+    if (!W_COLS)
+        for (int s = 0; s < STAGES - 1; s++) copy_w(first + s);
     if (p.early) let_next_start();
     wait_for_previous();
     #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
+        if (W_COLS) copy_w(first + s);
         copy_x(first + s);
         commit_copies(); // (the first of these groups has all of the weights above)
     }
-    // Where this lane's rows are for ldmatrix: a by 16 rows and two chunks, b by 16 rows (two eights) and two chunks.
-    const int warp_m = warp % (BM / WM) * WM, warp_n = warp / (BM / WM) * WN;
-    const int a_row = warp_m + lane % 16, b_row = warp_n + lane % 8 / 2 * 4 + lane % 2 + lane / 16 * 2;
-    const uint32_t a_at = shared + a_row * ROW, b_at = shared + (BM + b_row) * ROW;
+    const int warp_m = S::WARPGROUP ? warp * 16 : warp % (BM / WM) * WM, warp_n = S::WARPGROUP ? 0 : warp / (BM / WM) * WN;
     float sum[MF][NF][4] = {};
     for (int step = first; step < last; step++) {
         wait_for_copies<STAGES - 2>();
+        if (S::WARPGROUP) wgmma_see_shared();
         __syncthreads();
         if (step + STAGES - 1 < last) copy_x(step + STAGES - 1), copy_w(step + STAGES - 1);
         commit_copies();
-        const uint32_t stage = step % STAGES * STAGE;
-        #pragma unroll
-        for (int k = 0; k < BK / 16; k++) {
-            uint32_t a[MF][4], b[NF / 2][4];
+        const uint32_t x_stage = shared + step % STAGES * STAGE, w_stage = x_stage + W_AT;
+        if constexpr (S::WARPGROUP) {
+            wgmma_begin();
             #pragma unroll
-            for (int i = 0; i < MF; i++) ldmatrix(a[i], a_at + stage + i * 16 * ROW + x_chunk(a_row, 2 * k + lane / 16));
-            #pragma unroll
-            for (int j = 0; j < NF / 2; j++) ldmatrix(b[j], b_at + stage + j * 16 * ROW + w_chunk(b_row, 2 * k + lane / 8 % 2));
-            #pragma unroll
-            for (int i = 0; i < MF; i++)
+            for (int k = 0; k < BK / 16; k++)
                 #pragma unroll
-                for (int j = 0; j < NF; j++) mma(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+                for (int i = 0; i < MF; i++)
+                    wgmma<X_COLS, W_COLS>(sum[i], wgmma_operand(x_stage + i * 64 * 128 + k * (X_COLS ? 16 * 128 : 32), BK * 128),
+                                          wgmma_operand(w_stage + k * (W_COLS ? 16 * 128 : 32), BK * 128));
+            wgmma_end(sum);
+        } else {
+            #pragma unroll
+            for (int k = 0; k < BK / 16; k++) {
+                uint32_t a[MF][4], b[NF / 2][4];
+                #pragma unroll
+                for (int i = 0; i < MF; i++) {
+                    if constexpr (X_COLS) { // four 8 x 8: k down, rows of x across
+                        const int row = k * 16 + lane % 8 + lane / 16 * 8, chunk = (warp_m + i * 16) / 8 + lane / 8 % 2;
+                        ldmatrix_transposed(a[i], x_stage + chunk / 8 * (BK * 128) + row * 128 + ((chunk % 8 ^ row % 8) << 4));
+                    } else {
+                        const int row = warp_m + i * 16 + lane % 16;
+                        ldmatrix(a[i], x_stage + row * 128 + (((2 * k + lane / 16) ^ row % 8) << 4));
+                    }
+                }
+                #pragma unroll
+                for (int j = 0; j < NF / 2; j++) {
+                    if constexpr (W_COLS) {
+                        const int row = k * 16 + lane % 16, chunk = (warp_n + j * 16) / 8 + lane / 16;
+                        ldmatrix_transposed(b[j], w_stage + chunk / 8 * (BK * 128) + row * 128 + ((chunk % 8 ^ row % 8) << 4));
+                    } else {
+                        const int row = warp_n + j * 16 + lane % 8 + lane / 16 * 8;
+                        ldmatrix(b[j], w_stage + row * 128 + (((2 * k + lane / 8 % 2) ^ row % 8) << 4));
+                    }
+                }
+                #pragma unroll
+                for (int i = 0; i < MF; i++)
+                    #pragma unroll
+                    for (int j = 0; j < NF; j++) mma(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+            }
         }
     }
     wait_for_copies<0>();
@@ -2039,23 +2151,28 @@ __global__ void __launch_bounds__(S::THREADS) tile_kernel(TileArgs p, Epilogue e
                 v[0] += more.x, v[1] += more.y, v[2] += more.z, v[3] += more.w;
             }
     }
+    const int t = lane % 4;
     #pragma unroll
     for (int i = 0; i < MF; i++)
         #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int n = n0 + warp_m + i * 16 + h * 8 + lane / 4;
-            if (n >= p.N) continue;
+            const int n = n0 + warp_m + i * (S::WARPGROUP ? 64 : 16) + h * 8 + lane / 4;
+            // Four columns in a row, of the 16 of sums f and f + 1: lanes 0 1 2 3 of a quad get those from 0, 8, 4, 12 on.
+            const auto row = [&](int f) {
+                const float *even = &sum[i][f][2 * h], *odd = &sum[i][f + 1][2 * h];
+                const float a = __shfl_xor_sync(~0u, t % 2 ? even[0] : odd[0], 1), b = __shfl_xor_sync(~0u, t % 2 ? even[1] : odd[1], 1);
+                return t % 2 ? make_float4(a, b, odd[0], odd[1]) : make_float4(even[0], even[1], a, b);
+            };
             #pragma unroll
             for (int j = 0; j < NF; j += Epilogue::PAIR ? 4 : 2) {
-                const auto row = [&](int f) { return make_float4(sum[i][f][2 * h], sum[i][f][2 * h + 1], sum[i][f + 1][2 * h], sum[i][f + 1][2 * h + 1]); };
-                const int r = (Epilogue::PAIR ? (r0 + warp_n) / 2 + j * 4 : r0 + warp_n + j * 8) + lane % 4 * 4;
-                if (r >= p.R) continue;
+                const int r = (Epilogue::PAIR ? (r0 + warp_n) / 2 + j * 4 : r0 + warp_n + j * 8) + t / 2 * 4 + t % 2 * 8;
+                const bool there = n < p.N && r < p.R;
                 const float4 y = row(j);
                 if constexpr (Epilogue::PAIR) {
                     const float4 up = row(j + 2);
-                    epilogue.four(n, r, &y.x, &up.x);
+                    if (there) epilogue.four(n, r, &y.x, &up.x);
                 } else {
-                    epilogue.four(n, r, &y.x);
+                    if (there) epilogue.four(n, r, &y.x);
                 }
             }
         }
@@ -2065,6 +2182,7 @@ using Tile128x128 = TileShape<128, 128, 64, 64, 3>;
 using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
 using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
 using Tile32x64 = TileShape<32, 64, 16, 32, 6>;
+using TileHopper = TileShape<128, 128, 64, 64, 3, true>;
 
 // The shape and the number of splits with the least predicted time in microseconds. The figures were fitted to an
 // H100 (tests/bench_gpu sweep); what matters is their proportion. Of 1,024 of K a block takes `alone` if it is alone on
@@ -2082,39 +2200,50 @@ struct TilePlan {
             if (time < least) shape = index, splits = s, least = time;
         }
     }
-    TilePlan(const Context& ctx, int N, int R, int K) {
+    // few_rows: whether tiles of 32 tokens will do (not if K runs down x).
+    TilePlan(const Context& ctx, int N, int R, int K, bool few_rows = true) {
         if (ctx.invariant) return;
+        if (ctx.hopper) consider<TileHopper>(ctx, 4, 8.5, 6.5, N, R, K);
         consider<Tile128x128>(ctx, 0, 11.5, 10.4, N, R, K);
         consider<Tile64x128>(ctx, 1, 7.3, 6.4, N, R, K);
         consider<Tile64x64>(ctx, 2, 6.0, 4.0, N, R, K);
-        consider<Tile32x64>(ctx, 3, 4.6, 2.7, N, R, K);
+        if (few_rows) consider<Tile32x64>(ctx, 3, 4.6, 2.7, N, R, K);
     }
 };
 
-template <class S, class Epilogue>
+template <class S, bool X_COLS = false, bool W_COLS = false, class Epilogue>
 void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
     const int R = Epilogue::PAIR ? 2 * p.R : p.R;
     const dim3 grid((unsigned)((p.N + S::BM - 1) / S::BM * ((R + S::BN - 1) / S::BN)), (unsigned)p.splits);
-    launch(ctx, tile_kernel<S, Epilogue>, grid, S::THREADS, S::SHARED, p, epilogue);
+    p.partial = ctx.partial, p.arrived = ctx.arrived;
+    if (!p.ldx) p.ldx = X_COLS ? p.N : p.K;
+    if (!p.ldw) p.ldw = W_COLS ? p.R : p.K;
+    launch(ctx, tile_kernel<S, X_COLS, W_COLS, Epilogue>, grid, S::THREADS, S::SHARED, p, epilogue);
 }
-template <class Epilogue>
+template <bool X_COLS = false, bool W_COLS = false, class Epilogue>
 void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
-    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.R : p.R, p.K);
-    p.splits = plan.splits, p.partial = ctx.partial, p.arrived = ctx.arrived;
+    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.R : p.R, p.K + p.more, !X_COLS);
+    p.splits = plan.splits;
     switch (plan.shape) {
-        case 0: return launch_tiles<Tile128x128>(ctx, p, epilogue);
-        case 1: return launch_tiles<Tile64x128>(ctx, p, epilogue);
-        case 2: return launch_tiles<Tile64x64>(ctx, p, epilogue);
-        default: return launch_tiles<Tile32x64>(ctx, p, epilogue);
+        case 0: return launch_tiles<Tile128x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 1: return launch_tiles<Tile64x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 2: return launch_tiles<Tile64x64, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 3: if constexpr (!X_COLS) return launch_tiles<Tile32x64, X_COLS, W_COLS>(ctx, p, epilogue); else break;
+        default: return launch_tiles<TileHopper, X_COLS, W_COLS>(ctx, p, epilogue);
     }
 }
 
-// x W^T, by the road that suits N. A later road for Hopper (TMA, wgmma) is chosen here.
+// x W^T, by the road that suits N.
 template <class Epilogue>
 void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
     const int R = Epilogue::PAIR ? W.rows[0] : W.out();
-    if (N <= STREAM_TOKENS && !ctx.invariant) stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, R}, epilogue);
-    else tile_product(ctx, {x, W.w[0], N, W.in, R, 1, nullptr, nullptr, N <= 128}, epilogue);
+    if (N <= STREAM_TOKENS && !ctx.invariant) {
+        stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, R}, epilogue);
+        return;
+    }
+    TileArgs p = {x, W.w[0], N, W.in, R};
+    p.early = N <= 128;
+    tile_product(ctx, p, epilogue);
 }
 // The same of norm_rows(stream); `normed` (N,K) holds these where the product does not make them on its way.
 template <class Epilogue>

@@ -227,12 +227,15 @@ static void sweep() {
                     const int64_t tiles = (int64_t)((N + S::BM - 1) / S::BM) * ((y.R + S::BN - 1) / S::BN);
                     if (splits > 1 && (splits * 128 > y.K || tiles > MAX_TILES || tiles * splits * S::BM * S::BN * 4 > (int64_t)PARTIAL_BYTES || N > 2048)) break;
                     const double t = time_graph(std::max(4, std::min(32, (int)(1e12 / (2. * N * (double)size)))), [&](int i) {
-                        launch_tiles<S>(ctx, {x, w + size * (i % sets), N, y.K, y.R, splits, ctx.partial, ctx.arrived, N <= 128}, StoreEpilogue{out, (size_t)y.R});
+                        TileArgs p = {x, w + size * (i % sets), N, y.K, y.R};
+                        p.early = N <= 128, p.splits = splits;
+                        launch_tiles<S>(ctx, p, StoreEpilogue{out, (size_t)y.R});
                     });
                     printf(" %.1f", t * 1e6);
                 }
             };
             row(Tile128x128{}, "128x128");
+            if (ctx.hopper) row(TileHopper{}, "wgmma");
             if (N <= 2048) row(Tile64x128{}, "64x128"), row(Tile64x64{}, "64x64");
             if (N <= 128) row(Tile32x64{}, "32x64");
             const TilePlan plan(ctx, N, y.R, y.K);

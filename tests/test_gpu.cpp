@@ -153,31 +153,62 @@ TEST_CASE("products, with every epilogue, alone and after a norm") {
         }
 }
 
-TEST_CASE("products of every tile shape and number of splits; their counters end at zero") {
+// (rows, columns) -> (columns, rows)
+static std::vector<bf16> transposed(const bf16* w, int rows, int columns) {
+    std::vector<bf16> t((size_t)rows * columns);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) t[(size_t)c * rows + r] = w[(size_t)r * columns + c];
+    return t;
+}
+
+TEST_CASE("products of every tile shape, operand layout and number of splits, with further columns; their counters end at zero") {
     Random random{3};
     Scratchpad pad;
-    struct Problem { int N, R, K; };
-    for (const Problem& problem : {Problem{100, 200, 520}, Problem{130, 264, 1024}, Problem{20, 72, 4096}}) {
-        const int N = problem.N, R = problem.R, K = problem.K;
-        Matrix W(random, {R}, K);
-        const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
-        Device<bf16> dx(x);
-        std::vector<bf16> want((size_t)N * R);
-        linear_cpu(want.data(), x.data(), W.host, N);
+    struct Problem { int N, R, K, more; };
+    for (const Problem& problem : {Problem{104, 200, 520, 0}, Problem{136, 264, 1024, 96}, Problem{24, 72, 4096, 8}, Problem{128, 128, 256, 64}, Problem{264, 136, 1001, 0}}) {
+        const int N = problem.N, R = problem.R, K = problem.K, more = problem.more;
+        Matrix W(random, {R}, K + more);
+        const std::vector<bf16> x = random.fill<bf16>((size_t)N * (K + more));
+        std::vector<bf16> want((size_t)N * R), with_more((size_t)N * R), own_x((size_t)N * K), own_w((size_t)R * K), more_x((size_t)N * more), more_w((size_t)R * more);
+        auto part = [&](std::vector<bf16>& to, const bf16* from, int rows, int first, int columns) {
+            for (int r = 0; r < rows; r++) std::copy_n(from + (size_t)r * (K + more) + first, columns, to.begin() + (size_t)r * columns);
+        };
+        part(own_x, x.data(), N, 0, K), part(own_w, W.w.data(), R, 0, K), part(more_x, x.data(), N, K, more), part(more_w, W.w.data(), R, K, more);
+        linear_cpu(with_more.data(), x.data(), W.host, N);
+        Linear<bf16> own;
+        own.w[0] = own_w.data(), own.rows[0] = R, own.in = K;
+        linear_cpu(want.data(), own_x.data(), own, N);
+        const Device<bf16> dx(own_x), dw(own_w), dmore_x(more_x), dmore_w(more_w), x_cols(transposed(own_x.data(), N, K)), w_cols(transposed(own_w.data(), R, K));
         for (int splits : {1, 2, 3, 7, 16}) {
-            INFO("N " << N << " R " << R << " K " << K << " splits " << splits);
-            const TileArgs args = {dx, W.device.w[0], N, K, R, splits, pad.partial, pad.arrived};
-            auto check = [&](auto shape) {
+            auto check = [&](auto shape, auto columns_x, auto columns_w, bool further) {
+                constexpr bool X_COLS = decltype(columns_x)::value, W_COLS = decltype(columns_w)::value;
+                using S = decltype(shape);
+                INFO("N " << N << " R " << R << " K " << K << " splits " << splits << " tile " << S::BM << " x " << S::BN << " wgmma " << S::WARPGROUP
+                     << " columns " << X_COLS << W_COLS << " further " << further);
+                TileArgs args = {X_COLS ? x_cols : dx, W_COLS ? w_cols : dw, N, K, R};
+                if (further) args.more_x = dmore_x, args.more_W = dmore_w, args.more = more;
+                args.splits = splits;
                 Device<bf16> out((size_t)N * R), again((size_t)N * R);
-                launch_tiles<decltype(shape)>(pad.ctx, args, StoreEpilogue{out, (size_t)R});
-                CHECK(differences(out.get(), want, K) == 0);
-                launch_tiles<decltype(shape)>(pad.ctx, args, StoreEpilogue{again, (size_t)R});
+                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue{out, (size_t)R});
+                CHECK(differences(out.get(), further ? with_more : want, K) == 0);
+                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue{again, (size_t)R});
                 CHECK(same_bits(out.get(), again.get()));
             };
-            check(Tile128x128{});
-            check(Tile64x128{});
-            check(Tile64x64{});
-            check(Tile32x64{});
+            const std::false_type rows;
+            const std::true_type columns;
+            auto layouts = [&](auto shape) {
+                if (K % 8 == 0) {
+                    check(shape, rows, rows, false);
+                    if (more) check(shape, rows, rows, true);
+                    check(shape, rows, columns, false);
+                }
+                if constexpr (decltype(shape)::BM >= 64) check(shape, columns, columns, false);
+            };
+            layouts(Tile128x128{});
+            layouts(Tile64x128{});
+            layouts(Tile64x64{});
+            layouts(Tile32x64{});
+            if (pad.ctx.hopper) layouts(TileHopper{});
         }
     }
     for (int n : pad.arrived.get()) CHECK(n == 0);
