@@ -2195,19 +2195,19 @@ struct TilePlan {
         for (int s = 1; s <= 12; s++) {
             if (s > 1 && (s * 128 > K || tiles > MAX_TILES || tiles * s * area * 4 > (int64_t)PARTIAL_BYTES)) break;
             const double blocks = (double)((tiles * s + ctx.sms - 1) / ctx.sms); // of the busiest multiprocessor
-            double time = 1.7 + std::max(alone, blocks * full) * K / 1024 / s;
-            if (s > 1) time += 1.2 + s * (0.15 + 0.8 * (double)area / 16384) + (double)(tiles * s * area) * 8 / 4e6;
+            double time = 1 + std::max(alone, blocks * full) * K / 1024 / s;
+            if (s > 1) time += 0.85 + s * (0.22 + 0.93 * (double)area / 16384) + (double)(tiles * s * area) * 8 / 5.5e6;
             if (time < least) shape = index, splits = s, least = time;
         }
     }
-    // few_rows: whether tiles of 32 tokens will do (not if K runs down x).
-    TilePlan(const Context& ctx, int N, int R, int K, bool few_rows = true) {
+    // x_cols: K runs down x, which tiles of 32 tokens cannot take; of many tokens they were never the best.
+    TilePlan(const Context& ctx, int N, int R, int K, bool x_cols = false) {
         if (ctx.invariant) return;
-        if (ctx.hopper) consider<TileHopper>(ctx, 4, 8.5, 6.5, N, R, K);
-        consider<Tile128x128>(ctx, 0, 11.5, 10.4, N, R, K);
-        consider<Tile64x128>(ctx, 1, 7.3, 6.4, N, R, K);
-        consider<Tile64x64>(ctx, 2, 6.0, 4.0, N, R, K);
-        if (few_rows) consider<Tile32x64>(ctx, 3, 4.6, 2.7, N, R, K);
+        consider<Tile128x128>(ctx, 0, 13, 9.8, N, R, K);
+        consider<Tile64x128>(ctx, 1, 9.1, 6.5, N, R, K);
+        consider<Tile64x64>(ctx, 2, 9, 3.4, N, R, K);
+        if (!x_cols && N <= 128) consider<Tile32x64>(ctx, 3, 5.8, 2.6, N, R, K);
+        if (ctx.hopper) consider<TileHopper>(ctx, 4, 9.6, 8.6, N, R, K);
     }
 };
 
@@ -2222,7 +2222,7 @@ void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
 }
 template <bool X_COLS = false, bool W_COLS = false, class Epilogue>
 void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
-    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.R : p.R, p.K + p.more, !X_COLS);
+    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.R : p.R, p.K + p.more, X_COLS);
     p.splits = plan.splits;
     switch (plan.shape) {
         case 0: return launch_tiles<Tile128x128, X_COLS, W_COLS>(ctx, p, epilogue);
