@@ -37,8 +37,11 @@
    3 Ops               embed, rmsnorm, products, q/k norm + RoPE, attention, SwiGLU, head
    5 Forward           activations, KV cache, the model
    6 Sampler, session  penalties, sampling, stop strings, generate
+                       (a reader of inference stops here)
+   7 Backward ops      in reverse order, each quoting its forward line; AdamW
+   8 Backward          of the model: from the loss to the gradient of every parameter
    9 main
-   (Section 4 is for adapters, 7 and 8 for the backward pass; the numbers are shared/DESIGN.md's.)
+   (Section 4 is for adapters; the numbers are shared/DESIGN.md's.)
 */
 #include "file.h"
 #include "sj.h"
@@ -54,6 +57,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <set>
 #include <utility>
@@ -299,7 +303,25 @@ BOTH inline Philox philox(uint64_t seed, uint64_t counter, uint64_t stream) {
     return {{c[0], c[1], c[2], c[3]}};
 }
 // Streams keep the draws of different purposes apart.
-enum RandomStream : uint64_t { STREAM_SAMPLE = 1, STREAM_SYNTHESIZE = 2 };
+enum RandomStream : uint64_t { STREAM_SAMPLE = 1, STREAM_SYNTHESIZE = 2, STREAM_DROPOUT = 3, STREAM_INIT = 4, STREAM_SHUFFLE = 5 };
+
+// Dropout of one training step. A mask is never stored: it is a function of what it is for. `token` numbers the tokens
+// of the step by row and position, so that masks depend neither on packing nor on accumulation.
+struct Dropout {
+    float p;               // probability that a number is dropped
+    uint64_t seed;
+    uint32_t step;
+    const uint32_t* token; // (N)
+};
+// Which of columns 8 k8 .. 8 k8 + 7 of a token are kept for a module: bit i is column 8 k8 + i. Eight numbers of 16
+// bits out of one Philox; kept is what is not below p.
+BOTH inline uint32_t dropout_mask(const Dropout& d, uint32_t token, uint32_t module, uint32_t k8) {
+    const Philox r = philox(d.seed, (uint64_t)token << 32 | module << 16 | k8, STREAM_DROPOUT | (uint64_t)d.step << 8);
+    const uint32_t limit = (uint32_t)(d.p * 65536 + 0.5f);
+    uint32_t kept = 0;
+    for (int i = 0; i < 8; i++) kept |= (uint32_t)((r.v[i / 2] >> i % 2 * 16 & 0xffff) >= limit) << i;
+    return kept;
+}
 
 // ---- The GPU: errors, launches, and the handful of PTX instructions that kernels are made of
 #ifdef __CUDACC__
@@ -871,6 +893,21 @@ inline bf16 int8_scale(const float* w, size_t n) {
     return {(uint16_t)std::min(first.bits + best, 0x7f7f)};
 }
 
+// LoRA (Hu et al., "LoRA: low-rank adaptation of large language models", 2021) of up to three blocks of a product, m in
+// all: y += s B (A drop(x)). The A of module j are rows j * rank .. of `A`; its B has its block's rows and the columns
+// j * rank .. of `B`, all else there being zero.
+template <class T> struct Adapter {
+    int rank = 0;                     // 0: no adapter
+    int modules = 0;                  // m
+    int block[3] = {};                // (m) of the Linear
+    int module[3] = {};               // (m) layer * 7 + (q, k, v, o, gate, up, down = 0..6): names the dropout mask
+    float s = 1;                      // alpha / rank; rslora: alpha / sqrt(rank)
+    T* A = nullptr;                   // (m * rank, in)
+    T* B = nullptr;                   // (out, m * rank): s B
+    T* h = nullptr;                   // (N, m * rank) A drop(x), which backward reads again
+    const Dropout* dropout = nullptr; // training only
+};
+
 // A product's weights: y = x W^T, W of (out, in) in up to three blocks of rows that are separate tensors in
 // the file (q, k, v; gate, up). Stored as T, or as INT8: then w is null.
 template <class T> struct Linear {
@@ -879,6 +916,7 @@ template <class T> struct Linear {
     const bf16* scale[3] = {};
     int rows[3] = {};
     int in = 0;
+    Adapter<T> adapter;
     int out() const { return rows[0] + rows[1] + rows[2]; }
     int groups() const { return (in + GROUP - 1) / GROUP; }
     size_t bytes() const { return (size_t)out() * (q[0] ? (size_t)in + 2 * (size_t)groups() : (size_t)in * sizeof(T)); }
@@ -1754,13 +1792,62 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
     }
 }
 
+// out[n][k] = x[n][k] / (1 - p) where the mask keeps it, else 0
+template <class T> void drop_cpu(T* out, const T* x, const Dropout& d, int module, int N, int K) {
+    const acc<T> scale = 1 / (1 - (acc<T>)d.p);
+    #pragma omp parallel for schedule(static) if ((size_t)N * K > 2000)
+    for (int n = 0; n < N; n++)
+        for (int k = 0; k < K; k += 8) {
+            const uint32_t kept = dropout_mask(d, d.token[n], module, k / 8);
+            for (int i = k; i < std::min(K, k + 8); i++) out[(size_t)n * K + i] = to_stored<T>(kept >> (i - k) & 1 ? to_acc(x[(size_t)n * K + i]) * scale : 0);
+        }
+}
+// x as module j of W's adapter sees it: dropped into scratch, or x itself.
+template <class T> const T* dropped_cpu(const T* x, const Linear<T>& W, int j, int N) {
+    if (!W.adapter.dropout) return x;
+    static thread_local std::vector<T> scratch; // grows to the largest, and stays
+    if (scratch.size() < (size_t)N * W.in) scratch.resize((size_t)N * W.in);
+    drop_cpu(scratch.data(), x, *W.adapter.dropout, W.adapter.module[j], N, W.in);
+    return scratch.data();
+}
+
+// ---- lora_down: h[n][j * rank + i] = sum_k A[j * rank + i][k] drop_j(x[n])[k]
+template <class T>
+void lora_down_cpu(T* h,       // (N, m * rank) out
+                   const T* x, // (N, W.in)
+                   const Linear<T>& W, int N) {
+    const Adapter<T>& a = W.adapter;
+    const size_t ld = (size_t)a.modules * a.rank;
+    for (int j = 0; j < a.modules; j++) {
+        Linear<T> A;
+        A.w[0] = a.A + (size_t)j * a.rank * W.in, A.rows[0] = a.rank, A.in = W.in;
+        product_cpu(A, dropped_cpu(x, W, j, N), N, [=](int n, int r, acc<T> y) { h[n * ld + j * a.rank + r] = to_stored<T>(y); });
+    }
+}
+
+// x W^T with W's adapter, if it has one: s B h is added before anything is rounded.
+template <class T, class Store>
+void adapted_product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
+    const Adapter<T>& a = W.adapter;
+    if (!a.rank) return product_cpu(W, x, N, store);
+    lora_down_cpu(a.h, x, W, N);
+    const size_t ld = (size_t)a.modules * a.rank;
+    product_cpu(W, x, N, [&, ld](int n, int r, acc<T> y) {
+        int block = 0, first = W.rows[0];
+        while (r >= first) first += W.rows[++block];
+        for (int j = 0; j < a.modules; j++)
+            if (a.block[j] == block) y += dot(a.h + n * ld + j * a.rank, a.B + r * ld + j * a.rank, a.rank);
+        store(n, r, y);
+    });
+}
+
 // out = x W^T
 template <class T>
 void linear_cpu(T* out,     // (N, W.out) out
                 const T* x, // (N, W.in)
                 const Linear<T>& W, int N) {
     const size_t ld = W.out();
-    product_cpu(W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = to_stored<T>(y); });
+    adapted_product_cpu(W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = to_stored<T>(y); });
 }
 
 // out = residual + x W^T; out may be residual.
@@ -1770,7 +1857,7 @@ void linear_add_cpu(acc<T>* out,            // (N, W.out) out
                     const T* x,             // (N, W.in)
                     const Linear<T>& W, int N) {
     const size_t ld = W.out();
-    product_cpu(W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = residual[n * ld + r] + y; });
+    adapted_product_cpu(W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = residual[n * ld + r] + y; });
 }
 
 // out = normed W^T with normed = rmsnorm(x): where it helps, the product makes the rows it needs itself, and
@@ -3017,8 +3104,8 @@ inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, c
 
 // ================================================================================================= 5 Forward
 
-// What ops hand to each other, for up to N tokens. Inference reuses one set for all layers; training will give
-// each layer its own.
+// What ops hand to each other, for up to N tokens. Inference uses one set for all layers; in training each layer has its
+// own of what the backward pass reads.
 template <class T> struct Activations {
     struct PerLayer {
         acc<T>* in;    // (N,C) residual stream at the layer's entry
@@ -3026,6 +3113,7 @@ template <class T> struct Activations {
         T* qkv;        // (N,(H+2K)D)
         T* q;          // (N,HD)
         T* attention;  // (N,HD)
+        acc<T>* lse;   // (N,H) log of the softmax' denominators, for backward; or null
         acc<T>* mid;   // (N,C) residual stream between attention and MLP
         T* norm2;      // (N,C)
         T* gate_up;    // (N,2F)
@@ -3043,16 +3131,45 @@ template <class T> struct Activations {
         a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
         a.q = arena.take<T>((size_t)N * c.H * c.D);
         a.attention = arena.take<T>((size_t)N * c.H * c.D);
+        a.lse = nullptr;
         a.gate_up = gate_up ? arena.take<T>((size_t)N * 2 * c.F) : nullptr;
         a.hidden = arena.take<T>((size_t)N * c.F);
         layer.assign(c.L, a);
     }
+
+    // Training keeps what enters products and attention; norms, SwiGLU and RoPE are computed again. With `recompute`
+    // it keeps only what enters a layer, and backward runs the layer again.
+    bool recompute = false;
+    void plan_training(Arena& arena, const Config& c, int N, bool whole_layers) {
+        recompute = whole_layers;
+        PerLayer a;
+        auto rest = [&] {
+            a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
+            a.attention = arena.take<T>((size_t)N * c.H * c.D);
+            a.lse = arena.take<acc<T>>((size_t)N * c.H);
+            a.mid = arena.take<acc<T>>((size_t)N * c.C);
+            a.gate_up = arena.take<T>((size_t)N * 2 * c.F);
+        };
+        a.norm1 = a.norm2 = arena.take<T>((size_t)N * c.C);
+        normed = arena.take<T>((size_t)N * c.C);
+        a.q = arena.take<T>((size_t)N * c.H * c.D);
+        a.hidden = arena.take<T>((size_t)N * c.F);
+        if (recompute) rest();
+        layer.clear();
+        a.out = arena.take<acc<T>>((size_t)N * c.C);
+        for (int l = 0; l < c.L; l++) {
+            a.in = a.out; // of the layer before
+            if (!recompute) rest();
+            a.out = arena.take<acc<T>>((size_t)N * c.C);
+            layer.push_back(a);
+        }
+    }
 };
 
-// Keys and values of all layers, (L, pages, K, 16, D) each.
+// Keys and values of all layers, (L, pages, K, 16, D) each. Training has one layer's, which all take in turn.
 template <class T> struct KVCache {
     T *keys, *values;
-    size_t layer_size; // numbers in a layer
+    size_t layer_size; // from one layer to the next
 
     static size_t bytes(const Config& c, size_t pages) { return 2 * (size_t)c.L * pages * c.K * PAGE * c.D * sizeof(T); }
     void plan(Arena& arena, const Config& c, size_t pages) {
@@ -3060,23 +3177,31 @@ template <class T> struct KVCache {
         keys = arena.take<T>(c.L * layer_size);
         values = arena.take<T>(c.L * layer_size);
     }
+    void plan_training(Arena& arena, const Config& c, size_t pages) {
+        layer_size = 0;
+        keys = arena.take<T>(pages * c.K * PAGE * c.D);
+        values = arena.take<T>(pages * c.K * PAGE * c.D);
+    }
 };
+
+// One layer: s.in to s.out.
+template <class T>
+void layer_forward(Context& ctx, const Config& c, const Layer<T>& y, const Batch& b, typename Activations<T>::PerLayer& s, T* keys, T* values, const acc<T>* rope) {
+    const int N = b.N;
+    RUN(norm_linear, s.qkv, s.norm1, s.in, y.norm1, y.qkv, N, c.eps);
+    RUN(attend, s.attention, s.q, keys, values, s.qkv, y.q_norm, y.k_norm, rope, b, c.H, c.K, c.D, c.eps);
+    RUN(linear_add, s.mid, s.in, s.attention, y.o, N);
+    RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, y.norm2, y.gate_up, N, c.eps);
+    RUN(linear_add, s.out, s.mid, s.hidden, y.down, N);
+}
 
 // Tokens to vectors, up to the final norm: a.normed (N,C). The keys and values of the batch go to the cache.
 template <class T>
 void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, KVCache<T>& kv, const acc<T>* rope) {
-    const int N = b.N, C = c.C, H = c.H, K = c.K, D = c.D;
+    const int N = b.N, C = c.C;
     RUN(embed, a.layer[0].in, w.embed, b, C);
-    for (int l = 0; l < c.L && !(ctx.stop && *ctx.stop); l++) {
-        const Layer<T>& y = w.layers[l];
-        auto& s = a.layer[l];
-        T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
-        RUN(norm_linear, s.qkv, s.norm1, s.in, y.norm1, y.qkv, N, c.eps);
-        RUN(attend, s.attention, s.q, keys, values, s.qkv, y.q_norm, y.k_norm, rope, b, H, K, D, c.eps);
-        RUN(linear_add, s.mid, s.in, s.attention, y.o, N);
-        RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, y.norm2, y.gate_up, N, c.eps);
-        RUN(linear_add, s.out, s.mid, s.hidden, y.down, N);
-    }
+    for (int l = 0; l < c.L && !(ctx.stop && *ctx.stop); l++)
+        layer_forward(ctx, c, w.layers[l], b, a.layer[l], kv.keys + l * kv.layer_size, kv.values + l * kv.layer_size, rope);
     RUN(rmsnorm, a.normed, a.layer[c.L - 1].out, w.norm, N, C, c.eps);
 }
 
@@ -3721,6 +3846,537 @@ void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g, co
     std::string rest = filter.flush();
     g.text += rest;
     if (!rest.empty()) show(rest);
+}
+
+// ============================================================================================== 7 Backward ops
+// Of each op the gradient of the loss by its inputs, given that by its output; d stands for "gradient of the loss by".
+// The gradient of an activation is written, as T; the residual stream's is one buffer of acc<T>, to which each branch
+// adds; those of parameters are acc<T> and are added to, token by token in order: on the CPU it makes no difference to a
+// bit of them into how many batches a step is cut. What forward did not keep is made again.
+
+// The products of this section: close(a, i, sum) for every a < A, i < I with one sum in the order of t,
+//     sum = open(a, i) + sum_t (factor * u[t * u_term + a * u_row]) * row(t)[i],  t < terms.
+// Tiles of 4 by 32 sums stay in registers.
+template <class T, class Row, class Open, class Close>
+void outer_sums(int A, int I, int terms, const T* u, size_t u_term, size_t u_row, acc<T> factor, Row row, Open open, Close close) {
+    constexpr int ROWS = 4, COLUMNS = 2 * LANES;
+    const int across = (I + COLUMNS - 1) / COLUMNS, tiles = (A + ROWS - 1) / ROWS * across;
+    #pragma omp parallel for schedule(static) if ((size_t)A * I * terms > 50000)
+    for (int tile = 0; tile < tiles; tile++) {
+        const int a0 = tile / across * ROWS, i0 = tile % across * COLUMNS, rows = std::min(ROWS, A - a0), columns = std::min(COLUMNS, I - i0);
+        acc<T> sums[ROWS][COLUMNS] = {};
+        for (int a = 0; a < rows; a++)
+            for (int i = 0; i < columns; i++) sums[a][i] = open(a0 + a, i0 + i);
+        lanes<T> s[ROWS][2], v[2];
+        const T* from[ROWS]; // (the last row stands for those that are missing)
+        for (int a = 0; a < ROWS; a++) {
+            load_lanes(s[a][0], sums[a]), load_lanes(s[a][1], sums[a] + LANES);
+            from[a] = u + std::min(a0 + a, A - 1) * u_row;
+        }
+        for (int t = 0; t < terms; t++) {
+            const T* x = row(t) + i0;
+            load_some(v[0], x, std::min(LANES, columns));
+            if (columns > LANES) load_some(v[1], x + LANES, columns - LANES);
+            else v[1] = lanes<T>{};
+            for (int a = 0; a < ROWS; a++) {
+                const acc<T> y = factor * to_acc(from[a][t * u_term]);
+                s[a][0] += y * v[0], s[a][1] += y * v[1];
+            }
+        }
+        for (int a = 0; a < rows; a++) {
+            memcpy(sums[a], s[a], sizeof s[a]);
+            for (int i = 0; i < columns; i++) close(a0 + a, i0 + i, sums[a][i]);
+        }
+    }
+}
+
+// ---- cross_entropy: loss[r] = log(sum_v e^logits[r][v]) - logits[r][target[r]]
+// dlogits = scale (softmax(logits) - one at the target). Over all V rows, those of ids that do not exist too, as Hugging
+// Face's is.
+template <class T>
+void cross_entropy_cpu(acc<T>* loss,         // (R) out
+                       T* dlogits,           // out, or null: the memory of logits, row r at its row r
+                       const acc<T>* logits, // (R,V)
+                       const int* target,    // (R)
+                       acc<T> scale, int R, int V) {
+    #pragma omp parallel for schedule(static) if ((size_t)R * V > 2000)
+    for (int r = 0; r < R; r++) {
+        const acc<T>* row = logits + (size_t)r * V;
+        acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0, right;
+        for (int v = 0; v < V; v++) top = std::max(top, row[v]);
+        lanes<T> e, sums = {};
+        auto exponentials = [&](int v) { // of 16 logits, zeros behind the end
+            const int n = std::min(LANES, V - v);
+            load_some(e, row + v, n);
+            for (int l = n; l < LANES; l++) e[l] = -std::numeric_limits<acc<T>>::infinity();
+            e -= top;
+            exp_lanes(e);
+            return n;
+        };
+        for (int v = 0; v < V; v += LANES) {
+            exponentials(v);
+            sums += e;
+        }
+        sum = sum_lanes(sums);
+        memcpy(&right, row + target[r], sizeof right);
+        loss[r] = std::log(sum) + top - right;
+        if (!dlogits) continue;
+        uint8_t* out = (uint8_t*)row; // (a gradient is never longer than its logit: nothing unread is overwritten)
+        for (int v = 0; v < V; v += LANES) {
+            const int n = exponentials(v);
+            T g[LANES];
+            for (int l = 0; l < n; l++) g[l] = to_stored<T>((e[l] / sum - (v + l == target[r])) * scale);
+            memcpy(out + v * sizeof(T), g, n * sizeof(T));
+        }
+    }
+}
+
+// ---- head: logits[r] = W normed[rows[r]]
+// dnormed of these rows; those of the others are not touched.
+template <class T>
+void head_backward_cpu(T* dnormed,       // (N,C) out
+                       const T* dlogits, // (R, ld), V of each row
+                       size_t ld,
+                       const int* rows,  // (R), none twice
+                       const Linear<T>& W, int R) {
+    const int C = W.in;
+    outer_sums(R, C, W.out(), dlogits, 1, ld, 1, [&](int v) { return W.w[0] + (size_t)v * C; }, [](int, int) { return 0; },
+               [&](int r, int i, acc<T> sum) { dnormed[(size_t)rows[r] * C + i] = to_stored<T>(sum); });
+}
+
+// ---- rmsnorm: out = x r w with r = 1 / sqrt(mean(x^2) + eps)
+// dx += r w dout - x r^3 / C sum_j x_j w_j dout_j,  dw += x r dout
+template <class T>
+void rmsnorm_backward_cpu(acc<T>* dx,      // (N,C) +=
+                          T* dy,           // (N,C) out: the new dx as T, or null
+                          T* normed,       // (N,C) out: what forward's `out` was, or null
+                          acc<T>* dw,      // (C) +=, or null
+                          const T* dout,   // (N,C)
+                          const acc<T>* x, // (N,C)
+                          const T* w,      // (C)
+                          int N, int C, float eps) {
+    static thread_local std::vector<acc<T>> scratch; // r of each token: grows to the largest, and stays
+    scratch.resize(N);
+    acc<T>* scale = scratch.data();
+    #pragma omp parallel for schedule(static) if (N > 4)
+    for (int n = 0; n < N; n++) {
+        const size_t at = (size_t)n * C;
+        const acc<T> r = scale[n] = inverse_rms(x + at, C, eps);
+        lanes<T> sums = {}, a, b, d;
+        for (int i = 0; i < C; i += LANES) {
+            const int k = std::min(LANES, C - i);
+            load_some(a, x + at + i, k), load_some(b, w + i, k), load_some(d, dout + at + i, k);
+            sums += a * b * d;
+        }
+        const acc<T> mean = sum_lanes(sums) * r * r * r / C;
+        for (int i = 0; i < C; i++) {
+            const acc<T> weight = to_acc(w[i]);
+            if (normed) normed[at + i] = to_stored<T>(x[at + i] * r * weight);
+            dx[at + i] += r * weight * to_acc(dout[at + i]) - x[at + i] * mean;
+            if (dy) dy[at + i] = to_stored<T>(dx[at + i]);
+        }
+    }
+    if (!dw) return;
+    #pragma omp parallel for schedule(static) if ((size_t)N * C > 2000)
+    for (int i = 0; i < C; i++)
+        for (int n = 0; n < N; n++) dw[i] += to_acc(dout[(size_t)n * C + i]) * x[(size_t)n * C + i] * scale[n];
+}
+
+// ---- linear: y = x W^T
+// dx = dy W
+template <class T>
+void linear_backward_input_cpu(T* dx,       // (N, W.in) out
+                               const T* dy, // (N, W.out)
+                               const Linear<T>& W, int N) {
+    const size_t in = W.in;
+    auto row = [&](int r) {
+        int b = 0;
+        while (r >= W.rows[b]) r -= W.rows[b++];
+        return W.w[b] + r * in;
+    };
+    outer_sums(N, W.in, W.out(), dy, 1, (size_t)W.out(), 1, row, [](int, int) { return 0; },
+               [&](int n, int i, acc<T> sum) { dx[n * in + i] = to_stored<T>(sum); });
+}
+
+// dW += dy^T x
+template <class T>
+void linear_backward_weight_cpu(acc<T>* dW,  // (out,in) +=
+                                const T* dy, // (N, ld), `out` of each row
+                                size_t ld,
+                                const T* x,  // (N,in)
+                                int N, int out, int in) {
+    outer_sums(out, in, N, dy, ld, 1, 1, [&](int n) { return x + (size_t)n * in; }, [&](int o, int i) { return dW[(size_t)o * in + i]; },
+               [&](int o, int i, acc<T> sum) { dW[(size_t)o * in + i] = sum; });
+}
+
+// ---- the adapter's part of linear: y += sum_j s B_j h_j,  h_j = A_j drop_j(x)
+// dh_j = (s B_j)^T dy,  dx += sum_j drop_j(A_j^T dh_j), rounded once
+template <class T>
+void lora_backward_input_cpu(T* dx,       // (N, W.in) +=
+                             T* dh,       // (N, m * rank) out
+                             const T* dy, // (N, W.out)
+                             const Linear<T>& W, int N) {
+    const Adapter<T>& a = W.adapter;
+    const int rank = a.rank, in = W.in;
+    const size_t ld = (size_t)a.modules * rank;
+    for (int j = 0; j < a.modules; j++) {
+        const int first = std::accumulate(W.rows, W.rows + a.block[j], 0);
+        outer_sums(N, rank, W.rows[a.block[j]], dy + first, 1, (size_t)W.out(), 1, [&](int r) { return a.B + (first + r) * ld + j * rank; },
+                   [](int, int) { return 0; }, [&](int n, int i, acc<T> sum) { dh[n * ld + j * rank + i] = to_stored<T>(sum); });
+    }
+    const acc<T> scale = a.dropout ? 1 / (1 - (acc<T>)a.dropout->p) : 1;
+    #pragma omp parallel for schedule(static) if ((size_t)N * in > 2000)
+    for (int n = 0; n < N; n++)
+        for (int k = 0; k < in; k += LANES) {
+            const int some = std::min(LANES, in - k);
+            lanes<T> sum, part, v;
+            load_some(sum, dx + (size_t)n * in + k, some);
+            for (int j = 0; j < a.modules; j++) {
+                part = lanes<T>{};
+                for (int i = 0; i < rank; i++) {
+                    load_some(v, a.A + (size_t)(j * rank + i) * in + k, some);
+                    part += to_acc(dh[n * ld + j * rank + i]) * v;
+                }
+                for (int l = 0; l < LANES && a.dropout; l += 8) {
+                    const uint32_t kept = dropout_mask(*a.dropout, a.dropout->token[n], a.module[j], (k + l) / 8);
+                    for (int i = 0; i < 8; i++) part[l + i] *= kept >> i & 1 ? scale : 0;
+                }
+                sum += part;
+            }
+            for (int l = 0; l < some; l++) dx[(size_t)n * in + k + l] = to_stored<T>(sum[l]);
+        }
+}
+
+// dA_j += dh_j^T drop_j(x),  dB_j += s dy^T h_j
+template <class T>
+void lora_backward_weight_cpu(acc<T>* dA,  // (m * rank, W.in) +=
+                              acc<T>* dB,  // (W.out, m * rank) +=, where module and row belong together
+                              const T* dh, // (N, m * rank)
+                              const T* dy, // (N, W.out)
+                              const T* x,  // (N, W.in)
+                              const Linear<T>& W, int N) {
+    const Adapter<T>& a = W.adapter;
+    const int rank = a.rank;
+    const size_t in = W.in, ld = (size_t)a.modules * rank;
+    for (int j = 0; j < a.modules; j++) {
+        const T* seen = dropped_cpu(x, W, j, N);
+        acc<T>* A = dA + j * rank * in;
+        outer_sums(rank, W.in, N, dh + j * rank, ld, 1, 1, [&](int n) { return seen + n * in; }, [&](int r, int i) { return A[r * in + i]; },
+                   [&](int r, int i, acc<T> sum) { A[r * in + i] = sum; });
+        const int first = std::accumulate(W.rows, W.rows + a.block[j], 0);
+        acc<T>* B = dB + first * ld + j * rank;
+        outer_sums(W.rows[a.block[j]], rank, N, dy + first, (size_t)W.out(), 1, a.s, [&](int n) { return a.h + n * ld + j * rank; },
+                   [&](int r, int i) { return B[r * ld + i]; }, [&](int r, int i, acc<T> sum) { B[r * ld + i] = sum; });
+    }
+}
+
+// ---- SwiGLU: out = silu(gate) * up, silu(g) = g sigma(g), sigma(g) = 1 / (1 + e^-g)
+// dgate = dout up sigma (1 + g (1 - sigma)),  dup = dout silu(gate)
+template <class T>
+void swiglu_backward_cpu(T* dgate_up,      // (N,2F) out
+                         T* hidden,        // (N,F) out: what forward's `out` was
+                         const T* dhidden, // (N,F)
+                         const T* gate_up, // (N,2F)
+                         int N, int F) {
+    #pragma omp parallel for schedule(static) if ((size_t)N * F > 2000)
+    for (int n = 0; n < N; n++) {
+        const size_t at = (size_t)n * F;
+        const T *gate = gate_up + 2 * at, *up = gate + F;
+        for (int i = 0; i < F; i += LANES) {
+            const int some = std::min(LANES, F - i);
+            lanes<T> g, u, d, e = {};
+            load_some(g, gate + i, some), load_some(u, up + i, some), load_some(d, dhidden + at + i, some);
+            for (int l = 0; l < LANES; l++) e[l] = std::min(-g[l], (acc<T>)80);
+            exp_lanes(e);
+            const lanes<T> silu = g / (1 + e), sigma = 1 / (1 + e), dgate = d * u * sigma * (1 + g * (1 - sigma)), dup = d * silu;
+            u *= silu;
+            for (int l = 0; l < some; l++) {
+                hidden[at + i + l] = to_stored<T>(u[l]);
+                dgate_up[2 * at + i + l] = to_stored<T>(dgate[l]);
+                dgate_up[2 * at + F + i + l] = to_stored<T>(dup[l]);
+            }
+        }
+    }
+}
+
+// ---- attention: out[n][h] = sum_m p[m] v[m], p = softmax(q[n][h] . k / sqrt(D)) over m = 0..pos[n] of n's sequence
+// With dp[m] = dout . v[m] and delta = dout . out: ds[m] = p[m] (dp[m] - delta) / sqrt(D), dq = sum_m ds[m] k[m];
+// summed over the queries that see m and over the G heads that share it, dk[m] = sum ds[m] q, dv[m] = sum p[m] dout.
+// Every sequence is in the batch from its position 0 on.
+template <class T>
+void attention_backward_cpu(T* dqkv,           // (N,(H+2K)D) out: of roped q and k, and of v
+                            const T* dout,     // (N,HD)
+                            const T* q,        // (N,HD)
+                            const T* keys,     // one layer's cache
+                            const T* values,   // one layer's cache
+                            const T* out,      // (N,HD)
+                            const acc<T>*,     // (N,H) lse
+                            const Batch& b, int H, int K, int D,
+                            acc<T>* delta) {   // (N,H) scratch
+    const acc<T> scale = 1 / std::sqrt((acc<T>)D);
+    for (int n = 0; n < b.N; n++)
+        for (int h = 0; h < H; h++) delta[n * H + h] = dot(dout + ((size_t)n * H + h) * D, out + ((size_t)n * H + h) * D, D);
+    #pragma omp parallel for schedule(static)
+    for (int kv = 0; kv < K; kv++)
+        for (int n0 = 0, n1; n0 < b.N; n0 = n1) {
+            for (n1 = n0 + 1; n1 < b.N && b.seq[n1] == b.seq[n0]; n1++) {}
+            std::vector<acc<T>> dk((size_t)(n1 - n0) * D), dv((size_t)(n1 - n0) * D), dq(D);
+            for (int n = n0; n < n1; n++)
+                for (int h = kv * (H / K); h < (kv + 1) * (H / K); h++) {
+                    const size_t at = ((size_t)n * H + h) * D;
+                    std::fill(dq.begin(), dq.end(), 0);
+                    std::vector<acc<T>> weight(n + 1);
+                    acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
+                    for (int m = n0; m <= n; m++) {
+                        weight[m] = dot(q + at, keys + kv_offset(b.slot[m] / PAGE, kv, b.slot[m] % PAGE, K, D), D) * scale;
+                        top = std::max(top, weight[m]);
+                    }
+                    for (int m = n0; m <= n; m++) sum += std::exp(weight[m] - top);
+                    for (int m = n0; m <= n; m++) {
+                        const size_t place = kv_offset(b.slot[m] / PAGE, kv, b.slot[m] % PAGE, K, D);
+                        const acc<T> p = std::exp(weight[m] - top) / sum;
+                        const acc<T> ds = p * (dot(dout + at, values + place, D) - delta[n * H + h]) * scale;
+                        for (int i = 0; i < D; i++) {
+                            dq[i] += ds * to_acc(keys[place + i]);
+                            dk[(m - n0) * D + i] += ds * to_acc(q[at + i]);
+                            dv[(m - n0) * D + i] += p * to_acc(dout[at + i]);
+                        }
+                    }
+                    for (int i = 0; i < D; i++) dqkv[((size_t)n * (H + 2 * K) + h) * D + i] = to_stored<T>(dq[i]);
+                }
+            for (int n = n0; n < n1; n++)
+                for (int i = 0; i < D; i++) {
+                    dqkv[((size_t)n * (H + 2 * K) + H + kv) * D + i] = to_stored<T>(dk[(n - n0) * D + i]);
+                    dqkv[((size_t)n * (H + 2 * K) + H + K + kv) * D + i] = to_stored<T>(dv[(n - n0) * D + i]);
+                }
+        }
+}
+
+// ---- q/k norm, RoPE: (a, b) = x r w in the plane (i, i + D/2) of a head, r = 1 / rms(x);
+// out = (a cos - b sin, b cos + a sin)
+// Back through the turn, which is the turn by the opposite angle, and then as rmsnorm.
+template <class T>
+void qknorm_rope_backward_cpu(T* dqkv,            // (N,(H+2K)D) in place, the heads of q and k
+                              acc<T>* dq_weight,  // (D) +=, or null
+                              acc<T>* dk_weight,  // (D) +=, or null
+                              const T* qkv,       // (N,(H+2K)D) before norm and turn
+                              const T* q_weight,  // (D)
+                              const T* k_weight,  // (D)
+                              const acc<T>* rope, // (positions, D/2, 2)
+                              const Batch& b, int H, int K, int D, float eps) {
+    const int heads = H + K;
+    auto at = [&](int n, int h) { return ((size_t)n * (H + 2 * K) + h) * D; };
+    // The gradient of (a, b) in plane i of head h.
+    auto unturned = [&](int n, int h, int i, acc<T>& da, acc<T>& db) {
+        const acc<T> *turn = rope + (size_t)b.pos[n] * D + 2 * i, u = to_acc(dqkv[at(n, h) + i]), v = to_acc(dqkv[at(n, h) + i + D / 2]);
+        da = u * turn[0] + v * turn[1], db = v * turn[0] - u * turn[1];
+    };
+    if (dq_weight) {
+        static thread_local std::vector<acc<T>> scratch; // r of each head: grows to the largest, and stays
+        scratch.resize((size_t)b.N * heads);
+        acc<T>* scale = scratch.data();
+        #pragma omp parallel for schedule(static) if (b.N > 4)
+        for (int n = 0; n < b.N; n++)
+            for (int h = 0; h < heads && b.seq[n] >= 0; h++) scale[n * heads + h] = inverse_rms(qkv + at(n, h), D, eps);
+        #pragma omp parallel for schedule(static) if (b.N > 4)
+        for (int i = 0; i < D / 2; i++)
+            for (int n = 0; n < b.N; n++)
+                for (int h = 0; h < heads && b.seq[n] >= 0; h++) {
+                    acc<T> da, db, *dw = h < H ? dq_weight : dk_weight;
+                    unturned(n, h, i, da, db);
+                    dw[i] += da * to_acc(qkv[at(n, h) + i]) * scale[n * heads + h];
+                    dw[i + D / 2] += db * to_acc(qkv[at(n, h) + i + D / 2]) * scale[n * heads + h];
+                }
+    }
+    #pragma omp parallel for schedule(static) if (b.N > 4)
+    for (int n = 0; n < b.N; n++)
+        for (int h = 0; h < heads && b.seq[n] >= 0; h++) {
+            const T *x = qkv + at(n, h), *w = h < H ? q_weight : k_weight;
+            T* dx = dqkv + at(n, h);
+            const acc<T> r = inverse_rms(x, D, eps);
+            acc<T> dy[MAX_HEAD], sum = 0;
+            for (int i = 0; i < D / 2; i++) unturned(n, h, i, dy[i], dy[i + D / 2]);
+            for (int i = 0; i < D; i++) sum += to_acc(x[i]) * to_acc(w[i]) * dy[i];
+            const acc<T> mean = sum * r * r * r / D;
+            for (int i = 0; i < D; i++) dx[i] = to_stored<T>(r * to_acc(w[i]) * dy[i] - to_acc(x[i]) * mean);
+        }
+}
+
+// ---- embed: x[n] = W[token[n]]
+// dW[token[n]] += dx[n]
+template <class A>
+void embed_backward_cpu(A* dW,       // (V,C) +=
+                        const A* dx, // (N,C)
+                        const Batch& b, int C) {
+    #pragma omp parallel for schedule(static) if ((size_t)b.N * C > 2000)
+    for (int part = 0; part < (C + LANES - 1) / LANES; part++)
+        for (int n = 0; n < b.N; n++)
+            for (int i = part * LANES; i < std::min(C, (part + 1) * LANES) && b.seq[n] >= 0; i++) dW[(size_t)b.token[n] * C + i] += dx[(size_t)n * C + i];
+}
+
+// ---- grad_norm: the length of all gradients as one vector, in double: the squares of each piece of NORM_PIECE numbers
+// in order, then the pieces in order
+constexpr size_t NORM_PIECE = 4096;
+template <class A>
+void grad_norm_cpu(double* norm,    // (1) out
+                   double* partial, // (ceil(n / NORM_PIECE)) scratch
+                   const A* g,      // (n)
+                   size_t n) {
+    const size_t pieces = (n + NORM_PIECE - 1) / NORM_PIECE;
+    #pragma omp parallel for schedule(static)
+    for (size_t p = 0; p < pieces; p++) {
+        double sum = 0;
+        for (size_t i = p * NORM_PIECE; i < std::min(n, (p + 1) * NORM_PIECE); i++) sum += (double)g[i] * (double)g[i];
+        partial[p] = sum;
+    }
+    *norm = std::sqrt(std::accumulate(partial, partial + pieces, 0.));
+}
+
+// ---- adamw (Loshchilov & Hutter, "Decoupled weight decay regularization", 2019), in the order of PyTorch's steps; the
+// gradients are scaled down to the length `clip` first, as clip_grad_norm_ does. If their length is not finite nothing
+// changes: who reads it later finds the parameters as they were.
+struct AdamW {
+    float lr = 0, beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, decay = 0;
+    float clip = 0;  // 0: off
+    int64_t step = 0; // from 1
+    float copy = 1;  // what the copy is scaled by: an adapter's s
+};
+template <class T>
+void adamw_cpu(T* stored,          // (n) out: copy * p, which the products read
+               acc<T>* p,          // (n) in place
+               acc<T>* m,          // (n) in place
+               acc<T>* v,          // (n) in place
+               const acc<T>* g,    // (n)
+               const double* norm, // (1) of all gradients
+               size_t n, const AdamW& a) {
+    using A = acc<T>;
+    if (!std::isfinite(*norm)) return;
+    const A scale = (A)(a.clip > 0 ? std::min(1., a.clip / (*norm + 1e-6)) : 1.);
+    const A first = (A)(1 - std::pow((double)a.beta1, (double)a.step)), root = (A)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step));
+    const A keep = (A)(1 - (double)a.lr * a.decay), pace = (A)a.lr / first;
+    #pragma omp parallel for schedule(static) if (n > 2000)
+    for (size_t i = 0; i < n; i++) {
+        const A gi = g[i] * scale;
+        m[i] += (gi - m[i]) * (1 - (A)a.beta1);
+        v[i] = v[i] * (A)a.beta2 + gi * gi * (1 - (A)a.beta2);
+        p[i] = p[i] * keep - pace * (m[i] / (std::sqrt(v[i]) / root + (A)a.eps));
+        stored[i] = to_stored<T>(p[i] * (A)a.copy);
+    }
+}
+
+// ================================================================================================= 8 Backward
+
+// Gradients of what is trained; null is what is not.
+template <class T> struct Gradients {
+    struct OfLinear { acc<T> *W = nullptr, *A = nullptr, *B = nullptr; };
+    struct OfLayer {
+        acc<T> *norm1 = nullptr, *norm2 = nullptr, *q_norm = nullptr, *k_norm = nullptr;
+        OfLinear qkv, o, gate_up, down;
+    };
+    std::vector<OfLayer> layer;
+    acc<T> *embed = nullptr, *norm = nullptr, *head = nullptr; // head is embed when tied
+};
+
+// What the backward ops hand to each other, for up to N tokens: one set for all layers.
+template <class T> struct Flow {
+    acc<T>* x;       // (N,C) gradient of the residual stream
+    T* y;            // (N,C) the same as T
+    T* normed;       // (N,C)
+    T* qkv;          // (N,(H+2K)D)
+    T* attention;    // (N,HD)
+    acc<T>* delta;   // (N,H) scratch of attention's
+    T* gate_up;      // (N,2F)
+    T* hidden;       // (N,F)
+    T* h;            // (N, 3 rank) of a product's adapter
+    acc<T>* logits;  // (head_rows,V), then their gradient
+    T* picked;       // (head_rows,C)
+    int head_rows;   // rows that go through the head at once
+
+    void plan(Arena& arena, const Config& c, int N, int rank, int rows) {
+        x = arena.take<acc<T>>((size_t)N * c.C);
+        y = arena.take<T>((size_t)N * c.C);
+        normed = arena.take<T>((size_t)N * c.C);
+        qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
+        attention = arena.take<T>((size_t)N * c.H * c.D);
+        delta = arena.take<acc<T>>((size_t)N * c.H);
+        gate_up = arena.take<T>((size_t)N * 2 * c.F);
+        hidden = arena.take<T>((size_t)N * c.F);
+        h = arena.take<T>((size_t)N * 3 * rank);
+        head_rows = rows;
+        logits = arena.take<acc<T>>((size_t)rows * c.V);
+        picked = arena.take<T>((size_t)rows * c.C);
+    }
+};
+
+template <class U> void clear([[maybe_unused]] Context& ctx, U* p, size_t n) {
+#ifdef __CUDACC__
+    if (ctx.gpu) return CUDA_CHECK(cudaMemsetAsync(p, 0, n * sizeof(U), ctx.stream));
+#endif
+    memset((void*)p, 0, n * sizeof(U));
+}
+
+// After `forward`: the losses of R named rows, the only ones that go through the head; with `g` also d.normed and the
+// head's gradient, of `scale` times their sum. Logits become their gradients in place, head_rows at a time.
+template <class T>
+void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Activations<T>& a, Flow<T>& d, const Gradients<T>* g,
+                   acc<T>* loss,      // (R) out
+                   const int* rows,   // (R), none twice
+                   const int* target, // (R)
+                   acc<T> scale, int N, int R) {
+    const size_t ld = (size_t)c.V * sizeof(acc<T>) / sizeof(T);
+    T* dlogits = g ? (T*)d.logits : nullptr;
+    if (g) clear(ctx, d.normed, (size_t)N * c.C);
+    for (int r = 0; r < R && !(ctx.stop && *ctx.stop); r += d.head_rows) {
+        const int n = std::min(d.head_rows, R - r);
+        RUN(head, d.logits, d.picked, a.normed, rows + r, w.head, n);
+        RUN(cross_entropy, loss + r, dlogits, d.logits, target + r, scale, n, c.V);
+        if (!g) continue;
+        if (g->head) RUN(linear_backward_weight, g->head, dlogits, ld, d.picked, n, c.V, c.C);
+        RUN(head_backward, d.normed, dlogits, ld, rows + r, w.head, n);
+    }
+}
+
+// From d.normed to the gradient of every parameter: `forward` from its last line to its first. The batch holds whole
+// sequences.
+template <class T>
+void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, Flow<T>& d, const Gradients<T>& g,
+              KVCache<T>& kv, const acc<T>* rope) {
+    const int N = b.N, C = c.C, H = c.H, K = c.K, D = c.D;
+    auto through = [&](T* dx, const T* dy, const Linear<T>& W) { // the input's gradient
+        RUN(linear_backward_input, dx, dy, W, N);
+        if (W.adapter.rank) RUN(lora_backward_input, dx, d.h, dy, W, N);
+    };
+    auto weights = [&](const typename Gradients<T>::OfLinear& to, const T* dy, const T* x, const Linear<T>& W) { // after `through`
+        if (to.W) RUN(linear_backward_weight, to.W, dy, (size_t)W.out(), x, N, W.out(), W.in);
+        if (W.adapter.rank) RUN(lora_backward_weight, to.A, to.B, d.h, dy, x, W, N);
+    };
+    T* const none = nullptr;
+    clear(ctx, d.x, (size_t)N * C);
+    RUN(rmsnorm_backward, d.x, d.y, none, g.norm, d.normed, a.layer[c.L - 1].out, w.norm, N, C, c.eps);
+    for (int l = c.L - 1; l >= 0 && !(ctx.stop && *ctx.stop); l--) {
+        const Layer<T>& y = w.layers[l];
+        auto& s = a.layer[l];
+        const auto& to = g.layer[l];
+        T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
+        if (a.recompute) layer_forward(ctx, c, y, b, s, keys, values, rope);
+        // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T
+        through(d.hidden, d.y, y.down);
+        RUN(swiglu_backward, d.gate_up, s.hidden, d.hidden, s.gate_up, N, c.F);
+        weights(to.down, d.y, s.hidden, y.down);
+        through(d.normed, d.gate_up, y.gate_up);
+        RUN(rmsnorm_backward, d.x, d.y, s.norm2, to.norm2, d.normed, s.mid, y.norm2, N, C, c.eps);
+        weights(to.gate_up, d.gate_up, s.norm2, y.gate_up);
+        // mid = in + attention o^T, attention = attend(qkv), qkv = norm1(in) W^T
+        through(d.attention, d.y, y.o);
+        weights(to.o, d.y, s.attention, y.o);
+        RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, y.q_norm, y.k_norm, rope, b, H, K, D, c.eps);
+        RUN(attention_backward, d.qkv, d.attention, s.q, keys, values, s.attention, s.lse, b, H, K, D, d.delta);
+        RUN(qknorm_rope_backward, d.qkv, to.q_norm, to.k_norm, s.qkv, y.q_norm, y.k_norm, rope, b, H, K, D, c.eps);
+        through(d.normed, d.qkv, y.qkv);
+        RUN(rmsnorm_backward, d.x, d.y, s.norm1, to.norm1, d.normed, s.in, y.norm1, N, C, c.eps);
+        weights(to.qkv, d.qkv, s.norm1, y.qkv);
+    }
+    if (g.embed) RUN(embed_backward, g.embed, d.x, b, C);
 }
 
 // ==================================================================================================== 9 main
