@@ -80,7 +80,8 @@ bench: info qwen3
 
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
 UNITS     = $(addprefix test_,ops model sampler loader int8 generate) # test_units.cpp includes them
-SUITES    = $(filter-out $(UNITS) test_gpu,$(notdir $(basename $(wildcard tests/test_*.cpp))))
+GPU_SUITES = test_gpu test_gpu_backward
+SUITES    = $(filter-out $(UNITS) $(GPU_SUITES),$(notdir $(basename $(wildcard tests/test_*.cpp))))
 JOBS     ?= $(shell nproc 2>/dev/null || echo 1)
 MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)$(PORTABLE:%=-portable)
 T         = $(BUILD)/$(MODE)
@@ -101,15 +102,15 @@ $(T)/test_%: tests/test_%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) $< -o $@ $(EDIT) $(LIBS)
 
-# The GPU's suite is nvcc's, and runs where there is a GPU.
-GPU_SUITE = $(if $(GPU),$(if $(SANITIZE),,$(BUILD)/test_gpu))
-$(BUILD)/test_gpu: tests/test_gpu.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
+# The GPU's suites are nvcc's, and run where there is a GPU.
+GPU_SUITE = $(if $(GPU),$(if $(SANITIZE),,$(GPU_SUITES:%=$(BUILD)/%)))
+$(GPU_SUITES:%=$(BUILD)/%): $(BUILD)/%: tests/%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)
 	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I. $< -o $@ $(EDIT)
 
 test:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(T)/datagen $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
-	@QWEN3=$(T)/qwen3 DATAGEN=$(T)/datagen NO_GPU=$(if $(GPU_SUITE),,$(shell grep -c '^TEST_CASE' tests/test_gpu.cpp)) \
+	@QWEN3=$(T)/qwen3 DATAGEN=$(T)/datagen NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/%.cpp) | grep -c '^TEST_CASE')) \
 	  tests/run.sh $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
 asan:
 	@$(MAKE) --no-print-directory test SANITIZE=1

@@ -2320,22 +2320,91 @@ void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
     }
 }
 
-// x W^T, by the road that suits N.
+// ---- lora_down. What the adapter's kernels need to know; masks are made anew wherever they are needed.
+struct LoraArgs {
+    const bf16* A;   // (m * rank, K)
+    int N, K, rank, modules, module[3];
+    bool dropping;
+    float scale = 1; // 1 / (1 - p)
+    Dropout dropout = {};
+    LoraArgs(const Linear<bf16>& W, int N) : A(W.adapter.A), N(N), K(W.in), rank(W.adapter.rank), modules(W.adapter.modules), dropping(W.adapter.dropout) {
+        for (int j = 0; j < 3; j++) module[j] = W.adapter.module[j];
+        if (dropping) dropout = *W.adapter.dropout, scale = 1 / (1 - dropout.p);
+    }
+    // Eight neighbours of token n as a module sees them.
+    __device__ uint4 drop(uint4 v, int n, int name, int k8) const {
+        if (!dropping || n >= N) return v;
+        const uint32_t kept = dropout_mask(dropout, dropout.token[n], name, k8);
+        auto two = [&](uint32_t pair, int bit) { return pack(kept >> bit & 1 ? low(pair) * scale : 0, kept >> bit & 2 ? high(pair) * scale : 0); };
+        return make_uint4(two(v.x, 0), two(v.y, 2), two(v.z, 4), two(v.w, 6));
+    }
+};
+// A block owns 32 tokens by 32 rows of a module's A; its warps take K in turns, 32 at a time, with operands straight from
+// memory as in stream_kernel.
+__global__ void __launch_bounds__(256) lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
+    __shared__ float sums[8][32][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, groups = (p.rank + 31) / 32;
+    const int n0 = blockIdx.x * 32, j = blockIdx.y / groups, r0 = blockIdx.y % groups * 32, name = p.module[j];
+    wait_for_previous();
+    float sum[4][2][4] = {};
+    for (int k = warp * 32 + 8 * t; k < (p.K + 31) / 32 * 32; k += 256) {
+        uint4 a[4], b[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = n0 + i * 8 + g < p.N && k < p.K ? *(const uint4*)(x + (size_t)(n0 + i * 8 + g) * p.K + k) : uint4{};
+        #pragma unroll
+        for (int c = 0; c < 4; c++) b[c] = r0 + c * 8 + g < p.rank && k < p.K ? *(const uint4*)(p.A + (size_t)(j * p.rank + r0 + c * 8 + g) * p.K + k) : uint4{};
+        #pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = p.drop(a[i], n0 + i * 8 + g, name, k / 8);
+        #pragma unroll
+        for (int c = 0; c < 4; c++)
+            #pragma unroll
+            for (int m = 0; m < 2; m++) {
+                mma(sum[c][m], a[2 * m].x, a[2 * m + 1].x, a[2 * m].y, a[2 * m + 1].y, b[c].x, b[c].y);
+                mma(sum[c][m], a[2 * m].z, a[2 * m + 1].z, a[2 * m].w, a[2 * m + 1].w, b[c].z, b[c].w);
+            }
+    }
+    let_next_start();
+    #pragma unroll
+    for (int c = 0; c < 4; c++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) // token e * 8 + g
+            *(float2*)&sums[warp][e * 8 + g][c * 8 + 2 * t] = make_float2(sum[c][e / 2][e % 2 * 2], sum[c][e / 2][e % 2 * 2 + 1]);
+    __syncthreads();
+    const int n = threadIdx.x / 8, r = threadIdx.x % 8 * 4;
+    float4 all = {};
+    for (int w = 0; w < 8; w++) {
+        const float4 v = *(const float4*)&sums[w][n][r];
+        all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
+    }
+    if (n0 + n < p.N && r0 + r < p.rank)
+        *(uint2*)(h + (size_t)(n0 + n) * p.modules * p.rank + j * p.rank + r0 + r) = make_uint2(pack(all.x, all.y), pack(all.z, all.w));
+}
+inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N) {
+    const LoraArgs p(W, N);
+    launch(ctx, lora_down_kernel, dim3((N + 31) / 32, p.modules * ((p.rank + 31) / 32)), 256, 0, h, x, p);
+}
+
+// x W^T, by the road that suits N; an adapter's h and s B are further columns of x and W.
 template <class Epilogue>
 void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
     const int R = Epilogue::PAIR ? W.rows[0] : W.out();
-    if (N <= STREAM_TOKENS && !ctx.invariant) {
+    const Adapter<bf16>& a = W.adapter;
+    if (N <= STREAM_TOKENS && !ctx.invariant && !a.rank) {
         stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, R}, epilogue);
         return;
     }
     TileArgs p = {x, W.w[0], N, W.in, R};
     p.early = N <= 128;
+    if (a.rank) {
+        lora_down_gpu(ctx, a.h, x, W, N);
+        p.more_x = a.h, p.more_W = a.B, p.more = a.modules * a.rank;
+    }
     tile_product(ctx, p, epilogue);
 }
 // The same of norm_rows(stream); `normed` (N,K) holds these where the product does not make them on its way.
 template <class Epilogue>
 void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm, const Linear<bf16>& W, int N, float eps) {
-    if (N > NORM_TOKENS || ctx.invariant) {
+    if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank) {
         rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
         return product_gpu(ctx, epilogue, normed, W, N);
     }
@@ -3931,6 +4000,51 @@ void cross_entropy_cpu(acc<T>* loss,         // (R) out
     }
 }
 
+#ifdef __CUDACC__
+// A block a row: its largest logit and the sum, then the gradient, which overwrites the row from its beginning. A piece is
+// read by all before any of it is written. V is a multiple of 8.
+__global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* dlogits, const float* logits, const int* target, float scale, int V) {
+    __shared__ float tops[32], sums[32];
+    let_next_start();
+    wait_for_previous();
+    constexpr float LOG2E = 1.44269504f;
+    const float* row = logits + (size_t)blockIdx.x * V;
+    const int right = target[blockIdx.x];
+    const float logit = row[right];
+    float top = -INFINITY, sum = 0;
+    auto join = [&](float t, float s) { // sum e^-top and s e^-t
+        const float most = fmaxf(top, t);
+        sum = (top == most ? sum : sum * exp2_fast((top - most) * LOG2E)) + (t == most ? s : s * exp2_fast((t - most) * LOG2E));
+        top = most;
+    };
+    for (int v = threadIdx.x * 4; v < V; v += 4096) {
+        const float4 x = *(const float4*)(row + v);
+        const float most = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), base = most * LOG2E;
+        join(most, exp2_fast(x.x * LOG2E - base) + exp2_fast(x.y * LOG2E - base) + exp2_fast(x.z * LOG2E - base) + exp2_fast(x.w * LOG2E - base));
+    }
+    auto join_lanes = [&] { for (int lane = 16; lane; lane /= 2) join(__shfl_xor_sync(~0u, top, lane), __shfl_xor_sync(~0u, sum, lane)); };
+    join_lanes();
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top, sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    top = tops[threadIdx.x % 32], sum = sums[threadIdx.x % 32];
+    join_lanes();
+    if (threadIdx.x == 0) loss[blockIdx.x] = logf(sum) + top - logit;
+    if (!dlogits) return;
+    const float base = top * LOG2E, part = 1 / sum;
+    for (int first = 0; first < V; first += 4096) {
+        const int v = first + threadIdx.x * 4;
+        float4 x = {};
+        if (v < V) x = *(const float4*)(row + v);
+        __syncthreads();
+        auto gradient = [&](float logit, int v) { return (exp2_fast(logit * LOG2E - base) * part - (v == right)) * scale; };
+        if (v < V) *(uint2*)((uint8_t*)row + 2 * v) = make_uint2(pack(gradient(x.x, v), gradient(x.y, v + 1)), pack(gradient(x.z, v + 2), gradient(x.w, v + 3)));
+    }
+}
+inline void cross_entropy_gpu(Context& ctx, float* loss, bf16* dlogits, const float* logits, const int* target, float scale, int R, int V) {
+    launch(ctx, cross_entropy_kernel, R, 1024, 0, loss, dlogits, logits, target, scale, V);
+}
+#endif
+
 // ---- head: logits[r] = W normed[rows[r]]
 // dnormed of these rows; those of the others are not touched.
 template <class T>
@@ -3943,6 +4057,21 @@ void head_backward_cpu(T* dnormed,       // (N,C) out
     outer_sums(R, C, W.out(), dlogits, 1, ld, 1, [&](int v) { return W.w[0] + (size_t)v * C; }, [](int, int) { return 0; },
                [&](int r, int i, acc<T> sum) { dnormed[(size_t)rows[r] * C + i] = to_stored<T>(sum); });
 }
+
+#ifdef __CUDACC__
+struct ScatterEpilogue {
+    static constexpr bool PAIR = false;
+    bf16* out;       // (., C)
+    const int* rows; // (R)
+    size_t C;
+    __device__ void four(int n, int i, const float* y) { *(uint2*)(out + rows[n] * C + i) = make_uint2(pack(y[0], y[1]), pack(y[2], y[3])); }
+};
+inline void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const int* rows, const Linear<bf16>& W, int R) {
+    TileArgs p = {dlogits, W.w[0], R, W.out(), W.in};
+    p.ldx = (int)ld;
+    tile_product<false, true>(ctx, p, ScatterEpilogue{dnormed, rows, (size_t)W.in});
+}
+#endif
 
 // ---- rmsnorm: out = x r w with r = 1 / sqrt(mean(x^2) + eps)
 // dx += r w dout - x r^3 / C sum_j x_j w_j dout_j,  dw += x r dout
@@ -3982,6 +4111,66 @@ void rmsnorm_backward_cpu(acc<T>* dx,      // (N,C) +=
         for (int n = 0; n < N; n++) dw[i] += to_acc(dout[(size_t)n * C + i]) * x[(size_t)n * C + i] * scale[n];
 }
 
+#ifdef __CUDACC__
+// A block a token. scale (N) gets r if it is not null.
+__global__ void __launch_bounds__(128) rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* scale, const bf16* dout, const float* x, const bf16* w, int C, float eps) {
+    __shared__ float parts[2][4];
+    let_next_start();
+    wait_for_previous();
+    const size_t at = (size_t)blockIdx.x * C;
+    float squares = 0, mixed = 0;
+    for (int i = threadIdx.x * 4; i < C; i += 512) {
+        const float4 a = *(const float4*)(x + at + i);
+        const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
+        squares += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w;
+        mixed += a.x * low(b.x) * low(d.x) + a.y * high(b.x) * high(d.x) + a.z * low(b.y) * low(d.y) + a.w * high(b.y) * high(d.y);
+    }
+    squares = warp_sum(squares), mixed = warp_sum(mixed);
+    if (threadIdx.x % 32 == 0) parts[0][threadIdx.x / 32] = squares, parts[1][threadIdx.x / 32] = mixed;
+    __syncthreads();
+    squares = parts[0][0] + parts[0][1] + parts[0][2] + parts[0][3], mixed = parts[1][0] + parts[1][1] + parts[1][2] + parts[1][3];
+    const float r = 1 / sqrtf(squares / C + eps), mean = mixed * r * r * r / C;
+    if (scale && threadIdx.x == 0) scale[blockIdx.x] = r;
+    for (int i = threadIdx.x * 4; i < C; i += 512) {
+        const float4 a = *(const float4*)(x + at + i);
+        const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
+        float4 g = *(const float4*)(dx + at + i);
+        g.x += r * low(b.x) * low(d.x) - a.x * mean, g.y += r * high(b.x) * high(d.x) - a.y * mean;
+        g.z += r * low(b.y) * low(d.y) - a.z * mean, g.w += r * high(b.y) * high(d.y) - a.w * mean;
+        *(float4*)(dx + at + i) = g;
+        if (dy) *(uint2*)(dy + at + i) = make_uint2(pack(g.x, g.y), pack(g.z, g.w));
+        if (normed) *(uint2*)(normed + at + i) = make_uint2(pack(a.x * r * low(b.x), a.y * r * high(b.x)), pack(a.z * r * low(b.y), a.w * r * high(b.y)));
+    }
+}
+// dw[i] += sum_n dout[n][i] x[n][i] scale[n]: a block has 32 columns and a part of the tokens, eight at a time.
+__global__ void __launch_bounds__(256) norm_weight_kernel(float* dw, const float* scale, const bf16* dout, const float* x, int N, int C, float* partial, int* arrived) {
+    __shared__ float sums[8][32];
+    let_next_start();
+    wait_for_previous();
+    const int column = blockIdx.x * 32 + threadIdx.x % 32, group = threadIdx.x / 32;
+    const int each = (N + gridDim.y - 1) / gridDim.y, last = min(N, (int)(blockIdx.y + 1) * each);
+    float sum = 0;
+    for (int n = blockIdx.y * each + group; n < last && column < C; n += 8) sum += to_acc(dout[(size_t)n * C + column]) * x[(size_t)n * C + column] * scale[n];
+    sums[group][threadIdx.x % 32] = sum;
+    __syncthreads();
+    if (group == 0 && column < C) {
+        for (int g = 1; g < 8; g++) sum += sums[g][threadIdx.x];
+        partial[(size_t)blockIdx.y * C + column] = sum;
+    }
+    if (!last_to_arrive(arrived + blockIdx.x, gridDim.y) || group || column >= C) return;
+    sum = dw[column];
+    for (int part = 0; part < (int)gridDim.y; part++) sum += __ldcg(partial + (size_t)part * C + column);
+    dw[column] = sum;
+}
+inline void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout, const float* x, const bf16* w, int N, int C, float eps) {
+    constexpr int PARTS = 32;
+    if (dw && ((size_t)N + (size_t)PARTS * C) * sizeof(float) > PARTIAL_BYTES) DIE("%d tokens of %d channels are more than the norms' gradients can sum at once", N, C);
+    float *scale = dw ? ctx.partial + (size_t)PARTS * C : nullptr;
+    launch(ctx, rmsnorm_backward_kernel, N, 128, 0, dx, dy, normed, scale, dout, x, w, C, eps);
+    if (dw) launch(ctx, norm_weight_kernel, dim3((C + 31) / 32, PARTS), 256, 0, dw, scale, dout, x, N, C, ctx.partial, ctx.arrived);
+}
+#endif
+
 // ---- linear: y = x W^T
 // dx = dy W
 template <class T>
@@ -3998,6 +4187,12 @@ void linear_backward_input_cpu(T* dx,       // (N, W.in) out
                [&](int n, int i, acc<T> sum) { dx[n * in + i] = to_stored<T>(sum); });
 }
 
+#ifdef __CUDACC__
+inline void linear_backward_input_gpu(Context& ctx, bf16* dx, const bf16* dy, const Linear<bf16>& W, int N) {
+    tile_product<false, true>(ctx, {dy, W.w[0], N, W.out(), W.in}, StoreEpilogue{dx, (size_t)W.in});
+}
+#endif
+
 // dW += dy^T x
 template <class T>
 void linear_backward_weight_cpu(acc<T>* dW,  // (out,in) +=
@@ -4008,6 +4203,14 @@ void linear_backward_weight_cpu(acc<T>* dW,  // (out,in) +=
     outer_sums(out, in, N, dy, ld, 1, 1, [&](int n) { return x + (size_t)n * in; }, [&](int o, int i) { return dW[(size_t)o * in + i]; },
                [&](int o, int i, acc<T> sum) { dW[(size_t)o * in + i] = sum; });
 }
+
+#ifdef __CUDACC__
+inline void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out, int in) {
+    TileArgs p = {dy, x, out, N, in};
+    p.ldx = (int)ld;
+    tile_product<true, true>(ctx, p, AddEpilogue{dW, dW, (size_t)in});
+}
+#endif
 
 // ---- the adapter's part of linear: y += sum_j s B_j h_j,  h_j = A_j drop_j(x)
 // dh_j = (s B_j)^T dy,  dx += sum_j drop_j(A_j^T dh_j), rounded once
@@ -4047,6 +4250,79 @@ void lora_backward_input_cpu(T* dx,       // (N, W.in) +=
         }
 }
 
+#ifdef __CUDACC__
+// dx[n][k] += sum_j drop_j(A_j^T dh_j[n])[k]. A block owns 64 tokens by 128 columns, a warp 16 of the tokens; 32 rows of
+// an A pass through shared memory at a time.
+__global__ void __launch_bounds__(128) lora_backward_input_kernel(bf16* dx, const bf16* dh, LoraArgs p) {
+    __shared__ __align__(128) uint4 tile[32 * 16];
+    const uint32_t shared = shared_address(tile);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, n0 = blockIdx.x * 64 + warp * 16, c0 = blockIdx.y * 128;
+    const size_t ld = (size_t)p.modules * p.rank;
+    wait_for_previous();
+    float sum[16][4];
+    #pragma unroll
+    for (int f = 0; f < 16; f++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = n0 + h * 8 + g, c = c0 + f * 8 + 2 * t;
+            const uint32_t old = n < p.N && c < p.K ? *(const uint32_t*)(dx + (size_t)n * p.K + c) : 0;
+            sum[f][2 * h] = low(old), sum[f][2 * h + 1] = high(old);
+        }
+    for (int j = 0; j < p.modules; j++) {
+        float part[16][4] = {};
+        for (int r0 = 0; r0 < p.rank; r0 += 32) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < 32 * 16; i += 128) {
+                const int row = i / 16, chunk = i % 16;
+                const bool there = r0 + row < p.rank && c0 + chunk * 8 < p.K;
+                tile[row * 16 + (chunk ^ row % 8)] = there ? *(const uint4*)(p.A + (size_t)(j * p.rank + r0 + row) * p.K + c0 + chunk * 8) : uint4{};
+            }
+            __syncthreads();
+            #pragma unroll
+            for (int k = 0; k < 2; k++) {
+                uint32_t a[4], b[4];
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int n = n0 + e % 2 * 8 + g, r = r0 + k * 16 + e / 2 * 8 + 2 * t;
+                    a[e] = n < p.N && r < p.rank ? *(const uint32_t*)(dh + n * ld + j * p.rank + r) : 0;
+                }
+                #pragma unroll
+                for (int f = 0; f < 8; f++) {
+                    const int row = k * 16 + lane % 16, chunk = f * 2 + lane / 16;
+                    ldmatrix_transposed(b, shared + (row * 16 + (chunk ^ row % 8)) * 16);
+                    mma(part[2 * f], a[0], a[1], a[2], a[3], b[0], b[1]);
+                    mma(part[2 * f + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+                }
+            }
+        }
+        #pragma unroll
+        for (int f = 0; f < 16; f += 2) { // a lane of a quad makes the mask of one token and one eight columns, for all four
+            const int n = n0 + t % 2 * 8 + g;
+            const uint32_t mine = p.dropping && n < p.N ? dropout_mask(p.dropout, p.dropout.token[n], p.module[j], (c0 >> 3) + f + t / 2) : 0xff;
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const uint32_t kept = __shfl_sync(~0u, mine, (lane & ~3) + e) >> 2 * t;
+                float *to = &sum[f + e / 2][e % 2 * 2], *from = &part[f + e / 2][e % 2 * 2];
+                to[0] += kept & 1 ? from[0] * p.scale : 0, to[1] += kept & 2 ? from[1] * p.scale : 0;
+            }
+        }
+    }
+    let_next_start();
+    #pragma unroll
+    for (int f = 0; f < 16; f++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = n0 + h * 8 + g, c = c0 + f * 8 + 2 * t;
+            if (n < p.N && c < p.K) *(uint32_t*)(dx + (size_t)n * p.K + c) = pack(sum[f][2 * h], sum[f][2 * h + 1]);
+        }
+}
+inline void lora_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, const bf16* dy, const Linear<bf16>& W, int N) {
+    const LoraArgs p(W, N);
+    tile_product<false, true>(ctx, {dy, W.adapter.B, N, W.out(), p.modules * p.rank}, StoreEpilogue{dh, (size_t)p.modules * p.rank});
+    launch(ctx, lora_backward_input_kernel, dim3((N + 63) / 64, (W.in + 127) / 128), 128, 0, dx, dh, p);
+}
+#endif
+
 // dA_j += dh_j^T drop_j(x),  dB_j += s dy^T h_j
 template <class T>
 void lora_backward_weight_cpu(acc<T>* dA,  // (m * rank, W.in) +=
@@ -4069,6 +4345,104 @@ void lora_backward_weight_cpu(acc<T>* dA,  // (m * rank, W.in) +=
                    [&](int r, int i) { return B[r * ld + i]; }, [&](int r, int i, acc<T> sum) { B[r * ld + i] = sum; });
     }
 }
+
+#ifdef __CUDACC__
+struct LoraUpEpilogue { // dB, of the rows and columns that belong together
+    static constexpr bool PAIR = false;
+    float* dB; // (out, m * rank)
+    float s;
+    int rank, columns, first[3], last[3]; // rows of module j
+    __device__ void four(int r, int c, const float* y) {
+        const int j = c / rank;
+        if (r < first[j] || r >= last[j]) return;
+        float4* to = (float4*)(dB + (size_t)r * columns + c);
+        const float4 old = *to;
+        *to = make_float4(old.x + s * y[0], old.y + s * y[1], old.z + s * y[2], old.w + s * y[3]);
+    }
+};
+// dA_j += dh_j^T drop_j(x). A block owns 32 rows of an A by 128 columns and a part of the tokens, 64 at a time through
+// shared memory; a warp owns 16 of the columns. The last block of a tile to arrive adds the parts in order.
+__global__ void __launch_bounds__(256) lora_down_weight_kernel(float* dA, const bf16* dh, const bf16* x, LoraArgs p, float* partial, int* arrived) {
+    __shared__ __align__(128) uint4 x_tile[64 * 16];
+    __shared__ __align__(128) uint4 h_tile[64 * 5]; // rows of 64 bytes, 80 apart: eight of them in different banks
+    const uint32_t x_at = shared_address(x_tile), h_at = shared_address(h_tile);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, groups = (p.rank + 31) / 32;
+    const int j = blockIdx.y / groups, r0 = blockIdx.y % groups * 32, c0 = blockIdx.x * 128, name = p.module[j];
+    const size_t ld = (size_t)p.modules * p.rank;
+    const int each = ((p.N + 63) / 64 + gridDim.z - 1) / gridDim.z * 64, last = min(p.N, (int)(blockIdx.z + 1) * each);
+    const int row = threadIdx.x / 16, chunk = threadIdx.x % 16, h_row = threadIdx.x / 4, h_chunk = threadIdx.x % 4;
+    wait_for_previous();
+    float sum[2][2][4] = {};
+    for (int n0 = blockIdx.z * each; n0 < last; n0 += 64) {
+        uint4 v[4], h = {};
+        #pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = n0 + row + i * 16 < last && c0 + chunk * 8 < p.K ? *(const uint4*)(x + (size_t)(n0 + row + i * 16) * p.K + c0 + chunk * 8) : uint4{};
+        if (n0 + h_row < last && r0 + h_chunk * 8 < p.rank) h = *(const uint4*)(dh + (n0 + h_row) * ld + j * p.rank + r0 + h_chunk * 8);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = p.drop(v[i], n0 + row + i * 16, name, c0 / 8 + chunk);
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < 4; i++) x_tile[(row + i * 16) * 16 + (chunk ^ row % 8)] = v[i];
+        h_tile[h_row * 5 + h_chunk] = h;
+        __syncthreads();
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+            uint32_t a[4], b[4];
+            const int b_row = k * 16 + lane % 16, b_chunk = warp * 2 + lane / 16;
+            ldmatrix_transposed(b, x_at + (b_row * 16 + (b_chunk ^ b_row % 8)) * 16);
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                ldmatrix_transposed(a, h_at + ((k * 16 + lane % 8 + lane / 16 * 8) * 5 + i * 2 + lane / 8 % 2) * 16);
+                mma(sum[i][0], a[0], a[1], a[2], a[3], b[0], b[1]);
+                mma(sum[i][1], a[0], a[1], a[2], a[3], b[2], b[3]);
+            }
+        }
+    }
+    let_next_start();
+    const int tile = blockIdx.y * gridDim.x + blockIdx.x;
+    if (gridDim.z > 1) {
+        float4 *part = (float4*)partial + (size_t)tile * gridDim.z * 1024 + threadIdx.x, *mine = part + (size_t)blockIdx.z * 1024;
+        #pragma unroll
+        for (int f = 0; f < 4; f++) {
+            float(&v)[4] = sum[f / 2][f % 2];
+            mine[f * 256] = make_float4(v[0], v[1], v[2], v[3]);
+            v[0] = v[1] = v[2] = v[3] = 0;
+        }
+        if (!last_to_arrive(arrived + tile, gridDim.z)) return;
+        for (int z = 0; z < (int)gridDim.z; z++, part += 1024)
+            #pragma unroll
+            for (int f = 0; f < 4; f++) {
+                const float4 more = __ldcg(part + f * 256);
+                float(&v)[4] = sum[f / 2][f % 2];
+                v[0] += more.x, v[1] += more.y, v[2] += more.z, v[3] += more.w;
+            }
+    }
+    #pragma unroll
+    for (int f = 0; f < 4; f++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int r = r0 + f / 2 * 16 + h * 8 + lane / 4, c = c0 + warp * 16 + f % 2 * 8 + lane % 4 * 2;
+            if (r >= p.rank || c >= p.K) continue;
+            float2* to = (float2*)(dA + (size_t)(j * p.rank + r) * p.K + c);
+            const float2 old = *to;
+            *to = make_float2(old.x + sum[f / 2][f % 2][2 * h], old.y + sum[f / 2][f % 2][2 * h + 1]);
+        }
+}
+inline void lora_backward_weight_gpu(Context& ctx, float* dA, float* dB, const bf16* dh, const bf16* dy, const bf16* x, const Linear<bf16>& W, int N) {
+    const LoraArgs p(W, N);
+    const Adapter<bf16>& a = W.adapter;
+    const int columns = (p.K + 127) / 128, groups = p.modules * ((p.rank + 31) / 32), tiles = columns * groups;
+    if (tiles > MAX_TILES) DIE("an adapter of rank %d on %d columns is more than the GPU's kernels take", p.rank, p.K);
+    const int parts = std::max(1, std::min({(N + 63) / 64, 6 * ctx.sms / tiles, (int)(PARTIAL_BYTES / (16384 * (size_t)tiles))}));
+    launch(ctx, lora_down_weight_kernel, dim3(columns, groups, parts), 256, 0, dA, dh, x, p, ctx.partial, ctx.arrived);
+    LoraUpEpilogue up = {dB, a.s, a.rank, a.modules * a.rank, {}, {}};
+    for (int j = 0; j < a.modules; j++) {
+        for (int b = 0; b < a.block[j]; b++) up.first[j] += W.rows[b];
+        up.last[j] = up.first[j] + W.rows[a.block[j]];
+    }
+    tile_product<true, true>(ctx, {dy, a.h, W.out(), N, up.columns}, up);
+}
+#endif
 
 // ---- SwiGLU: out = silu(gate) * up, silu(g) = g sigma(g), sigma(g) = 1 / (1 + e^-g)
 // dgate = dout up sigma (1 + g (1 - sigma)),  dup = dout silu(gate)
@@ -4098,6 +4472,37 @@ void swiglu_backward_cpu(T* dgate_up,      // (N,2F) out
         }
     }
 }
+
+#ifdef __CUDACC__
+// A thread has eight columns of a token.
+__global__ void swiglu_backward_kernel(bf16* dgate_up, bf16* hidden, const bf16* dhidden, const bf16* gate_up, int N, int F) {
+    let_next_start();
+    wait_for_previous();
+    const size_t at = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 8, n = at / F;
+    if (n >= N) return;
+    const size_t gate = at + n * F, up = gate + F; // (N,2F)
+    const uint4 g4 = *(const uint4*)(gate_up + gate), u4 = *(const uint4*)(gate_up + up), d4 = *(const uint4*)(dhidden + at);
+    const uint32_t *gs = &g4.x, *us = &u4.x, *ds = &d4.x;
+    uint32_t out[4], dg[4], du[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float y[2], a[2], b[2];
+        #pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const float g = e ? high(gs[i]) : low(gs[i]), u = e ? high(us[i]) : low(us[i]), d = e ? high(ds[i]) : low(ds[i]);
+            const float sigma = 1 / (1 + exp2_fast(-1.44269504f * g)), silu = g * sigma;
+            y[e] = silu * u, a[e] = d * u * sigma * (1 + g * (1 - sigma)), b[e] = d * silu;
+        }
+        out[i] = pack(y[0], y[1]), dg[i] = pack(a[0], a[1]), du[i] = pack(b[0], b[1]);
+    }
+    *(uint4*)(hidden + at) = make_uint4(out[0], out[1], out[2], out[3]);
+    *(uint4*)(dgate_up + gate) = make_uint4(dg[0], dg[1], dg[2], dg[3]);
+    *(uint4*)(dgate_up + up) = make_uint4(du[0], du[1], du[2], du[3]);
+}
+inline void swiglu_backward_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, const bf16* dhidden, const bf16* gate_up, int N, int F) {
+    launch(ctx, swiglu_backward_kernel, (unsigned)(((size_t)N * F / 8 + 255) / 256), 256, 0, dgate_up, hidden, dhidden, gate_up, N, F);
+}
+#endif
 
 // ---- attention: out[n][h] = sum_m p[m] v[m], p = softmax(q[n][h] . k / sqrt(D)) over m = 0..pos[n] of n's sequence
 // With dp[m] = dout . v[m] and delta = dout . out: ds[m] = p[m] (dp[m] - delta) / sqrt(D), dq = sum_m ds[m] k[m];
@@ -4202,6 +4607,90 @@ void qknorm_rope_backward_cpu(T* dqkv,            // (N,(H+2K)D) in place, the h
         }
 }
 
+#ifdef __CUDACC__
+// A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r and mean of rmsnorm's rule.
+template <int D> struct WarpHeadBackward {
+    static constexpr int P = D / 64;
+    WarpHead<D> x, g;
+    float wu[P], wv[P], r, mean;
+    __device__ WarpHeadBackward(const bf16* head, const bf16* dhead, const bf16* w, const float* turn, float eps) {
+        x.load(head), g.load(dhead);
+        const int i = threadIdx.x % 32 * P;
+        float squares = 0, mixed = 0;
+        for (int p = 0; p < P; p++) {
+            const float cosine = turn[2 * (i + p)], sine = turn[2 * (i + p) + 1], u = g.u[p], v = g.v[p];
+            g.u[p] = u * cosine + v * sine, g.v[p] = v * cosine - u * sine;
+            wu[p] = to_acc(w[i + p]), wv[p] = to_acc(w[i + p + D / 2]);
+            squares += x.u[p] * x.u[p] + x.v[p] * x.v[p];
+            mixed += x.u[p] * wu[p] * g.u[p] + x.v[p] * wv[p] * g.v[p];
+        }
+        r = 1 / sqrtf(warp_sum(squares) / D + eps);
+        mean = warp_sum(mixed) * r * r * r / D;
+    }
+};
+// A warp a head of a token.
+template <int D>
+__global__ void qknorm_rope_backward_kernel(bf16* dqkv, const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const float* rope, Batch b, int H, int K, float eps) {
+    let_next_start();
+    wait_for_previous();
+    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, n = task / (H + K), h = task % (H + K);
+    if (n >= b.N || b.seq[n] < 0) return;
+    const size_t at = ((size_t)n * (H + 2 * K) + h) * D;
+    WarpHeadBackward<D> y(qkv + at, dqkv + at, h < H ? q_weight : k_weight, rope + (size_t)b.pos[n] * D, eps);
+    for (int p = 0; p < y.P; p++) {
+        y.g.u[p] = y.r * y.wu[p] * y.g.u[p] - y.x.u[p] * y.mean;
+        y.g.v[p] = y.r * y.wv[p] * y.g.v[p] - y.x.v[p] * y.mean;
+    }
+    y.g.store(dqkv + at);
+}
+// The weights' gradients, before dqkv is overwritten: a warp takes every (all warps)th token, its sums stay in registers;
+// the last block to arrive adds the blocks' in order.
+constexpr int HEAD_BLOCKS = 256;
+template <int D>
+__global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, float* dk_weight, const bf16* dqkv, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                                                          const float* rope, Batch b, int H, int K, float eps, float* partial, int* arrived) {
+    constexpr int P = D / 64;
+    __shared__ float sums[8][2 * D];
+    let_next_start();
+    wait_for_previous();
+    const int warp = threadIdx.x / 32, i = threadIdx.x % 32 * P;
+    float u[2][P] = {}, v[2][P] = {};
+    for (int n = blockIdx.x * 8 + warp; n < b.N; n += gridDim.x * 8)
+        for (int h = 0; h < H + K && b.seq[n] >= 0; h++) {
+            const size_t at = ((size_t)n * (H + 2 * K) + h) * D;
+            const WarpHeadBackward<D> y(qkv + at, dqkv + at, h < H ? q_weight : k_weight, rope + (size_t)b.pos[n] * D, eps);
+            #pragma unroll
+            for (int p = 0; p < P; p++) {
+                const float du = y.g.u[p] * y.x.u[p] * y.r, dv = y.g.v[p] * y.x.v[p] * y.r;
+                if (h < H) u[0][p] += du, v[0][p] += dv;
+                else u[1][p] += du, v[1][p] += dv;
+            }
+        }
+    for (int w = 0; w < 2; w++)
+        for (int p = 0; p < P; p++) sums[warp][w * D + i + p] = u[w][p], sums[warp][w * D + i + p + D / 2] = v[w][p];
+    __syncthreads();
+    const int c = threadIdx.x;
+    float sum = 0;
+    if (c < 2 * D) {
+        for (int w = 0; w < 8; w++) sum += sums[w][c];
+        partial[blockIdx.x * 2 * D + c] = sum;
+    }
+    if (!last_to_arrive(arrived, gridDim.x) || c >= 2 * D) return;
+    float* to = c < D ? dq_weight + c : dk_weight + c - D;
+    sum = *to;
+    for (int block = 0; block < (int)gridDim.x; block++) sum += __ldcg(partial + block * 2 * D + c);
+    *to = sum;
+}
+inline void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                                     const float* rope, const Batch& b, int H, int K, int D, float eps) {
+    if (dq_weight)
+        launch(ctx, D == 128 ? head_weight_kernel<128> : head_weight_kernel<64>, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256, 0, dq_weight, dk_weight, dqkv, qkv, q_weight, k_weight,
+               rope, b, H, K, eps, ctx.partial, ctx.arrived);
+    const int blocks = (int)(((int64_t)b.N * (H + K) + 7) / 8);
+    launch(ctx, D == 128 ? qknorm_rope_backward_kernel<128> : qknorm_rope_backward_kernel<64>, blocks, 256, 0, dqkv, qkv, q_weight, k_weight, rope, b, H, K, eps);
+}
+#endif
+
 // ---- embed: x[n] = W[token[n]]
 // dW[token[n]] += dx[n]
 template <class A>
@@ -4213,6 +4702,34 @@ void embed_backward_cpu(A* dW,       // (V,C) +=
         for (int n = 0; n < b.N; n++)
             for (int i = part * LANES; i < std::min(C, (part + 1) * LANES) && b.seq[n] >= 0; i++) dW[(size_t)b.token[n] * C + i] += dx[(size_t)n * C + i];
 }
+
+#ifdef __CUDACC__
+// A block a token; the first one with its id adds up all that have it, in order.
+__global__ void __launch_bounds__(128) embed_backward_kernel(float* dW, const float* dx, Batch b, int C) {
+    __shared__ uint32_t found[4];
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x, id = b.token[n], warp = threadIdx.x / 32;
+    bool before = b.seq[n] < 0;
+    for (int m = threadIdx.x; m < n && !before; m += 128) before = b.token[m] == id && b.seq[m] >= 0;
+    if (__syncthreads_or(before)) return;
+    for (int first = n; first < b.N; first += 128) {
+        const int m = first + threadIdx.x;
+        const uint32_t same = __ballot_sync(~0u, m < b.N && b.token[m] == id && b.seq[m] >= 0);
+        if (threadIdx.x % 32 == 0) found[warp] = same;
+        __syncthreads();
+        for (int w = 0; w < 4; w++)
+            for (uint32_t left = found[w]; left; left &= left - 1) {
+                const float* row = dx + (size_t)(first + w * 32 + __ffs(left) - 1) * C;
+                for (int i = threadIdx.x; i < C; i += 128) dW[(size_t)id * C + i] += row[i];
+            }
+        __syncthreads();
+    }
+}
+inline void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b, int C) {
+    launch(ctx, embed_backward_kernel, b.N, 128, 0, dW, dx, b, C);
+}
+#endif
 
 // ---- grad_norm: the length of all gradients as one vector, in double: the squares of each piece of NORM_PIECE numbers
 // in order, then the pieces in order
@@ -4231,6 +4748,43 @@ void grad_norm_cpu(double* norm,    // (1) out
     }
     *norm = std::sqrt(std::accumulate(partial, partial + pieces, 0.));
 }
+
+#ifdef __CUDACC__
+// The sum over a block of 256 or 1024, for all its threads.
+__device__ inline double block_sum(double x) {
+    __shared__ double parts[32];
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0;
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+// A block a piece.
+__global__ void __launch_bounds__(256) grad_squares_kernel(double* partial, const float* g, size_t n) {
+    let_next_start();
+    wait_for_previous();
+    const size_t first = blockIdx.x * NORM_PIECE + threadIdx.x, last = min(n, (blockIdx.x + 1) * NORM_PIECE);
+    double sum = 0;
+    for (size_t i = first; i < last; i += 256) sum += (double)g[i] * (double)g[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+__global__ void __launch_bounds__(1024) grad_norm_kernel(double* norm, const double* partial, size_t pieces) {
+    let_next_start();
+    wait_for_previous();
+    double sum = 0;
+    for (size_t p = threadIdx.x; p < pieces; p += 1024) sum += partial[p];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *norm = sqrt(sum);
+}
+inline void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, size_t n) {
+    const size_t pieces = (n + NORM_PIECE - 1) / NORM_PIECE;
+    launch(ctx, grad_squares_kernel, (unsigned)pieces, 256, 0, partial, g, n);
+    launch(ctx, grad_norm_kernel, 1, 1024, 0, norm, partial, pieces);
+}
+#endif
 
 // ---- adamw (Loshchilov & Hutter, "Decoupled weight decay regularization", 2019), in the order of PyTorch's steps; the
 // gradients are scaled down to the length `clip` first, as clip_grad_norm_ does. If their length is not finite nothing
@@ -4263,6 +4817,27 @@ void adamw_cpu(T* stored,          // (n) out: copy * p, which the products read
         stored[i] = to_stored<T>(p[i] * (A)a.copy);
     }
 }
+
+#ifdef __CUDACC__
+struct AdamWStep { float beta1, beta2, root, keep, pace, eps, clip, copy; };
+__global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n, AdamWStep a) {
+    let_next_start();
+    wait_for_previous();
+    const double length = *norm;
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (!isfinite(length) || i >= n) return;
+    const float gi = g[i] * (float)(a.clip > 0 ? fmin(1., a.clip / (length + 1e-6)) : 1.);
+    const float mi = m[i] + (gi - m[i]) * (1 - a.beta1), vi = v[i] * a.beta2 + gi * gi * (1 - a.beta2);
+    const float pi = p[i] * a.keep - a.pace * (mi / (sqrtf(vi) / a.root + a.eps));
+    m[i] = mi, v[i] = vi, p[i] = pi;
+    stored[i] = round_bf16(pi * a.copy);
+}
+inline void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n, const AdamW& a) {
+    const float first = (float)(1 - std::pow((double)a.beta1, (double)a.step));
+    const AdamWStep s = {a.beta1, a.beta2, (float)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step)), (float)(1 - (double)a.lr * a.decay), a.lr / first, a.eps, a.clip, a.copy};
+    launch(ctx, adamw_kernel, (unsigned)((n + 255) / 256), 256, 0, stored, p, m, v, g, norm, n, s);
+}
+#endif
 
 // ================================================================================================= 8 Backward
 
