@@ -148,7 +148,8 @@ TEST_CASE("cross entropy in place, and the head's backward") {
                 memcpy((void*)&gradient[(size_t)r * V], &got[(size_t)r * V], V * sizeof(bf16));
                 memcpy((void*)&right[(size_t)r * V], &want[(size_t)r * V], V * sizeof(bf16));
             }
-            CHECK(wrong(gradient, as_double(right), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(right[i])) + 1e-8; }) == 0);
+            // A probability is exact to 2e-6 of itself; near the target's 1 little is left of it.
+            CHECK(wrong(gradient, as_double(right), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(right[i])) + ((int)(i % V) == target[i / V] ? 0.125 * 2e-6 : 1e-8); }) == 0);
 
             Matrix W(random, {V}, C);
             Device<bf16> dnormed(std::vector<bf16>((size_t)N * C));
