@@ -13,7 +13,7 @@ WARN      = -Wall -Wextra
 OPT       = -O3
 Q         = $(if $(V),,@)
 
-HEADERS   = file.h sj.h tokenizer.h chat_template.h cli.h
+HEADERS   = file.h sj.h tokenizer.h chat_template.h cli.h ceilings.h
 BUILD     = build
 
 # ---- What there is. Only questions here; `info` says what was chosen.

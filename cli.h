@@ -6,6 +6,7 @@
 //   evaluate       --eval: its answers to the questions of a file, and its loss on the answers there
 //   synthesize     --synthesize: random weights of a real shape
 //   bench          --bench: what this machine does, and what it could
+#include "ceilings.h"
 #include <langinfo.h>
 #include <locale.h>
 #include <poll.h>
@@ -1014,135 +1015,31 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
             (double)(8 + header.size() + at) / 1e6, (unsigned long long)seed);
 }
 
-// ---- bench: what this machine does and what it could. Two ceilings are measured first, by loops that do nothing
-// else: reading 2 GB, and multiplying out of registers. A figure is then a share of one of them.
-
-// Bytes a second that all threads read from memory: the best of five passes over 2 GB.
-static double read_ceiling() {
-    Arena arena;
-    arena.take<uint64_t>((size_t)1 << 28);
-    arena.allocate("the bandwidth test");
-    const size_t n = (size_t)1 << 28;
-    uint64_t *data = arena.take<uint64_t>(n), sum = 0;
-    #pragma omp parallel for schedule(static)
-    for (size_t i = 0; i < n; i++) data[i] = i;
-    double best = 1e9;
-    for (int pass = 0; pass < 5; pass++) {
-        const double start = seconds();
-        #pragma omp parallel for schedule(static) reduction(+ : sum)
-        for (size_t i = 0; i < n; i++) sum += data[i];
-        best = std::min(best, seconds() - start);
-    }
-    if (sum == 1) fprintf(stderr, " "); // the sum is used: no compiler drops the loop
-    return (double)(n * 8) / best;
-}
-
-// A burst of multiply-adds on registers alone; returns how many flops it was. Sums enough to hide the latency of
-// one, few enough for the registers.
-static double multiply_plain(float16v* memory) {
-    float16v a = memory[14], b = memory[15], s0 = memory[0], s1 = memory[1];
-    for (int k = 0; k < 4000; k++) s0 = s0 * a + b, s1 = s1 * a + b;
-    memory[0] = s0, memory[1] = s1;
-    return 2. * LANES * 2 * 4000;
-}
-#ifdef HAVE_TWINS
-TARGET_AVX2 static double multiply_avx2(float16v* memory) {
-    __m256 a = _mm256_set1_ps(1), s[10];
-    for (int i = 0; i < 10; i++) s[i] = a;
-    for (int k = 0; k < 4000; k++)
-        for (int i = 0; i < 10; i++) s[i] = _mm256_fmadd_ps(a, a, s[i]);
-    for (int i = 0; i < 10; i++) memcpy(memory + i, s + i, 32);
-    return 2. * 8 * 10 * 4000;
-}
-TARGET_AVX512 static double multiply_avx512(float16v* memory) {
-    __m512 a = _mm512_set1_ps(1), s[12];
-    for (int i = 0; i < 12; i++) s[i] = a;
-    for (int k = 0; k < 4000; k++)
-        for (int i = 0; i < 12; i++) s[i] = _mm512_fmadd_ps(a, a, s[i]);
-    for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
-    return 2. * 16 * 12 * 4000;
-}
-TARGET_AVX512_BF16 static double multiply_bf16(float16v* memory) {
-    __m512bh a = (__m512bh)_mm512_set1_epi16(0x3f80);
-    __m512 s[12];
-    for (int i = 0; i < 12; i++) s[i] = _mm512_set1_ps(1);
-    for (int k = 0; k < 4000; k++)
-        for (int i = 0; i < 12; i++) s[i] = _mm512_dpbf16_ps(s[i], a, a);
-    for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
-    return 2. * 32 * 12 * 4000;
-}
-// vpdpbusd for INT8 weights: three of them, one a plane of x, are one multiplication each of 64 pairs.
-TARGET_AVX512_BF16 static double multiply_vnni(float16v* memory) {
-    __m512i a = _mm512_set1_epi8(1), s[12];
-    for (int i = 0; i < 12; i++) s[i] = a;
-    for (int k = 0; k < 4000; k++)
-        for (int i = 0; i < 12; i++) s[i] = _mm512_dpbusd_epi32(s[i], a, a);
-    for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
-    return 2. * 64 / 3 * 12 * 4000;
-}
-TARGET_AMX static double multiply_amx(float16v* memory) {
-    amx_configure(64);
-    _tile_loadd(4, memory, 64);
-    _tile_loadd(5, memory, 64);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int k = 0; k < 500; k++) {
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_dpbf16ps(1, 4, 5);
-        _tile_dpbf16ps(2, 4, 5);
-        _tile_dpbf16ps(3, 4, 5);
-    }
-    _tile_stored(0, memory, 64);
-    _tile_release();
-    return 2. * 16 * 16 * 32 * 4 * 500;
-}
-// tdpbssd takes the same time, and is twice as deep; but three planes of x want one each.
-TARGET_AMX static double multiply_amx_int8(float16v* memory) { return multiply_amx(memory) * 2 / 3; }
-#endif
-
-// Flops a second that all threads reach, for 0.3 s, on the road that products of T take (or of INT8 and T).
-template <class T> double multiply_ceiling(bool int8) {
-    [[maybe_unused]] const bool narrow = std::is_same_v<T, bf16>;
-    auto multiply = multiply_plain;
-#ifdef HAVE_TWINS
-    if (cpu_road >= CPU_AVX2) multiply = multiply_avx2;
-    if (cpu_road >= CPU_AVX512) multiply = multiply_avx512;
-    if (narrow && cpu_road >= CPU_AVX512_BF16) multiply = int8 ? multiply_vnni : multiply_bf16;
-    if (narrow && cpu_road >= CPU_AMX) multiply = int8 ? multiply_amx_int8 : multiply_amx;
-#endif
-    double flops = 0;
-    const double start = seconds();
-    #pragma omp parallel reduction(+ : flops)
-    {
-        float16v memory[16];
-        for (auto& v : memory) v = float16v{} + 1;
-        while (seconds() - start < 0.3) flops += multiply(memory);
-    }
-    return flops / (seconds() - start);
-}
-
+// ---- bench: what this machine does, beside what it could (ceilings.h).
 struct BenchRow {
     const char* work;
     int position;
     double tokens_per_s, bytes, flops; // bytes and flops a token
 };
 
-// --bench: a prompt of 512 tokens, and decoding at positions 0, 100, 512, 2048 (and 8192), on this model.
+// --bench: prompts, and decoding at several positions, on this model and device. On the CPU a step is timed by itself and
+// the median counts; on a GPU steps are graphs that follow each other, and all of them count.
 template <class T> void bench(const Options& o, const ModelFile& file) {
     const Config& c = file.config;
     Weights<T> weights(file, o.dtype == "int8");
-    std::vector<int> positions = {0, 100, 512, 2048};
-    if (o.bench_long) positions.push_back(8192);
-    const int steps = 24;
+    to_device(o, file, weights);
+    Context ctx = o.ctx;
+    const int steps = ctx.gpu ? 200 : 24;
+    std::vector<int> prompts = ctx.gpu ? std::vector<int>{512, 2048, 8192} : std::vector<int>{512}, positions = {ctx.gpu ? 1 : 0, 100, 512, 2048};
+    if (o.bench_long || ctx.gpu) positions.push_back(8192);
     while (!positions.empty() && positions.back() + steps > c.max_positions) positions.pop_back();
-    if (positions.empty() || c.max_positions < 512) DIE("--bench: the model's context of %d is too short", c.max_positions);
-    Session<T> session(c, weights, std::max(512, positions.back() + steps));
+    while (!prompts.empty() && prompts.back() > c.max_positions) prompts.pop_back();
+    if (positions.empty() || prompts.empty()) DIE("--bench: the model's context of %d is too short", c.max_positions);
+    Session<T> session(c, weights, std::max(prompts.back(), positions.back() + steps), ctx);
 
     // Every matrix is read once a step, but the embedding only if it is the head.
     const double matrices = (double)c.parameters() - (c.tied ? 0. : (double)c.V * c.C), weight_bytes = (double)weights.step_bytes();
-    auto key_values = [&](int position) { return (double)KVCache<T>::bytes(c, 1) / PAGE * (position + 1); };
+    auto key_values = [&](double position) { return (double)KVCache<T>::bytes(c, 1) / PAGE * (position + 1); };
     const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
     uint64_t draw = 0;
     auto text = [&](int n) { // random ids
@@ -1152,19 +1049,22 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
     };
     auto median = [](std::vector<double> v) { return std::sort(v.begin(), v.end()), v[v.size() / 2]; };
 
-    const double bandwidth = read_ceiling(), flops = multiply_ceiling<T>(weights.head.q[0]);
+    const Ceilings ceiling = measure_ceilings<T>(ctx, weights.head.q[0]);
+    const double bandwidth = ceiling.read, flops = ceiling.multiply;
     std::vector<BenchRow> rows;
     session.feed(text(16)); // pages in the weights
     std::vector<double> times;
-    for (int pass = 0; pass < 3; pass++) {
-        session.rewind(0);
-        const double start = seconds();
-        session.feed(text(512), &interrupted);
-        times.push_back(seconds() - start);
-        if (interrupted) DIE("interrupted");
+    for (int length : prompts) {
+        times.clear();
+        for (int pass = 0; pass < (ctx.gpu ? 7 : 3); pass++) {
+            session.rewind(0);
+            const double start = seconds();
+            session.feed(text(length), &interrupted);
+            times.push_back(seconds() - start);
+            if (interrupted) DIE("interrupted");
+        }
+        rows.push_back({"prompt", length, length / median(times), weight_bytes / length, 2 * (matrices - head) + per_key * length / 2 + 2 * head / length});
     }
-    const double prompt = median(times) / 512;
-    rows.push_back({"prompt", 512, 1 / prompt, weight_bytes / 512, 2 * (matrices - head) + per_key * 256 + 2 * head / 512});
     session.rewind(0);
     for (int position : positions) {
         times.clear();
@@ -1172,21 +1072,38 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
             fprintf(stderr, "\r%zu of %d tokens in the context ", session.ids.size(), positions.back());
             session.feed(text(std::min(512, position - (int)session.ids.size())), &interrupted);
         }
-        for (int i = 0; i < steps && !interrupted; i++) {
-            const double start = seconds();
-            session.feed(text(1));
-            times.push_back(seconds() - start);
+        double rate = 0;
+        if (ctx.gpu) {
+            const int warm = 20; // the first of them records the graph
+            Sampling greedy = {};
+            greedy.temperature = 0;
+            session.begin_draws(greedy, c.V, position, steps);
+            double start = 0;
+            for (int i = 0; i < steps && !interrupted; i++) {
+                if (i == warm) start = seconds();
+                session.accept(session.draw());
+            }
+            rate = (steps - warm) / (seconds() - start);
+        } else {
+            for (int i = 0; i < steps && !interrupted; i++) {
+                const double start = seconds();
+                session.feed(text(1));
+                times.push_back(seconds() - start);
+            }
+            if (!interrupted) rate = 1 / median(times);
         }
         if (interrupted) DIE("interrupted");
         session.rewind(position);
-        rows.push_back({"decode", position, 1 / median(times), weight_bytes + key_values(position), 2 * matrices + per_key * position});
+        const double middle = position + (ctx.gpu ? steps / 2 : 0);
+        rows.push_back({"decode", position, rate, weight_bytes + key_values(middle), 2 * matrices + per_key * middle});
     }
     fprintf(stderr, "\r%*s\r", 40, "");
 
     const char* type = weights.type_name();
+    const std::string where = ctx.gpu ? device_name(ctx) : format("CPU, road %s", cpu_road_name(cpu_road));
     if (o.json) {
         sj::Writer w;
-        w.object().field("model", o.model).field("type", type).field("road", cpu_road_name(cpu_road)).field("threads", thread_count());
+        w.object().field("model", o.model).field("type", type).field("device", where).field("threads", thread_count());
         w.field("read_GBps", bandwidth / 1e9).field("multiply_GFLOPs", flops / 1e9).key("rows").array();
         for (auto& r : rows) {
             w.object().field("work", r.work).field("position", r.position).field("tokens_per_s", r.tokens_per_s).field("bytes_per_token", r.bytes);
@@ -1196,8 +1113,8 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
         w.end().end();
         return write_stdout(w.text + "\n");
     }
-    std::string out = format("%s: %.1f M parameters, %s, road %s, %d threads\nceilings: read %.1f GB/s, multiply %.0f GFLOP/s\n", o.model.c_str(),
-                             (double)c.parameters() / 1e6, type, cpu_road_name(cpu_road), thread_count(), bandwidth / 1e9, flops / 1e9);
+    std::string out = format("%s: %.1f M parameters, %s, %s, %d threads\nceilings: read %.1f GB/s, multiply %.0f GFLOP/s\n", o.model.c_str(),
+                             (double)c.parameters() / 1e6, type, where.c_str(), thread_count(), bandwidth / 1e9, flops / 1e9);
     out += "work    position     tok/s   MB/token      GB/s  of read   GFLOP/s  of multiply\n";
     for (auto& r : rows)
         out += format("%-7s %8d %9.2f %10.1f %9.2f %7.1f%% %9.1f %11.1f%%\n", r.work, r.position, r.tokens_per_s, r.bytes / 1e6, r.bytes * r.tokens_per_s / 1e9,

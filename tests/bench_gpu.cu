@@ -3,6 +3,7 @@
 //     build/bench_gpu MODEL.bin [ceilings] [decode] [products] [few] [attention] [batch]       (default: all)
 #define QWEN3_NO_MAIN
 #include "../qwen3.cu"
+#include "../ceilings.h"
 #include <cublas_v2.h>
 
 static Context ctx;
@@ -53,42 +54,11 @@ static double time_graph(int calls, const std::function<void(int)>& f) {
 }
 
 // ---- Ceilings
-__global__ void read_kernel(const uint4* p, size_t n, uint32_t* out) {
-    uint32_t sum = 0;
-    const size_t stride = (size_t)gridDim.x * blockDim.x;
-    size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
-    for (; i + 3 * stride < n; i += 4 * stride) {
-        uint4 v[4];
-        for (int k = 0; k < 4; k++) v[k] = load_stream(p + i + k * stride);
-        for (int k = 0; k < 4; k++) sum += v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
-    }
-    if (sum == 12345) *out = sum;
-}
-__global__ void mma_kernel(const uint32_t* in, float* out, int rounds) { // eight independent chains a warp
-    float d[8][4] = {};
-    uint32_t a[4], b[8][2];
-    for (int i = 0; i < 4; i++) a[i] = in[threadIdx.x * 20 + i];
-    for (int j = 0; j < 8; j++) b[j][0] = in[threadIdx.x * 20 + 4 + j], b[j][1] = in[threadIdx.x * 20 + 12 + j];
-    for (int r = 0; r < rounds; r++)
-        for (int j = 0; j < 8; j++) mma(d[j], a[0], a[1], a[2], a[3], b[j][0], b[j][1]);
-    float sum = 0;
-    for (int j = 0; j < 8; j++) sum += d[j][0] + d[j][1] + d[j][2] + d[j][3];
-    out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
-}
 static double read_bandwidth, mma_rate;
 static void ceilings() {
-    const size_t bytes = 2ull << 30;
-    uint32_t* data = (uint32_t*)random_array(bytes / 2);
-    float* out = gpu_array<float>(1 << 20);
-    for (int blocks : {4, 8, 16}) {
-        const double t = time_graph(4, [&](int) { read_kernel<<<ctx.sms * blocks, 256, 0, ctx.stream>>>((uint4*)data, bytes / 16, (uint32_t*)out); });
-        read_bandwidth = std::max(read_bandwidth, (double)bytes / t);
-    }
-    const int rounds = 20000;
-    const double t = time_graph(1, [&](int) { mma_kernel<<<ctx.sms * 2, 256, 0, ctx.stream>>>(data, out, rounds); });
-    mma_rate = 2. * 16 * 8 * 16 * 8 * rounds * 8 * ctx.sms * 2 / t;
+    const Ceilings c = measure_ceilings<bf16>(ctx, false);
+    read_bandwidth = c.read, mma_rate = c.multiply;
     printf("ceilings: read %.0f GB/s; mma.sync out of registers %.0f TFLOP/s\n", read_bandwidth / 1e9, mma_rate / 1e12);
-    cudaFree(data), cudaFree(out);
 }
 
 // ---- One token: every kernel of a step by itself, through all layers, then the step
