@@ -35,13 +35,13 @@
    1 Platform          bf16, RUN, lanes, exp, CPU roads, Philox, memory, time
    2 Model file        config, safetensors, validation, weights
    3 Ops               embed, rmsnorm, products, q/k norm + RoPE, attention, SwiGLU, head
+   4 Adapters          LoRA in PEFT's format: read, validate, attach
    5 Forward           activations, KV cache, the model
    6 Sampler, session  penalties, sampling, stop strings, generate
                        (a reader of inference stops here)
    7 Backward ops      in reverse order, each quoting its forward line; AdamW
    8 Backward          of the model: from the loss to the gradient of every parameter
    9 main
-   (Section 4 is for adapters; the numbers are shared/DESIGN.md's.)
 */
 #include "file.h"
 #include "sj.h"
@@ -529,6 +529,29 @@ inline void Arena::release() {
     base = nullptr;
 }
 
+// n numbers, to and from where an arena is, and zeros there.
+template <class U> void copy_in([[maybe_unused]] Context& ctx, U* to, const U* from, size_t n) {
+#ifdef __CUDACC__
+    if (ctx.gpu) return CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(U), cudaMemcpyHostToDevice, ctx.stream)); // (not pinned: read before it returns)
+#endif
+    memcpy((void*)to, from, n * sizeof(U));
+}
+template <class U> void copy_out([[maybe_unused]] Context& ctx, U* to, const U* from, size_t n) {
+#ifdef __CUDACC__
+    if (ctx.gpu) {
+        CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(U), cudaMemcpyDeviceToHost, ctx.stream));
+        return CUDA_CHECK(cudaStreamSynchronize(ctx.stream));
+    }
+#endif
+    memcpy((void*)to, from, n * sizeof(U));
+}
+template <class U> void clear([[maybe_unused]] Context& ctx, U* p, size_t n) {
+#ifdef __CUDACC__
+    if (ctx.gpu) return CUDA_CHECK(cudaMemsetAsync(p, 0, n * sizeof(U), ctx.stream));
+#endif
+    memset((void*)p, 0, n * sizeof(U));
+}
+
 inline double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -658,6 +681,15 @@ struct Tensor {
 };
 using Tensors = std::map<std::string, Tensor>;
 
+// Number i of a BF16, F16 or F32 tensor.
+inline float number(const Tensor& t, size_t i) {
+    float f;
+    uint16_t h;
+    if (t.dtype == Dtype::F32) return memcpy(&f, t.data + 4 * i, 4), f;
+    memcpy(&h, t.data + 2 * i, 2);
+    return t.dtype == Dtype::F16 ? half_to_float(h) : to_acc(bf16{h});
+}
+
 // Bytes of one number of a safetensors dtype, 0 if it has no such name.
 inline size_t dtype_size(const std::string& name, Dtype* dtype) {
     static const struct { const char* name; size_t size; Dtype dtype; } table[] = {
@@ -736,6 +768,16 @@ inline void read_safetensors(const MappedFile& map, Tensors& out, std::map<std::
         expected = s.end;
     }
     if (expected != data_size) DIE("%s: the tensors end at byte %llu, the data at %llu", name, (unsigned long long)expected, (unsigned long long)data_size);
+}
+
+inline void need_shape(const std::string& name, const Tensor& t, const std::vector<int64_t>& shape) {
+    auto text = [](const std::vector<int64_t>& dims) {
+        std::string s;
+        for (int64_t d : dims) s += format("%s%lld", s.empty() ? "" : ",", (long long)d);
+        return s;
+    };
+    if (t.shape != shape)
+        DIE("%s: tensor %s is (%s), the config needs (%s)", t.file.c_str(), name.c_str(), text(t.shape).c_str(), text(shape).c_str());
 }
 
 // The files of a model, mapped and checked; tensors are found by name and not yet looked at.
@@ -934,13 +976,7 @@ template <class T> struct Weights {
         auto found = file.tensors.find(name);
         if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
         const Tensor& t = found->second;
-        auto text = [](const std::vector<int64_t>& dims) {
-            std::string s;
-            for (int64_t d : dims) s += format("%s%lld", s.empty() ? "" : ",", (long long)d);
-            return s;
-        };
-        if (t.shape != shape)
-            DIE("%s: tensor %s is (%s), the config needs (%s)", t.file.c_str(), name.c_str(), text(t.shape).c_str(), text(shape).c_str());
+        need_shape(name, t, shape);
         return t;
     }
 
@@ -950,14 +986,6 @@ template <class T> struct Weights {
         if (n * sizeof(U) > have) DIE("%s: converting tensor %s needs %zu bytes of memory and %zu are available", t.file.c_str(), name.c_str(), n * sizeof(U), have);
         list.emplace_back(new U[n]);
         return list.back().get();
-    }
-
-    static float number(const Tensor& t, size_t i) {
-        float f;
-        uint16_t h;
-        if (t.dtype == Dtype::F32) return memcpy(&f, t.data + 4 * i, 4), f;
-        memcpy(&h, t.data + 2 * i, 2);
-        return t.dtype == Dtype::F16 ? half_to_float(h) : to_acc(bf16{h});
     }
 
     const T* tensor(const ModelFile& file, const std::string& name, const std::vector<int64_t>& shape) {
@@ -2973,6 +3001,205 @@ inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, c
 }
 #endif
 
+// ================================================================================================ 4 Adapters
+// LoRA in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors. An adapter is used beside the
+// weights, unmerged: see Adapter, and linear_cpu.
+
+// The products that can have one, by the number that names their dropout mask within a layer.
+constexpr int MODULES = 7;
+constexpr const char* MODULE_NAMES[MODULES] = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+                                               "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"};
+constexpr int MAX_RANK = 1024;
+
+struct AdapterConfig {
+    int rank = 0;
+    double alpha = 0;
+    bool rslora = false; // Kalajdzievski, "A rank stabilization scaling factor for fine-tuning with LoRA", 2023
+    bool targets[MODULES] = {};
+    double scale() const { return alpha / (rslora ? std::sqrt((double)rank) : (double)rank); }
+};
+
+// The module of that name, as PEFT's target_modules says it ("q_proj", "self_attn.q_proj"); -1 if it is none.
+inline int module_of(const std::string& name) {
+    for (int m = 0; m < MODULES; m++) {
+        const std::string full = MODULE_NAMES[m];
+        if (name == full || name == full.substr(full.find('.') + 1)) return m;
+    }
+    return -1;
+}
+
+// Reads adapter_config.json. As with a model's config: what changes the computation is read or must be off, and what is
+// not known here and not off is refused too, since it may.
+inline AdapterConfig parse_adapter_config(const std::string& file, std::string_view text) {
+    const char* name = file.c_str();
+    sj::Doc doc;
+    const std::string fault = sj::parse(doc, text);
+    if (!fault.empty()) DIE("%s: %s", name, fault.c_str());
+    const sj::Value j = doc.root();
+    if (!j.is(sj::Object)) DIE("%s: not a JSON object", name);
+    if (j["peft_type"].str() != "LORA") DIE("%s: peft_type is %.60s, only \"LORA\" is supported", name, j["peft_type"] ? std::string(j["peft_type"].raw()).c_str() : "missing");
+    static const std::set<std::string> read_below = {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "init_lora_weights"};
+    static const std::set<std::string> bookkeeping = {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core",
+                                                      "peft_version", "qalora_group_size", "revision", "task_type"};
+    for (auto [key, v] : j.members()) {
+        if (read_below.count(key) || bookkeeping.count(key)) continue;
+        const bool empty = (v.is(sj::Object) || v.is(sj::Array)) && v.size() == 0;
+        if (!(v.is(sj::Null) || v.is(sj::False) || empty || (key == "bias" && v.str() == "none")))
+            DIE("%s: %s = %.60s is not supported", name, key.c_str(), std::string(v.raw()).c_str());
+    }
+    // PiSSA, OLoRA and their like move a part of the base model's weights into the adapter: it fits no other base.
+    const sj::Value init = j["init_lora_weights"];
+    if (init && !init.is_bool() && !init.is(sj::Null) && init.str() != "gaussian")
+        DIE("%s: init_lora_weights = %.60s is not supported", name, std::string(init.raw()).c_str());
+    AdapterConfig a;
+    int64_t rank;
+    if (!j["r"].integer(&rank) || rank < 1 || rank > MAX_RANK) DIE("%s: r is not a whole number from 1 to %d", name, MAX_RANK);
+    a.rank = (int)rank;
+    if (!j["lora_alpha"].is(sj::Number)) DIE("%s: no lora_alpha", name);
+    a.alpha = j["lora_alpha"].number();
+    if (!(std::fabs(a.alpha) < 1e6)) DIE("%s: lora_alpha is not between -1e6 and 1e6", name);
+    const sj::Value rslora = j["use_rslora"], targets = j["target_modules"];
+    if (rslora && !rslora.is_bool()) DIE("%s: use_rslora is not true or false", name);
+    a.rslora = rslora.boolean(false);
+    if (targets.str() == "all-linear") std::fill(a.targets, a.targets + MODULES, true);
+    else if (!targets.is(sj::Array) || targets.size() == 0) DIE("%s: target_modules is neither a list of modules nor \"all-linear\"", name);
+    for (sj::Value v : targets.items()) {
+        const int m = module_of(v.str());
+        if (m < 0) DIE("%s: target_modules has %.60s; q, k, v, o, gate, up and down_proj can have an adapter", name, std::string(v.raw()).c_str());
+        a.targets[m] = true;
+    }
+    return a;
+}
+
+// (out, in) of a module.
+inline std::pair<int, int> module_shape(const Config& c, int m) {
+    const int rows[MODULES] = {c.H * c.D, c.K * c.D, c.K * c.D, c.C, c.F, c.F, c.C};
+    return {rows[m], m == 3 ? c.H * c.D : m == 6 ? c.F : c.C};
+}
+inline std::string adapter_tensor(int layer, int m, char matrix) {
+    return format("base_model.model.model.layers.%d.%s.lora_%c.weight", layer, MODULE_NAMES[m], matrix);
+}
+
+// An adapter's files, mapped and checked against the model they are for: every tensor that must be there is, with the
+// right shape and finite numbers, and no other.
+struct AdapterFile {
+    std::string path;
+    MappedFile map;
+    Tensors tensors;
+    std::map<std::string, std::string> metadata;
+    AdapterConfig config;
+
+    AdapterFile(const std::string& folder, const Config& c) : path(folder) {
+        const std::string text = folder + "/adapter_config.json";
+        config = parse_adapter_config(text, MappedFile(text).text());
+        map = MappedFile(folder + "/adapter_model.safetensors");
+        read_safetensors(map, tensors, metadata);
+        size_t expected = 0;
+        for (int l = 0; l < c.L; l++)
+            for (int m = 0; m < MODULES; m++) {
+                if (!config.targets[m]) continue;
+                const auto [out, in] = module_shape(c, m);
+                check(adapter_tensor(l, m, 'A'), {config.rank, in});
+                check(adapter_tensor(l, m, 'B'), {out, config.rank});
+                expected += 2;
+            }
+        if (tensors.size() == expected) return;
+        for (auto& [name, t] : tensors)
+            if (!checked.count(name)) DIE("%s: tensor %s belongs to no module that the config names", map.path.c_str(), name.c_str());
+    }
+
+  private:
+    std::set<std::string> checked;
+    void check(const std::string& name, const std::vector<int64_t>& shape) {
+        const auto found = tensors.find(name);
+        if (found == tensors.end()) DIE("%s: no tensor %s", map.path.c_str(), name.c_str());
+        const Tensor& t = found->second;
+        need_shape(name, t, shape);
+        if (t.dtype == Dtype::Other || t.dtype == Dtype::I8) DIE("%s: tensor %s is not BF16, F16 or F32", map.path.c_str(), name.c_str());
+        for (size_t i = 0; i < (size_t)(shape[0] * shape[1]); i++)
+            if (!std::isfinite(number(t, i))) DIE("%s: tensor %s has an infinity or a NaN", map.path.c_str(), name.c_str());
+        checked.insert(name);
+    }
+};
+
+// Gives every targeted product of the model its Adapter, without memory so far.
+template <class T> void adapt(Weights<T>& w, const AdapterConfig& config) {
+    for (size_t l = 0; l < w.layers.size(); l++) {
+        Layer<T>& y = w.layers[l];
+        Linear<T>* const linears[] = {&y.qkv, &y.qkv, &y.qkv, &y.o, &y.gate_up, &y.gate_up, &y.down};
+        constexpr int blocks[MODULES] = {0, 1, 2, 0, 0, 1, 0};
+        for (int m = 0; m < MODULES; m++) {
+            if (!config.targets[m]) continue;
+            Adapter<T>& a = linears[m]->adapter;
+            a.rank = config.rank, a.s = (float)config.scale();
+            a.block[a.modules] = blocks[m], a.module[a.modules++] = (int)l * MODULES + m;
+        }
+    }
+}
+
+// Where a product's A and B begin in an array that holds all of an adapter's numbers, every A before every B; and its h
+// among the numbers of one token.
+struct AdapterPlace { size_t A = 0, B = 0, h = 0; };
+// Calls f(linear, place) for each; returns where A, B and h end.
+template <class T, class F> AdapterPlace each_adapter(Weights<T>& w, F f) {
+    AdapterPlace at;
+    for (Layer<T>& y : w.layers)
+        for (Linear<T>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) at.B += (size_t)W->adapter.modules * W->adapter.rank * W->in;
+    for (Layer<T>& y : w.layers)
+        for (Linear<T>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) {
+            const size_t width = (size_t)W->adapter.modules * W->adapter.rank;
+            if (width) f(*W, at);
+            at.A += width * W->in, at.B += width * W->out(), at.h += width;
+        }
+    return at;
+}
+
+// Calls f(name, rows, columns, at, apart) for each of PEFT's tensors: (rows, columns) numbers that begin at `at` of such an
+// array, rows `apart`.
+template <class T, class F> void each_adapter_tensor(Weights<T>& w, F f) {
+    each_adapter(w, [&](Linear<T>& W, AdapterPlace at) {
+        const Adapter<T>& a = W.adapter;
+        const size_t rank = a.rank, width = a.modules * rank;
+        for (int j = 0; j < a.modules; j++) {
+            const size_t first = std::accumulate(W.rows, W.rows + a.block[j], (size_t)0);
+            f(adapter_tensor(a.module[j] / MODULES, a.module[j] % MODULES, 'A'), rank, (size_t)W.in, at.A + j * rank * W.in, (size_t)W.in);
+            f(adapter_tensor(a.module[j] / MODULES, a.module[j] % MODULES, 'B'), (size_t)W.rows[a.block[j]], rank, at.B + first * width + j * rank, width);
+        }
+    });
+}
+
+// The file's numbers as such an array; zeros between those of B.
+template <class T> std::vector<float> adapter_numbers(Weights<T>& w, const AdapterFile& file) {
+    std::vector<float> p(each_adapter(w, [](Linear<T>&, AdapterPlace) {}).B);
+    each_adapter_tensor(w, [&](const std::string& name, size_t rows, size_t columns, size_t at, size_t apart) {
+        const Tensor& t = file.tensors.at(name);
+        for (size_t r = 0; r < rows; r++)
+            for (size_t i = 0; i < columns; i++) p[at + r * apart + i] = number(t, r * columns + i);
+    });
+    return p;
+}
+
+// An adapter in use, for batches of up to `tokens`. The weights point into it.
+template <class T> struct AttachedAdapter {
+    Arena arena;
+
+    AttachedAdapter(Context& ctx, Weights<T>& w, const AdapterFile& file, int tokens) {
+        adapt(w, file.config);
+        std::vector<float> p = adapter_numbers(w, file);
+        const size_t A = each_adapter(w, [](Linear<T>&, AdapterPlace) {}).A;
+        std::vector<T> stored(p.size());
+        for (size_t i = 0; i < p.size(); i++) stored[i] = to_stored<T>(i < A ? p[i] : p[i] * (float)file.config.scale());
+        arena.gpu = ctx.gpu;
+        T *numbers, *h; // one h for all: nobody reads it again
+        auto plan = [&] { numbers = arena.take<T>(p.size()), h = arena.take<T>((size_t)tokens * 3 * file.config.rank); };
+        plan();
+        arena.allocate("the adapter");
+        plan();
+        copy_in(ctx, numbers, stored.data(), stored.size());
+        each_adapter(w, [&](Linear<T>& W, AdapterPlace at) { W.adapter.A = numbers + at.A, W.adapter.B = numbers + at.B, W.adapter.h = h; });
+    }
+};
+
 // ================================================================================================= 5 Forward
 
 // What ops hand to each other, for up to N tokens. Inference uses one set for all layers; in training each layer has its
@@ -3539,18 +3766,9 @@ template <class T> struct Session {
     }
 
     // To where the session computes.
-    template <class U> void give(U* to, const U* from, size_t n) {
-#ifdef __CUDACC__
-        if (ctx.gpu) return CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(U), cudaMemcpyHostToDevice, ctx.stream)); // (not pinned: read before it returns)
-#endif
-        memcpy((void*)to, from, n * sizeof(U));
-    }
-    void take_logits([[maybe_unused]] int R) {
-#ifdef __CUDACC__
-        if (!ctx.gpu) return;
-        CUDA_CHECK(cudaMemcpyAsync(host_logits.data(), row_logits, (size_t)R * config.V * sizeof(float), cudaMemcpyDeviceToHost, ctx.stream));
-        CUDA_CHECK(cudaStreamSynchronize(ctx.stream));
-#endif
+    template <class U> void give(U* to, const U* from, size_t n) { copy_in(ctx, to, from, n); }
+    void take_logits(int R) {
+        if (ctx.gpu) copy_out(ctx, host_logits.data(), row_logits, (size_t)R * config.V);
     }
 
 #ifdef __CUDACC__
@@ -4179,13 +4397,6 @@ template <class T> struct Flow {
     }
 };
 
-template <class U> void clear([[maybe_unused]] Context& ctx, U* p, size_t n) {
-#ifdef __CUDACC__
-    if (ctx.gpu) return CUDA_CHECK(cudaMemsetAsync(p, 0, n * sizeof(U), ctx.stream));
-#endif
-    memset((void*)p, 0, n * sizeof(U));
-}
-
 // After `forward`: the losses of R named rows, the only ones that go through the head; with `g` also d.normed and the
 // head's gradient, of `scale` times their sum. Logits become their gradients in place, head_rows at a time.
 template <class T>
@@ -4251,6 +4462,42 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 }
 
 // ==================================================================================================== 9 main
+inline double parse_number(const char* option, const char* text, double low, double high) {
+    char* end;
+    errno = 0;
+    double v = strtod(text, &end);
+    if (end == text || *end || errno || !(v >= low && v <= high) || isspace((unsigned char)*text))
+        DIE("%s: %.60s is not a number from %g to %g", option, text, low, high);
+    return v;
+}
+inline int64_t parse_integer(const char* option, const char* text, int64_t low, int64_t high) {
+    char* end;
+    errno = 0;
+    long long v = strtoll(text, &end, 10);
+    if (end == text || *end || errno || v < low || v > high || isspace((unsigned char)*text))
+        DIE("%s: %.60s is not a whole number from %lld to %lld", option, text, (long long)low, (long long)high);
+    return v;
+}
+
+// tokenizer.bin: as said, or beside the model, beside the program, in the working folder. "" if there is none.
+inline std::string find_tokenizer(const std::string& named, const std::string& model) {
+    if (!named.empty()) return named;
+    std::vector<std::string> folders;
+    struct stat st;
+    if (!model.empty()) {
+        bool folder = stat(model.c_str(), &st) == 0 && S_ISDIR(st.st_mode);
+        size_t slash = model.find_last_of('/');
+        folders.push_back(folder ? model : slash == std::string::npos ? "." : model.substr(0, slash + 1));
+    }
+    char program[4096];
+    ssize_t n = readlink("/proc/self/exe", program, sizeof program);
+    if (n > 0) folders.push_back(std::string(program, (size_t)n).substr(0, std::string(program, (size_t)n).find_last_of('/')));
+    folders.push_back(".");
+    for (auto& f : folders)
+        if (access((f + "/tokenizer.bin").c_str(), F_OK) == 0) return f + "/tokenizer.bin";
+    return "";
+}
+
 #ifndef QWEN3_NO_MAIN
 
 static volatile sig_atomic_t interrupted = 0;
@@ -4267,7 +4514,8 @@ struct Options {
     uint64_t seed = 0;
     bool has_seed = false, bench = false, bench_long = false, invariant = false;
     std::string synthesize, synthesize_to;
-    std::string prompt_cache;
+    std::string prompt_cache, adapter;
+    uint64_t variant = 0; // names what is made of the model's file at load: INT8, an adapter
     std::string ppl, eval, output;
     int stride = 0; // 0: half a window
 };
@@ -4290,6 +4538,7 @@ static const char* USAGE =
     "  -d, --device NAME     cpu or cuda (default: cuda where there is a GPU for it)\n"
     "      --dtype NAME      compute in f32 or bf16 (default: as stored), or int8: weights of 8.5 bits, made at load\n"
     "  -j, --threads N       CPU threads (default: all)\n"
+    "      --adapter DIR     a LoRA adapter in PEFT's format, as train_lora writes it, beside the weights\n"
     "      --prompt-cache FILE   restores what the prompt shares with FILE's; writes FILE if it does not exist\n"
     "                        or is the beginning of this prompt\n"
     "      --invariant       on a GPU: a row's bits do not depend on its batch (slower; the CPU is always so)\n"
@@ -4308,23 +4557,6 @@ static const char* USAGE =
     "      --logits FILE     with --ids or --raw or -i: float32 logits of every position, then stop\n"
     "      --logits-hash     the same, as one 64-bit hash on stdout\n"
     "      --synthesize 0.6B|1.7B|4B|8B|14B|32B|CONFIG.json OUT.bin   random weights of that shape (-s: seed)\n";
-
-static double parse_number(const char* option, const char* text, double low, double high) {
-    char* end;
-    errno = 0;
-    double v = strtod(text, &end);
-    if (end == text || *end || errno || !(v >= low && v <= high) || isspace((unsigned char)*text))
-        DIE("%s: %.60s is not a number from %g to %g", option, text, low, high);
-    return v;
-}
-static int64_t parse_integer(const char* option, const char* text, int64_t low, int64_t high) {
-    char* end;
-    errno = 0;
-    long long v = strtoll(text, &end, 10);
-    if (end == text || *end || errno || v < low || v > high || isspace((unsigned char)*text))
-        DIE("%s: %.60s is not a whole number from %lld to %lld", option, text, (long long)low, (long long)high);
-    return v;
-}
 
 static std::string roads_here() {
     std::string list;
@@ -4389,6 +4621,7 @@ static Options parse_options(int argc, char** argv) {
         else if (is("", "--logits-hash")) o.logits_hash = true;
         else if (is("", "--tokenize")) o.tokenize = value(), o.has_tokenize = true;
         else if (is("", "--detokenize")) o.detokenize = value(), o.has_detokenize = true;
+        else if (is("", "--adapter")) o.adapter = value();
         else if (is("", "--prompt-cache")) o.prompt_cache = value();
         else if (is("", "--bench")) {
             o.bench = true;
@@ -4442,27 +4675,8 @@ static void write_stdout(std::string_view text) {
     if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) DIE("standard output: %s", strerror(errno));
 }
 
-// tokenizer.bin: as said, or beside the model, beside the program, in the working folder. "" if there is none.
-static std::string find_tokenizer(const Options& o) {
-    if (!o.tokenizer.empty()) return o.tokenizer;
-    std::vector<std::string> folders;
-    struct stat st;
-    if (!o.model.empty()) {
-        bool folder = stat(o.model.c_str(), &st) == 0 && S_ISDIR(st.st_mode);
-        size_t slash = o.model.find_last_of('/');
-        folders.push_back(folder ? o.model : slash == std::string::npos ? "." : o.model.substr(0, slash + 1));
-    }
-    char program[4096];
-    ssize_t n = readlink("/proc/self/exe", program, sizeof program);
-    if (n > 0) folders.push_back(std::string(program, (size_t)n).substr(0, std::string(program, (size_t)n).find_last_of('/')));
-    folders.push_back(".");
-    for (auto& f : folders)
-        if (access((f + "/tokenizer.bin").c_str(), F_OK) == 0) return f + "/tokenizer.bin";
-    return "";
-}
-
 static std::unique_ptr<Tokenizer> load_tokenizer(const Options& o) {
-    std::string path = find_tokenizer(o);
+    std::string path = find_tokenizer(o.tokenizer, o.model);
     if (path.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
     return std::make_unique<Tokenizer>(path);
 }
@@ -4533,17 +4747,24 @@ template <class T> void to_device([[maybe_unused]] const Options& o, [[maybe_unu
 #include "cli.h"
 
 // One prompt, one answer; or a chat.
-template <class T> int answer(const Options& o, const ModelFile& file, double start) {
+template <class T> int answer(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
     Weights<T> weights(file, o.dtype == "int8");
     to_device(o, file, weights);
+    o.variant = o.dtype == "int8";
+    std::unique_ptr<AttachedAdapter<T>> adapter;
+    if (!o.adapter.empty()) {
+        const AdapterFile from(o.adapter, c);
+        o.variant = fnv1a(from.map.data, from.map.size, fnv1a(&from.config.alpha, sizeof from.config.alpha, o.variant + from.config.rslora));
+        adapter = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, from, o.ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK);
+    }
     std::unique_ptr<Tokenizer> tokenizer;
-    if (!o.has_ids || !find_tokenizer(o).empty()) {
+    if (!o.has_ids || !find_tokenizer(o.tokenizer, o.model).empty()) {
         tokenizer = load_tokenizer(o);
         // Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off.
         if (tokenizer->size() > c.V || c.V - tokenizer->size() >= 1024) {
             if (!o.has_ids || !o.tokenizer.empty())
-                DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", find_tokenizer(o).c_str(), tokenizer->size(), o.model.c_str(), c.V);
+                DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", find_tokenizer(o.tokenizer, o.model).c_str(), tokenizer->size(), o.model.c_str(), c.V);
             tokenizer.reset(); // found by chance, and not needed
         }
     }
@@ -4573,7 +4794,7 @@ template <class T> int answer(const Options& o, const ModelFile& file, double st
 
     fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, seed %llu\n", o.model.c_str(), (double)c.parameters() / 1e6,
             weights.type_name(), device_name(o.ctx).c_str(), context, (unsigned long long)g.sampling.seed);
-    PromptCache<T> cache(o.prompt_cache, file, o.dtype == "int8", session);
+    PromptCache<T> cache(o.prompt_cache, file, o.variant, session);
     if (chat) return Chat<T>{o, session, *tokenizer, cache, g}.run();
     const double loaded = seconds();
     double prompted = loaded;
@@ -4620,6 +4841,8 @@ static bool wide(const Options& o, const ModelFile& file) {
 static Context choose_device(const Options& o, [[maybe_unused]] const ModelFile& file) {
     const bool wanted = o.device == "cuda";
     if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
+    if (wanted && !o.adapter.empty()) DIE("--adapter: on the CPU only so far (--device cpu)");
+    if (!o.adapter.empty()) return {};
 #ifdef __CUDACC__
     if (o.device == "cpu") return {};
     try {
@@ -4664,6 +4887,7 @@ static int run(int argc, char** argv) {
         DIE("nothing asked: -i TEXT gives a question (without it there is a chat, which has no --raw, --json or --logits)");
     ModelFile file(o.model);
     o.ctx = choose_device(o, file);
+    if (o.bench && !o.adapter.empty()) DIE("--adapter changes no figure of --bench");
     if (o.bench) return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
     return wide(o, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);
 }
