@@ -2470,6 +2470,7 @@ void attention_page(AttentionRow<T>& row, const acc<T>* keys, const acc<T>* valu
 
 template <class T>
 void attention_cpu(T* out,          // (N,HD) out
+                   acc<T>* lse,     // (N,H) out: log sum_j e^(q . k_j / sqrt(D)) of each row, which backward needs; null: not wanted
                    const T* q,      // (N,HD)
                    const T* keys,   // one layer's cache
                    const T* values, // one layer's cache
@@ -2500,6 +2501,7 @@ void attention_cpu(T* out,          // (N,HD) out
     AttentionSum<T>* sums = partial.data();
     auto store = [&](size_t row, const AttentionSum<T>& a) {
         for (int i = 0; i < D; i++) out[row * D + i] = to_stored<T>(a.out[i] / a.sum);
+        if (lse) lse[row] = a.maximum + std::log(a.sum);
     };
     #pragma omp parallel if (work > 20000)
     {
@@ -2562,10 +2564,10 @@ void attention_cpu(T* out,          // (N,HD) out
 
 // The two together: from qkv to what o takes.
 template <class T>
-void attend_cpu(T* out, T* q, T* keys, T* values, const T* qkv, const T* q_weight, const T* k_weight, const acc<T>* rope,
+void attend_cpu(T* out, acc<T>* lse, T* q, T* keys, T* values, const T* qkv, const T* q_weight, const T* k_weight, const acc<T>* rope,
                 const Batch& b, int H, int K, int D, float eps) {
     qknorm_rope_kv_cpu(q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
-    attention_cpu(out, q, keys, values, b, H, K, D);
+    attention_cpu(out, lse, q, keys, values, b, H, K, D);
 }
 
 #ifdef __CUDACC__
@@ -2577,7 +2579,7 @@ void attend_cpu(T* out, T* q, T* keys, T* values, const T* qkv, const T* q_weigh
 constexpr int QUERY_ROWS = 128, KEYS = 64;
 
 template <int D>
-__global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16* q, const bf16* keys, const bf16* values, Batch b, int first, int H, int K) {
+__global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values, Batch b, int first, int H, int K) {
     constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128, TILE = KEYS * ROW;
     extern __shared__ __align__(128) uint4 tiles[]; // queries; two of keys and of values
     const uint32_t q_tile = shared_address(tiles), k_tiles = q_tile + QUERY_ROWS * ROW, v_tiles = k_tiles + 2 * TILE;
@@ -2712,13 +2714,14 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16
                 bf16* to = out + ((size_t)n * H + kv * G + r % G) * D + lane % 4 * 2;
                 #pragma unroll
                 for (int j = 0; j < D / 8; j++) *(uint32_t*)(to + j * 8) = pack(mixed[i][j][2 * h] / total, mixed[i][j][2 * h + 1] / total);
+                if (lse && lane % 4 == 0) lse[(size_t)n * H + kv * G + r % G] = (maximum[i][h] * scale + log2f(total)) * 0.693147181f; // ln 2
             }
     }
 }
-inline void attention_gpu(Context& ctx, bf16* out, const bf16* q, const bf16* keys, const bf16* values, const Batch& b, int H, int K, int D, int first = 0) {
+inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values, const Batch& b, int H, int K, int D, int first = 0) {
     const int tokens = QUERY_ROWS / (H / K);
     launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, dim3((unsigned)K, (unsigned)((b.N - first + tokens - 1) / tokens)), 128,
-           (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16), out, q, keys, values, b, first, H, K);
+           (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16), out, lse, q, keys, values, b, first, H, K);
 }
 
 // ---- Attention for sequences of one token (Dao et al., "Flash-Decoding", 2023), with q/k norm, RoPE and KV write: a
@@ -2904,13 +2907,13 @@ inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles,
     launch(ctx, kernels[D == 128][instance], dim3((unsigned)ctx.splits, (unsigned)(p.H / heads), (unsigned)singles), 256, 0, p);
 }
 
-inline void attend_gpu(Context& ctx, bf16* out, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+inline void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
                        const float* rope, const Batch& b, int H, int K, int D, float eps) {
-    const int singles = ctx.invariant ? 0 : b.singles;
+    const int singles = ctx.invariant || lse ? 0 : b.singles; // decode attention has no lse
     if (singles) attention_decode_gpu(ctx, {out, keys, values, qkv, q_weight, k_weight, rope, b, H, K, eps, ctx.attention, ctx.attention_arrived}, singles, D);
     if (singles == b.N) return;
     qknorm_rope_kv_gpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps, singles);
-    attention_gpu(ctx, out, q, keys, values, b, H, K, D, singles);
+    attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
 }
 #endif
 
@@ -3211,7 +3214,7 @@ template <class T> struct Activations {
         T* qkv;        // (N,(H+2K)D)
         T* q;          // (N,HD)
         T* attention;  // (N,HD)
-        acc<T>* lse;   // (N,H) log of the softmax' denominators, for backward; or null
+        acc<T>* lse = nullptr; // (N,H) of attention, for training
         acc<T>* mid;   // (N,C) residual stream between attention and MLP
         T* norm2;      // (N,C)
         T* gate_up;    // (N,2F)
@@ -3229,7 +3232,6 @@ template <class T> struct Activations {
         a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
         a.q = arena.take<T>((size_t)N * c.H * c.D);
         a.attention = arena.take<T>((size_t)N * c.H * c.D);
-        a.lse = nullptr;
         a.gate_up = gate_up ? arena.take<T>((size_t)N * 2 * c.F) : nullptr;
         a.hidden = arena.take<T>((size_t)N * c.F);
         layer.assign(c.L, a);
@@ -3287,7 +3289,7 @@ template <class T>
 void layer_forward(Context& ctx, const Config& c, const Layer<T>& y, const Batch& b, typename Activations<T>::PerLayer& s, T* keys, T* values, const acc<T>* rope) {
     const int N = b.N;
     RUN(norm_linear, s.qkv, s.norm1, s.in, y.norm1, y.qkv, N, c.eps);
-    RUN(attend, s.attention, s.q, keys, values, s.qkv, y.q_norm, y.k_norm, rope, b, c.H, c.K, c.D, c.eps);
+    RUN(attend, s.attention, s.lse, s.q, keys, values, s.qkv, y.q_norm, y.k_norm, rope, b, c.H, c.K, c.D, c.eps);
     RUN(linear_add, s.mid, s.in, s.attention, y.o, N);
     RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, y.norm2, y.gate_up, N, c.eps);
     RUN(linear_add, s.out, s.mid, s.hidden, y.down, N);
@@ -4188,57 +4190,78 @@ void swiglu_backward_cpu(T* dgate_up,      // (N,2F) out
     }
 }
 
-// ---- attention: out[n][h] = sum_m p[m] v[m], p = softmax(q[n][h] . k / sqrt(D)) over m = 0..pos[n] of n's sequence
-// With dp[m] = dout . v[m] and delta = dout . out: ds[m] = p[m] (dp[m] - delta) / sqrt(D), dq = sum_m ds[m] k[m];
-// summed over the queries that see m and over the G heads that share it, dk[m] = sum ds[m] q, dv[m] = sum p[m] dout.
-// Every sequence is in the batch from its position 0 on.
+// ---- attention_backward:  attention(out, lse, q, keys, values)
+// With s[n][m] = q_n . k_m / sqrt(D), p = e^(s - lse) and o_n = sum_m p[n][m] v_m over the tokens m <= n of n's sequence:
+//     dv_m = sum_n p[n][m] do_n                              dp[n][m] = do_n . v_m
+//     ds[n][m] = p[n][m] (dp[n][m] - delta_n)                delta_n = sum_m p[n][m] dp[n][m] = do_n . o_n
+//     dq_n = sum_m ds[n][m] k_m / sqrt(D)                    dk_m = sum_n ds[n][m] q_n / sqrt(D)
+// where for dk and dv n runs over all G query heads of the KV head too. A training batch holds sequences from their
+// position 0 on: so key m of a sequence is its m-th row of the batch, and lies at that row's slot. Spare rows, behind
+// all others, get zeros, since weight gradients are sums over all rows.
+// The probabilities are computed again from lse, not stored.
 template <class T>
-void attention_backward_cpu(T* dqkv,           // (N,(H+2K)D) out: of roped q and k, and of v
+void attention_backward_cpu(T* dqkv,           // (N,(H+2K)D) out: gradients of q and k after RoPE, and of v
                             const T* dout,     // (N,HD)
                             const T* q,        // (N,HD)
                             const T* keys,     // one layer's cache
                             const T* values,   // one layer's cache
-                            const T* out,      // (N,HD)
-                            const acc<T>*,     // (N,H) lse
+                            const T* out,      // (N,HD) of attention
+                            const acc<T>* lse, // (N,H) of attention
                             const Batch& b, int H, int K, int D,
-                            acc<T>* delta) {   // (N,H) scratch
+                            acc<T>* delta) { // (N,H) scratch
+    const int G = H / K;
+    const size_t width = (size_t)(H + 2 * K) * D;
     const acc<T> scale = 1 / std::sqrt((acc<T>)D);
+    std::vector<int> starts; // of sequences, and N
     for (int n = 0; n < b.N; n++)
-        for (int h = 0; h < H; h++) delta[n * H + h] = dot(dout + ((size_t)n * H + h) * D, out + ((size_t)n * H + h) * D, D);
-    #pragma omp parallel for schedule(static)
-    for (int kv = 0; kv < K; kv++)
-        for (int n0 = 0, n1; n0 < b.N; n0 = n1) {
-            for (n1 = n0 + 1; n1 < b.N && b.seq[n1] == b.seq[n0]; n1++) {}
-            std::vector<acc<T>> dk((size_t)(n1 - n0) * D), dv((size_t)(n1 - n0) * D), dq(D);
-            for (int n = n0; n < n1; n++)
-                for (int h = kv * (H / K); h < (kv + 1) * (H / K); h++) {
-                    const size_t at = ((size_t)n * H + h) * D;
-                    std::fill(dq.begin(), dq.end(), 0);
-                    std::vector<acc<T>> weight(n + 1);
-                    acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
-                    for (int m = n0; m <= n; m++) {
-                        weight[m] = dot(q + at, keys + kv_offset(b.slot[m] / PAGE, kv, b.slot[m] % PAGE, K, D), D) * scale;
-                        top = std::max(top, weight[m]);
-                    }
-                    for (int m = n0; m <= n; m++) sum += std::exp(weight[m] - top);
-                    for (int m = n0; m <= n; m++) {
-                        const size_t place = kv_offset(b.slot[m] / PAGE, kv, b.slot[m] % PAGE, K, D);
-                        const acc<T> p = std::exp(weight[m] - top) / sum;
-                        const acc<T> ds = p * (dot(dout + at, values + place, D) - delta[n * H + h]) * scale;
-                        for (int i = 0; i < D; i++) {
-                            dq[i] += ds * to_acc(keys[place + i]);
-                            dk[(m - n0) * D + i] += ds * to_acc(q[at + i]);
-                            dv[(m - n0) * D + i] += p * to_acc(dout[at + i]);
-                        }
-                    }
-                    for (int i = 0; i < D; i++) dqkv[((size_t)n * (H + 2 * K) + h) * D + i] = to_stored<T>(dq[i]);
-                }
-            for (int n = n0; n < n1; n++)
-                for (int i = 0; i < D; i++) {
-                    dqkv[((size_t)n * (H + 2 * K) + H + kv) * D + i] = to_stored<T>(dk[(n - n0) * D + i]);
-                    dqkv[((size_t)n * (H + 2 * K) + H + K + kv) * D + i] = to_stored<T>(dv[(n - n0) * D + i]);
-                }
+        if (n == 0 || b.seq[n] != b.seq[n - 1]) starts.push_back(n);
+    const int tasks = (int)starts.size() * K; // a sequence and KV head each; sums run over its tokens in order
+    starts.push_back(b.N);
+    #pragma omp parallel for schedule(dynamic) if (b.N > 4)
+    for (int task = 0; task < tasks; task++) {
+        const int n0 = starts[task / K], n1 = starts[task / K + 1], kv = task % K;
+        const size_t all = (size_t)(n1 - n0) * D;
+        auto key_gradient = [&](int n) { return dqkv + n * width + (size_t)(H + kv) * D; };
+        auto value_gradient = [&](int n) { return key_gradient(n) + (size_t)K * D; };
+        auto query_gradient = [&](int n) { return dqkv + n * width + (size_t)kv * G * D; };
+        if (b.seq[n0] < 0) {
+            for (int n = n0; n < n1; n++) {
+                std::fill(query_gradient(n), query_gradient(n) + (size_t)G * D, T{});
+                std::fill(key_gradient(n), key_gradient(n) + D, T{});
+                std::fill(value_gradient(n), value_gradient(n) + D, T{});
+            }
+            continue;
         }
+        static thread_local std::vector<acc<T>> scratch; // it grows to the longest sequence, and stays
+        scratch.assign(4 * all + 3 * D, 0);
+        acc<T> *k = scratch.data(), *v = k + all, *dk = v + all, *dv = dk + all; // (tokens, D) each
+        acc<T> *query = dv + all, *dquery = query + D, *doutput = dquery + D;
+        for (int n = n0; n < n1; n++) {
+            const size_t at = kv_offset(b.slot[n] / PAGE, kv, b.slot[n] % PAGE, K, D);
+            widen(k + (size_t)(n - n0) * D, keys + at, D);
+            widen(v + (size_t)(n - n0) * D, values + at, D);
+        }
+        for (int n = n0; n < n1; n++)
+            for (int g = 0; g < G; g++) {
+                const size_t row = (size_t)n * H + kv * G + g;
+                delta[row] = dot(dout + row * D, out + row * D, D);
+                widen(doutput, dout + row * D, D);
+                for (int i = 0; i < D; i++) query[i] = to_acc(q[row * D + i]) * scale, dquery[i] = 0;
+                for (int m = 0; m <= n - n0; m++) {
+                    const size_t at = (size_t)m * D;
+                    const acc<T> p = std::exp(dot(query, k + at, D) - lse[row]), ds = p * (dot(doutput, v + at, D) - delta[row]);
+                    for (int i = 0; i < D; i++) dv[at + i] += p * doutput[i];
+                    for (int i = 0; i < D; i++) dk[at + i] += ds * query[i];
+                    for (int i = 0; i < D; i++) dquery[i] += ds * k[at + i];
+                }
+                for (int i = 0; i < D; i++) query_gradient(n)[g * D + i] = to_stored<T>(dquery[i] * scale);
+            }
+        for (int n = n0; n < n1; n++)
+            for (int i = 0; i < D; i++) {
+                key_gradient(n)[i] = to_stored<T>(dk[(size_t)(n - n0) * D + i]);
+                value_gradient(n)[i] = to_stored<T>(dv[(size_t)(n - n0) * D + i]);
+            }
+    }
 }
 
 // ---- q/k norm, RoPE: (a, b) = x r w in the plane (i, i + D/2) of a head, r = 1 / rms(x);
