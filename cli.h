@@ -101,7 +101,7 @@ template <class T> struct PromptCache {
         uint32_t version = 1;
         uint32_t number = sizeof(T); // bytes of a key's or value's number
         uint32_t layers, kv_heads, head_size, tokens;
-        uint64_t model;              // see hash_model; and --dtype int8
+        uint64_t model;              // see hash_model; and Options::variant
         uint64_t sum = 0;            // of the whole file, with this field 0
     };
     std::string path;     // "": no cache is wanted
@@ -109,13 +109,13 @@ template <class T> struct PromptCache {
     std::vector<int> ids; // of the file, once it is there
 
     // Restores into the new session what the file holds, if it exists, as far as the context reaches.
-    // int8: the weights were made INT8 at load.
-    PromptCache(const std::string& path, const ModelFile& file, bool int8, Session<T>& session) : path(path) {
+    // variant: see Options.
+    PromptCache(const std::string& path, const ModelFile& file, uint64_t variant, Session<T>& session) : path(path) {
         const Config& c = file.config;
         header.layers = (uint32_t)c.L, header.kv_heads = (uint32_t)c.K, header.head_size = (uint32_t)c.D;
         header.tokens = 0;
         if (path.empty()) return;
-        header.model = fnv1a(&int8, 1, hash_model(file));
+        header.model = fnv1a(&variant, sizeof variant, hash_model(file));
         if (access(path.c_str(), F_OK) != 0 && errno == ENOENT) return;
 
         const MappedFile map(path);
@@ -859,6 +859,7 @@ template <class T> int evaluate(const Options& o, const ModelFile& file, const W
     auto hex = [](uint64_t hash) { return format("%016llx", (unsigned long long)hash); };
     sj::Writer w;
     w.object().field("qa", hex(fnv1a(qa.data, qa.size))).field("model", hex(PromptCache<T>::hash_model(file)));
+    if (!o.adapter.empty()) w.field("adapter", hex(o.variant));
     w.field("tokenizer", hex(tokenizer.hash())).field("system", o.system).field("think", o.think);
     w.field("context", session.capacity).field("max_tokens", how.max_tokens);
     w.key("sampling").array().value(s.temperature).value(s.top_k).value(s.top_p).value(s.min_p);

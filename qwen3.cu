@@ -35,13 +35,13 @@
    1 Platform          bf16, RUN, lanes, exp, CPU roads, Philox, memory, time
    2 Model file        config, safetensors, validation, weights
    3 Ops               embed, rmsnorm, products, q/k norm + RoPE, attention, SwiGLU, head
+   4 Adapters          LoRA in PEFT's format: read, validate, attach
    5 Forward           activations, KV cache, the model
    6 Sampler, session  penalties, sampling, stop strings, generate
                        (a reader of inference stops here)
    7 Backward ops      in reverse order, each quoting its forward line; AdamW
    8 Backward          of the model: from the loss to the gradient of every parameter
    9 main
-   (Section 4 is for adapters; the numbers are shared/DESIGN.md's.)
 */
 #include "file.h"
 #include "sj.h"
@@ -579,6 +579,29 @@ inline void Arena::release() {
     base = nullptr;
 }
 
+// n numbers, to and from where an arena is, and zeros there.
+template <class U> void copy_in([[maybe_unused]] Context& ctx, U* to, const U* from, size_t n) {
+#ifdef __CUDACC__
+    if (ctx.gpu) return CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(U), cudaMemcpyHostToDevice, ctx.stream)); // (not pinned: read before it returns)
+#endif
+    memcpy((void*)to, from, n * sizeof(U));
+}
+template <class U> void copy_out([[maybe_unused]] Context& ctx, U* to, const U* from, size_t n) {
+#ifdef __CUDACC__
+    if (ctx.gpu) {
+        CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(U), cudaMemcpyDeviceToHost, ctx.stream));
+        return CUDA_CHECK(cudaStreamSynchronize(ctx.stream));
+    }
+#endif
+    memcpy((void*)to, from, n * sizeof(U));
+}
+template <class U> void clear([[maybe_unused]] Context& ctx, U* p, size_t n) {
+#ifdef __CUDACC__
+    if (ctx.gpu) return CUDA_CHECK(cudaMemsetAsync(p, 0, n * sizeof(U), ctx.stream));
+#endif
+    memset((void*)p, 0, n * sizeof(U));
+}
+
 inline double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -708,6 +731,15 @@ struct Tensor {
 };
 using Tensors = std::map<std::string, Tensor>;
 
+// Number i of a BF16, F16 or F32 tensor.
+inline float number(const Tensor& t, size_t i) {
+    float f;
+    uint16_t h;
+    if (t.dtype == Dtype::F32) return memcpy(&f, t.data + 4 * i, 4), f;
+    memcpy(&h, t.data + 2 * i, 2);
+    return t.dtype == Dtype::F16 ? half_to_float(h) : to_acc(bf16{h});
+}
+
 // Bytes of one number of a safetensors dtype, 0 if it has no such name.
 inline size_t dtype_size(const std::string& name, Dtype* dtype) {
     static const struct { const char* name; size_t size; Dtype dtype; } table[] = {
@@ -786,6 +818,16 @@ inline void read_safetensors(const MappedFile& map, Tensors& out, std::map<std::
         expected = s.end;
     }
     if (expected != data_size) DIE("%s: the tensors end at byte %llu, the data at %llu", name, (unsigned long long)expected, (unsigned long long)data_size);
+}
+
+inline void need_shape(const std::string& name, const Tensor& t, const std::vector<int64_t>& shape) {
+    auto text = [](const std::vector<int64_t>& dims) {
+        std::string s;
+        for (int64_t d : dims) s += format("%s%lld", s.empty() ? "" : ",", (long long)d);
+        return s;
+    };
+    if (t.shape != shape)
+        DIE("%s: tensor %s is (%s), the config needs (%s)", t.file.c_str(), name.c_str(), text(t.shape).c_str(), text(shape).c_str());
 }
 
 // The files of a model, mapped and checked; tensors are found by name and not yet looked at.
@@ -984,13 +1026,7 @@ template <class T> struct Weights {
         auto found = file.tensors.find(name);
         if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
         const Tensor& t = found->second;
-        auto text = [](const std::vector<int64_t>& dims) {
-            std::string s;
-            for (int64_t d : dims) s += format("%s%lld", s.empty() ? "" : ",", (long long)d);
-            return s;
-        };
-        if (t.shape != shape)
-            DIE("%s: tensor %s is (%s), the config needs (%s)", t.file.c_str(), name.c_str(), text(t.shape).c_str(), text(shape).c_str());
+        need_shape(name, t, shape);
         return t;
     }
 
@@ -1000,14 +1036,6 @@ template <class T> struct Weights {
         if (n * sizeof(U) > have) DIE("%s: converting tensor %s needs %zu bytes of memory and %zu are available", t.file.c_str(), name.c_str(), n * sizeof(U), have);
         list.emplace_back(new U[n]);
         return list.back().get();
-    }
-
-    static float number(const Tensor& t, size_t i) {
-        float f;
-        uint16_t h;
-        if (t.dtype == Dtype::F32) return memcpy(&f, t.data + 4 * i, 4), f;
-        memcpy(&h, t.data + 2 * i, 2);
-        return t.dtype == Dtype::F16 ? half_to_float(h) : to_acc(bf16{h});
     }
 
     const T* tensor(const ModelFile& file, const std::string& name, const std::vector<int64_t>& shape) {
@@ -2640,6 +2668,7 @@ void attention_page(AttentionRow<T>& row, const acc<T>* keys, const acc<T>* valu
 
 template <class T>
 void attention_cpu(T* out,          // (N,HD) out
+                   acc<T>* lse,     // (N,H) out: log sum_j e^(q . k_j / sqrt(D)) of each row, which backward needs; null: not wanted
                    const T* q,      // (N,HD)
                    const T* keys,   // one layer's cache
                    const T* values, // one layer's cache
@@ -2670,6 +2699,7 @@ void attention_cpu(T* out,          // (N,HD) out
     AttentionSum<T>* sums = partial.data();
     auto store = [&](size_t row, const AttentionSum<T>& a) {
         for (int i = 0; i < D; i++) out[row * D + i] = to_stored<T>(a.out[i] / a.sum);
+        if (lse) lse[row] = a.maximum + std::log(a.sum);
     };
     #pragma omp parallel if (work > 20000)
     {
@@ -2732,10 +2762,10 @@ void attention_cpu(T* out,          // (N,HD) out
 
 // The two together: from qkv to what o takes.
 template <class T>
-void attend_cpu(T* out, T* q, T* keys, T* values, const T* qkv, const T* q_weight, const T* k_weight, const acc<T>* rope,
+void attend_cpu(T* out, acc<T>* lse, T* q, T* keys, T* values, const T* qkv, const T* q_weight, const T* k_weight, const acc<T>* rope,
                 const Batch& b, int H, int K, int D, float eps) {
     qknorm_rope_kv_cpu(q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
-    attention_cpu(out, q, keys, values, b, H, K, D);
+    attention_cpu(out, lse, q, keys, values, b, H, K, D);
 }
 
 #ifdef __CUDACC__
@@ -2747,7 +2777,7 @@ void attend_cpu(T* out, T* q, T* keys, T* values, const T* qkv, const T* q_weigh
 constexpr int QUERY_ROWS = 128, KEYS = 64;
 
 template <int D>
-__global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16* q, const bf16* keys, const bf16* values, Batch b, int first, int H, int K) {
+__global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values, Batch b, int first, int H, int K) {
     constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128, TILE = KEYS * ROW;
     extern __shared__ __align__(128) uint4 tiles[]; // queries; two of keys and of values
     const uint32_t q_tile = shared_address(tiles), k_tiles = q_tile + QUERY_ROWS * ROW, v_tiles = k_tiles + 2 * TILE;
@@ -2882,13 +2912,14 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, const bf16
                 bf16* to = out + ((size_t)n * H + kv * G + r % G) * D + lane % 4 * 2;
                 #pragma unroll
                 for (int j = 0; j < D / 8; j++) *(uint32_t*)(to + j * 8) = pack(mixed[i][j][2 * h] / total, mixed[i][j][2 * h + 1] / total);
+                if (lse && lane % 4 == 0) lse[(size_t)n * H + kv * G + r % G] = (maximum[i][h] * scale + log2f(total)) * 0.693147181f; // ln 2
             }
     }
 }
-inline void attention_gpu(Context& ctx, bf16* out, const bf16* q, const bf16* keys, const bf16* values, const Batch& b, int H, int K, int D, int first = 0) {
+inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values, const Batch& b, int H, int K, int D, int first = 0) {
     const int tokens = QUERY_ROWS / (H / K);
     launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, dim3((unsigned)K, (unsigned)((b.N - first + tokens - 1) / tokens)), 128,
-           (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16), out, q, keys, values, b, first, H, K);
+           (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16), out, lse, q, keys, values, b, first, H, K);
 }
 
 // ---- Attention for sequences of one token (Dao et al., "Flash-Decoding", 2023), with q/k norm, RoPE and KV write: a
@@ -3074,13 +3105,13 @@ inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles,
     launch(ctx, kernels[D == 128][instance], dim3((unsigned)ctx.splits, (unsigned)(p.H / heads), (unsigned)singles), 256, 0, p);
 }
 
-inline void attend_gpu(Context& ctx, bf16* out, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+inline void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
                        const float* rope, const Batch& b, int H, int K, int D, float eps) {
-    const int singles = ctx.invariant ? 0 : b.singles;
+    const int singles = ctx.invariant || lse ? 0 : b.singles; // decode attention has no lse
     if (singles) attention_decode_gpu(ctx, {out, keys, values, qkv, q_weight, k_weight, rope, b, H, K, eps, ctx.attention, ctx.attention_arrived}, singles, D);
     if (singles == b.N) return;
     qknorm_rope_kv_gpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps, singles);
-    attention_gpu(ctx, out, q, keys, values, b, H, K, D, singles);
+    attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
 }
 #endif
 
@@ -3171,6 +3202,205 @@ inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, c
 }
 #endif
 
+// ================================================================================================ 4 Adapters
+// LoRA in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors. An adapter is used beside the
+// weights, unmerged: see Adapter, and linear_cpu.
+
+// The products that can have one, by the number that names their dropout mask within a layer.
+constexpr int MODULES = 7;
+constexpr const char* MODULE_NAMES[MODULES] = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+                                               "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"};
+constexpr int MAX_RANK = 1024;
+
+struct AdapterConfig {
+    int rank = 0;
+    double alpha = 0;
+    bool rslora = false; // Kalajdzievski, "A rank stabilization scaling factor for fine-tuning with LoRA", 2023
+    bool targets[MODULES] = {};
+    double scale() const { return alpha / (rslora ? std::sqrt((double)rank) : (double)rank); }
+};
+
+// The module of that name, as PEFT's target_modules says it ("q_proj", "self_attn.q_proj"); -1 if it is none.
+inline int module_of(const std::string& name) {
+    for (int m = 0; m < MODULES; m++) {
+        const std::string full = MODULE_NAMES[m];
+        if (name == full || name == full.substr(full.find('.') + 1)) return m;
+    }
+    return -1;
+}
+
+// Reads adapter_config.json. As with a model's config: what changes the computation is read or must be off, and what is
+// not known here and not off is refused too, since it may.
+inline AdapterConfig parse_adapter_config(const std::string& file, std::string_view text) {
+    const char* name = file.c_str();
+    sj::Doc doc;
+    const std::string fault = sj::parse(doc, text);
+    if (!fault.empty()) DIE("%s: %s", name, fault.c_str());
+    const sj::Value j = doc.root();
+    if (!j.is(sj::Object)) DIE("%s: not a JSON object", name);
+    if (j["peft_type"].str() != "LORA") DIE("%s: peft_type is %.60s, only \"LORA\" is supported", name, j["peft_type"] ? std::string(j["peft_type"].raw()).c_str() : "missing");
+    static const std::set<std::string> read_below = {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "init_lora_weights"};
+    static const std::set<std::string> bookkeeping = {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core",
+                                                      "peft_version", "qalora_group_size", "revision", "task_type"};
+    for (auto [key, v] : j.members()) {
+        if (read_below.count(key) || bookkeeping.count(key)) continue;
+        const bool empty = (v.is(sj::Object) || v.is(sj::Array)) && v.size() == 0;
+        if (!(v.is(sj::Null) || v.is(sj::False) || empty || (key == "bias" && v.str() == "none")))
+            DIE("%s: %s = %.60s is not supported", name, key.c_str(), std::string(v.raw()).c_str());
+    }
+    // PiSSA, OLoRA and their like move a part of the base model's weights into the adapter: it fits no other base.
+    const sj::Value init = j["init_lora_weights"];
+    if (init && !init.is_bool() && !init.is(sj::Null) && init.str() != "gaussian")
+        DIE("%s: init_lora_weights = %.60s is not supported", name, std::string(init.raw()).c_str());
+    AdapterConfig a;
+    int64_t rank;
+    if (!j["r"].integer(&rank) || rank < 1 || rank > MAX_RANK) DIE("%s: r is not a whole number from 1 to %d", name, MAX_RANK);
+    a.rank = (int)rank;
+    if (!j["lora_alpha"].is(sj::Number)) DIE("%s: no lora_alpha", name);
+    a.alpha = j["lora_alpha"].number();
+    if (!(std::fabs(a.alpha) < 1e6)) DIE("%s: lora_alpha is not between -1e6 and 1e6", name);
+    const sj::Value rslora = j["use_rslora"], targets = j["target_modules"];
+    if (rslora && !rslora.is_bool()) DIE("%s: use_rslora is not true or false", name);
+    a.rslora = rslora.boolean(false);
+    if (targets.str() == "all-linear") std::fill(a.targets, a.targets + MODULES, true);
+    else if (!targets.is(sj::Array) || targets.size() == 0) DIE("%s: target_modules is neither a list of modules nor \"all-linear\"", name);
+    for (sj::Value v : targets.items()) {
+        const int m = module_of(v.str());
+        if (m < 0) DIE("%s: target_modules has %.60s; q, k, v, o, gate, up and down_proj can have an adapter", name, std::string(v.raw()).c_str());
+        a.targets[m] = true;
+    }
+    return a;
+}
+
+// (out, in) of a module.
+inline std::pair<int, int> module_shape(const Config& c, int m) {
+    const int rows[MODULES] = {c.H * c.D, c.K * c.D, c.K * c.D, c.C, c.F, c.F, c.C};
+    return {rows[m], m == 3 ? c.H * c.D : m == 6 ? c.F : c.C};
+}
+inline std::string adapter_tensor(int layer, int m, char matrix) {
+    return format("base_model.model.model.layers.%d.%s.lora_%c.weight", layer, MODULE_NAMES[m], matrix);
+}
+
+// An adapter's files, mapped and checked against the model they are for: every tensor that must be there is, with the
+// right shape and finite numbers, and no other.
+struct AdapterFile {
+    std::string path;
+    MappedFile map;
+    Tensors tensors;
+    std::map<std::string, std::string> metadata;
+    AdapterConfig config;
+
+    AdapterFile(const std::string& folder, const Config& c) : path(folder) {
+        const std::string text = folder + "/adapter_config.json";
+        config = parse_adapter_config(text, MappedFile(text).text());
+        map = MappedFile(folder + "/adapter_model.safetensors");
+        read_safetensors(map, tensors, metadata);
+        size_t expected = 0;
+        for (int l = 0; l < c.L; l++)
+            for (int m = 0; m < MODULES; m++) {
+                if (!config.targets[m]) continue;
+                const auto [out, in] = module_shape(c, m);
+                check(adapter_tensor(l, m, 'A'), {config.rank, in});
+                check(adapter_tensor(l, m, 'B'), {out, config.rank});
+                expected += 2;
+            }
+        if (tensors.size() == expected) return;
+        for (auto& [name, t] : tensors)
+            if (!checked.count(name)) DIE("%s: tensor %s belongs to no module that the config names", map.path.c_str(), name.c_str());
+    }
+
+  private:
+    std::set<std::string> checked;
+    void check(const std::string& name, const std::vector<int64_t>& shape) {
+        const auto found = tensors.find(name);
+        if (found == tensors.end()) DIE("%s: no tensor %s", map.path.c_str(), name.c_str());
+        const Tensor& t = found->second;
+        need_shape(name, t, shape);
+        if (t.dtype == Dtype::Other || t.dtype == Dtype::I8) DIE("%s: tensor %s is not BF16, F16 or F32", map.path.c_str(), name.c_str());
+        for (size_t i = 0; i < (size_t)(shape[0] * shape[1]); i++)
+            if (!std::isfinite(number(t, i))) DIE("%s: tensor %s has an infinity or a NaN", map.path.c_str(), name.c_str());
+        checked.insert(name);
+    }
+};
+
+// Gives every targeted product of the model its Adapter, without memory so far.
+template <class T> void adapt(Weights<T>& w, const AdapterConfig& config) {
+    for (size_t l = 0; l < w.layers.size(); l++) {
+        Layer<T>& y = w.layers[l];
+        Linear<T>* const linears[] = {&y.qkv, &y.qkv, &y.qkv, &y.o, &y.gate_up, &y.gate_up, &y.down};
+        constexpr int blocks[MODULES] = {0, 1, 2, 0, 0, 1, 0};
+        for (int m = 0; m < MODULES; m++) {
+            if (!config.targets[m]) continue;
+            Adapter<T>& a = linears[m]->adapter;
+            a.rank = config.rank, a.s = (float)config.scale();
+            a.block[a.modules] = blocks[m], a.module[a.modules++] = (int)l * MODULES + m;
+        }
+    }
+}
+
+// Where a product's A and B begin in an array that holds all of an adapter's numbers, every A before every B; and its h
+// among the numbers of one token.
+struct AdapterPlace { size_t A = 0, B = 0, h = 0; };
+// Calls f(linear, place) for each; returns where A, B and h end.
+template <class T, class F> AdapterPlace each_adapter(Weights<T>& w, F f) {
+    AdapterPlace at;
+    for (Layer<T>& y : w.layers)
+        for (Linear<T>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) at.B += (size_t)W->adapter.modules * W->adapter.rank * W->in;
+    for (Layer<T>& y : w.layers)
+        for (Linear<T>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) {
+            const size_t width = (size_t)W->adapter.modules * W->adapter.rank;
+            if (width) f(*W, at);
+            at.A += width * W->in, at.B += width * W->out(), at.h += width;
+        }
+    return at;
+}
+
+// Calls f(name, rows, columns, at, apart) for each of PEFT's tensors: (rows, columns) numbers that begin at `at` of such an
+// array, rows `apart`.
+template <class T, class F> void each_adapter_tensor(Weights<T>& w, F f) {
+    each_adapter(w, [&](Linear<T>& W, AdapterPlace at) {
+        const Adapter<T>& a = W.adapter;
+        const size_t rank = a.rank, width = a.modules * rank;
+        for (int j = 0; j < a.modules; j++) {
+            const size_t first = std::accumulate(W.rows, W.rows + a.block[j], (size_t)0);
+            f(adapter_tensor(a.module[j] / MODULES, a.module[j] % MODULES, 'A'), rank, (size_t)W.in, at.A + j * rank * W.in, (size_t)W.in);
+            f(adapter_tensor(a.module[j] / MODULES, a.module[j] % MODULES, 'B'), (size_t)W.rows[a.block[j]], rank, at.B + first * width + j * rank, width);
+        }
+    });
+}
+
+// The file's numbers as such an array; zeros between those of B.
+template <class T> std::vector<float> adapter_numbers(Weights<T>& w, const AdapterFile& file) {
+    std::vector<float> p(each_adapter(w, [](Linear<T>&, AdapterPlace) {}).B);
+    each_adapter_tensor(w, [&](const std::string& name, size_t rows, size_t columns, size_t at, size_t apart) {
+        const Tensor& t = file.tensors.at(name);
+        for (size_t r = 0; r < rows; r++)
+            for (size_t i = 0; i < columns; i++) p[at + r * apart + i] = number(t, r * columns + i);
+    });
+    return p;
+}
+
+// An adapter in use, for batches of up to `tokens`. The weights point into it.
+template <class T> struct AttachedAdapter {
+    Arena arena;
+
+    AttachedAdapter(Context& ctx, Weights<T>& w, const AdapterFile& file, int tokens) {
+        adapt(w, file.config);
+        std::vector<float> p = adapter_numbers(w, file);
+        const size_t A = each_adapter(w, [](Linear<T>&, AdapterPlace) {}).A;
+        std::vector<T> stored(p.size());
+        for (size_t i = 0; i < p.size(); i++) stored[i] = to_stored<T>(i < A ? p[i] : p[i] * (float)file.config.scale());
+        arena.gpu = ctx.gpu;
+        T *numbers, *h; // one h for all: nobody reads it again
+        auto plan = [&] { numbers = arena.take<T>(p.size()), h = arena.take<T>((size_t)tokens * 3 * file.config.rank); };
+        plan();
+        arena.allocate("the adapter");
+        plan();
+        copy_in(ctx, numbers, stored.data(), stored.size());
+        each_adapter(w, [&](Linear<T>& W, AdapterPlace at) { W.adapter.A = numbers + at.A, W.adapter.B = numbers + at.B, W.adapter.h = h; });
+    }
+};
+
 // ================================================================================================= 5 Forward
 
 // What ops hand to each other, for up to N tokens. Inference uses one set for all layers; in training each layer has its
@@ -3182,7 +3412,7 @@ template <class T> struct Activations {
         T* qkv;        // (N,(H+2K)D)
         T* q;          // (N,HD)
         T* attention;  // (N,HD)
-        acc<T>* lse;   // (N,H) log of the softmax' denominators, for backward; or null
+        acc<T>* lse = nullptr; // (N,H) of attention, for training
         acc<T>* mid;   // (N,C) residual stream between attention and MLP
         T* norm2;      // (N,C)
         T* gate_up;    // (N,2F)
@@ -3200,7 +3430,6 @@ template <class T> struct Activations {
         a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
         a.q = arena.take<T>((size_t)N * c.H * c.D);
         a.attention = arena.take<T>((size_t)N * c.H * c.D);
-        a.lse = nullptr;
         a.gate_up = gate_up ? arena.take<T>((size_t)N * 2 * c.F) : nullptr;
         a.hidden = arena.take<T>((size_t)N * c.F);
         layer.assign(c.L, a);
@@ -3258,7 +3487,7 @@ template <class T>
 void layer_forward(Context& ctx, const Config& c, const Layer<T>& y, const Batch& b, typename Activations<T>::PerLayer& s, T* keys, T* values, const acc<T>* rope) {
     const int N = b.N;
     RUN(norm_linear, s.qkv, s.norm1, s.in, y.norm1, y.qkv, N, c.eps);
-    RUN(attend, s.attention, s.q, keys, values, s.qkv, y.q_norm, y.k_norm, rope, b, c.H, c.K, c.D, c.eps);
+    RUN(attend, s.attention, s.lse, s.q, keys, values, s.qkv, y.q_norm, y.k_norm, rope, b, c.H, c.K, c.D, c.eps);
     RUN(linear_add, s.mid, s.in, s.attention, y.o, N);
     RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, y.norm2, y.gate_up, N, c.eps);
     RUN(linear_add, s.out, s.mid, s.hidden, y.down, N);
@@ -3737,18 +3966,9 @@ template <class T> struct Session {
     }
 
     // To where the session computes.
-    template <class U> void give(U* to, const U* from, size_t n) {
-#ifdef __CUDACC__
-        if (ctx.gpu) return CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(U), cudaMemcpyHostToDevice, ctx.stream)); // (not pinned: read before it returns)
-#endif
-        memcpy((void*)to, from, n * sizeof(U));
-    }
-    void take_logits([[maybe_unused]] int R) {
-#ifdef __CUDACC__
-        if (!ctx.gpu) return;
-        CUDA_CHECK(cudaMemcpyAsync(host_logits.data(), row_logits, (size_t)R * config.V * sizeof(float), cudaMemcpyDeviceToHost, ctx.stream));
-        CUDA_CHECK(cudaStreamSynchronize(ctx.stream));
-#endif
+    template <class U> void give(U* to, const U* from, size_t n) { copy_in(ctx, to, from, n); }
+    void take_logits(int R) {
+        if (ctx.gpu) copy_out(ctx, host_logits.data(), row_logits, (size_t)R * config.V);
     }
 
 #ifdef __CUDACC__
@@ -4504,57 +4724,78 @@ inline void swiglu_backward_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, cons
 }
 #endif
 
-// ---- attention: out[n][h] = sum_m p[m] v[m], p = softmax(q[n][h] . k / sqrt(D)) over m = 0..pos[n] of n's sequence
-// With dp[m] = dout . v[m] and delta = dout . out: ds[m] = p[m] (dp[m] - delta) / sqrt(D), dq = sum_m ds[m] k[m];
-// summed over the queries that see m and over the G heads that share it, dk[m] = sum ds[m] q, dv[m] = sum p[m] dout.
-// Every sequence is in the batch from its position 0 on.
+// ---- attention_backward:  attention(out, lse, q, keys, values)
+// With s[n][m] = q_n . k_m / sqrt(D), p = e^(s - lse) and o_n = sum_m p[n][m] v_m over the tokens m <= n of n's sequence:
+//     dv_m = sum_n p[n][m] do_n                              dp[n][m] = do_n . v_m
+//     ds[n][m] = p[n][m] (dp[n][m] - delta_n)                delta_n = sum_m p[n][m] dp[n][m] = do_n . o_n
+//     dq_n = sum_m ds[n][m] k_m / sqrt(D)                    dk_m = sum_n ds[n][m] q_n / sqrt(D)
+// where for dk and dv n runs over all G query heads of the KV head too. A training batch holds sequences from their
+// position 0 on: so key m of a sequence is its m-th row of the batch, and lies at that row's slot. Spare rows, behind
+// all others, get zeros, since weight gradients are sums over all rows.
+// The probabilities are computed again from lse, not stored.
 template <class T>
-void attention_backward_cpu(T* dqkv,           // (N,(H+2K)D) out: of roped q and k, and of v
+void attention_backward_cpu(T* dqkv,           // (N,(H+2K)D) out: gradients of q and k after RoPE, and of v
                             const T* dout,     // (N,HD)
                             const T* q,        // (N,HD)
                             const T* keys,     // one layer's cache
                             const T* values,   // one layer's cache
-                            const T* out,      // (N,HD)
-                            const acc<T>*,     // (N,H) lse
+                            const T* out,      // (N,HD) of attention
+                            const acc<T>* lse, // (N,H) of attention
                             const Batch& b, int H, int K, int D,
-                            acc<T>* delta) {   // (N,H) scratch
+                            acc<T>* delta) { // (N,H) scratch
+    const int G = H / K;
+    const size_t width = (size_t)(H + 2 * K) * D;
     const acc<T> scale = 1 / std::sqrt((acc<T>)D);
+    std::vector<int> starts; // of sequences, and N
     for (int n = 0; n < b.N; n++)
-        for (int h = 0; h < H; h++) delta[n * H + h] = dot(dout + ((size_t)n * H + h) * D, out + ((size_t)n * H + h) * D, D);
-    #pragma omp parallel for schedule(static)
-    for (int kv = 0; kv < K; kv++)
-        for (int n0 = 0, n1; n0 < b.N; n0 = n1) {
-            for (n1 = n0 + 1; n1 < b.N && b.seq[n1] == b.seq[n0]; n1++) {}
-            std::vector<acc<T>> dk((size_t)(n1 - n0) * D), dv((size_t)(n1 - n0) * D), dq(D);
-            for (int n = n0; n < n1; n++)
-                for (int h = kv * (H / K); h < (kv + 1) * (H / K); h++) {
-                    const size_t at = ((size_t)n * H + h) * D;
-                    std::fill(dq.begin(), dq.end(), 0);
-                    std::vector<acc<T>> weight(n + 1);
-                    acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
-                    for (int m = n0; m <= n; m++) {
-                        weight[m] = dot(q + at, keys + kv_offset(b.slot[m] / PAGE, kv, b.slot[m] % PAGE, K, D), D) * scale;
-                        top = std::max(top, weight[m]);
-                    }
-                    for (int m = n0; m <= n; m++) sum += std::exp(weight[m] - top);
-                    for (int m = n0; m <= n; m++) {
-                        const size_t place = kv_offset(b.slot[m] / PAGE, kv, b.slot[m] % PAGE, K, D);
-                        const acc<T> p = std::exp(weight[m] - top) / sum;
-                        const acc<T> ds = p * (dot(dout + at, values + place, D) - delta[n * H + h]) * scale;
-                        for (int i = 0; i < D; i++) {
-                            dq[i] += ds * to_acc(keys[place + i]);
-                            dk[(m - n0) * D + i] += ds * to_acc(q[at + i]);
-                            dv[(m - n0) * D + i] += p * to_acc(dout[at + i]);
-                        }
-                    }
-                    for (int i = 0; i < D; i++) dqkv[((size_t)n * (H + 2 * K) + h) * D + i] = to_stored<T>(dq[i]);
-                }
-            for (int n = n0; n < n1; n++)
-                for (int i = 0; i < D; i++) {
-                    dqkv[((size_t)n * (H + 2 * K) + H + kv) * D + i] = to_stored<T>(dk[(n - n0) * D + i]);
-                    dqkv[((size_t)n * (H + 2 * K) + H + K + kv) * D + i] = to_stored<T>(dv[(n - n0) * D + i]);
-                }
+        if (n == 0 || b.seq[n] != b.seq[n - 1]) starts.push_back(n);
+    const int tasks = (int)starts.size() * K; // a sequence and KV head each; sums run over its tokens in order
+    starts.push_back(b.N);
+    #pragma omp parallel for schedule(dynamic) if (b.N > 4)
+    for (int task = 0; task < tasks; task++) {
+        const int n0 = starts[task / K], n1 = starts[task / K + 1], kv = task % K;
+        const size_t all = (size_t)(n1 - n0) * D;
+        auto key_gradient = [&](int n) { return dqkv + n * width + (size_t)(H + kv) * D; };
+        auto value_gradient = [&](int n) { return key_gradient(n) + (size_t)K * D; };
+        auto query_gradient = [&](int n) { return dqkv + n * width + (size_t)kv * G * D; };
+        if (b.seq[n0] < 0) {
+            for (int n = n0; n < n1; n++) {
+                std::fill(query_gradient(n), query_gradient(n) + (size_t)G * D, T{});
+                std::fill(key_gradient(n), key_gradient(n) + D, T{});
+                std::fill(value_gradient(n), value_gradient(n) + D, T{});
+            }
+            continue;
         }
+        static thread_local std::vector<acc<T>> scratch; // it grows to the longest sequence, and stays
+        scratch.assign(4 * all + 3 * D, 0);
+        acc<T> *k = scratch.data(), *v = k + all, *dk = v + all, *dv = dk + all; // (tokens, D) each
+        acc<T> *query = dv + all, *dquery = query + D, *doutput = dquery + D;
+        for (int n = n0; n < n1; n++) {
+            const size_t at = kv_offset(b.slot[n] / PAGE, kv, b.slot[n] % PAGE, K, D);
+            widen(k + (size_t)(n - n0) * D, keys + at, D);
+            widen(v + (size_t)(n - n0) * D, values + at, D);
+        }
+        for (int n = n0; n < n1; n++)
+            for (int g = 0; g < G; g++) {
+                const size_t row = (size_t)n * H + kv * G + g;
+                delta[row] = dot(dout + row * D, out + row * D, D);
+                widen(doutput, dout + row * D, D);
+                for (int i = 0; i < D; i++) query[i] = to_acc(q[row * D + i]) * scale, dquery[i] = 0;
+                for (int m = 0; m <= n - n0; m++) {
+                    const size_t at = (size_t)m * D;
+                    const acc<T> p = std::exp(dot(query, k + at, D) - lse[row]), ds = p * (dot(doutput, v + at, D) - delta[row]);
+                    for (int i = 0; i < D; i++) dv[at + i] += p * doutput[i];
+                    for (int i = 0; i < D; i++) dk[at + i] += ds * query[i];
+                    for (int i = 0; i < D; i++) dquery[i] += ds * k[at + i];
+                }
+                for (int i = 0; i < D; i++) query_gradient(n)[g * D + i] = to_stored<T>(dquery[i] * scale);
+            }
+        for (int n = n0; n < n1; n++)
+            for (int i = 0; i < D; i++) {
+                key_gradient(n)[i] = to_stored<T>(dk[(size_t)(n - n0) * D + i]);
+                value_gradient(n)[i] = to_stored<T>(dv[(size_t)(n - n0) * D + i]);
+            }
+    }
 }
 
 // ---- q/k norm, RoPE: (a, b) = x r w in the plane (i, i + D/2) of a head, r = 1 / rms(x);
@@ -4883,13 +5124,6 @@ template <class T> struct Flow {
     }
 };
 
-template <class U> void clear([[maybe_unused]] Context& ctx, U* p, size_t n) {
-#ifdef __CUDACC__
-    if (ctx.gpu) return CUDA_CHECK(cudaMemsetAsync(p, 0, n * sizeof(U), ctx.stream));
-#endif
-    memset((void*)p, 0, n * sizeof(U));
-}
-
 // After `forward`: the losses of R named rows, the only ones that go through the head; with `g` also d.normed and the
 // head's gradient, of `scale` times their sum. Logits become their gradients in place, head_rows at a time.
 template <class T>
@@ -4955,6 +5189,42 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 }
 
 // ==================================================================================================== 9 main
+inline double parse_number(const char* option, const char* text, double low, double high) {
+    char* end;
+    errno = 0;
+    double v = strtod(text, &end);
+    if (end == text || *end || errno || !(v >= low && v <= high) || isspace((unsigned char)*text))
+        DIE("%s: %.60s is not a number from %g to %g", option, text, low, high);
+    return v;
+}
+inline int64_t parse_integer(const char* option, const char* text, int64_t low, int64_t high) {
+    char* end;
+    errno = 0;
+    long long v = strtoll(text, &end, 10);
+    if (end == text || *end || errno || v < low || v > high || isspace((unsigned char)*text))
+        DIE("%s: %.60s is not a whole number from %lld to %lld", option, text, (long long)low, (long long)high);
+    return v;
+}
+
+// tokenizer.bin: as said, or beside the model, beside the program, in the working folder. "" if there is none.
+inline std::string find_tokenizer(const std::string& named, const std::string& model) {
+    if (!named.empty()) return named;
+    std::vector<std::string> folders;
+    struct stat st;
+    if (!model.empty()) {
+        bool folder = stat(model.c_str(), &st) == 0 && S_ISDIR(st.st_mode);
+        size_t slash = model.find_last_of('/');
+        folders.push_back(folder ? model : slash == std::string::npos ? "." : model.substr(0, slash + 1));
+    }
+    char program[4096];
+    ssize_t n = readlink("/proc/self/exe", program, sizeof program);
+    if (n > 0) folders.push_back(std::string(program, (size_t)n).substr(0, std::string(program, (size_t)n).find_last_of('/')));
+    folders.push_back(".");
+    for (auto& f : folders)
+        if (access((f + "/tokenizer.bin").c_str(), F_OK) == 0) return f + "/tokenizer.bin";
+    return "";
+}
+
 #ifndef QWEN3_NO_MAIN
 
 static volatile sig_atomic_t interrupted = 0;
@@ -4971,7 +5241,8 @@ struct Options {
     uint64_t seed = 0;
     bool has_seed = false, bench = false, bench_long = false, invariant = false;
     std::string synthesize, synthesize_to;
-    std::string prompt_cache;
+    std::string prompt_cache, adapter;
+    uint64_t variant = 0; // names what is made of the model's file at load: INT8, an adapter
     std::string ppl, eval, output;
     int stride = 0; // 0: half a window
 };
@@ -4994,6 +5265,7 @@ static const char* USAGE =
     "  -d, --device NAME     cpu or cuda (default: cuda where there is a GPU for it)\n"
     "      --dtype NAME      compute in f32 or bf16 (default: as stored), or int8: weights of 8.5 bits, made at load\n"
     "  -j, --threads N       CPU threads (default: all)\n"
+    "      --adapter DIR     a LoRA adapter in PEFT's format, as train_lora writes it, beside the weights\n"
     "      --prompt-cache FILE   restores what the prompt shares with FILE's; writes FILE if it does not exist\n"
     "                        or is the beginning of this prompt\n"
     "      --invariant       on a GPU: a row's bits do not depend on its batch (slower; the CPU is always so)\n"
@@ -5012,23 +5284,6 @@ static const char* USAGE =
     "      --logits FILE     with --ids or --raw or -i: float32 logits of every position, then stop\n"
     "      --logits-hash     the same, as one 64-bit hash on stdout\n"
     "      --synthesize 0.6B|1.7B|4B|8B|14B|32B|CONFIG.json OUT.bin   random weights of that shape (-s: seed)\n";
-
-static double parse_number(const char* option, const char* text, double low, double high) {
-    char* end;
-    errno = 0;
-    double v = strtod(text, &end);
-    if (end == text || *end || errno || !(v >= low && v <= high) || isspace((unsigned char)*text))
-        DIE("%s: %.60s is not a number from %g to %g", option, text, low, high);
-    return v;
-}
-static int64_t parse_integer(const char* option, const char* text, int64_t low, int64_t high) {
-    char* end;
-    errno = 0;
-    long long v = strtoll(text, &end, 10);
-    if (end == text || *end || errno || v < low || v > high || isspace((unsigned char)*text))
-        DIE("%s: %.60s is not a whole number from %lld to %lld", option, text, (long long)low, (long long)high);
-    return v;
-}
 
 static std::string roads_here() {
     std::string list;
@@ -5093,6 +5348,7 @@ static Options parse_options(int argc, char** argv) {
         else if (is("", "--logits-hash")) o.logits_hash = true;
         else if (is("", "--tokenize")) o.tokenize = value(), o.has_tokenize = true;
         else if (is("", "--detokenize")) o.detokenize = value(), o.has_detokenize = true;
+        else if (is("", "--adapter")) o.adapter = value();
         else if (is("", "--prompt-cache")) o.prompt_cache = value();
         else if (is("", "--bench")) {
             o.bench = true;
@@ -5146,27 +5402,8 @@ static void write_stdout(std::string_view text) {
     if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) DIE("standard output: %s", strerror(errno));
 }
 
-// tokenizer.bin: as said, or beside the model, beside the program, in the working folder. "" if there is none.
-static std::string find_tokenizer(const Options& o) {
-    if (!o.tokenizer.empty()) return o.tokenizer;
-    std::vector<std::string> folders;
-    struct stat st;
-    if (!o.model.empty()) {
-        bool folder = stat(o.model.c_str(), &st) == 0 && S_ISDIR(st.st_mode);
-        size_t slash = o.model.find_last_of('/');
-        folders.push_back(folder ? o.model : slash == std::string::npos ? "." : o.model.substr(0, slash + 1));
-    }
-    char program[4096];
-    ssize_t n = readlink("/proc/self/exe", program, sizeof program);
-    if (n > 0) folders.push_back(std::string(program, (size_t)n).substr(0, std::string(program, (size_t)n).find_last_of('/')));
-    folders.push_back(".");
-    for (auto& f : folders)
-        if (access((f + "/tokenizer.bin").c_str(), F_OK) == 0) return f + "/tokenizer.bin";
-    return "";
-}
-
 static std::unique_ptr<Tokenizer> load_tokenizer(const Options& o) {
-    std::string path = find_tokenizer(o);
+    std::string path = find_tokenizer(o.tokenizer, o.model);
     if (path.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
     return std::make_unique<Tokenizer>(path);
 }
@@ -5237,17 +5474,24 @@ template <class T> void to_device([[maybe_unused]] const Options& o, [[maybe_unu
 #include "cli.h"
 
 // One prompt, one answer; or a chat.
-template <class T> int answer(const Options& o, const ModelFile& file, double start) {
+template <class T> int answer(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
     Weights<T> weights(file, o.dtype == "int8");
     to_device(o, file, weights);
+    o.variant = o.dtype == "int8";
+    std::unique_ptr<AttachedAdapter<T>> adapter;
+    if (!o.adapter.empty()) {
+        const AdapterFile from(o.adapter, c);
+        o.variant = fnv1a(from.map.data, from.map.size, fnv1a(&from.config.alpha, sizeof from.config.alpha, o.variant + from.config.rslora));
+        adapter = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, from, o.ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK);
+    }
     std::unique_ptr<Tokenizer> tokenizer;
-    if (!o.has_ids || !find_tokenizer(o).empty()) {
+    if (!o.has_ids || !find_tokenizer(o.tokenizer, o.model).empty()) {
         tokenizer = load_tokenizer(o);
         // Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off.
         if (tokenizer->size() > c.V || c.V - tokenizer->size() >= 1024) {
             if (!o.has_ids || !o.tokenizer.empty())
-                DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", find_tokenizer(o).c_str(), tokenizer->size(), o.model.c_str(), c.V);
+                DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", find_tokenizer(o.tokenizer, o.model).c_str(), tokenizer->size(), o.model.c_str(), c.V);
             tokenizer.reset(); // found by chance, and not needed
         }
     }
@@ -5277,7 +5521,7 @@ template <class T> int answer(const Options& o, const ModelFile& file, double st
 
     fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, seed %llu\n", o.model.c_str(), (double)c.parameters() / 1e6,
             weights.type_name(), device_name(o.ctx).c_str(), context, (unsigned long long)g.sampling.seed);
-    PromptCache<T> cache(o.prompt_cache, file, o.dtype == "int8", session);
+    PromptCache<T> cache(o.prompt_cache, file, o.variant, session);
     if (chat) return Chat<T>{o, session, *tokenizer, cache, g}.run();
     const double loaded = seconds();
     double prompted = loaded;
@@ -5324,6 +5568,8 @@ static bool wide(const Options& o, const ModelFile& file) {
 static Context choose_device(const Options& o, [[maybe_unused]] const ModelFile& file) {
     const bool wanted = o.device == "cuda";
     if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
+    if (wanted && !o.adapter.empty()) DIE("--adapter: on the CPU only so far (--device cpu)");
+    if (!o.adapter.empty()) return {};
 #ifdef __CUDACC__
     if (o.device == "cpu") return {};
     try {
@@ -5368,6 +5614,7 @@ static int run(int argc, char** argv) {
         DIE("nothing asked: -i TEXT gives a question (without it there is a chat, which has no --raw, --json or --logits)");
     ModelFile file(o.model);
     o.ctx = choose_device(o, file);
+    if (o.bench && !o.adapter.empty()) DIE("--adapter changes no figure of --bench");
     if (o.bench) return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
     return wide(o, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);
 }

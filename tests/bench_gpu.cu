@@ -122,7 +122,7 @@ static void decode(Model& m, int position) {
     row("norm + qkv", c.L, w.layers[0].qkv.bytes(), [&](int l) { norm_linear_gpu(ctx, a.qkv, a.norm1, a.in, w.layers[l].norm1, w.layers[l].qkv, 1, c.eps); });
     row("attention", c.L, 4. * c.K * c.D * (position + 1), [&](int l) {
         const Layer<bf16>& y = w.layers[l];
-        attend_gpu(ctx, a.attention, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
+        attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
     });
     row("o + residual", c.L, w.layers[0].o.bytes(), [&](int l) { linear_add_gpu(ctx, a.mid, a.in, a.attention, w.layers[l].o, 1); });
     row("norm + gate, up", c.L, w.layers[0].gate_up.bytes(), [&](int l) { norm_linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, a.mid, w.layers[l].norm2, w.layers[l].gate_up, 1, c.eps); });
@@ -253,7 +253,7 @@ static void attention(const Config& c) {
         State s(c, N, 1, 0, N, 1);
         random_kernel<<<1024, 256, 0, ctx.stream>>>(s.a.layer[0].q, (size_t)N * c.H * c.D, 1);
         const double t = time_graph(8, [&](int l) {
-            attention_gpu(ctx, s.a.layer[0].attention, s.a.layer[0].q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D);
+            attention_gpu(ctx, s.a.layer[0].attention, nullptr, s.a.layer[0].q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D);
         });
         const double flops = 2. * N * N * c.H * c.D;
         printf("  %5d tokens  %8.1f us  %6.1f TFLOP/s  %.2f of mma.sync out of registers\n", N, t * 1e6, flops / t / 1e12, flops / t / mma_rate);
@@ -271,7 +271,7 @@ static void batch(Model& m) {
     auto& a = s.a.layer[0];
     const double attend = time_graph(c.L, [&](int l) {
         const Layer<bf16>& y = m.weights.layers[l];
-        attend_gpu(ctx, a.attention, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
+        attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
     });
     printf("%d sequences at position %d: %.2f ms a step, %.0f tok/s, floor %.2f ms, %.1f%%; attention %.2f ms (%.0f GB/s)\n", B, position, t * 1e3, B / t,
            bytes / read_bandwidth * 1e3, 100 * bytes / read_bandwidth / t, attend * c.L * 1e3, 4. * c.K * c.D * (position + 1) * B / attend / 1e9);
@@ -292,7 +292,7 @@ static void prompts(Model& m) {
         printf("q/k norm + RoPE %.2f, ", each([&](const Layer<bf16>& y, int l) {
             qknorm_rope_kv_gpu(ctx, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps); }));
         printf("attention %.2f, ", each([&](const Layer<bf16>&, int l) {
-            attention_gpu(ctx, a.attention, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D); }));
+            attention_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D); }));
         printf("o %.2f, ", each([&](const Layer<bf16>& y, int) { linear_add_gpu(ctx, a.mid, a.in, a.attention, y.o, N); }));
         printf("norm + gate, up %.2f, ", each([&](const Layer<bf16>& y, int) { norm_linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, a.mid, y.norm2, y.gate_up, N, c.eps); }));
         printf("down %.2f ms\n", each([&](const Layer<bf16>& y, int) { linear_add_gpu(ctx, a.out, a.mid, a.hidden, y.down, N); }));

@@ -309,15 +309,15 @@ TEST_CASE("q/k norm, RoPE, attention: finite differences from qkv to the output,
         const float eps = 1e-3f;
         auto qkv = random.fill<double>(N * width), q_weight = random.fill<double>(D, 0.5, 1), k_weight = random.fill<double>(D, 0.5, 1);
         const auto g = random.fill<double>(N * H * D), wq_before = random.fill<double>(D), wk_before = random.fill<double>(D);
-        std::vector<double> rope(64 * D), q(N * H * D), keys((size_t)batch.page_count * PAGE * K * D), values = keys, out(N * H * D);
+        std::vector<double> rope(64 * D), q(N * H * D), keys((size_t)batch.page_count * PAGE * K * D), values = keys, out(N * H * D), lse(N * H);
         fill_rope(rope.data(), 64, D, 100.);
         auto f = [&] {
             qknorm_rope_kv_cpu(q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
-            attention_cpu(out.data(), q.data(), keys.data(), values.data(), b, H, K, D);
+            attention_cpu(out.data(), lse.data(), q.data(), keys.data(), values.data(), b, H, K, D);
             return inner(out, g);
         };
         f();
-        std::vector<double> d = poisoned<double>(N * width), delta(N * H), lse(N * H), dwq = wq_before, dwk = wk_before;
+        std::vector<double> d = poisoned<double>(N * width), delta(N * H), dwq = wq_before, dwk = wk_before;
         attention_backward_cpu(d.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), b, H, K, D, delta.data());
         qknorm_rope_backward_cpu(d.data(), dwq.data(), dwk.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
         check_gradient("qkv", qkv, d, f);

@@ -202,9 +202,9 @@ static void check_attention(Random& random, std::vector<std::pair<int, int>> pas
     Device<float> drope(rope);
     Batch b = batch.view(), device = b;
     device.token = nullptr, device.pos = pos, device.seq = seq, device.slot = slot, device.pages = pages, device.singles = singles;
-    attend_gpu(pad.ctx, out, q, dkeys, dvalues, dqkv, dqw, dkw, drope, device, H, K, D, 1e-6f);
+    attend_gpu(pad.ctx, out, nullptr, q, dkeys, dvalues, dqkv, dqw, dkw, drope, device, H, K, D, 1e-6f);
     std::vector<bf16> want_q((size_t)N * H * D), want((size_t)N * H * D);
-    attend_cpu(want.data(), want_q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, 1e-6f);
+    attend_cpu(want.data(), nullptr, want_q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, 1e-6f);
     // Weights are rounded to bf16 before they meet the values: a part in 2^8 of the largest value, at worst.
     const std::vector<bf16> got = out.get();
     int bad = 0;

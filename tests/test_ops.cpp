@@ -300,7 +300,7 @@ TEST_CASE_TEMPLATE("attention over a paged, ragged batch", T, bf16, float, doubl
             }
         on_every_road([&] {
             auto out = poisoned<T>(q.size());
-            attention_cpu(out.data(), q.data(), keys.data(), values.data(), batch.view(), s.H, s.K, s.D);
+            attention_cpu(out.data(), nullptr, q.data(), keys.data(), values.data(), batch.view(), s.H, s.K, s.D);
             std::vector<T> spare(out.end() - s.H * s.D, out.end());
             for (const T& x : spare) REQUIRE(std::isnan(to_acc(x)));
             out.resize(want.size());
@@ -315,7 +315,7 @@ TEST_CASE_TEMPLATE("attention over a paged, ragged batch", T, bf16, float, doubl
                 for (size_t n : {first, last - 1}) {
                     Batch one = {1, whole.B, whole.token + n, whole.pos + n, whole.seq + n, whole.slot + n, whole.pages, whole.max_pages};
                     auto alone = poisoned<T>((size_t)s.H * s.D);
-                    attention_cpu(alone.data(), q.data() + n * s.H * s.D, keys.data(), values.data(), one, s.H, s.K, s.D);
+                    attention_cpu(alone.data(), nullptr, q.data() + n * s.H * s.D, keys.data(), values.data(), one, s.H, s.K, s.D);
                     REQUIRE(memcmp(alone.data(), out.data() + n * s.H * s.D, alone.size() * sizeof(T)) == 0);
                 }
                 first = last;
@@ -330,6 +330,6 @@ TEST_CASE_TEMPLATE("attention survives scores that overflow a careless exp", T, 
     for (int j = 0; j < 2 * PAGE; j++)
         for (int i = 0; i < D; i++) keys[j * D + i] = to_stored<T>((acc<T>)j), values[j * D + i] = to_stored<T>((acc<T>)j);
     int token = 0, pos = 2 * PAGE - 1, seq = 0, slot = pos, pages[2] = {0, 1};
-    attention_cpu(out.data(), q.data(), keys.data(), values.data(), Batch{1, 1, &token, &pos, &seq, &slot, pages, 2}, 1, 1, D);
+    attention_cpu(out.data(), nullptr, q.data(), keys.data(), values.data(), Batch{1, 1, &token, &pos, &seq, &slot, pages, 2}, 1, 1, D);
     for (const T& x : out) CHECK(to_acc(x) == 2 * PAGE - 1); // the last key wins by hundreds
 }
