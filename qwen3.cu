@@ -3385,6 +3385,7 @@ template <class T> struct AttachedAdapter {
     Arena arena;
 
     AttachedAdapter(Context& ctx, Weights<T>& w, const AdapterFile& file, int tokens) {
+        if (ctx.gpu && file.config.rank % 8) DIE("%s: r = %d, and the GPU's kernels take multiples of 8 (--device cpu)", file.path.c_str(), file.config.rank);
         adapt(w, file.config);
         std::vector<float> p = adapter_numbers(w, file);
         const size_t A = each_adapter(w, [](Linear<T>&, AdapterPlace) {}).A;
@@ -5568,8 +5569,6 @@ static bool wide(const Options& o, const ModelFile& file) {
 static Context choose_device(const Options& o, [[maybe_unused]] const ModelFile& file) {
     const bool wanted = o.device == "cuda";
     if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
-    if (wanted && !o.adapter.empty()) DIE("--adapter: on the CPU only so far (--device cpu)");
-    if (!o.adapter.empty()) return {};
 #ifdef __CUDACC__
     if (o.device == "cpu") return {};
     try {
