@@ -2599,7 +2599,7 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, float* lse
                 bf16* to = out + ((size_t)n * H + kv * G + r % G) * D + lane % 4 * 2;
                 #pragma unroll
                 for (int j = 0; j < D / 8; j++) *(uint32_t*)(to + j * 8) = pack(mixed[i][j][2 * h] / total, mixed[i][j][2 * h + 1] / total);
-                if (lse && lane % 4 == 0) lse[(size_t)n * H + kv * G + r % G] = (maximum[i][h] * scale + log2f(total)) * 0.693147181f; // ln 2
+                if (lse) lse[(size_t)n * H + kv * G + r % G] = maximum[i][h] / sqrtf((float)D) + logf(total); // all four lanes of a row
             }
     }
 }
