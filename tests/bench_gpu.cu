@@ -409,7 +409,7 @@ static void train(Model& m, int B, bool full) {
     };
     struct Product { const char* name; const Linear<bf16>& W; const Gradients<bf16>::OfLinear& to; bf16 *dx, *dy, *x; };
     op("forward qkv", [&] { norm_linear_gpu(ctx, x.qkv, x.norm1, x.in, y.norm1, y.qkv, N, c.eps); });
-    op("forward attend", [&] { attend_gpu(ctx, x.attention, x.q, kv.keys, kv.values, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps, x.lse); });
+    op("forward attend", [&] { attend_gpu(ctx, x.attention, x.lse, x.q, kv.keys, kv.values, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps); });
     op("forward o", [&] { linear_add_gpu(ctx, x.mid, x.in, x.attention, y.o, N); });
     op("forward gate, up", [&] { norm_linear_swiglu_gpu(ctx, x.hidden, x.gate_up, x.norm2, x.mid, y.norm2, y.gate_up, N, c.eps); });
     op("forward down", [&] { linear_add_gpu(ctx, x.out, x.mid, x.hidden, y.down, N); });
