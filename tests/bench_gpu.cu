@@ -332,7 +332,10 @@ static void train(Model& m, int B, bool full) {
     int *token, *pos, *seq, *slot, *table, *rows;
     uint32_t* names;
     size_t parameters = 0;
-    for (int pass = 0; pass < 2; pass++) {
+    for (int pass = 0; pass < 3; pass++) { // counts the parameters, then the memory, then takes it
+        for (float** x : {&gradients, &masters, &first, &second}) *x = arena.take<float>(parameters);
+        copies = arena.take<bf16>(parameters);
+        norm = arena.take<double>(1), pieces = arena.take<double>(parameters / NORM_PIECE + 1);
         a.plan_training(arena, c, N, false);
         d.plan(arena, c, N, rank, head_rows);
         kv.plan_training(arena, c, (size_t)B * T / PAGE);
@@ -360,10 +363,8 @@ static void train(Model& m, int B, bool full) {
             if (full) parameter(to.norm1, C), parameter(to.norm2, C), parameter(to.q_norm, c.D), parameter(to.k_norm, c.D);
             dense(to.qkv, w.layers[l].qkv), dense(to.o, w.layers[l].o), dense(to.gate_up, w.layers[l].gate_up), dense(to.down, w.layers[l].down);
         }
-        for (float** x : {&gradients, &masters, &first, &second}) *x = arena.take<float>(parameters);
-        copies = arena.take<bf16>(parameters);
-        norm = arena.take<double>(1), pieces = arena.take<double>(parameters / NORM_PIECE + 1);
-        if (!pass) arena.allocate("the training benchmark");
+        if (pass == 0) arena.used = 0;
+        if (pass == 1) arena.allocate("the training benchmark");
     }
     Dropout dropout = {0.1f, 1, 1, names};
     for (auto& y : w.layers)
