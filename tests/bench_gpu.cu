@@ -466,7 +466,8 @@ int main(int argc, char** argv) {
         if (wanted("head")) head(m);
         if (wanted("attention")) attention(m.file.config);
         if (wanted("batch")) batch(m);
-        if (wanted("train")) train(m, 16, false), train(m, 64, false), train(m, 64, true);
+        if (wanted("train") || wanted("train16")) train(m, 16, false);
+        if (wanted("train")) train(m, 64, false), train(m, 64, true);
         if (wanted("sweep")) sweep();
         if (wanted("quick")) products(true);
         if (wanted("products")) products(false);
