@@ -1904,10 +1904,10 @@ void norm_linear_cpu(T* out,          // (N, W.out) out
 }
 #ifdef __CUDACC__
 // On the GPU the blocks of a Linear lie behind one another (see Weights::upload): one matrix W of R rows. What
-// becomes of a sum is the epilogue's business; PAIR: W is gate over up, and the epilogue gets both of a column. `ask`
-// comes before the sums are there: what `one` will need can be on its way.
+// becomes of a sum is the epilogue's business. PAIR: W is gate over up, and the epilogue gets both of a column. ADDS: it adds
+// to what is there, which `old` asks for. `ask` comes before the sums are there: what `one` will need can be on its way.
 struct StoreEpilogue {
-    static constexpr bool PAIR = false;
+    static constexpr bool PAIR = false, ADDS = false;
     bf16* out; // (N,R)
     size_t R;
     __device__ void begin() {}
@@ -1917,7 +1917,7 @@ struct StoreEpilogue {
     __device__ void end(int) {}
 };
 struct AddEpilogue {
-    static constexpr bool PAIR = false;
+    static constexpr bool PAIR = false, ADDS = true;
     float* out;            // (N,R)
     const float* residual; // (N,R), may be out
     size_t R;
@@ -1927,8 +1927,8 @@ struct AddEpilogue {
     __device__ void one(bool there, int n, int r, float y, bool asked) {
         if (there) out[n * R + r] = (asked ? ahead : residual[n * R + r]) + y;
     }
-    __device__ void four(int n, int r, const float* y) {
-        const float4 old = *(const float4*)(residual + n * R + r);
+    __device__ float4 old(int n, int r) const { return *(const float4*)(residual + n * R + r); }
+    __device__ void four(int n, int r, const float* y, float4 old) {
         *(float4*)(out + n * R + r) = make_float4(old.x + y[0], old.y + y[1], old.z + y[2], old.w + y[3]);
     }
     __device__ void end(int) {}
@@ -1939,7 +1939,7 @@ __device__ inline float swiglu(float gate, float up) {
     return g / (1 + exp2_fast(-1.44269504f * g)) * to_acc(round_bf16(up));
 }
 struct SwigluEpilogue {
-    static constexpr bool PAIR = true;
+    static constexpr bool PAIR = true, ADDS = false;
     bf16* out;     // (N,F)
     bf16* gate_up; // (N,2F) for the backward pass, or null
     size_t F;
@@ -2281,16 +2281,23 @@ __global__ void __launch_bounds__(S::THREADS, S::WARPGROUP ? 2 : 1) tile_kernel(
                 const float a = __shfl_xor_sync(~0u, t % 2 ? even[0] : odd[0], 1), b = __shfl_xor_sync(~0u, t % 2 ? even[1] : odd[1], 1);
                 return t % 2 ? make_float4(a, b, odd[0], odd[1]) : make_float4(even[0], even[1], a, b);
             };
+            constexpr int EACH = Epilogue::PAIR ? 4 : 2;
+            const auto column = [&](int j) { return (Epilogue::PAIR ? (r0 + warp_n) / 2 + j * 4 : r0 + warp_n + j * 8) + t / 2 * 4 + t % 2 * 8; };
+            [[maybe_unused]] float4 old[Epilogue::ADDS ? NF / EACH : 1]; // all of a row is asked for before the first of it is waited for
+            if constexpr (Epilogue::ADDS)
+                #pragma unroll
+                for (int j = 0; j < NF; j += EACH) old[j / EACH] = n < p.N && column(j) < p.R ? epilogue.old(n, column(j)) : float4{};
             #pragma unroll
-            for (int j = 0; j < NF; j += Epilogue::PAIR ? 4 : 2) {
-                const int r = (Epilogue::PAIR ? (r0 + warp_n) / 2 + j * 4 : r0 + warp_n + j * 8) + t / 2 * 4 + t % 2 * 8;
-                const bool there = n < p.N && r < p.R;
+            for (int j = 0; j < NF; j += EACH) {
+                const bool there = n < p.N && column(j) < p.R;
                 const float4 y = row(j);
                 if constexpr (Epilogue::PAIR) {
                     const float4 up = row(j + 2);
-                    if (there) epilogue.four(n, r, &y.x, &up.x);
+                    if (there) epilogue.four(n, column(j), &y.x, &up.x);
+                } else if constexpr (Epilogue::ADDS) {
+                    if (there) epilogue.four(n, column(j), &y.x, old[j / EACH]);
                 } else {
-                    if (there) epilogue.four(n, r, &y.x);
+                    if (there) epilogue.four(n, column(j), &y.x);
                 }
             }
         }
@@ -3180,7 +3187,7 @@ void head_cpu(acc<T>* logits, // (R,V) out
 
 #ifdef __CUDACC__
 struct LogitsEpilogue {
-    static constexpr bool PAIR = false;
+    static constexpr bool PAIR = false, ADDS = false;
     float* out; // (R,V)
     size_t V;
     __device__ void begin() {}
@@ -3605,7 +3612,7 @@ __device__ inline unsigned long long draw_key(float logit, int id) {
 // The head's product, with the penalties, and each block's likeliest id on the way.
 constexpr int BEST_BLOCKS = 1024;
 struct DrawEpilogue {
-    static constexpr bool PAIR = false;
+    static constexpr bool PAIR = false, ADDS = false;
     float* out;                // (R,V)
     size_t V;
     const Draw* draw;          // (R)
@@ -4284,7 +4291,7 @@ void head_backward_cpu(T* dnormed,       // (N,C) out
 
 #ifdef __CUDACC__
 struct ScatterEpilogue {
-    static constexpr bool PAIR = false;
+    static constexpr bool PAIR = false, ADDS = false;
     bf16* out;       // (., C)
     const int* rows; // (R)
     size_t C;
@@ -4572,16 +4579,14 @@ void lora_backward_weight_cpu(acc<T>* dA,  // (m * rank, W.in) +=
 
 #ifdef __CUDACC__
 struct LoraUpEpilogue { // dB, of the rows and columns that belong together
-    static constexpr bool PAIR = false;
+    static constexpr bool PAIR = false, ADDS = true;
     float* dB; // (out, m * rank)
     float s;
     int rank, columns, first[3], last[3]; // rows of module j
-    __device__ void four(int r, int c, const float* y) {
-        const int j = c / rank;
-        if (r < first[j] || r >= last[j]) return;
-        float4* to = (float4*)(dB + (size_t)r * columns + c);
-        const float4 old = *to;
-        *to = make_float4(old.x + s * y[0], old.y + s * y[1], old.z + s * y[2], old.w + s * y[3]);
+    __device__ bool own(int r, int c) const { return r >= first[c / rank] && r < last[c / rank]; }
+    __device__ float4 old(int r, int c) const { return own(r, c) ? *(const float4*)(dB + (size_t)r * columns + c) : float4{}; }
+    __device__ void four(int r, int c, const float* y, float4 old) {
+        if (own(r, c)) *(float4*)(dB + (size_t)r * columns + c) = make_float4(old.x + s * y[0], old.y + s * y[1], old.z + s * y[2], old.w + s * y[3]);
     }
 };
 // dA_j += dh_j^T drop_j(x). A block owns 32 rows of an A by 128 columns and a part of the tokens, 64 at a time through
