@@ -423,6 +423,9 @@ __device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
 __device__ inline void copy_async(uint32_t shared, const void* global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(there ? 16 : 0) : "memory");
 }
+__device__ inline void copy_async_4(uint32_t shared, const void* global, bool there) { // 4 bytes
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(there ? 4 : 0) : "memory");
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int YOUNGER> __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGER) : "memory"); }
 
@@ -820,6 +823,22 @@ struct ModelFile {
     bool is_float32() const {
         auto t = tensors.find("model.embed_tokens.weight");
         return t != tensors.end() && t->second.dtype == Dtype::F32;
+    }
+
+    // A name for config and weights. Of these the hash takes 16 stretches of 256 bytes a tensor, evenly spread (all of a
+    // norm), in milliseconds; training moves every number. Models that differ in a few numbers between the stretches
+    // would be taken for the same.
+    uint64_t hash() const {
+        uint64_t hash = fnv1a(config_text.data(), config_text.size());
+        for (auto& [name, tensor] : tensors) {
+            hash = fnv1a(name.data(), name.size() + 1, hash);
+            hash = fnv1a(&tensor.dtype, sizeof tensor.dtype, hash);
+            hash = fnv1a(&tensor.bytes, sizeof tensor.bytes, hash);
+            const size_t stretch = std::min(tensor.bytes, (size_t)256);
+            for (size_t i = 0; i < 16; i++)
+                hash = fnv1a(tensor.data + (tensor.bytes - stretch) * i / 15, stretch, hash);
+        }
+        return hash;
     }
 
   private:
@@ -2714,7 +2733,7 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, float* lse
                 bf16* to = out + ((size_t)n * H + kv * G + r % G) * D + lane % 4 * 2;
                 #pragma unroll
                 for (int j = 0; j < D / 8; j++) *(uint32_t*)(to + j * 8) = pack(mixed[i][j][2 * h] / total, mixed[i][j][2 * h + 1] / total);
-                if (lse && lane % 4 == 0) lse[(size_t)n * H + kv * G + r % G] = (maximum[i][h] * scale + log2f(total)) * 0.693147181f; // ln 2
+                if (lse) lse[(size_t)n * H + kv * G + r % G] = maximum[i][h] / sqrtf((float)D) + logf(total); // all four lanes of a row
             }
     }
 }
@@ -3078,6 +3097,12 @@ inline AdapterConfig parse_adapter_config(const std::string& file, std::string_v
 inline std::pair<int, int> module_shape(const Config& c, int m) {
     const int rows[MODULES] = {c.H * c.D, c.K * c.D, c.K * c.D, c.C, c.F, c.F, c.C};
     return {rows[m], m == 3 ? c.H * c.D : m == 6 ? c.F : c.C};
+}
+inline size_t adapter_parameters(const Config& c, const AdapterConfig& a) {
+    size_t n = 0;
+    for (int m = 0; m < MODULES; m++)
+        if (a.targets[m]) n += (size_t)c.L * a.rank * ((size_t)module_shape(c, m).first + module_shape(c, m).second);
+    return n;
 }
 inline std::string adapter_tensor(int layer, int m, char matrix) {
     return format("base_model.model.model.layers.%d.%s.lora_%c.weight", layer, MODULE_NAMES[m], matrix);
@@ -4022,6 +4047,11 @@ void cross_entropy_cpu(acc<T>* loss,         // (R) out
     }
 }
 
+// ---- add_losses: total += loss[0] + loss[1] + ..., in double and in order
+template <class A> void add_losses_cpu(double* total, const A* loss, int R) {
+    for (int r = 0; r < R; r++) *total += (double)loss[r];
+}
+
 // ---- head: logits[r] = W normed[rows[r]]
 // dnormed of these rows; those of the others are not touched.
 template <class T>
@@ -4263,6 +4293,342 @@ void attention_backward_cpu(T* dqkv,           // (N,(H+2K)D) out: gradients of 
             }
     }
 }
+
+#ifdef __CUDACC__
+// FlashAttention-2's backward pass (Dao, 2023) without its atomics: the probabilities are computed twice, once where dk
+// and dv of some keys are summed over all queries, once where dq of some queries is summed over all keys. So a number
+// has one block that sums it, in one order. Seven products of a tile instead of five.
+// The query rows of a KV head are counted through: row r is head r % G of token r / G. The keys that token n sees are
+// the rows n - pos[n] .. n of the batch; tiles may lie across the borders of sequences, since that is all that a mask
+// needs. Tiles in which a warp's keys and queries do not meet are skipped by it.
+struct AttentionBackward {
+    bf16* dqkv;
+    const bf16 *dout, *q, *keys, *values;
+    const float *lse, *delta;
+    Batch b;
+    int H, K;
+};
+constexpr int GRADIENT_KEYS = 64;  // that a block sums dk and dv of
+constexpr int PASSING_ROWS = 64;   // query rows that pass by them at a time
+constexpr int GRADIENT_ROWS = 128; // query rows that a block sums dq of
+constexpr int PASSING_KEYS = 32;   // keys that pass by them at a time
+constexpr size_t backward_shared(int D) { // either block's: four tiles of 64 rows and four of 32, or six of 64 and three numbers for a passing row
+    return (size_t)6 * PASSING_ROWS * D * sizeof(bf16) + 2 * 3 * PASSING_ROWS * 4;
+}
+
+// r / G from `inverse` = 2^31 / G, rounded up: exact as long as r * G < 2^31.
+__device__ inline int token_of(int r, uint32_t inverse) { return (int)__umulhi(2 * (uint32_t)r, inverse); }
+
+// delta[n][h] = dout[n][h] . out[n][h]: D / 8 lanes a row.
+template <int D>
+__global__ void attention_delta_kernel(float* delta, const bf16* dout, const bf16* out, size_t rows) {
+    let_next_start();
+    wait_for_previous();
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / (D / 8);
+    float sum = 0;
+    if (row < rows) {
+        const uint4 a = *(const uint4*)(dout + i * 8), b = *(const uint4*)(out + i * 8);
+        sum = low(a.x) * low(b.x) + high(a.x) * high(b.x) + low(a.y) * low(b.y) + high(a.y) * high(b.y) +
+              low(a.z) * low(b.z) + high(a.z) * high(b.z) + low(a.w) * low(b.w) + high(a.w) * high(b.w);
+    }
+    #pragma unroll
+    for (int lane = D / 16; lane; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+    if (row < rows && i % (D / 8) == 0) delta[row] = sum;
+}
+
+// A warp's 16 rows times the transpose of 16 * J others: s[2j], s[2j + 1] += a b^T, for rows of D numbers in shared
+// memory, laid out as attention_kernel's. a: where this lane's row of the 16 begins; b: the first of the others.
+// I: how many times 16 rows of its own the warp has, one behind the other.
+template <int D, int I, int J>
+__device__ inline void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, uint32_t b_rows) {
+    constexpr int ROW = D * 2;
+    const int lane = threadIdx.x % 32, a_row = lane % 16, b_row = lane % 8 + lane / 16 * 8;
+    const uint32_t a_at = a_rows + a_row * ROW + ((lane / 16 ^ a_row % 8) << 4), b_at = b_rows + b_row * ROW + ((lane / 8 % 2 ^ b_row % 8) << 4);
+    #pragma unroll
+    for (int d = 0; d < D / 16; d++) {
+        const uint32_t flip = d % 4 << 5, far = d / 4 << 7; // chunk 2d + c at (2d + c) ^ (r % 8), of which only bits 1 and 2 need a register
+        uint32_t a[I][4], b[4];
+        #pragma unroll
+        for (int i = 0; i < I; i++) ldmatrix(a[i], (a_at ^ flip) + far + i * 16 * ROW);
+        #pragma unroll
+        for (int j = 0; j < J; j++) {
+            ldmatrix(b, (b_at ^ flip) + far + j * 16 * ROW);
+            #pragma unroll
+            for (int i = 0; i < I; i++) {
+                mma(s[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
+                mma(s[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// sum += w b for weights w (16 I, 16 J) as multiply_rows leaves them, rounded to bf16, and 16 J rows b of D numbers.
+template <int D, int I, int J>
+__device__ inline void add_weighted_rows(float (&sum)[I][D / 8][4], const float (&w)[I][2 * J][4], uint32_t b_rows) {
+    constexpr int ROW = D * 2;
+    const int lane = threadIdx.x % 32, b_row = lane % 16;
+    const uint32_t b_at = b_rows + b_row * ROW + ((lane / 16 ^ b_row % 8) << 4);
+    #pragma unroll
+    for (int k = 0; k < J; k++) {
+        uint32_t a[I][4], b[4];
+        #pragma unroll
+        for (int i = 0; i < I; i++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) a[i][e] = pack(w[i][2 * k + e / 2][e % 2 * 2], w[i][2 * k + e / 2][e % 2 * 2 + 1]);
+        #pragma unroll
+        for (int j = 0; j < D / 16; j++) {
+            ldmatrix_transposed(b, (b_at ^ (j % 4 << 5)) + (j / 4 << 7) + k * 16 * ROW);
+            #pragma unroll
+            for (int i = 0; i < I; i++) {
+                mma(sum[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
+                mma(sum[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// A block owns 64 keys of a KV head, a warp 16 of them, with the sums of dk and dv in registers; all query rows that see
+// one of the keys pass by, 64 at a time, of all G heads. Scores are computed as keys times queries, so that they lie as
+// the weights of the two sums want them.
+template <int D>
+__device__ inline void key_value_gradients(const AttentionBackward& p, int tile, int kv, uint4* tiles) {
+    constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128, STEP = THREADS / CHUNKS, TILE = 64 * ROW;
+    static_assert(GRADIENT_KEYS == 64 && PASSING_ROWS == 64, "one size of tile; 16 keys a warp");
+    const uint32_t k_tile = shared_address(tiles), v_tile = k_tile + TILE, q_tiles = v_tile + TILE, o_tiles = q_tiles + 2 * TILE; // o: of dout
+    float* numbers = (float*)((char*)tiles + 6 * TILE); // of two tiles of rows: 64 lse, 64 delta, 64 positions
+    const Batch& b = p.b;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = p.H / p.K;
+    const uint32_t inverse = (0x80000000u + G - 1) / G;
+    const int m0 = tile * GRADIENT_KEYS, m1 = min(m0 + GRADIENT_KEYS, b.N);
+    // The first token behind the sequence of the last key, or spare: every thread asks one, until there is no gap.
+    int end = m0, behind = b.N;
+    while (end < behind) {
+        const int stride = (behind - end + THREADS - 1) / THREADS, n = end + threadIdx.x * stride;
+        const int before = __syncthreads_count(n < behind && b.seq[n] >= 0 && n - b.pos[n] < m1);
+        behind = min(behind, end + before * stride);
+        if (before) end += (before - 1) * stride + 1;
+    }
+    const int copy_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, rows = end * G;
+    for (int r = copy_row; r < GRADIENT_KEYS; r += STEP) {
+        const bool there = m0 + r < min(m1, end);
+        const int slot = there ? b.slot[m0 + r] : 0, to = r * ROW + ((chunk ^ (r % 8)) << 4);
+        const size_t at = kv_offset(slot / PAGE, kv, slot % PAGE, p.K, D) + chunk * 8;
+        copy_async(k_tile + to, p.keys + at, there);
+        copy_async(v_tile + to, p.values + at, there);
+    }
+    // Row r of q and dout, of lse and delta: n H + kv G + r % G = r + n (H - G) + kv G.
+    auto place = [&](int r, int n) { return (size_t)r + (size_t)n * (p.H - G) + kv * G; };
+    auto copy = [&](int half, int row0) {
+        #pragma unroll
+        for (int i = 0; i < PASSING_ROWS / STEP; i++) {
+            const int r = copy_row + i * STEP, row = row0 + r, to = half * TILE + r * ROW + ((chunk ^ (r % 8)) << 4);
+            const bool there = row < rows;
+            const size_t at = there ? place(row, token_of(row, inverse)) * D + chunk * 8 : 0;
+            copy_async(q_tiles + to, p.q + at, there);
+            copy_async(o_tiles + to, p.dout + at, there);
+        }
+        const int r = threadIdx.x % PASSING_ROWS, row = row0 + r, n = token_of(row, inverse);
+        const bool there = row < rows;
+        const uint32_t to = shared_address(numbers + half * 3 * PASSING_ROWS + r);
+        if (threadIdx.x < PASSING_ROWS) {
+            copy_async_4(to, there ? p.lse + place(row, n) : p.lse, there);
+            copy_async_4(to + 2 * PASSING_ROWS * 4, there ? b.pos + n : b.pos, there);
+        } else copy_async_4(to + PASSING_ROWS * 4, there ? p.delta + place(row, n) : p.delta, there);
+        commit_copies();
+    };
+    const int first = m0 + warp * 16, last = first + 15; // this warp's keys
+    const float scale = 1 / sqrtf((float)D), log2e = 1.44269504f;
+    float dk[1][D / 8][4] = {}, dv[1][D / 8][4] = {};
+    copy(0, m0 * G);
+    for (int row0 = m0 * G, half = 0; row0 < rows; row0 += PASSING_ROWS, half ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        copy(half ^ 1, row0 + PASSING_ROWS);
+        const uint32_t q_tile = q_tiles + half * TILE, o_tile = o_tiles + half * TILE;
+        const float *lse = numbers + half * 3 * PASSING_ROWS, *delta = lse + PASSING_ROWS;
+        const int *pos = (const int*)(delta + PASSING_ROWS), end_row = min(PASSING_ROWS, rows - row0) - 1;
+        const int oldest = token_of(row0, inverse), newest = token_of(row0 + end_row, inverse);
+        if (first > newest || last < oldest - pos[0]) continue;
+        const bool mask = last > oldest || first < newest - pos[end_row];
+        float s[1][PASSING_ROWS / 8][4] = {}, ds[1][PASSING_ROWS / 8][4];
+        multiply_rows<D, 1, PASSING_ROWS / 16>(s, k_tile + warp * 16 * ROW, q_tile);
+        #pragma unroll
+        for (int j = 0; j < PASSING_ROWS / 8; j++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int r = j * 8 + lane % 4 * 2 + e % 2;
+                s[0][j][e] = exp2_fast(fmaf(s[0][j][e], scale * log2e, -lse[r] * log2e));
+            }
+        if (mask)
+            #pragma unroll
+            for (int j = 0; j < PASSING_ROWS / 8; j++)
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int r = j * 8 + lane % 4 * 2 + e % 2, n = token_of(row0 + r, inverse), m = first + lane / 4 + e / 2 * 8;
+                    if (m > n || m < n - pos[r]) s[0][j][e] = 0;
+                }
+        add_weighted_rows<D, 1, PASSING_ROWS / 16>(dv, s, o_tile);
+        #pragma unroll
+        for (int j = 0; j < PASSING_ROWS / 8; j++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) ds[0][j][e] = -delta[j * 8 + lane % 4 * 2 + e % 2];
+        multiply_rows<D, 1, PASSING_ROWS / 16>(ds, v_tile + warp * 16 * ROW, o_tile);
+        #pragma unroll
+        for (int j = 0; j < PASSING_ROWS / 8; j++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) ds[0][j][e] *= s[0][j][e];
+        add_weighted_rows<D, 1, PASSING_ROWS / 16>(dk, ds, q_tile);
+    }
+    wait_for_copies<0>();
+    #pragma unroll
+    for (int h = 0; h < 2; h++) { // spare rows met no query: zeros
+        const int m = first + lane / 4 + h * 8;
+        if (m >= m1) continue;
+        bf16* to = p.dqkv + ((size_t)m * (p.H + 2 * p.K) + p.H + kv) * D + lane % 4 * 2;
+        #pragma unroll
+        for (int j = 0; j < D / 8; j++) {
+            *(uint32_t*)(to + j * 8) = pack(dk[0][j][2 * h] * scale, dk[0][j][2 * h + 1] * scale);
+            *(uint32_t*)(to + p.K * D + j * 8) = pack(dv[0][j][2 * h], dv[0][j][2 * h + 1]);
+        }
+    }
+}
+
+// A block owns 128 query rows of a KV head, a warp 32 of them, with the sums of dq in registers; the keys they see pass
+// by, 32 at a time.
+template <int D>
+__device__ inline void query_gradients(const AttentionBackward& p, int tile, int kv, uint4* tiles) {
+    constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128, STEP = THREADS / CHUNKS, TILE = PASSING_KEYS * ROW;
+    static_assert(GRADIENT_ROWS == THREADS, "32 rows a warp; a thread asks for a row");
+    const uint32_t q_tile = shared_address(tiles), o_tile = q_tile + GRADIENT_ROWS * ROW, k_tiles = o_tile + GRADIENT_ROWS * ROW, v_tiles = k_tiles + 2 * TILE;
+    int* pos = (int*)((char*)tiles + (2 * GRADIENT_ROWS + 4 * PASSING_KEYS) * ROW); // of each row
+    const Batch& b = p.b;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = p.H / p.K;
+    const uint32_t inverse = (0x80000000u + G - 1) / G;
+    const int row0 = tile * GRADIENT_ROWS, n0 = token_of(row0, inverse), n1 = token_of(min(row0 + GRADIENT_ROWS, b.N * G) - 1, inverse);
+    const int n = n0 + threadIdx.x, end = n0 + __syncthreads_count(n <= n1 && b.seq[n] >= 0), rows = end * G; // behind them are spare ones
+    auto place = [&](int r) { return (size_t)r + (size_t)token_of(r, inverse) * (p.H - G) + kv * G; };
+    const int copy_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    for (int r = copy_row; r < GRADIENT_ROWS; r += STEP) {
+        const bool there = row0 + r < rows;
+        const int to = r * ROW + ((chunk ^ (r % 8)) << 4);
+        const size_t at = there ? place(row0 + r) * D + chunk * 8 : 0;
+        copy_async(q_tile + to, p.q + at, there);
+        copy_async(o_tile + to, p.dout + at, there);
+    }
+    pos[threadIdx.x] = row0 + (int)threadIdx.x < rows ? b.pos[token_of(row0 + threadIdx.x, inverse)] : 0;
+    const float scale = 1 / sqrtf((float)D), log2e = 1.44269504f;
+    float lse[2][2], delta[2][2]; // of this lane's rows
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int r = row0 + warp * 32 + i * 16 + h * 8 + lane / 4;
+            lse[i][h] = r < rows ? p.lse[place(r)] * log2e : 0;
+            delta[i][h] = r < rows ? p.delta[place(r)] : 0;
+        }
+    // This warp's tokens, and where the sequences of the first and of the last of them begin.
+    const int first_row = row0 + warp * 32, oldest = token_of(first_row, inverse), newest = token_of(min(first_row + 32, rows) - 1, inverse);
+    const bool some = first_row < rows;
+    const int oldest_first = some ? oldest - b.pos[oldest] : 0, newest_first = some ? newest - b.pos[newest] : 0;
+    // The slots of a tile's keys are read a tile ahead of the copies that need them.
+    const int key_begin = end > n0 ? n0 - b.pos[n0] : end;
+    int slot[PASSING_KEYS / STEP];
+    auto next_slots = [&](int key0) {
+        #pragma unroll
+        for (int i = 0; i < PASSING_KEYS / STEP; i++) {
+            const int m = key0 + copy_row + i * STEP;
+            slot[i] = m < end ? b.slot[m] : 0;
+        }
+    };
+    auto copy = [&](int half, int key0) {
+        #pragma unroll
+        for (int i = 0; i < PASSING_KEYS / STEP; i++) {
+            const int r = copy_row + i * STEP, to = half * TILE + r * ROW + ((chunk ^ (r % 8)) << 4);
+            const size_t at = kv_offset(slot[i] / PAGE, kv, slot[i] % PAGE, p.K, D) + chunk * 8;
+            copy_async(k_tiles + to, p.keys + at, key0 + r < end);
+            copy_async(v_tiles + to, p.values + at, key0 + r < end);
+        }
+        commit_copies();
+    };
+    float dq[2][D / 8][4] = {};
+    next_slots(key_begin);
+    copy(0, key_begin);
+    next_slots(key_begin + PASSING_KEYS);
+    for (int key0 = key_begin, half = 0; key0 < end; key0 += PASSING_KEYS, half ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        copy(half ^ 1, key0 + PASSING_KEYS);
+        next_slots(key0 + 2 * PASSING_KEYS);
+        if (!some || key0 > newest || key0 + PASSING_KEYS <= oldest_first) continue;
+        const uint32_t k_tile = k_tiles + half * TILE, v_tile = v_tiles + half * TILE;
+        float s[2][PASSING_KEYS / 8][4] = {}, ds[2][PASSING_KEYS / 8][4];
+        multiply_rows<D, 2, PASSING_KEYS / 16>(s, q_tile + warp * 32 * ROW, k_tile);
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            #pragma unroll
+            for (int j = 0; j < PASSING_KEYS / 8; j++)
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    s[i][j][e] = exp2_fast(fmaf(s[i][j][e], scale * log2e, -lse[i][e / 2]));
+                    ds[i][j][e] = -delta[i][e / 2];
+                }
+        if (key0 + PASSING_KEYS > oldest + 1 || key0 < newest_first)
+            #pragma unroll
+            for (int i = 0; i < 2; i++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int r = warp * 32 + i * 16 + h * 8 + lane / 4, last = token_of(row0 + r, inverse), first = last - pos[r];
+                    #pragma unroll
+                    for (int j = 0; j < PASSING_KEYS / 8; j++)
+                        #pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            const int m = key0 + j * 8 + lane % 4 * 2 + e;
+                            if (m > last || m < first) s[i][j][2 * h + e] = 0;
+                        }
+                }
+        multiply_rows<D, 2, PASSING_KEYS / 16>(ds, o_tile + warp * 32 * ROW, v_tile);
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            #pragma unroll
+            for (int j = 0; j < PASSING_KEYS / 8; j++)
+                #pragma unroll
+                for (int e = 0; e < 4; e++) ds[i][j][e] *= s[i][j][e];
+        add_weighted_rows<D, 2, PASSING_KEYS / 16>(dq, ds, k_tile);
+    }
+    wait_for_copies<0>();
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) { // spare rows are zeros: so were their q and dout
+            const int r = first_row + i * 16 + h * 8 + lane / 4, t = token_of(r, inverse);
+            if (t >= b.N) continue;
+            bf16* to = p.dqkv + ((size_t)t * (p.H + 2 * p.K) + kv * G + r - t * G) * D + lane % 4 * 2;
+            #pragma unroll
+            for (int j = 0; j < D / 8; j++) *(uint32_t*)(to + j * 8) = pack(dq[i][j][2 * h] * scale, dq[i][j][2 * h + 1] * scale);
+        }
+}
+
+// Both in one launch, of 128 threads a block, so that neither waits for the other's last blocks. Where many queries see
+// a key, or many keys are seen by a query, the block is long: those come first.
+template <int D>
+__global__ void __launch_bounds__(128, 2) attention_backward_kernel(AttentionBackward p, int key_tiles) {
+    extern __shared__ __align__(128) uint4 tiles[];
+    wait_for_previous();
+    const int tile = blockIdx.x / p.K, kv = blockIdx.x % p.K;
+    if (tile < key_tiles) key_value_gradients<D>(p, tile, kv, tiles);
+    else query_gradients<D>(p, gridDim.x / p.K - 1 - tile, kv, tiles);
+}
+inline void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys, const bf16* values, const bf16* out,
+                                   const float* lse, const Batch& b, int H, int K, int D, float* delta) {
+    const int64_t G = H / K, rows = b.N * G;
+    if (rows * G >= (int64_t)1 << 31) DIE("attention_backward: a batch of %d tokens is too large for %d query heads a KV head", b.N, (int)G);
+    launch(ctx, D == 128 ? attention_delta_kernel<128> : attention_delta_kernel<64>, (unsigned)(((size_t)b.N * H * (D / 8) + 255) / 256), 256, 0,
+           delta, dout, out, (size_t)b.N * H);
+    const int key_tiles = (b.N + GRADIENT_KEYS - 1) / GRADIENT_KEYS, row_tiles = (int)((rows + GRADIENT_ROWS - 1) / GRADIENT_ROWS);
+    launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>, (unsigned)((key_tiles + row_tiles) * K), 128, backward_shared(D),
+           AttentionBackward{dqkv, dout, q, keys, values, lse, delta, b, H, K}, key_tiles);
+}
+#endif
 
 // ---- q/k norm, RoPE: (a, b) = x r w in the plane (i, i + D/2) of a head, r = 1 / rms(x);
 // out = (a cos - b sin, b cos + a sin)

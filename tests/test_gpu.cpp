@@ -267,6 +267,98 @@ TEST_CASE("attention: head sizes, groups, contexts at the borders of pages, spli
     check_attention(random, {{4000, 97}, {0, 300}}, 0, 4, 2, 128, false);
 }
 
+// A training batch: whole sequences, spare rows behind them. lse on both sides; then the gradients, from the same inputs.
+static void check_attention_backward(Random& random, const std::vector<int>& lengths, int spare, int H, int K, int D) {
+    std::vector<std::pair<int, int>> past_fresh;
+    for (int n : lengths) past_fresh.push_back({0, n});
+    TestBatch batch(random, past_fresh, 10, spare);
+    const int N = (int)batch.token.size(), G = H / K, width = (H + 2 * K) * D, used = N - spare;
+    const size_t heads = (size_t)N * H, cache = (size_t)batch.page_count * K * PAGE * D;
+    std::vector<bf16> q = random.fill<bf16>(heads * D, 2), dout = random.fill<bf16>(heads * D);
+    std::vector<bf16> keys = poisoned<bf16>(cache), values = keys; // nothing but the batch's own may be read
+    auto place = [&](int n, int kv) { return kv_offset(batch.slot[n] / PAGE, kv, batch.slot[n] % PAGE, K, D); };
+    for (int n = 0; n < used; n++)
+        for (int kv = 0; kv < K; kv++) {
+            const std::vector<bf16> k = random.fill<bf16>(D, 2), v = random.fill<bf16>(D);
+            memcpy((void*)&keys[place(n, kv)], k.data(), D * sizeof(bf16)), memcpy((void*)&values[place(n, kv)], v.data(), D * sizeof(bf16));
+        }
+    memset((void*)(q.data() + (size_t)used * H * D), 0xff, (size_t)spare * H * D * sizeof(bf16)); // nor spare rows
+    memset((void*)(dout.data() + (size_t)used * H * D), 0xff, (size_t)spare * H * D * sizeof(bf16));
+    std::vector<bf16> out = poisoned<bf16>(heads * D), want = poisoned<bf16>((size_t)N * width);
+    std::vector<float> lse = poisoned<float>(heads), delta(heads);
+    attention_cpu(out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
+    attention_backward_cpu(want.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
+
+    Context ctx = gpu();
+    Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
+    Device<bf16> q_copy(q), dout_copy(dout), keys_copy(keys), values_copy(values), out_copy(out);
+    Batch b = batch.view();
+    b.token = nullptr, b.pos = pos, b.seq = seq, b.slot = slot, b.pages = pages;
+    Device<bf16> forward_out(heads * D), silent_out(heads * D);
+    Device<float> forward_lse(heads);
+    attention_gpu(ctx, forward_out, forward_lse, q_copy, keys_copy, values_copy, b, H, K, D);
+    attention_gpu(ctx, silent_out, nullptr, q_copy, keys_copy, values_copy, b, H, K, D);
+    CHECK(same_bits(forward_out.get(), silent_out.get()));
+    std::vector<float> got_lse = forward_lse.get();
+    for (size_t i = (size_t)used * H; i < heads; i++) CHECK(std::isnan(got_lse[i]));
+    got_lse.resize((size_t)used * H), lse.resize(heads);
+    const std::vector<float> want_lse(lse.begin(), lse.begin() + used * H);
+    // A score's terms add up to less than 4 sqrt(D); its error is lse's.
+    CHECK(wrong(got_lse, as_double(want_lse), [&](size_t) { return sum_error<float>(4 * std::sqrt((double)D)); }) == 0);
+
+    // The kernels round p and ds to bf16, which is off by e = 2^-9 of them at most. Of a sum of such terms that is, as a
+    // deviation, under e / 3 times the root of the sum of squares of p (with |dout| < 1, uniform), or of ds times 2 / sqrt(D)
+    // (|q|, |k| < 2): allowed is 7 times that. Besides, the fp32 errors of p and of dp - delta, and both results' rounding.
+    std::vector<double> row_ds2(heads), key_p((size_t)N * K), key_p2(key_p.size()), key_ds2(key_p.size());
+    #pragma omp parallel for schedule(dynamic)
+    for (int kv = 0; kv < K * (int)lengths.size(); kv++) { // a sequence and KV head each
+        for (int n = 0; n < used; n++) {
+            if (batch.seq[n] != kv / K) continue;
+            for (int h = kv % K * G; h < (kv % K + 1) * G; h++)
+                for (int m = n - batch.pos[n]; m <= n; m++) {
+                    const size_t row = (size_t)n * H + h, key = (size_t)m * K + kv % K;
+                    const double p = std::exp(dot(&q[row * D], &keys[place(m, kv % K)], D) / std::sqrt((double)D) - lse[row]);
+                    const double ds = p * (dot(&dout[row * D], &values[place(m, kv % K)], D) - delta[row]);
+                    row_ds2[row] += ds * ds, key_p[key] += p, key_p2[key] += p * p, key_ds2[key] += ds * ds;
+                }
+        }
+    }
+    auto tolerance = [&](size_t i) {
+        const size_t n = i / width;
+        const int head = (int)(i % width) / D;
+        const double e = 7. / 3 / 512, factor = 2 / std::sqrt((double)D), round = 2.2 * rounding<bf16>(to_acc(want[i]));
+        if (head < H) return round + factor * (e * std::sqrt(row_ds2[n * H + head]) + sum_error<float>((int)n < used ? D : 0));
+        const size_t key = n * K + (head - H) % K;
+        if (head < H + K) return round + factor * (e * std::sqrt(key_ds2[key]) + sum_error<float>(D * key_p[key]));
+        return round + e * std::sqrt(key_p2[key]) + sum_error<float>(20 * key_p[key]);
+    };
+    std::vector<bf16> results[2];
+    for (std::vector<bf16>& result : results) {
+        Device<bf16> dqkv((size_t)N * width);
+        Device<float> scratch(heads), lse_copy(lse);
+        attention_backward_gpu(ctx, dqkv, dout_copy, q_copy, keys_copy, values_copy, out_copy, lse_copy, b, H, K, D, scratch);
+        result = dqkv.get();
+    }
+    CHECK(wrong(results[0], as_double(want), tolerance) == 0);
+    CHECK(same_bits(results[0], results[1]));
+}
+
+TEST_CASE("attention backward: head sizes, groups, lengths at the borders of pages and tiles, ragged batches, spare rows") {
+    Random random{8};
+    for (int D : {64, 128})
+        for (std::pair<int, int> heads : std::vector<std::pair<int, int>>{{2, 2}, {4, 2}, {4, 1}, {10, 2}, {8, 1}}) {
+            const int H = heads.first, K = heads.second;
+            INFO("D " << D << " H " << H << " K " << K);
+            for (int length : {1, 2, 7, 33, 64, 65, 128, 129, 257}) check_attention_backward(random, {length}, 0, H, K, D);
+            check_attention_backward(random, std::vector<int>(150, 1), 0, H, K, D); // nothing but first tokens
+            check_attention_backward(random, {1, 3, 2, 5, 1, 1, 4, 2, 7, 9, 1, 2, 31, 2, 1, 64, 3, 1, 1}, 5, H, K, D);
+            check_attention_backward(random, {63, 1, 64, 65, 127, 2}, 200, H, K, D); // whole tiles of spare rows
+            check_attention_backward(random, {1, 2, 7, 512, 33, 64, 65, 257, 1, 1000}, 9, H, K, D);
+        }
+    check_attention_backward(random, {70, 3, 130}, 3, 128, 1, 64); // a token is a whole tile of rows
+    check_attention_backward(random, {2500}, 0, 2, 1, 128);
+}
+
 TEST_CASE("the sampler draws what the CPU draws, bit for bit") {
     Random random{6};
     auto check = [&](const std::vector<float>& logits, int exist, const Sampling& how, int position) {
