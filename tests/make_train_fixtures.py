@@ -95,6 +95,97 @@ def make_peft():
     print(f"peft: {len(rows)} rows, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 
+def groups(names):
+    """Tensors that are one product in the runtime are one group: [[name]]."""
+    together = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj", "up_proj"), "k_proj": (), "v_proj": (), "up_proj": ()}
+    all_groups = []
+    for name in names:
+        module = name.split(".")[-2]
+        all_groups.append([name.replace(module, m) for m in together.get(module, (module,))])
+    return [g for g in all_groups if g]
+
+
+def together(tensors, names):
+    return torch.cat([tensors[n].flatten() for n in names])
+
+
+def make_gradients():
+    for name, tied in (("tied", True), ("untied", False)):
+        folder = f"{ROOT}/{name}"
+        f = dict(SMALL, tied=tied, seed=600 + tied)
+        fixtures.save(folder, f, fixtures.weights(f))
+        model = fixtures.load(folder, torch.float32, "eager")
+        g = torch.Generator().manual_seed(7)
+        rows = [(torch.randint(0, 95, (n,), generator=g).tolist(), [0] + torch.randint(0, 2, (n - 1,), generator=g).tolist()) for n in (2, 23, 9)]
+        rows[0][1][1] = 1
+        count = sum(sum(trained) for _, trained in rows)
+        losses = [row_loss(model, *row) for row in rows]
+        (sum(losses) / count).backward()
+        rival = fixtures.load(folder, torch.bfloat16, "sdpa")
+        (sum(row_loss(rival, *row) for row in rows) / count).backward()
+        theirs, truth = ({n: p.grad.double() for n, p in m.named_parameters()} for m in (rival, model))
+        errors = [(together(theirs, n) - together(truth, n)).norm() / together(truth, n).norm() for n in groups(truth)]
+        save_file({n: p.grad.contiguous() for n, p in model.named_parameters()}, folder + "/gradients.safetensors", {"format": "pt"})
+        fixtures.write_golden(folder + "/rows.json", {"ids": [ids for ids, _ in rows], "trained": [t for _, t in rows],
+                                                      "losses": [loss.item() for loss in losses],
+                                                      "bf16_error": (sum(errors) / len(errors)).item()})
+        print(f"{name}: {sum(p.numel() for p in model.parameters())} parameters, {count} trained tokens")
+
+
+def make_ops():
+    """ops.json: op -> name -> numbers in row-major order; d_NAME is the gradient by NAME of sum(out * g)."""
+    torch.manual_seed(3)
+    ops = {}
+
+    def op(name, function, **inputs):
+        tensors = {k: v.double().requires_grad_() for k, v in inputs.items()}
+        out = function(**tensors)
+        g = torch.randn_like(out)
+        (out * g).sum().backward()
+        ops[name] = {**{k: v.detach() for k, v in tensors.items()}, "out": out.detach(), "g": g, **{"d_" + k: v.grad for k, v in tensors.items()}}
+
+    def rms(x, w, eps=1e-5):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
+
+    def turn(x, pos, theta=100.0):  # (N,heads,D), halves
+        D = x.shape[-1]
+        angle = pos[:, None, None] * theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+        cos, sin = angle.cos().repeat(1, 1, 2), angle.sin().repeat(1, 1, 2)
+        return x * cos + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin
+
+    N, H, K, D = 7, 4, 2, 6
+
+    def attend(qkv, q_weight, k_weight):  # sequences of 3 and 4 tokens
+        q, k, v = qkv.view(N, H + 2 * K, D).split((H, K, K), 1)
+        pos = torch.tensor([0, 1, 2, 0, 1, 2, 3], dtype=torch.float64)
+        q, k = turn(rms(q, q_weight), pos), turn(rms(k, k_weight), pos)
+        out = [F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (q, k.repeat_interleave(H // K, 1), v.repeat_interleave(H // K, 1))),
+                                              is_causal=True).transpose(0, 1) for a, b in ((0, 3), (3, 7))]
+        return torch.cat(out)
+
+    target = torch.tensor([3, 0, 18])
+    op("cross_entropy", lambda logits: F.cross_entropy(logits, target, reduction="none"), logits=3 * torch.randn(3, 19))
+    op("linear", lambda x, W: x @ W.T, x=torch.randn(4, 9), W=torch.randn(5, 9))
+    op("lora", lambda x, W, A, B: x @ W.T + 2 * (x @ A.T @ B.T), x=torch.randn(4, 9), W=torch.randn(5, 9), A=torch.randn(3, 9), B=torch.randn(5, 3))
+    op("rmsnorm", rms, x=torch.randn(3, 10), w=1 + 0.3 * torch.randn(10))
+    op("swiglu", lambda gate_up: F.silu(gate_up[:, :11]) * gate_up[:, 11:], gate_up=2 * torch.randn(3, 22))
+    op("attend", attend, qkv=torch.randn(N, (H + 2 * K) * D), q_weight=1 + 0.3 * torch.randn(D), k_weight=1 + 0.3 * torch.randn(D))
+    op("embed", lambda W: F.embedding(torch.tensor([2, 0, 2, 4]), W), W=torch.randn(5, 3))
+
+    p = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    adamw = {"p": p.detach().clone(), "gradients": [], "steps": [], "norms": []}
+    optimizer = torch.optim.AdamW([p], lr=0.01, weight_decay=0.1)
+    for scale in (5.0, 0.1, 1.0):
+        p.grad = scale * torch.randn(6, dtype=torch.float64)
+        adamw["gradients"].append(p.grad.clone())
+        adamw["norms"].append(torch.nn.utils.clip_grad_norm_([p], 1.0))
+        optimizer.step()
+        adamw["steps"].append(p.detach().clone())
+    ops["adamw"] = {k: v if torch.is_tensor(v) else torch.stack(v) for k, v in adamw.items()}
+    fixtures.write_golden(ROOT + "/ops.json", {k: {n: t.flatten().tolist() for n, t in v.items()} for k, v in ops.items()})
+    print(f"ops: {', '.join(ops)}")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable_progress_bar()
