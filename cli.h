@@ -101,7 +101,7 @@ template <class T> struct PromptCache {
         uint32_t version = 1;
         uint32_t number = sizeof(T); // bytes of a key's or value's number
         uint32_t layers, kv_heads, head_size, tokens;
-        uint64_t model;              // see hash_model; and Options::variant
+        uint64_t model;              // see ModelFile::hash; and Options::variant
         uint64_t sum = 0;            // of the whole file, with this field 0
     };
     std::string path;     // "": no cache is wanted
@@ -115,7 +115,7 @@ template <class T> struct PromptCache {
         header.layers = (uint32_t)c.L, header.kv_heads = (uint32_t)c.K, header.head_size = (uint32_t)c.D;
         header.tokens = 0;
         if (path.empty()) return;
-        header.model = fnv1a(&variant, sizeof variant, hash_model(file));
+        header.model = fnv1a(&variant, sizeof variant, file.hash());
         if (access(path.c_str(), F_OK) != 0 && errno == ENOENT) return;
 
         const MappedFile map(path);
@@ -168,22 +168,6 @@ template <class T> struct PromptCache {
         OutputFile out(path);
         each_part([&](const void* part, size_t bytes) { out.write(part, bytes); });
         out.commit();
-    }
-
-    // What keys and values depend on: the config and the weights. Of these the hash takes 16 stretches of 256
-    // bytes a tensor, evenly spread (all of a norm), in milliseconds; training moves every number. Models that
-    // differ in a few numbers between the stretches would be taken for the same.
-    static uint64_t hash_model(const ModelFile& file) {
-        uint64_t hash = fnv1a(file.config_text.data(), file.config_text.size());
-        for (auto& [name, tensor] : file.tensors) {
-            hash = fnv1a(name.data(), name.size() + 1, hash);
-            hash = fnv1a(&tensor.dtype, sizeof tensor.dtype, hash);
-            hash = fnv1a(&tensor.bytes, sizeof tensor.bytes, hash);
-            const size_t stretch = std::min(tensor.bytes, (size_t)256);
-            for (size_t i = 0; i < 16; i++)
-                hash = fnv1a(tensor.data + (tensor.bytes - stretch) * i / 15, stretch, hash);
-        }
-        return hash;
     }
 
   private:
@@ -858,7 +842,7 @@ template <class T> int evaluate(const Options& o, const ModelFile& file, const W
     const Sampling& s = how.sampling;
     auto hex = [](uint64_t hash) { return format("%016llx", (unsigned long long)hash); };
     sj::Writer w;
-    w.object().field("qa", hex(fnv1a(qa.data, qa.size))).field("model", hex(PromptCache<T>::hash_model(file)));
+    w.object().field("qa", hex(fnv1a(qa.data, qa.size))).field("model", hex(file.hash()));
     if (!o.adapter.empty()) w.field("adapter", hex(o.variant));
     w.field("tokenizer", hex(tokenizer.hash())).field("system", o.system).field("think", o.think);
     w.field("context", session.capacity).field("max_tokens", how.max_tokens);

@@ -492,6 +492,18 @@ __device__ inline float warp_sum(float x) {
     return x;
 }
 
+// The sum over a block, in one order, for all its threads.
+template <class N> __device__ inline N block_sum(N x) {
+    __shared__ N parts[32];
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0;
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+
 // One block of several is the last to come here: it may then read what all of them wrote before. `arrived` counts
 // from zero and is zero again afterwards. All threads of the block call it.
 // (One thread's release and acquire are enough: barriers order the others' accesses before and after it. What is read
@@ -873,6 +885,22 @@ struct ModelFile {
     bool is_float32() const {
         auto t = tensors.find("model.embed_tokens.weight");
         return t != tensors.end() && t->second.dtype == Dtype::F32;
+    }
+
+    // A name for config and weights. Of these the hash takes 16 stretches of 256 bytes a tensor, evenly spread (all of a
+    // norm), in milliseconds; training moves every number. Models that differ in a few numbers between the stretches
+    // would be taken for the same.
+    uint64_t hash() const {
+        uint64_t hash = fnv1a(config_text.data(), config_text.size());
+        for (auto& [name, tensor] : tensors) {
+            hash = fnv1a(name.data(), name.size() + 1, hash);
+            hash = fnv1a(&tensor.dtype, sizeof tensor.dtype, hash);
+            hash = fnv1a(&tensor.bytes, sizeof tensor.bytes, hash);
+            const size_t stretch = std::min(tensor.bytes, (size_t)256);
+            for (size_t i = 0; i < 16; i++)
+                hash = fnv1a(tensor.data + (tensor.bytes - stretch) * i / 15, stretch, hash);
+        }
+        return hash;
     }
 
   private:
@@ -3287,6 +3315,12 @@ inline std::pair<int, int> module_shape(const Config& c, int m) {
     const int rows[MODULES] = {c.H * c.D, c.K * c.D, c.K * c.D, c.C, c.F, c.F, c.C};
     return {rows[m], m == 3 ? c.H * c.D : m == 6 ? c.F : c.C};
 }
+inline size_t adapter_parameters(const Config& c, const AdapterConfig& a) {
+    size_t n = 0;
+    for (int m = 0; m < MODULES; m++)
+        if (a.targets[m]) n += (size_t)c.L * a.rank * ((size_t)module_shape(c, m).first + module_shape(c, m).second);
+    return n;
+}
 inline std::string adapter_tensor(int layer, int m, char matrix) {
     return format("base_model.model.model.layers.%d.%s.lora_%c.weight", layer, MODULE_NAMES[m], matrix);
 }
@@ -3645,17 +3679,6 @@ struct DrawEpilogue {
     }
 };
 
-// Adds up over a block of 1024.
-__device__ inline unsigned long long block_sum(unsigned long long x) {
-    __shared__ unsigned long long parts[32];
-    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = parts[threadIdx.x % 32];
-    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
-    return x;
-}
 // The sum over the threads before this one.
 __device__ inline unsigned long long block_sum_before(unsigned long long x) {
     __shared__ unsigned long long parts[32];
@@ -4274,6 +4297,22 @@ __global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* 
 inline void cross_entropy_gpu(Context& ctx, float* loss, bf16* dlogits, const float* logits, const int* target, float scale, int R, int V) {
     launch(ctx, cross_entropy_kernel, R, 1024, 0, loss, dlogits, logits, target, scale, V);
 }
+#endif
+
+// ---- add_losses: total += loss[0] + loss[1] + ..., in double and in order
+template <class A> void add_losses_cpu(double* total, const A* loss, int R) {
+    for (int r = 0; r < R; r++) *total += (double)loss[r];
+}
+#ifdef __CUDACC__
+__global__ void __launch_bounds__(1024) add_losses_kernel(double* total, const float* loss, int R) {
+    let_next_start();
+    wait_for_previous();
+    double sum = 0;
+    for (int r = threadIdx.x; r < R; r += 1024) sum += loss[r];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *total += sum;
+}
+inline void add_losses_gpu(Context& ctx, double* total, const float* loss, int R) { launch(ctx, add_losses_kernel, 1, 1024, 0, total, loss, R); }
 #endif
 
 // ---- head: logits[r] = W normed[rows[r]]
@@ -5336,17 +5375,6 @@ void grad_norm_cpu(double* norm,    // (1) out
 }
 
 #ifdef __CUDACC__
-// The sum over a block of 256 or 1024, for all its threads.
-__device__ inline double block_sum(double x) {
-    __shared__ double parts[32];
-    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0;
-    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
-    return x;
-}
 // A block a piece.
 __global__ void __launch_bounds__(256) grad_squares_kernel(double* partial, const float* g, size_t n) {
     let_next_start();

@@ -1,0 +1,991 @@
+/* train_lora.cu: supervised fine-tuning of Qwen3, with LoRA or of all parameters.
+
+   Build:  make
+   Run:    ./train_lora model.bin train.bin -o out/        (datagen pack makes train.bin)
+           ./qwen3 model.bin --adapter out/ -i "..."
+
+   What a step is: `batch` x `accum` rows, in an order that Philox draws for each epoch. `batch` rows at a time are packed
+   into one ragged batch, each a sequence of its own that begins at position 0; there is no padding. `forward` and
+   `backward` (qwen3.cu) add up the gradients of the loss, which is the sum over the step's trained tokens divided by
+   their number in the whole step: so it does not matter into how many batches the step is cut. Then AdamW moves the
+   master parameters, which are float32, and their copies of type T, which the products read.
+
+   With LoRA the parameters are the A and B of each targeted module and nothing else; with --full all of the model's.
+   Either way they are one array, and so are their gradients and AdamW's two moments: p, g, m, v.
+
+   What is random (order of rows, first A, dropout) is a function of seed, step and place, so that a run that was
+   stopped goes on bit by bit as if it had not been. It is the arithmetic of PEFT and transformers' Trainer: see
+   tests/test_train.cpp, which holds it to theirs.
+
+   Contents: 1 options  2 files  3 memory, batches, steps  4 log and curve  5 merge  6 main
+*/
+#define QWEN3_NO_MAIN
+#include "qwen3.cu"
+#include "dataset.h"
+
+static volatile sig_atomic_t interrupted = 0;
+
+// ================================================================================================== 1 Options
+
+struct Options {
+    std::string model, train, out, eval, tokenizer, adapter_init, merge, dtype, schedule = "cosine";
+    AdapterConfig lora;
+    float dropout = 0.1f;
+    double lr = 1.5e-4, weight_decay = 0.01, warmup = 0.1, clip = 1, epochs = 2;
+    int batch = 16, accum = 1, max_len = 512, threads = 0;
+    int64_t steps = 0, eval_every = 0, save_every = 0; // 0: epochs say, every epoch
+    uint64_t seed = 42;
+    bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false, help = false;
+};
+
+static const char* USAGE =
+    "usage: train_lora MODEL TRAIN.bin -o OUT [options]       fine-tunes; datagen pack makes TRAIN.bin\n"
+    "       train_lora MODEL --adapter-init DIR --merge PATH   merges an adapter into the model\n"
+    "  -o, --output DIR      adapter, log, curve and state go there\n"
+    "      --full            trains all parameters and writes OUT/model.bin; without it LoRA:\n"
+    "      --rank N, --alpha X, --dropout P   32, 64, 0.1\n"
+    "      --rslora          scales by alpha / sqrt(rank) and not alpha / rank\n"
+    "      --targets LIST    all, or some of q,k,v,o,gate,up,down\n"
+    "      --adapter-init DIR   begins with this adapter, and its rank, alpha and targets\n"
+    "      --epochs X        2\n"
+    "      --steps N         instead of epochs\n"
+    "      --batch N, --accum N   rows a batch, batches a step: 16, 1\n"
+    "      --max-len N       longer rows are left out: 512\n"
+    "      --lr X, --weight-decay X, --clip X   1.5e-4, 0.01, 1 (0: off)\n"
+    "      --schedule NAME   cosine, linear or constant, after --warmup 0.1 of the steps\n"
+    "      --no-shuffle      rows in the file's order\n"
+    "  -s, --seed N          42\n"
+    "      --eval FILE       another dataset, whose loss is measured --eval-every N steps (default: every epoch)\n"
+    "      --allow-leak      also if rows of TRAIN.bin are in it\n"
+    "      --save-every N    steps from one checkpoint to the next (default: every epoch)\n"
+    "      --resume          goes on with the run in OUT\n"
+    "      --overwrite       replaces it\n"
+    "      --merge PATH      afterwards: a model.bin (PATH ends in .bin) or a Hugging Face folder with the adapter merged\n"
+    "      --recompute       keeps less for the backward pass, and computes it again\n"
+    "      --dtype NAME      f32 or bf16 (default: as the model is stored)\n"
+    "  -z, --tokenizer FILE  default: tokenizer.bin beside the model, beside the program, or in this folder\n"
+    "  -j, --threads N       CPU threads (default: all)\n";
+
+static Options parse_options(int argc, char** argv) {
+    Options o;
+    o.lora.rank = 32, o.lora.alpha = 64;
+    std::fill(o.lora.targets, o.lora.targets + MODULES, true);
+    std::vector<std::string> plain;
+    const char* adapter_option = nullptr; // one that says what --adapter-init says too
+    for (int i = 1; i < argc; i++) {
+        std::string name = argv[i];
+        const char* attached = nullptr; // --name=value
+        if (name.size() < 2 || name[0] != '-') { plain.push_back(name); continue; }
+        if (const size_t eq = name.find('='); name[1] == '-' && eq != std::string::npos) attached = argv[i] + eq + 1, name.resize(eq);
+        auto value = [&]() -> const char* {
+            if (attached) return std::exchange(attached, nullptr);
+            if (i + 1 == argc) DIE("%s needs a value", name.c_str());
+            return argv[++i];
+        };
+        auto integer = [&](int64_t low, int64_t high) { return parse_integer(name.c_str(), value(), low, high); };
+        auto number = [&](double low, double high) { return parse_number(name.c_str(), value(), low, high); };
+        auto is = [&](const char* s, const char* l) { return name == s || name == l; };
+        for (const char* a : {"--rank", "--alpha", "--rslora", "--targets"})
+            if (name == a) adapter_option = a;
+        if (is("-o", "--output")) o.out = value();
+        else if (is("", "--full")) o.full = true;
+        else if (is("", "--rank")) o.lora.rank = (int)integer(1, MAX_RANK);
+        else if (is("", "--alpha")) o.lora.alpha = number(1e-6, 1e6);
+        else if (is("", "--rslora")) o.lora.rslora = true;
+        else if (is("", "--dropout")) o.dropout = (float)number(0, 0.99);
+        else if (is("", "--targets")) {
+            const std::string list = value();
+            std::fill(o.lora.targets, o.lora.targets + MODULES, list == "all");
+            for (size_t at = 0, end; list != "all" && at <= list.size(); at = end + 1) {
+                end = std::min(list.find(',', at), list.size());
+                const std::string one = list.substr(at, end - at);
+                const int m = std::max(module_of(one), module_of(one + "_proj"));
+                if (m < 0) DIE("--targets: %.40s is none of q, k, v, o, gate, up, down", one.c_str());
+                o.lora.targets[m] = true;
+            }
+        }
+        else if (is("", "--adapter-init")) o.adapter_init = value();
+        else if (is("", "--epochs")) o.epochs = number(1e-6, 1e6);
+        else if (is("", "--steps")) o.steps = integer(1, 1000000000);
+        else if (is("", "--batch")) o.batch = (int)integer(1, 65536);
+        else if (is("", "--accum")) o.accum = (int)integer(1, 65536);
+        else if (is("", "--max-len")) o.max_len = (int)integer(2, 1 << 24);
+        else if (is("", "--lr")) o.lr = number(0, 10);
+        else if (is("", "--weight-decay")) o.weight_decay = number(0, 10);
+        else if (is("", "--clip")) o.clip = number(0, 1e9);
+        else if (is("", "--warmup")) o.warmup = number(0, 1);
+        else if (is("", "--schedule")) {
+            o.schedule = value();
+            if (o.schedule != "cosine" && o.schedule != "linear" && o.schedule != "constant") DIE("--schedule %.40s: cosine, linear or constant", o.schedule.c_str());
+        }
+        else if (is("", "--no-shuffle")) o.shuffle = false;
+        else if (is("-s", "--seed")) o.seed = (uint64_t)integer(0, INT64_MAX);
+        else if (is("", "--eval")) o.eval = value();
+        else if (is("", "--eval-every")) o.eval_every = integer(1, INT64_MAX);
+        else if (is("", "--save-every")) o.save_every = integer(1, INT64_MAX);
+        else if (is("", "--allow-leak")) o.allow_leak = true;
+        else if (is("", "--resume")) o.resume = true;
+        else if (is("", "--overwrite")) o.overwrite = true;
+        else if (is("", "--merge")) o.merge = value();
+        else if (is("", "--recompute")) o.recompute = true;
+        else if (is("", "--dtype")) {
+            o.dtype = value();
+            if (o.dtype != "f32" && o.dtype != "bf16") DIE("--dtype %.40s: f32 or bf16", o.dtype.c_str());
+        }
+        else if (is("-z", "--tokenizer")) o.tokenizer = value();
+        else if (is("-j", "--threads")) o.threads = (int)integer(1, 4096);
+        else if (is("-h", "--help")) o.help = true;
+        else DIE("unknown option %s (--help lists them)", name.c_str());
+        if (attached) DIE("%s takes no value", name.c_str());
+    }
+    if (o.help) return o;
+    if (plain.empty()) DIE("no model named (--help lists the options)");
+    if (plain.size() > 2) DIE("one model and one dataset, please; %s is too much", plain[2].c_str());
+    o.model = plain[0];
+    if (plain.size() == 2) o.train = plain[1];
+    if (o.train.empty() && (o.merge.empty() || o.adapter_init.empty())) DIE("no dataset named (without one: --adapter-init DIR --merge PATH)");
+    if (!o.train.empty() && o.out.empty()) DIE("-o DIR says where the adapter goes");
+    if (o.resume && o.overwrite) DIE("--resume goes on with a run and --overwrite replaces it: not both");
+    if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || adapter_option)) DIE("--full trains the model itself: there is no adapter for %s", adapter_option ? adapter_option : o.merge.empty() ? "--adapter-init" : "--merge");
+    if (!o.adapter_init.empty() && adapter_option) DIE("%s: --adapter-init says it already", adapter_option);
+    if (o.eval.empty() && (o.eval_every || o.allow_leak)) DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
+    if ((uint64_t)o.batch * o.max_len > 1 << 26) DIE("--batch %d with --max-len %d: more than 2^26 tokens at once", o.batch, o.max_len);
+    if ((uint64_t)o.batch * o.accum * o.max_len > UINT32_MAX) DIE("--batch, --accum and --max-len: more than 2^32 tokens a step");
+    return o;
+}
+
+// ==================================================================================================== 2 Files
+
+// A tensor of a safetensors file to be; `write` writes its bytes.
+struct OutTensor {
+    std::string name;
+    const char* dtype;         // F32 or BF16
+    std::vector<size_t> shape;
+    std::function<void(OutputFile&)> write;
+    size_t bytes() const {
+        size_t n = *dtype == 'F' ? 4 : 2;
+        for (size_t d : shape) n *= d;
+        return n;
+    }
+};
+
+static void write_safetensors(const std::string& path, const std::map<std::string, std::string>& metadata, const std::vector<OutTensor>& tensors) {
+    sj::Writer w;
+    w.object().key("__metadata__").object();
+    for (auto& [key, value] : metadata) w.field(key, value);
+    w.end();
+    size_t at = 0;
+    for (auto& t : tensors) {
+        w.key(t.name).object().field("dtype", t.dtype).key("shape").array();
+        for (size_t d : t.shape) w.value(d);
+        w.end().key("data_offsets").array().value(at).value(at + t.bytes()).end().end();
+        at += t.bytes();
+    }
+    std::string header = w.end().text;
+    header.append((64 - (8 + header.size()) % 64) % 64, ' '); // the data begin at a multiple of 64
+    OutputFile out(path);
+    const uint64_t length = header.size();
+    out.write(&length, 8);
+    out.write(header);
+    for (auto& t : tensors) t.write(out);
+    out.commit();
+}
+
+static void write_text(const std::string& path, std::string_view text) {
+    OutputFile out(path);
+    out.write(text);
+    out.commit();
+}
+
+// A folder, and those it is in, if they are not there.
+static void make_folder(const std::string& path) {
+    struct stat st;
+    for (size_t at = 0; at != std::string::npos;) {
+        at = path.find('/', at + 1);
+        const std::string part = path.substr(0, at);
+        if (mkdir(part.c_str(), 0777) != 0 && errno != EEXIST) DIE("%s: %s", part.c_str(), strerror(errno));
+    }
+    if (stat(path.c_str(), &st) != 0 || !S_ISDIR(st.st_mode)) DIE("%s: not a folder", path.c_str());
+}
+
+// adapter_config.json as PEFT reads it.
+static std::string adapter_config_json(const AdapterConfig& a, double dropout, const std::string& base) {
+    sj::Writer w;
+    w.object().field("base_model_name_or_path", base).field("bias", "none").field("fan_in_fan_out", false).field("inference_mode", true);
+    w.field("init_lora_weights", true).field("lora_alpha", a.alpha).field("lora_dropout", dropout).field("modules_to_save", nullptr);
+    w.field("peft_type", "LORA").field("r", a.rank).key("target_modules").array();
+    for (int m = 0; m < MODULES; m++)
+        if (a.targets[m]) w.value(std::string(MODULE_NAMES[m]).substr(std::string(MODULE_NAMES[m]).find('.') + 1));
+    w.end().field("task_type", "CAUSAL_LM").field("use_dora", false).field("use_rslora", a.rslora).end();
+    return w.text + "\n";
+}
+
+// =============================================================================== 3 Memory, batches, steps
+
+// What a run is: if any of this differs, --resume would not go on with it.
+static std::string describe(const Options& o, const ModelFile& file, const Dataset& data, int64_t steps, const char* type) {
+    auto hex = [](uint64_t hash) { return format("%016llx", (unsigned long long)hash); };
+    sj::Writer w;
+    w.object().field("model", hex(file.hash())).field("dataset", hex(fnv1a(data.file.data, data.file.size))).field("dtype", type);
+    w.field("full", o.full).field("rank", o.lora.rank).field("alpha", o.lora.alpha).field("rslora", o.lora.rslora).key("targets").array();
+    for (bool target : o.lora.targets) w.value(target);
+    w.end().field("dropout", (double)o.dropout).field("lr", o.lr).field("weight-decay", o.weight_decay).field("warmup", o.warmup).field("clip", o.clip);
+    w.field("schedule", o.schedule).field("steps", steps).field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len);
+    w.field("seed", o.seed).field("shuffle", o.shuffle).end();
+    return w.text;
+}
+
+// The factor of the learning rate in step k = 0, 1, ..: as transformers' get_cosine_schedule_with_warmup and its kin.
+static double schedule(const Options& o, int64_t k, int64_t steps) {
+    const int64_t warm = (int64_t)std::ceil(o.warmup * (double)steps);
+    if (k < warm) return (double)k / (double)warm;
+    const double done = (double)(k - warm) / (double)std::max<int64_t>(1, steps - warm);
+    if (o.schedule == "linear") return 1 - done;
+    return o.schedule == "cosine" ? 0.5 * (1 + std::cos(M_PI * done)) : 1;
+}
+
+template <class T> struct Trainer {
+    using A = acc<T>;
+    static constexpr int HEAD_ROWS = 64; // trained tokens that go through the head at once
+
+    const Options& o;
+    Context ctx;
+    const ModelFile& file;
+    const Config& c;
+    Weights<T> w;
+    const Dataset &data, *eval;
+    std::vector<size_t> rows, eval_rows; // of the datasets, those that are not too long
+    int64_t epoch_steps, steps, step = 0; // steps an epoch, in all, done
+    std::string run;                     // see describe
+
+    Trainer(const Options& options, const ModelFile& f, const Dataset& train, const Dataset* evaluation)
+        : o(options), file(f), c(f.config), w(f), data(train), eval(evaluation) {
+        ctx.stop = &interrupted;
+        rows = fitting(data);
+        if (eval) eval_rows = fitting(*eval);
+        const size_t a_step = (size_t)o.batch * o.accum;
+        epoch_steps = (int64_t)((rows.size() + a_step - 1) / a_step);
+        steps = o.steps ? o.steps : (int64_t)std::ceil(o.epochs * (double)epoch_steps);
+        run = describe(o, file, data, steps, w.type_name());
+        if (!o.full) adapt(w, o.lora);
+        for (const Layer<T>& y : w.layers)
+            if (!o.full && o.dropout > 0 && std::max({y.qkv.in, y.o.in, y.down.in}) > 1 << 19) DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
+        measure();
+        reserve();
+        first_parameters();
+        fill();
+    }
+
+    // ---- What is trained: one array of numbers, cut into segments that AdamW treats alike.
+    struct Segment { size_t first, n; double decay; float copy; };
+    std::vector<Segment> segments;
+    size_t count = 0;
+    A *p, *m, *v, *gradient; // (count) master parameters, AdamW's moments, gradients
+    T* stored;               // (count) what the products read: the parameters as T, those of B times s
+
+    // With --full: calls f(name, where the model looks for it, its gradient's place, rows (0: a vector), columns) for each
+    // tensor, matrices before norms. Neighbours in a Linear are neighbours here, and only the first has a gradient's place.
+    template <class F> void each_tensor(F f) {
+        g.layer.resize(c.L);
+        auto matrices = [&](int l, const std::vector<const char*>& names, Linear<T>& W, A*& to) {
+            for (size_t b = 0; b < names.size(); b++)
+                f(l < 0 ? names[b] : format("model.layers.%d.%s.weight", l, names[b]), W.w[b], b ? nullptr : &to, (size_t)W.rows[b], (size_t)W.in);
+        };
+        auto vector = [&](const std::string& name, const T*& at, A*& to, int n) { f(name, at, &to, (size_t)0, (size_t)n); };
+        matrices(-1, {"model.embed_tokens.weight"}, w.embed, g.embed);
+        for (int l = 0; l < c.L; l++) {
+            Layer<T>& y = w.layers[l];
+            matrices(l, {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, y.qkv, g.layer[l].qkv.W);
+            matrices(l, {"self_attn.o_proj"}, y.o, g.layer[l].o.W);
+            matrices(l, {"mlp.gate_proj", "mlp.up_proj"}, y.gate_up, g.layer[l].gate_up.W);
+            matrices(l, {"mlp.down_proj"}, y.down, g.layer[l].down.W);
+        }
+        if (!c.tied) matrices(-1, {"lm_head.weight"}, w.head, g.head);
+        for (int l = 0; l < c.L; l++) {
+            Layer<T>& y = w.layers[l];
+            auto& to = g.layer[l];
+            auto name = [&](const char* part) { return format("model.layers.%d.%s.weight", l, part); };
+            vector(name("input_layernorm"), y.norm1, to.norm1, c.C);
+            vector(name("self_attn.q_norm"), y.q_norm, to.q_norm, c.D);
+            vector(name("self_attn.k_norm"), y.k_norm, to.k_norm, c.D);
+            vector(name("post_attention_layernorm"), y.norm2, to.norm2, c.C);
+        }
+        vector("model.norm.weight", w.norm, g.norm, c.C);
+    }
+
+    // How many numbers there are, and of what kind.
+    void measure() {
+        if (!o.full) {
+            const AdapterPlace end = each_adapter(w, [](Linear<T>&, AdapterPlace) {});
+            count = end.B;
+            segments = {{0, end.A, o.weight_decay, 1}, {end.A, end.B - end.A, o.weight_decay, (float)o.lora.scale()}};
+            return;
+        }
+        size_t matrices = 0;
+        each_tensor([&](const std::string&, const T*&, A**, size_t r, size_t n) {
+            count += std::max(r, (size_t)1) * n;
+            if (r) matrices = count;
+        });
+        segments = {{0, matrices, o.weight_decay, 1}, {matrices, count - matrices, 0, 1}}; // norms do not decay, as in the Trainer
+    }
+
+    // ---- Memory: one arena, planned before the first step.
+    Arena arena;
+    Activations<T> a;
+    Flow<T> d;
+    Gradients<T> g;
+    KVCache<T> kv;
+    T* h;                                               // of all adapters
+    A *rope, *loss;                                     // (positions, D/2, 2), (tokens)
+    double *results, *partial;                          // results: loss and gradient norm of the step
+    int *token, *pos, *seq, *slot, *pages, *named, *target; // a Batch, its trained rows and what comes after them
+    uint32_t* place;                                    // Dropout::token
+    Dropout dropout;
+    int most_tokens = 0, longest = 0, max_pages;        // of a batch, of a row
+
+    // Rows that are not too long. Of a row all tokens but the last are fed.
+    std::vector<size_t> fitting(const Dataset& from) {
+        std::vector<size_t> list;
+        std::vector<int> lengths;
+        const size_t limit = (size_t)std::min(o.max_len, c.max_positions);
+        for (size_t i = 0; i < from.rows(); i++)
+            if (from.row(i).size() <= limit) list.push_back(i), lengths.push_back((int)from.row(i).size() - 1);
+        const char* name = from.file.path.c_str();
+        if (list.empty()) DIE("%s: every row has more than %zu tokens (--max-len)", name, limit);
+        if (list.size() < from.rows()) fprintf(stderr, "%s: %zu of %zu rows have more than %zu tokens and are left out\n", name, from.rows() - list.size(), from.rows(), limit);
+        std::sort(lengths.rbegin(), lengths.rend());
+        longest = std::max(longest, lengths[0]);
+        most_tokens = std::max(most_tokens, std::accumulate(lengths.begin(), lengths.begin() + std::min(lengths.size(), (size_t)o.batch), 0));
+        return list;
+    }
+
+    struct Part { const char* name; size_t bytes; };
+    std::vector<Part> plan() {
+        std::vector<Part> parts;
+        auto part = [&](const char* name, size_t before) { parts.push_back({name, arena.used - before}); };
+        size_t before = arena.used;
+        const int N = most_tokens;
+        p = arena.take<A>(count), stored = arena.take<T>(count);
+        part("parameters", before), before = arena.used;
+        gradient = arena.take<A>(count), m = arena.take<A>(count), v = arena.take<A>(count);
+        partial = arena.take<double>((count + NORM_PIECE - 1) / NORM_PIECE);
+        part("gradients and moments", before), before = arena.used;
+        a.plan_training(arena, c, N, o.recompute);
+        h = arena.take<T>(o.full ? 0 : (size_t)N * each_adapter(w, [](Linear<T>&, AdapterPlace) {}).h);
+        max_pages = (longest + PAGE - 1) / PAGE;
+        kv.plan_training(arena, c, (size_t)N / PAGE + o.batch);
+        part("activations", before), before = arena.used;
+        d.plan(arena, c, N, o.full ? 0 : o.lora.rank, std::min(N, HEAD_ROWS));
+        part("their gradients, logits", before), before = arena.used;
+        rope = arena.take<A>((size_t)longest * c.D);
+        loss = arena.take<A>(N);
+        results = arena.take<double>(2);
+        for (int** list : {&token, &pos, &seq, &slot, &named, &target}) *list = arena.take<int>(N);
+        place = arena.take<uint32_t>(N);
+        pages = arena.take<int>((size_t)o.batch * max_pages);
+        part("the rest", before);
+        return parts;
+    }
+
+    void reserve() {
+        const std::vector<Part> parts = plan();
+        std::string line = format("memory: %.1f MB =", (double)arena.used / 1e6);
+        for (auto& part : parts) line += format(" %s %.1f%s", part.name, (double)part.bytes / 1e6, &part == &parts.back() ? "\n" : ",");
+        const size_t have = available_memory();
+        if (arena.used > have)
+            DIE("%s: training needs %zu bytes of memory, %zu more than there are; --recompute, a smaller --batch with more --accum, --max-len%s need less",
+                file.path.c_str(), arena.used, arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
+        fputs(line.c_str(), stderr);
+        arena.allocate("training");
+        plan();
+    }
+
+    // The adapter's first numbers as PEFT draws them (A uniform in +-1 / sqrt(in), B zero), or those of a file; the model's
+    // own with --full.
+    void first_parameters() {
+        std::vector<A> first(count, 0);
+        if (o.full) {
+            size_t at = 0;
+            each_tensor([&](const std::string&, const T*& from, A**, size_t r, size_t n) {
+                for (size_t i = 0; i < std::max(r, (size_t)1) * n; i++) first[at++] = to_acc(from[i]);
+            });
+        } else if (!o.adapter_init.empty()) {
+            first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
+        } else {
+            each_adapter(w, [&](Linear<T>& W, AdapterPlace at) {
+                const float bound = 1 / std::sqrt((float)W.in);
+                for (size_t i = at.A; i < at.A + (size_t)W.adapter.modules * W.adapter.rank * W.in; i++)
+                    first[i] = bound * ((float)(philox(o.seed, i, STREAM_INIT).v[0] >> 8) * (1.f / 8388608) - 1);
+            });
+        }
+        copy_in(ctx, p, first.data(), count);
+        give_copies(first);
+    }
+
+    // The copies that products read, of parameters that were loaded and not computed.
+    void give_copies(const std::vector<A>& from) {
+        std::vector<T> copies(count);
+        for (const Segment& s : segments)
+            for (size_t i = s.first; i < s.first + s.n; i++) copies[i] = to_stored<T>(from[i] * (A)s.copy);
+        copy_in(ctx, stored, copies.data(), count);
+    }
+
+    // Lets the model look where the copies are, and `backward` where gradients go.
+    void fill() {
+        g.layer.resize(c.L);
+        if (o.full) {
+            size_t at = 0;
+            each_tensor([&](const std::string&, const T*& from, A** to, size_t r, size_t n) {
+                from = stored + at;
+                if (to) *to = gradient + at;
+                at += std::max(r, (size_t)1) * n;
+            });
+            if (c.tied) w.head = w.embed, g.head = g.embed;
+        } else {
+            each_adapter(w, [&](Linear<T>& W, AdapterPlace at) {
+                Adapter<T>& adapter = W.adapter;
+                auto& layer = g.layer[adapter.module[0] / MODULES];
+                Layer<T>& y = w.layers[adapter.module[0] / MODULES];
+                auto& to = &W == &y.qkv ? layer.qkv : &W == &y.o ? layer.o : &W == &y.gate_up ? layer.gate_up : layer.down;
+                adapter.A = stored + at.A, adapter.B = stored + at.B, adapter.h = h + at.h * most_tokens;
+                to.A = gradient + at.A, to.B = gradient + at.B;
+            });
+        }
+        std::vector<A> angles((size_t)longest * c.D);
+        fill_rope(angles.data(), longest, c.D, c.rope_theta);
+        copy_in(ctx, rope, angles.data(), angles.size());
+    }
+
+    // ---- Batches
+
+    int trained(const Dataset& from, size_t row) const {
+        int n = 0;
+        for (uint32_t word : from.row(row)) n += word >> 31;
+        return n;
+    }
+
+    // Packs rows list[0 .. n - 1], of which the first is number `first` of its step. R: the tokens to predict.
+    Batch load(const Dataset& from, const size_t* list, int n, int first, int& R) {
+        std::vector<int> all_token, all_pos, all_seq, all_slot, all_named, all_target, table((size_t)n * max_pages, 0);
+        std::vector<uint32_t> all_place;
+        int page = 0;
+        for (int s = 0; s < n; s++) {
+            const DatasetRow row = from.row(list[s]);
+            for (int i = 0; i + 1 < (int)row.size(); i++) {
+                if (i % PAGE == 0) table[(size_t)s * max_pages + i / PAGE] = page++;
+                if (row.first[i + 1] & TRAIN) all_named.push_back((int)all_token.size()), all_target.push_back((int)(row.first[i + 1] & ~TRAIN));
+                all_token.push_back((int)(row.first[i] & ~TRAIN)), all_pos.push_back(i), all_seq.push_back(s);
+                all_slot.push_back((page - 1) * PAGE + i % PAGE);
+                all_place.push_back((uint32_t)(first + s) * (uint32_t)o.max_len + (uint32_t)i);
+            }
+        }
+        const size_t N = all_token.size();
+        copy_in(ctx, token, all_token.data(), N), copy_in(ctx, pos, all_pos.data(), N), copy_in(ctx, seq, all_seq.data(), N);
+        copy_in(ctx, slot, all_slot.data(), N), copy_in(ctx, place, all_place.data(), N), copy_in(ctx, pages, table.data(), table.size());
+        copy_in(ctx, named, all_named.data(), all_named.size()), copy_in(ctx, target, all_target.data(), all_target.size());
+        R = (int)all_named.size();
+        return {(int)N, n, token, pos, seq, slot, pages, max_pages};
+    }
+
+    // The rows of a step. Each epoch's order is drawn anew (Fisher and Yates, with Philox).
+    std::vector<size_t> order;
+    int64_t ordered = -1; // the epoch of this order
+    std::vector<size_t> rows_of(int64_t k) {
+        const int64_t epoch = k / epoch_steps;
+        if (epoch != ordered) {
+            order = rows;
+            for (size_t i = order.size() - 1; i > 0 && o.shuffle; i--) {
+                const Philox r = philox(o.seed, (uint64_t)epoch << 32 | i, STREAM_SHUFFLE);
+                std::swap(order[i], order[(size_t)((unsigned __int128)((uint64_t)r.v[1] << 32 | r.v[0]) * (i + 1) >> 64)]);
+            }
+            ordered = epoch;
+        }
+        const size_t a_step = (size_t)o.batch * o.accum, first = (size_t)(k % epoch_steps) * a_step;
+        return {order.begin() + (ptrdiff_t)first, order.begin() + (ptrdiff_t)std::min(first + a_step, order.size())};
+    }
+
+    void use_dropout(bool on) {
+        each_adapter(w, [&](Linear<T>& W, AdapterPlace) { W.adapter.dropout = on && o.dropout > 0 ? &dropout : nullptr; });
+    }
+
+    // ---- Steps
+
+    double last_loss = 0, last_norm = 0, last_lr = 0;
+    size_t tokens_done = 0;   // that were fed
+    double flops = 0;         // of the last step
+
+    // One step of AdamW. False if it was interrupted: then nothing has changed.
+    bool train_step() {
+        const std::vector<size_t> list = rows_of(step);
+        size_t all = 0, fed = 0;
+        for (size_t row : list) all += trained(data, row), fed += data.row(row).size() - 1;
+        dropout = {o.dropout, o.seed, (uint32_t)step, place};
+        use_dropout(true);
+        clear(ctx, gradient, count);
+        clear(ctx, results, 2);
+        for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
+            int R;
+            const Batch b = load(data, &list[first], (int)std::min((size_t)o.batch, list.size() - first), (int)first, R);
+            forward(ctx, c, w, b, a, kv, rope);
+            loss_backward(ctx, c, w, a, d, &g, loss, named, target, 1 / (A)all, b.N, R);
+            RUN(add_losses, results, loss, R);
+            backward(ctx, c, w, b, a, d, g, kv, rope);
+        }
+        if (interrupted) return false;
+        RUN(grad_norm, results + 1, partial, gradient, count);
+        last_lr = o.lr * schedule(o, step, steps);
+        AdamW how;
+        how.lr = (float)last_lr, how.clip = (float)o.clip, how.step = step + 1;
+        for (const Segment& s : segments) {
+            how.decay = (float)s.decay, how.copy = s.copy;
+            RUN(adamw, stored + s.first, p + s.first, m + s.first, v + s.first, gradient + s.first, results + 1, s.n, how);
+        }
+        double result[2];
+        copy_out(ctx, result, results, 2);
+        last_loss = result[0] / (double)all, last_norm = result[1];
+        if (!std::isfinite(last_loss) || !std::isfinite(last_norm)) not_finite(list);
+        tokens_done += fed, flops = flops_of(list, all);
+        step++;
+        return true;
+    }
+
+    // The parameters are those from before the step (see adamw): which rows are to blame can still be asked.
+    void not_finite(const std::vector<size_t>& list) {
+        std::string blamed, others;
+        for (size_t row : list) {
+            const std::string number = format("%s%zu", others.empty() ? "" : ", ", row);
+            others += number;
+            if (!std::isfinite(mean_loss(data, {row}))) blamed += format("%s%zu", blamed.empty() ? "" : ", ", row);
+        }
+        DIE("%s: step %lld: loss %g, gradient norm %g; %s: %s", data.file.path.c_str(), (long long)step + 1, last_loss, last_norm,
+            blamed.empty() ? "each row's own loss is finite; the step's rows" : "rows whose loss is not finite", (blamed.empty() ? others : blamed).c_str());
+    }
+
+    // The mean over all trained tokens of some rows, whatever the batch.
+    double mean_loss(const Dataset& from, const std::vector<size_t>& list) {
+        use_dropout(false);
+        clear(ctx, results, 1);
+        size_t all = 0;
+        for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
+            int R;
+            const Batch b = load(from, &list[first], (int)std::min((size_t)o.batch, list.size() - first), 0, R);
+            forward(ctx, c, w, b, a, kv, rope);
+            loss_backward(ctx, c, w, a, d, (const Gradients<T>*)nullptr, loss, named, target, (A)0, b.N, R);
+            RUN(add_losses, results, loss, R);
+            all += R;
+        }
+        double sum;
+        copy_out(ctx, &sum, results, 1);
+        return sum / (double)all;
+    }
+
+    // Multiplications and additions of a step: forward; backward by the input, and by what is trained.
+    double flops_of(const std::vector<size_t>& list, size_t all) const {
+        double N = 0, pairs = 0, products = 0, adapters = 0;
+        for (size_t row : list) {
+            const double n = (double)data.row(row).size() - 1;
+            N += n, pairs += n * (n + 1) / 2;
+        }
+        for (const Layer<T>& y : w.layers)
+            for (const Linear<T>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) {
+                products += (double)W->out() * W->in;
+                for (int j = 0; j < W->adapter.modules; j++) adapters += (double)W->adapter.rank * (W->in + W->rows[W->adapter.block[j]]);
+            }
+        const double passes = (o.full ? 3 : 2) + o.recompute, attention = 4. * c.H * c.D * c.L * pairs;
+        return 2 * N * (products * passes + adapters * 3) + attention * (3.5 + o.recompute) + 2. * (double)all * c.V * c.C * (o.full ? 3 : 2);
+    }
+
+    // ---- Checkpoints: the adapter (or model) for use, and the state to go on from.
+
+    std::vector<A> host(const A* from) {
+        std::vector<A> numbers(count);
+        copy_out(ctx, numbers.data(), from, count);
+        return numbers;
+    }
+
+    // The trained parameters, for PEFT or for qwen3.
+    void write_result(const std::string& folder, size_t leaked) {
+        make_folder(folder);
+        std::map<std::string, std::string> metadata = {{"format", "pt"}};
+        if (leaked) metadata["leak"] = format("%zu rows of the evaluation file were trained on", leaked);
+        const std::vector<A> numbers = host(p);
+        std::vector<OutTensor> tensors;
+        if (o.full) {
+            metadata["config"] = file.config_text;
+            if (!file.generation_text.empty()) metadata["generation_config"] = file.generation_text;
+            size_t at = 0;
+            each_tensor([&](const std::string& name, const T*&, A**, size_t r, size_t n) {
+                const std::vector<size_t> shape = r ? std::vector<size_t>{r, n} : std::vector<size_t>{n};
+                const size_t all = std::max(r, (size_t)1) * n;
+                tensors.push_back({name, std::is_same_v<T, bf16> ? "BF16" : "F32", shape, [&numbers, at, all](OutputFile& out) {
+                    std::vector<T> rounded(all);
+                    for (size_t i = 0; i < all; i++) rounded[i] = to_stored<T>(numbers[at + i]);
+                    out.write(rounded.data(), all * sizeof(T));
+                }});
+                at += all;
+            });
+            return write_safetensors(folder + "/model.bin", metadata, tensors);
+        }
+        each_adapter_tensor(w, [&](const std::string& name, size_t r, size_t n, size_t at, size_t apart) {
+            tensors.push_back({name, "F32", {r, n}, [&numbers, r, n, at, apart](OutputFile& out) {
+                for (size_t i = 0; i < r; i++) out.write(&numbers[at + i * apart], n * sizeof(A));
+            }});
+        });
+        write_text(folder + "/adapter_config.json", adapter_config_json(o.lora, o.dropout, o.model));
+        write_safetensors(folder + "/adapter_model.safetensors", metadata, tensors);
+    }
+
+    void write_state(const std::string& path, double best, double elapsed) {
+        const std::map<std::string, std::string> metadata = {
+            {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)}, {"elapsed", sj::repr(elapsed)}};
+        std::vector<OutTensor> tensors;
+        for (auto [name, from] : {std::pair("p", p), {"m", m}, {"v", v}})
+            tensors.push_back({name, "F32", {count}, [this, from = from](OutputFile& out) { out.write(host(from).data(), count * sizeof(A)); }});
+        write_safetensors(path, metadata, tensors);
+    }
+
+    void read_state(const std::string& path, double& best, double& elapsed) {
+        const MappedFile map(path);
+        const char* name = path.c_str();
+        Tensors tensors;
+        std::map<std::string, std::string> metadata;
+        read_safetensors(map, tensors, metadata);
+        sj::Doc theirs, ours;
+        if (!sj::parse(theirs, metadata["run"]).empty()) DIE("%s: not a state of train_lora", name);
+        sj::parse(ours, run);
+        for (auto [key, mine] : ours.root().members())
+            if (const std::string was = sj::dump(theirs.root()[key]), is = sj::dump(mine); was != is)
+                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(), was.c_str(), is.c_str());
+        step = parse_integer(name, metadata["step"].c_str(), 0, steps);
+        best = metadata["best"] == "inf" ? INFINITY : parse_number(name, metadata["best"].c_str(), 0, 1e30);
+        elapsed = parse_number(name, metadata["elapsed"].c_str(), 0, 1e12);
+        std::vector<A> numbers(count);
+        for (auto [key, to] : {std::pair("p", p), {"m", m}, {"v", v}}) {
+            const auto t = tensors.find(key);
+            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != std::vector<int64_t>{(int64_t)count}) DIE("%s: no tensor %s of %zu numbers", name, key, count);
+            memcpy(numbers.data(), t->second.data, count * sizeof(A));
+            copy_in(ctx, to, numbers.data(), count);
+            if (to == p) give_copies(numbers);
+        }
+    }
+};
+
+// ========================================================================================= 4 Log and curve
+
+static std::string clock_text(double s) { // as Python's str(timedelta)
+    const long long t = (long long)s;
+    const std::string days = t >= 86400 ? format("%lld day%s, ", t / 86400, t >= 2 * 86400 ? "s" : "") : "";
+    return days + format("%lld:%02lld:%02lld", t / 3600 % 24, t / 60 % 60, t % 60);
+}
+
+// trainer_log.jsonl, with LLaMA-Factory's fields, and loss.svg, which is drawn from it.
+struct Log {
+    std::string folder, text;
+    FILE* file = nullptr;
+    struct Point { double step, loss; };
+    std::vector<Point> losses, evaluations;
+
+    // Goes on after the lines of the first `steps` steps, which exist already if there are any.
+    Log(const std::string& out, int64_t steps) : folder(out) {
+        const std::string path = folder + "/trainer_log.jsonl";
+        if (steps > 0) {
+            const MappedFile old(path);
+            const std::string_view all = old.text();
+            for (size_t at = 0, end; (end = all.find('\n', at)) != std::string_view::npos; at = end + 1) {
+                sj::Doc doc;
+                const std::string_view line = all.substr(at, end - at);
+                if (!sj::parse(doc, line).empty()) DIE("%s: a damaged line", path.c_str());
+                const sj::Value v = doc.root();
+                if (v["current_steps"].number() > (double)steps) break;
+                text += std::string(line) + "\n";
+                if (v["loss"]) losses.push_back({v["current_steps"].number(), v["loss"].number()});
+                if (v["eval_loss"]) evaluations.push_back({v["current_steps"].number(), v["eval_loss"].number()});
+            }
+        }
+        write_text(path, text);
+        file = fopen(path.c_str(), "ab");
+        if (!file) DIE("%s: %s", path.c_str(), strerror(errno));
+    }
+    Log(const Log&) = delete;
+    ~Log() { fclose(file); }
+
+    void add(const std::string& line) {
+        if (fputs((line + "\n").c_str(), file) < 0 || fflush(file) != 0) DIE("%s/trainer_log.jsonl: %s", folder.c_str(), strerror(errno));
+    }
+
+    // Steps across, loss upwards: every step thin, their running mean thick, evaluations as dots.
+    void draw(int64_t steps) const {
+        constexpr double W = 800, H = 400, LEFT = 60, TOP = 20, RIGHT = 20, BOTTOM = 40;
+        double most = 0;
+        for (auto& list : {losses, evaluations})
+            for (const Point& p : list) most = std::max(most, p.loss);
+        double tick = std::pow(10, std::floor(std::log10(std::max(most, 1e-9)))); // 1, 2 or 5 times a power of ten
+        for (double more : {0.5, 0.4, 0.5})
+            if (most / tick < 4) tick *= more;
+        const double high = std::max(1., std::ceil(most / tick)) * tick;
+        auto x = [&](double step) { return LEFT + (W - LEFT - RIGHT) * step / (double)steps; };
+        auto y = [&](double loss) { return H - BOTTOM - (H - TOP - BOTTOM) * loss / high; };
+        std::string s = format("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %g %g\" font-family=\"sans-serif\" font-size=\"12\">\n"
+                               "<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n", W, H);
+        for (double at = 0; at <= high * 1.001; at += tick)
+            s += format("<path d=\"M%g %.1fH%g\" stroke=\"#ddd\"/><text x=\"%g\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n", LEFT, y(at), W - RIGHT, LEFT - 6, y(at) + 4, at);
+        for (int i = 0; i <= 4; i++)
+            s += format("<text x=\"%.1f\" y=\"%g\" text-anchor=\"middle\">%lld</text>\n", x((double)steps * i / 4), H - BOTTOM + 18, (long long)(steps * i / 4));
+        s += format("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">step</text><text x=\"16\" y=\"%g\" transform=\"rotate(-90 16 %g)\" text-anchor=\"middle\">loss</text>\n",
+                    (LEFT + W - RIGHT) / 2, H - 6, H / 2, H / 2);
+        std::string thin, thick;
+        double mean = losses.empty() ? 0 : losses[0].loss;
+        for (const Point& p : losses) {
+            mean += (p.loss - mean) * 0.1;
+            thin += format("%.1f,%.1f ", x(p.step), y(p.loss)), thick += format("%.1f,%.1f ", x(p.step), y(mean));
+        }
+        s += "<polyline points=\"" + thin + "\" fill=\"none\" stroke=\"#9bd\"/>\n<polyline points=\"" + thick + "\" fill=\"none\" stroke=\"#05a\" stroke-width=\"2\"/>\n";
+        for (const Point& p : evaluations) s += format("<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"#c30\"><title>%g</title></circle>\n", x(p.step), y(p.loss), p.loss);
+        s += format("<text x=\"%g\" y=\"36\" text-anchor=\"end\" fill=\"#05a\">training</text>", W - RIGHT - 6);
+        if (!evaluations.empty()) s += format("<text x=\"%g\" y=\"52\" text-anchor=\"end\" fill=\"#c30\">evaluation</text>", W - RIGHT - 6);
+        write_text(folder + "/loss.svg", s + "\n</svg>\n");
+    }
+};
+
+// ==================================================================================================== 5 Merge
+
+// W + s B A for every targeted matrix, in float32 and rounded once to what it is stored as, into a model.bin or a folder.
+static void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
+    std::map<std::string, std::pair<int, int>> targeted; // tensor -> layer, module
+    for (int l = 0; l < file.config.L; l++)
+        for (int m = 0; m < MODULES; m++)
+            if (adapter.config.targets[m]) targeted[format("model.layers.%d.%s.weight", l, MODULE_NAMES[m])] = {l, m};
+    std::vector<OutTensor> tensors;
+    for (auto& [name, t] : file.tensors) {
+        if (t.dtype != Dtype::BF16 && t.dtype != Dtype::F32) DIE("%s: tensor %s is neither BF16 nor F32 (export.py makes a BF16 model.bin)", t.file.c_str(), name.c_str());
+        const std::vector<size_t> shape(t.shape.begin(), t.shape.end());
+        const auto at = targeted.find(name);
+        if (at == targeted.end()) {
+            tensors.push_back({name, t.dtype == Dtype::F32 ? "F32" : "BF16", shape, [&t = t](OutputFile& out) { out.write(t.data, t.bytes); }});
+            continue;
+        }
+        const auto [l, m] = at->second;
+        const Tensor *A = &adapter.tensors.at(adapter_tensor(l, m, 'A')), *B = &adapter.tensors.at(adapter_tensor(l, m, 'B'));
+        const auto [rows, in] = module_shape(file.config, m);
+        tensors.push_back({name, t.dtype == Dtype::F32 ? "F32" : "BF16", shape, [&t = t, &adapter, A, B, rows = rows, in = in](OutputFile& out) {
+            const int rank = adapter.config.rank;
+            const float s = (float)adapter.config.scale();
+            std::vector<float> a((size_t)rank * in), merged((size_t)rows * in);
+            for (size_t i = 0; i < a.size(); i++) a[i] = number(*A, i);
+            #pragma omp parallel for schedule(static)
+            for (int r = 0; r < rows; r++) {
+                float* row = &merged[(size_t)r * in];
+                for (int i = 0; i < rank; i++) {
+                    const float b = number(*B, (size_t)r * rank + i);
+                    for (int k = 0; k < in; k++) row[k] += b * a[(size_t)i * in + k];
+                }
+                for (int k = 0; k < in; k++) row[k] = number(t, (size_t)r * in + k) + s * row[k];
+            }
+            if (t.dtype == Dtype::F32) return out.write(merged.data(), merged.size() * 4);
+            std::vector<bf16> rounded(merged.size());
+            for (size_t i = 0; i < merged.size(); i++) rounded[i] = to_bf16(merged[i]);
+            out.write(rounded.data(), rounded.size() * 2);
+        }});
+    }
+    std::map<std::string, std::string> metadata = {{"format", "pt"}};
+    const bool one_file = path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
+    if (one_file) {
+        metadata["config"] = file.config_text;
+        if (!file.generation_text.empty()) metadata["generation_config"] = file.generation_text;
+        return write_safetensors(path, metadata, tensors);
+    }
+    make_folder(path);
+    write_text(path + "/config.json", file.config_text);
+    if (!file.generation_text.empty()) write_text(path + "/generation_config.json", file.generation_text);
+    write_safetensors(path + "/model.safetensors", metadata, tensors);
+}
+
+// Merges, then asks both the adapter and the merged model: the mean KL divergence over the positions of a prompt, and how
+// long their greedy texts after it are the same.
+template <class T> void merge(const Options& o, const ModelFile& file, const std::string& folder, const Dataset* data) {
+    constexpr int PROMPT = 64, ANSWER = 64;
+    const AdapterFile adapter(folder, file.config);
+    write_merged(file, adapter, o.merge);
+    const ModelFile merged(o.merge);
+    const Config& c = file.config;
+    std::vector<int> prompt;
+    if (data)
+        for (uint32_t word : data->row(0))
+            if (prompt.size() < PROMPT) prompt.push_back((int)(word & ~TRAIN));
+    for (int i = 0; !data && i < PROMPT; i++) prompt.push_back((int)(philox(0, i, STREAM_SAMPLE).v[0] % (uint32_t)c.V));
+    if (prompt.size() > (size_t)c.max_positions) prompt.resize(c.max_positions);
+    std::vector<std::vector<acc<T>>> logits; // of the adapter
+    std::vector<int> texts[2];
+    double kl = 0;
+    for (int which = 0; which < 2; which++) {
+        Weights<T> w(which ? merged : file);
+        Context ctx;
+        std::unique_ptr<AttachedAdapter<T>> attached;
+        if (!which) attached = std::make_unique<AttachedAdapter<T>>(ctx, w, adapter, Session<T>::CHUNK);
+        Session<T> session(c, w, std::min(c.max_positions, (int)prompt.size() + ANSWER));
+        size_t at = 0;
+        session.feed(prompt, nullptr, [&](const acc<T>* row) {
+            if (!which) return logits.emplace_back(row, row + c.V), void();
+            const std::vector<acc<T>>& theirs = logits[at++];
+            const double top_p = *std::max_element(theirs.begin(), theirs.end()), top_q = *std::max_element(row, row + c.V);
+            double zp = 0, zq = 0, sum = 0;
+            for (int v = 0; v < c.V; v++) zp += std::exp(theirs[v] - top_p), zq += std::exp(row[v] - top_q);
+            for (int v = 0; v < c.V; v++) {
+                const double lp = theirs[v] - top_p - std::log(zp);
+                sum += std::exp(lp) * (lp - (row[v] - top_q - std::log(zq)));
+            }
+            kl += sum / (double)prompt.size();
+        });
+        Generation how;
+        how.sampling.temperature = 0, how.max_tokens = ANSWER;
+        generate(session, nullptr, how, [](std::string_view) {});
+        texts[which] = how.ids;
+    }
+    size_t same = 0;
+    while (same < texts[0].size() && same < texts[1].size() && texts[0][same] == texts[1][same]) same++;
+    fprintf(stderr, "%s: merged; against the adapter: mean KL %.2e over %zu tokens, greedy text the same for %zu of %zu tokens\n",
+            o.merge.c_str(), std::max(0., kl), prompt.size(), same, texts[0].size());
+}
+
+// ===================================================================================================== 6 main
+
+// Removes what a run leaves in its folder.
+static void remove_run(const std::string& out) {
+    for (const char* name : {"adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors", "trainer_log.jsonl", "loss.svg",
+                             "best/adapter_config.json", "best/adapter_model.safetensors", "best/model.bin"})
+        if (unlink((out + "/" + name).c_str()) != 0 && errno != ENOENT && errno != ENOTDIR) DIE("%s/%s: %s", out.c_str(), name, strerror(errno));
+}
+
+template <class T> int train(const Options& o, const ModelFile& file, const Dataset& data, const Dataset* eval, size_t leaked) {
+    const std::string state = o.out + "/state.safetensors", log_file = o.out + "/trainer_log.jsonl";
+    auto exists = [](const std::string& f) { return access(f.c_str(), F_OK) == 0; };
+    const bool old = exists(log_file) || exists(state) || exists(o.out + "/adapter_config.json") || exists(o.out + "/model.bin");
+    if (old && !o.resume && !o.overwrite) DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", o.out.c_str());
+    if (o.resume && !exists(state)) DIE("%s: no run to resume: it has no state.safetensors", o.out.c_str());
+
+    Trainer<T> t(o, file, data, eval);
+    double best = INFINITY, before = 0;
+    if (o.resume) t.read_state(state, best, before);
+    make_folder(o.out);
+    if (o.overwrite) remove_run(o.out);
+    Log log(o.out, t.step);
+    size_t trained = 0;
+    for (size_t row : t.rows) trained += t.trained(data, row);
+    const std::string lora = o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
+    fprintf(stderr, "%s: %.2f M parameters, %s, cpu, %d threads; %s%.2f M of them trained\n", o.model.c_str(), (double)file.config.parameters() / 1e6,
+            t.w.type_name(), thread_count(), lora.c_str(), (o.full ? (double)t.count : (double)adapter_parameters(file.config, o.lora)) / 1e6);
+    fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n", o.train.c_str(), t.rows.size(), trained,
+            (long long)t.steps, o.batch * o.accum, (long long)t.epoch_steps, (unsigned long long)o.seed);
+
+    const double start = seconds();
+    auto elapsed = [&] { return before + seconds() - start; };
+    auto common = [&](sj::Writer& w) { // the end of each line of the log
+        const double share = (double)t.step / (double)t.steps;
+        w.field("epoch", (double)t.step / (double)t.epoch_steps).field("percentage", std::round(share * 1e4) / 100);
+        w.field("elapsed_time", clock_text(elapsed())).field("remaining_time", clock_text(elapsed() / share * (1 - share))).end();
+        log.add(w.text);
+    };
+    auto save = [&] {
+        t.write_result(o.out, leaked);
+        t.write_state(state, best, elapsed());
+        log.draw(t.steps);
+    };
+    double told = 0;
+    int64_t saved = -1, told_step = t.step;
+    size_t told_tokens = 0;
+    double told_at = start;
+    while (t.step < t.steps) {
+        const double begun = seconds();
+        if (!t.train_step()) break;
+        const double now = seconds(), took = std::max(now - begun, 1e-9);
+        log.losses.push_back({(double)t.step, t.last_loss});
+        sj::Writer w;
+        w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss).field("lr", t.last_lr);
+        w.field("grad_norm", t.last_norm).field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
+        common(w);
+        if (now - told >= 1 || t.step == t.steps || told_step == t.step - 1) {
+            told = now;
+            fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %.1f GFLOP/s  %.1f MB  %s left\n", (long long)t.step, (long long)t.steps,
+                    t.last_loss, t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), t.flops / took / 1e9,
+                    (double)t.arena.size / 1e6, clock_text((now - start) / (double)(t.step - told_step) * (double)(t.steps - t.step)).c_str());
+            told_tokens = t.tokens_done, told_at = now;
+        }
+        auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.epoch_steps) == 0; };
+        if (eval && due(o.eval_every)) {
+            const double loss = t.mean_loss(*eval, t.eval_rows);
+            if (interrupted) break;
+            log.evaluations.push_back({(double)t.step, loss});
+            sj::Writer e;
+            e.object().field("current_steps", t.step).field("total_steps", t.steps).field("eval_loss", loss);
+            common(e);
+            fprintf(stderr, "step %lld/%lld  evaluation loss %.6f%s\n", (long long)t.step, (long long)t.steps, loss, loss < best ? ", the best so far" : "");
+            if (loss < best) best = loss, t.write_result(o.out + "/best", leaked);
+        }
+        if (due(o.save_every)) save(), saved = t.step;
+    }
+    if (saved != t.step) save();
+    if (t.step < t.steps) {
+        fprintf(stderr, "stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step, (long long)t.steps);
+        return 130;
+    }
+    fprintf(stderr, "%s: %s in %s\n", o.out.c_str(), o.full ? "model.bin" : "adapter_model.safetensors", clock_text(elapsed()).c_str());
+    return 0;
+}
+
+template <class T> int run_as(const Options& o, const ModelFile& file, const Dataset* data, const Dataset* eval, size_t leaked) {
+    const int status = data ? train<T>(o, file, *data, eval, leaked) : 0;
+    if (status == 0 && !o.merge.empty()) merge<T>(o, file, data ? o.out : o.adapter_init, data);
+    return status;
+}
+
+static int run(int argc, char** argv) {
+    Options o = parse_options(argc, argv);
+    if (o.help) return fputs(USAGE, stdout) < 0 || fflush(stdout) != 0;
+#ifdef _OPENMP
+    if (o.threads) omp_set_num_threads(o.threads);
+#endif
+    const ModelFile file(o.model);
+    if (file.is_int8()) DIE("%s: INT8 weights are for inference; train the model that they were made of", o.model.c_str());
+    if (!o.adapter_init.empty()) o.lora = AdapterFile(o.adapter_init, file.config).config;
+    std::unique_ptr<Dataset> data, eval;
+    size_t leaked = 0;
+    if (!o.train.empty()) {
+        const std::string found = find_tokenizer(o.tokenizer, o.model);
+        if (found.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
+        const Tokenizer tokenizer(found);
+        if (tokenizer.size() > file.config.V) DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", found.c_str(), tokenizer.size(), o.model.c_str(), file.config.V);
+        auto open = [&](const std::string& path) {
+            auto set = std::make_unique<Dataset>(path);
+            set->must_match(tokenizer.hash(), template_hash());
+            if (set->id_limit() > (uint32_t)tokenizer.size()) DIE("%s: id %u is not in the tokenizer's %d", path.c_str(), set->id_limit() - 1, tokenizer.size());
+            return set;
+        };
+        data = open(o.train);
+        if (!o.eval.empty()) {
+            eval = open(o.eval);
+            std::set<uint64_t> known;
+            for (size_t i = 0; i < eval->rows(); i++) known.insert(eval->hash(i));
+            for (size_t i = 0; i < data->rows(); i++) leaked += known.count(data->hash(i));
+            if (leaked && !o.allow_leak) DIE("%s: %zu rows are in %s too, whose loss would mean nothing (--allow-leak)", o.train.c_str(), leaked, o.eval.c_str());
+        }
+    }
+    const bool wide = o.dtype == "f32" || (o.dtype.empty() && file.is_float32());
+    return wide ? run_as<float>(o, file, data.get(), eval.get(), leaked) : run_as<bf16>(o, file, data.get(), eval.get(), leaked);
+}
+
+int main(int argc, char** argv) {
+    keep_descriptors();
+    struct sigaction action = {};
+    action.sa_handler = [](int) { interrupted = 1; };
+    action.sa_flags = (int)SA_RESETHAND; // a second Ctrl-C ends the program
+    sigaction(SIGINT, &action, nullptr);
+    signal(SIGXFSZ, SIG_IGN); // a file over the limit is an error of write, as a full disk is
+    try {
+        return run(argc, argv);
+    } catch (const std::bad_alloc&) {
+        print_error("train_lora", "out of memory");
+    } catch (const std::exception& e) {
+        print_error("train_lora", e.what());
+    }
+    return 1;
+}
