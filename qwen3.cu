@@ -3595,6 +3595,79 @@ void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g, co
 }
 
 // ==================================================================================================== 9 main
+// ---- What every program's main asks: numbers, the tokenizer, the device
+inline double parse_number(const char* option, const char* text, double low, double high) {
+    char* end;
+    errno = 0;
+    double v = strtod(text, &end);
+    if (end == text || *end || errno || !(v >= low && v <= high) || isspace((unsigned char)*text))
+        DIE("%s: %.60s is not a number from %g to %g", option, text, low, high);
+    return v;
+}
+inline int64_t parse_integer(const char* option, const char* text, int64_t low, int64_t high) {
+    char* end;
+    errno = 0;
+    long long v = strtoll(text, &end, 10);
+    if (end == text || *end || errno || v < low || v > high || isspace((unsigned char)*text))
+        DIE("%s: %.60s is not a whole number from %lld to %lld", option, text, (long long)low, (long long)high);
+    return v;
+}
+
+// tokenizer.bin: as said, or beside the model, beside the program, in the working folder. "" if there is none.
+inline std::string find_tokenizer(const std::string& named, const std::string& model) {
+    if (!named.empty()) return named;
+    std::vector<std::string> folders;
+    struct stat st;
+    if (!model.empty()) {
+        bool folder = stat(model.c_str(), &st) == 0 && S_ISDIR(st.st_mode);
+        size_t slash = model.find_last_of('/');
+        folders.push_back(folder ? model : slash == std::string::npos ? "." : model.substr(0, slash + 1));
+    }
+    char program[4096];
+    ssize_t n = readlink("/proc/self/exe", program, sizeof program);
+    if (n > 0) folders.push_back(std::string(program, (size_t)n).substr(0, std::string(program, (size_t)n).find_last_of('/')));
+    folders.push_back(".");
+    for (auto& f : folders)
+        if (access((f + "/tokenizer.bin").c_str(), F_OK) == 0) return f + "/tokenizer.bin";
+    return "";
+}
+
+// What the computation runs on, for people.
+inline std::string device_name(const Context& ctx) {
+#ifdef __CUDACC__
+    cudaDeviceProp properties;
+    if (ctx.gpu && cudaGetDeviceProperties(&properties, 0) == cudaSuccess) return properties.name;
+#endif
+    return (void)ctx, format("cpu, %d threads", thread_count());
+}
+
+// Compute in float? As the checkpoint is stored, unless --dtype says otherwise. The GPU computes in bf16.
+inline bool wide(const std::string& device, const std::string& dtype, const ModelFile& file) {
+    return dtype == "f32" || (dtype != "bf16" && device != "cuda" && file.is_float32());
+}
+
+// The GPU, if it was asked for or is there and can do what is asked; else the CPU.
+inline Context choose_device(const std::string& device, const std::string& dtype, [[maybe_unused]] bool invariant, [[maybe_unused]] const ModelFile& file) {
+    if (!device.empty() && device != "cpu" && device != "cuda") DIE("--device %s: cpu or cuda", device.c_str());
+    const bool wanted = device == "cuda";
+    if (wanted && dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
+#ifdef __CUDACC__
+    if (device == "cpu") return {};
+    try {
+        if (!wanted && wide(device, dtype, file)) return {};
+        check_gpu(file.path, file.config, dtype == "int8" || file.is_int8());
+        Context ctx = open_gpu();
+        ctx.invariant = invariant;
+        return ctx;
+    } catch (const Error&) {
+        if (wanted) throw;
+    }
+#else
+    if (wanted) DIE("--device cuda: this program was built without nvcc");
+#endif
+    return {};
+}
+
 #ifndef QWEN3_NO_MAIN
 
 static volatile sig_atomic_t interrupted = 0;
@@ -3652,23 +3725,6 @@ static const char* USAGE =
     "      --logits FILE     with --ids or --raw or -i: float32 logits of every position, then stop\n"
     "      --logits-hash     the same, as one 64-bit hash on stdout\n"
     "      --synthesize 0.6B|1.7B|4B|8B|14B|32B|CONFIG.json OUT.bin   random weights of that shape (-s: seed)\n";
-
-static double parse_number(const char* option, const char* text, double low, double high) {
-    char* end;
-    errno = 0;
-    double v = strtod(text, &end);
-    if (end == text || *end || errno || !(v >= low && v <= high) || isspace((unsigned char)*text))
-        DIE("%s: %.60s is not a number from %g to %g", option, text, low, high);
-    return v;
-}
-static int64_t parse_integer(const char* option, const char* text, int64_t low, int64_t high) {
-    char* end;
-    errno = 0;
-    long long v = strtoll(text, &end, 10);
-    if (end == text || *end || errno || v < low || v > high || isspace((unsigned char)*text))
-        DIE("%s: %.60s is not a whole number from %lld to %lld", option, text, (long long)low, (long long)high);
-    return v;
-}
 
 static std::string roads_here() {
     std::string list;
@@ -3786,27 +3842,8 @@ static void write_stdout(std::string_view text) {
     if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) DIE("standard output: %s", strerror(errno));
 }
 
-// tokenizer.bin: as said, or beside the model, beside the program, in the working folder. "" if there is none.
-static std::string find_tokenizer(const Options& o) {
-    if (!o.tokenizer.empty()) return o.tokenizer;
-    std::vector<std::string> folders;
-    struct stat st;
-    if (!o.model.empty()) {
-        bool folder = stat(o.model.c_str(), &st) == 0 && S_ISDIR(st.st_mode);
-        size_t slash = o.model.find_last_of('/');
-        folders.push_back(folder ? o.model : slash == std::string::npos ? "." : o.model.substr(0, slash + 1));
-    }
-    char program[4096];
-    ssize_t n = readlink("/proc/self/exe", program, sizeof program);
-    if (n > 0) folders.push_back(std::string(program, (size_t)n).substr(0, std::string(program, (size_t)n).find_last_of('/')));
-    folders.push_back(".");
-    for (auto& f : folders)
-        if (access((f + "/tokenizer.bin").c_str(), F_OK) == 0) return f + "/tokenizer.bin";
-    return "";
-}
-
 static std::unique_ptr<Tokenizer> load_tokenizer(const Options& o) {
-    std::string path = find_tokenizer(o);
+    std::string path = find_tokenizer(o.tokenizer, o.model);
     if (path.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
     return std::make_unique<Tokenizer>(path);
 }
@@ -3855,15 +3892,6 @@ static Sampling sampling_of(const Options& o) {
     return how;
 }
 
-// What the computation runs on, for people.
-static std::string device_name(const Context& ctx) {
-#ifdef __CUDACC__
-    cudaDeviceProp properties;
-    if (ctx.gpu && cudaGetDeviceProperties(&properties, 0) == cudaSuccess) return properties.name;
-#endif
-    return (void)ctx, format("cpu, %d threads", thread_count());
-}
-
 template <class T> void to_device([[maybe_unused]] const Options& o, [[maybe_unused]] const ModelFile& file, [[maybe_unused]] Weights<T>& weights) {
 #ifdef __CUDACC__
     if constexpr (HAS_KERNELS<T>)
@@ -3882,12 +3910,12 @@ template <class T> int answer(const Options& o, const ModelFile& file, double st
     Weights<T> weights(file, o.dtype == "int8");
     to_device(o, file, weights);
     std::unique_ptr<Tokenizer> tokenizer;
-    if (!o.has_ids || !find_tokenizer(o).empty()) {
+    if (!o.has_ids || !find_tokenizer(o.tokenizer, o.model).empty()) {
         tokenizer = load_tokenizer(o);
         // Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off.
         if (tokenizer->size() > c.V || c.V - tokenizer->size() >= 1024) {
             if (!o.has_ids || !o.tokenizer.empty())
-                DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", find_tokenizer(o).c_str(), tokenizer->size(), o.model.c_str(), c.V);
+                DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", find_tokenizer(o.tokenizer, o.model).c_str(), tokenizer->size(), o.model.c_str(), c.V);
             tokenizer.reset(); // found by chance, and not needed
         }
     }
@@ -3955,32 +3983,6 @@ template <class T> int answer(const Options& o, const ModelFile& file, double st
     return interrupted ? 130 : 0;
 }
 
-// Compute in float? As the checkpoint is stored, unless --dtype says otherwise. The GPU computes in bf16.
-static bool wide(const Options& o, const ModelFile& file) {
-    return o.dtype == "f32" || (o.dtype != "bf16" && o.device != "cuda" && file.is_float32());
-}
-
-// The GPU, if it was asked for or is there and can do what is asked; else the CPU.
-static Context choose_device(const Options& o, [[maybe_unused]] const ModelFile& file) {
-    const bool wanted = o.device == "cuda";
-    if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
-#ifdef __CUDACC__
-    if (o.device == "cpu") return {};
-    try {
-        if (!wanted && wide(o, file)) return {};
-        check_gpu(file.path, file.config, o.dtype == "int8" || file.is_int8());
-        Context ctx = open_gpu();
-        ctx.invariant = o.invariant;
-        return ctx;
-    } catch (const Error&) {
-        if (wanted) throw;
-    }
-#else
-    if (wanted) DIE("--device cuda: this program was built without nvcc");
-#endif
-    return {};
-}
-
 static int run(int argc, char** argv) {
     const double start = seconds();
     Options o = parse_options(argc, argv);
@@ -3988,7 +3990,6 @@ static int run(int argc, char** argv) {
 #ifdef _OPENMP
     if (o.threads) omp_set_num_threads(o.threads);
 #endif
-    if (!o.device.empty() && o.device != "cpu" && o.device != "cuda") DIE("--device %s: cpu or cuda", o.device.c_str());
     if (o.has_tokenize) {
         std::string line;
         for (int id : load_tokenizer(o)->encode(o.tokenize == "-" ? read_stdin() : o.tokenize, true)) line += format(line.empty() ? "%d" : " %d", id);
@@ -4007,9 +4008,9 @@ static int run(int argc, char** argv) {
     if (!o.has_input && !o.has_ids && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (without it there is a chat, which has no --raw, --json or --logits)");
     ModelFile file(o.model);
-    o.ctx = choose_device(o, file);
-    if (o.bench) return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
-    return wide(o, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);
+    o.ctx = choose_device(o.device, o.dtype, o.invariant, file);
+    if (o.bench) return wide(o.device, o.dtype, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
+    return wide(o.device, o.dtype, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);
 }
 
 int main(int argc, char** argv) {
