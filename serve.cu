@@ -207,9 +207,9 @@ struct Speech {
         }
         piece.text += text;
         shown += text.size();
-        // Tokens whose text is out; those without any wait for the next, since the end may still give them some.
-        size_t end = given, ready = 0;
-        for (size_t i = 0; i < held.size() && (end += held[i].text.size()) <= shown; i++)
+        // Tokens whose text is out; those that may get some more, from a character that is not complete, wait.
+        size_t end = given, ready = 0, sure = held.size() - (!held.empty() && !characters.held.empty());
+        for (size_t i = 0; i < sure && (end += held[i].text.size()) <= shown; i++)
             if (!held[i].text.empty()) ready = i + 1;
         for (; ready > 0; ready--) {
             given += held.front().text.size();
@@ -1825,7 +1825,8 @@ struct Exchange {
     // One line of JSON, without a word of what was said.
     void log() const {
         sj::Writer w;
-        w.object().field("time", format("%.3f", (double)std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count() / 1e3));
+        const auto now = std::chrono::system_clock::now().time_since_epoch();
+        w.object().field("time", (double)std::chrono::duration_cast<std::chrono::milliseconds>(now).count() / 1e3);
         w.field("method", method.substr(0, 16)).field("path", path.compare(0, 4, "/v1/") == 0 || path.size() < 16 ? path.substr(0, 32) : "other");
         w.field("status", status).field("seconds", seconds() - start);
         if (answer) {
