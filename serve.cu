@@ -1301,7 +1301,7 @@ static volatile sig_atomic_t interrupted = 0;
 struct BatchRow {
     std::string_view line;
     std::string custom_id;
-    std::string_view answer; // its line in the partial file of an earlier run
+    bool answered = false; // in the partial file of an earlier run
 };
 
 inline std::vector<BatchRow> read_batch(const MappedFile& file) {
@@ -1318,7 +1318,7 @@ inline std::vector<BatchRow> read_batch(const MappedFile& file) {
         const std::string id = doc.root()["custom_id"].str();
         if (id.empty()) DIE("%s: line %zu: no custom_id", file.path.c_str(), line);
         if (!seen.insert(id).second) DIE("%s: line %zu: its custom_id is taken", file.path.c_str(), line);
-        rows.push_back({s, id, {}});
+        rows.push_back({s, id});
     }
     if (rows.empty()) DIE("%s: no request in it", file.path.c_str());
     return rows;
@@ -1345,135 +1345,148 @@ inline Ask read_batch_ask(const Service& service, std::string_view line) {
     return ask;
 }
 
-// Returns the exit status. `first`: what the answers depend on, the partial file's first line.
-inline int run_batch(const Service& service, Desk& desk, const std::string& in, const std::string& out, const std::string& first) {
-    const MappedFile requests(in);
-    std::vector<BatchRow> rows = read_batch(requests);
+// A batch between its two files.
+struct Batcher {
+    const std::string out, partial, header; // the partial file's first line says what the answers depend on
+    const MappedFile requests;
+    std::vector<BatchRow> rows;
     std::unordered_map<std::string, size_t> by_id;
-    for (size_t i = 0; i < rows.size(); i++) by_id[rows[i].custom_id] = i;
-    if (access(out.c_str(), F_OK) == 0) DIE("%s: exists; remove it or name another file", out.c_str());
-    const std::string partial = out + ".partial", header = first + "\n";
-    FILE* file = fopen(partial.c_str(), "a+b");
-    if (!file) DIE("%s: %s", partial.c_str(), strerror(errno));
-    std::unique_ptr<FILE, int (*)(FILE*)> closes(file, fclose);
-    auto append = [&](const std::string& line) {
-        if (fwrite(line.data(), 1, line.size(), file) != line.size() || fflush(file)) DIE("%s: %s", partial.c_str(), strerror(errno));
-    };
-    size_t have = 0;
-    struct stat st;
-    if (fstat(fileno(file), &st) == 0 && st.st_size > 0) {
-        const MappedFile before(partial);
-        size_t whole = before.text().rfind('\n') + 1; // what was cut short is asked again
-        if (before.text().substr(0, std::min(whole, header.size())) != header.substr(0, whole))
+    std::unique_ptr<FILE, int (*)(FILE*)> file{nullptr, fclose};
+    size_t have = 0;                        // answers in the partial file
+
+    // `depends`: a JSON object of what the answers depend on, but for the requests.
+    Batcher(const std::string& in, const std::string& out, const std::string& depends)
+        : out(out), partial(out + ".partial"), header(depends + "\n"), requests(in), rows(read_batch(requests)) {
+        for (size_t i = 0; i < rows.size(); i++) by_id[rows[i].custom_id] = i;
+        if (access(out.c_str(), F_OK) == 0) DIE("%s: exists; remove it or name another file", out.c_str());
+        file.reset(fopen(partial.c_str(), "a+b"));
+        struct stat st;
+        if (!file || fstat(fileno(file.get()), &st)) DIE("%s: %s", partial.c_str(), strerror(errno));
+        if (st.st_size > 0) take_up();
+        else append(header);
+    }
+
+    // Returns the exit status.
+    int run(const Service& service, Desk& desk) {
+        // So many requests are in the engine's hands that it never runs dry; they come back by `finished`.
+        struct Open { std::shared_ptr<Reply> reply; std::unique_ptr<Answer> answer; };
+        std::mutex mutex;
+        std::condition_variable news;
+        std::vector<size_t> finished;
+        struct OpenOnes : std::map<size_t, Open> { // however we leave, the engine must not call us any more
+            ~OpenOnes() {
+                for (auto& [index, o] : *this) {
+                    std::lock_guard lock(o.reply->mutex);
+                    o.reply->wake = nullptr, o.reply->cancelled = true;
+                }
+            }
+        } open;
+        size_t next = 0, jobs = 0, refused = 0, tokens = 0;
+        const size_t before = have;
+        const double start = seconds();
+        double told = start;
+        auto keep = [&](const BatchRow& row, int status, const std::string& body) {
+            append(batch_line(row.custom_id, status, body));
+            have++, refused += status != 200;
+        };
+        auto show = [&] {
+            const double spent = seconds() - start, share = (double)have / (double)rows.size();
+            const double left = have > before ? spent * (double)(rows.size() - have) / (double)(have - before) : 0;
+            fprintf(stderr, "\r[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   ", std::string((size_t)(share * 24), '=').c_str(), have,
+                    rows.size(), (double)desk.look().answer_tokens / spent, left);
+            told = seconds();
+        };
+        while (have < rows.size() && !interrupted) {
+            while (next < rows.size() && jobs < desk.limit / 2) {
+                const size_t index = next++;
+                if (rows[index].answered) continue;
+                try {
+                    Ask ask = read_batch_ask(service, rows[index].line);
+                    Open o = {ask.jobs[0].reply, std::make_unique<Answer>(service, ask)};
+                    o.reply->wake = [&, index, reply = o.reply.get()] {
+                        if (reply->left) return;
+                        std::lock_guard lock(mutex);
+                        finished.push_back(index);
+                        news.notify_one();
+                    };
+                    jobs += ask.jobs.size();
+                    open[index] = std::move(o);
+                    desk.submit(std::move(ask.jobs)); // there is room: `limit` is made for it
+                } catch (const Refusal& r) {
+                    keep(rows[index], r.status, error_json(r));
+                }
+            }
+            std::vector<size_t> ready;
+            {
+                std::unique_lock lock(mutex);
+                if (!open.empty()) news.wait_for(lock, std::chrono::milliseconds(200), [&] { return !finished.empty(); });
+                ready.swap(finished);
+            }
+            for (size_t index : ready) {
+                Open& o = open[index];
+                {
+                    std::lock_guard lock(o.reply->mutex); // until the engine is back from the call that woke us
+                    o.reply->wake = nullptr;
+                    for (Piece& piece : o.reply->pieces) o.answer->add(std::move(piece));
+                }
+                jobs -= o.answer->choices.size(), tokens += o.answer->count();
+                keep(rows[index], 200, o.answer->whole());
+                open.erase(index);
+            }
+            if (seconds() - told >= 1) show();
+        }
+        const double spent = seconds() - start;
+        show();
+        fputc('\n', stderr);
+        if (have < rows.size()) {
+            fprintf(stderr, "%s: %zu of %zu answers; the same command goes on\n", partial.c_str(), have, rows.size());
+            return 130;
+        }
+        finish();
+        fprintf(stderr, "%s: %zu answers, %zu errors among those of this run; %zu tokens in %.2f s, %.1f tok/s\n", out.c_str(), rows.size(),
+                refused, tokens, spent, (double)tokens / spent);
+        return 0;
+    }
+
+  private:
+    void append(const std::string& line) {
+        if (fwrite(line.data(), 1, line.size(), file.get()) != line.size() || fflush(file.get())) DIE("%s: %s", partial.c_str(), strerror(errno));
+    }
+    // f(row, line) for every whole line of the partial file but the first. Returns where the last of them ends.
+    template <class F> size_t each_answer(const MappedFile& map, F f) {
+        const size_t whole = map.text().rfind('\n') + 1;
+        if (map.text().substr(0, std::min(whole, header.size())) != header.substr(0, whole))
             DIE("%s: begun with another model, other requests or options; remove it to start anew", partial.c_str());
         for (size_t at = header.size(); at < whole;) {
-            const std::string_view line = before.text().substr(at, before.text().find('\n', at) + 1 - at);
+            const std::string_view line = map.text().substr(at, map.text().find('\n', at) + 1 - at);
             at += line.size();
             sj::Doc doc;
-            const bool good = sj::parse(doc, line).empty() && by_id.count(doc.root()["custom_id"].str());
-            if (!good) DIE("%s: a damaged line; remove the file to start anew", partial.c_str());
-            BatchRow& row = rows[by_id[doc.root()["custom_id"].str()]];
-            have += row.answer.empty();
-            row.answer = "there";
+            sj::parse(doc, line);
+            const auto row = by_id.find(doc.root()["custom_id"].str());
+            if (row == by_id.end()) DIE("%s: a damaged line; remove the file to start anew", partial.c_str());
+            f(rows[row->second], line);
         }
-        if (ftruncate(fileno(file), (off_t)whole)) DIE("%s: %s", partial.c_str(), strerror(errno));
-        st.st_size = (off_t)whole;
+        return whole;
     }
-    if (st.st_size == 0) append(header);
-    if (have) fprintf(stderr, "%s: %zu of %zu answers are there\n", partial.c_str(), have, rows.size());
-
-    // So many requests are in the engine's hands that it never runs dry; answers come back by `finished`.
-    struct Open { std::shared_ptr<Reply> reply; std::unique_ptr<Answer> answer; };
-    std::mutex mutex;
-    std::condition_variable news;
-    std::vector<size_t> finished;
-    struct OpenOnes : std::map<size_t, Open> { // however we leave, the engine must not call us any more
-        ~OpenOnes() {
-            for (auto& [index, o] : *this) {
-                std::lock_guard lock(o.reply->mutex);
-                o.reply->wake = nullptr, o.reply->cancelled = true;
-            }
-        }
-    } open;
-    size_t next = 0, jobs = 0, refused = 0;
-    const size_t before = have;
-    size_t tokens = 0;
-    const double start = seconds();
-    double told = start;
-    auto done_with = [&](const BatchRow& row, int status, const std::string& body) {
-        append(batch_line(row.custom_id, status, body));
-        have++, refused += status != 200;
-    };
-    auto show = [&] {
-        const double now = seconds(), share = (double)have / (double)rows.size(), spent = now - start;
-        const size_t now_tokens = desk.look().answer_tokens;
-        const std::string bar((size_t)(share * 24), '=');
-        const double left = have > before ? spent * (double)(rows.size() - have) / (double)(have - before) : 0;
-        fprintf(stderr, "\r[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   ", bar.c_str(), have, rows.size(), (double)now_tokens / spent, left);
-        told = now;
-    };
-    while (have < rows.size() && !interrupted) {
-        while (next < rows.size() && jobs < desk.limit / 2) {
-            const size_t index = next++;
-            if (!rows[index].answer.empty()) continue;
-            try {
-                Ask ask = read_batch_ask(service, rows[index].line);
-                Open o = {ask.jobs[0].reply, std::make_unique<Answer>(service, ask)};
-                o.reply->wake = [&, index, reply = o.reply.get()] {
-                    if (reply->left) return;
-                    std::lock_guard lock(mutex);
-                    finished.push_back(index);
-                    news.notify_one();
-                };
-                jobs += ask.jobs.size();
-                open[index] = std::move(o);
-                desk.submit(std::move(ask.jobs)); // there is room: see `limit`
-            } catch (const Refusal& r) {
-                done_with(rows[index], r.status, error_json(r));
-            }
-        }
-        std::vector<size_t> ready;
-        {
-            std::unique_lock lock(mutex);
-            if (!open.empty()) news.wait_for(lock, std::chrono::milliseconds(200), [&] { return !finished.empty(); });
-            ready.swap(finished);
-        }
-        for (size_t index : ready) {
-            Open& o = open[index];
-            { // the engine may still hold it, just behind the call that woke us
-                std::lock_guard lock(o.reply->mutex);
-                o.reply->wake = nullptr;
-                for (Piece& piece : o.reply->pieces) o.answer->add(std::move(piece));
-            }
-            jobs -= o.answer->choices.size(), tokens += o.answer->count();
-            done_with(rows[index], 200, o.answer->whole());
-            open.erase(index);
-        }
-        if (seconds() - told >= 1) show();
+    void take_up() {
+        const size_t whole = each_answer(MappedFile(partial), [&](BatchRow& row, std::string_view) {
+            have += !row.answered;
+            row.answered = true;
+        });
+        if (ftruncate(fileno(file.get()), (off_t)whole)) DIE("%s: %s", partial.c_str(), strerror(errno)); // half a line is asked again
+        if (whole == 0) append(header);
+        fprintf(stderr, "%s: %zu of %zu answers are there\n", partial.c_str(), have, rows.size());
     }
-    const double spent = seconds() - start;
-    show();
-    fputc('\n', stderr);
-    if (interrupted) {
-        fprintf(stderr, "%s: %zu of %zu answers; the same command goes on\n", partial.c_str(), have, rows.size());
-        return 130;
+    void finish() {
+        const MappedFile map(partial);
+        std::vector<std::string_view> answers(rows.size());
+        each_answer(map, [&](BatchRow& row, std::string_view line) { answers[(size_t)(&row - rows.data())] = line; });
+        OutputFile whole(out);
+        for (std::string_view line : answers) whole.write(line);
+        whole.commit();
+        unlink(partial.c_str());
     }
-    const MappedFile all(partial);
-    for (size_t at = header.size(); at < all.size;) {
-        const std::string_view line = all.text().substr(at, all.text().find('\n', at) + 1 - at);
-        at += line.size();
-        sj::Doc doc;
-        sj::parse(doc, line);
-        rows[by_id[doc.root()["custom_id"].str()]].answer = line;
-    }
-    OutputFile whole(out);
-    for (const BatchRow& row : rows) whole.write(row.answer);
-    whole.commit();
-    unlink(partial.c_str());
-    fprintf(stderr, "%s: %zu answers, %zu of them errors now; %zu tokens in %.2f s, %.1f tok/s\n", out.c_str(), rows.size(), refused,
-            tokens, spent, (double)tokens / spent);
-    return 0;
-}
+};
 
 #ifndef SERVE_NO_MAIN // (tests of the parts above need neither HTTP nor main)
 // ===================================================================================================== 6 HTTP
@@ -1903,7 +1916,7 @@ void Server::start() {
                               MHD_OPTION_URI_LOG_CALLBACK, (Line)request_line, this, MHD_OPTION_NOTIFY_COMPLETED, (Completed)completed, this,
                               MHD_OPTION_SOCK_ADDR, six ? (sockaddr*)&v6 : (sockaddr*)&v4, MHD_OPTION_CONNECTION_LIMIT, connections,
                               MHD_OPTION_CONNECTION_TIMEOUT, IDLE_S, MHD_OPTION_THREAD_POOL_SIZE, threads,
-                              MHD_OPTION_LISTENING_ADDRESS_REUSE, 1u, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
+                              MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
     if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
 }
 
@@ -2052,6 +2065,15 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const Tokenizer tokenizer(path);
     if (tokenizer.size() > c.V || c.V - tokenizer.size() >= 1024)
         DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", path.c_str(), tokenizer.size(), o.model.c_str(), c.V);
+    std::unique_ptr<Batcher> batch;
+    if (!http) {
+        const MappedFile requests(o.batch);
+        sj::Writer depends;
+        depends.object().field("requests", fnv1a(requests.data, requests.size)).field("model", o.model);
+        depends.field("config", fnv1a(file.config_text.data(), file.config_text.size())).field("tokenizer", tokenizer.hash());
+        depends.field("dtype", o.dtype).field("context", e.context).field("think", o.think).field("system", o.system).end();
+        batch = std::make_unique<Batcher>(o.batch, o.output, depends.text);
+    }
     Weights<T> weights(file, o.dtype == "int8");
 #ifdef __CUDACC__
     if constexpr (HAS_KERNELS<T>) if (gpu) weights.upload(o.ctx, file);
@@ -2075,14 +2097,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         ~Ending() { desk.close(), thread.join(); }
     } ending{desk, thread};
     loading = false;
-    if (!http) {
-        const MappedFile requests(o.batch);
-        const uint64_t model = fnv1a(file.config_text.data(), file.config_text.size(), fnv1a(o.model.data(), o.model.size()));
-        sj::Writer first;
-        first.object().field("requests", fnv1a(requests.data, requests.size)).field("model", model).field("tokenizer", tokenizer.hash());
-        first.field("context", e.context).field("think", o.think).field("system", o.system).end();
-        return run_batch(server.service, desk, o.batch, o.output, first.text);
-    }
+    if (!http) return batch->run(server.service, desk);
     server.ready = true;
     const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
     const bool six = o.server.host.find(':') != std::string::npos;
