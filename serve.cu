@@ -1561,6 +1561,7 @@ struct Exchange {
     bool suspended = false;                // guarded by reply->mutex
     std::string out;                       // of a stream; sent up to `sent`
     size_t sent = 0;
+    double first_token = 0;
 
     Exchange(Server& s, MHD_Connection* c, Peer& p, const char* url, const char* m) : server(s), connection(c), peer(p), method(m), path(url) {}
     Exchange(const Exchange&) = delete;
@@ -1572,6 +1573,7 @@ struct Exchange {
             std::lock_guard lock(reply->mutex);
             reply->wake = nullptr;
             if (reply->left) reply->cancelled = true;
+            first_token = reply->first;
         }
         log();
         std::lock_guard lock(server.mutex);
@@ -1845,7 +1847,7 @@ struct Exchange {
         if (answer) {
             w.field("id", answer->id).field("prompt_tokens", answer->prompt_tokens).field("cached_tokens", answer->cached());
             w.field("completion_tokens", answer->count()).field("complete", answer->complete());
-            if (reply && reply->first > 0) w.field("first_token_seconds", reply->first - start);
+            if (first_token > 0) w.field("first_token_seconds", first_token - start);
         }
         const std::string line = w.end().text + "\n";
         fwrite(line.data(), 1, line.size(), stdout);
@@ -2084,6 +2086,9 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, %d at once, %zu pages of %d tokens; ready in %.2f s\n", o.name.c_str(),
             (double)c.parameters() / 1e6, weights.type_name(), device_name(o.ctx).c_str(), e.context, e.max_seqs, desk.look().pages, PAGE, seconds() - start);
     std::thread thread([&] {
+#ifdef _OPENMP
+        if (o.threads) omp_set_num_threads(o.threads); // each thread has its own number
+#endif
         try {
             engine.run();
         } catch (const std::exception& fault) { // the GPU, or memory: there is no way on

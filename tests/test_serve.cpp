@@ -849,7 +849,7 @@ TEST_CASE("a thousand open streams, and one that reads a byte at a time") {
 TEST_CASE("a full queue is 429, and SIGTERM lets answers come to their end") {
     Serving server({"--max-queue", "1", "--max-seqs", "1"});
     Http first(server.port), second(server.port);
-    first.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 2000, \"ignore_eos\": true, \"seed\": 1, \"stream\": true"));
+    first.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 1000, \"ignore_eos\": true, \"temperature\": 1.5, \"top_k\": 0, \"stream\": true"));
     REQUIRE(first.head().status == 200);
     second.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 2, \"seed\": 1"));
     while (server.metric("num_requests_waiting") < 1) usleep(1000);
