@@ -19,6 +19,7 @@ struct Http {
     int fd;
     std::string buffer; // received and not yet taken
     bool chunked = false;
+    int patience = 30'000;  // ms without a byte
 
     explicit Http(int port, const char* host = "127.0.0.1") : fd(socket(AF_INET, SOCK_STREAM, 0)) {
         sockaddr_in at = {};
@@ -46,10 +47,10 @@ struct Http {
             bytes.remove_prefix((size_t)n);
         }
     }
-    // More bytes within timeout_ms; false: the peer has closed.
-    bool fill(int timeout_ms = 30'000) {
+    // More bytes; false: the peer has closed.
+    bool fill() {
         pollfd p = {fd, POLLIN, 0};
-        if (poll(&p, 1, timeout_ms) != 1) DIE("no answer within %d ms", timeout_ms);
+        if (poll(&p, 1, patience) != 1) DIE("no answer within %d ms", patience);
         char some[65536];
         const ssize_t n = recv(fd, some, sizeof some, 0);
         if (n > 0) buffer.append(some, (size_t)n);
