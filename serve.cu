@@ -38,6 +38,13 @@
 
 // ======================================================================================= 1 Between the threads
 
+inline uint64_t random_bits() {
+    static std::mutex mutex; // some random_devices are files
+    std::lock_guard lock(mutex);
+    static std::random_device device;
+    return (uint64_t)device() << 32 | device();
+}
+
 struct Alternative {
     int id;
     float logprob;
@@ -100,7 +107,7 @@ struct Histogram {
 
 struct Figures {
     size_t running = 0, waiting = 0, pages = 0, pages_used = 0; // now
-    uint64_t prompt_tokens = 0, answer_tokens = 0, looked_up = 0, found = 0, preempted = 0, steps = 0;
+    uint64_t prompt_tokens = 0, answer_tokens = 0, looked_up = 0, found = 0, preempted = 0;
     uint64_t stopped = 0, cut = 0, cancelled = 0; // answers, by how they ended
     Histogram first_token, between_tokens, whole;
 };
@@ -300,7 +307,8 @@ struct PagePool {
     }
 
   private:
-    static uint64_t hash(uint64_t before, const int* ids) { return fnv1a(ids, PAGE * sizeof(int), fnv1a(&before, sizeof before)); }
+    uint64_t start = random_bits(); // so that nobody can prepare texts that fall on each other
+    uint64_t hash(uint64_t before, const int* ids) const { return fnv1a(ids, PAGE * sizeof(int), fnv1a(&before, sizeof before, start)); }
 };
 
 struct EngineOptions {
@@ -328,6 +336,7 @@ __device__ inline bool has_penalties(const Sampling& how) { return how.repeat !=
 
 // Completes a step's numbers, a thread a row or draw: tokens that the host has not seen yet, the block table, how to draw.
 __global__ void prepare_kernel(Batch b, int* token, int* table, const int* draw_seq, Draw* draws, int R, Slots slots) {
+    wait_for_previous();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < b.N && b.seq[i] >= 0) {
         if (token[i] < 0) token[i] = slots.last[b.seq[i]];
@@ -428,7 +437,6 @@ template <class T> struct Engine {
         if (!next.token.empty()) {
             compute(next);
             for (auto& [number, q] : running) remember(*q);
-            figures.steps++;
         }
         const size_t ahead = ctx.gpu && !next.token.empty();
         if (!next.token.empty()) under_way.push_back(std::move(next));
@@ -652,7 +660,7 @@ template <class T> struct Engine {
             const auto it = running.find(s.draws[i].number);
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
             if (s.informed[i]) told = &s.logits[row++ * (size_t)config.V];
-            if (valid && take(*it->second, s.ids[i], told)) {
+            if (valid && accept(*it->second, s.ids[i], told)) {
                 vacate(*it->second);
                 running.erase(it);
             }
@@ -660,7 +668,7 @@ template <class T> struct Engine {
     }
 
     // One more token of an answer. True if it was the last.
-    bool take(Sequence& q, int id, const float* row) {
+    bool accept(Sequence& q, int id, const float* row) {
         Job& job = q.job;
         Piece piece;
         q.pending--;
@@ -955,13 +963,6 @@ struct Fields {
         return v.str();
     }
 };
-
-inline uint64_t random_bits() {
-    static std::mutex mutex; // some random_devices are files
-    std::lock_guard lock(mutex);
-    static std::random_device device;
-    return (uint64_t)device() << 32 | device();
-}
 
 inline std::vector<int> ids_from_json(const Service& service, sj::Value list, const char* name) {
     std::vector<int> ids;
@@ -1965,7 +1966,7 @@ static const char* USAGE =
     "      --max-seqs N          answers at once (default: CPU 16, GPU 256)\n"
     "      --max-queue N         answers that may wait (default 1024); beyond it requests get status 429\n"
     "      --kv-memory GB        of the KV cache (default: CPU a quarter of the memory at most, GPU nearly all)\n"
-    "      --chunk N             tokens of prompts in a step that others wait for (default: CPU 128, GPU 512)\n"
+    "      --chunk N             tokens of prompts in a step that others wait for (default: CPU 128, GPU 256)\n"
     "  -y, --system TEXT         system prompt of conversations that have none\n"
     "  -r, --think 0|1           whether the model thinks first where a request does not say (default 0)\n"
     "      --api-key-file FILE   a key a line; requests must have one of them\n"
@@ -2054,7 +2055,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (!e.max_seqs) e.max_seqs = gpu ? 256 : 16;
     e.burst = gpu ? 8192 : 512;
     if (!http) e.chunk = e.burst; // nobody waits for the next token
-    if (!e.chunk) e.chunk = gpu ? 512 : 128;
+    if (!e.chunk) e.chunk = gpu ? 256 : 128;
     if (e.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", e.context, c.max_positions);
 
     Desk desk;
