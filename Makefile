@@ -1,7 +1,8 @@
-# make              qwen3, with nvcc where it is found, else with g++ alone; and datagen
+# make              qwen3 and serve, with nvcc where it is found, else with g++ alone; and datagen
 # make cpu          the same with g++ alone
 # make test         builds with -Werror, runs every suite; the last line counts
 # make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
+# make tsan         the server's suite, the server under ThreadSanitizer
 # make bench        speed of this machine's build, and of its GPU's kernels
 # make clean
 # Options: PORTABLE=1 a binary for any x86-64    CXX=clang++    ARCH=native|all|"80 89"    V=1 shows the commands
@@ -21,6 +22,7 @@ HAVE_NVCC := $(if $(filter cpu,$(MAKECMDGOALS)),,$(shell command -v $(NVCC) 2>/d
 OPENMP    := $(shell echo 'int main(){}' | $(CXX) -fopenmp -x c++ - -o /dev/null 2>/dev/null && echo -fopenmp)
 EDIT      := $(shell printf '\043include <stdio.h>\n\043include <histedit.h>\nint main(){}' | $(CXX) -x c++ - -o /dev/null -ledit 2>/dev/null && echo -ledit)
 CURL      := $(shell printf '\043include <curl/curl.h>\nint main(){curl_global_cleanup();}' | $(CXX) -x c++ - -o /dev/null -lcurl 2>/dev/null && echo -lcurl)
+MHD       := $(shell printf '\043include <microhttpd.h>\nint main(){return !MHD_get_version();}' | $(CXX) -x c++ - -o /dev/null -lmicrohttpd 2>/dev/null && echo -lmicrohttpd)
 TUNE      := $(if $(PORTABLE),,-march=native)
 CXXFLAGS  ?=
 FLAGS      = $(TUNE) -ffp-contract=off $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(if $(EDIT),-DHAVE_LIBEDIT) $(WARN) $(CXXFLAGS)
@@ -41,28 +43,37 @@ space    := $(empty) $(empty)
 NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(FLAGS)))
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
-.PHONY: all cpu info test asan fuzz bench clean cuda-check
-all cpu: info qwen3 datagen
+.PHONY: all cpu info test asan tsan fuzz bench clean cuda-check
+all cpu: info qwen3 datagen $(if $(MHD),serve)
 
 info:
 	@echo "compiler  $(if $(HAVE_NVCC),$(HAVE_NVCC) with $(CXX),$(CXX); no nvcc: CPU only)"
 	@echo "threads   $(if $(OPENMP),OpenMP,one: $(CXX) has no OpenMP)"
 	@echo "chat      $(if $(EDIT),libedit: line editing and history,the terminal's own line mode (libedit-dev adds history))"
 	@echo "datagen   $(if $(CURL),libcurl: with generate,without generate (libcurl4-openssl-dev adds it))"
+	@echo "serve     $(if $(MHD),libmicrohttpd,not built: it needs libmicrohttpd (libmicrohttpd-dev))"
 	@echo "CPU code  $(if $(TUNE),for this machine (PORTABLE=1: for any x86-64),for any x86-64)"
 	@$(if $(HAVE_NVCC),echo "GPU code  $(if $(WANTED),$(addprefix sm_,$(patsubst 90,90a,$(WANTED))),sm_80 and its PTX: no GPU seen here)",:)
 
 # What the last build was made with: another compiler or flag rebuilds.
 $(BUILD)/command: FORCE
 	@mkdir -p $(BUILD)
-	@echo '$(COMPILE) $(CURL)' | cmp -s - $@ || echo '$(COMPILE) $(CURL)' > $@
+	@echo '$(COMPILE) $(CURL) $(MHD)' | cmp -s - $@ || echo '$(COMPILE) $(CURL) $(MHD)' > $@
 FORCE:
 
 qwen3: qwen3.cu $(HEADERS) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@ $(EDIT)
 	@echo "built     ./qwen3"
 
+serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/command
+	$(Q)$(COMPILE) $< -o $@ -lmicrohttpd
+	@echo "built     ./serve"
+
 # Plain C++, whatever compiles the model.
+bench_serve: tests/bench_serve.cpp tests/http.h file.h sj.h $(BUILD)/command
+	$(Q)$(CXX) $(CPUFLAGS) $< -o $@ -pthread
+	@echo "built     ./bench_serve"
+
 DATAGEN   = file.h sj.h tokenizer.h chat_template.h dataset.h score.h datagen.cpp
 CURLFLAGS = $(if $(CURL),-DHAVE_CURL)
 datagen: $(DATAGEN) $(BUILD)/command
@@ -81,7 +92,7 @@ bench: info qwen3
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
 UNITS     = $(addprefix test_,ops model sampler loader int8 generate) # test_units.cpp includes them
 GPU_SUITES = test_gpu test_gpu_backward
-SUITES    = $(filter-out $(UNITS) $(GPU_SUITES),$(notdir $(basename $(wildcard tests/test_*.cpp))))
+SUITES    = $(filter-out $(UNITS) $(GPU_SUITES) $(if $(MHD),,test_serve),$(notdir $(basename $(wildcard tests/test_*.cpp))))
 JOBS     ?= $(shell nproc 2>/dev/null || echo 1)
 MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)$(PORTABLE:%=-portable)
 T         = $(BUILD)/$(MODE)
@@ -93,6 +104,10 @@ $(T)/qwen3: qwen3.cu $(HEADERS)
 $(T)/datagen: $(DATAGEN)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
+$(T)/serve: serve.cu qwen3.cu $(HEADERS)
+	@mkdir -p $(T)
+	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@ -lmicrohttpd
+$(T)/test_serve: serve.cu
 $(T)/test_units: $(UNITS:%=tests/%.cpp)
 $(T)/test_datagen $(T)/test_dataset: $(DATAGEN)
 $(T)/test_score: score.h
@@ -109,17 +124,23 @@ $(GPU_SUITES:%=$(BUILD)/%): $(BUILD)/%: tests/%.cpp $(wildcard tests/*.h) qwen3.
 	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I. $< -o $@ $(EDIT)
 
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(T)/datagen $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
-	@QWEN3=$(T)/qwen3 DATAGEN=$(T)/datagen NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/%.cpp) | grep -c '^TEST_CASE')) \
+	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(T)/datagen $(if $(MHD),$(T)/serve) $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
+	@QWEN3=$(T)/qwen3 DATAGEN=$(T)/datagen SERVE=$(T)/serve NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/%.cpp) | grep -c '^TEST_CASE')) \
 	  tests/run.sh $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
 asan:
 	@$(MAKE) --no-print-directory test SANITIZE=1
+# (One thread of OpenMP: ThreadSanitizer does not see how its threads wait for each other.)
+tsan: $(T)/test_serve
+	@mkdir -p $(BUILD)/tsan
+	$(Q)$(CXX) -x c++ $(TESTFLAGS) -O1 -fsanitize=thread serve.cu -o $(BUILD)/tsan/serve -lmicrohttpd
+	SERVE=$(BUILD)/tsan/serve OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 tests/run.sh $(T)/test_serve
 
 # ---- Fuzzers: clang's libFuzzer, seeds in tests/fixtures/fuzz/NAME.
 FUZZERS   = $(notdir $(basename $(wildcard tests/fuzz_*.cpp)))
 SECONDS_EACH ?= 20
 CLANG     ?= clang++
 $(BUILD)/fuzz/fuzz_jieba: score.h
+$(BUILD)/fuzz/fuzz_request: serve.cu
 $(BUILD)/fuzz/fuzz_jsonl $(BUILD)/fuzz/fuzz_chunk $(BUILD)/fuzz/fuzz_dataset: $(DATAGEN)
 $(BUILD)/fuzz/%: tests/%.cpp qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)/fuzz
@@ -137,8 +158,10 @@ fuzz: $(addprefix $(BUILD)/fuzz/,$(FUZZERS))
 cuda-check:
 	@for a in 80 89 90a 120; do \
 	  echo "nvcc sm_$$a"; \
-	  $(NVCC) -x cu -std=c++17 -gencode arch=compute_$$a,code=sm_$$a -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -I. -c tests/test_gpu.cpp -o /dev/null || exit 1; \
+	  for f in $(GPU_SUITES:%=tests/%.cpp) serve.cu train_lora.cu; do \
+	    $(NVCC) -x cu -std=c++17 -gencode arch=compute_$$a,code=sm_$$a -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -I. -c $$f -o /dev/null || exit 1; \
+	  done; \
 	done
 
 clean:
-	rm -rf qwen3 datagen $(BUILD)
+	rm -rf qwen3 datagen serve bench_serve $(BUILD)

@@ -3230,13 +3230,8 @@ __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, i
     for (int i = threadIdx.x; i < C; i += blockDim.x) picked[(size_t)blockIdx.x * C + i] = x[(size_t)rows[blockIdx.x] * C + i];
 }
 inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W, int R) {
-    const LogitsEpilogue epilogue = {logits, (size_t)W.out()};
-    if (R <= STREAM_TOKENS && !ctx.invariant) {
-        stream_product(ctx, {x, rows, nullptr, nullptr, 0, W.w[0], R, W.in, W.out()}, epilogue);
-        return;
-    }
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
-    product_gpu(ctx, epilogue, picked, W, R);
+    product_gpu(ctx, LogitsEpilogue{logits, (size_t)W.out()}, picked, W, R);
 }
 #endif
 
@@ -5562,6 +5557,7 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 }
 
 // ==================================================================================================== 9 main
+// ---- What every program's main asks: numbers, the tokenizer, the device
 inline double parse_number(const char* option, const char* text, double low, double high) {
     char* end;
     errno = 0;
@@ -5596,6 +5592,42 @@ inline std::string find_tokenizer(const std::string& named, const std::string& m
     for (auto& f : folders)
         if (access((f + "/tokenizer.bin").c_str(), F_OK) == 0) return f + "/tokenizer.bin";
     return "";
+}
+
+// What the computation runs on, for people.
+inline std::string device_name(const Context& ctx) {
+#ifdef __CUDACC__
+    cudaDeviceProp properties;
+    if (ctx.gpu && cudaGetDeviceProperties(&properties, 0) == cudaSuccess) return properties.name;
+#endif
+    return (void)ctx, format("cpu, %d threads", thread_count());
+}
+
+// Compute in float? As the checkpoint is stored, unless --dtype says otherwise. The GPU computes in bf16.
+inline bool wide(const std::string& device, const std::string& dtype, const ModelFile& file) {
+    return dtype == "f32" || (dtype != "bf16" && device != "cuda" && file.is_float32());
+}
+
+// The GPU, if it was asked for or is there and can do what is asked; else the CPU.
+inline Context choose_device(const std::string& device, const std::string& dtype, [[maybe_unused]] bool invariant, [[maybe_unused]] const ModelFile& file) {
+    if (!device.empty() && device != "cpu" && device != "cuda") DIE("--device %s: cpu or cuda", device.c_str());
+    const bool wanted = device == "cuda";
+    if (wanted && dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
+#ifdef __CUDACC__
+    if (device == "cpu") return {};
+    try {
+        if (!wanted && wide(device, dtype, file)) return {};
+        check_gpu(file.path, file.config, dtype == "int8" || file.is_int8());
+        Context ctx = open_gpu();
+        ctx.invariant = invariant;
+        return ctx;
+    } catch (const Error&) {
+        if (wanted) throw;
+    }
+#else
+    if (wanted) DIE("--device cuda: this program was built without nvcc");
+#endif
+    return {};
 }
 
 #ifndef QWEN3_NO_MAIN
@@ -5825,15 +5857,6 @@ static Sampling sampling_of(const Options& o) {
     return how;
 }
 
-// What the computation runs on, for people.
-static std::string device_name(const Context& ctx) {
-#ifdef __CUDACC__
-    cudaDeviceProp properties;
-    if (ctx.gpu && cudaGetDeviceProperties(&properties, 0) == cudaSuccess) return properties.name;
-#endif
-    return (void)ctx, format("cpu, %d threads", thread_count());
-}
-
 template <class T> void to_device([[maybe_unused]] const Options& o, [[maybe_unused]] const ModelFile& file, [[maybe_unused]] Weights<T>& weights) {
 #ifdef __CUDACC__
     if constexpr (HAS_KERNELS<T>)
@@ -5932,32 +5955,6 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     return interrupted ? 130 : 0;
 }
 
-// Compute in float? As the checkpoint is stored, unless --dtype says otherwise. The GPU computes in bf16.
-static bool wide(const Options& o, const ModelFile& file) {
-    return o.dtype == "f32" || (o.dtype != "bf16" && o.device != "cuda" && file.is_float32());
-}
-
-// The GPU, if it was asked for or is there and can do what is asked; else the CPU.
-static Context choose_device(const Options& o, [[maybe_unused]] const ModelFile& file) {
-    const bool wanted = o.device == "cuda";
-    if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
-#ifdef __CUDACC__
-    if (o.device == "cpu") return {};
-    try {
-        if (!wanted && wide(o, file)) return {};
-        check_gpu(file.path, file.config, o.dtype == "int8" || file.is_int8());
-        Context ctx = open_gpu();
-        ctx.invariant = o.invariant;
-        return ctx;
-    } catch (const Error&) {
-        if (wanted) throw;
-    }
-#else
-    if (wanted) DIE("--device cuda: this program was built without nvcc");
-#endif
-    return {};
-}
-
 static int run(int argc, char** argv) {
     const double start = seconds();
     Options o = parse_options(argc, argv);
@@ -5965,7 +5962,6 @@ static int run(int argc, char** argv) {
 #ifdef _OPENMP
     if (o.threads) omp_set_num_threads(o.threads);
 #endif
-    if (!o.device.empty() && o.device != "cpu" && o.device != "cuda") DIE("--device %s: cpu or cuda", o.device.c_str());
     if (o.has_tokenize) {
         std::string line;
         for (int id : load_tokenizer(o)->encode(o.tokenize == "-" ? read_stdin() : o.tokenize, true)) line += format(line.empty() ? "%d" : " %d", id);
@@ -5984,10 +5980,10 @@ static int run(int argc, char** argv) {
     if (!o.has_input && !o.has_ids && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (without it there is a chat, which has no --raw, --json or --logits)");
     ModelFile file(o.model);
-    o.ctx = choose_device(o, file);
+    o.ctx = choose_device(o.device, o.dtype, o.invariant, file);
     if (o.bench && !o.adapter.empty()) DIE("--adapter changes no figure of --bench");
-    if (o.bench) return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
-    return wide(o, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);
+    if (o.bench) return wide(o.device, o.dtype, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
+    return wide(o.device, o.dtype, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);
 }
 
 int main(int argc, char** argv) {

@@ -28,7 +28,7 @@ static volatile sig_atomic_t interrupted = 0;
 // ================================================================================================== 1 Options
 
 struct Options {
-    std::string model, train, out, eval, tokenizer, adapter_init, merge, dtype, schedule = "cosine";
+    std::string model, train, out, eval, tokenizer, adapter_init, merge, device, dtype, schedule = "cosine";
     AdapterConfig lora;
     float dropout = 0.1f;
     double lr = 1.5e-4, weight_decay = 0.01, warmup = 0.1, clip = 1, epochs = 2;
@@ -62,7 +62,8 @@ static const char* USAGE =
     "      --overwrite       replaces it\n"
     "      --merge PATH      afterwards: a model.bin (PATH ends in .bin) or a Hugging Face folder with the adapter merged\n"
     "      --recompute       keeps less for the backward pass, and computes it again\n"
-    "      --dtype NAME      f32 or bf16 (default: as the model is stored)\n"
+    "  -d, --device NAME     cpu or cuda (default: cuda where there is a GPU for it)\n"
+    "      --dtype NAME      f32 or bf16 (default: as the model is stored; the GPU computes in bf16)\n"
     "  -z, --tokenizer FILE  default: tokenizer.bin beside the model, beside the program, or in this folder\n"
     "  -j, --threads N       CPU threads (default: all)\n";
 
@@ -128,6 +129,7 @@ static Options parse_options(int argc, char** argv) {
         else if (is("", "--overwrite")) o.overwrite = true;
         else if (is("", "--merge")) o.merge = value();
         else if (is("", "--recompute")) o.recompute = true;
+        else if (is("-d", "--device")) o.device = value();
         else if (is("", "--dtype")) {
             o.dtype = value();
             if (o.dtype != "f32" && o.dtype != "bf16") DIE("--dtype %.40s: f32 or bf16", o.dtype.c_str());
@@ -246,7 +248,7 @@ static double schedule(const Options& o, int64_t k, int64_t steps) {
 
 template <class T> struct Trainer {
     using A = acc<T>;
-    static constexpr int HEAD_ROWS = 64; // trained tokens that go through the head at once
+    static constexpr int HEAD_ROWS = 64, GPU_HEAD_ROWS = 1024; // trained tokens that go through the head at once
 
     const Options& o;
     Context ctx;
@@ -258,9 +260,10 @@ template <class T> struct Trainer {
     int64_t epoch_steps, steps, step = 0; // steps an epoch, in all, done
     std::string run;                     // see describe
 
-    Trainer(const Options& options, const ModelFile& f, const Dataset& train, const Dataset* evaluation)
-        : o(options), file(f), c(f.config), w(f), data(train), eval(evaluation) {
+    Trainer(const Options& options, const Context& where, const ModelFile& f, const Dataset& train, const Dataset* evaluation)
+        : o(options), ctx(where), file(f), c(f.config), w(f), data(train), eval(evaluation) {
         ctx.stop = &interrupted;
+        if (ctx.gpu && !o.full && o.lora.rank % 8) DIE("--rank %d: the GPU's kernels take multiples of 8 (--device cpu)", o.lora.rank);
         rows = fitting(data);
         if (eval) eval_rows = fitting(*eval);
         const size_t a_step = (size_t)o.batch * o.accum;
@@ -271,6 +274,9 @@ template <class T> struct Trainer {
         for (const Layer<T>& y : w.layers)
             if (!o.full && o.dropout > 0 && std::max({y.qkv.in, y.o.in, y.down.in}) > 1 << 19) DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
         measure();
+#ifdef __CUDACC__
+        if constexpr (HAS_KERNELS<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (all that --full needs of them it copies)
+#endif
         reserve();
         first_parameters();
         fill();
@@ -375,7 +381,7 @@ template <class T> struct Trainer {
         max_pages = (longest + PAGE - 1) / PAGE;
         kv.plan_training(arena, c, (size_t)N / PAGE + o.batch);
         part("activations", before), before = arena.used;
-        d.plan(arena, c, N, o.full ? 0 : o.lora.rank, std::min(N, HEAD_ROWS));
+        d.plan(arena, c, N, o.full ? 0 : o.lora.rank, std::min(N, ctx.gpu ? GPU_HEAD_ROWS : HEAD_ROWS));
         part("their gradients, logits", before), before = arena.used;
         rope = arena.take<A>((size_t)longest * c.D);
         loss = arena.take<A>(N);
@@ -383,6 +389,9 @@ template <class T> struct Trainer {
         for (int** list : {&token, &pos, &seq, &slot, &named, &target}) *list = arena.take<int>(N);
         place = arena.take<uint32_t>(N);
         pages = arena.take<int>((size_t)o.batch * max_pages);
+#ifdef __CUDACC__
+        if (ctx.gpu) ctx.partial = arena.take<float>(PARTIAL_BYTES / sizeof(float)), ctx.arrived = arena.take<int>(MAX_TILES);
+#endif
         part("the rest", before);
         return parts;
     }
@@ -391,10 +400,15 @@ template <class T> struct Trainer {
         const std::vector<Part> parts = plan();
         std::string line = format("memory: %.1f MB =", (double)arena.used / 1e6);
         for (auto& part : parts) line += format(" %s %.1f%s", part.name, (double)part.bytes / 1e6, &part == &parts.back() ? "\n" : ",");
-        const size_t have = available_memory();
+        size_t have = available_memory();
+#ifdef __CUDACC__
+        size_t all;
+        if (ctx.gpu) CUDA_CHECK(cudaMemGetInfo(&have, &all));
+#endif
+        arena.gpu = ctx.gpu;
         if (arena.used > have)
-            DIE("%s: training needs %zu bytes of memory, %zu more than there are; --recompute, a smaller --batch with more --accum, --max-len%s need less",
-                file.path.c_str(), arena.used, arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
+            DIE("%s: training needs %zu bytes of %s, %zu more than there are; --recompute, a smaller --batch with more --accum, --max-len%s need less",
+                file.path.c_str(), arena.used, ctx.gpu ? "GPU memory" : "memory", arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
         fputs(line.c_str(), stderr);
         arena.allocate("training");
         plan();
@@ -856,14 +870,14 @@ static void remove_run(const std::string& out) {
         if (unlink((out + "/" + name).c_str()) != 0 && errno != ENOENT && errno != ENOTDIR) DIE("%s/%s: %s", out.c_str(), name, strerror(errno));
 }
 
-template <class T> int train(const Options& o, const ModelFile& file, const Dataset& data, const Dataset* eval, size_t leaked) {
+template <class T> int train(const Options& o, const Context& ctx, const ModelFile& file, const Dataset& data, const Dataset* eval, size_t leaked) {
     const std::string state = o.out + "/state.safetensors", log_file = o.out + "/trainer_log.jsonl";
     auto exists = [](const std::string& f) { return access(f.c_str(), F_OK) == 0; };
     const bool old = exists(log_file) || exists(state) || exists(o.out + "/adapter_config.json") || exists(o.out + "/model.bin");
     if (old && !o.resume && !o.overwrite) DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", o.out.c_str());
     if (o.resume && !exists(state)) DIE("%s: no run to resume: it has no state.safetensors", o.out.c_str());
 
-    Trainer<T> t(o, file, data, eval);
+    Trainer<T> t(o, ctx, file, data, eval);
     double best = INFINITY, before = 0;
     if (o.resume) t.read_state(state, best, before);
     make_folder(o.out);
@@ -872,8 +886,8 @@ template <class T> int train(const Options& o, const ModelFile& file, const Data
     size_t trained = 0;
     for (size_t row : t.rows) trained += t.trained(data, row);
     const std::string lora = o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
-    fprintf(stderr, "%s: %.2f M parameters, %s, cpu, %d threads; %s%.2f M of them trained\n", o.model.c_str(), (double)file.config.parameters() / 1e6,
-            t.w.type_name(), thread_count(), lora.c_str(), (o.full ? (double)t.count : (double)adapter_parameters(file.config, o.lora)) / 1e6);
+    fprintf(stderr, "%s: %.2f M parameters, %s, %s; %s%.2f M of them trained\n", o.model.c_str(), (double)file.config.parameters() / 1e6,
+            t.w.type_name(), device_name(ctx).c_str(), lora.c_str(), (o.full ? (double)t.count : (double)adapter_parameters(file.config, o.lora)) / 1e6);
     fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n", o.train.c_str(), t.rows.size(), trained,
             (long long)t.steps, o.batch * o.accum, (long long)t.epoch_steps, (unsigned long long)o.seed);
 
@@ -932,8 +946,8 @@ template <class T> int train(const Options& o, const ModelFile& file, const Data
     return 0;
 }
 
-template <class T> int run_as(const Options& o, const ModelFile& file, const Dataset* data, const Dataset* eval, size_t leaked) {
-    const int status = data ? train<T>(o, file, *data, eval, leaked) : 0;
+template <class T> int run_as(const Options& o, const Context& ctx, const ModelFile& file, const Dataset* data, const Dataset* eval, size_t leaked) {
+    const int status = data ? train<T>(o, ctx, file, *data, eval, leaked) : 0;
     if (status == 0 && !o.merge.empty()) merge<T>(o, file, data ? o.out : o.adapter_init, data);
     return status;
 }
@@ -969,8 +983,8 @@ static int run(int argc, char** argv) {
             if (leaked && !o.allow_leak) DIE("%s: %zu rows are in %s too, whose loss would mean nothing (--allow-leak)", o.train.c_str(), leaked, o.eval.c_str());
         }
     }
-    const bool wide = o.dtype == "f32" || (o.dtype.empty() && file.is_float32());
-    return wide ? run_as<float>(o, file, data.get(), eval.get(), leaked) : run_as<bf16>(o, file, data.get(), eval.get(), leaked);
+    const Context ctx = choose_device(o.device, o.dtype, false, file);
+    return wide(o.device, o.dtype, file) ? run_as<float>(o, ctx, file, data.get(), eval.get(), leaked) : run_as<bf16>(o, ctx, file, data.get(), eval.get(), leaked);
 }
 
 int main(int argc, char** argv) {

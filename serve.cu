@@ -1,0 +1,2156 @@
+/* serve.cu: many conversations at once. An OpenAI-compatible HTTP server, and its Batch format without HTTP.
+
+   Run:    ./serve model.bin                                         http://127.0.0.1:8000/v1
+           ./serve model.bin --batch requests.jsonl -o responses.jsonl
+
+   What happens to a request: a thread of the HTTP library reads and checks it, makes its ids, and hands a Job for each
+   answer that is wanted to the Desk. The one thread of the Engine takes jobs from there and computes step after step:
+   each step is one call of `forward` on a ragged batch, a token of every running answer and a chunk of the prompts that
+   wait. What is drawn goes as a Piece of text to the request's Reply, where the HTTP thread is woken to send it.
+
+   Contracts
+   - A text depends on the request and its seed only, not on what runs beside it: draws go by (seed, position), and rows
+     of a batch do not depend on each other (on a GPU: with --invariant). So an answer may be interrupted, its pages given
+     to others, and computed anew later, and nobody sees it.
+   - Keys and values lie in pages of 16 tokens. Whole pages stay where they are when their answer is done, and serve the
+     next prompt that begins with the same tokens under the same API key, until their room is needed.
+   - Everything that comes over the network is hostile: sizes, counts, ranges and times are limited, below and in
+     section 4. What a client did wrong is thrown as Refusal, and answered in OpenAI's form.
+
+   Contents
+   1 Between the threads   Job, Piece, Reply, Desk, figures
+   2 Speech                ids to text: characters, stop strings, thoughts, log-probabilities
+   3 Engine                pages and prefix cache, schedule, step; on the CPU and on a GPU
+   4 API                   from JSON to jobs, from pieces to JSON
+   5 Batch                 a file of requests
+   6 HTTP                  libmicrohttpd: connections, deadlines, routes
+   7 main
+*/
+#define QWEN3_NO_MAIN
+#include "qwen3.cu"
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <tuple>
+#include <unordered_map>
+
+// ======================================================================================= 1 Between the threads
+
+inline uint64_t random_bits() {
+    static std::mutex mutex; // some random_devices are files
+    std::lock_guard lock(mutex);
+    static std::random_device device;
+    return (uint64_t)device() << 32 | device();
+}
+
+struct Alternative {
+    int id;
+    float logprob;
+};
+
+// What is told of a token when log-probabilities are asked for. Texts joined are the answer.
+struct TokenInfo {
+    int id;
+    float logprob;
+    std::string text;
+    std::vector<Alternative> top;
+};
+
+// The next piece of one of a request's answers.
+struct Piece {
+    int choice = 0;
+    bool thought = false; // what the model says to itself
+    std::string text;
+    std::vector<TokenInfo> tokens;
+    const char* finish = nullptr;  // with the last piece: "stop" or "length",
+    size_t count = 0, cached = 0;  // tokens of the answer; tokens of the prompt that came from the cache
+};
+
+// Where the engine leaves pieces, and whoever asked takes them.
+struct Reply {
+    std::mutex mutex;
+    std::vector<Piece> pieces;        // not yet taken
+    int left = 0;                     // answers that are not finished
+    std::atomic<bool> cancelled{false};
+    double first = 0, last = 0;       // when pieces came
+    std::function<void()> wake;       // called with `mutex` held after every piece
+};
+
+// One answer to be made.
+struct Job {
+    std::shared_ptr<Reply> reply;
+    int choice = 0;
+    std::vector<int> prompt;
+    Sampling how;
+    std::vector<std::pair<int, float>> bias; // ids and what is added to their logits, after the penalties
+    std::vector<std::string> stops;
+    size_t max_tokens = 0;
+    bool ignore_eos = false, thinking = false;
+    int alternatives = -1;            // of each token that are told, -1: not even its own log-probability
+    uint64_t salt = 1;                // prompts share pages only with those of the same salt
+    double arrived = seconds();
+};
+
+// How long things took: counts in the buckets that Prometheus wants, each holding all below.
+struct Histogram {
+    static constexpr double BOUNDS[] = {.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120};
+    static constexpr int N = sizeof BOUNDS / sizeof *BOUNDS;
+    uint64_t buckets[N] = {}, count = 0;
+    double sum = 0;
+    void add(double x) {
+        for (int i = 0; i < N; i++) buckets[i] += x <= BOUNDS[i];
+        count++, sum += x;
+    }
+};
+
+struct Figures {
+    size_t running = 0, waiting = 0, pages = 0, pages_used = 0; // now
+    uint64_t prompt_tokens = 0, answer_tokens = 0, looked_up = 0, found = 0, preempted = 0;
+    uint64_t stopped = 0, cut = 0, cancelled = 0; // answers, by how they ended
+    Histogram first_token, between_tokens, whole;
+};
+
+// Jobs go in here, from any thread, and the engine takes them out.
+struct Desk {
+    std::mutex mutex;
+    std::condition_variable news;
+    std::vector<Job> inbox;
+    size_t inside = 0, limit = 0;     // jobs that the engine has; most there may be in all
+    bool closed = false;              // nothing more will come
+    Figures figures;                  // as of the last step
+
+    // False: there is no room for them now.
+    bool submit(std::vector<Job>&& jobs) {
+        std::lock_guard lock(mutex);
+        if (closed || jobs.size() > limit || inbox.size() + inside > limit - jobs.size()) return false;
+        for (Job& job : jobs) inbox.push_back(std::move(job));
+        news.notify_one();
+        return true;
+    }
+    void close() {
+        std::lock_guard lock(mutex);
+        closed = true;
+        news.notify_one();
+    }
+    Figures look() {
+        std::lock_guard lock(mutex);
+        return figures;
+    }
+};
+
+// =================================================================================================== 2 Speech
+
+// The text of one answer. Characters are complete, what may become a stop string is held back, and so are a thought's
+// last newlines; the markers around a thought are ids, never text that looks like them.
+struct Speech {
+    const Tokenizer& tokenizer;
+    bool informed;                    // log-probabilities are wanted
+    StopFilter filter;
+    enum { BEGIN, THOUGHT, ANSWER } state;
+    int open, close;                  // ids of <think> and </think>
+    Utf8Stream characters{};
+    bool skipping = false;            // newlines behind a marker
+    std::string newlines{};           // at the end of a thought so far
+    std::deque<TokenInfo> held{};     // their texts begin in the answer at byte `given`, or later
+    size_t given = 0, shown = 0;      // bytes of the answer
+
+    Speech(const Tokenizer& t, const Job& job)
+        : tokenizer(t), informed(job.alternatives >= 0), filter{job.stops, "", false},
+          state(job.thinking ? BEGIN : ANSWER), open(t.id("<think>")), close(t.id("</think>")) {}
+
+    // Takes a token; `piece` gets what can be shown because of it.
+    void feed(Piece& piece, TokenInfo&& info) {
+        const int id = info.id;
+        if (state == BEGIN) {
+            state = id == open ? THOUGHT : ANSWER;
+            if (state == THOUGHT) { skipping = true; return; }
+        }
+        piece.thought = state == THOUGHT;
+        if (state == THOUGHT && id == close) {
+            show(piece, filter.feed(characters.flush()));
+            if (filter.stopped) return;
+            show(piece, filter.flush());
+            newlines.clear();
+            state = ANSWER, skipping = true;
+            return;
+        }
+        info.text = tokenizer.is_special(id) ? "" : skip(characters.feed(tokenizer.bytes(id)));
+        const std::string out = filter.feed(info.text);
+        if (informed && state == ANSWER) held.push_back(std::move(info));
+        show(piece, out);
+    }
+
+    // The answer is over: all that is left.
+    void finish(Piece& piece) {
+        piece.thought = state == THOUGHT;
+        const std::string tail = skip(characters.flush());
+        if (!held.empty()) held.back().text += tail;
+        show(piece, filter.feed(tail));
+        show(piece, filter.flush());
+        for (TokenInfo& t : held) { // what a stop string has cut off is not told
+            if (filter.stopped && given >= shown) break;
+            const size_t length = std::min(t.text.size(), shown - given);
+            given += length, t.text.resize(length);
+            piece.tokens.push_back(std::move(t));
+        }
+        held.clear();
+    }
+
+  private:
+    std::string skip(std::string text) {
+        if (skipping) text.erase(0, std::min(text.find_first_not_of('\n'), text.size()));
+        skipping = skipping && text.empty();
+        return text;
+    }
+    void show(Piece& piece, std::string text) {
+        if (state == THOUGHT) {
+            text.insert(0, std::exchange(newlines, {}));
+            const size_t end = text.find_last_not_of('\n') + 1; // 0 if there is nothing else
+            newlines = text.substr(end);
+            piece.text += text.substr(0, end);
+            return;
+        }
+        piece.text += text;
+        shown += text.size();
+        // Tokens whose text is out; those that may get some more, from a character that is not complete, wait.
+        size_t end = given, ready = 0, sure = held.size() - (!held.empty() && !characters.held.empty());
+        for (size_t i = 0; i < sure && (end += held[i].text.size()) <= shown; i++)
+            if (!held[i].text.empty()) ready = i + 1;
+        for (; ready > 0; ready--) {
+            given += held.front().text.size();
+            piece.tokens.push_back(std::move(held.front()));
+            held.pop_front();
+        }
+    }
+};
+
+// The log-probability of an id among those that exist, and of the likeliest.
+inline TokenInfo describe(const float* logits, int exist, int id, int alternatives) {
+    double sum = 0;
+    const float top = *std::max_element(logits, logits + exist);
+    for (int i = 0; i < exist; i++) sum += std::exp((double)logits[i] - top);
+    auto logprob = [&](int i) { // OpenAI's number for "never" keeps it JSON
+        const double l = (double)logits[i] - top - std::log(sum);
+        return l > -9999 ? (float)l : -9999.f;
+    };
+    TokenInfo info{id, logprob(id), "", {}};
+    std::vector<int> best(exist);
+    for (int i = 0; i < exist; i++) best[i] = i;
+    const int n = std::min(alternatives, exist);
+    std::partial_sort(best.begin(), best.begin() + n, best.end(), [&](int a, int b) {
+        return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+    });
+    for (int i = 0; i < n; i++) info.top.push_back({best[i], logprob(best[i])});
+    return info;
+}
+
+// =================================================================================================== 3 Engine
+
+// Who has which page of the KV cache. A page is in use by `users` sequences, or idle; a whole page may also be known by
+// name. Its name stands for all tokens up to its end: it is given once, to the pair (name of the page before, these 16
+// ids), and never again, so that comparing the pair compares the content from the first token on. (The name before the
+// first page is the salt.) An idle page keeps its name until it is taken for something else, the longest idle first.
+struct PagePool {
+    struct Page {
+        int users = 0, ids[PAGE];
+        uint64_t name = 0, before = 0; // 0: no name
+        uint64_t idle_since = 0;
+    };
+    std::vector<Page> pages;
+    std::map<uint64_t, int> idle;      // by idle_since
+    std::unordered_multimap<uint64_t, int> named;
+    uint64_t clock, last_name = 1ull << 32; // salts are below
+
+    explicit PagePool(int n) : pages(n), clock(n) {
+        for (int p = 0; p < n; p++) idle[pages[p].idle_since = p] = p;
+    }
+    size_t available() const { return idle.size(); }
+
+    int take() {
+        const int p = idle.begin()->second;
+        idle.erase(idle.begin());
+        if (pages[p].name) {
+            auto [at, end] = named.equal_range(hash(pages[p].before, pages[p].ids));
+            while (at->second != p) ++at;
+            named.erase(at);
+            pages[p].name = 0;
+        }
+        pages[p].users = 1;
+        return p;
+    }
+    void use(int p) {
+        if (pages[p].users++ == 0) idle.erase(pages[p].idle_since);
+    }
+    void release(int p) { // pages without a name are the first to be taken again
+        if (--pages[p].users) return;
+        pages[p].idle_since = pages[p].name ? ++clock : p;
+        idle[pages[p].idle_since] = p;
+    }
+    // The page that holds these ids after that one, or -1.
+    int find(uint64_t before, const int* ids) const {
+        for (auto [at, end] = named.equal_range(hash(before, ids)); at != end; ++at) {
+            const Page& page = pages[at->second];
+            if (page.before == before && !memcmp(page.ids, ids, sizeof page.ids)) return at->second;
+        }
+        return -1;
+    }
+    // Page p now holds these ids. Returns their name: if another page has it already, p stays without.
+    uint64_t name(int p, uint64_t before, const int* ids) {
+        if (const int other = find(before, ids); other >= 0) return pages[other].name;
+        Page& page = pages[p];
+        memcpy(page.ids, ids, sizeof page.ids);
+        page.before = before, page.name = ++last_name;
+        named.emplace(hash(before, ids), p);
+        return page.name;
+    }
+
+  private:
+    uint64_t start = random_bits(); // so that nobody can prepare texts that fall on each other
+    uint64_t hash(uint64_t before, const int* ids) const { return fnv1a(ids, PAGE * sizeof(int), fnv1a(&before, sizeof before, start)); }
+};
+
+struct EngineOptions {
+    int context = 0;      // tokens of a prompt and its answer
+    int max_seqs = 0;     // answers at once
+    int chunk = 0;        // tokens of prompts in a step that others wait for,
+    int burst = 0;        // ... and in one that nobody waits for
+    size_t kv_bytes = 0;  // of the KV cache; 0: as much as there is room for
+};
+
+constexpr int MAX_BIAS = 1024; // ids a job may name
+
+#ifdef __CUDACC__
+// What the GPU knows of the sequence in each slot.
+struct Slots {
+    int* last;        // (slots) the token drawn last
+    Draw* draw;       // (slots)
+    uint32_t* seen;   // (slots,V) for the penalties
+    int* biases;      // (slots) how many ids have a bias
+    int* bias_id;     // (slots, MAX_BIAS)
+    float* bias;      // (slots, MAX_BIAS)
+};
+
+__device__ inline bool has_penalties(const Sampling& how) { return how.repeat != 1 || how.presence != 0 || how.frequency != 0; }
+
+// Completes a step's numbers, a thread a row or draw: tokens that the host has not seen yet, the block table, how to draw.
+__global__ void prepare_kernel(Batch b, int* token, int* table, const int* draw_seq, Draw* draws, int R, Slots slots) {
+    wait_for_previous();
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < b.N && b.seq[i] >= 0) {
+        if (token[i] < 0) token[i] = slots.last[b.seq[i]];
+        table[(size_t)b.seq[i] * b.max_pages + b.pos[i] / PAGE] = b.slot[i] / PAGE;
+    }
+    if (i < R && draw_seq[i] >= 0) draws[i] = slots.draw[draw_seq[i]];
+}
+
+// Penalties and biases as the CPU applies them, a block a draw.
+__global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, Slots slots) {
+    let_next_start();
+    wait_for_previous();
+    const int s = draw_seq[blockIdx.x];
+    if (s < 0) return;
+    float* logits = all_logits + blockIdx.x * V;
+    const Sampling& how = slots.draw[s].how;
+    if (has_penalties(how))
+        for (size_t id = threadIdx.x; id < V; id += blockDim.x) {
+            const uint32_t seen = slots.seen[s * V + id], count = seen & ~IN_PROMPT;
+            float y = logits[id];
+            if (seen && how.repeat != 1) y = y > 0 ? y / how.repeat : y * how.repeat;
+            if (count) y = __fsub_rn(y, __fadd_rn(how.presence, __fmul_rn(how.frequency, (float)count)));
+            logits[id] = y;
+        }
+    __syncthreads();
+    for (int i = threadIdx.x; i < slots.biases[s]; i += blockDim.x) logits[slots.bias_id[s * MAX_BIAS + i]] += slots.bias[s * MAX_BIAS + i];
+}
+
+// Keeps what was drawn for the next step, a thread a draw.
+__global__ void keep_kernel(const int* drawn, const int* draw_seq, int R, size_t V, Slots slots) {
+    let_next_start();
+    wait_for_previous();
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= R || draw_seq[i] < 0) return;
+    slots.last[draw_seq[i]] = drawn[i];
+    if (has_penalties(slots.draw[draw_seq[i]].how)) slots.seen[draw_seq[i] * V + drawn[i]]++;
+}
+#endif
+
+// Computes jobs. Its thread calls run() or step(); all others talk to the Desk.
+template <class T> struct Engine {
+    Context ctx;
+    const Config& config;
+    const Weights<T>& weights;
+    const Tokenizer& tokenizer;
+    Desk& desk;
+    const EngineOptions options;
+
+    Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o, const Context& where)
+        : ctx(where), config(c), weights(w), tokenizer(t), desk(d), options(o), max_rows(o.max_seqs + std::max(o.chunk, o.burst)),
+          max_pages((o.context + PAGE - 1) / PAGE), pool(0) {
+        arena.gpu = ctx.gpu;
+        pages = 0;
+        plan();
+        const size_t room = choose_kv_bytes(arena.used), page_bytes = KVCache<T>::bytes(c, 1);
+        pages = (int)std::min(room / page_bytes, (size_t)1 << 26);
+        if (pages < max_pages)
+            DIE("a context of %d tokens needs %.2f GB for keys and values, and there are %.2f GB (--kv-memory, --ctx)",
+                o.context, (double)max_pages * (double)page_bytes / 1e9, (double)room / 1e9);
+        arena.used = 0;
+        plan();
+        arena.allocate(format("a KV cache of %d pages for %d sequences", pages, o.max_seqs).c_str());
+        plan();
+        pool = PagePool(pages);
+        for (int s = o.max_seqs - 1; s >= 0; s--) free_slots.push_back(s);
+        std::vector<acc<T>> angles((size_t)o.context * c.D);
+        fill_rope(angles.data(), o.context, c.D, c.rope_theta);
+        give(rope, angles.data(), angles.size());
+#ifdef __CUDACC__
+        if (ctx.gpu) open_road();
+#endif
+        desk.figures.pages = figures.pages = (size_t)pages;
+    }
+    Engine(const Engine&) = delete;
+    ~Engine() {
+#ifdef __CUDACC__
+        if (ctx.gpu) close_road();
+#endif
+    }
+
+    // Until the desk is closed and all that was asked is done.
+    void run() {
+        for (;;) {
+            {
+                std::unique_lock lock(desk.mutex);
+                desk.news.wait(lock, [&] { return desk.closed || !desk.inbox.empty() || busy(); });
+                if (desk.inbox.empty() && !busy()) return;
+            }
+            step();
+        }
+    }
+
+    // One step: takes what is new, computes, hands out what was drawn. On a GPU that is what the step before this one
+    // drew: the GPU computes while we look at it.
+    void step() {
+        take_jobs();
+        Step next = plan_step();
+        if (!next.token.empty()) {
+            compute(next);
+            for (auto& [number, q] : running) remember(*q);
+        }
+        const size_t ahead = ctx.gpu && !next.token.empty();
+        if (!next.token.empty()) under_way.push_back(std::move(next));
+        for (; under_way.size() > ahead; under_way.pop_front()) hand_out(under_way.front());
+        tell();
+    }
+
+  private:
+    // An answer at work. Its tokens at 0 .. computed - 1 have their keys and values in its pages, or will have when the
+    // steps under way are done; `pending` of its ids have been drawn and not yet looked at.
+    struct Sequence {
+        Job job;
+        Speech speech;
+        std::vector<int> ids;      // prompt and answer
+        std::vector<int> pages;
+        size_t computed = 0, pending = 0;
+        size_t known = 0;          // pages that have been named
+        uint64_t chain = 0;        // the name of the last of these
+        int slot = -1;             // row of the block table
+        uint64_t admission = 0;    // counts all admissions: what was drawn before it was preempted is void
+        size_t cached = SIZE_MAX;
+        double last = 0;           // when its last token came
+
+        Sequence(Job&& j, const Tokenizer& t) : job(std::move(j)), speech(t, job), ids(job.prompt) {}
+        size_t total() const { return ids.size() + pending; }
+        size_t left() const { return total() - computed; }
+        size_t answered() const { return total() - job.prompt.size(); }
+    };
+    using Sequences = std::map<uint64_t, std::unique_ptr<Sequence>>; // in the order of arrival
+
+    struct Step {
+        std::vector<int> token, pos, seq, slot; // the batch; token -1: the one that was just drawn on the GPU
+        int singles = 0;
+        struct Draw { uint64_t number, admission; int row; };
+        std::vector<Draw> draws;
+        std::vector<bool> informed; // of the draws: their log-probabilities are wanted
+        std::vector<int> ids;      // what was drawn
+        std::vector<float> logits; // (.,V) of these, as the model made them
+        int turn = 0;              // which of the two buffers is its own
+    };
+
+    Figures figures;
+    Arena arena;
+    Activations<T> activations;
+    KVCache<T> cache;
+    T* picked;
+    acc<T> *rope, *logits;
+    int pages, max_rows, max_pages;
+    int *input, *table;        // a step's numbers, see arrays(); (max_seqs, max_pages)
+    PagePool pool;
+    std::vector<int> free_slots;
+    Sequences running, waiting;
+    std::deque<Step> under_way;
+    uint64_t arrivals = 0, admissions = 0, steps = 0;
+
+    bool busy() const { return !running.empty() || !waiting.empty() || !under_way.empty(); }
+
+    void plan() {
+        cache.plan(arena, config, (size_t)pages);
+        activations.plan(arena, config, max_rows, !ctx.gpu);
+        rope = arena.take<acc<T>>((size_t)options.context * config.D);
+        logits = arena.take<acc<T>>((size_t)options.max_seqs * config.V);
+        picked = arena.take<T>((size_t)options.max_seqs * config.C);
+        input = arena.take<int>(input_size());
+        table = arena.take<int>((size_t)options.max_seqs * max_pages);
+#ifdef __CUDACC__
+        if (ctx.gpu) plan_road();
+#endif
+    }
+
+    // What is asked for, else what is left of the GPU's memory but for a sixteenth; on the CPU enough for every sequence,
+    // but no more than a quarter of the memory.
+    size_t choose_kv_bytes([[maybe_unused]] size_t others) const {
+        if (options.kv_bytes) return options.kv_bytes;
+#ifdef __CUDACC__
+        if (ctx.gpu) {
+            size_t have = 0, all = 0;
+            CUDA_CHECK(cudaMemGetInfo(&have, &all));
+            return have - std::min(have, others + all / 16);
+        }
+#endif
+        return std::min(KVCache<T>::bytes(config, (size_t)options.max_seqs * (size_t)max_pages), available_memory() / 4);
+    }
+
+    // The arrays of a step of N rows and R draws, one behind the other in `input`.
+    struct Arrays {
+        int *token, *pos, *seq, *slot;         // (N)
+        int *draw_row, *draw_seq, *draw_pos;   // (R) row of the batch; of the block table; position of that row's token
+        Arrays(int* at, int N, int R)
+            : token(at), pos(at + N), seq(at + 2 * N), slot(at + 3 * N), draw_row(at + 4 * N), draw_seq(draw_row + R), draw_pos(draw_seq + R) {}
+    };
+    size_t input_size() const { return 4 * (size_t)max_rows + 3 * (size_t)options.max_seqs; }
+
+    // To where the engine computes.
+    template <class U> void give(U* to, const U* from, size_t n) {
+#ifdef __CUDACC__
+        if (ctx.gpu) return CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(U), cudaMemcpyHostToDevice, ctx.stream)); // (not pinned: read before it returns)
+#endif
+        memcpy((void*)to, from, n * sizeof(U));
+    }
+
+    // ---- The schedule
+    void take_jobs() {
+        std::lock_guard lock(desk.mutex);
+        for (Job& job : desk.inbox) waiting[arrivals++] = std::make_unique<Sequence>(std::move(job), tokenizer);
+        desk.inside += desk.inbox.size();
+        desk.inbox.clear();
+    }
+
+    // First a token of every answer that runs, in order of arrival; then chunks of prompts that have been begun; then,
+    // in order of arrival again, those that wait, as long as there are slots and pages for them. Where a running answer
+    // needs a page and there is none, the one that came last gives way: the first always gets on, and so everyone does.
+    Step plan_step() {
+        Step s;
+        for (Sequences* all : {&running, &waiting})
+            for (auto it = all->begin(); it != all->end();) {
+                auto here = it++;
+                if (!here->second->job.reply->cancelled) continue;
+                figures.cancelled++;
+                vacate(*here->second);
+                all->erase(here);
+            }
+        for (auto it = running.begin(); it != running.end(); ++it) {
+            Sequence& q = *it->second;
+            if (q.left() != 1 || q.answered() == q.job.max_tokens) continue;
+            if (q.computed / PAGE == q.pages.size()) {
+                while (pool.available() == 0 && std::prev(running.end()) != it) preempt(std::prev(running.end()));
+                if (pool.available() == 0) { preempt(it); break; }
+                q.pages.push_back(pool.take());
+            }
+            add(s, it->first, q, 1);
+        }
+        s.singles = (int)s.token.size();
+        size_t budget = (size_t)(s.singles ? options.chunk : options.burst);
+        auto chunk = [&](uint64_t number, Sequence& q) {
+            const size_t n = std::min(q.left(), budget);
+            add(s, number, q, n);
+            budget -= n;
+        };
+        for (auto& [number, q] : running)
+            if (q->left() > 1 && budget > 0) chunk(number, *q);
+        while (!waiting.empty() && budget > 0 && !free_slots.empty() && admit(*waiting.begin()->second)) {
+            auto it = running.insert(waiting.extract(waiting.begin())).position;
+            chunk(it->first, *it->second);
+        }
+        return s;
+    }
+
+    // The next n rows of q; if they are the last, its next token is drawn.
+    void add(Step& s, uint64_t number, Sequence& q, size_t n) {
+        for (size_t i = 0; i < n; i++, q.computed++) {
+            s.token.push_back(q.computed < q.ids.size() ? q.ids[q.computed] : -1);
+            s.pos.push_back((int)q.computed);
+            s.seq.push_back(q.slot);
+            s.slot.push_back(q.pages[q.computed / PAGE] * PAGE + (int)(q.computed % PAGE));
+        }
+        if (q.left() > 0) return;
+        s.draws.push_back({number, q.admission, (int)s.token.size() - 1});
+        q.pending++;
+    }
+
+    // A slot and the pages for all its tokens and the next one; what the cache has of them need not be computed, but for
+    // the last token, whose logits are wanted. False: not enough pages. Each that runs keeps the chance of a page more.
+    bool admit(Sequence& q) {
+        const size_t total = q.ids.size(), needed = total / PAGE + 1;
+        q.chain = q.job.salt;
+        while ((q.pages.size() + 1) * PAGE < total) {
+            const int p = pool.find(q.chain, &q.ids[q.pages.size() * PAGE]);
+            if (p < 0) break;
+            pool.use(p);
+            q.pages.push_back(p);
+            q.chain = pool.pages[p].name;
+        }
+        const size_t found = q.pages.size();
+        if (pool.available() < needed - found + running.size() && !running.empty()) {
+            give_back_pages(q);
+            return false;
+        }
+        q.known = found, q.computed = found * PAGE;
+        while (q.pages.size() < needed) q.pages.push_back(pool.take());
+        q.slot = free_slots.back();
+        free_slots.pop_back();
+        q.admission = ++admissions;
+        figures.looked_up += total, figures.found += q.computed;
+        if (q.cached == SIZE_MAX) q.cached = q.computed, figures.prompt_tokens += total;
+        if (found) give(table + (size_t)q.slot * max_pages, q.pages.data(), found); // a step's rows enter their own pages
+#ifdef __CUDACC__
+        if (ctx.gpu) describe_to_gpu(q);
+#endif
+        return true;
+    }
+
+    void give_back_pages(Sequence& q) { // the last one first: a page is of no use without those before it
+        for (; !q.pages.empty(); q.pages.pop_back()) pool.release(q.pages.back());
+    }
+    void vacate(Sequence& q) {
+        give_back_pages(q);
+        if (q.slot >= 0) free_slots.push_back(q.slot);
+        q.slot = -1;
+    }
+    void preempt(typename Sequences::iterator it) {
+        Sequence& q = *it->second;
+        vacate(q);
+        q.computed = q.pending = 0;
+        figures.preempted++;
+        waiting.insert(running.extract(it));
+    }
+
+    // Names the whole pages that are computed by now. (Only now: rows of one batch cannot read each other's pages.)
+    void remember(Sequence& q) {
+        for (; (q.known + 1) * PAGE <= std::min(q.computed, q.ids.size()); q.known++)
+            q.chain = pool.name(q.pages[q.known], q.chain, &q.ids[q.known * PAGE]);
+    }
+
+    // ---- Results
+    void hand_out(Step& s) {
+        collect(s);
+        size_t row = 0; // of s.logits
+        for (size_t i = 0; i < s.draws.size(); i++) {
+            const float* told = nullptr;
+            const auto it = running.find(s.draws[i].number);
+            const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
+            if (s.informed[i]) told = &s.logits[row++ * (size_t)config.V];
+            if (valid && accept(*it->second, s.ids[i], told)) {
+                vacate(*it->second);
+                running.erase(it);
+            }
+        }
+    }
+
+    // One more token of an answer. True if it was the last.
+    bool accept(Sequence& q, int id, const float* row) {
+        Job& job = q.job;
+        Piece piece;
+        q.pending--;
+        const bool end = !job.ignore_eos && std::count(config.end_tokens.begin(), config.end_tokens.end(), id);
+        if (!end) {
+            q.ids.push_back(id);
+            remember(q);
+            q.speech.feed(piece, row ? describe(row, tokenizer.size(), id, job.alternatives) : TokenInfo{id, 0, "", {}});
+        }
+        piece.count = q.ids.size() - job.prompt.size(), piece.cached = q.cached;
+        if (end || q.speech.filter.stopped) piece.finish = "stop", figures.stopped++;
+        else if (piece.count == job.max_tokens) piece.finish = "length", figures.cut++;
+        if (piece.finish) q.speech.finish(piece);
+
+        const double now = seconds();
+        figures.answer_tokens += !end;
+        if (q.last == 0) figures.first_token.add(now - job.arrived);
+        else figures.between_tokens.add(now - q.last);
+        if (piece.finish) figures.whole.add(now - job.arrived);
+        q.last = now;
+        const bool last = piece.finish;
+        if (piece.finish || !piece.text.empty() || !piece.tokens.empty()) {
+            piece.choice = job.choice;
+            Reply& reply = *job.reply;
+            std::lock_guard lock(reply.mutex);
+            if (reply.first == 0) reply.first = now;
+            reply.last = now;
+            reply.left -= last;
+            reply.pieces.push_back(std::move(piece));
+            if (reply.wake) reply.wake();
+        }
+        return last;
+    }
+
+    void tell() {
+        figures.running = running.size(), figures.waiting = waiting.size();
+        figures.pages_used = (size_t)pages - pool.available();
+        std::lock_guard lock(desk.mutex);
+        desk.inside = running.size() + waiting.size();
+        desk.figures = figures;
+    }
+
+    // ---- A step on the CPU
+    const Sequence& drawn_for(const Step& s, size_t i) const { return *running.find(s.draws[i].number)->second; }
+
+    void compute(Step& s) {
+        for (size_t i = 0; i < s.draws.size(); i++) s.informed.push_back(drawn_for(s, i).job.alternatives >= 0);
+        s.logits.resize((size_t)std::count(s.informed.begin(), s.informed.end(), true) * config.V);
+#ifdef __CUDACC__
+        if constexpr (HAS_KERNELS<T>) if (ctx.gpu) return compute_gpu(s);
+#endif
+        const int N = (int)s.token.size(), R = (int)s.draws.size();
+        for (int n = 0; n < N; n++) table[(size_t)s.seq[n] * max_pages + s.pos[n] / PAGE] = s.slot[n] / PAGE;
+        std::vector<int> rows;
+        for (auto& d : s.draws) rows.push_back(d.row);
+        const Batch batch = {N, options.max_seqs, s.token.data(), s.pos.data(), s.seq.data(), s.slot.data(), table, max_pages, s.singles};
+        forward(ctx, config, weights, batch, activations, cache, rope);
+        head_cpu(logits, picked, activations.normed, rows.data(), weights.head, R);
+        s.ids.resize(R);
+        size_t told = 0;
+        for (int r = 0; r < R; r++)
+            if (s.informed[r]) std::copy_n(logits + (size_t)r * config.V, config.V, &s.logits[told++ * (size_t)config.V]);
+        #pragma omp parallel for schedule(dynamic) if (R > 1)
+        for (int r = 0; r < R; r++) {
+            const Sequence& q = drawn_for(s, (size_t)r);
+            float* row = logits + (size_t)r * config.V;
+            penalize(row, q.job.how, q.ids, q.job.prompt.size());
+            for (auto [id, more] : q.job.bias) row[id] += more;
+            s.ids[r] = sample(row, tokenizer.size(), q.job.how, q.ids.size());
+        }
+    }
+    void collect([[maybe_unused]] Step& s) {
+#ifdef __CUDACC__
+        if (ctx.gpu) collect_gpu(s);
+#endif
+    }
+
+#ifdef __CUDACC__
+    // ---- A step on the GPU: numbers there, forward, head, draws, numbers back; nothing waits until collect_gpu. If all
+    // rows are singles, forward to draws is one CUDA graph, kept for each size: rows are filled up to 1, 2, 4, ...,
+    // max_seqs with spare ones, the pieces of the longest sequence to 1, 2, 4, ...
+    Slots slots;
+    int *drawn, *unused;             // (max_seqs) the ids; where sample_kernel puts what only a Session needs
+    Draw* draws;                     // (max_seqs) of the step's rows
+    unsigned long long* best;
+    int* pinned_input[2] = {};       // taken in turn: a step's numbers are read while the next one's are written
+    int* pinned_drawn[2] = {};
+    cudaEvent_t done[2] = {};
+    std::map<std::tuple<int, int, bool>, cudaGraphExec_t> graphs; // by rows, splits, adjusted
+
+    void plan_road() {
+        const size_t S = (size_t)options.max_seqs, V = (size_t)config.V;
+        ctx.partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+        ctx.arrived = arena.take<int>(MAX_TILES);
+        ctx.attention = arena.take<float>(attention_scratch(options.max_seqs, most_splits(), config.H, config.D));
+        ctx.attention_arrived = arena.take<int>(S * config.H);
+        slots = {arena.take<int>(S), arena.take<Draw>(S), arena.take<uint32_t>(S * V), arena.take<int>(S),
+                 arena.take<int>(S * MAX_BIAS), arena.take<float>(S * MAX_BIAS)};
+        drawn = arena.take<int>(S);
+        unused = arena.take<int>(S);
+        draws = arena.take<Draw>(S);
+        best = arena.take<unsigned long long>((size_t)STREAM_TOKENS * BEST_BLOCKS);
+    }
+    void open_road() {
+        for (int i = 0; i < 2; i++) {
+            CUDA_CHECK(cudaMallocHost(&pinned_input[i], input_size() * sizeof(int)));
+            CUDA_CHECK(cudaMallocHost(&pinned_drawn[i], (size_t)options.max_seqs * sizeof(int)));
+            CUDA_CHECK(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming));
+        }
+    }
+    void close_road() {
+        cudaStreamSynchronize(ctx.stream);
+        for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
+        for (int i = 0; i < 2; i++) cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaEventDestroy(done[i]);
+    }
+    int most_splits() const { return (options.context - 1) / SPLIT + 1; }
+
+    void describe_to_gpu(const Sequence& q) {
+        const size_t s = (size_t)q.slot;
+        const Sampling& how = q.job.how;
+        const Draw draw = {how, tokenizer.size()};
+        const int biases = (int)q.job.bias.size();
+        give(slots.draw + s, &draw, 1);
+        give(slots.biases + s, &biases, 1);
+        if (how.repeat != 1 || how.presence != 0 || how.frequency != 0) {
+            std::vector<uint32_t> counts(config.V);
+            for (size_t i = 0; i < q.ids.size(); i++) {
+                if (i < q.job.prompt.size()) counts[q.ids[i]] |= IN_PROMPT;
+                else counts[q.ids[i]]++;
+            }
+            give(slots.seen + s * (size_t)config.V, counts.data(), counts.size());
+        }
+        std::vector<int> ids;
+        std::vector<float> more;
+        for (auto [id, x] : q.job.bias) ids.push_back(id), more.push_back(x);
+        if (biases == 0) return;
+        give(slots.bias_id + s * MAX_BIAS, ids.data(), ids.size());
+        give(slots.bias + s * MAX_BIAS, more.data(), more.size());
+    }
+
+    void compute_gpu(Step& s) {
+        const int turn = s.turn = (int)(steps++ % 2);
+        const bool told = std::count(s.informed.begin(), s.informed.end(), true);
+        bool adjusted = told; // then the logits must come to `logits` as they are
+        for (size_t i = 0; i < s.draws.size(); i++) {
+            const Sampling& how = drawn_for(s, i).job.how;
+            adjusted = adjusted || how.repeat != 1 || how.presence != 0 || how.frequency != 0 || !drawn_for(s, i).job.bias.empty();
+        }
+        int longest = 0, N = (int)s.token.size(), R = (int)s.draws.size();
+        for (int n = 0; n < s.singles; n++) longest = std::max(longest, s.pos[n]);
+        ctx.splits = 1;
+        while (ctx.splits * SPLIT <= longest) ctx.splits *= 2;
+        ctx.splits = std::min(ctx.splits, most_splits());
+        const bool graph = s.singles == N && !told;
+        if (graph) {
+            const int rows = N;
+            for (N = 1; N < rows; N *= 2) {}
+            R = N = std::min(N, options.max_seqs);
+        }
+
+        // Spare rows: no sequence. Draws name the row that they are for.
+        const Arrays host(pinned_input[turn], N, R), gpu(input, N, R);
+        for (int n = 0; n < N; n++) {
+            const bool there = n < (int)s.token.size();
+            host.token[n] = there ? s.token[n] : 0, host.pos[n] = there ? s.pos[n] : 0;
+            host.seq[n] = there ? s.seq[n] : -1, host.slot[n] = there ? s.slot[n] : 0;
+        }
+        for (int r = 0; r < R; r++) {
+            const bool there = r < (int)s.draws.size();
+            const int row = host.draw_row[r] = there ? s.draws[r].row : 0;
+            host.draw_seq[r] = there ? s.seq[row] : -1, host.draw_pos[r] = there ? s.pos[row] : 0;
+        }
+        CUDA_CHECK(cudaMemcpyAsync(input, host.token, (4 * (size_t)N + 3 * (size_t)R) * sizeof(int), cudaMemcpyHostToDevice, ctx.stream));
+        const Batch batch = {N, options.max_seqs, gpu.token, gpu.pos, gpu.seq, gpu.slot, table, max_pages, graph ? N : s.singles};
+        launch(ctx, prepare_kernel, (unsigned)((N + 255) / 256), 256, 0, batch, gpu.token, table, gpu.draw_seq, draws, R, slots);
+        // Attention reads the batch before the kernel ahead of it has ended. What is not a kernel is waited for by all
+        // that follows: a graph is that by itself.
+        if (!graph) CUDA_CHECK(cudaMemsetAsync(unused, 0, sizeof(int), ctx.stream));
+
+        if (graph) {
+            cudaGraphExec_t& ready = graphs[{N, ctx.splits, adjusted}];
+            if (!ready) {
+                cudaGraph_t recorded;
+                CUDA_CHECK(cudaStreamBeginCapture(ctx.stream, cudaStreamCaptureModeThreadLocal));
+                forward(ctx, config, weights, batch, activations, cache, rope);
+                draw_all(s, gpu, R, adjusted);
+                CUDA_CHECK(cudaStreamEndCapture(ctx.stream, &recorded));
+                CUDA_CHECK(cudaGraphInstantiate(&ready, recorded, 0));
+                cudaGraphDestroy(recorded);
+            }
+            CUDA_CHECK(cudaGraphLaunch(ready, ctx.stream));
+        } else {
+            forward(ctx, config, weights, batch, activations, cache, rope);
+            if (R > 0) draw_all(s, gpu, R, adjusted);
+        }
+        if (R > 0) CUDA_CHECK(cudaMemcpyAsync(pinned_drawn[turn], drawn, (size_t)R * sizeof(int), cudaMemcpyDeviceToHost, ctx.stream));
+        CUDA_CHECK(cudaEventRecord(done[turn], ctx.stream));
+    }
+
+    void draw_all(Step& s, const Arrays& gpu, int R, bool adjusted) {
+        const size_t V = (size_t)config.V;
+        int best_blocks = 0;
+        if (R <= STREAM_TOKENS && !adjusted && !ctx.invariant) {
+            best_blocks = stream_product(ctx, {activations.normed, gpu.draw_row, nullptr, nullptr, 0, weights.head.w[0], R, config.C, config.V},
+                                         DrawEpilogue{logits, V, draws, nullptr, best});
+        } else {
+            head_gpu(ctx, logits, picked, activations.normed, gpu.draw_row, weights.head, R);
+        }
+        size_t told = 0; // the slow road: these copies wait for the GPU
+        for (size_t r = 0; r < s.draws.size(); r++)
+            if (s.informed[r]) CUDA_CHECK(cudaMemcpyAsync(&s.logits[told++ * V], logits + r * V, V * sizeof(float), cudaMemcpyDeviceToHost, ctx.stream));
+        if (adjusted) launch(ctx, adjust_kernel, (unsigned)R, 1024, 0, logits, V, gpu.draw_seq, slots);
+        const DrawState state = {drawn, gpu.draw_pos, unused, gpu.draw_seq, table, max_pages, nullptr, nullptr, 1};
+        launch(ctx, sample_kernel, (unsigned)R, 1024, 0, logits, V, draws, best_blocks ? best : nullptr, best_blocks, state);
+        launch(ctx, keep_kernel, (unsigned)((R + 255) / 256), 256, 0, drawn, gpu.draw_seq, R, V, slots);
+    }
+
+    void collect_gpu(Step& s) {
+        CUDA_CHECK(cudaEventSynchronize(done[s.turn]));
+        s.ids.assign(pinned_drawn[s.turn], pinned_drawn[s.turn] + s.draws.size());
+    }
+#endif
+};
+
+// ====================================================================================================== 4 API
+// https://platform.openai.com/docs/api-reference, with vLLM's additions. Fields that are not named here are ignored,
+// unless they would change the answer.
+
+constexpr size_t MAX_BODY = 8 << 20; // bytes of a request
+constexpr int MAX_CHOICES = 128;     // answers to one request
+constexpr size_t MAX_STOPS = 16, MAX_STOP = 128; // stop strings; bytes of one
+constexpr int MAX_ALTERNATIVES = 20;
+
+struct Refusal : Error {
+    int status;
+    std::string param, code;
+    Refusal(int status, const std::string& message, const std::string& param = "", const std::string& code = "")
+        : Error(message), status(status), param(param), code(code) {}
+};
+
+// What all requests share.
+struct Service {
+    const Tokenizer* tokenizer = nullptr; // null: still loading
+    std::string name, system;
+    int context = 0;
+    bool thinking = false;                // where the request does not say
+};
+
+// A request, understood.
+struct Ask {
+    bool chat = true, stream = false, usage = false, logprobs = false;
+    std::string id;
+    std::vector<Job> jobs;   // one for each answer,
+    size_t each = 1;         // ... so many to a prompt
+    size_t prompt_tokens = 0;
+};
+
+// The members of a JSON object, each to be asked for in its range.
+struct Fields {
+    std::map<std::string, sj::Value> all;
+    explicit Fields(sj::Value object, const char* what = "the body") {
+        if (!object.is(sj::Object)) throw Refusal(400, format("%s is not a JSON object", what));
+        if (object.size() > 1000) throw Refusal(400, format("%s has more than 1,000 members", what));
+        for (auto [key, value] : object.members()) all[key] = value;
+    }
+    sj::Value operator[](const std::string& name) const { // null is as good as absent
+        const auto it = all.find(name);
+        return it == all.end() || it->second.is(sj::Null) ? sj::Value{} : it->second;
+    }
+    double number(const char* name, double low, double high, double otherwise) const {
+        const sj::Value v = (*this)[name];
+        if (!v) return otherwise;
+        const double x = v.number(NAN);
+        if (!(x >= low && x <= high)) throw Refusal(400, format("%s must be a number from %g to %g", name, low, high), name);
+        return x;
+    }
+    int64_t integer(const char* name, int64_t low, int64_t high, int64_t otherwise) const {
+        const sj::Value v = (*this)[name];
+        int64_t x = otherwise;
+        if (v && (!v.integer(&x) || x < low || x > high))
+            throw Refusal(400, format("%s must be an integer from %lld to %lld", name, (long long)low, (long long)high), name);
+        return x;
+    }
+    bool boolean(const char* name, bool otherwise) const {
+        const sj::Value v = (*this)[name];
+        if (v && !v.is_bool()) throw Refusal(400, format("%s must be true or false", name), name);
+        return v.boolean(otherwise);
+    }
+    std::string text(const char* name) const {
+        const sj::Value v = (*this)[name];
+        if (v && !v.is(sj::String)) throw Refusal(400, format("%s must be a string", name), name);
+        return v.str();
+    }
+};
+
+inline std::vector<int> ids_from_json(const Service& service, sj::Value list, const char* name) {
+    std::vector<int> ids;
+    for (sj::Value v : list.items()) {
+        int64_t id;
+        if (!v.integer(&id) || id < 0 || id >= service.tokenizer->size())
+            throw Refusal(400, format("%s: a token must be an integer from 0 to %d", name, service.tokenizer->size() - 1), name);
+        ids.push_back((int)id);
+    }
+    return ids;
+}
+
+// A string, a list of strings, of ids, or of lists of ids. Text stays text, whatever it looks like.
+inline std::vector<std::vector<int>> prompts_from_json(const Service& service, sj::Value v) {
+    std::vector<std::vector<int>> prompts;
+    const auto first = v.items().begin();
+    const bool of_ids = v.size() && (*first).is(sj::Number);
+    if (v.is(sj::String)) return {service.tokenizer->encode(v.str(), false)};
+    if (!v.is(sj::Array) || v.size() == 0) throw Refusal(400, "prompt must be a string, a list of strings or of token ids", "prompt");
+    if (of_ids) return {ids_from_json(service, v, "prompt")};
+    if (v.size() > MAX_CHOICES) throw Refusal(400, format("at most %d prompts in a request", MAX_CHOICES), "prompt");
+    for (sj::Value p : v.items()) {
+        if (!p.is(sj::String) && !p.is(sj::Array)) throw Refusal(400, "prompt: neither a string nor a list of token ids", "prompt");
+        prompts.push_back(p.is(sj::String) ? service.tokenizer->encode(p.str(), false) : ids_from_json(service, p, "prompt"));
+    }
+    return prompts;
+}
+
+inline std::vector<int> chat_prompt(const Service& service, const Fields& f, bool thinking, bool generation_prompt = true) {
+    std::vector<Message> messages;
+    try {
+        messages = messages_from_json(f["messages"]);
+        for (Message& m : messages)
+            if (m.role == "developer") m.role = "system";
+        if (!service.system.empty() && (messages.empty() || messages[0].role != "system"))
+            messages.insert(messages.begin(), {"system", service.system});
+        return render_chat(*service.tokenizer, messages, {thinking, generation_prompt});
+    } catch (const Error& e) {
+        throw Refusal(400, e.what(), "messages");
+    }
+}
+
+// Draws as the request wants them; what it does not say is Qwen's advice.
+inline Sampling sampling_from_json(const Fields& f, bool thinking) {
+    Sampling how;
+    how.temperature = (float)f.number("temperature", 0, 2, thinking ? 0.6f : 0.7f);
+    how.top_p = (float)f.number("top_p", 0, 1, thinking ? 0.95f : 0.8f);
+    how.top_k = (int)std::max<int64_t>(0, f.integer("top_k", -1, INT_MAX, 20));
+    how.min_p = (float)f.number("min_p", 0, 1, 0);
+    how.repeat = (float)f.number("repetition_penalty", 0.01, 100, 1);
+    how.presence = (float)f.number("presence_penalty", -2, 2, 0);
+    how.frequency = (float)f.number("frequency_penalty", -2, 2, 0);
+    how.seed = f["seed"] ? (uint64_t)f.integer("seed", INT64_MIN, INT64_MAX, 0) : random_bits();
+    return how;
+}
+
+// Reads a request's body. `salt`: whose prompts it may share pages with.
+inline Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t salt) {
+    sj::Doc doc;
+    const std::string fault = sj::parse(doc, body);
+    if (!fault.empty()) throw Refusal(400, "the body is not valid JSON: " + fault);
+    const Fields f(doc.root());
+    for (const char* name : {"tools", "functions", "suffix", "audio", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+                             "prediction", "web_search_options"})
+        if (f[name] && !(f[name].is(sj::Array) && f[name].size() == 0) && f[name].str("-") != "")
+            throw Refusal(400, format("%s is not supported", name), name);
+    if (f["response_format"] && f["response_format"]["type"].str() != "text")
+        throw Refusal(400, "response_format: only {\"type\": \"text\"} is supported", "response_format");
+    if (f.boolean("echo", false)) throw Refusal(400, "echo is not supported", "echo");
+    if (const std::string model = f.text("model"); !model.empty() && model != service.name)
+        throw Refusal(404, "no such model; /v1/models has the one that there is", "model", "model_not_found");
+
+    Ask ask;
+    ask.chat = chat;
+    ask.id = format("%s-%016llx", chat ? "chatcmpl" : "cmpl", (unsigned long long)random_bits());
+    ask.stream = f.boolean("stream", false);
+    if (f["stream_options"]) {
+        if (!ask.stream) throw Refusal(400, "stream_options is only for stream: true", "stream_options");
+        ask.usage = Fields(f["stream_options"], "stream_options").boolean("include_usage", false);
+    }
+    f.text("user");
+
+    Job job;
+    job.salt = salt;
+    if (chat && f["chat_template_kwargs"])
+        job.thinking = Fields(f["chat_template_kwargs"], "chat_template_kwargs").boolean("enable_thinking", service.thinking);
+    else job.thinking = chat && service.thinking;
+    job.how = sampling_from_json(f, job.thinking);
+    job.ignore_eos = f.boolean("ignore_eos", false);
+    const int64_t n = f.integer("n", 1, MAX_CHOICES, 1);
+    if (f.integer("best_of", 1, MAX_CHOICES, n) != n) throw Refusal(400, "best_of is not supported", "best_of");
+
+    if (const sj::Value stop = f["stop"]; stop.is(sj::String)) job.stops.push_back(stop.str());
+    else if (stop) {
+        if (!stop.is(sj::Array) || stop.size() > MAX_STOPS)
+            throw Refusal(400, format("stop must be a string or a list of at most %zu", MAX_STOPS), "stop");
+        for (sj::Value s : stop.items()) job.stops.push_back(s.str());
+    }
+    for (auto& s : job.stops)
+        if (s.empty() || s.size() > MAX_STOP) throw Refusal(400, format("stop: each must be a string of 1 to %zu bytes", MAX_STOP), "stop");
+
+    if (const sj::Value bias = f["logit_bias"]) {
+        if (!bias.is(sj::Object) || bias.size() > MAX_BIAS)
+            throw Refusal(400, format("logit_bias must be an object of at most %d members", MAX_BIAS), "logit_bias");
+        std::map<int, float> of;
+        for (auto [key, value] : bias.members()) {
+            const double x = value.number(NAN);
+            char* end;
+            errno = 0;
+            const long id = strtol(key.c_str(), &end, 10);
+            if (key.empty() || !isdigit((unsigned char)key[0]) || *end || errno || id >= service.tokenizer->size() || !(x >= -100 && x <= 100))
+                throw Refusal(400, "logit_bias must hold token ids and numbers from -100 to 100", "logit_bias");
+            of[(int)id] = (float)x;
+        }
+        job.bias.assign(of.begin(), of.end());
+    }
+
+    if (chat) {
+        ask.logprobs = f.boolean("logprobs", false);
+        const int top = (int)f.integer("top_logprobs", 0, MAX_ALTERNATIVES, 0);
+        if (f["top_logprobs"] && !ask.logprobs) throw Refusal(400, "top_logprobs needs logprobs: true", "top_logprobs");
+        if (ask.logprobs) job.alternatives = top;
+    } else if (f["logprobs"]) {
+        ask.logprobs = true;
+        job.alternatives = (int)f.integer("logprobs", 0, MAX_ALTERNATIVES, 0);
+    }
+
+    const int64_t limit = f.integer("max_completion_tokens", 1, INT_MAX, f.integer("max_tokens", 1, INT_MAX, chat ? INT_MAX : 16));
+    const bool limited = !chat || f["max_completion_tokens"] || f["max_tokens"];
+    std::vector<std::vector<int>> prompts;
+    if (chat) prompts.push_back(chat_prompt(service, f, job.thinking));
+    else prompts = prompts_from_json(service, f["prompt"]);
+    if ((int64_t)prompts.size() * n > MAX_CHOICES) throw Refusal(400, format("at most %d answers to a request", MAX_CHOICES), "n");
+    ask.each = (size_t)n;
+    auto reply = std::make_shared<Reply>();
+    for (auto& prompt : prompts) {
+        const size_t room = (size_t)service.context - std::min((size_t)service.context, prompt.size());
+        if (prompt.empty()) throw Refusal(400, "the prompt is empty", "prompt");
+        if (room == 0 || (limited && (size_t)limit > room))
+            throw Refusal(400, format("the context is %d tokens: the prompt has %zu%s", service.context, prompt.size(),
+                                      room ? format(", and %lld are asked for", (long long)limit).c_str() : ""),
+                          chat ? "messages" : "prompt", "context_length_exceeded");
+        ask.prompt_tokens += prompt.size();
+        for (int i = 0; i < n; i++) {
+            Job one = job;
+            one.reply = reply, one.choice = reply->left++;
+            one.prompt = prompt;
+            one.how.seed += (uint64_t)one.choice;
+            one.max_tokens = std::min((size_t)limit, room);
+            ask.jobs.push_back(std::move(one));
+        }
+    }
+    return ask;
+}
+
+inline std::string error_json(int status, const std::string& message, const std::string& param = "", const std::string& code = "") {
+    std::string valid;
+    utf8_repair(valid, message, true); // it may name what it complains of, cut anywhere
+    sj::Writer w;
+    w.object().key("error").object().field("message", valid);
+    w.field("type", status == 401 ? "authentication_error" : status == 429 ? "rate_limit_error" : status < 500 ? "invalid_request_error" : "server_error");
+    if (param.empty()) w.field("param", nullptr);
+    else w.field("param", param);
+    if (code.empty()) w.field("code", nullptr);
+    else w.field("code", code);
+    return w.end().end().text;
+}
+inline std::string error_json(const Refusal& r) { return error_json(r.status, r.what(), r.param, r.code); }
+
+// A token by itself: its text and its bytes. (One that is not whole characters is U+FFFD, but its bytes are its own.)
+inline std::string token_text(const Tokenizer& t, int id) {
+    std::string text;
+    utf8_repair(text, t.bytes(id), true);
+    return text;
+}
+
+// One request's answers as JSON: whole, or in chunks as they come.
+struct Answer {
+    const Tokenizer& tokenizer;
+    std::string id, model;
+    bool chat, usage, logprobs;
+    size_t prompt_tokens, each;
+    long created = (long)time(nullptr);
+    struct Choice {
+        std::string text, thought;
+        std::vector<TokenInfo> tokens;
+        bool begun = false;
+        size_t offset = 0, count = 0, cached = 0;
+        const char* finish = nullptr;
+    };
+    std::vector<Choice> choices;
+
+    Answer(const Service& service, const Ask& ask)
+        : tokenizer(*service.tokenizer), id(ask.id), model(service.name), chat(ask.chat), usage(ask.usage), logprobs(ask.logprobs),
+          prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()) {}
+
+    bool complete() const {
+        return std::all_of(choices.begin(), choices.end(), [](const Choice& c) { return c.finish; });
+    }
+    size_t count() const {
+        size_t n = 0;
+        for (auto& c : choices) n += c.count;
+        return n;
+    }
+    size_t cached() const { // of each prompt, by the first of its answers
+        size_t n = 0;
+        for (size_t i = 0; i < choices.size(); i += each) n += choices[i].cached;
+        return n;
+    }
+
+    // Takes a piece, to be told as a whole later.
+    void add(Piece&& piece) {
+        Choice& c = note(piece);
+        (piece.thought ? c.thought : c.text) += piece.text;
+        std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(c.tokens));
+    }
+    std::string whole() {
+        sj::Writer w;
+        begin(w, chat ? "chat.completion" : "text_completion");
+        for (Choice& c : choices) {
+            w.object().field("index", &c - choices.data());
+            if (chat) {
+                w.key("message").object().field("role", "assistant").field("content", c.text);
+                if (!c.thought.empty()) w.field("reasoning_content", c.thought);
+                w.end();
+            } else {
+                w.field("text", c.text);
+            }
+            write_logprobs(w, c, c.tokens);
+            w.field("finish_reason", c.finish).end();
+        }
+        w.end();
+        write_usage(w);
+        return w.end().text;
+    }
+
+    // A piece as server-sent events; after the last, what closes the stream.
+    std::string events(const Piece& piece) {
+        Choice& c = note(piece);
+        std::string out;
+        auto event = [&](auto delta, const std::vector<TokenInfo>& tokens, const char* finish) {
+            sj::Writer w;
+            begin(w, chat ? "chat.completion.chunk" : "text_completion");
+            w.object().field("index", piece.choice);
+            if (chat) delta(w.key("delta").object()), w.end();
+            else w.field("text", piece.text);
+            write_logprobs(w, c, tokens);
+            if (finish) w.field("finish_reason", finish);
+            else w.field("finish_reason", nullptr);
+            w.end().end();
+            if (usage) w.field("usage", nullptr);
+            out += "data: " + w.end().text + "\n\n";
+        };
+        if (chat && !std::exchange(c.begun, true))
+            event([](sj::Writer& w) { w.field("role", "assistant").field("content", ""); }, {}, nullptr);
+        const bool says = !piece.text.empty() || !piece.tokens.empty();
+        if (chat && says)
+            event([&](sj::Writer& w) { w.field(piece.thought ? "reasoning_content" : "content", piece.text); }, piece.tokens, nullptr);
+        if (chat && piece.finish) event([](sj::Writer&) {}, {}, piece.finish);
+        if (!chat) event([](sj::Writer&) {}, piece.tokens, piece.finish);
+        if (complete()) {
+            if (usage) {
+                sj::Writer w;
+                begin(w, chat ? "chat.completion.chunk" : "text_completion");
+                w.end();
+                write_usage(w);
+                out += "data: " + w.end().text + "\n\n";
+            }
+            out += "data: [DONE]\n\n";
+        }
+        return out;
+    }
+
+  private:
+    Choice& note(const Piece& piece) {
+        Choice& c = choices[(size_t)piece.choice];
+        if (piece.finish) c.finish = piece.finish, c.count = piece.count, c.cached = piece.cached;
+        return c;
+    }
+    void begin(sj::Writer& w, const char* object) const {
+        w.object().field("id", id).field("object", object).field("created", created).field("model", model).key("choices").array();
+    }
+    void write_usage(sj::Writer& w) const {
+        w.key("usage").object().field("prompt_tokens", prompt_tokens).field("completion_tokens", count());
+        w.field("total_tokens", prompt_tokens + count());
+        w.key("prompt_tokens_details").object().field("cached_tokens", cached()).end().end();
+    }
+    void write_logprobs(sj::Writer& w, Choice& c, const std::vector<TokenInfo>& tokens) const {
+        w.key("logprobs");
+        if (!logprobs || (chat && tokens.empty())) {
+            w.value(nullptr);
+            return;
+        }
+        w.object();
+        auto entry = [&](const std::string& text, int id, float logprob) -> sj::Writer& {
+            w.object().field("token", text).field("logprob", logprob).key("bytes").array();
+            for (char byte : tokenizer.bytes(id)) w.value((int)(uint8_t)byte);
+            return w.end();
+        };
+        if (chat) {
+            w.key("content").array();
+            for (auto& t : tokens) {
+                entry(t.text, t.id, t.logprob).key("top_logprobs").array();
+                for (auto& a : t.top) entry(token_text(tokenizer, a.id), a.id, a.logprob).end();
+                w.end().end();
+            }
+            w.end();
+        } else {
+            w.key("tokens").array();
+            for (auto& t : tokens) w.value(t.text);
+            w.end().key("token_logprobs").array();
+            for (auto& t : tokens) w.value(t.logprob);
+            w.end().key("top_logprobs").array();
+            for (auto& t : tokens) {
+                w.object();
+                for (auto& a : t.top) w.field(token_text(tokenizer, a.id), a.logprob);
+                w.end();
+            }
+            w.end().key("text_offset").array();
+            for (auto& t : tokens) {
+                w.value(c.offset);
+                for (char byte : t.text) c.offset += ((uint8_t)byte & 0xC0) != 0x80; // in characters
+            }
+            w.end();
+        }
+        w.end();
+    }
+};
+
+// ==================================================================================================== 5 Batch
+// OpenAI's Batch format: {"custom_id", "method", "url", "body"} a line in, {"id", "custom_id", "response", "error"} a line
+// out. Answers go to FILE.partial as they come, and to FILE in the order of the requests when all are there. Whoever
+// stops it loses what was under way: the same command goes on with what has no answer yet.
+
+static volatile sig_atomic_t interrupted = 0;
+
+struct BatchRow {
+    std::string_view line;
+    std::string custom_id;
+    bool answered = false; // in the partial file of an earlier run
+};
+
+inline std::vector<BatchRow> read_batch(const MappedFile& file) {
+    std::vector<BatchRow> rows;
+    std::set<std::string> seen;
+    const std::string_view text = file.text();
+    for (size_t at = 0, line = 1; at < text.size(); line++) {
+        const std::string_view s = text.substr(at, text.find('\n', at) - at);
+        at += s.size() + 1;
+        if (s.find_first_not_of(" \t\r") == std::string::npos) continue;
+        sj::Doc doc;
+        const std::string fault = sj::parse(doc, s);
+        if (!fault.empty()) DIE("%s: line %zu, %s", file.path.c_str(), line, fault.c_str() + fault.find("byte"));
+        const std::string id = doc.root()["custom_id"].str();
+        if (id.empty()) DIE("%s: line %zu: no custom_id", file.path.c_str(), line);
+        if (!seen.insert(id).second) DIE("%s: line %zu: its custom_id is taken", file.path.c_str(), line);
+        rows.push_back({s, id});
+    }
+    if (rows.empty()) DIE("%s: no request in it", file.path.c_str());
+    return rows;
+}
+
+inline std::string batch_line(const std::string& custom_id, int status, const std::string& body) {
+    const std::string id = format("%016llx", (unsigned long long)random_bits());
+    sj::Writer w;
+    w.object().field("id", "batch_req_" + id).field("custom_id", custom_id).key("response").object();
+    w.field("status_code", status).field("request_id", "req_" + id).key("body").separate();
+    w.text += body; // JSON already
+    return w.end().field("error", nullptr).end().text + "\n";
+}
+
+inline Ask read_batch_ask(const Service& service, std::string_view line) {
+    sj::Doc doc;
+    sj::parse(doc, line);
+    const std::string url = doc.root()["url"].str(), method = doc.root()["method"].str("POST");
+    if (method != "POST") throw Refusal(405, "method must be POST", "method");
+    if (url != "/v1/chat/completions" && url != "/v1/completions")
+        throw Refusal(404, "url must be /v1/chat/completions or /v1/completions", "url");
+    Ask ask = read_ask(service, doc.root()["body"].raw(), url == "/v1/chat/completions", 1);
+    if (ask.stream) throw Refusal(400, "stream is not for batches", "stream");
+    return ask;
+}
+
+// A batch between its two files.
+struct Batcher {
+    const std::string out, partial, header; // the partial file's first line says what the answers depend on
+    const MappedFile requests;
+    std::vector<BatchRow> rows;
+    std::unordered_map<std::string, size_t> by_id;
+    std::unique_ptr<FILE, int (*)(FILE*)> file{nullptr, fclose};
+    size_t have = 0;                        // answers in the partial file
+
+    // `depends`: a JSON object of what the answers depend on, but for the requests.
+    Batcher(const std::string& in, const std::string& out, const std::string& depends)
+        : out(out), partial(out + ".partial"), header(depends + "\n"), requests(in), rows(read_batch(requests)) {
+        for (size_t i = 0; i < rows.size(); i++) by_id[rows[i].custom_id] = i;
+        if (access(out.c_str(), F_OK) == 0) DIE("%s: exists; remove it or name another file", out.c_str());
+        file.reset(fopen(partial.c_str(), "a+b"));
+        struct stat st;
+        if (!file || fstat(fileno(file.get()), &st)) DIE("%s: %s", partial.c_str(), strerror(errno));
+        if (st.st_size > 0) take_up();
+        else append(header);
+    }
+
+    // Returns the exit status.
+    int run(const Service& service, Desk& desk) {
+        // So many requests are in the engine's hands that it never runs dry; they come back by `finished`.
+        struct Open { std::shared_ptr<Reply> reply; std::unique_ptr<Answer> answer; };
+        std::mutex mutex;
+        std::condition_variable news;
+        std::vector<size_t> finished;
+        struct OpenOnes : std::map<size_t, Open> { // however we leave, the engine must not call us any more
+            ~OpenOnes() {
+                for (auto& [index, o] : *this) {
+                    std::lock_guard lock(o.reply->mutex);
+                    o.reply->wake = nullptr, o.reply->cancelled = true;
+                }
+            }
+        } open;
+        size_t next = 0, jobs = 0, refused = 0, tokens = 0;
+        const size_t before = have;
+        const double start = seconds();
+        double told = start;
+        auto keep = [&](const BatchRow& row, int status, const std::string& body) {
+            append(batch_line(row.custom_id, status, body));
+            have++, refused += status != 200;
+        };
+        auto show = [&] {
+            const double spent = seconds() - start, share = (double)have / (double)rows.size();
+            const double left = have > before ? spent * (double)(rows.size() - have) / (double)(have - before) : 0;
+            fprintf(stderr, "\r[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   ", std::string((size_t)(share * 24), '=').c_str(), have,
+                    rows.size(), (double)desk.look().answer_tokens / spent, left);
+            told = seconds();
+        };
+        while (have < rows.size() && !interrupted) {
+            while (next < rows.size() && jobs < desk.limit / 2) {
+                const size_t index = next++;
+                if (rows[index].answered) continue;
+                try {
+                    Ask ask = read_batch_ask(service, rows[index].line);
+                    Open o = {ask.jobs[0].reply, std::make_unique<Answer>(service, ask)};
+                    o.reply->wake = [&, index, reply = o.reply.get()] {
+                        if (reply->left) return;
+                        std::lock_guard lock(mutex);
+                        finished.push_back(index);
+                        news.notify_one();
+                    };
+                    jobs += ask.jobs.size();
+                    open[index] = std::move(o);
+                    desk.submit(std::move(ask.jobs)); // there is room: `limit` is made for it
+                } catch (const Refusal& r) {
+                    keep(rows[index], r.status, error_json(r));
+                }
+            }
+            std::vector<size_t> ready;
+            {
+                std::unique_lock lock(mutex);
+                if (!open.empty()) news.wait_for(lock, std::chrono::milliseconds(200), [&] { return !finished.empty(); });
+                ready.swap(finished);
+            }
+            for (size_t index : ready) {
+                Open& o = open[index];
+                {
+                    std::lock_guard lock(o.reply->mutex); // until the engine is back from the call that woke us
+                    o.reply->wake = nullptr;
+                    for (Piece& piece : o.reply->pieces) o.answer->add(std::move(piece));
+                }
+                jobs -= o.answer->choices.size(), tokens += o.answer->count();
+                keep(rows[index], 200, o.answer->whole());
+                open.erase(index);
+            }
+            if (seconds() - told >= 1) show();
+        }
+        const double spent = seconds() - start;
+        show();
+        fputc('\n', stderr);
+        if (have < rows.size()) {
+            fprintf(stderr, "%s: %zu of %zu answers; the same command goes on\n", partial.c_str(), have, rows.size());
+            return 130;
+        }
+        finish();
+        fprintf(stderr, "%s: %zu answers, %zu errors among those of this run; %zu tokens in %.2f s, %.1f tok/s\n", out.c_str(), rows.size(),
+                refused, tokens, spent, (double)tokens / spent);
+        return 0;
+    }
+
+  private:
+    void append(const std::string& line) {
+        if (fwrite(line.data(), 1, line.size(), file.get()) != line.size() || fflush(file.get())) DIE("%s: %s", partial.c_str(), strerror(errno));
+    }
+    // f(row, line) for every whole line of the partial file but the first. Returns where the last of them ends.
+    template <class F> size_t each_answer(const MappedFile& map, F f) {
+        const size_t whole = map.text().rfind('\n') + 1;
+        if (map.text().substr(0, std::min(whole, header.size())) != header.substr(0, whole))
+            DIE("%s: begun with another model, other requests or options; remove it to start anew", partial.c_str());
+        for (size_t at = header.size(); at < whole;) {
+            const std::string_view line = map.text().substr(at, map.text().find('\n', at) + 1 - at);
+            at += line.size();
+            sj::Doc doc;
+            sj::parse(doc, line);
+            const auto row = by_id.find(doc.root()["custom_id"].str());
+            if (row == by_id.end()) DIE("%s: a damaged line; remove the file to start anew", partial.c_str());
+            f(rows[row->second], line);
+        }
+        return whole;
+    }
+    void take_up() {
+        const size_t whole = each_answer(MappedFile(partial), [&](BatchRow& row, std::string_view) {
+            have += !row.answered;
+            row.answered = true;
+        });
+        if (ftruncate(fileno(file.get()), (off_t)whole)) DIE("%s: %s", partial.c_str(), strerror(errno)); // half a line is asked again
+        if (whole == 0) append(header);
+        fprintf(stderr, "%s: %zu of %zu answers are there\n", partial.c_str(), have, rows.size());
+    }
+    void finish() {
+        const MappedFile map(partial);
+        std::vector<std::string_view> answers(rows.size());
+        each_answer(map, [&](BatchRow& row, std::string_view line) { answers[(size_t)(&row - rows.data())] = line; });
+        OutputFile whole(out);
+        for (std::string_view line : answers) whole.write(line);
+        whole.commit();
+        unlink(partial.c_str());
+    }
+};
+
+#ifndef SERVE_NO_MAIN // (tests of the parts above need neither HTTP nor main)
+// ===================================================================================================== 6 HTTP
+// By libmicrohttpd: small, GNU, in every distribution, and made for this: a few threads with epoll, and connections that
+// are suspended while there is nothing to send. It parses, times out what is idle (IDLE_S) and limits headers to 32 KB.
+// What it does not do is done by watch(): whole requests have a deadline, and a suspended connection is looked at, since
+// its peer may be gone.
+#include <arpa/inet.h>
+#include <microhttpd.h>
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+
+constexpr unsigned IDLE_S = 30;       // without a byte
+constexpr double REQUEST_S = 60;      // for a request line, and then for headers and body
+constexpr double FETCH_S = 300;       // to read an answer that is complete
+constexpr size_t ALL_BODIES = 256 << 20; // bytes of requests that are being read
+
+struct ServerOptions {
+    std::string host = "127.0.0.1";
+    int port = 8000;
+    std::vector<std::string> keys, origins; // API keys (none: open to all); web sites whose scripts may call
+};
+
+// What a request is told, and then the log.
+struct Response {
+    int status;
+    std::string body;
+    const char* type = "application/json";
+    std::vector<std::pair<const char*, std::string>> headers{};
+};
+
+// A connection, for watch(). `mutex` of the Server guards `reply`.
+struct Peer {
+    int fd;
+    enum Phase { WAITING, READING, ANSWERING };
+    std::atomic<Phase> phase{WAITING};
+    std::atomic<double> since{seconds()};
+    std::shared_ptr<Reply> reply{};
+};
+
+struct Server {
+    const ServerOptions options;
+    Desk& desk;
+    Service service;                       // not to be touched before `ready`
+    std::atomic<bool> ready{false}, draining{false};
+    std::atomic<size_t> bodies{0}, answering{0};
+    MHD_Daemon* daemon = nullptr;
+    std::mutex mutex;
+    std::set<Peer*> peers;
+
+    Server(const ServerOptions& o, Desk& d) : options(o), desk(d) {}
+    ~Server() { if (daemon) MHD_stop_daemon(daemon); }
+    void start();
+    void watch();
+
+    bool loopback() const { return options.host == "127.0.0.1" || options.host == "::1"; }
+};
+
+// One request and its answer.
+struct Exchange {
+    Server& server;
+    MHD_Connection* connection;
+    Peer& peer;
+    const double start = seconds();
+    std::string method, path, body;
+    std::unique_ptr<Refusal> refusal;      // found before the body was there
+    bool begun = false, stream = false;
+    int status = 0;
+    std::unique_ptr<Answer> answer;
+    std::shared_ptr<Reply> reply;
+    bool suspended = false;                // guarded by reply->mutex
+    std::string out;                       // of a stream; sent up to `sent`
+    size_t sent = 0;
+    double first_token = 0;
+
+    Exchange(Server& s, MHD_Connection* c, Peer& p, const char* url, const char* m) : server(s), connection(c), peer(p), method(m), path(url) {}
+    Exchange(const Exchange&) = delete;
+
+    ~Exchange() {
+        server.bodies -= body.size();
+        if (begun) server.answering--;
+        if (reply) {
+            std::lock_guard lock(reply->mutex);
+            reply->wake = nullptr;
+            if (reply->left) reply->cancelled = true;
+            first_token = reply->first;
+        }
+        log();
+        std::lock_guard lock(server.mutex);
+        peer.reply = nullptr;
+        peer.phase = Peer::WAITING, peer.since = seconds();
+    }
+
+    const char* header(const char* name) const {
+        const char* value = MHD_lookup_connection_value(connection, MHD_HEADER_KIND, name);
+        return value ? value : "";
+    }
+
+    // The request's head. What is wrong with it is said once its body has been read, so that the connection can go on;
+    // but not if that is too long.
+    MHD_Result head() {
+        try {
+            check_head();
+        } catch (const Refusal& r) {
+            refusal = std::make_unique<Refusal>(r);
+            if (r.status == 413) return respond({413, error_json(r)});
+        }
+        return MHD_YES;
+    }
+
+    void check_head() {
+        const char* length = header("Content-Length");
+        if (*length && strtoull(length, nullptr, 10) > MAX_BODY) throw Refusal(413, format("a request may have %zu bytes", MAX_BODY));
+        if (server.loopback()) { // a web page whose own name was made to point here must not get in
+            std::string host = header("Host");
+            const size_t colon = host.rfind(':');
+            if (colon != std::string::npos && host.find(']', colon) == std::string::npos) host.resize(colon);
+            if (host != "localhost" && host != "127.0.0.1" && host != "[::1]" && !host.empty())
+                throw Refusal(403, "this server answers to localhost only (--host makes it public)");
+        }
+        if (*header("Content-Encoding") && strcmp(header("Content-Encoding"), "identity")) throw Refusal(415, "Content-Encoding is not supported");
+        if (method == "POST") {
+            std::string type = header("Content-Type");
+            type.resize(std::min(type.find(';'), type.size()));
+            while (!type.empty() && type.back() == ' ') type.pop_back();
+            if (strcasecmp(type.c_str(), "application/json")) throw Refusal(415, "Content-Type must be application/json");
+        }
+        if (path != "/health" && path != "/metrics" && method != "OPTIONS") key();
+    }
+
+    // The number of the caller's key, from 1 on: one space of shared prompts each. Every key is compared to its end.
+    uint64_t key() const {
+        if (server.options.keys.empty()) return 1;
+        const std::string_view given = header("Authorization"), scheme = "Bearer ";
+        uint64_t found = 0;
+        for (size_t k = 0; k < server.options.keys.size(); k++) {
+            const std::string& wanted = server.options.keys[k];
+            const std::string_view token = given.substr(std::min(scheme.size(), given.size()));
+            unsigned differ = token.size() != wanted.size() || given.substr(0, scheme.size()) != scheme;
+            for (size_t i = 0; i < wanted.size(); i++) differ |= (unsigned)(wanted[i] ^ (token.empty() ? 0 : token[i % token.size()]));
+            if (!differ) found = k + 1;
+        }
+        if (!found) throw Refusal(401, "the API key is missing or wrong", "", "invalid_api_key");
+        return found;
+    }
+
+    void read(const char* bytes, size_t n) {
+        if (refusal) return;
+        if (body.size() + n > MAX_BODY) refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", MAX_BODY));
+        else if ((server.bodies += n) > ALL_BODIES) server.bodies -= n, refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
+        else body.append(bytes, n);
+    }
+
+    // The request is complete.
+    MHD_Result answer_it() {
+        if (!begun) {
+            begun = true;
+            server.answering++;
+            peer.phase = Peer::ANSWERING, peer.since = seconds();
+            try {
+                if (refusal) throw *refusal;
+                if (Response r = route(); r.status) return respond(r);
+            } catch (const Refusal& r) {
+                Response response{r.status, error_json(r)};
+                if (r.status == 401) response.headers.push_back({"WWW-Authenticate", "Bearer"});
+                if (r.status == 405) response.headers.push_back({"Allow", r.param});
+                if (r.status == 429 || r.status == 503) response.headers.push_back({"Retry-After", "1"});
+                return respond(response);
+            } catch (const std::bad_alloc&) {
+                return respond({503, error_json(503, "out of memory")});
+            }
+        }
+        return stream ? begin_stream() : finish();
+    }
+
+    // Status 0: the answer is on its way.
+    Response route() {
+        auto only = [&](const char* allowed) {
+            if (method != allowed) throw Refusal(405, format("%s takes %s only", path.c_str(), allowed), allowed);
+        };
+        const bool ready = server.ready && !server.draining;
+        if (method == "OPTIONS") return {204, ""};
+        if (path == "/health") return only("GET"), Response{ready ? 200 : 503, format("{\"status\": \"%s\"}", ready ? "ok" : server.ready ? "draining" : "loading")};
+        if (path == "/metrics") return only("GET"), Response{200, metrics(), "text/plain; version=0.0.4"};
+        const bool chat = path == "/v1/chat/completions", completion = path == "/v1/completions", models = path.compare(0, 10, "/v1/models") == 0;
+        const bool tokenize = path == "/tokenize", detokenize = path == "/detokenize";
+        if (!chat && !completion && !models && !tokenize && !detokenize) throw Refusal(404, "there is nothing here; /v1/chat/completions is");
+        only(models ? "GET" : "POST");
+        if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
+        const Service& service = server.service;
+        if (models) return list_models();
+        if (tokenize) return {200, tokens_of(service)};
+        if (detokenize) return {200, text_of(service)};
+
+        Ask ask = read_ask(service, body, chat, key());
+        answer = std::make_unique<Answer>(service, ask);
+        stream = ask.stream;
+        const std::shared_ptr<Reply> r = ask.jobs[0].reply;
+        r->wake = [this, reply = r.get()] { // the engine's thread, or watch()'s; reply->mutex is held
+            if (!suspended || !(stream || reply->left == 0 || reply->cancelled)) return;
+            suspended = false;
+            MHD_resume_connection(connection);
+        };
+        if (!server.desk.submit(std::move(ask.jobs))) {
+            r->left = 0;
+            throw Refusal(server.draining ? 503 : 429, "too many requests are waiting", "", "rate_limit_exceeded");
+        }
+        reply = r;
+        std::lock_guard lock(server.mutex);
+        peer.reply = r;
+        return {0, ""};
+    }
+
+    Response list_models() const {
+        const Service& service = server.service;
+        const bool one = path.size() > 10;
+        if (one && path.substr(10) != "/" + service.name) throw Refusal(404, "no such model", "model", "model_not_found");
+        sj::Writer w;
+        if (!one) w.object().field("object", "list").key("data").array();
+        w.object().field("id", service.name).field("object", "model").field("created", 0).field("owned_by", "qwen3.cu");
+        w.field("max_model_len", service.context).end();
+        if (!one) w.end().end();
+        return {200, w.text};
+    }
+
+    // {"prompt": "..."} or {"messages": [...]}
+    std::string tokens_of(const Service& service) const {
+        sj::Doc doc;
+        if (const std::string fault = sj::parse(doc, body); !fault.empty()) throw Refusal(400, "the body is not valid JSON: " + fault);
+        const Fields f(doc.root());
+        const std::vector<int> ids = f["messages"] ? chat_prompt(service, f, service.thinking, f.boolean("add_generation_prompt", true))
+                                                   : service.tokenizer->encode(f.text("prompt"), false);
+        if (!f["messages"] && !f["prompt"]) throw Refusal(400, "neither prompt nor messages", "prompt");
+        sj::Writer w;
+        w.object().field("count", ids.size()).field("max_model_len", service.context).key("tokens").array();
+        for (int id : ids) w.value(id);
+        return w.end().end().text;
+    }
+    std::string text_of(const Service& service) const {
+        sj::Doc doc;
+        if (const std::string fault = sj::parse(doc, body); !fault.empty()) throw Refusal(400, "the body is not valid JSON: " + fault);
+        const Fields f(doc.root());
+        if (!f["tokens"].is(sj::Array)) throw Refusal(400, "tokens must be a list of token ids", "tokens");
+        sj::Writer w;
+        return w.object().field("prompt", service.tokenizer->decode(ids_from_json(service, f["tokens"], "tokens"), false)).end().text;
+    }
+
+    // vLLM's names.
+    std::string metrics() const {
+        const Figures f = server.desk.look();
+        const std::string label = format("model_name=\"%s\"", server.ready ? server.service.name.c_str() : "");
+        std::string out;
+        auto one = [&](const char* name, const char* type, double value, const char* more = "") {
+            if (out.find(format("# TYPE vllm:%s ", name)) == std::string::npos) out += format("# TYPE vllm:%s %s\n", name, type);
+            out += format("vllm:%s{%s%s} %.17g\n", name, label.c_str(), more, value);
+        };
+        auto histogram = [&](const char* name, const Histogram& h) {
+            out += format("# TYPE vllm:%s histogram\n", name);
+            for (int i = 0; i < Histogram::N; i++)
+                out += format("vllm:%s_bucket{%s,le=\"%g\"} %llu\n", name, label.c_str(), Histogram::BOUNDS[i], (unsigned long long)h.buckets[i]);
+            out += format("vllm:%s_bucket{%s,le=\"+Inf\"} %llu\n", name, label.c_str(), (unsigned long long)h.count);
+            out += format("vllm:%s_sum{%s} %.9g\nvllm:%s_count{%s} %llu\n", name, label.c_str(), h.sum, name, label.c_str(), (unsigned long long)h.count);
+        };
+        one("num_requests_running", "gauge", (double)f.running);
+        one("num_requests_waiting", "gauge", (double)f.waiting);
+        one("kv_cache_usage_perc", "gauge", f.pages ? (double)f.pages_used / (double)f.pages : 0);
+        one("num_preemptions_total", "counter", (double)f.preempted);
+        one("prompt_tokens_total", "counter", (double)f.prompt_tokens);
+        one("generation_tokens_total", "counter", (double)f.answer_tokens);
+        one("prefix_cache_queries_total", "counter", (double)f.looked_up);
+        one("prefix_cache_hits_total", "counter", (double)f.found);
+        one("request_success_total", "counter", (double)f.stopped, ",finished_reason=\"stop\"");
+        one("request_success_total", "counter", (double)f.cut, ",finished_reason=\"length\"");
+        one("request_success_total", "counter", (double)f.cancelled, ",finished_reason=\"abort\"");
+        histogram("time_to_first_token_seconds", f.first_token);
+        histogram("inter_token_latency_seconds", f.between_tokens);
+        histogram("e2e_request_latency_seconds", f.whole);
+        return out;
+    }
+
+    // ---- The answer of an engine, whole or as a stream. Both may find nothing to do yet, and sleep until reply->wake.
+    MHD_Result finish() {
+        {
+            std::lock_guard lock(reply->mutex);
+            if (reply->cancelled) return MHD_NO;
+            if (reply->left) {
+                suspended = true;
+                MHD_suspend_connection(connection);
+                return MHD_YES;
+            }
+            for (Piece& piece : reply->pieces) answer->add(std::move(piece));
+            reply->pieces.clear();
+        }
+        return respond({200, answer->whole()});
+    }
+
+    MHD_Result begin_stream() {
+        MHD_Response* r = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 16384, next_of_stream, this, nullptr);
+        return send(r, {200, "", "text/event-stream; charset=utf-8", {{"Cache-Control", "no-cache"}}});
+    }
+    static ssize_t next_of_stream(void* self, uint64_t, char* buffer, size_t room) {
+        Exchange& e = *(Exchange*)self;
+        try {
+            if (e.sent == e.out.size()) {
+                e.out.clear(), e.sent = 0;
+                std::vector<Piece> pieces;
+                {
+                    std::lock_guard lock(e.reply->mutex);
+                    if (e.reply->cancelled) return MHD_CONTENT_READER_END_WITH_ERROR;
+                    pieces.swap(e.reply->pieces);
+                    if (pieces.empty() && e.answer->complete()) return MHD_CONTENT_READER_END_OF_STREAM;
+                    if (pieces.empty()) {
+                        e.suspended = true;
+                        MHD_suspend_connection(e.connection);
+                        return 0;
+                    }
+                }
+                for (const Piece& piece : pieces) e.out += e.answer->events(piece);
+            }
+        } catch (const std::bad_alloc&) {
+            return MHD_CONTENT_READER_END_WITH_ERROR;
+        }
+        const size_t n = std::min(room, e.out.size() - e.sent);
+        memcpy(buffer, e.out.data() + e.sent, n);
+        e.sent += n;
+        return (ssize_t)n;
+    }
+
+    MHD_Result respond(const Response& r) {
+        return send(MHD_create_response_from_buffer(r.body.size(), (void*)r.body.data(), MHD_RESPMEM_MUST_COPY), r);
+    }
+    MHD_Result send(MHD_Response* out, const Response& r) {
+        if (!out) return MHD_NO;
+        status = r.status;
+        if (r.status != 204) MHD_add_response_header(out, "Content-Type", r.type);
+        for (auto& [name, value] : r.headers) MHD_add_response_header(out, name, value.c_str());
+        const std::string origin = header("Origin");
+        if (!origin.empty()) MHD_add_response_header(out, "Vary", "Origin");
+        for (auto& allowed : server.options.origins)
+            if (origin == allowed) {
+                MHD_add_response_header(out, "Access-Control-Allow-Origin", allowed.c_str());
+                MHD_add_response_header(out, "Access-Control-Allow-Headers", "Authorization, Content-Type");
+                MHD_add_response_header(out, "Access-Control-Allow-Methods", "GET, POST");
+            }
+        const MHD_Result result = MHD_queue_response(connection, (unsigned)r.status, out);
+        MHD_destroy_response(out);
+        return result;
+    }
+
+    // One line of JSON, without a word of what was said.
+    void log() const {
+        sj::Writer w;
+        const auto now = std::chrono::system_clock::now().time_since_epoch();
+        w.object().field("time", (double)std::chrono::duration_cast<std::chrono::milliseconds>(now).count() / 1e3);
+        w.field("method", method.substr(0, 16)).field("path", path.compare(0, 4, "/v1/") == 0 || path.size() < 16 ? path.substr(0, 32) : "other");
+        w.field("status", status).field("seconds", seconds() - start);
+        if (answer) {
+            w.field("id", answer->id).field("prompt_tokens", answer->prompt_tokens).field("cached_tokens", answer->cached());
+            w.field("completion_tokens", answer->count()).field("complete", answer->complete());
+            if (first_token > 0) w.field("first_token_seconds", first_token - start);
+        }
+        const std::string line = w.end().text + "\n";
+        fwrite(line.data(), 1, line.size(), stdout);
+        fflush(stdout);
+    }
+};
+
+static Peer& peer_of(MHD_Connection* c) { return *(Peer*)MHD_get_connection_info(c, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context; }
+
+void Server::start() {
+    rlimit files;
+    getrlimit(RLIMIT_NOFILE, &files);
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+    const unsigned connections = (unsigned)std::min<rlim_t>(8192, files.rlim_cur - std::min<rlim_t>(files.rlim_cur / 2, 128));
+    const unsigned threads = std::min(8u, std::max(2u, std::thread::hardware_concurrency() / 2));
+
+    sockaddr_in v4 = {};
+    sockaddr_in6 v6 = {};
+    const bool six = options.host.find(':') != std::string::npos;
+    v4.sin_family = AF_INET, v4.sin_port = htons((uint16_t)options.port);
+    v6.sin6_family = AF_INET6, v6.sin6_port = htons((uint16_t)options.port);
+    if (inet_pton(six ? AF_INET6 : AF_INET, options.host.c_str(), six ? (void*)&v6.sin6_addr : (void*)&v4.sin_addr) != 1)
+        DIE("--host %s: not an address", options.host.c_str());
+
+    // A C library calls these: no exception may leave them.
+    auto accept_or_close = [](void* self, MHD_Connection* c, void** context, MHD_ConnectionNotificationCode what) {
+        Server& server = *(Server*)self;
+        std::lock_guard lock(server.mutex);
+        if (what == MHD_CONNECTION_NOTIFY_STARTED) {
+            Peer* peer = new Peer{MHD_get_connection_info(c, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd};
+            server.peers.insert(peer);
+            *context = peer;
+        } else {
+            server.peers.erase((Peer*)*context);
+            delete (Peer*)*context;
+        }
+    };
+    auto request_line = [](void*, const char*, MHD_Connection* c) -> void* {
+        peer_of(c).since = seconds();
+        peer_of(c).phase = Peer::READING;
+        return nullptr;
+    };
+    auto request = [](void* self, MHD_Connection* c, const char* url, const char* method, const char*, const char* bytes, size_t* n, void** own) {
+        Exchange*& e = (Exchange*&)*own;
+        try {
+            if (!e) {
+                e = new Exchange(*(Server*)self, c, peer_of(c), url, method);
+                return e->head();
+            }
+            if (*n) {
+                e->read(bytes, std::exchange(*n, 0));
+                return MHD_YES;
+            }
+            return e->answer_it();
+        } catch (const std::bad_alloc&) {
+            return MHD_NO; // closes the connection
+        }
+    };
+    auto completed = [](void*, MHD_Connection*, void** own, MHD_RequestTerminationCode) { delete (Exchange*)std::exchange(*own, nullptr); };
+
+    using Accept = void (*)(void*, MHD_Connection*, void**, MHD_ConnectionNotificationCode);
+    using Line = void* (*)(void*, const char*, MHD_Connection*);
+    using Request = MHD_Result (*)(void*, MHD_Connection*, const char*, const char*, const char*, const char*, size_t*, void**);
+    using Completed = void (*)(void*, MHD_Connection*, void**, MHD_RequestTerminationCode);
+    daemon = MHD_start_daemon(MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | (six ? MHD_USE_IPv6 : 0), (uint16_t)options.port, nullptr, nullptr,
+                              (Request)request, this, MHD_OPTION_NOTIFY_CONNECTION, (Accept)accept_or_close, this,
+                              MHD_OPTION_URI_LOG_CALLBACK, (Line)request_line, this, MHD_OPTION_NOTIFY_COMPLETED, (Completed)completed, this,
+                              MHD_OPTION_SOCK_ADDR, six ? (sockaddr*)&v6 : (sockaddr*)&v4, MHD_OPTION_CONNECTION_LIMIT, connections,
+                              MHD_OPTION_CONNECTION_TIMEOUT, IDLE_S, MHD_OPTION_THREAD_POOL_SIZE, threads,
+                              MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
+    if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
+}
+
+// To be called a few times a second: who is late, and who is gone?
+void Server::watch() {
+    std::vector<std::shared_ptr<Reply>> gone;
+    {
+        std::lock_guard lock(mutex);
+        std::vector<pollfd> fds;
+        std::vector<Peer*> at;
+        const double now = seconds();
+        for (Peer* peer : peers) {
+            if (peer->phase != Peer::ANSWERING) {
+                if (now - peer->since > REQUEST_S) shutdown(peer->fd, SHUT_RDWR);
+            } else if (peer->reply) {
+                fds.push_back({peer->fd, POLLRDHUP, 0});
+                at.push_back(peer);
+            }
+        }
+        poll(fds.data(), fds.size(), 0);
+        for (size_t i = 0; i < fds.size(); i++) {
+            if (fds[i].revents) gone.push_back(at[i]->reply);
+            std::lock_guard reply_lock(at[i]->reply->mutex);
+            if (at[i]->reply->left == 0 && now - at[i]->reply->last > FETCH_S) shutdown(fds[i].fd, SHUT_RDWR);
+        }
+    }
+    for (auto& reply : gone) {
+        std::lock_guard lock(reply->mutex);
+        if (reply->left == 0) continue;
+        reply->cancelled = true;
+        if (reply->wake) reply->wake();
+    }
+}
+
+// ===================================================================================================== 7 main
+
+static const char* USAGE =
+    "usage: serve MODEL [options]                          MODEL: a model.bin or a Hugging Face folder\n"
+    "       serve MODEL --batch REQUESTS.jsonl -o RESPONSES.jsonl [options]\n"
+    "      --host ADDRESS        default 127.0.0.1: this machine only\n"
+    "  -p, --port N              default 8000; 0 takes a free one\n"
+    "      --name NAME           the model's, for requests (default: its file's)\n"
+    "  -c, --ctx N               tokens of a prompt and its answer (default 4096, or the model's limit if that is less)\n"
+    "      --max-seqs N          answers at once (default: CPU 16, GPU 256)\n"
+    "      --max-queue N         answers that may wait (default 1024); beyond it requests get status 429\n"
+    "      --kv-memory GB        of the KV cache (default: CPU a quarter of the memory at most, GPU nearly all)\n"
+    "      --chunk N             tokens of prompts in a step that others wait for (default: CPU 128, GPU 256)\n"
+    "  -y, --system TEXT         system prompt of conversations that have none\n"
+    "  -r, --think 0|1           whether the model thinks first where a request does not say (default 0)\n"
+    "      --api-key-file FILE   a key a line; requests must have one of them\n"
+    "      --cors ORIGIN         a web site whose scripts may call; may be repeated\n"
+    "  -b, --batch FILE -o FILE  OpenAI's Batch format instead of HTTP; interrupted, the same command goes on\n"
+    "  -z, --tokenizer FILE, -d, --device cpu|cuda, --dtype f32|bf16|int8, -j, --threads N, --invariant   as for qwen3\n";
+
+struct Options {
+    std::string model, tokenizer, device, dtype, name, system, key_file, batch, output;
+    ServerOptions server;
+    EngineOptions engine;
+    int max_queue = 1024, threads = 0, think = 0;
+    bool invariant = false, help = false;
+    Context ctx{};
+};
+
+static Options parse_options(int argc, char** argv) {
+    Options o;
+    for (int i = 1; i < argc; i++) {
+        const std::string name = argv[i];
+        if (name.size() < 2 || name[0] != '-') {
+            if (!o.model.empty()) DIE("one model, please: %s and %s", o.model.c_str(), argv[i]);
+            o.model = name;
+            continue;
+        }
+        auto is = [&](const char* s, const char* l) { return name == s || name == l; };
+        auto value = [&]() -> const char* {
+            if (i + 1 == argc) DIE("%s needs a value", name.c_str());
+            return argv[++i];
+        };
+        auto integer = [&](int64_t low, int64_t high) { return (int)parse_integer(name.c_str(), value(), low, high); };
+        if (is("", "--host")) o.server.host = value();
+        else if (is("-p", "--port")) o.server.port = integer(0, 65535);
+        else if (is("", "--name")) o.name = value();
+        else if (is("-c", "--ctx")) o.engine.context = integer(2, INT_MAX);
+        else if (is("", "--max-seqs")) o.engine.max_seqs = integer(1, 4096);
+        else if (is("", "--max-queue")) o.max_queue = integer(0, 1 << 20);
+        else if (is("", "--kv-memory")) o.engine.kv_bytes = (size_t)(parse_number(name.c_str(), value(), 1e-6, 1e6) * 1e9);
+        else if (is("", "--chunk")) o.engine.chunk = integer(1, 65536);
+        else if (is("-y", "--system")) o.system = value();
+        else if (is("-r", "--think")) o.think = integer(0, 1);
+        else if (is("", "--api-key-file")) o.key_file = value();
+        else if (is("", "--cors")) o.server.origins.push_back(value());
+        else if (is("-b", "--batch")) o.batch = value();
+        else if (is("-o", "--output")) o.output = value();
+        else if (is("-z", "--tokenizer")) o.tokenizer = value();
+        else if (is("-d", "--device")) o.device = value();
+        else if (is("", "--dtype")) {
+            o.dtype = value();
+            if (o.dtype != "f32" && o.dtype != "bf16" && o.dtype != "int8") DIE("--dtype %.40s: f32, bf16 or int8", o.dtype.c_str());
+        }
+        else if (is("-j", "--threads")) o.threads = integer(1, 4096);
+        else if (is("", "--invariant")) o.invariant = true;
+        else if (is("-h", "--help")) o.help = true;
+        else DIE("unknown option %s (--help lists them)", name.c_str());
+    }
+    return o;
+}
+
+static bool loading = true;
+
+// The first signal lets what is under way come to its end; a second one, or one before there is anything, ends all.
+static void on_signal(int) {
+    if (loading || interrupted) _exit(130);
+    interrupted = 1;
+}
+
+static std::vector<std::string> read_keys(const std::string& path) {
+    const MappedFile file(path);
+    std::vector<std::string> keys;
+    for (size_t at = 0; at < file.size;) {
+        std::string line(file.text().substr(at, file.text().find('\n', at) - at));
+        at += line.size() + 1;
+        while (!line.empty() && isspace((unsigned char)line.back())) line.pop_back();
+        if (!line.empty()) keys.push_back(line);
+    }
+    if (keys.empty()) DIE("%s: no key in it", path.c_str());
+    return keys;
+}
+
+template <class T> int serve(Options& o, const ModelFile& file, double start) {
+    const Config& c = file.config;
+    const bool gpu = o.ctx.gpu, http = o.batch.empty();
+    EngineOptions& e = o.engine;
+    if (!e.context) e.context = std::min(4096, c.max_positions);
+    if (!e.max_seqs) e.max_seqs = gpu ? 256 : 16;
+    e.burst = gpu ? 8192 : 512;
+    if (!http) e.chunk = e.burst; // nobody waits for the next token
+    if (!e.chunk) e.chunk = gpu ? 256 : 128;
+    if (e.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", e.context, c.max_positions);
+
+    Desk desk;
+    desk.limit = http ? (size_t)(o.max_queue + e.max_seqs) : (size_t)(4 * e.max_seqs + 2 * MAX_CHOICES);
+    Server server(o.server, desk);
+    if (http) server.start(); // to say that it is loading
+
+    const std::string path = find_tokenizer(o.tokenizer, o.model);
+    if (path.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
+    const Tokenizer tokenizer(path);
+    if (tokenizer.size() > c.V || c.V - tokenizer.size() >= 1024)
+        DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", path.c_str(), tokenizer.size(), o.model.c_str(), c.V);
+    std::unique_ptr<Batcher> batch;
+    if (!http) {
+        const MappedFile requests(o.batch);
+        sj::Writer depends;
+        depends.object().field("requests", fnv1a(requests.data, requests.size)).field("model", o.model);
+        depends.field("config", fnv1a(file.config_text.data(), file.config_text.size())).field("tokenizer", tokenizer.hash());
+        depends.field("dtype", o.dtype).field("context", e.context).field("think", o.think).field("system", o.system).end();
+        batch = std::make_unique<Batcher>(o.batch, o.output, depends.text);
+    }
+    Weights<T> weights(file, o.dtype == "int8");
+#ifdef __CUDACC__
+    if constexpr (HAS_KERNELS<T>) if (gpu) weights.upload(o.ctx, file);
+#endif
+    Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
+
+    server.service = {&tokenizer, o.name, o.system, e.context, o.think == 1};
+    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, %d at once, %zu pages of %d tokens; ready in %.2f s\n", o.name.c_str(),
+            (double)c.parameters() / 1e6, weights.type_name(), device_name(o.ctx).c_str(), e.context, e.max_seqs, desk.look().pages, PAGE, seconds() - start);
+    std::thread thread([&] {
+#ifdef _OPENMP
+        if (o.threads) omp_set_num_threads(o.threads); // each thread has its own number
+#endif
+        try {
+            engine.run();
+        } catch (const std::exception& fault) { // the GPU, or memory: there is no way on
+            print_error("serve", fault.what());
+            _exit(1);
+        }
+    });
+    struct Ending {
+        Desk& desk;
+        std::thread& thread;
+        ~Ending() { desk.close(), thread.join(); }
+    } ending{desk, thread};
+    loading = false;
+    if (!http) return batch->run(server.service, desk);
+    server.ready = true;
+    const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
+    const bool six = o.server.host.find(':') != std::string::npos;
+    fprintf(stderr, "listening on http://%s%s%s:%d/v1\n", six ? "[" : "", o.server.host.c_str(), six ? "]" : "", port);
+    for (; !interrupted; usleep(200'000)) server.watch();
+    server.draining = true;
+    fprintf(stderr, "%zu requests to finish\n", server.answering.load());
+    const MHD_socket listener = MHD_quiesce_daemon(server.daemon);
+    for (; server.answering > 0; usleep(50'000)) server.watch();
+    if (listener != MHD_INVALID_SOCKET) close(listener);
+    return 0;
+}
+
+static int run(int argc, char** argv) {
+    const double start = seconds();
+    Options o = parse_options(argc, argv);
+    if (o.help) return fputs(USAGE, stdout) < 0 || fflush(stdout) != 0;
+#ifdef _OPENMP
+    if (o.threads) omp_set_num_threads(o.threads);
+#endif
+    if (o.model.empty()) DIE("no model named (--help lists the options)");
+    if (o.batch.empty() != o.output.empty()) DIE(o.output.empty() ? "--batch needs -o FILE, where the answers go" : "-o is for --batch");
+    if (!o.key_file.empty()) o.server.keys = read_keys(o.key_file);
+    if (o.name.empty()) {
+        while (o.model.size() > 1 && o.model.back() == '/') o.model.pop_back();
+        o.name = o.model.substr(o.model.rfind('/') + 1);
+    }
+    if (o.name.find_first_of("\"\\\n") != std::string::npos) DIE("--name %s: no quotes or backslashes", o.name.c_str());
+    ModelFile file(o.model);
+    o.ctx = choose_device(o.device, o.dtype, o.invariant, file);
+    return wide(o.device, o.dtype, file) ? serve<float>(o, file, start) : serve<bf16>(o, file, start);
+}
+
+int main(int argc, char** argv) {
+    keep_descriptors();
+    struct sigaction action = {};
+    action.sa_handler = on_signal;
+    sigaction(SIGINT, &action, nullptr);
+    sigaction(SIGTERM, &action, nullptr);
+    signal(SIGPIPE, SIG_IGN);
+    try {
+        return run(argc, argv);
+    } catch (const std::bad_alloc&) {
+        print_error("serve", "out of memory");
+    } catch (const std::exception& e) {
+        print_error("serve", e.what());
+    }
+    return 1;
+}
+#endif // SERVE_NO_MAIN

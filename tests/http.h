@@ -1,0 +1,119 @@
+// A small HTTP client on plain sockets: for the server's tests and its bench. Throws Error.
+#pragma once
+#include "../file.h"
+#include <arpa/inet.h>
+#include <map>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <vector>
+
+struct HttpReply {
+    int status = 0;
+    std::map<std::string, std::string> headers; // names in lower case
+    std::string body;
+};
+
+struct Http {
+    int fd;
+    std::string buffer; // received and not yet taken
+    bool chunked = false;
+    int patience = 30'000;  // ms without a byte
+
+    explicit Http(int port, const char* host = "127.0.0.1") : fd(socket(AF_INET, SOCK_STREAM, 0)) {
+        sockaddr_in at = {};
+        at.sin_family = AF_INET, at.sin_port = htons((uint16_t)port);
+        inet_pton(AF_INET, host, &at.sin_addr);
+        const int one = 1;
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+        if (connect(fd, (sockaddr*)&at, sizeof at) != 0) {
+            const int fault = errno;
+            ::close(fd);
+            DIE("%s:%d: %s", host, port, strerror(fault));
+        }
+    }
+    Http(const Http&) = delete;
+    ~Http() { close(); }
+    void close() {
+        if (fd >= 0) ::close(fd);
+        fd = -1;
+    }
+
+    void send(std::string_view bytes) {
+        while (!bytes.empty()) {
+            const ssize_t n = ::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+            if (n <= 0) DIE("send: %s", strerror(errno));
+            bytes.remove_prefix((size_t)n);
+        }
+    }
+    // More bytes; false: the peer has closed.
+    bool fill() {
+        pollfd p = {fd, POLLIN, 0};
+        if (poll(&p, 1, patience) != 1) DIE("no answer within %d ms", patience);
+        char some[65536];
+        const ssize_t n = recv(fd, some, sizeof some, 0);
+        if (n > 0) buffer.append(some, (size_t)n);
+        return n > 0;
+    }
+    std::string take(size_t n) {
+        while (buffer.size() < n)
+            if (!fill()) DIE("the peer closed early");
+        std::string out = buffer.substr(0, n);
+        buffer.erase(0, n);
+        return out;
+    }
+    std::string line() {
+        size_t end;
+        while ((end = buffer.find("\r\n")) == std::string::npos)
+            if (!fill()) DIE("the peer closed early");
+        const std::string out = take(end);
+        take(2);
+        return out;
+    }
+
+    void ask(const std::string& method, const std::string& path, std::string_view body = "", const std::string& headers = "") {
+        std::string all = method + " " + path + " HTTP/1.1\r\nHost: localhost\r\n" + headers;
+        if (method == "POST") all += format("Content-Type: application/json\r\nContent-Length: %zu\r\n", body.size());
+        send(all + "\r\n" + std::string(body));
+    }
+    HttpReply head() {
+        HttpReply r;
+        const std::string first = line();
+        if (sscanf(first.c_str(), "HTTP/1.1 %d", &r.status) != 1) DIE("not HTTP: %.60s", first.c_str());
+        for (std::string h; !(h = line()).empty();) {
+            const size_t colon = h.find(": ");
+            std::string name = h.substr(0, colon);
+            for (char& c : name) c = (char)tolower(c);
+            r.headers[name] = h.substr(colon + 2);
+        }
+        chunked = r.headers["transfer-encoding"] == "chunked";
+        return r;
+    }
+    bool chunk(std::string& out) { // false: that was the last
+        const size_t n = strtoul(line().c_str(), nullptr, 16);
+        out += take(n);
+        line();
+        return n > 0;
+    }
+    HttpReply reply() {
+        HttpReply r = head();
+        if (chunked) while (chunk(r.body)) {}
+        else r.body = take((size_t)atol(r.headers["content-length"].c_str()));
+        return r;
+    }
+    HttpReply call(const std::string& method, const std::string& path, std::string_view body = "", const std::string& headers = "") {
+        ask(method, path, body, headers);
+        return reply();
+    }
+};
+
+// The data of an event stream, an event each.
+inline std::vector<std::string> events_of(const std::string& body) {
+    std::vector<std::string> all;
+    for (size_t at = 0, end; (end = body.find("\n\n", at)) != std::string::npos; at = end + 2) {
+        if (body.compare(at, 6, "data: ") != 0) DIE("not an event: %.60s", body.c_str() + at);
+        all.push_back(body.substr(at + 6, end - at - 6));
+    }
+    return all;
+}

@@ -1,0 +1,1013 @@
+// serve.cu: its parts by themselves, then the program (SERVE, else ./serve) from outside, on the random model in
+// fixtures/tiny. What an answer must be is said by `generate` on a Session of its own.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#define SERVE_NO_MAIN
+#include "../serve.cu"
+#include "http.h"
+#include "process.h"
+
+static const std::string MODEL = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
+
+// The tiny model, in this process.
+struct Tiny {
+    Tokenizer tokenizer{VOCABULARY};
+    ModelFile file{MODEL};
+    Weights<bf16> weights{file};
+};
+static const Tiny& tiny() {
+    static const Tiny t;
+    return t;
+}
+
+struct Random {
+    uint64_t seed, counter = 0;
+    uint32_t bits() { return philox(seed, counter++, 98).v[0]; }
+    int below(int n) { return (int)(bits() % (uint32_t)n); }
+    double uniform() { return bits() / 4294967296.; }
+};
+
+// JSON that outlives its text.
+struct Json {
+    std::string text;
+    sj::Doc doc;
+    explicit Json(std::string s) : text(std::move(s)) {
+        INFO(text);
+        REQUIRE(sj::parse(doc, text) == "");
+    }
+    Json(const Json&) = delete;
+    sj::Value operator[](std::string_view key) const { return doc.root()[key]; }
+};
+
+// ---------------------------------------------------------------------------------------------------- the pages
+
+TEST_CASE("pages are found by all that comes before them, and the longest idle goes first") {
+    PagePool pool(4);
+    std::vector<int> a(PAGE, 1), b(PAGE, 2);
+    const int p = pool.take(), q = pool.take(), r = pool.take();
+    CHECK(pool.available() == 1);
+    const uint64_t after_a = pool.name(p, 1, a.data()), after_b = pool.name(q, after_a, b.data());
+    CHECK(pool.find(1, a.data()) == p);
+    CHECK(pool.find(2, a.data()) == -1);        // another salt
+    CHECK(pool.find(1, b.data()) == -1);        // these ids, but not there
+    CHECK(pool.find(after_a, b.data()) == q);
+    CHECK(pool.find(after_b, b.data()) == -1);
+    CHECK(pool.name(r, 1, a.data()) == after_a); // the same content: the first page stays the one
+    CHECK(pool.find(1, a.data()) == p);
+
+    pool.release(q), pool.release(p), pool.release(r);
+    CHECK(pool.available() == 4);
+    CHECK(pool.find(after_a, b.data()) == q);   // idle, and still of use
+    const int first = pool.take(), second = pool.take();
+    CHECK((first == r || first == 3));          // those without a name
+    CHECK((second == r || second == 3));
+    pool.use(p);
+    CHECK(pool.available() == 1);
+    CHECK(pool.take() == q);
+    CHECK(pool.find(after_a, b.data()) == -1);
+    CHECK(pool.find(1, a.data()) == p);
+    pool.use(p);
+    pool.release(p);
+    CHECK(pool.available() == 0);               // two used it
+    pool.release(p);
+    CHECK(pool.take() == p);
+    CHECK(pool.find(1, a.data()) == -1);
+}
+
+TEST_CASE("a page that is known by name never is another's: random use") {
+    Random random{3};
+    PagePool pool(8);
+    std::vector<int> held;
+    std::map<std::pair<uint64_t, int>, uint64_t> names; // what every name stands for: it never changes
+    for (int round = 0; round < 3000; round++) {
+        if (random.below(2) && pool.available()) {
+            const int p = pool.take();
+            CHECK(pool.pages[p].users == 1);
+            held.push_back(p);
+            if (random.below(2)) {
+                std::vector<int> ids(PAGE, random.below(5));
+                uint64_t before = 1 + (uint64_t)random.below(2);
+                if (!names.empty() && random.below(2)) before = std::next(names.begin(), random.below((int)names.size()))->second;
+                const bool there = pool.find(before, ids.data()) >= 0;
+                const uint64_t name = pool.name(p, before, ids.data());
+                if (there) CHECK(names.at({before, ids[0]}) == name);
+                else for (auto& [key, old] : names) REQUIRE(old != name);
+                names[{before, ids[0]}] = name;
+            }
+        } else if (!held.empty()) {
+            std::swap(held[(size_t)random.below((int)held.size())], held.back());
+            pool.release(held.back());
+            held.pop_back();
+        }
+        CHECK(pool.available() == 8 - held.size());
+        for (auto& [key, name] : names) {
+            const int p = pool.find(key.first, std::vector<int>(PAGE, key.second).data());
+            if (p >= 0) CHECK(pool.pages[p].ids[0] == key.second);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------- speech
+
+struct Spoken {
+    std::string text, thought, tokens;
+    size_t pieces = 0, informed = 0;
+    bool stopped = false;
+};
+static Spoken speak(const std::vector<int>& ids, const std::vector<std::string>& stops, bool thinking = false, int alternatives = 0) {
+    Job job;
+    job.stops = stops, job.thinking = thinking, job.alternatives = alternatives;
+    Speech speech(tiny().tokenizer, job);
+    Spoken all;
+    auto note = [&](const Piece& p) {
+        (p.thought ? all.thought : all.text) += p.text;
+        for (auto& t : p.tokens) all.tokens += t.text, all.informed++;
+        all.pieces += !p.text.empty();
+        CHECK(all.text.substr(0, all.tokens.size()) == all.tokens); // a token is told when its text is there, at the latest
+    };
+    for (int id : ids) {
+        Piece piece;
+        speech.feed(piece, {id, 0, "", {}});
+        note(piece);
+        all.stopped = speech.filter.stopped;
+        if (all.stopped) break;
+    }
+    Piece piece;
+    speech.finish(piece);
+    note(piece);
+    return all;
+}
+
+TEST_CASE("speech: tokens of random bytes, whole characters, nothing lost") {
+    Random random{4};
+    const Tokenizer& t = tiny().tokenizer;
+    for (int round = 0; round < 500; round++) {
+        std::vector<int> ids;
+        for (int n = random.below(30); n > 0; n--) ids.push_back(random.below(t.size()));
+        const Spoken all = speak(ids, {});
+        CHECK(all.text == t.decode(ids, true));
+        CHECK(all.tokens == all.text);
+        CHECK(all.informed == ids.size());
+    }
+}
+
+TEST_CASE("speech: a stop string at every place of a text") {
+    const Tokenizer& t = tiny().tokenizer;
+    const std::string text = "线程束 warps 共享 memory，块与网格。ababab";
+    const std::vector<int> ids = t.encode(text, false);
+    for (size_t begin = 0; begin < text.size(); begin++)
+        for (size_t length : {1, 2, 3, 5, 9, 20}) {
+            const std::string stop = text.substr(begin, length);
+            const Spoken all = speak(ids, {stop});
+            INFO("stop " << stop);
+            CHECK(all.stopped);
+            CHECK(all.text == text.substr(0, text.find(stop)));
+            CHECK(all.tokens == all.text);
+        }
+    const Spoken none = speak(ids, {text + "x", "ababababab"});
+    CHECK(!none.stopped);
+    CHECK(none.text == text);
+    CHECK(none.tokens == text);
+}
+
+TEST_CASE("speech: thoughts") {
+    const Tokenizer& t = tiny().tokenizer;
+    auto ids = [&](const std::string& text) { return t.encode(text, true); };
+    REQUIRE(t.id("<think>") >= 0);
+    auto check = [&](const std::string& said, const std::string& thought, const std::string& text, bool thinking = true) {
+        INFO(said);
+        const Spoken all = speak(ids(said), {}, thinking);
+        CHECK(all.thought == thought);
+        CHECK(all.text == text);
+        CHECK(all.tokens == text);
+    };
+    check("<think>\nLet me\n\nsee.\n</think>\n\nYes.\n", "Let me\n\nsee.", "Yes.\n");
+    check("<think>\n\n</think>\n\nYes.", "", "Yes.");
+    check("<think></think>Yes.", "", "Yes.");
+    check("<think>\nhalf a thought\n", "half a thought", "");
+    check("No thought.\n", "", "No thought.\n");
+    check("a <think>b</think>", "", "a <think>b</think>");  // not at the beginning: text
+    check("<think>a</think>b</think>", "a", "b</think>");
+    check("<think>\na\n</think>\n\nb", "", "<think>\na\n</think>\n\nb", false);
+
+    std::vector<int> fake = t.encode("<think>", false); // that the model spells it does not make it a marker
+    const Spoken all = speak(fake, {}, true);
+    CHECK(all.text == "<think>");
+    CHECK(all.thought == "");
+    CHECK(speak(ids("<think>one STOP two</think>three"), {"STOP"}, true).thought == "one ");
+    CHECK(speak(ids("<think>one</think>two STOP three"), {"STOP"}, true).text == "two ");
+}
+
+TEST_CASE("log-probabilities by hand") {
+    const float logits[] = {0, std::log(2.f), -INFINITY, std::log(5.f), 100};
+    const TokenInfo info = describe(logits, 4, 1, 3); // the last does not exist
+    CHECK(info.logprob == doctest::Approx(std::log(2. / 8)));
+    REQUIRE(info.top.size() == 3);
+    CHECK(info.top[0].id == 3);
+    CHECK(info.top[0].logprob == doctest::Approx(std::log(5. / 8)));
+    CHECK(info.top[1].id == 1);
+    CHECK(info.top[2].id == 0);
+    CHECK(describe(logits, 4, 2, 0).logprob == -9999);
+    CHECK(describe(logits, 4, 0, 9).top.size() == 4);
+}
+
+// ------------------------------------------------------------------------------------------------------- engine
+
+// A job of random kind, and what must come of it.
+static Job random_job(Random& random, int context) {
+    const Tokenizer& t = tiny().tokenizer;
+    Job job;
+    job.reply = std::make_shared<Reply>();
+    job.reply->left = 1;
+    const int shared = random.below(3) * 20; // prompts begin alike
+    for (int i = 0; i < shared; i++) job.prompt.push_back(i % 300);
+    for (int n = 1 + random.below(60); n > 0; n--) job.prompt.push_back(random.below(300));
+    job.max_tokens = 1 + (size_t)random.below(std::min(150, context - (int)job.prompt.size()));
+    job.how.seed = random.bits();
+    job.how.temperature = random.below(4) ? 1.5f : 0;
+    if (random.below(2)) job.how.top_k = 0, job.how.top_p = 0.95f;
+    if (random.below(3) == 0) job.how.repeat = 1.3f, job.how.presence = 0.5f, job.how.frequency = 0.25f;
+    job.ignore_eos = random.below(4);
+    if (random.below(4) == 0) job.stops = {std::string(t.bytes(random.below(300)))};
+    if (random.below(4) == 0) job.alternatives = random.below(3);
+    return job;
+}
+
+static Generation expected(const Job& job, int context) {
+    Session<bf16> session(tiny().file.config, tiny().weights, context);
+    Config c = tiny().file.config;
+    session.feed(job.prompt);
+    Generation g;
+    g.sampling = job.how, g.max_tokens = job.max_tokens, g.stops = job.stops;
+    if (!job.ignore_eos) {
+        generate(session, &tiny().tokenizer, g, [](std::string_view) {});
+        return g;
+    }
+    Config endless = c; // a session that knows no end tokens
+    endless.end_tokens.clear();
+    Session<bf16> other(endless, tiny().weights, context);
+    other.feed(job.prompt);
+    generate(other, &tiny().tokenizer, g, [](std::string_view) {});
+    return g;
+}
+
+struct Bench { // an engine whose steps we take
+    Desk desk;
+    Engine<bf16> engine;
+    explicit Bench(EngineOptions o) : engine(tiny().file.config, tiny().weights, tiny().tokenizer, desk, o, {}) { desk.limit = 1000; }
+    static size_t page_bytes() { return KVCache<bf16>::bytes(tiny().file.config, 1); }
+};
+
+static void check_answer(const Job& job, const Generation& want) {
+    std::lock_guard lock(job.reply->mutex);
+    std::string text, tokens;
+    size_t count = 0;
+    const char* finish = nullptr;
+    for (auto& p : job.reply->pieces) {
+        CHECK(!finish);
+        text += p.text, count = p.count, finish = p.finish;
+        for (auto& t : p.tokens) tokens += t.text;
+    }
+    CHECK(text == want.text);
+    CHECK(count == want.ids.size());
+    REQUIRE(finish);
+    CHECK(std::string(finish) == want.finish);
+    if (job.alternatives >= 0) CHECK(tokens == text);
+}
+
+TEST_CASE("an answer does not depend on what runs beside it, on chunks, pages or preemptions") {
+    Random random{7};
+    uint64_t preempted = 0, found = 0;
+    for (auto [max_seqs, chunk, pages] : {std::tuple{1, 16, 16}, {4, 7, 60}, {8, 64, 24}, {8, 5, 17}, {16, 200, 400}, {16, 33, 20}}) {
+        INFO("at most " << max_seqs << ", chunks of " << chunk << ", " << pages << " pages");
+        Bench bench({256, max_seqs, chunk, 2 * chunk, (size_t)pages * Bench::page_bytes()});
+        std::vector<Job> jobs;
+        for (int i = 0; i < 24; i++) jobs.push_back(random_job(random, 256));
+        size_t next = 0;
+        for (int step = 0; step < 20000; step++) {
+            if (next < jobs.size() && random.below(3)) {
+                std::vector<Job> one = {jobs[next++]};
+                REQUIRE(bench.desk.submit(std::move(one)));
+            }
+            bench.engine.step();
+            if (next == jobs.size() && bench.desk.inside == 0) break;
+        }
+        CHECK(bench.desk.inside == 0);
+        CHECK(bench.desk.figures.pages_used == 0);
+        preempted += bench.desk.figures.preempted, found += bench.desk.figures.found;
+        for (const Job& job : jobs) check_answer(job, expected(job, 256));
+    }
+    CHECK(preempted > 10);
+    CHECK(found > 100);
+}
+
+TEST_CASE("logit_bias and the log-probabilities of a known model") {
+    Bench bench({256, 4, 64, 64, 0});
+    Job job;
+    job.reply = std::make_shared<Reply>();
+    job.reply->left = 1;
+    job.prompt = {1, 2, 3};
+    job.max_tokens = 5, job.how.temperature = 0, job.ignore_eos = true;
+    job.bias = {{77, 100.f}};
+    job.alternatives = 2;
+    REQUIRE(bench.desk.submit({job}));
+    while (job.reply->left) bench.engine.step();
+    std::vector<TokenInfo> tokens;
+    for (auto& p : job.reply->pieces) tokens.insert(tokens.end(), p.tokens.begin(), p.tokens.end());
+    REQUIRE(tokens.size() == 5);
+    CHECK(tokens[0].top[0].id != 77);
+    Session<bf16> session(tiny().file.config, tiny().weights, 64);
+    session.feed(job.prompt);
+    for (auto& t : tokens) { // the model's own opinion, before the bias
+        CHECK(t.id == 77);
+        CHECK(t.logprob == describe(session.logits, tiny().tokenizer.size(), 77, 0).logprob);
+        CHECK(t.top[0].logprob >= t.logprob);
+        session.feed({77});
+    }
+}
+
+TEST_CASE("the prefix cache: computed once, but not across salts") {
+    Bench bench({512, 4, 64, 64, 0});
+    std::vector<int> prompt;
+    for (int i = 0; i < 100; i++) prompt.push_back(i);
+    auto ask = [&](uint64_t salt) {
+        Job job;
+        job.reply = std::make_shared<Reply>();
+        job.reply->left = 1;
+        job.prompt = prompt, job.max_tokens = 3, job.salt = salt;
+        bench.desk.submit({job});
+        while (job.reply->left) bench.engine.step();
+        return job.reply->pieces.back().cached;
+    };
+    CHECK(ask(1) == 0);
+    CHECK(ask(1) == 96);
+    CHECK(ask(2) == 0);
+    CHECK(ask(2) == 96);
+    prompt.resize(96);
+    CHECK(ask(1) == 80); // the last token's logits are wanted: its page is computed again
+    prompt[0] = 5;
+    CHECK(ask(1) == 0);
+}
+
+TEST_CASE("a cancelled answer gives its pages back within a step") {
+    Bench bench({256, 2, 64, 64, 0});
+    Random random{9};
+    std::vector<Job> jobs;
+    for (int i = 0; i < 3; i++) {
+        jobs.push_back(random_job(random, 256));
+        jobs.back().max_tokens = 100, jobs.back().ignore_eos = true, jobs.back().stops.clear();
+        bench.desk.submit({jobs.back()});
+    }
+    for (int i = 0; i < 4; i++) bench.engine.step();
+    CHECK(bench.desk.figures.running == 2);
+    CHECK(bench.desk.figures.waiting == 1);
+    CHECK(bench.desk.figures.pages_used > 0);
+    for (auto& job : jobs) job.reply->cancelled = true;
+    bench.engine.step();
+    CHECK(bench.desk.figures.pages_used == 0);
+    CHECK(bench.desk.inside == 0);
+    CHECK(bench.desk.figures.cancelled == 3);
+}
+
+TEST_CASE("the desk is bounded") {
+    Bench bench({256, 2, 64, 64, 0});
+    bench.desk.limit = 3;
+    Random random{9};
+    std::vector<Job> jobs;
+    for (int i = 0; i < 4; i++) jobs.push_back(random_job(random, 256));
+    CHECK(!bench.desk.submit(std::vector<Job>(jobs)));
+    jobs.pop_back();
+    CHECK(bench.desk.submit(std::vector<Job>(jobs)));
+    CHECK(!bench.desk.submit({jobs[0]}));
+    bench.engine.step();
+    CHECK(!bench.desk.submit({jobs[0]}));
+    while (bench.desk.inside) bench.engine.step();
+    CHECK(bench.desk.submit({jobs[0]}));
+}
+
+// -------------------------------------------------------------------------------------------------- the program
+
+static const char* PROGRAM = getenv("SERVE") ? getenv("SERVE") : "./serve";
+
+struct Serving : Process {
+    int port = 0;
+    explicit Serving(const Strings& more = {}) : Process(PROGRAM, with(more), "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); }) {
+        for (const double start = seconds(); port == 0;) {
+            const std::string said = err.text();
+            INFO(said);
+            REQUIRE(seconds() - start < 30);
+            const size_t at = said.find("listening on http://127.0.0.1:");
+            if (at != std::string::npos && said.back() == '\n') port = atoi(said.c_str() + at + 30);
+            usleep(2000);
+        }
+    }
+    ~Serving() {
+        if (port) kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
+    }
+    static Strings with(const Strings& more) {
+        Strings all = {MODEL, "-z", VOCABULARY, "-j", "1", "--port", "0", "--name", "tiny"};
+        all.insert(all.end(), more.begin(), more.end());
+        return all;
+    }
+    Result stop() { // in peace
+        port = 0;
+        kill(pid, SIGTERM);
+        return wait();
+    }
+    HttpReply post(const std::string& path, std::string_view body, const std::string& headers = "") const {
+        return Http(port).call("POST", path, body, headers);
+    }
+    HttpReply chat(const std::string& body) const { return post("/v1/chat/completions", body); }
+    double metric(const std::string& name) const {
+        const std::string all = Http(port).call("GET", "/metrics").body;
+        const size_t at = all.find("\nvllm:" + name + "{");
+        REQUIRE(at != std::string::npos);
+        return atof(all.c_str() + all.find("} ", at) + 2);
+    }
+    // Nobody is served and no page is used, within `s` seconds.
+    void check_idle(double s = 5) const {
+        const double start = seconds();
+        auto idle = [&] { return metric("num_requests_running") + metric("num_requests_waiting") + metric("kv_cache_usage_perc") == 0; };
+        while (!idle() && seconds() - start < s) usleep(20'000);
+        CHECK(idle());
+    }
+};
+
+static std::string question(const std::string& text, const std::string& more) {
+    std::string body = "{\"messages\": [{\"role\": \"user\", \"content\": ";
+    sj::quote(body, text);
+    return body + "}]" + (more.empty() ? "" : ", " + more) + "}";
+}
+static void check_refused(const HttpReply& r, int status, const std::string& param = "") {
+    INFO(r.body);
+    CHECK(r.status == status);
+    const Json j(r.body);
+    CHECK(j["error"]["message"].str() != "");
+    CHECK(j["error"]["type"].is(sj::String));
+    CHECK(j["error"]["param"].str() == param);
+    CHECK(j["error"]["code"]);
+}
+static std::string content(const HttpReply& r) {
+    INFO(r.body);
+    REQUIRE(r.status == 200);
+    return Json(r.body)["choices"][(size_t)0]["message"]["content"].str();
+}
+
+// Events of a chat, checked for form: the role first, one id, the reason once and last. Returns the joined content of
+// each choice.
+static std::vector<std::string> joined(const HttpReply& r, size_t choices = 1, bool usage = false) {
+    INFO(r.body);
+    REQUIRE(r.status == 200);
+    CHECK(r.headers.at("content-type") == "text/event-stream; charset=utf-8");
+    std::vector<std::string> events = events_of(r.body), texts(choices), ends(choices);
+    std::vector<int> seen(choices);
+    REQUIRE(!events.empty());
+    CHECK(events.back() == "[DONE]");
+    events.pop_back();
+    if (usage) {
+        const Json last(events.back());
+        CHECK(last["choices"].is(sj::Array));
+        CHECK(last["choices"].size() == 0);
+        CHECK(last["usage"]["total_tokens"].number() == last["usage"]["prompt_tokens"].number() + last["usage"]["completion_tokens"].number());
+        events.pop_back();
+    }
+    std::string id;
+    for (auto& e : events) {
+        const Json j(e);
+        if (id.empty()) id = j["id"].str();
+        CHECK(j["id"].str() == id);
+        CHECK(j["object"].str() == "chat.completion.chunk");
+        CHECK(j["model"].str() == "tiny");
+        CHECK((bool)j["usage"] == usage);
+        REQUIRE(j["choices"].size() == 1);
+        const sj::Value c = j["choices"][(size_t)0];
+        const size_t i = (size_t)c["index"].number();
+        REQUIRE(i < choices);
+        CHECK(ends[i] == "");
+        CHECK(c["delta"]["role"].str() == (seen[i]++ == 0 ? "assistant" : ""));
+        texts[i] += c["delta"]["content"].str();
+        ends[i] = c["finish_reason"].str();
+    }
+    for (auto& end : ends) CHECK((end == "stop" || end == "length"));
+    return texts;
+}
+
+TEST_CASE("a stream joined is the answer at once, alone or among many") {
+    Serving server({"--max-seqs", "4", "--chunk", "16"});
+    std::vector<std::string> alone;
+    auto body = [](int i, const char* more) {
+        return question("What is a warp? " + std::to_string(i % 5), format("\"seed\": %d, \"max_tokens\": %d, \"temperature\": 1.5, \"top_k\": 0%s", i, 5 + i, more));
+    };
+    for (int i = 0; i < 20; i++) alone.push_back(content(server.chat(body(i, ""))));
+    std::vector<std::string> streamed(20), crowded(20);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 20; i++)
+        threads.emplace_back([&, i] {
+            try {
+                streamed[i] = Http(server.port).call("POST", "/v1/chat/completions", body(i, ", \"stream\": true, \"stream_options\": {\"include_usage\": true}")).body;
+                crowded[i] = Http(server.port).call("POST", "/v1/chat/completions", body(i, "")).body;
+            } catch (const Error& e) { streamed[i] = e.what(); }
+        });
+    for (auto& t : threads) t.join();
+    for (int i = 0; i < 20; i++) {
+        HttpReply r{200, {{"content-type", "text/event-stream; charset=utf-8"}}, streamed[i]};
+        CHECK(joined(r, 1, true)[0] == alone[i]);
+        CHECK(content({200, {}, crowded[i]}) == alone[i]);
+    }
+    server.check_idle();
+    CHECK(server.metric("prefix_cache_hits_total") > 0);
+    const Result r = server.stop();
+    CHECK(r.status == 0);
+    const Strings log = lines(r.out);
+    CHECK(log.size() > 60);
+    for (auto& line : log) {
+        CHECK(Json(line)["status"].number() == 200);
+        CHECK(line.find("warp") == std::string::npos);
+    }
+}
+
+TEST_CASE("n, usage, logprobs, stops, ignore_eos") {
+    Serving server;
+    const Json two(server.chat(question("hi", "\"n\": 3, \"seed\": 7, \"max_tokens\": 9, \"ignore_eos\": true")).body);
+    REQUIRE(two["choices"].size() == 3);
+    CHECK(two["usage"]["completion_tokens"].number() == 27);
+    std::set<std::string> texts;
+    for (sj::Value c : two["choices"].items()) {
+        texts.insert(c["message"]["content"].str());
+        CHECK(c["finish_reason"].str() == "length");
+        CHECK(c["message"]["role"].str() == "assistant");
+        CHECK(!c["message"]["reasoning_content"]);
+    }
+    CHECK(texts.size() == 3);
+    const Tokenizer& t = tiny().tokenizer;
+    CHECK(two["usage"]["prompt_tokens"].number() == (double)render_chat(t, {{"user", "hi"}}).size());
+    const std::vector<std::string> parts = joined(server.chat(question("hi", "\"n\": 3, \"seed\": 7, \"max_tokens\": 9, \"ignore_eos\": true, \"stream\": true")), 3);
+    CHECK(std::set<std::string>(parts.begin(), parts.end()) == texts);
+
+    const Json told(server.chat(question("hi", "\"seed\": 3, \"max_tokens\": 40, \"ignore_eos\": true, \"logprobs\": true, \"top_logprobs\": 4")).body);
+    const sj::Value choice = told["choices"][(size_t)0];
+    std::string tokens;
+    CHECK(choice["logprobs"]["content"].size() == 40);
+    for (sj::Value c : choice["logprobs"]["content"].items()) {
+        tokens += c["token"].str();
+        CHECK(c["logprob"].number(1) <= 0);
+        CHECK(c["bytes"].is(sj::Array));
+        REQUIRE(c["top_logprobs"].size() == 4);
+        CHECK(c["top_logprobs"][(size_t)0]["logprob"].number() >= c["top_logprobs"][3]["logprob"].number());
+    }
+    const std::string text = choice["message"]["content"].str();
+    CHECK(tokens == text);
+    for (size_t begin = 3; begin + 4 < text.size(); begin += 5) { // in the middle of tokens, too
+        size_t b = begin, e = begin + 4;
+        while (((uint8_t)text[b] & 0xC0) == 0x80) b++;
+        while (e < text.size() && ((uint8_t)text[e] & 0xC0) == 0x80) e++;
+        std::string more = "\"seed\": 3, \"max_tokens\": 40, \"ignore_eos\": true, \"logprobs\": true, \"stop\": [\"never seen\", ";
+        sj::quote(more, text.substr(b, e - b));
+        const HttpReply r = server.chat(question("hi", more + "]"));
+        CHECK(content(r) == text.substr(0, text.find(text.substr(b, e - b))));
+        const Json j(r.body);
+        tokens.clear();
+        for (sj::Value c : j["choices"][(size_t)0]["logprobs"]["content"].items()) tokens += c["token"].str();
+        CHECK(tokens == content(r));
+        CHECK(j["choices"][(size_t)0]["finish_reason"].str() == "stop");
+        CHECK(joined(server.chat(question("hi", more + "], \"stream\": true")))[0] == content(r));
+    }
+}
+
+TEST_CASE("/v1/completions: strings, ids, lists of both; special text is text") {
+    Serving server;
+    const Tokenizer& t = tiny().tokenizer;
+    const std::string text = "a warp <|im_end|> is";
+    std::string ids = "[";
+    for (int id : t.encode(text, false)) ids += format("%s%d", ids.size() > 1 ? ", " : "", id);
+    ids += "]";
+    const std::string how = ", \"seed\": 5, \"max_tokens\": 12, \"temperature\": 1}";
+    auto texts = [&](const std::string& prompt) {
+        const HttpReply r = server.post("/v1/completions", "{\"prompt\": " + prompt + how);
+        INFO(r.body);
+        REQUIRE(r.status == 200);
+        std::vector<std::string> all;
+        const Json j(r.body);
+        CHECK(j["object"].str() == "text_completion");
+        for (sj::Value c : j["choices"].items()) all.push_back(c["text"].str());
+        return all;
+    };
+    const std::string quoted = "\"" + text + "\"";
+    const auto one = texts(quoted);
+    REQUIRE(one.size() == 1);
+    CHECK(texts(ids) == one);
+    CHECK(texts("[" + quoted + "]") == one);
+    const auto several = texts("[" + quoted + ", \"other\", \"" + text + "\"]");
+    REQUIRE(several.size() == 3);
+    CHECK(several[0] == one[0]);
+    CHECK(texts("[" + ids + ", [1, 2]]")[0] == one[0]);
+    const HttpReply r = server.post("/v1/completions", "{\"stream\": true, \"logprobs\": 2, \"prompt\": " + quoted + how);
+    std::string streamed, tokens;
+    std::vector<std::string> events = events_of(r.body);
+    events.pop_back();
+    for (auto& e : events) {
+        const Json j(e);
+        streamed += j["choices"][(size_t)0]["text"].str();
+        for (sj::Value token : j["choices"][(size_t)0]["logprobs"]["tokens"].items()) tokens += token.str();
+    }
+    CHECK(streamed == one[0]);
+    CHECK(tokens == one[0]);
+
+    const Json counted(server.post("/tokenize", "{\"prompt\": " + quoted + "}").body);
+    CHECK(sj::dump(counted["tokens"]) == ids);
+    CHECK(counted["count"].number() == (double)t.encode(text, false).size());
+    CHECK(Json(server.post("/detokenize", "{\"tokens\": " + ids + "}").body)["prompt"].str() == text);
+    const Json chat(server.post("/tokenize", question("hi", "")).body);
+    CHECK(chat["count"].number() == (double)render_chat(t, {{"user", "hi"}}).size());
+}
+
+TEST_CASE("roles, parts, a system prompt, thinking") {
+    Serving server({"--system", "Be brief."});
+    auto tokens = [&](const std::string& messages) {
+        const HttpReply r = server.post("/tokenize", "{\"messages\": " + messages + "}");
+        INFO(r.body);
+        REQUIRE(r.status == 200);
+        return sj::dump(Json(r.body)["tokens"]);
+    };
+    CHECK(tokens(R"([{"role": "user", "content": "a"}])") == tokens(R"([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}])"));
+    CHECK(tokens(R"([{"role": "developer", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])") ==
+          tokens(R"([{"role": "system", "content": "x"}, {"role": "user", "content": "ab"}])"));
+    tokens(R"([{"role": "user", "content": "a"}, {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+               {"role": "tool", "content": "r", "tool_call_id": "1"}])");
+    // The tiny model begins a thought if it is made to: every token of it is the same one, too.
+    const std::string force = format("\"logit_bias\": {\"%d\": 100}, \"max_tokens\": 3, \"temperature\": 0", tiny().tokenizer.id("<think>"));
+    const Json thinks(server.chat(question("a", force + ", \"chat_template_kwargs\": {\"enable_thinking\": true}")).body);
+    CHECK(thinks["choices"][(size_t)0]["message"]["content"].str() == "");
+    CHECK(thinks["choices"][(size_t)0]["message"]["reasoning_content"].str() == "<think><think>");
+    const Json plain(server.chat(question("a", force)).body);
+    CHECK(plain["choices"][(size_t)0]["message"]["content"].str() == "<think><think><think>");
+    CHECK(thinks["usage"]["prompt_tokens"].number() < plain["usage"]["prompt_tokens"].number()); // no empty thought there
+    const HttpReply r = server.chat(question("a", force + ", \"stream\": true, \"chat_template_kwargs\": {\"enable_thinking\": true}"));
+    CHECK(joined(r)[0] == "");
+    CHECK(r.body.find("\"reasoning_content\": \"<think>\"") != std::string::npos);
+}
+
+TEST_CASE("what is malformed or out of range is refused by name") {
+    Serving server({"--ctx", "200"});
+    for (auto [more, param] : std::initializer_list<std::pair<const char*, const char*>>{
+             {"\"temperature\": -0.1", "temperature"}, {"\"temperature\": 2.1", "temperature"}, {"\"temperature\": 1e999", "temperature"},
+             {"\"temperature\": \"hot\"", "temperature"}, {"\"top_p\": 1.01", "top_p"}, {"\"top_p\": -1", "top_p"}, {"\"top_p\": []", "top_p"},
+             {"\"top_k\": -2", "top_k"}, {"\"top_k\": 1.5", "top_k"}, {"\"top_k\": 99999999999999999999", "top_k"}, {"\"min_p\": 2", "min_p"},
+             {"\"seed\": 1.5", "seed"}, {"\"seed\": \"1\"", "seed"}, {"\"seed\": 1e300", "seed"}, {"\"max_tokens\": 0", "max_tokens"},
+             {"\"max_tokens\": -1", "max_tokens"}, {"\"max_tokens\": 1e3", "max_tokens"}, {"\"max_completion_tokens\": 0", "max_completion_tokens"},
+             {"\"max_tokens\": 201", "messages"}, {"\"n\": 0", "n"}, {"\"n\": 129", "n"}, {"\"n\": true", "n"}, {"\"stop\": 5", "stop"}, {"\"stop\": \"\"", "stop"},
+             {"\"stop\": [\"a\", 5]", "stop"}, {"\"stop\": [\"\"]", "stop"}, {"\"logprobs\": 1", "logprobs"}, {"\"top_logprobs\": 1", "top_logprobs"},
+             {"\"logprobs\": true, \"top_logprobs\": 21", "top_logprobs"}, {"\"presence_penalty\": 2.5", "presence_penalty"},
+             {"\"frequency_penalty\": -3", "frequency_penalty"}, {"\"repetition_penalty\": 0", "repetition_penalty"}, {"\"logit_bias\": []", "logit_bias"},
+             {"\"logit_bias\": {\"x\": 1}", "logit_bias"}, {"\"logit_bias\": {\"-1\": 1}", "logit_bias"}, {"\"logit_bias\": {\"99999\": 1}", "logit_bias"},
+             {"\"logit_bias\": {\"5\": 101}", "logit_bias"}, {"\"logit_bias\": {\"5\": \"1\"}", "logit_bias"}, {"\"logit_bias\": {\"99999999999999999999\": 1}", "logit_bias"},
+             {"\"ignore_eos\": 1", "ignore_eos"}, {"\"stream\": \"yes\"", "stream"}, {"\"stream_options\": {}", "stream_options"},
+             {"\"stream\": true, \"stream_options\": {\"include_usage\": 1}", "include_usage"}, {"\"stream\": true, \"stream_options\": 1", ""},
+             {"\"user\": 1", "user"}, {"\"chat_template_kwargs\": {\"enable_thinking\": 1}", "enable_thinking"}, {"\"chat_template_kwargs\": 1", ""},
+             {"\"tools\": [{}]", "tools"}, {"\"response_format\": {\"type\": \"json_object\"}", "response_format"}, {"\"messages\": 1", "messages"},
+             {"\"messages\": []", "messages"}, {"\"messages\": [1]", "messages"}, {"\"messages\": [{\"role\": \"king\", \"content\": \"a\"}]", "messages"},
+             {"\"messages\": [{\"role\": \"user\"}]", "messages"}, {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image_url\"}]}]", "messages"}}) {
+        INFO(more);
+        check_refused(server.chat(question("a", more)), 400, param);
+    }
+    check_refused(server.chat(question("a", "\"model\": \"other\"")), 404, "model");
+    CHECK(server.chat(question("a", "\"model\": \"tiny\", \"seed\": null, \"stop\": null, \"max_tokens\": 1, \"unknown\": {}")).status == 200);
+    for (const char* prompt : {"\"\"", "[]", "5", "[1.5]", "[-1]", "[1024]", "[[]]", "[\"a\", 1]", "[[1], {}]", "null"})
+        check_refused(server.post("/v1/completions", format("{\"prompt\": %s}", prompt)), 400, "prompt");
+    check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"echo\": true}"), 400, "echo");
+    check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"n\": 2, \"best_of\": 3}"), 400, "best_of");
+    check_refused(server.post("/tokenize", "{}"), 400, "prompt");
+    check_refused(server.post("/detokenize", "{\"tokens\": [99999]}"), 400, "tokens");
+
+    std::string words;
+    for (int i = 0; i < 300; i++) words += "warp ";
+    const HttpReply long_one = server.chat(question(words, ""));
+    check_refused(long_one, 400, "messages");
+    CHECK(Json(long_one.body)["error"]["code"].str() == "context_length_exceeded");
+    std::string list = "[\"a\"";
+    for (int i = 0; i < 128; i++) list += ", \"a\"";
+    check_refused(server.post("/v1/completions", "{\"prompt\": " + list + "]}"), 400, "prompt");
+
+    for (std::string body : {"", "{", "[]", "5", "nonsense", "{\"messages\": \"\xff\"}", "{\"a\": NaN}", "{} {}", "{\"messages\": [{\"role\": \"user\", \"content\": \"\\ud800\"}]}"})
+        check_refused(server.chat(body), 400, body == "{\"messages\": \"\xff\"}" ? "" : "");
+    check_refused(server.chat(std::string(300, '[') + std::string(300, ']')), 400);
+    server.check_idle();
+}
+
+TEST_CASE("HTTP: routes, methods, types, hosts, sizes") {
+    Serving server;
+    const std::string good = question("a", "\"max_tokens\": 1");
+    check_refused(Http(server.port).call("GET", "/nothing"), 404);
+    const HttpReply wrong = Http(server.port).call("GET", "/v1/chat/completions");
+    CHECK(wrong.status == 405);
+    CHECK(wrong.headers.at("allow") == "POST");
+    check_refused(server.post("/health", "{}"), 405, "GET");
+    check_refused(server.chat(""), 400);
+    CHECK(Http(server.port).call("GET", "/health").status == 200);
+    const Json models(Http(server.port).call("GET", "/v1/models").body);
+    CHECK(models["data"][(size_t)0]["id"].str() == "tiny");
+    CHECK(Json(Http(server.port).call("GET", "/v1/models/tiny").body)["id"].str() == "tiny");
+    check_refused(Http(server.port).call("GET", "/v1/models/other"), 404, "model");
+
+    auto raw = [&](const std::string& text) {
+        Http h(server.port);
+        h.send(text);
+        return h.reply();
+    };
+    const std::string length = format("Content-Length: %zu\r\n", good.size()), post = "POST /v1/chat/completions HTTP/1.1\r\n";
+    CHECK(raw(post + "Host: localhost:99\r\nContent-Type: application/json; charset=utf-8\r\n" + length + "\r\n" + good).status == 200);
+    CHECK(raw(post + "Host: [::1]:99\r\nContent-Type: application/json\r\n" + length + "\r\n" + good).status == 200);
+    CHECK(raw(post + "Host: 127.0.0.1\r\nContent-Type: application/json\r\n" + length + "\r\n" + good).status == 200);
+    check_refused(raw(post + "Host: evil.example\r\nContent-Type: application/json\r\n" + length + "\r\n" + good), 403);
+    check_refused(raw(post + "Host: localhost.evil.example:80\r\nContent-Type: application/json\r\n" + length + "\r\n" + good), 403);
+    check_refused(raw(post + "Host: localhost\r\nContent-Type: text/plain\r\n" + length + "\r\n" + good), 415);
+    check_refused(raw(post + "Host: localhost\r\n" + length + "\r\n" + good), 415);
+    check_refused(raw(post + "Host: localhost\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n" + length + "\r\n" + good), 415);
+    check_refused(raw(post + "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n"), 413);
+    CHECK(raw(post + "Host: localhost\r\nBig: " + std::string(60'000, 'x') + "\r\n\r\n").status >= 400);
+    // in chunks: first small enough, then not
+    std::string chunked = post + "Host: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n";
+    CHECK(raw(chunked + format("%zx\r\n", good.size()) + good + "\r\n0\r\n\r\n").status == 200);
+    std::string much;
+    for (int i = 0; i < 9; i++) much += "100000\r\n" + std::string(1 << 20, ' ') + "\r\n";
+    check_refused(raw(chunked + much + "0\r\n\r\n"), 413);
+
+    Http kept(server.port); // one connection, many requests, good and bad in turn
+    for (int i = 0; i < 20; i++) {
+        CHECK(kept.call("POST", "/v1/chat/completions", good).status == 200);
+        CHECK(kept.call("POST", "/v1/chat/completions", "{").status == 400);
+        CHECK(kept.call("GET", "/health").status == 200);
+    }
+    CHECK(kept.call("GET", "/v1/models", "", "Origin: http://any.example\r\n").headers.count("access-control-allow-origin") == 0);
+}
+
+TEST_CASE("API keys and CORS") {
+    const MemoryFile keys("first-key\nsecond-key \n");
+    Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd), "--cors", "https://good.example"});
+    const std::string body = question("The same long question, which fills a page or two of the cache.", "\"max_tokens\": 1");
+    for (const char* header : {"", "Authorization: Bearer \r\n", "Authorization: Bearer first-ke\r\n", "Authorization: Bearer first-keyx\r\n",
+                               "Authorization: first-key\r\n", "Authorization: Basic first-key\r\n", "Authorization: Bearer first-keyfirst-key\r\n"}) {
+        const HttpReply r = server.post("/v1/chat/completions", body, header);
+        check_refused(r, 401);
+        CHECK(r.headers.count("www-authenticate") == 1);
+        CHECK(Http(server.port).call("GET", "/v1/models", "", header).status == 401);
+        CHECK(server.post("/tokenize", "{\"prompt\": \"a\"}", header).status == 401);
+    }
+    CHECK(Http(server.port).call("GET", "/health").status == 200);
+    auto cached = [&](const char* key) {
+        const HttpReply r = server.post("/v1/chat/completions", body, format("Authorization: Bearer %s\r\n", key));
+        REQUIRE(r.status == 200);
+        return Json(r.body)["usage"]["prompt_tokens_details"]["cached_tokens"].number();
+    };
+    CHECK(cached("first-key") == 0);
+    CHECK(cached("first-key") > 0);
+    CHECK(cached("second-key") == 0); // whether someone else asked the same cannot be timed
+    CHECK(cached("second-key") > 0);
+
+    const HttpReply asked = Http(server.port).call("OPTIONS", "/v1/chat/completions", "", "Origin: https://good.example\r\nAccess-Control-Request-Method: POST\r\n");
+    CHECK(asked.status == 204);
+    CHECK(asked.headers.at("access-control-allow-origin") == "https://good.example");
+    CHECK(asked.headers.at("access-control-allow-headers").find("Authorization") != std::string::npos);
+    CHECK(Http(server.port).call("OPTIONS", "/v1/models", "", "Origin: https://bad.example\r\n").headers.count("access-control-allow-origin") == 0);
+}
+
+TEST_CASE("pages so few that answers give way, and nobody sees it") {
+    auto body = [](int i) {
+        return question("What is a warp, a block, a grid? " + std::to_string(i), format("\"seed\": %d, \"max_tokens\": %d, \"ignore_eos\": true, \"temperature\": 1.2", i, 100 + i));
+    };
+    std::vector<std::string> wanted;
+    {
+        Serving calm;
+        for (int i = 0; i < 12; i++) wanted.push_back(content(calm.chat(body(i))));
+    }
+    Serving server({"--ctx", "256", "--max-seqs", "12", "--kv-memory", format("%.9f", 40 * (double)KVCache<bf16>::bytes(tiny().file.config, 1) / 1e9)});
+    std::vector<std::string> got(12);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 12; i++)
+        threads.emplace_back([&, i] {
+            try { got[i] = Http(server.port).call("POST", "/v1/chat/completions", body(i)).body; } catch (const Error&) {}
+        });
+    for (auto& t : threads) t.join();
+    for (int i = 0; i < 12; i++) CHECK(content({200, {}, got[i]}) == wanted[i]);
+    CHECK(server.metric("num_preemptions_total") > 0);
+    server.check_idle();
+}
+
+static const std::string ENDLESS = "\"max_tokens\": 4000, \"ignore_eos\": true";
+
+TEST_CASE("clients that vanish: mid-stream, waiting, all at once") {
+    Serving server({"--max-queue", "1200", "--max-seqs", "8"});
+    {
+        std::vector<std::unique_ptr<Http>> clients;
+        for (int i = 0; i < 200; i++) {
+            clients.push_back(std::make_unique<Http>(server.port));
+            clients.back()->ask("POST", "/v1/chat/completions", question("a", ENDLESS + (i % 2 ? ", \"stream\": true" : "")));
+        }
+        while (server.metric("num_requests_running") < 8) usleep(10'000);
+        for (int i = 1; i < 8; i += 2) CHECK(clients[(size_t)i]->head().status == 200);
+    }
+    server.check_idle(3);
+
+    Http waits(server.port); // nothing was sent to it that could fail: it is looked at
+    waits.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 4000, \"ignore_eos\": true"));
+    while (server.metric("num_requests_running") < 1) usleep(1000);
+    waits.close();
+    server.check_idle(1);
+    CHECK(server.metric("num_requests_running") == 0);
+    CHECK(Http(server.port).call("GET", "/health").status == 200);
+}
+
+TEST_CASE("a thousand open streams, and one that reads a byte at a time") {
+    Serving server({"--max-queue", "1200", "--max-seqs", "4"});
+    std::vector<std::unique_ptr<Http>> clients;
+    for (int i = 0; i < 1000; i++) {
+        clients.push_back(std::make_unique<Http>(server.port));
+        clients.back()->ask("POST", "/v1/chat/completions", question("a", ENDLESS + ", \"stream\": true"));
+    }
+    const double start = seconds();
+    while (server.metric("num_requests_running") + server.metric("num_requests_waiting") < 1000) {
+        REQUIRE(seconds() - start < 20);
+        usleep(50'000);
+    }
+    CHECK(Http(server.port).call("GET", "/health").status == 200);
+    clients.clear();
+    server.check_idle(5);
+
+    Http slow(server.port);
+    slow.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 50, \"ignore_eos\": true, \"seed\": 1, \"stream\": true"));
+    char byte;
+    std::string read;
+    for (int i = 0; i < 20; i++) {
+        REQUIRE(recv(slow.fd, &byte, 1, 0) == 1);
+        slow.buffer += byte;
+        CHECK(server.chat(question("b", "\"max_tokens\": 3")).status == 200); // others do not wait for it
+    }
+    server.check_idle(2);                                                      // and its pages are free
+    const std::string same = content(server.chat(question("a", "\"max_tokens\": 50, \"ignore_eos\": true, \"seed\": 1")));
+    CHECK(joined(slow.reply())[0] == same);
+}
+
+TEST_CASE("a full queue is 429, and SIGTERM lets answers come to their end") {
+    Serving server({"--max-queue", "1", "--max-seqs", "1"});
+    Http first(server.port), second(server.port);
+    first.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 1000, \"ignore_eos\": true, \"temperature\": 1.5, \"top_k\": 0, \"stream\": true"));
+    REQUIRE(first.head().status == 200);
+    second.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 2, \"seed\": 1"));
+    while (server.metric("num_requests_waiting") < 1) usleep(1000);
+    const HttpReply full = server.chat(question("a", ""));
+    check_refused(full, 429);
+    CHECK(full.headers.at("retry-after") == "1");
+    check_refused(server.chat(question("a", "\"n\": 3")), 429);
+
+    Http kept(server.port);
+    CHECK(kept.call("GET", "/health").status == 200);
+    kill(server.pid, SIGTERM);
+    while (server.err.text().find("to finish") == std::string::npos) usleep(1000);
+    CHECK(kept.call("GET", "/health").status == 503);
+    check_refused(kept.call("POST", "/v1/chat/completions", question("a", "")), 503);
+    std::string body;
+    while (first.chunk(body)) {}
+    CHECK(events_of(body).back() == "[DONE]");
+    CHECK(second.reply().status == 200);
+    server.port = 0;
+    CHECK(server.wait().status == 0);
+}
+
+TEST_CASE("10,000 malformed requests") {
+    Serving server({"--ctx", "64"});
+    Random random{5};
+    const std::string good = question("a", "\"max_tokens\": 1, \"stop\": [\"x\"], \"logit_bias\": {\"5\": 1}, \"stream\": true, \"n\": 2, \"temperature\": 0.5");
+    auto http = std::make_unique<Http>(server.port);
+    int refused = 0;
+    for (int i = 0; i < 10'000; i++) {
+        std::string bad = good;
+        for (int n = 1 + random.below(4); n > 0; n--) {
+            const size_t at = (size_t)random.below((int)bad.size());
+            switch (random.below(4)) {
+            case 0: bad.erase(at, 1 + (size_t)random.below(9)); break;
+            case 1: bad[at] = (char)random.below(256); break;
+            case 2: bad.insert(at, std::string(1 + (size_t)random.below(3), "{}[]\",:0-e"[random.below(10)])); break;
+            default: bad.insert(at, bad.substr((size_t)random.below((int)bad.size()), 20));
+            }
+            if (bad.empty()) bad = " ";
+        }
+        const HttpReply r = http->call("POST", "/v1/chat/completions", bad);
+        CHECK((r.status == 200 || r.status == 400 || r.status == 429));
+        refused += r.status == 400;
+    }
+    CHECK(refused > 5000);
+    for (int i = 0; i < 300; i++) { // not HTTP at all
+        Http raw(server.port);
+        std::string bytes;
+        for (int n = random.below(200); n > 0; n--) bytes += (char)(random.below(3) ? random.below(256) : "\r\n: /"[random.below(5)]);
+        try { raw.send(bytes + (random.below(2) ? "\r\n\r\n" : "")); } catch (const Error&) {}
+    }
+    CHECK(server.chat(question("a", "\"max_tokens\": 1")).status == 200);
+    server.check_idle();
+    CHECK(server.stop().status == 0);
+}
+
+// -------------------------------------------------------------------------------------------------------- batch
+
+static Result batch(const std::string& in, const std::string& out, const Strings& more = {}) {
+    Strings all = {MODEL, "-z", VOCABULARY, "-j", "1", "--name", "tiny", "--batch", in, "-o", out};
+    all.insert(all.end(), more.begin(), more.end());
+    return Process(PROGRAM, all).wait();
+}
+static std::string row(int i, const std::string& body, const char* url = "/v1/chat/completions") {
+    return format("{\"custom_id\": \"r%d\", \"method\": \"POST\", \"url\": \"%s\", \"body\": ", i, url) + body + "}\n";
+}
+
+TEST_CASE("a batch answers as the server does, in order, with errors in their places") {
+    Scratch scratch;
+    std::string in;
+    Serving server;
+    std::vector<std::string> wanted;
+    for (int i = 0; i < 30; i++) {
+        const std::string body = question(std::to_string(i), format("\"seed\": %d, \"max_tokens\": 20", i));
+        in += row(i, body);
+        wanted.push_back(content(server.chat(body)));
+    }
+    in += row(30, "{\"messages\": []}") + "\n" + row(31, "{\"prompt\": \"a\", \"max_tokens\": 2}", "/v1/completions") + row(32, "{}", "/v1/embeddings") +
+          row(33, "7") + row(34, question("a", "\"stream\": true"));
+    write_file(scratch / "in", in);
+    const Result r = batch(scratch / "in", scratch / "out", {"--max-seqs", "5"});
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    const Strings out = lines(read_file(scratch / "out"));
+    REQUIRE(out.size() == 35);
+    for (int i = 0; i < 35; i++) {
+        const Json j(out[(size_t)i]);
+        CHECK(j["custom_id"].str() == format("r%d", i));
+        CHECK(j["error"].is(sj::Null));
+        CHECK(j["id"].is(sj::String));
+        const int status = i < 30 || i == 31 ? 200 : i == 32 ? 404 : 400;
+        CHECK(j["response"]["status_code"].number() == status);
+        if (i < 30) CHECK(j["response"]["body"]["choices"][(size_t)0]["message"]["content"].str() == wanted[(size_t)i]);
+        if (status != 200) CHECK(j["response"]["body"]["error"]["message"].str() != "");
+    }
+    CHECK(scratch.count() == 2); // no partial file is left
+    check_refusal(batch(scratch / "in", scratch / "out"), "serve", "exists");
+}
+
+TEST_CASE("a batch goes on where it was stopped, and asks nothing twice") {
+    Scratch scratch;
+    std::string in;
+    for (int i = 0; i < 40; i++) in += row(i, question(std::to_string(i), format("\"seed\": %d, \"max_tokens\": 30, \"ignore_eos\": true", i)));
+    write_file(scratch / "in", in);
+    REQUIRE(batch(scratch / "in", scratch / "whole").status == 0);
+    auto texts = [&](const std::string& path) {
+        Strings all;
+        for (auto& line : lines(read_file(path))) all.push_back(Json(line)["response"]["body"]["choices"][(size_t)0]["message"]["content"].str());
+        return all;
+    };
+    const std::string whole = read_file(scratch / "whole");
+    // What a run left that was killed: the first line of the partial file, some answers, half of another.
+    std::string partial;
+    {
+        Process stopped(PROGRAM, {MODEL, "-z", VOCABULARY, "-j", "1", "--name", "tiny", "--max-seqs", "1", "--batch", scratch / "in", "-o", scratch / "out"});
+        while (!fs::exists(scratch / "out.partial") || lines(read_file(scratch / "out.partial").substr(0, read_file(scratch / "out.partial").rfind('\n') + 1)).size() < 4) usleep(100);
+        kill(stopped.pid, SIGINT);
+        const Result r = stopped.wait();
+        CHECK((r.status == 130 || r.status == 0));
+        partial = r.status == 0 ? "" : read_file(scratch / "out.partial");
+    }
+    REQUIRE(partial != "");
+    const Strings kept = lines(partial);
+    write_file(scratch / "out.partial", partial + "{\"id\": \"batch_req_1\", \"custom");
+    const Result r = batch(scratch / "in", scratch / "out");
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    CHECK(texts(scratch / "out") == texts(scratch / "whole"));
+    const std::string done = read_file(scratch / "out");
+    for (size_t i = 1; i < kept.size(); i++) CHECK(done.find(kept[i] + "\n") != std::string::npos); // their very bytes
+
+    write_file(scratch / "other.partial", partial);
+    check_refusal(batch(scratch / "in", scratch / "other", {"--think", "1"}), "serve", "begun with another");
+    write_file(scratch / "bad", "{\"custom_id\": \"a\"}\n{\"custom_id\": \"a\"}\n");
+    check_refusal(batch(scratch / "bad", scratch / "x"), "serve", "line 2");
+    write_file(scratch / "bad", "{\n");
+    check_refusal(batch(scratch / "bad", scratch / "x"), "serve", "line 1");
+    CHECK(whole != "");
+}
+
+TEST_CASE("options") {
+    auto refused = [](const Strings& arguments, const std::string& word) { check_refusal(Process(PROGRAM, arguments).wait(), "serve", word); };
+    refused({}, "no model");
+    refused({MODEL, MODEL}, "one model");
+    refused({MODEL, "--nonsense"}, "unknown option");
+    refused({MODEL, "--port"}, "needs a value");
+    refused({MODEL, "--port", "65536"}, "--port");
+    refused({MODEL, "--ctx", "99999", "--port", "0"}, "limit is 4096");
+    refused({MODEL, "--host", "nowhere"}, "not an address");
+    refused({MODEL, "--batch", "x"}, "-o");
+    refused({MODEL, "-o", "x"}, "--batch");
+    refused({MODEL, "-z", VOCABULARY, "--port", "0", "--kv-memory", "0.0001"}, "--kv-memory");
+    refused({"/nonexistent"}, "/nonexistent");
+    const MemoryFile empty("\n\n");
+    refused({MODEL, "--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), empty.fd)}, "no key");
+    Serving server;
+    refused({MODEL, "-z", VOCABULARY, "--port", std::to_string(server.port)}, "Address already in use");
+    const Result help = Process(PROGRAM, {"--help"}).wait();
+    CHECK(help.status == 0);
+    CHECK(help.out.find("--api-key-file") != std::string::npos);
+}
