@@ -1,4 +1,4 @@
-# make              qwen3, with nvcc where it is found, else with g++ alone; and datagen
+# make              qwen3, with nvcc where it is found, else with g++ alone; train_lora and datagen
 # make cpu          the same with g++ alone
 # make test         builds with -Werror, runs every suite; the last line counts
 # make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
@@ -42,7 +42,7 @@ NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(s
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
 .PHONY: all cpu info test asan fuzz bench clean cuda-check
-all cpu: info qwen3 datagen
+all cpu: info qwen3 train_lora datagen
 
 info:
 	@echo "compiler  $(if $(HAVE_NVCC),$(HAVE_NVCC) with $(CXX),$(CXX); no nvcc: CPU only)"
@@ -61,6 +61,11 @@ FORCE:
 qwen3: qwen3.cu $(HEADERS) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@ $(EDIT)
 	@echo "built     ./qwen3"
+
+# On the CPU so far, whatever compiles qwen3.
+train_lora: train_lora.cu qwen3.cu dataset.h $(HEADERS) $(BUILD)/command
+	$(Q)$(CXX) -x c++ $(CPUFLAGS) $< -o $@
+	@echo "built     ./train_lora"
 
 # Plain C++, whatever compiles the model.
 DATAGEN   = file.h sj.h tokenizer.h chat_template.h dataset.h score.h datagen.cpp
@@ -89,11 +94,14 @@ TESTFLAGS = -std=c++17 -O2 -g1 $(FLAGS) -Werror -I. $(if $(SANITIZE),-fsanitize=
 $(T)/qwen3: qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@ $(EDIT)
+$(T)/train_lora: train_lora.cu qwen3.cu dataset.h $(HEADERS)
+	@mkdir -p $(T)
+	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@
 $(T)/datagen: $(DATAGEN)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
 $(T)/test_units: $(UNITS:%=tests/%.cpp)
-$(T)/test_datagen $(T)/test_dataset: $(DATAGEN)
+$(T)/test_datagen $(T)/test_dataset $(T)/test_train: $(DATAGEN)
 $(T)/test_score: score.h
 $(T)/test_datagen: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
@@ -108,8 +116,8 @@ $(BUILD)/test_gpu: tests/test_gpu.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I. $< -o $@ $(EDIT)
 
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(T)/datagen $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
-	@QWEN3=$(T)/qwen3 DATAGEN=$(T)/datagen NO_GPU=$(if $(GPU_SUITE),,$(shell grep -c '^TEST_CASE' tests/test_gpu.cpp)) \
+	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(T)/train_lora $(T)/datagen $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
+	@QWEN3=$(T)/qwen3 TRAIN_LORA=$(T)/train_lora DATAGEN=$(T)/datagen NO_GPU=$(if $(GPU_SUITE),,$(shell grep -c '^TEST_CASE' tests/test_gpu.cpp)) \
 	  tests/run.sh $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
 asan:
 	@$(MAKE) --no-print-directory test SANITIZE=1
@@ -140,4 +148,4 @@ cuda-check:
 	done
 
 clean:
-	rm -rf qwen3 datagen $(BUILD)
+	rm -rf qwen3 train_lora datagen $(BUILD)
