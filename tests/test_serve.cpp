@@ -278,7 +278,8 @@ TEST_CASE("an answer does not depend on what runs beside it, on chunks, pages or
     Random random{7};
     uint64_t preempted = 0, found = 0;
     for (auto [max_seqs, chunk, pages] : {std::tuple{1, 16, 16}, {4, 7, 60}, {8, 64, 24}, {8, 5, 17}, {16, 200, 400}, {16, 33, 20}}) {
-        INFO("at most " << max_seqs << ", chunks of " << chunk << ", " << pages << " pages");
+        const std::string kind = format("at most %d, chunks of %d, %d pages", max_seqs, chunk, pages);
+        INFO(kind);
         Bench bench({256, max_seqs, chunk, 2 * chunk, (size_t)pages * Bench::page_bytes()});
         std::vector<Job> jobs;
         for (int i = 0; i < 24; i++) jobs.push_back(random_job(random, 256));
@@ -666,8 +667,9 @@ TEST_CASE("what is malformed or out of range is refused by name") {
              {"\"tools\": [{}]", "tools"}, {"\"response_format\": {\"type\": \"json_object\"}", "response_format"}, {"\"messages\": 1", "messages"},
              {"\"messages\": []", "messages"}, {"\"messages\": [1]", "messages"}, {"\"messages\": [{\"role\": \"king\", \"content\": \"a\"}]", "messages"},
              {"\"messages\": [{\"role\": \"user\"}]", "messages"}, {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image_url\"}]}]", "messages"}}) {
-        INFO(more);
-        check_refused(server.chat(question("a", more)), 400, param);
+        const HttpReply r = server.chat(question("a", more));
+        INFO(r.body);
+        check_refused(r, 400, param);
     }
     check_refused(server.chat(question("a", "\"model\": \"other\"")), 404, "model");
     CHECK(server.chat(question("a", "\"model\": \"tiny\", \"seed\": null, \"stop\": null, \"max_tokens\": 1, \"unknown\": {}")).status == 200);
