@@ -91,7 +91,7 @@ bench: info qwen3
 
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
 UNITS     = $(addprefix test_,ops model sampler loader int8 generate) # test_units.cpp includes them
-SUITES    = $(filter-out $(UNITS) test_gpu $(if $(MHD),,test_serve),$(notdir $(basename $(wildcard tests/test_*.cpp))))
+SUITES    = $(filter-out $(UNITS) test_gpu test_serve_gpu $(if $(MHD),,test_serve),$(notdir $(basename $(wildcard tests/test_*.cpp))))
 JOBS     ?= $(shell nproc 2>/dev/null || echo 1)
 MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)$(PORTABLE:%=-portable)
 T         = $(BUILD)/$(MODE)
@@ -116,15 +116,16 @@ $(T)/test_%: tests/test_%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) $< -o $@ $(EDIT) $(LIBS)
 
-# The GPU's suite is nvcc's, and runs where there is a GPU.
-GPU_SUITE = $(if $(GPU),$(if $(SANITIZE),,$(BUILD)/test_gpu))
-$(BUILD)/test_gpu: tests/test_gpu.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
+# The GPU's suites are nvcc's, and run where there is a GPU.
+GPU_SUITE = $(if $(GPU),$(if $(SANITIZE),,$(BUILD)/test_gpu $(BUILD)/test_serve_gpu))
+$(BUILD)/test_serve_gpu: serve.cu
+$(BUILD)/test_%gpu: tests/test_%gpu.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)
 	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I. $< -o $@ $(EDIT)
 
 test:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(T)/datagen $(if $(MHD),$(T)/serve) $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
-	@QWEN3=$(T)/qwen3 DATAGEN=$(T)/datagen SERVE=$(T)/serve NO_GPU=$(if $(GPU_SUITE),,$(shell grep -c '^TEST_CASE' tests/test_gpu.cpp)) \
+	@QWEN3=$(T)/qwen3 DATAGEN=$(T)/datagen SERVE=$(T)/serve NO_GPU=$(if $(GPU_SUITE),,$(shell cat tests/test_*gpu.cpp | grep -c '^TEST_CASE')) \
 	  tests/run.sh $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
 asan:
 	@$(MAKE) --no-print-directory test SANITIZE=1
@@ -157,7 +158,7 @@ fuzz: $(addprefix $(BUILD)/fuzz/,$(FUZZERS))
 cuda-check:
 	@for a in 80 89 90a 120; do \
 	  echo "nvcc sm_$$a"; \
-	  for f in tests/test_gpu.cpp serve.cu; do \
+	  for f in tests/test_gpu.cpp tests/test_serve_gpu.cpp serve.cu; do \
 	    $(NVCC) -x cu -std=c++17 -gencode arch=compute_$$a,code=sm_$$a -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -I. -c $$f -o /dev/null || exit 1; \
 	  done; \
 	done
