@@ -94,7 +94,7 @@ bench: info qwen3
 
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
 UNITS     = $(addprefix test_,ops model sampler loader int8 generate) # test_units.cpp includes them
-GPU_SUITES = test_gpu test_gpu_backward
+GPU_SUITES = test_gpu test_gpu_backward test_serve_gpu
 SUITES    = $(filter-out $(UNITS) $(GPU_SUITES) $(if $(MHD),,test_serve),$(notdir $(basename $(wildcard tests/test_*.cpp))))
 JOBS     ?= $(shell nproc 2>/dev/null || echo 1)
 MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)$(PORTABLE:%=-portable)
