@@ -4519,7 +4519,7 @@ void lora_backward_input_cpu(T* dx,       // (N, W.in) +=
 #ifdef __CUDACC__
 // dx[n][k] += sum_j drop_j(A_j^T dh_j[n])[k]. A block owns 64 tokens by 64 columns, a warp 16 of the tokens; 32 rows of
 // an A pass through shared memory at a time.
-__global__ void __launch_bounds__(128, 4) lora_backward_input_kernel(bf16* dx, const bf16* dh, LoraArgs p) {
+__global__ void __launch_bounds__(128, 3) lora_backward_input_kernel(bf16* dx, const bf16* dh, LoraArgs p) {
     constexpr int CHUNKS = 8, F = CHUNKS; // of 16 bytes a row, eights of columns
     __shared__ __align__(128) uint4 tile[32 * CHUNKS];
     const uint32_t shared = shared_address(tile);
