@@ -3696,9 +3696,9 @@ constexpr int GRADIENT_KEYS = 64;  // that a block sums dk and dv of
 constexpr int PASSING_ROWS = 64;   // query rows that pass by them at a time
 constexpr int GRADIENT_ROWS = 128; // query rows that a block sums dq of
 constexpr int PASSING_KEYS = 32;   // keys that pass by them at a time
-constexpr size_t backward_shared(int D) { // either block's: four tiles of 64 rows and four of 32, or six of 64 and three numbers for a passing row
-    return (size_t)6 * PASSING_ROWS * D * sizeof(bf16) + 2 * 3 * PASSING_ROWS * 4;
-}
+// Shared memory of either block: keys, values, two tiles of q and two of dout, 64 rows each; or q and dout, 128 rows each,
+// two tiles of keys and two of values, 32 rows each. And lse, delta and position of 128 rows. For D = 128, 97.5 KB.
+constexpr size_t backward_shared(int D) { return (size_t)6 * 64 * D * sizeof(bf16) + 3 * 128 * 4; }
 
 // r / G from `inverse` = 2^31 / G, rounded up: exact as long as r * G < 2^31.
 __device__ inline int token_of(int r, uint32_t inverse) { return (int)__umulhi(2 * (uint32_t)r, inverse); }
@@ -3720,9 +3720,8 @@ __global__ void attention_delta_kernel(float* delta, const bf16* dout, const bf1
     if (row < rows && i % (D / 8) == 0) delta[row] = sum;
 }
 
-// A warp's 16 rows times the transpose of 16 * J others: s[2j], s[2j + 1] += a b^T, for rows of D numbers in shared
-// memory, laid out as attention_kernel's. a: where this lane's row of the 16 begins; b: the first of the others.
-// I: how many times 16 rows of its own the warp has, one behind the other.
+// s += a b^T: each of 16 I rows of the warp's own with each of 16 J others, all of D numbers and in shared memory, where
+// chunks lie as in attention_kernel. s[i][j] are rows 16 i .. of a with rows 8 j .. of b, spread over the warp as mma says.
 template <int D, int I, int J>
 __device__ inline void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, uint32_t b_rows) {
     constexpr int ROW = D * 2;
@@ -3730,7 +3729,7 @@ __device__ inline void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, u
     const uint32_t a_at = a_rows + a_row * ROW + ((lane / 16 ^ a_row % 8) << 4), b_at = b_rows + b_row * ROW + ((lane / 8 % 2 ^ b_row % 8) << 4);
     #pragma unroll
     for (int d = 0; d < D / 16; d++) {
-        const uint32_t flip = d % 4 << 5, far = d / 4 << 7; // chunk 2d + c at (2d + c) ^ (r % 8), of which only bits 1 and 2 need a register
+        const uint32_t flip = d % 4 << 5, far = d / 4 << 7; // chunk 2d + c lies at (2d + c) ^ (r % 8) = ((c ^ r % 8) ^ 2 (d % 4)) + 8 (d / 4)
         uint32_t a[I][4], b[4];
         #pragma unroll
         for (int i = 0; i < I; i++) ldmatrix(a[i], (a_at ^ flip) + far + i * 16 * ROW);
@@ -3746,7 +3745,7 @@ __device__ inline void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, u
     }
 }
 
-// sum += w b for weights w (16 I, 16 J) as multiply_rows leaves them, rounded to bf16, and 16 J rows b of D numbers.
+// sum += w b, with weights w (16 I, 16 J) that lie as multiply_rows leaves them, and are rounded to bf16, and 16 J rows b.
 template <int D, int I, int J>
 __device__ inline void add_weighted_rows(float (&sum)[I][D / 8][4], const float (&w)[I][2 * J][4], uint32_t b_rows) {
     constexpr int ROW = D * 2;
@@ -3784,7 +3783,7 @@ __device__ inline void key_value_gradients(const AttentionBackward& p, int tile,
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = p.H / p.K;
     const uint32_t inverse = (0x80000000u + G - 1) / G;
     const int m0 = tile * GRADIENT_KEYS, m1 = min(m0 + GRADIENT_KEYS, b.N);
-    // The first token behind the sequence of the last key, or spare: every thread asks one, until there is no gap.
+    // The first token behind the sequence of the last key, or spare: every thread asks one, until no gap is left.
     int end = m0, behind = b.N;
     while (end < behind) {
         const int stride = (behind - end + THREADS - 1) / THREADS, n = end + threadIdx.x * stride;
@@ -3987,8 +3986,8 @@ __device__ inline void query_gradients(const AttentionBackward& p, int tile, int
         }
 }
 
-// Both in one launch, of 128 threads a block, so that neither waits for the other's last blocks. Where many queries see
-// a key, or many keys are seen by a query, the block is long: those come first.
+// Both in one launch, so that neither waits for the other's last blocks: grid (K, tiles of keys + tiles of rows), 128
+// threads. Early keys are seen by many queries, late queries see many keys: of one sequence, long blocks come first.
 template <int D>
 __global__ void __launch_bounds__(128, 2) attention_backward_kernel(AttentionBackward p, int key_tiles) {
     extern __shared__ __align__(128) uint4 tiles[];
