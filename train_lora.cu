@@ -387,15 +387,15 @@ template <class T> struct Trainer {
         return parts;
     }
 
+    std::string memory; // the plan, for people
     void reserve() {
         const std::vector<Part> parts = plan();
-        std::string line = format("memory: %.1f MB =", (double)arena.used / 1e6);
-        for (auto& part : parts) line += format(" %s %.1f%s", part.name, (double)part.bytes / 1e6, &part == &parts.back() ? "\n" : ",");
+        memory = format("memory: %.1f MB:", (double)arena.used / 1e6);
+        for (auto& part : parts) memory += format("%s %s %.1f", &part == &parts.front() ? "" : ",", part.name, (double)part.bytes / 1e6);
         const size_t have = available_memory();
         if (arena.used > have)
             DIE("%s: training needs %zu bytes of memory, %zu more than there are; --recompute, a smaller --batch with more --accum, --max-len%s need less",
                 file.path.c_str(), arena.used, arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
-        fputs(line.c_str(), stderr);
         arena.allocate("training");
         plan();
     }
@@ -557,7 +557,7 @@ template <class T> struct Trainer {
             others += number;
             if (!std::isfinite(mean_loss(data, {row}))) blamed += format("%s%zu", blamed.empty() ? "" : ", ", row);
         }
-        DIE("%s: step %lld: loss %g, gradient norm %g; %s: %s", data.file.path.c_str(), (long long)step + 1, last_loss, last_norm,
+        DIE("%s: step %lld: loss %g, gradient norm %g; %s: %s", data.file.path.c_str(), (long long)step + 1, std::fabs(last_loss), last_norm,
             blamed.empty() ? "each row's own loss is finite; the step's rows" : "rows whose loss is not finite", (blamed.empty() ? others : blamed).c_str());
     }
 
@@ -876,6 +876,8 @@ template <class T> int train(const Options& o, const ModelFile& file, const Data
             t.w.type_name(), thread_count(), lora.c_str(), (o.full ? (double)t.count : (double)adapter_parameters(file.config, o.lora)) / 1e6);
     fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n", o.train.c_str(), t.rows.size(), trained,
             (long long)t.steps, o.batch * o.accum, (long long)t.epoch_steps, (unsigned long long)o.seed);
+
+    fprintf(stderr, "%s\n", t.memory.c_str());
 
     const double start = seconds();
     auto elapsed = [&] { return before + seconds() - start; };
