@@ -396,10 +396,11 @@ template <class T> struct Trainer {
         return parts;
     }
 
+    std::string memory; // the plan, for people
     void reserve() {
         const std::vector<Part> parts = plan();
-        std::string line = format("memory: %.1f MB =", (double)arena.used / 1e6);
-        for (auto& part : parts) line += format(" %s %.1f%s", part.name, (double)part.bytes / 1e6, &part == &parts.back() ? "\n" : ",");
+        memory = format("memory: %.1f MB:", (double)arena.used / 1e6);
+        for (auto& part : parts) memory += format("%s %s %.1f", &part == &parts.front() ? "" : ",", part.name, (double)part.bytes / 1e6);
         size_t have = available_memory();
 #ifdef __CUDACC__
         size_t all;
@@ -409,7 +410,6 @@ template <class T> struct Trainer {
         if (arena.used > have)
             DIE("%s: training needs %zu bytes of %s, %zu more than there are; --recompute, a smaller --batch with more --accum, --max-len%s need less",
                 file.path.c_str(), arena.used, ctx.gpu ? "GPU memory" : "memory", arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
-        fputs(line.c_str(), stderr);
         arena.allocate("training");
         plan();
     }
@@ -571,7 +571,7 @@ template <class T> struct Trainer {
             others += number;
             if (!std::isfinite(mean_loss(data, {row}))) blamed += format("%s%zu", blamed.empty() ? "" : ", ", row);
         }
-        DIE("%s: step %lld: loss %g, gradient norm %g; %s: %s", data.file.path.c_str(), (long long)step + 1, last_loss, last_norm,
+        DIE("%s: step %lld: loss %g, gradient norm %g; %s: %s", data.file.path.c_str(), (long long)step + 1, std::fabs(last_loss), last_norm,
             blamed.empty() ? "each row's own loss is finite; the step's rows" : "rows whose loss is not finite", (blamed.empty() ? others : blamed).c_str());
     }
 
@@ -890,6 +890,8 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
             t.w.type_name(), device_name(ctx).c_str(), lora.c_str(), (o.full ? (double)t.count : (double)adapter_parameters(file.config, o.lora)) / 1e6);
     fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n", o.train.c_str(), t.rows.size(), trained,
             (long long)t.steps, o.batch * o.accum, (long long)t.epoch_steps, (unsigned long long)o.seed);
+
+    fprintf(stderr, "%s\n", t.memory.c_str());
 
     const double start = seconds();
     auto elapsed = [&] { return before + seconds() - start; };

@@ -18,8 +18,8 @@ import tempfile
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save, save_file
 from transformers import Qwen3ForCausalLM, get_cosine_schedule_with_warmup
 from transformers.utils import logging
 
@@ -48,13 +48,13 @@ def row_loss(model, ids, trained):
 
 
 def train_peft(model, rows, steps, batch, rate):
-    """The losses of `steps` steps in the rows' order."""
+    """The losses of `steps` steps in the rows' order; an epoch's last one may be smaller."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
     schedule = get_cosine_schedule_with_warmup(optimizer, math.ceil(0.1 * steps), steps)
     losses, norms = [], []
     for step in range(steps):
-        first = step * batch % len(rows)
+        first = step % math.ceil(len(rows) / batch) * batch
         some = rows[first : first + batch]
         count = sum(sum(trained) for _, trained in some)
         total = 0
@@ -75,6 +75,16 @@ def tiny_model(scratch):
     return Qwen3ForCausalLM.from_pretrained(scratch + "/hf", dtype=torch.float32, attn_implementation="eager")
 
 
+def make_fuzz_seed():
+    """What fuzz_adapter reads: an adapter of rank 1 for `tiny`, one module: config, a zero byte, tensors."""
+    with open(ROOT + "/adapter/adapter_config.json", "rb") as file:
+        config = dict(json.load(file), r=1, target_modules=["k_proj"])
+    tensors = {f"base_model.model.model.layers.{i}.self_attn.k_proj.lora_{m}.weight": torch.full((1, 64) if m == "A" else (128, 1), 0.01)
+               for i in range(2) for m in "AB"}
+    with open(fixtures.ROOT + "/fuzz/adapter/k_proj", "wb") as out:
+        out.write(json.dumps(config).encode() + b"\0" + save(tensors))
+
+
 def make_peft():
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run(["./datagen", "pack", "-z", fixtures.ROOT + "/tiny/tokenizer.bin", ROOT + "/rows.jsonl", scratch + "/rows.bin", "--info", "none"],
@@ -84,8 +94,10 @@ def make_peft():
         config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=[m + "_proj" for m in "q k v o gate up down".split()], task_type="CAUSAL_LM")
         model = get_peft_model(tiny_model(scratch), config)
         model.peft_config["default"].base_model_name_or_path = "tiny"
+        model.peft_config["default"].target_modules = sorted(config.target_modules)  # a set's order changes
         model.save_pretrained(ROOT + "/adapter")
         os.remove(ROOT + "/adapter/README.md")
+        make_fuzz_seed()
         losses, norms = train_peft(model.train(), rows, STEPS, BATCH, RATE)
         model.eval()
         with torch.no_grad():

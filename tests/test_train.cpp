@@ -242,7 +242,7 @@ TEST_CASE("--full: a model from nothing learns its rows; model.bin is one that q
         "head_dim": 32, "intermediate_size": 96, "vocab_size": 1024, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000,
         "tie_word_embeddings": true, "dtype": "float32", "eos_token_id": [)" + std::to_string(Tokenizer(VOCABULARY).id("<|im_end|>")) + "]}");
     qwen3({"--synthesize", out / "config.json", out / "model.bin", "-s", "3"});
-    const Strings how = Strings{out / "model.bin", rows().first, "--full", "--batch", "16", "--lr", "5e-3", "--steps", "60", "--weight-decay", "0"} + ONE;
+    const Strings how = Strings{out / "model.bin", rows().first, "--full", "--batch", "16", "--lr", "5e-3", "--steps", "150", "--weight-decay", "0"} + ONE;
     train(how + Strings{"-o", out / "a"});
     CHECK(logged(out / "a", "loss")[0] == doctest::Approx(std::log(1024)).epsilon(0.02)); // it knows nothing
     CHECK(logged(out / "a", "loss").back() < 0.05);
@@ -315,10 +315,9 @@ TEST_CASE("bad input: one line each") {
     refused(good + Strings{"--eval-every", "3"}, "--eval FILE");
     refused(good + Strings{"--eval", rows().all}, "32 rows are in");
     refused(good + Strings{"--max-len", "5"}, "every row has more than 5 tokens");
-    refused(good + Strings{"-z", "tests/fixtures/odd/tokenizer.bin"}, "");
     refused({TINY, "--adapter-init", FIXTURES + "adapter", "--merge", "/proc/x/y.bin"}, "/proc/x/y.bin");
-    refused({TINY, rows().first, "-o", rows().first}, "");
-    refused(good + Strings{"--batch", "65536", "--max-len", "1000"}, "");
+    refused({TINY, rows().first, "-o", rows().first}, "first.bin");
+    refused(good + Strings{"--batch", "65536", "--max-len", "2000"}, "more than 2^26 tokens at once");
     CHECK(!fs::exists(out / "a"));
     {
         DatasetWriter w(out / "other.bin", 1, 2);
@@ -345,7 +344,7 @@ TEST_CASE("bad input: one line each") {
 TEST_CASE("a full disk: one line, and what was whole stays whole") {
     Scratch out;
     const Strings how = Strings{TINY, rows().first, "-o", out / "a", "--steps", "4", "--save-every", "2", "--rank", "4", "--alpha", "8"} + ONE;
-    for (rlim_t limit : {100, 40000, 200000}) { // no log; the log, but no adapter; an adapter, but no state
+    for (rlim_t limit : {20000, 200000}) { // no adapter; an adapter, but no state
         const Result r = start(program("TRAIN_LORA", "./train_lora"), how + Strings{"--overwrite"}, limit).wait();
         INFO(limit << ": " << r.err);
         CHECK(r.status == 1);
@@ -402,6 +401,7 @@ TEST_CASE("adapters are hostile files: what is not supported is refused by name"
     auto with = [&](const std::string& from, const std::string& to) {
         std::string s = config;
         const size_t at = s.find(from);
+        INFO(from);
         REQUIRE(at != std::string::npos);
         return s.replace(at, from.size(), to);
     };
@@ -440,7 +440,6 @@ TEST_CASE("adapters are hostile files: what is not supported is refused by name"
         return s;
     };
     refused(config, renamed("layers.1.mlp.up_proj.lora_B", "layers.7.mlp.up_proj.lora_B"), "no tensor base_model.model.model.layers.1.mlp.up_proj.lora_B.weight");
-    refused(with("      \"q_proj\"", "      \"k_proj\"").replace(0, 0, ""), numbers, "");
     std::string fewer = config;
     const size_t q = fewer.find("\"q_proj\"");
     fewer.replace(q, 8, "\"k_proj\""); // named twice: q is missing now
