@@ -645,7 +645,7 @@ template <class T> struct Engine {
     void preempt(typename Sequences::iterator it) {
         Sequence& q = *it->second;
         vacate(q);
-        q.computed = q.pending = 0;
+        q.pending = 0; // what is under way for it is void; `computed` is set when it is admitted again
         figures.preempted++;
         waiting.insert(running.extract(it));
     }

@@ -725,6 +725,11 @@ TEST_CASE("clients that vanish: mid-stream, waiting, all at once") {
 }
 
 TEST_CASE("a thousand open streams, and one that reads a byte at a time") {
+    rlimit files;
+    getrlimit(RLIMIT_NOFILE, &files);
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+    REQUIRE(files.rlim_max > 1100);
     Serving server({"--max-queue", "1200", "--max-seqs", "4"});
     std::vector<std::unique_ptr<Http>> clients;
     for (int i = 0; i < 1000; i++) {
