@@ -2408,7 +2408,7 @@ struct LoraArgs {
 };
 // A block owns 32 tokens by 32 rows of a module's A; its warps take K in turns, 32 at a time, with operands straight from
 // memory as in stream_kernel.
-__global__ void __launch_bounds__(256, 3) lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
+__global__ void __launch_bounds__(256, 2) lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
     __shared__ float sums[8][32][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, groups = (p.rank + 31) / 32;
     const int n0 = blockIdx.x * 32, j = blockIdx.y / groups, r0 = blockIdx.y % groups * 32, name = p.name(j);
