@@ -1,4 +1,4 @@
-# make              qwen3 and serve, with nvcc where it is found, else with g++ alone; and datagen
+# make              qwen3, train_lora and serve, with nvcc where it is found, else with g++ alone; and datagen
 # make cpu          the same with g++ alone
 # make test         builds with -Werror, runs every suite; the last line counts
 # make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
@@ -44,7 +44,7 @@ NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(s
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
 .PHONY: all cpu info test asan tsan fuzz bench clean cuda-check
-all cpu: info qwen3 datagen $(if $(MHD),serve)
+all cpu: info qwen3 train_lora datagen $(if $(MHD),serve)
 
 info:
 	@echo "compiler  $(if $(HAVE_NVCC),$(HAVE_NVCC) with $(CXX),$(CXX); no nvcc: CPU only)"
@@ -65,6 +65,9 @@ qwen3: qwen3.cu $(HEADERS) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@ $(EDIT)
 	@echo "built     ./qwen3"
 
+train_lora: train_lora.cu qwen3.cu dataset.h $(HEADERS) $(BUILD)/command
+	$(Q)$(COMPILE) $< -o $@
+	@echo "built     ./train_lora"
 serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@ -lmicrohttpd
 	@echo "built     ./serve"
@@ -91,7 +94,7 @@ bench: info qwen3
 
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
 UNITS     = $(addprefix test_,ops model sampler loader int8 generate) # test_units.cpp includes them
-GPU_SUITES = test_gpu test_gpu_backward
+GPU_SUITES = test_gpu test_gpu_backward test_serve_gpu
 SUITES    = $(filter-out $(UNITS) $(GPU_SUITES) $(if $(MHD),,test_serve),$(notdir $(basename $(wildcard tests/test_*.cpp))))
 JOBS     ?= $(shell nproc 2>/dev/null || echo 1)
 MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)$(PORTABLE:%=-portable)
@@ -101,6 +104,9 @@ TESTFLAGS = -std=c++17 -O2 -g1 $(FLAGS) -Werror -I. $(if $(SANITIZE),-fsanitize=
 $(T)/qwen3: qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@ $(EDIT)
+$(T)/train_lora: train_lora.cu qwen3.cu dataset.h $(HEADERS)
+	@mkdir -p $(T)
+	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@
 $(T)/datagen: $(DATAGEN)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
@@ -109,7 +115,7 @@ $(T)/serve: serve.cu qwen3.cu $(HEADERS)
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@ -lmicrohttpd
 $(T)/test_serve: serve.cu
 $(T)/test_units: $(UNITS:%=tests/%.cpp)
-$(T)/test_datagen $(T)/test_dataset: $(DATAGEN)
+$(T)/test_datagen $(T)/test_dataset $(T)/test_train: $(DATAGEN)
 $(T)/test_score: score.h
 $(T)/test_datagen: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
@@ -124,8 +130,8 @@ $(GPU_SUITES:%=$(BUILD)/%): $(BUILD)/%: tests/%.cpp $(wildcard tests/*.h) qwen3.
 	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I. $< -o $@ $(EDIT)
 
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(T)/datagen $(if $(MHD),$(T)/serve) $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
-	@QWEN3=$(T)/qwen3 DATAGEN=$(T)/datagen SERVE=$(T)/serve NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/%.cpp) | grep -c '^TEST_CASE')) \
+	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(T)/train_lora $(T)/datagen $(if $(MHD),$(T)/serve) $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
+	@QWEN3=$(T)/qwen3 TRAIN_LORA=$(T)/train_lora DATAGEN=$(T)/datagen SERVE=$(T)/serve NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/%.cpp) | grep -c '^TEST_CASE')) \
 	  tests/run.sh $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
 asan:
 	@$(MAKE) --no-print-directory test SANITIZE=1
@@ -164,4 +170,4 @@ cuda-check:
 	done
 
 clean:
-	rm -rf qwen3 datagen serve bench_serve $(BUILD)
+	rm -rf qwen3 train_lora datagen serve bench_serve $(BUILD)

@@ -2397,6 +2397,7 @@ struct LoraArgs {
         for (int j = 0; j < 3; j++) module[j] = W.adapter.module[j];
         if (dropping) dropout = *W.adapter.dropout, scale = 1 / (1 - dropout.p);
     }
+    __device__ int name(int j) const { return j == 0 ? module[0] : j == 1 ? module[1] : module[2]; } // (an index would cost a copy)
     // Eight neighbours of token n as a module sees them.
     __device__ uint4 drop(uint4 v, int n, int name, int k8) const {
         if (!dropping || n >= N) return v;
@@ -2407,10 +2408,10 @@ struct LoraArgs {
 };
 // A block owns 32 tokens by 32 rows of a module's A; its warps take K in turns, 32 at a time, with operands straight from
 // memory as in stream_kernel.
-__global__ void __launch_bounds__(256) lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
+__global__ void __launch_bounds__(256, 3) lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
     __shared__ float sums[8][32][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, groups = (p.rank + 31) / 32;
-    const int n0 = blockIdx.x * 32, j = blockIdx.y / groups, r0 = blockIdx.y % groups * 32, name = p.module[j];
+    const int n0 = blockIdx.x * 32, j = blockIdx.y / groups, r0 = blockIdx.y % groups * 32, name = p.name(j);
     wait_for_previous();
     float sum[4][2][4] = {};
     for (int k = warp * 32 + 8 * t; k < (p.K + 31) / 32 * 32; k += 256) {
@@ -4516,17 +4517,18 @@ void lora_backward_input_cpu(T* dx,       // (N, W.in) +=
 }
 
 #ifdef __CUDACC__
-// dx[n][k] += sum_j drop_j(A_j^T dh_j[n])[k]. A block owns 64 tokens by 128 columns, a warp 16 of the tokens; 32 rows of
+// dx[n][k] += sum_j drop_j(A_j^T dh_j[n])[k]. A block owns 64 tokens by 64 columns, a warp 16 of the tokens; 32 rows of
 // an A pass through shared memory at a time.
-__global__ void __launch_bounds__(128) lora_backward_input_kernel(bf16* dx, const bf16* dh, LoraArgs p) {
-    __shared__ __align__(128) uint4 tile[32 * 16];
+__global__ void __launch_bounds__(128, 3) lora_backward_input_kernel(bf16* dx, const bf16* dh, LoraArgs p) {
+    constexpr int CHUNKS = 8, F = CHUNKS; // of 16 bytes a row, eights of columns
+    __shared__ __align__(128) uint4 tile[32 * CHUNKS];
     const uint32_t shared = shared_address(tile);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, n0 = blockIdx.x * 64 + warp * 16, c0 = blockIdx.y * 128;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, n0 = blockIdx.x * 64 + warp * 16, c0 = blockIdx.y * CHUNKS * 8;
     const size_t ld = (size_t)p.modules * p.rank;
     wait_for_previous();
-    float sum[16][4];
+    float sum[F][4];
     #pragma unroll
-    for (int f = 0; f < 16; f++)
+    for (int f = 0; f < F; f++)
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int n = n0 + h * 8 + g, c = c0 + f * 8 + 2 * t;
@@ -4534,13 +4536,13 @@ __global__ void __launch_bounds__(128) lora_backward_input_kernel(bf16* dx, cons
             sum[f][2 * h] = low(old), sum[f][2 * h + 1] = high(old);
         }
     for (int j = 0; j < p.modules; j++) {
-        float part[16][4] = {};
+        float part[F][4] = {};
         for (int r0 = 0; r0 < p.rank; r0 += 32) {
             __syncthreads();
-            for (int i = threadIdx.x; i < 32 * 16; i += 128) {
-                const int row = i / 16, chunk = i % 16;
+            for (int i = threadIdx.x; i < 32 * CHUNKS; i += 128) {
+                const int row = i / CHUNKS, chunk = i % CHUNKS;
                 const bool there = r0 + row < p.rank && c0 + chunk * 8 < p.K;
-                tile[row * 16 + (chunk ^ row % 8)] = there ? *(const uint4*)(p.A + (size_t)(j * p.rank + r0 + row) * p.K + c0 + chunk * 8) : uint4{};
+                tile[row * CHUNKS + (chunk ^ row % 8)] = there ? *(const uint4*)(p.A + (size_t)(j * p.rank + r0 + row) * p.K + c0 + chunk * 8) : uint4{};
             }
             __syncthreads();
             #pragma unroll
@@ -4552,18 +4554,18 @@ __global__ void __launch_bounds__(128) lora_backward_input_kernel(bf16* dx, cons
                     a[e] = n < p.N && r < p.rank ? *(const uint32_t*)(dh + n * ld + j * p.rank + r) : 0;
                 }
                 #pragma unroll
-                for (int f = 0; f < 8; f++) {
+                for (int f = 0; f < F / 2; f++) {
                     const int row = k * 16 + lane % 16, chunk = f * 2 + lane / 16;
-                    ldmatrix_transposed(b, shared + (row * 16 + (chunk ^ row % 8)) * 16);
+                    ldmatrix_transposed(b, shared + (row * CHUNKS + (chunk ^ row % 8)) * 16);
                     mma(part[2 * f], a[0], a[1], a[2], a[3], b[0], b[1]);
                     mma(part[2 * f + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
                 }
             }
         }
         #pragma unroll
-        for (int f = 0; f < 16; f += 2) { // a lane of a quad makes the mask of one token and one eight columns, for all four
+        for (int f = 0; f < F; f += 2) { // a lane of a quad makes the mask of one token and one eight columns, for all four
             const int n = n0 + t % 2 * 8 + g;
-            const uint32_t mine = p.dropping && n < p.N ? dropout_mask(p.dropout, p.dropout.token[n], p.module[j], (c0 >> 3) + f + t / 2) : 0xff;
+            const uint32_t mine = p.dropping && n < p.N ? dropout_mask(p.dropout, p.dropout.token[n], p.name(j), (c0 >> 3) + f + t / 2) : 0xff;
             #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const uint32_t kept = __shfl_sync(~0u, mine, (lane & ~3) + e) >> 2 * t;
@@ -4574,7 +4576,7 @@ __global__ void __launch_bounds__(128) lora_backward_input_kernel(bf16* dx, cons
     }
     let_next_start();
     #pragma unroll
-    for (int f = 0; f < 16; f++)
+    for (int f = 0; f < F; f++)
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int n = n0 + h * 8 + g, c = c0 + f * 8 + 2 * t;
@@ -4584,7 +4586,7 @@ __global__ void __launch_bounds__(128) lora_backward_input_kernel(bf16* dx, cons
 inline void lora_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, const bf16* dy, const Linear<bf16>& W, int N) {
     const LoraArgs p(W, N);
     tile_product<false, true>(ctx, {dy, W.adapter.B, N, W.out(), p.modules * p.rank}, StoreEpilogue{dh, (size_t)p.modules * p.rank});
-    launch(ctx, lora_backward_input_kernel, dim3((N + 63) / 64, (W.in + 127) / 128), 128, 0, dx, dh, p);
+    launch(ctx, lora_backward_input_kernel, dim3((N + 63) / 64, (W.in + 63) / 64), 128, 0, dx, dh, p);
 }
 #endif
 
@@ -4630,7 +4632,7 @@ __global__ void __launch_bounds__(256) lora_down_weight_kernel(float* dA, const 
     __shared__ __align__(128) uint4 h_tile[64 * 5]; // rows of 64 bytes, 80 apart: eight of them in different banks
     const uint32_t x_at = shared_address(x_tile), h_at = shared_address(h_tile);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, groups = (p.rank + 31) / 32;
-    const int j = blockIdx.y / groups, r0 = blockIdx.y % groups * 32, c0 = blockIdx.x * 128, name = p.module[j];
+    const int j = blockIdx.y / groups, r0 = blockIdx.y % groups * 32, c0 = blockIdx.x * 128, name = p.name(j);
     const size_t ld = (size_t)p.modules * p.rank;
     const int each = ((p.N + 63) / 64 + gridDim.z - 1) / gridDim.z * 64, last = min(p.N, (int)(blockIdx.z + 1) * each);
     const int row = threadIdx.x / 16, chunk = threadIdx.x % 16, h_row = threadIdx.x / 4, h_chunk = threadIdx.x % 4;

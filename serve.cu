@@ -97,7 +97,7 @@ struct Job {
 struct Histogram {
     static constexpr double BOUNDS[] = {.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120};
     static constexpr int N = sizeof BOUNDS / sizeof *BOUNDS;
-    uint64_t buckets[N] = {}, count = 0;
+    size_t buckets[N] = {}, count = 0;
     double sum = 0;
     void add(double x) {
         for (int i = 0; i < N; i++) buckets[i] += x <= BOUNDS[i];
@@ -308,7 +308,9 @@ struct PagePool {
 
   private:
     uint64_t start = random_bits(); // so that nobody can prepare texts that fall on each other
-    uint64_t hash(uint64_t before, const int* ids) const { return fnv1a(ids, PAGE * sizeof(int), fnv1a(&before, sizeof before, start)); }
+    uint64_t hash(uint64_t before, const int* ids) const {
+        return fnv1a(ids, PAGE * sizeof(int), fnv1a(&before, sizeof before, start));
+    }
 };
 
 struct EngineOptions {
@@ -332,7 +334,7 @@ struct Slots {
     float* bias;      // (slots, MAX_BIAS)
 };
 
-__device__ inline bool has_penalties(const Sampling& how) { return how.repeat != 1 || how.presence != 0 || how.frequency != 0; }
+BOTH inline bool has_penalties(const Sampling& how) { return how.repeat != 1 || how.presence != 0 || how.frequency != 0; }
 
 // Completes a step's numbers, a thread a row or draw: tokens that the host has not seen yet, the block table, how to draw.
 __global__ void prepare_kernel(Batch b, int* token, int* table, const int* draw_seq, Draw* draws, int R, Slots slots) {
@@ -362,7 +364,8 @@ __global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, 
             logits[id] = y;
         }
     __syncthreads();
-    for (int i = threadIdx.x; i < slots.biases[s]; i += blockDim.x) logits[slots.bias_id[s * MAX_BIAS + i]] += slots.bias[s * MAX_BIAS + i];
+    const int* ids = slots.bias_id + (size_t)s * MAX_BIAS;
+    for (int i = threadIdx.x; i < slots.biases[s]; i += blockDim.x) logits[ids[i]] += slots.bias[(size_t)s * MAX_BIAS + i];
 }
 
 // Keeps what was drawn for the next step, a thread a draw.
@@ -386,8 +389,8 @@ template <class T> struct Engine {
     const EngineOptions options;
 
     Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o, const Context& where)
-        : ctx(where), config(c), weights(w), tokenizer(t), desk(d), options(o), max_rows(o.max_seqs + std::max(o.chunk, o.burst)),
-          max_pages((o.context + PAGE - 1) / PAGE), pool(0) {
+        : ctx(where), config(c), weights(w), tokenizer(t), desk(d), options(o),
+          max_rows(o.max_seqs + std::max(o.chunk, o.burst)), max_pages((o.context + PAGE - 1) / PAGE), pool(0) {
         arena.gpu = ctx.gpu;
         pages = 0;
         plan();
@@ -526,14 +529,16 @@ template <class T> struct Engine {
         int *token, *pos, *seq, *slot;         // (N)
         int *draw_row, *draw_seq, *draw_pos;   // (R) row of the batch; of the block table; position of that row's token
         Arrays(int* at, int N, int R)
-            : token(at), pos(at + N), seq(at + 2 * N), slot(at + 3 * N), draw_row(at + 4 * N), draw_seq(draw_row + R), draw_pos(draw_seq + R) {}
+            : token(at), pos(at + N), seq(at + 2 * N), slot(at + 3 * N),
+              draw_row(at + 4 * N), draw_seq(draw_row + R), draw_pos(draw_seq + R) {}
     };
     size_t input_size() const { return 4 * (size_t)max_rows + 3 * (size_t)options.max_seqs; }
 
     // To where the engine computes.
     template <class U> void give(U* to, const U* from, size_t n) {
 #ifdef __CUDACC__
-        if (ctx.gpu) return CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(U), cudaMemcpyHostToDevice, ctx.stream)); // (not pinned: read before it returns)
+        // (`from` is not pinned: it has been read when this returns.)
+        if (ctx.gpu) return CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(U), cudaMemcpyHostToDevice, ctx.stream));
 #endif
         memcpy((void*)to, from, n * sizeof(U));
     }
@@ -724,7 +729,8 @@ template <class T> struct Engine {
         for (int n = 0; n < N; n++) table[(size_t)s.seq[n] * max_pages + s.pos[n] / PAGE] = s.slot[n] / PAGE;
         std::vector<int> rows;
         for (auto& d : s.draws) rows.push_back(d.row);
-        const Batch batch = {N, options.max_seqs, s.token.data(), s.pos.data(), s.seq.data(), s.slot.data(), table, max_pages, s.singles};
+        const Batch batch = {N, options.max_seqs, s.token.data(), s.pos.data(), s.seq.data(), s.slot.data(),
+                             table, max_pages, s.singles};
         forward(ctx, config, weights, batch, activations, cache, rope);
         head_cpu(logits, picked, activations.normed, rows.data(), weights.head, R);
         s.ids.resize(R);
@@ -788,12 +794,11 @@ template <class T> struct Engine {
 
     void describe_to_gpu(const Sequence& q) {
         const size_t s = (size_t)q.slot;
-        const Sampling& how = q.job.how;
-        const Draw draw = {how, tokenizer.size()};
+        const Draw draw = {q.job.how, tokenizer.size()};
         const int biases = (int)q.job.bias.size();
         give(slots.draw + s, &draw, 1);
         give(slots.biases + s, &biases, 1);
-        if (how.repeat != 1 || how.presence != 0 || how.frequency != 0) {
+        if (has_penalties(q.job.how)) {
             std::vector<uint32_t> counts(config.V);
             for (size_t i = 0; i < q.ids.size(); i++) {
                 if (i < q.job.prompt.size()) counts[q.ids[i]] |= IN_PROMPT;
@@ -814,8 +819,8 @@ template <class T> struct Engine {
         const bool told = std::count(s.informed.begin(), s.informed.end(), true);
         bool adjusted = told; // then the logits must come to `logits` as they are
         for (size_t i = 0; i < s.draws.size(); i++) {
-            const Sampling& how = drawn_for(s, i).job.how;
-            adjusted = adjusted || how.repeat != 1 || how.presence != 0 || how.frequency != 0 || !drawn_for(s, i).job.bias.empty();
+            const Job& job = drawn_for(s, i).job;
+            adjusted = adjusted || has_penalties(job.how) || !job.bias.empty();
         }
         int longest = 0, N = (int)s.token.size(), R = (int)s.draws.size();
         for (int n = 0; n < s.singles; n++) longest = std::max(longest, s.pos[n]);
@@ -841,7 +846,8 @@ template <class T> struct Engine {
             const int row = host.draw_row[r] = there ? s.draws[r].row : 0;
             host.draw_seq[r] = there ? s.seq[row] : -1, host.draw_pos[r] = there ? s.pos[row] : 0;
         }
-        CUDA_CHECK(cudaMemcpyAsync(input, host.token, (4 * (size_t)N + 3 * (size_t)R) * sizeof(int), cudaMemcpyHostToDevice, ctx.stream));
+        const size_t bytes = (4 * (size_t)N + 3 * (size_t)R) * sizeof(int);
+        CUDA_CHECK(cudaMemcpyAsync(input, host.token, bytes, cudaMemcpyHostToDevice, ctx.stream));
         const Batch batch = {N, options.max_seqs, gpu.token, gpu.pos, gpu.seq, gpu.slot, table, max_pages, graph ? N : s.singles};
         launch(ctx, prepare_kernel, (unsigned)((N + 255) / 256), 256, 0, batch, gpu.token, table, gpu.draw_seq, draws, R, slots);
         // Attention reads the batch before the kernel ahead of it has ended. What is not a kernel is waited for by all
@@ -864,7 +870,8 @@ template <class T> struct Engine {
             forward(ctx, config, weights, batch, activations, cache, rope);
             if (R > 0) draw_all(s, gpu, R, adjusted);
         }
-        if (R > 0) CUDA_CHECK(cudaMemcpyAsync(pinned_drawn[turn], drawn, (size_t)R * sizeof(int), cudaMemcpyDeviceToHost, ctx.stream));
+        if (R > 0)
+            CUDA_CHECK(cudaMemcpyAsync(pinned_drawn[turn], drawn, (size_t)R * sizeof(int), cudaMemcpyDeviceToHost, ctx.stream));
         CUDA_CHECK(cudaEventRecord(done[turn], ctx.stream));
     }
 
@@ -872,14 +879,15 @@ template <class T> struct Engine {
         const size_t V = (size_t)config.V;
         int best_blocks = 0;
         if (R <= STREAM_TOKENS && !adjusted && !ctx.invariant) {
-            best_blocks = stream_product(ctx, {activations.normed, gpu.draw_row, nullptr, nullptr, 0, weights.head.w[0], R, config.C, config.V},
-                                         DrawEpilogue{logits, V, draws, nullptr, best});
+            const StreamArgs head = {activations.normed, gpu.draw_row, nullptr, nullptr, 0, weights.head.w[0], R, config.C, config.V};
+            best_blocks = stream_product(ctx, head, DrawEpilogue{logits, V, draws, nullptr, best});
         } else {
             head_gpu(ctx, logits, picked, activations.normed, gpu.draw_row, weights.head, R);
         }
         size_t told = 0; // the slow road: these copies wait for the GPU
         for (size_t r = 0; r < s.draws.size(); r++)
-            if (s.informed[r]) CUDA_CHECK(cudaMemcpyAsync(&s.logits[told++ * V], logits + r * V, V * sizeof(float), cudaMemcpyDeviceToHost, ctx.stream));
+            if (s.informed[r])
+                CUDA_CHECK(cudaMemcpyAsync(&s.logits[told++ * V], logits + r * V, V * sizeof(float), cudaMemcpyDeviceToHost, ctx.stream));
         if (adjusted) launch(ctx, adjust_kernel, (unsigned)R, 1024, 0, logits, V, gpu.draw_seq, slots);
         const DrawState state = {drawn, gpu.draw_pos, unused, gpu.draw_seq, table, max_pages, nullptr, nullptr, 1};
         launch(ctx, sample_kernel, (unsigned)R, 1024, 0, logits, V, draws, best_blocks ? best : nullptr, best_blocks, state);
@@ -1019,12 +1027,16 @@ inline Sampling sampling_from_json(const Fields& f, bool thinking) {
     return how;
 }
 
+inline sj::Value parse_body(sj::Doc& doc, std::string_view body) {
+    const std::string fault = sj::parse(doc, body);
+    if (!fault.empty()) throw Refusal(400, "the body is not valid JSON: " + fault);
+    return doc.root();
+}
+
 // Reads a request's body. `salt`: whose prompts it may share pages with.
 inline Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t salt) {
     sj::Doc doc;
-    const std::string fault = sj::parse(doc, body);
-    if (!fault.empty()) throw Refusal(400, "the body is not valid JSON: " + fault);
-    const Fields f(doc.root());
+    const Fields f(parse_body(doc, body));
     for (const char* name : {"tools", "functions", "suffix", "audio", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
                              "prediction", "web_search_options"})
         if (f[name] && !(f[name].is(sj::Array) && f[name].size() == 0) && f[name].str("-") != "")
@@ -1073,7 +1085,8 @@ inline Ask read_ask(const Service& service, std::string_view body, bool chat, ui
             char* end;
             errno = 0;
             const long id = strtol(key.c_str(), &end, 10);
-            if (key.empty() || !isdigit((unsigned char)key[0]) || *end || errno || id >= service.tokenizer->size() || !(x >= -100 && x <= 100))
+            const bool number = isdigit((unsigned char)key.c_str()[0]) && !*end && !errno;
+            if (!number || id >= service.tokenizer->size() || !(x >= -100 && x <= 100))
                 throw Refusal(400, "logit_bias must hold token ids and numbers from -100 to 100", "logit_bias");
             of[(int)id] = (float)x;
         }
@@ -1123,7 +1136,8 @@ inline std::string error_json(int status, const std::string& message, const std:
     utf8_repair(valid, message, true); // it may name what it complains of, cut anywhere
     sj::Writer w;
     w.object().key("error").object().field("message", valid);
-    w.field("type", status == 401 ? "authentication_error" : status == 429 ? "rate_limit_error" : status < 500 ? "invalid_request_error" : "server_error");
+    w.field("type", status == 401 ? "authentication_error" : status == 429 ? "rate_limit_error"
+                    : status < 500 ? "invalid_request_error" : "server_error");
     if (param.empty()) w.field("param", nullptr);
     else w.field("param", param);
     if (code.empty()) w.field("code", nullptr);
@@ -1156,8 +1170,8 @@ struct Answer {
     std::vector<Choice> choices;
 
     Answer(const Service& service, const Ask& ask)
-        : tokenizer(*service.tokenizer), id(ask.id), model(service.name), chat(ask.chat), usage(ask.usage), logprobs(ask.logprobs),
-          prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()) {}
+        : tokenizer(*service.tokenizer), id(ask.id), model(service.name), chat(ask.chat), usage(ask.usage),
+          logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()) {}
 
     bool complete() const {
         return std::all_of(choices.begin(), choices.end(), [](const Choice& c) { return c.finish; });
@@ -1451,7 +1465,8 @@ struct Batcher {
 
   private:
     void append(const std::string& line) {
-        if (fwrite(line.data(), 1, line.size(), file.get()) != line.size() || fflush(file.get())) DIE("%s: %s", partial.c_str(), strerror(errno));
+        if (fwrite(line.data(), 1, line.size(), file.get()) != line.size() || fflush(file.get()))
+            DIE("%s: %s", partial.c_str(), strerror(errno));
     }
     // f(row, line) for every whole line of the partial file but the first. Returns where the last of them ends.
     template <class F> size_t each_answer(const MappedFile& map, F f) {
@@ -1474,7 +1489,8 @@ struct Batcher {
             have += !row.answered;
             row.answered = true;
         });
-        if (ftruncate(fileno(file.get()), (off_t)whole)) DIE("%s: %s", partial.c_str(), strerror(errno)); // half a line is asked again
+        // Half a line is asked again.
+        if (ftruncate(fileno(file.get()), (off_t)whole)) DIE("%s: %s", partial.c_str(), strerror(errno));
         if (whole == 0) append(header);
         fprintf(stderr, "%s: %zu of %zu answers are there\n", partial.c_str(), have, rows.size());
     }
@@ -1564,7 +1580,8 @@ struct Exchange {
     size_t sent = 0;
     double first_token = 0;
 
-    Exchange(Server& s, MHD_Connection* c, Peer& p, const char* url, const char* m) : server(s), connection(c), peer(p), method(m), path(url) {}
+    Exchange(Server& s, MHD_Connection* c, Peer& p, const char* url, const char* m)
+        : server(s), connection(c), peer(p), method(m), path(url) {}
     Exchange(const Exchange&) = delete;
 
     ~Exchange() {
@@ -1609,7 +1626,8 @@ struct Exchange {
             if (host != "localhost" && host != "127.0.0.1" && host != "[::1]" && !host.empty())
                 throw Refusal(403, "this server answers to localhost only (--host makes it public)");
         }
-        if (*header("Content-Encoding") && strcmp(header("Content-Encoding"), "identity")) throw Refusal(415, "Content-Encoding is not supported");
+        const std::string encoding = header("Content-Encoding");
+        if (!encoding.empty() && encoding != "identity") throw Refusal(415, "Content-Encoding is not supported");
         if (method == "POST") {
             std::string type = header("Content-Type");
             type.resize(std::min(type.find(';'), type.size()));
@@ -1628,7 +1646,7 @@ struct Exchange {
             const std::string& wanted = server.options.keys[k];
             const std::string_view token = given.substr(std::min(scheme.size(), given.size()));
             unsigned differ = token.size() != wanted.size() || given.substr(0, scheme.size()) != scheme;
-            for (size_t i = 0; i < wanted.size(); i++) differ |= (unsigned)(wanted[i] ^ (token.empty() ? 0 : token[i % token.size()]));
+            for (size_t i = 0; i < wanted.size() && !token.empty(); i++) differ |= (unsigned)(wanted[i] ^ token[i % token.size()]);
             if (!differ) found = k + 1;
         }
         if (!found) throw Refusal(401, "the API key is missing or wrong", "", "invalid_api_key");
@@ -1637,9 +1655,14 @@ struct Exchange {
 
     void read(const char* bytes, size_t n) {
         if (refusal) return;
-        if (body.size() + n > MAX_BODY) refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", MAX_BODY));
-        else if ((server.bodies += n) > ALL_BODIES) server.bodies -= n, refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
-        else body.append(bytes, n);
+        if (body.size() + n > MAX_BODY) {
+            refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", MAX_BODY));
+        } else if ((server.bodies += n) > ALL_BODIES) {
+            server.bodies -= n;
+            refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
+        } else {
+            body.append(bytes, n);
+        }
     }
 
     // The request is complete.
@@ -1671,11 +1694,19 @@ struct Exchange {
         };
         const bool ready = server.ready && !server.draining;
         if (method == "OPTIONS") return {204, ""};
-        if (path == "/health") return only("GET"), Response{ready ? 200 : 503, format("{\"status\": \"%s\"}", ready ? "ok" : server.ready ? "draining" : "loading")};
-        if (path == "/metrics") return only("GET"), Response{200, metrics(), "text/plain; version=0.0.4"};
-        const bool chat = path == "/v1/chat/completions", completion = path == "/v1/completions", models = path.compare(0, 10, "/v1/models") == 0;
+        if (path == "/health") {
+            only("GET");
+            return {ready ? 200 : 503, format("{\"status\": \"%s\"}", ready ? "ok" : server.ready ? "draining" : "loading")};
+        }
+        if (path == "/metrics") {
+            only("GET");
+            return {200, metrics(), "text/plain; version=0.0.4"};
+        }
+        const bool chat = path == "/v1/chat/completions", completion = path == "/v1/completions";
+        const bool models = path == "/v1/models" || path.compare(0, 11, "/v1/models/") == 0;
         const bool tokenize = path == "/tokenize", detokenize = path == "/detokenize";
-        if (!chat && !completion && !models && !tokenize && !detokenize) throw Refusal(404, "there is nothing here; /v1/chat/completions is");
+        if (!chat && !completion && !models && !tokenize && !detokenize)
+            throw Refusal(404, "there is nothing here; /v1/chat/completions is");
         only(models ? "GET" : "POST");
         if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
         const Service& service = server.service;
@@ -1717,10 +1748,10 @@ struct Exchange {
     // {"prompt": "..."} or {"messages": [...]}
     std::string tokens_of(const Service& service) const {
         sj::Doc doc;
-        if (const std::string fault = sj::parse(doc, body); !fault.empty()) throw Refusal(400, "the body is not valid JSON: " + fault);
-        const Fields f(doc.root());
-        const std::vector<int> ids = f["messages"] ? chat_prompt(service, f, service.thinking, f.boolean("add_generation_prompt", true))
-                                                   : service.tokenizer->encode(f.text("prompt"), false);
+        const Fields f(parse_body(doc, body));
+        std::vector<int> ids;
+        if (f["messages"]) ids = chat_prompt(service, f, service.thinking, f.boolean("add_generation_prompt", true));
+        else ids = service.tokenizer->encode(f.text("prompt"), false);
         if (!f["messages"] && !f["prompt"]) throw Refusal(400, "neither prompt nor messages", "prompt");
         sj::Writer w;
         w.object().field("count", ids.size()).field("max_model_len", service.context).key("tokens").array();
@@ -1729,11 +1760,11 @@ struct Exchange {
     }
     std::string text_of(const Service& service) const {
         sj::Doc doc;
-        if (const std::string fault = sj::parse(doc, body); !fault.empty()) throw Refusal(400, "the body is not valid JSON: " + fault);
-        const Fields f(doc.root());
+        const Fields f(parse_body(doc, body));
         if (!f["tokens"].is(sj::Array)) throw Refusal(400, "tokens must be a list of token ids", "tokens");
+        const std::vector<int> ids = ids_from_json(service, f["tokens"], "tokens");
         sj::Writer w;
-        return w.object().field("prompt", service.tokenizer->decode(ids_from_json(service, f["tokens"], "tokens"), false)).end().text;
+        return w.object().field("prompt", service.tokenizer->decode(ids, false)).end().text;
     }
 
     // vLLM's names.
@@ -1748,9 +1779,9 @@ struct Exchange {
         auto histogram = [&](const char* name, const Histogram& h) {
             out += format("# TYPE vllm:%s histogram\n", name);
             for (int i = 0; i < Histogram::N; i++)
-                out += format("vllm:%s_bucket{%s,le=\"%g\"} %llu\n", name, label.c_str(), Histogram::BOUNDS[i], (unsigned long long)h.buckets[i]);
-            out += format("vllm:%s_bucket{%s,le=\"+Inf\"} %llu\n", name, label.c_str(), (unsigned long long)h.count);
-            out += format("vllm:%s_sum{%s} %.9g\nvllm:%s_count{%s} %llu\n", name, label.c_str(), h.sum, name, label.c_str(), (unsigned long long)h.count);
+                out += format("vllm:%s_bucket{%s,le=\"%g\"} %zu\n", name, label.c_str(), Histogram::BOUNDS[i], h.buckets[i]);
+            out += format("vllm:%s_bucket{%s,le=\"+Inf\"} %zu\n", name, label.c_str(), h.count);
+            out += format("vllm:%s_sum{%s} %.9g\nvllm:%s_count{%s} %zu\n", name, label.c_str(), h.sum, name, label.c_str(), h.count);
         };
         one("num_requests_running", "gauge", (double)f.running);
         one("num_requests_waiting", "gauge", (double)f.waiting);
@@ -1843,7 +1874,11 @@ struct Exchange {
         sj::Writer w;
         const auto now = std::chrono::system_clock::now().time_since_epoch();
         w.object().field("time", (double)std::chrono::duration_cast<std::chrono::milliseconds>(now).count() / 1e3);
-        w.field("method", method.substr(0, 16)).field("path", path.compare(0, 4, "/v1/") == 0 || path.size() < 16 ? path.substr(0, 32) : "other");
+        auto plain = [](const std::string& s) { // a client may send anything
+            const bool good = s.size() < 32 && std::all_of(s.begin(), s.end(), [](char c) { return isalpha((unsigned char)c) || strchr("/_1", c); });
+            return good ? s : "other";
+        };
+        w.field("method", plain(method)).field("path", plain(path));
         w.field("status", status).field("seconds", seconds() - start);
         if (answer) {
             w.field("id", answer->id).field("prompt_tokens", answer->prompt_tokens).field("cached_tokens", answer->cached());
@@ -1856,7 +1891,46 @@ struct Exchange {
     }
 };
 
-static Peer& peer_of(MHD_Connection* c) { return *(Peer*)MHD_get_connection_info(c, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context; }
+static Peer& peer_of(MHD_Connection* c) {
+    return *(Peer*)MHD_get_connection_info(c, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context;
+}
+
+// What the library calls. It is C: no exception may leave them.
+static void on_connection(void* self, MHD_Connection* c, void** context, MHD_ConnectionNotificationCode what) {
+    Server& server = *(Server*)self;
+    std::lock_guard lock(server.mutex);
+    if (what == MHD_CONNECTION_NOTIFY_STARTED) {
+        Peer* peer = new Peer{MHD_get_connection_info(c, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd};
+        server.peers.insert(peer);
+        *context = peer;
+    } else {
+        server.peers.erase((Peer*)*context);
+        delete (Peer*)*context;
+    }
+}
+static void* on_request_line(void*, const char*, MHD_Connection* c) {
+    peer_of(c).since = seconds();
+    peer_of(c).phase = Peer::READING;
+    return nullptr;
+}
+static MHD_Result on_request(void* self, MHD_Connection* c, const char* url, const char* method, const char*, const char* bytes,
+                             size_t* n, void** own) {
+    Exchange*& e = (Exchange*&)*own;
+    try {
+        if (!e) {
+            e = new Exchange(*(Server*)self, c, peer_of(c), url, method);
+            return e->head();
+        }
+        if (*n == 0) return e->answer_it();
+        e->read(bytes, std::exchange(*n, 0));
+        return MHD_YES;
+    } catch (const std::bad_alloc&) {
+        return MHD_NO; // closes the connection
+    }
+}
+static void on_completion(void*, MHD_Connection*, void** own, MHD_RequestTerminationCode) {
+    delete (Exchange*)std::exchange(*own, nullptr);
+}
 
 void Server::start() {
     rlimit files;
@@ -1874,52 +1948,12 @@ void Server::start() {
     if (inet_pton(six ? AF_INET6 : AF_INET, options.host.c_str(), six ? (void*)&v6.sin6_addr : (void*)&v4.sin_addr) != 1)
         DIE("--host %s: not an address", options.host.c_str());
 
-    // A C library calls these: no exception may leave them.
-    auto accept_or_close = [](void* self, MHD_Connection* c, void** context, MHD_ConnectionNotificationCode what) {
-        Server& server = *(Server*)self;
-        std::lock_guard lock(server.mutex);
-        if (what == MHD_CONNECTION_NOTIFY_STARTED) {
-            Peer* peer = new Peer{MHD_get_connection_info(c, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd};
-            server.peers.insert(peer);
-            *context = peer;
-        } else {
-            server.peers.erase((Peer*)*context);
-            delete (Peer*)*context;
-        }
-    };
-    auto request_line = [](void*, const char*, MHD_Connection* c) -> void* {
-        peer_of(c).since = seconds();
-        peer_of(c).phase = Peer::READING;
-        return nullptr;
-    };
-    auto request = [](void* self, MHD_Connection* c, const char* url, const char* method, const char*, const char* bytes, size_t* n, void** own) {
-        Exchange*& e = (Exchange*&)*own;
-        try {
-            if (!e) {
-                e = new Exchange(*(Server*)self, c, peer_of(c), url, method);
-                return e->head();
-            }
-            if (*n) {
-                e->read(bytes, std::exchange(*n, 0));
-                return MHD_YES;
-            }
-            return e->answer_it();
-        } catch (const std::bad_alloc&) {
-            return MHD_NO; // closes the connection
-        }
-    };
-    auto completed = [](void*, MHD_Connection*, void** own, MHD_RequestTerminationCode) { delete (Exchange*)std::exchange(*own, nullptr); };
-
-    using Accept = void (*)(void*, MHD_Connection*, void**, MHD_ConnectionNotificationCode);
-    using Line = void* (*)(void*, const char*, MHD_Connection*);
-    using Request = MHD_Result (*)(void*, MHD_Connection*, const char*, const char*, const char*, const char*, size_t*, void**);
-    using Completed = void (*)(void*, MHD_Connection*, void**, MHD_RequestTerminationCode);
-    daemon = MHD_start_daemon(MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | (six ? MHD_USE_IPv6 : 0), (uint16_t)options.port, nullptr, nullptr,
-                              (Request)request, this, MHD_OPTION_NOTIFY_CONNECTION, (Accept)accept_or_close, this,
-                              MHD_OPTION_URI_LOG_CALLBACK, (Line)request_line, this, MHD_OPTION_NOTIFY_COMPLETED, (Completed)completed, this,
-                              MHD_OPTION_SOCK_ADDR, six ? (sockaddr*)&v6 : (sockaddr*)&v4, MHD_OPTION_CONNECTION_LIMIT, connections,
-                              MHD_OPTION_CONNECTION_TIMEOUT, IDLE_S, MHD_OPTION_THREAD_POOL_SIZE, threads,
-                              MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
+    const unsigned flags = MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | (six ? MHD_USE_IPv6 : 0);
+    daemon = MHD_start_daemon(
+        flags, (uint16_t)options.port, nullptr, nullptr, &on_request, this, MHD_OPTION_NOTIFY_CONNECTION, &on_connection, this,
+        MHD_OPTION_URI_LOG_CALLBACK, &on_request_line, this, MHD_OPTION_NOTIFY_COMPLETED, &on_completion, this,
+        MHD_OPTION_SOCK_ADDR, six ? (sockaddr*)&v6 : (sockaddr*)&v4, MHD_OPTION_CONNECTION_LIMIT, connections,
+        MHD_OPTION_CONNECTION_TIMEOUT, IDLE_S, MHD_OPTION_THREAD_POOL_SIZE, threads, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
     if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
 }
 
@@ -2084,8 +2118,9 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
 
     server.service = {&tokenizer, o.name, o.system, e.context, o.think == 1};
-    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, %d at once, %zu pages of %d tokens; ready in %.2f s\n", o.name.c_str(),
-            (double)c.parameters() / 1e6, weights.type_name(), device_name(o.ctx).c_str(), e.context, e.max_seqs, desk.look().pages, PAGE, seconds() - start);
+    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, %d at once, %zu pages of %d tokens; ready in %.2f s\n",
+            o.name.c_str(), (double)c.parameters() / 1e6, weights.type_name(), device_name(o.ctx).c_str(), e.context, e.max_seqs,
+            desk.look().pages, PAGE, seconds() - start);
     std::thread thread([&] {
 #ifdef _OPENMP
         if (o.threads) omp_set_num_threads(o.threads); // each thread has its own number

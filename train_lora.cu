@@ -671,7 +671,7 @@ template <class T> struct Trainer {
             if (const std::string was = sj::dump(theirs.root()[key]), is = sj::dump(mine); was != is)
                 DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(), was.c_str(), is.c_str());
         step = parse_integer(name, metadata["step"].c_str(), 0, steps);
-        best = metadata["best"] == "inf" ? INFINITY : parse_number(name, metadata["best"].c_str(), 0, 1e30);
+        best = metadata["best"] == "Infinity" ? INFINITY : parse_number(name, metadata["best"].c_str(), 0, 1e30);
         elapsed = parse_number(name, metadata["elapsed"].c_str(), 0, 1e12);
         std::vector<A> numbers(count);
         for (auto [key, to] : {std::pair("p", p), {"m", m}, {"v", v}}) {

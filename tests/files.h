@@ -57,3 +57,4 @@ inline void write_file(const std::string& path, std::string_view bytes) {
 inline std::string read_file(const std::string& path) { // MappedFile takes no empty file
     return fs::exists(path) && fs::file_size(path) == 0 ? "" : std::string(MappedFile(path).text());
 }
+inline std::string read_file_if(const std::string& path) { return fs::exists(path) ? read_file(path) : ""; } // or nothing

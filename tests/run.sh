@@ -2,7 +2,7 @@
 # Runs doctest programs one after another and closes with one line that counts their test cases.
 # Usage: tests/run.sh PROGRAM...   from the repository's root. NO_GPU=N: N test cases need a GPU and there is none.
 passed=0 failed=0 skipped=${NO_GPU:-0}
-[ "$skipped" -eq 0 ] || echo "test_gpu: $skipped skipped, there is no GPU here"
+[ "$skipped" -eq 0 ] || echo "GPU suites: $skipped skipped, there is no GPU here"
 for program in "$@"; do
     start=$(date +%s)
     out=$("$program" --no-intro=true --no-colors=true 2>&1)

@@ -1,30 +1,8 @@
 // serve.cu: its parts by themselves, then the program (SERVE, else ./serve) from outside, on the random model in
 // fixtures/tiny. What an answer must be is said by `generate` on a Session of its own.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#define SERVE_NO_MAIN
-#include "../serve.cu"
+#include "engine.h"
 #include "http.h"
 #include "process.h"
-
-static const std::string MODEL = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
-
-// The tiny model, in this process.
-struct Tiny {
-    Tokenizer tokenizer{VOCABULARY};
-    ModelFile file{MODEL};
-    Weights<bf16> weights{file};
-};
-static const Tiny& tiny() {
-    static const Tiny t;
-    return t;
-}
-
-struct Random {
-    uint64_t seed, counter = 0;
-    uint32_t bits() { return philox(seed, counter++, 98).v[0]; }
-    int below(int n) { return (int)(bits() % (uint32_t)n); }
-    double uniform() { return bits() / 4294967296.; }
-};
 
 // JSON that outlives its text.
 struct Json {
@@ -212,87 +190,16 @@ TEST_CASE("log-probabilities by hand") {
 
 // ------------------------------------------------------------------------------------------------------- engine
 
-// A job of random kind, and what must come of it.
-static Job random_job(Random& random, int context) {
-    const Tokenizer& t = tiny().tokenizer;
-    Job job;
-    job.reply = std::make_shared<Reply>();
-    job.reply->left = 1;
-    const int shared = random.below(3) * 20; // prompts begin alike
-    for (int i = 0; i < shared; i++) job.prompt.push_back(i % 300);
-    for (int n = 1 + random.below(60); n > 0; n--) job.prompt.push_back(random.below(300));
-    job.max_tokens = 1 + (size_t)random.below(std::min(150, context - (int)job.prompt.size()));
-    job.how.seed = random.bits();
-    job.how.temperature = random.below(4) ? 1.5f : 0;
-    if (random.below(2)) job.how.top_k = 0, job.how.top_p = 0.95f;
-    if (random.below(3) == 0) job.how.repeat = 1.3f, job.how.presence = 0.5f, job.how.frequency = 0.25f;
-    job.ignore_eos = random.below(4);
-    if (random.below(4) == 0) job.stops = {std::string(t.bytes(random.below(300)))};
-    if (random.below(4) == 0) job.alternatives = random.below(3);
-    return job;
-}
-
-static Generation expected(const Job& job, int context) {
-    Session<bf16> session(tiny().file.config, tiny().weights, context);
-    Config c = tiny().file.config;
-    session.feed(job.prompt);
-    Generation g;
-    g.sampling = job.how, g.max_tokens = job.max_tokens, g.stops = job.stops;
-    if (!job.ignore_eos) {
-        generate(session, &tiny().tokenizer, g, [](std::string_view) {});
-        return g;
-    }
-    Config endless = c; // a session that knows no end tokens
-    endless.end_tokens.clear();
-    Session<bf16> other(endless, tiny().weights, context);
-    other.feed(job.prompt);
-    generate(other, &tiny().tokenizer, g, [](std::string_view) {});
-    return g;
-}
-
-struct Bench { // an engine whose steps we take
-    Desk desk;
-    Engine<bf16> engine;
-    explicit Bench(EngineOptions o) : engine(tiny().file.config, tiny().weights, tiny().tokenizer, desk, o, {}) { desk.limit = 1000; }
-    static size_t page_bytes() { return KVCache<bf16>::bytes(tiny().file.config, 1); }
-};
-
-static void check_answer(const Job& job, const Generation& want) {
-    std::lock_guard lock(job.reply->mutex);
-    std::string text, tokens;
-    size_t count = 0;
-    const char* finish = nullptr;
-    for (auto& p : job.reply->pieces) {
-        CHECK(!finish);
-        text += p.text, count = p.count, finish = p.finish;
-        for (auto& t : p.tokens) tokens += t.text;
-    }
-    CHECK(text == want.text);
-    CHECK(count == want.ids.size());
-    REQUIRE(finish);
-    CHECK(std::string(finish) == want.finish);
-    if (job.alternatives >= 0) CHECK(tokens == text);
-}
-
 TEST_CASE("an answer does not depend on what runs beside it, on chunks, pages or preemptions") {
     Random random{7};
     uint64_t preempted = 0, found = 0;
     for (auto [max_seqs, chunk, pages] : {std::tuple{1, 16, 16}, {4, 7, 60}, {8, 64, 24}, {8, 5, 17}, {16, 200, 400}, {16, 33, 20}}) {
-        INFO("at most " << max_seqs << ", chunks of " << chunk << ", " << pages << " pages");
+        const std::string kind = format("at most %d, chunks of %d, %d pages", max_seqs, chunk, pages);
+        INFO(kind);
         Bench bench({256, max_seqs, chunk, 2 * chunk, (size_t)pages * Bench::page_bytes()});
         std::vector<Job> jobs;
         for (int i = 0; i < 24; i++) jobs.push_back(random_job(random, 256));
-        size_t next = 0;
-        for (int step = 0; step < 20000; step++) {
-            if (next < jobs.size() && random.below(3)) {
-                std::vector<Job> one = {jobs[next++]};
-                REQUIRE(bench.desk.submit(std::move(one)));
-            }
-            bench.engine.step();
-            if (next == jobs.size() && bench.desk.inside == 0) break;
-        }
-        CHECK(bench.desk.inside == 0);
-        CHECK(bench.desk.figures.pages_used == 0);
+        run_all(bench, random, jobs);
         preempted += bench.desk.figures.preempted, found += bench.desk.figures.found;
         for (const Job& job : jobs) check_answer(job, expected(job, 256));
     }
@@ -315,7 +222,7 @@ TEST_CASE("logit_bias and the log-probabilities of a known model") {
     for (auto& p : job.reply->pieces) tokens.insert(tokens.end(), p.tokens.begin(), p.tokens.end());
     REQUIRE(tokens.size() == 5);
     CHECK(tokens[0].top[0].id != 77);
-    Session<bf16> session(tiny().file.config, tiny().weights, 64);
+    Session<bf16> session(tiny().file.config, tiny().weights, 64, where);
     session.feed(job.prompt);
     for (auto& t : tokens) { // the model's own opinion, before the bias
         CHECK(t.id == 77);
@@ -666,8 +573,9 @@ TEST_CASE("what is malformed or out of range is refused by name") {
              {"\"tools\": [{}]", "tools"}, {"\"response_format\": {\"type\": \"json_object\"}", "response_format"}, {"\"messages\": 1", "messages"},
              {"\"messages\": []", "messages"}, {"\"messages\": [1]", "messages"}, {"\"messages\": [{\"role\": \"king\", \"content\": \"a\"}]", "messages"},
              {"\"messages\": [{\"role\": \"user\"}]", "messages"}, {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image_url\"}]}]", "messages"}}) {
-        INFO(more);
-        check_refused(server.chat(question("a", more)), 400, param);
+        const HttpReply r = server.chat(question("a", more));
+        INFO(r.body);
+        check_refused(r, 400, param);
     }
     check_refused(server.chat(question("a", "\"model\": \"other\"")), 404, "model");
     CHECK(server.chat(question("a", "\"model\": \"tiny\", \"seed\": null, \"stop\": null, \"max_tokens\": 1, \"unknown\": {}")).status == 200);

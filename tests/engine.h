@@ -1,0 +1,101 @@
+// An engine on the random model in fixtures/tiny, jobs for it, and what must come of them.
+#pragma once
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+#define SERVE_NO_MAIN
+#include "../serve.cu"
+
+static const std::string MODEL = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
+
+// Where engines and sessions compute here: on the CPU, unless a suite says otherwise before it uses one.
+static Context where;
+
+// The tiny model, in this process.
+struct Tiny {
+    Tokenizer tokenizer{VOCABULARY};
+    ModelFile file{MODEL};
+    Weights<bf16> weights{file};
+    Tiny() {
+#ifdef __CUDACC__
+        if (where.gpu) weights.upload(where, file);
+#endif
+    }
+};
+static const Tiny& tiny() {
+    static const Tiny t;
+    return t;
+}
+
+struct Random {
+    uint64_t seed, counter = 0;
+    uint32_t bits() { return philox(seed, counter++, 98).v[0]; }
+    int below(int n) { return (int)(bits() % (uint32_t)n); }
+    double uniform() { return bits() / 4294967296.; }
+};
+
+// A job of random kind, and what must come of it.
+static Job random_job(Random& random, int context) {
+    const Tokenizer& t = tiny().tokenizer;
+    Job job;
+    job.reply = std::make_shared<Reply>();
+    job.reply->left = 1;
+    const int shared = random.below(3) * 20; // prompts begin alike
+    for (int i = 0; i < shared; i++) job.prompt.push_back(i % 300);
+    for (int n = 1 + random.below(60); n > 0; n--) job.prompt.push_back(random.below(300));
+    job.max_tokens = 1 + (size_t)random.below(std::min(150, context - (int)job.prompt.size()));
+    job.how.seed = random.bits();
+    job.how.temperature = random.below(4) ? 1.5f : 0;
+    if (random.below(2)) job.how.top_k = 0, job.how.top_p = 0.95f;
+    if (random.below(3) == 0) job.how.repeat = 1.3f, job.how.presence = 0.5f, job.how.frequency = 0.25f;
+    job.ignore_eos = random.below(4);
+    if (random.below(4) == 0) job.stops = {std::string(t.bytes(random.below(300)))};
+    if (random.below(4) == 0) job.alternatives = random.below(3);
+    return job;
+}
+
+static Generation expected(const Job& job, int context) {
+    Config c = tiny().file.config;
+    if (job.ignore_eos) c.end_tokens.clear();
+    Session<bf16> session(c, tiny().weights, context, where);
+    session.feed(job.prompt);
+    Generation g;
+    g.sampling = job.how, g.max_tokens = job.max_tokens, g.stops = job.stops;
+    generate(session, &tiny().tokenizer, g, [](std::string_view) {});
+    return g;
+}
+
+struct Bench { // an engine whose steps we take
+    Desk desk;
+    Engine<bf16> engine;
+    explicit Bench(EngineOptions o) : engine(tiny().file.config, tiny().weights, tiny().tokenizer, desk, o, where) { desk.limit = 1000; }
+    static size_t page_bytes() { return KVCache<bf16>::bytes(tiny().file.config, 1); }
+};
+
+// Takes the jobs in, some at a time, and steps until all are done.
+static void run_all(Bench& bench, Random& random, const std::vector<Job>& jobs) {
+    size_t next = 0;
+    for (int step = 0; step < 20000; step++) {
+        if (next < jobs.size() && random.below(3)) REQUIRE(bench.desk.submit({jobs[next++]}));
+        bench.engine.step();
+        if (next == jobs.size() && bench.desk.inside == 0) break;
+    }
+    CHECK(bench.desk.inside == 0);
+    CHECK(bench.desk.figures.pages_used == 0);
+}
+
+static void check_answer(const Job& job, const Generation& want) {
+    std::lock_guard lock(job.reply->mutex);
+    std::string text, tokens;
+    size_t count = 0;
+    const char* finish = nullptr;
+    for (auto& p : job.reply->pieces) {
+        CHECK(!finish);
+        text += p.text, count = p.count, finish = p.finish;
+        for (auto& t : p.tokens) tokens += t.text;
+    }
+    CHECK(text == want.text);
+    CHECK(count == want.ids.size());
+    REQUIRE(finish);
+    CHECK(std::string(finish) == want.finish);
+    if (job.alternatives >= 0) CHECK(tokens == text);
+}
