@@ -60,22 +60,29 @@ function number(line, key) {
     if (!match(line, "\"" key "\": [-+.0-9e]+")) return -1
     return substr(line, RSTART + length(key) + 4, RLENGTH - length(key) - 4) + 0
 }
+function across(step) { return 60 + 720 * step / total }
+function up(loss) { return 360 - 340 * loss / high }
 BEGIN {
     split("r8 r32 full", run, " "); split("#05a #292 #c30", colour, " "); split("LoRA r = 8,LoRA r = 32,all parameters", label, ",")
+    for (r = 1; r <= 3; r++)
+        for (file = B "/" run[r] "/trainer_log.jsonl"; (getline line < file) > 0; n++) {
+            of[n] = r; step[n] = number(line, "current_steps"); total = number(line, "total_steps")
+            held[n] = (loss[n] = number(line, "eval_loss")) >= 0
+            if (!held[n]) loss[n] = number(line, "loss")
+            if (loss[n] > high) high = int(loss[n]) + 1
+        }
     print "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 800 400\" font-family=\"sans-serif\" font-size=\"12\">"
     print "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>"
-    high = 8
     for (y = 0; y <= high; y++)
-        printf "<path d=\"M60 %gH780\" stroke=\"#ddd\"/><text x=\"54\" y=\"%g\" text-anchor=\"end\">%d</text>\n", 360 - 340 * y / high, 364 - 340 * y / high, y
+        printf "<path d=\"M60 %gH780\" stroke=\"#ddd\"/><text x=\"54\" y=\"%g\" text-anchor=\"end\">%d</text>\n", up(y), up(y) + 4, y
     for (r = 1; r <= 3; r++) {
-        file = B "/" run[r] "/trainer_log.jsonl"; points = ""; mean = -1
-        while ((getline line < file) > 0) {
-            step = number(line, "current_steps"); total = number(line, "total_steps"); x = 60 + 720 * step / total
-            if ((held = number(line, "eval_loss")) >= 0)
-                printf "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"3\" fill=\"%s\"/>\n", x, 360 - 340 * held / high, colour[r]
+        points = ""; mean = -1
+        for (i = 0; i < n; i++) {
+            if (of[i] != r) continue
+            if (held[i]) printf "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"3\" fill=\"%s\"/>\n", across(step[i]), up(loss[i]), colour[r]
             else {
-                loss = number(line, "loss"); mean = mean < 0 ? loss : mean + (loss - mean) * 0.1
-                points = points sprintf("%.1f,%.1f ", x, 360 - 340 * mean / high)
+                mean = mean < 0 ? loss[i] : mean + (loss[i] - mean) * 0.1
+                points = points sprintf("%.1f,%.1f ", across(step[i]), up(mean))
             }
         }
         printf "<polyline points=\"%s\" fill=\"none\" stroke=\"%s\" stroke-width=\"2\"/>\n", points, colour[r]
