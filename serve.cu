@@ -88,6 +88,7 @@ struct Job {
     std::vector<std::string> stops;
     size_t max_tokens = 0;
     bool ignore_eos = false, thinking = false;
+    bool every = false;               // a piece for every token, even if nothing can be shown yet: a stream that lives
     int alternatives = -1;            // of each token that are told, -1: not even its own log-probability
     uint64_t salt = 1;                // prompts share pages only with those of the same salt
     double arrived = seconds();
@@ -695,7 +696,7 @@ template <class T> struct Engine {
         if (piece.finish) figures.whole.add(now - job.arrived);
         q.last = now;
         const bool last = piece.finish;
-        if (piece.finish || !piece.text.empty() || !piece.tokens.empty()) {
+        if (piece.finish || job.every || !piece.text.empty() || !piece.tokens.empty()) {
             piece.choice = job.choice;
             Reply& reply = *job.reply;
             std::lock_guard lock(reply.mutex);
@@ -1064,6 +1065,7 @@ inline Ask read_ask(const Service& service, std::string_view body, bool chat, ui
     else job.thinking = chat && service.thinking;
     job.how = sampling_from_json(f, job.thinking);
     job.ignore_eos = f.boolean("ignore_eos", false);
+    job.every = ask.stream;
     const int64_t n = f.integer("n", 1, MAX_CHOICES, 1);
     if (f.integer("best_of", 1, MAX_CHOICES, n) != n) throw Refusal(400, "best_of is not supported", "best_of");
 
@@ -1232,8 +1234,7 @@ struct Answer {
         };
         if (chat && !std::exchange(c.begun, true))
             event([](sj::Writer& w) { w.field("role", "assistant").field("content", ""); }, {}, nullptr);
-        const bool says = !piece.text.empty() || !piece.tokens.empty();
-        if (chat && says)
+        if (chat && (!piece.finish || !piece.text.empty() || !piece.tokens.empty()))
             event([&](sj::Writer& w) { w.field(piece.thought ? "reasoning_content" : "content", piece.text); }, piece.tokens, nullptr);
         if (chat && piece.finish) event([](sj::Writer&) {}, {}, piece.finish);
         if (!chat) event([](sj::Writer&) {}, piece.tokens, piece.finish);

@@ -5,7 +5,8 @@
 //   ./bench_serve --preset nano --write requests.jsonl    the same requests as a file, for serve --batch
 //
 // Prompts are random ids below --vocabulary (10,000), or chats. Answers ignore the end token, so that all are as long as asked.
-// Tokens are counted by the server's usage; the time between tokens is the time between events that bring text.
+// Tokens are counted by the server's usage; the time between tokens is the time between events (the server sends one a
+// token, with or without text).
 #include "../file.h"
 #include "../sj.h"
 #include "http.h"
@@ -89,7 +90,7 @@ static Outcome ask(const Options& o, const Request& request) {
                 if (event == "[DONE]" || !sj::parse(doc, event).empty()) continue;
                 const sj::Value usage = doc.root()["usage"], choice = doc.root()["choices"][(size_t)0];
                 if (usage.is(sj::Object)) out.tokens = (size_t)usage["completion_tokens"].number(), out.prompt = (size_t)usage["prompt_tokens"].number();
-                if (choice["text"].str().empty() && choice["delta"]["content"].str().empty()) continue;
+                if (!choice["text"] && (!choice["delta"]["content"] || choice["delta"]["role"])) continue; // role, reason, usage
                 if (out.first == 0) out.first = now - start;
                 else out.between.push_back(now - last);
                 last = now;

@@ -449,6 +449,9 @@ TEST_CASE("n, usage, logprobs, stops, ignore_eos") {
     CHECK(two["usage"]["prompt_tokens"].number() == (double)render_chat(t, {{"user", "hi"}}).size());
     const std::vector<std::string> parts = joined(server.chat(question("hi", "\"n\": 3, \"seed\": 7, \"max_tokens\": 9, \"ignore_eos\": true, \"stream\": true")), 3);
     CHECK(std::set<std::string>(parts.begin(), parts.end()) == texts);
+    const HttpReply ten = server.chat(question("hi", "\"max_tokens\": 10, \"ignore_eos\": true, \"stream\": true"));
+    const size_t events = events_of(ten.body).size(); // the role, ten tokens, the reason (maybe with the last text before it), the end
+    CHECK((events == 12 || events == 13));
 
     const Json told(server.chat(question("hi", "\"seed\": 3, \"max_tokens\": 40, \"ignore_eos\": true, \"logprobs\": true, \"top_logprobs\": 4")).body);
     const sj::Value choice = told["choices"][(size_t)0];
