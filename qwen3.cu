@@ -4312,9 +4312,9 @@ constexpr int GRADIENT_KEYS = 64;  // that a block sums dk and dv of
 constexpr int PASSING_ROWS = 64;   // query rows that pass by them at a time
 constexpr int GRADIENT_ROWS = 128; // query rows that a block sums dq of
 constexpr int PASSING_KEYS = 32;   // keys that pass by them at a time
-constexpr size_t backward_shared(int D) { // either block's: four tiles of 64 rows and four of 32, or six of 64 and three numbers for a passing row
-    return (size_t)6 * PASSING_ROWS * D * sizeof(bf16) + 2 * 3 * PASSING_ROWS * 4;
-}
+// Shared memory of either block: keys, values, two tiles of q and two of dout, 64 rows each; or q and dout, 128 rows each,
+// two tiles of keys and two of values, 32 rows each. And lse, delta and position of 128 rows. For D = 128, 97.5 KB.
+constexpr size_t backward_shared(int D) { return (size_t)6 * 64 * D * sizeof(bf16) + 3 * 128 * 4; }
 
 // r / G from `inverse` = 2^31 / G, rounded up: exact as long as r * G < 2^31.
 __device__ inline int token_of(int r, uint32_t inverse) { return (int)__umulhi(2 * (uint32_t)r, inverse); }
@@ -4336,9 +4336,8 @@ __global__ void attention_delta_kernel(float* delta, const bf16* dout, const bf1
     if (row < rows && i % (D / 8) == 0) delta[row] = sum;
 }
 
-// A warp's 16 rows times the transpose of 16 * J others: s[2j], s[2j + 1] += a b^T, for rows of D numbers in shared
-// memory, laid out as attention_kernel's. a: where this lane's row of the 16 begins; b: the first of the others.
-// I: how many times 16 rows of its own the warp has, one behind the other.
+// s += a b^T: each of 16 I rows of the warp's own with each of 16 J others, all of D numbers and in shared memory, where
+// chunks lie as in attention_kernel. s[i][j] are rows 16 i .. of a with rows 8 j .. of b, spread over the warp as mma says.
 template <int D, int I, int J>
 __device__ inline void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, uint32_t b_rows) {
     constexpr int ROW = D * 2;
@@ -4346,7 +4345,7 @@ __device__ inline void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, u
     const uint32_t a_at = a_rows + a_row * ROW + ((lane / 16 ^ a_row % 8) << 4), b_at = b_rows + b_row * ROW + ((lane / 8 % 2 ^ b_row % 8) << 4);
     #pragma unroll
     for (int d = 0; d < D / 16; d++) {
-        const uint32_t flip = d % 4 << 5, far = d / 4 << 7; // chunk 2d + c at (2d + c) ^ (r % 8), of which only bits 1 and 2 need a register
+        const uint32_t flip = d % 4 << 5, far = d / 4 << 7; // chunk 2d + c lies at (2d + c) ^ (r % 8) = ((c ^ r % 8) ^ 2 (d % 4)) + 8 (d / 4)
         uint32_t a[I][4], b[4];
         #pragma unroll
         for (int i = 0; i < I; i++) ldmatrix(a[i], (a_at ^ flip) + far + i * 16 * ROW);
@@ -4362,7 +4361,7 @@ __device__ inline void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, u
     }
 }
 
-// sum += w b for weights w (16 I, 16 J) as multiply_rows leaves them, rounded to bf16, and 16 J rows b of D numbers.
+// sum += w b, with weights w (16 I, 16 J) that lie as multiply_rows leaves them, and are rounded to bf16, and 16 J rows b.
 template <int D, int I, int J>
 __device__ inline void add_weighted_rows(float (&sum)[I][D / 8][4], const float (&w)[I][2 * J][4], uint32_t b_rows) {
     constexpr int ROW = D * 2;
@@ -4400,7 +4399,7 @@ __device__ inline void key_value_gradients(const AttentionBackward& p, int tile,
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = p.H / p.K;
     const uint32_t inverse = (0x80000000u + G - 1) / G;
     const int m0 = tile * GRADIENT_KEYS, m1 = min(m0 + GRADIENT_KEYS, b.N);
-    // The first token behind the sequence of the last key, or spare: every thread asks one, until there is no gap.
+    // The first token behind the sequence of the last key, or spare: every thread asks one, until no gap is left.
     int end = m0, behind = b.N;
     while (end < behind) {
         const int stride = (behind - end + THREADS - 1) / THREADS, n = end + threadIdx.x * stride;
@@ -4408,7 +4407,7 @@ __device__ inline void key_value_gradients(const AttentionBackward& p, int tile,
         behind = min(behind, end + before * stride);
         if (before) end += (before - 1) * stride + 1;
     }
-    const int copy_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, rows = end * G;
+    const int copy_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, rows = end * G, last_row = max(rows, 1) - 1;
     for (int r = copy_row; r < GRADIENT_KEYS; r += STEP) {
         const bool there = m0 + r < min(m1, end);
         const int slot = there ? b.slot[m0 + r] : 0, to = r * ROW + ((chunk ^ (r % 8)) << 4);
@@ -4417,23 +4416,21 @@ __device__ inline void key_value_gradients(const AttentionBackward& p, int tile,
         copy_async(v_tile + to, p.values + at, there);
     }
     // Row r of q and dout, of lse and delta: n H + kv G + r % G = r + n (H - G) + kv G.
-    auto place = [&](int r, int n) { return (size_t)r + (size_t)n * (p.H - G) + kv * G; };
+    auto place = [&](int r, int n) { return r + n * (p.H - G) + kv * G; };
     auto copy = [&](int half, int row0) {
         #pragma unroll
         for (int i = 0; i < PASSING_ROWS / STEP; i++) {
-            const int r = copy_row + i * STEP, row = row0 + r, to = half * TILE + r * ROW + ((chunk ^ (r % 8)) << 4);
-            const bool there = row < rows;
-            const size_t at = there ? place(row, token_of(row, inverse)) * D + chunk * 8 : 0;
-            copy_async(q_tiles + to, p.q + at, there);
-            copy_async(o_tiles + to, p.dout + at, there);
+            const int r = copy_row + i * STEP, row = min(row0 + r, last_row), to = half * TILE + r * ROW + ((chunk ^ (r % 8)) << 4);
+            const size_t at = (size_t)place(row, token_of(row, inverse)) * D + chunk * 8;
+            copy_async(q_tiles + to, p.q + at, row0 + r < rows);
+            copy_async(o_tiles + to, p.dout + at, row0 + r < rows);
         }
-        const int r = threadIdx.x % PASSING_ROWS, row = row0 + r, n = token_of(row, inverse);
-        const bool there = row < rows;
+        const int r = threadIdx.x % PASSING_ROWS, row = min(row0 + r, last_row), n = token_of(row, inverse);
         const uint32_t to = shared_address(numbers + half * 3 * PASSING_ROWS + r);
         if (threadIdx.x < PASSING_ROWS) {
-            copy_async_4(to, there ? p.lse + place(row, n) : p.lse, there);
-            copy_async_4(to + 2 * PASSING_ROWS * 4, there ? b.pos + n : b.pos, there);
-        } else copy_async_4(to + PASSING_ROWS * 4, there ? p.delta + place(row, n) : p.delta, there);
+            copy_async_4(to, p.lse + place(row, n), row0 + r < rows);
+            copy_async_4(to + 2 * PASSING_ROWS * 4, b.pos + n, row0 + r < rows);
+        } else copy_async_4(to + PASSING_ROWS * 4, p.delta + place(row, n), row0 + r < rows);
         commit_copies();
     };
     const int first = m0 + warp * 16, last = first + 15; // this warp's keys
@@ -4465,7 +4462,7 @@ __device__ inline void key_value_gradients(const AttentionBackward& p, int tile,
                 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int r = j * 8 + lane % 4 * 2 + e % 2, n = token_of(row0 + r, inverse), m = first + lane / 4 + e / 2 * 8;
-                    if (m > n || m < n - pos[r]) s[0][j][e] = 0;
+                    if ((uint32_t)(n - m) > (uint32_t)pos[r]) s[0][j][e] = 0;
                 }
         add_weighted_rows<D, 1, PASSING_ROWS / 16>(dv, s, o_tile);
         #pragma unroll
@@ -4500,36 +4497,32 @@ __device__ inline void query_gradients(const AttentionBackward& p, int tile, int
     constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128, STEP = THREADS / CHUNKS, TILE = PASSING_KEYS * ROW;
     static_assert(GRADIENT_ROWS == THREADS, "32 rows a warp; a thread asks for a row");
     const uint32_t q_tile = shared_address(tiles), o_tile = q_tile + GRADIENT_ROWS * ROW, k_tiles = o_tile + GRADIENT_ROWS * ROW, v_tiles = k_tiles + 2 * TILE;
-    int* pos = (int*)((char*)tiles + (2 * GRADIENT_ROWS + 4 * PASSING_KEYS) * ROW); // of each row
+    float *lse = (float*)((char*)tiles + (2 * GRADIENT_ROWS + 4 * PASSING_KEYS) * ROW), *delta = lse + GRADIENT_ROWS; // of each row
+    int* pos = (int*)(delta + GRADIENT_ROWS);
     const Batch& b = p.b;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = p.H / p.K;
     const uint32_t inverse = (0x80000000u + G - 1) / G;
     const int row0 = tile * GRADIENT_ROWS, n0 = token_of(row0, inverse), n1 = token_of(min(row0 + GRADIENT_ROWS, b.N * G) - 1, inverse);
     const int n = n0 + threadIdx.x, end = n0 + __syncthreads_count(n <= n1 && b.seq[n] >= 0), rows = end * G; // behind them are spare ones
-    auto place = [&](int r) { return (size_t)r + (size_t)token_of(r, inverse) * (p.H - G) + kv * G; };
+    auto place = [&](int r) { return r + token_of(r, inverse) * (p.H - G) + kv * G; }; // as above
     const int copy_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
     for (int r = copy_row; r < GRADIENT_ROWS; r += STEP) {
         const bool there = row0 + r < rows;
         const int to = r * ROW + ((chunk ^ (r % 8)) << 4);
-        const size_t at = there ? place(row0 + r) * D + chunk * 8 : 0;
+        const size_t at = there ? (size_t)place(row0 + r) * D + chunk * 8 : 0;
         copy_async(q_tile + to, p.q + at, there);
         copy_async(o_tile + to, p.dout + at, there);
     }
-    pos[threadIdx.x] = row0 + (int)threadIdx.x < rows ? b.pos[token_of(row0 + threadIdx.x, inverse)] : 0;
+    {
+        const int t = threadIdx.x, r = row0 + t;
+        lse[t] = r < rows ? p.lse[place(r)] : 0, delta[t] = r < rows ? p.delta[place(r)] : 0;
+        pos[t] = r < rows ? b.pos[token_of(r, inverse)] : 0;
+    }
     const float scale = 1 / sqrtf((float)D), log2e = 1.44269504f;
-    float lse[2][2], delta[2][2]; // of this lane's rows
-    #pragma unroll
-    for (int i = 0; i < 2; i++)
-        #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int r = row0 + warp * 32 + i * 16 + h * 8 + lane / 4;
-            lse[i][h] = r < rows ? p.lse[place(r)] * log2e : 0;
-            delta[i][h] = r < rows ? p.delta[place(r)] : 0;
-        }
     // This warp's tokens, and where the sequences of the first and of the last of them begin.
     const int first_row = row0 + warp * 32, oldest = token_of(first_row, inverse), newest = token_of(min(first_row + 32, rows) - 1, inverse);
     const bool some = first_row < rows;
-    const int oldest_first = some ? oldest - b.pos[oldest] : 0, newest_first = some ? newest - b.pos[newest] : 0;
+    const int oldest_first = some ? oldest - b.pos[oldest] : b.N, newest_first = some ? newest - b.pos[newest] : b.N;
     // The slots of a tile's keys are read a tile ahead of the copies that need them.
     const int key_begin = end > n0 ? n0 - b.pos[n0] : end;
     int slot[PASSING_KEYS / STEP];
@@ -4559,7 +4552,7 @@ __device__ inline void query_gradients(const AttentionBackward& p, int tile, int
         __syncthreads();
         copy(half ^ 1, key0 + PASSING_KEYS);
         next_slots(key0 + 2 * PASSING_KEYS);
-        if (!some || key0 > newest || key0 + PASSING_KEYS <= oldest_first) continue;
+        if (key0 > newest || key0 + PASSING_KEYS <= oldest_first) continue;
         const uint32_t k_tile = k_tiles + half * TILE, v_tile = v_tiles + half * TILE;
         float s[2][PASSING_KEYS / 8][4] = {}, ds[2][PASSING_KEYS / 8][4];
         multiply_rows<D, 2, PASSING_KEYS / 16>(s, q_tile + warp * 32 * ROW, k_tile);
@@ -4569,21 +4562,22 @@ __device__ inline void query_gradients(const AttentionBackward& p, int tile, int
             for (int j = 0; j < PASSING_KEYS / 8; j++)
                 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    s[i][j][e] = exp2_fast(fmaf(s[i][j][e], scale * log2e, -lse[i][e / 2]));
-                    ds[i][j][e] = -delta[i][e / 2];
+                    const int r = warp * 32 + i * 16 + e / 2 * 8 + lane / 4;
+                    s[i][j][e] = exp2_fast(fmaf(s[i][j][e], scale * log2e, -lse[r] * log2e));
+                    ds[i][j][e] = -delta[r];
                 }
         if (key0 + PASSING_KEYS > oldest + 1 || key0 < newest_first)
             #pragma unroll
             for (int i = 0; i < 2; i++)
                 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const int r = warp * 32 + i * 16 + h * 8 + lane / 4, last = token_of(row0 + r, inverse), first = last - pos[r];
+                    const int r = warp * 32 + i * 16 + h * 8 + lane / 4, n = token_of(row0 + r, inverse);
                     #pragma unroll
                     for (int j = 0; j < PASSING_KEYS / 8; j++)
                         #pragma unroll
                         for (int e = 0; e < 2; e++) {
                             const int m = key0 + j * 8 + lane % 4 * 2 + e;
-                            if (m > last || m < first) s[i][j][2 * h + e] = 0;
+                            if ((uint32_t)(n - m) > (uint32_t)pos[r]) s[i][j][2 * h + e] = 0;
                         }
                 }
         multiply_rows<D, 2, PASSING_KEYS / 16>(ds, o_tile + warp * 32 * ROW, v_tile);
@@ -4608,25 +4602,23 @@ __device__ inline void query_gradients(const AttentionBackward& p, int tile, int
         }
 }
 
-// Both in one launch, of 128 threads a block, so that neither waits for the other's last blocks. Where many queries see
-// a key, or many keys are seen by a query, the block is long: those come first.
+// Both in one launch, so that neither waits for the other's last blocks: grid (K, tiles of keys + tiles of rows), 128
+// threads. Early keys are seen by many queries, late queries see many keys: of one sequence, long blocks come first.
 template <int D>
 __global__ void __launch_bounds__(128, 2) attention_backward_kernel(AttentionBackward p, int key_tiles) {
     extern __shared__ __align__(128) uint4 tiles[];
     wait_for_previous();
-    const int tile = blockIdx.x / p.K, kv = blockIdx.x % p.K;
-    if (tile < key_tiles) key_value_gradients<D>(p, tile, kv, tiles);
-    else query_gradients<D>(p, gridDim.x / p.K - 1 - tile, kv, tiles);
+    if ((int)blockIdx.y < key_tiles) key_value_gradients<D>(p, blockIdx.y, blockIdx.x, tiles);
+    else query_gradients<D>(p, gridDim.y - 1 - blockIdx.y, blockIdx.x, tiles);
 }
 inline void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys, const bf16* values, const bf16* out,
                                    const float* lse, const Batch& b, int H, int K, int D, float* delta) {
-    const int64_t G = H / K, rows = b.N * G;
-    if (rows * G >= (int64_t)1 << 31) DIE("attention_backward: a batch of %d tokens is too large for %d query heads a KV head", b.N, (int)G);
+    const int64_t rows = (int64_t)b.N * (H / K), key_tiles = (b.N + GRADIENT_KEYS - 1) / GRADIENT_KEYS, row_tiles = (rows + GRADIENT_ROWS - 1) / GRADIENT_ROWS;
+    if (rows * H >= (int64_t)1 << 31 || key_tiles + row_tiles > 65535) DIE("attention_backward: a batch of %d tokens is too large for %d query heads", b.N, H);
     launch(ctx, D == 128 ? attention_delta_kernel<128> : attention_delta_kernel<64>, (unsigned)(((size_t)b.N * H * (D / 8) + 255) / 256), 256, 0,
            delta, dout, out, (size_t)b.N * H);
-    const int key_tiles = (b.N + GRADIENT_KEYS - 1) / GRADIENT_KEYS, row_tiles = (int)((rows + GRADIENT_ROWS - 1) / GRADIENT_ROWS);
-    launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>, (unsigned)((key_tiles + row_tiles) * K), 128, backward_shared(D),
-           AttentionBackward{dqkv, dout, q, keys, values, lse, delta, b, H, K}, key_tiles);
+    launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>, dim3((unsigned)K, (unsigned)(key_tiles + row_tiles)), 128,
+           backward_shared(D), AttentionBackward{dqkv, dout, q, keys, values, lse, delta, b, H, K}, (int)key_tiles);
 }
 #endif
 

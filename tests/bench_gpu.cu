@@ -1,6 +1,6 @@
 // What the kernels reach, beside what the card can do and, for products, beside cuBLAS (a yardstick here; no other
 // program of ours uses it). Everything is timed as replays of a CUDA graph, over weights that do not fit the L2 cache.
-//     build/bench_gpu MODEL.bin [ceilings] [decode] [products] [few] [attention] [batch]       (default: all)
+//     build/bench_gpu MODEL.bin [ceilings] [decode] [products] [few] [attention] [attention-backward] [batch]       (default: all)
 #define QWEN3_NO_MAIN
 #include "../qwen3.cu"
 #include <cublas_v2.h>
@@ -126,8 +126,9 @@ struct State { // activations and cache for N rows and B sequences of up to `con
         fill_rope(angles.data(), context, c.D, c.rope_theta);
         std::vector<int> t(N), p(N), s(N), w(N), r(N), pages_of((size_t)B * pages);
         for (size_t i = 0; i < pages_of.size(); i++) pages_of[i] = (int)i;
+        const int each = N / B; // rows of a sequence: its only new token, or all there are
         for (int n = 0; n < N; n++) {
-            s[n] = n % B, p[n] = B == N ? position : n, t[n] = (int)(philox(2, n, 0).v[0] % c.V), r[n] = n;
+            s[n] = n / each, p[n] = each == 1 ? position : n % each, t[n] = (int)(philox(2, n, 0).v[0] % c.V), r[n] = n;
             w[n] = (s[n] * pages + p[n] / PAGE) * PAGE + p[n] % PAGE;
         }
         auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.stream)); };
@@ -286,6 +287,29 @@ static void attention(const Config& c) {
         printf("  %5d tokens  %8.1f us  %6.1f TFLOP/s  %.2f of mma.sync out of registers\n", N, t * 1e6, flops / t / 1e12, flops / t / mma_rate);
     }
 }
+// A training step's: whole sequences. Backward counts as 2.5 times the forward pass.
+static void attention_backward(const Config& c) {
+    printf("attention of whole sequences, %d heads of %d over %d: forward with lse, backward\n", c.H, c.D, c.K);
+    struct Size { int B, T; };
+    for (Size y : {Size{16, 512}, Size{64, 512}, Size{4, 2048}, Size{1, 8192}}) {
+        const int N = y.B * y.T;
+        State s(c, N, y.B, 0, y.T, 1);
+        bf16 *q = s.a.layer[0].q, *out = s.a.layer[0].attention, *dout = random_array((size_t)N * c.H * c.D), *dqkv = gpu_array<bf16>((size_t)N * (c.H + 2 * c.K) * c.D);
+        float *lse = gpu_array<float>((size_t)N * c.H), *delta = gpu_array<float>((size_t)N * c.H);
+        random_kernel<<<1024, 256, 0, ctx.stream>>>(q, (size_t)N * c.H * c.D, 1);
+        const double forward = time_graph(8, [&](int l) {
+            attention_gpu(ctx, out, lse, q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D);
+        });
+        attention_gpu(ctx, out, lse, q, s.kv.keys, s.kv.values, s.batch, c.H, c.K, c.D);
+        const double backward = time_graph(8, [&](int) {
+            attention_backward_gpu(ctx, dqkv, dout, q, s.kv.keys, s.kv.values, out, lse, s.batch, c.H, c.K, c.D, delta);
+        });
+        const double flops = 2. * N * y.T * c.H * c.D;
+        printf("  %3d x %5d tokens  forward %8.1f us  %6.1f TFLOP/s   backward %8.1f us  %6.1f TFLOP/s  %.2f of mma.sync out of registers\n",
+               y.B, y.T, forward * 1e6, flops / forward / 1e12, backward * 1e6, 2.5 * flops / backward / 1e12, 2.5 * flops / backward / mma_rate);
+        for (void* p : {(void*)dout, (void*)dqkv, (void*)lse, (void*)delta}) cudaFree(p);
+    }
+}
 static void batch(Model& m) {
     const Config& c = m.file.config;
     const int B = 256, position = 512;
@@ -327,7 +351,7 @@ static void prompts(Model& m) {
 }
 
 int main(int argc, char** argv) {
-    if (argc < 2) return fprintf(stderr, "usage: bench_gpu MODEL.bin [ceilings decode prompts products quick few attention batch]\n"), 1;
+    if (argc < 2) return fprintf(stderr, "usage: bench_gpu MODEL.bin [ceilings decode prompts products quick few attention attention-backward batch]\n"), 1;
     try {
         ctx = open_gpu();
         cudaDeviceProp properties;
@@ -348,6 +372,7 @@ int main(int argc, char** argv) {
         if (wanted("prompts")) prompts(m);
         if (wanted("few")) few_tokens(m);
         if (wanted("attention")) attention(m.file.config);
+        if (wanted("attention-backward")) attention_backward(m.file.config);
         if (wanted("batch")) batch(m);
         if (wanted("sweep")) sweep();
         if (wanted("quick")) products(true);

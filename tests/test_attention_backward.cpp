@@ -45,10 +45,10 @@ static const std::vector<int> LENGTHS = {1, 2, 1, 7, 16, 17, 1, 33, 40};
 
 TEST_CASE_TEMPLATE("lse and the gradients are those of the dense formula", T, bf16, float, double) {
     Random random{1};
-    for (auto [H, K] : HEADS)
+    for (std::pair<int, int> heads : HEADS)
         for (int D : {2, 6, 40, 64, 128}) {
+            const int H = heads.first, K = heads.second, G = H / K, spare = 3;
             INFO("H " << H << " K " << K << " D " << D);
-            const int spare = 3, G = H / K;
             const Problem<T> p(random, LENGTHS, spare, H, K, D);
             // The gradients, and what they may be off by: T's rounding of `out`, which is in delta, of the result, and
             // the errors of the sums. (A score's error, some 1e-6 of its terms, is one of its probability: hence 20.)
@@ -97,8 +97,9 @@ TEST_CASE_TEMPLATE("lse and the gradients are those of the dense formula", T, bf
 
 TEST_CASE("the gradients are the forward op's slopes, in double") {
     Random random{2};
-    for (auto [H, K] : HEADS)
+    for (std::pair<int, int> heads : HEADS)
         for (int D : {2, 6, 64}) {
+            const int H = heads.first, K = heads.second;
             Problem<double> p(random, {3, 1, 21, 6}, 1, H, K, D);
             const std::vector<double> dqkv = p.backward();
             auto loss = [&] {
