@@ -5347,7 +5347,7 @@ inline void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const B
 
 // ---- grad_norm: the length of all gradients as one vector, in double: the squares of each piece of NORM_PIECE numbers
 // in order, then the pieces in order
-constexpr size_t NORM_PIECE = 4096;
+inline constexpr size_t NORM_PIECE = 4096;
 template <class A>
 void grad_norm_cpu(double* norm,    // (1) out
                    double* partial, // (ceil(n / NORM_PIECE)) scratch

@@ -906,11 +906,24 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         t.write_state(state, best, elapsed());
         log.draw(t.steps);
     };
+    auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.epoch_steps) == 0; };
+    auto evaluate = [&] { // if it is time, and not done yet
+        if (!eval || t.step == 0 || !due(o.eval_every) || (!log.evaluations.empty() && log.evaluations.back().step == (double)t.step)) return;
+        const double loss = t.mean_loss(*eval, t.eval_rows);
+        if (interrupted) return;
+        log.evaluations.push_back({(double)t.step, loss});
+        sj::Writer w;
+        w.object().field("current_steps", t.step).field("total_steps", t.steps).field("eval_loss", loss);
+        common(w);
+        fprintf(stderr, "step %lld/%lld  evaluation loss %.6f%s\n", (long long)t.step, (long long)t.steps, loss, loss < best ? ", the best so far" : "");
+        if (loss < best) best = loss, t.write_result(o.out + "/best", leaked);
+    };
+    evaluate(); // a run may have been stopped in the middle of it
     double told = 0;
     int64_t saved = -1, told_step = t.step;
     size_t told_tokens = 0;
     double told_at = start;
-    while (t.step < t.steps) {
+    while (t.step < t.steps && !interrupted) {
         const double begun = seconds();
         if (!t.train_step()) break;
         const double now = seconds(), took = std::max(now - begun, 1e-9);
@@ -926,21 +939,11 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
                     (double)t.arena.size / 1e6, clock_text((now - start) / (double)(t.step - told_step) * (double)(t.steps - t.step)).c_str());
             told_tokens = t.tokens_done, told_at = now;
         }
-        auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.epoch_steps) == 0; };
-        if (eval && due(o.eval_every)) {
-            const double loss = t.mean_loss(*eval, t.eval_rows);
-            if (interrupted) break;
-            log.evaluations.push_back({(double)t.step, loss});
-            sj::Writer e;
-            e.object().field("current_steps", t.step).field("total_steps", t.steps).field("eval_loss", loss);
-            common(e);
-            fprintf(stderr, "step %lld/%lld  evaluation loss %.6f%s\n", (long long)t.step, (long long)t.steps, loss, loss < best ? ", the best so far" : "");
-            if (loss < best) best = loss, t.write_result(o.out + "/best", leaked);
-        }
-        if (due(o.save_every)) save(), saved = t.step;
+        evaluate();
+        if (due(o.save_every) && !interrupted) save(), saved = t.step;
     }
     if (saved != t.step) save();
-    if (t.step < t.steps) {
+    if (interrupted) {
         fprintf(stderr, "stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step, (long long)t.steps);
         return 130;
     }

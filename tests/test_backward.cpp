@@ -43,7 +43,8 @@ template <class T> static Linear<T> linear_of(const std::vector<T>& w, std::vect
 
 TEST_CASE("cross_entropy: finite differences, in place, and nothing but the loss if that is all") {
     Random random{1};
-    for (auto [R, V] : {std::pair(1, 5), {3, 16}, {4, 37}}) {
+    for (const auto& shape : {std::pair(1, 5), {3, 16}, {4, 37}}) {
+        const int R = shape.first, V = shape.second;
         auto logits = random.fill<double>((size_t)R * V, 4);
         std::vector<int> target;
         for (int r = 0; r < R; r++) target.push_back(random.below(V));
@@ -105,7 +106,8 @@ TEST_CASE("head: finite differences by the rows that are named; the others' grad
 
 TEST_CASE("rmsnorm: finite differences by x and w; what it makes again is what forward made") {
     Random random{4};
-    for (auto [N, C] : {std::pair(1, 4), {3, 33}, {6, 16}}) {
+    for (const auto& shape : {std::pair(1, 4), {3, 33}, {6, 16}}) {
+        const int N = shape.first, C = shape.second;
         auto x = random.fill<double>(N * C), w = random.fill<double>(C, 0.5, 1);
         const auto g = random.fill<double>(N * C), before = random.fill<double>(N * C), dw_before = random.fill<double>(C);
         std::vector<double> dx = before, dw = dw_before, dy = poisoned<double>(N * C), normed = dy, out(N * C);
@@ -129,7 +131,10 @@ TEST_CASE("rmsnorm: finite differences by x and w; what it makes again is what f
 
 TEST_CASE("linear: finite differences by x and W, of one to three blocks") {
     Random random{5};
-    for (auto& [rows, in, N] : {std::tuple(std::vector<int>{1}, 1, 1), {{5}, 33, 3}, {{6, 4, 4}, 40, 5}, {{17, 17}, 32, 9}}) {
+    struct Shape { std::vector<int> rows; int in, N; };
+    for (auto& [blocks, width, tokens] : {Shape{{1}, 1, 1}, {{5}, 33, 3}, {{6, 4, 4}, 40, 5}, {{17, 17}, 32, 9}}) {
+        const int in = width, N = tokens; // (a lambda of C++17 cannot capture a binding)
+        const std::vector<int>& rows = blocks;
         const int out = std::accumulate(rows.begin(), rows.end(), 0);
         auto x = random.fill<double>(N * in), w = random.fill<double>(out * in);
         const auto g = random.fill<double>(N * out), dw_before = random.fill<double>(out * in);
@@ -283,7 +288,8 @@ TEST_CASE("dropout: keeps 1 - p, each module, step, token and seed its own mask,
 
 TEST_CASE("SwiGLU: finite differences; what it makes again is what forward made") {
     Random random{8};
-    for (auto [N, F] : {std::pair(1, 1), {3, 16}, {2, 37}}) {
+    for (const auto& shape : {std::pair(1, 1), {3, 16}, {2, 37}}) {
+        const int N = shape.first, F = shape.second;
         auto gate_up = random.fill<double>(N * 2 * F, 4);
         const auto g = random.fill<double>(N * F);
         std::vector<double> d = poisoned<double>(N * 2 * F), hidden = poisoned<double>(N * F), out(N * F);
@@ -300,9 +306,11 @@ TEST_CASE("SwiGLU: finite differences; what it makes again is what forward made"
 
 TEST_CASE("q/k norm, RoPE, attention: finite differences from qkv to the output, by the norms' weights too; ragged, scattered pages") {
     Random random{9};
-    for (auto& [H, K, D, lengths] : {std::tuple(1, 1, 2, std::vector<int>{1}), {4, 2, 6, {1, 4}}, {3, 1, 4, {18, 2}}}) {
+    struct Shape { int H, K, D; std::vector<int> lengths; };
+    for (const Shape& shape : {Shape{1, 1, 2, {1}}, {4, 2, 6, {1, 4}}, {3, 1, 4, {18, 2}}}) {
+        const int H = shape.H, K = shape.K, D = shape.D;
         std::vector<std::pair<int, int>> sequences;
-        for (int n : lengths) sequences.push_back({0, n});
+        for (int n : shape.lengths) sequences.push_back({0, n});
         const TestBatch batch(random, sequences, 50);
         const Batch b = batch.view();
         const int N = b.N, width = (H + 2 * K) * D;
