@@ -1,6 +1,5 @@
 // The default model, data/tiny/model.bin: its greedy answers to ten questions are those in tests/fixtures/default, on the
-// CPU. Eight are training questions, one is such a question in other words, and one is of the exam. After training it
-// anew (make -C data tiny), and after reading what it says:
+// CPU. Nine are training questions, and one is such a question in other words. After training it anew (make -C data tiny), and after reading what it says:
 //     ./qwen3 data/tiny/model.bin -d cpu --eval tests/fixtures/default/questions.jsonl -o tests/fixtures/default/answers.jsonl
 // Environment: QWEN3 names the program (default ./qwen3).
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
