@@ -87,6 +87,7 @@ datagen: $(DATAGEN) $(BUILD)/command
 bench: info qwen3
 	@[ -f $(BUILD)/0.6B.bin ] || ./qwen3 --synthesize 0.6B $(BUILD)/0.6B.bin
 	./qwen3 $(BUILD)/0.6B.bin --bench
+	$(if $(GPU),./qwen3 $(BUILD)/0.6B.bin -d cpu --bench,:)
 	./qwen3 $(BUILD)/0.6B.bin --bench --dtype int8
 	$(if $(GPU),$(NVCC) $(NVCCFLAGS) -I. tests/bench_gpu.cu -o $(BUILD)/bench_gpu -lcublas && $(BUILD)/bench_gpu $(BUILD)/0.6B.bin,:)
 	$(Q)$(CXX) $(CPUFLAGS) tests/bench_tokenizer.cpp -o $(BUILD)/bench_tokenizer
