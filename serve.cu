@@ -2006,11 +2006,12 @@ static const char* USAGE =
     "  -r, --think 0|1           whether the model thinks first where a request does not say (default 0)\n"
     "      --api-key-file FILE   a key a line; requests must have one of them\n"
     "      --cors ORIGIN         a web site whose scripts may call; may be repeated\n"
+    "      --adapter DIR         a LoRA adapter in PEFT's format, as train_lora writes it, beside the weights\n"
     "  -b, --batch FILE -o FILE  OpenAI's Batch format instead of HTTP; interrupted, the same command goes on\n"
     "  -z, --tokenizer FILE, -d, --device cpu|cuda, --dtype f32|bf16|int8, -j, --threads N, --invariant   as for qwen3\n";
 
 struct Options {
-    std::string model, tokenizer, device, dtype, name, system, key_file, batch, output;
+    std::string model, adapter, tokenizer, device, dtype, name, system, key_file, batch, output;
     ServerOptions server;
     EngineOptions engine;
     int max_queue = 1024, threads = 0, think = 0;
@@ -2041,6 +2042,7 @@ static Options parse_options(int argc, char** argv) {
         else if (is("", "--max-queue")) o.max_queue = integer(0, 1 << 20);
         else if (is("", "--kv-memory")) o.engine.kv_bytes = (size_t)(parse_number(name.c_str(), value(), 1e-6, 1e6) * 1e9);
         else if (is("", "--chunk")) o.engine.chunk = integer(1, 65536);
+        else if (is("", "--adapter")) o.adapter = value();
         else if (is("-y", "--system")) o.system = value();
         else if (is("-r", "--think")) o.think = integer(0, 1);
         else if (is("", "--api-key-file")) o.key_file = value();
@@ -2103,19 +2105,24 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const Tokenizer tokenizer(path);
     if (tokenizer.size() > c.V || c.V - tokenizer.size() >= 1024)
         DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", path.c_str(), tokenizer.size(), o.model.c_str(), c.V);
+    std::unique_ptr<AdapterFile> adapter;
+    if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
     std::unique_ptr<Batcher> batch;
     if (!http) {
         const MappedFile requests(o.batch);
         sj::Writer depends;
         depends.object().field("requests", fnv1a(requests.data, requests.size)).field("model", o.model);
         depends.field("config", fnv1a(file.config_text.data(), file.config_text.size())).field("tokenizer", tokenizer.hash());
-        depends.field("dtype", o.dtype).field("context", e.context).field("think", o.think).field("system", o.system).end();
+        depends.field("dtype", o.dtype).field("context", e.context).field("think", o.think).field("system", o.system);
+        depends.field("adapter", adapter ? fnv1a(adapter->map.data, adapter->map.size, fnv1a(&adapter->config.alpha, sizeof(double))) : 0).end();
         batch = std::make_unique<Batcher>(o.batch, o.output, depends.text);
     }
     Weights<T> weights(file, o.dtype == "int8");
 #ifdef __CUDACC__
     if constexpr (HAS_KERNELS<T>) if (gpu) weights.upload(o.ctx, file);
 #endif
+    std::unique_ptr<AttachedAdapter<T>> attached;
+    if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, e.max_seqs + std::max(e.chunk, e.burst));
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
 
     server.service = {&tokenizer, o.name, o.system, e.context, o.think == 1};

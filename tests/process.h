@@ -1,5 +1,6 @@
-// A program run from a test: its standard streams are files in memory.
+// A program run from a test: its standard streams are files in memory; and JSON, lines, refusals.
 #pragma once
+#include "../sj.h"
 #include "files.h"
 #include <functional>
 #include <sys/resource.h>
@@ -50,6 +51,18 @@ inline void check_refusal(const Result& r, const std::string& program, const std
     CHECK(r.err.find('\n') == r.err.size() - 1);
     CHECK(r.err.find(word) != std::string::npos);
 }
+
+// JSON that outlives its text.
+struct Json {
+    std::string text;
+    sj::Doc doc;
+    explicit Json(std::string s) : text(std::move(s)) {
+        INFO(text);
+        REQUIRE(sj::parse(doc, text) == "");
+    }
+    Json(const Json&) = delete;
+    sj::Value operator[](std::string_view key) const { return doc.root()[key]; }
+};
 
 inline Strings lines(const std::string& text) {
     Strings all;

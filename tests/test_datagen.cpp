@@ -32,16 +32,6 @@ static Result good(const Strings& arguments, std::string_view input = "") {
 static void check_refused(const Strings& arguments, const std::string& word, std::string_view input = "") {
     check_refusal(datagen(arguments, input), "datagen", word);
 }
-struct Json { // that outlives its text
-    std::string text;
-    sj::Doc doc;
-    explicit Json(std::string s) : text(std::move(s)) {
-        INFO(text);
-        REQUIRE(sj::parse(doc, text) == "");
-    }
-    Json(const Json&) = delete;
-    sj::Value operator[](std::string_view key) const { return doc.root()[key]; }
-};
 // One field of every row of a file, as text.
 static Strings column(const std::string& path, const std::string& name) {
     Strings all;

@@ -45,18 +45,6 @@ static void check_refused(const Strings& arguments, const std::string& word, std
     check_refusal(Qwen3(arguments, input).wait(), "qwen3", word);
 }
 
-// JSON that outlives its text.
-struct Json {
-    std::string text;
-    sj::Doc doc;
-    explicit Json(std::string s) : text(std::move(s)) {
-        INFO(text);
-        REQUIRE(sj::parse(doc, text) == "");
-    }
-    Json(const Json&) = delete;
-    sj::Value operator[](std::string_view key) const { return doc.root()[key]; }
-};
-
 // -ln p(ids[i] | ids[0 .. i-1]) for i = 1, 2, ..., from --logits.
 static std::vector<double> losses(const Ids& ids) {
     Scratch scratch;

@@ -4,18 +4,6 @@
 #include "http.h"
 #include "process.h"
 
-// JSON that outlives its text.
-struct Json {
-    std::string text;
-    sj::Doc doc;
-    explicit Json(std::string s) : text(std::move(s)) {
-        INFO(text);
-        REQUIRE(sj::parse(doc, text) == "");
-    }
-    Json(const Json&) = delete;
-    sj::Value operator[](std::string_view key) const { return doc.root()[key]; }
-};
-
 // ---------------------------------------------------------------------------------------------------- the pages
 
 TEST_CASE("pages are found by all that comes before them, and the longest idle goes first") {
@@ -863,6 +851,38 @@ TEST_CASE("a batch answers as the server does, in order, with errors in their pl
     }
     CHECK(scratch.count() == 2); // no partial file is left
     check_refusal(batch(scratch / "in", scratch / "out"), "serve", "exists");
+}
+
+TEST_CASE("with an adapter a batch says what qwen3 says with it, and not what it says without") {
+    Scratch scratch;
+    // The fixture's B is zero: give it numbers.
+    const std::string fixture = "tests/fixtures/train/adapter/", adapter = scratch / "adapter";
+    fs::create_directory(adapter);
+    fs::copy_file(fixture + "adapter_config.json", adapter + "/adapter_config.json");
+    std::string file = read_file(fixture + "adapter_model.safetensors");
+    uint64_t length;
+    memcpy(&length, file.data(), 8);
+    const Json header(file.substr(8, length));
+    for (auto [name, t] : header.doc.root().members())
+        for (size_t at = (size_t)t["data_offsets"][(size_t)0].number(), i = 0; name.find("lora_B") != std::string::npos && at < t["data_offsets"][(size_t)1].number(); at += 4, i++) {
+            const float b = 0.05f * (float)((int)(i % 7) - 3);
+            memcpy(&file[8 + length + at], &b, 4);
+        }
+    write_file(adapter + "/adapter_model.safetensors", file);
+    write_file(scratch / "in", row(0, R"({"messages": [{"role": "user", "content": "What is a warp?"}], "temperature": 0, "max_tokens": 24})"));
+    std::string said[2];
+    for (int with = 0; with < 2; with++) {
+        const std::string out = scratch / (with ? "with" : "without");
+        const Result r = batch(scratch / "in", out, with ? Strings{"--adapter", adapter} : Strings{});
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+        const Json j(lines(read_file(out))[0]);
+        said[with] = j["response"]["body"]["choices"][(size_t)0]["message"]["content"].str();
+    }
+    const char* qwen3 = getenv("QWEN3") ? getenv("QWEN3") : "./qwen3";
+    CHECK(said[0] != said[1]);
+    CHECK(Process(qwen3, {MODEL, "-z", VOCABULARY, "-d", "cpu", "--adapter", adapter, "-t", "0", "-n", "24", "-i", "What is a warp?"}).wait().out == said[1] + "\n");
+    check_refusal(batch(scratch / "in", scratch / "other", {"--adapter", "tests"}), "serve", "adapter_config.json");
 }
 
 TEST_CASE("a batch goes on where it was stopped, and asks nothing twice") {

@@ -53,16 +53,6 @@ static const Rows& rows() {
     return once;
 }
 
-struct Json {
-    std::string text;
-    sj::Doc doc;
-    explicit Json(std::string s) : text(std::move(s)) {
-        INFO(text);
-        REQUIRE(sj::parse(doc, text) == "");
-    }
-    Json(const Json&) = delete;
-    sj::Value operator[](std::string_view key) const { return doc.root()[key]; }
-};
 // The numbers of a field in trainer_log.jsonl, of the lines that have it.
 static std::vector<double> logged(const std::string& out, const char* field) {
     std::vector<double> v;
