@@ -61,7 +61,8 @@ struct Json {
         REQUIRE(sj::parse(doc, text) == "");
     }
     Json(const Json&) = delete;
-    sj::Value operator[](std::string_view key) const { return doc.root()[key]; }
+    sj::Value root() const { return doc.root(); }
+    sj::Value operator[](std::string_view key) const { return root()[key]; }
 };
 
 inline Strings lines(const std::string& text) {

@@ -24,14 +24,6 @@ static std::vector<uint32_t> code_points(std::string_view text) {
     return all;
 }
 
-// A fixture and what is in it.
-struct Json {
-    std::string text;
-    sj::Doc doc;
-    explicit Json(std::string s) : text(std::move(s)) { REQUIRE(sj::parse(doc, text) == ""); }
-    Json(const Json&) = delete;
-    sj::Value root() const { return doc.root(); }
-};
 static std::vector<std::string> strings(sj::Value list) {
     std::vector<std::string> all;
     for (sj::Value s : list.items()) all.push_back(s.str());
