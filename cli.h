@@ -715,21 +715,13 @@ static QuestionRow question_row(const Options& o, const Tokenizer& tokenizer, sj
 
 static std::vector<QuestionRow> read_questions(const Options& o, const Tokenizer& tokenizer, const MappedFile& file) {
     std::vector<QuestionRow> rows;
-    const std::string_view text = file.text();
-    for (size_t at = 0, line = 1; at < text.size(); line++) {
-        const std::string_view s = text.substr(at, text.find('\n', at) - at);
-        at += s.size() + 1;
-        if (s.find_first_not_of(" \t\r") == std::string::npos) continue;
-        sj::Doc doc;
-        const std::string fault = sj::parse(doc, s);
-        if (!fault.empty()) // it begins with "line 1, ", since each row is a text by itself
-            DIE("%s: line %zu, %s", file.path.c_str(), line, fault.c_str() + fault.find("byte"));
+    each_json_line(file, [&](size_t line, std::string_view, sj::Value row) {
         try {
-            rows.push_back(question_row(o, tokenizer, doc.root()));
+            rows.push_back(question_row(o, tokenizer, row));
         } catch (const Error& e) {
             DIE("%s: line %zu: %s", file.path.c_str(), line, e.what());
         }
-    }
+    });
     if (rows.empty()) DIE("%s: no row in it", file.path.c_str());
     return rows;
 }

@@ -2331,23 +2331,20 @@ int run(int argc, char** argv) {
 
 #ifndef DATAGEN_NO_MAIN
 int main(int argc, char** argv) {
-    keep_descriptors();
     struct sigaction action = {};
     action.sa_handler = [](int) { interrupted = 1; };
     action.sa_flags = (int)SA_RESETHAND; // a second Ctrl-C ends the program
     sigaction(SIGINT, &action, nullptr);
     sigaction(SIGTERM, &action, nullptr);
     signal(SIGPIPE, SIG_IGN);
-    try {
-        return run(argc, argv);
-    } catch (const Interrupted&) {
-        print_error("datagen", "interrupted");
-        return 130;
-    } catch (const std::bad_alloc&) {
-        print_error("datagen", "out of memory");
-    } catch (const std::exception& e) {
-        print_error("datagen", e.what());
-    }
-    return 1;
+    auto run_or_stop = [](int argc, char** argv) {
+        try {
+            return run(argc, argv);
+        } catch (const Interrupted&) {
+            print_error("datagen", "interrupted");
+            return 130;
+        }
+    };
+    return run_program("datagen", run_or_stop, argc, argv);
 }
 #endif // DATAGEN_NO_MAIN

@@ -3,7 +3,7 @@
 //   DIE("%s: no such tensor", name)   throws Error; main prints its one line on stderr and exits with 1
 //   MappedFile m(path)                the bytes of a file, read-only, for as long as m lives
 //   OutputFile o(path)                a file that appears under its name only when it is complete
-//   keep_descriptors(), print_error(...)   the beginning and the end of every main
+//   run_program(name, run, argc, argv)   what every main does; keep_descriptors(), print_error(...) are its parts
 #pragma once
 #include <cerrno>
 #include <cstdarg>
@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fcntl.h>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -49,6 +50,19 @@ inline void print_error(const char* program, std::string line) {
     for (char& c : line)
         if ((unsigned char)c < 0x20 || c == 0x7f) c = ' ';
     fprintf(stderr, "%s: %s\n", program, line.c_str());
+}
+
+// What every main does once its signals are set: runs the program, and makes of a fault one line and exit status 1.
+inline int run_program(const char* program, int (*run)(int, char**), int argc, char** argv) {
+    keep_descriptors();
+    try {
+        return run(argc, argv);
+    } catch (const std::bad_alloc&) {
+        print_error(program, "out of memory");
+    } catch (const std::exception& e) {
+        print_error(program, e.what());
+    }
+    return 1;
 }
 
 // A whole file mapped read-only. Throws Error if it is missing, unreadable, not a regular file or empty.

@@ -5588,6 +5588,21 @@ inline std::string find_tokenizer(const std::string& named, const std::string& m
     return "";
 }
 
+// Calls f(number, text, value) for each line of a JSONL file that is not blank.
+template <class F> void each_json_line(const MappedFile& file, F f) {
+    const std::string_view text = file.text();
+    for (size_t at = 0, line = 1; at < text.size(); line++) {
+        const std::string_view s = text.substr(at, text.find('\n', at) - at);
+        at += s.size() + 1;
+        if (s.find_first_not_of(" \t\r") == std::string::npos) continue;
+        sj::Doc doc;
+        const std::string fault = sj::parse(doc, s);
+        if (!fault.empty()) // it begins with "line 1, ", since each line is a text by itself
+            DIE("%s: line %zu, %s", file.path.c_str(), line, fault.c_str() + fault.find("byte"));
+        f(line, s, doc.root());
+    }
+}
+
 // What the computation runs on, for people.
 inline std::string device_name(const Context& ctx) {
 #ifdef __CUDACC__
@@ -5981,19 +5996,11 @@ static int run(int argc, char** argv) {
 }
 
 int main(int argc, char** argv) {
-    keep_descriptors();
     struct sigaction action = {};
     action.sa_handler = [](int) { interrupted = 1; };
     action.sa_flags = (int)SA_RESETHAND; // a second Ctrl-C ends the program
     sigaction(SIGINT, &action, nullptr);
     signal(SIGPIPE, SIG_IGN);
-    try {
-        return run(argc, argv);
-    } catch (const std::bad_alloc&) {
-        print_error("qwen3", "out of memory");
-    } catch (const std::exception& e) {
-        print_error("qwen3", e.what());
-    }
-    return 1;
+    return run_program("qwen3", run, argc, argv);
 }
 #endif // QWEN3_NO_MAIN

@@ -1323,19 +1323,12 @@ struct BatchRow {
 inline std::vector<BatchRow> read_batch(const MappedFile& file) {
     std::vector<BatchRow> rows;
     std::set<std::string> seen;
-    const std::string_view text = file.text();
-    for (size_t at = 0, line = 1; at < text.size(); line++) {
-        const std::string_view s = text.substr(at, text.find('\n', at) - at);
-        at += s.size() + 1;
-        if (s.find_first_not_of(" \t\r") == std::string::npos) continue;
-        sj::Doc doc;
-        const std::string fault = sj::parse(doc, s);
-        if (!fault.empty()) DIE("%s: line %zu, %s", file.path.c_str(), line, fault.c_str() + fault.find("byte"));
-        const std::string id = doc.root()["custom_id"].str();
+    each_json_line(file, [&](size_t line, std::string_view text, sj::Value request) {
+        const std::string id = request["custom_id"].str();
         if (id.empty()) DIE("%s: line %zu: no custom_id", file.path.c_str(), line);
         if (!seen.insert(id).second) DIE("%s: line %zu: its custom_id is taken", file.path.c_str(), line);
-        rows.push_back({s, id});
-    }
+        rows.push_back({text, id});
+    });
     if (rows.empty()) DIE("%s: no request in it", file.path.c_str());
     return rows;
 }
@@ -2181,19 +2174,11 @@ static int run(int argc, char** argv) {
 }
 
 int main(int argc, char** argv) {
-    keep_descriptors();
     struct sigaction action = {};
     action.sa_handler = on_signal;
     sigaction(SIGINT, &action, nullptr);
     sigaction(SIGTERM, &action, nullptr);
     signal(SIGPIPE, SIG_IGN);
-    try {
-        return run(argc, argv);
-    } catch (const std::bad_alloc&) {
-        print_error("serve", "out of memory");
-    } catch (const std::exception& e) {
-        print_error("serve", e.what());
-    }
-    return 1;
+    return run_program("serve", run, argc, argv);
 }
 #endif // SERVE_NO_MAIN

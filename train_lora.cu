@@ -993,18 +993,10 @@ static int run(int argc, char** argv) {
 }
 
 int main(int argc, char** argv) {
-    keep_descriptors();
     struct sigaction action = {};
     action.sa_handler = [](int) { interrupted = 1; };
     action.sa_flags = (int)SA_RESETHAND; // a second Ctrl-C ends the program
     sigaction(SIGINT, &action, nullptr);
     signal(SIGXFSZ, SIG_IGN); // a file over the limit is an error of write, as a full disk is
-    try {
-        return run(argc, argv);
-    } catch (const std::bad_alloc&) {
-        print_error("train_lora", "out of memory");
-    } catch (const std::exception& e) {
-        print_error("train_lora", e.what());
-    }
-    return 1;
+    return run_program("train_lora", run, argc, argv);
 }

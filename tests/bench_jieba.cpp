@@ -6,6 +6,7 @@
 // line, with a byte 1 after each. The same files through jieba, compared word by word:
 //   python tests/bench_jieba.py build/bench_jieba FILE...
 #include "../score.h"
+#include "zipf.h"
 #include <time.h>
 
 static double seconds() { // of this program's own time
@@ -30,18 +31,12 @@ static std::string make_text(size_t size) {
     sj::parse(doc, file.text());
     std::vector<std::string> words;
     for (sj::Value s : doc.root()["items"].items()) words.push_back(s.str());
-    uint64_t state = 1;
-    auto random = [&] { // splitmix64, in [0, 1)
-        uint64_t z = state += 0x9E3779B97F4A7C15;
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
-        z = (z ^ z >> 27) * 0x94D049BB133111EB;
-        return (double)(z >> 11) * 0x1p-53;
-    };
+    ZipfWords random;
     std::string out;
     while (out.size() < size) {
-        for (int i = 4 + (int)(random() * 8); i > 0; i--)
-            out += words[(size_t)std::pow((double)words.size(), random()) - 1];
-        out += random() < 0.7 ? "，" : "。\n";
+        for (int i = 4 + (int)(random.uniform() * 8); i > 0; i--)
+            out += random.of(words);
+        out += random.uniform() < 0.7 ? "，" : "。\n";
     }
     return out;
 }

@@ -4,7 +4,7 @@
 // Without files it makes three texts of 8 MB; --write stores them. The same texts through `tokenizers`:
 //   python tests/bench_tokenizers.py tokenizer.json DIR/*.txt
 #include "../tokenizer.h"
-#include <cmath>
+#include "zipf.h"
 #include <time.h>
 
 struct Text {
@@ -28,22 +28,16 @@ static std::string make_text(const Tokenizer& t, bool chinese, size_t size) {
         }
         if (fits) words.push_back(w);
     }
-    uint64_t state = 1;
-    auto random = [&] { // splitmix64, in [0, 1)
-        uint64_t z = state += 0x9E3779B97F4A7C15;
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
-        z = (z ^ z >> 27) * 0x94D049BB133111EB;
-        return (double)(z >> 11) * 0x1p-53;
-    };
-    auto word = [&] { return words[(size_t)std::pow((double)words.size(), random()) - 1]; };
+    ZipfWords random;
+    auto word = [&] { return random.of(words); };
     std::string out;
     while (out.size() < size) {
-        int length = 4 + (int)(random() * 8);
+        int length = 4 + (int)(random.uniform() * 8);
         for (int i = 0; i < length; i++) {
             out += word();
-            if (!chinese && random() < 0.125) out += word().substr(1);
+            if (!chinese && random.uniform() < 0.125) out += word().substr(1);
         }
-        out += chinese ? (random() < 0.7 ? "，" : "。\n") : (random() < 0.7 ? "," : ".\n");
+        out += chinese ? (random.uniform() < 0.7 ? "，" : "。\n") : (random.uniform() < 0.7 ? "," : ".\n");
     }
     return out;
 }
