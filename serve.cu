@@ -976,7 +976,7 @@ struct Fields {
 inline std::vector<int> ids_from_json(const Service& service, sj::Value list, const char* name) {
     std::vector<int> ids;
     for (sj::Value v : list.items()) {
-        int64_t id;
+        int64_t id = -1;
         if (!v.integer(&id) || id < 0 || id >= service.tokenizer->size())
             throw Refusal(400, format("%s: a token must be an integer from 0 to %d", name, service.tokenizer->size() - 1), name);
         ids.push_back((int)id);
