@@ -152,14 +152,15 @@ $(BUILD)/fuzz/fuzz_jsonl $(BUILD)/fuzz/fuzz_chunk $(BUILD)/fuzz/fuzz_dataset: $(
 $(BUILD)/fuzz/%: tests/%.cpp qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)/fuzz
 	$(Q)$(CLANG) -std=c++17 -O1 -g -ffp-contract=off -Wno-unknown-pragmas -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. $< -o $@
-fuzz: $(addprefix $(BUILD)/fuzz/,$(FUZZERS))
-	@for f in $(FUZZERS); do \
-	  seeds=tests/fixtures/fuzz/$${f#fuzz_}; [ -d $$seeds ] || seeds=; \
-	  mkdir -p $(BUILD)/fuzz/corpus/$$f; \
-	  $(BUILD)/fuzz/$$f -max_total_time=$(SECONDS_EACH) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=$(BUILD)/fuzz/ \
-	    -print_final_stats=1 $(BUILD)/fuzz/corpus/$$f $$seeds >$(BUILD)/fuzz/$$f.log 2>&1 || { tail -n 40 $(BUILD)/fuzz/$$f.log; exit 1; }; \
-	  echo "$$f: $$(sed -n 's/^stat::number_of_executed_units: *//p' $(BUILD)/fuzz/$$f.log) runs in $(SECONDS_EACH) s, no fault"; \
-	done
+run-%: $(BUILD)/fuzz/%
+	@seeds=tests/fixtures/fuzz/$(*:fuzz_%=%); [ -d $$seeds ] || seeds=; \
+	mkdir -p $(BUILD)/fuzz/corpus/$*; \
+	$< -max_total_time=$(SECONDS_EACH) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=$(BUILD)/fuzz/ -print_final_stats=1 \
+	  $(BUILD)/fuzz/corpus/$* $$seeds >$(BUILD)/fuzz/$*.log 2>&1 || { tail -n 40 $(BUILD)/fuzz/$*.log; exit 1; }; \
+	echo "$*: $$(sed -n 's/^stat::number_of_executed_units: *//p' $(BUILD)/fuzz/$*.log) runs in $(SECONDS_EACH) s, no fault"
+.SECONDARY: $(addprefix $(BUILD)/fuzz/,$(FUZZERS))
+fuzz:
+	@$(MAKE) --no-print-directory -j$(JOBS) $(FUZZERS:%=run-%)
 
 # ---- All CUDA code, once an architecture, without linking: what CI can do without a GPU. The trainer and the server's
 # suite have every kernel between them.
