@@ -139,6 +139,7 @@ struct Context {
     float* attention = nullptr;  // the same for attention, see attention_scratch
     int* attention_arrived = nullptr;
     int splits = 1;              // pieces of SPLIT keys that decode attention launches: enough for the longest sequence
+    int longest = 0;             // keys of the longest sequence of several tokens; 0: attention need not know
 #endif
 };
 
@@ -381,6 +382,18 @@ void launch(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t s
     CUDA_CHECK(cudaGetLastError());
 }
 
+// What f launches, as a graph that can be launched again and again.
+template <class F> cudaGraphExec_t record_graph(Context& ctx, F f) {
+    cudaGraph_t recorded;
+    cudaGraphExec_t graph;
+    CUDA_CHECK(cudaStreamBeginCapture(ctx.stream, cudaStreamCaptureModeThreadLocal));
+    f();
+    CUDA_CHECK(cudaStreamEndCapture(ctx.stream, &recorded));
+    CUDA_CHECK(cudaGraphInstantiate(&graph, recorded, 0));
+    cudaGraphDestroy(recorded);
+    return graph;
+}
+
 // griddepcontrol (PTX ISA, "Parallel Synchronization and Communication Instructions")
 __device__ inline void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
@@ -461,11 +474,14 @@ __device__ inline void wgmma_begin() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 }
+template <int M> __device__ inline void wgmma_settle(float (&d)[M][16][4]) { // the compiler moves no use of the sums past here
+    #pragma unroll
+    for (int i = 0; i < M * 64; i++) asm volatile("" : "+f"(d[i / 64][i / 4 % 16][i % 4])::"memory");
+}
 template <int M> __device__ inline void wgmma_end(float (&d)[M][16][4]) {
 #ifdef HAVE_WGMMA
     asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    #pragma unroll
-    for (int i = 0; i < M * 64; i++) asm volatile("" : "+f"(d[i / 64][i / 4 % 16][i % 4])::"memory"); // not read before
+    wgmma_settle(d);
 #endif
 }
 
@@ -481,6 +497,7 @@ template <int YOUNGER> __device__ inline void wait_for_copies() { asm volatile("
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
+constexpr float LOG2E = 1.44269504f;
 __device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for -infinity
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -1933,9 +1950,10 @@ void norm_linear_cpu(T* out,          // (N, W.out) out
 #ifdef __CUDACC__
 // On the GPU the blocks of a Linear lie behind one another (see Weights::upload): one matrix W of R rows. What
 // becomes of a sum is the epilogue's business. PAIR: W is gate over up, and the epilogue gets both of a column. ADDS: it adds
-// to what is there, which `old` asks for. `ask` comes before the sums are there: what `one` will need can be on its way.
+// to what is there, which `old` asks for. MASKS: of the further columns' sums only what `kept` says counts. PARTS: of every
+// 64 sums of a row it gets what a softmax needs. `ask` comes before the sums are there: what `one` will need can be on its way.
 struct StoreEpilogue {
-    static constexpr bool PAIR = false, ADDS = false;
+    static constexpr bool PAIR = false, ADDS = false, MASKS = false, PARTS = false;
     bf16* out; // (N,R)
     size_t R;
     __device__ void begin() {}
@@ -1945,7 +1963,7 @@ struct StoreEpilogue {
     __device__ void end(int) {}
 };
 struct AddEpilogue {
-    static constexpr bool PAIR = false, ADDS = true;
+    static constexpr bool PAIR = false, ADDS = true, MASKS = false, PARTS = false;
     float* out;            // (N,R)
     const float* residual; // (N,R), may be out
     size_t R;
@@ -1964,10 +1982,10 @@ struct AddEpilogue {
 // gate and up are rounded as the CPU rounds them when it stores them.
 __device__ inline float swiglu(float gate, float up) {
     const float g = to_acc(round_bf16(gate));
-    return g / (1 + exp2_fast(-1.44269504f * g)) * to_acc(round_bf16(up));
+    return g / (1 + exp2_fast(-LOG2E * g)) * to_acc(round_bf16(up));
 }
 struct SwigluEpilogue {
-    static constexpr bool PAIR = true, ADDS = false;
+    static constexpr bool PAIR = true, ADDS = false, MASKS = false, PARTS = false;
     bf16* out;     // (N,F)
     bf16* gate_up; // (N,2F) for the backward pass, or null
     size_t F;
@@ -2145,7 +2163,8 @@ template <int BM_, int BN_, int WM_, int WN_, int STAGES_, bool WARPGROUP_ = fal
 struct TileArgs {
     const bf16 *x, *W;  // (N,K); (R,K), with PAIR (2R,K)
     int N, K, R;
-    const bf16 *more_x = nullptr, *more_W = nullptr; // (N,more), (R,more): further columns of both (an adapter's)
+    const bf16 *more_x = nullptr, *more_W = nullptr; // (N,more), (R,more): further columns of both (an adapter's), taken first;
+                                                     // W_COLS: more_W is (more,R)
     int more = 0;
     int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: as many as a row has
     bool early = false;   // few blocks: the next kernel's may come beside them from the start
@@ -2175,7 +2194,7 @@ __global__ void __launch_bounds__(S::THREADS, S::WARPGROUP ? 2 : 1) tile_kernel(
     // Bands of 8 tiles of tokens: blocks that run at the same time share rows of both operands in the L2 cache.
     const int across = (R + BN - 1) / BN, down = (p.N + BM - 1) / BM, band = blockIdx.x / (8 * across), in_band = blockIdx.x % (8 * across);
     const int high = min(8, down - band * 8), n0 = (band * 8 + in_band % high) * BM, r0 = in_band / high * BN;
-    const int own = (p.K + BK - 1) / BK, steps = own + (p.more + BK - 1) / BK;
+    const int ahead = (p.more + BK - 1) / BK, steps = ahead + (p.K + BK - 1) / BK; // of further columns, and all
     const int first = (int)((int64_t)steps * blockIdx.y / p.splits), last = (int)((int64_t)steps * (blockIdx.y + 1) / p.splits);
 
     const TileCopy<BM, X_COLS, THREADS> cx;
@@ -2188,8 +2207,8 @@ __global__ void __launch_bounds__(S::THREADS, S::WARPGROUP ? 2 : 1) tile_kernel(
             #pragma unroll
             for (int i = 0; i < cx.COUNT; i++) copy_async(to + i * cx.STEP * 128, from + (size_t)i * cx.STEP * p.ldx, step < last && k + i * cx.STEP < p.K && n < p.N);
         } else {
-            const bool extra = step >= own;
-            const int k = (extra ? step - own : step) * BK + cx.chunk * 8, n = n0 + cx.row, ld = extra ? p.more : p.ldx;
+            const bool extra = step < ahead;
+            const int k = (extra ? step : step - ahead) * BK + cx.chunk * 8, n = n0 + cx.row, ld = extra ? p.more : p.ldx;
             const bool inside = step < last && k < (extra ? p.more : p.K);
             const bf16* from = (extra ? p.more_x : p.x) + (size_t)n * ld + k;
             #pragma unroll
@@ -2199,13 +2218,14 @@ __global__ void __launch_bounds__(S::THREADS, S::WARPGROUP ? 2 : 1) tile_kernel(
     auto copy_w = [&](int step) {
         const uint32_t to = shared + step % STAGES * STAGE + W_AT + cw.at;
         if constexpr (W_COLS) {
-            const int k = step * BK + cw.row, r = r0 + cw.chunk * 8;
-            const bf16* from = p.W + (size_t)k * p.ldw + r;
+            const bool extra = step < ahead;
+            const int k = (extra ? step : step - ahead) * BK + cw.row, r = r0 + cw.chunk * 8, ld = extra ? p.R : p.ldw, end = extra ? p.more : p.K;
+            const bf16* from = (extra ? p.more_W : p.W) + (size_t)k * ld + r;
             #pragma unroll
-            for (int i = 0; i < cw.COUNT; i++) copy_async(to + i * cw.STEP * 128, from + (size_t)i * cw.STEP * p.ldw, step < last && k + i * cw.STEP < p.K && r < R);
+            for (int i = 0; i < cw.COUNT; i++) copy_async(to + i * cw.STEP * 128, from + (size_t)i * cw.STEP * ld, step < last && k + i * cw.STEP < end && r < R);
         } else {
-            const bool extra = step >= own;
-            const int k = (extra ? step - own : step) * BK + cw.chunk * 8, ld = extra ? p.more : p.ldw;
+            const bool extra = step < ahead;
+            const int k = (extra ? step : step - ahead) * BK + cw.chunk * 8, ld = extra ? p.more : p.ldw;
             const bool inside = step < last && k < (extra ? p.more : p.K);
             const bf16* from = (extra ? p.more_W : p.W) + k;
             #pragma unroll
@@ -2226,55 +2246,78 @@ __global__ void __launch_bounds__(S::THREADS, S::WARPGROUP ? 2 : 1) tile_kernel(
         copy_x(first + s);
         commit_copies(); // (the first of these groups has all of the weights above)
     }
-    const int warp_m = S::WARPGROUP ? warp * 16 : warp % (BM / WM) * WM, warp_n = S::WARPGROUP ? 0 : warp / (BM / WM) * WN;
+    const int warp_m = S::WARPGROUP ? warp * 16 : warp % (BM / WM) * WM, warp_n = S::WARPGROUP ? 0 : warp / (BM / WM) * WN, t = lane % 4;
+    const auto row_of = [&](int i, int h) { return n0 + warp_m + i * (S::WARPGROUP ? 64 : 16) + h * 8 + lane / 4; };
     float sum[MF][NF][4] = {};
-    for (int step = first; step < last; step++) {
-        wait_for_copies<STAGES - 2>();
-        if (S::WARPGROUP) wgmma_see_shared();
-        __syncthreads();
-        if (step + STAGES - 1 < last) copy_x(step + STAGES - 1), copy_w(step + STAGES - 1);
-        commit_copies();
-        const uint32_t x_stage = shared + step % STAGES * STAGE, w_stage = x_stage + W_AT;
-        if constexpr (S::WARPGROUP) {
-            wgmma_begin();
-            #pragma unroll
-            for (int k = 0; k < BK / 16; k++)
+    const auto multiply = [&](int from, int to) {
+        for (int step = from; step < to; step++) {
+            wait_for_copies<STAGES - 2>();
+            if (S::WARPGROUP) wgmma_see_shared();
+            __syncthreads();
+            if (step + STAGES - 1 < last) copy_x(step + STAGES - 1), copy_w(step + STAGES - 1);
+            commit_copies();
+            const uint32_t x_stage = shared + step % STAGES * STAGE, w_stage = x_stage + W_AT;
+            if constexpr (S::WARPGROUP) {
+                wgmma_begin();
                 #pragma unroll
-                for (int i = 0; i < MF; i++)
-                    wgmma<X_COLS, W_COLS>(sum[i], wgmma_operand(x_stage + i * 64 * 128 + k * (X_COLS ? 16 * 128 : 32), BK * 128),
-                                          wgmma_operand(w_stage + k * (W_COLS ? 16 * 128 : 32), BK * 128));
-            wgmma_end(sum);
-        } else {
-            #pragma unroll
-            for (int k = 0; k < BK / 16; k++) {
-                uint32_t a[MF][4], b[NF / 2][4];
-                #pragma unroll
-                for (int i = 0; i < MF; i++) {
-                    if constexpr (X_COLS) { // four 8 x 8: k down, rows of x across
-                        const int row = k * 16 + lane % 8 + lane / 16 * 8, chunk = (warp_m + i * 16) / 8 + lane / 8 % 2;
-                        ldmatrix_transposed(a[i], x_stage + chunk / 8 * (BK * 128) + row * 128 + ((chunk % 8 ^ row % 8) << 4));
-                    } else {
-                        const int row = warp_m + i * 16 + lane % 16;
-                        ldmatrix(a[i], x_stage + row * 128 + (((2 * k + lane / 16) ^ row % 8) << 4));
-                    }
-                }
-                #pragma unroll
-                for (int j = 0; j < NF / 2; j++) {
-                    if constexpr (W_COLS) {
-                        const int row = k * 16 + lane % 16, chunk = (warp_n + j * 16) / 8 + lane / 16;
-                        ldmatrix_transposed(b[j], w_stage + chunk / 8 * (BK * 128) + row * 128 + ((chunk % 8 ^ row % 8) << 4));
-                    } else {
-                        const int row = warp_n + j * 16 + lane % 8 + lane / 16 * 8;
-                        ldmatrix(b[j], w_stage + row * 128 + (((2 * k + lane / 8 % 2) ^ row % 8) << 4));
-                    }
-                }
-                #pragma unroll
-                for (int i = 0; i < MF; i++)
+                for (int k = 0; k < BK / 16; k++)
                     #pragma unroll
-                    for (int j = 0; j < NF; j++) mma(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+                    for (int i = 0; i < MF; i++)
+                        wgmma<X_COLS, W_COLS>(sum[i], wgmma_operand(x_stage + i * 64 * 128 + k * (X_COLS ? 16 * 128 : 32), BK * 128),
+                                              wgmma_operand(w_stage + k * (W_COLS ? 16 * 128 : 32), BK * 128));
+                wgmma_end(sum);
+            } else {
+                #pragma unroll
+                for (int k = 0; k < BK / 16; k++) {
+                    uint32_t a[MF][4], b[NF / 2][4];
+                    #pragma unroll
+                    for (int i = 0; i < MF; i++) {
+                        if constexpr (X_COLS) { // four 8 x 8: k down, rows of x across
+                            const int row = k * 16 + lane % 8 + lane / 16 * 8, chunk = (warp_m + i * 16) / 8 + lane / 8 % 2;
+                            ldmatrix_transposed(a[i], x_stage + chunk / 8 * (BK * 128) + row * 128 + ((chunk % 8 ^ row % 8) << 4));
+                        } else {
+                            const int row = warp_m + i * 16 + lane % 16;
+                            ldmatrix(a[i], x_stage + row * 128 + (((2 * k + lane / 16) ^ row % 8) << 4));
+                        }
+                    }
+                    #pragma unroll
+                    for (int j = 0; j < NF / 2; j++) {
+                        if constexpr (W_COLS) {
+                            const int row = k * 16 + lane % 16, chunk = (warp_n + j * 16) / 8 + lane / 16;
+                            ldmatrix_transposed(b[j], w_stage + chunk / 8 * (BK * 128) + row * 128 + ((chunk % 8 ^ row % 8) << 4));
+                        } else {
+                            const int row = warp_n + j * 16 + lane % 8 + lane / 16 * 8;
+                            ldmatrix(b[j], w_stage + row * 128 + (((2 * k + lane / 8 % 2) ^ row % 8) << 4));
+                        }
+                    }
+                    #pragma unroll
+                    for (int i = 0; i < MF; i++)
+                        #pragma unroll
+                        for (int j = 0; j < NF; j++) mma(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+                }
             }
         }
+    };
+    if constexpr (Epilogue::MASKS) {
+        multiply(first, min(last, ahead));
+        if (first < ahead)
+            #pragma unroll
+            for (int i = 0; i < MF; i++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++)
+                    #pragma unroll
+                    for (int f = 0; f < NF; f += 4) { // each lane of a quad asks about eight columns, for all four
+                        const uint32_t mine = row_of(i, h) < p.N ? epilogue.kept(row_of(i, h), (r0 + warp_n) / 8 + f + t) : 0;
+                        #pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            const uint32_t kept = __shfl_sync(~0u, mine, (lane & ~3) + e) >> 2 * t;
+                            float* y = &sum[i][f + e][2 * h];
+                            y[0] = kept & 1 ? y[0] * epilogue.scale : 0, y[1] = kept & 2 ? y[1] * epilogue.scale : 0;
+                        }
+                    }
+        if constexpr (S::WARPGROUP) wgmma_settle(sum);
     }
+    multiply(Epilogue::MASKS ? max(first, ahead) : first, last);
     wait_for_copies<0>();
     if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of ours
 
@@ -2297,12 +2340,34 @@ __global__ void __launch_bounds__(S::THREADS, S::WARPGROUP ? 2 : 1) tile_kernel(
                 v[0] += more.x, v[1] += more.y, v[2] += more.z, v[3] += more.w;
             }
     }
-    const int t = lane % 4;
     #pragma unroll
     for (int i = 0; i < MF; i++)
         #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int n = n0 + warp_m + i * (S::WARPGROUP ? 64 : 16) + h * 8 + lane / 4;
+            const int n = row_of(i, h);
+            if constexpr (Epilogue::PARTS) {
+                static_assert(NF % 8 == 0, "a quad of lanes has whole pieces of 64");
+                #pragma unroll
+                for (int f0 = 0; f0 < NF; f0 += 8) {
+                    const int c0 = r0 + warp_n + f0 * 8;
+                    float top = -1e30f, part = 0;
+                    #pragma unroll
+                    for (int f = f0; f < f0 + 8; f++)
+                        #pragma unroll
+                        for (int e = 0; e < 2; e++)
+                            if (c0 + (f - f0) * 8 + 2 * t + e < p.R) top = fmaxf(top, sum[i][f][2 * h + e]);
+                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+                    #pragma unroll
+                    for (int f = f0; f < f0 + 8; f++)
+                        #pragma unroll
+                        for (int e = 0; e < 2; e++)
+                            if (c0 + (f - f0) * 8 + 2 * t + e < p.R) part += exp2_fast((sum[i][f][2 * h + e] - top) * LOG2E);
+                    part += __shfl_xor_sync(~0u, part, 1);
+                    part += __shfl_xor_sync(~0u, part, 2);
+                    if (t == 0 && n < p.N && c0 < p.R) epilogue.part(n, c0 / 64, top, part);
+                }
+            }
             // Four columns in a row, of the 16 of sums f and f + 1: lanes 0 1 2 3 of a quad get those from 0, 8, 4, 12 on.
             const auto row = [&](int f) {
                 const float *even = &sum[i][f][2 * h], *odd = &sum[i][f + 1][2 * h];
@@ -2811,19 +2876,21 @@ void attend_cpu(T* out, acc<T>* lse, T* q, T* keys, T* values, const T* qkv, con
 // ---- Attention for prompts (Dao, "FlashAttention-2", 2023): a block owns 128 query rows, which are all G heads of
 // 128 / G neighbouring tokens that share a KV head, and passes 64 keys at a time through shared memory; a warp owns
 // 32 of the rows, with its scores and sums in registers. A tile of tokens may touch several sequences: they are taken
-// one after the other, each computing all rows and keeping its own.
+// one after the other, each computing all rows and keeping its own. Where tiles are too few for the GPU, several blocks
+// share one, each with a part of the keys, and attention_sum_kernel adds what they leave in `partial`.
 // A row of shared memory has D / 8 chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8).
 constexpr int QUERY_ROWS = 128, KEYS = 64;
 
 template <int D>
-__global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values, Batch b, int first, int H, int K) {
+__global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values, Batch b, int first, int H, int K,
+                                                           float* partial) { // (tokens from `first` on, H, splits, D + 2): see sum_parts
     constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128, TILE = KEYS * ROW;
     extern __shared__ __align__(128) uint4 tiles[]; // queries; two of keys and of values
     const uint32_t q_tile = shared_address(tiles), k_tiles = q_tile + QUERY_ROWS * ROW, v_tiles = k_tiles + 2 * TILE;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = H / K, tokens = QUERY_ROWS / G, kv = blockIdx.x;
     const int tile = gridDim.y - 1 - blockIdx.y; // later tokens see more keys: long blocks first
     const int begin = first + tile * tokens, end = min(b.N, begin + tokens);
-    const float scale = 1.44269504f / sqrtf((float)D); // powers of 2, not of e
+    const float scale = LOG2E / sqrtf((float)D); // powers of 2, not of e
     wait_for_previous();
 
     const int copy_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
@@ -2837,38 +2904,39 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, float* lse
         for (n1 = n0 + 1; n1 < end && b.seq[n1] == b.seq[n0]; n1++) {}
         if (b.seq[n0] < 0) continue;
         const int* table = b.pages + (size_t)b.seq[n0] * b.max_pages;
-        const int longest = b.pos[n1 - 1] + 1, shortest = b.pos[n0] + 1;
+        const int longest = b.pos[n1 - 1] + 1, shortest = b.pos[n0] + 1, key_tiles = (longest + KEYS - 1) / KEYS;
+        const int parts = gridDim.z, from = key_tiles * (int)blockIdx.z / parts * KEYS, to = min(longest, key_tiles * (int)(blockIdx.z + 1) / parts * KEYS);
         int limit[2][2]; // keys that this lane's rows see; rows of other sequences compute what nobody keeps
         #pragma unroll
         for (int i = 0; i < 2; i++)
             #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int r = warp * 32 + i * 16 + h * 8 + lane / 4, n = begin + r / G;
-                limit[i][h] = n >= n0 && n < n1 ? b.pos[n] + 1 : longest;
+                limit[i][h] = n >= n0 && n < n1 ? b.pos[n] + 1 : to;
             }
         // A tile has four pages, whose numbers are read a tile ahead of the copies that need them.
         int page[KEYS / PAGE];
         auto next_pages = [&](int key0) {
             #pragma unroll
-            for (int j = 0; j < KEYS / PAGE; j++) page[j] = key0 + j * PAGE < longest ? table[key0 / PAGE + j] : 0;
+            for (int j = 0; j < KEYS / PAGE; j++) page[j] = key0 + j * PAGE < to ? table[key0 / PAGE + j] : 0;
         };
-        auto copy = [&](uint32_t to, const bf16* cache, int key0) {
+        auto copy = [&](uint32_t tile, const bf16* cache, int key0) {
             #pragma unroll
             for (int i = 0; i < KEYS / (THREADS / CHUNKS); i++) {
                 const int r = copy_row + i * (THREADS / CHUNKS); // page r / PAGE, the same for all rows of i
-                copy_async(to + r * ROW + ((chunk ^ (r % 8)) << 4), cache + kv_offset(page[i * (THREADS / CHUNKS) / PAGE], kv, r % PAGE, K, D) + chunk * 8, key0 + r < longest);
+                copy_async(tile + r * ROW + ((chunk ^ (r % 8)) << 4), cache + kv_offset(page[i * (THREADS / CHUNKS) / PAGE], kv, r % PAGE, K, D) + chunk * 8, key0 + r < to);
             }
             commit_copies();
         };
         float maximum[2][2], sum[2][2] = {}, mixed[2][D / 8][4] = {};
         #pragma unroll
-        for (int i = 0; i < 2; i++) maximum[i][0] = maximum[i][1] = -INFINITY;
+        for (int i = 0; i < 2; i++) maximum[i][0] = maximum[i][1] = -1e30f; // (of a part a row may see no key: infinities would make it NaN)
         __syncthreads(); // the sequence before this one is done with the tiles
-        next_pages(0);
-        copy(k_tiles, keys, 0);
-        copy(v_tiles, values, 0);
-        next_pages(KEYS);
-        for (int key0 = 0; key0 < longest; key0 += KEYS) {
+        next_pages(from);
+        copy(k_tiles + from / KEYS % 2 * TILE, keys, from);
+        copy(v_tiles + from / KEYS % 2 * TILE, values, from);
+        next_pages(from + KEYS);
+        for (int key0 = from; key0 < to; key0 += KEYS) {
             const uint32_t half = key0 / KEYS % 2 * TILE, k_tile = k_tiles + half, v_tile = v_tiles + half;
             wait_for_copies<0>();
             __syncthreads();
@@ -2899,7 +2967,6 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, float* lse
                         #pragma unroll
                         for (int e = 0; e < 4; e++)
                             if (key0 + j * 8 + lane % 4 * 2 + e % 2 >= limit[i][e / 2]) s[i][j][e] = -INFINITY;
-            // Every row sees key 0, so its maximum is finite from the first tile on.
             #pragma unroll
             for (int i = 0; i < 2; i++)
                 #pragma unroll
@@ -2948,17 +3015,58 @@ __global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, float* lse
                 total += __shfl_xor_sync(~0u, total, 2);
                 const int r = warp * 32 + i * 16 + h * 8 + lane / 4, n = begin + r / G;
                 if (r >= tokens * G || n < n0 || n >= n1) continue;
-                bf16* to = out + ((size_t)n * H + kv * G + r % G) * D + lane % 4 * 2;
+                const size_t row = (size_t)n * H + kv * G + r % G;
+                if (gridDim.z > 1) {
+                    float* part = partial + ((row - (size_t)first * H) * gridDim.z + blockIdx.z) * (D + 2);
+                    #pragma unroll
+                    for (int j = 0; j < D / 8; j++) *(float2*)(part + j * 8 + lane % 4 * 2) = make_float2(mixed[i][j][2 * h], mixed[i][j][2 * h + 1]);
+                    *(float2*)(part + D) = make_float2(maximum[i][h] * scale, total);
+                    continue;
+                }
+                bf16* end = out + row * D + lane % 4 * 2;
+                const float share = 1 / total;
                 #pragma unroll
-                for (int j = 0; j < D / 8; j++) *(uint32_t*)(to + j * 8) = pack(mixed[i][j][2 * h] / total, mixed[i][j][2 * h + 1] / total);
-                if (lse) lse[(size_t)n * H + kv * G + r % G] = maximum[i][h] / sqrtf((float)D) + logf(total); // all four lanes of a row
+                for (int j = 0; j < D / 8; j++) *(uint32_t*)(end + j * 8) = pack(mixed[i][j][2 * h] * share, mixed[i][j][2 * h + 1] * share);
+                if (lse) lse[row] = maximum[i][h] / sqrtf((float)D) + logf(total); // all four lanes of a row
             }
     }
 }
+
+// Number d of a row of attention whose keys were split. A part has D sums of values by their weights, the largest score,
+// to which weights are relative (as powers of 2), and the sum of the weights.
+__device__ inline float sum_parts(const float* part, int splits, int D, int d) {
+    float top = -INFINITY, total = 0, weights = 0;
+    for (int first = 0; first < splits; first += 8) { // eight at a time are on their way
+        float m[8], w[8], v[8], next = top;
+        #pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float* at = part + min(first + i, splits - 1) * (D + 2);
+            m[i] = __ldcg(at + D), w[i] = __ldcg(at + D + 1), v[i] = __ldcg(at + d);
+        }
+        #pragma unroll
+        for (int i = 0; i < 8; i++) next = fmaxf(next, m[i]);
+        const float shrink = exp2_fast(top - next);
+        total *= shrink, weights *= shrink, top = next;
+        #pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (first + i < splits) total += v[i] * exp2_fast(m[i] - top), weights += w[i] * exp2_fast(m[i] - top);
+    }
+    return total / weights;
+}
+// A block a token's head, a thread a number.
+__global__ void attention_sum_kernel(bf16* out, const float* partial, const int* seq, int first, int H, int splits) {
+    wait_for_previous();
+    const size_t row = blockIdx.x, D = blockDim.x;
+    if (seq[first + row / H] >= 0) out[((size_t)first * H + row) * D + threadIdx.x] = round_bf16(sum_parts(partial + row * splits * (D + 2), splits, (int)D, threadIdx.x));
+}
+
+constexpr int BLOCKS_A_SM = 2, LEAST_KEYS = 256; // blocks of attention that share a multiprocessor; keys worth a block of their own
 inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values, const Batch& b, int H, int K, int D, int first = 0) {
-    const int tokens = QUERY_ROWS / (H / K);
-    launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, dim3((unsigned)K, (unsigned)((b.N - first + tokens - 1) / tokens)), 128,
-           (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16), out, lse, q, keys, values, b, first, H, K);
+    const int tokens = QUERY_ROWS / (H / K), tiles = (b.N - first + tokens - 1) / tokens;
+    const int splits = ctx.invariant || lse ? 1 : std::max(1, std::min(BLOCKS_A_SM * ctx.sms / (tiles * K), ctx.longest / LEAST_KEYS));
+    launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, dim3((unsigned)K, (unsigned)tiles, (unsigned)splits), 128,
+           (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16), out, lse, q, keys, values, b, first, H, K, ctx.attention);
+    if (splits > 1) launch(ctx, attention_sum_kernel, dim3((unsigned)((b.N - first) * H)), D, 0, out, ctx.attention, b.seq, first, H, splits);
 }
 
 // ---- Attention for sequences of one token (Dao et al., "Flash-Decoding", 2023), with q/k norm, RoPE and KV write: a
@@ -2968,6 +3076,13 @@ inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, co
 // do not depend on the batch.
 constexpr int SPLIT = 8 * PAGE;
 
+// Splits for a position in a context of so many tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys cost little.
+inline int splits_for_graph(int position, int context) {
+    int splits = 1;
+    while (splits * SPLIT <= position) splits *= 2;
+    return std::min(splits, (context - 1) / SPLIT + 1);
+}
+
 struct DecodeArgs {
     bf16 *out, *keys, *values;
     const bf16 *qkv, *q_weight, *k_weight;
@@ -2975,7 +3090,7 @@ struct DecodeArgs {
     Batch b;
     int H, K;
     float eps;
-    float* partial; // (singles, H, splits, D + 2): sums, maximum, sum of weights
+    float* partial; // (singles, H, splits, D + 2): see sum_parts
     int* arrived;   // (singles, H / G)
 };
 
@@ -3027,7 +3142,7 @@ __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(D
         head.load(row + (size_t)(h0 + h) * D);
         head.norm_rope(p.q_weight, turn, p.eps);
         const int i = lane * WarpHead<D>::P;
-        const float scale = 1.44269504f / sqrtf((float)D);
+        const float scale = LOG2E / sqrtf((float)D);
         for (int e = 0; e < WarpHead<D>::P; e++) {
             q[h][i + e] = to_acc(round_bf16(head.u[e])) * scale;
             q[h][i + e + D / 2] = to_acc(round_bf16(head.v[e])) * scale;
@@ -3111,29 +3226,14 @@ __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(D
     if (splits == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, splits)) return;
     for (int o = threadIdx.x; o < G * D; o += blockDim.x) {
         const int h = o / D, d = o % D;
-        const float* part = partial + (size_t)h * gridDim.x * (D + 2);
-        float top = -INFINITY, total = 0, weights = 0;
-        for (int first = 0; first < splits; first += 8) { // eight at a time are on their way
-            float m[8], w[8], v[8], next = top;
-            #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const float* at = part + min(first + i, splits - 1) * (D + 2);
-                m[i] = __ldcg(at + D), w[i] = __ldcg(at + D + 1), v[i] = __ldcg(at + d);
-            }
-            #pragma unroll
-            for (int i = 0; i < 8; i++) next = fmaxf(next, m[i]);
-            const float shrink = exp2_fast(top - next);
-            total *= shrink, weights *= shrink, top = next;
-            #pragma unroll
-            for (int i = 0; i < 8; i++)
-                if (first + i < splits) total += v[i] * exp2_fast(m[i] - top), weights += w[i] * exp2_fast(m[i] - top);
-        }
-        p.out[((size_t)n * p.H + h0 + h) * D + d] = round_bf16(total / weights);
+        p.out[((size_t)n * p.H + h0 + h) * D + d] = round_bf16(sum_parts(partial + (size_t)h * gridDim.x * (D + 2), splits, D, d));
     }
 }
 
-// Numbers of scratch that decode attention needs.
-inline size_t attention_scratch(int singles, int splits, int H, int D) { return (size_t)singles * H * splits * (D + 2); }
+// Numbers of scratch that attention needs: for so many sequences of one token, or for any others.
+inline size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D) {
+    return std::max((size_t)singles * H * splits, (size_t)BLOCKS_A_SM * ctx.sms * QUERY_ROWS) * (D + 2);
+}
 
 inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D) {
     const int G = p.H / p.K, heads = G % 8 == 0 ? 8 : G % 5 == 0 ? 5 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1; // of a block
@@ -3216,7 +3316,7 @@ void head_cpu(acc<T>* logits, // (R,V) out
 
 #ifdef __CUDACC__
 struct LogitsEpilogue {
-    static constexpr bool PAIR = false, ADDS = false;
+    static constexpr bool PAIR = false, ADDS = false, MASKS = false, PARTS = false;
     float* out; // (R,V)
     size_t V;
     __device__ void begin() {}
@@ -3556,6 +3656,7 @@ struct Sampling {
     float frequency = 0;      // is subtracted as often as they occur there
     uint64_t seed = 0;
 };
+BOTH inline bool has_penalties(const Sampling& how) { return how.repeat != 1 || how.presence != 0 || how.frequency != 0; }
 
 // Applies the penalties to logits (V) in place. ids: prompt and answer, which begins at ids[answer].
 inline void penalize(float* logits, const Sampling& how, const std::vector<int>& ids, size_t answer) {
@@ -3631,6 +3732,12 @@ struct Draw {
     int exist; // only ids below may be drawn
 };
 constexpr uint32_t IN_PROMPT = 1u << 31; // in `seen`; below it: how often the id is in the answer
+inline std::vector<uint32_t> seen_counts(const std::vector<int>& ids, size_t answer, int V) { // (V); ids[answer] on are the answer
+    std::vector<uint32_t> seen(V);
+    for (size_t i = 0; i < answer; i++) seen[ids[i]] = IN_PROMPT;
+    for (size_t i = answer; i < ids.size(); i++) seen[ids[i]]++;
+    return seen;
+}
 
 __device__ inline float usable(float logit) { return isnan(logit) ? -FLT_MAX : fminf(fmaxf(logit, -FLT_MAX), FLT_MAX); }
 // A larger key is likelier: the logit, then the lower id.
@@ -3642,7 +3749,7 @@ __device__ inline unsigned long long draw_key(float logit, int id) {
 // The head's product, with the penalties, and each block's likeliest id on the way.
 constexpr int BEST_BLOCKS = 1024;
 struct DrawEpilogue {
-    static constexpr bool PAIR = false, ADDS = false;
+    static constexpr bool PAIR = false, ADDS = false, MASKS = false, PARTS = false;
     float* out;                // (R,V)
     size_t V;
     const Draw* draw;          // (R)
@@ -3895,7 +4002,7 @@ template <class T> struct Session {
             Batch batch = {N, 1, token, pos, seq, slot, table, pages, N == 1};
             ctx.stop = stop;
 #ifdef __CUDACC__
-            ctx.splits = positions.back() / SPLIT + 1;
+            ctx.splits = positions.back() / SPLIT + 1, ctx.longest = positions.back() + 1;
 #endif
             forward(ctx, config, weights, batch, activations, cache, rope);
             if (stop && *stop) return;
@@ -3986,7 +4093,7 @@ template <class T> struct Session {
         const int splits = (capacity - 1) / SPLIT + 1;
         ctx.partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
         ctx.arrived = arena.take<int>(MAX_TILES);
-        ctx.attention = arena.take<float>(attention_scratch(1, splits, config.H, config.D));
+        ctx.attention = arena.take<float>(attention_scratch(ctx, 1, splits, config.H, config.D));
         ctx.attention_arrived = arena.take<int>(config.H);
         for (int** one : {&step.token, &step.pos, &step.slot}) *one = arena.take<int>(1);
         seen = arena.take<uint32_t>(config.V);
@@ -4022,19 +4129,11 @@ template <class T> struct Session {
             CUDA_CHECK(cudaHostGetDevicePointer((void**)&step.ring, (void*)ring, 0));
             step.ring_size = capacity + 1, step.seq = table, step.pages = table, step.max_pages = pages; // table[0] = 0: sequence 0
         }
-        const Sampling& how = drawing.how;
-        penalties = how.repeat != 1 || how.presence != 0 || how.frequency != 0;
-        if (penalties) {
-            std::vector<uint32_t> counts(config.V);
-            for (size_t i = 0; i < ids.size(); i++) {
-                if (i < drawing.answer) counts[ids[i]] |= IN_PROMPT;
-                else counts[ids[i]]++;
-            }
-            give(seen, counts.data(), counts.size());
-        }
+        penalties = has_penalties(drawing.how);
+        if (penalties) give(seen, seen_counts(ids, drawing.answer, config.V).data(), (size_t)config.V);
         step.seen = penalties ? seen : nullptr;
         const int n = (int)ids.size(), pos = n - 1;
-        const Draw d = {how, drawing.exist};
+        const Draw d = {drawing.how, drawing.exist};
         give(draw_parameters, &d, 1);
         give(step.pos, &pos, 1);
         for (int p = 0; p <= capacity; p++) ring[p] = 0;
@@ -4050,20 +4149,15 @@ template <class T> struct Session {
     }
 
     void launch_step() {
-        int splits = 1; // graphs for 1, 2, 4, ... splits: blocks without keys cost little
-        while (splits * SPLIT <= launched) splits *= 2;
-        ctx.splits = std::min(splits, (capacity - 1) / SPLIT + 1);
+        ctx.splits = splits_for_graph(launched, capacity);
         cudaGraphExec_t& graph = graphs[2 * ctx.splits + penalties];
         if (!graph) {
-            cudaGraph_t recorded;
-            CUDA_CHECK(cudaStreamBeginCapture(ctx.stream, cudaStreamCaptureModeThreadLocal));
             ctx.stop = nullptr;
-            const Batch batch = {1, 1, step.token, step.pos, step.seq, step.slot, table, pages, 1};
-            forward(ctx, config, weights, batch, activations, cache, rope);
-            launch_draw(table); // row 0
-            CUDA_CHECK(cudaStreamEndCapture(ctx.stream, &recorded));
-            CUDA_CHECK(cudaGraphInstantiate(&graph, recorded, 0));
-            cudaGraphDestroy(recorded);
+            graph = record_graph(ctx, [&] {
+                const Batch batch = {1, 1, step.token, step.pos, step.seq, step.slot, table, pages, 1};
+                forward(ctx, config, weights, batch, activations, cache, rope);
+                launch_draw(table); // row 0
+            });
         }
         CUDA_CHECK(cudaGraphLaunch(graph, ctx.stream));
         launched++;
@@ -4250,27 +4344,49 @@ void cross_entropy_cpu(acc<T>* loss,         // (R) out
     }
 }
 
+// The head and its loss: logits[r] = W x[rows[r]], and their gradient in place of them.
+template <class T>
+void head_loss_cpu(acc<T>* loss,       // (R) out
+                   T* dlogits,         // out, or null: as cross_entropy's
+                   acc<T>* logits,     // (R,V) out
+                   T* picked,          // (R,C) scratch
+                   acc<T>*,            // (R, V / 64 rounded up, 2) scratch of the GPU's
+                   const T* x,         // (N,C) after the final norm
+                   const int* rows,    // (R)
+                   const int* target,  // (R)
+                   acc<T> scale, const Linear<T>& W, int R) {
+    head_cpu(logits, picked, x, rows, W, R);
+    cross_entropy_cpu(loss, dlogits, logits, target, scale, R, W.out());
+}
+
 #ifdef __CUDACC__
+struct LossEpilogue { // logits, and of every 64 of a row the largest and sum e^(logit - largest)
+    static constexpr bool PAIR = false, ADDS = false, MASKS = false, PARTS = true;
+    float* out; // (R,V)
+    size_t V;
+    float2* parts; // (R,pieces)
+    size_t pieces;
+    __device__ void four(int n, int r, const float* y) { *(float4*)(out + n * V + r) = make_float4(y[0], y[1], y[2], y[3]); }
+    __device__ void part(int n, int piece, float top, float sum) { parts[n * pieces + piece] = make_float2(top, sum); }
+};
 // A block a row: its largest logit and the sum, then the gradient, which overwrites the row from its beginning. A piece is
 // read by all before any of it is written. V is a multiple of 8.
-__global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* dlogits, const float* logits, const int* target, float scale, int V) {
+__global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* dlogits, const float* logits, const float2* parts, int pieces, const int* target, float scale, int V) {
     __shared__ float tops[32], sums[32];
     let_next_start();
     wait_for_previous();
-    constexpr float LOG2E = 1.44269504f;
     const float* row = logits + (size_t)blockIdx.x * V;
     const int right = target[blockIdx.x];
     const float logit = row[right];
-    float top = -INFINITY, sum = 0;
+    float top = -1e30f, sum = 0;
     auto join = [&](float t, float s) { // sum e^-top and s e^-t
         const float most = fmaxf(top, t);
         sum = (top == most ? sum : sum * exp2_fast((top - most) * LOG2E)) + (t == most ? s : s * exp2_fast((t - most) * LOG2E));
         top = most;
     };
-    for (int v = threadIdx.x * 4; v < V; v += 4096) {
-        const float4 x = *(const float4*)(row + v);
-        const float most = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), base = most * LOG2E;
-        join(most, exp2_fast(x.x * LOG2E - base) + exp2_fast(x.y * LOG2E - base) + exp2_fast(x.z * LOG2E - base) + exp2_fast(x.w * LOG2E - base));
+    for (int i = threadIdx.x; i < pieces; i += 1024) {
+        const float2 part = parts[(size_t)blockIdx.x * pieces + i];
+        join(part.x, part.y);
     }
     auto join_lanes = [&] { for (int lane = 16; lane; lane /= 2) join(__shfl_xor_sync(~0u, top, lane), __shfl_xor_sync(~0u, sum, lane)); };
     join_lanes();
@@ -4290,8 +4406,15 @@ __global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* 
         if (v < V) *(uint2*)((uint8_t*)row + 2 * v) = make_uint2(pack(gradient(x.x, v), gradient(x.y, v + 1)), pack(gradient(x.z, v + 2), gradient(x.w, v + 3)));
     }
 }
-inline void cross_entropy_gpu(Context& ctx, float* loss, bf16* dlogits, const float* logits, const int* target, float scale, int R, int V) {
-    launch(ctx, cross_entropy_kernel, R, 1024, 0, loss, dlogits, logits, target, scale, V);
+inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* logits, bf16* picked, float* parts, const bf16* x, const int* rows, const int* target, float scale,
+                          const Linear<bf16>& W, int R) {
+    const int V = W.out(), pieces = (V + 63) / 64;
+    const LossEpilogue epilogue = {logits, (size_t)V, (float2*)parts, (size_t)pieces};
+    const TileArgs p = {picked, W.w[0], R, W.in, V};
+    launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
+    if (ctx.hopper) launch_tiles<TileHopper>(ctx, p, epilogue);
+    else launch_tiles<Tile128x128>(ctx, p, epilogue);
+    launch(ctx, cross_entropy_kernel, R, 1024, 0, loss, dlogits, logits, (const float2*)parts, pieces, target, scale, V);
 }
 #endif
 
@@ -4326,7 +4449,7 @@ void head_backward_cpu(T* dnormed,       // (N,C) out
 
 #ifdef __CUDACC__
 struct ScatterEpilogue {
-    static constexpr bool PAIR = false, ADDS = false;
+    static constexpr bool PAIR = false, ADDS = false, MASKS = false, PARTS = false;
     bf16* out;       // (., C)
     const int* rows; // (R)
     size_t C;
@@ -4437,69 +4560,30 @@ inline void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed
 }
 #endif
 
-// ---- linear: y = x W^T
-// dx = dy W
+// ---- linear: y = x W^T + sum_j s h_j B_j^T,  h_j = drop_j(x) A_j^T; the second part is the adapter's, if there is one
+// dh_j = dy (s B_j),  dx = sum_j drop_j(dh_j A_j) + dy W
 template <class T>
 void linear_backward_input_cpu(T* dx,       // (N, W.in) out
+                               T* dh,       // (N, m * rank) out
                                const T* dy, // (N, W.out)
                                const Linear<T>& W, int N) {
-    const size_t in = W.in;
-    auto row = [&](int r) {
-        int b = 0;
-        while (r >= W.rows[b]) r -= W.rows[b++];
-        return W.w[b] + r * in;
-    };
-    outer_sums(N, W.in, W.out(), dy, 1, (size_t)W.out(), 1, row, [](int, int) { return 0; },
-               [&](int n, int i, acc<T> sum) { dx[n * in + i] = to_stored<T>(sum); });
-}
-
-#ifdef __CUDACC__
-inline void linear_backward_input_gpu(Context& ctx, bf16* dx, const bf16* dy, const Linear<bf16>& W, int N) {
-    tile_product<false, true>(ctx, {dy, W.w[0], N, W.out(), W.in}, StoreEpilogue{dx, (size_t)W.in});
-}
-#endif
-
-// dW += dy^T x
-template <class T>
-void linear_backward_weight_cpu(acc<T>* dW,  // (out,in) +=
-                                const T* dy, // (N, ld), `out` of each row
-                                size_t ld,
-                                const T* x,  // (N,in)
-                                int N, int out, int in) {
-    outer_sums(out, in, N, dy, ld, 1, 1, [&](int n) { return x + (size_t)n * in; }, [&](int o, int i) { return dW[(size_t)o * in + i]; },
-               [&](int o, int i, acc<T> sum) { dW[(size_t)o * in + i] = sum; });
-}
-
-#ifdef __CUDACC__
-inline void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out, int in) {
-    TileArgs p = {dy, x, out, N, in};
-    p.ldx = (int)ld;
-    tile_product<true, true>(ctx, p, AddEpilogue{dW, dW, (size_t)in});
-}
-#endif
-
-// ---- the adapter's part of linear: y += sum_j s B_j h_j,  h_j = A_j drop_j(x)
-// dh_j = (s B_j)^T dy,  dx += sum_j drop_j(A_j^T dh_j), rounded once
-template <class T>
-void lora_backward_input_cpu(T* dx,       // (N, W.in) +=
-                             T* dh,       // (N, m * rank) out
-                             const T* dy, // (N, W.out)
-                             const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
-    const int rank = a.rank, in = W.in;
-    const size_t ld = (size_t)a.modules * rank;
+    const int rank = a.rank;
+    const size_t in = W.in, ld = (size_t)a.modules * rank;
     for (int j = 0; j < a.modules; j++) {
         const int first = std::accumulate(W.rows, W.rows + a.block[j], 0);
         outer_sums(N, rank, W.rows[a.block[j]], dy + first, 1, (size_t)W.out(), 1, [&](int r) { return a.B + (first + r) * ld + j * rank; },
                    [](int, int) { return 0; }, [&](int n, int i, acc<T> sum) { dh[n * ld + j * rank + i] = to_stored<T>(sum); });
     }
+    static thread_local std::vector<acc<T>> scratch; // the adapter's part; grows to the largest, and stays
+    if (rank && scratch.size() < N * in) scratch.resize(N * in);
+    acc<T>* ahead = scratch.data();
     const acc<T> scale = a.dropout ? 1 / (1 - (acc<T>)a.dropout->p) : 1;
     #pragma omp parallel for schedule(static) if ((size_t)N * in > 2000)
-    for (int n = 0; n < N; n++)
-        for (int k = 0; k < in; k += LANES) {
-            const int some = std::min(LANES, in - k);
-            lanes<T> sum, part, v;
-            load_some(sum, dx + (size_t)n * in + k, some);
+    for (int n = 0; n < (rank ? N : 0); n++)
+        for (int k = 0; k < (int)in; k += LANES) {
+            const int some = std::min(LANES, (int)in - k);
+            lanes<T> sum = {}, part, v;
             for (int j = 0; j < a.modules; j++) {
                 part = lanes<T>{};
                 for (int i = 0; i < rank; i++) {
@@ -4512,11 +4596,28 @@ void lora_backward_input_cpu(T* dx,       // (N, W.in) +=
                 }
                 sum += part;
             }
-            for (int l = 0; l < some; l++) dx[(size_t)n * in + k + l] = to_stored<T>(sum[l]);
+            for (int l = 0; l < some; l++) ahead[n * in + k + l] = sum[l];
         }
+    auto row = [&](int r) {
+        int b = 0;
+        while (r >= W.rows[b]) r -= W.rows[b++];
+        return W.w[b] + r * in;
+    };
+    outer_sums(N, W.in, W.out(), dy, 1, (size_t)W.out(), 1, row, [&](int n, int i) { return rank ? ahead[n * in + i] : 0; },
+               [&](int n, int i, acc<T> sum) { dx[n * in + i] = to_stored<T>(sum); });
 }
 
 #ifdef __CUDACC__
+struct DropEpilogue { // stores the sum, whose further columns were dropped as a module's input was
+    static constexpr bool PAIR = false, ADDS = false, MASKS = true, PARTS = false;
+    bf16* out; // (N,R)
+    size_t R;
+    Dropout dropout;
+    int module;
+    float scale;
+    __device__ uint32_t kept(int n, int k8) const { return dropout_mask(dropout, dropout.token[n], module, k8); }
+    __device__ void four(int n, int r, const float* y) { *(uint2*)(out + n * R + r) = make_uint2(pack(y[0], y[1]), pack(y[2], y[3])); }
+};
 // dx[n][k] += sum_j drop_j(A_j^T dh_j[n])[k]. A block owns 64 tokens by 64 columns, a warp 16 of the tokens; 32 rows of
 // an A pass through shared memory at a time.
 __global__ void __launch_bounds__(128, 3) lora_backward_input_kernel(bf16* dx, const bf16* dh, LoraArgs p) {
@@ -4583,10 +4684,37 @@ __global__ void __launch_bounds__(128, 3) lora_backward_input_kernel(bf16* dx, c
             if (n < p.N && c < p.K) *(uint32_t*)(dx + (size_t)n * p.K + c) = pack(sum[f][2 * h], sum[f][2 * h + 1]);
         }
 }
-inline void lora_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, const bf16* dy, const Linear<bf16>& W, int N) {
-    const LoraArgs p(W, N);
-    tile_product<false, true>(ctx, {dy, W.adapter.B, N, W.out(), p.modules * p.rank}, StoreEpilogue{dh, (size_t)p.modules * p.rank});
-    launch(ctx, lora_backward_input_kernel, dim3((N + 63) / 64, (W.in + 63) / 64), 128, 0, dx, dh, p);
+// What the adapter adds rides in the product with W, as columns of dh and rows of A, unless modules share x and each
+// drops it in its own way.
+inline void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, const bf16* dy, const Linear<bf16>& W, int N) {
+    const LoraArgs lora(W, N);
+    const int columns = lora.modules * lora.rank;
+    const bool rides = columns && (lora.modules == 1 || !lora.dropping);
+    if (columns) tile_product<false, true>(ctx, {dy, W.adapter.B, N, W.out(), columns}, StoreEpilogue{dh, (size_t)columns});
+    TileArgs p = {dy, W.w[0], N, W.out(), W.in};
+    if (rides) p.more_x = dh, p.more_W = W.adapter.A, p.more = columns;
+    if (rides && lora.dropping) return tile_product<false, true>(ctx, p, DropEpilogue{dx, (size_t)W.in, lora.dropout, lora.module[0], lora.scale});
+    tile_product<false, true>(ctx, p, StoreEpilogue{dx, (size_t)W.in});
+    if (columns && !rides) launch(ctx, lora_backward_input_kernel, dim3((N + 63) / 64, (W.in + 63) / 64), 128, 0, dx, dh, lora);
+}
+#endif
+
+// dW += dy^T x
+template <class T>
+void linear_backward_weight_cpu(acc<T>* dW,  // (out,in) +=
+                                const T* dy, // (N, ld), `out` of each row
+                                size_t ld,
+                                const T* x,  // (N,in)
+                                int N, int out, int in) {
+    outer_sums(out, in, N, dy, ld, 1, 1, [&](int n) { return x + (size_t)n * in; }, [&](int o, int i) { return dW[(size_t)o * in + i]; },
+               [&](int o, int i, acc<T> sum) { dW[(size_t)o * in + i] = sum; });
+}
+
+#ifdef __CUDACC__
+inline void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out, int in) {
+    TileArgs p = {dy, x, out, N, in};
+    p.ldx = (int)ld;
+    tile_product<true, true>(ctx, p, AddEpilogue{dW, dW, (size_t)in});
 }
 #endif
 
@@ -4615,7 +4743,7 @@ void lora_backward_weight_cpu(acc<T>* dA,  // (m * rank, W.in) +=
 
 #ifdef __CUDACC__
 struct LoraUpEpilogue { // dB, of the rows and columns that belong together
-    static constexpr bool PAIR = false, ADDS = true;
+    static constexpr bool PAIR = false, ADDS = true, MASKS = false, PARTS = false;
     float* dB; // (out, m * rank)
     float s;
     int rank, columns, first[3], last[3]; // rows of module j
@@ -4755,7 +4883,7 @@ __global__ void swiglu_backward_kernel(bf16* dgate_up, bf16* hidden, const bf16*
         #pragma unroll
         for (int e = 0; e < 2; e++) {
             const float g = e ? high(gs[i]) : low(gs[i]), u = e ? high(us[i]) : low(us[i]), d = e ? high(ds[i]) : low(ds[i]);
-            const float sigma = 1 / (1 + exp2_fast(-1.44269504f * g)), silu = g * sigma;
+            const float sigma = 1 / (1 + exp2_fast(-LOG2E * g)), silu = g * sigma;
             y[e] = silu * u, a[e] = d * u * sigma * (1 + g * (1 - sigma)), b[e] = d * silu;
         }
         out[i] = pack(y[0], y[1]), dg[i] = pack(a[0], a[1]), du[i] = pack(b[0], b[1]);
@@ -5467,6 +5595,7 @@ template <class T> struct Flow {
     T* hidden;       // (N,F)
     T* h;            // (N, 3 rank) of a product's adapter
     acc<T>* logits;  // (head_rows,V), then their gradient
+    acc<T>* parts;   // scratch of head_loss
     T* picked;       // (head_rows,C)
     int head_rows;   // rows that go through the head at once
 
@@ -5482,6 +5611,7 @@ template <class T> struct Flow {
         h = arena.take<T>((size_t)N * 3 * rank);
         head_rows = rows;
         logits = arena.take<acc<T>>((size_t)rows * c.V);
+        parts = arena.take<acc<T>>((size_t)rows * ((c.V + 63) / 64) * 2);
         picked = arena.take<T>((size_t)rows * c.C);
     }
 };
@@ -5499,8 +5629,7 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
     if (g) clear(ctx, d.normed, (size_t)N * c.C);
     for (int r = 0; r < R && !(ctx.stop && *ctx.stop); r += d.head_rows) {
         const int n = std::min(d.head_rows, R - r);
-        RUN(head, d.logits, d.picked, a.normed, rows + r, w.head, n);
-        RUN(cross_entropy, loss + r, dlogits, d.logits, target + r, scale, n, c.V);
+        RUN(head_loss, loss + r, dlogits, d.logits, d.picked, d.parts, a.normed, rows + r, target + r, scale, w.head, n);
         if (!g) continue;
         if (g->head) RUN(linear_backward_weight, g->head, dlogits, ld, d.picked, n, c.V, c.C);
         RUN(head_backward, d.normed, dlogits, ld, rows + r, w.head, n);
@@ -5513,10 +5642,7 @@ template <class T>
 void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, Flow<T>& d, const Gradients<T>& g,
               KVCache<T>& kv, const acc<T>* rope) {
     const int N = b.N, C = c.C, H = c.H, K = c.K, D = c.D;
-    auto through = [&](T* dx, const T* dy, const Linear<T>& W) { // the input's gradient
-        RUN(linear_backward_input, dx, dy, W, N);
-        if (W.adapter.rank) RUN(lora_backward_input, dx, d.h, dy, W, N);
-    };
+    auto through = [&](T* dx, const T* dy, const Linear<T>& W) { RUN(linear_backward_input, dx, d.h, dy, W, N); };
     auto weights = [&](const typename Gradients<T>::OfLinear& to, const T* dy, const T* x, const Linear<T>& W) { // after `through`
         if (to.W) RUN(linear_backward_weight, to.W, dy, (size_t)W.out(), x, N, W.out(), W.in);
         if (W.adapter.rank) RUN(lora_backward_weight, to.A, to.B, d.h, dy, x, W, N);

@@ -335,8 +335,6 @@ struct Slots {
     float* bias;      // (slots, MAX_BIAS)
 };
 
-BOTH inline bool has_penalties(const Sampling& how) { return how.repeat != 1 || how.presence != 0 || how.frequency != 0; }
-
 // Completes a step's numbers, a thread a row or draw: tokens that the host has not seen yet, the block table, how to draw.
 __global__ void prepare_kernel(Batch b, int* token, int* table, const int* draw_seq, Draw* draws, int R, Slots slots) {
     wait_for_previous();
@@ -536,13 +534,7 @@ template <class T> struct Engine {
     size_t input_size() const { return 4 * (size_t)max_rows + 3 * (size_t)options.max_seqs; }
 
     // To where the engine computes.
-    template <class U> void give(U* to, const U* from, size_t n) {
-#ifdef __CUDACC__
-        // (`from` is not pinned: it has been read when this returns.)
-        if (ctx.gpu) return CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(U), cudaMemcpyHostToDevice, ctx.stream));
-#endif
-        memcpy((void*)to, from, n * sizeof(U));
-    }
+    template <class U> void give(U* to, const U* from, size_t n) { copy_in(ctx, to, from, n); }
 
     // ---- The schedule
     void take_jobs() {
@@ -770,7 +762,7 @@ template <class T> struct Engine {
         const size_t S = (size_t)options.max_seqs, V = (size_t)config.V;
         ctx.partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
         ctx.arrived = arena.take<int>(MAX_TILES);
-        ctx.attention = arena.take<float>(attention_scratch(options.max_seqs, most_splits(), config.H, config.D));
+        ctx.attention = arena.take<float>(attention_scratch(ctx, options.max_seqs, (options.context - 1) / SPLIT + 1, config.H, config.D));
         ctx.attention_arrived = arena.take<int>(S * config.H);
         slots = {arena.take<int>(S), arena.take<Draw>(S), arena.take<uint32_t>(S * V), arena.take<int>(S),
                  arena.take<int>(S * MAX_BIAS), arena.take<float>(S * MAX_BIAS)};
@@ -791,7 +783,6 @@ template <class T> struct Engine {
         for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
         for (int i = 0; i < 2; i++) cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaEventDestroy(done[i]);
     }
-    int most_splits() const { return (options.context - 1) / SPLIT + 1; }
 
     void describe_to_gpu(const Sequence& q) {
         const size_t s = (size_t)q.slot;
@@ -799,14 +790,7 @@ template <class T> struct Engine {
         const int biases = (int)q.job.bias.size();
         give(slots.draw + s, &draw, 1);
         give(slots.biases + s, &biases, 1);
-        if (has_penalties(q.job.how)) {
-            std::vector<uint32_t> counts(config.V);
-            for (size_t i = 0; i < q.ids.size(); i++) {
-                if (i < q.job.prompt.size()) counts[q.ids[i]] |= IN_PROMPT;
-                else counts[q.ids[i]]++;
-            }
-            give(slots.seen + s * (size_t)config.V, counts.data(), counts.size());
-        }
+        if (has_penalties(q.job.how)) give(slots.seen + s * (size_t)config.V, seen_counts(q.ids, q.job.prompt.size(), config.V).data(), (size_t)config.V);
         std::vector<int> ids;
         std::vector<float> more;
         for (auto [id, x] : q.job.bias) ids.push_back(id), more.push_back(x);
@@ -825,9 +809,8 @@ template <class T> struct Engine {
         }
         int longest = 0, N = (int)s.token.size(), R = (int)s.draws.size();
         for (int n = 0; n < s.singles; n++) longest = std::max(longest, s.pos[n]);
-        ctx.splits = 1;
-        while (ctx.splits * SPLIT <= longest) ctx.splits *= 2;
-        ctx.splits = std::min(ctx.splits, most_splits());
+        ctx.longest = s.singles == N ? 0 : 1 + *std::max_element(s.pos.begin() + s.singles, s.pos.end());
+        ctx.splits = splits_for_graph(longest, options.context);
         const bool graph = s.singles == N && !told;
         if (graph) {
             const int rows = N;
@@ -857,15 +840,11 @@ template <class T> struct Engine {
 
         if (graph) {
             cudaGraphExec_t& ready = graphs[{N, ctx.splits, adjusted}];
-            if (!ready) {
-                cudaGraph_t recorded;
-                CUDA_CHECK(cudaStreamBeginCapture(ctx.stream, cudaStreamCaptureModeThreadLocal));
-                forward(ctx, config, weights, batch, activations, cache, rope);
-                draw_all(s, gpu, R, adjusted);
-                CUDA_CHECK(cudaStreamEndCapture(ctx.stream, &recorded));
-                CUDA_CHECK(cudaGraphInstantiate(&ready, recorded, 0));
-                cudaGraphDestroy(recorded);
-            }
+            if (!ready)
+                ready = record_graph(ctx, [&] {
+                    forward(ctx, config, weights, batch, activations, cache, rope);
+                    draw_all(s, gpu, R, adjusted);
+                });
             CUDA_CHECK(cudaGraphLaunch(ready, ctx.stream));
         } else {
             forward(ctx, config, weights, batch, activations, cache, rope);

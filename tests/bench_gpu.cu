@@ -27,14 +27,9 @@ static bf16* random_array(size_t n, float scale = 1) {
 
 // Seconds of one call of f, which is called `calls` times in the graph that is replayed.
 static double time_graph(int calls, const std::function<void(int)>& f) {
-    cudaGraph_t graph;
-    cudaGraphExec_t run;
     for (int i = 0; i < std::min(calls, 2); i++) f(i);
     CUDA_CHECK(cudaStreamSynchronize(ctx.stream));
-    CUDA_CHECK(cudaStreamBeginCapture(ctx.stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < calls; i++) f(i);
-    CUDA_CHECK(cudaStreamEndCapture(ctx.stream, &graph));
-    CUDA_CHECK(cudaGraphInstantiate(&run, graph, 0));
+    const cudaGraphExec_t run = record_graph(ctx, [&] { for (int i = 0; i < calls; i++) f(i); });
     cudaEvent_t start, stop;
     CUDA_CHECK(cudaEventCreate(&start));
     CUDA_CHECK(cudaEventCreate(&stop));
@@ -48,7 +43,7 @@ static double time_graph(int calls, const std::function<void(int)>& f) {
         CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
         if (i >= 2) times.push_back(ms);
     }
-    cudaGraphExecDestroy(run), cudaGraphDestroy(graph), cudaEventDestroy(start), cudaEventDestroy(stop);
+    cudaGraphExecDestroy(run), cudaEventDestroy(start), cudaEventDestroy(stop);
     std::sort(times.begin(), times.end());
     return times[times.size() / 2] / 1e3 / calls;
 }
@@ -86,7 +81,7 @@ struct State { // activations and cache for N rows and B sequences of up to `con
             picked = arena.take<bf16>((size_t)logit_rows * c.C);
             for (int** list : {&token, &pos, &seq, &slot, &rows}) *list = arena.take<int>(N);
             table = arena.take<int>((size_t)B * pages);
-            ctx.attention = arena.take<float>(attention_scratch(B, splits, c.H, c.D));
+            ctx.attention = arena.take<float>(attention_scratch(ctx, B, splits, c.H, c.D));
             ctx.attention_arrived = arena.take<int>((size_t)B * c.H);
             if (!pass) arena.allocate("the benchmark");
         }
@@ -440,11 +435,10 @@ static void train(Model& m, int B, bool full) {
     op("forward down", [&] { linear_add_gpu(ctx, x.out, x.mid, x.hidden, y.down, N); });
     for (const Product& k : {Product{"qkv", y.qkv, to.qkv, d.normed, d.qkv, x.norm1}, Product{"o", y.o, to.o, d.attention, d.y, x.attention},
                              Product{"gate, up", y.gate_up, to.gate_up, d.normed, d.gate_up, x.norm2}, Product{"down", y.down, to.down, d.hidden, d.y, x.hidden}}) {
-        op((std::string(k.name) + " dx").c_str(), [&] { linear_backward_input_gpu(ctx, k.dx, k.dy, k.W, N); });
+        op((std::string(k.name) + (full ? " dx" : " dh, dx")).c_str(), [&] { linear_backward_input_gpu(ctx, k.dx, d.h, k.dy, k.W, N); });
         if (full) op((std::string(k.name) + " dW").c_str(), [&] { linear_backward_weight_gpu(ctx, k.to.W, k.dy, k.W.out(), k.x, N, k.W.out(), k.W.in); });
         else {
             op((std::string(k.name) + " h").c_str(), [&] { lora_down_gpu(ctx, k.W.adapter.h, k.x, k.W, N); });
-            op((std::string(k.name) + " dh, dx").c_str(), [&] { lora_backward_input_gpu(ctx, k.dx, d.h, k.dy, k.W, N); });
             op((std::string(k.name) + " dA, dB").c_str(), [&] { lora_backward_weight_gpu(ctx, k.to.A, k.to.B, d.h, k.dy, k.x, k.W, N); });
         }
     }
@@ -458,8 +452,7 @@ static void train(Model& m, int B, bool full) {
         const double us = time_graph(4, [&](int) { run(); }) * 1e6;
         printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, N / R, us * N / R / 1e3);
     };
-    once("head", [&] { head_gpu(ctx, d.logits, d.picked, a.normed, rows, w.head, R); });
-    once("cross entropy", [&] { cross_entropy_gpu(ctx, loss, (bf16*)d.logits, d.logits, token, 1e-3f, R, c.V); });
+    once("head and its loss", [&] { head_loss_gpu(ctx, loss, (bf16*)d.logits, d.logits, d.picked, d.parts, a.normed, rows, token, 1e-3f, w.head, R); });
     once("head backward", [&] { head_backward_gpu(ctx, d.normed, (bf16*)d.logits, 2 * (size_t)c.V, rows, w.head, R); });
     if (full) once("head dW", [&] { linear_backward_weight_gpu(ctx, g.head, (bf16*)d.logits, 2 * (size_t)c.V, d.picked, R, c.V, C); });
     for (auto& y : w.layers)

@@ -116,7 +116,7 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
         Linear<bf16> own;
         own.w[0] = own_w.data(), own.rows[0] = R, own.in = K;
         linear_cpu(want.data(), own_x.data(), own, N);
-        const Device<bf16> dx(own_x), dw(own_w), dmore_x(more_x), dmore_w(more_w), x_cols(transposed(own_x.data(), N, K)), w_cols(transposed(own_w.data(), R, K));
+        const Device<bf16> dx(own_x), dw(own_w), dmore_x(more_x), dmore_w(more_w), more_w_cols(transposed(more_w.data(), R, more)), x_cols(transposed(own_x.data(), N, K)), w_cols(transposed(own_w.data(), R, K));
         for (int splits : {1, 2, 3, 7, 16}) {
             auto check = [&](auto shape, auto columns_x, auto columns_w, bool further) {
                 constexpr bool X_COLS = decltype(columns_x)::value, W_COLS = decltype(columns_w)::value;
@@ -124,7 +124,7 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
                 INFO("N " << N << " R " << R << " K " << K << " splits " << splits << " tile " << S::BM << " x " << S::BN << " wgmma " << S::WARPGROUP
                      << " columns " << X_COLS << W_COLS << " further " << further);
                 TileArgs args = {X_COLS ? x_cols : dx, W_COLS ? w_cols : dw, N, K, R};
-                if (further) args.more_x = dmore_x, args.more_W = dmore_w, args.more = more;
+                if (further) args.more_x = dmore_x, args.more_W = W_COLS ? more_w_cols : dmore_w, args.more = more;
                 args.splits = splits;
                 Device<bf16> out((size_t)N * R), again((size_t)N * R);
                 launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue{out, (size_t)R});
@@ -137,8 +137,8 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
             auto layouts = [&](auto shape) {
                 if (K % 8 == 0) {
                     check(shape, rows, rows, false);
-                    if (more) check(shape, rows, rows, true);
                     check(shape, rows, columns, false);
+                    if (more) check(shape, rows, rows, true), check(shape, rows, columns, true);
                 }
                 if constexpr (decltype(shape)::BM >= 64) check(shape, columns, columns, false);
             };
@@ -195,8 +195,8 @@ static void check_attention(Random& random, std::vector<std::pair<int, int>> pas
     std::vector<float> rope((size_t)longest * D);
     fill_rope(rope.data(), longest, D, 1e6);
 
-    Scratchpad pad(attention_scratch(std::max(1, singles), splits, H, D), std::max(1, singles) * H, splits);
-    pad.ctx.invariant = invariant;
+    Scratchpad pad(attention_scratch(gpu(), std::max(1, singles), splits, H, D), std::max(1, singles) * H, splits);
+    pad.ctx.invariant = invariant, pad.ctx.longest = longest;
     Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
     Device<bf16> dqkv(qkv), dqw(q_weight), dkw(k_weight), dkeys(keys), dvalues(values), q((size_t)N * H * D), out((size_t)N * H * D);
     Device<float> drope(rope);
@@ -234,6 +234,12 @@ TEST_CASE("attention: head sizes, groups, contexts at the borders of pages, spli
             }
     check_attention(random, {{4096, 1}}, 0, 4, 2, 128, false);
     check_attention(random, {{4000, 97}, {0, 300}}, 0, 4, 2, 128, false);
+    // Keys split over blocks: parts that a row sees nothing of, and tiles that sequences share.
+    for (int D : {64, 128})
+        for (std::pair<int, int> heads : std::vector<std::pair<int, int>>{{4, 2}, {5, 1}}) {
+            check_attention(random, {{0, 2000}}, 0, heads.first, heads.second, D, false);
+            check_attention(random, {{900, 1}, {3, 1}, {1023, 2}, {0, 40}, {1500, 300}}, 3, heads.first, heads.second, D, false);
+        }
 }
 
 // A training batch: whole sequences, spare rows behind them. lse on both sides; then the gradients, from the same inputs.
