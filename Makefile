@@ -117,6 +117,7 @@ $(T)/serve: serve.cu qwen3.cu $(HEADERS)
 $(T)/test_serve: serve.cu
 $(T)/test_units: $(UNITS:%=tests/%.cpp)
 $(T)/test_datagen $(T)/test_dataset $(T)/test_train: $(DATAGEN)
+$(T)/test_train: train_lora.cu
 $(T)/test_score: score.h
 $(T)/test_datagen: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)

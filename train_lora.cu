@@ -36,6 +36,7 @@ struct Options {
     int64_t steps = 0, eval_every = 0, save_every = 0; // 0: epochs say, every epoch
     uint64_t seed = 42;
     bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false, help = false;
+    int rank_step = 1; // see adapt: GPU_RANK_STEP on a GPU
 };
 
 static const char* USAGE =
@@ -263,14 +264,13 @@ template <class T> struct Trainer {
     Trainer(const Options& options, const Context& where, const ModelFile& f, const Dataset& train, const Dataset* evaluation)
         : o(options), ctx(where), file(f), c(f.config), w(f), data(train), eval(evaluation) {
         ctx.stop = &interrupted;
-        if (ctx.gpu && !o.full && o.lora.rank % 8) DIE("--rank %d: the GPU's kernels take multiples of 8 (--device cpu)", o.lora.rank);
         rows = fitting(data);
         if (eval) eval_rows = fitting(*eval);
         const size_t a_step = (size_t)o.batch * o.accum;
         epoch_steps = (int64_t)((rows.size() + a_step - 1) / a_step);
         steps = o.steps ? o.steps : (int64_t)std::ceil(o.epochs * (double)epoch_steps);
         run = describe(o, file, data, steps, w.type_name());
-        if (!o.full) adapt(w, o.lora);
+        if (!o.full) rank = adapt(w, o.lora, o.rank_step);
         for (const Layer<T>& y : w.layers)
             if (!o.full && o.dropout > 0 && std::max({y.qkv.in, y.o.in, y.down.in}) > 1 << 19) DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
         measure();
@@ -286,6 +286,7 @@ template <class T> struct Trainer {
     struct Segment { size_t first, n; double decay; float copy; };
     std::vector<Segment> segments;
     size_t count = 0;
+    int rank = 0;            // of adapters as they lie here
     A *p, *m, *v, *gradient; // (count) master parameters, AdamW's moments, gradients
     T* stored;               // (count) what the products read: the parameters as T, those of B times s
 
@@ -319,7 +320,10 @@ template <class T> struct Trainer {
         vector("model.norm.weight", w.norm, g.norm, c.C);
     }
 
-    // How many numbers there are, and of what kind.
+    // How many numbers are trained; the array of an adapter's holds zeros beside them.
+    size_t trained_parameters() const { return o.full ? count : adapter_parameters(c, o.lora); }
+
+    // How many numbers the array has, and of what kind.
     void measure() {
         if (!o.full) {
             const AdapterPlace end = each_adapter(w, [](Linear<T>&, AdapterPlace) {});
@@ -381,7 +385,7 @@ template <class T> struct Trainer {
         max_pages = (longest + PAGE - 1) / PAGE;
         kv.plan_training(arena, c, (size_t)N / PAGE + o.batch);
         part("activations", before), before = arena.used;
-        d.plan(arena, c, N, o.full ? 0 : o.lora.rank, std::min(N, ctx.gpu ? GPU_HEAD_ROWS : HEAD_ROWS));
+        d.plan(arena, c, N, rank, std::min(N, ctx.gpu ? GPU_HEAD_ROWS : HEAD_ROWS));
         part("their gradients, logits", before), before = arena.used;
         rope = arena.take<A>((size_t)longest * c.D);
         loss = arena.take<A>(N);
@@ -426,10 +430,11 @@ template <class T> struct Trainer {
         } else if (!o.adapter_init.empty()) {
             first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
         } else {
-            each_adapter(w, [&](Linear<T>& W, AdapterPlace at) {
-                const float bound = 1 / std::sqrt((float)W.in);
-                for (size_t i = at.A; i < at.A + (size_t)W.adapter.modules * W.adapter.rank * W.in; i++)
-                    first[i] = bound * ((float)(philox(o.seed, i, STREAM_INIT).v[0] >> 8) * (1.f / 8388608) - 1);
+            size_t drawn = 0; // the same numbers whatever the rank is rounded up to
+            each_adapter_tensor(w, [&](const std::string&, size_t r, size_t n, size_t at, size_t) {
+                const float bound = 1 / std::sqrt((float)n);
+                for (size_t i = 0; i < r * n && at < segments[0].n; i++)
+                    first[at + i] = bound * ((float)(philox(o.seed, drawn++, STREAM_INIT).v[0] >> 8) * (1.f / 8388608) - 1);
             });
         }
         copy_in(ctx, p, first.data(), count);
@@ -603,7 +608,7 @@ template <class T> struct Trainer {
         for (const Layer<T>& y : w.layers)
             for (const Linear<T>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) {
                 products += (double)W->out() * W->in;
-                for (int j = 0; j < W->adapter.modules; j++) adapters += (double)W->adapter.rank * (W->in + W->rows[W->adapter.block[j]]);
+                for (int j = 0; j < W->adapter.modules; j++) adapters += (double)W->adapter.true_rank * (W->in + W->rows[W->adapter.block[j]]);
             }
         const double passes = (o.full ? 3 : 2) + o.recompute, attention = 4. * c.H * c.D * c.L * pairs;
         return 2 * N * (products * passes + adapters * 3) + attention * (3.5 + o.recompute) + 2. * (double)all * c.V * c.C * (o.full ? 3 : 2);
@@ -615,6 +620,14 @@ template <class T> struct Trainer {
         std::vector<A> numbers(count);
         copy_out(ctx, numbers.data(), from, count);
         return numbers;
+    }
+
+    // Calls f(first, n) for each stretch of an array of parameters that files hold: all but what is always zero.
+    template <class F> void each_stretch(F f) {
+        if (o.full) return f((size_t)0, count);
+        each_adapter_tensor(w, [&](const std::string&, size_t r, size_t n, size_t at, size_t apart) {
+            for (size_t i = 0; i < r; i++) f(at + i * apart, n);
+        });
     }
 
     // The trained parameters, for PEFT or for qwen3.
@@ -654,7 +667,10 @@ template <class T> struct Trainer {
             {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)}, {"elapsed", sj::repr(elapsed)}};
         std::vector<OutTensor> tensors;
         for (auto [name, from] : {std::pair("p", p), {"m", m}, {"v", v}})
-            tensors.push_back({name, "F32", {count}, [this, from = from](OutputFile& out) { out.write(host(from).data(), count * sizeof(A)); }});
+            tensors.push_back({name, "F32", {trained_parameters()}, [this, from = from](OutputFile& out) {
+                const std::vector<A> numbers = host(from);
+                each_stretch([&](size_t first, size_t n) { out.write(&numbers[first], n * sizeof(A)); });
+            }});
         write_safetensors(path, metadata, tensors);
     }
 
@@ -676,8 +692,13 @@ template <class T> struct Trainer {
         std::vector<A> numbers(count);
         for (auto [key, to] : {std::pair("p", p), {"m", m}, {"v", v}}) {
             const auto t = tensors.find(key);
-            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != std::vector<int64_t>{(int64_t)count}) DIE("%s: no tensor %s of %zu numbers", name, key, count);
-            memcpy(numbers.data(), t->second.data, count * sizeof(A));
+            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != std::vector<int64_t>{(int64_t)trained_parameters()})
+                DIE("%s: no tensor %s of %zu numbers", name, key, trained_parameters());
+            const uint8_t* from = t->second.data;
+            each_stretch([&](size_t first, size_t n) {
+                memcpy(&numbers[first], from, n * sizeof(A));
+                from += n * sizeof(A);
+            });
             copy_in(ctx, to, numbers.data(), count);
             if (to == p) give_copies(numbers);
         }
@@ -887,7 +908,7 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     for (size_t row : t.rows) trained += t.trained(data, row);
     const std::string lora = o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
     fprintf(stderr, "%s: %.2f M parameters, %s, %s; %s%.2f M of them trained\n", o.model.c_str(), (double)file.config.parameters() / 1e6,
-            t.w.type_name(), device_name(ctx).c_str(), lora.c_str(), (o.full ? (double)t.count : (double)adapter_parameters(file.config, o.lora)) / 1e6);
+            t.w.type_name(), device_name(ctx).c_str(), lora.c_str(), (double)t.trained_parameters() / 1e6);
     fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n", o.train.c_str(), t.rows.size(), trained,
             (long long)t.steps, o.batch * o.accum, (long long)t.epoch_steps, (unsigned long long)o.seed);
 
@@ -957,7 +978,7 @@ template <class T> int run_as(const Options& o, const Context& ctx, const ModelF
     return status;
 }
 
-static int run(int argc, char** argv) {
+[[maybe_unused]] static int run(int argc, char** argv) {
     Options o = parse_options(argc, argv);
     if (o.help) return fputs(USAGE, stdout) < 0 || fflush(stdout) != 0;
 #ifdef _OPENMP
@@ -989,9 +1010,11 @@ static int run(int argc, char** argv) {
         }
     }
     const Context ctx = choose_device(o.device, o.dtype, false, file);
+    if (ctx.gpu) o.rank_step = GPU_RANK_STEP;
     return wide(o.device, o.dtype, file) ? run_as<float>(o, ctx, file, data.get(), eval.get(), leaked) : run_as<bf16>(o, ctx, file, data.get(), eval.get(), leaked);
 }
 
+#ifndef TRAIN_NO_MAIN
 int main(int argc, char** argv) {
     struct sigaction action = {};
     action.sa_handler = [](int) { interrupted = 1; };
@@ -1000,3 +1023,4 @@ int main(int argc, char** argv) {
     signal(SIGXFSZ, SIG_IGN); // a file over the limit is an error of write, as a full disk is
     return run_program("train_lora", run, argc, argv);
 }
+#endif // TRAIN_NO_MAIN
