@@ -988,6 +988,8 @@ inline bf16 int8_scale(const float* w, size_t n) {
 // j * rank .. of `B`, all else there being zero.
 template <class T> struct Adapter {
     int rank = 0;                     // 0: no adapter
+    int true_rank = 0;                // as its file has it; see adapt. Behind it rows of A and columns of B are zero, and
+                                      // remain so in training, since h and dh are zero there
     int modules = 0;                  // m
     int block[3] = {};                // (m) of the Linear
     int module[3] = {};               // (m) layer * 7 + (q, k, v, o, gate, up, down = 0..6): names the dropout mask
@@ -3344,7 +3346,7 @@ inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, c
 constexpr int MODULES = 7;
 constexpr const char* MODULE_NAMES[MODULES] = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
                                                "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"};
-constexpr int MAX_RANK = 1024;
+constexpr int MAX_RANK = 1024, GPU_RANK_STEP = 8; // the GPU's kernels take multiples of 8
 
 struct AdapterConfig {
     int rank = 0;
@@ -3463,8 +3465,10 @@ struct AdapterFile {
     }
 };
 
-// Gives every targeted product of the model its Adapter, without memory so far.
-template <class T> void adapt(Weights<T>& w, const AdapterConfig& config) {
+// Gives every targeted product of the model its Adapter, without memory so far, of a rank rounded up to a multiple of
+// `step`. Returns that rank.
+template <class T> int adapt(Weights<T>& w, const AdapterConfig& config, int step = 1) {
+    const int rank = (config.rank + step - 1) / step * step;
     for (size_t l = 0; l < w.layers.size(); l++) {
         Layer<T>& y = w.layers[l];
         Linear<T>* const linears[] = {&y.qkv, &y.qkv, &y.qkv, &y.o, &y.gate_up, &y.gate_up, &y.down};
@@ -3472,10 +3476,11 @@ template <class T> void adapt(Weights<T>& w, const AdapterConfig& config) {
         for (int m = 0; m < MODULES; m++) {
             if (!config.targets[m]) continue;
             Adapter<T>& a = linears[m]->adapter;
-            a.rank = config.rank, a.s = (float)config.scale();
+            a.rank = rank, a.true_rank = config.rank, a.s = (float)config.scale();
             a.block[a.modules] = blocks[m], a.module[a.modules++] = (int)l * MODULES + m;
         }
     }
+    return rank;
 }
 
 // Where a product's A and B begin in an array that holds all of an adapter's numbers, every A before every B; and its h
@@ -3496,20 +3501,20 @@ template <class T, class F> AdapterPlace each_adapter(Weights<T>& w, F f) {
 }
 
 // Calls f(name, rows, columns, at, apart) for each of PEFT's tensors: (rows, columns) numbers that begin at `at` of such an
-// array, rows `apart`.
+// array, rows `apart`. What lies between them is zero.
 template <class T, class F> void each_adapter_tensor(Weights<T>& w, F f) {
     each_adapter(w, [&](Linear<T>& W, AdapterPlace at) {
         const Adapter<T>& a = W.adapter;
-        const size_t rank = a.rank, width = a.modules * rank;
+        const size_t rank = a.rank, kept = a.true_rank, width = a.modules * rank;
         for (int j = 0; j < a.modules; j++) {
             const size_t first = std::accumulate(W.rows, W.rows + a.block[j], (size_t)0);
-            f(adapter_tensor(a.module[j] / MODULES, a.module[j] % MODULES, 'A'), rank, (size_t)W.in, at.A + j * rank * W.in, (size_t)W.in);
-            f(adapter_tensor(a.module[j] / MODULES, a.module[j] % MODULES, 'B'), (size_t)W.rows[a.block[j]], rank, at.B + first * width + j * rank, width);
+            f(adapter_tensor(a.module[j] / MODULES, a.module[j] % MODULES, 'A'), kept, (size_t)W.in, at.A + j * rank * W.in, (size_t)W.in);
+            f(adapter_tensor(a.module[j] / MODULES, a.module[j] % MODULES, 'B'), (size_t)W.rows[a.block[j]], kept, at.B + first * width + j * rank, width);
         }
     });
 }
 
-// The file's numbers as such an array; zeros between those of B.
+// The file's numbers as such an array.
 template <class T> std::vector<float> adapter_numbers(Weights<T>& w, const AdapterFile& file) {
     std::vector<float> p(each_adapter(w, [](Linear<T>&, AdapterPlace) {}).B);
     each_adapter_tensor(w, [&](const std::string& name, size_t rows, size_t columns, size_t at, size_t apart) {
@@ -3525,15 +3530,14 @@ template <class T> struct AttachedAdapter {
     Arena arena;
 
     AttachedAdapter(Context& ctx, Weights<T>& w, const AdapterFile& file, int tokens) {
-        if (ctx.gpu && file.config.rank % 8) DIE("%s: r = %d, and the GPU's kernels take multiples of 8 (--device cpu)", file.path.c_str(), file.config.rank);
-        adapt(w, file.config);
+        const int rank = adapt(w, file.config, ctx.gpu ? GPU_RANK_STEP : 1);
         std::vector<float> p = adapter_numbers(w, file);
         const size_t A = each_adapter(w, [](Linear<T>&, AdapterPlace) {}).A;
         std::vector<T> stored(p.size());
         for (size_t i = 0; i < p.size(); i++) stored[i] = to_stored<T>(i < A ? p[i] : p[i] * (float)file.config.scale());
         arena.gpu = ctx.gpu;
         T *numbers, *h; // one h for all: nobody reads it again
-        auto plan = [&] { numbers = arena.take<T>(p.size()), h = arena.take<T>((size_t)tokens * 3 * file.config.rank); };
+        auto plan = [&] { numbers = arena.take<T>(p.size()), h = arena.take<T>((size_t)tokens * 3 * rank); };
         plan();
         arena.allocate("the adapter");
         plan();

@@ -21,6 +21,7 @@
 */
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
+#include "ceilings.h"
 #include "dataset.h"
 
 static volatile sig_atomic_t interrupted = 0;
@@ -36,6 +37,7 @@ struct Options {
     int64_t steps = 0, eval_every = 0, save_every = 0; // 0: epochs say, every epoch
     uint64_t seed = 42;
     bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false, help = false;
+    int rank_step = 1; // see adapt: GPU_RANK_STEP on a GPU
 };
 
 static const char* USAGE =
@@ -79,9 +81,9 @@ static Options parse_options(int argc, char** argv) {
         if (name.size() < 2 || name[0] != '-') { plain.push_back(name); continue; }
         if (const size_t eq = name.find('='); name[1] == '-' && eq != std::string::npos) attached = argv[i] + eq + 1, name.resize(eq);
         auto value = [&]() -> const char* {
-            if (attached) return std::exchange(attached, nullptr);
-            if (i + 1 == argc) DIE("%s needs a value", name.c_str());
-            return argv[++i];
+            const char* text = attached ? std::exchange(attached, nullptr) : i + 1 < argc ? argv[++i] : "";
+            if (!*text) DIE("%s needs a value", name.c_str());
+            return text;
         };
         auto integer = [&](int64_t low, int64_t high) { return parse_integer(name.c_str(), value(), low, high); };
         auto number = [&](double low, double high) { return parse_number(name.c_str(), value(), low, high); };
@@ -146,6 +148,7 @@ static Options parse_options(int argc, char** argv) {
     o.model = plain[0];
     if (plain.size() == 2) o.train = plain[1];
     if (o.train.empty() && (o.merge.empty() || o.adapter_init.empty())) DIE("no dataset named (without one: --adapter-init DIR --merge PATH)");
+    if (o.train.empty() && !o.out.empty()) DIE("no dataset named, and -o is for training (--merge PATH says where a merged model goes)");
     if (!o.train.empty() && o.out.empty()) DIE("-o DIR says where the adapter goes");
     if (o.resume && o.overwrite) DIE("--resume goes on with a run and --overwrite replaces it: not both");
     if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || adapter_option)) DIE("--full trains the model itself: there is no adapter for %s", adapter_option ? adapter_option : o.merge.empty() ? "--adapter-init" : "--merge");
@@ -161,11 +164,12 @@ static Options parse_options(int argc, char** argv) {
 // A tensor of a safetensors file to be; `write` writes its bytes.
 struct OutTensor {
     std::string name;
-    const char* dtype;         // F32 or BF16
+    const char* dtype;         // F32, F16 or BF16
     std::vector<size_t> shape;
     std::function<void(OutputFile&)> write;
     size_t bytes() const {
-        size_t n = *dtype == 'F' ? 4 : 2;
+        Dtype known;
+        size_t n = dtype_size(dtype, &known);
         for (size_t d : shape) n *= d;
         return n;
     }
@@ -263,14 +267,13 @@ template <class T> struct Trainer {
     Trainer(const Options& options, const Context& where, const ModelFile& f, const Dataset& train, const Dataset* evaluation)
         : o(options), ctx(where), file(f), c(f.config), w(f), data(train), eval(evaluation) {
         ctx.stop = &interrupted;
-        if (ctx.gpu && !o.full && o.lora.rank % 8) DIE("--rank %d: the GPU's kernels take multiples of 8 (--device cpu)", o.lora.rank);
         rows = fitting(data);
         if (eval) eval_rows = fitting(*eval);
         const size_t a_step = (size_t)o.batch * o.accum;
         epoch_steps = (int64_t)((rows.size() + a_step - 1) / a_step);
         steps = o.steps ? o.steps : (int64_t)std::ceil(o.epochs * (double)epoch_steps);
         run = describe(o, file, data, steps, w.type_name());
-        if (!o.full) adapt(w, o.lora);
+        if (!o.full) rank = adapt(w, o.lora, o.rank_step);
         for (const Layer<T>& y : w.layers)
             if (!o.full && o.dropout > 0 && std::max({y.qkv.in, y.o.in, y.down.in}) > 1 << 19) DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
         measure();
@@ -286,6 +289,7 @@ template <class T> struct Trainer {
     struct Segment { size_t first, n; double decay; float copy; };
     std::vector<Segment> segments;
     size_t count = 0;
+    int rank = 0;            // of adapters as they lie here
     A *p, *m, *v, *gradient; // (count) master parameters, AdamW's moments, gradients
     T* stored;               // (count) what the products read: the parameters as T, those of B times s
 
@@ -319,7 +323,10 @@ template <class T> struct Trainer {
         vector("model.norm.weight", w.norm, g.norm, c.C);
     }
 
-    // How many numbers there are, and of what kind.
+    // How many numbers are trained; the array of an adapter's holds zeros beside them.
+    size_t trained_parameters() const { return o.full ? count : adapter_parameters(c, o.lora); }
+
+    // How many numbers the array has, and of what kind.
     void measure() {
         if (!o.full) {
             const AdapterPlace end = each_adapter(w, [](Linear<T>&, AdapterPlace) {});
@@ -381,7 +388,7 @@ template <class T> struct Trainer {
         max_pages = (longest + PAGE - 1) / PAGE;
         kv.plan_training(arena, c, (size_t)N / PAGE + o.batch);
         part("activations", before), before = arena.used;
-        d.plan(arena, c, N, o.full ? 0 : o.lora.rank, std::min(N, ctx.gpu ? GPU_HEAD_ROWS : HEAD_ROWS));
+        d.plan(arena, c, N, rank, std::min(N, ctx.gpu ? GPU_HEAD_ROWS : HEAD_ROWS));
         part("their gradients, logits", before), before = arena.used;
         rope = arena.take<A>((size_t)longest * c.D);
         loss = arena.take<A>(N);
@@ -426,10 +433,11 @@ template <class T> struct Trainer {
         } else if (!o.adapter_init.empty()) {
             first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
         } else {
-            each_adapter(w, [&](Linear<T>& W, AdapterPlace at) {
-                const float bound = 1 / std::sqrt((float)W.in);
-                for (size_t i = at.A; i < at.A + (size_t)W.adapter.modules * W.adapter.rank * W.in; i++)
-                    first[i] = bound * ((float)(philox(o.seed, i, STREAM_INIT).v[0] >> 8) * (1.f / 8388608) - 1);
+            size_t drawn = 0; // the same numbers whatever the rank is rounded up to
+            each_adapter_tensor(w, [&](const std::string&, size_t r, size_t n, size_t at, size_t) {
+                const float bound = 1 / std::sqrt((float)n);
+                for (size_t i = 0; i < r * n && at < segments[0].n; i++)
+                    first[at + i] = bound * ((float)(philox(o.seed, drawn++, STREAM_INIT).v[0] >> 8) * (1.f / 8388608) - 1);
             });
         }
         copy_in(ctx, p, first.data(), count);
@@ -472,9 +480,11 @@ template <class T> struct Trainer {
 
     // ---- Batches
 
-    int trained(const Dataset& from, size_t row) const {
-        int n = 0;
-        for (uint32_t word : from.row(row)) n += word >> 31;
+    // How many tokens of these rows are trained.
+    size_t trained(const Dataset& from, const std::vector<size_t>& list) const {
+        size_t n = 0;
+        for (size_t row : list)
+            for (uint32_t word : from.row(row)) n += word >> 31;
         return n;
     }
 
@@ -528,23 +538,34 @@ template <class T> struct Trainer {
     size_t tokens_done = 0;   // that were fed
     double flops = 0;         // of the last step
 
-    // One step of AdamW. False if it was interrupted: then nothing has changed.
-    bool train_step() {
-        const std::vector<size_t> list = rows_of(step);
-        size_t all = 0, fed = 0;
-        for (size_t row : list) all += trained(data, row), fed += data.row(row).size() - 1;
-        dropout = {o.dropout, o.seed, (uint32_t)step, place};
-        use_dropout(true);
-        clear(ctx, gradient, count);
+    // Sums up the losses of rows in results[0], and into `to`, if it is not null, the gradients of `scale` times that sum.
+    void add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, A scale) {
         clear(ctx, results, 2);
         for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
             int R;
-            const Batch b = load(data, &list[first], (int)std::min((size_t)o.batch, list.size() - first), (int)first, R);
+            const Batch b = load(from, &list[first], (int)std::min((size_t)o.batch, list.size() - first), (int)first, R);
             forward(ctx, c, w, b, a, kv, rope);
-            loss_backward(ctx, c, w, a, d, &g, loss, named, target, 1 / (A)all, b.N, R);
+            loss_backward(ctx, c, w, a, d, to, loss, named, target, scale, b.N, R);
             RUN(add_losses, results, loss, R);
-            backward(ctx, c, w, b, a, d, g, kv, rope);
+            if (to) backward(ctx, c, w, b, a, d, *to, kv, rope);
         }
+    }
+
+    // The gradients of a step: of the mean over its `all` trained tokens.
+    void add_gradients(const std::vector<size_t>& list, size_t all) {
+        dropout = {o.dropout, o.seed, (uint32_t)step, place};
+        use_dropout(true);
+        clear(ctx, gradient, count);
+        add_rows(data, list, &g, 1 / (A)all);
+    }
+
+    // One step of AdamW. False if it was interrupted: then nothing has changed.
+    bool train_step() {
+        const std::vector<size_t> list = rows_of(step);
+        size_t fed = 0;
+        for (size_t row : list) fed += data.row(row).size() - 1;
+        const size_t all = trained(data, list);
+        add_gradients(list, all);
         if (interrupted) return false;
         RUN(grad_norm, results + 1, partial, gradient, count);
         last_lr = o.lr * schedule(o, step, steps);
@@ -557,40 +578,33 @@ template <class T> struct Trainer {
         double result[2];
         copy_out(ctx, result, results, 2);
         last_loss = result[0] / (double)all, last_norm = result[1];
-        if (!std::isfinite(last_loss) || !std::isfinite(last_norm)) not_finite(list);
+        if (!std::isfinite(last_loss) || !std::isfinite(last_norm))
+            not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1, std::fabs(last_loss), last_norm));
         tokens_done += fed, flops = flops_of(list, all);
         step++;
         return true;
     }
 
-    // The parameters are those from before the step (see adamw): which rows are to blame can still be asked.
-    void not_finite(const std::vector<size_t>& list) {
-        std::string blamed, others;
-        for (size_t row : list) {
-            const std::string number = format("%s%zu", others.empty() ? "" : ", ", row);
-            others += number;
-            if (!std::isfinite(mean_loss(data, {row}))) blamed += format("%s%zu", blamed.empty() ? "" : ", ", row);
-        }
-        DIE("%s: step %lld: loss %g, gradient norm %g; %s: %s", data.file.path.c_str(), (long long)step + 1, std::fabs(last_loss), last_norm,
-            blamed.empty() ? "each row's own loss is finite; the step's rows" : "rows whose loss is not finite", (blamed.empty() ? others : blamed).c_str());
-    }
-
-    // The mean over all trained tokens of some rows, whatever the batch.
+    // The mean over all trained tokens of some rows, whatever the batch. Without a meaning if it was interrupted.
     double mean_loss(const Dataset& from, const std::vector<size_t>& list) {
         use_dropout(false);
-        clear(ctx, results, 1);
-        size_t all = 0;
-        for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
-            int R;
-            const Batch b = load(from, &list[first], (int)std::min((size_t)o.batch, list.size() - first), 0, R);
-            forward(ctx, c, w, b, a, kv, rope);
-            loss_backward(ctx, c, w, a, d, (const Gradients<T>*)nullptr, loss, named, target, (A)0, b.N, R);
-            RUN(add_losses, results, loss, R);
-            all += R;
-        }
+        add_rows(from, list, nullptr, 0);
         double sum;
         copy_out(ctx, &sum, results, 1);
-        return sum / (double)all;
+        return sum / (double)trained(from, list);
+    }
+
+    // A loss that is not finite. After a step the parameters are those from before it (see adamw): which rows are to blame
+    // can still be asked.
+    [[noreturn]] void not_finite(const Dataset& from, const std::vector<size_t>& list, const std::string& what) {
+        std::vector<size_t> blamed;
+        for (size_t row : list)
+            if (!std::isfinite(mean_loss(from, {row}))) blamed.push_back(row);
+        const std::vector<size_t>& shown = blamed.empty() ? list : blamed;
+        std::string numbers;
+        for (size_t i = 0; i < std::min(shown.size(), (size_t)20); i++) numbers += format("%s%zu", i ? ", " : "", shown[i]);
+        if (shown.size() > 20) numbers += format(", .. (%zu in all)", shown.size());
+        DIE("%s: %s; %s: %s", from.file.path.c_str(), what.c_str(), blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite", numbers.c_str());
     }
 
     // Multiplications and additions of a step: forward; backward by the input, and by what is trained.
@@ -603,7 +617,7 @@ template <class T> struct Trainer {
         for (const Layer<T>& y : w.layers)
             for (const Linear<T>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) {
                 products += (double)W->out() * W->in;
-                for (int j = 0; j < W->adapter.modules; j++) adapters += (double)W->adapter.rank * (W->in + W->rows[W->adapter.block[j]]);
+                for (int j = 0; j < W->adapter.modules; j++) adapters += (double)W->adapter.true_rank * (W->in + W->rows[W->adapter.block[j]]);
             }
         const double passes = (o.full ? 3 : 2) + o.recompute, attention = 4. * c.H * c.D * c.L * pairs;
         return 2 * N * (products * passes + adapters * 3) + attention * (3.5 + o.recompute) + 2. * (double)all * c.V * c.C * (o.full ? 3 : 2);
@@ -615,6 +629,14 @@ template <class T> struct Trainer {
         std::vector<A> numbers(count);
         copy_out(ctx, numbers.data(), from, count);
         return numbers;
+    }
+
+    // Calls f(first, n) for each stretch of an array of parameters that files hold: all but what is always zero.
+    template <class F> void each_stretch(F f) {
+        if (o.full) return f((size_t)0, count);
+        each_adapter_tensor(w, [&](const std::string&, size_t r, size_t n, size_t at, size_t apart) {
+            for (size_t i = 0; i < r; i++) f(at + i * apart, n);
+        });
     }
 
     // The trained parameters, for PEFT or for qwen3.
@@ -654,7 +676,10 @@ template <class T> struct Trainer {
             {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)}, {"elapsed", sj::repr(elapsed)}};
         std::vector<OutTensor> tensors;
         for (auto [name, from] : {std::pair("p", p), {"m", m}, {"v", v}})
-            tensors.push_back({name, "F32", {count}, [this, from = from](OutputFile& out) { out.write(host(from).data(), count * sizeof(A)); }});
+            tensors.push_back({name, "F32", {trained_parameters()}, [this, from = from](OutputFile& out) {
+                const std::vector<A> numbers = host(from);
+                each_stretch([&](size_t first, size_t n) { out.write(&numbers[first], n * sizeof(A)); });
+            }});
         write_safetensors(path, metadata, tensors);
     }
 
@@ -676,8 +701,13 @@ template <class T> struct Trainer {
         std::vector<A> numbers(count);
         for (auto [key, to] : {std::pair("p", p), {"m", m}, {"v", v}}) {
             const auto t = tensors.find(key);
-            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != std::vector<int64_t>{(int64_t)count}) DIE("%s: no tensor %s of %zu numbers", name, key, count);
-            memcpy(numbers.data(), t->second.data, count * sizeof(A));
+            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != std::vector<int64_t>{(int64_t)trained_parameters()})
+                DIE("%s: no tensor %s of %zu numbers", name, key, trained_parameters());
+            const uint8_t* from = t->second.data;
+            each_stretch([&](size_t first, size_t n) {
+                memcpy(&numbers[first], from, n * sizeof(A));
+                from += n * sizeof(A);
+            });
             copy_in(ctx, to, numbers.data(), count);
             if (to == p) give_copies(numbers);
         }
@@ -694,7 +724,7 @@ static std::string clock_text(double s) { // as Python's str(timedelta)
 
 // trainer_log.jsonl, with LLaMA-Factory's fields, and loss.svg, which is drawn from it.
 struct Log {
-    std::string folder, text;
+    std::string folder;
     FILE* file = nullptr;
     struct Point { double step, loss; };
     std::vector<Point> losses, evaluations;
@@ -702,6 +732,7 @@ struct Log {
     // Goes on after the lines of the first `steps` steps, which exist already if there are any.
     Log(const std::string& out, int64_t steps) : folder(out) {
         const std::string path = folder + "/trainer_log.jsonl";
+        std::string kept;
         if (steps > 0) {
             const MappedFile old(path);
             const std::string_view all = old.text();
@@ -711,12 +742,12 @@ struct Log {
                 if (!sj::parse(doc, line).empty()) DIE("%s: a damaged line", path.c_str());
                 const sj::Value v = doc.root();
                 if (v["current_steps"].number() > (double)steps) break;
-                text += std::string(line) + "\n";
+                kept += std::string(line) + "\n";
                 if (v["loss"]) losses.push_back({v["current_steps"].number(), v["loss"].number()});
                 if (v["eval_loss"]) evaluations.push_back({v["current_steps"].number(), v["eval_loss"].number()});
             }
         }
-        write_text(path, text);
+        write_text(path, kept);
         file = fopen(path.c_str(), "ab");
         if (!file) DIE("%s: %s", path.c_str(), strerror(errno));
     }
@@ -731,8 +762,8 @@ struct Log {
     void draw(int64_t steps) const {
         constexpr double W = 800, H = 400, LEFT = 60, TOP = 20, RIGHT = 20, BOTTOM = 40;
         double most = 0;
-        for (auto& list : {losses, evaluations})
-            for (const Point& p : list) most = std::max(most, p.loss);
+        for (auto* list : {&losses, &evaluations})
+            for (const Point& p : *list) most = std::max(most, p.loss);
         double tick = std::pow(10, std::floor(std::log10(std::max(most, 1e-9)))); // 1, 2 or 5 times a power of ten
         for (double more : {0.5, 0.4, 0.5})
             if (most / tick < 4) tick *= more;
@@ -763,7 +794,27 @@ struct Log {
 
 // ==================================================================================================== 5 Merge
 
-// W + s B A for every targeted matrix, in float32 and rounded once to what it is stored as, into a model.bin or a folder.
+// Rounds to nearest, ties to even; from 65520 on it is an infinity.
+static uint16_t float_to_half(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    const uint32_t sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
+    if (size >= 0x477ff000) return (uint16_t)(sign | (size > 0x7f800000 ? 0x7e00 : 0x7c00));
+    if (size < 0x38800000) return (uint16_t)(sign | (uint32_t)std::nearbyint(std::fabs(f) * 16777216.f)); // below 2^-14: steps of 2^-24
+    return (uint16_t)(sign | (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13);
+}
+
+// What would make a merge fail, asked before hours of training.
+static void check_merge(const ModelFile& file, const std::string& path) {
+    struct stat base, to;
+    if (stat(file.path.c_str(), &base) == 0 && stat(path.c_str(), &to) == 0 && base.st_dev == to.st_dev && base.st_ino == to.st_ino)
+        DIE("--merge %s: is the model itself", path.c_str());
+    for (auto& [name, t] : file.tensors)
+        if (t.dtype == Dtype::I8 || t.dtype == Dtype::Other) DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
+}
+
+// W + s B A for every targeted matrix, in float32 and rounded once to what it is stored as, into a model.bin or a folder;
+// to a folder the base's tokenizer goes too.
 static void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
     std::map<std::string, std::pair<int, int>> targeted; // tensor -> layer, module
     for (int l = 0; l < file.config.L; l++)
@@ -771,17 +822,17 @@ static void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
             if (adapter.config.targets[m]) targeted[format("model.layers.%d.%s.weight", l, MODULE_NAMES[m])] = {l, m};
     std::vector<OutTensor> tensors;
     for (auto& [name, t] : file.tensors) {
-        if (t.dtype != Dtype::BF16 && t.dtype != Dtype::F32) DIE("%s: tensor %s is neither BF16 nor F32 (export.py makes a BF16 model.bin)", t.file.c_str(), name.c_str());
+        const char* dtype = t.dtype == Dtype::F32 ? "F32" : t.dtype == Dtype::F16 ? "F16" : "BF16";
         const std::vector<size_t> shape(t.shape.begin(), t.shape.end());
         const auto at = targeted.find(name);
         if (at == targeted.end()) {
-            tensors.push_back({name, t.dtype == Dtype::F32 ? "F32" : "BF16", shape, [&t = t](OutputFile& out) { out.write(t.data, t.bytes); }});
+            tensors.push_back({name, dtype, shape, [&t = t](OutputFile& out) { out.write(t.data, t.bytes); }});
             continue;
         }
         const auto [l, m] = at->second;
         const Tensor *A = &adapter.tensors.at(adapter_tensor(l, m, 'A')), *B = &adapter.tensors.at(adapter_tensor(l, m, 'B'));
         const auto [rows, in] = module_shape(file.config, m);
-        tensors.push_back({name, t.dtype == Dtype::F32 ? "F32" : "BF16", shape, [&t = t, &adapter, A, B, rows = rows, in = in](OutputFile& out) {
+        tensors.push_back({name, dtype, shape, [&name = name, &t = t, &adapter, A, B, rows = rows, in = in](OutputFile& out) {
             const int rank = adapter.config.rank;
             const float s = (float)adapter.config.scale();
             std::vector<float> a((size_t)rank * in), merged((size_t)rows * in);
@@ -796,8 +847,11 @@ static void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
                 for (int k = 0; k < in; k++) row[k] = number(t, (size_t)r * in + k) + s * row[k];
             }
             if (t.dtype == Dtype::F32) return out.write(merged.data(), merged.size() * 4);
-            std::vector<bf16> rounded(merged.size());
-            for (size_t i = 0; i < merged.size(); i++) rounded[i] = to_bf16(merged[i]);
+            std::vector<uint16_t> rounded(merged.size());
+            for (size_t i = 0; i < merged.size(); i++) {
+                rounded[i] = t.dtype == Dtype::F16 ? float_to_half(merged[i]) : to_bf16(merged[i]).bits;
+                if (t.dtype == Dtype::F16 && (rounded[i] & 0x7c00) == 0x7c00) DIE("%s: tensor %s: %g is too large for F16", out.path.c_str(), name.c_str(), merged[i]);
+            }
             out.write(rounded.data(), rounded.size() * 2);
         }});
     }
@@ -811,12 +865,14 @@ static void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
     make_folder(path);
     write_text(path + "/config.json", file.config_text);
     if (!file.generation_text.empty()) write_text(path + "/generation_config.json", file.generation_text);
+    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "vocab.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.bin"})
+        if (const std::string from = file.path + "/" + name; access(from.c_str(), F_OK) == 0) write_text(path + "/" + name, MappedFile(from).text());
     write_safetensors(path + "/model.safetensors", metadata, tensors);
 }
 
 // Merges, then asks both the adapter and the merged model: the mean KL divergence over the positions of a prompt, and how
 // long their greedy texts after it are the same.
-template <class T> void merge(const Options& o, const ModelFile& file, const std::string& folder, const Dataset* data) {
+template <class T> void merge(const Options& o, Context ctx, const ModelFile& file, const std::string& folder, const Dataset* data) {
     constexpr int PROMPT = 64, ANSWER = 64;
     const AdapterFile adapter(folder, file.config);
     write_merged(file, adapter, o.merge);
@@ -832,11 +888,14 @@ template <class T> void merge(const Options& o, const ModelFile& file, const std
     std::vector<int> texts[2];
     double kl = 0;
     for (int which = 0; which < 2; which++) {
-        Weights<T> w(which ? merged : file);
-        Context ctx;
+        const ModelFile& from = which ? merged : file;
+        Weights<T> w(from);
+#ifdef __CUDACC__
+        if constexpr (HAS_KERNELS<T>) if (ctx.gpu) w.upload(ctx, from);
+#endif
         std::unique_ptr<AttachedAdapter<T>> attached;
-        if (!which) attached = std::make_unique<AttachedAdapter<T>>(ctx, w, adapter, Session<T>::CHUNK);
-        Session<T> session(c, w, std::min(c.max_positions, (int)prompt.size() + ANSWER));
+        if (!which) attached = std::make_unique<AttachedAdapter<T>>(ctx, w, adapter, ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK);
+        Session<T> session(c, w, std::min(c.max_positions, (int)prompt.size() + ANSWER), ctx);
         size_t at = 0;
         session.feed(prompt, nullptr, [&](const acc<T>* row) {
             if (!which) return logits.emplace_back(row, row + c.V), void();
@@ -883,14 +942,11 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     make_folder(o.out);
     if (o.overwrite) remove_run(o.out);
     Log log(o.out, t.step);
-    size_t trained = 0;
-    for (size_t row : t.rows) trained += t.trained(data, row);
     const std::string lora = o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
     fprintf(stderr, "%s: %.2f M parameters, %s, %s; %s%.2f M of them trained\n", o.model.c_str(), (double)file.config.parameters() / 1e6,
-            t.w.type_name(), device_name(ctx).c_str(), lora.c_str(), (o.full ? (double)t.count : (double)adapter_parameters(file.config, o.lora)) / 1e6);
-    fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n", o.train.c_str(), t.rows.size(), trained,
+            t.w.type_name(), device_name(ctx).c_str(), lora.c_str(), (double)t.trained_parameters() / 1e6);
+    fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n", o.train.c_str(), t.rows.size(), t.trained(data, t.rows),
             (long long)t.steps, o.batch * o.accum, (long long)t.epoch_steps, (unsigned long long)o.seed);
-
     fprintf(stderr, "%s\n", t.memory.c_str());
 
     const double start = seconds();
@@ -911,6 +967,7 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         if (!eval || t.step == 0 || !due(o.eval_every) || (!log.evaluations.empty() && log.evaluations.back().step == (double)t.step)) return;
         const double loss = t.mean_loss(*eval, t.eval_rows);
         if (interrupted) return;
+        if (!std::isfinite(loss)) t.not_finite(*eval, t.eval_rows, format("after step %lld: loss %g", (long long)t.step, std::fabs(loss)));
         log.evaluations.push_back({(double)t.step, loss});
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("eval_loss", loss);
@@ -919,8 +976,13 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         if (loss < best) best = loss, t.write_result(o.out + "/best", leaked);
     };
     evaluate(); // a run may have been stopped in the middle of it
+    const double ceiling = multiply_ceiling<T>(ctx, false, 0.02);
+    auto speed = [&](double flops) { // a second
+        return format("%.1f %cFLOP/s, %.3g%% of the ceiling", flops / (flops < 1e12 ? 1e9 : 1e12), flops < 1e12 ? 'G' : 'T', 100 * flops / ceiling);
+    };
     double told = 0;
-    int64_t saved = -1, told_step = t.step;
+    const int64_t begun_at = t.step;
+    int64_t saved = -1;
     size_t told_tokens = 0;
     double told_at = start;
     while (t.step < t.steps && !interrupted) {
@@ -932,11 +994,11 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss).field("lr", t.last_lr);
         w.field("grad_norm", t.last_norm).field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
         common(w);
-        if (now - told >= 1 || t.step == t.steps || told_step == t.step - 1) {
+        if (now - told >= 1 || t.step == t.steps || t.step == begun_at + 1) {
             told = now;
-            fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %.1f GFLOP/s  %.1f MB  %s left\n", (long long)t.step, (long long)t.steps,
-                    t.last_loss, t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), t.flops / took / 1e9,
-                    (double)t.arena.size / 1e6, clock_text((now - start) / (double)(t.step - told_step) * (double)(t.steps - t.step)).c_str());
+            fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n", (long long)t.step, (long long)t.steps,
+                    t.last_loss, t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), speed(t.flops / took).c_str(),
+                    (double)t.arena.size / 1e6, clock_text((now - start) / (double)(t.step - begun_at) * (double)(t.steps - t.step)).c_str());
             told_tokens = t.tokens_done, told_at = now;
         }
         evaluate();
@@ -953,11 +1015,11 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
 
 template <class T> int run_as(const Options& o, const Context& ctx, const ModelFile& file, const Dataset* data, const Dataset* eval, size_t leaked) {
     const int status = data ? train<T>(o, ctx, file, *data, eval, leaked) : 0;
-    if (status == 0 && !o.merge.empty()) merge<T>(o, file, data ? o.out : o.adapter_init, data);
+    if (status == 0 && !o.merge.empty()) merge<T>(o, ctx, file, data ? o.out : o.adapter_init, data);
     return status;
 }
 
-static int run(int argc, char** argv) {
+[[maybe_unused]] static int run(int argc, char** argv) {
     Options o = parse_options(argc, argv);
     if (o.help) return fputs(USAGE, stdout) < 0 || fflush(stdout) != 0;
 #ifdef _OPENMP
@@ -965,6 +1027,7 @@ static int run(int argc, char** argv) {
 #endif
     const ModelFile file(o.model);
     if (file.is_int8()) DIE("%s: INT8 weights are for inference; train the model that they were made of", o.model.c_str());
+    if (!o.merge.empty()) check_merge(file, o.merge);
     if (!o.adapter_init.empty()) o.lora = AdapterFile(o.adapter_init, file.config).config;
     std::unique_ptr<Dataset> data, eval;
     size_t leaked = 0;
@@ -989,9 +1052,11 @@ static int run(int argc, char** argv) {
         }
     }
     const Context ctx = choose_device(o.device, o.dtype, false, file);
+    if (ctx.gpu) o.rank_step = GPU_RANK_STEP;
     return wide(o.device, o.dtype, file) ? run_as<float>(o, ctx, file, data.get(), eval.get(), leaked) : run_as<bf16>(o, ctx, file, data.get(), eval.get(), leaked);
 }
 
+#ifndef TRAIN_NO_MAIN
 int main(int argc, char** argv) {
     struct sigaction action = {};
     action.sa_handler = [](int) { interrupted = 1; };
@@ -1000,3 +1065,4 @@ int main(int argc, char** argv) {
     signal(SIGXFSZ, SIG_IGN); // a file over the limit is an error of write, as a full disk is
     return run_program("train_lora", run, argc, argv);
 }
+#endif // TRAIN_NO_MAIN
