@@ -1502,24 +1502,24 @@ struct Batcher {
 #ifndef SERVE_NO_MAIN // (tests of the parts above need neither HTTP nor main)
 // ===================================================================================================== 6 HTTP
 // By libmicrohttpd: small, GNU, in every distribution, and made for this: a few threads with epoll, and connections that
-// are suspended while there is nothing to send. It parses, times out what is idle (IDLE_S) and limits headers to 32 KB.
-// What it does not do is done by watch(): whole requests have a deadline, and a suspended connection is looked at, since
-// its peer may be gone.
+// are suspended while there is nothing to send. It parses, times out what is idle and limits headers to 32 KB. What it
+// does not do is done by watch(): whole requests and answers have a deadline, however evenly their bytes trickle, and a
+// suspended connection is looked at, since its peer may be gone.
 #include <arpa/inet.h>
 #include <microhttpd.h>
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
-constexpr unsigned IDLE_S = 30;       // without a byte
-constexpr double REQUEST_S = 60;      // for a request line, and then for headers and body
-constexpr double FETCH_S = 300;       // to read an answer that is complete
 constexpr size_t ALL_BODIES = 256 << 20; // bytes of requests that are being read
 
 struct ServerOptions {
     std::string host = "127.0.0.1";
     int port = 8000;
     std::vector<std::string> keys, origins; // API keys (none: open to all); web sites whose scripts may call
+    int deadline = 60;                      // seconds for a request line, and then for headers and body
+    unsigned idle() const { return (unsigned)(deadline + 1) / 2; } // without a byte
+    double fetch() const { return 5. * deadline; }                 // to read an answer that is complete
 };
 
 // What a request is told, and then the log.
@@ -1947,7 +1947,7 @@ void Server::start() {
         flags, (uint16_t)options.port, nullptr, nullptr, &on_request, this, MHD_OPTION_NOTIFY_CONNECTION, &on_connection, this,
         MHD_OPTION_URI_LOG_CALLBACK, &on_request_line, this, MHD_OPTION_NOTIFY_COMPLETED, &on_completion, this,
         MHD_OPTION_SOCK_ADDR, six ? (sockaddr*)&v6 : (sockaddr*)&v4, MHD_OPTION_CONNECTION_LIMIT, connections,
-        MHD_OPTION_CONNECTION_TIMEOUT, IDLE_S, MHD_OPTION_THREAD_POOL_SIZE, threads, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
+        MHD_OPTION_CONNECTION_TIMEOUT, options.idle(), MHD_OPTION_THREAD_POOL_SIZE, threads, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
     if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
 }
 
@@ -1960,18 +1960,19 @@ void Server::watch() {
         std::vector<Peer*> at;
         const double now = seconds();
         for (Peer* peer : peers) {
-            if (peer->phase != Peer::ANSWERING) {
-                if (now - peer->since > REQUEST_S) shutdown(peer->fd, SHUT_RDWR);
-            } else if (peer->reply) {
+            const bool answering = peer->phase == Peer::ANSWERING;
+            if (peer->reply) {
                 fds.push_back({peer->fd, POLLRDHUP, 0});
                 at.push_back(peer);
+            } else if (now - peer->since > (answering ? options.fetch() : options.deadline)) {
+                shutdown(peer->fd, SHUT_RDWR);
             }
         }
         poll(fds.data(), fds.size(), 0);
         for (size_t i = 0; i < fds.size(); i++) {
             if (fds[i].revents) gone.push_back(at[i]->reply);
             std::lock_guard reply_lock(at[i]->reply->mutex);
-            if (at[i]->reply->left == 0 && now - at[i]->reply->last > FETCH_S) shutdown(fds[i].fd, SHUT_RDWR);
+            if (at[i]->reply->left == 0 && now - at[i]->reply->last > options.fetch()) shutdown(fds[i].fd, SHUT_RDWR);
         }
     }
     for (auto& reply : gone) {
@@ -1998,6 +1999,8 @@ static const char* USAGE =
     "  -y, --system TEXT         system prompt of conversations that have none\n"
     "  -r, --think 0|1           whether the model thinks first where a request does not say (default 0)\n"
     "      --api-key-file FILE   a key a line; requests must have one of them\n"
+    "      --deadline SECONDS    for a request to come in (default 60); half of it without a byte, five times of it to fetch\n"
+    "                            an answer: then the connection is closed\n"
     "      --cors ORIGIN         a web site whose scripts may call; may be repeated\n"
     "      --adapter DIR         a LoRA adapter in PEFT's format, as train_lora writes it, beside the weights\n"
     "  -b, --batch FILE -o FILE  OpenAI's Batch format instead of HTTP; interrupted, the same command goes on\n"
@@ -2039,6 +2042,7 @@ static Options parse_options(int argc, char** argv) {
         else if (is("-y", "--system")) o.system = value();
         else if (is("-r", "--think")) o.think = integer(0, 1);
         else if (is("", "--api-key-file")) o.key_file = value();
+        else if (is("", "--deadline")) o.server.deadline = integer(1, 86400);
         else if (is("", "--cors")) o.server.origins.push_back(value());
         else if (is("-b", "--batch")) o.batch = value();
         else if (is("-o", "--output")) o.output = value();

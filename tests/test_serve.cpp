@@ -750,6 +750,148 @@ TEST_CASE("a thousand open streams, and one that reads a byte at a time") {
     CHECK(joined(slow.reply())[0] == same);
 }
 
+// A port that nobody has.
+static int free_port() {
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in at = {};
+    at.sin_family = AF_INET, at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof at;
+    REQUIRE(bind(fd, (sockaddr*)&at, size) == 0);
+    REQUIRE(getsockname(fd, (sockaddr*)&at, &size) == 0);
+    close(fd);
+    return ntohs(at.sin_port);
+}
+
+// Its stderr is a pipe without room: it cannot say that it is ready, and so it is loading until someone reads.
+struct Loading {
+    int port = free_port(), ends[2];
+    std::unique_ptr<Process> process;
+    Loading() {
+        REQUIRE(pipe2(ends, O_NONBLOCK | O_CLOEXEC) == 0);
+        while (write(ends[1], "x", 1) == 1) {}
+        fcntl(ends[1], F_SETFL, 0);
+        process = std::make_unique<Process>(PROGRAM, Serving::with({"--port", std::to_string(port)}), "", [&] { dup2(ends[1], 2); });
+        close(ends[1]);
+        for (const double start = seconds();; usleep(2000)) {
+            REQUIRE(seconds() - start < 30);
+            try { Http http(port); break; } catch (const Error&) {}
+        }
+    }
+    ~Loading() {
+        kill(process->pid, SIGKILL);
+        waitpid(process->pid, nullptr, 0);
+        close(ends[0]);
+    }
+    HttpReply call(const char* method, const char* path, const char* body = "") const { return Http(port).call(method, path, body); }
+};
+
+TEST_CASE("while the model loads, the server says so") {
+    Loading server;
+    const HttpReply health = server.call("GET", "/health");
+    CHECK(health.status == 503);
+    CHECK(Json(health.body)["status"].str() == "loading");
+    for (const char* path : {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/tiny"}) {
+        INFO(path);
+        const HttpReply r = server.call(strstr(path, "models") ? "GET" : "POST", path, "{}");
+        check_refused(r, 503);
+        CHECK(r.headers.at("retry-after") == "1");
+    }
+    CHECK(server.call("GET", "/metrics").status == 200);
+    check_refused(server.call("GET", "/nothing"), 404);
+
+    std::string said;
+    for (const double start = seconds(); said.find("listening on") == std::string::npos; usleep(2000)) {
+        REQUIRE(seconds() - start < 30);
+        char some[4096];
+        const ssize_t n = read(server.ends[0], some, sizeof some);
+        if (n > 0) said.append(some, (size_t)n);
+    }
+    CHECK(server.call("GET", "/health").status == 200);
+    CHECK(server.call("GET", "/v1/models").status == 200);
+}
+
+TEST_CASE("a signal while the model loads ends the server") {
+    Loading server;
+    CHECK(server.call("GET", "/health").status == 503);
+    kill(server.process->pid, SIGTERM);
+    int status;
+    REQUIRE(waitpid(server.process->pid, &status, 0) == server.process->pid);
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 130);
+}
+
+TEST_CASE("deadlines: whoever sends nothing, or a byte now and then") {
+    Serving server({"--deadline", "4"}); // 2 s without a byte
+    struct Client {
+        const char* what;
+        std::string first;
+        bool trickles;
+        std::unique_ptr<Http> http{};
+        double closed = 0;
+    };
+    const std::string post = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n";
+    Client clients[] = {{"nothing", "", false},
+                        {"kept", "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", false},
+                        {"half a body", post + "{", false},
+                        {"request line", "GET /hea", true},
+                        {"headers", "GET /health HTTP/1.1\r\nHost: localhost\r\nX", true},
+                        {"body", post, true}};
+    const double start = seconds();
+    size_t open = 0;
+    for (Client& c : clients) c.http = std::make_unique<Http>(server.port), c.http->send(c.first), open++;
+    CHECK(clients[1].http->reply().status == 200);
+    for (; open > 0; usleep(50'000)) {
+        REQUIRE(seconds() - start < 30);
+        for (Client& c : clients) {
+            char byte;
+            if (c.closed > 0) continue;
+            if (c.trickles) send(c.http->fd, " ", 1, MSG_NOSIGNAL);
+            const ssize_t n = recv(c.http->fd, &byte, 1, MSG_DONTWAIT);
+            CHECK(n <= 0); // not a word
+            if (n < 0 && errno == EAGAIN) continue;
+            c.closed = seconds() - start, open--;
+        }
+        CHECK(Http(server.port).call("GET", "/health").status == 200);
+    }
+    double silent = 0;
+    for (Client& c : clients) {
+        INFO(c.what << " after " << c.closed << " s");
+        CHECK(c.closed > (c.trickles ? 4 : 1.9));
+        if (c.trickles) CHECK(c.closed > silent);
+        else silent = std::max(silent, c.closed);
+    }
+}
+
+TEST_CASE("deadlines: whoever fetches an answer too slowly") {
+    Serving server({"--deadline", "1", "--ctx", "128"}); // 5 s to fetch
+    std::string letters;
+    for (int i = 0; i < 5'000'000; i++) letters += (char)('a' + i * 7 % 26);
+    struct Client {
+        std::unique_ptr<Http> http;
+        size_t length = 0, read = 0;
+    } clients[2]; // an answer of the engine, and one without it; each is many MB
+    auto ask = [&](Client& c, const char* path, const std::string& body) {
+        c.http = std::make_unique<Http>(server.port);
+        const int small = 1 << 16;
+        setsockopt(c.http->fd, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
+        c.http->ask("POST", path, body);
+        const HttpReply head = c.http->head();
+        CHECK(head.status == 200);
+        c.length = (size_t)atol(head.headers.at("content-length").c_str());
+        c.read = c.http->buffer.size();
+    };
+    ask(clients[0], "/v1/chat/completions", question("a", "\"n\": 100, \"max_tokens\": 80, \"ignore_eos\": true, \"logprobs\": true, \"top_logprobs\": 20"));
+    ask(clients[1], "/tokenize", "{\"prompt\": \"" + letters + "\"}");
+    const double start = seconds();
+    for (; lines(server.out.text()).size() < 2; usleep(20'000)) { // of the log: both are closed
+        REQUIRE(seconds() - start < 60);
+        char some[1 << 15]; // 1.6 MB/s; with less the kernel's buffer would not move in a second
+        for (auto& c : clients) c.read += (size_t)std::max<ssize_t>(0, recv(c.http->fd, some, sizeof some, MSG_DONTWAIT));
+    }
+    for (auto& c : clients) CHECK(c.read < c.length);
+    CHECK(seconds() - start > 3); // it was not for want of a byte
+}
+
 TEST_CASE("a full queue is 429, and SIGTERM lets answers come to their end") {
     Serving server({"--max-queue", "1", "--max-seqs", "1"});
     Http first(server.port), second(server.port);
@@ -935,6 +1077,7 @@ TEST_CASE("options") {
     refused({MODEL, "--port", "65536"}, "--port");
     refused({MODEL, "--ctx", "99999", "--port", "0"}, "limit is 4096");
     refused({MODEL, "--host", "nowhere"}, "not an address");
+    refused({MODEL, "--deadline", "0"}, "--deadline");
     refused({MODEL, "--batch", "x"}, "-o");
     refused({MODEL, "-o", "x"}, "--batch");
     refused({MODEL, "-z", VOCABULARY, "--port", "0", "--kv-memory", "0.0001"}, "--kv-memory");
