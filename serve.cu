@@ -90,7 +90,7 @@ struct Job {
     bool ignore_eos = false, thinking = false;
     bool every = false;               // a piece for every token, even if nothing can be shown yet: a stream that lives
     int alternatives = -1;            // of each token that are told, -1: not even its own log-probability
-    uint64_t salt = 1;                // prompts share pages only with those of the same salt
+    uint64_t salt = 1;                // its API key's number: prompts share pages under one key only, and keys take turns
     double arrived = seconds();
 };
 
@@ -119,13 +119,18 @@ struct Desk {
     std::condition_variable news;
     std::vector<Job> inbox;
     size_t inside = 0, limit = 0;     // jobs that the engine has; most there may be in all
+    size_t keys = 1;                  // of API keys; when all is full, each may still have its share of the limit
+    std::map<uint64_t, size_t> held;  // jobs that are not done, by key
     bool closed = false;              // nothing more will come
     Figures figures;                  // as of the last step
 
-    // False: there is no room for them now.
+    // The jobs of one request. False: there is no room for them now.
     bool submit(std::vector<Job>&& jobs) {
         std::lock_guard lock(mutex);
-        if (closed || jobs.size() > limit || inbox.size() + inside > limit - jobs.size()) return false;
+        size_t& own = held[jobs[0].salt];
+        const bool full = inbox.size() + inside + jobs.size() > limit;
+        if (closed || (full && own + jobs.size() > limit / keys)) return false;
+        own += jobs.size();
         for (Job& job : jobs) inbox.push_back(std::move(job));
         news.notify_one();
         return true;
@@ -469,7 +474,7 @@ template <class T> struct Engine {
         size_t left() const { return total() - computed; }
         size_t answered() const { return total() - job.prompt.size(); }
     };
-    using Sequences = std::map<uint64_t, std::unique_ptr<Sequence>>; // in the order of arrival
+    using Sequences = std::map<uint64_t, std::unique_ptr<Sequence>>;
 
     struct Step {
         std::vector<int> token, pos, seq, slot; // the batch; token -1: the one that was just drawn on the GPU
@@ -492,7 +497,10 @@ template <class T> struct Engine {
     int *input, *table;        // a step's numbers, see arrays(); (max_seqs, max_pages)
     PagePool pool;
     std::vector<int> free_slots;
-    Sequences running, waiting;
+    Sequences running;                       // in the order of their first admission
+    std::map<uint64_t, Sequences> waiting;   // a line for each API key, in the order of arrival; line 0: those that gave way
+    std::map<uint64_t, uint64_t> last_turn;  // by key: its latest admission
+    std::vector<uint64_t> done;              // the key of each answer that is, since the desk was told
     std::deque<Step> under_way;
     uint64_t arrivals = 0, admissions = 0, steps = 0;
 
@@ -547,24 +555,24 @@ template <class T> struct Engine {
     // ---- The schedule
     void take_jobs() {
         std::lock_guard lock(desk.mutex);
-        for (Job& job : desk.inbox) waiting[arrivals++] = std::make_unique<Sequence>(std::move(job), tokenizer);
+        for (Job& job : desk.inbox) {
+            const uint64_t key = job.salt;
+            waiting[key][++arrivals] = std::make_unique<Sequence>(std::move(job), tokenizer);
+        }
         desk.inside += desk.inbox.size();
         desk.inbox.clear();
     }
 
-    // First a token of every answer that runs, in order of arrival; then chunks of prompts that have been begun; then,
-    // in order of arrival again, those that wait, as long as there are slots and pages for them. Where a running answer
-    // needs a page and there is none, the one that came last gives way: the first always gets on, and so everyone does.
+    // First a token of every answer that runs, in order; then chunks of prompts that have been begun; then those that
+    // wait, in their turn, as long as there are slots and pages for them. Where a running answer needs a page and there
+    // is none, the last one that runs gives way: the first always gets on, and so everyone does.
     Step plan_step() {
         Step s;
-        for (Sequences* all : {&running, &waiting})
-            for (auto it = all->begin(); it != all->end();) {
-                auto here = it++;
-                if (!here->second->job.reply->cancelled) continue;
-                figures.cancelled++;
-                vacate(*here->second);
-                all->erase(here);
-            }
+        drop_cancelled(running);
+        for (auto it = waiting.begin(); it != waiting.end();) {
+            drop_cancelled(it->second);
+            it = it->second.empty() ? waiting.erase(it) : std::next(it);
+        }
         for (auto it = running.begin(); it != running.end(); ++it) {
             Sequence& q = *it->second;
             if (q.left() != 1 || q.answered() == q.job.max_tokens) continue;
@@ -584,11 +592,40 @@ template <class T> struct Engine {
         };
         for (auto& [number, q] : running)
             if (q->left() > 1 && budget > 0) chunk(number, *q);
-        while (!waiting.empty() && budget > 0 && !free_slots.empty() && admit(*waiting.begin()->second)) {
-            auto it = running.insert(waiting.extract(waiting.begin())).position;
+        while (!waiting.empty() && budget > 0 && !free_slots.empty()) {
+            const auto line = next_line();
+            if (!admit(*line->second.begin()->second)) break;
+            auto node = line->second.extract(line->second.begin());
+            if (line->first != 0) node.key() = node.mapped()->admission; // (who gave way keeps its rank)
+            const auto it = running.insert(std::move(node)).position;
+            if (line->second.empty()) waiting.erase(line);
             chunk(it->first, *it->second);
         }
         return s;
+    }
+
+    // Who waits is admitted first come, first served, within a line. Between lines: those that gave way come first; then
+    // the key with the fewest answers at work; of these the one whose last turn is longest ago. So a key that asks for a
+    // thousand answers delays another key's by one, and each key comes to its turn, since the others' turns are later.
+    typename std::map<uint64_t, Sequences>::iterator next_line() {
+        std::map<uint64_t, size_t> at_work;
+        for (auto& [number, q] : running) at_work[q->job.salt]++;
+        auto rank = [&](uint64_t key) { return std::tuple(key != 0, at_work[key], last_turn[key]); };
+        return std::min_element(waiting.begin(), waiting.end(), [&](auto& a, auto& b) { return rank(a.first) < rank(b.first); });
+    }
+
+    void drop_cancelled(Sequences& all) {
+        for (auto it = all.begin(); it != all.end();) {
+            const auto here = it++;
+            if (!here->second->job.reply->cancelled) continue;
+            figures.cancelled++;
+            leave(all, here);
+        }
+    }
+    void leave(Sequences& all, typename Sequences::iterator it) {
+        vacate(*it->second);
+        done.push_back(it->second->job.salt);
+        all.erase(it);
     }
 
     // The next n rows of q; if they are the last, its next token is drawn.
@@ -625,7 +662,7 @@ template <class T> struct Engine {
         while (q.pages.size() < needed) q.pages.push_back(pool.take());
         q.slot = free_slots.back();
         free_slots.pop_back();
-        q.admission = ++admissions;
+        q.admission = last_turn[q.job.salt] = ++admissions;
         figures.looked_up += total, figures.found += q.computed;
         if (q.cached == SIZE_MAX) q.cached = q.computed, figures.prompt_tokens += total;
         if (found) give(table + (size_t)q.slot * max_pages, q.pages.data(), found); // a step's rows enter their own pages
@@ -648,7 +685,7 @@ template <class T> struct Engine {
         vacate(q);
         q.pending = 0; // what is under way for it is void; `computed` is set when it is admitted again
         figures.preempted++;
-        waiting.insert(running.extract(it));
+        waiting[0].insert(running.extract(it));
     }
 
     // Names the whole pages that are computed by now. (Only now: rows of one batch cannot read each other's pages.)
@@ -666,10 +703,7 @@ template <class T> struct Engine {
             const auto it = running.find(s.draws[i].number);
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
             if (s.informed[i]) told = &s.logits[row++ * (size_t)config.V];
-            if (valid && accept(*it->second, s.ids[i], told)) {
-                vacate(*it->second);
-                running.erase(it);
-            }
+            if (valid && accept(*it->second, s.ids[i], told)) leave(running, it);
         }
     }
 
@@ -710,10 +744,13 @@ template <class T> struct Engine {
     }
 
     void tell() {
-        figures.running = running.size(), figures.waiting = waiting.size();
+        figures.running = running.size(), figures.waiting = 0;
+        for (auto& [key, line] : waiting) figures.waiting += line.size();
         figures.pages_used = (size_t)pages - pool.available();
         std::lock_guard lock(desk.mutex);
-        desk.inside = running.size() + waiting.size();
+        desk.inside = figures.running + figures.waiting;
+        for (uint64_t key : done) desk.held[key]--;
+        done.clear();
         desk.figures = figures;
     }
 
@@ -1993,7 +2030,8 @@ static const char* USAGE =
     "      --name NAME           the model's, for requests (default: its file's)\n"
     "  -c, --ctx N               tokens of a prompt and its answer (default 4096, or the model's limit if that is less)\n"
     "      --max-seqs N          answers at once (default: CPU 16, GPU 256)\n"
-    "      --max-queue N         answers that may wait (default 1024); beyond it requests get status 429\n"
+    "      --max-queue N         answers that may wait (default 1024); beyond it requests get status 429, unless their API key\n"
+    "                            has less than its share of the queue\n"
     "      --kv-memory GB        of the KV cache (default: CPU a quarter of the memory at most, GPU nearly all)\n"
     "      --chunk N             tokens of prompts in a step that others wait for (default: CPU 128, GPU 256)\n"
     "  -y, --system TEXT         system prompt of conversations that have none\n"
@@ -2093,6 +2131,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (e.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", e.context, c.max_positions);
 
     Desk desk;
+    desk.keys = std::max<size_t>(1, o.server.keys.size());
     desk.limit = http ? (size_t)(o.max_queue + e.max_seqs) : (size_t)(4 * e.max_seqs + 2 * MAX_CHOICES);
     Server server(o.server, desk);
     if (http) server.start(); // to say that it is loading

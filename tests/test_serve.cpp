@@ -279,6 +279,97 @@ TEST_CASE("the desk is bounded") {
     CHECK(bench.desk.submit({jobs[0]}));
 }
 
+// Steps until all are done; returns the jobs, by their place in `jobs`, in the order in which their first pieces came.
+static std::vector<size_t> order_of(Bench& bench, const std::vector<Job>& jobs) {
+    std::vector<size_t> order;
+    for (auto& job : jobs) REQUIRE(bench.desk.submit({job}));
+    for (int step = 0; step < 20000 && (step == 0 || bench.desk.inside); step++) {
+        bench.engine.step();
+        for (size_t i = 0; i < jobs.size(); i++)
+            if (!jobs[i].reply->pieces.empty() && !std::count(order.begin(), order.end(), i)) order.push_back(i);
+    }
+    CHECK(order.size() == jobs.size());
+    return order;
+}
+static Job job_of(uint64_t key, size_t prompt, size_t tokens) {
+    Job job;
+    job.reply = std::make_shared<Reply>();
+    job.reply->left = 1;
+    job.salt = key, job.max_tokens = tokens, job.ignore_eos = true, job.every = true;
+    for (size_t i = 0; i < prompt; i++) job.prompt.push_back((int)(i + 7 * key) % 300);
+    return job;
+}
+
+TEST_CASE("keys take turns: whoever asks for much waits behind whoever asks for little") {
+    for (int max_seqs : {1, 2, 5}) {
+        Bench bench({256, max_seqs, 64, 64, 0});
+        std::vector<Job> jobs;
+        for (int i = 0; i < 100; i++) jobs.push_back(job_of(1, 20, 5));
+        jobs.push_back(job_of(2, 20, 5)), jobs.push_back(job_of(3, 20, 5)), jobs.push_back(job_of(2, 20, 5));
+        const std::vector<size_t> order = order_of(bench, jobs);
+        auto place = [&](size_t job) { return std::find(order.begin(), order.end(), job) - order.begin(); };
+        INFO("at most " << max_seqs);
+        CHECK(place(100) <= 2 * max_seqs);
+        CHECK(place(101) <= 2 * max_seqs + 1);
+        CHECK(place(102) > place(101)); // the third key's first before the second key's second
+        CHECK(place(102) <= 4 * max_seqs);
+        std::vector<size_t> first; // in a line nothing changes
+        for (size_t i : order) if (i < 100) first.push_back(i);
+        CHECK(std::is_sorted(first.begin(), first.end()));
+    }
+}
+
+TEST_CASE("under one key answers are begun in the order of the requests") {
+    Bench bench({256, 3, 64, 64, 0});
+    std::vector<Job> jobs;
+    for (int i = 0; i < 60; i++) jobs.push_back(job_of(1, 5 + (size_t)i * 37 % 50, 1 + (size_t)i * 11 % 30));
+    const std::vector<size_t> order = order_of(bench, jobs);
+    CHECK(std::is_sorted(order.begin(), order.end()));
+}
+
+TEST_CASE("what has given way comes back before anyone else, whatever the keys") {
+    Bench bench({256, 4, 64, 64, 20 * Bench::page_bytes()}); // 320 tokens: two answers of 158 at most
+    std::vector<Job> jobs;
+    for (int i = 0; i < 10; i++) jobs.push_back(job_of(1, 8, 150));
+    jobs.push_back(job_of(2, 8, 150)), jobs.push_back(job_of(3, 8, 150));
+    size_t begun = 0; // most at once that have a piece and are not done
+    for (auto& job : jobs) REQUIRE(bench.desk.submit({job}));
+    for (int step = 0; step < 20000 && (step == 0 || bench.desk.inside); step++) {
+        bench.engine.step();
+        size_t started = 0, done = 0;
+        for (auto& job : jobs) started += !job.reply->pieces.empty(), done += job.reply->left == 0;
+        CHECK(started - done <= 4); // no fifth is begun while one of four waits to go on
+        begun = std::max(begun, started - done);
+    }
+    CHECK(begun == 4);
+    CHECK(bench.desk.figures.preempted > 3);
+    for (auto& job : jobs) CHECK(job.reply->left == 0);
+    CHECK(bench.desk.figures.pages_used == 0);
+}
+
+TEST_CASE("a key that fills the queue leaves the others their share") {
+    Bench bench({256, 2, 64, 64, 0});
+    bench.desk.limit = 12, bench.desk.keys = 3;
+    auto ask = [&](uint64_t key, int n) {
+        std::vector<Job> jobs;
+        for (; n > 0; n--) jobs.push_back(job_of(key, 5, 3));
+        return bench.desk.submit(std::move(jobs));
+    };
+    CHECK(ask(1, 12));
+    CHECK(!ask(1, 1));
+    CHECK(ask(2, 3));
+    CHECK(!ask(2, 2));
+    CHECK(ask(2, 1));
+    CHECK(!ask(2, 1)); // a third of twelve
+    CHECK(ask(3, 4));
+    bench.engine.step();
+    CHECK(!ask(3, 1));
+    while (bench.desk.inside) bench.engine.step();
+    CHECK(ask(2, 12));
+    bench.engine.step();
+    CHECK(!ask(2, 1));
+}
+
 // -------------------------------------------------------------------------------------------------- the program
 
 static const char* PROGRAM = getenv("SERVE") ? getenv("SERVE") : "./serve";
@@ -641,7 +732,7 @@ TEST_CASE("HTTP: routes, methods, types, hosts, sizes") {
 
 TEST_CASE("API keys and CORS") {
     const MemoryFile keys("first-key\nsecond-key \n");
-    Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd), "--cors", "https://good.example"});
+    Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd), "--cors", "https://good.example", "--max-seqs", "4"});
     const std::string body = question("The same long question, which fills a page or two of the cache.", "\"max_tokens\": 1");
     for (const char* header : {"", "Authorization: Bearer \r\n", "Authorization: Bearer first-ke\r\n", "Authorization: Bearer first-keyx\r\n",
                                "Authorization: first-key\r\n", "Authorization: Basic first-key\r\n", "Authorization: Bearer first-keyfirst-key\r\n"}) {
@@ -661,6 +752,17 @@ TEST_CASE("API keys and CORS") {
     CHECK(cached("first-key") > 0);
     CHECK(cached("second-key") == 0); // whether someone else asked the same cannot be timed
     CHECK(cached("second-key") > 0);
+
+    // One key floods; another's request is answered long before the flood has ended.
+    std::vector<std::unique_ptr<Http>> flood;
+    for (int i = 0; i < 30; i++) {
+        flood.push_back(std::make_unique<Http>(server.port));
+        flood.back()->ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 1000, \"ignore_eos\": true"), "Authorization: Bearer first-key\r\n");
+    }
+    while (server.metric("num_requests_waiting") < 15) usleep(1000);
+    CHECK(server.post("/v1/chat/completions", body, "Authorization: Bearer second-key\r\n").status == 200);
+    CHECK(server.metric("num_requests_waiting") > 0);
+    flood.clear();
 
     const HttpReply asked = Http(server.port).call("OPTIONS", "/v1/chat/completions", "", "Origin: https://good.example\r\nAccess-Control-Request-Method: POST\r\n");
     CHECK(asked.status == 204);
