@@ -3,6 +3,7 @@
 #include "engine.h"
 #include "http.h"
 #include "process.h"
+#include "workload.h"
 
 // ---------------------------------------------------------------------------------------------------- the pages
 
@@ -368,6 +369,45 @@ TEST_CASE("a key that fills the queue leaves the others their share") {
     CHECK(ask(2, 12));
     bench.engine.step();
     CHECK(!ask(2, 1));
+}
+
+// ------------------------------------------------------------------------------------------------ the benchmark
+
+// The numbers are python3's (3.11; randint has been the same since 3.2):
+//   from random import randint, seed
+//   seed(0)
+//   prompts = [[randint(0, 10000) for _ in range(randint(100, 1024))] for _ in range(256)]
+//   answers = [randint(100, 1024) for _ in range(256)]
+//   [len(p) for p in prompts[:4]], prompts[0][:4], prompts[255][-1], answers[:4], sum(map(len, prompts)), sum(answers)
+//   h = 0xcbf29ce484222325
+//   for b in b"".join(struct.pack(f"<{len(p) + 1}i", *p, a) for p, a in zip(prompts, answers)): h = (h ^ b) * 0x100000001b3 % 2**64
+TEST_CASE("bench_serve's preset is nano-vllm's benchmark, number by number") {
+    const std::vector<Work> all = nano_workload();
+    REQUIRE(all.size() == 256);
+    const size_t lengths[] = {964, 724, 484, 508};
+    const int ids[] = {6311, 6890, 663, 4242}, answers[] = {845, 312, 607, 843};
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(all[i].prompt.size() == lengths[i]);
+        CHECK(all[0].prompt[i] == ids[i]);
+        CHECK(all[i].answer == answers[i]);
+    }
+    CHECK(all[255].prompt.back() == 1958);
+    size_t in = 0, out = 0;
+    uint64_t hash = fnv1a(nullptr, 0);
+    for (const Work& w : all) {
+        in += w.prompt.size(), out += (size_t)w.answer;
+        hash = fnv1a(&w.answer, sizeof w.answer, fnv1a(w.prompt.data(), w.prompt.size() * sizeof(int), hash));
+    }
+    CHECK(in == 142'827);
+    CHECK(out == 133'966);
+    CHECK(hash == 0xb6bec84eb1f71d);
+}
+
+TEST_CASE("Python's randint after another seed, with another range") {
+    PythonRandom random(2026); // seed(2026)
+    for (int dice : {1, 3, 5, 5, 6, 1, 2, 5}) CHECK(random.randint(1, 6) == dice);
+    for (int big : {903263724, 1054209167}) CHECK(random.randint(-5, 1 << 30) == big);
+    CHECK(random.randint(3, 3) == 3);
 }
 
 // -------------------------------------------------------------------------------------------------- the program
