@@ -65,7 +65,7 @@ struct Piece {
     std::string text;
     std::vector<TokenInfo> tokens;
     const char* finish = nullptr;  // with the last piece: "stop" or "length",
-    size_t count = 0, cached = 0;  // tokens of the answer; tokens of the prompt that came from the cache
+    size_t count = 0, cached = 0;  // tokens drawn for the answer, its end token too; tokens of the prompt from the cache
 };
 
 // Where the engine leaves pieces, and whoever asked takes them.
@@ -451,6 +451,7 @@ template <class T> struct Engine {
         if (!next.token.empty()) under_way.push_back(std::move(next));
         for (; under_way.size() > ahead; under_way.pop_front()) hand_out(under_way.front());
         tell();
+        deliver();
     }
 
   private:
@@ -501,6 +502,7 @@ template <class T> struct Engine {
     std::map<uint64_t, Sequences> waiting;   // a line for each API key, in the order of arrival; line 0: those that gave way
     std::map<uint64_t, uint64_t> last_turn;  // by key: its latest admission
     std::vector<uint64_t> done;              // the key of each answer that is, since the desk was told
+    std::vector<std::pair<std::shared_ptr<Reply>, Piece>> outbox;
     std::deque<Step> under_way;
     uint64_t arrivals = 0, admissions = 0, steps = 0;
 
@@ -718,28 +720,20 @@ template <class T> struct Engine {
             remember(q);
             q.speech.feed(piece, row ? describe(row, tokenizer.size(), id, job.alternatives) : TokenInfo{id, 0, "", {}});
         }
-        piece.count = q.ids.size() - job.prompt.size(), piece.cached = q.cached;
+        piece.count = q.ids.size() - job.prompt.size() + end, piece.cached = q.cached;
         if (end || q.speech.filter.stopped) piece.finish = "stop", figures.stopped++;
         else if (piece.count == job.max_tokens) piece.finish = "length", figures.cut++;
         if (piece.finish) q.speech.finish(piece);
 
         const double now = seconds();
-        figures.answer_tokens += !end;
+        figures.answer_tokens++;
         if (q.last == 0) figures.first_token.add(now - job.arrived);
         else figures.between_tokens.add(now - q.last);
         if (piece.finish) figures.whole.add(now - job.arrived);
         q.last = now;
         const bool last = piece.finish;
-        if (piece.finish || job.every || !piece.text.empty() || !piece.tokens.empty()) {
-            piece.choice = job.choice;
-            Reply& reply = *job.reply;
-            std::lock_guard lock(reply.mutex);
-            if (reply.first == 0) reply.first = now;
-            reply.last = now;
-            reply.left -= last;
-            reply.pieces.push_back(std::move(piece));
-            if (reply.wake) reply.wake();
-        }
+        piece.choice = job.choice;
+        if (last || job.every || !piece.text.empty() || !piece.tokens.empty()) outbox.push_back({job.reply, std::move(piece)});
         return last;
     }
 
@@ -752,6 +746,20 @@ template <class T> struct Engine {
         for (uint64_t key : done) desk.held[key]--;
         done.clear();
         desk.figures = figures;
+    }
+
+    // After tell(), so that whoever has got an answer finds it counted, and its place free.
+    void deliver() {
+        const double now = seconds();
+        for (auto& [reply, piece] : outbox) {
+            std::lock_guard lock(reply->mutex);
+            if (reply->first == 0) reply->first = now;
+            reply->last = now;
+            reply->left -= piece.finish != nullptr;
+            reply->pieces.push_back(std::move(piece));
+            if (reply->wake) reply->wake();
+        }
+        outbox.clear();
     }
 
     // ---- A step on the CPU

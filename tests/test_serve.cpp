@@ -1060,6 +1060,14 @@ TEST_CASE("a full queue is 429, and SIGTERM lets answers come to their end") {
     CHECK(server.wait().status == 0);
 }
 
+TEST_CASE("whoever has an answer finds it counted, and its place free") {
+    Serving server({"--max-queue", "0", "--max-seqs", "1"});
+    for (int i = 1; i <= 200; i++) {
+        REQUIRE(server.chat(question("a", "\"max_tokens\": 2, \"ignore_eos\": true")).status == 200);
+        REQUIRE(server.metric("generation_tokens_total") == 2 * i);
+    }
+}
+
 TEST_CASE("10,000 malformed requests") {
     Serving server({"--ctx", "64"});
     Random random{5};
@@ -1135,6 +1143,49 @@ TEST_CASE("a batch answers as the server does, in order, with errors in their pl
     }
     CHECK(scratch.count() == 2); // no partial file is left
     check_refusal(batch(scratch / "in", scratch / "out"), "serve", "exists");
+}
+
+TEST_CASE("completion_tokens: what was drawn, the end token too, in every place the same") {
+    const int end = tiny().file.config.end_tokens.at(0);
+    const std::string ends = format("\"logit_bias\": {\"%d\": 100}, \"max_tokens\": 9", end);
+    const std::string runs = "\"seed\": 3, \"max_tokens\": 12, \"ignore_eos\": true";
+    Serving server;
+    const std::string said = content(server.chat(question("hi", runs)));
+    std::string stop = ", \"stop\": ";
+    size_t cut = said.size() - 1;
+    while (((uint8_t)said[cut] & 0xC0) == 0x80) cut--;
+    sj::quote(stop, said.substr(cut)); // its last character: few texts have it before
+    const std::vector<std::pair<std::string, double>> asked = {
+        {ends, 1}, {ends + ", \"n\": 3", 3}, {ends + ", \"ignore_eos\": true", 9}, {runs, 12}, {runs + stop, said.find(said.substr(cut)) == cut ? 12 : 0}};
+    double sum = 12;
+    std::string in;
+    std::vector<double> counts;
+    for (auto& [more, count] : asked) {
+        const Json j(server.chat(question("hi", more)).body);
+        counts.push_back(j["usage"]["completion_tokens"].number());
+        INFO(more);
+        if (count > 0) CHECK(counts.back() == count);
+        CHECK(j["usage"]["total_tokens"].number() == counts.back() + j["usage"]["prompt_tokens"].number());
+        const std::vector<std::string> events = events_of(server.chat(question("hi", more + ", \"stream\": true, \"stream_options\": {\"include_usage\": true}")).body);
+        CHECK(Json(events.at(events.size() - 2))["usage"]["completion_tokens"].number() == counts.back());
+        sum += 2 * counts.back();
+        in += row((int)counts.size() - 1, question("hi", more));
+    }
+    const Json ended(server.chat(question("hi", ends)).body);
+    CHECK(ended["choices"][(size_t)0]["finish_reason"].str() == "stop");
+    CHECK(ended["choices"][(size_t)0]["message"]["content"].str() == "");
+    sum += 1;
+    CHECK(server.metric("generation_tokens_total") == sum);
+    double logged = 0;
+    for (auto& line : lines(server.stop().out)) logged += Json(line)["completion_tokens"].number();
+    CHECK(logged == sum);
+
+    Scratch scratch;
+    write_file(scratch / "in", in);
+    REQUIRE(batch(scratch / "in", scratch / "out").status == 0);
+    const Strings out = lines(read_file(scratch / "out"));
+    REQUIRE(out.size() == counts.size());
+    for (size_t i = 0; i < out.size(); i++) CHECK(Json(out[i])["response"]["body"]["usage"]["completion_tokens"].number() == counts[i]);
 }
 
 TEST_CASE("with an adapter a batch says what qwen3 says with it, and not what it says without") {
