@@ -955,6 +955,7 @@ constexpr size_t MAX_BODY = 8 << 20; // bytes of a request
 constexpr int MAX_CHOICES = 128;     // answers to one request
 constexpr size_t MAX_STOPS = 16, MAX_STOP = 128; // stop strings; bytes of one
 constexpr int MAX_ALTERNATIVES = 20;
+constexpr size_t MAX_TOLD = 2 << 20; // log-probabilities in one request's answers; a hundred bytes of JSON each
 
 struct Refusal : Error {
     int status;
@@ -1158,6 +1159,7 @@ inline Ask read_ask(const Service& service, std::string_view body, bool chat, ui
     if ((int64_t)prompts.size() * n > MAX_CHOICES) throw Refusal(400, format("at most %d answers to a request", MAX_CHOICES), "n");
     ask.each = (size_t)n;
     auto reply = std::make_shared<Reply>();
+    size_t told = 0;
     for (auto& prompt : prompts) {
         const size_t room = (size_t)service.context - std::min((size_t)service.context, prompt.size());
         if (prompt.empty()) throw Refusal(400, "the prompt is empty", "prompt");
@@ -1172,9 +1174,13 @@ inline Ask read_ask(const Service& service, std::string_view body, bool chat, ui
             one.prompt = prompt;
             one.how.seed += (uint64_t)one.choice;
             one.max_tokens = std::min((size_t)limit, room);
+            told += one.max_tokens * (size_t)(one.alternatives + 1);
             ask.jobs.push_back(std::move(one));
         }
     }
+    if (told > MAX_TOLD)
+        throw Refusal(400, format("at most %zu log-probabilities to a request: ask for fewer answers, tokens or alternatives", MAX_TOLD),
+                      chat ? "top_logprobs" : "logprobs");
     return ask;
 }
 
@@ -1599,7 +1605,7 @@ struct Server {
     void start();
     void watch();
 
-    bool loopback() const { return options.host == "127.0.0.1" || options.host == "::1"; }
+    bool loopback() const { return options.host.compare(0, 4, "127.") == 0 || options.host == "::1"; }
 };
 
 // One request and its answer.
@@ -1615,7 +1621,7 @@ struct Exchange {
     std::unique_ptr<Answer> answer;
     std::shared_ptr<Reply> reply;
     bool suspended = false;                // guarded by reply->mutex
-    std::string out;                       // of a stream; sent up to `sent`
+    std::string out;                       // what is being sent; of a stream, up to `sent`
     size_t sent = 0;
     double first_token = 0;
 
@@ -1662,7 +1668,7 @@ struct Exchange {
             std::string host = header("Host");
             const size_t colon = host.rfind(':');
             if (colon != std::string::npos && host.find(']', colon) == std::string::npos) host.resize(colon);
-            if (host != "localhost" && host != "127.0.0.1" && host != "[::1]" && !host.empty())
+            if (host != "localhost" && host != "127.0.0.1" && host != "[::1]" && host != server.options.host && !host.empty())
                 throw Refusal(403, "this server answers to localhost only (--host makes it public)");
         }
         const std::string encoding = header("Content-Encoding");
@@ -1694,14 +1700,10 @@ struct Exchange {
 
     void read(const char* bytes, size_t n) {
         if (refusal) return;
-        if (body.size() + n > MAX_BODY) {
-            refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", MAX_BODY));
-        } else if ((server.bodies += n) > ALL_BODIES) {
-            server.bodies -= n;
-            refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
-        } else {
-            body.append(bytes, n);
-        }
+        body.append(bytes, n);
+        server.bodies += n;
+        if (body.size() > MAX_BODY) refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", MAX_BODY));
+        else if (server.bodies > ALL_BODIES) refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
     }
 
     // The request is complete.
@@ -1710,20 +1712,27 @@ struct Exchange {
             begun = true;
             server.answering++;
             peer.phase = Peer::ANSWERING, peer.since = seconds();
-            try {
-                if (refusal) throw *refusal;
-                if (Response r = route(); r.status) return respond(r);
-            } catch (const Refusal& r) {
-                Response response{r.status, error_json(r)};
-                if (r.status == 401) response.headers.push_back({"WWW-Authenticate", "Bearer"});
-                if (r.status == 405) response.headers.push_back({"Allow", r.param});
-                if (r.status == 429 || r.status == 503) response.headers.push_back({"Retry-After", "1"});
-                return respond(response);
-            } catch (const std::bad_alloc&) {
-                return respond({503, error_json(503, "out of memory")});
-            }
+            Response r = response();
+            server.bodies -= body.size();
+            body = {}; // the answer may take long, and others need the room
+            if (r.status) return respond(std::move(r));
         }
         return stream ? begin_stream() : finish();
+    }
+
+    Response response() {
+        try {
+            if (refusal) throw *refusal;
+            return route();
+        } catch (const Refusal& r) {
+            Response told{r.status, error_json(r)};
+            if (r.status == 401) told.headers.push_back({"WWW-Authenticate", "Bearer"});
+            if (r.status == 405) told.headers.push_back({"Allow", r.param});
+            if (r.status == 429 || r.status == 503) told.headers.push_back({"Retry-After", "1"});
+            return told;
+        } catch (const std::bad_alloc&) {
+            return {503, error_json(503, "out of memory")};
+        }
     }
 
     // Status 0: the answer is on its way.
@@ -1878,7 +1887,7 @@ struct Exchange {
                 }
                 for (const Piece& piece : pieces) e.out += e.answer->events(piece);
             }
-        } catch (const std::bad_alloc&) {
+        } catch (const std::exception&) {
             return MHD_CONTENT_READER_END_WITH_ERROR;
         }
         const size_t n = std::min(room, e.out.size() - e.sent);
@@ -1887,8 +1896,9 @@ struct Exchange {
         return (ssize_t)n;
     }
 
-    MHD_Result respond(const Response& r) {
-        return send(MHD_create_response_from_buffer(r.body.size(), (void*)r.body.data(), MHD_RESPMEM_MUST_COPY), r);
+    MHD_Result respond(Response&& r) { // its body may be many MB: the library is lent it, until on_completion
+        out = std::move(r.body);
+        return send(MHD_create_response_from_buffer(out.size(), out.data(), MHD_RESPMEM_PERSISTENT), r);
     }
     MHD_Result send(MHD_Response* out, const Response& r) {
         if (!out) return MHD_NO;
@@ -1963,7 +1973,7 @@ static MHD_Result on_request(void* self, MHD_Connection* c, const char* url, con
         if (*n == 0) return e->answer_it();
         e->read(bytes, std::exchange(*n, 0));
         return MHD_YES;
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
         return MHD_NO; // closes the connection
     }
 }
@@ -2106,7 +2116,7 @@ static Options parse_options(int argc, char** argv) {
     return o;
 }
 
-static bool loading = true;
+static volatile sig_atomic_t loading = 1;
 
 // The first signal lets what is under way come to its end; a second one, or one before there is anything, ends all.
 static void on_signal(int) {
@@ -2189,7 +2199,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         std::thread& thread;
         ~Ending() { desk.close(), thread.join(); }
     } ending{desk, thread};
-    loading = false;
+    loading = 0;
     if (!http) return batch->run(server.service, desk);
     server.ready = true;
     const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
