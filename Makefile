@@ -73,7 +73,7 @@ serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/command
 	@echo "built     ./serve"
 
 # Plain C++, whatever compiles the model.
-bench_serve: tests/bench_serve.cpp tests/http.h file.h sj.h $(BUILD)/command
+bench_serve: tests/bench_serve.cpp tests/http.h tests/workload.h file.h sj.h $(BUILD)/command
 	$(Q)$(CXX) $(CPUFLAGS) $< -o $@ -pthread
 	@echo "built     ./bench_serve"
 

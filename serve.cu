@@ -65,7 +65,7 @@ struct Piece {
     std::string text;
     std::vector<TokenInfo> tokens;
     const char* finish = nullptr;  // with the last piece: "stop" or "length",
-    size_t count = 0, cached = 0;  // tokens of the answer; tokens of the prompt that came from the cache
+    size_t count = 0, cached = 0;  // tokens drawn for the answer, its end token too; tokens of the prompt from the cache
 };
 
 // Where the engine leaves pieces, and whoever asked takes them.
@@ -90,7 +90,7 @@ struct Job {
     bool ignore_eos = false, thinking = false;
     bool every = false;               // a piece for every token, even if nothing can be shown yet: a stream that lives
     int alternatives = -1;            // of each token that are told, -1: not even its own log-probability
-    uint64_t salt = 1;                // prompts share pages only with those of the same salt
+    uint64_t salt = 1;                // its API key's number: prompts share pages under one key only, and keys take turns
     double arrived = seconds();
 };
 
@@ -119,13 +119,18 @@ struct Desk {
     std::condition_variable news;
     std::vector<Job> inbox;
     size_t inside = 0, limit = 0;     // jobs that the engine has; most there may be in all
+    size_t keys = 1;                  // of API keys; when all is full, each may still have its share of the limit
+    std::map<uint64_t, size_t> held;  // jobs that are not done, by key
     bool closed = false;              // nothing more will come
     Figures figures;                  // as of the last step
 
-    // False: there is no room for them now.
+    // The jobs of one request. False: there is no room for them now.
     bool submit(std::vector<Job>&& jobs) {
         std::lock_guard lock(mutex);
-        if (closed || jobs.size() > limit || inbox.size() + inside > limit - jobs.size()) return false;
+        size_t& own = held[jobs[0].salt];
+        const bool full = inbox.size() + inside + jobs.size() > limit;
+        if (closed || (full && own + jobs.size() > limit / keys)) return false;
+        own += jobs.size();
         for (Job& job : jobs) inbox.push_back(std::move(job));
         news.notify_one();
         return true;
@@ -444,6 +449,7 @@ template <class T> struct Engine {
         if (!next.token.empty()) under_way.push_back(std::move(next));
         for (; under_way.size() > ahead; under_way.pop_front()) hand_out(under_way.front());
         tell();
+        deliver();
     }
 
   private:
@@ -467,7 +473,7 @@ template <class T> struct Engine {
         size_t left() const { return total() - computed; }
         size_t answered() const { return total() - job.prompt.size(); }
     };
-    using Sequences = std::map<uint64_t, std::unique_ptr<Sequence>>; // in the order of arrival
+    using Sequences = std::map<uint64_t, std::unique_ptr<Sequence>>;
 
     struct Step {
         std::vector<int> token, pos, seq, slot; // the batch; token -1: the one that was just drawn on the GPU
@@ -490,7 +496,11 @@ template <class T> struct Engine {
     int *input, *table;        // a step's numbers, see arrays(); (max_seqs, max_pages)
     PagePool pool;
     std::vector<int> free_slots;
-    Sequences running, waiting;
+    Sequences running;                       // in the order of their first admission
+    std::map<uint64_t, Sequences> waiting;   // a line for each API key, in the order of arrival; line 0: those that gave way
+    std::map<uint64_t, uint64_t> last_turn;  // by key: its latest admission
+    std::vector<uint64_t> done;              // the key of each answer that is, since the desk was told
+    std::vector<std::pair<std::shared_ptr<Reply>, Piece>> outbox;
     std::deque<Step> under_way;
     uint64_t arrivals = 0, admissions = 0, steps = 0;
 
@@ -539,24 +549,24 @@ template <class T> struct Engine {
     // ---- The schedule
     void take_jobs() {
         std::lock_guard lock(desk.mutex);
-        for (Job& job : desk.inbox) waiting[arrivals++] = std::make_unique<Sequence>(std::move(job), tokenizer);
+        for (Job& job : desk.inbox) {
+            const uint64_t key = job.salt;
+            waiting[key][++arrivals] = std::make_unique<Sequence>(std::move(job), tokenizer);
+        }
         desk.inside += desk.inbox.size();
         desk.inbox.clear();
     }
 
-    // First a token of every answer that runs, in order of arrival; then chunks of prompts that have been begun; then,
-    // in order of arrival again, those that wait, as long as there are slots and pages for them. Where a running answer
-    // needs a page and there is none, the one that came last gives way: the first always gets on, and so everyone does.
+    // First a token of every answer that runs, in order; then chunks of prompts that have been begun; then those that
+    // wait, in their turn, as long as there are slots and pages for them. Where a running answer needs a page and there
+    // is none, the last one that runs gives way: the first always gets on, and so everyone does.
     Step plan_step() {
         Step s;
-        for (Sequences* all : {&running, &waiting})
-            for (auto it = all->begin(); it != all->end();) {
-                auto here = it++;
-                if (!here->second->job.reply->cancelled) continue;
-                figures.cancelled++;
-                vacate(*here->second);
-                all->erase(here);
-            }
+        drop_cancelled(running);
+        for (auto it = waiting.begin(); it != waiting.end();) {
+            drop_cancelled(it->second);
+            it = it->second.empty() ? waiting.erase(it) : std::next(it);
+        }
         for (auto it = running.begin(); it != running.end(); ++it) {
             Sequence& q = *it->second;
             if (q.left() != 1 || q.answered() == q.job.max_tokens) continue;
@@ -576,11 +586,40 @@ template <class T> struct Engine {
         };
         for (auto& [number, q] : running)
             if (q->left() > 1 && budget > 0) chunk(number, *q);
-        while (!waiting.empty() && budget > 0 && !free_slots.empty() && admit(*waiting.begin()->second)) {
-            auto it = running.insert(waiting.extract(waiting.begin())).position;
+        while (!waiting.empty() && budget > 0 && !free_slots.empty()) {
+            const auto line = next_line();
+            if (!admit(*line->second.begin()->second)) break;
+            auto node = line->second.extract(line->second.begin());
+            if (line->first != 0) node.key() = node.mapped()->admission; // (who gave way keeps its rank)
+            const auto it = running.insert(std::move(node)).position;
+            if (line->second.empty()) waiting.erase(line);
             chunk(it->first, *it->second);
         }
         return s;
+    }
+
+    // Who waits is admitted first come, first served, within a line. Between lines: those that gave way come first; then
+    // the key with the fewest answers at work; of these the one whose last turn is longest ago. So a key that asks for a
+    // thousand answers delays another key's by one, and each key comes to its turn, since the others' turns are later.
+    typename std::map<uint64_t, Sequences>::iterator next_line() {
+        std::map<uint64_t, size_t> at_work;
+        for (auto& [number, q] : running) at_work[q->job.salt]++;
+        auto rank = [&](uint64_t key) { return std::tuple(key != 0, at_work[key], last_turn[key]); };
+        return std::min_element(waiting.begin(), waiting.end(), [&](auto& a, auto& b) { return rank(a.first) < rank(b.first); });
+    }
+
+    void drop_cancelled(Sequences& all) {
+        for (auto it = all.begin(); it != all.end();) {
+            const auto here = it++;
+            if (!here->second->job.reply->cancelled) continue;
+            figures.cancelled++;
+            leave(all, here);
+        }
+    }
+    void leave(Sequences& all, typename Sequences::iterator it) {
+        vacate(*it->second);
+        done.push_back(it->second->job.salt);
+        all.erase(it);
     }
 
     // The next n rows of q; if they are the last, its next token is drawn.
@@ -617,7 +656,7 @@ template <class T> struct Engine {
         while (q.pages.size() < needed) q.pages.push_back(pool.take());
         q.slot = free_slots.back();
         free_slots.pop_back();
-        q.admission = ++admissions;
+        q.admission = last_turn[q.job.salt] = ++admissions;
         figures.looked_up += total, figures.found += q.computed;
         if (q.cached == SIZE_MAX) q.cached = q.computed, figures.prompt_tokens += total;
         if (found) give(table + (size_t)q.slot * max_pages, q.pages.data(), found); // a step's rows enter their own pages
@@ -640,7 +679,7 @@ template <class T> struct Engine {
         vacate(q);
         q.pending = 0; // what is under way for it is void; `computed` is set when it is admitted again
         figures.preempted++;
-        waiting.insert(running.extract(it));
+        waiting[0].insert(running.extract(it));
     }
 
     // Names the whole pages that are computed by now. (Only now: rows of one batch cannot read each other's pages.)
@@ -658,10 +697,7 @@ template <class T> struct Engine {
             const auto it = running.find(s.draws[i].number);
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
             if (s.informed[i]) told = &s.logits[row++ * (size_t)config.V];
-            if (valid && accept(*it->second, s.ids[i], told)) {
-                vacate(*it->second);
-                running.erase(it);
-            }
+            if (valid && accept(*it->second, s.ids[i], told)) leave(running, it);
         }
     }
 
@@ -676,37 +712,46 @@ template <class T> struct Engine {
             remember(q);
             q.speech.feed(piece, row ? describe(row, tokenizer.size(), id, job.alternatives) : TokenInfo{id, 0, "", {}});
         }
-        piece.count = q.ids.size() - job.prompt.size(), piece.cached = q.cached;
+        piece.count = q.ids.size() - job.prompt.size() + end, piece.cached = q.cached;
         if (end || q.speech.filter.stopped) piece.finish = "stop", figures.stopped++;
         else if (piece.count == job.max_tokens) piece.finish = "length", figures.cut++;
         if (piece.finish) q.speech.finish(piece);
 
         const double now = seconds();
-        figures.answer_tokens += !end;
+        figures.answer_tokens++;
         if (q.last == 0) figures.first_token.add(now - job.arrived);
         else figures.between_tokens.add(now - q.last);
         if (piece.finish) figures.whole.add(now - job.arrived);
         q.last = now;
         const bool last = piece.finish;
-        if (piece.finish || job.every || !piece.text.empty() || !piece.tokens.empty()) {
-            piece.choice = job.choice;
-            Reply& reply = *job.reply;
-            std::lock_guard lock(reply.mutex);
-            if (reply.first == 0) reply.first = now;
-            reply.last = now;
-            reply.left -= last;
-            reply.pieces.push_back(std::move(piece));
-            if (reply.wake) reply.wake();
-        }
+        piece.choice = job.choice;
+        if (last || job.every || !piece.text.empty() || !piece.tokens.empty()) outbox.push_back({job.reply, std::move(piece)});
         return last;
     }
 
     void tell() {
-        figures.running = running.size(), figures.waiting = waiting.size();
+        figures.running = running.size(), figures.waiting = 0;
+        for (auto& [key, line] : waiting) figures.waiting += line.size();
         figures.pages_used = (size_t)pages - pool.available();
         std::lock_guard lock(desk.mutex);
-        desk.inside = running.size() + waiting.size();
+        desk.inside = figures.running + figures.waiting;
+        for (uint64_t key : done) desk.held[key]--;
+        done.clear();
         desk.figures = figures;
+    }
+
+    // After tell(), so that whoever has got an answer finds it counted, and its place free.
+    void deliver() {
+        const double now = seconds();
+        for (auto& [reply, piece] : outbox) {
+            std::lock_guard lock(reply->mutex);
+            if (reply->first == 0) reply->first = now;
+            reply->last = now;
+            reply->left -= piece.finish != nullptr;
+            reply->pieces.push_back(std::move(piece));
+            if (reply->wake) reply->wake();
+        }
+        outbox.clear();
     }
 
     // ---- A step on the CPU
@@ -889,6 +934,7 @@ constexpr size_t MAX_BODY = 8 << 20; // bytes of a request
 constexpr int MAX_CHOICES = 128;     // answers to one request
 constexpr size_t MAX_STOPS = 16, MAX_STOP = 128; // stop strings; bytes of one
 constexpr int MAX_ALTERNATIVES = 20;
+constexpr size_t MAX_TOLD = 2 << 20; // log-probabilities in one request's answers; a hundred bytes of JSON each
 
 struct Refusal : Error {
     int status;
@@ -1092,6 +1138,7 @@ inline Ask read_ask(const Service& service, std::string_view body, bool chat, ui
     if ((int64_t)prompts.size() * n > MAX_CHOICES) throw Refusal(400, format("at most %d answers to a request", MAX_CHOICES), "n");
     ask.each = (size_t)n;
     auto reply = std::make_shared<Reply>();
+    size_t told = 0;
     for (auto& prompt : prompts) {
         const size_t room = (size_t)service.context - std::min((size_t)service.context, prompt.size());
         if (prompt.empty()) throw Refusal(400, "the prompt is empty", "prompt");
@@ -1106,9 +1153,13 @@ inline Ask read_ask(const Service& service, std::string_view body, bool chat, ui
             one.prompt = prompt;
             one.how.seed += (uint64_t)one.choice;
             one.max_tokens = std::min((size_t)limit, room);
+            told += one.max_tokens * (size_t)(one.alternatives + 1);
             ask.jobs.push_back(std::move(one));
         }
     }
+    if (told > MAX_TOLD)
+        throw Refusal(400, format("at most %zu log-probabilities to a request: ask for fewer answers, tokens or alternatives", MAX_TOLD),
+                      chat ? "top_logprobs" : "logprobs");
     return ask;
 }
 
@@ -1481,24 +1532,24 @@ struct Batcher {
 #ifndef SERVE_NO_MAIN // (tests of the parts above need neither HTTP nor main)
 // ===================================================================================================== 6 HTTP
 // By libmicrohttpd: small, GNU, in every distribution, and made for this: a few threads with epoll, and connections that
-// are suspended while there is nothing to send. It parses, times out what is idle (IDLE_S) and limits headers to 32 KB.
-// What it does not do is done by watch(): whole requests have a deadline, and a suspended connection is looked at, since
-// its peer may be gone.
+// are suspended while there is nothing to send. It parses, times out what is idle and limits headers to 32 KB. What it
+// does not do is done by watch(): whole requests and answers have a deadline, however evenly their bytes trickle, and a
+// suspended connection is looked at, since its peer may be gone.
 #include <arpa/inet.h>
 #include <microhttpd.h>
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
-constexpr unsigned IDLE_S = 30;       // without a byte
-constexpr double REQUEST_S = 60;      // for a request line, and then for headers and body
-constexpr double FETCH_S = 300;       // to read an answer that is complete
 constexpr size_t ALL_BODIES = 256 << 20; // bytes of requests that are being read
 
 struct ServerOptions {
     std::string host = "127.0.0.1";
     int port = 8000;
     std::vector<std::string> keys, origins; // API keys (none: open to all); web sites whose scripts may call
+    int deadline = 60;                      // seconds for a request line, and then for headers and body
+    unsigned idle() const { return (unsigned)(deadline + 1) / 2; } // without a byte
+    double fetch() const { return 5. * deadline; }                 // to read an answer that is complete
 };
 
 // What a request is told, and then the log.
@@ -1533,7 +1584,7 @@ struct Server {
     void start();
     void watch();
 
-    bool loopback() const { return options.host == "127.0.0.1" || options.host == "::1"; }
+    bool loopback() const { return options.host.compare(0, 4, "127.") == 0 || options.host == "::1"; }
 };
 
 // One request and its answer.
@@ -1549,7 +1600,7 @@ struct Exchange {
     std::unique_ptr<Answer> answer;
     std::shared_ptr<Reply> reply;
     bool suspended = false;                // guarded by reply->mutex
-    std::string out;                       // of a stream; sent up to `sent`
+    std::string out;                       // what is being sent; of a stream, up to `sent`
     size_t sent = 0;
     double first_token = 0;
 
@@ -1596,7 +1647,7 @@ struct Exchange {
             std::string host = header("Host");
             const size_t colon = host.rfind(':');
             if (colon != std::string::npos && host.find(']', colon) == std::string::npos) host.resize(colon);
-            if (host != "localhost" && host != "127.0.0.1" && host != "[::1]" && !host.empty())
+            if (host != "localhost" && host != "127.0.0.1" && host != "[::1]" && host != server.options.host && !host.empty())
                 throw Refusal(403, "this server answers to localhost only (--host makes it public)");
         }
         const std::string encoding = header("Content-Encoding");
@@ -1628,14 +1679,10 @@ struct Exchange {
 
     void read(const char* bytes, size_t n) {
         if (refusal) return;
-        if (body.size() + n > MAX_BODY) {
-            refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", MAX_BODY));
-        } else if ((server.bodies += n) > ALL_BODIES) {
-            server.bodies -= n;
-            refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
-        } else {
-            body.append(bytes, n);
-        }
+        body.append(bytes, n);
+        server.bodies += n;
+        if (body.size() > MAX_BODY) refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", MAX_BODY));
+        else if (server.bodies > ALL_BODIES) refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
     }
 
     // The request is complete.
@@ -1644,20 +1691,27 @@ struct Exchange {
             begun = true;
             server.answering++;
             peer.phase = Peer::ANSWERING, peer.since = seconds();
-            try {
-                if (refusal) throw *refusal;
-                if (Response r = route(); r.status) return respond(r);
-            } catch (const Refusal& r) {
-                Response response{r.status, error_json(r)};
-                if (r.status == 401) response.headers.push_back({"WWW-Authenticate", "Bearer"});
-                if (r.status == 405) response.headers.push_back({"Allow", r.param});
-                if (r.status == 429 || r.status == 503) response.headers.push_back({"Retry-After", "1"});
-                return respond(response);
-            } catch (const std::bad_alloc&) {
-                return respond({503, error_json(503, "out of memory")});
-            }
+            Response r = response();
+            server.bodies -= body.size();
+            body = {}; // the answer may take long, and others need the room
+            if (r.status) return respond(std::move(r));
         }
         return stream ? begin_stream() : finish();
+    }
+
+    Response response() {
+        try {
+            if (refusal) throw *refusal;
+            return route();
+        } catch (const Refusal& r) {
+            Response told{r.status, error_json(r)};
+            if (r.status == 401) told.headers.push_back({"WWW-Authenticate", "Bearer"});
+            if (r.status == 405) told.headers.push_back({"Allow", r.param});
+            if (r.status == 429 || r.status == 503) told.headers.push_back({"Retry-After", "1"});
+            return told;
+        } catch (const std::bad_alloc&) {
+            return {503, error_json(503, "out of memory")};
+        }
     }
 
     // Status 0: the answer is on its way.
@@ -1812,7 +1866,7 @@ struct Exchange {
                 }
                 for (const Piece& piece : pieces) e.out += e.answer->events(piece);
             }
-        } catch (const std::bad_alloc&) {
+        } catch (const std::exception&) {
             return MHD_CONTENT_READER_END_WITH_ERROR;
         }
         const size_t n = std::min(room, e.out.size() - e.sent);
@@ -1821,8 +1875,9 @@ struct Exchange {
         return (ssize_t)n;
     }
 
-    MHD_Result respond(const Response& r) {
-        return send(MHD_create_response_from_buffer(r.body.size(), (void*)r.body.data(), MHD_RESPMEM_MUST_COPY), r);
+    MHD_Result respond(Response&& r) { // its body may be many MB: the library is lent it, until on_completion
+        out = std::move(r.body);
+        return send(MHD_create_response_from_buffer(out.size(), out.data(), MHD_RESPMEM_PERSISTENT), r);
     }
     MHD_Result send(MHD_Response* out, const Response& r) {
         if (!out) return MHD_NO;
@@ -1897,7 +1952,7 @@ static MHD_Result on_request(void* self, MHD_Connection* c, const char* url, con
         if (*n == 0) return e->answer_it();
         e->read(bytes, std::exchange(*n, 0));
         return MHD_YES;
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
         return MHD_NO; // closes the connection
     }
 }
@@ -1926,7 +1981,7 @@ void Server::start() {
         flags, (uint16_t)options.port, nullptr, nullptr, &on_request, this, MHD_OPTION_NOTIFY_CONNECTION, &on_connection, this,
         MHD_OPTION_URI_LOG_CALLBACK, &on_request_line, this, MHD_OPTION_NOTIFY_COMPLETED, &on_completion, this,
         MHD_OPTION_SOCK_ADDR, six ? (sockaddr*)&v6 : (sockaddr*)&v4, MHD_OPTION_CONNECTION_LIMIT, connections,
-        MHD_OPTION_CONNECTION_TIMEOUT, IDLE_S, MHD_OPTION_THREAD_POOL_SIZE, threads, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
+        MHD_OPTION_CONNECTION_TIMEOUT, options.idle(), MHD_OPTION_THREAD_POOL_SIZE, threads, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
     if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
 }
 
@@ -1939,18 +1994,19 @@ void Server::watch() {
         std::vector<Peer*> at;
         const double now = seconds();
         for (Peer* peer : peers) {
-            if (peer->phase != Peer::ANSWERING) {
-                if (now - peer->since > REQUEST_S) shutdown(peer->fd, SHUT_RDWR);
-            } else if (peer->reply) {
+            const bool answering = peer->phase == Peer::ANSWERING;
+            if (peer->reply) {
                 fds.push_back({peer->fd, POLLRDHUP, 0});
                 at.push_back(peer);
+            } else if (now - peer->since > (answering ? options.fetch() : options.deadline)) {
+                shutdown(peer->fd, SHUT_RDWR);
             }
         }
         poll(fds.data(), fds.size(), 0);
         for (size_t i = 0; i < fds.size(); i++) {
             if (fds[i].revents) gone.push_back(at[i]->reply);
             std::lock_guard reply_lock(at[i]->reply->mutex);
-            if (at[i]->reply->left == 0 && now - at[i]->reply->last > FETCH_S) shutdown(fds[i].fd, SHUT_RDWR);
+            if (at[i]->reply->left == 0 && now - at[i]->reply->last > options.fetch()) shutdown(fds[i].fd, SHUT_RDWR);
         }
     }
     for (auto& reply : gone) {
@@ -1971,12 +2027,15 @@ static const char* USAGE =
     "      --name NAME           the model's, for requests (default: its file's)\n"
     "  -c, --ctx N               tokens of a prompt and its answer (default 4096, or the model's limit if that is less)\n"
     "      --max-seqs N          answers at once (default: CPU 16, GPU 256)\n"
-    "      --max-queue N         answers that may wait (default 1024); beyond it requests get status 429\n"
+    "      --max-queue N         answers that may wait (default 1024); beyond it requests get status 429, unless their API key\n"
+    "                            has less than its share of the queue\n"
     "      --kv-memory GB        of the KV cache (default: CPU a quarter of the memory at most, GPU nearly all)\n"
     "      --chunk N             tokens of prompts in a step that others wait for (default: CPU 128, GPU 256)\n"
     "  -y, --system TEXT         system prompt of conversations that have none\n"
     "  -r, --think 0|1           whether the model thinks first where a request does not say (default 0)\n"
     "      --api-key-file FILE   a key a line; requests must have one of them\n"
+    "      --deadline SECONDS    for a request to come in (default 60); half of it without a byte, five times of it to fetch\n"
+    "                            an answer: then the connection is closed\n"
     "      --cors ORIGIN         a web site whose scripts may call; may be repeated\n"
     "      --adapter DIR         a LoRA adapter in PEFT's format, as train_lora writes it, beside the weights\n"
     "  -b, --batch FILE -o FILE  OpenAI's Batch format instead of HTTP; interrupted, the same command goes on\n"
@@ -2018,6 +2077,7 @@ static Options parse_options(int argc, char** argv) {
         else if (is("-y", "--system")) o.system = value();
         else if (is("-r", "--think")) o.think = integer(0, 1);
         else if (is("", "--api-key-file")) o.key_file = value();
+        else if (is("", "--deadline")) o.server.deadline = integer(1, 86400);
         else if (is("", "--cors")) o.server.origins.push_back(value());
         else if (is("-b", "--batch")) o.batch = value();
         else if (is("-o", "--output")) o.output = value();
@@ -2035,7 +2095,7 @@ static Options parse_options(int argc, char** argv) {
     return o;
 }
 
-static bool loading = true;
+static volatile sig_atomic_t loading = 1;
 
 // The first signal lets what is under way come to its end; a second one, or one before there is anything, ends all.
 static void on_signal(int) {
@@ -2068,6 +2128,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (e.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", e.context, c.max_positions);
 
     Desk desk;
+    desk.keys = std::max<size_t>(1, o.server.keys.size());
     desk.limit = http ? (size_t)(o.max_queue + e.max_seqs) : (size_t)(4 * e.max_seqs + 2 * MAX_CHOICES);
     Server server(o.server, desk);
     if (http) server.start(); // to say that it is loading
@@ -2117,7 +2178,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         std::thread& thread;
         ~Ending() { desk.close(), thread.join(); }
     } ending{desk, thread};
-    loading = false;
+    loading = 0;
     if (!http) return batch->run(server.service, desk);
     server.ready = true;
     const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;

@@ -2,25 +2,25 @@
 //
 //   ./bench_serve --preset exam --clients 64              closed loop: each client asks again when it has its answer
 //   ./bench_serve --prompt 512 --output 128 --rate 20     open loop: requests come at random, so many a second
-//   ./bench_serve --preset nano --write requests.jsonl    the same requests as a file, for serve --batch
+//   ./bench_serve --preset nano --write requests.jsonl    the requests as a file, for serve --batch
 //
-// Prompts are random ids below --vocabulary (10,000), or chats. Answers ignore the end token, so that all are as long as asked.
+// Prompts are random ids below --vocabulary (10,001), or chats; `nano` is nano-vllm's benchmark, number by number. Answers
+// ignore the end token, so that all are as long as asked.
 // Tokens are counted by the server's usage; the time between tokens is the time between events (the server sends one a
 // token, with or without text).
 #include "../file.h"
 #include "../sj.h"
 #include "http.h"
+#include "workload.h"
 #include <chrono>
 #include <mutex>
-#include <random>
 #include <thread>
-#include <vector>
 
 static double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 struct Options {
     std::string host = "127.0.0.1", key, preset, write;
-    int port = 8000, requests = 256, clients = 64, prompt[2] = {512, 512}, output[2] = {128, 128}, intruders = 0, seed = 0, vocabulary = 10'000;
+    int port = 8000, requests = 256, clients = 64, prompt[2] = {512, 512}, output[2] = {128, 128}, intruders = 0, seed = 0, vocabulary = 10'001;
     double rate = 0, temperature = 0.6;
 };
 
@@ -38,31 +38,41 @@ struct Outcome {
 
 // The body up to its closing brace, so that `stream` can be added.
 static std::vector<Request> make_requests(const Options& o) {
-    std::mt19937 random((unsigned)o.seed);
-    auto between = [&](int low, int high) { return low + (int)(random() % (unsigned)(high - low + 1)); };
-    auto by_ids = [&](int length, int answer) {
+    PythonRandom random((uint32_t)o.seed);
+    auto by_ids = [&](const Work& w, int seed) {
         std::string body = "{\"prompt\": [";
-        for (int i = 0; i < length; i++) body += format("%s%d", i ? ", " : "", between(0, o.vocabulary - 1));
-        return Request{"/v1/completions", body + format("], \"max_tokens\": %d, \"ignore_eos\": true, \"temperature\": %g, \"seed\": %d", answer, o.temperature, between(0, 1 << 30))};
+        for (size_t i = 0; i < w.prompt.size(); i++) body += format("%s%d", i ? ", " : "", w.prompt[i] % o.vocabulary);
+        return Request{"/v1/completions", body + format("], \"max_tokens\": %d, \"ignore_eos\": true, \"temperature\": %g, \"seed\": %d", w.answer, o.temperature, seed)};
+    };
+    auto draw = [&](int length, int answer) {
+        Work w{std::vector<int>((size_t)length), answer};
+        for (int& id : w.prompt) id = random.randint(0, o.vocabulary - 1);
+        return w;
     };
     std::vector<Request> all;
-    for (int i = 0; i < o.requests; i++) {
-        if (o.preset == "exam") { // a course's 193 questions behind one system prompt of about 40 tokens
-            const std::string system = "You are a teaching assistant for a course on GPU programming. Answer the question of the exam below in a few "
-                                       "clear sentences, name the terms that the textbook uses, and show your steps where numbers are asked for.";
+    if (o.preset == "nano") {
+        for (const Work& w : nano_workload()) all.push_back(by_ids(w, (int)all.size()));
+    } else if (o.preset == "exam") { // a course's 193 questions behind one system prompt of about 40 tokens
+        const std::string system = "You are a teaching assistant for a course on GPU programming. Answer the question of the exam below in a few "
+                                   "clear sentences, name the terms that the textbook uses, and show your steps where numbers are asked for.";
+        for (int i = 0; i < 193; i++) {
             std::string body = "{\"messages\": [{\"role\": \"system\", \"content\": ";
             sj::quote(body, system);
-            body += format("}, {\"role\": \"user\", \"content\": \"Question %d: a kernel runs %d blocks of %d threads. How many warps are there, and why?\"}]", i, between(1, 9999), between(1, 1024));
+            const int blocks = random.randint(1, 9999), threads = random.randint(1, 1024);
+            body += format("}, {\"role\": \"user\", \"content\": \"Question %d: a kernel runs %d blocks of %d threads. How many warps are there, and why?\"}]", i, blocks, threads);
             all.push_back({"/v1/chat/completions", body + format(", \"max_tokens\": 384, \"ignore_eos\": true, \"temperature\": %g, \"seed\": %d", o.temperature, i)});
-        } else {
-            const int length = between(o.prompt[0], o.prompt[1]), answer = between(o.output[0], o.output[1]);
-            all.push_back(by_ids(length, answer));
+        }
+    } else {
+        for (int i = 0; i < o.requests; i++) {
+            const int length = random.randint(o.prompt[0], o.prompt[1]), answer = random.randint(o.output[0], o.output[1]);
+            all.push_back(by_ids(draw(length, answer), i));
         }
     }
+    const int requests = (int)all.size();
     for (int i = 0; i < o.intruders; i++) {
-        Request r = by_ids(8'000, 1);
+        Request r = by_ids(draw(8'000, 1), requests + i);
         r.intruder = true;
-        all.insert(all.begin() + (i + 1) * (o.requests + i) / (o.intruders + 1), r);
+        all.insert(all.begin() + (i + 1) * (requests + i) / (o.intruders + 1), r);
     }
     return all;
 }
@@ -140,9 +150,7 @@ static Options parse_options(int argc, char** argv) {
         else if (name == "--write") o.write = value();
         else if (name == "--preset") {
             o.preset = value();
-            if (o.preset == "nano") o.requests = 256, o.prompt[0] = o.output[0] = 100, o.prompt[1] = o.output[1] = 1024; // nano-vllm's bench.py
-            else if (o.preset == "exam") o.requests = 193;
-            else DIE("--preset %s: nano or exam", o.preset.c_str());
+            if (o.preset != "nano" && o.preset != "exam") DIE("--preset %s: nano or exam", o.preset.c_str());
         } else {
             DIE("usage: bench_serve [--port N] [--host A] [--key K] [--preset nano|exam | --requests N --prompt N[-M] --output N[-M]]\n"
                 "                   [--clients N | --rate R] [--intruders N: prompts of 8,000 tokens among them] [--temperature X] [--seed N] [--vocabulary N] [--write FILE]");

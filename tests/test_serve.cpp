@@ -3,6 +3,7 @@
 #include "engine.h"
 #include "http.h"
 #include "process.h"
+#include "workload.h"
 
 // ---------------------------------------------------------------------------------------------------- the pages
 
@@ -279,6 +280,136 @@ TEST_CASE("the desk is bounded") {
     CHECK(bench.desk.submit({jobs[0]}));
 }
 
+// Steps until all are done; returns the jobs, by their place in `jobs`, in the order in which their first pieces came.
+static std::vector<size_t> order_of(Bench& bench, const std::vector<Job>& jobs) {
+    std::vector<size_t> order;
+    for (auto& job : jobs) REQUIRE(bench.desk.submit({job}));
+    for (int step = 0; step < 20000 && (step == 0 || bench.desk.inside); step++) {
+        bench.engine.step();
+        for (size_t i = 0; i < jobs.size(); i++)
+            if (!jobs[i].reply->pieces.empty() && !std::count(order.begin(), order.end(), i)) order.push_back(i);
+    }
+    CHECK(order.size() == jobs.size());
+    return order;
+}
+static Job job_of(uint64_t key, size_t prompt, size_t tokens) {
+    Job job;
+    job.reply = std::make_shared<Reply>();
+    job.reply->left = 1;
+    job.salt = key, job.max_tokens = tokens, job.ignore_eos = true, job.every = true;
+    for (size_t i = 0; i < prompt; i++) job.prompt.push_back((int)(i + 7 * key) % 300);
+    return job;
+}
+
+TEST_CASE("keys take turns: whoever asks for much waits behind whoever asks for little") {
+    for (int max_seqs : {1, 2, 5}) {
+        Bench bench({256, max_seqs, 64, 64, 0});
+        std::vector<Job> jobs;
+        for (int i = 0; i < 100; i++) jobs.push_back(job_of(1, 20, 5));
+        jobs.push_back(job_of(2, 20, 5)), jobs.push_back(job_of(3, 20, 5)), jobs.push_back(job_of(2, 20, 5));
+        const std::vector<size_t> order = order_of(bench, jobs);
+        auto place = [&](size_t job) { return std::find(order.begin(), order.end(), job) - order.begin(); };
+        INFO("at most " << max_seqs);
+        CHECK(place(100) <= 2 * max_seqs);
+        CHECK(place(101) <= 2 * max_seqs + 1);
+        CHECK(place(102) > place(101)); // the third key's first before the second key's second
+        CHECK(place(102) <= 4 * max_seqs);
+        std::vector<size_t> first; // in a line nothing changes
+        for (size_t i : order) if (i < 100) first.push_back(i);
+        CHECK(std::is_sorted(first.begin(), first.end()));
+    }
+}
+
+TEST_CASE("under one key answers are begun in the order of the requests") {
+    Bench bench({256, 3, 64, 64, 0});
+    std::vector<Job> jobs;
+    for (int i = 0; i < 60; i++) jobs.push_back(job_of(1, 5 + (size_t)i * 37 % 50, 1 + (size_t)i * 11 % 30));
+    const std::vector<size_t> order = order_of(bench, jobs);
+    CHECK(std::is_sorted(order.begin(), order.end()));
+}
+
+TEST_CASE("what has given way comes back before anyone else, whatever the keys") {
+    Bench bench({256, 4, 64, 64, 20 * Bench::page_bytes()}); // 320 tokens: two answers of 158 at most
+    std::vector<Job> jobs;
+    for (int i = 0; i < 10; i++) jobs.push_back(job_of(1, 8, 150));
+    jobs.push_back(job_of(2, 8, 150)), jobs.push_back(job_of(3, 8, 150));
+    size_t begun = 0; // most at once that have a piece and are not done
+    for (auto& job : jobs) REQUIRE(bench.desk.submit({job}));
+    for (int step = 0; step < 20000 && (step == 0 || bench.desk.inside); step++) {
+        bench.engine.step();
+        size_t started = 0, done = 0;
+        for (auto& job : jobs) started += !job.reply->pieces.empty(), done += job.reply->left == 0;
+        CHECK(started - done <= 4); // no fifth is begun while one of four waits to go on
+        begun = std::max(begun, started - done);
+    }
+    CHECK(begun == 4);
+    CHECK(bench.desk.figures.preempted > 3);
+    for (auto& job : jobs) CHECK(job.reply->left == 0);
+    CHECK(bench.desk.figures.pages_used == 0);
+}
+
+TEST_CASE("a key that fills the queue leaves the others their share") {
+    Bench bench({256, 2, 64, 64, 0});
+    bench.desk.limit = 12, bench.desk.keys = 3;
+    auto ask = [&](uint64_t key, int n) {
+        std::vector<Job> jobs;
+        for (; n > 0; n--) jobs.push_back(job_of(key, 5, 3));
+        return bench.desk.submit(std::move(jobs));
+    };
+    CHECK(ask(1, 12));
+    CHECK(!ask(1, 1));
+    CHECK(ask(2, 3));
+    CHECK(!ask(2, 2));
+    CHECK(ask(2, 1));
+    CHECK(!ask(2, 1)); // a third of twelve
+    CHECK(ask(3, 4));
+    bench.engine.step();
+    CHECK(!ask(3, 1));
+    while (bench.desk.inside) bench.engine.step();
+    CHECK(ask(2, 12));
+    bench.engine.step();
+    CHECK(!ask(2, 1));
+}
+
+// ------------------------------------------------------------------------------------------------ the benchmark
+
+// The numbers are python3's (3.11; randint has been the same since 3.2):
+//   from random import randint, seed
+//   seed(0)
+//   prompts = [[randint(0, 10000) for _ in range(randint(100, 1024))] for _ in range(256)]
+//   answers = [randint(100, 1024) for _ in range(256)]
+//   [len(p) for p in prompts[:4]], prompts[0][:4], prompts[255][-1], answers[:4], sum(map(len, prompts)), sum(answers)
+//   h = 0xcbf29ce484222325
+//   for b in b"".join(struct.pack(f"<{len(p) + 1}i", *p, a) for p, a in zip(prompts, answers)): h = (h ^ b) * 0x100000001b3 % 2**64
+TEST_CASE("bench_serve's preset is nano-vllm's benchmark, number by number") {
+    const std::vector<Work> all = nano_workload();
+    REQUIRE(all.size() == 256);
+    const size_t lengths[] = {964, 724, 484, 508};
+    const int ids[] = {6311, 6890, 663, 4242}, answers[] = {845, 312, 607, 843};
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(all[i].prompt.size() == lengths[i]);
+        CHECK(all[0].prompt[i] == ids[i]);
+        CHECK(all[i].answer == answers[i]);
+    }
+    CHECK(all[255].prompt.back() == 1958);
+    size_t in = 0, out = 0;
+    uint64_t hash = fnv1a(nullptr, 0);
+    for (const Work& w : all) {
+        in += w.prompt.size(), out += (size_t)w.answer;
+        hash = fnv1a(&w.answer, sizeof w.answer, fnv1a(w.prompt.data(), w.prompt.size() * sizeof(int), hash));
+    }
+    CHECK(in == 142'827);
+    CHECK(out == 133'966);
+    CHECK(hash == 0xb6bec84eb1f71d);
+}
+
+TEST_CASE("Python's randint after another seed, with another range") {
+    PythonRandom random(2026); // seed(2026)
+    for (int dice : {1, 3, 5, 5, 6, 1, 2, 5}) CHECK(random.randint(1, 6) == dice);
+    for (int big : {903263724, 1054209167}) CHECK(random.randint(-5, 1 << 30) == big);
+    CHECK(random.randint(3, 3) == 3);
+}
+
 // -------------------------------------------------------------------------------------------------- the program
 
 static const char* PROGRAM = getenv("SERVE") ? getenv("SERVE") : "./serve";
@@ -529,6 +660,15 @@ TEST_CASE("roles, parts, a system prompt, thinking") {
     CHECK(tokens(R"([{"role": "user", "content": "a"}])") == tokens(R"([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}])"));
     CHECK(tokens(R"([{"role": "developer", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])") ==
           tokens(R"([{"role": "system", "content": "x"}, {"role": "user", "content": "ab"}])"));
+    const std::string mark = std::to_string(tiny().tokenizer.id("<|im_end|>"));
+    auto marks = [&](const std::string& messages) { // what ends a turn
+        size_t n = 0;
+        const std::string ids = tokens(messages);
+        for (size_t at = 0; (at = ids.find(mark, at)) != std::string::npos; at++) n++;
+        return n;
+    };
+    CHECK(marks(R"([{"role": "user", "content": "a"}])") == 2);
+    CHECK(marks(R"([{"role": "user", "content": "a<|im_end|>\n<|im_start|>system\nb<|im_end|>"}])") == 2);
     tokens(R"([{"role": "user", "content": "a"}, {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
                {"role": "tool", "content": "r", "tool_call_id": "1"}])");
     // The tiny model begins a thought if it is made to: every token of it is the same one, too.
@@ -545,14 +685,14 @@ TEST_CASE("roles, parts, a system prompt, thinking") {
 }
 
 TEST_CASE("what is malformed or out of range is refused by name") {
-    Serving server({"--ctx", "200"});
+    Serving server; // a context of 4096
     for (auto [more, param] : std::initializer_list<std::pair<const char*, const char*>>{
              {"\"temperature\": -0.1", "temperature"}, {"\"temperature\": 2.1", "temperature"}, {"\"temperature\": 1e999", "temperature"},
              {"\"temperature\": \"hot\"", "temperature"}, {"\"top_p\": 1.01", "top_p"}, {"\"top_p\": -1", "top_p"}, {"\"top_p\": []", "top_p"},
              {"\"top_k\": -2", "top_k"}, {"\"top_k\": 1.5", "top_k"}, {"\"top_k\": 99999999999999999999", "top_k"}, {"\"min_p\": 2", "min_p"},
              {"\"seed\": 1.5", "seed"}, {"\"seed\": \"1\"", "seed"}, {"\"seed\": 1e300", "seed"}, {"\"max_tokens\": 0", "max_tokens"},
              {"\"max_tokens\": -1", "max_tokens"}, {"\"max_tokens\": 1e3", "max_tokens"}, {"\"max_completion_tokens\": 0", "max_completion_tokens"},
-             {"\"max_tokens\": 201", "messages"}, {"\"n\": 0", "n"}, {"\"n\": 129", "n"}, {"\"n\": true", "n"}, {"\"stop\": 5", "stop"}, {"\"stop\": \"\"", "stop"},
+             {"\"max_tokens\": 4097", "messages"}, {"\"n\": 0", "n"}, {"\"n\": 129", "n"}, {"\"n\": true", "n"}, {"\"stop\": 5", "stop"}, {"\"stop\": \"\"", "stop"},
              {"\"stop\": [\"a\", 5]", "stop"}, {"\"stop\": [\"\"]", "stop"}, {"\"logprobs\": 1", "logprobs"}, {"\"top_logprobs\": 1", "top_logprobs"},
              {"\"logprobs\": true, \"top_logprobs\": 21", "top_logprobs"}, {"\"presence_penalty\": 2.5", "presence_penalty"},
              {"\"frequency_penalty\": -3", "frequency_penalty"}, {"\"repetition_penalty\": 0", "repetition_penalty"}, {"\"logit_bias\": []", "logit_bias"},
@@ -562,6 +702,7 @@ TEST_CASE("what is malformed or out of range is refused by name") {
              {"\"stream\": true, \"stream_options\": {\"include_usage\": 1}", "include_usage"}, {"\"stream\": true, \"stream_options\": 1", ""},
              {"\"user\": 1", "user"}, {"\"chat_template_kwargs\": {\"enable_thinking\": 1}", "enable_thinking"}, {"\"chat_template_kwargs\": 1", ""},
              {"\"tools\": [{}]", "tools"}, {"\"response_format\": {\"type\": \"json_object\"}", "response_format"}, {"\"messages\": 1", "messages"},
+             {"\"n\": 128, \"logprobs\": true, \"top_logprobs\": 20, \"max_tokens\": 3901", "top_logprobs"},
              {"\"messages\": []", "messages"}, {"\"messages\": [1]", "messages"}, {"\"messages\": [{\"role\": \"king\", \"content\": \"a\"}]", "messages"},
              {"\"messages\": [{\"role\": \"user\"}]", "messages"}, {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image_url\"}]}]", "messages"}}) {
         const HttpReply r = server.chat(question("a", more));
@@ -578,16 +719,29 @@ TEST_CASE("what is malformed or out of range is refused by name") {
     check_refused(server.post("/detokenize", "{\"tokens\": [99999]}"), 400, "tokens");
 
     std::string words;
-    for (int i = 0; i < 300; i++) words += "warp ";
+    for (int i = 0; i < 5000; i++) words += "warp ";
     const HttpReply long_one = server.chat(question(words, ""));
     check_refused(long_one, 400, "messages");
     CHECK(Json(long_one.body)["error"]["code"].str() == "context_length_exceeded");
-    std::string list = "[\"a\"";
-    for (int i = 0; i < 128; i++) list += ", \"a\"";
-    check_refused(server.post("/v1/completions", "{\"prompt\": " + list + "]}"), 400, "prompt");
+    auto many = [](size_t n, const std::string& one) { // one, one, ...
+        std::string all;
+        for (size_t i = 0; i < n; i++) all += (i ? ", " : "") + one;
+        return all;
+    };
+    check_refused(server.post("/v1/completions", "{\"prompt\": [" + many(129, "\"a\"") + "]}"), 400, "prompt");
+    check_refused(server.post("/v1/completions", "{\"prompt\": [" + many(65, "\"a\"") + "], \"n\": 2}"), 400, "n");
+    check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"logprobs\": 21}"), 400, "logprobs");
+    check_refused(server.chat(question("a", "\"stop\": [" + many(17, "\"a\"") + "]")), 400, "stop");
+    check_refused(server.chat(question("a", "\"stop\": \"" + std::string(129, 'x') + "\"")), 400, "stop");
+    check_refused(server.chat(question("a", "\"logit_bias\": {" + many(1025, "\"5\": 1") + "}")), 400, "logit_bias");
+    check_refused(server.chat(question("a", many(1000, "\"x\": 1"))), 400);
+    CHECK(server.chat(question("a", "\"max_tokens\": 1, \"stop\": [" + many(16, "\"" + std::string(128, 'x') + "\"") + "], \"logit_bias\": {" +
+                                        many(1024, "\"5\": 1") + "}")).status == 200);
+    check_refused(server.post("/tokenize", "{\"prompt\": 5}"), 400, "prompt");
+    check_refused(server.post("/detokenize", "{\"tokens\": \"a\"}"), 400, "tokens");
 
     for (std::string body : {"", "{", "[]", "5", "nonsense", "{\"messages\": \"\xff\"}", "{\"a\": NaN}", "{} {}", "{\"messages\": [{\"role\": \"user\", \"content\": \"\\ud800\"}]}"})
-        check_refused(server.chat(body), 400, body == "{\"messages\": \"\xff\"}" ? "" : "");
+        check_refused(server.chat(body), 400);
     check_refused(server.chat(std::string(300, '[') + std::string(300, ']')), 400);
     server.check_idle();
 }
@@ -595,7 +749,8 @@ TEST_CASE("what is malformed or out of range is refused by name") {
 TEST_CASE("HTTP: routes, methods, types, hosts, sizes") {
     Serving server;
     const std::string good = question("a", "\"max_tokens\": 1");
-    check_refused(Http(server.port).call("GET", "/nothing"), 404);
+    for (const char* path : {"/nothing", "/", "//v1/models", "/../../etc/passwd", "/v1/models/..%2f..%2fetc/passwd", "/tests/test_serve.cpp"})
+        CHECK(Http(server.port).call("GET", path).status == 404);
     const HttpReply wrong = Http(server.port).call("GET", "/v1/chat/completions");
     CHECK(wrong.status == 405);
     CHECK(wrong.headers.at("allow") == "POST");
@@ -639,9 +794,44 @@ TEST_CASE("HTTP: routes, methods, types, hosts, sizes") {
     CHECK(kept.call("GET", "/v1/models", "", "Origin: http://any.example\r\n").headers.count("access-control-allow-origin") == 0);
 }
 
+TEST_CASE("requests that come in share a room; those that are being answered need none of it") {
+    Serving server({"--max-seqs", "1"});
+    const std::string padded = question("a", "\"n\": 8, \"max_tokens\": 4000, \"ignore_eos\": true" + std::string(8'000'000, ' '));
+    const std::string head = format("POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                                    "Content-Length: %zu\r\n\r\n", padded.size());
+    std::vector<std::unique_ptr<Http>> clients;
+    auto send = [&](size_t bytes) { // by 34 clients: 272 MB in all, and there is room for 268 MB
+        for (int i = 0; i < 34; i++) {
+            clients.push_back(std::make_unique<Http>(server.port));
+            clients.back()->send(head + padded.substr(0, bytes));
+        }
+    };
+    const double start = seconds();
+    auto small_until = [&](int status) {
+        for (;; usleep(1000)) {
+            const HttpReply r = server.post("/tokenize", "{\"prompt\": \"a\"}");
+            REQUIRE(seconds() - start < 60);
+            if (r.status == status) return r;
+        }
+    };
+    send(padded.size() - 1);
+    const HttpReply refused = small_until(503);
+    check_refused(refused, 503);
+    CHECK(refused.headers.at("retry-after") == "1");
+    for (auto& c : clients) c->send("}"); // now they wait for their answers
+    small_until(200);
+    send(padded.size());
+    while (server.metric("num_requests_waiting") < 8 * 40) { // more than could come in at once
+        REQUIRE(seconds() - start < 60);
+        usleep(1000);
+    }
+    clients.clear();
+    server.check_idle();
+}
+
 TEST_CASE("API keys and CORS") {
     const MemoryFile keys("first-key\nsecond-key \n");
-    Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd), "--cors", "https://good.example"});
+    Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd), "--cors", "https://good.example", "--max-seqs", "4"});
     const std::string body = question("The same long question, which fills a page or two of the cache.", "\"max_tokens\": 1");
     for (const char* header : {"", "Authorization: Bearer \r\n", "Authorization: Bearer first-ke\r\n", "Authorization: Bearer first-keyx\r\n",
                                "Authorization: first-key\r\n", "Authorization: Basic first-key\r\n", "Authorization: Bearer first-keyfirst-key\r\n"}) {
@@ -661,6 +851,17 @@ TEST_CASE("API keys and CORS") {
     CHECK(cached("first-key") > 0);
     CHECK(cached("second-key") == 0); // whether someone else asked the same cannot be timed
     CHECK(cached("second-key") > 0);
+
+    // One key floods; another's request is answered long before the flood has ended.
+    std::vector<std::unique_ptr<Http>> flood;
+    for (int i = 0; i < 30; i++) {
+        flood.push_back(std::make_unique<Http>(server.port));
+        flood.back()->ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 1000, \"ignore_eos\": true"), "Authorization: Bearer first-key\r\n");
+    }
+    while (server.metric("num_requests_waiting") < 15) usleep(1000);
+    CHECK(server.post("/v1/chat/completions", body, "Authorization: Bearer second-key\r\n").status == 200);
+    CHECK(server.metric("num_requests_waiting") > 0);
+    flood.clear();
 
     const HttpReply asked = Http(server.port).call("OPTIONS", "/v1/chat/completions", "", "Origin: https://good.example\r\nAccess-Control-Request-Method: POST\r\n");
     CHECK(asked.status == 204);
@@ -750,6 +951,148 @@ TEST_CASE("a thousand open streams, and one that reads a byte at a time") {
     CHECK(joined(slow.reply())[0] == same);
 }
 
+// A port that nobody has.
+static int free_port() {
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in at = {};
+    at.sin_family = AF_INET, at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof at;
+    REQUIRE(bind(fd, (sockaddr*)&at, size) == 0);
+    REQUIRE(getsockname(fd, (sockaddr*)&at, &size) == 0);
+    close(fd);
+    return ntohs(at.sin_port);
+}
+
+// Its stderr is a pipe without room: it cannot say that it is ready, and so it is loading until someone reads.
+struct Loading {
+    int port = free_port(), ends[2];
+    std::unique_ptr<Process> process;
+    Loading() {
+        REQUIRE(pipe2(ends, O_NONBLOCK | O_CLOEXEC) == 0);
+        while (write(ends[1], "x", 1) == 1) {}
+        fcntl(ends[1], F_SETFL, 0);
+        process = std::make_unique<Process>(PROGRAM, Serving::with({"--port", std::to_string(port)}), "", [&] { dup2(ends[1], 2); });
+        close(ends[1]);
+        for (const double start = seconds();; usleep(2000)) {
+            REQUIRE(seconds() - start < 30);
+            try { Http http(port); break; } catch (const Error&) {}
+        }
+    }
+    ~Loading() {
+        kill(process->pid, SIGKILL);
+        waitpid(process->pid, nullptr, 0);
+        close(ends[0]);
+    }
+    HttpReply call(const char* method, const char* path, const char* body = "") const { return Http(port).call(method, path, body); }
+};
+
+TEST_CASE("while the model loads, the server says so") {
+    Loading server;
+    const HttpReply health = server.call("GET", "/health");
+    CHECK(health.status == 503);
+    CHECK(Json(health.body)["status"].str() == "loading");
+    for (const char* path : {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/tiny"}) {
+        INFO(path);
+        const HttpReply r = server.call(strstr(path, "models") ? "GET" : "POST", path, "{}");
+        check_refused(r, 503);
+        CHECK(r.headers.at("retry-after") == "1");
+    }
+    CHECK(server.call("GET", "/metrics").status == 200);
+    check_refused(server.call("GET", "/nothing"), 404);
+
+    std::string said;
+    for (const double start = seconds(); said.find("listening on") == std::string::npos; usleep(2000)) {
+        REQUIRE(seconds() - start < 30);
+        char some[4096];
+        const ssize_t n = read(server.ends[0], some, sizeof some);
+        if (n > 0) said.append(some, (size_t)n);
+    }
+    CHECK(server.call("GET", "/health").status == 200);
+    CHECK(server.call("GET", "/v1/models").status == 200);
+}
+
+TEST_CASE("a signal while the model loads ends the server") {
+    Loading server;
+    CHECK(server.call("GET", "/health").status == 503);
+    kill(server.process->pid, SIGTERM);
+    int status;
+    REQUIRE(waitpid(server.process->pid, &status, 0) == server.process->pid);
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 130);
+}
+
+TEST_CASE("deadlines: whoever sends nothing, or a byte now and then") {
+    Serving server({"--deadline", "4"}); // 2 s without a byte
+    struct Client {
+        const char* what;
+        std::string first;
+        bool trickles;
+        std::unique_ptr<Http> http{};
+        double closed = 0;
+    };
+    const std::string post = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n";
+    Client clients[] = {{"nothing", "", false},
+                        {"kept", "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", false},
+                        {"half a body", post + "{", false},
+                        {"request line", "GET /hea", true},
+                        {"headers", "GET /health HTTP/1.1\r\nHost: localhost\r\nX", true},
+                        {"body", post, true}};
+    const double start = seconds();
+    size_t open = 0;
+    for (Client& c : clients) c.http = std::make_unique<Http>(server.port), c.http->send(c.first), open++;
+    CHECK(clients[1].http->reply().status == 200);
+    for (; open > 0; usleep(50'000)) {
+        REQUIRE(seconds() - start < 30);
+        for (Client& c : clients) {
+            char byte;
+            if (c.closed > 0) continue;
+            if (c.trickles) send(c.http->fd, " ", 1, MSG_NOSIGNAL);
+            const ssize_t n = recv(c.http->fd, &byte, 1, MSG_DONTWAIT);
+            CHECK(n <= 0); // not a word
+            if (n < 0 && errno == EAGAIN) continue;
+            c.closed = seconds() - start, open--;
+        }
+        CHECK(Http(server.port).call("GET", "/health").status == 200);
+    }
+    double silent = 0;
+    for (Client& c : clients) {
+        INFO(c.what << " after " << c.closed << " s");
+        CHECK(c.closed > (c.trickles ? 4 : 1.9));
+        if (c.trickles) CHECK(c.closed > silent);
+        else silent = std::max(silent, c.closed);
+    }
+}
+
+TEST_CASE("deadlines: whoever fetches an answer too slowly") {
+    Serving server({"--deadline", "1", "--ctx", "128"}); // 5 s to fetch
+    std::string letters;
+    for (int i = 0; i < 5'000'000; i++) letters += (char)('a' + i * 7 % 26);
+    struct Client {
+        std::unique_ptr<Http> http;
+        size_t length = 0, read = 0;
+    } clients[2]; // an answer of the engine, and one without it; each is many MB
+    auto ask = [&](Client& c, const char* path, const std::string& body) {
+        c.http = std::make_unique<Http>(server.port);
+        const int small = 1 << 16;
+        setsockopt(c.http->fd, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
+        c.http->ask("POST", path, body);
+        const HttpReply head = c.http->head();
+        CHECK(head.status == 200);
+        c.length = (size_t)atol(head.headers.at("content-length").c_str());
+        c.read = c.http->buffer.size();
+    };
+    ask(clients[0], "/v1/chat/completions", question("a", "\"n\": 100, \"max_tokens\": 80, \"ignore_eos\": true, \"logprobs\": true, \"top_logprobs\": 20"));
+    ask(clients[1], "/tokenize", "{\"prompt\": \"" + letters + "\"}");
+    const double start = seconds();
+    for (; lines(server.out.text()).size() < 2; usleep(20'000)) { // of the log: both are closed
+        REQUIRE(seconds() - start < 60);
+        char some[1 << 15]; // 1.6 MB/s; with less the kernel's buffer would not move in a second
+        for (auto& c : clients) c.read += (size_t)std::max<ssize_t>(0, recv(c.http->fd, some, sizeof some, MSG_DONTWAIT));
+    }
+    for (auto& c : clients) CHECK(c.read < c.length);
+    CHECK(seconds() - start > 3); // it was not for want of a byte
+}
+
 TEST_CASE("a full queue is 429, and SIGTERM lets answers come to their end") {
     Serving server({"--max-queue", "1", "--max-seqs", "1"});
     Http first(server.port), second(server.port);
@@ -774,6 +1117,14 @@ TEST_CASE("a full queue is 429, and SIGTERM lets answers come to their end") {
     CHECK(second.reply().status == 200);
     server.port = 0;
     CHECK(server.wait().status == 0);
+}
+
+TEST_CASE("whoever has an answer finds it counted, and its place free") {
+    Serving server({"--max-queue", "0", "--max-seqs", "1"});
+    for (int i = 1; i <= 200; i++) {
+        REQUIRE(server.chat(question("a", "\"max_tokens\": 2, \"ignore_eos\": true")).status == 200);
+        REQUIRE(server.metric("generation_tokens_total") == 2 * i);
+    }
 }
 
 TEST_CASE("10,000 malformed requests") {
@@ -851,6 +1202,49 @@ TEST_CASE("a batch answers as the server does, in order, with errors in their pl
     }
     CHECK(scratch.count() == 2); // no partial file is left
     check_refusal(batch(scratch / "in", scratch / "out"), "serve", "exists");
+}
+
+TEST_CASE("completion_tokens: what was drawn, the end token too, in every place the same") {
+    const int end = tiny().file.config.end_tokens.at(0);
+    const std::string ends = format("\"logit_bias\": {\"%d\": 100}, \"max_tokens\": 9", end);
+    const std::string runs = "\"seed\": 3, \"max_tokens\": 12, \"ignore_eos\": true";
+    Serving server;
+    const std::string said = content(server.chat(question("hi", runs)));
+    std::string stop = ", \"stop\": ";
+    size_t cut = said.size() - 1;
+    while (((uint8_t)said[cut] & 0xC0) == 0x80) cut--;
+    sj::quote(stop, said.substr(cut)); // its last character: few texts have it before
+    const std::vector<std::pair<std::string, double>> asked = {
+        {ends, 1}, {ends + ", \"n\": 3", 3}, {ends + ", \"ignore_eos\": true", 9}, {runs, 12}, {runs + stop, said.find(said.substr(cut)) == cut ? 12 : 0}};
+    double sum = 12;
+    std::string in;
+    std::vector<double> counts;
+    for (auto& [more, count] : asked) {
+        const Json j(server.chat(question("hi", more)).body);
+        counts.push_back(j["usage"]["completion_tokens"].number());
+        INFO(more);
+        if (count > 0) CHECK(counts.back() == count);
+        CHECK(j["usage"]["total_tokens"].number() == counts.back() + j["usage"]["prompt_tokens"].number());
+        const std::vector<std::string> events = events_of(server.chat(question("hi", more + ", \"stream\": true, \"stream_options\": {\"include_usage\": true}")).body);
+        CHECK(Json(events.at(events.size() - 2))["usage"]["completion_tokens"].number() == counts.back());
+        sum += 2 * counts.back();
+        in += row((int)counts.size() - 1, question("hi", more));
+    }
+    const Json ended(server.chat(question("hi", ends)).body);
+    CHECK(ended["choices"][(size_t)0]["finish_reason"].str() == "stop");
+    CHECK(ended["choices"][(size_t)0]["message"]["content"].str() == "");
+    sum += 1;
+    CHECK(server.metric("generation_tokens_total") == sum);
+    double logged = 0;
+    for (auto& line : lines(server.stop().out)) logged += Json(line)["completion_tokens"].number();
+    CHECK(logged == sum);
+
+    Scratch scratch;
+    write_file(scratch / "in", in);
+    REQUIRE(batch(scratch / "in", scratch / "out").status == 0);
+    const Strings out = lines(read_file(scratch / "out"));
+    REQUIRE(out.size() == counts.size());
+    for (size_t i = 0; i < out.size(); i++) CHECK(Json(out[i])["response"]["body"]["usage"]["completion_tokens"].number() == counts[i]);
 }
 
 TEST_CASE("with an adapter a batch says what qwen3 says with it, and not what it says without") {
@@ -935,6 +1329,7 @@ TEST_CASE("options") {
     refused({MODEL, "--port", "65536"}, "--port");
     refused({MODEL, "--ctx", "99999", "--port", "0"}, "limit is 4096");
     refused({MODEL, "--host", "nowhere"}, "not an address");
+    refused({MODEL, "--deadline", "0"}, "--deadline");
     refused({MODEL, "--batch", "x"}, "-o");
     refused({MODEL, "-o", "x"}, "--batch");
     refused({MODEL, "-z", VOCABULARY, "--port", "0", "--kv-memory", "0.0001"}, "--kv-memory");
