@@ -499,7 +499,7 @@ template <class T> struct Engine {
     Sequences running;                       // in the order of their first admission
     std::map<uint64_t, Sequences> waiting;   // a line for each API key, in the order of arrival; line 0: those that gave way
     std::map<uint64_t, uint64_t> last_turn;  // by key: its latest admission
-    std::vector<uint64_t> done;              // the key of each answer that is, since the desk was told
+    std::vector<uint64_t> ended;             // keys of the answers that have ended since the desk was told
     std::vector<std::pair<std::shared_ptr<Reply>, Piece>> outbox;
     std::deque<Step> under_way;
     uint64_t arrivals = 0, admissions = 0, steps = 0;
@@ -618,7 +618,7 @@ template <class T> struct Engine {
     }
     void leave(Sequences& all, typename Sequences::iterator it) {
         vacate(*it->second);
-        done.push_back(it->second->job.salt);
+        ended.push_back(it->second->job.salt);
         all.erase(it);
     }
 
@@ -735,8 +735,8 @@ template <class T> struct Engine {
         figures.pages_used = (size_t)pages - pool.available();
         std::lock_guard lock(desk.mutex);
         desk.inside = figures.running + figures.waiting;
-        for (uint64_t key : done) desk.held[key]--;
-        done.clear();
+        for (uint64_t key : ended) desk.held[key]--;
+        ended.clear();
         desk.figures = figures;
     }
 
@@ -1693,7 +1693,7 @@ struct Exchange {
             peer.phase = Peer::ANSWERING, peer.since = seconds();
             Response r = response();
             server.bodies -= body.size();
-            body = {}; // the answer may take long, and others need the room
+            std::string().swap(body); // the answer may take long, and others need the room
             if (r.status) return respond(std::move(r));
         }
         return stream ? begin_stream() : finish();

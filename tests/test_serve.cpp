@@ -1219,11 +1219,12 @@ TEST_CASE("completion_tokens: what was drawn, the end token too, in every place 
     double sum = 12;
     std::string in;
     std::vector<double> counts;
-    for (auto& [more, count] : asked) {
+    for (auto& one : asked) {
+        const std::string& more = one.first;
         const Json j(server.chat(question("hi", more)).body);
         counts.push_back(j["usage"]["completion_tokens"].number());
         INFO(more);
-        if (count > 0) CHECK(counts.back() == count);
+        if (one.second > 0) CHECK(counts.back() == one.second);
         CHECK(j["usage"]["total_tokens"].number() == counts.back() + j["usage"]["prompt_tokens"].number());
         const std::vector<std::string> events = events_of(server.chat(question("hi", more + ", \"stream\": true, \"stream_options\": {\"include_usage\": true}")).body);
         CHECK(Json(events.at(events.size() - 2))["usage"]["completion_tokens"].number() == counts.back());
