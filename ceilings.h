@@ -87,8 +87,8 @@ TARGET_AMX inline double multiply_amx(float16v* memory) {
 TARGET_AMX inline double multiply_amx_int8(float16v* memory) { return multiply_amx(memory) * 2 / 3; }
 #endif
 
-// Flops a second that all threads reach, for 0.3 s, on the road that products of T take (or of INT8 and T).
-template <class T> double multiply_ceiling(bool int8) {
+// Flops a second that all threads reach, for `time` seconds, on the road that products of T take (or of INT8 and T).
+template <class T> double cpu_multiply_ceiling(bool int8, double time) {
     [[maybe_unused]] const bool narrow = std::is_same_v<T, bf16>;
     auto multiply = multiply_plain;
 #ifdef HAVE_TWINS
@@ -97,15 +97,16 @@ template <class T> double multiply_ceiling(bool int8) {
     if (narrow && cpu_road >= CPU_AVX512_BF16) multiply = int8 ? multiply_vnni : multiply_bf16;
     if (narrow && cpu_road >= CPU_AMX) multiply = int8 ? multiply_amx_int8 : multiply_amx;
 #endif
-    double flops = 0;
-    const double start = seconds();
-    #pragma omp parallel reduction(+ : flops)
+    double rate = 0;
+    #pragma omp parallel reduction(+ : rate)
     {
         float16v memory[16];
         for (auto& v : memory) v = float16v{} + 1;
-        while (seconds() - start < 0.3) flops += multiply(memory);
+        double flops = 0, took = 0; // each thread's own: they take their time to start
+        for (const double start = seconds(); took < time; took = seconds() - start) flops += multiply(memory);
+        rate += flops / took;
     }
-    return flops / (seconds() - start);
+    return rate;
 }
 
 #ifdef __CUDACC__
@@ -153,11 +154,31 @@ template <class F> double time_launch(const Context& ctx, F f) {
     cudaEventDestroy(start), cudaEventDestroy(stop);
     return best / 1e3;
 }
+inline double gpu_multiply_ceiling(const Context& ctx) {
+    constexpr int ROUNDS = 20000, WARPS = 8, NOISE = WARPS * 32 * 20;
+    const int blocks = ctx.sms * 2;
+    uint32_t* data;
+    CUDA_CHECK(cudaMalloc(&data, (NOISE + (size_t)blocks * WARPS * 32) * 4));
+    noise_kernel<<<32, 256, 0, ctx.stream>>>(data, NOISE);
+    const double took = time_launch(ctx, [&] { mma_kernel<<<blocks, WARPS * 32, 0, ctx.stream>>>(data, (float*)data + NOISE, ROUNDS); });
+    CUDA_CHECK(cudaGetLastError());
+    cudaFree(data);
+    return 2. * 16 * 8 * 16 * 8 * ROUNDS * WARPS * blocks / took;
+}
 #endif
+
+// Flops a second: on the CPU's road for products of T, measured for `time` seconds; on a GPU by mma.sync, the road of every
+// one from sm_80 on, in some milliseconds.
+template <class T> double multiply_ceiling([[maybe_unused]] const Context& ctx, bool int8, double time) {
+#ifdef __CUDACC__
+    if (ctx.gpu) return gpu_multiply_ceiling(ctx);
+#endif
+    return cpu_multiply_ceiling<T>(int8, time);
+}
 
 struct Ceilings { double read, multiply; }; // bytes, flops a second
 
-// On a GPU: reading 2 GB (less if there is less), and mma.sync, the road of every GPU from sm_80 on.
+// (On a GPU it reads 2 GB, less if there is less.)
 template <class T> Ceilings measure_ceilings([[maybe_unused]] const Context& ctx, bool int8) {
 #ifdef __CUDACC__
     if (ctx.gpu) {
@@ -170,12 +191,11 @@ template <class T> Ceilings measure_ceilings([[maybe_unused]] const Context& ctx
         Ceilings c = {};
         for (int blocks : {4, 8, 16})
             c.read = std::max(c.read, (double)bytes / time_launch(ctx, [&] { read_kernel<<<ctx.sms * blocks, 256, 0, ctx.stream>>>((uint4*)data, bytes / 16, data); }));
-        const int rounds = 20000;
-        c.multiply = 2. * 16 * 8 * 16 * 8 * rounds * 8 * ctx.sms * 2 / time_launch(ctx, [&] { mma_kernel<<<ctx.sms * 2, 256, 0, ctx.stream>>>(data, (float*)data + bytes / 8, rounds); });
         CUDA_CHECK(cudaGetLastError());
         cudaFree(data);
+        c.multiply = gpu_multiply_ceiling(ctx);
         return c;
     }
 #endif
-    return {read_ceiling(), multiply_ceiling<T>(int8)};
+    return {read_ceiling(), cpu_multiply_ceiling<T>(int8, 0.3)};
 }

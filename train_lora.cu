@@ -21,6 +21,7 @@
 */
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
+#include "ceilings.h"
 #include "dataset.h"
 
 static volatile sig_atomic_t interrupted = 0;
@@ -940,6 +941,10 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         if (loss < best) best = loss, t.write_result(o.out + "/best", leaked);
     };
     evaluate(); // a run may have been stopped in the middle of it
+    const double ceiling = multiply_ceiling<T>(ctx, false, 0.02);
+    auto speed = [&](double flops) { // a second
+        return format("%.1f %cFLOP/s, %.3g%% of the ceiling", flops / (flops < 1e12 ? 1e9 : 1e12), flops < 1e12 ? 'G' : 'T', 100 * flops / ceiling);
+    };
     double told = 0;
     int64_t saved = -1, told_step = t.step;
     size_t told_tokens = 0;
@@ -955,8 +960,8 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         common(w);
         if (now - told >= 1 || t.step == t.steps || told_step == t.step - 1) {
             told = now;
-            fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %.1f GFLOP/s  %.1f MB  %s left\n", (long long)t.step, (long long)t.steps,
-                    t.last_loss, t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), t.flops / took / 1e9,
+            fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n", (long long)t.step, (long long)t.steps,
+                    t.last_loss, t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), speed(t.flops / took).c_str(),
                     (double)t.arena.size / 1e6, clock_text((now - start) / (double)(t.step - told_step) * (double)(t.steps - t.step)).c_str());
             told_tokens = t.tokens_done, told_at = now;
         }

@@ -296,7 +296,7 @@ TEST_CASE("--full: a model from nothing learns its rows; model.bin is one that q
 
 TEST_CASE("the log has LLaMA-Factory's fields; schedules; the curve; rows in another order each epoch") {
     Scratch out;
-    train(Strings{TINY, rows().first, "-o", out / "a", "--batch", "8", "--epochs", "2.5", "--warmup", "0.2", "--schedule", "linear", "--lr", "1e-3", "--rank", "2", "--alpha", "4"} + ONE);
+    const Result r = train(Strings{TINY, rows().first, "-o", out / "a", "--batch", "8", "--epochs", "2.5", "--warmup", "0.2", "--schedule", "linear", "--lr", "1e-3", "--rank", "2", "--alpha", "4"} + ONE);
     const Strings log = lines(read_file(out / "a/trainer_log.jsonl"));
     REQUIRE(log.size() == 10);
     for (size_t i = 0; i < 10; i++) {
@@ -312,6 +312,21 @@ TEST_CASE("the log has LLaMA-Factory's fields; schedules; the curve; rows in ano
     const std::string svg = read_file(out / "a/loss.svg");
     CHECK(svg.find("<svg xmlns") == 0);
     CHECK(svg.find("</svg>\n") == svg.size() - 7);
+    // Progress, of the first step and the last.
+    Strings told;
+    for (auto& line : lines(r.err))
+        if (line.find("step ") == 0) told.push_back(line);
+    REQUIRE(told.size() >= 2);
+    CHECK(told.front().find("step 1/10  loss ") == 0);
+    CHECK(told.back().find("step 10/10  loss ") == 0);
+    for (auto& line : told) {
+        INFO(line);
+        for (const char* part : {"  lr ", "  norm ", " tok/s  ", "GFLOP/s, ", " MB  ", " left"}) CHECK(line.find(part) != std::string::npos);
+        char* end;
+        const double share = strtod(line.c_str() + line.find("FLOP/s, ") + 8, &end);
+        CHECK(std::string(end).find("% of the ceiling  ") == 0);
+        CHECK((share > 0 && share <= 100));
+    }
     // Epochs see the same rows (the sums of tokens are equal), in another order; --no-shuffle in the file's.
     const std::vector<double> tokens = logged(out / "a", "total_tokens");
     CHECK(tokens[7] == 2 * tokens[3]);
