@@ -126,6 +126,7 @@ $(T)/test_%: tests/test_%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	$(Q)$(CXX) $(TESTFLAGS) $< -o $@ $(EDIT) $(LIBS)
 
 # The GPU's suites are nvcc's, and run where there is a GPU.
+$(BUILD)/test_gpu_backward: train_lora.cu dataset.h
 GPU_SUITE = $(if $(GPU),$(if $(SANITIZE),,$(GPU_SUITES:%=$(BUILD)/%)))
 $(GPU_SUITES:%=$(BUILD)/%): $(BUILD)/%: tests/%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)

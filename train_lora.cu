@@ -534,11 +534,8 @@ template <class T> struct Trainer {
     size_t tokens_done = 0;   // that were fed
     double flops = 0;         // of the last step
 
-    // One step of AdamW. False if it was interrupted: then nothing has changed.
-    bool train_step() {
-        const std::vector<size_t> list = rows_of(step);
-        size_t all = 0, fed = 0;
-        for (size_t row : list) all += trained(data, row), fed += data.row(row).size() - 1;
+    // Sums up the losses of a step's rows, and the gradients of their mean over its `all` trained tokens.
+    void add_gradients(const std::vector<size_t>& list, size_t all) {
         dropout = {o.dropout, o.seed, (uint32_t)step, place};
         use_dropout(true);
         clear(ctx, gradient, count);
@@ -551,6 +548,14 @@ template <class T> struct Trainer {
             RUN(add_losses, results, loss, R);
             backward(ctx, c, w, b, a, d, g, kv, rope);
         }
+    }
+
+    // One step of AdamW. False if it was interrupted: then nothing has changed.
+    bool train_step() {
+        const std::vector<size_t> list = rows_of(step);
+        size_t all = 0, fed = 0;
+        for (size_t row : list) all += trained(data, row), fed += data.row(row).size() - 1;
+        add_gradients(list, all);
         if (interrupted) return false;
         RUN(grad_norm, results + 1, partial, gradient, count);
         last_lr = o.lr * schedule(o, step, steps);

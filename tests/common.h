@@ -2,8 +2,12 @@
 #pragma once
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
+#ifdef TRAIN_NO_MAIN // the suite is about the trainer too
+#include "../train_lora.cu"
+#else
 #define QWEN3_NO_MAIN
 #include "../qwen3.cu"
+#endif
 
 // Fresh numbers in -scale..scale, as T stores them.
 struct Random {

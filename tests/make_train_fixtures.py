@@ -2,11 +2,12 @@
 """Reference values for the training tests, from PyTorch, transformers and PEFT (run from the repo root after `make`).
 The result is committed; tests/fixtures/README.md describes every file.
 
-    python tests/make_train_fixtures.py [ops] [gradients] [peft]        all of them, or only the named ones
+    python tests/make_train_fixtures.py [ops] [gradients] [peft] [bf16]        all of them, or only the named ones
 
 ops        every op's gradients by autograd, in double
 gradients  two small models, tied and not, and the gradients of all their parameters by the loss of a few rows, in fp32
 peft       a first adapter, and the losses of 100 steps from it, with PEFT, AdamW and the Trainer's schedule, in fp32
+bf16       how far PyTorch's gradients in bf16 are from those in fp32, for all of `tiny` and for an adapter of it
 """
 import json
 import math
@@ -18,7 +19,7 @@ import tempfile
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save, save_file
 from transformers import Qwen3ForCausalLM, get_cosine_schedule_with_warmup
 from transformers.utils import logging
@@ -144,6 +145,45 @@ def make_gradients():
         print(f"{name}: {sum(p.numel() for p in model.parameters())} parameters, {count} trained tokens")
 
 
+def make_bf16():
+    g = torch.Generator().manual_seed(11)
+    rows = [(torch.randint(0, 960, (n,), generator=g).tolist(), [0] + torch.randint(0, 2, (n - 1,), generator=g).tolist()) for n in (70, 33, 3, 129, 16, 17)]
+    ids = torch.zeros(len(rows), max(len(ids) for ids, _ in rows), dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for i, (row, trained) in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+        labels[i, : len(row)] = torch.tensor([t if use else -100 for t, use in zip(row, trained)])
+    mask = (torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row, _ in rows])).long()
+
+    def gradients(model):  # one padded batch, so that no gradient is rounded between rows
+        logits = model(ids, attention_mask=mask).logits[:, :-1].float()
+        F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100).backward()
+        return {n.replace(".default", ""): p.grad.double() for n, p in model.named_parameters() if p.requires_grad}
+
+    with tempfile.TemporaryDirectory() as scratch:
+        config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=[m + "_proj" for m in "q k v o gate up down".split()], task_type="CAUSAL_LM")
+        torch.manual_seed(2)
+        first = get_peft_model(tiny_model(scratch), config)
+        first.peft_config["default"].base_model_name_or_path = "tiny"
+        first.peft_config["default"].target_modules = sorted(config.target_modules)
+        for name, p in first.named_parameters():  # trained a little, and exact in bf16
+            if p.requires_grad:
+                p.data = (torch.randn(p.shape) * 0.05 if "lora_B" in name else p.data).bfloat16().float()
+        first.bfloat16().save_pretrained(ROOT + "/adapter_bf16")
+        os.remove(ROOT + "/adapter_bf16/README.md")
+        errors = {}
+        for name in ("full", "lora"):
+            def load(dtype, attention):
+                base = fixtures.load(scratch + "/hf", dtype, attention)
+                return base if name == "full" else PeftModel.from_pretrained(base, ROOT + "/adapter_bf16", is_trainable=True, autocast_adapter_dtype=dtype == torch.float32)
+
+            truth, rival = gradients(load(torch.float32, "eager")), gradients(load(torch.bfloat16, "sdpa"))
+            errors[name] = {n: ((rival[n] - truth[n]).norm() / truth[n].norm()).item() for n in truth}
+            errors[name]["all"] = ((together(rival, truth) - together(truth, truth)).norm() / together(truth, truth).norm()).item()
+            print(f"bf16: {name}, {len(truth)} tensors, error {errors[name]['all']:.4f}")
+    fixtures.write_golden(ROOT + "/bf16.json", {"ids": [row for row, _ in rows], "trained": [t for _, t in rows], **errors})
+
+
 def make_ops():
     """ops.json: op -> name -> numbers in row-major order; d_NAME is the gradient by NAME of sum(out * g)."""
     torch.manual_seed(3)
@@ -202,5 +242,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     os.makedirs(ROOT, exist_ok=True)
-    for name in sys.argv[1:] or ["ops", "gradients", "peft"]:
+    for name in sys.argv[1:] or ["ops", "gradients", "peft", "bf16"]:
         globals()["make_" + name]()

@@ -1,6 +1,8 @@
 // Every kernel of the backward pass, and of adapters, against its CPU definition, at odd sizes, on fresh random numbers,
 // into poisoned memory; and that the same batch gives the same bits. Built by nvcc, run where a GPU is.
+#define TRAIN_NO_MAIN
 #include "gpu.h"
+#include "gradients.h"
 
 static const std::vector<int> COUNTS = {1, 2, 7, 33, 64, 65, 257, 1000};
 
@@ -268,5 +270,13 @@ TEST_CASE("the length of the gradient and AdamW; a gradient that is not finite c
         norm.replace({INFINITY});
         adamw_gpu(pad.ctx, stored, dp, dm, dv, dg, norm, n, a);
         CHECK(same_bits(dp.get(), before));
+    }
+}
+
+TEST_CASE("a whole model, all its parameters and an adapter of rank 4: each gradient is as near to fp32's as PyTorch's in bf16, and to the CPU's in bf16") {
+    for (bool full : {false, true}) {
+        const Tensor64 truth = whole_gradients<float>(Context(), full), cpu = whole_gradients<bf16>(Context(), full), got = whole_gradients<bf16>(gpu(), full);
+        no_worse_than_pytorch(distances(got, truth, truth), full);
+        no_worse_than_pytorch(distances(got, cpu, truth), full);
     }
 }

@@ -4,7 +4,7 @@
 #include <doctest/doctest.h>
 #define TRAIN_NO_MAIN
 #include "../train_lora.cu"
-#include "process.h"
+#include "gradients.h"
 #include <thread>
 
 static const char* program(const char* variable, const char* otherwise) { return getenv(variable) ? getenv(variable) : otherwise; }
@@ -229,6 +229,15 @@ TEST_CASE("ranks rounded up in memory, as the GPU's are: the same losses to the 
         CHECK(AdapterFile(out / "8", file.config).config.rank == atoi(rank));
     };
     check(bf16{}, "4"), check(bf16{}, "19"), check(0.f, "5");
+}
+
+TEST_CASE("a whole model in bf16, all its parameters and an adapter: each gradient is as near to fp32's as PyTorch's, or nearer") {
+    for (bool full : {false, true}) {
+        const Tensor64 truth = whole_gradients<float>(Context(), full), ours = whole_gradients<bf16>(Context(), full);
+        const auto error = distances(ours, truth, truth);
+        CHECK(error.at("all") > 1e-4); // it is not fp32
+        no_worse_than_pytorch(error, full);
+    }
 }
 
 TEST_CASE("Ctrl-C saves and leaves; --resume goes on: as if nothing had been, to the bit") {

@@ -1,0 +1,68 @@
+// Gradients of a whole model: the random one in fixtures/tiny, all of it or an adapter, by the mean loss of the rows in
+// fixtures/train/bf16.json, through train_lora's own Trainer; and how far PyTorch's in bf16 are from the truth (made by
+// tests/make_train_fixtures.py). After train_lora.cu.
+#pragma once
+#include "process.h"
+
+using Tensor64 = std::map<std::string, std::vector<double>>; // by Hugging Face's and PEFT's names
+inline const Json& bf16_fixture() {
+    static const Json once(read_file("tests/fixtures/train/bf16.json"));
+    return once;
+}
+
+template <class T> Tensor64 whole_gradients(const Context& ctx, bool full) {
+    const Json& fixture = bf16_fixture();
+    const ModelFile file("tests/fixtures/tiny/model.bin");
+    Scratch scratch;
+    DatasetWriter writer(scratch / "rows.bin", 0, 0);
+    for (size_t row = 0; row < fixture["ids"].size(); row++) {
+        std::vector<uint32_t> words;
+        for (size_t i = 0; i < fixture["ids"][row].size(); i++)
+            words.push_back((uint32_t)fixture["ids"][row][i].number() | (fixture["trained"][row][i].number() ? TRAIN : 0));
+        writer.add(words);
+    }
+    writer.commit();
+    const Dataset data(scratch / "rows.bin");
+    Options o;
+    o.dropout = 0;
+    o.full = full;
+    o.rank_step = ctx.gpu ? GPU_RANK_STEP : 1;
+    o.adapter_init = "tests/fixtures/train/adapter_bf16";
+    o.lora = AdapterFile(o.adapter_init, file.config).config;
+    Trainer<T> t(o, ctx, file, data, nullptr);
+    t.add_gradients(t.rows, data.trained());
+    const auto g = t.host(t.gradient);
+    Tensor64 out;
+    size_t first = 0;
+    if (full) t.each_tensor([&](const std::string& name, const T*&, acc<T>**, size_t r, size_t n) {
+        const size_t all = std::max(r, (size_t)1) * n;
+        out[name].assign(g.begin() + first, g.begin() + first + all);
+        first += all;
+    });
+    else each_adapter_tensor(t.w, [&](const std::string& name, size_t r, size_t n, size_t at, size_t apart) {
+        for (size_t i = 0; i < r; i++) out[name].insert(out[name].end(), g.begin() + at + i * apart, g.begin() + at + i * apart + n);
+    });
+    return out;
+}
+
+// |a - b| / |truth| of every tensor, and of all together.
+inline std::map<std::string, double> distances(const Tensor64& a, const Tensor64& b, const Tensor64& truth) {
+    std::map<std::string, double> out;
+    double all_off = 0, all_size = 0;
+    for (auto& [name, t] : truth) {
+        double off = 0, size = 0;
+        REQUIRE(a.at(name).size() == t.size());
+        for (size_t i = 0; i < t.size(); i++) off += std::pow(a.at(name)[i] - b.at(name)[i], 2), size += t[i] * t[i];
+        out[name] = std::sqrt(off / size), all_off += off, all_size += size;
+    }
+    out["all"] = std::sqrt(all_off / all_size);
+    return out;
+}
+inline void no_worse_than_pytorch(const std::map<std::string, double>& ours, bool full) {
+    const sj::Value theirs = bf16_fixture()[full ? "full" : "lora"];
+    CHECK(ours.size() == theirs.size());
+    for (auto [name, error] : theirs.members()) {
+        INFO(name << ": " << ours.at(name) << ", PyTorch's " << error.number());
+        CHECK(ours.at(name) <= error.number());
+    }
+}
