@@ -61,8 +61,10 @@ inline std::map<std::string, double> distances(const Tensor64& a, const Tensor64
 inline void no_worse_than_pytorch(const std::map<std::string, double>& ours, bool full) {
     const sj::Value theirs = bf16_fixture()[full ? "full" : "lora"];
     CHECK(ours.size() == theirs.size());
-    for (auto [name, error] : theirs.members()) {
-        INFO(name << ": " << ours.at(name) << ", PyTorch's " << error.number());
-        CHECK(ours.at(name) <= error.number());
+    for (const auto& [name, error] : ours) {
+        const double limit = theirs[name].number();
+        const std::string text = format("%s: %g, PyTorch's %g", name.c_str(), error, limit);
+        INFO(text);
+        CHECK(error <= limit);
     }
 }
