@@ -163,11 +163,12 @@ static Options parse_options(int argc, char** argv) {
 // A tensor of a safetensors file to be; `write` writes its bytes.
 struct OutTensor {
     std::string name;
-    const char* dtype;         // F32 or BF16
+    const char* dtype;         // F32, F16 or BF16
     std::vector<size_t> shape;
     std::function<void(OutputFile&)> write;
     size_t bytes() const {
-        size_t n = *dtype == 'F' ? 4 : 2;
+        Dtype known;
+        size_t n = dtype_size(dtype, &known);
         for (size_t d : shape) n *= d;
         return n;
     }
@@ -790,7 +791,27 @@ struct Log {
 
 // ==================================================================================================== 5 Merge
 
-// W + s B A for every targeted matrix, in float32 and rounded once to what it is stored as, into a model.bin or a folder.
+// Rounds to nearest, ties to even; from 65520 on it is an infinity.
+static uint16_t float_to_half(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    const uint32_t sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
+    if (size >= 0x477ff000) return (uint16_t)(sign | (size > 0x7f800000 ? 0x7e00 : 0x7c00));
+    if (size < 0x38800000) return (uint16_t)(sign | (uint32_t)std::nearbyint(std::fabs(f) * 16777216.f)); // below 2^-14: steps of 2^-24
+    return (uint16_t)(sign | (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13);
+}
+
+// What would make a merge fail, asked before hours of training.
+static void check_merge(const ModelFile& file, const std::string& path) {
+    struct stat base, to;
+    if (stat(file.path.c_str(), &base) == 0 && stat(path.c_str(), &to) == 0 && base.st_dev == to.st_dev && base.st_ino == to.st_ino)
+        DIE("--merge %s: is the model itself", path.c_str());
+    for (auto& [name, t] : file.tensors)
+        if (t.dtype == Dtype::I8 || t.dtype == Dtype::Other) DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
+}
+
+// W + s B A for every targeted matrix, in float32 and rounded once to what it is stored as, into a model.bin or a folder;
+// to a folder the base's tokenizer goes too.
 static void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
     std::map<std::string, std::pair<int, int>> targeted; // tensor -> layer, module
     for (int l = 0; l < file.config.L; l++)
@@ -798,17 +819,17 @@ static void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
             if (adapter.config.targets[m]) targeted[format("model.layers.%d.%s.weight", l, MODULE_NAMES[m])] = {l, m};
     std::vector<OutTensor> tensors;
     for (auto& [name, t] : file.tensors) {
-        if (t.dtype != Dtype::BF16 && t.dtype != Dtype::F32) DIE("%s: tensor %s is neither BF16 nor F32 (export.py makes a BF16 model.bin)", t.file.c_str(), name.c_str());
+        const char* dtype = t.dtype == Dtype::F32 ? "F32" : t.dtype == Dtype::F16 ? "F16" : "BF16";
         const std::vector<size_t> shape(t.shape.begin(), t.shape.end());
         const auto at = targeted.find(name);
         if (at == targeted.end()) {
-            tensors.push_back({name, t.dtype == Dtype::F32 ? "F32" : "BF16", shape, [&t = t](OutputFile& out) { out.write(t.data, t.bytes); }});
+            tensors.push_back({name, dtype, shape, [&t = t](OutputFile& out) { out.write(t.data, t.bytes); }});
             continue;
         }
         const auto [l, m] = at->second;
         const Tensor *A = &adapter.tensors.at(adapter_tensor(l, m, 'A')), *B = &adapter.tensors.at(adapter_tensor(l, m, 'B'));
         const auto [rows, in] = module_shape(file.config, m);
-        tensors.push_back({name, t.dtype == Dtype::F32 ? "F32" : "BF16", shape, [&t = t, &adapter, A, B, rows = rows, in = in](OutputFile& out) {
+        tensors.push_back({name, dtype, shape, [&name = name, &t = t, &adapter, A, B, rows = rows, in = in](OutputFile& out) {
             const int rank = adapter.config.rank;
             const float s = (float)adapter.config.scale();
             std::vector<float> a((size_t)rank * in), merged((size_t)rows * in);
@@ -823,8 +844,11 @@ static void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
                 for (int k = 0; k < in; k++) row[k] = number(t, (size_t)r * in + k) + s * row[k];
             }
             if (t.dtype == Dtype::F32) return out.write(merged.data(), merged.size() * 4);
-            std::vector<bf16> rounded(merged.size());
-            for (size_t i = 0; i < merged.size(); i++) rounded[i] = to_bf16(merged[i]);
+            std::vector<uint16_t> rounded(merged.size());
+            for (size_t i = 0; i < merged.size(); i++) {
+                rounded[i] = t.dtype == Dtype::F16 ? float_to_half(merged[i]) : to_bf16(merged[i]).bits;
+                if (t.dtype == Dtype::F16 && (rounded[i] & 0x7c00) == 0x7c00) DIE("%s: tensor %s: %g is too large for F16", out.path.c_str(), name.c_str(), merged[i]);
+            }
             out.write(rounded.data(), rounded.size() * 2);
         }});
     }
@@ -838,12 +862,14 @@ static void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
     make_folder(path);
     write_text(path + "/config.json", file.config_text);
     if (!file.generation_text.empty()) write_text(path + "/generation_config.json", file.generation_text);
+    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "vocab.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.bin"})
+        if (const std::string from = file.path + "/" + name; access(from.c_str(), F_OK) == 0) write_text(path + "/" + name, MappedFile(from).text());
     write_safetensors(path + "/model.safetensors", metadata, tensors);
 }
 
 // Merges, then asks both the adapter and the merged model: the mean KL divergence over the positions of a prompt, and how
 // long their greedy texts after it are the same.
-template <class T> void merge(const Options& o, const ModelFile& file, const std::string& folder, const Dataset* data) {
+template <class T> void merge(const Options& o, Context ctx, const ModelFile& file, const std::string& folder, const Dataset* data) {
     constexpr int PROMPT = 64, ANSWER = 64;
     const AdapterFile adapter(folder, file.config);
     write_merged(file, adapter, o.merge);
@@ -859,11 +885,14 @@ template <class T> void merge(const Options& o, const ModelFile& file, const std
     std::vector<int> texts[2];
     double kl = 0;
     for (int which = 0; which < 2; which++) {
-        Weights<T> w(which ? merged : file);
-        Context ctx;
+        const ModelFile& from = which ? merged : file;
+        Weights<T> w(from);
+#ifdef __CUDACC__
+        if constexpr (HAS_KERNELS<T>) if (ctx.gpu) w.upload(ctx, from);
+#endif
         std::unique_ptr<AttachedAdapter<T>> attached;
-        if (!which) attached = std::make_unique<AttachedAdapter<T>>(ctx, w, adapter, Session<T>::CHUNK);
-        Session<T> session(c, w, std::min(c.max_positions, (int)prompt.size() + ANSWER));
+        if (!which) attached = std::make_unique<AttachedAdapter<T>>(ctx, w, adapter, ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK);
+        Session<T> session(c, w, std::min(c.max_positions, (int)prompt.size() + ANSWER), ctx);
         size_t at = 0;
         session.feed(prompt, nullptr, [&](const acc<T>* row) {
             if (!which) return logits.emplace_back(row, row + c.V), void();
@@ -984,7 +1013,7 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
 
 template <class T> int run_as(const Options& o, const Context& ctx, const ModelFile& file, const Dataset* data, const Dataset* eval, size_t leaked) {
     const int status = data ? train<T>(o, ctx, file, *data, eval, leaked) : 0;
-    if (status == 0 && !o.merge.empty()) merge<T>(o, file, data ? o.out : o.adapter_init, data);
+    if (status == 0 && !o.merge.empty()) merge<T>(o, ctx, file, data ? o.out : o.adapter_init, data);
     return status;
 }
 
@@ -996,6 +1025,7 @@ template <class T> int run_as(const Options& o, const Context& ctx, const ModelF
 #endif
     const ModelFile file(o.model);
     if (file.is_int8()) DIE("%s: INT8 weights are for inference; train the model that they were made of", o.model.c_str());
+    if (!o.merge.empty()) check_merge(file, o.merge);
     if (!o.adapter_init.empty()) o.lora = AdapterFile(o.adapter_init, file.config).config;
     std::unique_ptr<Dataset> data, eval;
     size_t leaked = 0;

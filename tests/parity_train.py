@@ -9,12 +9,13 @@ alpha, rslora and targets, every fourth time all parameters (--full). Then
  - every step's loss is compared,
  - the adapter that train_lora wrote is loaded by PEFT: no key missing or left over, the logits those of qwen3 --adapter,
    and its greedy text word for word,
- - the folder that --merge wrote is loaded by transformers: the logits those of PEFT's own merge.
+ - the folder that --merge wrote is loaded by transformers, with the base's tokenizer: the logits those of PEFT's own merge.
 Prints a table; exit status 1 if any row fails.
 """
 import argparse
 import json
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import warnings
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
 import make_fixtures as fixtures
@@ -62,6 +64,7 @@ def one(i, rng, args, scratch, packed, rows):
     f = dict(parity.random_shape(rng, 0), V=1024, D=rng.choice([16, 48, 64, 128]), L=rng.randint(1, 3), end=[1002])
     folder, out = f"{scratch}/{i}", f"{scratch}/{i}.out"
     fixtures.save(folder, f, fixtures.weights(f))
+    shutil.copy(fixtures.ROOT + "/tiny/tokenizer.json", folder)
     full = i % 4 == 3
     batch, accum = rng.choice([(8, 1), (3, 2), (1, 8), (16, 1)])
     rate = 1e-3
@@ -102,8 +105,9 @@ def one(i, rng, args, scratch, packed, rows):
     same = next((n for n, (a, b) in enumerate(zip(expected, ids)) if a != b), len(ids))
     ends = 1002 in expected and expected.index(1002) == len(ids)
     merged = fixtures.load(f"{scratch}/{i}.merged", torch.float32, "eager")
+    before, after = (AutoTokenizer.from_pretrained(path)("What is a warp?").input_ids for path in (folder, f"{scratch}/{i}.merged"))
     merge_difference = (fixtures.logits_of(merged, [prompt]) - fixtures.logits_of(loaded.merge_and_unload(), [prompt])).abs().max().item()
-    passed = passed and not strange and difference < LOGIT and merge_difference < LOGIT and (same == fixtures.GREEDY or ends or lead < parity.LEAD)
+    passed = passed and before == after and not strange and difference < LOGIT and merge_difference < LOGIT and (same == fixtures.GREEDY or ends or lead < parity.LEAD)
     return passed, f"{text}; PEFT loads it: {strange or 'no strange key'}, logits {difference:.1e}, greedy {same}/{fixtures.GREEDY}; merged {merge_difference:.1e}"
 
 

@@ -172,6 +172,77 @@ TEST_CASE("merged in float32: the logits of adapter and merged model are the sam
     CHECK(sj::dump(config["target_modules"]) == "[\"q_proj\", \"v_proj\", \"down_proj\"]");
 }
 
+TEST_CASE("merged into float16: each number rounded once, to nearest and even; what is too large is an error") {
+    for (uint32_t h = 0; h < 0x7c00; h++)
+        for (uint32_t sign : {0u, 0x8000u}) { // each number, and what lies between it and the next
+            const float x = half_to_float((uint16_t)(sign | h)), next = h == 0x7bff ? std::copysign(65536.f, x) : half_to_float((uint16_t)(sign | (h + 1))), middle = (x + next) / 2;
+            REQUIRE(float_to_half(x) == (sign | h));
+            REQUIRE(float_to_half(middle) == (sign | (h + h % 2)));
+            REQUIRE(float_to_half(std::nextafter(middle, x)) == (sign | h));
+            REQUIRE(float_to_half(std::nextafter(middle, next)) == (sign | (h + 1)));
+        }
+    CHECK(float_to_half(1e-30f) == 0);
+    CHECK(float_to_half(-INFINITY) == 0xfc00);
+    CHECK((float_to_half(NAN) & 0x7fff) > 0x7c00);
+
+    Scratch out;
+    const std::string model = "tests/fixtures/tied_f16";
+    train(Strings{model, rows().first, "-o", out / "a", "--batch", "8", "--steps", "6", "--lr", "1e-2", "--rank", "5", "--alpha", "7", "--targets", "k,down",
+           "--merge", out / "m", "--schedule", "constant", "--warmup", "0"} + ONE);
+    const ModelFile base(model), merged(out / "m");
+    const AdapterFile adapter(out / "a", base.config);
+    int moved = 0;
+    for (auto& tensor : merged.tensors) {
+        const std::string& name = tensor.first;
+        const Tensor &t = tensor.second, &was = base.tensors.at(name);
+        INFO(name);
+        REQUIRE(t.dtype == Dtype::F16);
+        const size_t part = name.rfind(".weight");
+        const auto A = adapter.tensors.find("base_model.model." + name.substr(0, part) + ".lora_A.weight"), B = adapter.tensors.find("base_model.model." + name.substr(0, part) + ".lora_B.weight");
+        if (A == adapter.tensors.end()) {
+            CHECK(std::string((const char*)t.data, t.bytes) == std::string((const char*)was.data, was.bytes));
+            continue;
+        }
+        int wrong = 0;
+        for (int64_t r = 0; r < t.shape[0]; r++)
+            for (int64_t k = 0; k < t.shape[1]; k++) {
+                double sum = 0;
+                for (int i = 0; i < 5; i++) sum += (double)number(B->second, r * 5 + i) * number(A->second, i * t.shape[1] + k);
+                const size_t at = r * t.shape[1] + k;
+                const double want = number(was, at) + 7. / 5 * sum;
+                wrong += !(std::fabs(number(t, at) - want) <= std::max(std::fabs(want) / 2048, 1. / (1 << 25)) * 1.001 + 1e-6 * std::fabs(want));
+                moved += number(t, at) != number(was, at);
+            }
+        CHECK(wrong == 0);
+    }
+    CHECK(moved > 1000);
+    // The same but for a large number in the last B.
+    fs::copy(out / "a", out / "large");
+    std::string numbers = read_file(out / "a/adapter_model.safetensors");
+    const float large = 1e8f;
+    memcpy(&numbers[numbers.size() - 4], &large, 4);
+    write_file(out / "large/adapter_model.safetensors", numbers);
+    const Result r = start(program("TRAIN_LORA", "./train_lora"), Strings{model, "--adapter-init", out / "large", "--merge", out / "n"} + Strings{"-j", "1"}).wait();
+    check_refusal(r, "train_lora", "is too large for F16");
+    CHECK(!fs::exists(out / "n/model.safetensors"));
+}
+
+TEST_CASE("a Hugging Face folder is merged into one: the tokenizer's files go with it") {
+    Scratch out;
+    fs::copy("tests/fixtures/tied_bf16", out / "base");
+    const Strings with = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "added_tokens.json"};
+    for (auto& name : with) write_file(out / "base/" + name, "the text of " + name);
+    write_file(out / "base/pytorch_model.bin", "old");
+    train(Strings{out / "base", rows().first, "-o", out / "a", "--steps", "1", "--rank", "2", "--alpha", "4", "--merge", out / "m"} + ONE);
+    for (auto& name : with + Strings{"config.json", "generation_config.json"}) CHECK(read_file(out / "m/" + name) == read_file(out / "base/" + name));
+    for (const char* name : {"pytorch_model.bin", "vocab.json", "golden.json"}) CHECK(!fs::exists(out / "m/" + name));
+    CHECK(ModelFile(out / "m").tensors.size() == ModelFile(out / "base").tensors.size());
+    // The model that is read is not written over, and that is said before training.
+    for (const std::string& itself : {out / "base", out / "base/", out / "m/../base"})
+        check_refusal(start(program("TRAIN_LORA", "./train_lora"), Strings{out / "base", rows().first, "-o", out / "b", "--merge", itself} + ONE).wait(), "train_lora", "is the model itself");
+    CHECK(!fs::exists(out / "b"));
+}
+
 TEST_CASE("a step does not depend on how it is cut: 16 x 1, 4 x 4, 1 x 16, threads, recomputed; to the bit, with dropout") {
     std::string first;
     std::vector<double> losses;
