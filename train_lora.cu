@@ -81,9 +81,9 @@ static Options parse_options(int argc, char** argv) {
         if (name.size() < 2 || name[0] != '-') { plain.push_back(name); continue; }
         if (const size_t eq = name.find('='); name[1] == '-' && eq != std::string::npos) attached = argv[i] + eq + 1, name.resize(eq);
         auto value = [&]() -> const char* {
-            if (attached) return std::exchange(attached, nullptr);
-            if (i + 1 == argc) DIE("%s needs a value", name.c_str());
-            return argv[++i];
+            const char* text = attached ? std::exchange(attached, nullptr) : i + 1 < argc ? argv[++i] : "";
+            if (!*text) DIE("%s needs a value", name.c_str());
+            return text;
         };
         auto integer = [&](int64_t low, int64_t high) { return parse_integer(name.c_str(), value(), low, high); };
         auto number = [&](double low, double high) { return parse_number(name.c_str(), value(), low, high); };
@@ -148,6 +148,7 @@ static Options parse_options(int argc, char** argv) {
     o.model = plain[0];
     if (plain.size() == 2) o.train = plain[1];
     if (o.train.empty() && (o.merge.empty() || o.adapter_init.empty())) DIE("no dataset named (without one: --adapter-init DIR --merge PATH)");
+    if (o.train.empty() && !o.out.empty()) DIE("no dataset named, and -o is for training (--merge PATH says where a merged model goes)");
     if (!o.train.empty() && o.out.empty()) DIE("-o DIR says where the adapter goes");
     if (o.resume && o.overwrite) DIE("--resume goes on with a run and --overwrite replaces it: not both");
     if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || adapter_option)) DIE("--full trains the model itself: there is no adapter for %s", adapter_option ? adapter_option : o.merge.empty() ? "--adapter-init" : "--merge");

@@ -426,6 +426,9 @@ TEST_CASE("bad input: one line each") {
     refused({}, "no model named");
     refused({TINY}, "no dataset named");
     refused({TINY, rows().first}, "-o DIR");
+    refused({TINY, "-o", out / "a", "--adapter-init", FIXTURES + "adapter", "--merge", out / "m"}, "-o is for training");
+    refused({TINY, rows().first, "-o", out / "a", "--merge", ""}, "--merge needs a value");
+    refused({TINY, rows().first, "--output="}, "--output needs a value");
     refused({TINY, rows().first, "x", "-o", out / "a"}, "one model and one dataset");
     refused({TINY, "/nowhere.bin", "-o", out / "a"}, "/nowhere.bin: No such file");
     refused({TINY, TINY, "-o", out / "a"}, "not a dataset");
