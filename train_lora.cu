@@ -480,9 +480,11 @@ template <class T> struct Trainer {
 
     // ---- Batches
 
-    int trained(const Dataset& from, size_t row) const {
-        int n = 0;
-        for (uint32_t word : from.row(row)) n += word >> 31;
+    // How many tokens of these rows are trained.
+    size_t trained(const Dataset& from, const std::vector<size_t>& list) const {
+        size_t n = 0;
+        for (size_t row : list)
+            for (uint32_t word : from.row(row)) n += word >> 31;
         return n;
     }
 
@@ -536,27 +538,33 @@ template <class T> struct Trainer {
     size_t tokens_done = 0;   // that were fed
     double flops = 0;         // of the last step
 
-    // Sums up the losses of a step's rows, and the gradients of their mean over its `all` trained tokens.
+    // Sums up the losses of rows in results[0], and into `to`, if it is not null, the gradients of `scale` times that sum.
+    void add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, A scale) {
+        clear(ctx, results, 2);
+        for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
+            int R;
+            const Batch b = load(from, &list[first], (int)std::min((size_t)o.batch, list.size() - first), (int)first, R);
+            forward(ctx, c, w, b, a, kv, rope);
+            loss_backward(ctx, c, w, a, d, to, loss, named, target, scale, b.N, R);
+            RUN(add_losses, results, loss, R);
+            if (to) backward(ctx, c, w, b, a, d, *to, kv, rope);
+        }
+    }
+
+    // The gradients of a step: of the mean over its `all` trained tokens.
     void add_gradients(const std::vector<size_t>& list, size_t all) {
         dropout = {o.dropout, o.seed, (uint32_t)step, place};
         use_dropout(true);
         clear(ctx, gradient, count);
-        clear(ctx, results, 2);
-        for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
-            int R;
-            const Batch b = load(data, &list[first], (int)std::min((size_t)o.batch, list.size() - first), (int)first, R);
-            forward(ctx, c, w, b, a, kv, rope);
-            loss_backward(ctx, c, w, a, d, &g, loss, named, target, 1 / (A)all, b.N, R);
-            RUN(add_losses, results, loss, R);
-            backward(ctx, c, w, b, a, d, g, kv, rope);
-        }
+        add_rows(data, list, &g, 1 / (A)all);
     }
 
     // One step of AdamW. False if it was interrupted: then nothing has changed.
     bool train_step() {
         const std::vector<size_t> list = rows_of(step);
-        size_t all = 0, fed = 0;
-        for (size_t row : list) all += trained(data, row), fed += data.row(row).size() - 1;
+        size_t fed = 0;
+        for (size_t row : list) fed += data.row(row).size() - 1;
+        const size_t all = trained(data, list);
         add_gradients(list, all);
         if (interrupted) return false;
         RUN(grad_norm, results + 1, partial, gradient, count);
@@ -570,40 +578,33 @@ template <class T> struct Trainer {
         double result[2];
         copy_out(ctx, result, results, 2);
         last_loss = result[0] / (double)all, last_norm = result[1];
-        if (!std::isfinite(last_loss) || !std::isfinite(last_norm)) not_finite(list);
+        if (!std::isfinite(last_loss) || !std::isfinite(last_norm))
+            not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1, std::fabs(last_loss), last_norm));
         tokens_done += fed, flops = flops_of(list, all);
         step++;
         return true;
     }
 
-    // The parameters are those from before the step (see adamw): which rows are to blame can still be asked.
-    void not_finite(const std::vector<size_t>& list) {
-        std::string blamed, others;
-        for (size_t row : list) {
-            const std::string number = format("%s%zu", others.empty() ? "" : ", ", row);
-            others += number;
-            if (!std::isfinite(mean_loss(data, {row}))) blamed += format("%s%zu", blamed.empty() ? "" : ", ", row);
-        }
-        DIE("%s: step %lld: loss %g, gradient norm %g; %s: %s", data.file.path.c_str(), (long long)step + 1, std::fabs(last_loss), last_norm,
-            blamed.empty() ? "each row's own loss is finite; the step's rows" : "rows whose loss is not finite", (blamed.empty() ? others : blamed).c_str());
-    }
-
-    // The mean over all trained tokens of some rows, whatever the batch.
+    // The mean over all trained tokens of some rows, whatever the batch. Without a meaning if it was interrupted.
     double mean_loss(const Dataset& from, const std::vector<size_t>& list) {
         use_dropout(false);
-        clear(ctx, results, 1);
-        size_t all = 0;
-        for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
-            int R;
-            const Batch b = load(from, &list[first], (int)std::min((size_t)o.batch, list.size() - first), 0, R);
-            forward(ctx, c, w, b, a, kv, rope);
-            loss_backward(ctx, c, w, a, d, (const Gradients<T>*)nullptr, loss, named, target, (A)0, b.N, R);
-            RUN(add_losses, results, loss, R);
-            all += R;
-        }
+        add_rows(from, list, nullptr, 0);
         double sum;
         copy_out(ctx, &sum, results, 1);
-        return sum / (double)all;
+        return sum / (double)trained(from, list);
+    }
+
+    // A loss that is not finite. After a step the parameters are those from before it (see adamw): which rows are to blame
+    // can still be asked.
+    [[noreturn]] void not_finite(const Dataset& from, const std::vector<size_t>& list, const std::string& what) {
+        std::vector<size_t> blamed;
+        for (size_t row : list)
+            if (!std::isfinite(mean_loss(from, {row}))) blamed.push_back(row);
+        const std::vector<size_t>& shown = blamed.empty() ? list : blamed;
+        std::string numbers;
+        for (size_t i = 0; i < std::min(shown.size(), (size_t)20); i++) numbers += format("%s%zu", i ? ", " : "", shown[i]);
+        if (shown.size() > 20) numbers += format(", .. (%zu in all)", shown.size());
+        DIE("%s: %s; %s: %s", from.file.path.c_str(), what.c_str(), blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite", numbers.c_str());
     }
 
     // Multiplications and additions of a step: forward; backward by the input, and by what is trained.
@@ -723,7 +724,7 @@ static std::string clock_text(double s) { // as Python's str(timedelta)
 
 // trainer_log.jsonl, with LLaMA-Factory's fields, and loss.svg, which is drawn from it.
 struct Log {
-    std::string folder, text;
+    std::string folder;
     FILE* file = nullptr;
     struct Point { double step, loss; };
     std::vector<Point> losses, evaluations;
@@ -731,6 +732,7 @@ struct Log {
     // Goes on after the lines of the first `steps` steps, which exist already if there are any.
     Log(const std::string& out, int64_t steps) : folder(out) {
         const std::string path = folder + "/trainer_log.jsonl";
+        std::string kept;
         if (steps > 0) {
             const MappedFile old(path);
             const std::string_view all = old.text();
@@ -740,12 +742,12 @@ struct Log {
                 if (!sj::parse(doc, line).empty()) DIE("%s: a damaged line", path.c_str());
                 const sj::Value v = doc.root();
                 if (v["current_steps"].number() > (double)steps) break;
-                text += std::string(line) + "\n";
+                kept += std::string(line) + "\n";
                 if (v["loss"]) losses.push_back({v["current_steps"].number(), v["loss"].number()});
                 if (v["eval_loss"]) evaluations.push_back({v["current_steps"].number(), v["eval_loss"].number()});
             }
         }
-        write_text(path, text);
+        write_text(path, kept);
         file = fopen(path.c_str(), "ab");
         if (!file) DIE("%s: %s", path.c_str(), strerror(errno));
     }
@@ -760,8 +762,8 @@ struct Log {
     void draw(int64_t steps) const {
         constexpr double W = 800, H = 400, LEFT = 60, TOP = 20, RIGHT = 20, BOTTOM = 40;
         double most = 0;
-        for (auto& list : {losses, evaluations})
-            for (const Point& p : list) most = std::max(most, p.loss);
+        for (auto* list : {&losses, &evaluations})
+            for (const Point& p : *list) most = std::max(most, p.loss);
         double tick = std::pow(10, std::floor(std::log10(std::max(most, 1e-9)))); // 1, 2 or 5 times a power of ten
         for (double more : {0.5, 0.4, 0.5})
             if (most / tick < 4) tick *= more;
@@ -940,14 +942,11 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     make_folder(o.out);
     if (o.overwrite) remove_run(o.out);
     Log log(o.out, t.step);
-    size_t trained = 0;
-    for (size_t row : t.rows) trained += t.trained(data, row);
     const std::string lora = o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
     fprintf(stderr, "%s: %.2f M parameters, %s, %s; %s%.2f M of them trained\n", o.model.c_str(), (double)file.config.parameters() / 1e6,
             t.w.type_name(), device_name(ctx).c_str(), lora.c_str(), (double)t.trained_parameters() / 1e6);
-    fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n", o.train.c_str(), t.rows.size(), trained,
+    fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n", o.train.c_str(), t.rows.size(), t.trained(data, t.rows),
             (long long)t.steps, o.batch * o.accum, (long long)t.epoch_steps, (unsigned long long)o.seed);
-
     fprintf(stderr, "%s\n", t.memory.c_str());
 
     const double start = seconds();
@@ -968,6 +967,7 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         if (!eval || t.step == 0 || !due(o.eval_every) || (!log.evaluations.empty() && log.evaluations.back().step == (double)t.step)) return;
         const double loss = t.mean_loss(*eval, t.eval_rows);
         if (interrupted) return;
+        if (!std::isfinite(loss)) t.not_finite(*eval, t.eval_rows, format("after step %lld: loss %g", (long long)t.step, std::fabs(loss)));
         log.evaluations.push_back({(double)t.step, loss});
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("eval_loss", loss);
@@ -981,7 +981,8 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         return format("%.1f %cFLOP/s, %.3g%% of the ceiling", flops / (flops < 1e12 ? 1e9 : 1e12), flops < 1e12 ? 'G' : 'T', 100 * flops / ceiling);
     };
     double told = 0;
-    int64_t saved = -1, told_step = t.step;
+    const int64_t begun_at = t.step;
+    int64_t saved = -1;
     size_t told_tokens = 0;
     double told_at = start;
     while (t.step < t.steps && !interrupted) {
@@ -993,11 +994,11 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss).field("lr", t.last_lr);
         w.field("grad_norm", t.last_norm).field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
         common(w);
-        if (now - told >= 1 || t.step == t.steps || told_step == t.step - 1) {
+        if (now - told >= 1 || t.step == t.steps || t.step == begun_at + 1) {
             told = now;
             fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n", (long long)t.step, (long long)t.steps,
                     t.last_loss, t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), speed(t.flops / took).c_str(),
-                    (double)t.arena.size / 1e6, clock_text((now - start) / (double)(t.step - told_step) * (double)(t.steps - t.step)).c_str());
+                    (double)t.arena.size / 1e6, clock_text((now - start) / (double)(t.step - begun_at) * (double)(t.steps - t.step)).c_str());
             told_tokens = t.tokens_done, told_at = now;
         }
         evaluate();

@@ -506,10 +506,19 @@ TEST_CASE("a loss that is not finite stops the run and names the rows") {
         bytes[(size_t)(t.data - map.data) + 500 * (size_t)t.shape[1] * 2] = (char)0xff;
     }
     write_file(path, bytes);
-    const Result r = start(program("TRAIN_LORA", "./train_lora"), {out / "m", out / "d.bin", "-o", out / "a", "--batch", "6", "--no-shuffle", "-z", VOCABULARY, "-j", "1"}).wait();
-    INFO(r.err);
-    CHECK(r.status == 1);
-    CHECK(lines(r.err).back().find("step 1: loss nan, gradient norm nan; rows whose loss is not finite: 1, 4") != std::string::npos);
+    auto stopped = [&](const Strings& data, const std::string& word) {
+        const Result r = start(program("TRAIN_LORA", "./train_lora"), Strings{out / "m"} + data + Strings{"-o", out / "a", "--batch", "6", "--no-shuffle", "--overwrite"} + ONE).wait();
+        INFO(r.err);
+        CHECK(r.status == 1);
+        CHECK(lines(r.err).back().find(word) != std::string::npos);
+    };
+    stopped({out / "d.bin"}, "d.bin: step 1: loss nan, gradient norm nan; rows whose loss is not finite: 1, 4");
+    {
+        DatasetWriter w(out / "good.bin", tokenizer.hash(), template_hash());
+        w.add({7, 8, 9 | TRAIN});
+        w.commit();
+    }
+    stopped({out / "good.bin", "--eval", out / "d.bin"}, "d.bin: after step 1: loss nan; rows whose loss is not finite: 1, 4");
 }
 
 TEST_CASE("adapters are hostile files: what is not supported is refused by name") {
