@@ -274,8 +274,7 @@ template <class T> struct Trainer {
         steps = o.steps ? o.steps : (int64_t)std::ceil(o.epochs * (double)epoch_steps);
         run = describe(o, file, data, steps, w.type_name());
         if (!o.full) rank = adapt(w, o.lora, o.rank_step);
-        for (const Layer<T>& y : w.layers)
-            if (!o.full && o.dropout > 0 && std::max({y.qkv.in, y.o.in, y.down.in}) > 1 << 19) DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
+        if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19) DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
         measure();
 #ifdef __CUDACC__
         if constexpr (HAS_KERNELS<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (all that --full needs of them it copies)
@@ -293,15 +292,22 @@ template <class T> struct Trainer {
     A *p, *m, *v, *gradient; // (count) master parameters, AdamW's moments, gradients
     T* stored;               // (count) what the products read: the parameters as T, those of B times s
 
-    // With --full: calls f(name, where the model looks for it, its gradient's place, rows (0: a vector), columns) for each
-    // tensor, matrices before norms. Neighbours in a Linear are neighbours here, and only the first has a gradient's place.
+    // With --full: calls f(name, where the model looks for it, its gradient's place, shape, at, n) for each tensor, which is
+    // the n numbers from `at` on, matrices before norms. Neighbours in a Linear are neighbours here, and only the first has
+    // a gradient's place.
     template <class F> void each_tensor(F f) {
+        size_t at = 0;
+        auto one = [&](const std::string& name, const T*& from, A** to, const std::vector<size_t>& shape) {
+            const size_t n = shape[0] * (shape.size() > 1 ? shape[1] : 1);
+            f(name, from, to, shape, at, n);
+            at += n;
+        };
         g.layer.resize(c.L);
         auto matrices = [&](int l, const std::vector<const char*>& names, Linear<T>& W, A*& to) {
             for (size_t b = 0; b < names.size(); b++)
-                f(l < 0 ? names[b] : format("model.layers.%d.%s.weight", l, names[b]), W.w[b], b ? nullptr : &to, (size_t)W.rows[b], (size_t)W.in);
+                one(l < 0 ? names[b] : format("model.layers.%d.%s.weight", l, names[b]), W.w[b], b ? nullptr : &to, {(size_t)W.rows[b], (size_t)W.in});
         };
-        auto vector = [&](const std::string& name, const T*& at, A*& to, int n) { f(name, at, &to, (size_t)0, (size_t)n); };
+        auto vector = [&](const std::string& name, const T*& from, A*& to, int n) { one(name, from, &to, {(size_t)n}); };
         matrices(-1, {"model.embed_tokens.weight"}, w.embed, g.embed);
         for (int l = 0; l < c.L; l++) {
             Layer<T>& y = w.layers[l];
@@ -335,9 +341,9 @@ template <class T> struct Trainer {
             return;
         }
         size_t matrices = 0;
-        each_tensor([&](const std::string&, const T*&, A**, size_t r, size_t n) {
-            count += std::max(r, (size_t)1) * n;
-            if (r) matrices = count;
+        each_tensor([&](const std::string&, const T*&, A**, const std::vector<size_t>& shape, size_t at, size_t n) {
+            count = at + n;
+            if (shape.size() > 1) matrices = count;
         });
         segments = {{0, matrices, o.weight_decay, 1}, {matrices, count - matrices, 0, 1}}; // norms do not decay, as in the Trainer
     }
@@ -364,7 +370,7 @@ template <class T> struct Trainer {
         for (size_t i = 0; i < from.rows(); i++)
             if (from.row(i).size() <= limit) list.push_back(i), lengths.push_back((int)from.row(i).size() - 1);
         const char* name = from.file.path.c_str();
-        if (list.empty()) DIE("%s: every row has more than %zu tokens (--max-len)", name, limit);
+        if (list.empty()) DIE("%s: every row has more than %zu tokens (%s)", name, limit, o.max_len > c.max_positions ? "the model's limit" : "--max-len");
         if (list.size() < from.rows()) fprintf(stderr, "%s: %zu of %zu rows have more than %zu tokens and are left out\n", name, from.rows() - list.size(), from.rows(), limit);
         std::sort(lengths.rbegin(), lengths.rend());
         longest = std::max(longest, lengths[0]);
@@ -426,9 +432,8 @@ template <class T> struct Trainer {
     void first_parameters() {
         std::vector<A> first(count, 0);
         if (o.full) {
-            size_t at = 0;
-            each_tensor([&](const std::string&, const T*& from, A**, size_t r, size_t n) {
-                for (size_t i = 0; i < std::max(r, (size_t)1) * n; i++) first[at++] = to_acc(from[i]);
+            each_tensor([&](const std::string&, const T*& from, A**, const std::vector<size_t>&, size_t at, size_t n) {
+                for (size_t i = 0; i < n; i++) first[at + i] = to_acc(from[i]);
             });
         } else if (!o.adapter_init.empty()) {
             first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
@@ -456,11 +461,9 @@ template <class T> struct Trainer {
     void fill() {
         g.layer.resize(c.L);
         if (o.full) {
-            size_t at = 0;
-            each_tensor([&](const std::string&, const T*& from, A** to, size_t r, size_t n) {
+            each_tensor([&](const std::string&, const T*& from, A** to, const std::vector<size_t>&, size_t at, size_t) {
                 from = stored + at;
                 if (to) *to = gradient + at;
-                at += std::max(r, (size_t)1) * n;
             });
             if (c.tied) w.head = w.embed, g.head = g.embed;
         } else {
@@ -649,16 +652,12 @@ template <class T> struct Trainer {
         if (o.full) {
             metadata["config"] = file.config_text;
             if (!file.generation_text.empty()) metadata["generation_config"] = file.generation_text;
-            size_t at = 0;
-            each_tensor([&](const std::string& name, const T*&, A**, size_t r, size_t n) {
-                const std::vector<size_t> shape = r ? std::vector<size_t>{r, n} : std::vector<size_t>{n};
-                const size_t all = std::max(r, (size_t)1) * n;
-                tensors.push_back({name, std::is_same_v<T, bf16> ? "BF16" : "F32", shape, [&numbers, at, all](OutputFile& out) {
-                    std::vector<T> rounded(all);
-                    for (size_t i = 0; i < all; i++) rounded[i] = to_stored<T>(numbers[at + i]);
-                    out.write(rounded.data(), all * sizeof(T));
+            each_tensor([&](const std::string& name, const T*&, A**, const std::vector<size_t>& shape, size_t at, size_t n) {
+                tensors.push_back({name, std::is_same_v<T, bf16> ? "BF16" : "F32", shape, [&numbers, at, n](OutputFile& out) {
+                    std::vector<T> rounded(n);
+                    for (size_t i = 0; i < n; i++) rounded[i] = to_stored<T>(numbers[at + i]);
+                    out.write(rounded.data(), n * sizeof(T));
                 }});
-                at += all;
             });
             return write_safetensors(folder + "/model.bin", metadata, tensors);
         }

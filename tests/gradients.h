@@ -33,11 +33,8 @@ template <class T> Tensor64 whole_gradients(const Context& ctx, bool full) {
     t.add_gradients(t.rows, data.trained());
     const auto g = t.host(t.gradient);
     Tensor64 out;
-    size_t first = 0;
-    if (full) t.each_tensor([&](const std::string& name, const T*&, acc<T>**, size_t r, size_t n) {
-        const size_t all = std::max(r, (size_t)1) * n;
-        out[name].assign(g.begin() + first, g.begin() + first + all);
-        first += all;
+    if (full) t.each_tensor([&](const std::string& name, const T*&, acc<T>**, const std::vector<size_t>&, size_t at, size_t n) {
+        out[name].assign(g.begin() + at, g.begin() + at + n);
     });
     else each_adapter_tensor(t.w, [&](const std::string& name, size_t r, size_t n, size_t at, size_t apart) {
         for (size_t i = 0; i < r; i++) out[name].insert(out[name].end(), g.begin() + at + i * apart, g.begin() + at + i * apart + n);
