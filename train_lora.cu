@@ -817,8 +817,15 @@ static void check_merge(const ModelFile& file, const std::string& path) {
 static void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
     std::map<std::string, std::pair<int, int>> targeted; // tensor -> layer, module
     for (int l = 0; l < file.config.L; l++)
-        for (int m = 0; m < MODULES; m++)
-            if (adapter.config.targets[m]) targeted[format("model.layers.%d.%s.weight", l, MODULE_NAMES[m])] = {l, m};
+        for (int m = 0; m < MODULES; m++) {
+            if (!adapter.config.targets[m]) continue;
+            const std::string name = format("model.layers.%d.%s.weight", l, MODULE_NAMES[m]);
+            const auto found = file.tensors.find(name);
+            if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
+            const auto [rows, in] = module_shape(file.config, m);
+            need_shape(name, found->second, {rows, in});
+            targeted[name] = {l, m};
+        }
     std::vector<OutTensor> tensors;
     for (auto& [name, t] : file.tensors) {
         const char* dtype = t.dtype == Dtype::F32 ? "F32" : t.dtype == Dtype::F16 ? "F16" : "BF16";
