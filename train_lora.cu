@@ -203,6 +203,11 @@ static void write_text(const std::string& path, std::string_view text) {
     out.commit();
 }
 
+static bool same_file(const std::string& a, const std::string& b) {
+    struct stat one, other;
+    return stat(a.c_str(), &one) == 0 && stat(b.c_str(), &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
+}
+
 // A folder, and those it is in, if they are not there.
 static void make_folder(const std::string& path) {
     struct stat st;
@@ -805,9 +810,7 @@ static uint16_t float_to_half(float f) {
 
 // What would make a merge fail, asked before hours of training.
 static void check_merge(const ModelFile& file, const std::string& path) {
-    struct stat base, to;
-    if (stat(file.path.c_str(), &base) == 0 && stat(path.c_str(), &to) == 0 && base.st_dev == to.st_dev && base.st_ino == to.st_ino)
-        DIE("--merge %s: is the model itself", path.c_str());
+    if (same_file(file.path, path)) DIE("--merge %s: is the model itself", path.c_str());
     for (auto& [name, t] : file.tensors)
         if (t.dtype == Dtype::I8 || t.dtype == Dtype::Other) DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
 }
@@ -940,6 +943,7 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     auto exists = [](const std::string& f) { return access(f.c_str(), F_OK) == 0; };
     const bool old = exists(log_file) || exists(state) || exists(o.out + "/adapter_config.json") || exists(o.out + "/model.bin");
     if (old && !o.resume && !o.overwrite) DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", o.out.c_str());
+    if (o.overwrite && same_file(o.model, o.out + "/model.bin")) DIE("%s: --overwrite would remove the model that is to be trained", o.out.c_str());
     if (o.resume && !exists(state)) DIE("%s: no run to resume: it has no state.safetensors", o.out.c_str());
 
     Trainer<T> t(o, ctx, file, data, eval);
@@ -957,7 +961,7 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
 
     const double start = seconds();
     auto elapsed = [&] { return before + seconds() - start; };
-    auto common = [&](sj::Writer& w) { // the end of each line of the log
+    auto add_to_log = [&](sj::Writer& w) { // with what each line ends in
         const double share = (double)t.step / (double)t.steps;
         w.field("epoch", (double)t.step / (double)t.epoch_steps).field("percentage", std::round(share * 1e4) / 100);
         w.field("elapsed_time", clock_text(elapsed())).field("remaining_time", clock_text(elapsed() / share * (1 - share))).end();
@@ -977,7 +981,7 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         log.evaluations.push_back({(double)t.step, loss});
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("eval_loss", loss);
-        common(w);
+        add_to_log(w);
         fprintf(stderr, "step %lld/%lld  evaluation loss %.6f%s\n", (long long)t.step, (long long)t.steps, loss, loss < best ? ", the best so far" : "");
         if (loss < best) best = loss, t.write_result(o.out + "/best", leaked);
     };
@@ -986,10 +990,9 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     auto speed = [&](double flops) { // a second
         return format("%.1f %cFLOP/s, %.3g%% of the ceiling", flops / (flops < 1e12 ? 1e9 : 1e12), flops < 1e12 ? 'G' : 'T', 100 * flops / ceiling);
     };
-    double told = 0;
     const int64_t begun_at = t.step;
     int64_t saved = -1;
-    size_t told_tokens = 0;
+    size_t told_tokens = 0; // of them the last progress line spoke
     double told_at = start;
     while (t.step < t.steps && !interrupted) {
         const double begun = seconds();
@@ -999,9 +1002,8 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss).field("lr", t.last_lr);
         w.field("grad_norm", t.last_norm).field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
-        common(w);
-        if (now - told >= 1 || t.step == t.steps || t.step == begun_at + 1) {
-            told = now;
+        add_to_log(w);
+        if (now - told_at >= 1 || t.step == t.steps || t.step == begun_at + 1) {
             fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n", (long long)t.step, (long long)t.steps,
                     t.last_loss, t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), speed(t.flops / took).c_str(),
                     (double)t.arena.size / 1e6, clock_text((now - start) / (double)(t.step - begun_at) * (double)(t.steps - t.step)).c_str());

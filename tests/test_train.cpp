@@ -268,13 +268,17 @@ TEST_CASE("a Hugging Face folder is merged into one: the tokenizer's files go wi
     CHECK(!fs::exists(out / "x"));
 }
 
-TEST_CASE("the model that is read is not written over by the merge, and that is said before training") {
+TEST_CASE("the model that is read is not written over, and that is said before training") {
     Scratch out;
     fs::copy("tests/fixtures/tied_bf16", out / "base");
     fs::create_directory(out / "m");
     for (const std::string& itself : {out / "base", out / "base/", out / "m/../base"})
         check_refusal(start(program("TRAIN_LORA", "./train_lora"), Strings{out / "base", rows().first, "-o", out / "b", "--merge", itself} + ONE).wait(), "train_lora", "is the model itself");
     CHECK(!fs::exists(out / "b"));
+    fs::copy(TINY, out / "m/model.bin");
+    check_refusal(start(program("TRAIN_LORA", "./train_lora"), Strings{out / "m/model.bin", rows().first, "--full", "-o", out / "m", "--overwrite"} + ONE).wait(), "train_lora",
+                  "would remove the model");
+    CHECK(read_file(out / "m/model.bin") == read_file(TINY));
 }
 
 TEST_CASE("a step does not depend on how it is cut: 16 x 1, 4 x 4, 1 x 16, threads, recomputed; to the bit, with dropout") {
