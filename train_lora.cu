@@ -612,7 +612,8 @@ template <class T> struct Trainer {
         std::string numbers;
         for (size_t i = 0; i < std::min(shown.size(), (size_t)20); i++) numbers += format("%s%zu", i ? ", " : "", shown[i]);
         if (shown.size() > 20) numbers += format(", .. (%zu in all)", shown.size());
-        DIE("%s: %s; %s: %s", from.file.path.c_str(), what.c_str(), blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite", numbers.c_str());
+        DIE("%s: %s; %s: %s", from.file.path.c_str(), what.c_str(),
+            blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite", numbers.c_str());
     }
 
     // Multiplications and additions of a step: forward; backward by the input, and by what is trained.
@@ -859,7 +860,8 @@ static void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
             std::vector<uint16_t> rounded(merged.size());
             for (size_t i = 0; i < merged.size(); i++) {
                 rounded[i] = t.dtype == Dtype::F16 ? float_to_half(merged[i]) : to_bf16(merged[i]).bits;
-                if (t.dtype == Dtype::F16 && (rounded[i] & 0x7c00) == 0x7c00) DIE("%s: tensor %s: %g is too large for F16", out.path.c_str(), name.c_str(), merged[i]);
+                if (t.dtype == Dtype::F16 && (rounded[i] & 0x7c00) == 0x7c00)
+                    DIE("%s: tensor %s: %g is too large for F16", out.path.c_str(), name.c_str(), merged[i]);
             }
             out.write(rounded.data(), rounded.size() * 2);
         }});
@@ -874,7 +876,8 @@ static void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
     make_folder(path);
     write_text(path + "/config.json", file.config_text);
     if (!file.generation_text.empty()) write_text(path + "/generation_config.json", file.generation_text);
-    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "vocab.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.bin"})
+    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "vocab.json", "special_tokens_map.json",
+                             "added_tokens.json", "tokenizer.bin"})
         if (const std::string from = file.path + "/" + name; access(from.c_str(), F_OK) == 0) write_text(path + "/" + name, MappedFile(from).text());
     write_safetensors(path + "/model.safetensors", metadata, tensors);
 }

@@ -175,7 +175,8 @@ TEST_CASE("merged in float32: the logits of adapter and merged model are the sam
 TEST_CASE("merged into float16: each number rounded once, to nearest and even; what is too large is an error") {
     for (uint32_t h = 0; h < 0x7c00; h++)
         for (uint32_t sign : {0u, 0x8000u}) { // each number, and what lies between it and the next
-            const float x = half_to_float((uint16_t)(sign | h)), next = h == 0x7bff ? std::copysign(65536.f, x) : half_to_float((uint16_t)(sign | (h + 1))), middle = (x + next) / 2;
+            const float x = half_to_float((uint16_t)(sign | h));
+            const float next = h == 0x7bff ? std::copysign(65536.f, x) : half_to_float((uint16_t)(sign | (h + 1))), middle = (x + next) / 2;
             REQUIRE(float_to_half(x) == (sign | h));
             REQUIRE(float_to_half(middle) == (sign | (h + h % 2)));
             REQUIRE(float_to_half(std::nextafter(middle, x)) == (sign | h));
@@ -198,7 +199,8 @@ TEST_CASE("merged into float16: each number rounded once, to nearest and even; w
         INFO(name);
         REQUIRE(t.dtype == Dtype::F16);
         const size_t part = name.rfind(".weight");
-        const auto A = adapter.tensors.find("base_model.model." + name.substr(0, part) + ".lora_A.weight"), B = adapter.tensors.find("base_model.model." + name.substr(0, part) + ".lora_B.weight");
+        const std::string module = "base_model.model." + name.substr(0, part);
+        const auto A = adapter.tensors.find(module + ".lora_A.weight"), B = adapter.tensors.find(module + ".lora_B.weight");
         if (A == adapter.tensors.end()) {
             CHECK(std::string((const char*)t.data, t.bytes) == std::string((const char*)was.data, was.bytes));
             continue;
