@@ -203,6 +203,11 @@ static void write_text(const std::string& path, std::string_view text) {
     out.commit();
 }
 
+static bool same_file(const std::string& a, const std::string& b) {
+    struct stat one, other;
+    return stat(a.c_str(), &one) == 0 && stat(b.c_str(), &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
+}
+
 // A folder, and those it is in, if they are not there.
 static void make_folder(const std::string& path) {
     struct stat st;
@@ -607,7 +612,8 @@ template <class T> struct Trainer {
         std::string numbers;
         for (size_t i = 0; i < std::min(shown.size(), (size_t)20); i++) numbers += format("%s%zu", i ? ", " : "", shown[i]);
         if (shown.size() > 20) numbers += format(", .. (%zu in all)", shown.size());
-        DIE("%s: %s; %s: %s", from.file.path.c_str(), what.c_str(), blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite", numbers.c_str());
+        DIE("%s: %s; %s: %s", from.file.path.c_str(), what.c_str(),
+            blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite", numbers.c_str());
     }
 
     // Multiplications and additions of a step: forward; backward by the input, and by what is trained.
@@ -805,9 +811,7 @@ static uint16_t float_to_half(float f) {
 
 // What would make a merge fail, asked before hours of training.
 static void check_merge(const ModelFile& file, const std::string& path) {
-    struct stat base, to;
-    if (stat(file.path.c_str(), &base) == 0 && stat(path.c_str(), &to) == 0 && base.st_dev == to.st_dev && base.st_ino == to.st_ino)
-        DIE("--merge %s: is the model itself", path.c_str());
+    if (same_file(file.path, path)) DIE("--merge %s: is the model itself", path.c_str());
     for (auto& [name, t] : file.tensors)
         if (t.dtype == Dtype::I8 || t.dtype == Dtype::Other) DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
 }
@@ -817,8 +821,15 @@ static void check_merge(const ModelFile& file, const std::string& path) {
 static void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
     std::map<std::string, std::pair<int, int>> targeted; // tensor -> layer, module
     for (int l = 0; l < file.config.L; l++)
-        for (int m = 0; m < MODULES; m++)
-            if (adapter.config.targets[m]) targeted[format("model.layers.%d.%s.weight", l, MODULE_NAMES[m])] = {l, m};
+        for (int m = 0; m < MODULES; m++) {
+            if (!adapter.config.targets[m]) continue;
+            const std::string name = format("model.layers.%d.%s.weight", l, MODULE_NAMES[m]);
+            const auto found = file.tensors.find(name);
+            if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
+            const auto [rows, in] = module_shape(file.config, m);
+            need_shape(name, found->second, {rows, in});
+            targeted[name] = {l, m};
+        }
     std::vector<OutTensor> tensors;
     for (auto& [name, t] : file.tensors) {
         const char* dtype = t.dtype == Dtype::F32 ? "F32" : t.dtype == Dtype::F16 ? "F16" : "BF16";
@@ -849,7 +860,8 @@ static void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
             std::vector<uint16_t> rounded(merged.size());
             for (size_t i = 0; i < merged.size(); i++) {
                 rounded[i] = t.dtype == Dtype::F16 ? float_to_half(merged[i]) : to_bf16(merged[i]).bits;
-                if (t.dtype == Dtype::F16 && (rounded[i] & 0x7c00) == 0x7c00) DIE("%s: tensor %s: %g is too large for F16", out.path.c_str(), name.c_str(), merged[i]);
+                if (t.dtype == Dtype::F16 && (rounded[i] & 0x7c00) == 0x7c00)
+                    DIE("%s: tensor %s: %g is too large for F16", out.path.c_str(), name.c_str(), merged[i]);
             }
             out.write(rounded.data(), rounded.size() * 2);
         }});
@@ -864,7 +876,8 @@ static void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
     make_folder(path);
     write_text(path + "/config.json", file.config_text);
     if (!file.generation_text.empty()) write_text(path + "/generation_config.json", file.generation_text);
-    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "vocab.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.bin"})
+    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "vocab.json", "special_tokens_map.json",
+                             "added_tokens.json", "tokenizer.bin"})
         if (const std::string from = file.path + "/" + name; access(from.c_str(), F_OK) == 0) write_text(path + "/" + name, MappedFile(from).text());
     write_safetensors(path + "/model.safetensors", metadata, tensors);
 }
@@ -933,6 +946,7 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     auto exists = [](const std::string& f) { return access(f.c_str(), F_OK) == 0; };
     const bool old = exists(log_file) || exists(state) || exists(o.out + "/adapter_config.json") || exists(o.out + "/model.bin");
     if (old && !o.resume && !o.overwrite) DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", o.out.c_str());
+    if (o.overwrite && same_file(o.model, o.out + "/model.bin")) DIE("%s: --overwrite would remove the model that is to be trained", o.out.c_str());
     if (o.resume && !exists(state)) DIE("%s: no run to resume: it has no state.safetensors", o.out.c_str());
 
     Trainer<T> t(o, ctx, file, data, eval);
@@ -950,7 +964,7 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
 
     const double start = seconds();
     auto elapsed = [&] { return before + seconds() - start; };
-    auto common = [&](sj::Writer& w) { // the end of each line of the log
+    auto add_to_log = [&](sj::Writer& w) { // with what each line ends in
         const double share = (double)t.step / (double)t.steps;
         w.field("epoch", (double)t.step / (double)t.epoch_steps).field("percentage", std::round(share * 1e4) / 100);
         w.field("elapsed_time", clock_text(elapsed())).field("remaining_time", clock_text(elapsed() / share * (1 - share))).end();
@@ -970,7 +984,7 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         log.evaluations.push_back({(double)t.step, loss});
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("eval_loss", loss);
-        common(w);
+        add_to_log(w);
         fprintf(stderr, "step %lld/%lld  evaluation loss %.6f%s\n", (long long)t.step, (long long)t.steps, loss, loss < best ? ", the best so far" : "");
         if (loss < best) best = loss, t.write_result(o.out + "/best", leaked);
     };
@@ -979,10 +993,9 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     auto speed = [&](double flops) { // a second
         return format("%.1f %cFLOP/s, %.3g%% of the ceiling", flops / (flops < 1e12 ? 1e9 : 1e12), flops < 1e12 ? 'G' : 'T', 100 * flops / ceiling);
     };
-    double told = 0;
     const int64_t begun_at = t.step;
     int64_t saved = -1;
-    size_t told_tokens = 0;
+    size_t told_tokens = 0; // of them the last progress line spoke
     double told_at = start;
     while (t.step < t.steps && !interrupted) {
         const double begun = seconds();
@@ -992,9 +1005,8 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss).field("lr", t.last_lr);
         w.field("grad_norm", t.last_norm).field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
-        common(w);
-        if (now - told >= 1 || t.step == t.steps || t.step == begun_at + 1) {
-            told = now;
+        add_to_log(w);
+        if (now - told_at >= 1 || t.step == t.steps || t.step == begun_at + 1) {
             fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n", (long long)t.step, (long long)t.steps,
                     t.last_loss, t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), speed(t.flops / took).c_str(),
                     (double)t.arena.size / 1e6, clock_text((now - start) / (double)(t.step - begun_at) * (double)(t.steps - t.step)).c_str());

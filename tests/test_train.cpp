@@ -175,7 +175,8 @@ TEST_CASE("merged in float32: the logits of adapter and merged model are the sam
 TEST_CASE("merged into float16: each number rounded once, to nearest and even; what is too large is an error") {
     for (uint32_t h = 0; h < 0x7c00; h++)
         for (uint32_t sign : {0u, 0x8000u}) { // each number, and what lies between it and the next
-            const float x = half_to_float((uint16_t)(sign | h)), next = h == 0x7bff ? std::copysign(65536.f, x) : half_to_float((uint16_t)(sign | (h + 1))), middle = (x + next) / 2;
+            const float x = half_to_float((uint16_t)(sign | h));
+            const float next = h == 0x7bff ? std::copysign(65536.f, x) : half_to_float((uint16_t)(sign | (h + 1))), middle = (x + next) / 2;
             REQUIRE(float_to_half(x) == (sign | h));
             REQUIRE(float_to_half(middle) == (sign | (h + h % 2)));
             REQUIRE(float_to_half(std::nextafter(middle, x)) == (sign | h));
@@ -198,7 +199,8 @@ TEST_CASE("merged into float16: each number rounded once, to nearest and even; w
         INFO(name);
         REQUIRE(t.dtype == Dtype::F16);
         const size_t part = name.rfind(".weight");
-        const auto A = adapter.tensors.find("base_model.model." + name.substr(0, part) + ".lora_A.weight"), B = adapter.tensors.find("base_model.model." + name.substr(0, part) + ".lora_B.weight");
+        const std::string module = "base_model.model." + name.substr(0, part);
+        const auto A = adapter.tensors.find(module + ".lora_A.weight"), B = adapter.tensors.find(module + ".lora_B.weight");
         if (A == adapter.tensors.end()) {
             CHECK(std::string((const char*)t.data, t.bytes) == std::string((const char*)was.data, was.bytes));
             continue;
@@ -237,10 +239,48 @@ TEST_CASE("a Hugging Face folder is merged into one: the tokenizer's files go wi
     for (auto& name : with + Strings{"config.json", "generation_config.json"}) CHECK(read_file(out / "m/" + name) == read_file(out / "base/" + name));
     for (const char* name : {"pytorch_model.bin", "vocab.json", "golden.json"}) CHECK(!fs::exists(out / "m/" + name));
     CHECK(ModelFile(out / "m").tensors.size() == ModelFile(out / "base").tensors.size());
-    // The model that is read is not written over, and that is said before training.
+    // The base's tensors are hostile too: of another shape than its config and the adapter have, or not there.
+    std::string config = read_file(out / "base/config.json");
+    config.replace(config.find("\"intermediate_size\": 72"), 23, "\"intermediate_size\": 720");
+    write_file(out / "base/config.json", config);
+    const ModelFile base(out / "base");
+    fs::create_directory(out / "gate");
+    AdapterConfig gate;
+    gate.rank = 1, gate.alpha = 1, gate.targets[4] = true;
+    std::vector<OutTensor> numbers;
+    for (int l = 0; l < base.config.L; l++)
+        for (char matrix : {'A', 'B'}) {
+            const size_t n = matrix == 'A' ? base.config.C : 720;
+            numbers.push_back({adapter_tensor(l, 4, matrix), "F32", matrix == 'A' ? std::vector<size_t>{1, n} : std::vector<size_t>{n, 1},
+                               [n](OutputFile& file) { file.write(std::vector<float>(n, 1).data(), n * 4); }});
+        }
+    write_text(out / "gate/adapter_config.json", adapter_config_json(gate, 0, "base"));
+    write_safetensors(out / "gate/adapter_model.safetensors", {}, numbers);
+    const Strings merge_only = {out / "base", "--adapter-init", out / "gate", "--merge", out / "x", "-j", "1"};
+    check_refusal(start(program("TRAIN_LORA", "./train_lora"), merge_only).wait(), "train_lora", "mlp.gate_proj.weight is (72,80), the config needs (720,80)");
+    std::string bytes = read_file(out / "base/model.safetensors");
+    bytes.replace(bytes.find("layers.1.mlp.gate_proj"), 22, "layers.1.mlp.gate_PROJ");
+    write_file(out / "base/model.safetensors", bytes);
+    config.replace(config.find("\"intermediate_size\": 720"), 24, "\"intermediate_size\": 72");
+    write_file(out / "base/config.json", config);
+    for (auto& t : numbers)
+        if (t.shape[0] > 1) t.shape[0] = 72, t.write = [](OutputFile& file) { file.write(std::vector<float>(72, 1).data(), 72 * 4); };
+    write_safetensors(out / "gate/adapter_model.safetensors", {}, numbers);
+    check_refusal(start(program("TRAIN_LORA", "./train_lora"), merge_only).wait(), "train_lora", "no tensor model.layers.1.mlp.gate_proj.weight");
+    CHECK(!fs::exists(out / "x"));
+}
+
+TEST_CASE("the model that is read is not written over, and that is said before training") {
+    Scratch out;
+    fs::copy("tests/fixtures/tied_bf16", out / "base");
+    fs::create_directory(out / "m");
     for (const std::string& itself : {out / "base", out / "base/", out / "m/../base"})
         check_refusal(start(program("TRAIN_LORA", "./train_lora"), Strings{out / "base", rows().first, "-o", out / "b", "--merge", itself} + ONE).wait(), "train_lora", "is the model itself");
     CHECK(!fs::exists(out / "b"));
+    fs::copy(TINY, out / "m/model.bin");
+    check_refusal(start(program("TRAIN_LORA", "./train_lora"), Strings{out / "m/model.bin", rows().first, "--full", "-o", out / "m", "--overwrite"} + ONE).wait(), "train_lora",
+                  "would remove the model");
+    CHECK(read_file(out / "m/model.bin") == read_file(TINY));
 }
 
 TEST_CASE("a step does not depend on how it is cut: 16 x 1, 4 x 4, 1 x 16, threads, recomputed; to the bit, with dropout") {
