@@ -415,7 +415,8 @@ template <class T> struct Engine {
 #ifdef __CUDACC__
         if (ctx.gpu) open_road();
 #endif
-        desk.figures.pages = figures.pages = (size_t)pages;
+        figures.pages = (size_t)pages;
+        tell();
     }
     Engine(const Engine&) = delete;
     ~Engine() {
@@ -1931,6 +1932,10 @@ static void on_connection(void* self, MHD_Connection* c, void** context, MHD_Con
         Peer* peer = new Peer{MHD_get_connection_info(c, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd};
         server.peers.insert(peer);
         *context = peer;
+        // What the kernel holds of an answer for a slow reader: not the MBs that it likes to, of which it would say
+        // nothing for minutes, so that the reader seemed idle.
+        const int room = 1 << 17;
+        setsockopt(peer->fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
     } else {
         server.peers.erase((Peer*)*context);
         delete (Peer*)*context;
