@@ -860,9 +860,9 @@ TEST_CASE("API keys and CORS") {
 
     // One key floods; another's request is answered long before the flood has ended.
     std::vector<std::unique_ptr<Http>> flood;
-    for (int i = 0; i < 30; i++) {
+    for (int i = 0; i < 40; i++) {
         flood.push_back(std::make_unique<Http>(server.port));
-        flood.back()->ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 1000, \"ignore_eos\": true"), "Authorization: Bearer first-key\r\n");
+        flood.back()->ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 200, \"ignore_eos\": true"), "Authorization: Bearer first-key\r\n");
     }
     while (server.metric("num_requests_waiting") < 15) usleep(1000);
     CHECK(server.post("/v1/chat/completions", body, "Authorization: Bearer second-key\r\n").status == 200);
