@@ -1081,7 +1081,7 @@ TEST_CASE("deadlines: whoever fetches an answer too slowly") {
         std::string begin{}; // of what it was told
         size_t read = 0;
     } clients[2] = {{std::make_unique<Http>(server.port)}, {std::make_unique<Http>(server.port)}};
-    const int small = 1 << 16;
+    const int small = 1 << 18; // (with much less the kernel would pause for a second by itself: loopback's packets have 64 KB)
     for (auto& c : clients) setsockopt(c.http->fd, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
     const double start = seconds();
     // An answer of the engine, and one without it; each is many MB.
@@ -1090,7 +1090,7 @@ TEST_CASE("deadlines: whoever fetches an answer too slowly") {
     double first = 0; // that was closed
     for (size_t closed = 0; closed < 2; usleep(20'000)) {
         REQUIRE(seconds() - start < 60);
-        char some[1 << 14]; // 0.8 MB/s
+        char some[1 << 15]; // 1.6 MB/s
         for (auto& c : clients) {
             const ssize_t n = recv(c.http->fd, some, sizeof some, MSG_DONTWAIT);
             if (n <= 0) continue;
