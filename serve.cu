@@ -1883,6 +1883,7 @@ struct Exchange {
     MHD_Result send(MHD_Response* out, const Response& r) {
         if (!out) return MHD_NO;
         status = r.status;
+        peer.since = seconds(); // from now on it can be fetched
         if (r.status != 204) MHD_add_response_header(out, "Content-Type", r.type);
         for (auto& [name, value] : r.headers) MHD_add_response_header(out, name, value.c_str());
         const std::string origin = header("Origin");
