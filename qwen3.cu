@@ -4689,7 +4689,7 @@ __global__ void __launch_bounds__(128, 3) lora_backward_input_kernel(bf16* dx, c
         }
 }
 // What the adapter adds rides in the product with W, as columns of dh and rows of A, unless modules share x and each
-// drops it in its own way.
+// drops it in its own way: then dy W is stored, rounded, and added to.
 inline void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, const bf16* dy, const Linear<bf16>& W, int N) {
     const LoraArgs lora(W, N);
     const int columns = lora.modules * lora.rank;
