@@ -1564,7 +1564,7 @@ struct Response {
 // A connection, for watch(). `mutex` of the Server guards `reply`.
 struct Peer {
     int fd;
-    enum Phase { WAITING, READING, ANSWERING };
+    enum Phase { WAITING, READING, WORKING, ANSWERING }; // WORKING: we are, on what it sent; it waits
     std::atomic<Phase> phase{WAITING};
     std::atomic<double> since{seconds()};
     std::shared_ptr<Reply> reply{};
@@ -1691,7 +1691,7 @@ struct Exchange {
         if (!begun) {
             begun = true;
             server.answering++;
-            peer.phase = Peer::ANSWERING, peer.since = seconds();
+            peer.phase = Peer::WORKING;
             Response r = response();
             server.bodies -= body.size();
             std::string().swap(body); // the answer may take long, and others need the room
@@ -1883,7 +1883,7 @@ struct Exchange {
     MHD_Result send(MHD_Response* out, const Response& r) {
         if (!out) return MHD_NO;
         status = r.status;
-        peer.since = seconds(); // from now on it can be fetched
+        peer.since = seconds(), peer.phase = Peer::ANSWERING; // from now on it can be fetched
         if (r.status != 204) MHD_add_response_header(out, "Content-Type", r.type);
         for (auto& [name, value] : r.headers) MHD_add_response_header(out, name, value.c_str());
         const std::string origin = header("Origin");
@@ -2000,11 +2000,11 @@ void Server::watch() {
         std::vector<Peer*> at;
         const double now = seconds();
         for (Peer* peer : peers) {
-            const bool answering = peer->phase == Peer::ANSWERING;
+            const Peer::Phase phase = peer->phase;
             if (peer->reply) {
                 fds.push_back({peer->fd, POLLRDHUP, 0});
                 at.push_back(peer);
-            } else if (now - peer->since > (answering ? options.fetch() : options.deadline)) {
+            } else if (phase != Peer::WORKING && now - peer->since > (phase == Peer::ANSWERING ? options.fetch() : options.deadline)) {
                 shutdown(peer->fd, SHUT_RDWR);
             }
         }
@@ -2012,7 +2012,8 @@ void Server::watch() {
         for (size_t i = 0; i < fds.size(); i++) {
             if (fds[i].revents) gone.push_back(at[i]->reply);
             std::lock_guard reply_lock(at[i]->reply->mutex);
-            if (at[i]->reply->left == 0 && now - at[i]->reply->last > options.fetch()) shutdown(fds[i].fd, SHUT_RDWR);
+            const double there = std::max(at[i]->reply->last, at[i]->since.load());
+            if (at[i]->phase == Peer::ANSWERING && at[i]->reply->left == 0 && now - there > options.fetch()) shutdown(fds[i].fd, SHUT_RDWR);
         }
     }
     for (auto& reply : gone) {

@@ -21,12 +21,14 @@ struct Http {
     bool chunked = false;
     int patience = 30'000;  // ms without a byte
 
-    explicit Http(int port, const char* host = "127.0.0.1") : fd(socket(AF_INET, SOCK_STREAM, 0)) {
+    // segment: bytes of a packet; 0: what the network likes (loopback: 64 KB).
+    explicit Http(int port, const char* host = "127.0.0.1", int segment = 0) : fd(socket(AF_INET, SOCK_STREAM, 0)) {
         sockaddr_in at = {};
         at.sin_family = AF_INET, at.sin_port = htons((uint16_t)port);
         inet_pton(AF_INET, host, &at.sin_addr);
         const int one = 1;
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+        if (segment) setsockopt(fd, IPPROTO_TCP, TCP_MAXSEG, &segment, sizeof segment);
         if (connect(fd, (sockaddr*)&at, sizeof at) != 0) {
             const int fault = errno;
             ::close(fd);
