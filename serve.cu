@@ -1343,7 +1343,7 @@ struct Answer {
 // out. Answers go to FILE.partial as they come, and to FILE in the order of the requests when all are there. Whoever
 // stops it loses what was under way: the same command goes on with what has no answer yet.
 
-static volatile sig_atomic_t interrupted = 0;
+static std::atomic<bool> interrupted{false};
 
 struct BatchRow {
     std::string_view line;
@@ -2102,12 +2102,12 @@ static Options parse_options(int argc, char** argv) {
     return o;
 }
 
-static volatile sig_atomic_t loading = 1;
+static std::atomic<bool> loading{true};
 
 // The first signal lets what is under way come to its end; a second one, or one before there is anything, ends all.
+// Any thread may be the one that it stops: hence the atomics.
 static void on_signal(int) {
-    if (loading || interrupted) _exit(130);
-    interrupted = 1;
+    if (loading || interrupted.exchange(true)) _exit(130);
 }
 
 static std::vector<std::string> read_keys(const std::string& path) {
@@ -2185,7 +2185,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         std::thread& thread;
         ~Ending() { desk.close(), thread.join(); }
     } ending{desk, thread};
-    loading = 0;
+    loading = false;
     if (!http) return batch->run(server.service, desk);
     server.ready = true;
     const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
