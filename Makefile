@@ -94,7 +94,7 @@ bench: info qwen3
 	$(BUILD)/bench_tokenizer
 
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
-UNITS     = $(addprefix test_,ops model sampler loader int8 generate) # test_units.cpp includes them
+UNITS     = $(addprefix test_,ops model sampler loader int8 backward attention_backward generate) # test_units.cpp includes them
 GPU_SUITES = test_gpu test_gpu_backward test_serve_gpu
 SUITES    = $(filter-out $(UNITS) $(GPU_SUITES) $(if $(MHD),,test_serve),$(notdir $(basename $(wildcard tests/test_*.cpp))))
 JOBS     ?= $(shell nproc 2>/dev/null || echo 1)
@@ -121,16 +121,18 @@ $(T)/test_train: train_lora.cu
 $(T)/test_score: score.h
 $(T)/test_datagen: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
-$(T)/test_%: tests/test_%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
+$(T)/main.o: tests/main.cpp
 	@mkdir -p $(T)
-	$(Q)$(CXX) $(TESTFLAGS) $< -o $@ $(EDIT) $(LIBS)
+	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
+$(T)/test_%: tests/test_%.cpp $(T)/main.o $(wildcard tests/*.h) qwen3.cu $(HEADERS)
+	$(Q)$(CXX) $(TESTFLAGS) $< $(T)/main.o -o $@ $(EDIT) $(LIBS)
 
 # The GPU's suites are nvcc's, and run where there is a GPU.
 $(BUILD)/test_gpu_backward: train_lora.cu dataset.h
 GPU_SUITE = $(if $(GPU),$(if $(SANITIZE),,$(GPU_SUITES:%=$(BUILD)/%)))
-$(GPU_SUITES:%=$(BUILD)/%): $(BUILD)/%: tests/%.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
+$(GPU_SUITES:%=$(BUILD)/%): $(BUILD)/%: tests/%.cpp tests/main.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)
-	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I. $< -o $@ $(EDIT)
+	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I. $< tests/main.cpp -o $@ $(EDIT)
 
 test:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(T)/train_lora $(T)/datagen $(if $(MHD),$(T)/serve) $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)

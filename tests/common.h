@@ -1,6 +1,5 @@
 // What the suites share: random inputs, poisoned outputs, a paged cache with scattered pages.
 #pragma once
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #ifdef TRAIN_NO_MAIN // the suite is about the trainer too
 #include "../train_lora.cu"

@@ -1,6 +1,5 @@
 // An engine on the random model in fixtures/tiny, jobs for it, and what must come of them.
 #pragma once
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #define SERVE_NO_MAIN
 #include "../serve.cu"

@@ -1,6 +1,5 @@
 // chat_template.h against transformers' apply_chat_template (fixtures/chat.jsonl, see make_chat_fixtures.py);
 // what it refuses; that no text of a caller becomes a special token.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../chat_template.h"
 #include <doctest/doctest.h>
 

@@ -2,7 +2,6 @@
 // with the random model in fixtures/tiny. What it says is babble, so nothing here expects certain words: runs are
 // compared with each other, and what the program understood is read from /save.
 // Where many tokens are wanted, a presence penalty of -100 makes an answer repeat its first token without end.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../chat_template.h"
 #include "files.h"
 #include <chrono>
@@ -10,6 +9,7 @@
 #include <doctest/doctest.h>
 #include <poll.h>
 #include <pty.h>
+#include <set>
 #include <sys/ioctl.h>
 #include <sys/wait.h>
 #include <utmp.h>

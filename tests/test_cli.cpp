@@ -1,6 +1,5 @@
 // The built program, run as a user runs it: what it prints and where, its exit status, the files it leaves.
 // Environment: QWEN3 names the program (default ./qwen3). Its output goes to memory, not to disk.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../sj.h"
 #include "files.h"
 #include <chrono>

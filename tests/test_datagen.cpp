@@ -1,6 +1,5 @@
 // datagen: its parts from inside; the whole pipeline from outside (DATAGEN, else ./datagen) on tests/fixtures/book.md,
 // with an endpoint in a thread that fails in every way an endpoint can, and a kill in the middle.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #define DATAGEN_NO_MAIN
 #include "../datagen.cpp"
 #include "process.h"

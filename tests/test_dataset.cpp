@@ -1,5 +1,4 @@
 // dataset.h: what is written is what is read, and a file that is anything else is refused in one line.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../dataset.h"
 #include "files.h"
 

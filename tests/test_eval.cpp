@@ -1,6 +1,5 @@
 // --ppl and --eval, from outside: the program (QWEN3, else ./qwen3) on the random model in fixtures/tiny. What it
 // must print is computed here from --logits, one window or row at a time.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../tokenizer.h"
 #include "../sj.h"
 #include "process.h"

@@ -1,6 +1,5 @@
 // export.py run as a user runs it (python3 -I -S: the standard library only): what it writes, byte for byte,
 // and what it refuses. Where there is no python3 every case is skipped, and a line says so.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../sj.h"
 #include "files.h"
 #include <cmath>

@@ -1,7 +1,5 @@
 // score.h: segmentation as jieba's, scores as rouge_chinese's and nltk's, and the command. What must come out
 // was made with the originals by make_score_fixtures.py.
-//   build/g++/test_score score ANSWERS.jsonl REFERENCE.jsonl     runs the command itself
-#define DOCTEST_CONFIG_IMPLEMENT
 #include "../score.h"
 #include "process.h"
 #include <sys/wait.h>
@@ -317,9 +315,11 @@ TEST_CASE("bootstrap: seeded, centred, and as wide as the normal theory says") {
 
 // ----------------------------------------------------------------------------------------------- the command
 
+static const char* PROGRAM = getenv("DATAGEN") ? getenv("DATAGEN") : "./datagen";
+
 static Result run(Strings arguments) {
     arguments.insert(arguments.begin(), "score");
-    return Process("/proc/self/exe", arguments).wait();
+    return Process(PROGRAM, arguments).wait();
 }
 static std::string out_of(const std::vector<std::string>& arguments) {
     const Result r = run(arguments);
@@ -452,15 +452,4 @@ TEST_CASE("score: faults are one line that names the file and the line") {
     check_refused({file("text", a1 + "{\"id\": \"2\", \"answer\": \"\"}"), q12}, "line 2: id \"2\"");
     check_refused({file("a12", a1 + a2), q11}, "q11: line 2: id 1 was there before");
     check_refused({file("some", a1 + answer), q12}, "some: line 2: no id, which other rows have");
-}
-
-// Stands in for datagen's main.
-int main(int argc, char** argv) {
-    if (argc > 1 && strcmp(argv[1], "score") == 0) try {
-        return score_main(argc - 1, argv + 1);
-    } catch (const std::exception& e) {
-        fprintf(stderr, "datagen: %s\n", e.what());
-        return 1;
-    }
-    return doctest::Context(argc, argv).run();
 }

@@ -1,5 +1,4 @@
 // sj.h against RFC 8259 (what is accepted, what is refused and where) and Python's json.dumps and repr.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../sj.h"
 #include <doctest/doctest.h>
 #include <limits>

@@ -2,7 +2,6 @@
 // CPU. Nine are training questions, and one is such a question in other words. After training it anew (make -C data tiny), and after reading what it says:
 //     ./qwen3 data/tiny/model.bin -d cpu --eval tests/fixtures/default/questions.jsonl -o tests/fixtures/default/answers.jsonl
 // Environment: QWEN3 names the program (default ./qwen3).
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../sj.h"
 #include "process.h"
 

@@ -1,6 +1,5 @@
 // tokenizer.h against what `tokenizers` says (fixtures/tokenizer_vectors.json, by make_tokenizer_fixtures.py) for
 // Qwen3's vocabulary and two small ones; broken UTF-8, hostile texts and hostile files.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "../sj.h"
 #include "../tokenizer.h"
 #include <doctest/doctest.h>

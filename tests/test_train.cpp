@@ -1,6 +1,5 @@
 // train_lora from outside (TRAIN_LORA, else ./train_lora; QWEN3 and DATAGEN too), and its Trainer by itself, on the random
 // model in fixtures/tiny and the 40 questions in fixtures/train. PEFT's losses are fixtures, made by tests/make_train_fixtures.py.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #define TRAIN_NO_MAIN
 #include "../train_lora.cu"

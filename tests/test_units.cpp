@@ -1,4 +1,4 @@
-// The suites that include the whole model, as one program: qwen3.cu is compiled once, not six times.
+// The suites that include the whole model, as one program: qwen3.cu is compiled once, not eight times.
 // Each also compiles alone: make build/g++/test_ops.
 #include "common.h"
 #include "files.h"
@@ -18,6 +18,12 @@ namespace loader_suite {
 }
 namespace int8_suite {
 #include "test_int8.cpp"
+}
+namespace backward_suite {
+#include "test_backward.cpp"
+}
+namespace attention_backward_suite {
+#include "test_attention_backward.cpp"
 }
 namespace generate_suite {
 #include "test_generate.cpp"
