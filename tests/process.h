@@ -31,7 +31,7 @@ struct Process {
         const rlimit no_core = {0, 0};
         setrlimit(RLIMIT_CORE, &no_core);
         if (prepare) prepare();
-        alarm(100);
+        alarm(300);
         execv(argv[0], argv.data());
         _exit(127);
     }

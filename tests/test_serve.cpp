@@ -936,7 +936,7 @@ TEST_CASE("a thousand open streams, and one that reads a byte at a time") {
     }
     const double start = seconds();
     while (server.metric("num_requests_running") + server.metric("num_requests_waiting") < 1000) {
-        REQUIRE(seconds() - start < 20);
+        REQUIRE(seconds() - start < 60);
         usleep(50'000);
     }
     CHECK(Http(server.port).call("GET", "/health").status == 200);
@@ -1079,11 +1079,11 @@ TEST_CASE("deadlines: whoever sends nothing, or a byte now and then") {
 TEST_CASE("deadlines: whoever fetches an answer too slowly") {
     Serving server({"--deadline", "1", "--ctx", "128"}); // 5 s to fetch, 1 s without a byte
     std::string letters;
-    for (int i = 0; i < 3'000'000; i++) letters += (char)('a' + i * 7 % 26);
+    for (int i = 0; i < 1'500'000; i++) letters += (char)('a' + i * 7 % 26);
     // An answer of the engine, and one without it; each is many MB. One after the other: they may share a thread of the
     // server, and to write out the first takes longer than that second.
     const std::pair<std::string, std::string> asked[] = {
-        {"/v1/chat/completions", question("a", "\"n\": 100, \"max_tokens\": 80, \"ignore_eos\": true, \"logprobs\": true, \"top_logprobs\": 20")},
+        {"/v1/chat/completions", question("a", "\"n\": 50, \"max_tokens\": 80, \"ignore_eos\": true, \"logprobs\": true, \"top_logprobs\": 20")},
         {"/tokenize", "{\"prompt\": \"" + letters + "\"}"}};
     for (size_t i = 0; i < 2; i++) {
         Http http(server.port, "127.0.0.1", 1400); // (with loopback's packets of 64 KB the kernel would pause by itself)
@@ -1094,8 +1094,8 @@ TEST_CASE("deadlines: whoever fetches an answer too slowly") {
         size_t read = 0;
         double first = 0;  // byte
         for (const double start = seconds(); lines(server.out.text()).size() == i; usleep(20'000)) { // until it is closed, and in the log
-            REQUIRE(seconds() - start < 60);
-            char some[1 << 15]; // 1.6 MB/s
+            REQUIRE(seconds() - (read ? first : start) < 60);
+            char some[1 << 14]; // 0.8 MB/s
             const ssize_t n = recv(http.fd, some, sizeof some, MSG_DONTWAIT);
             if (n <= 0) continue;
             if (!read) first = seconds();
