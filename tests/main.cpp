@@ -1,3 +1,3 @@
-// doctest and its main(): compiled once, linked to every suite.
+// doctest and its main(), of every suite.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
