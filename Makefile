@@ -73,7 +73,7 @@ serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/command
 	@echo "built     ./serve"
 
 # Plain C++, whatever compiles the model.
-bench_serve: tests/bench_serve.cpp tests/http.h tests/workload.h file.h sj.h $(BUILD)/command
+bench_serve: tests/bench/bench_serve.cpp tests/http.h tests/workload.h file.h sj.h $(BUILD)/command
 	$(Q)$(CXX) $(CPUFLAGS) $< -o $@ -pthread
 	@echo "built     ./bench_serve"
 
@@ -89,8 +89,8 @@ bench: info qwen3
 	./qwen3 $(BUILD)/0.6B.bin --bench
 	$(if $(GPU),./qwen3 $(BUILD)/0.6B.bin -d cpu --bench,:)
 	./qwen3 $(BUILD)/0.6B.bin --bench --dtype int8
-	$(if $(GPU),$(NVCC) $(NVCCFLAGS) -I. tests/bench_gpu.cu -o $(BUILD)/bench_gpu -lcublas && $(BUILD)/bench_gpu $(BUILD)/0.6B.bin,:)
-	$(Q)$(CXX) $(CPUFLAGS) tests/bench_tokenizer.cpp -o $(BUILD)/bench_tokenizer
+	$(if $(GPU),$(NVCC) $(NVCCFLAGS) -I. tests/bench/bench_gpu.cu -o $(BUILD)/bench_gpu -lcublas && $(BUILD)/bench_gpu $(BUILD)/0.6B.bin,:)
+	$(Q)$(CXX) $(CPUFLAGS) tests/bench/bench_tokenizer.cpp -o $(BUILD)/bench_tokenizer
 	$(BUILD)/bench_tokenizer
 
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
@@ -173,7 +173,7 @@ CHECK     = $(NVCC) -x cu -std=c++17 -gencode arch=compute_$*,code=sm_$* -Xcompi
 $(CHECKED:%=nvcc-train-%): nvcc-train-%:
 	@echo "nvcc sm_$* train_lora.cu"; $(CHECK) train_lora.cu
 $(CHECKED:%=nvcc-serve-%): nvcc-serve-%:
-	@echo "nvcc sm_$* tests/test_serve_gpu.cpp"; $(CHECK) tests/test_serve_gpu.cpp
+	@echo "nvcc sm_$* tests/gpu/test_serve_gpu.cpp"; $(CHECK) tests/gpu/test_serve_gpu.cpp
 cuda-check:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(CHECKED:%=nvcc-train-%) $(CHECKED:%=nvcc-serve-%)
 

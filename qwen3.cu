@@ -2405,7 +2405,7 @@ using Tile32x64 = TileShape<32, 64, 16, 32, 6>;
 using TileHopper = TileShape<128, 128, 64, 64, 3, true>;
 
 // The shape and the number of splits with the least predicted time in microseconds. The figures were fitted to an
-// H100 (tests/bench_gpu sweep); what matters is their proportion. Of 1,024 of K a block takes `alone` if it is alone on
+// H100 (tests/bench/bench_gpu sweep); what matters is their proportion. Of 1,024 of K a block takes `alone` if it is alone on
 // its multiprocessor, and `full` if that has many.
 struct TilePlan {
     int shape = 0, splits = 1;

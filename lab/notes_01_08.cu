@@ -1,5 +1,5 @@
-// Runs every kernel of data/notes/01 to 08 against a plain loop, and measures what the notes say of the hardware.
-//   python3 data/check_notes.py --no-compile --emit build/notes.cuh && nvcc -std=c++17 -O3 -Ibuild -gencode
+// Runs every kernel of data/course/notes/01 to 08 against a plain loop, and measures what the notes say of the hardware.
+//   python3 data/course/check_notes.py --no-compile --emit build/notes.cuh && nvcc -std=c++17 -O3 -Ibuild -gencode
 //   arch=compute_90a,code=sm_90a lab/notes_01_08.cu -o build/notes_01_08 && build/notes_01_08
 #include "notes.cuh"
 #include <algorithm>
