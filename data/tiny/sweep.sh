@@ -1,27 +1,27 @@
 #!/bin/sh
 # Fine-tuning, shown on the default model: english_train.jsonl teaches it to answer Chinese questions in English, and
 # english_test.jsonl, other questions, measures how well. Prints two tables and draws one picture:
-#     make -C data sweep        (or: cd data && ./sweep.sh; DEVICE="-d cpu" names a device)
+#     make -C data sweep        (or: data/tiny/sweep.sh; DEVICE="-d cpu" names a device)
 # SHORT=1 takes one step a run and no time: it tries the commands, not the model.
 set -e
-cd "$(dirname "$0")"
-B=../build/sweep model=tiny/model.bin z="-z tiny/tokenizer.bin"
+cd "$(dirname "$0")/../.."
+B=build/sweep model=data/tiny/model.bin z="-z data/tiny/tokenizer.bin"
 mkdir -p $B
 for part in train test; do
-    ../datagen pack english_$part.jsonl $B/$part.bin $z --info none
+    ./datagen pack data/course/english_$part.jsonl $B/$part.bin $z --info none
 done
 
 # train NAME OPTIONS...: a run in $B/NAME
 train() {
     name=$1
     shift
-    ../train_lora $model $B/train.bin -o $B/$name --overwrite $z --eval $B/test.bin $DEVICE ${SHORT:+--steps 1} -s 1 \
+    ./train_lora $model $B/train.bin -o $B/$name --overwrite $z --eval $B/test.bin $DEVICE ${SHORT:+--steps 1} -s 1 \
         --save-every 1000000 "$@" >&2
 }
 measure() { # LABEL NAME MODEL...
     label=$1 name=$2
     shift 2
-    ./measure.sh "$label" english_test.jsonl $B/$name.answers.jsonl "$@" $z $DEVICE ${SHORT:+-n 4}
+    data/tiny/measure.sh "$label" data/course/english_test.jsonl $B/$name.answers.jsonl "$@" $z $DEVICE ${SHORT:+-n 4}
 }
 columns='ended | loss | ROUGE-1 | ROUGE-2 | ROUGE-L | BLEU-4 |'
 
