@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Check data/course/notes: every block of code compiles, every section can stand alone, and how long it all is.
+"""Check data/course/notes: the code compiles, every section can stand alone, and how long it all is.
 
-    python3 data/course/check_notes.py [--no-compile] [--emit build/notes.cuh] [file.md ...]
+    python3 data/course/check_notes.py [--no-compile] [--emit FILE] [file.md ...]
 
-A ```cuda block is compiled alone by nvcc, after the includes below: for sm_90a if it holds wgmma, bulk copies, clusters
-or mbarriers, for sm_89 if it holds FP8, else for sm_80. A ```python block is parsed. --emit writes the CUDA blocks of
-chapters 1 to 8 into one header, each in a namespace called after its first function, for lab/notes_01_08.cu to run
-what the reader sees.
+Each ```cuda block goes into a namespace called after its first function, and the blocks into one file for each
+architecture that they need: sm_90a if a block holds wgmma, bulk copies, clusters or mbarriers, sm_89 if it holds FP8,
+else sm_80; nvcc compiles these. A ```python block is parsed. --emit writes the blocks of chapters 1 to 8 as a header:
+tests/gpu/test_notes.cpp runs them against plain loops.
 """
-import ast, pathlib, re, subprocess, sys, tempfile
+import ast, collections, concurrent.futures, os, pathlib, re, subprocess, sys, tempfile
 
 PRELUDE = "".join(f"#include <{name}>\n" for name in (
     "cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h", "cooperative_groups.h",
@@ -26,20 +26,23 @@ def name_of(code):
     sys.exit("a block without a function:\n" + code)
 
 
-def in_namespace(code):
+def in_namespace(name, code):
     includes = "".join(re.findall(r"^#include.*\n", code, re.M))
     rest = re.sub(r"^#include.*\n", "", code, flags=re.M)
     undefs = "".join(f"#undef {name}\n" for name in re.findall(r"^#define (\w+)", code, re.M))
-    return f"{includes}namespace b_{name_of(code)} {{\n{rest}}}\n{undefs}"
+    return f"{includes}namespace {name} {{\n{rest}}}\n{undefs}"
 
 
-def compiler_says(code):
-    sm = "90a" if re.search(r"wgmma|cp\.async\.bulk|cluster|mbarrier", code) else "89" if "e4m3" in code else "80"
+def architecture(code):
+    return "90a" if re.search(r"wgmma|cp\.async\.bulk|cluster|mbarrier", code) else "89" if "e4m3" in code else "80"
+
+
+def compiler_says(sm, source):
     with tempfile.TemporaryDirectory() as folder:
-        source = pathlib.Path(folder, "block.cu")
-        source.write_text(PRELUDE + code, encoding="utf-8")
+        path = pathlib.Path(folder, f"notes_{sm}.cu")
+        path.write_text(PRELUDE + source, encoding="utf-8")
         run = subprocess.run(["nvcc", "-std=c++17", "-rdc=true", "-gencode", f"arch=compute_{sm},code=sm_{sm}", "-Werror",
-                              "all-warnings", "-Xcompiler", "-Wall,-Werror", "-c", source, "-o", folder + "/block.o"],
+                              "all-warnings", "-Xcompiler", "-Wall,-Werror", "-c", path, "-o", folder + "/notes.o"],
                              capture_output=True, text=True)
         return run.stdout + run.stderr if run.returncode else ""
 
@@ -49,7 +52,7 @@ def main():
     emit = args[args.index("--emit") + 1] if "--emit" in args else None
     files = [pathlib.Path(arg) for arg in args if arg.endswith(".md")]
     files = files or sorted(pathlib.Path(__file__).parent.joinpath("notes").glob("*.md"))
-    bad, header, total = 0, "#pragma once\n" + PRELUDE, 0
+    bad, header, total, sources = 0, "#pragma once\n" + PRELUDE, 0, collections.defaultdict(str)
 
     def fault(text):
         nonlocal bad
@@ -79,10 +82,16 @@ def main():
                 except SyntaxError as error:
                     fault(f"{error}:\n{code}")
             elif language == "cuda":
-                if file.name < "09":
-                    header += f"// {file.name}\n" + in_namespace(code)
-                if "--no-compile" not in args and (said := compiler_says(code)):
-                    fault(f"does not compile:\n{code}{said}")
+                chapter = file.name[:2]
+                block = in_namespace(("b_" if chapter < "09" else f"b{chapter}_") + name_of(code), code)
+                if chapter < "09":
+                    header += f"// {file.name}\n" + block
+                sources[architecture(code)] += f'#line 1 "{file.name}: {name_of(code)}"\n' + block
+    if "--no-compile" not in args:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            for said in pool.map(compiler_says, sources.keys(), sources.values()):
+                if said:
+                    fault("does not compile:\n" + said)
     print(f"{total} Chinese characters in {len(files)} files, {bad} faults")
     if emit:
         pathlib.Path(emit).parent.mkdir(parents=True, exist_ok=True)
