@@ -90,8 +90,11 @@ bench: info qwen3
 	$(if $(GPU),./qwen3 $(BUILD)/0.6B.bin -d cpu --bench,:)
 	./qwen3 $(BUILD)/0.6B.bin --bench --dtype int8
 	$(if $(GPU),$(NVCC) $(NVCCFLAGS) -I. tests/bench/bench_gpu.cu -o $(BUILD)/bench_gpu -lcublas && $(BUILD)/bench_gpu $(BUILD)/0.6B.bin,:)
-	$(Q)$(CXX) $(CPUFLAGS) tests/bench/bench_tokenizer.cpp -o $(BUILD)/bench_tokenizer
+	@$(MAKE) --no-print-directory $(BUILD)/bench_tokenizer
 	$(BUILD)/bench_tokenizer
+$(BUILD)/bench_%: tests/bench/bench_%.cpp tests/bench/zipf.h $(HEADERS)
+	@mkdir -p $(BUILD)
+	$(Q)$(CXX) $(CPUFLAGS) $< -o $@
 # What the course's notes say of the hardware.
 $(BUILD)/bench_notes: tests/bench/bench_notes.cu tests/gpu/notes.h $(BUILD)/notes.cuh
 	$(Q)$(NVCC) $(NVCCFLAGS) -I. -I$(BUILD) $< -o $@
@@ -201,7 +204,8 @@ fuzz:
 # between them and are compiled for four architectures; the other suites for one; and the code in the course's notes.
 CHECKED    = 80 89 90a 120
 EVERY      = train_lora.cu tests/gpu/test_serve_gpu.cpp
-ONE        = $(filter-out $(EVERY),$(wildcard tests/gpu/test_*.cpp)) tests/bench/bench_notes.cu
+ONE        = $(filter-out $(EVERY),$(wildcard tests/gpu/test_*.cpp)) tests/bench/bench_notes.cu \
+             $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu)
 $(EVERY:%=check/%): ARCHITECTURES = $(CHECKED)
 $(ONE:%=check/%): ARCHITECTURES = 90a
 $(addprefix check/,$(EVERY) $(ONE)): check/%: $(BUILD)/notes.cuh

@@ -1,6 +1,6 @@
 // Speed of segmentation on one core, in MB (10^6 bytes) of text a second of CPU time, line by line; the best of
 // five runs. Then of scores, in rows a second.
-//   g++ -std=c++17 -O3 -march=native -ffp-contract=off tests/bench/bench_jieba.cpp -o build/bench_jieba
+//   make build/bench_jieba
 //   build/bench_jieba [--write DIR] [TEXT_FILE...]       from the repository's root
 // Without files it makes a text of 8 MB; --write stores it. --cut TEXT_FILE prints the words instead, a line a
 // line, with a byte 1 after each. The same files through jieba, compared word by word:

@@ -1,5 +1,5 @@
 // Tokenizer speed on one core, in MB (10^6 bytes) of text a second of CPU time; the best of five runs.
-//   g++ -std=c++17 -O3 -march=native tests/bench/bench_tokenizer.cpp -o build/bench_tokenizer
+//   make build/bench_tokenizer
 //   build/bench_tokenizer [--write DIR] [TEXT_FILE...]       from the repository's root
 // Without files it makes three texts of 8 MB; --write stores them. The same texts through `tokenizers`:
 //   python tests/reference/peer_tokenizers.py tokenizer.json DIR/*.txt
