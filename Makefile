@@ -14,7 +14,7 @@ WARN      = -Wall -Wextra
 OPT       = -O3
 Q         = $(if $(V),,@)
 
-HEADERS   = file.h sj.h tokenizer.h chat_template.h cli.h ceilings.h
+HEADERS   = $(wildcard *.h) $(wildcard parts/*)
 BUILD     = build
 
 # ---- What there is. Only questions here; `info` says what was chosen.
@@ -77,7 +77,7 @@ bench_serve: tests/bench_serve.cpp tests/http.h tests/workload.h file.h sj.h $(B
 	$(Q)$(CXX) $(CPUFLAGS) $< -o $@ -pthread
 	@echo "built     ./bench_serve"
 
-DATAGEN   = file.h sj.h tokenizer.h chat_template.h dataset.h score.h datagen.cpp
+DATAGEN   = file.h sj.h tokenizer.h dataset.h score.h datagen.cpp
 CURLFLAGS = $(if $(CURL),-DHAVE_CURL)
 datagen: $(DATAGEN) $(BUILD)/command
 	$(Q)$(CXX) $(CPUFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)

@@ -144,9 +144,9 @@ template <class F> double time_launch(const Context& ctx, F f) {
     CUDA_CHECK(cudaEventCreate(&stop));
     float ms, best = 1e30f;
     for (int i = 0; i < 6; i++) {
-        CUDA_CHECK(cudaEventRecord(start, ctx.stream));
+        CUDA_CHECK(cudaEventRecord(start, ctx.gpu->stream));
         f();
-        CUDA_CHECK(cudaEventRecord(stop, ctx.stream));
+        CUDA_CHECK(cudaEventRecord(stop, ctx.gpu->stream));
         CUDA_CHECK(cudaEventSynchronize(stop));
         CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
         best = std::min(best, ms);
@@ -156,11 +156,11 @@ template <class F> double time_launch(const Context& ctx, F f) {
 }
 inline double gpu_multiply_ceiling(const Context& ctx) {
     constexpr int ROUNDS = 20000, WARPS = 8, NOISE = WARPS * 32 * 20;
-    const int blocks = ctx.sms * 2;
+    const int blocks = ctx.gpu->sms * 2;
     uint32_t* data;
     CUDA_CHECK(cudaMalloc(&data, (NOISE + (size_t)blocks * WARPS * 32) * 4));
-    noise_kernel<<<32, 256, 0, ctx.stream>>>(data, NOISE);
-    const double took = time_launch(ctx, [&] { mma_kernel<<<blocks, WARPS * 32, 0, ctx.stream>>>(data, (float*)data + NOISE, ROUNDS); });
+    noise_kernel<<<32, 256, 0, ctx.gpu->stream>>>(data, NOISE);
+    const double took = time_launch(ctx, [&] { mma_kernel<<<blocks, WARPS * 32, 0, ctx.gpu->stream>>>(data, (float*)data + NOISE, ROUNDS); });
     CUDA_CHECK(cudaGetLastError());
     cudaFree(data);
     return 2. * 16 * 8 * 16 * 8 * ROUNDS * WARPS * blocks / took;
@@ -187,10 +187,10 @@ template <class T> Ceilings measure_ceilings([[maybe_unused]] const Context& ctx
         const size_t bytes = std::min((size_t)2 << 30, free / 2 / 4096 * 4096);
         uint32_t* data;
         CUDA_CHECK(cudaMalloc(&data, bytes));
-        noise_kernel<<<1024, 256, 0, ctx.stream>>>(data, bytes / 4);
+        noise_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(data, bytes / 4);
         Ceilings c = {};
         for (int blocks : {4, 8, 16})
-            c.read = std::max(c.read, (double)bytes / time_launch(ctx, [&] { read_kernel<<<ctx.sms * blocks, 256, 0, ctx.stream>>>((uint4*)data, bytes / 16, data); }));
+            c.read = std::max(c.read, (double)bytes / time_launch(ctx, [&] { read_kernel<<<ctx.gpu->sms * blocks, 256, 0, ctx.gpu->stream>>>((uint4*)data, bytes / 16, data); }));
         CUDA_CHECK(cudaGetLastError());
         cudaFree(data);
         c.multiply = gpu_multiply_ceiling(ctx);

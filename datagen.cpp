@@ -13,7 +13,7 @@
 //
 // Contents: 1 rows in, rows out   2 characters and words   3 chunk   4 prompt   5 generate   6 collect
 //           7 conversations   8 ROUGE-L and MinHash   9 filter   10 split   11 pack, unpack, stats   12 main
-#include "chat_template.h"
+#include "tokenizer.h"
 #include "dataset.h"
 #include "score.h"
 #include <array>

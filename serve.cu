@@ -360,13 +360,8 @@ __global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, 
     float* logits = all_logits + blockIdx.x * V;
     const Sampling& how = slots.draw[s].how;
     if (has_penalties(how))
-        for (size_t id = threadIdx.x; id < V; id += blockDim.x) {
-            const uint32_t seen = slots.seen[s * V + id], count = seen & ~IN_PROMPT;
-            float y = logits[id];
-            if (seen && how.repeat != 1) y = y > 0 ? y / how.repeat : y * how.repeat;
-            if (count) y = __fsub_rn(y, __fadd_rn(how.presence, __fmul_rn(how.frequency, (float)count)));
-            logits[id] = y;
-        }
+        for (size_t id = threadIdx.x; id < V; id += blockDim.x)
+            logits[id] = penalized(logits[id], how, slots.seen[s * V + id]);
     __syncthreads();
     const int* ids = slots.bias_id + (size_t)s * MAX_BIAS;
     for (int i = threadIdx.x; i < slots.biases[s]; i += blockDim.x) logits[ids[i]] += slots.bias[(size_t)s * MAX_BIAS + i];
@@ -395,7 +390,7 @@ template <class T> struct Engine {
     Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o, const Context& where)
         : ctx(where), config(c), weights(w), tokenizer(t), desk(d), options(o),
           max_rows(o.max_seqs + std::max(o.chunk, o.burst)), max_pages((o.context + PAGE - 1) / PAGE), pool(0) {
-        arena.gpu = ctx.gpu;
+        arena.gpu = ctx.gpu != nullptr;
         pages = 0;
         plan();
         const size_t room = choose_kv_bytes(arena.used), page_bytes = KVCache<T>::bytes(c, 1);
@@ -762,7 +757,7 @@ template <class T> struct Engine {
         for (size_t i = 0; i < s.draws.size(); i++) s.informed.push_back(drawn_for(s, i).job.alternatives >= 0);
         s.logits.resize((size_t)std::count(s.informed.begin(), s.informed.end(), true) * config.V);
 #ifdef __CUDACC__
-        if constexpr (HAS_KERNELS<T>) if (ctx.gpu) return compute_gpu(s);
+        if constexpr (HAS_GPU<T>) if (ctx.gpu) return compute_gpu(s);
 #endif
         const int N = (int)s.token.size(), R = (int)s.draws.size();
         for (int n = 0; n < N; n++) table[(size_t)s.seq[n] * max_pages + s.pos[n] / PAGE] = s.slot[n] / PAGE;
@@ -771,7 +766,7 @@ template <class T> struct Engine {
         const Batch batch = {N, options.max_seqs, s.token.data(), s.pos.data(), s.seq.data(), s.slot.data(),
                              table, max_pages, s.singles};
         forward(ctx, config, weights, batch, activations, cache, rope);
-        head_cpu(logits, picked, activations.normed, rows.data(), weights.head, R);
+        head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, R);
         s.ids.resize(R);
         size_t told = 0;
         for (int r = 0; r < R; r++)
@@ -780,7 +775,7 @@ template <class T> struct Engine {
         for (int r = 0; r < R; r++) {
             const Sequence& q = drawn_for(s, (size_t)r);
             float* row = logits + (size_t)r * config.V;
-            penalize(row, q.job.how, q.ids, q.job.prompt.size());
+            penalize(row, q.job.how, q.ids, q.job.prompt.size(), config.V);
             for (auto [id, more] : q.job.bias) row[id] += more;
             s.ids[r] = sample(row, tokenizer.size(), q.job.how, q.ids.size());
         }
@@ -806,10 +801,11 @@ template <class T> struct Engine {
 
     void plan_road() {
         const size_t S = (size_t)options.max_seqs, V = (size_t)config.V;
-        ctx.partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
-        ctx.arrived = arena.take<int>(MAX_TILES);
-        ctx.attention = arena.take<float>(attention_scratch(ctx, options.max_seqs, (options.context - 1) / SPLIT + 1, config.H, config.D));
-        ctx.attention_arrived = arena.take<int>(S * config.H);
+        ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); // with scratch of its own
+        ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+        ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+        ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, options.max_seqs, (options.context - 1) / SPLIT + 1, config.H, config.D));
+        ctx.gpu->attention_arrived = arena.take<int>(S * config.H);
         slots = {arena.take<int>(S), arena.take<Draw>(S), arena.take<uint32_t>(S * V), arena.take<int>(S),
                  arena.take<int>(S * MAX_BIAS), arena.take<float>(S * MAX_BIAS)};
         drawn = arena.take<int>(S);
@@ -825,7 +821,7 @@ template <class T> struct Engine {
         }
     }
     void close_road() {
-        cudaStreamSynchronize(ctx.stream);
+        cudaStreamSynchronize(ctx.gpu->stream);
         for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
         for (int i = 0; i < 2; i++) cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaEventDestroy(done[i]);
     }
@@ -855,8 +851,8 @@ template <class T> struct Engine {
         }
         int longest = 0, N = (int)s.token.size(), R = (int)s.draws.size();
         for (int n = 0; n < s.singles; n++) longest = std::max(longest, s.pos[n]);
-        ctx.longest = s.singles == N ? 0 : 1 + *std::max_element(s.pos.begin() + s.singles, s.pos.end());
-        ctx.splits = splits_for_graph(longest, options.context);
+        const int splits = splits_for_graph(longest, options.context);
+        longest = s.singles == N ? 0 : 1 + *std::max_element(s.pos.begin() + s.singles, s.pos.end());
         const bool graph = s.singles == N && !told;
         if (graph) {
             const int rows = N;
@@ -877,28 +873,29 @@ template <class T> struct Engine {
             host.draw_seq[r] = there ? s.seq[row] : -1, host.draw_pos[r] = there ? s.pos[row] : 0;
         }
         const size_t bytes = (4 * (size_t)N + 3 * (size_t)R) * sizeof(int);
-        CUDA_CHECK(cudaMemcpyAsync(input, host.token, bytes, cudaMemcpyHostToDevice, ctx.stream));
-        const Batch batch = {N, options.max_seqs, gpu.token, gpu.pos, gpu.seq, gpu.slot, table, max_pages, graph ? N : s.singles};
+        CUDA_CHECK(cudaMemcpyAsync(input, host.token, bytes, cudaMemcpyHostToDevice, ctx.gpu->stream));
+        const Batch batch = {N, options.max_seqs, gpu.token, gpu.pos, gpu.seq, gpu.slot, table, max_pages, graph ? N : s.singles,
+                             splits, longest};
         launch(ctx, prepare_kernel, (unsigned)((N + 255) / 256), 256, 0, batch, gpu.token, table, gpu.draw_seq, draws, R, slots);
         // Attention reads the batch before the kernel ahead of it has ended. What is not a kernel is waited for by all
         // that follows: a graph is that by itself.
-        if (!graph) CUDA_CHECK(cudaMemsetAsync(unused, 0, sizeof(int), ctx.stream));
+        if (!graph) CUDA_CHECK(cudaMemsetAsync(unused, 0, sizeof(int), ctx.gpu->stream));
 
         if (graph) {
-            cudaGraphExec_t& ready = graphs[{N, ctx.splits, adjusted}];
+            cudaGraphExec_t& ready = graphs[{N, splits, adjusted}];
             if (!ready)
                 ready = record_graph(ctx, [&] {
                     forward(ctx, config, weights, batch, activations, cache, rope);
                     draw_all(s, gpu, R, adjusted);
                 });
-            CUDA_CHECK(cudaGraphLaunch(ready, ctx.stream));
+            CUDA_CHECK(cudaGraphLaunch(ready, ctx.gpu->stream));
         } else {
             forward(ctx, config, weights, batch, activations, cache, rope);
             if (R > 0) draw_all(s, gpu, R, adjusted);
         }
         if (R > 0)
-            CUDA_CHECK(cudaMemcpyAsync(pinned_drawn[turn], drawn, (size_t)R * sizeof(int), cudaMemcpyDeviceToHost, ctx.stream));
-        CUDA_CHECK(cudaEventRecord(done[turn], ctx.stream));
+            CUDA_CHECK(cudaMemcpyAsync(pinned_drawn[turn], drawn, (size_t)R * sizeof(int), cudaMemcpyDeviceToHost, ctx.gpu->stream));
+        CUDA_CHECK(cudaEventRecord(done[turn], ctx.gpu->stream));
     }
 
     void draw_all(Step& s, const Arrays& gpu, int R, bool adjusted) {
@@ -913,7 +910,7 @@ template <class T> struct Engine {
         size_t told = 0; // the slow road: these copies wait for the GPU
         for (size_t r = 0; r < s.draws.size(); r++)
             if (s.informed[r])
-                CUDA_CHECK(cudaMemcpyAsync(&s.logits[told++ * V], logits + r * V, V * sizeof(float), cudaMemcpyDeviceToHost, ctx.stream));
+                CUDA_CHECK(cudaMemcpyAsync(&s.logits[told++ * V], logits + r * V, V * sizeof(float), cudaMemcpyDeviceToHost, ctx.gpu->stream));
         if (adjusted) launch(ctx, adjust_kernel, (unsigned)R, 1024, 0, logits, V, gpu.draw_seq, slots);
         const DrawState state = {drawn, gpu.draw_pos, unused, gpu.draw_seq, table, max_pages, nullptr, nullptr, 1};
         launch(ctx, sample_kernel, (unsigned)R, 1024, 0, logits, V, draws, best_blocks ? best : nullptr, best_blocks, state);
@@ -2125,7 +2122,7 @@ static std::vector<std::string> read_keys(const std::string& path) {
 
 template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
-    const bool gpu = o.ctx.gpu, http = o.batch.empty();
+    const bool gpu = o.ctx.gpu != nullptr, http = o.batch.empty();
     EngineOptions& e = o.engine;
     if (!e.context) e.context = std::min(4096, c.max_positions);
     if (!e.max_seqs) e.max_seqs = gpu ? 256 : 16;
@@ -2159,7 +2156,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     }
     Weights<T> weights(file, o.dtype == "int8");
 #ifdef __CUDACC__
-    if constexpr (HAS_KERNELS<T>) if (gpu) weights.upload(o.ctx, file);
+    if constexpr (HAS_GPU<T>) if (gpu) weights.upload(o.ctx, file);
 #endif
     std::unique_ptr<AttachedAdapter<T>> attached;
     if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, e.max_seqs + std::max(e.chunk, e.burst));

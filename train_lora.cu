@@ -282,7 +282,7 @@ template <class T> struct Trainer {
         if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19) DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
         measure();
 #ifdef __CUDACC__
-        if constexpr (HAS_KERNELS<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (all that --full needs of them it copies)
+        if constexpr (HAS_GPU<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (all that --full needs of them it copies)
 #endif
         reserve();
         first_parameters();
@@ -408,7 +408,7 @@ template <class T> struct Trainer {
         place = arena.take<uint32_t>(N);
         pages = arena.take<int>((size_t)o.batch * max_pages);
 #ifdef __CUDACC__
-        if (ctx.gpu) ctx.partial = arena.take<float>(PARTIAL_BYTES / sizeof(float)), ctx.arrived = arena.take<int>(MAX_TILES);
+        if (ctx.gpu) ctx.gpu = std::make_shared<Gpu>(*ctx.gpu), ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float)), ctx.gpu->arrived = arena.take<int>(MAX_TILES);
 #endif
         part("the rest", before);
         return parts;
@@ -424,7 +424,7 @@ template <class T> struct Trainer {
         size_t all;
         if (ctx.gpu) CUDA_CHECK(cudaMemGetInfo(&have, &all));
 #endif
-        arena.gpu = ctx.gpu;
+        arena.gpu = ctx.gpu != nullptr;
         if (arena.used > have)
             DIE("%s: training needs %zu bytes of %s, %zu more than there are; --recompute, a smaller --batch with more --accum, --max-len%s need less",
                 file.path.c_str(), arena.used, ctx.gpu ? "GPU memory" : "memory", arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
@@ -903,7 +903,7 @@ template <class T> void merge(const Options& o, Context ctx, const ModelFile& fi
         const ModelFile& from = which ? merged : file;
         Weights<T> w(from);
 #ifdef __CUDACC__
-        if constexpr (HAS_KERNELS<T>) if (ctx.gpu) w.upload(ctx, from);
+        if constexpr (HAS_GPU<T>) if (ctx.gpu) w.upload(ctx, from);
 #endif
         std::unique_ptr<AttachedAdapter<T>> attached;
         if (!which) attached = std::make_unique<AttachedAdapter<T>>(ctx, w, adapter, ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK);

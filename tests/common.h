@@ -8,6 +8,11 @@
 #include "../qwen3.cu"
 #endif
 
+inline Context& cpu() {
+    static Context ctx;
+    return ctx;
+}
+
 // Fresh numbers in -scale..scale, as T stores them.
 struct Random {
     uint64_t seed, counter = 0;

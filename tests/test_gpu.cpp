@@ -19,7 +19,7 @@ TEST_CASE("embed and rmsnorm") {
             Batch b = {N, 1, token, nullptr, seq, nullptr, nullptr, 0};
             embed_gpu(gpu(), x, table.device, b, C);
             std::vector<float> want((size_t)N * C);
-            embed_cpu(want.data(), table.host, batch.view(), C);
+            embed_cpu(cpu(), want.data(), table.host, batch.view(), C);
             CHECK(same_bits(x.get(), want));
 
             const std::vector<float> stream = random.fill<float>((size_t)N * C, 3);
@@ -28,7 +28,7 @@ TEST_CASE("embed and rmsnorm") {
             Device<bf16> dw(w), out((size_t)N * C);
             rmsnorm_gpu(gpu(), out, dx, dw, N, C, 1e-6f);
             std::vector<bf16> expected((size_t)N * C);
-            rmsnorm_cpu(expected.data(), stream.data(), w.data(), N, C, 1e-6f);
+            rmsnorm_cpu(cpu(), expected.data(), stream.data(), w.data(), N, C, 1e-6f);
             CHECK(differences(out.get(), expected, 0) == 0);
         }
 }
@@ -50,14 +50,14 @@ TEST_CASE("products, with every epilogue, alone and after a norm") {
             std::vector<bf16> want((size_t)N * R), scratch((size_t)N * K);
             std::vector<float> want_sum((size_t)N * R);
             linear_gpu(pad.ctx, out, dx, W.device, N);
-            linear_cpu(want.data(), x.data(), W.host, N);
+            linear_cpu(cpu(), want.data(), x.data(), W.host, N);
             CHECK(differences(out.get(), want, K) == 0);
             linear_add_gpu(pad.ctx, sum, dresidual, dx, W.device, N);
-            linear_add_cpu(want_sum.data(), residual.data(), x.data(), W.host, N);
+            linear_add_cpu(cpu(), want_sum.data(), residual.data(), x.data(), W.host, N);
             CHECK(wrong(sum.get(), as_double(want_sum), [&](size_t) { return sum_error<float>(K) * 4; }) == 0);
             // After a norm a rounding may fall to the other side and change an output by 2^-8 of one term.
             norm_linear_gpu(pad.ctx, out, normed, dstream, dnorm, W.device, N, 1e-6f);
-            norm_linear_cpu(want.data(), scratch.data(), stream.data(), norm.data(), W.host, N, 1e-6f);
+            norm_linear_cpu(cpu(), want.data(), scratch.data(), stream.data(), norm.data(), W.host, N, 1e-6f);
             CHECK(wrong(out.get(), as_double(want), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want[i])) + 0.03; }) == 0);
             if (shape.rows.size() != 1) continue;
             // SwiGLU: this W's rows twice.
@@ -66,7 +66,7 @@ TEST_CASE("products, with every epilogue, alone and after a norm") {
             std::vector<bf16> want_hidden((size_t)N * R), want_gate_up((size_t)N * 2 * R);
             for (bf16* kept : {gate_up.data, (bf16*)nullptr}) {
                 linear_swiglu_gpu(pad.ctx, hidden, kept, dx, G.device, N);
-                linear_swiglu_cpu(want_hidden.data(), want_gate_up.data(), x.data(), G.host, N);
+                linear_swiglu_cpu(cpu(), want_hidden.data(), want_gate_up.data(), x.data(), G.host, N);
                 auto close = [&](size_t i) { // half a unit of gate or of up, and of the output
                     const double g = to_acc(want_gate_up[i / R * 2 * R + i % R]), u = to_acc(want_gate_up[(i / R * 2 + 1) * R + i % R]);
                     return 2.2 * (rounding<bf16>(to_acc(want_hidden[i])) + 1.1 * rounding<bf16>(g) * std::fabs(u) + rounding<bf16>(u) * std::fabs(g)) + 1e-5 * K;
@@ -75,7 +75,7 @@ TEST_CASE("products, with every epilogue, alone and after a norm") {
                 if (kept) CHECK(differences(gate_up.get(), want_gate_up, K) == 0);
             }
             norm_linear_swiglu_gpu(pad.ctx, hidden, nullptr, normed, dstream, dnorm, G.device, N, 1e-6f);
-            norm_linear_swiglu_cpu(want_hidden.data(), want_gate_up.data(), scratch.data(), stream.data(), norm.data(), G.host, N, 1e-6f);
+            norm_linear_swiglu_cpu(cpu(), want_hidden.data(), want_gate_up.data(), scratch.data(), stream.data(), norm.data(), G.host, N, 1e-6f);
             CHECK(wrong(hidden.get(), as_double(want_hidden), [&](size_t i) { return 0.03 * std::fabs(to_acc(want_hidden[i])) + 0.1; }) == 0);
             // The head: any rows, in any order.
             std::vector<int> rows;
@@ -86,7 +86,7 @@ TEST_CASE("products, with every epilogue, alone and after a norm") {
             std::vector<float> want_logits(rows.size() * R);
             std::vector<bf16> want_picked(rows.size() * K);
             head_gpu(pad.ctx, logits, picked, dx, drows, W.device, (int)rows.size());
-            head_cpu(want_logits.data(), want_picked.data(), x.data(), rows.data(), W.host, (int)rows.size());
+            head_cpu(cpu(), want_logits.data(), want_picked.data(), x.data(), rows.data(), W.host, (int)rows.size());
             CHECK(wrong(logits.get(), as_double(want_logits), [&](size_t) { return sum_error<float>(K) * 4; }) == 0);
         }
 }
@@ -112,10 +112,10 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
             for (int r = 0; r < rows; r++) std::copy_n(from + (size_t)r * (K + more) + first, columns, to.begin() + (size_t)r * columns);
         };
         part(own_x, x.data(), N, 0, K), part(own_w, W.w.data(), R, 0, K), part(more_x, x.data(), N, K, more), part(more_w, W.w.data(), R, K, more);
-        linear_cpu(with_more.data(), x.data(), W.host, N);
+        linear_cpu(cpu(), with_more.data(), x.data(), W.host, N);
         Linear<bf16> own;
         own.w[0] = own_w.data(), own.rows[0] = R, own.in = K;
-        linear_cpu(want.data(), own_x.data(), own, N);
+        linear_cpu(cpu(), want.data(), own_x.data(), own, N);
         const Device<bf16> dx(own_x), dw(own_w), dmore_x(more_x), dmore_w(more_w), more_w_cols(transposed(more_w.data(), R, more)), x_cols(transposed(own_x.data(), N, K)), w_cols(transposed(own_w.data(), R, K));
         for (int splits : {1, 2, 3, 7, 16}) {
             auto check = [&](auto shape, auto columns_x, auto columns_w, bool further) {
@@ -146,7 +146,7 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
             layouts(Tile64x128{});
             layouts(Tile64x64{});
             layouts(Tile32x64{});
-            if (pad.ctx.hopper) layouts(TileHopper{});
+            if (pad.ctx.gpu->hopper) layouts(TileHopper{});
         }
     }
     for (int n : pad.arrived.get()) CHECK(n == 0);
@@ -195,16 +195,17 @@ static void check_attention(Random& random, std::vector<std::pair<int, int>> pas
     std::vector<float> rope((size_t)longest * D);
     fill_rope(rope.data(), longest, D, 1e6);
 
-    Scratchpad pad(attention_scratch(gpu(), std::max(1, singles), splits, H, D), std::max(1, singles) * H, splits);
-    pad.ctx.invariant = invariant, pad.ctx.longest = longest;
+    Scratchpad pad(attention_scratch(gpu(), std::max(1, singles), splits, H, D), std::max(1, singles) * H);
+    pad.ctx.invariant = invariant;
     Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
     Device<bf16> dqkv(qkv), dqw(q_weight), dkw(k_weight), dkeys(keys), dvalues(values), q((size_t)N * H * D), out((size_t)N * H * D);
     Device<float> drope(rope);
     Batch b = batch.view(), device = b;
     device.token = nullptr, device.pos = pos, device.seq = seq, device.slot = slot, device.pages = pages, device.singles = singles;
+    device.splits = splits, device.longest = longest;
     attend_gpu(pad.ctx, out, nullptr, q, dkeys, dvalues, dqkv, dqw, dkw, drope, device, H, K, D, 1e-6f);
     std::vector<bf16> want_q((size_t)N * H * D), want((size_t)N * H * D);
-    attend_cpu(want.data(), nullptr, want_q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, 1e-6f);
+    attend_cpu(cpu(), want.data(), nullptr, want_q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, 1e-6f);
     // Weights are rounded to bf16 before they meet the values: a part in 2^8 of the largest value, at worst.
     const std::vector<bf16> got = out.get();
     int bad = 0;
@@ -261,8 +262,8 @@ static void check_attention_backward(Random& random, const std::vector<int>& len
     memset((void*)(dout.data() + (size_t)used * H * D), 0xff, (size_t)spare * H * D * sizeof(bf16));
     std::vector<bf16> out = poisoned<bf16>(heads * D), want = poisoned<bf16>((size_t)N * width);
     std::vector<float> lse = poisoned<float>(heads), delta(heads);
-    attention_cpu(out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
-    attention_backward_cpu(want.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
+    attention_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
+    attention_backward_cpu(cpu(), want.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
 
     Context ctx = gpu();
     Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
@@ -430,7 +431,7 @@ TEST_CASE("draws: the graph's tokens are those that the CPU's sampler draws from
         steps.feed(prompt);
         std::vector<int> want;
         while (want.size() < a.max_tokens) {
-            penalize(steps.logits, a.sampling, steps.ids, prompt.size());
+            penalize(steps.logits, a.sampling, steps.ids, prompt.size(), c.V);
             const int id = sample(steps.logits, c.V, a.sampling, steps.ids.size());
             if (std::find(c.end_tokens.begin(), c.end_tokens.end(), id) != c.end_tokens.end()) break;
             want.push_back(id);

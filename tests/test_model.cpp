@@ -166,7 +166,7 @@ TEST_CASE_TEMPLATE("a ragged batch of several sequences gives each what it gets 
             if (mixed.seq[n] != (int)s) continue;
             std::vector<acc<T>> logits(c.V);
             std::vector<T> picked(c.C);
-            head_cpu(logits.data(), picked.data(), a.normed, &n, weights.head, 1);
+            head_cpu(cpu(), logits.data(), picked.data(), a.normed, &n, weights.head, 1);
             REQUIRE(memcmp(logits.data(), &rows[(size_t)mixed.pos[n] * c.V], c.V * sizeof(acc<T>)) == 0);
         }
     }
