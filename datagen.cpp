@@ -36,15 +36,6 @@ static volatile sig_atomic_t interrupted = 0;
 struct Interrupted {}; // thrown where it is safe to stop; main returns 130
 static void stop_if_interrupted() { if (interrupted) throw Interrupted(); }
 
-static double seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-constexpr uint64_t FNV_START = 0xCBF29CE484222325;
-static uint64_t fnv1a(std::string_view s, uint64_t h = FNV_START) {
-    for (char c : s) h = (h ^ (uint8_t)c) * 0x100000001B3;
-    return h;
-}
 static std::string hex(uint64_t x) { return format("%016llx", (unsigned long long)x); }
 
 // A JSON text without its line ends, which may stand between its values only.

@@ -1,4 +1,4 @@
-// file.h: errors, hostile files in, whole files out. Used by every program here.
+// file.h: errors, hostile files in, whole files out; time, memory, hashes. Used by every program here.
 //
 //   DIE("%s: no such tensor", name)   throws Error; main prints its one line on stderr and exits with 1
 //   MappedFile m(path)                the bytes of a file, read-only, for as long as m lives
@@ -6,6 +6,7 @@
 //   run_program(name, run, argc, argv)   what every main does; keep_descriptors(), print_error(...) are its parts
 #pragma once
 #include <cerrno>
+#include <chrono>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -13,6 +14,9 @@
 #include <cstring>
 #include <fcntl.h>
 #include <new>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -131,3 +135,39 @@ struct OutputFile {
         temporary.clear();
     }
 };
+
+inline double seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+inline int thread_count() {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+// Bytes that can still be used, as the kernel says and a container's limit allows (SIZE_MAX where neither does).
+inline size_t available_memory() {
+    size_t bytes = SIZE_MAX, number;
+    if (FILE* f = fopen("/proc/meminfo", "r")) {
+        char line[128];
+        while (fgets(line, sizeof line, f))
+            if (sscanf(line, "MemAvailable: %zu kB", &number) == 1) bytes = number * 1024;
+        fclose(f);
+    }
+    for (const char* file : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"})
+        if (FILE* f = fopen(file, "r")) {
+            if (fscanf(f, "%zu", &number) == 1) bytes = std::min(bytes, number);
+            fclose(f);
+        }
+    return bytes;
+}
+
+// FNV-1a, 64 bits.
+inline uint64_t fnv1a(const void* bytes, size_t n, uint64_t hash = 0xcbf29ce484222325) {
+    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const uint8_t*)bytes)[i]) * 0x100000001b3;
+    return hash;
+}
+inline uint64_t fnv1a(std::string_view s, uint64_t hash = fnv1a(nullptr, 0)) { return fnv1a(s.data(), s.size(), hash); }

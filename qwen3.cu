@@ -6,9 +6,10 @@
    Build:  make                 with nvcc where it is found, else with g++ alone (this file is also plain C++17)
    Run:    ./qwen3 model.bin -i "What is a warp?"            (-d plain runs Book I itself, on the CPU)
 
-   The way of a prompt: text becomes token ids (tokenizer.h); `forward` makes of ids one vector a token; the head makes of
-   the last token's vector one score (logit) for each id of the vocabulary; the sampler draws an id, and that id is fed
-   back. The keys and values of all past tokens stay in the KV cache, so that each step computes one token.
+   What happens to a prompt: text becomes token ids (tokenizer.h); `forward` turns the ids into one vector for each token;
+   the head turns the vector of the last token into one score (logit) for each id of the vocabulary; the sampler draws an
+   id; that id is fed back. The keys and values of all past tokens stay in the KV cache, so that each step computes one
+   token only.
 
    Notation    N tokens   C channels (hidden size)   H query heads   K key/value heads   D head size
                F feed-forward size   V vocabulary rows   L layers   B sequences   G = H / K
@@ -17,20 +18,20 @@
                The residual stream is acc<T>; everything else between ops is T.
 
    Contracts
-   - An op is defined once, here. Outputs come first, then inputs, then sizes. The ops that take time are written again,
-     for speed: `op_cpu` in cpu.h for the vector and matrix instructions of CPUs, `op_gpu` in Book II. RUN(op, ...) is the
-     one place that chooses.
+   - An op is defined once, in Book I. Outputs come first, then inputs, then sizes. Ops that take time exist once more for
+     speed: `op_cpu` in cpu.h for the vector and matrix instructions of CPUs, `op_gpu` in Book II. RUN(op, ...) is the one
+     place that chooses between them.
    - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
-   - A sum has one fixed order: on a CPU the bits of a row depend neither on the other rows of the batch nor on the number
-     of threads (so the compiler must not choose between a * b + c in one and in two roundings: -ffp-contract=off). On a
-     GPU the same batch gives the same bits; with `invariant` a row's bits do not depend on its batch there either.
+   - A sum has one fixed order. On a CPU the bits of a row depend neither on the other rows of the batch nor on the number
+     of threads; so the compiler may not choose whether a * b + c is rounded once or twice: -ffp-contract=off. On a GPU the
+     same batch gives the same bits; with `invariant` a row's bits do not depend on its batch there either.
    - What a user can get wrong is thrown as Error: one line that names the file and the fault.
-   - Memory is planned once (Arena). `forward` and `backward` allocate nothing on a GPU; on a CPU some ops keep scratch,
+   - Memory is planned once (Arena). On a GPU `forward` and `backward` allocate nothing; on a CPU some ops keep scratch,
      which grows to the largest batch and stays.
 
-   Easy to get wrong: RoPE rotates the halves (i, i + D/2), not neighbours; q and k are RMS-normalised head by head *before*
-   RoPE; D is not C / H; a tied head is the embedding; there are several end tokens; ids from the tokenizer's count up to V
-   have rows but do not exist, and must not be drawn.
+   Easy to get wrong: RoPE rotates the halves (i, i + D/2), not neighbours; q and k are RMS-normalised head by head
+   *before* RoPE; D is not C / H; a tied head is the embedding; there are several end tokens; ids from the tokenizer's count up to
+   V have rows but do not exist, and must not be drawn.
 
    Contents
    Book I     1 Numbers    2 The model's data    3 Forward ops    4 forward    5 Sampler, session, generate
@@ -43,7 +44,6 @@
 #include "tokenizer.h"
 #include <algorithm>
 #include <cfloat>
-#include <chrono>
 #include <climits>
 #include <cmath>
 #include <csignal>
@@ -56,9 +56,6 @@
 #include <set>
 #include <utility>
 #include <vector>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #ifdef __CUDACC__
 #define BOTH __host__ __device__ // for the CPU and the GPU alike
@@ -166,23 +163,6 @@ BOTH inline uint32_t dropout_mask(const Dropout& d, uint32_t token, uint32_t mod
     return kept;
 }
 
-inline double seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-inline int thread_count() {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
-
-inline uint64_t fnv1a(const void* bytes, size_t n, uint64_t hash = 0xcbf29ce484222325) {
-    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const uint8_t*)bytes)[i]) * 0x100000001b3;
-    return hash;
-}
-
 // ================================================================================================ 2 The model's data
 
 struct Gpu; // Book II: a GPU's stream, properties and scratch
@@ -216,23 +196,6 @@ inline void gpu_copy_in(Context& ctx, void* to, const void* from, size_t bytes);
 inline void gpu_copy_out(Context& ctx, void* to, const void* from, size_t bytes);
 inline void gpu_clear(Context& ctx, void* p, size_t bytes);
 
-// Bytes that can still be used, as the kernel says and a container's limit allows (SIZE_MAX where neither does).
-inline size_t available_memory() {
-    size_t bytes = SIZE_MAX, number;
-    if (FILE* f = fopen("/proc/meminfo", "r")) {
-        char line[128];
-        while (fgets(line, sizeof line, f))
-            if (sscanf(line, "MemAvailable: %zu kB", &number) == 1) bytes = number * 1024;
-        fclose(f);
-    }
-    for (const char* file : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"})
-        if (FILE* f = fopen(file, "r")) {
-            if (fscanf(f, "%zu", &number) == 1) bytes = std::min(bytes, number);
-            fclose(f);
-        }
-    return bytes;
-}
-
 // An arena is planned by running the same code twice: first without memory, to count; then to hand out.
 struct Arena {
     uint8_t* base = nullptr;
@@ -247,7 +210,8 @@ struct Arena {
     // n numbers, 64-byte aligned, zero.
     template <class T> T* take(size_t n) {
         size_t at = used, bytes;
-        if (__builtin_mul_overflow(n, sizeof(T), &bytes) || bytes > SIZE_MAX / 2 - used) DIE("the memory plan overflows");
+        const bool overflow = __builtin_mul_overflow(n, sizeof(T), &bytes);
+        if (overflow || bytes > SIZE_MAX / 2 - used) DIE("the memory plan overflows");
         used = (used + bytes + 63) / 64 * 64;
         return base ? (T*)(base + at) : nullptr;
     }
@@ -309,8 +273,7 @@ constexpr int MAX_HEAD = 512; // D; checkpoint.h refuses more
 // j * rank .. of `B`, all else there being zero.
 template <class T> struct Adapter {
     int rank = 0;                     // 0: no adapter
-    int true_rank = 0;                // as its file has it (see adapt in checkpoint.h): rows of A and columns of B past it
-                                      // are zero, and remain so in training, since h and dh are zero there
+    int true_rank = 0;                // its file's; rows of A and columns of B past it are zero, and stay so in training
     int modules = 0;                  // m
     int block[3] = {};                // (m) of the Linear
     int module[3] = {};               // (m) layer * 7 + (q, k, v, o, gate, up, down = 0..6): names the dropout mask
@@ -364,14 +327,15 @@ template <class T> struct Weights {
     std::vector<std::shared_ptr<void>> converted; // what the file does not hold in this form
     Arena gpu;                   // holds all of them after `upload`
 
-    // Of a checkpoint. A tensor stored as T is used where the file maps it; others are converted once. With `int8` every
-    // matrix becomes INT8 (a file's own INT8 matrices are so anyway); norms stay. (checkpoint.h)
+    // Of a checkpoint (see checkpoint.h). A tensor stored as T is used where the file maps it; others are converted once.
+    // With `int8` every matrix becomes INT8 (a file's own INT8 matrices are so anyway); norms stay as they are.
     explicit Weights(const ModelFile& file, bool int8 = false);
-    // Copies all to the GPU and lets every pointer point there, the blocks of a Linear one after another. (Book II)
+    // Copies all to the GPU (see Book II) and lets every pointer point there, the blocks of a Linear one after another.
     void upload(Context& ctx, const ModelFile& file);
 
     const char* type_name() const {
-        return head.q[0] ? "int8" : std::is_same_v<T, bf16> ? "bfloat16" : std::is_same_v<T, float> ? "float32" : "float64";
+        if (head.q[0]) return "int8";
+        return std::is_same_v<T, bf16> ? "bfloat16" : std::is_same_v<T, float> ? "float32" : "float64";
     }
     size_t step_bytes() const { // that one token's step reads
         size_t n = head.bytes();
@@ -381,7 +345,7 @@ template <class T> struct Weights {
 };
 
 // ---- N packed tokens of B sequences. The rows of a sequence are neighbours and in order of position. Sequences of one
-// row come first (decoding), longer pieces (prompts, training) follow. Spare rows have seq = -1: ops that look at tokens
+// row come first (decoding), longer ones (prompts, training) follow. Spare rows have seq = -1: ops that look at tokens
 // skip them, the others compute rows that nobody reads. On a GPU the arrays are in its memory.
 // Keys and values live in pages of 16 tokens; row seq of the block table names the pages of a sequence.
 constexpr int PAGE = 16;
@@ -405,7 +369,7 @@ BOTH inline size_t kv_offset(int page, int head, int within, int K, int D) {
 }
 
 // What ops hand to each other, for up to N tokens. Inference uses one set for all layers; in training each layer has its
-// own of what the backward pass reads.
+// own arrays of what the backward pass reads.
 template <class T> struct Activations {
     struct PerLayer {
         acc<T>* in;    // (N,C) residual stream at the layer's entry
@@ -470,7 +434,9 @@ template <class T> struct KVCache {
     T *keys, *values;
     size_t layer_size; // from one layer to the next
 
-    static size_t bytes(const Config& c, size_t pages) { return 2 * (size_t)c.L * pages * c.K * PAGE * c.D * sizeof(T); }
+    static size_t bytes(const Config& c, size_t pages) {
+        return 2 * (size_t)c.L * pages * c.K * PAGE * c.D * sizeof(T);
+    }
     void plan(Arena& arena, const Config& c, size_t pages) {
         layer_size = pages * c.K * PAGE * c.D;
         keys = arena.take<T>(c.L * layer_size);
@@ -595,8 +561,8 @@ void norm_linear(T* out,          // (N, W.out) out
     linear(out, normed, W, N);
 }
 
-// ---- qknorm_rope_kv: the q and k heads of each token are RMS-normalised, then rotated by the angle pos * theta^(-2i/D) in
-// each plane (i, i + D/2)      (Su et al., "RoFormer", 2021, in the half-split layout); k and v go to the cache.
+// ---- qknorm_rope_kv: the q and k heads of each token are RMS-normalised, then rotated by the angle pos * theta^(-2i/D)
+// in each plane (i, i + D/2)      (Su et al., "RoFormer", 2021, in the half-split layout); k and v go to the cache.
 template <class T>
 void qknorm_rope_kv(T* q,               // (N,HD) out
                     T* keys,            // one layer's cache, out
@@ -643,8 +609,8 @@ template <class A> void fill_rope(A* rope, int positions, int D, double theta) {
         }
 }
 
-// ---- attention: out[n][h] = sum_m p_m v_m with p = softmax_m(q[n][h] . k_m / sqrt(D)), over the positions m = 0..pos[n] of
-// n's sequence; query head h reads key/value head h / G.     (Vaswani et al., "Attention is all you need", 2017)
+// ---- attention: out[n][h] = sum_m p_m v_m with p = softmax_m(q[n][h] . k_m / sqrt(D)), over the positions m = 0..pos[n]
+// of n's sequence; query head h reads key/value head h / G.     (Vaswani et al., "Attention is all you need", 2017)
 template <class T>
 void attention(T* out,          // (N,HD) out
                acc<T>* lse,     // (N,H) out: log sum_m e^(q . k_m / sqrt(D)), which backward needs; null: not wanted
@@ -687,20 +653,20 @@ void attend(T* out, acc<T>* lse, T* q, T* keys, T* values, const T* qkv, const T
     attention(out, lse, q, keys, values, b, H, K, D);
 }
 
-// ---- swiglu: out = silu(gate) * up, silu(g) = g / (1 + e^-g)       (Shazeer, "GLU variants improve transformer", 2020)
+// ---- swiglu: out = silu(gate) * up, silu(g) = g / (1 + e^-g)     (Shazeer, "GLU variants improve transformer", 2020)
 template <class T>
 void swiglu(T* out,           // (N,F) out
             const T* gate_up, // (N,2F)
             int N, int F) {
     for (int n = 0; n < N; n++)
         for (int f = 0; f < F; f++) {
-            const acc<T> gate = to_acc(gate_up[(size_t)n * 2 * F + f]), up = to_acc(gate_up[((size_t)n * 2 + 1) * F + f]);
+            const T* row = gate_up + (size_t)n * 2 * F;
+            const acc<T> gate = to_acc(row[f]), up = to_acc(row[F + f]);
             out[(size_t)n * F + f] = to_stored<T>(gate / (1 + std::exp(-gate)) * up);
         }
 }
 
-// ---- linear_swiglu, norm_linear_swiglu: swiglu(x W^T), swiglu(rmsnorm(x) W^T). On a GPU gate_up may be null, if nobody
-// wants it.
+// ---- linear_swiglu, norm_linear_swiglu: swiglu(x W^T), swiglu(rmsnorm(x) W^T). On a GPU gate_up may be null.
 template <class T>
 void linear_swiglu(T* out,     // (N,F) out
                    T* gate_up, // (N,2F) out
@@ -710,7 +676,8 @@ void linear_swiglu(T* out,     // (N,F) out
     swiglu(out, gate_up, N, W.rows[0]);
 }
 template <class T>
-void norm_linear_swiglu(T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, const Linear<T>& W, int N, float eps) {
+void norm_linear_swiglu(T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, const Linear<T>& W, int N,
+                        float eps) {
     rmsnorm(normed, x, w, N, W.in, eps);
     linear_swiglu(out, gate_up, normed, W, N);
 }
@@ -735,7 +702,8 @@ void layer_forward(Context& ctx, const Config& c, const Layer<T>& layer, const B
                    typename Activations<T>::PerLayer& s, T* keys, T* values, const acc<T>* rope) {
     const int N = b.N;
     RUN(norm_linear, s.qkv, s.norm1, s.in, layer.norm1, layer.qkv, N, c.eps);
-    RUN(attend, s.attention, s.lse, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, c.H, c.K, c.D, c.eps);
+    RUN(attend, s.attention, s.lse, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, c.H, c.K, c.D,
+        c.eps);
     RUN(linear_add, s.mid, s.in, s.attention, layer.o, N);
     RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, layer.norm2, layer.gate_up, N, c.eps);
     RUN(linear_add, s.out, s.mid, s.hidden, layer.down, N);
@@ -793,10 +761,10 @@ inline void penalize(float* logits, const Sampling& how, const std::vector<int>&
 }
 
 // Draws an id from logits (V), of which only ids < exist may be drawn. In this order: penalties (above), temperature,
-// top-k, top-p, min-p; ties go to the lower id. `counter` is the position of the drawn token: the same seed, counter and
-// logits give the same id.
-// Probabilities are integers, e^(l - max) in steps of 2^-40: integer sums are the same in any order, so that any number of
-// threads, and a GPU, draw the same token.
+// top-k, top-p, min-p; ties go to the lower id. `counter` is the position of the drawn token: the same seed, counter
+// and logits give the same id.
+// Probabilities are integers, e^(l - max) in steps of 2^-40: integer sums are the same in any order, so that any number
+// of threads, and a GPU, draw the same token.
 inline int sample(const float* logits, int exist, const Sampling& how, uint64_t counter) {
     auto value = [&](int id) { // a NaN is the least there is; infinities are only very large
         float l = logits[id];
@@ -815,7 +783,9 @@ inline int sample(const float* logits, int exist, const Sampling& how, uint64_t 
         uint64_t weight = x < -28.f ? 0 : (uint64_t)(exp_exact(x) * 1099511627776.f); // 2^40; e^-28 is below 2^-40
         if (weight) kept.push_back({value(id), id, weight});
     }
-    auto likelier = [](const Candidate& a, const Candidate& b) { return a.logit != b.logit ? a.logit > b.logit : a.id < b.id; };
+    auto likelier = [](const Candidate& a, const Candidate& b) {
+        return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+    };
     if (how.top_k > 0 && (size_t)how.top_k < kept.size()) {
         std::nth_element(kept.begin(), kept.begin() + how.top_k, kept.end(), likelier);
         kept.resize(how.top_k);
@@ -854,14 +824,14 @@ template <class T> struct GpuDraws; // Book II: drawing on a GPU, a CUDA graph a
 template <class T> struct Session {
     static constexpr int CHUNK = 512;      // tokens of a prompt that go through `forward` at once
     static constexpr int GPU_CHUNK = 8192; // ... on a GPU
-    static constexpr int ROWS = 16;        // of them that share one reading of the head, where all their logits are wanted
+    static constexpr int ROWS = 16;        // of them that go through the head at once, where all logits are wanted
 
     Context ctx;
     const Config& config;
     const Weights<T>& weights;
     int capacity;             // tokens
     std::vector<int> ids;     // what the cache holds
-    acc<T>* logits;           // (V) after the last id, in the CPU's memory; meaningless before the first, or after draws on a GPU
+    acc<T>* logits;           // (V) after the last id that was fed, in the CPU's memory
 
     // Where it computes. The rest is for GpuDraws.
     Arena arena;
@@ -994,39 +964,6 @@ template <class T> struct Session {
     void rewind(size_t n) { if (n < ids.size()) ids.resize(n); }
 };
 
-// Text on its way out: stops before a stop string, and holds back what may be the beginning of one. Of several it
-// is the one that ends first (of these the longest), so that it does not matter in which pieces the text comes.
-struct StopFilter {
-    std::vector<std::string> stops; // none empty
-    std::string held;
-    bool stopped = false;
-
-    // Takes new text, returns what is certain to be before any stop string.
-    std::string feed(std::string_view text) {
-        if (stopped) return "";
-        held += text;
-        size_t cut = std::string::npos, end = std::string::npos;
-        for (auto& s : stops) {
-            const size_t at = held.find(s);
-            if (at == std::string::npos || std::make_pair(at + s.size(), at) >= std::make_pair(end, cut)) continue;
-            cut = at, end = at + s.size();
-        }
-        if (cut != std::string::npos) {
-            stopped = true;
-            held.resize(cut);
-            return flush();
-        }
-        size_t hold = 0; // the longest tail that begins a stop string
-        for (auto& s : stops)
-            for (size_t n = std::min(s.size() - 1, held.size()); n > hold; n--)
-                if (held.compare(held.size() - n, n, s, 0, n) == 0) hold = n;
-        std::string out = held.substr(0, held.size() - hold);
-        held.erase(0, out.size());
-        return out;
-    }
-    std::string flush() { return std::exchange(held, {}); }
-};
-
 // How one answer is made, and what came of it.
 struct Generation {
     Sampling sampling;
@@ -1043,7 +980,8 @@ struct Generation {
 // token of the answer but the last is then in the session. `show` is handed the text as it comes, in whole
 // characters. Without a tokenizer the text is the ids.
 template <class T>
-void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g, const std::function<void(std::string_view)>& show) {
+void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g,
+              const std::function<void(std::string_view)>& show) {
     const Config& c = session.config;
     const int exist = tokenizer ? tokenizer->size() : c.V;
     const size_t answer = session.ids.size();
@@ -1081,8 +1019,8 @@ void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g, co
 // bit of them into how many batches a step is cut. What forward did not keep is made again.
 
 // ---- cross_entropy: loss[r] = log(sum_v e^logits[r][v]) - logits[r][target[r]]
-// dlogits = scale (softmax(logits) - one at the target). Over all V rows, those of ids that do not exist too, as Hugging
-// Face's is. A gradient takes the place of its logits: row r of dlogits begins where row r of logits did.
+// dlogits = scale (softmax(logits) - one at the target). Over all V rows, those of ids that do not exist too, as in
+// Hugging Face's. A gradient takes the place of its logits: row r of dlogits begins where row r of logits did.
 template <class T>
 void cross_entropy(acc<T>* loss,      // (R) out
                    T* dlogits,        // out: the memory of logits; or null
@@ -1253,13 +1191,13 @@ void swiglu_backward(T* dgate_up,      // (N,2F) out
 }
 
 // ---- attention_backward:  attention(out, lse, q, keys, values)
-// With s[n][m] = q_n . k_m / sqrt(D), p = e^(s - lse) and o_n = sum_m p[n][m] v_m over the tokens m <= n of n's sequence:
+// With s[n][m] = q_n . k_m / sqrt(D), p = e^(s - lse), o_n = sum_m p[n][m] v_m over the tokens m <= n of n's sequence:
 //     dv_m = sum_n p[n][m] do_n                              dp[n][m] = do_n . v_m
 //     ds[n][m] = p[n][m] (dp[n][m] - delta_n)                delta_n = sum_m p[n][m] dp[n][m] = do_n . o_n
 //     dq_n = sum_m ds[n][m] k_m / sqrt(D)                    dk_m = sum_n ds[n][m] q_n / sqrt(D)
 // where for dk and dv n runs over all G query heads of the KV head too. A training batch holds sequences from their
-// position 0 on: so key m of a sequence is its m-th row of the batch, and lies at that row's slot. Spare rows, after all
-// others, get zeros, since weight gradients are sums over all rows.
+// position 0 on: so key m of a sequence is its m-th row of the batch, and lies at that row's slot. Spare rows, after
+// all others, get zeros, since weight gradients are sums over all rows.
 // The probabilities are computed again from lse, not stored.
 template <class T>
 void attention_backward(T* dqkv,           // (N,(H+2K)D) out: gradients of q and k after RoPE, and of v
@@ -1465,7 +1403,8 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
     if (g) clear(ctx, d.normed, (size_t)N * c.C);
     for (int r = 0; r < R && !(ctx.stop && *ctx.stop); r += d.head_rows) {
         const int n = std::min(d.head_rows, R - r);
-        RUN(head_loss, loss + r, dlogits, d.logits, d.picked, d.parts, a.normed, rows + r, target + r, scale, w.head, n);
+        RUN(head_loss, loss + r, dlogits, d.logits, d.picked, d.parts, a.normed, rows + r, target + r, scale, w.head,
+            n);
         if (!g) continue;
         if (g->head) RUN(linear_backward_weight, g->head, dlogits, ld, d.picked, n, c.V, c.C);
         RUN(head_backward, d.normed, dlogits, ld, rows + r, w.head, n);
@@ -1504,7 +1443,8 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         weights(to.o, d.y, s.attention, layer.o);
         RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
         RUN(attention_backward, d.qkv, d.attention, s.q, keys, values, s.attention, s.lse, b, H, K, D, d.delta);
-        RUN(qknorm_rope_backward, d.qkv, to.q_norm, to.k_norm, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
+        RUN(qknorm_rope_backward, d.qkv, to.q_norm, to.k_norm, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D,
+            c.eps);
         through(d.normed, d.qkv, layer.qkv);
         RUN(rmsnorm_backward, d.x, d.y, s.norm1, to.norm1, d.normed, s.in, layer.norm1, N, C, c.eps);
         weights(to.qkv, d.qkv, s.norm1, layer.qkv);

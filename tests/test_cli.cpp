@@ -156,12 +156,6 @@ static std::vector<int> some_ids(size_t n) {
     while (ids.size() < n) ids.push_back((int)(random() % V));
     return ids;
 }
-static uint64_t fnv1a(std::string_view bytes) {
-    uint64_t hash = 0xcbf29ce484222325;
-    for (char c : bytes) hash = (hash ^ (unsigned char)c) * 0x100000001b3;
-    return hash;
-}
-
 // ----------------------------------------------------------------------------------------- text and ids
 
 TEST_CASE("tokenize and detokenize: any bytes go there and back") {
