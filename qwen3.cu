@@ -6,10 +6,10 @@
    Build:  make                 with nvcc where it is found, else with g++ alone (this file is also plain C++17)
    Run:    ./qwen3 model.bin -i "What is a warp?"            (-d plain runs Book I itself, on the CPU)
 
-   What happens to a prompt: text becomes token ids (tokenizer.h); `forward` turns the ids into one vector for each token;
-   the head turns the vector of the last token into one score (logit) for each id of the vocabulary; the sampler draws an
-   id; that id is fed back. The keys and values of all past tokens stay in the KV cache, so that each step computes one
-   token only.
+   What happens to a prompt: text becomes token ids (tokenizer.h); `forward` turns the ids into one vector for each
+   token; the head turns the vector of the last token into one score (logit) for each id of the vocabulary; the sampler
+   draws an id; that id is fed back. The keys and values of all past tokens stay in the KV cache, so that each step
+   computes one token only.
 
    Notation    N tokens   C channels (hidden size)   H query heads   K key/value heads   D head size
                F feed-forward size   V vocabulary rows   L layers   B sequences   G = H / K
@@ -18,20 +18,20 @@
                The residual stream is acc<T>; everything else between ops is T.
 
    Contracts
-   - An op is defined once, in Book I. Outputs come first, then inputs, then sizes. Ops that take time exist once more for
-     speed: `op_cpu` in cpu.h for the vector and matrix instructions of CPUs, `op_gpu` in Book II. RUN(op, ...) is the one
-     place that chooses between them.
+   - An op is defined once, in Book I. Outputs come first, then inputs, then sizes. Ops that take time exist once more
+     for speed: `op_cpu` in cpu.h for the vector and matrix instructions of CPUs, `op_gpu` in Book II. RUN(op, ...) is
+     the one place that chooses between them.
    - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
-   - A sum has one fixed order. On a CPU the bits of a row depend neither on the other rows of the batch nor on the number
-     of threads; so the compiler may not choose whether a * b + c is rounded once or twice: -ffp-contract=off. On a GPU the
-     same batch gives the same bits; with `invariant` a row's bits do not depend on its batch there either.
+   - A sum has one fixed order. On a CPU the bits of a row depend neither on the other rows of the batch nor on the
+     number of threads; so the compiler may not choose whether a * b + c is rounded once or twice: -ffp-contract=off. On
+     a GPU the same batch gives the same bits; with `invariant` a row's bits do not depend on its batch there either.
    - What a user can get wrong is thrown as Error: one line that names the file and the fault.
    - Memory is planned once (Arena). On a GPU `forward` and `backward` allocate nothing; on a CPU some ops keep scratch,
      which grows to the largest batch and stays.
 
    Easy to get wrong: RoPE rotates the halves (i, i + D/2), not neighbours; q and k are RMS-normalised head by head
-   *before* RoPE; D is not C / H; a tied head is the embedding; there are several end tokens; ids from the tokenizer's count up to
-   V have rows but do not exist, and must not be drawn.
+   *before* RoPE; D is not C / H; a tied head is the embedding; there are several end tokens; ids from the tokenizer's
+   count up to V have rows but do not exist, and must not be drawn.
 
    Contents
    Book I     1 Numbers    2 The model's data    3 Forward ops    4 forward    5 Sampler, session, generate
@@ -273,7 +273,7 @@ constexpr int MAX_HEAD = 512; // D; checkpoint.h refuses more
 // j * rank .. of `B`, all else there being zero.
 template <class T> struct Adapter {
     int rank = 0;                     // 0: no adapter
-    int true_rank = 0;                // its file's; rows of A and columns of B past it are zero, and stay so in training
+    int true_rank = 0;                // the file's; rows of A, columns of B past it are zero, and stay so in training
     int modules = 0;                  // m
     int block[3] = {};                // (m) of the Linear
     int module[3] = {};               // (m) layer * 7 + (q, k, v, o, gate, up, down = 0..6): names the dropout mask
@@ -327,8 +327,8 @@ template <class T> struct Weights {
     std::vector<std::shared_ptr<void>> converted; // what the file does not hold in this form
     Arena gpu;                   // holds all of them after `upload`
 
-    // Of a checkpoint (see checkpoint.h). A tensor stored as T is used where the file maps it; others are converted once.
-    // With `int8` every matrix becomes INT8 (a file's own INT8 matrices are so anyway); norms stay as they are.
+    // Of a checkpoint (see checkpoint.h). A tensor stored as T is used where the file maps it; others are converted
+    // once. With `int8` every matrix becomes INT8 (a file's own INT8 matrices are so anyway); norms stay as they are.
     explicit Weights(const ModelFile& file, bool int8 = false);
     // Copies all to the GPU (see Book II) and lets every pointer point there, the blocks of a Linear one after another.
     void upload(Context& ctx, const ModelFile& file);
@@ -368,8 +368,8 @@ BOTH inline size_t kv_offset(int page, int head, int within, int K, int D) {
     return (((size_t)page * K + head) * PAGE + within) * D;
 }
 
-// What ops hand to each other, for up to N tokens. Inference uses one set for all layers; in training each layer has its
-// own arrays of what the backward pass reads.
+// What ops hand to each other, for up to N tokens. Inference uses one set for all layers; in training each layer has
+// its own arrays of what the backward pass reads.
 template <class T> struct Activations {
     struct PerLayer {
         acc<T>* in;    // (N,C) residual stream at the layer's entry
@@ -561,8 +561,8 @@ void norm_linear(T* out,          // (N, W.out) out
     linear(out, normed, W, N);
 }
 
-// ---- qknorm_rope_kv: the q and k heads of each token are RMS-normalised, then rotated by the angle pos * theta^(-2i/D)
-// in each plane (i, i + D/2)      (Su et al., "RoFormer", 2021, in the half-split layout); k and v go to the cache.
+// ---- qknorm_rope_kv: the q and k heads of each token are RMS-normalised, then rotated in each plane (i, i + D/2) by the
+// angle pos * theta^(-2i/D)      (Su et al., "RoFormer", 2021, in the half-split layout); k and v go to the cache.
 template <class T>
 void qknorm_rope_kv(T* q,               // (N,HD) out
                     T* keys,            // one layer's cache, out
@@ -609,8 +609,8 @@ template <class A> void fill_rope(A* rope, int positions, int D, double theta) {
         }
 }
 
-// ---- attention: out[n][h] = sum_m p_m v_m with p = softmax_m(q[n][h] . k_m / sqrt(D)), over the positions m = 0..pos[n]
-// of n's sequence; query head h reads key/value head h / G.     (Vaswani et al., "Attention is all you need", 2017)
+// ---- attention: out[n][h] = sum_m p_m v_m with p_m = softmax(q[n][h] . k_m / sqrt(D)) over the positions m = 0..pos[n]
+// of n's sequence; query head h reads key/value head h / G.      (Vaswani et al., "Attention is all you need", 2017)
 template <class T>
 void attention(T* out,          // (N,HD) out
                acc<T>* lse,     // (N,H) out: log sum_m e^(q . k_m / sqrt(D)), which backward needs; null: not wanted
