@@ -1,4 +1,8 @@
-// A block a token.
+// ==================================================================================================== 9 Small kernels
+// In Book I's order, forwards, then backwards. Each reads and writes its arrays once, so memory bounds them all. "A
+// block a token" means: block n computes row n, its threads share the channels.
+
+// ---- embed. A block a token.
 __global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
     let_next_start();
     wait_for_previous();
@@ -11,13 +15,15 @@ inline void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const B
     launch(ctx, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
 }
 
-// y = x * w / rms(x) for `rows` rows of C, by all warps of a block; y, whose rows begin ld apart, may be in shared memory.
-// The squares are added in pieces of 128, a warp each, and the pieces in order: the bits do not depend on the number
-// of warps. A warp keeps its first pieces in registers.
+// ---- rmsnorm of `rows` rows of C, by all warps of a block; y, whose rows begin ld apart, may be in shared memory.
+// The squares are added in pieces of 128 numbers, a warp each, and the pieces in order: the bits do not depend on the
+// number of warps. A warp keeps its first pieces in registers.
 // pieces: rows * ceil(C / 128) floats of shared memory. C is a multiple of 8. Ends with a barrier.
-__device__ inline void norm_rows(bf16* y, int ld, const float* x, const bf16* w, float* pieces, int rows, int C, float eps) {
+__device__ inline void norm_rows(bf16* y, int ld, const float* x, const bf16* w, float* pieces, int rows, int C,
+                                 float eps) {
     constexpr int KEPT = 2;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, per_row = (C + 127) / 128, all = rows * per_row;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const int per_row = (C + 127) / 128, all = rows * per_row;
     float4 kept[KEPT];
     auto load = [&](int p) {
         const int i = p % per_row * 128 + lane * 4;
@@ -63,8 +69,8 @@ inline void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, 
     launch(ctx, rmsnorm_kernel, N, 256, (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
 }
 
-// A head of D numbers in a warp: lane l holds P = D / 64 pairs of its planes, u = head[i] and v = head[i + D/2] for
-// i = P l .. P l + P - 1.
+// ---- qknorm_rope_kv. A head of D numbers in a warp: lane l holds P = D / 64 pairs of its planes, u = head[i] and v =
+// head[i + D/2] for i = P l .. P l + P - 1.
 template <int D> struct WarpHead {
     static constexpr int P = D / 64;
     float u[P], v[P];
@@ -77,14 +83,14 @@ template <int D> struct WarpHead {
         const int i = threadIdx.x % 32 * P;
         for (int p = 0; p < P; p++) head[i + p] = round_bf16(u[p]), head[i + p + D / 2] = round_bf16(v[p]);
     }
-    __device__ void norm_rope(const bf16* w, const float* turn, float eps) {
+    __device__ void norm_rope(const bf16* w, const float* angle, float eps) {
         float squares = 0;
         for (int p = 0; p < P; p++) squares += u[p] * u[p] + v[p] * v[p];
         const float scale = 1 / sqrtf(warp_sum(squares) / D + eps);
         const int i = threadIdx.x % 32 * P;
         for (int p = 0; p < P; p++) {
             const float a = u[p] * scale * to_acc(w[i + p]), b = v[p] * scale * to_acc(w[i + p + D / 2]);
-            const float cosine = turn[2 * (i + p)], sine = turn[2 * (i + p) + 1];
+            const float cosine = angle[2 * (i + p)], sine = angle[2 * (i + p) + 1];
             u[p] = a * cosine - b * sine, v[p] = b * cosine + a * sine;
         }
     }
@@ -92,33 +98,42 @@ template <int D> struct WarpHead {
 
 // A warp a head of a token, from row `first` on.
 template <int D>
-__global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
-                                      const float* rope, Batch b, int first, int H, int K, float eps) {
+__global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
+                                      const bf16* k_weight, const float* rope, Batch b, int first, int H, int K,
+                                      float eps) {
     let_next_start();
     wait_for_previous();
-    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, n = first + task / (H + 2 * K), h = task % (H + 2 * K);
+    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, heads = H + 2 * K;
+    const int n = first + task / heads, h = task % heads;
     if (n >= b.N || b.seq[n] < 0) return;
     WarpHead<D> head;
-    head.load(qkv + ((size_t)n * (H + 2 * K) + h) * D);
+    head.load(qkv + ((size_t)n * heads + h) * D);
     const size_t at = h < H ? 0 : kv_offset(b.slot[n] / PAGE, (h - H) % K, b.slot[n] % PAGE, K, D);
     if (h < H + K) head.norm_rope(h < H ? q_weight : k_weight, rope + (size_t)b.pos[n] * D, eps);
     head.store(h < H ? q + ((size_t)n * H + h) * D : h < H + K ? keys + at : values + at);
 }
-inline void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
-                               const float* rope, const Batch& b, int H, int K, int D, float eps, int first = 0) {
+inline void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
+                               const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
+                               int first = 0) {
     const int blocks = (int)(((int64_t)(b.N - first) * (H + 2 * K) + 7) / 8);
-    launch(ctx, D == 128 ? qknorm_rope_kv_kernel<128> : qknorm_rope_kv_kernel<64>, blocks, 256, 0, q, keys, values, qkv, q_weight, k_weight, rope, b, first, H, K, eps);
+    launch(ctx, D == 128 ? qknorm_rope_kv_kernel<128> : qknorm_rope_kv_kernel<64>, blocks, 256, 0, q, keys, values, qkv,
+           q_weight, k_weight, rope, b, first, H, K, eps);
 }
 
+// ---- head's first half: the rows that are wanted, one after another. A block a row.
 __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, int C) {
     let_next_start();
     wait_for_previous();
-    for (int i = threadIdx.x; i < C; i += blockDim.x) picked[(size_t)blockIdx.x * C + i] = x[(size_t)rows[blockIdx.x] * C + i];
+    const bf16* row = x + (size_t)rows[blockIdx.x] * C;
+    for (int i = threadIdx.x; i < C; i += blockDim.x) picked[(size_t)blockIdx.x * C + i] = row[i];
 }
 
-// A block a row: its largest logit and the sum, then the gradient, which overwrites the row from its beginning. A piece is
-// read by all before any of it is written. V is a multiple of 8.
-__global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* dlogits, const float* logits, const float2* parts, int pieces, const int* target, float scale, int V) {
+// ---- cross_entropy. A block a row. Of every 64 logits of it `parts` has the largest and sum e^(logit - largest), so
+// the row itself is read once: for the gradient, which overwrites it from its beginning; 4,096 logits are read by all
+// threads before any of them is overwritten. V is a multiple of 8.
+__global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* dlogits, const float* logits,
+                                                             const float2* parts, int pieces, const int* target,
+                                                             float scale, int V) {
     __shared__ float tops[32], sums[32];
     let_next_start();
     wait_for_previous();
@@ -126,16 +141,19 @@ __global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* 
     const int right = target[blockIdx.x];
     const float logit = row[right];
     float top = -1e30f, sum = 0;
-    auto join = [&](float t, float s) { // sum e^-top and s e^-t
+    auto join = [&](float t, float s) { // (top, sum) of two sets of logits
         const float most = fmaxf(top, t);
-        sum = (top == most ? sum : sum * exp2_fast((top - most) * LOG2E)) + (t == most ? s : s * exp2_fast((t - most) * LOG2E));
+        sum = (top == most ? sum : sum * exp2_fast((top - most) * LOG2E)) +
+              (t == most ? s : s * exp2_fast((t - most) * LOG2E));
         top = most;
+    };
+    auto join_lanes = [&] {
+        for (int lane = 16; lane; lane /= 2) join(__shfl_xor_sync(~0u, top, lane), __shfl_xor_sync(~0u, sum, lane));
     };
     for (int i = threadIdx.x; i < pieces; i += 1024) {
         const float2 part = parts[(size_t)blockIdx.x * pieces + i];
         join(part.x, part.y);
     }
-    auto join_lanes = [&] { for (int lane = 16; lane; lane /= 2) join(__shfl_xor_sync(~0u, top, lane), __shfl_xor_sync(~0u, sum, lane)); };
     join_lanes();
     if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top, sums[threadIdx.x / 32] = sum;
     __syncthreads();
@@ -144,16 +162,19 @@ __global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* 
     if (threadIdx.x == 0) loss[blockIdx.x] = logf(sum) + top - logit;
     if (!dlogits) return;
     const float base = top * LOG2E, part = 1 / sum;
+    auto gradient = [&](float x, int v) { return (exp2_fast(x * LOG2E - base) * part - (v == right)) * scale; };
     for (int first = 0; first < V; first += 4096) {
         const int v = first + threadIdx.x * 4;
         float4 x = {};
         if (v < V) x = *(const float4*)(row + v);
         __syncthreads();
-        auto gradient = [&](float logit, int v) { return (exp2_fast(logit * LOG2E - base) * part - (v == right)) * scale; };
-        if (v < V) *(uint2*)((uint8_t*)row + 2 * v) = make_uint2(pack(gradient(x.x, v), gradient(x.y, v + 1)), pack(gradient(x.z, v + 2), gradient(x.w, v + 3)));
+        if (v < V)
+            *(uint2*)((uint8_t*)row + 2 * v) = make_uint2(pack(gradient(x.x, v), gradient(x.y, v + 1)),
+                                                          pack(gradient(x.z, v + 2), gradient(x.w, v + 3)));
     }
 }
 
+// ---- add_losses. One block.
 __global__ void __launch_bounds__(1024) add_losses_kernel(double* total, const float* loss, int R) {
     let_next_start();
     wait_for_previous();
@@ -162,10 +183,14 @@ __global__ void __launch_bounds__(1024) add_losses_kernel(double* total, const f
     sum = block_sum(sum);
     if (threadIdx.x == 0) *total += sum;
 }
-inline void add_losses_gpu(Context& ctx, double* total, const float* loss, int R) { launch(ctx, add_losses_kernel, 1, 1024, 0, total, loss, R); }
+inline void add_losses_gpu(Context& ctx, double* total, const float* loss, int R) {
+    launch(ctx, add_losses_kernel, 1, 1024, 0, total, loss, R);
+}
 
-// A block a token. scale (N) gets r if it is not null.
-__global__ void __launch_bounds__(128) rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* scale, const bf16* dout, const float* x, const bf16* w, int C, float eps) {
+// ---- rmsnorm_backward. A block a token. scale (N) gets r if it is not null.
+__global__ void __launch_bounds__(128) rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* scale,
+                                                               const bf16* dout, const float* x, const bf16* w, int C,
+                                                               float eps) {
     __shared__ float parts[2][4];
     let_next_start();
     wait_for_previous();
@@ -175,12 +200,14 @@ __global__ void __launch_bounds__(128) rmsnorm_backward_kernel(float* dx, bf16* 
         const float4 a = *(const float4*)(x + at + i);
         const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
         squares += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w;
-        mixed += a.x * low(b.x) * low(d.x) + a.y * high(b.x) * high(d.x) + a.z * low(b.y) * low(d.y) + a.w * high(b.y) * high(d.y);
+        mixed += a.x * low(b.x) * low(d.x) + a.y * high(b.x) * high(d.x) +
+                 a.z * low(b.y) * low(d.y) + a.w * high(b.y) * high(d.y);
     }
     squares = warp_sum(squares), mixed = warp_sum(mixed);
     if (threadIdx.x % 32 == 0) parts[0][threadIdx.x / 32] = squares, parts[1][threadIdx.x / 32] = mixed;
     __syncthreads();
-    squares = parts[0][0] + parts[0][1] + parts[0][2] + parts[0][3], mixed = parts[1][0] + parts[1][1] + parts[1][2] + parts[1][3];
+    squares = parts[0][0] + parts[0][1] + parts[0][2] + parts[0][3];
+    mixed = parts[1][0] + parts[1][1] + parts[1][2] + parts[1][3];
     const float r = 1 / sqrtf(squares / C + eps), mean = mixed * r * r * r / C;
     if (scale && threadIdx.x == 0) scale[blockIdx.x] = r;
     for (int i = threadIdx.x * 4; i < C; i += 512) {
@@ -191,18 +218,23 @@ __global__ void __launch_bounds__(128) rmsnorm_backward_kernel(float* dx, bf16* 
         g.z += r * low(b.y) * low(d.y) - a.z * mean, g.w += r * high(b.y) * high(d.y) - a.w * mean;
         *(float4*)(dx + at + i) = g;
         if (dy) *(uint2*)(dy + at + i) = make_uint2(pack(g.x, g.y), pack(g.z, g.w));
-        if (normed) *(uint2*)(normed + at + i) = make_uint2(pack(a.x * r * low(b.x), a.y * r * high(b.x)), pack(a.z * r * low(b.y), a.w * r * high(b.y)));
+        if (normed)
+            *(uint2*)(normed + at + i) = make_uint2(pack(a.x * r * low(b.x), a.y * r * high(b.x)),
+                                                    pack(a.z * r * low(b.y), a.w * r * high(b.y)));
     }
 }
-// dw[i] += sum_n dout[n][i] x[n][i] scale[n]: a block has 32 columns and a part of the tokens, eight at a time.
-__global__ void __launch_bounds__(256) norm_weight_kernel(float* dw, const float* scale, const bf16* dout, const float* x, int N, int C, float* partial, int* arrived) {
+// dw[i] += sum_n dout[n][i] x[n][i] scale[n]: a block has 32 columns and a split of the tokens, eight at a time; the
+// last block of some columns to arrive adds their splits in order.
+__global__ void __launch_bounds__(256) norm_weight_kernel(float* dw, const float* scale, const bf16* dout,
+                                                          const float* x, int N, int C, float* partial, int* arrived) {
     __shared__ float sums[8][32];
     let_next_start();
     wait_for_previous();
     const int column = blockIdx.x * 32 + threadIdx.x % 32, group = threadIdx.x / 32;
     const int each = (N + gridDim.y - 1) / gridDim.y, last = min(N, (int)(blockIdx.y + 1) * each);
     float sum = 0;
-    for (int n = blockIdx.y * each + group; n < last && column < C; n += 8) sum += to_acc(dout[(size_t)n * C + column]) * x[(size_t)n * C + column] * scale[n];
+    for (int n = blockIdx.y * each + group; n < last && column < C; n += 8)
+        sum += to_acc(dout[(size_t)n * C + column]) * x[(size_t)n * C + column] * scale[n];
     sums[group][threadIdx.x % 32] = sum;
     __syncthreads();
     if (group == 0 && column < C) {
@@ -211,25 +243,31 @@ __global__ void __launch_bounds__(256) norm_weight_kernel(float* dw, const float
     }
     if (!last_to_arrive(arrived + blockIdx.x, gridDim.y) || group || column >= C) return;
     sum = dw[column];
-    for (int part = 0; part < (int)gridDim.y; part++) sum += __ldcg(partial + (size_t)part * C + column);
+    for (int split = 0; split < (int)gridDim.y; split++) sum += __ldcg(partial + (size_t)split * C + column);
     dw[column] = sum;
 }
-inline void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout, const float* x, const bf16* w, int N, int C, float eps) {
-    constexpr int PARTS = 32;
-    if (dw && ((size_t)N + (size_t)PARTS * C) * sizeof(float) > PARTIAL_BYTES) DIE("%d tokens of %d channels are more than the norms' gradients can sum at once", N, C);
-    float *scale = dw ? ctx.gpu->partial + (size_t)PARTS * C : nullptr;
+inline void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout,
+                                 const float* x, const bf16* w, int N, int C, float eps) {
+    constexpr int SPLITS = 32;
+    if (dw && ((size_t)N + (size_t)SPLITS * C) * sizeof(float) > PARTIAL_BYTES)
+        DIE("%d tokens of %d channels are more than the norms' gradients can sum at once", N, C);
+    float *partial = ctx.gpu->partial, *scale = dw ? partial + (size_t)SPLITS * C : nullptr;
     launch(ctx, rmsnorm_backward_kernel, N, 128, 0, dx, dy, normed, scale, dout, x, w, C, eps);
-    if (dw) launch(ctx, norm_weight_kernel, dim3((C + 31) / 32, PARTS), 256, 0, dw, scale, dout, x, N, C, ctx.gpu->partial, ctx.gpu->arrived);
+    if (!dw) return;
+    launch(ctx, norm_weight_kernel, dim3((C + 31) / 32, SPLITS), 256, 0, dw, scale, dout, x, N, C, partial,
+           ctx.gpu->arrived);
 }
 
-// A thread has eight columns of a token.
-__global__ void swiglu_backward_kernel(bf16* dgate_up, bf16* hidden, const bf16* dhidden, const bf16* gate_up, int N, int F) {
+// ---- swiglu_backward. A thread has eight columns of a token.
+__global__ void swiglu_backward_kernel(bf16* dgate_up, bf16* hidden, const bf16* dhidden, const bf16* gate_up, int N,
+                                       int F) {
     let_next_start();
     wait_for_previous();
     const size_t at = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 8, n = at / F;
     if (n >= N) return;
     const size_t gate = at + n * F, up = gate + F; // (N,2F)
-    const uint4 g4 = *(const uint4*)(gate_up + gate), u4 = *(const uint4*)(gate_up + up), d4 = *(const uint4*)(dhidden + at);
+    const uint4 g4 = *(const uint4*)(gate_up + gate), u4 = *(const uint4*)(gate_up + up);
+    const uint4 d4 = *(const uint4*)(dhidden + at);
     const uint32_t *gs = &g4.x, *us = &u4.x, *ds = &d4.x;
     uint32_t out[4], dg[4], du[4];
     #pragma unroll
@@ -237,7 +275,8 @@ __global__ void swiglu_backward_kernel(bf16* dgate_up, bf16* hidden, const bf16*
         float y[2], a[2], b[2];
         #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const float g = e ? high(gs[i]) : low(gs[i]), u = e ? high(us[i]) : low(us[i]), d = e ? high(ds[i]) : low(ds[i]);
+            const float g = e ? high(gs[i]) : low(gs[i]), u = e ? high(us[i]) : low(us[i]);
+            const float d = e ? high(ds[i]) : low(ds[i]);
             const float sigma = 1 / (1 + exp2_fast(-LOG2E * g)), silu = g * sigma;
             y[e] = silu * u, a[e] = d * u * sigma * (1 + g * (1 - sigma)), b[e] = d * silu;
         }
@@ -247,21 +286,24 @@ __global__ void swiglu_backward_kernel(bf16* dgate_up, bf16* hidden, const bf16*
     *(uint4*)(dgate_up + gate) = make_uint4(dg[0], dg[1], dg[2], dg[3]);
     *(uint4*)(dgate_up + up) = make_uint4(du[0], du[1], du[2], du[3]);
 }
-inline void swiglu_backward_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, const bf16* dhidden, const bf16* gate_up, int N, int F) {
-    launch(ctx, swiglu_backward_kernel, (unsigned)(((size_t)N * F / 8 + 255) / 256), 256, 0, dgate_up, hidden, dhidden, gate_up, N, F);
+inline void swiglu_backward_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, const bf16* dhidden, const bf16* gate_up,
+                                int N, int F) {
+    const unsigned blocks = (unsigned)(((size_t)N * F / 8 + 255) / 256);
+    launch(ctx, swiglu_backward_kernel, blocks, 256, 0, dgate_up, hidden, dhidden, gate_up, N, F);
 }
 
-// A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r and mean of rmsnorm's rule.
+// ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r
+// and mean of rmsnorm's rule.
 template <int D> struct WarpHeadBackward {
     static constexpr int P = D / 64;
     WarpHead<D> x, g;
     float wu[P], wv[P], r, mean;
-    __device__ WarpHeadBackward(const bf16* head, const bf16* dhead, const bf16* w, const float* turn, float eps) {
+    __device__ WarpHeadBackward(const bf16* head, const bf16* dhead, const bf16* w, const float* angle, float eps) {
         x.load(head), g.load(dhead);
         const int i = threadIdx.x % 32 * P;
         float squares = 0, mixed = 0;
         for (int p = 0; p < P; p++) {
-            const float cosine = turn[2 * (i + p)], sine = turn[2 * (i + p) + 1], u = g.u[p], v = g.v[p];
+            const float cosine = angle[2 * (i + p)], sine = angle[2 * (i + p) + 1], u = g.u[p], v = g.v[p];
             g.u[p] = u * cosine + v * sine, g.v[p] = v * cosine - u * sine;
             wu[p] = to_acc(w[i + p]), wv[p] = to_acc(w[i + p + D / 2]);
             squares += x.u[p] * x.u[p] + x.v[p] * x.v[p];
@@ -273,25 +315,29 @@ template <int D> struct WarpHeadBackward {
 };
 // A warp a head of a token.
 template <int D>
-__global__ void qknorm_rope_backward_kernel(bf16* dqkv, const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const float* rope, Batch b, int H, int K, float eps) {
+__global__ void qknorm_rope_backward_kernel(bf16* dqkv, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                                            const float* rope, Batch b, int H, int K, float eps) {
     let_next_start();
     wait_for_previous();
     const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, n = task / (H + K), h = task % (H + K);
     if (n >= b.N || b.seq[n] < 0) return;
     const size_t at = ((size_t)n * (H + 2 * K) + h) * D;
-    WarpHeadBackward<D> y(qkv + at, dqkv + at, h < H ? q_weight : k_weight, rope + (size_t)b.pos[n] * D, eps);
+    const float* angle = rope + (size_t)b.pos[n] * D;
+    WarpHeadBackward<D> y(qkv + at, dqkv + at, h < H ? q_weight : k_weight, angle, eps);
     for (int p = 0; p < y.P; p++) {
         y.g.u[p] = y.r * y.wu[p] * y.g.u[p] - y.x.u[p] * y.mean;
         y.g.v[p] = y.r * y.wv[p] * y.g.v[p] - y.x.v[p] * y.mean;
     }
     y.g.store(dqkv + at);
 }
-// The weights' gradients, before dqkv is overwritten: a warp takes every (all warps)th token, its sums stay in registers;
-// the last block to arrive adds the blocks' in order.
+// The weights' gradients, before dqkv is overwritten: warp w of W takes tokens w, w + W, ..., its sums stay in
+// registers; the last block to arrive adds the blocks' sums in order.
 constexpr int HEAD_BLOCKS = 256;
 template <int D>
-__global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, float* dk_weight, const bf16* dqkv, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
-                                                          const float* rope, Batch b, int H, int K, float eps, float* partial, int* arrived) {
+__global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, float* dk_weight, const bf16* dqkv,
+                                                          const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                                                          const float* rope, Batch b, int H, int K, float eps,
+                                                          float* partial, int* arrived) {
     constexpr int P = D / 64;
     __shared__ float sums[8][2 * D];
     let_next_start();
@@ -301,7 +347,8 @@ __global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, floa
     for (int n = blockIdx.x * 8 + warp; n < b.N; n += gridDim.x * 8)
         for (int h = 0; h < H + K && b.seq[n] >= 0; h++) {
             const size_t at = ((size_t)n * (H + 2 * K) + h) * D;
-            const WarpHeadBackward<D> y(qkv + at, dqkv + at, h < H ? q_weight : k_weight, rope + (size_t)b.pos[n] * D, eps);
+            const float* angle = rope + (size_t)b.pos[n] * D;
+            const WarpHeadBackward<D> y(qkv + at, dqkv + at, h < H ? q_weight : k_weight, angle, eps);
             #pragma unroll
             for (int p = 0; p < P; p++) {
                 const float du = y.g.u[p] * y.x.u[p] * y.r, dv = y.g.v[p] * y.x.v[p] * y.r;
@@ -324,16 +371,19 @@ __global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, floa
     for (int block = 0; block < (int)gridDim.x; block++) sum += __ldcg(partial + block * 2 * D + c);
     *to = sum;
 }
-inline void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
-                                     const float* rope, const Batch& b, int H, int K, int D, float eps) {
+inline void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv,
+                                     const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b,
+                                     int H, int K, int D, float eps) {
     if (dq_weight)
-        launch(ctx, D == 128 ? head_weight_kernel<128> : head_weight_kernel<64>, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256, 0, dq_weight, dk_weight, dqkv, qkv, q_weight, k_weight,
-               rope, b, H, K, eps, ctx.gpu->partial, ctx.gpu->arrived);
+        launch(ctx, D == 128 ? head_weight_kernel<128> : head_weight_kernel<64>, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256,
+               0, dq_weight, dk_weight, dqkv, qkv, q_weight, k_weight, rope, b, H, K, eps, ctx.gpu->partial,
+               ctx.gpu->arrived);
     const int blocks = (int)(((int64_t)b.N * (H + K) + 7) / 8);
-    launch(ctx, D == 128 ? qknorm_rope_backward_kernel<128> : qknorm_rope_backward_kernel<64>, blocks, 256, 0, dqkv, qkv, q_weight, k_weight, rope, b, H, K, eps);
+    launch(ctx, D == 128 ? qknorm_rope_backward_kernel<128> : qknorm_rope_backward_kernel<64>, blocks, 256, 0, dqkv, qkv,
+           q_weight, k_weight, rope, b, H, K, eps);
 }
 
-// A block a token; the first one with its id adds up all that have it, in order.
+// ---- embed_backward. A block a token; the first one with its id adds up all that have it, in order.
 __global__ void __launch_bounds__(128) embed_backward_kernel(float* dW, const float* dx, Batch b, int C) {
     __shared__ uint32_t found[4];
     let_next_start();
@@ -359,7 +409,7 @@ inline void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const B
     launch(ctx, embed_backward_kernel, b.N, 128, 0, dW, dx, b, C);
 }
 
-// A block a piece.
+// ---- grad_norm. A block a piece of NORM_PIECE numbers; then one block adds the pieces.
 __global__ void __launch_bounds__(256) grad_squares_kernel(double* partial, const float* g, size_t n) {
     let_next_start();
     wait_for_previous();
@@ -383,8 +433,10 @@ inline void grad_norm_gpu(Context& ctx, double* norm, double* partial, const flo
     launch(ctx, grad_norm_kernel, 1, 1024, 0, norm, partial, pieces);
 }
 
+// ---- adamw. A thread a number.
 struct AdamWStep { float beta1, beta2, root, keep, pace, eps, clip, copy; };
-__global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n, AdamWStep a) {
+__global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
+                             AdamWStep a) {
     let_next_start();
     wait_for_previous();
     const double length = *norm;
@@ -396,8 +448,11 @@ __global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const f
     m[i] = mi, v[i] = vi, p[i] = pi;
     stored[i] = round_bf16(pi * a.copy);
 }
-inline void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n, const AdamW& a) {
+inline void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm,
+                      size_t n, const AdamW& a) {
     const float first = (float)(1 - std::pow((double)a.beta1, (double)a.step));
-    const AdamWStep s = {a.beta1, a.beta2, (float)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step)), (float)(1 - (double)a.lr * a.decay), a.lr / first, a.eps, a.clip, a.copy};
+    const float root = (float)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step));
+    const float keep = (float)(1 - (double)a.lr * a.decay);
+    const AdamWStep s = {a.beta1, a.beta2, root, keep, a.lr / first, a.eps, a.clip, a.copy};
     launch(ctx, adamw_kernel, (unsigned)((n + 255) / 256), 256, 0, stored, p, m, v, g, norm, n, s);
 }
