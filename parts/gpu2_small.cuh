@@ -374,13 +374,13 @@ __global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, floa
 inline void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv,
                                      const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b,
                                      int H, int K, int D, float eps) {
+    const auto weights = D == 128 ? head_weight_kernel<128> : head_weight_kernel<64>;
+    const auto inputs = D == 128 ? qknorm_rope_backward_kernel<128> : qknorm_rope_backward_kernel<64>;
     if (dq_weight)
-        launch(ctx, D == 128 ? head_weight_kernel<128> : head_weight_kernel<64>, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256,
-               0, dq_weight, dk_weight, dqkv, qkv, q_weight, k_weight, rope, b, H, K, eps, ctx.gpu->partial,
-               ctx.gpu->arrived);
+        launch(ctx, weights, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256, 0, dq_weight, dk_weight, dqkv, qkv, q_weight,
+               k_weight, rope, b, H, K, eps, ctx.gpu->partial, ctx.gpu->arrived);
     const int blocks = (int)(((int64_t)b.N * (H + K) + 7) / 8);
-    launch(ctx, D == 128 ? qknorm_rope_backward_kernel<128> : qknorm_rope_backward_kernel<64>, blocks, 256, 0, dqkv, qkv,
-           q_weight, k_weight, rope, b, H, K, eps);
+    launch(ctx, inputs, blocks, 256, 0, dqkv, qkv, q_weight, k_weight, rope, b, H, K, eps);
 }
 
 // ---- embed_backward. A block a token; the first one with its id adds up all that have it, in order.
