@@ -168,7 +168,7 @@ $(BUILD)/notes.cuh: data/course/check_notes.py $(wildcard data/course/notes/*.md
 
 TESTED     = $(patsubst %,$(PROGRAMS)/%,qwen3 train_lora datagen $(if $(MHD),serve))
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/suites_model $(TESTED:./%=%) $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(T)/suites_others $(GPU_SUITE)
+	@$(MAKE) $(if $(V),,-s) --no-print-directory -j$(JOBS) $(T)/suites_model $(TESTED:./%=%) $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(T)/suites_others $(GPU_SUITE)
 	@QWEN3=$(PROGRAMS)/qwen3 TRAIN_LORA=$(PROGRAMS)/train_lora DATAGEN=$(PROGRAMS)/datagen SERVE=$(PROGRAMS)/serve JOBS=$(JOBS) \
 	  NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/gpu/%.cpp) | grep -c '^TEST_CASE')) tests/run.sh $(RUNS) $(GPU_SUITE)
 asan:
