@@ -3,6 +3,7 @@
 # make test         builds with -Werror, runs every suite; the last line counts
 # make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
 # make tsan         the server's suite, the server under ThreadSanitizer
+# make cuda-check   nvcc compiles every kernel for four architectures, and the code in the notes
 # make bench        speed of this machine's build, and of its GPU's kernels
 # make clean
 # Options: PORTABLE=1 a binary for any x86-64    CXX=clang++    ARCH=native|all|"80 89"    V=1 shows the commands
@@ -65,21 +66,26 @@ qwen3: qwen3.cu $(HEADERS) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@ $(EDIT)
 	@echo "built     ./qwen3"
 
-train_lora: train_lora.cu qwen3.cu dataset.h $(HEADERS) $(BUILD)/command
+train_lora: train_lora.cu qwen3.cu $(HEADERS) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@
 	@echo "built     ./train_lora"
 serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@ -lmicrohttpd
 	@echo "built     ./serve"
 
+# The C API, for other programs (qwen3.h; lab/embed.cpp shows how).
+SHARED     = -fPIC -fvisibility=hidden
+libqwen3.so: libqwen3.cu qwen3.cu $(HEADERS) $(BUILD)/command
+	$(Q)$(COMPILE) $(if $(HAVE_NVCC),$(SHARED:%=-Xcompiler %),$(SHARED)) -shared $< -o $@
+	@echo "built     ./libqwen3.so"
+
 # Plain C++, whatever compiles the model.
-bench_serve: tests/bench_serve.cpp tests/http.h tests/workload.h file.h sj.h $(BUILD)/command
+bench_serve: tests/bench/bench_serve.cpp tests/http.h tests/workload.h $(HEADERS) $(BUILD)/command
 	$(Q)$(CXX) $(CPUFLAGS) $< -o $@ -pthread
 	@echo "built     ./bench_serve"
 
-DATAGEN   = file.h sj.h tokenizer.h dataset.h score.h datagen.cpp
 CURLFLAGS = $(if $(CURL),-DHAVE_CURL)
-datagen: $(DATAGEN) $(BUILD)/command
+datagen: datagen.cpp $(HEADERS) $(BUILD)/command
 	$(Q)$(CXX) $(CPUFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
 	@echo "built     ./datagen"
 
@@ -89,71 +95,111 @@ bench: info qwen3
 	./qwen3 $(BUILD)/0.6B.bin --bench
 	$(if $(GPU),./qwen3 $(BUILD)/0.6B.bin -d cpu --bench,:)
 	./qwen3 $(BUILD)/0.6B.bin --bench --dtype int8
-	$(if $(GPU),$(NVCC) $(NVCCFLAGS) -I. tests/bench_gpu.cu -o $(BUILD)/bench_gpu -lcublas && $(BUILD)/bench_gpu $(BUILD)/0.6B.bin,:)
-	$(Q)$(CXX) $(CPUFLAGS) tests/bench_tokenizer.cpp -o $(BUILD)/bench_tokenizer
+	$(if $(GPU),$(NVCC) $(NVCCFLAGS) -I. tests/bench/bench_gpu.cu -o $(BUILD)/bench_gpu -lcublas && $(BUILD)/bench_gpu $(BUILD)/0.6B.bin,:)
+	@$(MAKE) --no-print-directory $(BUILD)/bench_tokenizer
 	$(BUILD)/bench_tokenizer
+$(BUILD)/bench_%: tests/bench/bench_%.cpp tests/bench/zipf.h $(HEADERS)
+	@mkdir -p $(BUILD)
+	$(Q)$(CXX) $(CPUFLAGS) $< -o $@
+# What the course's notes say of the hardware.
+$(BUILD)/bench_notes: tests/bench/bench_notes.cu tests/gpu/notes.h $(BUILD)/notes.cuh
+	$(Q)$(NVCC) $(NVCCFLAGS) -I. -I$(BUILD) $< -o $@
 
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
-UNITS     = $(addprefix test_,ops model sampler loader int8 backward attention_backward generate) # test_units.cpp includes them
-GPU_SUITES = test_gpu test_gpu_backward test_serve_gpu
-SUITES    = $(filter-out $(UNITS) $(GPU_SUITES) $(if $(MHD),,test_serve),$(notdir $(basename $(wildcard tests/test_*.cpp))))
-JOBS     ?= $(shell nproc 2>/dev/null || echo 1)
-MODE      = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)$(PORTABLE:%=-portable)
-T         = $(BUILD)/$(MODE)
-TESTFLAGS = -std=c++17 -O2 -g1 $(FLAGS) -Werror -I. $(if $(SANITIZE),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -O1)
+# Compiling is most of the work, so suites share programs: those that include a whole program (train_lora, serve, datagen)
+# have one each, those of the model are one, and so are all others. A new tests/unit/test_*.cpp drops into one of them.
+GPU_SUITES = $(notdir $(basename $(wildcard tests/gpu/test_*.cpp)))
+UNITS     := $(notdir $(basename $(wildcard tests/unit/test_*.cpp)))
+ALONE     := $(notdir $(basename $(shell grep -lE '^.include "(\.\./\.\./(qwen3|train_lora|serve|datagen)\.|\.\./engine\.h)' $(UNITS:%=tests/unit/%.cpp))))
+MODEL     := $(filter-out $(ALONE),$(notdir $(basename $(shell grep -lE '^.include "\.\./(common|golden)\.h"' $(UNITS:%=tests/unit/%.cpp)))))
+OTHERS    := $(filter-out $(ALONE) $(MODEL),$(UNITS))
+JOBS      ?= $(shell nproc 2>/dev/null || echo 1)
+MODE       = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)$(PORTABLE:%=-portable)
+T          = $(BUILD)/$(MODE)
+SANITIZER  = -fsanitize=address$(comma)undefined -fno-sanitize-recover=all -O1
+TESTFLAGS  = -std=c++17 -O2 -g1 $(FLAGS) -Werror -I. $(if $(SANITIZE),$(SANITIZER))
+# The programs that suites start: their own builds in T, or with PROGRAMS=. those that `make` made.
+PROGRAMS  ?= $(T)
+# test_export is about Python, test_tiny about one known file, test_library about linking: nothing that sanitizers could see.
+SUITES     = $(filter-out $(if $(MHD),,test_serve) $(if $(SANITIZE),test_export test_tiny test_library),$(ALONE) $(MODEL) $(OTHERS))
+# A suite in a shared program is PROGRAM:SUITE. The longest come first.
+RUNS       = $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(patsubst %,$(T)/suites_others:%,$(filter $(OTHERS),$(SUITES))) \
+             $(patsubst %,$(T)/suites_model:%,$(filter $(MODEL),$(SUITES)))
 
 $(T)/qwen3: qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@ $(EDIT)
-$(T)/train_lora: train_lora.cu qwen3.cu dataset.h $(HEADERS)
+$(T)/train_lora: train_lora.cu qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@
-$(T)/datagen: $(DATAGEN)
+$(T)/datagen: datagen.cpp $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
 $(T)/serve: serve.cu qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@ -lmicrohttpd
-$(T)/test_serve: serve.cu
-$(T)/test_units: $(UNITS:%=tests/%.cpp)
-$(T)/test_datagen $(T)/test_dataset $(T)/test_train: $(DATAGEN)
-$(T)/test_train: train_lora.cu
-$(T)/test_score: score.h
-$(T)/test_datagen: TESTFLAGS += $(CURLFLAGS)
-$(T)/test_datagen: LIBS = $(CURL)
+$(T)/libqwen3.so: libqwen3.cu qwen3.cu $(HEADERS)
+	@mkdir -p $(T)
+	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(SHARED) -shared $< -o $@
+$(T)/library_c: tests/unit/test_library.c qwen3.h $(T)/libqwen3.so
+	$(Q)$(CC) -std=c99 -Wall -Wextra -Werror -I. $< -o $@ -L$(T) -lqwen3 -Wl,-rpath,$(abspath $(T)) -lm -lpthread
 $(T)/main.o: tests/main.cpp
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
-$(T)/test_%: tests/test_%.cpp $(T)/main.o $(wildcard tests/*.h) qwen3.cu $(HEADERS)
+TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
+$(T)/test_serve: serve.cu
+$(T)/test_train: train_lora.cu
+$(T)/test_datagen: datagen.cpp
+$(T)/test_datagen: TESTFLAGS += $(CURLFLAGS)
+$(T)/test_datagen: LIBS = $(CURL)
+$(T)/test_%: tests/unit/test_%.cpp $(T)/main.o qwen3.cu $(TEST_HEADERS)
 	$(Q)$(CXX) $(TESTFLAGS) $< $(T)/main.o -o $@ $(EDIT) $(LIBS)
+# Several suites as one: what they include first, then each in a namespace.
+$(T)/suites_model: SHARE = $(MODEL)
+$(T)/suites_others: SHARE = $(OTHERS)
+$(T)/suites_model: $(MODEL:%=tests/unit/%.cpp) qwen3.cu
+$(T)/suites_others: $(OTHERS:%=tests/unit/%.cpp)
+$(T)/suites_%: $(T)/main.o $(TEST_HEADERS)
+	@grep -h '^#include' $(SHARE:%=tests/unit/%.cpp) | sort -u > $@.cpp
+	@for suite in $(SHARE); do echo "namespace $$suite {"; echo "#include \"tests/unit/$$suite.cpp\""; echo "}"; done >> $@.cpp
+	$(Q)$(CXX) $(TESTFLAGS) -Itests/unit $@.cpp $(T)/main.o -o $@ $(EDIT)
 
 # The GPU's suites are nvcc's, and run where there is a GPU.
-$(BUILD)/test_gpu_backward: train_lora.cu dataset.h
-GPU_SUITE = $(if $(GPU),$(if $(SANITIZE),,$(GPU_SUITES:%=$(BUILD)/%)))
-$(GPU_SUITES:%=$(BUILD)/%): $(BUILD)/%: tests/%.cpp tests/main.cpp $(wildcard tests/*.h) qwen3.cu $(HEADERS)
+GPU_SUITE  = $(if $(GPU),$(if $(SANITIZE),,$(GPU_SUITES:%=$(BUILD)/%)))
+$(BUILD)/test_gpu_backward: train_lora.cu
+$(BUILD)/test_serve_gpu: serve.cu
+$(BUILD)/test_notes: $(BUILD)/notes.cuh
+$(GPU_SUITES:%=$(BUILD)/%): $(BUILD)/%: tests/gpu/%.cpp tests/main.cpp $(wildcard tests/gpu/*.h) qwen3.cu $(TEST_HEADERS)
 	@mkdir -p $(BUILD)
-	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I. $< tests/main.cpp -o $@ $(EDIT)
+	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I. -I$(BUILD) $< tests/main.cpp -o $@ $(EDIT)
+# The code in the course's notes.
+$(BUILD)/notes.cuh: data/course/check_notes.py $(wildcard data/course/notes/*.md)
+	@mkdir -p $(BUILD)
+	$(Q)python3 data/course/check_notes.py --no-compile --emit $@ > $@.log || { cat $@.log; exit 1; }
 
+TESTED     = $(patsubst %,$(PROGRAMS)/%,qwen3 train_lora datagen $(if $(MHD),serve))
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/test_units $(T)/qwen3 $(T)/train_lora $(T)/datagen $(if $(MHD),$(T)/serve) $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
-	@QWEN3=$(T)/qwen3 TRAIN_LORA=$(T)/train_lora DATAGEN=$(T)/datagen SERVE=$(T)/serve NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/%.cpp) | grep -c '^TEST_CASE')) \
-	  tests/run.sh $(addprefix $(T)/,$(SUITES)) $(GPU_SUITE)
+	@$(MAKE) $(if $(V),,-s) --no-print-directory -j$(JOBS) $(T)/suites_model $(TESTED:./%=%) $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(T)/suites_others $(if $(SANITIZE),,$(T)/library_c) $(GPU_SUITE)
+	@QWEN3=$(PROGRAMS)/qwen3 TRAIN_LORA=$(PROGRAMS)/train_lora DATAGEN=$(PROGRAMS)/datagen SERVE=$(PROGRAMS)/serve JOBS=$(JOBS) \
+	  LIBRARY=$(T)/libqwen3.so LIBRARY_C=$(T)/library_c \
+	  NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/gpu/%.cpp) | grep -c '^TEST_CASE')) tests/run.sh $(RUNS) $(GPU_SUITE)
 asan:
 	@$(MAKE) --no-print-directory test SANITIZE=1
 # (One thread of OpenMP: ThreadSanitizer does not see how its threads wait for each other.)
-tsan: $(T)/test_serve
+$(BUILD)/tsan/serve: serve.cu qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)/tsan
-	$(Q)$(CXX) -x c++ $(TESTFLAGS) -O1 -fsanitize=thread serve.cu -o $(BUILD)/tsan/serve -lmicrohttpd
-	SERVE=$(BUILD)/tsan/serve OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 tests/run.sh $(T)/test_serve
+	$(Q)$(CXX) -x c++ $(TESTFLAGS) -O1 -fsanitize=thread serve.cu -o $@ -lmicrohttpd
+tsan:
+	@$(MAKE) --no-print-directory -j$(JOBS) $(BUILD)/tsan/serve $(T)/test_serve
+	@SERVE=$(BUILD)/tsan/serve OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 tests/run.sh $(T)/test_serve
 
 # ---- Fuzzers: clang's libFuzzer, seeds in tests/fixtures/fuzz/NAME.
-FUZZERS   = $(notdir $(basename $(wildcard tests/fuzz_*.cpp)))
+FUZZERS   = $(notdir $(basename $(wildcard tests/fuzz/fuzz_*.cpp)))
 SECONDS_EACH ?= 20
 CLANG     ?= clang++
-$(BUILD)/fuzz/fuzz_jieba: score.h
 $(BUILD)/fuzz/fuzz_request: serve.cu
-$(BUILD)/fuzz/fuzz_jsonl $(BUILD)/fuzz/fuzz_chunk $(BUILD)/fuzz/fuzz_dataset: $(DATAGEN)
-$(BUILD)/fuzz/%: tests/%.cpp qwen3.cu $(HEADERS)
+$(BUILD)/fuzz/fuzz_jsonl $(BUILD)/fuzz/fuzz_chunk: datagen.cpp
+$(BUILD)/fuzz/%: tests/fuzz/%.cpp qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)/fuzz
 	$(Q)$(CLANG) -std=c++17 -O1 -g -ffp-contract=off -Wno-unknown-pragmas -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. $< -o $@
 run-%: $(BUILD)/fuzz/%
@@ -166,16 +212,24 @@ run-%: $(BUILD)/fuzz/%
 fuzz:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(FUZZERS:%=run-%)
 
-# ---- All CUDA code, once an architecture, without linking: what CI can do without a GPU. The trainer and the server's
-# suite have every kernel between them.
-CHECKED   = 80 89 90a 120
-CHECK     = $(NVCC) -x cu -std=c++17 -gencode arch=compute_$*,code=sm_$* -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -I. -o /dev/null -c
-$(CHECKED:%=nvcc-train-%): nvcc-train-%:
-	@echo "nvcc sm_$* train_lora.cu"; $(CHECK) train_lora.cu
-$(CHECKED:%=nvcc-serve-%): nvcc-serve-%:
-	@echo "nvcc sm_$* tests/test_serve_gpu.cpp"; $(CHECK) tests/test_serve_gpu.cpp
+# ---- All CUDA code, without linking: what CI can do without a GPU. The trainer and the server's suite have every kernel
+# between them and are compiled for four architectures; the other suites for one; and the code in the course's notes.
+CHECKED    = 80 89 90a 120
+EVERY      = train_lora.cu tests/gpu/test_serve_gpu.cpp
+ONE        = $(filter-out $(EVERY),$(wildcard tests/gpu/test_*.cpp)) tests/bench/bench_notes.cu \
+             $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu)
+$(EVERY:%=check/%): ARCHITECTURES = $(CHECKED)
+$(ONE:%=check/%): ARCHITECTURES = 90a
+$(addprefix check/,$(EVERY) $(ONE)): check/%: $(BUILD)/notes.cuh
+	@echo "nvcc $(ARCHITECTURES:%=sm_%): $*"
+	$(Q)$(NVCC) -x cu -std=c++17 $(foreach a,$(ARCHITECTURES),-gencode arch=compute_$(a),code=sm_$(a)) \
+	  -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -I. -I$(BUILD) -o /dev/null -c $*
+check/notes:
+	@echo "nvcc: the code in data/course/notes"
+	$(Q)python3 data/course/check_notes.py
 cuda-check:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(CHECKED:%=nvcc-train-%) $(CHECKED:%=nvcc-serve-%)
+	@$(MAKE) --no-print-directory -j$(JOBS) $(addprefix check/,$(EVERY) $(ONE) notes)
+.PHONY: $(addprefix check/,$(EVERY) $(ONE) notes)
 
 clean:
-	rm -rf qwen3 train_lora datagen serve bench_serve $(BUILD)
+	rm -rf qwen3 train_lora datagen serve bench_serve libqwen3.so $(BUILD)

@@ -8,7 +8,7 @@
 // stopped leaves nothing behind, except `generate`, whose answers cost money: they go into a journal at once.
 // What is not passed on is counted by rule on stderr and stands, with rule and reason, in INPUT.dropped.
 //
-// Limits, patterns, terms and prompts are data: see data/limits.txt, data/*.txt, data/prompts/. A limit written in
+// Limits, patterns, terms and prompts are data: see data/datagen: limits.txt, the other lists, prompts/. A limit written in
 // this file protects the program, not the dataset: rows up to 64 MB, replies up to 32 MB, 2^32 rows a file.
 //
 // Contents: 1 rows in, rows out   2 characters and words   3 chunk   4 prompt   5 generate   6 collect
@@ -284,10 +284,10 @@ struct Arguments {
         if (files[0] == "-" && !has("--dropped")) DIE("--dropped is needed, since standard input has no name");
         return text("--dropped", files[0] + ".dropped");
     }
-    // A file of data/: of the working folder, else beside the program; or where --data says.
+    // A file of data/datagen/: of the working folder, else beside the program; or where --data says.
     std::string data(const std::string& name) const {
         if (has("--data")) return given.at("--data") + "/" + name;
-        return beside("data/" + name);
+        return beside("data/datagen/" + name);
     }
     std::string tokenizer() const { return text("-z", beside("tokenizer.bin")); }
     static std::string beside(const std::string& name) {
@@ -300,7 +300,7 @@ struct Arguments {
     }
 };
 
-// Calls f with the lines of a list in data/, without comments (from ';' on) and blanks around.
+// Calls f with the lines of a list in data/datagen/, without comments (from ';' on) and blanks around.
 template <class F> static void for_each_line(const std::string& path, F f) {
     const MappedFile file(path);
     const std::string_view all = file.text();
@@ -317,7 +317,7 @@ template <class F> static void for_each_line(const std::string& path, F f) {
     }
 }
 
-// data/limits.txt: a name and a number a line.
+// data/datagen/limits.txt: a name and a number a line.
 struct Limits {
     std::string path;
     std::map<std::string, double> value;
@@ -2270,7 +2270,7 @@ static const Command COMMANDS[] = {
     {"chunk", "BOOK.md...", "--characters --tokens --overlap -z", 1, SIZE_MAX, run_chunk,
      "cuts Markdown and text into chunks at headings, paragraphs and sentences"},
     {"prompt", "chunks.jsonl", "--model --lang --chapter-quota --dropped", 1, 1, run_prompt,
-     "makes requests in OpenAI's Batch format from the templates in data/prompts/"},
+     "makes requests in OpenAI's Batch format from the templates in data/datagen/prompts/"},
     {"generate", "requests.jsonl", "--url --key-env --parallel --timeout --retries --journal", 1, 1, run_generate,
      "asks an OpenAI-compatible endpoint (--url URL, --key-env NAME of the variable with the key)"},
     {"collect", "responses.jsonl", "--chunks --dropped", 1, 1, run_collect,

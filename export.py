@@ -606,7 +606,7 @@ NFC_ACTIVE = 63  # in place of a combining class: it is 0, yet NFC may change th
 
 
 def unicode_tables(path):
-    """data/unicode.txt -> the ranges, decompositions and compositions of which tokenizer.h speaks."""
+    """data/datagen/unicode.txt -> the ranges, decompositions and compositions of which tokenizer.h speaks."""
     sections = {}
     for line in read_file(path).decode().splitlines():
         if line.startswith("["):
@@ -746,7 +746,7 @@ def export_tokenizer(hf_dir, out_path):
             flags[i] |= WHOLE
 
     ranges, decompose, compose = unicode_tables(
-        os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "unicode.txt"))
+        os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "datagen", "unicode.txt"))
     offsets = [0]
     for text in texts:
         offsets.append(offsets[-1] + len(text))

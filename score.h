@@ -2,7 +2,7 @@
 //
 //   datagen score answers.jsonl reference.jsonl [--compat] [--json] [--seed N] [--dict FILE]
 //
-//   Jieba jieba("data/jieba.bin");
+//   Jieba jieba("data/datagen/jieba.bin");
 //   std::vector<std::string_view> words;
 //   jieba.cut(words, "我们在学习CUDA编程");                       // 我们 在 学习 CUDA 编程
 //   ScoredText answer(jieba, "..."), reference(jieba, "...");
@@ -16,7 +16,7 @@
 //   - the question itself is scored as if it were the answer: what is no better than that has learnt little;
 //   - 95% intervals from a bootstrap over rows, seeded; and the three worst rows, to be read.
 //
-// jieba.bin (made by data/jieba_bin.py from the package's own files; little-endian). Inside it a character is
+// jieba.bin (made by data/datagen/jieba_bin.py from the package's own files; little-endian). Inside it a character is
 // its label: ASCII its own code, U+4E00..U+9FD5 the numbers from 128 on. The dictionary is a trie, stored
 // level by level, siblings side by side and sorted; the children of the first inner node come first, then the
 // second's, ...
@@ -637,14 +637,14 @@ inline std::string score_excerpt(std::string_view text, int most) {
     return out;
 }
 
-// data/jieba.bin beside the program or in the working folder.
+// data/datagen/jieba.bin beside the program or in the working folder.
 inline std::string find_jieba() {
     char program[4096];
     const ssize_t n = readlink("/proc/self/exe", program, sizeof program);
     const std::string path(program, n > 0 ? (size_t)n : 0);
     for (const std::string& folder : {path.substr(0, path.find_last_of('/') + 1), std::string()})
-        if (access((folder + "data/jieba.bin").c_str(), F_OK) == 0) return folder + "data/jieba.bin";
-    DIE("no data/jieba.bin beside the program or in this folder (--dict FILE names it)");
+        if (access((folder + "data/datagen/jieba.bin").c_str(), F_OK) == 0) return folder + "data/datagen/jieba.bin";
+    DIE("no data/datagen/jieba.bin beside the program or in this folder (--dict FILE names it)");
 }
 
 // `score`; argv[0] is its name. Throws Error.

@@ -15,7 +15,7 @@
 
    What is random (order of rows, first A, dropout) is a function of seed, step and place, so that a run that was
    stopped goes on bit by bit as if it had not been. It is the arithmetic of PEFT and transformers' Trainer: see
-   tests/test_train.cpp, which holds it to theirs.
+   tests/unit/test_train.cpp, which holds it to theirs.
 
    Contents: 1 options  2 files  3 memory, batches, steps  4 log and curve  5 merge  6 main
 */

@@ -1,6 +1,6 @@
 // Gradients of a whole model: the random one in fixtures/tiny, all of it or an adapter, by the mean loss of the rows in
 // fixtures/train/bf16.json, through train_lora's own Trainer; and how far PyTorch's in bf16 are from the truth (made by
-// tests/make_train_fixtures.py). After train_lora.cu.
+// tests/reference/make_train_fixtures.py). After train_lora.cu.
 #pragma once
 #include "process.h"
 

@@ -22,9 +22,9 @@ PLAIN = """<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|>
 
 
 def texts():
-    for note in sorted((ROOT / "data/notes").glob("*.md")):
+    for note in sorted((ROOT / "data/course/notes").glob("*.md")):
         yield note.read_text(encoding="utf-8")
-    for line in (ROOT / "data/gpu_qa.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in (ROOT / "data/course/gpu_qa.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         yield row["instruction"]
         yield row["output"]

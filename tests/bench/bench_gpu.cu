@@ -1,0 +1,496 @@
+// What the kernels reach, beside what the card can do and, for products, beside cuBLAS (a yardstick here; no other
+// program of ours uses it). Everything is timed as replays of a CUDA graph, over weights that do not fit the L2 cache.
+//     build/bench_gpu MODEL.bin [ceilings] [decode] [products] [few] [head] [attention] [attention-backward] [batch] [train]       (default: all)
+#define QWEN3_NO_MAIN
+#include "../../qwen3.cu"
+#include "../../ceilings.h"
+#include <cublas_v2.h>
+
+static Context ctx;
+
+template <class T> T* gpu_array(size_t n) {
+    void* p;
+    CUDA_CHECK(cudaMalloc(&p, n * sizeof(T)));
+    return (T*)p;
+}
+__global__ void random_kernel(bf16* p, size_t n, float scale) { // about normal
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        const Philox r = philox(1, i, 0);
+        p[i] = round_bf16(((float)r.v[0] + (float)r.v[1] + (float)r.v[2] - 1.5f * 4294967296.f) / 2147483648.f * scale);
+    }
+}
+static bf16* random_array(size_t n, float scale = 1) {
+    bf16* p = gpu_array<bf16>(n);
+    random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(p, n, scale);
+    return p;
+}
+
+// Seconds of one call of f, which is called `calls` times in the graph that is replayed.
+static double time_graph(int calls, const std::function<void(int)>& f) {
+    for (int i = 0; i < std::min(calls, 2); i++) f(i);
+    CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
+    const cudaGraphExec_t run = record_graph(ctx, [&] { for (int i = 0; i < calls; i++) f(i); });
+    cudaEvent_t start, stop;
+    CUDA_CHECK(cudaEventCreate(&start));
+    CUDA_CHECK(cudaEventCreate(&stop));
+    std::vector<float> times;
+    for (int i = 0; i < 12; i++) {
+        CUDA_CHECK(cudaEventRecord(start, ctx.gpu->stream));
+        CUDA_CHECK(cudaGraphLaunch(run, ctx.gpu->stream));
+        CUDA_CHECK(cudaEventRecord(stop, ctx.gpu->stream));
+        CUDA_CHECK(cudaEventSynchronize(stop));
+        float ms;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
+        if (i >= 2) times.push_back(ms);
+    }
+    cudaGraphExecDestroy(run), cudaEventDestroy(start), cudaEventDestroy(stop);
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2] / 1e3 / calls;
+}
+
+// ---- Ceilings
+static double read_bandwidth, mma_rate;
+static void ceilings() {
+    const Ceilings c = measure_ceilings<bf16>(ctx, false);
+    read_bandwidth = c.read, mma_rate = c.multiply;
+    printf("ceilings: read %.0f GB/s; mma.sync out of registers %.0f TFLOP/s\n", read_bandwidth / 1e9, mma_rate / 1e12);
+}
+
+// ---- One token: every kernel of a step by itself, through all layers, then the step
+struct Model {
+    ModelFile file;
+    Weights<bf16> weights;
+    explicit Model(const char* path) : file(path), weights(file) { weights.upload(ctx, file); }
+};
+struct State { // activations and cache for N rows and B sequences of up to `context` tokens
+    Arena arena;
+    Activations<bf16> a;
+    KVCache<bf16> kv;
+    float *rope, *logits;
+    bf16* picked;
+    int *token, *pos, *seq, *slot, *table, *rows;
+    Batch batch;
+    State(const Config& c, int N, int B, int position, int context, int logit_rows) {
+        arena.gpu = true;
+        const int pages = (context + PAGE - 1) / PAGE, splits = (context - 1) / SPLIT + 1;
+        for (int pass = 0; pass < 2; pass++) {
+            a.plan(arena, c, N, false);
+            kv.plan(arena, c, (size_t)B * pages);
+            rope = arena.take<float>((size_t)context * c.D);
+            logits = arena.take<float>((size_t)logit_rows * c.V);
+            picked = arena.take<bf16>((size_t)logit_rows * c.C);
+            for (int** list : {&token, &pos, &seq, &slot, &rows}) *list = arena.take<int>(N);
+            table = arena.take<int>((size_t)B * pages);
+            ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, B, splits, c.H, c.D));
+            ctx.gpu->attention_arrived = arena.take<int>((size_t)B * c.H);
+            if (!pass) arena.allocate("the benchmark");
+        }
+        random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(kv.keys, (size_t)c.L * kv.layer_size, 1);
+        random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(kv.values, (size_t)c.L * kv.layer_size, 1);
+        std::vector<float> angles((size_t)context * c.D);
+        fill_rope(angles.data(), context, c.D, c.rope_theta);
+        std::vector<int> t(N), p(N), s(N), w(N), r(N), pages_of((size_t)B * pages);
+        for (size_t i = 0; i < pages_of.size(); i++) pages_of[i] = (int)i;
+        const int each = N / B; // rows of a sequence: its only new token, or all there are
+        for (int n = 0; n < N; n++) {
+            s[n] = n / each, p[n] = each == 1 ? position : n % each, t[n] = (int)(philox(2, n, 0).v[0] % c.V), r[n] = n;
+            w[n] = (s[n] * pages + p[n] / PAGE) * PAGE + p[n] % PAGE;
+        }
+        auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.gpu->stream)); };
+        put(rope, angles), put(token, t), put(pos, p), put(seq, s), put(slot, w), put(rows, r), put(table, pages_of);
+        batch = {N, B, token, pos, seq, slot, table, pages, B == N ? N : 0};
+        batch.splits = splits;
+    }
+};
+
+static void decode(Model& m, int position) {
+    const Config& c = m.file.config;
+    State s(c, 1, 1, position, position + 64, 1);
+    const Weights<bf16>& w = m.weights;
+    const int calls = c.L;
+    auto row = [&](const char* name, double times, double bytes, const std::function<void(int)>& f) {
+        const double t = time_graph(calls, f);
+        printf("  %-22s %7.2f us  x %3.0f = %7.1f us   floor %6.1f us  %5.1f%%\n", name, t * 1e6, times, t * times * 1e6,
+               bytes / read_bandwidth * times * 1e6, 100 * bytes / read_bandwidth / t);
+    };
+    auto& a = s.a.layer[0];
+    printf("one token at position %d: every kernel by itself, launched %d times in a row\n", position, calls);
+    row("norm + qkv", c.L, w.layers[0].qkv.bytes(), [&](int l) { norm_linear_gpu(ctx, a.qkv, a.norm1, a.in, w.layers[l].norm1, w.layers[l].qkv, 1, c.eps); });
+    row("attention", c.L, 4. * c.K * c.D * (position + 1), [&](int l) {
+        const Layer<bf16>& y = w.layers[l];
+        attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
+    });
+    row("o + residual", c.L, w.layers[0].o.bytes(), [&](int l) { linear_add_gpu(ctx, a.mid, a.in, a.attention, w.layers[l].o, 1); });
+    row("norm + gate, up", c.L, w.layers[0].gate_up.bytes(), [&](int l) { norm_linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, a.mid, w.layers[l].norm2, w.layers[l].gate_up, 1, c.eps); });
+    row("down + residual", c.L, w.layers[0].down.bytes(), [&](int l) { linear_add_gpu(ctx, a.out, a.mid, a.hidden, w.layers[l].down, 1); });
+    row("embed", 1, 0, [&](int) { embed_gpu(ctx, a.in, w.embed, s.batch, c.C); });
+    row("last norm", 1, 0, [&](int) { rmsnorm_gpu(ctx, s.a.normed, a.out, w.norm, 1, c.C, c.eps); });
+    row("head", 1, w.head.bytes(), [&](int) { head_gpu(ctx, s.logits, s.picked, s.a.normed, s.table, w.head, 1); });
+    const double bytes = (double)w.step_bytes() + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1);
+    const double t = time_graph(8, [&](int) {
+        forward(ctx, c, w, s.batch, s.a, s.kv, s.rope);
+        head_gpu(ctx, s.logits, s.picked, s.a.normed, s.table, w.head, 1);
+    });
+    printf("  step without draw      %7.1f us, %.0f tok/s, %.1f%% of the read bandwidth\n", t * 1e6, 1 / t, 100 * bytes / read_bandwidth / t);
+}
+
+// ---- Products
+static cublasHandle_t blas() {
+    static cublasHandle_t handle = nullptr;
+    if (!handle) {
+        cublasCreate(&handle);
+        cublasSetStream(handle, ctx.gpu->stream);
+        cublasSetWorkspace(handle, gpu_array<char>(64 << 20), 64 << 20);
+    }
+    return handle;
+}
+static void blas_product(bf16* out, const bf16* x, const bf16* w, int N, int R, int K) {
+    const float one = 1, zero = 0;
+    if (cublasGemmEx(blas(), CUBLAS_OP_T, CUBLAS_OP_N, R, N, K, &one, w, CUDA_R_16BF, K, x, CUDA_R_16BF, K, &zero, out, CUDA_R_16BF, R,
+                     CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT) != CUBLAS_STATUS_SUCCESS) DIE("cuBLAS failed");
+}
+struct Shape { const char* name; int R, K; };
+static void products(bool quick) {
+    const std::vector<Shape> shapes = {{"0.6B qkv", 4096, 1024}, {"0.6B o", 1024, 2048}, {"0.6B gate+up", 6144, 1024}, {"0.6B down", 1024, 3072},
+                                       {"1.7B gate+up", 12288, 2048}, {"4B qkv", 6144, 2560}, {"4B down", 2560, 9728},
+                                       {"8B qkv", 6144, 4096}, {"8B o", 4096, 4096}, {"8B gate+up", 24576, 4096}, {"8B down", 4096, 12288}};
+    printf("products: ours, cuBLAS (TFLOP/s), ratio, share of mma.sync out of registers\n");
+    for (int N : {512, 2048, 8192}) {
+        double geometric = 0, share = 0;
+        for (const Shape& y : shapes) {
+            if (quick && y.name[0] != '0') continue;
+            const size_t size = (size_t)y.R * y.K;
+            const int sets = (int)std::min<size_t>(16, (200ull << 20) / (size * 2) + 1), calls = std::max(4, std::min(40, (int)(4e12 / (2. * N * (double)size))));
+            bf16 *w = random_array(size * sets, 0.02f), *x = random_array((size_t)N * y.K), *out = gpu_array<bf16>((size_t)N * y.R);
+            const double ours = time_graph(calls, [&](int i) {
+                Linear<bf16> W;
+                W.w[0] = w + size * (i % sets), W.rows[0] = y.R, W.in = y.K;
+                linear_gpu(ctx, out, x, W, N);
+            });
+            const double theirs = time_graph(calls, [&](int i) { blas_product(out, x, w + size * (i % sets), N, y.R, y.K); });
+            const double flops = 2. * N * (double)size;
+            const TilePlan plan(ctx, N, y.R, y.K);
+            printf("  N %5d  %-13s %6.1f  %6.1f  %.2f  %.2f   (shape %d, splits %d)\n", N, y.name, flops / ours / 1e12, flops / theirs / 1e12, theirs / ours, flops / ours / mma_rate, plan.shape, plan.splits);
+            geometric += std::log(theirs / ours), share += std::log(flops / ours / mma_rate);
+            cudaFree(w), cudaFree(x), cudaFree(out);
+        }
+        const double n = quick ? 4 : (double)shapes.size();
+        printf("  N %5d  geometric mean of the ratio %.3f, of the share %.3f\n", N, std::exp(geometric / n), std::exp(share / n));
+    }
+}
+// Every tile shape and number of splits, for those who set TilePlan's figures.
+static void sweep() {
+    for (int N : {24, 32, 64, 128, 256, 512, 2048, 8192})
+        for (const Shape& y : {Shape{"qkv", 4096, 1024}, Shape{"o", 1024, 2048}, Shape{"gate+up", 6144, 1024}, Shape{"down", 1024, 3072}, Shape{"8B down", 4096, 12288}}) {
+            const size_t size = (size_t)y.R * y.K;
+            const int sets = (int)std::min<size_t>(16, (200ull << 20) / (size * 2) + 1);
+            bf16 *w = random_array(size * sets, 0.02f), *x = random_array((size_t)N * y.K), *out = gpu_array<bf16>((size_t)N * y.R);
+            printf("N %5d %-8s us by splits:", N, y.name);
+            auto row = [&](auto shape, const char* name) {
+                using S = decltype(shape);
+                printf("  %s", name);
+                for (int splits : {1, 2, 3, 4, 6, 8}) {
+                    const int64_t tiles = (int64_t)((N + S::BM - 1) / S::BM) * ((y.R + S::BN - 1) / S::BN);
+                    if (splits > 1 && (splits * 128 > y.K || tiles > MAX_TILES || tiles * splits * S::BM * S::BN * 4 > (int64_t)PARTIAL_BYTES || N > 2048)) break;
+                    const double t = time_graph(std::max(4, std::min(32, (int)(1e12 / (2. * N * (double)size)))), [&](int i) {
+                        TileArgs p = {x, w + size * (i % sets), N, y.K, y.R};
+                        p.early = N <= 128, p.splits = splits;
+                        launch_tiles<S>(ctx, p, StoreEpilogue{out, (size_t)y.R});
+                    });
+                    printf(" %.1f", t * 1e6);
+                }
+            };
+            row(Tile128x128{}, "128x128");
+            if (ctx.gpu->hopper) row(TileHopper{}, "wgmma");
+            if (N <= 2048) row(Tile64x128{}, "64x128"), row(Tile64x64{}, "64x64");
+            if (N <= 128) row(Tile32x64{}, "32x64");
+            const TilePlan plan(ctx, N, y.R, y.K);
+            printf("  chosen: shape %d, splits %d, %.1f us\n", plan.shape, plan.splits, plan.least);
+            cudaFree(w), cudaFree(x), cudaFree(out);
+        }
+}
+// The head alone: logits of N rows.
+static void head(Model& m) {
+    const Config& c = m.file.config;
+    printf("head: us, TFLOP/s; ours (float32 logits), cuBLAS (bf16)\n");
+    for (int N : {64, 256, 1024, 2048}) {
+        bf16* x = random_array((size_t)N * c.C);
+        float* logits = gpu_array<float>((size_t)N * c.V);
+        const double ours = time_graph(2, [&](int) { product_gpu(ctx, LogitsEpilogue{logits, (size_t)c.V}, x, m.weights.head, N); });
+        const double theirs = time_graph(2, [&](int) { blas_product((bf16*)logits, x, m.weights.head.w[0], N, c.V, c.C); });
+        const double flops = 2. * N * c.V * c.C / 1e12;
+        printf("  N %4d  %7.1f us %5.1f   %7.1f us %5.1f   floor by bytes %.1f us\n", N, ours * 1e6, flops / ours, theirs * 1e6, flops / theirs,
+               ((double)m.weights.head.bytes() + 4. * N * c.V) / read_bandwidth * 1e6);
+        cudaFree(x), cudaFree(logits);
+    }
+}
+// All products of a step in one graph, over the weights of all layers.
+static void few_tokens(Model& m) {
+    const Config& c = m.file.config;
+    const Weights<bf16>& w = m.weights;
+    printf("all products of a step, in one graph: times the time to read the weights; ours, cuBLAS\n");
+    for (int N : {1, 8, 16, 32, 64, 128, 256}) {
+        State s(c, N, N, 0, 64, N);
+        auto& a = s.a.layer[0];
+        bf16* wide = gpu_array<bf16>((size_t)N * c.V);
+        const double floor = (double)w.step_bytes() / read_bandwidth;
+        const double ours = time_graph(1, [&](int) {
+            for (auto& y : w.layers) {
+                linear_gpu(ctx, a.qkv, a.norm1, y.qkv, N);
+                linear_add_gpu(ctx, a.mid, a.in, a.attention, y.o, N);
+                linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, y.gate_up, N);
+                linear_add_gpu(ctx, a.out, a.mid, a.hidden, y.down, N);
+            }
+            product_gpu(ctx, LogitsEpilogue{s.logits, (size_t)c.V}, s.a.normed, w.head, N);
+        });
+        const double theirs = time_graph(1, [&](int) {
+            for (auto& y : w.layers) {
+                blas_product(a.qkv, a.norm1, y.qkv.w[0], N, y.qkv.out(), c.C);
+                blas_product(a.norm1, a.attention, y.o.w[0], N, c.C, c.H * c.D);
+                blas_product(wide, a.norm2, y.gate_up.w[0], N, 2 * c.F, c.C);
+                blas_product(a.norm1, a.hidden, y.down.w[0], N, c.C, c.F);
+            }
+            blas_product(wide, s.a.normed, w.head.w[0], N, c.V, c.C);
+        });
+        printf("  N %4d  %5.2f  %5.2f   (%.0f us, floor %.0f us)\n", N, ours / floor, theirs / floor, ours * 1e6, floor * 1e6);
+        cudaFree(wide);
+    }
+}
+
+// ---- Attention of prompts, and a batch of sequences that decode
+static void attention(const Config& c) {
+    printf("attention forward, causal, %d heads of %d over %d\n", c.H, c.D, c.K);
+    for (int N : {2048, 8192}) {
+        State s(c, N, 1, 0, N, 1);
+        random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(s.a.layer[0].q, (size_t)N * c.H * c.D, 1);
+        const double t = time_graph(8, [&](int l) {
+            attention_gpu(ctx, s.a.layer[0].attention, nullptr, s.a.layer[0].q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D);
+        });
+        const double flops = 2. * N * N * c.H * c.D;
+        printf("  %5d tokens  %8.1f us  %6.1f TFLOP/s  %.2f of mma.sync out of registers\n", N, t * 1e6, flops / t / 1e12, flops / t / mma_rate);
+    }
+}
+// A training step's: whole sequences. Backward counts as 2.5 times the forward pass.
+static void attention_backward(const Config& c) {
+    printf("attention of whole sequences, %d heads of %d over %d: forward with lse, backward\n", c.H, c.D, c.K);
+    struct Size { int B, T; };
+    for (Size y : {Size{16, 512}, Size{64, 512}, Size{4, 2048}, Size{1, 8192}}) {
+        const int N = y.B * y.T;
+        State s(c, N, y.B, 0, y.T, 1);
+        bf16 *q = s.a.layer[0].q, *out = s.a.layer[0].attention, *dout = random_array((size_t)N * c.H * c.D), *dqkv = gpu_array<bf16>((size_t)N * (c.H + 2 * c.K) * c.D);
+        float *lse = gpu_array<float>((size_t)N * c.H), *delta = gpu_array<float>((size_t)N * c.H);
+        random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(q, (size_t)N * c.H * c.D, 1);
+        const double forward = time_graph(8, [&](int l) {
+            attention_gpu(ctx, out, lse, q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D);
+        });
+        attention_gpu(ctx, out, lse, q, s.kv.keys, s.kv.values, s.batch, c.H, c.K, c.D);
+        const double backward = time_graph(8, [&](int) {
+            attention_backward_gpu(ctx, dqkv, dout, q, s.kv.keys, s.kv.values, out, lse, s.batch, c.H, c.K, c.D, delta);
+        });
+        const double flops = 2. * N * y.T * c.H * c.D;
+        printf("  %3d x %5d tokens  forward %8.1f us  %6.1f TFLOP/s   backward %8.1f us  %6.1f TFLOP/s  %.2f of mma.sync out of registers\n",
+               y.B, y.T, forward * 1e6, flops / forward / 1e12, backward * 1e6, 2.5 * flops / backward / 1e12, 2.5 * flops / backward / mma_rate);
+        for (void* p : {(void*)dout, (void*)dqkv, (void*)lse, (void*)delta}) cudaFree(p);
+    }
+}
+static void batch(Model& m) {
+    const Config& c = m.file.config;
+    const int B = 256, position = 512;
+    State s(c, B, B, position, position + 16, B);
+    const double bytes = (double)m.weights.step_bytes() + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1) * B;
+    const double t = time_graph(1, [&](int) {
+        forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
+        head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows, m.weights.head, B);
+    });
+    auto& a = s.a.layer[0];
+    const double attend = time_graph(c.L, [&](int l) {
+        const Layer<bf16>& y = m.weights.layers[l];
+        attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
+    });
+    printf("%d sequences at position %d: %.2f ms a step, %.0f tok/s, floor %.2f ms, %.1f%%; attention %.2f ms (%.0f GB/s)\n", B, position, t * 1e3, B / t,
+           bytes / read_bandwidth * 1e3, 100 * bytes / read_bandwidth / t, attend * c.L * 1e3, 4. * c.K * c.D * (position + 1) * B / attend / 1e9);
+}
+// Whole prompts, without the host.
+static void prompts(Model& m) {
+    const Config& c = m.file.config;
+    for (int N : {2048, 8192}) {
+        State s(c, N, 1, 0, N, 1);
+        const double t = time_graph(1, [&](int) {
+            forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
+            head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows + N - 1, m.weights.head, 1);
+        });
+        auto& a = s.a.layer[0];
+        auto each = [&](const std::function<void(const Layer<bf16>&, int)>& f) { return time_graph(c.L, [&](int l) { f(m.weights.layers[l], l); }) * c.L * 1e3; };
+        printf("prompt of %d: %.2f ms, %.0f tok/s. ", N, t * 1e3, N / t);
+        printf("norm + qkv %.2f, ", each([&](const Layer<bf16>& y, int) { norm_linear_gpu(ctx, a.qkv, a.norm1, a.in, y.norm1, y.qkv, N, c.eps); }));
+        printf("q/k norm + RoPE %.2f, ", each([&](const Layer<bf16>& y, int l) {
+            qknorm_rope_kv_gpu(ctx, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps); }));
+        printf("attention %.2f, ", each([&](const Layer<bf16>&, int l) {
+            attention_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D); }));
+        printf("o %.2f, ", each([&](const Layer<bf16>& y, int) { linear_add_gpu(ctx, a.mid, a.in, a.attention, y.o, N); }));
+        printf("norm + gate, up %.2f, ", each([&](const Layer<bf16>& y, int) { norm_linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, a.mid, y.norm2, y.gate_up, N, c.eps); }));
+        printf("down %.2f ms\n", each([&](const Layer<bf16>& y, int) { linear_add_gpu(ctx, a.out, a.mid, a.hidden, y.down, N); }));
+    }
+}
+
+// ---- A training step of B sequences of 512 tokens, every token trained: with LoRA (rank 32 on everything, dropout 0.1), or
+// of all parameters; its parts, and every op of a layer by itself.
+static void train(Model& m, int B, bool full) {
+    const Config& c = m.file.config;
+    const int T = 512, N = B * T, rank = full ? 0 : 32, head_rows = 2048, C = c.C;
+    Weights<bf16>& w = m.weights;
+    Arena arena;
+    arena.gpu = true;
+    Activations<bf16> a;
+    Flow<bf16> d;
+    KVCache<bf16> kv;
+    Gradients<bf16> g;
+    float *rope, *loss, *gradients = nullptr, *masters, *first, *second;
+    double *norm, *pieces;
+    bf16* copies;
+    int *token, *pos, *seq, *slot, *table, *rows;
+    uint32_t* names;
+    size_t parameters = 0;
+    for (int pass = 0; pass < 3; pass++) { // counts the parameters, then the memory, then takes it
+        for (float** x : {&gradients, &masters, &first, &second}) *x = arena.take<float>(parameters);
+        copies = arena.take<bf16>(parameters);
+        norm = arena.take<double>(1), pieces = arena.take<double>(parameters / NORM_PIECE + 1);
+        a.plan_training(arena, c, N, false);
+        d.plan(arena, c, N, rank, head_rows);
+        kv.plan_training(arena, c, (size_t)B * T / PAGE);
+        rope = arena.take<float>((size_t)T * c.D);
+        loss = arena.take<float>(N);
+        for (int** list : {&token, &pos, &seq, &slot, &rows}) *list = arena.take<int>(N);
+        names = arena.take<uint32_t>(N);
+        table = arena.take<int>((size_t)N / PAGE);
+        parameters = 0;
+        g = {};
+        g.layer.resize(c.L);
+        auto parameter = [&](float*& at, size_t n) { at = gradients + parameters, parameters += n; };
+        auto dense = [&](Gradients<bf16>::OfLinear& to, Linear<bf16>& W) {
+            if (full) return parameter(to.W, (size_t)W.out() * W.in);
+            Adapter<bf16>& y = W.adapter;
+            y.rank = rank, y.s = 2, y.modules = 1 + (W.rows[1] > 0) + (W.rows[2] > 0);
+            for (int j = 0; j < y.modules; j++) y.block[j] = j, y.module[j] = j;
+            const size_t E = (size_t)y.modules * rank;
+            y.A = arena.take<bf16>(E * W.in), y.B = arena.take<bf16>(E * W.out()), y.h = arena.take<bf16>(E * N);
+            parameter(to.A, E * W.in), parameter(to.B, E * W.out());
+        };
+        if (full) parameter(g.embed, (size_t)c.V * C), g.head = g.embed, parameter(g.norm, C);
+        for (int l = 0; l < c.L; l++) {
+            auto& to = g.layer[l];
+            if (full) parameter(to.norm1, C), parameter(to.norm2, C), parameter(to.q_norm, c.D), parameter(to.k_norm, c.D);
+            dense(to.qkv, w.layers[l].qkv), dense(to.o, w.layers[l].o), dense(to.gate_up, w.layers[l].gate_up), dense(to.down, w.layers[l].down);
+        }
+        if (pass == 0) arena.used = 0;
+        if (pass == 1) arena.allocate("the training benchmark");
+    }
+    Dropout dropout = {0.1f, 1, 1, names};
+    for (auto& y : w.layers)
+        for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down})
+            if (!full) {
+                W->adapter.dropout = &dropout;
+                random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.A, (size_t)W->adapter.modules * rank * W->in, 0.03f);
+                random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.B, (size_t)W->adapter.modules * rank * W->out(), 0.03f);
+            }
+    std::vector<float> angles((size_t)T * c.D);
+    fill_rope(angles.data(), T, c.D, c.rope_theta);
+    std::vector<int> t(N), p(N), s(N), sl(N), r(N), pages(N / PAGE);
+    std::vector<uint32_t> n_(N);
+    for (int n = 0; n < N; n++) t[n] = (int)(philox(3, n, 0).v[0] % c.V), p[n] = n % T, s[n] = n / T, sl[n] = r[n] = n, n_[n] = n;
+    for (int i = 0; i < N / PAGE; i++) pages[i] = i;
+    auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.gpu->stream)); };
+    put(rope, angles), put(token, t), put(pos, p), put(seq, s), put(slot, sl), put(rows, r), put(table, pages), put(names, n_);
+    const Batch batch = {N, B, token, pos, seq, slot, table, T / PAGE, 0};
+    AdamW optimizer;
+    optimizer.step = 1, optimizer.clip = 1, optimizer.lr = 1e-5f;
+
+    auto forwards = [&] { forward(ctx, c, w, batch, a, kv, rope); };
+    auto losses = [&] { loss_backward(ctx, c, w, a, d, &g, loss, rows, token, 1.f / N, N, N); };
+    auto backwards = [&] { backward(ctx, c, w, batch, a, d, g, kv, rope); };
+    auto optimize = [&] {
+        grad_norm_gpu(ctx, norm, pieces, gradients, parameters);
+        adamw_gpu(ctx, copies, masters, first, second, gradients, norm, parameters, optimizer);
+        clear(ctx, gradients, parameters);
+    };
+    const double f = time_graph(1, [&](int) { forwards(); }), l = time_graph(1, [&](int) { losses(); }), b = time_graph(1, [&](int) { backwards(); }), o = time_graph(1, [&](int) { optimize(); });
+    const double all = time_graph(1, [&](int) { forwards(), losses(), backwards(), optimize(); });
+    // 2 flops a number of a matrix for y, 2 for dx, 2 for dW; attention 4 D a key and head, 2.5 times that backward.
+    const double matrices = (double)w.step_bytes() / 2, keys = 4. * c.L * c.H * c.D * T / 2, adapters = full ? 0 : 6. * parameters;
+    const double flops = (full ? 6 : 4) * matrices + 3.5 * keys + adapters;
+    printf("%s step of %d x %d tokens: %.1f ms, %.0f tok/s, %.0f TFLOP/s (%.2f of mma.sync's); arena %.2f GB + weights %.2f GB. forward %.1f, head and loss %.1f, backward %.1f, AdamW %.1f ms\n",
+           full ? "all-parameter" : "LoRA", B, T, all * 1e3, N / all, flops * N / all / 1e12, flops * N / all / mma_rate, (double)arena.size / 1e9, (double)w.gpu.size / 1e9, f * 1e3, l * 1e3, b * 1e3, o * 1e3);
+    auto& x = a.layer[1];
+    const Layer<bf16>& y = w.layers[1];
+    const auto& to = g.layer[1];
+    auto op = [&](const char* name, const std::function<void()>& run) {
+        const double us = time_graph(4, [&](int) { run(); }) * 1e6;
+        printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, c.L, us * c.L / 1e3);
+    };
+    struct Product { const char* name; const Linear<bf16>& W; const Gradients<bf16>::OfLinear& to; bf16 *dx, *dy, *x; };
+    op("forward qkv", [&] { norm_linear_gpu(ctx, x.qkv, x.norm1, x.in, y.norm1, y.qkv, N, c.eps); });
+    op("forward attend", [&] { attend_gpu(ctx, x.attention, x.lse, x.q, kv.keys, kv.values, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps); });
+    op("forward o", [&] { linear_add_gpu(ctx, x.mid, x.in, x.attention, y.o, N); });
+    op("forward gate, up", [&] { norm_linear_swiglu_gpu(ctx, x.hidden, x.gate_up, x.norm2, x.mid, y.norm2, y.gate_up, N, c.eps); });
+    op("forward down", [&] { linear_add_gpu(ctx, x.out, x.mid, x.hidden, y.down, N); });
+    for (const Product& k : {Product{"qkv", y.qkv, to.qkv, d.normed, d.qkv, x.norm1}, Product{"o", y.o, to.o, d.attention, d.y, x.attention},
+                             Product{"gate, up", y.gate_up, to.gate_up, d.normed, d.gate_up, x.norm2}, Product{"down", y.down, to.down, d.hidden, d.y, x.hidden}}) {
+        op((std::string(k.name) + (full ? " dx" : " dh, dx")).c_str(), [&] { linear_backward_input_gpu(ctx, k.dx, d.h, k.dy, k.W, N); });
+        if (full) op((std::string(k.name) + " dW").c_str(), [&] { linear_backward_weight_gpu(ctx, k.to.W, k.dy, k.W.out(), k.x, N, k.W.out(), k.W.in); });
+        else {
+            op((std::string(k.name) + " h").c_str(), [&] { lora_down_gpu(ctx, k.W.adapter.h, k.x, k.W, N); });
+            op((std::string(k.name) + " dA, dB").c_str(), [&] { lora_backward_weight_gpu(ctx, k.to.A, k.to.B, d.h, k.dy, k.x, k.W, N); });
+        }
+    }
+    op("SwiGLU backward", [&] { swiglu_backward_gpu(ctx, d.gate_up, x.hidden, d.hidden, x.gate_up, N, c.F); });
+    op("rmsnorm backward", [&] { rmsnorm_backward_gpu(ctx, d.x, d.y, x.norm2, to.norm2, d.normed, x.mid, y.norm2, N, C, c.eps); });
+    op("q/k norm, RoPE again", [&] { qknorm_rope_kv_gpu(ctx, x.q, kv.keys, kv.values, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps); });
+    op("attention backward", [&] { attention_backward_gpu(ctx, d.qkv, d.attention, x.q, kv.keys, kv.values, x.attention, x.lse, batch, c.H, c.K, c.D, d.delta); });
+    op("q/k norm, RoPE backward", [&] { qknorm_rope_backward_gpu(ctx, d.qkv, to.q_norm, to.k_norm, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps); });
+    const int R = std::min(head_rows, N);
+    auto once = [&](const char* name, const std::function<void()>& run) {
+        const double us = time_graph(4, [&](int) { run(); }) * 1e6;
+        printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, N / R, us * N / R / 1e3);
+    };
+    once("head and its loss", [&] { head_loss_gpu(ctx, loss, (bf16*)d.logits, d.logits, d.picked, d.parts, a.normed, rows, token, 1e-3f, w.head, R); });
+    once("head backward", [&] { head_backward_gpu(ctx, d.normed, (bf16*)d.logits, 2 * (size_t)c.V, rows, w.head, R); });
+    if (full) once("head dW", [&] { linear_backward_weight_gpu(ctx, g.head, (bf16*)d.logits, 2 * (size_t)c.V, d.picked, R, c.V, C); });
+    for (auto& y : w.layers)
+        for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) W->adapter = {};
+}
+
+int main(int argc, char** argv) {
+    if (argc < 2) return fprintf(stderr, "usage: bench_gpu MODEL.bin [ceilings decode prompts products quick few attention attention-backward batch]\n"), 1;
+    try {
+        ctx = open_gpu();
+        cudaDeviceProp properties;
+        CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+        printf("%s, sm_%d, %d multiprocessors\n", properties.name, ctx.gpu->sm, ctx.gpu->sms);
+        auto wanted = [&](const char* name) {
+            for (int i = 2; i < argc; i++)
+                if (!strcmp(argv[i], name)) return true;
+            return argc == 2 && strcmp(name, "quick") && strcmp(name, "serial") && strcmp(name, "sweep");
+        };
+        ctx.gpu->partial = gpu_array<float>(PARTIAL_BYTES / 4);
+        ctx.gpu->arrived = gpu_array<int>(MAX_TILES);
+        CUDA_CHECK(cudaMemset(ctx.gpu->arrived, 0, MAX_TILES * sizeof(int)));
+        if (wanted("serial")) ctx.gpu->overlap = false;
+        ceilings();
+        Model m(argv[1]);
+        if (wanted("decode")) decode(m, 100), decode(m, 2048);
+        if (wanted("prompts")) prompts(m);
+        if (wanted("few")) few_tokens(m);
+        if (wanted("head")) head(m);
+        if (wanted("attention")) attention(m.file.config);
+        if (wanted("attention-backward")) attention_backward(m.file.config);
+        if (wanted("batch")) batch(m);
+        if (wanted("train") || wanted("train16")) train(m, 16, false);
+        if (wanted("train")) train(m, 64, false), train(m, 64, true);
+        if (wanted("sweep")) sweep();
+        if (wanted("quick")) products(true);
+        if (wanted("products")) products(false);
+        CUDA_CHECK(cudaDeviceSynchronize());
+    } catch (const std::exception& e) {
+        return fprintf(stderr, "bench_gpu: %s\n", e.what()), 1;
+    }
+}

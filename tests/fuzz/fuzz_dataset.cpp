@@ -1,0 +1,30 @@
+// Fuzzes the dataset's reader: any bytes are refused with a line, or are a dataset that can be walked, whose rows hold
+// what dataset.h promises, and which written again gives the same bytes.
+#include "../../dataset.h"
+
+static void require(bool holds) { if (!holds) abort(); }
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+    static const int fd = memfd_create("fuzz", 0);
+    static const std::string path = format("/proc/self/fd/%d", fd), again = format("/tmp/fuzz_dataset.%d", (int)getpid());
+    require(ftruncate(fd, 0) == 0 && pwrite(fd, data, size, 0) == (ssize_t)size);
+    try {
+        const Dataset set(path);
+        DatasetWriter out(again, set.header.tokenizer, set.header.chat_template);
+        uint64_t tokens = 0;
+        for (size_t i = 0; i < set.rows(); i++) {
+            for (uint32_t word : set.row(i)) require((word & ~TRAIN) < set.id_limit());
+            require(!(*set.row(i).begin() & TRAIN) && set.hash(i) == dataset_hash(set.row(i)));
+            tokens += set.row(i).size();
+            out.add({set.row(i).begin(), set.row(i).end()});
+        }
+        require(tokens == set.tokens());
+        out.commit();
+        const MappedFile same(again);
+        require(same.text() == set.file.text());
+        unlink(again.c_str());
+    } catch (const Error& e) {
+        require(*e.what());
+    }
+    return 0;
+}

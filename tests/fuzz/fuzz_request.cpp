@@ -1,0 +1,56 @@
+// libFuzzer: a request's body becomes jobs that are within every limit, or a refusal that is JSON.
+#define SERVE_NO_MAIN
+#include "../../serve.cu"
+
+static void must(bool ok) { if (!ok) abort(); }
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+    static const Tokenizer tokenizer("tests/fixtures/tiny/tokenizer.bin");
+    const Service service = {&tokenizer, "tiny", "Be brief.", 512, false};
+    if (size == 0) return 0;
+    const std::string_view body((const char*)data + 1, size - 1);
+    try {
+        const Ask ask = read_ask(service, body, data[0] % 2, 1);
+        must(!ask.jobs.empty() && ask.jobs.size() <= (size_t)MAX_CHOICES && ask.jobs.size() % ask.each == 0);
+        Answer answer(service, ask);
+        for (const Job& job : ask.jobs) {
+            const Sampling& how = job.how;
+            must(!job.prompt.empty() && job.max_tokens > 0 && job.prompt.size() + job.max_tokens <= 512);
+            for (int id : job.prompt) must(id >= 0 && id < tokenizer.size());
+            must(how.temperature >= 0 && how.temperature <= 2 && how.top_p >= 0 && how.top_p <= 1 && how.min_p >= 0 && how.min_p <= 1);
+            must(how.top_k >= 0 && how.repeat >= 0.009f && how.repeat <= 100 && std::fabs(how.presence) <= 2 && std::fabs(how.frequency) <= 2);
+            must(job.bias.size() <= (size_t)MAX_BIAS && job.stops.size() <= MAX_STOPS && job.alternatives >= -1 && job.alternatives <= MAX_ALTERNATIVES);
+            for (auto [id, more] : job.bias) must(id >= 0 && id < tokenizer.size() && std::fabs(more) <= 100);
+            for (auto& stop : job.stops) must(!stop.empty() && stop.size() <= MAX_STOP);
+            // What it would be told: the end of a prompt said back to it.
+            Speech speech(tokenizer, job);
+            Piece piece, last;
+            for (size_t i = job.prompt.size() - std::min<size_t>(job.prompt.size(), 8); i < job.prompt.size(); i++) {
+                Piece one;
+                speech.feed(one, {job.prompt[i], -1, "", {{job.prompt[i], -1}}});
+                one.choice = job.choice;
+                if (ask.stream) answer.events(one);
+                else answer.add(std::move(one));
+            }
+            speech.finish(last);
+            last.choice = job.choice, last.finish = "length";
+            sj::Doc doc;
+            std::string text;
+            if (ask.stream) {
+                text = answer.events(last);
+                must(text.compare(0, 6, "data: ") == 0 && text.compare(text.size() - 2, 2, "\n\n") == 0);
+                text = text.substr(6, text.find("\n\n") - 6);
+            } else {
+                answer.add(std::move(last));
+                if (!answer.complete()) continue;
+                text = answer.whole();
+            }
+            must(sj::parse(doc, text).empty());
+        }
+    } catch (const Refusal& r) {
+        sj::Doc doc;
+        const std::string text = error_json(r);
+        must((r.status == 400 || r.status == 404) && sj::parse(doc, text).empty());
+    }
+    return 0;
+}

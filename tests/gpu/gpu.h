@@ -1,0 +1,74 @@
+// What the GPU's suites share: arrays in its memory, a context with scratch, a Linear on both sides.
+#pragma once
+#include "../common.h"
+#include <numeric>
+
+inline Context& gpu() {
+    static Context ctx = open_gpu();
+    return ctx;
+}
+
+// An array in the GPU's memory.
+template <class T> struct Device {
+    T* data = nullptr;
+    size_t n;
+    explicit Device(size_t n) : n(n) {
+        CUDA_CHECK(cudaMalloc(&data, std::max<size_t>(n, 1) * sizeof(T)));
+        CUDA_CHECK(cudaMemset(data, 0xff, n * sizeof(T))); // poison: NaN
+        CUDA_CHECK(cudaDeviceSynchronize());               // our stream does not wait for this one
+    }
+    Device(const std::vector<T>& v) : Device(v.size()) {
+        CUDA_CHECK(cudaMemcpy(data, v.data(), n * sizeof(T), cudaMemcpyHostToDevice));
+        CUDA_CHECK(cudaDeviceSynchronize());
+    }
+    Device(const Device&) = delete;
+    ~Device() { cudaFree(data); }
+    void replace(const std::vector<T>& v) { // by as many numbers, or in place of none
+        if (!n && v.size()) cudaFree(data), CUDA_CHECK(cudaMalloc(&data, v.size() * sizeof(T))), n = v.size();
+        REQUIRE(n == v.size());
+        CUDA_CHECK(cudaStreamSynchronize(gpu().gpu->stream));
+        CUDA_CHECK(cudaMemcpy(data, v.data(), n * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    operator T*() const { return data; }
+    std::vector<T> get() const {
+        std::vector<T> v(n);
+        CUDA_CHECK(cudaStreamSynchronize(gpu().gpu->stream));
+        CUDA_CHECK(cudaMemcpy(v.data(), data, n * sizeof(T), cudaMemcpyDeviceToHost));
+        return v;
+    }
+};
+
+// A context with scratch of its own.
+struct Scratchpad {
+    Device<float> partial, attention;
+    Device<int> arrived, attention_arrived;
+    Context ctx;
+    Scratchpad(size_t attention_numbers = 1, int heads = 1)
+        : partial(PARTIAL_BYTES / sizeof(float)), attention(attention_numbers), arrived(std::vector<int>(MAX_TILES)), attention_arrived(std::vector<int>(heads)), ctx(gpu()) {
+        ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
+        ctx.gpu->partial = partial, ctx.gpu->arrived = arrived;
+        ctx.gpu->attention = attention, ctx.gpu->attention_arrived = attention_arrived;
+    }
+};
+
+// A Linear on both sides; its blocks lie one behind the other, as upload leaves them.
+struct Matrix {
+    std::vector<bf16> w;
+    Device<bf16> copy;
+    Linear<bf16> host, device;
+    Matrix(Random& random, std::vector<int> rows, int in)
+        : w(random.fill<bf16>((size_t)std::accumulate(rows.begin(), rows.end(), 0) * in)), copy(w) {
+        host.in = device.in = in;
+        size_t at = 0;
+        for (size_t b = 0; b < rows.size(); b++) {
+            host.rows[b] = device.rows[b] = rows[b];
+            host.w[b] = w.data() + at, device.w[b] = copy + at;
+            at += (size_t)rows[b] * in;
+        }
+    }
+};
+
+// The error a row of a product may have: its output's rounding, and the sum's.
+template <class T, class A> int differences(const std::vector<T>& got, const std::vector<A>& want, double sum_size) {
+    return wrong(got, as_double(want), [&](size_t i) { return 2.2 * rounding<T>(to_acc(want[i])) + sum_error<float>(sum_size) * 4; });
+}

@@ -1,0 +1,516 @@
+// Every CUDA kernel against its CPU definition, at odd sizes, on fresh random numbers, into poisoned memory; the whole
+// model against the CPU's and Hugging Face's logits; and what the GPU promises: the same batch gives the same bits, with
+// `invariant` a row does not depend on its batch, and draws are the CPU's. Built by nvcc, run where a GPU is.
+#include "../golden.h"
+#include "gpu.h"
+
+static const std::vector<int> COUNTS = {1, 2, 7, 8, 9, 16, 17, 33, 65, 257, 1000};
+
+TEST_CASE("embed and rmsnorm") {
+    Random random{1};
+    for (int N : COUNTS)
+        for (int C : {8, 72, 128, 1032}) {
+            INFO("N " << N << " C " << C);
+            const int V = 50;
+            Matrix table(random, {V}, C);
+            TestBatch batch(random, {{0, N}}, V);
+            Device<int> token(batch.token), seq(batch.seq);
+            Device<float> x((size_t)N * C);
+            Batch b = {N, 1, token, nullptr, seq, nullptr, nullptr, 0};
+            embed_gpu(gpu(), x, table.device, b, C);
+            std::vector<float> want((size_t)N * C);
+            embed_cpu(cpu(), want.data(), table.host, batch.view(), C);
+            CHECK(same_bits(x.get(), want));
+
+            const std::vector<float> stream = random.fill<float>((size_t)N * C, 3);
+            const std::vector<bf16> w = random.fill<bf16>(C, 1, 1);
+            Device<float> dx(stream);
+            Device<bf16> dw(w), out((size_t)N * C);
+            rmsnorm_gpu(gpu(), out, dx, dw, N, C, 1e-6f);
+            std::vector<bf16> expected((size_t)N * C);
+            rmsnorm_cpu(cpu(), expected.data(), stream.data(), w.data(), N, C, 1e-6f);
+            CHECK(differences(out.get(), expected, 0) == 0);
+        }
+}
+
+TEST_CASE("products, with every epilogue, alone and after a norm") {
+    Random random{2};
+    Scratchpad pad;
+    struct Shape { std::vector<int> rows; int in; };
+    for (const Shape& shape : {Shape{{8}, 8}, Shape{{64, 32, 32}, 80}, Shape{{200}, 136}, Shape{{256, 128, 128}, 1024}, Shape{{1024}, 2048}, Shape{{72}, 3072}})
+        for (int N : COUNTS) {
+            if ((size_t)N * shape.in > 600000) continue; // the CPU's time
+            Matrix W(random, shape.rows, shape.in);
+            const int R = W.host.out(), K = shape.in;
+            INFO("N " << N << " R " << R << " K " << K);
+            const std::vector<bf16> x = random.fill<bf16>((size_t)N * K), norm = random.fill<bf16>(K, 1, 1);
+            const std::vector<float> residual = random.fill<float>((size_t)N * R), stream = random.fill<float>((size_t)N * K, 2);
+            Device<bf16> dx(x), dnorm(norm), out((size_t)N * R), normed((size_t)N * K);
+            Device<float> dresidual(residual), sum((size_t)N * R), dstream(stream);
+            std::vector<bf16> want((size_t)N * R), scratch((size_t)N * K);
+            std::vector<float> want_sum((size_t)N * R);
+            linear_gpu(pad.ctx, out, dx, W.device, N);
+            linear_cpu(cpu(), want.data(), x.data(), W.host, N);
+            CHECK(differences(out.get(), want, K) == 0);
+            linear_add_gpu(pad.ctx, sum, dresidual, dx, W.device, N);
+            linear_add_cpu(cpu(), want_sum.data(), residual.data(), x.data(), W.host, N);
+            CHECK(wrong(sum.get(), as_double(want_sum), [&](size_t) { return sum_error<float>(K) * 4; }) == 0);
+            // After a norm a rounding may fall to the other side and change an output by 2^-8 of one term.
+            norm_linear_gpu(pad.ctx, out, normed, dstream, dnorm, W.device, N, 1e-6f);
+            norm_linear_cpu(cpu(), want.data(), scratch.data(), stream.data(), norm.data(), W.host, N, 1e-6f);
+            CHECK(wrong(out.get(), as_double(want), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want[i])) + 0.03; }) == 0);
+            if (shape.rows.size() != 1) continue;
+            // SwiGLU: this W's rows twice.
+            Matrix G(random, {R, R}, K);
+            Device<bf16> hidden((size_t)N * R), gate_up((size_t)N * 2 * R);
+            std::vector<bf16> want_hidden((size_t)N * R), want_gate_up((size_t)N * 2 * R);
+            for (bf16* kept : {gate_up.data, (bf16*)nullptr}) {
+                linear_swiglu_gpu(pad.ctx, hidden, kept, dx, G.device, N);
+                linear_swiglu_cpu(cpu(), want_hidden.data(), want_gate_up.data(), x.data(), G.host, N);
+                auto close = [&](size_t i) { // half a unit of gate or of up, and of the output
+                    const double g = to_acc(want_gate_up[i / R * 2 * R + i % R]), u = to_acc(want_gate_up[(i / R * 2 + 1) * R + i % R]);
+                    return 2.2 * (rounding<bf16>(to_acc(want_hidden[i])) + 1.1 * rounding<bf16>(g) * std::fabs(u) + rounding<bf16>(u) * std::fabs(g)) + 1e-5 * K;
+                };
+                CHECK(wrong(hidden.get(), as_double(want_hidden), close) == 0);
+                if (kept) CHECK(differences(gate_up.get(), want_gate_up, K) == 0);
+            }
+            norm_linear_swiglu_gpu(pad.ctx, hidden, nullptr, normed, dstream, dnorm, G.device, N, 1e-6f);
+            norm_linear_swiglu_cpu(cpu(), want_hidden.data(), want_gate_up.data(), scratch.data(), stream.data(), norm.data(), G.host, N, 1e-6f);
+            CHECK(wrong(hidden.get(), as_double(want_hidden), [&](size_t i) { return 0.03 * std::fabs(to_acc(want_hidden[i])) + 0.1; }) == 0);
+            // The head: any rows, in any order.
+            std::vector<int> rows;
+            for (int r = 0; r < std::min(N, 40); r++) rows.push_back(random.below(N));
+            Device<int> drows(rows);
+            Device<bf16> picked(rows.size() * K);
+            Device<float> logits(rows.size() * R);
+            std::vector<float> want_logits(rows.size() * R);
+            std::vector<bf16> want_picked(rows.size() * K);
+            head_gpu(pad.ctx, logits, picked, dx, drows, W.device, (int)rows.size());
+            head_cpu(cpu(), want_logits.data(), want_picked.data(), x.data(), rows.data(), W.host, (int)rows.size());
+            CHECK(wrong(logits.get(), as_double(want_logits), [&](size_t) { return sum_error<float>(K) * 4; }) == 0);
+        }
+}
+
+// (rows, columns) -> (columns, rows)
+static std::vector<bf16> transposed(const bf16* w, int rows, int columns) {
+    std::vector<bf16> t((size_t)rows * columns);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) t[(size_t)c * rows + r] = w[(size_t)r * columns + c];
+    return t;
+}
+
+TEST_CASE("products of every tile shape, operand layout and number of splits, with further columns; their counters end at zero") {
+    Random random{3};
+    Scratchpad pad;
+    struct Problem { int N, R, K, more; };
+    for (const Problem& problem : {Problem{104, 200, 520, 0}, Problem{136, 264, 1024, 96}, Problem{24, 72, 4096, 8}, Problem{128, 128, 256, 64}, Problem{264, 136, 1001, 0}}) {
+        const int N = problem.N, R = problem.R, K = problem.K, more = problem.more;
+        Matrix W(random, {R}, K + more);
+        const std::vector<bf16> x = random.fill<bf16>((size_t)N * (K + more));
+        std::vector<bf16> want((size_t)N * R), with_more((size_t)N * R), own_x((size_t)N * K), own_w((size_t)R * K), more_x((size_t)N * more), more_w((size_t)R * more);
+        auto part = [&](std::vector<bf16>& to, const bf16* from, int rows, int first, int columns) {
+            for (int r = 0; r < rows; r++) std::copy_n(from + (size_t)r * (K + more) + first, columns, to.begin() + (size_t)r * columns);
+        };
+        part(own_x, x.data(), N, 0, K), part(own_w, W.w.data(), R, 0, K), part(more_x, x.data(), N, K, more), part(more_w, W.w.data(), R, K, more);
+        linear_cpu(cpu(), with_more.data(), x.data(), W.host, N);
+        Linear<bf16> own;
+        own.w[0] = own_w.data(), own.rows[0] = R, own.in = K;
+        linear_cpu(cpu(), want.data(), own_x.data(), own, N);
+        const Device<bf16> dx(own_x), dw(own_w), dmore_x(more_x), dmore_w(more_w), more_w_cols(transposed(more_w.data(), R, more)), x_cols(transposed(own_x.data(), N, K)), w_cols(transposed(own_w.data(), R, K));
+        for (int splits : {1, 2, 3, 7, 16}) {
+            auto check = [&](auto shape, auto columns_x, auto columns_w, bool further) {
+                constexpr bool X_COLS = decltype(columns_x)::value, W_COLS = decltype(columns_w)::value;
+                using S = decltype(shape);
+                INFO("N " << N << " R " << R << " K " << K << " splits " << splits << " tile " << S::BM << " x " << S::BN << " wgmma " << S::WARPGROUP
+                     << " columns " << X_COLS << W_COLS << " further " << further);
+                TileArgs args = {X_COLS ? x_cols : dx, W_COLS ? w_cols : dw, N, K, R};
+                if (further) args.more_x = dmore_x, args.more_W = W_COLS ? more_w_cols : dmore_w, args.more = more;
+                args.splits = splits;
+                Device<bf16> out((size_t)N * R), again((size_t)N * R);
+                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue{out, (size_t)R});
+                CHECK(differences(out.get(), further ? with_more : want, K) == 0);
+                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue{again, (size_t)R});
+                CHECK(same_bits(out.get(), again.get()));
+            };
+            const std::false_type rows;
+            const std::true_type columns;
+            auto layouts = [&](auto shape) {
+                if (K % 8 == 0) {
+                    check(shape, rows, rows, false);
+                    check(shape, rows, columns, false);
+                    if (more) check(shape, rows, rows, true), check(shape, rows, columns, true);
+                }
+                if constexpr (decltype(shape)::BM >= 64) check(shape, columns, columns, false);
+            };
+            layouts(Tile128x128{});
+            layouts(Tile64x128{});
+            layouts(Tile64x64{});
+            layouts(Tile32x64{});
+            if (pad.ctx.gpu->hopper) layouts(TileHopper{});
+        }
+    }
+    for (int n : pad.arrived.get()) CHECK(n == 0);
+}
+
+TEST_CASE("a row's bits: of up to 16 tokens always, of any number with `invariant`, it does not depend on the batch") {
+    Random random{4};
+    Scratchpad pad;
+    Matrix W(random, {256, 128, 128}, 1024);
+    const int K = 1024, R = 512, N = 300;
+    const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
+    Device<bf16> dx(x), out((size_t)N * R), one((size_t)N * R);
+    auto row = [&](const Device<bf16>& y, int n) {
+        const std::vector<bf16> all = y.get();
+        return std::vector<bf16>(all.begin() + (size_t)n * R, all.begin() + (size_t)(n + 1) * R);
+    };
+    for (int count : {2, 8, 9, 16}) {
+        linear_gpu(pad.ctx, out, dx, W.device, count);
+        for (int n : {0, count / 2, count - 1}) {
+            linear_gpu(pad.ctx, one, dx + (size_t)n * K, W.device, 1);
+            CHECK(same_bits(row(out, n), row(one, 0)));
+        }
+    }
+    Scratchpad fixed;
+    fixed.ctx.invariant = true;
+    for (int count : {1, 5, 40, 300}) {
+        linear_gpu(fixed.ctx, out, dx, W.device, count);
+        for (int n : {0, count / 2, count - 1}) {
+            linear_gpu(fixed.ctx, one, dx + (size_t)n * K, W.device, 1);
+            CHECK(same_bits(row(out, n), row(one, 0)));
+        }
+    }
+}
+
+// Q, K, V of a batch over a cache with a past; `attend` on both sides, and the cache afterwards.
+static void check_attention(Random& random, std::vector<std::pair<int, int>> past_fresh, int spare, int H, int K, int D, bool invariant) {
+    TestBatch batch(random, past_fresh, 10, spare);
+    const int N = (int)batch.token.size(), width = (H + 2 * K) * D;
+    int singles = 0, longest = 1;
+    while (singles < (int)past_fresh.size() && past_fresh[singles].second == 1) singles++;
+    for (auto [past, fresh] : past_fresh) longest = std::max(longest, past + fresh);
+    const int splits = (longest - 1) / SPLIT + 2;
+    const size_t cache = (size_t)batch.page_count * K * PAGE * D;
+    const std::vector<bf16> qkv = random.fill<bf16>((size_t)N * width, 2), q_weight = random.fill<bf16>(D, 0.5, 1), k_weight = random.fill<bf16>(D, 0.5, 1);
+    std::vector<bf16> keys = random.fill<bf16>(cache, 2), values = random.fill<bf16>(cache);
+    std::vector<float> rope((size_t)longest * D);
+    fill_rope(rope.data(), longest, D, 1e6);
+
+    Scratchpad pad(attention_scratch(gpu(), std::max(1, singles), splits, H, D), std::max(1, singles) * H);
+    pad.ctx.invariant = invariant;
+    Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
+    Device<bf16> dqkv(qkv), dqw(q_weight), dkw(k_weight), dkeys(keys), dvalues(values), q((size_t)N * H * D), out((size_t)N * H * D);
+    Device<float> drope(rope);
+    Batch b = batch.view(), device = b;
+    device.token = nullptr, device.pos = pos, device.seq = seq, device.slot = slot, device.pages = pages, device.singles = singles;
+    device.splits = splits, device.longest = longest;
+    attend_gpu(pad.ctx, out, nullptr, q, dkeys, dvalues, dqkv, dqw, dkw, drope, device, H, K, D, 1e-6f);
+    std::vector<bf16> want_q((size_t)N * H * D), want((size_t)N * H * D);
+    attend_cpu(cpu(), want.data(), nullptr, want_q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, 1e-6f);
+    // Weights are rounded to bf16 before they meet the values: a part in 2^8 of the largest value, at worst.
+    const std::vector<bf16> got = out.get();
+    int bad = 0;
+    for (size_t i = 0; i < got.size(); i++)
+        if (batch.seq[i / (H * D)] >= 0 && !(std::fabs(to_acc(got[i]) - to_acc(want[i])) <= 0.006 + rounding<bf16>(to_acc(want[i])))) {
+            if (bad++ < 3) MESSAGE("token " << i / (H * D) << " head " << i / D % H << " at " << i % D << ": " << to_acc(got[i]) << ", not " << to_acc(want[i]));
+        }
+    CHECK(bad == 0);
+    auto unit = [&](const std::vector<bf16>& v) { return [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(v[i])); }; };
+    CHECK(wrong(dkeys.get(), as_double(keys), unit(keys)) == 0);
+    CHECK(same_bits(dvalues.get(), values));
+    for (int n : pad.attention_arrived.get()) CHECK(n == 0);
+}
+
+TEST_CASE("attention: head sizes, groups, contexts at the borders of pages, splits and tiles, ragged batches") {
+    Random random{5};
+    for (bool invariant : {false, true})
+        for (int D : {64, 128})
+            for (std::pair<int, int> heads : std::vector<std::pair<int, int>>{{2, 2}, {4, 2}, {4, 1}, {10, 2}, {8, 1}, {6, 2}}) {
+                const int H = heads.first, K = heads.second;
+                INFO("invariant " << invariant << " D " << D << " H " << H << " K " << K);
+                for (int past : {0, 14, 15, 16, 126, 127, 128, 300}) check_attention(random, {{past, 1}}, 0, H, K, D, invariant); // one token
+                for (int fresh : {2, 15, 16, 17, 33, 64, 65, 200}) check_attention(random, {{0, fresh}}, 0, H, K, D, invariant);   // prompts
+                check_attention(random, {{70, 50}}, 0, H, K, D, invariant);                                                      // a later chunk
+                check_attention(random, {{5, 1}, {200, 1}, {0, 1}, {31, 1}}, 0, H, K, D, invariant);                              // decoding
+                check_attention(random, {{5, 1}, {130, 1}, {0, 18}, {40, 70}, {0, 3}}, 3, H, K, D, invariant);                    // all of it
+            }
+    check_attention(random, {{4096, 1}}, 0, 4, 2, 128, false);
+    check_attention(random, {{4000, 97}, {0, 300}}, 0, 4, 2, 128, false);
+    // Keys split over blocks: parts that a row sees nothing of, and tiles that sequences share.
+    for (int D : {64, 128})
+        for (std::pair<int, int> heads : std::vector<std::pair<int, int>>{{4, 2}, {5, 1}}) {
+            check_attention(random, {{0, 2000}}, 0, heads.first, heads.second, D, false);
+            check_attention(random, {{900, 1}, {3, 1}, {1023, 2}, {0, 40}, {1500, 300}}, 3, heads.first, heads.second, D, false);
+        }
+}
+
+// A training batch: whole sequences, spare rows behind them. lse on both sides; then the gradients, from the same inputs.
+static void check_attention_backward(Random& random, const std::vector<int>& lengths, int spare, int H, int K, int D) {
+    std::vector<std::pair<int, int>> past_fresh;
+    for (int n : lengths) past_fresh.push_back({0, n});
+    TestBatch batch(random, past_fresh, 10, spare);
+    const int N = (int)batch.token.size(), G = H / K, width = (H + 2 * K) * D, used = N - spare;
+    const size_t heads = (size_t)N * H, cache = (size_t)batch.page_count * K * PAGE * D;
+    std::vector<bf16> q = random.fill<bf16>(heads * D, 2), dout = random.fill<bf16>(heads * D);
+    std::vector<bf16> keys = poisoned<bf16>(cache), values = keys; // nothing but the batch's own may be read
+    auto place = [&](int n, int kv) { return kv_offset(batch.slot[n] / PAGE, kv, batch.slot[n] % PAGE, K, D); };
+    for (int n = 0; n < used; n++)
+        for (int kv = 0; kv < K; kv++) {
+            const std::vector<bf16> k = random.fill<bf16>(D, 2), v = random.fill<bf16>(D);
+            memcpy((void*)&keys[place(n, kv)], k.data(), D * sizeof(bf16)), memcpy((void*)&values[place(n, kv)], v.data(), D * sizeof(bf16));
+        }
+    memset((void*)(q.data() + (size_t)used * H * D), 0xff, (size_t)spare * H * D * sizeof(bf16)); // nor spare rows
+    memset((void*)(dout.data() + (size_t)used * H * D), 0xff, (size_t)spare * H * D * sizeof(bf16));
+    std::vector<bf16> out = poisoned<bf16>(heads * D), want = poisoned<bf16>((size_t)N * width);
+    std::vector<float> lse = poisoned<float>(heads), delta(heads);
+    attention_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
+    attention_backward_cpu(cpu(), want.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
+
+    Context ctx = gpu();
+    Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
+    Device<bf16> q_copy(q), dout_copy(dout), keys_copy(keys), values_copy(values), out_copy(out);
+    Batch b = batch.view();
+    b.token = nullptr, b.pos = pos, b.seq = seq, b.slot = slot, b.pages = pages;
+    Device<bf16> forward_out(heads * D), silent_out(heads * D);
+    Device<float> forward_lse(heads);
+    attention_gpu(ctx, forward_out, forward_lse, q_copy, keys_copy, values_copy, b, H, K, D);
+    attention_gpu(ctx, silent_out, nullptr, q_copy, keys_copy, values_copy, b, H, K, D);
+    CHECK(same_bits(forward_out.get(), silent_out.get()));
+    std::vector<float> got_lse = forward_lse.get();
+    for (size_t i = (size_t)used * H; i < heads; i++) CHECK(std::isnan(got_lse[i]));
+    got_lse.resize((size_t)used * H), lse.resize(heads);
+    const std::vector<float> want_lse(lse.begin(), lse.begin() + used * H);
+    // A score's terms add up to less than 4 sqrt(D); its error is lse's.
+    CHECK(wrong(got_lse, as_double(want_lse), [&](size_t) { return sum_error<float>(4 * std::sqrt((double)D)); }) == 0);
+
+    // The kernels round p and ds to bf16: by e = 2^-8 of them at most, by 0.41 e as a deviation (uniform within half a unit,
+    // which is between e / 2 and e of a number). Of a sum of p times uniform |dout| < 1 (deviation 0.58) that makes e / 4
+    // times the root of the sum of p^2; of ds times q or k (< 2) over sqrt(D), the same of ds times 2 / sqrt(D). Allowed is
+    // 7 times that. Besides, the fp32 errors of p and of dp - delta, and both results' rounding.
+    std::vector<double> row_ds2(heads), key_p((size_t)N * K), key_p2(key_p.size()), key_ds2(key_p.size());
+    #pragma omp parallel for schedule(dynamic)
+    for (int kv = 0; kv < K * (int)lengths.size(); kv++) { // a sequence and KV head each
+        for (int n = 0; n < used; n++) {
+            if (batch.seq[n] != kv / K) continue;
+            for (int h = kv % K * G; h < (kv % K + 1) * G; h++)
+                for (int m = n - batch.pos[n]; m <= n; m++) {
+                    const size_t row = (size_t)n * H + h, key = (size_t)m * K + kv % K;
+                    const double p = std::exp(dot(&q[row * D], &keys[place(m, kv % K)], D) / std::sqrt((double)D) - lse[row]);
+                    const double ds = p * (dot(&dout[row * D], &values[place(m, kv % K)], D) - delta[row]);
+                    row_ds2[row] += ds * ds, key_p[key] += p, key_p2[key] += p * p, key_ds2[key] += ds * ds;
+                }
+        }
+    }
+    auto tolerance = [&](size_t i) {
+        const size_t n = i / width;
+        const int head = (int)(i % width) / D;
+        const double e = 7. / 4 / 256, factor = 2 / std::sqrt((double)D), round = 2.2 * rounding<bf16>(to_acc(want[i]));
+        if (head < H) return round + factor * (e * std::sqrt(row_ds2[n * H + head]) + sum_error<float>((int)n < used ? D : 0));
+        const size_t key = n * K + (head - H) % K;
+        if (head < H + K) return round + factor * (e * std::sqrt(key_ds2[key]) + sum_error<float>(D * key_p[key]));
+        return round + e * std::sqrt(key_p2[key]) + sum_error<float>(20 * key_p[key]);
+    };
+    std::vector<bf16> results[2];
+    for (std::vector<bf16>& result : results) {
+        Device<bf16> dqkv((size_t)N * width);
+        Device<float> scratch(heads), lse_copy(lse);
+        attention_backward_gpu(ctx, dqkv, dout_copy, q_copy, keys_copy, values_copy, out_copy, lse_copy, b, H, K, D, scratch);
+        result = dqkv.get();
+    }
+    CHECK(wrong(results[0], as_double(want), tolerance) == 0);
+    CHECK(same_bits(results[0], results[1]));
+}
+
+TEST_CASE("attention backward: head sizes, groups, lengths at the borders of pages and tiles, ragged batches, spare rows") {
+    Random random{8};
+    for (int D : {64, 128})
+        for (std::pair<int, int> heads : std::vector<std::pair<int, int>>{{2, 2}, {4, 2}, {4, 1}, {10, 2}, {8, 1}}) {
+            const int H = heads.first, K = heads.second;
+            INFO("D " << D << " H " << H << " K " << K);
+            for (int length : {1, 2, 7, 33, 64, 65, 128, 129, 257}) check_attention_backward(random, {length}, 0, H, K, D);
+            check_attention_backward(random, std::vector<int>(150, 1), 0, H, K, D); // nothing but first tokens
+            check_attention_backward(random, {1, 3, 2, 5, 1, 1, 4, 2, 7, 9, 1, 2, 31, 2, 1, 64, 3, 1, 1}, 5, H, K, D);
+            check_attention_backward(random, {63, 1, 64, 65, 127, 2}, 200, H, K, D); // whole tiles of spare rows
+            check_attention_backward(random, {38, 200}, 0, H, K, D); // a sequence that begins inside a tile of keys, queries behind it
+            check_attention_backward(random, {15, 32, 100}, 0, H, K, D); // sequences that begin at a warp's last key
+            check_attention_backward(random, {1, 2, 7, 512, 33, 64, 65, 257, 1, 1000}, 9, H, K, D);
+        }
+    check_attention_backward(random, {70, 3, 130}, 3, 128, 1, 64); // a token is a whole tile of rows
+    check_attention_backward(random, {2500}, 0, 2, 1, 128);
+}
+
+TEST_CASE("the sampler draws what the CPU draws, bit for bit") {
+    Random random{6};
+    auto check = [&](const std::vector<float>& logits, int exist, const Sampling& how, int position) {
+        const int V = (int)logits.size();
+        Device<float> d(logits);
+        const Draw draw = {how, exist};
+        Device<Draw> draws(std::vector<Draw>{draw});
+        Device<int> token(1), pos(std::vector<int>{position - 1}), slot(1), seq(std::vector<int>{0}), pages(std::vector<int>{0, 7, 3});
+        const DrawState state = {token, pos, slot, seq, pages, 3, nullptr, nullptr, 0};
+        launch(gpu(), sample_kernel, 1, 1024, 0, (const float*)d, (size_t)V, (const Draw*)draws, (const unsigned long long*)nullptr, 0, state);
+        INFO("V " << V << " exist " << exist << " t " << how.temperature << " k " << how.top_k << " p " << how.top_p << " min-p " << how.min_p << " seed " << how.seed);
+        CHECK(token.get()[0] == sample(logits.data(), exist, how, (uint64_t)position));
+        CHECK(pos.get()[0] == position);
+        if (position < 48) CHECK(slot.get()[0] == std::vector<int>{0, 7, 3}[position / 16] * 16 + position % 16);
+    };
+    for (int round = 0; round < 150; round++) {
+        const int V = round % 3 == 0 ? 40 : round % 3 == 1 ? 5000 : 151936;
+        std::vector<float> logits = random.fill<float>(V, round % 5 == 0 ? 0.5 : 12);
+        if (round % 4 == 1) for (float& l : logits) l = std::round(l); // many ties
+        if (round % 7 == 2) logits[random.below(V)] = NAN, logits[random.below(V)] = INFINITY, logits[random.below(V)] = -INFINITY, logits[0] = -0.f;
+        Sampling how;
+        how.seed = (uint64_t)round * 977;
+        how.temperature = (float[]){0.7f, 1.f, 0.f, 0.3f, 2.f}[round % 5];
+        how.top_k = (int[]){20, 0, 1, 40, 1000, 3000, 0}[round % 7];
+        how.top_p = (float[]){0.8f, 1.f, 0.95f, 0.f}[round / 2 % 4];
+        how.min_p = round % 6 == 3 ? 0.1f : 0.f;
+        check(logits, round % 2 ? V : V - 7, how, 1 + random.below(60));
+    }
+    check({1.f}, 1, Sampling(), 5);
+}
+
+// ---- The whole model
+
+// Logits of every position of every prompt on the GPU, or of the same model on the CPU in bf16.
+static std::vector<float> model_logits(const Golden& g, bool on_gpu, bool invariant, bool one_by_one) {
+    Weights<bf16> weights(g.file);
+    Context ctx;
+    if (on_gpu) {
+        ctx = gpu();
+        ctx.invariant = invariant;
+        weights.upload(ctx, g.file);
+    }
+    std::vector<float> out;
+    for (auto& prompt : g.prompts) {
+        Session<bf16> session(g.file.config, weights, 64, ctx);
+        auto keep = [&](const float* row) { out.insert(out.end(), row, row + g.file.config.V); };
+        if (!one_by_one) session.feed(prompt, nullptr, keep);
+        else
+            for (int id : prompt) session.feed({id}, nullptr, keep);
+    }
+    return out;
+}
+
+TEST_CASE("whole model: no further from the fp32 truth than transformers' own bf16; decoding and prompts agree") {
+    for (const char* folder : {"tied_bf16", "untied_bf16", "tied_f16"}) {
+        INFO(std::string(folder));
+        Golden g(folder);
+        for (bool invariant : {false, true})
+            for (bool one_by_one : {false, true}) {
+                const double kl = mean_kl(g.logits, model_logits(g, true, invariant, one_by_one), g.file.config.V);
+                INFO("invariant " << invariant << " one by one " << one_by_one << ": mean KL " << kl << ", transformers " << g.bf16_kl);
+                CHECK(kl <= g.bf16_kl);
+                CHECK(kl > 0);
+            }
+        CHECK(same_bits(model_logits(g, true, false, false), model_logits(g, true, false, false)));
+        CHECK(same_bits(model_logits(g, true, true, false), model_logits(g, true, true, true))); // a row alone = the row in a batch
+    }
+}
+
+TEST_CASE("draws: the graph's tokens are those that the CPU's sampler draws from the GPU's logits") {
+    Golden g("tied_bf16");
+    const Config& c = g.file.config;
+    Weights<bf16> weights(g.file);
+    weights.upload(gpu(), g.file);
+    for (int round = 0; round < 6; round++) {
+        INFO("round " << round);
+        Generation a;
+        a.sampling.seed = (uint64_t)round;
+        a.sampling.temperature = round == 0 ? 0.f : 1.f;
+        a.sampling.top_k = round % 2 ? 0 : 50;
+        if (round >= 3) a.sampling.repeat = 1.2f, a.sampling.presence = 0.3f, a.sampling.frequency = 0.1f;
+        a.max_tokens = round == 5 ? 3 : 400;
+        const int capacity = round == 4 ? 100 : 300; // to the end of the context, across several sizes of graph
+        Session<bf16> session(c, weights, capacity, gpu());
+        const std::vector<int> prompt = g.prompts.back();
+        session.feed(prompt);
+        generate(session, nullptr, a, [](std::string_view) {});
+        CHECK(a.ids.size() > 2);
+
+        Session<bf16> steps(c, weights, capacity, gpu());
+        steps.feed(prompt);
+        std::vector<int> want;
+        while (want.size() < a.max_tokens) {
+            penalize(steps.logits, a.sampling, steps.ids, prompt.size(), c.V);
+            const int id = sample(steps.logits, c.V, a.sampling, steps.ids.size());
+            if (std::find(c.end_tokens.begin(), c.end_tokens.end(), id) != c.end_tokens.end()) break;
+            want.push_back(id);
+            if (steps.full()) break;
+            steps.feed({id});
+        }
+        CHECK(a.ids == want);
+        // The session goes on after an answer, with what it had.
+        if (session.full() || steps.full()) continue;
+        session.rewind(prompt.size()), steps.rewind(prompt.size());
+        session.feed({1, 2, 3}), steps.feed({1, 2, 3});
+        CHECK(memcmp(session.logits, steps.logits, c.V * sizeof(float)) == 0);
+    }
+}
+
+TEST_CASE("greedy text is the CPU's on checkpoints whose logits leave room") {
+    for (const char* folder : {"tied_bf16", "untied_bf16"}) {
+        Golden g(folder);
+        Weights<bf16> host(g.file), device(g.file);
+        device.upload(gpu(), g.file);
+        for (auto& prompt : g.prompts) {
+            Session<bf16> a(g.file.config, host, 128), b(g.file.config, device, 128, gpu());
+            a.feed(prompt), b.feed(prompt);
+            for (int step = 0; step < 40; step++) {
+                std::vector<float> la(a.logits, a.logits + g.file.config.V), lb(b.logits, b.logits + g.file.config.V);
+                const int best = (int)(std::max_element(la.begin(), la.end()) - la.begin());
+                float second = -INFINITY;
+                for (int v = 0; v < (int)la.size(); v++)
+                    if (v != best) second = std::max(second, la[v]);
+                if (la[best] - second > 0.25) CHECK(std::max_element(lb.begin(), lb.end()) - lb.begin() == best);
+                a.feed({best}), b.feed({best});
+            }
+        }
+    }
+}
+
+TEST_CASE("a context of 20,000 tokens: chunks and single steps agree with the CPU") {
+    Golden g("untied_bf16"); // one layer: the CPU can follow
+    Config c = g.file.config;
+    c.max_positions = 30000;
+    Weights<bf16> host(g.file), device(g.file);
+    device.upload(gpu(), g.file);
+    Random random{7};
+    std::vector<int> text;
+    for (int i = 0; i < 20000; i++) text.push_back(random.below(c.V));
+    Session<bf16> a(c, host, 20010), b(c, device, 20010, gpu());
+    a.feed(text), b.feed(text);
+    auto agree = [&] {
+        const std::vector<float> la(a.logits, a.logits + c.V), lb(b.logits, b.logits + c.V);
+        return mean_kl(la, lb, c.V);
+    };
+    CHECK(agree() < g.bf16_kl);
+    for (int i = 0; i < 4; i++) {
+        a.feed({i}), b.feed({i});
+        CHECK(agree() < g.bf16_kl);
+    }
+    // Saved and restored, the cache is the same.
+    std::vector<std::vector<uint8_t>> blocks;
+    b.each_block(b.ids.size(), [&](bf16* p) { blocks.emplace_back((uint8_t*)p, (uint8_t*)p + b.block_bytes(b.ids.size())); });
+    Session<bf16> other(c, device, 20010, gpu());
+    size_t i = 0;
+    other.each_block(b.ids.size(), [&](bf16* p) { memcpy((void*)p, blocks[i].data(), blocks[i].size()), i++; });
+    other.ids = b.ids;
+    other.feed({5}), b.feed({5});
+    CHECK(memcmp(other.logits, b.logits, c.V * sizeof(float)) == 0);
+}
+
+TEST_CASE("what the GPU cannot do is one line") {
+    Config c = Golden("tied_bf16").file.config;
+    Golden g("tied_bf16");
+    auto refuses = [&](Config bad, bool int8 = false) { CHECK_THROWS_AS(check_gpu("m", bad, int8), Error); };
+    check_gpu("m", c, false);
+    c.D = 80, refuses(c);
+    c = g.file.config, c.V = 1021, refuses(c);
+    c = g.file.config, c.C = 84, refuses(c);
+    refuses(g.file.config, true);
+    Weights<bf16> weights(g.file);
+    weights.upload(gpu(), g.file);
+    c = g.file.config;
+    c.L = 4000, c.K = 64;
+    CHECK_THROWS_AS(Session<bf16>(c, weights, 1 << 20, gpu()), Error); // more memory than there is
+}

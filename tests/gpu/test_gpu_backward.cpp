@@ -1,0 +1,321 @@
+// Every kernel of the backward pass, and of adapters, against its CPU definition, at odd sizes, on fresh random numbers,
+// into poisoned memory; and that the same batch gives the same bits. Built by nvcc, run where a GPU is.
+#define TRAIN_NO_MAIN
+#include "gpu.h"
+#include "../gradients.h"
+
+static const std::vector<int> COUNTS = {1, 2, 7, 33, 64, 65, 257, 1000};
+
+// A product with an adapter on some of its blocks, on both sides.
+struct Adapted : Matrix {
+    std::vector<bf16> A, B;
+    Device<bf16> dA, dB, dh;
+    std::vector<uint32_t> names;
+    Device<uint32_t> dnames;
+    std::vector<bf16> h;
+    Dropout on_host, on_device;
+    Adapted(Random& random, std::vector<int> rows, int in, std::vector<int> blocks, int rank, float p, int N)
+        : Matrix(random, rows, in), A(random.fill<bf16>(blocks.size() * rank * in, 0.3)), B(host.out() * blocks.size() * rank), dA(A), dB(0), dh((size_t)N * blocks.size() * rank),
+          names(N), dnames(0), h(dh.n) {
+        const size_t columns = blocks.size() * rank;
+        for (size_t j = 0; j < blocks.size(); j++) {
+            const int first = std::accumulate(rows.begin(), rows.begin() + blocks[j], 0);
+            for (int r = first; r < first + rows[blocks[j]]; r++)
+                for (int i = 0; i < rank; i++) B[r * columns + j * rank + i] = to_bf16((float)(random.uniform() - 0.5));
+        }
+        for (int n = 0; n < N; n++) names[n] = (uint32_t)random.below(1 << 30);
+        dB.replace(B), dnames.replace(names);
+        on_host = on_device = {p, 77, 5, nullptr};
+        on_host.token = names.data(), on_device.token = dnames;
+        for (Linear<bf16>* W : {&host, &device}) {
+            Adapter<bf16>& a = W->adapter;
+            a.rank = rank, a.modules = (int)blocks.size(), a.s = 2;
+            for (size_t j = 0; j < blocks.size(); j++) a.block[j] = blocks[j], a.module[j] = 14 + (int)j;
+            a.A = W == &host ? A.data() : dA.data, a.B = W == &host ? B.data() : dB.data, a.h = W == &host ? h.data() : dh.data;
+            if (p > 0) a.dropout = W == &host ? &on_host : &on_device;
+        }
+    }
+};
+struct AdaptedShape { std::vector<int> rows; int in; std::vector<int> blocks; int rank; };
+static const std::vector<AdaptedShape> ADAPTED = {{{64, 32, 32}, 72, {0, 1, 2}, 8}, {{256, 128, 128}, 1024, {0, 2}, 32}, {{200}, 136, {0}, 40}, {{96, 96}, 264, {0, 1}, 16}};
+
+TEST_CASE("adapters in the products: h and what it adds, with and without dropout") {
+    Random random{1};
+    Scratchpad pad;
+    for (const AdaptedShape& shape : ADAPTED)
+        for (int N : COUNTS)
+            for (float p : {0.f, 0.25f}) {
+                if ((size_t)N * shape.in > 300000) continue;
+                INFO("N " << N << " in " << shape.in << " rank " << shape.rank << " p " << p);
+                Adapted W(random, shape.rows, shape.in, shape.blocks, shape.rank, p, N);
+                const int R = W.host.out(), K = shape.in;
+                const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
+                const std::vector<float> residual = random.fill<float>((size_t)N * R);
+                Device<bf16> dx(x), out((size_t)N * R);
+                Device<float> dresidual(residual), sum((size_t)N * R);
+                std::vector<bf16> want((size_t)N * R);
+                std::vector<float> want_sum((size_t)N * R);
+                linear_cpu(cpu(), want.data(), x.data(), W.host, N);
+                linear_gpu(pad.ctx, out, dx, W.device, N);
+                CHECK(differences(W.dh.get(), W.h, K) == 0);
+                // A rounding of h that falls to the other side changes an output by 2^-8 of a term, |h B| <= |h| / 2.
+                double most = 0;
+                for (bf16 y : W.h) most = std::max<double>(most, std::fabs(to_acc(y)));
+                CHECK(wrong(out.get(), as_double(want), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want[i])) + 4 * most / 512 + sum_error<float>(K) * 4; }) == 0);
+                linear_add_cpu(cpu(), want_sum.data(), residual.data(), x.data(), W.host, N);
+                linear_add_gpu(pad.ctx, sum, dresidual, dx, W.device, N);
+                CHECK(wrong(sum.get(), as_double(want_sum), [&](size_t) { return 4 * most / 512 + sum_error<float>(K) * 4; }) == 0);
+            }
+}
+
+TEST_CASE("the backward of products: input, weight, and an adapter's") {
+    Random random{2};
+    Scratchpad pad;
+    for (const AdaptedShape& shape : ADAPTED)
+        for (int N : COUNTS)
+            for (float p : {0.f, 0.25f}) {
+                if ((size_t)N * shape.in > 300000) continue;
+                INFO("N " << N << " in " << shape.in << " rank " << shape.rank << " p " << p);
+                Adapted W(random, shape.rows, shape.in, shape.blocks, shape.rank, p, N);
+                const int R = W.host.out(), K = shape.in, E = (int)shape.blocks.size() * shape.rank;
+                const std::vector<bf16> x = random.fill<bf16>((size_t)N * K), dy = random.fill<bf16>((size_t)N * R);
+                const Device<bf16> device_x(x), device_dy(dy);
+                Device<bf16> dx((size_t)N * K), dh((size_t)N * E);
+                std::vector<bf16> want((size_t)N * K), want_dh((size_t)N * E);
+                Linear<bf16> bare = W.host, bare_device = W.device; // without the adapter
+                bare.adapter = bare_device.adapter = {};
+                bf16* const none = nullptr;
+                linear_backward_input_gpu(pad.ctx, dx, none, device_dy, bare_device, N);
+                linear_backward_input_cpu(cpu(), want.data(), none, dy.data(), bare, N);
+                CHECK(differences(dx.get(), want, R) == 0);
+
+                const std::vector<float> old = random.fill<float>((size_t)R * K);
+                Device<float> dW(old);
+                std::vector<float> want_dW = old;
+                linear_backward_weight_gpu(pad.ctx, dW, device_dy, R, device_x, N, R, K);
+                linear_backward_weight_cpu(cpu(), want_dW.data(), dy.data(), (size_t)R, x.data(), N, R, K);
+                CHECK(wrong(dW.get(), as_double(want_dW), [&](size_t) { return sum_error<float>(N) * 4 + 1e-6; }) == 0);
+
+                // The adapter's; h as forward leaves it.
+                lora_down_cpu(cpu(), W.h.data(), x.data(), W.host, N);
+                W.dh.replace(W.h);
+                const std::vector<bf16> before = want;
+                linear_backward_input_gpu(pad.ctx, dx, dh, device_dy, W.device, N);
+                linear_backward_input_cpu(cpu(), want.data(), want_dh.data(), dy.data(), W.host, N);
+                CHECK(differences(dh.get(), want_dh, R) == 0);
+                double most = 0;
+                for (bf16 y : want_dh) most = std::max<double>(most, std::fabs(to_acc(y)));
+                // Where modules drop x each in its own way, the GPU rounds dy W before it adds to it.
+                CHECK(wrong(dx.get(), as_double(want), [&](size_t i) {
+                    return 2.2 * rounding<bf16>(to_acc(want[i])) + 1.1 * rounding<bf16>(to_acc(before[i])) + 4 * 0.3 * most / 256 + sum_error<float>(R) * 4;
+                }) == 0);
+
+                const std::vector<float> old_A = random.fill<float>((size_t)E * K), old_B = random.fill<float>((size_t)R * E);
+                Device<float> dA(old_A), dB(old_B);
+                std::vector<float> want_dA = old_A, want_dB = old_B;
+                dh.replace(want_dh);
+                lora_backward_weight_gpu(pad.ctx, dA, dB, dh, device_dy, device_x, W.device, N);
+                lora_backward_weight_cpu(cpu(), want_dA.data(), want_dB.data(), want_dh.data(), dy.data(), x.data(), W.host, N);
+                double most_h = 0;
+                for (bf16 y : W.h) most_h = std::max<double>(most_h, std::fabs(to_acc(y)));
+                CHECK(wrong(dA.get(), as_double(want_dA), [&](size_t) { return sum_error<float>(N * most * 2) * 4 + 1e-6; }) == 0);
+                CHECK(wrong(dB.get(), as_double(want_dB), [&](size_t) { return sum_error<float>(N * most_h * 2) * 4 + 1e-6; }) == 0);
+                Device<float> again_A(old_A), again_B(old_B);
+                lora_backward_weight_gpu(pad.ctx, again_A, again_B, dh, device_dy, device_x, W.device, N);
+                CHECK(same_bits(again_A.get(), dA.get()));
+                CHECK(same_bits(again_B.get(), dB.get()));
+            }
+    for (int n : pad.arrived.get()) CHECK(n == 0);
+}
+
+TEST_CASE("dropout inside a product: every tile's mask, whole and in splits") {
+    Random random{6};
+    Scratchpad pad;
+    for (int rank : {8, 32, 136})
+        for (int N : {24, 200}) {
+            Adapted W(random, {520}, 264, {0}, rank, 0.25f, N);
+            const int R = W.host.out(), K = W.host.in;
+            const std::vector<bf16> dy = random.fill<bf16>((size_t)N * R);
+            std::vector<bf16> want((size_t)N * K), dh((size_t)N * rank);
+            linear_backward_input_cpu(cpu(), want.data(), dh.data(), dy.data(), W.host, N);
+            const Device<bf16> device_dy(dy), device_dh(dh);
+            const LoraArgs lora(W.device, N);
+            auto check = [&](auto shape, int splits) {
+                using S = decltype(shape);
+                INFO("rank " << rank << " N " << N << " splits " << splits << " tile " << S::BM << " x " << S::BN << " wgmma " << S::WARPGROUP);
+                Device<bf16> dx((size_t)N * K);
+                TileArgs p = {device_dy, W.device.w[0], N, R, K};
+                p.more_x = device_dh, p.more_W = W.device.adapter.A, p.more = rank, p.splits = splits;
+                launch_tiles<S, false, true>(pad.ctx, p, DropEpilogue{dx, (size_t)K, lora.dropout, lora.module[0], lora.scale});
+                CHECK(differences(dx.get(), want, R) == 0);
+            };
+            for (int splits : {1, 2, 7}) {
+                check(Tile128x128{}, splits), check(Tile64x128{}, splits), check(Tile64x64{}, splits), check(Tile32x64{}, splits);
+                if (pad.ctx.gpu->hopper) check(TileHopper{}, splits);
+            }
+        }
+}
+
+TEST_CASE("the head's loss in place, and the head's backward") {
+    Random random{3};
+    Scratchpad pad;
+    for (int V : {8, 72, 1024, 4104, 20000})
+        for (int R : {1, 3, 33}) {
+            INFO("V " << V << " R " << R);
+            const int C = 72, N = 2 * R;
+            Matrix W(random, {V}, C);
+            std::vector<bf16> x = random.fill<bf16>((size_t)N * C, 4);
+            std::vector<int> target(R), rows(R);
+            for (int r = 0; r < R; r++) target[r] = random.below(V), rows[r] = 2 * ((r * 7) % R) + 1;
+            if (R % 7 == 0) std::iota(rows.begin(), rows.end(), 0);
+            for (int c = 0; c < C; c++) x[(size_t)rows[0] * C + c] = to_bf16(4 * to_acc(W.w[(size_t)(V / 2) * C + c])); // one that is sure
+            Device<float> logits((size_t)R * V), loss(R), parts((size_t)R * ((V + 63) / 64) * 2);
+            Device<bf16> picked((size_t)R * C);
+            const Device<bf16> dx(x);
+            const Device<int> dtarget(target), drows(rows);
+            std::vector<float> want, want_logits((size_t)R * V), want_loss(R);
+            std::vector<bf16> want_picked((size_t)R * C), gradient((size_t)R * V), right((size_t)R * V);
+            head_cpu(cpu(), want_logits.data(), want_picked.data(), x.data(), rows.data(), W.host, R);
+            for (bool hopper : {false, true}) { // both tiles
+                if (hopper && !gpu().gpu->hopper) continue;
+                pad.ctx.gpu->hopper = hopper;
+                head_loss_gpu(pad.ctx, loss, nullptr, logits, picked, parts, dx, drows, dtarget, 0.125f, W.device, R);
+                CHECK(wrong(logits.get(), as_double(want_logits), [&](size_t) { return sum_error<float>(C * 4) * 4; }) == 0);
+                const std::vector<float> only_loss = loss.get(), made = logits.get();
+                head_loss_gpu(pad.ctx, loss, (bf16*)logits.data, logits, picked, parts, dx, drows, dtarget, 0.125f, W.device, R);
+                CHECK(same_bits(only_loss, loss.get()));
+                want = made; // the loss of the very logits that the GPU made
+                cross_entropy_cpu<bf16>(want_loss.data(), (bf16*)want.data(), want.data(), target.data(), 0.125f, R, V);
+                CHECK(wrong(only_loss, as_double(want_loss), [&](size_t r) { return 2e-6 * (24 + want_loss[r]); }) == 0);
+                const std::vector<float> got = logits.get();
+                for (int r = 0; r < R; r++) {
+                    memcpy((void*)&gradient[(size_t)r * V], &got[(size_t)r * V], V * sizeof(bf16));
+                    memcpy((void*)&right[(size_t)r * V], &want[(size_t)r * V], V * sizeof(bf16));
+                }
+                // A probability is exact to 2e-6 of itself; near the target's 1 little is left of it.
+                CHECK(wrong(gradient, as_double(right), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(right[i])) + ((int)(i % V) == target[i / V] ? 0.125 * 2e-6 : 1e-8); }) == 0);
+            }
+            const Device<float> dlogits(want);
+            Device<bf16> dnormed(std::vector<bf16>((size_t)N * C));
+            std::vector<bf16> want_normed((size_t)N * C);
+            head_backward_gpu(pad.ctx, dnormed, (bf16*)dlogits.data, (size_t)2 * V, drows, W.device, R);
+            head_backward_cpu(cpu(), want_normed.data(), (const bf16*)want.data(), (size_t)2 * V, rows.data(), W.host, R);
+            CHECK(differences(dnormed.get(), want_normed, 0.3) == 0);
+            Device<float> dW(std::vector<float>((size_t)V * C));
+            std::vector<float> want_dW((size_t)V * C);
+            linear_backward_weight_gpu(pad.ctx, dW, (bf16*)dlogits.data, (size_t)2 * V, picked, R, V, C);
+            linear_backward_weight_cpu(cpu(), want_dW.data(), (const bf16*)want.data(), (size_t)2 * V, want_picked.data(), R, V, C);
+            CHECK(wrong(dW.get(), as_double(want_dW), [&](size_t) { return 4e-6; }) == 0);
+        }
+}
+
+TEST_CASE("norms, SwiGLU, RoPE and embedding, backward") {
+    Random random{4};
+    Scratchpad pad;
+    for (int N : COUNTS)
+        for (int C : {8, 72, 520, 1032}) {
+            INFO("N " << N << " C " << C);
+            const std::vector<float> x = random.fill<float>((size_t)N * C, 3), old = random.fill<float>((size_t)N * C), old_dw = random.fill<float>(C);
+            const std::vector<bf16> w = random.fill<bf16>(C, 1, 1), dout = random.fill<bf16>((size_t)N * C);
+            Device<float> device_x(x), dx(old), dw(old_dw);
+            Device<bf16> device_w(w), device_dout(dout), dy((size_t)N * C), normed((size_t)N * C);
+            std::vector<float> want = old, want_dw = old_dw;
+            std::vector<bf16> want_dy((size_t)N * C), want_normed((size_t)N * C);
+            rmsnorm_backward_gpu(pad.ctx, dx, dy, normed, dw, device_dout, device_x, device_w, N, C, 1e-6f);
+            rmsnorm_backward_cpu(cpu(), want.data(), want_dy.data(), want_normed.data(), want_dw.data(), dout.data(), x.data(), w.data(), N, C, 1e-6f);
+            CHECK(wrong(dx.get(), as_double(want), [&](size_t) { return 1e-5; }) == 0);
+            CHECK(wrong(dy.get(), as_double(want_dy), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want_dy[i])) + 1e-5; }) == 0);
+            CHECK(differences(normed.get(), want_normed, 0) == 0);
+            CHECK(wrong(dw.get(), as_double(want_dw), [&](size_t) { return sum_error<float>(N * 3) + 1e-6; }) == 0);
+            Device<float> alone(old);
+            rmsnorm_backward_gpu(pad.ctx, alone, nullptr, nullptr, nullptr, device_dout, device_x, device_w, N, C, 1e-6f);
+            CHECK(same_bits(alone.get(), dx.get()));
+
+            const std::vector<bf16> gate_up = random.fill<bf16>((size_t)N * 2 * C, 8), dhidden = random.fill<bf16>((size_t)N * C);
+            const Device<bf16> device_gate_up(gate_up), device_dhidden(dhidden);
+            Device<bf16> dgate_up((size_t)N * 2 * C), hidden((size_t)N * C);
+            std::vector<bf16> want_gate_up((size_t)N * 2 * C), want_hidden((size_t)N * C);
+            swiglu_backward_gpu(pad.ctx, dgate_up, hidden, device_dhidden, device_gate_up, N, C);
+            swiglu_backward_cpu(cpu(), want_gate_up.data(), want_hidden.data(), dhidden.data(), gate_up.data(), N, C);
+            CHECK(wrong(dgate_up.get(), as_double(want_gate_up), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want_gate_up[i])) + 1e-5; }) == 0);
+            CHECK(differences(hidden.get(), want_hidden, 1) == 0);
+
+            const int V = 20;
+            TestBatch batch(random, {{0, N}}, V, 3);
+            Device<int> token(batch.token), seq(batch.seq);
+            const std::vector<float> rows = random.fill<float>((size_t)(N + 3) * C), table = random.fill<float>((size_t)V * C);
+            Device<float> drows(rows), dtable(table);
+            std::vector<float> want_table = table;
+            Batch b = batch.view();
+            embed_backward_cpu(cpu(), want_table.data(), rows.data(), b, C);
+            b.token = token, b.seq = seq;
+            embed_backward_gpu(pad.ctx, dtable, drows, b, C);
+            CHECK(same_bits(dtable.get(), want_table));
+        }
+    for (int D : {64, 128})
+        for (int N : COUNTS) {
+            INFO("D " << D << " N " << N);
+            const int H = 6, K = 2, width = (H + 2 * K) * D;
+            TestBatch batch(random, {{0, N}, {0, 5}}, 10, 2);
+            const int all = N + 7;
+            const std::vector<bf16> qkv = random.fill<bf16>((size_t)all * width, 2), dout = random.fill<bf16>((size_t)all * width), qw = random.fill<bf16>(D, 0.5, 1), kw = random.fill<bf16>(D, 0.5, 1);
+            const std::vector<float> old = random.fill<float>(2 * D);
+            std::vector<float> rope((size_t)std::max(N, 5) * D);
+            fill_rope(rope.data(), std::max(N, 5), D, 1e6);
+            const Device<int> pos(batch.pos), seq(batch.seq);
+            const Device<bf16> device_qkv(qkv), device_qw(qw), device_kw(kw);
+            const Device<float> device_rope(rope);
+            Device<bf16> dqkv(dout), alone(dout);
+            Device<float> dw(old);
+            std::vector<bf16> want = dout;
+            std::vector<float> want_dw = old;
+            Batch b = batch.view();
+            qknorm_rope_backward_cpu(cpu(), want.data(), want_dw.data(), want_dw.data() + D, qkv.data(), qw.data(), kw.data(), rope.data(), b, H, K, D, 1e-6f);
+            b.pos = pos, b.seq = seq;
+            qknorm_rope_backward_gpu(pad.ctx, dqkv, dw, dw + D, device_qkv, device_qw, device_kw, device_rope, b, H, K, D, 1e-6f);
+            CHECK(wrong(dqkv.get(), as_double(want), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want[i])) + 1e-5; }) == 0);
+            CHECK(wrong(dw.get(), as_double(want_dw), [&](size_t) { return sum_error<float>(all * H * 3) + 1e-5; }) == 0);
+            qknorm_rope_backward_gpu(pad.ctx, alone, nullptr, nullptr, device_qkv, device_qw, device_kw, device_rope, b, H, K, D, 1e-6f);
+            CHECK(same_bits(alone.get(), dqkv.get()));
+        }
+}
+
+TEST_CASE("the length of the gradient and AdamW; a gradient that is not finite changes nothing") {
+    Random random{5};
+    Scratchpad pad;
+    for (size_t n : {1, 255, 4096, 4097, 100000}) {
+        INFO("n " << n);
+        const std::vector<float> p = random.fill<float>(n), m = random.fill<float>(n), g = random.fill<float>(n);
+        std::vector<float> v = random.fill<float>(n, 0.5, 0.5);
+        Device<double> norm(1), pieces(n / NORM_PIECE + 1);
+        Device<float> dp(p), dm(m), dv(v), dg(g);
+        Device<bf16> stored(n);
+        double want_norm;
+        std::vector<double> partial(n / NORM_PIECE + 1);
+        grad_norm_gpu(pad.ctx, norm, pieces, dg, n);
+        grad_norm_cpu(cpu(), &want_norm, partial.data(), g.data(), n);
+        CHECK(norm.get()[0] == doctest::Approx(want_norm).epsilon(1e-12));
+        AdamW a;
+        a.lr = 0.01f, a.decay = 0.1f, a.clip = 1, a.step = 3, a.copy = 2;
+        std::vector<float> wp = p, wm = m, wv = v;
+        std::vector<bf16> ws(n);
+        adamw_gpu(pad.ctx, stored, dp, dm, dv, dg, norm, n, a);
+        adamw_cpu(cpu(), ws.data(), wp.data(), wm.data(), wv.data(), g.data(), &want_norm, n, a);
+        CHECK(wrong(dp.get(), as_double(wp), [&](size_t) { return 3e-7; }) == 0);
+        CHECK(wrong(dm.get(), as_double(wm), [&](size_t) { return 3e-7; }) == 0);
+        CHECK(wrong(dv.get(), as_double(wv), [&](size_t) { return 3e-7; }) == 0);
+        CHECK(wrong(stored.get(), as_double(ws), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(ws[i])) + 1e-6; }) == 0);
+        const std::vector<float> before = dp.get();
+        norm.replace({INFINITY});
+        adamw_gpu(pad.ctx, stored, dp, dm, dv, dg, norm, n, a);
+        CHECK(same_bits(dp.get(), before));
+    }
+}
+
+TEST_CASE("a whole model, all its parameters and an adapter of rank 4: each gradient is as near to fp32's as PyTorch's in bf16, and to the CPU's in bf16") {
+    for (bool full : {false, true}) {
+        const Tensor64 truth = whole_gradients<float>(Context(), full), cpu = whole_gradients<bf16>(Context(), full), got = whole_gradients<bf16>(gpu(), full);
+        no_worse_than_pytorch(distances(got, truth, truth), full);
+        no_worse_than_pytorch(distances(got, cpu, truth), full);
+    }
+}

@@ -1,0 +1,100 @@
+// serve.cu's engine on a GPU: alone it says what a Session says; with `invariant` it says that in any company; and the
+// same jobs at the same steps give the same answers. Built by nvcc, run where a GPU is.
+#include "../engine.h"
+
+static void on_gpu(bool invariant) {
+    if (!where.gpu) where = open_gpu();
+    where.invariant = invariant;
+}
+
+static std::string text_of(const Job& job) {
+    std::string text;
+    for (auto& p : job.reply->pieces) text += p.text;
+    return text;
+}
+static std::vector<Job> again(const std::vector<Job>& jobs) { // the same questions, new replies
+    std::vector<Job> copy = jobs;
+    for (Job& job : copy) job.reply = std::make_shared<Reply>(), job.reply->left = 1;
+    return copy;
+}
+
+TEST_CASE("one answer at a time is a Session's: penalties, stops, log-probabilities, any length") {
+    on_gpu(false);
+    Random random{11};
+    for (int round = 0; round < 40; round++) {
+        Bench bench({256, 24, 256, 256, 4'000'000});
+        std::vector<Job> jobs = {random_job(random, 256)};
+        if (jobs[0].prompt.size() == 1) jobs[0].prompt.push_back(5); // (a Session decodes it, the engine takes it for a prompt)
+        INFO("round " << round);
+        run_all(bench, random, jobs);
+        check_answer(jobs[0], expected(jobs[0], 256));
+    }
+}
+
+TEST_CASE("with `invariant` an answer does not depend on its company, on chunks, pages or preemptions") {
+    on_gpu(true);
+    Random random{12};
+    std::vector<Job> jobs;
+    for (int i = 0; i < 40; i++) jobs.push_back(random_job(random, 256));
+    std::vector<std::string> alone;
+    for (auto& job : jobs) {
+        Bench bench({256, 1, 256, 256, 4'000'000});
+        const std::vector<Job> one = again({job});
+        run_all(bench, random, one);
+        alone.push_back(text_of(one[0]));
+    }
+    uint64_t preempted = 0;
+    for (auto [max_seqs, chunk, pages] : {std::tuple{24, 7, 400}, {24, 64, 30}, {7, 200, 24}, {40, 33, 90}}) {
+        const std::string kind = format("at most %d, chunks of %d, %d pages", max_seqs, chunk, pages);
+        INFO(kind);
+        Bench bench({256, max_seqs, chunk, 2 * chunk, (size_t)pages * Bench::page_bytes()});
+        const std::vector<Job> all = again(jobs);
+        run_all(bench, random, all);
+        for (size_t i = 0; i < all.size(); i++) CHECK(text_of(all[i]) == alone[i]);
+        preempted += bench.desk.figures.preempted;
+    }
+    CHECK(preempted > 10);
+}
+
+TEST_CASE("the same jobs at the same steps: the same answers, and all pages back") {
+    on_gpu(false);
+    Random random{13};
+    std::vector<Job> jobs;
+    for (int i = 0; i < 60; i++) jobs.push_back(random_job(random, 256));
+    std::vector<std::string> first;
+    for (int run = 0; run < 2; run++) {
+        Bench bench({256, 24, 33, 64, 60 * Bench::page_bytes()});
+        Random steps{1};
+        const std::vector<Job> all = again(jobs);
+        run_all(bench, steps, all);
+        for (size_t i = 0; i < all.size(); i++) {
+            CHECK(all[i].reply->left == 0);
+            if (run == 0) first.push_back(text_of(all[i]));
+            else CHECK(text_of(all[i]) == first[i]);
+        }
+        CHECK(bench.desk.figures.preempted > 0);
+    }
+}
+
+TEST_CASE("logit_bias, and log-probabilities that are the model's own") {
+    on_gpu(false);
+    Bench bench({256, 4, 64, 64, 4'000'000});
+    Random random{14};
+    Job job;
+    job.reply = std::make_shared<Reply>();
+    job.reply->left = 1;
+    job.prompt = {1, 2, 3};
+    job.max_tokens = 5, job.how.temperature = 0, job.ignore_eos = true, job.alternatives = 2;
+    job.bias = {{77, 100.f}};
+    run_all(bench, random, {job});
+    std::vector<TokenInfo> tokens;
+    for (auto& p : job.reply->pieces) tokens.insert(tokens.end(), p.tokens.begin(), p.tokens.end());
+    REQUIRE(tokens.size() == 5);
+    Session<bf16> session(tiny().file.config, tiny().weights, 64, where);
+    session.feed(job.prompt);
+    for (auto& t : tokens) {
+        CHECK(t.id == 77);
+        CHECK(t.logprob == doctest::Approx(describe(session.logits, tiny().tokenizer.size(), 77, 0).logprob).epsilon(1e-5));
+        session.feed({77});
+    }
+}

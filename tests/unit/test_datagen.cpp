@@ -1,0 +1,1093 @@
+// datagen: its parts from inside; the whole pipeline from outside (DATAGEN, else ./datagen) on tests/fixtures/book.md,
+// with an endpoint in a thread that fails in every way an endpoint can, and a kill in the middle.
+#define DATAGEN_NO_MAIN
+#include "../../datagen.cpp"
+#include "../process.h"
+#include <arpa/inet.h>
+#include <atomic>
+#include <mutex>
+#include <netinet/in.h>
+#include <poll.h>
+#include <random>
+#include <sys/socket.h>
+#include <thread>
+
+static const char* PROGRAM = getenv("DATAGEN") ? getenv("DATAGEN") : "./datagen";
+static const std::string BOOK = "tests/fixtures/book.md";
+
+// ----------------------------------------------------------------------------------------- tools
+
+struct Datagen : Process {
+    explicit Datagen(const Strings& arguments, std::string_view input = "")
+        : Process(PROGRAM, arguments, input, [] { setenv("no_proxy", "*", 1); }) {} // the endpoint is here
+};
+static Result datagen(const Strings& arguments, std::string_view input = "") { return Datagen(arguments, input).wait(); }
+static Result good(const Strings& arguments, std::string_view input = "") {
+    const Result r = datagen(arguments, input);
+    INFO(arguments[0] << ": " << r.err);
+    REQUIRE(r.status == 0);
+    return r;
+}
+static void check_refused(const Strings& arguments, const std::string& word, std::string_view input = "") {
+    check_refusal(datagen(arguments, input), "datagen", word);
+}
+// One field of every row of a file, as text.
+static Strings column(const std::string& path, const std::string& name) {
+    Strings all;
+    for (auto& line : lines(read_file(path))) all.push_back(Json(line)[name].str());
+    return all;
+}
+static std::string alpaca(const std::string& question, const std::string& answer, const std::string& more = "") {
+    sj::Writer w;
+    w.object().field("instruction", question).field("input", "").field("output", answer);
+    return w.text + more + "}";
+}
+static std::map<std::string, size_t> rules(const std::string& path) {
+    std::map<std::string, size_t> counts;
+    for (auto& rule : column(path, "rule")) counts[rule]++;
+    return counts;
+}
+
+// data/datagen with other limits.
+[[maybe_unused]] static std::string data_with(const Scratch& scratch, const std::map<std::string, std::string>& changes) {
+    const std::string folder = scratch / "data";
+    fs::create_directories(folder);
+    for (auto& f : fs::directory_iterator("data/datagen"))
+        if (f.path().extension() == ".txt" || f.path().filename() == "prompts") fs::copy(f.path(), folder / f.path().filename(), fs::copy_options::recursive | fs::copy_options::overwrite_existing);
+    std::string limits = read_file("data/datagen/limits.txt");
+    for (auto& [name, value] : changes) {
+        const size_t at = limits.find("\n" + name + " ");
+        REQUIRE(at != std::string::npos);
+        limits.replace(at + 1, limits.find('\n', at + 1) - at - 1, name + " " + value);
+    }
+    write_file(folder + "/limits.txt", limits);
+    return folder;
+}
+
+// --------------------------------------------------------------------------------------- rows in
+
+static Strings read_rows(const std::string& content, Strings* faults = nullptr) {
+    const MemoryFile file(content);
+    Strings rows;
+    for (Reader in(file.path); in.next();) {
+        CHECK(in.again(in.place())->text == in.text);
+        rows.push_back(in.fault.empty() ? sj::dump(in.row()) : "fault");
+        if (faults && !in.fault.empty()) faults->push_back(in.where().substr(in.where().rfind(':') + 2) + ": " + in.fault);
+    }
+    return rows;
+}
+
+TEST_CASE("a file of rows: lines or one array, byte order mark, blank lines, no last newline") {
+    const Strings two = {"{\"a\": 1}", "{\"b\": [2, \"],\\\"[\"]}"};
+    for (std::string mark : {"", "\xEF\xBB\xBF"})
+        for (std::string s : {"{\"a\":1}\n{\"b\":[2,\"],\\\"[\"]}", "\n \r\n{\"a\":1}\r\n\n{\"b\":[2,\"],\\\"[\"]}\n\n", "[{\"a\":1},{\"b\":[2,\"],\\\"[\"]}]",
+                              " \n[\n {\"a\"\n:1}\n,\n{\"b\":[2,\"],\\\"[\"]} ] \n"})
+            CHECK(read_rows(mark + s) == two);
+    CHECK(read_rows("").empty());
+    CHECK(read_rows("\n\n").empty());
+    CHECK(read_rows("[]").empty());
+    CHECK_THROWS_WITH_AS(read_rows("[{}"), doctest::Contains("no end"), Error);
+    CHECK_THROWS_WITH_AS(read_rows("[{}] x"), doctest::Contains("after the array"), Error);
+    CHECK_THROWS_WITH_AS(Reader("tests"), doctest::Contains("directory"), Error);
+    CHECK_THROWS_WITH_AS(Reader("no/such"), doctest::Contains("no/such"), Error);
+}
+
+TEST_CASE("a bad row has a fault with its place, and the rows after it are read") {
+    Strings faults;
+    CHECK(read_rows("{}\n{\"a\":}\n\n\xff\n{}", &faults) == Strings{"{}", "fault", "fault", "{}"});
+    CHECK(faults == Strings{"line 2: byte 5: expected a value", "line 4: byte 0: expected a value"});
+    faults.clear();
+    CHECK(read_rows("[{}, {a}, {}]", &faults) == Strings{"{}", "fault", "{}"});
+    CHECK(faults == Strings{"item 2: byte 2: expected a key in quotes"});
+}
+
+TEST_CASE("a line that is too long costs one row, and no memory") {
+    std::string all = "{}\n";
+    all += "\"" + std::string(Reader::LONGEST + 10, 'a') + "\"\n{}\n";
+    Strings faults;
+    CHECK(read_rows(all, &faults) == Strings{"{}", "fault", "{}"});
+    REQUIRE(faults.size() == 1);
+    CHECK(faults[0] == "line 2: longer than 64 MB");
+    all[0] = '[', all[1] = ' ', all[all.size() - 4] = ',', all[all.size() - 3] = '1', all[all.size() - 2] = ']';
+    faults.clear();
+    CHECK(read_rows(all, &faults) == Strings{"fault", "1"});
+}
+
+TEST_CASE("lines across the borders of the buffer") {
+    std::string all;
+    Strings rows;
+    for (size_t i = 0; i < 3000; i++) {
+        rows.push_back("{\"a\": \"" + std::string(i * 37 % 2000, (char)('a' + i % 26)) + "\"}");
+        all += rows.back() + "\n";
+    }
+    CHECK(read_rows(all) == rows);
+    for (char& c : all) c = c == '\n' ? ',' : c;
+    all.back() = ']';
+    CHECK(read_rows("[" + all) == rows);
+}
+
+// ----------------------------------------------------------------------------------------- words
+
+TEST_CASE("patterns: blanks, numbers, whole words, exceptions") {
+    const MemoryFile file("; comment\nfigure #\n图_#\n第_#_章\nas  shown\n见代码 ; comment\n!常见代码\nthe above\nprefix sum\n");
+    const Patterns p(file.path);
+    auto found = [&](const char* s) { return p.find(decode(s)); };
+    CHECK(found("see Figure 3.2.") == "Figure 3.2");
+    CHECK(found("see\nFIGURE \n 3-2") == "FIGURE \n 3-2");
+    CHECK(found("figure of merit") == "");
+    CHECK(found("configure 3") == "");
+    CHECK(found("如图3所示") == "图3");
+    CHECK(found("如图 12-4 所示") == "图 12-4");
+    CHECK(found("图像有 3 个通道") == "");
+    CHECK(found("第三章") == "第三章");
+    CHECK(found("第 5 章") == "第 5 章");
+    CHECK(found("第一线程") == "");
+    CHECK(found("请见代码") == "见代码");
+    CHECK(found("常见代码") == "");
+    CHECK(found("常见代码，见代码") == "见代码");
+    CHECK(found("the above.") == "the above");
+    CHECK(found("the aboveground") == "");
+    CHECK(found("A prefix sum") == "prefix sum");
+    CHECK(found("") == "");
+    CHECK_THROWS_WITH_AS(Patterns(MemoryFile("a\n#b\n").path), doctest::Contains("line 2"), Error);
+    CHECK_THROWS_WITH_AS(Patterns(MemoryFile("a\n\xff\n").path), doctest::Contains("line 2"), Error);
+}
+
+TEST_CASE("words and language") {
+    auto words = [](const char* s) {
+        std::string all;
+        const std::u32string text = decode(s);
+        for_each_word(text, [&](size_t i, size_t j) {
+            for (char32_t c : text.substr(i, j - i)) utf8_append(all, c);
+            all += '|';
+        });
+        return all;
+    };
+    CHECK(words("A warp是32个线程，naïve？ x_1") == "A|warp|是|32|个|线|程|naïve|x|1|");
+    CHECK(words("～「」…→😀 ①") == "");
+    CHECK(word_hashes(decode("Warp")) == word_hashes(decode("wARP")));
+    CHECK(cjk_share(decode("warp 是线程")) == doctest::Approx(0.75));
+    CHECK(cjk_share(decode("是线程 `int a = b;` ```\nfor while\n``` 束")) == 1);
+    CHECK(cjk_share(decode("...")) == -1);
+}
+
+// ---------------------------------------------------------------------------------------- chunks
+
+static ChunkSizes sizes_of(size_t most, size_t overlap) { return {most, most * 7 / 10, overlap, 120}; }
+
+// Every byte is in a chunk; only whole characters; bodies as long as asked, unless of a fence; the overlap as well.
+static std::vector<Chunk> check_chunks(std::string_view book, const ChunkSizes& sizes) {
+    const std::vector<Chunk> chunks = cut_chunks(book, sizes);
+    size_t at = 0;
+    for (auto& c : chunks) {
+        REQUIRE(c.begin <= c.body);
+        REQUIRE(c.body == at);
+        REQUIRE(c.body < c.end);
+        REQUIRE(c.end <= book.size());
+        const std::string_view text = book.substr(c.begin, c.end - c.begin), body = book.substr(c.body, c.end - c.body);
+        std::string repaired;
+        utf8_repair(repaired, text, true);
+        CHECK(repaired == text);
+        CHECK(count_characters(book.substr(c.begin, c.body - c.begin)) <= sizes.overlap);
+        if (sizes.measure(body) > sizes.most) CHECK((body.find("```") != body.npos || body.find("~~~") != body.npos));
+        at = c.end;
+    }
+    CHECK(at == book.size());
+    return chunks;
+}
+
+TEST_CASE("every character of hostile Markdown is in some chunk") {
+    std::string endless, characters, sentences, fences, headings;
+    for (int i = 0; i < 3000; i++) {
+        endless += "一二三四五六七八九十"[3 * (i % 10)], endless += "一二三四五六七八九十"[3 * (i % 10) + 1], endless += "一二三四五六七八九十"[3 * (i % 10) + 2];
+        characters += i % 7 ? "x" : "\xF0\x9F\x98\x80";
+        sentences += i % 9 ? "字" : "。";
+        fences += "```" + std::string((size_t)i % 5, '`') + "\n# x\n";
+        headings += std::string(1 + (size_t)i % 8, '#') + " h\n";
+    }
+    const std::string book = read_file(BOOK);
+    std::string crlf;
+    for (char c : book) crlf += c == '\n' ? "\r\n" : std::string(1, c);
+    const Strings books = {"", "\n", " ", "#", "# ", "```", "```\n", "~~~~\n```\n", "a", "\n\n\na\n\n\n", "a\r\rb\rc", endless, characters, sentences, fences, headings,
+        "```c\n# not closed\n" + endless, "~~~\n" + endless + "\n~~~", "| a | b |\n|---|---|\n" + endless + "\n| c | d |\n", "$$\n\\frac{a}{b}\n\n\n= c\n$$\n",
+        "---\ntitle: x\n---\n", "a\n===\nb\n---\n===\n", std::string("\0\0# \0\n", 6), "> ```\n> # quoted\n> ```\n", "- ```\n  # x\n  ```\n", std::string(5000, '`'), std::string(5000, '#'),
+        std::string(5000, '\n'), "# " + endless, endless + "\n===", book, crlf, book + book};
+    for (auto& b : books)
+        for (size_t most : {50, 333, 3500})
+            for (size_t overlap : {0, 20, 5000}) {
+                INFO(b.substr(0, 60) << ", " << most << ", " << overlap);
+                if (b.empty()) CHECK(cut_chunks(b, sizes_of(most, overlap)).empty());
+                else check_chunks(b, sizes_of(most, overlap));
+            }
+}
+
+TEST_CASE("chunks of the book: fences whole, headings where they belong, overlap of whole sentences") {
+    const std::string book = read_file(BOOK);
+    for (size_t most : {60, 150, 400, 1000}) {
+        const auto chunks = check_chunks(book, sizes_of(most, 80));
+        for (std::string fence : {"```cuda\n# 井", "~~~text\n"}) { // no chunk's body begins inside
+            const size_t begin = book.find(fence), end = book.find(fence[0] == '`' ? "\n```\n" : "\n~~~\n", begin + 5) + 5;
+            for (auto& c : chunks) CHECK(!(c.body > begin && c.body < end));
+            for (auto& c : chunks) CHECK(!(c.begin > begin && c.begin < end));
+        }
+        size_t overlaps = 0;
+        for (auto& c : chunks) {
+            CHECK(c.chapter.find("井号") == std::string::npos);
+            CHECK(c.chapter.find("So is") == std::string::npos);
+            overlaps += c.begin < c.body;
+            const size_t last = book.rfind('\n', c.end - 2) + 1; // a heading never ends a chunk
+            CHECK(heading_level(std::string_view(book).substr(last, c.end - last)) == 0);
+        }
+        if (most < 400) CHECK(overlaps > 0);
+    }
+    const auto chunks = check_chunks(book, sizes_of(150, 0));
+    auto chapter_at = [&](const char* text) {
+        for (auto& c : chunks)
+            if (book.find(text) < c.end) return c.chapter;
+        return std::string("none");
+    };
+    CHECK(chapter_at("网格由线程块组成") == "线程与线程束 > 线程块的划分");
+    CHECK(chapter_at("全局内存的容量大") == "内存与合并访问");
+    CHECK(chapter_at("矩阵乘法先把") == "内存与合并访问 > 共享内存与分块");
+    CHECK(chapter_at("An inclusive scan") == "Reductions and scans > Scan");
+    CHECK(chapter_at("The order of floating") == "Reductions and scans > Setext headings");
+}
+
+TEST_CASE("a fence that nothing closes is text, and headings after it are headings") {
+    const std::string book = "# A\n\n" + std::string(300, 'a') + "\n```c\nint x;\n\n# B\n\n" + std::string(300, 'b') + "\n";
+    const auto chunks = check_chunks(book, sizes_of(320, 0));
+    CHECK(chunks.back().chapter == "B");
+}
+
+TEST_CASE("chunking a long book takes time in proportion to it") {
+    std::string fences, line;
+    for (int i = 0; i < 200000; i++) fences += "```" + std::to_string(i) + "\n"; // each could open, none closes
+    const double start = seconds();
+    check_chunks(fences, sizes_of(3500, 200));
+    check_chunks(std::string(4000000, 'a'), sizes_of(3500, 200));
+    CHECK(seconds() - start < 20);
+}
+
+TEST_CASE("chunk: stable ids, token budgets, UTF-8 only") {
+    Scratch scratch;
+    const std::string out = good({"chunk", BOOK, "--characters", "500"}).out;
+    CHECK(out == good({"chunk", BOOK, "--characters", "500"}).out);
+    const std::string book = read_file(BOOK);
+    size_t at = 0;
+    std::set<std::string> ids;
+    for (auto& line : lines(out)) {
+        const Json c(line);
+        CHECK(c["text"].str() == book.substr((size_t)c["begin"].number(), (size_t)(c["end"].number() - c["begin"].number())));
+        CHECK(c["body"].number() == (double)at);
+        CHECK(c["lang"].str() == (c["chapter"].str().find("Reduc") == 0 ? "en" : "zh"));
+        CHECK(c["source"].str() == "book.md");
+        CHECK(ids.insert(c["id"].str()).second);
+        at = (size_t)c["end"].number();
+    }
+    CHECK(at == book.size());
+    // What changes at its end leaves the ids before it alone.
+    write_file(scratch / "longer.md", book + " an end.\n\n# New\n\nMore.\n");
+    size_t same = 0;
+    for (auto& line : lines(good({"chunk", scratch / "longer.md", "--characters", "500"}).out)) same += ids.count(Json(line)["id"].str());
+    CHECK(same == ids.size() - 1);
+    // The same text twice has two ids.
+    write_file(scratch / "twice.md", "# A\n\ntext\n\n# A\n\ntext\n\n");
+    const auto twice = lines(good({"chunk", scratch / "twice.md"}).out);
+    REQUIRE(twice.size() == 2);
+    CHECK(Json(twice[1])["id"].str() == Json(twice[0])["id"].str() + "-2");
+
+    const Tokenizer tokenizer("tokenizer.bin");
+    for (auto& line : lines(good({"chunk", BOOK, "--tokens", "300", "--overlap", "0"}).out)) {
+        const std::string text = Json(line)["text"].str();
+        if (text.find("```") == text.npos) CHECK(tokenizer.encode(text, false).size() <= 310); // sums of pieces
+    }
+    write_file(scratch / "bom.md", "\xEF\xBB\xBF# A\n");
+    CHECK(Json(lines(good({"chunk", scratch / "bom.md"}).out)[0])["text"].str() == "# A\n");
+    write_file(scratch / "gbk.md", "abc\xC4\xE3\xBA\xC3");
+    check_refused({"chunk", scratch / "gbk.md"}, "byte 3");
+    write_file(scratch / "empty.md", "");
+    check_refused({"chunk", scratch / "empty.md"}, "empty");
+    check_refused({"chunk", BOOK, "--characters", "10"}, "--characters 10");
+    check_refused({"chunk", BOOK, "--characters", "100", "--tokens", "100"}, "one of them");
+}
+
+// --------------------------------------------------------------------------------------- prompts
+
+TEST_CASE("prompt: shares of difficulty in every chapter, quotas, templates") {
+    Scratch scratch;
+    std::string chunks;
+    for (int i = 0; i < 60; i++) {
+        sj::Writer w;
+        w.object().field("id", format("c%d", i)).field("source", "b.md").field("chapter", format("%d > x", i / 20)).field("lang", i % 2 ? "zh" : "en");
+        w.field("text", "{{count}} " + std::string(500 + 20 * (size_t)i, 'a')).end();
+        chunks += w.text + "\n";
+    }
+    chunks += "{\"id\": \"s\", \"source\": \"b.md\", \"chapter\": \"9\", \"lang\": \"en\", \"text\": \"short\"}\n";
+    write_file(scratch / "chunks", chunks);
+    auto ask = [&](const Strings& more, std::map<std::string, std::array<int, 3>>& given) {
+        Strings arguments = {"prompt", scratch / "chunks", "-o", scratch / "requests"};
+        arguments.insert(arguments.end(), more.begin(), more.end());
+        const Result r = good(arguments);
+        given.clear();
+        std::set<std::string> ids;
+        for (auto& line : lines(read_file(scratch / "requests"))) {
+            const Json q(line);
+            CHECK(ids.insert(q["custom_id"].str()).second);
+            CHECK(q["custom_id"].str().size() <= 64);
+            CHECK(q["method"].str() == "POST");
+            CHECK(q["url"].str() == "/v1/chat/completions");
+            const sj::Value messages = q["body"]["messages"];
+            REQUIRE(messages.size() == 2);
+            const std::string id = q["custom_id"].str(), user = messages[1]["content"].str();
+            const std::string difficulty = id.substr(id.find('.') + 1, id.rfind('.') - id.find('.') - 1);
+            const int d = difficulty == "easy" ? 0 : difficulty == "medium" ? 1 : 2;
+            const size_t at = user.find("**" + difficulty + "**");
+            const bool english = at != std::string::npos;
+            const int number = std::stoi(user.substr(english ? user.find("Write ") + 6 : user.find("请出 ") + 7));
+            CHECK(english == (std::stoi(id.substr(1)) % 2 == 0));
+            CHECK(user.find("{{count}} aaa") != std::string::npos); // the chunk's own braces stay
+            given[std::to_string(std::stoi(id.substr(1)) / 20)][(size_t)d] += number;
+        }
+        return r;
+    };
+    std::map<std::string, std::array<int, 3>> given;
+    ask({}, given);
+    REQUIRE(given.size() == 3);
+    for (auto& [chapter, n] : given) {
+        const int sum = n[0] + n[1] + n[2];
+        for (int d = 0; d < 3; d++) CHECK(std::abs(n[(size_t)d] - (d == 0 ? .5 : d == 1 ? .3 : .2) * sum) <= 1);
+    }
+    CHECK(given["2"][0] > given["0"][0]); // longer chunks
+    CHECK(rules(scratch / "chunks.dropped") == std::map<std::string, size_t>{{"short", 1}});
+    ask({"--chapter-quota", "10"}, given);
+    for (auto& chapter : given) CHECK(chapter.second == std::array<int, 3>{5, 3, 2});
+    CHECK(rules(scratch / "chunks.dropped")["quota"] == 30);
+    check_refused({"prompt", "-", "--dropped", scratch / "d"}, "twice");
+    check_refused({"prompt", BOOK}, "line 1");
+    write_file(scratch / "hostile", R"({"id": "x", "source": "", "chapter": "", "lang": "../../x", "text": ""})");
+    check_refused({"prompt", scratch / "hostile"}, "no language");
+    check_refused({"prompt", scratch / "chunks", "--lang", "fr"}, "prompts/fr");
+}
+
+// -------------------------------------------------------------------------- an endpoint and its faults
+
+#ifdef HAVE_CURL
+// Answers /v1/chat/completions. The k-th new body it sees is treated the k-th way at first, and well when asked again.
+struct Endpoint {
+    struct Seen { size_t number, asked = 0, answered = 0; };
+    int fd, port, delay_ms = 0;
+    bool faulty = true;
+    std::string key;
+    std::mutex mutex;
+    std::map<std::string, Seen> seen; // by body
+    std::atomic<size_t> answers{0}, unauthorised{0};
+    std::atomic<bool> stopping{false};
+    std::vector<std::thread> threads;
+    std::thread acceptor;
+
+    Endpoint() {
+        fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        sockaddr_in at = {};
+        at.sin_family = AF_INET, at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        socklen_t size = sizeof at;
+        REQUIRE(bind(fd, (sockaddr*)&at, size) == 0);
+        REQUIRE(listen(fd, 100) == 0);
+        REQUIRE(getsockname(fd, (sockaddr*)&at, &size) == 0);
+        port = ntohs(at.sin_port);
+        acceptor = std::thread([this] {
+            while (!stopping) {
+                pollfd p = {fd, POLLIN, 0};
+                if (poll(&p, 1, 20) <= 0) continue;
+                const int peer = accept4(fd, nullptr, nullptr, SOCK_CLOEXEC);
+                if (peer >= 0) threads.emplace_back([this, peer] { serve(peer), close(peer); });
+            }
+        });
+    }
+    ~Endpoint() {
+        stopping = true;
+        acceptor.join();
+        for (auto& t : threads) t.join();
+        close(fd);
+    }
+    std::string url() const { return format("http://127.0.0.1:%d/v1", port); }
+
+    void serve(int peer) {
+        std::string in;
+        for (;;) { // requests of one connection
+            size_t head;
+            while ((head = in.find("\r\n\r\n")) == in.npos)
+                if (!receive(peer, in)) return;
+            const std::string header = in.substr(0, head);
+            const size_t length = (size_t)std::stoul(header.substr(header.find("Content-Length: ") + 16));
+            while (in.size() < head + 4 + length)
+                if (!receive(peer, in)) return;
+            const std::string body = in.substr(head + 4, length);
+            in.erase(0, head + 4 + length);
+            if (header.find("POST /v1/chat/completions HTTP/1.1\r\n") != 0) return;
+            if (!key.empty() && header.find("Authorization: Bearer " + key + "\r\n") == header.npos) {
+                unauthorised++;
+                send(peer, 401, "", "no key");
+                continue;
+            }
+            size_t number, asked;
+            {
+                std::lock_guard<std::mutex> lock(mutex);
+                Seen& s = seen.insert({body, {seen.size()}}).first->second;
+                number = s.number, asked = s.asked++;
+            }
+            std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
+            const int way = faulty && asked == 0 ? (int)(number % 9) : 8;
+            if (way == 0) send(peer, 429, "Retry-After: 0\r\n", "slow down");
+            else if (way == 1) send(peer, 503, "", "<html>");
+            else if (way == 2) { // stalls until the client has enough
+                while (!stopping && receive(peer, in)) {}
+                return;
+            } else if (way == 3) send(peer, 200, "", "\xff not JSON");
+            else if (way == 4) return raw(peer, "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{\"choices\": ["); // breaks off
+            else if (way == 5) send(peer, 200, "", "{\"error\": \"none of your business\"}");
+            else if (way == 6) return; // hangs up
+            else if (way == 7) return raw(peer, "\x01\x02 no HTTP at all\r\n\r\n");
+            else {
+                send(peer, 200, "", answer(body, number));
+                answers++;
+                std::lock_guard<std::mutex> lock(mutex);
+                seen.at(body).answered++;
+            }
+        }
+    }
+    bool receive(int peer, std::string& in) {
+        char some[65536];
+        while (!stopping) {
+            pollfd p = {peer, POLLIN, 0};
+            if (poll(&p, 1, 20) <= 0) continue;
+            const ssize_t n = recv(peer, some, sizeof some, 0);
+            if (n <= 0) return false;
+            in.append(some, (size_t)n);
+            return true;
+        }
+        return false;
+    }
+    void raw(int peer, const std::string& bytes) { ::send(peer, bytes.data(), bytes.size(), MSG_NOSIGNAL); }
+    void send(int peer, int status, const std::string& header, const std::string& body) {
+        raw(peer, format("HTTP/1.1 %d X\r\n%sContent-Length: %zu\r\n\r\n", status, header.c_str(), body.size()) + body);
+    }
+
+    // Questions about the sentences of the chunk, in the ways that models answer.
+    static std::string answer(const std::string& body, size_t number) {
+        sj::Doc doc;
+        REQUIRE(sj::parse(doc, body) == "");
+        const std::string prompt = doc.root()["messages"][1]["content"].str();
+        const bool english = prompt.compare(0, 5, "Write") == 0;
+        const size_t count = std::stoul(prompt.substr(english ? 6 : 7));
+        const std::string marker = english ? "Source:\n" : "原文：\n", text = prompt.substr(prompt.rfind(marker) + marker.size());
+        Strings sentences;
+        size_t begin = 0;
+        for (size_t end : sentence_ends(text)) {
+            const std::string s = text.substr(begin, end - begin);
+            if (count_characters(s) > 18 && s.find_first_of("#|`$~\\{") == s.npos) sentences.push_back(s);
+            begin = end;
+        }
+        sj::Writer list;
+        list.array();
+        for (size_t i = 0; i < count && !sentences.empty(); i++) {
+            const std::string& s = sentences[(number + i) % sentences.size()];
+            list.object().field("question", english ? "Why is this so: " + s : "请说明理由：" + s).field("answer", s + s).end();
+        }
+        std::string content = list.end().text;
+        if (number % 10 == 1) content = "<think>\n[not this]\n</think>\n\n" + content;
+        if (number % 10 == 2) content = "```json\n" + content + "\n```";
+        if (number % 10 == 3) content = "<think>x</think>```\n" + content + "\n```\n";
+        if (number % 10 == 4) content = "Here you are: " + content;
+        if (number % 10 == 5) content.pop_back();
+        if (number % 10 == 6) content = "{\"question\": \"q\", \"answer\": \"a\"}";
+        if (number % 10 == 7) content = "[{\"question\": \"q\"}, {\"question\": \"\", \"answer\": \"a\"}, {\"question\": \"q\", \"answer\": 1}]";
+        sj::Writer w;
+        w.object().field("id", format("chatcmpl-%zu", number)).field("echo", "Bearer secret-key").key("choices").array().object().field("index", 0).key("message").object();
+        w.field("role", "assistant").field("content", content).end().field("finish_reason", number % 10 == 5 ? "length" : "stop").end().end();
+        std::string reply = w.end().text;
+        return reply.replace(1, 0, "\r\n  "); // on several lines
+    }
+};
+
+struct Pipeline {
+    Scratch scratch;
+    std::string chunks = scratch / "chunks.jsonl", requests = scratch / "requests.jsonl", responses = scratch / "responses.jsonl";
+    std::string journal = requests + ".journal";
+    std::string data = data_with(scratch, {{"generate.backoff", "0.02"}, {"generate.give_up", "30"}, {"prompt.characters_per_question", "60"}, {"prompt.least_characters", "60"}});
+    Pipeline() {
+        good({"chunk", BOOK, "--characters", "250", "--overlap", "60", "--data", data, "-o", chunks});
+        good({"prompt", chunks, "--data", data, "-o", requests});
+    }
+    Strings generate(const Endpoint& e, const Strings& more = {}) const {
+        Strings all = {"generate", requests, "--url", e.url(), "--data", data, "--parallel", "4", "--timeout", "2", "-o", responses};
+        all.insert(all.end(), more.begin(), more.end());
+        return all;
+    }
+};
+
+TEST_CASE("end to end: an endpoint that fails, stalls, answers 429 and sends garbage; then filter, split and pack") {
+    const Pipeline p;
+    const size_t count = lines(read_file(p.requests)).size();
+    REQUIRE(count > 20);
+    {
+        Endpoint e;
+        e.key = "secret-key";
+        setenv("DATAGEN_TEST_KEY", e.key.c_str(), 1);
+        const Result r = good(p.generate(e, {"--key-env", "DATAGEN_TEST_KEY"}));
+        INFO(r.err);
+        CHECK(e.seen.size() == count);
+        for (auto& [body, s] : e.seen) {
+            CHECK(s.answered == 1); // none is missing, none is asked again
+            CHECK(s.asked == (s.number % 9 == 8 ? 1 : 2));
+        }
+        CHECK(e.unauthorised == 0);
+        for (auto fault : {"HTTP status 429", "HTTP status 503", "Timeout was reached", "no chat completion"}) CHECK(r.err.find(fault) != std::string::npos);
+        // The key stands nowhere, though the endpoint echoes it.
+        for (const std::string& s : {r.err, read_file(p.responses), read_file(p.journal)}) CHECK(s.find("secret") == std::string::npos);
+        // Again: nothing is asked.
+        const std::string first = read_file(p.responses);
+        good(p.generate(e, {"--key-env", "DATAGEN_TEST_KEY"}));
+        CHECK(e.answers == count);
+        CHECK(read_file(p.responses) == first);
+    }
+    CHECK(column(p.responses, "custom_id") == column(p.requests, "custom_id"));
+    for (auto& line : lines(read_file(p.responses))) {
+        const Json r(line);
+        CHECK(r["response"]["status_code"].number() == 200);
+        CHECK(r["response"]["body"]["choices"].size() == 1);
+        CHECK(r["error"].is(sj::Null));
+    }
+
+    const std::string qa = p.scratch / "qa.jsonl", clean = p.scratch / "clean.jsonl";
+    good({"collect", p.responses, "--chunks", p.chunks, "-o", qa});
+    const size_t tenth = count / 10;
+    auto aside = rules(p.responses + ".dropped");
+    CHECK(aside["json"] >= 3 * tenth); // prose around it, cut off, no list
+    CHECK(aside["item"] >= 3 * tenth); // three bad items in each
+    CHECK(aside.size() == 2);
+    const Strings ids = column(qa, "id");
+    CHECK(ids.size() > count / 2);
+    CHECK(std::set<std::string>(ids.begin(), ids.end()).size() == ids.size());
+    std::map<std::string, std::string> chapter_of;
+    for (auto& line : lines(read_file(p.chunks))) chapter_of[Json(line)["id"].str()] = Json(line)["chapter"].str();
+    for (auto& line : lines(read_file(qa))) {
+        const Json r(line);
+        CHECK(chapter_of.at(r["chunk"].str()) == r["chapter"].str());
+        CHECK(r["id"].str().find(r["chunk"].str() + "." + r["difficulty"].str() + ".") == 0);
+    }
+
+    good({"filter", qa, "--chunks", p.chunks, "-o", clean});
+    const auto dropped = rules(qa + ".dropped");
+    CHECK(lines(read_file(clean)).size() + lines(read_file(qa + ".dropped")).size() == ids.size());
+    CHECK(lines(read_file(clean)).size() > 10);
+    CHECK(dropped.count("exact") + dropped.count("near") + dropped.count("rouge-l") > 0); // the endpoint repeats itself
+    CHECK(dropped.count("grounding") == 0);                                               // but lies not
+    // What is clean stays as it is.
+    good({"filter", clean, "--chunks", p.chunks, "-o", p.scratch / "again.jsonl"});
+    CHECK(read_file(p.scratch / "again.jsonl") == read_file(clean));
+
+    const Result split = good({"split", clean, "--test", "4", "-o", p.scratch.path.string(), "--data", data_with(p.scratch, {{"split.leak_rows", "1"}})});
+    const Strings train = column(p.scratch / "train.jsonl", "chunk"), test = column(p.scratch / "test.jsonl", "chunk");
+    CHECK(train.size() + test.size() == lines(read_file(clean)).size());
+    CHECK(test.size() == 4);
+    for (auto& chunk : test) CHECK(std::count(train.begin(), train.end(), chunk) == 0);
+    CHECK(split.err.find("leakage: ") != std::string::npos);
+
+    const std::string bin = p.scratch / "train.bin";
+    good({"pack", p.scratch / "train.jsonl", bin});
+    const Dataset data(bin);
+    CHECK(data.rows() == train.size());
+    CHECK(good({"stats", bin}).out.find(format("rows      %zu,", train.size())) != std::string::npos);
+    CHECK(good({"stats", clean}).out.find("easy") != std::string::npos);
+}
+
+TEST_CASE("generate: a kill in the middle loses no answer, and none is asked again") {
+    const Pipeline p;
+    const size_t count = lines(read_file(p.requests)).size();
+    Endpoint e;
+    e.delay_ms = 60;
+    auto journaled = [&] {
+        const std::string text = fs::exists(p.journal) ? read_file(p.journal) : "";
+        return (size_t)std::count(text.begin(), text.end(), '\n');
+    };
+    size_t kills = 0, before = 0;
+    for (; kills < 3; kills++) {
+        Datagen run(p.generate(e));
+        for (int ms = 0; ms < 20000 && journaled() < before + 3; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        kill(run.pid, SIGKILL);
+        CHECK(run.wait().status == 1000 + SIGKILL);
+        CHECK(!fs::exists(p.responses));
+        CHECK(e.answers < count);
+        before = journaled();
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(300)); // the endpoint ends what it was at
+    // Half a line at the end is what a kill in the middle of a write leaves.
+    const std::string whole = read_file(p.journal);
+    CHECK(whole.back() == '\n');
+    std::map<std::string, size_t> asked; // how often each of the journal's requests was asked so far
+    std::map<std::string, std::string> body_of;
+    for (auto& line : lines(read_file(p.requests))) body_of[Json(line)["custom_id"].str()] = std::string(Json(line)["body"].raw());
+    for (auto& id : column(p.journal, "custom_id")) asked[body_of.at(id)] = e.seen.at(body_of.at(id)).asked;
+    CHECK(asked.size() >= 9);
+    CHECK(asked.size() < count);
+    write_file(p.journal, whole + whole.substr(0, whole.find('\n') / 2));
+
+    good(p.generate(e));
+    CHECK(column(p.responses, "custom_id") == column(p.requests, "custom_id"));
+    CHECK(read_file(p.journal).compare(0, whole.size(), whole) == 0);
+    CHECK(lines(read_file(p.journal)).size() == count);
+    for (auto& [body, n] : asked) CHECK(e.seen.at(body).asked == n);
+    // What was on its way in the moment of a kill, at most one a connection, is all that was answered twice.
+    size_t twice = 0;
+    for (auto& [body, s] : e.seen) {
+        CHECK(s.answered >= 1);
+        twice += s.answered - 1;
+    }
+    CHECK(twice <= 4 * kills);
+}
+
+TEST_CASE("generate: Ctrl-C takes the answers that are on their way, then leaves with 130") {
+    const Pipeline p;
+    Endpoint e;
+    e.faulty = false, e.delay_ms = 30;
+    Datagen run(p.generate(e));
+    for (int ms = 0; ms < 20000 && e.answers < 5; ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    check_refused(p.generate(e), "another run");
+    kill(run.pid, SIGINT);
+    const Result r = run.wait();
+    INFO(r.err);
+    CHECK(r.status == 130);
+    CHECK(!fs::exists(p.responses));
+    CHECK(lines(read_file(p.journal)).size() == e.answers);
+    good(p.generate(e));
+    for (auto& [body, s] : e.seen) CHECK(s.asked == 1);
+}
+
+TEST_CASE("generate: what cannot be had is said, and the exit status is not 0") {
+    const Pipeline p;
+    Endpoint e;
+    {
+        Endpoint locked;
+        locked.key = "secret-key";
+        const Result r = datagen(p.generate(locked));
+        CHECK(r.status == 1);
+        CHECK(r.err.find("401") != std::string::npos);
+        CHECK(locked.unauthorised <= 4); // it does not go on
+        CHECK(!fs::exists(p.responses));
+    }
+    Strings nobody = p.generate(e, {"--retries", "1"});
+    nobody[3] = "http://127.0.0.1:1/v1";
+    const Result r = datagen(nobody);
+    CHECK(r.status == 1);
+    CHECK(r.err.find("in a row failed") != std::string::npos);
+    // Some fail for good: the others are there, and the next run asks for these only.
+    const Result some = datagen(p.generate(e, {"--retries", "0"}));
+    CHECK(some.status == 1);
+    CHECK(some.err.find("are missing") != std::string::npos);
+    const size_t had = e.answers;
+    CHECK(lines(read_file(p.responses)).size() == had);
+    good(p.generate(e));
+    for (auto& [body, s] : e.seen) CHECK(s.answered == 1);
+
+    auto refused = [&](const Strings& arguments, const std::string& word) { check_refused(arguments, word); };
+    refused({"generate", p.requests}, "--url");
+    refused({"generate", p.requests, "--url", "file:///etc/passwd"}, "--url");
+    refused(p.generate(e, {"--key-env", "NO_SUCH_KEY"}), "NO_SUCH_KEY");
+    refused(p.generate(e, {"--key", "secret"}), "unknown option --key");
+    write_file(p.requests, read_file(p.requests) + lines(read_file(p.requests))[0] + "\n");
+    refused(p.generate(e), "twice");
+    std::string other = lines(read_file(p.requests))[0];
+    other.replace(other.find("0.7"), 3, "0.8");
+    write_file(p.requests, other + "\n");
+    refused(p.generate(e), "something else");
+    write_file(p.requests, "{\"custom_id\": \"a\", \"method\": \"GET\", \"url\": \"/\", \"body\": {}}\n");
+    refused(p.generate(e), "line 1");
+    write_file(p.journal, "{\"custom_id\": 1}\n");
+    refused(p.generate(e), "line 1");
+}
+#endif
+
+TEST_CASE("where a request goes") {
+    const std::string url = "/v1/chat/completions";
+    CHECK(address("http://h:1", url) == "http://h:1/v1/chat/completions");
+    CHECK(address("http://h:1/", url) == "http://h:1/v1/chat/completions");
+    CHECK(address("http://h/v1", url) == "http://h/v1/chat/completions");
+    CHECK(address("http://h/api/v4/", url) == "http://h/api/v4/chat/completions");
+    CHECK(address("http://h/v1/chat/completions", url) == "http://h/v1/chat/completions");
+    CHECK(address("http://h/vision", url) == "http://h/vision/v1/chat/completions");
+    CHECK(address("http://h/v1", "/rerank") == "http://h/v1/rerank");
+}
+
+TEST_CASE("replies without think block and fence") {
+    for (auto s : {"[1]", " [1]\n", "```json\n[1]\n```", "```\n[1]```", "<think>\nx\n</think>\n\n[1]", "<think></think>```json\n[1]\n```  "}) CHECK(bare_reply(s) == "[1]");
+    CHECK(bare_reply("So: [1]") == "So: [1]");
+    CHECK(bare_reply("<think>[1]") == "<think>[1]");
+    CHECK(bare_reply("```") == "```");
+    CHECK(bare_reply("") == "");
+}
+
+TEST_CASE("collect: what is kept aside, and why") {
+    Scratch scratch;
+    write_file(scratch / "chunks", "{\"id\": \"c1\", \"source\": \"b.md\", \"chapter\": \"C\", \"lang\": \"en\"}\n");
+    auto line = [](const std::string& id, const std::string& content, int status = 200) {
+        sj::Writer w;
+        w.object().field("custom_id", id).key("response").object().field("status_code", status).key("body").object().key("choices").array();
+        return w.object().key("message").object().field("content", content).end().end().end().end().end().end().text + "\n";
+    };
+    const std::string one = "[{\"question\": \"q\", \"answer\": \"a\"}]";
+    write_file(scratch / "r", line("c1.easy.00", one) + "broken\n" + "[]\n" + line("c1.easy.00", one) + line("c2.easy.01", one) + line("c1.weird.01", one) + line("easy", one) +
+                              line("c1.hard.02", one, 500) + line("c1.hard.03", "") + line("c1.hard.04", "{}") + line("c1.hard.05", "[[]]") + "{\"custom_id\": \"c1.hard.06\"}\n");
+    good({"collect", scratch / "r", "--chunks", scratch / "chunks", "-o", scratch / "qa"});
+    CHECK(column(scratch / "qa", "id") == Strings{"c1.easy.00.1"});
+    CHECK(rules(scratch / "r.dropped") == std::map<std::string, size_t>{{"line", 2}, {"repeated", 1}, {"custom_id", 3}, {"status", 2}, {"reply", 1}, {"json", 1}, {"item", 1}});
+    check_refused({"collect", scratch / "r"}, "--chunks");
+}
+
+// --------------------------------------------------------------------------------- ROUGE-L, MinHash
+
+static double rouge_l(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b) { // the definition
+    std::vector<std::vector<size_t>> l(a.size() + 1, std::vector<size_t>(b.size() + 1));
+    for (size_t i = 1; i <= a.size(); i++)
+        for (size_t j = 1; j <= b.size(); j++) l[i][j] = a[i - 1] == b[j - 1] ? l[i - 1][j - 1] + 1 : std::max(l[i - 1][j], l[i][j - 1]);
+    return 2. * (double)l[a.size()][b.size()] / (double)(a.size() + b.size());
+}
+
+TEST_CASE("the index finds every question at or above the threshold, and no other") {
+    std::mt19937 random(7);
+    auto below = [&](size_t n) { return (size_t)(random() % n); };
+    for (double t : {0.3, 0.5, 0.7, 0.9, 1.0}) {
+        RougeIndex index(t);
+        std::vector<std::vector<uint32_t>> questions;
+        for (int i = 0; i < 600; i++) {
+            std::vector<uint32_t> q;
+            if (i % 2 && !questions.empty()) { // a variation of another
+                q = questions[below(questions.size())];
+                for (size_t edits = below(q.size() / 2 + 2); edits--;) {
+                    const size_t at = below(q.size() + 1);
+                    if (below(2)) q.insert(q.begin() + (ptrdiff_t)at, (uint32_t)below(40));
+                    else if (at < q.size()) q.erase(q.begin() + (ptrdiff_t)at);
+                }
+            } else
+                for (size_t n = below(i % 10 ? 30 : 150); n--;) q.push_back((uint32_t)(below(40) * below(40) / 40)); // some words are frequent
+            questions.push_back(q);
+            if (i % 3 == 0) index.learn(q);
+        }
+        size_t near = 0;
+        for (size_t i = 0; i < questions.size(); i++) {
+            std::set<size_t> found, wanted;
+            index.find(questions[i], [&](size_t k) { return found.insert(k).second; });
+            for (size_t k = 0; k < i; k++)
+                if (!questions[i].empty() && !questions[k].empty() && rouge_l(questions[i], questions[k]) >= t - 1e-12) wanted.insert(k);
+            REQUIRE(found == wanted);
+            near += wanted.size();
+            index.add(questions[i]);
+        }
+        CHECK(near > 20);
+    }
+}
+
+TEST_CASE("MinHash finds pairs as often as its formula says") {
+    std::mt19937_64 random(3);
+    const MinHash minhash;
+    for (int common : {20, 40, 55, 65, 75, 90}) { // of 100 grams; the Jaccard similarity is common / (200 - common)
+        int found = 0;
+        const int trials = 2000;
+        for (int i = 0; i < trials; i++) {
+            std::vector<uint64_t> a, b;
+            for (int k = 0; k < 100; k++) a.push_back(mix(1, random())), b.push_back(k < common ? a.back() : mix(2, random()));
+            const auto x = minhash.bands(a), y = minhash.bands(b);
+            bool same = false;
+            for (size_t k = 0; k < MinHash::BANDS; k++) same |= x[k] == y[k];
+            found += same;
+        }
+        const double s = common / (200. - common), p = 1 - std::pow(1 - std::pow(s, 8), 14), sigma = std::sqrt(p * (1 - p) / trials);
+        INFO(s << ": " << found << " of " << trials << ", not " << p * trials);
+        CHECK(std::fabs((double)found / trials - p) < 5 * sigma + 0.01);
+    }
+    CHECK(jaccard({1, 2, 2, 3}, {3, 2, 4, 4}) == doctest::Approx(0.5));
+    HashTable table(1000);
+    for (uint32_t i = 0; i < 1000; i++) table.add(mix(5, i / 2) * 0x9E3779B97F4A7C15, i);
+    for (uint32_t i = 0; i < 1000; i++) {
+        std::set<uint32_t> rows;
+        table.find(mix(5, i / 2) * 0x9E3779B97F4A7C15, [&](uint32_t row) { return rows.insert(row), false; });
+        CHECK(rows == std::set<uint32_t>{i / 2 * 2, i / 2 * 2 + 1});
+    }
+}
+
+// ---------------------------------------------------------------------------------------- filter
+
+TEST_CASE("filter: each rule drops what it is there for, in its order, and says so") {
+    Scratch scratch;
+    const std::string text = "一个线程束由 32 个线程组成，cudaMalloc 在设备上分配 1,024 字节的全局内存。线程块最多有 1024 个线程，它们用 threadIdx.x 区分自己的数据。";
+    sj::Writer chunk;
+    write_file(scratch / "chunks", chunk.object().field("id", "c").field("text", text).end().text + "\n");
+    const std::string c = ", \"chunk\": \"c\"", answer = "一个线程束由 32 个线程组成，它们用 threadIdx.x 区分自己的数据。";
+    const struct { std::string row, rule; } rows[] = {
+        {alpaca("一个线程束有多少个线程？", answer, c), ""},
+        {"{\"instruction\": \"broken\"", "schema"},
+        {"{\"instruction\": \"\xff\"}", "utf8"},
+        {alpaca("", answer, c), "schema"},
+        {"{\"messages\": []}", "schema"},
+        {"[1]", "schema"},
+        {alpaca("啥？", answer, c), "length"},
+        {alpaca("一个线程束是什么呢？", "线程。", c), "length"},
+        {alpaca("线程束里有哪些\xEF\xBF\xBD东西呢？", answer, c), "utf8"},
+        {alpaca("线程束里有哪些\\u0007东西呢？", answer + "\x7f", c), "utf8"},
+        {alpaca("What is a cafe\xCC\x81 in a warp?", answer, c), "nfc"},
+        {alpaca("How many threads does a warp have?", answer, c), "language"},
+        {alpaca("如图 3.2，线程束里有多少线程？", answer, c), "reference"},
+        {alpaca("线程束里到底有几个线程？", answer + "见第 5 章。", c), "reference"},
+        {alpaca("线程束的大小是多少？", "一个线程束由 64 个线程组成，它们用 threadIdx.x 区分自己的数据。", c), "grounding"},
+        {alpaca("全局内存怎样在设备上分配？", "在设备上分配全局内存用 cudaHostAlloc，字节数是参数。", c), "grounding"},
+        {alpaca("线程块的调度次序如何？", "调度器任意决定先后，程序不能依赖它们完成的顺序，否则会死锁。", c), "grounding"},
+        {alpaca("谁来区分自己的数据呢？", "它们区分自己的数据，它们区分自己的数据", c), "terms"},
+        {alpaca("线程块最多有多少个线程？", "线程块最多有 1024 个线程。它们用 threadIdx.x 区分自己的数据。", ", \"chunk\": \"other\""), "grounding"},
+        {alpaca("一个线程束有多少个线程？", answer, c), "exact"},
+        {alpaca("一个线程束有多少个线程呢？", answer, c), "near"},
+        {alpaca("一个线程束有多少线程？", "线程块最多有 1024 个线程，线程束由 32 个线程组成。", c), "rouge-l"},
+        {alpaca("怎样在设备上分配全局内存？", "在设备上分配全局内存用 cudaMalloc，这里是 1024 字节。", c), ""},
+    };
+    std::string all;
+    Strings kept, wanted;
+    for (auto& r : rows) {
+        all += r.row + "\n";
+        if (r.rule.empty()) kept.push_back(r.row);
+        else wanted.push_back(r.rule);
+    }
+    write_file(scratch / "qa", all);
+    write_file(scratch / "terms", "线程\n内存\nthread\nwarp\n");
+    const Result r = good({"filter", scratch / "qa", "--chunks", scratch / "chunks", "--terms", scratch / "terms"});
+    CHECK(lines(r.out) == kept);
+    CHECK(column(scratch / "qa.dropped", "rule") == wanted);
+    INFO(r.err);
+    for (auto rule : {"schema", "grounding", "near", "rouge-l"}) CHECK(r.err.find(rule) != std::string::npos);
+    CHECK(r.err.find(format("%zu rows kept, %zu dropped", kept.size(), wanted.size())) != std::string::npos);
+    for (auto& line : lines(read_file(scratch / "qa.dropped"))) {
+        const Json d(line);
+        CHECK(d["why"].str() != "");
+        CHECK((d["row"] || d["text"]));
+    }
+    // An array gives the same rows, each on its line.
+    write_file(scratch / "array", "[\n" + kept[0].insert(1, "\n") + ",\n" + kept[1] + "]\n");
+    CHECK(lines(good({"filter", scratch / "array", "--terms", scratch / "terms"}).out).size() == 2);
+    CHECK(lines(good({"filter", scratch / "array", "--lang", "en", "--dropped", scratch / "d"}).out).empty());
+    check_refused({"filter", "-", "--dropped", scratch / "d"}, "twice");
+    check_refused({"filter", scratch / "none"}, "none");
+    check_refused({"filter", scratch / "qa", "--lang", "fr"}, "fr");
+    write_file(scratch / "limits.txt", "filter.near x\n");
+    check_refused({"filter", scratch / "qa", "--data", scratch.path.string()}, "line 1");
+}
+
+TEST_CASE("filter: Ctrl-C leaves nothing half-written, and status 130") {
+    Scratch scratch;
+    std::string rows;
+    for (int i = 0; i < 20000; i++) {
+        std::string text;
+        for (int k = 0; k < 40; k++) text += format("warp w%llu ", (unsigned long long)mix(9, (uint64_t)(i * 100 + k)) % 100000);
+        rows += alpaca(text, text + text) + "\n";
+    }
+    write_file(scratch / "qa", rows);
+    Datagen run({"filter", scratch / "qa", "-o", scratch / "clean"});
+    auto begun = [&] { // its temporary files are there
+        return scratch.count() > 1;
+    };
+    for (int ms = 0; ms < 20000 && !begun(); ms++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    kill(run.pid, SIGINT);
+    const Result r = run.wait();
+    INFO(r.err);
+    CHECK(r.status == 130);
+    CHECK(r.err.find("interrupted\n") != std::string::npos);
+    CHECK(scratch.count() == 1);
+}
+
+TEST_CASE("split: rows without chunk or difficulty, too many, and a leak") {
+    Scratch scratch;
+    std::string rows;
+    for (int i = 0; i < 100; i++) {
+        std::string q;
+        for (int k = 0; k < 8; k++) q += format("w%llu ", (unsigned long long)mix(7, (uint64_t)(i * 100 + k)) % 100000);
+        rows += alpaca(q, q + q, format(", \"chunk\": \"c%d\", \"chapter\": \"%d > x\", \"difficulty\": \"%s\"", i / 2, i / 20, DIFFICULTIES[i % 10 < 5 ? 0 : i % 10 < 8 ? 1 : 2])) + "\n";
+    }
+    write_file(scratch / "x", rows);
+    const Strings ask = {"split", scratch / "x", "--test", "20", "-o", scratch.path.string()};
+    good(ask);
+    const std::string test = read_file(scratch / "test.jsonl");
+    std::map<std::string, int> difficulties, chapters;
+    for (auto& d : column(scratch / "test.jsonl", "difficulty")) difficulties[d]++;
+    for (auto& c : column(scratch / "test.jsonl", "chapter")) chapters[c]++;
+    CHECK(difficulties == std::map<std::string, int>{{"easy", 10}, {"medium", 6}, {"hard", 4}});
+    CHECK(chapters == std::map<std::string, int>{{"0 > x", 4}, {"1 > x", 4}, {"2 > x", 4}, {"3 > x", 4}, {"4 > x", 4}});
+    Strings both = lines(test + read_file(scratch / "train.jsonl")), all = lines(rows);
+    std::sort(both.begin(), both.end()), std::sort(all.begin(), all.end());
+    CHECK(both == all);
+    good(ask);
+    CHECK(read_file(scratch / "test.jsonl") == test);
+    Strings other = ask;
+    other.insert(other.end(), {"--seed", "1"});
+    good(other);
+    CHECK(read_file(scratch / "test.jsonl") != test);
+
+    check_refused({"split", scratch / "x", "--test", "100"}, "100 rows");
+    check_refused({"split", scratch / "x"}, "--test");
+    write_file(scratch / "bad", alpaca("q", "a") + "\n{\"instruction\": \"q\"}\n");
+    check_refused({"split", scratch / "bad", "--test", "1", "-o", scratch.path.string()}, "bad: line 2: output: missing");
+    std::string leaky;
+    for (int i = 0; i < 10; i++) leaky += alpaca("What is a warp of the GPU?", "It is a group of 32 threads.", format(", \"chunk\": \"%d\"", i)) + "\n";
+    write_file(scratch / "leaky", leaky);
+    fs::remove(scratch / "test.jsonl");
+    const Result r = datagen({"split", scratch / "leaky", "--test", "2", "-o", scratch.path.string()});
+    CHECK(r.status == 1);
+    CHECK(r.err.find("2 rows leak") != std::string::npos);
+    CHECK(r.err.find("nothing was written") != std::string::npos);
+    CHECK(!fs::exists(scratch / "test.jsonl"));
+}
+
+// ------------------------------------------------------------------------------------------ pack
+
+// The trained parts and the others of each row, as text.
+static std::vector<std::vector<std::string>> parts_of(const std::string& path) {
+    const Tokenizer tokenizer("tokenizer.bin");
+    const Dataset data(path);
+    data.must_match(tokenizer.hash(), template_hash());
+    std::vector<std::vector<std::string>> all;
+    for (size_t i = 0; i < data.rows(); i++) {
+        std::vector<std::string> parts;
+        std::vector<int> run;
+        bool train = false;
+        for (uint32_t word : data.row(i)) {
+            if (((word & TRAIN) != 0) != train) parts.push_back(tokenizer.decode(run, false)), run.clear(), train = !train;
+            run.push_back((int)(word & ~TRAIN));
+        }
+        parts.push_back(tokenizer.decode(run, false));
+        all.push_back(parts);
+    }
+    return all;
+}
+
+TEST_CASE("pack: Alpaca, OpenAI and ShareGPT give the same rows; every answer is trained behind what is fed for it") {
+    Scratch scratch;
+    const std::string alpaca_row = R"({"instruction": "Q3", "input": "more", "output": "A3", "system": "S", "history": [["Q1", "A1"], ["Q2", "A2"]]})";
+    const std::string openai = R"({"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q1"}, {"role": "assistant", "content": "A1"},
+        {"role": "user", "content": "Q2"}, {"role": "assistant", "content": "A2"}, {"role": "user", "content": "Q3\nmore"}, {"role": "assistant", "content": "A3"}]})";
+    const std::string sharegpt = R"({"system": "S", "conversations": [{"from": "human", "value": "Q1"}, {"from": "gpt", "value": "A1"},
+        {"from": "human", "value": "Q2"}, {"from": "gpt", "value": "A2"}, {"from": "human", "value": "Q3\nmore"}, {"from": "gpt", "value": "A3"}]})";
+    const std::string system = "<|im_start|>system\nS<|im_end|>\n", u = "<|im_start|>user\n", e = "<|im_end|>\n", a = "<|im_start|>assistant\n", t = "<think>\n\n</think>\n\n";
+    const std::vector<std::vector<std::string>> wanted = {
+        {system + u + "Q1" + e + a + t, "A1" + e},
+        {system + u + "Q1" + e + a + "A1" + e + u + "Q2" + e + a + t, "A2" + e},
+        {system + u + "Q1" + e + a + "A1" + e + u + "Q2" + e + a + "A2" + e + u + "Q3\nmore" + e + a + t, "A3" + e}};
+    std::string first;
+    for (auto& row : {alpaca_row, openai, sharegpt}) {
+        write_file(scratch / "x.jsonl", one_line(row) + "\n");
+        good({"pack", scratch / "x.jsonl", scratch / "x.bin"});
+        CHECK(parts_of(scratch / "x.bin") == wanted);
+        if (first.empty()) first = read_file(scratch / "x.bin");
+        CHECK(read_file(scratch / "x.bin") == first);
+        // LLaMA-Factory's entry leads back to the same rows.
+        good({"pack", scratch / "dataset_info.json", scratch / "y.bin", "--name", "x"});
+        CHECK(read_file(scratch / "y.bin") == first);
+    }
+    write_file(scratch / "y.jsonl", alpaca_row + "\n");
+    good({"pack", scratch / "y.jsonl", scratch / "y.bin"});
+    const Json info(read_file(scratch / "dataset_info.json")); // both are in there
+    CHECK(info["x"]["formatting"].str() == "sharegpt");
+    CHECK(info["y"]["columns"]["history"].str() == "history");
+    CHECK(info["y"]["file_name"].str() == "y.jsonl");
+    // Other names of columns and tags.
+    write_file(scratch / "dataset_info.json", R"({"z": {"file_name": "z.json", "formatting": "sharegpt", "columns": {"messages": "talk", "system": "sys"},
+        "tags": {"role_tag": "who", "content_tag": "what", "user_tag": "U", "assistant_tag": "A"}}})");
+    write_file(scratch / "z.json", R"([{"sys": "S", "talk": [{"who": "U", "what": "Q1"}, {"who": "A", "what": "A1"}]}])");
+    good({"pack", scratch / "dataset_info.json", scratch / "z.bin", "--name", "z"});
+    CHECK(parts_of(scratch / "z.bin") == std::vector<std::vector<std::string>>{wanted[0]});
+    check_refused({"pack", scratch / "dataset_info.json", scratch / "z.bin", "--name", "q"}, "\"q\"");
+    check_refused({"pack", scratch / "dataset_info.json", scratch / "z.bin"}, "--name");
+}
+
+TEST_CASE("pack: prompts are the template's, special tokens in a row stay text, thoughts and tool calls are trained") {
+    Scratch scratch;
+    const std::string row = R"({"tools": "[{\"name\": \"f\"}]", "conversations": [{"from": "human", "value": "<|im_end|> hi"}, {"from": "function_call", "value": "{\"name\": \"f\", \"arguments\": {}}"},
+        {"from": "observation", "value": "7"}, {"from": "gpt", "value": "<think>\nhm\n</think>\n\n\nIt is 7."}]})";
+    write_file(scratch / "x.jsonl", one_line(row) + "\n");
+    good({"pack", scratch / "x.jsonl", scratch / "x.bin"});
+    const Tokenizer tokenizer("tokenizer.bin");
+    const Dataset data(scratch / "x.bin");
+    REQUIRE(data.rows() == 2);
+    const auto parts = parts_of(scratch / "x.bin");
+    CHECK(parts[0][1] == "<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call><|im_end|>\n");
+    CHECK(parts[1][1] == "<think>\nhm\n</think>\n\nIt is 7.<|im_end|>\n");
+    std::vector<int> prompt;
+    for (uint32_t word : data.row(0))
+        if (!(word & TRAIN)) prompt.push_back((int)word);
+    CHECK(prompt == render_chat(tokenizer, {{"user", "<|im_end|> hi"}}, {}, {"{\"name\": \"f\"}"}));
+    CHECK(std::count(prompt.begin(), prompt.end(), tokenizer.id("<|im_end|>")) == 2); // system and user; not the row's
+}
+
+TEST_CASE("pack: rows that are too long are reported or refused, never cut; bad rows are named") {
+    Scratch scratch;
+    std::string longer;
+    for (int i = 0; i < 600; i++) longer += "word ";
+    write_file(scratch / "x.jsonl", alpaca("short", "answer") + "\n" + alpaca("long", longer) + "\n");
+    const Result r = good({"pack", scratch / "x.jsonl", scratch / "x.bin"});
+    CHECK(r.err.find("1 rows kept, 1 dropped") != std::string::npos);
+    CHECK(rules(scratch / "x.jsonl.dropped")["too long"] == 1);
+    CHECK(Dataset(scratch / "x.bin").rows() == 1);
+    fs::remove(scratch / "x.bin");
+    check_refused({"pack", scratch / "x.jsonl", scratch / "x.bin", "--over", "refuse"}, "line 2: 6");
+    CHECK(!fs::exists(scratch / "x.bin"));
+    good({"pack", scratch / "x.jsonl", scratch / "x.bin", "--max-len", "1000"});
+    CHECK(Dataset(scratch / "x.bin").rows() == 2);
+    check_refused({"pack", scratch / "x.jsonl", scratch / "y.bin", "--max-len", "5"}, "too long");
+
+    for (auto [row, word] : {std::pair<const char*, const char*>{"{", "line 2"}, {"7", "not an object"}, {"{\"instruction\": \"x\"}", "output: missing"},
+             {"{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}", "assistant"}, {"{\"conversations\": 1}", "not a list"}, {"{\"conversations\": [{\"from\": \"x\", \"value\": \"\"}]}", "unknown role"},
+             {"{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}, {\"role\": \"assistant\", \"content\": \"x\"}, {\"role\": \"assistant\", \"content\": \"x\"}]}", "turn 2"}}) {
+        write_file(scratch / "bad.jsonl", alpaca("a", "b") + "\n" + row + "\n");
+        check_refused({"pack", scratch / "bad.jsonl", scratch / "bad.bin"}, word);
+        check_refused({"pack", scratch / "bad.jsonl", scratch / "bad.bin"}, "bad.jsonl: line 2");
+    }
+    CHECK(!fs::exists(scratch / "bad.bin"));
+    write_file(scratch / "none.jsonl", "\n");
+    check_refused({"pack", scratch / "none.jsonl", scratch / "none.bin"}, "no row");
+    check_refused({"pack", scratch / "none.jsonl"}, "usage");
+    write_file(scratch / "dataset_info.json", "{");
+    check_refused({"pack", scratch / "dataset_info.json", scratch / "x.bin", "--name", "x"}, "dataset_info.json");
+}
+
+TEST_CASE("unpack and pack again give the same bytes; stats count") {
+    Scratch scratch;
+    write_file(scratch / "x.jsonl", alpaca("什么是 warp？", "32 个线程。\n\n完。") + "\n" + R"({"instruction": "Q", "output": "A", "system": "S", "chapter": "乙 > x", "difficulty": "hard"})" "\n");
+    good({"pack", scratch / "x.jsonl", scratch / "x.bin"});
+    good({"unpack", scratch / "x.bin", "-o", scratch / "y.jsonl"});
+    const Json second(lines(read_file(scratch / "y.jsonl"))[1]);
+    CHECK(second["messages"][0]["role"].str() == "system");
+    CHECK(second["messages"][2]["content"].str() == "A");
+    good({"pack", scratch / "y.jsonl", scratch / "y.bin"});
+    CHECK(read_file(scratch / "x.bin") == read_file(scratch / "y.bin"));
+    write_file(scratch / "text.jsonl", "{\"text\": \"plain text\"}\n");
+    good({"pack", scratch / "text.jsonl", scratch / "text.bin"});
+    CHECK(Json(lines(good({"unpack", scratch / "text.bin"}).out)[0])["text"].str() == "plain text");
+
+    const Dataset data(scratch / "x.bin");
+    const std::string out = good({"stats", scratch / "x.bin"}).out, table = good({"stats", scratch / "x.jsonl"}).out;
+    CHECK(out.find(format("tokens  %24llu", (unsigned long long)data.tokens())) != std::string::npos);
+    CHECK(table.find(format("  trained %22llu", (unsigned long long)data.trained())) != std::string::npos);
+    CHECK(table.find("\n乙 ") != std::string::npos);
+    check_refused({"unpack", scratch / "x.jsonl"}, "not a dataset");
+    check_refused({"unpack", scratch / "x.bin", "-z", "tests/fixtures/tiny/tokenizer.bin"}, "another tokenizer");
+    std::string bad = read_file(scratch / "x.bin");
+    bad[60] ^= 1;
+    write_file(scratch / "bad.bin", bad);
+    check_refused({"stats", scratch / "bad.bin"}, "row 0");
+}
+
+TEST_CASE("the command line") {
+    check_refused({"nothing"}, "unknown command");
+    check_refused({"chunk"}, "usage");
+    check_refused({"stats", BOOK, "--what", "1"}, "--what");
+    check_refused({"stats", BOOK, "-z"}, "needs a value");
+    CHECK(datagen({}).status == 1);
+    const Result help = good({"--help"});
+    for (auto& c : COMMANDS) CHECK(help.out.find(c.help) != std::string::npos);
+    check_refused({"chunk", BOOK, "-o", "/no/such/folder/x"}, "/no/such/folder");
+    check_refused({"chunk", BOOK, "-o", "tests"}, "directory");
+}

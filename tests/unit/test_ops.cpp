@@ -1,0 +1,335 @@
+// Every op against a plain loop in double, at odd sizes, for every stored type; and the contract that a row's
+// bits depend neither on the other rows nor on the number of threads.
+#include "../common.h"
+
+TEST_CASE("bf16: every value survives, rounding is to nearest even") {
+    for (uint32_t u = 0; u < 65536; u++) {
+        float f = to_acc(bf16{(uint16_t)u});
+        uint16_t back = to_bf16(f).bits;
+        bool fine = std::isnan(f) ? std::isnan(to_acc(bf16{back})) : back == u;
+        if (!fine) FAIL("value " << u);
+    }
+    CHECK(to_bf16(1.f + 1.f / 256).bits == 0x3f80);       // a tie goes to the even neighbour
+    CHECK(to_bf16(1.f + 3.f / 256).bits == 0x3f82);
+    CHECK(to_bf16(1.f + 1.001f / 256).bits == 0x3f81);
+    CHECK(to_bf16(3.4e38f).bits == 0x7f80);               // beyond the largest: infinity
+}
+
+TEST_CASE("half_to_float: every value, against arithmetic on its fields") {
+    for (uint32_t u = 0; u < 65536; u++) {
+        int e = (int)(u >> 10 & 31), m = (int)(u & 1023);
+        float f = half_to_float((uint16_t)u);
+        double want = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(1024 + m, e - 25) : std::ldexp(m, -24);
+        if (u & 0x8000) want = -want;
+        bool fine = std::isnan(want) ? std::isnan(f) : (f == want && std::signbit(f) == std::signbit(want));
+        if (!fine) FAIL("value " << u);
+    }
+}
+
+TEST_CASE("philox 4x32-10: the published test vectors") { // Random123's kat_vectors: counter, key, result
+    Philox a = philox(0, 0, 0);
+    CHECK(a.v[0] == 0x6627e8d5); CHECK(a.v[1] == 0xe169c58d); CHECK(a.v[2] == 0xbc57ac4c); CHECK(a.v[3] == 0x9b00dbd8);
+    Philox b = philox(~0ull, ~0ull, ~0ull);
+    CHECK(b.v[0] == 0x408f276d); CHECK(b.v[1] == 0x41c83b0e); CHECK(b.v[2] == 0xa20bc7c6); CHECK(b.v[3] == 0x6d5451fd);
+    Philox c = philox(0x299f31d0a4093822, 0x85a308d3243f6a88, 0x0370734413198a2e);
+    CHECK(c.v[0] == 0xd16cfe09); CHECK(c.v[1] == 0x94fdcceb); CHECK(c.v[2] == 0x5001e420); CHECK(c.v[3] == 0x24126ea1);
+}
+
+TEST_CASE("exp_exact and exp_lanes: within 3e-7 of e^x, never above 1 below 0, exactly 1 at 0") {
+    auto lane = [](float x) {
+        float16v v = float16v{} + x;
+        exp_lanes(v);
+        return v[7];
+    };
+    CHECK(exp_exact(0.f) == 1.f);
+    CHECK(lane(0.f) == 1.f);
+    CHECK(exp_exact(-INFINITY) == 0.f);
+    CHECK(lane(-INFINITY) == 0.f);
+    CHECK(lane(-1000.f) == 0.f);
+    double worst = 0;
+    for (int i = 0; i < 1000000; i++) {
+        float x = -87.f * (float)i / 1000000;
+        for (float y : {exp_exact(x), lane(x)}) {
+            worst = std::max(worst, std::fabs(y / std::exp((double)x) - 1));
+            if (y > 1) FAIL("above 1 at " << x);
+        }
+    }
+    for (int i = 0; i < 1000; i++) worst = std::max(worst, std::fabs(lane(0.08f * (float)i) / std::exp((double)(0.08f * (float)i)) - 1));
+    INFO("worst relative error " << worst);
+    CHECK(worst < 3e-7);
+}
+
+TEST_CASE_TEMPLATE("embed copies rows, spare rows stay", T, bf16, float, double) {
+    Random random{1};
+    for (int C : {1, 33, 80}) {
+        auto table = random.fill<T>(50 * C);
+        Linear<T> embedding;
+        embedding.w[0] = table.data(), embedding.rows[0] = 50, embedding.in = C;
+        TestBatch batch(random, {{0, 7}, {3, 1}}, 50, 2);
+        auto x = poisoned<acc<T>>(10 * C);
+        embed_cpu(cpu(), x.data(), embedding, batch.view(), C);
+        for (int n = 0; n < 10; n++)
+            for (int i = 0; i < C; i++) {
+                if (n < 8) REQUIRE(x[n * C + i] == to_acc(table[batch.token[n] * C + i]));
+                else REQUIRE(std::isnan(x[n * C + i]));
+            }
+    }
+}
+
+TEST_CASE_TEMPLATE("rmsnorm", T, bf16, float, double) {
+    Random random{2};
+    for (int N : {1, 2, 33}) for (int C : {1, 2, 15, 16, 17, 257, 1024}) {
+        auto x = random.fill<acc<T>>((size_t)N * C, 3);
+        auto w = random.fill<T>(C, 0.5, 1);
+        auto out = poisoned<T>((size_t)N * C);
+        rmsnorm_cpu(cpu(), out.data(), x.data(), w.data(), N, C, 1e-6f);
+        std::vector<double> want;
+        for (int n = 0; n < N; n++) {
+            double sum = 0;
+            for (int i = 0; i < C; i++) sum += (double)x[n * C + i] * x[n * C + i];
+            for (int i = 0; i < C; i++) want.push_back(x[n * C + i] / std::sqrt(sum / C + (double)1e-6f) * to_acc(w[i]));
+        }
+        CHECK(wrong(out, want, [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(std::fabs(want[i])); }) == 0);
+    }
+}
+
+// A Linear of up to three blocks over one array of rows.
+template <class T> struct TestLinear : Linear<T> {
+    std::vector<T> all;
+    TestLinear(Random& random, std::vector<int> blocks, int in) {
+        this->in = in;
+        size_t rows = 0;
+        for (int r : blocks) rows += r;
+        all = random.fill<T>(rows * in);
+        size_t at = 0;
+        for (size_t i = 0; i < blocks.size(); i++) this->w[i] = all.data() + at, this->rows[i] = blocks[i], at += (size_t)blocks[i] * in;
+    }
+    // The product in double, and the magnitudes its terms add up to.
+    std::vector<double> product(const std::vector<T>& x, int N, std::vector<double>& size) const {
+        std::vector<double> y;
+        size.clear();
+        for (int n = 0; n < N; n++)
+            for (int r = 0; r < this->out(); r++) {
+                double sum = 0, magnitude = 0;
+                for (int i = 0; i < this->in; i++) {
+                    double term = (double)to_acc(all[(size_t)r * this->in + i]) * to_acc(x[(size_t)n * this->in + i]);
+                    sum += term, magnitude += std::fabs(term);
+                }
+                y.push_back(sum), size.push_back(magnitude);
+            }
+        return y;
+    }
+};
+
+TEST_CASE_TEMPLATE("products: linear, linear_add, head", T, bf16, float, double) {
+    Random random{3};
+    for (int N : {1, 2, 5, 17, 33, 65, 70}) for (int in : {1, 16, 33, 96, 257}) for (auto blocks : {std::vector<int>{1}, {7, 3, 3}, {96, 33}}) {
+        TestLinear<T> W(random, blocks, in);
+        auto x = random.fill<T>((size_t)N * in);
+        std::vector<double> size, want = W.product(x, N, size);
+        on_every_road([&] {
+            auto tolerance = [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(size[i]); };
+            auto out = poisoned<T>(want.size());
+            linear_cpu(cpu(), out.data(), x.data(), W, N);
+            CHECK(wrong(out, want, tolerance) == 0);
+
+            auto residual = random.fill<acc<T>>(want.size());
+            auto sum = poisoned<acc<T>>(want.size());
+            linear_add_cpu(cpu(), sum.data(), residual.data(), x.data(), W, N);
+            std::vector<double> want_sum;
+            for (size_t i = 0; i < want.size(); i++) want_sum.push_back(want[i] + residual[i]);
+            CHECK(wrong(sum, want_sum, [&](size_t i) { return rounding<acc<T>>(want_sum[i]) + sum_error<T>(size[i]); }) == 0);
+            linear_add_cpu(cpu(), residual.data(), residual.data(), x.data(), W, N); // in place
+            CHECK(same_bits(residual, sum));
+
+            std::vector<int> rows = {N - 1, 0, N / 2};
+            auto picked = poisoned<T>(3 * in);
+            auto logits = poisoned<acc<T>>(3 * (size_t)W.out());
+            head_cpu(cpu(), logits.data(), picked.data(), x.data(), rows.data(), W, 3);
+            std::vector<double> want_logits, head_size;
+            for (int r : rows) for (int v = 0; v < W.out(); v++) want_logits.push_back(want[(size_t)r * W.out() + v]), head_size.push_back(size[(size_t)r * W.out() + v]);
+            CHECK(wrong(logits, want_logits, [&](size_t i) { return sum_error<T>(head_size[i]); }) == 0);
+        });
+    }
+}
+
+TEST_CASE_TEMPLATE("a product's row has the same bits alone and in any batch, on any number of threads", T, bf16, float, double) {
+    Random random{4};
+    for (int in : {96, 137}) on_every_road([&] {
+        const int N = 83;
+        TestLinear<T> W(random, {70, 33}, in);
+        auto x = random.fill<T>((size_t)N * in);
+        auto whole = poisoned<acc<T>>((size_t)N * W.out()), zero = std::vector<acc<T>>(whole.size());
+        linear_add_cpu(cpu(), whole.data(), zero.data(), x.data(), W, N);
+        for (int count : {1, 2, 16, 31, 64, 65}) // rows in the batch of which ours is one
+            for (int n = 0; n + count <= N; n += 11) {
+                auto alone = poisoned<acc<T>>((size_t)count * W.out());
+                linear_add_cpu(cpu(), alone.data(), zero.data(), x.data() + (size_t)n * in, W, count);
+                REQUIRE(memcmp(alone.data(), whole.data() + (size_t)n * W.out(), alone.size() * sizeof(acc<T>)) == 0);
+            }
+#ifdef _OPENMP
+        const int threads = omp_get_max_threads();
+        for (int j : {1, 3, 7}) {
+            omp_set_num_threads(j);
+            auto again = poisoned<acc<T>>(whole.size());
+            linear_add_cpu(cpu(), again.data(), zero.data(), x.data(), W, N);
+            CHECK(same_bits(again, whole));
+        }
+        omp_set_num_threads(threads);
+#endif
+    });
+}
+
+TEST_CASE("a product's tasks of 64 and 128 rows give the bits of tasks of 32") {
+    Random random{12};
+    TestLinear<bf16> W(random, {600, 33}, 64);
+    auto x = random.fill<bf16>(70 * 64);
+    on_every_road([&] {
+        std::vector<std::vector<float>> results;
+        for (int j : {1, 64}) { // few threads make the tasks large
+#ifdef _OPENMP
+            const int threads = omp_get_max_threads();
+            omp_set_num_threads(j);
+#endif
+            std::vector<float> zero((size_t)70 * W.out());
+            results.push_back(poisoned<float>(zero.size()));
+            linear_add_cpu(cpu(), results.back().data(), zero.data(), x.data(), W, 70);
+#ifdef _OPENMP
+            omp_set_num_threads(threads);
+#endif
+            (void)j;
+        }
+        CHECK(same_bits(results[0], results[1]));
+        std::vector<double> size, want = W.product(x, 70, size);
+        CHECK(wrong(results[0], want, [&](size_t i) { return rounding<float>(want[i]) + sum_error<float>(size[i]); }) == 0);
+    });
+}
+
+TEST_CASE_TEMPLATE("swiglu and its fusion with the product", T, bf16, float, double) {
+    Random random{5};
+    for (int N : {1, 3}) for (int F : {1, 33, 72}) {
+        auto gate_up = random.fill<T>((size_t)N * 2 * F, 12);
+        auto out = poisoned<T>((size_t)N * F);
+        swiglu_cpu(cpu(), out.data(), gate_up.data(), N, F);
+        std::vector<double> want;
+        for (int n = 0; n < N; n++) for (int i = 0; i < F; i++) {
+            double g = to_acc(gate_up[n * 2 * F + i]), u = to_acc(gate_up[n * 2 * F + F + i]);
+            want.push_back(g / (1 + std::exp(-g)) * u);
+        }
+        CHECK(wrong(out, want, [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(std::fabs(want[i])); }) == 0);
+
+        TestLinear<T> W(random, {F, F}, 24);
+        auto x = random.fill<T>(N * 24);
+        auto a = poisoned<T>((size_t)N * 2 * F), b = a;
+        auto fused = poisoned<T>((size_t)N * F), apart = fused;
+        linear_swiglu_cpu(cpu(), fused.data(), a.data(), x.data(), W, N);
+        linear_cpu(cpu(), b.data(), x.data(), W, N);
+        swiglu_cpu(cpu(), apart.data(), b.data(), N, F);
+        CHECK(same_bits(a, b));
+        CHECK(same_bits(fused, apart));
+    }
+}
+
+TEST_CASE_TEMPLATE("qknorm_rope_kv", T, bf16, float, double) {
+    Random random{6};
+    for (int D : {2, 6, 64, 128}) for (auto [H, K] : {std::pair<int, int>{1, 1}, {6, 2}}) {
+        TestBatch batch(random, {{20, 1}, {0, 17}, {15, 2}}, 10, 1);
+        const int N = (int)batch.token.size(), row = (H + 2 * K) * D, positions = 40;
+        auto qkv = random.fill<T>((size_t)N * row, 2);
+        auto qw = random.fill<T>(D, 0.5, 1), kw = random.fill<T>(D, 0.5, 1);
+        std::vector<acc<T>> rope((size_t)positions * D);
+        fill_rope(rope.data(), positions, D, 1e4);
+        auto q = poisoned<T>((size_t)N * H * D);
+        auto keys = poisoned<T>((size_t)batch.page_count * K * PAGE * D), values = keys;
+        qknorm_rope_kv_cpu(cpu(), q.data(), keys.data(), values.data(), qkv.data(), qw.data(), kw.data(), rope.data(), batch.view(), H, K, D, 1e-6f);
+        size_t written = 0;
+        for (const T& k : keys) written += !std::isnan(to_acc(k));
+        CHECK(written == (size_t)(N - 1) * K * D); // nothing else was touched
+        int bad = 0;
+        for (int n = 0; n < N - 1; n++)
+            for (int h = 0; h < H + K; h++) {
+                const T* in = &qkv[(size_t)n * row + h * D];
+                const auto& w = h < H ? qw : kw;
+                double sum = 0;
+                for (int i = 0; i < D; i++) sum += (double)to_acc(in[i]) * to_acc(in[i]);
+                size_t at = h < H ? ((size_t)n * H + h) * D : kv_offset(batch.slot[n] / PAGE, h - H, batch.slot[n] % PAGE, K, D);
+                const T* got = (h < H ? q.data() : keys.data()) + at;
+                for (int i = 0; i < D; i++) {
+                    int pair = i < D / 2 ? i + D / 2 : i - D / 2, plane = i % (D / 2);
+                    double angle = batch.pos[n] * std::pow(1e4, -2. * plane / D), r = 1 / std::sqrt(sum / D + (double)1e-6f);
+                    double u = to_acc(in[i]) * r * to_acc(w[i]), v = to_acc(in[pair]) * r * to_acc(w[pair]);
+                    double want = u * std::cos(angle) + (i < D / 2 ? -v : v) * std::sin(angle);
+                    double tolerance = rounding<T>(want) + sum_error<T>(6 * (std::fabs(u) + std::fabs(v)));
+                    bad += !(std::fabs(to_acc(got[i]) - want) <= tolerance);
+                    if (h >= H) bad += to_acc(values[at + i]) != to_acc(in[K * D + i]);
+                }
+            }
+        CHECK(bad == 0);
+        for (int i = 0; i < H * D; i++) CHECK(std::isnan(to_acc(q[(size_t)(N - 1) * H * D + i]))); // the spare row
+    }
+}
+
+TEST_CASE_TEMPLATE("attention over a paged, ragged batch", T, bf16, float, double) {
+    Random random{7};
+    struct Shape { int H, K, D; };
+    for (Shape s : {Shape{1, 1, 64}, {4, 2, 64}, {8, 2, 40}, {5, 1, 128}, {8, 1, 6}, {80, 2, 16}}) {
+        // contexts of 1, 15, 16, 17, 300, 512, 513 and 1,100 keys; one-token sequences first; a prompt from nothing; one
+        // in the middle; one from before the border of two pieces to behind it
+        TestBatch batch(random, {{0, 1}, {14, 1}, {15, 1}, {16, 1}, {299, 1}, {511, 1}, {512, 1}, {1099, 1}, {0, 37}, {30, 19}, {1020, 9}}, 10, 1);
+        const int N = (int)batch.token.size(), G = s.H / s.K;
+        auto q = random.fill<T>((size_t)N * s.H * s.D, 3);
+        auto keys = random.fill<T>((size_t)batch.page_count * s.K * PAGE * s.D), values = random.fill<T>(keys.size());
+        std::vector<double> want, size;
+        for (int n = 0; n < N - 1; n++)
+            for (int h = 0; h < s.H; h++) {
+                std::vector<double> p, o(s.D, 0.), magnitude(s.D, 0.);
+                double top = -1e300, sum = 0;
+                auto at = [&](int j) { return kv_offset(batch.pages[batch.seq[n] * batch.max_pages + j / PAGE], h / G, j % PAGE, s.K, s.D); };
+                for (int j = 0; j <= batch.pos[n]; j++) {
+                    double dot = 0;
+                    for (int i = 0; i < s.D; i++) dot += (double)to_acc(q[((size_t)n * s.H + h) * s.D + i]) * to_acc(keys[at(j) + i]);
+                    p.push_back(dot / std::sqrt((double)s.D)), top = std::max(top, p.back());
+                }
+                for (double& x : p) sum += x = std::exp(x - top);
+                for (int j = 0; j <= batch.pos[n]; j++)
+                    for (int i = 0; i < s.D; i++) {
+                        double term = p[j] / sum * to_acc(values[at(j) + i]);
+                        o[i] += term, magnitude[i] += std::fabs(term);
+                    }
+                want.insert(want.end(), o.begin(), o.end()), size.insert(size.end(), magnitude.begin(), magnitude.end());
+            }
+        on_every_road([&] {
+            auto out = poisoned<T>(q.size());
+            attention_cpu(cpu(), out.data(), nullptr, q.data(), keys.data(), values.data(), batch.view(), s.H, s.K, s.D);
+            std::vector<T> spare(out.end() - s.H * s.D, out.end());
+            for (const T& x : spare) REQUIRE(std::isnan(to_acc(x)));
+            out.resize(want.size());
+            // The error of a score, some 1e-6, is one of its weight: hence 10 times a sum's.
+            CHECK(wrong(out, want, [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(10 * size[i]); }) == 0);
+
+            // The row of a token is the same when its sequence is alone in the batch.
+            for (size_t first = 0; first < batch.token.size() - 1;) {
+                size_t last = first;
+                while (last < batch.token.size() && batch.seq[last] == batch.seq[first]) last++;
+                Batch whole = batch.view();
+                for (size_t n : {first, last - 1}) {
+                    Batch one = {1, whole.B, whole.token + n, whole.pos + n, whole.seq + n, whole.slot + n, whole.pages, whole.max_pages};
+                    auto alone = poisoned<T>((size_t)s.H * s.D);
+                    attention_cpu(cpu(), alone.data(), nullptr, q.data() + n * s.H * s.D, keys.data(), values.data(), one, s.H, s.K, s.D);
+                    REQUIRE(memcmp(alone.data(), out.data() + n * s.H * s.D, alone.size() * sizeof(T)) == 0);
+                }
+                first = last;
+            }
+        });
+    }
+}
+
+TEST_CASE_TEMPLATE("attention survives scores that overflow a careless exp", T, bf16, float, double) {
+    const int D = 16;
+    std::vector<T> q(D, to_stored<T>(100)), keys(PAGE * 2 * D), values(PAGE * 2 * D), out(D);
+    for (int j = 0; j < 2 * PAGE; j++)
+        for (int i = 0; i < D; i++) keys[j * D + i] = to_stored<T>((acc<T>)j), values[j * D + i] = to_stored<T>((acc<T>)j);
+    int token = 0, pos = 2 * PAGE - 1, seq = 0, slot = pos, pages[2] = {0, 1};
+    attention_cpu(cpu(), out.data(), nullptr, q.data(), keys.data(), values.data(), Batch{1, 1, &token, &pos, &seq, &slot, pages, 2}, 1, 1, D);
+    for (const T& x : out) CHECK(to_acc(x) == 2 * PAGE - 1); // the last key wins by hundreds
+}

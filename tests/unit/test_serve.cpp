@@ -1,0 +1,1364 @@
+// serve.cu: its parts by themselves, then the program (SERVE, else ./serve) from outside, on the random model in
+// fixtures/tiny. What an answer must be is said by `generate` on a Session of its own.
+#include "../engine.h"
+#include "../http.h"
+#include "../process.h"
+#include "../workload.h"
+
+// ---------------------------------------------------------------------------------------------------- the pages
+
+TEST_CASE("pages are found by all that comes before them, and the longest idle goes first") {
+    PagePool pool(4);
+    std::vector<int> a(PAGE, 1), b(PAGE, 2);
+    const int p = pool.take(), q = pool.take(), r = pool.take();
+    CHECK(pool.available() == 1);
+    const uint64_t after_a = pool.name(p, 1, a.data()), after_b = pool.name(q, after_a, b.data());
+    CHECK(pool.find(1, a.data()) == p);
+    CHECK(pool.find(2, a.data()) == -1);        // another salt
+    CHECK(pool.find(1, b.data()) == -1);        // these ids, but not there
+    CHECK(pool.find(after_a, b.data()) == q);
+    CHECK(pool.find(after_b, b.data()) == -1);
+    CHECK(pool.name(r, 1, a.data()) == after_a); // the same content: the first page stays the one
+    CHECK(pool.find(1, a.data()) == p);
+
+    pool.release(q), pool.release(p), pool.release(r);
+    CHECK(pool.available() == 4);
+    CHECK(pool.find(after_a, b.data()) == q);   // idle, and still of use
+    const int first = pool.take(), second = pool.take();
+    CHECK((first == r || first == 3));          // those without a name
+    CHECK((second == r || second == 3));
+    pool.use(p);
+    CHECK(pool.available() == 1);
+    CHECK(pool.take() == q);
+    CHECK(pool.find(after_a, b.data()) == -1);
+    CHECK(pool.find(1, a.data()) == p);
+    pool.use(p);
+    pool.release(p);
+    CHECK(pool.available() == 0);               // two used it
+    pool.release(p);
+    CHECK(pool.take() == p);
+    CHECK(pool.find(1, a.data()) == -1);
+}
+
+TEST_CASE("a page that is known by name never is another's: random use") {
+    Random random{3};
+    PagePool pool(8);
+    std::vector<int> held;
+    std::map<std::pair<uint64_t, int>, uint64_t> names; // what every name stands for: it never changes
+    for (int round = 0; round < 3000; round++) {
+        if (random.below(2) && pool.available()) {
+            const int p = pool.take();
+            CHECK(pool.pages[p].users == 1);
+            held.push_back(p);
+            if (random.below(2)) {
+                std::vector<int> ids(PAGE, random.below(5));
+                uint64_t before = 1 + (uint64_t)random.below(2);
+                if (!names.empty() && random.below(2)) before = std::next(names.begin(), random.below((int)names.size()))->second;
+                const bool there = pool.find(before, ids.data()) >= 0;
+                const uint64_t name = pool.name(p, before, ids.data());
+                if (there) CHECK(names.at({before, ids[0]}) == name);
+                else for (auto& [key, old] : names) REQUIRE(old != name);
+                names[{before, ids[0]}] = name;
+            }
+        } else if (!held.empty()) {
+            std::swap(held[(size_t)random.below((int)held.size())], held.back());
+            pool.release(held.back());
+            held.pop_back();
+        }
+        CHECK(pool.available() == 8 - held.size());
+        for (auto& [key, name] : names) {
+            const int p = pool.find(key.first, std::vector<int>(PAGE, key.second).data());
+            if (p >= 0) CHECK(pool.pages[p].ids[0] == key.second);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------- speech
+
+struct Spoken {
+    std::string text, thought, tokens;
+    size_t pieces = 0, informed = 0;
+    bool stopped = false;
+};
+static Spoken speak(const std::vector<int>& ids, const std::vector<std::string>& stops, bool thinking = false, int alternatives = 0) {
+    Job job;
+    job.stops = stops, job.thinking = thinking, job.alternatives = alternatives;
+    Speech speech(tiny().tokenizer, job);
+    Spoken all;
+    auto note = [&](const Piece& p) {
+        (p.thought ? all.thought : all.text) += p.text;
+        for (auto& t : p.tokens) all.tokens += t.text, all.informed++;
+        all.pieces += !p.text.empty();
+        CHECK(all.text.substr(0, all.tokens.size()) == all.tokens); // a token is told when its text is there, at the latest
+    };
+    for (int id : ids) {
+        Piece piece;
+        speech.feed(piece, {id, 0, "", {}});
+        note(piece);
+        all.stopped = speech.filter.stopped;
+        if (all.stopped) break;
+    }
+    Piece piece;
+    speech.finish(piece);
+    note(piece);
+    return all;
+}
+
+TEST_CASE("speech: tokens of random bytes, whole characters, nothing lost") {
+    Random random{4};
+    const Tokenizer& t = tiny().tokenizer;
+    for (int round = 0; round < 500; round++) {
+        std::vector<int> ids;
+        for (int n = random.below(30); n > 0; n--) ids.push_back(random.below(t.size()));
+        const Spoken all = speak(ids, {});
+        CHECK(all.text == t.decode(ids, true));
+        CHECK(all.tokens == all.text);
+        CHECK(all.informed == ids.size());
+    }
+}
+
+TEST_CASE("speech: a stop string at every place of a text") {
+    const Tokenizer& t = tiny().tokenizer;
+    const std::string text = "线程束 warps 共享 memory，块与网格。ababab";
+    const std::vector<int> ids = t.encode(text, false);
+    for (size_t begin = 0; begin < text.size(); begin++)
+        for (size_t length : {1, 2, 3, 5, 9, 20}) {
+            const std::string stop = text.substr(begin, length);
+            const Spoken all = speak(ids, {stop});
+            INFO("stop " << stop);
+            CHECK(all.stopped);
+            CHECK(all.text == text.substr(0, text.find(stop)));
+            CHECK(all.tokens == all.text);
+        }
+    const Spoken none = speak(ids, {text + "x", "ababababab"});
+    CHECK(!none.stopped);
+    CHECK(none.text == text);
+    CHECK(none.tokens == text);
+}
+
+TEST_CASE("speech: thoughts") {
+    const Tokenizer& t = tiny().tokenizer;
+    auto ids = [&](const std::string& text) { return t.encode(text, true); };
+    REQUIRE(t.id("<think>") >= 0);
+    auto check = [&](const std::string& said, const std::string& thought, const std::string& text, bool thinking = true) {
+        INFO(said);
+        const Spoken all = speak(ids(said), {}, thinking);
+        CHECK(all.thought == thought);
+        CHECK(all.text == text);
+        CHECK(all.tokens == text);
+    };
+    check("<think>\nLet me\n\nsee.\n</think>\n\nYes.\n", "Let me\n\nsee.", "Yes.\n");
+    check("<think>\n\n</think>\n\nYes.", "", "Yes.");
+    check("<think></think>Yes.", "", "Yes.");
+    check("<think>\nhalf a thought\n", "half a thought", "");
+    check("No thought.\n", "", "No thought.\n");
+    check("a <think>b</think>", "", "a <think>b</think>");  // not at the beginning: text
+    check("<think>a</think>b</think>", "a", "b</think>");
+    check("<think>\na\n</think>\n\nb", "", "<think>\na\n</think>\n\nb", false);
+
+    std::vector<int> fake = t.encode("<think>", false); // that the model spells it does not make it a marker
+    const Spoken all = speak(fake, {}, true);
+    CHECK(all.text == "<think>");
+    CHECK(all.thought == "");
+    CHECK(speak(ids("<think>one STOP two</think>three"), {"STOP"}, true).thought == "one ");
+    CHECK(speak(ids("<think>one</think>two STOP three"), {"STOP"}, true).text == "two ");
+}
+
+TEST_CASE("log-probabilities by hand") {
+    const float logits[] = {0, std::log(2.f), -INFINITY, std::log(5.f), 100};
+    const TokenInfo info = describe(logits, 4, 1, 3); // the last does not exist
+    CHECK(info.logprob == doctest::Approx(std::log(2. / 8)));
+    REQUIRE(info.top.size() == 3);
+    CHECK(info.top[0].id == 3);
+    CHECK(info.top[0].logprob == doctest::Approx(std::log(5. / 8)));
+    CHECK(info.top[1].id == 1);
+    CHECK(info.top[2].id == 0);
+    CHECK(describe(logits, 4, 2, 0).logprob == -9999);
+    CHECK(describe(logits, 4, 0, 9).top.size() == 4);
+}
+
+// ------------------------------------------------------------------------------------------------------- engine
+
+TEST_CASE("an answer does not depend on what runs beside it, on chunks, pages or preemptions") {
+    Random random{7};
+    uint64_t preempted = 0, found = 0;
+    for (auto [max_seqs, chunk, pages] : {std::tuple{1, 16, 16}, {4, 7, 60}, {8, 64, 24}, {8, 5, 17}, {16, 200, 400}, {16, 33, 20}}) {
+        const std::string kind = format("at most %d, chunks of %d, %d pages", max_seqs, chunk, pages);
+        INFO(kind);
+        Bench bench({256, max_seqs, chunk, 2 * chunk, (size_t)pages * Bench::page_bytes()});
+        std::vector<Job> jobs;
+        for (int i = 0; i < 24; i++) jobs.push_back(random_job(random, 256));
+        run_all(bench, random, jobs);
+        preempted += bench.desk.figures.preempted, found += bench.desk.figures.found;
+        for (const Job& job : jobs) check_answer(job, expected(job, 256));
+    }
+    CHECK(preempted > 10);
+    CHECK(found > 100);
+}
+
+TEST_CASE("logit_bias and the log-probabilities of a known model") {
+    Bench bench({256, 4, 64, 64, 0});
+    Job job;
+    job.reply = std::make_shared<Reply>();
+    job.reply->left = 1;
+    job.prompt = {1, 2, 3};
+    job.max_tokens = 5, job.how.temperature = 0, job.ignore_eos = true;
+    job.bias = {{77, 100.f}};
+    job.alternatives = 2;
+    REQUIRE(bench.desk.submit({job}));
+    while (job.reply->left) bench.engine.step();
+    std::vector<TokenInfo> tokens;
+    for (auto& p : job.reply->pieces) tokens.insert(tokens.end(), p.tokens.begin(), p.tokens.end());
+    REQUIRE(tokens.size() == 5);
+    CHECK(tokens[0].top[0].id != 77);
+    Session<bf16> session(tiny().file.config, tiny().weights, 64, where);
+    session.feed(job.prompt);
+    for (auto& t : tokens) { // the model's own opinion, before the bias
+        CHECK(t.id == 77);
+        CHECK(t.logprob == describe(session.logits, tiny().tokenizer.size(), 77, 0).logprob);
+        CHECK(t.top[0].logprob >= t.logprob);
+        session.feed({77});
+    }
+}
+
+TEST_CASE("the prefix cache: computed once, but not across salts") {
+    Bench bench({512, 4, 64, 64, 0});
+    std::vector<int> prompt;
+    for (int i = 0; i < 100; i++) prompt.push_back(i);
+    auto ask = [&](uint64_t salt) {
+        Job job;
+        job.reply = std::make_shared<Reply>();
+        job.reply->left = 1;
+        job.prompt = prompt, job.max_tokens = 3, job.salt = salt;
+        bench.desk.submit({job});
+        while (job.reply->left) bench.engine.step();
+        return job.reply->pieces.back().cached;
+    };
+    CHECK(ask(1) == 0);
+    CHECK(ask(1) == 96);
+    CHECK(ask(2) == 0);
+    CHECK(ask(2) == 96);
+    prompt.resize(96);
+    CHECK(ask(1) == 80); // the last token's logits are wanted: its page is computed again
+    prompt[0] = 5;
+    CHECK(ask(1) == 0);
+}
+
+TEST_CASE("a cancelled answer gives its pages back within a step") {
+    Bench bench({256, 2, 64, 64, 0});
+    Random random{9};
+    std::vector<Job> jobs;
+    for (int i = 0; i < 3; i++) {
+        jobs.push_back(random_job(random, 256));
+        jobs.back().max_tokens = 100, jobs.back().ignore_eos = true, jobs.back().stops.clear();
+        bench.desk.submit({jobs.back()});
+    }
+    for (int i = 0; i < 4; i++) bench.engine.step();
+    CHECK(bench.desk.figures.running == 2);
+    CHECK(bench.desk.figures.waiting == 1);
+    CHECK(bench.desk.figures.pages_used > 0);
+    for (auto& job : jobs) job.reply->cancelled = true;
+    bench.engine.step();
+    CHECK(bench.desk.figures.pages_used == 0);
+    CHECK(bench.desk.inside == 0);
+    CHECK(bench.desk.figures.cancelled == 3);
+}
+
+TEST_CASE("the desk is bounded") {
+    Bench bench({256, 2, 64, 64, 0});
+    bench.desk.limit = 3;
+    Random random{9};
+    std::vector<Job> jobs;
+    for (int i = 0; i < 4; i++) jobs.push_back(random_job(random, 256));
+    CHECK(!bench.desk.submit(std::vector<Job>(jobs)));
+    jobs.pop_back();
+    CHECK(bench.desk.submit(std::vector<Job>(jobs)));
+    CHECK(!bench.desk.submit({jobs[0]}));
+    bench.engine.step();
+    CHECK(!bench.desk.submit({jobs[0]}));
+    while (bench.desk.inside) bench.engine.step();
+    CHECK(bench.desk.submit({jobs[0]}));
+}
+
+// Steps until all are done; returns the jobs, by their place in `jobs`, in the order in which their first pieces came.
+static std::vector<size_t> order_of(Bench& bench, const std::vector<Job>& jobs) {
+    std::vector<size_t> order;
+    for (auto& job : jobs) REQUIRE(bench.desk.submit({job}));
+    for (int step = 0; step < 20000 && (step == 0 || bench.desk.inside); step++) {
+        bench.engine.step();
+        for (size_t i = 0; i < jobs.size(); i++)
+            if (!jobs[i].reply->pieces.empty() && !std::count(order.begin(), order.end(), i)) order.push_back(i);
+    }
+    CHECK(order.size() == jobs.size());
+    return order;
+}
+static Job job_of(uint64_t key, size_t prompt, size_t tokens) {
+    Job job;
+    job.reply = std::make_shared<Reply>();
+    job.reply->left = 1;
+    job.salt = key, job.max_tokens = tokens, job.ignore_eos = true, job.every = true;
+    for (size_t i = 0; i < prompt; i++) job.prompt.push_back((int)(i + 7 * key) % 300);
+    return job;
+}
+
+TEST_CASE("keys take turns: whoever asks for much waits behind whoever asks for little") {
+    for (int max_seqs : {1, 2, 5}) {
+        Bench bench({256, max_seqs, 64, 64, 0});
+        std::vector<Job> jobs;
+        for (int i = 0; i < 100; i++) jobs.push_back(job_of(1, 20, 5));
+        jobs.push_back(job_of(2, 20, 5)), jobs.push_back(job_of(3, 20, 5)), jobs.push_back(job_of(2, 20, 5));
+        const std::vector<size_t> order = order_of(bench, jobs);
+        auto place = [&](size_t job) { return std::find(order.begin(), order.end(), job) - order.begin(); };
+        INFO("at most " << max_seqs);
+        CHECK(place(100) <= 2 * max_seqs);
+        CHECK(place(101) <= 2 * max_seqs + 1);
+        CHECK(place(102) > place(101)); // the third key's first before the second key's second
+        CHECK(place(102) <= 4 * max_seqs);
+        std::vector<size_t> first; // in a line nothing changes
+        for (size_t i : order) if (i < 100) first.push_back(i);
+        CHECK(std::is_sorted(first.begin(), first.end()));
+    }
+}
+
+TEST_CASE("under one key answers are begun in the order of the requests") {
+    Bench bench({256, 3, 64, 64, 0});
+    std::vector<Job> jobs;
+    for (int i = 0; i < 60; i++) jobs.push_back(job_of(1, 5 + (size_t)i * 37 % 50, 1 + (size_t)i * 11 % 30));
+    const std::vector<size_t> order = order_of(bench, jobs);
+    CHECK(std::is_sorted(order.begin(), order.end()));
+}
+
+TEST_CASE("what has given way comes back before anyone else, whatever the keys") {
+    Bench bench({256, 4, 64, 64, 20 * Bench::page_bytes()}); // 320 tokens: two answers of 158 at most
+    std::vector<Job> jobs;
+    for (int i = 0; i < 10; i++) jobs.push_back(job_of(1, 8, 150));
+    jobs.push_back(job_of(2, 8, 150)), jobs.push_back(job_of(3, 8, 150));
+    size_t begun = 0; // most at once that have a piece and are not done
+    for (auto& job : jobs) REQUIRE(bench.desk.submit({job}));
+    for (int step = 0; step < 20000 && (step == 0 || bench.desk.inside); step++) {
+        bench.engine.step();
+        size_t started = 0, done = 0;
+        for (auto& job : jobs) started += !job.reply->pieces.empty(), done += job.reply->left == 0;
+        CHECK(started - done <= 4); // no fifth is begun while one of four waits to go on
+        begun = std::max(begun, started - done);
+    }
+    CHECK(begun == 4);
+    CHECK(bench.desk.figures.preempted > 3);
+    for (auto& job : jobs) CHECK(job.reply->left == 0);
+    CHECK(bench.desk.figures.pages_used == 0);
+}
+
+TEST_CASE("a key that fills the queue leaves the others their share") {
+    Bench bench({256, 2, 64, 64, 0});
+    bench.desk.limit = 12, bench.desk.keys = 3;
+    auto ask = [&](uint64_t key, int n) {
+        std::vector<Job> jobs;
+        for (; n > 0; n--) jobs.push_back(job_of(key, 5, 3));
+        return bench.desk.submit(std::move(jobs));
+    };
+    CHECK(ask(1, 12));
+    CHECK(!ask(1, 1));
+    CHECK(ask(2, 3));
+    CHECK(!ask(2, 2));
+    CHECK(ask(2, 1));
+    CHECK(!ask(2, 1)); // a third of twelve
+    CHECK(ask(3, 4));
+    bench.engine.step();
+    CHECK(!ask(3, 1));
+    while (bench.desk.inside) bench.engine.step();
+    CHECK(ask(2, 12));
+    bench.engine.step();
+    CHECK(!ask(2, 1));
+}
+
+// ------------------------------------------------------------------------------------------------ the benchmark
+
+// The numbers are python3's (3.11; randint has been the same since 3.2):
+//   from random import randint, seed
+//   seed(0)
+//   prompts = [[randint(0, 10000) for _ in range(randint(100, 1024))] for _ in range(256)]
+//   answers = [randint(100, 1024) for _ in range(256)]
+//   [len(p) for p in prompts[:4]], prompts[0][:4], prompts[255][-1], answers[:4], sum(map(len, prompts)), sum(answers)
+//   h = 0xcbf29ce484222325
+//   for b in b"".join(struct.pack(f"<{len(p) + 1}i", *p, a) for p, a in zip(prompts, answers)): h = (h ^ b) * 0x100000001b3 % 2**64
+TEST_CASE("bench_serve's preset is nano-vllm's benchmark, number by number") {
+    const std::vector<Work> all = nano_workload();
+    REQUIRE(all.size() == 256);
+    const size_t lengths[] = {964, 724, 484, 508};
+    const int ids[] = {6311, 6890, 663, 4242}, answers[] = {845, 312, 607, 843};
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(all[i].prompt.size() == lengths[i]);
+        CHECK(all[0].prompt[i] == ids[i]);
+        CHECK(all[i].answer == answers[i]);
+    }
+    CHECK(all[255].prompt.back() == 1958);
+    size_t in = 0, out = 0;
+    uint64_t hash = fnv1a(nullptr, 0);
+    for (const Work& w : all) {
+        in += w.prompt.size(), out += (size_t)w.answer;
+        hash = fnv1a(&w.answer, sizeof w.answer, fnv1a(w.prompt.data(), w.prompt.size() * sizeof(int), hash));
+    }
+    CHECK(in == 142'827);
+    CHECK(out == 133'966);
+    CHECK(hash == 0xb6bec84eb1f71d);
+}
+
+TEST_CASE("Python's randint after another seed, with another range") {
+    PythonRandom random(2026); // seed(2026)
+    for (int dice : {1, 3, 5, 5, 6, 1, 2, 5}) CHECK(random.randint(1, 6) == dice);
+    for (int big : {903263724, 1054209167}) CHECK(random.randint(-5, 1 << 30) == big);
+    CHECK(random.randint(3, 3) == 3);
+}
+
+// -------------------------------------------------------------------------------------------------- the program
+
+static const char* PROGRAM = getenv("SERVE") ? getenv("SERVE") : "./serve";
+
+struct Serving : Process {
+    int port = 0;
+    explicit Serving(const Strings& more = {}) : Process(PROGRAM, with(more), "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); }) {
+        for (const double start = seconds(); port == 0;) {
+            const std::string said = err.text();
+            INFO(said);
+            REQUIRE(seconds() - start < 30);
+            const size_t at = said.find("listening on http://127.0.0.");
+            if (at != std::string::npos && said.back() == '\n') port = atoi(said.c_str() + at + 30); // behind one digit and a colon
+            usleep(2000);
+        }
+    }
+    ~Serving() {
+        if (port) kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
+    }
+    static Strings with(const Strings& more) {
+        Strings all = {MODEL, "-z", VOCABULARY, "-j", "1", "--port", "0", "--name", "tiny"};
+        all.insert(all.end(), more.begin(), more.end());
+        return all;
+    }
+    Result stop() { // in peace
+        port = 0;
+        kill(pid, SIGTERM);
+        return wait();
+    }
+    HttpReply post(const std::string& path, std::string_view body, const std::string& headers = "") const {
+        return Http(port).call("POST", path, body, headers);
+    }
+    HttpReply chat(const std::string& body) const { return post("/v1/chat/completions", body); }
+    double metric(const std::string& name) const {
+        const std::string all = Http(port).call("GET", "/metrics").body;
+        const size_t at = all.find("\nvllm:" + name + "{");
+        REQUIRE(at != std::string::npos);
+        return atof(all.c_str() + all.find("} ", at) + 2);
+    }
+    // Nobody is served and no page is used, within `s` seconds.
+    void check_idle(double s = 5) const {
+        const double start = seconds();
+        auto idle = [&] { return metric("num_requests_running") + metric("num_requests_waiting") + metric("kv_cache_usage_perc") == 0; };
+        while (!idle() && seconds() - start < s) usleep(20'000);
+        CHECK(idle());
+    }
+};
+
+static std::string question(const std::string& text, const std::string& more) {
+    std::string body = "{\"messages\": [{\"role\": \"user\", \"content\": ";
+    sj::quote(body, text);
+    return body + "}]" + (more.empty() ? "" : ", " + more) + "}";
+}
+static void check_refused(const HttpReply& r, int status, const std::string& param = "") {
+    INFO(r.body);
+    CHECK(r.status == status);
+    const Json j(r.body);
+    CHECK(j["error"]["message"].str() != "");
+    CHECK(j["error"]["type"].is(sj::String));
+    CHECK(j["error"]["param"].str() == param);
+    CHECK(j["error"]["code"]);
+}
+static std::string content(const HttpReply& r) {
+    INFO(r.body);
+    REQUIRE(r.status == 200);
+    return Json(r.body)["choices"][(size_t)0]["message"]["content"].str();
+}
+
+// Events of a chat, checked for form: the role first, one id, the reason once and last. Returns the joined content of
+// each choice.
+static std::vector<std::string> joined(const HttpReply& r, size_t choices = 1, bool usage = false) {
+    INFO(r.body);
+    REQUIRE(r.status == 200);
+    CHECK(r.headers.at("content-type") == "text/event-stream; charset=utf-8");
+    std::vector<std::string> events = events_of(r.body), texts(choices), ends(choices);
+    std::vector<int> seen(choices);
+    REQUIRE(!events.empty());
+    CHECK(events.back() == "[DONE]");
+    events.pop_back();
+    if (usage) {
+        const Json last(events.back());
+        CHECK(last["choices"].is(sj::Array));
+        CHECK(last["choices"].size() == 0);
+        CHECK(last["usage"]["total_tokens"].number() == last["usage"]["prompt_tokens"].number() + last["usage"]["completion_tokens"].number());
+        events.pop_back();
+    }
+    std::string id;
+    for (auto& e : events) {
+        const Json j(e);
+        if (id.empty()) id = j["id"].str();
+        CHECK(j["id"].str() == id);
+        CHECK(j["object"].str() == "chat.completion.chunk");
+        CHECK(j["model"].str() == "tiny");
+        CHECK((bool)j["usage"] == usage);
+        REQUIRE(j["choices"].size() == 1);
+        const sj::Value c = j["choices"][(size_t)0];
+        const size_t i = (size_t)c["index"].number();
+        REQUIRE(i < choices);
+        CHECK(ends[i] == "");
+        CHECK(c["delta"]["role"].str() == (seen[i]++ == 0 ? "assistant" : ""));
+        texts[i] += c["delta"]["content"].str();
+        ends[i] = c["finish_reason"].str();
+    }
+    for (auto& end : ends) CHECK((end == "stop" || end == "length"));
+    return texts;
+}
+
+TEST_CASE("a stream joined is the answer at once, alone or among many") {
+    Serving server({"--max-seqs", "4", "--chunk", "16"});
+    std::vector<std::string> alone;
+    auto body = [](int i, const char* more) {
+        return question("What is a warp? " + std::to_string(i % 5), format("\"seed\": %d, \"max_tokens\": %d, \"temperature\": 1.5, \"top_k\": 0%s", i, 5 + i, more));
+    };
+    for (int i = 0; i < 20; i++) alone.push_back(content(server.chat(body(i, ""))));
+    std::vector<std::string> streamed(20), crowded(20);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 20; i++)
+        threads.emplace_back([&, i] {
+            try {
+                streamed[i] = Http(server.port).call("POST", "/v1/chat/completions", body(i, ", \"stream\": true, \"stream_options\": {\"include_usage\": true}")).body;
+                crowded[i] = Http(server.port).call("POST", "/v1/chat/completions", body(i, "")).body;
+            } catch (const Error& e) { streamed[i] = e.what(); }
+        });
+    for (auto& t : threads) t.join();
+    for (int i = 0; i < 20; i++) {
+        HttpReply r{200, {{"content-type", "text/event-stream; charset=utf-8"}}, streamed[i]};
+        CHECK(joined(r, 1, true)[0] == alone[i]);
+        CHECK(content({200, {}, crowded[i]}) == alone[i]);
+    }
+    server.check_idle();
+    CHECK(server.metric("prefix_cache_hits_total") > 0);
+    const Result r = server.stop();
+    CHECK(r.status == 0);
+    const Strings log = lines(r.out);
+    CHECK(log.size() > 60);
+    for (auto& line : log) {
+        CHECK(Json(line)["status"].number() == 200);
+        CHECK(line.find("warp") == std::string::npos);
+    }
+}
+
+TEST_CASE("n, usage, logprobs, stops, ignore_eos") {
+    Serving server;
+    const Json two(server.chat(question("hi", "\"n\": 3, \"seed\": 7, \"max_tokens\": 9, \"ignore_eos\": true")).body);
+    REQUIRE(two["choices"].size() == 3);
+    CHECK(two["usage"]["completion_tokens"].number() == 27);
+    std::set<std::string> texts;
+    for (sj::Value c : two["choices"].items()) {
+        texts.insert(c["message"]["content"].str());
+        CHECK(c["finish_reason"].str() == "length");
+        CHECK(c["message"]["role"].str() == "assistant");
+        CHECK(!c["message"]["reasoning_content"]);
+    }
+    CHECK(texts.size() == 3);
+    const Tokenizer& t = tiny().tokenizer;
+    CHECK(two["usage"]["prompt_tokens"].number() == (double)render_chat(t, {{"user", "hi"}}).size());
+    const std::vector<std::string> parts = joined(server.chat(question("hi", "\"n\": 3, \"seed\": 7, \"max_tokens\": 9, \"ignore_eos\": true, \"stream\": true")), 3);
+    CHECK(std::set<std::string>(parts.begin(), parts.end()) == texts);
+    const HttpReply ten = server.chat(question("hi", "\"max_tokens\": 10, \"ignore_eos\": true, \"stream\": true"));
+    const size_t events = events_of(ten.body).size(); // the role, ten tokens, the reason (maybe with the last text before it), the end
+    CHECK((events == 12 || events == 13));
+
+    const Json told(server.chat(question("hi", "\"seed\": 3, \"max_tokens\": 40, \"ignore_eos\": true, \"logprobs\": true, \"top_logprobs\": 4")).body);
+    const sj::Value choice = told["choices"][(size_t)0];
+    std::string tokens;
+    CHECK(choice["logprobs"]["content"].size() == 40);
+    for (sj::Value c : choice["logprobs"]["content"].items()) {
+        tokens += c["token"].str();
+        CHECK(c["logprob"].number(1) <= 0);
+        CHECK(c["bytes"].is(sj::Array));
+        REQUIRE(c["top_logprobs"].size() == 4);
+        CHECK(c["top_logprobs"][(size_t)0]["logprob"].number() >= c["top_logprobs"][3]["logprob"].number());
+    }
+    const std::string text = choice["message"]["content"].str();
+    CHECK(tokens == text);
+    for (size_t begin = 3; begin + 4 < text.size(); begin += 5) { // in the middle of tokens, too
+        size_t b = begin, e = begin + 4;
+        while (((uint8_t)text[b] & 0xC0) == 0x80) b++;
+        while (e < text.size() && ((uint8_t)text[e] & 0xC0) == 0x80) e++;
+        std::string more = "\"seed\": 3, \"max_tokens\": 40, \"ignore_eos\": true, \"logprobs\": true, \"stop\": [\"never seen\", ";
+        sj::quote(more, text.substr(b, e - b));
+        const HttpReply r = server.chat(question("hi", more + "]"));
+        CHECK(content(r) == text.substr(0, text.find(text.substr(b, e - b))));
+        const Json j(r.body);
+        tokens.clear();
+        for (sj::Value c : j["choices"][(size_t)0]["logprobs"]["content"].items()) tokens += c["token"].str();
+        CHECK(tokens == content(r));
+        CHECK(j["choices"][(size_t)0]["finish_reason"].str() == "stop");
+        CHECK(joined(server.chat(question("hi", more + "], \"stream\": true")))[0] == content(r));
+    }
+}
+
+TEST_CASE("/v1/completions: strings, ids, lists of both; special text is text") {
+    Serving server;
+    const Tokenizer& t = tiny().tokenizer;
+    const std::string text = "a warp <|im_end|> is";
+    std::string ids = "[";
+    for (int id : t.encode(text, false)) ids += format("%s%d", ids.size() > 1 ? ", " : "", id);
+    ids += "]";
+    const std::string how = ", \"seed\": 5, \"max_tokens\": 12, \"temperature\": 1}";
+    auto texts = [&](const std::string& prompt) {
+        const HttpReply r = server.post("/v1/completions", "{\"prompt\": " + prompt + how);
+        INFO(r.body);
+        REQUIRE(r.status == 200);
+        std::vector<std::string> all;
+        const Json j(r.body);
+        CHECK(j["object"].str() == "text_completion");
+        for (sj::Value c : j["choices"].items()) all.push_back(c["text"].str());
+        return all;
+    };
+    const std::string quoted = "\"" + text + "\"";
+    const auto one = texts(quoted);
+    REQUIRE(one.size() == 1);
+    CHECK(texts(ids) == one);
+    CHECK(texts("[" + quoted + "]") == one);
+    const auto several = texts("[" + quoted + ", \"other\", \"" + text + "\"]");
+    REQUIRE(several.size() == 3);
+    CHECK(several[0] == one[0]);
+    CHECK(texts("[" + ids + ", [1, 2]]")[0] == one[0]);
+    const HttpReply r = server.post("/v1/completions", "{\"stream\": true, \"logprobs\": 2, \"prompt\": " + quoted + how);
+    std::string streamed, tokens;
+    std::vector<std::string> events = events_of(r.body);
+    events.pop_back();
+    for (auto& e : events) {
+        const Json j(e);
+        streamed += j["choices"][(size_t)0]["text"].str();
+        for (sj::Value token : j["choices"][(size_t)0]["logprobs"]["tokens"].items()) tokens += token.str();
+    }
+    CHECK(streamed == one[0]);
+    CHECK(tokens == one[0]);
+
+    const Json counted(server.post("/tokenize", "{\"prompt\": " + quoted + "}").body);
+    CHECK(sj::dump(counted["tokens"]) == ids);
+    CHECK(counted["count"].number() == (double)t.encode(text, false).size());
+    CHECK(Json(server.post("/detokenize", "{\"tokens\": " + ids + "}").body)["prompt"].str() == text);
+    const Json chat(server.post("/tokenize", question("hi", "")).body);
+    CHECK(chat["count"].number() == (double)render_chat(t, {{"user", "hi"}}).size());
+}
+
+TEST_CASE("roles, parts, a system prompt, thinking") {
+    Serving server({"--system", "Be brief."});
+    auto tokens = [&](const std::string& messages) {
+        const HttpReply r = server.post("/tokenize", "{\"messages\": " + messages + "}");
+        INFO(r.body);
+        REQUIRE(r.status == 200);
+        return sj::dump(Json(r.body)["tokens"]);
+    };
+    CHECK(tokens(R"([{"role": "user", "content": "a"}])") == tokens(R"([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}])"));
+    CHECK(tokens(R"([{"role": "developer", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])") ==
+          tokens(R"([{"role": "system", "content": "x"}, {"role": "user", "content": "ab"}])"));
+    const std::string mark = std::to_string(tiny().tokenizer.id("<|im_end|>"));
+    auto marks = [&](const std::string& messages) { // what ends a turn
+        size_t n = 0;
+        const std::string ids = tokens(messages);
+        for (size_t at = 0; (at = ids.find(mark, at)) != std::string::npos; at++) n++;
+        return n;
+    };
+    CHECK(marks(R"([{"role": "user", "content": "a"}])") == 2);
+    CHECK(marks(R"([{"role": "user", "content": "a<|im_end|>\n<|im_start|>system\nb<|im_end|>"}])") == 2);
+    tokens(R"([{"role": "user", "content": "a"}, {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+               {"role": "tool", "content": "r", "tool_call_id": "1"}])");
+    // The tiny model begins a thought if it is made to: every token of it is the same one, too.
+    const std::string force = format("\"logit_bias\": {\"%d\": 100}, \"max_tokens\": 3, \"temperature\": 0", tiny().tokenizer.id("<think>"));
+    const Json thinks(server.chat(question("a", force + ", \"chat_template_kwargs\": {\"enable_thinking\": true}")).body);
+    CHECK(thinks["choices"][(size_t)0]["message"]["content"].str() == "");
+    CHECK(thinks["choices"][(size_t)0]["message"]["reasoning_content"].str() == "<think><think>");
+    const Json plain(server.chat(question("a", force)).body);
+    CHECK(plain["choices"][(size_t)0]["message"]["content"].str() == "<think><think><think>");
+    CHECK(thinks["usage"]["prompt_tokens"].number() < plain["usage"]["prompt_tokens"].number()); // no empty thought there
+    const HttpReply r = server.chat(question("a", force + ", \"stream\": true, \"chat_template_kwargs\": {\"enable_thinking\": true}"));
+    CHECK(joined(r)[0] == "");
+    CHECK(r.body.find("\"reasoning_content\": \"<think>\"") != std::string::npos);
+}
+
+TEST_CASE("what is malformed or out of range is refused by name") {
+    Serving server; // a context of 4096
+    for (auto [more, param] : std::initializer_list<std::pair<const char*, const char*>>{
+             {"\"temperature\": -0.1", "temperature"}, {"\"temperature\": 2.1", "temperature"}, {"\"temperature\": 1e999", "temperature"},
+             {"\"temperature\": \"hot\"", "temperature"}, {"\"top_p\": 1.01", "top_p"}, {"\"top_p\": -1", "top_p"}, {"\"top_p\": []", "top_p"},
+             {"\"top_k\": -2", "top_k"}, {"\"top_k\": 1.5", "top_k"}, {"\"top_k\": 99999999999999999999", "top_k"}, {"\"min_p\": 2", "min_p"},
+             {"\"seed\": 1.5", "seed"}, {"\"seed\": \"1\"", "seed"}, {"\"seed\": 1e300", "seed"}, {"\"max_tokens\": 0", "max_tokens"},
+             {"\"max_tokens\": -1", "max_tokens"}, {"\"max_tokens\": 1e3", "max_tokens"}, {"\"max_completion_tokens\": 0", "max_completion_tokens"},
+             {"\"max_tokens\": 4097", "messages"}, {"\"n\": 0", "n"}, {"\"n\": 129", "n"}, {"\"n\": true", "n"}, {"\"stop\": 5", "stop"}, {"\"stop\": \"\"", "stop"},
+             {"\"stop\": [\"a\", 5]", "stop"}, {"\"stop\": [\"\"]", "stop"}, {"\"logprobs\": 1", "logprobs"}, {"\"top_logprobs\": 1", "top_logprobs"},
+             {"\"logprobs\": true, \"top_logprobs\": 21", "top_logprobs"}, {"\"presence_penalty\": 2.5", "presence_penalty"},
+             {"\"frequency_penalty\": -3", "frequency_penalty"}, {"\"repetition_penalty\": 0", "repetition_penalty"}, {"\"logit_bias\": []", "logit_bias"},
+             {"\"logit_bias\": {\"x\": 1}", "logit_bias"}, {"\"logit_bias\": {\"-1\": 1}", "logit_bias"}, {"\"logit_bias\": {\"99999\": 1}", "logit_bias"},
+             {"\"logit_bias\": {\"5\": 101}", "logit_bias"}, {"\"logit_bias\": {\"5\": \"1\"}", "logit_bias"}, {"\"logit_bias\": {\"99999999999999999999\": 1}", "logit_bias"},
+             {"\"ignore_eos\": 1", "ignore_eos"}, {"\"stream\": \"yes\"", "stream"}, {"\"stream_options\": {}", "stream_options"},
+             {"\"stream\": true, \"stream_options\": {\"include_usage\": 1}", "include_usage"}, {"\"stream\": true, \"stream_options\": 1", ""},
+             {"\"user\": 1", "user"}, {"\"chat_template_kwargs\": {\"enable_thinking\": 1}", "enable_thinking"}, {"\"chat_template_kwargs\": 1", ""},
+             {"\"tools\": [{}]", "tools"}, {"\"response_format\": {\"type\": \"json_object\"}", "response_format"}, {"\"messages\": 1", "messages"},
+             {"\"n\": 128, \"logprobs\": true, \"top_logprobs\": 20, \"max_tokens\": 3901", "top_logprobs"},
+             {"\"messages\": []", "messages"}, {"\"messages\": [1]", "messages"}, {"\"messages\": [{\"role\": \"king\", \"content\": \"a\"}]", "messages"},
+             {"\"messages\": [{\"role\": \"user\"}]", "messages"}, {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image_url\"}]}]", "messages"}}) {
+        const HttpReply r = server.chat(question("a", more));
+        INFO(r.body);
+        check_refused(r, 400, param);
+    }
+    check_refused(server.chat(question("a", "\"model\": \"other\"")), 404, "model");
+    CHECK(server.chat(question("a", "\"model\": \"tiny\", \"seed\": null, \"stop\": null, \"max_tokens\": 1, \"unknown\": {}")).status == 200);
+    for (const char* prompt : {"\"\"", "[]", "5", "[1.5]", "[-1]", "[1024]", "[[]]", "[\"a\", 1]", "[[1], {}]", "null"})
+        check_refused(server.post("/v1/completions", format("{\"prompt\": %s}", prompt)), 400, "prompt");
+    check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"echo\": true}"), 400, "echo");
+    check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"n\": 2, \"best_of\": 3}"), 400, "best_of");
+    check_refused(server.post("/tokenize", "{}"), 400, "prompt");
+    check_refused(server.post("/detokenize", "{\"tokens\": [99999]}"), 400, "tokens");
+
+    std::string words;
+    for (int i = 0; i < 5000; i++) words += "warp ";
+    const HttpReply long_one = server.chat(question(words, ""));
+    check_refused(long_one, 400, "messages");
+    CHECK(Json(long_one.body)["error"]["code"].str() == "context_length_exceeded");
+    auto many = [](size_t n, const std::string& one) { // one, one, ...
+        std::string all;
+        for (size_t i = 0; i < n; i++) all += (i ? ", " : "") + one;
+        return all;
+    };
+    check_refused(server.post("/v1/completions", "{\"prompt\": [" + many(129, "\"a\"") + "]}"), 400, "prompt");
+    check_refused(server.post("/v1/completions", "{\"prompt\": [" + many(65, "\"a\"") + "], \"n\": 2}"), 400, "n");
+    check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"logprobs\": 21}"), 400, "logprobs");
+    check_refused(server.chat(question("a", "\"stop\": [" + many(17, "\"a\"") + "]")), 400, "stop");
+    check_refused(server.chat(question("a", "\"stop\": \"" + std::string(129, 'x') + "\"")), 400, "stop");
+    check_refused(server.chat(question("a", "\"logit_bias\": {" + many(1025, "\"5\": 1") + "}")), 400, "logit_bias");
+    check_refused(server.chat(question("a", many(1000, "\"x\": 1"))), 400);
+    CHECK(server.chat(question("a", "\"max_tokens\": 1, \"stop\": [" + many(16, "\"" + std::string(128, 'x') + "\"") + "], \"logit_bias\": {" +
+                                        many(1024, "\"5\": 1") + "}")).status == 200);
+    check_refused(server.post("/tokenize", "{\"prompt\": 5}"), 400, "prompt");
+    check_refused(server.post("/detokenize", "{\"tokens\": \"a\"}"), 400, "tokens");
+
+    for (std::string body : {"", "{", "[]", "5", "nonsense", "{\"messages\": \"\xff\"}", "{\"a\": NaN}", "{} {}", "{\"messages\": [{\"role\": \"user\", \"content\": \"\\ud800\"}]}"})
+        check_refused(server.chat(body), 400);
+    check_refused(server.chat(std::string(300, '[') + std::string(300, ']')), 400);
+    server.check_idle();
+}
+
+TEST_CASE("HTTP: routes, methods, types, hosts, sizes") {
+    Serving server;
+    const std::string good = question("a", "\"max_tokens\": 1");
+    for (const char* path : {"/nothing", "/", "//v1/models", "/../../etc/passwd", "/v1/models/..%2f..%2fetc/passwd", "/tests/unit/test_serve.cpp"})
+        CHECK(Http(server.port).call("GET", path).status == 404);
+    const HttpReply wrong = Http(server.port).call("GET", "/v1/chat/completions");
+    CHECK(wrong.status == 405);
+    CHECK(wrong.headers.at("allow") == "POST");
+    check_refused(server.post("/health", "{}"), 405, "GET");
+    check_refused(server.chat(""), 400);
+    CHECK(Http(server.port).call("GET", "/health").status == 200);
+    const Json models(Http(server.port).call("GET", "/v1/models").body);
+    CHECK(models["data"][(size_t)0]["id"].str() == "tiny");
+    CHECK(Json(Http(server.port).call("GET", "/v1/models/tiny").body)["id"].str() == "tiny");
+    check_refused(Http(server.port).call("GET", "/v1/models/other"), 404, "model");
+
+    auto raw = [&](const std::string& text) {
+        Http h(server.port);
+        h.send(text);
+        return h.reply();
+    };
+    const std::string length = format("Content-Length: %zu\r\n", good.size()), post = "POST /v1/chat/completions HTTP/1.1\r\n";
+    CHECK(raw(post + "Host: localhost:99\r\nContent-Type: application/json; charset=utf-8\r\n" + length + "\r\n" + good).status == 200);
+    CHECK(raw(post + "Host: [::1]:99\r\nContent-Type: application/json\r\n" + length + "\r\n" + good).status == 200);
+    CHECK(raw(post + "Host: 127.0.0.1\r\nContent-Type: application/json\r\n" + length + "\r\n" + good).status == 200);
+    check_refused(raw(post + "Host: evil.example\r\nContent-Type: application/json\r\n" + length + "\r\n" + good), 403);
+    check_refused(raw(post + "Host: localhost.evil.example:80\r\nContent-Type: application/json\r\n" + length + "\r\n" + good), 403);
+    check_refused(raw(post + "Host: localhost\r\nContent-Type: text/plain\r\n" + length + "\r\n" + good), 415);
+    check_refused(raw(post + "Host: localhost\r\n" + length + "\r\n" + good), 415);
+    check_refused(raw(post + "Host: localhost\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n" + length + "\r\n" + good), 415);
+    check_refused(raw(post + "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n"), 413);
+    CHECK(raw(post + "Host: localhost\r\nBig: " + std::string(60'000, 'x') + "\r\n\r\n").status >= 400);
+    Serving other({"--host", "127.0.0.2"}); // loopback, too
+    for (auto [host, status] : {std::pair{"127.0.0.2:80", 200}, {"localhost", 200}, {"evil.example", 403}}) {
+        Http h(other.port, "127.0.0.2");
+        h.send(format("GET /health HTTP/1.1\r\nHost: %s\r\n\r\n", host));
+        CHECK(h.reply().status == status);
+    }
+    // in chunks: first small enough, then not
+    std::string chunked = post + "Host: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n";
+    CHECK(raw(chunked + format("%zx\r\n", good.size()) + good + "\r\n0\r\n\r\n").status == 200);
+    std::string much;
+    for (int i = 0; i < 9; i++) much += "100000\r\n" + std::string(1 << 20, ' ') + "\r\n";
+    check_refused(raw(chunked + much + "0\r\n\r\n"), 413);
+
+    Http kept(server.port); // one connection, many requests, good and bad in turn
+    for (int i = 0; i < 20; i++) {
+        CHECK(kept.call("POST", "/v1/chat/completions", good).status == 200);
+        CHECK(kept.call("POST", "/v1/chat/completions", "{").status == 400);
+        CHECK(kept.call("GET", "/health").status == 200);
+    }
+    CHECK(kept.call("GET", "/v1/models", "", "Origin: http://any.example\r\n").headers.count("access-control-allow-origin") == 0);
+}
+
+TEST_CASE("requests that come in share a room; those that are being answered need none of it") {
+    Serving server({"--max-seqs", "1"});
+    const std::string padded = question("a", "\"n\": 8, \"max_tokens\": 4000, \"ignore_eos\": true" + std::string(8'000'000, ' '));
+    const std::string head = format("POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                                    "Content-Length: %zu\r\n\r\n", padded.size());
+    std::vector<std::unique_ptr<Http>> clients;
+    auto send = [&](size_t bytes) { // by 34 clients: 272 MB in all, and there is room for 268 MB
+        for (int i = 0; i < 34; i++) {
+            clients.push_back(std::make_unique<Http>(server.port));
+            clients.back()->send(head + padded.substr(0, bytes));
+        }
+    };
+    const double start = seconds();
+    auto small_until = [&](int status) {
+        for (;; usleep(1000)) {
+            const HttpReply r = server.post("/tokenize", "{\"prompt\": \"a\"}");
+            REQUIRE(seconds() - start < 60);
+            if (r.status == status) return r;
+        }
+    };
+    send(padded.size() - 1);
+    const HttpReply refused = small_until(503);
+    check_refused(refused, 503);
+    CHECK(refused.headers.at("retry-after") == "1");
+    for (auto& c : clients) c->send("}"); // now they wait for their answers
+    small_until(200);
+    send(padded.size());
+    while (server.metric("num_requests_waiting") < 8 * 40) { // more than could come in at once
+        REQUIRE(seconds() - start < 60);
+        usleep(1000);
+    }
+    clients.clear();
+    server.check_idle();
+}
+
+TEST_CASE("API keys and CORS") {
+    const MemoryFile keys("first-key\nsecond-key \n");
+    Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd), "--cors", "https://good.example", "--max-seqs", "4"});
+    const std::string body = question("The same long question, which fills a page or two of the cache.", "\"max_tokens\": 1");
+    for (const char* header : {"", "Authorization: Bearer \r\n", "Authorization: Bearer first-ke\r\n", "Authorization: Bearer first-keyx\r\n",
+                               "Authorization: first-key\r\n", "Authorization: Basic first-key\r\n", "Authorization: Bearer first-keyfirst-key\r\n"}) {
+        const HttpReply r = server.post("/v1/chat/completions", body, header);
+        check_refused(r, 401);
+        CHECK(r.headers.count("www-authenticate") == 1);
+        CHECK(Http(server.port).call("GET", "/v1/models", "", header).status == 401);
+        CHECK(server.post("/tokenize", "{\"prompt\": \"a\"}", header).status == 401);
+    }
+    CHECK(Http(server.port).call("GET", "/health").status == 200);
+    auto cached = [&](const char* key) {
+        const HttpReply r = server.post("/v1/chat/completions", body, format("Authorization: Bearer %s\r\n", key));
+        REQUIRE(r.status == 200);
+        return Json(r.body)["usage"]["prompt_tokens_details"]["cached_tokens"].number();
+    };
+    CHECK(cached("first-key") == 0);
+    CHECK(cached("first-key") > 0);
+    CHECK(cached("second-key") == 0); // whether someone else asked the same cannot be timed
+    CHECK(cached("second-key") > 0);
+
+    // One key floods; another's request is answered long before the flood has ended.
+    std::vector<std::unique_ptr<Http>> flood;
+    for (int i = 0; i < 40; i++) {
+        flood.push_back(std::make_unique<Http>(server.port));
+        flood.back()->ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 200, \"ignore_eos\": true"), "Authorization: Bearer first-key\r\n");
+    }
+    while (server.metric("num_requests_waiting") < 15) usleep(1000);
+    CHECK(server.post("/v1/chat/completions", body, "Authorization: Bearer second-key\r\n").status == 200);
+    CHECK(server.metric("num_requests_waiting") > 0);
+    flood.clear();
+
+    const HttpReply asked = Http(server.port).call("OPTIONS", "/v1/chat/completions", "", "Origin: https://good.example\r\nAccess-Control-Request-Method: POST\r\n");
+    CHECK(asked.status == 204);
+    CHECK(asked.headers.at("access-control-allow-origin") == "https://good.example");
+    CHECK(asked.headers.at("access-control-allow-headers").find("Authorization") != std::string::npos);
+    CHECK(Http(server.port).call("OPTIONS", "/v1/models", "", "Origin: https://bad.example\r\n").headers.count("access-control-allow-origin") == 0);
+}
+
+TEST_CASE("pages so few that answers give way, and nobody sees it") {
+    auto body = [](int i) {
+        return question("What is a warp, a block, a grid? " + std::to_string(i), format("\"seed\": %d, \"max_tokens\": %d, \"ignore_eos\": true, \"temperature\": 1.2", i, 100 + i));
+    };
+    std::vector<std::string> wanted;
+    {
+        Serving calm;
+        for (int i = 0; i < 12; i++) wanted.push_back(content(calm.chat(body(i))));
+    }
+    Serving server({"--ctx", "256", "--max-seqs", "12", "--kv-memory", format("%.9f", 40 * (double)KVCache<bf16>::bytes(tiny().file.config, 1) / 1e9)});
+    std::vector<std::string> got(12);
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 12; i++)
+        threads.emplace_back([&, i] {
+            try { got[i] = Http(server.port).call("POST", "/v1/chat/completions", body(i)).body; } catch (const Error&) {}
+        });
+    for (auto& t : threads) t.join();
+    for (int i = 0; i < 12; i++) CHECK(content({200, {}, got[i]}) == wanted[i]);
+    CHECK(server.metric("num_preemptions_total") > 0);
+    server.check_idle();
+}
+
+static const std::string ENDLESS = "\"max_tokens\": 4000, \"ignore_eos\": true";
+
+TEST_CASE("clients that vanish: mid-stream, waiting, all at once") {
+    Serving server({"--max-queue", "1200", "--max-seqs", "8"});
+    {
+        std::vector<std::unique_ptr<Http>> clients;
+        for (int i = 0; i < 200; i++) {
+            clients.push_back(std::make_unique<Http>(server.port));
+            clients.back()->ask("POST", "/v1/chat/completions", question("a", ENDLESS + (i % 2 ? ", \"stream\": true" : "")));
+        }
+        while (server.metric("num_requests_running") < 8) usleep(10'000);
+        for (int i = 1; i < 8; i += 2) CHECK(clients[(size_t)i]->head().status == 200);
+    }
+    server.check_idle(3);
+
+    Http waits(server.port); // nothing was sent to it that could fail: it is looked at
+    waits.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 4000, \"ignore_eos\": true"));
+    while (server.metric("num_requests_running") < 1) usleep(1000);
+    waits.close();
+    server.check_idle(1);
+    CHECK(server.metric("num_requests_running") == 0);
+    CHECK(Http(server.port).call("GET", "/health").status == 200);
+}
+
+TEST_CASE("a thousand open streams, and one that reads a byte at a time") {
+    rlimit files;
+    getrlimit(RLIMIT_NOFILE, &files);
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+    REQUIRE(files.rlim_max > 1100);
+    Serving server({"--max-queue", "1200", "--max-seqs", "4"});
+    std::vector<std::unique_ptr<Http>> clients;
+    for (int i = 0; i < 1000; i++) {
+        clients.push_back(std::make_unique<Http>(server.port));
+        clients.back()->ask("POST", "/v1/chat/completions", question("a", ENDLESS + ", \"stream\": true"));
+    }
+    const double start = seconds();
+    while (server.metric("num_requests_running") + server.metric("num_requests_waiting") < 1000) {
+        REQUIRE(seconds() - start < 20);
+        usleep(50'000);
+    }
+    CHECK(Http(server.port).call("GET", "/health").status == 200);
+    clients.clear();
+    server.check_idle(5);
+
+    Http slow(server.port);
+    slow.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 50, \"ignore_eos\": true, \"seed\": 1, \"stream\": true"));
+    char byte;
+    std::string read;
+    for (int i = 0; i < 20; i++) {
+        REQUIRE(recv(slow.fd, &byte, 1, 0) == 1);
+        slow.buffer += byte;
+        CHECK(server.chat(question("b", "\"max_tokens\": 3")).status == 200); // others do not wait for it
+    }
+    server.check_idle(2);                                                      // and its pages are free
+    const std::string same = content(server.chat(question("a", "\"max_tokens\": 50, \"ignore_eos\": true, \"seed\": 1")));
+    CHECK(joined(slow.reply())[0] == same);
+}
+
+// A port that nobody has.
+static int free_port() {
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in at = {};
+    at.sin_family = AF_INET, at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof at;
+    REQUIRE(bind(fd, (sockaddr*)&at, size) == 0);
+    REQUIRE(getsockname(fd, (sockaddr*)&at, &size) == 0);
+    close(fd);
+    return ntohs(at.sin_port);
+}
+
+// Its stderr is a pipe without room: it cannot say that it is ready, and so it is loading until someone reads.
+struct Loading {
+    int port = free_port(), ends[2];
+    std::unique_ptr<Process> process;
+    Loading() {
+        REQUIRE(pipe2(ends, O_NONBLOCK | O_CLOEXEC) == 0);
+        while (write(ends[1], "x", 1) == 1) {}
+        fcntl(ends[1], F_SETFL, 0);
+        process = std::make_unique<Process>(PROGRAM, Serving::with({"--port", std::to_string(port)}), "", [&] { dup2(ends[1], 2); });
+        close(ends[1]);
+        for (const double start = seconds();; usleep(2000)) {
+            REQUIRE(seconds() - start < 30);
+            try { Http http(port); break; } catch (const Error&) {}
+        }
+    }
+    ~Loading() {
+        kill(process->pid, SIGKILL);
+        waitpid(process->pid, nullptr, 0);
+        close(ends[0]);
+    }
+    HttpReply call(const char* method, const char* path, const char* body = "") const { return Http(port).call(method, path, body); }
+};
+
+TEST_CASE("while the model loads, the server says so") {
+    Loading server;
+    const HttpReply health = server.call("GET", "/health");
+    CHECK(health.status == 503);
+    CHECK(Json(health.body)["status"].str() == "loading");
+    for (const char* path : {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/tiny"}) {
+        INFO(path);
+        const HttpReply r = server.call(strstr(path, "models") ? "GET" : "POST", path, "{}");
+        check_refused(r, 503);
+        CHECK(r.headers.at("retry-after") == "1");
+    }
+    CHECK(server.call("GET", "/metrics").status == 200);
+    check_refused(server.call("GET", "/nothing"), 404);
+
+    std::string said;
+    for (const double start = seconds(); said.find("listening on") == std::string::npos; usleep(2000)) {
+        const std::string words = said.substr(std::min(said.size(), said.find_first_not_of('x')));
+        INFO(words);
+        REQUIRE(seconds() - start < 30);
+        char some[4096];
+        const ssize_t n = read(server.ends[0], some, sizeof some);
+        REQUIRE(n != 0); // it has ended
+        if (n > 0) said.append(some, (size_t)n);
+    }
+    CHECK(server.call("GET", "/health").status == 200);
+    CHECK(server.call("GET", "/v1/models").status == 200);
+}
+
+TEST_CASE("a signal while the model loads ends the server") {
+    Loading server;
+    CHECK(server.call("GET", "/health").status == 503);
+    kill(server.process->pid, SIGTERM);
+    // ThreadSanitizer keeps a signal back until the thread's next call into libc has ended; here that may be a write into
+    // the full pipe. So there is room in it after a second.
+    int status;
+    char some[4096];
+    pid_t ended;
+    for (const double start = seconds(); (ended = waitpid(server.process->pid, &status, WNOHANG)) == 0; usleep(2000))
+        if (seconds() - start > 1) (void)!read(server.ends[0], some, sizeof some);
+    REQUIRE(ended == server.process->pid);
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 130);
+}
+
+TEST_CASE("deadlines: whoever sends nothing, or a byte now and then") {
+    Serving server({"--deadline", "4"}); // 2 s without a byte
+    struct Client {
+        const char* what;
+        std::string first;
+        bool trickles;
+        std::unique_ptr<Http> http{};
+        double closed = 0;
+    };
+    const std::string post = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n";
+    Client clients[] = {{"nothing", "", false},
+                        {"kept", "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", false},
+                        {"half a body", post + "{", false},
+                        {"request line", "GET /hea", true},
+                        {"headers", "GET /health HTTP/1.1\r\nHost: localhost\r\nX", true},
+                        {"body", post, true}};
+    const double start = seconds();
+    size_t open = 0;
+    for (Client& c : clients) c.http = std::make_unique<Http>(server.port), c.http->send(c.first), open++;
+    CHECK(clients[1].http->reply().status == 200);
+    for (; open > 0; usleep(50'000)) {
+        REQUIRE(seconds() - start < 30);
+        for (Client& c : clients) {
+            char byte;
+            if (c.closed > 0) continue;
+            if (c.trickles) send(c.http->fd, " ", 1, MSG_NOSIGNAL);
+            const ssize_t n = recv(c.http->fd, &byte, 1, MSG_DONTWAIT);
+            CHECK(n <= 0); // not a word
+            if (n < 0 && errno == EAGAIN) continue;
+            c.closed = seconds() - start, open--;
+        }
+        CHECK(Http(server.port).call("GET", "/health").status == 200);
+    }
+    double silent = 0;
+    for (Client& c : clients) {
+        INFO(c.what << " after " << c.closed << " s");
+        CHECK(c.closed > (c.trickles ? 4 : 1.9));
+        if (c.trickles) CHECK(c.closed > silent);
+        else silent = std::max(silent, c.closed);
+    }
+}
+
+TEST_CASE("deadlines: whoever fetches an answer too slowly") {
+    Serving server({"--deadline", "1", "--ctx", "128"}); // 5 s to fetch, 1 s without a byte
+    std::string letters;
+    for (int i = 0; i < 1'500'000; i++) letters += (char)('a' + i * 7 % 26);
+    // An answer of the engine, and one without it; each is many MB. One after the other: they may share a thread of the
+    // server, and to write out the first takes longer than that second.
+    const std::pair<std::string, std::string> asked[] = {
+        {"/v1/chat/completions", question("a", "\"n\": 50, \"max_tokens\": 80, \"ignore_eos\": true, \"logprobs\": true, \"top_logprobs\": 20")},
+        {"/tokenize", "{\"prompt\": \"" + letters + "\"}"}};
+    for (size_t i = 0; i < 2; i++) {
+        Http http(server.port, "127.0.0.1", 1400); // (with loopback's packets of 64 KB the kernel would pause by itself)
+        const int small = 1 << 16;
+        setsockopt(http.fd, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
+        http.ask("POST", asked[i].first, asked[i].second);
+        std::string begin; // of what it is told
+        size_t read = 0;
+        double first = 0;  // byte
+        for (const double start = seconds(); lines(server.out.text()).size() == i; usleep(20'000)) { // until it is closed, and in the log
+            REQUIRE(seconds() - (read ? first : start) < 60);
+            char some[1 << 14]; // 0.8 MB/s
+            const ssize_t n = recv(http.fd, some, sizeof some, MSG_DONTWAIT);
+            if (n <= 0) continue;
+            if (!read) first = seconds();
+            read += (size_t)n;
+            if (begin.size() < 4096) begin.append(some, (size_t)n);
+        }
+        CHECK(seconds() - first > 3); // it was not for want of a byte
+        const size_t length = begin.find("Content-Length: ");
+        REQUIRE(length != std::string::npos);
+        CHECK(begin.compare(0, 13, "HTTP/1.1 200 ") == 0);
+        CHECK(read < (size_t)atol(begin.c_str() + length + 16));
+    }
+}
+
+TEST_CASE("a full queue is 429, and SIGTERM lets answers come to their end") {
+    Serving server({"--max-queue", "1", "--max-seqs", "1"});
+    Http first(server.port), second(server.port);
+    first.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 1000, \"ignore_eos\": true, \"temperature\": 1.5, \"top_k\": 0, \"stream\": true"));
+    REQUIRE(first.head().status == 200);
+    second.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 2, \"seed\": 1"));
+    while (server.metric("num_requests_waiting") < 1) usleep(1000);
+    const HttpReply full = server.chat(question("a", ""));
+    check_refused(full, 429);
+    CHECK(full.headers.at("retry-after") == "1");
+    check_refused(server.chat(question("a", "\"n\": 3")), 429);
+
+    Http kept(server.port);
+    CHECK(kept.call("GET", "/health").status == 200);
+    kill(server.pid, SIGTERM);
+    while (server.err.text().find("to finish") == std::string::npos) usleep(1000);
+    CHECK(kept.call("GET", "/health").status == 503);
+    check_refused(kept.call("POST", "/v1/chat/completions", question("a", "")), 503);
+    std::string body;
+    while (first.chunk(body)) {}
+    CHECK(events_of(body).back() == "[DONE]");
+    CHECK(second.reply().status == 200);
+    server.port = 0;
+    CHECK(server.wait().status == 0);
+}
+
+TEST_CASE("whoever has an answer finds it counted, and its place free") {
+    Serving server({"--max-queue", "0", "--max-seqs", "1"});
+    for (int i = 1; i <= 200; i++) {
+        REQUIRE(server.chat(question("a", "\"max_tokens\": 2, \"ignore_eos\": true")).status == 200);
+        REQUIRE(server.metric("generation_tokens_total") == 2 * i);
+    }
+}
+
+TEST_CASE("10,000 malformed requests") {
+    Serving server({"--ctx", "64"});
+    Random random{5};
+    const std::string good = question("a", "\"max_tokens\": 1, \"stop\": [\"x\"], \"logit_bias\": {\"5\": 1}, \"stream\": true, \"n\": 2, \"temperature\": 0.5");
+    auto http = std::make_unique<Http>(server.port);
+    int refused = 0;
+    for (int i = 0; i < 10'000; i++) {
+        std::string bad = good;
+        for (int n = 1 + random.below(4); n > 0; n--) {
+            const size_t at = (size_t)random.below((int)bad.size());
+            switch (random.below(4)) {
+            case 0: bad.erase(at, 1 + (size_t)random.below(9)); break;
+            case 1: bad[at] = (char)random.below(256); break;
+            case 2: bad.insert(at, std::string(1 + (size_t)random.below(3), "{}[]\",:0-e"[random.below(10)])); break;
+            default: bad.insert(at, bad.substr((size_t)random.below((int)bad.size()), 20));
+            }
+            if (bad.empty()) bad = " ";
+        }
+        const HttpReply r = http->call("POST", "/v1/chat/completions", bad);
+        CHECK((r.status == 200 || r.status == 400 || r.status == 429));
+        refused += r.status == 400;
+    }
+    CHECK(refused > 5000);
+    for (int i = 0; i < 300; i++) { // not HTTP at all
+        Http raw(server.port);
+        std::string bytes;
+        for (int n = random.below(200); n > 0; n--) bytes += (char)(random.below(3) ? random.below(256) : "\r\n: /"[random.below(5)]);
+        try { raw.send(bytes + (random.below(2) ? "\r\n\r\n" : "")); } catch (const Error&) {}
+    }
+    CHECK(server.chat(question("a", "\"max_tokens\": 1")).status == 200);
+    server.check_idle();
+    CHECK(server.stop().status == 0);
+}
+
+// -------------------------------------------------------------------------------------------------------- batch
+
+static Result batch(const std::string& in, const std::string& out, const Strings& more = {}) {
+    Strings all = {MODEL, "-z", VOCABULARY, "-j", "1", "--name", "tiny", "--batch", in, "-o", out};
+    all.insert(all.end(), more.begin(), more.end());
+    return Process(PROGRAM, all).wait();
+}
+static std::string row(int i, const std::string& body, const char* url = "/v1/chat/completions") {
+    return format("{\"custom_id\": \"r%d\", \"method\": \"POST\", \"url\": \"%s\", \"body\": ", i, url) + body + "}\n";
+}
+
+TEST_CASE("a batch answers as the server does, in order, with errors in their places") {
+    Scratch scratch;
+    std::string in;
+    Serving server;
+    std::vector<std::string> wanted;
+    for (int i = 0; i < 30; i++) {
+        const std::string body = question(std::to_string(i), format("\"seed\": %d, \"max_tokens\": 20", i));
+        in += row(i, body);
+        wanted.push_back(content(server.chat(body)));
+    }
+    in += row(30, "{\"messages\": []}") + "\n" + row(31, "{\"prompt\": \"a\", \"max_tokens\": 2}", "/v1/completions") + row(32, "{}", "/v1/embeddings") +
+          row(33, "7") + row(34, question("a", "\"stream\": true"));
+    write_file(scratch / "in", in);
+    const Result r = batch(scratch / "in", scratch / "out", {"--max-seqs", "5"});
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    const Strings out = lines(read_file(scratch / "out"));
+    REQUIRE(out.size() == 35);
+    for (int i = 0; i < 35; i++) {
+        const Json j(out[(size_t)i]);
+        CHECK(j["custom_id"].str() == format("r%d", i));
+        CHECK(j["error"].is(sj::Null));
+        CHECK(j["id"].is(sj::String));
+        const int status = i < 30 || i == 31 ? 200 : i == 32 ? 404 : 400;
+        CHECK(j["response"]["status_code"].number() == status);
+        if (i < 30) CHECK(j["response"]["body"]["choices"][(size_t)0]["message"]["content"].str() == wanted[(size_t)i]);
+        if (status != 200) CHECK(j["response"]["body"]["error"]["message"].str() != "");
+    }
+    CHECK(scratch.count() == 2); // no partial file is left
+    check_refusal(batch(scratch / "in", scratch / "out"), "serve", "exists");
+}
+
+TEST_CASE("completion_tokens: what was drawn, the end token too, in every place the same") {
+    const int end = tiny().file.config.end_tokens.at(0);
+    const std::string ends = format("\"logit_bias\": {\"%d\": 100}, \"max_tokens\": 9", end);
+    const std::string runs = "\"seed\": 3, \"max_tokens\": 12, \"ignore_eos\": true";
+    Serving server;
+    const std::string said = content(server.chat(question("hi", runs)));
+    std::string stop = ", \"stop\": ";
+    size_t cut = said.size() - 1;
+    while (((uint8_t)said[cut] & 0xC0) == 0x80) cut--;
+    sj::quote(stop, said.substr(cut)); // its last character: few texts have it before
+    const std::vector<std::pair<std::string, double>> asked = {
+        {ends, 1}, {ends + ", \"n\": 3", 3}, {ends + ", \"ignore_eos\": true", 9}, {runs, 12}, {runs + stop, said.find(said.substr(cut)) == cut ? 12 : 0}};
+    double sum = 12;
+    std::string in;
+    std::vector<double> counts;
+    for (auto& one : asked) {
+        const std::string& more = one.first;
+        const Json j(server.chat(question("hi", more)).body);
+        counts.push_back(j["usage"]["completion_tokens"].number());
+        INFO(more);
+        if (one.second > 0) CHECK(counts.back() == one.second);
+        CHECK(j["usage"]["total_tokens"].number() == counts.back() + j["usage"]["prompt_tokens"].number());
+        const std::vector<std::string> events = events_of(server.chat(question("hi", more + ", \"stream\": true, \"stream_options\": {\"include_usage\": true}")).body);
+        CHECK(Json(events.at(events.size() - 2))["usage"]["completion_tokens"].number() == counts.back());
+        sum += 2 * counts.back();
+        in += row((int)counts.size() - 1, question("hi", more));
+    }
+    const Json ended(server.chat(question("hi", ends)).body);
+    CHECK(ended["choices"][(size_t)0]["finish_reason"].str() == "stop");
+    CHECK(ended["choices"][(size_t)0]["message"]["content"].str() == "");
+    sum += 1;
+    CHECK(server.metric("generation_tokens_total") == sum);
+    double logged = 0;
+    for (auto& line : lines(server.stop().out)) logged += Json(line)["completion_tokens"].number();
+    CHECK(logged == sum);
+
+    Scratch scratch;
+    write_file(scratch / "in", in);
+    REQUIRE(batch(scratch / "in", scratch / "out").status == 0);
+    const Strings out = lines(read_file(scratch / "out"));
+    REQUIRE(out.size() == counts.size());
+    for (size_t i = 0; i < out.size(); i++) CHECK(Json(out[i])["response"]["body"]["usage"]["completion_tokens"].number() == counts[i]);
+}
+
+TEST_CASE("with an adapter a batch says what qwen3 says with it, and not what it says without") {
+    Scratch scratch;
+    // The fixture's B is zero: give it numbers.
+    const std::string fixture = "tests/fixtures/train/adapter/", adapter = scratch / "adapter";
+    fs::create_directory(adapter);
+    fs::copy_file(fixture + "adapter_config.json", adapter + "/adapter_config.json");
+    std::string file = read_file(fixture + "adapter_model.safetensors");
+    uint64_t length;
+    memcpy(&length, file.data(), 8);
+    const Json header(file.substr(8, length));
+    for (auto [name, t] : header.doc.root().members())
+        for (size_t at = (size_t)t["data_offsets"][(size_t)0].number(), i = 0; name.find("lora_B") != std::string::npos && at < t["data_offsets"][(size_t)1].number(); at += 4, i++) {
+            const float b = 0.05f * (float)((int)(i % 7) - 3);
+            memcpy(&file[8 + length + at], &b, 4);
+        }
+    write_file(adapter + "/adapter_model.safetensors", file);
+    write_file(scratch / "in", row(0, R"({"messages": [{"role": "user", "content": "What is a warp?"}], "temperature": 0, "max_tokens": 24})"));
+    std::string said[2];
+    for (int with = 0; with < 2; with++) {
+        const std::string out = scratch / (with ? "with" : "without");
+        const Result r = batch(scratch / "in", out, with ? Strings{"--adapter", adapter} : Strings{});
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+        const Json j(lines(read_file(out))[0]);
+        said[with] = j["response"]["body"]["choices"][(size_t)0]["message"]["content"].str();
+    }
+    const char* qwen3 = getenv("QWEN3") ? getenv("QWEN3") : "./qwen3";
+    CHECK(said[0] != said[1]);
+    CHECK(Process(qwen3, {MODEL, "-z", VOCABULARY, "-d", "cpu", "--adapter", adapter, "-t", "0", "-n", "24", "-i", "What is a warp?"}).wait().out == said[1] + "\n");
+    check_refusal(batch(scratch / "in", scratch / "other", {"--adapter", "tests"}), "serve", "adapter_config.json");
+}
+
+TEST_CASE("a batch goes on where it was stopped, and asks nothing twice") {
+    Scratch scratch;
+    std::string in;
+    for (int i = 0; i < 40; i++) in += row(i, question(std::to_string(i), format("\"seed\": %d, \"max_tokens\": 30, \"ignore_eos\": true", i)));
+    write_file(scratch / "in", in);
+    REQUIRE(batch(scratch / "in", scratch / "whole").status == 0);
+    auto texts = [&](const std::string& path) {
+        Strings all;
+        for (auto& line : lines(read_file(path))) all.push_back(Json(line)["response"]["body"]["choices"][(size_t)0]["message"]["content"].str());
+        return all;
+    };
+    const std::string whole = read_file(scratch / "whole");
+    // What a run left that was killed: the first line of the partial file, some answers, half of another.
+    std::string partial;
+    {
+        Process stopped(PROGRAM, {MODEL, "-z", VOCABULARY, "-j", "1", "--name", "tiny", "--max-seqs", "1", "--batch", scratch / "in", "-o", scratch / "out"});
+        while (!fs::exists(scratch / "out.partial") || lines(read_file(scratch / "out.partial").substr(0, read_file(scratch / "out.partial").rfind('\n') + 1)).size() < 4) usleep(100);
+        kill(stopped.pid, SIGINT);
+        const Result r = stopped.wait();
+        CHECK((r.status == 130 || r.status == 0));
+        partial = r.status == 0 ? "" : read_file(scratch / "out.partial");
+    }
+    REQUIRE(partial != "");
+    const Strings kept = lines(partial);
+    write_file(scratch / "out.partial", partial + "{\"id\": \"batch_req_1\", \"custom");
+    const Result r = batch(scratch / "in", scratch / "out");
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    CHECK(texts(scratch / "out") == texts(scratch / "whole"));
+    const std::string done = read_file(scratch / "out");
+    for (size_t i = 1; i < kept.size(); i++) CHECK(done.find(kept[i] + "\n") != std::string::npos); // their very bytes
+
+    write_file(scratch / "other.partial", partial);
+    check_refusal(batch(scratch / "in", scratch / "other", {"--think", "1"}), "serve", "begun with another");
+    write_file(scratch / "bad", "{\"custom_id\": \"a\"}\n{\"custom_id\": \"a\"}\n");
+    check_refusal(batch(scratch / "bad", scratch / "x"), "serve", "line 2");
+    write_file(scratch / "bad", "{\n");
+    check_refusal(batch(scratch / "bad", scratch / "x"), "serve", "line 1");
+    CHECK(whole != "");
+}
+
+TEST_CASE("options") {
+    auto refused = [](const Strings& arguments, const std::string& word) { check_refusal(Process(PROGRAM, arguments).wait(), "serve", word); };
+    refused({}, "no model");
+    refused({MODEL, MODEL}, "one model");
+    refused({MODEL, "--nonsense"}, "unknown option");
+    refused({MODEL, "--port"}, "needs a value");
+    refused({MODEL, "--port", "65536"}, "--port");
+    refused({MODEL, "--ctx", "99999", "--port", "0"}, "limit is 4096");
+    refused({MODEL, "--host", "nowhere"}, "not an address");
+    refused({MODEL, "--deadline", "0"}, "--deadline");
+    refused({MODEL, "--batch", "x"}, "-o");
+    refused({MODEL, "-o", "x"}, "--batch");
+    refused({MODEL, "-z", VOCABULARY, "--port", "0", "--kv-memory", "0.0001"}, "--kv-memory");
+    refused({"/nonexistent"}, "/nonexistent");
+    const MemoryFile empty("\n\n");
+    refused({MODEL, "--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), empty.fd)}, "no key");
+    Serving server;
+    refused({MODEL, "-z", VOCABULARY, "--port", std::to_string(server.port)}, "Address already in use");
+    const Result help = Process(PROGRAM, {"--help"}).wait();
+    CHECK(help.status == 0);
+    CHECK(help.out.find("--api-key-file") != std::string::npos);
+}

@@ -1,0 +1,33 @@
+// The default model, data/tiny/model.bin: its greedy answers to ten questions are those in tests/fixtures/default, on the
+// CPU. Nine are training questions, and one is such a question in other words. After training it anew (make -C data tiny), and after reading what it says:
+//     ./qwen3 data/tiny/model.bin -d cpu --eval tests/fixtures/default/questions.jsonl -o tests/fixtures/default/answers.jsonl
+// Environment: QWEN3 names the program (default ./qwen3).
+#include "../../sj.h"
+#include "../process.h"
+
+static const char* PROGRAM = getenv("QWEN3") ? getenv("QWEN3") : "./qwen3";
+static const std::string MODEL = "data/tiny/model.bin";
+
+TEST_CASE("greedy answers of the default model") {
+    const MappedFile answers("tests/fixtures/default/answers.jsonl");
+    size_t rows = 0;
+    for (auto& line : lines(std::string(answers.text()))) {
+        sj::Doc doc;
+        REQUIRE(sj::parse(doc, line) == "");
+        const std::string question = doc.root()["question"].str();
+        const Result r = Process(PROGRAM, {MODEL, "-d", "cpu", "-t", "0", "-i", question}).wait();
+        INFO(question << "\n" << r.err);
+        CHECK(r.status == 0);
+        CHECK(r.out == doc.root()["answer"].str() + "\n");
+        CHECK(doc.root()["finish"].str() == "stop"); // it ends by itself
+        rows++;
+    }
+    CHECK(rows == 10);
+}
+
+TEST_CASE("the default model is small, and finds the vocabulary beside it") {
+    const MappedFile model(MODEL), vocabulary("data/tiny/tokenizer.bin");
+    CHECK(model.size + vocabulary.size <= 20000000);
+    const Result r = Process(PROGRAM, {MODEL, "-d", "cpu", "-n", "1", "-i", "什么是 warp？"}).wait();
+    CHECK(r.status == 0);
+}
