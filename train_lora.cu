@@ -17,7 +17,7 @@
    stopped goes on bit by bit as if it had not been. It is the arithmetic of PEFT and transformers' Trainer: see
    tests/test_train.cpp, which holds it to theirs.
 
-   Contents: 1 options  2 files  3 memory, batches, steps  4 log and curve  5 merge  6 main
+   Contents: 1 options  2 memory, batches, steps  3 log and curve  4 merge  5 main
 */
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
@@ -159,79 +159,7 @@ static Options parse_options(int argc, char** argv) {
     return o;
 }
 
-// ==================================================================================================== 2 Files
-
-// A tensor of a safetensors file to be; `write` writes its bytes.
-struct OutTensor {
-    std::string name;
-    const char* dtype;         // F32, F16 or BF16
-    std::vector<size_t> shape;
-    std::function<void(OutputFile&)> write;
-    size_t bytes() const {
-        Dtype known;
-        size_t n = dtype_size(dtype, &known);
-        for (size_t d : shape) n *= d;
-        return n;
-    }
-};
-
-static void write_safetensors(const std::string& path, const std::map<std::string, std::string>& metadata, const std::vector<OutTensor>& tensors) {
-    sj::Writer w;
-    w.object().key("__metadata__").object();
-    for (auto& [key, value] : metadata) w.field(key, value);
-    w.end();
-    size_t at = 0;
-    for (auto& t : tensors) {
-        w.key(t.name).object().field("dtype", t.dtype).key("shape").array();
-        for (size_t d : t.shape) w.value(d);
-        w.end().key("data_offsets").array().value(at).value(at + t.bytes()).end().end();
-        at += t.bytes();
-    }
-    std::string header = w.end().text;
-    header.append((64 - (8 + header.size()) % 64) % 64, ' '); // the data begin at a multiple of 64
-    OutputFile out(path);
-    const uint64_t length = header.size();
-    out.write(&length, 8);
-    out.write(header);
-    for (auto& t : tensors) t.write(out);
-    out.commit();
-}
-
-static void write_text(const std::string& path, std::string_view text) {
-    OutputFile out(path);
-    out.write(text);
-    out.commit();
-}
-
-static bool same_file(const std::string& a, const std::string& b) {
-    struct stat one, other;
-    return stat(a.c_str(), &one) == 0 && stat(b.c_str(), &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
-}
-
-// A folder, and those it is in, if they are not there.
-static void make_folder(const std::string& path) {
-    struct stat st;
-    for (size_t at = 0; at != std::string::npos;) {
-        at = path.find('/', at + 1);
-        const std::string part = path.substr(0, at);
-        if (mkdir(part.c_str(), 0777) != 0 && errno != EEXIST) DIE("%s: %s", part.c_str(), strerror(errno));
-    }
-    if (stat(path.c_str(), &st) != 0 || !S_ISDIR(st.st_mode)) DIE("%s: not a folder", path.c_str());
-}
-
-// adapter_config.json as PEFT reads it.
-static std::string adapter_config_json(const AdapterConfig& a, double dropout, const std::string& base) {
-    sj::Writer w;
-    w.object().field("base_model_name_or_path", base).field("bias", "none").field("fan_in_fan_out", false).field("inference_mode", true);
-    w.field("init_lora_weights", true).field("lora_alpha", a.alpha).field("lora_dropout", dropout).field("modules_to_save", nullptr);
-    w.field("peft_type", "LORA").field("r", a.rank).key("target_modules").array();
-    for (int m = 0; m < MODULES; m++)
-        if (a.targets[m]) w.value(std::string(MODULE_NAMES[m]).substr(std::string(MODULE_NAMES[m]).find('.') + 1));
-    w.end().field("task_type", "CAUSAL_LM").field("use_dora", false).field("use_rslora", a.rslora).end();
-    return w.text + "\n";
-}
-
-// =============================================================================== 3 Memory, batches, steps
+// =============================================================================== 2 Memory, batches, steps
 
 // What a run is: if any of this differs, --resume would not go on with it.
 static std::string describe(const Options& o, const ModelFile& file, const Dataset& data, int64_t steps, const char* type) {
@@ -297,41 +225,33 @@ template <class T> struct Trainer {
     A *p, *m, *v, *gradient; // (count) master parameters, AdamW's moments, gradients
     T* stored;               // (count) what the products read: the parameters as T, those of B times s
 
-    // With --full: calls f(name, where the model looks for it, its gradient's place, shape, at, n) for each tensor, which is
-    // the n numbers from `at` on, matrices before norms. Neighbours in a Linear are neighbours here, and only the first has
-    // a gradient's place.
+    // With --full: calls f(tensor, at) for each tensor of the model, which is the tensor.size() numbers from `at` on.
+    // Matrices come before vectors, since AdamW decays only them; so results and states have them. The blocks of a
+    // Linear are neighbours.
     template <class F> void each_tensor(F f) {
         size_t at = 0;
-        auto one = [&](const std::string& name, const T*& from, A** to, const std::vector<size_t>& shape) {
-            const size_t n = shape[0] * (shape.size() > 1 ? shape[1] : 1);
-            f(name, from, to, shape, at, n);
-            at += n;
-        };
-        g.layer.resize(c.L);
-        auto matrices = [&](int l, const std::vector<const char*>& names, Linear<T>& W, A*& to) {
-            for (size_t b = 0; b < names.size(); b++)
-                one(l < 0 ? names[b] : format("model.layers.%d.%s.weight", l, names[b]), W.w[b], b ? nullptr : &to, {(size_t)W.rows[b], (size_t)W.in});
-        };
-        auto vector = [&](const std::string& name, const T*& from, A*& to, int n) { one(name, from, &to, {(size_t)n}); };
-        matrices(-1, {"model.embed_tokens.weight"}, w.embed, g.embed);
-        for (int l = 0; l < c.L; l++) {
-            Layer<T>& y = w.layers[l];
-            matrices(l, {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, y.qkv, g.layer[l].qkv.W);
-            matrices(l, {"self_attn.o_proj"}, y.o, g.layer[l].o.W);
-            matrices(l, {"mlp.gate_proj", "mlp.up_proj"}, y.gate_up, g.layer[l].gate_up.W);
-            matrices(l, {"mlp.down_proj"}, y.down, g.layer[l].down.W);
+        const std::vector<ModelTensor> tensors = model_tensors(c);
+        for (bool matrices : {true, false})
+            for (const ModelTensor& t : tensors)
+                if (matrices == (t.columns > 0)) f(t, at), at += t.size();
+    }
+
+    // Where `backward` finds the place of the gradient of a module's Linear, and of any tensor (of a block: its Linear's).
+    typename Gradients<T>::OfLinear& gradient_of_module(int m, int l) {
+        auto& layer = g.layer[l];
+        return m <= V_PROJ ? layer.qkv : m == O_PROJ ? layer.o : m == DOWN_PROJ ? layer.down : layer.gate_up;
+    }
+    A*& gradient_of(const ModelTensor& t) {
+        switch (t.kind) {
+            case EMBED: return g.embed;
+            case HEAD: return g.head;
+            case FINAL_NORM: return g.norm;
+            case INPUT_NORM: return g.layer[t.layer].norm1;
+            case Q_NORM: return g.layer[t.layer].q_norm;
+            case K_NORM: return g.layer[t.layer].k_norm;
+            case POST_NORM: return g.layer[t.layer].norm2;
+            default: return gradient_of_module(t.kind, t.layer).W;
         }
-        if (!c.tied) matrices(-1, {"lm_head.weight"}, w.head, g.head);
-        for (int l = 0; l < c.L; l++) {
-            Layer<T>& y = w.layers[l];
-            auto& to = g.layer[l];
-            auto name = [&](const char* part) { return format("model.layers.%d.%s.weight", l, part); };
-            vector(name("input_layernorm"), y.norm1, to.norm1, c.C);
-            vector(name("self_attn.q_norm"), y.q_norm, to.q_norm, c.D);
-            vector(name("self_attn.k_norm"), y.k_norm, to.k_norm, c.D);
-            vector(name("post_attention_layernorm"), y.norm2, to.norm2, c.C);
-        }
-        vector("model.norm.weight", w.norm, g.norm, c.C);
     }
 
     // How many numbers are trained; the array of an adapter's holds zeros beside them.
@@ -346,9 +266,9 @@ template <class T> struct Trainer {
             return;
         }
         size_t matrices = 0;
-        each_tensor([&](const std::string&, const T*&, A**, const std::vector<size_t>& shape, size_t at, size_t n) {
-            count = at + n;
-            if (shape.size() > 1) matrices = count;
+        each_tensor([&](const ModelTensor& t, size_t at) {
+            count = at + t.size();
+            if (t.columns) matrices = count;
         });
         segments = {{0, matrices, o.weight_decay, 1}, {matrices, count - matrices, 0, 1}}; // norms do not decay, as in the Trainer
     }
@@ -437,8 +357,9 @@ template <class T> struct Trainer {
     void first_parameters() {
         std::vector<A> first(count, 0);
         if (o.full) {
-            each_tensor([&](const std::string&, const T*& from, A**, const std::vector<size_t>&, size_t at, size_t n) {
-                for (size_t i = 0; i < n; i++) first[at + i] = to_acc(from[i]);
+            each_tensor([&](const ModelTensor& t, size_t at) {
+                const T* from = place_of(w, t).numbers();
+                for (size_t i = 0; i < t.size(); i++) first[at + i] = to_acc(from[i]);
             });
         } else if (!o.adapter_init.empty()) {
             first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
@@ -466,17 +387,16 @@ template <class T> struct Trainer {
     void fill() {
         g.layer.resize(c.L);
         if (o.full) {
-            each_tensor([&](const std::string&, const T*& from, A** to, const std::vector<size_t>&, size_t at, size_t) {
-                from = stored + at;
-                if (to) *to = gradient + at;
+            each_tensor([&](const ModelTensor& t, size_t at) {
+                const TensorPlace<T> place = place_of(w, t);
+                place.numbers() = stored + at;
+                if (place.block == 0) gradient_of(t) = gradient + at;
             });
             if (c.tied) w.head = w.embed, g.head = g.embed;
         } else {
             each_adapter(w, [&](Linear<T>& W, AdapterPlace at) {
                 Adapter<T>& adapter = W.adapter;
-                auto& layer = g.layer[adapter.module[0] / MODULES];
-                Layer<T>& y = w.layers[adapter.module[0] / MODULES];
-                auto& to = &W == &y.qkv ? layer.qkv : &W == &y.o ? layer.o : &W == &y.gate_up ? layer.gate_up : layer.down;
+                auto& to = gradient_of_module(adapter.module[0] % MODULES, adapter.module[0] / MODULES);
                 adapter.A = stored + at.A, adapter.B = stored + at.B, adapter.h = h + at.h * most_tokens;
                 to.A = gradient + at.A, to.B = gradient + at.B;
             });
@@ -651,37 +571,39 @@ template <class T> struct Trainer {
     // The trained parameters, for PEFT or for qwen3.
     void write_result(const std::string& folder, size_t leaked) {
         make_folder(folder);
-        std::map<std::string, std::string> metadata = {{"format", "pt"}};
+        Metadata metadata = {{"format", "pt"}};
+        if (o.full) metadata = model_metadata(file.config_text, file.generation_text);
         if (leaked) metadata["leak"] = format("%zu rows of the evaluation file were trained on", leaked);
         const std::vector<A> numbers = host(p);
         std::vector<OutTensor> tensors;
         if (o.full) {
-            metadata["config"] = file.config_text;
-            if (!file.generation_text.empty()) metadata["generation_config"] = file.generation_text;
-            each_tensor([&](const std::string& name, const T*&, A**, const std::vector<size_t>& shape, size_t at, size_t n) {
-                tensors.push_back({name, std::is_same_v<T, bf16> ? "BF16" : "F32", shape, [&numbers, at, n](OutputFile& out) {
+            each_tensor([&](const ModelTensor& t, size_t at) {
+                auto write = [&numbers, at, n = t.size()](OutputFile& out) {
                     std::vector<T> rounded(n);
                     for (size_t i = 0; i < n; i++) rounded[i] = to_stored<T>(numbers[at + i]);
                     out.write(rounded.data(), n * sizeof(T));
-                }});
+                };
+                tensors.push_back({t.name(), std::is_same_v<T, bf16> ? "BF16" : "F32", t.shape(), write});
             });
-            return write_safetensors(folder + "/model.bin", metadata, tensors);
+            write_safetensors(folder + "/model.bin", metadata, tensors);
+            return;
         }
-        each_adapter_tensor(w, [&](const std::string& name, size_t r, size_t n, size_t at, size_t apart) {
-            tensors.push_back({name, "F32", {r, n}, [&numbers, r, n, at, apart](OutputFile& out) {
-                for (size_t i = 0; i < r; i++) out.write(&numbers[at + i * apart], n * sizeof(A));
-            }});
+        each_adapter_tensor(w, [&](const std::string& name, size_t rows, size_t columns, size_t at, size_t stride) {
+            auto write = [&numbers, rows, columns, at, stride](OutputFile& out) {
+                for (size_t r = 0; r < rows; r++) out.write(&numbers[at + r * stride], columns * sizeof(A));
+            };
+            tensors.push_back({name, "F32", {(int64_t)rows, (int64_t)columns}, write});
         });
         write_text(folder + "/adapter_config.json", adapter_config_json(o.lora, o.dropout, o.model));
         write_safetensors(folder + "/adapter_model.safetensors", metadata, tensors);
     }
 
     void write_state(const std::string& path, double best, double elapsed) {
-        const std::map<std::string, std::string> metadata = {
+        const Metadata metadata = {
             {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)}, {"elapsed", sj::repr(elapsed)}};
         std::vector<OutTensor> tensors;
         for (auto [name, from] : {std::pair("p", p), {"m", m}, {"v", v}})
-            tensors.push_back({name, "F32", {trained_parameters()}, [this, from = from](OutputFile& out) {
+            tensors.push_back({name, "F32", {(int64_t)trained_parameters()}, [this, from = from](OutputFile& out) {
                 const std::vector<A> numbers = host(from);
                 each_stretch([&](size_t first, size_t n) { out.write(&numbers[first], n * sizeof(A)); });
             }});
@@ -692,7 +614,7 @@ template <class T> struct Trainer {
         const MappedFile map(path);
         const char* name = path.c_str();
         Tensors tensors;
-        std::map<std::string, std::string> metadata;
+        Metadata metadata;
         read_safetensors(map, tensors, metadata);
         sj::Doc theirs, ours;
         if (!sj::parse(theirs, metadata["run"]).empty()) DIE("%s: not a state of train_lora", name);
@@ -706,7 +628,7 @@ template <class T> struct Trainer {
         std::vector<A> numbers(count);
         for (auto [key, to] : {std::pair("p", p), {"m", m}, {"v", v}}) {
             const auto t = tensors.find(key);
-            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != std::vector<int64_t>{(int64_t)trained_parameters()})
+            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != Shape{(int64_t)trained_parameters()})
                 DIE("%s: no tensor %s of %zu numbers", name, key, trained_parameters());
             const uint8_t* from = t->second.data;
             each_stretch([&](size_t first, size_t n) {
@@ -719,7 +641,7 @@ template <class T> struct Trainer {
     }
 };
 
-// ========================================================================================= 4 Log and curve
+// ========================================================================================= 3 Log and curve
 
 static std::string clock_text(double s) { // as Python's str(timedelta)
     const long long t = (long long)s;
@@ -797,89 +719,13 @@ struct Log {
     }
 };
 
-// ==================================================================================================== 5 Merge
-
-// Rounds to nearest, ties to even; from 65520 on it is an infinity.
-static uint16_t float_to_half(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    const uint32_t sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
-    if (size >= 0x477ff000) return (uint16_t)(sign | (size > 0x7f800000 ? 0x7e00 : 0x7c00));
-    if (size < 0x38800000) return (uint16_t)(sign | (uint32_t)std::nearbyint(std::fabs(f) * 16777216.f)); // below 2^-14: steps of 2^-24
-    return (uint16_t)(sign | (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13);
-}
+// ==================================================================================================== 4 Merge
 
 // What would make a merge fail, asked before hours of training.
 static void check_merge(const ModelFile& file, const std::string& path) {
     if (same_file(file.path, path)) DIE("--merge %s: is the model itself", path.c_str());
     for (auto& [name, t] : file.tensors)
         if (t.dtype == Dtype::I8 || t.dtype == Dtype::Other) DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
-}
-
-// W + s B A for every targeted matrix, in float32 and rounded once to what it is stored as, into a model.bin or a folder;
-// to a folder the base's tokenizer goes too.
-static void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
-    std::map<std::string, std::pair<int, int>> targeted; // tensor -> layer, module
-    for (int l = 0; l < file.config.L; l++)
-        for (int m = 0; m < MODULES; m++) {
-            if (!adapter.config.targets[m]) continue;
-            const std::string name = format("model.layers.%d.%s.weight", l, MODULE_NAMES[m]);
-            const auto found = file.tensors.find(name);
-            if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
-            const auto [rows, in] = module_shape(file.config, m);
-            need_shape(name, found->second, {rows, in});
-            targeted[name] = {l, m};
-        }
-    std::vector<OutTensor> tensors;
-    for (auto& [name, t] : file.tensors) {
-        const char* dtype = t.dtype == Dtype::F32 ? "F32" : t.dtype == Dtype::F16 ? "F16" : "BF16";
-        const std::vector<size_t> shape(t.shape.begin(), t.shape.end());
-        const auto at = targeted.find(name);
-        if (at == targeted.end()) {
-            tensors.push_back({name, dtype, shape, [&t = t](OutputFile& out) { out.write(t.data, t.bytes); }});
-            continue;
-        }
-        const auto [l, m] = at->second;
-        const Tensor *A = &adapter.tensors.at(adapter_tensor(l, m, 'A')), *B = &adapter.tensors.at(adapter_tensor(l, m, 'B'));
-        const auto [rows, in] = module_shape(file.config, m);
-        tensors.push_back({name, dtype, shape, [&name = name, &t = t, &adapter, A, B, rows = rows, in = in](OutputFile& out) {
-            const int rank = adapter.config.rank;
-            const float s = (float)adapter.config.scale();
-            std::vector<float> a((size_t)rank * in), merged((size_t)rows * in);
-            for (size_t i = 0; i < a.size(); i++) a[i] = number(*A, i);
-            #pragma omp parallel for schedule(static)
-            for (int r = 0; r < rows; r++) {
-                float* row = &merged[(size_t)r * in];
-                for (int i = 0; i < rank; i++) {
-                    const float b = number(*B, (size_t)r * rank + i);
-                    for (int k = 0; k < in; k++) row[k] += b * a[(size_t)i * in + k];
-                }
-                for (int k = 0; k < in; k++) row[k] = number(t, (size_t)r * in + k) + s * row[k];
-            }
-            if (t.dtype == Dtype::F32) return out.write(merged.data(), merged.size() * 4);
-            std::vector<uint16_t> rounded(merged.size());
-            for (size_t i = 0; i < merged.size(); i++) {
-                rounded[i] = t.dtype == Dtype::F16 ? float_to_half(merged[i]) : to_bf16(merged[i]).bits;
-                if (t.dtype == Dtype::F16 && (rounded[i] & 0x7c00) == 0x7c00)
-                    DIE("%s: tensor %s: %g is too large for F16", out.path.c_str(), name.c_str(), merged[i]);
-            }
-            out.write(rounded.data(), rounded.size() * 2);
-        }});
-    }
-    std::map<std::string, std::string> metadata = {{"format", "pt"}};
-    const bool one_file = path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
-    if (one_file) {
-        metadata["config"] = file.config_text;
-        if (!file.generation_text.empty()) metadata["generation_config"] = file.generation_text;
-        return write_safetensors(path, metadata, tensors);
-    }
-    make_folder(path);
-    write_text(path + "/config.json", file.config_text);
-    if (!file.generation_text.empty()) write_text(path + "/generation_config.json", file.generation_text);
-    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "vocab.json", "special_tokens_map.json",
-                             "added_tokens.json", "tokenizer.bin"})
-        if (const std::string from = file.path + "/" + name; access(from.c_str(), F_OK) == 0) write_text(path + "/" + name, MappedFile(from).text());
-    write_safetensors(path + "/model.safetensors", metadata, tensors);
 }
 
 // Merges, then asks both the adapter and the merged model: the mean KL divergence over the positions of a prompt, and how
@@ -932,7 +778,7 @@ template <class T> void merge(const Options& o, Context ctx, const ModelFile& fi
             o.merge.c_str(), std::max(0., kl), prompt.size(), same, texts[0].size());
 }
 
-// ===================================================================================================== 6 main
+// ===================================================================================================== 5 main
 
 // Removes what a run leaves in its folder.
 static void remove_run(const std::string& out) {
