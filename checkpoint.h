@@ -1,4 +1,4 @@
-/* checkpoint.h: a model's files, read and written. Included by qwen3.cu, after Book I's section 2.
+/* checkpoint.h: a model's files, read and written. Included by qwen3.cu, whose Config, Weights and Adapter it fills.
 
    A model is a Hugging Face folder (config.json, generation_config.json, model.safetensors or an index and its shards),
    or a model.bin: one safetensors file of the same tensors, whose __metadata__ holds the two configs as texts. An
@@ -453,18 +453,17 @@ struct ModelFile {
     bool is_int8() const { return embedding_type() == Dtype::I8; }
     bool is_float32() const { return embedding_type() == Dtype::F32; }
 
-    // Names this config and these weights. Of each tensor it reads only 16 stretches of 256 bytes, evenly spread, which
-    // takes milliseconds and is all of a norm: training moves every number. Models that differ only between the
-    // stretches have the same hash.
+    // Names this config and these weights. Of each tensor it reads only 16 samples of 256 bytes, evenly spread: that
+    // takes milliseconds, and is enough, since training moves every number. Models that differ only between the samples
+    // have the same hash.
     uint64_t hash() const {
         uint64_t hash = fnv1a(config_text.data(), config_text.size());
         for (auto& [name, tensor] : tensors) {
             hash = fnv1a(name.data(), name.size() + 1, hash);
             hash = fnv1a(&tensor.dtype, sizeof tensor.dtype, hash);
             hash = fnv1a(&tensor.bytes, sizeof tensor.bytes, hash);
-            const size_t stretch = std::min(tensor.bytes, (size_t)256);
-            for (size_t i = 0; i < 16; i++)
-                hash = fnv1a(tensor.data + (tensor.bytes - stretch) * i / 15, stretch, hash);
+            const size_t sample = std::min(tensor.bytes, (size_t)256);
+            for (size_t i = 0; i < 16; i++) hash = fnv1a(tensor.data + (tensor.bytes - sample) * i / 15, sample, hash);
         }
         return hash;
     }

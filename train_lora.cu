@@ -162,19 +162,23 @@ static Options parse_options(int argc, char** argv) {
 // =============================================================================== 2 Memory, batches, steps
 
 // What a run is: if any of this differs, --resume would not go on with it.
-static std::string describe(const Options& o, const ModelFile& file, const Dataset& data, int64_t steps, const char* type) {
+static std::string describe(const Options& o, const ModelFile& file, const Dataset& data, int64_t steps,
+                            const char* type) {
     auto hex = [](uint64_t hash) { return format("%016llx", (unsigned long long)hash); };
     sj::Writer w;
-    w.object().field("model", hex(file.hash())).field("dataset", hex(fnv1a(data.file.data, data.file.size))).field("dtype", type);
-    w.field("full", o.full).field("rank", o.lora.rank).field("alpha", o.lora.alpha).field("rslora", o.lora.rslora).key("targets").array();
+    w.object().field("model", hex(file.hash())).field("dataset", hex(fnv1a(data.file.data, data.file.size)));
+    w.field("dtype", type).field("full", o.full).field("rank", o.lora.rank).field("alpha", o.lora.alpha);
+    w.field("rslora", o.lora.rslora).key("targets").array();
     for (bool target : o.lora.targets) w.value(target);
-    w.end().field("dropout", (double)o.dropout).field("lr", o.lr).field("weight-decay", o.weight_decay).field("warmup", o.warmup).field("clip", o.clip);
-    w.field("schedule", o.schedule).field("steps", steps).field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len);
-    w.field("seed", o.seed).field("shuffle", o.shuffle).end();
+    w.end().field("dropout", (double)o.dropout).field("lr", o.lr).field("weight-decay", o.weight_decay);
+    w.field("warmup", o.warmup).field("clip", o.clip).field("schedule", o.schedule).field("steps", steps);
+    w.field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len).field("seed", o.seed);
+    w.field("shuffle", o.shuffle).end();
     return w.text;
 }
 
-// The factor of the learning rate in step k = 0, 1, ..: as transformers' get_cosine_schedule_with_warmup and its kin.
+// The factor of the learning rate in step k = 0, 1, ..: as transformers' get_cosine_schedule_with_warmup and
+// its linear and constant siblings have it.
 static double schedule(const Options& o, int64_t k, int64_t steps) {
     const int64_t warm = (int64_t)std::ceil(o.warmup * (double)steps);
     if (k < warm) return (double)k / (double)warm;
@@ -197,7 +201,8 @@ template <class T> struct Trainer {
     int64_t epoch_steps, steps, step = 0; // steps an epoch, in all, done
     std::string run;                     // see describe
 
-    Trainer(const Options& options, const Context& where, const ModelFile& f, const Dataset& train, const Dataset* evaluation)
+    Trainer(const Options& options, const Context& where, const ModelFile& f, const Dataset& train,
+            const Dataset* evaluation)
         : o(options), ctx(where), file(f), c(f.config), w(f), data(train), eval(evaluation) {
         ctx.stop = &interrupted;
         rows = fitting(data);
@@ -207,10 +212,11 @@ template <class T> struct Trainer {
         steps = o.steps ? o.steps : (int64_t)std::ceil(o.epochs * (double)epoch_steps);
         run = describe(o, file, data, steps, w.type_name());
         if (!o.full) rank = adapt(w, o.lora, o.rank_step);
-        if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19) DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
+        if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19)
+            DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
         measure();
 #ifdef __CUDACC__
-        if constexpr (HAS_GPU<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (all that --full needs of them it copies)
+        if constexpr (HAS_GPU<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (--full has its own copies)
 #endif
         reserve();
         first_parameters();
@@ -226,8 +232,8 @@ template <class T> struct Trainer {
     T* stored;               // (count) what the products read: the parameters as T, those of B times s
 
     // With --full: calls f(tensor, at) for each tensor of the model, which is the tensor.size() numbers from `at` on.
-    // Matrices come before vectors, since AdamW decays only them; so results and states have them. The blocks of a
-    // Linear are neighbours.
+    // Matrices come before vectors, since AdamW decays only matrices; results and states have the same order. Blocks of
+    // a Linear are neighbours.
     template <class F> void each_tensor(F f) {
         size_t at = 0;
         const std::vector<ModelTensor> tensors = model_tensors(c);
@@ -236,7 +242,7 @@ template <class T> struct Trainer {
                 if (matrices == (t.columns > 0)) f(t, at), at += t.size();
     }
 
-    // Where `backward` finds the place of the gradient of a module's Linear, and of any tensor (of a block: its Linear's).
+    // Where `backward` looks for the gradient of a module's Linear; of any tensor (of a block: of its Linear).
     typename Gradients<T>::OfLinear& gradient_of_module(int m, int l) {
         auto& layer = g.layer[l];
         return m <= V_PROJ ? layer.qkv : m == O_PROJ ? layer.o : m == DOWN_PROJ ? layer.down : layer.gate_up;
@@ -270,7 +276,7 @@ template <class T> struct Trainer {
             count = at + t.size();
             if (t.columns) matrices = count;
         });
-        segments = {{0, matrices, o.weight_decay, 1}, {matrices, count - matrices, 0, 1}}; // norms do not decay, as in the Trainer
+        segments = {{0, matrices, o.weight_decay, 1}, {matrices, count - matrices, 0, 1}}; // as transformers' Trainer
     }
 
     // ---- Memory: one arena, planned before the first step.
@@ -295,11 +301,16 @@ template <class T> struct Trainer {
         for (size_t i = 0; i < from.rows(); i++)
             if (from.row(i).size() <= limit) list.push_back(i), lengths.push_back((int)from.row(i).size() - 1);
         const char* name = from.file.path.c_str();
-        if (list.empty()) DIE("%s: every row has more than %zu tokens (%s)", name, limit, o.max_len > c.max_positions ? "the model's limit" : "--max-len");
-        if (list.size() < from.rows()) fprintf(stderr, "%s: %zu of %zu rows have more than %zu tokens and are left out\n", name, from.rows() - list.size(), from.rows(), limit);
+        if (list.empty())
+            DIE("%s: every row has more than %zu tokens (%s)", name, limit,
+                o.max_len > c.max_positions ? "the model's limit" : "--max-len");
+        if (list.size() < from.rows())
+            fprintf(stderr, "%s: %zu of %zu rows have more than %zu tokens and are left out\n", name,
+                    from.rows() - list.size(), from.rows(), limit);
         std::sort(lengths.rbegin(), lengths.rend());
         longest = std::max(longest, lengths[0]);
-        most_tokens = std::max(most_tokens, std::accumulate(lengths.begin(), lengths.begin() + std::min(lengths.size(), (size_t)o.batch), 0));
+        const auto end = lengths.begin() + std::min(lengths.size(), (size_t)o.batch);
+        most_tokens = std::max(most_tokens, std::accumulate(lengths.begin(), end, 0));
         return list;
     }
 
@@ -328,7 +339,11 @@ template <class T> struct Trainer {
         place = arena.take<uint32_t>(N);
         pages = arena.take<int>((size_t)o.batch * max_pages);
 #ifdef __CUDACC__
-        if (ctx.gpu) ctx.gpu = std::make_shared<Gpu>(*ctx.gpu), ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float)), ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+        if (ctx.gpu) {
+            ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
+            ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+            ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+        }
 #endif
         part("the rest", before);
         return parts;
@@ -338,7 +353,8 @@ template <class T> struct Trainer {
     void reserve() {
         const std::vector<Part> parts = plan();
         memory = format("memory: %.1f MB:", (double)arena.used / 1e6);
-        for (auto& part : parts) memory += format("%s %s %.1f", &part == &parts.front() ? "" : ",", part.name, (double)part.bytes / 1e6);
+        for (auto& part : parts)
+            memory += format("%s %s %.1f", &part == &parts.front() ? "" : ",", part.name, (double)part.bytes / 1e6);
         size_t have = available_memory();
 #ifdef __CUDACC__
         size_t all;
@@ -346,14 +362,15 @@ template <class T> struct Trainer {
 #endif
         arena.gpu = ctx.gpu != nullptr;
         if (arena.used > have)
-            DIE("%s: training needs %zu bytes of %s, %zu more than there are; --recompute, a smaller --batch with more --accum, --max-len%s need less",
-                file.path.c_str(), arena.used, ctx.gpu ? "GPU memory" : "memory", arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
+            DIE("%s: training needs %zu bytes of %s, %zu more than there are; --recompute, a smaller --batch with more "
+                "--accum, --max-len%s need less", file.path.c_str(), arena.used, ctx.gpu ? "GPU memory" : "memory",
+                arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
         arena.allocate("training");
         plan();
     }
 
-    // The adapter's first numbers as PEFT draws them (A uniform in +-1 / sqrt(in), B zero), or those of a file; the model's
-    // own with --full.
+    // The first parameters: of an adapter as PEFT draws them (A uniform in +-1 / sqrt(in), B zero), or those of a file;
+    // with --full the model's own.
     void first_parameters() {
         std::vector<A> first(count, 0);
         if (o.full) {
@@ -365,17 +382,19 @@ template <class T> struct Trainer {
             first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
         } else {
             size_t drawn = 0; // the same numbers whatever the rank is rounded up to
-            each_adapter_tensor(w, [&](const std::string&, size_t r, size_t n, size_t at, size_t) {
-                const float bound = 1 / std::sqrt((float)n);
-                for (size_t i = 0; i < r * n && at < segments[0].n; i++)
-                    first[at + i] = bound * ((float)(philox(o.seed, drawn++, STREAM_INIT).v[0] >> 8) * (1.f / 8388608) - 1);
+            each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t in, size_t at, size_t) {
+                const float bound = 1 / std::sqrt((float)in);
+                for (size_t i = 0; i < rows * in && at < segments[0].n; i++) { // segments[0]: every A
+                    const uint32_t bits = philox(o.seed, drawn++, STREAM_INIT).v[0] >> 8;
+                    first[at + i] = bound * ((float)bits * (1.f / 8388608) - 1); // 2^23
+                }
             });
         }
         copy_in(ctx, p, first.data(), count);
         give_copies(first);
     }
 
-    // The copies that products read, of parameters that were loaded and not computed.
+    // Makes the copies that products read, of parameters that were loaded. (Of those it computes, AdamW makes them.)
     void give_copies(const std::vector<A>& from) {
         std::vector<T> copies(count);
         for (const Segment& s : segments)
@@ -388,14 +407,14 @@ template <class T> struct Trainer {
         g.layer.resize(c.L);
         if (o.full) {
             each_tensor([&](const ModelTensor& t, size_t at) {
-                const TensorPlace<T> place = place_of(w, t);
-                place.numbers() = stored + at;
-                if (place.block == 0) gradient_of(t) = gradient + at;
+                const TensorPlace<T> in = place_of(w, t);
+                in.numbers() = stored + at;
+                if (in.block == 0) gradient_of(t) = gradient + at;
             });
             if (c.tied) w.head = w.embed, g.head = g.embed;
         } else {
-            each_adapter(w, [&](Linear<T>& W, AdapterPlace at) {
-                Adapter<T>& adapter = W.adapter;
+            each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
+                Adapter<T>& adapter = linear.adapter;
                 auto& to = gradient_of_module(adapter.module[0] % MODULES, adapter.module[0] / MODULES);
                 adapter.A = stored + at.A, adapter.B = stored + at.B, adapter.h = h + at.h * most_tokens;
                 to.A = gradient + at.A, to.B = gradient + at.B;
@@ -425,16 +444,24 @@ template <class T> struct Trainer {
             const DatasetRow row = from.row(list[s]);
             for (int i = 0; i + 1 < (int)row.size(); i++) {
                 if (i % PAGE == 0) table[(size_t)s * max_pages + i / PAGE] = page++;
-                if (row.first[i + 1] & TRAIN) all_named.push_back((int)all_token.size()), all_target.push_back((int)(row.first[i + 1] & ~TRAIN));
+                if (row.first[i + 1] & TRAIN) {
+                    all_named.push_back((int)all_token.size());
+                    all_target.push_back((int)(row.first[i + 1] & ~TRAIN));
+                }
                 all_token.push_back((int)(row.first[i] & ~TRAIN)), all_pos.push_back(i), all_seq.push_back(s);
                 all_slot.push_back((page - 1) * PAGE + i % PAGE);
                 all_place.push_back((uint32_t)(first + s) * (uint32_t)o.max_len + (uint32_t)i);
             }
         }
         const size_t N = all_token.size();
-        copy_in(ctx, token, all_token.data(), N), copy_in(ctx, pos, all_pos.data(), N), copy_in(ctx, seq, all_seq.data(), N);
-        copy_in(ctx, slot, all_slot.data(), N), copy_in(ctx, place, all_place.data(), N), copy_in(ctx, pages, table.data(), table.size());
-        copy_in(ctx, named, all_named.data(), all_named.size()), copy_in(ctx, target, all_target.data(), all_target.size());
+        copy_in(ctx, token, all_token.data(), N);
+        copy_in(ctx, pos, all_pos.data(), N);
+        copy_in(ctx, seq, all_seq.data(), N);
+        copy_in(ctx, slot, all_slot.data(), N);
+        copy_in(ctx, place, all_place.data(), N);
+        copy_in(ctx, pages, table.data(), table.size());
+        copy_in(ctx, named, all_named.data(), all_named.size());
+        copy_in(ctx, target, all_target.data(), all_target.size());
         R = (int)all_named.size();
         return {(int)N, n, token, pos, seq, slot, pages, max_pages};
     }
@@ -448,7 +475,8 @@ template <class T> struct Trainer {
             order = rows;
             for (size_t i = order.size() - 1; i > 0 && o.shuffle; i--) {
                 const Philox r = philox(o.seed, (uint64_t)epoch << 32 | i, STREAM_SHUFFLE);
-                std::swap(order[i], order[(size_t)((unsigned __int128)((uint64_t)r.v[1] << 32 | r.v[0]) * (i + 1) >> 64)]);
+                const uint64_t bits = (uint64_t)r.v[1] << 32 | r.v[0];
+                std::swap(order[i], order[(size_t)((unsigned __int128)bits * (i + 1) >> 64)]);
             }
             ordered = epoch;
         }
@@ -457,7 +485,8 @@ template <class T> struct Trainer {
     }
 
     void use_dropout(bool on) {
-        each_adapter(w, [&](Linear<T>& W, AdapterPlace) { W.adapter.dropout = on && o.dropout > 0 ? &dropout : nullptr; });
+        const Dropout* used = on && o.dropout > 0 ? &dropout : nullptr;
+        each_adapter(w, [&](Linear<T>& linear, AdapterPlace) { linear.adapter.dropout = used; });
     }
 
     // ---- Steps
@@ -466,12 +495,13 @@ template <class T> struct Trainer {
     size_t tokens_done = 0;   // that were fed
     double flops = 0;         // of the last step
 
-    // Sums up the losses of rows in results[0], and into `to`, if it is not null, the gradients of `scale` times that sum.
+    // Adds up the losses of rows in results[0], and the gradients of `scale` times that sum into `to` (null: none).
     void add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, A scale) {
         clear(ctx, results, 2);
         for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
             int R;
-            const Batch b = load(from, &list[first], (int)std::min((size_t)o.batch, list.size() - first), (int)first, R);
+            const int n = (int)std::min((size_t)o.batch, list.size() - first);
+            const Batch b = load(from, &list[first], n, (int)first, R);
             forward(ctx, c, w, b, a, kv, rope);
             loss_backward(ctx, c, w, a, d, to, loss, named, target, scale, b.N, R);
             RUN(add_losses, results, loss, R);
@@ -501,13 +531,15 @@ template <class T> struct Trainer {
         how.lr = (float)last_lr, how.clip = (float)o.clip, how.step = step + 1;
         for (const Segment& s : segments) {
             how.decay = (float)s.decay, how.copy = s.copy;
-            RUN(adamw, stored + s.first, p + s.first, m + s.first, v + s.first, gradient + s.first, results + 1, s.n, how);
+            RUN(adamw, stored + s.first, p + s.first, m + s.first, v + s.first, gradient + s.first, results + 1, s.n,
+                how);
         }
         double result[2];
         copy_out(ctx, result, results, 2);
         last_loss = result[0] / (double)all, last_norm = result[1];
         if (!std::isfinite(last_loss) || !std::isfinite(last_norm))
-            not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1, std::fabs(last_loss), last_norm));
+            not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1,
+                                          std::fabs(last_loss), last_norm));
         tokens_done += fed, flops = flops_of(list, all);
         step++;
         return true;
@@ -522,18 +554,20 @@ template <class T> struct Trainer {
         return sum / (double)trained(from, list);
     }
 
-    // A loss that is not finite. After a step the parameters are those from before it (see adamw): which rows are to blame
-    // can still be asked.
+    // Names the rows whose loss is not finite, and throws. After such a step the parameters are still those from before
+    // it (see adamw), so that each row can be asked by itself.
     [[noreturn]] void not_finite(const Dataset& from, const std::vector<size_t>& list, const std::string& what) {
         std::vector<size_t> blamed;
         for (size_t row : list)
             if (!std::isfinite(mean_loss(from, {row}))) blamed.push_back(row);
         const std::vector<size_t>& shown = blamed.empty() ? list : blamed;
         std::string numbers;
-        for (size_t i = 0; i < std::min(shown.size(), (size_t)20); i++) numbers += format("%s%zu", i ? ", " : "", shown[i]);
+        for (size_t i = 0; i < std::min(shown.size(), (size_t)20); i++)
+            numbers += format("%s%zu", i ? ", " : "", shown[i]);
         if (shown.size() > 20) numbers += format(", .. (%zu in all)", shown.size());
         DIE("%s: %s; %s: %s", from.file.path.c_str(), what.c_str(),
-            blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite", numbers.c_str());
+            blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite",
+            numbers.c_str());
     }
 
     // Multiplications and additions of a step: forward; backward by the input, and by what is trained.
@@ -543,13 +577,14 @@ template <class T> struct Trainer {
             const double n = (double)data.row(row).size() - 1;
             N += n, pairs += n * (n + 1) / 2;
         }
-        for (const Layer<T>& y : w.layers)
-            for (const Linear<T>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) {
-                products += (double)W->out() * W->in;
-                for (int j = 0; j < W->adapter.modules; j++) adapters += (double)W->adapter.true_rank * (W->in + W->rows[W->adapter.block[j]]);
+        for (const ModelTensor& t : model_tensors(c))
+            if (t.kind < MODULES) {
+                products += (double)t.size();
+                if (!o.full && o.lora.targets[t.kind]) adapters += (double)o.lora.rank * (t.rows + t.columns);
             }
         const double passes = (o.full ? 3 : 2) + o.recompute, attention = 4. * c.H * c.D * c.L * pairs;
-        return 2 * N * (products * passes + adapters * 3) + attention * (3.5 + o.recompute) + 2. * (double)all * c.V * c.C * (o.full ? 3 : 2);
+        const double head = (double)all * c.V * c.C * (o.full ? 3 : 2);
+        return 2 * N * (products * passes + adapters * 3) + attention * (3.5 + o.recompute) + 2 * head;
     }
 
     // ---- Checkpoints: the adapter (or model) for use, and the state to go on from.
@@ -560,11 +595,11 @@ template <class T> struct Trainer {
         return numbers;
     }
 
-    // Calls f(first, n) for each stretch of an array of parameters that files hold: all but what is always zero.
-    template <class F> void each_stretch(F f) {
+    // Calls f(first, n) for each range of an array of parameters that files hold: all but what is always zero.
+    template <class F> void each_range(F f) {
         if (o.full) return f((size_t)0, count);
-        each_adapter_tensor(w, [&](const std::string&, size_t r, size_t n, size_t at, size_t apart) {
-            for (size_t i = 0; i < r; i++) f(at + i * apart, n);
+        each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t columns, size_t at, size_t stride) {
+            for (size_t r = 0; r < rows; r++) f(at + r * stride, columns);
         });
     }
 
@@ -600,12 +635,13 @@ template <class T> struct Trainer {
 
     void write_state(const std::string& path, double best, double elapsed) {
         const Metadata metadata = {
-            {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)}, {"elapsed", sj::repr(elapsed)}};
+            {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)},
+            {"elapsed", sj::repr(elapsed)}};
         std::vector<OutTensor> tensors;
         for (auto [name, from] : {std::pair("p", p), {"m", m}, {"v", v}})
             tensors.push_back({name, "F32", {(int64_t)trained_parameters()}, [this, from = from](OutputFile& out) {
                 const std::vector<A> numbers = host(from);
-                each_stretch([&](size_t first, size_t n) { out.write(&numbers[first], n * sizeof(A)); });
+                each_range([&](size_t first, size_t n) { out.write(&numbers[first], n * sizeof(A)); });
             }});
         write_safetensors(path, metadata, tensors);
     }
@@ -621,17 +657,19 @@ template <class T> struct Trainer {
         sj::parse(ours, run);
         for (auto [key, mine] : ours.root().members())
             if (const std::string was = sj::dump(theirs.root()[key]), is = sj::dump(mine); was != is)
-                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(), was.c_str(), is.c_str());
+                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(),
+                    was.c_str(), is.c_str());
         step = parse_integer(name, metadata["step"].c_str(), 0, steps);
         best = metadata["best"] == "Infinity" ? INFINITY : parse_number(name, metadata["best"].c_str(), 0, 1e30);
         elapsed = parse_number(name, metadata["elapsed"].c_str(), 0, 1e12);
         std::vector<A> numbers(count);
         for (auto [key, to] : {std::pair("p", p), {"m", m}, {"v", v}}) {
             const auto t = tensors.find(key);
-            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != Shape{(int64_t)trained_parameters()})
+            const Shape shape = {(int64_t)trained_parameters()};
+            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != shape)
                 DIE("%s: no tensor %s of %zu numbers", name, key, trained_parameters());
             const uint8_t* from = t->second.data;
-            each_stretch([&](size_t first, size_t n) {
+            each_range([&](size_t first, size_t n) {
                 memcpy(&numbers[first], from, n * sizeof(A));
                 from += n * sizeof(A);
             });
@@ -682,7 +720,8 @@ struct Log {
     ~Log() { fclose(file); }
 
     void add(const std::string& line) {
-        if (fputs((line + "\n").c_str(), file) < 0 || fflush(file) != 0) DIE("%s/trainer_log.jsonl: %s", folder.c_str(), strerror(errno));
+        if (fputs((line + "\n").c_str(), file) < 0 || fflush(file) != 0)
+            DIE("%s/trainer_log.jsonl: %s", folder.c_str(), strerror(errno));
     }
 
     // Steps across, loss upwards: every step thin, their running mean thick, evaluations as dots.
@@ -697,13 +736,18 @@ struct Log {
         const double high = std::max(1., std::ceil(most / tick)) * tick;
         auto x = [&](double step) { return LEFT + (W - LEFT - RIGHT) * step / (double)steps; };
         auto y = [&](double loss) { return H - BOTTOM - (H - TOP - BOTTOM) * loss / high; };
-        std::string s = format("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %g %g\" font-family=\"sans-serif\" font-size=\"12\">\n"
+        std::string s = format("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %g %g\" "
+                               "font-family=\"sans-serif\" font-size=\"12\">\n"
                                "<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n", W, H);
         for (double at = 0; at <= high * 1.001; at += tick)
-            s += format("<path d=\"M%g %.1fH%g\" stroke=\"#ddd\"/><text x=\"%g\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n", LEFT, y(at), W - RIGHT, LEFT - 6, y(at) + 4, at);
+            s += format("<path d=\"M%g %.1fH%g\" stroke=\"#ddd\"/>"
+                        "<text x=\"%g\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n",
+                        LEFT, y(at), W - RIGHT, LEFT - 6, y(at) + 4, at);
         for (int i = 0; i <= 4; i++)
-            s += format("<text x=\"%.1f\" y=\"%g\" text-anchor=\"middle\">%lld</text>\n", x((double)steps * i / 4), H - BOTTOM + 18, (long long)(steps * i / 4));
-        s += format("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">step</text><text x=\"16\" y=\"%g\" transform=\"rotate(-90 16 %g)\" text-anchor=\"middle\">loss</text>\n",
+            s += format("<text x=\"%.1f\" y=\"%g\" text-anchor=\"middle\">%lld</text>\n", x((double)steps * i / 4),
+                        H - BOTTOM + 18, (long long)(steps * i / 4));
+        s += format("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">step</text>"
+                    "<text x=\"16\" y=\"%g\" transform=\"rotate(-90 16 %g)\" text-anchor=\"middle\">loss</text>\n",
                     (LEFT + W - RIGHT) / 2, H - 6, H / 2, H / 2);
         std::string thin, thick;
         double mean = losses.empty() ? 0 : losses[0].loss;
@@ -711,10 +755,14 @@ struct Log {
             mean += (p.loss - mean) * 0.1;
             thin += format("%.1f,%.1f ", x(p.step), y(p.loss)), thick += format("%.1f,%.1f ", x(p.step), y(mean));
         }
-        s += "<polyline points=\"" + thin + "\" fill=\"none\" stroke=\"#9bd\"/>\n<polyline points=\"" + thick + "\" fill=\"none\" stroke=\"#05a\" stroke-width=\"2\"/>\n";
-        for (const Point& p : evaluations) s += format("<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"#c30\"><title>%g</title></circle>\n", x(p.step), y(p.loss), p.loss);
+        s += "<polyline points=\"" + thin + "\" fill=\"none\" stroke=\"#9bd\"/>\n";
+        s += "<polyline points=\"" + thick + "\" fill=\"none\" stroke=\"#05a\" stroke-width=\"2\"/>\n";
+        for (const Point& p : evaluations)
+            s += format("<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"#c30\"><title>%g</title></circle>\n", x(p.step),
+                        y(p.loss), p.loss);
         s += format("<text x=\"%g\" y=\"36\" text-anchor=\"end\" fill=\"#05a\">training</text>", W - RIGHT - 6);
-        if (!evaluations.empty()) s += format("<text x=\"%g\" y=\"52\" text-anchor=\"end\" fill=\"#c30\">evaluation</text>", W - RIGHT - 6);
+        if (!evaluations.empty())
+            s += format("<text x=\"%g\" y=\"52\" text-anchor=\"end\" fill=\"#c30\">evaluation</text>", W - RIGHT - 6);
         write_text(folder + "/loss.svg", s + "\n</svg>\n");
     }
 };
@@ -725,12 +773,14 @@ struct Log {
 static void check_merge(const ModelFile& file, const std::string& path) {
     if (same_file(file.path, path)) DIE("--merge %s: is the model itself", path.c_str());
     for (auto& [name, t] : file.tensors)
-        if (t.dtype == Dtype::I8 || t.dtype == Dtype::Other) DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
+        if (!t.is_float())
+            DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
 }
 
-// Merges, then asks both the adapter and the merged model: the mean KL divergence over the positions of a prompt, and how
-// long their greedy texts after it are the same.
-template <class T> void merge(const Options& o, Context ctx, const ModelFile& file, const std::string& folder, const Dataset* data) {
+// Merges, then compares the model with the adapter and the merged model: the mean KL divergence over the positions of a
+// prompt, and how many tokens of their greedy texts after it are the same.
+template <class T>
+void merge(const Options& o, Context ctx, const ModelFile& file, const std::string& folder, const Dataset* data) {
     constexpr int PROMPT = 64, ANSWER = 64;
     const AdapterFile adapter(folder, file.config);
     write_merged(file, adapter, o.merge);
@@ -752,13 +802,15 @@ template <class T> void merge(const Options& o, Context ctx, const ModelFile& fi
         if constexpr (HAS_GPU<T>) if (ctx.gpu) w.upload(ctx, from);
 #endif
         std::unique_ptr<AttachedAdapter<T>> attached;
-        if (!which) attached = std::make_unique<AttachedAdapter<T>>(ctx, w, adapter, ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK);
+        const int chunk = ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK;
+        if (!which) attached = std::make_unique<AttachedAdapter<T>>(ctx, w, adapter, chunk);
         Session<T> session(c, w, std::min(c.max_positions, (int)prompt.size() + ANSWER), ctx);
         size_t at = 0;
         session.feed(prompt, nullptr, [&](const acc<T>* row) {
             if (!which) return logits.emplace_back(row, row + c.V), void();
             const std::vector<acc<T>>& theirs = logits[at++];
-            const double top_p = *std::max_element(theirs.begin(), theirs.end()), top_q = *std::max_element(row, row + c.V);
+            const double top_p = *std::max_element(theirs.begin(), theirs.end());
+            const double top_q = *std::max_element(row, row + c.V);
             double zp = 0, zq = 0, sum = 0;
             for (int v = 0; v < c.V; v++) zp += std::exp(theirs[v] - top_p), zq += std::exp(row[v] - top_q);
             for (int v = 0; v < c.V; v++) {
@@ -774,8 +826,8 @@ template <class T> void merge(const Options& o, Context ctx, const ModelFile& fi
     }
     size_t same = 0;
     while (same < texts[0].size() && same < texts[1].size() && texts[0][same] == texts[1][same]) same++;
-    fprintf(stderr, "%s: merged; against the adapter: mean KL %.2e over %zu tokens, greedy text the same for %zu of %zu tokens\n",
-            o.merge.c_str(), std::max(0., kl), prompt.size(), same, texts[0].size());
+    fprintf(stderr, "%s: merged; against the adapter: mean KL %.2e over %zu tokens, greedy text the same for %zu of %zu "
+            "tokens\n", o.merge.c_str(), std::max(0., kl), prompt.size(), same, texts[0].size());
 }
 
 // ===================================================================================================== 5 main
