@@ -524,7 +524,7 @@ inline bf16 int8_scale(const float* w, size_t n) {
     const bf16 first = int8_scale(largest);
     if (first.bits == 0) return first;
     typedef double Each __attribute__((vector_size(SCALES * sizeof(double))));
-    Each s, lost = {};
+    Each s = {}, lost = {};
     for (int c = 0; c < SCALES; c++) s[c] = to_acc(bf16{(uint16_t)std::min(first.bits + c, 0x7f7f)});
     const Each inverse = 1. / s;
     for (size_t i = 0; i < n; i++) {
