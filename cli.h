@@ -910,57 +910,13 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
     sj::parse(doc, config_text);
     const bool wide = doc.root()["dtype"].str(doc.root()["torch_dtype"].str()) == "float32";
 
-    struct Piece { std::string name; size_t rows, columns; }; // rows = 0: a vector
-    std::vector<Piece> pieces = {{"model.embed_tokens.weight", (size_t)c.V, (size_t)c.C}};
-    for (int l = 0; l < c.L; l++) {
-        auto add = [&](const char* name, int rows, int columns) {
-            pieces.push_back({format("model.layers.%d.%s.weight", l, name), (size_t)rows, (size_t)columns});
-        };
-        add("input_layernorm", 0, c.C);
-        add("self_attn.q_proj", c.H * c.D, c.C);
-        add("self_attn.k_proj", c.K * c.D, c.C);
-        add("self_attn.v_proj", c.K * c.D, c.C);
-        add("self_attn.q_norm", 0, c.D);
-        add("self_attn.k_norm", 0, c.D);
-        add("self_attn.o_proj", c.C, c.H * c.D);
-        add("post_attention_layernorm", 0, c.C);
-        add("mlp.gate_proj", c.F, c.C);
-        add("mlp.up_proj", c.F, c.C);
-        add("mlp.down_proj", c.C, c.F);
-    }
-    pieces.push_back({"model.norm.weight", 0, (size_t)c.C});
-    if (!c.tied) pieces.push_back({"lm_head.weight", (size_t)c.V, (size_t)c.C});
-
-    std::string header = "{\"__metadata__\": {\"format\": \"pt\", \"config\": ";
-    sj::quote(header, config_text);
-    if (!generation_text.empty()) {
-        header += ", \"generation_config\": ";
-        sj::quote(header, generation_text);
-    }
-    header += "}";
-    size_t at = 0, width = wide ? 4 : 2;
-    for (auto& p : pieces) {
-        size_t bytes = (p.rows ? p.rows : 1) * p.columns * width;
-        std::string dims = p.rows ? format("%zu, %zu", p.rows, p.columns) : format("%zu", p.columns);
-        header += format(", \"%s\": {\"dtype\": \"%s\", \"shape\": [%s], \"data_offsets\": [%zu, %zu]}", p.name.c_str(), wide ? "F32" : "BF16", dims.c_str(), at, at + bytes);
-        at += bytes;
-    }
-    header += "}";
-    header.append((64 - (8 + header.size()) % 64) % 64, ' '); // the data begin at a multiple of 64
-
-    OutputFile out(path);
-    const uint64_t length = header.size();
-    out.write(&length, 8);
-    out.write(header);
     // A draw is the sum of four 16-bit uniforms, which is near enough to normal and the same on every machine.
-    const size_t BLOCK = 1 << 20;
+    const size_t BLOCK = 1 << 20, width = wide ? 4 : 2;
     std::vector<uint8_t> bytes(BLOCK * width);
-    double start = seconds(), told = start;
-    size_t written = 0;
+    const double start = seconds(), all = (double)(c.parameters() * width);
+    double told = start, written = 0;
     uint64_t counter = 0;
-    for (auto& p : pieces) {
-        const size_t n = (p.rows ? p.rows : 1) * p.columns;
-        const float mean = p.rows ? 0.f : 1.f, deviation = p.rows ? 0.02f : 0.1f;
+    auto draw = [&](OutputFile& out, size_t n, float mean, float deviation) {
         for (size_t first = 0; first < n; first += BLOCK) {
             const size_t count = std::min(BLOCK, n - first);
             #pragma omp parallel for schedule(static)
@@ -968,8 +924,8 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
                 Philox r = philox(seed, counter + i, STREAM_SYNTHESIZE);
                 for (size_t k = 0; k < 2 && 2 * i + k < count; k++) {
                     uint32_t a = r.v[2 * k], b = r.v[2 * k + 1];
-                    float sum = (float)((a & 0xffff) + (a >> 16) + (b & 0xffff) + (b >> 16));     // mean 131070
-                    float normal = (sum - 131070.f) * (1.f / 37837.2f);                            // 65536 * sqrt(4 / 12)
+                    float sum = (float)((a & 0xffff) + (a >> 16) + (b & 0xffff) + (b >> 16)); // mean 131070
+                    float normal = (sum - 131070.f) * (1.f / 37837.2f);                       // 65536 * sqrt(4 / 12)
                     float x = mean + deviation * normal;
                     bf16 h = to_bf16(x);
                     if (wide) memcpy(&bytes[(2 * i + k) * 4], &x, 4);
@@ -978,18 +934,23 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
             }
             counter += (count + 1) / 2;
             out.write(bytes.data(), count * width);
-            written += count * width;
+            written += (double)(count * width);
             if (seconds() - told > 1) {
                 told = seconds();
-                fprintf(stderr, "\r%s: %.0f of %.0f MB, %.0f s left ", path.c_str(), (double)written / 1e6, (double)at / 1e6,
-                        (told - start) * (double)(at - written) / (double)written);
+                fprintf(stderr, "\r%s: %.0f of %.0f MB, %.0f s left ", path.c_str(), written / 1e6, all / 1e6,
+                        (told - start) * (all - written) / written);
             }
             if (interrupted) DIE("interrupted");
         }
-    }
-    out.commit();
-    fprintf(stderr, "%s%s: %.1f M parameters, %.0f MB, seed %llu\n", told > start ? "\r" : "", path.c_str(), (double)c.parameters() / 1e6,
-            (double)(8 + header.size() + at) / 1e6, (unsigned long long)seed);
+    };
+    std::vector<OutTensor> tensors;
+    for (const ModelTensor& t : model_tensors(c))
+        tensors.push_back({t.name(), wide ? "F32" : "BF16", t.shape(), [&draw, t](OutputFile& out) {
+            draw(out, t.size(), t.columns ? 0.f : 1.f, t.columns ? 0.02f : 0.1f);
+        }});
+    const size_t size = write_safetensors(path, model_metadata(config_text, generation_text), tensors);
+    fprintf(stderr, "%s%s: %.1f M parameters, %.0f MB, seed %llu\n", told > start ? "\r" : "", path.c_str(),
+            (double)c.parameters() / 1e6, (double)size / 1e6, (unsigned long long)seed);
 }
 
 // ---- bench: what this machine does, beside what it could (ceilings.h).

@@ -17,7 +17,7 @@
    stopped goes on bit by bit as if it had not been. It is the arithmetic of PEFT and transformers' Trainer: see
    tests/unit/test_train.cpp, which holds it to theirs.
 
-   Contents: 1 options  2 files  3 memory, batches, steps  4 log and curve  5 merge  6 main
+   Contents: 1 options  2 memory, batches, steps  3 log and curve  4 merge  5 main
 */
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
@@ -159,94 +159,26 @@ static Options parse_options(int argc, char** argv) {
     return o;
 }
 
-// ==================================================================================================== 2 Files
-
-// A tensor of a safetensors file to be; `write` writes its bytes.
-struct OutTensor {
-    std::string name;
-    const char* dtype;         // F32, F16 or BF16
-    std::vector<size_t> shape;
-    std::function<void(OutputFile&)> write;
-    size_t bytes() const {
-        Dtype known;
-        size_t n = dtype_size(dtype, &known);
-        for (size_t d : shape) n *= d;
-        return n;
-    }
-};
-
-static void write_safetensors(const std::string& path, const std::map<std::string, std::string>& metadata, const std::vector<OutTensor>& tensors) {
-    sj::Writer w;
-    w.object().key("__metadata__").object();
-    for (auto& [key, value] : metadata) w.field(key, value);
-    w.end();
-    size_t at = 0;
-    for (auto& t : tensors) {
-        w.key(t.name).object().field("dtype", t.dtype).key("shape").array();
-        for (size_t d : t.shape) w.value(d);
-        w.end().key("data_offsets").array().value(at).value(at + t.bytes()).end().end();
-        at += t.bytes();
-    }
-    std::string header = w.end().text;
-    header.append((64 - (8 + header.size()) % 64) % 64, ' '); // the data begin at a multiple of 64
-    OutputFile out(path);
-    const uint64_t length = header.size();
-    out.write(&length, 8);
-    out.write(header);
-    for (auto& t : tensors) t.write(out);
-    out.commit();
-}
-
-static void write_text(const std::string& path, std::string_view text) {
-    OutputFile out(path);
-    out.write(text);
-    out.commit();
-}
-
-static bool same_file(const std::string& a, const std::string& b) {
-    struct stat one, other;
-    return stat(a.c_str(), &one) == 0 && stat(b.c_str(), &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
-}
-
-// A folder, and those it is in, if they are not there.
-static void make_folder(const std::string& path) {
-    struct stat st;
-    for (size_t at = 0; at != std::string::npos;) {
-        at = path.find('/', at + 1);
-        const std::string part = path.substr(0, at);
-        if (mkdir(part.c_str(), 0777) != 0 && errno != EEXIST) DIE("%s: %s", part.c_str(), strerror(errno));
-    }
-    if (stat(path.c_str(), &st) != 0 || !S_ISDIR(st.st_mode)) DIE("%s: not a folder", path.c_str());
-}
-
-// adapter_config.json as PEFT reads it.
-static std::string adapter_config_json(const AdapterConfig& a, double dropout, const std::string& base) {
-    sj::Writer w;
-    w.object().field("base_model_name_or_path", base).field("bias", "none").field("fan_in_fan_out", false).field("inference_mode", true);
-    w.field("init_lora_weights", true).field("lora_alpha", a.alpha).field("lora_dropout", dropout).field("modules_to_save", nullptr);
-    w.field("peft_type", "LORA").field("r", a.rank).key("target_modules").array();
-    for (int m = 0; m < MODULES; m++)
-        if (a.targets[m]) w.value(std::string(MODULE_NAMES[m]).substr(std::string(MODULE_NAMES[m]).find('.') + 1));
-    w.end().field("task_type", "CAUSAL_LM").field("use_dora", false).field("use_rslora", a.rslora).end();
-    return w.text + "\n";
-}
-
-// =============================================================================== 3 Memory, batches, steps
+// =============================================================================== 2 Memory, batches, steps
 
 // What a run is: if any of this differs, --resume would not go on with it.
-static std::string describe(const Options& o, const ModelFile& file, const Dataset& data, int64_t steps, const char* type) {
+static std::string describe(const Options& o, const ModelFile& file, const Dataset& data, int64_t steps,
+                            const char* type) {
     auto hex = [](uint64_t hash) { return format("%016llx", (unsigned long long)hash); };
     sj::Writer w;
-    w.object().field("model", hex(file.hash())).field("dataset", hex(fnv1a(data.file.data, data.file.size))).field("dtype", type);
-    w.field("full", o.full).field("rank", o.lora.rank).field("alpha", o.lora.alpha).field("rslora", o.lora.rslora).key("targets").array();
+    w.object().field("model", hex(file.hash())).field("dataset", hex(fnv1a(data.file.data, data.file.size)));
+    w.field("dtype", type).field("full", o.full).field("rank", o.lora.rank).field("alpha", o.lora.alpha);
+    w.field("rslora", o.lora.rslora).key("targets").array();
     for (bool target : o.lora.targets) w.value(target);
-    w.end().field("dropout", (double)o.dropout).field("lr", o.lr).field("weight-decay", o.weight_decay).field("warmup", o.warmup).field("clip", o.clip);
-    w.field("schedule", o.schedule).field("steps", steps).field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len);
-    w.field("seed", o.seed).field("shuffle", o.shuffle).end();
+    w.end().field("dropout", (double)o.dropout).field("lr", o.lr).field("weight-decay", o.weight_decay);
+    w.field("warmup", o.warmup).field("clip", o.clip).field("schedule", o.schedule).field("steps", steps);
+    w.field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len).field("seed", o.seed);
+    w.field("shuffle", o.shuffle).end();
     return w.text;
 }
 
-// The factor of the learning rate in step k = 0, 1, ..: as transformers' get_cosine_schedule_with_warmup and its kin.
+// The factor of the learning rate in step k = 0, 1, ..: as transformers' get_cosine_schedule_with_warmup and
+// its linear and constant siblings have it.
 static double schedule(const Options& o, int64_t k, int64_t steps) {
     const int64_t warm = (int64_t)std::ceil(o.warmup * (double)steps);
     if (k < warm) return (double)k / (double)warm;
@@ -269,7 +201,8 @@ template <class T> struct Trainer {
     int64_t epoch_steps, steps, step = 0; // steps an epoch, in all, done
     std::string run;                     // see describe
 
-    Trainer(const Options& options, const Context& where, const ModelFile& f, const Dataset& train, const Dataset* evaluation)
+    Trainer(const Options& options, const Context& where, const ModelFile& f, const Dataset& train,
+            const Dataset* evaluation)
         : o(options), ctx(where), file(f), c(f.config), w(f), data(train), eval(evaluation) {
         ctx.stop = &interrupted;
         rows = fitting(data);
@@ -279,10 +212,11 @@ template <class T> struct Trainer {
         steps = o.steps ? o.steps : (int64_t)std::ceil(o.epochs * (double)epoch_steps);
         run = describe(o, file, data, steps, w.type_name());
         if (!o.full) rank = adapt(w, o.lora, o.rank_step);
-        if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19) DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
+        if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19)
+            DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
         measure();
 #ifdef __CUDACC__
-        if constexpr (HAS_GPU<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (all that --full needs of them it copies)
+        if constexpr (HAS_GPU<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (--full has its own copies)
 #endif
         reserve();
         first_parameters();
@@ -297,41 +231,33 @@ template <class T> struct Trainer {
     A *p, *m, *v, *gradient; // (count) master parameters, AdamW's moments, gradients
     T* stored;               // (count) what the products read: the parameters as T, those of B times s
 
-    // With --full: calls f(name, where the model looks for it, its gradient's place, shape, at, n) for each tensor, which is
-    // the n numbers from `at` on, matrices before norms. Neighbours in a Linear are neighbours here, and only the first has
-    // a gradient's place.
+    // With --full: calls f(tensor, at) for each tensor of the model, which is the tensor.size() numbers from `at` on.
+    // Matrices come before vectors, since AdamW decays only matrices; results and states have the same order. Blocks of
+    // a Linear are neighbours.
     template <class F> void each_tensor(F f) {
         size_t at = 0;
-        auto one = [&](const std::string& name, const T*& from, A** to, const std::vector<size_t>& shape) {
-            const size_t n = shape[0] * (shape.size() > 1 ? shape[1] : 1);
-            f(name, from, to, shape, at, n);
-            at += n;
-        };
-        g.layer.resize(c.L);
-        auto matrices = [&](int l, const std::vector<const char*>& names, Linear<T>& W, A*& to) {
-            for (size_t b = 0; b < names.size(); b++)
-                one(l < 0 ? names[b] : format("model.layers.%d.%s.weight", l, names[b]), W.w[b], b ? nullptr : &to, {(size_t)W.rows[b], (size_t)W.in});
-        };
-        auto vector = [&](const std::string& name, const T*& from, A*& to, int n) { one(name, from, &to, {(size_t)n}); };
-        matrices(-1, {"model.embed_tokens.weight"}, w.embed, g.embed);
-        for (int l = 0; l < c.L; l++) {
-            Layer<T>& y = w.layers[l];
-            matrices(l, {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, y.qkv, g.layer[l].qkv.W);
-            matrices(l, {"self_attn.o_proj"}, y.o, g.layer[l].o.W);
-            matrices(l, {"mlp.gate_proj", "mlp.up_proj"}, y.gate_up, g.layer[l].gate_up.W);
-            matrices(l, {"mlp.down_proj"}, y.down, g.layer[l].down.W);
+        const std::vector<ModelTensor> tensors = model_tensors(c);
+        for (bool matrices : {true, false})
+            for (const ModelTensor& t : tensors)
+                if (matrices == (t.columns > 0)) f(t, at), at += t.size();
+    }
+
+    // Where `backward` looks for the gradient of a module's Linear; of any tensor (of a block: of its Linear).
+    typename Gradients<T>::OfLinear& gradient_of_module(int m, int l) {
+        auto& layer = g.layer[l];
+        return m <= V_PROJ ? layer.qkv : m == O_PROJ ? layer.o : m == DOWN_PROJ ? layer.down : layer.gate_up;
+    }
+    A*& gradient_of(const ModelTensor& t) {
+        switch (t.kind) {
+            case EMBED: return g.embed;
+            case HEAD: return g.head;
+            case FINAL_NORM: return g.norm;
+            case INPUT_NORM: return g.layer[t.layer].norm1;
+            case Q_NORM: return g.layer[t.layer].q_norm;
+            case K_NORM: return g.layer[t.layer].k_norm;
+            case POST_NORM: return g.layer[t.layer].norm2;
+            default: return gradient_of_module(t.kind, t.layer).W;
         }
-        if (!c.tied) matrices(-1, {"lm_head.weight"}, w.head, g.head);
-        for (int l = 0; l < c.L; l++) {
-            Layer<T>& y = w.layers[l];
-            auto& to = g.layer[l];
-            auto name = [&](const char* part) { return format("model.layers.%d.%s.weight", l, part); };
-            vector(name("input_layernorm"), y.norm1, to.norm1, c.C);
-            vector(name("self_attn.q_norm"), y.q_norm, to.q_norm, c.D);
-            vector(name("self_attn.k_norm"), y.k_norm, to.k_norm, c.D);
-            vector(name("post_attention_layernorm"), y.norm2, to.norm2, c.C);
-        }
-        vector("model.norm.weight", w.norm, g.norm, c.C);
     }
 
     // How many numbers are trained; the array of an adapter's holds zeros beside them.
@@ -346,11 +272,11 @@ template <class T> struct Trainer {
             return;
         }
         size_t matrices = 0;
-        each_tensor([&](const std::string&, const T*&, A**, const std::vector<size_t>& shape, size_t at, size_t n) {
-            count = at + n;
-            if (shape.size() > 1) matrices = count;
+        each_tensor([&](const ModelTensor& t, size_t at) {
+            count = at + t.size();
+            if (t.columns) matrices = count;
         });
-        segments = {{0, matrices, o.weight_decay, 1}, {matrices, count - matrices, 0, 1}}; // norms do not decay, as in the Trainer
+        segments = {{0, matrices, o.weight_decay, 1}, {matrices, count - matrices, 0, 1}}; // as transformers' Trainer
     }
 
     // ---- Memory: one arena, planned before the first step.
@@ -375,11 +301,16 @@ template <class T> struct Trainer {
         for (size_t i = 0; i < from.rows(); i++)
             if (from.row(i).size() <= limit) list.push_back(i), lengths.push_back((int)from.row(i).size() - 1);
         const char* name = from.file.path.c_str();
-        if (list.empty()) DIE("%s: every row has more than %zu tokens (%s)", name, limit, o.max_len > c.max_positions ? "the model's limit" : "--max-len");
-        if (list.size() < from.rows()) fprintf(stderr, "%s: %zu of %zu rows have more than %zu tokens and are left out\n", name, from.rows() - list.size(), from.rows(), limit);
+        if (list.empty())
+            DIE("%s: every row has more than %zu tokens (%s)", name, limit,
+                o.max_len > c.max_positions ? "the model's limit" : "--max-len");
+        if (list.size() < from.rows())
+            fprintf(stderr, "%s: %zu of %zu rows have more than %zu tokens and are left out\n", name,
+                    from.rows() - list.size(), from.rows(), limit);
         std::sort(lengths.rbegin(), lengths.rend());
         longest = std::max(longest, lengths[0]);
-        most_tokens = std::max(most_tokens, std::accumulate(lengths.begin(), lengths.begin() + std::min(lengths.size(), (size_t)o.batch), 0));
+        const auto end = lengths.begin() + std::min(lengths.size(), (size_t)o.batch);
+        most_tokens = std::max(most_tokens, std::accumulate(lengths.begin(), end, 0));
         return list;
     }
 
@@ -408,7 +339,11 @@ template <class T> struct Trainer {
         place = arena.take<uint32_t>(N);
         pages = arena.take<int>((size_t)o.batch * max_pages);
 #ifdef __CUDACC__
-        if (ctx.gpu) ctx.gpu = std::make_shared<Gpu>(*ctx.gpu), ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float)), ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+        if (ctx.gpu) {
+            ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
+            ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+            ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+        }
 #endif
         part("the rest", before);
         return parts;
@@ -418,7 +353,8 @@ template <class T> struct Trainer {
     void reserve() {
         const std::vector<Part> parts = plan();
         memory = format("memory: %.1f MB:", (double)arena.used / 1e6);
-        for (auto& part : parts) memory += format("%s %s %.1f", &part == &parts.front() ? "" : ",", part.name, (double)part.bytes / 1e6);
+        for (auto& part : parts)
+            memory += format("%s %s %.1f", &part == &parts.front() ? "" : ",", part.name, (double)part.bytes / 1e6);
         size_t have = available_memory();
 #ifdef __CUDACC__
         size_t all;
@@ -426,35 +362,39 @@ template <class T> struct Trainer {
 #endif
         arena.gpu = ctx.gpu != nullptr;
         if (arena.used > have)
-            DIE("%s: training needs %zu bytes of %s, %zu more than there are; --recompute, a smaller --batch with more --accum, --max-len%s need less",
-                file.path.c_str(), arena.used, ctx.gpu ? "GPU memory" : "memory", arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
+            DIE("%s: training needs %zu bytes of %s, %zu more than there are; --recompute, a smaller --batch with more "
+                "--accum, --max-len%s need less", file.path.c_str(), arena.used, ctx.gpu ? "GPU memory" : "memory",
+                arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
         arena.allocate("training");
         plan();
     }
 
-    // The adapter's first numbers as PEFT draws them (A uniform in +-1 / sqrt(in), B zero), or those of a file; the model's
-    // own with --full.
+    // The first parameters: of an adapter as PEFT draws them (A uniform in +-1 / sqrt(in), B zero), or those of a file;
+    // with --full the model's own.
     void first_parameters() {
         std::vector<A> first(count, 0);
         if (o.full) {
-            each_tensor([&](const std::string&, const T*& from, A**, const std::vector<size_t>&, size_t at, size_t n) {
-                for (size_t i = 0; i < n; i++) first[at + i] = to_acc(from[i]);
+            each_tensor([&](const ModelTensor& t, size_t at) {
+                const T* from = place_of(w, t).numbers();
+                for (size_t i = 0; i < t.size(); i++) first[at + i] = to_acc(from[i]);
             });
         } else if (!o.adapter_init.empty()) {
             first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
         } else {
             size_t drawn = 0; // the same numbers whatever the rank is rounded up to
-            each_adapter_tensor(w, [&](const std::string&, size_t r, size_t n, size_t at, size_t) {
-                const float bound = 1 / std::sqrt((float)n);
-                for (size_t i = 0; i < r * n && at < segments[0].n; i++)
-                    first[at + i] = bound * ((float)(philox(o.seed, drawn++, STREAM_INIT).v[0] >> 8) * (1.f / 8388608) - 1);
+            each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t in, size_t at, size_t) {
+                const float bound = 1 / std::sqrt((float)in);
+                for (size_t i = 0; i < rows * in && at < segments[0].n; i++) { // segments[0]: every A
+                    const uint32_t bits = philox(o.seed, drawn++, STREAM_INIT).v[0] >> 8;
+                    first[at + i] = bound * ((float)bits * (1.f / 8388608) - 1); // 2^23
+                }
             });
         }
         copy_in(ctx, p, first.data(), count);
         give_copies(first);
     }
 
-    // The copies that products read, of parameters that were loaded and not computed.
+    // Makes the copies that products read, of parameters that were loaded. (Of those it computes, AdamW makes them.)
     void give_copies(const std::vector<A>& from) {
         std::vector<T> copies(count);
         for (const Segment& s : segments)
@@ -466,17 +406,16 @@ template <class T> struct Trainer {
     void fill() {
         g.layer.resize(c.L);
         if (o.full) {
-            each_tensor([&](const std::string&, const T*& from, A** to, const std::vector<size_t>&, size_t at, size_t) {
-                from = stored + at;
-                if (to) *to = gradient + at;
+            each_tensor([&](const ModelTensor& t, size_t at) {
+                const TensorPlace<T> in = place_of(w, t);
+                in.numbers() = stored + at;
+                if (in.block == 0) gradient_of(t) = gradient + at;
             });
             if (c.tied) w.head = w.embed, g.head = g.embed;
         } else {
-            each_adapter(w, [&](Linear<T>& W, AdapterPlace at) {
-                Adapter<T>& adapter = W.adapter;
-                auto& layer = g.layer[adapter.module[0] / MODULES];
-                Layer<T>& y = w.layers[adapter.module[0] / MODULES];
-                auto& to = &W == &y.qkv ? layer.qkv : &W == &y.o ? layer.o : &W == &y.gate_up ? layer.gate_up : layer.down;
+            each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
+                Adapter<T>& adapter = linear.adapter;
+                auto& to = gradient_of_module(adapter.module[0] % MODULES, adapter.module[0] / MODULES);
                 adapter.A = stored + at.A, adapter.B = stored + at.B, adapter.h = h + at.h * most_tokens;
                 to.A = gradient + at.A, to.B = gradient + at.B;
             });
@@ -505,16 +444,24 @@ template <class T> struct Trainer {
             const DatasetRow row = from.row(list[s]);
             for (int i = 0; i + 1 < (int)row.size(); i++) {
                 if (i % PAGE == 0) table[(size_t)s * max_pages + i / PAGE] = page++;
-                if (row.first[i + 1] & TRAIN) all_named.push_back((int)all_token.size()), all_target.push_back((int)(row.first[i + 1] & ~TRAIN));
+                if (row.first[i + 1] & TRAIN) {
+                    all_named.push_back((int)all_token.size());
+                    all_target.push_back((int)(row.first[i + 1] & ~TRAIN));
+                }
                 all_token.push_back((int)(row.first[i] & ~TRAIN)), all_pos.push_back(i), all_seq.push_back(s);
                 all_slot.push_back((page - 1) * PAGE + i % PAGE);
                 all_place.push_back((uint32_t)(first + s) * (uint32_t)o.max_len + (uint32_t)i);
             }
         }
         const size_t N = all_token.size();
-        copy_in(ctx, token, all_token.data(), N), copy_in(ctx, pos, all_pos.data(), N), copy_in(ctx, seq, all_seq.data(), N);
-        copy_in(ctx, slot, all_slot.data(), N), copy_in(ctx, place, all_place.data(), N), copy_in(ctx, pages, table.data(), table.size());
-        copy_in(ctx, named, all_named.data(), all_named.size()), copy_in(ctx, target, all_target.data(), all_target.size());
+        copy_in(ctx, token, all_token.data(), N);
+        copy_in(ctx, pos, all_pos.data(), N);
+        copy_in(ctx, seq, all_seq.data(), N);
+        copy_in(ctx, slot, all_slot.data(), N);
+        copy_in(ctx, place, all_place.data(), N);
+        copy_in(ctx, pages, table.data(), table.size());
+        copy_in(ctx, named, all_named.data(), all_named.size());
+        copy_in(ctx, target, all_target.data(), all_target.size());
         R = (int)all_named.size();
         return {(int)N, n, token, pos, seq, slot, pages, max_pages};
     }
@@ -528,7 +475,8 @@ template <class T> struct Trainer {
             order = rows;
             for (size_t i = order.size() - 1; i > 0 && o.shuffle; i--) {
                 const Philox r = philox(o.seed, (uint64_t)epoch << 32 | i, STREAM_SHUFFLE);
-                std::swap(order[i], order[(size_t)((unsigned __int128)((uint64_t)r.v[1] << 32 | r.v[0]) * (i + 1) >> 64)]);
+                const uint64_t bits = (uint64_t)r.v[1] << 32 | r.v[0];
+                std::swap(order[i], order[(size_t)((unsigned __int128)bits * (i + 1) >> 64)]);
             }
             ordered = epoch;
         }
@@ -537,7 +485,8 @@ template <class T> struct Trainer {
     }
 
     void use_dropout(bool on) {
-        each_adapter(w, [&](Linear<T>& W, AdapterPlace) { W.adapter.dropout = on && o.dropout > 0 ? &dropout : nullptr; });
+        const Dropout* used = on && o.dropout > 0 ? &dropout : nullptr;
+        each_adapter(w, [&](Linear<T>& linear, AdapterPlace) { linear.adapter.dropout = used; });
     }
 
     // ---- Steps
@@ -546,12 +495,13 @@ template <class T> struct Trainer {
     size_t tokens_done = 0;   // that were fed
     double flops = 0;         // of the last step
 
-    // Sums up the losses of rows in results[0], and into `to`, if it is not null, the gradients of `scale` times that sum.
+    // Adds up the losses of rows in results[0], and the gradients of `scale` times that sum into `to` (null: none).
     void add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, A scale) {
         clear(ctx, results, 2);
         for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
             int R;
-            const Batch b = load(from, &list[first], (int)std::min((size_t)o.batch, list.size() - first), (int)first, R);
+            const int n = (int)std::min((size_t)o.batch, list.size() - first);
+            const Batch b = load(from, &list[first], n, (int)first, R);
             forward(ctx, c, w, b, a, kv, rope);
             loss_backward(ctx, c, w, a, d, to, loss, named, target, scale, b.N, R);
             RUN(add_losses, results, loss, R);
@@ -581,13 +531,15 @@ template <class T> struct Trainer {
         how.lr = (float)last_lr, how.clip = (float)o.clip, how.step = step + 1;
         for (const Segment& s : segments) {
             how.decay = (float)s.decay, how.copy = s.copy;
-            RUN(adamw, stored + s.first, p + s.first, m + s.first, v + s.first, gradient + s.first, results + 1, s.n, how);
+            RUN(adamw, stored + s.first, p + s.first, m + s.first, v + s.first, gradient + s.first, results + 1, s.n,
+                how);
         }
         double result[2];
         copy_out(ctx, result, results, 2);
         last_loss = result[0] / (double)all, last_norm = result[1];
         if (!std::isfinite(last_loss) || !std::isfinite(last_norm))
-            not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1, std::fabs(last_loss), last_norm));
+            not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1,
+                                          std::fabs(last_loss), last_norm));
         tokens_done += fed, flops = flops_of(list, all);
         step++;
         return true;
@@ -602,18 +554,20 @@ template <class T> struct Trainer {
         return sum / (double)trained(from, list);
     }
 
-    // A loss that is not finite. After a step the parameters are those from before it (see adamw): which rows are to blame
-    // can still be asked.
+    // Names the rows whose loss is not finite, and throws. After such a step the parameters are still those from before
+    // it (see adamw), so that each row can be asked by itself.
     [[noreturn]] void not_finite(const Dataset& from, const std::vector<size_t>& list, const std::string& what) {
         std::vector<size_t> blamed;
         for (size_t row : list)
             if (!std::isfinite(mean_loss(from, {row}))) blamed.push_back(row);
         const std::vector<size_t>& shown = blamed.empty() ? list : blamed;
         std::string numbers;
-        for (size_t i = 0; i < std::min(shown.size(), (size_t)20); i++) numbers += format("%s%zu", i ? ", " : "", shown[i]);
+        for (size_t i = 0; i < std::min(shown.size(), (size_t)20); i++)
+            numbers += format("%s%zu", i ? ", " : "", shown[i]);
         if (shown.size() > 20) numbers += format(", .. (%zu in all)", shown.size());
         DIE("%s: %s; %s: %s", from.file.path.c_str(), what.c_str(),
-            blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite", numbers.c_str());
+            blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite",
+            numbers.c_str());
     }
 
     // Multiplications and additions of a step: forward; backward by the input, and by what is trained.
@@ -623,13 +577,14 @@ template <class T> struct Trainer {
             const double n = (double)data.row(row).size() - 1;
             N += n, pairs += n * (n + 1) / 2;
         }
-        for (const Layer<T>& y : w.layers)
-            for (const Linear<T>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) {
-                products += (double)W->out() * W->in;
-                for (int j = 0; j < W->adapter.modules; j++) adapters += (double)W->adapter.true_rank * (W->in + W->rows[W->adapter.block[j]]);
+        for (const ModelTensor& t : model_tensors(c))
+            if (t.kind < MODULES) {
+                products += (double)t.size();
+                if (!o.full && o.lora.targets[t.kind]) adapters += (double)o.lora.rank * (t.rows + t.columns);
             }
         const double passes = (o.full ? 3 : 2) + o.recompute, attention = 4. * c.H * c.D * c.L * pairs;
-        return 2 * N * (products * passes + adapters * 3) + attention * (3.5 + o.recompute) + 2. * (double)all * c.V * c.C * (o.full ? 3 : 2);
+        const double head = (double)all * c.V * c.C * (o.full ? 3 : 2);
+        return 2 * N * (products * passes + adapters * 3) + attention * (3.5 + o.recompute) + 2 * head;
     }
 
     // ---- Checkpoints: the adapter (or model) for use, and the state to go on from.
@@ -640,50 +595,53 @@ template <class T> struct Trainer {
         return numbers;
     }
 
-    // Calls f(first, n) for each stretch of an array of parameters that files hold: all but what is always zero.
-    template <class F> void each_stretch(F f) {
+    // Calls f(first, n) for each range of an array of parameters that files hold: all but what is always zero.
+    template <class F> void each_range(F f) {
         if (o.full) return f((size_t)0, count);
-        each_adapter_tensor(w, [&](const std::string&, size_t r, size_t n, size_t at, size_t apart) {
-            for (size_t i = 0; i < r; i++) f(at + i * apart, n);
+        each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t columns, size_t at, size_t stride) {
+            for (size_t r = 0; r < rows; r++) f(at + r * stride, columns);
         });
     }
 
     // The trained parameters, for PEFT or for qwen3.
     void write_result(const std::string& folder, size_t leaked) {
         make_folder(folder);
-        std::map<std::string, std::string> metadata = {{"format", "pt"}};
+        Metadata metadata = {{"format", "pt"}};
+        if (o.full) metadata = model_metadata(file.config_text, file.generation_text);
         if (leaked) metadata["leak"] = format("%zu rows of the evaluation file were trained on", leaked);
         const std::vector<A> numbers = host(p);
         std::vector<OutTensor> tensors;
         if (o.full) {
-            metadata["config"] = file.config_text;
-            if (!file.generation_text.empty()) metadata["generation_config"] = file.generation_text;
-            each_tensor([&](const std::string& name, const T*&, A**, const std::vector<size_t>& shape, size_t at, size_t n) {
-                tensors.push_back({name, std::is_same_v<T, bf16> ? "BF16" : "F32", shape, [&numbers, at, n](OutputFile& out) {
+            each_tensor([&](const ModelTensor& t, size_t at) {
+                auto write = [&numbers, at, n = t.size()](OutputFile& out) {
                     std::vector<T> rounded(n);
                     for (size_t i = 0; i < n; i++) rounded[i] = to_stored<T>(numbers[at + i]);
                     out.write(rounded.data(), n * sizeof(T));
-                }});
+                };
+                tensors.push_back({t.name(), std::is_same_v<T, bf16> ? "BF16" : "F32", t.shape(), write});
             });
-            return write_safetensors(folder + "/model.bin", metadata, tensors);
+            write_safetensors(folder + "/model.bin", metadata, tensors);
+            return;
         }
-        each_adapter_tensor(w, [&](const std::string& name, size_t r, size_t n, size_t at, size_t apart) {
-            tensors.push_back({name, "F32", {r, n}, [&numbers, r, n, at, apart](OutputFile& out) {
-                for (size_t i = 0; i < r; i++) out.write(&numbers[at + i * apart], n * sizeof(A));
-            }});
+        each_adapter_tensor(w, [&](const std::string& name, size_t rows, size_t columns, size_t at, size_t stride) {
+            auto write = [&numbers, rows, columns, at, stride](OutputFile& out) {
+                for (size_t r = 0; r < rows; r++) out.write(&numbers[at + r * stride], columns * sizeof(A));
+            };
+            tensors.push_back({name, "F32", {(int64_t)rows, (int64_t)columns}, write});
         });
         write_text(folder + "/adapter_config.json", adapter_config_json(o.lora, o.dropout, o.model));
         write_safetensors(folder + "/adapter_model.safetensors", metadata, tensors);
     }
 
     void write_state(const std::string& path, double best, double elapsed) {
-        const std::map<std::string, std::string> metadata = {
-            {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)}, {"elapsed", sj::repr(elapsed)}};
+        const Metadata metadata = {
+            {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)},
+            {"elapsed", sj::repr(elapsed)}};
         std::vector<OutTensor> tensors;
         for (auto [name, from] : {std::pair("p", p), {"m", m}, {"v", v}})
-            tensors.push_back({name, "F32", {trained_parameters()}, [this, from = from](OutputFile& out) {
+            tensors.push_back({name, "F32", {(int64_t)trained_parameters()}, [this, from = from](OutputFile& out) {
                 const std::vector<A> numbers = host(from);
-                each_stretch([&](size_t first, size_t n) { out.write(&numbers[first], n * sizeof(A)); });
+                each_range([&](size_t first, size_t n) { out.write(&numbers[first], n * sizeof(A)); });
             }});
         write_safetensors(path, metadata, tensors);
     }
@@ -692,24 +650,26 @@ template <class T> struct Trainer {
         const MappedFile map(path);
         const char* name = path.c_str();
         Tensors tensors;
-        std::map<std::string, std::string> metadata;
+        Metadata metadata;
         read_safetensors(map, tensors, metadata);
         sj::Doc theirs, ours;
         if (!sj::parse(theirs, metadata["run"]).empty()) DIE("%s: not a state of train_lora", name);
         sj::parse(ours, run);
         for (auto [key, mine] : ours.root().members())
             if (const std::string was = sj::dump(theirs.root()[key]), is = sj::dump(mine); was != is)
-                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(), was.c_str(), is.c_str());
+                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(),
+                    was.c_str(), is.c_str());
         step = parse_integer(name, metadata["step"].c_str(), 0, steps);
         best = metadata["best"] == "Infinity" ? INFINITY : parse_number(name, metadata["best"].c_str(), 0, 1e30);
         elapsed = parse_number(name, metadata["elapsed"].c_str(), 0, 1e12);
         std::vector<A> numbers(count);
         for (auto [key, to] : {std::pair("p", p), {"m", m}, {"v", v}}) {
             const auto t = tensors.find(key);
-            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != std::vector<int64_t>{(int64_t)trained_parameters()})
+            const Shape shape = {(int64_t)trained_parameters()};
+            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != shape)
                 DIE("%s: no tensor %s of %zu numbers", name, key, trained_parameters());
             const uint8_t* from = t->second.data;
-            each_stretch([&](size_t first, size_t n) {
+            each_range([&](size_t first, size_t n) {
                 memcpy(&numbers[first], from, n * sizeof(A));
                 from += n * sizeof(A);
             });
@@ -719,7 +679,7 @@ template <class T> struct Trainer {
     }
 };
 
-// ========================================================================================= 4 Log and curve
+// ========================================================================================= 3 Log and curve
 
 static std::string clock_text(double s) { // as Python's str(timedelta)
     const long long t = (long long)s;
@@ -760,7 +720,8 @@ struct Log {
     ~Log() { fclose(file); }
 
     void add(const std::string& line) {
-        if (fputs((line + "\n").c_str(), file) < 0 || fflush(file) != 0) DIE("%s/trainer_log.jsonl: %s", folder.c_str(), strerror(errno));
+        if (fputs((line + "\n").c_str(), file) < 0 || fflush(file) != 0)
+            DIE("%s/trainer_log.jsonl: %s", folder.c_str(), strerror(errno));
     }
 
     // Steps across, loss upwards: every step thin, their running mean thick, evaluations as dots.
@@ -775,13 +736,18 @@ struct Log {
         const double high = std::max(1., std::ceil(most / tick)) * tick;
         auto x = [&](double step) { return LEFT + (W - LEFT - RIGHT) * step / (double)steps; };
         auto y = [&](double loss) { return H - BOTTOM - (H - TOP - BOTTOM) * loss / high; };
-        std::string s = format("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %g %g\" font-family=\"sans-serif\" font-size=\"12\">\n"
+        std::string s = format("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %g %g\" "
+                               "font-family=\"sans-serif\" font-size=\"12\">\n"
                                "<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n", W, H);
         for (double at = 0; at <= high * 1.001; at += tick)
-            s += format("<path d=\"M%g %.1fH%g\" stroke=\"#ddd\"/><text x=\"%g\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n", LEFT, y(at), W - RIGHT, LEFT - 6, y(at) + 4, at);
+            s += format("<path d=\"M%g %.1fH%g\" stroke=\"#ddd\"/>"
+                        "<text x=\"%g\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n",
+                        LEFT, y(at), W - RIGHT, LEFT - 6, y(at) + 4, at);
         for (int i = 0; i <= 4; i++)
-            s += format("<text x=\"%.1f\" y=\"%g\" text-anchor=\"middle\">%lld</text>\n", x((double)steps * i / 4), H - BOTTOM + 18, (long long)(steps * i / 4));
-        s += format("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">step</text><text x=\"16\" y=\"%g\" transform=\"rotate(-90 16 %g)\" text-anchor=\"middle\">loss</text>\n",
+            s += format("<text x=\"%.1f\" y=\"%g\" text-anchor=\"middle\">%lld</text>\n", x((double)steps * i / 4),
+                        H - BOTTOM + 18, (long long)(steps * i / 4));
+        s += format("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">step</text>"
+                    "<text x=\"16\" y=\"%g\" transform=\"rotate(-90 16 %g)\" text-anchor=\"middle\">loss</text>\n",
                     (LEFT + W - RIGHT) / 2, H - 6, H / 2, H / 2);
         std::string thin, thick;
         double mean = losses.empty() ? 0 : losses[0].loss;
@@ -789,102 +755,32 @@ struct Log {
             mean += (p.loss - mean) * 0.1;
             thin += format("%.1f,%.1f ", x(p.step), y(p.loss)), thick += format("%.1f,%.1f ", x(p.step), y(mean));
         }
-        s += "<polyline points=\"" + thin + "\" fill=\"none\" stroke=\"#9bd\"/>\n<polyline points=\"" + thick + "\" fill=\"none\" stroke=\"#05a\" stroke-width=\"2\"/>\n";
-        for (const Point& p : evaluations) s += format("<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"#c30\"><title>%g</title></circle>\n", x(p.step), y(p.loss), p.loss);
+        s += "<polyline points=\"" + thin + "\" fill=\"none\" stroke=\"#9bd\"/>\n";
+        s += "<polyline points=\"" + thick + "\" fill=\"none\" stroke=\"#05a\" stroke-width=\"2\"/>\n";
+        for (const Point& p : evaluations)
+            s += format("<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"#c30\"><title>%g</title></circle>\n", x(p.step),
+                        y(p.loss), p.loss);
         s += format("<text x=\"%g\" y=\"36\" text-anchor=\"end\" fill=\"#05a\">training</text>", W - RIGHT - 6);
-        if (!evaluations.empty()) s += format("<text x=\"%g\" y=\"52\" text-anchor=\"end\" fill=\"#c30\">evaluation</text>", W - RIGHT - 6);
+        if (!evaluations.empty())
+            s += format("<text x=\"%g\" y=\"52\" text-anchor=\"end\" fill=\"#c30\">evaluation</text>", W - RIGHT - 6);
         write_text(folder + "/loss.svg", s + "\n</svg>\n");
     }
 };
 
-// ==================================================================================================== 5 Merge
-
-// Rounds to nearest, ties to even; from 65520 on it is an infinity.
-static uint16_t float_to_half(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    const uint32_t sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
-    if (size >= 0x477ff000) return (uint16_t)(sign | (size > 0x7f800000 ? 0x7e00 : 0x7c00));
-    if (size < 0x38800000) return (uint16_t)(sign | (uint32_t)std::nearbyint(std::fabs(f) * 16777216.f)); // below 2^-14: steps of 2^-24
-    return (uint16_t)(sign | (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13);
-}
+// ==================================================================================================== 4 Merge
 
 // What would make a merge fail, asked before hours of training.
 static void check_merge(const ModelFile& file, const std::string& path) {
     if (same_file(file.path, path)) DIE("--merge %s: is the model itself", path.c_str());
     for (auto& [name, t] : file.tensors)
-        if (t.dtype == Dtype::I8 || t.dtype == Dtype::Other) DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
+        if (!t.is_float())
+            DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
 }
 
-// W + s B A for every targeted matrix, in float32 and rounded once to what it is stored as, into a model.bin or a folder;
-// to a folder the base's tokenizer goes too.
-static void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
-    std::map<std::string, std::pair<int, int>> targeted; // tensor -> layer, module
-    for (int l = 0; l < file.config.L; l++)
-        for (int m = 0; m < MODULES; m++) {
-            if (!adapter.config.targets[m]) continue;
-            const std::string name = format("model.layers.%d.%s.weight", l, MODULE_NAMES[m]);
-            const auto found = file.tensors.find(name);
-            if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
-            const auto [rows, in] = module_shape(file.config, m);
-            need_shape(name, found->second, {rows, in});
-            targeted[name] = {l, m};
-        }
-    std::vector<OutTensor> tensors;
-    for (auto& [name, t] : file.tensors) {
-        const char* dtype = t.dtype == Dtype::F32 ? "F32" : t.dtype == Dtype::F16 ? "F16" : "BF16";
-        const std::vector<size_t> shape(t.shape.begin(), t.shape.end());
-        const auto at = targeted.find(name);
-        if (at == targeted.end()) {
-            tensors.push_back({name, dtype, shape, [&t = t](OutputFile& out) { out.write(t.data, t.bytes); }});
-            continue;
-        }
-        const auto [l, m] = at->second;
-        const Tensor *A = &adapter.tensors.at(adapter_tensor(l, m, 'A')), *B = &adapter.tensors.at(adapter_tensor(l, m, 'B'));
-        const auto [rows, in] = module_shape(file.config, m);
-        tensors.push_back({name, dtype, shape, [&name = name, &t = t, &adapter, A, B, rows = rows, in = in](OutputFile& out) {
-            const int rank = adapter.config.rank;
-            const float s = (float)adapter.config.scale();
-            std::vector<float> a((size_t)rank * in), merged((size_t)rows * in);
-            for (size_t i = 0; i < a.size(); i++) a[i] = number(*A, i);
-            #pragma omp parallel for schedule(static)
-            for (int r = 0; r < rows; r++) {
-                float* row = &merged[(size_t)r * in];
-                for (int i = 0; i < rank; i++) {
-                    const float b = number(*B, (size_t)r * rank + i);
-                    for (int k = 0; k < in; k++) row[k] += b * a[(size_t)i * in + k];
-                }
-                for (int k = 0; k < in; k++) row[k] = number(t, (size_t)r * in + k) + s * row[k];
-            }
-            if (t.dtype == Dtype::F32) return out.write(merged.data(), merged.size() * 4);
-            std::vector<uint16_t> rounded(merged.size());
-            for (size_t i = 0; i < merged.size(); i++) {
-                rounded[i] = t.dtype == Dtype::F16 ? float_to_half(merged[i]) : to_bf16(merged[i]).bits;
-                if (t.dtype == Dtype::F16 && (rounded[i] & 0x7c00) == 0x7c00)
-                    DIE("%s: tensor %s: %g is too large for F16", out.path.c_str(), name.c_str(), merged[i]);
-            }
-            out.write(rounded.data(), rounded.size() * 2);
-        }});
-    }
-    std::map<std::string, std::string> metadata = {{"format", "pt"}};
-    const bool one_file = path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
-    if (one_file) {
-        metadata["config"] = file.config_text;
-        if (!file.generation_text.empty()) metadata["generation_config"] = file.generation_text;
-        return write_safetensors(path, metadata, tensors);
-    }
-    make_folder(path);
-    write_text(path + "/config.json", file.config_text);
-    if (!file.generation_text.empty()) write_text(path + "/generation_config.json", file.generation_text);
-    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "vocab.json", "special_tokens_map.json",
-                             "added_tokens.json", "tokenizer.bin"})
-        if (const std::string from = file.path + "/" + name; access(from.c_str(), F_OK) == 0) write_text(path + "/" + name, MappedFile(from).text());
-    write_safetensors(path + "/model.safetensors", metadata, tensors);
-}
-
-// Merges, then asks both the adapter and the merged model: the mean KL divergence over the positions of a prompt, and how
-// long their greedy texts after it are the same.
-template <class T> void merge(const Options& o, Context ctx, const ModelFile& file, const std::string& folder, const Dataset* data) {
+// Merges, then compares the model with the adapter and the merged model: the mean KL divergence over the positions of a
+// prompt, and how many tokens of their greedy texts after it are the same.
+template <class T>
+void merge(const Options& o, Context ctx, const ModelFile& file, const std::string& folder, const Dataset* data) {
     constexpr int PROMPT = 64, ANSWER = 64;
     const AdapterFile adapter(folder, file.config);
     write_merged(file, adapter, o.merge);
@@ -906,13 +802,15 @@ template <class T> void merge(const Options& o, Context ctx, const ModelFile& fi
         if constexpr (HAS_GPU<T>) if (ctx.gpu) w.upload(ctx, from);
 #endif
         std::unique_ptr<AttachedAdapter<T>> attached;
-        if (!which) attached = std::make_unique<AttachedAdapter<T>>(ctx, w, adapter, ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK);
+        const int chunk = ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK;
+        if (!which) attached = std::make_unique<AttachedAdapter<T>>(ctx, w, adapter, chunk);
         Session<T> session(c, w, std::min(c.max_positions, (int)prompt.size() + ANSWER), ctx);
         size_t at = 0;
         session.feed(prompt, nullptr, [&](const acc<T>* row) {
             if (!which) return logits.emplace_back(row, row + c.V), void();
             const std::vector<acc<T>>& theirs = logits[at++];
-            const double top_p = *std::max_element(theirs.begin(), theirs.end()), top_q = *std::max_element(row, row + c.V);
+            const double top_p = *std::max_element(theirs.begin(), theirs.end());
+            const double top_q = *std::max_element(row, row + c.V);
             double zp = 0, zq = 0, sum = 0;
             for (int v = 0; v < c.V; v++) zp += std::exp(theirs[v] - top_p), zq += std::exp(row[v] - top_q);
             for (int v = 0; v < c.V; v++) {
@@ -928,11 +826,11 @@ template <class T> void merge(const Options& o, Context ctx, const ModelFile& fi
     }
     size_t same = 0;
     while (same < texts[0].size() && same < texts[1].size() && texts[0][same] == texts[1][same]) same++;
-    fprintf(stderr, "%s: merged; against the adapter: mean KL %.2e over %zu tokens, greedy text the same for %zu of %zu tokens\n",
-            o.merge.c_str(), std::max(0., kl), prompt.size(), same, texts[0].size());
+    fprintf(stderr, "%s: merged; against the adapter: mean KL %.2e over %zu tokens, greedy text the same for %zu of %zu "
+            "tokens\n", o.merge.c_str(), std::max(0., kl), prompt.size(), same, texts[0].size());
 }
 
-// ===================================================================================================== 6 main
+// ===================================================================================================== 5 main
 
 // Removes what a run leaves in its folder.
 static void remove_run(const std::string& out) {

@@ -255,43 +255,28 @@ inline void check_gpu(const std::string& name, const Config& c, bool int8) {
         DIE("%s: the GPU's kernels need hidden size (%d), ffn size (%d) and vocabulary rows (%d) in multiples of 8 (--device cpu)", n, c.C, c.F, c.V);
 }
 
-// Copies all to the GPU and lets every pointer point there, the blocks of a Linear one behind the other. The CPU's
-// threads read the mapped file into one pinned buffer while the other one is on its way: the link, not the page
-// faults, sets the pace.
+// Copies all to the GPU and lets every pointer point there, the blocks of a Linear one after another. The CPU's threads
+// read the mapped file into one pinned buffer while the other one is on its way: so the link sets the pace, not the page
+// faults.
 template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) {
     check_gpu(file.path, file.config, head.q[0]);
-    struct Piece { const T* from; size_t to, bytes; };
+    struct Piece { const T* from; size_t to, bytes; }; // to: a byte of the arena
     std::vector<Piece> pieces;
     gpu.gpu = true;
-    const T* tied = embed.w[0];
     for (bool planned : {false, true}) {
-        pieces.clear();
-        auto place = [&](const T*& at, T* to, size_t n) {
-            pieces.push_back({at, (size_t)((uint8_t*)to - gpu.base), n * sizeof(T)});
-            if (planned) at = to;
-        };
-        auto matrix = [&](Linear<T>& y) {
-            T* to = gpu.take<T>((size_t)y.out() * y.in);
-            for (int b = 0; b < 3 && y.rows[b]; to += (size_t)y.rows[b++] * y.in) place(y.w[b], to, (size_t)y.rows[b] * y.in);
-        };
-        auto vector = [&](const T*& at, int n) { place(at, gpu.take<T>(n), n); };
-        const Config& c = file.config;
-        matrix(embed);
-        for (Layer<T>& y : layers) {
-            vector(y.norm1, c.C);
-            matrix(y.qkv);
-            vector(y.q_norm, c.D);
-            vector(y.k_norm, c.D);
-            matrix(y.o);
-            vector(y.norm2, c.C);
-            matrix(y.gate_up);
-            matrix(y.down);
+        T* to = nullptr;
+        for (const ModelTensor& t : model_tensors(file.config)) {
+            const TensorPlace<T> place = place_of(*this, t);
+            if (place.block == 0) to = gpu.take<T>(place.linear ? (size_t)place.linear->out() * t.columns : t.size());
+            if (planned) {
+                pieces.push_back({place.numbers(), (size_t)((uint8_t*)to - gpu.base), t.size() * sizeof(T)});
+                place.numbers() = to;
+                to += t.size();
+            }
         }
-        vector(norm, c.C);
-        if (head.w[0] != tied) matrix(head);
         if (!planned) gpu.allocate("the model");
     }
-    if (head.w[0] == tied) head = embed;
+    if (file.config.tied) head = embed;
 
     constexpr size_t BUFFER = 16 << 20;
     uint8_t* buffer[2];
