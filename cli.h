@@ -173,15 +173,33 @@ void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const Mod
 // that waits uses it too. From time to time all threads are tried again.
 // It keeps away where the user chose: -j, OMP_NUM_THREADS, OMP_WAIT_POLICY, GOMP_SPINCOUNT, KMP_BLOCKTIME.
 struct ThreadPace {
+    // How many threads next, after a stretch of `length` seconds that had `cores` at work.
+    struct Rule {
+        int all, now = all;
+        double patience = 0.25, waited = 0; // s until all are tried again
+        bool trying = false;
+
+        int next(double cores, double length) {
+            const int had = std::clamp((int)std::lround(cores), 1, now);
+            if (had < now) {
+                patience = trying ? std::min(2 * patience, 4.) : 0.25; // tried in vain: less often
+                waited = 0, trying = false;
+                return now = had;
+            }
+            if (now == all) return patience = 0.25, trying = false, now;
+            waited += length;
+            if (waited >= patience) trying = true, now = all;
+            return now;
+        }
+    };
     static constexpr double STRETCH = 0.02; // s: several time slices
-    const int all = thread_count();
+    Rule rule{thread_count()};
     const bool on;
-    int now = all;
 
     ThreadPace(const ModelOptions& o, const Context& ctx)
-        : on(!o.threads && !ctx.gpu && !chosen_by_user() && thread_count() > 1) {}
+        : on(!o.threads && !ctx.gpu && !chosen_by_user() && rule.all > 1) {}
     ThreadPace(const ThreadPace&) = delete;
-    ~ThreadPace() { set(all); }
+    ~ThreadPace() { set(rule.all); }
 
     // Around what computes, by the thread that does.
     void begin() {
@@ -190,23 +208,11 @@ struct ThreadPace {
     void end() {
         if (!on) return;
         wall += seconds(), cpu += cpu_seconds();
-        if (wall >= STRETCH) set(next(cpu / wall, wall)), wall = cpu = 0;
+        if (wall < STRETCH) return;
+        set(rule.next(cpu / wall, wall));
+        wall = cpu = 0;
     }
     void step() { end(), begin(); } // of what computes all the time
-
-    // How many threads after a stretch of `length` seconds that had `cores` at work.
-    int next(double cores, double length) {
-        const int had = std::clamp((int)std::lround(cores), 1, now);
-        if (had < now) { // the same again: asked in vain, ask less often
-            patience = trying ? std::min(2 * patience, 4.) : 0.25;
-            waited = 0, trying = false;
-            return had;
-        }
-        if (now == all) return patience = 0.25, trying = false, all;
-        waited += length;
-        if (waited < patience) return now;
-        return trying = true, all;
-    }
 
     static bool chosen_by_user() {
         for (const char* name : {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})
@@ -215,9 +221,7 @@ struct ThreadPace {
     }
 
   private:
-    double wall = 0, cpu = 0;            // of this stretch
-    double patience = 0.25, waited = 0;  // s until all threads are tried again
-    bool trying = false;
+    double wall = 0, cpu = 0; // of this stretch
 
     static double cpu_seconds() { // of all threads
         timespec t;
@@ -226,7 +230,7 @@ struct ThreadPace {
     }
     void set([[maybe_unused]] int threads) {
 #ifdef _OPENMP
-        if (threads != now) omp_set_num_threads(now = threads);
+        if (on && threads != thread_count()) omp_set_num_threads(threads);
 #endif
     }
 };
@@ -323,7 +327,7 @@ TARGET_AMX inline double multiply_amx_int8(Block* memory) { return multiply_amx(
 
 // Flops a second that all threads reach in `time` seconds, with the instructions that products of T use (or of INT8
 // and T).
-template <class T> double cpu_multiply_ceiling(bool int8, double time) {
+template <class T> double cpu_multiply_ceiling([[maybe_unused]] bool int8, double time) {
     [[maybe_unused]] const bool narrow = std::is_same_v<T, bf16>;
     auto multiply = multiply_plain;
 #ifdef HAVE_TWINS
