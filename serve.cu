@@ -421,14 +421,16 @@ template <class T> struct Engine {
     }
 
     // Until the desk is closed and all that was asked is done.
-    void run() {
+    void run(ThreadPace& pace) {
         for (;;) {
             {
                 std::unique_lock lock(desk.mutex);
                 desk.news.wait(lock, [&] { return desk.closed || !desk.inbox.empty() || busy(); });
                 if (desk.inbox.empty() && !busy()) return;
             }
+            pace.begin();
             step();
+            pace.end();
         }
     }
 
@@ -1340,7 +1342,7 @@ struct Answer {
 // out. Answers go to FILE.partial as they come, and to FILE in the order of the requests when all are there. Whoever
 // stops it loses what was under way: the same command goes on with what has no answer yet.
 
-static std::atomic<bool> interrupted{false};
+static std::atomic<bool> stopping{false}; // a signal came (to any thread: `interrupted` of options.h is for one)
 
 struct BatchRow {
     std::string_view line;
@@ -1433,7 +1435,7 @@ struct Batcher {
                     rows.size(), (double)desk.look().answer_tokens / spent, left);
             told = seconds();
         };
-        while (have < rows.size() && !interrupted) {
+        while (have < rows.size() && !stopping) {
             while (next < rows.size() && jobs < desk.limit / 2) {
                 const size_t index = next++;
                 if (rows[index].answered) continue;
@@ -2023,90 +2025,6 @@ void Server::watch() {
 
 // ===================================================================================================== 7 main
 
-static const char* USAGE =
-    "usage: serve MODEL [options]                          MODEL: a model.bin or a Hugging Face folder\n"
-    "       serve MODEL --batch REQUESTS.jsonl -o RESPONSES.jsonl [options]\n"
-    "      --host ADDRESS        default 127.0.0.1: this machine only\n"
-    "  -p, --port N              default 8000; 0 takes a free one\n"
-    "      --name NAME           the model's, for requests (default: its file's)\n"
-    "  -c, --ctx N               tokens of a prompt and its answer (default 4096, or the model's limit if that is less)\n"
-    "      --max-seqs N          answers at once (default: CPU 16, GPU 256)\n"
-    "      --max-queue N         answers that may wait (default 1024); beyond it requests get status 429, unless their API key\n"
-    "                            has less than its share of the queue\n"
-    "      --kv-memory GB        of the KV cache (default: CPU a quarter of the memory at most, GPU nearly all)\n"
-    "      --chunk N             tokens of prompts in a step that others wait for (default: CPU 128, GPU 256)\n"
-    "  -y, --system TEXT         system prompt of conversations that have none\n"
-    "  -r, --think 0|1           whether the model thinks first where a request does not say (default 0)\n"
-    "      --api-key-file FILE   a key a line; requests must have one of them\n"
-    "      --deadline SECONDS    for a request to come in (default 60); half of it without a byte, five times of it to fetch\n"
-    "                            an answer: then the connection is closed\n"
-    "      --cors ORIGIN         a web site whose scripts may call; may be repeated\n"
-    "      --adapter DIR         a LoRA adapter in PEFT's format, as train_lora writes it, beside the weights\n"
-    "  -b, --batch FILE -o FILE  OpenAI's Batch format instead of HTTP; interrupted, the same command goes on\n"
-    "  -z, --tokenizer FILE, -d, --device cpu|cuda, --dtype f32|bf16|int8, -j, --threads N, --invariant   as for qwen3\n";
-
-struct Options {
-    std::string model, adapter, tokenizer, device, dtype, name, system, key_file, batch, output;
-    ServerOptions server;
-    EngineOptions engine;
-    int max_queue = 1024, threads = 0, think = 0;
-    bool invariant = false, help = false;
-    Context ctx{};
-};
-
-static Options parse_options(int argc, char** argv) {
-    Options o;
-    for (int i = 1; i < argc; i++) {
-        const std::string name = argv[i];
-        if (name.size() < 2 || name[0] != '-') {
-            if (!o.model.empty()) DIE("one model, please: %s and %s", o.model.c_str(), argv[i]);
-            o.model = name;
-            continue;
-        }
-        auto is = [&](const char* s, const char* l) { return name == s || name == l; };
-        auto value = [&]() -> const char* {
-            if (i + 1 == argc) DIE("%s needs a value", name.c_str());
-            return argv[++i];
-        };
-        auto integer = [&](int64_t low, int64_t high) { return (int)parse_integer(name.c_str(), value(), low, high); };
-        if (is("", "--host")) o.server.host = value();
-        else if (is("-p", "--port")) o.server.port = integer(0, 65535);
-        else if (is("", "--name")) o.name = value();
-        else if (is("-c", "--ctx")) o.engine.context = integer(2, INT_MAX);
-        else if (is("", "--max-seqs")) o.engine.max_seqs = integer(1, 4096);
-        else if (is("", "--max-queue")) o.max_queue = integer(0, 1 << 20);
-        else if (is("", "--kv-memory")) o.engine.kv_bytes = (size_t)(parse_number(name.c_str(), value(), 1e-6, 1e6) * 1e9);
-        else if (is("", "--chunk")) o.engine.chunk = integer(1, 65536);
-        else if (is("", "--adapter")) o.adapter = value();
-        else if (is("-y", "--system")) o.system = value();
-        else if (is("-r", "--think")) o.think = integer(0, 1);
-        else if (is("", "--api-key-file")) o.key_file = value();
-        else if (is("", "--deadline")) o.server.deadline = integer(1, 86400);
-        else if (is("", "--cors")) o.server.origins.push_back(value());
-        else if (is("-b", "--batch")) o.batch = value();
-        else if (is("-o", "--output")) o.output = value();
-        else if (is("-z", "--tokenizer")) o.tokenizer = value();
-        else if (is("-d", "--device")) o.device = value();
-        else if (is("", "--dtype")) {
-            o.dtype = value();
-            if (o.dtype != "f32" && o.dtype != "bf16" && o.dtype != "int8") DIE("--dtype %.40s: f32, bf16 or int8", o.dtype.c_str());
-        }
-        else if (is("-j", "--threads")) o.threads = integer(1, 4096);
-        else if (is("", "--invariant")) o.invariant = true;
-        else if (is("-h", "--help")) o.help = true;
-        else DIE("unknown option %s (--help lists them)", name.c_str());
-    }
-    return o;
-}
-
-static std::atomic<bool> loading{true};
-
-// The first signal lets what is under way come to its end; a second one, or one before there is anything, ends all.
-// Any thread may be the one that it stops: hence the atomics.
-static void on_signal(int) {
-    if (loading || interrupted.exchange(true)) _exit(130);
-}
-
 static std::vector<std::string> read_keys(const std::string& path) {
     const MappedFile file(path);
     std::vector<std::string> keys;
@@ -2118,6 +2036,102 @@ static std::vector<std::string> read_keys(const std::string& path) {
     }
     if (keys.empty()) DIE("%s: no key in it", path.c_str());
     return keys;
+}
+
+static const char* USAGE =
+    "usage: serve MODEL [options]                          MODEL: a model.bin or a Hugging Face folder\n"
+    "       serve MODEL --batch REQUESTS.jsonl -o RESPONSES.jsonl [options]\n";
+
+struct Options : ModelOptions {
+    std::string name, system, key_file, batch, output;
+    ServerOptions server;
+    EngineOptions engine;
+    int max_queue = 1024, think = 0;
+    Context ctx{};
+};
+
+static std::vector<Option> option_table(Options& o) {
+    const Setter kv_memory = [&o](const char* option, const char* v) {
+        o.engine.kv_bytes = (size_t)(parse_number(option, v, 1e-6, 1e6) * 1e9);
+    };
+    std::vector<Option> table = {
+        {"", "--host", "ADDRESS", "default 127.0.0.1: this machine only", file_name(o.server.host)},
+        {"-P", "--port", "N", "default 8000; 0 takes a free one", whole(o.server.port, 0, 65535)},
+        {"", "--name", "NAME", "the model's, for requests (default: its file's)", text(o.name)},
+        {"-c", "--ctx", "N", "tokens of a prompt and its answer (default 4096, or the model's limit\nif that is less)",
+         whole(o.engine.context, 2, INT_MAX)},
+        {"", "--max-seqs", "N", "answers at once (default: CPU 16, GPU 256)", whole(o.engine.max_seqs, 1, 4096)},
+        {"", "--max-queue", "N", "answers that may wait (default 1024); beyond it requests get status\n"
+         "429, unless their API key has less than its share of the queue", whole(o.max_queue, 0, 1 << 20)},
+        {"", "--kv-memory", "GB", "of the KV cache (default: CPU a quarter of the memory at most, GPU\nnearly all)", kv_memory},
+        {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: CPU 128,\nGPU 256)",
+         whole(o.engine.chunk, 1, 65536)},
+        {"-y", "--system", "TEXT", "system prompt of conversations that have none", text(o.system)},
+        {"-r", "--think", "0|1", "whether the model thinks first where a request does not say\n(default 0)",
+         whole(o.think, 0, 1)},
+        {"", "--api-key-file", "FILE", "a key a line; requests must have one of them", file_name(o.key_file)},
+        {"", "--deadline", "SECONDS", "for a request to come in (default 60); half of it without a byte, five\n"
+         "times of it to fetch an answer: then the connection is closed", whole(o.server.deadline, 1, 86400)},
+        {"", "--cors", "ORIGIN", "a web site whose scripts may call; may be repeated", list(o.server.origins)},
+        {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
+         file_name(o.batch)},
+        {"-o", "--output", "FILE", "where the answers of --batch go", file_name(o.output)},
+    };
+    o.add_to(table, true);
+    return table;
+}
+
+static Options parse_options(int argc, char** argv) {
+    Options o;
+    const std::vector<Option> table = option_table(o);
+    const std::vector<std::string> words = parse(table, argc, argv);
+    if (o.help) return print_help(USAGE, table), o;
+    if (words.empty()) DIE("no model named (--help lists the options)");
+    if (words.size() > 1) DIE("one model, please: %s and %s", words[0].c_str(), words[1].c_str());
+    o.model = words[0];
+    if (o.batch.empty() != o.output.empty())
+        DIE(o.output.empty() ? "--batch needs -o FILE, where the answers go" : "-o is for --batch");
+    if (!o.key_file.empty()) o.server.keys = read_keys(o.key_file);
+    if (o.name.empty()) {
+        while (o.model.size() > 1 && o.model.back() == '/') o.model.pop_back();
+        o.name = o.model.substr(o.model.rfind('/') + 1);
+    }
+    if (o.name.find_first_of("\"\\\n") != std::string::npos) DIE("--name %s: no quotes or backslashes", o.name.c_str());
+    return o;
+}
+
+static std::atomic<bool> loading{true};
+
+// The first signal lets what is under way come to its end; a second one, or one before there is anything, ends all.
+// Any thread may be the one that it stops: hence the atomics.
+static void on_signal(int) {
+    if (loading || stopping.exchange(true)) _exit(130);
+}
+
+// What the answers of a batch depend on, but for its requests: a JSON object.
+static std::string batch_depends(const Options& o, const ModelFile& file, const AdapterFile* adapter, const Tokenizer& tokenizer) {
+    const MappedFile requests(o.batch);
+    sj::Writer w;
+    w.object().field("requests", fnv1a(requests.data, requests.size)).field("name", o.name).field("model", file.hash());
+    w.field("adapter", adapter ? adapter_hash(*adapter, 1) : 0).field("tokenizer", tokenizer.hash());
+    w.field("dtype", o.dtype).field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
+    return w.field("system", o.system).end().text;
+}
+
+// Takes requests until a signal comes, then answers what it has.
+static int serve_http(const Options& o, Server& server) {
+    server.ready = true;
+    const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
+    const bool six = o.server.host.find(':') != std::string::npos;
+    const char* host = o.server.host.c_str();
+    fprintf(stderr, "listening on http://%s%s%s:%d/v1\n", six ? "[" : "", host, six ? "]" : "", port);
+    for (; !stopping; usleep(200'000)) server.watch();
+    server.draining = true;
+    fprintf(stderr, "%zu requests to finish\n", server.answering.load());
+    const MHD_socket listener = MHD_quiesce_daemon(server.daemon);
+    for (; server.answering > 0; usleep(50'000)) server.watch();
+    if (listener != MHD_INVALID_SOCKET) close(listener);
+    return 0;
 }
 
 template <class T> int serve(Options& o, const ModelFile& file, double start) {
@@ -2137,41 +2151,29 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     Server server(o.server, desk);
     if (http) server.start(); // to say that it is loading
 
-    const std::string path = find_tokenizer(o.tokenizer, o.model);
-    if (path.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
+    const std::string path = tokenizer_path(o);
     const Tokenizer tokenizer(path);
-    if (tokenizer.size() > c.V || c.V - tokenizer.size() >= 1024)
-        DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", path.c_str(), tokenizer.size(), o.model.c_str(), c.V);
+    if (!fits(tokenizer, c)) not_its_tokenizer(path, tokenizer, o, c);
     std::unique_ptr<AdapterFile> adapter;
     if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
     std::unique_ptr<Batcher> batch;
-    if (!http) {
-        const MappedFile requests(o.batch);
-        sj::Writer depends;
-        depends.object().field("requests", fnv1a(requests.data, requests.size)).field("model", o.model);
-        depends.field("config", fnv1a(file.config_text.data(), file.config_text.size())).field("tokenizer", tokenizer.hash());
-        depends.field("dtype", o.dtype).field("context", e.context).field("think", o.think).field("system", o.system);
-        depends.field("adapter", adapter ? fnv1a(adapter->map.data, adapter->map.size, fnv1a(&adapter->config.alpha, sizeof(double))) : 0).end();
-        batch = std::make_unique<Batcher>(o.batch, o.output, depends.text);
-    }
+    if (!http) batch = std::make_unique<Batcher>(o.batch, o.output, batch_depends(o, file, adapter.get(), tokenizer));
     Weights<T> weights(file, o.dtype == "int8");
-#ifdef __CUDACC__
-    if constexpr (HAS_GPU<T>) if (gpu) weights.upload(o.ctx, file);
-#endif
+    to_device(o.ctx, file, weights);
     std::unique_ptr<AttachedAdapter<T>> attached;
-    if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, e.max_seqs + std::max(e.chunk, e.burst));
+    const int rows = e.max_seqs + std::max(e.chunk, e.burst);
+    if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, rows);
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
 
     server.service = {&tokenizer, o.name, o.system, e.context, o.think == 1};
     fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, %d at once, %zu pages of %d tokens; ready in %.2f s\n",
-            o.name.c_str(), (double)c.parameters() / 1e6, weights.type_name(), device_name(o.ctx).c_str(), e.context, e.max_seqs,
-            desk.look().pages, PAGE, seconds() - start);
+            o.name.c_str(), (double)c.parameters() / 1e6, weights.type_name(), device_name(o.ctx).c_str(), e.context,
+            e.max_seqs, desk.look().pages, PAGE, seconds() - start);
     std::thread thread([&] {
-#ifdef _OPENMP
-        if (o.threads) omp_set_num_threads(o.threads); // each thread has its own number
-#endif
+        o.use_threads();
         try {
-            engine.run();
+            ThreadPace pace(o, o.ctx);
+            engine.run(pace);
         } catch (const std::exception& fault) { // the GPU, or memory: there is no way on
             print_error("serve", fault.what());
             _exit(1);
@@ -2183,46 +2185,25 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         ~Ending() { desk.close(), thread.join(); }
     } ending{desk, thread};
     loading = false;
-    if (!http) return batch->run(server.service, desk);
-    server.ready = true;
-    const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
-    const bool six = o.server.host.find(':') != std::string::npos;
-    fprintf(stderr, "listening on http://%s%s%s:%d/v1\n", six ? "[" : "", o.server.host.c_str(), six ? "]" : "", port);
-    for (; !interrupted; usleep(200'000)) server.watch();
-    server.draining = true;
-    fprintf(stderr, "%zu requests to finish\n", server.answering.load());
-    const MHD_socket listener = MHD_quiesce_daemon(server.daemon);
-    for (; server.answering > 0; usleep(50'000)) server.watch();
-    if (listener != MHD_INVALID_SOCKET) close(listener);
-    return 0;
+    return http ? serve_http(o, server) : batch->run(server.service, desk);
 }
 
 static int run(int argc, char** argv) {
     const double start = seconds();
     Options o = parse_options(argc, argv);
-    if (o.help) return fputs(USAGE, stdout) < 0 || fflush(stdout) != 0;
-#ifdef _OPENMP
-    if (o.threads) omp_set_num_threads(o.threads);
-#endif
-    if (o.model.empty()) DIE("no model named (--help lists the options)");
-    if (o.batch.empty() != o.output.empty()) DIE(o.output.empty() ? "--batch needs -o FILE, where the answers go" : "-o is for --batch");
-    if (!o.key_file.empty()) o.server.keys = read_keys(o.key_file);
-    if (o.name.empty()) {
-        while (o.model.size() > 1 && o.model.back() == '/') o.model.pop_back();
-        o.name = o.model.substr(o.model.rfind('/') + 1);
-    }
-    if (o.name.find_first_of("\"\\\n") != std::string::npos) DIE("--name %s: no quotes or backslashes", o.name.c_str());
-    ModelFile file(o.model);
-    o.ctx = choose_device(o.device, o.dtype, o.invariant, file);
-    return wide(o.device, o.dtype, file) ? serve<float>(o, file, start) : serve<bf16>(o, file, start);
+    if (o.help) return 0;
+    o.use_threads();
+    const ModelFile file(o.model);
+    o.ctx = choose_device(o, file);
+    return wide(o, file) ? serve<float>(o, file, start) : serve<bf16>(o, file, start);
 }
 
 int main(int argc, char** argv) {
+    take_signals({}); // and its own two
     struct sigaction action = {};
     action.sa_handler = on_signal;
     sigaction(SIGINT, &action, nullptr);
     sigaction(SIGTERM, &action, nullptr);
-    signal(SIGPIPE, SIG_IGN);
     return run_program("serve", run, argc, argv);
 }
 #endif // SERVE_NO_MAIN

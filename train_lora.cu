@@ -21,141 +21,111 @@
 */
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
-#include "ceilings.h"
 #include "dataset.h"
-
-static volatile sig_atomic_t interrupted = 0;
 
 // ================================================================================================== 1 Options
 
-struct Options {
-    std::string model, train, out, eval, tokenizer, adapter_init, merge, device, dtype, schedule = "cosine";
+struct Options : ModelOptions {
+    std::string train, out, eval, adapter_init, merge, schedule = "cosine";
     AdapterConfig lora;
     float dropout = 0.1f;
     double lr = 1.5e-4, weight_decay = 0.01, warmup = 0.1, clip = 1, epochs = 2;
-    int batch = 16, accum = 1, max_len = 512, threads = 0;
+    int batch = 16, accum = 1, max_len = 512;
     int64_t steps = 0, eval_every = 0, save_every = 0; // 0: epochs say, every epoch
     uint64_t seed = 42;
-    bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false, help = false;
+    bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false;
     int rank_step = 1; // see adapt: GPU_RANK_STEP on a GPU
+    std::string says_lora; // the last of the options that --adapter-init and --full leave no room for
 };
 
 static const char* USAGE =
     "usage: train_lora MODEL TRAIN.bin -o OUT [options]       fine-tunes; datagen pack makes TRAIN.bin\n"
-    "       train_lora MODEL --adapter-init DIR --merge PATH   merges an adapter into the model\n"
-    "  -o, --output DIR      adapter, log, curve and state go there\n"
-    "      --full            trains all parameters and writes OUT/model.bin; without it LoRA:\n"
-    "      --rank N, --alpha X, --dropout P   32, 64, 0.1\n"
-    "      --rslora          scales by alpha / sqrt(rank) and not alpha / rank\n"
-    "      --targets LIST    all, or some of q,k,v,o,gate,up,down\n"
-    "      --adapter-init DIR   begins with this adapter, and its rank, alpha and targets\n"
-    "      --epochs X        2\n"
-    "      --steps N         instead of epochs\n"
-    "      --batch N, --accum N   rows a batch, batches a step: 16, 1\n"
-    "      --max-len N       longer rows are left out: 512\n"
-    "      --lr X, --weight-decay X, --clip X   1.5e-4, 0.01, 1 (0: off)\n"
-    "      --schedule NAME   cosine, linear or constant, after --warmup 0.1 of the steps\n"
-    "      --no-shuffle      rows in the file's order\n"
-    "  -s, --seed N          42\n"
-    "      --eval FILE       another dataset, whose loss is measured --eval-every N steps (default: every epoch)\n"
-    "      --allow-leak      also if rows of TRAIN.bin are in it\n"
-    "      --save-every N    steps from one checkpoint to the next (default: every epoch)\n"
-    "      --resume          goes on with the run in OUT\n"
-    "      --overwrite       replaces it\n"
-    "      --merge PATH      afterwards: a model.bin (PATH ends in .bin) or a Hugging Face folder with the adapter merged\n"
-    "      --recompute       keeps less for the backward pass, and computes it again\n"
-    "  -d, --device NAME     cpu or cuda (default: cuda where there is a GPU for it)\n"
-    "      --dtype NAME      f32 or bf16 (default: as the model is stored; the GPU computes in bf16)\n"
-    "  -z, --tokenizer FILE  default: tokenizer.bin beside the model, beside the program, or in this folder\n"
-    "  -j, --threads N       CPU threads (default: all)\n";
+    "       train_lora MODEL --adapter-init DIR --merge PATH   merges an adapter into the model\n";
+
+static void parse_targets(AdapterConfig& lora, const std::string& list) {
+    std::fill(lora.targets, lora.targets + MODULES, list == "all");
+    for (size_t at = 0, end; list != "all" && at <= list.size(); at = end + 1) {
+        end = std::min(list.find(',', at), list.size());
+        const std::string one = list.substr(at, end - at);
+        const int m = std::max(module_of(one), module_of(one + "_proj"));
+        if (m < 0) DIE("--targets: %.40s is none of q, k, v, o, gate, up, down", one.c_str());
+        lora.targets[m] = true;
+    }
+}
+
+static std::vector<Option> option_table(Options& o) {
+    auto lora = [&o](Setter set) { // of the adapter
+        return [&o, set](const char* option, const char* v) { o.says_lora = option, set(option, v); };
+    };
+    const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
+    std::vector<Option> table = {
+        {"-o", "--output", "DIR", "adapter, log, curve and state go there", file_name(o.out)},
+        {"", "--full", "", "trains all parameters and writes OUT/model.bin; without it LoRA:", flag(o.full)},
+        {"", "--rank", "N", "of the adapter: 32", lora(whole(o.lora.rank, 1, MAX_RANK))},
+        {"", "--alpha", "X", "64: what the adapter adds is scaled by alpha / rank", lora(number(o.lora.alpha, 1e-6, 1e6))},
+        {"", "--rslora", "", "... by alpha / sqrt(rank)", lora(flag(o.lora.rslora))},
+        {"", "--targets", "LIST", "all, or some of q,k,v,o,gate,up,down", lora(targets)},
+        {"", "--dropout", "P", "0.1", number(o.dropout, 0, 0.99)},
+        {"", "--adapter-init", "DIR", "begins with this adapter, and its rank, alpha and targets", file_name(o.adapter_init)},
+        {"", "--epochs", "X", "2", number(o.epochs, 1e-6, 1e6)},
+        {"", "--steps", "N", "instead of epochs", whole(o.steps, 1, 1000000000)},
+        {"", "--batch", "N", "rows a batch: 16", whole(o.batch, 1, 65536)},
+        {"", "--accum", "N", "batches a step: 1", whole(o.accum, 1, 65536)},
+        {"", "--max-len", "N", "longer rows are left out: 512", whole(o.max_len, 2, 1 << 24)},
+        {"", "--lr", "X", "learning rate: 1.5e-4", number(o.lr, 0, 10)},
+        {"", "--schedule", "NAME", "of the learning rate: cosine, linear or constant",
+         one_of(o.schedule, {"cosine", "linear", "constant"})},
+        {"", "--warmup", "X", "share of the steps in which it rises: 0.1", number(o.warmup, 0, 1)},
+        {"", "--weight-decay", "X", "0.01", number(o.weight_decay, 0, 10)},
+        {"", "--clip", "X", "longest gradient: 1; 0 is off", number(o.clip, 0, 1e9)},
+        {"", "--no-shuffle", "", "rows in the file's order", flag(o.shuffle, false)},
+        {"-s", "--seed", "N", "42", whole(o.seed, 0, INT64_MAX)},
+        {"", "--eval", "FILE", "another dataset, whose loss is measured", file_name(o.eval)},
+        {"", "--eval-every", "N", "... each N steps (default: every epoch)", whole(o.eval_every, 1, INT64_MAX)},
+        {"", "--allow-leak", "", "... also if rows of TRAIN.bin are in it", flag(o.allow_leak)},
+        {"", "--save-every", "N", "steps from one checkpoint to the next (default: every epoch)",
+         whole(o.save_every, 1, INT64_MAX)},
+        {"", "--resume", "", "goes on with the run in OUT", flag(o.resume)},
+        {"", "--overwrite", "", "replaces it", flag(o.overwrite)},
+        {"", "--merge", "PATH", "afterwards: a model.bin (PATH ends in .bin) or a Hugging Face folder\n"
+         "with the adapter merged", file_name(o.merge)},
+        {"", "--recompute", "", "keeps less for the backward pass, and computes it again", flag(o.recompute)},
+    };
+    o.add_to(table, false);
+    return table;
+}
+
+static void check_options(const Options& o) {
+    if (o.train.empty() && (o.merge.empty() || o.adapter_init.empty()))
+        DIE("no dataset named (without one: --adapter-init DIR --merge PATH)");
+    if (o.train.empty() && !o.out.empty())
+        DIE("no dataset named, and -o is for training (--merge PATH says where a merged model goes)");
+    if (!o.train.empty() && o.out.empty()) DIE("-o DIR says where the adapter goes");
+    if (o.resume && o.overwrite) DIE("--resume goes on with a run and --overwrite replaces it: not both");
+    const std::string adapter = !o.says_lora.empty() ? o.says_lora : o.merge.empty() ? "--adapter-init" : "--merge";
+    if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || !o.says_lora.empty()))
+        DIE("--full trains the model itself: there is no adapter for %s", adapter.c_str());
+    if (!o.adapter_init.empty() && !o.says_lora.empty()) DIE("%s: --adapter-init says it already", o.says_lora.c_str());
+    if (o.eval.empty() && (o.eval_every || o.allow_leak))
+        DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
+    if ((uint64_t)o.batch * o.max_len > 1 << 26)
+        DIE("--batch %d with --max-len %d: more than 2^26 tokens at once", o.batch, o.max_len);
+    if ((uint64_t)o.batch * o.accum * o.max_len > UINT32_MAX)
+        DIE("--batch, --accum and --max-len: more than 2^32 tokens a step");
+}
 
 static Options parse_options(int argc, char** argv) {
     Options o;
     o.lora.rank = 32, o.lora.alpha = 64;
     std::fill(o.lora.targets, o.lora.targets + MODULES, true);
-    std::vector<std::string> plain;
-    const char* adapter_option = nullptr; // one that says what --adapter-init says too
-    for (int i = 1; i < argc; i++) {
-        std::string name = argv[i];
-        const char* attached = nullptr; // --name=value
-        if (name.size() < 2 || name[0] != '-') { plain.push_back(name); continue; }
-        if (const size_t eq = name.find('='); name[1] == '-' && eq != std::string::npos) attached = argv[i] + eq + 1, name.resize(eq);
-        auto value = [&]() -> const char* {
-            const char* text = attached ? std::exchange(attached, nullptr) : i + 1 < argc ? argv[++i] : "";
-            if (!*text) DIE("%s needs a value", name.c_str());
-            return text;
-        };
-        auto integer = [&](int64_t low, int64_t high) { return parse_integer(name.c_str(), value(), low, high); };
-        auto number = [&](double low, double high) { return parse_number(name.c_str(), value(), low, high); };
-        auto is = [&](const char* s, const char* l) { return name == s || name == l; };
-        for (const char* a : {"--rank", "--alpha", "--rslora", "--targets"})
-            if (name == a) adapter_option = a;
-        if (is("-o", "--output")) o.out = value();
-        else if (is("", "--full")) o.full = true;
-        else if (is("", "--rank")) o.lora.rank = (int)integer(1, MAX_RANK);
-        else if (is("", "--alpha")) o.lora.alpha = number(1e-6, 1e6);
-        else if (is("", "--rslora")) o.lora.rslora = true;
-        else if (is("", "--dropout")) o.dropout = (float)number(0, 0.99);
-        else if (is("", "--targets")) {
-            const std::string list = value();
-            std::fill(o.lora.targets, o.lora.targets + MODULES, list == "all");
-            for (size_t at = 0, end; list != "all" && at <= list.size(); at = end + 1) {
-                end = std::min(list.find(',', at), list.size());
-                const std::string one = list.substr(at, end - at);
-                const int m = std::max(module_of(one), module_of(one + "_proj"));
-                if (m < 0) DIE("--targets: %.40s is none of q, k, v, o, gate, up, down", one.c_str());
-                o.lora.targets[m] = true;
-            }
-        }
-        else if (is("", "--adapter-init")) o.adapter_init = value();
-        else if (is("", "--epochs")) o.epochs = number(1e-6, 1e6);
-        else if (is("", "--steps")) o.steps = integer(1, 1000000000);
-        else if (is("", "--batch")) o.batch = (int)integer(1, 65536);
-        else if (is("", "--accum")) o.accum = (int)integer(1, 65536);
-        else if (is("", "--max-len")) o.max_len = (int)integer(2, 1 << 24);
-        else if (is("", "--lr")) o.lr = number(0, 10);
-        else if (is("", "--weight-decay")) o.weight_decay = number(0, 10);
-        else if (is("", "--clip")) o.clip = number(0, 1e9);
-        else if (is("", "--warmup")) o.warmup = number(0, 1);
-        else if (is("", "--schedule")) {
-            o.schedule = value();
-            if (o.schedule != "cosine" && o.schedule != "linear" && o.schedule != "constant") DIE("--schedule %.40s: cosine, linear or constant", o.schedule.c_str());
-        }
-        else if (is("", "--no-shuffle")) o.shuffle = false;
-        else if (is("-s", "--seed")) o.seed = (uint64_t)integer(0, INT64_MAX);
-        else if (is("", "--eval")) o.eval = value();
-        else if (is("", "--eval-every")) o.eval_every = integer(1, INT64_MAX);
-        else if (is("", "--save-every")) o.save_every = integer(1, INT64_MAX);
-        else if (is("", "--allow-leak")) o.allow_leak = true;
-        else if (is("", "--resume")) o.resume = true;
-        else if (is("", "--overwrite")) o.overwrite = true;
-        else if (is("", "--merge")) o.merge = value();
-        else if (is("", "--recompute")) o.recompute = true;
-        else if (is("-d", "--device")) o.device = value();
-        else if (is("", "--dtype")) {
-            o.dtype = value();
-            if (o.dtype != "f32" && o.dtype != "bf16") DIE("--dtype %.40s: f32 or bf16", o.dtype.c_str());
-        }
-        else if (is("-z", "--tokenizer")) o.tokenizer = value();
-        else if (is("-j", "--threads")) o.threads = (int)integer(1, 4096);
-        else if (is("-h", "--help")) o.help = true;
-        else DIE("unknown option %s (--help lists them)", name.c_str());
-        if (attached) DIE("%s takes no value", name.c_str());
-    }
-    if (o.help) return o;
-    if (plain.empty()) DIE("no model named (--help lists the options)");
-    if (plain.size() > 2) DIE("one model and one dataset, please; %s is too much", plain[2].c_str());
-    o.model = plain[0];
-    if (plain.size() == 2) o.train = plain[1];
-    if (o.train.empty() && (o.merge.empty() || o.adapter_init.empty())) DIE("no dataset named (without one: --adapter-init DIR --merge PATH)");
-    if (o.train.empty() && !o.out.empty()) DIE("no dataset named, and -o is for training (--merge PATH says where a merged model goes)");
-    if (!o.train.empty() && o.out.empty()) DIE("-o DIR says where the adapter goes");
-    if (o.resume && o.overwrite) DIE("--resume goes on with a run and --overwrite replaces it: not both");
-    if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || adapter_option)) DIE("--full trains the model itself: there is no adapter for %s", adapter_option ? adapter_option : o.merge.empty() ? "--adapter-init" : "--merge");
-    if (!o.adapter_init.empty() && adapter_option) DIE("%s: --adapter-init says it already", adapter_option);
-    if (o.eval.empty() && (o.eval_every || o.allow_leak)) DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
-    if ((uint64_t)o.batch * o.max_len > 1 << 26) DIE("--batch %d with --max-len %d: more than 2^26 tokens at once", o.batch, o.max_len);
-    if ((uint64_t)o.batch * o.accum * o.max_len > UINT32_MAX) DIE("--batch, --accum and --max-len: more than 2^32 tokens a step");
+    const std::vector<Option> table = option_table(o);
+    const std::vector<std::string> words = parse(table, argc, argv);
+    if (o.help) return print_help(USAGE, table), o;
+    if (words.empty()) DIE("no model named (--help lists the options)");
+    if (words.size() > 2) DIE("one model and one dataset, please; %s is too much", words[2].c_str());
+    o.model = words[0];
+    if (words.size() == 2) o.train = words[1];
+    check_options(o);
     return o;
 }
 
@@ -834,30 +804,44 @@ void merge(const Options& o, Context ctx, const ModelFile& file, const std::stri
 
 // Removes what a run leaves in its folder.
 static void remove_run(const std::string& out) {
-    for (const char* name : {"adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors", "trainer_log.jsonl", "loss.svg",
-                             "best/adapter_config.json", "best/adapter_model.safetensors", "best/model.bin"})
-        if (unlink((out + "/" + name).c_str()) != 0 && errno != ENOENT && errno != ENOTDIR) DIE("%s/%s: %s", out.c_str(), name, strerror(errno));
+    for (const char* name : {"adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors",
+                             "trainer_log.jsonl", "loss.svg", "best/adapter_config.json",
+                             "best/adapter_model.safetensors", "best/model.bin"})
+        if (unlink((out + "/" + name).c_str()) != 0 && errno != ENOENT && errno != ENOTDIR)
+            DIE("%s/%s: %s", out.c_str(), name, strerror(errno));
 }
 
-template <class T> int train(const Options& o, const Context& ctx, const ModelFile& file, const Dataset& data, const Dataset* eval, size_t leaked) {
-    const std::string state = o.out + "/state.safetensors", log_file = o.out + "/trainer_log.jsonl";
-    auto exists = [](const std::string& f) { return access(f.c_str(), F_OK) == 0; };
-    const bool old = exists(log_file) || exists(state) || exists(o.out + "/adapter_config.json") || exists(o.out + "/model.bin");
-    if (old && !o.resume && !o.overwrite) DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", o.out.c_str());
-    if (o.overwrite && same_file(o.model, o.out + "/model.bin")) DIE("%s: --overwrite would remove the model that is to be trained", o.out.c_str());
-    if (o.resume && !exists(state)) DIE("%s: no run to resume: it has no state.safetensors", o.out.c_str());
+static void check_folder(const Options& o, const std::string& state) {
+    auto exists = [&](const char* name) { return access((o.out + "/" + name).c_str(), F_OK) == 0; };
+    const bool old = exists("trainer_log.jsonl") || exists("state.safetensors") || exists("adapter_config.json") ||
+                     exists("model.bin");
+    const char* out = o.out.c_str();
+    if (old && !o.resume && !o.overwrite)
+        DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", out);
+    if (o.overwrite && same_file(o.model, o.out + "/model.bin"))
+        DIE("%s: --overwrite would remove the model that is to be trained", out);
+    if (o.resume && access(state.c_str(), F_OK) != 0) DIE("%s: no run to resume: it has no state.safetensors", out);
+}
 
+template <class T>
+int train(const Options& o, const Context& ctx, const ModelFile& file, const Dataset& data, const Dataset* eval,
+          size_t leaked) {
+    const std::string state = o.out + "/state.safetensors";
+    check_folder(o, state);
     Trainer<T> t(o, ctx, file, data, eval);
     double best = INFINITY, before = 0;
     if (o.resume) t.read_state(state, best, before);
     make_folder(o.out);
     if (o.overwrite) remove_run(o.out);
     Log log(o.out, t.step);
-    const std::string lora = o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
-    fprintf(stderr, "%s: %.2f M parameters, %s, %s; %s%.2f M of them trained\n", o.model.c_str(), (double)file.config.parameters() / 1e6,
-            t.w.type_name(), device_name(ctx).c_str(), lora.c_str(), (double)t.trained_parameters() / 1e6);
-    fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n", o.train.c_str(), t.rows.size(), t.trained(data, t.rows),
-            (long long)t.steps, o.batch * o.accum, (long long)t.epoch_steps, (unsigned long long)o.seed);
+    const std::string lora =
+        o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
+    fprintf(stderr, "%s: %.2f M parameters, %s, %s; %s%.2f M of them trained\n", o.model.c_str(),
+            (double)file.config.parameters() / 1e6, t.w.type_name(), device_name(ctx).c_str(), lora.c_str(),
+            (double)t.trained_parameters() / 1e6);
+    fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n",
+            o.train.c_str(), t.rows.size(), t.trained(data, t.rows), (long long)t.steps, o.batch * o.accum,
+            (long long)t.epoch_steps, (unsigned long long)o.seed);
     fprintf(stderr, "%s\n", t.memory.c_str());
 
     const double start = seconds();
@@ -865,7 +849,8 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     auto add_to_log = [&](sj::Writer& w) { // with what each line ends in
         const double share = (double)t.step / (double)t.steps;
         w.field("epoch", (double)t.step / (double)t.epoch_steps).field("percentage", std::round(share * 1e4) / 100);
-        w.field("elapsed_time", clock_text(elapsed())).field("remaining_time", clock_text(elapsed() / share * (1 - share))).end();
+        w.field("elapsed_time", clock_text(elapsed()));
+        w.field("remaining_time", clock_text(elapsed() / share * (1 - share))).end();
         log.add(w.text);
     };
     auto save = [&] {
@@ -875,39 +860,50 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     };
     auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.epoch_steps) == 0; };
     auto evaluate = [&] { // if it is time, and not done yet
-        if (!eval || t.step == 0 || !due(o.eval_every) || (!log.evaluations.empty() && log.evaluations.back().step == (double)t.step)) return;
+        if (!eval || t.step == 0 || !due(o.eval_every)) return;
+        if (!log.evaluations.empty() && log.evaluations.back().step == (double)t.step) return;
         const double loss = t.mean_loss(*eval, t.eval_rows);
         if (interrupted) return;
-        if (!std::isfinite(loss)) t.not_finite(*eval, t.eval_rows, format("after step %lld: loss %g", (long long)t.step, std::fabs(loss)));
+        if (!std::isfinite(loss))
+            t.not_finite(*eval, t.eval_rows, format("after step %lld: loss %g", (long long)t.step, std::fabs(loss)));
         log.evaluations.push_back({(double)t.step, loss});
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("eval_loss", loss);
         add_to_log(w);
-        fprintf(stderr, "step %lld/%lld  evaluation loss %.6f%s\n", (long long)t.step, (long long)t.steps, loss, loss < best ? ", the best so far" : "");
+        fprintf(stderr, "step %lld/%lld  evaluation loss %.6f%s\n", (long long)t.step, (long long)t.steps, loss,
+                loss < best ? ", the best so far" : "");
         if (loss < best) best = loss, t.write_result(o.out + "/best", leaked);
     };
     evaluate(); // a run may have been stopped in the middle of it
     const double ceiling = multiply_ceiling<T>(ctx, false, 0.02);
     auto speed = [&](double flops) { // a second
-        return format("%.1f %cFLOP/s, %.3g%% of the ceiling", flops / (flops < 1e12 ? 1e9 : 1e12), flops < 1e12 ? 'G' : 'T', 100 * flops / ceiling);
+        const bool giga = flops < 1e12;
+        return format("%.1f %cFLOP/s, %.3g%% of the ceiling", flops / (giga ? 1e9 : 1e12), giga ? 'G' : 'T',
+                      100 * flops / ceiling);
     };
     const int64_t begun_at = t.step;
     int64_t saved = -1;
     size_t told_tokens = 0; // of them the last progress line spoke
     double told_at = start;
+    ThreadPace pace(o, ctx);
     while (t.step < t.steps && !interrupted) {
         const double begun = seconds();
+        pace.begin();
         if (!t.train_step()) break;
+        pace.end();
         const double now = seconds(), took = std::max(now - begun, 1e-9);
         log.losses.push_back({(double)t.step, t.last_loss});
         sj::Writer w;
-        w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss).field("lr", t.last_lr);
-        w.field("grad_norm", t.last_norm).field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
+        w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss);
+        w.field("lr", t.last_lr).field("grad_norm", t.last_norm);
+        w.field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
         add_to_log(w);
         if (now - told_at >= 1 || t.step == t.steps || t.step == begun_at + 1) {
-            fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n", (long long)t.step, (long long)t.steps,
-                    t.last_loss, t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), speed(t.flops / took).c_str(),
-                    (double)t.arena.size / 1e6, clock_text((now - start) / (double)(t.step - begun_at) * (double)(t.steps - t.step)).c_str());
+            const double left = (now - start) * (double)(t.steps - t.step) / (double)(t.step - begun_at);
+            fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n",
+                    (long long)t.step, (long long)t.steps, t.last_loss, t.last_lr, t.last_norm,
+                    (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), speed(t.flops / took).c_str(),
+                    (double)t.arena.size / 1e6, clock_text(left).c_str());
             told_tokens = t.tokens_done, told_at = now;
         }
         evaluate();
@@ -915,63 +911,69 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     }
     if (saved != t.step) save();
     if (interrupted) {
-        fprintf(stderr, "stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step, (long long)t.steps);
+        fprintf(stderr, "stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step,
+                (long long)t.steps);
         return 130;
     }
-    fprintf(stderr, "%s: %s in %s\n", o.out.c_str(), o.full ? "model.bin" : "adapter_model.safetensors", clock_text(elapsed()).c_str());
+    fprintf(stderr, "%s: %s in %s\n", o.out.c_str(), o.full ? "model.bin" : "adapter_model.safetensors",
+            clock_text(elapsed()).c_str());
     return 0;
 }
 
-template <class T> int run_as(const Options& o, const Context& ctx, const ModelFile& file, const Dataset* data, const Dataset* eval, size_t leaked) {
+template <class T>
+int run_as(const Options& o, const Context& ctx, const ModelFile& file, const Dataset* data, const Dataset* eval,
+           size_t leaked) {
     const int status = data ? train<T>(o, ctx, file, *data, eval, leaked) : 0;
     if (status == 0 && !o.merge.empty()) merge<T>(o, ctx, file, data ? o.out : o.adapter_init, data);
     return status;
 }
 
+// Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
+static size_t open_datasets(const Options& o, const Config& c, std::unique_ptr<Dataset>& data,
+                            std::unique_ptr<Dataset>& eval) {
+    const std::string found = tokenizer_path(o);
+    const Tokenizer tokenizer(found);
+    if (tokenizer.size() > c.V) not_its_tokenizer(found, tokenizer, o, c);
+    auto open = [&](const std::string& path) {
+        auto set = std::make_unique<Dataset>(path);
+        set->must_match(tokenizer.hash(), template_hash());
+        if (set->id_limit() > (uint32_t)tokenizer.size())
+            DIE("%s: id %u is not in the tokenizer's %d", path.c_str(), set->id_limit() - 1, tokenizer.size());
+        return set;
+    };
+    data = open(o.train);
+    if (o.eval.empty()) return 0;
+    eval = open(o.eval);
+    std::set<uint64_t> known;
+    size_t leaked = 0;
+    for (size_t i = 0; i < eval->rows(); i++) known.insert(eval->hash(i));
+    for (size_t i = 0; i < data->rows(); i++) leaked += known.count(data->hash(i));
+    if (leaked && !o.allow_leak)
+        DIE("%s: %zu rows are in %s too, whose loss would mean nothing (--allow-leak)", o.train.c_str(), leaked,
+            o.eval.c_str());
+    return leaked;
+}
+
 [[maybe_unused]] static int run(int argc, char** argv) {
     Options o = parse_options(argc, argv);
-    if (o.help) return fputs(USAGE, stdout) < 0 || fflush(stdout) != 0;
-#ifdef _OPENMP
-    if (o.threads) omp_set_num_threads(o.threads);
-#endif
+    if (o.help) return 0;
+    o.use_threads();
     const ModelFile file(o.model);
-    if (file.is_int8()) DIE("%s: INT8 weights are for inference; train the model that they were made of", o.model.c_str());
+    if (file.is_int8())
+        DIE("%s: INT8 weights are for inference; train the model that they were made of", o.model.c_str());
     if (!o.merge.empty()) check_merge(file, o.merge);
     if (!o.adapter_init.empty()) o.lora = AdapterFile(o.adapter_init, file.config).config;
     std::unique_ptr<Dataset> data, eval;
-    size_t leaked = 0;
-    if (!o.train.empty()) {
-        const std::string found = find_tokenizer(o.tokenizer, o.model);
-        if (found.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
-        const Tokenizer tokenizer(found);
-        if (tokenizer.size() > file.config.V) DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", found.c_str(), tokenizer.size(), o.model.c_str(), file.config.V);
-        auto open = [&](const std::string& path) {
-            auto set = std::make_unique<Dataset>(path);
-            set->must_match(tokenizer.hash(), template_hash());
-            if (set->id_limit() > (uint32_t)tokenizer.size()) DIE("%s: id %u is not in the tokenizer's %d", path.c_str(), set->id_limit() - 1, tokenizer.size());
-            return set;
-        };
-        data = open(o.train);
-        if (!o.eval.empty()) {
-            eval = open(o.eval);
-            std::set<uint64_t> known;
-            for (size_t i = 0; i < eval->rows(); i++) known.insert(eval->hash(i));
-            for (size_t i = 0; i < data->rows(); i++) leaked += known.count(data->hash(i));
-            if (leaked && !o.allow_leak) DIE("%s: %zu rows are in %s too, whose loss would mean nothing (--allow-leak)", o.train.c_str(), leaked, o.eval.c_str());
-        }
-    }
-    const Context ctx = choose_device(o.device, o.dtype, false, file);
+    const size_t leaked = o.train.empty() ? 0 : open_datasets(o, file.config, data, eval);
+    const Context ctx = choose_device(o, file);
     if (ctx.gpu) o.rank_step = GPU_RANK_STEP;
-    return wide(o.device, o.dtype, file) ? run_as<float>(o, ctx, file, data.get(), eval.get(), leaked) : run_as<bf16>(o, ctx, file, data.get(), eval.get(), leaked);
+    return wide(o, file) ? run_as<float>(o, ctx, file, data.get(), eval.get(), leaked)
+                         : run_as<bf16>(o, ctx, file, data.get(), eval.get(), leaked);
 }
 
 #ifndef TRAIN_NO_MAIN
 int main(int argc, char** argv) {
-    struct sigaction action = {};
-    action.sa_handler = [](int) { interrupted = 1; };
-    action.sa_flags = (int)SA_RESETHAND; // a second Ctrl-C ends the program
-    sigaction(SIGINT, &action, nullptr);
-    signal(SIGXFSZ, SIG_IGN); // a file over the limit is an error of write, as a full disk is
+    take_signals({SIGINT});
     return run_program("train_lora", run, argc, argv);
 }
 #endif // TRAIN_NO_MAIN
