@@ -30,7 +30,7 @@ inline double multiply_plain(float16v* memory) {
     memory[0] = s0, memory[1] = s1;
     return 2. * LANES * 2 * 4000;
 }
-#ifdef HAVE_TWINS
+#ifdef HAVE_SIMD
 TARGET_AVX2 inline double multiply_avx2(float16v* memory) {
     __m256 a = _mm256_set1_ps(1), s[10];
     for (int i = 0; i < 10; i++) s[i] = a;
@@ -91,11 +91,11 @@ TARGET_AMX inline double multiply_amx_int8(float16v* memory) { return multiply_a
 template <class T> double cpu_multiply_ceiling(bool int8, double time) {
     [[maybe_unused]] const bool narrow = std::is_same_v<T, bf16>;
     auto multiply = multiply_plain;
-#ifdef HAVE_TWINS
-    if (cpu_road >= CPU_AVX2) multiply = multiply_avx2;
-    if (cpu_road >= CPU_AVX512) multiply = multiply_avx512;
-    if (narrow && cpu_road >= CPU_AVX512_BF16) multiply = int8 ? multiply_vnni : multiply_bf16;
-    if (narrow && cpu_road >= CPU_AMX) multiply = int8 ? multiply_amx_int8 : multiply_amx;
+#ifdef HAVE_SIMD
+    if (instruction_set >= ISA_AVX2) multiply = multiply_avx2;
+    if (instruction_set >= ISA_AVX512) multiply = multiply_avx512;
+    if (narrow && instruction_set >= ISA_AVX512_BF16) multiply = int8 ? multiply_vnni : multiply_bf16;
+    if (narrow && instruction_set >= ISA_AMX) multiply = int8 ? multiply_amx_int8 : multiply_amx;
 #endif
     double rate = 0;
     #pragma omp parallel reduction(+ : rate)

@@ -1077,11 +1077,11 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
     fprintf(stderr, "\r%*s\r", 40, "");
 
     const char* type = weights.type_name();
-    const std::string where = ctx.gpu ? device_name(ctx) : format("CPU, road %s", cpu_road_name(cpu_road));
+    const std::string where = ctx.gpu ? device_name(ctx) : format("CPU, road %s", instruction_set_name(instruction_set));
     if (o.json) {
         sj::Writer w;
         w.object().field("model", o.model).field("type", type).field("device", ctx.gpu ? where : "cpu");
-        if (!ctx.gpu) w.field("road", cpu_road_name(cpu_road)).field("threads", thread_count());
+        if (!ctx.gpu) w.field("road", instruction_set_name(instruction_set)).field("threads", thread_count());
         w.field("read_GBps", bandwidth / 1e9).field("multiply_GFLOPs", flops / 1e9).key("rows").array();
         for (auto& r : rows) {
             w.object().field("work", r.work).field("position", r.position).field("tokens_per_s", r.tokens_per_s).field("bytes_per_token", r.bytes);

@@ -85,15 +85,15 @@ INLINE void exp_lanes(double16v& x) {
 
 // ---- CPU roads: what instructions there are is asked when the program starts. Ops whose plain loop is too slow
 // have twins for them; the others are compiled for the build's own target.
-enum CpuRoad { CPU_PLAIN, CPU_AVX2, CPU_AVX512, CPU_AVX512_BF16, CPU_AMX };
-inline const char* cpu_road_name(int road) {
+enum InstructionSet { ISA_PLAIN, ISA_AVX2, ISA_AVX512, ISA_AVX512_BF16, ISA_AMX };
+inline const char* instruction_set_name(int road) {
     static const char* names[] = {"plain", "avx2", "avx512", "avx512bf16", "amx"};
     return names[road];
 }
 
 // Older compilers do not know the instructions of bf16 and AMX; they, and other processors, get the plain loops.
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-#define HAVE_TWINS
+#define HAVE_SIMD
 #define TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")))
 #define TARGET_AVX512_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")))
@@ -101,22 +101,22 @@ inline const char* cpu_road_name(int road) {
 #endif
 
 // The best road this CPU has.
-inline CpuRoad best_cpu_road() {
-#ifdef HAVE_TWINS
+inline InstructionSet best_instruction_set() {
+#ifdef HAVE_SIMD
     unsigned a, b, c, d, a1 = 0, b1, c1, d1;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return CPU_PLAIN;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return ISA_PLAIN;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
-        !__builtin_cpu_supports("avx512dq")) return CPU_AVX2;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return CPU_AVX512;
-    if (!(a1 >> 5 & 1) || !(c >> 11 & 1)) return CPU_AVX512; // AVX512_BF16, AVX512_VNNI
+        !__builtin_cpu_supports("avx512dq")) return ISA_AVX2;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return ISA_AVX512;
+    if (!(a1 >> 5 & 1) || !(c >> 11 & 1)) return ISA_AVX512; // AVX512_BF16, AVX512_VNNI
     const bool amx = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1); // AMX-BF16, AMX-TILE, AMX-INT8
     // Linux gives a process the tile registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
-    return amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? CPU_AMX : CPU_AVX512_BF16;
+    return amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? ISA_AMX : ISA_AVX512_BF16;
 #else
-    return CPU_PLAIN;
+    return ISA_PLAIN;
 #endif
 }
-inline CpuRoad cpu_road = best_cpu_road(); // for the whole process; a test or --cpu may take a lesser one
+inline InstructionSet instruction_set = best_instruction_set(); // for the whole process; a test or --cpu may take a lesser one
 
 // 1 / sqrt(mean(x^2) + eps) of one row.
 template <class T> acc<T> inverse_rms(const T* x, int n, float eps) { return 1 / std::sqrt(dot(x, x, n) / n + (acc<T>)eps); }
@@ -178,7 +178,7 @@ struct PlainKernel {
     }
 };
 
-#ifdef HAVE_TWINS
+#ifdef HAVE_SIMD
 // The same with AVX2: 8 lanes, 16 registers.
 TARGET_AVX2 INLINE __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
 TARGET_AVX2 INLINE __m256 load8(const bf16* p) {
@@ -415,7 +415,7 @@ void product_tile(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
 }
 template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N);
 
-#ifdef HAVE_TWINS
+#ifdef HAVE_SIMD
 // AMX: a tile register is 16 rows of 64 bytes; tdpbf16ps multiplies 16 rows of W by 16 tokens, 32 deep, at once.
 // Rows of W are loaded from where they are. Of x it wants, row after row, the pairs (x[2k], x[2k+1]) of all 16
 // tokens side by side: `amx_pack`. A single token is packed by its nature: so decoding takes the same road, one
@@ -595,12 +595,12 @@ TARGET_AMX inline void product_tile_amx_int8(float* y, const WeightRows<bf16>& w
 
 // The twin for this CPU.
 template <bool INT8, class T> ProductTile<T> choose_tile() {
-#ifdef HAVE_TWINS
+#ifdef HAVE_SIMD
     if constexpr (!INT8 && std::is_same_v<T, bf16>)
-        if (cpu_road >= CPU_AVX512_BF16) return product_tile<Bf16Kernel, INT8, T>;
+        if (instruction_set >= ISA_AVX512_BF16) return product_tile<Bf16Kernel, INT8, T>;
     if constexpr (!std::is_same_v<T, double>) {
-        if (cpu_road >= CPU_AVX512) return product_tile<Avx512Kernel, INT8, T>;
-        if (cpu_road >= CPU_AVX2) return product_tile<Avx2Kernel, INT8, T>;
+        if (instruction_set >= ISA_AVX512) return product_tile<Avx512Kernel, INT8, T>;
+        if (instruction_set >= ISA_AVX2) return product_tile<Avx2Kernel, INT8, T>;
     }
 #endif
     return product_tile<PlainKernel, INT8, T>;
@@ -612,13 +612,13 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
     const int K = W.in;
     const ProductTile<T> tile = W.q[0] ? choose_tile<true, T>() : choose_tile<false, T>();
     bool integers = false, amx = false; // integers for INT8; AMX for whole tiles
-#ifdef HAVE_TWINS
+#ifdef HAVE_SIMD
     const bf16* packed = nullptr;
     const FixedX* fixed = nullptr;
     const FixedTile* fixed_packed = nullptr;
     if constexpr (std::is_same_v<T, bf16>) {
-        integers = cpu_road >= CPU_AVX512_BF16 && W.q[0] && K % 64 == 0;
-        amx = cpu_road >= CPU_AMX && (W.q[0] ? integers && N > 1 : K % 32 == 0);
+        integers = instruction_set >= ISA_AVX512_BF16 && W.q[0] && K % 64 == 0;
+        amx = instruction_set >= ISA_AMX && (W.q[0] ? integers && N > 1 : K % 32 == 0);
         if (integers) fixed = fix_all_x(x, N, K);
         if (amx && integers) fixed_packed = amx_pack_int8(fixed, N, K);
         else if (amx) packed = amx_pack(x, N, K);
@@ -640,7 +640,7 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
             for (int r = r0; r < r1; r += TILE_ROWS) {
                 const int rows = std::min(TILE_ROWS, r1 - r);
                 const WeightRows<T> w(W, b, r);
-#ifdef HAVE_TWINS
+#ifdef HAVE_SIMD
                 if constexpr (std::is_same_v<T, bf16>) {
                     const size_t before = (size_t)n0 * K;
                     const bool tiles = amx && rows == TILE_ROWS;
@@ -818,7 +818,7 @@ template <class A> void attention_mix_plain(A* out, A scale, const A* p, const A
         memcpy(out + i, &o, n * sizeof(A));
     }
 }
-#ifdef HAVE_TWINS
+#ifdef HAVE_SIMD
 TARGET_AVX2 inline void attention_scores_avx2(float* p, const float* q, const float* keys, int D) {
     for (int j = 0; j < PAGE; j += 4) {
         __m256 sum[4], a;
@@ -905,10 +905,10 @@ void attention_cpu(Context&, T* out,          // (N,HD) out
     const acc<T> scale = 1 / std::sqrt((acc<T>)D);
     auto scores = attention_scores_plain<acc<T>>;
     auto mix = attention_mix_plain<acc<T>>;
-#ifdef HAVE_TWINS
+#ifdef HAVE_SIMD
     if constexpr (std::is_same_v<acc<T>, float>) {
-        if (cpu_road >= CPU_AVX2) scores = attention_scores_avx2, mix = attention_mix_avx2;
-        if (cpu_road >= CPU_AVX512) scores = attention_scores_avx512, mix = attention_mix_avx512;
+        if (instruction_set >= ISA_AVX2) scores = attention_scores_avx2, mix = attention_mix_avx2;
+        if (instruction_set >= ISA_AVX512) scores = attention_scores_avx512, mix = attention_mix_avx512;
     }
 #endif
     [[maybe_unused]] size_t work = 0;

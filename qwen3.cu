@@ -1682,7 +1682,7 @@ static const char* USAGE =
 
 static std::string roads_here() {
     std::string list;
-    for (int road = CPU_AVX2; road <= best_cpu_road(); road++) list += format(", %s", cpu_road_name(road));
+    for (int road = ISA_AVX2; road <= best_instruction_set(); road++) list += format(", %s", instruction_set_name(road));
     return list;
 }
 
@@ -1751,10 +1751,10 @@ static Options parse_options(int argc, char** argv) {
         }
         else if (is("", "--cpu")) {
             const char* name = value();
-            int road = CPU_PLAIN;
-            while (road <= best_cpu_road() && strcmp(name, cpu_road_name(road))) road++;
-            if (road > best_cpu_road()) DIE("--cpu %s: this machine has plain%s", name, roads_here().c_str());
-            cpu_road = (CpuRoad)road;
+            int road = ISA_PLAIN;
+            while (road <= best_instruction_set() && strcmp(name, instruction_set_name(road))) road++;
+            if (road > best_instruction_set()) DIE("--cpu %s: this machine has plain%s", name, roads_here().c_str());
+            instruction_set = (InstructionSet)road;
         }
         else if (is("", "--ppl")) o.ppl = value();
         else if (is("", "--stride")) o.stride = integer(1, INT_MAX);

@@ -690,8 +690,8 @@ TEST_CASE("INT8 products in integers: the same bits from vectors and tiles, wide
     on_every_road([&] {
         const auto y = product(x);
         CHECK(wrong(y, want, [&](size_t i) { return rounding<float>(want[i]) + sum_error<float>(size[i]) + least[i]; }) == 0);
-        if (cpu_road < CPU_AVX512_BF16) return;
-        if (cpu_road == CPU_AVX512_BF16) integers = y;
+        if (instruction_set < ISA_AVX512_BF16) return;
+        if (instruction_set == ISA_AVX512_BF16) integers = y;
         CHECK(same_bits(y, integers));
 
         auto broken = x; // one group of token 9
