@@ -180,8 +180,9 @@ template <class T> struct WeightRows {
 
 // ---- Floats. Each struct below is a set of vector instructions, and has the loops of cpu_loops.h made of them:
 //     Vector    WIDTH sums                           Operand  what is multiplied
-//     load      the next n numbers of a row, zeros past them; n may be more than WIDTH
-//     store     the first n numbers to memory        fill     the same number in all lanes
+//     part      of n >= 0 numbers that follow, those that fit into a vector
+//     load      that part of a row, zeros past it    store    that part to memory
+//     fill      the same number in all lanes
 //     multiply  v *= s    multiply_add  sum += a * b    total  the sum of the lanes: halves onto each other
 //     TOKENS    of a product at once, KEYS and CHAINS of attention: as many as the registers hold
 //     PREFETCH  whether a single token's product asks for the next rows of W: where it is faster
@@ -190,8 +191,10 @@ template <class A> struct Plain {
     using Operand = Vector;
     static constexpr int WIDTH = LANES, TOKENS = 4, KEYS = 1, CHAINS = 1;
     static constexpr bool PREFETCH = false;
-    template <class T> static INLINE void load(Vector& v, const T* p, int n) { load_some(v, p, std::min(LANES, n)); }
-    static INLINE void store(A* p, const Vector& v, int n) { memcpy(p, &v, std::min(LANES, n) * sizeof(A)); }
+    using Part = int;
+    static INLINE Part part(int n) { return std::min(LANES, n); }
+    template <class T> static INLINE void load(Vector& v, const T* p, Part n) { load_some(v, p, n); }
+    static INLINE void store(A* p, const Vector& v, Part n) { memcpy(p, &v, n * sizeof(A)); }
     static INLINE void fill(Vector& v, A a) { v = Vector{} + a; }
     static INLINE void multiply(Vector& v, A s) { v *= s; }
     static INLINE void multiply_add(Vector& sum, const Vector& a, const Vector& b) { sum += a * b; }
@@ -215,13 +218,15 @@ struct Avx2 {
     TARGET_AVX2 static INLINE void load8(Vector& v, const int8_t* p) {
         v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
     }
-    template <class T> TARGET_AVX2 static INLINE void load(Vector& v, const T* p, int n) {
+    using Part = int;
+    static INLINE Part part(int n) { return n; }
+    template <class T> TARGET_AVX2 static INLINE void load(Vector& v, const T* p, Part n) {
         if (n >= WIDTH) return load8(v, p);
         T whole[WIDTH] = {};
         memcpy((void*)whole, p, (size_t)n * sizeof(T));
         load8(v, whole);
     }
-    TARGET_AVX2 static INLINE void store(float* p, const Vector& v, int n) {
+    TARGET_AVX2 static INLINE void store(float* p, const Vector& v, Part n) {
         memcpy(p, &v, std::min(WIDTH, n) * sizeof(float));
     }
     TARGET_AVX2 static INLINE void fill(Vector& v, float a) { v = _mm256_set1_ps(a); }
@@ -245,20 +250,17 @@ struct Avx512 {
     using Operand = Vector;
     static constexpr int WIDTH = 16, TOKENS = 4, KEYS = 8, CHAINS = 4; // 32 registers
     static constexpr bool PREFETCH = true;
-    TARGET_AVX512 static INLINE __mmask16 first(int n) {
-        return n >= WIDTH ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1);
-    }
-    TARGET_AVX512 static INLINE void load(Vector& v, const float* p, int n) { v = _mm512_maskz_loadu_ps(first(n), p); }
-    TARGET_AVX512 static INLINE void load(Vector& v, const bf16* p, int n) {
-        const __mmask16 m = first(n);
+    using Part = __mmask16;
+    static INLINE Part part(int n) { return n >= WIDTH ? (Part)0xffff : (Part)((1u << n) - 1); }
+    TARGET_AVX512 static INLINE void load(Vector& v, const float* p, Part m) { v = _mm512_maskz_loadu_ps(m, p); }
+    TARGET_AVX512 static INLINE void load(Vector& v, const bf16* p, Part m) {
         const __m512i wide = _mm512_maskz_cvtepu16_epi32(m, _mm256_maskz_loadu_epi16(m, p));
         v = _mm512_castsi512_ps(_mm512_maskz_slli_epi32(m, wide, 16));
     }
-    TARGET_AVX512 static INLINE void load(Vector& v, const int8_t* p, int n) {
-        const __mmask16 m = first(n);
+    TARGET_AVX512 static INLINE void load(Vector& v, const int8_t* p, Part m) {
         v = _mm512_maskz_cvtepi32_ps(m, _mm512_maskz_cvtepi8_epi32(m, _mm_maskz_loadu_epi8(m, p)));
     }
-    TARGET_AVX512 static INLINE void store(float* p, const Vector& v, int n) { _mm512_mask_storeu_ps(p, first(n), v); }
+    TARGET_AVX512 static INLINE void store(float* p, const Vector& v, Part m) { _mm512_mask_storeu_ps(p, m, v); }
     TARGET_AVX512 static INLINE void fill(Vector& v, float a) { v = _mm512_set1_ps(a); }
     TARGET_AVX512 static INLINE void multiply(Vector& v, float s) { v = _mm512_mul_ps(v, _mm512_set1_ps(s)); }
     TARGET_AVX512 static INLINE void multiply_add(Vector& sum, const Vector& a, const Vector& b) {
@@ -283,8 +285,10 @@ struct Bf16Dot : Avx512 {
     static constexpr int WIDTH = 32;
     static constexpr bool PREFETCH = false;
     using Avx512::load, Avx512::multiply_add; // for attention's loops, which nobody calls here
-    TARGET_AVX512_BF16 static INLINE void load(Operand& v, const bf16* p, int n) {
-        v = (__m512bh)_mm512_maskz_loadu_epi16(n >= WIDTH ? ~0u : (1u << n) - 1, p);
+    using Part = __mmask32;
+    static INLINE Part part(int n) { return n >= WIDTH ? ~0u : (1u << n) - 1; }
+    TARGET_AVX512_BF16 static INLINE void load(Operand& v, const bf16* p, Part m) {
+        v = (__m512bh)_mm512_maskz_loadu_epi16(m, p);
     }
     TARGET_AVX512_BF16 static INLINE void multiply_add(Vector& sum, const Operand& a, const Operand& b) {
         sum = _mm512_dpbf16_ps(sum, a, b);
@@ -351,7 +355,7 @@ TARGET_AVX512_BF16 inline void fix_x(FixedX* out, const bf16* x) {
         int sum[3] = {};
         for (int i = 0; i < GROUP; i += 16) {
             __m512 numbers;
-            Avx512::load(numbers, x + i, 16);
+            Avx512::load(numbers, x + i, 0xffff);
             __m512i v = _mm512_maskz_cvtps_epi32(0xffff, _mm512_mul_ps(numbers, per_x));
             for (int p = 2; p >= 0; p--) {
                 _mm_storeu_si128((__m128i*)(out->plane[p] + g * GROUP + i), _mm512_maskz_cvtepi32_epi8(0xffff, v));

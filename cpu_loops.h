@@ -3,38 +3,50 @@
 // attribute that lets the compiler use these instructions. (A template cannot have the attribute as a parameter, and g++
 // inlines the operations only into functions with the same attribute: hence a file.)
 
+// Adds columns i .. of R rows of W by M tokens to their sums: as many columns as `some` says. scale: of the rows' groups
+// from that of column i0 on, for INT8.
+constexpr static int SCALES = 16; // that are made floats together
+template <bool INT8, int R, int M, class T>
+TARGET static INLINE void product_step(Vector (&sum)[R][M], const WeightRows<T>& w, const T* x, int i, Part some,
+                                       const acc<T> (&scale)[R][SCALES], int i0) {
+    const size_t in = w.in;
+    Operand a, b[M];
+    for (int m = 0; m < M; m++) load(b[m], x + m * in + i, some);
+    for (int r = 0; r < R; r++) {
+        // A row is short; the next ones are asked for while this one is computed on.
+        const void* next = INT8 ? (const void*)(w.q + (R + r) * in + i) : (const void*)(w.w + (R + r) * in + i);
+        if (PREFETCH && M == 1 && i % 64 == 0) __builtin_prefetch(next);
+        if constexpr (INT8) {
+            load(a, w.q + r * in + i, some);
+            multiply(a, scale[r][(i - i0) / GROUP]);
+        } else {
+            load(a, w.w + r * in + i, some);
+        }
+        for (int m = 0; m < M; m++) multiply_add(sum[r][m], a, b[m]);
+    }
+}
+
 // y[m][r] = W[r] . x[m] for R rows of W and M tokens; all R * M sums stay in registers.
 template <bool INT8, int R, int M, class T>
 TARGET static void product_loop(acc<T>* y, const WeightRows<T>& w, const T* x) {
     Vector sum[R][M];
-    Operand a, b[M];
     for (int r = 0; r < R; r++)
         for (int m = 0; m < M; m++) sum[r][m] = Vector{};
-    const int in = w.in;
-    const size_t groups = (in + GROUP - 1) / GROUP;
-    for (size_t g = 0; g < groups; g += 16) { // the scales of 16 groups are made floats together
-        [[maybe_unused]] alignas(64) acc<T> scale[R][16];
+    const int in = w.in, groups = (in + GROUP - 1) / GROUP;
+    for (int i0 = 0; i0 < in; i0 += INT8 ? SCALES * GROUP : in) {
+        acc<T> scale[R][SCALES];
         if constexpr (INT8)
             for (int r = 0; r < R; r++)
-                for (int l = 0; l < 16; l += WIDTH) {
-                    load(a, w.scale + r * groups + g + l, std::max(0, (int)(groups - g) - l));
-                    store(scale[r] + l, a, WIDTH);
+                for (int l = 0; l < SCALES; l += WIDTH) {
+                    const int g = i0 / GROUP + l;
+                    Vector v;
+                    load(v, w.scale + (size_t)r * groups + g, part(std::max(0, groups - g)));
+                    store(scale[r] + l, v, part(WIDTH));
                 }
-        for (int i = (int)g * GROUP; i < std::min(in, (int)(g + 16) * GROUP); i += WIDTH) {
-            for (int m = 0; m < M; m++) load(b[m], x + (size_t)m * in + i, in - i);
-            for (int r = 0; r < R; r++) {
-                // A row is short; the next ones are asked for while this one is computed on.
-                const void* next = INT8 ? (const void*)(w.q + (size_t)(R + r) * in + i) : (const void*)(w.w + (size_t)(R + r) * in + i);
-                if (PREFETCH && M == 1 && i % 64 == 0) __builtin_prefetch(next);
-                if constexpr (INT8) {
-                    load(a, w.q + (size_t)r * in + i, in - i);
-                    multiply(a, scale[r][i / GROUP - g]);
-                } else {
-                    load(a, w.w + (size_t)r * in + i, in - i);
-                }
-                for (int m = 0; m < M; m++) multiply_add(sum[r][m], a, b[m]);
-            }
-        }
+        const int end = INT8 ? std::min(in, i0 + SCALES * GROUP) : in;
+        int i = i0;
+        for (; i + WIDTH <= end; i += WIDTH) product_step<INT8>(sum, w, x, i, part(WIDTH), scale, i0);
+        if (i < end) product_step<INT8>(sum, w, x, i, part(end - i), scale, i0);
     }
     for (int r = 0; r < R; r++)
         for (int m = 0; m < M; m++) y[m * TILE_ROWS + r] = total(sum[r][m]);
@@ -46,9 +58,10 @@ template <class U> TARGET static void attention_scores(U* p, const U* q, const U
         Vector sum[KEYS], a, b;
         for (int k = 0; k < KEYS; k++) sum[k] = Vector{};
         for (int i = 0; i < D; i += WIDTH) {
-            load(a, q + i, D - i);
+            const Part some = part(D - i);
+            load(a, q + i, some);
             for (int k = 0; k < KEYS; k++) {
-                load(b, keys + (j + k) * D + i, D - i);
+                load(b, keys + (j + k) * D + i, some);
                 multiply_add(sum[k], a, b);
             }
         }
@@ -61,18 +74,19 @@ template <class U> TARGET static void attention_scores(U* p, const U* q, const U
 template <class U> TARGET static void attention_mix(U* out, U scale, const U* p, const U* values, int D) {
     for (int i = 0; i < D; i += CHAINS * WIDTH) {
         Vector o[CHAINS], weight, v;
-        auto left = [&](int c) { return std::max(0, D - i - c * WIDTH); };
+        Part some[CHAINS];
         for (int c = 0; c < CHAINS; c++) {
-            load(o[c], out + i + c * WIDTH, left(c));
+            some[c] = part(std::max(0, D - i - c * WIDTH));
+            load(o[c], out + i + c * WIDTH, some[c]);
             multiply(o[c], scale);
         }
         for (int j = 0; j < PAGE; j++) {
             fill(weight, p[j]);
             for (int c = 0; c < CHAINS; c++) {
-                load(v, values + j * D + i + c * WIDTH, left(c));
+                load(v, values + j * D + i + c * WIDTH, some[c]);
                 multiply_add(o[c], weight, v);
             }
         }
-        for (int c = 0; c < CHAINS; c++) store(out + i + c * WIDTH, o[c], left(c));
+        for (int c = 0; c < CHAINS; c++) store(out + i + c * WIDTH, o[c], some[c]);
     }
 }
