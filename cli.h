@@ -268,7 +268,7 @@ inline double multiply_plain(Block* memory) {
     memory[0] = s0, memory[1] = s1;
     return 2. * 16 * 2 * 4000;
 }
-#ifdef HAVE_TWINS
+#ifdef HAVE_SIMD
 TARGET_AVX2 inline double multiply_avx2(Block* memory) {
     __m256 a = _mm256_set1_ps(1), s[10];
     for (int i = 0; i < 10; i++) s[i] = a;
@@ -330,11 +330,11 @@ TARGET_AMX inline double multiply_amx_int8(Block* memory) { return multiply_amx(
 template <class T> double cpu_multiply_ceiling([[maybe_unused]] bool int8, double time) {
     [[maybe_unused]] const bool narrow = std::is_same_v<T, bf16>;
     auto multiply = multiply_plain;
-#ifdef HAVE_TWINS
-    if (cpu_road >= CPU_AVX2) multiply = multiply_avx2;
-    if (cpu_road >= CPU_AVX512) multiply = multiply_avx512;
-    if (narrow && cpu_road >= CPU_AVX512_BF16) multiply = int8 ? multiply_vnni : multiply_bf16;
-    if (narrow && cpu_road >= CPU_AMX) multiply = int8 ? multiply_amx_int8 : multiply_amx;
+#ifdef HAVE_SIMD
+    if (instruction_set >= ISA_AVX2) multiply = multiply_avx2;
+    if (instruction_set >= ISA_AVX512) multiply = multiply_avx512;
+    if (narrow && instruction_set >= ISA_AVX512_BF16) multiply = int8 ? multiply_vnni : multiply_bf16;
+    if (narrow && instruction_set >= ISA_AMX) multiply = int8 ? multiply_amx_int8 : multiply_amx;
 #endif
     double rate = 0;
     #pragma omp parallel reduction(+ : rate)
@@ -480,13 +480,13 @@ static const char* USAGE =
 #ifdef QWEN3_PLAIN // there is no cpu.h
 static const char* instructions_used() { return "plain loops"; }
 #else
-static const char* instructions_used() { return cpu_road_name(cpu_road); }
+static const char* instructions_used() { return instruction_set_name(instruction_set); }
 
 static void choose_instructions(const char* option, const char* name) {
     std::string all;
-    for (int set = CPU_PLAIN; set <= best_cpu_road(); set++) {
-        if (!strcmp(name, cpu_road_name(set))) return void(cpu_road = (CpuRoad)set);
-        all += format("%s%s", set ? ", " : "", cpu_road_name(set));
+    for (int set = ISA_PLAIN; set <= best_instruction_set(); set++) {
+        if (!strcmp(name, instruction_set_name(set))) return void(instruction_set = (InstructionSet)set);
+        all += format("%s%s", set ? ", " : "", instruction_set_name(set));
     }
     DIE("%s %s: this machine has %s", option, name, all.c_str());
 }

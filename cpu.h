@@ -1,4 +1,17 @@
-// cpu.h: the ops of Book I that take time, once more for the vector and matrix instructions of CPUs. Included by qwen3.cu.
+/* cpu.h: Book I's slow ops once more, for the vector and matrix instructions of CPUs. Included by qwen3.cu.
+
+   op_cpu(ctx, ...) computes what `op` of Book I computes: see there for formulas, shapes and what each parameter is.
+   Only the order of a sum's terms differs. Two contracts hold for every op and instruction set: the bits of a row
+   depend neither on the other rows of the batch nor on the number of threads.
+
+   Lanes             16 numbers at once in the compilers' own vectors, for any CPU
+   Instruction sets  plain, AVX2, AVX-512, AVX-512 with BF16 and VNNI, AMX: which are there is asked at the start
+   Product tiles     32 rows of W by up to 64 tokens, the innermost piece of `product`:
+                     floats (one loop for four instruction sets: cpu_loops.h), INT8 in integers, AMX for bf16 and INT8
+   Products          product (which cuts W into tasks), lora_down, linear, linear_add
+   Forward ops       rmsnorm, norm_linear, qknorm_rope_kv, attention, swiglu, head
+   Backward ops      in Book I's order
+*/
 #ifdef __x86_64__
 #include <cpuid.h>
 #include <immintrin.h>
@@ -8,8 +21,15 @@
 // Inlined wherever it is used, so that it is compiled for the instruction set of the function that uses it.
 #define INLINE inline __attribute__((always_inline))
 
-// ---- Lanes: 16 numbers that are computed on at once. The compilers' own vector type: one zmm register with
-// AVX-512, two ymm with AVX2, four xmm on any x86-64.
+// Memory for n numbers that an op keeps from call to call: it grows to the largest call, and stays.
+template <class U> U* at_least(std::vector<U>& kept, size_t n) {
+    if (kept.size() < n) kept.resize(n);
+    return kept.data();
+}
+
+// ============================================================================================================== Lanes
+// 16 numbers that are computed on at once. The compilers' own vector type: one zmm register with AVX-512, two ymm with
+// AVX2, four xmm on any x86-64. (By reference: how such vectors are passed by value depends on the instruction set.)
 constexpr int LANES = 16;
 typedef float float16v __attribute__((vector_size(LANES * sizeof(float)), may_alias));
 typedef double double16v __attribute__((vector_size(LANES * sizeof(double)), may_alias));
@@ -22,11 +42,13 @@ template <> struct LanesOf<float> { using type = float16v; };
 template <> struct LanesOf<double> { using type = double16v; };
 template <class T> using lanes = typename LanesOf<acc<T>>::type;
 
-INLINE void load_lanes(float16v& v, const bf16* p) {
+template <class V> INLINE void load_lanes(V& v, const bf16* p) {
     ushort16v h;
     memcpy(&h, p, sizeof h);
     uint16v u = __builtin_convertvector(h, uint16v) << 16;
-    memcpy(&v, &u, sizeof v);
+    float16v f;
+    memcpy(&f, &u, sizeof f);
+    v = __builtin_convertvector(f, V);
 }
 template <class A> INLINE void load_lanes(lanes<A>& v, const A* p) { memcpy(&v, p, sizeof v); }
 template <class V> INLINE void load_lanes(V& v, const int8_t* p) {
@@ -35,7 +57,7 @@ template <class V> INLINE void load_lanes(V& v, const int8_t* p) {
     v = __builtin_convertvector(__builtin_convertvector(c, int16v), V);
 }
 
-// The next n <= 16 numbers of a row, zeros behind them.
+// The next n <= 16 numbers of a row, zeros past them.
 template <class V, class T> INLINE void load_some(V& v, const T* p, int n) {
     if (n == LANES) return load_lanes(v, p);
     T whole[LANES] = {};
@@ -63,8 +85,17 @@ template <class A, class B> INLINE acc<A> dot(const A* a, const B* b, int n) {
     return sum_lanes(sum);
 }
 
-// e^x from multiplications, additions and exponent bits only, 16 lanes at once. Relative error under 3e-7; 0 below
-// -87; x <= 88. e^x = 2^k e^r with k = round(x / ln 2), |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7.
+// 1 / sqrt(mean(x^2) + eps) of one row.
+template <class T> acc<T> inverse_rms(const T* x, int n, float eps) {
+    return 1 / std::sqrt(dot(x, x, n) / n + (acc<T>)eps);
+}
+
+template <class T> void widen(acc<T>* __restrict out, const T* __restrict in, size_t n) {
+    for (size_t i = 0; i < n; i++) out[i] = to_acc(in[i]);
+}
+
+// e^x from multiplications, additions and exponent bits only, 16 lanes at once: exp_exact of Book I, but for where it
+// rounds. Relative error under 3e-7; 0 below -87; x <= 88.
 INLINE void exp_lanes(float16v& x) {
     const float16v shifted = x * 1.44269504f + 12582912.f; // 1.5 * 2^23: adding it rounds to an integer,
     const float16v k = shifted - 12582912.f;
@@ -83,214 +114,232 @@ INLINE void exp_lanes(double16v& x) {
     for (int l = 0; l < LANES; l++) x[l] = std::exp(x[l]);
 }
 
-// ---- CPU roads: what instructions there are is asked when the program starts. Ops whose plain loop is too slow
-// have twins for them; the others are compiled for the build's own target.
-enum CpuRoad { CPU_PLAIN, CPU_AVX2, CPU_AVX512, CPU_AVX512_BF16, CPU_AMX };
-inline const char* cpu_road_name(int road) {
+// 1 + e^-g of gates g. Past 80 the exponent changes nothing, and e^88 is the largest that exp_lanes makes.
+template <class V> INLINE void one_plus_exp_minus(V& e, const V& g) {
+    for (int l = 0; l < LANES; l++) e[l] = std::min(-g[l], (std::decay_t<decltype(g[0])>)80);
+    exp_lanes(e);
+    e = 1 + e;
+}
+
+// =================================================================================================== Instruction sets
+// What there is is asked when the program starts. Only product tiles and attention have code for each of them; all else
+// is compiled for the build's own target.
+enum InstructionSet { ISA_PLAIN, ISA_AVX2, ISA_AVX512, ISA_AVX512_BF16, ISA_AMX };
+inline const char* instruction_set_name(int set) {
     static const char* names[] = {"plain", "avx2", "avx512", "avx512bf16", "amx"};
-    return names[road];
+    return names[set];
 }
 
 // Older compilers do not know the instructions of bf16 and AMX; they, and other processors, get the plain loops.
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-#define HAVE_TWINS
+#define HAVE_SIMD
 #define TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")))
-#define TARGET_AVX512_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")))
-#define TARGET_AMX __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")))
+#define TARGET_AVX512_BF16 \
+    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")))
+#define TARGET_AMX \
+    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")))
 #endif
 
-// The best road this CPU has.
-inline CpuRoad best_cpu_road() {
-#ifdef HAVE_TWINS
+// The best one of this CPU.
+inline InstructionSet best_instruction_set() {
+#ifdef HAVE_SIMD
     unsigned a, b, c, d, a1 = 0, b1, c1, d1;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return CPU_PLAIN;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
-        !__builtin_cpu_supports("avx512dq")) return CPU_AVX2;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return CPU_AVX512;
-    if (!(a1 >> 5 & 1) || !(c >> 11 & 1)) return CPU_AVX512; // AVX512_BF16, AVX512_VNNI
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return ISA_PLAIN;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) return ISA_AVX2;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return ISA_AVX512;
+    if (!(a1 >> 5 & 1) || !(c >> 11 & 1)) return ISA_AVX512; // AVX512_BF16, AVX512_VNNI
     const bool amx = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1); // AMX-BF16, AMX-TILE, AMX-INT8
     // Linux gives a process the tile registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
-    return amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? CPU_AMX : CPU_AVX512_BF16;
+    return amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? ISA_AMX : ISA_AVX512_BF16;
 #else
-    return CPU_PLAIN;
+    return ISA_PLAIN;
 #endif
 }
-inline CpuRoad cpu_road = best_cpu_road(); // for the whole process; a test or --cpu may take a lesser one
+inline InstructionSet instruction_set = best_instruction_set(); // the process's; a test or --cpu may take a lesser one
 
-// 1 / sqrt(mean(x^2) + eps) of one row.
-template <class T> acc<T> inverse_rms(const T* x, int n, float eps) { return 1 / std::sqrt(dot(x, x, n) / n + (acc<T>)eps); }
-
-// ---- rmsnorm: out[n] = x[n] / rms(x[n]) * w       (Zhang & Sennrich, "Root mean square layer normalization", 2019)
-template <class T>
-void rmsnorm_cpu(Context&, T* out,          // (N,C) out
-                 const acc<T>* x, // (N,C)
-                 const T* w,      // (C)
-                 int N, int C, float eps) {
-    #pragma omp parallel for schedule(static) if (N > 4)
-    for (int n = 0; n < N; n++) {
-        const acc<T>* row = x + (size_t)n * C;
-        acc<T> scale = inverse_rms(row, C, eps);
-        for (int i = 0; i < C; i++) out[(size_t)n * C + i] = to_stored<T>(row[i] * scale * to_acc(w[i]));
-    }
-}
-
-// ---- products: y[n][r] = sum_i W[r][i] x[n][i]
-// Work is cut into tasks, a few rows of W each: a thread streams its own rows, and holds them in its cache while
-// the tokens pass, SLAB at a time. The innermost piece, `product_tile`, has a twin for each instruction set:
-//     y[n * TILE_ROWS + r] = W[r] . x[n] for `rows` <= TILE_ROWS rows and N <= SLAB tokens.
-// In each of them an output is one sum in one order, whatever the other rows and tokens are.
-constexpr int TILE_ROWS = 32, SLAB = 64;
+// ====================================================================================================== Product tiles
+// y[n * TILE_ROWS + r] = W[r] . x[n] for `rows` <= TILE_ROWS rows of W and N <= TILE_TOKENS tokens. In each way to
+// compute it an output is one sum in one order, whatever the other rows and tokens are.
+constexpr int TILE_ROWS = 32, TILE_TOKENS = 64;
 
 // Consecutive rows of one block of a Linear.
 template <class T> struct WeightRows {
     const T* w;
     const int8_t* q;
     const bf16* scale;
-    int K;
-    WeightRows(const Linear<T>& W, int block, size_t r) : w(W.w[block]), q(W.q[block]), scale(W.scale[block]), K(W.in) { skip(r); }
+    int in;
+    WeightRows(const Linear<T>& W, int block, size_t r)
+        : w(W.w[block]), q(W.q[block]), scale(W.scale[block]), in(W.in) { skip(r); }
     INLINE void skip(size_t r) {
-        if (w) w += r * K;
-        else q += r * K, scale += r * ((K + GROUP - 1) / GROUP);
+        if (w) w += r * in;
+        else q += r * in, scale += r * ((in + GROUP - 1) / GROUP);
     }
 };
 
-// R rows by M tokens, in lanes of the compiler's making. TOKENS: how many at once keep the sums in registers.
-struct PlainKernel {
-    static constexpr int TOKENS = 4;
-    template <bool INT8, int R, int M, class T> static INLINE void run(acc<T>* y, const WeightRows<T>& rows, const T* x, int K) {
-        lanes<T> sum[R][M] = {}, a, b[M];
-        const size_t groups = (K + GROUP - 1) / GROUP;
-        for (int i = 0; i < K; i += LANES) {
-            const int n = std::min(LANES, K - i);
-            for (int m = 0; m < M; m++) load_some(b[m], x + (size_t)m * K + i, n);
-            for (int r = 0; r < R; r++) {
-                if (!INT8) load_some(a, rows.w + (size_t)r * K + i, n);
-                else {
-                    load_some(a, rows.q + (size_t)r * K + i, n);
-                    a *= (acc<T>)to_acc(rows.scale[r * groups + i / GROUP]);
-                }
-                for (int m = 0; m < M; m++) sum[r][m] += a * b[m];
-            }
+// ---- Floats. Each struct below is a set of vector instructions, and has the loops of cpu_loops.h made of them:
+//     Vector    WIDTH sums                           Operand  what is multiplied
+//     part      of n >= 0 numbers that follow, those that fit into a vector
+//     load      that part of a row, zeros past it    store    that part to memory
+//     fill      the same number in all lanes
+//     multiply  v *= s    multiply_add  sum += a * b    total  the sum of the lanes: halves onto each other
+//     TOKENS    of a product at once, KEYS and CHAINS of attention: as many as the registers hold
+//     PREFETCH  whether a single token's product asks for the next rows of W: where it is faster
+template <class A> struct Plain {
+    using Vector = lanes<A>;
+    using Operand = Vector;
+    static constexpr int WIDTH = LANES, TOKENS = 4, KEYS = 1, CHAINS = 1;
+    static constexpr bool PREFETCH = false;
+    using Part = int;
+    static INLINE Part part(int n) { return std::min(LANES, n); }
+    template <class T> static INLINE void load(Vector& v, const T* p, Part n) { load_some(v, p, n); }
+    static INLINE void store(A* p, const Vector& v, Part n) { memcpy(p, &v, n * sizeof(A)); }
+    static INLINE void fill(Vector& v, A a) { v = Vector{} + a; }
+    static INLINE void multiply(Vector& v, A s) { v *= s; }
+    static INLINE void multiply_add(Vector& sum, const Vector& a, const Vector& b) { sum += a * b; }
+    static INLINE A total(const Vector& v) { return sum_lanes(v); }
+#define TARGET
+#include "cpu_loops.h"
+#undef TARGET
+};
+
+#ifdef HAVE_SIMD
+struct Avx2 {
+    using Vector = __m256;
+    using Operand = Vector;
+    static constexpr int WIDTH = 8, TOKENS = 2, KEYS = 4, CHAINS = 1; // 16 registers
+    static constexpr bool PREFETCH = false;
+    TARGET_AVX2 static INLINE void load8(Vector& v, const float* p) { v = _mm256_loadu_ps(p); }
+    TARGET_AVX2 static INLINE void load8(Vector& v, const bf16* p) {
+        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+        v = _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+    }
+    TARGET_AVX2 static INLINE void load8(Vector& v, const int8_t* p) {
+        v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+    }
+    using Part = int;
+    static INLINE Part part(int n) { return n; }
+    template <class T> TARGET_AVX2 static INLINE void load(Vector& v, const T* p, Part n) {
+        if (n >= WIDTH) return load8(v, p);
+        T whole[WIDTH] = {};
+        memcpy((void*)whole, p, (size_t)n * sizeof(T));
+        load8(v, whole);
+    }
+    TARGET_AVX2 static INLINE void store(float* p, const Vector& v, Part n) {
+        memcpy(p, &v, std::min(WIDTH, n) * sizeof(float));
+    }
+    TARGET_AVX2 static INLINE void fill(Vector& v, float a) { v = _mm256_set1_ps(a); }
+    TARGET_AVX2 static INLINE void multiply(Vector& v, float s) { v = _mm256_mul_ps(v, _mm256_set1_ps(s)); }
+    TARGET_AVX2 static INLINE void multiply_add(Vector& sum, const Vector& a, const Vector& b) {
+        sum = _mm256_fmadd_ps(a, b, sum);
+    }
+    TARGET_AVX2 static INLINE float total(const Vector& v) {
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+    }
+#define TARGET TARGET_AVX2
+#include "cpu_loops.h"
+#undef TARGET
+};
+
+// (Masked forms with all lanes on: g++ 12 warns of the plain ones.)
+struct Avx512 {
+    using Vector = __m512;
+    using Operand = Vector;
+    static constexpr int WIDTH = 16, TOKENS = 4, KEYS = 8, CHAINS = 4; // 32 registers
+    static constexpr bool PREFETCH = true;
+    using Part = __mmask16;
+    static INLINE Part part(int n) { return n >= WIDTH ? (Part)0xffff : (Part)((1u << n) - 1); }
+    TARGET_AVX512 static INLINE void load(Vector& v, const float* p, Part m) { v = _mm512_maskz_loadu_ps(m, p); }
+    TARGET_AVX512 static INLINE void load(Vector& v, const bf16* p, Part m) {
+        const __m512i wide = _mm512_maskz_cvtepu16_epi32(m, _mm256_maskz_loadu_epi16(m, p));
+        v = _mm512_castsi512_ps(_mm512_maskz_slli_epi32(m, wide, 16));
+    }
+    TARGET_AVX512 static INLINE void load(Vector& v, const int8_t* p, Part m) {
+        v = _mm512_maskz_cvtepi32_ps(m, _mm512_maskz_cvtepi8_epi32(m, _mm_maskz_loadu_epi8(m, p)));
+    }
+    TARGET_AVX512 static INLINE void store(float* p, const Vector& v, Part m) { _mm512_mask_storeu_ps(p, m, v); }
+    TARGET_AVX512 static INLINE void fill(Vector& v, float a) { v = _mm512_set1_ps(a); }
+    TARGET_AVX512 static INLINE void multiply(Vector& v, float s) { v = _mm512_mul_ps(v, _mm512_set1_ps(s)); }
+    TARGET_AVX512 static INLINE void multiply_add(Vector& sum, const Vector& a, const Vector& b) {
+        sum = _mm512_fmadd_ps(a, b, sum);
+    }
+    TARGET_AVX512 static INLINE float total(const Vector& sum) {
+        __m512 v = _mm512_add_ps(sum, _mm512_maskz_shuffle_f32x4(0xffff, sum, sum, 0x4e));
+        v = _mm512_add_ps(v, _mm512_maskz_shuffle_f32x4(0xffff, v, v, 0xb1));
+        v = _mm512_add_ps(v, _mm512_maskz_permute_ps(0xffff, v, 0x4e));
+        v = _mm512_add_ps(v, _mm512_maskz_permute_ps(0xffff, v, 0xb1));
+        return _mm512_cvtss_f32(v);
+    }
+#define TARGET TARGET_AVX512
+#include "cpu_loops.h"
+#undef TARGET
+};
+
+// vdpbf16ps multiplies 32 pairs of bf16 and adds neighbours into 16 floats, with no conversion at all. For products of
+// bf16 weights.
+struct Bf16Dot : Avx512 {
+    using Operand = __m512bh;
+    static constexpr int WIDTH = 32;
+    static constexpr bool PREFETCH = false;
+    using Avx512::load, Avx512::multiply_add; // for attention's loops, which nobody calls here
+    using Part = __mmask32;
+    static INLINE Part part(int n) { return n >= WIDTH ? ~0u : (1u << n) - 1; }
+    TARGET_AVX512_BF16 static INLINE void load(Operand& v, const bf16* p, Part m) {
+        v = (__m512bh)_mm512_maskz_loadu_epi16(m, p);
+    }
+    TARGET_AVX512_BF16 static INLINE void multiply_add(Vector& sum, const Operand& a, const Operand& b) {
+        sum = _mm512_dpbf16_ps(sum, a, b);
+    }
+    TARGET_AVX512_BF16 static INLINE float total(const Vector& sum) { return Avx512::total(sum); }
+#define TARGET TARGET_AVX512_BF16
+#include "cpu_loops.h"
+#undef TARGET
+};
+#endif
+
+// A tile in pieces of 4 rows and TOKENS tokens: their sums, and an operand or five, are what registers hold.
+template <class Set, bool INT8, class T>
+void product_tile(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
+    constexpr int M = Set::TOKENS;
+    const int in = w.in;
+    for (int r = 0, done; r < rows; r += done, y += done) {
+        done = r + 4 <= rows ? 4 : 1;
+        int n = 0;
+        for (; n + M <= N; n += M) {
+            if (done == 4) Set::template product_loop<INT8, 4, M>(y + n * TILE_ROWS, w, x + (size_t)n * in);
+            else Set::template product_loop<INT8, 1, M>(y + n * TILE_ROWS, w, x + (size_t)n * in);
         }
-        for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) y[m * TILE_ROWS + r] = sum_lanes(sum[r][m]);
-    }
-};
-
-#ifdef HAVE_TWINS
-// The same with AVX2: 8 lanes, 16 registers.
-TARGET_AVX2 INLINE __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
-TARGET_AVX2 INLINE __m256 load8(const bf16* p) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
-}
-TARGET_AVX2 INLINE __m256 load8(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
-template <class T> TARGET_AVX2 INLINE __m256 load8(const T* p, int n) {
-    if (n >= 8) return load8(p);
-    T whole[8] = {};
-    memcpy((void*)whole, p, (size_t)n * sizeof(T));
-    return load8(whole);
-}
-TARGET_AVX2 INLINE float sum8(__m256 v) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-struct Avx2Kernel {
-    static constexpr int TOKENS = 2;
-    template <bool INT8, int R, int M, class T> TARGET_AVX2 static void run(float* y, const WeightRows<T>& rows, const T* x, int K) {
-        __m256 sum[R][M], a, b[M];
-        for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) sum[r][m] = _mm256_setzero_ps();
-        const size_t groups = (K + GROUP - 1) / GROUP;
-        for (int i = 0; i < K; i += 8) {
-            for (int m = 0; m < M; m++) b[m] = load8(x + (size_t)m * K + i, K - i);
-            for (int r = 0; r < R; r++) {
-                if (!INT8) a = load8(rows.w + (size_t)r * K + i, K - i);
-                else a = _mm256_mul_ps(load8(rows.q + (size_t)r * K + i, K - i), _mm256_set1_ps(to_acc(rows.scale[r * groups + i / GROUP])));
-                for (int m = 0; m < M; m++) sum[r][m] = _mm256_fmadd_ps(a, b[m], sum[r][m]);
-            }
+        for (; n < N; n++) {
+            if (done == 4) Set::template product_loop<INT8, 4, 1>(y + n * TILE_ROWS, w, x + (size_t)n * in);
+            else Set::template product_loop<INT8, 1, 1>(y + n * TILE_ROWS, w, x + (size_t)n * in);
         }
-        for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) y[m * TILE_ROWS + r] = sum8(sum[r][m]);
+        w.skip(done);
     }
-};
-
-// With AVX-512: 16 lanes, 32 registers, and masks for the end of a row.
-TARGET_AVX512 INLINE __mmask16 first_lanes(int n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1); }
-TARGET_AVX512 INLINE __m512 load16(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
-TARGET_AVX512 INLINE __m512 load16(const bf16* p, __mmask16 m) {
-    return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(m, _mm512_maskz_cvtepu16_epi32(m, _mm256_maskz_loadu_epi16(m, p)), 16));
 }
-TARGET_AVX512 INLINE __m512 load16(const int8_t* p, __mmask16 m) {
-    return _mm512_maskz_cvtepi32_ps(m, _mm512_maskz_cvtepi8_epi32(m, _mm_maskz_loadu_epi8(m, p)));
-}
-// Adds the lanes: halves, quarters, pairs. (The masked forms, all lanes on: g++ 12 warns of the plain ones.)
-TARGET_AVX512 INLINE float sum16(__m512 v) {
-    v = _mm512_add_ps(v, _mm512_maskz_shuffle_f32x4(0xffff, v, v, 0x4e));
-    v = _mm512_add_ps(v, _mm512_maskz_shuffle_f32x4(0xffff, v, v, 0xb1));
-    v = _mm512_add_ps(v, _mm512_maskz_permute_ps(0xffff, v, 0x4e));
-    v = _mm512_add_ps(v, _mm512_maskz_permute_ps(0xffff, v, 0xb1));
-    return _mm512_cvtss_f32(v);
-}
-struct Avx512Kernel {
-    static constexpr int TOKENS = 4;
-    template <bool INT8, int R, int M, class T> TARGET_AVX512 static void run(float* y, const WeightRows<T>& rows, const T* x, int K) {
-        __m512 sum[R][M], a, b[M];
-        for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) sum[r][m] = _mm512_setzero_ps();
-        const size_t groups = (K + GROUP - 1) / GROUP;
-        for (size_t g = 0; g < groups; g += 16) { // 16 groups: their scales, as floats, are one register a row
-            float scale[R][16];
-            if (INT8)
-                for (int r = 0; r < R; r++) _mm512_storeu_ps(scale[r], load16(rows.scale + r * groups + g, first_lanes((int)(groups - g))));
-            for (int i = (int)g * GROUP; i < std::min(K, (int)g * GROUP + 16 * GROUP); i += 16) {
-                const __mmask16 mask = first_lanes(K - i);
-                for (int m = 0; m < M; m++) b[m] = load16(x + (size_t)m * K + i, mask);
-                for (int r = 0; r < R; r++) {
-                    // A row is short; the next ones are asked for while this one is computed on.
-                    const void* next = INT8 ? (const void*)(rows.q + (size_t)(R + r) * K + i) : (const void*)(rows.w + (size_t)(R + r) * K + i);
-                    if (M == 1 && i % 64 == 0) _mm_prefetch((const char*)next, _MM_HINT_T0);
-                    if (!INT8) a = load16(rows.w + (size_t)r * K + i, mask);
-                    else a = _mm512_mul_ps(load16(rows.q + (size_t)r * K + i, mask), _mm512_set1_ps(scale[r][i / GROUP - g]));
-                    for (int m = 0; m < M; m++) sum[r][m] = _mm512_fmadd_ps(a, b[m], sum[r][m]);
-                }
-            }
-        }
-        for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) y[m * TILE_ROWS + r] = sum16(sum[r][m]);
+template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N);
+template <bool INT8, class T> ProductTile<T> choose_tile() {
+#ifdef HAVE_SIMD
+    if constexpr (!INT8 && std::is_same_v<T, bf16>)
+        if (instruction_set >= ISA_AVX512_BF16) return product_tile<Bf16Dot, INT8, T>;
+    if constexpr (!std::is_same_v<T, double>) {
+        if (instruction_set >= ISA_AVX512) return product_tile<Avx512, INT8, T>;
+        if (instruction_set >= ISA_AVX2) return product_tile<Avx2, INT8, T>;
     }
-};
+#endif
+    return product_tile<Plain<acc<T>>, INT8, T>;
+}
 
-// vdpbf16ps multiplies 32 pairs of bf16 and adds neighbours into 16 floats, with no conversion at all.
-struct Bf16Kernel {
-    static constexpr int TOKENS = 4;
-    template <bool INT8, int R, int M, class T> TARGET_AVX512_BF16 static void run(float* y, const WeightRows<T>& rows, const T* x, int K) {
-        static_assert(!INT8 && std::is_same_v<T, bf16>, "");
-        __m512 sum[R][M];
-        for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) sum[r][m] = _mm512_setzero_ps();
-        for (int i = 0; i < K; i += 32) {
-            const __mmask32 mask = K - i >= 32 ? ~0u : (1u << (K - i)) - 1;
-            __m512bh b[M];
-            for (int m = 0; m < M; m++) b[m] = (__m512bh)_mm512_maskz_loadu_epi16(mask, x + (size_t)m * K + i);
-            for (int r = 0; r < R; r++) {
-                __m512bh a = (__m512bh)_mm512_maskz_loadu_epi16(mask, rows.w + (size_t)r * K + i);
-                for (int m = 0; m < M; m++) sum[r][m] = _mm512_dpbf16_ps(sum[r][m], a, b[m]);
-            }
-        }
-        for (int r = 0; r < R; r++)
-            for (int m = 0; m < M; m++) y[m * TILE_ROWS + r] = sum16(sum[r][m]);
-    }
-};
-
-// INT8 in integers. vpdpbusd multiplies 64 pairs of bytes and adds them by fours into 16 sums of 32 bits, exactly; so
+#ifdef HAVE_SIMD
+// ---- INT8 in integers. vpdpbusd multiplies 64 pairs of bytes and adds them by fours into 16 sums of 32 bits, exactly; so
 // x becomes integers, too. In each group of 32, x = step * (65536 h + 256 m + l): three planes of signed bytes, and a
 // power of two that gives the largest |x| 22 bits. A bf16 has 8: all within 2^-14 of the largest are held exactly,
-// and what smaller ones lose is less than a float sum would round away. (The least step is 2^-126.) The sums over a
-// group are integers, the same in any order; so vectors may do a part of the work and tiles another, with the bits of
+// and what smaller ones lose is less than a float sum would round away. (The least step is 2^-126.) The sums H, M, L of
+// q h, q m, q l over a group are integers, the same in any order; so vectors and tiles of AMX give the same bits:
 //     y = fma(scale_g, step_g * fma(256 H_g + M_g, 256, L_g), y)    group after group.
-// For K a multiple of 64.
+// For `in` a multiple of 64.
 struct alignas(64) FixedX { // two groups of one token
     int8_t plane[3][2 * GROUP]; // h, m, l
     int32_t upper[2], lower[2]; // 128 times the sums of 256 h + m, and of l
@@ -305,7 +354,9 @@ TARGET_AVX512_BF16 inline void fix_x(FixedX* out, const bf16* x) {
         const __m512 per_x = _mm512_castsi512_ps(_mm512_set1_epi32((int)inverse)); // step is 2^(exponent - 148)
         int sum[3] = {};
         for (int i = 0; i < GROUP; i += 16) {
-            __m512i v = _mm512_maskz_cvtps_epi32(0xffff, _mm512_mul_ps(load16(x + i, 0xffff), per_x));
+            __m512 numbers;
+            Avx512::load(numbers, x + i, 0xffff);
+            __m512i v = _mm512_maskz_cvtps_epi32(0xffff, _mm512_mul_ps(numbers, per_x));
             for (int p = 2; p >= 0; p--) {
                 _mm_storeu_si128((__m128i*)(out->plane[p] + g * GROUP + i), _mm512_maskz_cvtepi32_epi8(0xffff, v));
                 v = _mm512_maskz_srai_epi32(0xffff, _mm512_add_epi32(v, _mm512_set1_epi32(128)), 8);
@@ -318,11 +369,10 @@ TARGET_AVX512_BF16 inline void fix_x(FixedX* out, const bf16* x) {
         if (exponent == 255) out->step[g] = NAN; // an infinity or a NaN is among them
     }
 }
-inline const FixedX* fix_all_x(const bf16* x, int N, int K) {
-    static thread_local std::vector<FixedX> all; // grows to the largest batch, and stays
-    const size_t n = (size_t)N * (K / 64);
-    if (all.size() < n) all.resize(n);
-    FixedX* out = all.data();
+inline const FixedX* fix_all_x(const bf16* x, int N, int in) { // (N, in / 64)
+    static thread_local std::vector<FixedX> kept;
+    const size_t n = (size_t)N * (in / 64);
+    FixedX* out = at_least(kept, n);
     #pragma omp parallel for schedule(static) if (N > 16)
     for (size_t i = 0; i < n; i++) fix_x(out + i, x + i * 64);
     return out;
@@ -350,39 +400,49 @@ TARGET_AVX512_BF16 INLINE __m512i per_group(const void* two_words) {
     return _mm512_maskz_permutexvar_epi32(0xffff, which, _mm512_set1_epi64(pair));
 }
 
+// step * fma(256 H + M, 256, L) of 8 rows in two groups, those of the first group before those of the second. q: where
+// the groups begin in each row. NEXT_TILE: asks for the same numbers of the rows of the next tile.
+template <bool NEXT_TILE>
+TARGET_AVX512_BF16 INLINE __m512 two_group_sums(const int8_t* const* q, int in, int k, const FixedX& x) {
+    const __m512i h = _mm512_load_si512(x.plane[0]), m = _mm512_load_si512(x.plane[1]), l = _mm512_load_si512(x.plane[2]);
+    __m512i upper[8], lower[8]; // the sums of 256 h + m, and of l
+    for (int r = 0; r < 8; r++) {
+        if (NEXT_TILE) _mm_prefetch((const char*)(q[r] + (size_t)TILE_ROWS * in + k), _MM_HINT_T0);
+        // The instruction wants one factor without sign: q + 128; and 128 times the sum of x is subtracted below.
+        const __m512i u = _mm512_xor_si512(_mm512_loadu_si512(q[r] + k), _mm512_set1_epi8(-128));
+        lower[r] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, l);
+        upper[r] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, h);
+        upper[r] = _mm512_dpbusd_epi32(_mm512_maskz_slli_epi32(0xffff, upper[r], 8), u, m);
+    }
+    const __m512 a = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(sum_halves(upper), per_group(x.upper)));
+    const __m512 b = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(sum_halves(lower), per_group(x.lower)));
+    const __m512 step = _mm512_castsi512_ps(per_group(x.step));
+    const __m512 sum = _mm512_mul_ps(step, _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
+    return _mm512_maskz_shuffle_f32x4(0xffff, sum, sum, 0xd8);
+}
+
 // 8 rows at a time, from all over the tile: memory gives the most when it is read at several places.
-TARGET_AVX512_BF16 inline void product_tile_vnni(float* y, const WeightRows<bf16>& w, int rows, const FixedX* x, int N) {
-    const int K = w.K, groups = K / GROUP, apart = (rows + 7) / 8;
+template <bool ONE_TOKEN>
+TARGET_AVX512_BF16 inline void vnni_tile(float* y, const WeightRows<bf16>& w, int rows, const FixedX* x, int N) {
+    const int in = w.in, groups = in / GROUP, apart = (rows + 7) / 8;
     for (int first = 0; first < apart; first++) {
         const int8_t* q[8];
         int at[8], row[8];
         for (int r = 0; r < 8; r++) { // (the last rows stand for those that are missing)
             row[r] = std::min(first + r * apart, rows - 1);
-            q[r] = w.q + (size_t)row[r] * K, at[r] = row[r] * groups;
+            q[r] = w.q + (size_t)row[r] * in, at[r] = row[r] * groups;
         }
         const __m256i scale_at = _mm256_loadu_si256((const __m256i*)at);
         for (int n = 0; n < N; n++) {
             __m256 total = _mm256_setzero_ps();
-            for (int k = 0; k < K; k += 64) {
-                const FixedX& f = x[(size_t)n * (K / 64) + k / 64];
-                const __m512i h = _mm512_load_si512(f.plane[0]), m = _mm512_load_si512(f.plane[1]), l = _mm512_load_si512(f.plane[2]);
-                __m512i upper[8], lower[8]; // the sums of 256 h + m, and of l
-                for (int r = 0; r < 8; r++) {
-                    if (N == 1) _mm_prefetch((const char*)(q[r] + (size_t)TILE_ROWS * K + k), _MM_HINT_T0); // the next tile
-                    // The instruction wants one factor without sign: q + 128, and 128 sum x is taken away below.
-                    const __m512i u = _mm512_xor_si512(_mm512_loadu_si512(q[r] + k), _mm512_set1_epi8(-128));
-                    lower[r] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, l);
-                    upper[r] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, h);
-                    upper[r] = _mm512_dpbusd_epi32(_mm512_maskz_slli_epi32(0xffff, upper[r], 8), u, m);
-                }
-                const __m512 a = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(sum_halves(upper), per_group(f.upper)));
-                const __m512 b = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(sum_halves(lower), per_group(f.lower)));
-                __m512 sum = _mm512_mul_ps(_mm512_castsi512_ps(per_group(f.step)), _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
-                sum = _mm512_maskz_shuffle_f32x4(0xffff, sum, sum, 0xd8); // the first group's halves, then the second's
-                const __m256i scales = _mm256_i32gather_epi32((const int*)(w.scale + k / GROUP), scale_at, 2); // two a row
-                const __m256i scale0 = _mm256_slli_epi32(scales, 16), scale1 = _mm256_and_si256(scales, _mm256_set1_epi32(-65536));
-                total = _mm256_fmadd_ps(_mm256_castsi256_ps(scale0), _mm512_maskz_extractf32x8_ps(0xff, sum, 0), total);
-                total = _mm256_fmadd_ps(_mm256_castsi256_ps(scale1), _mm512_maskz_extractf32x8_ps(0xff, sum, 1), total);
+            for (int k = 0; k < in; k += 64) {
+                const __m512 sum = two_group_sums<ONE_TOKEN>(q, in, k, x[(size_t)n * (in / 64) + k / 64]);
+                // both groups' scales are the halves of one word
+                const __m256i scales = _mm256_i32gather_epi32((const int*)(w.scale + k / GROUP), scale_at, 2);
+                const __m256 scale0 = _mm256_castsi256_ps(_mm256_slli_epi32(scales, 16));
+                const __m256 scale1 = _mm256_castsi256_ps(_mm256_and_si256(scales, _mm256_set1_epi32(-65536)));
+                total = _mm256_fmadd_ps(scale0, _mm512_maskz_extractf32x8_ps(0xff, sum, 0), total);
+                total = _mm256_fmadd_ps(scale1, _mm512_maskz_extractf32x8_ps(0xff, sum, 1), total);
             }
             float sums[8];
             _mm256_storeu_ps(sums, total);
@@ -390,36 +450,15 @@ TARGET_AVX512_BF16 inline void product_tile_vnni(float* y, const WeightRows<bf16
         }
     }
 }
-#endif
-
-// A whole tile in pieces of 4 rows and TOKENS tokens: their sums, and an operand or five, are what registers hold.
-template <class Kernel, bool INT8, class T>
-void product_tile(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
-    constexpr int M = Kernel::TOKENS;
-    const int K = w.K;
-    for (int r = 0; r < rows;) {
-        const bool four = r + 4 <= rows;
-        int n = 0;
-        for (; n + M <= N; n += M) {
-            if (four) Kernel::template run<INT8, 4, M>(y + n * TILE_ROWS, w, x + (size_t)n * K, K);
-            else Kernel::template run<INT8, 1, M>(y + n * TILE_ROWS, w, x + (size_t)n * K, K);
-        }
-        for (; n < N; n++) {
-            if (four) Kernel::template run<INT8, 4, 1>(y + n * TILE_ROWS, w, x + (size_t)n * K, K);
-            else Kernel::template run<INT8, 1, 1>(y + n * TILE_ROWS, w, x + (size_t)n * K, K);
-        }
-        const int done = four ? 4 : 1;
-        w.skip(done);
-        y += done, r += done;
-    }
+inline void product_tile_vnni(float* y, const WeightRows<bf16>& w, int rows, const FixedX* x, int N) {
+    if (N == 1) vnni_tile<true>(y, w, rows, x, N);
+    else vnni_tile<false>(y, w, rows, x, N);
 }
-template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N);
 
-#ifdef HAVE_TWINS
-// AMX: a tile register is 16 rows of 64 bytes; tdpbf16ps multiplies 16 rows of W by 16 tokens, 32 deep, at once.
-// Rows of W are loaded from where they are. Of x it wants, row after row, the pairs (x[2k], x[2k+1]) of all 16
-// tokens side by side: `amx_pack`. A single token is packed by its nature: so decoding takes the same road, one
-// column wide, and gets the same bits as any batch. For K a multiple of 32 and 32 rows; else Bf16Kernel.
+// ---- AMX: a tile register is 16 rows of 64 bytes; tdpbf16ps multiplies 16 rows of W by 16 tokens, 32 deep, at once.
+// Rows of W are loaded from where they are. Of x it wants, row after row, the pairs (x[2i], x[2i+1]) of all 16 tokens
+// side by side: `amx_pack`. A single token is packed as it is: decoding is the same code, one column wide, and gets the
+// bits that it has in any batch. For `in` a multiple of 32 and 32 rows; else Bf16Dot.
 struct alignas(64) AmxConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
@@ -435,20 +474,19 @@ struct alignas(64) AmxConfig {
     }
 };
 
-// x (N,K) to (N/16, K/2, 16) pairs, zeros for the tokens that are missing in the last 16. N = 1: x itself.
-inline const bf16* amx_pack(const bf16* x, int N, int K) {
+// x (N,in) to (N/16, in/2, 16) pairs, zeros for the tokens that are missing in the last 16. N = 1: x itself.
+inline const bf16* amx_pack(const bf16* x, int N, int in) {
     if (N == 1) return x;
-    static thread_local std::vector<uint32_t> packed; // grows to the largest batch, and stays
-    const int groups = (N + 15) / 16;
-    if (packed.size() < (size_t)groups * K * 8) packed.resize((size_t)groups * K * 8);
-    uint32_t* out = packed.data();
+    static thread_local std::vector<uint32_t> kept;
+    const int tiles = (N + 15) / 16;
+    uint32_t* out = at_least(kept, (size_t)tiles * in * 8);
     #pragma omp parallel for schedule(static) if (N > 16)
-    for (int g = 0; g < groups; g++)
+    for (int t = 0; t < tiles; t++)
         for (int n = 0; n < 16; n++)
-            for (int k = 0; k < K / 2; k++) {
+            for (int i = 0; i < in / 2; i++) {
                 uint32_t pair = 0;
-                if (g * 16 + n < N) memcpy(&pair, x + (size_t)(g * 16 + n) * K + 2 * k, 4);
-                out[((size_t)g * K / 2 + k) * 16 + n] = pair;
+                if (t * 16 + n < N) memcpy(&pair, x + (size_t)(t * 16 + n) * in + 2 * i, 4);
+                out[((size_t)t * in / 2 + i) * 16 + n] = pair;
             }
     return (const bf16*)out;
 }
@@ -458,69 +496,74 @@ TARGET_AMX inline void amx_configure(int width) {
     AmxConfig().tiles(0, 7, 16, width).tiles(4, 5, 16, 64).load();
 }
 
-// x as amx_pack made it, `width` bytes a row, from a multiple of 16 tokens on; N <= SLAB.
-TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, const bf16* x, int width, int N, int K) {
-    amx_configure(width);
-    const bf16* w2 = w + (size_t)16 * K;
-    if (width == 4) { // one token: two columns of sums
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int k = 0; k < K; k += 32) {
-            _tile_loadd(4, w + k, K * 2);
-            _tile_loadd(6, x + k, 4);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(5, w2 + k, K * 2);
-            _tile_dpbf16ps(1, 5, 6);
-        }
-        _tile_stored(0, y, 4);
-        _tile_stored(1, y + 16, 4);
-        return _tile_release();
+// One token: two columns of sums.
+TARGET_AMX inline void amx_column(float* y, const bf16* w, const bf16* x, int in) {
+    const bf16* w2 = w + (size_t)16 * in;
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int i = 0; i < in; i += 32) {
+        _tile_loadd(4, w + i, in * 2);
+        _tile_loadd(6, x + i, 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, w2 + i, in * 2);
+        _tile_dpbf16ps(1, 5, 6);
     }
-    for (int n = 0; n < N; n += 32) { // 32 rows by 32 tokens; the second 16 tokens may not be there
-        const bool two = N - n > 16;
-        const bf16 *x1 = x + (size_t)n * K, *x2 = two ? x1 + (size_t)16 * K : x1;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int k = 0; k < K; k += 32) {
-            _tile_loadd(4, w + k, K * 2);
-            _tile_loadd(6, x1 + (size_t)k * 16, 64);
-            _tile_loadd(5, w2 + k, K * 2);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 5, 6);
-            if (two) {
-                _tile_loadd(7, x2 + (size_t)k * 16, 64);
-                _tile_dpbf16ps(2, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
-            }
+    _tile_stored(0, y, 4);
+    _tile_stored(1, y + 16, 4);
+}
+
+// 32 rows by 32 tokens, or by 16 (then `two` is false).
+TARGET_AMX inline void amx_square(float* sums, const bf16* w, const bf16* x, int in, bool two) { // sums (rows, tokens)
+    const bf16 *w2 = w + (size_t)16 * in, *x2 = two ? x + (size_t)16 * in : x;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int i = 0; i < in; i += 32) {
+        _tile_loadd(4, w + i, in * 2);
+        _tile_loadd(6, x + (size_t)i * 16, 64);
+        _tile_loadd(5, w2 + i, in * 2);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        if (two) {
+            _tile_loadd(7, x2 + (size_t)i * 16, 64);
+            _tile_dpbf16ps(2, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
         }
-        float sums[TILE_ROWS * 32]; // (rows, tokens): y wants it the other way round
-        _tile_stored(0, sums, 128);
-        _tile_stored(1, sums + 16 * 32, 128);
-        _tile_stored(2, sums + 16, 128);
-        _tile_stored(3, sums + 16 * 32 + 16, 128);
+    }
+    _tile_stored(0, sums, 128);
+    _tile_stored(1, sums + 16 * 32, 128);
+    _tile_stored(2, sums + 16, 128);
+    _tile_stored(3, sums + 16 * 32 + 16, 128);
+}
+
+// x as amx_pack made it of a batch of one token (`one`) or more, from a multiple of 16 tokens on.
+TARGET_AMX inline void product_tile_amx(float* y, const bf16* w, const bf16* x, bool one, int N, int in) {
+    amx_configure(one ? 4 : 64);
+    if (one) amx_column(y, w, x, in);
+    for (int n = 0; n < N && !one; n += 32) {
+        float sums[TILE_ROWS * 32];
+        amx_square(sums, w, x + (size_t)n * in, in, N - n > 16);
         for (int m = 0; m < std::min(32, N - n); m++)
             for (int r = 0; r < TILE_ROWS; r++) y[(n + m) * TILE_ROWS + r] = sums[r * 32 + m];
     }
     _tile_release();
 }
 
-// For INT8 weights: what 16 tokens have in a group, as tdpbssd takes it, 4 neighbours together.
+// ---- AMX for INT8 weights: what 16 tokens have in a group, as tdpbssd takes it, 4 neighbours together.
 struct alignas(64) FixedTile {
     int8_t plane[3][8][16][4]; // (planes, fours, tokens, 4)
     float step[16];
 };
-inline const FixedTile* amx_pack_int8(const FixedX* x, int N, int K) { // (N/16, K/32)
-    static thread_local std::vector<FixedTile> packed; // grows to the largest batch, and stays
-    const int tiles = (N + 15) / 16, groups = K / GROUP;
-    if (packed.size() < (size_t)tiles * groups) packed.resize((size_t)tiles * groups);
-    FixedTile* out = packed.data();
+inline const FixedTile* amx_pack_int8(const FixedX* x, int N, int in) { // (N/16, in/32)
+    static thread_local std::vector<FixedTile> kept;
+    const int tiles = (N + 15) / 16, groups = in / GROUP;
+    FixedTile* out = at_least(kept, (size_t)tiles * groups);
     #pragma omp parallel for schedule(static) if (N > 16)
     for (int t = 0; t < tiles; t++)
         for (int g = 0; g < groups; g++)
             for (int n = 0; n < 16; n++) {
-                const size_t token = std::min(t * 16 + n, N - 1); // (nobody reads what is behind N)
+                const size_t token = std::min(t * 16 + n, N - 1); // (nobody reads what is past N)
                 const FixedX& from = x[token * groups / 2 + g / 2];
                 FixedTile& to = out[(size_t)t * groups + g];
                 to.step[n] = from.step[g % 2];
@@ -531,59 +574,68 @@ inline const FixedTile* amx_pack_int8(const FixedX* x, int N, int K) { // (N/16,
 }
 
 // The sums H, M, L of one group, 16 rows by 16 tokens each, in tiles A, B and C. (A tile's name is no variable.)
-#define AMX_GROUP(A, B, C, sums, q, x) \
-    _tile_zero(A);                     \
-    _tile_zero(B);                     \
-    _tile_zero(C);                     \
-    _tile_loadd(6, q, K);              \
-    _tile_loadd(7, x.plane[0], 64);    \
-    _tile_dpbssd(A, 6, 7);             \
-    _tile_loadd(7, x.plane[1], 64);    \
-    _tile_dpbssd(B, 6, 7);             \
-    _tile_loadd(7, x.plane[2], 64);    \
-    _tile_dpbssd(C, 6, 7);             \
-    _tile_stored(A, sums[0], 64);      \
-    _tile_stored(B, sums[1], 64);      \
-    _tile_stored(C, sums[2], 64)
+#define AMX_GROUP(A, B, C, sums, q, in, x) \
+    _tile_zero(A);                         \
+    _tile_zero(B);                         \
+    _tile_zero(C);                         \
+    _tile_loadd(6, q, in);                 \
+    _tile_loadd(7, (x).plane[0], 64);      \
+    _tile_dpbssd(A, 6, 7);                 \
+    _tile_loadd(7, (x).plane[1], 64);      \
+    _tile_dpbssd(B, 6, 7);                 \
+    _tile_loadd(7, (x).plane[2], 64);      \
+    _tile_dpbssd(C, 6, 7);                 \
+    _tile_stored(A, (sums)[0], 64);        \
+    _tile_stored(B, (sums)[1], 64);        \
+    _tile_stored(C, (sums)[2], 64)
 
-// 32 rows of INT8 and N <= SLAB tokens, 16 by 16 at a time; the bits of product_tile_vnni. A few groups go through the
-// tiles, in turns through two sets of them, before vectors take the sums: what a tile has stored cannot be loaded soon.
+// total += scale * step * fma(256 H + M, 256, L), group after group, for 16 rows by 16 tokens.
+TARGET_AMX INLINE void amx_add_groups(float (*total)[16],              // (rows, tokens) in place
+                                      const int32_t (*sums)[3][16][16], // (groups, planes, rows, tokens)
+                                      const float (*scale)[16],        // (groups, rows)
+                                      const FixedTile* x, int groups) {
+    for (int r = 0; r < 16; r += 4) {
+        __m512 sum[4];
+        for (int i = 0; i < 4; i++) sum[i] = _mm512_load_ps(total[r + i]);
+        for (int g = 0; g < groups; g++) {
+            const __m512 step = _mm512_load_ps(x[g].step);
+            for (int i = 0; i < 4; i++) {
+                const __m512i h = _mm512_load_si512(sums[g][0][r + i]), m = _mm512_load_si512(sums[g][1][r + i]);
+                const __m512i upper = _mm512_add_epi32(_mm512_maskz_slli_epi32(0xffff, h, 8), m);
+                const __m512 a = _mm512_maskz_cvtepi32_ps(0xffff, upper);
+                const __m512 b = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_load_si512(sums[g][2][r + i]));
+                const __m512 of_group = _mm512_mul_ps(step, _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
+                sum[i] = _mm512_fmadd_ps(_mm512_set1_ps(scale[g][r + i]), of_group, sum[i]);
+            }
+        }
+        for (int i = 0; i < 4; i++) _mm512_store_ps(total[r + i], sum[i]);
+    }
+}
+
+// 32 rows of INT8 and N <= TILE_TOKENS tokens, 16 by 16 at a time; the bits of product_tile_vnni. Four groups go through
+// the tiles, alternating between two sets of them, before vectors take the sums: what a tile has stored cannot be loaded
+// soon.
 TARGET_AMX inline void product_tile_amx_int8(float* y, const WeightRows<bf16>& w, const FixedTile* x, int N) {
-    constexpr int PART = 4;
-    const int K = w.K, groups = K / GROUP;
-    alignas(64) float total[SLAB / 16][16][16]; // (tokens / 16, rows, tokens)
-    alignas(64) int32_t sums[PART][3][16][16];  // (groups, planes, rows, tokens)
+    constexpr int TOGETHER = 4;
+    const int in = w.in, groups = in / GROUP;
+    alignas(64) float total[TILE_TOKENS / 16][16][16]; // (tokens / 16, rows, tokens)
+    alignas(64) int32_t sums[TOGETHER][3][16][16];     // (groups, planes, rows, tokens)
     AmxConfig().tiles(0, 5, 16, 64).tiles(6, 6, 16, GROUP).tiles(7, 7, 8, 64).load();
     for (int half = 0; half < 2; half++) {
         memset(total, 0, sizeof total);
-        for (int g0 = 0; g0 < groups; g0 += PART) {
-            const int parts = std::min(PART, groups - g0);
-            float scale[PART][16];
+        for (int g0 = 0; g0 < groups; g0 += TOGETHER) {
+            const int count = std::min(TOGETHER, groups - g0); // even
+            float scale[TOGETHER][16];
             for (int r = 0; r < 16; r++)
-                for (int g = 0; g < parts; g++) scale[g][r] = to_acc(w.scale[(size_t)(half * 16 + r) * groups + g0 + g]);
+                for (int g = 0; g < count; g++) scale[g][r] = to_acc(w.scale[(size_t)(half * 16 + r) * groups + g0 + g]);
             for (int t = 0; t * 16 < N; t++) {
                 const FixedTile* tile = x + (size_t)t * groups + g0;
-                const int8_t* q = w.q + (size_t)half * 16 * K + g0 * GROUP;
-                for (int g = 0; g < parts; g += 2) {
-                    AMX_GROUP(0, 1, 2, sums[g], q + g * GROUP, tile[g]);
-                    AMX_GROUP(3, 4, 5, sums[g + 1], q + (g + 1) * GROUP, tile[g + 1]);
+                const int8_t* q = w.q + (size_t)half * 16 * in + g0 * GROUP;
+                for (int g = 0; g < count; g += 2) {
+                    AMX_GROUP(0, 1, 2, sums[g], q + g * GROUP, in, tile[g]);
+                    AMX_GROUP(3, 4, 5, sums[g + 1], q + (g + 1) * GROUP, in, tile[g + 1]);
                 }
-                for (int r = 0; r < 16; r += 4) {
-                    __m512 sum[4];
-                    for (int i = 0; i < 4; i++) sum[i] = _mm512_load_ps(total[t][r + i]);
-                    for (int g = 0; g < parts; g++) {
-                        const __m512 step = _mm512_load_ps(tile[g].step);
-                        for (int i = 0; i < 4; i++) {
-                            const __m512i h = _mm512_load_si512(sums[g][0][r + i]), m = _mm512_load_si512(sums[g][1][r + i]);
-                            const __m512i upper = _mm512_add_epi32(_mm512_maskz_slli_epi32(0xffff, h, 8), m);
-                            const __m512 a = _mm512_maskz_cvtepi32_ps(0xffff, upper);
-                            const __m512 b = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_load_si512(sums[g][2][r + i]));
-                            const __m512 of_group = _mm512_mul_ps(step, _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
-                            sum[i] = _mm512_fmadd_ps(_mm512_set1_ps(scale[g][r + i]), of_group, sum[i]);
-                        }
-                    }
-                    for (int i = 0; i < 4; i++) _mm512_store_ps(total[t][r + i], sum[i]);
-                }
+                amx_add_groups(total[t], sums, scale, tile, count);
             }
         }
         for (int n = 0; n < N; n++)
@@ -591,98 +643,102 @@ TARGET_AMX inline void product_tile_amx_int8(float* y, const WeightRows<bf16>& w
     }
     _tile_release();
 }
+#undef AMX_GROUP
+#endif // HAVE_SIMD
+
+// =========================================================================================================== Products
+
+// x as the tiles of a product want it, and which tiles these are.
+template <class T> struct ProductInput {
+    const T* x;
+    int N, in;
+    ProductTile<T> floats;
+    bool integers = false, amx = false; // integers for INT8; AMX for whole tiles
+#ifdef HAVE_SIMD
+    const bf16* packed = nullptr;           // for AMX
+    const FixedX* fixed = nullptr;          // for integers
+    const FixedTile* fixed_packed = nullptr; // for AMX with integers
 #endif
 
-// The twin for this CPU.
-template <bool INT8, class T> ProductTile<T> choose_tile() {
-#ifdef HAVE_TWINS
-    if constexpr (!INT8 && std::is_same_v<T, bf16>)
-        if (cpu_road >= CPU_AVX512_BF16) return product_tile<Bf16Kernel, INT8, T>;
-    if constexpr (!std::is_same_v<T, double>) {
-        if (cpu_road >= CPU_AVX512) return product_tile<Avx512Kernel, INT8, T>;
-        if (cpu_road >= CPU_AVX2) return product_tile<Avx2Kernel, INT8, T>;
+    ProductInput(const Linear<T>& W, const T* x, int N)
+        : x(x), N(N), in(W.in), floats(W.q[0] ? choose_tile<true, T>() : choose_tile<false, T>()) {
+#ifdef HAVE_SIMD
+        if constexpr (std::is_same_v<T, bf16>) {
+            integers = instruction_set >= ISA_AVX512_BF16 && W.q[0] && in % 64 == 0;
+            amx = instruction_set >= ISA_AMX && (W.q[0] ? integers && N > 1 : in % 32 == 0);
+            if (integers) fixed = fix_all_x(x, N, in);
+            if (amx && integers) fixed_packed = amx_pack_int8(fixed, N, in);
+            else if (amx) packed = amx_pack(x, N, in);
+        }
+#endif
     }
+    // The tile of `rows` rows at w and `count` tokens from n on.
+    void tile(acc<T>* y, const WeightRows<T>& w, int rows, int n, int count) const {
+#ifdef HAVE_SIMD
+        if constexpr (std::is_same_v<T, bf16>) {
+            const size_t before = (size_t)n * in;
+            if (amx && rows == TILE_ROWS) {
+                if (integers) return product_tile_amx_int8(y, w, fixed_packed + before / (16 * GROUP), count);
+                return product_tile_amx(y, w.w, packed + before, N == 1, count, in);
+            }
+            if (integers) return product_tile_vnni(y, w, rows, fixed + before / (2 * GROUP), count);
+        }
 #endif
-    return product_tile<PlainKernel, INT8, T>;
-}
+        floats(y, w, rows, x + (size_t)n * in, count);
+    }
+};
 
-// `store(n, r, y)` takes each output once.
+// A task is a few rows of W: a thread streams its own rows, and holds them in its cache while the tokens pass,
+// TILE_TOKENS at a time.
 template <class T, class Store>
 void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
-    const int K = W.in;
-    const ProductTile<T> tile = W.q[0] ? choose_tile<true, T>() : choose_tile<false, T>();
-    bool integers = false, amx = false; // integers for INT8; AMX for whole tiles
-#ifdef HAVE_TWINS
-    const bf16* packed = nullptr;
-    const FixedX* fixed = nullptr;
-    const FixedTile* fixed_packed = nullptr;
-    if constexpr (std::is_same_v<T, bf16>) {
-        integers = cpu_road >= CPU_AVX512_BF16 && W.q[0] && K % 64 == 0;
-        amx = cpu_road >= CPU_AMX && (W.q[0] ? integers && N > 1 : K % 32 == 0);
-        if (integers) fixed = fix_all_x(x, N, K);
-        if (amx && integers) fixed_packed = amx_pack_int8(fixed, N, K);
-        else if (amx) packed = amx_pack(x, N, K);
-    }
-#endif
-    // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX and integers want their 32); more when there
-    // are tokens enough to make re-reading x cost something.
-    int step = N == 1 && !amx && !integers ? 8 : TILE_ROWS, first_task[4] = {};
-    while (N >= SLAB && step < 128 && W.out() / (2 * step) >= 2 * thread_count()) step *= 2;
-    for (int b = 0; b < 3; b++) first_task[b + 1] = first_task[b] + (W.rows[b] + step - 1) / step;
-    #pragma omp parallel for schedule(static) if ((size_t)W.out() * K * N > 50000)
+    const ProductInput<T> input(W, x, N);
+    // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX and integers want their 32); more
+    // when there are tokens enough to make re-reading x cost something.
+    int task_rows = N == 1 && !input.amx && !input.integers ? 8 : TILE_ROWS, first_task[4] = {};
+    while (N >= TILE_TOKENS && task_rows < 128 && W.out() / (2 * task_rows) >= 2 * thread_count()) task_rows *= 2;
+    for (int b = 0; b < 3; b++) first_task[b + 1] = first_task[b] + (W.rows[b] + task_rows - 1) / task_rows;
+    #pragma omp parallel for schedule(static) if ((size_t)W.out() * W.in * N > 50000)
     for (int task = 0; task < first_task[3]; task++) {
-        int b = 0, base = 0;
-        while (task >= first_task[b + 1]) base += W.rows[b++];
-        const int r0 = (task - first_task[b]) * step, r1 = std::min(W.rows[b], r0 + step);
-        acc<T> y[TILE_ROWS * SLAB];
-        for (int n0 = 0; n0 < N; n0 += SLAB) {
-            const int n1 = std::min(N, n0 + SLAB);
+        int b = 0;
+        while (task >= first_task[b + 1]) b++;
+        const int r0 = (task - first_task[b]) * task_rows, r1 = std::min(W.rows[b], r0 + task_rows), base = W.first_row(b);
+        acc<T> y[TILE_ROWS * TILE_TOKENS];
+        for (int n0 = 0; n0 < N; n0 += TILE_TOKENS) {
+            const int tokens = std::min(TILE_TOKENS, N - n0);
             for (int r = r0; r < r1; r += TILE_ROWS) {
                 const int rows = std::min(TILE_ROWS, r1 - r);
-                const WeightRows<T> w(W, b, r);
-#ifdef HAVE_TWINS
-                if constexpr (std::is_same_v<T, bf16>) {
-                    const size_t before = (size_t)n0 * K;
-                    const bool tiles = amx && rows == TILE_ROWS;
-                    if (tiles && integers) product_tile_amx_int8(y, w, fixed_packed + before / (16 * GROUP), n1 - n0);
-                    else if (tiles) product_tile_amx(y, w.w, packed + before, N == 1 ? 4 : 64, n1 - n0, K);
-                    else if (integers) product_tile_vnni(y, w, rows, fixed + before / (2 * GROUP), n1 - n0);
-                }
-#endif
-                if (!integers && (!amx || rows < TILE_ROWS)) tile(y, w, rows, x + (size_t)n0 * K, n1 - n0);
-                for (int n = n0; n < n1; n++)
-                    for (int i = 0; i < rows; i++) store(n, base + r + i, y[(n - n0) * TILE_ROWS + i]);
+                input.tile(y, WeightRows<T>(W, b, r), rows, n0, tokens);
+                for (int n = 0; n < tokens; n++)
+                    for (int i = 0; i < rows; i++) store(n0 + n, base + r + i, y[n * TILE_ROWS + i]);
             }
         }
     }
 }
 
-// out[n][k] = x[n][k] / (1 - p) where the mask keeps it, else 0
-template <class T> void drop_cpu(T* out, const T* x, const Dropout& d, int module, int N, int K) {
-    const acc<T> scale = 1 / (1 - (acc<T>)d.p);
-    #pragma omp parallel for schedule(static) if ((size_t)N * K > 2000)
-    for (int n = 0; n < N; n++)
-        for (int k = 0; k < K; k += 8) {
-            const uint32_t kept = dropout_mask(d, d.token[n], module, k / 8);
-            for (int i = k; i < std::min(K, k + 8); i++) out[(size_t)n * K + i] = to_stored<T>(kept >> (i - k) & 1 ? to_acc(x[(size_t)n * K + i]) * scale : 0);
-        }
-}
 // x as module j of W's adapter sees it: dropped into scratch, or x itself.
 template <class T> const T* dropped_cpu(const T* x, const Linear<T>& W, int j, int N) {
-    if (!W.adapter.dropout) return x;
-    static thread_local std::vector<T> scratch; // grows to the largest, and stays
-    if (scratch.size() < (size_t)N * W.in) scratch.resize((size_t)N * W.in);
-    drop_cpu(scratch.data(), x, *W.adapter.dropout, W.adapter.module[j], N, W.in);
-    return scratch.data();
+    const Dropout* d = W.adapter.dropout;
+    if (!d) return x;
+    const int in = W.in, module = W.adapter.module[j];
+    const acc<T> scale = 1 / (1 - (acc<T>)d->p);
+    static thread_local std::vector<T> kept;
+    T* out = at_least(kept, (size_t)N * in);
+    #pragma omp parallel for schedule(static) if ((size_t)N * in > 2000)
+    for (int n = 0; n < N; n++)
+        for (int k = 0; k < in; k += 8) {
+            const uint32_t mask = dropout_mask(*d, d->token[n], module, k / 8);
+            for (int i = k; i < std::min(in, k + 8); i++) {
+                const size_t at = (size_t)n * in + i;
+                out[at] = to_stored<T>(mask >> (i - k) & 1 ? to_acc(x[at]) * scale : 0);
+            }
+        }
+    return out;
 }
 
-// ---- lora_down: h[n][j * rank + i] = sum_k A[j * rank + i][k] drop_j(x[n])[k]
-template <class T>
-void lora_down_cpu(Context&, T* h,       // (N, m * rank) out
-                   const T* x, // (N, W.in)
-                   const Linear<T>& W, int N) {
+template <class T> void lora_down_cpu(Context&, T* h, const T* x, const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
-    const size_t ld = (size_t)a.modules * a.rank;
+    const size_t ld = a.width();
     for (int j = 0; j < a.modules; j++) {
         Linear<T> A;
         A.w[0] = a.A + (size_t)j * a.rank * W.in, A.rows[0] = a.rank, A.in = W.in;
@@ -690,96 +746,81 @@ void lora_down_cpu(Context&, T* h,       // (N, m * rank) out
     }
 }
 
-// x W^T with W's adapter, if it has one: s B h is added before anything is rounded.
 template <class T, class Store>
 void adapted_product_cpu(Context& ctx, const Linear<T>& W, const T* x, int N, Store store) {
     const Adapter<T>& a = W.adapter;
     if (!a.rank) return product_cpu(W, x, N, store);
     lora_down_cpu(ctx, a.h, x, W, N);
-    const size_t ld = (size_t)a.modules * a.rank;
+    const size_t ld = a.width();
     product_cpu(W, x, N, [&, ld](int n, int r, acc<T> y) {
-        int block = 0, first = W.rows[0];
-        while (r >= first) first += W.rows[++block];
+        int block = 0, end = W.rows[0];
+        while (r >= end) end += W.rows[++block];
         for (int j = 0; j < a.modules; j++)
             if (a.block[j] == block) y += dot(a.h + n * ld + j * a.rank, a.B + r * ld + j * a.rank, a.rank);
         store(n, r, y);
     });
 }
 
-// out = x W^T
-template <class T>
-void linear_cpu(Context& ctx, T* out,     // (N, W.out) out
-                const T* x, // (N, W.in)
-                const Linear<T>& W, int N) {
+template <class T> void linear_cpu(Context& ctx, T* out, const T* x, const Linear<T>& W, int N) {
     const size_t ld = W.out();
     adapted_product_cpu(ctx, W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = to_stored<T>(y); });
 }
 
-// out = residual + x W^T; out may be residual.
 template <class T>
-void linear_add_cpu(Context& ctx, acc<T>* out,            // (N, W.out) out
-                    const acc<T>* residual, // (N, W.out)
-                    const T* x,             // (N, W.in)
-                    const Linear<T>& W, int N) {
+void linear_add_cpu(Context& ctx, acc<T>* out, const acc<T>* residual, const T* x, const Linear<T>& W, int N) {
     const size_t ld = W.out();
     adapted_product_cpu(ctx, W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = residual[n * ld + r] + y; });
 }
 
-// out = normed W^T with normed = rmsnorm(x): where it helps, the product makes the rows it needs itself, and
-// `normed` is not written.
+// ======================================================================================================== Forward ops
+
 template <class T>
-void norm_linear_cpu(Context& ctx, T* out,          // (N, W.out) out
-                     T* normed,       // (N,C) scratch
-                     const acc<T>* x, // (N,C)
-                     const T* w,      // (C)
-                     const Linear<T>& W, int N, float eps) {
+void rmsnorm_cpu(Context&, T* out, const acc<T>* x, const T* w, int N, int C, float eps) {
+    #pragma omp parallel for schedule(static) if (N > 4)
+    for (int n = 0; n < N; n++) {
+        const acc<T>* row = x + (size_t)n * C;
+        const acc<T> r = inverse_rms(row, C, eps);
+        for (int i = 0; i < C; i++) out[(size_t)n * C + i] = to_stored<T>(row[i] * r * to_acc(w[i]));
+    }
+}
+
+template <class T>
+void norm_linear_cpu(Context& ctx, T* out, T* normed, const acc<T>* x, const T* w, const Linear<T>& W, int N, float eps) {
     rmsnorm_cpu(ctx, normed, x, w, N, W.in, eps);
     linear_cpu(ctx, out, normed, W, N);
 }
 
-// ---- q/k norm, RoPE, KV write: the q and k heads of each token are RMS-normalised and turned by the angle
-// pos * theta^(-2i/D) in each plane (i, i + D/2)      (Su et al., "RoFormer", 2021, in the half-split layout);
-// q goes on, k and v go to the cache.
 template <class T>
-void qknorm_rope_kv_cpu(Context&, T* q,              // (N,HD) out
-                        T* keys,           // one layer's cache, out
-                        T* values,         // one layer's cache, out
-                        const T* qkv,      // (N,(H+2K)D)
-                        const T* q_weight, // (D)
-                        const T* k_weight, // (D)
-                        const acc<T>* rope, // (positions, D/2, 2) cosine and sine
-                        const Batch& b, int H, int K, int D, float eps) {
+void qknorm_rope_kv_cpu(Context&, T* q, T* keys, T* values, const T* qkv, const T* q_weight, const T* k_weight,
+                        const acc<T>* rope, const Batch& b, int H, int K, int D, float eps) {
     #pragma omp parallel for schedule(static) if (b.N > 4)
     for (int n = 0; n < b.N; n++) {
         if (b.seq[n] < 0) continue;
         const T* row = qkv + (size_t)n * (H + 2 * K) * D;
-        const acc<T>* turn = rope + (size_t)b.pos[n] * D;
-        const int page = b.slot[n] / PAGE, within = b.slot[n] % PAGE;
-        auto norm_rope = [&](T* out, const T* in, const T* w) {
-            const acc<T> scale = inverse_rms(in, D, eps);
+        const acc<T>* angle = rope + (size_t)b.pos[n] * D;
+        auto norm_rope = [&](T* out, const T* head, const T* w) {
+            const acc<T> r = inverse_rms(head, D, eps);
             for (int i = 0; i < D / 2; i++) {
-                acc<T> u = to_acc(in[i]) * scale * to_acc(w[i]), v = to_acc(in[i + D / 2]) * scale * to_acc(w[i + D / 2]);
-                out[i] = to_stored<T>(u * turn[2 * i] - v * turn[2 * i + 1]);
-                out[i + D / 2] = to_stored<T>(v * turn[2 * i] + u * turn[2 * i + 1]);
+                const acc<T> u = to_acc(head[i]) * r * to_acc(w[i]), v = to_acc(head[i + D / 2]) * r * to_acc(w[i + D / 2]);
+                out[i] = to_stored<T>(u * angle[2 * i] - v * angle[2 * i + 1]);
+                out[i + D / 2] = to_stored<T>(v * angle[2 * i] + u * angle[2 * i + 1]);
             }
         };
         for (int h = 0; h < H; h++) norm_rope(q + ((size_t)n * H + h) * D, row + h * D, q_weight);
         for (int h = 0; h < K; h++) {
-            size_t at = kv_offset(page, h, within, K, D);
+            const size_t at = kv_offset(b.slot[n] / PAGE, h, b.slot[n] % PAGE, K, D);
             norm_rope(keys + at, row + (H + h) * D, k_weight);
             memcpy((void*)(values + at), row + (H + K + h) * D, D * sizeof(T));
         }
     }
 }
 
-// ---- attention: out[n][h] = softmax(q . k / sqrt(D)) v over the positions 0..pos[n] of n's sequence; query head
-// h reads key/value head h / G. Page by page with a running maximum (Milakov & Gimelshein, "Online normalizer
-// calculation for softmax", 2018): when it grows, what was summed so far is scaled down. Every PIECE keys the sums
-// start anew, and are then added to those of the pieces before in the same way: so the pieces of one row can be tasks
-// of their own, where there are few rows (decode at long contexts), and the row's bits stay what they are.
+// ---- attention, page by page with a running maximum (Milakov & Gimelshein, "Online normalizer calculation for softmax",
+// 2018): when it grows, what was summed so far is scaled down. Every CPU_SPLIT keys the sums start anew, and are then added
+// to those of the splits before in the same way: so the splits of one row can be tasks of their own, where there are few
+// rows (decoding at long contexts), and the row's bits stay what they are.
 constexpr int ATTENTION_ROWS = 32; // query rows that share a page while it is in the first-level cache
-
-constexpr int PIECE = 512;         // keys; whole pages
+constexpr int CPU_SPLIT = 512;     // keys; whole pages
 
 // Numerator and denominator of a softmax over some keys, both divided by e^maximum.
 template <class T> struct AttentionSum {
@@ -795,267 +836,212 @@ template <class T> struct AttentionSum {
         maximum = top, sum = sum * mine + o.sum * theirs;
     }
 };
-template <class T> struct AttentionRow {
+template <class T> struct AttentionRow { // a query head of a token
     acc<T> q[MAX_HEAD];
-    AttentionSum<T> piece, total;
+    AttentionSum<T> split, total;
     int length; // keys it sees
 };
 
-// p[j] = q . keys[j] for the 16 keys of a page, and out = out * scale + sum_j p[j] values[j]; keys, values (16,D).
-template <class A> void attention_scores_plain(A* p, const A* q, const A* keys, int D) {
-    for (int j = 0; j < PAGE; j++) p[j] = dot(q, keys + j * D, D);
-}
-template <class A> void attention_mix_plain(A* out, A scale, const A* p, const A* values, int D) {
-    for (int i = 0; i < D; i += LANES) {
-        const int n = std::min(LANES, D - i);
-        lanes<A> o, v;
-        load_some(o, out + i, n);
-        o *= scale;
-        for (int j = 0; j < PAGE; j++) {
-            load_some(v, values + j * D + i, n);
-            o += v * p[j];
+// One layer's attention. A task is up to ATTENTION_ROWS rows: `tokens` tokens by `heads` query heads of one KV head, and
+// all their keys or one split of them.
+template <class T> struct Attention {
+    using A = acc<T>;
+    T* out;
+    A* lse;
+    const T *q, *keys, *values;
+    const Batch& b;
+    int H, K, D, G, heads, tokens, head_tiles, token_tiles;
+    size_t work = 0;                 // multiplications, about
+    int splits = 1;                  // of a row into tasks: 1, or as many as the longest row has
+    AttentionSum<T>* sums = nullptr; // (N,H,splits) if these are more than one
+    void (*scores)(A*, const A*, const A*, int) = Plain<A>::template attention_scores<A>;
+    void (*mix)(A*, A, const A*, const A*, int) = Plain<A>::template attention_mix<A>;
+
+    Attention(T* out, A* lse, const T* q, const T* keys, const T* values, const Batch& b, int H, int K, int D)
+        : out(out), lse(lse), q(q), keys(keys), values(values), b(b), H(H), K(K), D(D), G(H / K) {
+#ifdef HAVE_SIMD
+        if constexpr (std::is_same_v<A, float>) {
+            if (instruction_set >= ISA_AVX2) scores = Avx2::attention_scores<A>, mix = Avx2::attention_mix<A>;
+            if (instruction_set >= ISA_AVX512) scores = Avx512::attention_scores<A>, mix = Avx512::attention_mix<A>;
         }
-        memcpy(out + i, &o, n * sizeof(A));
-    }
-}
-#ifdef HAVE_TWINS
-TARGET_AVX2 inline void attention_scores_avx2(float* p, const float* q, const float* keys, int D) {
-    for (int j = 0; j < PAGE; j += 4) {
-        __m256 sum[4], a;
-        for (int k = 0; k < 4; k++) sum[k] = _mm256_setzero_ps();
-        for (int i = 0; i < D; i += 8) {
-            a = load8(q + i, D - i);
-            for (int k = 0; k < 4; k++) sum[k] = _mm256_fmadd_ps(a, load8(keys + (j + k) * D + i, D - i), sum[k]);
-        }
-        for (int k = 0; k < 4; k++) p[j + k] = sum8(sum[k]);
-    }
-}
-TARGET_AVX2 inline void attention_mix_avx2(float* out, float scale, const float* p, const float* values, int D) {
-    for (int i = 0; i < D; i += 8) {
-        __m256 o = _mm256_mul_ps(load8(out + i, D - i), _mm256_set1_ps(scale));
-        for (int j = 0; j < PAGE; j++) o = _mm256_fmadd_ps(_mm256_set1_ps(p[j]), load8(values + j * D + i, D - i), o);
-        memcpy(out + i, &o, std::min(8, D - i) * sizeof(float));
-    }
-}
-TARGET_AVX512 inline void attention_scores_avx512(float* p, const float* q, const float* keys, int D) {
-    for (int j = 0; j < PAGE; j += 8) {
-        __m512 sum[8], a;
-        for (int k = 0; k < 8; k++) sum[k] = _mm512_setzero_ps();
-        for (int i = 0; i < D; i += 16) {
-            const __mmask16 mask = first_lanes(D - i);
-            a = load16(q + i, mask);
-            for (int k = 0; k < 8; k++) sum[k] = _mm512_fmadd_ps(a, load16(keys + (j + k) * D + i, mask), sum[k]);
-        }
-        for (int k = 0; k < 8; k++) p[j + k] = sum16(sum[k]);
-    }
-}
-// 64 numbers of `out` at a time: four chains of sums hide each other's latency.
-TARGET_AVX512 inline void attention_mix_avx512(float* out, float scale, const float* p, const float* values, int D) {
-    for (int i = 0; i < D; i += 64) {
-        __m512 o[4];
-        for (int k = 0; k < 4; k++) o[k] = _mm512_mul_ps(load16(out + i + 16 * k, first_lanes(std::max(0, D - i - 16 * k))), _mm512_set1_ps(scale));
-        for (int j = 0; j < PAGE; j++) {
-            const __m512 weight = _mm512_set1_ps(p[j]);
-            for (int k = 0; k < 4; k++)
-                o[k] = _mm512_fmadd_ps(weight, load16(values + j * D + i + 16 * k, first_lanes(std::max(0, D - i - 16 * k))), o[k]);
-        }
-        for (int k = 0; k < 4; k++) _mm512_mask_storeu_ps(out + i + 16 * k, first_lanes(std::max(0, D - i - 16 * k)), o[k]);
-    }
-}
 #endif
-
-template <class T> void widen(acc<T>* __restrict out, const T* __restrict in, size_t n) {
-    for (size_t i = 0; i < n; i++) out[i] = to_acc(in[i]);
-}
-
-// One page for one query row: keys and values as acc<T>, zeros behind the row's length.
-template <class T, class Scores, class Mix>
-void attention_page(AttentionRow<T>& row, const acc<T>* keys, const acc<T>* values, int first, int D, Scores scores, Mix mix) {
-    const int n = row.length - first;
-    if (n <= 0) return;
-    AttentionSum<T>& a = row.piece;
-    acc<T> p[PAGE], top = a.maximum;
-    scores(p, row.q, keys, D);
-    for (int j = n; j < PAGE; j++) p[j] = -std::numeric_limits<acc<T>>::infinity();
-    for (int j = 0; j < PAGE; j++) top = p[j] > top ? p[j] : top;
-    const acc<T> scale = std::exp(a.maximum - top);
-    lanes<T> e;
-    static_assert(PAGE == LANES, "a page's scores are one vector");
-    load_lanes(e, p);
-    e -= top;
-    exp_lanes(e);
-    memcpy(p, &e, sizeof e);
-    a.maximum = top;
-    a.sum *= scale;
-    for (int j = 0; j < PAGE; j++) a.sum += p[j];
-    mix(a.out, scale, p, values, D);
-}
-
-template <class T>
-void attention_cpu(Context&, T* out,          // (N,HD) out
-                   acc<T>* lse,     // (N,H) out: log sum_j e^(q . k_j / sqrt(D)) of each row, which backward needs; null: not wanted
-                   const T* q,      // (N,HD)
-                   const T* keys,   // one layer's cache
-                   const T* values, // one layer's cache
-                   const Batch& b, int H, int K, int D) {
-    const int G = H / K;
-    const int heads = std::min(G, ATTENTION_ROWS);   // query heads of one KV head at a time
-    const int tokens = ATTENTION_ROWS / heads;       // tokens at a time
-    const int head_tiles = (G + heads - 1) / heads, token_tiles = (b.N + tokens - 1) / tokens;
-    const acc<T> scale = 1 / std::sqrt((acc<T>)D);
-    auto scores = attention_scores_plain<acc<T>>;
-    auto mix = attention_mix_plain<acc<T>>;
-#ifdef HAVE_TWINS
-    if constexpr (std::is_same_v<acc<T>, float>) {
-        if (cpu_road >= CPU_AVX2) scores = attention_scores_avx2, mix = attention_mix_avx2;
-        if (cpu_road >= CPU_AVX512) scores = attention_scores_avx512, mix = attention_mix_avx512;
+        heads = std::min(G, ATTENTION_ROWS), tokens = ATTENTION_ROWS / heads;
+        head_tiles = (G + heads - 1) / heads, token_tiles = (b.N + tokens - 1) / tokens;
+        int longest = 1; // splits of the longest row
+        for (int n = 0; n < b.N; n++) {
+            if (b.seq[n] < 0) continue;
+            work += (size_t)(b.pos[n] + 1) * H * D;
+            longest = std::max(longest, b.pos[n] / CPU_SPLIT + 1);
+        }
+        if ((size_t)b.N * H * longest <= 8192) splits = longest; // few rows
+        static thread_local std::vector<AttentionSum<T>> kept;
+        if (splits > 1) sums = at_least(kept, (size_t)b.N * H * splits);
     }
-#endif
-    [[maybe_unused]] size_t work = 0;
-    int pieces = 1; // of the longest row
-    for (int n = 0; n < b.N; n++) {
-        if (b.seq[n] < 0) continue;
-        work += (size_t)(b.pos[n] + 1) * H * D;
-        pieces = std::max(pieces, b.pos[n] / PIECE + 1);
-    }
-    const int parts = (size_t)b.N * H * pieces <= 8192 ? pieces : 1; // tasks that share a row, if there are few rows
-    static thread_local std::vector<AttentionSum<T>> partial;        // (N,H,parts): grows to the largest, and stays
-    if (parts > 1 && partial.size() < (size_t)b.N * H * parts) partial.resize((size_t)b.N * H * parts);
-    AttentionSum<T>* sums = partial.data();
-    auto store = [&](size_t row, const AttentionSum<T>& a) {
+    int tasks() const { return token_tiles * K * head_tiles * splits; }
+
+    void store(size_t row, const AttentionSum<T>& a) const {
         for (int i = 0; i < D; i++) out[row * D + i] = to_stored<T>(a.out[i] / a.sum);
         if (lse) lse[row] = a.maximum + std::log(a.sum);
-    };
-    #pragma omp parallel if (work > 20000)
-    {
-        static thread_local std::vector<AttentionRow<T>> rows; // they grow once, and stay
-        static thread_local std::vector<acc<T>> page;          // keys and values of a page, as acc<T>
-        if (rows.size() < (size_t)heads * std::min(tokens, b.N)) rows.resize((size_t)heads * std::min(tokens, b.N));
-        if (page.size() < (size_t)2 * PAGE * D) page.resize((size_t)2 * PAGE * D);
-        #pragma omp for schedule(dynamic)
-        for (int task = 0; task < token_tiles * K * head_tiles * parts; task++) {
-            // Later tokens see more keys: long tasks first.
-            const int part = task % parts, tile = token_tiles - 1 - task / (K * head_tiles * parts), kv = task / (head_tiles * parts) % K;
-            const int h0 = kv * G + task / parts % head_tiles * heads, h1 = std::min(h0 + heads, (kv + 1) * G);
-            const int end = std::min(b.N, (tile + 1) * tokens);
-            for (int n0 = tile * tokens, n1; n0 < end; n0 = n1) {
-                for (n1 = n0 + 1; n1 < end && b.seq[n1] == b.seq[n0]; n1++) {}
-                if (b.seq[n0] < 0) continue;
-                int count = 0, longest = 0;
-                for (int n = n0; n < n1; n++)
-                    for (int h = h0; h < h1; h++) {
-                        AttentionRow<T>& row = rows[count++];
-                        for (int i = 0; i < D; i++) row.q[i] = to_acc(q[((size_t)n * H + h) * D + i]) * scale;
-                        row.total.clear(D);
-                        row.length = b.pos[n] + 1;
-                        longest = std::max(longest, row.length);
-                    }
-                const int* table = b.pages + (size_t)b.seq[n0] * b.max_pages;
-                const int end_key = parts > 1 ? std::min(longest, (part + 1) * PIECE) : longest;
-                for (int first = part * PIECE; first < end_key; first += PAGE) {
-                    if (first % PIECE == 0)
-                        for (int i = 0; i < count; i++) rows[i].piece.clear(D);
-                    // What lies behind the longest row was never written: zeros stand for it.
-                    const size_t at = kv_offset(table[first / PAGE], kv, 0, K, D), held = (size_t)std::min(PAGE, longest - first) * D;
-                    widen(page.data(), keys + at, held);
-                    widen(page.data() + PAGE * D, values + at, held);
-                    std::fill(page.begin() + held, page.begin() + PAGE * D, 0);
-                    std::fill(page.begin() + PAGE * D + held, page.begin() + 2 * PAGE * D, 0);
-                    for (int i = 0; i < count; i++) attention_page(rows[i], page.data(), page.data() + PAGE * D, first, D, scores, mix);
-                    const bool complete = (first + PAGE) % PIECE == 0 || first + PAGE >= end_key;
-                    for (int i = 0; i < count && complete; i++)
-                        if (rows[i].length > first / PIECE * PIECE) rows[i].total.add(rows[i].piece, D);
-                }
-                count = 0;
-                for (int n = n0; n < n1; n++)
-                    for (int h = h0; h < h1; h++) {
-                        const size_t row = (size_t)n * H + h;
-                        if (parts > 1) sums[row * parts + part] = rows[count++].total;
-                        else store(row, rows[count++].total);
-                    }
-            }
+    }
+
+    void task(int number) const {
+        // Later tokens see more keys: long tasks first.
+        const int split = number % splits, head_tile = number / splits % head_tiles;
+        const int kv = number / (head_tiles * splits) % K, tile = token_tiles - 1 - number / (K * head_tiles * splits);
+        const int h0 = kv * G + head_tile * heads, h1 = std::min(h0 + heads, (kv + 1) * G);
+        const int end = std::min(b.N, (tile + 1) * tokens);
+        for (int n0 = tile * tokens, n1; n0 < end; n0 = n1) { // the tokens of one sequence
+            for (n1 = n0 + 1; n1 < end && b.seq[n1] == b.seq[n0]; n1++) {}
+            if (b.seq[n0] >= 0) sequence(n0, n1, h0, h1, kv, split);
         }
     }
-    for (int n = 0; n < b.N && parts > 1; n++)
-        for (int h = 0; h < H && b.seq[n] >= 0; h++) {
-            const size_t row = (size_t)n * H + h;
-            AttentionSum<T>& all = sums[row * parts];
-            for (int part = 1; part <= b.pos[n] / PIECE; part++) all.add(sums[row * parts + part], D);
-            store(row, all);
+
+    // Tokens n0 .. n1 - 1, which are of one sequence; query heads h0 .. h1 - 1, which are KV head kv's.
+    void sequence(int n0, int n1, int h0, int h1, int kv, int split) const {
+        static thread_local std::vector<AttentionRow<T>> kept;
+        AttentionRow<T>* rows = at_least(kept, (size_t)heads * std::min(tokens, b.N));
+        const A scale = 1 / std::sqrt((A)D);
+        int count = 0, longest = 0;
+        for (int n = n0; n < n1; n++)
+            for (int h = h0; h < h1; h++) {
+                AttentionRow<T>& row = rows[count++];
+                for (int i = 0; i < D; i++) row.q[i] = to_acc(q[((size_t)n * H + h) * D + i]) * scale;
+                row.total.clear(D);
+                row.length = b.pos[n] + 1;
+                longest = std::max(longest, row.length);
+            }
+        add_pages(rows, count, kv, b.pages + (size_t)b.seq[n0] * b.max_pages, split * CPU_SPLIT,
+                  splits > 1 ? std::min(longest, (split + 1) * CPU_SPLIT) : longest, longest);
+        count = 0;
+        for (int n = n0; n < n1; n++)
+            for (int h = h0; h < h1; h++) {
+                const size_t row = (size_t)n * H + h;
+                if (splits > 1) sums[row * splits + split] = rows[count++].total;
+                else store(row, rows[count++].total);
+            }
+    }
+
+    // Adds keys first .. end - 1 to the rows' totals. `longest`: keys of the longest row.
+    void add_pages(AttentionRow<T>* rows, int count, int kv, const int* table, int first, int end, int longest) const {
+        static thread_local std::vector<A> kept;
+        A *page_keys = at_least(kept, (size_t)2 * PAGE * D), *page_values = page_keys + PAGE * D; // (16,D) each
+        for (; first < end; first += PAGE) {
+            if (first % CPU_SPLIT == 0)
+                for (int i = 0; i < count; i++) rows[i].split.clear(D);
+            // What lies past the end of the longest row was never written: zeros stand for it.
+            const size_t at = kv_offset(table[first / PAGE], kv, 0, K, D), held = (size_t)std::min(PAGE, longest - first) * D;
+            widen(page_keys, keys + at, held);
+            widen(page_values, values + at, held);
+            std::fill(page_keys + held, page_keys + PAGE * D, 0);
+            std::fill(page_values + held, page_values + PAGE * D, 0);
+            for (int i = 0; i < count; i++) add_page(rows[i], page_keys, page_values, first);
+            const bool complete = (first + PAGE) % CPU_SPLIT == 0 || first + PAGE >= end;
+            for (int i = 0; i < count && complete; i++)
+                if (rows[i].length > first / CPU_SPLIT * CPU_SPLIT) rows[i].total.add(rows[i].split, D);
         }
+    }
+
+    // One page for one row.
+    void add_page(AttentionRow<T>& row, const A* page_keys, const A* page_values, int first) const {
+        const int n = row.length - first;
+        if (n <= 0) return;
+        AttentionSum<T>& a = row.split;
+        A p[PAGE], top = a.maximum;
+        scores(p, row.q, page_keys, D);
+        for (int j = n; j < PAGE; j++) p[j] = -std::numeric_limits<A>::infinity();
+        for (int j = 0; j < PAGE; j++) top = p[j] > top ? p[j] : top;
+        const A scale = std::exp(a.maximum - top);
+        lanes<T> e;
+        static_assert(PAGE == LANES, "a page's scores are one vector");
+        load_lanes(e, p);
+        e -= top;
+        exp_lanes(e);
+        memcpy(p, &e, sizeof e);
+        a.maximum = top;
+        a.sum *= scale;
+        for (int j = 0; j < PAGE; j++) a.sum += p[j];
+        mix(a.out, scale, p, page_values, D);
+    }
+
+    // The rows whose splits were tasks of their own.
+    void join_splits() const {
+        for (int n = 0; n < b.N && splits > 1; n++)
+            for (int h = 0; h < H && b.seq[n] >= 0; h++) {
+                const size_t row = (size_t)n * H + h;
+                AttentionSum<T>& all = sums[row * splits];
+                for (int split = 1; split <= b.pos[n] / CPU_SPLIT; split++) all.add(sums[row * splits + split], D);
+                store(row, all);
+            }
+    }
+};
+
+template <class T>
+void attention_cpu(Context&, T* out, acc<T>* lse, const T* q, const T* keys, const T* values, const Batch& b, int H, int K,
+                   int D) {
+    const Attention<T> a(out, lse, q, keys, values, b, H, K, D);
+    #pragma omp parallel for schedule(dynamic) if (a.work > 20000)
+    for (int task = 0; task < a.tasks(); task++) a.task(task);
+    a.join_splits();
 }
 
-// The two together: from qkv to what o takes.
 template <class T>
-void attend_cpu(Context& ctx, T* out, acc<T>* lse, T* q, T* keys, T* values, const T* qkv, const T* q_weight, const T* k_weight, const acc<T>* rope,
-                const Batch& b, int H, int K, int D, float eps) {
+void attend_cpu(Context& ctx, T* out, acc<T>* lse, T* q, T* keys, T* values, const T* qkv, const T* q_weight,
+                const T* k_weight, const acc<T>* rope, const Batch& b, int H, int K, int D, float eps) {
     qknorm_rope_kv_cpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
     attention_cpu(ctx, out, lse, q, keys, values, b, H, K, D);
 }
 
-// ---- SwiGLU: out = silu(gate) * up, silu(g) = g / (1 + e^-g)       (Shazeer, "GLU variants improve transformer", 2020)
-template <class T>
-void swiglu_cpu(Context&, T* out,           // (N,F) out
-                const T* gate_up, // (N,2F)
-                int N, int F) {
-    const int PART = 512, parts = (F + PART - 1) / PART;
+template <class T> void swiglu_cpu(Context&, T* out, const T* gate_up, int N, int F) {
+    const int COLUMNS = 512, across = (F + COLUMNS - 1) / COLUMNS; // of a task
     #pragma omp parallel for schedule(static) if ((size_t)N * F > 2000)
-    for (int task = 0; task < N * parts; task++) {
-        const T *gate = gate_up + (size_t)(task / parts) * 2 * F, *up = gate + F;
-        T* row = out + (size_t)(task / parts) * F;
-        for (int i = task % parts * PART; i < std::min(F, (task % parts + 1) * PART); i += LANES) {
+    for (int task = 0; task < N * across; task++) {
+        const int begin = task % across * COLUMNS, end = std::min(F, begin + COLUMNS);
+        const T *gate = gate_up + (size_t)(task / across) * 2 * F, *up = gate + F;
+        T* row = out + (size_t)(task / across) * F;
+        for (int i = begin; i < end; i += LANES) {
             const int n = std::min(LANES, F - i);
-            lanes<T> g, u, e = {};
+            lanes<T> g, u, e;
             load_some(g, gate + i, n);
             load_some(u, up + i, n);
-            for (int l = 0; l < LANES; l++) e[l] = std::min(-g[l], (acc<T>)80); // beyond 80 it is 0 to all purposes
-            exp_lanes(e);
-            u *= g / (1 + e);
+            one_plus_exp_minus(e, g);
+            u *= g / e;
             for (int l = 0; l < n; l++) row[i + l] = to_stored<T>(u[l]);
         }
     }
 }
 
-// The product with gate and up, then SwiGLU.
-template <class T>
-void linear_swiglu_cpu(Context& ctx, T* out,     // (N,F) out
-                       T* gate_up, // (N,2F) out
-                       const T* x, // (N,C)
-                       const Linear<T>& W, int N) {
+template <class T> void linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, const T* x, const Linear<T>& W, int N) {
     linear_cpu(ctx, gate_up, x, W, N);
     swiglu_cpu(ctx, out, gate_up, N, W.rows[0]);
 }
-
-// The same of rmsnorm(x), see norm_linear. gate_up may be null on the GPU, if nobody wants it.
 template <class T>
-void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, const Linear<T>& W, int N, float eps) {
+void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, const Linear<T>& W,
+                            int N, float eps) {
     rmsnorm_cpu(ctx, normed, x, w, N, W.in, eps);
     linear_swiglu_cpu(ctx, out, gate_up, normed, W, N);
 }
 
-// ---- head: the logits of R named rows, never rounded below acc<T>
 template <class T>
-void head_cpu(Context&, acc<T>* logits, // (R,V) out
-              T* picked,      // (R,C) scratch
-              const T* x,     // (N,C) after the final norm
-              const int* rows, // (R)
-              const Linear<T>& W, int R) {
-    for (int r = 0; r < R; r++) memcpy((void*)(picked + (size_t)r * W.in), x + (size_t)rows[r] * W.in, (size_t)W.in * sizeof(T));
+void head_cpu(Context&, acc<T>* logits, T* picked, const T* x, const int* rows, const Linear<T>& W, int R) {
+    for (int r = 0; r < R; r++) std::copy_n(x + (size_t)rows[r] * W.in, W.in, picked + (size_t)r * W.in);
     const size_t V = W.out();
     product_cpu(W, picked, R, [=](int r, int v, acc<T> y) { logits[r * V + v] = y; });
 }
 
+// ======================================================================================================= Backward ops
 
-// The products of this section: close(a, i, sum) for every a < A, i < I with one sum in the order of t,
-//     sum = open(a, i) + sum_t (factor * u[t * u_term + a * u_row]) * row(t)[i],  t < terms.
+// The products among them: close(a, i, sum) for every a < A, i < I with one sum in the order of t < terms,
+//     sum = open(a, i) + sum_t (factor * u[t * u_term + a * u_row]) * row(t)[i]
 // Tiles of 4 by 32 sums stay in registers.
 template <class T, class Row, class Open, class Close>
-void outer_sums(int A, int I, int terms, const T* u, size_t u_term, size_t u_row, acc<T> factor, Row row, Open open, Close close) {
+void outer_sums(int A, int I, int terms, const T* u, size_t u_term, size_t u_row, acc<T> factor, Row row, Open open,
+                Close close) {
     constexpr int ROWS = 4, COLUMNS = 2 * LANES;
     const int across = (I + COLUMNS - 1) / COLUMNS, tiles = (A + ROWS - 1) / ROWS * across;
     #pragma omp parallel for schedule(static) if ((size_t)A * I * terms > 50000)
     for (int tile = 0; tile < tiles; tile++) {
-        const int a0 = tile / across * ROWS, i0 = tile % across * COLUMNS, rows = std::min(ROWS, A - a0), columns = std::min(COLUMNS, I - i0);
+        const int a0 = tile / across * ROWS, i0 = tile % across * COLUMNS;
+        const int rows = std::min(ROWS, A - a0), columns = std::min(COLUMNS, I - i0);
         acc<T> sums[ROWS][COLUMNS] = {};
         for (int a = 0; a < rows; a++)
             for (int i = 0; i < columns; i++) sums[a][i] = open(a0 + a, i0 + i);
@@ -1081,23 +1067,17 @@ void outer_sums(int A, int I, int terms, const T* u, size_t u_term, size_t u_row
         }
     }
 }
+constexpr auto FROM_ZERO = [](int, int) { return 0; }; // an `open`
 
-// ---- cross_entropy: loss[r] = log(sum_v e^logits[r][v]) - logits[r][target[r]]
-// dlogits = scale (softmax(logits) - one at the target). Over all V rows, those of ids that do not exist too, as Hugging
-// Face's is.
 template <class T>
-void cross_entropy_cpu(Context&, acc<T>* loss,         // (R) out
-                       T* dlogits,           // out, or null: the memory of logits, row r at its row r
-                       const acc<T>* logits, // (R,V)
-                       const int* target,    // (R)
-                       acc<T> scale, int R, int V) {
+void cross_entropy_cpu(Context&, acc<T>* loss, T* dlogits, acc<T>* logits, const int* target, acc<T> scale, int R, int V) {
     #pragma omp parallel for schedule(static) if ((size_t)R * V > 2000)
     for (int r = 0; r < R; r++) {
-        const acc<T>* row = logits + (size_t)r * V;
-        acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0, right;
+        acc<T>* row = logits + (size_t)r * V;
+        acc<T> top = -std::numeric_limits<acc<T>>::infinity();
         for (int v = 0; v < V; v++) top = std::max(top, row[v]);
         lanes<T> e, sums = {};
-        auto exponentials = [&](int v) { // of 16 logits, zeros behind the end
+        auto exponentials = [&](int v) { // of 16 logits, zeros past the end
             const int n = std::min(LANES, V - v);
             load_some(e, row + v, n);
             for (int l = n; l < LANES; l++) e[l] = -std::numeric_limits<acc<T>>::infinity();
@@ -1109,66 +1089,42 @@ void cross_entropy_cpu(Context&, acc<T>* loss,         // (R) out
             exponentials(v);
             sums += e;
         }
-        sum = sum_lanes(sums);
-        memcpy(&right, row + target[r], sizeof right);
+        const acc<T> sum = sum_lanes(sums);
+        acc<T> right;
+        memcpy(&right, row + target[r], sizeof right); // (the memory is of both types)
         loss[r] = std::log(sum) + top - right;
-        if (!dlogits) continue;
-        uint8_t* out = (uint8_t*)row; // (a gradient is never longer than its logit: nothing unread is overwritten)
-        for (int v = 0; v < V; v += LANES) {
+        for (int v = 0; v < V && dlogits; v += LANES) { // (a gradient is no longer than a logit: what is unread stays)
             const int n = exponentials(v);
             T g[LANES];
             for (int l = 0; l < n; l++) g[l] = to_stored<T>((e[l] / sum - (v + l == target[r])) * scale);
-            memcpy(out + v * sizeof(T), g, n * sizeof(T));
+            memcpy((uint8_t*)row + v * sizeof(T), g, n * sizeof(T));
         }
     }
 }
 
-// The head and its loss: logits[r] = W x[rows[r]], and their gradient in place of them.
 template <class T>
-void head_loss_cpu(Context& ctx, acc<T>* loss,       // (R) out
-                   T* dlogits,         // out, or null: as cross_entropy's
-                   acc<T>* logits,     // (R,V) out
-                   T* picked,          // (R,C) scratch
-                   acc<T>*,            // (R, V / 64 rounded up, 2) scratch of the GPU's
-                   const T* x,         // (N,C) after the final norm
-                   const int* rows,    // (R)
-                   const int* target,  // (R)
-                   acc<T> scale, const Linear<T>& W, int R) {
+void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* logits, T* picked, acc<T>*, const T* x, const int* rows,
+                   const int* target, acc<T> scale, const Linear<T>& W, int R) {
     head_cpu(ctx, logits, picked, x, rows, W, R);
     cross_entropy_cpu(ctx, loss, dlogits, logits, target, scale, R, W.out());
 }
 
-// ---- head: logits[r] = W normed[rows[r]]
-// dnormed of these rows; those of the others are not touched.
 template <class T>
-void head_backward_cpu(Context&, T* dnormed,       // (N,C) out
-                       const T* dlogits, // (R, ld), V of each row
-                       size_t ld,
-                       const int* rows,  // (R), none twice
-                       const Linear<T>& W, int R) {
-    const int C = W.in;
-    outer_sums(R, C, W.out(), dlogits, 1, ld, 1, [&](int v) { return W.w[0] + (size_t)v * C; }, [](int, int) { return 0; },
-               [&](int r, int i, acc<T> sum) { dnormed[(size_t)rows[r] * C + i] = to_stored<T>(sum); });
+void head_backward_cpu(Context&, T* dnormed, const T* dlogits, size_t ld, const int* rows, const Linear<T>& W, int R) {
+    const size_t C = W.in;
+    outer_sums(R, W.in, W.out(), dlogits, 1, ld, 1, [&](int v) { return W.w[0] + v * C; }, FROM_ZERO,
+               [&](int r, int i, acc<T> sum) { dnormed[rows[r] * C + i] = to_stored<T>(sum); });
 }
 
-// ---- rmsnorm: out = x r w with r = 1 / sqrt(mean(x^2) + eps)
-// dx += r w dout - x r^3 / C sum_j x_j w_j dout_j,  dw += x r dout
 template <class T>
-void rmsnorm_backward_cpu(Context&, acc<T>* dx,      // (N,C) +=
-                          T* dy,           // (N,C) out: the new dx as T, or null
-                          T* normed,       // (N,C) out: what forward's `out` was, or null
-                          acc<T>* dw,      // (C) +=, or null
-                          const T* dout,   // (N,C)
-                          const acc<T>* x, // (N,C)
-                          const T* w,      // (C)
+void rmsnorm_backward_cpu(Context&, acc<T>* dx, T* dy, T* normed, acc<T>* dw, const T* dout, const acc<T>* x, const T* w,
                           int N, int C, float eps) {
-    static thread_local std::vector<acc<T>> scratch; // r of each token: grows to the largest, and stays
-    scratch.resize(N);
-    acc<T>* scale = scratch.data();
+    static thread_local std::vector<acc<T>> kept;
+    acc<T>* factor = at_least(kept, N); // r of each token
     #pragma omp parallel for schedule(static) if (N > 4)
     for (int n = 0; n < N; n++) {
         const size_t at = (size_t)n * C;
-        const acc<T> r = scale[n] = inverse_rms(x + at, C, eps);
+        const acc<T> r = factor[n] = inverse_rms(x + at, C, eps);
         lanes<T> sums = {}, a, b, d;
         for (int i = 0; i < C; i += LANES) {
             const int k = std::min(LANES, C - i);
@@ -1186,109 +1142,93 @@ void rmsnorm_backward_cpu(Context&, acc<T>* dx,      // (N,C) +=
     if (!dw) return;
     #pragma omp parallel for schedule(static) if ((size_t)N * C > 2000)
     for (int i = 0; i < C; i++)
-        for (int n = 0; n < N; n++) dw[i] += to_acc(dout[(size_t)n * C + i]) * x[(size_t)n * C + i] * scale[n];
+        for (int n = 0; n < N; n++) dw[i] += to_acc(dout[(size_t)n * C + i]) * x[(size_t)n * C + i] * factor[n];
 }
 
-// ---- linear: y = x W^T + sum_j s h_j B_j^T,  h_j = drop_j(x) A_j^T; the second part is the adapter's, if there is one
-// dh_j = dy (s B_j),  dx = sum_j drop_j(dh_j A_j) + dy W
-template <class T>
-void linear_backward_input_cpu(Context&, T* dx,       // (N, W.in) out
-                               T* dh,       // (N, m * rank) out
-                               const T* dy, // (N, W.out)
-                               const Linear<T>& W, int N) {
+// The adapter's part of dx, (N, W.in): sum_j drop_j(dh_j A_j).
+template <class T> const acc<T>* adapter_backward(const T* dh, const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
-    const int rank = a.rank;
-    const size_t in = W.in, ld = (size_t)a.modules * rank;
-    for (int j = 0; j < a.modules; j++) {
-        const int first = std::accumulate(W.rows, W.rows + a.block[j], 0);
-        outer_sums(N, rank, W.rows[a.block[j]], dy + first, 1, (size_t)W.out(), 1, [&](int r) { return a.B + (first + r) * ld + j * rank; },
-                   [](int, int) { return 0; }, [&](int n, int i, acc<T> sum) { dh[n * ld + j * rank + i] = to_stored<T>(sum); });
-    }
-    static thread_local std::vector<acc<T>> scratch; // the adapter's part; grows to the largest, and stays
-    if (rank && scratch.size() < N * in) scratch.resize(N * in);
-    acc<T>* ahead = scratch.data();
+    const int in = W.in, rank = a.rank;
     const acc<T> scale = a.dropout ? 1 / (1 - (acc<T>)a.dropout->p) : 1;
+    static thread_local std::vector<acc<T>> kept;
+    acc<T>* out = at_least(kept, (size_t)N * in);
     #pragma omp parallel for schedule(static) if ((size_t)N * in > 2000)
-    for (int n = 0; n < (rank ? N : 0); n++)
-        for (int k = 0; k < (int)in; k += LANES) {
-            const int some = std::min(LANES, (int)in - k);
+    for (int n = 0; n < N; n++)
+        for (int k = 0; k < in; k += LANES) {
+            const int some = std::min(LANES, in - k);
             lanes<T> sum = {}, part, v;
             for (int j = 0; j < a.modules; j++) {
                 part = lanes<T>{};
-                for (int i = 0; i < rank; i++) {
-                    load_some(v, a.A + (size_t)(j * rank + i) * in + k, some);
-                    part += to_acc(dh[n * ld + j * rank + i]) * v;
+                for (int i = j * rank; i < (j + 1) * rank; i++) {
+                    load_some(v, a.A + (size_t)i * in + k, some);
+                    part += to_acc(dh[n * a.width() + i]) * v;
                 }
                 for (int l = 0; l < LANES && a.dropout; l += 8) {
-                    const uint32_t kept = dropout_mask(*a.dropout, a.dropout->token[n], a.module[j], (k + l) / 8);
-                    for (int i = 0; i < 8; i++) part[l + i] *= kept >> i & 1 ? scale : 0;
+                    const uint32_t kept_bits = dropout_mask(*a.dropout, a.dropout->token[n], a.module[j], (k + l) / 8);
+                    for (int i = 0; i < 8; i++) part[l + i] *= kept_bits >> i & 1 ? scale : 0;
                 }
                 sum += part;
             }
-            for (int l = 0; l < some; l++) ahead[n * in + k + l] = sum[l];
+            memcpy(out + (size_t)n * in + k, &sum, some * sizeof(acc<T>));
         }
+    return out;
+}
+
+template <class T>
+void linear_backward_input_cpu(Context&, T* dx, T* dh, const T* dy, const Linear<T>& W, int N) {
+    const Adapter<T>& a = W.adapter;
+    const size_t in = W.in, out = W.out(), ld = a.width();
+    for (int j = 0; j < a.modules; j++) {
+        const size_t first = W.first_row(a.block[j]), column = (size_t)j * a.rank;
+        outer_sums(N, a.rank, W.rows[a.block[j]], dy + first, 1, out, 1,
+                   [&](int r) { return a.B + (first + r) * ld + column; }, FROM_ZERO,
+                   [&](int n, int i, acc<T> sum) { dh[n * ld + column + i] = to_stored<T>(sum); });
+    }
+    const acc<T>* ahead = a.rank ? adapter_backward(dh, W, N) : nullptr;
     auto row = [&](int r) {
         int b = 0;
         while (r >= W.rows[b]) r -= W.rows[b++];
         return W.w[b] + r * in;
     };
-    outer_sums(N, W.in, W.out(), dy, 1, (size_t)W.out(), 1, row, [&](int n, int i) { return rank ? ahead[n * in + i] : 0; },
+    outer_sums(N, W.in, W.out(), dy, 1, out, 1, row, [&](int n, int i) { return ahead ? ahead[n * in + i] : 0; },
                [&](int n, int i, acc<T> sum) { dx[n * in + i] = to_stored<T>(sum); });
 }
 
-// dW += dy^T x
 template <class T>
-void linear_backward_weight_cpu(Context&, acc<T>* dW,  // (out,in) +=
-                                const T* dy, // (N, ld), `out` of each row
-                                size_t ld,
-                                const T* x,  // (N,in)
-                                int N, int out, int in) {
-    outer_sums(out, in, N, dy, ld, 1, 1, [&](int n) { return x + (size_t)n * in; }, [&](int o, int i) { return dW[(size_t)o * in + i]; },
-               [&](int o, int i, acc<T> sum) { dW[(size_t)o * in + i] = sum; });
+void linear_backward_weight_cpu(Context&, acc<T>* dW, const T* dy, size_t ld, const T* x, int N, int out, int in) {
+    auto at = [=](int r, int i) -> acc<T>& { return dW[(size_t)r * in + i]; };
+    outer_sums(out, in, N, dy, ld, 1, 1, [&](int n) { return x + (size_t)n * in; }, at,
+               [&](int r, int i, acc<T> sum) { at(r, i) = sum; });
 }
 
-// dA_j += dh_j^T drop_j(x),  dB_j += s dy^T h_j
 template <class T>
-void lora_backward_weight_cpu(Context&, acc<T>* dA,  // (m * rank, W.in) +=
-                              acc<T>* dB,  // (W.out, m * rank) +=, where module and row belong together
-                              const T* dh, // (N, m * rank)
-                              const T* dy, // (N, W.out)
-                              const T* x,  // (N, W.in)
-                              const Linear<T>& W, int N) {
+void lora_backward_weight_cpu(Context&, acc<T>* dA, acc<T>* dB, const T* dh, const T* dy, const T* x, const Linear<T>& W,
+                              int N) {
     const Adapter<T>& a = W.adapter;
-    const int rank = a.rank;
-    const size_t in = W.in, ld = (size_t)a.modules * rank;
+    const size_t in = W.in, out = W.out(), ld = a.width();
     for (int j = 0; j < a.modules; j++) {
+        const size_t first = W.first_row(a.block[j]), column = (size_t)j * a.rank;
         const T* seen = dropped_cpu(x, W, j, N);
-        acc<T>* A = dA + j * rank * in;
-        outer_sums(rank, W.in, N, dh + j * rank, ld, 1, 1, [&](int n) { return seen + n * in; }, [&](int r, int i) { return A[r * in + i]; },
-                   [&](int r, int i, acc<T> sum) { A[r * in + i] = sum; });
-        const int first = std::accumulate(W.rows, W.rows + a.block[j], 0);
-        acc<T>* B = dB + first * ld + j * rank;
-        outer_sums(W.rows[a.block[j]], rank, N, dy + first, (size_t)W.out(), 1, a.s, [&](int n) { return a.h + n * ld + j * rank; },
-                   [&](int r, int i) { return B[r * ld + i]; }, [&](int r, int i, acc<T> sum) { B[r * ld + i] = sum; });
+        auto A = [&](int r, int i) -> acc<T>& { return dA[(column + r) * in + i]; };
+        outer_sums(a.rank, W.in, N, dh + column, ld, 1, 1, [&](int n) { return seen + n * in; }, A,
+                   [&](int r, int i, acc<T> sum) { A(r, i) = sum; });
+        auto B = [&](int r, int i) -> acc<T>& { return dB[(first + r) * ld + column + i]; };
+        outer_sums(W.rows[a.block[j]], a.rank, N, dy + first, out, 1, a.s, [&](int n) { return a.h + n * ld + column; }, B,
+                   [&](int r, int i, acc<T> sum) { B(r, i) = sum; });
     }
 }
 
-// ---- SwiGLU: out = silu(gate) * up, silu(g) = g sigma(g), sigma(g) = 1 / (1 + e^-g)
-// dgate = dout up sigma (1 + g (1 - sigma)),  dup = dout silu(gate)
-template <class T>
-void swiglu_backward_cpu(Context&, T* dgate_up,      // (N,2F) out
-                         T* hidden,        // (N,F) out: what forward's `out` was
-                         const T* dhidden, // (N,F)
-                         const T* gate_up, // (N,2F)
-                         int N, int F) {
+template <class T> void swiglu_backward_cpu(Context&, T* dgate_up, T* hidden, const T* dhidden, const T* gate_up, int N, int F) {
     #pragma omp parallel for schedule(static) if ((size_t)N * F > 2000)
     for (int n = 0; n < N; n++) {
         const size_t at = (size_t)n * F;
         const T *gate = gate_up + 2 * at, *up = gate + F;
         for (int i = 0; i < F; i += LANES) {
             const int some = std::min(LANES, F - i);
-            lanes<T> g, u, d, e = {};
+            lanes<T> g, u, d, e;
             load_some(g, gate + i, some), load_some(u, up + i, some), load_some(d, dhidden + at + i, some);
-            for (int l = 0; l < LANES; l++) e[l] = std::min(-g[l], (acc<T>)80);
-            exp_lanes(e);
-            const lanes<T> silu = g / (1 + e), sigma = 1 / (1 + e), dgate = d * u * sigma * (1 + g * (1 - sigma)), dup = d * silu;
+            one_plus_exp_minus(e, g);
+            const lanes<T> silu = g / e, sigma = 1 / e, dgate = d * u * sigma * (1 + g * (1 - sigma)), dup = d * silu;
             u *= silu;
             for (int l = 0; l < some; l++) {
                 hidden[at + i + l] = to_stored<T>(u[l]);
@@ -1299,114 +1239,95 @@ void swiglu_backward_cpu(Context&, T* dgate_up,      // (N,2F) out
     }
 }
 
-// ---- attention_backward:  attention(out, lse, q, keys, values)
-// With s[n][m] = q_n . k_m / sqrt(D), p = e^(s - lse) and o_n = sum_m p[n][m] v_m over the tokens m <= n of n's sequence:
-//     dv_m = sum_n p[n][m] do_n                              dp[n][m] = do_n . v_m
-//     ds[n][m] = p[n][m] (dp[n][m] - delta_n)                delta_n = sum_m p[n][m] dp[n][m] = do_n . o_n
-//     dq_n = sum_m ds[n][m] k_m / sqrt(D)                    dk_m = sum_n ds[n][m] q_n / sqrt(D)
-// where for dk and dv n runs over all G query heads of the KV head too. A training batch holds sequences from their
-// position 0 on: so key m of a sequence is its m-th row of the batch, and lies at that row's slot. Spare rows, behind
-// all others, get zeros, since weight gradients are sums over all rows.
-// The probabilities are computed again from lse, not stored.
+// One KV head of one sequence, rows n0 .. n1 - 1 of the batch; its sums run over the tokens in order.
 template <class T>
-void attention_backward_cpu(Context&, T* dqkv,           // (N,(H+2K)D) out: gradients of q and k after RoPE, and of v
-                            const T* dout,     // (N,HD)
-                            const T* q,        // (N,HD)
-                            const T* keys,     // one layer's cache
-                            const T* values,   // one layer's cache
-                            const T* out,      // (N,HD) of attention
-                            const acc<T>* lse, // (N,H) of attention
-                            const Batch& b, int H, int K, int D,
-                            acc<T>* delta) { // (N,H) scratch
+void attention_backward_sequence(T* dqkv, const T* dout, const T* q, const T* keys, const T* values, const T* out,
+                                 const acc<T>* lse, const Batch& b, int H, int K, int D, acc<T>* delta, int n0, int n1, int kv) {
     const int G = H / K;
-    const size_t width = (size_t)(H + 2 * K) * D;
+    const size_t width = (size_t)(H + 2 * K) * D, all = (size_t)(n1 - n0) * D;
     const acc<T> scale = 1 / std::sqrt((acc<T>)D);
+    auto key_gradient = [&](int n) { return dqkv + n * width + (size_t)(H + kv) * D; };
+    auto value_gradient = [&](int n) { return key_gradient(n) + (size_t)K * D; };
+    auto query_gradient = [&](int n) { return dqkv + n * width + (size_t)kv * G * D; };
+    if (b.seq[n0] < 0) {
+        for (int n = n0; n < n1; n++) {
+            std::fill_n(query_gradient(n), (size_t)G * D, T{});
+            std::fill_n(key_gradient(n), D, T{});
+            std::fill_n(value_gradient(n), D, T{});
+        }
+        return;
+    }
+    static thread_local std::vector<acc<T>> kept;
+    acc<T>* k = at_least(kept, 4 * all + 3 * D);
+    acc<T> *v = k + all, *dk = v + all, *dv = dk + all;                       // (tokens, D) each
+    acc<T> *query = dv + all, *dquery = query + D, *doutput = dquery + D;     // (D) each
+    std::fill(dk, dk + 2 * all, 0);
+    for (int n = n0; n < n1; n++) {
+        const size_t at = kv_offset(b.slot[n] / PAGE, kv, b.slot[n] % PAGE, K, D);
+        widen(k + (size_t)(n - n0) * D, keys + at, D);
+        widen(v + (size_t)(n - n0) * D, values + at, D);
+    }
+    for (int n = n0; n < n1; n++)
+        for (int g = 0; g < G; g++) {
+            const size_t row = (size_t)n * H + kv * G + g;
+            delta[row] = dot(dout + row * D, out + row * D, D);
+            widen(doutput, dout + row * D, D);
+            for (int i = 0; i < D; i++) query[i] = to_acc(q[row * D + i]) * scale, dquery[i] = 0;
+            for (int m = 0; m <= n - n0; m++) {
+                const size_t at = (size_t)m * D;
+                const acc<T> p = std::exp(dot(query, k + at, D) - lse[row]), ds = p * (dot(doutput, v + at, D) - delta[row]);
+                for (int i = 0; i < D; i++) dv[at + i] += p * doutput[i];
+                for (int i = 0; i < D; i++) dk[at + i] += ds * query[i];
+                for (int i = 0; i < D; i++) dquery[i] += ds * k[at + i];
+            }
+            for (int i = 0; i < D; i++) query_gradient(n)[g * D + i] = to_stored<T>(dquery[i] * scale);
+        }
+    for (int n = n0; n < n1; n++)
+        for (int i = 0; i < D; i++) {
+            key_gradient(n)[i] = to_stored<T>(dk[(size_t)(n - n0) * D + i]);
+            value_gradient(n)[i] = to_stored<T>(dv[(size_t)(n - n0) * D + i]);
+        }
+}
+
+template <class T>
+void attention_backward_cpu(Context&, T* dqkv, const T* dout, const T* q, const T* keys, const T* values, const T* out,
+                            const acc<T>* lse, const Batch& b, int H, int K, int D, acc<T>* delta) {
     std::vector<int> starts; // of sequences, and N
     for (int n = 0; n < b.N; n++)
         if (n == 0 || b.seq[n] != b.seq[n - 1]) starts.push_back(n);
-    const int tasks = (int)starts.size() * K; // a sequence and KV head each; sums run over its tokens in order
+    const int tasks = (int)starts.size() * K;
     starts.push_back(b.N);
     #pragma omp parallel for schedule(dynamic) if (b.N > 4)
-    for (int task = 0; task < tasks; task++) {
-        const int n0 = starts[task / K], n1 = starts[task / K + 1], kv = task % K;
-        const size_t all = (size_t)(n1 - n0) * D;
-        auto key_gradient = [&](int n) { return dqkv + n * width + (size_t)(H + kv) * D; };
-        auto value_gradient = [&](int n) { return key_gradient(n) + (size_t)K * D; };
-        auto query_gradient = [&](int n) { return dqkv + n * width + (size_t)kv * G * D; };
-        if (b.seq[n0] < 0) {
-            for (int n = n0; n < n1; n++) {
-                std::fill(query_gradient(n), query_gradient(n) + (size_t)G * D, T{});
-                std::fill(key_gradient(n), key_gradient(n) + D, T{});
-                std::fill(value_gradient(n), value_gradient(n) + D, T{});
-            }
-            continue;
-        }
-        static thread_local std::vector<acc<T>> scratch; // it grows to the longest sequence, and stays
-        scratch.assign(4 * all + 3 * D, 0);
-        acc<T> *k = scratch.data(), *v = k + all, *dk = v + all, *dv = dk + all; // (tokens, D) each
-        acc<T> *query = dv + all, *dquery = query + D, *doutput = dquery + D;
-        for (int n = n0; n < n1; n++) {
-            const size_t at = kv_offset(b.slot[n] / PAGE, kv, b.slot[n] % PAGE, K, D);
-            widen(k + (size_t)(n - n0) * D, keys + at, D);
-            widen(v + (size_t)(n - n0) * D, values + at, D);
-        }
-        for (int n = n0; n < n1; n++)
-            for (int g = 0; g < G; g++) {
-                const size_t row = (size_t)n * H + kv * G + g;
-                delta[row] = dot(dout + row * D, out + row * D, D);
-                widen(doutput, dout + row * D, D);
-                for (int i = 0; i < D; i++) query[i] = to_acc(q[row * D + i]) * scale, dquery[i] = 0;
-                for (int m = 0; m <= n - n0; m++) {
-                    const size_t at = (size_t)m * D;
-                    const acc<T> p = std::exp(dot(query, k + at, D) - lse[row]), ds = p * (dot(doutput, v + at, D) - delta[row]);
-                    for (int i = 0; i < D; i++) dv[at + i] += p * doutput[i];
-                    for (int i = 0; i < D; i++) dk[at + i] += ds * query[i];
-                    for (int i = 0; i < D; i++) dquery[i] += ds * k[at + i];
-                }
-                for (int i = 0; i < D; i++) query_gradient(n)[g * D + i] = to_stored<T>(dquery[i] * scale);
-            }
-        for (int n = n0; n < n1; n++)
-            for (int i = 0; i < D; i++) {
-                key_gradient(n)[i] = to_stored<T>(dk[(size_t)(n - n0) * D + i]);
-                value_gradient(n)[i] = to_stored<T>(dv[(size_t)(n - n0) * D + i]);
-            }
-    }
+    for (int task = 0; task < tasks; task++)
+        attention_backward_sequence(dqkv, dout, q, keys, values, out, lse, b, H, K, D, delta, starts[task / K],
+                                    starts[task / K + 1], task % K);
 }
 
-// ---- q/k norm, RoPE: (a, b) = x r w in the plane (i, i + D/2) of a head, r = 1 / rms(x);
-// out = (a cos - b sin, b cos + a sin)
-// Back through the turn, which is the turn by the opposite angle, and then as rmsnorm.
 template <class T>
-void qknorm_rope_backward_cpu(Context&, T* dqkv,            // (N,(H+2K)D) in place, the heads of q and k
-                              acc<T>* dq_weight,  // (D) +=, or null
-                              acc<T>* dk_weight,  // (D) +=, or null
-                              const T* qkv,       // (N,(H+2K)D) before norm and turn
-                              const T* q_weight,  // (D)
-                              const T* k_weight,  // (D)
-                              const acc<T>* rope, // (positions, D/2, 2)
-                              const Batch& b, int H, int K, int D, float eps) {
+void qknorm_rope_backward_cpu(Context&, T* dqkv, acc<T>* dq_weight, acc<T>* dk_weight, const T* qkv, const T* q_weight,
+                              const T* k_weight, const acc<T>* rope, const Batch& b, int H, int K, int D, float eps) {
     const int heads = H + K;
     auto at = [&](int n, int h) { return ((size_t)n * (H + 2 * K) + h) * D; };
-    // The gradient of (a, b) in plane i of head h.
-    auto unturned = [&](int n, int h, int i, acc<T>& da, acc<T>& db) {
-        const acc<T> *turn = rope + (size_t)b.pos[n] * D + 2 * i, u = to_acc(dqkv[at(n, h) + i]), v = to_acc(dqkv[at(n, h) + i + D / 2]);
-        da = u * turn[0] + v * turn[1], db = v * turn[0] - u * turn[1];
+    // The gradient of plane i of head h, rotated back.
+    auto rotate_back = [&](int n, int h, int i, acc<T>& da, acc<T>& db) {
+        const acc<T>* angle = rope + (size_t)b.pos[n] * D + 2 * i;
+        const acc<T> u = to_acc(dqkv[at(n, h) + i]), v = to_acc(dqkv[at(n, h) + i + D / 2]);
+        da = u * angle[0] + v * angle[1], db = v * angle[0] - u * angle[1];
     };
     if (dq_weight) {
-        static thread_local std::vector<acc<T>> scratch; // r of each head: grows to the largest, and stays
-        scratch.resize((size_t)b.N * heads);
-        acc<T>* scale = scratch.data();
+        static thread_local std::vector<acc<T>> kept;
+        acc<T>* factor = at_least(kept, (size_t)b.N * heads); // r of each head
         #pragma omp parallel for schedule(static) if (b.N > 4)
         for (int n = 0; n < b.N; n++)
-            for (int h = 0; h < heads && b.seq[n] >= 0; h++) scale[n * heads + h] = inverse_rms(qkv + at(n, h), D, eps);
+            for (int h = 0; h < heads && b.seq[n] >= 0; h++) factor[n * heads + h] = inverse_rms(qkv + at(n, h), D, eps);
         #pragma omp parallel for schedule(static) if (b.N > 4)
         for (int i = 0; i < D / 2; i++)
             for (int n = 0; n < b.N; n++)
                 for (int h = 0; h < heads && b.seq[n] >= 0; h++) {
                     acc<T> da, db, *dw = h < H ? dq_weight : dk_weight;
-                    unturned(n, h, i, da, db);
-                    dw[i] += da * to_acc(qkv[at(n, h) + i]) * scale[n * heads + h];
-                    dw[i + D / 2] += db * to_acc(qkv[at(n, h) + i + D / 2]) * scale[n * heads + h];
+                    rotate_back(n, h, i, da, db);
+                    dw[i] += da * to_acc(qkv[at(n, h) + i]) * factor[n * heads + h];
+                    dw[i + D / 2] += db * to_acc(qkv[at(n, h) + i + D / 2]) * factor[n * heads + h];
                 }
     }
     #pragma omp parallel for schedule(static) if (b.N > 4)
@@ -1416,14 +1337,14 @@ void qknorm_rope_backward_cpu(Context&, T* dqkv,            // (N,(H+2K)D) in pl
             T* dx = dqkv + at(n, h);
             const acc<T> r = inverse_rms(x, D, eps);
             acc<T> dy[MAX_HEAD], sum = 0;
-            for (int i = 0; i < D / 2; i++) unturned(n, h, i, dy[i], dy[i + D / 2]);
+            for (int i = 0; i < D / 2; i++) rotate_back(n, h, i, dy[i], dy[i + D / 2]);
             for (int i = 0; i < D; i++) sum += to_acc(x[i]) * to_acc(w[i]) * dy[i];
             const acc<T> mean = sum * r * r * r / D;
             for (int i = 0; i < D; i++) dx[i] = to_stored<T>(r * to_acc(w[i]) * dy[i] - to_acc(x[i]) * mean);
         }
 }
 
-// Ops whose definition is fast enough.
+// ---- Ops whose definition is fast enough.
 #define AS_DEFINED(op) template <class... P> void op##_cpu(Context&, P&&... p) { op(std::forward<P>(p)...); }
 AS_DEFINED(embed)
 AS_DEFINED(add_losses)

@@ -408,7 +408,7 @@ template <class T> struct Engine {
         fill_rope(angles.data(), o.context, c.D, c.rope_theta);
         give(rope, angles.data(), angles.size());
 #ifdef __CUDACC__
-        if (ctx.gpu) open_road();
+        if (ctx.gpu) open_gpu_side();
 #endif
         figures.pages = (size_t)pages;
         tell();
@@ -416,7 +416,7 @@ template <class T> struct Engine {
     Engine(const Engine&) = delete;
     ~Engine() {
 #ifdef __CUDACC__
-        if (ctx.gpu) close_road();
+        if (ctx.gpu) close_gpu_side();
 #endif
     }
 
@@ -513,7 +513,7 @@ template <class T> struct Engine {
         input = arena.take<int>(input_size());
         table = arena.take<int>((size_t)options.max_seqs * max_pages);
 #ifdef __CUDACC__
-        if (ctx.gpu) plan_road();
+        if (ctx.gpu) plan_gpu();
 #endif
     }
 
@@ -801,7 +801,7 @@ template <class T> struct Engine {
     cudaEvent_t done[2] = {};
     std::map<std::tuple<int, int, bool>, cudaGraphExec_t> graphs; // by rows, splits, adjusted
 
-    void plan_road() {
+    void plan_gpu() {
         const size_t S = (size_t)options.max_seqs, V = (size_t)config.V;
         ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); // with scratch of its own
         ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
@@ -815,14 +815,14 @@ template <class T> struct Engine {
         draws = arena.take<Draw>(S);
         best = arena.take<unsigned long long>((size_t)STREAM_TOKENS * BEST_BLOCKS);
     }
-    void open_road() {
+    void open_gpu_side() {
         for (int i = 0; i < 2; i++) {
             CUDA_CHECK(cudaMallocHost(&pinned_input[i], input_size() * sizeof(int)));
             CUDA_CHECK(cudaMallocHost(&pinned_drawn[i], (size_t)options.max_seqs * sizeof(int)));
             CUDA_CHECK(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming));
         }
     }
-    void close_road() {
+    void close_gpu_side() {
         cudaStreamSynchronize(ctx.gpu->stream);
         for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
         for (int i = 0; i < 2; i++) cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaEventDestroy(done[i]);
@@ -909,7 +909,7 @@ template <class T> struct Engine {
         } else {
             head_gpu(ctx, logits, picked, activations.normed, gpu.draw_row, weights.head, R);
         }
-        size_t told = 0; // the slow road: these copies wait for the GPU
+        size_t told = 0; // slow: these copies wait for the GPU
         for (size_t r = 0; r < s.draws.size(); r++)
             if (s.informed[r])
                 CUDA_CHECK(cudaMemcpyAsync(&s.logits[told++ * V], logits + r * V, V * sizeof(float), cudaMemcpyDeviceToHost, ctx.gpu->stream));

@@ -183,7 +183,7 @@ template <class T> struct Adapted {
     }
 };
 
-TEST_CASE("an adapter: y = W x + s B A drop(x) by its plain formula, in every type and on every road") {
+TEST_CASE("an adapter: y = W x + s B A drop(x) by its plain formula, in every type and on every instruction set") {
     auto check = [](auto type) {
         using T = decltype(type);
         Random random{6};
@@ -220,7 +220,7 @@ TEST_CASE("an adapter: y = W x + s B A drop(x) by its plain formula, in every ty
         for (size_t i = 0; i < total.size(); i++) total[i] += residual[i];
         CHECK(wrong(sum, total, [&](size_t i) { return rounding<T>(size[i]) + sum_error<T>(size[i] + 1); }) == 0);
     };
-    on_every_road([&] { check(bf16{}), check(0.f), check(0.); });
+    on_every_instruction_set([&] { check(bf16{}), check(0.f), check(0.); });
 }
 
 TEST_CASE("an adapter: finite differences by x, A and B, with and without dropout; rows and blocks that are not its own") {
@@ -722,7 +722,7 @@ TEST_CASE("an adapter's gradients: the same bits packed or not, recomputed or no
         other.run(3, false);
         CHECK(!same_bits(other.dlora, first)); // dropout does something
     };
-    on_every_road([&] { check(0.f), check(bf16{}); });
+    on_every_instruction_set([&] { check(0.f), check(bf16{}); });
 #ifdef _OPENMP
     omp_set_num_threads(omp_get_num_procs());
 #endif

@@ -427,15 +427,15 @@ static std::string config(const std::string& members = "\"model_type\": \"qwen3\
 }
 
 TEST_CASE("--bench and --cpu: what was measured, as JSON; what cannot be is refused") {
-    const std::string none = run({"--cpu", "none", TINY, "-i", "x"}).err; // names the roads there are
+    const std::string none = run({"--cpu", "none", TINY, "-i", "x"}).err; // names the sets there are
     CHECK(none.find("--cpu none: this machine has plain") != std::string::npos);
-    for (std::string road : {"amx", "avx512bf16", "avx512", "avx2", "plain"}) {
-        if (road != "plain" && none.find(", " + road) == std::string::npos) continue;
-        const std::string json = out_of({TINY, "--bench", "--json", "--cpu", road, "-j", "1"});
+    for (std::string set : {"amx", "avx512bf16", "avx512", "avx2", "plain"}) {
+        if (set != "plain" && none.find(", " + set) == std::string::npos) continue;
+        const std::string json = out_of({TINY, "--bench", "--json", "--cpu", set, "-j", "1"});
         sj::Doc doc;
         REQUIRE(sj::parse(doc, json) == "");
         const sj::Value j = doc.root();
-        CHECK(j["road"].str() == road);
+        CHECK(j["instructions"].str() == set);
         CHECK(j["type"].str() == "bfloat16");
         CHECK(j["read_GBps"].number() > 0);
         CHECK(j["multiply_GFLOPs"].number() > 0);
@@ -447,7 +447,7 @@ TEST_CASE("--bench and --cpu: what was measured, as JSON; what cannot be is refu
         }
         const double weights = j["rows"][(size_t)1]["bytes_per_token"].number(), more = j["rows"][4]["bytes_per_token"].number();
         CHECK(more - weights == 2 * 2 * 2 * 64 * 2 * 2048.); // keys and values: 2 x 2 layers x 2 heads x 64 x 2 bytes a token
-        break; // the ceilings take their time: the best road here, all of them in test_ops
+        break; // the ceilings take their time: the best set here, all of them in test_ops
     }
     CHECK(out_of({TINY, "--bench", "-j", "1", "--dtype", "int8"}).find("int8") != std::string::npos);
     Scratch s;

@@ -610,7 +610,7 @@ TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf
         for (size_t i = 0; i < want.size(); i++) want_sum.push_back(want[i] + residual[i]);
         const int row = N - 1;
         const std::vector<double> want_logits(want.begin() + row * out, want.end());
-        on_every_road([&] {
+        on_every_instruction_set([&] {
             CAPTURE(N);
             CAPTURE(in);
             auto error = [&](size_t i) { return sum_error<T>(size[i]); };
@@ -633,7 +633,7 @@ TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf
 
 TEST_CASE_TEMPLATE("an INT8 product's row has the same bits in any batch", T, bf16, float, double) {
     Random random{18};
-    for (int in : {96, 137, 192}) on_every_road([&] {
+    for (int in : {96, 137, 192}) on_every_instruction_set([&] {
         const int N = 83;
         Int8Linear<T> W(random, {70, 33}, in);
         const auto x = random.fill<T>((size_t)N * in);
@@ -661,7 +661,7 @@ TEST_CASE_TEMPLATE("an INT8 product's row has the same bits in any batch", T, bf
     });
 }
 
-// x of any magnitudes: what the roads that compute in integers make of it.
+// x of any magnitudes: what the paths that compute in integers make of it.
 TEST_CASE("INT8 products in integers: the same bits from vectors and tiles, wide ranges of x, infinities") {
     Random random{20};
     const int in = 192, N = 37;
@@ -687,11 +687,11 @@ TEST_CASE("INT8 products in integers: the same bits from vectors and tiles, wide
             want[i] += term, size[i] += std::fabs(term);
         }
     std::vector<float> integers;
-    on_every_road([&] {
+    on_every_instruction_set([&] {
         const auto y = product(x);
         CHECK(wrong(y, want, [&](size_t i) { return rounding<float>(want[i]) + sum_error<float>(size[i]) + least[i]; }) == 0);
-        if (cpu_road < CPU_AVX512_BF16) return;
-        if (cpu_road == CPU_AVX512_BF16) integers = y;
+        if (instruction_set < ISA_AVX512_BF16) return;
+        if (instruction_set == ISA_AVX512_BF16) integers = y;
         CHECK(same_bits(y, integers));
 
         auto broken = x; // one group of token 9

@@ -127,7 +127,7 @@ TEST_CASE_TEMPLATE("products: linear, linear_add, head", T, bf16, float, double)
         TestLinear<T> W(random, blocks, in);
         auto x = random.fill<T>((size_t)N * in);
         std::vector<double> size, want = W.product(x, N, size);
-        on_every_road([&] {
+        on_every_instruction_set([&] {
             auto tolerance = [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(size[i]); };
             auto out = poisoned<T>(want.size());
             linear_cpu(cpu(), out.data(), x.data(), W, N);
@@ -155,7 +155,7 @@ TEST_CASE_TEMPLATE("products: linear, linear_add, head", T, bf16, float, double)
 
 TEST_CASE_TEMPLATE("a product's row has the same bits alone and in any batch, on any number of threads", T, bf16, float, double) {
     Random random{4};
-    for (int in : {96, 137}) on_every_road([&] {
+    for (int in : {96, 137}) on_every_instruction_set([&] {
         const int N = 83;
         TestLinear<T> W(random, {70, 33}, in);
         auto x = random.fill<T>((size_t)N * in);
@@ -184,7 +184,7 @@ TEST_CASE("a product's tasks of 64 and 128 rows give the bits of tasks of 32") {
     Random random{12};
     TestLinear<bf16> W(random, {600, 33}, 64);
     auto x = random.fill<bf16>(70 * 64);
-    on_every_road([&] {
+    on_every_instruction_set([&] {
         std::vector<std::vector<float>> results;
         for (int j : {1, 64}) { // few threads make the tasks large
 #ifdef _OPENMP
@@ -298,7 +298,7 @@ TEST_CASE_TEMPLATE("attention over a paged, ragged batch", T, bf16, float, doubl
                     }
                 want.insert(want.end(), o.begin(), o.end()), size.insert(size.end(), magnitude.begin(), magnitude.end());
             }
-        on_every_road([&] {
+        on_every_instruction_set([&] {
             auto out = poisoned<T>(q.size());
             attention_cpu(cpu(), out.data(), nullptr, q.data(), keys.data(), values.data(), batch.view(), s.H, s.K, s.D);
             std::vector<T> spare(out.end() - s.H * s.D, out.end());
