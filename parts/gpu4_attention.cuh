@@ -1,199 +1,359 @@
-// ---- Attention for prompts (Dao, "FlashAttention-2", 2023): a block owns 128 query rows, which are all G heads of
-// 128 / G neighbouring tokens that share a KV head, and passes 64 keys at a time through shared memory; a warp owns
-// 32 of the rows, with its scores and sums in registers. A tile of tokens may touch several sequences: they are taken
-// one after the other, each computing all rows and keeping its own. Where tiles are too few for the GPU, several blocks
-// share one, each with a part of the keys, and attention_sum_kernel adds what they leave in `partial`.
-// A row of shared memory has D / 8 chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8).
-constexpr int QUERY_ROWS = 128, KEYS = 64;
+// ============================================================================================== 11 Attention on a GPU
+// Three kernels for Book I's `attention`: attention_kernel for prompts (and training's forward), attention_decode_kernel
+// for sequences of one new token (with qknorm_rope_kv in it: all of `attend`), attention_backward_kernel. Where there
+// are too few blocks for the GPU, the keys of a row are split: each block leaves a part (the largest score, the sum of
+// weights, the weighted sum of values), and parts are joined in order. G = H / K query heads share a KV head.
 
-template <int D>
-__global__ void __launch_bounds__(128, 2) attention_kernel(bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values, Batch b, int first, int H, int K,
-                                                           float* partial) { // (tokens from `first` on, H, splits, D + 2): see sum_parts
-    constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128, TILE = KEYS * ROW;
-    extern __shared__ __align__(128) uint4 tiles[]; // queries; two of keys and of values
-    const uint32_t q_tile = shared_address(tiles), k_tiles = q_tile + QUERY_ROWS * ROW, v_tiles = k_tiles + 2 * TILE;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = H / K, tokens = QUERY_ROWS / G, kv = blockIdx.x;
-    const int tile = gridDim.y - 1 - blockIdx.y; // later tokens see more keys: long blocks first
-    const int begin = first + tile * tokens, end = min(b.N, begin + tokens);
-    const float scale = LOG2E / sqrtf((float)D); // powers of 2, not of e
-    wait_for_previous();
+// ---- What they share: tiles, products of tiles, sums over the lanes of a row, parts
+// A tile in shared memory has rows of D numbers in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that the
+// eight rows that an ldmatrix reads at a time are in different banks. A tile begins at a multiple of 128 bytes.
+template <int D> struct HeadTile {
+    static constexpr int ROW = D * 2, CHUNKS = D / 8; // bytes and chunks of a row
+    __device__ static int at(int row, int chunk) { return row * ROW + ((chunk ^ row % 8) << 4); }
+};
+// What a thread of 128 copies of a tile: one chunk of every STEPth row.
+template <int D> struct HeadRows {
+    static constexpr int THREADS = 128, STEP = THREADS / HeadTile<D>::CHUNKS;
+    const int row = threadIdx.x / HeadTile<D>::CHUNKS, chunk = threadIdx.x % HeadTile<D>::CHUNKS;
+};
 
-    const int copy_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-    for (int r = copy_row; r < QUERY_ROWS; r += THREADS / CHUNKS) {
-        const int n = begin + r / G;
-        const bool there = r < tokens * G && n < end;
-        copy_async(q_tile + r * ROW + ((chunk ^ (r % 8)) << 4), there ? q + ((size_t)n * H + kv * G + r % G) * D + chunk * 8 : q, there);
-    }
-    const int a_row = warp * 32 + lane % 16, k_row = lane % 8 + lane / 16 * 8, v_row = lane % 16;
-    for (int n0 = begin, n1; n0 < end; n0 = n1) {
-        for (n1 = n0 + 1; n1 < end && b.seq[n1] == b.seq[n0]; n1++) {}
-        if (b.seq[n0] < 0) continue;
-        const int* table = b.pages + (size_t)b.seq[n0] * b.max_pages;
-        const int longest = b.pos[n1 - 1] + 1, shortest = b.pos[n0] + 1, key_tiles = (longest + KEYS - 1) / KEYS;
-        const int parts = gridDim.z, from = key_tiles * (int)blockIdx.z / parts * KEYS, to = min(longest, key_tiles * (int)(blockIdx.z + 1) / parts * KEYS);
-        int limit[2][2]; // keys that this lane's rows see; rows of other sequences compute what nobody keeps
+// s += a b^T: each of 16 I rows of the warp's own with each of 16 J others, all of D numbers and in tiles. s[i][j] is
+// rows 16 i .. of a by rows 8 j .. of b, spread over the warp as mma says.
+template <int D, int I, int J>
+__device__ __forceinline__ void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, uint32_t b_rows) {
+    constexpr int ROW = HeadTile<D>::ROW;
+    const int lane = threadIdx.x % 32;
+    const uint32_t a_at = a_rows + HeadTile<D>::at(lane % 16, lane / 16);
+    const uint32_t b_at = b_rows + HeadTile<D>::at(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    #pragma unroll
+    for (int d = 0; d < D / 16; d++) {
+        // Chunk 2d + c lies at (2d + c) ^ (r % 8) = ((c ^ r % 8) ^ 2 (d % 4)) + 8 (d / 4).
+        const uint32_t flip = d % 4 << 5, far = d / 4 << 7;
+        uint32_t a[I][4], b[4];
         #pragma unroll
-        for (int i = 0; i < 2; i++)
-            #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int r = warp * 32 + i * 16 + h * 8 + lane / 4, n = begin + r / G;
-                limit[i][h] = n >= n0 && n < n1 ? b.pos[n] + 1 : to;
-            }
-        // A tile has four pages, whose numbers are read a tile ahead of the copies that need them.
-        int page[KEYS / PAGE];
-        auto next_pages = [&](int key0) {
-            #pragma unroll
-            for (int j = 0; j < KEYS / PAGE; j++) page[j] = key0 + j * PAGE < to ? table[key0 / PAGE + j] : 0;
-        };
-        auto copy = [&](uint32_t tile, const bf16* cache, int key0) {
-            #pragma unroll
-            for (int i = 0; i < KEYS / (THREADS / CHUNKS); i++) {
-                const int r = copy_row + i * (THREADS / CHUNKS); // page r / PAGE, the same for all rows of i
-                copy_async(tile + r * ROW + ((chunk ^ (r % 8)) << 4), cache + kv_offset(page[i * (THREADS / CHUNKS) / PAGE], kv, r % PAGE, K, D) + chunk * 8, key0 + r < to);
-            }
-            commit_copies();
-        };
-        float maximum[2][2], sum[2][2] = {}, mixed[2][D / 8][4] = {};
+        for (int i = 0; i < I; i++) ldmatrix(a[i], (a_at ^ flip) + far + i * 16 * ROW);
         #pragma unroll
-        for (int i = 0; i < 2; i++) maximum[i][0] = maximum[i][1] = -1e30f; // (of a part a row may see no key: infinities would make it NaN)
-        __syncthreads(); // the sequence before this one is done with the tiles
-        next_pages(from);
-        copy(k_tiles + from / KEYS % 2 * TILE, keys, from);
-        copy(v_tiles + from / KEYS % 2 * TILE, values, from);
-        next_pages(from + KEYS);
-        for (int key0 = from; key0 < to; key0 += KEYS) {
-            const uint32_t half = key0 / KEYS % 2 * TILE, k_tile = k_tiles + half, v_tile = v_tiles + half;
-            wait_for_copies<0>();
-            __syncthreads();
-            copy(k_tiles + (half ^ TILE), keys, key0 + KEYS);
-            copy(v_tiles + (half ^ TILE), values, key0 + KEYS);
-            next_pages(key0 + 2 * KEYS);
-            float s[2][KEYS / 8][4] = {};
+        for (int j = 0; j < J; j++) {
+            ldmatrix(b, (b_at ^ flip) + far + j * 16 * ROW);
             #pragma unroll
-            for (int d = 0; d < D / 16; d++) {
-                uint32_t a[2][4], k[4];
-                #pragma unroll
-                for (int i = 0; i < 2; i++) ldmatrix(a[i], q_tile + (a_row + i * 16) * ROW + (((2 * d + lane / 16) ^ (a_row % 8)) << 4));
-                #pragma unroll
-                for (int j = 0; j < KEYS / 16; j++) {
-                    ldmatrix(k, k_tile + (k_row + j * 16) * ROW + (((2 * d + lane / 8 % 2) ^ (k_row % 8)) << 4));
-                    #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        mma(s[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], k[0], k[1]);
-                        mma(s[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], k[2], k[3]);
-                    }
-                }
-            }
-            if (key0 + KEYS > shortest)
-                #pragma unroll
-                for (int i = 0; i < 2; i++)
-                    #pragma unroll
-                    for (int j = 0; j < KEYS / 8; j++)
-                        #pragma unroll
-                        for (int e = 0; e < 4; e++)
-                            if (key0 + j * 8 + lane % 4 * 2 + e % 2 >= limit[i][e / 2]) s[i][j][e] = -INFINITY;
-            #pragma unroll
-            for (int i = 0; i < 2; i++)
-                #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    float top = maximum[i][h];
-                    #pragma unroll
-                    for (int j = 0; j < KEYS / 8; j++) top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
-                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-                    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-                    const float shrink = exp2_fast((maximum[i][h] - top) * scale), base = top * scale;
-                    maximum[i][h] = top;
-                    float part = 0;
-                    #pragma unroll
-                    for (int j = 0; j < KEYS / 8; j++)
-                        #pragma unroll
-                        for (int e = 2 * h; e < 2 * h + 2; e++) part += s[i][j][e] = exp2_fast(fmaf(s[i][j][e], scale, -base));
-                    sum[i][h] = sum[i][h] * shrink + part; // this lane's columns; the quad's are added at the end
-                    #pragma unroll
-                    for (int j = 0; j < D / 8; j++) mixed[i][j][2 * h] *= shrink, mixed[i][j][2 * h + 1] *= shrink;
-                }
-            #pragma unroll
-            for (int k = 0; k < KEYS / 16; k++) { // the scores, rounded, are the a operand as they lie
-                uint32_t a[2][4], v[4];
-                #pragma unroll
-                for (int i = 0; i < 2; i++)
-                    #pragma unroll
-                    for (int e = 0; e < 4; e++) a[i][e] = pack(s[i][2 * k + e / 2][e % 2 * 2], s[i][2 * k + e / 2][e % 2 * 2 + 1]);
-                #pragma unroll
-                for (int j = 0; j < D / 16; j++) {
-                    ldmatrix_transposed(v, v_tile + (v_row + k * 16) * ROW + (((2 * j + lane / 16) ^ (v_row % 8)) << 4));
-                    #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        mma(mixed[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], v[0], v[1]);
-                        mma(mixed[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], v[2], v[3]);
-                    }
-                }
+            for (int i = 0; i < I; i++) {
+                mma(s[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
+                mma(s[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
             }
         }
-        wait_for_copies<0>();
-        #pragma unroll
-        for (int i = 0; i < 2; i++)
-            #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float total = sum[i][h];
-                total += __shfl_xor_sync(~0u, total, 1);
-                total += __shfl_xor_sync(~0u, total, 2);
-                const int r = warp * 32 + i * 16 + h * 8 + lane / 4, n = begin + r / G;
-                if (r >= tokens * G || n < n0 || n >= n1) continue;
-                const size_t row = (size_t)n * H + kv * G + r % G;
-                if (gridDim.z > 1) {
-                    float* part = partial + ((row - (size_t)first * H) * gridDim.z + blockIdx.z) * (D + 2);
-                    #pragma unroll
-                    for (int j = 0; j < D / 8; j++) *(float2*)(part + j * 8 + lane % 4 * 2) = make_float2(mixed[i][j][2 * h], mixed[i][j][2 * h + 1]);
-                    *(float2*)(part + D) = make_float2(maximum[i][h] * scale, total);
-                    continue;
-                }
-                bf16* end = out + row * D + lane % 4 * 2;
-                const float share = 1 / total;
-                #pragma unroll
-                for (int j = 0; j < D / 8; j++) *(uint32_t*)(end + j * 8) = pack(mixed[i][j][2 * h] * share, mixed[i][j][2 * h + 1] * share);
-                if (lse) lse[row] = maximum[i][h] / sqrtf((float)D) + logf(total); // all four lanes of a row
-            }
     }
 }
 
-// Number d of a row of attention whose keys were split. A part has D sums of values by their weights, the largest score,
-// to which weights are relative (as powers of 2), and the sum of the weights.
-__device__ inline float sum_parts(const float* part, int splits, int D, int d) {
-    float top = -INFINITY, total = 0, weights = 0;
-    for (int first = 0; first < splits; first += 8) { // eight at a time are on their way
-        float m[8], w[8], v[8], next = top;
+// sum += w b: w (16 I, 16 J) as multiply_rows leaves its s, rounded to bf16 (s is the a operand as it lies); b is 16 J
+// rows of D numbers of a tile.
+template <int D, int I, int J>
+__device__ __forceinline__ void add_weighted_rows(float (&sum)[I][D / 8][4], const float (&w)[I][2 * J][4],
+                                                  uint32_t b_rows) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t b_at = b_rows + HeadTile<D>::at(lane % 16, lane / 16);
+    #pragma unroll
+    for (int k = 0; k < J; k++) {
+        uint32_t a[I][4], b[4];
         #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float* at = part + min(first + i, splits - 1) * (D + 2);
-            m[i] = __ldcg(at + D), w[i] = __ldcg(at + D + 1), v[i] = __ldcg(at + d);
+        for (int i = 0; i < I; i++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float* pair = &w[i][2 * k + e / 2][e % 2 * 2];
+                a[i][e] = pack(pair[0], pair[1]);
+            }
+        #pragma unroll
+        for (int j = 0; j < D / 16; j++) {
+            ldmatrix_transposed(b, (b_at ^ (j % 4 << 5)) + (j / 4 << 7) + k * 16 * HeadTile<D>::ROW);
+            #pragma unroll
+            for (int i = 0; i < I; i++) {
+                mma(sum[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
+                mma(sum[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
+            }
         }
+    }
+}
+
+// Where this lane's numbers of such an s are: row of s[i][.][e], column of s[.][j][e].
+__device__ __forceinline__ int score_row(int i, int e) { return i * 16 + e / 2 * 8 + threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int score_column(int j, int e) { return j * 8 + threadIdx.x % 4 * 2 + e % 2; }
+// f(number, i, j, e) for each of them.
+template <int I, int J, class F> __device__ __forceinline__ void each_score(float (&s)[I][J][4], F f) {
+    #pragma unroll
+    for (int i = 0; i < I; i++)
         #pragma unroll
-        for (int i = 0; i < 8; i++) next = fmaxf(next, m[i]);
-        const float shrink = exp2_fast(top - next);
-        total *= shrink, weights *= shrink, top = next;
+        for (int j = 0; j < J; j++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) f(s[i][j][e], i, j, e);
+}
+
+// Over the four lanes that hold a row; for all four.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// A row's attention over some of its keys, one number of it: the largest score, the sum of the weights 2^(score - top)
+// and the sum of the values by them.
+struct AttentionPart {
+    float top, weights, value;
+};
+// `count` parts as one: their common maximum, then their sums in order. get(i) is part i. Eight are asked for at a time.
+template <class Get> __device__ __forceinline__ AttentionPart join_parts(int count, Get get) {
+    AttentionPart all = {-INFINITY, 0, 0};
+    for (int first = 0; first < count; first += 8) {
+        AttentionPart part[8];
+        float top = all.top;
+        #pragma unroll
+        for (int i = 0; i < 8; i++) part[i] = get(min(first + i, count - 1));
+        #pragma unroll
+        for (int i = 0; i < 8; i++) top = fmaxf(top, part[i].top);
+        if (first) {
+            const float shrink = exp2_fast(all.top - top);
+            all.value *= shrink, all.weights *= shrink;
+        }
+        all.top = top;
         #pragma unroll
         for (int i = 0; i < 8; i++)
-            if (first + i < splits) total += v[i] * exp2_fast(m[i] - top), weights += w[i] * exp2_fast(m[i] - top);
+            if (first + i < count) {
+                const float shrink = exp2_fast(part[i].top - top);
+                all.value += part[i].value * shrink, all.weights += part[i].weights * shrink;
+            }
     }
-    return total / weights;
+    return all;
 }
-// A block a token's head, a thread a number.
+// Number d of a row whose keys were split. `parts` (splits, D + 2): D weighted sums of values, the largest score (of
+// powers of 2), the sum of the weights. From the L2 cache: other blocks wrote them.
+__device__ __forceinline__ float join_splits(const float* parts, int splits, int D, int d) {
+    const AttentionPart all = join_parts(splits, [&](int split) {
+        const float* part = parts + split * (D + 2);
+        return AttentionPart{__ldcg(part + D), __ldcg(part + D + 1), __ldcg(part + d)};
+    });
+    return all.value / all.weights;
+}
+
+// ---- Attention for prompts: Book I's `attention` (Dao, "FlashAttention-2", 2023)
+// A block of 128 threads owns 128 query rows: all G heads of 128 / G neighbouring tokens that share a KV head. Keys and
+// values pass through shared memory, 64 at a time, in two stages. A warp owns 32 of the rows, with their scores and sums
+// in registers; a thread has two columns of each eight of rows 8 apart (see mma). The tokens of a tile may belong to
+// several sequences: these are taken one after another, each computing all rows and keeping its own. Where tiles are too
+// few for the GPU, the keys are split: blocks that share a tile leave parts, which attention_sum_kernel joins.
+// Grid (K, tiles of tokens, splits); shared memory (128 + 4 x 64) rows of D numbers: 96 KB for D = 128, two blocks a
+// multiprocessor. Bound by the tensor cores and by registers: for D = 128 all 255 are in use.
+constexpr int QUERY_ROWS = 128, KEYS = 64;
+
+struct AttentionArgs {
+    bf16* out;        // (N,HD)
+    float* lse;       // (N,H) or null
+    const bf16* q;    // (N,HD)
+    const bf16 *keys, *values; // one layer's cache
+    Batch b;
+    int first, H, K;  // tokens from `first` on
+    float* partial;   // (N - first, H, splits, D + 2): see join_splits
+};
+
+// The rows that a block owns: row r is head kv G + r % G of token begin + r / G.
+struct QueryTile {
+    int kv, G, begin, end; // of tokens begin .. end - 1
+    __device__ explicit QueryTile(const AttentionArgs& p) : kv(blockIdx.x), G(p.H / p.K) {
+        const int tokens = QUERY_ROWS / G, tile = gridDim.y - 1 - blockIdx.y; // later ones see more keys: long blocks first
+        begin = p.first + tile * tokens, end = min(p.b.N, begin + tokens);
+    }
+    __device__ int token(int r) const { return begin + r / G; }
+    __device__ size_t row(int r, int n, int H) const { return (size_t)n * H + kv * G + r - (n - begin) * G; } // of q, out
+};
+
+template <int D>
+__device__ __forceinline__ void load_queries(const AttentionArgs& p, const QueryTile& tile, uint32_t q_tile) {
+    const HeadRows<D> mine;
+    for (int r = mine.row; r < QUERY_ROWS; r += mine.STEP) {
+        const int n = tile.token(r);
+        const bool there = n < tile.end;
+        const bf16* from = there ? p.q + tile.row(r, n, p.H) * D + mine.chunk * 8 : p.q;
+        copy_async(q_tile + HeadTile<D>::at(r, mine.chunk), from, there);
+    }
+}
+
+// Passes keys and values of a sequence, up to position `to`, through two stages of shared memory. A tile has four pages,
+// whose numbers are read a tile ahead of the copies that need them.
+template <int D> struct PassingPages {
+    static constexpr int TILE = KEYS * HeadTile<D>::ROW;
+    const AttentionArgs& p;
+    const int* table; // the sequence's pages
+    int kv, to;
+    uint32_t k_tiles, v_tiles;
+    HeadRows<D> mine;
+    int page[KEYS / PAGE];
+
+    __device__ __forceinline__ static uint32_t stage(int key0) { return key0 / KEYS % 2 * TILE; }
+    __device__ __forceinline__ void next_pages(int key0) {
+        #pragma unroll
+        for (int j = 0; j < KEYS / PAGE; j++) page[j] = key0 + j * PAGE < to ? table[key0 / PAGE + j] : 0;
+    }
+    __device__ __forceinline__ void copy(uint32_t tile, const bf16* cache, int key0) const {
+        #pragma unroll
+        for (int i = 0; i < KEYS / mine.STEP; i++) {
+            const int r = mine.row + i * mine.STEP; // of page r / PAGE, the same for all threads
+            const size_t at = kv_offset(page[i * mine.STEP / PAGE], kv, r % PAGE, p.K, D) + mine.chunk * 8;
+            copy_async(tile + HeadTile<D>::at(r, mine.chunk), cache + at, key0 + r < to);
+        }
+        commit_copies();
+    }
+    __device__ __forceinline__ void copy(int key0) const {
+        copy(k_tiles + stage(key0), p.keys, key0);
+        copy(v_tiles + stage(key0), p.values, key0);
+    }
+};
+
+// What a lane has of its warp's 32 rows: maximum and sum of rows 16 i + 8 h + lane / 4, mixed as multiply_rows leaves it.
+template <int D> struct RowSums {
+    float maximum[2][2], sum[2][2] = {}, mixed[2][D / 8][4] = {};
+    __device__ __forceinline__ RowSums() { // (a row may see no key of a split: infinities would make it NaN)
+        #pragma unroll
+        for (int i = 0; i < 2; i++) maximum[i][0] = maximum[i][1] = -1e30f;
+    }
+};
+
+// The online softmax: scores s become weights 2^(scale (s - maximum)); what was summed so far shrinks to the new maximum.
+// `sum` has this lane's columns alone: the four lanes of a row are added at the end.
+template <int D>
+__device__ __forceinline__ void online_softmax(RowSums<D>& rows, float (&s)[2][KEYS / 8][4], float scale) {
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float& maximum = rows.maximum[i][h];
+            float top = maximum;
+            #pragma unroll
+            for (int j = 0; j < KEYS / 8; j++) top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
+            top = quad_max(top);
+            const float shrink = exp2_fast((maximum - top) * scale), base = top * scale;
+            maximum = top;
+            float weights = 0;
+            #pragma unroll
+            for (int j = 0; j < KEYS / 8; j++)
+                #pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++)
+                    weights += s[i][j][e] = exp2_fast(fmaf(s[i][j][e], scale, -base));
+            rows.sum[i][h] = rows.sum[i][h] * shrink + weights;
+            #pragma unroll
+            for (int j = 0; j < D / 8; j++) rows.mixed[i][j][2 * h] *= shrink, rows.mixed[i][j][2 * h + 1] *= shrink;
+        }
+}
+
+// Rows of tokens n0 .. n1 - 1 go to `out`, or, if the keys are split, to `partial`.
+template <int D>
+__device__ __forceinline__ void store_rows(const AttentionArgs& p, const QueryTile& tile, const RowSums<D>& rows,
+                                           int n0, int n1, float scale) {
+    const int first_row = threadIdx.x / 32 * 32, column = threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float total = quad_sum(rows.sum[i][h]), maximum = rows.maximum[i][h];
+            const int r = first_row + score_row(i, 2 * h), n = tile.token(r);
+            if (n < n0 || n >= n1) continue;
+            const size_t row = tile.row(r, n, p.H);
+            if (gridDim.z > 1) {
+                float* part = p.partial + ((row - (size_t)p.first * p.H) * gridDim.z + blockIdx.z) * (D + 2);
+                #pragma unroll
+                for (int j = 0; j < D / 8; j++)
+                    *(float2*)(part + j * 8 + column) = make_float2(rows.mixed[i][j][2 * h], rows.mixed[i][j][2 * h + 1]);
+                *(float2*)(part + D) = make_float2(maximum * scale, total);
+                continue;
+            }
+            bf16* out = p.out + row * D + column;
+            const float share = 1 / total;
+            #pragma unroll
+            for (int j = 0; j < D / 8; j++)
+                *(uint32_t*)(out + j * 8) = pack(rows.mixed[i][j][2 * h] * share, rows.mixed[i][j][2 * h + 1] * share);
+            if (p.lse) p.lse[row] = maximum / sqrtf((float)D) + logf(total); // all four lanes of a row
+        }
+}
+
+// All rows of the tile with the keys of one sequence, whose tokens are n0 .. n1 - 1.
+template <int D>
+__device__ __forceinline__ void attend_sequence(const AttentionArgs& p, const QueryTile& tile, int n0, int n1,
+                                                uint32_t q_tile) {
+    constexpr int ROW = HeadTile<D>::ROW;
+    const Batch& b = p.b;
+    const float scale = LOG2E / sqrtf((float)D); // powers of 2, not of e
+    const int longest = b.pos[n1 - 1] + 1, shortest = b.pos[n0] + 1; // keys that the last and the first token see
+    const int key_tiles = (longest + KEYS - 1) / KEYS, splits = gridDim.z, split = blockIdx.z;
+    const int from = key_tiles * split / splits * KEYS, to = min(longest, key_tiles * (split + 1) / splits * KEYS);
+    const int first_row = threadIdx.x / 32 * 32; // of this warp
+    int limit[2][2]; // keys that this lane's rows see; rows of other sequences compute what nobody keeps
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = tile.token(first_row + score_row(i, 2 * h));
+            limit[i][h] = n >= n0 && n < n1 ? b.pos[n] + 1 : to;
+        }
+    const uint32_t k_tiles = q_tile + QUERY_ROWS * ROW, v_tiles = k_tiles + 2 * KEYS * ROW;
+    PassingPages<D> pages = {p, b.pages + (size_t)b.seq[n0] * b.max_pages, tile.kv, to, k_tiles, v_tiles};
+    RowSums<D> rows;
+    __syncthreads(); // the sequence before this one is done with the tiles
+    pages.next_pages(from);
+    pages.copy(from);
+    pages.next_pages(from + KEYS);
+    for (int key0 = from; key0 < to; key0 += KEYS) {
+        wait_for_copies<0>();
+        __syncthreads();
+        pages.copy(key0 + KEYS);
+        pages.next_pages(key0 + 2 * KEYS);
+        float s[2][KEYS / 8][4] = {};
+        multiply_rows<D, 2, KEYS / 16>(s, q_tile + first_row * ROW, k_tiles + pages.stage(key0));
+        if (key0 + KEYS > shortest)
+            each_score(s, [&](float& x, int i, int j, int e) {
+                if (key0 + score_column(j, e) >= limit[i][e / 2]) x = -INFINITY;
+            });
+        online_softmax(rows, s, scale);
+        add_weighted_rows<D, 2, KEYS / 16>(rows.mixed, s, v_tiles + pages.stage(key0));
+    }
+    wait_for_copies<0>();
+    store_rows(p, tile, rows, n0, n1, scale);
+}
+
+template <int D>
+__global__ void __launch_bounds__(128, 2) attention_kernel(AttentionArgs p) {
+    extern __shared__ __align__(128) uint4 tiles[]; // of queries; two stages of keys, two of values
+    const QueryTile tile(p);
+    wait_for_previous();
+    load_queries<D>(p, tile, shared_address(tiles));
+    for (int n0 = tile.begin, n1; n0 < tile.end; n0 = n1) {
+        for (n1 = n0 + 1; n1 < tile.end && p.b.seq[n1] == p.b.seq[n0]; n1++) {}
+        if (p.b.seq[n0] >= 0) attend_sequence<D>(p, tile, n0, n1, shared_address(tiles));
+    }
+}
+
+// Joins the parts of split keys. A block a token's head, a thread a number; bound by launching.
 __global__ void attention_sum_kernel(bf16* out, const float* partial, const int* seq, int first, int H, int splits) {
     wait_for_previous();
     const size_t row = blockIdx.x, D = blockDim.x;
-    if (seq[first + row / H] >= 0) out[((size_t)first * H + row) * D + threadIdx.x] = round_bf16(sum_parts(partial + row * splits * (D + 2), splits, (int)D, threadIdx.x));
+    if (seq[first + row / H] < 0) return;
+    const float sum = join_splits(partial + row * splits * (D + 2), splits, (int)D, threadIdx.x);
+    out[((size_t)first * H + row) * D + threadIdx.x] = round_bf16(sum);
 }
 
-constexpr int BLOCKS_A_SM = 2, LEAST_KEYS = 256; // blocks of attention that share a multiprocessor; keys worth a block of their own
-inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values, const Batch& b, int H, int K, int D, int first = 0) {
-    const int tokens = QUERY_ROWS / (H / K), tiles = (b.N - first + tokens - 1) / tokens;
-    const int splits = ctx.invariant || lse ? 1 : std::max(1, std::min(BLOCKS_A_SM * ctx.gpu->sms / (tiles * K), b.longest / LEAST_KEYS));
-    launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, dim3((unsigned)K, (unsigned)tiles, (unsigned)splits), 128,
-           (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16), out, lse, q, keys, values, b, first, H, K, ctx.gpu->attention);
-    if (splits > 1) launch(ctx, attention_sum_kernel, dim3((unsigned)((b.N - first) * H)), D, 0, out, ctx.gpu->attention, b.seq, first, H, splits);
+constexpr int BLOCKS_A_SM = 2;  // blocks of attention_kernel that share a multiprocessor
+constexpr int LEAST_KEYS = 256; // that are worth a block of their own
+inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
+                          const Batch& b, int H, int K, int D, int first = 0) {
+    const int tokens = QUERY_ROWS / (H / K), tiles = (b.N - first + tokens - 1) / tokens, blocks = tiles * K;
+    const int wanted = std::min(BLOCKS_A_SM * ctx.gpu->sms / blocks, b.longest / LEAST_KEYS);
+    const int splits = ctx.invariant || lse ? 1 : std::max(1, wanted);
+    const dim3 grid((unsigned)K, (unsigned)tiles, (unsigned)splits);
+    const size_t shared = (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16);
+    float* partial = ctx.gpu->attention;
+    launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, grid, 128, shared,
+           AttentionArgs{out, lse, q, keys, values, b, first, H, K, partial});
+    if (splits == 1) return;
+    launch(ctx, attention_sum_kernel, dim3((unsigned)((b.N - first) * H)), D, 0, out, partial, b.seq, first, H, splits);
 }
-
 // ---- Attention for sequences of one token (Dao et al., "Flash-Decoding", 2023), with q/k norm, RoPE and KV write: a
 // block owns SPLIT keys of one sequence and the G query heads of a KV head; each of its 8 warps owns a page, whose
 // keys and values, but for the newest token's, it asks for before the kernel ahead has ended. Where a sequence has
@@ -351,7 +511,7 @@ __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(D
     if (splits == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, splits)) return;
     for (int o = threadIdx.x; o < G * D; o += blockDim.x) {
         const int h = o / D, d = o % D;
-        p.out[((size_t)n * p.H + h0 + h) * D + d] = round_bf16(sum_parts(partial + (size_t)h * gridDim.x * (D + 2), splits, D, d));
+        p.out[((size_t)n * p.H + h0 + h) * D + d] = round_bf16(join_splits(partial + (size_t)h * gridDim.x * (D + 2), splits, D, d));
     }
 }
 
@@ -417,56 +577,6 @@ __global__ void attention_delta_kernel(float* delta, const bf16* dout, const bf1
     #pragma unroll
     for (int lane = D / 16; lane; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
     if (row < rows && i % (D / 8) == 0) delta[row] = sum;
-}
-
-// s += a b^T: each of 16 I rows of the warp's own with each of 16 J others, all of D numbers and in shared memory, where
-// chunks lie as in attention_kernel. s[i][j] are rows 16 i .. of a with rows 8 j .. of b, spread over the warp as mma says.
-template <int D, int I, int J>
-__device__ inline void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, uint32_t b_rows) {
-    constexpr int ROW = D * 2;
-    const int lane = threadIdx.x % 32, a_row = lane % 16, b_row = lane % 8 + lane / 16 * 8;
-    const uint32_t a_at = a_rows + a_row * ROW + ((lane / 16 ^ a_row % 8) << 4), b_at = b_rows + b_row * ROW + ((lane / 8 % 2 ^ b_row % 8) << 4);
-    #pragma unroll
-    for (int d = 0; d < D / 16; d++) {
-        const uint32_t flip = d % 4 << 5, far = d / 4 << 7; // chunk 2d + c lies at (2d + c) ^ (r % 8) = ((c ^ r % 8) ^ 2 (d % 4)) + 8 (d / 4)
-        uint32_t a[I][4], b[4];
-        #pragma unroll
-        for (int i = 0; i < I; i++) ldmatrix(a[i], (a_at ^ flip) + far + i * 16 * ROW);
-        #pragma unroll
-        for (int j = 0; j < J; j++) {
-            ldmatrix(b, (b_at ^ flip) + far + j * 16 * ROW);
-            #pragma unroll
-            for (int i = 0; i < I; i++) {
-                mma(s[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
-                mma(s[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
-            }
-        }
-    }
-}
-
-// sum += w b, with weights w (16 I, 16 J) that lie as multiply_rows leaves them, and are rounded to bf16, and 16 J rows b.
-template <int D, int I, int J>
-__device__ inline void add_weighted_rows(float (&sum)[I][D / 8][4], const float (&w)[I][2 * J][4], uint32_t b_rows) {
-    constexpr int ROW = D * 2;
-    const int lane = threadIdx.x % 32, b_row = lane % 16;
-    const uint32_t b_at = b_rows + b_row * ROW + ((lane / 16 ^ b_row % 8) << 4);
-    #pragma unroll
-    for (int k = 0; k < J; k++) {
-        uint32_t a[I][4], b[4];
-        #pragma unroll
-        for (int i = 0; i < I; i++)
-            #pragma unroll
-            for (int e = 0; e < 4; e++) a[i][e] = pack(w[i][2 * k + e / 2][e % 2 * 2], w[i][2 * k + e / 2][e % 2 * 2 + 1]);
-        #pragma unroll
-        for (int j = 0; j < D / 16; j++) {
-            ldmatrix_transposed(b, (b_at ^ (j % 4 << 5)) + (j / 4 << 7) + k * 16 * ROW);
-            #pragma unroll
-            for (int i = 0; i < I; i++) {
-                mma(sum[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
-                mma(sum[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
-            }
-        }
-    }
 }
 
 // A block owns 64 keys of a KV head, a warp 16 of them, with the sums of dk and dv in registers; all query rows that see
