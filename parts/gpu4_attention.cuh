@@ -354,14 +354,20 @@ inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, co
     if (splits == 1) return;
     launch(ctx, attention_sum_kernel, dim3((unsigned)((b.N - first) * H)), D, 0, out, partial, b.seq, first, H, splits);
 }
-// ---- Attention for sequences of one token (Dao et al., "Flash-Decoding", 2023), with q/k norm, RoPE and KV write: a
-// block owns SPLIT keys of one sequence and the G query heads of a KV head; each of its 8 warps owns a page, whose
-// keys and values, but for the newest token's, it asks for before the kernel ahead has ended. Where a sequence has
-// several splits, the last block to arrive adds their parts in order. The length of a split is fixed: a row's bits
-// do not depend on the batch.
-static_assert(SPLIT == 8 * PAGE, "a page a warp");
 
-// Splits for a position in a context of so many tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys cost little.
+// ---- Attention for sequences of one new token: Book I's `attend`, which is qknorm_rope_kv and attention (Dao et al.,
+// "Flash-Decoding", 2023)
+// A block of 256 threads owns a split, SPLIT keys of one sequence, for G of the query heads of a KV head; each of its 8
+// warps owns a page, whose keys and values it holds in registers. All but the newest token's are asked for before the
+// kernel before has ended. Where a sequence has several splits, the last block to arrive joins their parts in order. The
+// length of a split is fixed: a row's bits do not depend on the batch.
+// Grid (splits of the batch, H / G, sequences); shared memory DecodeShared, 38 KB at most. Bound by reading keys and
+// values; with one sequence, by the latency of doing so.
+static_assert(SPLIT == 8 * PAGE, "a page a warp");
+constexpr int DECODE_WARPS = SPLIT / PAGE;
+
+// Splits for a position in a context of so many tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys cost
+// little.
 inline int splits_for_graph(int position, int context) {
     int splits = 1;
     while (splits * SPLIT <= position) splits *= 2;
@@ -369,150 +375,206 @@ inline int splits_for_graph(int position, int context) {
 }
 
 struct DecodeArgs {
-    bf16 *out, *keys, *values;
-    const bf16 *qkv, *q_weight, *k_weight;
-    const float* rope;
+    bf16* out;                           // (N,HD)
+    bf16 *keys, *values;                 // one layer's cache
+    const bf16 *qkv;                     // (N,(H+2K)D)
+    const bf16 *q_weight, *k_weight;     // (D)
+    const float* rope;                   // (positions, D/2, 2)
     Batch b;
     int H, K;
     float eps;
-    float* partial; // (singles, H, splits, D + 2): see sum_parts
-    int* arrived;   // (singles, H / G)
+    float* partial;                      // (singles, H, splits, D + 2): see join_splits
+    int* arrived;                        // (singles, H / G), zero between kernels
+};
+
+template <int D, int G> struct DecodeShared {
+    float q[G][D];                                          // normalised, rotated, scaled: scores are powers of 2
+    float mixed[DECODE_WARPS][G][D];                        // the part of each warp's page
+    float maximum[DECODE_WARPS][G], sum[DECODE_WARPS][G];
+    __align__(16) bf16 new_key[D], new_value[D];            // the newest token's
 };
 
 // sum_i a[i] q[i] of 8 numbers
 __device__ inline float dot8(uint4 a, const float* q) {
     const float4 u = *(const float4*)q, v = *(const float4*)(q + 4);
-    return low(a.x) * u.x + high(a.x) * u.y + low(a.y) * u.z + high(a.y) * u.w + low(a.z) * v.x + high(a.z) * v.y + low(a.w) * v.z + high(a.w) * v.w;
+    return low(a.x) * u.x + high(a.x) * u.y + low(a.y) * u.z + high(a.y) * u.w +
+           low(a.z) * v.x + high(a.z) * v.y + low(a.w) * v.z + high(a.w) * v.w;
 }
 
-template <int D, int G>
-__global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(DecodeArgs p) {
-    constexpr int LANES_A_KEY = D / 8, KEYS_A_LOAD = 32 / LANES_A_KEY, LOADS = PAGE / KEYS_A_LOAD; // of values
-    __shared__ __align__(16) float q[G][D], mixed[8][G][D];
-    __shared__ float maximum[8][G], sum[8][G];
-    __shared__ __align__(16) bf16 new_key[D], new_value[D];
-    const Batch& b = p.b;
-    const int split = blockIdx.x, h0 = blockIdx.y * G, n = blockIdx.z, kv = h0 / (p.H / p.K);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, seq = b.seq[n], pos = b.pos[n], splits = pos / SPLIT + 1;
-    if (seq < 0 || split >= splits) {
-        let_next_start();
-        wait_for_previous();
-        return;
-    }
-    // Keys: four lanes a key, 8 keys at once, twice. Values: a lane has 8 columns of every KEYS_A_LOADth key.
-    const int page = split * 8 + warp, first = page * PAGE;
-    const bool held = first <= pos;
-    const size_t at = held ? kv_offset(b.pages[(size_t)seq * b.max_pages + page], kv, 0, p.K, D) : 0;
-    const int value_key = lane / LANES_A_KEY, column = lane % LANES_A_KEY * 8;
+// A page of keys and values in a warp's registers. Keys: four lanes a key, 8 keys at once, in two halves; a lane has
+// chunks lane % 4, + 4, ... of key lane / 4. Values: a lane has chunk lane % LANES of every KEYS_A_LOADth key.
+template <int D> struct WarpPage {
+    static constexpr int LANES = D / 8, KEYS_A_LOAD = 32 / LANES, LOADS = PAGE / KEYS_A_LOAD; // of values
+    const int lane = threadIdx.x % 32, value_key = lane / LANES, column = lane % LANES * 8;
     uint4 k[2][D / 32] = {}, v[LOADS] = {};
-    #pragma unroll
-    for (int half = 0; half < 2; half++)
-        #pragma unroll
-        for (int i = 0; i < D / 32; i++) {
-            const int key = half * 8 + lane / 4;
-            if (first + key < pos) k[half][i] = *(const uint4*)(p.keys + at + key * D + (i * 4 + lane % 4) * 8);
-        }
-    #pragma unroll
-    for (int j = 0; j < LOADS; j++) {
-        const int key = j * KEYS_A_LOAD + value_key;
-        if (first + key < pos) v[j] = *(const uint4*)(p.values + at + key * D + column);
-    }
-    let_next_start();
-    wait_for_previous();
 
-    const bf16* row = p.qkv + (size_t)n * (p.H + 2 * p.K) * D;
-    const float* turn = p.rope + (size_t)pos * D;
-    WarpHead<D> head;
-    for (int h = warp; h < G; h += 8) {
-        head.load(row + (size_t)(h0 + h) * D);
-        head.norm_rope(p.q_weight, turn, p.eps);
-        const int i = lane * WarpHead<D>::P;
-        const float scale = LOG2E / sqrtf((float)D);
-        for (int e = 0; e < WarpHead<D>::P; e++) {
-            q[h][i + e] = to_acc(round_bf16(head.u[e])) * scale;
-            q[h][i + e + D / 2] = to_acc(round_bf16(head.v[e])) * scale;
+    // The first `count` keys and values of a page that begins at `keys` and `values`; the others are zeros.
+    __device__ __forceinline__ void load(const bf16* keys, const bf16* values, int count) {
+        #pragma unroll
+        for (int half = 0; half < 2; half++)
+            #pragma unroll
+            for (int i = 0; i < D / 32; i++) {
+                const int key = half * 8 + lane / 4;
+                if (key < count) k[half][i] = *(const uint4*)(keys + key * D + (i * 4 + lane % 4) * 8);
+            }
+        #pragma unroll
+        for (int j = 0; j < LOADS; j++) {
+            const int key = j * KEYS_A_LOAD + value_key;
+            if (key < count) v[j] = *(const uint4*)(values + key * D + column);
         }
     }
-    if (split == splits - 1 && warp >= 6) { // the newest token: its key by one warp, its value by another
-        const bool key = warp == 6, writes = h0 % (p.H / p.K) == 0;
-        const size_t to = kv_offset(b.slot[n] / PAGE, kv, b.slot[n] % PAGE, p.K, D);
-        head.load(row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D);
-        if (key) head.norm_rope(p.k_weight, turn, p.eps);
-        head.store(key ? new_key : new_value);
-        if (writes) head.store((key ? p.keys : p.values) + to);
-    }
-    __syncthreads();
-    if (page == pos / PAGE) {
-        const int newest = pos % PAGE;
+    // One more, from shared memory.
+    __device__ __forceinline__ void insert(const bf16* key, const bf16* value, int within) {
+        #pragma unroll
         for (int half = 0; half < 2; half++)
-            if (half * 8 + lane / 4 == newest)
-                for (int i = 0; i < D / 32; i++) k[half][i] = *(const uint4*)(new_key + (i * 4 + lane % 4) * 8);
+            if (half * 8 + lane / 4 == within)
+                #pragma unroll
+                for (int i = 0; i < D / 32; i++) k[half][i] = *(const uint4*)(key + (i * 4 + lane % 4) * 8);
         #pragma unroll
         for (int j = 0; j < LOADS; j++)
-            if (j * KEYS_A_LOAD + value_key == newest) v[j] = *(const uint4*)(new_value + column);
+            if (j * KEYS_A_LOAD + value_key == within) v[j] = *(const uint4*)(value + column);
     }
+    // The score of key half * 8 + lane / 4, for all four lanes that hold it.
+    __device__ __forceinline__ float score(const float* q, int half) const {
+        float dot = 0;
+        #pragma unroll
+        for (int i = 0; i < D / 32; i++) dot += dot8(k[half][i], q + (i * 4 + lane % 4) * 8);
+        return quad_sum(dot);
+    }
+};
+
+// q of the block's heads h0 .., a warp each, to shared memory.
+template <int D, int G>
+__device__ __forceinline__ void rotate_queries(const DecodeArgs& p, DecodeShared<D, G>& shared, const bf16* heads,
+                                               const float* angles) {
+    WarpHead<D> head;
+    for (int h = threadIdx.x / 32; h < G; h += DECODE_WARPS) {
+        head.load(heads + (size_t)h * D);
+        head.norm_rope(p.q_weight, angles, p.eps);
+        const int i = threadIdx.x % 32 * head.P;
+        const float scale = LOG2E / sqrtf((float)D);
+        for (int e = 0; e < head.P; e++) {
+            shared.q[h][i + e] = to_acc(round_bf16(head.u[e])) * scale;
+            shared.q[h][i + e + D / 2] = to_acc(round_bf16(head.v[e])) * scale;
+        }
+    }
+}
+
+// The newest token's key (one warp) or value (another) to shared memory, and to the cache if no other block does it.
+template <int D>
+__device__ __forceinline__ void take_newest(const DecodeArgs& p, bf16* shared, bf16* cache, const bf16* from, bool key,
+                                            const float* angles, bool writes) {
+    WarpHead<D> head;
+    head.load(from);
+    if (key) head.norm_rope(p.k_weight, angles, p.eps);
+    head.store(shared);
+    if (writes) head.store(cache);
+}
+
+// This warp's part: softmax of its page's scores, of which the first `count` keys count, and the weighted sum of values.
+template <int D, int G>
+__device__ __forceinline__ void attend_page(DecodeShared<D, G>& shared, const WarpPage<D>& page, int count) {
+    using P = WarpPage<D>;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float s[2][G], mix[G][8] = {};
     #pragma unroll
     for (int h = 0; h < G; h++) {
-        float top = -INFINITY;
+        float top = -INFINITY, weights = 0;
         for (int half = 0; half < 2; half++) {
-            float dot = 0;
-            for (int i = 0; i < D / 32; i++) dot += dot8(k[half][i], q[h] + (i * 4 + lane % 4) * 8);
-            dot += __shfl_xor_sync(~0u, dot, 1);
-            dot += __shfl_xor_sync(~0u, dot, 2);
-            s[half][h] = first + half * 8 + lane / 4 <= pos ? dot : -INFINITY;
+            const float score = page.score(shared.q[h], half);
+            s[half][h] = half * 8 + lane / 4 < count ? score : -INFINITY;
             top = fmaxf(top, s[half][h]);
         }
         for (int other = 4; other < 32; other *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
-        float weights = 0;
         for (int half = 0; half < 2; half++) {
-            s[half][h] = held ? exp2_fast(s[half][h] - top) : 0;
+            s[half][h] = count > 0 ? exp2_fast(s[half][h] - top) : 0;
             weights += s[half][h];
         }
         for (int other = 4; other < 32; other *= 2) weights += __shfl_xor_sync(~0u, weights, other);
-        if (lane == 0) maximum[warp][h] = top, sum[warp][h] = weights;
+        if (lane == 0) shared.maximum[warp][h] = top, shared.sum[warp][h] = weights;
     }
     #pragma unroll
-    for (int j = 0; j < LOADS; j++) {
-        const float values[8] = {low(v[j].x), high(v[j].x), low(v[j].y), high(v[j].y), low(v[j].z), high(v[j].z), low(v[j].w), high(v[j].w)};
+    for (int j = 0; j < P::LOADS; j++) {
+        const uint4 v = page.v[j];
+        const float values[8] = {low(v.x), high(v.x), low(v.y), high(v.y), low(v.z), high(v.z), low(v.w), high(v.w)};
         #pragma unroll
         for (int h = 0; h < G; h++) {
-            const float weight = __shfl_sync(~0u, s[j * KEYS_A_LOAD / 8][h], (j * KEYS_A_LOAD % 8 + value_key) * 4);
+            const int holder = (j * P::KEYS_A_LOAD % 8 + page.value_key) * 4;
+            const float weight = __shfl_sync(~0u, s[j * P::KEYS_A_LOAD / 8][h], holder);
             for (int e = 0; e < 8; e++) mix[h][e] += weight * values[e];
         }
     }
     #pragma unroll
     for (int h = 0; h < G; h++) {
         for (int e = 0; e < 8; e++)
-            for (int other = LANES_A_KEY; other < 32; other *= 2) mix[h][e] += __shfl_xor_sync(~0u, mix[h][e], other);
-        if (value_key == 0) {
-            *(float4*)(mixed[warp][h] + column) = make_float4(mix[h][0], mix[h][1], mix[h][2], mix[h][3]);
-            *(float4*)(mixed[warp][h] + column + 4) = make_float4(mix[h][4], mix[h][5], mix[h][6], mix[h][7]);
+            for (int other = P::LANES; other < 32; other *= 2) mix[h][e] += __shfl_xor_sync(~0u, mix[h][e], other);
+        float* to = shared.mixed[warp][h] + page.column;
+        if (page.value_key == 0) {
+            *(float4*)to = make_float4(mix[h][0], mix[h][1], mix[h][2], mix[h][3]);
+            *(float4*)(to + 4) = make_float4(mix[h][4], mix[h][5], mix[h][6], mix[h][7]);
         }
+    }
+}
+
+// Joins the warps' parts, a thread a number: to `out`, or, where the sequence has several splits, to `parts`, of which
+// each head has gridDim.x.
+template <int D, int G>
+__device__ __forceinline__ void join_warps(const DecodeShared<D, G>& shared, bf16* out, float* parts, int split, int splits) {
+    for (int o = threadIdx.x; o < G * D; o += blockDim.x) {
+        const int h = o / D, d = o % D;
+        const AttentionPart all = join_parts(DECODE_WARPS, [&](int w) {
+            return AttentionPart{shared.maximum[w][h], shared.sum[w][h], shared.mixed[w][h][d]};
+        });
+        if (splits == 1) out[o] = round_bf16(all.value / all.weights);
+        else {
+            float* part = parts + ((size_t)h * gridDim.x + split) * (D + 2);
+            part[d] = all.value;
+            if (d == 0) part[D] = all.top, part[D + 1] = all.weights;
+        }
+    }
+}
+
+template <int D, int G>
+__global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(DecodeArgs p) {
+    __shared__ __align__(16) DecodeShared<D, G> shared;
+    // What is read before the wait no kernel of this forward writes: positions, sequences and pages are the batch's,
+    // older keys and values an earlier forward's (see launch_kernel).
+    const Batch& b = p.b;
+    const int split = blockIdx.x, h0 = blockIdx.y * G, n = blockIdx.z, kv = h0 / (p.H / p.K), warp = threadIdx.x / 32;
+    const int seq = b.seq[n], pos = b.pos[n], splits = pos / SPLIT + 1;
+    if (seq >= 0 && splits > (int)gridDim.x) __trap(); // keys that no block owns: an error, not a row of nothing
+    if (seq < 0 || split >= splits) {
+        let_next_start();
+        wait_for_previous();
+        return;
+    }
+    const int page = split * DECODE_WARPS + warp, first = page * PAGE; // this warp's page, the position of its first key
+    const bool held = first <= pos;
+    const size_t at = held ? kv_offset(b.pages[(size_t)seq * b.max_pages + page], kv, 0, p.K, D) : 0;
+    WarpPage<D> keys;
+    keys.load(p.keys + at, p.values + at, pos - first);
+    let_next_start();
+    wait_for_previous();
+
+    const bf16* row = p.qkv + (size_t)n * (p.H + 2 * p.K) * D;
+    const float* angles = p.rope + (size_t)pos * D;
+    rotate_queries(p, shared, row + (size_t)h0 * D, angles);
+    if (split == splits - 1 && warp >= DECODE_WARPS - 2) {
+        const bool key = warp == DECODE_WARPS - 2, writes = h0 % (p.H / p.K) == 0;
+        const size_t to = kv_offset(b.slot[n] / PAGE, kv, b.slot[n] % PAGE, p.K, D);
+        take_newest<D>(p, key ? shared.new_key : shared.new_value, (key ? p.keys : p.values) + to,
+                       row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, key, angles, writes);
     }
     __syncthreads();
-    // Parts of one head, from pages or from splits: their common maximum, then their sums in order.
-    float* partial = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
-    for (int o = threadIdx.x; o < G * D; o += blockDim.x) {
-        const int h = o / D, d = o % D;
-        float top = -INFINITY, total = 0, weights = 0;
-        for (int w = 0; w < 8; w++) top = fmaxf(top, maximum[w][h]);
-        for (int w = 0; w < 8; w++) {
-            const float shrink = exp2_fast(maximum[w][h] - top);
-            total += mixed[w][h][d] * shrink, weights += sum[w][h] * shrink;
-        }
-        if (splits == 1) p.out[((size_t)n * p.H + h0 + h) * D + d] = round_bf16(total / weights);
-        else {
-            float* part = partial + ((size_t)h * gridDim.x + split) * (D + 2);
-            part[d] = total;
-            if (d == 0) part[D] = top, part[D + 1] = weights;
-        }
-    }
+    if (page == pos / PAGE) keys.insert(shared.new_key, shared.new_value, pos % PAGE);
+    attend_page(shared, keys, pos - first + 1);
+    __syncthreads();
+    bf16* out = p.out + ((size_t)n * p.H + h0) * D;
+    float* parts = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
+    join_warps(shared, out, parts, split, splits);
     if (splits == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, splits)) return;
-    for (int o = threadIdx.x; o < G * D; o += blockDim.x) {
-        const int h = o / D, d = o % D;
-        p.out[((size_t)n * p.H + h0 + h) * D + d] = round_bf16(join_splits(partial + (size_t)h * gridDim.x * (D + 2), splits, D, d));
-    }
+    for (int o = threadIdx.x; o < G * D; o += blockDim.x)
+        out[o] = round_bf16(join_splits(parts + (size_t)(o / D) * gridDim.x * (D + 2), splits, D, o % D));
 }
 
 // Numbers of scratch that attention needs: for so many sequences of one token, or for any others.
@@ -520,19 +582,29 @@ inline size_t attention_scratch(const Context& ctx, int singles, int splits, int
     return std::max((size_t)singles * H * splits, (size_t)BLOCKS_A_SM * ctx.gpu->sms * QUERY_ROWS) * (D + 2);
 }
 
+// b.splits must be enough for the largest position. Positions are in the GPU's memory: the kernel itself sees to it.
 inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D) {
-    const int G = p.H / p.K, heads = G % 8 == 0 ? 8 : G % 5 == 0 ? 5 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1; // of a block
-    static void (*const kernels[2][5])(DecodeArgs) = {
-        {attention_decode_kernel<64, 1>, attention_decode_kernel<64, 2>, attention_decode_kernel<64, 4>, attention_decode_kernel<64, 5>, attention_decode_kernel<64, 8>},
-        {attention_decode_kernel<128, 1>, attention_decode_kernel<128, 2>, attention_decode_kernel<128, 4>, attention_decode_kernel<128, 5>, attention_decode_kernel<128, 8>}};
+    if (p.b.splits < 1) DIE("attention_decode: %d splits; positions need one for each %d keys", p.b.splits, SPLIT);
+    const int G = p.H / p.K;
+    const int heads = G % 8 == 0 ? 8 : G % 5 == 0 ? 5 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1; // of a block
+#define DECODE(D) {attention_decode_kernel<D, 1>, attention_decode_kernel<D, 2>, attention_decode_kernel<D, 4>, \
+                   attention_decode_kernel<D, 5>, attention_decode_kernel<D, 8>}
+    static void (*const kernels[2][5])(DecodeArgs) = {DECODE(64), DECODE(128)};
+#undef DECODE
     const int instance = heads == 8 ? 4 : heads == 5 ? 3 : heads == 4 ? 2 : heads - 1;
-    launch(ctx, kernels[D == 128][instance], dim3((unsigned)p.b.splits, (unsigned)(p.H / heads), (unsigned)singles), 256, 0, p);
+    const dim3 grid((unsigned)p.b.splits, (unsigned)(p.H / heads), (unsigned)singles);
+    launch(ctx, kernels[D == 128][instance], grid, 256, 0, p);
 }
 
-inline void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
-                       const float* rope, const Batch& b, int H, int K, int D, float eps) {
-    const int singles = ctx.invariant || lse ? 0 : b.singles; // decode attention has no lse
-    if (singles) attention_decode_gpu(ctx, {out, keys, values, qkv, q_weight, k_weight, rope, b, H, K, eps, ctx.gpu->attention, ctx.gpu->attention_arrived}, singles, D);
+inline void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
+                       const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D,
+                       float eps) {
+    const int singles = ctx.invariant || lse ? 0 : b.singles; // attention_decode_kernel has no lse
+    if (singles) {
+        const DecodeArgs p = {out, keys, values, qkv, q_weight, k_weight, rope, b, H, K, eps,
+                              ctx.gpu->attention, ctx.gpu->attention_arrived};
+        attention_decode_gpu(ctx, p, singles, D);
+    }
     if (singles == b.N) return;
     qknorm_rope_kv_gpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps, singles);
     attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
