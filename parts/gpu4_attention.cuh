@@ -610,16 +610,19 @@ inline void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys,
     attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
 }
 
-// FlashAttention-2's backward pass (Dao, 2023) without its atomics: the probabilities are computed twice, once where dk
-// and dv of some keys are summed over all queries, once where dq of some queries is summed over all keys. So a number
-// has one block that sums it, in one order. Seven products of a tile instead of five.
-// The query rows of a KV head are counted through: row r is head r % G of token r / G. The keys that token n sees are
-// the rows n - pos[n] .. n of the batch; tiles may lie across the borders of sequences, since that is all that a mask
-// needs. Tiles in which a warp's keys and queries do not meet are skipped by it.
+// ---- Attention backward: Book I's `attention_backward` (FlashAttention-2's backward pass without its atomics)
+// The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq of
+// some queries is summed over all keys. So a number has one block that sums it, in one order; seven products of tiles
+// instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
+//     dv_m = sum_n p dout_n      dk_m = sum_n ds q_n / sqrt(D)      dq_n = sum_m ds k_m / sqrt(D)
+// The query rows of a KV head are numbered through: row r is head r % G of token r / G. The keys that token n sees are
+// rows n - pos[n] .. n of the batch; tiles may lie across the borders of sequences, since that is all that a mask needs.
+// A warp skips tiles in which its keys and queries do not meet.
 struct AttentionBackward {
-    bf16* dqkv;
-    const bf16 *dout, *q, *keys, *values;
-    const float *lse, *delta;
+    bf16* dqkv;                // (N,(H+2K)D) out
+    const bf16 *dout, *q;      // (N,HD)
+    const bf16 *keys, *values; // one layer's cache
+    const float *lse, *delta;  // (N,H)
     Batch b;
     int H, K;
 };
@@ -627,14 +630,11 @@ constexpr int GRADIENT_KEYS = 64;  // that a block sums dk and dv of
 constexpr int PASSING_ROWS = 64;   // query rows that pass by them at a time
 constexpr int GRADIENT_ROWS = 128; // query rows that a block sums dq of
 constexpr int PASSING_KEYS = 32;   // keys that pass by them at a time
-// Shared memory of either block: keys, values, two tiles of q and two of dout, 64 rows each; or q and dout, 128 rows each,
-// two tiles of keys and two of values, 32 rows each. And lse, delta and position of 128 rows. For D = 128, 97.5 KB.
+// Shared memory of either block: keys, values, two stages of q and two of dout, 64 rows each; or q and dout, 128 rows
+// each, two stages of keys and two of values, 32 rows each. And lse, delta and position of 128 rows: 97.5 KB for D = 128.
 constexpr size_t backward_shared(int D) { return (size_t)6 * 64 * D * sizeof(bf16) + 3 * 128 * 4; }
 
-// r / G from `inverse` = 2^31 / G, rounded up: exact as long as r * G < 2^31.
-__device__ inline int token_of(int r, uint32_t inverse) { return (int)__umulhi(2 * (uint32_t)r, inverse); }
-
-// delta[n][h] = dout[n][h] . out[n][h]: D / 8 lanes a row.
+// delta[n][h] = dout[n][h] . out[n][h]: D / 8 lanes a row, 8 numbers a lane; blocks of 256. Bound by memory.
 template <int D>
 __global__ void attention_delta_kernel(float* delta, const bf16* dout, const bf16* out, size_t rows) {
     let_next_start();
@@ -651,102 +651,101 @@ __global__ void attention_delta_kernel(float* delta, const bf16* dout, const bf1
     if (row < rows && i % (D / 8) == 0) delta[row] = sum;
 }
 
-// A block owns 64 keys of a KV head, a warp 16 of them, with the sums of dk and dv in registers; all query rows that see
-// one of the keys pass by, 64 at a time, of all G heads. Scores are computed as keys times queries, so that they lie as
-// the weights of the two sums want them.
-template <int D>
-__device__ inline void key_value_gradients(const AttentionBackward& p, int tile, int kv, uint4* tiles) {
-    constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128, STEP = THREADS / CHUNKS, TILE = 64 * ROW;
-    static_assert(GRADIENT_KEYS == 64 && PASSING_ROWS == 64, "one size of tile; 16 keys a warp");
-    const uint32_t k_tile = shared_address(tiles), v_tile = k_tile + TILE, q_tiles = v_tile + TILE, o_tiles = q_tiles + 2 * TILE; // o: of dout
-    float* numbers = (float*)((char*)tiles + 6 * TILE); // of two tiles of rows: 64 lse, 64 delta, 64 positions
-    const Batch& b = p.b;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = p.H / p.K;
-    const uint32_t inverse = (0x80000000u + G - 1) / G;
-    const int m0 = tile * GRADIENT_KEYS, m1 = min(m0 + GRADIENT_KEYS, b.N);
-    // The first token behind the sequence of the last key, or spare: every thread asks one, until no gap is left.
-    int end = m0, behind = b.N;
-    while (end < behind) {
-        const int stride = (behind - end + THREADS - 1) / THREADS, n = end + threadIdx.x * stride;
-        const int before = __syncthreads_count(n < behind && b.seq[n] >= 0 && n - b.pos[n] < m1);
-        behind = min(behind, end + before * stride);
-        if (before) end += (before - 1) * stride + 1;
+// The query rows of a KV head.
+struct HeadQueries {
+    int H, G, kv;
+    uint32_t inverse; // 2^31 / G, rounded up
+    __device__ HeadQueries(const AttentionBackward& p, int kv)
+        : H(p.H), G(p.H / p.K), kv(kv), inverse((0x80000000u + G - 1) / G) {}
+    // r / G, exact as long as r * G < 2^31.
+    __device__ int token(int r) const { return (int)__umulhi(2 * (uint32_t)r, inverse); }
+    // Row r of q and dout, of lse and delta: n H + kv G + r % G, for n = token(r).
+    __device__ int place(int r, int n) const { return r + n * (H - G) + kv * G; }
+};
+
+// s, scores, become probabilities: 2^(s scale log2(e) - lse log2(e)). lse_of(i, j, e) is that of the number's query row.
+template <int I, int J, class F>
+__device__ __forceinline__ void probabilities(float (&s)[I][J][4], float scale, F lse_of) {
+    each_score(s, [&](float& x, int i, int j, int e) {
+        x = exp2_fast(fmaf(x, scale * LOG2E, -lse_of(i, j, e) * LOG2E));
+    });
+}
+
+// ---- dk and dv. A block owns 64 keys of a KV head, a warp 16 of them, with the sums of dk and dv in registers; all
+// query rows that see one of the keys pass by, 64 at a time, of all G heads. Scores are computed as keys times queries,
+// so that they lie as the weights of the two sums want them.
+
+// One past the last token that sees one of the tokens before m1, or a spare row: every thread asks one token, evenly
+// spaced between what is known to see one and what is known not to, until no gap is left.
+__device__ __forceinline__ int end_of_queries(const Batch& b, int m0, int m1) {
+    constexpr int THREADS = 128;
+    int end = m0, past = b.N;
+    while (end < past) {
+        const int stride = (past - end + THREADS - 1) / THREADS, n = end + threadIdx.x * stride;
+        const int seeing = __syncthreads_count(n < past && b.seq[n] >= 0 && n - b.pos[n] < m1);
+        past = min(past, end + seeing * stride);
+        if (seeing) end += (seeing - 1) * stride + 1;
     }
-    const int copy_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, rows = end * G, last_row = max(rows, 1) - 1;
-    for (int r = copy_row; r < GRADIENT_KEYS; r += STEP) {
-        const bool there = m0 + r < min(m1, end);
-        const int slot = there ? b.slot[m0 + r] : 0, to = r * ROW + ((chunk ^ (r % 8)) << 4);
-        const size_t at = kv_offset(slot / PAGE, kv, slot % PAGE, p.K, D) + chunk * 8;
+    return end;
+}
+
+// Query rows, up to `rows`, pass through two stages of shared memory, with dout, lse, delta and position.
+template <int D> struct PassingQueries {
+    static constexpr int TILE = PASSING_ROWS * HeadTile<D>::ROW;
+    const AttentionBackward& p;
+    const HeadQueries heads;
+    int rows;
+    uint32_t q_tiles, dout_tiles;
+    float* numbers; // of each stage 64 lse, 64 delta, 64 positions
+    HeadRows<D> mine;
+
+    __device__ __forceinline__ const float* lse(int stage) const { return numbers + stage * 3 * PASSING_ROWS; }
+    __device__ __forceinline__ const float* delta(int stage) const { return lse(stage) + PASSING_ROWS; }
+    __device__ __forceinline__ const int* pos(int stage) const { return (const int*)(lse(stage) + 2 * PASSING_ROWS); }
+    __device__ __forceinline__ void copy(int stage, int row0) const {
+        const int last = max(rows, 1) - 1;
+        #pragma unroll
+        for (int i = 0; i < PASSING_ROWS / mine.STEP; i++) {
+            const int r = mine.row + i * mine.STEP, row = min(row0 + r, last);
+            const int to = stage * TILE + HeadTile<D>::at(r, mine.chunk);
+            const size_t at = (size_t)heads.place(row, heads.token(row)) * D + mine.chunk * 8;
+            copy_async(q_tiles + to, p.q + at, row0 + r < rows);
+            copy_async(dout_tiles + to, p.dout + at, row0 + r < rows);
+        }
+        const int r = threadIdx.x % PASSING_ROWS, row = min(row0 + r, last), n = heads.token(row);
+        const uint32_t to = shared_address(lse(stage) + r);
+        if (threadIdx.x < PASSING_ROWS) {
+            copy_async_4(to, p.lse + heads.place(row, n), row0 + r < rows);
+            copy_async_4(to + 2 * PASSING_ROWS * 4, p.b.pos + n, row0 + r < rows);
+        } else copy_async_4(to + PASSING_ROWS * 4, p.delta + heads.place(row, n), row0 + r < rows);
+        commit_copies();
+    }
+};
+
+// The keys and values of tokens m0 .., of which those from `end` on are zeros, to tiles.
+template <int D>
+__device__ __forceinline__ void load_keys(const AttentionBackward& p, int m0, int end, int kv, uint32_t k_tile,
+                                          uint32_t v_tile) {
+    const HeadRows<D> mine;
+    for (int r = mine.row; r < GRADIENT_KEYS; r += mine.STEP) {
+        const bool there = m0 + r < end;
+        const int slot = there ? p.b.slot[m0 + r] : 0, to = HeadTile<D>::at(r, mine.chunk);
+        const size_t at = kv_offset(slot / PAGE, kv, slot % PAGE, p.K, D) + mine.chunk * 8;
         copy_async(k_tile + to, p.keys + at, there);
         copy_async(v_tile + to, p.values + at, there);
     }
-    // Row r of q and dout, of lse and delta: n H + kv G + r % G = r + n (H - G) + kv G.
-    auto place = [&](int r, int n) { return r + n * (p.H - G) + kv * G; };
-    auto copy = [&](int half, int row0) {
-        #pragma unroll
-        for (int i = 0; i < PASSING_ROWS / STEP; i++) {
-            const int r = copy_row + i * STEP, row = min(row0 + r, last_row), to = half * TILE + r * ROW + ((chunk ^ (r % 8)) << 4);
-            const size_t at = (size_t)place(row, token_of(row, inverse)) * D + chunk * 8;
-            copy_async(q_tiles + to, p.q + at, row0 + r < rows);
-            copy_async(o_tiles + to, p.dout + at, row0 + r < rows);
-        }
-        const int r = threadIdx.x % PASSING_ROWS, row = min(row0 + r, last_row), n = token_of(row, inverse);
-        const uint32_t to = shared_address(numbers + half * 3 * PASSING_ROWS + r);
-        if (threadIdx.x < PASSING_ROWS) {
-            copy_async_4(to, p.lse + place(row, n), row0 + r < rows);
-            copy_async_4(to + 2 * PASSING_ROWS * 4, b.pos + n, row0 + r < rows);
-        } else copy_async_4(to + PASSING_ROWS * 4, p.delta + place(row, n), row0 + r < rows);
-        commit_copies();
-    };
-    const int first = m0 + warp * 16, last = first + 15; // this warp's keys
-    const float scale = 1 / sqrtf((float)D), log2e = 1.44269504f;
-    float dk[1][D / 8][4] = {}, dv[1][D / 8][4] = {};
-    copy(0, m0 * G);
-    for (int row0 = m0 * G, half = 0; row0 < rows; row0 += PASSING_ROWS, half ^= 1) {
-        wait_for_copies<0>();
-        __syncthreads();
-        copy(half ^ 1, row0 + PASSING_ROWS);
-        const uint32_t q_tile = q_tiles + half * TILE, o_tile = o_tiles + half * TILE;
-        const float *lse = numbers + half * 3 * PASSING_ROWS, *delta = lse + PASSING_ROWS;
-        const int *pos = (const int*)(delta + PASSING_ROWS), end_row = min(PASSING_ROWS, rows - row0) - 1;
-        const int oldest = token_of(row0, inverse), newest = token_of(row0 + end_row, inverse);
-        if (first > newest || last < oldest - pos[0]) continue;
-        const bool mask = last > oldest || first < newest - pos[end_row];
-        float s[1][PASSING_ROWS / 8][4] = {}, ds[1][PASSING_ROWS / 8][4];
-        multiply_rows<D, 1, PASSING_ROWS / 16>(s, k_tile + warp * 16 * ROW, q_tile);
-        #pragma unroll
-        for (int j = 0; j < PASSING_ROWS / 8; j++)
-            #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int r = j * 8 + lane % 4 * 2 + e % 2;
-                s[0][j][e] = exp2_fast(fmaf(s[0][j][e], scale * log2e, -lse[r] * log2e));
-            }
-        if (mask)
-            #pragma unroll
-            for (int j = 0; j < PASSING_ROWS / 8; j++)
-                #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int r = j * 8 + lane % 4 * 2 + e % 2, n = token_of(row0 + r, inverse), m = first + lane / 4 + e / 2 * 8;
-                    if ((uint32_t)(n - m) > (uint32_t)pos[r]) s[0][j][e] = 0;
-                }
-        add_weighted_rows<D, 1, PASSING_ROWS / 16>(dv, s, o_tile);
-        #pragma unroll
-        for (int j = 0; j < PASSING_ROWS / 8; j++)
-            #pragma unroll
-            for (int e = 0; e < 4; e++) ds[0][j][e] = -delta[j * 8 + lane % 4 * 2 + e % 2];
-        multiply_rows<D, 1, PASSING_ROWS / 16>(ds, v_tile + warp * 16 * ROW, o_tile);
-        #pragma unroll
-        for (int j = 0; j < PASSING_ROWS / 8; j++)
-            #pragma unroll
-            for (int e = 0; e < 4; e++) ds[0][j][e] *= s[0][j][e];
-        add_weighted_rows<D, 1, PASSING_ROWS / 16>(dk, ds, q_tile);
-    }
-    wait_for_copies<0>();
+}
+
+// Of this warp's keys first ..; spare rows met no query: zeros.
+template <int D>
+__device__ __forceinline__ void store_key_value_gradients(const AttentionBackward& p, const float (&dk)[1][D / 8][4],
+                                                          const float (&dv)[1][D / 8][4], int first, int m1, int kv,
+                                                          float scale) {
     #pragma unroll
-    for (int h = 0; h < 2; h++) { // spare rows met no query: zeros
-        const int m = first + lane / 4 + h * 8;
+    for (int h = 0; h < 2; h++) {
+        const int m = first + score_row(0, 2 * h);
         if (m >= m1) continue;
-        bf16* to = p.dqkv + ((size_t)m * (p.H + 2 * p.K) + p.H + kv) * D + lane % 4 * 2;
+        bf16* to = p.dqkv + ((size_t)m * (p.H + 2 * p.K) + p.H + kv) * D + threadIdx.x % 4 * 2;
         #pragma unroll
         for (int j = 0; j < D / 8; j++) {
             *(uint32_t*)(to + j * 8) = pack(dk[0][j][2 * h] * scale, dk[0][j][2 * h + 1] * scale);
@@ -755,120 +754,164 @@ __device__ inline void key_value_gradients(const AttentionBackward& p, int tile,
     }
 }
 
-// A block owns 128 query rows of a KV head, a warp 32 of them, with the sums of dq in registers; the keys they see pass
-// by, 32 at a time.
 template <int D>
-__device__ inline void query_gradients(const AttentionBackward& p, int tile, int kv, uint4* tiles) {
-    constexpr int ROW = D * 2, CHUNKS = D / 8, THREADS = 128, STEP = THREADS / CHUNKS, TILE = PASSING_KEYS * ROW;
-    static_assert(GRADIENT_ROWS == THREADS, "32 rows a warp; a thread asks for a row");
-    const uint32_t q_tile = shared_address(tiles), o_tile = q_tile + GRADIENT_ROWS * ROW, k_tiles = o_tile + GRADIENT_ROWS * ROW, v_tiles = k_tiles + 2 * TILE;
-    float *lse = (float*)((char*)tiles + (2 * GRADIENT_ROWS + 4 * PASSING_KEYS) * ROW), *delta = lse + GRADIENT_ROWS; // of each row
-    int* pos = (int*)(delta + GRADIENT_ROWS);
-    const Batch& b = p.b;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, G = p.H / p.K;
-    const uint32_t inverse = (0x80000000u + G - 1) / G;
-    const int row0 = tile * GRADIENT_ROWS, n0 = token_of(row0, inverse), n1 = token_of(min(row0 + GRADIENT_ROWS, b.N * G) - 1, inverse);
-    const int n = n0 + threadIdx.x, end = n0 + __syncthreads_count(n <= n1 && b.seq[n] >= 0), rows = end * G; // behind them are spare ones
-    auto place = [&](int r) { return r + token_of(r, inverse) * (p.H - G) + kv * G; }; // as above
-    const int copy_row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-    for (int r = copy_row; r < GRADIENT_ROWS; r += STEP) {
+__device__ __forceinline__ void key_value_gradients(const AttentionBackward& p, int tile, int kv, uint4* tiles) {
+    constexpr int ROW = HeadTile<D>::ROW, TILE = 64 * ROW, J = PASSING_ROWS / 16;
+    static_assert(GRADIENT_KEYS == 64 && PASSING_ROWS == 64, "one size of tile; 16 keys a warp");
+    const uint32_t k_tile = shared_address(tiles), v_tile = k_tile + TILE, own = threadIdx.x / 32 * 16 * ROW;
+    const int m0 = tile * GRADIENT_KEYS, m1 = min(m0 + GRADIENT_KEYS, p.b.N), end = end_of_queries(p.b, m0, m1);
+    const HeadQueries heads(p, kv);
+    const int rows = end * heads.G, first = m0 + threadIdx.x / 32 * 16, last = first + 15; // this warp's keys
+    float* numbers = (float*)((char*)tiles + 6 * TILE);
+    const PassingQueries<D> queries = {p, heads, rows, v_tile + TILE, v_tile + 3 * TILE, numbers};
+    const float scale = 1 / sqrtf((float)D);
+    float dk[1][D / 8][4] = {}, dv[1][D / 8][4] = {};
+    load_keys<D>(p, m0, min(m1, end), kv, k_tile, v_tile);
+    queries.copy(0, m0 * heads.G);
+    for (int row0 = m0 * heads.G, stage = 0; row0 < rows; row0 += PASSING_ROWS, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        queries.copy(stage ^ 1, row0 + PASSING_ROWS);
+        const uint32_t q_tile = queries.q_tiles + stage * TILE, dout_tile = queries.dout_tiles + stage * TILE;
+        const float *lse = queries.lse(stage), *delta = queries.delta(stage);
+        const int *pos = queries.pos(stage), last_row = min(PASSING_ROWS, rows - row0) - 1;
+        const int oldest = heads.token(row0), newest = heads.token(row0 + last_row);
+        if (first > newest || last < oldest - pos[0]) continue;
+        float s[1][2 * J][4] = {}, ds[1][2 * J][4];
+        multiply_rows<D, 1, J>(s, k_tile + own, q_tile);
+        probabilities(s, scale, [&](int, int j, int e) { return lse[score_column(j, e)]; });
+        if (last > oldest || first < newest - pos[last_row])
+            each_score(s, [&](float& x, int, int j, int e) {
+                const int r = score_column(j, e), n = heads.token(row0 + r), m = first + score_row(0, e);
+                if ((uint32_t)(n - m) > (uint32_t)pos[r]) x = 0;
+            });
+        add_weighted_rows<D, 1, J>(dv, s, dout_tile);
+        each_score(ds, [&](float& x, int, int j, int e) { x = -delta[score_column(j, e)]; });
+        multiply_rows<D, 1, J>(ds, v_tile + own, dout_tile);
+        each_score(ds, [&](float& x, int i, int j, int e) { x *= s[i][j][e]; });
+        add_weighted_rows<D, 1, J>(dk, ds, q_tile);
+    }
+    wait_for_copies<0>();
+    store_key_value_gradients<D>(p, dk, dv, first, m1, kv, scale);
+}
+
+// ---- dq. A block owns 128 query rows of a KV head, a warp 32 of them, with the sums of dq in registers; the keys they
+// see pass by, 32 at a time.
+
+// Rows row0 .., of which those from `rows` on are zeros: q and dout to tiles; lse, delta and position, a thread a row.
+template <int D>
+__device__ __forceinline__ void load_query_rows(const AttentionBackward& p, const HeadQueries& heads, int row0, int rows,
+                                                uint32_t q_tile, uint32_t dout_tile, float* lse, float* delta, int* pos) {
+    const HeadRows<D> mine;
+    for (int r = mine.row; r < GRADIENT_ROWS; r += mine.STEP) {
         const bool there = row0 + r < rows;
-        const int to = r * ROW + ((chunk ^ (r % 8)) << 4);
-        const size_t at = there ? (size_t)place(row0 + r) * D + chunk * 8 : 0;
+        const int to = HeadTile<D>::at(r, mine.chunk), row = row0 + r;
+        const size_t at = there ? (size_t)heads.place(row, heads.token(row)) * D + mine.chunk * 8 : 0;
         copy_async(q_tile + to, p.q + at, there);
-        copy_async(o_tile + to, p.dout + at, there);
+        copy_async(dout_tile + to, p.dout + at, there);
     }
-    {
-        const int t = threadIdx.x, r = row0 + t;
-        lse[t] = r < rows ? p.lse[place(r)] : 0, delta[t] = r < rows ? p.delta[place(r)] : 0;
-        pos[t] = r < rows ? b.pos[token_of(r, inverse)] : 0;
-    }
-    const float scale = 1 / sqrtf((float)D), log2e = 1.44269504f;
-    // This warp's tokens, and where the sequences of the first and of the last of them begin.
-    const int first_row = row0 + warp * 32, oldest = token_of(first_row, inverse), newest = token_of(min(first_row + 32, rows) - 1, inverse);
-    const bool some = first_row < rows;
-    const int oldest_first = some ? oldest - b.pos[oldest] : b.N, newest_first = some ? newest - b.pos[newest] : b.N;
-    // The slots of a tile's keys are read a tile ahead of the copies that need them.
-    const int key_begin = end > n0 ? n0 - b.pos[n0] : end;
-    int slot[PASSING_KEYS / STEP];
-    auto next_slots = [&](int key0) {
+    const int t = threadIdx.x, row = row0 + t, n = heads.token(row), at = heads.place(row, n);
+    lse[t] = row < rows ? p.lse[at] : 0, delta[t] = row < rows ? p.delta[at] : 0, pos[t] = row < rows ? p.b.pos[n] : 0;
+}
+
+// Keys and values of the batch's tokens up to `end` pass through two stages of shared memory. Their slots are read a tile
+// ahead of the copies that need them.
+template <int D> struct PassingKeys {
+    static constexpr int TILE = PASSING_KEYS * HeadTile<D>::ROW, COUNT = PASSING_KEYS / HeadRows<D>::STEP;
+    const AttentionBackward& p;
+    int kv, end;
+    uint32_t k_tiles, v_tiles;
+    HeadRows<D> mine;
+    int slot[COUNT];
+    __device__ __forceinline__ void next_slots(int key0) {
         #pragma unroll
-        for (int i = 0; i < PASSING_KEYS / STEP; i++) {
-            const int m = key0 + copy_row + i * STEP;
-            slot[i] = m < end ? b.slot[m] : 0;
+        for (int i = 0; i < COUNT; i++) {
+            const int m = key0 + mine.row + i * mine.STEP;
+            slot[i] = m < end ? p.b.slot[m] : 0;
         }
-    };
-    auto copy = [&](int half, int key0) {
+    }
+    __device__ __forceinline__ void copy(int stage, int key0) const {
         #pragma unroll
-        for (int i = 0; i < PASSING_KEYS / STEP; i++) {
-            const int r = copy_row + i * STEP, to = half * TILE + r * ROW + ((chunk ^ (r % 8)) << 4);
-            const size_t at = kv_offset(slot[i] / PAGE, kv, slot[i] % PAGE, p.K, D) + chunk * 8;
+        for (int i = 0; i < COUNT; i++) {
+            const int r = mine.row + i * mine.STEP, to = stage * TILE + HeadTile<D>::at(r, mine.chunk);
+            const size_t at = kv_offset(slot[i] / PAGE, kv, slot[i] % PAGE, p.K, D) + mine.chunk * 8;
             copy_async(k_tiles + to, p.keys + at, key0 + r < end);
             copy_async(v_tiles + to, p.values + at, key0 + r < end);
         }
         commit_copies();
-    };
-    float dq[2][D / 8][4] = {};
-    next_slots(key_begin);
-    copy(0, key_begin);
-    next_slots(key_begin + PASSING_KEYS);
-    for (int key0 = key_begin, half = 0; key0 < end; key0 += PASSING_KEYS, half ^= 1) {
-        wait_for_copies<0>();
-        __syncthreads();
-        copy(half ^ 1, key0 + PASSING_KEYS);
-        next_slots(key0 + 2 * PASSING_KEYS);
-        if (key0 > newest || key0 + PASSING_KEYS <= oldest_first) continue;
-        const uint32_t k_tile = k_tiles + half * TILE, v_tile = v_tiles + half * TILE;
-        float s[2][PASSING_KEYS / 8][4] = {}, ds[2][PASSING_KEYS / 8][4];
-        multiply_rows<D, 2, PASSING_KEYS / 16>(s, q_tile + warp * 32 * ROW, k_tile);
-        #pragma unroll
-        for (int i = 0; i < 2; i++)
-            #pragma unroll
-            for (int j = 0; j < PASSING_KEYS / 8; j++)
-                #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int r = warp * 32 + i * 16 + e / 2 * 8 + lane / 4;
-                    s[i][j][e] = exp2_fast(fmaf(s[i][j][e], scale * log2e, -lse[r] * log2e));
-                    ds[i][j][e] = -delta[r];
-                }
-        if (key0 + PASSING_KEYS > oldest + 1 || key0 < newest_first)
-            #pragma unroll
-            for (int i = 0; i < 2; i++)
-                #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const int r = warp * 32 + i * 16 + h * 8 + lane / 4, n = token_of(row0 + r, inverse);
-                    #pragma unroll
-                    for (int j = 0; j < PASSING_KEYS / 8; j++)
-                        #pragma unroll
-                        for (int e = 0; e < 2; e++) {
-                            const int m = key0 + j * 8 + lane % 4 * 2 + e;
-                            if ((uint32_t)(n - m) > (uint32_t)pos[r]) s[i][j][2 * h + e] = 0;
-                        }
-                }
-        multiply_rows<D, 2, PASSING_KEYS / 16>(ds, o_tile + warp * 32 * ROW, v_tile);
-        #pragma unroll
-        for (int i = 0; i < 2; i++)
-            #pragma unroll
-            for (int j = 0; j < PASSING_KEYS / 8; j++)
-                #pragma unroll
-                for (int e = 0; e < 4; e++) ds[i][j][e] *= s[i][j][e];
-        add_weighted_rows<D, 2, PASSING_KEYS / 16>(dq, ds, k_tile);
     }
-    wait_for_copies<0>();
+};
+
+// Of this warp's rows first_row ..; spare rows are zeros: so were their q and dout.
+template <int D>
+__device__ __forceinline__ void store_query_gradients(const AttentionBackward& p, const HeadQueries& heads,
+                                                      const float (&dq)[2][D / 8][4], int first_row, float scale) {
     #pragma unroll
     for (int i = 0; i < 2; i++)
         #pragma unroll
-        for (int h = 0; h < 2; h++) { // spare rows are zeros: so were their q and dout
-            const int r = first_row + i * 16 + h * 8 + lane / 4, t = token_of(r, inverse);
-            if (t >= b.N) continue;
-            bf16* to = p.dqkv + ((size_t)t * (p.H + 2 * p.K) + kv * G + r - t * G) * D + lane % 4 * 2;
+        for (int h = 0; h < 2; h++) {
+            const int r = first_row + score_row(i, 2 * h), n = heads.token(r), head = heads.kv * heads.G + r - n * heads.G;
+            if (n >= p.b.N) continue;
+            bf16* to = p.dqkv + ((size_t)n * (p.H + 2 * p.K) + head) * D + threadIdx.x % 4 * 2;
             #pragma unroll
-            for (int j = 0; j < D / 8; j++) *(uint32_t*)(to + j * 8) = pack(dq[i][j][2 * h] * scale, dq[i][j][2 * h + 1] * scale);
+            for (int j = 0; j < D / 8; j++)
+                *(uint32_t*)(to + j * 8) = pack(dq[i][j][2 * h] * scale, dq[i][j][2 * h + 1] * scale);
         }
 }
 
+template <int D>
+__device__ __forceinline__ void query_gradients(const AttentionBackward& p, int tile, int kv, uint4* tiles) {
+    constexpr int ROW = HeadTile<D>::ROW, J = PASSING_KEYS / 16;
+    static_assert(GRADIENT_ROWS == 128, "32 rows a warp; a thread asks for a row");
+    const uint32_t q_tile = shared_address(tiles), dout_tile = q_tile + GRADIENT_ROWS * ROW;
+    const uint32_t k_tiles = dout_tile + GRADIENT_ROWS * ROW, v_tiles = k_tiles + 2 * PASSING_KEYS * ROW;
+    float *lse = (float*)((char*)tiles + (2 * GRADIENT_ROWS + 4 * PASSING_KEYS) * ROW), *delta = lse + GRADIENT_ROWS;
+    int* pos = (int*)(delta + GRADIENT_ROWS);
+    const Batch& b = p.b;
+    const HeadQueries heads(p, kv);
+    const int row0 = tile * GRADIENT_ROWS, n0 = heads.token(row0);
+    const int n1 = heads.token(min(row0 + GRADIENT_ROWS, b.N * heads.G) - 1), n = n0 + threadIdx.x;
+    const int end = n0 + __syncthreads_count(n <= n1 && b.seq[n] >= 0), rows = end * heads.G; // what follows is spare
+    load_query_rows<D>(p, heads, row0, rows, q_tile, dout_tile, lse, delta, pos);
+    // This warp's tokens, and where the sequences of the first and of the last of them begin.
+    const int own = threadIdx.x / 32 * 32, first_row = row0 + own;
+    const int oldest = heads.token(first_row), newest = heads.token(min(first_row + 32, rows) - 1);
+    const bool some = first_row < rows;
+    const int oldest_first = some ? oldest - b.pos[oldest] : b.N, newest_first = some ? newest - b.pos[newest] : b.N;
+    const float scale = 1 / sqrtf((float)D);
+    const int key_begin = end > n0 ? n0 - b.pos[n0] : end;
+    PassingKeys<D> keys = {p, kv, end, k_tiles, v_tiles};
+    float dq[2][D / 8][4] = {};
+    keys.next_slots(key_begin);
+    keys.copy(0, key_begin);
+    keys.next_slots(key_begin + PASSING_KEYS);
+    for (int key0 = key_begin, stage = 0; key0 < end; key0 += PASSING_KEYS, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        keys.copy(stage ^ 1, key0 + PASSING_KEYS);
+        keys.next_slots(key0 + 2 * PASSING_KEYS);
+        if (key0 > newest || key0 + PASSING_KEYS <= oldest_first) continue;
+        const uint32_t k_tile = k_tiles + stage * keys.TILE, v_tile = v_tiles + stage * keys.TILE;
+        float s[2][2 * J][4] = {}, ds[2][2 * J][4];
+        multiply_rows<D, 2, J>(s, q_tile + own * ROW, k_tile);
+        probabilities(s, scale, [&](int i, int, int e) { return lse[own + score_row(i, e)]; });
+        if (key0 + PASSING_KEYS > oldest + 1 || key0 < newest_first)
+            each_score(s, [&](float& x, int i, int j, int e) {
+                const int r = own + score_row(i, e), n = heads.token(row0 + r), m = key0 + score_column(j, e);
+                if ((uint32_t)(n - m) > (uint32_t)pos[r]) x = 0;
+            });
+        each_score(ds, [&](float& x, int i, int, int e) { x = -delta[own + score_row(i, e)]; });
+        multiply_rows<D, 2, J>(ds, dout_tile + own * ROW, v_tile);
+        each_score(ds, [&](float& x, int i, int j, int e) { x *= s[i][j][e]; });
+        add_weighted_rows<D, 2, J>(dq, ds, k_tile);
+    }
+    wait_for_copies<0>();
+    store_query_gradients<D>(p, heads, dq, first_row, scale);
+}
+
 // Both in one launch, so that neither waits for the other's last blocks: grid (K, tiles of keys + tiles of rows), 128
-// threads. Early keys are seen by many queries, late queries see many keys: of one sequence, long blocks come first.
+// threads, two blocks a multiprocessor; bound by the tensor cores and by registers (for D = 128 all 255). Early keys are
+// seen by many queries, late queries see many keys: of one sequence, long blocks come first.
 template <int D>
 __global__ void __launch_bounds__(128, 2) attention_backward_kernel(AttentionBackward p, int key_tiles) {
     extern __shared__ __align__(128) uint4 tiles[];
@@ -876,12 +919,17 @@ __global__ void __launch_bounds__(128, 2) attention_backward_kernel(AttentionBac
     if ((int)blockIdx.y < key_tiles) key_value_gradients<D>(p, blockIdx.y, blockIdx.x, tiles);
     else query_gradients<D>(p, gridDim.y - 1 - blockIdx.y, blockIdx.x, tiles);
 }
-inline void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys, const bf16* values, const bf16* out,
-                                   const float* lse, const Batch& b, int H, int K, int D, float* delta) {
-    const int64_t rows = (int64_t)b.N * (H / K), key_tiles = (b.N + GRADIENT_KEYS - 1) / GRADIENT_KEYS, row_tiles = (rows + GRADIENT_ROWS - 1) / GRADIENT_ROWS;
-    if (rows * H >= (int64_t)1 << 31 || key_tiles + row_tiles > 65535) DIE("attention_backward: a batch of %d tokens is too large for %d query heads", b.N, H);
-    launch(ctx, D == 128 ? attention_delta_kernel<128> : attention_delta_kernel<64>, (unsigned)(((size_t)b.N * H * (D / 8) + 255) / 256), 256, 0,
-           delta, dout, out, (size_t)b.N * H);
-    launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>, dim3((unsigned)K, (unsigned)(key_tiles + row_tiles)), 128,
-           backward_shared(D), AttentionBackward{dqkv, dout, q, keys, values, lse, delta, b, H, K}, (int)key_tiles);
+inline void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
+                                   const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K,
+                                   int D, float* delta) {
+    const int64_t rows = (int64_t)b.N * (H / K), key_tiles = (b.N + GRADIENT_KEYS - 1) / GRADIENT_KEYS;
+    const int64_t tiles = key_tiles + (rows + GRADIENT_ROWS - 1) / GRADIENT_ROWS;
+    if (rows * H >= (int64_t)1 << 31 || tiles > 65535)
+        DIE("attention_backward: a batch of %d tokens is too large for %d query heads", b.N, H);
+    const size_t heads = (size_t)b.N * H;
+    launch(ctx, D == 128 ? attention_delta_kernel<128> : attention_delta_kernel<64>,
+           (unsigned)((heads * (D / 8) + 255) / 256), 256, 0, delta, dout, out, heads);
+    launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>,
+           dim3((unsigned)K, (unsigned)tiles), 128, backward_shared(D),
+           AttentionBackward{dqkv, dout, q, keys, values, lse, delta, b, H, K}, (int)key_tiles);
 }
