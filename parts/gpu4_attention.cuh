@@ -1,12 +1,13 @@
 // ============================================================================================== 11 Attention on a GPU
-// Three kernels for Book I's `attention`: attention_kernel for prompts (and training's forward), attention_decode_kernel
-// for sequences of one new token (with qknorm_rope_kv in it: all of `attend`), attention_backward_kernel. Where there
-// are too few blocks for the GPU, the keys of a row are split: each block leaves a part (the largest score, the sum of
-// weights, the weighted sum of values), and parts are joined in order. G = H / K query heads share a KV head.
+// Three kernels for Book I's `attention`: attention_kernel for prompts (and training's forward),
+// attention_decode_kernel for sequences of one new token (with qknorm_rope_kv in it: all of `attend`),
+// attention_backward_kernel. Where there are too few blocks for the GPU, the keys of a row are split: each block leaves
+// a part (the largest score, the sum of weights, the weighted sum of values), and parts are joined in order. G = H / K
+// query heads share a KV head.
 
 // ---- What they share: tiles, products of tiles, sums over the lanes of a row, parts
-// A tile in shared memory has rows of D numbers in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that the
-// eight rows that an ldmatrix reads at a time are in different banks. A tile begins at a multiple of 128 bytes.
+// A tile in shared memory has rows of D numbers in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that
+// the eight rows that an ldmatrix reads at a time are in different banks. A tile begins at a multiple of 128 bytes.
 template <int D> struct HeadTile {
     static constexpr int ROW = D * 2, CHUNKS = D / 8; // bytes and chunks of a row
     __device__ static int at(int row, int chunk) { return row * ROW + ((chunk ^ row % 8) << 4); }
@@ -85,6 +86,13 @@ template <int I, int J, class F> __device__ __forceinline__ void each_score(floa
             #pragma unroll
             for (int e = 0; e < 4; e++) f(s[i][j][e], i, j, e);
 }
+// This lane's numbers of a row, times `by`, to where the row lies: rows 16 i + lane / 4 (h = 0) or 8 below (1) of x =
+// s[i].
+template <int J> __device__ __forceinline__ void store_row(bf16* row, const float (&x)[J][4], int h, float by) {
+    #pragma unroll
+    for (int j = 0; j < J; j++)
+        *(uint32_t*)(row + score_column(j, 0)) = pack(x[j][2 * h] * by, x[j][2 * h + 1] * by);
+}
 
 // Over the four lanes that hold a row; for all four.
 __device__ __forceinline__ float quad_max(float x) {
@@ -101,7 +109,8 @@ __device__ __forceinline__ float quad_sum(float x) {
 struct AttentionPart {
     float top, weights, value;
 };
-// `count` parts as one: their common maximum, then their sums in order. get(i) is part i. Eight are asked for at a time.
+// `count` parts as one: their common maximum, then their sums in order. get(i) is part i. Eight are asked for at a
+// time.
 template <class Get> __device__ __forceinline__ AttentionPart join_parts(int count, Get get) {
     AttentionPart all = {-INFINITY, 0, 0};
     for (int first = 0; first < count; first += 8) {
@@ -136,13 +145,13 @@ __device__ __forceinline__ float join_splits(const float* parts, int splits, int
 }
 
 // ---- Attention for prompts: Book I's `attention` (Dao, "FlashAttention-2", 2023)
-// A block of 128 threads owns 128 query rows: all G heads of 128 / G neighbouring tokens that share a KV head. Keys and
-// values pass through shared memory, 64 at a time, in two stages. A warp owns 32 of the rows, with their scores and sums
-// in registers; a thread has two columns of each eight of rows 8 apart (see mma). The tokens of a tile may belong to
-// several sequences: these are taken one after another, each computing all rows and keeping its own. Where tiles are too
-// few for the GPU, the keys are split: blocks that share a tile leave parts, which attention_sum_kernel joins.
-// Grid (K, tiles of tokens, splits); shared memory (128 + 4 x 64) rows of D numbers: 96 KB for D = 128, two blocks a
-// multiprocessor. Bound by the tensor cores and by registers: for D = 128 all 255 are in use.
+// A block of 128 threads owns 128 query rows: all G heads of 128 / G neighbouring tokens that share a KV head. Keys
+// and values pass through shared memory, 64 at a time, in two stages. A warp owns 32 of the rows, with their scores
+// and sums in registers; a thread has two columns of every eight, of four rows (see mma). The tokens of a tile may
+// belong to several sequences: these are taken one after another, each computing all rows and keeping its own. Where
+// tiles are too few for the GPU, the keys are split: blocks that share a tile leave parts, which attention_sum_kernel
+// joins. Grid (K, tiles of tokens, splits); shared memory (128 + 4 x 64) rows of D numbers: 96 KB for D = 128, two
+// blocks a multiprocessor. Bound by the tensor cores and by registers: for D = 128 all 255 are in use.
 constexpr int QUERY_ROWS = 128, KEYS = 64;
 
 struct AttentionArgs {
@@ -159,11 +168,12 @@ struct AttentionArgs {
 struct QueryTile {
     int kv, G, begin, end; // of tokens begin .. end - 1
     __device__ explicit QueryTile(const AttentionArgs& p) : kv(blockIdx.x), G(p.H / p.K) {
-        const int tokens = QUERY_ROWS / G, tile = gridDim.y - 1 - blockIdx.y; // later ones see more keys: long blocks first
+        const int tokens = QUERY_ROWS / G;
+        const int tile = gridDim.y - 1 - blockIdx.y; // later tokens see more keys: long blocks first
         begin = p.first + tile * tokens, end = min(p.b.N, begin + tokens);
     }
     __device__ int token(int r) const { return begin + r / G; }
-    __device__ size_t row(int r, int n, int H) const { return (size_t)n * H + kv * G + r - (n - begin) * G; } // of q, out
+    __device__ size_t row(int r, int n, int H) const { return (size_t)n * H + kv * G + r - (n - begin) * G; } // of q
 };
 
 template <int D>
@@ -177,8 +187,8 @@ __device__ __forceinline__ void load_queries(const AttentionArgs& p, const Query
     }
 }
 
-// Passes keys and values of a sequence, up to position `to`, through two stages of shared memory. A tile has four pages,
-// whose numbers are read a tile ahead of the copies that need them.
+// Passes keys and values of a sequence, up to position `to`, through two stages of shared memory. A tile has four
+// pages, whose numbers are read a tile ahead of the copies that need them.
 template <int D> struct PassingPages {
     static constexpr int TILE = KEYS * HeadTile<D>::ROW;
     const AttentionArgs& p;
@@ -208,7 +218,8 @@ template <int D> struct PassingPages {
     }
 };
 
-// What a lane has of its warp's 32 rows: maximum and sum of rows 16 i + 8 h + lane / 4, mixed as multiply_rows leaves it.
+// What a lane has of its warp's 32 rows: maximum and sum of rows 16 i + 8 h + lane / 4, mixed as multiply_rows leaves
+// it.
 template <int D> struct RowSums {
     float maximum[2][2], sum[2][2] = {}, mixed[2][D / 8][4] = {};
     __device__ __forceinline__ RowSums() { // (a row may see no key of a split: infinities would make it NaN)
@@ -217,8 +228,8 @@ template <int D> struct RowSums {
     }
 };
 
-// The online softmax: scores s become weights 2^(scale (s - maximum)); what was summed so far shrinks to the new maximum.
-// `sum` has this lane's columns alone: the four lanes of a row are added at the end.
+// The online softmax: scores s become weights 2^(scale (s - maximum)); what was summed so far shrinks to the new
+// maximum. `sum` has this lane's columns alone: the four lanes of a row are added at the end.
 template <int D>
 __device__ __forceinline__ void online_softmax(RowSums<D>& rows, float (&s)[2][KEYS / 8][4], float scale) {
     #pragma unroll
@@ -248,7 +259,7 @@ __device__ __forceinline__ void online_softmax(RowSums<D>& rows, float (&s)[2][K
 template <int D>
 __device__ __forceinline__ void store_rows(const AttentionArgs& p, const QueryTile& tile, const RowSums<D>& rows,
                                            int n0, int n1, float scale) {
-    const int first_row = threadIdx.x / 32 * 32, column = threadIdx.x % 4 * 2;
+    const int first_row = threadIdx.x / 32 * 32;
     #pragma unroll
     for (int i = 0; i < 2; i++)
         #pragma unroll
@@ -261,15 +272,11 @@ __device__ __forceinline__ void store_rows(const AttentionArgs& p, const QueryTi
                 float* part = p.partial + ((row - (size_t)p.first * p.H) * gridDim.z + blockIdx.z) * (D + 2);
                 #pragma unroll
                 for (int j = 0; j < D / 8; j++)
-                    *(float2*)(part + j * 8 + column) = make_float2(rows.mixed[i][j][2 * h], rows.mixed[i][j][2 * h + 1]);
+                    *(float2*)(part + score_column(j, 0)) = *(const float2*)&rows.mixed[i][j][2 * h];
                 *(float2*)(part + D) = make_float2(maximum * scale, total);
                 continue;
             }
-            bf16* out = p.out + row * D + column;
-            const float share = 1 / total;
-            #pragma unroll
-            for (int j = 0; j < D / 8; j++)
-                *(uint32_t*)(out + j * 8) = pack(rows.mixed[i][j][2 * h] * share, rows.mixed[i][j][2 * h + 1] * share);
+            store_row(p.out + row * D, rows.mixed[i], h, 1 / total);
             if (p.lse) p.lse[row] = maximum / sqrtf((float)D) + logf(total); // all four lanes of a row
         }
 }
@@ -355,14 +362,13 @@ inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, co
     launch(ctx, attention_sum_kernel, dim3((unsigned)((b.N - first) * H)), D, 0, out, partial, b.seq, first, H, splits);
 }
 
-// ---- Attention for sequences of one new token: Book I's `attend`, which is qknorm_rope_kv and attention (Dao et al.,
-// "Flash-Decoding", 2023)
-// A block of 256 threads owns a split, SPLIT keys of one sequence, for G of the query heads of a KV head; each of its 8
-// warps owns a page, whose keys and values it holds in registers. All but the newest token's are asked for before the
-// kernel before has ended. Where a sequence has several splits, the last block to arrive joins their parts in order. The
-// length of a split is fixed: a row's bits do not depend on the batch.
-// Grid (splits of the batch, H / G, sequences); shared memory DecodeShared, 38 KB at most. Bound by reading keys and
-// values; with one sequence, by the latency of doing so.
+// ---- Attention for sequences of one new token: Book I's `attend` (Dao et al., "Flash-Decoding", 2023)
+// That is qknorm_rope_kv and attention in one. A block of 256 threads owns a split, SPLIT keys of one sequence, for G
+// of the query heads of a KV head (all, or a divisor of all: 8, 5, 4, 2, 1); each of its 8 warps owns a page, whose
+// keys and values it holds in registers. All but the newest token's are asked for before the kernel before has ended.
+// Where a sequence has several splits, the last block to arrive joins their parts in order. The length of a split is
+// fixed: a row's bits do not depend on the batch. Grid (splits of the batch, H / G, sequences); shared memory:
+// DecodeShared, 38 KB at most. Bound by reading keys and values; with one short sequence, by latency.
 static_assert(SPLIT == 8 * PAGE, "a page a warp");
 constexpr int DECODE_WARPS = SPLIT / PAGE;
 
@@ -471,7 +477,8 @@ __device__ __forceinline__ void take_newest(const DecodeArgs& p, bf16* shared, b
     if (writes) head.store(cache);
 }
 
-// This warp's part: softmax of its page's scores, of which the first `count` keys count, and the weighted sum of values.
+// This warp's part: softmax of its page's scores, of which the first `count` keys count, and the weighted sum of
+// values.
 template <int D, int G>
 __device__ __forceinline__ void attend_page(DecodeShared<D, G>& shared, const WarpPage<D>& page, int count) {
     using P = WarpPage<D>;
@@ -519,7 +526,8 @@ __device__ __forceinline__ void attend_page(DecodeShared<D, G>& shared, const Wa
 // Joins the warps' parts, a thread a number: to `out`, or, where the sequence has several splits, to `parts`, of which
 // each head has gridDim.x.
 template <int D, int G>
-__device__ __forceinline__ void join_warps(const DecodeShared<D, G>& shared, bf16* out, float* parts, int split, int splits) {
+__device__ __forceinline__ void join_warps(const DecodeShared<D, G>& shared, bf16* out, float* parts, int split,
+                                           int splits) {
     for (int o = threadIdx.x; o < G * D; o += blockDim.x) {
         const int h = o / D, d = o % D;
         const AttentionPart all = join_parts(DECODE_WARPS, [&](int w) {
@@ -548,7 +556,7 @@ __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(D
         wait_for_previous();
         return;
     }
-    const int page = split * DECODE_WARPS + warp, first = page * PAGE; // this warp's page, the position of its first key
+    const int page = split * DECODE_WARPS + warp, first = page * PAGE; // this warp's page and its first position
     const bool held = first <= pos;
     const size_t at = held ? kv_offset(b.pages[(size_t)seq * b.max_pages + page], kv, 0, p.K, D) : 0;
     WarpPage<D> keys;
@@ -597,8 +605,8 @@ inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles,
 }
 
 inline void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
-                       const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D,
-                       float eps) {
+                       const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K,
+                       int D, float eps) {
     const int singles = ctx.invariant || lse ? 0 : b.singles; // attention_decode_kernel has no lse
     if (singles) {
         const DecodeArgs p = {out, keys, values, qkv, q_weight, k_weight, rope, b, H, K, eps,
@@ -611,13 +619,13 @@ inline void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys,
 }
 
 // ---- Attention backward: Book I's `attention_backward` (FlashAttention-2's backward pass without its atomics)
-// The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq of
-// some queries is summed over all keys. So a number has one block that sums it, in one order; seven products of tiles
-// instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
+// The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq
+// of some queries is summed over all keys. So a number has one block that sums it, in one order; seven products of
+// tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
 //     dv_m = sum_n p dout_n      dk_m = sum_n ds q_n / sqrt(D)      dq_n = sum_m ds k_m / sqrt(D)
 // The query rows of a KV head are numbered through: row r is head r % G of token r / G. The keys that token n sees are
-// rows n - pos[n] .. n of the batch; tiles may lie across the borders of sequences, since that is all that a mask needs.
-// A warp skips tiles in which its keys and queries do not meet.
+// rows n - pos[n] .. n of the batch; tiles may lie across the borders of sequences, since that is all that a mask
+// needs. A warp skips tiles in which its keys and queries do not meet.
 struct AttentionBackward {
     bf16* dqkv;                // (N,(H+2K)D) out
     const bf16 *dout, *q;      // (N,HD)
@@ -631,7 +639,8 @@ constexpr int PASSING_ROWS = 64;   // query rows that pass by them at a time
 constexpr int GRADIENT_ROWS = 128; // query rows that a block sums dq of
 constexpr int PASSING_KEYS = 32;   // keys that pass by them at a time
 // Shared memory of either block: keys, values, two stages of q and two of dout, 64 rows each; or q and dout, 128 rows
-// each, two stages of keys and two of values, 32 rows each. And lse, delta and position of 128 rows: 97.5 KB for D = 128.
+// each, two stages of keys and two of values, 32 rows each. And lse, delta and position of 128 rows: 97.5 KB for D =
+// 128.
 constexpr size_t backward_shared(int D) { return (size_t)6 * 64 * D * sizeof(bf16) + 3 * 128 * 4; }
 
 // delta[n][h] = dout[n][h] . out[n][h]: D / 8 lanes a row, 8 numbers a lane; blocks of 256. Bound by memory.
@@ -663,7 +672,8 @@ struct HeadQueries {
     __device__ int place(int r, int n) const { return r + n * (H - G) + kv * G; }
 };
 
-// s, scores, become probabilities: 2^(s scale log2(e) - lse log2(e)). lse_of(i, j, e) is that of the number's query row.
+// s, scores, become probabilities: 2^(s scale log2(e) - lse log2(e)). lse_of(i, j, e) is that of the number's query
+// row.
 template <int I, int J, class F>
 __device__ __forceinline__ void probabilities(float (&s)[I][J][4], float scale, F lse_of) {
     each_score(s, [&](float& x, int i, int j, int e) {
@@ -745,12 +755,9 @@ __device__ __forceinline__ void store_key_value_gradients(const AttentionBackwar
     for (int h = 0; h < 2; h++) {
         const int m = first + score_row(0, 2 * h);
         if (m >= m1) continue;
-        bf16* to = p.dqkv + ((size_t)m * (p.H + 2 * p.K) + p.H + kv) * D + threadIdx.x % 4 * 2;
-        #pragma unroll
-        for (int j = 0; j < D / 8; j++) {
-            *(uint32_t*)(to + j * 8) = pack(dk[0][j][2 * h] * scale, dk[0][j][2 * h + 1] * scale);
-            *(uint32_t*)(to + p.K * D + j * 8) = pack(dv[0][j][2 * h], dv[0][j][2 * h + 1]);
-        }
+        bf16* to = p.dqkv + ((size_t)m * (p.H + 2 * p.K) + p.H + kv) * D;
+        store_row(to, dk[0], h, scale);
+        store_row(to + p.K * D, dv[0], h, 1);
     }
 }
 
@@ -800,8 +807,9 @@ __device__ __forceinline__ void key_value_gradients(const AttentionBackward& p, 
 
 // Rows row0 .., of which those from `rows` on are zeros: q and dout to tiles; lse, delta and position, a thread a row.
 template <int D>
-__device__ __forceinline__ void load_query_rows(const AttentionBackward& p, const HeadQueries& heads, int row0, int rows,
-                                                uint32_t q_tile, uint32_t dout_tile, float* lse, float* delta, int* pos) {
+__device__ __forceinline__ void load_query_rows(const AttentionBackward& p, const HeadQueries& heads, int row0,
+                                                int rows, uint32_t q_tile, uint32_t dout_tile, float* lse,
+                                                float* delta, int* pos) {
     const HeadRows<D> mine;
     for (int r = mine.row; r < GRADIENT_ROWS; r += mine.STEP) {
         const bool there = row0 + r < rows;
@@ -811,11 +819,12 @@ __device__ __forceinline__ void load_query_rows(const AttentionBackward& p, cons
         copy_async(dout_tile + to, p.dout + at, there);
     }
     const int t = threadIdx.x, row = row0 + t, n = heads.token(row), at = heads.place(row, n);
-    lse[t] = row < rows ? p.lse[at] : 0, delta[t] = row < rows ? p.delta[at] : 0, pos[t] = row < rows ? p.b.pos[n] : 0;
+    const bool there = row < rows;
+    lse[t] = there ? p.lse[at] : 0, delta[t] = there ? p.delta[at] : 0, pos[t] = there ? p.b.pos[n] : 0;
 }
 
-// Keys and values of the batch's tokens up to `end` pass through two stages of shared memory. Their slots are read a tile
-// ahead of the copies that need them.
+// Keys and values of the batch's tokens up to `end` pass through two stages of shared memory. Their slots are read a
+// tile ahead of the copies that need them.
 template <int D> struct PassingKeys {
     static constexpr int TILE = PASSING_KEYS * HeadTile<D>::ROW, COUNT = PASSING_KEYS / HeadRows<D>::STEP;
     const AttentionBackward& p;
@@ -850,12 +859,9 @@ __device__ __forceinline__ void store_query_gradients(const AttentionBackward& p
     for (int i = 0; i < 2; i++)
         #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int r = first_row + score_row(i, 2 * h), n = heads.token(r), head = heads.kv * heads.G + r - n * heads.G;
-            if (n >= p.b.N) continue;
-            bf16* to = p.dqkv + ((size_t)n * (p.H + 2 * p.K) + head) * D + threadIdx.x % 4 * 2;
-            #pragma unroll
-            for (int j = 0; j < D / 8; j++)
-                *(uint32_t*)(to + j * 8) = pack(dq[i][j][2 * h] * scale, dq[i][j][2 * h + 1] * scale);
+            const int r = first_row + score_row(i, 2 * h), n = heads.token(r), G = heads.G;
+            const int head = heads.kv * G + r - n * G;
+            if (n < p.b.N) store_row(p.dqkv + ((size_t)n * (p.H + 2 * p.K) + head) * D, dq[i], h, scale);
         }
 }
 
@@ -910,8 +916,8 @@ __device__ __forceinline__ void query_gradients(const AttentionBackward& p, int 
 }
 
 // Both in one launch, so that neither waits for the other's last blocks: grid (K, tiles of keys + tiles of rows), 128
-// threads, two blocks a multiprocessor; bound by the tensor cores and by registers (for D = 128 all 255). Early keys are
-// seen by many queries, late queries see many keys: of one sequence, long blocks come first.
+// threads, two blocks a multiprocessor; bound by the tensor cores and by registers (for D = 128 all 255). Early keys
+// are seen by many queries, late queries see many keys: of one sequence, long blocks come first.
 template <int D>
 __global__ void __launch_bounds__(128, 2) attention_backward_kernel(AttentionBackward p, int key_tiles) {
     extern __shared__ __align__(128) uint4 tiles[];
