@@ -49,20 +49,20 @@ inline Context open_gpu() {
     return ctx;
 }
 
-// Launches a kernel. With `overlap` (programmatic dependent launch, griddepcontrol) its blocks may start as soon as
-// every block of the kernel before it has called let_next_start or ended: what comes before its own wait_for_previous
-// then runs beside that kernel. Every block of every kernel waits, even one with nothing to do, before it writes
-// anything; so when a kernel has completed, all before it have.
+// Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of the
+// kernel before it has called let_next_start or ended: what comes before its own wait_for_previous then runs beside
+// that kernel. Every block of every kernel waits, even one with nothing to do, and writes nothing before: so when a
+// kernel has completed, all kernels before it have.
 //
-// What may a kernel read before it waits? The one before it may have triggered before its own wait, and so on: many
-// kernels can be under way at once, back to the last launch_after_all, copy, memset or beginning of a graph. These start
-// when all before them has completed, and what follows starts later than they. Hence the rule: before its wait a kernel
-// reads only what no kernel since then writes. forward begins with launch_after_all (embed), which makes these safe:
-// - the batch (tokens, positions, sequences, slots, block table): written by copies, serve's prepare_kernel or the
-//   sample_kernel of the step before, all of them ahead of embed;
+// What may be read before the wait? The kernel before may have called let_next_start before its own wait, and so on:
+// many kernels can be under way at once, back to the last launch_after_all, copy, memset or beginning of a graph. That
+// one starts when all before it has completed, and what follows starts later than it. Hence the rule: before its wait a
+// kernel reads only what no kernel since then writes. forward begins with launch_after_all (embed); so these are safe:
+// - the batch (tokens, positions, sequences, slots, block table): written by copies, by serve's prepare_kernel or by the
+//   sample_kernel of the step before, all of which are ahead of embed;
 // - weights: adamw_kernel writes them, after backward, and the next forward begins with embed;
-// - keys and values of earlier forwards. This forward's own (the newest tokens') only after the wait.
-// A kernel that reads anything else early needs a launch_after_all between it and the writer.
+// - keys and values of earlier forwards. Those of this one's own tokens are read after the wait.
+// Whoever reads anything else early puts a launch_after_all between that and its writer.
 template <class... P, class... A>
 void launch_kernel(Context& ctx, bool overlap, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
     if (shared > 40 * 1024) // with a kernel's own arrays it may pass the 48 KB that need no asking

@@ -86,8 +86,7 @@ template <int I, int J, class F> __device__ __forceinline__ void each_score(floa
             #pragma unroll
             for (int e = 0; e < 4; e++) f(s[i][j][e], i, j, e);
 }
-// This lane's numbers of a row, times `by`, to where the row lies: rows 16 i + lane / 4 (h = 0) or 8 below (1) of x =
-// s[i].
+// What this lane has of one of the two rows in x = s[i], lane / 4 (h = 0) or lane / 4 + 8 (1), times `by`, to `row`.
 template <int J> __device__ __forceinline__ void store_row(bf16* row, const float (&x)[J][4], int h, float by) {
     #pragma unroll
     for (int j = 0; j < J; j++)
@@ -109,8 +108,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 struct AttentionPart {
     float top, weights, value;
 };
-// `count` parts as one: their common maximum, then their sums in order. get(i) is part i. Eight are asked for at a
-// time.
+// `count` parts as one: their common maximum, then their sums in order. get(i) is part i; eight are read at a time.
 template <class Get> __device__ __forceinline__ AttentionPart join_parts(int count, Get get) {
     AttentionPart all = {-INFINITY, 0, 0};
     for (int first = 0; first < count; first += 8) {
@@ -150,7 +148,8 @@ __device__ __forceinline__ float join_splits(const float* parts, int splits, int
 // and sums in registers; a thread has two columns of every eight, of four rows (see mma). The tokens of a tile may
 // belong to several sequences: these are taken one after another, each computing all rows and keeping its own. Where
 // tiles are too few for the GPU, the keys are split: blocks that share a tile leave parts, which attention_sum_kernel
-// joins. Grid (K, tiles of tokens, splits); shared memory (128 + 4 x 64) rows of D numbers: 96 KB for D = 128, two
+// joins.
+// Grid (K, tiles of tokens, splits); shared memory (128 + 4 x 64) rows of D numbers: 96 KB for D = 128, two
 // blocks a multiprocessor. Bound by the tensor cores and by registers: for D = 128 all 255 are in use.
 constexpr int QUERY_ROWS = 128, KEYS = 64;
 
@@ -218,8 +217,7 @@ template <int D> struct PassingPages {
     }
 };
 
-// What a lane has of its warp's 32 rows: maximum and sum of rows 16 i + 8 h + lane / 4, mixed as multiply_rows leaves
-// it.
+// What a lane has of its warp's 32 rows: [i][h] is of row 16 i + 8 h + lane / 4; mixed lies as multiply_rows leaves s.
 template <int D> struct RowSums {
     float maximum[2][2], sum[2][2] = {}, mixed[2][D / 8][4] = {};
     __device__ __forceinline__ RowSums() { // (a row may see no key of a split: infinities would make it NaN)
@@ -367,8 +365,9 @@ inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, co
 // of the query heads of a KV head (all, or a divisor of all: 8, 5, 4, 2, 1); each of its 8 warps owns a page, whose
 // keys and values it holds in registers. All but the newest token's are asked for before the kernel before has ended.
 // Where a sequence has several splits, the last block to arrive joins their parts in order. The length of a split is
-// fixed: a row's bits do not depend on the batch. Grid (splits of the batch, H / G, sequences); shared memory:
-// DecodeShared, 38 KB at most. Bound by reading keys and values; with one short sequence, by latency.
+// fixed: a row's bits do not depend on the batch.
+// Grid (splits of the batch, H / G, sequences); shared memory: DecodeShared, 38 KB at most. Bound by reading keys
+// and values; with one short sequence, by latency.
 static_assert(SPLIT == 8 * PAGE, "a page a warp");
 constexpr int DECODE_WARPS = SPLIT / PAGE;
 

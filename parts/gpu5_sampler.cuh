@@ -85,7 +85,8 @@ struct DrawList {
     unsigned long long keys[LIST], weights[LIST];
     unsigned long long top;  // the largest key of all
     uint32_t bins[BINS];     // how many ids each has
-    int count, cut, answer;  // entries; bins that go to the list; the id that is drawn
+    int count, cut;          // entries; bins that go to the list
+    int answer;              // the id that is drawn
 };
 
 // What is drawn from.
@@ -93,7 +94,7 @@ struct DrawRow {
     const float* logits;
     const int exist;
     const Sampling how;
-    float top = 0;                                 // the largest logit
+    float top = 0; // the largest logit, once it is known
     __device__ DrawRow(const float* logits, const Draw& draw) : logits(logits), exist(draw.exist), how(draw.how) {}
     __device__ int k() const { return how.top_k > 0 ? how.top_k : INT_MAX; }
     __device__ float logit(int id) const { return usable(logits[id]); }
@@ -241,11 +242,11 @@ __device__ __forceinline__ void publish(const DrawState& state, int row, size_t 
     if (state.ring) state.ring[(size_t)row * state.ring_size + pos % state.ring_size] = answer + 1;
 }
 
-// best (R, BEST_BLOCKS): the likeliest id of each of the head's blocks, of which there are best_blocks; or null.
-__global__ void __launch_bounds__(DRAW_THREADS) sample_kernel(const float* all_logits, // (R,V)
-                                                              size_t V, const Draw* draws, // (R)
-                                                              const unsigned long long* best, int best_blocks,
-                                                              DrawState state) {
+__global__ void __launch_bounds__(DRAW_THREADS)
+sample_kernel(const float* all_logits,        // (R,V)
+              size_t V, const Draw* draws,    // (R)
+              const unsigned long long* best, // (R, BEST_BLOCKS) of the head's blocks, or null: the likeliest id of each
+              int best_blocks, DrawState state) {
     __shared__ DrawList list;
     let_next_start();
     wait_for_previous();
