@@ -879,10 +879,7 @@ template <class T> struct Engine {
         const Batch batch = {N, options.max_seqs, gpu.token, gpu.pos, gpu.seq, gpu.slot, table, max_pages, graph ? N : s.singles,
                              splits, longest};
         launch(ctx, prepare_kernel, (unsigned)((N + 255) / 256), 256, 0, batch, gpu.token, table, gpu.draw_seq, draws, R, slots);
-        // Attention reads the batch before the kernel ahead of it has ended. What is not a kernel is waited for by all
-        // that follows: a graph is that by itself.
-        if (!graph) CUDA_CHECK(cudaMemsetAsync(unused, 0, sizeof(int), ctx.gpu->stream));
-
+        // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
         if (graph) {
             cudaGraphExec_t& ready = graphs[{N, splits, adjusted}];
             if (!ready)

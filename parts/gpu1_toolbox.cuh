@@ -49,23 +49,41 @@ inline Context open_gpu() {
     return ctx;
 }
 
-// Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of
-// the kernel ahead has called let_next_start: what comes before its own wait_for_previous then runs beside that one.
-// Before that wait a kernel may read only what no kernel of the same forward writes: weights, the batch, keys and
-// values of earlier calls. Every block waits, even one with nothing to do: so the kernel after it can rely on
-// everything before.
+// Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of the
+// kernel before it has called let_next_start or ended: what comes before its own wait_for_previous then runs beside
+// that kernel. Every block of every kernel waits, even one with nothing to do, and writes nothing before: so when a
+// kernel has completed, all kernels before it have.
+//
+// What may be read before the wait? The kernel before may have called let_next_start before its own wait, and so on:
+// many kernels can be under way at once, back to the last launch_after_all, copy, memset or beginning of a graph. That
+// one starts when all before it has completed, and what follows starts later than it. Hence the rule: before its wait a
+// kernel reads only what no kernel since then writes. forward begins with launch_after_all (embed); so these are safe:
+// - the batch (tokens, positions, sequences, slots, block table): written by copies, by serve's prepare_kernel or by the
+//   sample_kernel of the step before, all of which are ahead of embed;
+// - weights: adamw_kernel writes them, after backward, and the next forward begins with embed;
+// - keys and values of earlier forwards. Those of this one's own tokens are read after the wait.
+// Whoever reads anything else early puts a launch_after_all between that and its writer.
 template <class... P, class... A>
-void launch(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
+void launch_kernel(Context& ctx, bool overlap, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
     if (shared > 40 * 1024) // with a kernel's own arrays it may pass the 48 KB that need no asking
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = ctx.gpu->stream;
-    config.attrs = &attribute, config.numAttrs = ctx.gpu->overlap;
+    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
+    config.stream = ctx.gpu->stream, config.attrs = &attribute, config.numAttrs = overlap;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(args)...));
     CUDA_CHECK(cudaGetLastError());
+}
+template <class... P, class... A>
+void launch(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
+    launch_kernel(ctx, ctx.gpu->overlap, kernel, grid, threads, shared, args...);
+}
+// Starts when everything before it in the stream has completed. Kernels after it may still overlap with it.
+template <class... P, class... A>
+void launch_after_all(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
+    launch_kernel(ctx, false, kernel, grid, threads, shared, args...);
 }
 
 // What f launches, as a graph that can be launched again and again.

@@ -12,7 +12,8 @@ __global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
     for (int i = threadIdx.x; i < C; i += blockDim.x) x[(size_t)n * C + i] = to_acc(row[i]);
 }
 inline void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C) {
-    launch(ctx, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
+    // A forward's first kernel waits for all before it, so that those after it may read early: see launch_kernel.
+    launch_after_all(ctx, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
 }
 
 // ---- rmsnorm of `rows` rows of C, by all warps of a block; y, whose rows begin ld apart, may be in shared memory.

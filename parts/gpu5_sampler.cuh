@@ -1,5 +1,6 @@
-// ---- The sampler on the GPU: the same draws, bit for bit, since probabilities are integers and every float step is
-// rounded alike. What changes between draws lies in the GPU's memory, so that one graph serves them all.
+// ====================================================================== 12 The sampler on a GPU, and a step as a graph
+// Book I's `sample`, the same draws bit for bit, since probabilities are integers and every float step is rounded
+// alike. What changes between draws lies in the GPU's memory, so that one graph serves them all.
 struct Draw {
     Sampling how;
     int exist; // only ids below may be drawn
@@ -11,7 +12,7 @@ __device__ inline unsigned long long draw_key(float logit, int id) {
     return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
 }
 
-// The head's product, with the penalties, and each block's likeliest id on the way.
+// The head's product: logits with the penalties, and the likeliest id of each block's rows.
 constexpr int BEST_BLOCKS = 1024;
 struct DrawEpilogue {
     static constexpr bool PAIR = false, ADDS = false, MASKS = false, PARTS = false;
@@ -62,153 +63,222 @@ __device__ inline unsigned long long block_sum_before(unsigned long long x) {
 
 // Where draws go, and the batch of the next step.
 struct DrawState {
-    int *token, *pos, *slot;      // (R) of the token just drawn; pos is the position of the one before on entry
-    const int *seq, *pages;
+    int *token, *pos, *slot; // (R) of the token just drawn, out; pos: in, that of the token before
+    const int *seq, *pages;  // (R), (., max_pages)
     int max_pages;
-    uint32_t* seen;               // (R,V) or null
-    volatile int* ring;           // (R, ring_size) in the host's memory: id + 1 of the token at each position
+    uint32_t* seen;          // (R,V) or null
+    volatile int* ring;      // (R, ring_size) in the host's memory, or null: id + 1 of the token at each position
     int ring_size;
 };
 
-// A block of 1024 threads a row. The likely ids go to a list in shared memory, in which all is decided by comparing
-// everyone with everyone; if what may be drawn is more than the list holds (flat distributions without top-k), the
-// cut is found by bisection over all ids instead, a pass each.
-constexpr int LIST = 1024, BINS = 2048;
-__global__ void __launch_bounds__(1024) sample_kernel(const float* all_logits, size_t V, const Draw* draws, const unsigned long long* best, int best_blocks, DrawState state) {
-    __shared__ uint32_t bins[BINS];
-    __shared__ unsigned long long keys[LIST], weights[LIST];
-    __shared__ int listed, answer, cut;
-    __shared__ unsigned long long top_key;
-    let_next_start();
-    wait_for_previous();
-    const int row = blockIdx.x, i = threadIdx.x;
-    if (state.seq[row] < 0) return;
-    const float* logits = all_logits + row * V;
-    const Sampling how = draws[row].how;
-    const int exist = draws[row].exist;
-    for (int bin = i; bin < BINS; bin += 1024) bins[bin] = 0;
-    if (i == 0) top_key = 0, listed = 0;
-    __syncthreads();
+// ---- sample_kernel: Book I's `sample`, and the next step's batch
+// A block of 1024 threads owns a row of logits, a thread every 1024th id; 25 KB of shared memory. The likeliest ids go
+// to a list in shared memory, in which all is decided by comparing everyone with everyone. If what may be drawn is more
+// than the list holds (flat distributions without top-k), the least key that is kept is found by bisection over all ids
+// instead, a pass for each bit. Bound by latency: passes over logits in the L2 cache, and a barrier after each.
+constexpr int DRAW_THREADS = 1024;
+constexpr int LIST = DRAW_THREADS; // a thread an entry
+constexpr int BINS = 2048;         // of 1/64 of the exponent
+constexpr float WEIGHT_ONE = 1099511627776.f; // of the likeliest id: weights are integers in steps of 2^-40
+
+struct DrawList {
+    unsigned long long keys[LIST], weights[LIST];
+    unsigned long long top;  // the largest key of all
+    uint32_t bins[BINS];     // how many ids each has
+    int count, cut;          // entries; bins that go to the list
+    int answer;              // the id that is drawn
+};
+
+// What is drawn from.
+struct DrawRow {
+    const float* logits;
+    const int exist;
+    const Sampling how;
+    float top = 0; // the largest logit, once it is known
+    __device__ DrawRow(const float* logits, const Draw& draw) : logits(logits), exist(draw.exist), how(draw.how) {}
+    __device__ int k() const { return how.top_k > 0 ? how.top_k : INT_MAX; }
+    __device__ float logit(int id) const { return usable(logits[id]); }
+    __device__ unsigned long long key(int id) const { return draw_key(logit(id), id); }
+    __device__ float exponent(int id) const { return (logit(id) - top) / how.temperature; }
+    __device__ static unsigned long long weight(float exponent) { // e^-28 is below a step
+        return exponent < -28.f ? 0ull : (unsigned long long)(exp_exact(exponent) * WEIGHT_ONE);
+    }
+    __device__ static int bin(float exponent) { return min(BINS - 1, (int)(exponent * -64)); }
+};
+
+// The largest key, to list.top: out of the head's blocks' (`best`), if they looked for it, else out of all logits.
+__device__ __forceinline__ void find_likeliest(DrawList& list, const DrawRow& row, const unsigned long long* best,
+                                               int blocks) {
     unsigned long long most = 0;
     if (best) {
-        if (i < best_blocks) most = best[row * BEST_BLOCKS + i];
+        if ((int)threadIdx.x < blocks) most = best[threadIdx.x];
     } else {
-        for (int id = i; id < exist; id += 1024) most = max(most, draw_key(usable(logits[id]), id));
+        for (int id = threadIdx.x; id < row.exist; id += DRAW_THREADS) most = max(most, row.key(id));
     }
     for (int lane = 16; lane; lane /= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
-    if (i % 32 == 0 && most) atomicMax(&top_key, most);
+    if (threadIdx.x % 32 == 0 && most) atomicMax(&list.top, most);
     __syncthreads();
-    const int likeliest = (int)~(uint32_t)top_key;
-    if (i == 0) answer = likeliest;
-    if (how.temperature != 0 && exist > 1) {
-        const float top = usable(logits[likeliest]);
-        auto exponent = [&](int id) { return (usable(logits[id]) - top) / how.temperature; };
-        auto weight_of = [&](float x) { return x < -28.f ? 0ull : (unsigned long long)(exp_exact(x) * 1099511627776.f); };
-        const int k = how.top_k > 0 ? how.top_k : INT_MAX;
-        // How many there are in each step of 1/64 of the exponent, and how much in all.
-        unsigned long long all = 0;
-        for (int id = i; id < exist; id += 1024) {
-            const float x = exponent(id);
-            const unsigned long long w = weight_of(x);
-            all += w;
-            if (w) atomicAdd(&bins[min(BINS - 1, (int)(x * -64))], 1u);
-        }
-        all = block_sum(all);
-        __syncthreads();
-        if (i == 0) { // the first `cut` bins go to the list
-            unsigned held = 0;
-            cut = 0;
-            while (cut < BINS && held < (unsigned)min(k, LIST + 1) && held + bins[cut] <= LIST) held += bins[cut++];
-        }
-        __syncthreads();
-        unsigned long long in_list = 0;
-        for (int id = i; id < exist; id += 1024) {
-            const float x = exponent(id);
-            const unsigned long long w = weight_of(x);
-            if (!w || min(BINS - 1, (int)(x * -64)) >= cut) continue;
-            const int at = atomicAdd(&listed, 1);
-            keys[at] = draw_key(usable(logits[id]), id), weights[at] = w;
-            in_list += w;
-        }
-        in_list = block_sum(in_list);
-        __syncthreads();
-        Philox random = philox(how.seed, (uint64_t)state.pos[row] + 1, STREAM_SAMPLE);
-        const uint64_t r64 = (uint64_t)random.v[1] << 32 | random.v[0];
-        const double floor_weight = (double)how.min_p * 1099511627776.;
-        const int n = listed;
-        const bool cut_by_k = n >= k, complete = cut_by_k || in_list == all || (how.top_k <= 0 && how.top_p < 1 && (double)in_list >= (double)how.top_p * (double)all);
-        if (complete) {
-            const unsigned long long key = i < n ? keys[i] : 0, mine = i < n ? weights[i] : 0;
-            int rank = 0;
-            unsigned long long before = 0;
-            for (int j = 0; i < n && j < n; j++)
-                if (keys[j] > key) rank++, before += weights[j];
-            bool kept = i < n && rank < k;
-            const unsigned long long total = cut_by_k ? block_sum(kept ? mine : 0) : all;
-            if (how.top_p < 1) kept = kept && (rank == 0 || (double)before < (double)how.top_p * (double)total);
-            if (how.min_p > 0) kept = kept && (double)mine >= floor_weight;
-            const unsigned long long left = block_sum(kept ? mine : 0), r = __umul64hi(r64, left);
-            if (!kept && i < n) weights[i] = 0;
-            __syncthreads();
-            unsigned long long lower = 0;
-            for (int j = 0; kept && j < n; j++)
-                if ((uint32_t)keys[j] > (uint32_t)key) lower += weights[j]; // ids are inverted in keys
-            if (kept && lower <= r && r < lower + mine) answer = (int)~(uint32_t)key;
-        } else {
-            // The least key that is kept, by top-k and then by top-p: bit by bit, from the largest down.
-            auto above = [&](unsigned long long least, bool count) {
-                unsigned long long sum = 0;
-                for (int id = i; id < exist; id += 1024) {
-                    const unsigned long long w = weight_of(exponent(id));
-                    if (w && draw_key(usable(logits[id]), id) >= least) sum += count ? 1 : w;
-                }
-                return block_sum(sum);
-            };
-            unsigned long long least = 0;
-            if (k != INT_MAX) {
-                unsigned long long found = 0; // the largest key that at least k keys reach
-                for (int bit = 63; bit >= 0; bit--)
-                    if (above(found | 1ull << bit, true) >= (unsigned long long)k) found |= 1ull << bit;
-                least = found;
-            }
-            if (how.top_p < 1) {
-                const double need = (double)how.top_p * (double)above(least, false);
-                unsigned long long found = 0;
-                for (int bit = 63; bit >= 0; bit--)
-                    if ((double)above(found | 1ull << bit, false) >= need) found |= 1ull << bit;
-                least = max(least, min(found, top_key));
-            }
-            auto kept = [&](int id) {
-                const unsigned long long w = weight_of(exponent(id));
-                return draw_key(usable(logits[id]), id) >= least && (how.min_p <= 0 || (double)w >= floor_weight) ? w : 0;
-            };
-            // Ids in order: a stretch a thread.
-            const int each = (exist + 1023) / 1024, from = min(exist, i * each), to = min(exist, from + each);
-            unsigned long long sum = 0;
-            for (int id = from; id < to; id++) sum += kept(id);
-            const unsigned long long r = __umul64hi(r64, block_sum(sum));
-            unsigned long long lower = block_sum_before(sum);
-            if (lower <= r && r < lower + sum)
-                for (int id = from; id < to; id++) {
-                    const unsigned long long w = kept(id);
-                    if (r < lower + w) { answer = id; break; }
-                    lower += w;
-                }
-        }
+}
+
+// Counts the ids of each bin; the first `cut` bins, as many as the list holds or top-k needs, will go to the list.
+// Returns the sum of all weights.
+__device__ __forceinline__ unsigned long long count_bins(DrawList& list, const DrawRow& row) {
+    unsigned long long all = 0;
+    for (int id = threadIdx.x; id < row.exist; id += DRAW_THREADS) {
+        const float x = row.exponent(id);
+        const unsigned long long w = row.weight(x);
+        all += w;
+        if (w) atomicAdd(&list.bins[row.bin(x)], 1u);
+    }
+    all = block_sum(all);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const unsigned enough = min(row.k(), LIST + 1);
+        unsigned held = 0;
+        int cut = 0;
+        while (cut < BINS && held < enough && held + list.bins[cut] <= LIST) held += list.bins[cut++];
+        list.cut = cut;
     }
     __syncthreads();
-    if (i != 0) return;
-    const int pos = state.pos[row] + 1;
+    return all;
+}
+
+// Their ids to the list, in any order. Returns the sum of their weights.
+__device__ __forceinline__ unsigned long long fill_list(DrawList& list, const DrawRow& row) {
+    unsigned long long sum = 0;
+    for (int id = threadIdx.x; id < row.exist; id += DRAW_THREADS) {
+        const float x = row.exponent(id);
+        const unsigned long long w = row.weight(x);
+        if (!w || row.bin(x) >= list.cut) continue;
+        const int at = atomicAdd(&list.count, 1);
+        list.keys[at] = row.key(id), list.weights[at] = w;
+        sum += w;
+    }
+    sum = block_sum(sum);
+    __syncthreads();
+    return sum;
+}
+
+// Draws from the list, a thread an entry: its rank and the weight of all likelier ones decide whether it is kept, the
+// weight of the kept ones with lower ids whether it is drawn. `all`: the weight of all ids, listed or not.
+__device__ __forceinline__ void draw_from_list(DrawList& list, const DrawRow& row, unsigned long long all,
+                                               uint64_t random) {
+    const Sampling& how = row.how;
+    const int i = threadIdx.x, n = list.count, k = row.k();
+    const unsigned long long key = i < n ? list.keys[i] : 0, mine = i < n ? list.weights[i] : 0;
+    int rank = 0;
+    unsigned long long before = 0;
+    for (int j = 0; i < n && j < n; j++)
+        if (list.keys[j] > key) rank++, before += list.weights[j];
+    bool kept = i < n && rank < k;
+    const unsigned long long total = n >= k ? block_sum(kept ? mine : 0) : all; // after top-k
+    if (how.top_p < 1) kept = kept && (rank == 0 || (double)before < (double)how.top_p * (double)total);
+    if (how.min_p > 0) kept = kept && (double)mine >= (double)how.min_p * WEIGHT_ONE;
+    const unsigned long long left = block_sum(kept ? mine : 0), r = __umul64hi(random, left);
+    if (!kept && i < n) list.weights[i] = 0;
+    __syncthreads();
+    unsigned long long lower = 0;
+    for (int j = 0; kept && j < n; j++)
+        if ((uint32_t)list.keys[j] > (uint32_t)key) lower += list.weights[j]; // ids are inverted in keys
+    if (kept && lower <= r && r < lower + mine) list.answer = (int)~(uint32_t)key;
+}
+
+// How many ids have keys from `least` on, or (!count) their weight.
+__device__ __forceinline__ unsigned long long sum_from(const DrawRow& row, unsigned long long least, bool count) {
+    unsigned long long sum = 0;
+    for (int id = threadIdx.x; id < row.exist; id += DRAW_THREADS) {
+        const unsigned long long w = row.weight(row.exponent(id));
+        if (w && row.key(id) >= least) sum += count ? 1 : w;
+    }
+    return block_sum(sum);
+}
+
+// The least key that top-k and then top-p keep: the largest that is enough, found bit by bit, from the highest down.
+__device__ __forceinline__ unsigned long long least_kept(const DrawRow& row, unsigned long long top) {
+    unsigned long long least = 0;
+    if (row.how.top_k > 0)
+        for (int bit = 63; bit >= 0; bit--)
+            if (sum_from(row, least | 1ull << bit, true) >= (unsigned long long)row.k()) least |= 1ull << bit;
+    if (row.how.top_p < 1) {
+        const double need = (double)row.how.top_p * (double)sum_from(row, least, false);
+        unsigned long long found = 0;
+        for (int bit = 63; bit >= 0; bit--)
+            if ((double)sum_from(row, found | 1ull << bit, false) >= need) found |= 1ull << bit;
+        least = max(least, min(found, top));
+    }
+    return least;
+}
+
+// Draws from all ids: those from `least` on, in order, a range of neighbours a thread.
+__device__ __forceinline__ void draw_from_all(DrawList& list, const DrawRow& row, uint64_t random) {
+    const unsigned long long least = least_kept(row, list.top);
+    const double floor_weight = (double)row.how.min_p * WEIGHT_ONE;
+    auto kept = [&](int id) {
+        const unsigned long long w = row.weight(row.exponent(id));
+        return row.key(id) >= least && (row.how.min_p <= 0 || (double)w >= floor_weight) ? w : 0;
+    };
+    const int each = (row.exist + DRAW_THREADS - 1) / DRAW_THREADS;
+    const int from = min(row.exist, (int)threadIdx.x * each), to = min(row.exist, from + each);
+    unsigned long long sum = 0;
+    for (int id = from; id < to; id++) sum += kept(id);
+    const unsigned long long r = __umul64hi(random, block_sum(sum));
+    unsigned long long lower = block_sum_before(sum);
+    if (lower <= r && r < lower + sum)
+        for (int id = from; id < to; id++) {
+            const unsigned long long w = kept(id);
+            if (r < lower + w) { list.answer = id; break; }
+            lower += w;
+        }
+}
+
+// The drawn token becomes the next step's batch, and goes to the host.
+__device__ __forceinline__ void publish(const DrawState& state, int row, size_t V, int answer) {
+    const int pos = state.pos[row] + 1, page = pos / PAGE;
     state.token[row] = answer;
     state.pos[row] = pos;
-    if (pos / PAGE < state.max_pages) state.slot[row] = state.pages[(size_t)state.seq[row] * state.max_pages + pos / PAGE] * PAGE + pos % PAGE;
+    if (page < state.max_pages)
+        state.slot[row] = state.pages[(size_t)state.seq[row] * state.max_pages + page] * PAGE + pos % PAGE;
     if (state.seen) state.seen[row * V + answer]++;
     if (state.ring) state.ring[(size_t)row * state.ring_size + pos % state.ring_size] = answer + 1;
 }
 
-// ---- Drawing on a GPU: a step, from embedding to drawn token, is one CUDA graph, whose every changing number lies in the
-// GPU's memory. Steps are launched AHEAD of the tokens the caller has seen, which come through `ring` in the CPU's memory;
-// what was computed past the last token that was accepted is overwritten later.
+__global__ void __launch_bounds__(DRAW_THREADS)
+sample_kernel(const float* all_logits,        // (R,V)
+              size_t V, const Draw* draws,    // (R)
+              const unsigned long long* best, // (R, BEST_BLOCKS) of the head's blocks, or null: the likeliest id of each
+              int best_blocks, DrawState state) {
+    __shared__ DrawList list;
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x, i = threadIdx.x;
+    if (state.seq[r] < 0) return;
+    DrawRow row(all_logits + r * V, draws[r]);
+    const Sampling& how = row.how;
+    for (int bin = i; bin < BINS; bin += DRAW_THREADS) list.bins[bin] = 0;
+    if (i == 0) list.top = 0, list.count = 0;
+    __syncthreads();
+    find_likeliest(list, row, best ? best + r * BEST_BLOCKS : nullptr, best_blocks);
+    const int likeliest = (int)~(uint32_t)list.top;
+    if (i == 0) list.answer = likeliest;
+    if (how.temperature != 0 && row.exist > 1) {
+        row.top = row.logit(likeliest);
+        const unsigned long long all = count_bins(list, row), listed = fill_list(list, row);
+        const Philox bits = philox(how.seed, (uint64_t)state.pos[r] + 1, STREAM_SAMPLE);
+        const uint64_t random = (uint64_t)bits.v[1] << 32 | bits.v[0];
+        // Nothing that may be drawn is missing from the list: top-k or top-p cuts within it, or it has all.
+        const bool top_p_within = how.top_k <= 0 && how.top_p < 1 && (double)listed >= (double)how.top_p * (double)all;
+        if (list.count >= row.k() || listed == all || top_p_within) draw_from_list(list, row, all, random);
+        else draw_from_all(list, row, random);
+    }
+    __syncthreads();
+    if (i == 0) publish(state, r, V, list.answer);
+}
+
+// ---- Drawing on a GPU: a step, from embedding to drawn token, is one CUDA graph, whose every changing number lies in
+// the GPU's memory. Up to AHEAD steps are launched beyond the tokens that the caller has seen, which come through
+// `ring` in the CPU's memory; what was computed past the last token that was accepted is overwritten later. A graph
+// starts when the one launched before it has completed, all of it: what sample_kernel writes, the next graph's kernels
+// may read early.
 template <class T> struct GpuDraws {
     static constexpr int AHEAD = 8;
     Session<T>& session;
@@ -218,8 +288,9 @@ template <class T> struct GpuDraws {
     Draw* draw_parameters;
     unsigned long long* best;
     volatile int* ring = nullptr;
-    int launched = 0, last = 0;              // draws up to these positions are on their way, will be wanted
-    std::map<int, cudaGraphExec_t> graphs;   // by splits and whether there are penalties
+    int launched = 0;                      // draws up to this position are on their way,
+    int last = 0;                          // ... and up to this one will be wanted
+    std::map<int, cudaGraphExec_t> graphs; // by splits and whether there are penalties
     bool penalties = false;
 
     explicit GpuDraws(Session<T>& s) : session(s), ctx(s.ctx) { ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); }
@@ -236,7 +307,8 @@ template <class T> struct GpuDraws {
         const Config& c = session.config;
         ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
         ctx.gpu->arrived = arena.take<int>(MAX_TILES);
-        ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, 1, (session.capacity - 1) / SPLIT + 1, c.H, c.D));
+        const int splits = (session.capacity - 1) / SPLIT + 1;
+        ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, 1, splits, c.H, c.D));
         ctx.gpu->attention_arrived = arena.take<int>(c.H);
         for (int** one : {&step.token, &step.pos, &step.slot}) *one = arena.take<int>(1);
         seen = arena.take<uint32_t>(c.V);
@@ -255,7 +327,8 @@ template <class T> struct GpuDraws {
         }
         const auto& d = session.drawing;
         penalties = has_penalties(d.how);
-        if (penalties) copy_in(ctx, seen, seen_counts(session.ids, d.answer, session.config.V).data(), (size_t)session.config.V);
+        const int V = session.config.V;
+        if (penalties) copy_in(ctx, seen, seen_counts(session.ids, d.answer, V).data(), (size_t)V);
         step.seen = penalties ? seen : nullptr;
         const int n = (int)session.ids.size(), pos = n - 1;
         const Draw parameters = {d.how, d.exist};
@@ -281,9 +354,11 @@ template <class T> struct GpuDraws {
   private:
     void launch_draw(const int* row) {
         const size_t V = session.config.V;
-        const StreamArgs head = {session.activations.normed, row, nullptr, nullptr, 0, session.weights.head.w[0], 1, session.config.C, (int)V};
-        const int blocks = stream_product(ctx, head, DrawEpilogue{session.row_logits, V, draw_parameters, step.seen, best});
-        launch(ctx, sample_kernel, 1, 1024, 0, session.row_logits, V, draw_parameters, best, blocks, step);
+        const bf16 *x = session.activations.normed, *W = session.weights.head.w[0];
+        const StreamArgs head = {x, row, nullptr, nullptr, 0, W, 1, session.config.C, (int)V};
+        const DrawEpilogue epilogue{session.row_logits, V, draw_parameters, step.seen, best};
+        const int blocks = stream_product(ctx, head, epilogue);
+        launch(ctx, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, V, draw_parameters, best, blocks, step);
     }
 
     void launch_step() {
@@ -292,7 +367,8 @@ template <class T> struct GpuDraws {
         if (!graph) {
             ctx.stop = nullptr;
             graph = record_graph(ctx, [&] {
-                const Batch batch = {1, 1, step.token, step.pos, step.seq, step.slot, session.table, session.pages, 1, splits};
+                const Batch batch = {1, 1, step.token, step.pos, step.seq, step.slot, session.table, session.pages, 1,
+                                     splits};
                 forward(ctx, session.config, session.weights, batch, session.activations, session.cache, session.rope);
                 launch_draw(session.table); // row 0
             });

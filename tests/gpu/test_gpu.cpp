@@ -3,6 +3,8 @@
 // `invariant` a row does not depend on its batch, and draws are the CPU's. Built by nvcc, run where a GPU is.
 #include "../golden.h"
 #include "gpu.h"
+#include <filesystem>
+#include <sys/wait.h>
 
 static const std::vector<int> COUNTS = {1, 2, 7, 8, 9, 16, 17, 33, 65, 257, 1000};
 
@@ -241,6 +243,38 @@ TEST_CASE("attention: head sizes, groups, contexts at the borders of pages, spli
             check_attention(random, {{0, 2000}}, 0, heads.first, heads.second, D, false);
             check_attention(random, {{900, 1}, {3, 1}, {1023, 2}, {0, 40}, {1500, 300}}, 3, heads.first, heads.second, D, false);
         }
+}
+
+// Attention of one token at `position` over zeros, in a batch of so many splits; what becomes of the kernel.
+static cudaError_t attend_one(int position, int splits) {
+    const int D = 64, page_count = position / PAGE + 1;
+    std::vector<int> identity(page_count);
+    std::iota(identity.begin(), identity.end(), 0);
+    Scratchpad pad(attention_scratch(gpu(), 1, position / SPLIT + 1, 1, D), 1);
+    Device<int> pos(std::vector<int>{position}), seq(std::vector<int>{0}), slot(std::vector<int>{position}), pages(identity);
+    Device<bf16> keys(std::vector<bf16>((size_t)page_count * PAGE * D)), values(keys.get()), qkv(std::vector<bf16>(3 * D));
+    Device<bf16> weight(std::vector<bf16>(D, to_bf16(1))), q(D), out(D);
+    Device<float> rope(std::vector<float>((size_t)(position + 1) * D));
+    const Batch b = {1, 1, nullptr, pos, seq, slot, pages, page_count, 1, splits};
+    attend_gpu(pad.ctx, out, nullptr, q, keys, values, qkv, weight, weight, rope, b, 1, 1, D, 1e-6f);
+    return cudaStreamSynchronize(pad.ctx.gpu->stream);
+}
+constexpr int REFUSED = 42;
+
+// A kernel that stops with an error takes its process's context with it: by the next one, in a process of its own.
+TEST_CASE("too few splits" * doctest::skip()) {
+    if (attend_one(SPLIT, 1) != cudaSuccess) _exit(REFUSED);
+    FAIL("a row of nothing, and no error");
+}
+TEST_CASE("attention of single tokens: a batch with too few splits is refused, not computed in part") {
+    CHECK(attend_one(SPLIT - 1, 1) == cudaSuccess);
+    CHECK(attend_one(SPLIT, 2) == cudaSuccess);
+    CHECK_THROWS_AS(attend_one(0, 0), Error);
+    const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
+    const int status = system(("'" + self + "' --no-skip=true --test-case='too few splits' > /dev/null 2>&1").c_str());
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == REFUSED);
+    CHECK(attend_one(SPLIT, 2) == cudaSuccess);
 }
 
 // A training batch: whole sequences, spare rows behind them. lse on both sides; then the gradients, from the same inputs.
