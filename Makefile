@@ -136,22 +136,28 @@ $(T)/main.o: tests/main.cpp
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
 TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
-$(T)/test_serve: serve.cu
-$(T)/test_train: train_lora.cu
-$(T)/test_datagen: datagen.cpp
-$(T)/test_datagen: TESTFLAGS += $(CURLFLAGS)
+$(T)/test_serve.o: serve.cu
+$(T)/test_train.o: train_lora.cu
+$(T)/test_datagen.o: datagen.cpp
+$(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
-$(T)/test_%: tests/unit/test_%.cpp $(T)/main.o qwen3.cu $(TEST_HEADERS)
-	$(Q)$(CXX) $(TESTFLAGS) $< $(T)/main.o -o $@ $(EDIT) $(LIBS)
+$(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
+	@mkdir -p $(T)
+	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
 # Several suites as one: what they include first, then each in a namespace.
-$(T)/suites_model: SHARE = $(MODEL)
-$(T)/suites_others: SHARE = $(OTHERS)
-$(T)/suites_model: $(MODEL:%=tests/unit/%.cpp) qwen3.cu
-$(T)/suites_others: $(OTHERS:%=tests/unit/%.cpp)
-$(T)/suites_%: $(T)/main.o $(TEST_HEADERS)
-	@grep -h '^#include' $(SHARE:%=tests/unit/%.cpp) | sort -u > $@.cpp
-	@for suite in $(SHARE); do echo "namespace $$suite {"; echo "#include \"tests/unit/$$suite.cpp\""; echo "}"; done >> $@.cpp
-	$(Q)$(CXX) $(TESTFLAGS) -Itests/unit $@.cpp $(T)/main.o -o $@ $(EDIT)
+$(T)/suites_model.o: SHARE = $(MODEL)
+$(T)/suites_others.o: SHARE = $(OTHERS)
+$(T)/suites_model.o: $(MODEL:%=tests/unit/%.cpp) qwen3.cu
+$(T)/suites_others.o: $(OTHERS:%=tests/unit/%.cpp)
+$(T)/suites_model.o $(T)/suites_others.o: $(TEST_HEADERS)
+	@mkdir -p $(T)
+	@grep -h '^#include' $(SHARE:%=tests/unit/%.cpp) | sort -u > $(@:.o=.cpp)
+	@for suite in $(SHARE); do \
+	  echo "namespace $$suite {"; echo "#include \"tests/unit/$$suite.cpp\""; echo "}"; done >> $(@:.o=.cpp)
+	$(Q)$(CXX) $(TESTFLAGS) -Itests/unit -c $(@:.o=.cpp) -o $@
+# (main.o comes last, so that the longest compiles begin at once.)
+$(T)/suites_model $(T)/suites_others $(UNITS:%=$(T)/%): %: %.o $(T)/main.o
+	$(Q)$(CXX) $(TESTFLAGS) $^ -o $@ $(EDIT) $(LIBS)
 
 # The GPU's suites are nvcc's, and run where there is a GPU.
 GPU_SUITE  = $(if $(GPU),$(if $(SANITIZE),,$(GPU_SUITES:%=$(BUILD)/%)))
