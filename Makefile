@@ -147,22 +147,28 @@ $(T)/main.o: tests/main.cpp
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
 TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
-$(T)/test_serve: serve.cu
-$(T)/test_train: train_lora.cu
-$(T)/test_datagen: datagen.cpp
-$(T)/test_datagen: TESTFLAGS += $(CURLFLAGS)
+$(T)/test_serve.o: serve.cu
+$(T)/test_train.o: train_lora.cu
+$(T)/test_datagen.o: datagen.cpp
+$(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
-$(T)/test_%: tests/unit/test_%.cpp $(T)/main.o qwen3.cu $(TEST_HEADERS)
-	$(Q)$(CXX) $(TESTFLAGS) $< $(T)/main.o -o $@ $(EDIT) $(LIBS)
+$(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
+	@mkdir -p $(T)
+	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
 # Several suites as one: what they include first, then each in a namespace.
-$(T)/suites_model: SHARE = $(MODEL)
-$(T)/suites_others: SHARE = $(OTHERS)
-$(T)/suites_model: $(MODEL:%=tests/unit/%.cpp) qwen3.cu
-$(T)/suites_others: $(OTHERS:%=tests/unit/%.cpp)
-$(T)/suites_%: $(T)/main.o $(TEST_HEADERS)
-	@grep -h '^#include' $(SHARE:%=tests/unit/%.cpp) | sort -u > $@.cpp
-	@for suite in $(SHARE); do echo "namespace $$suite {"; echo "#include \"tests/unit/$$suite.cpp\""; echo "}"; done >> $@.cpp
-	$(Q)$(CXX) $(TESTFLAGS) -Itests/unit $@.cpp $(T)/main.o -o $@ $(EDIT)
+$(T)/suites_model.o: SHARE = $(MODEL)
+$(T)/suites_others.o: SHARE = $(OTHERS)
+$(T)/suites_model.o: $(MODEL:%=tests/unit/%.cpp) qwen3.cu
+$(T)/suites_others.o: $(OTHERS:%=tests/unit/%.cpp)
+$(T)/suites_model.o $(T)/suites_others.o: $(TEST_HEADERS)
+	@mkdir -p $(T)
+	@grep -h '^#include' $(SHARE:%=tests/unit/%.cpp) | sort -u > $(@:.o=.cpp)
+	@for suite in $(SHARE); do \
+	  echo "namespace $$suite {"; echo "#include \"tests/unit/$$suite.cpp\""; echo "}"; done >> $(@:.o=.cpp)
+	$(Q)$(CXX) $(TESTFLAGS) -Itests/unit -c $(@:.o=.cpp) -o $@
+# (main.o comes last, so that the longest compiles begin at once.)
+$(T)/suites_model $(T)/suites_others $(UNITS:%=$(T)/%): %: %.o $(T)/main.o
+	$(Q)$(CXX) $(TESTFLAGS) $^ -o $@ $(EDIT) $(LIBS)
 
 # The GPU's suites are nvcc's, and run where there is a GPU.
 GPU_SUITE  = $(if $(GPU),$(if $(SANITIZE),,$(GPU_SUITES:%=$(BUILD)/%)))
@@ -177,10 +183,11 @@ $(BUILD)/notes.cuh: data/course/check_notes.py $(wildcard data/course/notes/*.md
 	@mkdir -p $(BUILD)
 	$(Q)python3 data/course/check_notes.py --no-compile --emit $@ > $@.log || { cat $@.log; exit 1; }
 
+# (Two suites at a time: some wait more than they compute; more would disturb those that bound a time.)
 TESTED     = $(patsubst %,$(PROGRAMS)/%,qwen3 train_lora datagen $(if $(MHD),serve))
 test:
 	@$(MAKE) $(if $(V),,-s) --no-print-directory -j$(JOBS) $(T)/suites_model $(TESTED:./%=%) $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(T)/suites_others $(if $(SANITIZE),,$(T)/library_c) $(GPU_SUITE)
-	@QWEN3=$(PROGRAMS)/qwen3 TRAIN_LORA=$(PROGRAMS)/train_lora DATAGEN=$(PROGRAMS)/datagen SERVE=$(PROGRAMS)/serve JOBS=$(JOBS) \
+	@QWEN3=$(PROGRAMS)/qwen3 TRAIN_LORA=$(PROGRAMS)/train_lora DATAGEN=$(PROGRAMS)/datagen SERVE=$(PROGRAMS)/serve JOBS=2 \
 	  LIBRARY=$(T)/libqwen3.so LIBRARY_C=$(T)/library_c \
 	  NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/gpu/%.cpp) | grep -c '^TEST_CASE')) tests/run.sh $(RUNS) $(GPU_SUITE)
 asan:
