@@ -1572,8 +1572,8 @@ struct Batcher {
 // ===================================================================================================== 6 HTTP
 // By libmicrohttpd: small, GNU, in every distribution, and made for this: a few threads with epoll, and connections
 // that are suspended while there is nothing to send. It parses, times out what is idle and limits headers to 32 KB.
-// watch() does the rest: whole requests and answers have a deadline, however evenly their bytes trickle, and a suspended
-// connection is looked at, since its peer may be gone.
+// watch() does the rest: whole requests and answers have a deadline, however evenly their bytes trickle, and a
+// suspended connection is looked at, since its peer may be gone.
 #include <arpa/inet.h>
 #include <microhttpd.h>
 #include <poll.h>
