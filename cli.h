@@ -542,7 +542,7 @@ static std::vector<Option> option_table(Options& o) {
          text(o.ppl)},
         {"", "--stride", "N", "from one window to the next (default half a window)", whole(o.stride, 1, INT_MAX)},
         {"", "--eval", "FILE", "JSONL of questions and answers: what the model answers, and its loss\n"
-         "on the answers there. Greedy; -n 512. Interrupted, it goes on where it was", text(o.eval)},
+         "on the answers there. Greedy; -n 512. The same command goes on\nwhere it was interrupted", text(o.eval)},
         {"-o", "--output", "FILE", "where the answers of --eval go", text(o.output)},
         {"", "", "", "for study and tests", {}},
 #ifndef QWEN3_PLAIN

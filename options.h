@@ -146,7 +146,7 @@ inline std::string help_text(const std::vector<Option>& table) {
         }
         std::string line = *o.brief ? format("  %s, %s", o.brief, o.name) : format("      %s", o.name);
         if (*o.value) line += format(" %s", o.value);
-        if (line.size() + 2 > COLUMN) all += line + "\n", line.clear();
+        if (line.size() >= COLUMN) all += line + "\n", line.clear();
         const std::string_view help = o.help;
         for (size_t at = 0, end; at <= help.size(); at = end + 1, line.clear()) {
             end = std::min(help.find('\n', at), help.size());

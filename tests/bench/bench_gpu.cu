@@ -3,7 +3,6 @@
 //     build/bench_gpu MODEL.bin [ceilings] [decode] [products] [few] [head] [attention] [attention-backward] [batch] [train]       (default: all)
 #define QWEN3_NO_MAIN
 #include "../../qwen3.cu"
-#include "../../ceilings.h"
 #include <cublas_v2.h>
 
 static Context ctx;

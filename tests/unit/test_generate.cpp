@@ -1,6 +1,26 @@
 // Between the logits and the user: penalties, stop strings, `generate`. Each against a plain way to say the same.
 #include "../common.h"
 
+TEST_CASE("as many threads as have cores: given up at once, tried again after a while, less often each time in vain") {
+    ThreadPace::Rule rule{8};
+    CHECK(rule.next(7.8, 0.02) == 8);
+    CHECK(rule.next(4.1, 0.02) == 4);
+    double time = 0;
+    auto until_tried = [&] {
+        for (time = 0; rule.now < 8; time += 0.02) rule.next(rule.now, 0.02);
+        return time;
+    };
+    CHECK(until_tried() == doctest::Approx(0.25).epsilon(0.1));
+    for (double pause : {0.5, 1., 2., 4., 4.}) {
+        CHECK(rule.next(3.9, 0.02) == 4);
+        CHECK(until_tried() == doctest::Approx(pause).epsilon(0.1));
+    }
+    CHECK(rule.next(8, 0.02) == 8); // they have come back
+    CHECK(rule.next(0.2, 0.02) == 1);
+    CHECK(until_tried() == doctest::Approx(0.25).epsilon(0.1));
+    CHECK(ThreadPace::Rule{1}.next(0, 1) == 1);
+}
+
 // ---------------------------------------------------------------------------------------------------- penalties
 
 // For each id of the vocabulary by itself: how often it was seen, and what that makes of its logit.
