@@ -1184,7 +1184,7 @@ void swiglu_backward(T* dgate_up,      // (N,2F) out
             const size_t at = (size_t)n * F + f, gate = at + (size_t)n * F, up = gate + F; // (N,2F)
             const acc<T> g = to_acc(gate_up[gate]), u = to_acc(gate_up[up]), d = to_acc(dhidden[at]);
             const acc<T> sigma = 1 / (1 + std::exp(-g));
-            hidden[at] = to_stored<T>(g * sigma * u);
+            hidden[at] = to_stored<T>(g / (1 + std::exp(-g)) * u);
             dgate_up[gate] = to_stored<T>(d * u * sigma * (1 + g * (1 - sigma)));
             dgate_up[up] = to_stored<T>(d * g * sigma);
         }
