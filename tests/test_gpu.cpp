@@ -121,15 +121,15 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
             auto check = [&](auto shape, auto columns_x, auto columns_w, bool further) {
                 constexpr bool X_COLS = decltype(columns_x)::value, W_COLS = decltype(columns_w)::value;
                 using S = decltype(shape);
-                INFO("N " << N << " R " << R << " K " << K << " splits " << splits << " tile " << S::BM << " x " << S::BN << " wgmma " << S::WARPGROUP
+                INFO("N " << N << " R " << R << " K " << K << " splits " << splits << " tile " << S::TOKENS << " x " << S::ROWS << " wgmma " << S::WARPGROUP
                      << " columns " << X_COLS << W_COLS << " further " << further);
                 TileArgs args = {X_COLS ? x_cols : dx, W_COLS ? w_cols : dw, N, K, R};
                 if (further) args.more_x = dmore_x, args.more_W = W_COLS ? more_w_cols : dmore_w, args.more = more;
                 args.splits = splits;
                 Device<bf16> out((size_t)N * R), again((size_t)N * R);
-                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue{out, (size_t)R});
+                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue<bf16>(out, R));
                 CHECK(differences(out.get(), further ? with_more : want, K) == 0);
-                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue{again, (size_t)R});
+                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue<bf16>(again, R));
                 CHECK(same_bits(out.get(), again.get()));
             };
             const std::false_type rows;
@@ -140,7 +140,7 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
                     check(shape, rows, columns, false);
                     if (more) check(shape, rows, rows, true), check(shape, rows, columns, true);
                 }
-                if constexpr (decltype(shape)::BM >= 64) check(shape, columns, columns, false);
+                if constexpr (decltype(shape)::TOKENS >= 64) check(shape, columns, columns, false);
             };
             layouts(Tile128x128{});
             layouts(Tile64x128{});
