@@ -147,41 +147,49 @@ __device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address));
 }
 
-// ---- Hopper's own product (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 128 threads multiply what
-// lies in shared memory, without ldmatrix and at the full rate of the tensor cores; sm_90a's alone.
-// Rows of 128 bytes, their chunks of 16 exchanged by row % 8, eight rows behind one another (SBO); for an operand whose
-// rows are steps of K (transposed), panels of 64 columns lie `panel` bytes apart (LBO).
+// ---- wgmma, Hopper's product (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 128 threads multiply what lies
+// in shared memory, without ldmatrix and at the full rate of the tensor cores. sm_90a only.
+// The operand at `shared`, 128 bytes a row in the 128-byte swizzle (chunk c of 16 bytes of row r lies in place c ^ r % 8),
+// groups of eight rows 1024 bytes apart (SBO). If it is transposed, rows are steps of the contraction, and panels of 64
+// columns lie `panel` bytes apart (LBO).
 __device__ inline uint64_t wgmma_operand(uint32_t shared, int panel) {
     return (uint64_t)(shared >> 4 & 0x3fff) | (uint64_t)(panel >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
-// d (64,128) += a (64,16) b (16,128): warp w of the four holds rows 16 w .. 16 w + 15 as mma does; d[j] are columns 8 j ..
+// d (64,128) += a (64,16) b (16,128). Warp w of the four has rows 16 w .. 16 w + 15, each lane what mma gives it; d[j] is of
+// columns 8 j .. 8 j + 7. It reads shared memory and runs on after the instruction: "memory" keeps the compiler from moving
+// stores to shared memory past it, wgmma_end from using d too early.
 template <bool A_COLS, bool B_COLS> __device__ inline void wgmma(float (&d)[16][4], uint64_t a, uint64_t b) {
 #ifdef HAVE_WGMMA
 #define D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
-                 "%64, %65, 1, 1, 1, %66, %67;"
-                 : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12), D4(13), D4(14), D4(15)
-                 : "l"(a), "l"(b), "n"((int)A_COLS), "n"((int)B_COLS));
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+                 "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
+                 "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, 1, 1, 1, %66, %67;"
+                 : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12), D4(13),
+                   D4(14), D4(15)
+                 : "l"(a), "l"(b), "n"((int)A_COLS), "n"((int)B_COLS)
+                 : "memory");
 #undef D4
 #endif
 }
-// What was written to shared memory is there for wgmma; sums may be handed to it; it is started; it is done.
+// What was written to shared memory is visible to wgmma.
 __device__ inline void wgmma_see_shared() {
 #ifdef HAVE_WGMMA
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
+// Before the first wgmma of a group: the sums' registers have been written.
 __device__ inline void wgmma_begin() {
 #ifdef HAVE_WGMMA
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 }
-template <int M> __device__ inline void wgmma_settle(float (&d)[M][16][4]) { // the compiler moves no use of the sums past here
+// The compiler moves no use of the sums across this.
+template <int M> __device__ inline void wgmma_settle(float (&d)[M][16][4]) {
     #pragma unroll
     for (int i = 0; i < M * 64; i++) asm volatile("" : "+f"(d[i / 64][i / 4 % 16][i % 4])::"memory");
 }
+// Waits until all wgmma of the group are done.
 template <int M> __device__ inline void wgmma_end(float (&d)[M][16][4]) {
 #ifdef HAVE_WGMMA
     asm volatile("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");

@@ -12,15 +12,18 @@ __device__ inline unsigned long long draw_key(float logit, int id) {
     return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
 }
 
-// The head's product: logits with the penalties, and the likeliest id of each block's rows.
+// The head's product: logits with the penalties, and the likeliest id of each block's rows. `best` has room for
+// BEST_BLOCKS blocks, and sample_kernel has a thread for each of them: MOST_BLOCKS holds stream_product to that.
 constexpr int BEST_BLOCKS = 1024;
-struct DrawEpilogue {
-    static constexpr bool PAIR = false, ADDS = false, MASKS = false, PARTS = false;
+struct DrawEpilogue : Epilogue {
+    static constexpr int MOST_BLOCKS = BEST_BLOCKS;
     float* out;                // (R,V)
     size_t V;
     const Draw* draw;          // (R)
     const uint32_t* seen;      // (R,V), or null: no penalties
     unsigned long long* best;  // (R, BEST_BLOCKS)
+    DrawEpilogue(float* out, size_t V, const Draw* draw, const uint32_t* seen, unsigned long long* best)
+        : out(out), V(V), draw(draw), seen(seen), best(best) {}
     __device__ static unsigned long long* shared_best() {
         __shared__ unsigned long long best[STREAM_TOKENS];
         return best;
@@ -28,10 +31,9 @@ struct DrawEpilogue {
     __device__ void begin() {
         if (threadIdx.x < STREAM_TOKENS) shared_best()[threadIdx.x] = 0; // a barrier comes before its first use
     }
-    __device__ void ask(bool, int, int) {}
-    __device__ void one(bool there, int n, int r, float y, bool) {
+    __device__ void one(bool inside, int n, int r, float y, float) {
         unsigned long long key = 0;
-        if (there) {
+        if (inside) {
             const Sampling& how = draw[n].how;
             const uint32_t s = seen ? seen[n * V + r] : 0;
             out[n * V + r] = y = penalized(y, how, s);

@@ -189,12 +189,12 @@ static void sweep() {
                 using S = decltype(shape);
                 printf("  %s", name);
                 for (int splits : {1, 2, 3, 4, 6, 8}) {
-                    const int64_t tiles = (int64_t)((N + S::BM - 1) / S::BM) * ((y.R + S::BN - 1) / S::BN);
-                    if (splits > 1 && (splits * 128 > y.K || tiles > MAX_TILES || tiles * splits * S::BM * S::BN * 4 > (int64_t)PARTIAL_BYTES || N > 2048)) break;
+                    const int64_t tiles = (int64_t)((N + S::TOKENS - 1) / S::TOKENS) * ((y.R + S::ROWS - 1) / S::ROWS);
+                    if (splits > 1 && (splits * 128 > y.K || tiles > MAX_TILES || tiles * splits * S::TOKENS * S::ROWS * 4 > (int64_t)PARTIAL_BYTES || N > 2048)) break;
                     const double t = time_graph(std::max(4, std::min(32, (int)(1e12 / (2. * N * (double)size)))), [&](int i) {
                         TileArgs p = {x, w + size * (i % sets), N, y.K, y.R};
                         p.early = N <= 128, p.splits = splits;
-                        launch_tiles<S>(ctx, p, StoreEpilogue{out, (size_t)y.R});
+                        launch_tiles<S>(ctx, p, StoreEpilogue<bf16>(out, y.R));
                     });
                     printf(" %.1f", t * 1e6);
                 }
@@ -215,7 +215,7 @@ static void head(Model& m) {
     for (int N : {64, 256, 1024, 2048}) {
         bf16* x = random_array((size_t)N * c.C);
         float* logits = gpu_array<float>((size_t)N * c.V);
-        const double ours = time_graph(2, [&](int) { product_gpu(ctx, LogitsEpilogue{logits, (size_t)c.V}, x, m.weights.head, N); });
+        const double ours = time_graph(2, [&](int) { product_gpu(ctx, StoreEpilogue<float>(logits, c.V), x, m.weights.head, N); });
         const double theirs = time_graph(2, [&](int) { blas_product((bf16*)logits, x, m.weights.head.w[0], N, c.V, c.C); });
         const double flops = 2. * N * c.V * c.C / 1e12;
         printf("  N %4d  %7.1f us %5.1f   %7.1f us %5.1f   floor by bytes %.1f us\n", N, ours * 1e6, flops / ours, theirs * 1e6, flops / theirs,
@@ -240,7 +240,7 @@ static void few_tokens(Model& m) {
                 linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, y.gate_up, N);
                 linear_add_gpu(ctx, a.out, a.mid, a.hidden, y.down, N);
             }
-            product_gpu(ctx, LogitsEpilogue{s.logits, (size_t)c.V}, s.a.normed, w.head, N);
+            product_gpu(ctx, StoreEpilogue<float>(s.logits, c.V), s.a.normed, w.head, N);
         });
         const double theirs = time_graph(1, [&](int) {
             for (auto& y : w.layers) {

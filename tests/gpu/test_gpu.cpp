@@ -123,15 +123,15 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
             auto check = [&](auto shape, auto columns_x, auto columns_w, bool further) {
                 constexpr bool X_COLS = decltype(columns_x)::value, W_COLS = decltype(columns_w)::value;
                 using S = decltype(shape);
-                INFO("N " << N << " R " << R << " K " << K << " splits " << splits << " tile " << S::BM << " x " << S::BN << " wgmma " << S::WARPGROUP
+                INFO("N " << N << " R " << R << " K " << K << " splits " << splits << " tile " << S::TOKENS << " x " << S::ROWS << " wgmma " << S::WARPGROUP
                      << " columns " << X_COLS << W_COLS << " further " << further);
                 TileArgs args = {X_COLS ? x_cols : dx, W_COLS ? w_cols : dw, N, K, R};
                 if (further) args.more_x = dmore_x, args.more_W = W_COLS ? more_w_cols : dmore_w, args.more = more;
                 args.splits = splits;
                 Device<bf16> out((size_t)N * R), again((size_t)N * R);
-                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue{out, (size_t)R});
+                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue<bf16>(out, R));
                 CHECK(differences(out.get(), further ? with_more : want, K) == 0);
-                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue{again, (size_t)R});
+                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue<bf16>(again, R));
                 CHECK(same_bits(out.get(), again.get()));
             };
             const std::false_type rows;
@@ -142,7 +142,7 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
                     check(shape, rows, columns, false);
                     if (more) check(shape, rows, rows, true), check(shape, rows, columns, true);
                 }
-                if constexpr (decltype(shape)::BM >= 64) check(shape, columns, columns, false);
+                if constexpr (decltype(shape)::TOKENS >= 64) check(shape, columns, columns, false);
             };
             layouts(Tile128x128{});
             layouts(Tile64x128{});
@@ -152,6 +152,76 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
         }
     }
     for (int n : pad.arrived.get()) CHECK(n == 0);
+}
+
+TEST_CASE("products that no kernel can compute are refused") {
+    Random random{12};
+    Scratchpad pad;
+    const Device<bf16> x(random.fill<bf16>(64 * 64)), W(random.fill<bf16>(64 * 64));
+    Device<bf16> out(64 * 64);
+    const StoreEpilogue<bf16> store(out, 64);
+    TileArgs p = {x, W, 64, 64, 64};
+    p.more_x = x, p.more_W = W, p.more = 8;
+    launch_tiles<Tile64x64>(pad.ctx, p, store);
+    CHECK_THROWS_AS((launch_tiles<Tile64x64, true, true>(pad.ctx, p, store)), Error); // x in columns has no further ones
+    CHECK_THROWS_AS((tile_product<true, true>(pad.ctx, p, store)), Error);
+    p.more = 4;
+    CHECK_THROWS_AS(launch_tiles<Tile64x64>(pad.ctx, p, store), Error);
+    p.more = 0, p.in = 60;
+    CHECK_THROWS_AS(launch_tiles<Tile64x64>(pad.ctx, p, store), Error);
+    p.in = 64, p.splits = 1 << 20; // more sums than there is scratch
+    CHECK_THROWS_AS(launch_tiles<Tile64x64>(pad.ctx, p, store), Error);
+    p.splits = 0;
+    CHECK_THROWS_AS(launch_tiles<Tile64x64>(pad.ctx, p, store), Error);
+    auto stream = [&](int N, int in) { stream_product(pad.ctx, {x, nullptr, nullptr, nullptr, 0, W, N, in, 64}, store); };
+    stream(16, 64);
+    CHECK_THROWS_AS(stream(17, 64), Error);
+    CHECK_THROWS_AS(stream(1, 60), Error);
+    CUDA_CHECK(cudaStreamSynchronize(gpu().gpu->stream));
+}
+
+// A GPU of 188 multiprocessors (RTX PRO 6000) has room for more blocks of a small head than each row's list of the blocks'
+// likeliest ids, which sample_kernel reads with a thread for each.
+TEST_CASE("the head with its likeliest ids on a GPU of many multiprocessors: right, and nothing is written past the list") {
+    Random random{13};
+    Scratchpad pad;
+    pad.ctx.gpu->sms = 188;
+    for (int C : {64, 512, 608})
+        for (int N : {1, 8, 16}) {
+            const int V = 20000, guard = 4096;
+            INFO("C " << C << " N " << N);
+            Matrix W(random, {V}, C);
+            const std::vector<bf16> x = random.fill<bf16>((size_t)N * C);
+            const Device<bf16> dx(x);
+            Device<float> logits((size_t)N * V);
+            std::vector<Draw> draws(N);
+            for (Draw& draw : draws) draw.exist = V - 5;
+            const Device<Draw> ddraws(draws);
+            const unsigned long long mark = 0xfeedfacefeedfaceull;
+            Device<unsigned long long> best(std::vector<unsigned long long>((size_t)N * BEST_BLOCKS + guard, mark));
+            const StreamArgs head = {dx, nullptr, nullptr, nullptr, 0, W.device.w[0], N, C, V};
+            const int blocks = stream_product(pad.ctx, head, DrawEpilogue(logits, V, ddraws, nullptr, best));
+            CHECK(blocks <= BEST_BLOCKS);
+            std::vector<float> want((size_t)N * V);
+            std::vector<bf16> picked((size_t)N * C);
+            std::vector<int> rows(N);
+            std::iota(rows.begin(), rows.end(), 0);
+            head_cpu(cpu(), want.data(), picked.data(), x.data(), rows.data(), W.host, N);
+            const std::vector<float> got = logits.get();
+            CHECK(wrong(got, as_double(want), [&](size_t) { return sum_error<float>(C) * 4; }) == 0);
+            const std::vector<unsigned long long> keys = best.get();
+            for (int n = 0; n < N; n++) {
+                const float* row = &got[(size_t)n * V];
+                unsigned long long most = 0;
+                for (int b = 0; b < BEST_BLOCKS; b++) {
+                    const unsigned long long key = keys[(size_t)n * BEST_BLOCKS + b];
+                    if (b < blocks) most = std::max(most, key);
+                    else CHECK(key == mark);
+                }
+                CHECK((int)~(uint32_t)most == std::max_element(row, row + V - 5) - row); // the first of equals
+            }
+            for (int i = 0; i < guard; i++) CHECK(keys[(size_t)N * BEST_BLOCKS + i] == mark);
+        }
 }
 
 TEST_CASE("a row's bits: of up to 16 tokens always, of any number with `invariant`, it does not depend on the batch") {

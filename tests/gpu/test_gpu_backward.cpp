@@ -142,11 +142,11 @@ TEST_CASE("dropout inside a product: every tile's mask, whole and in splits") {
             const LoraArgs lora(W.device, N);
             auto check = [&](auto shape, int splits) {
                 using S = decltype(shape);
-                INFO("rank " << rank << " N " << N << " splits " << splits << " tile " << S::BM << " x " << S::BN << " wgmma " << S::WARPGROUP);
+                INFO("rank " << rank << " N " << N << " splits " << splits << " tile " << S::TOKENS << " x " << S::ROWS << " wgmma " << S::WARPGROUP);
                 Device<bf16> dx((size_t)N * K);
                 TileArgs p = {device_dy, W.device.w[0], N, R, K};
                 p.more_x = device_dh, p.more_W = W.device.adapter.A, p.more = rank, p.splits = splits;
-                launch_tiles<S, false, true>(pad.ctx, p, DropEpilogue{dx, (size_t)K, lora.dropout, lora.module[0], lora.scale});
+                launch_tiles<S, false, true>(pad.ctx, p, DropEpilogue(dx, K, lora.dropout, lora.module[0], lora.scale));
                 CHECK(differences(dx.get(), want, R) == 0);
             };
             for (int splits : {1, 2, 7}) {
