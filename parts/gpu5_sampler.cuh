@@ -247,7 +247,7 @@ __device__ __forceinline__ void publish(const DrawState& state, int row, size_t 
 __global__ void __launch_bounds__(DRAW_THREADS)
 sample_kernel(const float* all_logits,        // (R,V)
               size_t V, const Draw* draws,    // (R)
-              const unsigned long long* best, // (R, BEST_BLOCKS) of the head's blocks, or null: the likeliest id of each
+              const unsigned long long* best, // (R, BEST_BLOCKS) the likeliest id of each of the head's blocks; or null
               int best_blocks, DrawState state) {
     __shared__ DrawList list;
     let_next_start();
