@@ -15,7 +15,7 @@ WARN      = -Wall -Wextra
 OPT       = -O3
 Q         = $(if $(V),,@)
 
-HEADERS   = $(wildcard *.h)
+HEADERS   = $(wildcard *.h) $(wildcard parts/*)
 BUILD     = build
 
 # ---- What there is. Only questions here; `info` says what was chosen.
@@ -73,6 +73,12 @@ serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@ -lmicrohttpd
 	@echo "built     ./serve"
 
+# The C API, for other programs (qwen3.h; lab/embed.cpp shows how).
+SHARED     = -fPIC -fvisibility=hidden
+libqwen3.so: libqwen3.cu qwen3.cu $(HEADERS) $(BUILD)/command
+	$(Q)$(COMPILE) $(if $(HAVE_NVCC),$(SHARED:%=-Xcompiler %),$(SHARED)) -shared $< -o $@
+	@echo "built     ./libqwen3.so"
+
 # Plain C++, whatever compiles the model.
 bench_serve: tests/bench/bench_serve.cpp tests/http.h tests/workload.h $(HEADERS) $(BUILD)/command
 	$(Q)$(CXX) $(CPUFLAGS) $< -o $@ -pthread
@@ -104,7 +110,7 @@ $(BUILD)/bench_notes: tests/bench/bench_notes.cu tests/gpu/notes.h $(BUILD)/note
 # have one each, those of the model are one, and so are all others. A new tests/unit/test_*.cpp drops into one of them.
 GPU_SUITES = $(notdir $(basename $(wildcard tests/gpu/test_*.cpp)))
 UNITS     := $(notdir $(basename $(wildcard tests/unit/test_*.cpp)))
-ALONE     := $(notdir $(basename $(shell grep -lE '^.include "(\.\./\.\./(train_lora|serve|datagen)\.|\.\./engine\.h)' $(UNITS:%=tests/unit/%.cpp))))
+ALONE     := $(notdir $(basename $(shell grep -lE '^.include "(\.\./\.\./(qwen3|train_lora|serve|datagen)\.|\.\./engine\.h)' $(UNITS:%=tests/unit/%.cpp))))
 MODEL     := $(filter-out $(ALONE),$(notdir $(basename $(shell grep -lE '^.include "\.\./(common|golden)\.h"' $(UNITS:%=tests/unit/%.cpp)))))
 OTHERS    := $(filter-out $(ALONE) $(MODEL),$(UNITS))
 JOBS      ?= $(shell nproc 2>/dev/null || echo 1)
@@ -114,8 +120,8 @@ SANITIZER  = -fsanitize=address$(comma)undefined -fno-sanitize-recover=all -O1
 TESTFLAGS  = -std=c++17 -O2 -g1 $(FLAGS) -Werror -I. $(if $(SANITIZE),$(SANITIZER))
 # The programs that suites start: their own builds in T, or with PROGRAMS=. those that `make` made.
 PROGRAMS  ?= $(T)
-# test_export is about Python, test_tiny about one known file: nothing that sanitizers could see.
-SUITES     = $(filter-out $(if $(MHD),,test_serve) $(if $(SANITIZE),test_export test_tiny),$(ALONE) $(MODEL) $(OTHERS))
+# test_export is about Python, test_tiny about one known file, test_library about linking: nothing that sanitizers could see.
+SUITES     = $(filter-out $(if $(MHD),,test_serve) $(if $(SANITIZE),test_export test_tiny test_library),$(ALONE) $(MODEL) $(OTHERS))
 # A suite in a shared program is PROGRAM:SUITE. The longest come first.
 RUNS       = $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(patsubst %,$(T)/suites_others:%,$(filter $(OTHERS),$(SUITES))) \
              $(patsubst %,$(T)/suites_model:%,$(filter $(MODEL),$(SUITES)))
@@ -132,26 +138,37 @@ $(T)/datagen: datagen.cpp $(HEADERS)
 $(T)/serve: serve.cu qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@ -lmicrohttpd
+$(T)/libqwen3.so: libqwen3.cu qwen3.cu $(HEADERS)
+	@mkdir -p $(T)
+	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(SHARED) -shared $< -o $@
+$(T)/library_c: tests/unit/test_library.c qwen3.h $(T)/libqwen3.so
+	$(Q)$(CC) -std=c99 -Wall -Wextra -Werror -I. $< -o $@ -L$(T) -lqwen3 -Wl,-rpath,$(abspath $(T)) -lm -lpthread
 $(T)/main.o: tests/main.cpp
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
 TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
-$(T)/test_serve: serve.cu
-$(T)/test_train: train_lora.cu
-$(T)/test_datagen: datagen.cpp
-$(T)/test_datagen: TESTFLAGS += $(CURLFLAGS)
+$(T)/test_serve.o: serve.cu
+$(T)/test_train.o: train_lora.cu
+$(T)/test_datagen.o: datagen.cpp
+$(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
-$(T)/test_%: tests/unit/test_%.cpp $(T)/main.o qwen3.cu $(TEST_HEADERS)
-	$(Q)$(CXX) $(TESTFLAGS) $< $(T)/main.o -o $@ $(EDIT) $(LIBS)
+$(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
+	@mkdir -p $(T)
+	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
 # Several suites as one: what they include first, then each in a namespace.
-$(T)/suites_model: SHARE = $(MODEL)
-$(T)/suites_others: SHARE = $(OTHERS)
-$(T)/suites_model: $(MODEL:%=tests/unit/%.cpp) qwen3.cu
-$(T)/suites_others: $(OTHERS:%=tests/unit/%.cpp)
-$(T)/suites_%: $(T)/main.o $(TEST_HEADERS)
-	@grep -h '^#include' $(SHARE:%=tests/unit/%.cpp) | sort -u > $@.cpp
-	@for suite in $(SHARE); do echo "namespace $$suite {"; echo "#include \"tests/unit/$$suite.cpp\""; echo "}"; done >> $@.cpp
-	$(Q)$(CXX) $(TESTFLAGS) -Itests/unit $@.cpp $(T)/main.o -o $@ $(EDIT)
+$(T)/suites_model.o: SHARE = $(MODEL)
+$(T)/suites_others.o: SHARE = $(OTHERS)
+$(T)/suites_model.o: $(MODEL:%=tests/unit/%.cpp) qwen3.cu
+$(T)/suites_others.o: $(OTHERS:%=tests/unit/%.cpp)
+$(T)/suites_model.o $(T)/suites_others.o: $(TEST_HEADERS)
+	@mkdir -p $(T)
+	@grep -h '^#include' $(SHARE:%=tests/unit/%.cpp) | sort -u > $(@:.o=.cpp)
+	@for suite in $(SHARE); do \
+	  echo "namespace $$suite {"; echo "#include \"tests/unit/$$suite.cpp\""; echo "}"; done >> $(@:.o=.cpp)
+	$(Q)$(CXX) $(TESTFLAGS) -Itests/unit -c $(@:.o=.cpp) -o $@
+# (main.o comes last, so that the longest compiles begin at once.)
+$(T)/suites_model $(T)/suites_others $(UNITS:%=$(T)/%): %: %.o $(T)/main.o
+	$(Q)$(CXX) $(TESTFLAGS) $^ -o $@ $(EDIT) $(LIBS)
 
 # The GPU's suites are nvcc's, and run where there is a GPU.
 GPU_SUITE  = $(if $(GPU),$(if $(SANITIZE),,$(GPU_SUITES:%=$(BUILD)/%)))
@@ -166,10 +183,12 @@ $(BUILD)/notes.cuh: data/course/check_notes.py $(wildcard data/course/notes/*.md
 	@mkdir -p $(BUILD)
 	$(Q)python3 data/course/check_notes.py --no-compile --emit $@ > $@.log || { cat $@.log; exit 1; }
 
+# (Two suites at a time: some wait more than they compute; more would disturb those that bound a time.)
 TESTED     = $(patsubst %,$(PROGRAMS)/%,qwen3 train_lora datagen $(if $(MHD),serve))
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(T)/suites_model $(TESTED:./%=%) $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(T)/suites_others $(GPU_SUITE)
-	@QWEN3=$(PROGRAMS)/qwen3 TRAIN_LORA=$(PROGRAMS)/train_lora DATAGEN=$(PROGRAMS)/datagen SERVE=$(PROGRAMS)/serve JOBS=$(JOBS) \
+	@$(MAKE) $(if $(V),,-s) --no-print-directory -j$(JOBS) $(T)/suites_model $(TESTED:./%=%) $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(T)/suites_others $(if $(SANITIZE),,$(T)/library_c) $(GPU_SUITE)
+	@QWEN3=$(PROGRAMS)/qwen3 TRAIN_LORA=$(PROGRAMS)/train_lora DATAGEN=$(PROGRAMS)/datagen SERVE=$(PROGRAMS)/serve JOBS=2 \
+	  LIBRARY=$(T)/libqwen3.so LIBRARY_C=$(T)/library_c \
 	  NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/gpu/%.cpp) | grep -c '^TEST_CASE')) tests/run.sh $(RUNS) $(GPU_SUITE)
 asan:
 	@$(MAKE) --no-print-directory test SANITIZE=1
@@ -220,4 +239,4 @@ cuda-check:
 .PHONY: $(addprefix check/,$(EVERY) $(ONE) notes)
 
 clean:
-	rm -rf qwen3 train_lora datagen serve bench_serve $(BUILD)
+	rm -rf qwen3 train_lora datagen serve bench_serve libqwen3.so $(BUILD)

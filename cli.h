@@ -1,17 +1,643 @@
-// cli.h: what main offers beside one answer. Included by qwen3.cu, just before `answer`.
-//   Screen         a model's text, made harmless for a terminal; its thoughts dim
-//   PromptCache    --prompt-cache: keys and values of a prompt, kept in a file
-//   Input, Chat    without -i: questions and answers
-//   perplexity     --ppl: how well the model foresees a text
-//   evaluate       --eval: its answers to the questions of a file, and its loss on the answers there
-//   synthesize     --synthesize: random weights of a real shape
-//   bench          --bench: what this machine does, and what it could
-#include "ceilings.h"
+// cli.h: what programs offer around the model. Included once, at the end of qwen3.cu.
+//   For every program
+//     ModelOptions     the options that all of them have
+//     tokenizer_path   where tokenizer.bin is; each_json_line
+//     choose_device    CPU, GPU, or Book I's definitions
+//     ThreadPace       fewer threads while other programs need the cores
+//     Ceilings         what this machine could do
+//   For qwen3
+//     Options          its table
+//     Screen           a model's text, made harmless for a terminal; its thoughts dim
+//     PromptCache      --prompt-cache: keys and values of a prompt, kept in a file
+//     Input, Chat      without -i: questions and answers
+//     perplexity       --ppl: how well the model foresees a text
+//     evaluate         --eval: its answers to the questions of a file, and its loss on the answers there
+//     synthesize       --synthesize: random weights of a real shape
+//     bench            --bench: what this machine does, and what it could
+//     answer, run      one prompt; what the options ask for
+#pragma once
+#include "options.h"
+#include <ctime>
+
+// ----------------------------------------------------------------------------------- Options of all programs
+
+struct ModelOptions {
+    std::string model, tokenizer, device, dtype, adapter;
+    int threads = 0; // 0: all
+    bool invariant = false, help = false;
+
+    void add_to(std::vector<Option>& table, bool inference) {
+        table.push_back({"-d", "--device", "NAME", "cpu, cuda, or plain: the definitions of qwen3.cu's Book I, slow\n"
+                         "(default: cuda where there is a GPU for it)", text(device)});
+        if (inference)
+            table.push_back({"", "--dtype", "NAME", "compute in f32 or bf16 (default: as stored), or int8: weights of\n"
+                             "8.5 bits, made at load", one_of(dtype, {"f32", "bf16", "int8"})});
+        else
+            table.push_back({"", "--dtype", "NAME", "f32 or bf16 (default: as the model is stored; the GPU computes\n"
+                             "in bf16)", one_of(dtype, {"f32", "bf16"})});
+        table.push_back({"-j", "--threads", "N", "CPU threads, always (default: all, fewer while other programs need\n"
+                         "the cores)", whole(threads, 1, 4096)});
+        if (inference) {
+            table.push_back({"", "--adapter", "DIR", "a LoRA adapter in PEFT's format, as train_lora writes it",
+                             file_name(adapter)});
+            table.push_back({"", "--invariant", "", "on a GPU: a row's bits do not depend on its batch (slower; the\n"
+                             "CPU is always so)", flag(invariant)});
+        }
+        table.push_back({"-z", "--tokenizer", "FILE", "default: tokenizer.bin beside the model, beside the program,\n"
+                         "or in this folder", text(tokenizer)});
+        table.push_back({"-h", "--help", "", "this text", flag(help)});
+    }
+    void use_threads() const { // each thread has its own number
+#ifdef _OPENMP
+        if (threads) omp_set_num_threads(threads);
+#endif
+    }
+};
+
+// ------------------------------------------------------------------------------------------------------ Files
+
+// tokenizer.bin: as said, or beside the model, beside the program, in the working folder. "" if there is none.
+inline std::string find_tokenizer(const std::string& named, const std::string& model) {
+    if (!named.empty()) return named;
+    std::vector<std::string> folders;
+    struct stat st;
+    if (!model.empty()) {
+        bool folder = stat(model.c_str(), &st) == 0 && S_ISDIR(st.st_mode);
+        size_t slash = model.find_last_of('/');
+        folders.push_back(folder ? model : slash == std::string::npos ? "." : model.substr(0, slash + 1));
+    }
+    char program[4096];
+    const ssize_t n = readlink("/proc/self/exe", program, sizeof program);
+    const std::string self(program, n > 0 ? (size_t)n : 0);
+    if (n > 0) folders.push_back(self.substr(0, self.find_last_of('/')));
+    folders.push_back(".");
+    for (auto& f : folders)
+        if (access((f + "/tokenizer.bin").c_str(), F_OK) == 0) return f + "/tokenizer.bin";
+    return "";
+}
+inline std::string tokenizer_path(const ModelOptions& o) {
+    const std::string path = find_tokenizer(o.tokenizer, o.model);
+    if (path.empty())
+        DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
+    return path;
+}
+// Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off.
+inline bool fits(const Tokenizer& t, const Config& c) { return t.size() <= c.V && c.V - t.size() < 1024; }
+[[noreturn]] inline void not_its_tokenizer(const std::string& path, const Tokenizer& t, const ModelOptions& o,
+                                           const Config& c) {
+    DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", path.c_str(), t.size(),
+        o.model.c_str(), c.V);
+}
+
+// Names what an adapter does to a model: its matrices, and how they are scaled.
+inline uint64_t adapter_hash(const AdapterFile& a, uint64_t seed) {
+    return fnv1a(a.map.data, a.map.size, fnv1a(&a.config.alpha, sizeof a.config.alpha, seed + a.config.rslora));
+}
+
+// Calls f(number, text, value) for each line of a JSONL file that is not blank.
+template <class F> void each_json_line(const MappedFile& file, F f) {
+    const std::string_view text = file.text();
+    for (size_t at = 0, line = 1; at < text.size(); line++) {
+        const std::string_view s = text.substr(at, text.find('\n', at) - at);
+        at += s.size() + 1;
+        if (s.find_first_not_of(" \t\r") == std::string::npos) continue;
+        sj::Doc doc;
+        const std::string fault = sj::parse(doc, s);
+        if (!fault.empty()) // it begins with "line 1, ", since each line is a text by itself
+            DIE("%s: line %zu, %s", file.path.c_str(), line, fault.c_str() + fault.find("byte"));
+        f(line, s, doc.root());
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------- Device
+
+// What the computation runs on, for people.
+inline std::string device_name(const Context& ctx) {
+#ifdef __CUDACC__
+    cudaDeviceProp properties;
+    if (ctx.gpu && cudaGetDeviceProperties(&properties, 0) == cudaSuccess) return properties.name;
+#endif
+    return format("cpu, %s%d threads", ctx.plain ? "plain loops, " : "", thread_count());
+}
+
+// Compute in float? As the checkpoint is stored, unless --dtype says otherwise. The GPU computes in bf16.
+inline bool wide(const ModelOptions& o, const ModelFile& file) {
+    return o.dtype == "f32" || (o.dtype != "bf16" && o.device != "cuda" && file.is_float32());
+}
+
+// The GPU, if it was asked for or is there and can do what is asked; else the CPU.
+inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const ModelFile& file) {
+    const std::string& name = o.device;
+    if (!name.empty() && name != "cpu" && name != "cuda" && name != "plain")
+        DIE("--device %s: cpu or cuda, or plain for plain loops", name.c_str());
+    const bool wanted = name == "cuda";
+    Context ctx;
+    ctx.plain = name == "plain";
+    if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
+#ifdef __CUDACC__
+    if (name == "cpu" || ctx.plain) return ctx;
+    try {
+        if (!wanted && wide(o, file)) return ctx;
+        check_gpu(file.path, file.config, o.dtype == "int8" || file.is_int8());
+        Context gpu = open_gpu();
+        gpu.invariant = o.invariant;
+        return gpu;
+    } catch (const Error&) {
+        if (wanted) throw;
+    }
+#else
+    if (wanted) DIE("--device cuda: this program was built without nvcc");
+#endif
+    return ctx;
+}
+
+template <class T>
+void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const ModelFile& file,
+               [[maybe_unused]] Weights<T>& weights) {
+#ifdef __CUDACC__
+    if constexpr (HAS_GPU<T>)
+        if (where.gpu) {
+            Context ctx = where;
+            weights.upload(ctx, file);
+        }
+#endif
+}
+
+// --------------------------------------------------------------------------------- Threads and other programs
+
+// OpenMP's threads wait for each other at the end of every product, spinning. That is fast as long as each has a core
+// of its own. Beside another program one of them is always without a core while the others spin for it: a step that
+// takes a millisecond then takes whole time slices of the system's scheduler, ten times as long and more. Waiting
+// without spinning costs system calls in every product, which on a small model is more than the threads gain.
+// So: as many threads as have cores. The CPU time of a stretch of wall time says how many those are, since a thread
+// that waits uses it too. From time to time all threads are tried again.
+// It keeps away where the user chose: -j, OMP_NUM_THREADS, OMP_WAIT_POLICY, GOMP_SPINCOUNT, KMP_BLOCKTIME.
+struct ThreadPace {
+    // How many threads next, after a stretch of `length` seconds that had `cores` at work.
+    struct Rule {
+        int all, now = all;
+        double patience = 0.25, waited = 0; // s until all are tried again
+        bool trying = false;
+
+        int next(double cores, double length) {
+            const int had = std::clamp((int)std::lround(cores), 1, now);
+            if (had < now) {
+                patience = trying ? std::min(2 * patience, 4.) : 0.25; // tried in vain: less often
+                waited = 0, trying = false;
+                return now = had;
+            }
+            if (now == all) return patience = 0.25, trying = false, now;
+            waited += length;
+            if (waited >= patience) trying = true, now = all;
+            return now;
+        }
+    };
+    static constexpr double STRETCH = 0.02; // s: several time slices
+    Rule rule{thread_count()};
+    const bool on;
+
+    ThreadPace(const ModelOptions& o, const Context& ctx)
+        : on(!o.threads && !ctx.gpu && !chosen_by_user() && rule.all > 1) {}
+    ThreadPace(const ThreadPace&) = delete;
+    ~ThreadPace() { set(rule.all); }
+
+    // Around what computes, by the thread that does.
+    void begin() {
+        if (on) wall -= seconds(), cpu -= cpu_seconds();
+    }
+    void end() {
+        if (!on) return;
+        wall += seconds(), cpu += cpu_seconds();
+        if (wall < STRETCH) return;
+        set(rule.next(cpu / wall, wall));
+        wall = cpu = 0;
+    }
+    void step() { end(), begin(); } // of what computes all the time
+
+    static bool chosen_by_user() {
+        for (const char* name : {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})
+            if (getenv(name)) return true;
+        return false;
+    }
+
+  private:
+    double wall = 0, cpu = 0; // of this stretch
+
+    static double cpu_seconds() { // of all threads
+        timespec t;
+        clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+        return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    }
+    void set([[maybe_unused]] int threads) {
+#ifdef _OPENMP
+        if (on && threads != thread_count()) omp_set_num_threads(threads);
+#endif
+    }
+};
+
+// --------------------------------------------------------------------------------------------------- Ceilings
+// What this machine could do, measured by loops that do nothing else: reading memory, and multiplying out of registers.
+// A figure of ours is then a share of one of them.
+
+// Bytes a second that all threads read from memory: the best of five passes over 2 GB.
+inline double read_ceiling() {
+    Arena arena;
+    arena.take<uint64_t>((size_t)1 << 28);
+    arena.allocate("the bandwidth test");
+    const size_t n = (size_t)1 << 28;
+    uint64_t *data = arena.take<uint64_t>(n), sum = 0;
+    #pragma omp parallel for schedule(static)
+    for (size_t i = 0; i < n; i++) data[i] = i;
+    double best = 1e9;
+    for (int pass = 0; pass < 5; pass++) {
+        const double start = seconds();
+        #pragma omp parallel for schedule(static) reduction(+ : sum)
+        for (size_t i = 0; i < n; i++) sum += data[i];
+        best = std::min(best, seconds() - start);
+    }
+    if (sum == 1) fprintf(stderr, " "); // the sum is used: no compiler drops the loop
+    return (double)(n * 8) / best;
+}
+
+// A burst of multiply-adds on registers alone, one function for each instruction set; returns how many flops it was.
+// Sums enough to hide the latency of one, few enough for the registers.
+typedef float Block __attribute__((vector_size(64), may_alias));
+inline double multiply_plain(Block* memory) {
+    Block a = memory[14], b = memory[15], s0 = memory[0], s1 = memory[1];
+    for (int k = 0; k < 4000; k++) s0 = s0 * a + b, s1 = s1 * a + b;
+    memory[0] = s0, memory[1] = s1;
+    return 2. * 16 * 2 * 4000;
+}
+#ifdef HAVE_SIMD
+TARGET_AVX2 inline double multiply_avx2(Block* memory) {
+    __m256 a = _mm256_set1_ps(1), s[10];
+    for (int i = 0; i < 10; i++) s[i] = a;
+    for (int k = 0; k < 4000; k++)
+        for (int i = 0; i < 10; i++) s[i] = _mm256_fmadd_ps(a, a, s[i]);
+    for (int i = 0; i < 10; i++) memcpy(memory + i, s + i, 32);
+    return 2. * 8 * 10 * 4000;
+}
+TARGET_AVX512 inline double multiply_avx512(Block* memory) {
+    __m512 a = _mm512_set1_ps(1), s[12];
+    for (int i = 0; i < 12; i++) s[i] = a;
+    for (int k = 0; k < 4000; k++)
+        for (int i = 0; i < 12; i++) s[i] = _mm512_fmadd_ps(a, a, s[i]);
+    for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
+    return 2. * 16 * 12 * 4000;
+}
+TARGET_AVX512_BF16 inline double multiply_bf16(Block* memory) {
+    __m512bh a = (__m512bh)_mm512_set1_epi16(0x3f80);
+    __m512 s[12];
+    for (int i = 0; i < 12; i++) s[i] = _mm512_set1_ps(1);
+    for (int k = 0; k < 4000; k++)
+        for (int i = 0; i < 12; i++) s[i] = _mm512_dpbf16_ps(s[i], a, a);
+    for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
+    return 2. * 32 * 12 * 4000;
+}
+// vpdpbusd for INT8 weights: three of them, one a plane of x, are one multiplication each of 64 pairs.
+TARGET_AVX512_BF16 inline double multiply_vnni(Block* memory) {
+    __m512i a = _mm512_set1_epi8(1), s[12];
+    for (int i = 0; i < 12; i++) s[i] = a;
+    for (int k = 0; k < 4000; k++)
+        for (int i = 0; i < 12; i++) s[i] = _mm512_dpbusd_epi32(s[i], a, a);
+    for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
+    return 2. * 64 / 3 * 12 * 4000;
+}
+TARGET_AMX inline double multiply_amx(Block* memory) {
+    amx_configure(64);
+    _tile_loadd(4, memory, 64);
+    _tile_loadd(5, memory, 64);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int k = 0; k < 500; k++) {
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 5);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, memory, 64);
+    _tile_release();
+    return 2. * 16 * 16 * 32 * 4 * 500;
+}
+// tdpbssd takes the same time, and is twice as deep; but three planes of x want one each.
+TARGET_AMX inline double multiply_amx_int8(Block* memory) { return multiply_amx(memory) * 2 / 3; }
+#endif
+
+// Flops a second that all threads reach in `time` seconds, with the instructions that products of T use (or of INT8
+// and T).
+template <class T> double cpu_multiply_ceiling([[maybe_unused]] bool int8, double time) {
+    [[maybe_unused]] const bool narrow = std::is_same_v<T, bf16>;
+    auto multiply = multiply_plain;
+#ifdef HAVE_SIMD
+    if (instruction_set >= ISA_AVX2) multiply = multiply_avx2;
+    if (instruction_set >= ISA_AVX512) multiply = multiply_avx512;
+    if (narrow && instruction_set >= ISA_AVX512_BF16) multiply = int8 ? multiply_vnni : multiply_bf16;
+    if (narrow && instruction_set >= ISA_AMX) multiply = int8 ? multiply_amx_int8 : multiply_amx;
+#endif
+    double rate = 0;
+    #pragma omp parallel reduction(+ : rate)
+    {
+        Block memory[16];
+        for (auto& v : memory) v = Block{} + 1;
+        double flops = 0, took = 0; // each thread's own: they take their time to start
+        for (const double start = seconds(); took < time; took = seconds() - start) flops += multiply(memory);
+        rate += flops / took;
+    }
+    return rate;
+}
+
+#ifdef __CUDACC__
+__global__ void noise_kernel(uint32_t* p, size_t n) { // (what is multiplied sets the power, and the power the clock)
+    const size_t stride = (size_t)gridDim.x * blockDim.x;
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += stride)
+        p[i] = philox(1, i, 0).v[0] & 0xbfffbfff;
+}
+// All blocks stride through n of 16 bytes.
+__global__ void read_kernel(const uint4* p, size_t n, uint32_t* out) {
+    uint32_t sum = 0;
+    const size_t stride = (size_t)gridDim.x * blockDim.x;
+    size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+    for (; i + 3 * stride < n; i += 4 * stride) {
+        uint4 v[4];
+        for (int k = 0; k < 4; k++) v[k] = load_stream(p + i + k * stride);
+        for (int k = 0; k < 4; k++) sum += v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+    }
+    if (sum == 12345) *out = sum;
+}
+// Eight independent chains of mma a warp.
+__global__ void mma_kernel(const uint32_t* in, float* out, int rounds) {
+    float d[8][4] = {};
+    uint32_t a[4], b[8][2];
+    for (int i = 0; i < 4; i++) a[i] = in[threadIdx.x * 20 + i];
+    for (int j = 0; j < 8; j++) b[j][0] = in[threadIdx.x * 20 + 4 + j], b[j][1] = in[threadIdx.x * 20 + 12 + j];
+    for (int r = 0; r < rounds; r++)
+        for (int j = 0; j < 8; j++) mma(d[j], a[0], a[1], a[2], a[3], b[j][0], b[j][1]);
+    float sum = 0;
+    for (int j = 0; j < 8; j++) sum += d[j][0] + d[j][1] + d[j][2] + d[j][3];
+    out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+// The best of some launches of f, in seconds.
+template <class F> double time_launch(const Context& ctx, F f) {
+    cudaEvent_t start, stop;
+    CUDA_CHECK(cudaEventCreate(&start));
+    CUDA_CHECK(cudaEventCreate(&stop));
+    float ms, best = 1e30f;
+    for (int i = 0; i < 6; i++) {
+        CUDA_CHECK(cudaEventRecord(start, ctx.gpu->stream));
+        f();
+        CUDA_CHECK(cudaEventRecord(stop, ctx.gpu->stream));
+        CUDA_CHECK(cudaEventSynchronize(stop));
+        CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
+        best = std::min(best, ms);
+    }
+    cudaEventDestroy(start), cudaEventDestroy(stop);
+    return best / 1e3;
+}
+inline double gpu_multiply_ceiling(const Context& ctx) {
+    constexpr int ROUNDS = 20000, WARPS = 8, NOISE = WARPS * 32 * 20;
+    const int blocks = ctx.gpu->sms * 2;
+    uint32_t* data;
+    CUDA_CHECK(cudaMalloc(&data, (NOISE + (size_t)blocks * WARPS * 32) * 4));
+    noise_kernel<<<32, 256, 0, ctx.gpu->stream>>>(data, NOISE);
+    const double took = time_launch(ctx, [&] {
+        mma_kernel<<<blocks, WARPS * 32, 0, ctx.gpu->stream>>>(data, (float*)data + NOISE, ROUNDS);
+    });
+    CUDA_CHECK(cudaGetLastError());
+    cudaFree(data);
+    return 2. * 16 * 8 * 16 * 8 * ROUNDS * WARPS * blocks / took;
+}
+#endif
+
+// Flops a second: on a CPU as above, in `time` seconds; on a GPU by mma.sync, which every GPU from sm_80 on has, in
+// some milliseconds.
+template <class T> double multiply_ceiling([[maybe_unused]] const Context& ctx, bool int8, double time) {
+#ifdef __CUDACC__
+    if (ctx.gpu) return gpu_multiply_ceiling(ctx);
+#endif
+    return cpu_multiply_ceiling<T>(int8, time);
+}
+
+struct Ceilings { double read, multiply; }; // bytes, flops a second
+
+// (On a GPU it reads 2 GB, less if there is less.)
+template <class T> Ceilings measure_ceilings([[maybe_unused]] const Context& ctx, bool int8) {
+#ifdef __CUDACC__
+    if (ctx.gpu) {
+        size_t free = 0, all = 0;
+        CUDA_CHECK(cudaMemGetInfo(&free, &all));
+        const size_t bytes = std::min((size_t)2 << 30, free / 2 / 4096 * 4096);
+        uint32_t* data;
+        CUDA_CHECK(cudaMalloc(&data, bytes));
+        noise_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(data, bytes / 4);
+        Ceilings c = {};
+        for (int blocks : {4, 8, 16}) {
+            const double took = time_launch(ctx, [&] {
+                read_kernel<<<ctx.gpu->sms * blocks, 256, 0, ctx.gpu->stream>>>((uint4*)data, bytes / 16, data);
+            });
+            c.read = std::max(c.read, (double)bytes / took);
+        }
+        CUDA_CHECK(cudaGetLastError());
+        cudaFree(data);
+        c.multiply = gpu_multiply_ceiling(ctx);
+        return c;
+    }
+#endif
+    return {read_ceiling(), cpu_multiply_ceiling<T>(int8, 0.3)};
+}
+
+#ifndef QWEN3_NO_MAIN
 #include <langinfo.h>
 #include <locale.h>
 #include <poll.h>
 #include <sys/file.h>
 #include <termios.h>
+
+// ------------------------------------------------------------------------------------------- qwen3's options
+
+struct Options : ModelOptions {
+    std::string input, system, ids, logits_file, tokenize, detokenize;
+    bool has_input = false, has_tokenize = false, has_detokenize = false, has_ids = false;
+    Context ctx; // where it runs
+    bool raw = false, json = false, logits_hash = false;
+    float temperature = -1, top_p = -1, min_p = 0; // negative: Qwen's advice for the mode
+    float repeat = 1, presence = 0, frequency = 0;
+    std::vector<std::string> stops;
+    int top_k = -1, max_tokens = -1, context = 0, think = 0;
+    uint64_t seed = 0;
+    bool has_seed = false, bench = false, bench_long = false;
+    std::string synthesize, synthesize_to;
+    std::string prompt_cache;
+    uint64_t variant = 0; // names what is made of the model's file at load: INT8, an adapter
+    std::string ppl, eval, output;
+    int stride = 0; // 0: half a window
+};
+
+static const char* USAGE =
+    "usage: qwen3 MODEL [-i TEXT] [options]      MODEL: a model.bin or a Hugging Face folder\n";
+
+#ifdef QWEN3_PLAIN // there is no cpu.h
+static const char* instructions_used() { return "plain loops"; }
+#else
+static const char* instructions_used() { return instruction_set_name(instruction_set); }
+
+static void choose_instructions(const char* option, const char* name) {
+    std::string all;
+    for (int set = ISA_PLAIN; set <= best_instruction_set(); set++) {
+        if (!strcmp(name, instruction_set_name(set))) return void(instruction_set = (InstructionSet)set);
+        all += format("%s%s", set ? ", " : "", instruction_set_name(set));
+    }
+    DIE("%s %s: this machine has %s", option, name, all.c_str());
+}
+#endif
+
+static void parse_seed(Options& o, const char* option, const char* text) {
+    char* end;
+    errno = 0;
+    o.seed = strtoull(text, &end, 10), o.has_seed = true;
+    if (!isdigit((unsigned char)*text) || *end || errno)
+        DIE("%s: %.60s is not a whole number from 0 to 2^64 - 1", option, text);
+}
+
+static std::vector<Option> option_table(Options& o) {
+    auto given = [](std::string& to, bool& has) {
+        return [&](const char*, const char* v) { to = v, has = true; };
+    };
+    std::vector<Option> table = {
+        {"-i", "--input", "TEXT", "the question; - reads it from standard input. Without -i: a chat\n(/help in it)",
+         given(o.input, o.has_input)},
+        {"-y", "--system", "TEXT", "system prompt", text(o.system)},
+        {"-r", "--think", "0|1", "let the model think first (default 0)", whole(o.think, 0, 1)},
+        {"-t", "--temp", "X", "temperature (default 0.7, thinking 0.6); 0 takes the likeliest token",
+         number(o.temperature, 0, 100)},
+        {"-k", "--top-k", "N", "draw among the N likeliest (default 20); 0 is off", whole(o.top_k, 0, INT_MAX)},
+        {"-p", "--top-p", "X", "... that together have probability X (default 0.8, thinking 0.95);\n1 is off",
+         number(o.top_p, 0, 1)},
+        {"", "--min-p", "X", "... and at least X times that of the likeliest (default 0)", number(o.min_p, 0, 1)},
+        {"", "--repeat-penalty", "X", "divides the logits of ids in prompt and answer (default 1: off)",
+         number(o.repeat, 0.01, 100)},
+        {"", "--presence-penalty", "X", "is subtracted once for ids in the answer (default 0)",
+         number(o.presence, -100, 100)},
+        {"", "--frequency-penalty", "X", "is subtracted for each time (default 0)", number(o.frequency, -100, 100)},
+        {"", "--stop", "TEXT", "ends the answer before this text; may be repeated", list(o.stops)},
+        {"-s", "--seed", "N", "seed of the draws (default random, printed)",
+         [&o](const char* option, const char* v) { parse_seed(o, option, v); }},
+        {"-n", "--max-tokens", "N", "tokens of the answer (default: to the end of the context)",
+         whole(o.max_tokens, 0, INT_MAX)},
+        {"-c", "--ctx", "N", "context in tokens (default 4096, or the model's limit if that is less)",
+         whole(o.context, 1, INT_MAX)},
+        {"", "--prompt-cache", "FILE", "restores what the prompt shares with FILE's; writes FILE if it does\n"
+         "not exist or is the beginning of this prompt", text(o.prompt_cache)},
+        {"", "--raw", "", "the input as it is, without the chat template; special tokens are\nrecognised", flag(o.raw)},
+        {"", "--json", "", "one JSON object instead of streamed text", flag(o.json)},
+    };
+    o.add_to(table, true);
+    const std::vector<Option> more = {
+        {"", "", "", "measurements", {}},
+        {"", "--bench", "[long]", "speed of prompt and decoding, with the machine's ceilings; --json",
+         [&o](const char*, const char* v) { o.bench = true, o.bench_long = *v; }},
+        {"", "--ppl", "FILE", "perplexity of a text (- reads standard input), over windows of -c\n"
+         "tokens (default 2048)",
+         text(o.ppl)},
+        {"", "--stride", "N", "from one window to the next (default half a window)", whole(o.stride, 1, INT_MAX)},
+        {"", "--eval", "FILE", "JSONL of questions and answers: what the model answers, and its loss\n"
+         "on the answers there. Greedy; -n 512. The same command goes on\nwhere it was interrupted", text(o.eval)},
+        {"-o", "--output", "FILE", "where the answers of --eval go", text(o.output)},
+        {"", "", "", "for study and tests", {}},
+#ifndef QWEN3_PLAIN
+        {"", "--cpu", "NAME", "lesser instructions: plain, avx2, avx512, avx512bf16, amx", choose_instructions},
+#endif
+        {"", "--tokenize", "TEXT", "no model needed; - reads standard input", given(o.tokenize, o.has_tokenize)},
+        {"", "--detokenize", "IDS", "no model needed; - reads standard input", given(o.detokenize, o.has_detokenize)},
+        {"", "--ids", "1,2,3", "these ids instead of text (no tokenizer needed)", given(o.ids, o.has_ids)},
+        {"", "--logits", "FILE", "with -i, --raw or --ids: float32 logits of every position, then stop",
+         text(o.logits_file)},
+        {"", "--logits-hash", "", "the same, as one 64-bit hash on stdout", flag(o.logits_hash)},
+        {"", "--synthesize", "SIZE OUT.bin", "random weights of a real shape (-s: seed). SIZE: 0.6B, 1.7B, 4B,\n"
+         "8B, 14B, 32B or a config.json",
+         [&o](const char*, const char* v) { (o.synthesize.empty() ? o.synthesize : o.synthesize_to) = v; }},
+    };
+    table.insert(table.end(), more.begin(), more.end());
+    return table;
+}
+
+static Options parse_options(int argc, char** argv) {
+    Options o;
+    const std::vector<Option> table = option_table(o);
+    const std::vector<std::string> words = parse(table, argc, argv);
+    if (o.help) print_help(USAGE, table);
+    if (words.size() > 1) DIE("one model, please: %s and %s", words[0].c_str(), words[1].c_str());
+    if (words.size() == 1) o.model = words[0];
+    return o;
+}
+
+static std::string read_stdin() {
+    std::string text;
+    char buffer[65536];
+    for (ssize_t n; (n = read(0, buffer, sizeof buffer)) != 0;) {
+        if (n < 0 && errno == EINTR && !interrupted) continue;
+        if (n < 0) DIE("standard input: %s", strerror(errno));
+        text.append(buffer, (size_t)n);
+    }
+    return text;
+}
+
+// Ids separated by commas or white space.
+static std::vector<int> parse_ids(const char* option, const std::string& text) {
+    std::vector<int> ids;
+    for (size_t i = 0; i < text.size();) {
+        size_t j = text.find_first_of(", \t\r\n", i);
+        if (j == std::string::npos) j = text.size();
+        if (j > i) ids.push_back((int)parse_integer(option, text.substr(i, j - i).c_str(), 0, INT_MAX));
+        i = j + 1;
+    }
+    return ids;
+}
+
+// The ids of the prompt, as the options give it.
+static std::vector<int> prompt_ids(const Options& o, const Tokenizer* tokenizer) {
+    if (o.has_ids) return parse_ids("--ids", o.ids == "-" ? read_stdin() : o.ids);
+    std::string text = o.input;
+    if (text == "-") {
+        text = read_stdin();
+        if (!text.empty() && text.back() == '\n') text.pop_back(); // what `echo` adds is no part of the question
+    }
+    if (o.raw) return tokenizer->encode(text, true);
+    std::vector<Message> messages;
+    if (!o.system.empty()) messages.push_back({"system", o.system});
+    messages.push_back({"user", text});
+    ChatOptions options;
+    options.thinking = o.think;
+    return render_chat(*tokenizer, messages, options);
+}
+
+// --logits, --logits-hash: every position's logits as float32, V a row.
+template <class T> void write_logits(const Options& o, Session<T>& session, const std::vector<int>& prompt) {
+    std::unique_ptr<OutputFile> out;
+    if (!o.logits_file.empty()) out = std::make_unique<OutputFile>(o.logits_file);
+    uint64_t hash = fnv1a(nullptr, 0);
+    const size_t bytes = (size_t)session.config.V * sizeof(float);
+    session.feed(prompt, &interrupted, [&](const float* row) {
+        if (out) out->write(row, bytes);
+        if (o.logits_hash) hash = fnv1a(row, bytes, hash);
+    });
+    if (interrupted) DIE("interrupted");
+    if (out) out->commit();
+    if (o.logits_hash) write_stdout(format("%016llx\n", (unsigned long long)hash));
+}
+
+static Sampling sampling_of(const Options& o) {
+    Sampling how; // Qwen's advice without thinking
+    if (o.think) how.temperature = 0.6f, how.top_p = 0.95f;
+    if (o.temperature >= 0) how.temperature = o.temperature;
+    if (o.top_p >= 0) how.top_p = o.top_p;
+    if (o.top_k >= 0) how.top_k = o.top_k;
+    how.min_p = o.min_p;
+    how.repeat = o.repeat, how.presence = o.presence, how.frequency = o.frequency;
+    how.seed = o.has_seed ? o.seed : (uint64_t)std::random_device()() << 32 | std::random_device()();
+    return how;
+}
 
 // --------------------------------------------------------------------------------- What a model says, on screen
 
@@ -88,6 +714,18 @@ template <class T> size_t feed_prompt(Session<T>& session, const std::vector<int
     session.rewind(same);
     session.feed({prompt.begin() + (ptrdiff_t)same, prompt.end()}, &interrupted);
     return same;
+}
+
+// `generate`, at the pace that the machine's other programs leave. `show` takes no part in it.
+template <class T, class Show>
+void speak(Session<T>& session, const Tokenizer* tokenizer, Generation& g, ThreadPace& pace, Show show) {
+    pace.begin();
+    generate(session, tokenizer, g, [&](std::string_view text) {
+        pace.end();
+        show(text);
+        pace.begin();
+    });
+    pace.end();
 }
 
 // --prompt-cache: the keys and values of a prompt in a file, so that another start need not compute them.
@@ -416,6 +1054,7 @@ template <class T> struct Chat {
     Session<T>& session;
     const Tokenizer& tokenizer;
     PromptCache<T>& cache;
+    ThreadPace& pace;
     const Generation how;            // each answer begins as a copy of it
     std::vector<Message> messages{}; // question, answer, question, answer, ...
     uint64_t answers = 0;            // ever given
@@ -488,12 +1127,14 @@ template <class T> struct Chat {
         g.sampling = sampling_of(options); // thinking has its own defaults
         g.sampling.seed = how.sampling.seed + answers; // draws go by position: /regen must not repeat them
         const double start = seconds();
+        pace.begin();
         const size_t reused = feed_prompt(session, prompt);
+        pace.end();
         const double prompted = seconds();
         if (!interrupted) {
             if (answers++ == 0) cache.save(session);
             Screen screen(terminal);
-            generate(session, &tokenizer, g, [&](std::string_view s) { screen.show(s); });
+            speak(session, &tokenizer, g, pace, [&](std::string_view s) { screen.show(s); });
             screen.end();
         }
         if (g.ids.empty() && interrupted) return say("stopped before the answer: the question is taken back");
@@ -603,7 +1244,8 @@ struct Progress {
         const double now = seconds();
         if (now - told < 1) return;
         told = now;
-        fprintf(stderr, "\r%s, %.0f s left   ", line(now - start).c_str(), (now - start) * (double)(all - done) / (double)done);
+        const double left = (now - start) * (double)(all - done) / (double)done;
+        fprintf(stderr, "\r%s, %.0f s left   ", line(now - start).c_str(), left);
     }
 };
 
@@ -622,7 +1264,8 @@ template <class Number> double negative_log_likelihood(const Number* logits, int
 // the text has none and is not scored; with a stride of a whole window no window's first is. Every scored token
 // counts the same (the loop printed there gives those of later windows a little less).
 // The text is plain: names of special tokens in it stay text.
-template <class T> int perplexity(const Options& o, const Config& c, const Weights<T>& weights, const Tokenizer& tokenizer) {
+template <class T>
+int perplexity(const Options& o, const Config& c, const Weights<T>& weights, const Tokenizer& tokenizer) {
     const char* name = o.ppl == "-" ? "standard input" : o.ppl.c_str();
     const std::vector<int> ids = tokenizer.encode(o.ppl == "-" ? read_stdin() : MappedFile(o.ppl).text(), false);
     const size_t n = ids.size(), window = (size_t)(o.context ? o.context : std::min(2048, c.max_positions));
@@ -633,8 +1276,10 @@ template <class T> int perplexity(const Options& o, const Config& c, const Weigh
 
     Session<T> session(c, weights, (int)std::min(window, n), o.ctx);
     Progress progress;
+    ThreadPace pace(o, o.ctx);
     double sum = 0;
     size_t scored = 0, end = 0;
+    pace.begin();
     for (size_t begin = 0; end < n && !interrupted; begin += stride) {
         size_t next = std::max(end, begin + 1); // is predicted by the row of the token before it
         end = std::min(begin + window, n);
@@ -643,6 +1288,7 @@ template <class T> int perplexity(const Options& o, const Config& c, const Weigh
         session.feed({&ids[next - 1], &ids[end - 1]}, &interrupted, [&](const acc<T>* row) {
             sum += negative_log_likelihood(row, c.V, ids[next++]);
             scored++;
+            pace.step();
             progress.show(next, n, [&](double s) {
                 const double mean = sum / (double)scored;
                 return format("%zu of %zu tokens, %.1f tok/s, nll %.4f, ppl %.2f", next, n, (double)scored / s, mean,
@@ -674,8 +1320,10 @@ static QuestionRow question_row(const Options& o, const Tokenizer& tokenizer, sj
     std::vector<Message> messages;
     if (v["messages"]) {
         messages = messages_from_json(v["messages"]);
-        if (messages.empty() || messages.back().role != "assistant") DIE("messages: the last one is not the assistant's");
-        if (!messages.back().tool_calls.empty()) DIE("messages: the last one has tool calls, which cannot be a reference");
+        if (messages.empty() || messages.back().role != "assistant")
+            DIE("messages: the last one is not the assistant's");
+        if (!messages.back().tool_calls.empty())
+            DIE("messages: the last one has tool calls, which cannot be a reference");
         row.reference = messages.back().content;
         messages.pop_back();
         for (auto& m : messages)
@@ -754,7 +1402,9 @@ struct PartialFile {
     PartialFile(const PartialFile&) = delete;
     ~PartialFile() { fclose(file); }
 
-    void append(std::string_view line) { must(fwrite(line.data(), 1, line.size(), file) == line.size() && fflush(file) == 0); }
+    void append(std::string_view line) {
+        must(fwrite(line.data(), 1, line.size(), file) == line.size() && fflush(file) == 0);
+    }
 
     // All rows are there: gives them their name, without the first line.
     void finish() {
@@ -765,7 +1415,9 @@ struct PartialFile {
     }
 
   private:
-    void must(bool ok, const char* fault = nullptr) { if (!ok) DIE("%s: %s", partial.c_str(), fault ? fault : strerror(errno)); }
+    void must(bool ok, const char* fault = nullptr) {
+        if (!ok) DIE("%s: %s", partial.c_str(), fault ? fault : strerror(errno));
+    }
 };
 
 // What the rows of an output come to, read off its lines.
@@ -777,7 +1429,8 @@ struct EvalTotals {
     bool add(std::string_view line) {
         sj::Doc doc;
         int64_t index = -1, count = 0;
-        if (!sj::parse(doc, line).empty() || !doc.root()["index"].integer(&index) || index != (int64_t)rows) return false;
+        if (!sj::parse(doc, line).empty() || !doc.root()["index"].integer(&index)) return false;
+        if (index != (int64_t)rows) return false;
         doc.root()["tokens"].integer(&count);
         rows++;
         skipped += (bool)doc.root()["error"];
@@ -791,7 +1444,8 @@ struct EvalTotals {
 // One row: the model's answer, then the loss of the reference after the same prompt. It is the answer's ids, then
 // <|im_end|> and a newline, that are trained on, and counted here.
 template <class T>
-std::string evaluate_row(Session<T>& session, const Tokenizer& tokenizer, Generation g, const QuestionRow& row, size_t index) {
+std::string evaluate_row(Session<T>& session, const Tokenizer& tokenizer, Generation g, const QuestionRow& row,
+                         size_t index, ThreadPace& pace) {
     const int V = session.config.V;
     const size_t count = row.trained.size(), length = row.before.size() + count;
     sj::Writer w;
@@ -803,7 +1457,7 @@ std::string evaluate_row(Session<T>& session, const Tokenizer& tokenizer, Genera
     } else {
         g.sampling.seed += index; // draws go by position
         feed_prompt(session, row.prompt);
-        generate(session, &tokenizer, g, [](std::string_view) {});
+        speak(session, &tokenizer, g, pace, [](std::string_view) {});
         feed_prompt(session, row.before);
         double nll = negative_log_likelihood(session.logits, V, row.trained[0]);
         size_t next = 1;
@@ -818,7 +1472,8 @@ std::string evaluate_row(Session<T>& session, const Tokenizer& tokenizer, Genera
 
 // --eval: what the model answers to the questions of a QA file, and its loss on the answers there. Greedy, unless -t
 // is given.
-template <class T> int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights, const Tokenizer& tokenizer) {
+template <class T>
+int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights, const Tokenizer& tokenizer) {
     const Config& c = file.config;
     const MappedFile qa(o.eval);
     const std::vector<QuestionRow> rows = read_questions(o, tokenizer, qa);
@@ -854,13 +1509,15 @@ template <class T> int evaluate(const Options& o, const ModelFile& file, const W
     if (before) say(format("%s: %zu of %zu rows are there", out.partial.c_str(), before, rows.size()));
     {
         Progress progress;
+        ThreadPace pace(o, o.ctx);
         while (totals.rows < rows.size() && !interrupted) {
-            const std::string line = evaluate_row(session, tokenizer, how, rows[totals.rows], totals.rows);
+            const std::string line = evaluate_row(session, tokenizer, how, rows[totals.rows], totals.rows, pace);
             if (interrupted) break;
             out.append(line);
             totals.add(line);
             progress.show(totals.rows - before, rows.size() - before, [&](double) {
-                return format("%zu of %zu rows, loss %.4f", totals.rows, rows.size(), totals.nll / (double)totals.tokens);
+                const double mean = totals.nll / (double)totals.tokens;
+                return format("%zu of %zu rows, loss %.4f", totals.rows, rows.size(), mean);
             });
         }
     }
@@ -870,8 +1527,8 @@ template <class T> int evaluate(const Options& o, const ModelFile& file, const W
     }
     out.finish();
     const double loss = totals.nll / (double)totals.tokens;
-    say(format("%s: %zu rows, %zu skipped (too long for the context), %zu answers ended by themselves, loss %.6f over %zu tokens",
-               o.output.c_str(), totals.rows, totals.skipped, totals.ended, loss, totals.tokens));
+    say(format("%s: %zu rows, %zu skipped (too long for the context), %zu answers ended by themselves, loss %.6f over "
+               "%zu tokens", o.output.c_str(), totals.rows, totals.skipped, totals.ended, loss, totals.tokens));
     sj::Writer all;
     all.object().field("rows", totals.rows).field("skipped", totals.skipped).field("ended", totals.ended);
     all.field("loss", loss).field("tokens", totals.tokens).end();
@@ -910,57 +1567,13 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
     sj::parse(doc, config_text);
     const bool wide = doc.root()["dtype"].str(doc.root()["torch_dtype"].str()) == "float32";
 
-    struct Piece { std::string name; size_t rows, columns; }; // rows = 0: a vector
-    std::vector<Piece> pieces = {{"model.embed_tokens.weight", (size_t)c.V, (size_t)c.C}};
-    for (int l = 0; l < c.L; l++) {
-        auto add = [&](const char* name, int rows, int columns) {
-            pieces.push_back({format("model.layers.%d.%s.weight", l, name), (size_t)rows, (size_t)columns});
-        };
-        add("input_layernorm", 0, c.C);
-        add("self_attn.q_proj", c.H * c.D, c.C);
-        add("self_attn.k_proj", c.K * c.D, c.C);
-        add("self_attn.v_proj", c.K * c.D, c.C);
-        add("self_attn.q_norm", 0, c.D);
-        add("self_attn.k_norm", 0, c.D);
-        add("self_attn.o_proj", c.C, c.H * c.D);
-        add("post_attention_layernorm", 0, c.C);
-        add("mlp.gate_proj", c.F, c.C);
-        add("mlp.up_proj", c.F, c.C);
-        add("mlp.down_proj", c.C, c.F);
-    }
-    pieces.push_back({"model.norm.weight", 0, (size_t)c.C});
-    if (!c.tied) pieces.push_back({"lm_head.weight", (size_t)c.V, (size_t)c.C});
-
-    std::string header = "{\"__metadata__\": {\"format\": \"pt\", \"config\": ";
-    sj::quote(header, config_text);
-    if (!generation_text.empty()) {
-        header += ", \"generation_config\": ";
-        sj::quote(header, generation_text);
-    }
-    header += "}";
-    size_t at = 0, width = wide ? 4 : 2;
-    for (auto& p : pieces) {
-        size_t bytes = (p.rows ? p.rows : 1) * p.columns * width;
-        std::string dims = p.rows ? format("%zu, %zu", p.rows, p.columns) : format("%zu", p.columns);
-        header += format(", \"%s\": {\"dtype\": \"%s\", \"shape\": [%s], \"data_offsets\": [%zu, %zu]}", p.name.c_str(), wide ? "F32" : "BF16", dims.c_str(), at, at + bytes);
-        at += bytes;
-    }
-    header += "}";
-    header.append((64 - (8 + header.size()) % 64) % 64, ' '); // the data begin at a multiple of 64
-
-    OutputFile out(path);
-    const uint64_t length = header.size();
-    out.write(&length, 8);
-    out.write(header);
     // A draw is the sum of four 16-bit uniforms, which is near enough to normal and the same on every machine.
-    const size_t BLOCK = 1 << 20;
+    const size_t BLOCK = 1 << 20, width = wide ? 4 : 2;
     std::vector<uint8_t> bytes(BLOCK * width);
-    double start = seconds(), told = start;
-    size_t written = 0;
+    const double start = seconds(), all = (double)(c.parameters() * width);
+    double told = start, written = 0;
     uint64_t counter = 0;
-    for (auto& p : pieces) {
-        const size_t n = (p.rows ? p.rows : 1) * p.columns;
-        const float mean = p.rows ? 0.f : 1.f, deviation = p.rows ? 0.02f : 0.1f;
+    auto draw = [&](OutputFile& out, size_t n, float mean, float deviation) {
         for (size_t first = 0; first < n; first += BLOCK) {
             const size_t count = std::min(BLOCK, n - first);
             #pragma omp parallel for schedule(static)
@@ -968,8 +1581,8 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
                 Philox r = philox(seed, counter + i, STREAM_SYNTHESIZE);
                 for (size_t k = 0; k < 2 && 2 * i + k < count; k++) {
                     uint32_t a = r.v[2 * k], b = r.v[2 * k + 1];
-                    float sum = (float)((a & 0xffff) + (a >> 16) + (b & 0xffff) + (b >> 16));     // mean 131070
-                    float normal = (sum - 131070.f) * (1.f / 37837.2f);                            // 65536 * sqrt(4 / 12)
+                    float sum = (float)((a & 0xffff) + (a >> 16) + (b & 0xffff) + (b >> 16)); // mean 131070
+                    float normal = (sum - 131070.f) * (1.f / 37837.2f);                       // 65536 * sqrt(4 / 12)
                     float x = mean + deviation * normal;
                     bf16 h = to_bf16(x);
                     if (wide) memcpy(&bytes[(2 * i + k) * 4], &x, 4);
@@ -978,124 +1591,293 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
             }
             counter += (count + 1) / 2;
             out.write(bytes.data(), count * width);
-            written += count * width;
+            written += (double)(count * width);
             if (seconds() - told > 1) {
                 told = seconds();
-                fprintf(stderr, "\r%s: %.0f of %.0f MB, %.0f s left ", path.c_str(), (double)written / 1e6, (double)at / 1e6,
-                        (told - start) * (double)(at - written) / (double)written);
+                fprintf(stderr, "\r%s: %.0f of %.0f MB, %.0f s left ", path.c_str(), written / 1e6, all / 1e6,
+                        (told - start) * (all - written) / written);
             }
             if (interrupted) DIE("interrupted");
         }
-    }
-    out.commit();
-    fprintf(stderr, "%s%s: %.1f M parameters, %.0f MB, seed %llu\n", told > start ? "\r" : "", path.c_str(), (double)c.parameters() / 1e6,
-            (double)(8 + header.size() + at) / 1e6, (unsigned long long)seed);
+    };
+    std::vector<OutTensor> tensors;
+    for (const ModelTensor& t : model_tensors(c))
+        tensors.push_back({t.name(), wide ? "F32" : "BF16", t.shape(), [&draw, t](OutputFile& out) {
+            draw(out, t.size(), t.columns ? 0.f : 1.f, t.columns ? 0.02f : 0.1f);
+        }});
+    const size_t size = write_safetensors(path, model_metadata(config_text, generation_text), tensors);
+    fprintf(stderr, "%s%s: %.1f M parameters, %.0f MB, seed %llu\n", told > start ? "\r" : "", path.c_str(),
+            (double)c.parameters() / 1e6, (double)size / 1e6, (unsigned long long)seed);
 }
 
-// ---- bench: what this machine does, beside what it could (ceilings.h).
+// ---------------------------------------------------------------------------------------------------- --bench
 struct BenchRow {
     const char* work;
     int position;
     double tokens_per_s, bytes, flops; // bytes and flops a token
 };
 
-// --bench: prompts, and decoding at several positions, on this model and device. On the CPU a step is timed by itself and
-// the median counts; on a GPU steps are graphs that follow each other, and all of them count.
-template <class T> void bench(const Options& o, const ModelFile& file) {
-    const Config& c = file.config;
-    Weights<T> weights(file, o.dtype == "int8");
-    to_device(o, file, weights);
-    Context ctx = o.ctx;
-    const int steps = ctx.gpu ? 200 : 24;
-    std::vector<int> prompts = ctx.gpu ? std::vector<int>{512, 2048, 8192} : std::vector<int>{512}, positions = {ctx.gpu ? 1 : 0, 100, 512, 2048};
-    if (o.bench_long || ctx.gpu) positions.push_back(8192);
-    while (!positions.empty() && positions.back() + steps > c.max_positions) positions.pop_back();
-    while (!prompts.empty() && prompts.back() > c.max_positions) prompts.pop_back();
-    if (positions.empty() || prompts.empty()) DIE("--bench: the model's context of %d is too short", c.max_positions);
-    Session<T> session(c, weights, std::max(prompts.back(), positions.back() + steps), ctx);
+// n random ids, others each time.
+static std::vector<int> random_ids(int n, int V) {
+    static uint64_t draw = 0;
+    std::vector<int> ids(n);
+    for (int& id : ids) id = (int)(philox(1, draw++, STREAM_SAMPLE).v[0] % (uint32_t)V);
+    return ids;
+}
+static double median(std::vector<double> v) { return std::sort(v.begin(), v.end()), v[v.size() / 2]; }
 
-    // Every matrix is read once a step, but the embedding only if it is the head.
-    const double matrices = (double)c.parameters() - (c.tied ? 0. : (double)c.V * c.C), weight_bytes = (double)weights.step_bytes();
-    auto key_values = [&](double position) { return (double)KVCache<T>::bytes(c, 1) / PAGE * (position + 1); };
-    const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
-    uint64_t draw = 0;
-    auto text = [&](int n) { // random ids
-        std::vector<int> ids(n);
-        for (int& id : ids) id = (int)(philox(1, draw++, STREAM_SAMPLE).v[0] % (uint32_t)c.V);
-        return ids;
-    };
-    auto median = [](std::vector<double> v) { return std::sort(v.begin(), v.end()), v[v.size() / 2]; };
-
-    const Ceilings ceiling = measure_ceilings<T>(ctx, weights.head.q[0]);
-    const double bandwidth = ceiling.read, flops = ceiling.multiply;
-    std::vector<BenchRow> rows;
-    session.feed(text(16)); // pages in the weights
+// Tokens a second of a prompt.
+template <class T> double time_prompt(Session<T>& session, int length) {
     std::vector<double> times;
-    for (int length : prompts) {
-        times.clear();
-        for (int pass = 0; pass < (ctx.gpu ? 7 : 3); pass++) {
-            session.rewind(0);
-            const double start = seconds();
-            session.feed(text(length), &interrupted);
-            times.push_back(seconds() - start);
-            if (interrupted) DIE("interrupted");
-        }
-        rows.push_back({"prompt", length, length / median(times), weight_bytes / length, 2 * (matrices - head) + per_key * length / 2 + 2 * head / length});
-    }
-    session.rewind(0);
-    for (int position : positions) {
-        times.clear();
-        while ((int)session.ids.size() < position && !interrupted) {
-            fprintf(stderr, "\r%zu of %d tokens in the context ", session.ids.size(), positions.back());
-            session.feed(text(std::min(512, position - (int)session.ids.size())), &interrupted);
-        }
-        double rate = 0;
-        if (ctx.gpu) {
-            const int warm = 20; // the first of them records the graph
-            Sampling greedy = {};
-            greedy.temperature = 0;
-            session.begin_draws(greedy, c.V, position, steps);
-            double start = 0;
-            for (int i = 0; i < steps && !interrupted; i++) {
-                if (i == warm) start = seconds();
-                session.accept(session.draw());
-            }
-            rate = (steps - warm) / (seconds() - start);
-        } else {
-            for (int i = 0; i < steps && !interrupted; i++) {
-                const double start = seconds();
-                session.feed(text(1));
-                times.push_back(seconds() - start);
-            }
-            if (!interrupted) rate = 1 / median(times);
-        }
+    for (int pass = 0; pass < (session.ctx.gpu ? 7 : 3); pass++) {
+        session.rewind(0);
+        const double start = seconds();
+        session.feed(random_ids(length, session.config.V), &interrupted);
+        times.push_back(seconds() - start);
         if (interrupted) DIE("interrupted");
-        session.rewind(position);
-        const double middle = position + (ctx.gpu ? steps / 2 : 0);
-        rows.push_back({"decode", position, rate, weight_bytes + key_values(middle), 2 * matrices + per_key * middle});
     }
-    fprintf(stderr, "\r%*s\r", 40, "");
+    return length / median(times);
+}
 
-    const char* type = weights.type_name();
-    const std::string where = ctx.gpu ? device_name(ctx) : format("CPU, road %s", cpu_road_name(cpu_road));
+// Tokens a second of decoding from where the session is. On the CPU a step is timed by itself and the median counts; on
+// a GPU steps are graphs that follow each other, and all of them count.
+template <class T> double time_decoding(Session<T>& session, int steps) {
+    const int V = session.config.V, position = (int)session.ids.size();
+    double rate = 0;
+    if (session.ctx.gpu) {
+        const int warm = 20; // the first of them records the graph
+        Sampling greedy = {};
+        greedy.temperature = 0;
+        session.begin_draws(greedy, V, position, steps);
+        double start = 0;
+        for (int i = 0; i < steps && !interrupted; i++) {
+            if (i == warm) start = seconds();
+            session.accept(session.draw());
+        }
+        rate = (steps - warm) / (seconds() - start);
+    } else {
+        std::vector<double> times;
+        for (int i = 0; i < steps && !interrupted; i++) {
+            const double start = seconds();
+            session.feed(random_ids(1, V));
+            times.push_back(seconds() - start);
+        }
+        if (!interrupted) rate = 1 / median(times);
+    }
+    if (interrupted) DIE("interrupted");
+    session.rewind(position);
+    return rate;
+}
+
+static void print_bench(const Options& o, const Config& c, const char* type, const Ceilings& ceiling,
+                        const std::vector<BenchRow>& rows) {
+    const bool gpu = o.ctx.gpu != nullptr;
+    const char* instructions = o.ctx.plain ? "plain loops" : instructions_used();
     if (o.json) {
         sj::Writer w;
-        w.object().field("model", o.model).field("type", type).field("device", ctx.gpu ? where : "cpu");
-        if (!ctx.gpu) w.field("road", cpu_road_name(cpu_road)).field("threads", thread_count());
-        w.field("read_GBps", bandwidth / 1e9).field("multiply_GFLOPs", flops / 1e9).key("rows").array();
+        w.object().field("model", o.model).field("type", type).field("device", gpu ? device_name(o.ctx) : "cpu");
+        if (!gpu) w.field("instructions", instructions).field("threads", thread_count());
+        w.field("read_GBps", ceiling.read / 1e9).field("multiply_GFLOPs", ceiling.multiply / 1e9).key("rows").array();
         for (auto& r : rows) {
-            w.object().field("work", r.work).field("position", r.position).field("tokens_per_s", r.tokens_per_s).field("bytes_per_token", r.bytes);
-            w.field("GBps", r.bytes * r.tokens_per_s / 1e9).field("read_share", r.bytes * r.tokens_per_s / bandwidth);
-            w.field("GFLOPs", r.flops * r.tokens_per_s / 1e9).field("multiply_share", r.flops * r.tokens_per_s / flops).end();
+            const double bytes = r.bytes * r.tokens_per_s, flops = r.flops * r.tokens_per_s; // a second
+            w.object().field("work", r.work).field("position", r.position).field("tokens_per_s", r.tokens_per_s);
+            w.field("bytes_per_token", r.bytes).field("GBps", bytes / 1e9).field("read_share", bytes / ceiling.read);
+            w.field("GFLOPs", flops / 1e9).field("multiply_share", flops / ceiling.multiply).end();
         }
         w.end().end();
         return write_stdout(w.text + "\n");
     }
-    std::string out = format("%s: %.1f M parameters, %s, %s, %d threads\nceilings: read %.1f GB/s, multiply %.0f GFLOP/s\n", o.model.c_str(),
-                             (double)c.parameters() / 1e6, type, where.c_str(), thread_count(), bandwidth / 1e9, flops / 1e9);
+    const std::string where = gpu ? device_name(o.ctx) : format("CPU, instructions %s", instructions);
+    std::string out = format("%s: %.1f M parameters, %s, %s, %d threads\n", o.model.c_str(),
+                             (double)c.parameters() / 1e6, type, where.c_str(), thread_count());
+    out += format("ceilings: read %.1f GB/s, multiply %.0f GFLOP/s\n", ceiling.read / 1e9, ceiling.multiply / 1e9);
     out += "work    position     tok/s   MB/token      GB/s  of read   GFLOP/s  of multiply\n";
-    for (auto& r : rows)
-        out += format("%-7s %8d %9.2f %10.1f %9.2f %7.1f%% %9.1f %11.1f%%\n", r.work, r.position, r.tokens_per_s, r.bytes / 1e6, r.bytes * r.tokens_per_s / 1e9,
-                      100 * r.bytes * r.tokens_per_s / bandwidth, r.flops * r.tokens_per_s / 1e9, 100 * r.flops * r.tokens_per_s / flops);
+    for (auto& r : rows) {
+        const double bytes = r.bytes * r.tokens_per_s, flops = r.flops * r.tokens_per_s;
+        out += format("%-7s %8d %9.2f %10.1f %9.2f %7.1f%% %9.1f %11.1f%%\n", r.work, r.position, r.tokens_per_s,
+                      r.bytes / 1e6, bytes / 1e9, 100 * bytes / ceiling.read, flops / 1e9,
+                      100 * flops / ceiling.multiply);
+    }
     write_stdout(out);
 }
+
+// --bench: prompts, and decoding at several positions, on this model and device.
+template <class T> void bench(const Options& o, const ModelFile& file) {
+    const Config& c = file.config;
+    Weights<T> weights(file, o.dtype == "int8");
+    to_device(o.ctx, file, weights);
+    const bool gpu = o.ctx.gpu != nullptr;
+    const int steps = gpu ? 200 : 24;
+    std::vector<int> prompts = {512}, positions = {gpu ? 1 : 0, 100, 512, 2048};
+    if (gpu) prompts = {512, 2048, 8192};
+    if (o.bench_long || gpu) positions.push_back(8192);
+    while (!positions.empty() && positions.back() + steps > c.max_positions) positions.pop_back();
+    while (!prompts.empty() && prompts.back() > c.max_positions) prompts.pop_back();
+    if (positions.empty() || prompts.empty()) DIE("--bench: the model's context of %d is too short", c.max_positions);
+    Session<T> session(c, weights, std::max(prompts.back(), positions.back() + steps), o.ctx);
+
+    // Every matrix is read once a step, but the embedding only if it is the head.
+    const double matrices = (double)c.parameters() - (c.tied ? 0. : (double)c.V * c.C);
+    const double weight_bytes = (double)weights.step_bytes(), key_bytes = (double)KVCache<T>::bytes(c, 1) / PAGE;
+    const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
+
+    const Ceilings ceiling = measure_ceilings<T>(o.ctx, weights.head.q[0]);
+    std::vector<BenchRow> rows;
+    session.feed(random_ids(16, c.V)); // pages in the weights
+    for (int length : prompts) {
+        const double flops = 2 * (matrices - head) + per_key * length / 2 + 2 * head / length;
+        rows.push_back({"prompt", length, time_prompt(session, length), weight_bytes / length, flops});
+    }
+    session.rewind(0);
+    for (int position : positions) {
+        for (int have; (have = (int)session.ids.size()) < position;) {
+            fprintf(stderr, "\r%d of %d tokens in the context ", have, positions.back());
+            session.feed(random_ids(std::min(512, position - have), c.V), &interrupted);
+            if (interrupted) DIE("interrupted");
+        }
+        const double rate = time_decoding(session, steps), middle = position + (gpu ? steps / 2 : 0);
+        const double bytes = weight_bytes + key_bytes * (middle + 1), flops = 2 * matrices + per_key * middle;
+        rows.push_back({"decode", position, rate, bytes, flops});
+    }
+    fprintf(stderr, "\r%*s\r", 40, "");
+    print_bench(o, c, weights.type_name(), ceiling, rows);
+}
+
+// ------------------------------------------------------------------------------------------- One prompt; main
+
+// The prompt's ids, checked. Empty for a chat.
+static std::vector<int> checked_prompt(const Options& o, const Config& c, const Tokenizer* tokenizer) {
+    if (!o.has_input && !o.has_ids) return {};
+    const std::vector<int> prompt = prompt_ids(o, tokenizer);
+    if (prompt.empty()) DIE("the prompt is empty");
+    for (int id : prompt)
+        if (id >= c.V) DIE("id %d is not in the vocabulary of %d", id, c.V);
+    return prompt;
+}
+
+// The tokenizer that the options name or that is found. Null if none is there or fits, and none is needed.
+static std::unique_ptr<Tokenizer> fitting_tokenizer(const Options& o, const Config& c) {
+    if (o.has_ids && find_tokenizer(o.tokenizer, o.model).empty()) return nullptr;
+    const std::string path = tokenizer_path(o);
+    auto tokenizer = std::make_unique<Tokenizer>(path);
+    if (fits(*tokenizer, c)) return tokenizer;
+    if (!o.has_ids || !o.tokenizer.empty()) not_its_tokenizer(path, *tokenizer, o, c);
+    return nullptr; // found by chance
+}
+
+// What an answer took.
+struct Took {
+    size_t prompt_tokens, reused; // reused: from the prompt cache
+    double load_s, prompt_s, decode_s;
+};
+static void print_answer(const Options& o, const Generation& g, const Took& took) {
+    // The first token comes from the prompt's logits: the decode phase makes the others.
+    const double rate = g.ids.size() > 1 ? (double)(g.ids.size() - 1) / took.decode_s : 0;
+    const double prompt_rate = took.prompt_s > 0 ? (double)(took.prompt_tokens - took.reused) / took.prompt_s : 0;
+    if (o.json) {
+        std::string out = "{\"text\": ";
+        sj::quote(out, g.text);
+        out += ", \"ids\": [";
+        for (size_t i = 0; i < g.ids.size(); i++) out += format("%s%d", i ? ", " : "", g.ids[i]);
+        out += format("], \"finish_reason\": \"%s\", \"seed\": %llu, ", g.finish, (unsigned long long)g.sampling.seed);
+        out += format("\"prompt_tokens\": %zu, \"answer_tokens\": %zu, ", took.prompt_tokens, g.ids.size());
+        out += format("\"timings\": {\"load_s\": %.6f, \"prompt_s\": %.6f, ", took.load_s, took.prompt_s);
+        out += format("\"prompt_tokens_per_s\": %.3f, ", prompt_rate);
+        write_stdout(out + format("\"decode_s\": %.6f, \"decode_tokens_per_s\": %.3f}}\n", took.decode_s, rate));
+    } else {
+        write_stdout("\n");
+    }
+    const std::string from_cache = o.prompt_cache.empty() ? "" : format(" (%zu from the prompt cache)", took.reused);
+    fprintf(stderr, "prompt %zu tokens%s, %.1f tok/s; answer %zu tokens, %.1f tok/s (%s)\n", took.prompt_tokens,
+            from_cache.c_str(), prompt_rate, g.ids.size(), rate, g.finish);
+}
+
+// One prompt, one answer; or a chat, --ppl, --eval, --logits.
+template <class T> int answer(Options& o, const ModelFile& file, double start) {
+    const Config& c = file.config;
+    Weights<T> weights(file, o.dtype == "int8");
+    to_device(o.ctx, file, weights);
+    o.variant = o.dtype == "int8";
+    std::unique_ptr<AttachedAdapter<T>> adapter;
+    if (!o.adapter.empty()) {
+        const AdapterFile from(o.adapter, c);
+        o.variant = adapter_hash(from, o.variant);
+        const int rows = o.ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK;
+        adapter = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, from, rows);
+    }
+    const std::unique_ptr<Tokenizer> tokenizer = fitting_tokenizer(o, c);
+    if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
+    if (!o.ppl.empty()) return perplexity(o, c, weights, *tokenizer);
+    if (!o.eval.empty()) return evaluate(o, file, weights, *tokenizer);
+
+    const std::vector<int> prompt = checked_prompt(o, c, tokenizer.get());
+    const int context = o.context ? o.context : std::min(4096, c.max_positions);
+    if (prompt.size() > (size_t)context)
+        DIE("the prompt is %zu tokens, the context %d (-c sets it, up to %d)", prompt.size(), context, c.max_positions);
+    Session<T> session(c, weights, context, o.ctx);
+    if (!o.logits_file.empty() || o.logits_hash) return write_logits(o, session, prompt), 0;
+
+    Generation g;
+    g.sampling = sampling_of(o);
+    g.stops = o.stops;
+    g.interrupt = &interrupted;
+    if (o.max_tokens >= 0) g.max_tokens = (size_t)o.max_tokens;
+    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, seed %llu\n", o.model.c_str(),
+            (double)c.parameters() / 1e6, weights.type_name(), device_name(o.ctx).c_str(), context,
+            (unsigned long long)g.sampling.seed);
+    PromptCache<T> cache(o.prompt_cache, file, o.variant, session);
+    ThreadPace pace(o, o.ctx);
+    if (prompt.empty()) return Chat<T>{o, session, *tokenizer, cache, pace, g}.run();
+
+    Took took = {prompt.size(), 0, seconds() - start, 0, 0};
+    const double loaded = seconds();
+    if (g.max_tokens > 0 || !o.prompt_cache.empty()) {
+        pace.begin();
+        took.reused = feed_prompt(session, prompt);
+        pace.end();
+        took.prompt_s = seconds() - loaded;
+        if (!interrupted) cache.save(session);
+        Screen screen(isatty(1));
+        speak(session, tokenizer.get(), g, pace, [&](std::string_view s) { if (!o.json) screen.show(s); });
+        screen.end();
+    } else {
+        g.finish = "length";
+    }
+    took.decode_s = seconds() - loaded - took.prompt_s;
+    print_answer(o, g, took);
+    return interrupted ? 130 : 0;
+}
+
+// Does what the options ask for; see run_program.
+static int run(int argc, char** argv) {
+    const double start = seconds();
+    Options o = parse_options(argc, argv);
+    if (o.help) return 0;
+    o.use_threads();
+    if (o.has_tokenize) {
+        const std::string text = o.tokenize == "-" ? read_stdin() : o.tokenize;
+        std::string line;
+        for (int id : Tokenizer(tokenizer_path(o)).encode(text, true)) line += format(line.empty() ? "%d" : " %d", id);
+        return write_stdout(line + "\n"), 0;
+    }
+    if (o.has_detokenize) {
+        const std::vector<int> ids = parse_ids("--detokenize", o.detokenize == "-" ? read_stdin() : o.detokenize);
+        return write_stdout(Tokenizer(tokenizer_path(o)).decode(ids, false)), 0;
+    }
+    if (!o.synthesize.empty()) return synthesize(o.synthesize, o.synthesize_to, o.seed), 0;
+    if (o.model.empty()) DIE("no model named (--help lists the options)");
+    const bool asks = o.has_input || o.has_ids, measures = !o.ppl.empty() || !o.eval.empty() || o.bench;
+    if (asks + !o.ppl.empty() + !o.eval.empty() + o.bench > 1)
+        DIE("one thing at a time: -i or --ids, --ppl, --eval, --bench");
+    if (o.eval.empty() != o.output.empty())
+        DIE(o.output.empty() ? "--eval needs -o FILE, where the answers go" : "-o is for --eval");
+    if (o.stride && o.ppl.empty()) DIE("--stride is for --ppl");
+    if (!asks && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
+        DIE("nothing asked: -i TEXT gives a question (a chat, which is without it, has no --raw, --json or --logits)");
+    const ModelFile file(o.model);
+    o.ctx = choose_device(o, file);
+    if (o.bench && !o.adapter.empty()) DIE("--adapter changes no figure of --bench");
+    if (o.bench) return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
+    return wide(o, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);
+}
+#endif // QWEN3_NO_MAIN

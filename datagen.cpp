@@ -13,7 +13,8 @@
 //
 // Contents: 1 rows in, rows out   2 characters and words   3 chunk   4 prompt   5 generate   6 collect
 //           7 conversations   8 ROUGE-L and MinHash   9 filter   10 split   11 pack, unpack, stats   12 main
-#include "chat_template.h"
+#include "options.h"
+#include "tokenizer.h"
 #include "dataset.h"
 #include "score.h"
 #include <array>
@@ -32,19 +33,9 @@
 
 using Strings = std::vector<std::string>;
 
-static volatile sig_atomic_t interrupted = 0;
 struct Interrupted {}; // thrown where it is safe to stop; main returns 130
 static void stop_if_interrupted() { if (interrupted) throw Interrupted(); }
 
-static double seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-constexpr uint64_t FNV_START = 0xCBF29CE484222325;
-static uint64_t fnv1a(std::string_view s, uint64_t h = FNV_START) {
-    for (char c : s) h = (h ^ (uint8_t)c) * 0x100000001B3;
-    return h;
-}
 static std::string hex(uint64_t x) { return format("%016llx", (unsigned long long)x); }
 
 // A JSON text without its line ends, which may stand between its values only.
@@ -2270,7 +2261,7 @@ static int run_stats(const Arguments& a) {
 // ============================================================================================================= 12 main
 
 struct Command {
-    const char *name, *files, *options; // options that every command knows are not named again
+    const char *name, *files, *options; // of OPTIONS; those that every command knows are not named again
     size_t fewest, most;                // files
     int (*run)(const Arguments&);
     const char* help;
@@ -2294,34 +2285,68 @@ static const Command COMMANDS[] = {
     {"stats", "rows.jsonl|data.bin", "-z", 1, 1, run_stats, "rows, tokens, lengths, difficulties by chapter"},
 };
 
-static void usage(FILE* to) {
-    fprintf(to, "usage: datagen COMMAND FILES [options]\n\n");
-    for (auto& c : COMMANDS) fprintf(to, "  %-9s%-20s %s\n           %s\n", c.name, c.files, c.options, c.help);
-    fprintf(to, "  %-9s%-20s %s\n           %s\n", "score", "answers.jsonl reference.jsonl", "--compat --json --seed --dict",
-            "ROUGE-1, 2, L and BLEU-4 of answers; these options only");
-    fprintf(to, "\nEvery command: -o FILE (default: standard output), --data DIR (limits, patterns, prompts). The file - is\n"
-                "standard input. What is not passed on stands in --dropped FILE (default: INPUT.dropped).\n");
+
+// What each option means; Arguments::given has it under its first name.
+static std::vector<Option> option_table(Arguments& a) {
+    std::vector<Option> table = {
+        {"-o", "--output", "FILE", "default: standard output. split: a folder", {}},
+        {"-z", "--tokenizer", "FILE", "default: tokenizer.bin in this folder or beside the program", {}},
+        {"", "--data", "DIR", "limits, patterns and prompts (default: data/ here or beside the program)", {}},
+        {"", "--dropped", "FILE", "what is not passed on, and why (default: INPUT.dropped)", {}},
+        {"", "--characters", "N", "of a chunk, at most", {}},
+        {"", "--tokens", "N", "the same in tokens", {}},
+        {"", "--overlap", "N", "characters that a chunk repeats of the one before", {}},
+        {"", "--model", "NAME", "that the requests ask", {}},
+        {"", "--lang", "NAME", "language of the questions", {}},
+        {"", "--chapter-quota", "N", "requests a chapter, at most", {}},
+        {"", "--url", "URL", "an OpenAI-compatible endpoint", {}},
+        {"", "--key-env", "NAME", "of the variable with the API key", {}},
+        {"", "--parallel", "N", "requests at once", {}},
+        {"", "--timeout", "SECONDS", "for a reply", {}},
+        {"", "--retries", "N", "of a request that failed", {}},
+        {"", "--journal", "FILE", "where replies go as they come", {}},
+        {"", "--chunks", "FILE", "what `chunk` wrote: the source of each row", {}},
+        {"", "--terms", "FILE", "terms that belong to the subject", {}},
+        {"", "--test", "N", "rows of the test set", {}},
+        {"", "--seed", "N", "of the split", {}},
+        {"", "--max-len", "N", "tokens of a row, at most: 512", {}},
+        {"", "--over", "drop|refuse", "what becomes of longer rows", {}},
+        {"", "--info", "FILE", "dataset_info.json to write, or none", {}},
+        {"", "--name", "NAME", "of the dataset in dataset_info.json", {}},
+    };
+    for (auto& o : table)
+        o.set = [&a, key = std::string(*o.brief ? o.brief : o.name)](const char*, const char* v) { a.given[key] = v; };
+    return table;
+}
+
+static std::string usage() {
+    std::string all = "usage: datagen COMMAND FILES [options]\n\n";
+    for (auto& c : COMMANDS)
+        all += format("  %-9s%-20s %s\n           %s\n", c.name, c.files, c.options, c.help);
+    all += format("  %-9s%-20s %s\n           %s\n", "score", "answers.jsonl reference.jsonl",
+                  "--compat --json --seed --dict", "ROUGE-1, 2, L and BLEU-4 of answers; these options only");
+    Arguments none;
+    return all + "\nEvery command: -o FILE, --data DIR. The file - is standard input.\n" + help_text(option_table(none));
 }
 
 int run(int argc, char** argv) {
     const std::string name = argc > 1 ? argv[1] : "";
-    if (name.empty() || name == "-h" || name == "--help") return usage(name.empty() ? stderr : stdout), name.empty();
+    if (name.empty()) return fputs(usage().c_str(), stderr), 1;
+    if (name == "-h" || name == "--help") return write_stdout(usage()), 0;
     if (name == "score") return score_main(argc - 1, argv + 1); // it has options without values
     for (auto& c : COMMANDS) {
         if (name != c.name) continue;
         Arguments a;
+        bool help = false;
+        std::vector<Option> table = option_table(a);
         const std::string known = std::string(" -o --data ") + c.options + " ";
-        for (int i = 2; i < argc; i++) {
-            const std::string s = argv[i];
-            if (s.size() < 2 || s[0] != '-') {
-                a.files.push_back(s);
-                continue;
-            }
-            if (known.find(" " + s + " ") == known.npos)
-                DIE("%s: unknown option %s; datagen --help lists them", c.name, s.c_str());
-            if (i + 1 == argc) DIE("%s needs a value", s.c_str());
-            a.given[s] = argv[++i];
-        }
+        auto foreign = [&](const Option& o) {
+            return known.find(format(" %s ", *o.brief ? o.brief : o.name)) == known.npos;
+        };
+        table.erase(std::remove_if(table.begin(), table.end(), foreign), table.end());
+        table.push_back({"-h", "--help", "", "this text", flag(help)});
+        a.files = parse(table, argc - 1, argv + 1);
+        if (help) return print_help(format("usage: datagen %s %s [options]\n%s\n", c.name, c.files, c.help).c_str(), table), 0;
         if (a.files.size() < c.fewest || a.files.size() > c.most)
             DIE("usage: datagen %s %s [%s]", c.name, c.files, c.options);
         return c.run(a);
@@ -2331,12 +2356,7 @@ int run(int argc, char** argv) {
 
 #ifndef DATAGEN_NO_MAIN
 int main(int argc, char** argv) {
-    struct sigaction action = {};
-    action.sa_handler = [](int) { interrupted = 1; };
-    action.sa_flags = (int)SA_RESETHAND; // a second Ctrl-C ends the program
-    sigaction(SIGINT, &action, nullptr);
-    sigaction(SIGTERM, &action, nullptr);
-    signal(SIGPIPE, SIG_IGN);
+    take_signals({SIGINT, SIGTERM});
     auto run_or_stop = [](int argc, char** argv) {
         try {
             return run(argc, argv);

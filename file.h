@@ -1,11 +1,13 @@
-// file.h: errors, hostile files in, whole files out. Used by every program here.
+// file.h: errors, hostile files in, whole files out; time, memory, hashes. Used by every program here.
 //
 //   DIE("%s: no such tensor", name)   throws Error; main prints its one line on stderr and exits with 1
 //   MappedFile m(path)                the bytes of a file, read-only, for as long as m lives
 //   OutputFile o(path)                a file that appears under its name only when it is complete
+//   write_text(path, text), make_folder(path), same_file(path, path)
 //   run_program(name, run, argc, argv)   what every main does; keep_descriptors(), print_error(...) are its parts
 #pragma once
 #include <cerrno>
+#include <chrono>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -13,6 +15,9 @@
 #include <cstring>
 #include <fcntl.h>
 #include <new>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -131,3 +136,63 @@ struct OutputFile {
         temporary.clear();
     }
 };
+
+inline double seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+inline int thread_count() {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+// Bytes that can still be used, as the kernel says and a container's limit allows (SIZE_MAX where neither does).
+inline size_t available_memory() {
+    size_t bytes = SIZE_MAX, number;
+    if (FILE* f = fopen("/proc/meminfo", "r")) {
+        char line[128];
+        while (fgets(line, sizeof line, f))
+            if (sscanf(line, "MemAvailable: %zu kB", &number) == 1) bytes = number * 1024;
+        fclose(f);
+    }
+    for (const char* file : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"})
+        if (FILE* f = fopen(file, "r")) {
+            if (fscanf(f, "%zu", &number) == 1) bytes = std::min(bytes, number);
+            fclose(f);
+        }
+    return bytes;
+}
+
+// FNV-1a, 64 bits.
+inline uint64_t fnv1a(const void* bytes, size_t n, uint64_t hash = 0xcbf29ce484222325) {
+    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const uint8_t*)bytes)[i]) * 0x100000001b3;
+    return hash;
+}
+inline uint64_t fnv1a(std::string_view s, uint64_t hash = fnv1a(nullptr, 0)) { return fnv1a(s.data(), s.size(), hash); }
+
+inline void write_text(const std::string& path, std::string_view text) {
+    OutputFile out(path);
+    out.write(text);
+    out.commit();
+}
+
+// A folder, and those it is in, if they are not there.
+inline void make_folder(const std::string& path) {
+    struct stat st;
+    for (size_t at = 0; at != std::string::npos;) {
+        at = path.find('/', at + 1);
+        const std::string part = path.substr(0, at);
+        if (mkdir(part.c_str(), 0777) != 0 && errno != EEXIST) DIE("%s: %s", part.c_str(), strerror(errno));
+    }
+    if (stat(path.c_str(), &st) != 0 || !S_ISDIR(st.st_mode)) DIE("%s: not a folder", path.c_str());
+}
+
+// Both exist and are one, whatever they are called.
+inline bool same_file(const std::string& a, const std::string& b) {
+    struct stat one, other;
+    return stat(a.c_str(), &one) == 0 && stat(b.c_str(), &other) == 0 && one.st_dev == other.st_dev &&
+           one.st_ino == other.st_ino;
+}

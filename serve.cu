@@ -10,8 +10,8 @@
 
    Contracts
    - A text depends on the request and its seed only, not on what runs beside it: draws go by (seed, position), and rows
-     of a batch do not depend on each other (on a GPU: with --invariant). So an answer may be interrupted, its pages given
-     to others, and computed anew later, and nobody sees it.
+     of a batch do not depend on each other (on a GPU: with --invariant). So an answer may be interrupted, its pages
+     given to others, and computed anew later, and nobody sees it.
    - Keys and values lie in pages of 16 tokens. Whole pages stay where they are when their answer is done, and serve the
      next prompt that begins with the same tokens under the same API key, until their room is needed.
    - Everything that comes over the network is hostile: sizes, counts, ranges and times are limited, below and in
@@ -65,7 +65,8 @@ struct Piece {
     std::string text;
     std::vector<TokenInfo> tokens;
     const char* finish = nullptr;  // with the last piece: "stop" or "length",
-    size_t count = 0, cached = 0;  // tokens drawn for the answer, its end token too; tokens of the prompt from the cache
+    size_t count = 0;              // tokens drawn for the answer, its end token too
+    size_t cached = 0;             // tokens of the prompt from the cache
 };
 
 // Where the engine leaves pieces, and whoever asked takes them.
@@ -90,7 +91,7 @@ struct Job {
     bool ignore_eos = false, thinking = false;
     bool every = false;               // a piece for every token, even if nothing can be shown yet: a stream that lives
     int alternatives = -1;            // of each token that are told, -1: not even its own log-probability
-    uint64_t salt = 1;                // its API key's number: prompts share pages under one key only, and keys take turns
+    uint64_t salt = 1;                // its API key's number: only its prompts share pages, and keys take turns
     double arrived = seconds();
 };
 
@@ -340,7 +341,8 @@ struct Slots {
     float* bias;      // (slots, MAX_BIAS)
 };
 
-// Completes a step's numbers, a thread a row or draw: tokens that the host has not seen yet, the block table, how to draw.
+// Completes a step's numbers, a thread a row or draw: tokens that the host has not seen yet, the block table, how to
+// draw.
 __global__ void prepare_kernel(Batch b, int* token, int* table, const int* draw_seq, Draw* draws, int R, Slots slots) {
     wait_for_previous();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -360,16 +362,12 @@ __global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, 
     float* logits = all_logits + blockIdx.x * V;
     const Sampling& how = slots.draw[s].how;
     if (has_penalties(how))
-        for (size_t id = threadIdx.x; id < V; id += blockDim.x) {
-            const uint32_t seen = slots.seen[s * V + id], count = seen & ~IN_PROMPT;
-            float y = logits[id];
-            if (seen && how.repeat != 1) y = y > 0 ? y / how.repeat : y * how.repeat;
-            if (count) y = __fsub_rn(y, __fadd_rn(how.presence, __fmul_rn(how.frequency, (float)count)));
-            logits[id] = y;
-        }
+        for (size_t id = threadIdx.x; id < V; id += blockDim.x)
+            logits[id] = penalized(logits[id], how, slots.seen[s * V + id]);
     __syncthreads();
     const int* ids = slots.bias_id + (size_t)s * MAX_BIAS;
-    for (int i = threadIdx.x; i < slots.biases[s]; i += blockDim.x) logits[ids[i]] += slots.bias[(size_t)s * MAX_BIAS + i];
+    for (int i = threadIdx.x; i < slots.biases[s]; i += blockDim.x)
+        logits[ids[i]] += slots.bias[(size_t)s * MAX_BIAS + i];
 }
 
 // Keeps what was drawn for the next step, a thread a draw.
@@ -392,10 +390,11 @@ template <class T> struct Engine {
     Desk& desk;
     const EngineOptions options;
 
-    Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o, const Context& where)
+    Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o,
+           const Context& where)
         : ctx(where), config(c), weights(w), tokenizer(t), desk(d), options(o),
           max_rows(o.max_seqs + std::max(o.chunk, o.burst)), max_pages((o.context + PAGE - 1) / PAGE), pool(0) {
-        arena.gpu = ctx.gpu;
+        arena.gpu = ctx.gpu != nullptr;
         pages = 0;
         plan();
         const size_t room = choose_kv_bytes(arena.used), page_bytes = KVCache<T>::bytes(c, 1);
@@ -413,7 +412,7 @@ template <class T> struct Engine {
         fill_rope(angles.data(), o.context, c.D, c.rope_theta);
         give(rope, angles.data(), angles.size());
 #ifdef __CUDACC__
-        if (ctx.gpu) open_road();
+        if (ctx.gpu) open_device();
 #endif
         figures.pages = (size_t)pages;
         tell();
@@ -421,19 +420,21 @@ template <class T> struct Engine {
     Engine(const Engine&) = delete;
     ~Engine() {
 #ifdef __CUDACC__
-        if (ctx.gpu) close_road();
+        if (ctx.gpu) close_device();
 #endif
     }
 
     // Until the desk is closed and all that was asked is done.
-    void run() {
+    void run(ThreadPace& pace) {
         for (;;) {
             {
                 std::unique_lock lock(desk.mutex);
                 desk.news.wait(lock, [&] { return desk.closed || !desk.inbox.empty() || busy(); });
                 if (desk.inbox.empty() && !busy()) return;
             }
+            pace.begin();
             step();
+            pace.end();
         }
     }
 
@@ -498,7 +499,7 @@ template <class T> struct Engine {
     PagePool pool;
     std::vector<int> free_slots;
     Sequences running;                       // in the order of their first admission
-    std::map<uint64_t, Sequences> waiting;   // a line for each API key, in the order of arrival; line 0: those that gave way
+    std::map<uint64_t, Sequences> waiting;   // a line for each API key, as they came; line 0: those that gave way
     std::map<uint64_t, uint64_t> last_turn;  // by key: its latest admission
     std::vector<uint64_t> ended;             // keys of the answers that have ended since the desk was told
     std::vector<std::pair<std::shared_ptr<Reply>, Piece>> outbox;
@@ -516,12 +517,12 @@ template <class T> struct Engine {
         input = arena.take<int>(input_size());
         table = arena.take<int>((size_t)options.max_seqs * max_pages);
 #ifdef __CUDACC__
-        if (ctx.gpu) plan_road();
+        if (ctx.gpu) plan_device();
 #endif
     }
 
-    // What is asked for, else what is left of the GPU's memory but for a sixteenth; on the CPU enough for every sequence,
-    // but no more than a quarter of the memory.
+    // What is asked for, else what is left of the GPU's memory but for a sixteenth; on the CPU enough for every
+    // sequence, but no more than a quarter of the memory.
     size_t choose_kv_bytes([[maybe_unused]] size_t others) const {
         if (options.kv_bytes) return options.kv_bytes;
 #ifdef __CUDACC__
@@ -531,10 +532,11 @@ template <class T> struct Engine {
             return have - std::min(have, others + all / 16);
         }
 #endif
-        return std::min(KVCache<T>::bytes(config, (size_t)options.max_seqs * (size_t)max_pages), available_memory() / 4);
+        return std::min(KVCache<T>::bytes(config, (size_t)options.max_seqs * (size_t)max_pages),
+                        available_memory() / 4);
     }
 
-    // The arrays of a step of N rows and R draws, one behind the other in `input`.
+    // The arrays of a step of N rows and R draws, one after the other in `input`.
     struct Arrays {
         int *token, *pos, *seq, *slot;         // (N)
         int *draw_row, *draw_seq, *draw_pos;   // (R) row of the batch; of the block table; position of that row's token
@@ -599,14 +601,15 @@ template <class T> struct Engine {
         return s;
     }
 
-    // Who waits is admitted first come, first served, within a line. Between lines: those that gave way come first; then
-    // the key with the fewest answers at work; of these the one whose last turn is longest ago. So a key that asks for a
-    // thousand answers delays another key's by one, and each key comes to its turn, since the others' turns are later.
+    // Who waits is admitted first come, first served, within a line. Between lines: those that gave way come first;
+    // then the key with the fewest answers at work; of these the one whose last turn is longest ago. So a key that asks
+    // for a thousand answers delays another key's by one, and each key comes to its turn: the others' turns are later.
     typename std::map<uint64_t, Sequences>::iterator next_line() {
         std::map<uint64_t, size_t> at_work;
         for (auto& [number, q] : running) at_work[q->job.salt]++;
         auto rank = [&](uint64_t key) { return std::tuple(key != 0, at_work[key], last_turn[key]); };
-        return std::min_element(waiting.begin(), waiting.end(), [&](auto& a, auto& b) { return rank(a.first) < rank(b.first); });
+        auto before = [&](auto& a, auto& b) { return rank(a.first) < rank(b.first); };
+        return std::min_element(waiting.begin(), waiting.end(), before);
     }
 
     void drop_cancelled(Sequences& all) {
@@ -636,8 +639,8 @@ template <class T> struct Engine {
         q.pending++;
     }
 
-    // A slot and the pages for all its tokens and the next one; what the cache has of them need not be computed, but for
-    // the last token, whose logits are wanted. False: not enough pages. Each that runs keeps the chance of a page more.
+    // A slot and the pages for all its tokens and the next one; what the cache has of them need not be computed, but
+    // for the last token, whose logits are wanted. False: not enough pages. Each that runs keeps the chance of another.
     bool admit(Sequence& q) {
         const size_t total = q.ids.size(), needed = total / PAGE + 1;
         q.chain = q.job.salt;
@@ -660,7 +663,8 @@ template <class T> struct Engine {
         q.admission = last_turn[q.job.salt] = ++admissions;
         figures.looked_up += total, figures.found += q.computed;
         if (q.cached == SIZE_MAX) q.cached = q.computed, figures.prompt_tokens += total;
-        if (found) give(table + (size_t)q.slot * max_pages, q.pages.data(), found); // a step's rows enter their own pages
+        if (found) // (a step's rows enter their own pages)
+            give(table + (size_t)q.slot * max_pages, q.pages.data(), found);
 #ifdef __CUDACC__
         if (ctx.gpu) describe_to_gpu(q);
 #endif
@@ -711,7 +715,9 @@ template <class T> struct Engine {
         if (!end) {
             q.ids.push_back(id);
             remember(q);
-            q.speech.feed(piece, row ? describe(row, tokenizer.size(), id, job.alternatives) : TokenInfo{id, 0, "", {}});
+            TokenInfo info{id, 0, "", {}};
+            if (row) info = describe(row, tokenizer.size(), id, job.alternatives);
+            q.speech.feed(piece, std::move(info));
         }
         piece.count = q.ids.size() - job.prompt.size() + end, piece.cached = q.cached;
         if (end || q.speech.filter.stopped) piece.finish = "stop", figures.stopped++;
@@ -726,7 +732,8 @@ template <class T> struct Engine {
         q.last = now;
         const bool last = piece.finish;
         piece.choice = job.choice;
-        if (last || job.every || !piece.text.empty() || !piece.tokens.empty()) outbox.push_back({job.reply, std::move(piece)});
+        if (last || job.every || !piece.text.empty() || !piece.tokens.empty())
+            outbox.push_back({job.reply, std::move(piece)});
         return last;
     }
 
@@ -762,7 +769,7 @@ template <class T> struct Engine {
         for (size_t i = 0; i < s.draws.size(); i++) s.informed.push_back(drawn_for(s, i).job.alternatives >= 0);
         s.logits.resize((size_t)std::count(s.informed.begin(), s.informed.end(), true) * config.V);
 #ifdef __CUDACC__
-        if constexpr (HAS_KERNELS<T>) if (ctx.gpu) return compute_gpu(s);
+        if constexpr (HAS_GPU<T>) if (ctx.gpu) return compute_gpu(s);
 #endif
         const int N = (int)s.token.size(), R = (int)s.draws.size();
         for (int n = 0; n < N; n++) table[(size_t)s.seq[n] * max_pages + s.pos[n] / PAGE] = s.slot[n] / PAGE;
@@ -771,16 +778,17 @@ template <class T> struct Engine {
         const Batch batch = {N, options.max_seqs, s.token.data(), s.pos.data(), s.seq.data(), s.slot.data(),
                              table, max_pages, s.singles};
         forward(ctx, config, weights, batch, activations, cache, rope);
-        head_cpu(logits, picked, activations.normed, rows.data(), weights.head, R);
+        head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, R);
         s.ids.resize(R);
         size_t told = 0;
         for (int r = 0; r < R; r++)
-            if (s.informed[r]) std::copy_n(logits + (size_t)r * config.V, config.V, &s.logits[told++ * (size_t)config.V]);
+            if (s.informed[r])
+                std::copy_n(logits + (size_t)r * config.V, config.V, &s.logits[told++ * (size_t)config.V]);
         #pragma omp parallel for schedule(dynamic) if (R > 1)
         for (int r = 0; r < R; r++) {
             const Sequence& q = drawn_for(s, (size_t)r);
             float* row = logits + (size_t)r * config.V;
-            penalize(row, q.job.how, q.ids, q.job.prompt.size());
+            penalize(row, q.job.how, q.ids, q.job.prompt.size(), config.V);
             for (auto [id, more] : q.job.bias) row[id] += more;
             s.ids[r] = sample(row, tokenizer.size(), q.job.how, q.ids.size());
         }
@@ -792,8 +800,8 @@ template <class T> struct Engine {
     }
 
 #ifdef __CUDACC__
-    // ---- A step on the GPU: numbers there, forward, head, draws, numbers back; nothing waits until collect_gpu. If all
-    // rows are singles, forward to draws is one CUDA graph, kept for each size: rows are filled up to 1, 2, 4, ...,
+    // ---- A step on the GPU: numbers there, forward, head, draws, numbers back; nothing waits until collect_gpu. If
+    // all rows are singles, forward to draws is one CUDA graph, kept for each size: rows are filled up to 1, 2, 4, ...,
     // max_seqs with spare ones, the pieces of the longest sequence to 1, 2, 4, ...
     Slots slots;
     int *drawn, *unused;             // (max_seqs) the ids; where sample_kernel puts what only a Session needs
@@ -804,12 +812,14 @@ template <class T> struct Engine {
     cudaEvent_t done[2] = {};
     std::map<std::tuple<int, int, bool>, cudaGraphExec_t> graphs; // by rows, splits, adjusted
 
-    void plan_road() {
+    void plan_device() {
         const size_t S = (size_t)options.max_seqs, V = (size_t)config.V;
-        ctx.partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
-        ctx.arrived = arena.take<int>(MAX_TILES);
-        ctx.attention = arena.take<float>(attention_scratch(ctx, options.max_seqs, (options.context - 1) / SPLIT + 1, config.H, config.D));
-        ctx.attention_arrived = arena.take<int>(S * config.H);
+        ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); // with scratch of its own
+        ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+        ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+        ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, options.max_seqs,
+            (options.context - 1) / SPLIT + 1, config.H, config.D));
+        ctx.gpu->attention_arrived = arena.take<int>(S * config.H);
         slots = {arena.take<int>(S), arena.take<Draw>(S), arena.take<uint32_t>(S * V), arena.take<int>(S),
                  arena.take<int>(S * MAX_BIAS), arena.take<float>(S * MAX_BIAS)};
         drawn = arena.take<int>(S);
@@ -817,17 +827,18 @@ template <class T> struct Engine {
         draws = arena.take<Draw>(S);
         best = arena.take<unsigned long long>((size_t)STREAM_TOKENS * BEST_BLOCKS);
     }
-    void open_road() {
+    void open_device() {
         for (int i = 0; i < 2; i++) {
             CUDA_CHECK(cudaMallocHost(&pinned_input[i], input_size() * sizeof(int)));
             CUDA_CHECK(cudaMallocHost(&pinned_drawn[i], (size_t)options.max_seqs * sizeof(int)));
             CUDA_CHECK(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming));
         }
     }
-    void close_road() {
-        cudaStreamSynchronize(ctx.stream);
+    void close_device() {
+        cudaStreamSynchronize(ctx.gpu->stream);
         for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
-        for (int i = 0; i < 2; i++) cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaEventDestroy(done[i]);
+        for (int i = 0; i < 2; i++)
+            cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaEventDestroy(done[i]);
     }
 
     void describe_to_gpu(const Sequence& q) {
@@ -836,7 +847,9 @@ template <class T> struct Engine {
         const int biases = (int)q.job.bias.size();
         give(slots.draw + s, &draw, 1);
         give(slots.biases + s, &biases, 1);
-        if (has_penalties(q.job.how)) give(slots.seen + s * (size_t)config.V, seen_counts(q.ids, q.job.prompt.size(), config.V).data(), (size_t)config.V);
+        if (has_penalties(q.job.how))
+            give(slots.seen + s * (size_t)config.V, seen_counts(q.ids, q.job.prompt.size(), config.V).data(),
+                 (size_t)config.V);
         std::vector<int> ids;
         std::vector<float> more;
         for (auto [id, x] : q.job.bias) ids.push_back(id), more.push_back(x);
@@ -855,8 +868,8 @@ template <class T> struct Engine {
         }
         int longest = 0, N = (int)s.token.size(), R = (int)s.draws.size();
         for (int n = 0; n < s.singles; n++) longest = std::max(longest, s.pos[n]);
-        ctx.longest = s.singles == N ? 0 : 1 + *std::max_element(s.pos.begin() + s.singles, s.pos.end());
-        ctx.splits = splits_for_graph(longest, options.context);
+        const int splits = splits_for_graph(longest, options.context);
+        longest = s.singles == N ? 0 : 1 + *std::max_element(s.pos.begin() + s.singles, s.pos.end());
         const bool graph = s.singles == N && !told;
         if (graph) {
             const int rows = N;
@@ -877,46 +890,49 @@ template <class T> struct Engine {
             host.draw_seq[r] = there ? s.seq[row] : -1, host.draw_pos[r] = there ? s.pos[row] : 0;
         }
         const size_t bytes = (4 * (size_t)N + 3 * (size_t)R) * sizeof(int);
-        CUDA_CHECK(cudaMemcpyAsync(input, host.token, bytes, cudaMemcpyHostToDevice, ctx.stream));
-        const Batch batch = {N, options.max_seqs, gpu.token, gpu.pos, gpu.seq, gpu.slot, table, max_pages, graph ? N : s.singles};
-        launch(ctx, prepare_kernel, (unsigned)((N + 255) / 256), 256, 0, batch, gpu.token, table, gpu.draw_seq, draws, R, slots);
-        // Attention reads the batch before the kernel ahead of it has ended. What is not a kernel is waited for by all
-        // that follows: a graph is that by itself.
-        if (!graph) CUDA_CHECK(cudaMemsetAsync(unused, 0, sizeof(int), ctx.stream));
-
+        CUDA_CHECK(cudaMemcpyAsync(input, host.token, bytes, cudaMemcpyHostToDevice, ctx.gpu->stream));
+        const Batch batch = {N, options.max_seqs, gpu.token, gpu.pos, gpu.seq, gpu.slot, table, max_pages,
+                             graph ? N : s.singles, splits, longest};
+        launch(ctx, prepare_kernel, (unsigned)((N + 255) / 256), 256, 0, batch, gpu.token, table, gpu.draw_seq, draws,
+               R, slots);
+        // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
         if (graph) {
-            cudaGraphExec_t& ready = graphs[{N, ctx.splits, adjusted}];
+            cudaGraphExec_t& ready = graphs[{N, splits, adjusted}];
             if (!ready)
                 ready = record_graph(ctx, [&] {
                     forward(ctx, config, weights, batch, activations, cache, rope);
                     draw_all(s, gpu, R, adjusted);
                 });
-            CUDA_CHECK(cudaGraphLaunch(ready, ctx.stream));
+            CUDA_CHECK(cudaGraphLaunch(ready, ctx.gpu->stream));
         } else {
             forward(ctx, config, weights, batch, activations, cache, rope);
             if (R > 0) draw_all(s, gpu, R, adjusted);
         }
         if (R > 0)
-            CUDA_CHECK(cudaMemcpyAsync(pinned_drawn[turn], drawn, (size_t)R * sizeof(int), cudaMemcpyDeviceToHost, ctx.stream));
-        CUDA_CHECK(cudaEventRecord(done[turn], ctx.stream));
+            CUDA_CHECK(cudaMemcpyAsync(pinned_drawn[turn], drawn, (size_t)R * sizeof(int), cudaMemcpyDeviceToHost,
+                                       ctx.gpu->stream));
+        CUDA_CHECK(cudaEventRecord(done[turn], ctx.gpu->stream));
     }
 
     void draw_all(Step& s, const Arrays& gpu, int R, bool adjusted) {
         const size_t V = (size_t)config.V;
         int best_blocks = 0;
         if (R <= STREAM_TOKENS && !adjusted && !ctx.invariant) {
-            const StreamArgs head = {activations.normed, gpu.draw_row, nullptr, nullptr, 0, weights.head.w[0], R, config.C, config.V};
+            const StreamArgs head = {activations.normed, gpu.draw_row, nullptr, nullptr, 0, weights.head.w[0], R,
+                                     config.C, config.V};
             best_blocks = stream_product(ctx, head, DrawEpilogue{logits, V, draws, nullptr, best});
         } else {
             head_gpu(ctx, logits, picked, activations.normed, gpu.draw_row, weights.head, R);
         }
-        size_t told = 0; // the slow road: these copies wait for the GPU
+        size_t told = 0; // slow: these copies wait for the GPU
         for (size_t r = 0; r < s.draws.size(); r++)
             if (s.informed[r])
-                CUDA_CHECK(cudaMemcpyAsync(&s.logits[told++ * V], logits + r * V, V * sizeof(float), cudaMemcpyDeviceToHost, ctx.stream));
+                CUDA_CHECK(cudaMemcpyAsync(&s.logits[told++ * V], logits + r * V, V * sizeof(float),
+                                           cudaMemcpyDeviceToHost, ctx.gpu->stream));
         if (adjusted) launch(ctx, adjust_kernel, (unsigned)R, 1024, 0, logits, V, gpu.draw_seq, slots);
         const DrawState state = {drawn, gpu.draw_pos, unused, gpu.draw_seq, table, max_pages, nullptr, nullptr, 1};
-        launch(ctx, sample_kernel, (unsigned)R, 1024, 0, logits, V, draws, best_blocks ? best : nullptr, best_blocks, state);
+        launch(ctx, sample_kernel, (unsigned)R, 1024, 0, logits, V, draws, best_blocks ? best : nullptr, best_blocks,
+               state);
         launch(ctx, keep_kernel, (unsigned)((R + 255) / 256), 256, 0, drawn, gpu.draw_seq, R, V, slots);
     }
 
@@ -977,14 +993,16 @@ struct Fields {
         const sj::Value v = (*this)[name];
         if (!v) return otherwise;
         const double x = v.number(NAN);
-        if (!(x >= low && x <= high)) throw Refusal(400, format("%s must be a number from %g to %g", name, low, high), name);
+        if (!(x >= low && x <= high))
+            throw Refusal(400, format("%s must be a number from %g to %g", name, low, high), name);
         return x;
     }
     int64_t integer(const char* name, int64_t low, int64_t high, int64_t otherwise) const {
         const sj::Value v = (*this)[name];
         int64_t x = otherwise;
         if (v && (!v.integer(&x) || x < low || x > high))
-            throw Refusal(400, format("%s must be an integer from %lld to %lld", name, (long long)low, (long long)high), name);
+            throw Refusal(400, format("%s must be an integer from %lld to %lld", name, (long long)low, (long long)high),
+                          name);
         return x;
     }
     bool boolean(const char* name, bool otherwise) const {
@@ -1004,7 +1022,8 @@ inline std::vector<int> ids_from_json(const Service& service, sj::Value list, co
     for (sj::Value v : list.items()) {
         int64_t id = -1;
         if (!v.integer(&id) || id < 0 || id >= service.tokenizer->size())
-            throw Refusal(400, format("%s: a token must be an integer from 0 to %d", name, service.tokenizer->size() - 1), name);
+            throw Refusal(400, format("%s: a token must be an integer from 0 to %d", name,
+                                      service.tokenizer->size() - 1), name);
         ids.push_back((int)id);
     }
     return ids;
@@ -1016,17 +1035,21 @@ inline std::vector<std::vector<int>> prompts_from_json(const Service& service, s
     const auto first = v.items().begin();
     const bool of_ids = v.size() && (*first).is(sj::Number);
     if (v.is(sj::String)) return {service.tokenizer->encode(v.str(), false)};
-    if (!v.is(sj::Array) || v.size() == 0) throw Refusal(400, "prompt must be a string, a list of strings or of token ids", "prompt");
+    if (!v.is(sj::Array) || v.size() == 0)
+        throw Refusal(400, "prompt must be a string, a list of strings or of token ids", "prompt");
     if (of_ids) return {ids_from_json(service, v, "prompt")};
     if (v.size() > MAX_CHOICES) throw Refusal(400, format("at most %d prompts in a request", MAX_CHOICES), "prompt");
     for (sj::Value p : v.items()) {
-        if (!p.is(sj::String) && !p.is(sj::Array)) throw Refusal(400, "prompt: neither a string nor a list of token ids", "prompt");
-        prompts.push_back(p.is(sj::String) ? service.tokenizer->encode(p.str(), false) : ids_from_json(service, p, "prompt"));
+        if (!p.is(sj::String) && !p.is(sj::Array))
+            throw Refusal(400, "prompt: neither a string nor a list of token ids", "prompt");
+        prompts.push_back(p.is(sj::String) ? service.tokenizer->encode(p.str(), false)
+                                           : ids_from_json(service, p, "prompt"));
     }
     return prompts;
 }
 
-inline std::vector<int> chat_prompt(const Service& service, const Fields& f, bool thinking, bool generation_prompt = true) {
+inline std::vector<int> chat_prompt(const Service& service, const Fields& f, bool thinking,
+                                    bool generation_prompt = true) {
     std::vector<Message> messages;
     try {
         messages = messages_from_json(f["messages"]);
@@ -1064,7 +1087,8 @@ inline sj::Value parse_body(sj::Doc& doc, std::string_view body) {
 inline Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t salt) {
     sj::Doc doc;
     const Fields f(parse_body(doc, body));
-    for (const char* name : {"tools", "functions", "suffix", "audio", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    for (const char* name : {"tools", "functions", "suffix", "audio", "guided_json", "guided_regex", "guided_choice",
+                             "guided_grammar",
                              "prediction", "web_search_options"})
         if (f[name] && !(f[name].is(sj::Array) && f[name].size() == 0) && f[name].str("-") != "")
             throw Refusal(400, format("%s is not supported", name), name);
@@ -1087,7 +1111,8 @@ inline Ask read_ask(const Service& service, std::string_view body, bool chat, ui
     Job job;
     job.salt = salt;
     if (chat && f["chat_template_kwargs"])
-        job.thinking = Fields(f["chat_template_kwargs"], "chat_template_kwargs").boolean("enable_thinking", service.thinking);
+        job.thinking =
+            Fields(f["chat_template_kwargs"], "chat_template_kwargs").boolean("enable_thinking", service.thinking);
     else job.thinking = chat && service.thinking;
     job.how = sampling_from_json(f, job.thinking);
     job.ignore_eos = f.boolean("ignore_eos", false);
@@ -1102,7 +1127,8 @@ inline Ask read_ask(const Service& service, std::string_view body, bool chat, ui
         for (sj::Value s : stop.items()) job.stops.push_back(s.str());
     }
     for (auto& s : job.stops)
-        if (s.empty() || s.size() > MAX_STOP) throw Refusal(400, format("stop: each must be a string of 1 to %zu bytes", MAX_STOP), "stop");
+        if (s.empty() || s.size() > MAX_STOP)
+            throw Refusal(400, format("stop: each must be a string of 1 to %zu bytes", MAX_STOP), "stop");
 
     if (const sj::Value bias = f["logit_bias"]) {
         if (!bias.is(sj::Object) || bias.size() > MAX_BIAS)
@@ -1131,12 +1157,14 @@ inline Ask read_ask(const Service& service, std::string_view body, bool chat, ui
         job.alternatives = (int)f.integer("logprobs", 0, MAX_ALTERNATIVES, 0);
     }
 
-    const int64_t limit = f.integer("max_completion_tokens", 1, INT_MAX, f.integer("max_tokens", 1, INT_MAX, chat ? INT_MAX : 16));
+    const int64_t most = f.integer("max_tokens", 1, INT_MAX, chat ? INT_MAX : 16);
+    const int64_t limit = f.integer("max_completion_tokens", 1, INT_MAX, most);
     const bool limited = !chat || f["max_completion_tokens"] || f["max_tokens"];
     std::vector<std::vector<int>> prompts;
     if (chat) prompts.push_back(chat_prompt(service, f, job.thinking));
     else prompts = prompts_from_json(service, f["prompt"]);
-    if ((int64_t)prompts.size() * n > MAX_CHOICES) throw Refusal(400, format("at most %d answers to a request", MAX_CHOICES), "n");
+    if ((int64_t)prompts.size() * n > MAX_CHOICES)
+        throw Refusal(400, format("at most %d answers to a request", MAX_CHOICES), "n");
     ask.each = (size_t)n;
     auto reply = std::make_shared<Reply>();
     size_t told = 0;
@@ -1159,12 +1187,14 @@ inline Ask read_ask(const Service& service, std::string_view body, bool chat, ui
         }
     }
     if (told > MAX_TOLD)
-        throw Refusal(400, format("at most %zu log-probabilities to a request: ask for fewer answers, tokens or alternatives", MAX_TOLD),
+        throw Refusal(400, format("at most %zu log-probabilities to a request: ask for fewer answers, tokens or "
+                                  "alternatives", MAX_TOLD),
                       chat ? "top_logprobs" : "logprobs");
     return ask;
 }
 
-inline std::string error_json(int status, const std::string& message, const std::string& param = "", const std::string& code = "") {
+inline std::string error_json(int status, const std::string& message, const std::string& param = "",
+                              const std::string& code = "") {
     std::string valid;
     utf8_repair(valid, message, true); // it may name what it complains of, cut anywhere
     sj::Writer w;
@@ -1266,7 +1296,8 @@ struct Answer {
         if (chat && !std::exchange(c.begun, true))
             event([](sj::Writer& w) { w.field("role", "assistant").field("content", ""); }, {}, nullptr);
         if (chat && (!piece.finish || !piece.text.empty() || !piece.tokens.empty()))
-            event([&](sj::Writer& w) { w.field(piece.thought ? "reasoning_content" : "content", piece.text); }, piece.tokens, nullptr);
+            event([&](sj::Writer& w) { w.field(piece.thought ? "reasoning_content" : "content", piece.text); },
+                  piece.tokens, nullptr);
         if (chat && piece.finish) event([](sj::Writer&) {}, {}, piece.finish);
         if (!chat) event([](sj::Writer&) {}, piece.tokens, piece.finish);
         if (complete()) {
@@ -1289,7 +1320,8 @@ struct Answer {
         return c;
     }
     void begin(sj::Writer& w, const char* object) const {
-        w.object().field("id", id).field("object", object).field("created", created).field("model", model).key("choices").array();
+        w.object().field("id", id).field("object", object).field("created", created).field("model", model);
+        w.key("choices").array();
     }
     void write_usage(sj::Writer& w) const {
         w.key("usage").object().field("prompt_tokens", prompt_tokens).field("completion_tokens", count());
@@ -1339,11 +1371,11 @@ struct Answer {
 };
 
 // ==================================================================================================== 5 Batch
-// OpenAI's Batch format: {"custom_id", "method", "url", "body"} a line in, {"id", "custom_id", "response", "error"} a line
-// out. Answers go to FILE.partial as they come, and to FILE in the order of the requests when all are there. Whoever
-// stops it loses what was under way: the same command goes on with what has no answer yet.
+// OpenAI's Batch format: {"custom_id", "method", "url", "body"} a line in, {"id", "custom_id", "response", "error"} a
+// line out. Answers go to FILE.partial as they come, and to FILE in the order of the requests when all are there.
+// Whoever stops it loses what was under way: the same command goes on with what has no answer yet.
 
-static std::atomic<bool> interrupted{false};
+static std::atomic<bool> stopping{false}; // a signal came (to any thread: `interrupted` of options.h is for one)
 
 struct BatchRow {
     std::string_view line;
@@ -1432,11 +1464,12 @@ struct Batcher {
         auto show = [&] {
             const double spent = seconds() - start, share = (double)have / (double)rows.size();
             const double left = have > before ? spent * (double)(rows.size() - have) / (double)(have - before) : 0;
-            fprintf(stderr, "\r[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   ", std::string((size_t)(share * 24), '=').c_str(), have,
-                    rows.size(), (double)desk.look().answer_tokens / spent, left);
+            const std::string bar((size_t)(share * 24), '=');
+            fprintf(stderr, "\r[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   ", bar.c_str(), have, rows.size(),
+                    (double)desk.look().answer_tokens / spent, left);
             told = seconds();
         };
-        while (have < rows.size() && !interrupted) {
+        while (have < rows.size() && !stopping) {
             while (next < rows.size() && jobs < desk.limit / 2) {
                 const size_t index = next++;
                 if (rows[index].answered) continue;
@@ -1459,7 +1492,8 @@ struct Batcher {
             std::vector<size_t> ready;
             {
                 std::unique_lock lock(mutex);
-                if (!open.empty()) news.wait_for(lock, std::chrono::milliseconds(200), [&] { return !finished.empty(); });
+                if (!open.empty())
+                    news.wait_for(lock, std::chrono::milliseconds(200), [&] { return !finished.empty(); });
                 ready.swap(finished);
             }
             for (size_t index : ready) {
@@ -1483,8 +1517,8 @@ struct Batcher {
             return 130;
         }
         finish();
-        fprintf(stderr, "%s: %zu answers, %zu errors among those of this run; %zu tokens in %.2f s, %.1f tok/s\n", out.c_str(), rows.size(),
-                refused, tokens, spent, (double)tokens / spent);
+        fprintf(stderr, "%s: %zu answers, %zu errors among those of this run; %zu tokens in %.2f s, %.1f tok/s\n",
+                out.c_str(), rows.size(), refused, tokens, spent, (double)tokens / spent);
         return 0;
     }
 
@@ -1532,9 +1566,9 @@ struct Batcher {
 
 #ifndef SERVE_NO_MAIN // (tests of the parts above need neither HTTP nor main)
 // ===================================================================================================== 6 HTTP
-// By libmicrohttpd: small, GNU, in every distribution, and made for this: a few threads with epoll, and connections that
-// are suspended while there is nothing to send. It parses, times out what is idle and limits headers to 32 KB. What it
-// does not do is done by watch(): whole requests and answers have a deadline, however evenly their bytes trickle, and a
+// By libmicrohttpd: small, GNU, in every distribution, and made for this: a few threads with epoll, and connections
+// that are suspended while there is nothing to send. It parses, times out what is idle and limits headers to 32 KB.
+// watch() does the rest: whole requests and answers have a deadline, however evenly their bytes trickle, and a
 // suspended connection is looked at, since its peer may be gone.
 #include <arpa/inet.h>
 #include <microhttpd.h>
@@ -1643,12 +1677,14 @@ struct Exchange {
 
     void check_head() {
         const char* length = header("Content-Length");
-        if (*length && strtoull(length, nullptr, 10) > MAX_BODY) throw Refusal(413, format("a request may have %zu bytes", MAX_BODY));
+        if (*length && strtoull(length, nullptr, 10) > MAX_BODY)
+            throw Refusal(413, format("a request may have %zu bytes", MAX_BODY));
         if (server.loopback()) { // a web page whose own name was made to point here must not get in
             std::string host = header("Host");
             const size_t colon = host.rfind(':');
             if (colon != std::string::npos && host.find(']', colon) == std::string::npos) host.resize(colon);
-            if (host != "localhost" && host != "127.0.0.1" && host != "[::1]" && host != server.options.host && !host.empty())
+            if (host != "localhost" && host != "127.0.0.1" && host != "[::1]" && host != server.options.host &&
+                !host.empty())
                 throw Refusal(403, "this server answers to localhost only (--host makes it public)");
         }
         const std::string encoding = header("Content-Encoding");
@@ -1657,7 +1693,8 @@ struct Exchange {
             std::string type = header("Content-Type");
             type.resize(std::min(type.find(';'), type.size()));
             while (!type.empty() && type.back() == ' ') type.pop_back();
-            if (strcasecmp(type.c_str(), "application/json")) throw Refusal(415, "Content-Type must be application/json");
+            if (strcasecmp(type.c_str(), "application/json"))
+                throw Refusal(415, "Content-Type must be application/json");
         }
         if (path != "/health" && path != "/metrics" && method != "OPTIONS") key();
     }
@@ -1671,7 +1708,8 @@ struct Exchange {
             const std::string& wanted = server.options.keys[k];
             const std::string_view token = given.substr(std::min(scheme.size(), given.size()));
             unsigned differ = token.size() != wanted.size() || given.substr(0, scheme.size()) != scheme;
-            for (size_t i = 0; i < wanted.size() && !token.empty(); i++) differ |= (unsigned)(wanted[i] ^ token[i % token.size()]);
+            for (size_t i = 0; i < wanted.size() && !token.empty(); i++)
+                differ |= (unsigned)(wanted[i] ^ token[i % token.size()]);
             if (!differ) found = k + 1;
         }
         if (!found) throw Refusal(401, "the API key is missing or wrong", "", "invalid_api_key");
@@ -1682,8 +1720,10 @@ struct Exchange {
         if (refusal) return;
         body.append(bytes, n);
         server.bodies += n;
-        if (body.size() > MAX_BODY) refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", MAX_BODY));
-        else if (server.bodies > ALL_BODIES) refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
+        if (body.size() > MAX_BODY)
+            refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", MAX_BODY));
+        else if (server.bodies > ALL_BODIES)
+            refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
     }
 
     // The request is complete.
@@ -1724,7 +1764,8 @@ struct Exchange {
         if (method == "OPTIONS") return {204, ""};
         if (path == "/health") {
             only("GET");
-            return {ready ? 200 : 503, format("{\"status\": \"%s\"}", ready ? "ok" : server.ready ? "draining" : "loading")};
+            const char* status = ready ? "ok" : server.ready ? "draining" : "loading";
+            return {ready ? 200 : 503, format("{\"status\": \"%s\"}", status)};
         }
         if (path == "/metrics") {
             only("GET");
@@ -1764,7 +1805,8 @@ struct Exchange {
     Response list_models() const {
         const Service& service = server.service;
         const bool one = path.size() > 10;
-        if (one && path.substr(10) != "/" + service.name) throw Refusal(404, "no such model", "model", "model_not_found");
+        if (one && path.substr(10) != "/" + service.name)
+            throw Refusal(404, "no such model", "model", "model_not_found");
         sj::Writer w;
         if (!one) w.object().field("object", "list").key("data").array();
         w.object().field("id", service.name).field("object", "model").field("created", 0).field("owned_by", "qwen3.cu");
@@ -1801,15 +1843,18 @@ struct Exchange {
         const std::string label = format("model_name=\"%s\"", server.ready ? server.service.name.c_str() : "");
         std::string out;
         auto one = [&](const char* name, const char* type, double value, const char* more = "") {
-            if (out.find(format("# TYPE vllm:%s ", name)) == std::string::npos) out += format("# TYPE vllm:%s %s\n", name, type);
+            if (out.find(format("# TYPE vllm:%s ", name)) == std::string::npos)
+                out += format("# TYPE vllm:%s %s\n", name, type);
             out += format("vllm:%s{%s%s} %.17g\n", name, label.c_str(), more, value);
         };
         auto histogram = [&](const char* name, const Histogram& h) {
             out += format("# TYPE vllm:%s histogram\n", name);
             for (int i = 0; i < Histogram::N; i++)
-                out += format("vllm:%s_bucket{%s,le=\"%g\"} %zu\n", name, label.c_str(), Histogram::BOUNDS[i], h.buckets[i]);
+                out += format("vllm:%s_bucket{%s,le=\"%g\"} %zu\n", name, label.c_str(), Histogram::BOUNDS[i],
+                              h.buckets[i]);
             out += format("vllm:%s_bucket{%s,le=\"+Inf\"} %zu\n", name, label.c_str(), h.count);
-            out += format("vllm:%s_sum{%s} %.9g\nvllm:%s_count{%s} %zu\n", name, label.c_str(), h.sum, name, label.c_str(), h.count);
+            out += format("vllm:%s_sum{%s} %.9g\nvllm:%s_count{%s} %zu\n", name, label.c_str(), h.sum, name,
+                          label.c_str(), h.count);
         };
         one("num_requests_running", "gauge", (double)f.running);
         one("num_requests_waiting", "gauge", (double)f.waiting);
@@ -1905,13 +1950,15 @@ struct Exchange {
         const auto now = std::chrono::system_clock::now().time_since_epoch();
         w.object().field("time", (double)std::chrono::duration_cast<std::chrono::milliseconds>(now).count() / 1e3);
         auto plain = [](const std::string& s) { // a client may send anything
-            const bool good = s.size() < 32 && std::all_of(s.begin(), s.end(), [](char c) { return isalpha((unsigned char)c) || strchr("/_1", c); });
+            auto plain = [](char c) { return isalpha((unsigned char)c) || strchr("/_1", c); };
+            const bool good = s.size() < 32 && std::all_of(s.begin(), s.end(), plain);
             return good ? s : "other";
         };
         w.field("method", plain(method)).field("path", plain(path));
         w.field("status", status).field("seconds", seconds() - start);
         if (answer) {
-            w.field("id", answer->id).field("prompt_tokens", answer->prompt_tokens).field("cached_tokens", answer->cached());
+            w.field("id", answer->id).field("prompt_tokens", answer->prompt_tokens);
+            w.field("cached_tokens", answer->cached());
             w.field("completion_tokens", answer->count()).field("complete", answer->complete());
             if (first_token > 0) w.field("first_token_seconds", first_token - start);
         }
@@ -1947,7 +1994,8 @@ static void* on_request_line(void*, const char*, MHD_Connection* c) {
     peer_of(c).phase = Peer::READING;
     return nullptr;
 }
-static MHD_Result on_request(void* self, MHD_Connection* c, const char* url, const char* method, const char*, const char* bytes,
+static MHD_Result on_request(void* self, MHD_Connection* c, const char* url, const char* method, const char*,
+                             const char* bytes,
                              size_t* n, void** own) {
     Exchange*& e = (Exchange*&)*own;
     try {
@@ -1971,7 +2019,8 @@ void Server::start() {
     getrlimit(RLIMIT_NOFILE, &files);
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);
-    const unsigned connections = (unsigned)std::min<rlim_t>(8192, files.rlim_cur - std::min<rlim_t>(files.rlim_cur / 2, 128));
+    const rlim_t spare = std::min<rlim_t>(files.rlim_cur / 2, 128);
+    const unsigned connections = (unsigned)std::min<rlim_t>(8192, files.rlim_cur - spare);
     const unsigned threads = std::min(8u, std::max(2u, std::thread::hardware_concurrency() / 2));
 
     sockaddr_in v4 = {};
@@ -1979,15 +2028,18 @@ void Server::start() {
     const bool six = options.host.find(':') != std::string::npos;
     v4.sin_family = AF_INET, v4.sin_port = htons((uint16_t)options.port);
     v6.sin6_family = AF_INET6, v6.sin6_port = htons((uint16_t)options.port);
-    if (inet_pton(six ? AF_INET6 : AF_INET, options.host.c_str(), six ? (void*)&v6.sin6_addr : (void*)&v4.sin_addr) != 1)
+    if (inet_pton(six ? AF_INET6 : AF_INET, options.host.c_str(),
+                  six ? (void*)&v6.sin6_addr : (void*)&v4.sin_addr) != 1)
         DIE("--host %s: not an address", options.host.c_str());
 
     const unsigned flags = MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | (six ? MHD_USE_IPv6 : 0);
     daemon = MHD_start_daemon(
-        flags, (uint16_t)options.port, nullptr, nullptr, &on_request, this, MHD_OPTION_NOTIFY_CONNECTION, &on_connection, this,
+        flags, (uint16_t)options.port, nullptr, nullptr, &on_request, this,
+        MHD_OPTION_NOTIFY_CONNECTION, &on_connection, this,
         MHD_OPTION_URI_LOG_CALLBACK, &on_request_line, this, MHD_OPTION_NOTIFY_COMPLETED, &on_completion, this,
         MHD_OPTION_SOCK_ADDR, six ? (sockaddr*)&v6 : (sockaddr*)&v4, MHD_OPTION_CONNECTION_LIMIT, connections,
-        MHD_OPTION_CONNECTION_TIMEOUT, options.idle(), MHD_OPTION_THREAD_POOL_SIZE, threads, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
+        MHD_OPTION_CONNECTION_TIMEOUT, options.idle(), MHD_OPTION_THREAD_POOL_SIZE, threads,
+        MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
     if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
 }
 
@@ -2004,8 +2056,9 @@ void Server::watch() {
             if (peer->reply) {
                 fds.push_back({peer->fd, POLLRDHUP, 0});
                 at.push_back(peer);
-            } else if (phase != Peer::WORKING && now - peer->since > (phase == Peer::ANSWERING ? options.fetch() : options.deadline)) {
-                shutdown(peer->fd, SHUT_RDWR);
+            } else {
+                const double limit = phase == Peer::ANSWERING ? options.fetch() : options.deadline;
+                if (phase != Peer::WORKING && now - peer->since > limit) shutdown(peer->fd, SHUT_RDWR);
             }
         }
         poll(fds.data(), fds.size(), 0);
@@ -2013,7 +2066,8 @@ void Server::watch() {
             if (fds[i].revents) gone.push_back(at[i]->reply);
             std::lock_guard reply_lock(at[i]->reply->mutex);
             const double there = std::max(at[i]->reply->last, at[i]->since.load());
-            if (at[i]->phase == Peer::ANSWERING && at[i]->reply->left == 0 && now - there > options.fetch()) shutdown(fds[i].fd, SHUT_RDWR);
+            if (at[i]->phase == Peer::ANSWERING && at[i]->reply->left == 0 && now - there > options.fetch())
+                shutdown(fds[i].fd, SHUT_RDWR);
         }
     }
     for (auto& reply : gone) {
@@ -2025,90 +2079,6 @@ void Server::watch() {
 }
 
 // ===================================================================================================== 7 main
-
-static const char* USAGE =
-    "usage: serve MODEL [options]                          MODEL: a model.bin or a Hugging Face folder\n"
-    "       serve MODEL --batch REQUESTS.jsonl -o RESPONSES.jsonl [options]\n"
-    "      --host ADDRESS        default 127.0.0.1: this machine only\n"
-    "  -p, --port N              default 8000; 0 takes a free one\n"
-    "      --name NAME           the model's, for requests (default: its file's)\n"
-    "  -c, --ctx N               tokens of a prompt and its answer (default 4096, or the model's limit if that is less)\n"
-    "      --max-seqs N          answers at once (default: CPU 16, GPU 256)\n"
-    "      --max-queue N         answers that may wait (default 1024); beyond it requests get status 429, unless their API key\n"
-    "                            has less than its share of the queue\n"
-    "      --kv-memory GB        of the KV cache (default: CPU a quarter of the memory at most, GPU nearly all)\n"
-    "      --chunk N             tokens of prompts in a step that others wait for (default: CPU 128, GPU 256)\n"
-    "  -y, --system TEXT         system prompt of conversations that have none\n"
-    "  -r, --think 0|1           whether the model thinks first where a request does not say (default 0)\n"
-    "      --api-key-file FILE   a key a line; requests must have one of them\n"
-    "      --deadline SECONDS    for a request to come in (default 60); half of it without a byte, five times of it to fetch\n"
-    "                            an answer: then the connection is closed\n"
-    "      --cors ORIGIN         a web site whose scripts may call; may be repeated\n"
-    "      --adapter DIR         a LoRA adapter in PEFT's format, as train_lora writes it, beside the weights\n"
-    "  -b, --batch FILE -o FILE  OpenAI's Batch format instead of HTTP; interrupted, the same command goes on\n"
-    "  -z, --tokenizer FILE, -d, --device cpu|cuda, --dtype f32|bf16|int8, -j, --threads N, --invariant   as for qwen3\n";
-
-struct Options {
-    std::string model, adapter, tokenizer, device, dtype, name, system, key_file, batch, output;
-    ServerOptions server;
-    EngineOptions engine;
-    int max_queue = 1024, threads = 0, think = 0;
-    bool invariant = false, help = false;
-    Context ctx{};
-};
-
-static Options parse_options(int argc, char** argv) {
-    Options o;
-    for (int i = 1; i < argc; i++) {
-        const std::string name = argv[i];
-        if (name.size() < 2 || name[0] != '-') {
-            if (!o.model.empty()) DIE("one model, please: %s and %s", o.model.c_str(), argv[i]);
-            o.model = name;
-            continue;
-        }
-        auto is = [&](const char* s, const char* l) { return name == s || name == l; };
-        auto value = [&]() -> const char* {
-            if (i + 1 == argc) DIE("%s needs a value", name.c_str());
-            return argv[++i];
-        };
-        auto integer = [&](int64_t low, int64_t high) { return (int)parse_integer(name.c_str(), value(), low, high); };
-        if (is("", "--host")) o.server.host = value();
-        else if (is("-p", "--port")) o.server.port = integer(0, 65535);
-        else if (is("", "--name")) o.name = value();
-        else if (is("-c", "--ctx")) o.engine.context = integer(2, INT_MAX);
-        else if (is("", "--max-seqs")) o.engine.max_seqs = integer(1, 4096);
-        else if (is("", "--max-queue")) o.max_queue = integer(0, 1 << 20);
-        else if (is("", "--kv-memory")) o.engine.kv_bytes = (size_t)(parse_number(name.c_str(), value(), 1e-6, 1e6) * 1e9);
-        else if (is("", "--chunk")) o.engine.chunk = integer(1, 65536);
-        else if (is("", "--adapter")) o.adapter = value();
-        else if (is("-y", "--system")) o.system = value();
-        else if (is("-r", "--think")) o.think = integer(0, 1);
-        else if (is("", "--api-key-file")) o.key_file = value();
-        else if (is("", "--deadline")) o.server.deadline = integer(1, 86400);
-        else if (is("", "--cors")) o.server.origins.push_back(value());
-        else if (is("-b", "--batch")) o.batch = value();
-        else if (is("-o", "--output")) o.output = value();
-        else if (is("-z", "--tokenizer")) o.tokenizer = value();
-        else if (is("-d", "--device")) o.device = value();
-        else if (is("", "--dtype")) {
-            o.dtype = value();
-            if (o.dtype != "f32" && o.dtype != "bf16" && o.dtype != "int8") DIE("--dtype %.40s: f32, bf16 or int8", o.dtype.c_str());
-        }
-        else if (is("-j", "--threads")) o.threads = integer(1, 4096);
-        else if (is("", "--invariant")) o.invariant = true;
-        else if (is("-h", "--help")) o.help = true;
-        else DIE("unknown option %s (--help lists them)", name.c_str());
-    }
-    return o;
-}
-
-static std::atomic<bool> loading{true};
-
-// The first signal lets what is under way come to its end; a second one, or one before there is anything, ends all.
-// Any thread may be the one that it stops: hence the atomics.
-static void on_signal(int) {
-    if (loading || interrupted.exchange(true)) _exit(130);
-}
 
 static std::vector<std::string> read_keys(const std::string& path) {
     const MappedFile file(path);
@@ -2123,9 +2093,107 @@ static std::vector<std::string> read_keys(const std::string& path) {
     return keys;
 }
 
+static const char* USAGE =
+    "usage: serve MODEL [options]                          MODEL: a model.bin or a Hugging Face folder\n"
+    "       serve MODEL --batch REQUESTS.jsonl -o RESPONSES.jsonl [options]\n";
+
+struct Options : ModelOptions {
+    std::string name, system, key_file, batch, output;
+    ServerOptions server;
+    EngineOptions engine;
+    int max_queue = 1024, think = 0;
+    Context ctx{};
+};
+
+static std::vector<Option> option_table(Options& o) {
+    const Setter kv_memory = [&o](const char* option, const char* v) {
+        o.engine.kv_bytes = (size_t)(parse_number(option, v, 1e-6, 1e6) * 1e9);
+    };
+    std::vector<Option> table = {
+        {"", "--host", "ADDRESS", "default 127.0.0.1: this machine only", file_name(o.server.host)},
+        {"-P", "--port", "N", "default 8000; 0 takes a free one", whole(o.server.port, 0, 65535)},
+        {"", "--name", "NAME", "the model's, for requests (default: its file's)", text(o.name)},
+        {"-c", "--ctx", "N", "tokens of a prompt and its answer (default 4096, or the model's limit\nif that is less)",
+         whole(o.engine.context, 2, INT_MAX)},
+        {"", "--max-seqs", "N", "answers at once (default: CPU 16, GPU 256)", whole(o.engine.max_seqs, 1, 4096)},
+        {"", "--max-queue", "N", "answers that may wait (default 1024); beyond it requests get status\n"
+         "429, unless their API key has less than its share of the queue", whole(o.max_queue, 0, 1 << 20)},
+        {"", "--kv-memory", "GB", "of the KV cache (default: CPU a quarter of the memory at most, GPU\nnearly all)",
+         kv_memory},
+        {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: CPU 128,\nGPU 256)",
+         whole(o.engine.chunk, 1, 65536)},
+        {"-y", "--system", "TEXT", "system prompt of conversations that have none", text(o.system)},
+        {"-r", "--think", "0|1", "whether the model thinks first where a request does not say\n(default 0)",
+         whole(o.think, 0, 1)},
+        {"", "--api-key-file", "FILE", "a key a line; requests must have one of them", file_name(o.key_file)},
+        {"", "--deadline", "SECONDS", "for a request to come in (default 60); half of it without a byte, five\n"
+         "times of it to fetch an answer: then the connection is closed", whole(o.server.deadline, 1, 86400)},
+        {"", "--cors", "ORIGIN", "a web site whose scripts may call; may be repeated", list(o.server.origins)},
+        {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
+         file_name(o.batch)},
+        {"-o", "--output", "FILE", "where the answers of --batch go", file_name(o.output)},
+    };
+    o.add_to(table, true);
+    return table;
+}
+
+static Options parse_options(int argc, char** argv) {
+    Options o;
+    const std::vector<Option> table = option_table(o);
+    const std::vector<std::string> words = parse(table, argc, argv);
+    if (o.help) return print_help(USAGE, table), o;
+    if (words.empty()) DIE("no model named (--help lists the options)");
+    if (words.size() > 1) DIE("one model, please: %s and %s", words[0].c_str(), words[1].c_str());
+    o.model = words[0];
+    if (o.batch.empty() != o.output.empty())
+        DIE(o.output.empty() ? "--batch needs -o FILE, where the answers go" : "-o is for --batch");
+    if (!o.key_file.empty()) o.server.keys = read_keys(o.key_file);
+    if (o.name.empty()) {
+        while (o.model.size() > 1 && o.model.back() == '/') o.model.pop_back();
+        o.name = o.model.substr(o.model.rfind('/') + 1);
+    }
+    if (o.name.find_first_of("\"\\\n") != std::string::npos) DIE("--name %s: no quotes or backslashes", o.name.c_str());
+    return o;
+}
+
+static std::atomic<bool> loading{true};
+
+// The first signal lets what is under way come to its end; a second one, or one before there is anything, ends all.
+// Any thread may be the one that it stops: hence the atomics.
+static void on_signal(int) {
+    if (loading || stopping.exchange(true)) _exit(130);
+}
+
+// What the answers of a batch depend on, but for its requests: a JSON object.
+static std::string batch_depends(const Options& o, const ModelFile& file, const AdapterFile* adapter,
+                                 const Tokenizer& tokenizer) {
+    const MappedFile requests(o.batch);
+    sj::Writer w;
+    w.object().field("requests", fnv1a(requests.data, requests.size)).field("name", o.name).field("model", file.hash());
+    w.field("adapter", adapter ? adapter_hash(*adapter, 1) : 0).field("tokenizer", tokenizer.hash());
+    w.field("dtype", o.dtype).field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
+    return w.field("system", o.system).end().text;
+}
+
+// Takes requests until a signal comes, then answers what it has.
+static int serve_http(const Options& o, Server& server) {
+    server.ready = true;
+    const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
+    const bool six = o.server.host.find(':') != std::string::npos;
+    const char* host = o.server.host.c_str();
+    fprintf(stderr, "listening on http://%s%s%s:%d/v1\n", six ? "[" : "", host, six ? "]" : "", port);
+    for (; !stopping; usleep(200'000)) server.watch();
+    server.draining = true;
+    fprintf(stderr, "%zu requests to finish\n", server.answering.load());
+    const MHD_socket listener = MHD_quiesce_daemon(server.daemon);
+    for (; server.answering > 0; usleep(50'000)) server.watch();
+    if (listener != MHD_INVALID_SOCKET) close(listener);
+    return 0;
+}
+
 template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
-    const bool gpu = o.ctx.gpu, http = o.batch.empty();
+    const bool gpu = o.ctx.gpu != nullptr, http = o.batch.empty();
     EngineOptions& e = o.engine;
     if (!e.context) e.context = std::min(4096, c.max_positions);
     if (!e.max_seqs) e.max_seqs = gpu ? 256 : 16;
@@ -2140,41 +2208,29 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     Server server(o.server, desk);
     if (http) server.start(); // to say that it is loading
 
-    const std::string path = find_tokenizer(o.tokenizer, o.model);
-    if (path.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
+    const std::string path = tokenizer_path(o);
     const Tokenizer tokenizer(path);
-    if (tokenizer.size() > c.V || c.V - tokenizer.size() >= 1024)
-        DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", path.c_str(), tokenizer.size(), o.model.c_str(), c.V);
+    if (!fits(tokenizer, c)) not_its_tokenizer(path, tokenizer, o, c);
     std::unique_ptr<AdapterFile> adapter;
     if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
     std::unique_ptr<Batcher> batch;
-    if (!http) {
-        const MappedFile requests(o.batch);
-        sj::Writer depends;
-        depends.object().field("requests", fnv1a(requests.data, requests.size)).field("model", o.model);
-        depends.field("config", fnv1a(file.config_text.data(), file.config_text.size())).field("tokenizer", tokenizer.hash());
-        depends.field("dtype", o.dtype).field("context", e.context).field("think", o.think).field("system", o.system);
-        depends.field("adapter", adapter ? fnv1a(adapter->map.data, adapter->map.size, fnv1a(&adapter->config.alpha, sizeof(double))) : 0).end();
-        batch = std::make_unique<Batcher>(o.batch, o.output, depends.text);
-    }
+    if (!http) batch = std::make_unique<Batcher>(o.batch, o.output, batch_depends(o, file, adapter.get(), tokenizer));
     Weights<T> weights(file, o.dtype == "int8");
-#ifdef __CUDACC__
-    if constexpr (HAS_KERNELS<T>) if (gpu) weights.upload(o.ctx, file);
-#endif
+    to_device(o.ctx, file, weights);
     std::unique_ptr<AttachedAdapter<T>> attached;
-    if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, e.max_seqs + std::max(e.chunk, e.burst));
+    const int rows = e.max_seqs + std::max(e.chunk, e.burst);
+    if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, rows);
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
 
     server.service = {&tokenizer, o.name, o.system, e.context, o.think == 1};
     fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, %d at once, %zu pages of %d tokens; ready in %.2f s\n",
-            o.name.c_str(), (double)c.parameters() / 1e6, weights.type_name(), device_name(o.ctx).c_str(), e.context, e.max_seqs,
-            desk.look().pages, PAGE, seconds() - start);
+            o.name.c_str(), (double)c.parameters() / 1e6, weights.type_name(), device_name(o.ctx).c_str(), e.context,
+            e.max_seqs, desk.look().pages, PAGE, seconds() - start);
     std::thread thread([&] {
-#ifdef _OPENMP
-        if (o.threads) omp_set_num_threads(o.threads); // each thread has its own number
-#endif
+        o.use_threads();
         try {
-            engine.run();
+            ThreadPace pace(o, o.ctx);
+            engine.run(pace);
         } catch (const std::exception& fault) { // the GPU, or memory: there is no way on
             print_error("serve", fault.what());
             _exit(1);
@@ -2186,46 +2242,25 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         ~Ending() { desk.close(), thread.join(); }
     } ending{desk, thread};
     loading = false;
-    if (!http) return batch->run(server.service, desk);
-    server.ready = true;
-    const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
-    const bool six = o.server.host.find(':') != std::string::npos;
-    fprintf(stderr, "listening on http://%s%s%s:%d/v1\n", six ? "[" : "", o.server.host.c_str(), six ? "]" : "", port);
-    for (; !interrupted; usleep(200'000)) server.watch();
-    server.draining = true;
-    fprintf(stderr, "%zu requests to finish\n", server.answering.load());
-    const MHD_socket listener = MHD_quiesce_daemon(server.daemon);
-    for (; server.answering > 0; usleep(50'000)) server.watch();
-    if (listener != MHD_INVALID_SOCKET) close(listener);
-    return 0;
+    return http ? serve_http(o, server) : batch->run(server.service, desk);
 }
 
 static int run(int argc, char** argv) {
     const double start = seconds();
     Options o = parse_options(argc, argv);
-    if (o.help) return fputs(USAGE, stdout) < 0 || fflush(stdout) != 0;
-#ifdef _OPENMP
-    if (o.threads) omp_set_num_threads(o.threads);
-#endif
-    if (o.model.empty()) DIE("no model named (--help lists the options)");
-    if (o.batch.empty() != o.output.empty()) DIE(o.output.empty() ? "--batch needs -o FILE, where the answers go" : "-o is for --batch");
-    if (!o.key_file.empty()) o.server.keys = read_keys(o.key_file);
-    if (o.name.empty()) {
-        while (o.model.size() > 1 && o.model.back() == '/') o.model.pop_back();
-        o.name = o.model.substr(o.model.rfind('/') + 1);
-    }
-    if (o.name.find_first_of("\"\\\n") != std::string::npos) DIE("--name %s: no quotes or backslashes", o.name.c_str());
-    ModelFile file(o.model);
-    o.ctx = choose_device(o.device, o.dtype, o.invariant, file);
-    return wide(o.device, o.dtype, file) ? serve<float>(o, file, start) : serve<bf16>(o, file, start);
+    if (o.help) return 0;
+    o.use_threads();
+    const ModelFile file(o.model);
+    o.ctx = choose_device(o, file);
+    return wide(o, file) ? serve<float>(o, file, start) : serve<bf16>(o, file, start);
 }
 
 int main(int argc, char** argv) {
+    take_signals({}); // and its own two
     struct sigaction action = {};
     action.sa_handler = on_signal;
     sigaction(SIGINT, &action, nullptr);
     sigaction(SIGTERM, &action, nullptr);
-    signal(SIGPIPE, SIG_IGN);
     return run_program("serve", run, argc, argv);
 }
 #endif // SERVE_NO_MAIN

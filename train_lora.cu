@@ -17,236 +17,138 @@
    stopped goes on bit by bit as if it had not been. It is the arithmetic of PEFT and transformers' Trainer: see
    tests/unit/test_train.cpp, which holds it to theirs.
 
-   Contents: 1 options  2 files  3 memory, batches, steps  4 log and curve  5 merge  6 main
+   Contents: 1 options  2 memory, batches, steps  3 log and curve  4 merge  5 main
 */
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
-#include "ceilings.h"
 #include "dataset.h"
-
-static volatile sig_atomic_t interrupted = 0;
 
 // ================================================================================================== 1 Options
 
-struct Options {
-    std::string model, train, out, eval, tokenizer, adapter_init, merge, device, dtype, schedule = "cosine";
+struct Options : ModelOptions {
+    std::string train, out, eval, adapter_init, merge, schedule = "cosine";
     AdapterConfig lora;
     float dropout = 0.1f;
     double lr = 1.5e-4, weight_decay = 0.01, warmup = 0.1, clip = 1, epochs = 2;
-    int batch = 16, accum = 1, max_len = 512, threads = 0;
+    int batch = 16, accum = 1, max_len = 512;
     int64_t steps = 0, eval_every = 0, save_every = 0; // 0: epochs say, every epoch
     uint64_t seed = 42;
-    bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false, help = false;
+    bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false;
     int rank_step = 1; // see adapt: GPU_RANK_STEP on a GPU
+    std::string says_lora; // the last of the options that --adapter-init and --full leave no room for
 };
 
 static const char* USAGE =
     "usage: train_lora MODEL TRAIN.bin -o OUT [options]       fine-tunes; datagen pack makes TRAIN.bin\n"
-    "       train_lora MODEL --adapter-init DIR --merge PATH   merges an adapter into the model\n"
-    "  -o, --output DIR      adapter, log, curve and state go there\n"
-    "      --full            trains all parameters and writes OUT/model.bin; without it LoRA:\n"
-    "      --rank N, --alpha X, --dropout P   32, 64, 0.1\n"
-    "      --rslora          scales by alpha / sqrt(rank) and not alpha / rank\n"
-    "      --targets LIST    all, or some of q,k,v,o,gate,up,down\n"
-    "      --adapter-init DIR   begins with this adapter, and its rank, alpha and targets\n"
-    "      --epochs X        2\n"
-    "      --steps N         instead of epochs\n"
-    "      --batch N, --accum N   rows a batch, batches a step: 16, 1\n"
-    "      --max-len N       longer rows are left out: 512\n"
-    "      --lr X, --weight-decay X, --clip X   1.5e-4, 0.01, 1 (0: off)\n"
-    "      --schedule NAME   cosine, linear or constant, after --warmup 0.1 of the steps\n"
-    "      --no-shuffle      rows in the file's order\n"
-    "  -s, --seed N          42\n"
-    "      --eval FILE       another dataset, whose loss is measured --eval-every N steps (default: every epoch)\n"
-    "      --allow-leak      also if rows of TRAIN.bin are in it\n"
-    "      --save-every N    steps from one checkpoint to the next (default: every epoch)\n"
-    "      --resume          goes on with the run in OUT\n"
-    "      --overwrite       replaces it\n"
-    "      --merge PATH      afterwards: a model.bin (PATH ends in .bin) or a Hugging Face folder with the adapter merged\n"
-    "      --recompute       keeps less for the backward pass, and computes it again\n"
-    "  -d, --device NAME     cpu or cuda (default: cuda where there is a GPU for it)\n"
-    "      --dtype NAME      f32 or bf16 (default: as the model is stored; the GPU computes in bf16)\n"
-    "  -z, --tokenizer FILE  default: tokenizer.bin beside the model, beside the program, or in this folder\n"
-    "  -j, --threads N       CPU threads (default: all)\n";
+    "       train_lora MODEL --adapter-init DIR --merge PATH   merges an adapter into the model\n";
+
+static void parse_targets(AdapterConfig& lora, const std::string& list) {
+    std::fill(lora.targets, lora.targets + MODULES, list == "all");
+    for (size_t at = 0, end; list != "all" && at <= list.size(); at = end + 1) {
+        end = std::min(list.find(',', at), list.size());
+        const std::string one = list.substr(at, end - at);
+        const int m = std::max(module_of(one), module_of(one + "_proj"));
+        if (m < 0) DIE("--targets: %.40s is none of q, k, v, o, gate, up, down", one.c_str());
+        lora.targets[m] = true;
+    }
+}
+
+static std::vector<Option> option_table(Options& o) {
+    auto lora = [&o](Setter set) { // of the adapter
+        return [&o, set](const char* option, const char* v) { o.says_lora = option, set(option, v); };
+    };
+    const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
+    std::vector<Option> table = {
+        {"-o", "--output", "DIR", "adapter, log, curve and state go there", file_name(o.out)},
+        {"", "--full", "", "trains all parameters and writes OUT/model.bin; without it LoRA:", flag(o.full)},
+        {"", "--rank", "N", "of the adapter: 32", lora(whole(o.lora.rank, 1, MAX_RANK))},
+        {"", "--alpha", "X", "64: what the adapter adds is scaled by alpha / rank", lora(number(o.lora.alpha, 1e-6, 1e6))},
+        {"", "--rslora", "", "... by alpha / sqrt(rank)", lora(flag(o.lora.rslora))},
+        {"", "--targets", "LIST", "all, or some of q,k,v,o,gate,up,down", lora(targets)},
+        {"", "--dropout", "P", "0.1", number(o.dropout, 0, 0.99)},
+        {"", "--adapter-init", "DIR", "begins with this adapter, and its rank, alpha and targets", file_name(o.adapter_init)},
+        {"", "--epochs", "X", "2", number(o.epochs, 1e-6, 1e6)},
+        {"", "--steps", "N", "instead of epochs", whole(o.steps, 1, 1000000000)},
+        {"", "--batch", "N", "rows a batch: 16", whole(o.batch, 1, 65536)},
+        {"", "--accum", "N", "batches a step: 1", whole(o.accum, 1, 65536)},
+        {"", "--max-len", "N", "longer rows are left out: 512", whole(o.max_len, 2, 1 << 24)},
+        {"", "--lr", "X", "learning rate: 1.5e-4", number(o.lr, 0, 10)},
+        {"", "--schedule", "NAME", "of the learning rate: cosine, linear or constant",
+         one_of(o.schedule, {"cosine", "linear", "constant"})},
+        {"", "--warmup", "X", "share of the steps in which it rises: 0.1", number(o.warmup, 0, 1)},
+        {"", "--weight-decay", "X", "0.01", number(o.weight_decay, 0, 10)},
+        {"", "--clip", "X", "longest gradient: 1; 0 is off", number(o.clip, 0, 1e9)},
+        {"", "--no-shuffle", "", "rows in the file's order", flag(o.shuffle, false)},
+        {"-s", "--seed", "N", "42", whole(o.seed, 0, INT64_MAX)},
+        {"", "--eval", "FILE", "another dataset, whose loss is measured", file_name(o.eval)},
+        {"", "--eval-every", "N", "... each N steps (default: every epoch)", whole(o.eval_every, 1, INT64_MAX)},
+        {"", "--allow-leak", "", "... also if rows of TRAIN.bin are in it", flag(o.allow_leak)},
+        {"", "--save-every", "N", "steps from one checkpoint to the next (default: every epoch)",
+         whole(o.save_every, 1, INT64_MAX)},
+        {"", "--resume", "", "goes on with the run in OUT", flag(o.resume)},
+        {"", "--overwrite", "", "replaces it", flag(o.overwrite)},
+        {"", "--merge", "PATH", "afterwards: a model.bin (PATH ends in .bin) or a Hugging Face folder\n"
+         "with the adapter merged", file_name(o.merge)},
+        {"", "--recompute", "", "keeps less for the backward pass, and computes it again", flag(o.recompute)},
+    };
+    o.add_to(table, false);
+    return table;
+}
+
+static void check_options(const Options& o) {
+    if (o.train.empty() && (o.merge.empty() || o.adapter_init.empty()))
+        DIE("no dataset named (without one: --adapter-init DIR --merge PATH)");
+    if (o.train.empty() && !o.out.empty())
+        DIE("no dataset named, and -o is for training (--merge PATH says where a merged model goes)");
+    if (!o.train.empty() && o.out.empty()) DIE("-o DIR says where the adapter goes");
+    if (o.resume && o.overwrite) DIE("--resume goes on with a run and --overwrite replaces it: not both");
+    const std::string adapter = !o.says_lora.empty() ? o.says_lora : o.merge.empty() ? "--adapter-init" : "--merge";
+    if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || !o.says_lora.empty()))
+        DIE("--full trains the model itself: there is no adapter for %s", adapter.c_str());
+    if (!o.adapter_init.empty() && !o.says_lora.empty()) DIE("%s: --adapter-init says it already", o.says_lora.c_str());
+    if (o.eval.empty() && (o.eval_every || o.allow_leak))
+        DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
+    if ((uint64_t)o.batch * o.max_len > 1 << 26)
+        DIE("--batch %d with --max-len %d: more than 2^26 tokens at once", o.batch, o.max_len);
+    if ((uint64_t)o.batch * o.accum * o.max_len > UINT32_MAX)
+        DIE("--batch, --accum and --max-len: more than 2^32 tokens a step");
+}
 
 static Options parse_options(int argc, char** argv) {
     Options o;
     o.lora.rank = 32, o.lora.alpha = 64;
     std::fill(o.lora.targets, o.lora.targets + MODULES, true);
-    std::vector<std::string> plain;
-    const char* adapter_option = nullptr; // one that says what --adapter-init says too
-    for (int i = 1; i < argc; i++) {
-        std::string name = argv[i];
-        const char* attached = nullptr; // --name=value
-        if (name.size() < 2 || name[0] != '-') { plain.push_back(name); continue; }
-        if (const size_t eq = name.find('='); name[1] == '-' && eq != std::string::npos) attached = argv[i] + eq + 1, name.resize(eq);
-        auto value = [&]() -> const char* {
-            const char* text = attached ? std::exchange(attached, nullptr) : i + 1 < argc ? argv[++i] : "";
-            if (!*text) DIE("%s needs a value", name.c_str());
-            return text;
-        };
-        auto integer = [&](int64_t low, int64_t high) { return parse_integer(name.c_str(), value(), low, high); };
-        auto number = [&](double low, double high) { return parse_number(name.c_str(), value(), low, high); };
-        auto is = [&](const char* s, const char* l) { return name == s || name == l; };
-        for (const char* a : {"--rank", "--alpha", "--rslora", "--targets"})
-            if (name == a) adapter_option = a;
-        if (is("-o", "--output")) o.out = value();
-        else if (is("", "--full")) o.full = true;
-        else if (is("", "--rank")) o.lora.rank = (int)integer(1, MAX_RANK);
-        else if (is("", "--alpha")) o.lora.alpha = number(1e-6, 1e6);
-        else if (is("", "--rslora")) o.lora.rslora = true;
-        else if (is("", "--dropout")) o.dropout = (float)number(0, 0.99);
-        else if (is("", "--targets")) {
-            const std::string list = value();
-            std::fill(o.lora.targets, o.lora.targets + MODULES, list == "all");
-            for (size_t at = 0, end; list != "all" && at <= list.size(); at = end + 1) {
-                end = std::min(list.find(',', at), list.size());
-                const std::string one = list.substr(at, end - at);
-                const int m = std::max(module_of(one), module_of(one + "_proj"));
-                if (m < 0) DIE("--targets: %.40s is none of q, k, v, o, gate, up, down", one.c_str());
-                o.lora.targets[m] = true;
-            }
-        }
-        else if (is("", "--adapter-init")) o.adapter_init = value();
-        else if (is("", "--epochs")) o.epochs = number(1e-6, 1e6);
-        else if (is("", "--steps")) o.steps = integer(1, 1000000000);
-        else if (is("", "--batch")) o.batch = (int)integer(1, 65536);
-        else if (is("", "--accum")) o.accum = (int)integer(1, 65536);
-        else if (is("", "--max-len")) o.max_len = (int)integer(2, 1 << 24);
-        else if (is("", "--lr")) o.lr = number(0, 10);
-        else if (is("", "--weight-decay")) o.weight_decay = number(0, 10);
-        else if (is("", "--clip")) o.clip = number(0, 1e9);
-        else if (is("", "--warmup")) o.warmup = number(0, 1);
-        else if (is("", "--schedule")) {
-            o.schedule = value();
-            if (o.schedule != "cosine" && o.schedule != "linear" && o.schedule != "constant") DIE("--schedule %.40s: cosine, linear or constant", o.schedule.c_str());
-        }
-        else if (is("", "--no-shuffle")) o.shuffle = false;
-        else if (is("-s", "--seed")) o.seed = (uint64_t)integer(0, INT64_MAX);
-        else if (is("", "--eval")) o.eval = value();
-        else if (is("", "--eval-every")) o.eval_every = integer(1, INT64_MAX);
-        else if (is("", "--save-every")) o.save_every = integer(1, INT64_MAX);
-        else if (is("", "--allow-leak")) o.allow_leak = true;
-        else if (is("", "--resume")) o.resume = true;
-        else if (is("", "--overwrite")) o.overwrite = true;
-        else if (is("", "--merge")) o.merge = value();
-        else if (is("", "--recompute")) o.recompute = true;
-        else if (is("-d", "--device")) o.device = value();
-        else if (is("", "--dtype")) {
-            o.dtype = value();
-            if (o.dtype != "f32" && o.dtype != "bf16") DIE("--dtype %.40s: f32 or bf16", o.dtype.c_str());
-        }
-        else if (is("-z", "--tokenizer")) o.tokenizer = value();
-        else if (is("-j", "--threads")) o.threads = (int)integer(1, 4096);
-        else if (is("-h", "--help")) o.help = true;
-        else DIE("unknown option %s (--help lists them)", name.c_str());
-        if (attached) DIE("%s takes no value", name.c_str());
-    }
-    if (o.help) return o;
-    if (plain.empty()) DIE("no model named (--help lists the options)");
-    if (plain.size() > 2) DIE("one model and one dataset, please; %s is too much", plain[2].c_str());
-    o.model = plain[0];
-    if (plain.size() == 2) o.train = plain[1];
-    if (o.train.empty() && (o.merge.empty() || o.adapter_init.empty())) DIE("no dataset named (without one: --adapter-init DIR --merge PATH)");
-    if (o.train.empty() && !o.out.empty()) DIE("no dataset named, and -o is for training (--merge PATH says where a merged model goes)");
-    if (!o.train.empty() && o.out.empty()) DIE("-o DIR says where the adapter goes");
-    if (o.resume && o.overwrite) DIE("--resume goes on with a run and --overwrite replaces it: not both");
-    if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || adapter_option)) DIE("--full trains the model itself: there is no adapter for %s", adapter_option ? adapter_option : o.merge.empty() ? "--adapter-init" : "--merge");
-    if (!o.adapter_init.empty() && adapter_option) DIE("%s: --adapter-init says it already", adapter_option);
-    if (o.eval.empty() && (o.eval_every || o.allow_leak)) DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
-    if ((uint64_t)o.batch * o.max_len > 1 << 26) DIE("--batch %d with --max-len %d: more than 2^26 tokens at once", o.batch, o.max_len);
-    if ((uint64_t)o.batch * o.accum * o.max_len > UINT32_MAX) DIE("--batch, --accum and --max-len: more than 2^32 tokens a step");
+    const std::vector<Option> table = option_table(o);
+    const std::vector<std::string> words = parse(table, argc, argv);
+    if (o.help) return print_help(USAGE, table), o;
+    if (words.empty()) DIE("no model named (--help lists the options)");
+    if (words.size() > 2) DIE("one model and one dataset, please; %s is too much", words[2].c_str());
+    o.model = words[0];
+    if (words.size() == 2) o.train = words[1];
+    check_options(o);
     return o;
 }
 
-// ==================================================================================================== 2 Files
-
-// A tensor of a safetensors file to be; `write` writes its bytes.
-struct OutTensor {
-    std::string name;
-    const char* dtype;         // F32, F16 or BF16
-    std::vector<size_t> shape;
-    std::function<void(OutputFile&)> write;
-    size_t bytes() const {
-        Dtype known;
-        size_t n = dtype_size(dtype, &known);
-        for (size_t d : shape) n *= d;
-        return n;
-    }
-};
-
-static void write_safetensors(const std::string& path, const std::map<std::string, std::string>& metadata, const std::vector<OutTensor>& tensors) {
-    sj::Writer w;
-    w.object().key("__metadata__").object();
-    for (auto& [key, value] : metadata) w.field(key, value);
-    w.end();
-    size_t at = 0;
-    for (auto& t : tensors) {
-        w.key(t.name).object().field("dtype", t.dtype).key("shape").array();
-        for (size_t d : t.shape) w.value(d);
-        w.end().key("data_offsets").array().value(at).value(at + t.bytes()).end().end();
-        at += t.bytes();
-    }
-    std::string header = w.end().text;
-    header.append((64 - (8 + header.size()) % 64) % 64, ' '); // the data begin at a multiple of 64
-    OutputFile out(path);
-    const uint64_t length = header.size();
-    out.write(&length, 8);
-    out.write(header);
-    for (auto& t : tensors) t.write(out);
-    out.commit();
-}
-
-static void write_text(const std::string& path, std::string_view text) {
-    OutputFile out(path);
-    out.write(text);
-    out.commit();
-}
-
-static bool same_file(const std::string& a, const std::string& b) {
-    struct stat one, other;
-    return stat(a.c_str(), &one) == 0 && stat(b.c_str(), &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
-}
-
-// A folder, and those it is in, if they are not there.
-static void make_folder(const std::string& path) {
-    struct stat st;
-    for (size_t at = 0; at != std::string::npos;) {
-        at = path.find('/', at + 1);
-        const std::string part = path.substr(0, at);
-        if (mkdir(part.c_str(), 0777) != 0 && errno != EEXIST) DIE("%s: %s", part.c_str(), strerror(errno));
-    }
-    if (stat(path.c_str(), &st) != 0 || !S_ISDIR(st.st_mode)) DIE("%s: not a folder", path.c_str());
-}
-
-// adapter_config.json as PEFT reads it.
-static std::string adapter_config_json(const AdapterConfig& a, double dropout, const std::string& base) {
-    sj::Writer w;
-    w.object().field("base_model_name_or_path", base).field("bias", "none").field("fan_in_fan_out", false).field("inference_mode", true);
-    w.field("init_lora_weights", true).field("lora_alpha", a.alpha).field("lora_dropout", dropout).field("modules_to_save", nullptr);
-    w.field("peft_type", "LORA").field("r", a.rank).key("target_modules").array();
-    for (int m = 0; m < MODULES; m++)
-        if (a.targets[m]) w.value(std::string(MODULE_NAMES[m]).substr(std::string(MODULE_NAMES[m]).find('.') + 1));
-    w.end().field("task_type", "CAUSAL_LM").field("use_dora", false).field("use_rslora", a.rslora).end();
-    return w.text + "\n";
-}
-
-// =============================================================================== 3 Memory, batches, steps
+// =============================================================================== 2 Memory, batches, steps
 
 // What a run is: if any of this differs, --resume would not go on with it.
-static std::string describe(const Options& o, const ModelFile& file, const Dataset& data, int64_t steps, const char* type) {
+static std::string describe(const Options& o, const ModelFile& file, const Dataset& data, int64_t steps,
+                            const char* type) {
     auto hex = [](uint64_t hash) { return format("%016llx", (unsigned long long)hash); };
     sj::Writer w;
-    w.object().field("model", hex(file.hash())).field("dataset", hex(fnv1a(data.file.data, data.file.size))).field("dtype", type);
-    w.field("full", o.full).field("rank", o.lora.rank).field("alpha", o.lora.alpha).field("rslora", o.lora.rslora).key("targets").array();
+    w.object().field("model", hex(file.hash())).field("dataset", hex(fnv1a(data.file.data, data.file.size)));
+    w.field("dtype", type).field("full", o.full).field("rank", o.lora.rank).field("alpha", o.lora.alpha);
+    w.field("rslora", o.lora.rslora).key("targets").array();
     for (bool target : o.lora.targets) w.value(target);
-    w.end().field("dropout", (double)o.dropout).field("lr", o.lr).field("weight-decay", o.weight_decay).field("warmup", o.warmup).field("clip", o.clip);
-    w.field("schedule", o.schedule).field("steps", steps).field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len);
-    w.field("seed", o.seed).field("shuffle", o.shuffle).end();
+    w.end().field("dropout", (double)o.dropout).field("lr", o.lr).field("weight-decay", o.weight_decay);
+    w.field("warmup", o.warmup).field("clip", o.clip).field("schedule", o.schedule).field("steps", steps);
+    w.field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len).field("seed", o.seed);
+    w.field("shuffle", o.shuffle).end();
     return w.text;
 }
 
-// The factor of the learning rate in step k = 0, 1, ..: as transformers' get_cosine_schedule_with_warmup and its kin.
+// The factor of the learning rate in step k = 0, 1, ..: as transformers' get_cosine_schedule_with_warmup and
+// its linear and constant siblings have it.
 static double schedule(const Options& o, int64_t k, int64_t steps) {
     const int64_t warm = (int64_t)std::ceil(o.warmup * (double)steps);
     if (k < warm) return (double)k / (double)warm;
@@ -269,7 +171,8 @@ template <class T> struct Trainer {
     int64_t epoch_steps, steps, step = 0; // steps an epoch, in all, done
     std::string run;                     // see describe
 
-    Trainer(const Options& options, const Context& where, const ModelFile& f, const Dataset& train, const Dataset* evaluation)
+    Trainer(const Options& options, const Context& where, const ModelFile& f, const Dataset& train,
+            const Dataset* evaluation)
         : o(options), ctx(where), file(f), c(f.config), w(f), data(train), eval(evaluation) {
         ctx.stop = &interrupted;
         rows = fitting(data);
@@ -279,10 +182,11 @@ template <class T> struct Trainer {
         steps = o.steps ? o.steps : (int64_t)std::ceil(o.epochs * (double)epoch_steps);
         run = describe(o, file, data, steps, w.type_name());
         if (!o.full) rank = adapt(w, o.lora, o.rank_step);
-        if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19) DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
+        if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19)
+            DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
         measure();
 #ifdef __CUDACC__
-        if constexpr (HAS_KERNELS<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (all that --full needs of them it copies)
+        if constexpr (HAS_GPU<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (--full has its own copies)
 #endif
         reserve();
         first_parameters();
@@ -297,41 +201,33 @@ template <class T> struct Trainer {
     A *p, *m, *v, *gradient; // (count) master parameters, AdamW's moments, gradients
     T* stored;               // (count) what the products read: the parameters as T, those of B times s
 
-    // With --full: calls f(name, where the model looks for it, its gradient's place, shape, at, n) for each tensor, which is
-    // the n numbers from `at` on, matrices before norms. Neighbours in a Linear are neighbours here, and only the first has
-    // a gradient's place.
+    // With --full: calls f(tensor, at) for each tensor of the model, which is the tensor.size() numbers from `at` on.
+    // Matrices come before vectors, since AdamW decays only matrices; results and states have the same order. Blocks of
+    // a Linear are neighbours.
     template <class F> void each_tensor(F f) {
         size_t at = 0;
-        auto one = [&](const std::string& name, const T*& from, A** to, const std::vector<size_t>& shape) {
-            const size_t n = shape[0] * (shape.size() > 1 ? shape[1] : 1);
-            f(name, from, to, shape, at, n);
-            at += n;
-        };
-        g.layer.resize(c.L);
-        auto matrices = [&](int l, const std::vector<const char*>& names, Linear<T>& W, A*& to) {
-            for (size_t b = 0; b < names.size(); b++)
-                one(l < 0 ? names[b] : format("model.layers.%d.%s.weight", l, names[b]), W.w[b], b ? nullptr : &to, {(size_t)W.rows[b], (size_t)W.in});
-        };
-        auto vector = [&](const std::string& name, const T*& from, A*& to, int n) { one(name, from, &to, {(size_t)n}); };
-        matrices(-1, {"model.embed_tokens.weight"}, w.embed, g.embed);
-        for (int l = 0; l < c.L; l++) {
-            Layer<T>& y = w.layers[l];
-            matrices(l, {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, y.qkv, g.layer[l].qkv.W);
-            matrices(l, {"self_attn.o_proj"}, y.o, g.layer[l].o.W);
-            matrices(l, {"mlp.gate_proj", "mlp.up_proj"}, y.gate_up, g.layer[l].gate_up.W);
-            matrices(l, {"mlp.down_proj"}, y.down, g.layer[l].down.W);
+        const std::vector<ModelTensor> tensors = model_tensors(c);
+        for (bool matrices : {true, false})
+            for (const ModelTensor& t : tensors)
+                if (matrices == (t.columns > 0)) f(t, at), at += t.size();
+    }
+
+    // Where `backward` looks for the gradient of a module's Linear; of any tensor (of a block: of its Linear).
+    typename Gradients<T>::OfLinear& gradient_of_module(int m, int l) {
+        auto& layer = g.layer[l];
+        return m <= V_PROJ ? layer.qkv : m == O_PROJ ? layer.o : m == DOWN_PROJ ? layer.down : layer.gate_up;
+    }
+    A*& gradient_of(const ModelTensor& t) {
+        switch (t.kind) {
+            case EMBED: return g.embed;
+            case HEAD: return g.head;
+            case FINAL_NORM: return g.norm;
+            case INPUT_NORM: return g.layer[t.layer].norm1;
+            case Q_NORM: return g.layer[t.layer].q_norm;
+            case K_NORM: return g.layer[t.layer].k_norm;
+            case POST_NORM: return g.layer[t.layer].norm2;
+            default: return gradient_of_module(t.kind, t.layer).W;
         }
-        if (!c.tied) matrices(-1, {"lm_head.weight"}, w.head, g.head);
-        for (int l = 0; l < c.L; l++) {
-            Layer<T>& y = w.layers[l];
-            auto& to = g.layer[l];
-            auto name = [&](const char* part) { return format("model.layers.%d.%s.weight", l, part); };
-            vector(name("input_layernorm"), y.norm1, to.norm1, c.C);
-            vector(name("self_attn.q_norm"), y.q_norm, to.q_norm, c.D);
-            vector(name("self_attn.k_norm"), y.k_norm, to.k_norm, c.D);
-            vector(name("post_attention_layernorm"), y.norm2, to.norm2, c.C);
-        }
-        vector("model.norm.weight", w.norm, g.norm, c.C);
     }
 
     // How many numbers are trained; the array of an adapter's holds zeros beside them.
@@ -346,11 +242,11 @@ template <class T> struct Trainer {
             return;
         }
         size_t matrices = 0;
-        each_tensor([&](const std::string&, const T*&, A**, const std::vector<size_t>& shape, size_t at, size_t n) {
-            count = at + n;
-            if (shape.size() > 1) matrices = count;
+        each_tensor([&](const ModelTensor& t, size_t at) {
+            count = at + t.size();
+            if (t.columns) matrices = count;
         });
-        segments = {{0, matrices, o.weight_decay, 1}, {matrices, count - matrices, 0, 1}}; // norms do not decay, as in the Trainer
+        segments = {{0, matrices, o.weight_decay, 1}, {matrices, count - matrices, 0, 1}}; // as transformers' Trainer
     }
 
     // ---- Memory: one arena, planned before the first step.
@@ -375,11 +271,16 @@ template <class T> struct Trainer {
         for (size_t i = 0; i < from.rows(); i++)
             if (from.row(i).size() <= limit) list.push_back(i), lengths.push_back((int)from.row(i).size() - 1);
         const char* name = from.file.path.c_str();
-        if (list.empty()) DIE("%s: every row has more than %zu tokens (%s)", name, limit, o.max_len > c.max_positions ? "the model's limit" : "--max-len");
-        if (list.size() < from.rows()) fprintf(stderr, "%s: %zu of %zu rows have more than %zu tokens and are left out\n", name, from.rows() - list.size(), from.rows(), limit);
+        if (list.empty())
+            DIE("%s: every row has more than %zu tokens (%s)", name, limit,
+                o.max_len > c.max_positions ? "the model's limit" : "--max-len");
+        if (list.size() < from.rows())
+            fprintf(stderr, "%s: %zu of %zu rows have more than %zu tokens and are left out\n", name,
+                    from.rows() - list.size(), from.rows(), limit);
         std::sort(lengths.rbegin(), lengths.rend());
         longest = std::max(longest, lengths[0]);
-        most_tokens = std::max(most_tokens, std::accumulate(lengths.begin(), lengths.begin() + std::min(lengths.size(), (size_t)o.batch), 0));
+        const auto end = lengths.begin() + std::min(lengths.size(), (size_t)o.batch);
+        most_tokens = std::max(most_tokens, std::accumulate(lengths.begin(), end, 0));
         return list;
     }
 
@@ -408,7 +309,11 @@ template <class T> struct Trainer {
         place = arena.take<uint32_t>(N);
         pages = arena.take<int>((size_t)o.batch * max_pages);
 #ifdef __CUDACC__
-        if (ctx.gpu) ctx.partial = arena.take<float>(PARTIAL_BYTES / sizeof(float)), ctx.arrived = arena.take<int>(MAX_TILES);
+        if (ctx.gpu) {
+            ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
+            ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+            ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+        }
 #endif
         part("the rest", before);
         return parts;
@@ -418,43 +323,48 @@ template <class T> struct Trainer {
     void reserve() {
         const std::vector<Part> parts = plan();
         memory = format("memory: %.1f MB:", (double)arena.used / 1e6);
-        for (auto& part : parts) memory += format("%s %s %.1f", &part == &parts.front() ? "" : ",", part.name, (double)part.bytes / 1e6);
+        for (auto& part : parts)
+            memory += format("%s %s %.1f", &part == &parts.front() ? "" : ",", part.name, (double)part.bytes / 1e6);
         size_t have = available_memory();
 #ifdef __CUDACC__
         size_t all;
         if (ctx.gpu) CUDA_CHECK(cudaMemGetInfo(&have, &all));
 #endif
-        arena.gpu = ctx.gpu;
+        arena.gpu = ctx.gpu != nullptr;
         if (arena.used > have)
-            DIE("%s: training needs %zu bytes of %s, %zu more than there are; --recompute, a smaller --batch with more --accum, --max-len%s need less",
-                file.path.c_str(), arena.used, ctx.gpu ? "GPU memory" : "memory", arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
+            DIE("%s: training needs %zu bytes of %s, %zu more than there are; --recompute, a smaller --batch with more "
+                "--accum, --max-len%s need less", file.path.c_str(), arena.used, ctx.gpu ? "GPU memory" : "memory",
+                arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
         arena.allocate("training");
         plan();
     }
 
-    // The adapter's first numbers as PEFT draws them (A uniform in +-1 / sqrt(in), B zero), or those of a file; the model's
-    // own with --full.
+    // The first parameters: of an adapter as PEFT draws them (A uniform in +-1 / sqrt(in), B zero), or those of a file;
+    // with --full the model's own.
     void first_parameters() {
         std::vector<A> first(count, 0);
         if (o.full) {
-            each_tensor([&](const std::string&, const T*& from, A**, const std::vector<size_t>&, size_t at, size_t n) {
-                for (size_t i = 0; i < n; i++) first[at + i] = to_acc(from[i]);
+            each_tensor([&](const ModelTensor& t, size_t at) {
+                const T* from = place_of(w, t).numbers();
+                for (size_t i = 0; i < t.size(); i++) first[at + i] = to_acc(from[i]);
             });
         } else if (!o.adapter_init.empty()) {
             first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
         } else {
             size_t drawn = 0; // the same numbers whatever the rank is rounded up to
-            each_adapter_tensor(w, [&](const std::string&, size_t r, size_t n, size_t at, size_t) {
-                const float bound = 1 / std::sqrt((float)n);
-                for (size_t i = 0; i < r * n && at < segments[0].n; i++)
-                    first[at + i] = bound * ((float)(philox(o.seed, drawn++, STREAM_INIT).v[0] >> 8) * (1.f / 8388608) - 1);
+            each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t in, size_t at, size_t) {
+                const float bound = 1 / std::sqrt((float)in);
+                for (size_t i = 0; i < rows * in && at < segments[0].n; i++) { // segments[0]: every A
+                    const uint32_t bits = philox(o.seed, drawn++, STREAM_INIT).v[0] >> 8;
+                    first[at + i] = bound * ((float)bits * (1.f / 8388608) - 1); // 2^23
+                }
             });
         }
         copy_in(ctx, p, first.data(), count);
         give_copies(first);
     }
 
-    // The copies that products read, of parameters that were loaded and not computed.
+    // Makes the copies that products read, of parameters that were loaded. (Of those it computes, AdamW makes them.)
     void give_copies(const std::vector<A>& from) {
         std::vector<T> copies(count);
         for (const Segment& s : segments)
@@ -466,17 +376,16 @@ template <class T> struct Trainer {
     void fill() {
         g.layer.resize(c.L);
         if (o.full) {
-            each_tensor([&](const std::string&, const T*& from, A** to, const std::vector<size_t>&, size_t at, size_t) {
-                from = stored + at;
-                if (to) *to = gradient + at;
+            each_tensor([&](const ModelTensor& t, size_t at) {
+                const TensorPlace<T> in = place_of(w, t);
+                in.numbers() = stored + at;
+                if (in.block == 0) gradient_of(t) = gradient + at;
             });
             if (c.tied) w.head = w.embed, g.head = g.embed;
         } else {
-            each_adapter(w, [&](Linear<T>& W, AdapterPlace at) {
-                Adapter<T>& adapter = W.adapter;
-                auto& layer = g.layer[adapter.module[0] / MODULES];
-                Layer<T>& y = w.layers[adapter.module[0] / MODULES];
-                auto& to = &W == &y.qkv ? layer.qkv : &W == &y.o ? layer.o : &W == &y.gate_up ? layer.gate_up : layer.down;
+            each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
+                Adapter<T>& adapter = linear.adapter;
+                auto& to = gradient_of_module(adapter.module[0] % MODULES, adapter.module[0] / MODULES);
                 adapter.A = stored + at.A, adapter.B = stored + at.B, adapter.h = h + at.h * most_tokens;
                 to.A = gradient + at.A, to.B = gradient + at.B;
             });
@@ -505,16 +414,24 @@ template <class T> struct Trainer {
             const DatasetRow row = from.row(list[s]);
             for (int i = 0; i + 1 < (int)row.size(); i++) {
                 if (i % PAGE == 0) table[(size_t)s * max_pages + i / PAGE] = page++;
-                if (row.first[i + 1] & TRAIN) all_named.push_back((int)all_token.size()), all_target.push_back((int)(row.first[i + 1] & ~TRAIN));
+                if (row.first[i + 1] & TRAIN) {
+                    all_named.push_back((int)all_token.size());
+                    all_target.push_back((int)(row.first[i + 1] & ~TRAIN));
+                }
                 all_token.push_back((int)(row.first[i] & ~TRAIN)), all_pos.push_back(i), all_seq.push_back(s);
                 all_slot.push_back((page - 1) * PAGE + i % PAGE);
                 all_place.push_back((uint32_t)(first + s) * (uint32_t)o.max_len + (uint32_t)i);
             }
         }
         const size_t N = all_token.size();
-        copy_in(ctx, token, all_token.data(), N), copy_in(ctx, pos, all_pos.data(), N), copy_in(ctx, seq, all_seq.data(), N);
-        copy_in(ctx, slot, all_slot.data(), N), copy_in(ctx, place, all_place.data(), N), copy_in(ctx, pages, table.data(), table.size());
-        copy_in(ctx, named, all_named.data(), all_named.size()), copy_in(ctx, target, all_target.data(), all_target.size());
+        copy_in(ctx, token, all_token.data(), N);
+        copy_in(ctx, pos, all_pos.data(), N);
+        copy_in(ctx, seq, all_seq.data(), N);
+        copy_in(ctx, slot, all_slot.data(), N);
+        copy_in(ctx, place, all_place.data(), N);
+        copy_in(ctx, pages, table.data(), table.size());
+        copy_in(ctx, named, all_named.data(), all_named.size());
+        copy_in(ctx, target, all_target.data(), all_target.size());
         R = (int)all_named.size();
         return {(int)N, n, token, pos, seq, slot, pages, max_pages};
     }
@@ -528,7 +445,8 @@ template <class T> struct Trainer {
             order = rows;
             for (size_t i = order.size() - 1; i > 0 && o.shuffle; i--) {
                 const Philox r = philox(o.seed, (uint64_t)epoch << 32 | i, STREAM_SHUFFLE);
-                std::swap(order[i], order[(size_t)((unsigned __int128)((uint64_t)r.v[1] << 32 | r.v[0]) * (i + 1) >> 64)]);
+                const uint64_t bits = (uint64_t)r.v[1] << 32 | r.v[0];
+                std::swap(order[i], order[(size_t)((unsigned __int128)bits * (i + 1) >> 64)]);
             }
             ordered = epoch;
         }
@@ -537,7 +455,8 @@ template <class T> struct Trainer {
     }
 
     void use_dropout(bool on) {
-        each_adapter(w, [&](Linear<T>& W, AdapterPlace) { W.adapter.dropout = on && o.dropout > 0 ? &dropout : nullptr; });
+        const Dropout* used = on && o.dropout > 0 ? &dropout : nullptr;
+        each_adapter(w, [&](Linear<T>& linear, AdapterPlace) { linear.adapter.dropout = used; });
     }
 
     // ---- Steps
@@ -546,12 +465,13 @@ template <class T> struct Trainer {
     size_t tokens_done = 0;   // that were fed
     double flops = 0;         // of the last step
 
-    // Sums up the losses of rows in results[0], and into `to`, if it is not null, the gradients of `scale` times that sum.
+    // Adds up the losses of rows in results[0], and the gradients of `scale` times that sum into `to` (null: none).
     void add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, A scale) {
         clear(ctx, results, 2);
         for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
             int R;
-            const Batch b = load(from, &list[first], (int)std::min((size_t)o.batch, list.size() - first), (int)first, R);
+            const int n = (int)std::min((size_t)o.batch, list.size() - first);
+            const Batch b = load(from, &list[first], n, (int)first, R);
             forward(ctx, c, w, b, a, kv, rope);
             loss_backward(ctx, c, w, a, d, to, loss, named, target, scale, b.N, R);
             RUN(add_losses, results, loss, R);
@@ -581,13 +501,15 @@ template <class T> struct Trainer {
         how.lr = (float)last_lr, how.clip = (float)o.clip, how.step = step + 1;
         for (const Segment& s : segments) {
             how.decay = (float)s.decay, how.copy = s.copy;
-            RUN(adamw, stored + s.first, p + s.first, m + s.first, v + s.first, gradient + s.first, results + 1, s.n, how);
+            RUN(adamw, stored + s.first, p + s.first, m + s.first, v + s.first, gradient + s.first, results + 1, s.n,
+                how);
         }
         double result[2];
         copy_out(ctx, result, results, 2);
         last_loss = result[0] / (double)all, last_norm = result[1];
         if (!std::isfinite(last_loss) || !std::isfinite(last_norm))
-            not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1, std::fabs(last_loss), last_norm));
+            not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1,
+                                          std::fabs(last_loss), last_norm));
         tokens_done += fed, flops = flops_of(list, all);
         step++;
         return true;
@@ -602,18 +524,20 @@ template <class T> struct Trainer {
         return sum / (double)trained(from, list);
     }
 
-    // A loss that is not finite. After a step the parameters are those from before it (see adamw): which rows are to blame
-    // can still be asked.
+    // Names the rows whose loss is not finite, and throws. After such a step the parameters are still those from before
+    // it (see adamw), so that each row can be asked by itself.
     [[noreturn]] void not_finite(const Dataset& from, const std::vector<size_t>& list, const std::string& what) {
         std::vector<size_t> blamed;
         for (size_t row : list)
             if (!std::isfinite(mean_loss(from, {row}))) blamed.push_back(row);
         const std::vector<size_t>& shown = blamed.empty() ? list : blamed;
         std::string numbers;
-        for (size_t i = 0; i < std::min(shown.size(), (size_t)20); i++) numbers += format("%s%zu", i ? ", " : "", shown[i]);
+        for (size_t i = 0; i < std::min(shown.size(), (size_t)20); i++)
+            numbers += format("%s%zu", i ? ", " : "", shown[i]);
         if (shown.size() > 20) numbers += format(", .. (%zu in all)", shown.size());
         DIE("%s: %s; %s: %s", from.file.path.c_str(), what.c_str(),
-            blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite", numbers.c_str());
+            blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite",
+            numbers.c_str());
     }
 
     // Multiplications and additions of a step: forward; backward by the input, and by what is trained.
@@ -623,13 +547,14 @@ template <class T> struct Trainer {
             const double n = (double)data.row(row).size() - 1;
             N += n, pairs += n * (n + 1) / 2;
         }
-        for (const Layer<T>& y : w.layers)
-            for (const Linear<T>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) {
-                products += (double)W->out() * W->in;
-                for (int j = 0; j < W->adapter.modules; j++) adapters += (double)W->adapter.true_rank * (W->in + W->rows[W->adapter.block[j]]);
+        for (const ModelTensor& t : model_tensors(c))
+            if (t.kind < MODULES) {
+                products += (double)t.size();
+                if (!o.full && o.lora.targets[t.kind]) adapters += (double)o.lora.rank * (t.rows + t.columns);
             }
         const double passes = (o.full ? 3 : 2) + o.recompute, attention = 4. * c.H * c.D * c.L * pairs;
-        return 2 * N * (products * passes + adapters * 3) + attention * (3.5 + o.recompute) + 2. * (double)all * c.V * c.C * (o.full ? 3 : 2);
+        const double head = (double)all * c.V * c.C * (o.full ? 3 : 2);
+        return 2 * N * (products * passes + adapters * 3) + attention * (3.5 + o.recompute) + 2 * head;
     }
 
     // ---- Checkpoints: the adapter (or model) for use, and the state to go on from.
@@ -640,50 +565,53 @@ template <class T> struct Trainer {
         return numbers;
     }
 
-    // Calls f(first, n) for each stretch of an array of parameters that files hold: all but what is always zero.
-    template <class F> void each_stretch(F f) {
+    // Calls f(first, n) for each range of an array of parameters that files hold: all but what is always zero.
+    template <class F> void each_range(F f) {
         if (o.full) return f((size_t)0, count);
-        each_adapter_tensor(w, [&](const std::string&, size_t r, size_t n, size_t at, size_t apart) {
-            for (size_t i = 0; i < r; i++) f(at + i * apart, n);
+        each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t columns, size_t at, size_t stride) {
+            for (size_t r = 0; r < rows; r++) f(at + r * stride, columns);
         });
     }
 
     // The trained parameters, for PEFT or for qwen3.
     void write_result(const std::string& folder, size_t leaked) {
         make_folder(folder);
-        std::map<std::string, std::string> metadata = {{"format", "pt"}};
+        Metadata metadata = {{"format", "pt"}};
+        if (o.full) metadata = model_metadata(file.config_text, file.generation_text);
         if (leaked) metadata["leak"] = format("%zu rows of the evaluation file were trained on", leaked);
         const std::vector<A> numbers = host(p);
         std::vector<OutTensor> tensors;
         if (o.full) {
-            metadata["config"] = file.config_text;
-            if (!file.generation_text.empty()) metadata["generation_config"] = file.generation_text;
-            each_tensor([&](const std::string& name, const T*&, A**, const std::vector<size_t>& shape, size_t at, size_t n) {
-                tensors.push_back({name, std::is_same_v<T, bf16> ? "BF16" : "F32", shape, [&numbers, at, n](OutputFile& out) {
+            each_tensor([&](const ModelTensor& t, size_t at) {
+                auto write = [&numbers, at, n = t.size()](OutputFile& out) {
                     std::vector<T> rounded(n);
                     for (size_t i = 0; i < n; i++) rounded[i] = to_stored<T>(numbers[at + i]);
                     out.write(rounded.data(), n * sizeof(T));
-                }});
+                };
+                tensors.push_back({t.name(), std::is_same_v<T, bf16> ? "BF16" : "F32", t.shape(), write});
             });
-            return write_safetensors(folder + "/model.bin", metadata, tensors);
+            write_safetensors(folder + "/model.bin", metadata, tensors);
+            return;
         }
-        each_adapter_tensor(w, [&](const std::string& name, size_t r, size_t n, size_t at, size_t apart) {
-            tensors.push_back({name, "F32", {r, n}, [&numbers, r, n, at, apart](OutputFile& out) {
-                for (size_t i = 0; i < r; i++) out.write(&numbers[at + i * apart], n * sizeof(A));
-            }});
+        each_adapter_tensor(w, [&](const std::string& name, size_t rows, size_t columns, size_t at, size_t stride) {
+            auto write = [&numbers, rows, columns, at, stride](OutputFile& out) {
+                for (size_t r = 0; r < rows; r++) out.write(&numbers[at + r * stride], columns * sizeof(A));
+            };
+            tensors.push_back({name, "F32", {(int64_t)rows, (int64_t)columns}, write});
         });
         write_text(folder + "/adapter_config.json", adapter_config_json(o.lora, o.dropout, o.model));
         write_safetensors(folder + "/adapter_model.safetensors", metadata, tensors);
     }
 
     void write_state(const std::string& path, double best, double elapsed) {
-        const std::map<std::string, std::string> metadata = {
-            {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)}, {"elapsed", sj::repr(elapsed)}};
+        const Metadata metadata = {
+            {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)},
+            {"elapsed", sj::repr(elapsed)}};
         std::vector<OutTensor> tensors;
         for (auto [name, from] : {std::pair("p", p), {"m", m}, {"v", v}})
-            tensors.push_back({name, "F32", {trained_parameters()}, [this, from = from](OutputFile& out) {
+            tensors.push_back({name, "F32", {(int64_t)trained_parameters()}, [this, from = from](OutputFile& out) {
                 const std::vector<A> numbers = host(from);
-                each_stretch([&](size_t first, size_t n) { out.write(&numbers[first], n * sizeof(A)); });
+                each_range([&](size_t first, size_t n) { out.write(&numbers[first], n * sizeof(A)); });
             }});
         write_safetensors(path, metadata, tensors);
     }
@@ -692,24 +620,26 @@ template <class T> struct Trainer {
         const MappedFile map(path);
         const char* name = path.c_str();
         Tensors tensors;
-        std::map<std::string, std::string> metadata;
+        Metadata metadata;
         read_safetensors(map, tensors, metadata);
         sj::Doc theirs, ours;
         if (!sj::parse(theirs, metadata["run"]).empty()) DIE("%s: not a state of train_lora", name);
         sj::parse(ours, run);
         for (auto [key, mine] : ours.root().members())
             if (const std::string was = sj::dump(theirs.root()[key]), is = sj::dump(mine); was != is)
-                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(), was.c_str(), is.c_str());
+                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(),
+                    was.c_str(), is.c_str());
         step = parse_integer(name, metadata["step"].c_str(), 0, steps);
         best = metadata["best"] == "Infinity" ? INFINITY : parse_number(name, metadata["best"].c_str(), 0, 1e30);
         elapsed = parse_number(name, metadata["elapsed"].c_str(), 0, 1e12);
         std::vector<A> numbers(count);
         for (auto [key, to] : {std::pair("p", p), {"m", m}, {"v", v}}) {
             const auto t = tensors.find(key);
-            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != std::vector<int64_t>{(int64_t)trained_parameters()})
+            const Shape shape = {(int64_t)trained_parameters()};
+            if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != shape)
                 DIE("%s: no tensor %s of %zu numbers", name, key, trained_parameters());
             const uint8_t* from = t->second.data;
-            each_stretch([&](size_t first, size_t n) {
+            each_range([&](size_t first, size_t n) {
                 memcpy(&numbers[first], from, n * sizeof(A));
                 from += n * sizeof(A);
             });
@@ -719,7 +649,7 @@ template <class T> struct Trainer {
     }
 };
 
-// ========================================================================================= 4 Log and curve
+// ========================================================================================= 3 Log and curve
 
 static std::string clock_text(double s) { // as Python's str(timedelta)
     const long long t = (long long)s;
@@ -760,7 +690,8 @@ struct Log {
     ~Log() { fclose(file); }
 
     void add(const std::string& line) {
-        if (fputs((line + "\n").c_str(), file) < 0 || fflush(file) != 0) DIE("%s/trainer_log.jsonl: %s", folder.c_str(), strerror(errno));
+        if (fputs((line + "\n").c_str(), file) < 0 || fflush(file) != 0)
+            DIE("%s/trainer_log.jsonl: %s", folder.c_str(), strerror(errno));
     }
 
     // Steps across, loss upwards: every step thin, their running mean thick, evaluations as dots.
@@ -775,13 +706,18 @@ struct Log {
         const double high = std::max(1., std::ceil(most / tick)) * tick;
         auto x = [&](double step) { return LEFT + (W - LEFT - RIGHT) * step / (double)steps; };
         auto y = [&](double loss) { return H - BOTTOM - (H - TOP - BOTTOM) * loss / high; };
-        std::string s = format("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %g %g\" font-family=\"sans-serif\" font-size=\"12\">\n"
+        std::string s = format("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %g %g\" "
+                               "font-family=\"sans-serif\" font-size=\"12\">\n"
                                "<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n", W, H);
         for (double at = 0; at <= high * 1.001; at += tick)
-            s += format("<path d=\"M%g %.1fH%g\" stroke=\"#ddd\"/><text x=\"%g\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n", LEFT, y(at), W - RIGHT, LEFT - 6, y(at) + 4, at);
+            s += format("<path d=\"M%g %.1fH%g\" stroke=\"#ddd\"/>"
+                        "<text x=\"%g\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n",
+                        LEFT, y(at), W - RIGHT, LEFT - 6, y(at) + 4, at);
         for (int i = 0; i <= 4; i++)
-            s += format("<text x=\"%.1f\" y=\"%g\" text-anchor=\"middle\">%lld</text>\n", x((double)steps * i / 4), H - BOTTOM + 18, (long long)(steps * i / 4));
-        s += format("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">step</text><text x=\"16\" y=\"%g\" transform=\"rotate(-90 16 %g)\" text-anchor=\"middle\">loss</text>\n",
+            s += format("<text x=\"%.1f\" y=\"%g\" text-anchor=\"middle\">%lld</text>\n", x((double)steps * i / 4),
+                        H - BOTTOM + 18, (long long)(steps * i / 4));
+        s += format("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">step</text>"
+                    "<text x=\"16\" y=\"%g\" transform=\"rotate(-90 16 %g)\" text-anchor=\"middle\">loss</text>\n",
                     (LEFT + W - RIGHT) / 2, H - 6, H / 2, H / 2);
         std::string thin, thick;
         double mean = losses.empty() ? 0 : losses[0].loss;
@@ -789,102 +725,32 @@ struct Log {
             mean += (p.loss - mean) * 0.1;
             thin += format("%.1f,%.1f ", x(p.step), y(p.loss)), thick += format("%.1f,%.1f ", x(p.step), y(mean));
         }
-        s += "<polyline points=\"" + thin + "\" fill=\"none\" stroke=\"#9bd\"/>\n<polyline points=\"" + thick + "\" fill=\"none\" stroke=\"#05a\" stroke-width=\"2\"/>\n";
-        for (const Point& p : evaluations) s += format("<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"#c30\"><title>%g</title></circle>\n", x(p.step), y(p.loss), p.loss);
+        s += "<polyline points=\"" + thin + "\" fill=\"none\" stroke=\"#9bd\"/>\n";
+        s += "<polyline points=\"" + thick + "\" fill=\"none\" stroke=\"#05a\" stroke-width=\"2\"/>\n";
+        for (const Point& p : evaluations)
+            s += format("<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"#c30\"><title>%g</title></circle>\n", x(p.step),
+                        y(p.loss), p.loss);
         s += format("<text x=\"%g\" y=\"36\" text-anchor=\"end\" fill=\"#05a\">training</text>", W - RIGHT - 6);
-        if (!evaluations.empty()) s += format("<text x=\"%g\" y=\"52\" text-anchor=\"end\" fill=\"#c30\">evaluation</text>", W - RIGHT - 6);
+        if (!evaluations.empty())
+            s += format("<text x=\"%g\" y=\"52\" text-anchor=\"end\" fill=\"#c30\">evaluation</text>", W - RIGHT - 6);
         write_text(folder + "/loss.svg", s + "\n</svg>\n");
     }
 };
 
-// ==================================================================================================== 5 Merge
-
-// Rounds to nearest, ties to even; from 65520 on it is an infinity.
-static uint16_t float_to_half(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    const uint32_t sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
-    if (size >= 0x477ff000) return (uint16_t)(sign | (size > 0x7f800000 ? 0x7e00 : 0x7c00));
-    if (size < 0x38800000) return (uint16_t)(sign | (uint32_t)std::nearbyint(std::fabs(f) * 16777216.f)); // below 2^-14: steps of 2^-24
-    return (uint16_t)(sign | (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13);
-}
+// ==================================================================================================== 4 Merge
 
 // What would make a merge fail, asked before hours of training.
 static void check_merge(const ModelFile& file, const std::string& path) {
     if (same_file(file.path, path)) DIE("--merge %s: is the model itself", path.c_str());
     for (auto& [name, t] : file.tensors)
-        if (t.dtype == Dtype::I8 || t.dtype == Dtype::Other) DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
+        if (!t.is_float())
+            DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
 }
 
-// W + s B A for every targeted matrix, in float32 and rounded once to what it is stored as, into a model.bin or a folder;
-// to a folder the base's tokenizer goes too.
-static void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
-    std::map<std::string, std::pair<int, int>> targeted; // tensor -> layer, module
-    for (int l = 0; l < file.config.L; l++)
-        for (int m = 0; m < MODULES; m++) {
-            if (!adapter.config.targets[m]) continue;
-            const std::string name = format("model.layers.%d.%s.weight", l, MODULE_NAMES[m]);
-            const auto found = file.tensors.find(name);
-            if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
-            const auto [rows, in] = module_shape(file.config, m);
-            need_shape(name, found->second, {rows, in});
-            targeted[name] = {l, m};
-        }
-    std::vector<OutTensor> tensors;
-    for (auto& [name, t] : file.tensors) {
-        const char* dtype = t.dtype == Dtype::F32 ? "F32" : t.dtype == Dtype::F16 ? "F16" : "BF16";
-        const std::vector<size_t> shape(t.shape.begin(), t.shape.end());
-        const auto at = targeted.find(name);
-        if (at == targeted.end()) {
-            tensors.push_back({name, dtype, shape, [&t = t](OutputFile& out) { out.write(t.data, t.bytes); }});
-            continue;
-        }
-        const auto [l, m] = at->second;
-        const Tensor *A = &adapter.tensors.at(adapter_tensor(l, m, 'A')), *B = &adapter.tensors.at(adapter_tensor(l, m, 'B'));
-        const auto [rows, in] = module_shape(file.config, m);
-        tensors.push_back({name, dtype, shape, [&name = name, &t = t, &adapter, A, B, rows = rows, in = in](OutputFile& out) {
-            const int rank = adapter.config.rank;
-            const float s = (float)adapter.config.scale();
-            std::vector<float> a((size_t)rank * in), merged((size_t)rows * in);
-            for (size_t i = 0; i < a.size(); i++) a[i] = number(*A, i);
-            #pragma omp parallel for schedule(static)
-            for (int r = 0; r < rows; r++) {
-                float* row = &merged[(size_t)r * in];
-                for (int i = 0; i < rank; i++) {
-                    const float b = number(*B, (size_t)r * rank + i);
-                    for (int k = 0; k < in; k++) row[k] += b * a[(size_t)i * in + k];
-                }
-                for (int k = 0; k < in; k++) row[k] = number(t, (size_t)r * in + k) + s * row[k];
-            }
-            if (t.dtype == Dtype::F32) return out.write(merged.data(), merged.size() * 4);
-            std::vector<uint16_t> rounded(merged.size());
-            for (size_t i = 0; i < merged.size(); i++) {
-                rounded[i] = t.dtype == Dtype::F16 ? float_to_half(merged[i]) : to_bf16(merged[i]).bits;
-                if (t.dtype == Dtype::F16 && (rounded[i] & 0x7c00) == 0x7c00)
-                    DIE("%s: tensor %s: %g is too large for F16", out.path.c_str(), name.c_str(), merged[i]);
-            }
-            out.write(rounded.data(), rounded.size() * 2);
-        }});
-    }
-    std::map<std::string, std::string> metadata = {{"format", "pt"}};
-    const bool one_file = path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
-    if (one_file) {
-        metadata["config"] = file.config_text;
-        if (!file.generation_text.empty()) metadata["generation_config"] = file.generation_text;
-        return write_safetensors(path, metadata, tensors);
-    }
-    make_folder(path);
-    write_text(path + "/config.json", file.config_text);
-    if (!file.generation_text.empty()) write_text(path + "/generation_config.json", file.generation_text);
-    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "vocab.json", "special_tokens_map.json",
-                             "added_tokens.json", "tokenizer.bin"})
-        if (const std::string from = file.path + "/" + name; access(from.c_str(), F_OK) == 0) write_text(path + "/" + name, MappedFile(from).text());
-    write_safetensors(path + "/model.safetensors", metadata, tensors);
-}
-
-// Merges, then asks both the adapter and the merged model: the mean KL divergence over the positions of a prompt, and how
-// long their greedy texts after it are the same.
-template <class T> void merge(const Options& o, Context ctx, const ModelFile& file, const std::string& folder, const Dataset* data) {
+// Merges, then compares the model with the adapter and the merged model: the mean KL divergence over the positions of a
+// prompt, and how many tokens of their greedy texts after it are the same.
+template <class T>
+void merge(const Options& o, Context ctx, const ModelFile& file, const std::string& folder, const Dataset* data) {
     constexpr int PROMPT = 64, ANSWER = 64;
     const AdapterFile adapter(folder, file.config);
     write_merged(file, adapter, o.merge);
@@ -903,16 +769,18 @@ template <class T> void merge(const Options& o, Context ctx, const ModelFile& fi
         const ModelFile& from = which ? merged : file;
         Weights<T> w(from);
 #ifdef __CUDACC__
-        if constexpr (HAS_KERNELS<T>) if (ctx.gpu) w.upload(ctx, from);
+        if constexpr (HAS_GPU<T>) if (ctx.gpu) w.upload(ctx, from);
 #endif
         std::unique_ptr<AttachedAdapter<T>> attached;
-        if (!which) attached = std::make_unique<AttachedAdapter<T>>(ctx, w, adapter, ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK);
+        const int chunk = ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK;
+        if (!which) attached = std::make_unique<AttachedAdapter<T>>(ctx, w, adapter, chunk);
         Session<T> session(c, w, std::min(c.max_positions, (int)prompt.size() + ANSWER), ctx);
         size_t at = 0;
         session.feed(prompt, nullptr, [&](const acc<T>* row) {
             if (!which) return logits.emplace_back(row, row + c.V), void();
             const std::vector<acc<T>>& theirs = logits[at++];
-            const double top_p = *std::max_element(theirs.begin(), theirs.end()), top_q = *std::max_element(row, row + c.V);
+            const double top_p = *std::max_element(theirs.begin(), theirs.end());
+            const double top_q = *std::max_element(row, row + c.V);
             double zp = 0, zq = 0, sum = 0;
             for (int v = 0; v < c.V; v++) zp += std::exp(theirs[v] - top_p), zq += std::exp(row[v] - top_q);
             for (int v = 0; v < c.V; v++) {
@@ -928,38 +796,52 @@ template <class T> void merge(const Options& o, Context ctx, const ModelFile& fi
     }
     size_t same = 0;
     while (same < texts[0].size() && same < texts[1].size() && texts[0][same] == texts[1][same]) same++;
-    fprintf(stderr, "%s: merged; against the adapter: mean KL %.2e over %zu tokens, greedy text the same for %zu of %zu tokens\n",
-            o.merge.c_str(), std::max(0., kl), prompt.size(), same, texts[0].size());
+    fprintf(stderr, "%s: merged; against the adapter: mean KL %.2e over %zu tokens, greedy text the same for %zu of %zu "
+            "tokens\n", o.merge.c_str(), std::max(0., kl), prompt.size(), same, texts[0].size());
 }
 
-// ===================================================================================================== 6 main
+// ===================================================================================================== 5 main
 
 // Removes what a run leaves in its folder.
 static void remove_run(const std::string& out) {
-    for (const char* name : {"adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors", "trainer_log.jsonl", "loss.svg",
-                             "best/adapter_config.json", "best/adapter_model.safetensors", "best/model.bin"})
-        if (unlink((out + "/" + name).c_str()) != 0 && errno != ENOENT && errno != ENOTDIR) DIE("%s/%s: %s", out.c_str(), name, strerror(errno));
+    for (const char* name : {"adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors",
+                             "trainer_log.jsonl", "loss.svg", "best/adapter_config.json",
+                             "best/adapter_model.safetensors", "best/model.bin"})
+        if (unlink((out + "/" + name).c_str()) != 0 && errno != ENOENT && errno != ENOTDIR)
+            DIE("%s/%s: %s", out.c_str(), name, strerror(errno));
 }
 
-template <class T> int train(const Options& o, const Context& ctx, const ModelFile& file, const Dataset& data, const Dataset* eval, size_t leaked) {
-    const std::string state = o.out + "/state.safetensors", log_file = o.out + "/trainer_log.jsonl";
-    auto exists = [](const std::string& f) { return access(f.c_str(), F_OK) == 0; };
-    const bool old = exists(log_file) || exists(state) || exists(o.out + "/adapter_config.json") || exists(o.out + "/model.bin");
-    if (old && !o.resume && !o.overwrite) DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", o.out.c_str());
-    if (o.overwrite && same_file(o.model, o.out + "/model.bin")) DIE("%s: --overwrite would remove the model that is to be trained", o.out.c_str());
-    if (o.resume && !exists(state)) DIE("%s: no run to resume: it has no state.safetensors", o.out.c_str());
+static void check_folder(const Options& o, const std::string& state) {
+    auto exists = [&](const char* name) { return access((o.out + "/" + name).c_str(), F_OK) == 0; };
+    const bool old = exists("trainer_log.jsonl") || exists("state.safetensors") || exists("adapter_config.json") ||
+                     exists("model.bin");
+    const char* out = o.out.c_str();
+    if (old && !o.resume && !o.overwrite)
+        DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", out);
+    if (o.overwrite && same_file(o.model, o.out + "/model.bin"))
+        DIE("%s: --overwrite would remove the model that is to be trained", out);
+    if (o.resume && access(state.c_str(), F_OK) != 0) DIE("%s: no run to resume: it has no state.safetensors", out);
+}
 
+template <class T>
+int train(const Options& o, const Context& ctx, const ModelFile& file, const Dataset& data, const Dataset* eval,
+          size_t leaked) {
+    const std::string state = o.out + "/state.safetensors";
+    check_folder(o, state);
     Trainer<T> t(o, ctx, file, data, eval);
     double best = INFINITY, before = 0;
     if (o.resume) t.read_state(state, best, before);
     make_folder(o.out);
     if (o.overwrite) remove_run(o.out);
     Log log(o.out, t.step);
-    const std::string lora = o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
-    fprintf(stderr, "%s: %.2f M parameters, %s, %s; %s%.2f M of them trained\n", o.model.c_str(), (double)file.config.parameters() / 1e6,
-            t.w.type_name(), device_name(ctx).c_str(), lora.c_str(), (double)t.trained_parameters() / 1e6);
-    fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n", o.train.c_str(), t.rows.size(), t.trained(data, t.rows),
-            (long long)t.steps, o.batch * o.accum, (long long)t.epoch_steps, (unsigned long long)o.seed);
+    const std::string lora =
+        o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
+    fprintf(stderr, "%s: %.2f M parameters, %s, %s; %s%.2f M of them trained\n", o.model.c_str(),
+            (double)file.config.parameters() / 1e6, t.w.type_name(), device_name(ctx).c_str(), lora.c_str(),
+            (double)t.trained_parameters() / 1e6);
+    fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n",
+            o.train.c_str(), t.rows.size(), t.trained(data, t.rows), (long long)t.steps, o.batch * o.accum,
+            (long long)t.epoch_steps, (unsigned long long)o.seed);
     fprintf(stderr, "%s\n", t.memory.c_str());
 
     const double start = seconds();
@@ -967,7 +849,8 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     auto add_to_log = [&](sj::Writer& w) { // with what each line ends in
         const double share = (double)t.step / (double)t.steps;
         w.field("epoch", (double)t.step / (double)t.epoch_steps).field("percentage", std::round(share * 1e4) / 100);
-        w.field("elapsed_time", clock_text(elapsed())).field("remaining_time", clock_text(elapsed() / share * (1 - share))).end();
+        w.field("elapsed_time", clock_text(elapsed()));
+        w.field("remaining_time", clock_text(elapsed() / share * (1 - share))).end();
         log.add(w.text);
     };
     auto save = [&] {
@@ -977,39 +860,50 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     };
     auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.epoch_steps) == 0; };
     auto evaluate = [&] { // if it is time, and not done yet
-        if (!eval || t.step == 0 || !due(o.eval_every) || (!log.evaluations.empty() && log.evaluations.back().step == (double)t.step)) return;
+        if (!eval || t.step == 0 || !due(o.eval_every)) return;
+        if (!log.evaluations.empty() && log.evaluations.back().step == (double)t.step) return;
         const double loss = t.mean_loss(*eval, t.eval_rows);
         if (interrupted) return;
-        if (!std::isfinite(loss)) t.not_finite(*eval, t.eval_rows, format("after step %lld: loss %g", (long long)t.step, std::fabs(loss)));
+        if (!std::isfinite(loss))
+            t.not_finite(*eval, t.eval_rows, format("after step %lld: loss %g", (long long)t.step, std::fabs(loss)));
         log.evaluations.push_back({(double)t.step, loss});
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("eval_loss", loss);
         add_to_log(w);
-        fprintf(stderr, "step %lld/%lld  evaluation loss %.6f%s\n", (long long)t.step, (long long)t.steps, loss, loss < best ? ", the best so far" : "");
+        fprintf(stderr, "step %lld/%lld  evaluation loss %.6f%s\n", (long long)t.step, (long long)t.steps, loss,
+                loss < best ? ", the best so far" : "");
         if (loss < best) best = loss, t.write_result(o.out + "/best", leaked);
     };
     evaluate(); // a run may have been stopped in the middle of it
     const double ceiling = multiply_ceiling<T>(ctx, false, 0.02);
     auto speed = [&](double flops) { // a second
-        return format("%.1f %cFLOP/s, %.3g%% of the ceiling", flops / (flops < 1e12 ? 1e9 : 1e12), flops < 1e12 ? 'G' : 'T', 100 * flops / ceiling);
+        const bool giga = flops < 1e12;
+        return format("%.1f %cFLOP/s, %.3g%% of the ceiling", flops / (giga ? 1e9 : 1e12), giga ? 'G' : 'T',
+                      100 * flops / ceiling);
     };
     const int64_t begun_at = t.step;
     int64_t saved = -1;
     size_t told_tokens = 0; // of them the last progress line spoke
     double told_at = start;
+    ThreadPace pace(o, ctx);
     while (t.step < t.steps && !interrupted) {
         const double begun = seconds();
+        pace.begin();
         if (!t.train_step()) break;
+        pace.end();
         const double now = seconds(), took = std::max(now - begun, 1e-9);
         log.losses.push_back({(double)t.step, t.last_loss});
         sj::Writer w;
-        w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss).field("lr", t.last_lr);
-        w.field("grad_norm", t.last_norm).field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
+        w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss);
+        w.field("lr", t.last_lr).field("grad_norm", t.last_norm);
+        w.field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
         add_to_log(w);
         if (now - told_at >= 1 || t.step == t.steps || t.step == begun_at + 1) {
-            fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n", (long long)t.step, (long long)t.steps,
-                    t.last_loss, t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), speed(t.flops / took).c_str(),
-                    (double)t.arena.size / 1e6, clock_text((now - start) / (double)(t.step - begun_at) * (double)(t.steps - t.step)).c_str());
+            const double left = (now - start) * (double)(t.steps - t.step) / (double)(t.step - begun_at);
+            fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n",
+                    (long long)t.step, (long long)t.steps, t.last_loss, t.last_lr, t.last_norm,
+                    (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), speed(t.flops / took).c_str(),
+                    (double)t.arena.size / 1e6, clock_text(left).c_str());
             told_tokens = t.tokens_done, told_at = now;
         }
         evaluate();
@@ -1017,63 +911,69 @@ template <class T> int train(const Options& o, const Context& ctx, const ModelFi
     }
     if (saved != t.step) save();
     if (interrupted) {
-        fprintf(stderr, "stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step, (long long)t.steps);
+        fprintf(stderr, "stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step,
+                (long long)t.steps);
         return 130;
     }
-    fprintf(stderr, "%s: %s in %s\n", o.out.c_str(), o.full ? "model.bin" : "adapter_model.safetensors", clock_text(elapsed()).c_str());
+    fprintf(stderr, "%s: %s in %s\n", o.out.c_str(), o.full ? "model.bin" : "adapter_model.safetensors",
+            clock_text(elapsed()).c_str());
     return 0;
 }
 
-template <class T> int run_as(const Options& o, const Context& ctx, const ModelFile& file, const Dataset* data, const Dataset* eval, size_t leaked) {
+template <class T>
+int run_as(const Options& o, const Context& ctx, const ModelFile& file, const Dataset* data, const Dataset* eval,
+           size_t leaked) {
     const int status = data ? train<T>(o, ctx, file, *data, eval, leaked) : 0;
     if (status == 0 && !o.merge.empty()) merge<T>(o, ctx, file, data ? o.out : o.adapter_init, data);
     return status;
 }
 
+// Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
+static size_t open_datasets(const Options& o, const Config& c, std::unique_ptr<Dataset>& data,
+                            std::unique_ptr<Dataset>& eval) {
+    const std::string found = tokenizer_path(o);
+    const Tokenizer tokenizer(found);
+    if (tokenizer.size() > c.V) not_its_tokenizer(found, tokenizer, o, c);
+    auto open = [&](const std::string& path) {
+        auto set = std::make_unique<Dataset>(path);
+        set->must_match(tokenizer.hash(), template_hash());
+        if (set->id_limit() > (uint32_t)tokenizer.size())
+            DIE("%s: id %u is not in the tokenizer's %d", path.c_str(), set->id_limit() - 1, tokenizer.size());
+        return set;
+    };
+    data = open(o.train);
+    if (o.eval.empty()) return 0;
+    eval = open(o.eval);
+    std::set<uint64_t> known;
+    size_t leaked = 0;
+    for (size_t i = 0; i < eval->rows(); i++) known.insert(eval->hash(i));
+    for (size_t i = 0; i < data->rows(); i++) leaked += known.count(data->hash(i));
+    if (leaked && !o.allow_leak)
+        DIE("%s: %zu rows are in %s too, whose loss would mean nothing (--allow-leak)", o.train.c_str(), leaked,
+            o.eval.c_str());
+    return leaked;
+}
+
 [[maybe_unused]] static int run(int argc, char** argv) {
     Options o = parse_options(argc, argv);
-    if (o.help) return fputs(USAGE, stdout) < 0 || fflush(stdout) != 0;
-#ifdef _OPENMP
-    if (o.threads) omp_set_num_threads(o.threads);
-#endif
+    if (o.help) return 0;
+    o.use_threads();
     const ModelFile file(o.model);
-    if (file.is_int8()) DIE("%s: INT8 weights are for inference; train the model that they were made of", o.model.c_str());
+    if (file.is_int8())
+        DIE("%s: INT8 weights are for inference; train the model that they were made of", o.model.c_str());
     if (!o.merge.empty()) check_merge(file, o.merge);
     if (!o.adapter_init.empty()) o.lora = AdapterFile(o.adapter_init, file.config).config;
     std::unique_ptr<Dataset> data, eval;
-    size_t leaked = 0;
-    if (!o.train.empty()) {
-        const std::string found = find_tokenizer(o.tokenizer, o.model);
-        if (found.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
-        const Tokenizer tokenizer(found);
-        if (tokenizer.size() > file.config.V) DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", found.c_str(), tokenizer.size(), o.model.c_str(), file.config.V);
-        auto open = [&](const std::string& path) {
-            auto set = std::make_unique<Dataset>(path);
-            set->must_match(tokenizer.hash(), template_hash());
-            if (set->id_limit() > (uint32_t)tokenizer.size()) DIE("%s: id %u is not in the tokenizer's %d", path.c_str(), set->id_limit() - 1, tokenizer.size());
-            return set;
-        };
-        data = open(o.train);
-        if (!o.eval.empty()) {
-            eval = open(o.eval);
-            std::set<uint64_t> known;
-            for (size_t i = 0; i < eval->rows(); i++) known.insert(eval->hash(i));
-            for (size_t i = 0; i < data->rows(); i++) leaked += known.count(data->hash(i));
-            if (leaked && !o.allow_leak) DIE("%s: %zu rows are in %s too, whose loss would mean nothing (--allow-leak)", o.train.c_str(), leaked, o.eval.c_str());
-        }
-    }
-    const Context ctx = choose_device(o.device, o.dtype, false, file);
+    const size_t leaked = o.train.empty() ? 0 : open_datasets(o, file.config, data, eval);
+    const Context ctx = choose_device(o, file);
     if (ctx.gpu) o.rank_step = GPU_RANK_STEP;
-    return wide(o.device, o.dtype, file) ? run_as<float>(o, ctx, file, data.get(), eval.get(), leaked) : run_as<bf16>(o, ctx, file, data.get(), eval.get(), leaked);
+    return wide(o, file) ? run_as<float>(o, ctx, file, data.get(), eval.get(), leaked)
+                         : run_as<bf16>(o, ctx, file, data.get(), eval.get(), leaked);
 }
 
 #ifndef TRAIN_NO_MAIN
 int main(int argc, char** argv) {
-    struct sigaction action = {};
-    action.sa_handler = [](int) { interrupted = 1; };
-    action.sa_flags = (int)SA_RESETHAND; // a second Ctrl-C ends the program
-    sigaction(SIGINT, &action, nullptr);
-    signal(SIGXFSZ, SIG_IGN); // a file over the limit is an error of write, as a full disk is
+    take_signals({SIGINT});
     return run_program("train_lora", run, argc, argv);
 }
 #endif // TRAIN_NO_MAIN

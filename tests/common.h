@@ -8,6 +8,11 @@
 #include "../qwen3.cu"
 #endif
 
+inline Context& cpu() {
+    static Context ctx;
+    return ctx;
+}
+
 // Fresh numbers in -scale..scale, as T stores them.
 struct Random {
     uint64_t seed, counter = 0;
@@ -56,13 +61,13 @@ template <class T> bool same_bits(const std::vector<T>& a, const std::vector<T>&
 }
 
 // Calls f once for every set of CPU instructions this machine has.
-template <class F> void on_every_road(F f) {
-    const CpuRoad best = best_cpu_road();
-    struct Restore { ~Restore() { cpu_road = best_cpu_road(); } } restore; // also when a REQUIRE leaves f
-    for (int road = CPU_PLAIN; road <= best; road++) {
-        cpu_road = (CpuRoad)road;
-        const std::string name = cpu_road_name(road);
-        INFO("road " << name);
+template <class F> void on_every_instruction_set(F f) {
+    const InstructionSet best = best_instruction_set();
+    struct Restore { ~Restore() { instruction_set = best_instruction_set(); } } restore; // also when a REQUIRE leaves f
+    for (int set = ISA_PLAIN; set <= best; set++) {
+        instruction_set = (InstructionSet)set;
+        const std::string name = instruction_set_name(set);
+        INFO("set " << name);
         f();
     }
 }

@@ -33,8 +33,8 @@ template <class T> Tensor64 whole_gradients(const Context& ctx, bool full) {
     t.add_gradients(t.rows, data.trained());
     const auto g = t.host(t.gradient);
     Tensor64 out;
-    if (full) t.each_tensor([&](const std::string& name, const T*&, acc<T>**, const std::vector<size_t>&, size_t at, size_t n) {
-        out[name].assign(g.begin() + at, g.begin() + at + n);
+    if (full) t.each_tensor([&](const ModelTensor& tensor, size_t at) {
+        out[tensor.name()].assign(g.begin() + at, g.begin() + at + tensor.size());
     });
     else each_adapter_tensor(t.w, [&](const std::string& name, size_t r, size_t n, size_t at, size_t apart) {
         for (size_t i = 0; i < r; i++) out[name].insert(out[name].end(), g.begin() + at + i * apart, g.begin() + at + i * apart + n);

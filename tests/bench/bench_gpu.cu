@@ -3,7 +3,6 @@
 //     build/bench_gpu MODEL.bin [ceilings] [decode] [products] [few] [head] [attention] [attention-backward] [batch] [train]       (default: all)
 #define QWEN3_NO_MAIN
 #include "../../qwen3.cu"
-#include "../../ceilings.h"
 #include <cublas_v2.h>
 
 static Context ctx;
@@ -21,23 +20,23 @@ __global__ void random_kernel(bf16* p, size_t n, float scale) { // about normal
 }
 static bf16* random_array(size_t n, float scale = 1) {
     bf16* p = gpu_array<bf16>(n);
-    random_kernel<<<1024, 256, 0, ctx.stream>>>(p, n, scale);
+    random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(p, n, scale);
     return p;
 }
 
 // Seconds of one call of f, which is called `calls` times in the graph that is replayed.
 static double time_graph(int calls, const std::function<void(int)>& f) {
     for (int i = 0; i < std::min(calls, 2); i++) f(i);
-    CUDA_CHECK(cudaStreamSynchronize(ctx.stream));
+    CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
     const cudaGraphExec_t run = record_graph(ctx, [&] { for (int i = 0; i < calls; i++) f(i); });
     cudaEvent_t start, stop;
     CUDA_CHECK(cudaEventCreate(&start));
     CUDA_CHECK(cudaEventCreate(&stop));
     std::vector<float> times;
     for (int i = 0; i < 12; i++) {
-        CUDA_CHECK(cudaEventRecord(start, ctx.stream));
-        CUDA_CHECK(cudaGraphLaunch(run, ctx.stream));
-        CUDA_CHECK(cudaEventRecord(stop, ctx.stream));
+        CUDA_CHECK(cudaEventRecord(start, ctx.gpu->stream));
+        CUDA_CHECK(cudaGraphLaunch(run, ctx.gpu->stream));
+        CUDA_CHECK(cudaEventRecord(stop, ctx.gpu->stream));
         CUDA_CHECK(cudaEventSynchronize(stop));
         float ms;
         CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
@@ -81,12 +80,12 @@ struct State { // activations and cache for N rows and B sequences of up to `con
             picked = arena.take<bf16>((size_t)logit_rows * c.C);
             for (int** list : {&token, &pos, &seq, &slot, &rows}) *list = arena.take<int>(N);
             table = arena.take<int>((size_t)B * pages);
-            ctx.attention = arena.take<float>(attention_scratch(ctx, B, splits, c.H, c.D));
-            ctx.attention_arrived = arena.take<int>((size_t)B * c.H);
+            ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, B, splits, c.H, c.D));
+            ctx.gpu->attention_arrived = arena.take<int>((size_t)B * c.H);
             if (!pass) arena.allocate("the benchmark");
         }
-        random_kernel<<<1024, 256, 0, ctx.stream>>>(kv.keys, (size_t)c.L * kv.layer_size, 1);
-        random_kernel<<<1024, 256, 0, ctx.stream>>>(kv.values, (size_t)c.L * kv.layer_size, 1);
+        random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(kv.keys, (size_t)c.L * kv.layer_size, 1);
+        random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(kv.values, (size_t)c.L * kv.layer_size, 1);
         std::vector<float> angles((size_t)context * c.D);
         fill_rope(angles.data(), context, c.D, c.rope_theta);
         std::vector<int> t(N), p(N), s(N), w(N), r(N), pages_of((size_t)B * pages);
@@ -96,10 +95,10 @@ struct State { // activations and cache for N rows and B sequences of up to `con
             s[n] = n / each, p[n] = each == 1 ? position : n % each, t[n] = (int)(philox(2, n, 0).v[0] % c.V), r[n] = n;
             w[n] = (s[n] * pages + p[n] / PAGE) * PAGE + p[n] % PAGE;
         }
-        auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.stream)); };
+        auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.gpu->stream)); };
         put(rope, angles), put(token, t), put(pos, p), put(seq, s), put(slot, w), put(rows, r), put(table, pages_of);
         batch = {N, B, token, pos, seq, slot, table, pages, B == N ? N : 0};
-        ctx.splits = splits;
+        batch.splits = splits;
     }
 };
 
@@ -139,7 +138,7 @@ static cublasHandle_t blas() {
     static cublasHandle_t handle = nullptr;
     if (!handle) {
         cublasCreate(&handle);
-        cublasSetStream(handle, ctx.stream);
+        cublasSetStream(handle, ctx.gpu->stream);
         cublasSetWorkspace(handle, gpu_array<char>(64 << 20), 64 << 20);
     }
     return handle;
@@ -190,18 +189,18 @@ static void sweep() {
                 using S = decltype(shape);
                 printf("  %s", name);
                 for (int splits : {1, 2, 3, 4, 6, 8}) {
-                    const int64_t tiles = (int64_t)((N + S::BM - 1) / S::BM) * ((y.R + S::BN - 1) / S::BN);
-                    if (splits > 1 && (splits * 128 > y.K || tiles > MAX_TILES || tiles * splits * S::BM * S::BN * 4 > (int64_t)PARTIAL_BYTES || N > 2048)) break;
+                    const int64_t tiles = (int64_t)((N + S::TOKENS - 1) / S::TOKENS) * ((y.R + S::ROWS - 1) / S::ROWS);
+                    if (splits > 1 && (splits * 128 > y.K || tiles > MAX_TILES || tiles * splits * S::TOKENS * S::ROWS * 4 > (int64_t)PARTIAL_BYTES || N > 2048)) break;
                     const double t = time_graph(std::max(4, std::min(32, (int)(1e12 / (2. * N * (double)size)))), [&](int i) {
                         TileArgs p = {x, w + size * (i % sets), N, y.K, y.R};
                         p.early = N <= 128, p.splits = splits;
-                        launch_tiles<S>(ctx, p, StoreEpilogue{out, (size_t)y.R});
+                        launch_tiles<S>(ctx, p, StoreEpilogue<bf16>(out, y.R));
                     });
                     printf(" %.1f", t * 1e6);
                 }
             };
             row(Tile128x128{}, "128x128");
-            if (ctx.hopper) row(TileHopper{}, "wgmma");
+            if (ctx.gpu->hopper) row(TileHopper{}, "wgmma");
             if (N <= 2048) row(Tile64x128{}, "64x128"), row(Tile64x64{}, "64x64");
             if (N <= 128) row(Tile32x64{}, "32x64");
             const TilePlan plan(ctx, N, y.R, y.K);
@@ -216,7 +215,7 @@ static void head(Model& m) {
     for (int N : {64, 256, 1024, 2048}) {
         bf16* x = random_array((size_t)N * c.C);
         float* logits = gpu_array<float>((size_t)N * c.V);
-        const double ours = time_graph(2, [&](int) { product_gpu(ctx, LogitsEpilogue{logits, (size_t)c.V}, x, m.weights.head, N); });
+        const double ours = time_graph(2, [&](int) { product_gpu(ctx, StoreEpilogue<float>(logits, c.V), x, m.weights.head, N); });
         const double theirs = time_graph(2, [&](int) { blas_product((bf16*)logits, x, m.weights.head.w[0], N, c.V, c.C); });
         const double flops = 2. * N * c.V * c.C / 1e12;
         printf("  N %4d  %7.1f us %5.1f   %7.1f us %5.1f   floor by bytes %.1f us\n", N, ours * 1e6, flops / ours, theirs * 1e6, flops / theirs,
@@ -241,7 +240,7 @@ static void few_tokens(Model& m) {
                 linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, y.gate_up, N);
                 linear_add_gpu(ctx, a.out, a.mid, a.hidden, y.down, N);
             }
-            product_gpu(ctx, LogitsEpilogue{s.logits, (size_t)c.V}, s.a.normed, w.head, N);
+            product_gpu(ctx, StoreEpilogue<float>(s.logits, c.V), s.a.normed, w.head, N);
         });
         const double theirs = time_graph(1, [&](int) {
             for (auto& y : w.layers) {
@@ -262,7 +261,7 @@ static void attention(const Config& c) {
     printf("attention forward, causal, %d heads of %d over %d\n", c.H, c.D, c.K);
     for (int N : {2048, 8192}) {
         State s(c, N, 1, 0, N, 1);
-        random_kernel<<<1024, 256, 0, ctx.stream>>>(s.a.layer[0].q, (size_t)N * c.H * c.D, 1);
+        random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(s.a.layer[0].q, (size_t)N * c.H * c.D, 1);
         const double t = time_graph(8, [&](int l) {
             attention_gpu(ctx, s.a.layer[0].attention, nullptr, s.a.layer[0].q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D);
         });
@@ -279,7 +278,7 @@ static void attention_backward(const Config& c) {
         State s(c, N, y.B, 0, y.T, 1);
         bf16 *q = s.a.layer[0].q, *out = s.a.layer[0].attention, *dout = random_array((size_t)N * c.H * c.D), *dqkv = gpu_array<bf16>((size_t)N * (c.H + 2 * c.K) * c.D);
         float *lse = gpu_array<float>((size_t)N * c.H), *delta = gpu_array<float>((size_t)N * c.H);
-        random_kernel<<<1024, 256, 0, ctx.stream>>>(q, (size_t)N * c.H * c.D, 1);
+        random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(q, (size_t)N * c.H * c.D, 1);
         const double forward = time_graph(8, [&](int l) {
             attention_gpu(ctx, out, lse, q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D);
         });
@@ -390,8 +389,8 @@ static void train(Model& m, int B, bool full) {
         for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down})
             if (!full) {
                 W->adapter.dropout = &dropout;
-                random_kernel<<<64, 256, 0, ctx.stream>>>(W->adapter.A, (size_t)W->adapter.modules * rank * W->in, 0.03f);
-                random_kernel<<<64, 256, 0, ctx.stream>>>(W->adapter.B, (size_t)W->adapter.modules * rank * W->out(), 0.03f);
+                random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.A, (size_t)W->adapter.modules * rank * W->in, 0.03f);
+                random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.B, (size_t)W->adapter.modules * rank * W->out(), 0.03f);
             }
     std::vector<float> angles((size_t)T * c.D);
     fill_rope(angles.data(), T, c.D, c.rope_theta);
@@ -399,7 +398,7 @@ static void train(Model& m, int B, bool full) {
     std::vector<uint32_t> n_(N);
     for (int n = 0; n < N; n++) t[n] = (int)(philox(3, n, 0).v[0] % c.V), p[n] = n % T, s[n] = n / T, sl[n] = r[n] = n, n_[n] = n;
     for (int i = 0; i < N / PAGE; i++) pages[i] = i;
-    auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.stream)); };
+    auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.gpu->stream)); };
     put(rope, angles), put(token, t), put(pos, p), put(seq, s), put(slot, sl), put(rows, r), put(table, pages), put(names, n_);
     const Batch batch = {N, B, token, pos, seq, slot, table, T / PAGE, 0};
     AdamW optimizer;
@@ -465,16 +464,16 @@ int main(int argc, char** argv) {
         ctx = open_gpu();
         cudaDeviceProp properties;
         CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-        printf("%s, sm_%d, %d multiprocessors\n", properties.name, ctx.sm, ctx.sms);
+        printf("%s, sm_%d, %d multiprocessors\n", properties.name, ctx.gpu->sm, ctx.gpu->sms);
         auto wanted = [&](const char* name) {
             for (int i = 2; i < argc; i++)
                 if (!strcmp(argv[i], name)) return true;
             return argc == 2 && strcmp(name, "quick") && strcmp(name, "serial") && strcmp(name, "sweep");
         };
-        ctx.partial = gpu_array<float>(PARTIAL_BYTES / 4);
-        ctx.arrived = gpu_array<int>(MAX_TILES);
-        CUDA_CHECK(cudaMemset(ctx.arrived, 0, MAX_TILES * sizeof(int)));
-        if (wanted("serial")) ctx.overlap = false;
+        ctx.gpu->partial = gpu_array<float>(PARTIAL_BYTES / 4);
+        ctx.gpu->arrived = gpu_array<int>(MAX_TILES);
+        CUDA_CHECK(cudaMemset(ctx.gpu->arrived, 0, MAX_TILES * sizeof(int)));
+        if (wanted("serial")) ctx.gpu->overlap = false;
         ceilings();
         Model m(argv[1]);
         if (wanted("decode")) decode(m, 100), decode(m, 2048);

@@ -16,8 +16,6 @@
 #include <mutex>
 #include <thread>
 
-static double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
 struct Options {
     std::string host = "127.0.0.1", key, preset, write;
     int port = 8000, requests = 256, clients = 64, prompt[2] = {512, 512}, output[2] = {128, 128}, intruders = 0, seed = 0, vocabulary = 10'001;

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes tests/fixtures/fuzz/model/*.bin, the seeds of tests/fuzz/fuzz_model.cpp: the smallest models that take each
-road through the loader. Standard library only; run from the repository's root; always the same bytes."""
+way through the loader. Standard library only; run from the repository's root; always the same bytes."""
 import json
 import os
 import random

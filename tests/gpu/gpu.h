@@ -26,13 +26,13 @@ template <class T> struct Device {
     void replace(const std::vector<T>& v) { // by as many numbers, or in place of none
         if (!n && v.size()) cudaFree(data), CUDA_CHECK(cudaMalloc(&data, v.size() * sizeof(T))), n = v.size();
         REQUIRE(n == v.size());
-        CUDA_CHECK(cudaStreamSynchronize(gpu().stream));
+        CUDA_CHECK(cudaStreamSynchronize(gpu().gpu->stream));
         CUDA_CHECK(cudaMemcpy(data, v.data(), n * sizeof(T), cudaMemcpyHostToDevice));
     }
     operator T*() const { return data; }
     std::vector<T> get() const {
         std::vector<T> v(n);
-        CUDA_CHECK(cudaStreamSynchronize(gpu().stream));
+        CUDA_CHECK(cudaStreamSynchronize(gpu().gpu->stream));
         CUDA_CHECK(cudaMemcpy(v.data(), data, n * sizeof(T), cudaMemcpyDeviceToHost));
         return v;
     }
@@ -43,9 +43,11 @@ struct Scratchpad {
     Device<float> partial, attention;
     Device<int> arrived, attention_arrived;
     Context ctx;
-    Scratchpad(size_t attention_numbers = 1, int heads = 1, int splits = 1)
+    Scratchpad(size_t attention_numbers = 1, int heads = 1)
         : partial(PARTIAL_BYTES / sizeof(float)), attention(attention_numbers), arrived(std::vector<int>(MAX_TILES)), attention_arrived(std::vector<int>(heads)), ctx(gpu()) {
-        ctx.partial = partial, ctx.arrived = arrived, ctx.attention = attention, ctx.attention_arrived = attention_arrived, ctx.splits = splits;
+        ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
+        ctx.gpu->partial = partial, ctx.gpu->arrived = arrived;
+        ctx.gpu->attention = attention, ctx.gpu->attention_arrived = attention_arrived;
     }
 };
 

@@ -3,6 +3,8 @@
 // `invariant` a row does not depend on its batch, and draws are the CPU's. Built by nvcc, run where a GPU is.
 #include "../golden.h"
 #include "gpu.h"
+#include <filesystem>
+#include <sys/wait.h>
 
 static const std::vector<int> COUNTS = {1, 2, 7, 8, 9, 16, 17, 33, 65, 257, 1000};
 
@@ -19,7 +21,7 @@ TEST_CASE("embed and rmsnorm") {
             Batch b = {N, 1, token, nullptr, seq, nullptr, nullptr, 0};
             embed_gpu(gpu(), x, table.device, b, C);
             std::vector<float> want((size_t)N * C);
-            embed_cpu(want.data(), table.host, batch.view(), C);
+            embed_cpu(cpu(), want.data(), table.host, batch.view(), C);
             CHECK(same_bits(x.get(), want));
 
             const std::vector<float> stream = random.fill<float>((size_t)N * C, 3);
@@ -28,7 +30,7 @@ TEST_CASE("embed and rmsnorm") {
             Device<bf16> dw(w), out((size_t)N * C);
             rmsnorm_gpu(gpu(), out, dx, dw, N, C, 1e-6f);
             std::vector<bf16> expected((size_t)N * C);
-            rmsnorm_cpu(expected.data(), stream.data(), w.data(), N, C, 1e-6f);
+            rmsnorm_cpu(cpu(), expected.data(), stream.data(), w.data(), N, C, 1e-6f);
             CHECK(differences(out.get(), expected, 0) == 0);
         }
 }
@@ -50,14 +52,14 @@ TEST_CASE("products, with every epilogue, alone and after a norm") {
             std::vector<bf16> want((size_t)N * R), scratch((size_t)N * K);
             std::vector<float> want_sum((size_t)N * R);
             linear_gpu(pad.ctx, out, dx, W.device, N);
-            linear_cpu(want.data(), x.data(), W.host, N);
+            linear_cpu(cpu(), want.data(), x.data(), W.host, N);
             CHECK(differences(out.get(), want, K) == 0);
             linear_add_gpu(pad.ctx, sum, dresidual, dx, W.device, N);
-            linear_add_cpu(want_sum.data(), residual.data(), x.data(), W.host, N);
+            linear_add_cpu(cpu(), want_sum.data(), residual.data(), x.data(), W.host, N);
             CHECK(wrong(sum.get(), as_double(want_sum), [&](size_t) { return sum_error<float>(K) * 4; }) == 0);
             // After a norm a rounding may fall to the other side and change an output by 2^-8 of one term.
             norm_linear_gpu(pad.ctx, out, normed, dstream, dnorm, W.device, N, 1e-6f);
-            norm_linear_cpu(want.data(), scratch.data(), stream.data(), norm.data(), W.host, N, 1e-6f);
+            norm_linear_cpu(cpu(), want.data(), scratch.data(), stream.data(), norm.data(), W.host, N, 1e-6f);
             CHECK(wrong(out.get(), as_double(want), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want[i])) + 0.03; }) == 0);
             if (shape.rows.size() != 1) continue;
             // SwiGLU: this W's rows twice.
@@ -66,7 +68,7 @@ TEST_CASE("products, with every epilogue, alone and after a norm") {
             std::vector<bf16> want_hidden((size_t)N * R), want_gate_up((size_t)N * 2 * R);
             for (bf16* kept : {gate_up.data, (bf16*)nullptr}) {
                 linear_swiglu_gpu(pad.ctx, hidden, kept, dx, G.device, N);
-                linear_swiglu_cpu(want_hidden.data(), want_gate_up.data(), x.data(), G.host, N);
+                linear_swiglu_cpu(cpu(), want_hidden.data(), want_gate_up.data(), x.data(), G.host, N);
                 auto close = [&](size_t i) { // half a unit of gate or of up, and of the output
                     const double g = to_acc(want_gate_up[i / R * 2 * R + i % R]), u = to_acc(want_gate_up[(i / R * 2 + 1) * R + i % R]);
                     return 2.2 * (rounding<bf16>(to_acc(want_hidden[i])) + 1.1 * rounding<bf16>(g) * std::fabs(u) + rounding<bf16>(u) * std::fabs(g)) + 1e-5 * K;
@@ -75,7 +77,7 @@ TEST_CASE("products, with every epilogue, alone and after a norm") {
                 if (kept) CHECK(differences(gate_up.get(), want_gate_up, K) == 0);
             }
             norm_linear_swiglu_gpu(pad.ctx, hidden, nullptr, normed, dstream, dnorm, G.device, N, 1e-6f);
-            norm_linear_swiglu_cpu(want_hidden.data(), want_gate_up.data(), scratch.data(), stream.data(), norm.data(), G.host, N, 1e-6f);
+            norm_linear_swiglu_cpu(cpu(), want_hidden.data(), want_gate_up.data(), scratch.data(), stream.data(), norm.data(), G.host, N, 1e-6f);
             CHECK(wrong(hidden.get(), as_double(want_hidden), [&](size_t i) { return 0.03 * std::fabs(to_acc(want_hidden[i])) + 0.1; }) == 0);
             // The head: any rows, in any order.
             std::vector<int> rows;
@@ -86,7 +88,7 @@ TEST_CASE("products, with every epilogue, alone and after a norm") {
             std::vector<float> want_logits(rows.size() * R);
             std::vector<bf16> want_picked(rows.size() * K);
             head_gpu(pad.ctx, logits, picked, dx, drows, W.device, (int)rows.size());
-            head_cpu(want_logits.data(), want_picked.data(), x.data(), rows.data(), W.host, (int)rows.size());
+            head_cpu(cpu(), want_logits.data(), want_picked.data(), x.data(), rows.data(), W.host, (int)rows.size());
             CHECK(wrong(logits.get(), as_double(want_logits), [&](size_t) { return sum_error<float>(K) * 4; }) == 0);
         }
 }
@@ -112,24 +114,24 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
             for (int r = 0; r < rows; r++) std::copy_n(from + (size_t)r * (K + more) + first, columns, to.begin() + (size_t)r * columns);
         };
         part(own_x, x.data(), N, 0, K), part(own_w, W.w.data(), R, 0, K), part(more_x, x.data(), N, K, more), part(more_w, W.w.data(), R, K, more);
-        linear_cpu(with_more.data(), x.data(), W.host, N);
+        linear_cpu(cpu(), with_more.data(), x.data(), W.host, N);
         Linear<bf16> own;
         own.w[0] = own_w.data(), own.rows[0] = R, own.in = K;
-        linear_cpu(want.data(), own_x.data(), own, N);
+        linear_cpu(cpu(), want.data(), own_x.data(), own, N);
         const Device<bf16> dx(own_x), dw(own_w), dmore_x(more_x), dmore_w(more_w), more_w_cols(transposed(more_w.data(), R, more)), x_cols(transposed(own_x.data(), N, K)), w_cols(transposed(own_w.data(), R, K));
         for (int splits : {1, 2, 3, 7, 16}) {
             auto check = [&](auto shape, auto columns_x, auto columns_w, bool further) {
                 constexpr bool X_COLS = decltype(columns_x)::value, W_COLS = decltype(columns_w)::value;
                 using S = decltype(shape);
-                INFO("N " << N << " R " << R << " K " << K << " splits " << splits << " tile " << S::BM << " x " << S::BN << " wgmma " << S::WARPGROUP
+                INFO("N " << N << " R " << R << " K " << K << " splits " << splits << " tile " << S::TOKENS << " x " << S::ROWS << " wgmma " << S::WARPGROUP
                      << " columns " << X_COLS << W_COLS << " further " << further);
                 TileArgs args = {X_COLS ? x_cols : dx, W_COLS ? w_cols : dw, N, K, R};
                 if (further) args.more_x = dmore_x, args.more_W = W_COLS ? more_w_cols : dmore_w, args.more = more;
                 args.splits = splits;
                 Device<bf16> out((size_t)N * R), again((size_t)N * R);
-                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue{out, (size_t)R});
+                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue<bf16>(out, R));
                 CHECK(differences(out.get(), further ? with_more : want, K) == 0);
-                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue{again, (size_t)R});
+                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue<bf16>(again, R));
                 CHECK(same_bits(out.get(), again.get()));
             };
             const std::false_type rows;
@@ -140,16 +142,86 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
                     check(shape, rows, columns, false);
                     if (more) check(shape, rows, rows, true), check(shape, rows, columns, true);
                 }
-                if constexpr (decltype(shape)::BM >= 64) check(shape, columns, columns, false);
+                if constexpr (decltype(shape)::TOKENS >= 64) check(shape, columns, columns, false);
             };
             layouts(Tile128x128{});
             layouts(Tile64x128{});
             layouts(Tile64x64{});
             layouts(Tile32x64{});
-            if (pad.ctx.hopper) layouts(TileHopper{});
+            if (pad.ctx.gpu->hopper) layouts(TileHopper{});
         }
     }
     for (int n : pad.arrived.get()) CHECK(n == 0);
+}
+
+TEST_CASE("products that no kernel can compute are refused") {
+    Random random{12};
+    Scratchpad pad;
+    const Device<bf16> x(random.fill<bf16>(64 * 64)), W(random.fill<bf16>(64 * 64));
+    Device<bf16> out(64 * 64);
+    const StoreEpilogue<bf16> store(out, 64);
+    TileArgs p = {x, W, 64, 64, 64};
+    p.more_x = x, p.more_W = W, p.more = 8;
+    launch_tiles<Tile64x64>(pad.ctx, p, store);
+    CHECK_THROWS_AS((launch_tiles<Tile64x64, true, true>(pad.ctx, p, store)), Error); // x in columns has no further ones
+    CHECK_THROWS_AS((tile_product<true, true>(pad.ctx, p, store)), Error);
+    p.more = 4;
+    CHECK_THROWS_AS(launch_tiles<Tile64x64>(pad.ctx, p, store), Error);
+    p.more = 0, p.in = 60;
+    CHECK_THROWS_AS(launch_tiles<Tile64x64>(pad.ctx, p, store), Error);
+    p.in = 64, p.splits = 1 << 20; // more sums than there is scratch
+    CHECK_THROWS_AS(launch_tiles<Tile64x64>(pad.ctx, p, store), Error);
+    p.splits = 0;
+    CHECK_THROWS_AS(launch_tiles<Tile64x64>(pad.ctx, p, store), Error);
+    auto stream = [&](int N, int in) { stream_product(pad.ctx, {x, nullptr, nullptr, nullptr, 0, W, N, in, 64}, store); };
+    stream(16, 64);
+    CHECK_THROWS_AS(stream(17, 64), Error);
+    CHECK_THROWS_AS(stream(1, 60), Error);
+    CUDA_CHECK(cudaStreamSynchronize(gpu().gpu->stream));
+}
+
+// A GPU of 188 multiprocessors (RTX PRO 6000) has room for more blocks of a small head than each row's list of the blocks'
+// likeliest ids, which sample_kernel reads with a thread for each.
+TEST_CASE("the head with its likeliest ids on a GPU of many multiprocessors: right, and nothing is written past the list") {
+    Random random{13};
+    Scratchpad pad;
+    pad.ctx.gpu->sms = 188;
+    for (int C : {64, 512, 608})
+        for (int N : {1, 8, 16}) {
+            const int V = 20000, guard = 4096;
+            INFO("C " << C << " N " << N);
+            Matrix W(random, {V}, C);
+            const std::vector<bf16> x = random.fill<bf16>((size_t)N * C);
+            const Device<bf16> dx(x);
+            Device<float> logits((size_t)N * V);
+            std::vector<Draw> draws(N);
+            for (Draw& draw : draws) draw.exist = V - 5;
+            const Device<Draw> ddraws(draws);
+            const unsigned long long mark = 0xfeedfacefeedfaceull;
+            Device<unsigned long long> best(std::vector<unsigned long long>((size_t)N * BEST_BLOCKS + guard, mark));
+            const StreamArgs head = {dx, nullptr, nullptr, nullptr, 0, W.device.w[0], N, C, V};
+            const int blocks = stream_product(pad.ctx, head, DrawEpilogue(logits, V, ddraws, nullptr, best));
+            CHECK(blocks <= BEST_BLOCKS);
+            std::vector<float> want((size_t)N * V);
+            std::vector<bf16> picked((size_t)N * C);
+            std::vector<int> rows(N);
+            std::iota(rows.begin(), rows.end(), 0);
+            head_cpu(cpu(), want.data(), picked.data(), x.data(), rows.data(), W.host, N);
+            const std::vector<float> got = logits.get();
+            CHECK(wrong(got, as_double(want), [&](size_t) { return sum_error<float>(C) * 4; }) == 0);
+            const std::vector<unsigned long long> keys = best.get();
+            for (int n = 0; n < N; n++) {
+                const float* row = &got[(size_t)n * V];
+                unsigned long long most = 0;
+                for (int b = 0; b < BEST_BLOCKS; b++) {
+                    const unsigned long long key = keys[(size_t)n * BEST_BLOCKS + b];
+                    if (b < blocks) most = std::max(most, key);
+                    else CHECK(key == mark);
+                }
+                CHECK((int)~(uint32_t)most == std::max_element(row, row + V - 5) - row); // the first of equals
+            }
+            for (int i = 0; i < guard; i++) CHECK(keys[(size_t)N * BEST_BLOCKS + i] == mark);
+        }
 }
 
 TEST_CASE("a row's bits: of up to 16 tokens always, of any number with `invariant`, it does not depend on the batch") {
@@ -195,16 +267,17 @@ static void check_attention(Random& random, std::vector<std::pair<int, int>> pas
     std::vector<float> rope((size_t)longest * D);
     fill_rope(rope.data(), longest, D, 1e6);
 
-    Scratchpad pad(attention_scratch(gpu(), std::max(1, singles), splits, H, D), std::max(1, singles) * H, splits);
-    pad.ctx.invariant = invariant, pad.ctx.longest = longest;
+    Scratchpad pad(attention_scratch(gpu(), std::max(1, singles), splits, H, D), std::max(1, singles) * H);
+    pad.ctx.invariant = invariant;
     Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
     Device<bf16> dqkv(qkv), dqw(q_weight), dkw(k_weight), dkeys(keys), dvalues(values), q((size_t)N * H * D), out((size_t)N * H * D);
     Device<float> drope(rope);
     Batch b = batch.view(), device = b;
     device.token = nullptr, device.pos = pos, device.seq = seq, device.slot = slot, device.pages = pages, device.singles = singles;
+    device.splits = splits, device.longest = longest;
     attend_gpu(pad.ctx, out, nullptr, q, dkeys, dvalues, dqkv, dqw, dkw, drope, device, H, K, D, 1e-6f);
     std::vector<bf16> want_q((size_t)N * H * D), want((size_t)N * H * D);
-    attend_cpu(want.data(), nullptr, want_q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, 1e-6f);
+    attend_cpu(cpu(), want.data(), nullptr, want_q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, 1e-6f);
     // Weights are rounded to bf16 before they meet the values: a part in 2^8 of the largest value, at worst.
     const std::vector<bf16> got = out.get();
     int bad = 0;
@@ -242,6 +315,38 @@ TEST_CASE("attention: head sizes, groups, contexts at the borders of pages, spli
         }
 }
 
+// Attention of one token at `position` over zeros, in a batch of so many splits; what becomes of the kernel.
+static cudaError_t attend_one(int position, int splits) {
+    const int D = 64, page_count = position / PAGE + 1;
+    std::vector<int> identity(page_count);
+    std::iota(identity.begin(), identity.end(), 0);
+    Scratchpad pad(attention_scratch(gpu(), 1, position / SPLIT + 1, 1, D), 1);
+    Device<int> pos(std::vector<int>{position}), seq(std::vector<int>{0}), slot(std::vector<int>{position}), pages(identity);
+    Device<bf16> keys(std::vector<bf16>((size_t)page_count * PAGE * D)), values(keys.get()), qkv(std::vector<bf16>(3 * D));
+    Device<bf16> weight(std::vector<bf16>(D, to_bf16(1))), q(D), out(D);
+    Device<float> rope(std::vector<float>((size_t)(position + 1) * D));
+    const Batch b = {1, 1, nullptr, pos, seq, slot, pages, page_count, 1, splits};
+    attend_gpu(pad.ctx, out, nullptr, q, keys, values, qkv, weight, weight, rope, b, 1, 1, D, 1e-6f);
+    return cudaStreamSynchronize(pad.ctx.gpu->stream);
+}
+constexpr int REFUSED = 42;
+
+// A kernel that stops with an error takes its process's context with it: by the next one, in a process of its own.
+TEST_CASE("too few splits" * doctest::skip()) {
+    if (attend_one(SPLIT, 1) != cudaSuccess) _exit(REFUSED);
+    FAIL("a row of nothing, and no error");
+}
+TEST_CASE("attention of single tokens: a batch with too few splits is refused, not computed in part") {
+    CHECK(attend_one(SPLIT - 1, 1) == cudaSuccess);
+    CHECK(attend_one(SPLIT, 2) == cudaSuccess);
+    CHECK_THROWS_AS(attend_one(0, 0), Error);
+    const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
+    const int status = system(("'" + self + "' --no-skip=true --test-case='too few splits' > /dev/null 2>&1").c_str());
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == REFUSED);
+    CHECK(attend_one(SPLIT, 2) == cudaSuccess);
+}
+
 // A training batch: whole sequences, spare rows behind them. lse on both sides; then the gradients, from the same inputs.
 static void check_attention_backward(Random& random, const std::vector<int>& lengths, int spare, int H, int K, int D) {
     std::vector<std::pair<int, int>> past_fresh;
@@ -261,8 +366,8 @@ static void check_attention_backward(Random& random, const std::vector<int>& len
     memset((void*)(dout.data() + (size_t)used * H * D), 0xff, (size_t)spare * H * D * sizeof(bf16));
     std::vector<bf16> out = poisoned<bf16>(heads * D), want = poisoned<bf16>((size_t)N * width);
     std::vector<float> lse = poisoned<float>(heads), delta(heads);
-    attention_cpu(out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
-    attention_backward_cpu(want.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
+    attention_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
+    attention_backward_cpu(cpu(), want.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
 
     Context ctx = gpu();
     Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
@@ -430,7 +535,7 @@ TEST_CASE("draws: the graph's tokens are those that the CPU's sampler draws from
         steps.feed(prompt);
         std::vector<int> want;
         while (want.size() < a.max_tokens) {
-            penalize(steps.logits, a.sampling, steps.ids, prompt.size());
+            penalize(steps.logits, a.sampling, steps.ids, prompt.size(), c.V);
             const int id = sample(steps.logits, c.V, a.sampling, steps.ids.size());
             if (std::find(c.end_tokens.begin(), c.end_tokens.end(), id) != c.end_tokens.end()) break;
             want.push_back(id);

@@ -55,14 +55,14 @@ TEST_CASE("adapters in the products: h and what it adds, with and without dropou
                 Device<float> dresidual(residual), sum((size_t)N * R);
                 std::vector<bf16> want((size_t)N * R);
                 std::vector<float> want_sum((size_t)N * R);
-                linear_cpu(want.data(), x.data(), W.host, N);
+                linear_cpu(cpu(), want.data(), x.data(), W.host, N);
                 linear_gpu(pad.ctx, out, dx, W.device, N);
                 CHECK(differences(W.dh.get(), W.h, K) == 0);
                 // A rounding of h that falls to the other side changes an output by 2^-8 of a term, |h B| <= |h| / 2.
                 double most = 0;
                 for (bf16 y : W.h) most = std::max<double>(most, std::fabs(to_acc(y)));
                 CHECK(wrong(out.get(), as_double(want), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want[i])) + 4 * most / 512 + sum_error<float>(K) * 4; }) == 0);
-                linear_add_cpu(want_sum.data(), residual.data(), x.data(), W.host, N);
+                linear_add_cpu(cpu(), want_sum.data(), residual.data(), x.data(), W.host, N);
                 linear_add_gpu(pad.ctx, sum, dresidual, dx, W.device, N);
                 CHECK(wrong(sum.get(), as_double(want_sum), [&](size_t) { return 4 * most / 512 + sum_error<float>(K) * 4; }) == 0);
             }
@@ -86,22 +86,22 @@ TEST_CASE("the backward of products: input, weight, and an adapter's") {
                 bare.adapter = bare_device.adapter = {};
                 bf16* const none = nullptr;
                 linear_backward_input_gpu(pad.ctx, dx, none, device_dy, bare_device, N);
-                linear_backward_input_cpu(want.data(), none, dy.data(), bare, N);
+                linear_backward_input_cpu(cpu(), want.data(), none, dy.data(), bare, N);
                 CHECK(differences(dx.get(), want, R) == 0);
 
                 const std::vector<float> old = random.fill<float>((size_t)R * K);
                 Device<float> dW(old);
                 std::vector<float> want_dW = old;
                 linear_backward_weight_gpu(pad.ctx, dW, device_dy, R, device_x, N, R, K);
-                linear_backward_weight_cpu(want_dW.data(), dy.data(), (size_t)R, x.data(), N, R, K);
+                linear_backward_weight_cpu(cpu(), want_dW.data(), dy.data(), (size_t)R, x.data(), N, R, K);
                 CHECK(wrong(dW.get(), as_double(want_dW), [&](size_t) { return sum_error<float>(N) * 4 + 1e-6; }) == 0);
 
                 // The adapter's; h as forward leaves it.
-                lora_down_cpu(W.h.data(), x.data(), W.host, N);
+                lora_down_cpu(cpu(), W.h.data(), x.data(), W.host, N);
                 W.dh.replace(W.h);
                 const std::vector<bf16> before = want;
                 linear_backward_input_gpu(pad.ctx, dx, dh, device_dy, W.device, N);
-                linear_backward_input_cpu(want.data(), want_dh.data(), dy.data(), W.host, N);
+                linear_backward_input_cpu(cpu(), want.data(), want_dh.data(), dy.data(), W.host, N);
                 CHECK(differences(dh.get(), want_dh, R) == 0);
                 double most = 0;
                 for (bf16 y : want_dh) most = std::max<double>(most, std::fabs(to_acc(y)));
@@ -115,7 +115,7 @@ TEST_CASE("the backward of products: input, weight, and an adapter's") {
                 std::vector<float> want_dA = old_A, want_dB = old_B;
                 dh.replace(want_dh);
                 lora_backward_weight_gpu(pad.ctx, dA, dB, dh, device_dy, device_x, W.device, N);
-                lora_backward_weight_cpu(want_dA.data(), want_dB.data(), want_dh.data(), dy.data(), x.data(), W.host, N);
+                lora_backward_weight_cpu(cpu(), want_dA.data(), want_dB.data(), want_dh.data(), dy.data(), x.data(), W.host, N);
                 double most_h = 0;
                 for (bf16 y : W.h) most_h = std::max<double>(most_h, std::fabs(to_acc(y)));
                 CHECK(wrong(dA.get(), as_double(want_dA), [&](size_t) { return sum_error<float>(N * most * 2) * 4 + 1e-6; }) == 0);
@@ -137,21 +137,21 @@ TEST_CASE("dropout inside a product: every tile's mask, whole and in splits") {
             const int R = W.host.out(), K = W.host.in;
             const std::vector<bf16> dy = random.fill<bf16>((size_t)N * R);
             std::vector<bf16> want((size_t)N * K), dh((size_t)N * rank);
-            linear_backward_input_cpu(want.data(), dh.data(), dy.data(), W.host, N);
+            linear_backward_input_cpu(cpu(), want.data(), dh.data(), dy.data(), W.host, N);
             const Device<bf16> device_dy(dy), device_dh(dh);
             const LoraArgs lora(W.device, N);
             auto check = [&](auto shape, int splits) {
                 using S = decltype(shape);
-                INFO("rank " << rank << " N " << N << " splits " << splits << " tile " << S::BM << " x " << S::BN << " wgmma " << S::WARPGROUP);
+                INFO("rank " << rank << " N " << N << " splits " << splits << " tile " << S::TOKENS << " x " << S::ROWS << " wgmma " << S::WARPGROUP);
                 Device<bf16> dx((size_t)N * K);
                 TileArgs p = {device_dy, W.device.w[0], N, R, K};
                 p.more_x = device_dh, p.more_W = W.device.adapter.A, p.more = rank, p.splits = splits;
-                launch_tiles<S, false, true>(pad.ctx, p, DropEpilogue{dx, (size_t)K, lora.dropout, lora.module[0], lora.scale});
+                launch_tiles<S, false, true>(pad.ctx, p, DropEpilogue(dx, K, lora.dropout, lora.module[0], lora.scale));
                 CHECK(differences(dx.get(), want, R) == 0);
             };
             for (int splits : {1, 2, 7}) {
                 check(Tile128x128{}, splits), check(Tile64x128{}, splits), check(Tile64x64{}, splits), check(Tile32x64{}, splits);
-                if (pad.ctx.hopper) check(TileHopper{}, splits);
+                if (pad.ctx.gpu->hopper) check(TileHopper{}, splits);
             }
         }
 }
@@ -175,10 +175,10 @@ TEST_CASE("the head's loss in place, and the head's backward") {
             const Device<int> dtarget(target), drows(rows);
             std::vector<float> want, want_logits((size_t)R * V), want_loss(R);
             std::vector<bf16> want_picked((size_t)R * C), gradient((size_t)R * V), right((size_t)R * V);
-            head_cpu(want_logits.data(), want_picked.data(), x.data(), rows.data(), W.host, R);
+            head_cpu(cpu(), want_logits.data(), want_picked.data(), x.data(), rows.data(), W.host, R);
             for (bool hopper : {false, true}) { // both tiles
-                if (hopper && !gpu().hopper) continue;
-                pad.ctx.hopper = hopper;
+                if (hopper && !gpu().gpu->hopper) continue;
+                pad.ctx.gpu->hopper = hopper;
                 head_loss_gpu(pad.ctx, loss, nullptr, logits, picked, parts, dx, drows, dtarget, 0.125f, W.device, R);
                 CHECK(wrong(logits.get(), as_double(want_logits), [&](size_t) { return sum_error<float>(C * 4) * 4; }) == 0);
                 const std::vector<float> only_loss = loss.get(), made = logits.get();
@@ -199,12 +199,12 @@ TEST_CASE("the head's loss in place, and the head's backward") {
             Device<bf16> dnormed(std::vector<bf16>((size_t)N * C));
             std::vector<bf16> want_normed((size_t)N * C);
             head_backward_gpu(pad.ctx, dnormed, (bf16*)dlogits.data, (size_t)2 * V, drows, W.device, R);
-            head_backward_cpu(want_normed.data(), (const bf16*)want.data(), (size_t)2 * V, rows.data(), W.host, R);
+            head_backward_cpu(cpu(), want_normed.data(), (const bf16*)want.data(), (size_t)2 * V, rows.data(), W.host, R);
             CHECK(differences(dnormed.get(), want_normed, 0.3) == 0);
             Device<float> dW(std::vector<float>((size_t)V * C));
             std::vector<float> want_dW((size_t)V * C);
             linear_backward_weight_gpu(pad.ctx, dW, (bf16*)dlogits.data, (size_t)2 * V, picked, R, V, C);
-            linear_backward_weight_cpu(want_dW.data(), (const bf16*)want.data(), (size_t)2 * V, want_picked.data(), R, V, C);
+            linear_backward_weight_cpu(cpu(), want_dW.data(), (const bf16*)want.data(), (size_t)2 * V, want_picked.data(), R, V, C);
             CHECK(wrong(dW.get(), as_double(want_dW), [&](size_t) { return 4e-6; }) == 0);
         }
 }
@@ -222,7 +222,7 @@ TEST_CASE("norms, SwiGLU, RoPE and embedding, backward") {
             std::vector<float> want = old, want_dw = old_dw;
             std::vector<bf16> want_dy((size_t)N * C), want_normed((size_t)N * C);
             rmsnorm_backward_gpu(pad.ctx, dx, dy, normed, dw, device_dout, device_x, device_w, N, C, 1e-6f);
-            rmsnorm_backward_cpu(want.data(), want_dy.data(), want_normed.data(), want_dw.data(), dout.data(), x.data(), w.data(), N, C, 1e-6f);
+            rmsnorm_backward_cpu(cpu(), want.data(), want_dy.data(), want_normed.data(), want_dw.data(), dout.data(), x.data(), w.data(), N, C, 1e-6f);
             CHECK(wrong(dx.get(), as_double(want), [&](size_t) { return 1e-5; }) == 0);
             CHECK(wrong(dy.get(), as_double(want_dy), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want_dy[i])) + 1e-5; }) == 0);
             CHECK(differences(normed.get(), want_normed, 0) == 0);
@@ -236,7 +236,7 @@ TEST_CASE("norms, SwiGLU, RoPE and embedding, backward") {
             Device<bf16> dgate_up((size_t)N * 2 * C), hidden((size_t)N * C);
             std::vector<bf16> want_gate_up((size_t)N * 2 * C), want_hidden((size_t)N * C);
             swiglu_backward_gpu(pad.ctx, dgate_up, hidden, device_dhidden, device_gate_up, N, C);
-            swiglu_backward_cpu(want_gate_up.data(), want_hidden.data(), dhidden.data(), gate_up.data(), N, C);
+            swiglu_backward_cpu(cpu(), want_gate_up.data(), want_hidden.data(), dhidden.data(), gate_up.data(), N, C);
             CHECK(wrong(dgate_up.get(), as_double(want_gate_up), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want_gate_up[i])) + 1e-5; }) == 0);
             CHECK(differences(hidden.get(), want_hidden, 1) == 0);
 
@@ -247,7 +247,7 @@ TEST_CASE("norms, SwiGLU, RoPE and embedding, backward") {
             Device<float> drows(rows), dtable(table);
             std::vector<float> want_table = table;
             Batch b = batch.view();
-            embed_backward_cpu(want_table.data(), rows.data(), b, C);
+            embed_backward_cpu(cpu(), want_table.data(), rows.data(), b, C);
             b.token = token, b.seq = seq;
             embed_backward_gpu(pad.ctx, dtable, drows, b, C);
             CHECK(same_bits(dtable.get(), want_table));
@@ -270,7 +270,7 @@ TEST_CASE("norms, SwiGLU, RoPE and embedding, backward") {
             std::vector<bf16> want = dout;
             std::vector<float> want_dw = old;
             Batch b = batch.view();
-            qknorm_rope_backward_cpu(want.data(), want_dw.data(), want_dw.data() + D, qkv.data(), qw.data(), kw.data(), rope.data(), b, H, K, D, 1e-6f);
+            qknorm_rope_backward_cpu(cpu(), want.data(), want_dw.data(), want_dw.data() + D, qkv.data(), qw.data(), kw.data(), rope.data(), b, H, K, D, 1e-6f);
             b.pos = pos, b.seq = seq;
             qknorm_rope_backward_gpu(pad.ctx, dqkv, dw, dw + D, device_qkv, device_qw, device_kw, device_rope, b, H, K, D, 1e-6f);
             CHECK(wrong(dqkv.get(), as_double(want), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want[i])) + 1e-5; }) == 0);
@@ -293,14 +293,14 @@ TEST_CASE("the length of the gradient and AdamW; a gradient that is not finite c
         double want_norm;
         std::vector<double> partial(n / NORM_PIECE + 1);
         grad_norm_gpu(pad.ctx, norm, pieces, dg, n);
-        grad_norm_cpu(&want_norm, partial.data(), g.data(), n);
+        grad_norm_cpu(cpu(), &want_norm, partial.data(), g.data(), n);
         CHECK(norm.get()[0] == doctest::Approx(want_norm).epsilon(1e-12));
         AdamW a;
         a.lr = 0.01f, a.decay = 0.1f, a.clip = 1, a.step = 3, a.copy = 2;
         std::vector<float> wp = p, wm = m, wv = v;
         std::vector<bf16> ws(n);
         adamw_gpu(pad.ctx, stored, dp, dm, dv, dg, norm, n, a);
-        adamw_cpu(ws.data(), wp.data(), wm.data(), wv.data(), g.data(), &want_norm, n, a);
+        adamw_cpu(cpu(), ws.data(), wp.data(), wm.data(), wv.data(), g.data(), &want_norm, n, a);
         CHECK(wrong(dp.get(), as_double(wp), [&](size_t) { return 3e-7; }) == 0);
         CHECK(wrong(dm.get(), as_double(wm), [&](size_t) { return 3e-7; }) == 0);
         CHECK(wrong(dv.get(), as_double(wv), [&](size_t) { return 3e-7; }) == 0);

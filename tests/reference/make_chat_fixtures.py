@@ -4,7 +4,7 @@
     make_chat_fixtures.py TOKENIZER_DIR        the folder with Qwen3's tokenizer.json and chat_template.jinja
 
 Needs transformers. The text is apply_chat_template's. So are the ids, unless a caller's text holds the name
-of an added token: transformers makes a token of it, and chat_template.h must not. For those, the names in the
+of an added token: transformers makes a token of it, and must not. For those, the names in the
 template's own outputs are swapped for private characters before it is rendered; where these come out is a
 token, and all text between two of them is encoded by a tokenizer that knows no added tokens. (Both ways are
 compared wherever they must agree.) A conversation that the template fails on, or drops something of, has no

@@ -28,12 +28,12 @@ template <class T> struct Problem {
     }
     void forward() {
         out = poisoned<T>(q.size()), lse = poisoned<acc<T>>((size_t)N * H);
-        attention_cpu(out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
+        attention_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
     }
     std::vector<T> backward() const {
         std::vector<T> dqkv = poisoned<T>((size_t)N * width());
         std::vector<acc<T>> delta = poisoned<acc<T>>((size_t)N * H);
-        attention_backward_cpu(dqkv.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
+        attention_backward_cpu(cpu(), dqkv.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
         return dqkv;
     }
     int width() const { return (H + 2 * K) * D; }
@@ -152,6 +152,6 @@ TEST_CASE("what nobody asked for is not written: attention without lse") {
     Random random{4};
     Problem<bf16> p(random, LENGTHS, 0, 4, 2, 64);
     const std::vector<bf16> out = p.out;
-    attention_cpu(p.out.data(), nullptr, p.q.data(), p.keys.data(), p.values.data(), p.batch.view(), 4, 2, 64);
+    attention_cpu(cpu(), p.out.data(), nullptr, p.q.data(), p.keys.data(), p.values.data(), p.batch.view(), 4, 2, 64);
     CHECK(same_bits(p.out, out));
 }

@@ -49,11 +49,11 @@ TEST_CASE("cross_entropy: finite differences, in place, and nothing but the loss
         std::vector<int> target;
         for (int r = 0; r < R; r++) target.push_back(random.below(V));
         std::vector<double> loss(R), gradient = logits;
-        cross_entropy_cpu(loss.data(), gradient.data(), gradient.data(), target.data(), 0.3, R, V);
+        cross_entropy_cpu(cpu(), loss.data(), gradient.data(), gradient.data(), target.data(), 0.3, R, V);
         auto f = [&] {
             double sum = 0;
             std::vector<double> each(R);
-            cross_entropy_cpu(each.data(), (double*)nullptr, logits.data(), target.data(), 1., R, V);
+            cross_entropy_cpu(cpu(), each.data(), (double*)nullptr, logits.data(), target.data(), 1., R, V);
             for (double l : each) sum += l;
             return 0.3 * sum;
         };
@@ -71,8 +71,8 @@ TEST_CASE("cross_entropy: bf16 gradients lie in the first halves of the rows; lo
     auto logits = random.fill<float>(R * V, 300);
     const std::vector<int> target = {0, 49, 7};
     std::vector<float> loss(R), wide = logits, narrow = logits, unused(R);
-    cross_entropy_cpu(loss.data(), wide.data(), wide.data(), target.data(), 1.f, R, V);
-    cross_entropy_cpu(unused.data(), (bf16*)narrow.data(), narrow.data(), target.data(), 1.f, R, V);
+    cross_entropy_cpu(cpu(), loss.data(), wide.data(), wide.data(), target.data(), 1.f, R, V);
+    cross_entropy_cpu(cpu(), unused.data(), (bf16*)narrow.data(), narrow.data(), target.data(), 1.f, R, V);
     CHECK(same_bits(loss, unused));
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) {
@@ -82,7 +82,7 @@ TEST_CASE("cross_entropy: bf16 gradients lie in the first halves of the rows; lo
         }
     for (float l : loss) CHECK(std::isfinite(l));
     logits[V + 20] = NAN;
-    cross_entropy_cpu(loss.data(), (float*)nullptr, logits.data(), target.data(), 1.f, R, V);
+    cross_entropy_cpu(cpu(), loss.data(), (float*)nullptr, logits.data(), target.data(), 1.f, R, V);
     CHECK(std::isfinite(loss[0]));
     CHECK(std::isnan(loss[1]));
 }
@@ -94,13 +94,13 @@ TEST_CASE("head: finite differences by the rows that are named; the others' grad
     auto x = random.fill<double>(N * C);
     const Linear<double> W = linear_of(w, {V}, C);
     std::vector<double> dx(N * C, 0), logits(R * V), picked(R * C);
-    head_backward_cpu(dx.data(), g.data(), V, rows, W, R);
+    head_backward_cpu(cpu(), dx.data(), g.data(), V, rows, W, R);
     check_gradient("normed", x, dx, [&] {
-        head_cpu(logits.data(), picked.data(), x.data(), rows, W, R);
+        head_cpu(cpu(), logits.data(), picked.data(), x.data(), rows, W, R);
         return inner(logits, g);
     });
     std::vector<double> kept(N * C, 7);
-    head_backward_cpu(kept.data(), g.data(), V, rows, W, R);
+    head_backward_cpu(cpu(), kept.data(), g.data(), V, rows, W, R);
     for (int i = 0; i < C; i++) CHECK((kept[i] == 7 && kept[2 * C + i] == 7 && kept[4 * C + i] == 7));
 }
 
@@ -112,9 +112,9 @@ TEST_CASE("rmsnorm: finite differences by x and w; what it makes again is what f
         const auto g = random.fill<double>(N * C), before = random.fill<double>(N * C), dw_before = random.fill<double>(C);
         std::vector<double> dx = before, dw = dw_before, dy = poisoned<double>(N * C), normed = dy, out(N * C);
         const float eps = 1e-3f;
-        rmsnorm_backward_cpu(dx.data(), dy.data(), normed.data(), dw.data(), g.data(), x.data(), w.data(), N, C, eps);
+        rmsnorm_backward_cpu(cpu(), dx.data(), dy.data(), normed.data(), dw.data(), g.data(), x.data(), w.data(), N, C, eps);
         auto f = [&] {
-            rmsnorm_cpu(out.data(), x.data(), w.data(), N, C, eps);
+            rmsnorm_cpu(cpu(), out.data(), x.data(), w.data(), N, C, eps);
             return inner(out, g);
         };
         check_gradient("x", x, minus(dx, before), f);
@@ -124,7 +124,7 @@ TEST_CASE("rmsnorm: finite differences by x and w; what it makes again is what f
         CHECK(same_bits(dy, dx));
         std::vector<double> alone = before;
         double* none = nullptr;
-        rmsnorm_backward_cpu(alone.data(), none, none, none, g.data(), x.data(), w.data(), N, C, eps);
+        rmsnorm_backward_cpu(cpu(), alone.data(), none, none, none, g.data(), x.data(), w.data(), N, C, eps);
         CHECK(same_bits(alone, dx));
     }
 }
@@ -140,10 +140,10 @@ TEST_CASE("linear: finite differences by x and W, of one to three blocks") {
         const auto g = random.fill<double>(N * out), dw_before = random.fill<double>(out * in);
         const Linear<double> W = linear_of(w, rows, in);
         std::vector<double> y(N * out), dx = poisoned<double>(N * in), dw = dw_before;
-        linear_backward_input_cpu(dx.data(), (double*)nullptr, g.data(), W, N);
-        linear_backward_weight_cpu(dw.data(), g.data(), (size_t)out, x.data(), N, out, in);
+        linear_backward_input_cpu(cpu(), dx.data(), (double*)nullptr, g.data(), W, N);
+        linear_backward_weight_cpu(cpu(), dw.data(), g.data(), (size_t)out, x.data(), N, out, in);
         auto f = [&] {
-            linear_cpu(y.data(), x.data(), W, N);
+            linear_cpu(cpu(), y.data(), x.data(), W, N);
             return inner(y, g);
         };
         check_gradient("x", x, dx, f);
@@ -183,7 +183,7 @@ template <class T> struct Adapted {
     }
 };
 
-TEST_CASE("an adapter: y = W x + s B A drop(x) by its plain formula, in every type and on every road") {
+TEST_CASE("an adapter: y = W x + s B A drop(x) by its plain formula, in every type and on every instruction set") {
     auto check = [](auto type) {
         using T = decltype(type);
         Random random{6};
@@ -191,7 +191,7 @@ TEST_CASE("an adapter: y = W x + s B A drop(x) by its plain formula, in every ty
         Adapted<T> a(random, {6, 4, 4}, {0, 2}, in, rank, N, 0.3f, 2);
         const auto x = random.fill<T>(N * in);
         std::vector<T> y(N * 14);
-        linear_cpu(y.data(), x.data(), a.W, N);
+        linear_cpu(cpu(), y.data(), x.data(), a.W, N);
         std::vector<double> want(N * 14), size(N * 14);
         const double scale = 1 / (1 - (double)0.3f);
         for (int n = 0; n < N; n++)
@@ -215,12 +215,12 @@ TEST_CASE("an adapter: y = W x + s B A drop(x) by its plain formula, in every ty
         CHECK(wrong(y, want, [&](size_t i) { return rounding<T>(want[i]) + rounding<T>(size[i]) + sum_error<T>(size[i]); }) == 0);
         // What is added to a residual is the same sum.
         std::vector<acc<T>> residual = random.fill<acc<T>>(N * 14), sum(N * 14);
-        linear_add_cpu(sum.data(), residual.data(), x.data(), a.W, N);
+        linear_add_cpu(cpu(), sum.data(), residual.data(), x.data(), a.W, N);
         std::vector<double> total = want;
         for (size_t i = 0; i < total.size(); i++) total[i] += residual[i];
         CHECK(wrong(sum, total, [&](size_t i) { return rounding<T>(size[i]) + sum_error<T>(size[i] + 1); }) == 0);
     };
-    on_every_road([&] { check(bf16{}), check(0.f), check(0.); });
+    on_every_instruction_set([&] { check(bf16{}), check(0.f), check(0.); });
 }
 
 TEST_CASE("an adapter: finite differences by x, A and B, with and without dropout; rows and blocks that are not its own") {
@@ -234,12 +234,12 @@ TEST_CASE("an adapter: finite differences by x, A and B, with and without dropou
             std::vector<double> y(N * out), dx(N * in), dh = poisoned<double>(N * m * rank), dA = A_before, dB = B_before;
             auto f = [&] {
                 a.use();
-                linear_cpu(y.data(), x.data(), a.W, N);
+                linear_cpu(cpu(), y.data(), x.data(), a.W, N);
                 return inner(y, g);
             };
             f();
-            linear_backward_input_cpu(dx.data(), dh.data(), g.data(), a.W, N);
-            lora_backward_weight_cpu(dA.data(), dB.data(), dh.data(), g.data(), x.data(), a.W, N);
+            linear_backward_input_cpu(cpu(), dx.data(), dh.data(), g.data(), a.W, N);
+            lora_backward_weight_cpu(cpu(), dA.data(), dB.data(), dh.data(), g.data(), x.data(), a.W, N);
             check_gradient("x", x, dx, f);
             check_gradient("A", a.A, minus(dA, A_before), f);
             // Where module and row do not belong together nothing is added.
@@ -292,9 +292,9 @@ TEST_CASE("SwiGLU: finite differences; what it makes again is what forward made"
         auto gate_up = random.fill<double>(N * 2 * F, 4);
         const auto g = random.fill<double>(N * F);
         std::vector<double> d = poisoned<double>(N * 2 * F), hidden = poisoned<double>(N * F), out(N * F);
-        swiglu_backward_cpu(d.data(), hidden.data(), g.data(), gate_up.data(), N, F);
+        swiglu_backward_cpu(cpu(), d.data(), hidden.data(), g.data(), gate_up.data(), N, F);
         auto f = [&] {
-            swiglu_cpu(out.data(), gate_up.data(), N, F);
+            swiglu_cpu(cpu(), out.data(), gate_up.data(), N, F);
             return inner(out, g);
         };
         check_gradient("gate and up", gate_up, d, f);
@@ -319,14 +319,14 @@ TEST_CASE("q/k norm, RoPE, attention: finite differences from qkv to the output,
         std::vector<double> rope(64 * D), q(N * H * D), keys((size_t)batch.page_count * PAGE * K * D), values = keys, out(N * H * D), lse(N * H);
         fill_rope(rope.data(), 64, D, 100.);
         auto f = [&] {
-            qknorm_rope_kv_cpu(q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
-            attention_cpu(out.data(), lse.data(), q.data(), keys.data(), values.data(), b, H, K, D);
+            qknorm_rope_kv_cpu(cpu(), q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
+            attention_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), b, H, K, D);
             return inner(out, g);
         };
         f();
         std::vector<double> d = poisoned<double>(N * width), delta(N * H), dwq = wq_before, dwk = wk_before;
-        attention_backward_cpu(d.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), b, H, K, D, delta.data());
-        qknorm_rope_backward_cpu(d.data(), dwq.data(), dwk.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
+        attention_backward_cpu(cpu(), d.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), b, H, K, D, delta.data());
+        qknorm_rope_backward_cpu(cpu(), d.data(), dwq.data(), dwk.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
         check_gradient("qkv", qkv, d, f);
         if (N == 1) continue; // one key: its weight is 1, whatever q and k are
         check_gradient("q_norm", q_weight, minus(dwq, wq_before), f);
@@ -344,9 +344,9 @@ TEST_CASE("embed: finite differences; tokens that come twice") {
     const auto before = random.fill<double>(V * C);
     const Linear<double> table = linear_of(w, {V}, C);
     std::vector<double> x(b.N * C, 0), dw = before;
-    embed_backward_cpu(dw.data(), g.data(), b, C);
+    embed_backward_cpu(cpu(), dw.data(), g.data(), b, C);
     check_gradient("W", w, minus(dw, before), [&] {
-        embed_cpu(x.data(), table, b, C);
+        embed_cpu(cpu(), x.data(), table, b, C);
         return inner(x, g);
     });
 }
@@ -379,7 +379,7 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         std::vector<double> loss(3), d(57);
         for (int row = 0; row < 3; row++) { // `scale` is one number: a row at a time
             memcpy(&d[row * 19], &logits[row * 19], 19 * sizeof(double));
-            cross_entropy_cpu(&loss[row], &d[row * 19], &d[row * 19], target + row, g[row], 1, 19);
+            cross_entropy_cpu(cpu(), &loss[row], &d[row * 19], &d[row * 19], target + row, g[row], 1, 19);
         }
         check_same("loss", loss, r("out"));
         check_same("dlogits", d, r("d_logits"));
@@ -389,13 +389,13 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         const auto x = r("x"), w = r("W"), g = r("g");
         const Linear<double> W = linear_of(w, {2, 3}, 9);
         std::vector<double> dx(36), dw(45), y(20);
-        linear_cpu(y.data(), x.data(), W, 4);
-        linear_backward_input_cpu(dx.data(), (double*)nullptr, g.data(), W, 4);
-        linear_backward_weight_cpu(dw.data(), g.data(), 5, x.data(), 4, 5, 9);
+        linear_cpu(cpu(), y.data(), x.data(), W, 4);
+        linear_backward_input_cpu(cpu(), dx.data(), (double*)nullptr, g.data(), W, 4);
+        linear_backward_weight_cpu(cpu(), dw.data(), g.data(), 5, x.data(), 4, 5, 9);
         check_same("y", y, r("out")), check_same("dx", dx, r("d_x")), check_same("dW", dw, r("d_W"));
         std::vector<double> picked(36), dnormed(36);
         const int rows[] = {2, 0, 3, 1};
-        head_backward_cpu(dnormed.data(), g.data(), 5, rows, linear_of(w, {5}, 9), 4);
+        head_backward_cpu(cpu(), dnormed.data(), g.data(), 5, rows, linear_of(w, {5}, 9), 4);
         for (int i = 0; i < 4; i++) memcpy(&picked[i * 9], &dnormed[rows[i] * 9], 9 * sizeof(double));
         check_same("head", picked, r("d_x"));
     }
@@ -407,16 +407,16 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         Linear<double> W = linear_of(w, {5}, 9);
         std::vector<double> h(12), y(20), dx(36), dh(12), dA(27), dB(15);
         W.adapter.rank = 3, W.adapter.modules = 1, W.adapter.s = 2, W.adapter.A = A.data(), W.adapter.B = sB.data(), W.adapter.h = h.data();
-        linear_cpu(y.data(), x.data(), W, 4);
-        linear_backward_input_cpu(dx.data(), dh.data(), g.data(), W, 4);
-        lora_backward_weight_cpu(dA.data(), dB.data(), dh.data(), g.data(), x.data(), W, 4);
+        linear_cpu(cpu(), y.data(), x.data(), W, 4);
+        linear_backward_input_cpu(cpu(), dx.data(), dh.data(), g.data(), W, 4);
+        lora_backward_weight_cpu(cpu(), dA.data(), dB.data(), dh.data(), g.data(), x.data(), W, 4);
         check_same("y", y, r("out")), check_same("dx", dx, r("d_x")), check_same("dA", dA, r("d_A")), check_same("dB", dB, r("d_B"));
     }
     {
         auto r = of("rmsnorm");
         const auto x = r("x"), w = r("w"), g = r("g");
         std::vector<double> dx(30), dw(10), normed(30);
-        rmsnorm_backward_cpu(dx.data(), (double*)nullptr, normed.data(), dw.data(), g.data(), x.data(), w.data(), 3, 10, 1e-5f);
+        rmsnorm_backward_cpu(cpu(), dx.data(), (double*)nullptr, normed.data(), dw.data(), g.data(), x.data(), w.data(), 3, 10, 1e-5f);
         // (eps is a float: 1e-5f is off by 3e-13 of itself and more)
         check_same("y", normed, r("out"), 1e-11), check_same("dx", dx, r("d_x"), 1e-11), check_same("dw", dw, r("d_w"), 1e-11);
     }
@@ -424,7 +424,7 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         auto r = of("swiglu");
         const auto x = r("gate_up"), g = r("g");
         std::vector<double> d(66), hidden(33);
-        swiglu_backward_cpu(d.data(), hidden.data(), g.data(), x.data(), 3, 11);
+        swiglu_backward_cpu(cpu(), d.data(), hidden.data(), g.data(), x.data(), 3, 11);
         check_same("hidden", hidden, r("out")), check_same("dgate_up", d, r("d_gate_up"));
     }
     {
@@ -437,9 +437,9 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         std::vector<double> rope(4 * D), q(N * H * D), keys((size_t)batch.page_count * PAGE * K * D), values = keys, out(N * H * D), lse(N * H), delta(N * H);
         std::vector<double> d(N * (H + 2 * K) * D), dwq(D), dwk(D);
         fill_rope(rope.data(), 4, D, 100.);
-        attend_cpu(out.data(), lse.data(), q.data(), keys.data(), values.data(), qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
-        attention_backward_cpu(d.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), b, H, K, D, delta.data());
-        qknorm_rope_backward_cpu(d.data(), dwq.data(), dwk.data(), qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
+        attend_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
+        attention_backward_cpu(cpu(), d.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), b, H, K, D, delta.data());
+        qknorm_rope_backward_cpu(cpu(), d.data(), dwq.data(), dwk.data(), qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
         check_same("out", out, r("out"), 1e-11), check_same("dqkv", d, r("d_qkv"), 1e-11);
         check_same("dq_weight", dwq, r("d_q_weight"), 1e-11), check_same("dk_weight", dwk, r("d_k_weight"), 1e-11);
     }
@@ -448,7 +448,7 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         const int token[] = {2, 0, 2, 4}, seq[] = {0, 0, 0, 0};
         const auto g = r("g");
         std::vector<double> dw(15);
-        embed_backward_cpu(dw.data(), g.data(), Batch{4, 1, token, nullptr, seq, nullptr, nullptr, 1}, 3);
+        embed_backward_cpu(cpu(), dw.data(), g.data(), Batch{4, 1, token, nullptr, seq, nullptr, nullptr, 1}, 3);
         check_same("dW", dw, r("d_W"));
     }
     {
@@ -458,11 +458,11 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         for (int step = 1; step <= 3; step++) {
             const double* g = &gradients[(step - 1) * 6];
             double norm, partial[1];
-            grad_norm_cpu(&norm, partial, g, 6);
+            grad_norm_cpu(cpu(), &norm, partial, g, 6);
             CHECK(norm == doctest::Approx(norms[step - 1]).epsilon(1e-12));
             AdamW how;
             how.lr = 0.01f, how.decay = 0.1f, how.clip = 1, how.step = step, how.copy = 2;
-            adamw_cpu(stored.data(), p.data(), m.data(), v.data(), g, &norm, 6, how);
+            adamw_cpu(cpu(), stored.data(), p.data(), m.data(), v.data(), g, &norm, 6, how);
             // (lr, betas and decay are floats here, doubles there)
             check_same("p", p, {&steps[(step - 1) * 6], &steps[(step - 1) * 6] + 6}, 1e-8);
             for (int i = 0; i < 6; i++) CHECK(stored[i] == 2 * p[i]);
@@ -476,7 +476,7 @@ TEST_CASE("grad_norm: pieces of any number; adamw: nothing moves where the norm 
         const auto g = random.fill<float>(n);
         std::vector<double> partial((n + NORM_PIECE - 1) / NORM_PIECE);
         double norm, sum = 0;
-        grad_norm_cpu(&norm, partial.data(), g.data(), n);
+        grad_norm_cpu(cpu(), &norm, partial.data(), g.data(), n);
         for (float x : g) sum += (double)x * x;
         CHECK(norm == doctest::Approx(std::sqrt(sum)).epsilon(1e-12));
     }
@@ -485,7 +485,7 @@ TEST_CASE("grad_norm: pieces of any number; adamw: nothing moves where the norm 
         std::vector<bf16> stored = {to_bf16(7), to_bf16(8)};
         AdamW how;
         how.lr = 1, how.step = 1;
-        adamw_cpu(stored.data(), p.data(), m.data(), v.data(), g.data(), &norm, 2, how);
+        adamw_cpu(cpu(), stored.data(), p.data(), m.data(), v.data(), g.data(), &norm, 2, how);
         CHECK((p[0] == 1 && p[1] == 2 && m[0] == 3 && v[1] == 6 && to_acc(stored[0]) == 7));
     }
 }
@@ -722,7 +722,7 @@ TEST_CASE("an adapter's gradients: the same bits packed or not, recomputed or no
         other.run(3, false);
         CHECK(!same_bits(other.dlora, first)); // dropout does something
     };
-    on_every_road([&] { check(0.f), check(bf16{}); });
+    on_every_instruction_set([&] { check(0.f), check(bf16{}); });
 #ifdef _OPENMP
     omp_set_num_threads(omp_get_num_procs());
 #endif

@@ -1,6 +1,6 @@
-// chat_template.h against transformers' apply_chat_template (fixtures/chat.jsonl, see make_chat_fixtures.py);
+// against transformers' apply_chat_template (fixtures/chat.jsonl, see make_chat_fixtures.py);
 // what it refuses; that no text of a caller becomes a special token.
-#include "../../chat_template.h"
+#include "../../tokenizer.h"
 #include <doctest/doctest.h>
 
 using Ids = std::vector<int>;

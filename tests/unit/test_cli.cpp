@@ -29,6 +29,7 @@ struct Result {
 struct Setting { // what a run may have in place of the usual
     std::string program = PROGRAM, folder = ".", in, out; // in, out: paths, where not memory
     unsigned alarm_s = 60;
+    bool passive = true;                                  // threads wait without spinning
     int closed = -1;                                      // a descriptor that is not open
     rlim_t file_limit = RLIM_INFINITY;                    // bytes of the largest file: a full disk
 };
@@ -49,7 +50,8 @@ struct Process {
         int to = setting.out.empty() ? out.fd : open(setting.out.c_str(), O_WRONLY);
         const rlimit largest = {setting.file_limit, setting.file_limit};
         signal(SIGXFSZ, SIG_IGN); // a write beyond the limit then fails as one on a full disk does
-        setenv("OMP_WAIT_POLICY", "passive", 1); // threads that spin starve each other on a busy machine
+        if (setting.passive) setenv("OMP_WAIT_POLICY", "passive", 1);
+        else unsetenv("OMP_WAIT_POLICY");
         bool ready = dup2(from, 0) == 0 && dup2(to, 1) == 1 && dup2(err.fd, 2) == 2;
         if (setting.closed >= 0) close(setting.closed);
         if (ready && chdir(setting.folder.c_str()) == 0 && setrlimit(RLIMIT_FSIZE, &largest) == 0) {
@@ -156,12 +158,6 @@ static std::vector<int> some_ids(size_t n) {
     while (ids.size() < n) ids.push_back((int)(random() % V));
     return ids;
 }
-static uint64_t fnv1a(std::string_view bytes) {
-    uint64_t hash = 0xcbf29ce484222325;
-    for (char c : bytes) hash = (hash ^ (unsigned char)c) * 0x100000001b3;
-    return hash;
-}
-
 // ----------------------------------------------------------------------------------------- text and ids
 
 TEST_CASE("tokenize and detokenize: any bytes go there and back") {
@@ -433,15 +429,15 @@ static std::string config(const std::string& members = "\"model_type\": \"qwen3\
 }
 
 TEST_CASE("--bench and --cpu: what was measured, as JSON; what cannot be is refused") {
-    const std::string none = run({"--cpu", "none", TINY, "-i", "x"}).err; // names the roads there are
+    const std::string none = run({"--cpu", "none", TINY, "-i", "x"}).err; // names what there is
     CHECK(none.find("--cpu none: this machine has plain") != std::string::npos);
-    for (std::string road : {"amx", "avx512bf16", "avx512", "avx2", "plain"}) {
-        if (road != "plain" && none.find(", " + road) == std::string::npos) continue;
-        const std::string json = out_of({TINY, "--bench", "--json", "--cpu", road, "-j", "1"});
+    for (std::string set : {"amx", "avx512bf16", "avx512", "avx2", "plain"}) {
+        if (set != "plain" && none.find(", " + set) == std::string::npos) continue;
+        const std::string json = out_of({TINY, "--bench", "--json", "--cpu", set, "-j", "1"});
         sj::Doc doc;
         REQUIRE(sj::parse(doc, json) == "");
         const sj::Value j = doc.root();
-        CHECK(j["road"].str() == road);
+        CHECK(j["instructions"].str() == set);
         CHECK(j["type"].str() == "bfloat16");
         CHECK(j["read_GBps"].number() > 0);
         CHECK(j["multiply_GFLOPs"].number() > 0);
@@ -453,7 +449,7 @@ TEST_CASE("--bench and --cpu: what was measured, as JSON; what cannot be is refu
         }
         const double weights = j["rows"][(size_t)1]["bytes_per_token"].number(), more = j["rows"][4]["bytes_per_token"].number();
         CHECK(more - weights == 2 * 2 * 2 * 64 * 2 * 2048.); // keys and values: 2 x 2 layers x 2 heads x 64 x 2 bytes a token
-        break; // the ceilings take their time: the best road here, all of them in test_ops
+        break; // the ceilings take their time: the best instructions here, all of them in test_ops
     }
     CHECK(out_of({TINY, "--bench", "-j", "1", "--dtype", "int8"}).find("int8") != std::string::npos);
     Scratch s;
@@ -527,6 +523,8 @@ TEST_CASE("options that make no sense") {
         {{"--raw=1"}, "--raw takes no value"},
         {{"--json=yes"}, "--json takes no value"},
         {{TINY, "-i", "x", "-d", "gpu"}, "--device gpu: cpu or cuda"},
+        {{TINY, "--bench=short"}, "--bench takes no value but [long]"},
+        {{TINY, "--", "-i"}, "one model, please"},
         {{TINY, "-i", "x", "-d", "cuda"}, "--device cuda: this program was built without nvcc"},
         {{TINY, "--ids", ""}, "the prompt is empty"},
         {{TINY, "--ids", " , "}, "the prompt is empty"},
@@ -558,6 +556,62 @@ TEST_CASE("options that make no sense") {
     for (auto& n : numbers)
         for (auto& value : n.values)
             check_refused({TINY, "-i", "x", n.option, value}, n.option + ": "s + value + " is not a ");
+}
+
+TEST_CASE("--help has every option once, in lines that fit a terminal; a value may follow =") {
+    const std::string help = out_of({"-h"});
+    for (const char* option : {"-i, --input TEXT", "-p, --top-p X", "    --bench [long]", "    --synthesize SIZE OUT.bin", "-h, --help"}) {
+        INFO(option);
+        const size_t at = help.find("\n  "s + option);
+        REQUIRE(at != std::string::npos);
+        CHECK(help.find("\n  "s + option, at + 1) == std::string::npos);
+    }
+    for (size_t at = 0, end; at < help.size(); at = end + 1) {
+        end = help.find('\n', at);
+        CHECK(end - at <= 100);
+    }
+    const std::string usual = out_of(tiny({"-i", "Hello", "-t", "0", "-n", "5"}));
+    CHECK(out_of({"--tokenizer=" + VOCABULARY, "--input=Hello", "--temp=0", "--max-tokens=5", "--", TINY}) == usual);
+    CHECK(out_of({"-z", VOCABULARY, "--tokenize=a=b"}) == out_of({"-z", VOCABULARY, "--tokenize", "a=b"}));
+}
+
+TEST_CASE("-d plain: Book I's own loops say the same, whatever the weights are stored as") {
+    CHECK(out_of({"--help"}).find("plain") != std::string::npos);
+    for (const char* dtype : {"f32", "bf16", "int8"}) {
+        INFO(dtype);
+        const Strings ask = tiny({"-i", "Hello", "-t", "0", "-n", "12", "--dtype", dtype});
+        Strings plain = ask;
+        plain.insert(plain.end(), {"-d", "plain"});
+        const Result r = run(plain);
+        CHECK(r.status == 0);
+        CHECK(r.err.find("cpu, plain loops") != std::string::npos);
+        CHECK(r.out == out_of(ask));
+    }
+}
+
+TEST_CASE("two programs on the same cores: each keeps a fair part of its speed") {
+    if (std::thread::hardware_concurrency() < 2) return;
+    Scratch s; // no end token
+    write_file(s / "c.json", config(R"("hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 1024)"));
+    out_of({"--synthesize", s / "c.json", s / "m"});
+    const Strings ask = {s / "m", "-z", VOCABULARY, "-i", "Hello", "-t", "0", "-n", "600", "--json"};
+    Setting spinning; // OpenMP's own policy
+    spinning.passive = false, spinning.alarm_s = 250;
+    auto rate = [](const Result& r) {
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+        sj::Doc doc;
+        REQUIRE(sj::parse(doc, r.out) == "");
+        return doc.root()["timings"]["decode_tokens_per_s"].number();
+    };
+    double best = 0; // of three: other programs run here too
+    for (int i = 0; i < 3 && best < 0.3; i++) {
+        const double alone = rate(run(ask, "", spinning));
+        Process a(ask, "", spinning), b(ask, "", spinning);
+        const double first = rate(a.wait()), second = rate(b.wait());
+        best = std::max(best, std::min(first, second) / alone);
+    }
+    CHECK(best >= 0.3); // half, less what it takes to notice; 0.04 to 0.28 without ThreadPace
 }
 
 TEST_CASE("files that are none") {

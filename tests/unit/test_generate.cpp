@@ -1,10 +1,30 @@
 // Between the logits and the user: penalties, stop strings, `generate`. Each against a plain way to say the same.
 #include "../common.h"
 
+TEST_CASE("as many threads as have cores: given up at once, tried again after a while, less often each time in vain") {
+    ThreadPace::Rule rule{8};
+    CHECK(rule.next(7.8, 0.02) == 8);
+    CHECK(rule.next(4.1, 0.02) == 4);
+    double time = 0;
+    auto until_tried = [&] {
+        for (time = 0; rule.now < 8; time += 0.02) rule.next(rule.now, 0.02);
+        return time;
+    };
+    CHECK(until_tried() == doctest::Approx(0.25).epsilon(0.1));
+    for (double pause : {0.5, 1., 2., 4., 4.}) {
+        CHECK(rule.next(3.9, 0.02) == 4);
+        CHECK(until_tried() == doctest::Approx(pause).epsilon(0.1));
+    }
+    CHECK(rule.next(8, 0.02) == 8); // they have come back
+    CHECK(rule.next(0.2, 0.02) == 1);
+    CHECK(until_tried() == doctest::Approx(0.25).epsilon(0.1));
+    CHECK(ThreadPace::Rule{1}.next(0, 1) == 1);
+}
+
 // ---------------------------------------------------------------------------------------------------- penalties
 
 // For each id of the vocabulary by itself: how often it was seen, and what that makes of its logit.
-static std::vector<float> penalized(std::vector<float> logits, const Sampling& how, const std::vector<int>& ids,
+static std::vector<float> penalized_plainly(std::vector<float> logits, const Sampling& how, const std::vector<int>& ids,
                                     size_t answer) {
     for (int id = 0; id < (int)logits.size(); id++) {
         const auto in_answer = std::count(ids.begin() + (ptrdiff_t)answer, ids.end(), id);
@@ -12,7 +32,7 @@ static std::vector<float> penalized(std::vector<float> logits, const Sampling& h
             if (logits[id] > 0) logits[id] /= how.repeat;
             else logits[id] *= how.repeat;
         }
-        if (in_answer) logits[id] -= how.presence + how.frequency * (float)in_answer;
+        if (in_answer) logits[id] -= std::fma(how.frequency, (float)in_answer, how.presence);
     }
     return logits;
 }
@@ -28,7 +48,7 @@ TEST_CASE("penalties by hand") {
     const std::vector<int> ids = {0, 1, 0, 1, 2, 3, 2, 2}; // a prompt of four
     auto after = [&](const Sampling& how) {
         std::vector<float> l = logits;
-        penalize(l.data(), how, ids, 4);
+        penalize(l.data(), how, ids, 4, (int)l.size());
         return l;
     };
     CHECK(after(penalties(1, 0, 0)) == logits);
@@ -51,8 +71,8 @@ TEST_CASE("penalties over random logits and ids") {
             return random.below(3) ? (float)(low + (high - low) * random.uniform()) : off;
         };
         const Sampling how = penalties(maybe(0.5, 2, 1), maybe(-2, 2, 0), maybe(-2, 2, 0));
-        const std::vector<float> want = penalized(logits, how, ids, answer);
-        penalize(logits.data(), how, ids, answer);
+        const std::vector<float> want = penalized_plainly(logits, how, ids, answer);
+        penalize(logits.data(), how, ids, answer, V);
         CHECK(same_bits(logits, want));
     }
 }
@@ -213,7 +233,7 @@ TEST_CASE("each token is drawn from the penalised logits, and these are divided 
     int changed = 0;
     for (int id : g.ids) {
         std::vector<float> raw(session.logits, session.logits + session.config.V);
-        std::vector<float> logits = penalized(raw, how.sampling, session.ids, tiny.prompt.size());
+        std::vector<float> logits = penalized_plainly(raw, how.sampling, session.ids, tiny.prompt.size());
         for (float& l : logits) l /= how.sampling.temperature;
         for (float& l : raw) l /= how.sampling.temperature;
         CHECK(id == sample(logits.data(), tiny.tokenizer.size(), plain, session.ids.size()));

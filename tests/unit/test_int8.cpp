@@ -301,12 +301,13 @@ template <class T> void check_same(const std::string& folder, const std::string&
         const Linear<T>& m = want[at++];
         REQUIRE((y.q[b] && m.q[b]));
         CHECK(!y.w[b]);
+        const uint8_t *q = (const uint8_t*)y.q[b], *data = to.maps[0].data;
+        CHECK((q > data && q < data + to.maps[0].size)); // used where the file maps them
         CHECK((y.rows[b] == m.rows[b] && y.in == m.in));
         CHECK(memcmp(y.q[b], m.q[b], (size_t)y.rows[b] * y.in) == 0);
         CHECK(memcmp(y.scale[b], m.scale[b], (size_t)y.rows[b] * y.groups() * sizeof(bf16)) == 0);
     });
     CHECK(at == want.size());
-    CHECK(read.quantized.empty()); // used where the file maps them
     const Config& c = to.config;
     auto same_norm = [](const T* a, const T* b, int n) { // the exported one went through bf16
         for (int i = 0; i < n; i++)
@@ -609,22 +610,22 @@ TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf
         for (size_t i = 0; i < want.size(); i++) want_sum.push_back(want[i] + residual[i]);
         const int row = N - 1;
         const std::vector<double> want_logits(want.begin() + row * out, want.end());
-        on_every_road([&] {
+        on_every_instruction_set([&] {
             CAPTURE(N);
             CAPTURE(in);
             auto error = [&](size_t i) { return sum_error<T>(size[i]); };
             auto rounded = [&](size_t i) { return rounding<acc<T>>(want_sum[i]) + error(i); };
             auto y = poisoned<T>(want.size());
-            linear_cpu(y.data(), x.data(), W, N);
+            linear_cpu(cpu(), y.data(), x.data(), W, N);
             CHECK(wrong(y, want, [&](size_t i) { return rounding<T>(want[i]) + error(i); }) == 0);
 
             auto sum = poisoned<acc<T>>(want.size());
-            linear_add_cpu(sum.data(), residual.data(), x.data(), W, N);
+            linear_add_cpu(cpu(), sum.data(), residual.data(), x.data(), W, N);
             CHECK(wrong(sum, want_sum, rounded) == 0);
 
             auto picked = poisoned<T>(in);
             auto logits = poisoned<acc<T>>(out);
-            head_cpu(logits.data(), picked.data(), x.data(), &row, W, 1);
+            head_cpu(cpu(), logits.data(), picked.data(), x.data(), &row, W, 1);
             CHECK(wrong(logits, want_logits, [&](size_t i) { return error(row * out + i); }) == 0);
         });
     }
@@ -632,14 +633,14 @@ TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf
 
 TEST_CASE_TEMPLATE("an INT8 product's row has the same bits in any batch", T, bf16, float, double) {
     Random random{18};
-    for (int in : {96, 137, 192}) on_every_road([&] {
+    for (int in : {96, 137, 192}) on_every_instruction_set([&] {
         const int N = 83;
         Int8Linear<T> W(random, {70, 33}, in);
         const auto x = random.fill<T>((size_t)N * in);
         const std::vector<acc<T>> zero((size_t)N * W.out());
         auto product = [&](int first, int count) {
             auto y = poisoned<acc<T>>((size_t)count * W.out());
-            linear_add_cpu(y.data(), zero.data(), x.data() + (size_t)first * in, W, count);
+            linear_add_cpu(cpu(), y.data(), zero.data(), x.data() + (size_t)first * in, W, count);
             return y;
         };
         const auto whole = product(0, N);
@@ -660,7 +661,7 @@ TEST_CASE_TEMPLATE("an INT8 product's row has the same bits in any batch", T, bf
     });
 }
 
-// x of any magnitudes: what the roads that compute in integers make of it.
+// x of any magnitudes: what the paths that compute in integers make of it.
 TEST_CASE("INT8 products in integers: the same bits from vectors and tiles, wide ranges of x, infinities") {
     Random random{20};
     const int in = 192, N = 37;
@@ -675,7 +676,7 @@ TEST_CASE("INT8 products in integers: the same bits from vectors and tiles, wide
     const std::vector<float> zero((size_t)N * out);
     auto product = [&](const std::vector<bf16>& from) {
         auto y = poisoned<float>(zero.size());
-        linear_add_cpu(y.data(), zero.data(), from.data(), W, N);
+        linear_add_cpu(cpu(), y.data(), zero.data(), from.data(), W, N);
         return y;
     };
     std::vector<double> want(zero.size()), size(zero.size()), least(zero.size()); // half of the smallest step there is
@@ -686,11 +687,11 @@ TEST_CASE("INT8 products in integers: the same bits from vectors and tiles, wide
             want[i] += term, size[i] += std::fabs(term);
         }
     std::vector<float> integers;
-    on_every_road([&] {
+    on_every_instruction_set([&] {
         const auto y = product(x);
         CHECK(wrong(y, want, [&](size_t i) { return rounding<float>(want[i]) + sum_error<float>(size[i]) + least[i]; }) == 0);
-        if (cpu_road < CPU_AVX512_BF16) return;
-        if (cpu_road == CPU_AVX512_BF16) integers = y;
+        if (instruction_set < ISA_AVX512_BF16) return;
+        if (instruction_set == ISA_AVX512_BF16) integers = y;
         CHECK(same_bits(y, integers));
 
         auto broken = x; // one group of token 9
@@ -708,7 +709,7 @@ TEST_CASE_TEMPLATE("embed with INT8 weights: exactly q s, spare rows stay", T, b
         Int8Linear<T> table(random, {50}, C);
         TestBatch batch(random, {{0, 7}, {3, 1}}, 50, 2);
         auto x = poisoned<acc<T>>(10 * C);
-        embed_cpu(x.data(), table, batch.view(), C);
+        embed_cpu(cpu(), x.data(), table, batch.view(), C);
         for (int n = 0; n < 10; n++)
             for (int i = 0; i < C; i++) {
                 if (n < 8) REQUIRE(x[n * C + i] == table.weight(batch.token[n], i));

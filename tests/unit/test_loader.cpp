@@ -1,5 +1,5 @@
-// The model loader. Each case takes a small valid model, breaks one rule, and wants one line that names the
-// file and the fault; further down is what must load, and the numbers it must give.
+// The model loader, the table of tensors and the writer. Each case takes a small valid model, breaks one rule, and wants
+// one line that names the file and the fault; further down is what must load, and the numbers it must give.
 #include "../common.h"
 #include "../files.h"
 #include <sys/stat.h>
@@ -237,6 +237,8 @@ TEST_CASE("the header: one tensor's entry") {
         {"[0,16]", "[0,16.0]", "bad data_offsets"},
         {"[0,16]", "[\"0\",16]", "bad data_offsets"},
         {"[0,16]", "[-16,0]", "bad data_offsets"},
+        {R"([8],"data_offsets":[0,16])", R"([0],"data_offsets":[-0,0])", "bad data_offsets"},
+        {R"([8],"data_offsets":[0,16])", R"([0],"data_offsets":[0,-0])", "bad data_offsets"},
         {"[0,16]", "[16,0]", "bad data_offsets"},
         {"[0,16]", "[0,18446744073709551632]", "bad data_offsets"},
         {"[0,16]", "[0,999999]", "truncated: tensor model.norm.weight ends at byte 999999"},
@@ -738,4 +740,132 @@ TEST_CASE("a checkpoint of mixed types computes what one of a single type does")
     }
     CHECK(same_bits(logits<bf16>(mixed), logits<bf16>(b)));
     CHECK(same_bits(logits<float>(mixed), logits<float>(b)));
+}
+
+// ----------------------------------------------------------------------------------------- the table, and the writer
+
+TEST_CASE("the table lists exactly the tensors of each fixture, with their shapes") {
+    for (const char* path : {"tied_bf16", "tied_f16", "tied_f32", "untied_bf16", "untied_f32_sharded", "tiny/model.bin",
+                             "train/tied", "train/untied"}) {
+        INFO(std::string(path));
+        const ModelFile file("tests/fixtures/"s + path);
+        std::map<std::string, Shape> listed, held;
+        size_t numbers = 0;
+        for (const ModelTensor& t : model_tensors(file.config)) {
+            CHECK(listed.emplace(t.name(), t.shape()).second);
+            numbers += t.size();
+        }
+        for (auto& [name, t] : file.tensors) held[name] = t.shape;
+        CHECK(listed == held);
+        CHECK(numbers == file.config.parameters());
+    }
+}
+
+TEST_CASE("the table's order and places: files of our own are in its order, blocks of a Linear are neighbours") {
+    const MemoryFile memory(small_model().file());
+    const ModelFile file(memory.path);
+    Weights<bf16> w(file);
+    std::vector<std::string> names;
+    std::set<const bf16*> seen;
+    TensorPlace<bf16> before = {nullptr, 0, nullptr};
+    for (const ModelTensor& t : model_tensors(file.config)) {
+        names.push_back(t.name());
+        const TensorPlace<bf16> place = place_of(w, t);
+        REQUIRE((place.linear == nullptr) != (place.vector == nullptr));
+        CHECK((place.linear != nullptr) == (t.columns > 0));
+        CHECK((const uint8_t*)place.numbers() == file.tensors.at(t.name()).data); // (all are bf16, at even addresses)
+        CHECK(seen.insert(place.numbers()).second);
+        if (place.linear) CHECK(place.linear->rows[place.block] == t.rows);
+        if (place.linear) CHECK(place.linear->in == t.columns);
+        if (place.block) CHECK(place.linear == before.linear);
+        if (place.block) CHECK(place.block == before.block + 1);
+        before = place;
+    }
+    REQUIRE(names.size() == 1 + 2 * 11 + 2);
+    CHECK(names[0] == "model.embed_tokens.weight");
+    CHECK(names[1] == "model.layers.0.input_layernorm.weight");
+    CHECK(names[2] == "model.layers.0.self_attn.q_proj.weight");
+    CHECK(names[22] == "model.layers.1.mlp.down_proj.weight");
+    CHECK(names[23] == "model.norm.weight");
+    CHECK(names[24] == "lm_head.weight");
+    for (int m = 0; m < MODULES; m++) { // as PEFT and --targets name them
+        CHECK(module_of(TENSOR_NAMES[m]) == m);
+        CHECK(module_of(module_name(m)) == m);
+    }
+    CHECK(module_of("embed_tokens") == -1);
+    CHECK(module_of("self_attn") == -1);
+    CHECK(module_of("") == -1);
+}
+
+TEST_CASE("what write_safetensors writes, read_safetensors reads: names, types, shapes, bytes, metadata; aligned") {
+    Scratch s;
+    const Metadata metadata = {{"format", "pt"}, {"a \"quoted\" key\n", "\xe4\xb8\xad\xe6\x96\x87 \\ \x01"}, {"none", ""}};
+    Random random{11};
+    std::map<std::string, std::string> want;
+    std::vector<OutTensor> tensors;
+    auto add = [&](const std::string& name, const char* dtype, const Shape& shape) {
+        OutTensor t = {name, dtype, shape, nullptr};
+        std::string bytes(t.bytes(), '\0');
+        for (char& b : bytes) b = (char)random.below(256);
+        want[name] = bytes;
+        t.write = [bytes](OutputFile& out) { out.write(bytes); };
+        tensors.push_back(t);
+    };
+    add("z", "BF16", {3, 5});
+    add("a \"b\"\t", "F32", {7});
+    add("scalar", "F16", {});
+    add("nothing", "F32", {4, 0, 2});
+    add("m", "I8", {1, 2, 3});
+    const size_t size = write_safetensors(s / "f", metadata, tensors);
+    CHECK(size == read_file(s / "f").size());
+    const MappedFile map(s / "f");
+    Tensors got;
+    Metadata read;
+    read_safetensors(map, got, read);
+    CHECK(read == metadata);
+    REQUIRE(got.size() == tensors.size());
+    const uint8_t* next = map.data;
+    for (size_t i = 0; i < tensors.size(); i++) {
+        const Tensor& t = got.at(tensors[i].name);
+        CHECK(t.dtype == dtype_named(tensors[i].dtype)->dtype);
+        CHECK(t.shape == tensors[i].shape);
+        CHECK(std::string((const char*)t.data, t.bytes) == want[tensors[i].name]);
+        if (i == 0) CHECK((t.data - map.data) % 64 == 0);
+        if (i > 0) CHECK(t.data == next); // in the order given, one after another
+        next = t.data + t.bytes;
+    }
+    CHECK(next == map.data + map.size);
+
+    // No tensors at all; and a writer that fails leaves neither the file nor a part of it, and the old one as it was.
+    write_safetensors(s / "empty", {}, {});
+    Tensors none;
+    read_safetensors(MappedFile(s / "empty"), none, read);
+    CHECK(none.empty());
+    tensors[2].write = [](OutputFile& out) { DIE("%s: a fault", out.path.c_str()); };
+    const std::string old = read_file(s / "f");
+    CHECK_THROWS_AS(write_safetensors(s / "f", metadata, tensors), Error);
+    CHECK_THROWS_AS(write_safetensors(s / "g", metadata, tensors), Error);
+    CHECK(read_file(s / "f") == old);
+    CHECK(s.count() == 2);
+}
+
+TEST_CASE("a model.bin written from a folder, tensor by tensor, is the same model") {
+    for (const char* folder : {"tied_f16", "untied_f32_sharded"}) {
+        INFO(std::string(folder));
+        Scratch s;
+        const ModelFile file("tests/fixtures/"s + folder);
+        std::vector<OutTensor> tensors;
+        for (const ModelTensor& t : model_tensors(file.config)) {
+            const Tensor& from = file.tensors.at(t.name());
+            const char* dtype = from.dtype == Dtype::F16 ? "F16" : "F32";
+            tensors.push_back({t.name(), dtype, t.shape(), [&from](OutputFile& out) { out.write(from.data, from.bytes); }});
+        }
+        write_safetensors(s / "m.bin", model_metadata(file.config_text, file.generation_text), tensors);
+        const ModelFile written(s / "m.bin");
+        CHECK(written.hash() == file.hash());
+        CHECK(written.config_text == file.config_text);
+        CHECK(written.generation_text == file.generation_text);
+        CHECK(written.config.end_tokens == file.config.end_tokens);
+        CHECK(same_bits(logits<bf16>(s / "m.bin"), logits<bf16>(file.path)));
+    }
 }

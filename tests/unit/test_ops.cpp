@@ -67,7 +67,7 @@ TEST_CASE_TEMPLATE("embed copies rows, spare rows stay", T, bf16, float, double)
         embedding.w[0] = table.data(), embedding.rows[0] = 50, embedding.in = C;
         TestBatch batch(random, {{0, 7}, {3, 1}}, 50, 2);
         auto x = poisoned<acc<T>>(10 * C);
-        embed_cpu(x.data(), embedding, batch.view(), C);
+        embed_cpu(cpu(), x.data(), embedding, batch.view(), C);
         for (int n = 0; n < 10; n++)
             for (int i = 0; i < C; i++) {
                 if (n < 8) REQUIRE(x[n * C + i] == to_acc(table[batch.token[n] * C + i]));
@@ -82,7 +82,7 @@ TEST_CASE_TEMPLATE("rmsnorm", T, bf16, float, double) {
         auto x = random.fill<acc<T>>((size_t)N * C, 3);
         auto w = random.fill<T>(C, 0.5, 1);
         auto out = poisoned<T>((size_t)N * C);
-        rmsnorm_cpu(out.data(), x.data(), w.data(), N, C, 1e-6f);
+        rmsnorm_cpu(cpu(), out.data(), x.data(), w.data(), N, C, 1e-6f);
         std::vector<double> want;
         for (int n = 0; n < N; n++) {
             double sum = 0;
@@ -127,25 +127,25 @@ TEST_CASE_TEMPLATE("products: linear, linear_add, head", T, bf16, float, double)
         TestLinear<T> W(random, blocks, in);
         auto x = random.fill<T>((size_t)N * in);
         std::vector<double> size, want = W.product(x, N, size);
-        on_every_road([&] {
+        on_every_instruction_set([&] {
             auto tolerance = [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(size[i]); };
             auto out = poisoned<T>(want.size());
-            linear_cpu(out.data(), x.data(), W, N);
+            linear_cpu(cpu(), out.data(), x.data(), W, N);
             CHECK(wrong(out, want, tolerance) == 0);
 
             auto residual = random.fill<acc<T>>(want.size());
             auto sum = poisoned<acc<T>>(want.size());
-            linear_add_cpu(sum.data(), residual.data(), x.data(), W, N);
+            linear_add_cpu(cpu(), sum.data(), residual.data(), x.data(), W, N);
             std::vector<double> want_sum;
             for (size_t i = 0; i < want.size(); i++) want_sum.push_back(want[i] + residual[i]);
             CHECK(wrong(sum, want_sum, [&](size_t i) { return rounding<acc<T>>(want_sum[i]) + sum_error<T>(size[i]); }) == 0);
-            linear_add_cpu(residual.data(), residual.data(), x.data(), W, N); // in place
+            linear_add_cpu(cpu(), residual.data(), residual.data(), x.data(), W, N); // in place
             CHECK(same_bits(residual, sum));
 
             std::vector<int> rows = {N - 1, 0, N / 2};
             auto picked = poisoned<T>(3 * in);
             auto logits = poisoned<acc<T>>(3 * (size_t)W.out());
-            head_cpu(logits.data(), picked.data(), x.data(), rows.data(), W, 3);
+            head_cpu(cpu(), logits.data(), picked.data(), x.data(), rows.data(), W, 3);
             std::vector<double> want_logits, head_size;
             for (int r : rows) for (int v = 0; v < W.out(); v++) want_logits.push_back(want[(size_t)r * W.out() + v]), head_size.push_back(size[(size_t)r * W.out() + v]);
             CHECK(wrong(logits, want_logits, [&](size_t i) { return sum_error<T>(head_size[i]); }) == 0);
@@ -155,16 +155,16 @@ TEST_CASE_TEMPLATE("products: linear, linear_add, head", T, bf16, float, double)
 
 TEST_CASE_TEMPLATE("a product's row has the same bits alone and in any batch, on any number of threads", T, bf16, float, double) {
     Random random{4};
-    for (int in : {96, 137}) on_every_road([&] {
+    for (int in : {96, 137}) on_every_instruction_set([&] {
         const int N = 83;
         TestLinear<T> W(random, {70, 33}, in);
         auto x = random.fill<T>((size_t)N * in);
         auto whole = poisoned<acc<T>>((size_t)N * W.out()), zero = std::vector<acc<T>>(whole.size());
-        linear_add_cpu(whole.data(), zero.data(), x.data(), W, N);
+        linear_add_cpu(cpu(), whole.data(), zero.data(), x.data(), W, N);
         for (int count : {1, 2, 16, 31, 64, 65}) // rows in the batch of which ours is one
             for (int n = 0; n + count <= N; n += 11) {
                 auto alone = poisoned<acc<T>>((size_t)count * W.out());
-                linear_add_cpu(alone.data(), zero.data(), x.data() + (size_t)n * in, W, count);
+                linear_add_cpu(cpu(), alone.data(), zero.data(), x.data() + (size_t)n * in, W, count);
                 REQUIRE(memcmp(alone.data(), whole.data() + (size_t)n * W.out(), alone.size() * sizeof(acc<T>)) == 0);
             }
 #ifdef _OPENMP
@@ -172,7 +172,7 @@ TEST_CASE_TEMPLATE("a product's row has the same bits alone and in any batch, on
         for (int j : {1, 3, 7}) {
             omp_set_num_threads(j);
             auto again = poisoned<acc<T>>(whole.size());
-            linear_add_cpu(again.data(), zero.data(), x.data(), W, N);
+            linear_add_cpu(cpu(), again.data(), zero.data(), x.data(), W, N);
             CHECK(same_bits(again, whole));
         }
         omp_set_num_threads(threads);
@@ -184,7 +184,7 @@ TEST_CASE("a product's tasks of 64 and 128 rows give the bits of tasks of 32") {
     Random random{12};
     TestLinear<bf16> W(random, {600, 33}, 64);
     auto x = random.fill<bf16>(70 * 64);
-    on_every_road([&] {
+    on_every_instruction_set([&] {
         std::vector<std::vector<float>> results;
         for (int j : {1, 64}) { // few threads make the tasks large
 #ifdef _OPENMP
@@ -193,7 +193,7 @@ TEST_CASE("a product's tasks of 64 and 128 rows give the bits of tasks of 32") {
 #endif
             std::vector<float> zero((size_t)70 * W.out());
             results.push_back(poisoned<float>(zero.size()));
-            linear_add_cpu(results.back().data(), zero.data(), x.data(), W, 70);
+            linear_add_cpu(cpu(), results.back().data(), zero.data(), x.data(), W, 70);
 #ifdef _OPENMP
             omp_set_num_threads(threads);
 #endif
@@ -210,7 +210,7 @@ TEST_CASE_TEMPLATE("swiglu and its fusion with the product", T, bf16, float, dou
     for (int N : {1, 3}) for (int F : {1, 33, 72}) {
         auto gate_up = random.fill<T>((size_t)N * 2 * F, 12);
         auto out = poisoned<T>((size_t)N * F);
-        swiglu_cpu(out.data(), gate_up.data(), N, F);
+        swiglu_cpu(cpu(), out.data(), gate_up.data(), N, F);
         std::vector<double> want;
         for (int n = 0; n < N; n++) for (int i = 0; i < F; i++) {
             double g = to_acc(gate_up[n * 2 * F + i]), u = to_acc(gate_up[n * 2 * F + F + i]);
@@ -222,9 +222,9 @@ TEST_CASE_TEMPLATE("swiglu and its fusion with the product", T, bf16, float, dou
         auto x = random.fill<T>(N * 24);
         auto a = poisoned<T>((size_t)N * 2 * F), b = a;
         auto fused = poisoned<T>((size_t)N * F), apart = fused;
-        linear_swiglu_cpu(fused.data(), a.data(), x.data(), W, N);
-        linear_cpu(b.data(), x.data(), W, N);
-        swiglu_cpu(apart.data(), b.data(), N, F);
+        linear_swiglu_cpu(cpu(), fused.data(), a.data(), x.data(), W, N);
+        linear_cpu(cpu(), b.data(), x.data(), W, N);
+        swiglu_cpu(cpu(), apart.data(), b.data(), N, F);
         CHECK(same_bits(a, b));
         CHECK(same_bits(fused, apart));
     }
@@ -241,7 +241,7 @@ TEST_CASE_TEMPLATE("qknorm_rope_kv", T, bf16, float, double) {
         fill_rope(rope.data(), positions, D, 1e4);
         auto q = poisoned<T>((size_t)N * H * D);
         auto keys = poisoned<T>((size_t)batch.page_count * K * PAGE * D), values = keys;
-        qknorm_rope_kv_cpu(q.data(), keys.data(), values.data(), qkv.data(), qw.data(), kw.data(), rope.data(), batch.view(), H, K, D, 1e-6f);
+        qknorm_rope_kv_cpu(cpu(), q.data(), keys.data(), values.data(), qkv.data(), qw.data(), kw.data(), rope.data(), batch.view(), H, K, D, 1e-6f);
         size_t written = 0;
         for (const T& k : keys) written += !std::isnan(to_acc(k));
         CHECK(written == (size_t)(N - 1) * K * D); // nothing else was touched
@@ -298,9 +298,9 @@ TEST_CASE_TEMPLATE("attention over a paged, ragged batch", T, bf16, float, doubl
                     }
                 want.insert(want.end(), o.begin(), o.end()), size.insert(size.end(), magnitude.begin(), magnitude.end());
             }
-        on_every_road([&] {
+        on_every_instruction_set([&] {
             auto out = poisoned<T>(q.size());
-            attention_cpu(out.data(), nullptr, q.data(), keys.data(), values.data(), batch.view(), s.H, s.K, s.D);
+            attention_cpu(cpu(), out.data(), nullptr, q.data(), keys.data(), values.data(), batch.view(), s.H, s.K, s.D);
             std::vector<T> spare(out.end() - s.H * s.D, out.end());
             for (const T& x : spare) REQUIRE(std::isnan(to_acc(x)));
             out.resize(want.size());
@@ -315,7 +315,7 @@ TEST_CASE_TEMPLATE("attention over a paged, ragged batch", T, bf16, float, doubl
                 for (size_t n : {first, last - 1}) {
                     Batch one = {1, whole.B, whole.token + n, whole.pos + n, whole.seq + n, whole.slot + n, whole.pages, whole.max_pages};
                     auto alone = poisoned<T>((size_t)s.H * s.D);
-                    attention_cpu(alone.data(), nullptr, q.data() + n * s.H * s.D, keys.data(), values.data(), one, s.H, s.K, s.D);
+                    attention_cpu(cpu(), alone.data(), nullptr, q.data() + n * s.H * s.D, keys.data(), values.data(), one, s.H, s.K, s.D);
                     REQUIRE(memcmp(alone.data(), out.data() + n * s.H * s.D, alone.size() * sizeof(T)) == 0);
                 }
                 first = last;
@@ -330,6 +330,6 @@ TEST_CASE_TEMPLATE("attention survives scores that overflow a careless exp", T, 
     for (int j = 0; j < 2 * PAGE; j++)
         for (int i = 0; i < D; i++) keys[j * D + i] = to_stored<T>((acc<T>)j), values[j * D + i] = to_stored<T>((acc<T>)j);
     int token = 0, pos = 2 * PAGE - 1, seq = 0, slot = pos, pages[2] = {0, 1};
-    attention_cpu(out.data(), nullptr, q.data(), keys.data(), values.data(), Batch{1, 1, &token, &pos, &seq, &slot, pages, 2}, 1, 1, D);
+    attention_cpu(cpu(), out.data(), nullptr, q.data(), keys.data(), values.data(), Batch{1, 1, &token, &pos, &seq, &slot, pages, 2}, 1, 1, D);
     for (const T& x : out) CHECK(to_acc(x) == 2 * PAGE - 1); // the last key wins by hundreds
 }

@@ -1340,6 +1340,58 @@ TEST_CASE("a batch goes on where it was stopped, and asks nothing twice") {
     CHECK(whole != "");
 }
 
+TEST_CASE("a batch does not go on with other weights or another adapter in the same place") {
+    Scratch scratch;
+    std::string in;
+    for (int i = 0; i < 400; i++) in += row(i, question(std::to_string(i), "\"max_tokens\": 30, \"ignore_eos\": true"));
+    write_file(scratch / "in", in);
+    const std::string model = scratch / "model.bin", adapter = scratch / "adapter", weights = read_file(MODEL);
+    fs::copy_file(MODEL, model);
+    fs::copy("tests/fixtures/train/adapter", adapter);
+    // What a run leaves that is killed: at least the first line, which says what the answers depend on.
+    auto begin = [&](const std::string& out, const Strings& more) {
+        Strings all = {model, "-z", VOCABULARY, "-j", "1", "--name", "tiny", "--batch", scratch / "in", "-o", out};
+        all.insert(all.end(), more.begin(), more.end());
+        Process p(PROGRAM, all);
+        while (!fs::exists(out + ".partial") || read_file(out + ".partial").find('\n') == std::string::npos) usleep(100);
+        kill(p.pid, SIGKILL);
+        p.wait();
+        REQUIRE(!fs::exists(out));
+    };
+    auto go_on = [&](const std::string& out, const Strings& more) {
+        Strings all = {model, "-z", VOCABULARY, "-j", "1", "--name", "tiny", "--batch", scratch / "in", "-o", out};
+        all.insert(all.end(), more.begin(), more.end());
+        return Process(PROGRAM, all).wait();
+    };
+    auto edit = [](const std::string& path, const std::string& from, const std::string& to) {
+        std::string all = read_file(path);
+        const size_t at = all.find(from);
+        REQUIRE(at != std::string::npos);
+        write_file(path, all.replace(at, from.size(), to));
+    };
+    begin(scratch / "a", {});
+    uint64_t header;
+    memcpy(&header, weights.data(), 8);
+    std::string other = weights;
+    for (size_t i = 8 + header; i < other.size(); i += 2) other[i] ^= 1; // the last bit of every number
+    write_file(model, other);
+    check_refusal(go_on(scratch / "a", {}), "serve", "begun with another");
+    write_file(model, weights);
+    CHECK(go_on(scratch / "a", {}).status == 0);
+
+    const Strings adapted = {"--adapter", adapter};
+    const std::string config = adapter + "/adapter_config.json", matrices = adapter + "/adapter_model.safetensors";
+    begin(scratch / "b", adapted);
+    edit(config, "\"use_rslora\": false", "\"use_rslora\": true");
+    check_refusal(go_on(scratch / "b", adapted), "serve", "begun with another");
+    edit(config, "\"use_rslora\": true", "\"use_rslora\": false");
+    std::string file = read_file(matrices);
+    memcpy(&header, file.data(), 8);
+    for (size_t i = 8 + header; i < file.size(); i += 4) file[i] ^= 1;
+    write_file(matrices, file);
+    check_refusal(go_on(scratch / "b", adapted), "serve", "begun with another");
+}
+
 TEST_CASE("options") {
     auto refused = [](const Strings& arguments, const std::string& word) { check_refusal(Process(PROGRAM, arguments).wait(), "serve", word); };
     refused({}, "no model");
@@ -1347,6 +1399,10 @@ TEST_CASE("options") {
     refused({MODEL, "--nonsense"}, "unknown option");
     refused({MODEL, "--port"}, "needs a value");
     refused({MODEL, "--port", "65536"}, "--port");
+    refused({MODEL, "--port=65536"}, "--port: 65536");
+    refused({MODEL, "-P", "65536"}, "-P: 65536");
+    refused({MODEL, "-p", "0"}, "unknown option -p"); // which is top-p in qwen3
+    refused({MODEL, "--invariant=1"}, "takes no value");
     refused({MODEL, "--ctx", "99999", "--port", "0"}, "limit is 4096");
     refused({MODEL, "--host", "nowhere"}, "not an address");
     refused({MODEL, "--deadline", "0"}, "--deadline");

@@ -245,12 +245,12 @@ TEST_CASE("a Hugging Face folder is merged into one: the tokenizer's files go wi
     const ModelFile base(out / "base");
     fs::create_directory(out / "gate");
     AdapterConfig gate;
-    gate.rank = 1, gate.alpha = 1, gate.targets[4] = true;
+    gate.rank = 1, gate.alpha = 1, gate.targets[GATE_PROJ] = true;
     std::vector<OutTensor> numbers;
     for (int l = 0; l < base.config.L; l++)
         for (char matrix : {'A', 'B'}) {
-            const size_t n = matrix == 'A' ? base.config.C : 720;
-            numbers.push_back({adapter_tensor(l, 4, matrix), "F32", matrix == 'A' ? std::vector<size_t>{1, n} : std::vector<size_t>{n, 1},
+            const int n = matrix == 'A' ? base.config.C : 720;
+            numbers.push_back({adapter_tensor(l, GATE_PROJ, matrix), "F32", matrix == 'A' ? Shape{1, n} : Shape{n, 1},
                                [n](OutputFile& file) { file.write(std::vector<float>(n, 1).data(), n * 4); }});
         }
     write_text(out / "gate/adapter_config.json", adapter_config_json(gate, 0, "base"));

@@ -1,0 +1,30 @@
+// libqwen3.so and qwen3.h: a program in plain C (test_library.c) and one in Python give the default model's answer.
+// Environment: LIBRARY names the library, LIBRARY_C the C program.
+#include "../../sj.h"
+#include "../process.h"
+
+static std::string variable(const char* name, const char* otherwise) { return getenv(name) ? getenv(name) : otherwise; }
+static const std::string LIBRARY = variable("LIBRARY", "./libqwen3.so");
+static const std::string C_PROGRAM = variable("LIBRARY_C", "build/g++/test_library_c");
+
+static void check_answer(const std::string& program, const std::vector<std::string>& before) {
+    const MappedFile answers("tests/fixtures/default/answers.jsonl");
+    sj::Doc row;
+    REQUIRE(sj::parse(row, answers.text().substr(0, answers.text().find('\n'))) == "");
+    std::vector<std::string> arguments = before;
+    arguments.push_back("data/tiny/model.bin");
+    arguments.push_back(row.root()["question"].str());
+    const Result r = Process(program.c_str(), arguments).wait();
+    INFO(r.err);
+    CHECK(r.status == 0);
+    CHECK(r.out == row.root()["answer"].str() + "\n");
+}
+
+TEST_CASE("the C API from plain C: errors, tokens, logits, draws, two contexts in two threads, an answer") {
+    check_answer(C_PROGRAM, {});
+}
+
+static const bool NO_PYTHON = std::system("python3 -c pass >/dev/null 2>&1") != 0;
+TEST_CASE("the C API through Python's ctypes" * doctest::skip(NO_PYTHON)) {
+    check_answer("/usr/bin/env", {"python3", "tests/unit/library.py", LIBRARY});
+}
