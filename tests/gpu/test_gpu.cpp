@@ -594,10 +594,10 @@ TEST_CASE("a context of 20,000 tokens: chunks and single steps agree with the CP
     }
     // Saved and restored, the cache is the same.
     std::vector<std::vector<uint8_t>> blocks;
-    b.each_block(b.ids.size(), [&](bf16* p) { blocks.emplace_back((uint8_t*)p, (uint8_t*)p + b.block_bytes(b.ids.size())); });
+    each_block(b, b.ids.size(), [&](bf16* p) { blocks.emplace_back((uint8_t*)p, (uint8_t*)p + block_bytes(b, b.ids.size())); });
     Session<bf16> other(c, device, 20010, gpu());
     size_t i = 0;
-    other.each_block(b.ids.size(), [&](bf16* p) { memcpy((void*)p, blocks[i].data(), blocks[i].size()), i++; });
+    each_block(other, b.ids.size(), [&](bf16* p) { memcpy((void*)p, blocks[i].data(), blocks[i].size()), i++; });
     other.ids = b.ids;
     other.feed({5}), b.feed({5});
     CHECK(memcmp(other.logits, b.logits, c.V * sizeof(float)) == 0);
