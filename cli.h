@@ -216,7 +216,7 @@ struct ThreadPace {
                 return now = had;
             }
             if (now == all) return patience = 0.25, trying = false, now;
-            waited += length;
+            waited = cores < 0.9 * now ? 0 : waited + length; // while there is no core for what runs, more are no use
             if (waited >= patience) trying = true, now = all;
             return now;
         }
