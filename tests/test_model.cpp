@@ -28,7 +28,7 @@ TEST_CASE("float32 checkpoints: every logit within 2e-4 of Hugging Face's, in fl
             INFO("largest difference " << worst);
             CHECK(worst <= 2e-4);
         };
-        on_every_road([&] { check(all_logits<float>(g)); });
+        on_every_instruction_set([&] { check(all_logits<float>(g)); });
         check(all_logits<double>(g));
     }
 }
@@ -61,7 +61,7 @@ TEST_CASE("bf16 and f16 checkpoints: no further from the fp32 truth than transfo
         Golden g(folder);
         REQUIRE(!g.file.is_float32());
         REQUIRE(g.bf16_kl > 0);
-        on_every_road([&] {
+        on_every_instruction_set([&] {
             double kl = mean_kl(g.logits, all_logits<bf16>(g), g.file.config.V);
             INFO("mean KL " << kl << ", transformers " << g.bf16_kl);
             CHECK(kl <= g.bf16_kl);
