@@ -637,18 +637,19 @@ __device__ __forceinline__ void finish_row(const float (&sum)[NF][4], int h, int
     const auto row = [&](int j) {
         return (Epilogue::PAIR ? first / 2 + j * 4 : first + j * 8) + t / 2 * 4 + t % 2 * 8;
     };
-    const auto inside = [&](int j) { return n < N && row(j) < out; };
     [[maybe_unused]] float4 old[Epilogue::ADDS ? NF / EACH : 1]; // all are asked for before the first is waited for
     if constexpr (Epilogue::ADDS)
         #pragma unroll
-        for (int j = 0; j < NF; j += EACH) old[j / EACH] = inside(j) ? epilogue.old_four(n, row(j)) : float4{};
+        for (int j = 0; j < NF; j += EACH)
+            old[j / EACH] = n < N && row(j) < out ? epilogue.old_four(n, row(j)) : float4{};
     #pragma unroll
     for (int j = 0; j < NF; j += EACH) {
+        const bool inside = n < N && row(j) < out;
         const float4 y = four_columns(sum[j], sum[j + 1], h);
         float4 second = {};
         if constexpr (Epilogue::PAIR) second = four_columns(sum[j + 2], sum[j + 3], h);
         if constexpr (Epilogue::ADDS) second = old[j / EACH];
-        if (inside(j)) epilogue.four(n, row(j), y, second);
+        if (inside) epilogue.four(n, row(j), y, second);
     }
 }
 
