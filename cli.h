@@ -476,6 +476,17 @@ template <class T> Ceilings measure_ceilings([[maybe_unused]] const Context& ctx
     return {read_ceiling(), cpu_multiply_ceiling<T>(int8, 0.3)};
 }
 
+// Bytes of a product's weights, and of all that one token's step reads.
+template <class T> size_t weight_bytes(const Linear<T>& W) {
+    return (size_t)W.out() * (W.q[0] ? (size_t)W.in + 2 * (size_t)W.groups() : (size_t)W.in * sizeof(T));
+}
+template <class T> size_t step_bytes(const Weights<T>& w) {
+    size_t n = weight_bytes(w.head);
+    for (auto& l : w.layers)
+        for (const Linear<T>* W : {&l.qkv, &l.o, &l.gate_up, &l.down}) n += weight_bytes(*W);
+    return n;
+}
+
 #ifndef QWEN3_NO_MAIN
 #include <langinfo.h>
 #include <locale.h>
@@ -1764,7 +1775,7 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
 
     // Every matrix is read once a step, but the embedding only if it is the head.
     const double matrices = (double)c.parameters() - (c.tied ? 0. : (double)c.V * c.C);
-    const double weight_bytes = (double)weights.step_bytes(), key_bytes = (double)KVCache<T>::bytes(c, 1) / PAGE;
+    const double weight_bytes = (double)step_bytes(weights), key_bytes = (double)KVCache<T>::bytes(c, 1) / PAGE;
     const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
 
     const Ceilings ceiling = measure_ceilings<T>(o.ctx, weights.head.q[0]);

@@ -1010,15 +1010,11 @@ template <class T> void swiglu_cpu(Context&, T* out, const T* gate_up, int N, in
     }
 }
 
-template <class T> void linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, const T* x, const Linear<T>& W, int N) {
-    linear_cpu(ctx, gate_up, x, W, N);
-    swiglu_cpu(ctx, out, gate_up, N, W.rows[0]);
-}
 template <class T>
 void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, const Linear<T>& W,
                             int N, float eps) {
-    rmsnorm_cpu(ctx, normed, x, w, N, W.in, eps);
-    linear_swiglu_cpu(ctx, out, gate_up, normed, W, N);
+    norm_linear_cpu(ctx, gate_up, normed, x, w, W, N, eps);
+    swiglu_cpu(ctx, out, gate_up, N, W.rows[0]);
 }
 
 template <class T>

@@ -188,17 +188,16 @@ template <class T> constexpr bool HAS_GPU = WITH_GPU && std::is_same_v<T, bf16>;
     } while (0)
 
 // ---- Memory comes from an Arena (file.h), which is planned once; what a GPU needs for it is in Book II.
-inline void gpu_copy_in(Context& ctx, void* to, const void* from, size_t bytes);
-inline void gpu_copy_out(Context& ctx, void* to, const void* from, size_t bytes);
+inline void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host);
 inline void gpu_clear(Context& ctx, void* p, size_t bytes);
 
 // n numbers, to and from where the context computes, and zeros there.
 template <class U> void copy_in(Context& ctx, U* to, const U* from, size_t n) {
-    if constexpr (WITH_GPU) if (ctx.gpu) return gpu_copy_in(ctx, to, from, n * sizeof(U));
+    if constexpr (WITH_GPU) if (ctx.gpu) return gpu_copy(ctx, to, from, n * sizeof(U), false);
     memcpy((void*)to, from, n * sizeof(U));
 }
 template <class U> void copy_out(Context& ctx, U* to, const U* from, size_t n) {
-    if constexpr (WITH_GPU) if (ctx.gpu) return gpu_copy_out(ctx, to, from, n * sizeof(U));
+    if constexpr (WITH_GPU) if (ctx.gpu) return gpu_copy(ctx, to, from, n * sizeof(U), true);
     memcpy((void*)to, from, n * sizeof(U));
 }
 template <class U> void clear(Context& ctx, U* p, size_t n) {
@@ -250,9 +249,6 @@ template <class T> struct Linear {
     Adapter<T> adapter;
     int out() const { return rows[0] + rows[1] + rows[2]; }
     int groups() const { return (in + GROUP - 1) / GROUP; }
-    size_t bytes() const {
-        return (size_t)out() * (q[0] ? (size_t)in + 2 * (size_t)groups() : (size_t)in * sizeof(T));
-    }
     // W[r][i], whatever it is stored as.
     acc<T> at(int r, int i) const {
         int b = 0;
@@ -288,11 +284,6 @@ template <class T> struct Weights {
     const char* type_name() const {
         if (head.q[0]) return "int8";
         return std::is_same_v<T, bf16> ? "bfloat16" : std::is_same_v<T, float> ? "float32" : "float64";
-    }
-    size_t step_bytes() const { // that one token's step reads
-        size_t n = head.bytes();
-        for (auto& l : layers) n += l.qkv.bytes() + l.o.bytes() + l.gate_up.bytes() + l.down.bytes();
-        return n;
     }
 };
 
@@ -618,20 +609,14 @@ void swiglu(T* out,           // (N,F) out
         }
 }
 
-// ---- linear_swiglu, norm_linear_swiglu: swiglu(x W^T), swiglu(rmsnorm(x) W^T). On a GPU gate_up may be null.
+// ---- norm_linear_swiglu: out = swiglu(rmsnorm(x) W^T). On a GPU gate_up may be null.
 template <class T>
-void linear_swiglu(T* out,     // (N,F) out
-                   T* gate_up, // (N,2F) out
-                   const T* x, // (N,C)
-                   const Linear<T>& W, int N) {
-    linear(gate_up, x, W, N);
+void norm_linear_swiglu(T* out,     // (N,F) out
+                        T* gate_up, // (N,2F) out
+                        T* normed,  // (N,C) as norm_linear's, with the next two
+                        const acc<T>* x, const T* w, const Linear<T>& W, int N, float eps) {
+    norm_linear(gate_up, normed, x, w, W, N, eps);
     swiglu(out, gate_up, N, W.rows[0]);
-}
-template <class T>
-void norm_linear_swiglu(T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, const Linear<T>& W, int N,
-                        float eps) {
-    rmsnorm(normed, x, w, N, W.in, eps);
-    linear_swiglu(out, gate_up, normed, W, N);
 }
 
 // ---- head: the logits of R named rows, never rounded below acc<T>

@@ -196,6 +196,16 @@ __device__ inline float warp_sum(float x) {
     return x;
 }
 
+// Over the four lanes of a quad, which hold a row of mma's d between them; for all four.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
 // The sum over a block, in one order, for all its threads.
 template <class N> __device__ inline N block_sum(N x) {
     __shared__ N parts[32];
@@ -238,12 +248,12 @@ inline void* gpu_allocate(size_t bytes, const char* what) {
     return base;
 }
 inline void gpu_release(void* p) { cudaFree(p); }
-inline void gpu_copy_in(Context& ctx, void* to, const void* from, size_t bytes) { // (not pinned: read before it returns)
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, ctx.gpu->stream));
+inline void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host) {
+    const cudaMemcpyKind kind = to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice; // (not pinned: `from` is read
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, ctx.gpu->stream));                   // before this returns)
+    if (to_host) CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
 }
-inline void gpu_copy_out(Context& ctx, void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, ctx.gpu->stream));
-    CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
+inline void gpu_clear(Context& ctx, void* p, size_t bytes) {
+    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx.gpu->stream));
 }
-inline void gpu_clear(Context& ctx, void* p, size_t bytes) { CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx.gpu->stream)); }
 

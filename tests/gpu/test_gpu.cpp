@@ -67,8 +67,9 @@ TEST_CASE("products, with every epilogue, alone and after a norm") {
             Device<bf16> hidden((size_t)N * R), gate_up((size_t)N * 2 * R);
             std::vector<bf16> want_hidden((size_t)N * R), want_gate_up((size_t)N * 2 * R);
             for (bf16* kept : {gate_up.data, (bf16*)nullptr}) {
-                linear_swiglu_gpu(pad.ctx, hidden, kept, dx, G.device, N);
-                linear_swiglu_cpu(cpu(), want_hidden.data(), want_gate_up.data(), x.data(), G.host, N);
+                product_gpu(pad.ctx, SwigluEpilogue(hidden, kept, R), dx, G.device, N);
+                linear_cpu(cpu(), want_gate_up.data(), x.data(), G.host, N);
+                swiglu_cpu(cpu(), want_hidden.data(), want_gate_up.data(), N, R);
                 auto close = [&](size_t i) { // half a unit of gate or of up, and of the output
                     const double g = to_acc(want_gate_up[i / R * 2 * R + i % R]), u = to_acc(want_gate_up[(i / R * 2 + 1) * R + i % R]);
                     return 2.2 * (rounding<bf16>(to_acc(want_hidden[i])) + 1.1 * rounding<bf16>(g) * std::fabs(u) + rounding<bf16>(u) * std::fabs(g)) + 1e-5 * K;

@@ -262,21 +262,15 @@ TEST_CASE_TEMPLATE("swiglu and its fusion with the product", T, bf16, float, dou
         CHECK(wrong(out, want, [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(std::fabs(want[i])); }) == 0);
 
         TestLinear<T> W(random, {F, F}, 24);
-        auto x = random.fill<T>(N * 24);
         auto a = poisoned<T>((size_t)N * 2 * F), b = a;
         auto fused = poisoned<T>((size_t)N * F), apart = fused;
-        CALL(linear_swiglu, fused.data(), a.data(), x.data(), W, N);
-        CALL(linear, b.data(), x.data(), W, N);
-        CALL(swiglu, apart.data(), b.data(), N, F);
-        CHECK(same_bits(a, b));
-        CHECK(same_bits(fused, apart));
-
         const auto residual = random.fill<acc<T>>(N * 24);
         const auto w = random.fill<T>(24, 0.5, 1);
         auto normed = poisoned<T>(N * 24);
         CALL(norm_linear_swiglu, fused.data(), a.data(), normed.data(), residual.data(), w.data(), W, N, 1e-6f);
         CALL(rmsnorm, normed.data(), residual.data(), w.data(), N, 24, 1e-6f);
-        CALL(linear_swiglu, apart.data(), b.data(), normed.data(), W, N);
+        CALL(linear, b.data(), normed.data(), W, N);
+        CALL(swiglu, apart.data(), b.data(), N, F);
         CHECK(same_bits(a, b));
         CHECK(same_bits(fused, apart));
     }
