@@ -17,8 +17,8 @@
 // ---- Ctrl-C
 inline volatile sig_atomic_t interrupted = 0;
 
-// Signals of `stop` set `interrupted`, and end the program when they come again. Those of `ignored` do nothing: SIGPIPE, so
-// that writing to a pipe without a reader is an error of write as a full disk is; SIGXFSZ, the same for a file's limit.
+// Signals of `stop` set `interrupted`, and end the program when they come again. Those of `ignored` do nothing. So with
+// SIGPIPE writing to a pipe without a reader is an error of write, as a full disk is; with SIGXFSZ a file at its limit.
 inline void take_signals(std::initializer_list<int> stop, std::initializer_list<int> ignored) {
     struct sigaction action = {};
     action.sa_handler = [](int) { interrupted = 1; };
