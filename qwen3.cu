@@ -1398,7 +1398,7 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 
 #ifndef QWEN3_NO_MAIN
 int main(int argc, char** argv) {
-    take_signals({SIGINT});
+    take_signals({SIGINT}, {SIGPIPE});
     return run_program("qwen3", run, argc, argv);
 }
 #endif
