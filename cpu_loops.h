@@ -1,7 +1,7 @@
 // cpu_loops.h: the three inner loops of cpu.h that take a CPU's time, written once. cpu.h includes this file within
-// each struct of vector instructions (Plain, Avx2, Avx512, Bf16Dot); the loops use its vectors and operations, and TARGET
-// is the attribute that lets the compiler use these instructions. (A template cannot have the attribute as a parameter,
-// and g++ inlines the operations only into functions with the same attribute: hence a file.)
+// each struct of vector instructions (Plain, Avx2, Avx512, Bf16Dot). The loops use the struct's vectors and operations;
+// TARGET is the attribute that lets the compiler use these instructions. (A template cannot have the attribute as a
+// parameter, and g++ inlines the operations only into functions with the same attribute: hence a file.)
 
 constexpr static int SCALES = 16; // of INT8 weights, that are made floats together
 
