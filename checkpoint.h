@@ -9,6 +9,7 @@
 
    Contents    1 Number formats    2 safetensors: read, write    3 The model's tensors: names, shapes, places
                4 Config and ModelFile    5 INT8    6 Weights of a checkpoint    7 Adapters    8 Merged models
+               9 Weights to a GPU
 */
 
 // ================================================================================================= 1 Number formats
@@ -942,3 +943,72 @@ inline void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
             write_text(path + "/" + name, MappedFile(from).text());
     write_safetensors(path + "/model.safetensors", {{"format", "pt"}}, tensors);
 }
+
+#ifdef __CUDACC__
+// ================================================================================================ 9 Weights to a GPU
+// What the kernels can compute, else one line.
+inline void check_gpu(const std::string& name, const Config& c, bool int8) {
+    const char* n = name.c_str();
+    if (int8) DIE("%s: INT8 weights run on the CPU only so far (--device cpu)", n);
+    if (c.D != 64 && c.D != 128) DIE("%s: the GPU's kernels are for heads of 64 and 128, not %d (--device cpu)", n, c.D);
+    if (c.H / c.K > 128)
+        DIE("%s: %d query heads a key/value head; the GPU's kernels take 128 (--device cpu)", n, c.H / c.K);
+    if (c.C % 8 || c.F % 8 || c.V % 8)
+        DIE("%s: the GPU's kernels need hidden size (%d), ffn size (%d) and vocabulary rows (%d) in multiples of 8 "
+            "(--device cpu)", n, c.C, c.F, c.V);
+}
+
+// Copies all to the GPU and lets every pointer point there, the blocks of a Linear one after another. The CPU's threads
+// read the mapped file into one pinned buffer while the other one is on its way: so the link sets the pace, not the
+// page faults.
+template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) {
+    check_gpu(file.path, file.config, head.q[0]);
+    struct Piece { const T* from; size_t to, bytes; }; // to: a byte of the arena
+    std::vector<Piece> pieces;
+    gpu.gpu = true;
+    for (bool planned : {false, true}) {
+        T* to = nullptr;
+        for (const ModelTensor& t : model_tensors(file.config)) {
+            const TensorPlace<T> place = place_of(*this, t);
+            if (place.block == 0) to = gpu.take<T>(place.linear ? (size_t)place.linear->out() * t.columns : t.size());
+            if (planned) {
+                pieces.push_back({place.numbers(), (size_t)((uint8_t*)to - gpu.base), t.size() * sizeof(T)});
+                place.numbers() = to;
+                to += t.size();
+            }
+        }
+        if (!planned) gpu.allocate("the model");
+    }
+    if (file.config.tied) head = embed;
+
+    constexpr size_t BUFFER = 16 << 20;
+    uint8_t* buffer[2];
+    cudaEvent_t sent[2];
+    for (int i = 0; i < 2; i++) {
+        CUDA_CHECK(cudaMallocHost(&buffer[i], BUFFER));
+        CUDA_CHECK(cudaEventCreateWithFlags(&sent[i], cudaEventDisableTiming));
+    }
+    size_t start = 0, piece = 0, done = 0; // the buffer stands for the arena from `start` on; bytes done of a piece
+    for (int turn = 0; piece < pieces.size(); turn ^= 1) {
+        CUDA_CHECK(cudaEventSynchronize(sent[turn]));
+        start = pieces[piece].to + done;
+        size_t end = start;
+        while (piece < pieces.size() && pieces[piece].to + done < start + BUFFER) {
+            const Piece& p = pieces[piece];
+            const size_t at = p.to + done - start, n = std::min(p.bytes - done, BUFFER - at), part = 1 << 19;
+            #pragma omp parallel for schedule(static) if (n > part)
+            for (size_t i = 0; i < (n + part - 1) / part; i++)
+                memcpy(buffer[turn] + at + i * part, (const uint8_t*)p.from + done + i * part,
+                       std::min(part, n - i * part));
+            end = start + at + n;
+            done += n;
+            if (done == p.bytes) piece++, done = 0;
+        }
+        CUDA_CHECK(cudaMemcpyAsync(gpu.base + start, buffer[turn], end - start, cudaMemcpyHostToDevice, ctx.gpu->stream));
+        CUDA_CHECK(cudaEventRecord(sent[turn], ctx.gpu->stream));
+    }
+    CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
+    for (int i = 0; i < 2; i++) cudaFreeHost(buffer[i]), cudaEventDestroy(sent[i]);
+    converted.clear();
+}
+#endif // __CUDACC__

@@ -125,6 +125,35 @@ inline bool wide(const ModelOptions& o, const ModelFile& file) {
     return o.dtype == "f32" || (o.dtype != "bf16" && o.device != "cuda" && file.is_float32());
 }
 
+#ifdef __CUDACC__
+// The first GPU, or one line that says why there is none.
+inline Context open_gpu() {
+    int n = 0, driver = 0, runtime = 0;
+    const cudaError_t e = cudaGetDeviceCount(&n);
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    if (driver == 0) DIE("no GPU here: there is no NVIDIA driver");
+    if (e == cudaErrorInsufficientDriver || (e != cudaSuccess && driver / 1000 < runtime / 1000))
+        DIE("the GPU's driver is for CUDA %d.%d, this program needs %d.%d", driver / 1000, driver % 100 / 10,
+            runtime / 1000, runtime % 100 / 10);
+    if (e != cudaSuccess || n == 0)
+        DIE("no GPU here: %s", e == cudaSuccess ? "the driver sees none" : cudaGetErrorString(e));
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    Context ctx;
+    ctx.gpu = std::make_shared<Gpu>();
+    ctx.gpu->sm = properties.major * 10 + properties.minor;
+    if (ctx.gpu->sm < 80) DIE("%s is sm_%d; the kernels need sm_80 (Ampere) or later", properties.name, ctx.gpu->sm);
+    ctx.gpu->sms = properties.multiProcessorCount;
+    ctx.gpu->overlap = ctx.gpu->sm >= 90;
+    int wgmma = 0;
+    CUDA_CHECK(cudaMemcpyFromSymbol(&wgmma, has_wgmma, sizeof wgmma));
+    ctx.gpu->hopper = wgmma;
+    CUDA_CHECK(cudaStreamCreateWithFlags(&ctx.gpu->stream, cudaStreamNonBlocking));
+    return ctx;
+}
+#endif
+
 // The GPU, if it was asked for or is there and can do what is asked; else the CPU.
 inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const ModelFile& file) {
     const std::string& name = o.device;
@@ -187,7 +216,7 @@ struct ThreadPace {
                 return now = had;
             }
             if (now == all) return patience = 0.25, trying = false, now;
-            waited += length;
+            waited = cores < 0.9 * now ? 0 : waited + length; // while there is no core for what runs, more are no use
             if (waited >= patience) trying = true, now = all;
             return now;
         }
@@ -445,6 +474,17 @@ template <class T> Ceilings measure_ceilings([[maybe_unused]] const Context& ctx
     }
 #endif
     return {read_ceiling(), cpu_multiply_ceiling<T>(int8, 0.3)};
+}
+
+// Bytes of a product's weights, and of all that one token's step reads.
+template <class T> size_t weight_bytes(const Linear<T>& W) {
+    return (size_t)W.out() * (W.q[0] ? (size_t)W.in + 2 * (size_t)W.groups() : (size_t)W.in * sizeof(T));
+}
+template <class T> size_t step_bytes(const Weights<T>& w) {
+    size_t n = weight_bytes(w.head);
+    for (auto& l : w.layers)
+        for (const Linear<T>* W : {&l.qkv, &l.o, &l.gate_up, &l.down}) n += weight_bytes(*W);
+    return n;
 }
 
 #ifndef QWEN3_NO_MAIN
@@ -728,6 +768,23 @@ void speak(Session<T>& session, const Tokenizer* tokenizer, Generation& g, Threa
     pace.end();
 }
 
+// The first n tokens in a session's KV cache: block_bytes(n) from the start of each of 2 L blocks, in whole pages of a
+// layer's keys, then of its values. With `ids` this is all there is to save and restore. f may read and write.
+template <class T> size_t block_bytes(const Session<T>& s, size_t n) {
+    return (n + PAGE - 1) / PAGE * s.config.K * PAGE * s.config.D * sizeof(T);
+}
+template <class T, class F> void each_block(Session<T>& s, size_t n, F f) {
+    std::vector<T> copy(block_bytes(s, n) / sizeof(T));
+    T* const both[] = {s.cache.keys, s.cache.values}; // (nvcc cannot walk a braced list here)
+    for (T* all : both)
+        for (int l = 0; l < s.config.L; l++) {
+            T* block = all + l * s.cache.layer_size;
+            copy_out(s.ctx, copy.data(), block, copy.size());
+            f(copy.data());
+            copy_in(s.ctx, block, copy.data(), copy.size());
+        }
+}
+
 // --prompt-cache: the keys and values of a prompt in a file, so that another start need not compute them.
 //   Header; u32 ids[tokens], padded to 8 bytes; the pages of the keys, then of the values, layer by layer
 // The file is of use to any prompt that begins like its own. It is checked whole before a byte of it is used, and
@@ -767,7 +824,7 @@ template <class T> struct PromptCache {
              header.layers == expected.layers && header.kv_heads == expected.kv_heads &&
              header.head_size == expected.head_size, "the prompt cache of another model or --dtype");
         must(header.tokens > 0 && header.tokens <= (uint32_t)c.max_positions, "damaged: its number of tokens");
-        const size_t tokens = header.tokens, ids_bytes = (tokens + 1) / 2 * 8, block = session.block_bytes(tokens);
+        const size_t tokens = header.tokens, ids_bytes = (tokens + 1) / 2 * 8, block = block_bytes(session, tokens);
         must(map.size == sizeof header + ids_bytes + 2 * (size_t)c.L * block, "damaged: its length");
         const uint64_t sum = std::exchange(header.sum, 0);
         const uint64_t found = checksum(0, &header, sizeof header);
@@ -778,8 +835,8 @@ template <class T> struct PromptCache {
         for (int id : ids) must(id >= 0 && id < c.V, "damaged: an id that the model has not");
         const size_t n = std::min(tokens, (size_t)session.capacity);
         const uint8_t* at = map.data + sizeof header + ids_bytes;
-        session.each_block(n, [&](T* pages) {
-            memcpy((void*)pages, at, session.block_bytes(n));
+        each_block(session, n, [&](T* pages) {
+            memcpy((void*)pages, at, block_bytes(session, n));
             at += block;
         });
         session.ids.assign(ids.begin(), ids.begin() + (ptrdiff_t)n);
@@ -793,11 +850,11 @@ template <class T> struct PromptCache {
         header.tokens = (uint32_t)ids.size();
         std::vector<int> padded = ids;
         padded.resize((ids.size() + 1) / 2 * 2);
-        const size_t block = session.block_bytes(ids.size());
+        const size_t block = block_bytes(session, ids.size());
         auto each_part = [&](auto use) {
             use(&header, sizeof header);
             use(padded.data(), padded.size() * sizeof(int));
-            session.each_block(ids.size(), [&](T* pages) { use(pages, block); });
+            each_block(session, ids.size(), [&](T* pages) { use(pages, block); });
         };
         header.sum = 0;
         uint64_t sum = 0;
@@ -1718,7 +1775,7 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
 
     // Every matrix is read once a step, but the embedding only if it is the head.
     const double matrices = (double)c.parameters() - (c.tied ? 0. : (double)c.V * c.C);
-    const double weight_bytes = (double)weights.step_bytes(), key_bytes = (double)KVCache<T>::bytes(c, 1) / PAGE;
+    const double weight_bytes = (double)step_bytes(weights), key_bytes = (double)KVCache<T>::bytes(c, 1) / PAGE;
     const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
 
     const Ceilings ceiling = measure_ceilings<T>(o.ctx, weights.head.q[0]);

@@ -6,7 +6,7 @@
 
    Lanes             16 numbers at once in the compilers' own vectors, for any CPU
    Instruction sets  plain, AVX2, AVX-512, AVX-512 with BF16 and VNNI, AMX: which are there is asked at the start
-   Product tiles     32 rows of W by up to 64 tokens, the innermost piece of `product`:
+   Product tiles     32 rows of W by up to 64 tokens, of which `product` is made:
                      floats (one loop for four instruction sets: cpu_loops.h), INT8 in integers, AMX for bf16 and INT8
    Products          product (which cuts W into tasks), lora_down, linear, linear_add
    Forward ops       rmsnorm, norm_linear, qknorm_rope_kv, attention, swiglu, head
@@ -138,7 +138,8 @@ inline const char* instruction_set_name(int set) {
 #define TARGET_AVX512_BF16 \
     __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")))
 #define TARGET_AMX \
-    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")))
+    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni," \
+                          "amx-tile,amx-bf16,amx-int8")))
 #endif
 
 // The best one of this CPU.
@@ -300,7 +301,7 @@ struct Bf16Dot : Avx512 {
 };
 #endif
 
-// A tile in pieces of 4 rows and TOKENS tokens: their sums, and an operand or five, are what registers hold.
+// A tile, 4 rows by TOKENS tokens at a time: their sums, and an operand or five, are what registers hold.
 template <class Set, bool INT8, class T>
 void product_tile(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
     constexpr int M = Set::TOKENS;
@@ -333,11 +334,11 @@ template <bool INT8, class T> ProductTile<T> choose_tile() {
 }
 
 #ifdef HAVE_SIMD
-// ---- INT8 in integers. vpdpbusd multiplies 64 pairs of bytes and adds them by fours into 16 sums of 32 bits, exactly; so
-// x becomes integers, too. In each group of 32, x = step * (65536 h + 256 m + l): three planes of signed bytes, and a
-// power of two that gives the largest |x| 22 bits. A bf16 has 8: all within 2^-14 of the largest are held exactly,
-// and what smaller ones lose is less than a float sum would round away. (The least step is 2^-126.) The sums H, M, L of
-// q h, q m, q l over a group are integers, the same in any order; so vectors and tiles of AMX give the same bits:
+// ---- INT8 in integers. vpdpbusd multiplies 64 pairs of bytes and adds them by fours into 16 sums of 32 bits, exactly;
+// so x becomes integers, too. In each group of 32, x = step * (65536 h + 256 m + l): three planes of signed bytes, and
+// a power of two that gives the largest |x| 22 bits. A bf16 has 8: all within 2^-14 of the largest are held exactly,
+// and what smaller ones lose is less than a float sum would round away. (The least step is 2^-126.) The sums H, M, L
+// of q h, q m, q l over a group are integers, the same in any order; so vectors and tiles of AMX give the same bits:
 //     y = fma(scale_g, step_g * fma(256 H_g + M_g, 256, L_g), y)    group after group.
 // For `in` a multiple of 64.
 struct alignas(64) FixedX { // two groups of one token
@@ -404,7 +405,8 @@ TARGET_AVX512_BF16 INLINE __m512i per_group(const void* two_words) {
 // the groups begin in each row. NEXT_TILE: asks for the same numbers of the rows of the next tile.
 template <bool NEXT_TILE>
 TARGET_AVX512_BF16 INLINE __m512 two_group_sums(const int8_t* const* q, int in, int k, const FixedX& x) {
-    const __m512i h = _mm512_load_si512(x.plane[0]), m = _mm512_load_si512(x.plane[1]), l = _mm512_load_si512(x.plane[2]);
+    const __m512i h = _mm512_load_si512(x.plane[0]), m = _mm512_load_si512(x.plane[1]);
+    const __m512i l = _mm512_load_si512(x.plane[2]);
     __m512i upper[8], lower[8]; // the sums of 256 h + m, and of l
     for (int r = 0; r < 8; r++) {
         if (NEXT_TILE) _mm_prefetch((const char*)(q[r] + (size_t)TILE_ROWS * in + k), _MM_HINT_T0);
@@ -612,9 +614,9 @@ TARGET_AMX INLINE void amx_add_groups(float (*total)[16],              // (rows,
     }
 }
 
-// 32 rows of INT8 and N <= TILE_TOKENS tokens, 16 by 16 at a time; the bits of product_tile_vnni. Four groups go through
-// the tiles, alternating between two sets of them, before vectors take the sums: what a tile has stored cannot be loaded
-// soon.
+// 32 rows of INT8 and N <= TILE_TOKENS tokens, 16 by 16 at a time; the bits of product_tile_vnni. Four groups go
+// through the tiles, alternating between two sets of them, before vectors take the sums: what a tile has stored cannot
+// be loaded soon.
 TARGET_AMX inline void product_tile_amx_int8(float* y, const WeightRows<bf16>& w, const FixedTile* x, int N) {
     constexpr int TOGETHER = 4;
     const int in = w.in, groups = in / GROUP;
@@ -627,7 +629,8 @@ TARGET_AMX inline void product_tile_amx_int8(float* y, const WeightRows<bf16>& w
             const int count = std::min(TOGETHER, groups - g0); // even
             float scale[TOGETHER][16];
             for (int r = 0; r < 16; r++)
-                for (int g = 0; g < count; g++) scale[g][r] = to_acc(w.scale[(size_t)(half * 16 + r) * groups + g0 + g]);
+                for (int g = 0; g < count; g++)
+                    scale[g][r] = to_acc(w.scale[(size_t)(half * 16 + r) * groups + g0 + g]);
             for (int t = 0; t * 16 < N; t++) {
                 const FixedTile* tile = x + (size_t)t * groups + g0;
                 const int8_t* q = w.q + (size_t)half * 16 * in + g0 * GROUP;
@@ -702,7 +705,8 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
     for (int task = 0; task < first_task[3]; task++) {
         int b = 0;
         while (task >= first_task[b + 1]) b++;
-        const int r0 = (task - first_task[b]) * task_rows, r1 = std::min(W.rows[b], r0 + task_rows), base = W.first_row(b);
+        const int r0 = (task - first_task[b]) * task_rows, r1 = std::min(W.rows[b], r0 + task_rows);
+        const int base = W.first_row(b);
         acc<T> y[TILE_ROWS * TILE_TOKENS];
         for (int n0 = 0; n0 < N; n0 += TILE_TOKENS) {
             const int tokens = std::min(TILE_TOKENS, N - n0);
@@ -742,7 +746,9 @@ template <class T> void lora_down_cpu(Context&, T* h, const T* x, const Linear<T
     for (int j = 0; j < a.modules; j++) {
         Linear<T> A;
         A.w[0] = a.A + (size_t)j * a.rank * W.in, A.rows[0] = a.rank, A.in = W.in;
-        product_cpu(A, dropped_cpu(x, W, j, N), N, [=](int n, int r, acc<T> y) { h[n * ld + j * a.rank + r] = to_stored<T>(y); });
+        T* column = h + (size_t)j * a.rank;
+        product_cpu(A, dropped_cpu(x, W, j, N), N,
+                    [=](int n, int r, acc<T> y) { column[n * ld + r] = to_stored<T>(y); });
     }
 }
 
@@ -785,7 +791,8 @@ void rmsnorm_cpu(Context&, T* out, const acc<T>* x, const T* w, int N, int C, fl
 }
 
 template <class T>
-void norm_linear_cpu(Context& ctx, T* out, T* normed, const acc<T>* x, const T* w, const Linear<T>& W, int N, float eps) {
+void norm_linear_cpu(Context& ctx, T* out, T* normed, const acc<T>* x, const T* w, const Linear<T>& W, int N,
+                     float eps) {
     rmsnorm_cpu(ctx, normed, x, w, N, W.in, eps);
     linear_cpu(ctx, out, normed, W, N);
 }
@@ -801,7 +808,8 @@ void qknorm_rope_kv_cpu(Context&, T* q, T* keys, T* values, const T* qkv, const 
         auto norm_rope = [&](T* out, const T* head, const T* w) {
             const acc<T> r = inverse_rms(head, D, eps);
             for (int i = 0; i < D / 2; i++) {
-                const acc<T> u = to_acc(head[i]) * r * to_acc(w[i]), v = to_acc(head[i + D / 2]) * r * to_acc(w[i + D / 2]);
+                const acc<T> u = to_acc(head[i]) * r * to_acc(w[i]);
+                const acc<T> v = to_acc(head[i + D / 2]) * r * to_acc(w[i + D / 2]);
                 out[i] = to_stored<T>(u * angle[2 * i] - v * angle[2 * i + 1]);
                 out[i + D / 2] = to_stored<T>(v * angle[2 * i] + u * angle[2 * i + 1]);
             }
@@ -815,10 +823,10 @@ void qknorm_rope_kv_cpu(Context&, T* q, T* keys, T* values, const T* qkv, const 
     }
 }
 
-// ---- attention, page by page with a running maximum (Milakov & Gimelshein, "Online normalizer calculation for softmax",
-// 2018): when it grows, what was summed so far is scaled down. Every CPU_SPLIT keys the sums start anew, and are then added
-// to those of the splits before in the same way: so the splits of one row can be tasks of their own, where there are few
-// rows (decoding at long contexts), and the row's bits stay what they are.
+// ---- attention, page by page with a running maximum (Milakov & Gimelshein, "Online normalizer calculation for
+// softmax", 2018): when it grows, what was summed so far is scaled down. Every CPU_SPLIT keys the sums start anew, and
+// are then added to those of the splits before in the same way. So the splits of one row can be tasks of their own,
+// where there are few rows (decoding at long contexts), and the row's bits are the same.
 constexpr int ATTENTION_ROWS = 32; // query rows that share a page while it is in the first-level cache
 constexpr int CPU_SPLIT = 512;     // keys; whole pages
 
@@ -831,7 +839,8 @@ template <class T> struct AttentionSum {
         maximum = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
     }
     void add(const AttentionSum& o, int D) { // other keys
-        const acc<T> top = std::max(maximum, o.maximum), mine = std::exp(maximum - top), theirs = std::exp(o.maximum - top);
+        const acc<T> top = std::max(maximum, o.maximum);
+        const acc<T> mine = std::exp(maximum - top), theirs = std::exp(o.maximum - top);
         for (int i = 0; i < D; i++) out[i] = out[i] * mine + o.out[i] * theirs;
         maximum = top, sum = sum * mine + o.sum * theirs;
     }
@@ -842,8 +851,8 @@ template <class T> struct AttentionRow { // a query head of a token
     int length; // keys it sees
 };
 
-// One layer's attention. A task is up to ATTENTION_ROWS rows: `tokens` tokens by `heads` query heads of one KV head, and
-// all their keys or one split of them.
+// One layer's attention. A task is up to ATTENTION_ROWS rows, `tokens` tokens by `heads` query heads of one KV head,
+// and all their keys or one split of them.
 template <class T> struct Attention {
     using A = acc<T>;
     T* out;
@@ -929,7 +938,8 @@ template <class T> struct Attention {
             if (first % CPU_SPLIT == 0)
                 for (int i = 0; i < count; i++) rows[i].split.clear(D);
             // What lies past the end of the longest row was never written: zeros stand for it.
-            const size_t at = kv_offset(table[first / PAGE], kv, 0, K, D), held = (size_t)std::min(PAGE, longest - first) * D;
+            const size_t at = kv_offset(table[first / PAGE], kv, 0, K, D);
+            const size_t held = (size_t)std::min(PAGE, longest - first) * D;
             widen(page_keys, keys + at, held);
             widen(page_values, values + at, held);
             std::fill(page_keys + held, page_keys + PAGE * D, 0);
@@ -976,8 +986,8 @@ template <class T> struct Attention {
 };
 
 template <class T>
-void attention_cpu(Context&, T* out, acc<T>* lse, const T* q, const T* keys, const T* values, const Batch& b, int H, int K,
-                   int D) {
+void attention_cpu(Context&, T* out, acc<T>* lse, const T* q, const T* keys, const T* values, const Batch& b, int H,
+                   int K, int D) {
     const Attention<T> a(out, lse, q, keys, values, b, H, K, D);
     #pragma omp parallel for schedule(dynamic) if (a.work > 20000)
     for (int task = 0; task < a.tasks(); task++) a.task(task);
@@ -1010,15 +1020,11 @@ template <class T> void swiglu_cpu(Context&, T* out, const T* gate_up, int N, in
     }
 }
 
-template <class T> void linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, const T* x, const Linear<T>& W, int N) {
-    linear_cpu(ctx, gate_up, x, W, N);
-    swiglu_cpu(ctx, out, gate_up, N, W.rows[0]);
-}
 template <class T>
-void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, const Linear<T>& W,
-                            int N, float eps) {
-    rmsnorm_cpu(ctx, normed, x, w, N, W.in, eps);
-    linear_swiglu_cpu(ctx, out, gate_up, normed, W, N);
+void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const acc<T>* x, const T* w,
+                            const Linear<T>& W, int N, float eps) {
+    norm_linear_cpu(ctx, gate_up, normed, x, w, W, N, eps);
+    swiglu_cpu(ctx, out, gate_up, N, W.rows[0]);
 }
 
 template <class T>
@@ -1070,7 +1076,8 @@ void outer_sums(int A, int I, int terms, const T* u, size_t u_term, size_t u_row
 constexpr auto FROM_ZERO = [](int, int) { return 0; }; // an `open`
 
 template <class T>
-void cross_entropy_cpu(Context&, acc<T>* loss, T* dlogits, acc<T>* logits, const int* target, acc<T> scale, int R, int V) {
+void cross_entropy_cpu(Context&, acc<T>* loss, T* dlogits, acc<T>* logits, const int* target, acc<T> scale, int R,
+                       int V) {
     #pragma omp parallel for schedule(static) if ((size_t)R * V > 2000)
     for (int r = 0; r < R; r++) {
         acc<T>* row = logits + (size_t)r * V;
@@ -1103,8 +1110,8 @@ void cross_entropy_cpu(Context&, acc<T>* loss, T* dlogits, acc<T>* logits, const
 }
 
 template <class T>
-void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* logits, T* picked, acc<T>*, const T* x, const int* rows,
-                   const int* target, acc<T> scale, const Linear<T>& W, int R) {
+void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* logits, T* picked, acc<T>*, const T* x,
+                   const int* rows, const int* target, acc<T> scale, const Linear<T>& W, int R) {
     head_cpu(ctx, logits, picked, x, rows, W, R);
     cross_entropy_cpu(ctx, loss, dlogits, logits, target, scale, R, W.out());
 }
@@ -1117,8 +1124,8 @@ void head_backward_cpu(Context&, T* dnormed, const T* dlogits, size_t ld, const 
 }
 
 template <class T>
-void rmsnorm_backward_cpu(Context&, acc<T>* dx, T* dy, T* normed, acc<T>* dw, const T* dout, const acc<T>* x, const T* w,
-                          int N, int C, float eps) {
+void rmsnorm_backward_cpu(Context&, acc<T>* dx, T* dy, T* normed, acc<T>* dw, const T* dout, const acc<T>* x,
+                          const T* w, int N, int C, float eps) {
     static thread_local std::vector<acc<T>> kept;
     acc<T>* factor = at_least(kept, N); // r of each token
     #pragma omp parallel for schedule(static) if (N > 4)
@@ -1164,8 +1171,8 @@ template <class T> const acc<T>* adapter_backward(const T* dh, const Linear<T>& 
                     part += to_acc(dh[n * a.width() + i]) * v;
                 }
                 for (int l = 0; l < LANES && a.dropout; l += 8) {
-                    const uint32_t kept_bits = dropout_mask(*a.dropout, a.dropout->token[n], a.module[j], (k + l) / 8);
-                    for (int i = 0; i < 8; i++) part[l + i] *= kept_bits >> i & 1 ? scale : 0;
+                    const uint32_t mask = dropout_mask(*a.dropout, a.dropout->token[n], a.module[j], (k + l) / 8);
+                    for (int i = 0; i < 8; i++) part[l + i] *= mask >> i & 1 ? scale : 0;
                 }
                 sum += part;
             }
@@ -1202,8 +1209,8 @@ void linear_backward_weight_cpu(Context&, acc<T>* dW, const T* dy, size_t ld, co
 }
 
 template <class T>
-void lora_backward_weight_cpu(Context&, acc<T>* dA, acc<T>* dB, const T* dh, const T* dy, const T* x, const Linear<T>& W,
-                              int N) {
+void lora_backward_weight_cpu(Context&, acc<T>* dA, acc<T>* dB, const T* dh, const T* dy, const T* x,
+                              const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
     const size_t in = W.in, out = W.out(), ld = a.width();
     for (int j = 0; j < a.modules; j++) {
@@ -1213,12 +1220,13 @@ void lora_backward_weight_cpu(Context&, acc<T>* dA, acc<T>* dB, const T* dh, con
         outer_sums(a.rank, W.in, N, dh + column, ld, 1, 1, [&](int n) { return seen + n * in; }, A,
                    [&](int r, int i, acc<T> sum) { A(r, i) = sum; });
         auto B = [&](int r, int i) -> acc<T>& { return dB[(first + r) * ld + column + i]; };
-        outer_sums(W.rows[a.block[j]], a.rank, N, dy + first, out, 1, a.s, [&](int n) { return a.h + n * ld + column; }, B,
-                   [&](int r, int i, acc<T> sum) { B(r, i) = sum; });
+        outer_sums(W.rows[a.block[j]], a.rank, N, dy + first, out, 1, a.s,
+                   [&](int n) { return a.h + n * ld + column; }, B, [&](int r, int i, acc<T> sum) { B(r, i) = sum; });
     }
 }
 
-template <class T> void swiglu_backward_cpu(Context&, T* dgate_up, T* hidden, const T* dhidden, const T* gate_up, int N, int F) {
+template <class T>
+void swiglu_backward_cpu(Context&, T* dgate_up, T* hidden, const T* dhidden, const T* gate_up, int N, int F) {
     #pragma omp parallel for schedule(static) if ((size_t)N * F > 2000)
     for (int n = 0; n < N; n++) {
         const size_t at = (size_t)n * F;
@@ -1242,7 +1250,8 @@ template <class T> void swiglu_backward_cpu(Context&, T* dgate_up, T* hidden, co
 // One KV head of one sequence, rows n0 .. n1 - 1 of the batch; its sums run over the tokens in order.
 template <class T>
 void attention_backward_sequence(T* dqkv, const T* dout, const T* q, const T* keys, const T* values, const T* out,
-                                 const acc<T>* lse, const Batch& b, int H, int K, int D, acc<T>* delta, int n0, int n1, int kv) {
+                                 const acc<T>* lse, const Batch& b, int H, int K, int D, acc<T>* delta, int n0, int n1,
+                                 int kv) {
     const int G = H / K;
     const size_t width = (size_t)(H + 2 * K) * D, all = (size_t)(n1 - n0) * D;
     const acc<T> scale = 1 / std::sqrt((acc<T>)D);
@@ -1275,7 +1284,8 @@ void attention_backward_sequence(T* dqkv, const T* dout, const T* q, const T* ke
             for (int i = 0; i < D; i++) query[i] = to_acc(q[row * D + i]) * scale, dquery[i] = 0;
             for (int m = 0; m <= n - n0; m++) {
                 const size_t at = (size_t)m * D;
-                const acc<T> p = std::exp(dot(query, k + at, D) - lse[row]), ds = p * (dot(doutput, v + at, D) - delta[row]);
+                const acc<T> p = std::exp(dot(query, k + at, D) - lse[row]);
+                const acc<T> ds = p * (dot(doutput, v + at, D) - delta[row]);
                 for (int i = 0; i < D; i++) dv[at + i] += p * doutput[i];
                 for (int i = 0; i < D; i++) dk[at + i] += ds * query[i];
                 for (int i = 0; i < D; i++) dquery[i] += ds * k[at + i];
@@ -1319,7 +1329,8 @@ void qknorm_rope_backward_cpu(Context&, T* dqkv, acc<T>* dq_weight, acc<T>* dk_w
         acc<T>* factor = at_least(kept, (size_t)b.N * heads); // r of each head
         #pragma omp parallel for schedule(static) if (b.N > 4)
         for (int n = 0; n < b.N; n++)
-            for (int h = 0; h < heads && b.seq[n] >= 0; h++) factor[n * heads + h] = inverse_rms(qkv + at(n, h), D, eps);
+            for (int h = 0; h < heads && b.seq[n] >= 0; h++)
+                factor[n * heads + h] = inverse_rms(qkv + at(n, h), D, eps);
         #pragma omp parallel for schedule(static) if (b.N > 4)
         for (int i = 0; i < D / 2; i++)
             for (int n = 0; n < b.N; n++)

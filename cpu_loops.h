@@ -1,11 +1,12 @@
-// cpu_loops.h: the three inner loops of cpu.h that take a CPU's time, written once. cpu.h includes this file within each
-// struct of vector instructions (Plain, Avx2, Avx512, Bf16Dot), whose vectors and operations the loops use; TARGET is the
-// attribute that lets the compiler use these instructions. (A template cannot have the attribute as a parameter, and g++
-// inlines the operations only into functions with the same attribute: hence a file.)
+// cpu_loops.h: the three inner loops of cpu.h that take a CPU's time, written once. cpu.h includes this file within
+// each struct of vector instructions (Plain, Avx2, Avx512, Bf16Dot). The loops use the struct's vectors and operations;
+// TARGET is the attribute that lets the compiler use these instructions. (A template cannot have the attribute as a
+// parameter, and g++ inlines the operations only into functions with the same attribute: hence a file.)
 
-// Adds columns i .. of R rows of W by M tokens to their sums: as many columns as `some` says. scale: of the rows' groups
-// from that of column i0 on, for INT8.
-constexpr static int SCALES = 16; // that are made floats together
+constexpr static int SCALES = 16; // of INT8 weights, that are made floats together
+
+// Adds columns i, i + 1, ... of R rows of W by M tokens to their sums: as many columns as `some` says. For INT8,
+// `scale` begins with the group of column i0.
 template <bool INT8, int R, int M, class T>
 TARGET static INLINE void product_step(Vector (&sum)[R][M], const WeightRows<T>& w, const T* x, int i, Part some,
                                        const acc<T> (&scale)[R][SCALES], int i0) {

@@ -2356,7 +2356,7 @@ int run(int argc, char** argv) {
 
 #ifndef DATAGEN_NO_MAIN
 int main(int argc, char** argv) {
-    take_signals({SIGINT, SIGTERM});
+    take_signals({SIGINT, SIGTERM}, {SIGPIPE});
     auto run_or_stop = [](int argc, char** argv) {
         try {
             return run(argc, argv);

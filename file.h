@@ -1,4 +1,4 @@
-// file.h: errors, hostile files in, whole files out; time, memory, hashes. Used by every program here.
+// file.h: errors, hostile files in, whole files out; time, hashes; memory that is planned once (Arena). Used by every program here.
 //
 //   DIE("%s: no such tensor", name)   throws Error; main prints its one line on stderr and exits with 1
 //   MappedFile m(path)                the bytes of a file, read-only, for as long as m lives
@@ -165,6 +165,58 @@ inline size_t available_memory() {
         }
     return bytes;
 }
+
+#ifdef __CUDACC__
+constexpr bool WITH_GPU = true; // this program is nvcc's, and has qwen3.cu's Book II
+#else
+constexpr bool WITH_GPU = false;
+#endif
+inline void* gpu_allocate(size_t bytes, const char* what); // Book II's
+inline void gpu_release(void* p);
+
+// An arena is planned by running the same code twice: first without memory, to count; then to hand out.
+struct Arena {
+    uint8_t* base = nullptr;
+    size_t used = 0, size = 0;
+    bool gpu = false; // its memory is the GPU's
+
+    Arena() = default;
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+    ~Arena() { release(); }
+
+    // n numbers, 64-byte aligned, zero.
+    template <class T> T* take(size_t n) {
+        size_t at = used, bytes;
+        const bool overflow = __builtin_mul_overflow(n, sizeof(T), &bytes);
+        if (overflow || bytes > SIZE_MAX / 2 - used) DIE("the memory plan overflows");
+        used = (used + bytes + 63) / 64 * 64;
+        return base ? (T*)(base + at) : nullptr;
+    }
+
+    // After counting: takes the memory and starts over. The system gives pages when they are first touched.
+    void allocate(const char* what) {
+        if (gpu) {
+            if constexpr (WITH_GPU) base = (uint8_t*)gpu_allocate(used, what);
+        } else {
+            const size_t have = available_memory();
+            void* at = MAP_FAILED;
+            constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+            if (used <= have) at = mmap(nullptr, used, PROT_READ | PROT_WRITE, flags, -1, 0);
+            if (at == MAP_FAILED) DIE("%s needs %zu bytes of memory and %zu are available", what, used, have);
+            madvise(at, used, MADV_HUGEPAGE); // fewer TLB misses; a wish, not a need
+            base = (uint8_t*)at;
+        }
+        size = used, used = 0;
+    }
+
+    void release() {
+        if (!base) return;
+        if (!gpu) munmap(base, size);
+        else if constexpr (WITH_GPU) gpu_release(base);
+        base = nullptr;
+    }
+};
 
 // FNV-1a, 64 bits.
 inline uint64_t fnv1a(const void* bytes, size_t n, uint64_t hash = 0xcbf29ce484222325) {

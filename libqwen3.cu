@@ -102,11 +102,13 @@ API const char* qwen3_error(void) { return last_error.c_str(); }
 
 API qwen3_model* qwen3_open(const char* path, const char* tokenizer, const char* device) {
     return guarded<qwen3_model*>(nullptr, [&]() -> qwen3_model* {
-        const std::string where = device ? device : "", vocabulary = find_tokenizer(tokenizer ? tokenizer : "", path);
+        ModelOptions o;
+        o.model = path, o.tokenizer = tokenizer ? tokenizer : "", o.device = device ? device : "";
+        const std::string vocabulary = find_tokenizer(o.tokenizer, o.model);
         if (vocabulary.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder");
-        const ModelFile file(path);
-        const Context ctx = choose_device(where, "", false, file);
-        if (wide(where, "", file)) return new ModelOf<float>(path, vocabulary, ctx);
+        const ModelFile file(o.model);
+        const Context ctx = choose_device(o, file);
+        if (wide(o, file)) return new ModelOf<float>(path, vocabulary, ctx);
         return new ModelOf<bf16>(path, vocabulary, ctx);
     });
 }

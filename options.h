@@ -17,14 +17,14 @@
 // ---- Ctrl-C
 inline volatile sig_atomic_t interrupted = 0;
 
-// The signals named set `interrupted`, and end the program when they come again. Writing to a pipe without a reader, or
-// beyond the limit of a file's size, is an error of write, as a full disk is.
-inline void take_signals(std::initializer_list<int> stop) {
+// Signals of `stop` set `interrupted`, and end the program when they come again. Those of `ignored` do nothing. So with
+// SIGPIPE writing to a pipe without a reader is an error of write, as a full disk is; with SIGXFSZ a file at its limit.
+inline void take_signals(std::initializer_list<int> stop, std::initializer_list<int> ignored) {
     struct sigaction action = {};
     action.sa_handler = [](int) { interrupted = 1; };
     action.sa_flags = (int)SA_RESETHAND;
     for (int s : stop) sigaction(s, &action, nullptr);
-    for (int s : {SIGPIPE, SIGXFSZ}) signal(s, SIG_IGN);
+    for (int s : ignored) signal(s, SIG_IGN);
 }
 
 // ---- Numbers

@@ -59,10 +59,8 @@
 
 #ifdef __CUDACC__
 #define BOTH __host__ __device__ // for the CPU and the GPU alike
-constexpr bool WITH_GPU = true;  // this program has Book II
 #else
 #define BOTH
-constexpr bool WITH_GPU = false;
 #endif
 
 // #####################################################################################################################
@@ -189,64 +187,17 @@ template <class T> constexpr bool HAS_GPU = WITH_GPU && std::is_same_v<T, bf16>;
         op(__VA_ARGS__); \
     } while (0)
 
-// ---- Memory. What a GPU needs for it is in Book II.
-inline void* gpu_allocate(size_t bytes, const char* what);
-inline void gpu_release(void* p);
-inline void gpu_copy_in(Context& ctx, void* to, const void* from, size_t bytes);
-inline void gpu_copy_out(Context& ctx, void* to, const void* from, size_t bytes);
+// ---- Memory comes from an Arena (file.h), which is planned once; what a GPU needs for it is in Book II.
+inline void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host);
 inline void gpu_clear(Context& ctx, void* p, size_t bytes);
-
-// An arena is planned by running the same code twice: first without memory, to count; then to hand out.
-struct Arena {
-    uint8_t* base = nullptr;
-    size_t used = 0, size = 0;
-    bool gpu = false; // its memory is the GPU's
-
-    Arena() = default;
-    Arena(const Arena&) = delete;
-    Arena& operator=(const Arena&) = delete;
-    ~Arena() { release(); }
-
-    // n numbers, 64-byte aligned, zero.
-    template <class T> T* take(size_t n) {
-        size_t at = used, bytes;
-        const bool overflow = __builtin_mul_overflow(n, sizeof(T), &bytes);
-        if (overflow || bytes > SIZE_MAX / 2 - used) DIE("the memory plan overflows");
-        used = (used + bytes + 63) / 64 * 64;
-        return base ? (T*)(base + at) : nullptr;
-    }
-
-    // After counting: takes the memory and starts over. The system gives pages when they are first touched.
-    void allocate(const char* what) {
-        if (gpu) {
-            if constexpr (WITH_GPU) base = (uint8_t*)gpu_allocate(used, what);
-        } else {
-            const size_t have = available_memory();
-            void* at = MAP_FAILED;
-            constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-            if (used <= have) at = mmap(nullptr, used, PROT_READ | PROT_WRITE, flags, -1, 0);
-            if (at == MAP_FAILED) DIE("%s needs %zu bytes of memory and %zu are available", what, used, have);
-            madvise(at, used, MADV_HUGEPAGE); // fewer TLB misses; a wish, not a need
-            base = (uint8_t*)at;
-        }
-        size = used, used = 0;
-    }
-
-    void release() {
-        if (!base) return;
-        if (!gpu) munmap(base, size);
-        else if constexpr (WITH_GPU) gpu_release(base);
-        base = nullptr;
-    }
-};
 
 // n numbers, to and from where the context computes, and zeros there.
 template <class U> void copy_in(Context& ctx, U* to, const U* from, size_t n) {
-    if constexpr (WITH_GPU) if (ctx.gpu) return gpu_copy_in(ctx, to, from, n * sizeof(U));
+    if constexpr (WITH_GPU) if (ctx.gpu) return gpu_copy(ctx, to, from, n * sizeof(U), false);
     memcpy((void*)to, from, n * sizeof(U));
 }
 template <class U> void copy_out(Context& ctx, U* to, const U* from, size_t n) {
-    if constexpr (WITH_GPU) if (ctx.gpu) return gpu_copy_out(ctx, to, from, n * sizeof(U));
+    if constexpr (WITH_GPU) if (ctx.gpu) return gpu_copy(ctx, to, from, n * sizeof(U), true);
     memcpy((void*)to, from, n * sizeof(U));
 }
 template <class U> void clear(Context& ctx, U* p, size_t n) {
@@ -298,9 +249,6 @@ template <class T> struct Linear {
     Adapter<T> adapter;
     int out() const { return rows[0] + rows[1] + rows[2]; }
     int groups() const { return (in + GROUP - 1) / GROUP; }
-    size_t bytes() const {
-        return (size_t)out() * (q[0] ? (size_t)in + 2 * (size_t)groups() : (size_t)in * sizeof(T));
-    }
     // W[r][i], whatever it is stored as.
     acc<T> at(int r, int i) const {
         int b = 0;
@@ -336,11 +284,6 @@ template <class T> struct Weights {
     const char* type_name() const {
         if (head.q[0]) return "int8";
         return std::is_same_v<T, bf16> ? "bfloat16" : std::is_same_v<T, float> ? "float32" : "float64";
-    }
-    size_t step_bytes() const { // that one token's step reads
-        size_t n = head.bytes();
-        for (auto& l : layers) n += l.qkv.bytes() + l.o.bytes() + l.gate_up.bytes() + l.down.bytes();
-        return n;
     }
 };
 
@@ -666,20 +609,14 @@ void swiglu(T* out,           // (N,F) out
         }
 }
 
-// ---- linear_swiglu, norm_linear_swiglu: swiglu(x W^T), swiglu(rmsnorm(x) W^T). On a GPU gate_up may be null.
+// ---- norm_linear_swiglu: out = swiglu(rmsnorm(x) W^T). On a GPU gate_up may be null.
 template <class T>
-void linear_swiglu(T* out,     // (N,F) out
-                   T* gate_up, // (N,2F) out
-                   const T* x, // (N,C)
-                   const Linear<T>& W, int N) {
-    linear(gate_up, x, W, N);
+void norm_linear_swiglu(T* out,     // (N,F) out
+                        T* gate_up, // (N,2F) out
+                        T* normed,  // (N,C) as norm_linear's, with the next two
+                        const acc<T>* x, const T* w, const Linear<T>& W, int N, float eps) {
+    norm_linear(gate_up, normed, x, w, W, N, eps);
     swiglu(out, gate_up, N, W.rows[0]);
-}
-template <class T>
-void norm_linear_swiglu(T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, const Linear<T>& W, int N,
-                        float eps) {
-    rmsnorm(normed, x, w, N, W.in, eps);
-    linear_swiglu(out, gate_up, normed, W, N);
 }
 
 // ---- head: the logits of R named rows, never rounded below acc<T>
@@ -942,22 +879,6 @@ template <class T> struct Session {
     void accept(int id) {
         if (ctx.gpu) ids.push_back(id); // the GPU has gone on with it already
         else feed({id});
-    }
-
-    // The first n tokens in the KV cache: block_bytes(n) from the start of each of 2 L blocks, in whole pages of
-    // a layer's keys, then of its values. With `ids` this is all there is to save and restore. f may read and write.
-    size_t block_bytes(size_t n) const { return (n + PAGE - 1) / PAGE * config.K * PAGE * config.D * sizeof(T); }
-    template <class F> void each_block(size_t n, F f) {
-        std::vector<T> copy(block_bytes(n) / sizeof(T));
-        T* const both[] = {cache.keys, cache.values}; // (nvcc cannot walk a braced list here)
-        for (T* all : both)
-            for (int l = 0; l < config.L; l++) {
-                T* block = all + l * cache.layer_size;
-                if (!ctx.gpu) { f(block); continue; }
-                copy_out(ctx, copy.data(), block, copy.size());
-                f(copy.data());
-                copy_in(ctx, block, copy.data(), copy.size());
-            }
     }
 
     // Forgets all but the first n ids.
@@ -1453,9 +1374,7 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 }
 
 // #####################################################################################################################
-//                                          Files, and the ops once more for a CPU
-// #####################################################################################################################
-#include "checkpoint.h"
+// Book I ends here. Its slow ops once more, for the vector and matrix instructions of CPUs:
 #ifndef QWEN3_PLAIN
 #include "cpu.h"
 #endif
@@ -1472,13 +1391,14 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 #endif // __CUDACC__
 
 // #####################################################################################################################
-//                                                         main
-// #####################################################################################################################
+#include "checkpoint.h"
+#ifndef QWEN3_PLAIN
 #include "cli.h"
+#endif
 
 #ifndef QWEN3_NO_MAIN
 int main(int argc, char** argv) {
-    take_signals({SIGINT});
+    take_signals({SIGINT}, {SIGPIPE});
     return run_program("qwen3", run, argc, argv);
 }
 #endif

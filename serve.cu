@@ -2256,7 +2256,7 @@ static int run(int argc, char** argv) {
 }
 
 int main(int argc, char** argv) {
-    take_signals({}); // and its own two
+    take_signals({}, {SIGPIPE}); // and two of its own
     struct sigaction action = {};
     action.sa_handler = on_signal;
     sigaction(SIGINT, &action, nullptr);

@@ -973,7 +973,7 @@ static size_t open_datasets(const Options& o, const Config& c, std::unique_ptr<D
 
 #ifndef TRAIN_NO_MAIN
 int main(int argc, char** argv) {
-    take_signals({SIGINT});
+    take_signals({SIGINT}, {SIGXFSZ});
     return run_program("train_lora", run, argc, argv);
 }
 #endif // TRAIN_NO_MAIN

@@ -24,31 +24,6 @@ __device__ int has_wgmma = 1; // whether the code that this GPU runs has the ins
 __device__ int has_wgmma = 0;
 #endif
 
-// The first GPU, or one line that says why there is none.
-inline Context open_gpu() {
-    int n = 0, driver = 0, runtime = 0;
-    const cudaError_t e = cudaGetDeviceCount(&n);
-    cudaDriverGetVersion(&driver);
-    cudaRuntimeGetVersion(&runtime);
-    if (driver == 0) DIE("no GPU here: there is no NVIDIA driver");
-    if (e == cudaErrorInsufficientDriver || (e != cudaSuccess && driver / 1000 < runtime / 1000))
-        DIE("the GPU's driver is for CUDA %d.%d, this program needs %d.%d", driver / 1000, driver % 100 / 10, runtime / 1000, runtime % 100 / 10);
-    if (e != cudaSuccess || n == 0) DIE("no GPU here: %s", e == cudaSuccess ? "the driver sees none" : cudaGetErrorString(e));
-    cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    Context ctx;
-    ctx.gpu = std::make_shared<Gpu>();
-    ctx.gpu->sm = properties.major * 10 + properties.minor;
-    if (ctx.gpu->sm < 80) DIE("%s is sm_%d; the kernels need sm_80 (Ampere) or later", properties.name, ctx.gpu->sm);
-    ctx.gpu->sms = properties.multiProcessorCount;
-    ctx.gpu->overlap = ctx.gpu->sm >= 90;
-    int wgmma = 0;
-    CUDA_CHECK(cudaMemcpyFromSymbol(&wgmma, has_wgmma, sizeof wgmma));
-    ctx.gpu->hopper = wgmma;
-    CUDA_CHECK(cudaStreamCreateWithFlags(&ctx.gpu->stream, cudaStreamNonBlocking));
-    return ctx;
-}
-
 // Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of the
 // kernel before it has called let_next_start or ended: what comes before its own wait_for_previous then runs beside
 // that kernel. Every block of every kernel waits, even one with nothing to do, and writes nothing before: so when a
@@ -221,6 +196,16 @@ __device__ inline float warp_sum(float x) {
     return x;
 }
 
+// Over the four lanes of a quad, which hold a row of mma's d between them; for all four.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
 // The sum over a block, in one order, for all its threads.
 template <class N> __device__ inline N block_sum(N x) {
     __shared__ N parts[32];
@@ -250,86 +235,25 @@ __device__ inline bool last_to_arrive(int* arrived, int blocks) {
     return last;
 }
 
-// ---- Memory, and weights in it
+// ---- Memory
 inline void* gpu_allocate(size_t bytes, const char* what) {
     size_t have = 0, all = 0;
     void* base = nullptr;
     CUDA_CHECK(cudaMemGetInfo(&have, &all));
     if (bytes > have || cudaMalloc(&base, bytes) != cudaSuccess)
-        DIE("%s needs %.2f GB of GPU memory and %.2f of its %.2f GB are free", what, (double)bytes / 1e9, (double)have / 1e9, (double)all / 1e9);
+        DIE("%s needs %.2f GB of GPU memory and %.2f of its %.2f GB are free", what, (double)bytes / 1e9,
+            (double)have / 1e9, (double)all / 1e9);
     CUDA_CHECK(cudaMemset(base, 0, bytes));
     CUDA_CHECK(cudaDeviceSynchronize()); // our streams do not wait for the one that clears it
     return base;
 }
 inline void gpu_release(void* p) { cudaFree(p); }
-inline void gpu_copy_in(Context& ctx, void* to, const void* from, size_t bytes) { // (not pinned: read before it returns)
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, ctx.gpu->stream));
+inline void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host) {
+    const cudaMemcpyKind kind = to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice; // (not pinned: `from` is read
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, ctx.gpu->stream));                   // before this returns)
+    if (to_host) CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
 }
-inline void gpu_copy_out(Context& ctx, void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, ctx.gpu->stream));
-    CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
-}
-inline void gpu_clear(Context& ctx, void* p, size_t bytes) { CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx.gpu->stream)); }
-
-// What the kernels can compute, else one line.
-inline void check_gpu(const std::string& name, const Config& c, bool int8) {
-    const char* n = name.c_str();
-    if (int8) DIE("%s: INT8 weights run on the CPU only so far (--device cpu)", n);
-    if (c.D != 64 && c.D != 128) DIE("%s: the GPU's kernels are for heads of 64 and 128, not %d (--device cpu)", n, c.D);
-    if (c.H / c.K > 128) DIE("%s: %d query heads a key/value head; the GPU's kernels take 128 (--device cpu)", n, c.H / c.K);
-    if (c.C % 8 || c.F % 8 || c.V % 8)
-        DIE("%s: the GPU's kernels need hidden size (%d), ffn size (%d) and vocabulary rows (%d) in multiples of 8 (--device cpu)", n, c.C, c.F, c.V);
+inline void gpu_clear(Context& ctx, void* p, size_t bytes) {
+    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx.gpu->stream));
 }
 
-// Copies all to the GPU and lets every pointer point there, the blocks of a Linear one after another. The CPU's threads
-// read the mapped file into one pinned buffer while the other one is on its way: so the link sets the pace, not the page
-// faults.
-template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) {
-    check_gpu(file.path, file.config, head.q[0]);
-    struct Piece { const T* from; size_t to, bytes; }; // to: a byte of the arena
-    std::vector<Piece> pieces;
-    gpu.gpu = true;
-    for (bool planned : {false, true}) {
-        T* to = nullptr;
-        for (const ModelTensor& t : model_tensors(file.config)) {
-            const TensorPlace<T> place = place_of(*this, t);
-            if (place.block == 0) to = gpu.take<T>(place.linear ? (size_t)place.linear->out() * t.columns : t.size());
-            if (planned) {
-                pieces.push_back({place.numbers(), (size_t)((uint8_t*)to - gpu.base), t.size() * sizeof(T)});
-                place.numbers() = to;
-                to += t.size();
-            }
-        }
-        if (!planned) gpu.allocate("the model");
-    }
-    if (file.config.tied) head = embed;
-
-    constexpr size_t BUFFER = 16 << 20;
-    uint8_t* buffer[2];
-    cudaEvent_t sent[2];
-    for (int i = 0; i < 2; i++) {
-        CUDA_CHECK(cudaMallocHost(&buffer[i], BUFFER));
-        CUDA_CHECK(cudaEventCreateWithFlags(&sent[i], cudaEventDisableTiming));
-    }
-    size_t start = 0, piece = 0, done = 0; // the buffer stands for the arena from `start` on; bytes done of a piece
-    for (int turn = 0; piece < pieces.size(); turn ^= 1) {
-        CUDA_CHECK(cudaEventSynchronize(sent[turn]));
-        start = pieces[piece].to + done;
-        size_t end = start;
-        while (piece < pieces.size() && pieces[piece].to + done < start + BUFFER) {
-            const Piece& p = pieces[piece];
-            const size_t at = p.to + done - start, n = std::min(p.bytes - done, BUFFER - at), part = 1 << 19;
-            #pragma omp parallel for schedule(static) if (n > part)
-            for (size_t i = 0; i < (n + part - 1) / part; i++)
-                memcpy(buffer[turn] + at + i * part, (const uint8_t*)p.from + done + i * part, std::min(part, n - i * part));
-            end = start + at + n;
-            done += n;
-            if (done == p.bytes) piece++, done = 0;
-        }
-        CUDA_CHECK(cudaMemcpyAsync(gpu.base + start, buffer[turn], end - start, cudaMemcpyHostToDevice, ctx.gpu->stream));
-        CUDA_CHECK(cudaEventRecord(sent[turn], ctx.gpu->stream));
-    }
-    CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
-    for (int i = 0; i < 2; i++) cudaFreeHost(buffer[i]), cudaEventDestroy(sent[i]);
-    converted.clear();
-}

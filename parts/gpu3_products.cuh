@@ -72,7 +72,7 @@ __device__ inline float swiglu(float gate, float up) {
     const float g = to_acc(round_bf16(gate));
     return g / (1 + exp2_fast(-LOG2E * g)) * to_acc(round_bf16(up));
 }
-struct SwigluEpilogue : Epilogue { // linear_swiglu
+struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
     static constexpr bool PAIR = true;
     bf16* out;     // (N,F)
     bf16* gate_up; // (N,2F) for the backward pass, or null
@@ -140,7 +140,7 @@ struct LoraUpEpilogue : Epilogue { // lora_backward_weight: dB += s y, in the ro
     }
 };
 
-// ---- Few tokens. linear, linear_add, linear_swiglu, the head, and with NORM the same of rmsnorm(stream).
+// ---- Few tokens. linear, linear_add, SwiGLU of them, the head, and with NORM the same of rmsnorm(stream).
 // Grid: as many blocks as are resident at once, each of 4 to 12 warps. A block takes groups of TILES x 8 rows of W in
 // turn (PAIR: 8 of gate and 8 of up), all of its warps together: `in` is cut into steps of 32, and a warp has p.steps
 // of them. Lane 4 g + t reads row g of each tile, numbers 8 t .. 8 t + 7 of each step, in one load of 16 bytes.
@@ -608,15 +608,13 @@ __device__ __forceinline__ void softmax_part(const float (&sum)[NF][4], int j0, 
         #pragma unroll
         for (int e = 0; e < 2; e++)
             if (r0 + j * 8 + 2 * t + e < out) largest = fmaxf(largest, sum[j0 + j][2 * h + e]);
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    largest = quad_max(largest);
     #pragma unroll
     for (int j = 0; j < 8; j++)
         #pragma unroll
         for (int e = 0; e < 2; e++)
             if (r0 + j * 8 + 2 * t + e < out) part += exp2_fast((sum[j0 + j][2 * h + e] - largest) * LOG2E);
-    part += __shfl_xor_sync(~0u, part, 1);
-    part += __shfl_xor_sync(~0u, part, 2);
+    part = quad_sum(part);
     if (t == 0 && n < N && r0 < out) epilogue.part(n, r0 / 64, largest, part);
 }
 
@@ -637,18 +635,19 @@ __device__ __forceinline__ void finish_row(const float (&sum)[NF][4], int h, int
     const auto row = [&](int j) {
         return (Epilogue::PAIR ? first / 2 + j * 4 : first + j * 8) + t / 2 * 4 + t % 2 * 8;
     };
-    const auto inside = [&](int j) { return n < N && row(j) < out; };
     [[maybe_unused]] float4 old[Epilogue::ADDS ? NF / EACH : 1]; // all are asked for before the first is waited for
     if constexpr (Epilogue::ADDS)
         #pragma unroll
-        for (int j = 0; j < NF; j += EACH) old[j / EACH] = inside(j) ? epilogue.old_four(n, row(j)) : float4{};
+        for (int j = 0; j < NF; j += EACH)
+            old[j / EACH] = n < N && row(j) < out ? epilogue.old_four(n, row(j)) : float4{};
     #pragma unroll
     for (int j = 0; j < NF; j += EACH) {
+        const bool inside = n < N && row(j) < out;
         const float4 y = four_columns(sum[j], sum[j + 1], h);
         float4 second = {};
         if constexpr (Epilogue::PAIR) second = four_columns(sum[j + 2], sum[j + 3], h);
         if constexpr (Epilogue::ADDS) second = old[j / EACH];
-        if (inside(j)) epilogue.four(n, row(j), y, second);
+        if (inside) epilogue.four(n, row(j), y, second);
     }
 }
 
@@ -1027,10 +1026,6 @@ inline void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* 
     norm_product_gpu(ctx, StoreEpilogue<bf16>(out, W.out()), normed, x, w, W, N, eps);
 }
 
-// W.rows[0] is F: W is gate over up.
-inline void linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, const bf16* x, const Linear<bf16>& W, int N) {
-    product_gpu(ctx, SwigluEpilogue(out, gate_up, W.rows[0]), x, W, N);
-}
 inline void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
                                    const Linear<bf16>& W, int N, float eps) {
     norm_product_gpu(ctx, SwigluEpilogue(out, gate_up, W.rows[0]), normed, x, w, W, N, eps);

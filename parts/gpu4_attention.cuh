@@ -93,16 +93,6 @@ template <int J> __device__ __forceinline__ void store_row(bf16* row, const floa
         *(uint32_t*)(row + score_column(j, 0)) = pack(x[j][2 * h] * by, x[j][2 * h + 1] * by);
 }
 
-// Over the four lanes that hold a row; for all four.
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 // A row's attention over some of its keys, one number of it: the largest score, the sum of the weights 2^(score - top)
 // and the sum of the values by them.
 struct AttentionPart {
@@ -143,14 +133,13 @@ __device__ __forceinline__ float join_splits(const float* parts, int splits, int
 }
 
 // ---- Attention for prompts: Book I's `attention` (Dao, "FlashAttention-2", 2023)
-// A block of 128 threads owns 128 query rows: all G heads of 128 / G neighbouring tokens that share a KV head. Keys
-// and values pass through shared memory, 64 at a time, in two stages. A warp owns 32 of the rows, with their scores
-// and sums in registers; a thread has two columns of every eight, of four rows (see mma). The tokens of a tile may
-// belong to several sequences: these are taken one after another, each computing all rows and keeping its own. Where
-// tiles are too few for the GPU, the keys are split: blocks that share a tile leave parts, which attention_sum_kernel
-// joins.
-// Grid (K, tiles of tokens, splits); shared memory (128 + 4 x 64) rows of D numbers: 96 KB for D = 128, two
-// blocks a multiprocessor. Bound by the tensor cores and by registers: for D = 128 all 255 are in use.
+// A block of 128 threads owns 128 query rows: all G heads of 128 / G neighbouring tokens that share a KV head. Keys and
+// values pass through shared memory, 64 at a time, in two stages. A warp owns 32 of the rows, with their scores and
+// sums in registers; a thread has two columns of every eight, of four rows (see mma). The tokens of a tile may belong
+// to several sequences: these are taken one after another, each computing all rows and keeping its own. Where tiles are
+// too few for the GPU, the keys are split: blocks that share a tile leave parts, which attention_sum_kernel joins.
+// Grid (K, tiles of tokens, splits); shared memory (128 + 4 x 64) rows of D numbers: 96 KB for D = 128, two blocks a
+// multiprocessor. Bound by the tensor cores and by registers: for D = 128 all 255 are in use.
 constexpr int QUERY_ROWS = 128, KEYS = 64;
 
 struct AttentionArgs {

@@ -38,6 +38,12 @@ template <class T> std::vector<double> as_double(const std::vector<T>& v) {
     return d;
 }
 
+template <class T> std::vector<double> magnitudes(const std::vector<T>& v) {
+    std::vector<double> d;
+    for (const T& x : v) d.push_back(std::fabs((double)to_acc(x)));
+    return d;
+}
+
 // What one rounding to T can change x by: half a unit of its last place.
 template <class T> double rounding(double x) {
     return std::fabs(x) * (std::is_same_v<T, bf16> ? 1. / 256 : std::is_same_v<T, float> ? 1. / (1 << 24) : 1e-15);
@@ -60,17 +66,44 @@ template <class T> bool same_bits(const std::vector<T>& a, const std::vector<T>&
     return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-// Calls f once for every set of CPU instructions this machine has.
+// CALL(op, ...) is Book I's definition of an op, or cpu.h's code. A test that begins with EACH_WAY runs with each.
+inline bool as_defined = false;
+#define CALL(op, ...) (as_defined ? op(__VA_ARGS__) : op##_cpu(cpu(), __VA_ARGS__))
+#define EACH_WAY \
+    struct Restore { ~Restore() { as_defined = false; } } restore_way; \
+    SUBCASE("as defined") { as_defined = true; } \
+    SUBCASE("by cpu.h") { as_defined = false; }
+
+// Calls f once for every instruction set of this machine.
 template <class F> void on_every_instruction_set(F f) {
     const InstructionSet best = best_instruction_set();
     struct Restore { ~Restore() { instruction_set = best_instruction_set(); } } restore; // also when a REQUIRE leaves f
-    for (int set = ISA_PLAIN; set <= best; set++) {
+    for (int set = ISA_PLAIN; set <= (as_defined ? ISA_PLAIN : best); set++) { // (a definition has but one way)
         instruction_set = (InstructionSet)set;
         const std::string name = instruction_set_name(set);
-        INFO("set " << name);
+        INFO("instruction set " << name);
         f();
     }
 }
+
+// A Linear's numbers as doubles, whatever they are stored as, for the definitions to compute on; or their magnitudes:
+// what these add up to measures a sum's error.
+struct WideLinear : Linear<double> {
+    std::vector<double> all;
+    template <class T> explicit WideLinear(const Linear<T>& W, bool magnitudes = false) {
+        in = W.in;
+        for (int r = 0; r < W.out(); r++)
+            for (int i = 0; i < in; i++) all.push_back(magnitudes ? std::fabs((double)W.at(r, i)) : (double)W.at(r, i));
+        for (int b = 0; b < 3; b++)
+            if ((rows[b] = W.rows[b])) w[b] = all.data() + (size_t)W.first_row(b) * in;
+    }
+    WideLinear(const WideLinear&) = delete;
+    std::vector<double> operator()(const std::vector<double>& x, int N) const { // x W^T
+        std::vector<double> y((size_t)N * out());
+        linear(y.data(), x.data(), *this, N);
+        return y;
+    }
+};
 
 // Sequences of `past` tokens in the cache and `fresh` in the batch, on pages in random order; spare rows at the
 // end on request.

@@ -114,18 +114,18 @@ static void decode(Model& m, int position) {
     };
     auto& a = s.a.layer[0];
     printf("one token at position %d: every kernel by itself, launched %d times in a row\n", position, calls);
-    row("norm + qkv", c.L, w.layers[0].qkv.bytes(), [&](int l) { norm_linear_gpu(ctx, a.qkv, a.norm1, a.in, w.layers[l].norm1, w.layers[l].qkv, 1, c.eps); });
+    row("norm + qkv", c.L, weight_bytes(w.layers[0].qkv), [&](int l) { norm_linear_gpu(ctx, a.qkv, a.norm1, a.in, w.layers[l].norm1, w.layers[l].qkv, 1, c.eps); });
     row("attention", c.L, 4. * c.K * c.D * (position + 1), [&](int l) {
         const Layer<bf16>& y = w.layers[l];
         attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
     });
-    row("o + residual", c.L, w.layers[0].o.bytes(), [&](int l) { linear_add_gpu(ctx, a.mid, a.in, a.attention, w.layers[l].o, 1); });
-    row("norm + gate, up", c.L, w.layers[0].gate_up.bytes(), [&](int l) { norm_linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, a.mid, w.layers[l].norm2, w.layers[l].gate_up, 1, c.eps); });
-    row("down + residual", c.L, w.layers[0].down.bytes(), [&](int l) { linear_add_gpu(ctx, a.out, a.mid, a.hidden, w.layers[l].down, 1); });
+    row("o + residual", c.L, weight_bytes(w.layers[0].o), [&](int l) { linear_add_gpu(ctx, a.mid, a.in, a.attention, w.layers[l].o, 1); });
+    row("norm + gate, up", c.L, weight_bytes(w.layers[0].gate_up), [&](int l) { norm_linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, a.mid, w.layers[l].norm2, w.layers[l].gate_up, 1, c.eps); });
+    row("down + residual", c.L, weight_bytes(w.layers[0].down), [&](int l) { linear_add_gpu(ctx, a.out, a.mid, a.hidden, w.layers[l].down, 1); });
     row("embed", 1, 0, [&](int) { embed_gpu(ctx, a.in, w.embed, s.batch, c.C); });
     row("last norm", 1, 0, [&](int) { rmsnorm_gpu(ctx, s.a.normed, a.out, w.norm, 1, c.C, c.eps); });
-    row("head", 1, w.head.bytes(), [&](int) { head_gpu(ctx, s.logits, s.picked, s.a.normed, s.table, w.head, 1); });
-    const double bytes = (double)w.step_bytes() + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1);
+    row("head", 1, weight_bytes(w.head), [&](int) { head_gpu(ctx, s.logits, s.picked, s.a.normed, s.table, w.head, 1); });
+    const double bytes = (double)step_bytes(w) + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1);
     const double t = time_graph(8, [&](int) {
         forward(ctx, c, w, s.batch, s.a, s.kv, s.rope);
         head_gpu(ctx, s.logits, s.picked, s.a.normed, s.table, w.head, 1);
@@ -219,7 +219,7 @@ static void head(Model& m) {
         const double theirs = time_graph(2, [&](int) { blas_product((bf16*)logits, x, m.weights.head.w[0], N, c.V, c.C); });
         const double flops = 2. * N * c.V * c.C / 1e12;
         printf("  N %4d  %7.1f us %5.1f   %7.1f us %5.1f   floor by bytes %.1f us\n", N, ours * 1e6, flops / ours, theirs * 1e6, flops / theirs,
-               ((double)m.weights.head.bytes() + 4. * N * c.V) / read_bandwidth * 1e6);
+               ((double)weight_bytes(m.weights.head) + 4. * N * c.V) / read_bandwidth * 1e6);
         cudaFree(x), cudaFree(logits);
     }
 }
@@ -232,12 +232,12 @@ static void few_tokens(Model& m) {
         State s(c, N, N, 0, 64, N);
         auto& a = s.a.layer[0];
         bf16* wide = gpu_array<bf16>((size_t)N * c.V);
-        const double floor = (double)w.step_bytes() / read_bandwidth;
+        const double floor = (double)step_bytes(w) / read_bandwidth;
         const double ours = time_graph(1, [&](int) {
             for (auto& y : w.layers) {
                 linear_gpu(ctx, a.qkv, a.norm1, y.qkv, N);
                 linear_add_gpu(ctx, a.mid, a.in, a.attention, y.o, N);
-                linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, y.gate_up, N);
+                product_gpu(ctx, SwigluEpilogue(a.hidden, nullptr, c.F), a.norm2, y.gate_up, N);
                 linear_add_gpu(ctx, a.out, a.mid, a.hidden, y.down, N);
             }
             product_gpu(ctx, StoreEpilogue<float>(s.logits, c.V), s.a.normed, w.head, N);
@@ -296,7 +296,7 @@ static void batch(Model& m) {
     const Config& c = m.file.config;
     const int B = 256, position = 512;
     State s(c, B, B, position, position + 16, B);
-    const double bytes = (double)m.weights.step_bytes() + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1) * B;
+    const double bytes = (double)step_bytes(m.weights) + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1) * B;
     const double t = time_graph(1, [&](int) {
         forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
         head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows, m.weights.head, B);
@@ -415,7 +415,7 @@ static void train(Model& m, int B, bool full) {
     const double f = time_graph(1, [&](int) { forwards(); }), l = time_graph(1, [&](int) { losses(); }), b = time_graph(1, [&](int) { backwards(); }), o = time_graph(1, [&](int) { optimize(); });
     const double all = time_graph(1, [&](int) { forwards(), losses(), backwards(), optimize(); });
     // 2 flops a number of a matrix for y, 2 for dx, 2 for dW; attention 4 D a key and head, 2.5 times that backward.
-    const double matrices = (double)w.step_bytes() / 2, keys = 4. * c.L * c.H * c.D * T / 2, adapters = full ? 0 : 6. * parameters;
+    const double matrices = (double)step_bytes(w) / 2, keys = 4. * c.L * c.H * c.D * T / 2, adapters = full ? 0 : 6. * parameters;
     const double flops = (full ? 6 : 4) * matrices + 3.5 * keys + adapters;
     printf("%s step of %d x %d tokens: %.1f ms, %.0f tok/s, %.0f TFLOP/s (%.2f of mma.sync's); arena %.2f GB + weights %.2f GB. forward %.1f, head and loss %.1f, backward %.1f, AdamW %.1f ms\n",
            full ? "all-parameter" : "LoRA", B, T, all * 1e3, N / all, flops * N / all / 1e12, flops * N / all / mma_rate, (double)arena.size / 1e9, (double)w.gpu.size / 1e9, f * 1e3, l * 1e3, b * 1e3, o * 1e3);

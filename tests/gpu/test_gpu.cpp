@@ -67,8 +67,9 @@ TEST_CASE("products, with every epilogue, alone and after a norm") {
             Device<bf16> hidden((size_t)N * R), gate_up((size_t)N * 2 * R);
             std::vector<bf16> want_hidden((size_t)N * R), want_gate_up((size_t)N * 2 * R);
             for (bf16* kept : {gate_up.data, (bf16*)nullptr}) {
-                linear_swiglu_gpu(pad.ctx, hidden, kept, dx, G.device, N);
-                linear_swiglu_cpu(cpu(), want_hidden.data(), want_gate_up.data(), x.data(), G.host, N);
+                product_gpu(pad.ctx, SwigluEpilogue(hidden, kept, R), dx, G.device, N);
+                linear_cpu(cpu(), want_gate_up.data(), x.data(), G.host, N);
+                swiglu_cpu(cpu(), want_hidden.data(), want_gate_up.data(), N, R);
                 auto close = [&](size_t i) { // half a unit of gate or of up, and of the output
                     const double g = to_acc(want_gate_up[i / R * 2 * R + i % R]), u = to_acc(want_gate_up[(i / R * 2 + 1) * R + i % R]);
                     return 2.2 * (rounding<bf16>(to_acc(want_hidden[i])) + 1.1 * rounding<bf16>(g) * std::fabs(u) + rounding<bf16>(u) * std::fabs(g)) + 1e-5 * K;
@@ -594,10 +595,10 @@ TEST_CASE("a context of 20,000 tokens: chunks and single steps agree with the CP
     }
     // Saved and restored, the cache is the same.
     std::vector<std::vector<uint8_t>> blocks;
-    b.each_block(b.ids.size(), [&](bf16* p) { blocks.emplace_back((uint8_t*)p, (uint8_t*)p + b.block_bytes(b.ids.size())); });
+    each_block(b, b.ids.size(), [&](bf16* p) { blocks.emplace_back((uint8_t*)p, (uint8_t*)p + block_bytes(b, b.ids.size())); });
     Session<bf16> other(c, device, 20010, gpu());
     size_t i = 0;
-    other.each_block(b.ids.size(), [&](bf16* p) { memcpy((void*)p, blocks[i].data(), blocks[i].size()), i++; });
+    each_block(other, b.ids.size(), [&](bf16* p) { memcpy((void*)p, blocks[i].data(), blocks[i].size()), i++; });
     other.ids = b.ids;
     other.feed({5}), b.feed({5});
     CHECK(memcmp(other.logits, b.logits, c.V * sizeof(float)) == 0);

@@ -185,7 +185,7 @@ TEST_CASE("the head's loss in place, and the head's backward") {
                 head_loss_gpu(pad.ctx, loss, (bf16*)logits.data, logits, picked, parts, dx, drows, dtarget, 0.125f, W.device, R);
                 CHECK(same_bits(only_loss, loss.get()));
                 want = made; // the loss of the very logits that the GPU made
-                cross_entropy_cpu<bf16>(want_loss.data(), (bf16*)want.data(), want.data(), target.data(), 0.125f, R, V);
+                cross_entropy_cpu<bf16>(cpu(), want_loss.data(), (bf16*)want.data(), want.data(), target.data(), 0.125f, R, V);
                 CHECK(wrong(only_loss, as_double(want_loss), [&](size_t r) { return 2e-6 * (24 + want_loss[r]); }) == 0);
                 const std::vector<float> got = logits.get();
                 for (int r = 0; r < R; r++) {

@@ -1,8 +1,9 @@
-// Attention's gradients on the CPU: against the dense formula, against finite differences of the forward op, and what
-// else the op promises: sums in one order, whatever the threads and the other sequences are; zeros for spare rows.
+// Attention's gradients, by their definition and by cpu.h: against the dense formula, against finite differences of the
+// forward op, and what else the op promises: sums in one order, whatever the threads and the other sequences are; zeros
+// for spare rows.
 #include "../common.h"
 
-// A training batch: whole sequences, spare rows behind them; what forward leaves for backward, and dout.
+// A training batch: whole sequences, then spare rows; what forward leaves for backward, and dout.
 template <class T> struct Problem {
     int H, K, D, N;
     TestBatch batch;
@@ -28,12 +29,12 @@ template <class T> struct Problem {
     }
     void forward() {
         out = poisoned<T>(q.size()), lse = poisoned<acc<T>>((size_t)N * H);
-        attention_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
+        CALL(attention, out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
     }
     std::vector<T> backward() const {
         std::vector<T> dqkv = poisoned<T>((size_t)N * width());
         std::vector<acc<T>> delta = poisoned<acc<T>>((size_t)N * H);
-        attention_backward_cpu(cpu(), dqkv.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
+        CALL(attention_backward, dqkv.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
         return dqkv;
     }
     int width() const { return (H + 2 * K) * D; }
@@ -44,6 +45,7 @@ static const std::vector<std::pair<int, int>> HEADS = {{1, 1}, {4, 2}, {4, 1}, {
 static const std::vector<int> LENGTHS = {1, 2, 1, 7, 16, 17, 1, 33, 40};
 
 TEST_CASE_TEMPLATE("lse and the gradients are those of the dense formula", T, bf16, float, double) {
+    EACH_WAY;
     Random random{1};
     for (std::pair<int, int> heads : HEADS)
         for (int D : {2, 6, 40, 64, 128}) {
@@ -96,6 +98,7 @@ TEST_CASE_TEMPLATE("lse and the gradients are those of the dense formula", T, bf
 }
 
 TEST_CASE("the gradients are the forward op's slopes, in double") {
+    EACH_WAY;
     Random random{2};
     for (std::pair<int, int> heads : HEADS)
         for (int D : {2, 6, 64}) {
@@ -152,6 +155,6 @@ TEST_CASE("what nobody asked for is not written: attention without lse") {
     Random random{4};
     Problem<bf16> p(random, LENGTHS, 0, 4, 2, 64);
     const std::vector<bf16> out = p.out;
-    attention_cpu(cpu(), p.out.data(), nullptr, p.q.data(), p.keys.data(), p.values.data(), p.batch.view(), 4, 2, 64);
+    CALL(attention, p.out.data(), nullptr, p.q.data(), p.keys.data(), p.values.data(), p.batch.view(), 4, 2, 64);
     CHECK(same_bits(p.out, out));
 }

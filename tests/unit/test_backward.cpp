@@ -1,5 +1,6 @@
-// The backward pass: every op against finite differences in double and against PyTorch's autograd
-// (tests/reference/make_train_fixtures.py), every type against double, and the gradients of whole models against PyTorch's.
+// The backward pass: every op, as Book I defines it and as cpu.h computes it, against finite differences in double and
+// against PyTorch's autograd (tests/make_train_fixtures.py), every type against the definition in double, and the gradients
+// of whole models against PyTorch's and against those that the definitions give.
 #include "../common.h"
 
 // dL/dx by central differences where L = f(x), against `got`. Their own error is about 1e-9 of the gradient's size.
@@ -42,6 +43,7 @@ template <class T> static Linear<T> linear_of(const std::vector<T>& w, std::vect
 }
 
 TEST_CASE("cross_entropy: finite differences, in place, and nothing but the loss if that is all") {
+    EACH_WAY;
     Random random{1};
     for (const auto& shape : {std::pair(1, 5), {3, 16}, {4, 37}}) {
         const int R = shape.first, V = shape.second;
@@ -49,11 +51,11 @@ TEST_CASE("cross_entropy: finite differences, in place, and nothing but the loss
         std::vector<int> target;
         for (int r = 0; r < R; r++) target.push_back(random.below(V));
         std::vector<double> loss(R), gradient = logits;
-        cross_entropy_cpu(cpu(), loss.data(), gradient.data(), gradient.data(), target.data(), 0.3, R, V);
+        CALL(cross_entropy, loss.data(), gradient.data(), gradient.data(), target.data(), 0.3, R, V);
         auto f = [&] {
             double sum = 0;
             std::vector<double> each(R);
-            cross_entropy_cpu(cpu(), each.data(), (double*)nullptr, logits.data(), target.data(), 1., R, V);
+            CALL(cross_entropy, each.data(), (double*)nullptr, logits.data(), target.data(), 1., R, V);
             for (double l : each) sum += l;
             return 0.3 * sum;
         };
@@ -66,13 +68,14 @@ TEST_CASE("cross_entropy: finite differences, in place, and nothing but the loss
 }
 
 TEST_CASE("cross_entropy: bf16 gradients lie in the first halves of the rows; logits of any size; a NaN is not lost") {
+    EACH_WAY;
     Random random{2};
     const int R = 3, V = 50;
     auto logits = random.fill<float>(R * V, 300);
     const std::vector<int> target = {0, 49, 7};
     std::vector<float> loss(R), wide = logits, narrow = logits, unused(R);
-    cross_entropy_cpu(cpu(), loss.data(), wide.data(), wide.data(), target.data(), 1.f, R, V);
-    cross_entropy_cpu(cpu(), unused.data(), (bf16*)narrow.data(), narrow.data(), target.data(), 1.f, R, V);
+    CALL(cross_entropy, loss.data(), wide.data(), wide.data(), target.data(), 1.f, R, V);
+    CALL(cross_entropy, unused.data(), (bf16*)narrow.data(), narrow.data(), target.data(), 1.f, R, V);
     CHECK(same_bits(loss, unused));
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) {
@@ -82,29 +85,31 @@ TEST_CASE("cross_entropy: bf16 gradients lie in the first halves of the rows; lo
         }
     for (float l : loss) CHECK(std::isfinite(l));
     logits[V + 20] = NAN;
-    cross_entropy_cpu(cpu(), loss.data(), (float*)nullptr, logits.data(), target.data(), 1.f, R, V);
+    CALL(cross_entropy, loss.data(), (float*)nullptr, logits.data(), target.data(), 1.f, R, V);
     CHECK(std::isfinite(loss[0]));
     CHECK(std::isnan(loss[1]));
 }
 
 TEST_CASE("head: finite differences by the rows that are named; the others' gradient is not touched") {
+    EACH_WAY;
     Random random{3};
     const int N = 5, C = 7, V = 19, R = 2, rows[R] = {3, 1};
     const auto w = random.fill<double>(V * C), g = random.fill<double>(R * V);
     auto x = random.fill<double>(N * C);
     const Linear<double> W = linear_of(w, {V}, C);
     std::vector<double> dx(N * C, 0), logits(R * V), picked(R * C);
-    head_backward_cpu(cpu(), dx.data(), g.data(), V, rows, W, R);
+    CALL(head_backward, dx.data(), g.data(), V, rows, W, R);
     check_gradient("normed", x, dx, [&] {
-        head_cpu(cpu(), logits.data(), picked.data(), x.data(), rows, W, R);
+        CALL(head, logits.data(), picked.data(), x.data(), rows, W, R);
         return inner(logits, g);
     });
     std::vector<double> kept(N * C, 7);
-    head_backward_cpu(cpu(), kept.data(), g.data(), V, rows, W, R);
+    CALL(head_backward, kept.data(), g.data(), V, rows, W, R);
     for (int i = 0; i < C; i++) CHECK((kept[i] == 7 && kept[2 * C + i] == 7 && kept[4 * C + i] == 7));
 }
 
 TEST_CASE("rmsnorm: finite differences by x and w; what it makes again is what forward made") {
+    EACH_WAY;
     Random random{4};
     for (const auto& shape : {std::pair(1, 4), {3, 33}, {6, 16}}) {
         const int N = shape.first, C = shape.second;
@@ -112,9 +117,9 @@ TEST_CASE("rmsnorm: finite differences by x and w; what it makes again is what f
         const auto g = random.fill<double>(N * C), before = random.fill<double>(N * C), dw_before = random.fill<double>(C);
         std::vector<double> dx = before, dw = dw_before, dy = poisoned<double>(N * C), normed = dy, out(N * C);
         const float eps = 1e-3f;
-        rmsnorm_backward_cpu(cpu(), dx.data(), dy.data(), normed.data(), dw.data(), g.data(), x.data(), w.data(), N, C, eps);
+        CALL(rmsnorm_backward, dx.data(), dy.data(), normed.data(), dw.data(), g.data(), x.data(), w.data(), N, C, eps);
         auto f = [&] {
-            rmsnorm_cpu(cpu(), out.data(), x.data(), w.data(), N, C, eps);
+            CALL(rmsnorm, out.data(), x.data(), w.data(), N, C, eps);
             return inner(out, g);
         };
         check_gradient("x", x, minus(dx, before), f);
@@ -124,12 +129,13 @@ TEST_CASE("rmsnorm: finite differences by x and w; what it makes again is what f
         CHECK(same_bits(dy, dx));
         std::vector<double> alone = before;
         double* none = nullptr;
-        rmsnorm_backward_cpu(cpu(), alone.data(), none, none, none, g.data(), x.data(), w.data(), N, C, eps);
+        CALL(rmsnorm_backward, alone.data(), none, none, none, g.data(), x.data(), w.data(), N, C, eps);
         CHECK(same_bits(alone, dx));
     }
 }
 
 TEST_CASE("linear: finite differences by x and W, of one to three blocks") {
+    EACH_WAY;
     Random random{5};
     struct Shape { std::vector<int> rows; int in, N; };
     for (auto& [blocks, width, tokens] : {Shape{{1}, 1, 1}, {{5}, 33, 3}, {{6, 4, 4}, 40, 5}, {{17, 17}, 32, 9}}) {
@@ -140,10 +146,10 @@ TEST_CASE("linear: finite differences by x and W, of one to three blocks") {
         const auto g = random.fill<double>(N * out), dw_before = random.fill<double>(out * in);
         const Linear<double> W = linear_of(w, rows, in);
         std::vector<double> y(N * out), dx = poisoned<double>(N * in), dw = dw_before;
-        linear_backward_input_cpu(cpu(), dx.data(), (double*)nullptr, g.data(), W, N);
-        linear_backward_weight_cpu(cpu(), dw.data(), g.data(), (size_t)out, x.data(), N, out, in);
+        CALL(linear_backward_input, dx.data(), (double*)nullptr, g.data(), W, N);
+        CALL(linear_backward_weight, dw.data(), g.data(), (size_t)out, x.data(), N, out, in);
         auto f = [&] {
-            linear_cpu(cpu(), y.data(), x.data(), W, N);
+            CALL(linear, y.data(), x.data(), W, N);
             return inner(y, g);
         };
         check_gradient("x", x, dx, f);
@@ -184,6 +190,7 @@ template <class T> struct Adapted {
 };
 
 TEST_CASE("an adapter: y = W x + s B A drop(x) by its plain formula, in every type and on every instruction set") {
+    EACH_WAY;
     auto check = [](auto type) {
         using T = decltype(type);
         Random random{6};
@@ -191,7 +198,7 @@ TEST_CASE("an adapter: y = W x + s B A drop(x) by its plain formula, in every ty
         Adapted<T> a(random, {6, 4, 4}, {0, 2}, in, rank, N, 0.3f, 2);
         const auto x = random.fill<T>(N * in);
         std::vector<T> y(N * 14);
-        linear_cpu(cpu(), y.data(), x.data(), a.W, N);
+        CALL(linear, y.data(), x.data(), a.W, N);
         std::vector<double> want(N * 14), size(N * 14);
         const double scale = 1 / (1 - (double)0.3f);
         for (int n = 0; n < N; n++)
@@ -215,7 +222,7 @@ TEST_CASE("an adapter: y = W x + s B A drop(x) by its plain formula, in every ty
         CHECK(wrong(y, want, [&](size_t i) { return rounding<T>(want[i]) + rounding<T>(size[i]) + sum_error<T>(size[i]); }) == 0);
         // What is added to a residual is the same sum.
         std::vector<acc<T>> residual = random.fill<acc<T>>(N * 14), sum(N * 14);
-        linear_add_cpu(cpu(), sum.data(), residual.data(), x.data(), a.W, N);
+        CALL(linear_add, sum.data(), residual.data(), x.data(), a.W, N);
         std::vector<double> total = want;
         for (size_t i = 0; i < total.size(); i++) total[i] += residual[i];
         CHECK(wrong(sum, total, [&](size_t i) { return rounding<T>(size[i]) + sum_error<T>(size[i] + 1); }) == 0);
@@ -224,6 +231,7 @@ TEST_CASE("an adapter: y = W x + s B A drop(x) by its plain formula, in every ty
 }
 
 TEST_CASE("an adapter: finite differences by x, A and B, with and without dropout; rows and blocks that are not its own") {
+    EACH_WAY;
     Random random{7};
     for (float p : {0.f, 0.4f})
         for (auto& [rows, blocks] : {std::pair(std::vector<int>{9}, std::vector<int>{0}), {{6, 4, 4}, {0, 1, 2}}, {{6, 4, 4}, {1, 2}}, {{5, 5}, {1}}}) {
@@ -234,12 +242,12 @@ TEST_CASE("an adapter: finite differences by x, A and B, with and without dropou
             std::vector<double> y(N * out), dx(N * in), dh = poisoned<double>(N * m * rank), dA = A_before, dB = B_before;
             auto f = [&] {
                 a.use();
-                linear_cpu(cpu(), y.data(), x.data(), a.W, N);
+                CALL(linear, y.data(), x.data(), a.W, N);
                 return inner(y, g);
             };
             f();
-            linear_backward_input_cpu(cpu(), dx.data(), dh.data(), g.data(), a.W, N);
-            lora_backward_weight_cpu(cpu(), dA.data(), dB.data(), dh.data(), g.data(), x.data(), a.W, N);
+            CALL(linear_backward_input, dx.data(), dh.data(), g.data(), a.W, N);
+            CALL(lora_backward_weight, dA.data(), dB.data(), dh.data(), g.data(), x.data(), a.W, N);
             check_gradient("x", x, dx, f);
             check_gradient("A", a.A, minus(dA, A_before), f);
             // Where module and row do not belong together nothing is added.
@@ -286,15 +294,16 @@ TEST_CASE("dropout: keeps 1 - p, each module, step, token and seed its own mask,
 }
 
 TEST_CASE("SwiGLU: finite differences; what it makes again is what forward made") {
+    EACH_WAY;
     Random random{8};
     for (const auto& shape : {std::pair(1, 1), {3, 16}, {2, 37}}) {
         const int N = shape.first, F = shape.second;
         auto gate_up = random.fill<double>(N * 2 * F, 4);
         const auto g = random.fill<double>(N * F);
         std::vector<double> d = poisoned<double>(N * 2 * F), hidden = poisoned<double>(N * F), out(N * F);
-        swiglu_backward_cpu(cpu(), d.data(), hidden.data(), g.data(), gate_up.data(), N, F);
+        CALL(swiglu_backward, d.data(), hidden.data(), g.data(), gate_up.data(), N, F);
         auto f = [&] {
-            swiglu_cpu(cpu(), out.data(), gate_up.data(), N, F);
+            CALL(swiglu, out.data(), gate_up.data(), N, F);
             return inner(out, g);
         };
         check_gradient("gate and up", gate_up, d, f);
@@ -304,6 +313,7 @@ TEST_CASE("SwiGLU: finite differences; what it makes again is what forward made"
 }
 
 TEST_CASE("q/k norm, RoPE, attention: finite differences from qkv to the output, by the norms' weights too; ragged, scattered pages") {
+    EACH_WAY;
     Random random{9};
     struct Shape { int H, K, D; std::vector<int> lengths; };
     for (const Shape& shape : {Shape{1, 1, 2, {1}}, {4, 2, 6, {1, 4}}, {3, 1, 4, {18, 2}}}) {
@@ -319,14 +329,14 @@ TEST_CASE("q/k norm, RoPE, attention: finite differences from qkv to the output,
         std::vector<double> rope(64 * D), q(N * H * D), keys((size_t)batch.page_count * PAGE * K * D), values = keys, out(N * H * D), lse(N * H);
         fill_rope(rope.data(), 64, D, 100.);
         auto f = [&] {
-            qknorm_rope_kv_cpu(cpu(), q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
-            attention_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), b, H, K, D);
+            CALL(qknorm_rope_kv, q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
+            CALL(attention, out.data(), lse.data(), q.data(), keys.data(), values.data(), b, H, K, D);
             return inner(out, g);
         };
         f();
         std::vector<double> d = poisoned<double>(N * width), delta(N * H), dwq = wq_before, dwk = wk_before;
-        attention_backward_cpu(cpu(), d.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), b, H, K, D, delta.data());
-        qknorm_rope_backward_cpu(cpu(), d.data(), dwq.data(), dwk.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
+        CALL(attention_backward, d.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), b, H, K, D, delta.data());
+        CALL(qknorm_rope_backward, d.data(), dwq.data(), dwk.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
         check_gradient("qkv", qkv, d, f);
         if (N == 1) continue; // one key: its weight is 1, whatever q and k are
         check_gradient("q_norm", q_weight, minus(dwq, wq_before), f);
@@ -335,6 +345,7 @@ TEST_CASE("q/k norm, RoPE, attention: finite differences from qkv to the output,
 }
 
 TEST_CASE("embed: finite differences; tokens that come twice") {
+    EACH_WAY;
     Random random{10};
     const int V = 6, C = 5;
     const TestBatch batch(random, {{0, 9}}, V, 1);
@@ -344,11 +355,158 @@ TEST_CASE("embed: finite differences; tokens that come twice") {
     const auto before = random.fill<double>(V * C);
     const Linear<double> table = linear_of(w, {V}, C);
     std::vector<double> x(b.N * C, 0), dw = before;
-    embed_backward_cpu(cpu(), dw.data(), g.data(), b, C);
+    CALL(embed_backward, dw.data(), g.data(), b, C);
     check_gradient("W", w, minus(dw, before), [&] {
-        embed_cpu(cpu(), x.data(), table, b, C);
+        CALL(embed, x.data(), table, b, C);
         return inner(x, g);
     });
+}
+
+// ---- Every stored type against the definition in double
+
+// Counts the numbers that are not within a rounding and a sum's error of `want`; `roundings` more of T's where what is
+// summed was itself rounded.
+template <class T, class U> static int off(const std::vector<U>& got, const std::vector<double>& want, int roundings = 0) {
+    double largest = 0;
+    for (double x : want) largest = std::max(largest, std::fabs(x));
+    return wrong(got, want, [&](size_t i) { return rounding<U>(want[i]) + roundings * rounding<T>(largest) + sum_error<T>(20 * largest); });
+}
+// The same Linear in double, with its adapter.
+struct WideAdapted : WideLinear {
+    std::vector<double> A, B, h;
+    template <class T> explicit WideAdapted(const Adapted<T>& a)
+        : WideLinear(a.W), A(as_double(a.A)), B(as_double(a.sB)), h(as_double(a.h)) {
+        const Adapter<T>& from = a.W.adapter;
+        adapter.rank = from.rank, adapter.modules = from.modules, adapter.s = from.s, adapter.dropout = from.dropout;
+        std::copy_n(from.block, 3, adapter.block), std::copy_n(from.module, 3, adapter.module);
+        adapter.A = A.data(), adapter.B = B.data(), adapter.h = h.data();
+    }
+};
+
+TEST_CASE_TEMPLATE("losses and the head's gradient: the definition in double", T, bf16, float, double) {
+    EACH_WAY;
+    Random random{21};
+    const int R = 3, V = 50, C = 37, N = 5, target[R] = {0, 49, 7}, rows[R] = {4, 0, 2};
+    const auto w = random.fill<T>(V * C), x = random.fill<T>(N * C);
+    const Linear<T> W = linear_of(w, {V}, C);
+    const WideLinear wide(W);
+    std::vector<acc<T>> loss(R), logits(R * V), again(R), scratch(2 * R);
+    std::vector<T> picked(R * C), dnormed(N * C);
+    std::vector<double> want_loss(R), want(R * V), want_picked(R * C), want_dnormed(N * C);
+    const size_t ld = V * sizeof(acc<T>) / sizeof(T); // gradients lie at the beginnings of the logits' rows
+    head_loss(want_loss.data(), want.data(), want.data(), want_picked.data(), (double*)nullptr, as_double(x).data(), rows, target, 0.3, wide, R);
+    CALL(head_loss, loss.data(), (T*)logits.data(), logits.data(), picked.data(), scratch.data(), x.data(), rows, target, (acc<T>)0.3, W, R);
+    std::vector<T> d(R * V);
+    for (int r = 0; r < R; r++) memcpy((void*)&d[r * V], (T*)logits.data() + r * ld, V * sizeof(T));
+    CHECK(off<T>(loss, want_loss) == 0);
+    CHECK(off<T>(d, want) == 0);
+    CALL(head, logits.data(), picked.data(), x.data(), rows, W, R); // the fusion is the two ops
+    CALL(cross_entropy, again.data(), (T*)nullptr, logits.data(), target, (acc<T>)0.3, R, V);
+    CHECK(same_bits(loss, again));
+    double total = 1, sum = 1;
+    CALL(add_losses, &total, loss.data(), R);
+    for (acc<T> l : loss) sum += (double)l;
+    CHECK(total == sum);
+
+    CALL(head_backward, dnormed.data(), d.data(), (size_t)V, rows, W, R);
+    head_backward(want_dnormed.data(), as_double(d).data(), V, rows, wide, R);
+    CHECK(off<T>(dnormed, want_dnormed) == 0);
+}
+
+TEST_CASE_TEMPLATE("gradients of rmsnorm, SwiGLU, q/k norm and RoPE: the definition in double", T, bf16, float, double) {
+    EACH_WAY;
+    Random random{22};
+    const int N = 7, C = 45;
+    {
+        const auto x = random.fill<acc<T>>(N * C, 2), before = random.fill<acc<T>>(N * C), dw_before = random.fill<acc<T>>(C);
+        const auto w = random.fill<T>(C, 0.5, 1), dout = random.fill<T>(N * C);
+        auto dx = before, dw = dw_before;
+        std::vector<T> dy(N * C), normed(N * C);
+        std::vector<double> want = as_double(before), want_dw = as_double(dw_before), none(N * C), want_normed(N * C);
+        CALL(rmsnorm_backward, dx.data(), dy.data(), normed.data(), dw.data(), dout.data(), x.data(), w.data(), N, C, 1e-5f);
+        rmsnorm_backward(want.data(), none.data(), want_normed.data(), want_dw.data(), as_double(dout).data(), as_double(x).data(), as_double(w).data(), N, C, 1e-5f);
+        CHECK(off<T>(dx, want) == 0);
+        CHECK(off<T>(dy, want) == 0);
+        CHECK(off<T>(dw, want_dw) == 0);
+        CHECK(off<T>(normed, want_normed) == 0);
+    }
+    {
+        const auto gate_up = random.fill<T>(N * 2 * C, 8), dhidden = random.fill<T>(N * C);
+        std::vector<T> d(N * 2 * C), hidden(N * C), forward(N * C);
+        std::vector<double> want(N * 2 * C), want_hidden(N * C);
+        CALL(swiglu_backward, d.data(), hidden.data(), dhidden.data(), gate_up.data(), N, C);
+        swiglu_backward(want.data(), want_hidden.data(), as_double(dhidden).data(), as_double(gate_up).data(), N, C);
+        CHECK(off<T>(d, want) == 0);
+        CHECK(off<T>(hidden, want_hidden) == 0);
+        CALL(swiglu, forward.data(), gate_up.data(), N, C);
+        CHECK(same_bits(hidden, forward));
+    }
+    {
+        const int H = 4, K = 2, D = 38, width = (H + 2 * K) * D;
+        const TestBatch batch(random, {{0, 5}, {0, 18}}, 9, 2);
+        const Batch b = batch.view();
+        const auto qkv = random.fill<T>(b.N * width, 2), before = random.fill<T>(b.N * width), wq = random.fill<T>(D, 0.5, 1), wk = random.fill<T>(D, 0.5, 1);
+        const auto dwq_before = random.fill<acc<T>>(D), dwk_before = random.fill<acc<T>>(D);
+        std::vector<acc<T>> rope(20 * D);
+        fill_rope(rope.data(), 20, D, 1e4);
+        auto d = before;
+        auto dwq = dwq_before, dwk = dwk_before;
+        std::vector<double> want = as_double(before), want_q = as_double(dwq), want_k = as_double(dwk);
+        CALL(qknorm_rope_backward, d.data(), dwq.data(), dwk.data(), qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
+        qknorm_rope_backward(want.data(), want_q.data(), want_k.data(), as_double(qkv).data(), as_double(wq).data(), as_double(wk).data(), as_double(rope).data(), b, H, K, D, 1e-5f);
+        CHECK(off<T>(d, want) == 0); // v's heads and spare rows stay
+        CHECK(off<T>(dwq, want_q) == 0);
+        CHECK(off<T>(dwk, want_k) == 0);
+        auto alone = before;
+        acc<T>* none = nullptr;
+        CALL(qknorm_rope_backward, alone.data(), none, none, qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
+        CHECK(same_bits(alone, d));
+
+        auto dx = random.fill<acc<T>>(b.N * C), dW = random.fill<acc<T>>(9 * C);
+        std::vector<double> want_dW = as_double(dW);
+        CALL(embed_backward, dW.data(), dx.data(), b, C);
+        embed_backward(want_dW.data(), as_double(dx).data(), b, C);
+        CHECK(off<T>(dW, want_dW) == 0);
+    }
+}
+
+TEST_CASE_TEMPLATE("gradients of products, with adapters and dropout or without: the definition in double", T, bf16, float, double) {
+    EACH_WAY;
+    Random random{23};
+    for (float p : {0.f, 0.3f})
+        for (auto& shape : {std::pair(std::vector<int>{1}, 1), {{6, 4, 4}, 40}, {{19, 33}, 75}}) {
+            const std::vector<int>& rows = shape.first;
+            const int in = shape.second, N = 7, rank = 3, m = (int)rows.size() > 1 ? 2 : 1, out = std::accumulate(rows.begin(), rows.end(), 0);
+            Adapted<T> a(random, rows, m == 1 ? std::vector<int>{0} : std::vector<int>{0, (int)rows.size() - 1}, in, rank, N, p, 2);
+            a.h = random.fill<T>(a.h.size());
+            a.use();
+            const auto x = random.fill<T>(N * in), dy = random.fill<T>(N * out);
+            WideAdapted wide(a);
+            std::vector<T> dx(N * in), dh(N * m * rank);
+            std::vector<double> want(dx.size()), want_dh(dh.size());
+            CALL(linear_backward_input, dx.data(), dh.data(), dy.data(), a.W, N);
+            linear_backward_input(want.data(), want_dh.data(), as_double(dy).data(), wide, N);
+            CHECK(off<T>(dh, want_dh) == 0);
+            CHECK(off<T>(dx, want, 4) == 0); // of dh, rounded
+            auto dA = random.fill<acc<T>>(a.A.size()), dB = random.fill<acc<T>>(a.B.size()), dW = random.fill<acc<T>>(out * in);
+            std::vector<double> want_A = as_double(dA), want_B = as_double(dB), want_W = as_double(dW);
+            CALL(lora_backward_weight, dA.data(), dB.data(), dh.data(), dy.data(), x.data(), a.W, N);
+            lora_backward_weight(want_A.data(), want_B.data(), as_double(dh).data(), as_double(dy).data(), as_double(x).data(), wide, N);
+            CHECK(off<T>(dA, want_A, p > 0 ? 4 : 0) == 0); // of x / (1 - p), rounded
+            CHECK(off<T>(dB, want_B) == 0);
+            CALL(linear_backward_weight, dW.data(), dy.data(), (size_t)out, x.data(), N, out, in);
+            linear_backward_weight(want_W.data(), as_double(dy).data(), out, as_double(x).data(), N, out, in);
+            CHECK(off<T>(dW, want_W) == 0);
+
+            // What goes forward: h of each module, and the product that uses it.
+            std::vector<T> h(a.h.size()), y(N * out);
+            std::vector<double> want_h(h.size());
+            CALL(lora_down, h.data(), x.data(), a.W, N);
+            lora_down(want_h.data(), as_double(x).data(), wide, N);
+            CHECK(off<T>(h, want_h, p > 0 ? 4 : 0) == 0);
+            CALL(linear, y.data(), x.data(), a.W, N);
+            CHECK(same_bits(a.h, h));
+        }
 }
 
 // ---- PyTorch's autograd, op by op (ops.json)
@@ -370,6 +528,7 @@ static void check_same(const char* what, const std::vector<double>& got, const s
 }
 
 TEST_CASE("every op: PyTorch's autograd in double") {
+    EACH_WAY;
     const Reference reference;
     auto of = [&](const char* op) { return [&, op](const char* name) { return reference(op, name); }; };
     {
@@ -379,7 +538,7 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         std::vector<double> loss(3), d(57);
         for (int row = 0; row < 3; row++) { // `scale` is one number: a row at a time
             memcpy(&d[row * 19], &logits[row * 19], 19 * sizeof(double));
-            cross_entropy_cpu(cpu(), &loss[row], &d[row * 19], &d[row * 19], target + row, g[row], 1, 19);
+            CALL(cross_entropy, &loss[row], &d[row * 19], &d[row * 19], target + row, g[row], 1, 19);
         }
         check_same("loss", loss, r("out"));
         check_same("dlogits", d, r("d_logits"));
@@ -389,13 +548,13 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         const auto x = r("x"), w = r("W"), g = r("g");
         const Linear<double> W = linear_of(w, {2, 3}, 9);
         std::vector<double> dx(36), dw(45), y(20);
-        linear_cpu(cpu(), y.data(), x.data(), W, 4);
-        linear_backward_input_cpu(cpu(), dx.data(), (double*)nullptr, g.data(), W, 4);
-        linear_backward_weight_cpu(cpu(), dw.data(), g.data(), 5, x.data(), 4, 5, 9);
+        CALL(linear, y.data(), x.data(), W, 4);
+        CALL(linear_backward_input, dx.data(), (double*)nullptr, g.data(), W, 4);
+        CALL(linear_backward_weight, dw.data(), g.data(), 5, x.data(), 4, 5, 9);
         check_same("y", y, r("out")), check_same("dx", dx, r("d_x")), check_same("dW", dw, r("d_W"));
         std::vector<double> picked(36), dnormed(36);
         const int rows[] = {2, 0, 3, 1};
-        head_backward_cpu(cpu(), dnormed.data(), g.data(), 5, rows, linear_of(w, {5}, 9), 4);
+        CALL(head_backward, dnormed.data(), g.data(), 5, rows, linear_of(w, {5}, 9), 4);
         for (int i = 0; i < 4; i++) memcpy(&picked[i * 9], &dnormed[rows[i] * 9], 9 * sizeof(double));
         check_same("head", picked, r("d_x"));
     }
@@ -407,16 +566,16 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         Linear<double> W = linear_of(w, {5}, 9);
         std::vector<double> h(12), y(20), dx(36), dh(12), dA(27), dB(15);
         W.adapter.rank = 3, W.adapter.modules = 1, W.adapter.s = 2, W.adapter.A = A.data(), W.adapter.B = sB.data(), W.adapter.h = h.data();
-        linear_cpu(cpu(), y.data(), x.data(), W, 4);
-        linear_backward_input_cpu(cpu(), dx.data(), dh.data(), g.data(), W, 4);
-        lora_backward_weight_cpu(cpu(), dA.data(), dB.data(), dh.data(), g.data(), x.data(), W, 4);
+        CALL(linear, y.data(), x.data(), W, 4);
+        CALL(linear_backward_input, dx.data(), dh.data(), g.data(), W, 4);
+        CALL(lora_backward_weight, dA.data(), dB.data(), dh.data(), g.data(), x.data(), W, 4);
         check_same("y", y, r("out")), check_same("dx", dx, r("d_x")), check_same("dA", dA, r("d_A")), check_same("dB", dB, r("d_B"));
     }
     {
         auto r = of("rmsnorm");
         const auto x = r("x"), w = r("w"), g = r("g");
         std::vector<double> dx(30), dw(10), normed(30);
-        rmsnorm_backward_cpu(cpu(), dx.data(), (double*)nullptr, normed.data(), dw.data(), g.data(), x.data(), w.data(), 3, 10, 1e-5f);
+        CALL(rmsnorm_backward, dx.data(), (double*)nullptr, normed.data(), dw.data(), g.data(), x.data(), w.data(), 3, 10, 1e-5f);
         // (eps is a float: 1e-5f is off by 3e-13 of itself and more)
         check_same("y", normed, r("out"), 1e-11), check_same("dx", dx, r("d_x"), 1e-11), check_same("dw", dw, r("d_w"), 1e-11);
     }
@@ -424,7 +583,7 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         auto r = of("swiglu");
         const auto x = r("gate_up"), g = r("g");
         std::vector<double> d(66), hidden(33);
-        swiglu_backward_cpu(cpu(), d.data(), hidden.data(), g.data(), x.data(), 3, 11);
+        CALL(swiglu_backward, d.data(), hidden.data(), g.data(), x.data(), 3, 11);
         check_same("hidden", hidden, r("out")), check_same("dgate_up", d, r("d_gate_up"));
     }
     {
@@ -437,9 +596,9 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         std::vector<double> rope(4 * D), q(N * H * D), keys((size_t)batch.page_count * PAGE * K * D), values = keys, out(N * H * D), lse(N * H), delta(N * H);
         std::vector<double> d(N * (H + 2 * K) * D), dwq(D), dwk(D);
         fill_rope(rope.data(), 4, D, 100.);
-        attend_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
-        attention_backward_cpu(cpu(), d.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), b, H, K, D, delta.data());
-        qknorm_rope_backward_cpu(cpu(), d.data(), dwq.data(), dwk.data(), qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
+        CALL(attend, out.data(), lse.data(), q.data(), keys.data(), values.data(), qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
+        CALL(attention_backward, d.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), b, H, K, D, delta.data());
+        CALL(qknorm_rope_backward, d.data(), dwq.data(), dwk.data(), qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
         check_same("out", out, r("out"), 1e-11), check_same("dqkv", d, r("d_qkv"), 1e-11);
         check_same("dq_weight", dwq, r("d_q_weight"), 1e-11), check_same("dk_weight", dwk, r("d_k_weight"), 1e-11);
     }
@@ -448,7 +607,7 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         const int token[] = {2, 0, 2, 4}, seq[] = {0, 0, 0, 0};
         const auto g = r("g");
         std::vector<double> dw(15);
-        embed_backward_cpu(cpu(), dw.data(), g.data(), Batch{4, 1, token, nullptr, seq, nullptr, nullptr, 1}, 3);
+        CALL(embed_backward, dw.data(), g.data(), Batch{4, 1, token, nullptr, seq, nullptr, nullptr, 1}, 3);
         check_same("dW", dw, r("d_W"));
     }
     {
@@ -458,11 +617,11 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         for (int step = 1; step <= 3; step++) {
             const double* g = &gradients[(step - 1) * 6];
             double norm, partial[1];
-            grad_norm_cpu(cpu(), &norm, partial, g, 6);
+            CALL(grad_norm, &norm, partial, g, 6);
             CHECK(norm == doctest::Approx(norms[step - 1]).epsilon(1e-12));
             AdamW how;
             how.lr = 0.01f, how.decay = 0.1f, how.clip = 1, how.step = step, how.copy = 2;
-            adamw_cpu(cpu(), stored.data(), p.data(), m.data(), v.data(), g, &norm, 6, how);
+            CALL(adamw, stored.data(), p.data(), m.data(), v.data(), g, &norm, 6, how);
             // (lr, betas and decay are floats here, doubles there)
             check_same("p", p, {&steps[(step - 1) * 6], &steps[(step - 1) * 6] + 6}, 1e-8);
             for (int i = 0; i < 6; i++) CHECK(stored[i] == 2 * p[i]);
@@ -471,12 +630,13 @@ TEST_CASE("every op: PyTorch's autograd in double") {
 }
 
 TEST_CASE("grad_norm: pieces of any number; adamw: nothing moves where the norm is not finite") {
+    EACH_WAY;
     Random random{11};
     for (size_t n : {(size_t)1, NORM_PIECE, NORM_PIECE + 1, 3 * NORM_PIECE + 77}) {
         const auto g = random.fill<float>(n);
         std::vector<double> partial((n + NORM_PIECE - 1) / NORM_PIECE);
         double norm, sum = 0;
-        grad_norm_cpu(cpu(), &norm, partial.data(), g.data(), n);
+        CALL(grad_norm, &norm, partial.data(), g.data(), n);
         for (float x : g) sum += (double)x * x;
         CHECK(norm == doctest::Approx(std::sqrt(sum)).epsilon(1e-12));
     }
@@ -485,7 +645,7 @@ TEST_CASE("grad_norm: pieces of any number; adamw: nothing moves where the norm 
         std::vector<bf16> stored = {to_bf16(7), to_bf16(8)};
         AdamW how;
         how.lr = 1, how.step = 1;
-        adamw_cpu(cpu(), stored.data(), p.data(), m.data(), v.data(), g.data(), &norm, 2, how);
+        CALL(adamw, stored.data(), p.data(), m.data(), v.data(), g.data(), &norm, 2, how);
         CHECK((p[0] == 1 && p[1] == 2 && m[0] == 3 && v[1] == 6 && to_acc(stored[0]) == 7));
     }
 }
@@ -508,6 +668,7 @@ template <class T> struct Harness {
     double total = 0;           // trained tokens
     const int rank = 3;
     float dropout_p;
+    bool plain = false; // by the definitions
 
     Harness(const std::string& name, bool adapter, double B = 0, float dropout_p = 0) : file("tests/fixtures/train/" + name), w(file), dropout_p(dropout_p) {
         MappedFile text("tests/fixtures/train/" + name + "/rows.json");
@@ -602,6 +763,7 @@ template <class T> struct Harness {
                 g.head = c.tied ? g.embed : place_of("head", (size_t)c.V * c.C);
             }
             Context ctx;
+            ctx.plain = plain;
             std::vector<A> each(rows.size());
             forward(ctx, c, w, b, a, kv, rope);
             loss_backward(ctx, c, w, a, d, &g, each.data(), rows.data(), target.data(), (A)(1 / total), n, (int)rows.size());
@@ -757,4 +919,35 @@ TEST_CASE("a whole model with adapters and dropout: finite differences in double
         seen += std::fabs(want) > 1e-4;
     }
     CHECK(seen > 10);
+}
+
+TEST_CASE_TEMPLATE("a whole model by the definitions: PyTorch's gradients, and cpu.h's with everything trained or an adapter", T, bf16, float, double) {
+    const double tolerance = std::is_same_v<T, double> ? 1e-12 : 1e-5;
+    for (const char* name : {"tied", "untied"}) {
+        INFO(std::string(name));
+        Harness<T> fast(name, false), plain(name, false);
+        plain.plain = true;
+        fast.run(3, true), plain.run(3, true);
+        CHECK(relative(as_double(fast.loss), as_double(plain.loss)) < (std::is_same_v<T, bf16> ? fast.bf16_error : tolerance));
+        double sum = 0, n = 0;
+        plain.each_reference([&](const std::string& part, const std::vector<double>& want) {
+            const double off = relative(as_double(plain.gradient.at(part)), want);
+            const double apart = relative(as_double(fast.gradient.at(part)), as_double(plain.gradient.at(part)));
+            INFO(part << ": " << off << " from PyTorch's, " << apart << " from cpu.h's");
+            sum += off, n++;
+            if (std::is_same_v<T, bf16>) return;
+            CHECK(off < 1e-5);
+            CHECK(apart < tolerance);
+        });
+        if (std::is_same_v<T, bf16>) CHECK(sum / n < plain.bf16_error);
+    }
+    for (float p : {0.f, 0.25f}) {
+        Harness<T> fast("tied", true, 0.2, p), plain("tied", true, 0.2, p);
+        plain.plain = true;
+        fast.run(3, false), plain.run(2, false, true);
+        const double apart = relative(as_double(fast.dlora), as_double(plain.dlora));
+        INFO("an adapter's gradients, dropout " << p << ": " << apart);
+        CHECK(apart < (std::is_same_v<T, bf16> ? fast.bf16_error : tolerance));
+        CHECK(relative(as_double(fast.loss), as_double(plain.loss)) < (std::is_same_v<T, bf16> ? fast.bf16_error : tolerance));
+    }
 }

@@ -17,6 +17,7 @@ TEST_CASE("as many threads as have cores: given up at once, tried again after a 
     }
     CHECK(rule.next(8, 0.02) == 8); // they have come back
     CHECK(rule.next(0.2, 0.02) == 1);
+    for (int i = 0; i < 1000; i++) CHECK(rule.next(0.8, 0.02) == 1); // not even one core is free
     CHECK(until_tried() == doctest::Approx(0.25).epsilon(0.1));
     CHECK(ThreadPace::Rule{1}.next(0, 1) == 1);
 }

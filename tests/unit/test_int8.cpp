@@ -557,7 +557,7 @@ TEST_CASE("a model made INT8: mean KL to itself below 0.005, and bf16 arithmetic
         CHECK(added > 1e-6);
         CHECK(added <= usual);
         Weights<bf16> plain(file), small(file, true);
-        CHECK(small.step_bytes() < plain.step_bytes() * 0.55); // 8.5 bits for 16, and scales for ends of rows
+        CHECK(step_bytes(small) < step_bytes(plain) * 0.55); // 8.5 bits for 16, and scales for ends of rows
     }
 }
 
@@ -581,13 +581,11 @@ template <class T> struct Int8Linear : Linear<T> {
             this->rows[b] = blocks[b], at += blocks[b];
         }
     }
-    double weight(int r, int i) const {
-        const double s = to_acc(all_scales[(size_t)r * this->groups() + i / 32]);
-        return all_q[(size_t)r * this->in + i] * s;
-    }
+    double weight(int r, int i) const { return this->at(r, i); }
 };
 
 TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf16, float, double) {
+    EACH_WAY;
     Random random{17};
     const std::vector<int> block_sizes[] = {{1}, {7, 3, 3}, {96, 33}};
     const int widths[] = {1, 15, 16, 31, 32, 33, 48, 64, 80, 96, 192, 257, 320};
@@ -595,16 +593,7 @@ TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf
         Int8Linear<T> W(random, blocks, in);
         const size_t out = W.out();
         const auto x = random.fill<T>((size_t)N * in);
-        std::vector<double> want, size;
-        for (int n = 0; n < N; n++)
-            for (size_t r = 0; r < out; r++) {
-                double sum = 0, magnitude = 0;
-                for (int i = 0; i < in; i++) {
-                    const double term = W.weight((int)r, i) * to_acc(x[(size_t)n * in + i]);
-                    sum += term, magnitude += std::fabs(term);
-                }
-                want.push_back(sum), size.push_back(magnitude);
-            }
+        const std::vector<double> want = WideLinear(W)(as_double(x), N), size = WideLinear(W, true)(magnitudes(x), N);
         const auto residual = random.fill<acc<T>>(want.size());
         std::vector<double> want_sum;
         for (size_t i = 0; i < want.size(); i++) want_sum.push_back(want[i] + residual[i]);
@@ -616,16 +605,16 @@ TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf
             auto error = [&](size_t i) { return sum_error<T>(size[i]); };
             auto rounded = [&](size_t i) { return rounding<acc<T>>(want_sum[i]) + error(i); };
             auto y = poisoned<T>(want.size());
-            linear_cpu(cpu(), y.data(), x.data(), W, N);
+            CALL(linear, y.data(), x.data(), W, N);
             CHECK(wrong(y, want, [&](size_t i) { return rounding<T>(want[i]) + error(i); }) == 0);
 
             auto sum = poisoned<acc<T>>(want.size());
-            linear_add_cpu(cpu(), sum.data(), residual.data(), x.data(), W, N);
+            CALL(linear_add, sum.data(), residual.data(), x.data(), W, N);
             CHECK(wrong(sum, want_sum, rounded) == 0);
 
             auto picked = poisoned<T>(in);
             auto logits = poisoned<acc<T>>(out);
-            head_cpu(cpu(), logits.data(), picked.data(), x.data(), &row, W, 1);
+            CALL(head, logits.data(), picked.data(), x.data(), &row, W, 1);
             CHECK(wrong(logits, want_logits, [&](size_t i) { return error(row * out + i); }) == 0);
         });
     }
@@ -661,7 +650,7 @@ TEST_CASE_TEMPLATE("an INT8 product's row has the same bits in any batch", T, bf
     });
 }
 
-// x of any magnitudes: what the paths that compute in integers make of it.
+// x of any magnitudes: what the instruction sets that compute in integers make of it.
 TEST_CASE("INT8 products in integers: the same bits from vectors and tiles, wide ranges of x, infinities") {
     Random random{20};
     const int in = 192, N = 37;
@@ -704,16 +693,27 @@ TEST_CASE("INT8 products in integers: the same bits from vectors and tiles, wide
 }
 
 TEST_CASE_TEMPLATE("embed with INT8 weights: exactly q s, spare rows stay", T, bf16, float, double) {
+    EACH_WAY;
     Random random{19};
     for (int C : {1, 33, 80}) {
         Int8Linear<T> table(random, {50}, C);
         TestBatch batch(random, {{0, 7}, {3, 1}}, 50, 2);
         auto x = poisoned<acc<T>>(10 * C);
-        embed_cpu(cpu(), x.data(), table, batch.view(), C);
+        CALL(embed, x.data(), table, batch.view(), C);
         for (int n = 0; n < 10; n++)
             for (int i = 0; i < C; i++) {
                 if (n < 8) REQUIRE(x[n * C + i] == table.weight(batch.token[n], i));
                 else REQUIRE(std::isnan(x[n * C + i]));
             }
+    }
+}
+
+TEST_CASE_TEMPLATE("W.at: q times its group's scale, in every block", T, bf16, float, double) {
+    Random random{21};
+    for (int in : {1, 33, 70}) {
+        Int8Linear<T> W(random, {3, 2, 4}, in);
+        for (int r = 0; r < 9; r++)
+            for (int i = 0; i < in; i++)
+                REQUIRE(W.at(r, i) == (double)W.all_q[r * in + i] * to_acc(W.all_scales[r * W.groups() + i / 32]));
     }
 }

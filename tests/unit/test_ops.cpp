@@ -1,5 +1,6 @@
-// Every op against a plain loop in double, at odd sizes, for every stored type; and the contract that a row's
-// bits depend neither on the other rows nor on the number of threads.
+// The forward ops of cpu.h against their definitions in double, at odd sizes, for every stored type and instruction set;
+// and the contract that a row's bits depend neither on the other rows nor on the number of threads. The definitions are
+// held to arithmetic by hand here, to PyTorch in test_backward.cpp, to Hugging Face's logits in test_model.cpp.
 #include "../common.h"
 
 TEST_CASE("bf16: every value survives, rounding is to nearest even") {
@@ -59,7 +60,55 @@ TEST_CASE("exp_exact and exp_lanes: within 3e-7 of e^x, never above 1 below 0, e
     CHECK(worst < 3e-7);
 }
 
+TEST_CASE("the definitions on a few numbers by hand") {
+    const double w[] = {1, 2, 3, 4, 5, 6}, x[] = {3, 4, 1, 0}, norm[] = {1, 2};
+    Linear<double> W;
+    W.w[0] = w, W.w[2] = w + 2, W.rows[0] = 1, W.rows[2] = 2, W.in = 2; // rows (1, 2), (3, 4), (5, 6)
+    double y[6], residual[] = {10, 10, 10, 20, 20, 20}, picked[2], normed[4];
+    linear(y, x, W, 2);
+    CHECK(as_double(std::vector<double>(y, y + 6)) == std::vector<double>{11, 25, 39, 1, 3, 5});
+    linear_add(residual, residual, x, W, 2);
+    CHECK(std::vector<double>(residual, residual + 6) == std::vector<double>{21, 35, 49, 21, 23, 25});
+    const int second = 1;
+    head(y, picked, x, &second, W, 1);
+    CHECK(std::vector<double>(y, y + 3) == std::vector<double>{1, 3, 5});
+    rmsnorm(normed, x, norm, 1, 2, 0.f); // rms = sqrt(12.5)
+    CHECK(normed[0] == doctest::Approx(3 / std::sqrt(12.5)));
+    CHECK(normed[1] == doctest::Approx(8 / std::sqrt(12.5)));
+    norm_linear(y, normed, x, norm, W, 1, 0.f);
+    CHECK(y[2] == doctest::Approx((15 + 48) / std::sqrt(12.5)));
+    swiglu(y, x, 1, 2); // gates 3 and 4, ups 1 and 0
+    CHECK(y[0] == doctest::Approx(3 / (1 + std::exp(-3.))));
+    CHECK(y[1] == 0);
+    // An adapter of rank 1 on the last block: A = (1, 1), s B = (0, 2, 3).
+    double A[] = {1, 1}, B[] = {0, 2, 3}, h[2];
+    W.adapter.rank = 1, W.adapter.modules = 1, W.adapter.block[0] = 2, W.adapter.A = A, W.adapter.B = B, W.adapter.h = h;
+    linear(y, x, W, 2);
+    CHECK((h[0] == 7 && h[1] == 1));
+    CHECK(std::vector<double>(y, y + 6) == std::vector<double>{11, 39, 60, 1, 5, 8});
+    // Attention: two keys of scores 0 and log 3 give weights 1/4 and 3/4. RoPE: position 1 rotates by one radian.
+    const int pos[] = {0, 1}, zero[] = {0, 0};
+    const Batch both = {2, 1, zero, pos, zero, pos, zero, 1};
+    const double keys[] = {0, 0, std::log(3.) * std::sqrt(2.), 0}, values[] = {4, 0, 8, 4}, q[] = {1, 0, 1, 0};
+    double out[4], lse[2], rope[4], to_keys[2 * PAGE], to_values[2 * PAGE];
+    attention(out, lse, q, keys, values, both, 1, 1, 2);
+    CHECK((out[0] == 4 && out[1] == 0));
+    CHECK(out[2] == doctest::Approx(7));
+    CHECK(out[3] == doctest::Approx(3));
+    CHECK(lse[1] == doctest::Approx(std::log(4.)));
+    fill_rope(rope, 2, 2, 1e4);
+    const double qkv[] = {1, 1, 1, 1, 5, 6, 0, 2, 2, 0, 7, 8}, ones[] = {1, 1};
+    qknorm_rope_kv(out, to_keys, to_values, qkv, ones, ones, rope, both, 1, 1, 2, 0.f);
+    CHECK((out[0] == 1 && out[1] == 1)); // position 0: as it was
+    CHECK(out[2] == doctest::Approx(-std::sqrt(2.) * std::sin(1.)));
+    CHECK(out[3] == doctest::Approx(std::sqrt(2.) * std::cos(1.)));
+    CHECK(to_keys[2] == doctest::Approx(std::sqrt(2.) * std::cos(1.)));
+    CHECK(to_keys[3] == doctest::Approx(std::sqrt(2.) * std::sin(1.)));
+    CHECK((to_values[2] == 7 && to_values[3] == 8));
+}
+
 TEST_CASE_TEMPLATE("embed copies rows, spare rows stay", T, bf16, float, double) {
+    EACH_WAY;
     Random random{1};
     for (int C : {1, 33, 80}) {
         auto table = random.fill<T>(50 * C);
@@ -67,7 +116,7 @@ TEST_CASE_TEMPLATE("embed copies rows, spare rows stay", T, bf16, float, double)
         embedding.w[0] = table.data(), embedding.rows[0] = 50, embedding.in = C;
         TestBatch batch(random, {{0, 7}, {3, 1}}, 50, 2);
         auto x = poisoned<acc<T>>(10 * C);
-        embed_cpu(cpu(), x.data(), embedding, batch.view(), C);
+        CALL(embed, x.data(), embedding, batch.view(), C);
         for (int n = 0; n < 10; n++)
             for (int i = 0; i < C; i++) {
                 if (n < 8) REQUIRE(x[n * C + i] == to_acc(table[batch.token[n] * C + i]));
@@ -76,20 +125,25 @@ TEST_CASE_TEMPLATE("embed copies rows, spare rows stay", T, bf16, float, double)
     }
 }
 
-TEST_CASE_TEMPLATE("rmsnorm", T, bf16, float, double) {
+TEST_CASE_TEMPLATE("rmsnorm, and its fusion with the product", T, bf16, float, double) {
+    EACH_WAY;
     Random random{2};
     for (int N : {1, 2, 33}) for (int C : {1, 2, 15, 16, 17, 257, 1024}) {
         auto x = random.fill<acc<T>>((size_t)N * C, 3);
         auto w = random.fill<T>(C, 0.5, 1);
         auto out = poisoned<T>((size_t)N * C);
-        rmsnorm_cpu(cpu(), out.data(), x.data(), w.data(), N, C, 1e-6f);
-        std::vector<double> want;
-        for (int n = 0; n < N; n++) {
-            double sum = 0;
-            for (int i = 0; i < C; i++) sum += (double)x[n * C + i] * x[n * C + i];
-            for (int i = 0; i < C; i++) want.push_back(x[n * C + i] / std::sqrt(sum / C + (double)1e-6f) * to_acc(w[i]));
-        }
+        CALL(rmsnorm, out.data(), x.data(), w.data(), N, C, 1e-6f);
+        std::vector<double> want(out.size());
+        rmsnorm(want.data(), as_double(x).data(), as_double(w).data(), N, C, 1e-6f);
         CHECK(wrong(out, want, [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(std::fabs(want[i])); }) == 0);
+        if (C > 257) continue;
+        const auto rows = random.fill<T>(6 * C);
+        Linear<T> W;
+        W.w[0] = rows.data(), W.rows[0] = 6, W.in = C;
+        auto fused = poisoned<T>((size_t)N * 6), apart = fused, normed = out;
+        CALL(norm_linear, fused.data(), normed.data(), x.data(), w.data(), W, N, 1e-6f);
+        CALL(linear, apart.data(), out.data(), W, N);
+        CHECK(same_bits(fused, apart));
     }
 }
 
@@ -106,22 +160,13 @@ template <class T> struct TestLinear : Linear<T> {
     }
     // The product in double, and the magnitudes its terms add up to.
     std::vector<double> product(const std::vector<T>& x, int N, std::vector<double>& size) const {
-        std::vector<double> y;
-        size.clear();
-        for (int n = 0; n < N; n++)
-            for (int r = 0; r < this->out(); r++) {
-                double sum = 0, magnitude = 0;
-                for (int i = 0; i < this->in; i++) {
-                    double term = (double)to_acc(all[(size_t)r * this->in + i]) * to_acc(x[(size_t)n * this->in + i]);
-                    sum += term, magnitude += std::fabs(term);
-                }
-                y.push_back(sum), size.push_back(magnitude);
-            }
-        return y;
+        size = WideLinear(*this, true)(magnitudes(x), N);
+        return WideLinear(*this)(as_double(x), N);
     }
 };
 
 TEST_CASE_TEMPLATE("products: linear, linear_add, head", T, bf16, float, double) {
+    EACH_WAY; // the definition in T is as near to that in double as cpu.h
     Random random{3};
     for (int N : {1, 2, 5, 17, 33, 65, 70}) for (int in : {1, 16, 33, 96, 257}) for (auto blocks : {std::vector<int>{1}, {7, 3, 3}, {96, 33}}) {
         TestLinear<T> W(random, blocks, in);
@@ -130,22 +175,22 @@ TEST_CASE_TEMPLATE("products: linear, linear_add, head", T, bf16, float, double)
         on_every_instruction_set([&] {
             auto tolerance = [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(size[i]); };
             auto out = poisoned<T>(want.size());
-            linear_cpu(cpu(), out.data(), x.data(), W, N);
+            CALL(linear, out.data(), x.data(), W, N);
             CHECK(wrong(out, want, tolerance) == 0);
 
             auto residual = random.fill<acc<T>>(want.size());
             auto sum = poisoned<acc<T>>(want.size());
-            linear_add_cpu(cpu(), sum.data(), residual.data(), x.data(), W, N);
+            CALL(linear_add, sum.data(), residual.data(), x.data(), W, N);
             std::vector<double> want_sum;
             for (size_t i = 0; i < want.size(); i++) want_sum.push_back(want[i] + residual[i]);
             CHECK(wrong(sum, want_sum, [&](size_t i) { return rounding<acc<T>>(want_sum[i]) + sum_error<T>(size[i]); }) == 0);
-            linear_add_cpu(cpu(), residual.data(), residual.data(), x.data(), W, N); // in place
+            CALL(linear_add, residual.data(), residual.data(), x.data(), W, N); // in place
             CHECK(same_bits(residual, sum));
 
             std::vector<int> rows = {N - 1, 0, N / 2};
             auto picked = poisoned<T>(3 * in);
             auto logits = poisoned<acc<T>>(3 * (size_t)W.out());
-            head_cpu(cpu(), logits.data(), picked.data(), x.data(), rows.data(), W, 3);
+            CALL(head, logits.data(), picked.data(), x.data(), rows.data(), W, 3);
             std::vector<double> want_logits, head_size;
             for (int r : rows) for (int v = 0; v < W.out(); v++) want_logits.push_back(want[(size_t)r * W.out() + v]), head_size.push_back(size[(size_t)r * W.out() + v]);
             CHECK(wrong(logits, want_logits, [&](size_t i) { return sum_error<T>(head_size[i]); }) == 0);
@@ -206,31 +251,33 @@ TEST_CASE("a product's tasks of 64 and 128 rows give the bits of tasks of 32") {
 }
 
 TEST_CASE_TEMPLATE("swiglu and its fusion with the product", T, bf16, float, double) {
+    EACH_WAY;
     Random random{5};
     for (int N : {1, 3}) for (int F : {1, 33, 72}) {
         auto gate_up = random.fill<T>((size_t)N * 2 * F, 12);
         auto out = poisoned<T>((size_t)N * F);
-        swiglu_cpu(cpu(), out.data(), gate_up.data(), N, F);
-        std::vector<double> want;
-        for (int n = 0; n < N; n++) for (int i = 0; i < F; i++) {
-            double g = to_acc(gate_up[n * 2 * F + i]), u = to_acc(gate_up[n * 2 * F + F + i]);
-            want.push_back(g / (1 + std::exp(-g)) * u);
-        }
+        CALL(swiglu, out.data(), gate_up.data(), N, F);
+        std::vector<double> want(out.size());
+        swiglu(want.data(), as_double(gate_up).data(), N, F);
         CHECK(wrong(out, want, [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(std::fabs(want[i])); }) == 0);
 
         TestLinear<T> W(random, {F, F}, 24);
-        auto x = random.fill<T>(N * 24);
         auto a = poisoned<T>((size_t)N * 2 * F), b = a;
         auto fused = poisoned<T>((size_t)N * F), apart = fused;
-        linear_swiglu_cpu(cpu(), fused.data(), a.data(), x.data(), W, N);
-        linear_cpu(cpu(), b.data(), x.data(), W, N);
-        swiglu_cpu(cpu(), apart.data(), b.data(), N, F);
+        const auto residual = random.fill<acc<T>>(N * 24);
+        const auto w = random.fill<T>(24, 0.5, 1);
+        auto normed = poisoned<T>(N * 24);
+        CALL(norm_linear_swiglu, fused.data(), a.data(), normed.data(), residual.data(), w.data(), W, N, 1e-6f);
+        CALL(rmsnorm, normed.data(), residual.data(), w.data(), N, 24, 1e-6f);
+        CALL(linear, b.data(), normed.data(), W, N);
+        CALL(swiglu, apart.data(), b.data(), N, F);
         CHECK(same_bits(a, b));
         CHECK(same_bits(fused, apart));
     }
 }
 
 TEST_CASE_TEMPLATE("qknorm_rope_kv", T, bf16, float, double) {
+    EACH_WAY;
     Random random{6};
     for (int D : {2, 6, 64, 128}) for (auto [H, K] : {std::pair<int, int>{1, 1}, {6, 2}}) {
         TestBatch batch(random, {{20, 1}, {0, 17}, {15, 2}}, 10, 1);
@@ -241,7 +288,7 @@ TEST_CASE_TEMPLATE("qknorm_rope_kv", T, bf16, float, double) {
         fill_rope(rope.data(), positions, D, 1e4);
         auto q = poisoned<T>((size_t)N * H * D);
         auto keys = poisoned<T>((size_t)batch.page_count * K * PAGE * D), values = keys;
-        qknorm_rope_kv_cpu(cpu(), q.data(), keys.data(), values.data(), qkv.data(), qw.data(), kw.data(), rope.data(), batch.view(), H, K, D, 1e-6f);
+        CALL(qknorm_rope_kv, q.data(), keys.data(), values.data(), qkv.data(), qw.data(), kw.data(), rope.data(), batch.view(), H, K, D, 1e-6f);
         size_t written = 0;
         for (const T& k : keys) written += !std::isnan(to_acc(k));
         CHECK(written == (size_t)(N - 1) * K * D); // nothing else was touched
@@ -274,36 +321,37 @@ TEST_CASE_TEMPLATE("attention over a paged, ragged batch", T, bf16, float, doubl
     struct Shape { int H, K, D; };
     for (Shape s : {Shape{1, 1, 64}, {4, 2, 64}, {8, 2, 40}, {5, 1, 128}, {8, 1, 6}, {80, 2, 16}}) {
         // contexts of 1, 15, 16, 17, 300, 512, 513 and 1,100 keys; one-token sequences first; a prompt from nothing; one
-        // in the middle; one from before the border of two pieces to behind it
+        // in the middle; one across the border of two splits
         TestBatch batch(random, {{0, 1}, {14, 1}, {15, 1}, {16, 1}, {299, 1}, {511, 1}, {512, 1}, {1099, 1}, {0, 37}, {30, 19}, {1020, 9}}, 10, 1);
-        const int N = (int)batch.token.size(), G = s.H / s.K;
+        const int N = (int)batch.token.size();
         auto q = random.fill<T>((size_t)N * s.H * s.D, 3);
         auto keys = random.fill<T>((size_t)batch.page_count * s.K * PAGE * s.D), values = random.fill<T>(keys.size());
-        std::vector<double> want, size;
-        for (int n = 0; n < N - 1; n++)
-            for (int h = 0; h < s.H; h++) {
-                std::vector<double> p, o(s.D, 0.), magnitude(s.D, 0.);
-                double top = -1e300, sum = 0;
-                auto at = [&](int j) { return kv_offset(batch.pages[batch.seq[n] * batch.max_pages + j / PAGE], h / G, j % PAGE, s.K, s.D); };
-                for (int j = 0; j <= batch.pos[n]; j++) {
-                    double dot = 0;
-                    for (int i = 0; i < s.D; i++) dot += (double)to_acc(q[((size_t)n * s.H + h) * s.D + i]) * to_acc(keys[at(j) + i]);
-                    p.push_back(dot / std::sqrt((double)s.D)), top = std::max(top, p.back());
-                }
-                for (double& x : p) sum += x = std::exp(x - top);
-                for (int j = 0; j <= batch.pos[n]; j++)
-                    for (int i = 0; i < s.D; i++) {
-                        double term = p[j] / sum * to_acc(values[at(j) + i]);
-                        o[i] += term, magnitude[i] += std::fabs(term);
-                    }
-                want.insert(want.end(), o.begin(), o.end()), size.insert(size.end(), magnitude.begin(), magnitude.end());
-            }
+        const size_t rows = (size_t)(N - 1) * s.H; // but the spare one's
+        std::vector<double> want(q.size()), size(q.size()), want_lse((size_t)N * s.H), terms(rows);
+        const std::vector<double> wide_q = as_double(q), wide_keys = as_double(keys);
+        attention(want.data(), want_lse.data(), wide_q.data(), wide_keys.data(), as_double(values).data(), batch.view(), s.H, s.K, s.D);
+        attention(size.data(), nullptr, wide_q.data(), wide_keys.data(), magnitudes(values).data(), batch.view(), s.H, s.K, s.D);
+        want.resize(rows * s.D), want_lse.resize(rows);
+        for (size_t row = 0; row < rows; row++) // a score's error is one of lse: q and k are at most 3 and 1
+            for (int i = 0; i < s.D; i++) terms[row] += std::fabs(wide_q[row * s.D + i]) / std::sqrt((double)s.D);
+        {
+            auto out = poisoned<T>(q.size());
+            auto lse = poisoned<acc<T>>((size_t)N * s.H);
+            attention(out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), s.H, s.K, s.D);
+            out.resize(want.size()), lse.resize(rows);
+            CHECK(wrong(out, want, [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(10 * size[i]); }) == 0);
+            CHECK(wrong(lse, want_lse, [&](size_t i) { return sum_error<T>(terms[i] + std::fabs(want_lse[i]) + 1); }) == 0);
+        }
         on_every_instruction_set([&] {
             auto out = poisoned<T>(q.size());
-            attention_cpu(cpu(), out.data(), nullptr, q.data(), keys.data(), values.data(), batch.view(), s.H, s.K, s.D);
+            auto lse = poisoned<acc<T>>((size_t)N * s.H);
+            attention_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), s.H, s.K, s.D);
             std::vector<T> spare(out.end() - s.H * s.D, out.end());
             for (const T& x : spare) REQUIRE(std::isnan(to_acc(x)));
             out.resize(want.size());
+            for (int h = 0; h < s.H; h++) REQUIRE(std::isnan(lse[rows + h]));
+            lse.resize(rows);
+            CHECK(wrong(lse, want_lse, [&](size_t i) { return sum_error<T>(terms[i] + std::fabs(want_lse[i]) + 1); }) == 0);
             // The error of a score, some 1e-6, is one of its weight: hence 10 times a sum's.
             CHECK(wrong(out, want, [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(10 * size[i]); }) == 0);
 
@@ -325,11 +373,12 @@ TEST_CASE_TEMPLATE("attention over a paged, ragged batch", T, bf16, float, doubl
 }
 
 TEST_CASE_TEMPLATE("attention survives scores that overflow a careless exp", T, bf16, float, double) {
+    EACH_WAY;
     const int D = 16;
     std::vector<T> q(D, to_stored<T>(100)), keys(PAGE * 2 * D), values(PAGE * 2 * D), out(D);
     for (int j = 0; j < 2 * PAGE; j++)
         for (int i = 0; i < D; i++) keys[j * D + i] = to_stored<T>((acc<T>)j), values[j * D + i] = to_stored<T>((acc<T>)j);
     int token = 0, pos = 2 * PAGE - 1, seq = 0, slot = pos, pages[2] = {0, 1};
-    attention_cpu(cpu(), out.data(), nullptr, q.data(), keys.data(), values.data(), Batch{1, 1, &token, &pos, &seq, &slot, pages, 2}, 1, 1, D);
+    CALL(attention, out.data(), nullptr, q.data(), keys.data(), values.data(), Batch{1, 1, &token, &pos, &seq, &slot, pages, 2}, 1, 1, D);
     for (const T& x : out) CHECK(to_acc(x) == 2 * PAGE - 1); // the last key wins by hundreds
 }
