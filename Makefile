@@ -15,7 +15,7 @@ WARN      = -Wall -Wextra
 OPT       = -O3
 Q         = $(if $(V),,@)
 
-HEADERS   = $(wildcard *.h) $(wildcard parts/*)
+HEADERS   = $(wildcard *.h)
 BUILD     = build
 
 # ---- What there is. Only questions here; `info` says what was chosen.

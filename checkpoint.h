@@ -11,6 +11,7 @@
                4 Config and ModelFile    5 INT8    6 Weights of a checkpoint    7 Adapters    8 Merged models
                9 Weights to a GPU
 */
+#include <set>
 
 // ================================================================================================= 1 Number formats
 
@@ -278,6 +279,12 @@ inline std::vector<ModelTensor> model_tensors(const Config& c) {
     all.push_back({FINAL_NORM, -1, c.C, 0});
     if (!c.tied) all.push_back({HEAD, -1, c.V, c.C});
     return all;
+}
+// How many numbers a model has.
+inline size_t parameters(const Config& c) {
+    size_t n = 0;
+    for (const ModelTensor& t : model_tensors(c)) n += t.size();
+    return n;
 }
 
 // Where a tensor is in Weights: a block of rows of a Linear, or a vector.
@@ -630,6 +637,11 @@ template <class T> struct WeightLoader {
             DIE("%s: tensor %s is INT8 and its neighbours are not, or the other way round", path, name.c_str());
     }
 };
+
+template <class T> const char* type_name(const Weights<T>& w) {
+    if (w.head.q[0]) return "int8";
+    return std::is_same_v<T, bf16> ? "bfloat16" : std::is_same_v<T, float> ? "float32" : "float64";
+}
 
 template <class T> Weights<T>::Weights(const ModelFile& file, bool int8) {
     WeightLoader<T> loader{*this, file};

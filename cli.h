@@ -18,6 +18,7 @@
 #pragma once
 #include "options.h"
 #include <ctime>
+#include <random>
 
 // ----------------------------------------------------------------------------------- Options of all programs
 
@@ -1627,7 +1628,7 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
     // A draw is the sum of four 16-bit uniforms, which is near enough to normal and the same on every machine.
     const size_t BLOCK = 1 << 20, width = wide ? 4 : 2;
     std::vector<uint8_t> bytes(BLOCK * width);
-    const double start = seconds(), all = (double)(c.parameters() * width);
+    const double start = seconds(), all = (double)(parameters(c) * width);
     double told = start, written = 0;
     uint64_t counter = 0;
     auto draw = [&](OutputFile& out, size_t n, float mean, float deviation) {
@@ -1664,7 +1665,7 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
         }});
     const size_t size = write_safetensors(path, model_metadata(config_text, generation_text), tensors);
     fprintf(stderr, "%s%s: %.1f M parameters, %.0f MB, seed %llu\n", told > start ? "\r" : "", path.c_str(),
-            (double)c.parameters() / 1e6, (double)size / 1e6, (unsigned long long)seed);
+            (double)parameters(c) / 1e6, (double)size / 1e6, (unsigned long long)seed);
 }
 
 // ---------------------------------------------------------------------------------------------------- --bench
@@ -1746,7 +1747,7 @@ static void print_bench(const Options& o, const Config& c, const char* type, con
     }
     const std::string where = gpu ? device_name(o.ctx) : format("CPU, instructions %s", instructions);
     std::string out = format("%s: %.1f M parameters, %s, %s, %d threads\n", o.model.c_str(),
-                             (double)c.parameters() / 1e6, type, where.c_str(), thread_count());
+                             (double)parameters(c) / 1e6, type, where.c_str(), thread_count());
     out += format("ceilings: read %.1f GB/s, multiply %.0f GFLOP/s\n", ceiling.read / 1e9, ceiling.multiply / 1e9);
     out += "work    position     tok/s   MB/token      GB/s  of read   GFLOP/s  of multiply\n";
     for (auto& r : rows) {
@@ -1774,7 +1775,7 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
     Session<T> session(c, weights, std::max(prompts.back(), positions.back() + steps), o.ctx);
 
     // Every matrix is read once a step, but the embedding only if it is the head.
-    const double matrices = (double)c.parameters() - (c.tied ? 0. : (double)c.V * c.C);
+    const double matrices = (double)parameters(c) - (c.tied ? 0. : (double)c.V * c.C);
     const double weight_bytes = (double)step_bytes(weights), key_bytes = (double)KVCache<T>::bytes(c, 1) / PAGE;
     const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
 
@@ -1797,7 +1798,7 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
         rows.push_back({"decode", position, rate, bytes, flops});
     }
     fprintf(stderr, "\r%*s\r", 40, "");
-    print_bench(o, c, weights.type_name(), ceiling, rows);
+    print_bench(o, c, type_name(weights), ceiling, rows);
 }
 
 // ------------------------------------------------------------------------------------------- One prompt; main
@@ -1880,7 +1881,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     g.interrupt = &interrupted;
     if (o.max_tokens >= 0) g.max_tokens = (size_t)o.max_tokens;
     fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, seed %llu\n", o.model.c_str(),
-            (double)c.parameters() / 1e6, weights.type_name(), device_name(o.ctx).c_str(), context,
+            (double)parameters(c) / 1e6, type_name(weights), device_name(o.ctx).c_str(), context,
             (unsigned long long)g.sampling.seed);
     PromptCache<T> cache(o.prompt_cache, file, o.variant, session);
     ThreadPace pace(o, o.ctx);

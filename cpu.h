@@ -50,7 +50,8 @@ template <class V> INLINE void load_lanes(V& v, const bf16* p) {
     memcpy(&f, &u, sizeof f);
     v = __builtin_convertvector(f, V);
 }
-template <class A> INLINE void load_lanes(lanes<A>& v, const A* p) { memcpy(&v, p, sizeof v); }
+INLINE void load_lanes(float16v& v, const float* p) { memcpy(&v, p, sizeof v); }
+INLINE void load_lanes(double16v& v, const double* p) { memcpy(&v, p, sizeof v); }
 template <class V> INLINE void load_lanes(V& v, const int8_t* p) {
     char16v c;
     memcpy(&c, p, sizeof c);
@@ -285,7 +286,8 @@ struct Bf16Dot : Avx512 {
     using Operand = __m512bh;
     static constexpr int WIDTH = 32;
     static constexpr bool PREFETCH = false;
-    using Avx512::load, Avx512::multiply_add; // for attention's loops, which nobody calls here
+    using Avx512::load, Avx512::multiply, Avx512::multiply_add; // for attention's loops, which nobody calls here
+    static void multiply(Operand&, float);                      // for INT8's, likewise: nvcc looks at discarded code
     using Part = __mmask32;
     static INLINE Part part(int n) { return n >= WIDTH ? ~0u : (1u << n) - 1; }
     TARGET_AVX512_BF16 static INLINE void load(Operand& v, const bf16* p, Part m) {

@@ -36,8 +36,7 @@
    Contents
    Book I     1 Numbers    2 The model's data    3 Forward ops    4 forward    5 Sampler, session, generate
               6 Backward ops, AdamW    7 backward
-   Book II    8 Toolbox    9 Small kernels    10 Products    11 Attention    12 Sampler, CUDA graphs
-   and        main
+   Book II    8 Toolbox    9 Small kernels    10 Products    11 Attention    12 Sampler, CUDA graphs;     and main
 */
 #include "file.h"
 #include "sj.h"
@@ -52,8 +51,6 @@
 #include <map>
 #include <memory>
 #include <numeric>
-#include <random>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -63,9 +60,8 @@
 #define BOTH
 #endif
 
-// #####################################################################################################################
-//                                                        Book I
-// #####################################################################################################################
+// ####################################################### Book I
+// #######################################################
 
 // ========================================================================================================== 1 Numbers
 
@@ -212,10 +208,6 @@ struct Config {
     double rope_theta;
     bool tied;
     std::vector<int> end_tokens; // any of them ends an answer
-    size_t parameters() const {
-        size_t layer = (size_t)C * (2 * H + 2 * K) * D + 3 * (size_t)C * F + 2 * (size_t)C + 2 * (size_t)D;
-        return (size_t)L * layer + (size_t)V * C * (tied ? 1 : 2) + (size_t)C;
-    }
 };
 constexpr int MAX_HEAD = 512; // D; checkpoint.h refuses more
 
@@ -280,11 +272,6 @@ template <class T> struct Weights {
     explicit Weights(const ModelFile& file, bool int8 = false);
     // Copies all to the GPU (see Book II) and lets every pointer point there, the blocks of a Linear one after another.
     void upload(Context& ctx, const ModelFile& file);
-
-    const char* type_name() const {
-        if (head.q[0]) return "int8";
-        return std::is_same_v<T, bf16> ? "bfloat16" : std::is_same_v<T, float> ? "float32" : "float64";
-    }
 };
 
 // ---- N packed tokens of B sequences. The rows of a sequence are neighbours and in order of position. Sequences of one
@@ -380,15 +367,10 @@ template <class T> struct KVCache {
     static size_t bytes(const Config& c, size_t pages) {
         return 2 * (size_t)c.L * pages * c.K * PAGE * c.D * sizeof(T);
     }
-    void plan(Arena& arena, const Config& c, size_t pages) {
-        layer_size = pages * c.K * PAGE * c.D;
-        keys = arena.take<T>(c.L * layer_size);
-        values = arena.take<T>(c.L * layer_size);
-    }
-    void plan_training(Arena& arena, const Config& c, size_t pages) {
-        layer_size = 0;
-        keys = arena.take<T>(pages * c.K * PAGE * c.D);
-        values = arena.take<T>(pages * c.K * PAGE * c.D);
+    void plan(Arena& arena, const Config& c, size_t pages, bool training = false) {
+        const size_t layer = pages * c.K * PAGE * c.D, layers = training ? 1 : c.L;
+        layer_size = training ? 0 : layer;
+        keys = arena.take<T>(layers * layer), values = arena.take<T>(layers * layer);
     }
 };
 
@@ -427,8 +409,7 @@ void rmsnorm(T* out,          // (N,C) out
 }
 
 // ---- product: y[n][r] = sum_i W[r][i] x[n][i]; `store(n, r, y)` takes each of them once.
-template <class T, class Store>
-void product(const Linear<T>& W, const T* x, int N, Store store) {
+template <class T, class Store> void product(const Linear<T>& W, const T* x, int N, Store store) {
     #pragma omp parallel for schedule(static)
     for (int r = 0; r < W.out(); r++)
         for (int n = 0; n < N; n++) {
@@ -464,8 +445,7 @@ void lora_down(T* h,       // (N, m * rank) out
 
 // x W^T with W's adapter, if it has one: s B h is added before anything is rounded. (B is zero where a row and a module
 // do not belong together.)
-template <class T, class Store>
-void adapted_product(const Linear<T>& W, const T* x, int N, Store store) {
+template <class T, class Store> void adapted_product(const Linear<T>& W, const T* x, int N, Store store) {
     const Adapter<T>& a = W.adapter;
     if (a.rank) lora_down(a.h, x, W, N);
     product(W, x, N, [&](int n, int r, acc<T> y) {
@@ -504,8 +484,8 @@ void norm_linear(T* out,          // (N, W.out) out
     linear(out, normed, W, N);
 }
 
-// ---- qknorm_rope_kv: the q and k heads of each token are RMS-normalised, then rotated in each plane (i, i + D/2) by the
-// angle pos * theta^(-2i/D)      (Su et al., "RoFormer", 2021, in the half-split layout); k and v go to the cache.
+// ---- qknorm_rope_kv: the q and k heads of each token are RMS-normalised, then rotated in each plane (i, i + D/2) by
+// the angle pos * theta^(-2i/D)      (Su et al., "RoFormer", 2021, in the half-split layout); k and v go to the cache.
 template <class T>
 void qknorm_rope_kv(T* q,               // (N,HD) out
                     T* keys,            // one layer's cache, out
@@ -552,8 +532,8 @@ template <class A> void fill_rope(A* rope, int positions, int D, double theta) {
         }
 }
 
-// ---- attention: out[n][h] = sum_m p_m v_m with p_m = softmax(q[n][h] . k_m / sqrt(D)) over the positions m = 0..pos[n]
-// of n's sequence; query head h reads key/value head h / G.      (Vaswani et al., "Attention is all you need", 2017)
+// ---- attention: out[n][h] = sum_m p_m v_m, p = softmax(q[n][h] . k_m / sqrt(D)) over the positions m = 0..pos[n] of
+// n's sequence; query head h reads key/value head h / G.      (Vaswani et al., "Attention is all you need", 2017)
 template <class T>
 void attention(T* out,          // (N,HD) out
                acc<T>* lse,     // (N,H) out: log sum_m e^(q . k_m / sqrt(D)), which backward needs; null: not wanted
@@ -1373,24 +1353,3140 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
     if (g.embed) RUN(embed_backward, g.embed, d.x, b, C);
 }
 
-// #####################################################################################################################
-// Book I ends here. Its slow ops once more, for the vector and matrix instructions of CPUs:
+// ################################################## The end of Book I
+// ################################################## Its slow ops once more, for the vector and matrix instructions of
+// CPUs:
 #ifndef QWEN3_PLAIN
 #include "cpu.h"
 #endif
 
 #ifdef __CUDACC__
-// #####################################################################################################################
-//                                                        Book II
-// #####################################################################################################################
-#include "parts/gpu1_toolbox.cuh"
-#include "parts/gpu2_small.cuh"
-#include "parts/gpu3_products.cuh"
-#include "parts/gpu4_attention.cuh"
-#include "parts/gpu5_sampler.cuh"
+// ####################################################### Book II
+// ######################################################
+
+// ========================================================================================================== 8 Toolbox
+// Errors, launches, and the instructions that kernels are made of, each wrapped once under its name in the PTX ISA.
+#define CUDA_CHECK(call) cuda_check((call), #call)
+inline void cuda_check(cudaError_t e, const char* call) {
+    if (e != cudaSuccess) DIE("%.60s: %s", call, cudaGetErrorString(e));
+}
+
+// What launches need to know of the GPU, and scratch. Whoever has scratch of their own has a copy of their own.
+struct Gpu {
+    cudaStream_t stream = nullptr;
+    int sm = 0, sms = 0;         // 10 x compute capability; multiprocessors
+    bool hopper = false;         // sm_90a, and this binary was built for it: wgmma
+    bool overlap = false;        // sm_90 and up: a kernel may start before the one ahead of it has ended
+    float* partial = nullptr;    // of products whose sums several blocks share, PARTIAL_BYTES
+    int* arrived = nullptr;      // ... and how many of them are done: (MAX_TILES), zero between kernels
+    float* attention = nullptr;  // the same for attention, see attention_scratch
+    int* attention_arrived = nullptr;
+};
+constexpr size_t PARTIAL_BYTES = 32 << 20;
+constexpr int MAX_TILES = 4096;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HAVE_WGMMA
+__device__ int has_wgmma = 1; // whether the code that this GPU runs has the instructions of sm_90a
+#else
+__device__ int has_wgmma = 0;
+#endif
+
+// Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of the
+// kernel before it has called let_next_start or ended: what comes before its own wait_for_previous then runs beside
+// that kernel. Every block of every kernel waits, even one with nothing to do, and writes nothing before: so when a
+// kernel has completed, all kernels before it have.
+//
+// What may be read before the wait? The kernel before may have called let_next_start before its own wait, and so on:
+// many kernels can be under way at once, back to the last one without `overlap`, copy, memset or beginning of a graph.
+// That one starts when all before it has completed, and what follows starts later than it. Hence the rule: before its
+// wait a kernel reads only what no kernel since then writes. forward begins without `overlap` (embed); so safe are
+// - the batch (tokens, positions, sequences, slots, block table): written by copies, by serve's prepare_kernel or by
+//   the sample_kernel of the step before, all of which are ahead of embed;
+// - weights: adamw_kernel writes them, after backward, and the next forward begins with embed;
+// - keys and values of earlier forwards. Those of this one's own tokens are read after the wait.
+template <class... P, class... A>
+void launch_kernel(Context& ctx, bool overlap, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
+    if (shared > 40 * 1024) // with a kernel's own arrays it may pass the 48 KB that need no asking
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
+    config.stream = ctx.gpu->stream, config.attrs = &attribute, config.numAttrs = overlap;
+    CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(args)...));
+    CUDA_CHECK(cudaGetLastError());
+}
+template <class... P, class... A>
+void launch(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
+    launch_kernel(ctx, ctx.gpu->overlap, kernel, grid, threads, shared, args...);
+}
+// What f launches, as a graph that can be launched again and again.
+template <class F> cudaGraphExec_t record_graph(Context& ctx, F f) {
+    cudaGraph_t recorded;
+    cudaGraphExec_t graph;
+    CUDA_CHECK(cudaStreamBeginCapture(ctx.gpu->stream, cudaStreamCaptureModeThreadLocal));
+    f();
+    CUDA_CHECK(cudaStreamEndCapture(ctx.gpu->stream, &recorded));
+    CUDA_CHECK(cudaGraphInstantiate(&graph, recorded, 0));
+    cudaGraphDestroy(recorded);
+    return graph;
+}
+
+// griddepcontrol (PTX ISA, "Parallel Synchronization and Communication Instructions")
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// 16 bytes of weights: read once, so they should not push anything out of the first-level cache. Zeros if not `there`,
+// by a predicate and not by a jump, so that many are asked for in a row.
+__device__ inline uint4 load_stream(const void* p, bool there = true) {
+    uint4 v;
+    asm volatile("{ .reg .pred there; setp.ne.u32 there, %5, 0;\n"
+                 "mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n"
+                 "@there ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4]; }"
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(p), "r"((uint32_t)there));
+    return v;
+}
+
+// Two neighbours: the first is in the lower half.
+__device__ inline float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ inline float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
+__device__ inline uint32_t pack(float first, float second) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+__device__ inline bf16 round_bf16(float x) { return {(uint16_t)pack(x, 0)}; }
+
+// d += a b with a (16,16), b (16,8), d (16,8) spread over a warp: lane 4g + t holds of d rows g (d[0], d[1]) and
+// g + 8 (d[2], d[3]), columns 2t, 2t + 1; of a rows g (a0, a2) and g + 8 (a1, a3), pairs of columns 2t (a0, a1) and
+// 2t + 8 (a2, a3); of b column g, pairs of rows 2t (b0) and 2t + 8 (b1). PTX ISA: mma.m16n8k16, .bf16
+__device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                           uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 matrices of bf16 from shared memory; lane l names row l % 8 of matrix l / 8. As mma wants them, or
+// transposed.
+#define LDMATRIX(name) \
+    asm volatile(name " {%0,%1,%2,%3}, [%4];" : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address))
+__device__ inline void ldmatrix(uint32_t (&m)[4], uint32_t address) {
+    LDMATRIX("ldmatrix.sync.aligned.m8n8.x4.shared.b16");
+}
+__device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
+    LDMATRIX("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16");
+}
+#undef LDMATRIX
+
+// ---- wgmma, Hopper's product (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 128 threads multiply what
+// lies in shared memory, without ldmatrix and at the full rate of the tensor cores. sm_90a only: elsewhere nothing.
+#ifdef HAVE_WGMMA
+#define HOPPER_ASM(...) asm volatile(__VA_ARGS__)
+#else
+#define HOPPER_ASM(...)
+#endif
+// The operand at `shared`: 128 bytes a row in the 128-byte swizzle (chunk c of 16 bytes of row r lies in place
+// c ^ r % 8), groups of eight rows 1024 bytes apart (SBO). If it is transposed, rows are steps of the contraction, and
+// panels of 64 columns lie `panel` bytes apart (LBO).
+__device__ inline uint64_t wgmma_operand(uint32_t shared, int panel) {
+    const uint64_t at = shared >> 4 & 0x3fff, lbo = panel >> 4, sbo = 1024 >> 4, swizzle = 1;
+    return at | lbo << 16 | sbo << 32 | swizzle << 62;
+}
+// d (64,128) += a (64,16) b (16,128). Warp w of the four has rows 16 w .. 16 w + 15, each lane what mma gives it; d[j]
+// is of columns 8 j .. 8 j + 7. It reads shared memory and runs on after the instruction: "memory" keeps the compiler
+// from moving stores to shared memory past it, wgmma_end from using d too early.
+template <bool A_COLS, bool B_COLS> __device__ inline void wgmma(float (&d)[16][4], uint64_t a, uint64_t b) {
+#define D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+    HOPPER_ASM("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"
+               "%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,"
+               "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, 1, 1, 1, %66, %67;"
+               : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12),
+                 D4(13), D4(14), D4(15) : "l"(a), "l"(b), "n"((int)A_COLS), "n"((int)B_COLS) : "memory");
+#undef D4
+}
+// What was written to shared memory is visible to wgmma.
+__device__ inline void wgmma_see_shared() {
+    HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Before the first wgmma of a group: the sums' registers have been written.
+__device__ inline void wgmma_begin() {
+    HOPPER_ASM("wgmma.fence.sync.aligned;" ::: "memory");
+}
+// The compiler moves no use of the sums across this.
+template <int M> __device__ inline void wgmma_settle(float (&d)[M][16][4]) {
+    #pragma unroll
+    for (int i = 0; i < M * 64; i++) asm volatile("" : "+f"(d[i / 64][i / 4 % 16][i % 4])::"memory");
+}
+// Waits until all wgmma of the group are done.
+template <int M> __device__ inline void wgmma_end(float (&d)[M][16][4]) {
+    HOPPER_ASM("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    wgmma_settle(d);
+}
+
+// 16 bytes from global to shared memory in the background; zeros if not `there`.
+__device__ inline void copy_async(uint32_t shared, const void* global, bool there) {
+    const int bytes = there ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+__device__ inline void copy_async_4(uint32_t shared, const void* global, bool there) { // 4 bytes
+    const int bytes = there ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int YOUNGER> __device__ inline void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGER) : "memory");
+}
+
+__device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+constexpr float LOG2E = 1.44269504f;
+__device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for -infinity
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float warp_sum(float x) {
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+
+// Over the four lanes of a quad, which hold a row of mma's d between them; for all four.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// The sum over a block, in one order, for all its threads.
+template <class N> __device__ inline N block_sum(N x) {
+    __shared__ N parts[32];
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0;
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+
+// One block of several is the last to come here: it may then read what all of them wrote before. `arrived` counts
+// from zero and is zero again afterwards. All threads of the block call it.
+// (One thread's release and acquire are enough: barriers order the others' accesses before and after it. What is read
+// must come from the L2 cache: __ldcg.)
+__device__ inline bool last_to_arrive(int* arrived, int blocks) {
+    __shared__ int last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int before;
+        asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
+        last = before == blocks - 1;
+        if (last) *arrived = 0;
+    }
+    __syncthreads();
+    return last;
+}
+
+// ---- Memory
+inline void* gpu_allocate(size_t bytes, const char* what) {
+    size_t have = 0, all = 0;
+    void* base = nullptr;
+    CUDA_CHECK(cudaMemGetInfo(&have, &all));
+    if (bytes > have || cudaMalloc(&base, bytes) != cudaSuccess)
+        DIE("%s needs %.2f GB of GPU memory and %.2f of its %.2f GB are free", what, (double)bytes / 1e9,
+            (double)have / 1e9, (double)all / 1e9);
+    CUDA_CHECK(cudaMemset(base, 0, bytes));
+    CUDA_CHECK(cudaDeviceSynchronize()); // our streams do not wait for the one that clears it
+    return base;
+}
+inline void gpu_release(void* p) { cudaFree(p); }
+inline void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host) {
+    const cudaMemcpyKind kind = to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, ctx.gpu->stream)); // (the CPU's side is not pinned: it is read
+    if (to_host) CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));     // before this returns)
+}
+inline void gpu_clear(Context& ctx, void* p, size_t bytes) {
+    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx.gpu->stream));
+}
+
+// ==================================================================================================== 9 Small kernels
+// In Book I's order, forwards, then backwards. Each reads and writes its arrays once, so memory bounds them all. "A
+// block a token" means: block n computes row n, its threads share the channels.
+
+// ---- embed. A block a token.
+__global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x;
+    if (b.seq[n] < 0) return;
+    const bf16* row = table + (size_t)b.token[n] * C;
+    for (int i = threadIdx.x; i < C; i += blockDim.x) x[(size_t)n * C + i] = to_acc(row[i]);
+}
+inline void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C) {
+    // A forward's first kernel waits for all before it, so that those after it may read early: see launch_kernel.
+    launch_kernel(ctx, false, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
+}
+
+// ---- rmsnorm of `rows` rows of C, by all warps of a block; y, whose rows begin ld apart, may be in shared memory.
+// The squares are added in pieces of 128 numbers, a warp each, and the pieces in order: the bits do not depend on the
+// number of warps. A warp keeps its first pieces in registers.
+// pieces: rows * ceil(C / 128) floats of shared memory. C is a multiple of 8. Ends with a barrier.
+__device__ inline void norm_rows(bf16* y, int ld, const float* x, const bf16* w, float* pieces, int rows, int C,
+                                 float eps) {
+    constexpr int KEPT = 2;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const int per_row = (C + 127) / 128, all = rows * per_row;
+    float4 kept[KEPT];
+    auto load = [&](int p) {
+        const int i = p % per_row * 128 + lane * 4;
+        return p < all && i < C ? *(const float4*)(x + (size_t)(p / per_row) * C + i) : make_float4(0, 0, 0, 0);
+    };
+    auto square = [&](int p, const float4& v) {
+        const float sum = warp_sum(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w);
+        if (lane == 0 && p < all) pieces[p] = sum;
+    };
+    #pragma unroll
+    for (int k = 0; k < KEPT; k++) kept[k] = load(warp + k * warps);
+    #pragma unroll
+    for (int k = 0; k < KEPT; k++)
+        if (warp + k * warps < all) square(warp + k * warps, kept[k]);
+    for (int p = warp + KEPT * warps; p < all; p += warps) square(p, load(p));
+    __syncthreads();
+    auto scaled = [&](int p, const float4& v) {
+        const int row = p / per_row, i = p % per_row * 128 + lane * 4;
+        float sum = 0;
+        for (int j = 0; j < per_row; j++) sum += pieces[row * per_row + j];
+        const float scale = 1 / sqrtf(sum / C + eps);
+        if (i >= C) return;
+        const uint2 u = *(const uint2*)(w + i);
+        *(uint2*)(y + (size_t)row * ld + i) = make_uint2(pack(v.x * scale * low(u.x), v.y * scale * high(u.x)),
+                                                         pack(v.z * scale * low(u.y), v.w * scale * high(u.y)));
+    };
+    #pragma unroll
+    for (int k = 0; k < KEPT; k++)
+        if (warp + k * warps < all) scaled(warp + k * warps, kept[k]);
+    for (int p = warp + KEPT * warps; p < all; p += warps) scaled(p, load(p));
+    __syncthreads();
+}
+
+// A block a token.
+__global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, float eps) {
+    extern __shared__ float pieces[];
+    let_next_start();
+    wait_for_previous();
+    const size_t at = (size_t)blockIdx.x * C;
+    norm_rows(out + at, C, x + at, w, pieces, 1, C, eps);
+}
+inline void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps) {
+    launch(ctx, rmsnorm_kernel, N, 256, (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
+}
+
+// ---- qknorm_rope_kv. A head of D numbers in a warp: lane l holds P = D / 64 pairs of its planes, u = head[i] and v =
+// head[i + D/2] for i = P l .. P l + P - 1.
+template <int D> struct WarpHead {
+    static constexpr int P = D / 64;
+    float u[P], v[P];
+
+    __device__ void load(const bf16* head) {
+        const int i = threadIdx.x % 32 * P;
+        for (int p = 0; p < P; p++) u[p] = to_acc(head[i + p]), v[p] = to_acc(head[i + p + D / 2]);
+    }
+    __device__ void store(bf16* head) const {
+        const int i = threadIdx.x % 32 * P;
+        for (int p = 0; p < P; p++) head[i + p] = round_bf16(u[p]), head[i + p + D / 2] = round_bf16(v[p]);
+    }
+    __device__ void norm_rope(const bf16* w, const float* angle, float eps) {
+        float squares = 0;
+        for (int p = 0; p < P; p++) squares += u[p] * u[p] + v[p] * v[p];
+        const float scale = 1 / sqrtf(warp_sum(squares) / D + eps);
+        const int i = threadIdx.x % 32 * P;
+        for (int p = 0; p < P; p++) {
+            const float a = u[p] * scale * to_acc(w[i + p]), b = v[p] * scale * to_acc(w[i + p + D / 2]);
+            const float cosine = angle[2 * (i + p)], sine = angle[2 * (i + p) + 1];
+            u[p] = a * cosine - b * sine, v[p] = b * cosine + a * sine;
+        }
+    }
+};
+
+// A warp a head of a token, from row `first` on.
+template <int D>
+__global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
+                                      const bf16* k_weight, const float* rope, Batch b, int first, int H, int K,
+                                      float eps) {
+    let_next_start();
+    wait_for_previous();
+    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, heads = H + 2 * K;
+    const int n = first + task / heads, h = task % heads;
+    if (n >= b.N || b.seq[n] < 0) return;
+    WarpHead<D> head;
+    head.load(qkv + ((size_t)n * heads + h) * D);
+    const size_t at = h < H ? 0 : kv_offset(b.slot[n] / PAGE, (h - H) % K, b.slot[n] % PAGE, K, D);
+    if (h < H + K) head.norm_rope(h < H ? q_weight : k_weight, rope + (size_t)b.pos[n] * D, eps);
+    head.store(h < H ? q + ((size_t)n * H + h) * D : h < H + K ? keys + at : values + at);
+}
+inline void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
+                               const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
+                               int first = 0) {
+    const int blocks = (int)(((int64_t)(b.N - first) * (H + 2 * K) + 7) / 8);
+    launch(ctx, D == 128 ? qknorm_rope_kv_kernel<128> : qknorm_rope_kv_kernel<64>, blocks, 256, 0, q, keys, values, qkv,
+           q_weight, k_weight, rope, b, first, H, K, eps);
+}
+
+// ---- head's first half: the rows that are wanted, one after another. A block a row.
+__global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, int C) {
+    let_next_start();
+    wait_for_previous();
+    const bf16* row = x + (size_t)rows[blockIdx.x] * C;
+    for (int i = threadIdx.x; i < C; i += blockDim.x) picked[(size_t)blockIdx.x * C + i] = row[i];
+}
+
+// ---- cross_entropy. A block a row. Of every 64 logits of it `parts` has the largest and sum e^(logit - largest), so
+// the row itself is read once: for the gradient, which overwrites it from its beginning; 4,096 logits are read by all
+// threads before any of them is overwritten. V is a multiple of 8.
+__global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* dlogits, const float* logits,
+                                                             const float2* parts, int pieces, const int* target,
+                                                             float scale, int V) {
+    __shared__ float tops[32], sums[32];
+    let_next_start();
+    wait_for_previous();
+    const float* row = logits + (size_t)blockIdx.x * V;
+    const int right = target[blockIdx.x];
+    const float logit = row[right];
+    float top = -1e30f, sum = 0;
+    auto join = [&](float t, float s) { // (top, sum) of two sets of logits
+        const float most = fmaxf(top, t);
+        sum = (top == most ? sum : sum * exp2_fast((top - most) * LOG2E)) +
+              (t == most ? s : s * exp2_fast((t - most) * LOG2E));
+        top = most;
+    };
+    auto join_lanes = [&] {
+        for (int lane = 16; lane; lane /= 2) join(__shfl_xor_sync(~0u, top, lane), __shfl_xor_sync(~0u, sum, lane));
+    };
+    for (int i = threadIdx.x; i < pieces; i += 1024) {
+        const float2 part = parts[(size_t)blockIdx.x * pieces + i];
+        join(part.x, part.y);
+    }
+    join_lanes();
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top, sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    top = tops[threadIdx.x % 32], sum = sums[threadIdx.x % 32];
+    join_lanes();
+    if (threadIdx.x == 0) loss[blockIdx.x] = logf(sum) + top - logit;
+    if (!dlogits) return;
+    const float base = top * LOG2E, part = 1 / sum;
+    auto gradient = [&](float x, int v) { return (exp2_fast(x * LOG2E - base) * part - (v == right)) * scale; };
+    for (int first = 0; first < V; first += 4096) {
+        const int v = first + threadIdx.x * 4;
+        float4 x = {};
+        if (v < V) x = *(const float4*)(row + v);
+        __syncthreads();
+        if (v < V)
+            *(uint2*)((uint8_t*)row + 2 * v) = make_uint2(pack(gradient(x.x, v), gradient(x.y, v + 1)),
+                                                          pack(gradient(x.z, v + 2), gradient(x.w, v + 3)));
+    }
+}
+
+// ---- add_losses. One block.
+__global__ void __launch_bounds__(1024) add_losses_kernel(double* total, const float* loss, int R) {
+    let_next_start();
+    wait_for_previous();
+    double sum = 0;
+    for (int r = threadIdx.x; r < R; r += 1024) sum += loss[r];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *total += sum;
+}
+inline void add_losses_gpu(Context& ctx, double* total, const float* loss, int R) {
+    launch(ctx, add_losses_kernel, 1, 1024, 0, total, loss, R);
+}
+
+// ---- rmsnorm_backward. A block a token. scale (N) gets r if it is not null.
+__global__ void __launch_bounds__(128) rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* scale,
+                                                               const bf16* dout, const float* x, const bf16* w, int C,
+                                                               float eps) {
+    __shared__ float parts[2][4];
+    let_next_start();
+    wait_for_previous();
+    const size_t at = (size_t)blockIdx.x * C;
+    float squares = 0, mixed = 0;
+    for (int i = threadIdx.x * 4; i < C; i += 512) {
+        const float4 a = *(const float4*)(x + at + i);
+        const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
+        squares += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w;
+        mixed += a.x * low(b.x) * low(d.x) + a.y * high(b.x) * high(d.x) +
+                 a.z * low(b.y) * low(d.y) + a.w * high(b.y) * high(d.y);
+    }
+    squares = warp_sum(squares), mixed = warp_sum(mixed);
+    if (threadIdx.x % 32 == 0) parts[0][threadIdx.x / 32] = squares, parts[1][threadIdx.x / 32] = mixed;
+    __syncthreads();
+    squares = parts[0][0] + parts[0][1] + parts[0][2] + parts[0][3];
+    mixed = parts[1][0] + parts[1][1] + parts[1][2] + parts[1][3];
+    const float r = 1 / sqrtf(squares / C + eps), mean = mixed * r * r * r / C;
+    if (scale && threadIdx.x == 0) scale[blockIdx.x] = r;
+    for (int i = threadIdx.x * 4; i < C; i += 512) {
+        const float4 a = *(const float4*)(x + at + i);
+        const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
+        float4 g = *(const float4*)(dx + at + i);
+        g.x += r * low(b.x) * low(d.x) - a.x * mean, g.y += r * high(b.x) * high(d.x) - a.y * mean;
+        g.z += r * low(b.y) * low(d.y) - a.z * mean, g.w += r * high(b.y) * high(d.y) - a.w * mean;
+        *(float4*)(dx + at + i) = g;
+        if (dy) *(uint2*)(dy + at + i) = make_uint2(pack(g.x, g.y), pack(g.z, g.w));
+        if (normed)
+            *(uint2*)(normed + at + i) = make_uint2(pack(a.x * r * low(b.x), a.y * r * high(b.x)),
+                                                    pack(a.z * r * low(b.y), a.w * r * high(b.y)));
+    }
+}
+// dw[i] += sum_n dout[n][i] x[n][i] scale[n]: a block has 32 columns and a split of the tokens, eight at a time; the
+// last block of some columns to arrive adds their splits in order.
+__global__ void __launch_bounds__(256) norm_weight_kernel(float* dw, const float* scale, const bf16* dout,
+                                                          const float* x, int N, int C, float* partial, int* arrived) {
+    __shared__ float sums[8][32];
+    let_next_start();
+    wait_for_previous();
+    const int column = blockIdx.x * 32 + threadIdx.x % 32, group = threadIdx.x / 32;
+    const int each = (N + gridDim.y - 1) / gridDim.y, last = min(N, (int)(blockIdx.y + 1) * each);
+    float sum = 0;
+    for (int n = blockIdx.y * each + group; n < last && column < C; n += 8)
+        sum += to_acc(dout[(size_t)n * C + column]) * x[(size_t)n * C + column] * scale[n];
+    sums[group][threadIdx.x % 32] = sum;
+    __syncthreads();
+    if (group == 0 && column < C) {
+        for (int g = 1; g < 8; g++) sum += sums[g][threadIdx.x];
+        partial[(size_t)blockIdx.y * C + column] = sum;
+    }
+    if (!last_to_arrive(arrived + blockIdx.x, gridDim.y) || group || column >= C) return;
+    sum = dw[column];
+    for (int split = 0; split < (int)gridDim.y; split++) sum += __ldcg(partial + (size_t)split * C + column);
+    dw[column] = sum;
+}
+inline void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout,
+                                 const float* x, const bf16* w, int N, int C, float eps) {
+    constexpr int SPLITS = 32;
+    if (dw && ((size_t)N + (size_t)SPLITS * C) * sizeof(float) > PARTIAL_BYTES)
+        DIE("%d tokens of %d channels are more than the norms' gradients can sum at once", N, C);
+    float *partial = ctx.gpu->partial, *scale = dw ? partial + (size_t)SPLITS * C : nullptr;
+    launch(ctx, rmsnorm_backward_kernel, N, 128, 0, dx, dy, normed, scale, dout, x, w, C, eps);
+    if (!dw) return;
+    launch(ctx, norm_weight_kernel, dim3((C + 31) / 32, SPLITS), 256, 0, dw, scale, dout, x, N, C, partial,
+           ctx.gpu->arrived);
+}
+
+// ---- swiglu_backward. A thread has eight columns of a token.
+__global__ void swiglu_backward_kernel(bf16* dgate_up, bf16* hidden, const bf16* dhidden, const bf16* gate_up, int N,
+                                       int F) {
+    let_next_start();
+    wait_for_previous();
+    const size_t at = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 8, n = at / F;
+    if (n >= N) return;
+    const size_t gate = at + n * F, up = gate + F; // (N,2F)
+    const uint4 g4 = *(const uint4*)(gate_up + gate), u4 = *(const uint4*)(gate_up + up);
+    const uint4 d4 = *(const uint4*)(dhidden + at);
+    const uint32_t *gs = &g4.x, *us = &u4.x, *ds = &d4.x;
+    uint32_t out[4], dg[4], du[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float y[2], a[2], b[2];
+        #pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const float g = e ? high(gs[i]) : low(gs[i]), u = e ? high(us[i]) : low(us[i]);
+            const float d = e ? high(ds[i]) : low(ds[i]);
+            const float sigma = 1 / (1 + exp2_fast(-LOG2E * g)), silu = g * sigma;
+            y[e] = silu * u, a[e] = d * u * sigma * (1 + g * (1 - sigma)), b[e] = d * silu;
+        }
+        out[i] = pack(y[0], y[1]), dg[i] = pack(a[0], a[1]), du[i] = pack(b[0], b[1]);
+    }
+    *(uint4*)(hidden + at) = make_uint4(out[0], out[1], out[2], out[3]);
+    *(uint4*)(dgate_up + gate) = make_uint4(dg[0], dg[1], dg[2], dg[3]);
+    *(uint4*)(dgate_up + up) = make_uint4(du[0], du[1], du[2], du[3]);
+}
+inline void swiglu_backward_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, const bf16* dhidden, const bf16* gate_up,
+                                int N, int F) {
+    const unsigned blocks = (unsigned)(((size_t)N * F / 8 + 255) / 256);
+    launch(ctx, swiglu_backward_kernel, blocks, 256, 0, dgate_up, hidden, dhidden, gate_up, N, F);
+}
+
+// ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r
+// and mean of rmsnorm's rule.
+template <int D> struct WarpHeadBackward {
+    static constexpr int P = D / 64;
+    WarpHead<D> x, g;
+    float wu[P], wv[P], r, mean;
+    __device__ WarpHeadBackward(const bf16* head, const bf16* dhead, const bf16* w, const float* angle, float eps) {
+        x.load(head), g.load(dhead);
+        const int i = threadIdx.x % 32 * P;
+        float squares = 0, mixed = 0;
+        for (int p = 0; p < P; p++) {
+            const float cosine = angle[2 * (i + p)], sine = angle[2 * (i + p) + 1], u = g.u[p], v = g.v[p];
+            g.u[p] = u * cosine + v * sine, g.v[p] = v * cosine - u * sine;
+            wu[p] = to_acc(w[i + p]), wv[p] = to_acc(w[i + p + D / 2]);
+            squares += x.u[p] * x.u[p] + x.v[p] * x.v[p];
+            mixed += x.u[p] * wu[p] * g.u[p] + x.v[p] * wv[p] * g.v[p];
+        }
+        r = 1 / sqrtf(warp_sum(squares) / D + eps);
+        mean = warp_sum(mixed) * r * r * r / D;
+    }
+};
+// A warp a head of a token.
+template <int D>
+__global__ void qknorm_rope_backward_kernel(bf16* dqkv, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                                            const float* rope, Batch b, int H, int K, float eps) {
+    let_next_start();
+    wait_for_previous();
+    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, n = task / (H + K), h = task % (H + K);
+    if (n >= b.N || b.seq[n] < 0) return;
+    const size_t at = ((size_t)n * (H + 2 * K) + h) * D;
+    const float* angle = rope + (size_t)b.pos[n] * D;
+    WarpHeadBackward<D> y(qkv + at, dqkv + at, h < H ? q_weight : k_weight, angle, eps);
+    for (int p = 0; p < y.P; p++) {
+        y.g.u[p] = y.r * y.wu[p] * y.g.u[p] - y.x.u[p] * y.mean;
+        y.g.v[p] = y.r * y.wv[p] * y.g.v[p] - y.x.v[p] * y.mean;
+    }
+    y.g.store(dqkv + at);
+}
+// The weights' gradients, before dqkv is overwritten: warp w of W takes tokens w, w + W, ..., its sums stay in
+// registers; the last block to arrive adds the blocks' sums in order.
+constexpr int HEAD_BLOCKS = 256;
+template <int D>
+__global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, float* dk_weight, const bf16* dqkv,
+                                                          const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                                                          const float* rope, Batch b, int H, int K, float eps,
+                                                          float* partial, int* arrived) {
+    constexpr int P = D / 64;
+    __shared__ float sums[8][2 * D];
+    let_next_start();
+    wait_for_previous();
+    const int warp = threadIdx.x / 32, i = threadIdx.x % 32 * P;
+    float u[2][P] = {}, v[2][P] = {};
+    for (int n = blockIdx.x * 8 + warp; n < b.N; n += gridDim.x * 8)
+        for (int h = 0; h < H + K && b.seq[n] >= 0; h++) {
+            const size_t at = ((size_t)n * (H + 2 * K) + h) * D;
+            const float* angle = rope + (size_t)b.pos[n] * D;
+            const WarpHeadBackward<D> y(qkv + at, dqkv + at, h < H ? q_weight : k_weight, angle, eps);
+            #pragma unroll
+            for (int p = 0; p < P; p++) {
+                const float du = y.g.u[p] * y.x.u[p] * y.r, dv = y.g.v[p] * y.x.v[p] * y.r;
+                if (h < H) u[0][p] += du, v[0][p] += dv;
+                else u[1][p] += du, v[1][p] += dv;
+            }
+        }
+    for (int w = 0; w < 2; w++)
+        for (int p = 0; p < P; p++) sums[warp][w * D + i + p] = u[w][p], sums[warp][w * D + i + p + D / 2] = v[w][p];
+    __syncthreads();
+    const int c = threadIdx.x;
+    float sum = 0;
+    if (c < 2 * D) {
+        for (int w = 0; w < 8; w++) sum += sums[w][c];
+        partial[blockIdx.x * 2 * D + c] = sum;
+    }
+    if (!last_to_arrive(arrived, gridDim.x) || c >= 2 * D) return;
+    float* to = c < D ? dq_weight + c : dk_weight + c - D;
+    sum = *to;
+    for (int block = 0; block < (int)gridDim.x; block++) sum += __ldcg(partial + block * 2 * D + c);
+    *to = sum;
+}
+inline void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv,
+                                     const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b,
+                                     int H, int K, int D, float eps) {
+    const auto weights = D == 128 ? head_weight_kernel<128> : head_weight_kernel<64>;
+    const auto inputs = D == 128 ? qknorm_rope_backward_kernel<128> : qknorm_rope_backward_kernel<64>;
+    if (dq_weight)
+        launch(ctx, weights, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256, 0, dq_weight, dk_weight, dqkv, qkv, q_weight,
+               k_weight, rope, b, H, K, eps, ctx.gpu->partial, ctx.gpu->arrived);
+    const int blocks = (int)(((int64_t)b.N * (H + K) + 7) / 8);
+    launch(ctx, inputs, blocks, 256, 0, dqkv, qkv, q_weight, k_weight, rope, b, H, K, eps);
+}
+
+// ---- embed_backward. A block a token; the first one with its id adds up all that have it, in order.
+__global__ void __launch_bounds__(128) embed_backward_kernel(float* dW, const float* dx, Batch b, int C) {
+    __shared__ uint32_t found[4];
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x, id = b.token[n], warp = threadIdx.x / 32;
+    bool before = b.seq[n] < 0;
+    for (int m = threadIdx.x; m < n && !before; m += 128) before = b.token[m] == id && b.seq[m] >= 0;
+    if (__syncthreads_or(before)) return;
+    for (int first = n; first < b.N; first += 128) {
+        const int m = first + threadIdx.x;
+        const uint32_t same = __ballot_sync(~0u, m < b.N && b.token[m] == id && b.seq[m] >= 0);
+        if (threadIdx.x % 32 == 0) found[warp] = same;
+        __syncthreads();
+        for (int w = 0; w < 4; w++)
+            for (uint32_t left = found[w]; left; left &= left - 1) {
+                const float* row = dx + (size_t)(first + w * 32 + __ffs(left) - 1) * C;
+                for (int i = threadIdx.x; i < C; i += 128) dW[(size_t)id * C + i] += row[i];
+            }
+        __syncthreads();
+    }
+}
+inline void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b, int C) {
+    launch(ctx, embed_backward_kernel, b.N, 128, 0, dW, dx, b, C);
+}
+
+// ---- grad_norm. A block a piece of NORM_PIECE numbers; then one block adds the pieces.
+__global__ void __launch_bounds__(256) grad_squares_kernel(double* partial, const float* g, size_t n) {
+    let_next_start();
+    wait_for_previous();
+    const size_t first = blockIdx.x * NORM_PIECE + threadIdx.x, last = min(n, (blockIdx.x + 1) * NORM_PIECE);
+    double sum = 0;
+    for (size_t i = first; i < last; i += 256) sum += (double)g[i] * (double)g[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+__global__ void __launch_bounds__(1024) grad_norm_kernel(double* norm, const double* partial, size_t pieces) {
+    let_next_start();
+    wait_for_previous();
+    double sum = 0;
+    for (size_t p = threadIdx.x; p < pieces; p += 1024) sum += partial[p];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *norm = sqrt(sum);
+}
+inline void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, size_t n) {
+    const size_t pieces = (n + NORM_PIECE - 1) / NORM_PIECE;
+    launch(ctx, grad_squares_kernel, (unsigned)pieces, 256, 0, partial, g, n);
+    launch(ctx, grad_norm_kernel, 1, 1024, 0, norm, partial, pieces);
+}
+
+// ---- adamw. A thread a number.
+struct AdamWStep { float beta1, beta2, root, keep, pace, eps, clip, copy; };
+__global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
+                             AdamWStep a) {
+    let_next_start();
+    wait_for_previous();
+    const double length = *norm;
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (!isfinite(length) || i >= n) return;
+    const float gi = g[i] * (float)(a.clip > 0 ? fmin(1., a.clip / (length + 1e-6)) : 1.);
+    const float mi = m[i] + (gi - m[i]) * (1 - a.beta1), vi = v[i] * a.beta2 + gi * gi * (1 - a.beta2);
+    const float pi = p[i] * a.keep - a.pace * (mi / (sqrtf(vi) / a.root + a.eps));
+    m[i] = mi, v[i] = vi, p[i] = pi;
+    stored[i] = round_bf16(pi * a.copy);
+}
+inline void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm,
+                      size_t n, const AdamW& a) {
+    const float first = (float)(1 - std::pow((double)a.beta1, (double)a.step));
+    const float root = (float)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step));
+    const float keep = (float)(1 - (double)a.lr * a.decay);
+    const AdamWStep s = {a.beta1, a.beta2, root, keep, a.lr / first, a.eps, a.clip, a.copy};
+    launch(ctx, adamw_kernel, (unsigned)((n + 255) / 256), 256, 0, stored, p, m, v, g, norm, n, s);
+}
+
+// ========================================================================================================= 10 Products
+// Book I's product, y[n][r] = sum_i x[n][i] W[r][i], for N tokens n and `out` rows r of W; `in` is what is summed over.
+// The blocks of a Linear lie one after another on a GPU (Weights::upload), so W is one matrix. A product of the
+// backward pass has its own `in` and `out`: dx = dy W sums over W's rows, dW = dy^T x over the tokens.
+// Two kernels compute them all: stream_kernel for up to 16 tokens, at the speed at which W comes from memory, and
+// tile_kernel for more, at the speed of the tensor cores. What becomes of a sum is said by the kernel's epilogue.
+
+// ---- Epilogues. A kernel takes its epilogue by value, so that each thread has a copy, and calls these functions of
+// it. Here are the defaults. An epilogue for stream_kernel adds `one`, an epilogue for tile_kernel `four`:
+//
+//   one(inside, n, r, y, second)   Sum y of token n and row r, from one thread. Whole warps call it, eight neighbouring
+//                                  lanes for the same n and rows 8 q .. 8 q + 7, so that they can shuffle; `inside`
+//                                  is false where n or r is past the end.
+//   four(n, r, y, second)          Sums of token n and rows r .. r + 3 (r % 4 = 0), from one thread; none past the end.
+//
+// `second` is with PAIR the sum of up (y is that of gate), with ADDS what old or old_four returned, else zero.
+struct Epilogue {
+    static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread gets the sums of both
+    static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
+    static constexpr bool MASKS = false;         // tile_kernel masks the sums of the adapter's columns (see TileArgs)
+    static constexpr bool PARTS = false;         // tile_kernel hands over what a softmax needs of each 64 rows
+    static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
+
+    // stream_kernel: all threads, once, after wait_for_previous; a barrier follows before any `one`.
+    __device__ void begin() {}
+    // stream_kernel: all threads, once, after their last `one` (there is no barrier between).
+    __device__ void end(int /* N */) {}
+    // With ADDS, the number, or the four, that will be `second`. Asked for before the sums are complete, by the thread
+    // that will hand them over; n and r are not past the end.
+    __device__ float old(int /* n */, int /* r */) const { return 0; }
+    __device__ float4 old_four(int /* n */, int /* r */) const { return {}; }
+    // With MASKS, bit j: the adapter's sum of token n, row 8 r8 + j is kept, and multiplied by `scale`; else it becomes
+    // 0. One lane asks for eight rows, and shares the answer with the other lanes that hold some of them. n < N.
+    __device__ uint32_t kept(int /* n */, int /* r8 */) const { return 0xff; }
+    static constexpr float scale = 1;
+    // With PARTS, of the sums y of token n and rows 64 piece .. 64 piece + 63: the largest, and sum e^(y - largest).
+    // From one thread, n and 64 piece not past the end.
+    __device__ void part(int /* n */, int /* piece */, float /* largest */, float /* sum */) {}
+};
+
+__device__ inline void store_one(float* to, float y) { *to = y; }
+__device__ inline void store_one(bf16* to, float y) { *to = round_bf16(y); }
+__device__ inline void store_four(float* to, const float4& y) { *(float4*)to = y; }
+__device__ inline void store_four(bf16* to, const float4& y) {
+    *(uint2*)to = make_uint2(pack(y.x, y.y), pack(y.z, y.w));
+}
+
+template <class T> struct StoreEpilogue : Epilogue { // linear: out = y; in float the head's logits
+    T* out; // (N, ld)
+    size_t ld;
+    StoreEpilogue(T* out, size_t ld) : out(out), ld(ld) {}
+    __device__ void one(bool inside, int n, int r, float y, float) { if (inside) store_one(out + n * ld + r, y); }
+    __device__ void four(int n, int r, const float4& y, const float4&) { store_four(out + n * ld + r, y); }
+};
+
+struct AddEpilogue : Epilogue { // linear_add: out = residual + y; linear_backward_weight: dW += y
+    static constexpr bool ADDS = true;
+    float* out;            // (N, ld)
+    const float* residual; // (N, ld), may be out
+    size_t ld;
+    AddEpilogue(float* out, const float* residual, size_t ld) : out(out), residual(residual), ld(ld) {}
+    __device__ float old(int n, int r) const { return residual[n * ld + r]; }
+    __device__ float4 old_four(int n, int r) const { return *(const float4*)(residual + n * ld + r); }
+    __device__ void one(bool inside, int n, int r, float y, float old) { if (inside) out[n * ld + r] = old + y; }
+    __device__ void four(int n, int r, const float4& y, const float4& old) {
+        store_four(out + n * ld + r, make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w));
+    }
+};
+
+// gate and up are rounded as Book I rounds them when it stores them.
+__device__ inline float swiglu(float gate, float up) {
+    const float g = to_acc(round_bf16(gate));
+    return g / (1 + exp2_fast(-LOG2E * g)) * to_acc(round_bf16(up));
+}
+struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
+    static constexpr bool PAIR = true;
+    bf16* out;     // (N,F)
+    bf16* gate_up; // (N,2F) for the backward pass, or null
+    size_t F;
+    SwigluEpilogue(bf16* out, bf16* gate_up, size_t F) : out(out), gate_up(gate_up), F(F) {}
+    __device__ void one(bool inside, int n, int f, float gate, float up) {
+        if (!inside) return;
+        out[n * F + f] = round_bf16(swiglu(gate, up));
+        if (gate_up) gate_up[n * 2 * F + f] = round_bf16(gate), gate_up[(n * 2 + 1) * F + f] = round_bf16(up);
+    }
+    __device__ void four(int n, int f, const float4& g, const float4& u) {
+        const float4 y = {swiglu(g.x, u.x), swiglu(g.y, u.y), swiglu(g.z, u.z), swiglu(g.w, u.w)};
+        store_four(out + n * F + f, y);
+        if (gate_up) store_four(gate_up + n * 2 * F + f, g), store_four(gate_up + (n * 2 + 1) * F + f, u);
+    }
+};
+
+struct LossEpilogue : StoreEpilogue<float> { // head_loss: logits, and the softmax's parts of each 64 of a row
+    static constexpr bool PARTS = true;
+    float2* parts; // (R, pieces)
+    size_t pieces;
+    LossEpilogue(float* logits, size_t V, float2* parts, size_t pieces)
+        : StoreEpilogue(logits, V), parts(parts), pieces(pieces) {}
+    __device__ void part(int n, int piece, float largest, float sum) { parts[n * pieces + piece] = {largest, sum}; }
+};
+
+struct ScatterEpilogue : Epilogue { // head_backward: the gradient of row n of the picked ones goes to row rows[n]
+    bf16* out;       // (., C)
+    const int* rows; // (R)
+    size_t C;
+    ScatterEpilogue(bf16* out, const int* rows, size_t C) : out(out), rows(rows), C(C) {}
+    __device__ void four(int n, int c, const float4& y, const float4&) { store_four(out + rows[n] * C + c, y); }
+};
+
+struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input of a module whose x was dropped on its way to A
+    static constexpr bool MASKS = true;
+    Dropout dropout;
+    int module;
+    float scale;
+    DropEpilogue(bf16* out, size_t ld, const Dropout& dropout, int module, float scale)
+        : StoreEpilogue(out, ld), dropout(dropout), module(module), scale(scale) {}
+    __device__ uint32_t kept(int n, int r8) const { return dropout_mask(dropout, dropout.token[n], module, r8); }
+};
+
+struct LoraUpEpilogue : Epilogue { // lora_backward_weight: dB += s y, in the rows and columns that belong together
+    static constexpr bool ADDS = true;
+    float* dB; // (out, m * rank)
+    float s;
+    int rank, columns, first[3], last[3]; // rows of module j
+    LoraUpEpilogue(float* dB, const Linear<bf16>& W)
+        : dB(dB), s(W.adapter.s), rank(W.adapter.rank), columns((int)W.adapter.width()), first(), last() {
+        for (int j = 0; j < W.adapter.modules; j++) {
+            const int block = W.adapter.block[j];
+            first[j] = W.first_row(block), last[j] = first[j] + W.rows[block];
+        }
+    }
+    __device__ bool own(int r, int c) const { return r >= first[c / rank] && r < last[c / rank]; }
+    __device__ float4 old_four(int r, int c) const {
+        return own(r, c) ? *(const float4*)(dB + (size_t)r * columns + c) : float4{};
+    }
+    __device__ void four(int r, int c, const float4& y, const float4& old) {
+        if (!own(r, c)) return;
+        const float4 sum = {old.x + s * y.x, old.y + s * y.y, old.z + s * y.z, old.w + s * y.w};
+        store_four(dB + (size_t)r * columns + c, sum);
+    }
+};
+
+// ---- Few tokens. linear, linear_add, SwiGLU of them, the head, and with NORM the same of rmsnorm(stream).
+// Grid: as many blocks as are resident at once, each of 4 to 12 warps. A block takes groups of TILES x 8 rows of W in
+// turn (PAIR: 8 of gate and 8 of up), all of its warps together: `in` is cut into steps of 32, and a warp has p.steps
+// of them. Lane 4 g + t reads row g of each tile, numbers 8 t .. 8 t + 7 of each step, in one load of 16 bytes.
+// In halves these are two b operands of mma, if the a operands hold the same numbers of the tokens (mma_32): a sum does
+// not ask in which order `in` is numbered, as long as both operands agree. So nothing is moved or converted between
+// memory and tensor core. M: the a operand has room for 8 M tokens; fewer cost as much.
+// Afterwards the warps' sums are added in shared memory, one (token, row) a thread, which calls the epilogue.
+// Shared memory: two sets of (warps, TILES, 8 M, 8) sums, used in turn, so that one barrier a group is enough; with
+// NORM what norm_rows needs, and its output (N, in + 8), whose rows begin in different banks.
+// Bound by the memory's speed: each weight is read once, and all of a group's first STREAM_LOADS loads are on their way
+// before any is waited for; those of the next group before the sums of this one are added.
+// A sum's order depends on `in` only: a row of tokens has the same bits whatever N and M are.
+constexpr int STREAM_TOKENS = 16, NORM_TOKENS = 4, STREAM_LOADS = 8;
+
+struct StreamArgs {
+    const bf16* x;       // (., in)
+    const int* rows;     // (N) rows of x, or null: the first N
+    const float* stream; // (N,in) with NORM
+    const bf16* norm;    // (in)
+    float eps;
+    const bf16* W;       // (out,in), with PAIR (2 out, in)
+    int N, in, out;
+    int steps = 0;       // of 32 numbers of `in`, a warp: set by launch_stream
+};
+
+// d += a b for 32 numbers of `in`. Lane 4 g + t holds eight of them, of tokens g (a0), g + 8 (a1) and of row g of W.
+__device__ __forceinline__ void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4& b) {
+    mma(d, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
+    mma(d, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+}
+
+// What a lane holds of a group's rows: LOADS steps.
+template <int TILES, bool PAIR> struct StreamWeights {
+    static constexpr int LOADS = STREAM_LOADS / TILES, ROWS = PAIR ? 8 : 8 * TILES;
+    uint4 w[LOADS][TILES];
+    // Of LOADS steps from `step` on; zeros from step `last` on.
+    __device__ __forceinline__ void load(const StreamArgs& p, int group, int step, int last) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        #pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const int row = min(group * ROWS + (PAIR ? 0 : tile * 8) + g, p.out - 1);
+            const int r = PAIR ? row + tile * p.out : row;
+            const bf16* at = p.W + (size_t)r * p.in + step * 32 + 8 * t;
+            #pragma unroll
+            for (int i = 0; i < LOADS; i++)
+                w[i][tile] = load_stream(at + i * 32, step + i < last && (step + i) * 32 + 8 * t < p.in);
+        }
+    }
+    // sum += W x^T for these steps; token[m]: this lane's rows of x.
+    template <int M>
+    __device__ __forceinline__ void multiply(float (&sum)[TILES][4], const bf16* const (&token)[M], int in,
+                                             int step) const {
+        #pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            const int k = min((step + i) * 32 + 8 * (int)(threadIdx.x % 4), in - 8); // past the end w is zero
+            uint4 a[2] = {};
+            #pragma unroll
+            for (int m = 0; m < M; m++) a[m] = *(const uint4*)(token[m] + k);
+            #pragma unroll
+            for (int tile = 0; tile < TILES; tile++) mma_32(sum[tile], a[0], a[1], w[i][tile]);
+        }
+    }
+};
+
+// What stream_kernel has in shared memory after its sums, with NORM.
+BOTH inline int stream_norm_pieces(int N, int in) { return (N * ((in + 127) / 128) + 3) / 4 * 4; } // floats
+constexpr int STREAM_NORM_PAD = 8; // numbers between two rows
+
+template <int TILES, int M, bool NORM, class Epilogue>
+__global__ void __launch_bounds__(384, 2) stream_kernel(StreamArgs p, Epilogue epilogue) {
+    static_assert(!Epilogue::PAIR || TILES == 2, "a tile of gate, a tile of up");
+    constexpr int SUMS = TILES * M * 64; // (tile, token, row)
+    extern __shared__ float shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
+    const int first = warp * p.steps, last = min((p.in + 31) / 32, first + p.steps);
+    StreamWeights<TILES, Epilogue::PAIR> weights;
+    constexpr int ROWS = weights.ROWS;
+    const int groups = (p.out + ROWS - 1) / ROWS;
+    int group = blockIdx.x;
+    // Weights may be read before the previous kernels have ended: no kernel of a forward writes them, and the first
+    // one, embed, starts only when all that was launched before it has ended (AdamW in training).
+    weights.load(p, group, first, last);
+    let_next_start();
+    wait_for_previous();
+    epilogue.begin();
+    const bf16* x = p.x;
+    int ld = p.in;
+    if (NORM) {
+        float* pieces = shared + 2 * warps * SUMS;
+        bf16* normed = (bf16*)(pieces + stream_norm_pieces(p.N, p.in));
+        ld = p.in + STREAM_NORM_PAD;
+        norm_rows(normed, ld, p.stream, p.norm, pieces, p.N, p.in, p.eps);
+        x = normed;
+    }
+    const bf16* token[M]; // tokens g and g + 8, this lane's rows of a; past the last one it computes what nobody keeps
+    #pragma unroll
+    for (int m = 0; m < M; m++) {
+        const int n = min(g + 8 * m, p.N - 1);
+        token[m] = x + (size_t)(!NORM && p.rows ? p.rows[n] : n) * ld;
+    }
+    float* sums = shared;
+    for (; group < groups; group += gridDim.x) {
+        // The first (token, row) that this thread will hand over. A set of sums is (tile, token, row of the tile).
+        const int o0 = threadIdx.x, n0 = o0 / 8 % (8 * M), r0 = group * ROWS + o0 / (64 * M) * 8 + o0 % 8;
+        [[maybe_unused]] float old = 0;
+        if constexpr (Epilogue::ADDS) old = o0 < SUMS && n0 < p.N && r0 < p.out ? epilogue.old(n0, r0) : 0;
+        float sum[TILES][4] = {};
+        for (int step = first; step < last; step += weights.LOADS) {
+            if (step > first) weights.load(p, group, step, last);
+            weights.multiply(sum, token, p.in, step);
+        }
+        if (group + (int)gridDim.x < groups) weights.load(p, group + gridDim.x, first, last);
+        #pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+            #pragma unroll
+            for (int m = 0; m < M; m++) {
+                float* to = sums + warp * SUMS + ((tile * M + m) * 8 + g) * 8 + 2 * t;
+                *(float2*)to = make_float2(sum[tile][2 * m], sum[tile][2 * m + 1]);
+            }
+        __syncthreads();
+        for (int o = threadIdx.x; o < (Epilogue::PAIR ? SUMS / 2 : SUMS); o += blockDim.x) {
+            const int n = o / 8 % (8 * M), r = group * ROWS + o / (64 * M) * 8 + o % 8;
+            float y = 0, second = 0;
+            #pragma unroll 4
+            for (int v = 0; v < warps; v++) {
+                y += sums[v * SUMS + o];
+                if (Epilogue::PAIR) second += sums[v * SUMS + SUMS / 2 + o];
+            }
+            const bool inside = n < p.N && r < p.out;
+            if constexpr (Epilogue::ADDS) second = o == o0 ? old : inside ? epilogue.old(n, r) : 0;
+            epilogue.one(inside, n, r, y, second);
+        }
+        sums = sums == shared ? shared + warps * SUMS : shared;
+    }
+    epilogue.end(p.N);
+}
+
+// Returns the number of blocks.
+template <int TILES, int M, bool NORM, class Epilogue>
+int launch_stream(Context& ctx, StreamArgs p, Epilogue epilogue) {
+    constexpr int ROWS = StreamWeights<TILES, Epilogue::PAIR>::ROWS;
+    const int groups = (p.out + ROWS - 1) / ROWS, steps = (p.in + 31) / 32;
+    const int warps = std::min(12, std::max(4, steps * TILES / STREAM_LOADS));
+    p.steps = (steps + warps - 1) / warps;
+    const size_t normed = (size_t)p.N * (p.in + STREAM_NORM_PAD);
+    size_t shared = 2 * (size_t)warps * TILES * M * 64 * sizeof(float);
+    if (NORM) shared += stream_norm_pieces(p.N, p.in) * sizeof(float) + normed * sizeof(bf16);
+    const int resident = ctx.gpu->sms * (24 / warps); // at once: 80 registers a thread leave room for 24 warps
+    const int blocks = std::min({groups, resident, Epilogue::MOST_BLOCKS});
+    launch(ctx, stream_kernel<TILES, M, NORM, Epilogue>, blocks, warps * 32, shared, p, epilogue);
+    return blocks;
+}
+template <class Epilogue> int stream_product(Context& ctx, const StreamArgs& p, Epilogue epilogue) {
+    constexpr bool PAIR = Epilogue::PAIR;
+    if (p.N < 1 || p.N > (p.stream ? NORM_TOKENS : STREAM_TOKENS)) DIE("stream_product: %d tokens", p.N);
+    if (p.in % 8 || p.out % 8) DIE("stream_product: W is (%d,%d); its kernel takes multiples of 8", p.out, p.in);
+    const bool two = PAIR || p.in <= 1024; // a warp has few steps of a short row; of two tiles it has as many loads
+    if (p.stream) {
+        if (two) return launch_stream<2, 1, true>(ctx, p, epilogue);
+        if constexpr (!PAIR) return launch_stream<1, 1, true>(ctx, p, epilogue);
+    } else if (p.N <= 8) {
+        if (two) return launch_stream<2, 1, false>(ctx, p, epilogue);
+        if constexpr (!PAIR) return launch_stream<1, 1, false>(ctx, p, epilogue);
+    }
+    if (two) return launch_stream<2, 2, false>(ctx, p, epilogue);
+    if constexpr (!PAIR) return launch_stream<1, 2, false>(ctx, p, epilogue);
+    return 0; // (not reached: PAIR is always two)
+}
+
+// ---- Many tokens. Every product of more than 16 tokens, every product of the backward pass, products with an adapter.
+// Grid: (tiles, splits). A block owns a tile of the output: S::TOKENS tokens by S::ROWS rows of W (PAIR: half of them
+// of gate, half of up). It walks along `in` in stages of 64 numbers, which cp.async copies to a ring of S::STAGES
+// stages in shared memory while the tensor cores work on an earlier one. Bound by the tensor cores; by the memory if
+// there are few tokens.
+//
+// Layouts. A forward product has `in` along the rows of both operands: x is (N,in), W is (out,in). Of the backward
+// products dx = dy W has `in` down W's columns, W (in,out): W_COLS; and dW = dy^T x down both, x (in,N) also: X_COLS.
+// The tensor core takes such an operand transposed.
+//
+// A stage in shared memory. A row has the 128 bytes of a cache line. `in` along the rows: a row of the operand's 64
+// numbers each. `in` down the columns: 64 neighbouring columns at one i, 64 such rows to a panel, a panel for every 64
+// columns of the tile. A row's eight chunks of 16 bytes are swizzled: chunk c of row r lies in place c ^ r % 8. So
+// ldmatrix, which reads the same chunk of eight rows at once, meets eight different groups of banks; wgmma wants the
+// same order.
+//
+// Who owns what. mma.sync: a warp owns S::WARP_TOKENS by S::WARP_ROWS of the tile. wgmma (S::WARPGROUP): the block's
+// four warps own the tile together, each 16 of every 64 tokens and all rows. Either way a warp's part is made of
+// fragments, 16 tokens by eight rows of W, spread over its lanes as mma leaves them: of fragment (i, j) lane 4 g + t
+// holds sum[i][j][0 .. 3]: rows 2 t and 2 t + 1 of token g, then the same of token g + 8.
+// PAIR: the tile has 16 rows of gate and 16 rows of up in turn, so that a lane holds the same columns of both, two
+// fragments apart.
+//
+// An adapter's h and s B are further columns of x and W: `more` numbers of `in`, which come first, in stages of their
+// own.
+//
+// Splits. If there are too few tiles to fill the GPU, `splits` blocks share a tile, each has a part of the stages, and
+// the last one to arrive adds their sums in order.
+constexpr int STAGE_IN = 64; // numbers of `in` in a stage
+
+template <int TOKENS_, int ROWS_, int WARP_TOKENS_, int WARP_ROWS_, int STAGES_, bool WARPGROUP_ = false>
+struct TileShape {
+    static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_;
+    static constexpr int WARP_TOKENS = WARP_TOKENS_, WARP_ROWS = WARP_ROWS_;
+    static constexpr bool WARPGROUP = WARPGROUP_;
+    static int64_t tiles(int N, int rows) { return (int64_t)((N + TOKENS - 1) / TOKENS) * ((rows + ROWS - 1) / ROWS); }
+    static constexpr int THREADS = TOKENS / WARP_TOKENS * (ROWS / WARP_ROWS) * 32;
+    static constexpr int X_BYTES = TOKENS * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2; // x, then W
+    static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES + (WARPGROUP ? 1024 : 0);            // to align it
+    // Fragments of tokens and of rows that a warp has, and the first token and row of its part.
+    static constexpr int MF = WARPGROUP ? TOKENS / 64 : WARP_TOKENS / 16, NF = (WARPGROUP ? ROWS : WARP_ROWS) / 8;
+    __device__ static int warp_token() {
+        const int warp = threadIdx.x / 32;
+        return WARPGROUP ? warp * 16 : warp % (TOKENS / WARP_TOKENS) * WARP_TOKENS;
+    }
+    __device__ static int warp_row() {
+        const int warp = threadIdx.x / 32;
+        return WARPGROUP ? 0 : warp / (TOKENS / WARP_TOKENS) * WARP_ROWS;
+    }
+    static_assert(!WARPGROUP || (THREADS == 128 && ROWS == 128), "one warpgroup");
+};
+
+struct TileArgs {
+    const bf16 *x, *W;    // (N,in), X_COLS (in,N); (out,in), with PAIR (2 out, in), W_COLS (in,out)
+    int N, in, out;
+    const bf16 *more_x = nullptr, *more_W = nullptr; // (N,more); (out,more), W_COLS (more,out). Not with X_COLS
+    int more = 0;
+    int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: as many as a row has
+    bool early = false;   // few blocks: those of the next kernel may come beside them from the start
+    int splits = 1;
+    float* partial = nullptr;
+    int* arrived = nullptr;
+};
+
+// Which tile and which of its steps (stages of `in`) a block has.
+template <class S, bool PAIR> struct TilePlace {
+    int n0, r0;      // first token; first row, of gate and up together with PAIR
+    int more_steps;  // over the adapter's columns, which come first
+    int first, last; // this block's steps
+    // Tiles are numbered in bands of 8 tiles of tokens: blocks that run at the same time share rows of both operands in
+    // the L2 cache.
+    __device__ __forceinline__ explicit TilePlace(const TileArgs& p) {
+        const int rows = PAIR ? 2 * p.out : p.out;
+        const int across = (rows + S::ROWS - 1) / S::ROWS, down = (p.N + S::TOKENS - 1) / S::TOKENS;
+        const int band = blockIdx.x / (8 * across), in_band = blockIdx.x % (8 * across), high = min(8, down - band * 8);
+        n0 = (band * 8 + in_band % high) * S::TOKENS, r0 = in_band / high * S::ROWS;
+        more_steps = (p.more + STAGE_IN - 1) / STAGE_IN;
+        const int steps = more_steps + (p.in + STAGE_IN - 1) / STAGE_IN;
+        first = (int)((int64_t)steps * blockIdx.y / p.splits);
+        last = (int)((int64_t)steps * (blockIdx.y + 1) / p.splits);
+    }
+    // This lane's token in rows g + 8 h of fragment i.
+    __device__ __forceinline__ int token(int i, int h) const {
+        return n0 + S::warp_token() + i * (S::WARPGROUP ? 64 : 16) + h * 8 + threadIdx.x % 32 / 4;
+    }
+};
+
+// Where in an operand's stage a chunk of 16 bytes lies. With `in` along the rows there are eight chunks, one panel.
+__device__ __forceinline__ uint32_t chunk_address(uint32_t stage, int row, int chunk) {
+    return stage + row * 128 + ((chunk ^ row % 8) << 4);
+}
+__device__ __forceinline__ uint32_t panel_address(uint32_t stage, int row, int chunk) {
+    return chunk_address(stage + chunk / 8 * (STAGE_IN * 128), row, chunk % 8);
+}
+
+// What one thread copies of an operand's stage: `chunk` of COUNT rows, STEP rows apart, from `row` on.
+template <int ROWS, bool COLS, int THREADS> struct TileCopy {
+    static constexpr int CHUNKS = (COLS ? ROWS : STAGE_IN) / 8, ALL = COLS ? STAGE_IN : ROWS;
+    static constexpr int STEP = THREADS / CHUNKS, COUNT = ALL / STEP;
+    static_assert(STEP % 8 == 0 && COUNT * STEP == ALL && (!COLS || ROWS % 64 == 0), "every thread copies the same");
+    const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
+    const uint32_t offset = panel_address(0, row, chunk); // STEP is a multiple of 8: the same swizzle in every row
+};
+
+// Copies stages to shared memory. A chunk past the end of `in`, of the tokens or of the rows becomes zeros.
+template <class S, bool X_COLS, bool W_COLS, bool PAIR> struct TileStages {
+    const TileArgs& p;
+    const TilePlace<S, PAIR>& at;
+    uint32_t shared;
+    TileCopy<S::TOKENS, X_COLS, S::THREADS> cx;
+    TileCopy<S::ROWS, W_COLS, S::THREADS> cw;
+
+    // What a step copies from: the adapter's columns, or the operand's own, from number i of `in` numbers on.
+    struct Source {
+        const bf16* from;
+        int ld, in, i;
+    };
+    __device__ __forceinline__ Source source(int step, const bf16* own, int ld, const bf16* more, int more_ld) const {
+        const bool extra = step < at.more_steps;
+        const int i = (extra ? step : step - at.more_steps) * STAGE_IN;
+        return {extra ? more : own, extra ? more_ld : ld, extra ? p.more : p.in, i};
+    }
+    __device__ __forceinline__ uint32_t x_stage(int step) const { return shared + step % S::STAGES * S::STAGE_BYTES; }
+    __device__ __forceinline__ uint32_t w_stage(int step) const { return x_stage(step) + S::X_BYTES; }
+
+    // `in` down the columns: 64 rows, of which a thread copies one chunk of columns.
+    template <class Copy>
+    __device__ __forceinline__ void copy_columns(uint32_t stage, const Copy& c, const Source& s, bool wanted, int first,
+                                                 int end) const {
+        const uint32_t to = stage + c.offset;
+        const int i = s.i + c.row, column = first + c.chunk * 8;
+        const bf16* from = s.from + (size_t)i * s.ld + column;
+        #pragma unroll
+        for (int k = 0; k < c.COUNT; k++) {
+            const bool inside = wanted && i + k * c.STEP < s.in && column < end;
+            copy_async(to + k * c.STEP * 128, from + (size_t)k * c.STEP * s.ld, inside);
+        }
+    }
+    __device__ __forceinline__ void copy_x(int step) const {
+        if constexpr (X_COLS) {
+            copy_columns(x_stage(step), cx, {p.x, p.ldx, p.in, step * STAGE_IN}, step < at.last, at.n0, p.N);
+        } else {
+            const Source s = source(step, p.x, p.ldx, p.more_x, p.more);
+            const uint32_t to = x_stage(step) + cx.offset;
+            const int i = s.i + cx.chunk * 8, n = at.n0 + cx.row;
+            const bool inside = step < at.last && i < s.in;
+            const bf16* from = s.from + (size_t)n * s.ld + i;
+            #pragma unroll
+            for (int k = 0; k < cx.COUNT; k++)
+                copy_async(to + k * cx.STEP * 128, from + (size_t)k * cx.STEP * s.ld, inside && n + k * cx.STEP < p.N);
+        }
+    }
+    __device__ __forceinline__ void copy_w(int step) const {
+        const Source s = source(step, p.W, p.ldw, p.more_W, W_COLS ? p.out : p.more);
+        if constexpr (W_COLS) copy_columns(w_stage(step), cw, s, step < at.last, at.r0, p.out);
+        else {
+            const uint32_t to = w_stage(step) + cw.offset;
+            const int i = s.i + cw.chunk * 8;
+            const bool inside = step < at.last && i < s.in;
+            #pragma unroll
+            for (int k = 0; k < cw.COUNT; k++) {
+                const int row = cw.row + k * cw.STEP; // of the tile; r: of W, or of gate or up
+                const int r = PAIR ? at.r0 / 2 + row / 32 * 16 + row % 16 : at.r0 + row;
+                const bf16* from = s.from + i + (size_t)(PAIR && row / 16 % 2 ? p.out + r : r) * s.ld;
+                copy_async(to + k * cw.STEP * 128, from, inside && r < p.out);
+            }
+        }
+    }
+};
+
+// sum += x W^T for one stage, by mma.sync: operands go through registers, 16 numbers of `in` at a time.
+template <class S, bool X_COLS, bool W_COLS>
+__device__ __forceinline__ void multiply_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage) {
+    const int lane = threadIdx.x % 32, warp_token = S::warp_token(), warp_row = S::warp_row();
+    #pragma unroll
+    for (int k = 0; k < STAGE_IN / 16; k++) {
+        uint32_t a[S::MF][4], b[S::NF / 2][4];
+        #pragma unroll
+        for (int i = 0; i < S::MF; i++) {
+            const int token = warp_token + i * 16;
+            if constexpr (X_COLS) {
+                const int row = k * 16 + lane % 8 + lane / 16 * 8;
+                ldmatrix_transposed(a[i], panel_address(x_stage, row, token / 8 + lane / 8 % 2));
+            } else {
+                ldmatrix(a[i], chunk_address(x_stage, token + lane % 16, 2 * k + lane / 16));
+            }
+        }
+        #pragma unroll
+        for (int j = 0; j < S::NF / 2; j++) {
+            const int row = warp_row + j * 16;
+            if constexpr (W_COLS)
+                ldmatrix_transposed(b[j], panel_address(w_stage, k * 16 + lane % 16, row / 8 + lane / 16));
+            else
+                ldmatrix(b[j], chunk_address(w_stage, row + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+        }
+        #pragma unroll
+        for (int i = 0; i < S::MF; i++)
+            #pragma unroll
+            for (int j = 0; j < S::NF; j++)
+                mma(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+    }
+}
+// The same by wgmma, which reads shared memory: 64 tokens, all rows, 16 numbers of `in` an instruction.
+template <class S, bool X_COLS, bool W_COLS>
+__device__ __forceinline__ void multiply_stage_wgmma(float (&sum)[S::MF][S::NF][4], uint32_t x_stage,
+                                                     uint32_t w_stage) {
+    constexpr int PANEL = STAGE_IN * 128, DOWN = 16 * 128, ALONG = 32; // bytes of 16 numbers of `in`, down and along
+    wgmma_begin();
+    #pragma unroll
+    for (int k = 0; k < STAGE_IN / 16; k++)
+        #pragma unroll
+        for (int i = 0; i < S::MF; i++)
+            wgmma<X_COLS, W_COLS>(sum[i], wgmma_operand(x_stage + i * 64 * 128 + k * (X_COLS ? DOWN : ALONG), PANEL),
+                                  wgmma_operand(w_stage + k * (W_COLS ? DOWN : ALONG), PANEL));
+    wgmma_end(sum);
+}
+
+// The main loop: sum += x W^T for steps from .. to - 1. The copies of the first STAGES - 1 stages are under way.
+template <class S, bool X_COLS, bool W_COLS, bool PAIR>
+__device__ __forceinline__ void multiply_steps(float (&sum)[S::MF][S::NF][4],
+                                               const TileStages<S, X_COLS, W_COLS, PAIR>& stages, int from, int to) {
+    for (int step = from; step < to; step++) {
+        wait_for_copies<S::STAGES - 2>(); // this step's stage, as far as this thread copied it
+        if (S::WARPGROUP) wgmma_see_shared();
+        __syncthreads(); // ... as all did; and all are done with the stage before it, whose place the next copies take
+        const int next = step + S::STAGES - 1;
+        if (next < stages.at.last) stages.copy_x(next), stages.copy_w(next);
+        commit_copies();
+        const uint32_t x_stage = stages.x_stage(step), w_stage = x_stage + S::X_BYTES;
+        if constexpr (S::WARPGROUP) multiply_stage_wgmma<S, X_COLS, W_COLS>(sum, x_stage, w_stage);
+        else multiply_stage<S, X_COLS, W_COLS>(sum, x_stage, w_stage);
+    }
+}
+
+// A mask of eight columns that lane e of a quad has: what it says of this lane's two, 2 t and 2 t + 1, in bits 0 and 1.
+__device__ __forceinline__ uint32_t mask_of_lane(uint32_t mask, int e) {
+    return __shfl_sync(~0u, mask, (threadIdx.x % 32 & ~3) + e) >> 2 * (threadIdx.x % 4);
+}
+// Epilogue::MASKS: sums that are not kept become zero, the others are scaled. Each lane of a quad asks about one of
+// four fragments, which all four hold.
+template <class S, class Epilogue, class Place>
+__device__ __forceinline__ void mask_sums(float (&sum)[S::MF][S::NF][4], int N, const Place& at,
+                                          const Epilogue& epilogue) {
+    #pragma unroll
+    for (int i = 0; i < S::MF; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++)
+            #pragma unroll
+            for (int j = 0; j < S::NF; j += 4) {
+                const int n = at.token(i, h);
+                const uint32_t mine = n < N ? epilogue.kept(n, (at.r0 + S::warp_row()) / 8 + j + threadIdx.x % 4) : 0;
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const uint32_t kept = mask_of_lane(mine, e);
+                    float* y = &sum[i][j + e][2 * h];
+                    y[0] = kept & 1 ? y[0] * epilogue.scale : 0, y[1] = kept & 2 ? y[1] * epilogue.scale : 0;
+                }
+            }
+}
+
+// The sums of the blocks that share a tile, in order, for the last one to arrive: true for that one. In `partial` they
+// lie as the threads hold them: (tile, split, fragment, thread, 4).
+template <int THREADS, int M, int N>
+__device__ __forceinline__ bool reduce_splits(float (&sum)[M][N][4], float* partial, int* arrived, int tile, int split,
+                                              int splits) {
+    float4* part = (float4*)partial + (size_t)tile * splits * M * N * THREADS + threadIdx.x;
+    float4* mine = part + (size_t)split * M * N * THREADS;
+    #pragma unroll
+    for (int f = 0; f < M * N; f++) {
+        float(&v)[4] = sum[f / N][f % N];
+        mine[f * THREADS] = make_float4(v[0], v[1], v[2], v[3]);
+        v[0] = v[1] = v[2] = v[3] = 0;
+    }
+    if (!last_to_arrive(arrived + tile, splits)) return false;
+    #pragma unroll 1
+    for (int s = 0; s < splits; s++, part += M * N * THREADS)
+        #pragma unroll
+        for (int f = 0; f < M * N; f++) {
+            const float4 other = __ldcg(part + f * THREADS);
+            float(&v)[4] = sum[f / N][f % N];
+            v[0] += other.x, v[1] += other.y, v[2] += other.z, v[3] += other.w;
+        }
+    return true;
+}
+
+// Epilogue::PARTS, of a lane's token n in fragments j0 .. j0 + 7 of `sum`, which are rows r0 .. r0 + 63. A quad of
+// lanes has all of them. h: which of the fragment's two tokens a lane holds.
+template <int NF, class Epilogue>
+__device__ __forceinline__ void softmax_part(const float (&sum)[NF][4], int j0, int h, int n, int r0, int N, int out,
+                                             Epilogue& epilogue) {
+    const int t = threadIdx.x % 4;
+    float largest = -1e30f, part = 0;
+    #pragma unroll
+    for (int j = 0; j < 8; j++)
+        #pragma unroll
+        for (int e = 0; e < 2; e++)
+            if (r0 + j * 8 + 2 * t + e < out) largest = fmaxf(largest, sum[j0 + j][2 * h + e]);
+    largest = quad_max(largest);
+    #pragma unroll
+    for (int j = 0; j < 8; j++)
+        #pragma unroll
+        for (int e = 0; e < 2; e++)
+            if (r0 + j * 8 + 2 * t + e < out) part += exp2_fast((sum[j0 + j][2 * h + e] - largest) * LOG2E);
+    part = quad_sum(part);
+    if (t == 0 && n < N && r0 < out) epilogue.part(n, r0 / 64, largest, part);
+}
+
+// Four neighbouring columns of the 16 of two fragments, so that a quad of lanes writes whole sectors of 32 bytes:
+// neighbours exchange two numbers. Lanes 0 1 2 3 of a quad get columns 0 .. 3, 8 .. 11, 4 .. 7, 12 .. 15.
+__device__ __forceinline__ float4 four_columns(const float (&even)[4], const float (&odd)[4], int h) {
+    const bool second = threadIdx.x % 2; // gets its four from the second fragment
+    const float a = __shfl_xor_sync(~0u, second ? even[2 * h] : odd[2 * h], 1);
+    const float b = __shfl_xor_sync(~0u, second ? even[2 * h + 1] : odd[2 * h + 1], 1);
+    return second ? make_float4(a, b, odd[2 * h], odd[2 * h + 1]) : make_float4(even[2 * h], even[2 * h + 1], a, b);
+}
+// Hands a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
+template <int NF, class Epilogue>
+__device__ __forceinline__ void finish_row(const float (&sum)[NF][4], int h, int n, int first, int N, int out,
+                                           Epilogue& epilogue) {
+    constexpr int EACH = Epilogue::PAIR ? 4 : 2; // fragments that give a lane four columns, of gate and up with PAIR
+    const int t = threadIdx.x % 4;
+    const auto row = [&](int j) {
+        return (Epilogue::PAIR ? first / 2 + j * 4 : first + j * 8) + t / 2 * 4 + t % 2 * 8;
+    };
+    [[maybe_unused]] float4 old[Epilogue::ADDS ? NF / EACH : 1]; // all are asked for before the first is waited for
+    if constexpr (Epilogue::ADDS)
+        #pragma unroll
+        for (int j = 0; j < NF; j += EACH)
+            old[j / EACH] = n < N && row(j) < out ? epilogue.old_four(n, row(j)) : float4{};
+    #pragma unroll
+    for (int j = 0; j < NF; j += EACH) {
+        const bool inside = n < N && row(j) < out;
+        const float4 y = four_columns(sum[j], sum[j + 1], h);
+        float4 second = {};
+        if constexpr (Epilogue::PAIR) second = four_columns(sum[j + 2], sum[j + 3], h);
+        if constexpr (Epilogue::ADDS) second = old[j / EACH];
+        if (inside) epilogue.four(n, row(j), y, second);
+    }
+}
+
+template <class S, bool X_COLS, bool W_COLS, class Epilogue>
+__global__ void __launch_bounds__(S::THREADS, S::WARPGROUP ? 2 : 1) tile_kernel(TileArgs p, Epilogue epilogue) {
+    static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
+    static_assert(!Epilogue::PARTS || S::NF % 8 == 0, "a quad of lanes has whole pieces of 64");
+    // Aligned so that no row straddles two lines of 128 bytes; wgmma's swizzle counts from multiples of 1024.
+    extern __shared__ __align__(128) uint4 memory[];
+    const uint32_t shared = S::WARPGROUP ? (shared_address(memory) + 1023) & ~1023u : shared_address(memory);
+    const TilePlace<S, Epilogue::PAIR> at(p);
+    const TileStages<S, X_COLS, W_COLS, Epilogue::PAIR> stages = {p, at, shared, {}, {}};
+
+    // The first stages. Weights may be read before the previous kernels have ended, as in stream_kernel; with W_COLS W
+    // may be an activation (dW = dy^T x), which may not.
+    if (!W_COLS)
+        for (int s = 0; s < S::STAGES - 1; s++) stages.copy_w(at.first + s);
+    if (p.early) let_next_start();
+    wait_for_previous();
+    #pragma unroll
+    for (int s = 0; s < S::STAGES - 1; s++) {
+        if (W_COLS) stages.copy_w(at.first + s);
+        stages.copy_x(at.first + s);
+        commit_copies(); // (the first of these groups has all of the weights above)
+    }
+    float sum[S::MF][S::NF][4] = {};
+    if constexpr (Epilogue::MASKS) {
+        multiply_steps(sum, stages, at.first, min(at.last, at.more_steps));
+        if (at.first < at.more_steps) mask_sums<S>(sum, p.N, at, epilogue);
+        if constexpr (S::WARPGROUP) wgmma_settle(sum);
+    }
+    multiply_steps(sum, stages, Epilogue::MASKS ? max(at.first, at.more_steps) : at.first, at.last);
+    wait_for_copies<0>();
+    if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of ours
+
+    if (p.splits > 1 && !reduce_splits<S::THREADS>(sum, p.partial, p.arrived, blockIdx.x, blockIdx.y, p.splits)) return;
+    const int first = at.r0 + S::warp_row();
+    #pragma unroll
+    for (int i = 0; i < S::MF; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = at.token(i, h);
+            if constexpr (Epilogue::PARTS)
+                #pragma unroll
+                for (int j = 0; j < S::NF; j += 8) softmax_part(sum[i], j, h, n, first + j * 8, p.N, p.out, epilogue);
+            finish_row(sum[i], h, n, first, p.N, p.out, epilogue);
+        }
+}
+
+// Whether the scratch has room for the sums of so many splits.
+template <class S> bool splits_fit(int64_t tiles, int splits) {
+    return tiles <= MAX_TILES && tiles * splits * S::TOKENS * S::ROWS * 4 <= (int64_t)PARTIAL_BYTES;
+}
+
+template <class S, bool X_COLS = false, bool W_COLS = false, class Epilogue>
+void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
+    const int rows = Epilogue::PAIR ? 2 * p.out : p.out;
+    const int64_t tiles = S::tiles(p.N, rows);
+    if (!p.ldx) p.ldx = X_COLS ? p.N : p.in;
+    if (!p.ldw) p.ldw = W_COLS ? p.out : p.in;
+    // A chunk of 16 bytes is inside or past the end as a whole.
+    bool eights = p.out % 8 == 0 && p.more % 8 == 0 && p.ldx % 8 == 0 && p.ldw % 8 == 0;
+    eights &= X_COLS ? p.N % 8 == 0 : p.in % 8 == 0;
+    if (!eights || p.N < 1 || p.in < 1 || p.out < 1)
+        DIE("a product of (%d,%d) and (%d,%d): the GPU's kernels take multiples of 8", p.N, p.in, p.out, p.in);
+    if (X_COLS && p.more) DIE("a product whose x lies in columns takes no further columns of an adapter");
+    if (tiles > INT_MAX) DIE("a product of %d tokens and %d rows has too many tiles", p.N, rows);
+    if (p.splits < 1 || (p.splits > 1 && !splits_fit<S>(tiles, p.splits)))
+        DIE("a product of %lld tiles in %d splits has more sums than there is scratch", (long long)tiles, p.splits);
+    p.partial = ctx.gpu->partial, p.arrived = ctx.gpu->arrived;
+    const dim3 grid((unsigned)tiles, (unsigned)p.splits);
+    launch(ctx, tile_kernel<S, X_COLS, W_COLS, Epilogue>, grid, S::THREADS, S::SHARED, p, epilogue);
+}
+
+// ---- The choice of a tile
+using Tile128x128 = TileShape<128, 128, 64, 64, 3>;
+using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
+using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
+using Tile32x64 = TileShape<32, 64, 16, 32, 6>;
+using TileHopper = TileShape<128, 128, 64, 64, 3, true>;
+
+// The shape and the number of splits with the least predicted time in microseconds: the blocks that the busiest
+// multiprocessor has, times a block's steps, plus what splits cost. The figures were fitted to an H100 (tests/bench_gpu
+// sweep); what matters is their proportion. For 1,024 numbers of `in` a block takes `alone` if it is alone on its
+// multiprocessor, and `full` if that has many.
+struct TilePlan {
+    int shape = 0, splits = 1;
+    double least = 1e30;
+    template <class S> void consider(const Context& ctx, int index, double alone, double full, int N, int out, int in) {
+        const int64_t tiles = S::tiles(N, out), area = S::TOKENS * S::ROWS;
+        for (int s = 1; s <= 12; s++) {
+            if (s > 1 && (s * 128 > in || !splits_fit<S>(tiles, s))) break;
+            const double blocks = (double)((tiles * s + ctx.gpu->sms - 1) / ctx.gpu->sms); // of the busiest
+            double time = 1 + std::max(alone, blocks * full) * in / 1024 / s;
+            if (s > 1) time += 0.85 + s * (0.22 + 0.93 * (double)area / 16384) + (double)(tiles * s * area) * 8 / 5.5e6;
+            if (time < least) shape = index, splits = s, least = time;
+        }
+    }
+    // With X_COLS tiles of 32 tokens are not to be had; of many tokens they were never the best.
+    TilePlan(const Context& ctx, int N, int out, int in, bool x_cols = false) {
+        if (ctx.invariant) return;
+        consider<Tile128x128>(ctx, 0, 13, 9.8, N, out, in);
+        consider<Tile64x128>(ctx, 1, 9.1, 6.5, N, out, in);
+        consider<Tile64x64>(ctx, 2, 9, 3.4, N, out, in);
+        if (!x_cols && N <= 128) consider<Tile32x64>(ctx, 3, 5.8, 2.6, N, out, in);
+        if (ctx.gpu->hopper) consider<TileHopper>(ctx, 4, 9.6, 8.6, N, out, in);
+    }
+};
+template <bool X_COLS = false, bool W_COLS = false, class Epilogue>
+void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
+    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, X_COLS);
+    p.splits = plan.splits;
+    switch (plan.shape) {
+        case 0: return launch_tiles<Tile128x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 1: return launch_tiles<Tile64x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 2: return launch_tiles<Tile64x64, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 3: if constexpr (!X_COLS) return launch_tiles<Tile32x64, X_COLS, W_COLS>(ctx, p, epilogue); else break;
+        case 4: return launch_tiles<TileHopper, X_COLS, W_COLS>(ctx, p, epilogue);
+    }
+    DIE("no tile of shape %d for this product", plan.shape);
+}
+
+// ---- The adapters' own kernels. What they need to know; masks are made anew wherever they are needed.
+struct LoraArgs {
+    const bf16* A; // (m * rank, in)
+    int N, in, rank, modules, module[3];
+    bool dropping;
+    float scale = 1; // 1 / (1 - p)
+    Dropout dropout = {};
+    LoraArgs(const Linear<bf16>& W, int N)
+        : A(W.adapter.A), N(N), in(W.in), rank(W.adapter.rank), modules(W.adapter.modules),
+          dropping(W.adapter.dropout) {
+        if (in % 8 || rank % 8) DIE("an adapter of rank %d on %d columns: the GPU takes multiples of 8", rank, in);
+        for (int j = 0; j < 3; j++) module[j] = W.adapter.module[j];
+        if (dropping) dropout = *W.adapter.dropout, scale = 1 / (1 - dropout.p);
+    }
+    int width() const { return modules * rank; }
+    // (An index that is not constant would cost a copy of the array.)
+    __device__ int name(int j) const { return j == 0 ? module[0] : j == 1 ? module[1] : module[2]; }
+    // Eight neighbours of token n, from 8 i8 on, as a module sees them.
+    __device__ uint4 drop(uint4 v, int n, int name, int i8) const {
+        if (!dropping || n >= N) return v;
+        const uint32_t kept = dropout_mask(dropout, dropout.token[n], name, i8);
+        auto two = [&](uint32_t pair, int bit) {
+            return pack(kept >> bit & 1 ? low(pair) * scale : 0, kept >> bit & 2 ? high(pair) * scale : 0);
+        };
+        return make_uint4(two(v.x, 0), two(v.y, 2), two(v.z, 4), two(v.w, 6));
+    }
+};
+
+// lora_down: h_j = drop_j(x) A_j^T. Grid: (tokens / 32, modules * rank / 32), 8 warps. A block owns 32 tokens by 32
+// rows of one module's A. Its warps take steps of 32 of `in` in turn; a lane reads its operands straight from memory,
+// as in stream_kernel: eight numbers each of four tokens and of four rows. The warps' sums are added in shared memory,
+// four a thread. Bound by the latency of the loads and, with dropout, by making the masks: there is little to multiply.
+__global__ void __launch_bounds__(256, 2) lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
+    __shared__ float sums[8][32][32]; // (warp, token, row)
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, groups = (p.rank + 31) / 32;
+    const int n0 = blockIdx.x * 32, j = blockIdx.y / groups, r0 = blockIdx.y % groups * 32, name = p.name(j);
+    wait_for_previous();
+    float sum[4][2][4] = {};
+    for (int i = warp * 32 + 8 * t; i < (p.in + 31) / 32 * 32; i += 256) {
+        uint4 a[4], b[4];
+        #pragma unroll
+        for (int m = 0; m < 4; m++) {
+            const int n = n0 + m * 8 + g;
+            a[m] = n < p.N && i < p.in ? *(const uint4*)(x + (size_t)n * p.in + i) : uint4{};
+        }
+        #pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int r = r0 + c * 8 + g;
+            b[c] = r < p.rank && i < p.in ? *(const uint4*)(p.A + (size_t)(j * p.rank + r) * p.in + i) : uint4{};
+        }
+        #pragma unroll
+        for (int m = 0; m < 4; m++) a[m] = p.drop(a[m], n0 + m * 8 + g, name, i / 8);
+        #pragma unroll
+        for (int c = 0; c < 4; c++)
+            #pragma unroll
+            for (int m = 0; m < 2; m++) mma_32(sum[c][m], a[2 * m], a[2 * m + 1], b[c]);
+    }
+    let_next_start();
+    #pragma unroll
+    for (int c = 0; c < 4; c++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) { // token e * 8 + g
+            const float* v = &sum[c][e / 2][e % 2 * 2];
+            *(float2*)&sums[warp][e * 8 + g][c * 8 + 2 * t] = make_float2(v[0], v[1]);
+        }
+    __syncthreads();
+    const int n = threadIdx.x / 8, r = threadIdx.x % 8 * 4;
+    float4 all = {};
+    for (int w = 0; w < 8; w++) {
+        const float4 v = *(const float4*)&sums[w][n][r];
+        all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
+    }
+    if (n0 + n < p.N && r0 + r < p.rank)
+        store_four(h + (size_t)(n0 + n) * p.modules * p.rank + j * p.rank + r0 + r, all);
+}
+
+// linear_backward_input's second part, where several modules drop x each in its own way: dx += sum_j drop_j(dh_j A_j).
+// Grid: (tokens / 64, columns / 64), 4 warps. A block owns 64 tokens by 64 columns, a warp 16 of the tokens. 32 rows of
+// an A at a time pass through shared memory, swizzled as in tile_kernel; dh comes straight from memory. Bound by the
+// masks.
+__global__ void __launch_bounds__(128, 3) lora_backward_input_kernel(bf16* dx, const bf16* dh, LoraArgs p) {
+    constexpr int CHUNKS = 8, F = CHUNKS; // of 16 bytes a row; fragments of eight columns
+    __shared__ __align__(128) uint4 tile[32 * CHUNKS];
+    const uint32_t shared = shared_address(tile);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int n0 = blockIdx.x * 64 + warp * 16, c0 = blockIdx.y * CHUNKS * 8;
+    const size_t ld = (size_t)p.modules * p.rank;
+    wait_for_previous();
+    float sum[F][4];
+    #pragma unroll
+    for (int f = 0; f < F; f++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = n0 + h * 8 + g, c = c0 + f * 8 + 2 * t;
+            const uint32_t old = n < p.N && c < p.in ? *(const uint32_t*)(dx + (size_t)n * p.in + c) : 0;
+            sum[f][2 * h] = low(old), sum[f][2 * h + 1] = high(old);
+        }
+    for (int j = 0; j < p.modules; j++) {
+        float part[F][4] = {};
+        for (int r0 = 0; r0 < p.rank; r0 += 32) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < 32 * CHUNKS; i += 128) {
+                const int row = i / CHUNKS, chunk = i % CHUNKS, c = c0 + chunk * 8;
+                const bf16* from = p.A + (size_t)(j * p.rank + r0 + row) * p.in + c;
+                const bool inside = r0 + row < p.rank && c < p.in;
+                tile[row * CHUNKS + (chunk ^ row % 8)] = inside ? *(const uint4*)from : uint4{};
+            }
+            __syncthreads();
+            #pragma unroll
+            for (int k = 0; k < 2; k++) {
+                uint32_t a[4], b[4];
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int n = n0 + e % 2 * 8 + g, r = r0 + k * 16 + e / 2 * 8 + 2 * t;
+                    a[e] = n < p.N && r < p.rank ? *(const uint32_t*)(dh + n * ld + j * p.rank + r) : 0;
+                }
+                #pragma unroll
+                for (int f = 0; f < F / 2; f++) {
+                    ldmatrix_transposed(b, chunk_address(shared, k * 16 + lane % 16, f * 2 + lane / 16));
+                    mma(part[2 * f], a[0], a[1], a[2], a[3], b[0], b[1]);
+                    mma(part[2 * f + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+                }
+            }
+        }
+        #pragma unroll
+        for (int f = 0; f < F; f += 2) { // a lane of a quad makes the mask of one token and one fragment, for all four
+            const int n = n0 + t % 2 * 8 + g;
+            uint32_t mine = 0xff;
+            if (p.dropping && n < p.N)
+                mine = dropout_mask(p.dropout, p.dropout.token[n], p.name(j), (c0 >> 3) + f + t / 2);
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const uint32_t kept = mask_of_lane(mine, e);
+                float *to = &sum[f + e / 2][e % 2 * 2], *from = &part[f + e / 2][e % 2 * 2];
+                to[0] += kept & 1 ? from[0] * p.scale : 0, to[1] += kept & 2 ? from[1] * p.scale : 0;
+            }
+        }
+    }
+    let_next_start();
+    #pragma unroll
+    for (int f = 0; f < F; f++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = n0 + h * 8 + g, c = c0 + f * 8 + 2 * t;
+            if (n < p.N && c < p.in) *(uint32_t*)(dx + (size_t)n * p.in + c) = pack(sum[f][2 * h], sum[f][2 * h + 1]);
+        }
+}
+
+// lora_backward_weight's first part: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, modules * rank / 32, splits of the
+// tokens), 8 warps. A block owns 32 rows of an A by 128 columns, a warp 16 of the columns; 64 tokens at a time pass
+// through shared memory, x dropped on its way. The blocks that share a tile add their sums as tile_kernel's do. Bound
+// by the masks.
+__global__ void __launch_bounds__(256) lora_down_weight_kernel(float* dA, const bf16* dh, const bf16* x, LoraArgs p,
+                                                               float* partial, int* arrived) {
+    __shared__ __align__(128) uint4 x_tile[64 * 16]; // rows of 256 bytes, swizzled
+    __shared__ __align__(128) uint4 h_tile[64 * 5];  // rows of 64 bytes, 80 apart: eight of them in different banks
+    const uint32_t x_at = shared_address(x_tile), h_at = shared_address(h_tile);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, groups = (p.rank + 31) / 32;
+    const int j = blockIdx.y / groups, r0 = blockIdx.y % groups * 32, c0 = blockIdx.x * 128, name = p.name(j);
+    const size_t ld = (size_t)p.modules * p.rank;
+    const int each = ((p.N + 63) / 64 + gridDim.z - 1) / gridDim.z * 64, last = min(p.N, (int)(blockIdx.z + 1) * each);
+    const int row = threadIdx.x / 16, chunk = threadIdx.x % 16, h_row = threadIdx.x / 4, h_chunk = threadIdx.x % 4;
+    wait_for_previous();
+    float sum[2][2][4] = {};
+    for (int n0 = blockIdx.z * each; n0 < last; n0 += 64) {
+        uint4 v[4], h = {};
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int n = n0 + row + i * 16, c = c0 + chunk * 8;
+            v[i] = n < last && c < p.in ? *(const uint4*)(x + (size_t)n * p.in + c) : uint4{};
+        }
+        if (n0 + h_row < last && r0 + h_chunk * 8 < p.rank)
+            h = *(const uint4*)(dh + (n0 + h_row) * ld + j * p.rank + r0 + h_chunk * 8);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = p.drop(v[i], n0 + row + i * 16, name, c0 / 8 + chunk);
+        __syncthreads();
+        #pragma unroll
+        for (int i = 0; i < 4; i++) x_tile[(row + i * 16) * 16 + (chunk ^ row % 8)] = v[i];
+        h_tile[h_row * 5 + h_chunk] = h;
+        __syncthreads();
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+            uint32_t a[4], b[4];
+            const int b_row = k * 16 + lane % 16, b_chunk = warp * 2 + lane / 16;
+            ldmatrix_transposed(b, x_at + (b_row * 16 + (b_chunk ^ b_row % 8)) * 16);
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                ldmatrix_transposed(a, h_at + ((k * 16 + lane % 8 + lane / 16 * 8) * 5 + i * 2 + lane / 8 % 2) * 16);
+                mma(sum[i][0], a[0], a[1], a[2], a[3], b[0], b[1]);
+                mma(sum[i][1], a[0], a[1], a[2], a[3], b[2], b[3]);
+            }
+        }
+    }
+    let_next_start();
+    const int tile = blockIdx.y * gridDim.x + blockIdx.x;
+    if (gridDim.z > 1 && !reduce_splits<256>(sum, partial, arrived, tile, blockIdx.z, gridDim.z)) return;
+    #pragma unroll
+    for (int f = 0; f < 4; f++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int r = r0 + f / 2 * 16 + h * 8 + lane / 4, c = c0 + warp * 16 + f % 2 * 8 + lane % 4 * 2;
+            if (r >= p.rank || c >= p.in) continue;
+            float2* to = (float2*)(dA + (size_t)(j * p.rank + r) * p.in + c);
+            const float2 old = *to;
+            *to = make_float2(old.x + sum[f / 2][f % 2][2 * h], old.y + sum[f / 2][f % 2][2 * h + 1]);
+        }
+}
+
+// ---- Launchers: the products of Book I, in its order.
+
+inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N) {
+    const LoraArgs p(W, N);
+    launch(ctx, lora_down_kernel, dim3((N + 31) / 32, p.modules * ((p.rank + 31) / 32)), 256, 0, h, x, p);
+}
+
+// x W^T, with the kernel that suits N; an adapter's h and s B are further columns of x and W.
+template <class Epilogue>
+void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
+    const int out = Epilogue::PAIR ? W.rows[0] : W.out();
+    const Adapter<bf16>& a = W.adapter;
+    if (N <= STREAM_TOKENS && !ctx.invariant && !a.rank) {
+        stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, out}, epilogue);
+        return;
+    }
+    TileArgs p = {x, W.w[0], N, W.in, out};
+    p.early = N <= 128;
+    if (a.rank) {
+        lora_down_gpu(ctx, a.h, x, W, N);
+        p.more_x = a.h, p.more_W = a.B, p.more = (int)a.width();
+    }
+    tile_product(ctx, p, epilogue);
+}
+// The same of rmsnorm(stream). `normed` (N,in) holds that where the product does not make it for itself.
+template <class Epilogue>
+void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm,
+                      const Linear<bf16>& W, int N, float eps) {
+    if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank) {
+        rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
+        return product_gpu(ctx, epilogue, normed, W, N);
+    }
+    const int out = Epilogue::PAIR ? W.rows[0] : W.out();
+    stream_product(ctx, {nullptr, nullptr, stream, norm, eps, W.w[0], N, W.in, out}, epilogue);
+}
+
+inline void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N) {
+    product_gpu(ctx, StoreEpilogue<bf16>(out, W.out()), x, W, N);
+}
+inline void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W,
+                           int N) {
+    product_gpu(ctx, AddEpilogue(out, residual, W.out()), x, W, N);
+}
+inline void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* x, const bf16* w,
+                            const Linear<bf16>& W, int N, float eps) {
+    norm_product_gpu(ctx, StoreEpilogue<bf16>(out, W.out()), normed, x, w, W, N, eps);
+}
+
+inline void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
+                                   const Linear<bf16>& W, int N, float eps) {
+    norm_product_gpu(ctx, SwigluEpilogue(out, gate_up, W.rows[0]), normed, x, w, W, N, eps);
+}
+
+inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W,
+                     int R) {
+    launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
+    product_gpu(ctx, StoreEpilogue<float>(logits, W.out()), picked, W, R);
+}
+
+// Always in tiles of 128: their epilogue hands over the softmax's parts.
+inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* logits, bf16* picked, float* parts,
+                          const bf16* x, const int* rows, const int* target, float scale, const Linear<bf16>& W,
+                          int R) {
+    const int V = W.out(), pieces = (V + 63) / 64;
+    float2* const of_64 = (float2*)parts;
+    const LossEpilogue epilogue(logits, V, of_64, pieces);
+    const TileArgs p = {picked, W.w[0], R, W.in, V};
+    launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
+    if (ctx.gpu->hopper) launch_tiles<TileHopper>(ctx, p, epilogue);
+    else launch_tiles<Tile128x128>(ctx, p, epilogue);
+    launch(ctx, cross_entropy_kernel, R, 1024, 0, loss, dlogits, logits, of_64, pieces, target, scale, V);
+}
+
+inline void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const int* rows,
+                              const Linear<bf16>& W, int R) {
+    TileArgs p = {dlogits, W.w[0], R, W.out(), W.in};
+    p.ldx = (int)ld;
+    tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed, rows, W.in));
+}
+
+// The adapter's part is made in the product with W, whose further columns are dh and A, unless several modules share x
+// and each drops it in its own way: then dy W is stored, rounded, and added to.
+inline void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, const bf16* dy, const Linear<bf16>& W, int N) {
+    const LoraArgs lora(W, N);
+    const int width = lora.width();
+    const bool together = width && (lora.modules == 1 || !lora.dropping);
+    if (width) tile_product<false, true>(ctx, {dy, W.adapter.B, N, W.out(), width}, StoreEpilogue<bf16>(dh, width));
+    TileArgs p = {dy, W.w[0], N, W.out(), W.in};
+    if (together) p.more_x = dh, p.more_W = W.adapter.A, p.more = width;
+    if (together && lora.dropping)
+        return tile_product<false, true>(ctx, p, DropEpilogue(dx, W.in, lora.dropout, lora.module[0], lora.scale));
+    tile_product<false, true>(ctx, p, StoreEpilogue<bf16>(dx, W.in));
+    if (width && !together)
+        launch(ctx, lora_backward_input_kernel, dim3((N + 63) / 64, (W.in + 63) / 64), 128, 0, dx, dh, lora);
+}
+
+inline void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N,
+                                       int out, int in) {
+    TileArgs p = {dy, x, out, N, in};
+    p.ldx = (int)ld;
+    tile_product<true, true>(ctx, p, AddEpilogue(dW, dW, in));
+}
+
+inline void lora_backward_weight_gpu(Context& ctx, float* dA, float* dB, const bf16* dh, const bf16* dy, const bf16* x,
+                                     const Linear<bf16>& W, int N) {
+    const LoraArgs p(W, N);
+    const int columns = (p.in + 127) / 128, groups = p.modules * ((p.rank + 31) / 32), tiles = columns * groups;
+    if (tiles > MAX_TILES) DIE("an adapter of rank %d on %d columns is more than the GPU's kernels take", p.rank, p.in);
+    const int most = (int)(PARTIAL_BYTES / (32 * 128 * sizeof(float) * tiles)); // splits that the scratch has room for
+    const int splits = std::max(1, std::min({(N + 63) / 64, 6 * ctx.gpu->sms / tiles, most}));
+    const dim3 grid(columns, groups, splits);
+    launch(ctx, lora_down_weight_kernel, grid, 256, 0, dA, dh, x, p, ctx.gpu->partial, ctx.gpu->arrived);
+    tile_product<true, true>(ctx, {dy, W.adapter.h, W.out(), N, p.width()}, LoraUpEpilogue(dB, W));
+}
+
+// ============================================================================================== 11 Attention on a GPU
+// Three kernels for Book I's `attention`: attention_kernel for prompts (and training's forward),
+// attention_decode_kernel for sequences of one new token (with qknorm_rope_kv in it: all of `attend`),
+// attention_backward_kernel. Where there are too few blocks for the GPU, the keys of a row are split: each block leaves
+// a part (the largest score, the sum of weights, the weighted sum of values), and parts are joined in order. G = H / K
+// query heads share a KV head.
+
+// ---- What they share: tiles, products of tiles, sums over the lanes of a row, parts
+// A tile in shared memory has rows of D numbers in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that
+// the eight rows that an ldmatrix reads at a time are in different banks. A tile begins at a multiple of 128 bytes.
+template <int D> struct HeadTile {
+    static constexpr int ROW = D * 2, CHUNKS = D / 8; // bytes and chunks of a row
+    __device__ static int at(int row, int chunk) { return row * ROW + ((chunk ^ row % 8) << 4); }
+};
+// What a thread of 128 copies of a tile: one chunk of every STEPth row.
+template <int D> struct HeadRows {
+    static constexpr int THREADS = 128, STEP = THREADS / HeadTile<D>::CHUNKS;
+    const int row = threadIdx.x / HeadTile<D>::CHUNKS, chunk = threadIdx.x % HeadTile<D>::CHUNKS;
+};
+
+// s += a b^T: each of 16 I rows of the warp's own with each of 16 J others, all of D numbers and in tiles. s[i][j] is
+// rows 16 i .. of a by rows 8 j .. of b, spread over the warp as mma says.
+template <int D, int I, int J>
+__device__ __forceinline__ void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, uint32_t b_rows) {
+    constexpr int ROW = HeadTile<D>::ROW;
+    const int lane = threadIdx.x % 32;
+    const uint32_t a_at = a_rows + HeadTile<D>::at(lane % 16, lane / 16);
+    const uint32_t b_at = b_rows + HeadTile<D>::at(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    #pragma unroll
+    for (int d = 0; d < D / 16; d++) {
+        // Chunk 2d + c lies at (2d + c) ^ (r % 8) = ((c ^ r % 8) ^ 2 (d % 4)) + 8 (d / 4).
+        const uint32_t flip = d % 4 << 5, far = d / 4 << 7;
+        uint32_t a[I][4], b[4];
+        #pragma unroll
+        for (int i = 0; i < I; i++) ldmatrix(a[i], (a_at ^ flip) + far + i * 16 * ROW);
+        #pragma unroll
+        for (int j = 0; j < J; j++) {
+            ldmatrix(b, (b_at ^ flip) + far + j * 16 * ROW);
+            #pragma unroll
+            for (int i = 0; i < I; i++) {
+                mma(s[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
+                mma(s[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// sum += w b: w (16 I, 16 J) as multiply_rows leaves its s, rounded to bf16 (s is the a operand as it lies); b is 16 J
+// rows of D numbers of a tile.
+template <int D, int I, int J>
+__device__ __forceinline__ void add_weighted_rows(float (&sum)[I][D / 8][4], const float (&w)[I][2 * J][4],
+                                                  uint32_t b_rows) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t b_at = b_rows + HeadTile<D>::at(lane % 16, lane / 16);
+    #pragma unroll
+    for (int k = 0; k < J; k++) {
+        uint32_t a[I][4], b[4];
+        #pragma unroll
+        for (int i = 0; i < I; i++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float* pair = &w[i][2 * k + e / 2][e % 2 * 2];
+                a[i][e] = pack(pair[0], pair[1]);
+            }
+        #pragma unroll
+        for (int j = 0; j < D / 16; j++) {
+            ldmatrix_transposed(b, (b_at ^ (j % 4 << 5)) + (j / 4 << 7) + k * 16 * HeadTile<D>::ROW);
+            #pragma unroll
+            for (int i = 0; i < I; i++) {
+                mma(sum[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
+                mma(sum[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Where this lane's numbers of such an s are: row of s[i][.][e], column of s[.][j][e].
+__device__ __forceinline__ int score_row(int i, int e) { return i * 16 + e / 2 * 8 + threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int score_column(int j, int e) { return j * 8 + threadIdx.x % 4 * 2 + e % 2; }
+// f(number, i, j, e) for each of them.
+template <int I, int J, class F> __device__ __forceinline__ void each_score(float (&s)[I][J][4], F f) {
+    #pragma unroll
+    for (int i = 0; i < I; i++)
+        #pragma unroll
+        for (int j = 0; j < J; j++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) f(s[i][j][e], i, j, e);
+}
+// What this lane has of one of the two rows in x = s[i], lane / 4 (h = 0) or lane / 4 + 8 (1), times `by`, to `row`.
+template <int J> __device__ __forceinline__ void store_row(bf16* row, const float (&x)[J][4], int h, float by) {
+    #pragma unroll
+    for (int j = 0; j < J; j++)
+        *(uint32_t*)(row + score_column(j, 0)) = pack(x[j][2 * h] * by, x[j][2 * h + 1] * by);
+}
+
+// A row's attention over some of its keys, one number of it: the largest score, the sum of the weights 2^(score - top)
+// and the sum of the values by them.
+struct AttentionPart {
+    float top, weights, value;
+};
+// `count` parts as one: their common maximum, then their sums in order. get(i) is part i; eight are read at a time.
+template <class Get> __device__ __forceinline__ AttentionPart join_parts(int count, Get get) {
+    AttentionPart all = {-INFINITY, 0, 0};
+    for (int first = 0; first < count; first += 8) {
+        AttentionPart part[8];
+        float top = all.top;
+        #pragma unroll
+        for (int i = 0; i < 8; i++) part[i] = get(min(first + i, count - 1));
+        #pragma unroll
+        for (int i = 0; i < 8; i++) top = fmaxf(top, part[i].top);
+        if (first) {
+            const float shrink = exp2_fast(all.top - top);
+            all.value *= shrink, all.weights *= shrink;
+        }
+        all.top = top;
+        #pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (first + i < count) {
+                const float shrink = exp2_fast(part[i].top - top);
+                all.value += part[i].value * shrink, all.weights += part[i].weights * shrink;
+            }
+    }
+    return all;
+}
+// Number d of a row whose keys were split. `parts` (splits, D + 2): D weighted sums of values, the largest score (of
+// powers of 2), the sum of the weights. From the L2 cache: other blocks wrote them.
+__device__ __forceinline__ float join_splits(const float* parts, int splits, int D, int d) {
+    const AttentionPart all = join_parts(splits, [&](int split) {
+        const float* part = parts + split * (D + 2);
+        return AttentionPart{__ldcg(part + D), __ldcg(part + D + 1), __ldcg(part + d)};
+    });
+    return all.value / all.weights;
+}
+
+// ---- Attention for prompts: Book I's `attention` (Dao, "FlashAttention-2", 2023)
+// A block of 128 threads owns 128 query rows: all G heads of 128 / G neighbouring tokens that share a KV head. Keys and
+// values pass through shared memory, 64 at a time, in two stages. A warp owns 32 of the rows, with their scores and
+// sums in registers; a thread has two columns of every eight, of four rows (see mma). The tokens of a tile may belong
+// to several sequences: these are taken one after another, each computing all rows and keeping its own. Where tiles are
+// too few for the GPU, the keys are split: blocks that share a tile leave parts, which attention_sum_kernel joins.
+// Grid (K, tiles of tokens, splits); shared memory (128 + 4 x 64) rows of D numbers: 96 KB for D = 128, two blocks a
+// multiprocessor. Bound by the tensor cores and by registers: for D = 128 all 255 are in use.
+constexpr int QUERY_ROWS = 128, KEYS = 64;
+
+struct AttentionArgs {
+    bf16* out;        // (N,HD)
+    float* lse;       // (N,H) or null
+    const bf16* q;    // (N,HD)
+    const bf16 *keys, *values; // one layer's cache
+    Batch b;
+    int first, H, K;  // tokens from `first` on
+    float* partial;   // (N - first, H, splits, D + 2): see join_splits
+};
+
+// The rows that a block owns: row r is head kv G + r % G of token begin + r / G.
+struct QueryTile {
+    int kv, G, begin, end; // of tokens begin .. end - 1
+    __device__ explicit QueryTile(const AttentionArgs& p) : kv(blockIdx.x), G(p.H / p.K) {
+        const int tokens = QUERY_ROWS / G;
+        const int tile = gridDim.y - 1 - blockIdx.y; // later tokens see more keys: long blocks first
+        begin = p.first + tile * tokens, end = min(p.b.N, begin + tokens);
+    }
+    __device__ int token(int r) const { return begin + r / G; }
+    __device__ size_t row(int r, int n, int H) const { return (size_t)n * H + kv * G + r - (n - begin) * G; } // of q
+};
+
+template <int D>
+__device__ __forceinline__ void load_queries(const AttentionArgs& p, const QueryTile& tile, uint32_t q_tile) {
+    const HeadRows<D> mine;
+    for (int r = mine.row; r < QUERY_ROWS; r += mine.STEP) {
+        const int n = tile.token(r);
+        const bool there = n < tile.end;
+        const bf16* from = there ? p.q + tile.row(r, n, p.H) * D + mine.chunk * 8 : p.q;
+        copy_async(q_tile + HeadTile<D>::at(r, mine.chunk), from, there);
+    }
+}
+
+// Passes keys and values of a sequence, up to position `to`, through two stages of shared memory. A tile has four
+// pages, whose numbers are read a tile ahead of the copies that need them.
+template <int D> struct PassingPages {
+    static constexpr int TILE = KEYS * HeadTile<D>::ROW;
+    const AttentionArgs& p;
+    const int* table; // the sequence's pages
+    int kv, to;
+    uint32_t k_tiles, v_tiles;
+    HeadRows<D> mine;
+    int page[KEYS / PAGE];
+
+    __device__ __forceinline__ static uint32_t stage(int key0) { return key0 / KEYS % 2 * TILE; }
+    __device__ __forceinline__ void next_pages(int key0) {
+        #pragma unroll
+        for (int j = 0; j < KEYS / PAGE; j++) page[j] = key0 + j * PAGE < to ? table[key0 / PAGE + j] : 0;
+    }
+    __device__ __forceinline__ void copy(uint32_t tile, const bf16* cache, int key0) const {
+        #pragma unroll
+        for (int i = 0; i < KEYS / mine.STEP; i++) {
+            const int r = mine.row + i * mine.STEP; // of page r / PAGE, the same for all threads
+            const size_t at = kv_offset(page[i * mine.STEP / PAGE], kv, r % PAGE, p.K, D) + mine.chunk * 8;
+            copy_async(tile + HeadTile<D>::at(r, mine.chunk), cache + at, key0 + r < to);
+        }
+        commit_copies();
+    }
+    __device__ __forceinline__ void copy(int key0) const {
+        copy(k_tiles + stage(key0), p.keys, key0);
+        copy(v_tiles + stage(key0), p.values, key0);
+    }
+};
+
+// What a lane has of its warp's 32 rows: [i][h] is of row 16 i + 8 h + lane / 4; mixed lies as multiply_rows leaves s.
+template <int D> struct RowSums {
+    float maximum[2][2], sum[2][2] = {}, mixed[2][D / 8][4] = {};
+    __device__ __forceinline__ RowSums() { // (a row may see no key of a split: infinities would make it NaN)
+        #pragma unroll
+        for (int i = 0; i < 2; i++) maximum[i][0] = maximum[i][1] = -1e30f;
+    }
+};
+
+// The online softmax: scores s become weights 2^(scale (s - maximum)); what was summed so far shrinks to the new
+// maximum. `sum` has this lane's columns alone: the four lanes of a row are added at the end.
+template <int D>
+__device__ __forceinline__ void online_softmax(RowSums<D>& rows, float (&s)[2][KEYS / 8][4], float scale) {
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float& maximum = rows.maximum[i][h];
+            float top = maximum;
+            #pragma unroll
+            for (int j = 0; j < KEYS / 8; j++) top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
+            top = quad_max(top);
+            const float shrink = exp2_fast((maximum - top) * scale), base = top * scale;
+            maximum = top;
+            float weights = 0;
+            #pragma unroll
+            for (int j = 0; j < KEYS / 8; j++)
+                #pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++)
+                    weights += s[i][j][e] = exp2_fast(fmaf(s[i][j][e], scale, -base));
+            rows.sum[i][h] = rows.sum[i][h] * shrink + weights;
+            #pragma unroll
+            for (int j = 0; j < D / 8; j++) rows.mixed[i][j][2 * h] *= shrink, rows.mixed[i][j][2 * h + 1] *= shrink;
+        }
+}
+
+// Rows of tokens n0 .. n1 - 1 go to `out`, or, if the keys are split, to `partial`.
+template <int D>
+__device__ __forceinline__ void store_rows(const AttentionArgs& p, const QueryTile& tile, const RowSums<D>& rows,
+                                           int n0, int n1, float scale) {
+    const int first_row = threadIdx.x / 32 * 32;
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float total = quad_sum(rows.sum[i][h]), maximum = rows.maximum[i][h];
+            const int r = first_row + score_row(i, 2 * h), n = tile.token(r);
+            if (n < n0 || n >= n1) continue;
+            const size_t row = tile.row(r, n, p.H);
+            if (gridDim.z > 1) {
+                float* part = p.partial + ((row - (size_t)p.first * p.H) * gridDim.z + blockIdx.z) * (D + 2);
+                #pragma unroll
+                for (int j = 0; j < D / 8; j++)
+                    *(float2*)(part + score_column(j, 0)) = *(const float2*)&rows.mixed[i][j][2 * h];
+                *(float2*)(part + D) = make_float2(maximum * scale, total);
+                continue;
+            }
+            store_row(p.out + row * D, rows.mixed[i], h, 1 / total);
+            if (p.lse) p.lse[row] = maximum / sqrtf((float)D) + logf(total); // all four lanes of a row
+        }
+}
+
+// All rows of the tile with the keys of one sequence, whose tokens are n0 .. n1 - 1.
+template <int D>
+__device__ __forceinline__ void attend_sequence(const AttentionArgs& p, const QueryTile& tile, int n0, int n1,
+                                                uint32_t q_tile) {
+    constexpr int ROW = HeadTile<D>::ROW;
+    const Batch& b = p.b;
+    const float scale = LOG2E / sqrtf((float)D); // powers of 2, not of e
+    const int longest = b.pos[n1 - 1] + 1, shortest = b.pos[n0] + 1; // keys that the last and the first token see
+    const int key_tiles = (longest + KEYS - 1) / KEYS, splits = gridDim.z, split = blockIdx.z;
+    const int from = key_tiles * split / splits * KEYS, to = min(longest, key_tiles * (split + 1) / splits * KEYS);
+    const int first_row = threadIdx.x / 32 * 32; // of this warp
+    int limit[2][2]; // keys that this lane's rows see; rows of other sequences compute what nobody keeps
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = tile.token(first_row + score_row(i, 2 * h));
+            limit[i][h] = n >= n0 && n < n1 ? b.pos[n] + 1 : to;
+        }
+    const uint32_t k_tiles = q_tile + QUERY_ROWS * ROW, v_tiles = k_tiles + 2 * KEYS * ROW;
+    PassingPages<D> pages = {p, b.pages + (size_t)b.seq[n0] * b.max_pages, tile.kv, to, k_tiles, v_tiles};
+    RowSums<D> rows;
+    __syncthreads(); // the sequence before this one is done with the tiles
+    pages.next_pages(from);
+    pages.copy(from);
+    pages.next_pages(from + KEYS);
+    for (int key0 = from; key0 < to; key0 += KEYS) {
+        wait_for_copies<0>();
+        __syncthreads();
+        pages.copy(key0 + KEYS);
+        pages.next_pages(key0 + 2 * KEYS);
+        float s[2][KEYS / 8][4] = {};
+        multiply_rows<D, 2, KEYS / 16>(s, q_tile + first_row * ROW, k_tiles + pages.stage(key0));
+        if (key0 + KEYS > shortest)
+            each_score(s, [&](float& x, int i, int j, int e) {
+                if (key0 + score_column(j, e) >= limit[i][e / 2]) x = -INFINITY;
+            });
+        online_softmax(rows, s, scale);
+        add_weighted_rows<D, 2, KEYS / 16>(rows.mixed, s, v_tiles + pages.stage(key0));
+    }
+    wait_for_copies<0>();
+    store_rows(p, tile, rows, n0, n1, scale);
+}
+
+template <int D> __global__ void __launch_bounds__(128, 2) attention_kernel(AttentionArgs p) {
+    extern __shared__ __align__(128) uint4 tiles[]; // of queries; two stages of keys, two of values
+    const QueryTile tile(p);
+    wait_for_previous();
+    load_queries<D>(p, tile, shared_address(tiles));
+    for (int n0 = tile.begin, n1; n0 < tile.end; n0 = n1) {
+        for (n1 = n0 + 1; n1 < tile.end && p.b.seq[n1] == p.b.seq[n0]; n1++) {}
+        if (p.b.seq[n0] >= 0) attend_sequence<D>(p, tile, n0, n1, shared_address(tiles));
+    }
+}
+
+// Joins the parts of split keys. A block a token's head, a thread a number; bound by launching.
+__global__ void attention_sum_kernel(bf16* out, const float* partial, const int* seq, int first, int H, int splits) {
+    wait_for_previous();
+    const size_t row = blockIdx.x, D = blockDim.x;
+    if (seq[first + row / H] < 0) return;
+    const float sum = join_splits(partial + row * splits * (D + 2), splits, (int)D, threadIdx.x);
+    out[((size_t)first * H + row) * D + threadIdx.x] = round_bf16(sum);
+}
+
+constexpr int BLOCKS_A_SM = 2;  // blocks of attention_kernel that share a multiprocessor
+constexpr int LEAST_KEYS = 256; // that are worth a block of their own
+inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
+                          const Batch& b, int H, int K, int D, int first = 0) {
+    const int tokens = QUERY_ROWS / (H / K), tiles = (b.N - first + tokens - 1) / tokens, blocks = tiles * K;
+    const int wanted = std::min(BLOCKS_A_SM * ctx.gpu->sms / blocks, b.longest / LEAST_KEYS);
+    const int splits = ctx.invariant || lse ? 1 : std::max(1, wanted);
+    const dim3 grid((unsigned)K, (unsigned)tiles, (unsigned)splits);
+    const size_t shared = (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16);
+    float* partial = ctx.gpu->attention;
+    launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, grid, 128, shared,
+           AttentionArgs{out, lse, q, keys, values, b, first, H, K, partial});
+    if (splits == 1) return;
+    launch(ctx, attention_sum_kernel, dim3((unsigned)((b.N - first) * H)), D, 0, out, partial, b.seq, first, H, splits);
+}
+
+// ---- Attention for sequences of one new token: Book I's `attend` (Dao et al., "Flash-Decoding", 2023)
+// That is qknorm_rope_kv and attention in one. A block of 256 threads owns a split, SPLIT keys of one sequence, for G
+// of the query heads of a KV head (all, or a divisor of all: 8, 5, 4, 2, 1); each of its 8 warps owns a page, whose
+// keys and values it holds in registers. All but the newest token's are asked for before the kernel before has ended.
+// Where a sequence has several splits, the last block to arrive joins their parts in order. The length of a split is
+// fixed: a row's bits do not depend on the batch.
+// Grid (splits of the batch, H / G, sequences); shared memory: DecodeShared, 38 KB at most. Bound by reading keys
+// and values; with one short sequence, by latency.
+static_assert(SPLIT == 8 * PAGE, "a page a warp");
+constexpr int DECODE_WARPS = SPLIT / PAGE;
+
+// Splits for a position in a context of so many tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys cost
+// little.
+inline int splits_for_graph(int position, int context) {
+    int splits = 1;
+    while (splits * SPLIT <= position) splits *= 2;
+    return std::min(splits, (context - 1) / SPLIT + 1);
+}
+
+struct DecodeArgs {
+    bf16* out;                           // (N,HD)
+    bf16 *keys, *values;                 // one layer's cache
+    const bf16 *qkv;                     // (N,(H+2K)D)
+    const bf16 *q_weight, *k_weight;     // (D)
+    const float* rope;                   // (positions, D/2, 2)
+    Batch b;
+    int H, K;
+    float eps;
+    float* partial;                      // (singles, H, splits, D + 2): see join_splits
+    int* arrived;                        // (singles, H / G), zero between kernels
+};
+
+template <int D, int G> struct DecodeShared {
+    float q[G][D];                                          // normalised, rotated, scaled: scores are powers of 2
+    float mixed[DECODE_WARPS][G][D];                        // the part of each warp's page
+    float maximum[DECODE_WARPS][G], sum[DECODE_WARPS][G];
+    __align__(16) bf16 new_key[D], new_value[D];            // the newest token's
+};
+
+// sum_i a[i] q[i] of 8 numbers
+__device__ inline float dot8(uint4 a, const float* q) {
+    const float4 u = *(const float4*)q, v = *(const float4*)(q + 4);
+    return low(a.x) * u.x + high(a.x) * u.y + low(a.y) * u.z + high(a.y) * u.w +
+           low(a.z) * v.x + high(a.z) * v.y + low(a.w) * v.z + high(a.w) * v.w;
+}
+
+// A page of keys and values in a warp's registers. Keys: four lanes a key, 8 keys at once, in two halves; a lane has
+// chunks lane % 4, + 4, ... of key lane / 4. Values: a lane has chunk lane % LANES of every KEYS_A_LOADth key.
+template <int D> struct WarpPage {
+    static constexpr int LANES = D / 8, KEYS_A_LOAD = 32 / LANES, LOADS = PAGE / KEYS_A_LOAD; // of values
+    const int lane = threadIdx.x % 32, value_key = lane / LANES, column = lane % LANES * 8;
+    uint4 k[2][D / 32] = {}, v[LOADS] = {};
+
+    // The first `count` keys and values of a page that begins at `keys` and `values`; the others are zeros.
+    __device__ __forceinline__ void load(const bf16* keys, const bf16* values, int count) {
+        #pragma unroll
+        for (int half = 0; half < 2; half++)
+            #pragma unroll
+            for (int i = 0; i < D / 32; i++) {
+                const int key = half * 8 + lane / 4;
+                if (key < count) k[half][i] = *(const uint4*)(keys + key * D + (i * 4 + lane % 4) * 8);
+            }
+        #pragma unroll
+        for (int j = 0; j < LOADS; j++) {
+            const int key = j * KEYS_A_LOAD + value_key;
+            if (key < count) v[j] = *(const uint4*)(values + key * D + column);
+        }
+    }
+    // One more, from shared memory.
+    __device__ __forceinline__ void insert(const bf16* key, const bf16* value, int within) {
+        #pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (half * 8 + lane / 4 == within)
+                #pragma unroll
+                for (int i = 0; i < D / 32; i++) k[half][i] = *(const uint4*)(key + (i * 4 + lane % 4) * 8);
+        #pragma unroll
+        for (int j = 0; j < LOADS; j++)
+            if (j * KEYS_A_LOAD + value_key == within) v[j] = *(const uint4*)(value + column);
+    }
+    // The score of key half * 8 + lane / 4, for all four lanes that hold it.
+    __device__ __forceinline__ float score(const float* q, int half) const {
+        float dot = 0;
+        #pragma unroll
+        for (int i = 0; i < D / 32; i++) dot += dot8(k[half][i], q + (i * 4 + lane % 4) * 8);
+        return quad_sum(dot);
+    }
+};
+
+// q of the block's heads h0 .., a warp each, to shared memory.
+template <int D, int G>
+__device__ __forceinline__ void rotate_queries(const DecodeArgs& p, DecodeShared<D, G>& shared, const bf16* heads,
+                                               const float* angles) {
+    WarpHead<D> head;
+    for (int h = threadIdx.x / 32; h < G; h += DECODE_WARPS) {
+        head.load(heads + (size_t)h * D);
+        head.norm_rope(p.q_weight, angles, p.eps);
+        const int i = threadIdx.x % 32 * head.P;
+        const float scale = LOG2E / sqrtf((float)D);
+        for (int e = 0; e < head.P; e++) {
+            shared.q[h][i + e] = to_acc(round_bf16(head.u[e])) * scale;
+            shared.q[h][i + e + D / 2] = to_acc(round_bf16(head.v[e])) * scale;
+        }
+    }
+}
+
+// The newest token's key (one warp) or value (another) to shared memory, and to the cache if no other block does it.
+template <int D>
+__device__ __forceinline__ void take_newest(const DecodeArgs& p, bf16* shared, bf16* cache, const bf16* from, bool key,
+                                            const float* angles, bool writes) {
+    WarpHead<D> head;
+    head.load(from);
+    if (key) head.norm_rope(p.k_weight, angles, p.eps);
+    head.store(shared);
+    if (writes) head.store(cache);
+}
+
+// This warp's part: softmax of its page's scores, of which the first `count` keys count, and the weighted sum of
+// values.
+template <int D, int G>
+__device__ __forceinline__ void attend_page(DecodeShared<D, G>& shared, const WarpPage<D>& page, int count) {
+    using P = WarpPage<D>;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float s[2][G], mix[G][8] = {};
+    #pragma unroll
+    for (int h = 0; h < G; h++) {
+        float top = -INFINITY, weights = 0;
+        for (int half = 0; half < 2; half++) {
+            const float score = page.score(shared.q[h], half);
+            s[half][h] = half * 8 + lane / 4 < count ? score : -INFINITY;
+            top = fmaxf(top, s[half][h]);
+        }
+        for (int other = 4; other < 32; other *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
+        for (int half = 0; half < 2; half++) {
+            s[half][h] = count > 0 ? exp2_fast(s[half][h] - top) : 0;
+            weights += s[half][h];
+        }
+        for (int other = 4; other < 32; other *= 2) weights += __shfl_xor_sync(~0u, weights, other);
+        if (lane == 0) shared.maximum[warp][h] = top, shared.sum[warp][h] = weights;
+    }
+    #pragma unroll
+    for (int j = 0; j < P::LOADS; j++) {
+        const uint4 v = page.v[j];
+        const float values[8] = {low(v.x), high(v.x), low(v.y), high(v.y), low(v.z), high(v.z), low(v.w), high(v.w)};
+        #pragma unroll
+        for (int h = 0; h < G; h++) {
+            const int holder = (j * P::KEYS_A_LOAD % 8 + page.value_key) * 4;
+            const float weight = __shfl_sync(~0u, s[j * P::KEYS_A_LOAD / 8][h], holder);
+            for (int e = 0; e < 8; e++) mix[h][e] += weight * values[e];
+        }
+    }
+    #pragma unroll
+    for (int h = 0; h < G; h++) {
+        for (int e = 0; e < 8; e++)
+            for (int other = P::LANES; other < 32; other *= 2) mix[h][e] += __shfl_xor_sync(~0u, mix[h][e], other);
+        float* to = shared.mixed[warp][h] + page.column;
+        if (page.value_key == 0) {
+            *(float4*)to = make_float4(mix[h][0], mix[h][1], mix[h][2], mix[h][3]);
+            *(float4*)(to + 4) = make_float4(mix[h][4], mix[h][5], mix[h][6], mix[h][7]);
+        }
+    }
+}
+
+// Joins the warps' parts, a thread a number: to `out`, or, where the sequence has several splits, to `parts`, of which
+// each head has gridDim.x.
+template <int D, int G>
+__device__ __forceinline__ void join_warps(const DecodeShared<D, G>& shared, bf16* out, float* parts, int split,
+                                           int splits) {
+    for (int o = threadIdx.x; o < G * D; o += blockDim.x) {
+        const int h = o / D, d = o % D;
+        const AttentionPart all = join_parts(DECODE_WARPS, [&](int w) {
+            return AttentionPart{shared.maximum[w][h], shared.sum[w][h], shared.mixed[w][h][d]};
+        });
+        if (splits == 1) out[o] = round_bf16(all.value / all.weights);
+        else {
+            float* part = parts + ((size_t)h * gridDim.x + split) * (D + 2);
+            part[d] = all.value;
+            if (d == 0) part[D] = all.top, part[D + 1] = all.weights;
+        }
+    }
+}
+
+template <int D, int G> __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(DecodeArgs p) {
+    __shared__ __align__(16) DecodeShared<D, G> shared;
+    // What is read before the wait no kernel of this forward writes: positions, sequences and pages are the batch's,
+    // older keys and values an earlier forward's (see launch_kernel).
+    const Batch& b = p.b;
+    const int split = blockIdx.x, h0 = blockIdx.y * G, n = blockIdx.z, kv = h0 / (p.H / p.K), warp = threadIdx.x / 32;
+    const int seq = b.seq[n], pos = b.pos[n], splits = pos / SPLIT + 1;
+    if (seq >= 0 && splits > (int)gridDim.x) __trap(); // keys that no block owns: an error, not a row of nothing
+    if (seq < 0 || split >= splits) {
+        let_next_start();
+        wait_for_previous();
+        return;
+    }
+    const int page = split * DECODE_WARPS + warp, first = page * PAGE; // this warp's page and its first position
+    const bool held = first <= pos;
+    const size_t at = held ? kv_offset(b.pages[(size_t)seq * b.max_pages + page], kv, 0, p.K, D) : 0;
+    WarpPage<D> keys;
+    keys.load(p.keys + at, p.values + at, pos - first);
+    let_next_start();
+    wait_for_previous();
+
+    const bf16* row = p.qkv + (size_t)n * (p.H + 2 * p.K) * D;
+    const float* angles = p.rope + (size_t)pos * D;
+    rotate_queries(p, shared, row + (size_t)h0 * D, angles);
+    if (split == splits - 1 && warp >= DECODE_WARPS - 2) {
+        const bool key = warp == DECODE_WARPS - 2, writes = h0 % (p.H / p.K) == 0;
+        const size_t to = kv_offset(b.slot[n] / PAGE, kv, b.slot[n] % PAGE, p.K, D);
+        take_newest<D>(p, key ? shared.new_key : shared.new_value, (key ? p.keys : p.values) + to,
+                       row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, key, angles, writes);
+    }
+    __syncthreads();
+    if (page == pos / PAGE) keys.insert(shared.new_key, shared.new_value, pos % PAGE);
+    attend_page(shared, keys, pos - first + 1);
+    __syncthreads();
+    bf16* out = p.out + ((size_t)n * p.H + h0) * D;
+    float* parts = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
+    join_warps(shared, out, parts, split, splits);
+    if (splits == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, splits)) return;
+    for (int o = threadIdx.x; o < G * D; o += blockDim.x)
+        out[o] = round_bf16(join_splits(parts + (size_t)(o / D) * gridDim.x * (D + 2), splits, D, o % D));
+}
+
+// Numbers of scratch that attention needs: for so many sequences of one token, or for any others.
+inline size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D) {
+    return std::max((size_t)singles * H * splits, (size_t)BLOCKS_A_SM * ctx.gpu->sms * QUERY_ROWS) * (D + 2);
+}
+
+// b.splits must be enough for the largest position. Positions are in the GPU's memory: the kernel itself sees to it.
+inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D) {
+    if (p.b.splits < 1) DIE("attention_decode: %d splits; positions need one for each %d keys", p.b.splits, SPLIT);
+    const int G = p.H / p.K;
+    const int heads = G % 8 == 0 ? 8 : G % 5 == 0 ? 5 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1; // of a block
+#define DECODE(D) {attention_decode_kernel<D, 1>, attention_decode_kernel<D, 2>, attention_decode_kernel<D, 4>, \
+                   attention_decode_kernel<D, 5>, attention_decode_kernel<D, 8>}
+    static void (*const kernels[2][5])(DecodeArgs) = {DECODE(64), DECODE(128)};
+#undef DECODE
+    const int instance = heads == 8 ? 4 : heads == 5 ? 3 : heads == 4 ? 2 : heads - 1;
+    const dim3 grid((unsigned)p.b.splits, (unsigned)(p.H / heads), (unsigned)singles);
+    launch(ctx, kernels[D == 128][instance], grid, 256, 0, p);
+}
+
+inline void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
+                       const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K,
+                       int D, float eps) {
+    const int singles = ctx.invariant || lse ? 0 : b.singles; // attention_decode_kernel has no lse
+    if (singles) {
+        const DecodeArgs p = {out, keys, values, qkv, q_weight, k_weight, rope, b, H, K, eps,
+                              ctx.gpu->attention, ctx.gpu->attention_arrived};
+        attention_decode_gpu(ctx, p, singles, D);
+    }
+    if (singles == b.N) return;
+    qknorm_rope_kv_gpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps, singles);
+    attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
+}
+
+// ---- Attention backward: Book I's `attention_backward` (FlashAttention-2's backward pass without its atomics)
+// The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq
+// of some queries is summed over all keys. So a number has one block that sums it, in one order; seven products of
+// tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
+//     dv_m = sum_n p dout_n      dk_m = sum_n ds q_n / sqrt(D)      dq_n = sum_m ds k_m / sqrt(D)
+// The query rows of a KV head are numbered through: row r is head r % G of token r / G. The keys that token n sees are
+// rows n - pos[n] .. n of the batch; tiles may lie across the borders of sequences, since that is all that a mask
+// needs. A warp skips tiles in which its keys and queries do not meet.
+struct AttentionBackward {
+    bf16* dqkv;                // (N,(H+2K)D) out
+    const bf16 *dout, *q;      // (N,HD)
+    const bf16 *keys, *values; // one layer's cache
+    const float *lse, *delta;  // (N,H)
+    Batch b;
+    int H, K;
+};
+constexpr int GRADIENT_KEYS = 64;  // that a block sums dk and dv of
+constexpr int PASSING_ROWS = 64;   // query rows that pass by them at a time
+constexpr int GRADIENT_ROWS = 128; // query rows that a block sums dq of
+constexpr int PASSING_KEYS = 32;   // keys that pass by them at a time
+// Shared memory of either block: keys, values, two stages of q and two of dout, 64 rows each; or q and dout, 128 rows
+// each, two stages of keys and two of values, 32 rows each. And lse, delta and position of 128 rows: 97.5 KB for D =
+// 128.
+constexpr size_t backward_shared(int D) { return (size_t)6 * 64 * D * sizeof(bf16) + 3 * 128 * 4; }
+
+// delta[n][h] = dout[n][h] . out[n][h]: D / 8 lanes a row, 8 numbers a lane; blocks of 256. Bound by memory.
+template <int D> __global__ void attention_delta_kernel(float* delta, const bf16* dout, const bf16* out, size_t rows) {
+    let_next_start();
+    wait_for_previous();
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / (D / 8);
+    float sum = 0;
+    if (row < rows) {
+        const uint4 a = *(const uint4*)(dout + i * 8), b = *(const uint4*)(out + i * 8);
+        sum = low(a.x) * low(b.x) + high(a.x) * high(b.x) + low(a.y) * low(b.y) + high(a.y) * high(b.y) +
+              low(a.z) * low(b.z) + high(a.z) * high(b.z) + low(a.w) * low(b.w) + high(a.w) * high(b.w);
+    }
+    #pragma unroll
+    for (int lane = D / 16; lane; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+    if (row < rows && i % (D / 8) == 0) delta[row] = sum;
+}
+
+// The query rows of a KV head.
+struct HeadQueries {
+    int H, G, kv;
+    uint32_t inverse; // 2^31 / G, rounded up
+    __device__ HeadQueries(const AttentionBackward& p, int kv)
+        : H(p.H), G(p.H / p.K), kv(kv), inverse((0x80000000u + G - 1) / G) {}
+    // r / G, exact as long as r * G < 2^31.
+    __device__ int token(int r) const { return (int)__umulhi(2 * (uint32_t)r, inverse); }
+    // Row r of q and dout, of lse and delta: n H + kv G + r % G, for n = token(r).
+    __device__ int place(int r, int n) const { return r + n * (H - G) + kv * G; }
+};
+
+// s, scores, become probabilities: 2^(s scale log2(e) - lse log2(e)). lse_of(i, j, e) is that of the number's query
+// row.
+template <int I, int J, class F>
+__device__ __forceinline__ void probabilities(float (&s)[I][J][4], float scale, F lse_of) {
+    each_score(s, [&](float& x, int i, int j, int e) {
+        x = exp2_fast(fmaf(x, scale * LOG2E, -lse_of(i, j, e) * LOG2E));
+    });
+}
+
+// ---- dk and dv. A block owns 64 keys of a KV head, a warp 16 of them, with the sums of dk and dv in registers; all
+// query rows that see one of the keys pass by, 64 at a time, of all G heads. Scores are computed as keys times queries,
+// so that they lie as the weights of the two sums want them.
+
+// One past the last token that sees one of the tokens before m1, or a spare row: every thread asks one token, evenly
+// spaced between what is known to see one and what is known not to, until no gap is left.
+__device__ __forceinline__ int end_of_queries(const Batch& b, int m0, int m1) {
+    constexpr int THREADS = 128;
+    int end = m0, past = b.N;
+    while (end < past) {
+        const int stride = (past - end + THREADS - 1) / THREADS, n = end + threadIdx.x * stride;
+        const int seeing = __syncthreads_count(n < past && b.seq[n] >= 0 && n - b.pos[n] < m1);
+        past = min(past, end + seeing * stride);
+        if (seeing) end += (seeing - 1) * stride + 1;
+    }
+    return end;
+}
+
+// Query rows, up to `rows`, pass through two stages of shared memory, with dout, lse, delta and position.
+template <int D> struct PassingQueries {
+    static constexpr int TILE = PASSING_ROWS * HeadTile<D>::ROW;
+    const AttentionBackward& p;
+    const HeadQueries heads;
+    int rows;
+    uint32_t q_tiles, dout_tiles;
+    float* numbers; // of each stage 64 lse, 64 delta, 64 positions
+    HeadRows<D> mine;
+
+    __device__ __forceinline__ const float* lse(int stage) const { return numbers + stage * 3 * PASSING_ROWS; }
+    __device__ __forceinline__ const float* delta(int stage) const { return lse(stage) + PASSING_ROWS; }
+    __device__ __forceinline__ const int* pos(int stage) const { return (const int*)(lse(stage) + 2 * PASSING_ROWS); }
+    __device__ __forceinline__ void copy(int stage, int row0) const {
+        const int last = max(rows, 1) - 1;
+        #pragma unroll
+        for (int i = 0; i < PASSING_ROWS / mine.STEP; i++) {
+            const int r = mine.row + i * mine.STEP, row = min(row0 + r, last);
+            const int to = stage * TILE + HeadTile<D>::at(r, mine.chunk);
+            const size_t at = (size_t)heads.place(row, heads.token(row)) * D + mine.chunk * 8;
+            copy_async(q_tiles + to, p.q + at, row0 + r < rows);
+            copy_async(dout_tiles + to, p.dout + at, row0 + r < rows);
+        }
+        const int r = threadIdx.x % PASSING_ROWS, row = min(row0 + r, last), n = heads.token(row);
+        const uint32_t to = shared_address(lse(stage) + r);
+        if (threadIdx.x < PASSING_ROWS) {
+            copy_async_4(to, p.lse + heads.place(row, n), row0 + r < rows);
+            copy_async_4(to + 2 * PASSING_ROWS * 4, p.b.pos + n, row0 + r < rows);
+        } else copy_async_4(to + PASSING_ROWS * 4, p.delta + heads.place(row, n), row0 + r < rows);
+        commit_copies();
+    }
+};
+
+// The keys and values of tokens m0 .., of which those from `end` on are zeros, to tiles.
+template <int D>
+__device__ __forceinline__ void load_keys(const AttentionBackward& p, int m0, int end, int kv, uint32_t k_tile,
+                                          uint32_t v_tile) {
+    const HeadRows<D> mine;
+    for (int r = mine.row; r < GRADIENT_KEYS; r += mine.STEP) {
+        const bool there = m0 + r < end;
+        const int slot = there ? p.b.slot[m0 + r] : 0, to = HeadTile<D>::at(r, mine.chunk);
+        const size_t at = kv_offset(slot / PAGE, kv, slot % PAGE, p.K, D) + mine.chunk * 8;
+        copy_async(k_tile + to, p.keys + at, there);
+        copy_async(v_tile + to, p.values + at, there);
+    }
+}
+
+// Of this warp's keys first ..; spare rows met no query: zeros.
+template <int D>
+__device__ __forceinline__ void store_key_value_gradients(const AttentionBackward& p, const float (&dk)[1][D / 8][4],
+                                                          const float (&dv)[1][D / 8][4], int first, int m1, int kv,
+                                                          float scale) {
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int m = first + score_row(0, 2 * h);
+        if (m >= m1) continue;
+        bf16* to = p.dqkv + ((size_t)m * (p.H + 2 * p.K) + p.H + kv) * D;
+        store_row(to, dk[0], h, scale);
+        store_row(to + p.K * D, dv[0], h, 1);
+    }
+}
+
+template <int D>
+__device__ __forceinline__ void key_value_gradients(const AttentionBackward& p, int tile, int kv, uint4* tiles) {
+    constexpr int ROW = HeadTile<D>::ROW, TILE = 64 * ROW, J = PASSING_ROWS / 16;
+    static_assert(GRADIENT_KEYS == 64 && PASSING_ROWS == 64, "one size of tile; 16 keys a warp");
+    const uint32_t k_tile = shared_address(tiles), v_tile = k_tile + TILE, own = threadIdx.x / 32 * 16 * ROW;
+    const int m0 = tile * GRADIENT_KEYS, m1 = min(m0 + GRADIENT_KEYS, p.b.N), end = end_of_queries(p.b, m0, m1);
+    const HeadQueries heads(p, kv);
+    const int rows = end * heads.G, first = m0 + threadIdx.x / 32 * 16, last = first + 15; // this warp's keys
+    float* numbers = (float*)((char*)tiles + 6 * TILE);
+    const PassingQueries<D> queries = {p, heads, rows, v_tile + TILE, v_tile + 3 * TILE, numbers};
+    const float scale = 1 / sqrtf((float)D);
+    float dk[1][D / 8][4] = {}, dv[1][D / 8][4] = {};
+    load_keys<D>(p, m0, min(m1, end), kv, k_tile, v_tile);
+    queries.copy(0, m0 * heads.G);
+    for (int row0 = m0 * heads.G, stage = 0; row0 < rows; row0 += PASSING_ROWS, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        queries.copy(stage ^ 1, row0 + PASSING_ROWS);
+        const uint32_t q_tile = queries.q_tiles + stage * TILE, dout_tile = queries.dout_tiles + stage * TILE;
+        const float *lse = queries.lse(stage), *delta = queries.delta(stage);
+        const int *pos = queries.pos(stage), last_row = min(PASSING_ROWS, rows - row0) - 1;
+        const int oldest = heads.token(row0), newest = heads.token(row0 + last_row);
+        if (first > newest || last < oldest - pos[0]) continue;
+        float s[1][2 * J][4] = {}, ds[1][2 * J][4];
+        multiply_rows<D, 1, J>(s, k_tile + own, q_tile);
+        probabilities(s, scale, [&](int, int j, int e) { return lse[score_column(j, e)]; });
+        if (last > oldest || first < newest - pos[last_row])
+            each_score(s, [&](float& x, int, int j, int e) {
+                const int r = score_column(j, e), n = heads.token(row0 + r), m = first + score_row(0, e);
+                if ((uint32_t)(n - m) > (uint32_t)pos[r]) x = 0;
+            });
+        add_weighted_rows<D, 1, J>(dv, s, dout_tile);
+        each_score(ds, [&](float& x, int, int j, int e) { x = -delta[score_column(j, e)]; });
+        multiply_rows<D, 1, J>(ds, v_tile + own, dout_tile);
+        each_score(ds, [&](float& x, int i, int j, int e) { x *= s[i][j][e]; });
+        add_weighted_rows<D, 1, J>(dk, ds, q_tile);
+    }
+    wait_for_copies<0>();
+    store_key_value_gradients<D>(p, dk, dv, first, m1, kv, scale);
+}
+
+// ---- dq. A block owns 128 query rows of a KV head, a warp 32 of them, with the sums of dq in registers; the keys they
+// see pass by, 32 at a time.
+
+// Rows row0 .., of which those from `rows` on are zeros: q and dout to tiles; lse, delta and position, a thread a row.
+template <int D>
+__device__ __forceinline__ void load_query_rows(const AttentionBackward& p, const HeadQueries& heads, int row0,
+                                                int rows, uint32_t q_tile, uint32_t dout_tile, float* lse,
+                                                float* delta, int* pos) {
+    const HeadRows<D> mine;
+    for (int r = mine.row; r < GRADIENT_ROWS; r += mine.STEP) {
+        const bool there = row0 + r < rows;
+        const int to = HeadTile<D>::at(r, mine.chunk), row = row0 + r;
+        const size_t at = there ? (size_t)heads.place(row, heads.token(row)) * D + mine.chunk * 8 : 0;
+        copy_async(q_tile + to, p.q + at, there);
+        copy_async(dout_tile + to, p.dout + at, there);
+    }
+    const int t = threadIdx.x, row = row0 + t, n = heads.token(row), at = heads.place(row, n);
+    const bool there = row < rows;
+    lse[t] = there ? p.lse[at] : 0, delta[t] = there ? p.delta[at] : 0, pos[t] = there ? p.b.pos[n] : 0;
+}
+
+// Keys and values of the batch's tokens up to `end` pass through two stages of shared memory. Their slots are read a
+// tile ahead of the copies that need them.
+template <int D> struct PassingKeys {
+    static constexpr int TILE = PASSING_KEYS * HeadTile<D>::ROW, COUNT = PASSING_KEYS / HeadRows<D>::STEP;
+    const AttentionBackward& p;
+    int kv, end;
+    uint32_t k_tiles, v_tiles;
+    HeadRows<D> mine;
+    int slot[COUNT];
+    __device__ __forceinline__ void next_slots(int key0) {
+        #pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int m = key0 + mine.row + i * mine.STEP;
+            slot[i] = m < end ? p.b.slot[m] : 0;
+        }
+    }
+    __device__ __forceinline__ void copy(int stage, int key0) const {
+        #pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int r = mine.row + i * mine.STEP, to = stage * TILE + HeadTile<D>::at(r, mine.chunk);
+            const size_t at = kv_offset(slot[i] / PAGE, kv, slot[i] % PAGE, p.K, D) + mine.chunk * 8;
+            copy_async(k_tiles + to, p.keys + at, key0 + r < end);
+            copy_async(v_tiles + to, p.values + at, key0 + r < end);
+        }
+        commit_copies();
+    }
+};
+
+// Of this warp's rows first_row ..; spare rows are zeros: so were their q and dout.
+template <int D>
+__device__ __forceinline__ void store_query_gradients(const AttentionBackward& p, const HeadQueries& heads,
+                                                      const float (&dq)[2][D / 8][4], int first_row, float scale) {
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int r = first_row + score_row(i, 2 * h), n = heads.token(r), G = heads.G;
+            const int head = heads.kv * G + r - n * G;
+            if (n < p.b.N) store_row(p.dqkv + ((size_t)n * (p.H + 2 * p.K) + head) * D, dq[i], h, scale);
+        }
+}
+
+template <int D>
+__device__ __forceinline__ void query_gradients(const AttentionBackward& p, int tile, int kv, uint4* tiles) {
+    constexpr int ROW = HeadTile<D>::ROW, J = PASSING_KEYS / 16;
+    static_assert(GRADIENT_ROWS == 128, "32 rows a warp; a thread asks for a row");
+    const uint32_t q_tile = shared_address(tiles), dout_tile = q_tile + GRADIENT_ROWS * ROW;
+    const uint32_t k_tiles = dout_tile + GRADIENT_ROWS * ROW, v_tiles = k_tiles + 2 * PASSING_KEYS * ROW;
+    float *lse = (float*)((char*)tiles + (2 * GRADIENT_ROWS + 4 * PASSING_KEYS) * ROW), *delta = lse + GRADIENT_ROWS;
+    int* pos = (int*)(delta + GRADIENT_ROWS);
+    const Batch& b = p.b;
+    const HeadQueries heads(p, kv);
+    const int row0 = tile * GRADIENT_ROWS, n0 = heads.token(row0);
+    const int n1 = heads.token(min(row0 + GRADIENT_ROWS, b.N * heads.G) - 1), n = n0 + threadIdx.x;
+    const int end = n0 + __syncthreads_count(n <= n1 && b.seq[n] >= 0), rows = end * heads.G; // what follows is spare
+    load_query_rows<D>(p, heads, row0, rows, q_tile, dout_tile, lse, delta, pos);
+    // This warp's tokens, and where the sequences of the first and of the last of them begin.
+    const int own = threadIdx.x / 32 * 32, first_row = row0 + own;
+    const int oldest = heads.token(first_row), newest = heads.token(min(first_row + 32, rows) - 1);
+    const bool some = first_row < rows;
+    const int oldest_first = some ? oldest - b.pos[oldest] : b.N, newest_first = some ? newest - b.pos[newest] : b.N;
+    const float scale = 1 / sqrtf((float)D);
+    const int key_begin = end > n0 ? n0 - b.pos[n0] : end;
+    PassingKeys<D> keys = {p, kv, end, k_tiles, v_tiles};
+    float dq[2][D / 8][4] = {};
+    keys.next_slots(key_begin);
+    keys.copy(0, key_begin);
+    keys.next_slots(key_begin + PASSING_KEYS);
+    for (int key0 = key_begin, stage = 0; key0 < end; key0 += PASSING_KEYS, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        keys.copy(stage ^ 1, key0 + PASSING_KEYS);
+        keys.next_slots(key0 + 2 * PASSING_KEYS);
+        if (key0 > newest || key0 + PASSING_KEYS <= oldest_first) continue;
+        const uint32_t k_tile = k_tiles + stage * keys.TILE, v_tile = v_tiles + stage * keys.TILE;
+        float s[2][2 * J][4] = {}, ds[2][2 * J][4];
+        multiply_rows<D, 2, J>(s, q_tile + own * ROW, k_tile);
+        probabilities(s, scale, [&](int i, int, int e) { return lse[own + score_row(i, e)]; });
+        if (key0 + PASSING_KEYS > oldest + 1 || key0 < newest_first)
+            each_score(s, [&](float& x, int i, int j, int e) {
+                const int r = own + score_row(i, e), n = heads.token(row0 + r), m = key0 + score_column(j, e);
+                if ((uint32_t)(n - m) > (uint32_t)pos[r]) x = 0;
+            });
+        each_score(ds, [&](float& x, int i, int, int e) { x = -delta[own + score_row(i, e)]; });
+        multiply_rows<D, 2, J>(ds, dout_tile + own * ROW, v_tile);
+        each_score(ds, [&](float& x, int i, int j, int e) { x *= s[i][j][e]; });
+        add_weighted_rows<D, 2, J>(dq, ds, k_tile);
+    }
+    wait_for_copies<0>();
+    store_query_gradients<D>(p, heads, dq, first_row, scale);
+}
+
+// Both in one launch, so that neither waits for the other's last blocks: grid (K, tiles of keys + tiles of rows), 128
+// threads, two blocks a multiprocessor; bound by the tensor cores and by registers (for D = 128 all 255). Early keys
+// are seen by many queries, late queries see many keys: of one sequence, long blocks come first.
+template <int D>
+__global__ void __launch_bounds__(128, 2) attention_backward_kernel(AttentionBackward p, int key_tiles) {
+    extern __shared__ __align__(128) uint4 tiles[];
+    wait_for_previous();
+    if ((int)blockIdx.y < key_tiles) key_value_gradients<D>(p, blockIdx.y, blockIdx.x, tiles);
+    else query_gradients<D>(p, gridDim.y - 1 - blockIdx.y, blockIdx.x, tiles);
+}
+inline void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
+                                   const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K,
+                                   int D, float* delta) {
+    const int64_t rows = (int64_t)b.N * (H / K), key_tiles = (b.N + GRADIENT_KEYS - 1) / GRADIENT_KEYS;
+    const int64_t tiles = key_tiles + (rows + GRADIENT_ROWS - 1) / GRADIENT_ROWS;
+    if (rows * H >= (int64_t)1 << 31 || tiles > 65535)
+        DIE("attention_backward: a batch of %d tokens is too large for %d query heads", b.N, H);
+    const size_t heads = (size_t)b.N * H;
+    launch(ctx, D == 128 ? attention_delta_kernel<128> : attention_delta_kernel<64>,
+           (unsigned)((heads * (D / 8) + 255) / 256), 256, 0, delta, dout, out, heads);
+    launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>,
+           dim3((unsigned)K, (unsigned)tiles), 128, backward_shared(D),
+           AttentionBackward{dqkv, dout, q, keys, values, lse, delta, b, H, K}, (int)key_tiles);
+}
+
+// ====================================================================== 12 The sampler on a GPU, and a step as a graph
+// Book I's `sample`, the same draws bit for bit, since probabilities are integers and every float step is rounded
+// alike. What changes between draws lies in the GPU's memory, so that one graph serves them all.
+struct Draw {
+    Sampling how;
+    int exist; // only ids below may be drawn
+};
+__device__ inline float usable(float logit) { return isnan(logit) ? -FLT_MAX : fminf(fmaxf(logit, -FLT_MAX), FLT_MAX); }
+// A larger key is likelier: the logit, then the lower id.
+__device__ inline unsigned long long draw_key(float logit, int id) {
+    const uint32_t u = __float_as_uint(logit + 0.f); // -0 becomes 0
+    return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
+}
+
+// The head's product: logits with the penalties, and the likeliest id of each block's rows. `best` has room for
+// BEST_BLOCKS blocks, and sample_kernel has a thread for each of them: MOST_BLOCKS holds stream_product to that.
+constexpr int BEST_BLOCKS = 1024;
+struct DrawEpilogue : Epilogue {
+    static constexpr int MOST_BLOCKS = BEST_BLOCKS;
+    float* out;                // (R,V)
+    size_t V;
+    const Draw* draw;          // (R)
+    const uint32_t* seen;      // (R,V), or null: no penalties
+    unsigned long long* best;  // (R, BEST_BLOCKS)
+    DrawEpilogue(float* out, size_t V, const Draw* draw, const uint32_t* seen, unsigned long long* best)
+        : out(out), V(V), draw(draw), seen(seen), best(best) {}
+    __device__ static unsigned long long* shared_best() {
+        __shared__ unsigned long long best[STREAM_TOKENS];
+        return best;
+    }
+    __device__ void begin() {
+        if (threadIdx.x < STREAM_TOKENS) shared_best()[threadIdx.x] = 0; // a barrier comes before its first use
+    }
+    __device__ void one(bool inside, int n, int r, float y, float) {
+        unsigned long long key = 0;
+        if (inside) {
+            const Sampling& how = draw[n].how;
+            const uint32_t s = seen ? seen[n * V + r] : 0;
+            out[n * V + r] = y = penalized(y, how, s);
+            if (r < draw[n].exist) key = draw_key(usable(y), r);
+        }
+        for (int other = 1; other < 8; other *= 2) key = max(key, __shfl_xor_sync(~0u, key, other));
+        if (threadIdx.x % 8 == 0 && key) atomicMax(shared_best() + n, key);
+    }
+    __device__ void end(int N) {
+        __syncthreads();
+        if (threadIdx.x < N) best[threadIdx.x * BEST_BLOCKS + blockIdx.x] = shared_best()[threadIdx.x];
+    }
+};
+
+// The sum over the threads before this one.
+__device__ inline unsigned long long block_sum_before(unsigned long long x) {
+    __shared__ unsigned long long parts[32];
+    unsigned long long sum = x;
+    for (int lane = 1; lane < 32; lane *= 2) {
+        const unsigned long long other = __shfl_up_sync(~0u, sum, lane);
+        if ((int)threadIdx.x % 32 >= lane) sum += other;
+    }
+    __syncthreads();
+    if (threadIdx.x % 32 == 31) parts[threadIdx.x / 32] = sum;
+    __syncthreads();
+    for (int w = 0; w < (int)threadIdx.x / 32; w++) sum += parts[w];
+    return sum - x;
+}
+
+// Where draws go, and the batch of the next step.
+struct DrawState {
+    int *token, *pos, *slot; // (R) of the token just drawn, out; pos: in, that of the token before
+    const int *seq, *pages;  // (R), (., max_pages)
+    int max_pages;
+    uint32_t* seen;          // (R,V) or null
+    volatile int* ring;      // (R, ring_size) in the host's memory, or null: id + 1 of the token at each position
+    int ring_size;
+};
+
+// ---- sample_kernel: Book I's `sample`, and the next step's batch
+// A block of 1024 threads owns a row of logits, a thread every 1024th id; 25 KB of shared memory. The likeliest ids go
+// to a list in shared memory, in which all is decided by comparing everyone with everyone. If what may be drawn is more
+// than the list holds (flat distributions without top-k), the least key that is kept is found by bisection over all ids
+// instead, a pass for each bit. Bound by latency: passes over logits in the L2 cache, and a barrier after each.
+constexpr int DRAW_THREADS = 1024;
+constexpr int LIST = DRAW_THREADS; // a thread an entry
+constexpr int BINS = 2048;         // of 1/64 of the exponent
+constexpr float WEIGHT_ONE = 1099511627776.f; // of the likeliest id: weights are integers in steps of 2^-40
+
+struct DrawList {
+    unsigned long long keys[LIST], weights[LIST];
+    unsigned long long top;  // the largest key of all
+    uint32_t bins[BINS];     // how many ids each has
+    int count, cut;          // entries; bins that go to the list
+    int answer;              // the id that is drawn
+};
+
+// What is drawn from.
+struct DrawRow {
+    const float* logits;
+    const int exist;
+    const Sampling how;
+    float top = 0; // the largest logit, once it is known
+    __device__ DrawRow(const float* logits, const Draw& draw) : logits(logits), exist(draw.exist), how(draw.how) {}
+    __device__ int k() const { return how.top_k > 0 ? how.top_k : INT_MAX; }
+    __device__ float logit(int id) const { return usable(logits[id]); }
+    __device__ unsigned long long key(int id) const { return draw_key(logit(id), id); }
+    __device__ float exponent(int id) const { return (logit(id) - top) / how.temperature; }
+    __device__ static unsigned long long weight(float exponent) { // e^-28 is below a step
+        return exponent < -28.f ? 0ull : (unsigned long long)(exp_exact(exponent) * WEIGHT_ONE);
+    }
+    __device__ static int bin(float exponent) { return min(BINS - 1, (int)(exponent * -64)); }
+};
+
+// The largest key, to list.top: out of the head's blocks' (`best`), if they looked for it, else out of all logits.
+__device__ __forceinline__ void find_likeliest(DrawList& list, const DrawRow& row, const unsigned long long* best,
+                                               int blocks) {
+    unsigned long long most = 0;
+    if (best) {
+        if ((int)threadIdx.x < blocks) most = best[threadIdx.x];
+    } else {
+        for (int id = threadIdx.x; id < row.exist; id += DRAW_THREADS) most = max(most, row.key(id));
+    }
+    for (int lane = 16; lane; lane /= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
+    if (threadIdx.x % 32 == 0 && most) atomicMax(&list.top, most);
+    __syncthreads();
+}
+
+// Counts the ids of each bin; the first `cut` bins, as many as the list holds or top-k needs, will go to the list.
+// Returns the sum of all weights.
+__device__ __forceinline__ unsigned long long count_bins(DrawList& list, const DrawRow& row) {
+    unsigned long long all = 0;
+    for (int id = threadIdx.x; id < row.exist; id += DRAW_THREADS) {
+        const float x = row.exponent(id);
+        const unsigned long long w = row.weight(x);
+        all += w;
+        if (w) atomicAdd(&list.bins[row.bin(x)], 1u);
+    }
+    all = block_sum(all);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const unsigned enough = min(row.k(), LIST + 1);
+        unsigned held = 0;
+        int cut = 0;
+        while (cut < BINS && held < enough && held + list.bins[cut] <= LIST) held += list.bins[cut++];
+        list.cut = cut;
+    }
+    __syncthreads();
+    return all;
+}
+
+// Their ids to the list, in any order. Returns the sum of their weights.
+__device__ __forceinline__ unsigned long long fill_list(DrawList& list, const DrawRow& row) {
+    unsigned long long sum = 0;
+    for (int id = threadIdx.x; id < row.exist; id += DRAW_THREADS) {
+        const float x = row.exponent(id);
+        const unsigned long long w = row.weight(x);
+        if (!w || row.bin(x) >= list.cut) continue;
+        const int at = atomicAdd(&list.count, 1);
+        list.keys[at] = row.key(id), list.weights[at] = w;
+        sum += w;
+    }
+    sum = block_sum(sum);
+    __syncthreads();
+    return sum;
+}
+
+// Draws from the list, a thread an entry: its rank and the weight of all likelier ones decide whether it is kept, the
+// weight of the kept ones with lower ids whether it is drawn. `all`: the weight of all ids, listed or not.
+__device__ __forceinline__ void draw_from_list(DrawList& list, const DrawRow& row, unsigned long long all,
+                                               uint64_t random) {
+    const Sampling& how = row.how;
+    const int i = threadIdx.x, n = list.count, k = row.k();
+    const unsigned long long key = i < n ? list.keys[i] : 0, mine = i < n ? list.weights[i] : 0;
+    int rank = 0;
+    unsigned long long before = 0;
+    for (int j = 0; i < n && j < n; j++)
+        if (list.keys[j] > key) rank++, before += list.weights[j];
+    bool kept = i < n && rank < k;
+    const unsigned long long total = n >= k ? block_sum(kept ? mine : 0) : all; // after top-k
+    if (how.top_p < 1) kept = kept && (rank == 0 || (double)before < (double)how.top_p * (double)total);
+    if (how.min_p > 0) kept = kept && (double)mine >= (double)how.min_p * WEIGHT_ONE;
+    const unsigned long long left = block_sum(kept ? mine : 0), r = __umul64hi(random, left);
+    if (!kept && i < n) list.weights[i] = 0;
+    __syncthreads();
+    unsigned long long lower = 0;
+    for (int j = 0; kept && j < n; j++)
+        if ((uint32_t)list.keys[j] > (uint32_t)key) lower += list.weights[j]; // ids are inverted in keys
+    if (kept && lower <= r && r < lower + mine) list.answer = (int)~(uint32_t)key;
+}
+
+// How many ids have keys from `least` on, or (!count) their weight.
+__device__ __forceinline__ unsigned long long sum_from(const DrawRow& row, unsigned long long least, bool count) {
+    unsigned long long sum = 0;
+    for (int id = threadIdx.x; id < row.exist; id += DRAW_THREADS) {
+        const unsigned long long w = row.weight(row.exponent(id));
+        if (w && row.key(id) >= least) sum += count ? 1 : w;
+    }
+    return block_sum(sum);
+}
+
+// The least key that top-k and then top-p keep: the largest that is enough, found bit by bit, from the highest down.
+__device__ __forceinline__ unsigned long long least_kept(const DrawRow& row, unsigned long long top) {
+    unsigned long long least = 0;
+    if (row.how.top_k > 0)
+        for (int bit = 63; bit >= 0; bit--)
+            if (sum_from(row, least | 1ull << bit, true) >= (unsigned long long)row.k()) least |= 1ull << bit;
+    if (row.how.top_p < 1) {
+        const double need = (double)row.how.top_p * (double)sum_from(row, least, false);
+        unsigned long long found = 0;
+        for (int bit = 63; bit >= 0; bit--)
+            if ((double)sum_from(row, found | 1ull << bit, false) >= need) found |= 1ull << bit;
+        least = max(least, min(found, top));
+    }
+    return least;
+}
+
+// Draws from all ids: those from `least` on, in order, a range of neighbours a thread.
+__device__ __forceinline__ void draw_from_all(DrawList& list, const DrawRow& row, uint64_t random) {
+    const unsigned long long least = least_kept(row, list.top);
+    const double floor_weight = (double)row.how.min_p * WEIGHT_ONE;
+    auto kept = [&](int id) {
+        const unsigned long long w = row.weight(row.exponent(id));
+        return row.key(id) >= least && (row.how.min_p <= 0 || (double)w >= floor_weight) ? w : 0;
+    };
+    const int each = (row.exist + DRAW_THREADS - 1) / DRAW_THREADS;
+    const int from = min(row.exist, (int)threadIdx.x * each), to = min(row.exist, from + each);
+    unsigned long long sum = 0;
+    for (int id = from; id < to; id++) sum += kept(id);
+    const unsigned long long r = __umul64hi(random, block_sum(sum));
+    unsigned long long lower = block_sum_before(sum);
+    if (lower <= r && r < lower + sum)
+        for (int id = from; id < to; id++) {
+            const unsigned long long w = kept(id);
+            if (r < lower + w) { list.answer = id; break; }
+            lower += w;
+        }
+}
+
+// The drawn token becomes the next step's batch, and goes to the host.
+__device__ __forceinline__ void publish(const DrawState& state, int row, size_t V, int answer) {
+    const int pos = state.pos[row] + 1, page = pos / PAGE;
+    state.token[row] = answer;
+    state.pos[row] = pos;
+    if (page < state.max_pages)
+        state.slot[row] = state.pages[(size_t)state.seq[row] * state.max_pages + page] * PAGE + pos % PAGE;
+    if (state.seen) state.seen[row * V + answer]++;
+    if (state.ring) state.ring[(size_t)row * state.ring_size + pos % state.ring_size] = answer + 1;
+}
+
+__global__ void __launch_bounds__(DRAW_THREADS)
+sample_kernel(const float* all_logits,        // (R,V)
+              size_t V, const Draw* draws,    // (R)
+              const unsigned long long* best, // (R, BEST_BLOCKS) the likeliest id of each of the head's blocks; or null
+              int best_blocks, DrawState state) {
+    __shared__ DrawList list;
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x, i = threadIdx.x;
+    if (state.seq[r] < 0) return;
+    DrawRow row(all_logits + r * V, draws[r]);
+    const Sampling& how = row.how;
+    for (int bin = i; bin < BINS; bin += DRAW_THREADS) list.bins[bin] = 0;
+    if (i == 0) list.top = 0, list.count = 0;
+    __syncthreads();
+    find_likeliest(list, row, best ? best + r * BEST_BLOCKS : nullptr, best_blocks);
+    const int likeliest = (int)~(uint32_t)list.top;
+    if (i == 0) list.answer = likeliest;
+    if (how.temperature != 0 && row.exist > 1) {
+        row.top = row.logit(likeliest);
+        const unsigned long long all = count_bins(list, row), listed = fill_list(list, row);
+        const Philox bits = philox(how.seed, (uint64_t)state.pos[r] + 1, STREAM_SAMPLE);
+        const uint64_t random = (uint64_t)bits.v[1] << 32 | bits.v[0];
+        // Nothing that may be drawn is missing from the list: top-k or top-p cuts within it, or it has all.
+        const bool top_p_within = how.top_k <= 0 && how.top_p < 1 && (double)listed >= (double)how.top_p * (double)all;
+        if (list.count >= row.k() || listed == all || top_p_within) draw_from_list(list, row, all, random);
+        else draw_from_all(list, row, random);
+    }
+    __syncthreads();
+    if (i == 0) publish(state, r, V, list.answer);
+}
+
+// ---- Drawing on a GPU: a step, from embedding to drawn token, is one CUDA graph, whose every changing number lies in
+// the GPU's memory. Up to AHEAD steps are launched beyond the tokens that the caller has seen, which come through
+// `ring` in the CPU's memory; what was computed past the last token that was accepted is overwritten later. A graph
+// starts when the one launched before it has completed, all of it: what sample_kernel writes, the next graph's kernels
+// may read early.
+template <class T> struct GpuDraws {
+    static constexpr int AHEAD = 8;
+    Session<T>& session;
+    Context& ctx;
+    DrawState step = {};
+    uint32_t* seen;
+    Draw* draw_parameters;
+    unsigned long long* best;
+    volatile int* ring = nullptr;
+    int launched = 0;                      // draws up to this position are on their way,
+    int last = 0;                          // ... and up to this one will be wanted
+    std::map<int, cudaGraphExec_t> graphs; // by splits and whether there are penalties
+    bool penalties = false;
+
+    explicit GpuDraws(Session<T>& s) : session(s), ctx(s.ctx) { ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); }
+    GpuDraws(const GpuDraws&) = delete;
+    ~GpuDraws() {
+        cudaStreamSynchronize(ctx.gpu->stream);
+        for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
+        if (ring) cudaFreeHost((void*)ring);
+    }
+
+    // The session's memory that only a GPU needs.
+    void plan() {
+        Arena& arena = session.arena;
+        const Config& c = session.config;
+        ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+        ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+        const int splits = (session.capacity - 1) / SPLIT + 1;
+        ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, 1, splits, c.H, c.D));
+        ctx.gpu->attention_arrived = arena.take<int>(c.H);
+        for (int** one : {&step.token, &step.pos, &step.slot}) *one = arena.take<int>(1);
+        seen = arena.take<uint32_t>(c.V);
+        draw_parameters = arena.take<Draw>(1);
+        best = arena.take<unsigned long long>(BEST_BLOCKS);
+    }
+
+    void begin(size_t most) {
+        CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream)); // steps that an answer before this one left behind
+        const int capacity = session.capacity;
+        if (!ring) {
+            CUDA_CHECK(cudaHostAlloc((void**)&ring, ((size_t)capacity + 1) * sizeof(int), cudaHostAllocMapped));
+            CUDA_CHECK(cudaHostGetDevicePointer((void**)&step.ring, (void*)ring, 0));
+            step.ring_size = capacity + 1, step.seq = session.table; // table[0] = 0: sequence 0
+            step.pages = session.table, step.max_pages = session.pages;
+        }
+        const auto& d = session.drawing;
+        penalties = has_penalties(d.how);
+        const int V = session.config.V;
+        if (penalties) copy_in(ctx, seen, seen_counts(session.ids, d.answer, V).data(), (size_t)V);
+        step.seen = penalties ? seen : nullptr;
+        const int n = (int)session.ids.size(), pos = n - 1;
+        const Draw parameters = {d.how, d.exist};
+        copy_in(ctx, draw_parameters, &parameters, 1);
+        copy_in(ctx, step.pos, &pos, 1);
+        for (int p = 0; p <= capacity; p++) ring[p] = 0;
+        last = (int)std::min((size_t)capacity, n + std::min(most, (size_t)capacity) - 1);
+        launched = n;
+        launch_draw(session.last_row);
+    }
+
+    int next() {
+        const int p = (int)session.ids.size();
+        while (launched < std::min(p + AHEAD, last)) launch_step();
+        for (int spins = 0; !ring[p]; spins++)
+            if (spins % 4096 == 4095) { // a fault of the GPU must not hang us
+                const cudaError_t e = cudaStreamQuery(ctx.gpu->stream);
+                if (e != cudaErrorNotReady) CUDA_CHECK(e);
+            }
+        return ring[p] - 1;
+    }
+
+  private:
+    void launch_draw(const int* row) {
+        const size_t V = session.config.V;
+        const bf16 *x = session.activations.normed, *W = session.weights.head.w[0];
+        const StreamArgs head = {x, row, nullptr, nullptr, 0, W, 1, session.config.C, (int)V};
+        const DrawEpilogue epilogue{session.row_logits, V, draw_parameters, step.seen, best};
+        const int blocks = stream_product(ctx, head, epilogue);
+        launch(ctx, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, V, draw_parameters, best, blocks, step);
+    }
+
+    void launch_step() {
+        const int splits = splits_for_graph(launched, session.capacity);
+        cudaGraphExec_t& graph = graphs[2 * splits + penalties];
+        if (!graph) {
+            ctx.stop = nullptr;
+            graph = record_graph(ctx, [&] {
+                const Batch batch = {1, 1, step.token, step.pos, step.seq, step.slot, session.table, session.pages, 1,
+                                     splits};
+                forward(ctx, session.config, session.weights, batch, session.activations, session.cache, session.rope);
+                launch_draw(session.table); // row 0
+            });
+        }
+        CUDA_CHECK(cudaGraphLaunch(graph, ctx.gpu->stream));
+        launched++;
+    }
+};
 #endif // __CUDACC__
 
-// #####################################################################################################################
 #include "checkpoint.h"
 #ifndef QWEN3_PLAIN
 #include "cli.h"

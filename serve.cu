@@ -2224,7 +2224,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
 
     server.service = {&tokenizer, o.name, o.system, e.context, o.think == 1};
     fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, %d at once, %zu pages of %d tokens; ready in %.2f s\n",
-            o.name.c_str(), (double)c.parameters() / 1e6, weights.type_name(), device_name(o.ctx).c_str(), e.context,
+            o.name.c_str(), (double)parameters(c) / 1e6, type_name(weights), device_name(o.ctx).c_str(), e.context,
             e.max_seqs, desk.look().pages, PAGE, seconds() - start);
     std::thread thread([&] {
         o.use_threads();

@@ -180,7 +180,7 @@ template <class T> struct Trainer {
         const size_t a_step = (size_t)o.batch * o.accum;
         epoch_steps = (int64_t)((rows.size() + a_step - 1) / a_step);
         steps = o.steps ? o.steps : (int64_t)std::ceil(o.epochs * (double)epoch_steps);
-        run = describe(o, file, data, steps, w.type_name());
+        run = describe(o, file, data, steps, type_name(w));
         if (!o.full) rank = adapt(w, o.lora, o.rank_step);
         if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19)
             DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
@@ -298,7 +298,7 @@ template <class T> struct Trainer {
         a.plan_training(arena, c, N, o.recompute);
         h = arena.take<T>(o.full ? 0 : (size_t)N * each_adapter(w, [](Linear<T>&, AdapterPlace) {}).h);
         max_pages = (longest + PAGE - 1) / PAGE;
-        kv.plan_training(arena, c, (size_t)N / PAGE + o.batch);
+        kv.plan(arena, c, (size_t)N / PAGE + o.batch, true);
         part("activations", before), before = arena.used;
         d.plan(arena, c, N, rank, std::min(N, ctx.gpu ? GPU_HEAD_ROWS : HEAD_ROWS));
         part("their gradients, logits", before), before = arena.used;
@@ -837,7 +837,7 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
     const std::string lora =
         o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
     fprintf(stderr, "%s: %.2f M parameters, %s, %s; %s%.2f M of them trained\n", o.model.c_str(),
-            (double)file.config.parameters() / 1e6, t.w.type_name(), device_name(ctx).c_str(), lora.c_str(),
+            (double)parameters(file.config) / 1e6, type_name(t.w), device_name(ctx).c_str(), lora.c_str(),
             (double)t.trained_parameters() / 1e6);
     fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n",
             o.train.c_str(), t.rows.size(), t.trained(data, t.rows), (long long)t.steps, o.batch * o.accum,

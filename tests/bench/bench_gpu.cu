@@ -356,7 +356,7 @@ static void train(Model& m, int B, bool full) {
         norm = arena.take<double>(1), pieces = arena.take<double>(parameters / NORM_PIECE + 1);
         a.plan_training(arena, c, N, false);
         d.plan(arena, c, N, rank, head_rows);
-        kv.plan_training(arena, c, (size_t)B * T / PAGE);
+        kv.plan(arena, c, (size_t)B * T / PAGE, true);
         rope = arena.take<float>((size_t)T * c.D);
         loss = arena.take<float>(N);
         for (int** list : {&token, &pos, &seq, &slot, &rows}) *list = arena.take<int>(N);

@@ -726,7 +726,7 @@ template <class T> struct Harness {
             auto plan = [&] {
                 a.plan_training(arena, c, n, recompute);
                 d.plan(arena, c, n, rank, head_rows);
-                kv.plan_training(arena, c, (size_t)packed.page_count);
+                kv.plan(arena, c, (size_t)packed.page_count, true);
                 rope = arena.take<A>((size_t)n * c.D);
                 h = arena.take<T>((size_t)n * end.h);
             };

@@ -757,7 +757,7 @@ TEST_CASE("the table lists exactly the tensors of each fixture, with their shape
         }
         for (auto& [name, t] : file.tensors) held[name] = t.shape;
         CHECK(listed == held);
-        CHECK(numbers == file.config.parameters());
+        CHECK(numbers == parameters(file.config));
     }
 }
 
