@@ -477,6 +477,23 @@ template <class T> Ceilings measure_ceilings([[maybe_unused]] const Context& ctx
     return {read_ceiling(), cpu_multiply_ceiling<T>(int8, 0.3)};
 }
 
+// The first n tokens in a session's KV cache: block_bytes(n) from the start of each of 2 L blocks, in whole pages of a
+// layer's keys, then of its values. With `ids` this is all there is to save and restore. f may read and write.
+template <class T> size_t block_bytes(const Session<T>& s, size_t n) {
+    return (n + PAGE - 1) / PAGE * s.config.K * PAGE * s.config.D * sizeof(T);
+}
+template <class T, class F> void each_block(Session<T>& s, size_t n, F f) {
+    std::vector<T> copy(block_bytes(s, n) / sizeof(T));
+    T* const both[] = {s.cache.keys, s.cache.values}; // (nvcc cannot walk a braced list here)
+    for (T* all : both)
+        for (int l = 0; l < s.config.L; l++) {
+            T* block = all + l * s.cache.layer_size;
+            copy_out(s.ctx, copy.data(), block, copy.size());
+            f(copy.data());
+            copy_in(s.ctx, block, copy.data(), copy.size());
+        }
+}
+
 // Bytes of a product's weights, and of all that one token's step reads.
 template <class T> size_t weight_bytes(const Linear<T>& W) {
     return (size_t)W.out() * (W.q[0] ? (size_t)W.in + 2 * (size_t)W.groups() : (size_t)W.in * sizeof(T));
@@ -767,23 +784,6 @@ void speak(Session<T>& session, const Tokenizer* tokenizer, Generation& g, Threa
         pace.begin();
     });
     pace.end();
-}
-
-// The first n tokens in a session's KV cache: block_bytes(n) from the start of each of 2 L blocks, in whole pages of a
-// layer's keys, then of its values. With `ids` this is all there is to save and restore. f may read and write.
-template <class T> size_t block_bytes(const Session<T>& s, size_t n) {
-    return (n + PAGE - 1) / PAGE * s.config.K * PAGE * s.config.D * sizeof(T);
-}
-template <class T, class F> void each_block(Session<T>& s, size_t n, F f) {
-    std::vector<T> copy(block_bytes(s, n) / sizeof(T));
-    T* const both[] = {s.cache.keys, s.cache.values}; // (nvcc cannot walk a braced list here)
-    for (T* all : both)
-        for (int l = 0; l < s.config.L; l++) {
-            T* block = all + l * s.cache.layer_size;
-            copy_out(s.ctx, copy.data(), block, copy.size());
-            f(copy.data());
-            copy_in(s.ctx, block, copy.data(), copy.size());
-        }
 }
 
 // --prompt-cache: the keys and values of a prompt in a file, so that another start need not compute them.
