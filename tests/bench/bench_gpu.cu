@@ -148,7 +148,7 @@ static void blas_product(bf16* out, const bf16* x, const bf16* w, int N, int R, 
     if (cublasGemmEx(blas(), CUBLAS_OP_T, CUBLAS_OP_N, R, N, K, &one, w, CUDA_R_16BF, K, x, CUDA_R_16BF, K, &zero, out, CUDA_R_16BF, R,
                      CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT) != CUBLAS_STATUS_SUCCESS) DIE("cuBLAS failed");
 }
-struct Shape { const char* name; int R, K; };
+struct ProductShape { const char* name; int R, K; };
 static void products(bool quick) {
     const std::vector<Shape> shapes = {{"0.6B qkv", 4096, 1024}, {"0.6B o", 1024, 2048}, {"0.6B gate+up", 6144, 1024}, {"0.6B down", 1024, 3072},
                                        {"1.7B gate+up", 12288, 2048}, {"4B qkv", 6144, 2560}, {"4B down", 2560, 9728},
@@ -156,7 +156,7 @@ static void products(bool quick) {
     printf("products: ours, cuBLAS (TFLOP/s), ratio, share of mma.sync out of registers\n");
     for (int N : {512, 2048, 8192}) {
         double geometric = 0, share = 0;
-        for (const Shape& y : shapes) {
+        for (const ProductShape& y : shapes) {
             if (quick && y.name[0] != '0') continue;
             const size_t size = (size_t)y.R * y.K;
             const int sets = (int)std::min<size_t>(16, (200ull << 20) / (size * 2) + 1), calls = std::max(4, std::min(40, (int)(4e12 / (2. * N * (double)size))));
@@ -180,7 +180,7 @@ static void products(bool quick) {
 // Every tile shape and number of splits, for those who set TilePlan's figures.
 static void sweep() {
     for (int N : {24, 32, 64, 128, 256, 512, 2048, 8192})
-        for (const Shape& y : {Shape{"qkv", 4096, 1024}, Shape{"o", 1024, 2048}, Shape{"gate+up", 6144, 1024}, Shape{"down", 1024, 3072}, Shape{"8B down", 4096, 12288}}) {
+        for (const ProductShape& y : {ProductShape{"qkv", 4096, 1024}, ProductShape{"o", 1024, 2048}, ProductShape{"gate+up", 6144, 1024}, ProductShape{"down", 1024, 3072}, ProductShape{"8B down", 4096, 12288}}) {
             const size_t size = (size_t)y.R * y.K;
             const int sets = (int)std::min<size_t>(16, (200ull << 20) / (size * 2) + 1);
             bf16 *w = random_array(size * sets, 0.02f), *x = random_array((size_t)N * y.K), *out = gpu_array<bf16>((size_t)N * y.R);
