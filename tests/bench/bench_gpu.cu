@@ -150,7 +150,7 @@ static void blas_product(bf16* out, const bf16* x, const bf16* w, int N, int R, 
 }
 struct ProductShape { const char* name; int R, K; };
 static void products(bool quick) {
-    const std::vector<Shape> shapes = {{"0.6B qkv", 4096, 1024}, {"0.6B o", 1024, 2048}, {"0.6B gate+up", 6144, 1024}, {"0.6B down", 1024, 3072},
+    const std::vector<ProductShape> shapes = {{"0.6B qkv", 4096, 1024}, {"0.6B o", 1024, 2048}, {"0.6B gate+up", 6144, 1024}, {"0.6B down", 1024, 3072},
                                        {"1.7B gate+up", 12288, 2048}, {"4B qkv", 6144, 2560}, {"4B down", 2560, 9728},
                                        {"8B qkv", 6144, 4096}, {"8B o", 4096, 4096}, {"8B gate+up", 24576, 4096}, {"8B down", 4096, 12288}};
     printf("products: ours, cuBLAS (TFLOP/s), ratio, share of mma.sync out of registers\n");
