@@ -1387,8 +1387,10 @@ constexpr int MAX_TILES = 4096;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAVE_WGMMA
+#define BLOCKS_OF_1024 2 // that a multiprocessor should hold: two rows of draws at a time
 __device__ int has_wgmma = 1; // whether the code that this GPU runs has the instructions of sm_90a
 #else
+#define BLOCKS_OF_1024 1
 __device__ int has_wgmma = 0;
 #endif
 
@@ -3253,10 +3255,9 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[I][D / 8][4], con
     }
 }
 
-// Where this lane's numbers of such an s are: row of s[i][.][e], column of s[.][j][e].
+// Where this lane's numbers of such an s are: row of s[i][.][e], column of s[.][j][e]; f(number, i, j, e) for each.
 __device__ __forceinline__ int score_row(int i, int e) { return i * 16 + e / 2 * 8 + threadIdx.x % 32 / 4; }
 __device__ __forceinline__ int score_column(int j, int e) { return j * 8 + threadIdx.x % 4 * 2 + e % 2; }
-// f(number, i, j, e) for each of them.
 template <int I, int J, class F> __device__ __forceinline__ void each_score(float (&s)[I][J][4], F f) {
     #pragma unroll
     for (int i = 0; i < I; i++)
@@ -4350,7 +4351,7 @@ __device__ __forceinline__ void publish(const DrawState& state, int row, size_t 
     if (state.ring) state.ring[(size_t)row * state.ring_size + pos % state.ring_size] = answer + 1;
 }
 
-__global__ void __launch_bounds__(DRAW_THREADS)
+__global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
 sample_kernel(const float* all_logits,        // (R,V)
               size_t V, const Draw* draws,    // (R)
               const unsigned long long* best, // (R, BEST_BLOCKS) the likeliest id of each of the head's blocks; or null
