@@ -962,7 +962,8 @@ inline void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
 inline void check_gpu(const std::string& name, const Config& c, bool int8) {
     const char* n = name.c_str();
     if (int8) DIE("%s: INT8 weights run on the CPU only so far (--device cpu)", n);
-    if (c.D != 64 && c.D != 128) DIE("%s: the GPU's kernels are for heads of 64 and 128, not %d (--device cpu)", n, c.D);
+    if (c.D != 64 && c.D != 128)
+        DIE("%s: the GPU's kernels are for heads of 64 and 128, not %d (--device cpu)", n, c.D);
     if (c.H / c.K > 128)
         DIE("%s: %d query heads a key/value head; the GPU's kernels take 128 (--device cpu)", n, c.H / c.K);
     if (c.C % 8 || c.F % 8 || c.V % 8)
@@ -1016,7 +1017,8 @@ template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) 
             done += n;
             if (done == p.bytes) piece++, done = 0;
         }
-        CUDA_CHECK(cudaMemcpyAsync(gpu.base + start, buffer[turn], end - start, cudaMemcpyHostToDevice, ctx.gpu->stream));
+        CUDA_CHECK(cudaMemcpyAsync(gpu.base + start, buffer[turn], end - start, cudaMemcpyHostToDevice,
+                                   ctx.gpu->stream));
         CUDA_CHECK(cudaEventRecord(sent[turn], ctx.gpu->stream));
     }
     CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));

@@ -1603,16 +1603,21 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
 static void synthesize(const std::string& shape, const std::string& path, uint64_t seed) {
     // https://huggingface.co/Qwen: hidden, layers, query heads, key/value heads, ffn, tied
     static const struct { const char* name; int C, L, H, K, F; bool tied; } sizes[] = {
-        {"0.6B", 1024, 28, 16, 8, 3072, true}, {"1.7B", 2048, 28, 16, 8, 6144, true}, {"4B", 2560, 36, 32, 8, 9728, true},
-        {"8B", 4096, 36, 32, 8, 12288, false}, {"14B", 5120, 40, 40, 8, 17408, false}, {"32B", 5120, 64, 64, 8, 25600, false}};
-    std::string config_text, generation_text = "{\"bos_token_id\": 151643, \"do_sample\": true, \"eos_token_id\": [151645, 151643], "
-                                               "\"temperature\": 0.6, \"top_k\": 20, \"top_p\": 0.95}";
+        {"0.6B", 1024, 28, 16, 8, 3072, true},   {"1.7B", 2048, 28, 16, 8, 6144, true},
+        {"4B", 2560, 36, 32, 8, 9728, true},     {"8B", 4096, 36, 32, 8, 12288, false},
+        {"14B", 5120, 40, 40, 8, 17408, false},  {"32B", 5120, 64, 64, 8, 25600, false}};
+    std::string config_text, generation_text =
+        R"({"bos_token_id": 151643, "do_sample": true, "eos_token_id": [151645, 151643], )"
+        R"("temperature": 0.6, "top_k": 20, "top_p": 0.95})";
     for (auto& s : sizes)
         if (shape == s.name)
-            config_text = format("{\"architectures\": [\"Qwen3ForCausalLM\"], \"attention_bias\": false, \"bos_token_id\": 151643, \"eos_token_id\": 151645, "
-                                 "\"head_dim\": 128, \"hidden_act\": \"silu\", \"hidden_size\": %d, \"intermediate_size\": %d, \"max_position_embeddings\": 40960, "
-                                 "\"model_type\": \"qwen3\", \"num_attention_heads\": %d, \"num_hidden_layers\": %d, \"num_key_value_heads\": %d, "
-                                 "\"rms_norm_eps\": 1e-06, \"rope_theta\": 1000000, \"tie_word_embeddings\": %s, \"torch_dtype\": \"bfloat16\", \"vocab_size\": 151936}",
+            config_text = format(R"({"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, )"
+                                 R"("bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, )"
+                                 R"("hidden_act": "silu", "hidden_size": %d, "intermediate_size": %d, )"
+                                 R"("max_position_embeddings": 40960, "model_type": "qwen3", )"
+                                 R"("num_attention_heads": %d, "num_hidden_layers": %d, "num_key_value_heads": %d, )"
+                                 R"("rms_norm_eps": 1e-06, "rope_theta": 1000000, "tie_word_embeddings": %s, )"
+                                 R"("torch_dtype": "bfloat16", "vocab_size": 151936})",
                                  s.C, s.F, s.H, s.L, s.K, s.tied ? "true" : "false");
     if (config_text.empty()) {
         if (shape.size() < 6 || shape.compare(shape.size() - 5, 5, ".json") != 0)

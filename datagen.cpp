@@ -8,7 +8,7 @@
 // stopped leaves nothing behind, except `generate`, whose answers cost money: they go into a journal at once.
 // What is not passed on is counted by rule on stderr and stands, with rule and reason, in INPUT.dropped.
 //
-// Limits, patterns, terms and prompts are data: see data/datagen: limits.txt, the other lists, prompts/. A limit written in
+// Limits, patterns, terms and prompts are data: see data/datagen: limits.txt, the other lists, prompts/. A limit written
 // this file protects the program, not the dataset: rows up to 64 MB, replies up to 32 MB, 2^32 rows a file.
 //
 // Contents: 1 rows in, rows out   2 characters and words   3 chunk   4 prompt   5 generate   6 collect
@@ -465,7 +465,9 @@ struct Patterns {
             } else if (c == '#') {
                 const std::u32string_view digits = U"0123456789零一二三四五六七八九十百";
                 auto is_number = [&](uint32_t x) { return x && digits.find((char32_t)x) != digits.npos; };
-                auto joins = [&](uint32_t x) { return at > before && (x == '.' || x == '-') && is_digit(here(at + 1)); };
+                auto joins = [&](uint32_t x) {
+                    return at > before && (x == '.' || x == '-') && is_digit(here(at + 1));
+                };
                 while (is_number(here(at)) || joins(here(at))) at++;
                 if (at == before) return 0;
             } else if (lower(here(at)) != c) return 0;
@@ -924,7 +926,8 @@ struct Journal {
 [[maybe_unused]] static std::string address(std::string endpoint, const std::string& url) {
     while (!endpoint.empty() && endpoint.back() == '/') endpoint.pop_back();
     const std::string path = url.compare(0, 4, "/v1/") ? url : url.substr(3);
-    if (endpoint.size() >= path.size() && !endpoint.compare(endpoint.size() - path.size(), path.size(), path)) return endpoint;
+    if (endpoint.size() >= path.size() && !endpoint.compare(endpoint.size() - path.size(), path.size(), path))
+        return endpoint;
     const std::string last = endpoint.substr(endpoint.rfind('/') + 1);
     const bool version = last.size() > 1 && last[0] == 'v' && last.find_first_not_of("0123456789", 1) == last.npos;
     return endpoint + (version ? path : url);
@@ -1030,7 +1033,8 @@ struct Sender {
         }
         const bool refused = code == CURLE_OK && status / 100 != 2;
         const std::string fault = code != CURLE_OK ? curl_easy_strerror(code)
-                                : refused          ? format("HTTP status %ld", status) : "a reply that is no chat completion";
+                                : refused          ? format("HTTP status %ld", status)
+                                                   : "a reply that is no chat completion";
         faults[fault]++;
         if (refused && (status == 401 || status == 403 || status == 404)) fatal = "the endpoint answers " + fault;
         const bool again = !refused || status == 408 || status == 429 || status >= 500;
@@ -1043,7 +1047,8 @@ struct Sender {
         }
         const double doubled = limits["generate.backoff"] * std::pow(2, (double)s.attempts - 1);
         const double jitter = 0.75 + 0.5 * (double)(mix(s.attempts, fnv1a(s.request->id)) >> 40) / (1 << 24);
-        const double wait = std::max(std::min(doubled, limits["generate.longest_backoff"]) * jitter, (double)retry_after);
+        const double backoff = std::min(doubled, limits["generate.longest_backoff"]) * jitter;
+        const double wait = std::max(backoff, (double)retry_after);
         s.wake = seconds() + std::min(wait, limits["generate.longest_retry_after"]);
     }
 
@@ -1267,13 +1272,15 @@ static Conversation read_sharegpt(sj::Value v, const Layout& layout) {
     auto name = [&](const char* key) { return layout.name.at(key); };
     Conversation c;
     c.kind = "sharegpt";
-    if (sj::Value s = v[name("system")]; s.is(sj::String) && !s.str().empty()) c.messages.push_back({"system", s.str()});
+    if (sj::Value s = v[name("system")]; s.is(sj::String) && !s.str().empty())
+        c.messages.push_back({"system", s.str()});
     const sj::Value list = v[name("messages")];
     if (!list.is(sj::Array)) DIE("%s: not a list", name("messages").c_str());
     for (sj::Value turn : list.items()) {
         const std::string role = turn[name("role_tag")].str();
         const sj::Value content = turn[name("content_tag")];
-        if (!content.is(sj::String)) DIE("%s: a turn without %s", name("messages").c_str(), name("content_tag").c_str());
+        if (!content.is(sj::String))
+            DIE("%s: a turn without %s", name("messages").c_str(), name("content_tag").c_str());
         if (role == name("user_tag")) c.messages.push_back({"user", content.str()});
         else if (role == name("assistant_tag")) c.messages.push_back({"assistant", content.str()});
         else if (role == name("system_tag")) c.messages.push_back({"system", content.str()});
@@ -1306,7 +1313,8 @@ static Conversation read_conversation(sj::Value v, const Layout& layout = {}) {
         c.tools = tools_from_json(doc.root());
     } else c.tools = tools_from_json(tools);
 
-    if (c.messages.empty() || c.messages.back().role != "assistant") DIE("messages: the last one is not the assistant's");
+    if (c.messages.empty() || c.messages.back().role != "assistant")
+        DIE("messages: the last one is not the assistant's");
     for (auto& m : c.messages)
         if (m.role == "user" || m.role == "assistant") {
             std::string& all = m.role == "user" ? c.question : c.answer;
@@ -1368,7 +1376,8 @@ struct RougeIndex {
                 const double wanted = t * (double)(m + p.length) - 1e-9; // twice the overlap
                 const size_t after = 1 + std::min<size_t>(m - i - 1, p.after);
                 if ((double)(2 * after) < wanted) continue;
-                if ((double)(m + p.length - (size_t)__builtin_popcountll(bag.signature ^ p.signature)) < wanted) continue;
+                if ((double)(m + p.length - (size_t)__builtin_popcountll(bag.signature ^ p.signature)) < wanted)
+                    continue;
                 if (seen[p.row] == round) continue;
                 seen[p.row] = round;
                 if (places.empty()) places = places_of(words);
@@ -1757,7 +1766,8 @@ struct Filter {
     }
     std::string name_of(size_t number) {
         const auto old = in.again(kept[number]);
-        return old->row()["id"] ? sj::dump(old->row()["id"]) : format("the row at byte %zu", (size_t)kept[number].offset);
+        const sj::Value id = old->row()["id"];
+        return id ? sj::dump(id) : format("the row at byte %zu", (size_t)kept[number].offset);
     }
     void keep(Row& row) {
         const uint32_t number = (uint32_t)kept.size();
@@ -1980,9 +1990,11 @@ static std::vector<std::vector<uint32_t>> render_rows(const Tokenizer& tokenizer
                 else DIE("the tokenizer has no %s", parts[k].text.c_str());
         };
         const size_t last = prompt.size() - 1; // a text, in whole's part of the same number goes on with the answer
-        bool same = whole.size() > last && whole[last].text.compare(0, prompt[last].text.size(), prompt[last].text) == 0;
+        const std::string& asked = prompt[last].text;
+        bool same = whole.size() > last && whole[last].text.compare(0, asked.size(), asked) == 0;
         for (size_t k = 0; same && k < last; k++) same = prompt[k].text == whole[k].text;
-        if (!same) DIE("messages: the assistant's turn %zu does not follow a question as the chat template wants it", i);
+        if (!same)
+            DIE("messages: the assistant's turn %zu does not follow a question as the chat template wants it", i);
         ids.clear();
         encode(prompt, 0, last + 1);
         const size_t trained_from = ids.size();
@@ -2008,7 +2020,8 @@ struct JsonFile {
     const MappedFile file;
     sj::Doc doc;
     explicit JsonFile(const std::string& path) : file(path) {
-        if (const std::string fault = sj::parse(doc, file.text()); !fault.empty()) DIE("%s: %s", path.c_str(), fault.c_str());
+        if (const std::string fault = sj::parse(doc, file.text()); !fault.empty())
+            DIE("%s: %s", path.c_str(), fault.c_str());
     }
 };
 
@@ -2040,7 +2053,8 @@ static void write_dataset_info(const std::string& path, const std::string& file,
         for (auto [key, value] : old.doc.root().members()) entries[key] = sj::dump(value);
     }
     sj::Writer w;
-    w.object().field("file_name", file).field("formatting", kind == "openai" ? "sharegpt" : kind == "text" ? "alpaca" : kind);
+    w.object().field("file_name", file);
+    w.field("formatting", kind == "openai" ? "sharegpt" : kind == "text" ? "alpaca" : kind);
     w.key("columns").object();
     if (kind == "text") w.field("prompt", "text");
     if (kind == "openai") w.field("messages", "messages");
@@ -2064,7 +2078,8 @@ static void write_dataset_info(const std::string& path, const std::string& file,
     out.commit();
     std::string again;
     read_dataset_info(path, name, &again);
-    if (again != path.substr(0, path.rfind('/') + 1) + file) DIE("%s: %s does not read back", path.c_str(), name.c_str());
+    if (again != path.substr(0, path.rfind('/') + 1) + file)
+        DIE("%s: %s does not read back", path.c_str(), name.c_str());
 }
 
 static size_t count_trained(DatasetRow row) {
@@ -2075,7 +2090,8 @@ static DatasetRow view(const std::vector<uint32_t>& words) { return {words.data(
 static int run_pack(const Arguments& a) {
     if (a.files.size() != 2) DIE("pack takes two files: the rows and the dataset to write");
     std::string input = a.files[0];
-    const std::string info_name = "dataset_info.json", name = input.substr(input.rfind('/') + 1), over = a.text("--over", "drop");
+    const std::string info_name = "dataset_info.json", name = input.substr(input.rfind('/') + 1);
+    const std::string over = a.text("--over", "drop");
     const bool by_info = name == info_name;
     if (over != "drop" && over != "refuse") DIE("--over %s: expected drop or refuse", over.c_str());
     const Layout layout = by_info ? read_dataset_info(input, a.need("--name"), &input) : Layout();
@@ -2108,7 +2124,8 @@ static int run_pack(const Arguments& a) {
         for (auto& row : rows) {
             if (row.size() > longest) {
                 const std::string fault = format("%zu tokens, more than %zu", row.size(), longest);
-                if (over == "refuse") DIE("%s: %s (--over drop leaves such rows out)", in.where().c_str(), fault.c_str());
+                if (over == "refuse")
+                    DIE("%s: %s (--over drop leaves such rows out)", in.where().c_str(), fault.c_str());
                 report.drop("too long", fault, in);
                 continue;
             }
@@ -2189,7 +2206,8 @@ struct Lengths {
         for (uint32_t v : values) sum += v;
         std::string line = cell(name, -20) + cell(std::to_string(sum), 12);
         const size_t n = values.size();
-        for (uint64_t v : {(uint64_t)values[0], (uint64_t)values[n / 2], sum / n, (uint64_t)values[n * 95 / 100], (uint64_t)values[n - 1]})
+        const uint64_t shown[] = {values[0], values[n / 2], sum / n, values[n * 95 / 100], values[n - 1]};
+        for (uint64_t v : shown)
             line += cell(std::to_string(v), 9);
         printf("%s\n", line.c_str());
     }
@@ -2214,7 +2232,8 @@ static int run_stats(const Arguments& a) {
         const Dataset data(a.files[0]);
         for (; rows < data.rows(); rows++) take(data.row(rows)), hashes.insert(data.hash(rows));
         printf("rows      %zu, %zu of them different\n", rows, hashes.size());
-        printf("tokenizer %s\ntemplate  %s\n", hex(data.header.tokenizer).c_str(), hex(data.header.chat_template).c_str());
+        printf("tokenizer %s\n", hex(data.header.tokenizer).c_str());
+        printf("template  %s\n", hex(data.header.chat_template).c_str());
     } else {
         const Tokenizer tokenizer(a.tokenizer());
         Reader in(a.files[0]);
@@ -2326,7 +2345,8 @@ static std::string usage() {
     all += format("  %-9s%-20s %s\n           %s\n", "score", "answers.jsonl reference.jsonl",
                   "--compat --json --seed --dict", "ROUGE-1, 2, L and BLEU-4 of answers; these options only");
     Arguments none;
-    return all + "\nEvery command: -o FILE, --data DIR. The file - is standard input.\n" + help_text(option_table(none));
+    all += "\nEvery command: -o FILE, --data DIR. The file - is standard input.\n";
+    return all + help_text(option_table(none));
 }
 
 int run(int argc, char** argv) {
@@ -2346,7 +2366,8 @@ int run(int argc, char** argv) {
         table.erase(std::remove_if(table.begin(), table.end(), foreign), table.end());
         table.push_back({"-h", "--help", "", "this text", flag(help)});
         a.files = parse(table, argc - 1, argv + 1);
-        if (help) return print_help(format("usage: datagen %s %s [options]\n%s\n", c.name, c.files, c.help).c_str(), table), 0;
+        const std::string usage = format("usage: datagen %s %s [options]\n%s\n", c.name, c.files, c.help);
+        if (help) return print_help(usage.c_str(), table), 0;
         if (a.files.size() < c.fewest || a.files.size() > c.most)
             DIE("usage: datagen %s %s [%s]", c.name, c.files, c.options);
         return c.run(a);

@@ -69,14 +69,17 @@ struct Dataset {
         need(file.size >= sizeof header, "too short for a dataset");
         memcpy(&header, file.data, sizeof header);
         need(!memcmp(header.magic, mine.magic, sizeof mine.magic), "not a dataset (datagen pack makes them)");
-        if (header.version != mine.version) DIE("%s: a dataset of version %u, not %u", path.c_str(), header.version, mine.version);
+        if (header.version != mine.version)
+            DIE("%s: a dataset of version %u, not %u", path.c_str(), header.version, mine.version);
         need(header.zero == 0, "bad header");
         need(header.rows > 0, "a dataset without rows");
         const uint64_t limit = (uint64_t)1 << 40; // the sums below stay far from 2^64
         need(header.rows < limit && header.tokens < limit, "bad counts");
         const uint64_t padded = header.tokens + header.tokens % 2;
         const uint64_t size = sizeof header + 4 * padded + 8 * (2 * header.rows + 1);
-        if (size != file.size) DIE("%s: %zu bytes where the header promises %llu: cut short or damaged", path.c_str(), file.size, (unsigned long long)size);
+        if (size != file.size)
+            DIE("%s: %zu bytes where the header promises %llu: cut short or damaged", path.c_str(), file.size,
+                (unsigned long long)size);
         token = (const uint32_t*)(file.data + sizeof header);
         begin = (const uint64_t*)(token + padded);
         row_hash = begin + header.rows + 1;
@@ -86,7 +89,8 @@ struct Dataset {
             need(begin[i] <= begin[i + 1] && begin[i + 1] <= header.tokens, "bad index of rows");
         for (size_t i = 0; i < rows(); i++) {
             if (const char* fault = dataset_fault(row(i))) DIE("%s: row %zu: %s", path.c_str(), i, fault);
-            if (dataset_hash(row(i)) != row_hash[i]) DIE("%s: row %zu: its tokens are not those that were written", path.c_str(), i);
+            if (dataset_hash(row(i)) != row_hash[i])
+                DIE("%s: row %zu: its tokens are not those that were written", path.c_str(), i);
             for (uint32_t word : row(i)) largest = std::max(largest, word & ~TRAIN), trained_count += word >> 31;
         }
     }
@@ -100,8 +104,10 @@ struct Dataset {
 
     // The ids mean nothing to another vocabulary, and rows of another template teach another conversation.
     void must_match(uint64_t tokenizer, uint64_t chat_template) const {
-        if (header.tokenizer != tokenizer) DIE("%s: made with another tokenizer; pack it again with this one", file.path.c_str());
-        if (header.chat_template != chat_template) DIE("%s: made with another chat template; pack it again", file.path.c_str());
+        if (header.tokenizer != tokenizer)
+            DIE("%s: made with another tokenizer; pack it again with this one", file.path.c_str());
+        if (header.chat_template != chat_template)
+            DIE("%s: made with another chat template; pack it again", file.path.c_str());
     }
 
     MappedFile file;

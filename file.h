@@ -1,4 +1,5 @@
-// file.h: errors, hostile files in, whole files out; time, hashes; memory that is planned once (Arena). Used by every program here.
+// file.h: errors, hostile files in, whole files out; time, hashes; memory that is planned once (Arena). Used by every
+// program here.
 //
 //   DIE("%s: no such tensor", name)   throws Error; main prints its one line on stderr and exits with 1
 //   MappedFile m(path)                the bytes of a file, read-only, for as long as m lives
@@ -132,7 +133,8 @@ struct OutputFile {
         ok = fclose(file) == 0 && ok;
         file = nullptr;
         if (!ok) DIE("%s: %s", path.c_str(), strerror(fault));
-        if (!temporary.empty() && rename(temporary.c_str(), path.c_str()) != 0) DIE("%s: %s", path.c_str(), strerror(errno));
+        if (!temporary.empty() && rename(temporary.c_str(), path.c_str()) != 0)
+            DIE("%s: %s", path.c_str(), strerror(errno));
         temporary.clear();
     }
 };

@@ -149,7 +149,8 @@ API void qwen3_context_free(qwen3_context* context) { delete context; }
 API int qwen3_tokens(const qwen3_context* context) { return (int)const_cast<qwen3_context*>(context)->ids().size(); }
 API int qwen3_rewind(qwen3_context* context, int tokens) {
     return guarded(-1, [&] {
-        if (tokens < 0 || tokens > qwen3_tokens(context)) DIE("rewind to %d of %d tokens", tokens, qwen3_tokens(context));
+        if (tokens < 0 || tokens > qwen3_tokens(context))
+            DIE("rewind to %d of %d tokens", tokens, qwen3_tokens(context));
         context->rewind((size_t)tokens);
         return 0;
     });
@@ -186,7 +187,8 @@ API int qwen3_generate(qwen3_context* context, const qwen3_sampling* how, qwen3_
         });
     });
 }
-API int qwen3_ask(qwen3_context* context, const char* question, const qwen3_sampling* how, qwen3_show show, void* user) {
+API int qwen3_ask(qwen3_context* context, const char* question, const qwen3_sampling* how, qwen3_show show,
+                  void* user) {
     std::string answer;
     auto keep = [&](std::string_view s) { return answer += s, show ? show(s.data(), s.size(), user) : 0; };
     const int fed = guarded(-1, [&] {

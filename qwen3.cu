@@ -1353,9 +1353,7 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
     if (g.embed) RUN(embed_backward, g.embed, d.x, b, C);
 }
 
-// ################################################## The end of Book I
-// ################################################## Its slow ops once more, for the vector and matrix instructions of
-// CPUs:
+// ############### The end of Book I. Its slow ops once more, for the vector and matrix instructions of CPUs:
 #ifndef QWEN3_PLAIN
 #include "cpu.h"
 #endif

@@ -33,16 +33,16 @@ void qwen3_close(qwen3_model* model); /* after its contexts; NULL is allowed */
 int qwen3_vocabulary(const qwen3_model* model);   /* ids that exist */
 int qwen3_context_limit(const qwen3_model* model); /* tokens that the model was trained for */
 
-/* Text to ids and back. The first `room` ids or bytes are written to `out`; returned is how many there are in all, -1 on
-   error. special: "<|im_end|>" and the like in the text become their ids; never do that with a user's text. */
+/* Text to ids and back. The first `room` ids or bytes are written to `out`; returned is how many there are in all, -1
+   on error. special: "<|im_end|>" and the like in the text become their ids; never do that with a user's text. */
 long qwen3_tokenize(const qwen3_model* model, const char* text, size_t bytes, int special, int* out, size_t room);
 long qwen3_detokenize(const qwen3_model* model, const int* ids, size_t count, char* out, size_t room);
 /* The ids of a prompt: Qwen3's chat template with a system prompt (or NULL), a question, and thinking on or off. */
 long qwen3_prompt(const qwen3_model* model, const char* system, const char* question, int thinking, int* out,
                   size_t room);
 
-/* A conversation of up to `tokens` tokens, prompts and answers together; 0: 4,096, or the model's limit if that is less.
-   NULL on error. */
+/* A conversation of up to `tokens` tokens, prompts and answers together; 0: 4,096, or the model's limit if that is
+   less. NULL on error. */
 qwen3_context* qwen3_context_new(const qwen3_model* model, int tokens);
 void qwen3_context_free(qwen3_context* context); /* NULL is allowed */
 int qwen3_tokens(const qwen3_context* context);  /* that are in it */
@@ -65,7 +65,8 @@ typedef struct {
 } qwen3_sampling;
 qwen3_sampling qwen3_default_sampling(int thinking); /* Qwen's advice */
 
-/* Is handed the text of an answer as it comes, whole characters, not ended by a zero. Anything but 0 ends the answer. */
+/* Is handed the text of an answer as it comes, whole characters, not ended by a zero. Anything but 0 ends the
+   answer. */
 typedef int (*qwen3_show)(const char* text, size_t bytes, void* user);
 
 /* Draws one id from the logits; it is not in the context until it is fed. -1 on error. */

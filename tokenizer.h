@@ -1,4 +1,4 @@
-// tokenizer.h: text <-> token ids, and conversations -> token ids (Qwen3's chat template; the second half of this file).
+// tokenizer.h: text <-> token ids, and conversations -> token ids (Qwen3's chat template: the second half of the file).
 // Text <-> ids, exactly as Hugging Face's `tokenizers` does it for Qwen3.
 //
 //   Tokenizer t("tokenizer.bin");

@@ -4,10 +4,10 @@
    Run:    ./train_lora model.bin train.bin -o out/        (datagen pack makes train.bin)
            ./qwen3 model.bin --adapter out/ -i "..."
 
-   What a step is: `batch` x `accum` rows, in an order that Philox draws for each epoch. `batch` rows at a time are packed
-   into one ragged batch, each a sequence of its own that begins at position 0; there is no padding. `forward` and
-   `backward` (qwen3.cu) add up the gradients of the loss, which is the sum over the step's trained tokens divided by
-   their number in the whole step: so it does not matter into how many batches the step is cut. Then AdamW moves the
+   What a step is: `batch` x `accum` rows, in an order that Philox draws for each epoch. `batch` rows at a time are
+   packed into one ragged batch, each a sequence of its own that begins at position 0; there is no padding. `forward`
+   and `backward` (qwen3.cu) add up the gradients of the loss, which is the sum over the step's trained tokens divided
+   by their number in the whole step: so it does not matter into how many batches the step is cut. Then AdamW moves the
    master parameters, which are float32, and their copies of type T, which the products read.
 
    With LoRA the parameters are the A and B of each targeted module and nothing else; with --full all of the model's.
@@ -62,11 +62,13 @@ static std::vector<Option> option_table(Options& o) {
         {"-o", "--output", "DIR", "adapter, log, curve and state go there", file_name(o.out)},
         {"", "--full", "", "trains all parameters and writes OUT/model.bin; without it LoRA:", flag(o.full)},
         {"", "--rank", "N", "of the adapter: 32", lora(whole(o.lora.rank, 1, MAX_RANK))},
-        {"", "--alpha", "X", "64: what the adapter adds is scaled by alpha / rank", lora(number(o.lora.alpha, 1e-6, 1e6))},
+        {"", "--alpha", "X", "64: what the adapter adds is scaled by alpha / rank",
+         lora(number(o.lora.alpha, 1e-6, 1e6))},
         {"", "--rslora", "", "... by alpha / sqrt(rank)", lora(flag(o.lora.rslora))},
         {"", "--targets", "LIST", "all, or some of q,k,v,o,gate,up,down", lora(targets)},
         {"", "--dropout", "P", "0.1", number(o.dropout, 0, 0.99)},
-        {"", "--adapter-init", "DIR", "begins with this adapter, and its rank, alpha and targets", file_name(o.adapter_init)},
+        {"", "--adapter-init", "DIR", "begins with this adapter, and its rank, alpha and targets",
+         file_name(o.adapter_init)},
         {"", "--epochs", "X", "2", number(o.epochs, 1e-6, 1e6)},
         {"", "--steps", "N", "instead of epochs", whole(o.steps, 1, 1000000000)},
         {"", "--batch", "N", "rows a batch: 16", whole(o.batch, 1, 65536)},
@@ -796,8 +798,9 @@ void merge(const Options& o, Context ctx, const ModelFile& file, const std::stri
     }
     size_t same = 0;
     while (same < texts[0].size() && same < texts[1].size() && texts[0][same] == texts[1][same]) same++;
-    fprintf(stderr, "%s: merged; against the adapter: mean KL %.2e over %zu tokens, greedy text the same for %zu of %zu "
-            "tokens\n", o.merge.c_str(), std::max(0., kl), prompt.size(), same, texts[0].size());
+    fprintf(stderr, "%s: merged; against the adapter: mean KL %.2e over %zu tokens, ", o.merge.c_str(),
+            std::max(0., kl), prompt.size());
+    fprintf(stderr, "greedy text the same for %zu of %zu tokens\n", same, texts[0].size());
 }
 
 // ===================================================================================================== 5 main
@@ -902,7 +905,8 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
             const double left = (now - start) * (double)(t.steps - t.step) / (double)(t.step - begun_at);
             fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n",
                     (long long)t.step, (long long)t.steps, t.last_loss, t.last_lr, t.last_norm,
-                    (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9), speed(t.flops / took).c_str(),
+                    (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9),
+                    speed(t.flops / took).c_str(),
                     (double)t.arena.size / 1e6, clock_text(left).c_str());
             told_tokens = t.tokens_done, told_at = now;
         }
