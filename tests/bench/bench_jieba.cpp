@@ -9,7 +9,7 @@
 #include "zipf.h"
 #include <time.h>
 
-static double seconds() { // of this program's own time
+static double cpu_seconds() { // of this program's own time
     timespec t;
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -43,9 +43,9 @@ static std::string make_text(size_t size) {
 
 int main(int argc, char** argv) {
     try {
-        double start = seconds();
+        double start = cpu_seconds();
         const Jieba jieba("data/datagen/jieba.bin");
-        const double loading = seconds() - start;
+        const double loading = cpu_seconds() - start;
         std::vector<std::pair<std::string, std::string>> texts; // name, bytes
         std::vector<std::string_view> words;
         for (int i = 1; i < argc; i++) {
@@ -74,13 +74,13 @@ int main(int argc, char** argv) {
             size_t count = 0;
             for (int run = 0; run < 5; run++) {
                 count = 0;
-                start = seconds();
+                start = cpu_seconds();
                 each_line(text, [&](std::string_view line) {
                     words.clear();
                     jieba.cut(words, line);
                     count += words.size();
                 });
-                best = std::min(best, seconds() - start);
+                best = std::min(best, cpu_seconds() - start);
             }
             printf("%s: %.1f MB, %zu words, %.1f MB/s\n", name.c_str(), (double)text.size() / 1e6, count,
                    (double)text.size() / 1e6 / best);
@@ -93,14 +93,14 @@ int main(int argc, char** argv) {
             rows.back() += std::string(line) + "\n";
             if (std::count(rows.back().begin(), rows.back().end(), '\n') == 10) rows.emplace_back();
         });
-        start = seconds();
+        start = cpu_seconds();
         size_t bytes = 0;
         for (size_t i = 0; i + 1 < rows.size(); i++) {
             const ScoredText a(jieba, rows[i]), b(jieba, rows[i + 1]);
             score_pair(a, b);
             bytes += rows[i].size() + rows[i + 1].size();
         }
-        const double time = seconds() - start, n = (double)rows.size() - 1;
+        const double time = cpu_seconds() - start, n = (double)rows.size() - 1;
         printf("scores: %.0f rows a second, of %.0f bytes on both sides\n", n / time, (double)bytes / n);
     } catch (const Error& e) {
         fprintf(stderr, "%s\n", e.what());
