@@ -2343,7 +2343,7 @@ static std::string usage() {
     for (auto& c : COMMANDS)
         all += format("  %-9s%-20s %s\n           %s\n", c.name, c.files, c.options, c.help);
     all += format("  %-9s%-20s %s\n           %s\n", "score", "answers.jsonl reference.jsonl",
-                  "--compat --json --seed --dict", "ROUGE-1, 2, L and BLEU-4 of answers; these options only");
+                  "--compat --json --seed --dict", "ROUGE-1, 2, L and BLEU-4 of answers");
     Arguments none;
     all += "\nEvery command: -o FILE, --data DIR. The file - is standard input.\n";
     return all + help_text(option_table(none));
@@ -2353,7 +2353,7 @@ int run(int argc, char** argv) {
     const std::string name = argc > 1 ? argv[1] : "";
     if (name.empty()) return fputs(usage().c_str(), stderr), 1;
     if (name == "-h" || name == "--help") return write_stdout(usage()), 0;
-    if (name == "score") return score_main(argc - 1, argv + 1); // it has options without values
+    if (name == "score") return score_main(argc - 1, argv + 1); // (score.h)
     for (auto& c : COMMANDS) {
         if (name != c.name) continue;
         Arguments a;

@@ -36,6 +36,7 @@
 // may use one.
 #pragma once
 #include "file.h"
+#include "options.h"
 #include "sj.h"
 #include "tokenizer.h"
 #include <algorithm>
@@ -649,31 +650,19 @@ inline std::string find_jieba() {
 
 // `score`; argv[0] is its name. Throws Error.
 inline int score_main(int argc, char** argv) {
-    const char* usage = "score ANSWERS.jsonl REFERENCE.jsonl [--compat] [--json] [--seed N] [--dict FILE]";
-    std::vector<std::string> files;
+    const std::string usage = "usage: datagen score ANSWERS.jsonl REFERENCE.jsonl [options]\n";
     std::string dict;
-    bool compat = false, json = false;
+    bool compat = false, json = false, help = false;
     uint64_t seed = 0;
-    for (int i = 1; i < argc; i++) {
-        const std::string a = argv[i];
-        auto argument = [&] {
-            if (i + 1 == argc) DIE("%s: an argument is missing", a.c_str());
-            return std::string(argv[++i]);
-        };
-        if (a == "--compat") compat = true;
-        else if (a == "--json") json = true;
-        else if (a == "--dict") dict = argument();
-        else if (a == "--seed") {
-            const std::string s = argument();
-            char* end;
-            errno = 0;
-            seed = std::strtoull(s.c_str(), &end, 10);
-            if (s.empty() || !Jieba::is_digit((uint8_t)s[0]) || *end || errno)
-                DIE("--seed %s: not a number", s.c_str());
-        } else if (a.size() > 1 && a[0] == '-') DIE("%s: no such option; usage: %s", a.c_str(), usage);
-        else files.push_back(a);
-    }
-    if (files.size() != 2) DIE("usage: %s", usage);
+    const std::vector<Option> options = {
+        {"", "--compat", "", "blank lines count, as the original tools have it", flag(compat)},
+        {"", "--json", "", "one JSON object", flag(json)},
+        {"", "--seed", "N", "of the resamples that the intervals come from: 0", whole(seed, 0, INT64_MAX)},
+        {"", "--dict", "FILE", "default: data/datagen/jieba.bin beside the program or in this folder", file_name(dict)},
+        {"-h", "--help", "", "this text", flag(help)}};
+    const std::vector<std::string> files = parse(options, argc, argv);
+    if (help) return print_help(usage.c_str(), options), 0;
+    if (files.size() != 2) DIE("%s", usage.substr(0, usage.size() - 1).c_str());
     const Jieba jieba(dict.empty() ? find_jieba() : dict);
     const ScoreFile answers(files[0]), references(files[1]);
     const bool by_id = answers.has_ids && references.has_ids;

@@ -423,12 +423,13 @@ TEST_CASE("score: faults are one line that names the file and the line") {
     const std::string one = R"({"instruction": "问", "output": "答"})", answer = "{\"answer\": \"答\"}\n";
     const std::string r = file("r", one), a = file("a", answer);
     CHECK(run({a, r}).status == 0);
-    check_refused({}, "usage: score");
-    check_refused({a, r, r}, "usage: score");
-    check_refused({a, r, "--best"}, "--best: no such option");
+    CHECK(run({"--help"}).out.find("--compat") != std::string::npos);
+    check_refused({}, "usage: datagen score");
+    check_refused({a, r, r}, "usage: datagen score");
+    check_refused({a, r, "--best"}, "unknown option --best");
     for (const char* seed : {"x", "", "-1", "1x", "99999999999999999999"})
         check_refused({a, r, "--seed", seed}, "--seed");
-    check_refused({a, r, "--dict"}, "--dict: an argument is missing");
+    check_refused({a, r, "--dict"}, "--dict needs a value");
     check_refused({a, r, "--dict", a}, "not a jieba.bin");
     check_refused({scratch / "none", r}, "none: No such file");
     check_refused({file("empty", ""), r}, "the file is empty");
