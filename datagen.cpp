@@ -538,7 +538,7 @@ static std::string heading_title(std::string_view piece, size_t longest) {
     return title.substr(0, title.find_last_not_of(' ') + 1);
 }
 
-// Where sentences end in a text: behind a line's end, or behind . ! ? and their like and what closes after them.
+// Where sentences end in a text: after a line's end, or after . ! ? and their like and what closes after them.
 static std::vector<size_t> sentence_ends(std::string_view text) {
     std::vector<size_t> ends;
     const char *begin = text.data(), *end = begin + text.size();
@@ -665,7 +665,7 @@ static std::vector<Chunk> cut_chunks(std::string_view book, const ChunkSizes& si
         }
         Chunk chunk = {pieces[first].begin, pieces[first].begin, pieces[last - 1].end, ""};
         if (first > 0 && pieces[first].kind == Piece::TEXT) {
-            size_t from = first; // the text right before it in its chunk, behind the last heading or code
+            size_t from = first; // the text right before it in its chunk, after the last heading or code
             while (pieces[from].begin > chunks.back().body && pieces[from - 1].kind == Piece::TEXT) from--;
             chunk.begin = overlap_begin(book, pieces[from].begin, chunk.body, sizes.overlap);
         }
@@ -693,7 +693,7 @@ static int run_chunk(const Arguments& a) {
     }
     sizes.least = (size_t)((double)sizes.most * limits["chunk.least_share"]);
     Output out(a.output());
-    std::unordered_map<uint64_t, size_t> seen; // a text that a book repeats gets -2, -3 behind its id
+    std::unordered_map<uint64_t, size_t> seen; // a text that a book repeats gets -2, -3 after its id
     size_t count = 0, long_fences = 0;
     for (auto& path : a.files) {
         const MappedFile file(path);
@@ -921,7 +921,7 @@ struct Journal {
     uint64_t end = 0;
 };
 
-// Where a request goes: its url behind the endpoint's, which may end in a version (/v1, /v4) that takes /v1's place,
+// Where a request goes: its url after the endpoint's, which may end in a version (/v1, /v4) that takes /v1's place,
 // or be the whole address already.
 [[maybe_unused]] static std::string address(std::string endpoint, const std::string& url) {
     while (!endpoint.empty() && endpoint.back() == '/') endpoint.pop_back();
@@ -1968,7 +1968,7 @@ static int run_split(const Arguments& a) {
 
 // One row of tokens for each answer of a conversation: what the model is fed when it has to give this answer (the
 // template with what was said before, and an empty think block if nothing was thought), not trained; then the answer
-// and <|im_end|>\n, trained. So every answer of a long conversation is learnt behind the very tokens that it is asked
+// and <|im_end|>\n, trained. So every answer of a long conversation is learnt after the very tokens that it is asked
 // for with; one row with all turns could not have that, since the template shows earlier answers without the block.
 // Prompt and answer are tokenized apart, as in the answer's making.
 static std::vector<std::vector<uint32_t>> render_rows(const Tokenizer& tokenizer, const Conversation& c) {
@@ -2174,7 +2174,7 @@ static int run_unpack(const Arguments& a) {
             const auto to = std::find(from, ids.end(), (int)end);
             std::string text = tokenizer.decode({from + (*from == (int)start), to}, false);
             from = to == ids.end() ? to : to + 1;
-            if (text == "\n" && from == ids.end()) break; // behind the last
+            if (text == "\n" && from == ids.end()) break; // after the last
             if (text[0] == '\n') text.erase(0, 1);
             if (text.compare(0, 12, "<|im_start|>") == 0) text.erase(0, 12);
             const size_t line = std::min(text.find('\n'), text.size());

@@ -60,8 +60,7 @@
 #define BOTH
 #endif
 
-// ####################################################### Book I
-// #######################################################
+// ###################################################### Book I #######################################################
 
 // ========================================================================================================== 1 Numbers
 
@@ -1353,14 +1352,14 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
     if (g.embed) RUN(embed_backward, g.embed, d.x, b, C);
 }
 
-// ############### The end of Book I. Its slow ops once more, for the vector and matrix instructions of CPUs:
+// ################################################# The end of Book I #################################################
+// Its slow ops once more, for the vector and matrix instructions of CPUs:
 #ifndef QWEN3_PLAIN
 #include "cpu.h"
 #endif
 
 #ifdef __CUDACC__
-// ####################################################### Book II
-// ######################################################
+// ###################################################### Book II ######################################################
 
 // ========================================================================================================== 8 Toolbox
 // Errors, launches, and the instructions that kernels are made of, each wrapped once under its name in the PTX ISA.

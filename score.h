@@ -421,7 +421,7 @@ inline std::array<double, 3> rouge(const std::vector<std::string_view>& hypothes
 // nltk's sentence_bleu with one reference, equal weights and smoothing method 3 (NIST's): the k-th order without
 // a match counts as half of a match, to the power of k.
 inline double bleu4(const std::vector<uint32_t>& hypothesis, const std::vector<uint32_t>& reference) {
-    using Gram = std::array<uint32_t, 4>; // characters + 1; 0 behind the end
+    using Gram = std::array<uint32_t, 4>; // characters + 1; 0 past the end
     auto sorted = [](const std::vector<uint32_t>& text) {
         std::vector<Gram> all(text.size());
         for (size_t i = 0; i < text.size(); i++)

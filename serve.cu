@@ -158,7 +158,7 @@ struct Speech {
     enum { BEGIN, THOUGHT, ANSWER } state;
     int open, close;                  // ids of <think> and </think>
     Utf8Stream characters{};
-    bool skipping = false;            // newlines behind a marker
+    bool skipping = false;            // newlines after a marker
     std::string newlines{};           // at the end of a thought so far
     std::deque<TokenInfo> held{};     // their texts begin in the answer at byte `given`, or later
     size_t given = 0, shown = 0;      // bytes of the answer

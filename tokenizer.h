@@ -45,7 +45,7 @@ inline int utf8_length(const char* s, size_t n) {
     if (c < 0x80) return 1;
     if (c < 0xC2 || c > 0xF4) return -1;
     int length = c < 0xE0 ? 2 : c < 0xF0 ? 3 : 4;
-    // the second byte excludes overlong forms (E0, F0), surrogates (ED) and what lies behind U+10FFFF (F4)
+    // the second byte excludes overlong forms (E0, F0), surrogates (ED) and what lies past U+10FFFF (F4)
     uint8_t low = c == 0xE0 ? 0xA0 : c == 0xF0 ? 0x90 : 0x80;
     uint8_t high = c == 0xED ? 0x9F : c == 0xF4 ? 0x8F : 0xBF;
     for (int i = 1; i < length; i++) {
@@ -56,7 +56,7 @@ inline int utf8_length(const char* s, size_t n) {
     return length;
 }
 
-// The code point at p, which moves behind it. For text that is known to be valid.
+// The code point at p, which moves past it. For text that is known to be valid.
 inline uint32_t utf8_read(const char*& p) {
     auto tail = [&] { return (uint32_t)(uint8_t)*p++ & 0x3F; };
     uint32_t c = (uint8_t)*p++;
@@ -388,7 +388,7 @@ inline Tokenizer::Tokenizer(const std::string& path) : file(path) {
 //   vocabularies): then a merge that takes the character whole comes after those that make it,
 // - its bytes alone become that token, and
 // - no merge takes a part of it together with a neighbour: with the last byte of the character before it, or
-//   with the first byte of the one behind it. The few such pairs of bytes in the vocabulary are "torn".
+//   with the first byte of the one after it. The few such pairs of bytes in the vocabulary are "torn".
 inline void Tokenizer::load_shortcuts() {
     character_id.assign(0x10000, NONE);
     is_torn.assign(0x10000, false);
@@ -523,7 +523,7 @@ inline const char* Tokenizer::piece_end(const char* p, const char* end) const {
         return from;
     };
     auto is_at = [&](const char* at, Kind wanted) { return at < end && kind(utf8_read(at)) == wanted; };
-    const char* q = p; // behind the first character c
+    const char* q = p; // after the first character c
     uint32_t c = utf8_read(q);
     Kind first = kind(c);
     if (first == LETTER) return while_kind(q, LETTER);
