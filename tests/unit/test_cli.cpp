@@ -604,8 +604,8 @@ TEST_CASE("two programs on the same cores: each keeps a fair part of its speed")
         REQUIRE(sj::parse(doc, r.out) == "");
         return doc.root()["timings"]["decode_tokens_per_s"].number();
     };
-    double best = 0; // of three: other programs run here too
-    for (int i = 0; i < 3 && best < 0.3; i++) {
+    double best = 0; // of five: other programs run here too
+    for (int i = 0; i < 5 && best < 0.3; i++) {
         const double alone = rate(run(ask, "", spinning));
         Process a(ask, "", spinning), b(ask, "", spinning);
         const double first = rate(a.wait()), second = rate(b.wait());
