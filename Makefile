@@ -191,7 +191,7 @@ test:
 	  LIBRARY=$(T)/libqwen3.so LIBRARY_C=$(T)/library_c \
 	  NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/gpu/%.cpp) | grep -c '^TEST_CASE')) tests/run.sh $(RUNS) $(GPU_SUITE)
 asan:
-	@$(MAKE) --no-print-directory test SANITIZE=1
+	@LSAN_OPTIONS=suppressions=tests/lsan.supp:print_suppressions=0 $(MAKE) --no-print-directory test SANITIZE=1
 # (One thread of OpenMP: ThreadSanitizer does not see how its threads wait for each other.)
 $(BUILD)/tsan/serve: serve.cu qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)/tsan
