@@ -52,8 +52,10 @@ extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max
     if (size >= tensors + 8) memcpy(&length, data + tensors, 8);
     const bool header = seed % 4 == 1 && size >= tensors + 8 && length <= size - tensors - 8;
     const size_t first = header ? tensors + 8 : 0, last = header ? first + length : config;
+    const size_t room = max_size - (size - (last - first));
+    if (room == 0) return LLVMFuzzerMutate(data, size, max_size); // given no room it would write a byte all the same
     const std::vector<uint8_t> rest(data + last, data + size);
-    const size_t fresh = LLVMFuzzerMutate(data + first, last - first, max_size - first - rest.size());
+    const size_t fresh = LLVMFuzzerMutate(data + first, last - first, room);
     if (header) memcpy(data + tensors, &(length = fresh), 8);
     std::copy(rest.begin(), rest.end(), data + first + fresh);
     return first + fresh + rest.size();

@@ -37,8 +37,10 @@ extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max
     uint64_t length = UINT64_MAX;
     if (size >= 8) memcpy(&length, data, 8);
     if (seed % 2 || size < 8 || length > size - 8) return LLVMFuzzerMutate(data, size, max_size);
+    const size_t room = max_size - (size - length);
+    if (room == 0) return LLVMFuzzerMutate(data, size, max_size); // given no room it would write a byte all the same
     const std::vector<uint8_t> tensors(data + 8 + length, data + size);
-    length = LLVMFuzzerMutate(data + 8, length, max_size - 8 - tensors.size());
+    length = LLVMFuzzerMutate(data + 8, length, room);
     memcpy(data, &length, 8);
     std::copy(tensors.begin(), tensors.end(), data + 8 + length);
     return 8 + length + tensors.size();
