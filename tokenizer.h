@@ -32,7 +32,6 @@
 #include "sj.h"
 #include <optional>
 #include <algorithm>
-#include <functional>
 #include <utility>
 #include <vector>
 
@@ -156,6 +155,7 @@ struct Tokenizer {
     explicit Tokenizer(const std::string& path);
 
     int size() const { return (int)n_tokens; }
+    size_t longest() const { return longest_token; } // bytes of a token, at most
     std::string_view bytes(int id) const {
         if (id < 0 || id >= size()) return {};
         return {text + offset[id], offset[id + 1] - offset[id]};
@@ -206,6 +206,7 @@ struct Tokenizer {
 
     MappedFile file;
     uint32_t n_tokens, n_merges, n_decompose, n_compose;
+    size_t longest_token = 0;
     const uint32_t *offset, *merge, *decompositions, *compositions; // as in the file
     const uint8_t* flags;
     const char* text;
@@ -324,6 +325,7 @@ inline Tokenizer::Tokenizer(const std::string& path) : file(path) {
     std::fill(byte_id, byte_id + 256, NONE);
     for (uint32_t i = 0; i < n_tokens; i++) {
         std::string_view token = bytes((int)i);
+        longest_token = std::max(longest_token, token.size());
         uint8_t f = flags[i];
         need(f & (IN_VOCABULARY | ADDED) && f < 16 && (f & ADDED || !(f & SPECIAL)), "bad token flags");
         need(f & IN_VOCABULARY || !(f & WHOLE), "bad token flags");
@@ -582,39 +584,66 @@ inline void Tokenizer::encode_piece(std::vector<int>& out, std::string_view piec
     out.insert(out.end(), id, id + n);
 }
 
-// The same in O(n log n): the tokens are a linked list, the pairs a heap.
+// The same for any length: the tokens are a linked list, and the pairs of each rank wait in a line of their own. In a
+// trained vocabulary a merge makes pairs of higher ranks only, so that a line is complete when its rank is the lowest,
+// and nearly in order: a run of one character takes linear time.
 inline void Tokenizer::encode_long_piece(std::vector<int>& out, std::string_view piece) const {
     struct Node {
         uint32_t id, rank, previous, next; // rank: of the pair that begins here; NONE also once it is gone
     };
+    struct Line { uint32_t rank, last; };  // last: the latest of its entries
+    struct Entry { uint32_t place, before; };
     const uint32_t n = (uint32_t)piece.size();
     std::vector<Node> list(n);
-    std::vector<uint64_t> heap; // rank << 32 | place: the lowest rank first, then the leftmost
-    auto set_rank = [&](uint32_t i) {
+    std::vector<Entry> entries;
+    std::vector<uint32_t> ranks, places;   // ranks: a heap of those that have a line
+    std::vector<Line> lines(2);            // a hash table with linear probing; free if last is NONE
+    const size_t most = std::min(3 * (size_t)n, (size_t)n_merges); // lines: a merge makes two new pairs
+    while (lines.size() < 2 * most) lines.resize(2 * lines.size());
+    std::fill(lines.begin(), lines.end(), Line{NONE, NONE});
+    entries.reserve(n);
+    auto line_of = [&](uint32_t rank) -> Line& {
+        size_t i = pair_hash(rank, 0) & (lines.size() - 1);
+        while (lines[i].rank != rank && lines[i].rank != NONE) i = (i + 1) & (lines.size() - 1);
+        return lines[i];
+    };
+    auto wait = [&](uint32_t rank, uint32_t place) {
+        Line& line = line_of(rank);
+        if (line.last == NONE) ranks.push_back(rank), std::push_heap(ranks.begin(), ranks.end(), std::greater<>());
+        entries.push_back({place, line.last});
+        line = {rank, (uint32_t)entries.size() - 1};
+    };
+    auto add_pair = [&](uint32_t i) {
         Node& a = list[i];
         a.rank = a.next < n ? rank_of(a.id, list[a.next].id) : NONE;
-        return a.rank != NONE;
+        if (a.rank != NONE) wait(a.rank, i);
     };
     for (uint32_t i = 0; i < n; i++) list[i] = {byte_id[(uint8_t)piece[i]], NONE, i - 1, i + 1};
-    for (uint32_t i = 0; i < n; i++)
-        if (set_rank(i)) heap.push_back((uint64_t)list[i].rank << 32 | i);
-    auto later = std::greater<uint64_t>();
-    std::make_heap(heap.begin(), heap.end(), later);
-    while (!heap.empty()) {
-        uint32_t rank = (uint32_t)(heap[0] >> 32), i = (uint32_t)heap[0];
-        std::pop_heap(heap.begin(), heap.end(), later);
-        heap.pop_back();
-        if (list[i].rank != rank) continue; // a neighbour was merged meanwhile
-        Node &a = list[i], &b = list[a.next];
-        a.id = merge[3 * (size_t)rank + 2];
-        a.next = b.next;
-        b.rank = NONE;
-        if (a.next < n) list[a.next].previous = i;
-        for (uint32_t k : {a.previous, i})
-            if (k < n && set_rank(k)) { // the first node's previous is UINT32_MAX
-                heap.push_back((uint64_t)list[k].rank << 32 | k);
-                std::push_heap(heap.begin(), heap.end(), later);
+    for (uint32_t i = 0; i < n; i++) add_pair(i);
+    while (!ranks.empty()) { // the lowest rank first, then the leftmost
+        const uint32_t rank = ranks[0];
+        std::pop_heap(ranks.begin(), ranks.end(), std::greater<>());
+        ranks.pop_back();
+        places.clear();
+        for (uint32_t e = std::exchange(line_of(rank).last, NONE); e != NONE; e = entries[e].before)
+            places.push_back(entries[e].place);
+        std::reverse(places.begin(), places.end());
+        if (!std::is_sorted(places.begin(), places.end())) std::sort(places.begin(), places.end());
+        for (size_t k = 0; k < places.size(); k++) {
+            const uint32_t i = places[k];
+            if (!ranks.empty() && ranks[0] <= rank) { // (in an odd vocabulary)
+                wait(rank, i);
+                continue;
             }
+            if (list[i].rank != rank) continue; // a neighbour was merged meanwhile
+            Node &a = list[i], &b = list[a.next];
+            a.id = merge[3 * (size_t)rank + 2];
+            a.next = b.next;
+            b.rank = NONE;
+            if (a.next < n) list[a.next].previous = i;
+            if (a.previous < n) add_pair(a.previous); // (the first node's is UINT32_MAX)
+            add_pair(i);
+        }
     }
     for (uint32_t i = 0; i < n; i = list[i].next) out.push_back((int)list[i].id);
 }

@@ -363,7 +363,22 @@ TEST_CASE("a megabyte of one thing takes less than a second") {
     }
 }
 
-TEST_CASE("pieces of any length, around the one where a heap takes over") {
+TEST_CASE("eight megabytes of white space, which is one piece, take about as long as eight of text") {
+#ifdef SANITIZED
+    const double limit = 30;
+#else
+    const double limit = 2;
+#endif
+    for (char c : {' ', '\n'}) {
+        Ids ids;
+        CHECK(seconds([&] { ids = qwen3().encode(std::string(8'000'000, c), true); }) < limit);
+        const int longest = ids[0];
+        CHECK(qwen3().bytes(longest).size() == (c == ' ' ? 128 : 32));
+        CHECK(std::count(ids.begin(), ids.end(), longest) == (ptrdiff_t)ids.size());
+    }
+}
+
+TEST_CASE("pieces of any length, around the one where the lists take over") {
     for_all([](const Tokenizer& t, sj::Value known) {
         Fnv ids_hash, text_hash;
         for (uint64_t n = 0; n < 3000; n++) add_encoding(t, long_word(n), ids_hash, text_hash);
