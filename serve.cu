@@ -15,15 +15,17 @@
    - Keys and values lie in pages of 16 tokens. Whole pages stay where they are when their answer is done, and serve the
      next prompt that begins with the same tokens under the same API key, until their room is needed.
    - Everything that comes over the network is hostile: sizes, counts, ranges and times are limited, below and in
-     section 4. What a client did wrong is thrown as Refusal, and answered in OpenAI's form.
+     request.h. What a client did wrong is thrown as Refusal, and answered in OpenAI's form.
+   - Nobody can stall it: what waits in memory has a Budget, long texts are tokenized by Workers, the log has a thread
+     of its own, and keys take turns by tokens.
 
    Contents
-   1 Between the threads   Job, Piece, Reply, Desk, figures
+   1 Between the threads   Job, Piece, Budget, Reply, Desk, figures
    2 Speech                ids to text: characters, stop strings, thoughts, log-probabilities
    3 Engine                pages and prefix cache, schedule, step; on the CPU and on a GPU
-   4 API                   from JSON to jobs, from pieces to JSON
+   4 API                   from JSON to jobs (request.h), from pieces to JSON
    5 Batch                 a file of requests
-   6 HTTP                  libmicrohttpd: connections, deadlines, routes
+   6 HTTP                  libmicrohttpd: log, workers, connections, deadlines, routes
    7 main
 */
 #define QWEN3_NO_MAIN
@@ -31,7 +33,9 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <malloc.h>
 #include <mutex>
+#include <sys/file.h>
 #include <thread>
 #include <tuple>
 #include <unordered_map>
@@ -69,15 +73,93 @@ struct Piece {
     size_t cached = 0;             // tokens of the prompt from the cache
 };
 
+inline size_t bytes_of(const Piece& piece) {
+    size_t n = sizeof piece + piece.text.size();
+    for (auto& t : piece.tokens) n += sizeof t + t.text.size() + t.top.size() * sizeof(Alternative);
+    return n;
+}
+
+// Memory that all clients share, and who holds how much of it. When it is used up, whoever holds the most of it loses
+// one of its shares: the one that has held most for longest. So nobody can keep it from the others.
+struct Budget {
+    struct Share {
+        uint64_t who = 0;             // a key at an address
+        size_t bytes = 0;
+        double since = seconds();
+        std::function<void()> drop{}; // called when it is lost, with `mutex` held
+        std::atomic<bool> lost{false};
+    };
+    const size_t limit;
+    std::mutex mutex{};
+    std::set<Share*> shares{};        // that are not lost
+    size_t used = 0, losses = 0;
+
+    // n more bytes. False: the share is lost, maybe just now.
+    bool add(Share& share, size_t n) {
+        std::lock_guard lock(mutex);
+        return add_locked(share, n);
+    }
+    bool add_locked(Share& share, size_t n) {
+        if (share.lost) return false;
+        shares.insert(&share);
+        share.bytes += n, used += n;
+        while (used > limit) lose_one();
+        return !share.lost;
+    }
+    void remove(Share& share, size_t n) {
+        std::lock_guard lock(mutex);
+        if (share.lost) return;
+        share.bytes -= n, used -= n;
+        if (share.bytes == 0) shares.erase(&share);
+    }
+    void remove(Share& share) {
+        std::lock_guard lock(mutex);
+        if (shares.erase(&share)) used -= std::exchange(share.bytes, 0);
+    }
+    size_t lost() {
+        std::lock_guard lock(mutex);
+        return losses;
+    }
+
+  private:
+    void lose_one() {
+        std::map<uint64_t, size_t> held;
+        for (Share* s : shares) held[s->who] += s->bytes;
+        const double now = seconds();
+        auto rank = [&](const Share* s) { return std::pair(held[s->who], (double)s->bytes * (now - s->since)); };
+        Share* worst = *std::max_element(shares.begin(), shares.end(),
+                                         [&](Share* a, Share* b) { return rank(a) < rank(b); });
+        shares.erase(worst);
+        used -= worst->bytes, losses++;
+        worst->lost = true;
+        if (worst->drop) worst->drop();
+    }
+};
+
 // Where the engine leaves pieces, and whoever asked takes them.
 struct Reply {
     std::mutex mutex;
     std::vector<Piece> pieces;        // not yet taken
+    bool whole = false;               // nobody looks before the end: an answer's pieces are joined
     int left = 0;                     // answers that are not finished
     std::atomic<bool> cancelled{false};
+    std::shared_ptr<Budget::Share> share{}; // of what waits to be sent; none: it is not counted
     double first = 0, last = 0;       // when pieces came
     std::function<void()> wake;       // called with `mutex` held after every piece
+
+    void put(Piece&& piece) {
+        auto joins = [&](const Piece& p) { return p.choice == piece.choice && p.thought == piece.thought; };
+        const auto at = whole ? std::find_if(pieces.rbegin(), pieces.rend(), joins) : pieces.rend();
+        if (at == pieces.rend()) return pieces.push_back(std::move(piece));
+        at->text += piece.text;
+        std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(at->tokens));
+        at->finish = piece.finish, at->count = piece.count, at->cached = piece.cached;
+    }
 };
+
+constexpr float BAN = -1e30f;   // as a bias: never,
+constexpr float ALLOW = 1000;   // ... and: these only. (Far above all logits, and still exact to 1e-4.)
+constexpr size_t MAX_ENDS = 64; // ids that end an answer, of a request, and of a model
 
 // One answer to be made.
 struct Job {
@@ -87,13 +169,24 @@ struct Job {
     Sampling how;
     std::vector<std::pair<int, float>> bias; // ids and what is added to their logits, after the penalties
     std::vector<std::string> stops;
-    size_t max_tokens = 0;
+    std::vector<int> ends;            // ids that end it, beside the model's
+    size_t max_tokens = 0, min_tokens = 0; // before min_tokens nothing ends it
     bool ignore_eos = false, thinking = false;
+    bool specials = false;            // special tokens are told as text
     bool every = false;               // a piece for every token, even if nothing can be shown yet: a stream that lives
     int alternatives = -1;            // of each token that are told, -1: not even its own log-probability
-    uint64_t salt = 1;                // its API key's number: only its prompts share pages, and keys take turns
+    uint64_t salt = 1;                // its API key's number: keys take turns
+    uint64_t space = 1;               // only prompts of one space share pages: the key's, or one under its cache_salt
+    int priority = 0;                 // within its key; the lowest first
     double arrived = seconds();
 };
+
+// The space of a key's requests with this cache_salt. Below 2^32 are the keys' own, then come the names of pages; two
+// keys never have one in common.
+inline uint64_t salted_space(uint64_t key, const std::string& salt) {
+    static const uint64_t secret = random_bits();
+    return 1ull << 63 | key << 40 | fnv1a(salt.data(), salt.size(), secret) >> 24;
+}
 
 // How long things took: counts in the buckets that Prometheus wants, each holding all below.
 struct Histogram {
@@ -124,6 +217,7 @@ struct Desk {
     std::map<uint64_t, size_t> held;  // jobs that are not done, by key
     bool closed = false;              // nothing more will come
     Figures figures;                  // as of the last step
+    Budget unsent{256 << 20};         // pieces and answers that nobody has taken yet
 
     // The jobs of one request. False: there is no room for them now.
     bool submit(std::vector<Job>&& jobs) {
@@ -160,12 +254,15 @@ struct Speech {
     Utf8Stream characters{};
     bool skipping = false;            // newlines after a marker
     std::string newlines{};           // at the end of a thought so far
+    bool specials;                    // they are text
     std::deque<TokenInfo> held{};     // their texts begin in the answer at byte `given`, or later
     size_t given = 0, shown = 0;      // bytes of the answer
 
     Speech(const Tokenizer& t, const Job& job)
         : tokenizer(t), informed(job.alternatives >= 0), filter{job.stops, "", false},
-          state(job.thinking ? BEGIN : ANSWER), open(t.id("<think>")), close(t.id("</think>")) {}
+          state(job.thinking ? BEGIN : ANSWER), open(t.id("<think>")), close(t.id("</think>")), specials(job.specials) {
+        if (job.min_tokens) filter.stops.clear(); // until then
+    }
 
     // Takes a token; `piece` gets what can be shown because of it.
     void feed(Piece& piece, TokenInfo&& info) {
@@ -183,7 +280,7 @@ struct Speech {
             state = ANSWER, skipping = true;
             return;
         }
-        info.text = tokenizer.is_special(id) ? "" : skip(characters.feed(tokenizer.bytes(id)));
+        info.text = tokenizer.is_special(id) && !specials ? "" : skip(characters.feed(tokenizer.bytes(id)));
         const std::string out = filter.feed(info.text);
         if (informed && state == ANSWER) held.push_back(std::move(info));
         show(piece, out);
@@ -328,7 +425,7 @@ struct EngineOptions {
     size_t kv_bytes = 0;  // of the KV cache; 0: as much as there is room for
 };
 
-constexpr int MAX_BIAS = 1024; // ids a job may name
+constexpr int MAX_BIAS = 1024 + 2 * MAX_ENDS; // ids a job may name, and those that may not end it yet
 
 #ifdef __CUDACC__
 // What the GPU knows of the sequence in each slot.
@@ -407,6 +504,7 @@ template <class T> struct Engine {
         arena.allocate(format("a KV cache of %d pages for %d sequences", pages, o.max_seqs).c_str());
         plan();
         pool = PagePool(pages);
+        if (c.end_tokens.size() > MAX_ENDS) DIE("the model has more than %zu end tokens", MAX_ENDS);
         for (int s = o.max_seqs - 1; s >= 0; s--) free_slots.push_back(s);
         std::vector<acc<T>> angles((size_t)o.context * c.D);
         fill_rope(angles.data(), o.context, c.D, c.rope_theta);
@@ -445,7 +543,7 @@ template <class T> struct Engine {
         Step next = plan_step();
         if (!next.token.empty()) {
             compute(next);
-            for (auto& [number, q] : running) remember(*q);
+            for (auto& [rank, q] : running) remember(*q);
         }
         const size_t ahead = ctx.gpu && !next.token.empty();
         if (!next.token.empty()) under_way.push_back(std::move(next));
@@ -458,29 +556,37 @@ template <class T> struct Engine {
     // An answer at work. Its tokens at 0 .. computed - 1 have their keys and values in its pages, or will have when the
     // steps under way are done; `pending` of its ids have been drawn and not yet looked at.
     struct Sequence {
-        Job job;
+        Job job;                   // (its prompt is in `ids`)
         Speech speech;
         std::vector<int> ids;      // prompt and answer
-        std::vector<int> pages;
+        const size_t prompt;       // tokens of the prompt
+        uint64_t arrival, rank = 0; // counts all; all first admissions
+        std::vector<int> pages{};
         size_t computed = 0, pending = 0;
         size_t known = 0;          // pages that have been named
         uint64_t chain = 0;        // the name of the last of these
         int slot = -1;             // row of the block table
         uint64_t admission = 0;    // counts all admissions: what was drawn before it was preempted is void
+        size_t resumed = 0;        // tokens it had answered then
+        bool restrained = false;   // the GPU knows it as one that may not end yet
         size_t cached = SIZE_MAX;
         double last = 0;           // when its last token came
 
-        Sequence(Job&& j, const Tokenizer& t) : job(std::move(j)), speech(t, job), ids(job.prompt) {}
+        Sequence(Job&& j, const Tokenizer& t, uint64_t arrival)
+            : job(std::move(j)), speech(t, job), ids(std::exchange(job.prompt, {})), prompt(ids.size()),
+              arrival(arrival) {}
         size_t total() const { return ids.size() + pending; }
         size_t left() const { return total() - computed; }
-        size_t answered() const { return total() - job.prompt.size(); }
+        size_t answered() const { return total() - prompt; }
     };
-    using Sequences = std::map<uint64_t, std::unique_ptr<Sequence>>;
+    using Place = std::pair<int, uint64_t>; // in a line: by priority, then as they came
+    using Line = std::map<Place, std::unique_ptr<Sequence>>;
+    using Running = std::map<uint64_t, std::unique_ptr<Sequence>>;
 
     struct Step {
         std::vector<int> token, pos, seq, slot; // the batch; token -1: the one that was just drawn on the GPU
         int singles = 0;
-        struct Draw { uint64_t number, admission; int row; };
+        struct Draw { uint64_t rank, admission; int row; };
         std::vector<Draw> draws;
         std::vector<bool> informed; // of the draws: their log-probabilities are wanted
         std::vector<int> ids;      // what was drawn
@@ -498,13 +604,15 @@ template <class T> struct Engine {
     int *input, *table;        // a step's numbers, see arrays(); (max_seqs, max_pages)
     PagePool pool;
     std::vector<int> free_slots;
-    Sequences running;                       // in the order of their first admission
-    std::map<uint64_t, Sequences> waiting;   // a line for each API key, as they came; line 0: those that gave way
-    std::map<uint64_t, uint64_t> last_turn;  // by key: its latest admission
+    Running running;                         // by rank: in the order of their first admission
+    std::map<uint64_t, Line> waiting;        // a line for each API key
+    size_t in_lines = 0, most_in_lines = 0;  // that wait; since memory was given back, at most
+    std::pair<uint64_t, Place> looked_at{};  // how far the lines have been searched for cancelled ones
+    std::map<uint64_t, uint64_t> service;    // by key: tokens computed for it, see next_line()
     std::vector<uint64_t> ended;             // keys of the answers that have ended since the desk was told
     std::vector<std::pair<std::shared_ptr<Reply>, Piece>> outbox;
     std::deque<Step> under_way;
-    uint64_t arrivals = 0, admissions = 0, steps = 0;
+    uint64_t arrivals = 0, ranks = 0, admissions = 0, steps = 0;
 
     bool busy() const { return !running.empty() || !waiting.empty() || !under_way.empty(); }
 
@@ -551,13 +659,43 @@ template <class T> struct Engine {
 
     // ---- The schedule
     void take_jobs() {
-        std::lock_guard lock(desk.mutex);
-        for (Job& job : desk.inbox) {
-            const uint64_t key = job.salt;
-            waiting[key][++arrivals] = std::make_unique<Sequence>(std::move(job), tokenizer);
+        std::vector<Job> jobs;
+        {
+            std::lock_guard lock(desk.mutex);
+            jobs.swap(desk.inbox);
+            desk.inside += jobs.size();
         }
-        desk.inside += desk.inbox.size();
-        desk.inbox.clear();
+        for (Job& job : jobs) {
+            if (!waiting.count(job.salt)) catch_up(job.salt);
+            join_line(std::make_unique<Sequence>(std::move(job), tokenizer, ++arrivals));
+        }
+    }
+
+    // Whoever was not here gets no credit for it: its service begins where that of the others is.
+    void catch_up(uint64_t key) {
+        const std::map<uint64_t, size_t> now = at_work();
+        uint64_t least = UINT64_MAX;
+        for (auto& [other, n] : now) least = std::min(least, service[other]);
+        for (auto& [other, line] : waiting) least = std::min(least, service[other]);
+        if (!now.count(key) && least != UINT64_MAX) service[key] = std::max(service[key], least);
+    }
+    void join_line(std::unique_ptr<Sequence> q) {
+        const uint64_t key = q->job.salt;
+        const Place place = {q->job.priority, q->arrival};
+        waiting[key][place] = std::move(q);
+        most_in_lines = std::max(most_in_lines, ++in_lines);
+    }
+    std::unique_ptr<Sequence> leave_line(uint64_t key, typename Line::iterator it) {
+        auto q = std::move(it->second);
+        Line& line = waiting[key];
+        line.erase(it), in_lines--;
+        if (line.empty()) waiting.erase(key);
+        return q;
+    }
+    std::map<uint64_t, size_t> at_work() const { // answers, by key
+        std::map<uint64_t, size_t> n;
+        for (auto& [rank, q] : running) n[q->job.salt]++;
+        return n;
     }
 
     // First a token of every answer that runs, in order; then chunks of prompts that have been begun; then those that
@@ -565,11 +703,8 @@ template <class T> struct Engine {
     // is none, the last one that runs gives way: the first always gets on, and so everyone does.
     Step plan_step() {
         Step s;
-        drop_cancelled(running);
-        for (auto it = waiting.begin(); it != waiting.end();) {
-            drop_cancelled(it->second);
-            it = it->second.empty() ? waiting.erase(it) : std::next(it);
-        }
+        drop_cancelled();
+        yield();
         for (auto it = running.begin(); it != running.end(); ++it) {
             Sequence& q = *it->second;
             if (q.left() != 1 || q.answered() == q.job.max_tokens) continue;
@@ -578,56 +713,103 @@ template <class T> struct Engine {
                 if (pool.available() == 0) { preempt(it); break; }
                 q.pages.push_back(pool.take());
             }
-            add(s, it->first, q, 1);
+            add(s, q, 1);
         }
         s.singles = (int)s.token.size();
         size_t budget = (size_t)(s.singles ? options.chunk : options.burst);
-        auto chunk = [&](uint64_t number, Sequence& q) {
+        auto chunk = [&](Sequence& q) {
             const size_t n = std::min(q.left(), budget);
-            add(s, number, q, n);
+            add(s, q, n);
             budget -= n;
         };
-        for (auto& [number, q] : running)
-            if (q->left() > 1 && budget > 0) chunk(number, *q);
+        for (auto& [rank, q] : running)
+            if (q->left() > 1 && budget > 0) chunk(*q);
         while (!waiting.empty() && budget > 0 && !free_slots.empty()) {
             const auto line = next_line();
-            if (!admit(*line->second.begin()->second)) break;
-            auto node = line->second.extract(line->second.begin());
-            if (line->first != 0) node.key() = node.mapped()->admission; // (who gave way keeps its rank)
-            const auto it = running.insert(std::move(node)).position;
-            if (line->second.empty()) waiting.erase(line);
-            chunk(it->first, *it->second);
+            const auto first = line->second.begin();
+            if (!admit(*first->second)) break;
+            auto q = leave_line(line->first, first);
+            if (!q->rank) q->rank = ++ranks;
+            chunk(*q);
+            const uint64_t rank = q->rank;
+            running[rank] = std::move(q);
         }
         return s;
     }
 
-    // Who waits is admitted first come, first served, within a line. Between lines: those that gave way come first;
-    // then the key with the fewest answers at work; of these the one whose last turn is longest ago. So a key that asks
-    // for a thousand answers delays another key's by one, and each key comes to its turn: the others' turns are later.
-    typename std::map<uint64_t, Sequences>::iterator next_line() {
-        std::map<uint64_t, size_t> at_work;
-        for (auto& [number, q] : running) at_work[q->job.salt]++;
-        auto rank = [&](uint64_t key) { return std::tuple(key != 0, at_work[key], last_turn[key]); };
+    // The next turn is that of the key with the fewest answers at work; of these the one for which least was computed.
+    // Within a line: first come, first served; whoever gave way came before those that have not begun.
+    typename std::map<uint64_t, Line>::iterator next_line() {
+        std::map<uint64_t, size_t> n = at_work();
+        auto rank = [&](uint64_t key) { return std::pair(n[key], service[key]); };
         auto before = [&](auto& a, auto& b) { return rank(a.first) < rank(b.first); };
         return std::min_element(waiting.begin(), waiting.end(), before);
     }
 
-    void drop_cancelled(Sequences& all) {
-        for (auto it = all.begin(); it != all.end();) {
-            const auto here = it++;
-            if (!here->second->job.reply->cancelled) continue;
-            figures.cancelled++;
-            leave(all, here);
+    // Nobody waits for another key's whole answers. If the next in turn finds no room, the last answer of the key with
+    // the most of them gives way: if that leaves it no fewer than the other then has, or if keys must share a slot and
+    // it has had its QUANTUM of tokens. What has given way is computed again, mostly from the cache.
+    void yield() {
+        constexpr uint64_t QUANTUM = 512, LEAST = 64; // LEAST: of an answer, so that each turn brings it on
+        while (!waiting.empty() && !running.empty()) {
+            const auto line = next_line();
+            const uint64_t key = line->first;
+            const size_t pages_wanted = line->second.begin()->second->total() / PAGE + 1 + running.size();
+            if (!free_slots.empty() && pool.available() >= pages_wanted) return;
+            std::map<uint64_t, size_t> n = at_work();
+            const size_t own = n[key];
+            auto fewer = [&](auto& a, auto& b) {
+                return std::pair(a.second, service[a.first]) < std::pair(b.second, service[b.first]);
+            };
+            const auto [most, answers] = *std::max_element(n.begin(), n.end(), fewer);
+            auto last = running.end();
+            for (auto it = running.begin(); it != running.end(); ++it)
+                if (it->second->job.salt == most) last = it;
+            const bool share = answers > own + 1;
+            const bool turn = own == 0 && most != key && service[most] > service[key] + QUANTUM &&
+                              last->second->answered() >= last->second->resumed + LEAST;
+            if (!share && !turn) return;
+            preempt(last);
         }
     }
-    void leave(Sequences& all, typename Sequences::iterator it) {
-        vacate(*it->second);
-        ended.push_back(it->second->job.salt);
-        all.erase(it);
+
+    void drop_cancelled() {
+        for (auto it = running.begin(); it != running.end();) {
+            const auto here = it++;
+            if (here->second->job.reply->cancelled) leave(here);
+        }
+        // Those that wait hold nothing: they are looked at in portions, so that a step does not take longer for them.
+        const Place front = {INT_MIN, 0};
+        auto line = waiting.lower_bound(looked_at.first);
+        if (line == waiting.end() || line->first != looked_at.first) looked_at.second = front;
+        for (size_t n = std::min<size_t>(in_lines + waiting.size() + 1, 256); n > 0 && in_lines > 0; n--) {
+            if (line == waiting.end()) line = waiting.begin(), looked_at.second = front;
+            const uint64_t key = looked_at.first = line->first;
+            const auto it = line->second.upper_bound(looked_at.second);
+            if (it == line->second.end()) { // on to the next line
+                ++line, looked_at = {key + 1, front};
+                continue;
+            }
+            looked_at.second = it->first;
+            if (!it->second->job.reply->cancelled) continue;
+            figures.cancelled++;
+            ended.push_back(key);
+            leave_line(key, it);
+            line = waiting.lower_bound(key);
+            if (line == waiting.end() || line->first != key) looked_at.second = front;
+        }
+    }
+    void leave(typename Running::iterator it) {
+        Sequence& q = *it->second;
+        figures.cancelled += q.job.reply->cancelled;
+        vacate(q);
+        ended.push_back(q.job.salt);
+        running.erase(it);
     }
 
     // The next n rows of q; if they are the last, its next token is drawn.
-    void add(Step& s, uint64_t number, Sequence& q, size_t n) {
+    void add(Step& s, Sequence& q, size_t n) {
+        service[q.job.salt] += n;
         for (size_t i = 0; i < n; i++, q.computed++) {
             s.token.push_back(q.computed < q.ids.size() ? q.ids[q.computed] : -1);
             s.pos.push_back((int)q.computed);
@@ -635,7 +817,7 @@ template <class T> struct Engine {
             s.slot.push_back(q.pages[q.computed / PAGE] * PAGE + (int)(q.computed % PAGE));
         }
         if (q.left() > 0) return;
-        s.draws.push_back({number, q.admission, (int)s.token.size() - 1});
+        s.draws.push_back({q.rank, q.admission, (int)s.token.size() - 1});
         q.pending++;
     }
 
@@ -643,7 +825,7 @@ template <class T> struct Engine {
     // for the last token, whose logits are wanted. False: not enough pages. Each that runs keeps the chance of another.
     bool admit(Sequence& q) {
         const size_t total = q.ids.size(), needed = total / PAGE + 1;
-        q.chain = q.job.salt;
+        q.chain = q.job.space;
         while ((q.pages.size() + 1) * PAGE < total) {
             const int p = pool.find(q.chain, &q.ids[q.pages.size() * PAGE]);
             if (p < 0) break;
@@ -660,7 +842,7 @@ template <class T> struct Engine {
         while (q.pages.size() < needed) q.pages.push_back(pool.take());
         q.slot = free_slots.back();
         free_slots.pop_back();
-        q.admission = last_turn[q.job.salt] = ++admissions;
+        q.admission = ++admissions, q.resumed = q.answered();
         figures.looked_up += total, figures.found += q.computed;
         if (q.cached == SIZE_MAX) q.cached = q.computed, figures.prompt_tokens += total;
         if (found) // (a step's rows enter their own pages)
@@ -679,12 +861,14 @@ template <class T> struct Engine {
         if (q.slot >= 0) free_slots.push_back(q.slot);
         q.slot = -1;
     }
-    void preempt(typename Sequences::iterator it) {
+    void preempt(typename Running::iterator it) {
         Sequence& q = *it->second;
         vacate(q);
         q.pending = 0; // what is under way for it is void; `computed` is set when it is admitted again
         figures.preempted++;
-        waiting[0].insert(running.extract(it));
+        auto back = std::move(it->second);
+        running.erase(it);
+        join_line(std::move(back));
     }
 
     // Names the whole pages that are computed by now. (Only now: rows of one batch cannot read each other's pages.)
@@ -699,10 +883,10 @@ template <class T> struct Engine {
         size_t row = 0; // of s.logits
         for (size_t i = 0; i < s.draws.size(); i++) {
             const float* told = nullptr;
-            const auto it = running.find(s.draws[i].number);
+            const auto it = running.find(s.draws[i].rank);
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
             if (s.informed[i]) told = &s.logits[row++ * (size_t)config.V];
-            if (valid && accept(*it->second, s.ids[i], told)) leave(running, it);
+            if (valid && accept(*it->second, s.ids[i], told)) leave(it);
         }
     }
 
@@ -711,7 +895,9 @@ template <class T> struct Engine {
         Job& job = q.job;
         Piece piece;
         q.pending--;
-        const bool end = !job.ignore_eos && std::count(config.end_tokens.begin(), config.end_tokens.end(), id);
+        const bool end = std::count(job.ends.begin(), job.ends.end(), id) ||
+                         (!job.ignore_eos && std::count(config.end_tokens.begin(), config.end_tokens.end(), id));
+        if (job.min_tokens && q.ids.size() - q.prompt == job.min_tokens) q.speech.filter.stops = job.stops;
         if (!end) {
             q.ids.push_back(id);
             remember(q);
@@ -719,7 +905,7 @@ template <class T> struct Engine {
             if (row) info = describe(row, tokenizer.size(), id, job.alternatives);
             q.speech.feed(piece, std::move(info));
         }
-        piece.count = q.ids.size() - job.prompt.size() + end, piece.cached = q.cached;
+        piece.count = q.ids.size() - q.prompt + end, piece.cached = q.cached;
         if (end || q.speech.filter.stopped) piece.finish = "stop", figures.stopped++;
         else if (piece.count == job.max_tokens) piece.finish = "length", figures.cut++;
         if (piece.finish) q.speech.finish(piece);
@@ -738,8 +924,10 @@ template <class T> struct Engine {
     }
 
     void tell() {
-        figures.running = running.size(), figures.waiting = 0;
-        for (auto& [key, line] : waiting) figures.waiting += line.size();
+        figures.running = running.size(), figures.waiting = in_lines;
+#ifdef __GLIBC__
+        if (in_lines == 0 && std::exchange(most_in_lines, 0) > 4096) malloc_trim(0);
+#endif
         figures.pages_used = (size_t)pages - pool.available();
         std::lock_guard lock(desk.mutex);
         desk.inside = figures.running + figures.waiting;
@@ -752,18 +940,31 @@ template <class T> struct Engine {
     void deliver() {
         const double now = seconds();
         for (auto& [reply, piece] : outbox) {
+            if (reply->share && !desk.unsent.add(*reply->share, bytes_of(piece))) reply->cancelled = true;
             std::lock_guard lock(reply->mutex);
             if (reply->first == 0) reply->first = now;
             reply->last = now;
             reply->left -= piece.finish != nullptr;
-            reply->pieces.push_back(std::move(piece));
+            reply->put(std::move(piece));
             if (reply->wake) reply->wake();
         }
         outbox.clear();
     }
 
     // ---- A step on the CPU
-    const Sequence& drawn_for(const Step& s, size_t i) const { return *running.find(s.draws[i].number)->second; }
+    Sequence& drawn_for(const Step& s, size_t i) const { return *running.find(s.draws[i].rank)->second; }
+
+    // Whether the token that is drawn now may not end the answer.
+    bool restrained(const Sequence& q) const { return q.answered() - 1 < q.job.min_tokens; }
+
+    std::vector<std::pair<int, float>> biases(const Sequence& q, bool restrained) const {
+        std::vector<std::pair<int, float>> all = q.job.bias;
+        if (!restrained) return all;
+        for (int id : q.job.ends) all.push_back({id, BAN});
+        if (!q.job.ignore_eos)
+            for (int id : config.end_tokens) all.push_back({id, BAN});
+        return all;
+    }
 
     void compute(Step& s) {
         for (size_t i = 0; i < s.draws.size(); i++) s.informed.push_back(drawn_for(s, i).job.alternatives >= 0);
@@ -788,8 +989,8 @@ template <class T> struct Engine {
         for (int r = 0; r < R; r++) {
             const Sequence& q = drawn_for(s, (size_t)r);
             float* row = logits + (size_t)r * config.V;
-            penalize(row, q.job.how, q.ids, q.job.prompt.size(), config.V);
-            for (auto [id, more] : q.job.bias) row[id] += more;
+            penalize(row, q.job.how, q.ids, q.prompt, config.V);
+            for (auto [id, more] : biases(q, restrained(q))) row[id] += more;
             s.ids[r] = sample(row, tokenizer.size(), q.job.how, q.ids.size());
         }
     }
@@ -841,19 +1042,23 @@ template <class T> struct Engine {
             cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaEventDestroy(done[i]);
     }
 
-    void describe_to_gpu(const Sequence& q) {
+    void describe_to_gpu(Sequence& q) {
         const size_t s = (size_t)q.slot;
         const Draw draw = {q.job.how, tokenizer.size()};
-        const int biases = (int)q.job.bias.size();
         give(slots.draw + s, &draw, 1);
-        give(slots.biases + s, &biases, 1);
         if (has_penalties(q.job.how))
-            give(slots.seen + s * (size_t)config.V, seen_counts(q.ids, q.job.prompt.size(), config.V).data(),
-                 (size_t)config.V);
+            give(slots.seen + s * (size_t)config.V, seen_counts(q.ids, q.prompt, config.V).data(), (size_t)config.V);
+        describe_biases(q, q.answered() < q.job.min_tokens);
+    }
+    void describe_biases(Sequence& q, bool restrained) {
+        const size_t s = (size_t)q.slot;
         std::vector<int> ids;
         std::vector<float> more;
-        for (auto [id, x] : q.job.bias) ids.push_back(id), more.push_back(x);
-        if (biases == 0) return;
+        for (auto [id, x] : biases(q, restrained)) ids.push_back(id), more.push_back(x);
+        const int n = (int)ids.size();
+        q.restrained = restrained;
+        give(slots.biases + s, &n, 1);
+        if (n == 0) return;
         give(slots.bias_id + s * MAX_BIAS, ids.data(), ids.size());
         give(slots.bias + s * MAX_BIAS, more.data(), more.size());
     }
@@ -863,8 +1068,9 @@ template <class T> struct Engine {
         const bool told = std::count(s.informed.begin(), s.informed.end(), true);
         bool adjusted = told; // then the logits must come to `logits` as they are
         for (size_t i = 0; i < s.draws.size(); i++) {
-            const Job& job = drawn_for(s, i).job;
-            adjusted = adjusted || has_penalties(job.how) || !job.bias.empty();
+            Sequence& q = drawn_for(s, i);
+            if (q.restrained && !restrained(q)) describe_biases(q, false);
+            adjusted = adjusted || has_penalties(q.job.how) || !q.job.bias.empty() || q.restrained;
         }
         int longest = 0, N = (int)s.token.size(), R = (int)s.draws.size();
         for (int n = 0; n < s.singles; n++) longest = std::max(longest, s.pos[n]);
@@ -944,254 +1150,8 @@ template <class T> struct Engine {
 };
 
 // ====================================================================================================== 4 API
-// https://platform.openai.com/docs/api-reference, with vLLM's additions. Fields that are not named here are ignored,
-// unless they would change the answer.
-
-constexpr size_t MAX_BODY = 8 << 20; // bytes of a request
-constexpr int MAX_CHOICES = 128;     // answers to one request
-constexpr size_t MAX_STOPS = 16, MAX_STOP = 128; // stop strings; bytes of one
-constexpr int MAX_ALTERNATIVES = 20;
-constexpr size_t MAX_TOLD = 2 << 20; // log-probabilities in one request's answers; a hundred bytes of JSON each
-
-struct Refusal : Error {
-    int status;
-    std::string param, code;
-    Refusal(int status, const std::string& message, const std::string& param = "", const std::string& code = "")
-        : Error(message), status(status), param(param), code(code) {}
-};
-
-// What all requests share.
-struct Service {
-    const Tokenizer* tokenizer = nullptr; // null: still loading
-    std::string name, system;
-    int context = 0;
-    bool thinking = false;                // where the request does not say
-};
-
-// A request, understood.
-struct Ask {
-    bool chat = true, stream = false, usage = false, logprobs = false;
-    std::string id;
-    std::vector<Job> jobs;   // one for each answer,
-    size_t each = 1;         // ... so many to a prompt
-    size_t prompt_tokens = 0;
-};
-
-// The members of a JSON object, each to be asked for in its range.
-struct Fields {
-    std::map<std::string, sj::Value> all;
-    explicit Fields(sj::Value object, const char* what = "the body") {
-        if (!object.is(sj::Object)) throw Refusal(400, format("%s is not a JSON object", what));
-        if (object.size() > 1000) throw Refusal(400, format("%s has more than 1,000 members", what));
-        for (auto [key, value] : object.members()) all[key] = value;
-    }
-    sj::Value operator[](const std::string& name) const { // null is as good as absent
-        const auto it = all.find(name);
-        return it == all.end() || it->second.is(sj::Null) ? sj::Value{} : it->second;
-    }
-    double number(const char* name, double low, double high, double otherwise) const {
-        const sj::Value v = (*this)[name];
-        if (!v) return otherwise;
-        const double x = v.number(NAN);
-        if (!(x >= low && x <= high))
-            throw Refusal(400, format("%s must be a number from %g to %g", name, low, high), name);
-        return x;
-    }
-    int64_t integer(const char* name, int64_t low, int64_t high, int64_t otherwise) const {
-        const sj::Value v = (*this)[name];
-        int64_t x = otherwise;
-        if (v && (!v.integer(&x) || x < low || x > high))
-            throw Refusal(400, format("%s must be an integer from %lld to %lld", name, (long long)low, (long long)high),
-                          name);
-        return x;
-    }
-    bool boolean(const char* name, bool otherwise) const {
-        const sj::Value v = (*this)[name];
-        if (v && !v.is_bool()) throw Refusal(400, format("%s must be true or false", name), name);
-        return v.boolean(otherwise);
-    }
-    std::string text(const char* name) const {
-        const sj::Value v = (*this)[name];
-        if (v && !v.is(sj::String)) throw Refusal(400, format("%s must be a string", name), name);
-        return v.str();
-    }
-};
-
-inline std::vector<int> ids_from_json(const Service& service, sj::Value list, const char* name) {
-    std::vector<int> ids;
-    for (sj::Value v : list.items()) {
-        int64_t id = -1;
-        if (!v.integer(&id) || id < 0 || id >= service.tokenizer->size())
-            throw Refusal(400, format("%s: a token must be an integer from 0 to %d", name,
-                                      service.tokenizer->size() - 1), name);
-        ids.push_back((int)id);
-    }
-    return ids;
-}
-
-// A string, a list of strings, of ids, or of lists of ids. Text stays text, whatever it looks like.
-inline std::vector<std::vector<int>> prompts_from_json(const Service& service, sj::Value v) {
-    std::vector<std::vector<int>> prompts;
-    const auto first = v.items().begin();
-    const bool of_ids = v.size() && (*first).is(sj::Number);
-    if (v.is(sj::String)) return {service.tokenizer->encode(v.str(), false)};
-    if (!v.is(sj::Array) || v.size() == 0)
-        throw Refusal(400, "prompt must be a string, a list of strings or of token ids", "prompt");
-    if (of_ids) return {ids_from_json(service, v, "prompt")};
-    if (v.size() > MAX_CHOICES) throw Refusal(400, format("at most %d prompts in a request", MAX_CHOICES), "prompt");
-    for (sj::Value p : v.items()) {
-        if (!p.is(sj::String) && !p.is(sj::Array))
-            throw Refusal(400, "prompt: neither a string nor a list of token ids", "prompt");
-        prompts.push_back(p.is(sj::String) ? service.tokenizer->encode(p.str(), false)
-                                           : ids_from_json(service, p, "prompt"));
-    }
-    return prompts;
-}
-
-inline std::vector<int> chat_prompt(const Service& service, const Fields& f, bool thinking,
-                                    bool generation_prompt = true) {
-    std::vector<Message> messages;
-    try {
-        messages = messages_from_json(f["messages"]);
-        for (Message& m : messages)
-            if (m.role == "developer") m.role = "system";
-        if (!service.system.empty() && (messages.empty() || messages[0].role != "system"))
-            messages.insert(messages.begin(), {"system", service.system});
-        return render_chat(*service.tokenizer, messages, {thinking, generation_prompt});
-    } catch (const Error& e) {
-        throw Refusal(400, e.what(), "messages");
-    }
-}
-
-// Draws as the request wants them; what it does not say is Qwen's advice.
-inline Sampling sampling_from_json(const Fields& f, bool thinking) {
-    Sampling how;
-    how.temperature = (float)f.number("temperature", 0, 2, thinking ? 0.6f : 0.7f);
-    how.top_p = (float)f.number("top_p", 0, 1, thinking ? 0.95f : 0.8f);
-    how.top_k = (int)std::max<int64_t>(0, f.integer("top_k", -1, INT_MAX, 20));
-    how.min_p = (float)f.number("min_p", 0, 1, 0);
-    how.repeat = (float)f.number("repetition_penalty", 0.01, 100, 1);
-    how.presence = (float)f.number("presence_penalty", -2, 2, 0);
-    how.frequency = (float)f.number("frequency_penalty", -2, 2, 0);
-    how.seed = f["seed"] ? (uint64_t)f.integer("seed", INT64_MIN, INT64_MAX, 0) : random_bits();
-    return how;
-}
-
-inline sj::Value parse_body(sj::Doc& doc, std::string_view body) {
-    const std::string fault = sj::parse(doc, body);
-    if (!fault.empty()) throw Refusal(400, "the body is not valid JSON: " + fault);
-    return doc.root();
-}
-
-// Reads a request's body. `salt`: whose prompts it may share pages with.
-inline Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t salt) {
-    sj::Doc doc;
-    const Fields f(parse_body(doc, body));
-    for (const char* name : {"tools", "functions", "suffix", "audio", "guided_json", "guided_regex", "guided_choice",
-                             "guided_grammar",
-                             "prediction", "web_search_options"})
-        if (f[name] && !(f[name].is(sj::Array) && f[name].size() == 0) && f[name].str("-") != "")
-            throw Refusal(400, format("%s is not supported", name), name);
-    if (f["response_format"] && f["response_format"]["type"].str() != "text")
-        throw Refusal(400, "response_format: only {\"type\": \"text\"} is supported", "response_format");
-    if (f.boolean("echo", false)) throw Refusal(400, "echo is not supported", "echo");
-    if (const std::string model = f.text("model"); !model.empty() && model != service.name)
-        throw Refusal(404, "no such model; /v1/models has the one that there is", "model", "model_not_found");
-
-    Ask ask;
-    ask.chat = chat;
-    ask.id = format("%s-%016llx", chat ? "chatcmpl" : "cmpl", (unsigned long long)random_bits());
-    ask.stream = f.boolean("stream", false);
-    if (f["stream_options"]) {
-        if (!ask.stream) throw Refusal(400, "stream_options is only for stream: true", "stream_options");
-        ask.usage = Fields(f["stream_options"], "stream_options").boolean("include_usage", false);
-    }
-    f.text("user");
-
-    Job job;
-    job.salt = salt;
-    if (chat && f["chat_template_kwargs"])
-        job.thinking =
-            Fields(f["chat_template_kwargs"], "chat_template_kwargs").boolean("enable_thinking", service.thinking);
-    else job.thinking = chat && service.thinking;
-    job.how = sampling_from_json(f, job.thinking);
-    job.ignore_eos = f.boolean("ignore_eos", false);
-    job.every = ask.stream;
-    const int64_t n = f.integer("n", 1, MAX_CHOICES, 1);
-    if (f.integer("best_of", 1, MAX_CHOICES, n) != n) throw Refusal(400, "best_of is not supported", "best_of");
-
-    if (const sj::Value stop = f["stop"]; stop.is(sj::String)) job.stops.push_back(stop.str());
-    else if (stop) {
-        if (!stop.is(sj::Array) || stop.size() > MAX_STOPS)
-            throw Refusal(400, format("stop must be a string or a list of at most %zu", MAX_STOPS), "stop");
-        for (sj::Value s : stop.items()) job.stops.push_back(s.str());
-    }
-    for (auto& s : job.stops)
-        if (s.empty() || s.size() > MAX_STOP)
-            throw Refusal(400, format("stop: each must be a string of 1 to %zu bytes", MAX_STOP), "stop");
-
-    if (const sj::Value bias = f["logit_bias"]) {
-        if (!bias.is(sj::Object) || bias.size() > MAX_BIAS)
-            throw Refusal(400, format("logit_bias must be an object of at most %d members", MAX_BIAS), "logit_bias");
-        std::map<int, float> of;
-        for (auto [key, value] : bias.members()) {
-            const double x = value.number(NAN);
-            char* end;
-            errno = 0;
-            const long id = strtol(key.c_str(), &end, 10);
-            const bool number = isdigit((unsigned char)key.c_str()[0]) && !*end && !errno;
-            if (!number || id >= service.tokenizer->size() || !(x >= -100 && x <= 100))
-                throw Refusal(400, "logit_bias must hold token ids and numbers from -100 to 100", "logit_bias");
-            of[(int)id] = (float)x;
-        }
-        job.bias.assign(of.begin(), of.end());
-    }
-
-    if (chat) {
-        ask.logprobs = f.boolean("logprobs", false);
-        const int top = (int)f.integer("top_logprobs", 0, MAX_ALTERNATIVES, 0);
-        if (f["top_logprobs"] && !ask.logprobs) throw Refusal(400, "top_logprobs needs logprobs: true", "top_logprobs");
-        if (ask.logprobs) job.alternatives = top;
-    } else if (f["logprobs"]) {
-        ask.logprobs = true;
-        job.alternatives = (int)f.integer("logprobs", 0, MAX_ALTERNATIVES, 0);
-    }
-
-    const int64_t most = f.integer("max_tokens", 1, INT_MAX, chat ? INT_MAX : 16);
-    const int64_t limit = f.integer("max_completion_tokens", 1, INT_MAX, most);
-    const bool limited = !chat || f["max_completion_tokens"] || f["max_tokens"];
-    std::vector<std::vector<int>> prompts;
-    if (chat) prompts.push_back(chat_prompt(service, f, job.thinking));
-    else prompts = prompts_from_json(service, f["prompt"]);
-    if ((int64_t)prompts.size() * n > MAX_CHOICES)
-        throw Refusal(400, format("at most %d answers to a request", MAX_CHOICES), "n");
-    ask.each = (size_t)n;
-    auto reply = std::make_shared<Reply>();
-    size_t told = 0;
-    for (auto& prompt : prompts) {
-        const size_t room = (size_t)service.context - std::min((size_t)service.context, prompt.size());
-        if (prompt.empty()) throw Refusal(400, "the prompt is empty", "prompt");
-        if (room == 0 || (limited && (size_t)limit > room))
-            throw Refusal(400, format("the context is %d tokens: the prompt has %zu%s", service.context, prompt.size(),
-                                      room ? format(", and %lld are asked for", (long long)limit).c_str() : ""),
-                          chat ? "messages" : "prompt", "context_length_exceeded");
-        ask.prompt_tokens += prompt.size();
-        for (int i = 0; i < n; i++) {
-            Job one = job;
-            one.reply = reply, one.choice = reply->left++;
-            one.prompt = prompt;
-            one.how.seed += (uint64_t)one.choice;
-            one.max_tokens = std::min((size_t)limit, room);
-            told += one.max_tokens * (size_t)(one.alternatives + 1);
-            ask.jobs.push_back(std::move(one));
-        }
-    }
-    if (told > MAX_TOLD)
-        throw Refusal(400, format("at most %zu log-probabilities to a request: ask for fewer answers, tokens or "
-                                  "alternatives", MAX_TOLD),
-                      chat ? "top_logprobs" : "logprobs");
-    return ask;
-}
+// https://platform.openai.com/docs/api-reference, with vLLM's additions. request.h has the way in; here is the way out.
+#include "request.h"
 
 inline std::string error_json(int status, const std::string& message, const std::string& param = "",
                               const std::string& code = "") {
@@ -1216,7 +1176,7 @@ inline std::string token_text(const Tokenizer& t, int id) {
     return text;
 }
 
-// One request's answers as JSON: whole, or in chunks as they come.
+// One request's answers as JSON: whole, in parts as they can be sent, or in chunks as they come.
 struct Answer {
     const Tokenizer& tokenizer;
     std::string id, model;
@@ -1231,10 +1191,13 @@ struct Answer {
         const char* finish = nullptr;
     };
     std::vector<Choice> choices;
+    std::vector<std::string> echo;         // of each prompt, or none
+    static constexpr size_t PART = 1 << 16; // bytes, about
 
     Answer(const Service& service, const Ask& ask)
         : tokenizer(*service.tokenizer), id(ask.id), model(service.name), chat(ask.chat), usage(ask.usage),
-          logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()) {}
+          logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()),
+          echo(ask.echo) {}
 
     bool complete() const {
         return std::all_of(choices.begin(), choices.end(), [](const Choice& c) { return c.finish; });
@@ -1257,23 +1220,46 @@ struct Answer {
         std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(c.tokens));
     }
     std::string whole() {
-        sj::Writer w;
-        begin(w, chat ? "chat.completion" : "text_completion");
-        for (Choice& c : choices) {
-            w.object().field("index", &c - choices.data());
-            if (chat) {
-                w.key("message").object().field("role", "assistant").field("content", c.text);
-                if (!c.thought.empty()) w.field("reasoning_content", c.thought);
-                w.end();
-            } else {
-                w.field("text", c.text);
+        std::string all;
+        while (!told()) all += part();
+        return all;
+    }
+
+    // The whole in parts: what comes next, until all is told. What has been told of log-probabilities is let go.
+    bool told() const { return place.told; }
+    std::string part() {
+        sj::Writer& w = writer;
+        if (w.open.empty()) begin(w, chat ? "chat.completion" : "text_completion");
+        while (w.text.size() < PART && place.choice < choices.size()) {
+            Choice& c = choices[place.choice];
+            if (!place.column && !place.token) {
+                w.object().field("index", place.choice);
+                if (chat) {
+                    w.key("message").object().field("role", "assistant").field("content", c.text);
+                    if (!c.thought.empty()) w.field("reasoning_content", c.thought);
+                    w.end();
+                } else {
+                    w.field("text", echo_of(place.choice) + c.text);
+                }
+                w.key("logprobs");
             }
-            write_logprobs(w, c, c.tokens);
+            if (tells(c.tokens)) {
+                write_some(w, c, c.tokens);
+                if (place.column < columns()) continue;
+            } else {
+                w.value(nullptr);
+            }
             w.field("finish_reason", c.finish).end();
+            std::vector<TokenInfo>().swap(c.tokens);
+            place.choice++, place.column = place.token = 0;
         }
-        w.end();
-        write_usage(w);
-        return w.end().text;
+        if (place.choice == choices.size()) {
+            w.end();
+            write_usage(w);
+            w.end();
+            place.told = true;
+        }
+        return std::exchange(w.text, {});
     }
 
     // A piece as server-sent events; after the last, what closes the stream.
@@ -1285,7 +1271,7 @@ struct Answer {
             begin(w, chat ? "chat.completion.chunk" : "text_completion");
             w.object().field("index", piece.choice);
             if (chat) delta(w.key("delta").object()), w.end();
-            else w.field("text", piece.text);
+            else w.field("text", (std::exchange(c.begun, true) ? "" : echo_of((size_t)piece.choice)) + piece.text);
             write_logprobs(w, c, tokens);
             if (finish) w.field("finish_reason", finish);
             else w.field("finish_reason", nullptr);
@@ -1328,46 +1314,63 @@ struct Answer {
         w.field("total_tokens", prompt_tokens + count());
         w.key("prompt_tokens_details").object().field("cached_tokens", cached()).end().end();
     }
-    void write_logprobs(sj::Writer& w, Choice& c, const std::vector<TokenInfo>& tokens) const {
+    const std::string& echo_of(size_t choice) const {
+        static const std::string none;
+        return echo.empty() ? none : echo[choice / each];
+    }
+
+    // Log-probabilities: an object of lists with an entry a token. A chat has one list, a completion has four.
+    bool tells(const std::vector<TokenInfo>& tokens) const { return logprobs && !(chat && tokens.empty()); }
+    size_t columns() const { return chat ? 1 : 4; }
+    void write_logprobs(sj::Writer& w, Choice& c, const std::vector<TokenInfo>& tokens) {
         w.key("logprobs");
-        if (!logprobs || (chat && tokens.empty())) {
+        if (!tells(tokens)) {
             w.value(nullptr);
             return;
         }
-        w.object();
+        for (place.column = place.token = 0; place.column < columns();) write_some(w, c, tokens);
+        place.column = 0;
+    }
+    // From `place` on, about a PART of them.
+    void write_some(sj::Writer& w, Choice& c, const std::vector<TokenInfo>& tokens) {
+        static const char* NAMES[] = {"tokens", "token_logprobs", "top_logprobs", "text_offset"};
+        if (!place.column && !place.token) w.object();
+        for (; place.column < columns(); place.column++, place.token = 0) {
+            if (!place.token) w.key(chat ? "content" : NAMES[place.column]).array();
+            for (; place.token < tokens.size(); place.token++) {
+                if (w.text.size() >= PART && place.token) return;
+                write_entry(w, c, tokens[place.token]);
+            }
+            w.end();
+        }
+        w.end();
+    }
+    void write_entry(sj::Writer& w, Choice& c, const TokenInfo& t) const {
         auto entry = [&](const std::string& text, int id, float logprob) -> sj::Writer& {
             w.object().field("token", text).field("logprob", logprob).key("bytes").array();
             for (char byte : tokenizer.bytes(id)) w.value((int)(uint8_t)byte);
             return w.end();
         };
         if (chat) {
-            w.key("content").array();
-            for (auto& t : tokens) {
-                entry(t.text, t.id, t.logprob).key("top_logprobs").array();
-                for (auto& a : t.top) entry(token_text(tokenizer, a.id), a.id, a.logprob).end();
-                w.end().end();
-            }
+            entry(t.text, t.id, t.logprob).key("top_logprobs").array();
+            for (auto& a : t.top) entry(token_text(tokenizer, a.id), a.id, a.logprob).end();
+            w.end().end();
+        } else if (place.column == 0) {
+            w.value(t.text);
+        } else if (place.column == 1) {
+            w.value(t.logprob);
+        } else if (place.column == 2) {
+            w.object();
+            for (auto& a : t.top) w.field(token_text(tokenizer, a.id), a.logprob);
             w.end();
         } else {
-            w.key("tokens").array();
-            for (auto& t : tokens) w.value(t.text);
-            w.end().key("token_logprobs").array();
-            for (auto& t : tokens) w.value(t.logprob);
-            w.end().key("top_logprobs").array();
-            for (auto& t : tokens) {
-                w.object();
-                for (auto& a : t.top) w.field(token_text(tokenizer, a.id), a.logprob);
-                w.end();
-            }
-            w.end().key("text_offset").array();
-            for (auto& t : tokens) {
-                w.value(c.offset);
-                for (char byte : t.text) c.offset += ((uint8_t)byte & 0xC0) != 0x80; // in characters
-            }
-            w.end();
+            w.value(c.offset);
+            for (char byte : t.text) c.offset += ((uint8_t)byte & 0xC0) != 0x80; // in characters
         }
-        w.end();
     }
+
+    sj::Writer writer{};
+    struct { size_t choice = 0, column = 0, token = 0; bool told = false; } place; // of what is told next
 };
 
 // ==================================================================================================== 5 Batch
@@ -1430,10 +1433,14 @@ struct Batcher {
     Batcher(const std::string& in, const std::string& out, const std::string& depends)
         : out(out), partial(out + ".partial"), header(depends + "\n"), requests(in), rows(read_batch(requests)) {
         for (size_t i = 0; i < rows.size(); i++) by_id[rows[i].custom_id] = i;
-        if (access(out.c_str(), F_OK) == 0) DIE("%s: exists; remove it or name another file", out.c_str());
+        auto exists = [&] { return access(out.c_str(), F_OK) == 0; };
+        if (exists()) DIE("%s: exists; remove it or name another file", out.c_str());
         file.reset(fopen(partial.c_str(), "a+b"));
         struct stat st;
-        if (!file || fstat(fileno(file.get()), &st)) DIE("%s: %s", partial.c_str(), strerror(errno));
+        if (!file) DIE("%s: %s", partial.c_str(), strerror(errno));
+        if (flock(fileno(file.get()), LOCK_EX | LOCK_NB)) DIE("%s: another run is at work on it", partial.c_str());
+        if (fstat(fileno(file.get()), &st)) DIE("%s: %s", partial.c_str(), strerror(errno));
+        if (exists()) DIE("%s: exists; another run has just ended", out.c_str());
         if (st.st_size > 0) take_up();
         else append(header);
     }
@@ -1567,9 +1574,10 @@ struct Batcher {
 #ifndef SERVE_NO_MAIN // (tests of the parts above need neither HTTP nor main)
 // ===================================================================================================== 6 HTTP
 // By libmicrohttpd: small, GNU, in every distribution, and made for this: a few threads with epoll, and connections
-// that are suspended while there is nothing to send. It parses, times out what is idle and limits headers to 32 KB.
-// watch() does the rest: whole requests and answers have a deadline, however evenly their bytes trickle, and a
-// suspended connection is looked at, since its peer may be gone.
+// that are suspended while there is nothing to send. It parses, times out what is idle and limits headers to 32 KB. A
+// request's framing, of which it takes too much, is looked at in check_framing. watch() does the rest: whole requests
+// and answers have a deadline, however evenly their bytes trickle, and a suspended connection is looked at, since its
+// peer may be gone.
 #include <arpa/inet.h>
 #include <microhttpd.h>
 #include <poll.h>
@@ -1577,12 +1585,15 @@ struct Batcher {
 #include <sys/socket.h>
 
 constexpr size_t ALL_BODIES = 256 << 20; // bytes of requests that are being read
+constexpr size_t SMALL_BODY = 16 << 10;  // is tokenized where it was read: within a millisecond
+constexpr double DRAIN_FETCH = 10;       // seconds to fetch an answer that is complete, while the server shuts down
 
 struct ServerOptions {
     std::string host = "127.0.0.1";
     int port = 8000;
     std::vector<std::string> keys, origins; // API keys (none: open to all); web sites whose scripts may call
     int deadline = 60;                      // seconds for a request line, and then for headers and body
+    int drain = 300;                        // ... and for what is under way when a signal comes
     unsigned idle() const { return (unsigned)(deadline + 1) / 2; } // without a byte
     double fetch() const { return 5. * deadline; }                 // to read an answer that is complete
 };
@@ -1595,13 +1606,138 @@ struct Response {
     std::vector<std::pair<const char*, std::string>> headers{};
 };
 
-// A connection, for watch(). `mutex` of the Server guards `reply`.
+// Lines for stdout. Whoever has one never waits: a thread of its own writes them, and where stdout takes no more they
+// are dropped and counted.
+struct Log {
+    static constexpr size_t MOST = 1 << 20; // bytes that wait
+    Log() : thread([this] { write_all(); }) {}
+    ~Log() {
+        {
+            std::lock_guard lock(mutex);
+            closing = seconds();
+        }
+        news.notify_one();
+        thread.join();
+    }
+    void write(std::string line) { // of less than PIPE_BUF bytes
+        std::lock_guard lock(mutex);
+        if (bytes + line.size() > MOST) { dropped++; return; }
+        bytes += line.size();
+        lines.push_back(std::move(line));
+        news.notify_one();
+    }
+    size_t lost() {
+        std::lock_guard lock(mutex);
+        return dropped;
+    }
+
+  private:
+    std::mutex mutex;
+    std::condition_variable news;
+    std::deque<std::string> lines;
+    size_t bytes = 0, dropped = 0, told = 0; // told: of those dropped
+    double closing = 0;                      // since when; a second later what cannot be written is left
+    std::thread thread;
+
+    void write_all() {
+        std::unique_lock lock(mutex);
+        for (;;) {
+            news.wait(lock, [&] { return closing > 0 || !lines.empty(); });
+            if (lines.empty()) return;
+            std::string some;
+            while (!lines.empty() && some.size() + lines.front().size() <= PIPE_BUF) {
+                bytes -= lines.front().size();
+                some += lines.front();
+                lines.pop_front();
+            }
+            if (dropped > told && lines.empty()) {
+                lines.push_back(format("{\"lines_dropped\": %zu}\n", dropped - std::exchange(told, dropped)));
+                bytes += lines[0].size();
+            }
+            lock.unlock();
+            const bool written = put(some);
+            lock.lock();
+            if (!written) return;
+        }
+    }
+    bool put(const std::string& some) { // a pipe that is ready takes PIPE_BUF bytes at once
+        for (pollfd out = {STDOUT_FILENO, POLLOUT, 0}; poll(&out, 1, 100) == 0;) {
+            std::lock_guard lock(mutex);
+            if (closing > 0 && seconds() > closing + 1) return false;
+        }
+        (void)!::write(STDOUT_FILENO, some.data(), some.size());
+        return true;
+    }
+};
+
+// Threads for what takes long. Tasks wait in a line for each of those who asked, who take turns; none of them has all
+// threads.
+struct Workers {
+    explicit Workers(size_t n) : most(std::max<size_t>(1, n - 1)) {
+        for (size_t i = 0; i < n; i++) threads.emplace_back([this] { work(); });
+    }
+    ~Workers() {
+        {
+            std::lock_guard lock(mutex);
+            closing = true;
+        }
+        news.notify_all();
+        for (auto& t : threads) t.join();
+    }
+    void add(uint64_t who, std::function<void()> task) {
+        std::lock_guard lock(mutex);
+        lines[who].push_back(std::move(task));
+        news.notify_one();
+    }
+
+  private:
+    const size_t most; // threads that work for one
+    std::mutex mutex;
+    std::condition_variable news;
+    std::map<uint64_t, std::deque<std::function<void()>>> lines;
+    std::map<uint64_t, size_t> busy;
+    uint64_t last = 0; // whose turn it was
+    bool closing = false;
+    std::vector<std::thread> threads;
+
+    auto next() {
+        auto it = lines.upper_bound(last);
+        for (size_t n = lines.size(); n > 0; n--, ++it) {
+            if (it == lines.end()) it = lines.begin();
+            if (busy[it->first] < most) return it;
+        }
+        return lines.end();
+    }
+    void work() {
+        std::unique_lock lock(mutex);
+        for (;;) {
+            auto line = lines.end();
+            news.wait(lock, [&] { return (line = next()) != lines.end() || (closing && lines.empty()); });
+            if (line == lines.end()) return;
+            const uint64_t who = last = line->first;
+            const std::function<void()> task = std::move(line->second.front());
+            line->second.pop_front();
+            if (line->second.empty()) lines.erase(line);
+            busy[who]++;
+            lock.unlock();
+            task();
+            lock.lock();
+            if (--busy[who] == 0) busy.erase(who);
+            news.notify_all();
+        }
+    }
+};
+
+// A connection, for watch(). `mutex` of the Server guards `exchange` and `half_closed`.
+struct Exchange;
 struct Peer {
     int fd;
+    uint64_t address;                                    // a name for it; for IPv6, of its network
     enum Phase { WAITING, READING, WORKING, ANSWERING }; // WORKING: we are, on what it sent; it waits
     std::atomic<Phase> phase{WAITING};
     std::atomic<double> since{seconds()};
-    std::shared_ptr<Reply> reply{};
+    Exchange* exchange = nullptr; // one that the engine works for
+    bool half_closed = false;     // it will send nothing more
 };
 
 struct Server {
@@ -1609,7 +1745,11 @@ struct Server {
     Desk& desk;
     Service service;                       // not to be touched before `ready`
     std::atomic<bool> ready{false}, draining{false};
-    std::atomic<size_t> bodies{0}, answering{0};
+    double drained_since = 0;              // main's, as watch() is
+    std::atomic<size_t> answering{0};      // requests that came before the drain
+    Budget bodies{ALL_BODIES};
+    Log log;
+    Workers workers{std::min(4u, std::max(2u, std::thread::hardware_concurrency() / 2))};
     MHD_Daemon* daemon = nullptr;
     std::mutex mutex;
     std::set<Peer*> peers;
@@ -1618,9 +1758,16 @@ struct Server {
     ~Server() { if (daemon) MHD_stop_daemon(daemon); }
     void start();
     void watch();
+    void drain();
+    void abandon();
 
     bool loopback() const { return options.host.compare(0, 4, "127.") == 0 || options.host == "::1"; }
 };
+
+inline std::string lower(std::string s) {
+    for (char& c : s) c = (char)tolower((unsigned char)c);
+    return s;
+}
 
 // One request and its answer.
 struct Exchange {
@@ -1629,58 +1776,93 @@ struct Exchange {
     Peer& peer;
     const double start = seconds();
     std::string method, path, body;
+    const bool newest;                     // HTTP/1.1: its client knows of 1xx
+    uint64_t caller = 0;                   // the number of its key
+    Budget::Share upload{};                // of server.bodies, whose mutex guards `body` while it is read
+    std::shared_ptr<Budget::Share> unsent = std::make_shared<Budget::Share>();
     std::unique_ptr<Refusal> refusal;      // found before the body was there
-    bool begun = false, stream = false;
+    bool begun = false, counted = false, stream = false;
+    Response prepared{};
     int status = 0;
     std::unique_ptr<Answer> answer;
     std::shared_ptr<Reply> reply;
-    bool suspended = false;                // guarded by reply->mutex
+    bool suspended = false, probed = false; // guarded by reply->mutex
     std::string out;                       // what is being sent; of a stream, up to `sent`
     size_t sent = 0;
     double first_token = 0;
 
-    Exchange(Server& s, MHD_Connection* c, Peer& p, const char* url, const char* m)
-        : server(s), connection(c), peer(p), method(m), path(url) {}
+    Exchange(Server& s, MHD_Connection* c, Peer& p, const char* url, const char* m, const char* version)
+        : server(s), connection(c), peer(p), method(m), path(url), newest(strcmp(version, "HTTP/1.1") == 0) {
+        upload.who = unsent->who = peer.address;
+        upload.drop = [this] { std::string().swap(body); };
+    }
     Exchange(const Exchange&) = delete;
 
     ~Exchange() {
-        server.bodies -= body.size();
-        if (begun) server.answering--;
+        {
+            std::lock_guard lock(server.mutex); // from now on watch() does not know it
+            peer.exchange = nullptr;
+        }
         if (reply) {
             std::lock_guard lock(reply->mutex);
             reply->wake = nullptr;
             if (reply->left) reply->cancelled = true;
             first_token = reply->first;
         }
+        server.bodies.remove(upload);
+        server.desk.unsent.remove(*unsent);
         log();
-        std::lock_guard lock(server.mutex);
-        peer.reply = nullptr;
         peer.phase = Peer::WAITING, peer.since = seconds();
+        if (counted) server.answering--;
     }
 
     const char* header(const char* name) const {
         const char* value = MHD_lookup_connection_value(connection, MHD_HEADER_KIND, name);
         return value ? value : "";
     }
+    std::vector<std::string> headers(const char* name) const { // all that have this name
+        struct Wanted { const char* name; std::vector<std::string> values; } wanted = {name, {}};
+        auto take = [](void* self, MHD_ValueKind, const char* name, const char* value) {
+            Wanted& w = *(Wanted*)self;
+            if (strcasecmp(name, w.name) == 0) w.values.push_back(value ? value : "");
+            return MHD_YES;
+        };
+        MHD_get_connection_values(connection, MHD_HEADER_KIND, take, &wanted);
+        return wanted.values;
+    }
 
     // The request's head. What is wrong with it is said once its body has been read, so that the connection can go on;
-    // but not if that is too long.
+    // but not if that is too long, or if it is not clear where it ends.
     MHD_Result head() {
+        try {
+            check_framing();
+        } catch (const Refusal& r) {
+            return respond({r.status, error_json(r), "application/json", {{"Connection", "close"}}});
+        }
         try {
             check_head();
         } catch (const Refusal& r) {
             refusal = std::make_unique<Refusal>(r);
-            if (r.status == 413) return respond({413, error_json(r)});
         }
         return MHD_YES;
     }
 
-    void check_head() {
-        const char* length = header("Content-Length");
-        if (*length && strtoull(length, nullptr, 10) > MAX_BODY)
+    // RFC 9112, 6: a proxy before us must find the same end of a request as the library does.
+    void check_framing() const {
+        const auto lengths = headers("Content-Length"), encodings = headers("Transfer-Encoding");
+        if (!encodings.empty() && (encodings.size() > 1 || lower(encodings[0]) != "chunked"))
+            throw Refusal(501, "Transfer-Encoding: only chunked is supported");
+        if (!encodings.empty() && (!lengths.empty() || !newest))
+            throw Refusal(400, "Transfer-Encoding does not go with Content-Length, nor with HTTP/1.0");
+        if (lengths.size() > 1 || headers("Host").size() > 1)
+            throw Refusal(400, "more than one Content-Length or Host");
+        if (!lengths.empty() && strtoull(lengths[0].c_str(), nullptr, 10) > MAX_BODY)
             throw Refusal(413, format("a request may have %zu bytes", MAX_BODY));
+    }
+
+    void check_head() {
         if (server.loopback()) { // a web page whose own name was made to point here must not get in
-            std::string host = header("Host");
+            std::string host = lower(header("Host"));
             const size_t colon = host.rfind(':');
             if (colon != std::string::npos && host.find(']', colon) == std::string::npos) host.resize(colon);
             if (host != "localhost" && host != "127.0.0.1" && host != "[::1]" && host != server.options.host &&
@@ -1696,18 +1878,21 @@ struct Exchange {
             if (strcasecmp(type.c_str(), "application/json"))
                 throw Refusal(415, "Content-Type must be application/json");
         }
-        if (path != "/health" && path != "/metrics" && method != "OPTIONS") key();
+        if (path == "/health" || path == "/metrics" || method == "OPTIONS") return;
+        caller = key();
+        upload.who = unsent->who = fnv1a(&caller, sizeof caller, peer.address);
     }
 
     // The number of the caller's key, from 1 on: one space of shared prompts each. Every key is compared to its end.
     uint64_t key() const {
         if (server.options.keys.empty()) return 1;
-        const std::string_view given = header("Authorization"), scheme = "Bearer ";
+        const std::string_view given = header("Authorization"), scheme = "bearer ";
+        const std::string own = lower(std::string(given.substr(0, scheme.size())));
         uint64_t found = 0;
         for (size_t k = 0; k < server.options.keys.size(); k++) {
             const std::string& wanted = server.options.keys[k];
             const std::string_view token = given.substr(std::min(scheme.size(), given.size()));
-            unsigned differ = token.size() != wanted.size() || given.substr(0, scheme.size()) != scheme;
+            unsigned differ = token.size() != wanted.size() || own != scheme;
             for (size_t i = 0; i < wanted.size() && !token.empty(); i++)
                 differ |= (unsigned)(wanted[i] ^ token[i % token.size()]);
             if (!differ) found = k + 1;
@@ -1718,26 +1903,41 @@ struct Exchange {
 
     void read(const char* bytes, size_t n) {
         if (refusal) return;
-        body.append(bytes, n);
-        server.bodies += n;
-        if (body.size() > MAX_BODY)
+        std::lock_guard lock(server.bodies.mutex);
+        if (body.size() + n > MAX_BODY)
             refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", MAX_BODY));
-        else if (server.bodies > ALL_BODIES)
-            refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
+        else if (server.bodies.add_locked(upload, n))
+            return (void)body.append(bytes, n);
+        std::string().swap(body);
     }
 
     // The request is complete.
     MHD_Result answer_it() {
         if (!begun) {
-            begun = true;
+            begun = counted = true;
             server.answering++;
+            const bool open = server.ready && !server.draining;
+            if (!open) counted = false, server.answering--; // it will be refused
             peer.phase = Peer::WORKING;
-            Response r = response();
-            server.bodies -= body.size();
-            std::string().swap(body); // the answer may take long, and others need the room
-            if (r.status) return respond(std::move(r));
+            if (open && !refusal && body.size() > SMALL_BODY) { // (if it has been dropped, it is small)
+                MHD_suspend_connection(connection);
+                server.workers.add(upload.who, [this] {
+                    prepare();
+                    MHD_resume_connection(connection);
+                });
+                return MHD_YES;
+            }
+            prepare();
         }
+        if (prepared.status) return respond(std::move(prepared));
         return stream ? begin_stream() : finish();
+    }
+
+    void prepare() {
+        server.bodies.remove(upload); // from now on it is not dropped
+        if (upload.lost && !refusal) refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
+        prepared = response();
+        std::string().swap(body); // the answer may take long, and others need the room
     }
 
     Response response() {
@@ -1783,10 +1983,13 @@ struct Exchange {
         if (tokenize) return {200, tokens_of(service)};
         if (detokenize) return {200, text_of(service)};
 
-        Ask ask = read_ask(service, body, chat, key());
+        Ask ask = read_ask(service, body, chat, caller);
+        if (ask.jobs.size() > server.desk.limit)
+            throw Refusal(400, format("the queue has room for %zu answers", server.desk.limit), "n");
         answer = std::make_unique<Answer>(service, ask);
         stream = ask.stream;
         const std::shared_ptr<Reply> r = ask.jobs[0].reply;
+        r->share = unsent;
         r->wake = [this, reply = r.get()] { // the engine's thread, or watch()'s; reply->mutex is held
             if (!suspended || !(stream || reply->left == 0 || reply->cancelled)) return;
             suspended = false;
@@ -1798,7 +2001,7 @@ struct Exchange {
         }
         reply = r;
         std::lock_guard lock(server.mutex);
-        peer.reply = r;
+        peer.exchange = this;
         return {0, ""};
     }
 
@@ -1820,7 +2023,9 @@ struct Exchange {
         sj::Doc doc;
         const Fields f(parse_body(doc, body));
         std::vector<int> ids;
-        if (f["messages"]) ids = chat_prompt(service, f, service.thinking, f.boolean("add_generation_prompt", true));
+        PromptOptions any;
+        any.truncate = SIZE_MAX; // whether it fits or not
+        if (f["messages"]) any.chat = chat_options_from_json(service, f), ids = chat_prompt(service, f, any);
         else ids = service.tokenizer->encode(f.text("prompt"), false);
         if (!f["messages"] && !f["prompt"]) throw Refusal(400, "neither prompt nor messages", "prompt");
         sj::Writer w;
@@ -1833,12 +2038,15 @@ struct Exchange {
         const Fields f(parse_body(doc, body));
         if (!f["tokens"].is(sj::Array)) throw Refusal(400, "tokens must be a list of token ids", "tokens");
         const std::vector<int> ids = ids_from_json(service, f["tokens"], "tokens");
+        size_t bytes = 0;
+        for (int id : ids) bytes += service.tokenizer->bytes(id).size();
+        if (bytes > MAX_BODY) throw Refusal(400, format("the text has more than %zu bytes", MAX_BODY), "tokens");
         sj::Writer w;
         return w.object().field("prompt", service.tokenizer->decode(ids, false)).end().text;
     }
 
     // vLLM's names.
-    std::string metrics() const {
+    std::string metrics() {
         const Figures f = server.desk.look();
         const std::string label = format("model_name=\"%s\"", server.ready ? server.service.name.c_str() : "");
         std::string out;
@@ -1867,6 +2075,9 @@ struct Exchange {
         one("request_success_total", "counter", (double)f.stopped, ",finished_reason=\"stop\"");
         one("request_success_total", "counter", (double)f.cut, ",finished_reason=\"length\"");
         one("request_success_total", "counter", (double)f.cancelled, ",finished_reason=\"abort\"");
+        one("dropped_answers_total", "counter", (double)server.desk.unsent.lost());
+        one("dropped_requests_total", "counter", (double)server.bodies.lost());
+        one("dropped_log_lines_total", "counter", (double)server.log.lost());
         histogram("time_to_first_token_seconds", f.first_token);
         histogram("inter_token_latency_seconds", f.between_tokens);
         histogram("e2e_request_latency_seconds", f.whole);
@@ -1877,6 +2088,8 @@ struct Exchange {
     MHD_Result finish() {
         {
             std::lock_guard lock(reply->mutex);
+            const char* dropped = unsent->lost ? "too much waits to be sent" : "the server is shutting down";
+            if (unsent->lost || (reply->cancelled && server.draining)) return respond({503, error_json(503, dropped)});
             if (reply->cancelled) return MHD_NO;
             if (reply->left) {
                 suspended = true;
@@ -1886,7 +2099,28 @@ struct Exchange {
             for (Piece& piece : reply->pieces) answer->add(std::move(piece));
             reply->pieces.clear();
         }
-        return respond({200, answer->whole()});
+        out = answer->part();
+        if (answer->told()) return respond({200, std::exchange(out, {})});
+        MHD_Response* r = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 16384, next_part, this, nullptr);
+        return send(r, {200, ""});
+    }
+    static ssize_t next_part(void* self, uint64_t, char* buffer, size_t room) {
+        Exchange& e = *(Exchange*)self;
+        if (e.sent == e.out.size()) {
+            if (e.answer->told()) return MHD_CONTENT_READER_END_OF_STREAM;
+            try {
+                e.out = e.answer->part(), e.sent = 0;
+            } catch (const std::exception&) {
+                return MHD_CONTENT_READER_END_WITH_ERROR;
+            }
+        }
+        return e.copy_out(buffer, room);
+    }
+    ssize_t copy_out(char* buffer, size_t room) {
+        const size_t n = std::min(room, out.size() - sent);
+        memcpy(buffer, out.data() + sent, n);
+        sent += n;
+        return (ssize_t)n;
     }
 
     MHD_Result begin_stream() {
@@ -1902,27 +2136,47 @@ struct Exchange {
                 {
                     std::lock_guard lock(e.reply->mutex);
                     if (e.reply->cancelled) return MHD_CONTENT_READER_END_WITH_ERROR;
-                    pieces.swap(e.reply->pieces);
+                    // A part of what is there: as JSON it is much larger.
+                    const size_t n = std::min<size_t>(e.reply->pieces.size(), 64);
+                    const auto end = e.reply->pieces.begin() + (ptrdiff_t)n;
+                    std::move(e.reply->pieces.begin(), end, std::back_inserter(pieces));
+                    e.reply->pieces.erase(e.reply->pieces.begin(), end);
                     if (pieces.empty() && e.answer->complete()) return MHD_CONTENT_READER_END_OF_STREAM;
-                    if (pieces.empty()) {
+                    if (pieces.empty() && std::exchange(e.probed, false)) e.out = ":\n\n"; // a comment
+                    else if (pieces.empty()) {
                         e.suspended = true;
                         MHD_suspend_connection(e.connection);
                         return 0;
                     }
                 }
-                for (const Piece& piece : pieces) e.out += e.answer->events(piece);
+                for (const Piece& piece : pieces) {
+                    e.server.desk.unsent.remove(*e.unsent, bytes_of(piece));
+                    e.out += e.answer->events(piece);
+                }
             }
         } catch (const std::exception&) {
             return MHD_CONTENT_READER_END_WITH_ERROR;
         }
-        const size_t n = std::min(room, e.out.size() - e.sent);
-        memcpy(buffer, e.out.data() + e.sent, n);
-        e.sent += n;
-        return (ssize_t)n;
+        return e.copy_out(buffer, room);
+    }
+
+    // The peer has said that it will send nothing more: it is gone, or it waits. What we send now will tell. Where the
+    // answer has not begun that is an interim one, in a stream it is a comment.
+    void probe() {
+        std::lock_guard lock(reply->mutex);
+        if (!suspended) return; // something is being sent anyway
+        if (!stream) {
+            const std::string_view interim = "HTTP/1.1 100 Continue\r\n\r\n";
+            (void)!::send(peer.fd, interim.data(), interim.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+            return;
+        }
+        probed = true, suspended = false;
+        MHD_resume_connection(connection);
     }
 
     MHD_Result respond(Response&& r) { // its body may be many MB: the library is lent it, until on_completion
         out = std::move(r.body);
+        if (out.size() > Answer::PART) server.desk.unsent.add(*unsent, out.size());
         return send(MHD_create_response_from_buffer(out.size(), out.data(), MHD_RESPMEM_PERSISTENT), r);
     }
     MHD_Result send(MHD_Response* out, const Response& r) {
@@ -1931,17 +2185,34 @@ struct Exchange {
         peer.since = seconds(), peer.phase = Peer::ANSWERING; // from now on it can be fetched
         if (r.status != 204) MHD_add_response_header(out, "Content-Type", r.type);
         for (auto& [name, value] : r.headers) MHD_add_response_header(out, name, value.c_str());
+        if (server.draining) MHD_add_response_header(out, "Connection", "close");
         const std::string origin = header("Origin");
         if (!origin.empty()) MHD_add_response_header(out, "Vary", "Origin");
         for (auto& allowed : server.options.origins)
             if (origin == allowed) {
                 MHD_add_response_header(out, "Access-Control-Allow-Origin", allowed.c_str());
-                MHD_add_response_header(out, "Access-Control-Allow-Headers", "Authorization, Content-Type");
+                MHD_add_response_header(out, "Access-Control-Allow-Headers", allowed_headers().c_str());
                 MHD_add_response_header(out, "Access-Control-Allow-Methods", "GET, POST");
+                MHD_add_response_header(out, "Access-Control-Max-Age", "600");
             }
         const MHD_Result result = MHD_queue_response(connection, (unsigned)r.status, out);
         MHD_destroy_response(out);
         return result;
+    }
+
+    // What a script may send. OpenAI's package adds x-stainless-* of many kinds: those that are asked for are named.
+    std::string allowed_headers() const {
+        std::string all = "Authorization, Content-Type";
+        const std::string asked = lower(header("Access-Control-Request-Headers"));
+        for (size_t at = 0, end; at < asked.size(); at = end + 1) {
+            end = std::min(asked.find(',', at), asked.size());
+            std::string name = asked.substr(at, end - at);
+            name.erase(std::remove(name.begin(), name.end(), ' '), name.end());
+            auto plain = [](char c) { return isalnum((unsigned char)c) || c == '-'; };
+            const bool known = name.compare(0, 12, "x-stainless-") == 0 || name.compare(0, 7, "openai-") == 0;
+            if (known && std::all_of(name.begin(), name.end(), plain)) all += ", " + name;
+        }
+        return all;
     }
 
     // One line of JSON, without a word of what was said.
@@ -1962,9 +2233,7 @@ struct Exchange {
             w.field("completion_tokens", answer->count()).field("complete", answer->complete());
             if (first_token > 0) w.field("first_token_seconds", first_token - start);
         }
-        const std::string line = w.end().text + "\n";
-        fwrite(line.data(), 1, line.size(), stdout);
-        fflush(stdout);
+        server.log.write(w.end().text + "\n");
     }
 };
 
@@ -1972,12 +2241,18 @@ static Peer& peer_of(MHD_Connection* c) {
     return *(Peer*)MHD_get_connection_info(c, MHD_CONNECTION_INFO_SOCKET_CONTEXT)->socket_context;
 }
 
+static uint64_t name_of(const sockaddr* address) {
+    if (address->sa_family == AF_INET) return fnv1a(&((const sockaddr_in*)address)->sin_addr, 4);
+    return fnv1a(&((const sockaddr_in6*)address)->sin6_addr, 8); // a network of 64 bits is one client's
+}
+
 // What the library calls. It is C: no exception may leave them.
 static void on_connection(void* self, MHD_Connection* c, void** context, MHD_ConnectionNotificationCode what) {
     Server& server = *(Server*)self;
     std::lock_guard lock(server.mutex);
     if (what == MHD_CONNECTION_NOTIFY_STARTED) {
-        Peer* peer = new Peer{MHD_get_connection_info(c, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd};
+        Peer* peer = new Peer{MHD_get_connection_info(c, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd,
+                              name_of(MHD_get_connection_info(c, MHD_CONNECTION_INFO_CLIENT_ADDRESS)->client_addr)};
         server.peers.insert(peer);
         *context = peer;
         // What the kernel holds of an answer for a slow reader: not the MBs that it likes to, of which it would say
@@ -1989,18 +2264,27 @@ static void on_connection(void* self, MHD_Connection* c, void** context, MHD_Con
         delete (Peer*)*context;
     }
 }
-static void* on_request_line(void*, const char*, MHD_Connection* c) {
+// The library has room for a few hundred arguments after a `?`, and with more it neither answers nor closes. We need
+// none.
+static void* on_request_line(void*, const char* uri, MHD_Connection* c) {
     peer_of(c).since = seconds();
     peer_of(c).phase = Peer::READING;
+    const char* end = uri + strlen(uri);
+    if (std::count(uri, end, '&') > 64) {
+        const std::string body = error_json(414, "too many query arguments");
+        const std::string all = "HTTP/1.1 414 URI Too Long\r\nConnection: close\r\nContent-Type: application/json\r\n" +
+                                format("Content-Length: %zu\r\n\r\n", body.size()) + body;
+        (void)!::send(peer_of(c).fd, all.data(), all.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+        shutdown(peer_of(c).fd, SHUT_RDWR);
+    }
     return nullptr;
 }
-static MHD_Result on_request(void* self, MHD_Connection* c, const char* url, const char* method, const char*,
-                             const char* bytes,
-                             size_t* n, void** own) {
+static MHD_Result on_request(void* self, MHD_Connection* c, const char* url, const char* method, const char* version,
+                             const char* bytes, size_t* n, void** own) {
     Exchange*& e = (Exchange*&)*own;
     try {
         if (!e) {
-            e = new Exchange(*(Server*)self, c, peer_of(c), url, method);
+            e = new Exchange(*(Server*)self, c, peer_of(c), url, method, version);
             return e->head();
         }
         if (*n == 0) return e->answer_it();
@@ -2050,29 +2334,60 @@ void Server::watch() {
         std::lock_guard lock(mutex);
         std::vector<pollfd> fds;
         std::vector<Peer*> at;
-        const double now = seconds();
+        const double now = seconds(), fetch = draining ? std::min(options.fetch(), DRAIN_FETCH) : options.fetch();
+        auto late = [&](double since, double limit) { return now - std::max(since, drained_since) > limit; };
         for (Peer* peer : peers) {
             const Peer::Phase phase = peer->phase;
-            if (peer->reply) {
-                fds.push_back({peer->fd, POLLRDHUP, 0});
+            if (peer->exchange) {
+                fds.push_back({peer->fd, (short)(peer->half_closed ? 0 : POLLRDHUP), 0});
                 at.push_back(peer);
-            } else {
-                const double limit = phase == Peer::ANSWERING ? options.fetch() : options.deadline;
-                if (phase != Peer::WORKING && now - peer->since > limit) shutdown(peer->fd, SHUT_RDWR);
+            } else if (phase == Peer::ANSWERING ? late(peer->since, fetch) : phase != Peer::WORKING) {
+                const double limit = draining && phase == Peer::WAITING ? 1 : options.deadline;
+                if (phase == Peer::ANSWERING || now - peer->since > limit) shutdown(peer->fd, SHUT_RDWR);
             }
         }
         poll(fds.data(), fds.size(), 0);
         for (size_t i = 0; i < fds.size(); i++) {
-            if (fds[i].revents) gone.push_back(at[i]->reply);
-            std::lock_guard reply_lock(at[i]->reply->mutex);
-            const double there = std::max(at[i]->reply->last, at[i]->since.load());
-            if (at[i]->phase == Peer::ANSWERING && at[i]->reply->left == 0 && now - there > options.fetch())
+            Exchange& e = *at[i]->exchange;
+            const bool closed = fds[i].revents & ~POLLRDHUP, half = fds[i].revents & POLLRDHUP;
+            if (closed || (half && !e.newest) || e.unsent->lost) gone.push_back(e.reply);
+            else if (half) at[i]->half_closed = true, e.probe();
+            std::lock_guard reply_lock(e.reply->mutex);
+            const double there = std::max(e.reply->last, at[i]->since.load());
+            if (at[i]->phase == Peer::ANSWERING && (e.unsent->lost || (e.reply->left == 0 && late(there, fetch))))
                 shutdown(fds[i].fd, SHUT_RDWR);
         }
     }
     for (auto& reply : gone) {
         std::lock_guard lock(reply->mutex);
         if (reply->left == 0) continue;
+        reply->cancelled = true;
+        if (reply->wake) reply->wake();
+    }
+}
+
+// New requests are refused, idle connections closed, and what is under way comes to its end within options.drain.
+void Server::drain() {
+    drained_since = seconds();
+    draining = true;
+    fprintf(stderr, "%zu requests to finish\n", answering.load());
+    for (; answering > 0 && seconds() < drained_since + options.drain; usleep(50'000)) watch();
+    if (answering == 0) return;
+    fprintf(stderr, "%zu requests are abandoned\n", answering.load());
+    for (const double end = seconds() + 5; answering > 0 && seconds() < end; usleep(50'000)) abandon();
+    if (answering > 0) _exit(1); // (the library must not be stopped while it holds any)
+}
+void Server::abandon() {
+    std::vector<std::shared_ptr<Reply>> replies;
+    {
+        std::lock_guard lock(mutex);
+        for (Peer* peer : peers) {
+            if (peer->exchange) replies.push_back(peer->exchange->reply);
+            if (peer->phase == Peer::ANSWERING) shutdown(peer->fd, SHUT_RDWR);
+        }
+    }
+    for (auto& reply : replies) {
+        std::lock_guard lock(reply->mutex);
         reply->cancelled = true;
         if (reply->wake) reply->wake();
     }
@@ -2087,7 +2402,7 @@ static std::vector<std::string> read_keys(const std::string& path) {
         std::string line(file.text().substr(at, file.text().find('\n', at) - at));
         at += line.size() + 1;
         while (!line.empty() && isspace((unsigned char)line.back())) line.pop_back();
-        if (!line.empty()) keys.push_back(line);
+        if (!line.empty() && line[0] != '#') keys.push_back(line);
     }
     if (keys.empty()) DIE("%s: no key in it", path.c_str());
     return keys;
@@ -2128,6 +2443,8 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--api-key-file", "FILE", "a key a line; requests must have one of them", file_name(o.key_file)},
         {"", "--deadline", "SECONDS", "for a request to come in (default 60); half of it without a byte, five\n"
          "times of it to fetch an answer: then the connection is closed", whole(o.server.deadline, 1, 86400)},
+        {"", "--drain-seconds", "N", "for what is under way when a signal comes (default 300)",
+         whole(o.server.drain, 0, 86400)},
         {"", "--cors", "ORIGIN", "a web site whose scripts may call; may be repeated", list(o.server.origins)},
         {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
          file_name(o.batch)},
@@ -2183,11 +2500,7 @@ static int serve_http(const Options& o, Server& server) {
     const char* host = o.server.host.c_str();
     fprintf(stderr, "listening on http://%s%s%s:%d/v1\n", six ? "[" : "", host, six ? "]" : "", port);
     for (; !stopping; usleep(200'000)) server.watch();
-    server.draining = true;
-    fprintf(stderr, "%zu requests to finish\n", server.answering.load());
-    const MHD_socket listener = MHD_quiesce_daemon(server.daemon);
-    for (; server.answering > 0; usleep(50'000)) server.watch();
-    if (listener != MHD_INVALID_SOCKET) close(listener);
+    server.drain();
     return 0;
 }
 

@@ -738,6 +738,7 @@ struct Message {
 struct ChatOptions {
     bool thinking = false;                  // may the answer begin with a thought?
     bool generation_prompt = true;          // end where the assistant's next answer begins
+    bool continue_final = false;            // end after the last message's text, so that the answer goes on with it
 };
 
 // A rendered conversation: runs of plain text with special tokens between them. Plain text of the template
@@ -812,6 +813,10 @@ inline ChatText render(const std::vector<Message>& messages, const ChatOptions& 
         if (!is(i, "system") && !is(i, "user") && !is(i, "assistant") && !is(i, "tool"))
             DIE("messages[%zu]: unknown role %s", i, in_quotes(messages[i].role).c_str());
 
+    const bool may_be_continued = (is(n - 1, "user") || is(n - 1, "assistant")) && messages[n - 1].tool_calls.empty();
+    if (options.continue_final && !may_be_continued)
+        DIE("messages: only a last message of the user or the assistant, without tool calls, can be continued");
+
     ChatText out;
     if (!tools.empty()) {
         out.markup("<|im_start|>system\n");
@@ -846,7 +851,9 @@ inline ChatText render(const std::vector<Message>& messages, const ChatOptions& 
     for (size_t i = 0; i < n; i++) {
         const Message& m = messages[i];
         if (is(i, "user") || (is(i, "system") && i > 0)) {
-            out.markup("<|im_start|>").text(m.role).markup("\n").text(m.content).markup("<|im_end|>\n");
+            out.markup("<|im_start|>").text(m.role).markup("\n").text(m.content);
+            if (options.continue_final && i == n - 1) return out;
+            out.markup("<|im_end|>\n");
         } else if (is(i, "assistant")) {
             auto [thought, content] = split_thought(m);
             out.markup("<|im_start|>assistant\n");
@@ -856,6 +863,7 @@ inline ChatText render(const std::vector<Message>& messages, const ChatOptions& 
             } else {
                 out.text(content);
             }
+            if (options.continue_final && i == n - 1) return out;
             bool newline = !content.empty();
             for (auto& call : m.tool_calls) {
                 if (newline) out.text("\n");
