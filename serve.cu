@@ -89,7 +89,7 @@ struct Budget {
         std::function<void()> drop{}; // called when it is lost, with `mutex` held
         std::atomic<bool> lost{false};
     };
-    const size_t limit;
+    size_t limit;
     std::mutex mutex{};
     std::set<Share*> shares{};        // that are not lost
     size_t used = 0, losses = 0;

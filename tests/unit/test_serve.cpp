@@ -5,6 +5,24 @@
 #include "../process.h"
 #include "../workload.h"
 
+static std::string question(const std::string& text, const std::string& more) {
+    std::string body = "{\"messages\": [{\"role\": \"user\", \"content\": ";
+    sj::quote(body, text);
+    return body + "}]" + (more.empty() ? "" : ", " + more) + "}";
+}
+
+static std::string many(size_t n, const std::string& one) { // one, one, ...
+    std::string all;
+    for (size_t i = 0; i < n; i++) all += (i ? ", " : "") + one;
+    return all;
+}
+static int longest_token() {
+    int best = 0;
+    for (int id = 0; id < tiny().tokenizer.size(); id++)
+        if (tiny().tokenizer.bytes(id).size() > tiny().tokenizer.bytes(best).size()) best = id;
+    return best;
+}
+
 // ---------------------------------------------------------------------------------------------------- the pages
 
 TEST_CASE("pages are found by all that comes before them, and the longest idle goes first") {
@@ -371,6 +389,289 @@ TEST_CASE("a key that fills the queue leaves the others their share") {
     CHECK(!ask(2, 1));
 }
 
+TEST_CASE("turns are by tokens: one token does not wait for long answers of another key") {
+    for (auto [max_seqs, pages, patience] : {std::tuple{4, 400, 5}, {4, 50, 5}, {1, 400, 700}}) {
+        INFO("at most " << max_seqs << ", " << pages << " pages");
+        Bench bench({800, max_seqs, 64, 64, (size_t)pages * Bench::page_bytes()});
+        std::vector<Job> jobs;
+        for (int i = 0; i < 8; i++) jobs.push_back(job_of(1, 8, 700));
+        for (Job& job : jobs) {
+            job.how.seed = (uint64_t)(&job - jobs.data());
+            REQUIRE(bench.desk.submit({job}));
+        }
+        for (int i = 0; i < 20; i++) bench.engine.step();
+        const Job one = job_of(2, 8, 1);
+        REQUIRE(bench.desk.submit({one}));
+        int steps = 0;
+        for (; one.reply->left && steps < 2000; steps++) bench.engine.step();
+        CHECK(steps <= patience);
+        while (bench.desk.inside) bench.engine.step();
+        CHECK(bench.desk.figures.pages_used == 0);
+        check_answer(jobs[0], expected(jobs[0], 800));
+        check_answer(jobs[3], expected(jobs[3], 800));
+    }
+}
+
+TEST_CASE("two keys with long answers have as many tokens each, in one slot and in six") {
+    for (int max_seqs : {1, 6}) {
+        Bench bench({1600, max_seqs, 64, 64, 0});
+        std::vector<Job> jobs;
+        for (int i = 0; i < 2 * max_seqs; i++) jobs.push_back(job_of(1 + (uint64_t)i / (uint64_t)max_seqs, 8, 1500));
+        for (Job& job : jobs) REQUIRE(bench.desk.submit({job}));
+        size_t tokens[2] = {};
+        for (int i = 0; i < 1300; i++) bench.engine.step();
+        for (size_t i = 0; i < jobs.size(); i++)
+            if (!jobs[i].reply->pieces.empty()) tokens[jobs[i].salt - 1] += jobs[i].reply->pieces.back().count;
+        INFO("at most " << max_seqs << ": " << tokens[0] << " and " << tokens[1]);
+        CHECK(tokens[0] + tokens[1] > 900 * (size_t)max_seqs);
+        CHECK(std::max(tokens[0], tokens[1]) - std::min(tokens[0], tokens[1]) < 700);
+    }
+}
+
+TEST_CASE("priority: within a key the lowest is first") {
+    Bench bench({256, 1, 64, 64, 0});
+    std::vector<Job> jobs;
+    for (int priority : {0, 5, -3, 0, 5, -3}) jobs.push_back(job_of(1, 8, 3)), jobs.back().priority = priority;
+    CHECK(order_of(bench, jobs) == std::vector<size_t>{2, 5, 0, 3, 1, 4});
+}
+
+TEST_CASE("a step takes no longer when thirty thousand wait, and the cancelled ones leave") {
+    Bench bench({256, 1, 64, 64, 0});
+    bench.desk.limit = 100'000;
+    auto time_of = [&] { // steps with one answer at work
+        Job job = job_of(1, 8, 240);
+        REQUIRE(bench.desk.submit({job}));
+        bench.engine.step();
+        std::vector<double> all;
+        for (int i = 0; i < 200; i++) {
+            const double start = seconds();
+            bench.engine.step();
+            all.push_back(seconds() - start);
+        }
+        while (job.reply->left) bench.engine.step();
+        std::nth_element(all.begin(), all.begin() + 100, all.end());
+        return all[100];
+    };
+    const double alone = time_of();
+    std::vector<Job> many;
+    for (int i = 0; i < 30'000; i++) many.push_back(job_of(1, 8, 1)), many.back().priority = 1;
+    for (Job& job : many) REQUIRE(bench.desk.submit({job}));
+    const double crowded = time_of();
+    INFO(alone * 1e6 << " us alone, " << crowded * 1e6 << " us among many");
+    CHECK(crowded < 1.5 * alone + 20e-6);
+    for (Job& job : many) job.reply->cancelled = true;
+    int steps = 0;
+    for (; bench.desk.inside && steps < 1000; steps++) bench.engine.step();
+    CHECK(steps < 200);
+    CHECK(bench.desk.figures.cancelled > 29'000);
+}
+
+TEST_CASE("a budget: whoever holds most loses what it has held for longest") {
+    Budget budget{100};
+    Budget::Share big[3], small, tiny;
+    int dropped = 0;
+    for (auto& share : big) share.who = 1, share.drop = [&] { dropped++; };
+    small.who = 2, tiny.who = 3;
+    big[1].since = seconds() - 50, big[2].since = big[0].since = seconds() - 10;
+    for (auto& share : big) CHECK(budget.add(share, 30));
+    CHECK(budget.add(small, 10));
+    CHECK(budget.used == 100);
+    CHECK(budget.add(tiny, 1)); // who asks for little does not lose
+    CHECK(dropped == 1);
+    CHECK(big[1].lost);
+    CHECK(budget.used == 71);
+    CHECK(!budget.add(big[1], 1));
+    budget.remove(big[0], 30);
+    CHECK(!budget.add(small, 70)); // now the most is its own
+    CHECK(dropped == 1);
+    CHECK(budget.used == 31);
+    CHECK(budget.losses == 2);
+    budget.remove(big[2]), budget.remove(tiny), budget.remove(small);
+    CHECK(budget.used == 0);
+}
+
+TEST_CASE("what nobody takes is bounded, and ends its own answer only") {
+    Bench bench({256, 4, 64, 64, 0});
+    bench.desk.unsent.limit = 20'000;
+    std::vector<Job> jobs;
+    for (uint64_t key : {1, 1, 2}) {
+        jobs.push_back(job_of(key, 8, 200));
+        jobs.back().reply->share = std::make_shared<Budget::Share>();
+        jobs.back().reply->share->who = key;
+        jobs.back().alternatives = 5;
+        REQUIRE(bench.desk.submit({jobs.back()}));
+    }
+    for (int step = 0; bench.desk.inside && step < 1000; step++) {
+        bench.engine.step();
+        size_t waits = 0;
+        for (const Job& job : jobs)
+            if (!job.reply->cancelled) for (auto& piece : job.reply->pieces) waits += bytes_of(piece);
+        CHECK(waits <= 20'000);
+        for (auto& piece : std::exchange(jobs[2].reply->pieces, {})) // which is read
+            bench.desk.unsent.remove(*jobs[2].reply->share, bytes_of(piece));
+    }
+    CHECK(jobs[0].reply->cancelled);
+    CHECK(jobs[1].reply->cancelled);
+    CHECK(jobs[2].reply->left == 0);
+    CHECK(bench.desk.figures.cancelled == 2);
+    CHECK(bench.desk.inside == 0);
+}
+
+// ------------------------------------------------------------------------------------------------------- requests
+
+static Ask understood(const std::string& more, bool chat = true, int context = 4096) {
+    const Service service = {&tiny().tokenizer, "tiny", "", context, false};
+    return read_ask(service, chat ? question("a", more) : "{\"prompt\": \"a warp is\"" + (more.empty() ? "" : ", " + more) + "}", chat, 1);
+}
+// The field that a request is refused for; "-" if it is not.
+static std::string refused_for(const std::string& more, bool chat = true, int context = 4096) {
+    try {
+        understood(more, chat, context);
+        return "-";
+    } catch (const Refusal& r) {
+        CHECK(r.status == 400);
+        return r.param;
+    }
+}
+
+TEST_CASE("every documented field is done or refused by name") {
+    for (const char* one : { // without effect on an answer, or done
+             "\"tool_choice\": \"none\"", "\"tool_choice\": \"auto\"", "\"tools\": []", "\"function_call\": \"auto\"", "\"parallel_tool_calls\": true",
+             "\"parallel_tool_calls\": false", "\"response_format\": {\"type\":\"text\"}", "\"use_beam_search\": false", "\"length_penalty\": 1.0",
+             "\"best_of\": 1", "\"modalities\": [\"text\"]", "\"store\": false", "\"service_tier\": \"auto\"", "\"verbosity\": \"medium\"",
+             "\"prompt_logprobs\": null", "\"structured_outputs\": null", "\"suffix\": \"\"", "\"skip_special_tokens\": true", "\"spaces_between_special_tokens\": true",
+             "\"include_reasoning\": true", "\"echo\": false", "\"user\": \"me\", \"metadata\": {\"a\": \"b\"}, \"prompt_cache_key\": \"k\", \"safety_identifier\": \"s\"",
+             "\"min_tokens\": 0", "\"stop_token_ids\": []", "\"bad_words\": []", "\"allowed_token_ids\": null", "\"reasoning_effort\": \"low\"", "\"priority\": -5",
+             "\"cache_salt\": \"x\"", "\"request_id\": \"my-1_2\"", "\"truncate_prompt_tokens\": 5", "\"add_generation_prompt\": false",
+             "\"continue_final_message\": true", "\"continue_final_message\": true, \"add_generation_prompt\": false"})
+        CHECK_MESSAGE(refused_for(one) == "-", one);
+    for (auto [more, param] : std::initializer_list<std::pair<const char*, const char*>>{
+             {"\"tool_choice\": \"required\"", "tool_choice"}, {"\"tool_choice\": {\"type\": \"function\"}", "tool_choice"}, {"\"tools\": [{}]", "tools"},
+             {"\"parallel_tool_calls\": 1", "parallel_tool_calls"}, {"\"structured_outputs\": {\"choice\": [\"a\"]}", "structured_outputs"},
+             {"\"response_format\": {\"type\": \"json_object\"}", "response_format"}, {"\"guided_json\": {}", "guided_json"},
+             {"\"prompt_logprobs\": 0", "prompt_logprobs"}, {"\"chat_template\": \"{{x}}\"", "chat_template"}, {"\"use_beam_search\": true", "use_beam_search"},
+             {"\"length_penalty\": 2", "length_penalty"}, {"\"best_of\": 2", "best_of"}, {"\"echo\": true", "echo"}, {"\"store\": true", "store"},
+             {"\"include_stop_str_in_output\": true", "include_stop_str_in_output"}, {"\"return_token_ids\": true", "return_token_ids"},
+             {"\"service_tier\": \"priority\"", "service_tier"}, {"\"verbosity\": \"low\"", "verbosity"}, {"\"modalities\": [\"audio\"]", "modalities"},
+             {"\"documents\": [{}]", "documents"}, {"\"logits_processors\": [1]", "logits_processors"}, {"\"kv_transfer_params\": {}", "kv_transfer_params"},
+             {"\"min_tokens\": -1", "min_tokens"}, {"\"max_tokens\": 5, \"min_tokens\": 6", "min_tokens"}, {"\"stop_token_ids\": 5", "stop_token_ids"},
+             {"\"stop_token_ids\": [99999]", "stop_token_ids"}, {"\"bad_words\": \"a\"", "bad_words"}, {"\"bad_words\": [\"\"]", "bad_words"},
+             {"\"bad_words\": [\"many tokens of words\"]", "bad_words"}, {"\"allowed_token_ids\": []", "allowed_token_ids"},
+             {"\"allowed_token_ids\": [-1]", "allowed_token_ids"}, {"\"allowed_token_ids\": [5], \"presence_penalty\": 1", "allowed_token_ids"},
+             {"\"reasoning_effort\": \"much\"", "reasoning_effort"}, {"\"reasoning_effort\": 3", "reasoning_effort"},
+             {"\"reasoning_effort\": \"high\", \"chat_template_kwargs\": {\"enable_thinking\": false}", "reasoning_effort"},
+             {"\"chat_template_kwargs\": {\"tools\": 1}", "chat_template_kwargs"}, {"\"priority\": 0.5", "priority"}, {"\"cache_salt\": \"\"", "cache_salt"},
+             {"\"cache_salt\": 1", "cache_salt"}, {"\"request_id\": \"a b\"", "request_id"}, {"\"truncate_prompt_tokens\": 0", "truncate_prompt_tokens"},
+             {"\"truncate_prompt_tokens\": -2", "truncate_prompt_tokens"}, {"\"truncate_prompt_tokens\": 4097", "truncate_prompt_tokens"},
+             {"\"continue_final_message\": true, \"add_generation_prompt\": true", "add_generation_prompt"},
+             {"\"stream\": true, \"stream_options\": {\"continuous_usage_stats\": true}", "continuous_usage_stats"},
+             {"\"continue_final_message\": true, \"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"tool\", \"content\": \"b\"}]", "messages"}})
+        CHECK_MESSAGE(refused_for(more) == param, more);
+    CHECK(refused_for("\"echo\": true, \"logprobs\": 1", false) == "echo");
+    CHECK(refused_for("\"echo\": true", false) == "-");
+    CHECK(understood("\"request_id\": \"my-1\"").id == "chatcmpl-my-1");
+    CHECK(understood("\"reasoning_effort\": \"high\"").jobs[0].thinking);
+    CHECK(!understood("\"reasoning_effort\": \"none\"").jobs[0].thinking);
+    CHECK(understood("\"reasoning_effort\": \"high\"").jobs[0].prompt == understood("\"chat_template_kwargs\": {\"enable_thinking\": true}").jobs[0].prompt);
+    CHECK(understood("\"priority\": -7").jobs[0].priority == -7);
+    CHECK(understood("\"n\": 2, \"min_tokens\": 3").jobs[1].min_tokens == 3);
+}
+
+TEST_CASE("prompts: what cannot fit is refused before it is tokenized, and only the end of it if so asked") {
+    const std::string letters(200'000, 'x'); // 512 bytes of a token's NFC, 64 tokens
+    const std::string words = "\"messages\": [{\"role\": \"user\", \"content\": \"" + letters + "\"}]";
+    const Service service = {&tiny().tokenizer, "tiny", "", 64, false};
+    for (bool chat : {true, false}) {
+        const std::string body = "{" + (chat ? words : "\"prompt\": \"" + letters + "\"");
+        std::string said;
+        try { read_ask(service, body + "}", chat, 1); } catch (const Refusal& r) { said = r.code + ": " + r.what(); }
+        CHECK(said == "context_length_exceeded: the context is 64 tokens: 200000 bytes cannot fit");
+        CHECK(read_ask(service, body + ", \"truncate_prompt_tokens\": 9}", chat, 1).jobs[0].prompt.size() == 9);
+        CHECK(read_ask(service, body + ", \"truncate_prompt_tokens\": -1, \"max_tokens\": 20}", chat, 1).jobs[0].prompt.size() == 44);
+    }
+    const std::vector<int> all = understood("", false).jobs[0].prompt, end = understood("\"truncate_prompt_tokens\": 2", false).jobs[0].prompt;
+    CHECK(end == std::vector<int>(all.end() - 2, all.end()));
+    CHECK(tiny().tokenizer.longest() >= 8);
+}
+
+TEST_CASE("a conversation whose last message goes on") {
+    const std::vector<Message> said = {{"system", "s"}, {"user", "u"}, {"assistant", "It is"}};
+    const std::string whole = render_text(said, {false, false}), open = render_text(said, {false, false, true});
+    CHECK(open + "<|im_end|>\n" == whole);
+    CHECK(open.substr(open.size() - 5) == "It is");
+    CHECK(render_text({{"user", "u"}}, {false, false, true}) == "<|im_start|>user\nu");
+    CHECK_THROWS_AS(render_text({{"user", "u"}, {"tool", "r"}}, {false, false, true}), Error);
+    const Ask ask = understood("\"continue_final_message\": true, \"messages\": [{\"role\": \"user\", \"content\": \"u\"}, {\"role\": \"assistant\", \"content\": \"It is\"}]");
+    CHECK(ask.jobs[0].prompt == render_chat(tiny().tokenizer, {{"user", "u"}, {"assistant", "It is"}}, {false, false, true}));
+}
+
+TEST_CASE("spaces of shared prompts: a salt has its own, and never another key's") {
+    CHECK(understood("").jobs[0].space == 1);
+    const uint64_t one = understood("\"cache_salt\": \"a\"").jobs[0].space;
+    CHECK(one == salted_space(1, "a"));
+    CHECK(one != salted_space(1, "b"));
+    CHECK(one != salted_space(2, "a"));
+    CHECK((one >> 63) == 1);
+    for (uint64_t key = 1; key < 100; key++)
+        for (const char* salt : {"", "a", "b"}) CHECK((salted_space(key, salt) >> 40) == (1 << 23 | key));
+    Bench bench({512, 4, 64, 64, 0});
+    auto cached = [&](const char* more) {
+        Job job = understood(more, false).jobs[0];
+        job.prompt.assign(100, 7), job.max_tokens = 1;
+        bench.desk.submit({job});
+        while (job.reply->left) bench.engine.step();
+        return job.reply->pieces.back().cached;
+    };
+    CHECK(cached("") == 0);
+    CHECK(cached("\"cache_salt\": \"a\"") == 0);
+    CHECK(cached("\"cache_salt\": \"a\"") == 96);
+    CHECK(cached("\"cache_salt\": \"b\"") == 0);
+    CHECK(cached("") == 96);
+}
+
+TEST_CASE("an answer told in parts is the answer told at once") {
+    for (bool chat : {true, false})
+        for (int alternatives : {-1, 0, 20}) {
+            Ask ask = understood(alternatives < 0 ? "\"n\": 3" : chat ? format("\"n\": 3, \"logprobs\": true, \"top_logprobs\": %d", alternatives)
+                                                                      : format("\"n\": 3, \"logprobs\": %d", alternatives), chat);
+            const Service service = {&tiny().tokenizer, "tiny", "", 4096, false};
+            Answer answer(service, ask);
+            for (int choice = 0; choice < 3; choice++) {
+                Piece piece;
+                piece.choice = choice, piece.finish = "stop", piece.count = 3000;
+                for (int i = 0; i < 3000 * choice; i++) {
+                    TokenInfo info{i % 500, -1.5f, std::to_string(i), {}};
+                    for (int k = 0; k < alternatives; k++) info.top.push_back({k + 5, -2.f});
+                    piece.text += info.text;
+                    if (alternatives >= 0) piece.tokens.push_back(std::move(info));
+                }
+                answer.add(std::move(piece));
+            }
+            std::string all, text;
+            size_t largest = 0;
+            while (!answer.told()) all += text = answer.part(), largest = std::max(largest, text.size());
+            CHECK(largest < 3 * Answer::PART);
+            const Json j(all);
+            REQUIRE(j["choices"].size() == 3);
+            const sj::Value last = j["choices"][2], probs = last["logprobs"];
+            CHECK(last["finish_reason"].str() == "stop");
+            CHECK(j["usage"]["completion_tokens"].number() == 9000);
+            if (alternatives < 0) {
+                CHECK(probs.is(sj::Null));
+            } else if (chat) {
+                REQUIRE(probs["content"].size() == 6000);
+                CHECK(probs["content"][5999]["token"].str() == "5999");
+                CHECK(probs["content"][77]["top_logprobs"].size() == (size_t)alternatives);
+                CHECK(all.size() > 10 * Answer::PART);
+            } else {
+                for (const char* name : {"tokens", "token_logprobs", "top_logprobs", "text_offset"}) CHECK(probs[name].size() == 6000);
+                CHECK(probs["text_offset"][10].number() == 10);
+                CHECK(probs["text_offset"][12].number() == 14);
+                CHECK(last["text"].str().size() == probs["text_offset"][5999].number() + 4);
+            }
+        }
+}
+
 // ------------------------------------------------------------------------------------------------ the benchmark
 
 // The numbers are python3's (3.11; randint has been the same since 3.2):
@@ -416,7 +717,8 @@ static const char* PROGRAM = getenv("SERVE") ? getenv("SERVE") : "./serve";
 
 struct Serving : Process {
     int port = 0;
-    explicit Serving(const Strings& more = {}) : Process(PROGRAM, with(more), "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); }) {
+    explicit Serving(const Strings& more = {}, const std::function<void()>& prepare = [] {})
+        : Process(PROGRAM, with(more), "", [&] { setenv("OMP_WAIT_POLICY", "passive", 1), prepare(); }) {
         for (const double start = seconds(); port == 0;) {
             const std::string said = err.text();
             INFO(said);
@@ -449,6 +751,18 @@ struct Serving : Process {
         REQUIRE(at != std::string::npos);
         return atof(all.c_str() + all.find("} ", at) + 2);
     }
+    size_t memory() const { // bytes that it has
+        const std::string all = read_all(format("/proc/%d/statm", (int)pid));
+        return (size_t)atol(all.c_str() + all.find(' ')) * (size_t)sysconf(_SC_PAGESIZE);
+    }
+    static std::string read_all(const std::string& path) { // of no known size
+        std::string all(4096, 0);
+        const int fd = open(path.c_str(), O_RDONLY);
+        const ssize_t n = read(fd, all.data(), all.size());
+        close(fd);
+        REQUIRE(n > 0);
+        return all.substr(0, (size_t)n);
+    }
     // Nobody is served and no page is used, within `s` seconds.
     void check_idle(double s = 5) const {
         const double start = seconds();
@@ -458,11 +772,6 @@ struct Serving : Process {
     }
 };
 
-static std::string question(const std::string& text, const std::string& more) {
-    std::string body = "{\"messages\": [{\"role\": \"user\", \"content\": ";
-    sj::quote(body, text);
-    return body + "}]" + (more.empty() ? "" : ", " + more) + "}";
-}
 static void check_refused(const HttpReply& r, int status, const std::string& param = "") {
     INFO(r.body);
     CHECK(r.status == status);
@@ -602,6 +911,63 @@ TEST_CASE("n, usage, logprobs, stops, ignore_eos") {
     }
 }
 
+TEST_CASE("vLLM's fields: what may come, what ends, what is said first") {
+    Serving server;
+    const int end = tiny().file.config.end_tokens.at(0);
+    const std::string random = "\"seed\": 3, \"temperature\": 1.5, \"top_k\": 0, \"top_p\": 1";
+    auto choice = [&](const std::string& more) { return server.chat(question("hi", more)); };
+    auto count = [](const HttpReply& r) { return Json(r.body)["usage"]["completion_tokens"].number(); };
+    auto reason = [](const HttpReply& r) { return Json(r.body)["choices"][(size_t)0]["finish_reason"].str(); };
+    // The model wants to end at once, and may not.
+    const std::string ends = format("\"logit_bias\": {\"%d\": 100}, \"max_tokens\": 30", end);
+    CHECK(count(choice(ends)) == 1);
+    CHECK(count(choice(ends + ", \"min_tokens\": 12")) == 13);
+    CHECK(count(choice(ends + ", \"min_tokens\": 30")) == 30);
+    CHECK(reason(choice(ends + ", \"min_tokens\": 30")) == "length");
+    // Stop strings wait, too.
+    const std::string said = content(choice(random + ", \"max_tokens\": 40, \"ignore_eos\": true"));
+    const std::string stops = random + ", \"max_tokens\": 40, \"ignore_eos\": true, \"stop\": [\"a\", \"e\", \" \", \"t\"]";
+    CHECK(count(choice(stops)) < 20);
+    CHECK(count(choice(stops + ", \"min_tokens\": 20")) > 20);
+    // A token of the answer as its end.
+    const Json told(choice(random + ", \"max_tokens\": 40, \"ignore_eos\": true, \"logprobs\": true").body);
+    const std::string fifth = told["choices"][(size_t)0]["logprobs"]["content"][4]["token"].str();
+    std::vector<int> ids;
+    for (int id = 0; id < tiny().tokenizer.size(); id++) if (token_text(tiny().tokenizer, id) == fifth && ids.size() < MAX_ENDS) ids.push_back(id);
+    std::string list;
+    for (int id : ids) list += (list.empty() ? "" : ", ") + std::to_string(id);
+    const HttpReply stopped = choice(random + ", \"max_tokens\": 40, \"ignore_eos\": true, \"stop_token_ids\": [" + list + "]");
+    CHECK(count(stopped) <= 5);
+    CHECK(reason(stopped) == "stop");
+    CHECK(said.compare(0, content(stopped).size(), content(stopped)) == 0);
+    // Few tokens are allowed; one is not.
+    const Tokenizer& t = tiny().tokenizer;
+    const std::vector<int> letters = {t.encode("a", false)[0], t.encode("b", false)[0], t.encode("c", false)[0]};
+    const std::string only = format("\"allowed_token_ids\": [%d, %d, %d]", letters[0], letters[1], letters[2]);
+    const std::string abc = content(choice(random + ", \"max_tokens\": 60, " + only));
+    CHECK(abc.size() == 60);
+    CHECK(abc.find_first_not_of("abc") == std::string::npos);
+    for (char c : {'a', 'b', 'c'}) CHECK(abc.find(c) != std::string::npos);
+    const std::string ac = content(choice(random + ", \"max_tokens\": 60, \"bad_words\": [\"b\"], " + only));
+    CHECK(ac.size() == 60);
+    CHECK(ac.find_first_not_of("ac") == std::string::npos);
+    // Special tokens as text.
+    const std::string special = format("\"max_tokens\": 2, \"temperature\": 0, \"logit_bias\": {\"%d\": 100}", t.id("<|im_start|>"));
+    CHECK(content(choice(special)) == "");
+    CHECK(content(choice(special + ", \"skip_special_tokens\": false")) == "<|im_start|><|im_start|>");
+    // The prompt comes first, whole and streamed.
+    const std::string how = ", \"seed\": 5, \"max_tokens\": 5, \"n\": 2}", prompts = "{\"prompt\": [\"one warp\", \"two\"]";
+    const Json plain(server.post("/v1/completions", prompts + how).body), echoed(server.post("/v1/completions", prompts + ", \"echo\": true" + how).body);
+    for (size_t i = 0; i < 4; i++) CHECK(echoed["choices"][i]["text"].str() == (i < 2 ? "one warp" : "two") + plain["choices"][i]["text"].str());
+    std::vector<std::string> streamed(4), events = events_of(server.post("/v1/completions", prompts + ", \"echo\": true, \"stream\": true" + how).body);
+    for (size_t i = 0; i + 1 < events.size(); i++) {
+        const Json e(events[i]);
+        streamed[(size_t)e["choices"][(size_t)0]["index"].number()] += e["choices"][(size_t)0]["text"].str();
+    }
+    for (size_t i = 0; i < 4; i++) CHECK(streamed[i] == echoed["choices"][i]["text"].str());
+    check_refused(server.post("/detokenize", "{\"tokens\": [" + many(1'300'000, std::to_string(longest_token())) + "]}"), 400, "tokens");
+}
+
 TEST_CASE("/v1/completions: strings, ids, lists of both; special text is text") {
     Serving server;
     const Tokenizer& t = tiny().tokenizer;
@@ -713,7 +1079,7 @@ TEST_CASE("what is malformed or out of range is refused by name") {
     CHECK(server.chat(question("a", "\"model\": \"tiny\", \"seed\": null, \"stop\": null, \"max_tokens\": 1, \"unknown\": {}")).status == 200);
     for (const char* prompt : {"\"\"", "[]", "5", "[1.5]", "[-1]", "[1024]", "[[]]", "[\"a\", 1]", "[[1], {}]", "null"})
         check_refused(server.post("/v1/completions", format("{\"prompt\": %s}", prompt)), 400, "prompt");
-    check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"echo\": true}"), 400, "echo");
+    check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"echo\": true, \"logprobs\": 1}"), 400, "echo");
     check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"n\": 2, \"best_of\": 3}"), 400, "best_of");
     check_refused(server.post("/tokenize", "{}"), 400, "prompt");
     check_refused(server.post("/detokenize", "{\"tokens\": [99999]}"), 400, "tokens");
@@ -723,11 +1089,6 @@ TEST_CASE("what is malformed or out of range is refused by name") {
     const HttpReply long_one = server.chat(question(words, ""));
     check_refused(long_one, 400, "messages");
     CHECK(Json(long_one.body)["error"]["code"].str() == "context_length_exceeded");
-    auto many = [](size_t n, const std::string& one) { // one, one, ...
-        std::string all;
-        for (size_t i = 0; i < n; i++) all += (i ? ", " : "") + one;
-        return all;
-    };
     check_refused(server.post("/v1/completions", "{\"prompt\": [" + many(129, "\"a\"") + "]}"), 400, "prompt");
     check_refused(server.post("/v1/completions", "{\"prompt\": [" + many(65, "\"a\"") + "], \"n\": 2}"), 400, "n");
     check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"logprobs\": 21}"), 400, "logprobs");
@@ -800,43 +1161,192 @@ TEST_CASE("HTTP: routes, methods, types, hosts, sizes") {
     CHECK(kept.call("GET", "/v1/models", "", "Origin: http://any.example\r\n").headers.count("access-control-allow-origin") == 0);
 }
 
-TEST_CASE("requests that come in share a room; those that are being answered need none of it") {
+TEST_CASE("requests that come in share a room: slow senders lose theirs; those that are being answered need none") {
     Serving server({"--max-seqs", "1"});
     const std::string padded = question("a", "\"n\": 8, \"max_tokens\": 4000, \"ignore_eos\": true" + std::string(8'000'000, ' '));
     const std::string head = format("POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                                     "Content-Length: %zu\r\n\r\n", padded.size());
     std::vector<std::unique_ptr<Http>> clients;
-    auto send = [&](size_t bytes) { // by 34 clients: 272 MB in all, and there is room for 268 MB
-        for (int i = 0; i < 34; i++) {
+    auto send = [&](size_t bytes) { // by 36 clients: 288 MB in all, and there is room for 268 MB
+        for (int i = 0; i < 36; i++) {
             clients.push_back(std::make_unique<Http>(server.port));
             clients.back()->send(head + padded.substr(0, bytes));
         }
     };
     const double start = seconds();
-    auto small_until = [&](int status) {
-        for (;; usleep(1000)) {
-            const HttpReply r = server.post("/tokenize", "{\"prompt\": \"a\"}");
+    send(padded.size() - 1);
+    Http kept(server.port);
+    while (server.metric("dropped_requests_total") < 3) { // while others are served
+        REQUIRE(kept.call("POST", "/tokenize", "{\"prompt\": \"a\"}").status == 200);
+        REQUIRE(seconds() - start < 60);
+    }
+    for (auto& c : clients) c->send("}"); // now they wait for their answers, or are told
+    auto waiting = [&](size_t n) {
+        while (server.metric("num_requests_waiting") < 8 * (double)n) {
             REQUIRE(seconds() - start < 60);
-            if (r.status == status) return r;
+            REQUIRE(kept.call("POST", "/tokenize", "{\"prompt\": \"a\"}").status == 200);
         }
     };
-    send(padded.size() - 1);
-    const HttpReply refused = small_until(503);
-    check_refused(refused, 503);
-    CHECK(refused.headers.at("retry-after") == "1");
-    for (auto& c : clients) c->send("}"); // now they wait for their answers
-    small_until(200);
-    send(padded.size());
-    while (server.metric("num_requests_waiting") < 8 * 40) { // more than could come in at once
-        REQUIRE(seconds() - start < 60);
-        usleep(1000);
+    waiting(28);
+    size_t refused = 0;
+    for (auto& c : clients) {
+        pollfd p = {c->fd, POLLIN, 0};
+        if (poll(&p, 1, 0) != 1) continue;
+        const HttpReply r = c->reply();
+        check_refused(r, 503);
+        CHECK(r.headers.at("retry-after") == "1");
+        refused++;
     }
+    CHECK(refused >= 3);
+    send(padded.size());
+    waiting(40); // more than could come in at once
     clients.clear();
     server.check_idle();
 }
 
+TEST_CASE("long texts are tokenized beside all else") {
+    Serving server;
+    const std::string body = "{\"prompt\": \"" + std::string(2'000'000, '=') + "\"}";
+    std::vector<std::unique_ptr<Http>> clients;
+    const double start = seconds();
+    for (int i = 0; i < 8; i++) clients.push_back(std::make_unique<Http>(server.port)), clients.back()->ask("POST", "/tokenize", body);
+    double slowest = 0;
+    Http other(server.port);
+    for (auto& c : clients)
+        for (pollfd p = {c->fd, POLLIN, 0}; poll(&p, 1, 0) == 0; usleep(2000)) {
+            const double asked = seconds();
+            REQUIRE(Http(server.port).call("GET", "/health").status == 200);
+            REQUIRE(other.call("POST", "/tokenize", "{\"prompt\": \"a\"}").status == 200);
+            slowest = std::max(slowest, seconds() - asked);
+        }
+    const double all = seconds() - start;
+    for (auto& c : clients) CHECK(c->reply().status == 200);
+    INFO(all << " s for all, " << slowest << " s for the slowest small one");
+    CHECK(slowest < std::max(0.1, all / 6));
+}
+
+TEST_CASE("answers that nobody reads are made as they are read") {
+    Serving server;
+    const double much = strstr(PROGRAM, "tsan") || strstr(PROGRAM, "asan") ? 4 : 1; // (they keep more)
+    std::vector<std::unique_ptr<Http>> clients;
+    const std::string body = question("a", "\"n\": 40, \"max_tokens\": 100, \"ignore_eos\": true, \"logprobs\": true, \"top_logprobs\": 20");
+    const size_t before = server.memory();
+    for (int i = 0; i < 12; i++) { // 8 MB each
+        clients.push_back(std::make_unique<Http>(server.port));
+        const int small = 1 << 12;
+        setsockopt(clients.back()->fd, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
+        clients.back()->ask("POST", "/v1/chat/completions", body);
+    }
+    for (auto& c : clients) {
+        c->patience = 60'000;
+        CHECK(c->head().status == 200);
+    }
+    const double grown = (double)(server.memory() - before) / 1e6;
+    INFO(grown << " MB more");
+    CHECK(grown < 60 * much);
+    std::string all;
+    while (clients[0]->chunk(all)) {}
+    CHECK(all.size() > 7'000'000);
+    const Json j(all);
+    CHECK(j["choices"].size() == 40);
+    CHECK(j["choices"][39]["logprobs"]["content"].size() == 100);
+}
+
+TEST_CASE("a stalled stdout delays nobody, and what it misses is counted") {
+    int ends[2];
+    REQUIRE(pipe2(ends, O_NONBLOCK | O_CLOEXEC) == 0);
+    while (write(ends[1], "x", 1) == 1) {}
+    fcntl(ends[1], F_SETFL, 0);
+    Serving server({}, [&] { dup2(ends[1], 1); });
+    close(ends[1]);
+    Http http(server.port);
+    for (int i = 0; i < 20'000 && (i % 1000 || server.metric("dropped_log_lines_total") == 0); i++) {
+        http.patience = 5000;
+        REQUIRE(http.call("GET", "/health").status == 200);
+    }
+    CHECK(server.metric("dropped_log_lines_total") > 0);
+    CHECK(server.chat(question("a", "\"max_tokens\": 3")).status == 200);
+    std::string said;
+    for (const double start = seconds(); said.find("lines_dropped") == std::string::npos; usleep(1000)) { // once someone reads
+        REQUIRE(seconds() - start < 10);
+        char some[65536];
+        const ssize_t n = read(ends[0], some, sizeof some);
+        if (n > 0) said.append(some, (size_t)n);
+    }
+    const Strings log = lines(said.substr(said.find('{'), said.rfind('\n') + 1 - said.find('{')));
+    CHECK(log.size() > 1000);
+    for (auto& line : log) Json j(line);
+    const double start = seconds();
+    CHECK(server.stop().status == 0); // and nobody reads again
+    CHECK(seconds() - start < 5);
+    close(ends[0]);
+}
+
+TEST_CASE("HTTP: what a proxy may read otherwise is refused, and the connection closed") {
+    Serving server;
+    const std::string good = question("a", "\"max_tokens\": 1"), post = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
+    const std::string length = format("Content-Length: %zu\r\n", good.size()), chunk = format("%zx\r\n", good.size()) + good + "\r\n0\r\n\r\n";
+    auto closed = [&](const std::string& text, int status) {
+        INFO(text);
+        Http h(server.port);
+        h.patience = 3000;
+        h.send(text);
+        const HttpReply r = h.reply();
+        check_refused(r, status);
+        CHECK(r.headers.at("connection") == "close");
+        char byte;
+        CHECK(recv(h.fd, &byte, 1, 0) <= 0);
+    };
+    closed(post + length + "Content-Length: 5\r\n\r\n" + good, 400);
+    closed(post + length + length + "\r\n" + good, 400);
+    closed(post + length + "Transfer-Encoding: chunked\r\n\r\n" + chunk, 400);
+    closed(post + length + "Host: localhost\r\n\r\n" + good, 400);
+    for (const char* encoding : {"gzip", "xchunked", "identity", "gzip, chunked", "chunked, chunked"})
+        closed(post + "Transfer-Encoding: " + encoding + "\r\n\r\n" + chunk, 501);
+    closed(post + "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk, 501);
+    std::string arguments = "a=1";
+    for (int i = 0; i < 500; i++) arguments += "&a=1";
+    closed("GET /health?" + arguments + " HTTP/1.1\r\nHost: localhost\r\n\r\n", 414);
+    CHECK(Http(server.port).call("GET", "/health?a=1&b=2").status == 200);
+    auto raw = [&](const std::string& text) {
+        Http h(server.port);
+        h.send(text);
+        return h.reply().status;
+    };
+    CHECK(raw(post + "Transfer-Encoding: Chunked\r\n\r\n" + chunk) == 200);
+    CHECK(raw("GET /health HTTP/1.1\r\nHost: LOCALHOST:80\r\n\r\n") == 200);
+}
+
+TEST_CASE("a client that has closed its half gets its answer") {
+    Serving server;
+    for (bool stream : {false, true}) {
+        Http h(server.port);
+        h.ask("POST", "/v1/chat/completions", question("a", std::string("\"max_tokens\": 4000, \"ignore_eos\": true") + (stream ? ", \"stream\": true" : "")));
+        shutdown(h.fd, SHUT_WR);
+        HttpReply r = h.reply();
+        for (int i = 0; i < 3 && r.status == 100; i++) r = h.reply();
+        CHECK(r.status == 200);
+        CHECK(r.body.find("\"finish_reason\": \"length\"") != std::string::npos);
+    }
+    // One that waits, with a stream that has begun and says nothing; then it is gone.
+    Http first(server.port), waits(server.port);
+    server.check_idle();
+    Serving narrow({"--max-seqs", "1"});
+    Http long_one(narrow.port), half(narrow.port);
+    long_one.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 4000, \"ignore_eos\": true, \"n\": 8"));
+    while (narrow.metric("num_requests_waiting") < 7) usleep(1000);
+    half.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 3, \"stream\": true"));
+    CHECK(half.head().status == 200);
+    shutdown(half.fd, SHUT_WR);
+    std::string comment;
+    half.chunk(comment);
+    CHECK(comment == ":\n\n");
+    half.close(), long_one.close();
+    narrow.check_idle(3);
+}
+
 TEST_CASE("API keys and CORS") {
-    const MemoryFile keys("first-key\nsecond-key \n");
+    const MemoryFile keys("# the first of them:\nfirst-key\n\n#second\nsecond-key \n");
     Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd), "--cors", "https://good.example", "--max-seqs", "4"});
     const std::string body = question("The same long question, which fills a page or two of the cache.", "\"max_tokens\": 1");
     for (const char* header : {"", "Authorization: Bearer \r\n", "Authorization: Bearer first-ke\r\n", "Authorization: Bearer first-keyx\r\n",
@@ -847,6 +1357,10 @@ TEST_CASE("API keys and CORS") {
         CHECK(Http(server.port).call("GET", "/v1/models", "", header).status == 401);
         CHECK(server.post("/tokenize", "{\"prompt\": \"a\"}", header).status == 401);
     }
+    for (const char* header : {"Authorization: Bearer # the first of them:\r\n", "Authorization: Bearer #second\r\n"})
+        check_refused(server.post("/v1/chat/completions", body, header), 401);
+    for (const char* scheme : {"bearer", "BEARER"})
+        CHECK(server.post("/tokenize", "{\"prompt\": \"a\"}", format("Authorization: %s second-key\r\n", scheme)).status == 200);
     CHECK(Http(server.port).call("GET", "/health").status == 200);
     auto cached = [&](const char* key) {
         const HttpReply r = server.post("/v1/chat/completions", body, format("Authorization: Bearer %s\r\n", key));
@@ -873,6 +1387,12 @@ TEST_CASE("API keys and CORS") {
     CHECK(asked.status == 204);
     CHECK(asked.headers.at("access-control-allow-origin") == "https://good.example");
     CHECK(asked.headers.at("access-control-allow-headers").find("Authorization") != std::string::npos);
+    const HttpReply browser = Http(server.port).call("OPTIONS", "/v1/chat/completions", "", "Origin: https://good.example\r\nAccess-Control-Request-Method: POST\r\n"
+        "Access-Control-Request-Headers: authorization,content-type,x-stainless-arch,x-stainless-retry-count,openai-organization,x-evil\r\n");
+    const std::string allowed = browser.headers.at("access-control-allow-headers");
+    for (const char* name : {"Authorization", "Content-Type", "x-stainless-arch", "x-stainless-retry-count", "openai-organization"})
+        CHECK(allowed.find(name) != std::string::npos);
+    CHECK(allowed.find("evil") == std::string::npos);
     CHECK(Http(server.port).call("OPTIONS", "/v1/models", "", "Origin: https://bad.example\r\n").headers.count("access-control-allow-origin") == 0);
 }
 
@@ -1122,20 +1642,52 @@ TEST_CASE("a full queue is 429, and SIGTERM lets answers come to their end") {
     const HttpReply full = server.chat(question("a", ""));
     check_refused(full, 429);
     CHECK(full.headers.at("retry-after") == "1");
-    check_refused(server.chat(question("a", "\"n\": 3")), 429);
+    check_refused(server.chat(question("a", "\"n\": 2")), 429);
+    check_refused(server.chat(question("a", "\"n\": 3")), 400, "n"); // there will never be room
 
-    Http kept(server.port);
+    Http kept(server.port), idle(server.port);
     CHECK(kept.call("GET", "/health").status == 200);
+    CHECK(idle.call("GET", "/health").status == 200);
     kill(server.pid, SIGTERM);
     while (server.err.text().find("to finish") == std::string::npos) usleep(1000);
-    CHECK(kept.call("GET", "/health").status == 503);
-    check_refused(kept.call("POST", "/v1/chat/completions", question("a", "")), 503);
+    const HttpReply health = kept.call("GET", "/health");
+    CHECK(health.status == 503);
+    CHECK(health.headers.at("connection") == "close");
+    CHECK(!kept.fill());
+    const double start = seconds();
+    const HttpReply late = server.chat(question("a", "")); // on a new connection
+    check_refused(late, 503);
+    CHECK(late.headers.at("connection") == "close");
+    CHECK(seconds() - start < 1);
     std::string body;
     while (first.chunk(body)) {}
     CHECK(events_of(body).back() == "[DONE]");
     CHECK(second.reply().status == 200);
     server.port = 0;
     CHECK(server.wait().status == 0);
+}
+
+TEST_CASE("a drain ends in time, whoever waits and whoever does not read") {
+    Serving server({"--drain-seconds", "1", "--max-seqs", "1"});
+    Http runs(server.port), waits(server.port), deaf(server.port, "127.0.0.1", 1400);
+    const int small = 1 << 12;
+    setsockopt(deaf.fd, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
+    deaf.ask("POST", "/tokenize", "{\"prompt\": \"" + std::string(300'000, '1') + "\"}");
+    CHECK(deaf.head().status == 200);
+    runs.ask("POST", "/v1/chat/completions", question("a", "\"n\": 64, \"max_tokens\": 4000, \"ignore_eos\": true, \"stream\": true"));
+    CHECK(runs.head().status == 200);
+    while (server.metric("num_requests_waiting") < 63) usleep(1000);
+    waits.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 4"));
+    while (server.metric("num_requests_waiting") < 64) usleep(1000);
+    const double start = seconds();
+    kill(server.pid, SIGTERM);
+    check_refused(waits.reply(), 503);
+    server.port = 0;
+    const Result r = server.wait();
+    CHECK(r.status == 0);
+    CHECK(r.err.find("are abandoned") != std::string::npos);
+    CHECK(seconds() - start > 0.9);
+    CHECK(seconds() - start < 8);
 }
 
 TEST_CASE("whoever has an answer finds it counted, and its place free") {
@@ -1340,6 +1892,16 @@ TEST_CASE("a batch goes on where it was stopped, and asks nothing twice") {
     CHECK(whole != "");
 }
 
+TEST_CASE("two batches on one output: the second refuses at its start") {
+    Scratch scratch;
+    write_file(scratch / "in", row(0, question("a", "\"n\": 8, " + ENDLESS)));
+    Process first(PROGRAM, {MODEL, "-z", VOCABULARY, "-j", "1", "--name", "tiny", "--max-seqs", "1", "--batch", scratch / "in", "-o", scratch / "out"});
+    while (read_file_if(scratch / "out.partial").find('\n') == std::string::npos) usleep(1000);
+    check_refusal(batch(scratch / "in", scratch / "out", {"--max-seqs", "1"}), "serve", "another run");
+    CHECK(first.wait().status == 0);
+    CHECK(lines(read_file(scratch / "out")).size() == 1);
+}
+
 TEST_CASE("a batch does not go on with other weights or another adapter in the same place") {
     Scratch scratch;
     std::string in;
@@ -1406,6 +1968,7 @@ TEST_CASE("options") {
     refused({MODEL, "--ctx", "99999", "--port", "0"}, "limit is 4096");
     refused({MODEL, "--host", "nowhere"}, "not an address");
     refused({MODEL, "--deadline", "0"}, "--deadline");
+    refused({MODEL, "--drain-seconds", "-1"}, "--drain-seconds");
     refused({MODEL, "--batch", "x"}, "-o");
     refused({MODEL, "-o", "x"}, "--batch");
     refused({MODEL, "-z", VOCABULARY, "--port", "0", "--kv-memory", "0.0001"}, "--kv-memory");
