@@ -176,7 +176,7 @@ struct Job {
     bool every = false;               // a piece for every token, even if nothing can be shown yet: a stream that lives
     int alternatives = -1;            // of each token that are told, -1: not even its own log-probability
     uint64_t salt = 1;                // its API key's number: keys take turns
-    uint64_t space = 1;               // only prompts of one space share pages: the key's, or one under its cache_salt
+    uint64_t space = 0;               // only prompts of one space share pages: its cache_salt's, or (0) the key's
     int priority = 0;                 // within its key; the lowest first
     double arrived = seconds();
 };
@@ -825,7 +825,7 @@ template <class T> struct Engine {
     // for the last token, whose logits are wanted. False: not enough pages. Each that runs keeps the chance of another.
     bool admit(Sequence& q) {
         const size_t total = q.ids.size(), needed = total / PAGE + 1;
-        q.chain = q.job.space;
+        q.chain = q.job.space ? q.job.space : q.job.salt;
         while ((q.pages.size() + 1) * PAGE < total) {
             const int p = pool.find(q.chain, &q.ids[q.pages.size() * PAGE]);
             if (p < 0) break;

@@ -390,15 +390,13 @@ TEST_CASE("a key that fills the queue leaves the others their share") {
 }
 
 TEST_CASE("turns are by tokens: one token does not wait for long answers of another key") {
-    for (auto [max_seqs, pages, patience] : {std::tuple{4, 400, 5}, {4, 50, 5}, {1, 400, 700}}) {
+    for (auto [max_seqs, pages, answers, tokens, patience] : {std::tuple{4, 100, 6, 120, 5}, {4, 16, 6, 120, 5}, {1, 100, 2, 700, 650}}) {
         INFO("at most " << max_seqs << ", " << pages << " pages");
-        Bench bench({800, max_seqs, 64, 64, (size_t)pages * Bench::page_bytes()});
+        const int context = tokens + 16;
+        Bench bench({context, max_seqs, 64, 64, (size_t)pages * Bench::page_bytes()});
         std::vector<Job> jobs;
-        for (int i = 0; i < 8; i++) jobs.push_back(job_of(1, 8, 700));
-        for (Job& job : jobs) {
-            job.how.seed = (uint64_t)(&job - jobs.data());
-            REQUIRE(bench.desk.submit({job}));
-        }
+        for (int i = 0; i < answers; i++) jobs.push_back(job_of(1, 8, (size_t)tokens)), jobs.back().how.seed = (uint64_t)i;
+        for (Job& job : jobs) REQUIRE(bench.desk.submit({job}));
         for (int i = 0; i < 20; i++) bench.engine.step();
         const Job one = job_of(2, 8, 1);
         REQUIRE(bench.desk.submit({one}));
@@ -407,24 +405,24 @@ TEST_CASE("turns are by tokens: one token does not wait for long answers of anot
         CHECK(steps <= patience);
         while (bench.desk.inside) bench.engine.step();
         CHECK(bench.desk.figures.pages_used == 0);
-        check_answer(jobs[0], expected(jobs[0], 800));
-        check_answer(jobs[3], expected(jobs[3], 800));
+        check_answer(jobs[0], expected(jobs[0], context));
+        if (answers > 2) check_answer(jobs[3], expected(jobs[3], context));
     }
 }
 
-TEST_CASE("two keys with long answers have as many tokens each, in one slot and in six") {
-    for (int max_seqs : {1, 6}) {
-        Bench bench({1600, max_seqs, 64, 64, 0});
+TEST_CASE("two keys with long answers have as many tokens each, in one slot and in four") {
+    for (auto [max_seqs, tokens] : {std::pair{1, 1500}, {4, 200}}) {
+        Bench bench({tokens + 16, max_seqs, 64, 64, 0});
         std::vector<Job> jobs;
-        for (int i = 0; i < 2 * max_seqs; i++) jobs.push_back(job_of(1 + (uint64_t)i / (uint64_t)max_seqs, 8, 1500));
+        for (int i = 0; i < 2 * max_seqs; i++) jobs.push_back(job_of(1 + (uint64_t)i / (uint64_t)max_seqs, 8, (size_t)tokens));
         for (Job& job : jobs) REQUIRE(bench.desk.submit({job}));
-        size_t tokens[2] = {};
-        for (int i = 0; i < 1300; i++) bench.engine.step();
-        for (size_t i = 0; i < jobs.size(); i++)
-            if (!jobs[i].reply->pieces.empty()) tokens[jobs[i].salt - 1] += jobs[i].reply->pieces.back().count;
-        INFO("at most " << max_seqs << ": " << tokens[0] << " and " << tokens[1]);
-        CHECK(tokens[0] + tokens[1] > 900 * (size_t)max_seqs);
-        CHECK(std::max(tokens[0], tokens[1]) - std::min(tokens[0], tokens[1]) < 700);
+        for (int i = 0; i < tokens - 20; i++) bench.engine.step();
+        int of[2] = {};
+        for (Job& job : jobs)
+            if (!job.reply->pieces.empty()) of[job.salt - 1] += (int)job.reply->pieces.back().count;
+        INFO("at most " << max_seqs << ": " << of[0] << " and " << of[1]);
+        CHECK(of[0] + of[1] > (tokens - 100) * max_seqs);
+        CHECK(std::abs(of[0] - of[1]) < (max_seqs == 1 ? 700 : 100));
     }
 }
 
@@ -501,11 +499,11 @@ TEST_CASE("what nobody takes is bounded, and ends its own answer only") {
         jobs.back().alternatives = 5;
         REQUIRE(bench.desk.submit({jobs.back()}));
     }
-    for (int step = 0; bench.desk.inside && step < 1000; step++) {
+    for (int step = 0; (step == 0 || bench.desk.inside) && step < 1000; step++) {
         bench.engine.step();
         size_t waits = 0;
         for (const Job& job : jobs)
-            if (!job.reply->cancelled) for (auto& piece : job.reply->pieces) waits += bytes_of(piece);
+            if (!job.reply->share->lost) for (auto& piece : job.reply->pieces) waits += bytes_of(piece);
         CHECK(waits <= 20'000);
         for (auto& piece : std::exchange(jobs[2].reply->pieces, {})) // which is read
             bench.desk.unsent.remove(*jobs[2].reply->share, bytes_of(piece));
@@ -606,7 +604,7 @@ TEST_CASE("a conversation whose last message goes on") {
 }
 
 TEST_CASE("spaces of shared prompts: a salt has its own, and never another key's") {
-    CHECK(understood("").jobs[0].space == 1);
+    CHECK(understood("").jobs[0].space == 0);
     const uint64_t one = understood("\"cache_salt\": \"a\"").jobs[0].space;
     CHECK(one == salted_space(1, "a"));
     CHECK(one != salted_space(1, "b"));
@@ -1226,15 +1224,14 @@ TEST_CASE("long texts are tokenized beside all else") {
 }
 
 TEST_CASE("answers that nobody reads are made as they are read") {
-    Serving server;
+    Serving server({"--ctx", "128", "--kv-memory", "0.01"});
     const double much = strstr(PROGRAM, "tsan") || strstr(PROGRAM, "asan") ? 4 : 1; // (they keep more)
     std::vector<std::unique_ptr<Http>> clients;
-    const std::string body = question("a", "\"n\": 40, \"max_tokens\": 100, \"ignore_eos\": true, \"logprobs\": true, \"top_logprobs\": 20");
+    const std::string body = question("a", "\"n\": 40, \"max_tokens\": 20, \"ignore_eos\": true, \"logprobs\": true, \"top_logprobs\": 20");
+    CHECK(server.chat(body).status == 200);
     const size_t before = server.memory();
-    for (int i = 0; i < 12; i++) { // 8 MB each
+    for (int i = 0; i < 12; i++) {
         clients.push_back(std::make_unique<Http>(server.port));
-        const int small = 1 << 12;
-        setsockopt(clients.back()->fd, SOL_SOCKET, SO_RCVBUF, &small, sizeof small);
         clients.back()->ask("POST", "/v1/chat/completions", body);
     }
     for (auto& c : clients) {
@@ -1242,14 +1239,14 @@ TEST_CASE("answers that nobody reads are made as they are read") {
         CHECK(c->head().status == 200);
     }
     const double grown = (double)(server.memory() - before) / 1e6;
-    INFO(grown << " MB more");
-    CHECK(grown < 60 * much);
+    INFO(grown << " MB more for 12 answers of 1.4 MB each");
+    CHECK(grown < 10 * much);
     std::string all;
     while (clients[0]->chunk(all)) {}
-    CHECK(all.size() > 7'000'000);
+    CHECK(all.size() > 1'300'000);
     const Json j(all);
     CHECK(j["choices"].size() == 40);
-    CHECK(j["choices"][39]["logprobs"]["content"].size() == 100);
+    CHECK(j["choices"][39]["logprobs"]["content"].size() == 20);
 }
 
 TEST_CASE("a stalled stdout delays nobody, and what it misses is counted") {
@@ -1321,7 +1318,7 @@ TEST_CASE("a client that has closed its half gets its answer") {
     Serving server;
     for (bool stream : {false, true}) {
         Http h(server.port);
-        h.ask("POST", "/v1/chat/completions", question("a", std::string("\"max_tokens\": 4000, \"ignore_eos\": true") + (stream ? ", \"stream\": true" : "")));
+        h.ask("POST", "/v1/chat/completions", question("a", std::string("\"max_tokens\": 1200, \"ignore_eos\": true") + (stream ? ", \"stream\": true" : "")));
         shutdown(h.fd, SHUT_WR);
         HttpReply r = h.reply();
         for (int i = 0; i < 3 && r.status == 100; i++) r = h.reply();
@@ -1329,8 +1326,6 @@ TEST_CASE("a client that has closed its half gets its answer") {
         CHECK(r.body.find("\"finish_reason\": \"length\"") != std::string::npos);
     }
     // One that waits, with a stream that has begun and says nothing; then it is gone.
-    Http first(server.port), waits(server.port);
-    server.check_idle();
     Serving narrow({"--max-seqs", "1"});
     Http long_one(narrow.port), half(narrow.port);
     long_one.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 4000, \"ignore_eos\": true, \"n\": 8"));
@@ -1898,8 +1893,11 @@ TEST_CASE("two batches on one output: the second refuses at its start") {
     Process first(PROGRAM, {MODEL, "-z", VOCABULARY, "-j", "1", "--name", "tiny", "--max-seqs", "1", "--batch", scratch / "in", "-o", scratch / "out"});
     while (read_file_if(scratch / "out.partial").find('\n') == std::string::npos) usleep(1000);
     check_refusal(batch(scratch / "in", scratch / "out", {"--max-seqs", "1"}), "serve", "another run");
-    CHECK(first.wait().status == 0);
-    CHECK(lines(read_file(scratch / "out")).size() == 1);
+    kill(first.pid, SIGKILL);
+    first.wait();
+    CHECK(!fs::exists(scratch / "out"));
+    write_file(scratch / "in", row(0, question("a", "\"max_tokens\": 1")));
+    check_refusal(batch(scratch / "in", scratch / "out"), "serve", "begun with another"); // whose lock went with it
 }
 
 TEST_CASE("a batch does not go on with other weights or another adapter in the same place") {
