@@ -19,8 +19,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
             for (int id : job.prompt) must(id >= 0 && id < tokenizer.size());
             must(how.temperature >= 0 && how.temperature <= 2 && how.top_p >= 0 && how.top_p <= 1 && how.min_p >= 0 && how.min_p <= 1);
             must(how.top_k >= 0 && how.repeat >= 0.009f && how.repeat <= 100 && std::fabs(how.presence) <= 2 && std::fabs(how.frequency) <= 2);
-            must(job.bias.size() <= (size_t)MAX_BIAS && job.stops.size() <= MAX_STOPS && job.alternatives >= -1 && job.alternatives <= MAX_ALTERNATIVES);
-            for (auto [id, more] : job.bias) must(id >= 0 && id < tokenizer.size() && std::fabs(more) <= 100);
+            must(job.bias.size() <= (size_t)MAX_NAMED && job.ends.size() <= MAX_ENDS && job.min_tokens <= job.max_tokens);
+            for (int id : job.ends) must(id >= 0 && id < tokenizer.size());
+            must((job.space == 0 || job.space >> 63) && job.salt == 1);
+            must(job.stops.size() <= MAX_STOPS && job.alternatives >= -1 && job.alternatives <= MAX_ALTERNATIVES);
+            for (auto [id, more] : job.bias) must(id >= 0 && id < tokenizer.size() && (std::fabs(more) <= ALLOW + 100 || more == BAN));
             for (auto& stop : job.stops) must(!stop.empty() && stop.size() <= MAX_STOP);
             // What it would be told: the end of a prompt said back to it.
             Speech speech(tokenizer, job);
