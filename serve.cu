@@ -776,7 +776,9 @@ template <class T> struct Engine {
     void drop_cancelled() {
         for (auto it = running.begin(); it != running.end();) {
             const auto here = it++;
-            if (here->second->job.reply->cancelled) leave(here);
+            if (!here->second->job.reply->cancelled) continue;
+            figures.cancelled++;
+            leave(here);
         }
         // Those that wait hold nothing: they are looked at in portions, so that a step does not take longer for them.
         const Place front = {INT_MIN, 0};
@@ -801,7 +803,6 @@ template <class T> struct Engine {
     }
     void leave(typename Running::iterator it) {
         Sequence& q = *it->second;
-        figures.cancelled += q.job.reply->cancelled;
         vacate(q);
         ended.push_back(q.job.salt);
         running.erase(it);
@@ -1911,6 +1912,11 @@ struct Exchange {
         std::string().swap(body);
     }
 
+    size_t body_size() { // 0 if it has been dropped
+        std::lock_guard lock(server.bodies.mutex);
+        return body.size();
+    }
+
     // The request is complete.
     MHD_Result answer_it() {
         if (!begun) {
@@ -1919,9 +1925,9 @@ struct Exchange {
             const bool open = server.ready && !server.draining;
             if (!open) counted = false, server.answering--; // it will be refused
             peer.phase = Peer::WORKING;
-            if (open && !refusal && body.size() > SMALL_BODY) { // (if it has been dropped, it is small)
+            if (open && !refusal && body_size() > SMALL_BODY) {
                 MHD_suspend_connection(connection);
-                server.workers.add(upload.who, [this] {
+                server.workers.add(server.options.keys.empty() ? peer.address : caller, [this] {
                     prepare();
                     MHD_resume_connection(connection);
                 });
