@@ -1587,6 +1587,7 @@ struct Batcher {
 
 constexpr size_t ALL_BODIES = 256 << 20; // bytes of requests that are being read
 constexpr size_t SMALL_BODY = 16 << 10;  // is tokenized where it was read: within a millisecond
+constexpr double PROBE = 2;              // seconds from one question to a silent client to the next
 constexpr double DRAIN_FETCH = 10;       // seconds to fetch an answer that is complete, while the server shuts down
 
 struct ServerOptions {
@@ -1729,7 +1730,7 @@ struct Workers {
     }
 };
 
-// A connection, for watch(). `mutex` of the Server guards `exchange` and `half_closed`.
+// A connection, for watch(). `mutex` of the Server guards `exchange` and `probed`.
 struct Exchange;
 struct Peer {
     int fd;
@@ -1738,7 +1739,7 @@ struct Peer {
     std::atomic<Phase> phase{WAITING};
     std::atomic<double> since{seconds()};
     Exchange* exchange = nullptr; // one that the engine works for
-    bool half_closed = false;     // it will send nothing more
+    double probed = 0;            // when it was last asked whether it is there, since it will send nothing more
 };
 
 struct Server {
@@ -2345,7 +2346,7 @@ void Server::watch() {
         for (Peer* peer : peers) {
             const Peer::Phase phase = peer->phase;
             if (peer->exchange) {
-                fds.push_back({peer->fd, (short)(peer->half_closed ? 0 : POLLRDHUP), 0});
+                fds.push_back({peer->fd, POLLRDHUP, 0});
                 at.push_back(peer);
             } else if (phase == Peer::ANSWERING ? late(peer->since, fetch) : phase != Peer::WORKING) {
                 const double limit = draining && phase == Peer::WAITING ? 1 : options.deadline;
@@ -2357,7 +2358,7 @@ void Server::watch() {
             Exchange& e = *at[i]->exchange;
             const bool closed = fds[i].revents & ~POLLRDHUP, half = fds[i].revents & POLLRDHUP;
             if (closed || (half && !e.newest) || e.unsent->lost) gone.push_back(e.reply);
-            else if (half) at[i]->half_closed = true, e.probe();
+            else if (half && now - at[i]->probed > PROBE) at[i]->probed = now, e.probe();
             std::lock_guard reply_lock(e.reply->mutex);
             const double there = std::max(e.reply->last, at[i]->since.load());
             if (at[i]->phase == Peer::ANSWERING && (e.unsent->lost || (e.reply->left == 0 && late(there, fetch))))
