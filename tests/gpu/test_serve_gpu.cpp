@@ -98,3 +98,26 @@ TEST_CASE("logit_bias, and log-probabilities that are the model's own") {
         session.feed({77});
     }
 }
+
+TEST_CASE("an answer that wants to end may not before min_tokens, also where it gives way") {
+    on_gpu(false);
+    const int end = tiny().file.config.end_tokens.at(0);
+    for (int pages : {200, 10}) {
+        Bench bench({128, 4, 64, 64, (size_t)pages * Bench::page_bytes()});
+        Random random{15};
+        std::vector<Job> jobs;
+        for (int i = 0; i < 6; i++) {
+            Job job = random_job(random, 128);
+            job.prompt.resize(1 + (size_t)i), job.stops.clear(), job.how = {}, job.how.seed = (uint64_t)i;
+            job.ignore_eos = false, job.alternatives = -1;
+            job.bias = {{end, 100.f}, {77, i % 2 ? 90.f : 0.f}};
+            job.max_tokens = 60, job.min_tokens = 8 * (size_t)i;
+            jobs.push_back(job);
+        }
+        run_all(bench, random, jobs);
+        for (auto& job : jobs) {
+            CHECK(job.reply->pieces.back().count == job.min_tokens + 1);
+            CHECK(std::string(job.reply->pieces.back().finish) == "stop");
+        }
+    }
+}
