@@ -425,9 +425,9 @@ struct EngineOptions {
     size_t kv_bytes = 0;  // of the KV cache; 0: as much as there is room for
 };
 
+#ifdef __CUDACC__
 constexpr int MAX_BIAS = 1024 + 2 * MAX_ENDS; // ids a job may name, and those that may not end it yet
 
-#ifdef __CUDACC__
 // What the GPU knows of the sequence in each slot.
 struct Slots {
     int* last;        // (slots) the token drawn last

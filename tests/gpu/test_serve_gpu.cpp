@@ -111,7 +111,7 @@ TEST_CASE("an answer that wants to end may not before min_tokens, also where it 
             job.prompt.resize(1 + (size_t)i), job.stops.clear(), job.how = {}, job.how.seed = (uint64_t)i;
             job.ignore_eos = false, job.alternatives = -1;
             job.bias = {{end, 100.f}, {77, i % 2 ? 90.f : 0.f}};
-            job.max_tokens = 60, job.min_tokens = 8 * (size_t)i;
+            job.max_tokens = 100, job.min_tokens = 40 + 4 * (size_t)i;
             jobs.push_back(job);
         }
         run_all(bench, random, jobs);

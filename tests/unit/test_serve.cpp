@@ -426,6 +426,28 @@ TEST_CASE("two keys with long answers have as many tokens each, in one slot and 
     }
 }
 
+TEST_CASE("an answer that wants to end may not before min_tokens, also where it gives way") {
+    const int end = tiny().file.config.end_tokens.at(0);
+    for (int pages : {200, 10}) {
+        Bench bench({128, 4, 64, 64, (size_t)pages * Bench::page_bytes()});
+        std::vector<Job> jobs;
+        for (int i = 0; i < 6; i++) {
+            jobs.push_back(job_of(1, 1 + (size_t)i, 100));
+            Job& job = jobs.back();
+            job.bias = {{end, 100.f}, {77, i % 2 ? 90.f : 0.f}};
+            job.ignore_eos = false, job.max_tokens = 100, job.min_tokens = 40 + 4 * (size_t)i, job.ends = {77};
+            if (i % 2) job.ends.clear();
+        }
+        Random random{15};
+        run_all(bench, random, jobs);
+        for (auto& job : jobs) {
+            CHECK(job.reply->pieces.back().count == job.min_tokens + 1);
+            CHECK(std::string(job.reply->pieces.back().finish) == "stop");
+        }
+        if (pages == 10) CHECK(bench.desk.figures.preempted > 0);
+    }
+}
+
 TEST_CASE("priority: within a key the lowest is first") {
     Bench bench({256, 1, 64, 64, 0});
     std::vector<Job> jobs;
