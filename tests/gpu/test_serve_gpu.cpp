@@ -110,7 +110,7 @@ TEST_CASE("an answer that wants to end may not before min_tokens, also where it 
             Job job = random_job(random, 128);
             job.prompt.resize(1 + (size_t)i), job.stops.clear(), job.how = {}, job.how.seed = (uint64_t)i;
             job.ignore_eos = false, job.alternatives = -1;
-            job.bias = {{end, 100.f}, {77, i % 2 ? 90.f : 0.f}};
+            job.bias = {{end, 100.f}, {77, i % 2 ? 50.f : 0.f}};
             job.max_tokens = 100, job.min_tokens = 40 + 4 * (size_t)i;
             jobs.push_back(job);
         }

@@ -434,7 +434,7 @@ TEST_CASE("an answer that wants to end may not before min_tokens, also where it 
         for (int i = 0; i < 6; i++) {
             jobs.push_back(job_of(1, 1 + (size_t)i, 100));
             Job& job = jobs.back();
-            job.bias = {{end, 100.f}, {77, i % 2 ? 90.f : 0.f}};
+            job.bias = {{end, 100.f}, {77, i % 2 ? 50.f : 0.f}};
             job.ignore_eos = false, job.max_tokens = 100, job.min_tokens = 40 + 4 * (size_t)i, job.ends = {77};
             if (i % 2) job.ends.clear();
         }
