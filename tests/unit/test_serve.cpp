@@ -1198,12 +1198,12 @@ TEST_CASE("requests that come in share a room: slow senders lose theirs; those t
     Http kept(server.port);
     while (server.metric("dropped_requests_total") < 3) { // while others are served
         REQUIRE(kept.call("POST", "/tokenize", "{\"prompt\": \"a\"}").status == 200);
-        REQUIRE(seconds() - start < 60);
+        REQUIRE(seconds() - start < 150);
     }
     for (auto& c : clients) c->send("}"); // now they wait for their answers, or are told
     auto waiting = [&](size_t n) {
         while (server.metric("num_requests_waiting") < 8 * (double)n) {
-            REQUIRE(seconds() - start < 60);
+            REQUIRE(seconds() - start < 150);
             REQUIRE(kept.call("POST", "/tokenize", "{\"prompt\": \"a\"}").status == 200);
         }
     };
@@ -1226,7 +1226,8 @@ TEST_CASE("requests that come in share a room: slow senders lose theirs; those t
 
 TEST_CASE("long texts are tokenized beside all else") {
     Serving server;
-    const std::string body = "{\"prompt\": \"" + std::string(2'000'000, '=') + "\"}";
+    const bool slow = strstr(PROGRAM, "tsan") || strstr(PROGRAM, "asan");
+    const std::string body = "{\"prompt\": \"" + std::string(slow ? 200'000 : 2'000'000, '=') + "\"}";
     std::vector<std::unique_ptr<Http>> clients;
     const double start = seconds();
     for (int i = 0; i < 8; i++) clients.push_back(std::make_unique<Http>(server.port)), clients.back()->ask("POST", "/tokenize", body);
