@@ -13,8 +13,8 @@ from html import escape
 HERE = os.path.dirname(os.path.abspath(__file__))
 CAST, SVG = os.path.join(HERE, "session.cast"), os.path.join(HERE, "session.svg")
 COLUMNS, ROWS = 96, 40
-TYPED = ['./qwen3 data/tiny/model.bin -s 1 -i "什么是 warp？"', "./qwen3 data/tiny/model.bin -s 1", "What is a warp?", "/clear",
-         "What is a CUDA stream?", "/stats", "/exit"]
+TYPED = ['./qwen3 data/tiny/model.bin -s 1 -i "什么是 warp？"', "./qwen3 data/tiny/model.bin -s 1",
+         "What is a warp?", "/clear", "What is a CUDA stream?", "/stats", "/exit"]
 PAUSE = 1.2                                   # seconds
 CELL, LINE, MARGIN, TITLE = 8.4, 20, 18, 34   # pixels; 8.4 is the advance of 14 px monospace
 
@@ -54,7 +54,7 @@ def record():
     os.close(terminal)
     os.waitpid(child, 0)
     with open(CAST, "w", encoding="utf-8") as out:
-        header = {"version": 2, "width": COLUMNS, "height": ROWS, "timestamp": int(began), "env": {"TERM": "xterm-256color"}}
+        header = {"version": 2, "width": COLUMNS, "height": ROWS, "timestamp": int(began)}
         for row in [header] + events:
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
 
@@ -147,7 +147,7 @@ text{fill:#e6edf3}rect{fill:#0d1117;stroke:#3d444d}
 
 
 def runs(cells):
-    """Neighbours in a row of one style and one width that appeared together: [row, column, width, text, style, time]."""
+    """Neighbours in a row of one style and width that appeared together: [row, column, width, text, style, time]."""
     found = []
     for (row, column), (letter, style, now) in sorted(cells.items()):
         width = 2 if unicodedata.east_asian_width(letter) in "WF" else 1
@@ -173,11 +173,13 @@ def svg():
     found = runs(screen.cells)
     width = round(header["width"] * CELL + 2 * MARGIN)
     height = TITLE + (max(run[0] for run in found) + 1) * LINE + MARGIN
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
+             f' height="{height}" role="img">',
              "<title>A recorded session of ./qwen3 with the default model, on a CPU</title>",
              f"<style>{STYLE}</style>",
              f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8"/>',
-             f'<text class="title" x="{width / 2:g}" y="22" text-anchor="middle">a recorded session, without a GPU</text>']
+             f'<text class="title" x="{width / 2:g}" y="22" text-anchor="middle">'
+             'a recorded session, without a GPU</text>']
     for row, column, cells, text, style, appeared in found:
         text = text.rstrip()
         x, y = MARGIN + column * CELL, TITLE + row * LINE + 14

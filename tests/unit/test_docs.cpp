@@ -1,5 +1,5 @@
-// README and docs/: what they name exists. Options are in a program's --help, links and files are there, error messages are
-// in the sources, and the Chinese pages say what the English ones say.
+// README and docs/: what they name exists. Options are in a program's --help, links and files are there, error messages
+// are in the sources, and the Chinese pages have what the English ones have.
 // Environment: QWEN3, TRAIN_LORA, DATAGEN and SERVE name the programs (default ./NAME).
 #include "../process.h"
 #include <map>
@@ -25,7 +25,8 @@ static std::vector<fs::path> pages() {
 static Strings matches(const std::string& text, const char* pattern) {
     const std::regex regex(pattern);
     Strings all;
-    for (std::sregex_iterator i(text.begin(), text.end(), regex), end; i != end; ++i) all.push_back((*i)[i->size() > 1]);
+    for (std::sregex_iterator i(text.begin(), text.end(), regex), end; i != end; ++i)
+        all.push_back((*i)[i->size() > 1]);
     return all;
 }
 
@@ -53,7 +54,7 @@ static std::string program(const char* variable, const char* otherwise) {
     return getenv(variable) ? getenv(variable) : otherwise;
 }
 
-// The options of "qwen3", "datagen chunk" and so on: what begins a line of --help. Those of a script: what is in its text.
+// The options of "qwen3", "datagen chunk" and so on: what begins a line of --help. Of a script: what is in its text.
 // A program that is not here (serve needs a library) has none.
 static const std::map<std::string, std::set<std::string>>& options() {
     static const std::map<std::string, std::set<std::string>> known = [] {
@@ -77,7 +78,8 @@ static const std::map<std::string, std::set<std::string>>& options() {
         ask("serve", program("SERVE", "./serve"), {});
         const std::string datagen = program("DATAGEN", "./datagen");
         ask("datagen", datagen, {});
-        for (const char* command : {"chunk", "prompt", "generate", "collect", "filter", "split", "pack", "unpack", "stats", "score"})
+        for (const char* command :
+             {"chunk", "prompt", "generate", "collect", "filter", "split", "pack", "unpack", "stats", "score"})
             ask(format("datagen %s", command), datagen, {command});
         for (const char* script : {"export.py", "teach", "tests/bench/bench_serve.cpp"})
             if (fs::exists(script))
@@ -240,9 +242,11 @@ static std::string sources() {
 }
 
 TEST_CASE("docs: the messages in troubleshooting.md are what the programs say") {
-    const std::set<std::string> of_others = {"sudo: command not found", "Illegal instruction", "no kernel image is available",
-                                             ": Address already in use", ": No such file or directory"};
-    const Result bare = Process("/usr/bin/env", {"make", "-s", "info", "NVCC=none", "CURL=", "MHD=", "EDIT=", "OPENMP="}).wait();
+    const std::set<std::string> of_others = {"sudo: command not found", "Illegal instruction",
+                                             "no kernel image is available", ": Address already in use",
+                                             ": No such file or directory"};
+    const Strings without = {"make", "-s", "info", "NVCC=none", "CXX=g++", "CURL=", "MHD=", "EDIT=", "OPENMP="};
+    const Result bare = Process("/usr/bin/env", without).wait();
     REQUIRE(bare.status == 0);
     const std::string all = sources() + bare.out; // (the Makefile puts its lines together)
     size_t checked = 0;
@@ -261,7 +265,8 @@ TEST_CASE("docs: the messages in troubleshooting.md are what the programs say") 
 // ----------------------------------------------------------------------------------------- two languages
 
 TEST_CASE("docs: the Chinese pages have the English ones' rows and commands") {
-    const std::vector<Strings> english = rows(read("docs/troubleshooting.md")), chinese = rows(read("docs/troubleshooting.zh.md"));
+    const std::vector<Strings> english = rows(read("docs/troubleshooting.md"));
+    const std::vector<Strings> chinese = rows(read("docs/troubleshooting.zh.md"));
     REQUIRE(english.size() == chinese.size());
     for (size_t i = 0; i < english.size(); i++) {
         INFO(english[i][0]);
@@ -294,8 +299,9 @@ TEST_CASE("docs: the README is short, and counts our lines") {
     const std::string text = read("README.md");
     CHECK(lines(text).size() <= 120);
     size_t actual = 0;
+    const std::set<std::string> counted = {".cu", ".cpp", ".h"};
     for (auto& entry : fs::directory_iterator("."))
-        if (std::set<std::string>{".cu", ".cpp", ".h"}.count(entry.path().extension())) actual += lines(read(entry.path())).size();
+        if (counted.count(entry.path().extension())) actual += lines(read(entry.path())).size();
     const Strings said = matches(text, "([0-9,]+) of C\\+\\+ and CUDA");
     REQUIRE(said.size() == 1);
     const double figure = std::stod(std::regex_replace(said[0], std::regex(","), ""));
