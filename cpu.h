@@ -161,6 +161,13 @@ inline InstructionSet best_instruction_set() {
 }
 inline InstructionSet instruction_set = best_instruction_set(); // the process's; a test or --cpu may take a lesser one
 
+// Loops over a sum's rows, tokens and chains are unrolled, so that it stays in registers.
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 // ====================================================================================================== Product tiles
 // y[n * TILE_ROWS + r] = W[r] . x[n] for `rows` <= TILE_ROWS rows of W and N <= TILE_TOKENS tokens. In each way to
 // compute it an output is one sum in one order, whatever the other rows and tokens are.
@@ -178,6 +185,15 @@ template <class T> struct WeightRows {
         if (w) w += r * in;
         else q += r * in, scale += r * ((in + GROUP - 1) / GROUP);
     }
+    const acc<T>* widen(acc<T>* out, int rows) const { // exact: a scale has 8 bits, a weight 7
+        const int groups = (in + GROUP - 1) / GROUP;
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < in; i++) {
+                const size_t at = (size_t)r * in + i;
+                out[at] = w ? to_acc(w[at]) : q[at] * (acc<T>)to_acc(scale[r * groups + i / GROUP]);
+            }
+        return out;
+    }
 };
 
 // ---- Floats. Each struct below is a set of vector instructions, and has the loops of cpu_loops.h made of them:
@@ -186,13 +202,15 @@ template <class T> struct WeightRows {
 //     load      that part of a row, zeros past it    store    that part to memory
 //     fill      the same number in all lanes
 //     multiply  v *= s    multiply_add  sum += a * b    total  the sum of the lanes: halves onto each other
-//     TOKENS    of a product at once, KEYS and CHAINS of attention: as many as the registers hold
-//     PREFETCH  whether a single token's product asks for the next rows of W: where it is faster
+//     totals    of R rows by M tokens: y[m][r]
+//     Input     what x is read as: acc<T>, made once a product, or T where the instructions take it
+//     ROWS, TOKENS  of W and x at once; CHAINS  vectors a sum, so that one does not wait for another; KEYS and MIXED of
+//               attention: as many as the registers hold
 template <class A> struct Plain {
     using Vector = lanes<A>;
     using Operand = Vector;
-    static constexpr int WIDTH = LANES, TOKENS = 4, KEYS = 1, CHAINS = 1;
-    static constexpr bool PREFETCH = false;
+    template <class T> using Input = A;
+    static constexpr int WIDTH = LANES, ROWS = 2, TOKENS = 2, CHAINS = 1, KEYS = 1, MIXED = 1;
     using Part = int;
     static INLINE Part part(int n) { return std::min(LANES, n); }
     template <class T> static INLINE void load(Vector& v, const T* p, Part n) { load_some(v, p, n); }
@@ -200,7 +218,10 @@ template <class A> struct Plain {
     static INLINE void fill(Vector& v, A a) { v = Vector{} + a; }
     static INLINE void multiply(Vector& v, A s) { v *= s; }
     static INLINE void multiply_add(Vector& sum, const Vector& a, const Vector& b) { sum += a * b; }
-    static INLINE A total(const Vector& v) { return sum_lanes(v); }
+    template <int R, int M, int C> static INLINE void totals(A* y, const Vector (&sum)[R][M][C]) {
+        for (int m = 0; m < M; m++)
+            for (int r = 0; r < R; r++) y[m * TILE_ROWS + r] = sum_lanes(sum[r][m][0]);
+    }
 #define TARGET
 #include "cpu_loops.h"
 #undef TARGET
@@ -210,8 +231,8 @@ template <class A> struct Plain {
 struct Avx2 {
     using Vector = __m256;
     using Operand = Vector;
-    static constexpr int WIDTH = 8, TOKENS = 2, KEYS = 4, CHAINS = 1; // 16 registers
-    static constexpr bool PREFETCH = false;
+    template <class T> using Input = float;
+    static constexpr int WIDTH = 8, ROWS = 2, TOKENS = 3, CHAINS = 2, KEYS = 8, MIXED = 8; // 16 registers
     TARGET_AVX2 static INLINE void load8(Vector& v, const float* p) { v = _mm256_loadu_ps(p); }
     TARGET_AVX2 static INLINE void load8(Vector& v, const bf16* p) {
         const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -241,6 +262,10 @@ struct Avx2 {
         s = _mm_add_ps(s, _mm_movehl_ps(s, s));
         return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
     }
+    template <int R, int M, int C> TARGET_AVX2 static INLINE void totals(float* y, const Vector (&sum)[R][M][C]) {
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int r = 0; r < R; r++) y[m * TILE_ROWS + r] = total(sum[r][m][0]);
+    }
 #define TARGET TARGET_AVX2
 #include "cpu_loops.h"
 #undef TARGET
@@ -250,8 +275,8 @@ struct Avx2 {
 struct Avx512 {
     using Vector = __m512;
     using Operand = Vector;
-    static constexpr int WIDTH = 16, TOKENS = 4, KEYS = 8, CHAINS = 4; // 32 registers
-    static constexpr bool PREFETCH = true;
+    template <class T> using Input = float;
+    static constexpr int WIDTH = 16, ROWS = 2, TOKENS = 4, CHAINS = 2, KEYS = 16, MIXED = 8; // 32 registers
     using Part = __mmask16;
     static INLINE Part part(int n) { return n >= WIDTH ? (Part)0xffff : (Part)((1u << n) - 1); }
     TARGET_AVX512 static INLINE void load(Vector& v, const float* p, Part m) { v = _mm512_maskz_loadu_ps(m, p); }
@@ -275,6 +300,35 @@ struct Avx512 {
         v = _mm512_add_ps(v, _mm512_maskz_permute_ps(0xffff, v, 0xb1));
         return _mm512_cvtss_f32(v);
     }
+    // The totals of 16 sums in one vector, for little more than three single ones take; the same additions.
+    TARGET_AVX512 static INLINE Vector totals16(const Vector (&s)[16]) {
+        Vector a[8], b[4], c[2];
+        UNROLL for (int i = 0; i < 8; i++)
+            a[i] = _mm512_maskz_shuffle_f32x4(0xffff, s[i], s[i + 8], 0x44) +
+                   _mm512_maskz_shuffle_f32x4(0xffff, s[i], s[i + 8], 0xee);
+        UNROLL for (int i = 0; i < 4; i++)
+            b[i] = _mm512_maskz_shuffle_f32x4(0xffff, a[i], a[i + 4], 0x88) +
+                   _mm512_maskz_shuffle_f32x4(0xffff, a[i], a[i + 4], 0xdd);
+        UNROLL for (int i = 0; i < 2; i++)
+            c[i] = (Vector)_mm512_maskz_unpacklo_pd(0xff, (__m512d)b[i], (__m512d)b[i + 2]) +
+                   (Vector)_mm512_maskz_unpackhi_pd(0xff, (__m512d)b[i], (__m512d)b[i + 2]);
+        const Vector mixed = _mm512_maskz_shuffle_ps(0xffff, c[0], c[1], 0x88) +
+                             _mm512_maskz_shuffle_ps(0xffff, c[0], c[1], 0xdd);
+        const __m512i order = _mm512_set_epi32(15, 13, 14, 12, 7, 5, 6, 4, 11, 9, 10, 8, 3, 1, 2, 0);
+        return _mm512_maskz_permutexvar_ps(0xffff, order, mixed);
+    }
+    template <int R, int M, int C> TARGET_AVX512 static INLINE void totals(float* y, const Vector (&sum)[R][M][C]) {
+        if constexpr (R * M < 8 || R * M > 16) {
+            UNROLL for (int m = 0; m < M; m++)
+                UNROLL for (int r = 0; r < R; r++) y[m * TILE_ROWS + r] = total(sum[r][m][0]);
+        } else {
+            Vector all[16];
+            UNROLL for (int i = 0; i < 16; i++) all[i] = i < R * M ? sum[i % R][i / R][0] : Vector{};
+            float numbers[16];
+            _mm512_mask_storeu_ps(numbers, 0xffff, totals16(all));
+            UNROLL for (int m = 0; m < M; m++) memcpy(y + m * TILE_ROWS, numbers + m * R, R * sizeof(float));
+        }
+    }
 #define TARGET TARGET_AVX512
 #include "cpu_loops.h"
 #undef TARGET
@@ -284,8 +338,8 @@ struct Avx512 {
 // bf16 weights.
 struct Bf16Dot : Avx512 {
     using Operand = __m512bh;
-    static constexpr int WIDTH = 32;
-    static constexpr bool PREFETCH = false;
+    template <class T> using Input = bf16;
+    static constexpr int WIDTH = 32, ROWS = 4, TOKENS = 4, CHAINS = 1;
     using Avx512::load, Avx512::multiply, Avx512::multiply_add; // for attention's loops, which nobody calls here
     static void multiply(Operand&, float);                      // for INT8's, likewise: nvcc looks at discarded code
     using Part = __mmask32;
@@ -303,27 +357,37 @@ struct Bf16Dot : Avx512 {
 };
 #endif
 
-// A tile, 4 rows by TOKENS tokens at a time: their sums, and an operand or five, are what registers hold.
+// A tile. A single token streams W from memory row after row, in the order in which it lies there: this is what gives
+// the most of it. For several tokens a few rows are made Inputs once.
 template <class Set, bool INT8, class T>
-void product_tile(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
-    constexpr int M = Set::TOKENS;
-    const int in = w.in;
-    for (int r = 0, done; r < rows; r += done, y += done) {
-        done = r + 4 <= rows ? 4 : 1;
+void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input, int N) {
+    using X = typename Set::template Input<T>;
+    constexpr int C = INT8 ? GROUP / Set::WIDTH : Set::CHAINS, R = Set::ROWS * Set::CHAINS / C, M = Set::TOKENS;
+    const X* x = (const X*)input;
+    const size_t in = w.in;
+    if (N == 1) {
+        for (int r = 0; r < rows; r++, w.skip(1))
+            if constexpr (INT8) Set::template product_loop<true, 1, 1, C>(y + r, w.q, w.scale, x, w.in);
+            else Set::template product_loop<false, 1, 1, C>(y + r, w.w, w.scale, x, w.in);
+        return;
+    }
+    static thread_local std::vector<X> kept;
+    for (int r = 0, some; r < rows; r += some, y += some, w.skip(some)) {
+        some = r + R <= rows ? R : 1;
+        const X* wide;
+        if constexpr (!INT8 && std::is_same_v<T, X>) wide = w.w;
+        else wide = w.widen(at_least(kept, R * in), some);
         int n = 0;
-        for (; n + M <= N; n += M) {
-            if (done == 4) Set::template product_loop<INT8, 4, M>(y + n * TILE_ROWS, w, x + (size_t)n * in);
-            else Set::template product_loop<INT8, 1, M>(y + n * TILE_ROWS, w, x + (size_t)n * in);
-        }
-        for (; n < N; n++) {
-            if (done == 4) Set::template product_loop<INT8, 4, 1>(y + n * TILE_ROWS, w, x + (size_t)n * in);
-            else Set::template product_loop<INT8, 1, 1>(y + n * TILE_ROWS, w, x + (size_t)n * in);
-        }
-        w.skip(done);
+        for (; n + M <= N; n += M)
+            if (some == R) Set::template product_loop<false, R, M, C>(y + n * TILE_ROWS, wide, w.scale, x + n * in, w.in);
+            else Set::template product_loop<false, 1, M, C>(y + n * TILE_ROWS, wide, w.scale, x + n * in, w.in);
+        for (; n < N; n++)
+            if (some == R) Set::template product_loop<false, R, 1, C>(y + n * TILE_ROWS, wide, w.scale, x + n * in, w.in);
+            else Set::template product_loop<false, 1, 1, C>(y + n * TILE_ROWS, wide, w.scale, x + n * in, w.in);
     }
 }
-template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N);
-template <bool INT8, class T> ProductTile<T> choose_tile() {
+template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const void* x, int N);
+template <bool INT8, class T> ProductTile<T> choose_tile() { // x: bf16 for Bf16Dot, acc<T> for the others
 #ifdef HAVE_SIMD
     if constexpr (!INT8 && std::is_same_v<T, bf16>)
         if (instruction_set >= ISA_AVX512_BF16) return product_tile<Bf16Dot, INT8, T>;
@@ -658,7 +722,8 @@ template <class T> struct ProductInput {
     const T* x;
     int N, in;
     ProductTile<T> floats;
-    bool integers = false, amx = false; // integers for INT8; AMX for whole tiles
+    bool dot = false, integers = false, amx = false; // Bf16Dot; integers for INT8; AMX for whole tiles
+    const acc<T>* wide = nullptr;                    // for floats that are not Bf16Dot's
 #ifdef HAVE_SIMD
     const bf16* packed = nullptr;           // for AMX
     const FixedX* fixed = nullptr;          // for integers
@@ -669,6 +734,7 @@ template <class T> struct ProductInput {
         : x(x), N(N), in(W.in), floats(W.q[0] ? choose_tile<true, T>() : choose_tile<false, T>()) {
 #ifdef HAVE_SIMD
         if constexpr (std::is_same_v<T, bf16>) {
+            dot = instruction_set >= ISA_AVX512_BF16 && !W.q[0];
             integers = instruction_set >= ISA_AVX512_BF16 && W.q[0] && in % 64 == 0;
             amx = instruction_set >= ISA_AMX && (W.q[0] ? integers && N > 1 : in % 32 == 0);
             if (integers) fixed = fix_all_x(x, N, in);
@@ -676,6 +742,15 @@ template <class T> struct ProductInput {
             else if (amx) packed = amx_pack(x, N, in);
         }
 #endif
+        if constexpr (std::is_same_v<T, acc<T>>) wide = x;
+        else if (!dot && !integers) wide = widen_x(x, (size_t)N * in);
+    }
+    static const acc<T>* widen_x(const T* x, size_t n) {
+        static thread_local std::vector<acc<T>> kept;
+        acc<T>* out = at_least(kept, n);
+        #pragma omp parallel for schedule(static) if (n > 50000)
+        for (size_t i = 0; i < n; i++) out[i] = to_acc(x[i]);
+        return out;
     }
     // The tile of `rows` rows at w and `count` tokens from n on.
     void tile(acc<T>* y, const WeightRows<T>& w, int rows, int n, int count) const {
@@ -689,7 +764,8 @@ template <class T> struct ProductInput {
             if (integers) return product_tile_vnni(y, w, rows, fixed + before / (2 * GROUP), count);
         }
 #endif
-        floats(y, w, rows, x + (size_t)n * in, count);
+        const size_t at = (size_t)n * in;
+        floats(y, w, rows, dot ? (const void*)(x + at) : wide + at, count);
     }
 };
 
