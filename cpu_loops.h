@@ -39,41 +39,50 @@ TARGET static void product_loop(Y* y, const W* w, const bf16* scale, const X* x,
     totals<R, M>(y, sum);
 }
 
+// The two loops of attention. HEAD: D where the compiler should know it, so that addresses are constants, a multiple of
+// what registers hold; or 0.
 // p[j] = q . keys[j] for the 16 keys of a page; keys (16,D).
-template <class U> TARGET static void attention_scores(U* p, const U* q, const U* keys, int D) {
-    for (int j = 0; j < PAGE; j += KEYS) {
-        Vector sum[KEYS][1][1], a, b;
+template <class U> TARGET static INLINE void scores_step(Vector (&sum)[KEYS][1][1], const U* q, const U* keys, int D,
+                                                         Part some) {
+    Vector a, b;
+    load(a, q, some);
+    UNROLL for (int k = 0; k < KEYS; k++) {
+        load(b, keys + k * D, some);
+        multiply_add(sum[k][0][0], a, b);
+    }
+}
+template <int HEAD, class U> TARGET static void attention_scores(U* p, const U* q, const U* keys, int head) {
+    const int D = HEAD ? HEAD : head;
+    for (int j = 0; j < PAGE; j += KEYS, keys += KEYS * D) {
+        Vector sum[KEYS][1][1];
         UNROLL for (int k = 0; k < KEYS; k++) sum[k][0][0] = Vector{};
-        for (int i = 0; i < D; i += WIDTH) {
-            const Part some = part(D - i);
-            load(a, q + i, some);
-            UNROLL for (int k = 0; k < KEYS; k++) {
-                load(b, keys + (j + k) * D + i, some);
-                multiply_add(sum[k][0][0], a, b);
-            }
-        }
+        int i = 0;
+        for (; i + WIDTH <= D; i += WIDTH) scores_step(sum, q + i, keys + i, D, part(WIDTH));
+        if (HEAD == 0 && i < D) scores_step(sum, q + i, keys + i, D, part(D - i));
         totals<KEYS, 1>(p + j, sum);
     }
 }
 
-// out = out * scale + sum_j p[j] values[j] over the 16 values of a page; values (16,D). MIXED sums at a time hide each
-// other's latency.
-template <class U> TARGET static void attention_mix(U* out, U scale, const U* p, const U* values, int D) {
-    for (int i = 0; i < D; i += MIXED * WIDTH) {
-        Vector o[MIXED], weight, v;
-        Part some[MIXED];
-        UNROLL for (int c = 0; c < MIXED; c++) {
-            some[c] = part(std::max(0, D - i - c * WIDTH));
-            load(o[c], out + i + c * WIDTH, some[c]);
-            multiply(o[c], scale);
-        }
-        for (int j = 0; j < PAGE; j++) {
-            fill(weight, p[j]);
-            UNROLL for (int c = 0; c < MIXED; c++) {
-                load(v, values + j * D + i + c * WIDTH, some[c]);
-                multiply_add(o[c], weight, v);
-            }
-        }
-        UNROLL for (int c = 0; c < MIXED; c++) store(out + i + c * WIDTH, o[c], some[c]);
+// out = out * scale + sum_j p[j] values[j] over the 16 values of a page; values (16,D). MIXED vectors of out at a time
+// hide each other's latency.
+template <class U> TARGET static INLINE void mix_columns(U* out, U scale, const U* p, const U* values, int D, int left) {
+    Vector o[MIXED], weight, v;
+    UNROLL for (int c = 0; c < MIXED; c++) {
+        load(o[c], out + c * WIDTH, part(std::max(0, left - c * WIDTH)));
+        multiply(o[c], scale);
     }
+    for (int j = 0; j < PAGE; j++) {
+        fill(weight, p[j]);
+        UNROLL for (int c = 0; c < MIXED; c++) {
+            load(v, values + j * D + c * WIDTH, part(std::max(0, left - c * WIDTH)));
+            multiply_add(o[c], weight, v);
+        }
+    }
+    UNROLL for (int c = 0; c < MIXED; c++) store(out + c * WIDTH, o[c], part(std::max(0, left - c * WIDTH)));
+}
+template <int HEAD, class U> TARGET static void attention_mix(U* out, U scale, const U* p, const U* values, int head) {
+    const int D = HEAD ? HEAD : head;
+    int i = 0;
+    for (; i + MIXED * WIDTH <= D; i += MIXED * WIDTH) mix_columns(out + i, scale, p, values + i, D, MIXED * WIDTH);
+    if (HEAD == 0 && i < D) mix_columns(out + i, scale, p, values + i, D, D - i);
 }
