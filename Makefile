@@ -3,6 +3,7 @@
 # make test         builds with -Werror, runs every suite; the last line counts
 # make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
 # make tsan         the server's suite, the server under ThreadSanitizer
+# make aarch64      the model's suites for 64-bit Arm, by a cross compiler, under qemu-user
 # make cuda-check   nvcc compiles every kernel for four architectures, and the code in the notes
 # make bench        speed of this machine's build, and of its GPU's kernels
 # make clean
@@ -44,7 +45,7 @@ space    := $(empty) $(empty)
 NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(FLAGS)))
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
-.PHONY: all cpu info test asan tsan fuzz bench clean cuda-check
+.PHONY: all cpu info test asan tsan aarch64 fuzz bench clean cuda-check
 all cpu: info qwen3 train_lora datagen $(if $(MHD),serve)
 
 info:
@@ -199,6 +200,13 @@ $(BUILD)/tsan/serve: serve.cu qwen3.cu $(HEADERS)
 tsan:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(BUILD)/tsan/serve $(T)/test_serve
 	@SERVE=$(BUILD)/tsan/serve OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 tests/run.sh $(T)/test_serve
+
+# ---- 64-bit Arm, with the compiler's own vectors: Debian's g++-aarch64-linux-gnu and qemu-user-static.
+ARM        = aarch64-linux-gnu-g++
+ARM_SUITES = test_ops test_int8 test_model test_sampler
+aarch64:
+	@$(MAKE) --no-print-directory NVCC=none PORTABLE=1 CXX=$(ARM) CXXFLAGS="-static -Wl,--no-warnings" UNITS="$(ARM_SUITES)" $(BUILD)/$(ARM)-portable/suites_model
+	@RUNNER=qemu-aarch64-static JOBS=2 tests/run.sh $(ARM_SUITES:%=$(BUILD)/$(ARM)-portable/suites_model:%)
 
 # ---- Fuzzers: clang's libFuzzer, seeds in tests/fixtures/fuzz/NAME.
 FUZZERS   = $(notdir $(basename $(wildcard tests/fuzz/fuzz_*.cpp)))
