@@ -1227,8 +1227,8 @@ static int run_prompt(const Arguments& a) {
     size_t questions[3] = {};
     for (auto& [name, c] : chapters)
         for (int d = 0; d < 3; d++) questions[d] += c.given[d];
-    say(format("%zu requests for %zu easy, %zu medium, %zu hard questions in %zu chapters", requests, questions[0],
-               questions[1], questions[2], chapters.size()));
+    say(format("%zu requests for %zu easy, %zu medium, %zu hard questions in %zu chapter%s", requests, questions[0],
+               questions[1], questions[2], chapters.size(), chapters.size() == 1 ? "" : "s"));
     if (max_tokens == SIZE_MAX)
         say(format("max_tokens: %zu, %zu, %zu for an easy, medium, hard question; %zu in a request at most. "
                    "A model that thinks first needs more (--max-tokens)",
