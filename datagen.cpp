@@ -807,7 +807,8 @@ static std::string_view trimmed(std::string_view s) {
 // Where a text without form feeds shows that it had pages (as Markdown of a PDF does): numbers on lines by themselves
 // that count on, five and more, a page's length from each other. The lines of the longest such count.
 static std::vector<size_t> page_marks(const Lines& lines) {
-    std::vector<size_t> best, marks;
+    std::vector<size_t> marks;
+    size_t run = 0, best = 0, most = 0; // where the count at hand begins in marks, where the longest, and its length
     bool fence = false;
     long last = 0;
     for (size_t i = 0; i < lines.size(); i++) {
@@ -816,23 +817,26 @@ static std::vector<size_t> page_marks(const Lines& lines) {
         if (fence || blank(i) || !blank(i - 1) || !blank(i + 1)) continue;
         const long number = page_number(lines[i]);
         if (number < 0) continue;
-        if (number <= last || number > last + 2) marks.clear(); // (a page without number is passed over)
+        if (number <= last || number > last + 2) run = marks.size(); // (a page without number is passed over)
         marks.push_back(i), last = number;
-        if (marks.size() > best.size()) best = marks;
+        if (marks.size() - run > most) best = run, most = marks.size() - run;
     }
-    if (best.size() < 5) return {};
-    const size_t between = (size_t)(lines[best.back()].data() - lines[best[0]].data()) / (best.size() - 1);
-    return between >= 200 && between <= 10000 ? best : std::vector<size_t>();
+    if (most < 5) return {};
+    marks = {marks.begin() + (ptrdiff_t)best, marks.begin() + (ptrdiff_t)(best + most)};
+    const size_t between = (size_t)(lines[marks.back()].data() - lines[marks[0]].data()) / (most - 1);
+    return between >= 200 && between <= 10000 ? marks : std::vector<size_t>();
 }
 
 // Every page's lines. Form feeds part them; where there is none, numbers do.
 static std::vector<Lines> pages_of(std::string_view book) {
     std::vector<Lines> pages;
-    for (size_t at = 0, end; at <= book.size() && book.find('\f') != book.npos; at = end + 1) {
-        end = std::min(book.find('\f', at), book.size());
-        pages.push_back(lines_of(book.substr(at, end - at)));
+    if (book.find('\f') != book.npos) {
+        for (size_t at = 0, end; at <= book.size(); at = end + 1) {
+            end = std::min(book.find('\f', at), book.size());
+            pages.push_back(lines_of(book.substr(at, end - at)));
+        }
+        return pages;
     }
-    if (!pages.empty()) return pages;
     const Lines lines = lines_of(book);
     size_t from = 0;
     for (size_t mark : page_marks(lines)) {
@@ -862,7 +866,7 @@ static void drop_heads(std::vector<Lines>& pages, CleanText& found) {
             if (!top && !bottom) continue;
             std::string line; // blanks as one
             for (char c : trimmed(pages[p][filled[k]]))
-                if (!is_space((uint8_t)c)) line += c;
+                if ((uint8_t)c > ' ') line += c;
                 else if (line.empty() || line.back() != ' ') line += ' ';
             if (line.size() > LONGEST) continue;
             const size_t front = line.find_first_not_of("0123456789"), back = line.find_last_not_of("0123456789") + 1;
