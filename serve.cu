@@ -533,7 +533,8 @@ template <class T> struct Engine {
         while (options.context > usual && room < most - most / 8)
             room = room_with(std::max(usual, options.context / 2));
         const size_t whole = room / page_bytes * PAGE;
-        if (options.at_most && whole >= PAGE && whole < (size_t)options.context) room = room_with((int)whole);
+        if (options.at_most && whole >= PAGE && whole < (size_t)options.context)
+            room = std::max(room, room_with((int)whole)); // (what others left free may be less by now)
         pages = (int)std::min(room / page_bytes, (size_t)1 << 26);
         if (pages < max_pages)
             DIE("a context of %d tokens needs %.2f GB for keys and values, and there are %.2f GB (--kv-memory, --ctx)",
