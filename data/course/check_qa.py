@@ -171,7 +171,8 @@ def check_filter():
         both = (HERE / "gpu_qa.jsonl").read_bytes() + (HERE / "exam_qa.jsonl").read_bytes()
         qa.write_bytes(both)
         subprocess.run([DATAGEN, "chunk", *sorted((HERE / "notes").glob("*.md")), "-o", chunks], check=True)
-        subprocess.run([DATAGEN, "filter", qa, "--chunks", chunks, "-o", clean], check=True)
+        subprocess.run([DATAGEN, "filter", qa, "--chunks", chunks, "--terms", ROOT / "data/datagen/terms.txt",
+                        "-o", clean], check=True)
         need(clean.read_bytes() == both, "datagen filter changes the rows")
         return {chunk["id"]: facts.bare(chunk["text"]) for chunk in glossary.rows(chunks)}
 
