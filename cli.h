@@ -483,11 +483,15 @@ template <class T> size_t block_bytes(const Session<T>& s, size_t n) {
     return (n + PAGE - 1) / PAGE * s.config.K * PAGE * s.config.D * sizeof(T);
 }
 template <class T, class F> void each_block(Session<T>& s, size_t n, F f) {
-    std::vector<T> copy(block_bytes(s, n) / sizeof(T));
+    std::vector<T> copy(s.ctx.gpu ? block_bytes(s, n) / sizeof(T) : 0);
     T* const both[] = {s.cache.keys, s.cache.values}; // (nvcc cannot walk a braced list here)
     for (T* all : both)
         for (int l = 0; l < s.config.L; l++) {
             T* block = all + l * s.cache.layer_size;
+            if (!s.ctx.gpu) { // host memory itself
+                f(block);
+                continue;
+            }
             copy_out(s.ctx, copy.data(), block, copy.size());
             f(copy.data());
             copy_in(s.ctx, block, copy.data(), copy.size());
