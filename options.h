@@ -130,6 +130,9 @@ inline std::vector<std::string> parse(const std::vector<Option>& table, int argc
     return words;
 }
 
+// "1 thread", "2 threads".
+inline std::string counted(size_t n, const char* thing) { return format("%zu %s%s", n, thing, n == 1 ? "" : "s"); }
+
 inline void write_stdout(std::string_view text) {
     if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0)
         DIE("standard output: %s", strerror(errno));
