@@ -85,8 +85,8 @@ inline std::string tokenizer_path(const ModelOptions& o) {
 inline bool fits(const Tokenizer& t, const Config& c) { return t.size() <= c.V && c.V - t.size() < 1024; }
 [[noreturn]] inline void not_its_tokenizer(const std::string& path, const Tokenizer& t, const ModelOptions& o,
                                            const Config& c) {
-    DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", path.c_str(), t.size(),
-        o.model.c_str(), c.V);
+    DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer (-z FILE names another)", path.c_str(),
+        t.size(), o.model.c_str(), c.V);
 }
 
 // Names what an adapter does to a model: its matrices, and how they are scaled.
@@ -117,7 +117,7 @@ inline std::string device_name(const Context& ctx) {
     cudaDeviceProp properties;
     if (ctx.gpu && cudaGetDeviceProperties(&properties, 0) == cudaSuccess) return properties.name;
 #endif
-    return format("cpu, %s%d threads", ctx.plain ? "plain loops, " : "", thread_count());
+    return format("cpu, %s%s", ctx.plain ? "plain loops, " : "", counted((size_t)thread_count(), "thread").c_str());
 }
 
 // Compute in float? As the checkpoint is stored, unless --dtype says otherwise. The GPU computes in bf16.
@@ -532,7 +532,9 @@ struct Options : ModelOptions {
 };
 
 static const char* USAGE =
-    "usage: qwen3 MODEL [-i TEXT] [options]      MODEL: a model.bin or a Hugging Face folder\n";
+    "usage: qwen3 MODEL [QUESTION] [options]     MODEL: a model.bin or a Hugging Face folder\n"
+    "       qwen3 MODEL                           a chat (/help in it)\n"
+    "       qwen3 --version\n";
 
 #ifdef QWEN3_PLAIN // there is no cpu.h
 static const char* instructions_used() { return "plain loops"; }
@@ -562,8 +564,7 @@ static std::vector<Option> option_table(Options& o) {
         return [&](const char*, const char* v) { to = v, has = true; };
     };
     std::vector<Option> table = {
-        {"-i", "--input", "TEXT", "the question; - reads it from standard input. Without -i: a chat\n(/help in it)",
-         given(o.input, o.has_input)},
+        {"-i", "--input", "TEXT", "the question; - reads it from standard input", given(o.input, o.has_input)},
         {"-y", "--system", "TEXT", "system prompt", text(o.system)},
         {"-r", "--think", "0|1", "let the model think first (default 0)", whole(o.think, 0, 1)},
         {"-t", "--temp", "X", "temperature (default 0.7, thinking 0.6); 0 takes the likeliest token",
@@ -624,8 +625,10 @@ static Options parse_options(int argc, char** argv) {
     const std::vector<Option> table = option_table(o);
     const std::vector<std::string> words = parse(table, argc, argv);
     if (o.help) print_help(USAGE, table);
-    if (words.size() > 1) DIE("one model, please: %s and %s", words[0].c_str(), words[1].c_str());
-    if (words.size() == 1) o.model = words[0];
+    if (words.size() > 2) DIE("one model and one question, please, in quotes: %s is too much", words[2].c_str());
+    if (words.size() == 2 && o.has_input) DIE("one question, please: %s and -i %s", words[1].c_str(), o.input.c_str());
+    if (words.size() > 0) o.model = words[0];
+    if (words.size() == 2) o.input = words[1], o.has_input = true;
     return o;
 }
 
@@ -661,6 +664,7 @@ static std::vector<int> prompt_ids(const Options& o, const Tokenizer* tokenizer)
         if (!text.empty() && text.back() == '\n') text.pop_back(); // what `echo` adds is no part of the question
     }
     if (o.raw) return tokenizer->encode(text, true);
+    if (text.empty()) DIE("the question is empty"); // as where a script's variable is not set
     std::vector<Message> messages;
     if (!o.system.empty()) messages.push_back({"system", o.system});
     messages.push_back({"user", text});
@@ -819,20 +823,21 @@ template <class T> struct PromptCache {
 
 // ------------------------------------------------------------------------------------ Perplexity and evaluation
 
-// A line on stderr that is written over once a second.
+// A line on stderr that is written over once a second; where that is no terminal, a new one every half minute.
 struct Progress {
+    const bool terminal = isatty(2);
     const double start = seconds();
     double told = start;
 
-    ~Progress() { if (told > start) fputc('\n', stderr); }
+    ~Progress() { if (terminal && told > start) fputc('\n', stderr); }
 
     // What `line` says, when `done` of `all` is done.
     template <class F> void show(size_t done, size_t all, F line) {
         const double now = seconds();
-        if (now - told < 1) return;
+        if (now - told < (terminal ? 1 : 30)) return;
         told = now;
         const double left = (now - start) * (double)(all - done) / (double)done;
-        fprintf(stderr, "\r%s, %.0f s left   ", line(now - start).c_str(), left);
+        fprintf(stderr, terminal ? "\r%s, %.0f s left   " : "%s, %.0f s left\n", line(now - start).c_str(), left);
     }
 };
 
@@ -1093,7 +1098,8 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
             DIE("%s: line %zu is damaged; remove the file to start anew", out.partial.c_str(), totals.rows + 2);
     }
     const size_t before = totals.rows;
-    if (before) say(format("%s: %zu of %zu rows are there", out.partial.c_str(), before, rows.size()));
+    if (before)
+        say(format("%s: %zu of %s are there", out.partial.c_str(), before, counted(rows.size(), "row").c_str()));
     {
         Progress progress;
         ThreadPace pace(o, o.ctx);
@@ -1109,13 +1115,15 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
         }
     }
     if (interrupted) {
-        say(format("%s: %zu of %zu rows; the same command goes on", out.partial.c_str(), totals.rows, rows.size()));
+        say(format("%s: %zu of %s; the same command goes on", out.partial.c_str(), totals.rows,
+                   counted(rows.size(), "row").c_str()));
         return 130;
     }
     out.finish();
     const double loss = totals.nll / (double)totals.tokens;
-    say(format("%s: %zu rows, %zu skipped (too long for the context), %zu answers ended by themselves, loss %.6f over "
-               "%zu tokens", o.output.c_str(), totals.rows, totals.skipped, totals.ended, loss, totals.tokens));
+    say(format("%s: %s, %zu skipped (too long for the context), %s, loss %.6f over %s", o.output.c_str(),
+               counted(totals.rows, "row").c_str(), totals.skipped, counted(totals.ended, "complete answer").c_str(),
+               loss, counted(totals.tokens, "token").c_str()));
     sj::Writer all;
     all.object().field("rows", totals.rows).field("skipped", totals.skipped).field("ended", totals.ended);
     all.field("loss", loss).field("tokens", totals.tokens).end();
@@ -1162,8 +1170,9 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
     // A draw is the sum of four 16-bit uniforms, which is near enough to normal and the same on every machine.
     const size_t BLOCK = 1 << 20, width = wide ? 4 : 2;
     std::vector<uint8_t> bytes(BLOCK * width);
-    const double start = seconds(), all = (double)(parameters(c) * width);
-    double told = start, written = 0;
+    const size_t all = parameters(c) * width;
+    size_t written = 0;
+    auto progress = std::make_unique<Progress>();
     uint64_t counter = 0;
     auto draw = [&](OutputFile& out, size_t n, float mean, float deviation) {
         for (size_t first = 0; first < n; first += BLOCK) {
@@ -1183,12 +1192,10 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
             }
             counter += (count + 1) / 2;
             out.write(bytes.data(), count * width);
-            written += (double)(count * width);
-            if (seconds() - told > 1) {
-                told = seconds();
-                fprintf(stderr, "\r%s: %.0f of %.0f MB, %.0f s left ", path.c_str(), written / 1e6, all / 1e6,
-                        (told - start) * (all - written) / written);
-            }
+            written += count * width;
+            progress->show(written, all, [&](double) {
+                return format("%s: %.0f of %.0f MB", path.c_str(), (double)written / 1e6, (double)all / 1e6);
+            });
             if (interrupted) DIE("interrupted");
         }
     };
@@ -1198,8 +1205,9 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
             draw(out, t.size(), t.columns ? 0.f : 1.f, t.columns ? 0.02f : 0.1f);
         }});
     const size_t size = write_safetensors(path, model_metadata(config_text, generation_text), tensors);
-    fprintf(stderr, "%s%s: %.1f M parameters, %.0f MB, seed %llu\n", told > start ? "\r" : "", path.c_str(),
-            (double)parameters(c) / 1e6, (double)size / 1e6, (unsigned long long)seed);
+    progress.reset(); // its line ends
+    fprintf(stderr, "%s: %.1f M parameters, %.0f MB, seed %llu\n", path.c_str(), (double)parameters(c) / 1e6,
+            (double)size / 1e6, (unsigned long long)seed);
 }
 
 // ---------------------------------------------------------------------------------------------------- --bench
@@ -1280,8 +1288,8 @@ static void print_bench(const Options& o, const Config& c, const char* type, con
         return write_stdout(w.text + "\n");
     }
     const std::string where = gpu ? device_name(o.ctx) : format("CPU, instructions %s", instructions);
-    std::string out = format("%s: %.1f M parameters, %s, %s, %d threads\n", o.model.c_str(),
-                             (double)parameters(c) / 1e6, type, where.c_str(), thread_count());
+    std::string out = format("%s: %.1f M parameters, %s, %s, %s\n", o.model.c_str(), (double)parameters(c) / 1e6,
+                             type, where.c_str(), counted((size_t)thread_count(), "thread").c_str());
     out += format("ceilings: read %.1f GB/s, multiply %.0f GFLOP/s\n", ceiling.read / 1e9, ceiling.multiply / 1e9);
     out += "work    position     tok/s   MB/token      GB/s  of read   GFLOP/s  of multiply\n";
     for (auto& r : rows) {
@@ -1321,17 +1329,20 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
         rows.push_back({"prompt", length, time_prompt(session, length), weight_bytes / length, flops});
     }
     session.rewind(0);
+    auto progress = std::make_unique<Progress>();
     for (int position : positions) {
         for (int have; (have = (int)session.ids.size()) < position;) {
-            fprintf(stderr, "\r%d of %d tokens in the context ", have, positions.back());
             session.feed(random_ids(std::min(512, position - have), c.V), &interrupted);
             if (interrupted) DIE("interrupted");
+            progress->show(session.ids.size(), (size_t)positions.back(), [&](double) {
+                return format("%zu of %d tokens in the context", session.ids.size(), positions.back());
+            });
         }
         const double rate = time_decoding(session, steps), middle = position + (gpu ? steps / 2 : 0);
         const double bytes = weight_bytes + key_bytes * (middle + 1), flops = 2 * matrices + per_key * middle;
         rows.push_back({"decode", position, rate, bytes, flops});
     }
-    fprintf(stderr, "\r%*s\r", 40, "");
+    progress.reset();
     print_bench(o, c, type_name(weights), ceiling, rows);
 }
 
@@ -1380,8 +1391,9 @@ static void print_answer(const Options& o, const Generation& g, const Took& took
         write_stdout("\n");
     }
     const std::string from_cache = o.prompt_cache.empty() ? "" : format(" (%zu from the prompt cache)", took.reused);
-    fprintf(stderr, "prompt %zu tokens%s, %.1f tok/s; answer %zu tokens, %.1f tok/s (%s)\n", took.prompt_tokens,
-            from_cache.c_str(), prompt_rate, g.ids.size(), rate, g.finish);
+    fprintf(stderr, "prompt %s%s, %.1f tok/s; answer %s, %.1f tok/s (%s)\n",
+            counted(took.prompt_tokens, "token").c_str(), from_cache.c_str(), prompt_rate,
+            counted(g.ids.size(), "token").c_str(), rate, g.finish);
 }
 
 // One prompt, one answer; or a chat, --ppl, --eval, --logits.
@@ -1405,7 +1417,8 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     const std::vector<int> prompt = checked_prompt(o, c, tokenizer.get());
     const int context = o.context ? o.context : std::min(4096, c.max_positions);
     if (prompt.size() > (size_t)context)
-        DIE("the prompt is %zu tokens, the context %d (-c sets it, up to %d)", prompt.size(), context, c.max_positions);
+        DIE("the prompt is %s, the context %d (-c sets it, up to %d)", counted(prompt.size(), "token").c_str(), context,
+            c.max_positions);
     Session<T> session(c, weights, context, o.ctx);
     if (!o.logits_file.empty() || o.logits_hash) return write_logits(o, session, prompt), 0;
 
@@ -1443,6 +1456,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
 // Does what the options ask for; see run_program.
 static int run(int argc, char** argv) {
     const double start = seconds();
+    if (told_version("qwen3", argc, argv)) return 0;
     Options o = parse_options(argc, argv);
     if (o.help) return 0;
     o.use_threads();

@@ -2339,7 +2339,7 @@ static std::vector<Option> option_table(Arguments& a) {
 }
 
 static std::string usage() {
-    std::string all = "usage: datagen COMMAND FILES [options]\n\n";
+    std::string all = "usage: datagen COMMAND FILES [options]\n       datagen --version\n\n";
     for (auto& c : COMMANDS)
         all += format("  %-9s%-20s %s\n           %s\n", c.name, c.files, c.options, c.help);
     all += format("  %-9s%-20s %s\n           %s\n", "score", "answers.jsonl reference.jsonl",
@@ -2352,6 +2352,7 @@ static std::string usage() {
 int run(int argc, char** argv) {
     const std::string name = argc > 1 ? argv[1] : "";
     if (name.empty()) return fputs(usage().c_str(), stderr), 1;
+    if (told_version("datagen", argc, argv)) return 0;
     if (name == "-h" || name == "--help") return write_stdout(usage()), 0;
     if (name == "score") return score_main(argc - 1, argv + 1); // (score.h)
     for (auto& c : COMMANDS) {
