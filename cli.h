@@ -89,6 +89,23 @@ inline bool fits(const Tokenizer& t, const Config& c) { return t.size() <= c.V &
         t.size(), o.model.c_str(), c.V);
 }
 
+// A model that is an adapter's folder, as train_lora leaves it, stands for the base that it names, with the adapter.
+inline void open_adapter(ModelOptions& o) {
+    const std::string config = o.model + "/adapter_config.json";
+    if (!ModelFile::exists(config) || ModelFile::in_folder(o.model)) return;
+    const char* name = o.model.c_str();
+    if (!o.adapter.empty()) DIE("%s: an adapter, as --adapter %s is: which model?", name, o.adapter.c_str());
+    const MappedFile file(config);
+    sj::Doc doc;
+    if (const std::string fault = sj::parse(doc, file.text()); !fault.empty())
+        DIE("%s: %s", config.c_str(), fault.c_str());
+    const std::string base = doc.root()["base_model_name_or_path"].str();
+    if (base.empty() || !ModelFile::exists(base))
+        DIE("%s: an adapter of %s, which is not here: name the model, and --adapter %s", name,
+            base.empty() ? "a model without a name" : base.c_str(), name);
+    o.adapter = o.model, o.model = base;
+}
+
 // Names what an adapter does to a model: its matrices, and how they are scaled.
 inline uint64_t adapter_hash(const AdapterFile& a, uint64_t seed) {
     return fnv1a(a.map.data, a.map.size, fnv1a(&a.config.alpha, sizeof a.config.alpha, seed + a.config.rslora));
@@ -1480,6 +1497,7 @@ static int run(int argc, char** argv) {
     if (o.stride && o.ppl.empty()) DIE("--stride is for --ppl");
     if (!asks && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (a chat, which is without it, has no --raw, --json or --logits)");
+    open_adapter(o);
     const ModelFile file(o.model);
     o.ctx = choose_device(o, file);
     if (o.bench && !o.adapter.empty()) DIE("--adapter changes no figure of --bench");

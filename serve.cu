@@ -2253,6 +2253,7 @@ static int run(int argc, char** argv) {
     Options o = parse_options(argc, argv);
     if (o.help) return 0;
     o.use_threads();
+    open_adapter(o);
     const ModelFile file(o.model);
     o.ctx = choose_device(o, file);
     return wide(o, file) ? serve<float>(o, file, start) : serve<bf16>(o, file, start);
