@@ -227,7 +227,7 @@ struct Input {
         waiting = bytes.size();
         if (!can_edit()) tcsetattr(0, TCSANOW, &usual);
     }
-    // No echo until the next prompt.
+    // No echo until the next prompt. (What is typed of a line then is not seen until Enter.)
     void silence() {
         if (!prompts || can_edit()) return; // (with an editor the terminal has no echo of its own)
         termios now = usual;
@@ -329,7 +329,7 @@ struct Input {
     } catch (const Error&) {
     }
 
-    // How many rows below the prompt's a place in the line is shown, in a window of `columns`.
+    // How many rows below the prompt a place in the line is shown.
     static int row_of(const wchar_t* line, const wchar_t* place) {
         winsize window = {};
         const int columns = ioctl(1, TIOCGWINSZ, &window) == 0 && window.ws_col > 1 ? window.ws_col : 80;
@@ -348,18 +348,21 @@ struct Input {
         const LineInfoW* at = el_wline(editor);
         const int up = resumed ? 0 : row_of(at->buffer, at->cursor);
         write_stdout((up ? format("\033[%dA", up) : "") + "\r\033[J");
-        if (resumed) el_set(editor, EL_PREP_TERM, 0), el_set(editor, EL_PREP_TERM, 1); // the shell had its own settings
-        resized = resumed = 0;
-        el_resize(editor);
+        adjust();
         el_set(editor, EL_REFRESH);
+    }
+    void adjust() {
+        if (resumed) el_set(editor, EL_PREP_TERM, 0); // the shell had its own settings
+        resized = resumed = 0;
+        el_set(editor, EL_PREP_TERM, 1);
+        el_resize(editor);
     }
 
     // One line, edited. Meanwhile the terminal marks a paste with ESC [ 200 ~ and ESC [ 201 ~. `typed`: there was
     // something in a line that was interrupted.
     bool edit_line(std::string& line, bool& typed) {
         int n = 0;
-        if (resized || resumed) resized = resumed = 0, el_resize(editor);
-        el_set(editor, EL_PREP_TERM, 1); // before the prompt is seen, so that a key at once finds the editor
+        adjust(); // before the prompt is seen, so that a key at once finds the editor
         write_stdout("\033[?2004h");
         const char* text = el_gets(editor, &n);
         el_set(editor, EL_PREP_TERM, 1); // it has no echo, which is wanted until the next prompt too

@@ -424,12 +424,19 @@ TEST_CASE("keys typed during an answer are not shown in it; each line that waits
             }
             caught = count(t.all, ">") == 1; // the first prompt's
             const size_t before = t.all.size();
+            termios now; // a shell that had the terminal meanwhile left it with its own settings
+            REQUIRE(tcgetattr(t.fd, &now) == 0);
+            CHECK((now.c_lflag & ECHO) == 0);
+            now.c_lflag |= ICANON | ECHO;
+            if (t.edits) REQUIRE(tcsetattr(t.fd, TCSANOW, &now) == 0);
             REQUIRE(kill(t.pid, SIGCONT) == 0);
             if (!caught) continue;
             REQUIRE(t.wait([&] { return count(t.fresh, ">") == 3 && count(t.fresh, "…") == 1 && ends(t.fresh, " "); }));
             const std::string rest = t.all.substr(before), first = rest.substr(0, rest.find(">"));
             CHECK(!has(first, "zwei"));
             CHECK(count(rest, "zwei") == 1); // at its prompt
+            REQUIRE(tcgetattr(t.fd, &now) == 0);
+            CHECK((now.c_lflag & (ICANON | ECHO)) == (t.edits ? 0 : ICANON | ECHO));
             CHECK(saved_by(t).questions() == Strings{"eins", "zwei", "drei\nvier"});
         }
         CHECK(caught);

@@ -807,7 +807,10 @@ TEST_CASE("Ctrl-C ends an answer, keeps what was said, and leaves no half file")
         CHECK(r.status == 130);
         Answer a = parse_answer(r.out);
         CHECK(a.finish == "interrupt");
-        CHECK(a.text.substr(0, 20) == whole.substr(0, a.text.substr(0, 20).size()));
+        std::string said = a.text; // if it ends in the midst of a character, U+FFFD stands for that
+        while (said.size() >= 3 && said.compare(said.size() - 3, 3, "\uFFFD") == 0) said.resize(said.size() - 3);
+        said.resize(std::min(said.size(), (size_t)20));
+        CHECK(said == whole.substr(0, said.size()));
     }
     {
         const size_t files = s.count();
