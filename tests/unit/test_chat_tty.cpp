@@ -284,12 +284,13 @@ TEST_CASE("a window of another size, and back from Ctrl-Z: a long line is drawn 
     t.type(line + "end");
     t.wait_for("end");
     const std::string drawn = visible("> " + line + "end");
-    for (auto [columns, row] : {std::pair(40, 3), {60, 2}, {30, 5}, {200, 0}}) { // of the line's end, in the new window
-        INFO(columns);
-        winsize size = {24, (unsigned short)columns, 0, 0};
+    struct { unsigned short columns; int row; } windows[] = {{40, 3}, {60, 2}, {30, 5}, {200, 0}}; // row: of the line's end
+    for (auto& w : windows) {
+        INFO(w.columns);
+        winsize size = {24, w.columns, 0, 0};
         REQUIRE(ioctl(t.fd, TIOCSWINSZ, &size) == 0); // sends SIGWINCH, too
         REQUIRE(t.wait([&] { return has(t.fresh, "\033[J") && ends(visible(t.fresh), drawn); }));
-        CHECK(has(t.fresh, (row ? format("\033[%dA", row) : "") + "\r\033[J"));
+        CHECK(has(t.fresh, (w.row ? format("\033[%dA", w.row) : "") + "\r\033[J"));
     }
     REQUIRE(kill(t.pid, SIGCONT) == 0); // as a shell does that wrote lines of its own: nothing above is touched
     REQUIRE(t.wait([&] { return has(t.fresh, "\033[J") && ends(visible(t.fresh), drawn); }));

@@ -352,9 +352,10 @@ TEST_CASE("--full: a float16 model stays one, from its own numbers; unless one b
     train(how + Strings{out / "moved", "--lr", "1e-2", "--warmup", "0"} + ONE);
     const ModelFile base(model), same(out / "same"), moved(out / "moved");
     int changed = 0;
-    for (auto& [name, t] : base.tensors) {
+    for (auto& tensor : base.tensors) {
+        const std::string& name = tensor.first;
+        const Tensor &t = tensor.second, &a = same.tensors.at(name), &b = moved.tensors.at(name);
         INFO(name);
-        const Tensor &a = same.tensors.at(name), &b = moved.tensors.at(name);
         REQUIRE(a.dtype == Dtype::F16);
         REQUIRE(b.dtype == Dtype::F16);
         CHECK(std::string((const char*)a.data, a.bytes) == std::string((const char*)t.data, t.bytes)); // no rounding to bf16 on the way
