@@ -416,8 +416,7 @@ TEST_CASE("keys typed during an answer are not shown in it; each line that waits
             REQUIRE(kill(t.pid, SIGSTOP) == 0);
             siginfo_t stopped;
             REQUIRE(waitid(P_PID, (id_t)t.pid, &stopped, WSTOPPED | WNOWAIT) == 0);
-            t.type("zwei\rdrei\\\rvier\r");
-            for (pollfd in = {t.fd, POLLIN, 0}; poll(&in, 1, 0) > 0;) { // what it showed before
+            for (pollfd in = {t.fd, POLLIN, 0}; poll(&in, 1, 200) > 0;) { // what it showed before, until nothing more comes
                 char some[4096];
                 const ssize_t n = read(t.fd, some, sizeof some);
                 REQUIRE(n > 0);
@@ -425,11 +424,22 @@ TEST_CASE("keys typed during an answer are not shown in it; each line that waits
             }
             caught = count(t.all, ">") == 1; // the first prompt's
             const size_t before = t.all.size();
+            const std::string keys = "zwei\rdrei\\\rvier\r";
+            t.type(keys);
             termios now; // a shell that had the terminal meanwhile left it with its own settings
             REQUIRE(tcgetattr(t.fd, &now) == 0);
             CHECK((now.c_lflag & ECHO) == 0);
             now.c_lflag |= ICANON | ECHO;
-            if (t.edits) REQUIRE(tcsetattr(t.fd, TCSANOW, &now) == 0);
+            if (t.edits) {
+                const int other = open(ptsname(t.fd), O_RDWR | O_NOCTTY); // the program's end: the keys must be there first
+                const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+                for (int n = 0; n < (int)keys.size(); usleep(1000)) {
+                    REQUIRE(std::chrono::steady_clock::now() < deadline);
+                    REQUIRE(ioctl(other, FIONREAD, &n) == 0);
+                }
+                close(other);
+                REQUIRE(tcsetattr(t.fd, TCSANOW, &now) == 0);
+            }
             REQUIRE(kill(t.pid, SIGCONT) == 0);
             if (!caught) continue;
             REQUIRE(t.wait([&] { return count(t.fresh, ">") == 3 && count(t.fresh, "…") == 1 && ends(t.fresh, " "); }));
