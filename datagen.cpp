@@ -3062,7 +3062,7 @@ static std::vector<Option> option_table(Arguments& a) {
 }
 
 static std::string usage() {
-    std::string all = "usage: datagen COMMAND FILES [options]\n\n";
+    std::string all = "usage: datagen COMMAND FILES [options]\n       datagen --version\n\n";
     for (auto& c : COMMANDS) {
         std::string help = c.help;
         for (size_t at = 0; (at = help.find('\n', at)) != help.npos; at++) help.replace(at, 1, "\n           ");
@@ -3079,6 +3079,7 @@ static std::string usage() {
 int run(int argc, char** argv) {
     const std::string name = argc > 1 ? argv[1] : "";
     if (name.empty()) return fputs(usage().c_str(), stderr), 1;
+    if (told_version("datagen", argc, argv)) return 0;
     if (name == "-h" || name == "--help") return write_stdout(usage()), 0;
     if (name == "score") return score_main(argc - 1, argv + 1); // (score.h)
     for (auto& c : COMMANDS) {

@@ -1476,6 +1476,7 @@ struct Batcher {
         } open;
         size_t next = 0, jobs = 0, refused = 0, tokens = 0;
         const size_t before = have;
+        const bool terminal = isatty(2);
         const double start = seconds();
         double told = start;
         auto keep = [&](const BatchRow& row, int status, const std::string& body) {
@@ -1486,8 +1487,8 @@ struct Batcher {
             const double spent = seconds() - start, share = (double)have / (double)rows.size();
             const double left = have > before ? spent * (double)(rows.size() - have) / (double)(have - before) : 0;
             const std::string bar((size_t)(share * 24), '=');
-            fprintf(stderr, "\r[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   ", bar.c_str(), have, rows.size(),
-                    (double)desk.look().answer_tokens / spent, left);
+            fprintf(stderr, "%s[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   %s", terminal ? "\r" : "", bar.c_str(),
+                    have, rows.size(), (double)desk.look().answer_tokens / spent, left, terminal ? "" : "\n");
             told = seconds();
         };
         while (have < rows.size() && !stopping) {
@@ -1528,11 +1529,11 @@ struct Batcher {
                 keep(rows[index], 200, o.answer->whole());
                 open.erase(index);
             }
-            if (seconds() - told >= 1) show();
+            if (seconds() - told >= (terminal ? 1 : 30)) show();
         }
         const double spent = seconds() - start;
         show();
-        fputc('\n', stderr);
+        if (terminal) fputc('\n', stderr);
         if (have < rows.size()) {
             fprintf(stderr, "%s: %zu of %zu answers; the same command goes on\n", partial.c_str(), have, rows.size());
             return 130;
@@ -2116,7 +2117,8 @@ static std::vector<std::string> read_keys(const std::string& path) {
 
 static const char* USAGE =
     "usage: serve MODEL [options]                          MODEL: a model.bin or a Hugging Face folder\n"
-    "       serve MODEL --batch REQUESTS.jsonl -o RESPONSES.jsonl [options]\n";
+    "       serve MODEL --batch REQUESTS.jsonl -o RESPONSES.jsonl [options]\n"
+    "       serve --version\n";
 
 struct Options : ModelOptions {
     std::string name, system, key_file, batch, output;
@@ -2271,9 +2273,11 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
 
 static int run(int argc, char** argv) {
     const double start = seconds();
+    if (told_version("serve", argc, argv)) return 0;
     Options o = parse_options(argc, argv);
     if (o.help) return 0;
     o.use_threads();
+    open_adapter(o);
     const ModelFile file(o.model);
     o.ctx = choose_device(o, file);
     return wide(o, file) ? serve<float>(o, file, start) : serve<bf16>(o, file, start);

@@ -15,8 +15,8 @@ done
 train() {
     name=$1
     shift
-    ./train_lora $model $B/train.bin -o $B/$name --overwrite $z --eval $B/test.bin $DEVICE ${SHORT:+--steps 1} -s 1 \
-        --save-every 1000000 "$@" >&2
+    ./train_lora $model $B/train.bin -o $B/$name --overwrite $z --eval $B/test.bin $DEVICE -s 1 \
+        --save-every 1000000 "$@" ${SHORT:+--epochs 1e-3} >&2
 }
 measure() { # LABEL NAME MODEL...
     label=$1 name=$2
