@@ -326,9 +326,11 @@ struct EngineOptions {
     int chunk = 0;        // tokens of prompts in a step that others wait for,
     int burst = 0;        // ... and in one that nobody waits for
     size_t kv_bytes = 0;  // of the KV cache; 0: as much as there is room for
+    bool at_most = false; // the context may be less: what the cache holds
 };
 
 constexpr int MAX_BIAS = 1024; // ids a job may name
+constexpr int USUAL_CONTEXT = 4096; // more than most answers and their prompts take
 
 #ifdef __CUDACC__
 // What the GPU knows of the sequence in each slot.
@@ -388,28 +390,22 @@ template <class T> struct Engine {
     const Weights<T>& weights;
     const Tokenizer& tokenizer;
     Desk& desk;
-    const EngineOptions options;
+    EngineOptions options;
 
     Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o,
            const Context& where)
         : ctx(where), config(c), weights(w), tokenizer(t), desk(d), options(o),
           max_rows(o.max_seqs + std::max(o.chunk, o.burst)), max_pages((o.context + PAGE - 1) / PAGE), pool(0) {
         arena.gpu = ctx.gpu != nullptr;
-        pages = 0;
-        plan();
-        const size_t room = choose_kv_bytes(arena.used), page_bytes = KVCache<T>::bytes(c, 1);
-        pages = (int)std::min(room / page_bytes, (size_t)1 << 26);
-        if (pages < max_pages)
-            DIE("a context of %d tokens needs %.2f GB for keys and values, and there are %.2f GB (--kv-memory, --ctx)",
-                o.context, (double)max_pages * (double)page_bytes / 1e9, (double)room / 1e9);
+        choose_sizes();
         arena.used = 0;
         plan();
         arena.allocate(format("a KV cache of %d pages for %d sequences", pages, o.max_seqs).c_str());
         plan();
         pool = PagePool(pages);
         for (int s = o.max_seqs - 1; s >= 0; s--) free_slots.push_back(s);
-        std::vector<acc<T>> angles((size_t)o.context * c.D);
-        fill_rope(angles.data(), o.context, c.D, c.rope_theta);
+        std::vector<acc<T>> angles((size_t)options.context * c.D);
+        fill_rope(angles.data(), options.context, c.D, c.rope_theta);
         give(rope, angles.data(), angles.size());
 #ifdef __CUDACC__
         if (ctx.gpu) open_device();
@@ -521,8 +517,31 @@ template <class T> struct Engine {
 #endif
     }
 
-    // What is asked for, else what is left of the GPU's memory but for a sixteenth; on the CPU enough for every
-    // sequence, but no more than a quarter of the memory.
+    // The number of pages; and, where the context may be less than it is (at_most), the longest whose keys and values
+    // fit, and whose tables (a GPU's scratch for attention grows with it) leave 7/8 of the memory to the cache.
+    void choose_sizes() {
+        const size_t page_bytes = KVCache<T>::bytes(config, 1);
+        auto room_with = [&](int context) { // for the cache
+            options.context = context, max_pages = (context + PAGE - 1) / PAGE;
+            arena.used = 0, pages = 0;
+            plan();
+            return choose_kv_bytes(arena.used);
+        };
+        const int asked = options.context, usual = std::min(asked, USUAL_CONTEXT);
+        const size_t most = options.at_most ? room_with(usual) : 0;
+        size_t room = room_with(asked);
+        while (options.context > usual && room < most - most / 8)
+            room = room_with(std::max(usual, options.context / 2));
+        const size_t whole = room / page_bytes * PAGE;
+        if (options.at_most && whole >= PAGE && whole < (size_t)options.context) room = room_with((int)whole);
+        pages = (int)std::min(room / page_bytes, (size_t)1 << 26);
+        if (pages < max_pages)
+            DIE("a context of %d tokens needs %.2f GB for keys and values, and there are %.2f GB (--kv-memory, --ctx)",
+                options.context, (double)max_pages * (double)page_bytes / 1e9, (double)room / 1e9);
+    }
+
+    // What is asked for, else what is left of the GPU's memory but for a sixteenth; on the CPU enough for one sequence
+    // of the whole context, and for all of USUAL_CONTEXT tokens, but no more than a quarter of the memory.
     size_t choose_kv_bytes([[maybe_unused]] size_t others) const {
         if (options.kv_bytes) return options.kv_bytes;
 #ifdef __CUDACC__
@@ -532,7 +551,8 @@ template <class T> struct Engine {
             return have - std::min(have, others + all / 16);
         }
 #endif
-        return std::min(KVCache<T>::bytes(config, (size_t)options.max_seqs * (size_t)max_pages),
+        const int each = std::min(max_pages, USUAL_CONTEXT / PAGE);
+        return std::min(KVCache<T>::bytes(config, (size_t)std::max(max_pages, options.max_seqs * each)),
                         available_memory() / 4);
     }
 
@@ -2113,7 +2133,7 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--host", "ADDRESS", "default 127.0.0.1: this machine only", file_name(o.server.host)},
         {"-P", "--port", "N", "default 8000; 0 takes a free one", whole(o.server.port, 0, 65535)},
         {"", "--name", "NAME", "the model's, for requests (default: its file's)", text(o.name)},
-        {"-c", "--ctx", "N", "tokens of a prompt and its answer (default 4096, or the model's limit\nif that is less)",
+        {"-c", "--ctx", "N", "tokens of a prompt and its answer (default: the model's limit, as\nfar as the KV cache holds it)",
          whole(o.engine.context, 2, INT_MAX)},
         {"", "--max-seqs", "N", "answers at once (default: CPU 16, GPU 256)", whole(o.engine.max_seqs, 1, 4096)},
         {"", "--max-queue", "N", "answers that may wait (default 1024); beyond it requests get status\n"
@@ -2195,7 +2215,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
     const bool gpu = o.ctx.gpu != nullptr, http = o.batch.empty();
     EngineOptions& e = o.engine;
-    if (!e.context) e.context = std::min(4096, c.max_positions);
+    if (!e.context) e.context = c.max_positions, e.at_most = true;
     if (!e.max_seqs) e.max_seqs = gpu ? 256 : 16;
     e.burst = gpu ? 8192 : 512;
     if (!http) e.chunk = e.burst; // nobody waits for the next token
@@ -2222,10 +2242,13 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, rows);
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
 
-    server.service = {&tokenizer, o.name, o.system, e.context, o.think == 1};
-    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, %d at once, %zu pages of %d tokens; ready in %.2f s\n",
-            o.name.c_str(), (double)parameters(c) / 1e6, type_name(weights), device_name(o.ctx).c_str(), e.context,
-            e.max_seqs, desk.look().pages, PAGE, seconds() - start);
+    const int context = engine.options.context;
+    server.service = {&tokenizer, o.name, o.system, context, o.think == 1};
+    const std::string why = context == c.max_positions ? " (the model's limit)"
+                          : e.at_most ? format(" (what memory allows of the model's %d)", c.max_positions) : "";
+    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d%s, %d at once, %zu pages of %d tokens; "
+            "ready in %.2f s\n", o.name.c_str(), (double)parameters(c) / 1e6, type_name(weights),
+            device_name(o.ctx).c_str(), context, why.c_str(), e.max_seqs, desk.look().pages, PAGE, seconds() - start);
     std::thread thread([&] {
         o.use_threads();
         try {

@@ -3,9 +3,9 @@
 
     python3 data/course/check_qa.py
 
-`datagen filter` must pass gpu_qa.jsonl and exam_qa.jsonl as they are, and no chunk may be on both sides. What the
-sides share is measured as `datagen split` does it, with its limits: an exam row leaks if half of its 13-character
-n-grams stand in training rows, or if its question has a ROUGE-L of 0.7 or more to one there.
+`datagen filter` with our list of terms must pass gpu_qa.jsonl and exam_qa.jsonl as they are, and no chunk may be on both
+sides. What the sides share is measured as `datagen split` does it, with its limits: an exam row leaks if half of its
+13-character n-grams stand in training rows, or if its question has a ROUGE-L of 0.7 or more to one there.
 """
 import collections, json, pathlib, re, subprocess, sys, tempfile
 
@@ -115,7 +115,8 @@ with tempfile.TemporaryDirectory() as folder:
     (path / "qa.jsonl").write_bytes(both)
     datagen = ROOT / "datagen"
     subprocess.run([datagen, "chunk", *sorted((HERE / "notes").glob("*.md")), "-o", path / "chunks.jsonl"], check=True)
-    subprocess.run([datagen, "filter", path / "qa.jsonl", "--chunks", path / "chunks.jsonl", "-o", path / "clean.jsonl"], check=True)
+    subprocess.run([datagen, "filter", path / "qa.jsonl", "--chunks", path / "chunks.jsonl",
+                    "--terms", ROOT / "data/datagen/terms.txt", "-o", path / "clean.jsonl"], check=True)
     need((path / "clean.jsonl").read_bytes() == both, "datagen filter changes the rows")
 print("clean" if not faults else f"{faults} faults")
 sys.exit(faults > 0)
