@@ -119,7 +119,8 @@ TEST_CASE("the recording answers the requests of the book as it is cut today") {
     auto ids = [](const std::string& path) { // chunk and difficulty; what follows is a sum of the request's text
         Strings all;
         for (auto& line : lines(read_file(path))) {
-            const std::string id(Json(line)["custom_id"].str());
+            const Json row(line);
+            const std::string id = row["custom_id"].str();
             all.push_back(id.substr(0, id.rfind('.')));
         }
         return all;
