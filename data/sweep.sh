@@ -26,7 +26,7 @@ z=$beside/tokenizer.bin
 [ -f "$z" ] || z=$root/tokenizer.bin
 
 # The grid without comments and blank lines; every row has as many words as the header, and no two are the same.
-rows=$(sed 's/#.*//; s/^[ \t]*//; s/[ \t\r]*$//; s/[ \t][ \t]*/ /g; /^$/d' "$grid")
+rows=$(awk '{sub(/#.*/, ""); sub(/\r$/, "")} NF {$1 = $1; print}' "$grid")
 fault=$(printf '%s\n' "$rows" | awk '
 NR == 1 {n = NF}
 NF != n {print "the row \"" $0 "\" has " NF " words, the header " n; exit}

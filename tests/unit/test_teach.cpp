@@ -250,6 +250,7 @@ TEST_CASE("what a stranger gets wrong is one clear line") {
     refused({BOOK, "--colour"}, "unknown option --colour", to);
     refused({BOOK, "--epochs"}, "--epochs needs a value", {});
     refused({BOOK, "--price-in", "ten"}, "ten is not a number", to);
+    refused({BOOK, "--test", "2.5"}, "2.5 is not a whole number", to);
     refused({BOOK, "--offline"}, "--offline has its own book", {});
     refused({BOOK, "-o", "mine"}, "mine: exists and is no work folder", to);
     refused({BOOK}, "--steps is not known here", {"--model", MODEL, "--endpoint", "x", "--", "--steps", "2"});
