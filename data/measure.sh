@@ -1,9 +1,9 @@
 #!/bin/sh
 # One row of a Markdown table: what a model answers to questions, beside the answers that stand there.
 #     data/measure.sh LABEL QUESTIONS.jsonl ANSWERS.jsonl MODEL [qwen3's options]
-#     data/measure.sh LABEL QUESTIONS.jsonl ANSWERS.jsonl         a row for the questions themselves, as if they were answers
-# Columns: label, rows, answers that ended by themselves, loss, then ROUGE-1, ROUGE-2, ROUGE-L and BLEU-4 (0 to 100), each
-# with its 95% interval. ANSWERS.jsonl is taken as it is where it exists, and else made; stopped, the same command goes on.
+#     data/measure.sh LABEL QUESTIONS.jsonl ANSWERS.jsonl         the same for the questions, as if they were answers
+# Columns: label, rows, answers that ended by themselves, loss, then ROUGE-1, ROUGE-2, ROUGE-L and BLEU-4 (0 to 100),
+# each with its 95% interval. ANSWERS.jsonl is made if it is not there; stopped, the same command goes on.
 # PROGRAMS names the folder of qwen3 and datagen, where it is not the repository's.
 set -eu
 export LC_ALL=C

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Trains a model with each configuration of a grid and measures every one: a table, a picture of the losses, the best row.
+# Trains a model with each configuration of a grid and measures every one: a table, a picture of the losses, the best.
 #     data/sweep.sh MODEL TRAIN.jsonl TEST.jsonl [GRID [OUT [train_lora's options]]]
-# GRID (default: data/sweep.txt, the course's eight) is a table of words: its first line names options of train_lora without
-# their dashes, each other line is a run; `-` leaves an option out, `yes` gives one that takes no value (full).
-# OUT (default: sweep) gets table.md, loss.svg and a folder for each run. What is finished is not trained again: the same
-# command goes on where it stopped.
+# GRID (default: data/sweep.txt, the course's eight) is a table of words: its first line names options of train_lora
+# without their dashes, each other line is a run; `-` leaves an option out, `yes` gives one that takes no value (full).
+# OUT (default: sweep) gets table.md, loss.svg and a folder for each run. What is finished is not trained again: the
+# same command goes on where it stopped.
 # DEVICE="-d cpu" is given to train_lora and to qwen3; PROGRAMS names their folder, where it is not the repository's.
 set -eu
 export LC_ALL=C
@@ -104,12 +104,15 @@ BEGIN {n = split(header, name, " ")}
 NR > 4 {
     split($(NF - 2), x, /[][ ,]+/)
     low[NR] = x[2]; high[NR] = x[3]; runs++
-    if (!best || x[1] > top) {best = NR; top = x[1]; row = ""; for (i = 1; i <= n; i++) row = row name[i] " " $(i + 1) ", "}
+    if (best && x[1] <= top) next
+    best = NR; top = x[1]; run = ""
+    for (i = 1; i <= n; i++) run = run name[i] " " $(i + 1) ", "
 }
 END {
     for (r in low) if (r != best && high[r] >= low[best]) overlap++
-    printf "\nBest by ROUGE-L: %sat %.2f [%.2f, %.2f]. ", row, top, low[best], high[best]
-    if (overlap) printf "The intervals of %d of %d other runs overlap with it: a difference to them is not shown.\n", overlap, runs - 1
+    printf "\nBest by ROUGE-L: %sat %.2f [%.2f, %.2f]. ", run, top, low[best], high[best]
+    if (overlap) printf "The intervals of %d of %d other runs overlap with it: ", overlap, runs - 1
+    if (overlap) print "a difference to them is not shown."
     else if (runs > 1) print "No interval of another run overlaps with it."
     else print "There is no other run."
 }' "$out/table.new" >"$out/table.best"

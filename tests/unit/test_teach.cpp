@@ -1,5 +1,5 @@
 // teach and data/sweep.sh, run as a stranger would: from another folder, with blanks and Chinese in names, stopped and
-// resumed, and with what a stranger gets wrong. The book is tests/fixtures/clock.md; its answers are recorded in data/teach.
+// resumed, and with what a stranger gets wrong. The book is tests/fixtures/clock.md; data/teach has answers about it.
 // Environment: QWEN3 names the program (default ./qwen3), beside which train_lora and datagen are.
 #include "../../sj.h"
 #include "../http.h"
@@ -16,12 +16,12 @@ static const std::string MODEL = ROOT + "/data/tiny/model.bin", BOOK = ROOT + "/
 
 // A script, with a shell, in a folder. Its process group is its own, as a terminal would have it.
 struct Script : Process {
-    Script(const Strings& words, const std::string& folder, const std::string& shell = "sh", const std::string& bin = BIN)
+    Script(const Strings& words, const std::string& folder, const char* shell = "sh", const std::string& bin = BIN)
         : Process("/usr/bin/env", in_env(words, shell, bin), "", [folder] {
               setpgid(0, 0);
               if (chdir(folder.c_str()) != 0) _exit(126);
           }) {}
-    static Strings in_env(const Strings& words, const std::string& shell, const std::string& bin) {
+    static Strings in_env(const Strings& words, const char* shell, const std::string& bin) {
         Strings all = {"OMP_WAIT_POLICY=passive", "PROGRAMS=" + bin, "CDPATH=/", shell};
         all.insert(all.end(), words.begin(), words.end());
         return all;
@@ -37,7 +37,7 @@ struct Script : Process {
         return false;
     }
 };
-static Script teach(Strings words, const std::string& folder, const std::string& shell = "sh", const std::string& bin = BIN) {
+static Script teach(Strings words, const std::string& folder, const char* shell = "sh", const std::string& bin = BIN) {
     words.insert(words.begin(), ROOT + "/teach");
     return Script(words, folder, shell, bin);
 }
@@ -49,10 +49,12 @@ static Score score(const std::string& table, const std::string& label, size_t fr
     for (auto& line : lines(table)) {
         if (line.compare(0, label.size() + 4, "| " + label + " |") != 0) continue;
         Strings cells;
-        for (size_t at = 1, end; (end = line.find('|', at)) != line.npos; at = end + 1) cells.push_back(line.substr(at, end - at));
-        Score s;
+        for (size_t at = 1, end; (end = line.find('|', at)) != line.npos; at = end + 1)
+            cells.push_back(line.substr(at, end - at));
         REQUIRE(cells.size() > from_the_right);
-        CHECK(sscanf(cells[cells.size() - 1 - from_the_right].c_str(), "%lf [%lf, %lf]", &s.mean, &s.low, &s.high) == 3);
+        Score s;
+        const char* cell = cells[cells.size() - 1 - from_the_right].c_str();
+        CHECK(sscanf(cell, "%lf [%lf, %lf]", &s.mean, &s.low, &s.high) == 3);
         return s;
     }
     FAIL("no row " << label << " in\n" << table);
@@ -176,24 +178,26 @@ struct Endpoint {
         std::string body = R"({"error": {"message": "no such key"}})";
         if (status == 200 && in.compare(0, 4, "GET ") == 0) body = R"({"object": "list", "data": [{"id": "writer"}]})";
         else if (status == 200)
-            body = R"({"choices": [{"message": {"role": "assistant", "content": "[{\"question\": \"Who built the clock?\", )"
-                   R"(\"answer\": \"Ilse Marrin, a well digger, built it in 1911.\"}]"}, "finish_reason": "stop"}]})";
+            body = R"({"choices": [{"message": {"role": "assistant", "content": "[{\"question\": \"Who built the )"
+                   R"(clock?\", \"answer\": \"Ilse Marrin, a well digger, built it in 1911.\"}]"}, )"
+                   R"("finish_reason": "stop"}]})";
         asked += in.compare(0, 5, "POST ") == 0;
-        const std::string all = format("HTTP/1.1 %d Said\r\nContent-Type: application/json\r\nContent-Length: %zu\r\nConnection: "
-                                       "close\r\n\r\n", status.load(), body.size()) + body;
+        const std::string all = format("HTTP/1.1 %d Said\r\nContent-Type: application/json\r\nContent-Length: %zu\r\n"
+                                       "Connection: close\r\n\r\n", status.load(), body.size()) + body;
         CHECK(send(peer, all.data(), all.size(), MSG_NOSIGNAL) == (ssize_t)all.size());
     }
 };
 
 TEST_CASE("an endpoint that refuses, that answers, and is not asked twice; a book that was changed") {
-    if (Process((BIN + "/datagen").c_str(), {"generate", "/dev/null", "--url", "http://127.0.0.1:1"}).wait().err.find("without libcurl") !=
-        std::string::npos) return;
     Scratch scratch;
+    const Strings nothing = {"generate", scratch / "none", "--url", "http://127.0.0.1:1"};
+    if (count(Process((BIN + "/datagen").c_str(), nothing).wait().err, "without libcurl")) return;
     Endpoint endpoint;
     const std::string book = "Das Buch, 第 1 版.md"; // of two chunks
     write_file(scratch / book, read_file(BOOK).substr(0, 5000));
-    Strings words = {book, "--model", MODEL, "--endpoint", format("http://127.0.0.1:%d", endpoint.port), "--test", "100",
-                     "--price-in", "10", "--price-out", "40"};
+    const std::string url = format("http://127.0.0.1:%d", endpoint.port);
+    Strings words = {book, "--model", MODEL, "--endpoint", url, "--test", "100", "--price-in", "10",
+                     "--price-out", "40"};
     endpoint.status = 401;
     Result r = teach(words, scratch.path).wait();
     INFO(r.err);
@@ -219,7 +223,7 @@ TEST_CASE("an endpoint that refuses, that answers, and is not asked twice; a boo
     CHECK(teach(words, scratch.path).wait().status == 1);
     CHECK(endpoint.asked == asked);
 
-    // Another subject makes other requests; another book is cut anew, and what it still has in common is not asked again.
+    // Another subject makes other requests; a book that was changed is cut anew.
     words.insert(words.end(), {"--subject", "clocks that 'run' on \"water\""});
     CHECK(teach(words, scratch.path).wait().status == 1);
     CHECK(endpoint.asked == 2 * asked);
@@ -277,26 +281,28 @@ TEST_CASE("a sweep of three rows: table, picture, best row; what is finished is 
     write_file(scratch / "数 据/test.jsonl", rows[3] + "\n" + rows[4] + "\n");
     write_file(scratch / "grid", "# a comment\nrank alpha lr   steps dropout weight-decay\n\n 2 4 1e-3 1 0 0.01\n"
                                  " 4 8 1e-3 2 0.1 0.01\r\n - - 1e-3 1 - -  # rank 32\n");
-    const Strings words = {ROOT + "/data/sweep.sh", MODEL, "数 据/train.jsonl", "数 据/test.jsonl", "grid", "o u t", "--seed", "3"};
+    const Strings words = {ROOT + "/data/sweep.sh", MODEL, "数 据/train.jsonl", "数 据/test.jsonl", "grid", "o u t",
+                           "--seed", "3"};
     const Result r = Script(words, scratch.path).wait();
     INFO(r.err);
     REQUIRE(r.status == 0);
     const Strings table = lines(r.out);
     INFO(r.out);
     REQUIRE(table.size() == 9);
-    CHECK(table[0] == "| rank | alpha | lr | steps | dropout | weight decay | rows | ended | loss | ROUGE-1 | ROUGE-2 | ROUGE-L | BLEU-4 |");
-    for (auto label : {"as it was", "the question as answer", "2 | 4 | 1e-3 | 1 | 0 | 0.01", "4 | 8 | 1e-3 | 2 | 0.1 | 0.01"})
+    CHECK(table[0] == "| rank | alpha | lr | steps | dropout | weight decay | rows | ended | loss | "
+                      "ROUGE-1 | ROUGE-2 | ROUGE-L | BLEU-4 |");
+    for (auto label : {"as it was", "the question as answer", "2 | 4 | 1e-3 | 1 | 0 | 0.01", "- | - | 1e-3 | 1 | - | -"})
         for (size_t column = 0; column < 4; column++) {
             const Score s = score(r.out, label + std::string(strchr(label, '|') ? "" : " | - | - | - | - | -"), column);
             CHECK(s.low <= s.mean);
             CHECK(s.mean <= s.high);
         }
-    CHECK(table[8].compare(0, 24, "Best by ROUGE-L: rank 2,") != std::string::npos);
+    CHECK(table[8].compare(0, 22, "Best by ROUGE-L: rank ") == 0);
     CHECK(table[8].find("a difference to them is not shown") != std::string::npos); // two rows show nothing
     CHECK(r.out == read_file(scratch / "o u t/table.md"));
     const std::string picture = read_file(scratch / "o u t/loss.svg");
     CHECK(count(picture, "<polyline") == 3);
-    CHECK(count(picture, ">held out<") + count(picture, "dots: held out") == 1);
+    CHECK(count(picture, "dots: held out") == 1);
     for (auto text : {">step</text>", ">loss</text>", ">rank</text>", ">weight-decay</text>", ">0.1</text>"})
         CHECK(count(picture, text) >= 1);
 
