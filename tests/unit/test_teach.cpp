@@ -291,9 +291,10 @@ TEST_CASE("a sweep of three rows: table, picture, best row; what is finished is 
     REQUIRE(table.size() == 9);
     CHECK(table[0] == "| rank | alpha | lr | steps | dropout | weight decay | rows | ended | loss | "
                       "ROUGE-1 | ROUGE-2 | ROUGE-L | BLEU-4 |");
-    for (auto label : {"as it was", "the question as answer", "2 | 4 | 1e-3 | 1 | 0 | 0.01", "- | - | 1e-3 | 1 | - | -"})
+    for (auto label : {"as it was | - | - | - | - | -", "the question as answer | - | - | - | - | -",
+                       "2 | 4 | 1e-3 | 1 | 0 | 0.01", "- | - | 1e-3 | 1 | - | -"})
         for (size_t column = 0; column < 4; column++) {
-            const Score s = score(r.out, label + std::string(strchr(label, '|') ? "" : " | - | - | - | - | -"), column);
+            const Score s = score(r.out, label, column);
             CHECK(s.low <= s.mean);
             CHECK(s.mean <= s.high);
         }
