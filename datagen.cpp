@@ -847,6 +847,7 @@ static std::vector<Lines> pages_of(std::string_view book) {
 // pages (on two near each other), alone or with the same text beside them, and text that stands there on three pages
 // near each other. (A heading "Chapter 3" is neither: its number does not go with the pages.)
 static void drop_heads(std::vector<Lines>& pages, CleanText& found) {
+    constexpr size_t LONGEST = 90; // bytes: what is longer is a paragraph
     struct Place { size_t page, line; };
     std::map<std::string, std::vector<Place>> places; // by what such lines have in common
     auto note = [&](char edge, std::string_view text, long number, Place at) {
@@ -859,17 +860,21 @@ static void drop_heads(std::vector<Lines>& pages, CleanText& found) {
         for (size_t k = 0; k < filled.size(); k++) {
             const bool top = k < 3, bottom = k + 3 >= filled.size();
             if (!top && !bottom) continue;
-            const std::string_view line = trimmed(pages[p][filled[k]]);
+            std::string line; // blanks as one
+            for (char c : trimmed(pages[p][filled[k]]))
+                if (!is_space((uint8_t)c)) line += c;
+                else if (line.empty() || line.back() != ' ') line += ' ';
+            if (line.size() > LONGEST) continue;
             const size_t front = line.find_first_not_of("0123456789"), back = line.find_last_not_of("0123456789") + 1;
             for (char edge : {top ? 't' : 'b', top && bottom ? 'b' : ' '}) {
                 if (edge == ' ') continue;
                 const Place at = {p, filled[k]};
                 if (const long n = page_number(line); n >= 0) note(edge, "", n - (long)p, at);
                 else note(edge, line, LONG_MAX, at);
-                if (front == line.npos || line.size() > 200) continue;
-                auto tell = [&](std::string_view number, std::string_view rest) {
+                if (front == line.npos || heading_level(line)) continue;
+                auto tell = [&](const std::string& number, const std::string& rest) {
                     const bool fits = !number.empty() && number.size() < 6 && rest != trimmed(rest);
-                    if (fits) note(edge, trimmed(rest), strtol(std::string(number).c_str(), nullptr, 10) - (long)p, at);
+                    if (fits) note(edge, trimmed(rest), strtol(number.c_str(), nullptr, 10) - (long)p, at);
                 };
                 tell(line.substr(0, front), line.substr(front));
                 tell(line.substr(back), line.substr(0, back));
@@ -1222,8 +1227,8 @@ static int run_prompt(const Arguments& a) {
     size_t questions[3] = {};
     for (auto& [name, c] : chapters)
         for (int d = 0; d < 3; d++) questions[d] += c.given[d];
-    say(format("%zu requests for %zu easy, %zu medium, %zu hard questions in %zu chapters", requests, questions[0],
-               questions[1], questions[2], chapters.size()));
+    say(format("%zu requests for %zu easy, %zu medium, %zu hard questions in %zu chapter%s", requests, questions[0],
+               questions[1], questions[2], chapters.size(), chapters.size() == 1 ? "" : "s"));
     if (max_tokens == SIZE_MAX)
         say(format("max_tokens: %zu, %zu, %zu for an easy, medium, hard question; %zu in a request at most. "
                    "A model that thinks first needs more (--max-tokens)",
@@ -3028,7 +3033,7 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--lang", "NAME", "prompt: language of the templates (default: each chunk's); filter: zh or\n"
          "en, the language of the rows (default: what each row says)", {}},
         {"", "--chapter-quota", "N", "questions a chapter, at most (default: no limit)", {}},
-        {"", "--url", "URL", "an OpenAI-compatible endpoint, with or without /v1", {}},
+        {"", "--url", "URL", "an OpenAI-compatible endpoint, with or without /v1; needed", {}},
         {"", "--key-env", "NAME", "of the variable with the API key (default: no key is sent)", {}},
         {"", "--parallel", "N", "requests at once (default 8)", {}},
         {"", "--timeout", "SECONDS", "for a reply (default 300)", {}},
