@@ -121,8 +121,9 @@ SANITIZER  = -fsanitize=address$(comma)undefined -fno-sanitize-recover=all -O1
 TESTFLAGS  = -std=c++17 -O2 -g1 $(FLAGS) -Werror -I. $(if $(SANITIZE),$(SANITIZER))
 # The programs that suites start: their own builds in T, or with PROGRAMS=. those that `make` made.
 PROGRAMS  ?= $(T)
-# test_export is about Python, test_tiny about one known file, test_library about linking: nothing that sanitizers could see.
-SUITES     = $(filter-out $(if $(MHD),,test_serve) $(if $(SANITIZE),test_export test_tiny test_library),$(ALONE) $(MODEL) $(OTHERS))
+# test_export is about Python, test_tiny about one known file, test_library about linking, test_teach about scripts: nothing
+# that sanitizers could see.
+SUITES     = $(filter-out $(if $(MHD),,test_serve) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(ALONE) $(MODEL) $(OTHERS))
 # A suite in a shared program is PROGRAM:SUITE. The longest come first.
 RUNS       = $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(patsubst %,$(T)/suites_others:%,$(filter $(OTHERS),$(SUITES))) \
              $(patsubst %,$(T)/suites_model:%,$(filter $(MODEL),$(SUITES)))
