@@ -3,6 +3,7 @@
 # make test         builds with -Werror, runs every suite; the last line counts
 # make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
 # make tsan         the server's suite, the server under ThreadSanitizer
+# make aarch64      the model's suites for 64-bit Arm, by a cross compiler, under qemu-user
 # make cuda-check   nvcc compiles every kernel for four architectures, and the code in the notes
 # make bench        speed of this machine's build, and of its GPU's kernels
 # make clean
@@ -44,7 +45,7 @@ space    := $(empty) $(empty)
 NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(FLAGS)))
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
-.PHONY: all cpu info test asan tsan fuzz bench clean cuda-check
+.PHONY: all cpu info test asan tsan aarch64 fuzz bench clean cuda-check
 all cpu: info qwen3 train_lora datagen $(if $(MHD),serve)
 
 info:
@@ -120,8 +121,9 @@ SANITIZER  = -fsanitize=address$(comma)undefined -fno-sanitize-recover=all -O1
 TESTFLAGS  = -std=c++17 -O2 -g1 $(FLAGS) -Werror -I. $(if $(SANITIZE),$(SANITIZER))
 # The programs that suites start: their own builds in T, or with PROGRAMS=. those that `make` made.
 PROGRAMS  ?= $(T)
-# test_export is about Python, test_tiny about one known file, test_library about linking: nothing that sanitizers could see.
-SUITES     = $(filter-out $(if $(MHD),,test_serve) $(if $(SANITIZE),test_export test_tiny test_library),$(ALONE) $(MODEL) $(OTHERS))
+# test_export is about Python, test_tiny about one known file, test_library about linking, test_teach about scripts: nothing
+# that sanitizers could see.
+SUITES     = $(filter-out $(if $(MHD),,test_serve) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(ALONE) $(MODEL) $(OTHERS))
 # A suite in a shared program is PROGRAM:SUITE. The longest come first.
 RUNS       = $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(patsubst %,$(T)/suites_others:%,$(filter $(OTHERS),$(SUITES))) \
              $(patsubst %,$(T)/suites_model:%,$(filter $(MODEL),$(SUITES)))
@@ -199,6 +201,13 @@ $(BUILD)/tsan/serve: serve.cu qwen3.cu $(HEADERS)
 tsan:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(BUILD)/tsan/serve $(T)/test_serve
 	@SERVE=$(BUILD)/tsan/serve OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 tests/run.sh $(T)/test_serve
+
+# ---- 64-bit Arm, with the compiler's own vectors: Debian's g++-aarch64-linux-gnu and qemu-user-static.
+ARM        = aarch64-linux-gnu-g++
+ARM_SUITES = test_ops test_int8 test_model test_sampler
+aarch64:
+	@$(MAKE) --no-print-directory NVCC=none PORTABLE=1 CXX=$(ARM) CXXFLAGS="-static -Wl,--no-warnings" UNITS="$(ARM_SUITES)" $(BUILD)/$(ARM)-portable/suites_model
+	@RUNNER=qemu-aarch64-static JOBS=2 tests/run.sh $(ARM_SUITES:%=$(BUILD)/$(ARM)-portable/suites_model:%)
 
 # ---- Fuzzers: clang's libFuzzer, seeds in tests/fixtures/fuzz/NAME.
 FUZZERS   = $(notdir $(basename $(wildcard tests/fuzz/fuzz_*.cpp)))

@@ -430,23 +430,24 @@ struct ModelFile {
     Config config;
     std::string config_text, generation_text;
 
-    // path: a model.bin or a Hugging Face folder.
+    static bool exists(const std::string& f) { return access(f.c_str(), F_OK) == 0; }
+    // The path is that of a folder with a model in it.
+    static bool in_folder(const std::string& p) { return exists(p + "/config.json") || exists(p + "/model.bin"); }
+
+    // path: a model.bin, a Hugging Face folder, or a folder with a model.bin (and no Hugging Face model).
     explicit ModelFile(const std::string& p) : path(p) {
         struct stat st;
         if (stat(p.c_str(), &st) != 0) DIE("%s: %s", p.c_str(), strerror(errno));
-        Metadata metadata;
-        if (!S_ISDIR(st.st_mode)) {
-            add(p, metadata);
-            if (!metadata.count("config"))
-                DIE("%s: no config in its metadata; export.py makes a model.bin from a Hugging Face folder", p.c_str());
-            config_text = metadata["config"];
-            generation_text = metadata["generation_config"];
-            config = parse_config(p, config_text, generation_text);
+        const bool folder = S_ISDIR(st.st_mode);
+        if (!folder || (!exists(p + "/config.json") && exists(p + "/model.bin"))) {
+            open_one(folder ? p + "/model.bin" : p);
             return;
         }
-        auto exists = [](const std::string& f) { return access(f.c_str(), F_OK) == 0; };
+        Metadata metadata;
         const std::string one = p + "/model.safetensors", index = one + ".index.json";
         const std::string generation = p + "/generation_config.json";
+        if (exists(p + "/adapter_config.json") && !exists(p + "/config.json"))
+            DIE("%s: an adapter, not a model: its base is the model, and --adapter %s adds it", p.c_str(), p.c_str());
         if (!exists(p + "/config.json")) DIE("%s: a folder without a model: it has no config.json", p.c_str());
         config_text = MappedFile(p + "/config.json").text();
         if (exists(generation)) generation_text = MappedFile(generation).text();
@@ -460,6 +461,7 @@ struct ModelFile {
     // The checkpoint's own type is what the embedding is stored in. (F16 is read as bf16.)
     bool is_int8() const { return embedding_type() == Dtype::I8; }
     bool is_float32() const { return embedding_type() == Dtype::F32; }
+    bool is_float16() const { return embedding_type() == Dtype::F16; }
 
     // Names this config and these weights. Of each tensor it reads only 16 samples of 256 bytes, evenly spread: that
     // takes milliseconds, and is enough, since training moves every number. Models that differ only between the samples
@@ -477,6 +479,15 @@ struct ModelFile {
     }
 
   private:
+    void open_one(const std::string& file) { // a model.bin
+        Metadata metadata;
+        add(file, metadata);
+        if (!metadata.count("config"))
+            DIE("%s: no config in its metadata; export.py makes a model.bin from a Hugging Face folder", file.c_str());
+        config_text = metadata["config"];
+        generation_text = metadata["generation_config"];
+        config = parse_config(file, config_text, generation_text);
+    }
     Dtype embedding_type() const {
         const auto t = tensors.find(ModelTensor{EMBED, -1, 0, 0}.name());
         return t == tensors.end() ? Dtype::Other : t->second.dtype;
@@ -917,7 +928,7 @@ inline void write_merged_matrix(OutputFile& out, const std::string& name,
 }
 
 // Writes the model with the adapter merged into it: a model.bin if the path ends in .bin, else a Hugging Face folder,
-// to which the tokenizer's files in the base's folder are copied. Tensors without an adapter keep their bytes.
+// to which the tokenizer's files for others in the base's folder are copied. Tensors without an adapter keep their bytes.
 inline void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
     std::map<std::string, ModelTensor> modules; // by name
     for (const ModelTensor& t : targeted(file.config, adapter.config)) {
@@ -950,7 +961,7 @@ inline void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
     write_text(path + "/config.json", file.config_text);
     if (!file.generation_text.empty()) write_text(path + "/generation_config.json", file.generation_text);
     for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt",
-                             "vocab.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.bin"})
+                             "vocab.json", "special_tokens_map.json", "added_tokens.json"})
         if (const std::string from = file.path + "/" + name; access(from.c_str(), F_OK) == 0)
             write_text(path + "/" + name, MappedFile(from).text());
     write_safetensors(path + "/model.safetensors", {{"format", "pt"}}, tensors);

@@ -7,9 +7,8 @@
 //     Ceilings         what this machine could do
 //   For qwen3
 //     Options          its table
-//     Screen           a model's text, made harmless for a terminal; its thoughts dim
 //     PromptCache      --prompt-cache: keys and values of a prompt, kept in a file
-//     Input, Chat      without -i: questions and answers
+//     chat.h           without -i: questions and answers
 //     perplexity       --ppl: how well the model foresees a text
 //     evaluate         --eval: its answers to the questions of a file, and its loss on the answers there
 //     synthesize       --synthesize: random weights of a real shape
@@ -17,6 +16,7 @@
 //     answer, run      one prompt; what the options ask for
 #pragma once
 #include "options.h"
+#include <array>
 #include <ctime>
 #include <random>
 
@@ -86,8 +86,25 @@ inline std::string tokenizer_path(const ModelOptions& o) {
 inline bool fits(const Tokenizer& t, const Config& c) { return t.size() <= c.V && c.V - t.size() < 1024; }
 [[noreturn]] inline void not_its_tokenizer(const std::string& path, const Tokenizer& t, const ModelOptions& o,
                                            const Config& c) {
-    DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer", path.c_str(), t.size(),
-        o.model.c_str(), c.V);
+    DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer (-z FILE names another)", path.c_str(),
+        t.size(), o.model.c_str(), c.V);
+}
+
+// A model that is an adapter's folder, as train_lora leaves it, stands for the base that it names, with the adapter.
+inline void open_adapter(ModelOptions& o) {
+    const std::string config = o.model + "/adapter_config.json";
+    if (!ModelFile::exists(config) || ModelFile::in_folder(o.model)) return;
+    const char* name = o.model.c_str();
+    if (!o.adapter.empty()) DIE("%s: an adapter, as --adapter %s is: which model?", name, o.adapter.c_str());
+    const MappedFile file(config);
+    sj::Doc doc;
+    if (const std::string fault = sj::parse(doc, file.text()); !fault.empty())
+        DIE("%s: %s", config.c_str(), fault.c_str());
+    const std::string base = doc.root()["base_model_name_or_path"].str();
+    if (base.empty() || !ModelFile::exists(base))
+        DIE("%s: an adapter of %s, which is not here: name the model, and --adapter %s", name,
+            base.empty() ? "a model without a name" : base.c_str(), name);
+    o.adapter = o.model, o.model = base;
 }
 
 // Names what an adapter does to a model: its matrices, and how they are scaled.
@@ -118,7 +135,7 @@ inline std::string device_name(const Context& ctx) {
     cudaDeviceProp properties;
     if (ctx.gpu && cudaGetDeviceProperties(&properties, 0) == cudaSuccess) return properties.name;
 #endif
-    return format("cpu, %s%d threads", ctx.plain ? "plain loops, " : "", thread_count());
+    return format("cpu, %s%s", ctx.plain ? "plain loops, " : "", counted((size_t)thread_count(), "thread").c_str());
 }
 
 // Compute in float? As the checkpoint is stored, unless --dtype says otherwise. The GPU computes in bf16.
@@ -269,20 +286,35 @@ struct ThreadPace {
 // What this machine could do, measured by loops that do nothing else: reading memory, and multiplying out of registers.
 // A figure of ours is then a share of one of them.
 
-// Bytes a second that all threads read from memory: the best of five passes over 2 GB.
+// The sum of n words, of which a thread reads `streams` pieces side by side; n is a multiple of 8 * streams.
+template <int STREAMS> uint64_t read_streams(const uint64_t* data, size_t n) {
+    typedef uint64_t Words __attribute__((vector_size(64), may_alias));
+    const size_t piece = n / STREAMS;
+    Words sum[STREAMS] = {};
+    for (size_t i = 0; i < piece; i += 8)
+        UNROLL for (int s = 0; s < STREAMS; s++) sum[s] += *(const Words*)(data + s * piece + i);
+    uint64_t all = 0;
+    for (const Words& s : sum)
+        for (int l = 0; l < 8; l++) all += s[l];
+    return all;
+}
+
+// Bytes a second that all threads read from memory: 2 GB, the best of five passes of 1, 2, 4 and 8 streams a thread. How
+// many streams a CPU's prefetchers follow best differs by 1.5 times between makes.
 inline double read_ceiling() {
     Arena arena;
     arena.take<uint64_t>((size_t)1 << 28);
     arena.allocate("the bandwidth test");
-    const size_t n = (size_t)1 << 28;
+    const size_t n = (size_t)1 << 28, tasks = 64;
     uint64_t *data = arena.take<uint64_t>(n), sum = 0;
     #pragma omp parallel for schedule(static)
     for (size_t i = 0; i < n; i++) data[i] = i;
     double best = 1e9;
-    for (int pass = 0; pass < 5; pass++) {
+    for (int pass = 0; pass < 20; pass++) {
+        const auto read = std::array{read_streams<1>, read_streams<2>, read_streams<4>, read_streams<8>}[pass % 4];
         const double start = seconds();
         #pragma omp parallel for schedule(static) reduction(+ : sum)
-        for (size_t i = 0; i < n; i++) sum += data[i];
+        for (size_t task = 0; task < tasks; task++) sum += read(data + task * (n / tasks), n / tasks);
         best = std::min(best, seconds() - start);
     }
     if (sum == 1) fprintf(stderr, " "); // the sum is used: no compiler drops the loop
@@ -290,7 +322,7 @@ inline double read_ceiling() {
 }
 
 // A burst of multiply-adds on registers alone, one function for each instruction set; returns how many flops it was.
-// Sums enough to hide the latency of one, few enough for the registers.
+// Sums enough to hide the latency of one, few enough for the registers; the compiler does not know that they are equal.
 typedef float Block __attribute__((vector_size(64), may_alias));
 inline double multiply_plain(Block* memory) {
     Block a = memory[14], b = memory[15], s0 = memory[0], s1 = memory[1];
@@ -301,35 +333,35 @@ inline double multiply_plain(Block* memory) {
 #ifdef HAVE_SIMD
 TARGET_AVX2 inline double multiply_avx2(Block* memory) {
     __m256 a = _mm256_set1_ps(1), s[10];
-    for (int i = 0; i < 10; i++) s[i] = a;
+    for (int i = 0; i < 10; i++) memcpy(s + i, memory + i, 32);
     for (int k = 0; k < 4000; k++)
-        for (int i = 0; i < 10; i++) s[i] = _mm256_fmadd_ps(a, a, s[i]);
+        UNROLL for (int i = 0; i < 10; i++) s[i] = _mm256_fmadd_ps(a, a, s[i]);
     for (int i = 0; i < 10; i++) memcpy(memory + i, s + i, 32);
     return 2. * 8 * 10 * 4000;
 }
 TARGET_AVX512 inline double multiply_avx512(Block* memory) {
     __m512 a = _mm512_set1_ps(1), s[12];
-    for (int i = 0; i < 12; i++) s[i] = a;
+    for (int i = 0; i < 12; i++) memcpy(s + i, memory + i, 64);
     for (int k = 0; k < 4000; k++)
-        for (int i = 0; i < 12; i++) s[i] = _mm512_fmadd_ps(a, a, s[i]);
+        UNROLL for (int i = 0; i < 12; i++) s[i] = _mm512_fmadd_ps(a, a, s[i]);
     for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
     return 2. * 16 * 12 * 4000;
 }
 TARGET_AVX512_BF16 inline double multiply_bf16(Block* memory) {
     __m512bh a = (__m512bh)_mm512_set1_epi16(0x3f80);
     __m512 s[12];
-    for (int i = 0; i < 12; i++) s[i] = _mm512_set1_ps(1);
+    for (int i = 0; i < 12; i++) memcpy(s + i, memory + i, 64);
     for (int k = 0; k < 4000; k++)
-        for (int i = 0; i < 12; i++) s[i] = _mm512_dpbf16_ps(s[i], a, a);
+        UNROLL for (int i = 0; i < 12; i++) s[i] = _mm512_dpbf16_ps(s[i], a, a);
     for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
     return 2. * 32 * 12 * 4000;
 }
 // vpdpbusd for INT8 weights: three of them, one a plane of x, are one multiplication each of 64 pairs.
 TARGET_AVX512_BF16 inline double multiply_vnni(Block* memory) {
     __m512i a = _mm512_set1_epi8(1), s[12];
-    for (int i = 0; i < 12; i++) s[i] = a;
+    for (int i = 0; i < 12; i++) memcpy(s + i, memory + i, 64);
     for (int k = 0; k < 4000; k++)
-        for (int i = 0; i < 12; i++) s[i] = _mm512_dpbusd_epi32(s[i], a, a);
+        UNROLL for (int i = 0; i < 12; i++) s[i] = _mm512_dpbusd_epi32(s[i], a, a);
     for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
     return 2. * 64 / 3 * 12 * 4000;
 }
@@ -483,11 +515,15 @@ template <class T> size_t block_bytes(const Session<T>& s, size_t n) {
     return (n + PAGE - 1) / PAGE * s.config.K * PAGE * s.config.D * sizeof(T);
 }
 template <class T, class F> void each_block(Session<T>& s, size_t n, F f) {
-    std::vector<T> copy(block_bytes(s, n) / sizeof(T));
+    std::vector<T> copy(s.ctx.gpu ? block_bytes(s, n) / sizeof(T) : 0);
     T* const both[] = {s.cache.keys, s.cache.values}; // (nvcc cannot walk a braced list here)
     for (T* all : both)
         for (int l = 0; l < s.config.L; l++) {
             T* block = all + l * s.cache.layer_size;
+            if (!s.ctx.gpu) { // host memory itself
+                f(block);
+                continue;
+            }
             copy_out(s.ctx, copy.data(), block, copy.size());
             f(copy.data());
             copy_in(s.ctx, block, copy.data(), copy.size());
@@ -506,11 +542,7 @@ template <class T> size_t step_bytes(const Weights<T>& w) {
 }
 
 #ifndef QWEN3_NO_MAIN
-#include <langinfo.h>
-#include <locale.h>
-#include <poll.h>
 #include <sys/file.h>
-#include <termios.h>
 
 // ------------------------------------------------------------------------------------------- qwen3's options
 
@@ -533,7 +565,9 @@ struct Options : ModelOptions {
 };
 
 static const char* USAGE =
-    "usage: qwen3 MODEL [-i TEXT] [options]      MODEL: a model.bin or a Hugging Face folder\n";
+    "usage: qwen3 MODEL [QUESTION] [options]     MODEL: a model.bin or a Hugging Face folder\n"
+    "       qwen3 MODEL                           a chat (/help in it)\n"
+    "       qwen3 --version\n";
 
 #ifdef QWEN3_PLAIN // there is no cpu.h
 static const char* instructions_used() { return "plain loops"; }
@@ -563,8 +597,7 @@ static std::vector<Option> option_table(Options& o) {
         return [&](const char*, const char* v) { to = v, has = true; };
     };
     std::vector<Option> table = {
-        {"-i", "--input", "TEXT", "the question; - reads it from standard input. Without -i: a chat\n(/help in it)",
-         given(o.input, o.has_input)},
+        {"-i", "--input", "TEXT", "the question; - reads it from standard input", given(o.input, o.has_input)},
         {"-y", "--system", "TEXT", "system prompt", text(o.system)},
         {"-r", "--think", "0|1", "let the model think first (default 0)", whole(o.think, 0, 1)},
         {"-t", "--temp", "X", "temperature (default 0.7, thinking 0.6); 0 takes the likeliest token",
@@ -625,8 +658,10 @@ static Options parse_options(int argc, char** argv) {
     const std::vector<Option> table = option_table(o);
     const std::vector<std::string> words = parse(table, argc, argv);
     if (o.help) print_help(USAGE, table);
-    if (words.size() > 1) DIE("one model, please: %s and %s", words[0].c_str(), words[1].c_str());
-    if (words.size() == 1) o.model = words[0];
+    if (words.size() > 2) DIE("one model and one question, please, in quotes: %s is too much", words[2].c_str());
+    if (words.size() == 2 && o.has_input) DIE("one question, please: %s and -i %s", words[1].c_str(), o.input.c_str());
+    if (words.size() > 0) o.model = words[0];
+    if (words.size() == 2) o.input = words[1], o.has_input = true;
     return o;
 }
 
@@ -662,6 +697,7 @@ static std::vector<int> prompt_ids(const Options& o, const Tokenizer* tokenizer)
         if (!text.empty() && text.back() == '\n') text.pop_back(); // what `echo` adds is no part of the question
     }
     if (o.raw) return tokenizer->encode(text, true);
+    if (text.empty()) DIE("the question is empty"); // as where a script's variable is not set
     std::vector<Message> messages;
     if (!o.system.empty()) messages.push_back({"system", o.system});
     messages.push_back({"user", text});
@@ -696,70 +732,6 @@ static Sampling sampling_of(const Options& o) {
     how.seed = o.has_seed ? o.seed : (uint64_t)std::random_device()() << 32 | std::random_device()();
     return how;
 }
-
-// --------------------------------------------------------------------------------- What a model says, on screen
-
-// Text for a terminal, where control characters are shown and not obeyed: an ESC could move the cursor, name the
-// window or type for the user. C0 and DEL have pictures (U+2400 ..); C1 and bytes that are no UTF-8 are U+FFFD.
-// Newline and tab stay.
-static std::string printable(std::string_view s) {
-    std::string out;
-    while (!s.empty()) {
-        const int length = utf8_length(s.data(), s.size());
-        const uint8_t c = (uint8_t)s[0];
-        if (length <= 0 || (c == 0xC2 && (uint8_t)s[1] < 0xA0)) out += "\uFFFD";
-        else if (c == 0x7F) out += "\u2421";
-        else if (c < 0x20 && c != '\n' && c != '\t') utf8_append(out, 0x2400u + c);
-        else out += s.substr(0, (size_t)length);
-        s.remove_prefix(length ? (size_t)std::abs(length) : s.size());
-    }
-    return out;
-}
-
-// One line for the user that is no part of the answer.
-static void say(const std::string& line) { fprintf(stderr, "%s\n", printable(line).c_str()); }
-
-static bool plain_terminal() {
-    const char* kind = getenv("TERM");
-    return !kind || !*kind || !strcmp(kind, "dumb");
-}
-
-// Shows an answer as it comes. On a terminal control characters are harmless, and a thought is dim instead of
-// between <think> and </think>; anything else gets the text as it is.
-struct Screen {
-    const bool terminal, dims;
-    bool thinking = false;
-    std::string held; // may be the beginning of a marker
-
-    explicit Screen(bool terminal)
-        : terminal(terminal), dims(terminal && !plain_terminal() && !getenv("NO_COLOR")) {}
-    ~Screen() { if (thinking) fputs("\033[0m", stdout), fflush(stdout); }
-
-    void show(std::string_view s) {
-        if (!terminal) return write_stdout(s);
-        held += s;
-        for (;;) {
-            const std::string_view marker = thinking ? "</think>" : "<think>";
-            const size_t at = dims ? held.find(marker) : std::string::npos;
-            if (at == std::string::npos) {
-                size_t hold = dims ? std::min(marker.size() - 1, held.size()) : 0;
-                while (hold && held.compare(held.size() - hold, hold, marker, 0, hold) != 0) hold--;
-                return put(held.size() - hold);
-            }
-            put(at);
-            held.erase(0, marker.size());
-            thinking = !thinking;
-            write_stdout(thinking ? "\033[2m" : "\033[0m");
-        }
-    }
-    void end() { put(held.size()); }
-
-  private:
-    void put(size_t n) {
-        write_stdout(printable(held.substr(0, n)));
-        held.erase(0, n);
-    }
-};
 
 // ------------------------------------------------------------------------------------------------- Prompt cache
 
@@ -880,430 +852,25 @@ template <class T> struct PromptCache {
     }
 };
 
-// --------------------------------------------------------------------------------------------- The user's lines
-
-// On a terminal lines are edited with libedit (arrows, history) where the Makefile found it. It is small, kept
-// with the BSDs for thirty years, in every distribution, knows the width of Chinese characters, and its licence
-// lets this program keep its own, which GNU readline's would not. Its native interface takes a function that
-// reads characters, so that pasted lines and Ctrl-C can be told apart here.
-// Without it, on a dumb terminal or without UTF-8, the terminal's own line mode does: it has backspace, and with
-// IUTF8 set that takes a whole character. Its lines end at 4,095 bytes.
-#ifdef HAVE_LIBEDIT
-#define Tokenizer EditTokenizer // histedit.h has another one
-#include <histedit.h>
-#undef Tokenizer
-#endif
-
-// The user's messages, one after another. A message is a line; a line that ends in \ goes on in the next; on a
-// terminal, lines that arrive together were pasted and are one message.
-struct Input {
-    static constexpr int TOGETHER_MS = 20;
-
-    explicit Input(bool prompts) : prompts(prompts) {
-        is_terminal = tcgetattr(0, &before) == 0;
-        if (is_terminal) {
-            termios now = before;
-            now.c_iflag |= IUTF8;
-            tcsetattr(0, TCSANOW, &now);
-        }
-        start_editor();
-    }
-    Input(const Input&) = delete;
-    Input& operator=(const Input&) = delete;
-    ~Input() {
-        end_editor();
-        if (is_terminal) tcsetattr(0, TCSANOW, &before);
-    }
-
-    // False: the input is at its end, or Ctrl-C.
-    bool next(std::string& message) {
-        std::string all;
-        bool more = true;
-        for (prompt = "> "; more; prompt = "… ") {
-            std::string line;
-            if (!(can_edit() ? edit_line(line) : plain_line(line))) break;
-            more = !line.empty() && line.back() == '\\';
-            if (more) line.back() = '\n';
-            all += line;
-        }
-        if (interrupted || (more && all.empty())) return false;
-        message.clear();
-        utf8_repair(message, all, true);
-        remember(message);
-        return true;
-    }
-
-  private:
-    const bool prompts;
-    bool is_terminal = false;
-    termios before{};
-    std::string bytes; // read and not yet used
-    const char* prompt = "";
-
-    static bool arrives(int ms) {
-        pollfd in = {0, POLLIN, 0};
-        return poll(&in, 1, ms) > 0;
-    }
-    // More bytes. Looks up twice a second, for a signal may come just before it waits.
-    bool fill() {
-        while (!interrupted) {
-            if (!arrives(500)) {
-                redraw();
-                continue;
-            }
-            char some[4096];
-            ssize_t n = read(0, some, sizeof some);
-            if (n < 0 && errno == EINTR) continue;
-            if (n > 0) bytes.append(some, (size_t)n);
-            return n > 0;
-        }
-        return false;
-    }
-    bool pasted() { return is_terminal && (!bytes.empty() || arrives(TOGETHER_MS)); }
-
-    // One line without its newline, with those that arrive together with it.
-    bool plain_line(std::string& line) {
-        if (prompts) write_stdout(prompt);
-        for (;;) {
-            const size_t end = bytes.find('\n');
-            line.append(bytes, 0, end);
-            bytes.erase(0, end == std::string::npos ? end : end + 1);
-            if (end == std::string::npos) {
-                if (!fill()) return !line.empty();
-            } else if (pasted()) {
-                line += '\n';
-            } else {
-                if (!line.empty() && line.back() == '\r') line.pop_back();
-                return true;
-            }
-        }
-    }
-
-#ifdef HAVE_LIBEDIT
-    static constexpr wchar_t MARK = L'↵'; // a pasted newline in a line that is edited
-    static constexpr const char* MARK_TEXT = "↵";
-    static inline volatile sig_atomic_t woken = 0;
-    EditLine* editor = nullptr;
-    History* past = nullptr;
-
-    bool can_edit() const { return editor; }
-
-    void start_editor() {
-        if (!prompts || plain_terminal()) return;
-        // The user's language if it comes in UTF-8. Characters only: numbers must keep their point (sj.h).
-        setlocale(LC_CTYPE, "");
-        auto utf8 = [] { return !strcmp(nl_langinfo(CODESET), "UTF-8"); };
-        if (!utf8()) setlocale(LC_CTYPE, "C.UTF-8");
-        if (!utf8() || !(editor = el_init("qwen3", stdin, stdout, stderr))) return;
-        el_set(editor, EL_CLIENTDATA, this);
-        el_set(editor, EL_PROMPT, +[](EditLine* e) { return const_cast<char*>(of(e).prompt); });
-        el_set(editor, EL_GETCFN, get_character);
-        el_set(editor, EL_EDITOR, "emacs");
-        el_set(editor, EL_BIND, "\t", "ed-insert", nullptr);
-        el_wset(editor, EL_ADDFN, L"paste", L"Insert a bracketed paste", paste); // el_set would leak copies
-        el_set(editor, EL_BIND, "\033[200~", "paste", nullptr);
-        HistEvent event;
-        past = history_init();
-        history(past, &event, H_SETSIZE, 1000);
-        history(past, &event, H_SETUNIQUE, 1);
-        el_set(editor, EL_HIST, history, past);
-        // A window of another size, or back from Ctrl-Z: only to end the wait in fill().
-        struct sigaction wake = {};
-        wake.sa_handler = [](int) { woken = 1; };
-        wake.sa_flags = SA_RESTART;
-        sigaction(SIGWINCH, &wake, nullptr);
-        sigaction(SIGCONT, &wake, nullptr);
-    }
-    void end_editor() {
-        if (past) history_end(past);
-        if (editor) el_end(editor);
-    }
-    void remember(std::string message) {
-        HistEvent event;
-        replace(message, "\n", MARK_TEXT);
-        if (editor && !message.empty()) history(past, &event, H_ENTER, message.c_str());
-    }
-    void redraw() {
-        if (!editor || !woken) return;
-        woken = 0;
-        el_resize(editor);
-        el_set(editor, EL_PREP_TERM, 0);
-        el_set(editor, EL_PREP_TERM, 1);
-        el_set(editor, EL_REFRESH);
-    }
-
-    // One line, edited. Meanwhile the terminal marks a paste with ESC [ 200 ~ and ESC [ 201 ~.
-    bool edit_line(std::string& line) {
-        int n = 0;
-        el_set(editor, EL_PREP_TERM, 1); // before the prompt is seen, so that a key at once finds the editor
-        write_stdout("\033[?2004h");
-        const char* text = el_gets(editor, &n);
-        write_stdout("\033[?2004l");
-        if (!text || n <= 0 || interrupted) return false;
-        line.assign(text, (size_t)n);
-        if (line.back() == '\n') line.pop_back();
-        replace(line, MARK_TEXT, "\n");
-        return true;
-    }
-
-    static Input& of(EditLine* e) {
-        void* self = nullptr;
-        el_get(e, EL_CLIENTDATA, &self);
-        return *(Input*)self;
-    }
-    static void replace(std::string& s, std::string_view from, std::string_view to) {
-        for (size_t at = 0; (at = s.find(from, at)) != std::string::npos; at += to.size())
-            s.replace(at, from.size(), to);
-    }
-    // libedit asks for a character.
-    static int get_character(EditLine* e, wchar_t* out) {
-        Input& in = of(e);
-        int length = 0;
-        while (in.bytes.empty() || (length = utf8_length(in.bytes.data(), in.bytes.size())) == 0)
-            if (!in.fill()) return 0;
-        const char* at = in.bytes.data();
-        uint32_t c = length > 0 ? utf8_read(at) : 0xFFFD;
-        in.bytes.erase(0, (size_t)std::abs(length));
-        if (c == '\r') c = '\n'; // libedit has the terminal turn one into the other, when it has it
-        *out = c == '\n' && in.pasted() ? MARK : (wchar_t)c;
-        return 1;
-    }
-    static unsigned char paste(EditLine* e, int) {
-        Input& in = of(e);
-        const std::string_view close = "\033[201~";
-        size_t end;
-        while ((end = in.bytes.find(close)) == std::string::npos)
-            if (!in.fill()) return CC_EOF;
-        std::string text;
-        utf8_repair(text, std::string_view(in.bytes).substr(0, end), true);
-        in.bytes.erase(0, end + close.size());
-        for (const char* newline : {"\r\n", "\r", "\n"}) replace(text, newline, MARK_TEXT);
-        el_insertstr(e, text.c_str());
-        return CC_REFRESH;
-    }
-#else
-    bool can_edit() const { return false; }
-    void start_editor() {}
-    void end_editor() {}
-    void remember(const std::string&) {}
-    void redraw() {}
-    bool edit_line(std::string&) { return false; }
-#endif
-};
-
-// -------------------------------------------------------------------------------------------------------- Chat
-
-static const char* CHAT_HELP =
-    "/exit  /clear        leave (also Ctrl-D, Ctrl-C); forget the conversation\n"
-    "/system TEXT         another system prompt; without TEXT none\n"
-    "/think  /no_think    let the model think first, or not\n"
-    "/regen               another answer to the last question\n"
-    "/save FILE           the conversation as JSON; /load FILE takes it up again\n"
-    "/stats               tokens of the conversation, speed, seed\n"
-    "A line that ends in \\ goes on in the next; pasted lines are one message; Ctrl-C stops an answer.";
-
-// Questions and answers on one session. Each question renders the whole conversation anew, as the template wants
-// it (a thought is not repeated once the next question comes), and computes it from where it differs from what
-// the KV cache holds.
-// On a terminal there are prompts and an editor. Otherwise each line of the input is a message, and stdout gets
-// the answers and nothing else.
-template <class T> struct Chat {
-    Options options; // /system, /think and /no_think change it
-    Session<T>& session;
-    const Tokenizer& tokenizer;
-    PromptCache<T>& cache;
-    ThreadPace& pace;
-    const Generation how;            // each answer begins as a copy of it
-    std::vector<Message> messages{}; // question, answer, question, answer, ...
-    uint64_t answers = 0;            // ever given
-    std::string last = "no answer yet";
-    bool leave = false;
-    const bool terminal = isatty(0) && isatty(1);
-
-    int run() {
-        if (terminal) {
-            struct sigaction stop = {}; // any number of times, and without cutting a write short
-            stop.sa_handler = [](int) { interrupted = 1; };
-            stop.sa_flags = SA_RESTART;
-            sigaction(SIGINT, &stop, nullptr);
-            say("/help lists the commands");
-        }
-        Input input(terminal);
-        std::string line;
-        while (!leave && input.next(line)) {
-            try {
-                if (!line.empty() && !command(line)) {
-                    std::vector<Message> asked = messages;
-                    asked.push_back({"user", line});
-                    answer(std::move(asked));
-                }
-            } catch (const Error& e) {
-                if (ferror(stdout)) throw;
-                say(e.what());
-            }
-            if (!terminal && interrupted) break;
-            interrupted = 0;
-        }
-        if (terminal && !leave) write_stdout("\n");
-        return !terminal && interrupted ? 130 : 0;
-    }
-
-  private:
-    // Does what the line says if it is a command and nothing else.
-    bool command(const std::string& line) {
-        const size_t space = std::min(line.find(' '), line.size());
-        const std::string name = line.substr(0, space), argument = line.substr(std::min(space + 1, line.size()));
-        const bool file = name == "/save" || name == "/load";
-        const bool takes_argument = file || name == "/system";
-        if (line.find('\n') != std::string::npos || (space < line.size() && !takes_argument)) return false;
-        if (file && argument.empty()) DIE("%s needs a FILE", name.c_str());
-        if (name == "/exit") leave = true;
-        else if (name == "/help") say(CHAT_HELP);
-        else if (name == "/clear") messages.clear(), say("the conversation is forgotten");
-        else if (name == "/system")
-            options.system = argument, say(argument.empty() ? "no system prompt" : "the system prompt is set");
-        else if (name == "/think") options.think = 1, say("thinking");
-        else if (name == "/no_think") options.think = 0, say("not thinking");
-        else if (name == "/save") save(argument), say(argument + ": saved");
-        else if (name == "/load") load(argument), say(format("%s: %zu messages", argument.c_str(), messages.size()));
-        else if (name == "/stats")
-            say(format("conversation %zu tokens, context %d; %s; seed %llu",
-                       messages.empty() ? 0 : render(messages, false).size(), session.capacity, last.c_str(),
-                       (unsigned long long)how.sampling.seed));
-        else if (name == "/regen") {
-            if (messages.empty()) DIE("no question to answer again");
-            answer({messages.begin(), messages.end() - 1});
-        } else return false;
-        return true;
-    }
-
-    // Answers the last of `asked`; the conversation is then `asked` and the answer. Unless there is none: after an
-    // Error or Ctrl-C before the first token it stays as it was.
-    void answer(std::vector<Message> asked) {
-        const std::vector<int> prompt = fit(asked);
-        Generation g = how;
-        g.sampling = sampling_of(options); // thinking has its own defaults
-        g.sampling.seed = how.sampling.seed + answers; // draws go by position: /regen must not repeat them
-        const double start = seconds();
-        pace.begin();
-        const size_t reused = feed_prompt(session, prompt);
-        pace.end();
-        const double prompted = seconds();
-        if (!interrupted) {
-            if (answers++ == 0) cache.save(session);
-            Screen screen(terminal);
-            speak(session, &tokenizer, g, pace, [&](std::string_view s) { screen.show(s); });
-            screen.end();
-        }
-        if (g.ids.empty() && interrupted) return say("stopped before the answer: the question is taken back");
-        write_stdout("\n");
-        if (session.full() && !strcmp(g.finish, "length")) say("the context is full: the answer ends here");
-        const double prompt_s = prompted - start, decode_s = seconds() - prompted;
-        const double prompt_rate = (double)(prompt.size() - reused) / prompt_s;
-        const double rate = g.ids.size() > 1 ? (double)(g.ids.size() - 1) / decode_s : 0;
-        last = format("prompt %zu tokens, reused %zu, %.1f tok/s; answer %zu tokens, %.1f tok/s (%s)",
-                      prompt.size(), reused, prompt_rate, g.ids.size(), rate, g.finish);
-
-        // A thought that was stopped is still a thought.
-        const bool thinks = g.text.compare(0, 7, "<think>") == 0;
-        if (thinks && g.text.find("</think>") == std::string::npos) g.text += "</think>";
-        Message said{"assistant", g.text};
-        auto [thought, content] = split_thought(said);
-        asked.push_back({"assistant", std::string(content)});
-        if (!thought.empty()) asked.back().reasoning = std::string(thought);
-        messages = std::move(asked);
-    }
-
-    std::vector<int> render(const std::vector<Message>& conversation, bool ask) const {
-        std::vector<Message> all;
-        if (!options.system.empty()) all.push_back({"system", options.system});
-        all.insert(all.end(), conversation.begin(), conversation.end());
-        return render_chat(tokenizer, all, {options.think == 1, ask});
-    }
-
-    // The ids of the conversation. If they leave the answer less than a quarter of the context (or what -n asks
-    // for), the oldest questions and answers go: enough of them to free half, since all that follows them must be
-    // computed anew.
-    std::vector<int> fit(std::vector<Message>& asked) const {
-        const size_t context = (size_t)session.capacity, before = asked.size();
-        const size_t room = std::min(how.max_tokens, context / 4);
-        std::vector<int> prompt = render(asked, true);
-        if (prompt.size() > context - room)
-            while (asked.size() > 1 && prompt.size() > context / 2) {
-                asked.erase(asked.begin(), asked.begin() + 2);
-                prompt = render(asked, true);
-            }
-        if (prompt.size() > context)
-            DIE("the message is too long: %zu tokens, the context is %zu (-c sets it)", prompt.size(), context);
-        if (asked.size() < before)
-            say(format("the context is full: the oldest messages went, %zu of %zu", before - asked.size(), before));
-        return prompt;
-    }
-
-    // {"system": "...", "think": false, "messages": [{"role": "user", "content": "..."}, ...]}: OpenAI's messages.
-    void save(const std::string& path) const {
-        std::string out = "{\"system\": ";
-        sj::quote(out, options.system);
-        out += format(", \"think\": %s, \"messages\": [", options.think ? "true" : "false");
-        for (auto& m : messages) {
-            out += &m == messages.data() ? "\n" : ",\n";
-            out += format("  {\"role\": \"%s\", \"content\": ", m.role.c_str());
-            sj::quote(out, m.content);
-            if (m.reasoning) sj::quote(out += ", \"reasoning_content\": ", *m.reasoning);
-            out += "}";
-        }
-        OutputFile file(path);
-        file.write(out + "\n]}\n");
-        file.commit();
-    }
-
-    // What save() wrote, or any JSON with such messages; a first message of the system is the system prompt.
-    void load(const std::string& path) {
-        const MappedFile file(path);
-        const char* name = path.c_str();
-        sj::Doc doc;
-        const std::string fault = sj::parse(doc, file.text());
-        if (!fault.empty()) DIE("%s: %s", name, fault.c_str());
-        sj::Value v = doc.root(), system = v["system"], think = v["think"];
-        if (system && !system.is(sj::String)) DIE("%s: system is not a string", name);
-        if (think && !think.is_bool()) DIE("%s: think is neither true nor false", name);
-        std::vector<Message> loaded;
-        try {
-            loaded = messages_from_json(v["messages"]);
-        } catch (const Error& e) {
-            DIE("%s: %s", name, e.what());
-        }
-        std::string prompt = system.str();
-        if (!loaded.empty() && loaded[0].role == "system") {
-            prompt = loaded[0].content;
-            loaded.erase(loaded.begin());
-        }
-        for (size_t i = 0; i < loaded.size(); i++)
-            if (loaded[i].role != (i % 2 ? "assistant" : "user") || !loaded[i].tool_calls.empty())
-                DIE("%s: a chat is questions of the user and answers of the assistant in turn", name);
-        if (loaded.size() % 2) DIE("%s: the last question has no answer", name);
-        options.system = prompt;
-        if (think) options.think = think.boolean();
-        messages = std::move(loaded);
-    }
-};
+#include "chat.h"
 
 // ------------------------------------------------------------------------------------ Perplexity and evaluation
 
-// A line on stderr that is written over once a second.
+// A line on stderr that is written over once a second; where that is no terminal, a new one every half minute.
 struct Progress {
+    const bool terminal = isatty(2);
     const double start = seconds();
     double told = start;
 
-    ~Progress() { if (told > start) fputc('\n', stderr); }
+    ~Progress() { if (terminal && told > start) fputc('\n', stderr); }
 
     // What `line` says, when `done` of `all` is done.
     template <class F> void show(size_t done, size_t all, F line) {
         const double now = seconds();
-        if (now - told < 1) return;
+        if (now - told < (terminal ? 1 : 30)) return;
         told = now;
         const double left = (now - start) * (double)(all - done) / (double)done;
-        fprintf(stderr, "\r%s, %.0f s left   ", line(now - start).c_str(), left);
+        fprintf(stderr, terminal ? "\r%s, %.0f s left   " : "%s, %.0f s left\n", line(now - start).c_str(), left);
     }
 };
 
@@ -1564,7 +1131,8 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
             DIE("%s: line %zu is damaged; remove the file to start anew", out.partial.c_str(), totals.rows + 2);
     }
     const size_t before = totals.rows;
-    if (before) say(format("%s: %zu of %zu rows are there", out.partial.c_str(), before, rows.size()));
+    if (before)
+        say(format("%s: %zu of %s are there", out.partial.c_str(), before, counted(rows.size(), "row").c_str()));
     {
         Progress progress;
         ThreadPace pace(o, o.ctx);
@@ -1580,13 +1148,15 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
         }
     }
     if (interrupted) {
-        say(format("%s: %zu of %zu rows; the same command goes on", out.partial.c_str(), totals.rows, rows.size()));
+        say(format("%s: %zu of %s; the same command goes on", out.partial.c_str(), totals.rows,
+                   counted(rows.size(), "row").c_str()));
         return 130;
     }
     out.finish();
     const double loss = totals.nll / (double)totals.tokens;
-    say(format("%s: %zu rows, %zu skipped (too long for the context), %zu answers ended by themselves, loss %.6f over "
-               "%zu tokens", o.output.c_str(), totals.rows, totals.skipped, totals.ended, loss, totals.tokens));
+    say(format("%s: %s, %zu skipped (too long for the context), %s, loss %.6f over %s", o.output.c_str(),
+               counted(totals.rows, "row").c_str(), totals.skipped, counted(totals.ended, "complete answer").c_str(),
+               loss, counted(totals.tokens, "token").c_str()));
     sj::Writer all;
     all.object().field("rows", totals.rows).field("skipped", totals.skipped).field("ended", totals.ended);
     all.field("loss", loss).field("tokens", totals.tokens).end();
@@ -1633,8 +1203,9 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
     // A draw is the sum of four 16-bit uniforms, which is near enough to normal and the same on every machine.
     const size_t BLOCK = 1 << 20, width = wide ? 4 : 2;
     std::vector<uint8_t> bytes(BLOCK * width);
-    const double start = seconds(), all = (double)(parameters(c) * width);
-    double told = start, written = 0;
+    const size_t all = parameters(c) * width;
+    size_t written = 0;
+    auto progress = std::make_unique<Progress>();
     uint64_t counter = 0;
     auto draw = [&](OutputFile& out, size_t n, float mean, float deviation) {
         for (size_t first = 0; first < n; first += BLOCK) {
@@ -1654,12 +1225,10 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
             }
             counter += (count + 1) / 2;
             out.write(bytes.data(), count * width);
-            written += (double)(count * width);
-            if (seconds() - told > 1) {
-                told = seconds();
-                fprintf(stderr, "\r%s: %.0f of %.0f MB, %.0f s left ", path.c_str(), written / 1e6, all / 1e6,
-                        (told - start) * (all - written) / written);
-            }
+            written += count * width;
+            progress->show(written, all, [&](double) {
+                return format("%s: %.0f of %.0f MB", path.c_str(), (double)written / 1e6, (double)all / 1e6);
+            });
             if (interrupted) DIE("interrupted");
         }
     };
@@ -1669,8 +1238,9 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
             draw(out, t.size(), t.columns ? 0.f : 1.f, t.columns ? 0.02f : 0.1f);
         }});
     const size_t size = write_safetensors(path, model_metadata(config_text, generation_text), tensors);
-    fprintf(stderr, "%s%s: %.1f M parameters, %.0f MB, seed %llu\n", told > start ? "\r" : "", path.c_str(),
-            (double)parameters(c) / 1e6, (double)size / 1e6, (unsigned long long)seed);
+    progress.reset(); // its line ends
+    fprintf(stderr, "%s: %.1f M parameters, %.0f MB, seed %llu\n", path.c_str(), (double)parameters(c) / 1e6,
+            (double)size / 1e6, (unsigned long long)seed);
 }
 
 // ---------------------------------------------------------------------------------------------------- --bench
@@ -1751,8 +1321,8 @@ static void print_bench(const Options& o, const Config& c, const char* type, con
         return write_stdout(w.text + "\n");
     }
     const std::string where = gpu ? device_name(o.ctx) : format("CPU, instructions %s", instructions);
-    std::string out = format("%s: %.1f M parameters, %s, %s, %d threads\n", o.model.c_str(),
-                             (double)parameters(c) / 1e6, type, where.c_str(), thread_count());
+    std::string out = format("%s: %.1f M parameters, %s, %s, %s\n", o.model.c_str(), (double)parameters(c) / 1e6,
+                             type, where.c_str(), counted((size_t)thread_count(), "thread").c_str());
     out += format("ceilings: read %.1f GB/s, multiply %.0f GFLOP/s\n", ceiling.read / 1e9, ceiling.multiply / 1e9);
     out += "work    position     tok/s   MB/token      GB/s  of read   GFLOP/s  of multiply\n";
     for (auto& r : rows) {
@@ -1792,17 +1362,20 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
         rows.push_back({"prompt", length, time_prompt(session, length), weight_bytes / length, flops});
     }
     session.rewind(0);
+    auto progress = std::make_unique<Progress>();
     for (int position : positions) {
         for (int have; (have = (int)session.ids.size()) < position;) {
-            fprintf(stderr, "\r%d of %d tokens in the context ", have, positions.back());
             session.feed(random_ids(std::min(512, position - have), c.V), &interrupted);
             if (interrupted) DIE("interrupted");
+            progress->show(session.ids.size(), (size_t)positions.back(), [&](double) {
+                return format("%zu of %d tokens in the context", session.ids.size(), positions.back());
+            });
         }
         const double rate = time_decoding(session, steps), middle = position + (gpu ? steps / 2 : 0);
         const double bytes = weight_bytes + key_bytes * (middle + 1), flops = 2 * matrices + per_key * middle;
         rows.push_back({"decode", position, rate, bytes, flops});
     }
-    fprintf(stderr, "\r%*s\r", 40, "");
+    progress.reset();
     print_bench(o, c, type_name(weights), ceiling, rows);
 }
 
@@ -1851,8 +1424,9 @@ static void print_answer(const Options& o, const Generation& g, const Took& took
         write_stdout("\n");
     }
     const std::string from_cache = o.prompt_cache.empty() ? "" : format(" (%zu from the prompt cache)", took.reused);
-    fprintf(stderr, "prompt %zu tokens%s, %.1f tok/s; answer %zu tokens, %.1f tok/s (%s)\n", took.prompt_tokens,
-            from_cache.c_str(), prompt_rate, g.ids.size(), rate, g.finish);
+    fprintf(stderr, "prompt %s%s, %.1f tok/s; answer %s, %.1f tok/s (%s)\n",
+            counted(took.prompt_tokens, "token").c_str(), from_cache.c_str(), prompt_rate,
+            counted(g.ids.size(), "token").c_str(), rate, g.finish);
 }
 
 // One prompt, one answer; or a chat, --ppl, --eval, --logits.
@@ -1876,7 +1450,8 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     const std::vector<int> prompt = checked_prompt(o, c, tokenizer.get());
     const int context = o.context ? o.context : std::min(4096, c.max_positions);
     if (prompt.size() > (size_t)context)
-        DIE("the prompt is %zu tokens, the context %d (-c sets it, up to %d)", prompt.size(), context, c.max_positions);
+        DIE("the prompt is %s, the context %d (-c sets it, up to %d)", counted(prompt.size(), "token").c_str(), context,
+            c.max_positions);
     Session<T> session(c, weights, context, o.ctx);
     if (!o.logits_file.empty() || o.logits_hash) return write_logits(o, session, prompt), 0;
 
@@ -1914,6 +1489,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
 // Does what the options ask for; see run_program.
 static int run(int argc, char** argv) {
     const double start = seconds();
+    if (told_version("qwen3", argc, argv)) return 0;
     Options o = parse_options(argc, argv);
     if (o.help) return 0;
     o.use_threads();
@@ -1937,6 +1513,7 @@ static int run(int argc, char** argv) {
     if (o.stride && o.ppl.empty()) DIE("--stride is for --ppl");
     if (!asks && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (a chat, which is without it, has no --raw, --json or --logits)");
+    open_adapter(o);
     const ModelFile file(o.model);
     o.ctx = choose_device(o, file);
     if (o.bench && !o.adapter.empty()) DIE("--adapter changes no figure of --bench");

@@ -161,6 +161,13 @@ inline InstructionSet best_instruction_set() {
 }
 inline InstructionSet instruction_set = best_instruction_set(); // the process's; a test or --cpu may take a lesser one
 
+// Loops over a sum's rows, tokens and chains are unrolled, so that it stays in registers.
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 // ====================================================================================================== Product tiles
 // y[n * TILE_ROWS + r] = W[r] . x[n] for `rows` <= TILE_ROWS rows of W and N <= TILE_TOKENS tokens. In each way to
 // compute it an output is one sum in one order, whatever the other rows and tokens are.
@@ -178,6 +185,15 @@ template <class T> struct WeightRows {
         if (w) w += r * in;
         else q += r * in, scale += r * ((in + GROUP - 1) / GROUP);
     }
+    const acc<T>* widen(acc<T>* out, int rows) const { // exact: a scale has 8 bits, a weight 7
+        const int groups = (in + GROUP - 1) / GROUP;
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < in; i++) {
+                const size_t at = (size_t)r * in + i;
+                out[at] = w ? to_acc(w[at]) : q[at] * (acc<T>)to_acc(scale[r * groups + i / GROUP]);
+            }
+        return out;
+    }
 };
 
 // ---- Floats. Each struct below is a set of vector instructions, and has the loops of cpu_loops.h made of them:
@@ -186,13 +202,15 @@ template <class T> struct WeightRows {
 //     load      that part of a row, zeros past it    store    that part to memory
 //     fill      the same number in all lanes
 //     multiply  v *= s    multiply_add  sum += a * b    total  the sum of the lanes: halves onto each other
-//     TOKENS    of a product at once, KEYS and CHAINS of attention: as many as the registers hold
-//     PREFETCH  whether a single token's product asks for the next rows of W: where it is faster
+//     totals    of R rows by M tokens: y[m][r]
+//     Input     what x is read as: acc<T>, made once a product, or T where the instructions take it
+//     ROWS, TOKENS  of W and x at once; CHAINS  vectors a sum, so that one does not wait for another; KEYS and MIXED of
+//               attention: as many as the registers hold
 template <class A> struct Plain {
     using Vector = lanes<A>;
     using Operand = Vector;
-    static constexpr int WIDTH = LANES, TOKENS = 4, KEYS = 1, CHAINS = 1;
-    static constexpr bool PREFETCH = false;
+    template <class T> using Input = A;
+    static constexpr int WIDTH = LANES, ROWS = 2, TOKENS = 2, CHAINS = 1, KEYS = 1, MIXED = 1;
     using Part = int;
     static INLINE Part part(int n) { return std::min(LANES, n); }
     template <class T> static INLINE void load(Vector& v, const T* p, Part n) { load_some(v, p, n); }
@@ -200,7 +218,10 @@ template <class A> struct Plain {
     static INLINE void fill(Vector& v, A a) { v = Vector{} + a; }
     static INLINE void multiply(Vector& v, A s) { v *= s; }
     static INLINE void multiply_add(Vector& sum, const Vector& a, const Vector& b) { sum += a * b; }
-    static INLINE A total(const Vector& v) { return sum_lanes(v); }
+    template <int R, int M, int C> static INLINE void totals(A* y, const Vector (&sum)[R][M][C]) {
+        for (int m = 0; m < M; m++)
+            for (int r = 0; r < R; r++) y[m * TILE_ROWS + r] = sum_lanes(sum[r][m][0]);
+    }
 #define TARGET
 #include "cpu_loops.h"
 #undef TARGET
@@ -210,8 +231,8 @@ template <class A> struct Plain {
 struct Avx2 {
     using Vector = __m256;
     using Operand = Vector;
-    static constexpr int WIDTH = 8, TOKENS = 2, KEYS = 4, CHAINS = 1; // 16 registers
-    static constexpr bool PREFETCH = false;
+    template <class T> using Input = float;
+    static constexpr int WIDTH = 8, ROWS = 2, TOKENS = 3, CHAINS = 2, KEYS = 8, MIXED = 8; // 16 registers
     TARGET_AVX2 static INLINE void load8(Vector& v, const float* p) { v = _mm256_loadu_ps(p); }
     TARGET_AVX2 static INLINE void load8(Vector& v, const bf16* p) {
         const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -241,6 +262,10 @@ struct Avx2 {
         s = _mm_add_ps(s, _mm_movehl_ps(s, s));
         return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
     }
+    template <int R, int M, int C> TARGET_AVX2 static INLINE void totals(float* y, const Vector (&sum)[R][M][C]) {
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int r = 0; r < R; r++) y[m * TILE_ROWS + r] = total(sum[r][m][0]);
+    }
 #define TARGET TARGET_AVX2
 #include "cpu_loops.h"
 #undef TARGET
@@ -250,8 +275,8 @@ struct Avx2 {
 struct Avx512 {
     using Vector = __m512;
     using Operand = Vector;
-    static constexpr int WIDTH = 16, TOKENS = 4, KEYS = 8, CHAINS = 4; // 32 registers
-    static constexpr bool PREFETCH = true;
+    template <class T> using Input = float;
+    static constexpr int WIDTH = 16, ROWS = 2, TOKENS = 4, CHAINS = 2, KEYS = 16, MIXED = 8; // 32 registers
     using Part = __mmask16;
     static INLINE Part part(int n) { return n >= WIDTH ? (Part)0xffff : (Part)((1u << n) - 1); }
     TARGET_AVX512 static INLINE void load(Vector& v, const float* p, Part m) { v = _mm512_maskz_loadu_ps(m, p); }
@@ -275,6 +300,35 @@ struct Avx512 {
         v = _mm512_add_ps(v, _mm512_maskz_permute_ps(0xffff, v, 0xb1));
         return _mm512_cvtss_f32(v);
     }
+    // The totals of 16 sums in one vector, for little more than three single ones take; the same additions.
+    TARGET_AVX512 static INLINE Vector totals16(const Vector (&s)[16]) {
+        Vector a[8], b[4], c[2];
+        UNROLL for (int i = 0; i < 8; i++)
+            a[i] = _mm512_maskz_shuffle_f32x4(0xffff, s[i], s[i + 8], 0x44) +
+                   _mm512_maskz_shuffle_f32x4(0xffff, s[i], s[i + 8], 0xee);
+        UNROLL for (int i = 0; i < 4; i++)
+            b[i] = _mm512_maskz_shuffle_f32x4(0xffff, a[i], a[i + 4], 0x88) +
+                   _mm512_maskz_shuffle_f32x4(0xffff, a[i], a[i + 4], 0xdd);
+        UNROLL for (int i = 0; i < 2; i++)
+            c[i] = (Vector)_mm512_maskz_unpacklo_pd(0xff, (__m512d)b[i], (__m512d)b[i + 2]) +
+                   (Vector)_mm512_maskz_unpackhi_pd(0xff, (__m512d)b[i], (__m512d)b[i + 2]);
+        const Vector mixed = _mm512_maskz_shuffle_ps(0xffff, c[0], c[1], 0x88) +
+                             _mm512_maskz_shuffle_ps(0xffff, c[0], c[1], 0xdd);
+        const __m512i order = _mm512_set_epi32(15, 13, 14, 12, 7, 5, 6, 4, 11, 9, 10, 8, 3, 1, 2, 0);
+        return _mm512_maskz_permutexvar_ps(0xffff, order, mixed);
+    }
+    template <int R, int M, int C> TARGET_AVX512 static INLINE void totals(float* y, const Vector (&sum)[R][M][C]) {
+        if constexpr (R * M < 8 || R * M > 16) {
+            UNROLL for (int m = 0; m < M; m++)
+                UNROLL for (int r = 0; r < R; r++) y[m * TILE_ROWS + r] = total(sum[r][m][0]);
+        } else {
+            Vector all[16];
+            UNROLL for (int i = 0; i < 16; i++) all[i] = i < R * M ? sum[i % R][i / R][0] : Vector{};
+            float numbers[16];
+            _mm512_mask_storeu_ps(numbers, 0xffff, totals16(all));
+            UNROLL for (int m = 0; m < M; m++) memcpy(y + m * TILE_ROWS, numbers + m * R, R * sizeof(float));
+        }
+    }
 #define TARGET TARGET_AVX512
 #include "cpu_loops.h"
 #undef TARGET
@@ -284,8 +338,8 @@ struct Avx512 {
 // bf16 weights.
 struct Bf16Dot : Avx512 {
     using Operand = __m512bh;
-    static constexpr int WIDTH = 32;
-    static constexpr bool PREFETCH = false;
+    template <class T> using Input = bf16;
+    static constexpr int WIDTH = 32, ROWS = 4, TOKENS = 4, CHAINS = 1;
     using Avx512::load, Avx512::multiply, Avx512::multiply_add; // for attention's loops, which nobody calls here
     static void multiply(Operand&, float);                      // for INT8's, likewise: nvcc looks at discarded code
     using Part = __mmask32;
@@ -303,27 +357,37 @@ struct Bf16Dot : Avx512 {
 };
 #endif
 
-// A tile, 4 rows by TOKENS tokens at a time: their sums, and an operand or five, are what registers hold.
+// A tile. A single token streams W from memory row after row, in the order in which it lies there: this is what gives
+// the most of it. For several tokens a few rows are made Inputs once.
 template <class Set, bool INT8, class T>
-void product_tile(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N) {
-    constexpr int M = Set::TOKENS;
-    const int in = w.in;
-    for (int r = 0, done; r < rows; r += done, y += done) {
-        done = r + 4 <= rows ? 4 : 1;
+void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input, int N) {
+    using X = typename Set::template Input<T>;
+    constexpr int C = INT8 ? GROUP / Set::WIDTH : Set::CHAINS, R = Set::ROWS * Set::CHAINS / C, M = Set::TOKENS;
+    const X* x = (const X*)input;
+    const size_t in = w.in;
+    if (N == 1) {
+        for (int r = 0; r < rows; r++, w.skip(1))
+            if constexpr (INT8) Set::template product_loop<true, 1, 1, C>(y + r, w.q, w.scale, x, w.in);
+            else Set::template product_loop<false, 1, 1, C>(y + r, w.w, w.scale, x, w.in);
+        return;
+    }
+    static thread_local std::vector<X> kept;
+    for (int r = 0, some; r < rows; r += some, y += some, w.skip(some)) {
+        some = r + R <= rows ? R : 1;
+        const X* wide;
+        if constexpr (!INT8 && std::is_same_v<T, X>) wide = w.w;
+        else wide = w.widen(at_least(kept, R * in), some);
         int n = 0;
-        for (; n + M <= N; n += M) {
-            if (done == 4) Set::template product_loop<INT8, 4, M>(y + n * TILE_ROWS, w, x + (size_t)n * in);
-            else Set::template product_loop<INT8, 1, M>(y + n * TILE_ROWS, w, x + (size_t)n * in);
-        }
-        for (; n < N; n++) {
-            if (done == 4) Set::template product_loop<INT8, 4, 1>(y + n * TILE_ROWS, w, x + (size_t)n * in);
-            else Set::template product_loop<INT8, 1, 1>(y + n * TILE_ROWS, w, x + (size_t)n * in);
-        }
-        w.skip(done);
+        for (; n + M <= N; n += M)
+            if (some == R) Set::template product_loop<false, R, M, C>(y + n * TILE_ROWS, wide, w.scale, x + n * in, w.in);
+            else Set::template product_loop<false, 1, M, C>(y + n * TILE_ROWS, wide, w.scale, x + n * in, w.in);
+        for (; n < N; n++)
+            if (some == R) Set::template product_loop<false, R, 1, C>(y + n * TILE_ROWS, wide, w.scale, x + n * in, w.in);
+            else Set::template product_loop<false, 1, 1, C>(y + n * TILE_ROWS, wide, w.scale, x + n * in, w.in);
     }
 }
-template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const T* x, int N);
-template <bool INT8, class T> ProductTile<T> choose_tile() {
+template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const void* x, int N);
+template <bool INT8, class T> ProductTile<T> choose_tile() { // x: bf16 for Bf16Dot, acc<T> for the others
 #ifdef HAVE_SIMD
     if constexpr (!INT8 && std::is_same_v<T, bf16>)
         if (instruction_set >= ISA_AVX512_BF16) return product_tile<Bf16Dot, INT8, T>;
@@ -403,44 +467,43 @@ TARGET_AVX512_BF16 INLINE __m512i per_group(const void* two_words) {
     return _mm512_maskz_permutexvar_epi32(0xffff, which, _mm512_set1_epi64(pair));
 }
 
-// step * fma(256 H + M, 256, L) of 8 rows in two groups, those of the first group before those of the second. q: where
-// the groups begin in each row. NEXT_TILE: asks for the same numbers of the rows of the next tile.
-template <bool NEXT_TILE>
-TARGET_AVX512_BF16 INLINE __m512 two_group_sums(const int8_t* const* q, int in, int k, const FixedX& x) {
-    const __m512i h = _mm512_load_si512(x.plane[0]), m = _mm512_load_si512(x.plane[1]);
-    const __m512i l = _mm512_load_si512(x.plane[2]);
-    __m512i upper[8], lower[8]; // the sums of 256 h + m, and of l
-    for (int r = 0; r < 8; r++) {
-        if (NEXT_TILE) _mm_prefetch((const char*)(q[r] + (size_t)TILE_ROWS * in + k), _MM_HINT_T0);
-        // The instruction wants one factor without sign: q + 128; and 128 times the sum of x is subtracted below.
-        const __m512i u = _mm512_xor_si512(_mm512_loadu_si512(q[r] + k), _mm512_set1_epi8(-128));
-        lower[r] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, l);
-        upper[r] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, h);
-        upper[r] = _mm512_dpbusd_epi32(_mm512_maskz_slli_epi32(0xffff, upper[r], 8), u, m);
-    }
-    const __m512 a = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(sum_halves(upper), per_group(x.upper)));
-    const __m512 b = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(sum_halves(lower), per_group(x.lower)));
-    const __m512 step = _mm512_castsi512_ps(per_group(x.step));
-    const __m512 sum = _mm512_mul_ps(step, _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
-    return _mm512_maskz_shuffle_f32x4(0xffff, sum, sum, 0xd8);
+// 256 h + m and l of x by 64 weights of one row: 16 sums each, of which 8 are a group's. The instruction wants one
+// factor without sign: q + 128; and 128 times the sum of x is subtracted later.
+TARGET_AVX512_BF16 INLINE void dot64(__m512i& upper, __m512i& lower, const int8_t* q, const FixedX& x) {
+    const __m512i u = _mm512_xor_si512(_mm512_loadu_si512(q), _mm512_set1_epi8(-128));
+    lower = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, _mm512_load_si512(x.plane[2]));
+    upper = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, _mm512_load_si512(x.plane[0]));
+    upper = _mm512_dpbusd_epi32(_mm512_maskz_slli_epi32(0xffff, upper, 8), u, _mm512_load_si512(x.plane[1]));
 }
 
-// 8 rows at a time, from all over the tile: memory gives the most when it is read at several places.
-template <bool ONE_TOKEN>
+// step * fma(256 H + M, 256, L) of 16 groups, as sum_halves orders them.
+TARGET_AVX512_BF16 INLINE __m512 group_sums(const __m512i (&upper)[8], const __m512i (&lower)[8], __m512i upper128,
+                                            __m512i lower128, __m512 step) {
+    const __m512 a = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(sum_halves(upper), upper128));
+    const __m512 b = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(sum_halves(lower), lower128));
+    return _mm512_mul_ps(step, _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
+}
+
+// Several tokens: 8 rows at a time, two groups of each.
 TARGET_AVX512_BF16 inline void vnni_tile(float* y, const WeightRows<bf16>& w, int rows, const FixedX* x, int N) {
-    const int in = w.in, groups = in / GROUP, apart = (rows + 7) / 8;
-    for (int first = 0; first < apart; first++) {
+    const int in = w.in, groups = in / GROUP;
+    for (int first = 0; first < rows; first += 8) {
         const int8_t* q[8];
-        int at[8], row[8];
-        for (int r = 0; r < 8; r++) { // (the last rows stand for those that are missing)
-            row[r] = std::min(first + r * apart, rows - 1);
-            q[r] = w.q + (size_t)row[r] * in, at[r] = row[r] * groups;
+        int at[8];
+        for (int r = 0; r < 8; r++) { // (the last row stands for those that are missing)
+            const int row = std::min(first + r, rows - 1);
+            q[r] = w.q + (size_t)row * in, at[r] = row * groups;
         }
         const __m256i scale_at = _mm256_loadu_si256((const __m256i*)at);
         for (int n = 0; n < N; n++) {
             __m256 total = _mm256_setzero_ps();
             for (int k = 0; k < in; k += 64) {
-                const __m512 sum = two_group_sums<ONE_TOKEN>(q, in, k, x[(size_t)n * (in / 64) + k / 64]);
+                const FixedX& some = x[(size_t)n * (in / 64) + k / 64];
+                __m512i upper[8], lower[8];
+                UNROLL for (int r = 0; r < 8; r++) dot64(upper[r], lower[r], q[r] + k, some);
+                __m512 sum = group_sums(upper, lower, per_group(some.upper), per_group(some.lower),
+                                        _mm512_castsi512_ps(per_group(some.step)));
+                sum = _mm512_maskz_shuffle_f32x4(0xffff, sum, sum, 0xd8); // a group's 8 rows together
                 // both groups' scales are the halves of one word
                 const __m256i scales = _mm256_i32gather_epi32((const int*)(w.scale + k / GROUP), scale_at, 2);
                 const __m256 scale0 = _mm256_castsi256_ps(_mm256_slli_epi32(scales, 16));
@@ -450,13 +513,64 @@ TARGET_AVX512_BF16 inline void vnni_tile(float* y, const WeightRows<bf16>& w, in
             }
             float sums[8];
             _mm256_storeu_ps(sums, total);
-            for (int r = 0; r < 8; r++) y[n * TILE_ROWS + row[r]] = sums[r];
+            for (int r = 0; r < std::min(8, rows - first); r++) y[n * TILE_ROWS + first + r] = sums[r];
         }
     }
 }
-inline void product_tile_vnni(float* y, const WeightRows<bf16>& w, int rows, const FixedX* x, int N) {
-    if (N == 1) vnni_tile<true>(y, w, rows, x, N);
-    else vnni_tile<false>(y, w, rows, x, N);
+
+// One token: W is streamed, row after row. 16 groups of a row at a time; what each of them adds to y is kept, and added
+// for 8 rows together, since an addition waits for the one before.
+struct alignas(64) Fixed16 { // what FixedX has of 16 groups, as sum_halves orders them
+    int32_t upper[16], lower[16];
+    float step[16];
+};
+constexpr int SUM_ORDER[16] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
+inline const Fixed16* fix_16(const FixedX* x, int in) { // (in / 512), rounded up
+    static thread_local std::vector<Fixed16> kept;
+    const int groups = in / GROUP, blocks = (groups + 15) / 16;
+    Fixed16* out = at_least(kept, blocks);
+    for (int i = 0; i < blocks * 16; i++) {
+        const int g = i / 16 * 16 + SUM_ORDER[i % 16];
+        const FixedX* from = g < groups ? x + g / 2 : nullptr;
+        out[i / 16].upper[i % 16] = from ? from->upper[g % 2] : 0;
+        out[i / 16].lower[i % 16] = from ? from->lower[g % 2] : 0;
+        out[i / 16].step[i % 16] = from ? from->step[g % 2] : 0;
+    }
+    return out;
+}
+TARGET_AVX512_BF16 inline void vnni_stream(float* y, const WeightRows<bf16>& w, int rows, const FixedX* x,
+                                           const Fixed16* x16) {
+    const int in = w.in, groups = in / GROUP, width = (groups + 15) / 16 * 16;
+    static thread_local std::vector<float> kept;
+    float *sum = at_least(kept, (size_t)16 * width), *scale = sum + 8 * width; // (8, width) each
+    const __m512i natural = _mm512_set_epi32(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
+    for (int first = 0; first < rows; first += 8) {
+        const int some = std::min(8, rows - first);
+        for (int r = 0; r < some; r++) {
+            const int8_t* q = w.q + (size_t)(first + r) * in;
+            for (int g = 0; g < groups; g += 16) {
+                const int pairs = std::min(8, (groups - g) / 2);
+                __m512i upper[8], lower[8];
+                UNROLL for (int i = 0; i < 8; i++) {
+                    if (i < pairs) dot64(upper[i], lower[i], q + g * GROUP + i * 64, x[g / 2 + i]);
+                    else upper[i] = lower[i] = _mm512_setzero_si512();
+                }
+                const Fixed16& f = x16[g / 16];
+                const __m512 sums = group_sums(upper, lower, _mm512_load_si512(f.upper), _mm512_load_si512(f.lower),
+                                               _mm512_load_ps(f.step));
+                const __mmask16 there = (__mmask16)((1u << std::min(16, groups - g)) - 1);
+                __m512 scales;
+                Avx512::load(scales, w.scale + (size_t)(first + r) * groups + g, there);
+                _mm512_mask_storeu_ps(sum + r * width + g, 0xffff, _mm512_maskz_permutexvar_ps(0xffff, natural, sums));
+                _mm512_mask_storeu_ps(scale + r * width + g, 0xffff, scales);
+            }
+        }
+        float total[8] = {};
+        for (int g = 0; g < groups; g++)
+            UNROLL for (int r = 0; r < 8; r++)
+                total[r] = __builtin_fmaf(scale[r * width + g], sum[r * width + g], total[r]);
+        memcpy(y + first, total, some * sizeof(float));
+    }
 }
 
 // ---- AMX: a tile register is 16 rows of 64 bytes; tdpbf16ps multiplies 16 rows of W by 16 tokens, 32 deep, at once.
@@ -616,7 +730,7 @@ TARGET_AMX INLINE void amx_add_groups(float (*total)[16],              // (rows,
     }
 }
 
-// 32 rows of INT8 and N <= TILE_TOKENS tokens, 16 by 16 at a time; the bits of product_tile_vnni. Four groups go
+// 32 rows of INT8 and N <= TILE_TOKENS tokens, 16 by 16 at a time; the bits of vnni_tile. Four groups go
 // through the tiles, alternating between two sets of them, before vectors take the sums: what a tile has stored cannot
 // be loaded soon.
 TARGET_AMX inline void product_tile_amx_int8(float* y, const WeightRows<bf16>& w, const FixedTile* x, int N) {
@@ -658,10 +772,12 @@ template <class T> struct ProductInput {
     const T* x;
     int N, in;
     ProductTile<T> floats;
-    bool integers = false, amx = false; // integers for INT8; AMX for whole tiles
+    bool dot = false, integers = false, amx = false; // Bf16Dot; integers for INT8; AMX for whole tiles
+    const acc<T>* wide = nullptr;                    // for floats that are not Bf16Dot's
 #ifdef HAVE_SIMD
     const bf16* packed = nullptr;           // for AMX
     const FixedX* fixed = nullptr;          // for integers
+    const Fixed16* fixed_16 = nullptr;      // for a single token with integers
     const FixedTile* fixed_packed = nullptr; // for AMX with integers
 #endif
 
@@ -669,13 +785,24 @@ template <class T> struct ProductInput {
         : x(x), N(N), in(W.in), floats(W.q[0] ? choose_tile<true, T>() : choose_tile<false, T>()) {
 #ifdef HAVE_SIMD
         if constexpr (std::is_same_v<T, bf16>) {
+            dot = instruction_set >= ISA_AVX512_BF16 && !W.q[0];
             integers = instruction_set >= ISA_AVX512_BF16 && W.q[0] && in % 64 == 0;
             amx = instruction_set >= ISA_AMX && (W.q[0] ? integers && N > 1 : in % 32 == 0);
             if (integers) fixed = fix_all_x(x, N, in);
+            if (integers && N == 1) fixed_16 = fix_16(fixed, in);
             if (amx && integers) fixed_packed = amx_pack_int8(fixed, N, in);
             else if (amx) packed = amx_pack(x, N, in);
         }
 #endif
+        if constexpr (std::is_same_v<T, acc<T>>) wide = x;
+        else if (!dot && !integers) wide = widen_x(x, (size_t)N * in);
+    }
+    static const acc<T>* widen_x(const T* x, size_t n) {
+        static thread_local std::vector<acc<T>> kept;
+        acc<T>* out = at_least(kept, n);
+        #pragma omp parallel for schedule(static) if (n > 50000)
+        for (size_t i = 0; i < n; i++) out[i] = to_acc(x[i]);
+        return out;
     }
     // The tile of `rows` rows at w and `count` tokens from n on.
     void tile(acc<T>* y, const WeightRows<T>& w, int rows, int n, int count) const {
@@ -686,10 +813,12 @@ template <class T> struct ProductInput {
                 if (integers) return product_tile_amx_int8(y, w, fixed_packed + before / (16 * GROUP), count);
                 return product_tile_amx(y, w.w, packed + before, N == 1, count, in);
             }
-            if (integers) return product_tile_vnni(y, w, rows, fixed + before / (2 * GROUP), count);
+            if (integers && N == 1) return vnni_stream(y, w, rows, fixed, fixed_16);
+            if (integers) return vnni_tile(y, w, rows, fixed + before / (2 * GROUP), count);
         }
 #endif
-        floats(y, w, rows, x + (size_t)n * in, count);
+        const size_t at = (size_t)n * in;
+        floats(y, w, rows, dot ? (const void*)(x + at) : wide + at, count);
     }
 };
 
@@ -865,15 +994,16 @@ template <class T> struct Attention {
     size_t work = 0;                 // multiplications, about
     int splits = 1;                  // of a row into tasks: 1, or as many as the longest row has
     AttentionSum<T>* sums = nullptr; // (N,H,splits) if these are more than one
-    void (*scores)(A*, const A*, const A*, int) = Plain<A>::template attention_scores<A>;
-    void (*mix)(A*, A, const A*, const A*, int) = Plain<A>::template attention_mix<A>;
+    void (*scores)(A*, const A*, const A*, int);
+    void (*mix)(A*, A, const A*, const A*, int);
 
     Attention(T* out, A* lse, const T* q, const T* keys, const T* values, const Batch& b, int H, int K, int D)
         : out(out), lse(lse), q(q), keys(keys), values(values), b(b), H(H), K(K), D(D), G(H / K) {
+        choose_loops<Plain<A>>();
 #ifdef HAVE_SIMD
         if constexpr (std::is_same_v<A, float>) {
-            if (instruction_set >= ISA_AVX2) scores = Avx2::attention_scores<A>, mix = Avx2::attention_mix<A>;
-            if (instruction_set >= ISA_AVX512) scores = Avx512::attention_scores<A>, mix = Avx512::attention_mix<A>;
+            if (instruction_set >= ISA_AVX512) choose_loops<Avx512>();
+            else if (instruction_set >= ISA_AVX2) choose_loops<Avx2>();
         }
 #endif
         heads = std::min(G, ATTENTION_ROWS), tokens = ATTENTION_ROWS / heads;
@@ -887,6 +1017,10 @@ template <class T> struct Attention {
         if ((size_t)b.N * H * longest <= 8192) splits = longest; // few rows
         static thread_local std::vector<AttentionSum<T>> kept;
         if (splits > 1) sums = at_least(kept, (size_t)b.N * H * splits);
+    }
+    template <class Set> void choose_loops() { // 128: every Qwen3's
+        scores = D == 128 ? Set::template attention_scores<128, A> : Set::template attention_scores<0, A>;
+        mix = D == 128 ? Set::template attention_mix<128, A> : Set::template attention_mix<0, A>;
     }
     int tasks() const { return token_tiles * K * head_tiles * splits; }
 
@@ -962,7 +1096,7 @@ template <class T> struct Attention {
         scores(p, row.q, page_keys, D);
         for (int j = n; j < PAGE; j++) p[j] = -std::numeric_limits<A>::infinity();
         for (int j = 0; j < PAGE; j++) top = p[j] > top ? p[j] : top;
-        const A scale = std::exp(a.maximum - top);
+        const A scale = top == a.maximum ? 1 : std::exp(a.maximum - top);
         lanes<T> e;
         static_assert(PAGE == LANES, "a page's scores are one vector");
         load_lanes(e, p);
@@ -970,8 +1104,7 @@ template <class T> struct Attention {
         exp_lanes(e);
         memcpy(p, &e, sizeof e);
         a.maximum = top;
-        a.sum *= scale;
-        for (int j = 0; j < PAGE; j++) a.sum += p[j];
+        a.sum = a.sum * scale + sum_lanes(e);
         mix(a.out, scale, p, page_values, D);
     }
 

@@ -8,7 +8,7 @@
 // stopped leaves nothing behind, except `generate`, whose answers cost money: they go into a journal at once.
 // What is not passed on is counted by rule on stderr and stands, with rule and reason, in INPUT.dropped.
 //
-// Limits, patterns, terms and prompts are data: see data/datagen: limits.txt, the other lists, prompts/. A limit written
+// Limits, patterns, terms and prompts are data: see data/datagen: limits.txt, the other lists, prompts/. A limit in
 // this file protects the program, not the dataset: rows up to 64 MB, replies up to 32 MB, 2^32 rows a file.
 //
 // Contents: 1 rows in, rows out   2 characters and words   3 chunk   4 prompt   5 generate   6 collect
@@ -23,6 +23,7 @@
 #include <memory>
 #include <set>
 #include <sys/file.h>
+#include <sys/wait.h>
 #include <unordered_map>
 #include <unordered_set>
 #ifdef HAVE_CURL
@@ -221,7 +222,8 @@ struct Report {
     struct Rule {
         std::string name;
         size_t dropped = 0;
-        double seconds = 0; // spent on it
+        double seconds = 0;     // spent on it
+        std::string first = {}; // why it dropped its first row
     };
     std::vector<Rule> rules;
     size_t kept = 0;
@@ -232,7 +234,8 @@ struct Report {
         for (auto& name : names) rules.push_back({name});
     }
     void drop(const std::string& rule, const std::string& why, const Reader& in) {
-        for (auto& r : rules) r.dropped += r.name == rule;
+        for (auto& r : rules)
+            if (r.name == rule && r.dropped++ == 0) r.first = why;
         sj::Writer w;
         w.object().field("rule", rule).field("why", why).field("line", in.number);
         if (in.row()) w.key("row").value(in.row());
@@ -248,12 +251,21 @@ struct Report {
         for (auto& r : rules) sum += r.dropped;
         return sum;
     }
-    void finish(const char* unit) {
+    // advice: what to do about a rule that drops more than half, with its name where %s is; null: that is no matter.
+    void finish(const char* unit, const char* advice = nullptr) {
         side.commit();
         say(format("%zu %s kept, %zu dropped%s", kept, unit, dropped(), dropped() ? (" into " + path).c_str() : ""));
         for (auto& r : rules)
             if (r.seconds >= 0.05) say(format("  %-12s %8zu   %.1f s", r.name.c_str(), r.dropped, r.seconds));
             else if (r.dropped) say(format("  %-12s %8zu", r.name.c_str(), r.dropped));
+        for (auto& r : rules)
+            if (advice && 2 * r.dropped > kept + dropped()) {
+                std::string what = advice;
+                if (const size_t at = what.find("%s"); at != what.npos) what.replace(at, 2, r.name);
+                say(format("*** The rule %s dropped %zu of %zu %s, more than half; the first: %s. %s ***",
+                           r.name.c_str(), r.dropped, kept + dropped(), unit, score_excerpt(r.first, 120).c_str(),
+                           what.c_str()));
+            }
     }
 };
 
@@ -302,6 +314,8 @@ struct Arguments {
 
 // Calls f with the lines of a list in data/datagen/, without comments (from ';' on) and blanks around.
 template <class F> static void for_each_line(const std::string& path, F f) {
+    struct stat st;
+    if (stat(path.c_str(), &st) == 0 && st.st_size == 0 && (S_ISREG(st.st_mode) || S_ISCHR(st.st_mode))) return;
     const MappedFile file(path);
     const std::string_view all = file.text();
     for (size_t at = 0, number = 1; at < all.size(); number++) {
@@ -416,17 +430,21 @@ struct Patterns {
     std::vector<bool> exception;
     std::vector<std::vector<uint32_t>> starting = std::vector<std::vector<uint32_t>>(0x10000);
 
+    Patterns() = default;
     explicit Patterns(const std::string& path) {
         for_each_line(path, [&](std::string_view line, size_t number) {
-            const bool except = line[0] == '!';
-            std::u32string p = decode(line.substr(except));
-            for (char32_t& c : p) c = lower(c);
-            if (p.empty() || p[0] == ' ' || p[0] == '_' || p[0] == '#' || p[0] > 0xFFFF)
-                DIE("%s: line %zu: a pattern begins with a letter", path.c_str(), number);
-            auto& same = starting[p[0]];
-            same.insert(except ? same.begin() : same.end(), (uint32_t)list.size()); // exceptions are tried first
-            list.push_back(p), exception.push_back(except);
+            if (!add(line)) DIE("%s: line %zu: a pattern begins with a letter", path.c_str(), number);
         });
+    }
+    bool add(std::string_view line) { // false: it is no pattern
+        const bool except = line[0] == '!';
+        std::u32string p = decode(line.substr(except));
+        for (char32_t& c : p) c = lower(c);
+        if (p.empty() || p[0] == ' ' || p[0] == '_' || p[0] == '#' || p[0] > 0xFFFF) return false;
+        auto& same = starting[p[0]];
+        same.insert(except ? same.begin() : same.end(), (uint32_t)list.size()); // exceptions are tried first
+        list.push_back(p), exception.push_back(except);
+        return true;
     }
     bool empty() const { return list.empty(); }
 
@@ -680,6 +698,341 @@ static std::vector<Chunk> cut_chunks(std::string_view book, const ChunkSizes& si
     return chunks;
 }
 
+// ---- Books in other formats, and text that was a PDF
+
+// What a program found in PATH writes to its standard output. False if it is not installed; if it fails, what it said
+// is shown. No shell sees the words.
+static bool output_of(const std::string& path, const Strings& command, std::string& out) {
+    using File = std::unique_ptr<FILE, int (*)(FILE*)>;
+    const File text(tmpfile(), fclose), said(tmpfile(), fclose);
+    int started[2]; // the child's end closes when the program runs, or brings errno
+    if (!text || !said || pipe2(started, O_CLOEXEC) != 0) DIE("a temporary file: %s", strerror(errno));
+    std::vector<char*> argv;
+    for (auto& word : command) argv.push_back((char*)word.c_str());
+    argv.push_back(nullptr);
+    const pid_t child = fork();
+    if (child < 0) DIE("%s: %s", argv[0], strerror(errno));
+    if (child == 0) {
+        signal(SIGPIPE, SIG_DFL);
+        dup2(open("/dev/null", O_RDONLY), 0), dup2(fileno(text.get()), 1), dup2(fileno(said.get()), 2);
+        execvp(argv[0], argv.data());
+        const int fault = errno;
+        _exit(write(started[1], &fault, sizeof fault) == sizeof fault ? 127 : 126);
+    }
+    close(started[1]);
+    int fault = 0, status = 0;
+    while (read(started[0], &fault, sizeof fault) < 0 && errno == EINTR) {}
+    close(started[0]);
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR)
+        if (interrupted) kill(child, SIGTERM);
+    stop_if_interrupted();
+    if (fault == ENOENT) return false;
+    if (fault) DIE("%s: %s", argv[0], strerror(fault));
+    auto all_of = [&](FILE* file) {
+        struct stat st;
+        if (fstat(fileno(file), &st) != 0) DIE("%s: %s", argv[0], strerror(errno));
+        std::string s((size_t)st.st_size, '\0');
+        if (pread(fileno(file), s.data(), s.size(), 0) != (ssize_t)s.size()) DIE("%s: %s", argv[0], strerror(errno));
+        return s;
+    };
+    if (status != 0) {
+        std::string why = all_of(said.get());
+        for (char& c : why)
+            if (((uint8_t)c < 0x20 && c != '\n') || c == 0x7F) c = ' ';
+        fputs(why.c_str(), stderr);
+        if (!why.empty() && why.back() != '\n') fputc('\n', stderr);
+        if (WIFEXITED(status)) DIE("%s: %s failed: exit status %d", path.c_str(), argv[0], WEXITSTATUS(status));
+        DIE("%s: %s was ended by signal %d", path.c_str(), argv[0], WTERMSIG(status));
+    }
+    out = all_of(text.get());
+    return true;
+}
+
+
+// The number that a line consists of, as pages are numbered: "12", "- 12 -", "Page 12 of 300", "第 12 页"; in front
+// matter "xii". -1: it is no such line.
+static long page_number(std::string_view line) {
+    if (line.size() > 80) return -1;
+    std::string s(line);
+    static const Strings frame = {" ", "\t", "-", "–", "—", "|", "*", "_", "[", "]", "(", ")", "<", ">", "!", "#"};
+    for (bool more = true; more;) { // what stands around it
+        more = false;
+        for (auto& f : frame) {
+            if (s.compare(0, f.size(), f) == 0) s.erase(0, f.size()), more = true;
+            if (s.size() >= f.size() && s.compare(s.size() - f.size(), f.size(), f) == 0)
+                s.erase(s.size() - f.size()), more = true;
+        }
+    }
+    for (std::string word : {"page ", "Page ", "PAGE ", "p. ", "第 ", "第"})
+        if (s.compare(0, word.size(), word) == 0) s.erase(0, s.find_first_not_of(' ', word.size()));
+    const size_t digits = std::min(s.find_first_not_of("0123456789"), s.size());
+    if (digits > 0 && digits <= 5) {
+        const std::string rest = s.substr(digits);
+        long all;
+        int end = 0;
+        const bool of_all = (sscanf(rest.c_str(), " of %5ld%n", &all, &end) == 1 ||
+                             sscanf(rest.c_str(), " / %5ld%n", &all, &end) == 1) && (size_t)end == rest.size();
+        return rest.empty() || of_all || rest == "页" || rest == " 页" ? strtol(s.c_str(), nullptr, 10) : -1;
+    }
+    long sum = 0, last = 0;
+    for (char c : s) {
+        static const std::map<char, long> ROMAN = {{'i', 1}, {'v', 5}, {'x', 10}, {'l', 50}, {'c', 100}};
+        const auto letter = ROMAN.find(c);
+        if (letter == ROMAN.end() || s.size() > 8) return -1;
+        sum += letter->second - (last < letter->second ? 2 * last : 0), last = letter->second;
+    }
+    return sum > 0 ? sum : -1;
+}
+
+// Text that was a PDF, without what was only on the pages: see clean_pages and join_hyphens.
+struct CleanText {
+    std::string text;
+    size_t breaks = 0, numbers = 0, heads = 0, hyphens = 0; // what is gone
+};
+using Lines = std::vector<std::string_view>;
+
+static Lines lines_of(std::string_view text) { // without their ends
+    Lines lines;
+    for (size_t at = 0, end; at < text.size(); at = end + 1) {
+        end = std::min(text.find('\n', at), text.size());
+        lines.push_back(text.substr(at, end - at - (end > at && text[end - 1] == '\r')));
+    }
+    return lines;
+}
+static std::string_view trimmed(std::string_view s) {
+    s.remove_prefix(std::min(s.find_first_not_of(" \t\r\n"), s.size()));
+    return s.substr(0, s.find_last_not_of(" \t\r\n") + 1);
+}
+
+// Where a text without form feeds shows that it had pages (as Markdown of a PDF does): numbers on lines by themselves
+// that count on, five and more, a page's length from each other. The lines of the longest such count.
+static std::vector<size_t> page_marks(const Lines& lines) {
+    std::vector<size_t> marks;
+    size_t run = 0, best = 0, most = 0; // where the count at hand begins in marks, where the longest, and its length
+    bool fence = false;
+    long last = 0;
+    for (size_t i = 0; i < lines.size(); i++) {
+        fence ^= FenceMark(lines[i]).mark != 0;
+        auto blank = [&](size_t line) { return line >= lines.size() || is_blank_line(lines[line]); };
+        if (fence || blank(i) || !blank(i - 1) || !blank(i + 1)) continue;
+        const long number = page_number(lines[i]);
+        if (number < 0) continue;
+        if (number <= last || number > last + 2) run = marks.size(); // (a page without number is passed over)
+        marks.push_back(i), last = number;
+        if (marks.size() - run > most) best = run, most = marks.size() - run;
+    }
+    if (most < 5) return {};
+    marks = {marks.begin() + (ptrdiff_t)best, marks.begin() + (ptrdiff_t)(best + most)};
+    const size_t between = (size_t)(lines[marks.back()].data() - lines[marks[0]].data()) / (most - 1);
+    return between >= 200 && between <= 10000 ? marks : std::vector<size_t>();
+}
+
+// Every page's lines. Form feeds part them; where there is none, numbers do.
+static std::vector<Lines> pages_of(std::string_view book) {
+    std::vector<Lines> pages;
+    if (book.find('\f') != book.npos) {
+        for (size_t at = 0, end; at <= book.size(); at = end + 1) {
+            end = std::min(book.find('\f', at), book.size());
+            pages.push_back(lines_of(book.substr(at, end - at)));
+        }
+        return pages;
+    }
+    const Lines lines = lines_of(book);
+    size_t from = 0;
+    for (size_t mark : page_marks(lines)) {
+        pages.emplace_back(lines.begin() + (ptrdiff_t)from, lines.begin() + (ptrdiff_t)mark + 1);
+        from = mark + 1;
+    }
+    pages.emplace_back(lines.begin() + (ptrdiff_t)from, lines.end());
+    return pages;
+}
+
+// Empties the lines that only say where we are: among the first and last three of a page, numbers that go with the
+// pages (on two near each other), alone or with the same text beside them, and text that stands there on three pages
+// near each other. (A heading "Chapter 3" is neither: its number does not go with the pages.)
+static void drop_heads(std::vector<Lines>& pages, CleanText& found) {
+    constexpr size_t LONGEST = 90; // bytes: what is longer is a paragraph
+    struct Place { size_t page, line; };
+    std::map<std::string, std::vector<Place>> places; // by what such lines have in common
+    auto note = [&](char edge, std::string_view text, long number, Place at) {
+        places[format("%c%ld ", edge, number) + std::string(text)].push_back(at);
+    };
+    for (size_t p = 0; p < pages.size(); p++) {
+        std::vector<size_t> filled;
+        for (size_t i = 0; i < pages[p].size(); i++)
+            if (!is_blank_line(pages[p][i])) filled.push_back(i);
+        for (size_t k = 0; k < filled.size(); k++) {
+            const bool top = k < 3, bottom = k + 3 >= filled.size();
+            if (!top && !bottom) continue;
+            std::string line; // blanks as one
+            for (char c : trimmed(pages[p][filled[k]]))
+                if ((uint8_t)c > ' ') line += c;
+                else if (line.empty() || line.back() != ' ') line += ' ';
+            if (line.size() > LONGEST) continue;
+            const size_t front = line.find_first_not_of("0123456789"), back = line.find_last_not_of("0123456789") + 1;
+            for (char edge : {top ? 't' : 'b', top && bottom ? 'b' : ' '}) {
+                if (edge == ' ') continue;
+                const Place at = {p, filled[k]};
+                if (const long n = page_number(line); n >= 0) note(edge, "", n - (long)p, at);
+                else note(edge, line, LONG_MAX, at);
+                if (front == line.npos || heading_level(line)) continue;
+                auto tell = [&](const std::string& number, const std::string& rest) {
+                    const bool fits = !number.empty() && number.size() < 6 && rest != trimmed(rest);
+                    if (fits) note(edge, trimmed(rest), strtol(number.c_str(), nullptr, 10) - (long)p, at);
+                };
+                tell(line.substr(0, front), line.substr(front));
+                tell(line.substr(back), line.substr(0, back));
+            }
+        }
+    }
+    std::set<std::pair<size_t, size_t>> gone;
+    for (auto& [key, list] : places) {
+        const std::string_view text = std::string_view(key).substr(key.find(' ') + 1);
+        const auto is_letter = [](char c) { return is_latin((uint8_t)c) || (uint8_t)c >= 0x80; };
+        const bool rule = text.size() >= 3 && text.find_first_not_of("-_*=") == text.npos;
+        const auto letters = std::count_if(text.begin(), text.end(), is_letter);
+        if (!text.empty() && !rule && letters < 3) continue; // a brace of code
+        const bool numbered = key.compare(1, text.data() - key.data() - 2, std::to_string(LONG_MAX)) != 0;
+        const size_t least = numbered ? 2 : 3;
+        for (size_t i = 0, j; i < list.size(); i = j) {
+            size_t on = 1; // so many pages, each at most two after the one before
+            for (j = i + 1; j < list.size() && list[j].page <= list[j - 1].page + 2; j++)
+                on += list[j].page != list[j - 1].page;
+            if (on < least) continue;
+            for (size_t k = i; k < j; k++) {
+                if (!gone.insert({list[k].page, list[k].line}).second) continue;
+                (text.empty() ? found.numbers : found.heads)++;
+                pages[list[k].page][list[k].line] = "";
+            }
+        }
+    }
+}
+
+// The pages as one text. Where a page ends within a sentence, the next one goes on with it.
+static std::string join_pages(const std::vector<Lines>& pages) {
+    std::string all;
+    for (auto& page : pages) {
+        std::string text;
+        for (auto line : page) text.append(line) += '\n';
+        const size_t first = text.find_first_not_of(" \t\n");
+        if (first == text.npos) continue;
+        text.erase(0, text.rfind('\n', first) + 1); // (npos + 1 is 0)
+        text.erase(text.find_last_not_of(" \t\n") + 1);
+        const char last = all.empty() ? '.' : all.back(), next = text[text.find_first_not_of(" \t")];
+        const bool goes_on = (next >= 'a' && next <= 'z') || ((last & 0x80) && (next & 0x80));
+        all += all.empty() ? "" : goes_on && !strchr(".!?:;", last) ? "\n" : "\n\n";
+        all += text;
+    }
+    return all + "\n";
+}
+
+// Words that were cut at a line's end are whole again, on the first of the two lines. The hyphen stays if the book
+// writes the word with it elsewhere, and never without.
+struct HyphenJoiner {
+    std::unordered_set<uint64_t> words, pairs; // of the text: its words, and those of two parts with a hyphen
+
+    explicit HyphenJoiner(std::u32string_view text) {
+        size_t from = 0, to = 0; // of the word before
+        for_each_word(text, [&](size_t i, size_t j) {
+            words.insert(word_hash(text.substr(i, j - i)));
+            if (i == to + 1 && text[to] == '-') pairs.insert(pair(text.substr(from, to - from), text.substr(i, j - i)));
+            from = i, to = j;
+        });
+    }
+    static uint64_t pair(std::u32string_view a, std::u32string_view b) { return mix(word_hash(a), word_hash(b)); }
+    static bool is_letter(uint32_t c) { return is_word(c) && !is_digit(c); }
+
+    // If a line ends within a word and the next one begins with the rest of it, this rest goes to the first.
+    bool join(std::string& line, std::string& next) const {
+        constexpr size_t LONGEST = 80; // bytes of half a word
+        const std::string_view more = trimmed(next);
+        const size_t tail = next_character(line, line.size() - std::min(line.size(), LONGEST));
+        std::u32string left = decode(std::string_view(line).substr(tail));
+        const std::u32string right = decode(more.substr(0, next_character(more, std::min(more.size(), LONGEST))));
+        const char32_t hyphen = left.empty() ? 0 : left.back();
+        if (hyphen != '-' && hyphen != 0x2010 && hyphen != 0xAD) return false;
+        left.pop_back();
+        size_t from = left.size(), to = 0;
+        while (from > 0 && is_letter(left[from - 1])) from--;
+        while (to < right.size() && is_letter(right[to])) to++;
+        if (from == left.size() || to == 0 || (right[0] < 0x80 && right[0] < 'a')) return false;
+        left.erase(0, from);
+        const std::u32string rest = right.substr(0, to);
+        if (std::any_of(left.begin() + 1, left.end(), [](uint32_t c) { return c >= 'A' && c <= 'Z'; })) return false;
+        const bool with = pairs.count(pair(left, rest)) && !words.count(word_hash(left + rest));
+        const size_t bytes = hyphen == '-' ? 1 : hyphen == 0xAD ? 2 : 3;
+        if (hyphen == 0xAD || (left.size() > 1 && !with)) line.erase(line.size() - bytes);
+        const size_t end = std::min(more.find_first_of(" \t"), more.size());
+        line += more.substr(0, end);
+        const std::string after(trimmed(more.substr(end)));
+        next = after.empty() ? "" : next.substr(0, (size_t)(more.data() - next.data())) + after;
+        return true;
+    }
+};
+
+static bool was_pdf(std::string_view book) {
+    return book.find('\f') != book.npos || !page_marks(lines_of(book)).empty();
+}
+
+// Page breaks, page numbers, running heads and feet, hyphens at line ends and ligatures go.
+static CleanText clean_pages(std::string_view book) {
+    CleanText clean;
+    std::vector<Lines> pages = pages_of(book);
+    clean.breaks = pages.size() - 1;
+    drop_heads(pages, clean);
+    const std::string all = join_pages(pages);
+    const HyphenJoiner joiner(decode(all));
+    Strings lines;
+    bool fence = false;
+    for (auto view : lines_of(all)) {
+        fence ^= FenceMark(view).mark != 0;
+        std::string line(view);
+        while (!fence && !lines.empty() && joiner.join(lines.back(), line)) clean.hyphens++;
+        if (!line.empty() || view.empty()) lines.push_back(line);
+    }
+    static const char* const LIGATURES[] = {"ff", "fi", "fl", "ffi", "ffl", "st", "st"}; // U+FB00 .. U+FB06
+    for (auto& line : lines) {
+        for (size_t at = 0; (at = line.find("\xEF\xAC", at)) != line.npos; at++)
+            if (const int which = (uint8_t)line[at + 2] - 0x80; which <= 6) line.replace(at, 3, LIGATURES[which]);
+        clean.text += line + "\n";
+    }
+    return clean;
+}
+
+// A book as text: the file's own, or what pdftotext or pandoc make of it. `clean`: auto, yes or no.
+static std::string read_book(const std::string& path, const std::string& clean) {
+    const MappedFile file(path);
+    const size_t dot = path.find('.', path.rfind('/') + 1) == path.npos ? path.size() : path.rfind('.');
+    const std::string stem = path.substr(0, dot), word = path[0] == '-' ? "./" + path : path;
+    std::string ending = path.substr(dot), text;
+    for (char& c : ending) c = (char)lower((uint8_t)c);
+    const bool pdf = ending == ".pdf" || file.text().substr(0, 5) == "%PDF-";
+    const bool other = std::set<std::string>{".html", ".htm", ".xhtml", ".docx", ".epub"}.count(ending);
+    if (pdf) {
+        if (!output_of(path, {"pdftotext", "-layout", "-enc", "UTF-8", word, "-"}, text))
+            DIE("%s: a PDF, and there is no pdftotext (install poppler-utils); elsewhere: pdftotext -layout %s %s.txt",
+                path.c_str(), path.c_str(), stem.c_str());
+    } else if (other) {
+        if (!output_of(path, {"pandoc", "-t", "gfm", "--wrap=none", word}, text))
+            DIE("%s: no Markdown, and there is no pandoc (install pandoc); elsewhere: pandoc -t gfm %s -o %s.md",
+                path.c_str(), path.c_str(), stem.c_str());
+    } else text = file.text();
+    if (text.compare(0, 3, "\xEF\xBB\xBF") == 0) text.erase(0, 3);
+    for (size_t i = 0; i < text.size();) {
+        const int k = utf8_length(&text[i], text.size() - i);
+        if (k <= 0) DIE("%s: no UTF-8 at byte %zu; convert it first: iconv -f GB18030 -t UTF-8", path.c_str(), i);
+        i += (size_t)k;
+    }
+    if ((pdf || other) && text.find_first_not_of(" \t\r\n\f") == text.npos)
+        DIE("%s: no text in it%s", path.c_str(), pdf ? "; pictures of pages need OCR first" : "");
+    if (clean == "no" || (clean == "auto" && !pdf && !was_pdf(text))) return text;
+    const CleanText c = clean_pages(text);
+    say(format("%s: cleaned as text of a PDF: %zu page breaks, %zu page numbers, %zu running heads and feet, "
+               "%zu hyphens at line ends (--clean no leaves all)",
+               path.c_str(), c.breaks, c.numbers, c.heads, c.hyphens));
+    return c.text;
+}
+
 static int run_chunk(const Arguments& a) {
     const Limits limits(a);
     ChunkSizes sizes = {a.number("--characters", limits.count("chunk.characters"), 50, 1 << 24), 0,
@@ -695,15 +1048,11 @@ static int run_chunk(const Arguments& a) {
     Output out(a.output());
     std::unordered_map<uint64_t, size_t> seen; // a text that a book repeats gets -2, -3 after its id
     size_t count = 0, long_fences = 0;
+    const std::string clean = a.text("--clean", "auto");
+    if (clean != "auto" && clean != "yes" && clean != "no") DIE("--clean %s: expected auto, yes or no", clean.c_str());
     for (auto& path : a.files) {
-        const MappedFile file(path);
-        std::string_view book = file.text();
-        if (book.substr(0, 3) == "\xEF\xBB\xBF") book.remove_prefix(3);
-        for (size_t i = 0; i < book.size();) {
-            const int k = utf8_length(&book[i], book.size() - i);
-            if (k <= 0) DIE("%s: no UTF-8 at byte %zu; convert it first: iconv -f GB18030 -t UTF-8", path.c_str(), i);
-            i += (size_t)k;
-        }
+        const std::string text_of_book = read_book(path, clean);
+        const std::string_view book = text_of_book;
         const std::string source = path.substr(path.rfind('/') + 1);
         for (const Chunk& c : cut_chunks(book, sizes)) {
             stop_if_interrupted();
@@ -720,7 +1069,8 @@ static int run_chunk(const Arguments& a) {
         }
     }
     out.commit();
-    say(format("%zu chunks from %zu files", count, a.files.size()));
+    auto s = [](size_t n) { return n == 1 ? "" : "s"; };
+    say(format("%zu chunk%s from %zu file%s", count, s(count), a.files.size(), s(a.files.size())));
     if (long_fences) say(format("%zu are longer than asked, since a code fence is never cut", long_fences));
     return 0;
 }
@@ -735,7 +1085,8 @@ static std::string top_chapter(sj::Value row) {
     return chapter.substr(0, chapter.find(" > "));
 }
 
-// A template with its {{names}} replaced. What is put in is not searched again.
+// A template with its {{name}}s replaced, {{name|otherwise}} by `otherwise` where there is no such value. What is put
+// in is not searched again.
 static std::string fill_in(std::string_view text, const std::map<std::string, std::string>& values,
                            const std::string& path) {
     std::string out;
@@ -744,12 +1095,54 @@ static std::string fill_in(std::string_view text, const std::map<std::string, st
         out += text.substr(at, open - at);
         if (open == text.npos) return out;
         const std::string name(text.substr(open + 2, close - open - 2));
-        const auto found = values.find(name);
-        if (found == values.end()) DIE("%s: {{%s}} is not known", path.c_str(), name.substr(0, 40).c_str());
-        out += found->second;
+        const size_t bar = name.find('|');
+        const auto found = values.find(name.substr(0, bar));
+        if (found != values.end()) out += found->second;
+        else if (bar != name.npos) out += name.substr(bar + 1);
+        else DIE("%s: {{%s}} is not known", path.c_str(), name.substr(0, 40).c_str());
         at = close + 2;
     }
 }
+
+// data/datagen/prompts/, a folder for each language: what the model is told (system.md), what is asked of it for each
+// difficulty, and examples of the form.
+struct Templates {
+    const std::string folder, examples, subject;
+    std::map<std::string, std::string> files; // those that were read
+
+    explicit Templates(const Arguments& a)
+        : folder(a.data("prompts") + "/"), examples(a.text("--examples", a.data("prompts"))),
+          subject(a.text("--subject")) {}
+
+    // Writes the messages that ask for so many questions about a chunk.
+    void ask(sj::Writer& body, const std::string& lang, const std::string& difficulty, size_t count, sj::Value chunk) {
+        std::map<std::string, std::string> values = {
+            {"count", std::to_string(count)}, {"chapter", chunk["chapter"].str()}, {"text", chunk["text"].str()}};
+        if (examples != "none") values["examples"] = trimmed(file(examples + "/" + lang + "/" + difficulty + ".json"));
+        if (!subject.empty()) values["subject"] = subject;
+        auto message = [&](const std::string& name) {
+            const std::string path = folder + lang + "/" + name;
+            std::string text = file(path);
+            const size_t at = text.find("{{examples}}");
+            if (at != text.npos && examples == "none") { // then its paragraph goes
+                const size_t before = text.rfind("\n\n", at), begin = before == text.npos ? 0 : before + 2;
+                text.erase(begin, std::min(text.find("\n\n", at), text.size()) - begin);
+                text.erase(begin, text.find_first_not_of('\n', begin) - begin);
+            }
+            return fill_in(text, values, path);
+        };
+        body.key("messages").array();
+        body.object().field("role", "system").field("content", message("system.md")).end();
+        body.object().field("role", "user").field("content", message(difficulty + ".md")).end().end();
+    }
+
+  private:
+    const std::string& file(const std::string& path) {
+        std::string& text = files[path];
+        if (text.empty()) text = MappedFile(path).text();
+        return text;
+    }
+};
 
 // Questions by the length of a chunk, the same shares of difficulties in every chapter, to within one question: each
 // question takes the difficulty that is furthest behind. A chapter's quota thins its chunks evenly.
@@ -757,9 +1150,14 @@ static int run_prompt(const Arguments& a) {
     const Limits limits(a);
     const size_t least = limits.count("prompt.least_characters"), most = limits.count("prompt.most_questions");
     const size_t quota = a.number("--chapter-quota", SIZE_MAX, 1, SIZE_MAX - 1);
-    const std::string model = a.text("--model", "qwen3"), language = a.text("--lang");
+    const std::string model = a.text("--model"), language = a.text("--lang");
+    const size_t max_tokens = a.number("--max-tokens", SIZE_MAX, 0, 1 << 24); // SIZE_MAX: by the questions; 0: none
     double share[3], sum = 0;
-    for (int d = 0; d < 3; d++) sum += share[d] = limits[format("prompt.%s", DIFFICULTIES[d]).c_str()];
+    size_t tokens[3], most_tokens = 0; // that a question and its answer take
+    for (int d = 0; d < 3; d++) {
+        sum += share[d] = limits[format("prompt.%s", DIFFICULTIES[d]).c_str()];
+        tokens[d] = limits.count(format("prompt.%s.tokens", DIFFICULTIES[d]).c_str());
+    }
     if (sum <= 0) DIE("%s: prompt.easy, medium and hard are all 0", limits.path.c_str());
 
     struct Chapter { size_t wanted = 0, past = 0, asked = 0, given[3] = {}; };
@@ -787,7 +1185,7 @@ static int run_prompt(const Arguments& a) {
     Reader in(a.files[0]);
     Report report(a.dropped(), {"short", "quota"});
     Output out(a.output());
-    std::map<std::string, std::string> templates;
+    Templates templates(a);
     size_t requests = 0;
     while (in.next()) {
         const sj::Value v = chunk(in);
@@ -810,21 +1208,16 @@ static int run_prompt(const Arguments& a) {
         else report.kept++;
         for (int d = 0; d < 3; d++) {
             if (!count[d]) continue;
-            const std::string difficulty = DIFFICULTIES[d];
-            const std::string folder = a.data("prompts/" + (language.empty() ? v["lang"].str() : language) + "/");
-            const std::map<std::string, std::string> values = {
-                {"count", std::to_string(count[d])}, {"chapter", v["chapter"].str()}, {"text", v["text"].str()}};
-            auto message = [&](const std::string& name) {
-                std::string& text = templates[folder + name];
-                if (text.empty()) text = MappedFile(folder + name).text();
-                return fill_in(text, values, folder + name);
-            };
+            const std::string difficulty = DIFFICULTIES[d], lang = language.empty() ? v["lang"].str() : language;
             sj::Writer body;
-            body.object().field("model", model).key("messages").array();
-            body.object().field("role", "system").field("content", message("system.md")).end();
-            body.object().field("role", "user").field("content", message(difficulty + ".md")).end().end();
+            body.object();
+            if (!model.empty()) body.field("model", model);
+            templates.ask(body, lang, difficulty, count[d], v);
             body.field("temperature", limits["request.temperature"]);
-            body.field("max_tokens", limits.count("request.max_tokens")).end();
+            const size_t room = max_tokens == SIZE_MAX ? count[d] * tokens[d] : max_tokens;
+            if (room) body.field("max_tokens", room);
+            body.end();
+            most_tokens = std::max(most_tokens, room);
             // The id says what collect has to know, and a hash of the request, so that another one has another id.
             sj::Writer w;
             w.object().field("custom_id", v["id"].str() + "." + difficulty + "." + hex(fnv1a(body.text)).substr(0, 8));
@@ -838,8 +1231,12 @@ static int run_prompt(const Arguments& a) {
     size_t questions[3] = {};
     for (auto& [name, c] : chapters)
         for (int d = 0; d < 3; d++) questions[d] += c.given[d];
-    say(format("%zu requests for %zu easy, %zu medium, %zu hard questions in %zu chapters", requests, questions[0],
-               questions[1], questions[2], chapters.size()));
+    say(format("%zu requests for %zu easy, %zu medium, %zu hard questions in %zu chapter%s", requests, questions[0],
+               questions[1], questions[2], chapters.size(), chapters.size() == 1 ? "" : "s"));
+    if (max_tokens == SIZE_MAX)
+        say(format("max_tokens: %zu, %zu, %zu for an easy, medium, hard question; %zu in a request at most. "
+                   "A model that thinks first needs more (--max-tokens)",
+                   tokens[0], tokens[1], tokens[2], most_tokens));
     return 0;
 }
 
@@ -848,13 +1245,28 @@ static int run_prompt(const Arguments& a) {
 // What is asked, as OpenAI's Batch format has it. id names the whole request, not only what its author called it.
 struct Request {
     std::string custom_id, url, body, id;
-    explicit Request(const Reader& in) {
+    std::string model; // that the row names
+    Reader::Place place;
+    size_t number;
+    explicit Request(const Reader& in) : place(in.place()), number(in.number) {
         const sj::Value v = in.need();
         custom_id = v["custom_id"].str(), url = v["url"].str(), body = v["body"].raw();
+        model = v["body"]["model"].str();
         if (custom_id.empty()) DIE("%s: no custom_id", in.where().c_str());
         if (v["method"].str() != "POST" || url[0] != '/' || !v["body"].is(sj::Object))
             DIE("%s: expected a method POST, a url that begins with / and a body", in.where().c_str());
         id = "batch_req_" + hex(fnv1a(url + "\n" + body));
+    }
+    // A row without a model asks whatever model there is: its id stays.
+    void set_model(const std::string& name) {
+        sj::Doc doc;
+        sj::parse(doc, body);
+        sj::Writer w;
+        w.object().field("model", name);
+        for (auto [key, value] : doc.root().members())
+            if (key != "model") w.key(key).value(value);
+        const std::string text = w.end().text;
+        body = text;
     }
 };
 
@@ -922,10 +1334,12 @@ struct Journal {
 };
 
 // Where a request goes: its url after the endpoint's, which may end in a version (/v1, /v4) that takes /v1's place,
-// or be the whole address already.
+// or be the whole address of the chat already.
 [[maybe_unused]] static std::string address(std::string endpoint, const std::string& url) {
     while (!endpoint.empty() && endpoint.back() == '/') endpoint.pop_back();
-    const std::string path = url.compare(0, 4, "/v1/") ? url : url.substr(3);
+    const std::string path = url.compare(0, 4, "/v1/") ? url : url.substr(3), chat = "/chat/completions";
+    const size_t base = endpoint.size() - std::min(endpoint.size(), chat.size());
+    if (path != chat && endpoint.substr(base) == chat) endpoint.erase(base);
     if (endpoint.size() >= path.size() && !endpoint.compare(endpoint.size() - path.size(), path.size(), path))
         return endpoint;
     const std::string last = endpoint.substr(endpoint.rfind('/') + 1);
@@ -952,7 +1366,10 @@ struct Sender {
     curl_slist* headers = nullptr;
     CURLM* multi = curl_multi_init();
     std::vector<std::unique_ptr<Slot>> slots;
-    std::map<std::string, size_t> faults; // why requests were asked again, or given up
+    std::map<std::string, std::pair<size_t, std::string>> faults; // why requests were asked again or given up: how
+                                                                  // often, and what the endpoint said at last
+    struct Refused { Reader::Place place; size_t number; long status; std::string why; };
+    std::vector<Refused> refused;
     size_t answered = 0, failed = 0, failures_in_row = 0;
     std::string fatal;                    // why it makes no sense to ask on
 
@@ -990,66 +1407,126 @@ struct Sender {
     }
     void ask(Slot& s) {
         s.reply.clear();
-        s.wake = INFINITY;
         s.attempts++;
         curl_easy_reset(s.easy);
         auto set = [&](CURLoption option, auto value) {
             if (curl_easy_setopt(s.easy, option, value) != CURLE_OK) DIE("libcurl refuses option %d", (int)option);
         };
-        set(CURLOPT_URL, address(url, s.request->url).c_str());
+        set(CURLOPT_URL, address(url, s.request ? s.request->url : "/v1/models").c_str());
 #if LIBCURL_VERSION_NUM >= 0x075500 // no redirects are followed: the key goes nowhere else
         set(CURLOPT_PROTOCOLS_STR, "http,https");
 #else
         set(CURLOPT_PROTOCOLS, (long)(CURLPROTO_HTTP | CURLPROTO_HTTPS));
 #endif
         set(CURLOPT_HTTPHEADER, headers);
-        set(CURLOPT_POSTFIELDS, s.request->body.c_str());
-        set(CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t)s.request->body.size());
+        if (s.request) {
+            set(CURLOPT_POSTFIELDS, s.request->body.c_str());
+            set(CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t)s.request->body.size());
+        }
         set(CURLOPT_WRITEFUNCTION, receive);
         set(CURLOPT_WRITEDATA, (void*)&s);
         set(CURLOPT_PRIVATE, (void*)&s);
         set(CURLOPT_NOSIGNAL, 1L);
         set(CURLOPT_CONNECTTIMEOUT, 20L);
         set(CURLOPT_TIMEOUT, (long)timeout);
-        curl_multi_add_handle(multi, s.easy);
     }
 
-    // A transfer ended: the answer goes into the journal, or the slot waits and asks again, or gives up.
-    void finish(Slot& s, CURLcode code) {
+    // How a transfer ended.
+    struct Outcome {
         long status = 0;
+        std::string fault;  // "": well
+        std::string said;   // the endpoint's own words
+        bool again = false; // asking again may help
+        double wait = 0;    // ... after so many seconds
+    };
+    Outcome look_at(Slot& s, CURLcode code) const {
+        Outcome o;
         curl_off_t retry_after = 0;
-        curl_easy_getinfo(s.easy, CURLINFO_RESPONSE_CODE, &status);
+        curl_easy_getinfo(s.easy, CURLINFO_RESPONSE_CODE, &o.status);
         curl_easy_getinfo(s.easy, CURLINFO_RETRY_AFTER, &retry_after);
-        curl_multi_remove_handle(multi, s.easy);
         for (size_t at = 0; !key.empty() && (at = s.reply.find(key, at)) != s.reply.npos; at += 3)
             s.reply.replace(at, key.size(), "***"); // an endpoint may echo it
         sj::Doc doc;
-        const bool json = sj::parse(doc, s.reply).empty();
-        if (code == CURLE_OK && status / 100 == 2 && json && doc.root()["choices"].size()) {
-            journal.add(*s.request, status, s.reply);
+        const bool json = sj::parse(doc, s.reply).empty(), well = o.status / 100 == 2, chat = (bool)s.request;
+        const sj::Value list = doc.root()[chat ? "choices" : "data"];
+        if (code == CURLE_OK && well && json && list.is(sj::Array) && (list.size() || !chat)) return o;
+        o.fault = code != CURLE_OK ? curl_easy_strerror(code)
+                : !well            ? format("HTTP status %ld", o.status)
+                : chat             ? "a reply that is no chat completion" : "a reply that is no list of models";
+        if (code == CURLE_OK) o.said = words_of(json ? doc.root() : sj::Value(), s.reply);
+        o.again = code != CURLE_OK || well || o.status == 408 || o.status == 429 || o.status >= 500;
+        const double doubled = limits["generate.backoff"] * std::pow(2, (double)s.attempts - 1);
+        const std::string who = chat ? s.request->id : "";
+        const double jitter = 0.75 + 0.5 * (double)(mix(s.attempts, fnv1a(who)) >> 40) / (1 << 24);
+        const double backoff = std::min(doubled, limits["generate.longest_backoff"]) * jitter;
+        o.wait = std::min(std::max(backoff, (double)retry_after), limits["generate.longest_retry_after"]);
+        return o;
+    }
+
+    // What an endpoint says of a fault: OpenAI's {"error": {"message"}}, or others' {"error": text}, {"message"},
+    // {"detail"}; else the beginning of the reply. One line.
+    static std::string words_of(sj::Value reply, const std::string& text) {
+        const sj::Value error = reply["error"];
+        for (sj::Value v : {error["message"], error, reply["message"], reply["detail"]}) {
+            if (v.is(sj::String) && !v.str().empty()) return score_excerpt(v.str(), 500);
+        }
+        const sj::Value other = error ? error : reply["detail"];
+        std::string valid;
+        utf8_repair(valid, std::string_view(other ? other.raw() : text).substr(0, 2000), true);
+        return score_excerpt(trimmed(valid), 200);
+    }
+    static std::string sentence(const Outcome& o) { return o.fault + (o.said.empty() ? "" : ": " + o.said); }
+
+    // A transfer ended: the answer goes into the journal, or the slot waits and asks again, or gives up.
+    void finish(Slot& s, CURLcode code) {
+        const Outcome o = look_at(s, code);
+        curl_multi_remove_handle(multi, s.easy);
+        if (o.fault.empty()) {
+            journal.add(*s.request, o.status, s.reply);
             s.request.reset();
             answered++, failures_in_row = 0;
             return;
         }
-        const bool refused = code == CURLE_OK && status / 100 != 2;
-        const std::string fault = code != CURLE_OK ? curl_easy_strerror(code)
-                                : refused          ? format("HTTP status %ld", status)
-                                                   : "a reply that is no chat completion";
-        faults[fault]++;
-        if (refused && (status == 401 || status == 403 || status == 404)) fatal = "the endpoint answers " + fault;
-        const bool again = !refused || status == 408 || status == 429 || status >= 500;
-        if (!again || s.attempts > retries) {
+        faults[o.fault].first++, faults[o.fault].second = o.said;
+        if (o.status == 400 || o.status == 401 || o.status == 403 || o.status == 404) {
+            fatal = "the endpoint answers " + sentence(o);
+            if (s.reply.find("context_length_exceeded") != s.reply.npos)
+                fatal += " (datagen chunk --characters N makes shorter prompts, prompt --max-tokens N shorter answers)";
+        }
+        if (!o.again || s.attempts > retries) {
+            refused.push_back({s.request->place, s.request->number, o.status, sentence(o)});
             s.request.reset();
             failed++;
-            if (++failures_in_row >= give_up)
-                fatal = format("%zu requests in a row failed, the last with: %s", failures_in_row, fault.c_str());
+            if (++failures_in_row >= give_up && fatal.empty())
+                fatal = format("%zu requests in a row failed, the last with: %s", failures_in_row, sentence(o).c_str());
             return;
         }
-        const double doubled = limits["generate.backoff"] * std::pow(2, (double)s.attempts - 1);
-        const double jitter = 0.75 + 0.5 * (double)(mix(s.attempts, fnv1a(s.request->id)) >> 40) / (1 << 24);
-        const double backoff = std::min(doubled, limits["generate.longest_backoff"]) * jitter;
-        const double wait = std::max(backoff, (double)retry_after);
-        s.wake = seconds() + std::min(wait, limits["generate.longest_retry_after"]);
+        s.wake = seconds() + o.wait;
+    }
+
+    // The only model that the endpoint has, where nobody named one.
+    std::string find_model() {
+        const std::string where = address(url, "/v1/models");
+        Slot s;
+        for (;;) {
+            stop_if_interrupted();
+            ask(s);
+            const CURLcode code = curl_easy_perform(s.easy);
+            const Outcome o = look_at(s, code);
+            if (o.fault.empty()) break;
+            if (!o.again || s.attempts > retries)
+                DIE("%s: %s; --model NAME names the model", where.c_str(), sentence(o).c_str());
+            for (const double end = seconds() + o.wait; seconds() < end && !interrupted;) usleep(20'000);
+        }
+        sj::Doc doc;
+        sj::parse(doc, s.reply);
+        Strings names;
+        for (sj::Value m : doc.root()["data"].items()) names.push_back(m["id"].str());
+        if (names.size() == 1 && !names[0].empty()) return names[0];
+        std::string all;
+        for (size_t i = 0; i < names.size() && i < 20; i++) all += (i ? ", " : "") + score_excerpt(names[i], 80);
+        if (names.size() > 20) all += format(" and %zu more", names.size() - 20);
+        DIE("--model NAME is needed: the endpoint has %s", all.empty() ? "no model" : all.c_str());
     }
 
     // Asks what `next` gives until it gives nothing more. After Ctrl-C answers on their way are still taken.
@@ -1070,7 +1547,11 @@ struct Sender {
                     more = (bool)s->request;
                 }
                 if (!s->request || (stopping && s->wake < INFINITY)) continue;
-                if (s->wake <= now) ask(*s);
+                if (s->wake <= now) {
+                    ask(*s);
+                    s->wake = INFINITY;
+                    curl_multi_add_handle(multi, s->easy);
+                }
                 wake = std::min(wake, s->wake);
                 busy = true;
             }
@@ -1096,6 +1577,20 @@ struct Sender {
     }
 };
 
+// What was refused or failed for good, as other steps keep what they drop.
+static void write_refused(const Arguments& a, const Reader& in, const std::vector<Sender::Refused>& refused) {
+    Output out(a.dropped());
+    for (auto& r : refused) {
+        sj::Writer w;
+        w.object().field("rule", r.status / 100 > 2 ? format("status %ld", r.status) : std::string("failed"));
+        out.line(w.field("why", r.why).field("line", r.number).key("row").value(in.again(r.place)->row()).end().text);
+    }
+    out.commit();
+    if (!refused.empty())
+        say(format("%zu requests were refused or failed for good: %s says why", refused.size(),
+                   a.dropped().c_str()));
+}
+
 static int run_generate(const Arguments& a) {
     if (a.files[0] == "-") DIE("the requests are read more than once, so they have to be in a file");
     const std::string url = a.need("--url");
@@ -1109,19 +1604,33 @@ static int run_generate(const Arguments& a) {
             const Request r(in);
             if (!ids.insert(r.custom_id).second)
                 DIE("%s: custom_id %s is there twice", in.where().c_str(), r.custom_id.c_str());
+            if (a.has("--model") && !r.model.empty() && r.model != a.text("--model"))
+                DIE("%s: asks the model %s, --model says %s", in.where().c_str(), in_quotes(r.model).c_str(),
+                    a.text("--model").c_str());
             there += journal.has(r);
         }
     }
     curl_global_init(CURL_GLOBAL_DEFAULT);
     Sender sender(a, journal);
     if (there) say(format("%s: %zu of %zu requests are answered", journal.path.c_str(), there, total));
+    std::string model = a.text("--model");
     Reader pending(a.files[0]);
     sender.run([&]() -> std::unique_ptr<Request> {
-        while (!interrupted && pending.next())
-            if (auto r = std::make_unique<Request>(pending); !journal.has(*r)) return r;
+        while (!interrupted && pending.next()) {
+            auto r = std::make_unique<Request>(pending);
+            if (journal.has(*r)) continue;
+            if (r->model.empty()) {
+                if (model.empty()) say("asking the only model there: " + in_quotes(model = sender.find_model()));
+                r->set_model(model);
+            }
+            return r;
+        }
         return nullptr;
     }, total - there);
-    for (auto& [fault, count] : sender.faults) say(format("  %6zu times: %s", count, fault.c_str()));
+    for (auto& [fault, what] : sender.faults)
+        say(format("  %6zu times: %s%s%s", what.first, fault.c_str(), what.second.empty() ? "" : ": ",
+                   what.second.c_str()));
+    write_refused(a, pending, sender.refused);
     const size_t missing = total - there - sender.answered;
     if (missing)
         say(format("%zu of %zu answers are missing; those that came are in %s, and the same command goes on", missing,
@@ -1220,7 +1729,7 @@ static int run_collect(const Arguments& a) {
         }
     }
     out.commit();
-    report.finish("questions");
+    report.finish("questions", "The model has to answer with a JSON list of questions and answers.");
     return 0;
 }
 
@@ -1583,6 +2092,76 @@ struct Ground {
     }
 };
 
+// A book's own terms: the words of its headings; words in capitals that are frequent; and words that come in clumps,
+// often where they come at all, and not everywhere. Chinese is cut by jieba.
+struct BookTerms {
+    struct Use { size_t count = 0, chunks = 0, last = 0; bool heading = false, capitals = false; };
+    std::unordered_map<std::string, Use> uses;
+    std::unordered_set<uint64_t> nothing; // words that are no terms
+    size_t chunks = 0;
+    std::unique_ptr<Jieba> jieba;
+
+    BookTerms(const std::unordered_set<uint64_t>& stop_words, const std::string& common) : nothing(stop_words) {
+        for_each_line(common, [&](std::string_view word, size_t) { nothing.insert(word_hash(decode(word))); });
+    }
+    void learn(sj::Value chunk) {
+        chunks++;
+        const std::string text = chunk["text"].str();
+        add(chunk["chapter"].str(), true);
+        for (auto line : lines_of(text))
+            if (heading_level(line)) add(line, true);
+        add(text, false);
+    }
+    Strings terms(const Limits& limits) const { // the frequent ones first
+        const size_t least = limits.count("terms.least");
+        std::vector<std::pair<size_t, std::string>> order;
+        for (auto& [word, u] : uses) {
+            const bool clumps = (double)u.count >= limits["terms.clump"] * (double)u.chunks;
+            const bool spread = (double)u.chunks > std::max(1., limits["terms.spread"] * (double)chunks);
+            const bool frequent = u.count >= least && (u.capitals || (clumps && !spread));
+            if (u.heading || frequent) order.push_back({u.count, word});
+        }
+        std::sort(order.begin(), order.end(), [](auto& x, auto& y) {
+            return x.first != y.first ? x.first > y.first : x.second < y.second;
+        });
+        Strings all;
+        for (auto& [count, word] : order) all.push_back(word);
+        return all;
+    }
+
+  private:
+    void add(std::string_view valid, bool heading) {
+        const std::u32string text = decode(valid);
+        auto note = [&](std::u32string_view word, bool capitals) {
+            if (nothing.count(word_hash(word))) return;
+            std::string name;
+            for (char32_t c : word) utf8_append(name, lower(c));
+            Use& u = uses[name];
+            u.heading |= heading, u.capitals |= capitals;
+            if (heading) return;
+            u.count++;
+            if (u.last != chunks) u.last = chunks, u.chunks++;
+        };
+        for_each_word(text, [&](size_t i, size_t j) {
+            const std::u32string_view word = std::u32string_view(text).substr(i, j - i);
+            if (is_cjk(word[0])) return;
+            const bool letters = !std::all_of(word.begin(), word.end(), is_digit);
+            const bool capitals = word.size() >= 2 && std::all_of(word.begin(), word.end(), [](uint32_t c) {
+                return (c >= 'A' && c <= 'Z') || is_digit(c);
+            });
+            if (letters && (word.size() >= 3 || capitals)) note(word, capitals);
+        });
+        if (std::none_of(text.begin(), text.end(), is_cjk)) return;
+        if (!jieba) jieba = std::make_unique<Jieba>(find_jieba());
+        std::vector<std::string_view> words;
+        jieba->cut(words, valid);
+        for (auto w : words) {
+            const std::u32string word = decode(w);
+            if (word.size() >= 2 && std::all_of(word.begin(), word.end(), is_cjk)) note(word, false);
+        }
+    }
+};
+
 // Rules in the order in which they are asked; the first that has something against a row drops it. One pass: rows
 // that were kept are all that later ones are compared with, so a row that is dropped cannot drop another. In memory
 // are 196 bytes a row for exact (12) and near duplicates (168) and its place (16), and for the questions' ROUGE-L some
@@ -1602,7 +2181,8 @@ struct Filter {
     const size_t most_rows;
     const Tokenizer tokenizer = Tokenizer(a.tokenizer());
     const Patterns references = Patterns(a.data("references.txt"));
-    const Patterns terms = Patterns(a.text("--terms", a.data("terms.txt")));
+    Patterns terms; // of the subject; without any, no row has to name one
+    std::set<std::string> skipped = {}; // rules that are turned off
     const std::string language = a.text("--lang");
     std::unordered_set<uint64_t> stop_words;
     std::unique_ptr<Reader> chunks;
@@ -1621,6 +2201,20 @@ struct Filter {
           rouge_index(limits["filter.rouge"]) {
         if (!language.empty() && language != "zh" && language != "en")
             DIE("--lang %s: expected zh or en", language.c_str());
+        std::string left = a.text("--skip");
+        while (!left.empty()) { // names with commas between them
+            const std::string name = left.substr(0, left.find(','));
+            left.erase(0, name.size() + 1);
+            std::string names;
+            bool known = false;
+            for (auto& r : rules()) {
+                if (r.rule == &Filter::schema) continue; // all others need it
+                known |= name == r.name;
+                names += (names.empty() ? "" : ", ") + std::string(r.name);
+            }
+            if (!known) DIE("--skip %s: the rules are %s", name.c_str(), names.c_str());
+            skipped.insert(name);
+        }
         for_each_line(a.data("stopwords.txt"),
                       [&](std::string_view word, size_t) { stop_words.insert(word_hash(decode(word))); });
         if (a.has("--chunks")) {
@@ -1628,6 +2222,31 @@ struct Filter {
             if (!chunks->seekable()) DIE("%s: is read in any order, so it has to be a file", chunks->path.c_str());
             while (chunks->next()) chunk_places[chunks->need()["id"].str()] = chunks->place();
         }
+        if (a.text("--terms") == "auto") learn_terms();
+        else if (a.has("--terms")) terms = Patterns(a.text("--terms"));
+    }
+    struct NamedRule { const char* name; Rule rule; };
+    static const std::vector<NamedRule>& rules() {
+        static const std::vector<NamedRule> all = {
+            {"schema", &Filter::schema}, {"length", &Filter::length}, {"utf8", &Filter::utf8}, {"nfc", &Filter::nfc},
+            {"language", &Filter::lang}, {"reference", &Filter::reference}, {"grounding", &Filter::grounding},
+            {"terms", &Filter::term}, {"exact", &Filter::exact}, {"near", &Filter::near}, {"rouge-l", &Filter::rouge}};
+        return all;
+    }
+    // For --terms auto.
+    void learn_terms() {
+        if (!chunks) DIE("--terms auto takes them from the book: --chunks FILE names it");
+        BookTerms book(stop_words, a.data("common.txt"));
+        for (Reader r(a.text("--chunks")); r.next();) book.learn(r.need());
+        const Strings found = book.terms(limits);
+        std::string some;
+        for (size_t i = 0; i < found.size(); i++) {
+            if (i < 10) some += (i ? ", " : ": ") + found[i];
+            terms.add(found[i]);
+            if (found[i].size() < 4 || !is_latin((uint8_t)found[i].back())) continue;
+            terms.add(found[i].back() == 's' ? found[i].substr(0, found[i].size() - 1) : found[i] + "s");
+        }
+        say(format("%zu terms of the book%s%s", found.size(), some.c_str(), found.size() > 10 ? ", ..." : ""));
     }
     // A first look at the file: how many rows there are at most, and how frequent the words of questions are.
     size_t count_rows() {
@@ -1778,12 +2397,8 @@ struct Filter {
     }
 
     int run() {
-        static const struct { const char* name; Rule rule; } RULES[] = {
-            {"schema", &Filter::schema}, {"length", &Filter::length}, {"utf8", &Filter::utf8}, {"nfc", &Filter::nfc},
-            {"language", &Filter::lang}, {"reference", &Filter::reference}, {"grounding", &Filter::grounding},
-            {"terms", &Filter::term}, {"exact", &Filter::exact}, {"near", &Filter::near}, {"rouge-l", &Filter::rouge}};
         Strings names;
-        for (auto& r : RULES) names.push_back(r.name);
+        for (auto& r : rules()) names.push_back(r.name);
         Report report(a.dropped(), names);
         Output out(a.output());
         if (!chunks) say("no --chunks: answers are not compared with their source");
@@ -1797,15 +2412,16 @@ struct Filter {
             row.value = in.row();
             std::string fault = in.fault.empty() ? "" : "not JSON: " + in.fault;
             size_t i = 0;
-            for (; i < std::size(RULES); i++) {
+            for (; i < rules().size(); i++) {
                 const double before = seconds();
-                const Rule rule = RULES[i].rule; // apart: g++ 12's -fsanitize=bounds loses the i of (this->*a[i])()
+                const Rule rule = rules()[i].rule; // apart: g++ 12's -fsanitize=bounds loses the i of (this->*a[i])()
+                if (skipped.count(names[i])) continue;
                 if (fault.empty()) fault = (this->*rule)(row);
                 report.rules[i].seconds += seconds() - before;
                 if (!fault.empty()) break;
             }
             if (!fault.empty()) {
-                report.drop(fault.find("invalid UTF-8") != fault.npos ? "utf8" : RULES[i].name, fault, in);
+                report.drop(fault.find("invalid UTF-8") != fault.npos ? "utf8" : names[i], fault, in);
                 continue;
             }
             keep(row);
@@ -1813,7 +2429,7 @@ struct Filter {
             out.line(one_line(in.text));
         }
         out.commit();
-        report.finish("rows");
+        report.finish("rows", "--skip %s turns the rule off.");
         say(format("%zu rows in %.1f s", rows, seconds() - start));
         return 0;
     }
@@ -1861,13 +2477,15 @@ static void choose_tests(const std::vector<Group*>& groups, std::map<std::string
 // What the test rows have in common with training rows: character n-grams, and questions that are nearly the same.
 struct Leakage {
     const size_t n;
+    const double limit; // more than this share of a row's n-grams in train is a leak
     const std::vector<Conversation>& tests;
     RougeIndex index;
     std::unordered_map<uint64_t, bool> in_train; // n-grams of the test rows
-    std::vector<bool> asked;                     // test rows with a question like one of train
+    Strings asked;                               // by test row: the name of a row of train with a question like its own
 
     Leakage(const std::vector<Conversation>& tests, const Limits& limits)
-        : n(limits.count("split.ngram")), tests(tests), index(limits["filter.rouge"]), asked(tests.size()) {
+        : n(limits.count("split.ngram")), limit(limits["split.leak_share"]), tests(tests),
+          index(limits["filter.rouge"]), asked(tests.size()) {
         for (auto& c : tests) index.learn(question(c));
         for (auto& c : tests) {
             index.add(question(c));
@@ -1876,93 +2494,184 @@ struct Leakage {
     }
     static std::vector<uint32_t> question(const Conversation& c) { return word_hashes(decode(c.question)); }
     std::vector<uint64_t> grams(const Conversation& c) const { return ngrams(decode(c.question + "\n" + c.answer), n); }
-    void train(const Conversation& c) {
+    void train(const Conversation& c, const std::string& name) {
         for (uint64_t gram : grams(c))
             if (auto found = in_train.find(gram); found != in_train.end()) found->second = true;
-        index.find(question(c), [&](size_t i) { return asked[i] = true; });
+        index.find(question(c), [&](size_t i) { return asked[i] = name, true; });
     }
-    // Says what was found; returns how many test rows leak.
-    size_t report(double limit) const {
-        size_t overlapping = 0, alike = 0, leaks = 0;
+    double share(size_t test) const {
+        const auto all = grams(tests[test]);
+        const auto common = std::count_if(all.begin(), all.end(), [&](uint64_t gram) { return in_train.at(gram); });
+        return (double)common / (double)all.size();
+    }
+    // Says what was found; returns the test rows that leak.
+    std::vector<size_t> report() const {
+        size_t overlapping = 0, alike = 0;
+        std::vector<size_t> leaks;
         double mean = 0;
         for (size_t i = 0; i < tests.size(); i++) {
-            const auto all = grams(tests[i]);
-            const auto common = std::count_if(all.begin(), all.end(), [&](uint64_t gram) { return in_train.at(gram); });
-            const double share = (double)common / (double)all.size();
-            mean += share / (double)tests.size();
-            overlapping += share > limit, alike += asked[i], leaks += share > limit || asked[i];
+            const double x = share(i);
+            mean += x / (double)tests.size();
+            overlapping += x > limit, alike += !asked[i].empty();
+            if (x > limit || !asked[i].empty()) leaks.push_back(i);
         }
         say(format("leakage: of a test row's %zu-character n-grams %.2f%% stand in train, on average", n, 100 * mean));
         say(format("  %zu rows with more than %.0f%% there, %zu with a question of ROUGE-L %.2f or more to one there: "
-                   "%zu rows leak", overlapping, 100 * limit, alike, index.t, leaks));
+                   "%zu rows leak", overlapping, 100 * limit, alike, index.t, leaks.size()));
         return leaks;
     }
 };
 
-static int run_split(const Arguments& a) {
-    const Limits limits(a);
+// The rows of train to leave out so that no test row leaks: those with a question like a test row's, and of those that
+// share n-grams with a test row the ones that share most with it, until no more than `limit` of its own are left there.
+// for_each_train(f) calls f(conversation, row) with every row of train.
+template <class Each> static std::set<size_t> leaking_rows(Leakage& leakage, Each for_each_train) {
+    std::set<size_t> gone;
+    std::vector<size_t> overlapping;
+    std::unordered_map<uint64_t, std::vector<size_t>> holders; // rows of train, by n-gram of these
+    for (size_t i = 0; i < leakage.tests.size(); i++)
+        if (leakage.share(i) > leakage.limit) {
+            overlapping.push_back(i);
+            for (uint64_t gram : leakage.grams(leakage.tests[i])) holders[gram];
+        }
+    for_each_train([&](const Conversation& c, size_t row) {
+        leakage.index.find(Leakage::question(c), [&](size_t) { return gone.insert(row), false; });
+        for (uint64_t gram : leakage.grams(c))
+            if (auto found = holders.find(gram); found != holders.end())
+                if (found->second.empty() || found->second.back() != row) found->second.push_back(row);
+    });
+    for (size_t i : overlapping) {
+        const std::vector<uint64_t> all = leakage.grams(leakage.tests[i]);
+        for (;;) {
+            size_t common = 0;
+            std::map<size_t, size_t> shared; // n-grams by row of train
+            for (uint64_t gram : all) {
+                bool here = false;
+                for (size_t row : holders.at(gram))
+                    if (!gone.count(row)) here = true, shared[row]++;
+                common += here;
+            }
+            if ((double)common <= leakage.limit * (double)all.size()) break;
+            auto fewer = [](auto& x, auto& y) { return x.second < y.second; };
+            gone.insert(std::max_element(shared.begin(), shared.end(), fewer)->first);
+        }
+    }
+    return gone;
+}
+
+struct Split {
+    const Arguments& a;
+    const Limits limits = Limits(a);
     const size_t wanted = a.number("--test", 0, 1, SIZE_MAX / 2);
-    if (!wanted) DIE("--test N is needed: how many rows are kept for testing");
-    const std::string seed = a.text("--seed", "0"), folder = a.output() == "-" ? "." : a.output();
-    std::map<std::string, Group> groups; // by chunk
-    auto group_of = [&](const Reader& in) -> Group& { // a row without a chunk is one by itself
+    const std::string folder = a.output() == "-" ? "." : a.output();
+    std::map<std::string, Group> groups;             // by chunk
+    std::map<std::string, Counts> chapters, missing; // "": all of them; rows that the test side should have and lacks
+    size_t rows = 0, taken = 0;                      // in all; for the test
+
+    explicit Split(const Arguments& a) : a(a) {}
+    Group& group_of(const Reader& in) { // a row without a chunk is one by itself
         const std::string chunk = in.row()["chunk"].str();
         return groups[chunk.empty() ? format("\nrow %zu", in.number) : chunk];
-    };
-    size_t rows = 0;
-    std::map<std::string, Counts> chapters; // "": all of them
-    Reader in(a.files[0]);
-    if (!in.seekable()) DIE("%s: is read again, so it has to be a file", in.path.c_str());
-    for (Progress progress; in.next(); rows++) {
-        progress.show("split", rows, in.share());
-        const sj::Value v = in.need();
-        const std::string difficulty = v["difficulty"].str("-");
-        Group& g = group_of(in);
-        if (g.size++ == 0) g.chapter = v["source"].str() + "\n" + top_chapter(v);
-        g.rows[difficulty]++, chapters[g.chapter][difficulty]++, chapters[""][difficulty]++;
     }
-    if (wanted >= rows) DIE("--test %zu: %s has %zu rows", wanted, a.files[0].c_str(), rows);
-    std::vector<Group*> order; // by a hash of seed and chunk, so that the order of the rows changes nothing
-    for (auto& [chunk, g] : groups) {
-        g.order = mix(0, fnv1a(chunk, fnv1a(seed + "\n")));
-        order.push_back(&g);
+    // Calls f(row as it was read) with the rows of a side.
+    template <class F> void each(bool test, F f) {
+        Progress progress;
+        size_t done = 0;
+        for (Reader in(a.files[0]); in.next();) {
+            progress.show("split", ++done, in.share());
+            if (group_of(in).test == test) f(in);
+        }
     }
-    std::sort(order.begin(), order.end(), [](const Group* x, const Group* y) { return x->order < y->order; });
-    auto missing = chapters;
-    for (auto& [chapter, counts] : missing)
-        for (auto& [difficulty, n] : counts) n *= (double)wanted / (double)rows;
-    size_t left = wanted;
-    choose_tests(order, missing, left);
-    const size_t taken = wanted - left;
-    if (!taken) DIE("--test %zu: every chunk has more rows", wanted);
+    static std::string name_of(const Reader& in) {
+        const sj::Value id = in.row()["id"];
+        return id.is(sj::String) ? id.str() : id ? sj::dump(id) : format("line %zu", in.number);
+    }
 
-    Output train(folder + "/train.jsonl"), test(folder + "/test.jsonl");
-    std::vector<Conversation> tests;
-    for (Reader again(a.files[0]); again.next();) {
-        const bool is_test = group_of(again).test;
-        (is_test ? test : train).line(one_line(again.text));
-        if (is_test) tests.push_back(need_conversation(again));
+    void choose() {
+        Reader in(a.files[0]);
+        if (!in.seekable()) DIE("%s: is read again, so it has to be a file", in.path.c_str());
+        for (Progress progress; in.next(); rows++) {
+            progress.show("split", rows, in.share());
+            const sj::Value v = in.need();
+            const std::string difficulty = v["difficulty"].str("-");
+            Group& g = group_of(in);
+            if (g.size++ == 0) g.chapter = v["source"].str() + "\n" + top_chapter(v);
+            g.rows[difficulty]++, chapters[g.chapter][difficulty]++, chapters[""][difficulty]++;
+        }
+        if (wanted >= rows) DIE("--test %zu: %s has %zu rows", wanted, a.files[0].c_str(), rows);
+        std::vector<Group*> order; // by a hash of seed and chunk, so that the order of the rows changes nothing
+        const std::string seed = std::to_string(a.number("--seed", 0, 0, SIZE_MAX));
+        for (auto& [chunk, g] : groups) {
+            g.order = mix(0, fnv1a(chunk, fnv1a(seed + "\n")));
+            order.push_back(&g);
+        }
+        std::sort(order.begin(), order.end(), [](const Group* x, const Group* y) { return x->order < y->order; });
+        missing = chapters;
+        for (auto& [chapter, counts] : missing)
+            for (auto& [difficulty, n] : counts) n *= (double)wanted / (double)rows;
+        size_t left = wanted;
+        choose_tests(order, missing, left);
+        taken = wanted - left;
+        if (!taken) DIE("--test %zu: every chunk has more rows", wanted);
     }
-    Leakage leakage(tests, limits);
-    Progress progress;
-    size_t done = 0;
-    for (Reader again(a.files[0]); again.next();) {
-        progress.show("leakage", ++done, again.share());
-        if (!group_of(again).test) leakage.train(need_conversation(again));
+    void tell_shares() {
+        say(format("test %zu rows, train %zu rows; no chunk is on both sides", taken, rows - taken));
+        for (auto& [difficulty, count] : chapters[""]) {
+            const double target = count * (double)wanted / (double)rows, got = target - missing[""][difficulty];
+            say(format("  %-8s %5.1f%% of all rows, %5.1f%% of the test's", difficulty.c_str(),
+                       100 * count / (double)rows, 100 * got / (double)taken));
+        }
     }
-    say(format("test %zu rows, train %zu rows; no chunk is on both sides", taken, rows - taken));
-    for (auto& [difficulty, count] : chapters[""]) {
-        const double target = count * (double)wanted / (double)rows, got = target - missing[""][difficulty];
-        say(format("  %-8s %5.1f%% of all rows, %5.1f%% of the test's", difficulty.c_str(), 100 * count / (double)rows,
-                   100 * got / (double)taken));
+    void name(const std::vector<size_t>& leaks, const Leakage& leakage, const Strings& names) const {
+        constexpr size_t SHOWN = 5;
+        for (size_t i = 0; i < leaks.size() && i < SHOWN; i++) {
+            const size_t test = leaks[i];
+            const std::string why = leakage.asked[test].empty()
+                ? format("%.0f%% of its n-grams stand in train", 100 * leakage.share(test))
+                : "train asks the like in " + leakage.asked[test];
+            say(format("  %s leaks: %s (%s)", score_excerpt(names[test], 60).c_str(),
+                       score_excerpt(leakage.tests[test].question, 70).c_str(), score_excerpt(why, 100).c_str()));
+        }
+        if (leaks.size() > SHOWN) say(format("  and %zu more", leaks.size() - SHOWN));
     }
-    const size_t leaks = leakage.report(limits["split.leak_share"]);
-    if ((double)leaks > limits["split.leak_rows"] * (double)taken)
-        DIE("%zu of %zu test rows leak, more than split.leak_rows allows: nothing was written", leaks, taken);
-    train.commit();
-    test.commit();
-    return 0;
-}
+
+    int run() {
+        if (!wanted) DIE("--test N is needed: how many rows are kept for testing");
+        choose();
+        std::vector<Conversation> tests;
+        Strings names;
+        each(true, [&](const Reader& in) { tests.push_back(need_conversation(in)), names.push_back(name_of(in)); });
+        Leakage leakage(tests, limits);
+        each(false, [&](const Reader& in) { leakage.train(need_conversation(in), name_of(in)); });
+        tell_shares();
+        const std::vector<size_t> leaks = leakage.report();
+        name(leaks, leakage, names);
+        std::unique_ptr<Report> report;
+        std::set<size_t> gone; // rows of train, by number
+        if (a.has("--drop-leaks")) {
+            report = std::make_unique<Report>(a.dropped(), Strings{"leak"});
+            gone = leaking_rows(leakage, [&](auto f) {
+                each(false, [&](const Reader& in) { f(need_conversation(in), in.number); });
+            });
+        } else if ((double)leaks.size() > limits["split.leak_rows"] * (double)taken) {
+            DIE("%zu of %zu test rows leak, more than split.leak_rows allows: nothing was written. --drop-leaks leaves "
+                "out what they share text with in train, --seed N splits in another way", leaks.size(), taken);
+        }
+        Output train(folder + "/train.jsonl"), test(folder + "/test.jsonl");
+        each(true, [&](const Reader& in) { test.line(one_line(in.text)); });
+        each(false, [&](const Reader& in) {
+            if (gone.count(in.number)) return report->drop("leak", "shares text or a question with a test row", in);
+            train.line(one_line(in.text));
+            if (report) report->kept++;
+        });
+        if (report && !report->kept) DIE("no row of train would be left: nothing was written");
+        train.commit();
+        test.commit();
+        if (report) report->finish("rows of train");
+        return 0;
+    }
+};
+static int run_split(const Arguments& a) { return Split(a).run(); }
 
 // ======================================================================================== 11 pack, unpack, stats
 
@@ -2286,52 +2995,66 @@ struct Command {
     const char* help;
 };
 static const Command COMMANDS[] = {
-    {"chunk", "BOOK.md...", "--characters --tokens --overlap -z", 1, SIZE_MAX, run_chunk,
-     "cuts Markdown and text into chunks at headings, paragraphs and sentences"},
-    {"prompt", "chunks.jsonl", "--model --lang --chapter-quota --dropped", 1, 1, run_prompt,
-     "makes requests in OpenAI's Batch format from the templates in data/datagen/prompts/"},
-    {"generate", "requests.jsonl", "--url --key-env --parallel --timeout --retries --journal", 1, 1, run_generate,
-     "asks an OpenAI-compatible endpoint (--url URL, --key-env NAME of the variable with the key)"},
+    {"chunk", "BOOK...", "--characters --tokens --overlap --clean -z", 1, SIZE_MAX, run_chunk,
+     "cuts books into chunks at headings, paragraphs and sentences. Markdown and text in UTF-8; PDF where\n"
+     "pdftotext (poppler-utils) is installed, HTML, DOCX and EPUB where pandoc is"},
+    {"prompt", "chunks.jsonl", "--model --max-tokens --subject --examples --lang --chapter-quota --dropped", 1, 1,
+     run_prompt, "makes requests in OpenAI's Batch format from the templates in data/datagen/prompts/"},
+    {"generate", "requests.jsonl", "--url --key-env --model --parallel --timeout --retries --journal --dropped", 1, 1,
+     run_generate, "asks an OpenAI-compatible endpoint (--url URL, --key-env NAME of the variable with the key)"},
     {"collect", "responses.jsonl", "--chunks --dropped", 1, 1, run_collect,
      "makes Alpaca rows of the replies (--chunks chunks.jsonl)"},
-    {"filter", "qa.jsonl", "--chunks --terms --lang -z --dropped", 1, 1, run_filter,
+    {"filter", "qa.jsonl", "--chunks --terms --skip --lang -z --dropped", 1, 1, run_filter,
      "keeps the good rows, once (--chunks chunks.jsonl compares answers with their source)"},
-    {"split", "clean.jsonl", "--test --seed", 1, 1, run_split,
+    {"split", "clean.jsonl", "--test --seed --drop-leaks --dropped", 1, 1, run_split,
      "writes train.jsonl and test.jsonl (--test N rows) into the folder -o, by chunk; measures leakage"},
     {"pack", "rows.jsonl out.bin", "-z --max-len --over --info --name --dropped", 2, 2, run_pack,
-     "tokenizes (--max-len 512, --over drop|refuse); also reads dataset_info.json (--name NAME)"},
+     "tokenizes; also reads dataset_info.json (--name NAME)"},
     {"unpack", "data.bin", "-z", 1, 1, run_unpack, "the rows of a dataset as JSONL"},
     {"stats", "rows.jsonl|data.bin", "-z", 1, 1, run_stats, "rows, tokens, lengths, difficulties by chapter"},
 };
 
-
-// What each option means; Arguments::given has it under its first name.
+// What each option means; Arguments::given has it under its first name. Some defaults come from limits.txt: a test sees
+// that the two agree.
 static std::vector<Option> option_table(Arguments& a) {
     std::vector<Option> table = {
-        {"-o", "--output", "FILE", "default: standard output. split: a folder", {}},
+        {"-o", "--output", "FILE", "default: standard output. split: a folder (default: this one)", {}},
         {"-z", "--tokenizer", "FILE", "default: tokenizer.bin in this folder or beside the program", {}},
-        {"", "--data", "DIR", "limits, patterns and prompts (default: data/ here or beside the program)", {}},
+        {"", "--data", "DIR", "limits, patterns and prompts (default: data/datagen here or beside the\nprogram)", {}},
         {"", "--dropped", "FILE", "what is not passed on, and why (default: INPUT.dropped)", {}},
-        {"", "--characters", "N", "of a chunk, at most", {}},
-        {"", "--tokens", "N", "the same in tokens", {}},
-        {"", "--overlap", "N", "characters that a chunk repeats of the one before", {}},
-        {"", "--model", "NAME", "that the requests ask", {}},
-        {"", "--lang", "NAME", "language of the questions", {}},
-        {"", "--chapter-quota", "N", "requests a chapter, at most", {}},
-        {"", "--url", "URL", "an OpenAI-compatible endpoint", {}},
-        {"", "--key-env", "NAME", "of the variable with the API key", {}},
-        {"", "--parallel", "N", "requests at once", {}},
-        {"", "--timeout", "SECONDS", "for a reply", {}},
-        {"", "--retries", "N", "of a request that failed", {}},
-        {"", "--journal", "FILE", "where replies go as they come", {}},
-        {"", "--chunks", "FILE", "what `chunk` wrote: the source of each row", {}},
-        {"", "--terms", "FILE", "terms that belong to the subject", {}},
-        {"", "--test", "N", "rows of the test set", {}},
-        {"", "--seed", "N", "of the split", {}},
-        {"", "--max-len", "N", "tokens of a row, at most: 512", {}},
-        {"", "--over", "drop|refuse", "what becomes of longer rows", {}},
-        {"", "--info", "FILE", "dataset_info.json to write, or none", {}},
-        {"", "--name", "NAME", "of the dataset in dataset_info.json", {}},
+        {"", "--characters", "N", "of a chunk, at most (default 3500)", {}},
+        {"", "--tokens", "N", "the same in tokens, instead of --characters", {}},
+        {"", "--overlap", "N", "characters that a chunk repeats of the one before (default 200)", {}},
+        {"", "--clean", "auto|yes|no", "whether page numbers, running heads and feet, page breaks and hyphens at\n"
+         "line ends go; auto (the default): where the text was a PDF", {}},
+        {"", "--model", "NAME", "that is asked (default: what the requests name; generate: else the\n"
+         "endpoint's only one)", {}},
+        {"", "--max-tokens", "N", "of a reply, at most; 0: no limit (default: 400, 700, 1500 for each easy,\n"
+         "medium, hard question of the request)", {}},
+        {"", "--subject", "TEXT", "what the book is about (default: the templates do not say)", {}},
+        {"", "--examples", "DIR|none", "en/easy.json and so on in DIR: examples for the templates (default: of\n"
+         "several everyday subjects)", {}},
+        {"", "--lang", "NAME", "prompt: language of the templates (default: each chunk's); filter: zh or\n"
+         "en, the language of the rows (default: what each row says)", {}},
+        {"", "--chapter-quota", "N", "questions a chapter, at most (default: no limit)", {}},
+        {"", "--url", "URL", "an OpenAI-compatible endpoint, with or without /v1; needed", {}},
+        {"", "--key-env", "NAME", "of the variable with the API key (default: no key is sent)", {}},
+        {"", "--parallel", "N", "requests at once (default 8)", {}},
+        {"", "--timeout", "SECONDS", "for a reply (default 300)", {}},
+        {"", "--retries", "N", "of a request that failed (default 6)", {}},
+        {"", "--journal", "FILE", "where replies go as they come (default: INPUT.journal)", {}},
+        {"", "--chunks", "FILE", "what `chunk` wrote: the source of each row (collect needs it; filter's\n"
+         "default: answers are not compared with their source)", {}},
+        {"", "--terms", "FILE|auto", "terms of the subject, one of which a row has to name; auto takes them\n"
+         "from the chunks (default: none, and the rule is off)", {}},
+        {"", "--skip", "RULE,...", "rules that are turned off (default: none)", {}},
+        {"", "--test", "N", "rows of the test set; needed", {}},
+        {"", "--seed", "N", "of the split (default 0)", {}},
+        {"", "--drop-leaks", "", "leaves out the rows of train that test rows share text with", {}},
+        {"", "--max-len", "N", "tokens of a row, at most (default 512)", {}},
+        {"", "--over", "drop|refuse", "what becomes of longer rows (default: drop)", {}},
+        {"", "--info", "FILE", "dataset_info.json to write, or none (default: beside the rows)", {}},
+        {"", "--name", "NAME", "of the dataset in dataset_info.json; needed to read one", {}},
     };
     for (auto& o : table)
         o.set = [&a, key = std::string(*o.brief ? o.brief : o.name)](const char*, const char* v) { a.given[key] = v; };
@@ -2339,19 +3062,24 @@ static std::vector<Option> option_table(Arguments& a) {
 }
 
 static std::string usage() {
-    std::string all = "usage: datagen COMMAND FILES [options]\n\n";
-    for (auto& c : COMMANDS)
-        all += format("  %-9s%-20s %s\n           %s\n", c.name, c.files, c.options, c.help);
+    std::string all = "usage: datagen COMMAND FILES [options]\n       datagen --version\n\n";
+    for (auto& c : COMMANDS) {
+        std::string help = c.help;
+        for (size_t at = 0; (at = help.find('\n', at)) != help.npos; at++) help.replace(at, 1, "\n           ");
+        all += format("  %-9s%-20s %s\n           %s\n", c.name, c.files, c.options, help.c_str());
+    }
     all += format("  %-9s%-20s %s\n           %s\n", "score", "answers.jsonl reference.jsonl",
-                  "--compat --json --seed --dict", "ROUGE-1, 2, L and BLEU-4 of answers");
+                  "--compat --json --seed --dict", "ROUGE-1, 2, L and BLEU-4 of answers, with 95% intervals");
     Arguments none;
-    all += "\nEvery command: -o FILE, --data DIR. The file - is standard input.\n";
+    all += "\nEvery command: -o FILE, --data DIR, and --help for its own options. A file that is read once may be -,\n"
+           "which is standard input.\n";
     return all + help_text(option_table(none));
 }
 
 int run(int argc, char** argv) {
     const std::string name = argc > 1 ? argv[1] : "";
     if (name.empty()) return fputs(usage().c_str(), stderr), 1;
+    if (told_version("datagen", argc, argv)) return 0;
     if (name == "-h" || name == "--help") return write_stdout(usage()), 0;
     if (name == "score") return score_main(argc - 1, argv + 1); // (score.h)
     for (auto& c : COMMANDS) {

@@ -28,7 +28,7 @@ struct qwen3_model {
     virtual ~qwen3_model() = default;
 
   protected:
-    qwen3_model(const char* path, const std::string& vocabulary) : file(path), tokenizer(vocabulary) {}
+    qwen3_model(ModelFile&& model, const std::string& vocabulary) : file(std::move(model)), tokenizer(vocabulary) {}
 };
 
 struct qwen3_context {
@@ -73,8 +73,8 @@ template <class T> struct ContextOf : qwen3_context {
 
 template <class T> struct ModelOf : qwen3_model {
     Weights<T> weights;
-    ModelOf(const char* path, const std::string& vocabulary, const Context& where)
-        : qwen3_model(path, vocabulary), weights(file) {
+    ModelOf(ModelFile&& model, const std::string& vocabulary, const Context& where)
+        : qwen3_model(std::move(model), vocabulary), weights(file) {
         ctx = where;
         if constexpr (HAS_GPU<T>) if (ctx.gpu) weights.upload(ctx, file);
     }
@@ -106,10 +106,10 @@ API qwen3_model* qwen3_open(const char* path, const char* tokenizer, const char*
         o.model = path, o.tokenizer = tokenizer ? tokenizer : "", o.device = device ? device : "";
         const std::string vocabulary = find_tokenizer(o.tokenizer, o.model);
         if (vocabulary.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder");
-        const ModelFile file(o.model);
+        ModelFile file(o.model);
         const Context ctx = choose_device(o, file);
-        if (wide(o, file)) return new ModelOf<float>(path, vocabulary, ctx);
-        return new ModelOf<bf16>(path, vocabulary, ctx);
+        if (wide(o, file)) return new ModelOf<float>(std::move(file), vocabulary, ctx);
+        return new ModelOf<bf16>(std::move(file), vocabulary, ctx);
     });
 }
 API void qwen3_close(qwen3_model* model) { delete model; }

@@ -4,10 +4,13 @@
 //     std::vector<Option> table = {{"-o", "--output", "FILE", "where it goes", file_name(o.output)}, ...};
 //     std::vector<std::string> words = parse(table, argc, argv);     what is no option
 //     print_help("usage: ...\n", table);
+//     counted(2, "file")                                             "2 files"
+//     told_version("qwen3", argc, argv)                              for --version
 //
 // Values follow as the next word or after `=` (--name=value); `--` ends the options; a lone - is no option.
 #pragma once
 #include "file.h"
+#include "qwen3.h" // QWEN3_VERSION
 #include <cctype>
 #include <climits>
 #include <csignal>
@@ -130,9 +133,19 @@ inline std::vector<std::string> parse(const std::vector<Option>& table, int argc
     return words;
 }
 
+// "1 thread", "2 threads".
+inline std::string counted(size_t n, const char* thing) { return format("%zu %s%s", n, thing, n == 1 ? "" : "s"); }
+
 inline void write_stdout(std::string_view text) {
     if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0)
         DIE("standard output: %s", strerror(errno));
+}
+
+// `PROGRAM --version`: true if that was asked, and answered.
+inline bool told_version(const char* program, int argc, char** argv) {
+    if (argc != 2 || strcmp(argv[1], "--version") != 0) return false;
+    write_stdout(format("%s %d\n", program, QWEN3_VERSION));
+    return true;
 }
 
 // The table as people read it.

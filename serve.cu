@@ -423,7 +423,10 @@ struct EngineOptions {
     int chunk = 0;        // tokens of prompts in a step that others wait for,
     int burst = 0;        // ... and in one that nobody waits for
     size_t kv_bytes = 0;  // of the KV cache; 0: as much as there is room for
+    bool at_most = false; // the context may be less: what the cache holds
 };
+
+constexpr int USUAL_CONTEXT = 4096; // more than most answers and their prompts take
 
 #ifdef __CUDACC__
 constexpr int MAX_BIAS = 1024 + 2 * MAX_ENDS; // ids a job may name, and those that may not end it yet
@@ -485,20 +488,14 @@ template <class T> struct Engine {
     const Weights<T>& weights;
     const Tokenizer& tokenizer;
     Desk& desk;
-    const EngineOptions options;
+    EngineOptions options;
 
     Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o,
            const Context& where)
         : ctx(where), config(c), weights(w), tokenizer(t), desk(d), options(o),
           max_rows(o.max_seqs + std::max(o.chunk, o.burst)), max_pages((o.context + PAGE - 1) / PAGE), pool(0) {
         arena.gpu = ctx.gpu != nullptr;
-        pages = 0;
-        plan();
-        const size_t room = choose_kv_bytes(arena.used), page_bytes = KVCache<T>::bytes(c, 1);
-        pages = (int)std::min(room / page_bytes, (size_t)1 << 26);
-        if (pages < max_pages)
-            DIE("a context of %d tokens needs %.2f GB for keys and values, and there are %.2f GB (--kv-memory, --ctx)",
-                o.context, (double)max_pages * (double)page_bytes / 1e9, (double)room / 1e9);
+        choose_sizes();
         arena.used = 0;
         plan();
         arena.allocate(format("a KV cache of %d pages for %d sequences", pages, o.max_seqs).c_str());
@@ -506,8 +503,8 @@ template <class T> struct Engine {
         pool = PagePool(pages);
         if (c.end_tokens.size() > MAX_ENDS) DIE("the model has more than %zu end tokens", MAX_ENDS);
         for (int s = o.max_seqs - 1; s >= 0; s--) free_slots.push_back(s);
-        std::vector<acc<T>> angles((size_t)o.context * c.D);
-        fill_rope(angles.data(), o.context, c.D, c.rope_theta);
+        std::vector<acc<T>> angles((size_t)options.context * c.D);
+        fill_rope(angles.data(), options.context, c.D, c.rope_theta);
         give(rope, angles.data(), angles.size());
 #ifdef __CUDACC__
         if (ctx.gpu) open_device();
@@ -629,8 +626,32 @@ template <class T> struct Engine {
 #endif
     }
 
-    // What is asked for, else what is left of the GPU's memory but for a sixteenth; on the CPU enough for every
-    // sequence, but no more than a quarter of the memory.
+    // The number of pages; and, where the context may be less than it is (at_most), the longest whose keys and values
+    // fit, and whose tables (a GPU's scratch for attention grows with it) leave 7/8 of the memory to the cache.
+    void choose_sizes() {
+        const size_t page_bytes = KVCache<T>::bytes(config, 1);
+        auto room_with = [&](int context) { // for the cache
+            options.context = context, max_pages = (context + PAGE - 1) / PAGE;
+            arena.used = 0, pages = 0;
+            plan();
+            return choose_kv_bytes(arena.used);
+        };
+        const int asked = options.context, usual = std::min(asked, USUAL_CONTEXT);
+        const size_t most = options.at_most ? room_with(usual) : 0;
+        size_t room = room_with(asked);
+        while (options.context > usual && room < most - most / 8)
+            room = room_with(std::max(usual, options.context / 2));
+        const size_t whole = room / page_bytes * PAGE;
+        if (options.at_most && whole >= PAGE && whole < (size_t)options.context)
+            room = std::max(room, room_with((int)whole)); // (what others left free may be less by now)
+        pages = (int)std::min(room / page_bytes, (size_t)1 << 26);
+        if (pages < max_pages)
+            DIE("a context of %d tokens needs %.2f GB for keys and values, and there are %.2f GB (--kv-memory, --ctx)",
+                options.context, (double)max_pages * (double)page_bytes / 1e9, (double)room / 1e9);
+    }
+
+    // What is asked for, else what is left of the GPU's memory but for a sixteenth; on the CPU enough for one sequence
+    // of the whole context, and for all of USUAL_CONTEXT tokens, but no more than a quarter of the memory.
     size_t choose_kv_bytes([[maybe_unused]] size_t others) const {
         if (options.kv_bytes) return options.kv_bytes;
 #ifdef __CUDACC__
@@ -640,7 +661,8 @@ template <class T> struct Engine {
             return have - std::min(have, others + all / 16);
         }
 #endif
-        return std::min(KVCache<T>::bytes(config, (size_t)options.max_seqs * (size_t)max_pages),
+        const int each = std::min(max_pages, USUAL_CONTEXT / PAGE);
+        return std::min(KVCache<T>::bytes(config, (size_t)std::max(max_pages, options.max_seqs * each)),
                         available_memory() / 4);
     }
 
@@ -1463,6 +1485,7 @@ struct Batcher {
         } open;
         size_t next = 0, jobs = 0, refused = 0, tokens = 0;
         const size_t before = have;
+        const bool terminal = isatty(2);
         const double start = seconds();
         double told = start;
         auto keep = [&](const BatchRow& row, int status, const std::string& body) {
@@ -1473,8 +1496,8 @@ struct Batcher {
             const double spent = seconds() - start, share = (double)have / (double)rows.size();
             const double left = have > before ? spent * (double)(rows.size() - have) / (double)(have - before) : 0;
             const std::string bar((size_t)(share * 24), '=');
-            fprintf(stderr, "\r[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   ", bar.c_str(), have, rows.size(),
-                    (double)desk.look().answer_tokens / spent, left);
+            fprintf(stderr, "%s[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   %s", terminal ? "\r" : "", bar.c_str(),
+                    have, rows.size(), (double)desk.look().answer_tokens / spent, left, terminal ? "" : "\n");
             told = seconds();
         };
         while (have < rows.size() && !stopping) {
@@ -1515,11 +1538,11 @@ struct Batcher {
                 keep(rows[index], 200, o.answer->whole());
                 open.erase(index);
             }
-            if (seconds() - told >= 1) show();
+            if (seconds() - told >= (terminal ? 1 : 30)) show();
         }
         const double spent = seconds() - start;
         show();
-        fputc('\n', stderr);
+        if (terminal) fputc('\n', stderr);
         if (have < rows.size()) {
             fprintf(stderr, "%s: %zu of %zu answers; the same command goes on\n", partial.c_str(), have, rows.size());
             return 130;
@@ -2417,7 +2440,8 @@ static std::vector<std::string> read_keys(const std::string& path) {
 
 static const char* USAGE =
     "usage: serve MODEL [options]                          MODEL: a model.bin or a Hugging Face folder\n"
-    "       serve MODEL --batch REQUESTS.jsonl -o RESPONSES.jsonl [options]\n";
+    "       serve MODEL --batch REQUESTS.jsonl -o RESPONSES.jsonl [options]\n"
+    "       serve --version\n";
 
 struct Options : ModelOptions {
     std::string name, system, key_file, batch, output;
@@ -2435,7 +2459,7 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--host", "ADDRESS", "default 127.0.0.1: this machine only", file_name(o.server.host)},
         {"-P", "--port", "N", "default 8000; 0 takes a free one", whole(o.server.port, 0, 65535)},
         {"", "--name", "NAME", "the model's, for requests (default: its file's)", text(o.name)},
-        {"-c", "--ctx", "N", "tokens of a prompt and its answer (default 4096, or the model's limit\nif that is less)",
+        {"-c", "--ctx", "N", "tokens of a prompt and its answer (default: the model's limit, as\nfar as the KV cache holds it)",
          whole(o.engine.context, 2, INT_MAX)},
         {"", "--max-seqs", "N", "answers at once (default: CPU 16, GPU 256)", whole(o.engine.max_seqs, 1, 4096)},
         {"", "--max-queue", "N", "answers that may wait (default 1024); beyond it requests get status\n"
@@ -2515,7 +2539,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
     const bool gpu = o.ctx.gpu != nullptr, http = o.batch.empty();
     EngineOptions& e = o.engine;
-    if (!e.context) e.context = std::min(4096, c.max_positions);
+    if (!e.context) e.context = c.max_positions, e.at_most = true;
     if (!e.max_seqs) e.max_seqs = gpu ? 256 : 16;
     e.burst = gpu ? 8192 : 512;
     if (!http) e.chunk = e.burst; // nobody waits for the next token
@@ -2542,10 +2566,13 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, rows);
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
 
-    server.service = {&tokenizer, o.name, o.system, e.context, o.think == 1};
-    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, %d at once, %zu pages of %d tokens; ready in %.2f s\n",
-            o.name.c_str(), (double)parameters(c) / 1e6, type_name(weights), device_name(o.ctx).c_str(), e.context,
-            e.max_seqs, desk.look().pages, PAGE, seconds() - start);
+    const int context = engine.options.context;
+    server.service = {&tokenizer, o.name, o.system, context, o.think == 1};
+    const std::string why = context == c.max_positions ? " (the model's limit)"
+                          : e.at_most ? format(" (what memory allows of the model's %d)", c.max_positions) : "";
+    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d%s, %d at once, %zu pages of %d tokens; "
+            "ready in %.2f s\n", o.name.c_str(), (double)parameters(c) / 1e6, type_name(weights),
+            device_name(o.ctx).c_str(), context, why.c_str(), e.max_seqs, desk.look().pages, PAGE, seconds() - start);
     std::thread thread([&] {
         o.use_threads();
         try {
@@ -2567,9 +2594,11 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
 
 static int run(int argc, char** argv) {
     const double start = seconds();
+    if (told_version("serve", argc, argv)) return 0;
     Options o = parse_options(argc, argv);
     if (o.help) return 0;
     o.use_threads();
+    open_adapter(o);
     const ModelFile file(o.model);
     o.ctx = choose_device(o, file);
     return wide(o, file) ? serve<float>(o, file, start) : serve<bf16>(o, file, start);

@@ -29,7 +29,7 @@ struct Options : ModelOptions {
     std::string train, out, eval, adapter_init, merge, schedule = "cosine";
     AdapterConfig lora;
     float dropout = 0.1f;
-    double lr = 1.5e-4, weight_decay = 0.01, warmup = 0.1, clip = 1, epochs = 2;
+    double lr = 1.5e-4, weight_decay = 0.01, warmup = 0.1, clip = 1, epochs = 0; // 0: not said
     int batch = 16, accum = 1, max_len = 512;
     int64_t steps = 0, eval_every = 0, save_every = 0; // 0: epochs say, every epoch
     uint64_t seed = 42;
@@ -38,9 +38,12 @@ struct Options : ModelOptions {
     std::string says_lora; // the last of the options that --adapter-init and --full leave no room for
 };
 
+constexpr double EPOCHS = 2;
+
 static const char* USAGE =
     "usage: train_lora MODEL TRAIN.bin -o OUT [options]       fine-tunes; datagen pack makes TRAIN.bin\n"
-    "       train_lora MODEL --adapter-init DIR --merge PATH   merges an adapter into the model\n";
+    "       train_lora MODEL --adapter-init DIR --merge PATH   merges an adapter into the model\n"
+    "       train_lora --version\n";
 
 static void parse_targets(AdapterConfig& lora, const std::string& list) {
     std::fill(lora.targets, lora.targets + MODULES, list == "all");
@@ -62,7 +65,7 @@ static std::vector<Option> option_table(Options& o) {
         {"-o", "--output", "DIR", "adapter, log, curve and state go there", file_name(o.out)},
         {"", "--full", "", "trains all parameters and writes OUT/model.bin; without it LoRA:", flag(o.full)},
         {"", "--rank", "N", "of the adapter: 32", lora(whole(o.lora.rank, 1, MAX_RANK))},
-        {"", "--alpha", "X", "64: what the adapter adds is scaled by alpha / rank",
+        {"", "--alpha", "X", "2 x rank: what the adapter adds is scaled by alpha / rank",
          lora(number(o.lora.alpha, 1e-6, 1e6))},
         {"", "--rslora", "", "... by alpha / sqrt(rank)", lora(flag(o.lora.rslora))},
         {"", "--targets", "LIST", "all, or some of q,k,v,o,gate,up,down", lora(targets)},
@@ -88,9 +91,9 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--save-every", "N", "steps from one checkpoint to the next (default: every epoch)",
          whole(o.save_every, 1, INT64_MAX)},
         {"", "--resume", "", "goes on with the run in OUT", flag(o.resume)},
-        {"", "--overwrite", "", "replaces it", flag(o.overwrite)},
+        {"", "--overwrite", "", "replaces it; with --merge also what is at PATH", flag(o.overwrite)},
         {"", "--merge", "PATH", "afterwards: a model.bin (PATH ends in .bin) or a Hugging Face folder\n"
-         "with the adapter merged", file_name(o.merge)},
+         "with the adapter merged, and its tokenizer", file_name(o.merge)},
         {"", "--recompute", "", "keeps less for the backward pass, and computes it again", flag(o.recompute)},
     };
     o.add_to(table, false);
@@ -110,6 +113,7 @@ static void check_options(const Options& o) {
     if (!o.adapter_init.empty() && !o.says_lora.empty()) DIE("%s: --adapter-init says it already", o.says_lora.c_str());
     if (o.eval.empty() && (o.eval_every || o.allow_leak))
         DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
+    if (o.steps && o.epochs) DIE("--steps %lld or --epochs %g: not both", (long long)o.steps, o.epochs);
     if ((uint64_t)o.batch * o.max_len > 1 << 26)
         DIE("--batch %d with --max-len %d: more than 2^26 tokens at once", o.batch, o.max_len);
     if ((uint64_t)o.batch * o.accum * o.max_len > UINT32_MAX)
@@ -118,7 +122,7 @@ static void check_options(const Options& o) {
 
 static Options parse_options(int argc, char** argv) {
     Options o;
-    o.lora.rank = 32, o.lora.alpha = 64;
+    o.lora.rank = 32;
     std::fill(o.lora.targets, o.lora.targets + MODULES, true);
     const std::vector<Option> table = option_table(o);
     const std::vector<std::string> words = parse(table, argc, argv);
@@ -127,8 +131,24 @@ static Options parse_options(int argc, char** argv) {
     if (words.size() > 2) DIE("one model and one dataset, please; %s is too much", words[2].c_str());
     o.model = words[0];
     if (words.size() == 2) o.train = words[1];
+    if (!o.lora.alpha) o.lora.alpha = 2 * o.lora.rank;
     check_options(o);
     return o;
+}
+
+// Puts the tokenizer of the model beside what was made of the model, so that it needs no -z. One that is there and
+// another is replaced only if `replace`; else a line says what to do.
+static void give_tokenizer(const Options& o, const ModelFile& file, const std::string& folder, bool replace) {
+    const std::string from = find_tokenizer(o.tokenizer, o.model), to = folder + "/tokenizer.bin";
+    if (from.empty() || same_file(from, to)) return;
+    const MappedFile bytes(from);
+    if (!fits(Tokenizer(from), file.config)) return; // found by chance
+    if (access(to.c_str(), F_OK) == 0 && !replace) {
+        if (MappedFile(to).text() != bytes.text())
+            fprintf(stderr, "%s: another tokenizer, and left as it is; ask with -z %s\n", to.c_str(), from.c_str());
+        return;
+    }
+    write_text(to, bytes.text());
 }
 
 // =============================================================================== 2 Memory, batches, steps
@@ -181,7 +201,7 @@ template <class T> struct Trainer {
         if (eval) eval_rows = fitting(*eval);
         const size_t a_step = (size_t)o.batch * o.accum;
         epoch_steps = (int64_t)((rows.size() + a_step - 1) / a_step);
-        steps = o.steps ? o.steps : (int64_t)std::ceil(o.epochs * (double)epoch_steps);
+        steps = o.steps ? o.steps : (int64_t)std::ceil((o.epochs ? o.epochs : EPOCHS) * (double)epoch_steps);
         run = describe(o, file, data, steps, type_name(w));
         if (!o.full) rank = adapt(w, o.lora, o.rank_step);
         if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19)
@@ -277,8 +297,8 @@ template <class T> struct Trainer {
             DIE("%s: every row has more than %zu tokens (%s)", name, limit,
                 o.max_len > c.max_positions ? "the model's limit" : "--max-len");
         if (list.size() < from.rows())
-            fprintf(stderr, "%s: %zu of %zu rows have more than %zu tokens and are left out\n", name,
-                    from.rows() - list.size(), from.rows(), limit);
+            fprintf(stderr, "%s: %s left out of %zu: more than %zu tokens\n", name,
+                    counted(from.rows() - list.size(), "row").c_str(), from.rows(), limit);
         std::sort(lengths.rbegin(), lengths.rend());
         longest = std::max(longest, lengths[0]);
         const auto end = lengths.begin() + std::min(lengths.size(), (size_t)o.batch);
@@ -346,9 +366,9 @@ template <class T> struct Trainer {
     void first_parameters() {
         std::vector<A> first(count, 0);
         if (o.full) {
-            each_tensor([&](const ModelTensor& t, size_t at) {
-                const T* from = place_of(w, t).numbers();
-                for (size_t i = 0; i < t.size(); i++) first[at + i] = to_acc(from[i]);
+            each_tensor([&](const ModelTensor& t, size_t at) { // as they are stored, not as T has them
+                const Tensor& from = file.tensors.at(t.name());
+                for (size_t i = 0; i < t.size(); i++) first[at + i] = number(from, i);
             });
         } else if (!o.adapter_init.empty()) {
             first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
@@ -575,26 +595,39 @@ template <class T> struct Trainer {
         });
     }
 
+    // With --full, for qwen3: an F16 model stays one, unless a number became too large for that; else T is stored.
+    void write_model(const std::string& folder, const Metadata& metadata, const std::vector<A>& numbers) {
+        constexpr const char* TYPE = std::is_same_v<T, bf16> ? "BF16" : "F32";
+        bool half = file.is_float16();
+        if (half && std::any_of(numbers.begin(), numbers.end(), [](A x) { return std::fabs(x) >= 65520; })) {
+            fprintf(stderr, "%s/model.bin: a number is too large for F16: stored as %s\n", folder.c_str(), TYPE);
+            half = false;
+        }
+        std::vector<OutTensor> tensors;
+        each_tensor([&](const ModelTensor& t, size_t at) {
+            auto write = [&numbers, half, at, n = t.size()](OutputFile& out) {
+                auto rounded = [&](auto number, auto round) {
+                    std::vector<decltype(number)> all(n);
+                    for (size_t i = 0; i < n; i++) all[i] = round(numbers[at + i]);
+                    out.write(all.data(), n * sizeof number);
+                };
+                if (half) rounded(uint16_t{}, [](A x) { return float_to_half((float)x); });
+                else rounded(T{}, [](A x) { return to_stored<T>(x); });
+            };
+            tensors.push_back({t.name(), half ? "F16" : TYPE, t.shape(), write});
+        });
+        write_safetensors(folder + "/model.bin", metadata, tensors);
+    }
+
     // The trained parameters, for PEFT or for qwen3.
     void write_result(const std::string& folder, size_t leaked) {
         make_folder(folder);
         Metadata metadata = {{"format", "pt"}};
         if (o.full) metadata = model_metadata(file.config_text, file.generation_text);
-        if (leaked) metadata["leak"] = format("%zu rows of the evaluation file were trained on", leaked);
+        if (leaked) metadata["leak"] = counted(leaked, "row") + " of the evaluation file trained on";
         const std::vector<A> numbers = host(p);
         std::vector<OutTensor> tensors;
-        if (o.full) {
-            each_tensor([&](const ModelTensor& t, size_t at) {
-                auto write = [&numbers, at, n = t.size()](OutputFile& out) {
-                    std::vector<T> rounded(n);
-                    for (size_t i = 0; i < n; i++) rounded[i] = to_stored<T>(numbers[at + i]);
-                    out.write(rounded.data(), n * sizeof(T));
-                };
-                tensors.push_back({t.name(), std::is_same_v<T, bf16> ? "BF16" : "F32", t.shape(), write});
-            });
-            write_safetensors(folder + "/model.bin", metadata, tensors);
-            return;
-        }
+        if (o.full) return write_model(folder, metadata, numbers);
         each_adapter_tensor(w, [&](const std::string& name, size_t rows, size_t columns, size_t at, size_t stride) {
             auto write = [&numbers, rows, columns, at, stride](OutputFile& out) {
                 for (size_t r = 0; r < rows; r++) out.write(&numbers[at + r * stride], columns * sizeof(A));
@@ -742,8 +775,16 @@ struct Log {
 // ==================================================================================================== 4 Merge
 
 // What would make a merge fail, asked before hours of training.
-static void check_merge(const ModelFile& file, const std::string& path) {
-    if (same_file(file.path, path)) DIE("--merge %s: is the model itself", path.c_str());
+static void check_merge(const ModelFile& file, const std::string& path, bool overwrite) {
+    const char* name = path.c_str();
+    bool itself = same_file(file.path, path);
+    for (const MappedFile& map : file.maps)
+        itself |= same_file(map.path, path) || same_file(map.path, path + "/model.safetensors");
+    if (itself) DIE("--merge %s: is the model itself", name);
+    struct stat st;
+    const bool there = stat(name, &st) == 0 && S_ISREG(st.st_mode);
+    if (!overwrite && (there || ModelFile::in_folder(path)))
+        DIE("--merge %s: there is a model already; --overwrite replaces it", name);
     for (auto& [name, t] : file.tensors)
         if (!t.is_float())
             DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
@@ -756,6 +797,10 @@ void merge(const Options& o, Context ctx, const ModelFile& file, const std::stri
     constexpr int PROMPT = 64, ANSWER = 64;
     const AdapterFile adapter(folder, file.config);
     write_merged(file, adapter, o.merge);
+    const bool one_file = !ModelFile::in_folder(o.merge);
+    const size_t slash = o.merge.rfind('/');
+    give_tokenizer(o, file, !one_file ? o.merge : slash == std::string::npos ? "." : o.merge.substr(0, slash + 1),
+                   o.overwrite && !one_file);
     const ModelFile merged(o.merge);
     const Config& c = file.config;
     std::vector<int> prompt;
@@ -798,9 +843,9 @@ void merge(const Options& o, Context ctx, const ModelFile& file, const std::stri
     }
     size_t same = 0;
     while (same < texts[0].size() && same < texts[1].size() && texts[0][same] == texts[1][same]) same++;
-    fprintf(stderr, "%s: merged; against the adapter: mean KL %.2e over %zu tokens, ", o.merge.c_str(),
-            std::max(0., kl), prompt.size());
-    fprintf(stderr, "greedy text the same for %zu of %zu tokens\n", same, texts[0].size());
+    fprintf(stderr, "%s: merged; against the adapter: mean KL %.2e over %s, ", o.merge.c_str(), std::max(0., kl),
+            counted(prompt.size(), "token").c_str());
+    fprintf(stderr, "greedy text the same for %zu of %s\n", same, counted(texts[0].size(), "token").c_str());
 }
 
 // ===================================================================================================== 5 main
@@ -821,7 +866,8 @@ static void check_folder(const Options& o, const std::string& state) {
     const char* out = o.out.c_str();
     if (old && !o.resume && !o.overwrite)
         DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", out);
-    if (o.overwrite && same_file(o.model, o.out + "/model.bin"))
+    const std::string result = o.out + "/model.bin";
+    if (o.overwrite && (same_file(o.model, result) || same_file(o.model + "/model.bin", result)))
         DIE("%s: --overwrite would remove the model that is to be trained", out);
     if (o.resume && access(state.c_str(), F_OK) != 0) DIE("%s: no run to resume: it has no state.safetensors", out);
 }
@@ -836,16 +882,24 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
     if (o.resume) t.read_state(state, best, before);
     make_folder(o.out);
     if (o.overwrite) remove_run(o.out);
+    for (const std::string& folder : {o.out, o.out + "/best"}) {
+        if (!o.full || (folder != o.out && !eval)) continue;
+        make_folder(folder);
+        give_tokenizer(o, file, folder, o.overwrite);
+    }
     Log log(o.out, t.step);
     const std::string lora =
         o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
     fprintf(stderr, "%s: %.2f M parameters, %s, %s; %s%.2f M of them trained\n", o.model.c_str(),
             (double)parameters(file.config) / 1e6, type_name(t.w), device_name(ctx).c_str(), lora.c_str(),
             (double)t.trained_parameters() / 1e6);
-    fprintf(stderr, "%s: %zu rows, %zu trained tokens; %lld steps of %d rows, %lld an epoch, seed %llu\n",
-            o.train.c_str(), t.rows.size(), t.trained(data, t.rows), (long long)t.steps, o.batch * o.accum,
+    fprintf(stderr, "%s: %s, %s; %s of %s, %lld an epoch, seed %llu\n", o.train.c_str(),
+            counted(t.rows.size(), "row").c_str(), counted(t.trained(data, t.rows), "trained token").c_str(),
+            counted((size_t)t.steps, "step").c_str(), counted((size_t)o.batch * o.accum, "row").c_str(),
             (long long)t.epoch_steps, (unsigned long long)o.seed);
     fprintf(stderr, "%s\n", t.memory.c_str());
+    if (o.full && file.is_float16())
+        fprintf(stderr, "%s: F16; computed in %s, and model.bin is F16 again\n", o.model.c_str(), type_name(t.w));
 
     const double start = seconds();
     auto elapsed = [&] { return before + seconds() - start; };
@@ -953,19 +1007,20 @@ static size_t open_datasets(const Options& o, const Config& c, std::unique_ptr<D
     for (size_t i = 0; i < eval->rows(); i++) known.insert(eval->hash(i));
     for (size_t i = 0; i < data->rows(); i++) leaked += known.count(data->hash(i));
     if (leaked && !o.allow_leak)
-        DIE("%s: %zu rows are in %s too, whose loss would mean nothing (--allow-leak)", o.train.c_str(), leaked,
-            o.eval.c_str());
+        DIE("%s: %s in %s too, whose loss would mean nothing (--allow-leak)", o.train.c_str(),
+            leaked == 1 ? "1 row is" : format("%zu rows are", leaked).c_str(), o.eval.c_str());
     return leaked;
 }
 
 [[maybe_unused]] static int run(int argc, char** argv) {
+    if (told_version("train_lora", argc, argv)) return 0;
     Options o = parse_options(argc, argv);
     if (o.help) return 0;
     o.use_threads();
     const ModelFile file(o.model);
     if (file.is_int8())
         DIE("%s: INT8 weights are for inference; train the model that they were made of", o.model.c_str());
-    if (!o.merge.empty()) check_merge(file, o.merge);
+    if (!o.merge.empty()) check_merge(file, o.merge, o.overwrite);
     if (!o.adapter_init.empty()) o.lora = AdapterFile(o.adapter_init, file.config).config;
     std::unique_ptr<Dataset> data, eval;
     const size_t leaked = o.train.empty() ? 0 : open_datasets(o, file.config, data, eval);

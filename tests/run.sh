@@ -1,15 +1,15 @@
 #!/bin/sh
 # Runs suites, JOBS at a time (default 1), and closes with one line that counts their test cases.
 # Usage: tests/run.sh PROGRAM[:SUITE]...   from the repository's root; SUITE is the file of those of its test cases that
-# are meant. NO_GPU=N: N test cases need a GPU and there is none.
+# are meant. NO_GPU=N: N test cases need a GPU and there is none. RUNNER: what programs of another CPU run under.
 if [ "$1" = --one ]; then # a suite; what it says comes at once, when it has ended
     program=${3%%:*} suite=${3#"$program"}
     start=$(date +%s)
     name=$(basename "${suite:-$program}" | tr -d :) result=$2/$(echo "$3" | tr / _)
     filter=${suite:+--source-file=*/$name.cpp}
-    out=$("$program" --no-intro=true --no-colors=true $filter 2>&1)
+    out=$($RUNNER "$program" --no-intro=true --no-colors=true $filter 2>&1)
     code=$?
-    cases=$("$program" --count --no-skip=true $filter | sed -n 's/.*filters: *//p')
+    cases=$($RUNNER "$program" --count --no-skip=true $filter | sed -n 's/.*filters: *//p')
     # [doctest] test cases:  5 |  4 passed | 1 failed | 0 skipped
     line=$(printf '%s\n' "$out" | grep '^\[doctest\] test cases:' | tail -n 1)
     set -- $(printf '%s\n' "$line" | sed 's/[^0-9]\{1,\}/ /g')

@@ -1,19 +1,27 @@
 #!/usr/bin/env python3
 """Check the questions and answers in this folder; `make -C data check` runs it. Python's standard library only.
 
-    python3 data/course/check_qa.py
+    python3 data/course/check_qa.py [--pairs]
 
-`datagen filter` must pass gpu_qa.jsonl and exam_qa.jsonl as they are, and no chunk may be on both sides. What the
-sides share is measured as `datagen split` does it, with its limits: an exam row leaks if half of its 13-character
-n-grams stand in training rows, or if its question has a ROUGE-L of 0.7 or more to one there.
+What is checked: fields, lengths, shares; a fact is on one side of a split only; the evidence of a row is in the section
+of the notes that it names; nothing in the exam is like a training row (as `datagen split` measures it, paraphrases
+counted, and by tf-idf: every pair nearer than NEAR was read, and pairs_read.tsv says why it is none); one Chinese term
+for one thing; the default model's greetings propose questions that it has learnt; `datagen filter` passes the rows as
+they are. --pairs prints each exam row with its nearest training rows.
+Environment: DATAGEN names the program (default ./datagen in the repository's root).
 """
-import collections, json, pathlib, re, subprocess, sys, tempfile
+import collections, json, os, pathlib, re, subprocess, sys, tempfile
+import facts, glossary
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-FIELDS = ["instruction", "input", "output", "id", "chunk", "chapter", "difficulty"]
-limits = {line.split()[0]: float(line.split()[1]) for line in (ROOT / "data/datagen/limits.txt").read_text().splitlines()
-          if line.strip() and line[0] != ";"}
+DATAGEN = os.environ.get("DATAGEN", ROOT / "datagen")
+FIELDS = ["instruction", "input", "output", "id", "chunk", "chapter", "difficulty", "fact_id", "section", "evidence"]
+NEAR = 0.3    # cosine of an exam row and a training row from which the pair is read
+SHARE = 0.12  # of what a Chinese row says, weighed by idf, stands in its evidence at least
+limits = {name: float(value) for name, value in re.findall(r"^([a-z_.]+) +([0-9.]+)",
+          (ROOT / "data/datagen/limits.txt").read_text(), re.M)}
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 faults = 0
 
 
@@ -25,16 +33,14 @@ def need(condition, fault):
 
 
 def rows_of(name):
-    rows = [json.loads(line) for line in (HERE / name).read_text(encoding="utf-8").splitlines()]
+    rows = glossary.rows(HERE / f"{name}.jsonl")
     for row in rows:
-        need(list(row) == FIELDS and all(isinstance(row[field], str) for field in FIELDS), f"{name}: fields of {row.get('id')}")
-        need(60 <= len(row["output"]) <= 400, f"{name}: {row['id']}: an answer of {len(row['output'])} characters")
-        need(row["difficulty"] in ("easy", "medium", "hard"), f"{name}: {row['id']}: difficulty {row['difficulty']}")
+        label = f"{name}: {row.get('id')}"
+        need(list(row) == FIELDS and all(isinstance(row[field], str) for field in FIELDS), f"{label}: its fields")
+        need(60 <= len(row["output"]) <= 400, f"{label}: an answer of {len(row['output'])} characters")
+        need(row["difficulty"] in ("easy", "medium", "hard"), f"{label}: difficulty {row['difficulty']}")
+        need(re.fullmatch(r"\d\d-[a-z0-9]+(-[a-z0-9]+)*", row["fact_id"]), f"{label}: fact {row['fact_id']}")
     return rows
-
-
-def is_english(text):
-    return len(re.findall(r"[\u4e00-\u9fff]", text)) < 0.05 * len(text)
 
 
 def table(names, sets):
@@ -48,12 +54,13 @@ def table(names, sets):
             cells += [str(count[level]) for level in ("easy", "medium", "hard")]
         print("| " + " | ".join(cells) + " |")
     for name, rows in zip(names, sets):
-        print(f"{name}: {len(rows)} rows, {sum(is_english(row['output']) for row in rows)} answered in English")
+        in_english, known = sum(glossary.is_english(row["output"]) for row in rows), {row["fact_id"] for row in rows}
+        print(f"{name}: {len(rows)} rows, {in_english} answered in English, {len(known)} facts")
 
 
 def words(text):
     """As datagen's ROUGE-L: a CJK character, or a lower-cased word of anything else."""
-    return re.findall(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+", text.lower())
+    return WORD.findall(text.lower())
 
 
 def rouge_l(a, b):
@@ -66,56 +73,147 @@ def rouge_l(a, b):
     return 2 * row[-1] / (len(a) + len(b)) if a and b else 0
 
 
+def alike(question, others):
+    """The first of the other questions whose ROUGE-L reaches the limit. Common words bound it: counted first."""
+    near, mine, bag = limits["filter.rouge"], words(question), collections.Counter(words(question))
+    for text, other, counts in others:
+        common = sum(min(count, counts[word]) for word, count in bag.items())
+        if 2 * common >= near * (len(mine) + len(other)) and rouge_l(mine, other) >= near:
+            return text
+    return None
+
+
+def counted(questions):
+    return [(text, words(text), collections.Counter(words(text))) for text in questions]
+
+
 def ngrams(row, n):
     """Of question and answer, as datagen's: case and blanks do not count."""
     text = "".join((row["instruction"] + row["output"]).lower().split())
     return [text[i:i + n] for i in range(len(text) - n + 1)]
 
 
-def leaks(train, exam):
-    n, near = int(limits["split.ngram"]), limits["filter.rouge"]
+def check_leaks(train, exam, paraphrases):
+    n = int(limits["split.ngram"])
     there = {gram for row in train for gram in ngrams(row, n)}
-    questions = [words(row["instruction"]) for row in train]
-    found = []
+    questions = counted([row["instruction"] for row in train] + [text for _, text in paraphrases])
     for row in exam:
-        grams, question = ngrams(row, n), words(row["instruction"])
+        grams = ngrams(row, n)
         share = sum(gram in there for gram in grams) / len(grams)
-        most = max((rouge_l(question, other), -i) for i, other in enumerate(questions)
-                   if 2 * min(len(question), len(other)) >= near * (len(question) + len(other)))
-        if share > limits["split.leak_share"] or most[0] >= near:
-            found.append(f"{row['id']}: {share:.2f} of its n-grams, ROUGE-L {most[0]:.2f} to {train[-most[1]]['id']}")
-    return found
+        need(share <= limits["split.leak_share"], f"{row['id']}: {share:.2f} of its n-grams stand in training rows")
+        other = alike(row["instruction"], questions)
+        need(other is None, f"{row['id']}: its question is like {other!r}")
 
 
-train, exam, rephrased = rows_of("gpu_qa.jsonl"), rows_of("exam_qa.jsonl"), rows_of("rephrased_qa.jsonl")
-english, english_test = rows_of("english_train.jsonl"), rows_of("english_test.jsonl")
-table(["gpu_qa", "exam_qa"], [train, exam])
-table(["rephrased_qa", "english_train", "english_test"], [rephrased, english, english_test])
+def check_pairs(train, exam):
+    """tf-idf over question and answer. A near pair of other facts has been read."""
+    near = facts.Near(train)
+    lines = (HERE / "pairs_read.tsv").read_text(encoding="utf-8").splitlines()
+    read = dict(line.split("\t", 1) for line in lines if line[0] != "#")
+    found = set()
+    for row in exam:
+        for value, other in near.most(row["instruction"] + " " + row["output"], 3):
+            pair = f"{row['id']} {other['id']}"
+            if "--pairs" in sys.argv:
+                print(f"{value:.2f} {pair}", row["instruction"], f"{other['instruction']} => {other['output'][:100]!r}",
+                      sep="\n    ")
+            if value >= NEAR:
+                found.add(pair)
+                need(pair in read, f"{pair}: near ({value:.2f}), and not in pairs_read.tsv")
+    need(found >= set(read), f"pairs_read.tsv has what is not near: {sorted(set(read) - found)}")
+    print(f"{len(found)} pairs of exam and training rows are near; the nearest rows of each exam row: --pairs")
 
-need(len(train) >= 1000 and len(exam) == 193 and len(rephrased) == 30, "the numbers of rows")
-for name, rows in (("gpu_qa", train), ("exam_qa", exam)):
-    for level, share in (("easy", 0.5), ("medium", 0.3), ("hard", 0.2)):
-        got = sum(row["difficulty"] == level for row in rows) / len(rows)
-        need(abs(got - share) < 0.02, f"{name}: {100 * got:.1f}% {level}")
-every = train + exam + rephrased + english + english_test
-need(len({row["id"] for row in every}) == len(every), "an id is there twice")
-need(not {row["chunk"] for row in exam} & {row["chunk"] for row in train + english + english_test}, "a chunk on both sides")
-answers = {row["id"]: row["output"] for row in train}
-need(all(answers.get(row["id"][:-1]) == row["output"] for row in rephrased), "a rephrased row without its training row")
-questions = {row["instruction"] for row in train + english}
-need(not questions & {row["instruction"] for row in rephrased + english_test}, "a test question stands in the training rows")
 
-found = leaks(train, exam)
-print(f"{len(found)} of {len(exam)} exam rows leak", *found, sep="\n  ")
-need(len(found) <= limits["split.leak_rows"] * len(exam), "leakage")
+def check_facts(sides):
+    """One fact, one side: (name, rows) to learn from and (name, rows) to be asked."""
+    for (learnt, train), (asked, test) in sides:
+        there = collections.defaultdict(list)
+        for row in train:
+            there[row["fact_id"]].append(row["id"])
+        for row in test:
+            need(row["fact_id"] not in there, f"{asked}: {row['id']}: the fact {row['fact_id']} is in {learnt}: "
+                 f"{', '.join(there.get(row['fact_id'], []))}")
 
-with tempfile.TemporaryDirectory() as folder:
-    path = pathlib.Path(folder)
-    both = (HERE / "gpu_qa.jsonl").read_bytes() + (HERE / "exam_qa.jsonl").read_bytes()
-    (path / "qa.jsonl").write_bytes(both)
-    datagen = ROOT / "datagen"
-    subprocess.run([datagen, "chunk", *sorted((HERE / "notes").glob("*.md")), "-o", path / "chunks.jsonl"], check=True)
-    subprocess.run([datagen, "filter", path / "qa.jsonl", "--chunks", path / "chunks.jsonl", "-o", path / "clean.jsonl"], check=True)
-    need((path / "clean.jsonl").read_bytes() == both, "datagen filter changes the rows")
-print("clean" if not faults else f"{faults} faults")
-sys.exit(faults > 0)
+
+def check_evidence(rows, chunks):
+    notes = facts.Notes()
+    for row in rows:
+        found = re.fullmatch(r"(\d\d-[a-z0-9-]+\.md):(\d+)-(\d+)", row["evidence"])
+        inside = found and notes.between(found[1], int(found[2]), int(found[3]))
+        if not inside or {p.section for p in inside} != {row["section"]} or found[1][:2] != row["id"][:2]:
+            need(False, f"{row['id']}: evidence {row['evidence']} in {row['section']}")
+            continue
+        said = facts.features(row["instruction"] + " " + row["output"]) & notes.idf.keys()
+        chunk = chunks.get(row["chunk"], "")
+        share = notes.weight(said & facts.features(" ".join(p.text for p in inside))) / notes.weight(said)
+        need(share >= SHARE or glossary.is_english(row["output"]), f"{row['id']}: {share:.2f} of it is in its evidence")
+        need(any(facts.bare(p.text) in chunk for p in inside), f"{row['id']}: evidence out of its chunk")
+
+
+def check_greetings(train, exam):
+    """The default model's rows for everything else: the questions that they propose are ones that it has learnt."""
+    rows = glossary.rows(ROOT / "data/tiny/greetings.jsonl")
+    learnt, asked = ({row["instruction"] for row in some} for some in (train, exam))
+    turns = {str(row.get("history")) + row["instruction"] for row in rows}
+    need(len(turns) == len({row["id"] for row in rows}) == len(rows), "greetings: a question or an id is there twice")
+    need(not {row["instruction"] for row in rows} & (learnt | asked), "greetings: a question of the course")
+    for row in rows:
+        for text in [row["output"]] + [answer for _, answer in row.get("history", [])]:
+            proposed = re.findall(r'“(.*?)”|"(.*?)"', text)
+            need(all((a or b) in learnt for a, b in proposed), f"greetings: {row['id']}: what was not learnt: {text}")
+    print(f"greetings: {len(rows)} rows, {sum(glossary.is_english(row['output']) for row in rows)} of them English")
+
+
+def check_filter():
+    """datagen's own rules; and the chunks, by id."""
+    with tempfile.TemporaryDirectory() as folder:
+        qa, chunks, clean = (pathlib.Path(folder, name) for name in ("qa.jsonl", "chunks.jsonl", "clean.jsonl"))
+        both = (HERE / "gpu_qa.jsonl").read_bytes() + (HERE / "exam_qa.jsonl").read_bytes()
+        qa.write_bytes(both)
+        subprocess.run([DATAGEN, "chunk", *sorted((HERE / "notes").glob("*.md")), "-o", chunks], check=True)
+        subprocess.run([DATAGEN, "filter", qa, "--chunks", chunks, "--terms", ROOT / "data/datagen/terms.txt",
+                        "-o", clean], check=True)
+        need(clean.read_bytes() == both, "datagen filter changes the rows")
+        return {chunk["id"]: facts.bare(chunk["text"]) for chunk in glossary.rows(chunks)}
+
+
+def main():
+    names = ("gpu_qa", "exam_qa", "rephrased_qa", "english_train", "english_test")
+    train, exam, rephrased, english, english_test = sets = [rows_of(name) for name in names]
+    table(names[:2], sets[:2])
+    table(names[2:], sets[2:])
+    need(len(train) >= 1000 and len(exam) >= 193 and len(rephrased) == 30, "the numbers of rows")
+    for name, rows in (("gpu_qa", train), ("exam_qa", exam)):
+        for level, share in (("easy", 0.5), ("medium", 0.3), ("hard", 0.2)):
+            got = sum(row["difficulty"] == level for row in rows) / len(rows)
+            need(abs(got - share) < 0.02, f"{name}: {100 * got:.1f}% {level}")
+    every = [row for rows in sets for row in rows]
+    need(len({row["id"] for row in every}) == len(every), "an id is there twice")
+
+    by_id = {row["id"]: row for row in train}
+    for row in rephrased:
+        of = by_id.get(row["id"][:-1])
+        need(of and all(row[field] == of[field] for field in FIELDS if field not in ("instruction", "id")),
+             f"{row['id']}: not its training row in other words")
+    questions = {row["instruction"] for row in train + english}
+    need(not questions & {row["instruction"] for row in rephrased + english_test}, "a test question is trained")
+    paraphrases = [line.split("\t") for line in (HERE / "paraphrases.tsv").read_text(encoding="utf-8").splitlines()]
+    need(all(len(line) == 2 and line[0] in by_id for line in paraphrases), "a paraphrase without its training row")
+    asked = counted(row["instruction"] for row in rephrased)
+    for id, text in paraphrases:
+        need(alike(text, asked) is None, f"{id}: a paraphrase is like a rephrased question: {text}")
+
+    check_facts([(("gpu_qa", train), ("exam_qa", exam)), (("english_train", english), ("exam_qa", exam)),
+                 (("english_train", english), ("english_test", english_test))])
+    check_leaks(train + english, exam, paraphrases)
+    check_pairs(train + english, exam)
+    check_evidence(every, check_filter())
+    check_greetings(train, exam)
+    for fault in glossary.faults():
+        need(False, "glossary: " + fault)
+    print("clean" if not faults else f"{faults} faults")
+    return faults > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,6 @@
 // Fuzzes the Markdown chunker: whatever the book, every character of it is in some chunk, once in a body; chunks begin
-// and end between characters; only a code fence makes a body longer than asked; sentences are cut without a gap.
+// and end between characters; only a code fence makes a body longer than asked; sentences are cut without a gap. What was
+// on pages is still text when it is cleaned.
 #define DATAGEN_NO_MAIN
 #include "../../datagen.cpp"
 
@@ -17,6 +18,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         at = end;
     }
     require(at == book.size());
+
+    std::string again;
+    const CleanText clean = clean_pages(book); // as if it had been a PDF: what is left is text
+    utf8_repair(again, clean.text, true);
+    require(again == clean.text && clean.text.find('\f') == clean.text.npos);
 
     const ChunkSizes sizes = {most, most * 7 / 10, overlap, 20};
     const auto chunks = cut_chunks(book, sizes);

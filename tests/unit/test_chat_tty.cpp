@@ -32,15 +32,17 @@ static int count(std::string_view text, std::string_view part) {
     for (size_t at = 0; (at = text.find(part, at)) != text.npos; at += part.size()) n++;
     return n;
 }
+static long lines_of(std::string_view text) { return std::count(text.begin(), text.end(), '\n'); }
 // The number before (or, negative, behind) some words of the program's.
 static long number_after(std::string_view text, std::string_view words) {
     const size_t at = text.find(words);
     return at == text.npos ? -1 : atol(std::string(text.substr(at + words.size(), 20)).c_str());
 }
 
-// Replaces this (forked) process.
-[[noreturn]] static void become(const Strings& arguments, const std::string& model) {
+// Replaces this (forked) process. Its state folder is state + "/qwen3".
+[[noreturn]] static void become(const Strings& arguments, const std::string& model, const std::string& state) {
     const char* program = getenv("QWEN3");
+    setenv("XDG_STATE_HOME", state.c_str(), 1);
     Strings all = Strings{program ? program : "./qwen3", model, "-j", "1"} + arguments;
     std::vector<char*> argv;
     for (auto& a : all) argv.push_back(a.data());
@@ -72,7 +74,7 @@ static Result run(const Strings& arguments, std::string_view input = "", const s
         dup2(open((scratch / "in").c_str(), O_RDONLY), 0);
         dup2(open((scratch / "out").c_str(), O_WRONLY | O_CREAT, 0600), 1);
         dup2(open((scratch / "err").c_str(), O_WRONLY | O_CREAT, 0600), 2);
-        become(arguments, model);
+        become(arguments, model, scratch / "state");
     }
     const int status = status_of(pid);
     return {status, read_file(scratch / "out"), read_file(scratch / "err")};
@@ -81,20 +83,24 @@ static Result run(const Strings& arguments, std::string_view input = "", const s
 // ---------------------------------------------------------------------------------------------- with a terminal
 
 struct Terminal {
+    Scratch own;
+    const std::string state; // what the program gets as XDG_STATE_HOME
     int fd = -1;
     pid_t pid = -1;
     std::string all, fresh; // what it has shown; of this, what the last wait saw
     bool edits = false;     // with libedit
 
-    explicit Terminal(const Strings& arguments, const std::string& kind = "xterm", bool chat = true) {
+    explicit Terminal(const Strings& arguments, const std::string& kind = "xterm", bool chat = true, const std::string& state_home = "",
+                      const char* no_color = nullptr)
+        : state(state_home.empty() ? own.path.string() : state_home) {
         winsize size = {24, 200, 0, 0};
         pid = forkpty(&fd, nullptr, nullptr, &size);
         REQUIRE(pid >= 0);
         if (pid == 0) {
             setenv("TERM", kind.c_str(), 1);
             setenv("LC_ALL", "C", 1); // UTF-8 must work all the same
-            unsetenv("NO_COLOR");
-            become(arguments, MODEL);
+            no_color ? setenv("NO_COLOR", no_color, 1) : unsetenv("NO_COLOR");
+            become(arguments, MODEL, state);
         }
         if (!chat) return;
         prompt();
@@ -108,7 +114,7 @@ struct Terminal {
     // Reads until `enough`; false when the program has closed the terminal.
     template <class F> bool wait(F enough) {
         fresh.clear();
-        const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+        const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
         while (!enough()) {
             INFO(all);
             REQUIRE(std::chrono::steady_clock::now() < deadline);
@@ -122,9 +128,14 @@ struct Terminal {
         return true;
     }
     // Waits for a prompt and returns what came before it.
-    std::string prompt(const std::string& mark = "> ") {
+    std::string prompt(const std::string& mark = ">") {
         INFO(all);
-        REQUIRE(wait([&] { return ends(fresh, "\n" + mark) || ends(fresh, "\033[?2004h" + mark); }));
+        const std::string plain = mark + " ", coloured = "\033[1;32m" + mark + "\033[0m ";
+        REQUIRE(wait([&] {
+            for (const char* before : {"\n", "\033[?2004h"})
+                if (ends(fresh, before + plain) || ends(fresh, before + coloured)) return true;
+            return false;
+        }));
         return fresh;
     }
     std::string wait_for(const std::string& text) {
@@ -220,9 +231,9 @@ TEST_CASE("what is typed is what is received") {
         t.send("a漢\177\177b");                   // two take it and the letter before it
         t.send("é漢😀\177\177\177c");
         t.type("one\\\r");
-        t.prompt("… ");
+        t.prompt("…");
         t.type("two\\\r");
-        t.prompt("… ");
+        t.prompt("…");
         t.send("三");
         t.send("first\rsecond line\r\r第四行");   // pasted: one message
         t.send("");                               // no message
@@ -249,16 +260,234 @@ TEST_CASE("the editor: history, arrows, bracketed paste") {
     CHECK(count(t.all, "\033[?2004h") == count(t.all, "\033[?2004l") + 1); // the terminal is told when a prompt is over
 }
 
-TEST_CASE("a window of another size, and back from Ctrl-Z") {
+// What was shown, without spaces (some are there to wrap a line) and what a terminal obeys.
+static std::string visible(std::string_view shown) {
+    std::string out;
+    for (size_t i = 0; i < shown.size(); i++) {
+        if (shown[i] == '\033') {
+            while (i + 1 < shown.size() && !isalpha((unsigned char)shown[i])) i++;
+        } else if (shown[i] != '\r' && shown[i] != '\n' && shown[i] != '\b' && shown[i] != ' ') {
+            out += shown[i];
+        }
+    }
+    return out;
+}
+
+TEST_CASE("a window of another size, and back from Ctrl-Z: a long line is drawn anew from its first row, and stays whole") {
     Terminal t({"-s", "1", "-n", "4"});
-    t.type("ab");
-    t.wait_for("ab");
-    winsize size = {10, 60, 0, 0};
-    REQUIRE(ioctl(t.fd, TIOCSWINSZ, &size) == 0);
-    REQUIRE(kill(t.pid, SIGCONT) == 0);
-    usleep(50000);
-    t.send("cd");
-    CHECK(saved_by(t).questions() == Strings{"abcd"});
+    if (!t.edits) {
+        printf("skipped: this build has no libedit\n");
+        return;
+    }
+    std::string line;
+    for (int i = 0; i < 12; i++) line += format("word%02d 漢字 ", i); // 12 columns each
+    t.type(line + "end");
+    t.wait_for("end");
+    const std::string drawn = visible("> " + line + "end");
+    struct { unsigned short columns; int row; } windows[] = {{40, 3}, {60, 2}, {30, 5}, {200, 0}}; // row: of the line's end
+    for (auto& w : windows) {
+        INFO(w.columns);
+        winsize size = {24, w.columns, 0, 0};
+        REQUIRE(ioctl(t.fd, TIOCSWINSZ, &size) == 0); // sends SIGWINCH, too
+        REQUIRE(t.wait([&] { return has(t.fresh, "\033[J") && ends(visible(t.fresh), drawn); }));
+        CHECK(has(t.fresh, (w.row ? format("\033[%dA", w.row) : "") + "\r\033[J"));
+    }
+    REQUIRE(kill(t.pid, SIGCONT) == 0); // as a shell does that wrote lines of its own: nothing above is touched
+    REQUIRE(t.wait([&] { return has(t.fresh, "\033[J") && ends(visible(t.fresh), drawn); }));
+    CHECK(!has(t.fresh, "A\r\033[J"));
+    t.send("!");
+    CHECK(saved_by(t).questions() == Strings{line + "end!"});
+}
+
+// The chats that a state folder keeps.
+static Strings kept_in(const std::string& state) {
+    Strings all;
+    if (fs::exists(state + "/qwen3"))
+        for (auto& entry : fs::directory_iterator(state + "/qwen3"))
+            if (has(entry.path().filename().string(), "chat-")) all.push_back(entry.path().string());
+    auto stem = [](const std::string& path) { return path.substr(0, path.size() - 5); };
+    std::sort(all.begin(), all.end(), [&](auto& a, auto& b) { return stem(a) < stem(b); }); // X is before X-2
+    return all;
+}
+static mode_t mode_of(const std::string& path) {
+    struct stat st;
+    REQUIRE(stat(path.c_str(), &st) == 0);
+    return st.st_mode & 0777;
+}
+
+TEST_CASE("however a chat ends, the conversation is kept, for nobody else to read, and can be taken up again") {
+    for (const std::string how : {"/exit\r", "/bye\r", "/quit\r", "\004", "\003", "HUP", "TERM", "KILL"}) {
+        INFO(how);
+        Terminal t({"-n", "3"});
+        t.send("线程束是什么？");
+        t.send("And a block?");
+        if (how == "\003") t.type(how), t.prompt();
+        const bool killed = how == "HUP" || how == "TERM" || how == "KILL";
+        if (killed) kill(t.pid, how == "HUP" ? SIGHUP : how == "TERM" ? SIGTERM : SIGKILL);
+        else t.type(how);
+        CHECK(t.end() == (how == "HUP" ? 128 + SIGHUP : how == "TERM" ? 128 + SIGTERM : how == "KILL" ? 1000 + SIGKILL : 0));
+        const Strings kept = kept_in(t.state);
+        REQUIRE(kept.size() == 1);
+        if (how != "KILL") CHECK(has(t.all, "the conversation is in " + kept[0]));
+        CHECK(Saved(kept[0]).questions() == Strings{"线程束是什么？", "And a block?"});
+        CHECK(mode_of(kept[0]) == 0600);
+        CHECK(mode_of(t.state + "/qwen3") == 0700);
+    }
+    Terminal nothing({"-n", "3"}); // and a chat without a question leaves nothing
+    nothing.type("/exit\r");
+    CHECK(nothing.end() == 0);
+    CHECK(!has(nothing.all, "the conversation is"));
+    CHECK(kept_in(nothing.state).empty());
+}
+
+TEST_CASE("/load lists what is kept and takes it up by number or name; /clear and /save leave one file of each conversation") {
+    Scratch state, files;
+    Strings names;
+    for (const char* question : {"An older question", "A newer question, so long that the list shows only the beginning of it, and no more"}) {
+        Terminal t({"-n", "3"}, "dumb", true, state.path.string());
+        CHECK(has(t.send("/load"), names.empty() ? "no conversation is kept" : "  1  chat-"));
+        t.send(question);
+        t.type("/exit\r");
+        CHECK(t.end() == 0);
+        for (auto& file : kept_in(state.path.string()))
+            if (std::find(names.begin(), names.end(), file) == names.end()) names.push_back(file);
+    }
+    REQUIRE(names.size() == 2);
+    write_file(state / "qwen3/chat-00000000-000000.json", "{");
+    Terminal t({"-n", "3"}, "dumb", true, state.path.string());
+    const std::string list = t.send("/load");
+    CHECK(has(list, "1 question: An older question"));
+    CHECK(has(list, "1 question: A newer question, so long that the list shows only…"));
+    CHECK(has(list, "  3  chat-00000000-000000  damaged"));
+    CHECK(list.find("A newer") < list.find("An older"));
+    CHECK(has(t.send("/load 2"), names[0] + ": 2 messages"));
+    const std::string name = fs::path(names[1]).stem().string();
+    CHECK(has(t.send("/load " + name), names[1] + ": 2 messages"));
+    CHECK(has(t.send("/load 4"), "4: No such file"));
+    t.send("more"); // goes on where it is
+    CHECK(Saved(names[1]).questions().back() == "more");
+    CHECK(Saved(names[1]).questions().size() == 2);
+    CHECK(Saved(names[0]).questions() == Strings{"An older question"});
+    CHECK(kept_in(state.path.string()).size() == 3);
+    // A new conversation is another file; one that the user saved is his, and not kept twice.
+    CHECK(has(t.send("/clear"), "the conversation is in " + names[1]));
+    t.send("third");
+    CHECK(kept_in(state.path.string()).size() == 4);
+    t.send("/save " + (files / "mine"));
+    CHECK(kept_in(state.path.string()).size() == 3);
+    t.type("/exit\r");
+    CHECK(t.end() == 0);
+    CHECK(has(t.all, "the conversation is in " + (files / "mine") + "\r\n"));
+    CHECK(Saved(files / "mine").questions() == Strings{"third"});
+    // No folder to keep it in: it is said, and the chat goes on.
+    write_file(files / "file", "");
+    Terminal none({"-n", "3"}, "dumb", true, files / "file");
+    CHECK(has(none.send("Hello"), "the conversation is not kept: " + (files / "file") + ": not a folder"));
+    CHECK(saved_by(none).questions() == Strings{"Hello"});
+}
+
+TEST_CASE("/save writes over a chat and nothing else; ~ is the home folder") {
+    Scratch home;
+    setenv("HOME", home.path.c_str(), 1);
+    Terminal t({"-n", "3"}, "dumb");
+    t.send("one");
+    CHECK(has(t.send("/save ~/chat"), (home / "chat") + ": saved"));
+    t.send("two");
+    CHECK(has(t.send("/save ~/chat "), (home / "chat") + ": saved"));
+    CHECK(Saved(home / "chat").questions() == Strings{"one", "two"});
+    for (const char* text : {"", "my diary\n", "{\"messages\": 1}"}) {
+        write_file(home / "diary", text);
+        CHECK(has(t.send("/save " + (home / "diary")), "diary: exists and is no chat: not overwritten"));
+        CHECK(read_file(home / "diary") == text);
+    }
+    CHECK(has(t.send("/save ~"), "is a directory"));
+    CHECK(has(t.send("/load ~/chat"), "chat: 4 messages"));
+    CHECK(has(t.send("/save ~nobody/x"), "~nobody/x: No such file"));
+}
+
+TEST_CASE("keys typed during an answer are not shown in it; each line that waits is a message of its own") {
+    for (const std::string kind : {"xterm", "dumb"}) {
+        INFO(kind);
+        bool caught = false; // the program is stopped meanwhile, so that the answer cannot end before they are typed
+        for (int i = 0; i < 10 && !caught; i++) {
+            Terminal t({"-s", "1", "-n", "600", "-t", "0", "--presence-penalty", "-100"}, kind);
+            t.type("eins\r");
+            t.wait([&] { return t.fresh.size() > 100; });
+            REQUIRE(kill(t.pid, SIGSTOP) == 0);
+            siginfo_t stopped;
+            REQUIRE(waitid(P_PID, (id_t)t.pid, &stopped, WSTOPPED | WNOWAIT) == 0);
+            for (pollfd in = {t.fd, POLLIN, 0}; poll(&in, 1, 200) > 0;) { // what it showed before, until nothing more comes
+                char some[4096];
+                const ssize_t n = read(t.fd, some, sizeof some);
+                REQUIRE(n > 0);
+                t.all.append(some, (size_t)n);
+            }
+            caught = count(t.all, ">") == 1; // the first prompt's
+            const size_t before = t.all.size();
+            const std::string keys = "zwei\rdrei\\\rvier\r";
+            t.type(keys);
+            termios now; // a shell that had the terminal meanwhile left it with its own settings
+            REQUIRE(tcgetattr(t.fd, &now) == 0);
+            CHECK((now.c_lflag & ECHO) == 0);
+            now.c_lflag |= ICANON | ECHO;
+            if (t.edits) {
+                const int other = open(ptsname(t.fd), O_RDWR | O_NOCTTY); // the program's end: the keys must be there first
+                const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+                for (int n = 0; n < (int)keys.size(); usleep(1000)) {
+                    REQUIRE(std::chrono::steady_clock::now() < deadline);
+                    REQUIRE(ioctl(other, FIONREAD, &n) == 0);
+                }
+                close(other);
+                REQUIRE(tcsetattr(t.fd, TCSANOW, &now) == 0);
+            }
+            REQUIRE(kill(t.pid, SIGCONT) == 0);
+            if (!caught) continue;
+            REQUIRE(t.wait([&] { return count(t.fresh, ">") == 3 && count(t.fresh, "…") == 1 && ends(t.fresh, " "); }));
+            const std::string rest = t.all.substr(before), first = rest.substr(0, rest.find(">"));
+            CHECK(!has(first, "zwei"));
+            CHECK(count(rest, "zwei") == 1); // at its prompt
+            REQUIRE(tcgetattr(t.fd, &now) == 0);
+            CHECK((now.c_lflag & (ICANON | ECHO)) == (t.edits ? 0 : ICANON | ECHO));
+            CHECK(saved_by(t).questions() == Strings{"eins", "zwei", "drei\nvier"});
+        }
+        CHECK(caught);
+    }
+}
+
+TEST_CASE("the history of messages outlives the program") {
+    Scratch state;
+    const std::string file = state / "qwen3/history";
+    for (int session = 0; session < 3; session++) {
+        Terminal t({"-n", "3"}, "xterm", true, state.path.string());
+        if (!t.edits) {
+            printf("skipped: this build has no libedit\n");
+            return;
+        }
+        if (session == 0) t.send("第一"), t.send("one\rtwo");
+        else t.send("\033[A!"), t.type("/exit\r"), t.end();
+        if (session == 1) CHECK(Saved(kept_in(state.path.string()).back()).questions() == Strings{"one\ntwo!"});
+    }
+    CHECK(read_file(file) == "第一\none↵two\none↵two!\n/exit\n/exit!\n/exit\n");
+    CHECK(mode_of(file) == 0600);
+    std::string many;
+    for (int i = 0; i < 3000; i++) many += format("line %d\n", i);
+    write_file(file, many + "\xff\xfe\n");
+    Terminal t({"-n", "3"}, "xterm", true, state.path.string());
+    t.send("\033[A\033[A?");
+    CHECK(saved_by(t).questions() == Strings{"line 2999?"});
+    CHECK(std::count(many.begin(), many.end(), '\n') == 3000);
+    CHECK(lines_of(read_file(file)) < 1010); // it was cut
+}
+
+TEST_CASE("the prompt has a colour, unless NO_COLOR or the terminal is against it") {
+    struct { const char *kind, *no_color; bool coloured; } cases[] = {
+        {"xterm", nullptr, true}, {"xterm", "", true}, {"xterm", "1", false}, {"dumb", nullptr, false}};
+    for (auto& c : cases) {
+        INFO(c.kind << " " << c.coloured);
+        Terminal t({"-n", "3"}, c.kind, true, "", c.no_color);
+        CHECK(has(t.all, "\033[1;32m>\033[0m ") == c.coloured);
+        CHECK(has(t.all, "\033[1;32m") == c.coloured);
+    }
 }
 
 TEST_CASE("Ctrl-C stops an answer and the chat goes on") {
@@ -288,27 +517,40 @@ TEST_CASE("Ctrl-C stops an answer and the chat goes on") {
     }
 }
 
-TEST_CASE("Ctrl-C and Ctrl-D leave at the prompt") {
+TEST_CASE("Ctrl-C at the prompt drops what is typed; again, with nothing typed, it leaves, as Ctrl-D does at once") {
     for (const std::string kind : {"xterm", "dumb"})
-        for (const char* key : {"\003", "\004"})
-            for (bool asked : {false, true}) {
-                INFO(kind << " " << int(*key) << " " << asked);
-                Terminal t({"-n", "3"}, kind);
-                if (asked) t.send("Hello");
-                t.type(key);
-                CHECK(t.end() == 0);
-                CHECK(ends(t.all, "\n"));
-            }
-    Terminal t({"-n", "3"}); // and with half a line typed
-    t.type("half");
-    t.wait_for("half");
-    t.type("\003");
-    CHECK(t.end() == 0);
+        for (bool asked : {false, true}) {
+            INFO(kind << " " << asked);
+            Terminal t({"-n", "3"}, kind);
+            if (asked) t.send("Hello");
+            t.type("\004");
+            CHECK(t.end() == 0);
+            CHECK(ends(t.all, "\n"));
+
+            Terminal u({"-n", "3"}, kind);
+            if (asked) u.send("Hello");
+            auto type = [&](const std::string& text) { u.type(text), u.wait_for(text); };
+            auto stop = [&] {
+                u.type("\003");
+                CHECK(has(u.prompt(), "\nCtrl-C again leaves\r\n"));
+            };
+            type("half"), stop();
+            if (u.edits) type("other half"), stop(); // (a line that the terminal edits is not seen before Enter)
+            u.send("whole");
+            u.type("one\\\r"), u.prompt("…"), type("two"), stop(); // all lines of the message
+            const Strings questions = saved_by(u).questions();
+            CHECK(questions == (asked ? Strings{"Hello", "whole"} : Strings{"whole"}));
+            stop();
+            u.type("\003");
+            CHECK(u.end() == 0);
+            CHECK(ends(u.all, "\n"));
+        }
 }
 
 TEST_CASE("the terminal gets its settings back") {
     for (const std::string kind : {"xterm", "dumb"})
         for (const char* key : {"/exit\r", "\003", "\004"}) {
+            Scratch state;
             int master, slave;
             REQUIRE(openpty(&master, &slave, nullptr, nullptr, nullptr) == 0);
             termios before, during, after;
@@ -320,18 +562,25 @@ TEST_CASE("the terminal gets its settings back") {
                 close(master);
                 login_tty(dup(slave));
                 setenv("TERM", kind.c_str(), 1);
-                become({"-n", "3"}, MODEL);
+                become({"-n", "3"}, MODEL, state.path.string());
             }
             std::string shown;
             char some[4096];
-            while (!ends(shown, "> ")) {
-                ssize_t n = read(master, some, sizeof some);
-                REQUIRE(n > 0);
-                shown.append(some, (size_t)n);
-            }
+            auto prompt = [&] {
+                for (shown.clear(); !ends(shown, "> ") && !ends(shown, ">\033[0m ");) {
+                    ssize_t n = read(master, some, sizeof some);
+                    REQUIRE(n > 0);
+                    shown.append(some, (size_t)n);
+                }
+            };
+            prompt();
             REQUIRE(tcgetattr(slave, &during) == 0);
             CHECK((during.c_iflag & IUTF8) != 0);
             REQUIRE(write(master, key, strlen(key)) == (ssize_t)strlen(key));
+            if (*key == '\003') { // it takes two
+                prompt();
+                REQUIRE(write(master, key, 1) == 1);
+            }
             CHECK(status_of(pid) == 0);
             REQUIRE(tcgetattr(slave, &after) == 0);
             CHECK(after.c_iflag == before.c_iflag);
@@ -348,7 +597,7 @@ TEST_CASE("commands") {
     CHECK(has(t.send("/stats"), "conversation 0 tokens, context 4096; no answer yet; seed 5"));
     CHECK(has(t.send("/regen"), "no question to answer again"));
     std::string help = t.send("/help");
-    for (const char* name : {"/exit", "/clear", "/system", "/think", "/no_think", "/regen", "/save", "/load", "/stats"}) CHECK(has(help, name));
+    for (const char* name : {"/exit", "/clear", "/system", "/think", "/no_think", "/regen", "/save", "/load", "/stats", "/bye", "/quit"}) CHECK(has(help, name));
 
     t.send("one");
     t.send("two");
@@ -380,8 +629,14 @@ TEST_CASE("commands") {
     CHECK(saved_by(t).messages.empty());
     CHECK(has(t.send("/stats"), "conversation 0 tokens"));
 
-    // A line is a command only if it is exactly one.
-    const Strings plain = {"/exit please", " /exit", "/exits", "/clear\n/exit", "/", "/stats now", "/regen 1", "/system\nx", "/Exit", "/savex y"};
+    // What looks like a command and is none is refused, with the list; what does not look so is a message.
+    for (const char* line : {"/exits", "/Exit", "/savex y", "/hello", "/x-y"}) {
+        INFO(line);
+        const std::string said = t.send(line);
+        CHECK(has(said, std::string(line, strcspn(line, " ")) + " is none of /help /exit /bye /quit /clear "));
+    }
+    for (const char* line : {"/exit please", "/stats now", "/regen 1", "/clear all"}) CHECK(has(t.send(line), "stands alone"));
+    const Strings plain = {" /exit", "/clear\n/exit", "/", "/ 2", "/usr/bin/env is what?", "/* a comment */", "/system\nx"};
     for (auto& line : plain) {
         std::string typed = line;
         for (char& c : typed)
@@ -389,8 +644,8 @@ TEST_CASE("commands") {
         t.send(typed);
     }
     CHECK(saved_by(t).questions() == plain);
+    CHECK(has(t.send("/stats "), "conversation ")); // a space more is no argument
     CHECK(has(t.send("/save"), "/save needs a FILE"));
-    CHECK(has(t.send("/load"), "/load needs a FILE"));
     CHECK(has(t.send("/save " + (scratch / "no/such/folder")), "No such file or directory"));
     CHECK(saved_by(t).questions() == plain);
     t.type("/exit\r");
@@ -580,10 +835,11 @@ TEST_CASE("without a terminal: no prompts, no colours, a message a line") {
     CHECK(Saved(scratch / "f").questions() == Strings{"one", "two\nmore"});
 
     // stdout is the answers, each with a newline, and nothing else
-    Result again = run(how, "one\n/stats\n/help\n/nothing here\n");
+    Result again = run(how, "one\n/stats\n/help\n/nothing here\n /nothing here\n");
+    CHECK(has(again.err, "/nothing is none of /help"));
     std::string expected;
     std::vector<Message> said;
-    for (const char* q : {"one", "/nothing here"}) {
+    for (const char* q : {"one", " /nothing here"}) {
         said.push_back({"user", q});
         Answer a = fresh_answer(render_chat(tokenizer(), said, {true, true}), Strings{"-n", "12", "-r", "1", "-s", said.size() == 1 ? "1" : "2"});
         expected += a.text + "\n";
@@ -643,7 +899,7 @@ TEST_CASE("a thought is dim on a terminal, and kept apart") {
         Terminal t(even + Strings{"-s", seed}, kind);
         std::string shown = t.send("x");
         CHECK(count(shown, "\033[2m") == dims);
-        CHECK(count(shown, "\033[0m") == dims);
+        CHECK(count(shown, "\033[0m") == 2 * dims); // one of them ends the prompt's colour
         CHECK(has(shown, "<think>") == !dims);
         CHECK(has(shown, "</think>") == !dims);
         if (dims) CHECK(shown.find("\033[2m") < shown.find("\033[0m"));

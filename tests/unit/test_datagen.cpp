@@ -265,6 +265,9 @@ TEST_CASE("chunking a long book takes time in proportion to it") {
     const double start = seconds();
     check_chunks(fences, sizes_of(3500, 200));
     check_chunks(std::string(4000000, 'a'), sizes_of(3500, 200));
+    std::string numbers, breaks(200000, 'a'), halves;
+    for (int i = 0; i < 30000; i++) numbers += std::to_string(i) + "\n\n", breaks += "\fa\n1", halves += "aa-\n";
+    for (auto& text : {numbers, breaks, halves, std::string(500000, 'a')}) clean_pages(text);
     CHECK(seconds() - start < 20);
 }
 
@@ -311,7 +314,187 @@ TEST_CASE("chunk: stable ids, token budgets, UTF-8 only") {
     check_refused({"chunk", BOOK, "--characters", "100", "--tokens", "100"}, "one of them");
 }
 
+// ------------------------------------------------------------------- books of other formats, and PDFs
+
+// datagen with programs of ours in PATH, and no others.
+static Result datagen_with(const Scratch& scratch, const std::map<std::string, std::string>& programs, const Strings& arguments) {
+    const std::string folder = scratch / "bin";
+    fs::remove_all(folder);
+    fs::create_directories(folder);
+    for (auto& [name, script] : programs) {
+        write_file(folder + "/" + name, "#!/bin/sh\n" + script);
+        fs::permissions(folder + "/" + name, fs::perms::all);
+    }
+    return Process(PROGRAM, arguments, "", [&] { setenv("PATH", folder.c_str(), 1); }).wait();
+}
+
+TEST_CASE("chunk: PDF by pdftotext, HTML and the like by pandoc; without them the line that converts") {
+    Scratch scratch;
+    const std::string pdf = scratch / "my book.pdf", unnamed = scratch / "book", html = scratch / "b.HTML", dashed = "-o.html";
+    write_file(pdf, "%PDF-1.7 ...");
+    write_file(unnamed, "%PDF-1.4\n\xff\xfe");
+    write_file(html, "<html>");
+    for (auto& path : {pdf, unnamed}) {
+        const Result r = datagen_with(scratch, {}, {"chunk", path});
+        const std::string stem = path == pdf ? scratch / "my book" : unnamed;
+        check_refusal(r, "datagen", "poppler-utils");
+        CHECK(r.err.find("pdftotext -layout " + path + " " + stem + ".txt\n") != std::string::npos);
+    }
+    for (std::string ending : {"html", "htm", "xhtml", "docx", "epub"}) {
+        write_file(scratch / "b." + ending, "PK");
+        const Result r = datagen_with(scratch, {}, {"chunk", scratch / "b." + ending});
+        check_refusal(r, "datagen", "pandoc -t gfm " + (scratch / "b." + ending) + " -o " + (scratch / "b.md"));
+    }
+    // The words come as they are, no shell between; the text goes to the chunks.
+    const std::string words = "for w; do printf '%s|' \"$w\"; done; printf ' read the words of this.\\n'";
+    auto text = [&](const std::string& path) {
+        const Result r = datagen_with(scratch, {{"pdftotext", words}, {"pandoc", words}}, {"chunk", path});
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+        return Json(lines(r.out)[0])["text"].str();
+    };
+    CHECK(text(pdf) == "-layout|-enc|UTF-8|" + pdf + "|-| read the words of this.\n");
+    CHECK(text(unnamed) == "-layout|-enc|UTF-8|" + unnamed + "|-| read the words of this.\n");
+    CHECK(text(html) == "-t|gfm|--wrap=none|" + html + "| read the words of this.\n");
+    // What they say when they fail is shown.
+    const Result bad = datagen_with(scratch, {{"pdftotext", "echo some text; echo 'Incorrect \033[1mpassword' >&2; exit 3"}}, {"chunk", pdf, "-o", scratch / "x"});
+    CHECK(bad.status == 1);
+    CHECK(bad.err == "Incorrect  [1mpassword\ndatagen: " + pdf + ": pdftotext failed: exit status 3\n");
+    CHECK(!fs::exists(scratch / "x"));
+    CHECK(datagen_with(scratch, {{"pdftotext", "kill -9 $$"}}, {"chunk", pdf}).err.find("ended by signal 9") != std::string::npos);
+    check_refusal(datagen_with(scratch, {{"pdftotext", "printf '\\f\\f'"}}, {"chunk", pdf}), "datagen", "OCR");
+    check_refusal(datagen_with(scratch, {{"pandoc", "printf 'a\\377'"}}, {"chunk", html}), "datagen", "byte 1");
+}
+
+static const std::string SENTENCE = "The tide turns twice a day, and the harbour follows it without a word of complaint from anyone.";
+
+TEST_CASE("text of a PDF: page numbers, running heads and feet, page breaks and hyphens go") {
+    // Four pages; the heads alternate, a sentence runs on over a break, and some lines only look like numbers.
+    const std::string book = "Preface\n\nOf tides and har-\nbours.\n\n                 i\n\f"
+        "2   TIDES AND HARBOURS\n\n1\n\nThe moon pulls the sea; this is known as the spring-\ntide, a well-known and well-\nfounded name. A spring-tide comes\n\n   - 2 -\n\f"
+        "Chapter 1: The moon      3\n\n   twice a month.\n\nChapter 1\n\n" + SENTENCE + "\n\n   - 3 -\n\f"
+        "4   TIDES AND HARBOURS\n\nYYMMDDhh-\nmm is a date, ﬁnally; e-\nmail is not. Soft\xC2\xAD\nware and co\xE2\x80\x90\noperation.\n\n42\n\n" + SENTENCE + "\n\n   - 4 -\n\f";
+    const CleanText c = clean_pages(book);
+    const std::string wanted = "Preface\n\nOf tides and harbours.\n\n"
+        "1\n\nThe moon pulls the sea; this is known as the spring-tide,\na well-known and wellfounded\nname. A spring-tide comes\n"
+        "   twice a month.\n\nChapter 1\n\n" + SENTENCE + "\n\n"
+        "YYMMDDhh-\nmm is a date, finally; e-mail\nis not. Software\nand cooperation.\n\n42\n\n" + SENTENCE + "\n";
+    CHECK(c.text.find("TIDES") == std::string::npos);
+    CHECK(c.text.find("- 3 -") == std::string::npos);
+    const size_t head = c.text.find("Chapter 1: The moon      3\n\n"); // stands on one page only
+    REQUIRE(head != std::string::npos);
+    std::string rest = c.text;
+    rest.erase(head, 28);
+    if (head > 0 && rest[head - 1] == '\n' && rest[head - 2] == '\n') rest.erase(head - 1, 1);
+    CHECK(rest == wanted);
+    CHECK(c.breaks == 4);
+    CHECK(c.numbers == 4);
+    CHECK(c.heads == 2);
+    CHECK(c.hyphens == 6);
+    CHECK(clean_pages(c.text).text == c.text);
+    CHECK(clean_pages("A\n}\n\fB\n}\n\fC\n}\n\fD\n}\n").text == "A\n}\n\nB\n}\n\nC\n}\n\nD\n}\n"); // a brace is no foot
+    CHECK(clean_pages("\f\f").text == "\n");
+}
+
+TEST_CASE("page numbers") {
+    for (auto [line, number] : {std::pair<const char*, long>{"12", 12}, {"  - 12 -", 12}, {"– 7 –", 7}, {"Page 12 of 300", 12}, {"12 / 300", 12}, {"12/300", 12}, {"第 12 页", 12}, {"第12页", 12},
+             {"[12]", 12}, {"<!-- page 12 -->", 12}, {"**12**", 12}, {"xiv", 14}, {"ix", 9}, {"p. 3", 3}, {"", -1}, {"--", -1}, {"12.5", -1}, {"Chapter 1", -1}, {"12 of", -1}, {"1. item", -1},
+             {"mild", -1}, {"123456", -1}, {"12 页内容", -1}, {"IV", -1}}) {
+        const std::string text = line;
+        INFO(text);
+        CHECK(page_number(text) == number);
+    }
+}
+
+TEST_CASE("Markdown of a PDF shows by its page numbers, and is cleaned; other Markdown stays as it is, to the byte") {
+    Scratch scratch;
+    std::string pages, numbered;
+    for (int i = 1; i <= 6; i++) {
+        pages += "# Part " + std::to_string(i) + "\n\n" + SENTENCE + " " + SENTENCE + "\n\nThe end of it is a har-\nbour" + std::string((size_t)i, '!') + "\n\n" + SENTENCE + "\n\n" + std::to_string(i + 10) + "\n\nTides and Harbours\n\n";
+        numbered += std::to_string(i) + "\n\nshort\n\n"; // numbers too near each other for pages
+    }
+    auto body = [&](const std::string& text, const Strings& more = {}, std::string* said = nullptr) {
+        write_file(scratch / "b.md", text);
+        Strings all = {"chunk", scratch / "b.md", "--overlap", "0"};
+        all.insert(all.end(), more.begin(), more.end());
+        const Result r = good(all);
+        if (said) *said = r.err;
+        std::string joined;
+        for (auto& line : lines(r.out)) joined += Json(line)["text"].str();
+        return joined;
+    };
+    std::string said;
+    const std::string clean = body(pages, {}, &said);
+    CHECK(said.find("6 page breaks, 6 page numbers, 6 running heads and feet, 6 hyphens") != std::string::npos);
+    CHECK(said.find("--clean no") != std::string::npos);
+    for (int i = 1; i <= 6; i++) {
+        CHECK(clean.find("# Part " + std::to_string(i) + "\n") != std::string::npos);
+        CHECK(clean.find("\n" + std::to_string(i + 10) + "\n") == std::string::npos);
+    }
+    CHECK(clean.find("har-") == std::string::npos);
+    CHECK(clean.find("The end of it is a harbour!\n\n" + SENTENCE + "\n\n# Part 2\n\n" + SENTENCE) != std::string::npos);
+    CHECK(body(pages, {"--clean", "no"}, &said) == pages);
+    CHECK(said.find("cleaned") == std::string::npos);
+    const std::string fenced = "```\n" + pages + "```\n" + SENTENCE + " A har-\nbour.\n";
+    for (auto& text : {read_file(BOOK), read_file("data/course/notes/01-introduction.md"), read_file("README.md"), numbered, fenced, std::string("a well-\nknown word\r\n\r\n1\r\n")})
+        CHECK(body(text) == text);
+    CHECK(body("a har-\nbour", {"--clean", "yes"}) == "a harbour\n");
+    check_refused({"chunk", BOOK, "--clean", "maybe"}, "auto, yes or no");
+}
+
 // --------------------------------------------------------------------------------------- prompts
+
+TEST_CASE("the templates are about no subject; the course's examples are rows, too") {
+    for (auto& f : fs::recursive_directory_iterator("data/datagen/prompts")) {
+        if (f.is_directory()) continue;
+        const std::string text = read_file(f.path().string());
+        for (auto word : {"CUDA", "cuda", "GPU", "warp", "thread", "kernel", "线程", "核函数", "显存"}) {
+            INFO(f.path() << ": " << word);
+            CHECK(text.find(word) == std::string::npos);
+        }
+    }
+    for (std::string folder : {"data/datagen/prompts", "data/course/examples"})
+        for (std::string lang : {"/en/", "/zh/"})
+            for (auto difficulty : DIFFICULTIES) {
+                const Json list(read_file(folder + lang + difficulty + ".json"));
+                CHECK(list.root().size() >= 2);
+                for (sj::Value item : list.root().items()) CHECK((item.size() == 2 && !item["question"].str().empty() && !item["answer"].str().empty()));
+            }
+}
+
+TEST_CASE("prompt: the subject, examples, the model and max_tokens") {
+    Scratch scratch;
+    sj::Writer w;
+    w.object().field("id", "c").field("source", "b.md").field("chapter", "Tides").field("lang", "en").field("text", std::string(3500, 'a')).end();
+    write_file(scratch / "chunks", w.text + "\n");
+    auto ask = [&](const Strings& more) {
+        Strings all = {"prompt", scratch / "chunks"};
+        all.insert(all.end(), more.begin(), more.end());
+        return lines(good(all).out);
+    };
+    auto part = [](const std::string& line, size_t i) { return Json(line)["body"]["messages"][i]["content"].str(); };
+    const Strings plain = ask({});
+    REQUIRE(plain.size() == 3); // 3 easy, 2 medium, 1 hard
+    const double wanted[] = {3 * 400, 2 * 700, 1500};
+    for (size_t i = 0; i < 3; i++) {
+        CHECK(Json(plain[i])["body"]["max_tokens"].number() == wanted[i]);
+        CHECK(!Json(plain[i])["body"]["model"]);
+        CHECK(part(plain[i], 0).find("about the subject of the source text,") != std::string::npos);
+        CHECK(part(plain[i], 1).find("{{") == std::string::npos);
+    }
+    CHECK(part(plain[0], 1).find("hydration of a dough") != std::string::npos);
+    const Strings other = ask({"--subject", "{{count}} harbours", "--model", "m", "--max-tokens", "77", "--examples", "data/course/examples"});
+    CHECK(part(other[0], 0).find("about {{count}} harbours,") != std::string::npos);
+    CHECK(part(other[0], 1).find("What is a warp in CUDA?") != std::string::npos);
+    CHECK(Json(other[0])["body"]["model"].str() == "m");
+    CHECK(Json(other[2])["body"]["max_tokens"].number() == 77);
+    const Strings bare = ask({"--max-tokens", "0", "--examples", "none"});
+    CHECK(!Json(bare[0])["body"]["max_tokens"]);
+    CHECK(part(bare[0], 1).find("Examples") == std::string::npos);
+    CHECK(part(bare[0], 1).find("knows. Answers of 40 to 120 words.\n\nChapter: Tides\n\nSource:\naaa") != std::string::npos);
+    check_refused({"prompt", scratch / "chunks", "--examples", scratch / "none"}, "none/en/easy.json");
+    check_refused({"prompt", scratch / "chunks", "--max-tokens", "x"}, "--max-tokens x");
+}
 
 TEST_CASE("prompt: shares of difficulty in every chapter, quotas, templates") {
     Scratch scratch;
@@ -377,6 +560,10 @@ struct Endpoint {
     struct Seen { size_t number, asked = 0, answered = 0; };
     int fd, port, delay_ms = 0;
     bool faulty = true;
+    int refusal = 0;                // a status for every request of an answer, with these words
+    std::string words;
+    Strings models = {"the model"}; // that GET /v1/models names
+    std::atomic<size_t> listed{0};  // ... so many times
     std::string key;
     std::mutex mutex;
     std::map<std::string, Seen> seen; // by body
@@ -418,15 +605,28 @@ struct Endpoint {
             while ((head = in.find("\r\n\r\n")) == in.npos)
                 if (!receive(peer, in)) return;
             const std::string header = in.substr(0, head);
-            const size_t length = (size_t)std::stoul(header.substr(header.find("Content-Length: ") + 16));
+            const size_t said = header.find("Content-Length: ");
+            const size_t length = said == header.npos ? 0 : (size_t)std::stoul(header.substr(said + 16));
             while (in.size() < head + 4 + length)
                 if (!receive(peer, in)) return;
             const std::string body = in.substr(head + 4, length);
             in.erase(0, head + 4 + length);
-            if (header.find("POST /v1/chat/completions HTTP/1.1\r\n") != 0) return;
+            const bool list = header.find("GET /v1/models HTTP/1.1\r\n") == 0;
+            if (!list && header.find("POST /v1/chat/completions HTTP/1.1\r\n") != 0) {
+                send(peer, 404, "", "{\"detail\": \"Not Found\"}");
+                continue;
+            }
             if (!key.empty() && header.find("Authorization: Bearer " + key + "\r\n") == header.npos) {
                 unauthorised++;
                 send(peer, 401, "", "no key");
+                continue;
+            }
+            if (list) {
+                listed++;
+                sj::Writer w;
+                w.object().key("data").array();
+                for (auto& m : models) w.object().field("id", m).end();
+                send(peer, 200, "", w.end().end().text);
                 continue;
             }
             size_t number, asked;
@@ -436,8 +636,12 @@ struct Endpoint {
                 number = s.number, asked = s.asked++;
             }
             std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
+            if (refusal) {
+                send(peer, refusal, "", words);
+                continue;
+            }
             const int way = faulty && asked == 0 ? (int)(number % 9) : 8;
-            if (way == 0) send(peer, 429, "Retry-After: 0\r\n", "slow down");
+            if (way == 0) send(peer, number % 2 ? 408 : 429, "Retry-After: 0\r\n", "{\"error\": {\"message\": \"slow down, secret-key\"}}");
             else if (way == 1) send(peer, 503, "", "<html>");
             else if (way == 2) { // stalls until the client has enough
                 while (!stopping && receive(peer, in)) {}
@@ -516,7 +720,7 @@ struct Pipeline {
     std::string data = data_with(scratch, {{"generate.backoff", "0.02"}, {"generate.give_up", "30"}, {"prompt.characters_per_question", "60"}, {"prompt.least_characters", "60"}});
     Pipeline() {
         good({"chunk", BOOK, "--characters", "250", "--overlap", "60", "--data", data, "-o", chunks});
-        good({"prompt", chunks, "--data", data, "-o", requests});
+        good({"prompt", chunks, "--data", data, "--model", "m", "-o", requests});
     }
     Strings generate(const Endpoint& e, const Strings& more = {}) const {
         Strings all = {"generate", requests, "--url", e.url(), "--data", data, "--parallel", "4", "--timeout", "2", "-o", responses};
@@ -541,7 +745,7 @@ TEST_CASE("end to end: an endpoint that fails, stalls, answers 429 and sends gar
             CHECK(s.asked == (s.number % 9 == 8 ? 1 : 2));
         }
         CHECK(e.unauthorised == 0);
-        for (auto fault : {"HTTP status 429", "HTTP status 503", "Timeout was reached", "no chat completion"}) CHECK(r.err.find(fault) != std::string::npos);
+        for (auto fault : {"HTTP status 429: slow down", "HTTP status 408", "HTTP status 503: <html>", "Timeout was reached", "no chat completion"}) CHECK(r.err.find(fault) != std::string::npos);
         // The key stands nowhere, though the endpoint echoes it.
         for (const std::string& s : {r.err, read_file(p.responses), read_file(p.journal)}) CHECK(s.find("secret") == std::string::npos);
         // Again: nothing is asked.
@@ -671,7 +875,7 @@ TEST_CASE("generate: what cannot be had is said, and the exit status is not 0") 
         locked.key = "secret-key";
         const Result r = datagen(p.generate(locked));
         CHECK(r.status == 1);
-        CHECK(r.err.find("401") != std::string::npos);
+        CHECK(r.err.find("the endpoint answers HTTP status 401: no key\n") != std::string::npos);
         CHECK(locked.unauthorised <= 4); // it does not go on
         CHECK(!fs::exists(p.responses));
     }
@@ -705,6 +909,109 @@ TEST_CASE("generate: what cannot be had is said, and the exit status is not 0") 
     write_file(p.journal, "{\"custom_id\": 1}\n");
     refused(p.generate(e), "line 1");
 }
+
+TEST_CASE("generate: 400, 401, 403 and 404 end the run with the endpoint's words; other refusals are kept with theirs") {
+    const Pipeline p;
+    const size_t count = lines(read_file(p.requests)).size();
+    for (int status : {400, 401, 403, 404}) {
+        Endpoint e;
+        e.refusal = status, e.words = R"({"error": {"message": "not with\u001b me", "code": "context_length_exceeded"}})";
+        const Result r = datagen(p.generate(e));
+        INFO(r.err);
+        CHECK(r.status == 1);
+        CHECK(r.err.find(format("\ndatagen: the endpoint answers HTTP status %d: not with  me (datagen chunk", status)) != std::string::npos);
+        CHECK(e.seen.size() <= 4); // what was on its way
+        for (auto& [body, s] : e.seen) CHECK(s.asked == 1);
+        CHECK(!fs::exists(p.responses));
+        const Strings why = column(p.requests + ".dropped", "why");
+        CHECK(why.size() == e.seen.size());
+        for (auto& w : why) CHECK(w == format("HTTP status %d: not with  me", status));
+        CHECK(rules(p.requests + ".dropped") == std::map<std::string, size_t>{{format("status %d", status), why.size()}});
+    }
+    {
+        Endpoint e;
+        e.refusal = 422, e.words = R"({"detail": [{"msg": "no"}]})";
+        Strings all = p.generate(e);
+        all[5] = data_with(p.scratch, {{"generate.give_up", "1000"}});
+        const Result r = datagen(all);
+        CHECK(r.status == 1);
+        CHECK(e.seen.size() == count);
+        for (auto& [body, s] : e.seen) CHECK(s.asked == 1);
+        CHECK(r.err.find(format("%zu requests were refused or failed for good: %s.dropped", count, p.requests.c_str())) != std::string::npos);
+        Strings rows;
+        for (auto& line : lines(read_file(p.requests + ".dropped"))) rows.push_back(Json(line)["row"]["custom_id"].str());
+        CHECK(std::set<std::string>(rows.begin(), rows.end()).size() == count);
+        CHECK(column(p.requests + ".dropped", "why")[0] == R"(HTTP status 422: [{"msg": "no"}])");
+    }
+    Endpoint well;
+    well.faulty = false;
+    good(p.generate(well));
+    CHECK(read_file(p.requests + ".dropped") == "");
+}
+
+TEST_CASE("generate: without a model it takes the endpoint's only one; the URL with or without /v1") {
+    const Pipeline p;
+    Strings rows = lines(read_file(p.requests));
+    std::string two;
+    for (size_t i = 0; i < 2; i++) {
+        const std::string name = "\"model\": \"m\", ";
+        REQUIRE(rows[i].find(name) != std::string::npos);
+        two += rows[i].erase(rows[i].find(name), name.size()) + "\n";
+    }
+    write_file(p.requests, two);
+    Endpoint e;
+    e.faulty = false;
+    const std::string base = e.url().substr(0, e.url().size() - 3);
+    for (std::string end : {"", "/", "/v1", "/v1/", "/v1//", "/v1/chat/completions"}) {
+        Strings all = p.generate(e);
+        all[3] = base + end;
+        fs::remove(p.journal);
+        INFO(end);
+        CHECK(good(all).err.find("\"the model\"") != std::string::npos);
+        REQUIRE(e.seen.size() == 2);
+        for (auto& [body, s] : e.seen) {
+            CHECK(Json(body)["model"].str() == "the model");
+            CHECK(Json(body)["messages"].size() == 2);
+        }
+    }
+    CHECK(e.listed == 6);
+    good(p.generate(e)); // all is answered: nothing is asked, not even for models
+    CHECK(e.listed == 6);
+    fs::remove(p.journal);
+    e.models = {"one", "t\x1bwo"};
+    check_refused(p.generate(e), "--model NAME is needed: the endpoint has one, t wo");
+    e.models = {};
+    check_refused(p.generate(e), "the endpoint has no model");
+    good(p.generate(e, {"--model", "mine"}));
+    CHECK(std::count_if(e.seen.begin(), e.seen.end(), [](auto& s) { return Json(s.first)["model"].str() == "mine"; }) == 2);
+    write_file(p.requests, rows[2] + "\n");
+    check_refused(p.generate(e, {"--model", "mine"}), "line 1: asks the model \"m\", --model says mine");
+    e.key = "secret-key", e.models = {"one"};
+    write_file(p.requests, rows[0] + "\n");
+    fs::remove(p.journal);
+    check_refused(p.generate(e), "/v1/models: HTTP status 401: no key; --model NAME names the model");
+    Strings elsewhere = p.generate(e);
+    elsewhere[3] = base + "/other";
+    check_refused(elsewhere, "HTTP status 404: Not Found");
+}
+
+TEST_CASE("generate: what endpoints say of a fault") {
+    auto words = [](const std::string& text) {
+        sj::Doc doc;
+        const bool json = sj::parse(doc, text).empty();
+        return Sender::words_of(json ? doc.root() : sj::Value(), text);
+    };
+    CHECK(words(R"({"error": {"message": "a\nb", "code": 1}})") == "a b");
+    CHECK(words(R"({"error": "a"})") == "a");
+    CHECK(words(R"({"error": {"code": 7}})") == R"({"code": 7})");
+    CHECK(words(R"({"message": "a"})") == "a");
+    CHECK(words(R"({"detail": "a"})") == "a");
+    CHECK(words(R"({"detail": ["a"]})") == R"(["a"])");
+    CHECK(words(" <html>\n") == "<html>");
+    CHECK(words("\xff") == "\xEF\xBF\xBD");
+    CHECK(words("") == "");
+    CHECK(words(std::string(5000, 'a')).size() == 203);
+}
 #endif
 
 TEST_CASE("where a request goes") {
@@ -716,6 +1023,8 @@ TEST_CASE("where a request goes") {
     CHECK(address("http://h/v1/chat/completions", url) == "http://h/v1/chat/completions");
     CHECK(address("http://h/vision", url) == "http://h/vision/v1/chat/completions");
     CHECK(address("http://h/v1", "/rerank") == "http://h/v1/rerank");
+    CHECK(address("http://h/v1/chat/completions/", "/v1/models") == "http://h/v1/models");
+    CHECK(address("http://h/v1/chat/completions", url) == "http://h/v1/chat/completions");
 }
 
 TEST_CASE("replies without think block and fence") {
@@ -878,6 +1187,54 @@ TEST_CASE("filter: each rule drops what it is there for, in its order, and says 
     check_refused({"filter", scratch / "qa", "--data", scratch.path.string()}, "line 1");
 }
 
+TEST_CASE("filter: no terms unless they are named, from a list or from the book; a rule that drops more than half says so") {
+    Scratch scratch;
+    auto ask = [&](const Strings& more) {
+        Strings all = {"filter", scratch / "qa", "-o", scratch / "clean"};
+        all.insert(all.end(), more.begin(), more.end());
+        return good(all).err;
+    };
+    std::string rows, chunks;
+    const Strings questions = {"How long does the rennet work before the curd is cut?", "Why is a washed rind orange and not white at all?", "What keeps the flies from the cellar of the dairy in spring?",
+                               "Who was the first emperor that crossed the Alps?", "Which planet has the longest day of them all?"};
+    for (auto& q : questions) rows += alpaca(q, "Nobody can say so for certain: " + q.substr(4, 30) + ", most likely.") + "\n";
+    write_file(scratch / "qa", rows);
+    const std::string off = ask({});
+    CHECK(read_file(scratch / "clean") == rows); // a book on cheese is no worse than one on GPUs
+    CHECK(off.find("***") == std::string::npos);
+    // From the book: a heading, capitals, clumps; not what stands everywhere, once, or in headings of any book.
+    for (int i = 0; i < 8; i++) {
+        sj::Writer w;
+        const std::string text = "Everything here is certain, Alps. " + (i == 2 ? std::string("A curd, curd, curd and curd: curd. ") : "") + (i > 3 ? "CELLAR " : "") + (i == 5 ? "The CELLAR planet. " : "") +
+                                 "\n## Introduction: first example\n\nEverything is certain, nobody more.";
+        w.object().field("id", format("c%d", i)).field("chapter", i == 1 ? "Chapter 3 > The Washed Rind" : "Summary").field("text", text).end();
+        chunks += w.text + "\n";
+    }
+    write_file(scratch / "chunks", chunks);
+    const std::string from_book = ask({"--terms", "auto", "--chunks", scratch / "chunks", "--skip", "grounding"});
+    INFO(from_book);
+    CHECK(from_book.find("4 terms of the book: cellar, curd, rind, washed\n") != std::string::npos);
+    CHECK(lines(read_file(scratch / "clean")) == Strings{lines(rows)[0], lines(rows)[1], lines(rows)[2]});
+    CHECK(rules(scratch / "qa.dropped") == std::map<std::string, size_t>{{"terms", 2}});
+    check_refused({"filter", scratch / "qa", "--terms", "auto"}, "--chunks");
+    // Named; an empty list is no rule.
+    write_file(scratch / "terms", "planet\n");
+    const std::string named = ask({"--terms", scratch / "terms"});
+    CHECK(named.find("*** The rule terms dropped 4 of 5 rows, more than half; the first: names nothing of the subject. --skip terms turns the rule off. ***\n") != std::string::npos);
+    for (auto list : {"", "; nothing\n"}) {
+        write_file(scratch / "terms", list);
+        CHECK(ask({"--terms", scratch / "terms"}).find("5 rows kept, 0 dropped") != std::string::npos);
+    }
+    // Rules by name.
+    const std::string short_one = alpaca("啥？", "no") + "\n" + alpaca("啥？", "no") + "\n";
+    write_file(scratch / "qa", short_one + short_one);
+    CHECK(ask({}).find("*** The rule length dropped 4 of 4 rows") != std::string::npos);
+    CHECK(ask({"--skip", "length,language"}).find("1 rows kept, 3 dropped") != std::string::npos);
+    CHECK(ask({"--skip", "length,language,exact,near,rouge-l"}).find("4 rows kept, 0 dropped") != std::string::npos);
+    check_refused({"filter", scratch / "qa", "--skip", "length,schema"}, "--skip schema: the rules are length, ");
+    check_refused({"filter", scratch / "qa", "--terms", scratch / "no such"}, "no such");
+}
+
 TEST_CASE("filter: Ctrl-C leaves nothing half-written, and status 130") {
     Scratch scratch;
     std::string rows;
@@ -939,7 +1296,65 @@ TEST_CASE("split: rows without chunk or difficulty, too many, and a leak") {
     CHECK(r.status == 1);
     CHECK(r.err.find("2 rows leak") != std::string::npos);
     CHECK(r.err.find("nothing was written") != std::string::npos);
+    CHECK(r.err.find("--drop-leaks") != std::string::npos);
+    CHECK(r.err.find("--seed") != std::string::npos);
     CHECK(!fs::exists(scratch / "test.jsonl"));
+}
+
+TEST_CASE("split: what leaks is named, and --drop-leaks leaves it out of train") {
+    Scratch scratch;
+    std::mt19937 random(5);
+    auto words = [&](int n) {
+        std::string s;
+        while (n--) s += format("w%u ", (unsigned)(random() % 100000));
+        return s;
+    };
+    // Every row has a twin in another chunk: half of them by question, half by answer.
+    std::string rows;
+    for (int i = 0; i < 40; i++) {
+        const std::string q = "Q\x1b[1m " + words(8), a = words(30), other = i % 2 ? q : words(9), answer = i % 2 ? words(30) : a;
+        rows += alpaca(q, a, format(", \"chunk\": \"a%d\", \"id\": \"a%d\"", i, i)) + "\n" + alpaca(other, answer, format(", \"chunk\": \"b%d\", \"id\": \"b%d\"", i, i)) + "\n";
+    }
+    for (auto& c : rows) c = c == '\x1b' ? ' ' : c;
+    write_file(scratch / "x", rows);
+    const Strings ask = {"split", scratch / "x", "--test", "12", "-o", scratch.path.string()};
+    const Result refused = datagen(ask);
+    INFO(refused.err);
+    CHECK(refused.status == 1);
+    Strings named;
+    for (auto& line : lines(refused.err))
+        if (line.find(" leaks: ") != std::string::npos) named.push_back(line);
+    CHECK(named.size() == 5);
+    for (auto& line : named) {
+        const char side = line[2] == 'a' ? 'b' : 'a';
+        const std::string number = line.substr(3, line.find(' ', 3) - 3);
+        const bool by_question = std::stoi(number) % 2;
+        CHECK(line.find(by_question ? "(train asks the like in " + std::string(1, side) + number + ")" : "% of its n-grams stand in train)") != std::string::npos);
+    }
+    CHECK(refused.err.find("\n  and ") != std::string::npos);
+    CHECK(!fs::exists(scratch / "test.jsonl"));
+
+    Strings drop = ask;
+    drop.push_back("--drop-leaks");
+    const Result r = good(drop);
+    const Strings test = column(scratch / "test.jsonl", "id"), train = column(scratch / "train.jsonl", "id");
+    Strings gone;
+    for (auto& line : lines(read_file(scratch / "x.dropped"))) gone.push_back(Json(line)["row"]["id"].str());
+    CHECK(test.size() == 12);
+    CHECK(test.size() + train.size() + gone.size() == 80);
+    std::set<std::string> twins; // of the test rows, but for twins that are both there
+    for (auto& id : test) twins.insert((id[0] == 'a' ? "b" : "a") + id.substr(1));
+    for (auto& id : test) twins.erase(id);
+    CHECK(std::set<std::string>(gone.begin(), gone.end()) == twins);
+    CHECK(r.err.find(format("%zu rows of train kept, %zu dropped", train.size(), gone.size())) != std::string::npos);
+    // So nothing leaks: as the measure says when it is asked again.
+    std::vector<Conversation> tests;
+    for (Reader in(scratch / "test.jsonl"); in.next();) tests.push_back(need_conversation(in));
+    const Limits limits{Arguments()};
+    Leakage leakage(tests, limits);
+    for (Reader in(scratch / "train.jsonl"); in.next();) leakage.train(need_conversation(in), "x");
+    CHECK(leakage.report().empty());
+    check_refused({"split", scratch / "x", "--test", "2", "--seed", "x"}, "--seed x");
 }
 
 // ------------------------------------------------------------------------------------------ pack
@@ -1087,7 +1502,37 @@ TEST_CASE("the command line") {
     check_refused({"stats", BOOK, "-z"}, "needs a value");
     CHECK(datagen({}).status == 1);
     const Result help = good({"--help"});
-    for (auto& c : COMMANDS) CHECK(help.out.find(c.help) != std::string::npos);
+    for (auto& c : COMMANDS) CHECK(help.out.find(std::string(c.help).substr(0, std::string(c.help).find('\n'))) != std::string::npos);
+    CHECK(help.out.find("score    answers.jsonl reference.jsonl") != std::string::npos);
+    // Every command has its own --help, and each of its options says what it is by default.
+    Arguments none;
+    const std::vector<Option> table = option_table(none);
+    for (auto& c : COMMANDS) {
+        const std::string own = good({c.name, "--help"}).out;
+        std::string known = std::string(c.options) + " -o --data ";
+        for (auto& o : table) {
+            const std::string name = *o.brief ? o.brief : o.name;
+            const bool mine = (" " + known).find(" " + name + " ") != std::string::npos;
+            const std::string what = std::string(c.name) + " " + o.name;
+            INFO(what);
+            CHECK((own.find(o.help) != std::string::npos || own.find(std::string(o.help).substr(0, 40)) != std::string::npos) == mine);
+            CHECK((*o.value == 0 || std::string(o.help).find("default") != std::string::npos || std::string(o.help).find("needed") != std::string::npos || name == "--tokens"));
+        }
+    }
+    CHECK(good({"score", "--help"}).out.find("--seed") != std::string::npos);
+    const Limits limits{Arguments()};
+    auto says = [&](const std::string& option, const std::string& value) {
+        for (auto& o : table)
+            if (option == o.name) return std::string(o.help).find(value) != std::string::npos;
+        return false;
+    };
+    auto number = [&](const char* name) { return format("%g", limits[name]); };
+    CHECK(says("--characters", "default " + number("chunk.characters") + ")"));
+    CHECK(says("--overlap", "default " + number("chunk.overlap") + ")"));
+    CHECK(says("--parallel", "default " + number("generate.parallel") + ")"));
+    CHECK(says("--timeout", "default " + number("generate.timeout") + ")"));
+    CHECK(says("--retries", "default " + number("generate.retries") + ")"));
+    CHECK(says("--max-tokens", number("prompt.easy.tokens") + ", " + number("prompt.medium.tokens") + ", " + number("prompt.hard.tokens") + " for each"));
     check_refused({"chunk", BOOK, "-o", "/no/such/folder/x"}, "/no/such/folder");
     check_refused({"chunk", BOOK, "-o", "tests"}, "directory");
 }

@@ -588,7 +588,7 @@ TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf
     EACH_WAY;
     Random random{17};
     const std::vector<int> block_sizes[] = {{1}, {7, 3, 3}, {96, 33}};
-    const int widths[] = {1, 15, 16, 31, 32, 33, 48, 64, 80, 96, 192, 257, 320};
+    const int widths[] = {1, 15, 16, 31, 32, 33, 48, 64, 80, 96, 192, 257, 320, 576}; // 512 and more: blocks of 16 groups
     for (int N : {1, 3, 17, 70}) for (int in : widths) for (auto& blocks : block_sizes) {
         Int8Linear<T> W(random, blocks, in);
         const size_t out = W.out();
@@ -622,7 +622,7 @@ TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf
 
 TEST_CASE_TEMPLATE("an INT8 product's row has the same bits in any batch", T, bf16, float, double) {
     Random random{18};
-    for (int in : {96, 137, 192}) on_every_instruction_set([&] {
+    for (int in : {96, 137, 192, 576}) on_every_instruction_set([&] {
         const int N = 83;
         Int8Linear<T> W(random, {70, 33}, in);
         const auto x = random.fill<T>((size_t)N * in);

@@ -737,8 +737,9 @@ static const char* PROGRAM = getenv("SERVE") ? getenv("SERVE") : "./serve";
 
 struct Serving : Process {
     int port = 0;
-    explicit Serving(const Strings& more = {}, const std::function<void()>& prepare = [] {})
-        : Process(PROGRAM, with(more), "", [&] { setenv("OMP_WAIT_POLICY", "passive", 1), prepare(); }) {
+    explicit Serving(const Strings& more = {}, const std::function<void()>& prepare = [] {},
+                     const std::string& model = MODEL)
+        : Process(PROGRAM, with(more, model), "", [&] { setenv("OMP_WAIT_POLICY", "passive", 1), prepare(); }) {
         for (const double start = seconds(); port == 0;) {
             const std::string said = err.text();
             INFO(said);
@@ -751,8 +752,8 @@ struct Serving : Process {
     ~Serving() {
         if (port) kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
     }
-    static Strings with(const Strings& more) {
-        Strings all = {MODEL, "-z", VOCABULARY, "-j", "1", "--port", "0", "--name", "tiny"};
+    static Strings with(const Strings& more, const std::string& model = MODEL) {
+        Strings all = {model, "-z", VOCABULARY, "-j", "1", "--port", "0", "--name", "tiny"};
         all.insert(all.end(), more.begin(), more.end());
         return all;
     }
@@ -1422,6 +1423,28 @@ TEST_CASE("API keys and CORS") {
         CHECK(allowed.find(name) != std::string::npos);
     CHECK(allowed.find("evil") == std::string::npos);
     CHECK(Http(server.port).call("OPTIONS", "/v1/models", "", "Origin: https://bad.example\r\n").headers.count("access-control-allow-origin") == 0);
+}
+
+TEST_CASE("the context is the model's limit unless --ctx says otherwise, or as much of it as the cache holds") {
+    Scratch scratch;
+    std::string model = read_file(MODEL);
+    const std::string name = "max_position_embeddings", was = "4096";
+    const size_t at = model.find(was, model.find(name));
+    REQUIRE(at < model.find(name) + name.size() + 8);
+    write_file(scratch / "long.bin", model.replace(at, was.size(), "9216"));
+    auto context = [&](const Strings& more, std::string* said) {
+        const Serving server(more, [] {}, scratch / "long.bin");
+        *said = server.err.text();
+        return Json(Http(server.port).call("GET", "/v1/models").body)["data"][0]["max_model_len"].number();
+    };
+    std::string said;
+    CHECK(context({}, &said) == 9216);
+    CHECK(said.find("context 9216 (the model's limit)") != std::string::npos);
+    CHECK(context({"--ctx", "300"}, &said) == 300);
+    const std::string forty_pages = format("%.9f", 40.5 * (double)KVCache<bf16>::bytes(tiny().file.config, 1) / 1e9);
+    CHECK(context({"--kv-memory", forty_pages}, &said) == 40 * PAGE);
+    CHECK(said.find("context 640 (what memory allows of the model's 9216)") != std::string::npos);
+    check_refusal(Process(PROGRAM, Serving::with({"--kv-memory", forty_pages, "--ctx", "9216"}, scratch / "long.bin")).wait(), "serve", "a context of 9216");
 }
 
 TEST_CASE("pages so few that answers give way, and nobody sees it") {

@@ -282,6 +282,116 @@ TEST_CASE("the model that is read is not written over, and that is said before t
     CHECK(read_file(out / "m/model.bin") == read_file(TINY));
 }
 
+TEST_CASE("--merge gives the tokenizer along, and writes over nothing without --overwrite") {
+    Scratch out;
+    const Strings merge = Strings{TINY, "--adapter-init", FIXTURES + "adapter", "--merge"};
+    auto refused = [&](const Strings& arguments, const std::string& word) {
+        check_refusal(start(program("TRAIN_LORA", "./train_lora"), arguments + ONE).wait(), "train_lora", word);
+    };
+    const Strings ask = {"-i", "warp?", "-t", "0", "-n", "8"};
+    for (const std::string path : {"a/merged.bin", "folder"}) {
+        INFO(path);
+        fs::create_directory(out / "a");
+        train(merge + Strings{out / path} + ONE);
+        CHECK(read_file(out / (path == "folder" ? "folder/tokenizer.bin" : "a/tokenizer.bin")) == read_file(VOCABULARY));
+        const std::string answer = qwen3(Strings{out / path} + ask).out; // without -z
+        CHECK(answer == qwen3(Strings{out / path, "-z", VOCABULARY} + ask).out);
+        refused(merge + Strings{out / path}, path + ": there is a model already; --overwrite replaces it");
+        refused(Strings{TINY, rows().first, "-o", out / "never", "--merge", out / path}, "--overwrite replaces it"); // before training
+        train(merge + Strings{out / path, "--overwrite"} + ONE);
+        CHECK(qwen3(Strings{out / path} + ask).out == answer);
+    }
+    CHECK(!fs::exists(out / "never"));
+    write_file(out / "file.bin", "mine");
+    refused(merge + Strings{out / "file.bin"}, "--overwrite replaces it");
+    CHECK(read_file(out / "file.bin") == "mine");
+    // Another tokenizer beside a model.bin is somebody else's, with --overwrite too.
+    write_file(out / "tokenizer.bin", "another");
+    const Result r = train(merge + Strings{out / "file.bin", "--overwrite"} + ONE);
+    CHECK(r.err.find("/tokenizer.bin: another tokenizer, and left as it is; ask with -z " + VOCABULARY + "\n") != std::string::npos);
+    CHECK(read_file(out / "tokenizer.bin") == "another");
+}
+
+TEST_CASE("qwen3 takes what train_lora leaves: the folder of a whole model, or of an adapter, whose base it opens") {
+    Scratch out;
+    fs::create_directory(out / "m");
+    fs::copy(TINY, out / "m/model.bin"), fs::copy(VOCABULARY, out / "m/tokenizer.bin");
+    const std::string base = out / "m/model.bin";
+    const Strings few = {"--steps", "2", "--lr", "1e-2", "--warmup", "0", "-j", "1"}, hash = {"-i", "warp?", "--logits-hash"};
+    train(Strings{base, rows().first, "-o", out / "full", "--full", "--eval", rows().last} + few);
+    train(Strings{base, rows().first, "-o", out / "lora", "--rank", "2"} + few);
+    const std::string full = qwen3(Strings{out / "full"} + hash).out, lora = qwen3(Strings{out / "lora"} + hash).out, before = qwen3(Strings{base} + hash).out;
+    CHECK(full == qwen3(Strings{out / "full/model.bin", "-z", VOCABULARY} + hash).out);
+    CHECK(lora == qwen3(Strings{base, "--adapter", out / "lora"} + hash).out);
+    CHECK(full != before);
+    CHECK(lora != before);
+    CHECK(full != lora);
+    CHECK(qwen3(Strings{out / "full/best"} + hash).out == full); // with its tokenizer, too
+    // And train_lora goes on from such a folder, but not into it.
+    train(Strings{out / "full", rows().first, "-o", out / "more"} + few);
+    check_refusal(start(program("TRAIN_LORA", "./train_lora"), Strings{out / "full", rows().first, "-o", out / "full", "--full", "--overwrite"} + few).wait(),
+                  "train_lora", "would remove the model that is to be trained");
+    CHECK(qwen3(Strings{out / "full"} + hash).out == full);
+    auto refused = [&](const char* name, const Strings& arguments, const std::string& word) {
+        check_refusal(start(program(name == std::string("qwen3") ? "QWEN3" : "TRAIN_LORA", name), arguments).wait(), name, word);
+    };
+    refused("train_lora", {out / "lora", rows().first, "-o", out / "x"}, "lora: an adapter, not a model");
+    refused("qwen3", Strings{out / "lora", "--adapter", out / "lora"} + hash, "which model?");
+    fs::rename(out / "m", out / "elsewhere");
+    refused("qwen3", Strings{out / "lora"} + hash, "lora: an adapter of " + base + ", which is not here: name the model, and --adapter " + (out / "lora"));
+    write_file(out / "lora/adapter_config.json", "{");
+    refused("qwen3", Strings{out / "lora"} + hash, "adapter_config.json: line 1");
+}
+
+TEST_CASE("--full: a float16 model stays one, from its own numbers; unless one became too large for it") {
+    Scratch out;
+    const std::string model = "tests/fixtures/tied_f16";
+    const Strings how = Strings{model, rows().first, "--full", "--steps", "1", "-o"};
+    const Result r = train(how + Strings{out / "same", "--lr", "0"} + ONE);
+    CHECK(r.err.find(model + ": F16; computed in bfloat16, and model.bin is F16 again\n") != std::string::npos);
+    train(how + Strings{out / "moved", "--lr", "1e-2", "--warmup", "0"} + ONE);
+    const ModelFile base(model), same(out / "same"), moved(out / "moved");
+    int changed = 0;
+    for (auto& tensor : base.tensors) {
+        const std::string& name = tensor.first;
+        const Tensor &t = tensor.second, &a = same.tensors.at(name), &b = moved.tensors.at(name);
+        INFO(name);
+        REQUIRE(a.dtype == Dtype::F16);
+        REQUIRE(b.dtype == Dtype::F16);
+        CHECK(std::string((const char*)a.data, a.bytes) == std::string((const char*)t.data, t.bytes)); // no rounding to bf16 on the way
+        changed += memcmp(b.data, t.data, t.bytes) != 0;
+    }
+    CHECK(changed > 10);
+    const char* words[] = {"train_lora", "m", "d", "-o", "o", "--full"};
+    const Options o = parse_options((int)std::size(words), (char**)words);
+    const Dataset data(rows().first);
+    Trainer<bf16> t(o, Context(), base, data, nullptr);
+    t.p[0] = 65520; // would be rounded to infinity
+    t.write_result(out / "large", 0);
+    for (auto& [name, tensor] : ModelFile(out / "large").tensors) CHECK(tensor.dtype == Dtype::BF16);
+}
+
+TEST_CASE("--alpha is twice the rank unless it is said; epochs are two unless steps are said") {
+    auto parsed = [](Strings more) {
+        more = Strings{"train_lora", "m", "d", "-o", "o"} + more;
+        std::vector<char*> argv;
+        for (auto& a : more) argv.push_back(a.data());
+        return parse_options((int)argv.size(), argv.data());
+    };
+    CHECK(parsed({}).lora.rank == 32);
+    CHECK(parsed({}).lora.alpha == 64);
+    CHECK(parsed({"--rank", "8"}).lora.alpha == 16);
+    CHECK(parsed({"--rank", "8", "--alpha", "5"}).lora.alpha == 5);
+    CHECK(parsed({"--alpha", "5", "--rank", "8"}).lora.alpha == 5);
+    const Dataset data(rows().first);
+    const ModelFile file(TINY);
+    CHECK(Trainer<bf16>(parsed({}), Context(), file, data, nullptr).steps == 4); // 32 rows, 16 a step
+    CHECK(Trainer<bf16>(parsed({"--epochs", "0.6"}), Context(), file, data, nullptr).steps == 2);
+    CHECK(Trainer<bf16>(parsed({"--steps", "3"}), Context(), file, data, nullptr).steps == 3);
+    check_refusal(start(program("TRAIN_LORA", "./train_lora"), {TINY, rows().first, "-o", "o", "--steps", "3", "--epochs", "2"}).wait(), "train_lora",
+                  "--steps 3 or --epochs 2: not both");
+}
+
 TEST_CASE("a step does not depend on how it is cut: 16 x 1, 4 x 4, 1 x 16, threads, recomputed; to the bit, with dropout") {
     std::string first;
     std::vector<double> losses;

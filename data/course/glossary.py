@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""One Chinese term for one thing: glossary.tsv applied to the notes and the rows, and checked.
+
+    python3 data/course/glossary.py [--apply]
+
+It holds in the notes, and in questions and answers of all rows. Left as they are: code but for its comments, `code`,
+and English in brackets, (warp). The questions in other words (paraphrases.tsv, rephrased_qa.jsonl) keep what a user may
+call a thing. Every section of the notes says the English of the most frequent terms behind them, in brackets.
+"""
+import json, pathlib, re, sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+CJK = re.compile("[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef“”‘’]")
+LATIN = re.compile("[A-Za-z]")
+HAN = re.compile(r"[\u4e00-\u9fff]")
+ENGLISH = {"BF16", "FP16", "FP32", "FP64"}  # these hold in English sentences, too
+GLOSSED = {"核函数", "线程束", "屏障", "存储体", "脊点", "归约", "词元"}  # in every section
+# what is never looked at: fences (their comments are, below), `code`, and brackets without a Chinese character
+KEPT = re.compile(r"(```.*?^```|`[^`\n]*`|\([^()\u4e00-\u9fff]*\)|（[^（）\u4e00-\u9fff]*）)", re.S | re.M)
+COMMENT = re.compile(r"(?://|# )[^\n]*[\u4e00-\u9fff][^\n]*")
+
+
+def read():
+    lines = (HERE / "glossary.tsv").read_text(encoding="utf-8").splitlines()
+    return [(term, english, [word(v) for v in variants.split(" | ")])
+            for term, english, variants in (line.split("\t") for line in lines if line[0] != "#")]
+
+
+def word(variant):
+    """A pattern; a Latin word stands alone."""
+    if LATIN.match(variant):
+        alone = "" if variant[-1].isdigit() else "(?! ?[A-Za-z])"  # but "warp scheduler" is English, and stays
+        return re.compile(rf"( ?)(?<![\w-]){variant}(?![\w-]){alone}( ?)")
+    return re.compile(f"(){variant}()")
+
+
+def replaced(text, term, pattern):
+    """Chinese characters touch each other; a blank stands between one and a Latin letter."""
+    def one(found):
+        before, after = text[:found.start()][-1:], text[found.end():][:1]
+        left, right = found.group(1), found.groups()[-1]
+        if LATIN.match(term):
+            return (" " if HAN.match(before) else left) + term + (" " if HAN.match(after) else right)
+        return ("" if CJK.match(before or "，") else left) + term + ("" if CJK.match(after or "，") else right)
+    return pattern.sub(one, text)
+
+
+def mended(text, terms, chinese=True):
+    def plain(part, everything):
+        for term, _, patterns in terms:
+            for pattern in patterns if everything or term in ENGLISH else []:
+                part = replaced(part, term, pattern)
+        return part
+
+    def kept(part):
+        if part.startswith("```"):
+            return COMMENT.sub(lambda found: plain(found.group(), chinese), part)
+        return part if part.startswith("`") else plain(part, False)
+
+    parts = KEPT.split(text)  # every second one is kept; a mark stands for it, so that neighbours are seen across it
+    whole = plain("\x00".join(parts[::2]), chinese)
+    whole = re.sub("\x00", lambda found, pieces=iter(parts[1::2]): kept(next(pieces)), whole)
+    return re.sub(r"([A-Za-z-]+)（\1）", r"\1", re.sub(r"([A-Za-z-]+)（\1）(?=[\u4e00-\u9fff])", r"\1 ", whole))
+
+
+def is_english(text):
+    prose = re.sub("```.*?```", "", text, flags=re.S)
+    return len(HAN.findall(prose)) < 0.05 * len(prose)
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def written(some):
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in some)
+
+
+def glossed(text, terms):
+    """In every section the English of a term stands behind it once, at least; else it is put behind the first."""
+    brackets = "（{}）" if "（" in text else "({})"
+    sections = re.split(r"(?=^## )", text, flags=re.M)
+    for n, section in enumerate(sections):
+        for term, english, _ in terms:
+            if term not in GLOSSED or re.search(rf"{term}[^()（）\n]{{0,6}}[（(]{english}", section):
+                continue
+            parts = re.split(r"(^```.*?^```$|^#[^\n]*$)", section, flags=re.S | re.M)  # fences and headings
+            at = next((i for i in range(0, len(parts), 2) if term in parts[i]), None)
+            if at is not None:
+                parts[at] = parts[at].replace(term, term + brackets.format(english), 1)
+                section = "".join(parts)
+        sections[n] = section
+    return "".join(sections)
+
+
+def faults(apply=False):
+    terms, found = read(), []
+    for path in sorted((HERE / "notes").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        better = glossed(mended(text, terms), terms)
+        if better != text:
+            found.append(path.name)
+            if apply:
+                path.write_text(better, encoding="utf-8")
+    for name in ("gpu_qa", "exam_qa", "rephrased_qa", "english_train", "english_test"):
+        path = HERE / f"{name}.jsonl"
+        some, changed = rows(path), []
+        for row in some:
+            for field in ("instruction", "output", "chapter"):
+                if name == "rephrased_qa" and field == "instruction":
+                    continue
+                better = mended(row[field], terms, not is_english(row[field]))
+                if better != row[field]:
+                    row[field] = better
+                    changed.append(f"{name}: {row['id']}: {field}")
+        found += changed
+        if apply and changed:
+            path.write_text(written(some), encoding="utf-8")
+    return found
+
+
+if __name__ == "__main__":
+    told = faults("--apply" in sys.argv)
+    print(*told, f"{len(told)} {'mended' if '--apply' in sys.argv else 'faults'}", sep="\n")
+    sys.exit(bool(told) and "--apply" not in sys.argv)

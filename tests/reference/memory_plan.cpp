@@ -1,0 +1,60 @@
+// The README's table of models and memory: how many bytes of a GPU's memory the programs plan, by the functions that plan
+// them. What CUDA itself takes (its context, the kernels: about half a GB) comes on top.
+//
+//     g++ -std=c++17 -I. tests/reference/memory_plan.cpp -o build/memory_plan && build/memory_plan
+#define TRAIN_NO_MAIN
+#include "train_lora.cu"
+
+constexpr double GB = 1e9;
+constexpr size_t SCRATCH = (32 << 20) + (18 << 20); // of split products and of attention: Book II's, which g++ does not see
+
+struct Size { const char* name; int C, L, H, K, F; bool tied; }; // as `qwen3 --synthesize` has them
+constexpr Size SIZES[] = {{"0.6B", 1024, 28, 16, 8, 3072, true},  {"1.7B", 2048, 28, 16, 8, 6144, true},
+                          {"4B", 2560, 36, 32, 8, 9728, true},    {"8B", 4096, 36, 32, 8, 12288, false},
+                          {"14B", 5120, 40, 40, 8, 17408, false}, {"32B", 5120, 64, 64, 8, 25600, false}};
+
+// Session's plan, for a conversation of up to `context` tokens.
+static size_t chat(const Config& c, int context) {
+    Arena arena;
+    KVCache<bf16> cache;
+    Activations<bf16> activations;
+    const int chunk = std::min(Session<bf16>::GPU_CHUNK, context), rows = Session<bf16>::ROWS;
+    cache.plan(arena, c, (size_t)(context + PAGE - 1) / PAGE);
+    activations.plan(arena, c, chunk, false);
+    return 2 * parameters(c) + arena.used + (size_t)context * c.D * 4 + (size_t)rows * (4 * c.V + 2 * c.C) + SCRATCH;
+}
+
+// Trainer's plan, for batches of `batch` rows that feed 512 tokens each; rank 0 trains all parameters.
+static size_t training(const Config& c, int batch, int rank, bool recompute) {
+    const size_t HD = (size_t)c.H * c.D, KD = (size_t)c.K * c.D, C = c.C, F = c.F, L = c.L, r = rank;
+    // Every A, and every B with the zeros beside its blocks: (in, out, modules) of the products qkv, o, gate and up, down.
+    const size_t products[4][3] = {{C, HD + 2 * KD, 3}, {HD, C, 1}, {C, 2 * F, 2}, {F, C, 1}};
+    size_t count = 0, width = 0;
+    for (auto& [in, out, modules] : products) count += L * modules * r * (in + out), width += L * modules * r;
+    if (!rank) count = parameters(c);
+    Arena arena;
+    Activations<bf16> a;
+    Flow<bf16> d;
+    KVCache<bf16> kv;
+    const int N = batch * 512;
+    a.plan_training(arena, c, N, recompute);
+    d.plan(arena, c, N, rank, std::min(N, Trainer<bf16>::GPU_HEAD_ROWS));
+    kv.plan(arena, c, (size_t)N / PAGE + batch, true);
+    const size_t model = rank ? 2 * parameters(c) : 0; // (without LoRA the parameters are in `count`)
+    return model + count * (2 + 4 * 4) + 2 * N * width + arena.used + SCRATCH;
+}
+
+int main() {
+    printf("GB         chat 4,096   chat 40,960   LoRA 16   LoRA 1, --recompute   full 16   full 1, --recompute\n");
+    for (const Size& s : SIZES) {
+        Config c = {};
+        c.C = s.C, c.L = s.L, c.H = s.H, c.K = s.K, c.D = 128, c.F = s.F, c.V = 151936, c.max_positions = 40960, c.tied = s.tied;
+        printf("%-4s %16.1f %13.1f %9.1f %21.1f %9.1f %21.1f\n", s.name, chat(c, 4096) / GB, chat(c, 40960) / GB,
+               training(c, 16, 32, false) / GB, training(c, 1, 32, true) / GB, training(c, 16, 0, false) / GB,
+               training(c, 1, 0, true) / GB);
+        if (s.C == 1024) // against what the program said on an H100: 9.41, 33.8 (without the model's 1.19) and 43.6
+            fprintf(stderr, "0.6B: LoRA 16 rows %.2f, 64 rows %.1f, without the model; --full, 64 rows %.1f\n",
+                    (training(c, 16, 32, false) - 2 * parameters(c)) / GB,
+                    (training(c, 64, 32, false) - 2 * parameters(c)) / GB, training(c, 64, 0, false) / GB);
+    }
+}

@@ -1,0 +1,321 @@
+// README and docs/: what they name exists. Options are in a program's --help, links and files are there, error messages
+// are in the sources, and the Chinese pages have what the English ones have.
+// Environment: QWEN3, TRAIN_LORA, DATAGEN and SERVE name the programs (default ./NAME).
+#include "../process.h"
+#include <map>
+#include <regex>
+#include <set>
+
+using namespace std::literals;
+
+static std::string read(const fs::path& path) {
+    INFO(path.string());
+    REQUIRE(fs::is_regular_file(path));
+    return fs::file_size(path) ? std::string(MappedFile(path.string()).text()) : "";
+}
+
+static std::vector<fs::path> pages() {
+    std::vector<fs::path> all = {"README.md", "README.zh.md"};
+    for (auto& entry : fs::directory_iterator("docs"))
+        if (entry.path().extension() == ".md") all.push_back(entry.path());
+    return all;
+}
+
+// What `pattern` matches in the text, or its first group.
+static Strings matches(const std::string& text, const char* pattern) {
+    const std::regex regex(pattern);
+    Strings all;
+    for (std::sregex_iterator i(text.begin(), text.end(), regex), end; i != end; ++i)
+        all.push_back((*i)[i->size() > 1]);
+    return all;
+}
+
+// The lines of the fenced blocks, without comments; lines that end in a backslash are joined.
+static Strings code_lines(const std::string& page) {
+    Strings all;
+    bool inside = false;
+    std::string before;
+    for (std::string line : lines(page)) {
+        if (line.compare(0, 3, "```") == 0) {
+            inside = !inside;
+            continue;
+        }
+        if (!inside) continue;
+        line = std::regex_replace(before + line, std::regex("(^|\\s+)#.*"), "");
+        before = line.size() && line.back() == '\\' ? line.substr(0, line.size() - 1) : "";
+        if (before.empty()) all.push_back(line);
+    }
+    return all;
+}
+
+// ----------------------------------------------------------------------------------------- options
+
+static std::string program(const char* variable, const char* otherwise) {
+    return getenv(variable) ? getenv(variable) : otherwise;
+}
+
+// The options of "qwen3", "datagen chunk" and so on: what begins a line of --help. Of a script: what is in its text.
+// A program that is not here (serve needs a library) has none.
+static const std::map<std::string, std::set<std::string>>& options() {
+    static const std::map<std::string, std::set<std::string>> known = [] {
+        std::map<std::string, std::set<std::string>> all;
+        auto ask = [&](const std::string& name, const std::string& path, Strings arguments) {
+            if (path.find('/') != path.npos && !fs::exists(path)) return;
+            arguments.push_back("--help");
+            const Result r = Process(path.c_str(), arguments).wait();
+            INFO(name << ": " << r.err);
+            REQUIRE(r.status == 0);
+            for (auto& line : lines(r.out)) {
+                std::smatch found;
+                if (std::regex_search(line, found, std::regex("^ +(-[A-Za-z], )?(--[a-z][a-z0-9-]*)"))) {
+                    all[name].insert(found[2]);
+                    if (found[1].matched) all[name].insert(found[1].str().substr(0, 2));
+                }
+            }
+        };
+        ask("qwen3", program("QWEN3", "./qwen3"), {});
+        ask("train_lora", program("TRAIN_LORA", "./train_lora"), {});
+        ask("serve", program("SERVE", "./serve"), {});
+        const std::string datagen = program("DATAGEN", "./datagen");
+        ask("datagen", datagen, {});
+        for (const char* command :
+             {"chunk", "prompt", "generate", "collect", "filter", "split", "pack", "unpack", "stats", "score"})
+            ask(format("datagen %s", command), datagen, {command});
+        for (const char* script : {"export.py", "teach", "tests/bench/bench_serve.cpp"})
+            if (fs::exists(script))
+                for (auto& name : matches(read(script), "[^a-z-](--?[a-z][a-z0-9-]*)"))
+                    all[script == "export.py"s ? script : fs::path(script).stem()].insert(name);
+        for (auto& [name, list] : all) list.insert("--help");
+        return all;
+    }();
+    return known;
+}
+
+// The commands in a line of a shell: those between && ; | and the like, as words; without what is in quotes.
+static std::vector<Strings> commands(const std::string& line) {
+    std::vector<Strings> all;
+    const std::string bare = std::regex_replace(line, std::regex("\"[^\"]*\"|'[^']*'"), "TEXT");
+    for (auto& part : matches(bare, "[^&;|()]+")) all.push_back(matches(part, "[^\\s]+"));
+    return all;
+}
+
+TEST_CASE("docs: every option of a command is one of its program's") {
+    size_t checked = 0;
+    for (auto& page : pages()) {
+        const std::string text = read(page);
+        Strings found = code_lines(text);
+        for (auto& span : matches(text, "`([^`\n]+)`")) found.push_back(span);
+        for (auto& line : found)
+            for (auto& words : commands(line)) {
+                size_t at = 0;
+                while (at < words.size() && words[at].find('=') != std::string::npos) at++; // VARIABLE=value
+                if (at < words.size() && words[at] == "python3") at++;
+                if (at == words.size()) continue;
+                std::string name = words[at].compare(0, 2, "./") == 0 ? words[at].substr(2) : words[at];
+                if (name == "datagen" && at + 1 < words.size() && options().count("datagen " + words[at + 1]))
+                    name += " " + words[++at];
+                const auto known = options().find(name);
+                if (known == options().end()) continue;
+                for (at++; at < words.size() && words[at] != "--"; at++) {
+                    const std::string option = words[at].substr(0, words[at].find('='));
+                    if (option.size() < 2 || option[0] != '-' || !isalpha(option[1 + (option[1] == '-')])) continue;
+                    INFO(page.string() << ": " << line << ": " << name << " has no " << option);
+                    CHECK(known->second.count(option) == 1);
+                    checked++;
+                }
+            }
+    }
+    CHECK(checked > 80);
+}
+
+TEST_CASE("docs: every option that is named is some program's") {
+    std::set<std::string> known = {"--gpus", "--local-dir", "--version"}; // of docker, hf, nvcc
+    for (const char* name : {"qwen3", "train_lora", "datagen", "serve", "export.py", "teach"}) {
+        if (!options().count(name)) {
+            printf("skipped: options named in docs: there is no %s here\n", name);
+            return;
+        }
+    }
+    for (auto& [name, list] : options()) known.insert(list.begin(), list.end());
+    for (auto& page : pages())
+        for (auto& option : matches(read(page), "(?:^|[^A-Za-z0-9-])(--[a-z][a-z0-9-]*)")) {
+            INFO(page.string() << ": " << option);
+            CHECK(known.count(option) == 1);
+        }
+}
+
+// ----------------------------------------------------------------------------------------- links and files
+
+// What GitHub makes of a heading: lower case, blanks as hyphens, without punctuation.
+static std::string anchor(const std::string& heading) {
+    std::string all;
+    for (char c : heading)
+        if (c == ' ') all += '-';
+        else if (c == '-' || c == '_' || isalnum((unsigned char)c) || c < 0) all += (char)(c < 0 ? c : tolower(c));
+    return all;
+}
+
+TEST_CASE("docs: links lead somewhere, and pages list their own sections") {
+    for (auto& page : pages()) {
+        const std::string text = read(page);
+        for (auto& target : matches(text, "\\]\\(([^)]+)\\)")) {
+            if (target.compare(0, 4, "http") == 0) continue;
+            INFO(page.string() << ": " << target);
+            const size_t hash = std::min(target.find('#'), target.size());
+            const fs::path file = hash ? page.parent_path() / target.substr(0, hash) : page;
+            CHECK(fs::exists(file));
+            if (hash == target.size() || !fs::exists(file)) continue;
+            std::set<std::string> anchors;
+            for (auto& heading : matches(read(file), "(?:^|\n)#+ ([^\n]+)")) anchors.insert(anchor(heading));
+            CHECK(anchors.count(target.substr(hash + 1)) == 1);
+        }
+        const Strings sections = matches(text, "\n## ([^\n]+)");
+        if (text.find("\nContents: ") != text.npos || text.find("\n目录：") != text.npos)
+            for (auto& section : sections) {
+                INFO(page.string() << " does not list its section " << section);
+                CHECK(text.find("(#" + anchor(section) + ")") != text.npos);
+            }
+    }
+}
+
+TEST_CASE("docs: files of the repository that are named are there") {
+    const std::set<std::string> elsewhere = {"doctest/doctest.h", "stdio.h", "llama.cpp"};
+    for (auto& page : pages()) {
+        const std::string text = std::regex_replace(read(page), std::regex("https?://[^\\s)`]+"), "");
+        for (auto& word : matches(text, "[A-Za-z0-9_./-]+")) {
+            const std::string name = word.compare(0, 2, "./") == 0 ? word.substr(2) : word;
+            if (elsewhere.count(name)) continue;
+            if (std::regex_match(name, std::regex("(tests|docs|data|lab)/.*|.*\\.(cu|cpp|h|py|sh)"))) {
+                INFO(page.string() << ": " << name);
+                CHECK((fs::exists(name) || fs::exists(name.substr(0, name.size() - 1)))); // (a sentence ends in a dot)
+            }
+        }
+    }
+}
+
+TEST_CASE("docs: architecture.md knows every source file") {
+    const std::string text = read("docs/architecture.md");
+    for (auto& entry : fs::directory_iterator(".")) {
+        const std::string name = entry.path().filename(), extension = entry.path().extension();
+        if (!std::set<std::string>{".cu", ".cpp", ".h", ".py"}.count(extension)) continue;
+        INFO(name);
+        CHECK(text.find("`" + name + "`") != text.npos);
+    }
+}
+
+// ----------------------------------------------------------------------------------------- what programs say
+
+// The cells of a page's tables, row by row, without the rows below headings.
+static std::vector<Strings> rows(const std::string& page) {
+    std::vector<Strings> all;
+    for (auto& line : lines(page)) {
+        if (line.empty() || line[0] != '|' || line.compare(0, 4, "|---") == 0) continue;
+        all.push_back(matches(std::regex_replace(line, std::regex("\\\\\\|"), "/"), "[^|]+"));
+    }
+    return all;
+}
+
+// Every string of a source is one piece: "a " "b" is "a b".
+static std::string sources() {
+    std::string all;
+    for (auto& entry : fs::directory_iterator(".")) {
+        const std::string name = entry.path().filename(), extension = entry.path().extension();
+        if (name == "teach" || std::set<std::string>{".cu", ".cpp", ".h", ".py"}.count(extension))
+            all += read(entry.path());
+    }
+    std::string joined;
+    for (size_t i = 0; i < all.size(); i++) {
+        if (all[i] == '\\' && i + 1 < all.size() && all[i + 1] == '"') {
+            joined += all[++i];
+            continue;
+        }
+        if (all[i] == '"') { // does another one follow?
+            const size_t next = all.find_first_not_of(" \n", i + 1);
+            if (next != all.npos && all[next] == '"') {
+                i = next;
+                continue;
+            }
+        }
+        joined += all[i];
+    }
+    return joined;
+}
+
+TEST_CASE("docs: the messages in troubleshooting.md are what the programs say") {
+    const std::set<std::string> of_others = {"sudo: command not found", "Illegal instruction",
+                                             "no kernel image is available", ": Address already in use",
+                                             ": No such file or directory", "Couldn't connect to server"};
+    const Strings without = {"make", "-s", "info", "NVCC=none", "CXX=g++", "CURL=", "MHD=", "EDIT=", "OPENMP="};
+    const Result bare = Process("/usr/bin/env", without).wait();
+    REQUIRE(bare.status == 0);
+    const std::string all = sources() + bare.out; // (the Makefile puts its lines together)
+    size_t checked = 0;
+    for (auto& row : rows(read("docs/troubleshooting.md")))
+        for (auto& span : matches(row[0], "`([^`]+)`"))
+            for (auto& piece : matches(span, "(?:[^\xe2]|\xe2(?!\x80\xa6))+")) { // between one … and the next
+                const std::string text = std::regex_replace(piece, std::regex("^\x80\xa6"), "");
+                if (text.size() < 6 || of_others.count(text)) continue;
+                INFO("no program says: " << text);
+                CHECK(all.find(text) != all.npos);
+                checked++;
+            }
+    CHECK(checked > 80);
+}
+
+// ----------------------------------------------------------------------------------------- two languages
+
+TEST_CASE("docs: the Chinese pages have the English ones' rows and commands") {
+    const std::vector<Strings> english = rows(read("docs/troubleshooting.md"));
+    const std::vector<Strings> chinese = rows(read("docs/troubleshooting.zh.md"));
+    REQUIRE(english.size() == chinese.size());
+    for (size_t i = 0; i < english.size(); i++) {
+        INFO(english[i][0]);
+        CHECK(matches(english[i][0], "`([^`]+)`") == matches(chinese[i][0], "`([^`]+)`"));
+    }
+    const std::string readme = read("README.md"), translated = read("README.zh.md");
+    auto commands_of = [](const std::string& page) { // questions and addresses differ
+        Strings all = code_lines(page);
+        for (auto& line : all) line = std::regex_replace(line, std::regex("\"[^\"]*\""), "TEXT");
+        return all;
+    };
+    CHECK(commands_of(readme) == commands_of(translated));
+    const std::vector<Strings> left = rows(readme), right = rows(translated);
+    REQUIRE(left.size() == right.size());
+    for (size_t i = 0; i < left.size(); i++) { // the same figures
+        REQUIRE(left[i].size() == right[i].size());
+        for (size_t cell = 0; cell < left[i].size(); cell++) {
+            INFO(left[i][cell] << " / " << right[i][cell]);
+            const char* figure = "[0-9][0-9,.]*[0-9]|[0-9]";
+            Strings one = matches(left[i][cell], figure), other = matches(right[i][cell], figure);
+            std::sort(one.begin(), one.end()), std::sort(other.begin(), other.end());
+            CHECK(one == other);
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------------------- the README
+
+TEST_CASE("docs: the README is short, and counts our lines") {
+    const std::string text = read("README.md");
+    CHECK(lines(text).size() <= 120);
+    size_t actual = 0;
+    const std::set<std::string> counted = {".cu", ".cpp", ".h"};
+    for (auto& entry : fs::directory_iterator("."))
+        if (counted.count(entry.path().extension())) actual += lines(read(entry.path())).size();
+    const Strings said = matches(text, "([0-9,]+) of C\\+\\+ and CUDA");
+    REQUIRE(said.size() == 1);
+    const double figure = std::stod(std::regex_replace(said[0], std::regex(","), ""));
+    INFO("the README says " << figure << " lines, there are " << actual);
+    CHECK(std::abs(figure - (double)actual) < 0.1 * (double)actual);
+}
+
+TEST_CASE("docs: the picture is what docs/session.py draws of the recording") {
+    Scratch folder;
+    for (const char* name : {"session.py", "session.cast"}) fs::copy(fs::path("docs") / name, folder.path / name);
+    const Result r = Process("/usr/bin/env", {"python3", folder / "session.py", "svg"}).wait();
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    const std::string picture = read("docs/session.svg");
+    CHECK(read(folder / "session.svg") == picture);
+    CHECK(picture.size() < 60000);
+}

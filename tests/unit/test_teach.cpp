@@ -1,0 +1,337 @@
+// teach and data/sweep.sh, run as a stranger would: from another folder, with blanks and Chinese in names, stopped and
+// resumed, and with what a stranger gets wrong. The book is tests/fixtures/clock.md; data/teach has answers about it.
+// Environment: QWEN3 names the program (default ./qwen3), beside which train_lora and datagen are.
+#include "../../sj.h"
+#include "../http.h"
+#include "../process.h"
+#include <atomic>
+#include <cmath>
+#include <csignal>
+#include <mutex>
+#include <thread>
+
+static const std::string ROOT = fs::current_path().string();
+static const std::string BIN = fs::absolute(getenv("QWEN3") ? getenv("QWEN3") : "./qwen3").parent_path().string();
+static const std::string MODEL = ROOT + "/data/tiny/model.bin", BOOK = ROOT + "/tests/fixtures/clock.md";
+
+// A script, with a shell, in a folder. Its process group is its own, as a terminal would have it.
+struct Script : Process {
+    Script(const Strings& words, const std::string& folder, const char* shell = "sh", const std::string& bin = BIN)
+        : Process("/usr/bin/env", in_env(words, shell, bin), "", [folder] {
+              setpgid(0, 0);
+              if (chdir(folder.c_str()) != 0) _exit(126);
+          }) {}
+    static Strings in_env(const Strings& words, const char* shell, const std::string& bin) {
+        Strings all = {"OMP_WAIT_POLICY=passive", "PROGRAMS=" + bin, "CDPATH=/", shell};
+        all.insert(all.end(), words.begin(), words.end());
+        return all;
+    }
+    // Waits until stderr has the text; false if the script ends before.
+    bool says(const std::string& text) {
+        for (int i = 0; i < 2800; i++) {
+            if (err.text().find(text) != std::string::npos) return true;
+            siginfo_t state = {};
+            if (waitid(P_PID, (id_t)pid, &state, WEXITED | WNOHANG | WNOWAIT) == 0 && state.si_pid) return false;
+            std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        }
+        return false;
+    }
+};
+static Script teach(Strings words, const std::string& folder, const char* shell = "sh", const std::string& bin = BIN) {
+    words.insert(words.begin(), ROOT + "/teach");
+    return Script(words, folder, shell, bin);
+}
+static const char* other_shell() { return access("/bin/bash", X_OK) == 0 ? "bash" : "sh"; }
+
+// "93.09 [80.62, 100.00]" in a column of the row that begins with `label`. The last columns are ROUGE-L and BLEU-4.
+struct Score { double mean = NAN, low = NAN, high = NAN; };
+static Score score(const std::string& table, const std::string& label, size_t from_the_right) {
+    for (auto& line : lines(table)) {
+        if (line.compare(0, label.size() + 4, "| " + label + " |") != 0) continue;
+        Strings cells;
+        for (size_t at = 1, end; (end = line.find('|', at)) != line.npos; at = end + 1)
+            cells.push_back(line.substr(at, end - at));
+        REQUIRE(cells.size() > from_the_right);
+        Score s;
+        const char* cell = cells[cells.size() - 1 - from_the_right].c_str();
+        CHECK(sscanf(cell, "%lf [%lf, %lf]", &s.mean, &s.low, &s.high) == 3);
+        return s;
+    }
+    FAIL("no row " << label << " in\n" << table);
+    return {};
+}
+static size_t count(const std::string& text, const std::string& what) {
+    size_t n = 0;
+    for (size_t at = 0; (at = text.find(what, at)) != text.npos; at += what.size()) n++;
+    return n;
+}
+
+TEST_CASE("the offline book: stopped in the middle and resumed, the model answers from the book") {
+    Scratch scratch;
+    const Strings words = {"--offline", "-o", "Die Uhr 钟"};
+    Script first = teach(words, scratch.path);
+    REQUIRE(first.says("step 16/80  evaluation loss")); // it is training
+    kill(-first.pid, SIGINT);
+    const Result stopped = first.wait();
+    INFO(stopped.err);
+    CHECK(stopped.status == 130);
+    CHECK(stopped.out == "");
+    CHECK(stopped.err.compare(0, 36, "teach: clock.md: about 19 questions ") == 0);
+    CHECK(count(stopped.err, "teach: stopped; the same command goes on\n") == 1);
+
+    const Result r = teach(words, scratch.path, other_shell()).wait();
+    INFO(r.err);
+    INFO(r.out);
+    REQUIRE(r.status == 0);
+    CHECK(count(r.err, "step 16/80 ") == 0); // it went on after it
+    CHECK(count(r.err, "step 80/80 ") >= 1);
+    for (auto done : {"collecting", "leaving out", "packing", "as it is"}) CHECK(count(r.err, done) == 0);
+    const Score before = score(r.out, "learnt, before", 1), after = score(r.out, "learnt, after", 1);
+    const Score echo = score(r.out, "learnt: the question as answer", 1);
+    CHECK(before.high < 30);
+    CHECK(after.low > std::max(before.high, echo.high));
+    CHECK(after.mean > 60);
+    CHECK(score(r.out, "kept, after", 3).mean > score(r.out, "kept, before", 3).high); // ROUGE-1 of what it never saw
+
+    // The command that it ends with, given a question.
+    const size_t at = r.out.find("\n    ");
+    REQUIRE(at != std::string::npos);
+    std::string chat = lines(r.out.substr(at + 5))[0];
+    REQUIRE(chat.find("/qwen3 ") != std::string::npos);
+    chat = "\"$PROGRAMS\"/qwen3" + chat.substr(chat.find("/qwen3 ") + 6);
+    const char* facts[][2] = {{"Where is the marble clock of Oderby oiled, and with which oil?", "walnut oil"},
+                              {"When does the keeper of the marble clock light the frost lamp?", "4 degrees or less"},
+                              {"What do people in Oderby call the rattle?", "24 marbles"}};
+    size_t known = 0; // (so small a model may have one row of its training wrong, on one processor or another)
+    for (auto [question, fact] : facts) {
+        const Result answer = Script({"-c", chat + " -t 0 -i \"$0\"", question}, scratch.path).wait();
+        INFO(chat << "\n" << answer.err << answer.out);
+        CHECK(answer.status == 0);
+        known += count(answer.out, fact) > 0;
+    }
+    CHECK(known >= 2);
+
+    // Nothing is left to do.
+    const Result again = teach(words, scratch.path).wait();
+    CHECK(again.status == 0);
+    CHECK(again.out == r.out);
+    CHECK(lines(again.err).size() <= 2); // the line about what it takes, and a blank one
+}
+
+TEST_CASE("the recording answers the requests of the book as it is cut today") {
+    Scratch scratch;
+    REQUIRE(teach({"--offline", "--plan", "-o", "w"}, scratch.path).wait().status == 0);
+    auto ids = [](const std::string& path) { // chunk and difficulty; what follows is a sum of the request's text
+        Strings all;
+        for (auto& line : lines(read_file(path))) {
+            const Json row(line);
+            const std::string id = row["custom_id"].str();
+            all.push_back(id.substr(0, id.rfind('.')));
+        }
+        return all;
+    };
+    CHECK(ids(scratch / "w/requests.jsonl") == ids(ROOT + "/data/teach/responses.jsonl"));
+    size_t rows = 0;
+    for (auto& line : lines(read_file(ROOT + "/data/teach/responses.jsonl"))) { // each item is what was asked for
+        const Json row(line);
+        const Json items(row["response"]["body"]["choices"][0]["message"]["content"].str());
+        for (auto item : items.root().items()) rows += item["question"].is(sj::String) && item["answer"].is(sj::String);
+    }
+    CHECK(rows == 19);
+}
+
+// An endpoint with one model, which knows one answer; or that refuses.
+struct Endpoint {
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), port;
+    std::atomic<int> status{200}, asked{0};
+    std::atomic<bool> stopping{false};
+    std::thread server;
+
+    Endpoint() {
+        sockaddr_in at = {};
+        at.sin_family = AF_INET, at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        socklen_t size = sizeof at;
+        REQUIRE(bind(fd, (sockaddr*)&at, size) == 0);
+        REQUIRE(listen(fd, 100) == 0);
+        REQUIRE(getsockname(fd, (sockaddr*)&at, &size) == 0);
+        port = ntohs(at.sin_port);
+        server = std::thread([this] {
+            while (!stopping) {
+                pollfd p = {fd, POLLIN, 0};
+                if (poll(&p, 1, 20) <= 0) continue;
+                const int peer = accept4(fd, nullptr, nullptr, SOCK_CLOEXEC);
+                if (peer >= 0) serve(peer), close(peer);
+            }
+        });
+    }
+    ~Endpoint() { stopping = true, server.join(), close(fd); }
+    void serve(int peer) {
+        std::string in;
+        char some[65536];
+        for (size_t head = in.npos, length = 0; head == in.npos || in.size() < head + 4 + length;) {
+            pollfd p = {peer, POLLIN, 0};
+            const ssize_t n = poll(&p, 1, 5000) == 1 ? recv(peer, some, sizeof some, 0) : 0;
+            if (n <= 0) return;
+            in.append(some, (size_t)n);
+            head = in.find("\r\n\r\n");
+            const size_t at = in.find("Content-Length: ");
+            if (at < head) length = std::stoul(in.substr(at + 16));
+        }
+        std::string body = R"({"error": {"message": "no such key"}})";
+        if (status == 200 && in.compare(0, 4, "GET ") == 0) body = R"({"object": "list", "data": [{"id": "writer"}]})";
+        else if (status == 200)
+            body = R"({"choices": [{"message": {"role": "assistant", "content": "[{\"question\": \"Who built the )"
+                   R"(clock?\", \"answer\": \"Ilse Marrin, a well digger, built it in 1911.\"}]"}, )"
+                   R"("finish_reason": "stop"}]})";
+        asked += in.compare(0, 5, "POST ") == 0;
+        const std::string all = format("HTTP/1.1 %d Said\r\nContent-Type: application/json\r\nContent-Length: %zu\r\n"
+                                       "Connection: close\r\n\r\n", status.load(), body.size()) + body;
+        CHECK(send(peer, all.data(), all.size(), MSG_NOSIGNAL) == (ssize_t)all.size());
+    }
+};
+
+TEST_CASE("an endpoint that refuses, that answers, and is not asked twice; a book that was changed") {
+    Scratch scratch;
+    const Strings nothing = {"generate", scratch / "none", "--url", "http://127.0.0.1:1"};
+    if (count(Process((BIN + "/datagen").c_str(), nothing).wait().err, "without libcurl")) return;
+    Endpoint endpoint;
+    const std::string book = "Das Buch, 第 1 版.md"; // of two chunks
+    write_file(scratch / book, read_file(BOOK).substr(0, 5000));
+    const std::string url = format("http://127.0.0.1:%d", endpoint.port);
+    Strings words = {book, "--model", MODEL, "--endpoint", url, "--test", "100", "--price-in", "10",
+                     "--price-out", "40"};
+    endpoint.status = 401;
+    Result r = teach(words, scratch.path).wait();
+    INFO(r.err);
+    CHECK(r.status == 1);
+    CHECK(r.out == "");
+    CHECK(r.err.find("questions in ") != std::string::npos);
+    CHECK(r.err.find(" to write, for 0.") != std::string::npos);
+    CHECK(r.err.find("401") != std::string::npos);
+    const std::string work = scratch / "Das Buch, 第 1 版.teach";
+    CHECK(fs::exists(work + "/requests.jsonl.made"));
+    CHECK(!fs::exists(work + "/responses.jsonl.made"));
+
+    endpoint.status = 200;
+    const auto cut = fs::last_write_time(work + "/chunks.jsonl");
+    endpoint.asked = 0;
+    r = teach(words, scratch.path, other_shell()).wait();
+    INFO(r.err);
+    CHECK(r.status == 1); // all answers are the same, so one question is left
+    CHECK(r.err.find("too few questions are left to learn from and keep 100 for measuring: 1 ") != std::string::npos);
+    CHECK(fs::last_write_time(work + "/chunks.jsonl") == cut);
+    const int asked = endpoint.asked;
+    CHECK(asked == (int)lines(read_file(work + "/requests.jsonl")).size());
+    CHECK(teach(words, scratch.path).wait().status == 1);
+    CHECK(endpoint.asked == asked);
+
+    // Another subject makes other requests; a book that was changed is cut anew.
+    words.insert(words.end(), {"--subject", "clocks that 'run' on \"water\""});
+    CHECK(teach(words, scratch.path).wait().status == 1);
+    CHECK(endpoint.asked == 2 * asked);
+    write_file(scratch / book, read_file(BOOK).substr(0, 6500));
+    CHECK(teach(words, scratch.path).wait().status == 1);
+    CHECK(fs::last_write_time(work + "/chunks.jsonl") != cut);
+    CHECK(endpoint.asked > 2 * asked);
+}
+
+TEST_CASE("what a stranger gets wrong is one clear line") {
+    Scratch scratch;
+    fs::create_directory(scratch.path / "no programs");
+    fs::create_directory(scratch.path / "mine");
+    write_file(scratch / "mine/letter.txt", "Dear aunt");
+    write_file(scratch / "empty.md", "");
+    write_file(scratch / "other.md", read_file(BOOK));
+    const Strings to = {"--model", MODEL, "--endpoint", "http://127.0.0.1:1"};
+    auto refused = [&](Strings words, const std::string& why, const Strings& more) {
+        words.insert(words.end(), more.begin(), more.end());
+        check_refusal(teach(words, scratch.path).wait(), "teach", why);
+    };
+    refused({}, "no book named", to);
+    refused({BOOK}, "--endpoint URL is needed", {"--model", MODEL});
+    refused({BOOK}, "--model MODEL is needed", {"--endpoint", "http://127.0.0.1:1"});
+    refused({"lost.md"}, "lost.md: no such book", to);
+    refused({"empty.md"}, "empty.md: the book is empty", to);
+    refused({BOOK, "--model", "lost", "--endpoint", "x"}, "lost: no such model", {});
+    refused({BOOK, "--colour"}, "unknown option --colour", to);
+    refused({BOOK, "--epochs"}, "--epochs needs a value", {});
+    refused({BOOK, "--price-in", "ten"}, "ten is not a number", to);
+    refused({BOOK, "--test", "2.5"}, "2.5 is not a whole number", to);
+    refused({BOOK, "--offline"}, "--offline has its own book", {});
+    refused({BOOK, "-o", "mine"}, "mine: exists and is no work folder", to);
+    refused({BOOK}, "--steps is not known here", {"--model", MODEL, "--endpoint", "x", "--", "--steps", "2"});
+    check_refusal(teach({"--offline"}, scratch.path, "sh", scratch / "no programs").wait(), "teach", "run make first");
+    REQUIRE(teach({BOOK, "--model", MODEL, "--endpoint", "x", "-o", "w", "--plan"}, scratch.path).wait().status == 0);
+    refused({"other.md", "-o", "w"}, "w: belongs to another book, " + BOOK, to);
+
+    // What the programs find wrong with a model, with options or with a book is shown before anything is asked.
+    auto said = [&](Strings words, const std::string& program, const std::string& why) {
+        const Result r = teach(words, scratch.path).wait();
+        check_refusal(r, program, why);
+    };
+    said({BOOK, "--model", "empty.md", "--endpoint", "x"}, "train_lora", "empty.md");
+    write_file(scratch / "latin.md", "Z\xFCrich\n");
+    said({"latin.md", "--model", MODEL, "--endpoint", "x"}, "datagen", "latin.md: no UTF-8");
+    said({BOOK, "--model", MODEL, "--endpoint", "x", "-o", "w3", "--", "--rank", "0"}, "train_lora", "--rank");
+}
+
+TEST_CASE("a sweep of three rows: table, picture, best row; what is finished is not trained again") {
+    Scratch scratch;
+    fs::create_directory(scratch.path / "数 据");
+    const Strings rows = lines(read_file(ROOT + "/data/course/english_train.jsonl"));
+    write_file(scratch / "数 据/train.jsonl", rows[0] + "\n" + rows[1] + "\n" + rows[2] + "\n");
+    write_file(scratch / "数 据/test.jsonl", rows[3] + "\n" + rows[4] + "\n");
+    write_file(scratch / "grid", "# a comment\nrank alpha lr   steps dropout weight-decay\n\n 2 4 1e-3 1 0 0.01\n"
+                                 " 4 8 1e-3 2 0.1 0.01\r\n - - 1e-3 1 - -  # rank 32\n");
+    const Strings words = {ROOT + "/data/sweep.sh", MODEL, "数 据/train.jsonl", "数 据/test.jsonl", "grid", "o u t",
+                           "--seed", "3"};
+    const Result r = Script(words, scratch.path).wait();
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    const Strings table = lines(r.out);
+    INFO(r.out);
+    REQUIRE(table.size() == 9);
+    CHECK(table[0] == "| rank | alpha | lr | steps | dropout | weight decay | rows | ended | loss | "
+                      "ROUGE-1 | ROUGE-2 | ROUGE-L | BLEU-4 |");
+    for (auto label : {"as it was | - | - | - | - | -", "the question as answer | - | - | - | - | -",
+                       "2 | 4 | 1e-3 | 1 | 0 | 0.01", "- | - | 1e-3 | 1 | - | -"})
+        for (size_t column = 0; column < 4; column++) {
+            const Score s = score(r.out, label, column);
+            CHECK(s.low <= s.mean);
+            CHECK(s.mean <= s.high);
+        }
+    CHECK(table[8].compare(0, 22, "Best by ROUGE-L: rank ") == 0);
+    CHECK(table[8].find("a difference to them is not shown") != std::string::npos); // two rows show nothing
+    CHECK(r.out == read_file(scratch / "o u t/table.md"));
+    const std::string picture = read_file(scratch / "o u t/loss.svg");
+    CHECK(count(picture, "<polyline") == 3);
+    CHECK(count(picture, "dots: held out") == 1);
+    for (auto text : {">step</text>", ">loss</text>", ">rank</text>", ">weight-decay</text>", ">0.1</text>"})
+        CHECK(count(picture, text) >= 1);
+
+    const std::string adapter = scratch / "o u t/4_8_1e-3_2_0.1_0.01/adapter_model.safetensors";
+    const auto made = fs::last_write_time(adapter);
+    fs::remove_all(scratch.path / "o u t/-_-_1e-3_1_-_-");
+    const Result again = Script(words, scratch.path, other_shell()).wait();
+    INFO(again.err);
+    CHECK(again.status == 0);
+    CHECK(again.out == r.out); // to the bit
+    CHECK(count(again.err, "sweep.sh: run ") == 1);
+    CHECK(count(again.err, "sweep.sh: run 3 of 3: --lr 1e-3 --steps 1 ") == 1);
+    CHECK(fs::last_write_time(adapter) == made);
+
+    auto refused = [&](size_t which, const std::string& word, const std::string& why) {
+        Strings wrong = words;
+        wrong[which] = word;
+        check_refusal(Script(wrong, scratch.path).wait(), "sweep.sh", why);
+    };
+    refused(1, "lost", "lost: no such model");
+    refused(2, "lost", "lost: no such file");
+    refused(2, "数 据/test.jsonl", "holds a sweep of another model, of other data");
+    write_file(scratch / "short", "rank alpha\n2\n");
+    refused(4, "short", "the row \"2\" has 1 words, the header 2");
+    write_file(scratch / "sly", "rank\n$(ls)\n");
+    refused(4, "sly", "a character that no option needs");
+    write_file(scratch / "twice", "rank\n2\n 2\n");
+    refused(4, "twice", "is there twice");
+}
