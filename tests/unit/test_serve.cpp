@@ -2026,7 +2026,7 @@ TEST_CASE("options") {
     refused({MODEL, "--drain-seconds", "-1"}, "--drain-seconds");
     refused({MODEL, "--batch", "x"}, "-o");
     refused({MODEL, "-o", "x"}, "--batch");
-    refused({MODEL, "-z", VOCABULARY, "--port", "0", "--kv-memory", "0.0001"}, "--kv-memory");
+    refused({MODEL, "-z", VOCABULARY, "--port", "0", "--kv-memory", "0.000001"}, "--kv-memory");
     refused({"/nonexistent"}, "/nonexistent");
     const MemoryFile empty("\n\n");
     refused({MODEL, "--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), empty.fd)}, "no key");
