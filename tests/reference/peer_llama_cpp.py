@@ -3,14 +3,15 @@
     pip install llama-cpp-python gguf numpy
     python tests/reference/peer_llama_cpp.py model.bin THREADS [q8_0]
 
-Writes the weights of a model.bin as GGUF (bf16 matrices, or q8_0; f32 norms), then times a prompt of 512 tokens
-and decoding at positions 0, 100, 512 and 2048: medians, one line of JSON.
+Writes the weights of a model.bin as GGUF beside it (bf16 matrices, or q8_0; f32 norms), once, then times a prompt of 512
+tokens and decoding at positions 0, 100, 512 and 2048: medians, one line of JSON. tests/bench/turns.sh runs it and
+`qwen3 --bench` in turns.
 """
 import json
+import os
 import statistics
 import struct
 import sys
-import tempfile
 import time
 
 import gguf
@@ -66,31 +67,33 @@ def convert(model, out, q8):
 
 def main():
     model, threads, q8 = sys.argv[1], int(sys.argv[2]), "q8_0" in sys.argv[3:]
-    with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
-        convert(model, file.name, q8)
-        llm = Llama(file.name, n_ctx=2560, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
-        rng = numpy.random.default_rng(1)
-        text = lambda n: [int(x) for x in rng.integers(0, 150000, n)]
+    gguf_file = model + (".q8_0" if q8 else ".bf16") + ".gguf"
+    if not os.path.exists(gguf_file):
+        convert(model, gguf_file + ".part", q8)
+        os.rename(gguf_file + ".part", gguf_file)
+    llm = Llama(gguf_file, n_ctx=2560, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
+    rng = numpy.random.default_rng(1)
+    text = lambda n: [int(x) for x in rng.integers(0, 150000, n)]
 
-        def timed(n):
-            ids = text(n)
-            start = time.perf_counter()
-            llm.eval(ids)
-            return time.perf_counter() - start
+    def timed(n):
+        ids = text(n)
+        start = time.perf_counter()
+        llm.eval(ids)
+        return time.perf_counter() - start
 
-        timed(512)  # pages in the weights
-        out = {"threads": threads, "weights": "q8_0" if q8 else "bf16"}
-        prompts = []
-        for _ in range(3):
-            llm.reset()
-            prompts.append(timed(512))
-        out["prompt_512"] = 512 / statistics.median(prompts)
+    timed(512)  # pages in the weights
+    out = {"threads": threads, "weights": "q8_0" if q8 else "bf16"}
+    prompts = []
+    for _ in range(3):
         llm.reset()
-        for position in (0, 100, 512, 2048):
-            while llm.n_tokens < position:
-                llm.eval(text(min(512, position - llm.n_tokens)))
-            out[f"decode_{position}"] = 1 / statistics.median(timed(1) for _ in range(24))
-        print(json.dumps(out))
+        prompts.append(timed(512))
+    out["prompt_512"] = 512 / statistics.median(prompts)
+    llm.reset()
+    for position in (0, 100, 512, 2048):
+        while llm.n_tokens < position:
+            llm.eval(text(min(512, position - llm.n_tokens)))
+        out[f"decode_{position}"] = 1 / statistics.median(timed(1) for _ in range(24))
+    print(json.dumps(out))
 
 
 main()
