@@ -484,15 +484,17 @@ TARGET_AVX512_BF16 INLINE __m512 group_sums(const __m512i (&upper)[8], const __m
     return _mm512_mul_ps(step, _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
 }
 
-// Several tokens: 8 rows at a time, two groups of each.
+// 8 rows at a time, two groups of each. The rows are from all over the tile, and a single token's product asks for those
+// of the next tile: the memory of Intel's CPUs with AMX gives the most when it is read at several places.
+template <bool ONE_TOKEN>
 TARGET_AVX512_BF16 inline void vnni_tile(float* y, const WeightRows<bf16>& w, int rows, const FixedX* x, int N) {
-    const int in = w.in, groups = in / GROUP;
-    for (int first = 0; first < rows; first += 8) {
+    const int in = w.in, groups = in / GROUP, apart = (rows + 7) / 8;
+    for (int first = 0; first < apart; first++) {
         const int8_t* q[8];
-        int at[8];
+        int at[8], row[8];
         for (int r = 0; r < 8; r++) { // (the last row stands for those that are missing)
-            const int row = std::min(first + r, rows - 1);
-            q[r] = w.q + (size_t)row * in, at[r] = row * groups;
+            row[r] = std::min(first + r * apart, rows - 1);
+            q[r] = w.q + (size_t)row[r] * in, at[r] = row[r] * groups;
         }
         const __m256i scale_at = _mm256_loadu_si256((const __m256i*)at);
         for (int n = 0; n < N; n++) {
@@ -500,7 +502,10 @@ TARGET_AVX512_BF16 inline void vnni_tile(float* y, const WeightRows<bf16>& w, in
             for (int k = 0; k < in; k += 64) {
                 const FixedX& some = x[(size_t)n * (in / 64) + k / 64];
                 __m512i upper[8], lower[8];
-                UNROLL for (int r = 0; r < 8; r++) dot64(upper[r], lower[r], q[r] + k, some);
+                UNROLL for (int r = 0; r < 8; r++) {
+                    if (ONE_TOKEN) _mm_prefetch((const char*)(q[r] + (size_t)TILE_ROWS * in + k), _MM_HINT_T0);
+                    dot64(upper[r], lower[r], q[r] + k, some);
+                }
                 __m512 sum = group_sums(upper, lower, per_group(some.upper), per_group(some.lower),
                                         _mm512_castsi512_ps(per_group(some.step)));
                 sum = _mm512_maskz_shuffle_f32x4(0xffff, sum, sum, 0xd8); // a group's 8 rows together
@@ -513,12 +518,12 @@ TARGET_AVX512_BF16 inline void vnni_tile(float* y, const WeightRows<bf16>& w, in
             }
             float sums[8];
             _mm256_storeu_ps(sums, total);
-            for (int r = 0; r < std::min(8, rows - first); r++) y[n * TILE_ROWS + first + r] = sums[r];
+            for (int r = 0; r < 8; r++) y[n * TILE_ROWS + row[r]] = sums[r];
         }
     }
 }
 
-// One token: W is streamed, row after row. 16 groups of a row at a time; what each of them adds to y is kept, and added
+// One token on CPUs without AMX: W is streamed, row after row, as AMD's Zen 4 reads fastest. 16 groups of a row at a time; what each of them adds to y is kept, and added
 // for 8 rows together, since an addition waits for the one before.
 struct alignas(64) Fixed16 { // what FixedX has of 16 groups, as sum_halves orders them
     int32_t upper[16], lower[16];
@@ -789,7 +794,7 @@ template <class T> struct ProductInput {
             integers = instruction_set >= ISA_AVX512_BF16 && W.q[0] && in % 64 == 0;
             amx = instruction_set >= ISA_AMX && (W.q[0] ? integers && N > 1 : in % 32 == 0);
             if (integers) fixed = fix_all_x(x, N, in);
-            if (integers && N == 1) fixed_16 = fix_16(fixed, in);
+            if (integers && N == 1 && instruction_set < ISA_AMX) fixed_16 = fix_16(fixed, in);
             if (amx && integers) fixed_packed = amx_pack_int8(fixed, N, in);
             else if (amx) packed = amx_pack(x, N, in);
         }
@@ -813,8 +818,9 @@ template <class T> struct ProductInput {
                 if (integers) return product_tile_amx_int8(y, w, fixed_packed + before / (16 * GROUP), count);
                 return product_tile_amx(y, w.w, packed + before, N == 1, count, in);
             }
-            if (integers && N == 1) return vnni_stream(y, w, rows, fixed, fixed_16);
-            if (integers) return vnni_tile(y, w, rows, fixed + before / (2 * GROUP), count);
+            if (fixed_16) return vnni_stream(y, w, rows, fixed, fixed_16);
+            if (integers && N == 1) return vnni_tile<true>(y, w, rows, fixed, 1);
+            if (integers) return vnni_tile<false>(y, w, rows, fixed + before / (2 * GROUP), count);
         }
 #endif
         const size_t at = (size_t)n * in;

@@ -683,6 +683,17 @@ TEST_CASE("INT8 products in integers: the same bits from vectors and tiles, wide
         if (instruction_set == ISA_AVX512_BF16) integers = y;
         CHECK(same_bits(y, integers));
 
+#ifdef HAVE_SIMD
+        const FixedX* fixed = fix_all_x(x.data() + 9 * in, 1, in); // one token in both ways to read its rows
+        for (int rows : {32, 13}) {
+            float streamed[TILE_ROWS], apart[TILE_ROWS];
+            vnni_stream(streamed, WeightRows<bf16>(W, 0, 3), rows, fixed, fix_16(fixed, in));
+            vnni_tile<true>(apart, WeightRows<bf16>(W, 0, 3), rows, fixed, 1);
+            CHECK(memcmp(streamed, apart, rows * sizeof(float)) == 0);
+            CHECK(memcmp(streamed, &y[9 * out + 3], rows * sizeof(float)) == 0);
+        }
+#endif
+
         auto broken = x; // one group of token 9
         broken[9 * in + 70].bits = 0x7f80;
         const auto z = product(broken);
