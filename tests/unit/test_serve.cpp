@@ -391,7 +391,8 @@ TEST_CASE("a key that fills the queue leaves the others their share") {
 
 TEST_CASE("turns are by tokens: one token does not wait for long answers of another key") {
     for (auto [max_seqs, pages, answers, tokens, patience] : {std::tuple{4, 100, 6, 120, 5}, {4, 16, 6, 120, 5}, {1, 100, 2, 700, 650}}) {
-        INFO("at most " << max_seqs << ", " << pages << " pages");
+        const std::string size = format("at most %d, %d pages", max_seqs, pages);
+        INFO(size);
         const int context = tokens + 16;
         Bench bench({context, max_seqs, 64, 64, (size_t)pages * Bench::page_bytes()});
         std::vector<Job> jobs;
@@ -420,7 +421,8 @@ TEST_CASE("two keys with long answers have as many tokens each, in one slot and 
         int of[2] = {};
         for (Job& job : jobs)
             if (!job.reply->pieces.empty()) of[job.salt - 1] += (int)job.reply->pieces.back().count;
-        INFO("at most " << max_seqs << ": " << of[0] << " and " << of[1]);
+        const std::string shares = format("at most %d: %d and %d", max_seqs, of[0], of[1]);
+        INFO(shares);
         CHECK(of[0] + of[1] > (tokens - 100) * max_seqs);
         CHECK(std::abs(of[0] - of[1]) < (max_seqs == 1 ? 700 : 100));
     }
@@ -565,7 +567,7 @@ TEST_CASE("every documented field is done or refused by name") {
              "\"cache_salt\": \"x\"", "\"request_id\": \"my-1_2\"", "\"truncate_prompt_tokens\": 5", "\"add_generation_prompt\": false",
              "\"continue_final_message\": true", "\"continue_final_message\": true, \"add_generation_prompt\": false"})
         CHECK_MESSAGE(refused_for(one) == "-", one);
-    for (auto [more, param] : std::initializer_list<std::pair<const char*, const char*>>{
+    for (auto& row : std::initializer_list<std::pair<const char*, const char*>>{
              {"\"tool_choice\": \"required\"", "tool_choice"}, {"\"tool_choice\": {\"type\": \"function\"}", "tool_choice"}, {"\"tools\": [{}]", "tools"},
              {"\"parallel_tool_calls\": 1", "parallel_tool_calls"}, {"\"structured_outputs\": {\"choice\": [\"a\"]}", "structured_outputs"},
              {"\"response_format\": {\"type\": \"json_object\"}", "response_format"}, {"\"guided_json\": {}", "guided_json"},
@@ -586,7 +588,7 @@ TEST_CASE("every documented field is done or refused by name") {
              {"\"continue_final_message\": true, \"add_generation_prompt\": true", "add_generation_prompt"},
              {"\"stream\": true, \"stream_options\": {\"continuous_usage_stats\": true}", "continuous_usage_stats"},
              {"\"continue_final_message\": true, \"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"tool\", \"content\": \"b\"}]", "messages"}})
-        CHECK_MESSAGE(refused_for(more) == param, more);
+        CHECK_MESSAGE(refused_for(row.first) == row.second, row.first);
     CHECK(refused_for("\"echo\": true, \"logprobs\": 1", false) == "echo");
     CHECK(refused_for("\"echo\": true", false) == "-");
     CHECK(understood("\"request_id\": \"my-1\"").id == "chatcmpl-my-1");
