@@ -167,6 +167,9 @@ inline InstructionSet instruction_set = best_instruction_set(); // the process's
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
+#ifdef __CUDACC__
+#pragma nv_diag_suppress 1675 // nvcc does not know this pragma, and hands it on to g++
+#endif
 
 // ====================================================================================================== Product tiles
 // y[n * TILE_ROWS + r] = W[r] . x[n] for `rows` <= TILE_ROWS rows of W and N <= TILE_TOKENS tokens. In each way to
