@@ -1496,8 +1496,8 @@ __device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
 #endif
 
 // An mbarrier in shared memory (PTX ISA, "mbarrier"). A phase of it ends when as many have arrived as it was begun with
-// and all bytes expected in it have come; then the next begins. Whoever waits names the parity of the phase whose end he
-// waits for: 0 for the first, 1 for the second, 0 for the third. Before the first phase has ended, parity 1 is past.
+// and all bytes expected in it have come; then the next begins. Whoever waits names the parity of the phase that is to
+// end: 0 for the first, 1 for the second, 0 for the third. Before the first has ended, parity 1 is past.
 __device__ inline void barrier_begin(uint32_t barrier, int arrivals) {
     HOPPER_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -1525,9 +1525,9 @@ template <int STAGES> struct Ring {
     }
 };
 
-// The Tensor Memory Accelerator copies a box of an array to shared memory (PTX ISA, "cp.async.bulk.tensor"): from
-// place x (, y, z ..) on as many numbers of each dimension as the map says, swizzled as wgmma wants them, zeros past the
-// array's end. The barrier counts the bytes of the whole box. One thread asks for it.
+// The Tensor Memory Accelerator copies a box of an array to shared memory (PTX ISA, "cp.async.bulk.tensor"): from place
+// x, y, .. on as many numbers of each dimension as the map says, swizzled as wgmma wants them, zeros past the array's
+// end. The barrier counts the bytes of the whole box. One thread asks for it.
 __device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y) {
     HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4}], [%2];"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y) : "memory");
@@ -1542,7 +1542,7 @@ __device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_
                "[%1, {%3,%4,%5,%6}], [%2];"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u) : "memory");
 }
-// The map of an array of 2, 3 or 4 dimensions, the first of them contiguous: of each its size, how many numbers lie from
+// The map of an array of 2 to 4 dimensions, the first of them contiguous: of each its size, how many numbers lie from
 // one to the next (the first: 1), and how many a box has, of the first 64.
 struct Dimension {
     size_t size, step;
@@ -2196,11 +2196,12 @@ inline void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, 
 // Book I's product, y[n][r] = sum_i x[n][i] W[r][i], for N tokens n and `out` rows r of W; `in` is what is summed over.
 // The blocks of a Linear lie one after another on a GPU (Weights::upload), so W is one matrix. A product of the
 // backward pass has its own `in` and `out`: dx = dy W sums over W's rows, dW = dy^T x over the tokens.
-// Two kernels compute them all: stream_kernel for up to 16 tokens, at the speed at which W comes from memory, and
-// tile_kernel for more, at the speed of the tensor cores. What becomes of a sum is said by the kernel's epilogue.
+// Three kernels compute them all: stream_kernel for up to 16 tokens, at the speed at which W comes from memory, and for
+// more, at the speed of the tensor cores, tile_kernel, or on Hopper hopper_kernel. What becomes of a sum is said by the
+// kernel's epilogue.
 
 // ---- Epilogues. A kernel takes its epilogue by value, so that each thread has a copy, and calls these functions of
-// it. Here are the defaults. An epilogue for stream_kernel adds `one`, an epilogue for tile_kernel `four`:
+// it. Here are the defaults. An epilogue for stream_kernel adds `one`, one for tile_kernel and hopper_kernel `four`:
 //
 //   one(inside, n, r, y, second)   Sum y of token n and row r, from one thread. Whole warps call it, eight neighbouring
 //                                  lanes for the same n and rows 8 q .. 8 q + 7, so that they can shuffle; `inside`
@@ -2211,8 +2212,8 @@ inline void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, 
 struct Epilogue {
     static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread gets the sums of both
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
-    static constexpr bool MASKS = false;         // tile_kernel masks the sums of the adapter's columns (see TileArgs)
-    static constexpr bool PARTS = false;         // tile_kernel hands over what a softmax needs of each 64 rows
+    static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of the adapter's columns
+    static constexpr bool PARTS = false;         // ... and hand over what a softmax needs of each 64 rows
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
 
     // stream_kernel: all threads, once, after wait_for_previous; a barrier follows before any `one`.
@@ -2264,7 +2265,7 @@ struct AddEpilogue : Epilogue { // linear_add: out = residual + y; linear_backwa
 // gate and up are rounded as Book I rounds them when it stores them.
 __device__ inline float swiglu(float gate, float up) {
     const float g = to_acc(round_bf16(gate));
-    return __fdividef(g, 1 + exp2_fast(-LOG2E * g)) * to_acc(round_bf16(up)); // (an exact division takes ten times as long)
+    return __fdividef(g, 1 + exp2_fast(-LOG2E * g)) * to_acc(round_bf16(up)); // (an exact division is a call)
 }
 struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
     static constexpr bool PAIR = true;
@@ -2520,10 +2521,9 @@ template <class Epilogue> int stream_product(Context& ctx, const StreamArgs& p, 
 // ldmatrix, which reads the same chunk of eight rows at once, meets eight different groups of banks; wgmma wants the
 // same order.
 //
-// Who owns what. mma.sync: a warp owns S::WARP_TOKENS by S::WARP_ROWS of the tile. wgmma (S::WARPGROUP): the block's
-// four warps own the tile together, each 16 of every 64 tokens and all rows. Either way a warp's part is made of
-// fragments, 16 tokens by eight rows of W, spread over its lanes as mma leaves them: of fragment (i, j) lane 4 g + t
-// holds sum[i][j][0 .. 3]: rows 2 t and 2 t + 1 of token g, then the same of token g + 8.
+// Who owns what. A warp owns S::WARP_TOKENS by S::WARP_ROWS of the tile, made of fragments, 16 tokens by eight rows of
+// W, spread over its lanes as mma leaves them: of fragment (i, j) lane 4 g + t holds sum[i][j][0 .. 3]: rows 2 t and
+// 2 t + 1 of token g, then the same of token g + 8.
 // PAIR: the tile has 16 rows of gate and 16 rows of up in turn, so that a lane holds the same columns of both, two
 // fragments apart.
 //
@@ -2899,11 +2899,11 @@ void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
     launch(ctx, tile_kernel<S, X_COLS, W_COLS, Epilogue>, grid, S::THREADS, S::SHARED, p, epilogue);
 }
 
-// ---- The same on Hopper. Grid: as many blocks as are resident at once; a block takes tiles in turn. Its last warp, the
+// ---- The same on Hopper. Grid: as many blocks as are resident at once; a block takes tiles in turn. One warp, the
 // producer, has the Tensor Memory Accelerator copy stage after stage to a ring in shared memory, as far ahead as there
-// is room, through the ends of tiles too. Its other warps, the consumers, are a warpgroup for every 64 tokens of the
-// tile: it multiplies them by all rows with wgmma, and says when it has done with a stage. So copies, products and a
-// part of the epilogues run at the same time. Bound by the tensor cores.
+// is room, through the ends of tiles too. The others, the consumers, are a warpgroup for every 64 tokens of the tile:
+// it multiplies them by all rows with wgmma, and says when it has done with a stage. So copies, products and a part of
+// the epilogues run at the same time. Bound by the tensor cores.
 //
 // Layouts, stages, further columns, splits and fragments are tile_kernel's; PAIR: the tile's first half are rows of
 // gate, its second half the same rows of up.
@@ -3829,10 +3829,10 @@ template <int D> __global__ void __launch_bounds__(128, 2) attention_kernel(Atte
 }
 
 // ---- The same on Hopper, for D = 128. Grid: as many blocks as there are multiprocessors; a block takes tiles of 128
-// query rows in turn, of which each of two warpgroups owns 64. Queries, and keys and values, 128 at a time, pass through
-// shared memory in two stages each: the lanes of one warp have the Tensor Memory Accelerator copy a page each. A warpgroup has
-// the scores of the next keys and the values of the last ones multiplied at the same time, and makes weights of scores
-// while the latter runs. Bound by the tensor cores and by the exponentials.
+// query rows in turn, of which each of two warpgroups owns 64. Queries, keys and values, 128 at a time, pass through
+// shared memory in two stages each: the lanes of one warp have the Tensor Memory Accelerator copy a page each. A
+// warpgroup has the scores of the next keys and the values of the last ones multiplied at the same time, and makes
+// weights of scores while the latter runs. Bound by the tensor cores and by the exponentials.
 //
 // A page's keys, 16 rows of 128 numbers, lie as (2 groups, 2 halves, 8 rows, 64 numbers), so that all groups of eight
 // keys of a tile are equally far apart, and so do its values. What pages hold past a sequence's end has weight 0, and
@@ -3931,7 +3931,7 @@ struct HopperAttention {
         wgmma_commit();
     }
 
-    // Scores of keys from key0 on become weights; rows see keys below limit[h]. shrink[h] is for what was summed so far.
+    // Scores of keys from key0 on become weights; rows see keys below limit[h]. shrink[h]: for what was summed so far.
     __device__ __forceinline__ static void soften(Scores& s, float (&maximum)[2], float (&sum)[2], float (&shrink)[2],
                                                   const int (&limit)[2], bool masked, int key0, float scale) {
         if (masked)
@@ -4105,7 +4105,8 @@ inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, co
         launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, grid, 128, shared, p);
     }
     if (splits == 1) return;
-    launch(ctx, attention_sum_kernel, dim3((unsigned)((b.N - first) * H)), D, 0, out, p.partial, b.seq, first, H, splits);
+    const dim3 rows((unsigned)((b.N - first) * H));
+    launch(ctx, attention_sum_kernel, rows, D, 0, out, p.partial, b.seq, first, H, splits);
 }
 
 // ---- Attention for sequences of one new token: Book I's `attend` (Dao et al., "Flash-Decoding", 2023)
