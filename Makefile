@@ -70,9 +70,13 @@ qwen3: qwen3.cu $(HEADERS) $(BUILD)/command
 train_lora: train_lora.cu qwen3.cu $(HEADERS) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@
 	@echo "built     ./train_lora"
-serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/command
+serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/chat_page.inc $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@ -lmicrohttpd
 	@echo "built     ./serve"
+# The page to chat on, as a string of C++.
+$(BUILD)/chat_page.inc: chat.html
+	@mkdir -p $(BUILD)
+	@{ printf 'R"page('; cat $<; printf ')page"\n'; } > $@
 
 # The C API, for other programs (qwen3.h; lab/embed.cpp shows how).
 SHARED     = -fPIC -fvisibility=hidden
@@ -137,7 +141,7 @@ $(T)/train_lora: train_lora.cu qwen3.cu $(HEADERS)
 $(T)/datagen: datagen.cpp $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
-$(T)/serve: serve.cu qwen3.cu $(HEADERS)
+$(T)/serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/chat_page.inc
 	@mkdir -p $(T)
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@ -lmicrohttpd
 $(T)/libqwen3.so: libqwen3.cu qwen3.cu $(HEADERS)
@@ -195,7 +199,7 @@ test:
 asan:
 	@LSAN_OPTIONS=suppressions=tests/lsan.supp:print_suppressions=0 $(MAKE) --no-print-directory test SANITIZE=1
 # (One thread of OpenMP: ThreadSanitizer does not see how its threads wait for each other.)
-$(BUILD)/tsan/serve: serve.cu qwen3.cu $(HEADERS)
+$(BUILD)/tsan/serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/chat_page.inc
 	@mkdir -p $(BUILD)/tsan
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) -O1 -fsanitize=thread serve.cu -o $@ -lmicrohttpd
 tsan:

@@ -1619,6 +1619,8 @@ struct ServerOptions {
     std::vector<std::string> keys, origins; // API keys (none: open to all); web sites whose scripts may call
     int deadline = 60;                      // seconds for a request line, and then for headers and body
     int drain = 300;                        // ... and for what is under way when a signal comes
+    std::string title = "Warp";             // of the page to chat on
+    int think = 0;                          // whether its switch for thoughts is on at first
     unsigned idle() const { return (unsigned)(deadline + 1) / 2; } // without a byte
     double fetch() const { return 5. * deadline; }                 // to read an answer that is complete
 };
@@ -1765,6 +1767,41 @@ struct Peer {
     double probed = 0;            // when it was last asked whether it is there, since it will send nothing more
 };
 
+// The page to chat on: chat.html, which the Makefile makes a string of.
+static const char CHAT_PAGE[] =
+#include "build/chat_page.inc"
+    ;
+
+inline std::string escape_html(const std::string& text) {
+    std::string out;
+    for (char c : text)
+        if (strchr("&<>\"'", c)) out += format("&#%d;", c); // (a NUL, too)
+        else out += c;
+    return out;
+}
+
+// The page as it is sent, and the policy that goes with it: nothing but what is in the page, and this server, by a number
+// that only this answer has. Text can never become HTML in it (trusted types).
+struct ChatPage {
+    std::string html, policy;
+    ChatPage(const std::string& title, bool think) {
+        const std::string nonce = format("%016llx%016llx", (unsigned long long)random_bits(), (unsigned long long)random_bits());
+        const std::pair<std::string_view, std::string> values[] = {
+            {"{{nonce}}", nonce}, {"{{title}}", escape_html(title)}, {"{{think}}", think ? "1" : "0"}};
+        const std::string_view page = CHAT_PAGE;
+        for (size_t at = 0, next; at < page.size(); at = next) {
+            next = std::min(page.find("{{", at + 1), page.size());
+            std::string_view part = page.substr(at, next - at);
+            for (auto& [name, value] : values)
+                if (part.substr(0, name.size()) == name) html += value, part.remove_prefix(name.size());
+            html += part;
+        }
+        policy = "default-src 'none'; script-src 'nonce-" + nonce + "'; style-src 'nonce-" + nonce + "'; connect-src 'self'; "
+                 "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+                 "require-trusted-types-for 'script'; trusted-types 'none'";
+    }
+};
+
 struct Server {
     const ServerOptions options;
     Desk& desk;
@@ -1903,7 +1940,7 @@ struct Exchange {
             if (strcasecmp(type.c_str(), "application/json"))
                 throw Refusal(415, "Content-Type must be application/json");
         }
-        if (path == "/health" || path == "/metrics" || method == "OPTIONS") return;
+        if (path == "/" || path == "/health" || path == "/metrics" || method == "OPTIONS") return;
         caller = key();
         upload.who = unsent->who = fnv1a(&caller, sizeof caller, peer.address);
     }
@@ -1992,6 +2029,12 @@ struct Exchange {
         };
         const bool ready = server.ready && !server.draining;
         if (method == "OPTIONS") return {204, ""};
+        if (path == "/") { // also before the model is there: the page waits for it
+            only("GET");
+            ChatPage page(server.options.title, server.options.think);
+            return {200, std::move(page.html), "text/html; charset=utf-8", {{"Content-Security-Policy", page.policy},
+                    {"Cache-Control", "no-store"}, {"Referrer-Policy", "no-referrer"}}};
+        }
         if (path == "/health") {
             only("GET");
             const char* status = ready ? "ok" : server.ready ? "draining" : "loading";
@@ -2005,7 +2048,7 @@ struct Exchange {
         const bool models = path == "/v1/models" || path.compare(0, 11, "/v1/models/") == 0;
         const bool tokenize = path == "/tokenize", detokenize = path == "/detokenize";
         if (!chat && !completion && !models && !tokenize && !detokenize)
-            throw Refusal(404, "there is nothing here; /v1/chat/completions is");
+            throw Refusal(404, "there is nothing here; / and /v1/chat/completions are");
         only(models ? "GET" : "POST");
         if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
         const Service& service = server.service;
@@ -2214,6 +2257,7 @@ struct Exchange {
         status = r.status;
         peer.since = seconds(), peer.phase = Peer::ANSWERING; // from now on it can be fetched
         if (r.status != 204) MHD_add_response_header(out, "Content-Type", r.type);
+        MHD_add_response_header(out, "X-Content-Type-Options", "nosniff");
         for (auto& [name, value] : r.headers) MHD_add_response_header(out, name, value.c_str());
         if (server.draining) MHD_add_response_header(out, "Connection", "close");
         const std::string origin = header("Origin");
@@ -2477,6 +2521,7 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--drain-seconds", "N", "for what is under way when a signal comes (default 300)",
          whole(o.server.drain, 0, 86400)},
         {"", "--cors", "ORIGIN", "a web site whose scripts may call; may be repeated", list(o.server.origins)},
+        {"", "--title", "TEXT", "name of the page to chat on (default Warp)", text(o.server.title)},
         {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
          file_name(o.batch)},
         {"-o", "--output", "FILE", "where the answers of --batch go", file_name(o.output)},
@@ -2495,6 +2540,7 @@ static Options parse_options(int argc, char** argv) {
     o.model = words[0];
     if (o.batch.empty() != o.output.empty())
         DIE(o.output.empty() ? "--batch needs -o FILE, where the answers go" : "-o is for --batch");
+    o.server.think = o.think;
     if (!o.key_file.empty()) o.server.keys = read_keys(o.key_file);
     if (o.name.empty()) {
         while (o.model.size() > 1 && o.model.back() == '/') o.model.pop_back();
@@ -2529,7 +2575,8 @@ static int serve_http(const Options& o, Server& server) {
     const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
     const bool six = o.server.host.find(':') != std::string::npos;
     const char* host = o.server.host.c_str();
-    fprintf(stderr, "listening on http://%s%s%s:%d/v1\n", six ? "[" : "", host, six ? "]" : "", port);
+    fprintf(stderr, "listening on http://%s%s%s:%d/v1; a page to chat on is at /\n", six ? "[" : "", host, six ? "]" : "",
+            port);
     for (; !stopping; usleep(200'000)) server.watch();
     server.drain();
     return 0;
