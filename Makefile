@@ -2,6 +2,7 @@
 # make cpu          the same with g++ alone
 # make test         builds with -Werror, runs every suite; the last line counts
 # make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
+# make campaign     mixed load and faults against ./serve for SECONDS_EACH
 # make tsan         the server's suite, the server under ThreadSanitizer
 # make aarch64      the model's suites for 64-bit Arm, by a cross compiler, under qemu-user
 # make cuda-check   nvcc compiles every kernel for four architectures, and the code in the notes
@@ -45,7 +46,7 @@ space    := $(empty) $(empty)
 NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(FLAGS)))
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
-.PHONY: all cpu info test asan tsan aarch64 fuzz bench clean cuda-check
+.PHONY: all cpu info test asan tsan aarch64 fuzz campaign bench clean cuda-check
 all cpu: info qwen3 train_lora datagen $(if $(MHD),serve)
 
 info:
@@ -231,6 +232,13 @@ run-%: $(BUILD)/fuzz/%
 .SECONDARY: $(addprefix $(BUILD)/fuzz/,$(FUZZERS))
 fuzz:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(FUZZERS:%=run-%)
+
+# Everything at once that may happen to a server (tests/bench/campaign.cpp).
+$(BUILD)/campaign: tests/bench/campaign.cpp tests/http.h $(HEADERS)
+	@mkdir -p $(BUILD)
+	$(Q)$(CXX) $(CPUFLAGS) -Werror $< -o $@ -pthread
+campaign: serve $(BUILD)/campaign
+	$(BUILD)/campaign --seconds $(SECONDS_EACH)
 
 # ---- All CUDA code, without linking: what CI can do without a GPU. The trainer and the server's suite have every kernel
 # between them and are compiled for four architectures; the other suites for one; and the code in the course's notes.
