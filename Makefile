@@ -2,6 +2,7 @@
 # make cpu          the same with g++ alone
 # make test         builds with -Werror, runs every suite; the last line counts
 # make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
+# make campaign     mixed load and faults against ./serve for SECONDS_EACH
 # make tsan         the server's suite, the server under ThreadSanitizer
 # make aarch64      the model's suites for 64-bit Arm, by a cross compiler, under qemu-user
 # make cuda-check   nvcc compiles every kernel for four architectures, and the code in the notes
@@ -45,7 +46,7 @@ space    := $(empty) $(empty)
 NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(FLAGS)))
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
-.PHONY: all cpu info test asan tsan aarch64 fuzz bench clean cuda-check
+.PHONY: all cpu info test asan tsan aarch64 fuzz campaign bench clean cuda-check
 all cpu: info qwen3 train_lora datagen $(if $(MHD),serve)
 
 info:
@@ -70,9 +71,13 @@ qwen3: qwen3.cu $(HEADERS) $(BUILD)/command
 train_lora: train_lora.cu qwen3.cu $(HEADERS) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@
 	@echo "built     ./train_lora"
-serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/command
+serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/chat_page.inc $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@ -lmicrohttpd
 	@echo "built     ./serve"
+# The page to chat on, as a string of C++.
+$(BUILD)/chat_page.inc: chat.html
+	@mkdir -p $(BUILD)
+	@{ printf 'R"page('; cat $<; printf ')page"\n'; } > $@
 
 # The C API, for other programs (qwen3.h; lab/embed.cpp shows how).
 SHARED     = -fPIC -fvisibility=hidden
@@ -137,7 +142,7 @@ $(T)/train_lora: train_lora.cu qwen3.cu $(HEADERS)
 $(T)/datagen: datagen.cpp $(HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
-$(T)/serve: serve.cu qwen3.cu $(HEADERS)
+$(T)/serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/chat_page.inc
 	@mkdir -p $(T)
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) $(if $(SANITIZE),,-O3) $< -o $@ -lmicrohttpd
 $(T)/libqwen3.so: libqwen3.cu qwen3.cu $(HEADERS)
@@ -195,7 +200,7 @@ test:
 asan:
 	@LSAN_OPTIONS=suppressions=tests/lsan.supp:print_suppressions=0 $(MAKE) --no-print-directory test SANITIZE=1
 # (One thread of OpenMP: ThreadSanitizer does not see how its threads wait for each other.)
-$(BUILD)/tsan/serve: serve.cu qwen3.cu $(HEADERS)
+$(BUILD)/tsan/serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/chat_page.inc
 	@mkdir -p $(BUILD)/tsan
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) -O1 -fsanitize=thread serve.cu -o $@ -lmicrohttpd
 tsan:
@@ -227,6 +232,13 @@ run-%: $(BUILD)/fuzz/%
 .SECONDARY: $(addprefix $(BUILD)/fuzz/,$(FUZZERS))
 fuzz:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(FUZZERS:%=run-%)
+
+# Everything at once that may happen to a server (tests/bench/campaign.cpp).
+$(BUILD)/campaign: tests/bench/campaign.cpp tests/http.h $(HEADERS)
+	@mkdir -p $(BUILD)
+	$(Q)$(CXX) $(CPUFLAGS) -Werror $< -o $@ -pthread
+campaign: serve $(BUILD)/campaign
+	$(BUILD)/campaign --seconds $(SECONDS_EACH)
 
 # ---- All CUDA code, without linking: what CI can do without a GPU. The trainer and the server's suite have every kernel
 # between them and are compiled for four architectures; the other suites for one; and the code in the course's notes.

@@ -200,6 +200,15 @@ struct Histogram {
     }
 };
 
+// As Prometheus reads it.
+inline std::string histogram_text(const char* name, const std::string& label, const Histogram& h) {
+    std::string out;
+    for (int i = 0; i < Histogram::N; i++)
+        out += format("%s_bucket{%s,le=\"%g\"} %zu\n", name, label.c_str(), Histogram::BOUNDS[i], h.buckets[i]);
+    out += format("%s_bucket{%s,le=\"+Inf\"} %zu\n", name, label.c_str(), h.count);
+    return out + format("%s_sum{%s} %.9g\n%s_count{%s} %zu\n", name, label.c_str(), h.sum, name, label.c_str(), h.count);
+}
+
 struct Figures {
     size_t running = 0, waiting = 0, pages = 0, pages_used = 0; // now
     uint64_t prompt_tokens = 0, answer_tokens = 0, looked_up = 0, found = 0, preempted = 0;
@@ -1615,14 +1624,22 @@ constexpr size_t SMALL_BODY = 16 << 10;  // is tokenized where it was read: with
 constexpr double PROBE = 2;              // seconds from one question to a silent client to the next
 constexpr double DRAIN_FETCH = 10;       // seconds to fetch an answer that is complete, while the server shuts down
 
+struct ApiKey {
+    std::string key, name; // the name is for the log
+};
+
 struct ServerOptions {
     std::string host = "127.0.0.1";
     int port = 8000;
-    std::vector<std::string> keys, origins; // API keys (none: open to all); web sites whose scripts may call
+    std::vector<ApiKey> keys;               // none: open to all
+    std::vector<std::string> origins;       // web sites whose scripts may call
     int deadline = 60;                      // seconds for a request line, and then for headers and body
     int drain = 300;                        // ... and for what is under way when a signal comes
+    std::string title = "Warp";             // of the page to chat on
+    int think = 0;                          // whether its switch for thoughts is on at first
     unsigned idle() const { return (unsigned)(deadline + 1) / 2; } // without a byte
     double fetch() const { return 5. * deadline; }                 // to read an answer that is complete
+    double quiet() const { return deadline / 6.; }                 // of a stream, until a comment shows that it lives
 };
 
 // What a request is told, and then the log.
@@ -1755,6 +1772,33 @@ struct Workers {
     }
 };
 
+// What has been answered, by route and status, for /metrics.
+struct Traffic {
+    void add(const std::string& method, const std::string& route, int status, double seconds) {
+        std::lock_guard lock(mutex);
+        requests[{method, route, status}]++;
+        times[route].add(seconds);
+    }
+    std::string text() {
+        std::lock_guard lock(mutex);
+        std::string out = "# TYPE http_requests_total counter\n";
+        for (auto& [what, n] : requests) {
+            auto& [method, route, status] = what;
+            out += format("http_requests_total{method=\"%s\",handler=\"%s\",status=\"%d\"} %zu\n", method.c_str(),
+                          route.c_str(), status, n);
+        }
+        out += "# TYPE http_request_duration_seconds histogram\n";
+        for (auto& [route, h] : times)
+            out += histogram_text("http_request_duration_seconds", format("handler=\"%s\"", route.c_str()), h);
+        return out;
+    }
+
+  private:
+    std::mutex mutex;
+    std::map<std::tuple<std::string, std::string, int>, size_t> requests; // status 0: the client went before the answer
+    std::map<std::string, Histogram> times;
+};
+
 // A connection, for watch(). `mutex` of the Server guards `exchange` and `probed`.
 struct Exchange;
 struct Peer {
@@ -1767,6 +1811,41 @@ struct Peer {
     double probed = 0;            // when it was last asked whether it is there, since it will send nothing more
 };
 
+// The page to chat on: chat.html, which the Makefile makes a string of.
+static const char CHAT_PAGE[] =
+#include "build/chat_page.inc"
+    ;
+
+inline std::string escape_html(const std::string& text) {
+    std::string out;
+    for (char c : text)
+        if (strchr("&<>\"'", c)) out += format("&#%d;", c); // (a NUL, too)
+        else out += c;
+    return out;
+}
+
+// The page as it is sent, and the policy that goes with it: nothing but what is in the page, and this server, by a number
+// that only this answer has. Text can never become HTML in it (trusted types).
+struct ChatPage {
+    std::string html, policy;
+    ChatPage(const std::string& title, bool think) {
+        const std::string nonce = format("%016llx%016llx", (unsigned long long)random_bits(), (unsigned long long)random_bits());
+        const std::pair<std::string_view, std::string> values[] = {
+            {"{{nonce}}", nonce}, {"{{title}}", escape_html(title)}, {"{{think}}", think ? "1" : "0"}};
+        const std::string_view page = CHAT_PAGE;
+        for (size_t at = 0, next; at < page.size(); at = next) {
+            next = std::min(page.find("{{", at + 1), page.size());
+            std::string_view part = page.substr(at, next - at);
+            for (auto& [name, value] : values)
+                if (part.substr(0, name.size()) == name) html += value, part.remove_prefix(name.size());
+            html += part;
+        }
+        policy = "default-src 'none'; script-src 'nonce-" + nonce + "'; style-src 'nonce-" + nonce + "'; connect-src 'self'; "
+                 "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+                 "require-trusted-types-for 'script'; trusted-types 'none'";
+    }
+};
+
 struct Server {
     const ServerOptions options;
     Desk& desk;
@@ -1776,6 +1855,7 @@ struct Server {
     std::atomic<size_t> answering{0};      // requests that came before the drain
     Budget bodies{ALL_BODIES};
     Log log;
+    Traffic traffic;
     Workers workers{std::min(4u, std::max(2u, std::thread::hardware_concurrency() / 2))};
     MHD_Daemon* daemon = nullptr;
     std::mutex mutex;
@@ -1805,6 +1885,7 @@ struct Exchange {
     std::string method, path, body;
     const bool newest;                     // HTTP/1.1: its client knows of 1xx
     uint64_t caller = 0;                   // the number of its key
+    std::string request_id;                // the client's, or ours
     Budget::Share upload{};                // of server.bodies, whose mutex guards `body` while it is read
     std::shared_ptr<Budget::Share> unsent = std::make_shared<Budget::Share>();
     std::unique_ptr<Refusal> refusal;      // found before the body was there
@@ -1816,10 +1897,15 @@ struct Exchange {
     bool suspended = false, probed = false; // guarded by reply->mutex
     std::string out;                       // what is being sent; of a stream, up to `sent`
     size_t sent = 0;
+    std::atomic<double> spoke{start};      // when a stream last sent something
     double first_token = 0;
 
     Exchange(Server& s, MHD_Connection* c, Peer& p, const char* url, const char* m, const char* version)
         : server(s), connection(c), peer(p), method(m), path(url), newest(strcmp(version, "HTTP/1.1") == 0) {
+        request_id = header("X-Request-Id");
+        auto plain = [](char c) { return isalnum((unsigned char)c) || strchr("._-", c); };
+        if (request_id.empty() || request_id.size() > 64 || !std::all_of(request_id.begin(), request_id.end(), plain))
+            request_id = format("%016llx", (unsigned long long)random_bits());
         upload.who = unsent->who = peer.address;
         upload.drop = [this] { std::string().swap(body); };
     }
@@ -1839,6 +1925,7 @@ struct Exchange {
         server.bodies.remove(upload);
         server.desk.unsent.remove(*unsent);
         log();
+        server.traffic.add(known(method, {"GET", "POST", "OPTIONS"}), route_name(), status, seconds() - start);
         peer.phase = Peer::WAITING, peer.since = seconds();
         if (counted) server.answering--;
     }
@@ -1905,7 +1992,9 @@ struct Exchange {
             if (strcasecmp(type.c_str(), "application/json"))
                 throw Refusal(415, "Content-Type must be application/json");
         }
-        if (path == "/health" || path == "/metrics" || method == "OPTIONS") return;
+        for (const char* open : {"/", "/health", "/ping", "/version", "/metrics"})
+            if (path == open) return;
+        if (method == "OPTIONS") return;
         caller = key();
         upload.who = unsent->who = fnv1a(&caller, sizeof caller, peer.address);
     }
@@ -1917,7 +2006,7 @@ struct Exchange {
         const std::string own = lower(std::string(given.substr(0, scheme.size())));
         uint64_t found = 0;
         for (size_t k = 0; k < server.options.keys.size(); k++) {
-            const std::string& wanted = server.options.keys[k];
+            const std::string& wanted = server.options.keys[k].key;
             const std::string_view token = given.substr(std::min(scheme.size(), given.size()));
             unsigned differ = token.size() != wanted.size() || own != scheme;
             for (size_t i = 0; i < wanted.size() && !token.empty(); i++)
@@ -1987,6 +2076,16 @@ struct Exchange {
         }
     }
 
+    // Which of a few it is: a client may send anything.
+    static std::string known(const std::string& what, std::initializer_list<const char*> all) {
+        return std::find(all.begin(), all.end(), what) == all.end() ? "other" : what;
+    }
+    std::string route_name() const {
+        if (path.compare(0, 11, "/v1/models/") == 0) return "/v1/models/{id}";
+        return known(path, {"/", "/health", "/ping", "/version", "/metrics", "/tokenize", "/detokenize", "/v1/models",
+                            "/v1/completions", "/v1/chat/completions"});
+    }
+
     // Status 0: the answer is on its way.
     Response route() {
         auto only = [&](const char* allowed) {
@@ -1994,7 +2093,17 @@ struct Exchange {
         };
         const bool ready = server.ready && !server.draining;
         if (method == "OPTIONS") return {204, ""};
-        if (path == "/health") {
+        if (path == "/") { // also before the model is there: the page waits for it
+            only("GET");
+            ChatPage page(server.options.title, server.options.think);
+            return {200, std::move(page.html), "text/html; charset=utf-8", {{"Content-Security-Policy", page.policy},
+                    {"Cache-Control", "no-store"}, {"Referrer-Policy", "no-referrer"}}};
+        }
+        if (path == "/version") {
+            only("GET");
+            return {200, format("{\"version\": \"%d\"}", QWEN3_VERSION)};
+        }
+        if (path == "/health" || path == "/ping") {
             only("GET");
             const char* status = ready ? "ok" : server.ready ? "draining" : "loading";
             return {ready ? 200 : 503, format("{\"status\": \"%s\"}", status)};
@@ -2007,7 +2116,7 @@ struct Exchange {
         const bool models = path == "/v1/models" || path.compare(0, 11, "/v1/models/") == 0;
         const bool tokenize = path == "/tokenize", detokenize = path == "/detokenize";
         if (!chat && !completion && !models && !tokenize && !detokenize)
-            throw Refusal(404, "there is nothing here; /v1/chat/completions is");
+            throw Refusal(404, "there is nothing here; / and /v1/chat/completions are");
         only(models ? "GET" : "POST");
         if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
         const Service& service = server.service;
@@ -2077,7 +2186,7 @@ struct Exchange {
         return w.object().field("prompt", service.tokenizer->decode(ids, false)).end().text;
     }
 
-    // vLLM's names.
+    // vLLM's names; of HTTP, those of the instrumentation that it uses.
     std::string metrics() {
         const Figures f = server.desk.look();
         const std::string label = format("model_name=\"%s\"", server.ready ? server.service.name.c_str() : "");
@@ -2088,13 +2197,7 @@ struct Exchange {
             out += format("vllm:%s{%s%s} %.17g\n", name, label.c_str(), more, value);
         };
         auto histogram = [&](const char* name, const Histogram& h) {
-            out += format("# TYPE vllm:%s histogram\n", name);
-            for (int i = 0; i < Histogram::N; i++)
-                out += format("vllm:%s_bucket{%s,le=\"%g\"} %zu\n", name, label.c_str(), Histogram::BOUNDS[i],
-                              h.buckets[i]);
-            out += format("vllm:%s_bucket{%s,le=\"+Inf\"} %zu\n", name, label.c_str(), h.count);
-            out += format("vllm:%s_sum{%s} %.9g\nvllm:%s_count{%s} %zu\n", name, label.c_str(), h.sum, name,
-                          label.c_str(), h.count);
+            out += format("# TYPE vllm:%s histogram\n", name) + histogram_text(format("vllm:%s", name).c_str(), label, h);
         };
         one("num_requests_running", "gauge", (double)f.running);
         one("num_requests_waiting", "gauge", (double)f.waiting);
@@ -2113,7 +2216,7 @@ struct Exchange {
         histogram("time_to_first_token_seconds", f.first_token);
         histogram("inter_token_latency_seconds", f.between_tokens);
         histogram("e2e_request_latency_seconds", f.whole);
-        return out;
+        return out + server.traffic.text();
     }
 
     // ---- The answer of an engine, whole or as a stream. Both may find nothing to do yet, and sleep until reply->wake.
@@ -2151,6 +2254,7 @@ struct Exchange {
     ssize_t copy_out(char* buffer, size_t room) {
         const size_t n = std::min(room, out.size() - sent);
         memcpy(buffer, out.data() + sent, n);
+        spoke = seconds();
         sent += n;
         return (ssize_t)n;
     }
@@ -2216,6 +2320,8 @@ struct Exchange {
         status = r.status;
         peer.since = seconds(), peer.phase = Peer::ANSWERING; // from now on it can be fetched
         if (r.status != 204) MHD_add_response_header(out, "Content-Type", r.type);
+        MHD_add_response_header(out, "X-Content-Type-Options", "nosniff");
+        MHD_add_response_header(out, "X-Request-Id", request_id.c_str());
         for (auto& [name, value] : r.headers) MHD_add_response_header(out, name, value.c_str());
         if (server.draining) MHD_add_response_header(out, "Connection", "close");
         const std::string origin = header("Origin");
@@ -2226,6 +2332,7 @@ struct Exchange {
                 MHD_add_response_header(out, "Access-Control-Allow-Headers", allowed_headers().c_str());
                 MHD_add_response_header(out, "Access-Control-Allow-Methods", "GET, POST");
                 MHD_add_response_header(out, "Access-Control-Max-Age", "600");
+                MHD_add_response_header(out, "Access-Control-Expose-Headers", "X-Request-Id");
             }
         const MHD_Result result = MHD_queue_response(connection, (unsigned)r.status, out);
         MHD_destroy_response(out);
@@ -2241,7 +2348,8 @@ struct Exchange {
             std::string name = asked.substr(at, end - at);
             name.erase(std::remove(name.begin(), name.end(), ' '), name.end());
             auto plain = [](char c) { return isalnum((unsigned char)c) || c == '-'; };
-            const bool known = name.compare(0, 12, "x-stainless-") == 0 || name.compare(0, 7, "openai-") == 0;
+            const bool known = name.compare(0, 12, "x-stainless-") == 0 || name.compare(0, 7, "openai-") == 0 ||
+                               name == "x-request-id";
             if (known && std::all_of(name.begin(), name.end(), plain)) all += ", " + name;
         }
         return all;
@@ -2258,7 +2366,8 @@ struct Exchange {
             return good ? s : "other";
         };
         w.field("method", plain(method)).field("path", plain(path));
-        w.field("status", status).field("seconds", seconds() - start);
+        w.field("status", status).field("seconds", seconds() - start).field("request_id", request_id);
+        if (caller && !server.options.keys.empty()) w.field("key", server.options.keys[caller - 1].name);
         if (answer) {
             w.field("id", answer->id).field("prompt_tokens", answer->prompt_tokens);
             w.field("cached_tokens", answer->cached());
@@ -2384,6 +2493,7 @@ void Server::watch() {
             const bool closed = fds[i].revents & ~POLLRDHUP, half = fds[i].revents & POLLRDHUP;
             if (closed || (half && !e.newest) || e.unsent->lost) gone.push_back(e.reply);
             else if (half && now - at[i]->probed > PROBE) at[i]->probed = now, e.probe();
+            else if (e.stream && now - e.spoke > options.quiet()) e.probe();
             std::lock_guard reply_lock(e.reply->mutex);
             const double there = std::max(e.reply->last, at[i]->since.load());
             if (at[i]->phase == Peer::ANSWERING && (e.unsent->lost || (e.reply->left == 0 && late(there, fetch))))
@@ -2427,14 +2537,18 @@ void Server::abandon() {
 
 // ===================================================================================================== 7 main
 
-static std::vector<std::string> read_keys(const std::string& path) {
+static std::vector<ApiKey> read_keys(const std::string& path) {
     const MappedFile file(path);
-    std::vector<std::string> keys;
+    std::vector<ApiKey> keys;
     for (size_t at = 0; at < file.size;) {
         std::string line(file.text().substr(at, file.text().find('\n', at) - at));
         at += line.size() + 1;
         while (!line.empty() && isspace((unsigned char)line.back())) line.pop_back();
-        if (!line.empty() && line[0] != '#') keys.push_back(line);
+        if (line.empty() || line[0] == '#') continue;
+        const size_t end = std::min(line.find_first_of(" \t"), line.size());
+        const size_t name = std::min(line.find_first_not_of(" \t", end), line.size());
+        keys.push_back({line.substr(0, end), line.substr(name)});
+        if (keys.back().name.empty()) keys.back().name = format("key %zu", keys.size());
     }
     if (keys.empty()) DIE("%s: no key in it", path.c_str());
     return keys;
@@ -2473,12 +2587,13 @@ static std::vector<Option> option_table(Options& o) {
         {"-y", "--system", "TEXT", "system prompt of conversations that have none", text(o.system)},
         {"-r", "--think", "0|1", "whether the model thinks first where a request does not say\n(default 0)",
          whole(o.think, 0, 1)},
-        {"", "--api-key-file", "FILE", "a key a line; requests must have one of them", file_name(o.key_file)},
+        {"", "--api-key-file", "FILE", "a key a line, behind it maybe a name for the log; requests must\nhave one of them", file_name(o.key_file)},
         {"", "--deadline", "SECONDS", "for a request to come in (default 60); half of it without a byte, five\n"
          "times of it to fetch an answer: then the connection is closed", whole(o.server.deadline, 1, 86400)},
         {"", "--drain-seconds", "N", "for what is under way when a signal comes (default 300)",
          whole(o.server.drain, 0, 86400)},
         {"", "--cors", "ORIGIN", "a web site whose scripts may call; may be repeated", list(o.server.origins)},
+        {"", "--title", "TEXT", "name of the page to chat on (default Warp)", text(o.server.title)},
         {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
          file_name(o.batch)},
         {"-o", "--output", "FILE", "where the answers of --batch go", file_name(o.output)},
@@ -2497,6 +2612,7 @@ static Options parse_options(int argc, char** argv) {
     o.model = words[0];
     if (o.batch.empty() != o.output.empty())
         DIE(o.output.empty() ? "--batch needs -o FILE, where the answers go" : "-o is for --batch");
+    o.server.think = o.think;
     if (!o.key_file.empty()) o.server.keys = read_keys(o.key_file);
     if (o.name.empty()) {
         while (o.model.size() > 1 && o.model.back() == '/') o.model.pop_back();
@@ -2531,7 +2647,8 @@ static int serve_http(const Options& o, Server& server) {
     const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
     const bool six = o.server.host.find(':') != std::string::npos;
     const char* host = o.server.host.c_str();
-    fprintf(stderr, "listening on http://%s%s%s:%d/v1\n", six ? "[" : "", host, six ? "]" : "", port);
+    fprintf(stderr, "listening on http://%s%s%s:%d/v1; a page to chat on is at /\n", six ? "[" : "", host, six ? "]" : "",
+            port);
     for (; !stopping; usleep(200'000)) server.watch();
     server.drain();
     return 0;

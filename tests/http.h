@@ -114,10 +114,11 @@ struct Http {
     }
 };
 
-// The data of an event stream, an event each.
+// The data of an event stream, an event each; without comments, which say that it lives.
 inline std::vector<std::string> events_of(const std::string& body) {
     std::vector<std::string> all;
     for (size_t at = 0, end; (end = body.find("\n\n", at)) != std::string::npos; at = end + 2) {
+        if (body[at] == ':') continue;
         if (body.compare(at, 6, "data: ") != 0) DIE("not an event: %.60s", body.c_str() + at);
         all.push_back(body.substr(at + 6, end - at - 6));
     }

@@ -92,10 +92,10 @@ static Outcome ask(const Options& o, const Request& request) {
             const double now = seconds();
             size_t end;
             while ((end = text.find("\n\n")) != std::string::npos) {
-                const std::string event = text.substr(6, end - 6);
+                const std::string event = text.compare(0, 6, "data: ") ? "" : text.substr(6, end - 6); // or a comment
                 text.erase(0, end + 2);
                 sj::Doc doc;
-                if (event == "[DONE]" || !sj::parse(doc, event).empty()) continue;
+                if (event.empty() || event == "[DONE]" || !sj::parse(doc, event).empty()) continue;
                 const sj::Value usage = doc.root()["usage"], choice = doc.root()["choices"][(size_t)0];
                 if (usage.is(sj::Object)) out.tokens = (size_t)usage["completion_tokens"].number(), out.prompt = (size_t)usage["prompt_tokens"].number();
                 if (!choice["text"] && (!choice["delta"]["content"] || choice["delta"]["role"])) continue; // role, reason, usage

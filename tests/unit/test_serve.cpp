@@ -1135,7 +1135,7 @@ TEST_CASE("what is malformed or out of range is refused by name") {
 TEST_CASE("HTTP: routes, methods, types, hosts, sizes") {
     Serving server;
     const std::string good = question("a", "\"max_tokens\": 1");
-    for (const char* path : {"/nothing", "/", "//v1/models", "/../../etc/passwd", "/v1/models/..%2f..%2fetc/passwd", "/tests/unit/test_serve.cpp"})
+    for (const char* path : {"/nothing", "/index.html", "//v1/models", "/../../etc/passwd", "/v1/models/..%2f..%2fetc/passwd", "/tests/unit/test_serve.cpp"})
         CHECK(Http(server.port).call("GET", path).status == 404);
     const HttpReply wrong = Http(server.port).call("GET", "/v1/chat/completions");
     CHECK(wrong.status == 405);
@@ -1184,6 +1184,60 @@ TEST_CASE("HTTP: routes, methods, types, hosts, sizes") {
         CHECK(kept.call("GET", "/health").status == 200);
     }
     CHECK(kept.call("GET", "/v1/models", "", "Origin: http://any.example\r\n").headers.count("access-control-allow-origin") == 0);
+}
+
+static size_t count_of(const std::string& text, const std::string& part) {
+    size_t n = 0;
+    for (size_t at = 0; (at = text.find(part, at)) != std::string::npos; at += part.size()) n++;
+    return n;
+}
+
+TEST_CASE("the page to chat on: headers, title, a number of its own each time") {
+    const MemoryFile keys("a-key\n");
+    Serving server({"--title", "A <b> & \"c\" {{nonce}}", "--think", "1", "--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd)});
+    std::string before;
+    for (int i = 0; i < 2; i++) {
+        const HttpReply r = Http(server.port).call("GET", "/"); // without a key
+        REQUIRE(r.status == 200);
+        CHECK(r.headers.at("content-type") == "text/html; charset=utf-8");
+        CHECK(r.headers.at("x-content-type-options") == "nosniff");
+        CHECK(r.headers.at("cache-control") == "no-store");
+        CHECK(r.headers.at("referrer-policy") == "no-referrer");
+        const std::string policy = r.headers.at("content-security-policy"), mark = "script-src 'nonce-";
+        REQUIRE(policy.find(mark) != std::string::npos);
+        const std::string nonce = policy.substr(policy.find(mark) + mark.size(), 32);
+        INFO(policy);
+        CHECK(nonce.find_first_not_of("0123456789abcdef") == std::string::npos);
+        CHECK(nonce != std::exchange(before, nonce));
+        CHECK(policy.find("unsafe") == std::string::npos);
+        for (const char* part : {"default-src 'none';", "connect-src 'self';", "base-uri 'none';", "form-action 'none';", "frame-ancestors 'none';",
+                                 "require-trusted-types-for 'script';"})
+            CHECK(policy.find(part) != std::string::npos);
+        CHECK(count_of(r.body, "nonce=\"" + nonce + "\"") == 2); // its style and its script
+        CHECK(count_of(r.body, "<script") == 1);
+        CHECK(count_of(r.body, "<style") == 1);
+        CHECK(r.body.find("<title>A &#60;b&#62; &#38; &#34;c&#34; {{nonce}}</title>") != std::string::npos); // what was filled in is not looked at
+        CHECK(r.body.find("data-think=\"1\"") != std::string::npos);
+        CHECK(r.body.substr(r.body.size() - 8) == "</html>\n");
+    }
+    check_refused(server.post("/", "{}", "Authorization: Bearer a-key\r\n"), 405, "GET");
+    Http strange(server.port);
+    strange.send("GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n");
+    check_refused(strange.reply(), 403);
+}
+
+TEST_CASE("the page to chat on needs nothing from elsewhere, and has no way from text to HTML") {
+    const MappedFile file("chat.html");
+    const std::string page(file.text());
+    REQUIRE(page.size() > 10'000);
+    for (const char* part : {"innerHTML", "outerHTML", "insertAdjacent", "document.write", "DOMParser", "eval(", "Function(", "import(", "createContextualFragment",
+                             "@import", "url(", "<iframe", "<object", "<img", "src=", "srcdoc", "style=", "importScripts", "WebSocket", "sendBeacon", ")page\""})
+        CHECK_MESSAGE(page.find(part) == std::string::npos, std::string(part));
+    for (size_t at = 0; (at = page.find("://", at)) != std::string::npos; at++) { // a name of XML, which nobody fetches
+        const std::string url = page.substr(at - 4, 30);
+        CHECK_MESSAGE(url.compare(0, 26, "http://www.w3.org/2000/svg") == 0, url);
+    }
+    for (size_t at = 0; (at = page.find("href=\"", at)) != std::string::npos; at++) CHECK(page.compare(at + 6, 5, "data:") == 0);
 }
 
 TEST_CASE("requests that come in share a room: slow senders lose theirs; those that are being answered need none") {
@@ -1376,6 +1430,86 @@ TEST_CASE("a client that has closed its half gets its answer") {
     while (all.compare(0, 3, ":\n\n") == 0) all.erase(0, 3);
     CHECK(events_of(all).back() == "[DONE]");
     server.check_idle();
+}
+
+TEST_CASE("a stream that has nothing to say says that it lives") {
+    Serving server({"--max-seqs", "1", "--deadline", "3"}); // half a second of silence
+    Http blocks(server.port), stream(server.port);
+    blocks.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 4000, \"ignore_eos\": true, \"n\": 8"));
+    while (server.metric("num_requests_waiting") < 7) usleep(1000);
+    stream.ask("POST", "/v1/chat/completions", question("a", "\"max_tokens\": 5, \"ignore_eos\": true, \"stream\": true"));
+    CHECK(stream.head().status == 200);
+    const double start = seconds();
+    std::string all;
+    stream.patience = 1500;
+    for (int i = 0; i < 3; i++) stream.chunk(all);
+    CHECK(all == ":\n\n:\n\n:\n\n");
+    CHECK(seconds() - start > 1);
+    blocks.close();
+    while (stream.chunk(all)) {}
+    while (all.compare(0, 3, ":\n\n") == 0) all.erase(0, 3);
+    CHECK(events_of(all).back() == "[DONE]");
+}
+
+TEST_CASE("a request's id comes back, and is in the log with the name of its key") {
+    const MemoryFile keys("first-key\t Anna's own\nsecond-key\n");
+    Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd)});
+    auto ask = [&](const char* headers) {
+        const HttpReply r = server.post("/tokenize", "{\"prompt\": \"a\"}", headers);
+        return std::pair(r.status, r.headers.at("x-request-id"));
+    };
+    CHECK(ask("X-Request-Id: mine-1.a_b\r\nAuthorization: Bearer first-key\r\n") == std::pair(200, std::string("mine-1.a_b")));
+    const auto [status, given] = ask("Authorization: Bearer second-key\r\n");
+    CHECK(status == 200);
+    CHECK(given.size() == 16);
+    CHECK(ask("X-Request-Id: mine-2\r\n") == std::pair(401, std::string("mine-2")));
+    for (const std::string& bad : {std::string("a b"), std::string("\"quoted\""), std::string(65, 'x')})
+        CHECK(ask(("X-Request-Id: " + bad + "\r\nAuthorization: Bearer first-key\r\n").c_str()).second.size() == 16);
+    check_refused(server.post("/tokenize", "{}", "Authorization: Bearer first-key\t Anna's own\r\n"), 401); // the name is not the key's
+    const Strings log = lines(server.stop().out);
+    REQUIRE(log.size() == 7);
+    const Json first(log[0]), second(log[1]), third(log[2]);
+    CHECK(first["request_id"].str() == "mine-1.a_b");
+    CHECK(first["key"].str() == "Anna's own");
+    CHECK(second["request_id"].str() == given);
+    CHECK(second["key"].str() == "key 2");
+    CHECK(third["request_id"].str() == "mine-2");
+    CHECK(!third["key"]);
+    CHECK(third["status"].number() == 401);
+    for (auto& line : log) CHECK(line.find("first-key") == std::string::npos);
+}
+
+TEST_CASE("/version and /ping; requests by route and status") {
+    Serving server;
+    auto get = [&](const char* path) { return Http(server.port).call("GET", path); };
+    CHECK(Json(get("/version").body)["version"].str() == std::to_string(QWEN3_VERSION));
+    CHECK(get("/ping").status == 200);
+    for (const char* path : {"/ping", "/version"}) check_refused(server.post(path, "{}"), 405, "GET");
+    CHECK(get("/v1/models/tiny").status == 200);
+    CHECK(get("/v1/models/other").status == 404);
+    CHECK(get("/of/which/nobody\"knows").status == 404);
+    CHECK(server.chat(question("a", "\"max_tokens\": 1")).status == 200);
+    CHECK(server.chat("{").status == 400);
+    CHECK(server.chat("{").status == 400);
+    Http(server.port).call("BREW", "/health");
+    const Strings wanted = {"http_requests_total{method=\"POST\",handler=\"/v1/chat/completions\",status=\"400\"} 2\n",
+                            "http_requests_total{method=\"POST\",handler=\"/v1/chat/completions\",status=\"200\"} 1\n",
+                            "http_requests_total{method=\"GET\",handler=\"/v1/models/{id}\",status=\"404\"} 1\n",
+                            "http_requests_total{method=\"GET\",handler=\"other\",status=\"404\"} 1\n",
+                            "http_requests_total{method=\"POST\",handler=\"/ping\",status=\"405\"} 1\n",
+                            "http_requests_total{method=\"other\",handler=\"/health\",status=\"405\"} 1\n",
+                            "http_request_duration_seconds_count{handler=\"/v1/chat/completions\"} 3\n",
+                            "http_request_duration_seconds_bucket{handler=\"/version\",le=\"+Inf\"} 2\n"};
+    std::string all;
+    auto there = [&](const std::string& line) { return all.find(line) != std::string::npos; };
+    for (const double start = seconds(); seconds() - start < 5; usleep(10'000)) { // a request is counted when its answer has been sent
+        all = get("/metrics").body;
+        if (std::all_of(wanted.begin(), wanted.end(), there)) break;
+    }
+    for (auto& line : wanted) {
+        INFO(line << all.substr(all.find("# TYPE http_requests")));
+        CHECK(there(line));
+    }
 }
 
 TEST_CASE("API keys and CORS") {
@@ -1579,6 +1713,7 @@ TEST_CASE("while the model loads, the server says so") {
         CHECK(r.headers.at("retry-after") == "1");
     }
     CHECK(server.call("GET", "/metrics").status == 200);
+    CHECK(server.call("GET", "/").status == 200); // the page waits, too
     check_refused(server.call("GET", "/nothing"), 404);
 
     std::string said;

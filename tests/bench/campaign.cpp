@@ -1,0 +1,396 @@
+// campaign: everything at once that may happen to a server, for as long as is wished; and whether it is afterwards what it
+// was before.
+//
+//   campaign --seconds 1800                 ./serve on the random model in tests/fixtures/tiny
+//   SERVE=build/clang++-asan/serve campaign --seconds 300      (memory is not compared: ASan keeps what is freed)
+//
+// Honest clients ask for answers that are known and check every byte of them. Beside them: malformed JSON, malformed
+// HTTP (after h1spec's list, and random bytes), clients that vanish, send slowly, read slowly or not at all, close half;
+// answers so many and so long that they give way to each other; a log that nobody reads; and the server is stopped and
+// continued (SIGSTOP). In between it comes to rest: pages, descriptors and threads must be what they were before, and memory
+// what it was at the first rest. At the end it drains, with status 0; and one that writes its log to a full disk answers, too.
+#include "../../file.h"
+#include "../../options.h"
+#include "../../sj.h"
+#include "../http.h"
+#include <atomic>
+#include <csignal>
+#include <filesystem>
+#include <functional>
+#include <mutex>
+#include <random>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <thread>
+#include <utility>
+
+static const std::string PROGRAM = getenv("SERVE") ? getenv("SERVE") : "./serve";
+static const std::string FIXTURE = "tests/fixtures/tiny/";
+
+struct Random : std::mt19937_64 {
+    using std::mt19937_64::mt19937_64;
+    int below(int n) { return (int)((*this)() % (uint64_t)n); }
+};
+
+// What was found wrong; the first ones are told.
+static std::atomic<int> faults{0};
+static std::mutex telling;
+static void fault(const std::string& what) {
+    std::lock_guard lock(telling);
+    if (faults++ < 20) fprintf(stderr, "WRONG: %.400s\n", what.c_str());
+}
+
+// ------------------------------------------------------------------------------------------------- the server
+
+struct Served {
+    pid_t pid;
+    int port = 0, log = -1; // where its stdout can be read
+
+    Served(const std::vector<std::string>& more, const char* stdout_path = nullptr) {
+        int out[2], err[2];
+        if (pipe2(out, O_CLOEXEC) || pipe2(err, O_CLOEXEC)) DIE("pipe: %s", strerror(errno));
+        pid = fork();
+        if (pid == 0) {
+            std::vector<std::string> all = {PROGRAM, FIXTURE + "model.bin", "-z", FIXTURE + "tokenizer.bin", "-j", "1", "--port", "0"};
+            all.insert(all.end(), more.begin(), more.end());
+            std::vector<char*> argv;
+            for (auto& a : all) argv.push_back(a.data());
+            argv.push_back(nullptr);
+            dup2(stdout_path ? open(stdout_path, O_WRONLY) : out[1], 1), dup2(err[1], 2);
+            setenv("OMP_WAIT_POLICY", "passive", 1);
+            execv(argv[0], argv.data());
+            _exit(127);
+        }
+        close(out[1]), close(err[1]);
+        log = out[0];
+        FILE* said = fdopen(err[0], "r");
+        for (char line[1000]; port == 0 && fgets(line, sizeof line, said);)
+            if (const char* at = strstr(line, "listening on http://127.0.0.1:")) port = atoi(at + 30);
+        if (!port) DIE("%s does not start", PROGRAM.c_str());
+        std::thread([said] { // what it says from now on
+            for (char line[1000]; fgets(line, sizeof line, said);)
+                if (!strstr(line, "requests to finish")) fault(std::string("the server says: ") + line);
+            fclose(said);
+        }).detach();
+    }
+    int stop() { // its status
+        kill(pid, SIGTERM);
+        int status = -1;
+        waitpid(pid, &status, 0);
+        return status;
+    }
+    double metric(const std::string& name) const {
+        const std::string all = Http(port).call("GET", "/metrics").body;
+        const size_t at = all.find("\nvllm:" + name + "{");
+        return at == std::string::npos ? NAN : atof(all.c_str() + all.find("} ", at) + 2);
+    }
+};
+
+// What a server holds when it is at rest.
+struct Rest {
+    double megabytes;
+    size_t descriptors, threads;
+};
+// Waits for it: until there are as many descriptors as before the load (0: any number, but no longer falling).
+static Rest rest_of(const Served& server, size_t descriptors) {
+    const double start = seconds();
+    auto count = [&](const char* what) {
+        return (size_t)std::distance(std::filesystem::directory_iterator(format("/proc/%d/%s", (int)server.pid, what)), {});
+    };
+    for (size_t before = 0;; usleep(200'000)) { // long texts that were left are tokenized first, and idle connections time out
+        const double busy = server.metric("num_requests_running") + server.metric("num_requests_waiting") + server.metric("kv_cache_usage_perc");
+        usleep(100'000); // until the server has closed our own connections
+        const size_t now = count("fd"), last = std::exchange(before, now);
+        if (busy == 0 && now == (descriptors ? descriptors : last)) break;
+        if (seconds() - start > 60) {
+            fault(format("no rest after a minute: %g running, %g waiting, %g of the pages, %zu descriptors of %zu", server.metric("num_requests_running"),
+                         server.metric("num_requests_waiting"), server.metric("kv_cache_usage_perc"), now, descriptors));
+            break;
+        }
+    }
+    FILE* f = fopen(format("/proc/%d/statm", (int)server.pid).c_str(), "r");
+    unsigned long all = 0, resident = 0;
+    if (!f || fscanf(f, "%lu %lu", &all, &resident) != 2) DIE("/proc/%d/statm", (int)server.pid);
+    fclose(f);
+    return {(double)resident * (double)sysconf(_SC_PAGESIZE) / 1e6, count("fd"), count("task")};
+}
+
+// ------------------------------------------------------------------------------------------------- the clients
+
+static std::string chat(const std::string& text, const std::string& more) {
+    std::string body = "{\"messages\": [{\"role\": \"user\", \"content\": ";
+    sj::quote(body, text);
+    return body + "}], " + more + "}";
+}
+static std::string known_question(int i, bool stream) {
+    return chat("Question " + std::to_string(i % 5), format("\"seed\": %d, \"max_tokens\": %d, \"temperature\": 1.2, \"ignore_eos\": true%s", i,
+                                                            3 + i * 5, stream ? ", \"stream\": true" : ""));
+}
+static std::string text_of(const HttpReply& r, bool stream) {
+    if (r.status != 200) return format("status %d: ", r.status) + r.body;
+    std::string text;
+    sj::Doc doc;
+    if (!stream) {
+        if (!sj::parse(doc, r.body).empty()) return "not JSON: " + r.body;
+        return std::string(doc.root()["choices"][(size_t)0]["message"]["content"].str());
+    }
+    bool done = false;
+    for (auto& event : events_of(r.body)) {
+        if (event == "[DONE]") done = true;
+        else if (!sj::parse(doc, event).empty()) return "not JSON: " + event;
+        else if (doc.root()["choices"].size()) text += doc.root()["choices"][(size_t)0]["delta"]["content"].str();
+    }
+    return done ? text : "no end: " + text;
+}
+
+constexpr int KNOWN = 12;
+
+struct Campaign {
+    const Served& server;
+    std::vector<std::string> expected{};   // answers to known_question
+    std::atomic<bool> over{false};
+    std::atomic<size_t> requests{0}, answers{0};
+    std::atomic<double> slowest{0};        // of the questions for /health, while the server was not stopped
+    std::atomic<int> stops{0};
+
+    bool has_answered(const HttpReply& r) {
+        answers++;
+        return r.status >= 200 && r.status < 600;
+    }
+
+    void honest(Random& random) {
+        const int i = random.below(KNOWN);
+        const bool stream = random.below(2);
+        Http http(server.port);
+        http.patience = 60'000;
+        const HttpReply r = http.call("POST", "/v1/chat/completions", known_question(i, stream));
+        answers++;
+        const std::string said = text_of(r, stream);
+        if (said != expected[(size_t)i]) fault("a known answer is another: " + said + " / " + expected[(size_t)i]);
+    }
+
+    void malformed_json(Random& random) {
+        std::string bad = chat("a", "\"max_tokens\": 2, \"stop\": [\"x\"], \"logit_bias\": {\"5\": 1}, \"n\": 2, \"temperature\": 0.5");
+        for (int n = 1 + random.below(4); n > 0 && !bad.empty(); n--) {
+            const size_t at = (size_t)random.below((int)bad.size());
+            if (random.below(3) == 0) bad.erase(at, 1 + (size_t)random.below(9));
+            else if (random.below(2)) bad[at] = (char)random.below(256);
+            else bad.insert(at, std::string(1 + (size_t)random.below(2000), "{}[]\",:0-e"[random.below(10)]));
+        }
+        Http http(server.port);
+        http.patience = 60'000;
+        const HttpReply r = http.call("POST", random.below(2) ? "/v1/chat/completions" : "/v1/completions", bad.empty() ? " " : bad);
+        if (has_answered(r) && r.status != 200 && r.status != 400) fault(format("malformed JSON: status %d", r.status));
+    }
+
+    // What servers have got wrong. `good`: whether it may be answered with success.
+    void malformed_http(Random& random) {
+        struct Case { std::string bytes; bool good; };
+        const std::string host = "Host: localhost\r\n", post = "POST /tokenize HTTP/1.1\r\n" + host + "Content-Type: application/json\r\n", body = "{\"prompt\": \"a\"}";
+        const std::string chunked = post + "Transfer-Encoding: chunked\r\n\r\n";
+        static const std::vector<Case> cases = {
+            {"GET /v1/models HTTP/1.1\r\n" + host + host + "\r\n", false},
+            {"GET /v1/models HTTP/1.1\r\n\r\n", true}, // (without Host: the library decides)
+            {"GET /v1/models HTTP/9.9\r\n" + host + "\r\n", true}, {"GET /v1/models\r\n\r\n", true}, {"GET  /v1/models  HTTP/1.1\r\n" + host + "\r\n", true},
+            {"GET http://evil.example/v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n", false},
+            {"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n", false},
+            {"GET /v1/models HTTP/1.1\nHost: localhost\n\n", true}, {"GET /v1/models HTTP/1.1\r\nHost : localhost\r\n\r\n", true},
+            {"GET /v1/models HTTP/1.1\r\n" + host + "X: a\r\n b: c\r\n\r\n", true}, {"GET /v1/models HTTP/1.1\r\n" + host + std::string("X: \0\r\n\r\n", 8), true},
+            {"GET /" + std::string(100'000, 'a') + " HTTP/1.1\r\n" + host + "\r\n", false}, {"GET /v1/models HTTP/1.1\r\n" + host + "X: " + std::string(100'000, 'a') + "\r\n\r\n", false},
+            {"GET /v1/models?" + std::string(400, '&') + " HTTP/1.1\r\n" + host + "\r\n", false}, {"\r\n\r\n\r\n\r\n", false}, {std::string(5000, '\0'), false},
+            {"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", false}, {"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + std::string(500, 'x'), false}, {"OPTIONS * HTTP/1.1\r\n" + host + "\r\n", true},
+            {"CONNECT localhost:1 HTTP/1.1\r\n" + host + "\r\n", false}, {"GET /v1/models HTTP/1.1\r\n" + host + "Upgrade: websocket\r\nConnection: upgrade\r\n\r\n", true},
+            {post + "Content-Length: 15\r\nContent-Length: 16\r\n\r\n" + body, false}, {post + "Content-Length: 15, 15\r\n\r\n" + body, false},
+            {post + "Content-Length: -1\r\n\r\n" + body, false}, {post + "Content-Length: 0x0f\r\n\r\n" + body, false}, {post + "Content-Length: 99999999999999999999\r\n\r\n" + body, false},
+            {post + "Content-Length: 15\r\nTransfer-Encoding: chunked\r\n\r\nf\r\n" + body + "\r\n0\r\n\r\n", false}, {post + "Transfer-Encoding: xchunked\r\n\r\n" + body, false},
+            {chunked + "g\r\n" + body + "\r\n0\r\n\r\n", false}, {chunked + "-1\r\n" + body + "\r\n0\r\n\r\n", false}, {chunked + "ffffffffffffffffff\r\n" + body, false},
+            {chunked + "5\r\n" + body + "\r\n0\r\n\r\n", false}, {chunked + "f;x=" + std::string(20'000, 'y') + "\r\n" + body + "\r\n0\r\n\r\n", true},
+            {post + "Expect: 100-continue\r\nContent-Length: 15\r\n\r\n" + body, true}, {post + "Expect: a-miracle\r\nContent-Length: 15\r\n\r\n" + body, true},
+        };
+        const int i = random.below((int)cases.size() + 4);
+        std::string bytes;
+        bool good = false;
+        if (i < (int)cases.size()) {
+            bytes = cases[(size_t)i].bytes, good = cases[(size_t)i].good;
+        } else if (i == (int)cases.size()) { // many at once
+            for (int n = 0; n < 50; n++) bytes += "GET /health HTTP/1.1\r\n" + host + "\r\n";
+            good = true;
+        } else {
+            for (int n = random.below(400); n > 0; n--) bytes += (char)(random.below(3) ? random.below(256) : "\r\n: /"[random.below(5)]);
+        }
+        Http http(server.port);
+        for (size_t at = 0; at < bytes.size();) { // in pieces, as networks do
+            const size_t n = 1 + (size_t)random.below(random.below(2) ? 40 : 100'000);
+            http.send(std::string_view(bytes).substr(at, n));
+            at += n;
+        }
+        shutdown(http.fd, SHUT_WR);
+        http.patience = 30'000;
+        while (http.buffer.size() < 1000 && http.fill()) {}
+        answers++;
+        if (!http.buffer.empty() && http.buffer.compare(0, 9, "HTTP/1.1 ") != 0 && http.buffer.compare(0, 9, "HTTP/1.0 ") != 0) fault("not HTTP: " + http.buffer);
+        if (!good && http.buffer.compare(0, 12, "HTTP/1.1 200") == 0) fault(format("case %d was answered: ", i) + http.buffer);
+    }
+
+    void vanish(Random& random) {
+        Http http(server.port);
+        const bool stream = random.below(2);
+        http.ask("POST", "/v1/chat/completions", chat("b", format("\"max_tokens\": %d, \"ignore_eos\": true, \"stream\": %s", 20 + random.below(200), stream ? "true" : "false")));
+        if (stream && random.below(2)) http.head();
+        usleep((useconds_t)random.below(50'000));
+        if (random.below(3) == 0) shutdown(http.fd, SHUT_WR), usleep((useconds_t)random.below(300'000));
+        const linger reset = {1, 0};
+        if (random.below(2)) setsockopt(http.fd, SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
+    }
+
+    void send_slowly(Random& random) {
+        Http http(server.port);
+        const std::string body = chat(std::string(3'000'000, 'x'), "\"max_tokens\": 1");
+        http.send(format("POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %zu\r\n\r\n", body.size()));
+        for (size_t at = 0, n; at < body.size() && !over; at += n) { // 20 MB/s, or a byte now and then
+            n = random.below(3) ? 1 + (size_t)random.below(1 << 20) : 1;
+            http.send(std::string_view(body).substr(at, n));
+            usleep(50'000);
+        }
+    }
+
+    void read_slowly(Random& random) {
+        Http http(server.port, "127.0.0.1", 500);
+        http.ask("POST", "/v1/chat/completions", chat("c", "\"max_tokens\": 20, \"n\": 8, \"ignore_eos\": true, \"logprobs\": true, \"top_logprobs\": 20"));
+        char bytes[64];
+        for (int n = random.below(100); n > 0 && !over; n--) {
+            if (recv(http.fd, bytes, sizeof bytes, MSG_DONTWAIT) == 0) break;
+            usleep(20'000);
+        }
+    }
+
+    void ask_for_much(Random& random) {
+        Http http(server.port);
+        http.patience = 60'000;
+        const HttpReply r = http.call("POST", "/v1/chat/completions", chat("d", format("\"max_tokens\": %d, \"n\": %d, \"ignore_eos\": true, \"temperature\": 2", 50 + random.below(150), 1 + random.below(6))));
+        if (has_answered(r) && r.status != 200) fault(format("many answers: status %d", r.status) + r.body);
+    }
+
+    void look_around(Random& random) {
+        static const char* paths[] = {"/", "/metrics", "/v1/models", "/version", "/ping", "/nothing", "/v1/models/other"};
+        Http http(server.port);
+        http.patience = 30'000;
+        for (int n = random.below(5); n >= 0; n--) has_answered(http.call("GET", paths[random.below(7)]));
+        usleep(10'000);
+    }
+
+    // One kind of client after the other, until it is over. What the network does to them is no fault.
+    void client(int number) {
+        Random random((uint64_t)number);
+        using Kind = void (Campaign::*)(Random&);
+        static const Kind kinds[] = {&Campaign::honest, &Campaign::honest, &Campaign::malformed_json, &Campaign::malformed_http, &Campaign::vanish,
+                                     &Campaign::send_slowly, &Campaign::read_slowly, &Campaign::ask_for_much, &Campaign::look_around};
+        const Kind kind = kinds[number % 9]; // (`honest` has none of the excuses)
+        while (!over) {
+            requests++;
+            try {
+                (this->*kind)(random);
+            } catch (const std::exception& e) {
+                if (kind == &Campaign::honest) fault(std::string("an honest client: ") + e.what());
+            }
+        }
+    }
+
+    // How long /health takes; and from time to time the server is stopped for a moment.
+    void watch() {
+        Random random(0);
+        for (double next = seconds() + 1; !over; usleep(50'000)) {
+            const double start = seconds();
+            try {
+                if (Http(server.port).call("GET", "/health").status != 200) fault("/health is not 200");
+            } catch (const std::exception& e) {
+                fault(std::string("/health: ") + e.what());
+            }
+            slowest = std::max(slowest.load(), seconds() - start);
+            if (seconds() < next) continue;
+            kill(server.pid, SIGSTOP);
+            usleep((useconds_t)(100'000 + random.below(600'000)));
+            kill(server.pid, SIGCONT);
+            next = seconds() + 2, stops++;
+        }
+    }
+
+    void run(double length, int seed) {
+        over = false;
+        std::vector<std::thread> threads;
+        for (int i = 0; i < 18; i++) threads.emplace_back([this, seed, i] { client(seed * 18 + i); });
+        threads.emplace_back([this] { watch(); });
+        usleep((useconds_t)(length * 1e6));
+        over = true;
+        for (auto& t : threads) t.join();
+    }
+};
+
+// Reads the log and checks its lines; at times it does not read for a while.
+static void read_log(int fd, std::atomic<size_t>& lines_read) {
+    std::string rest;
+    Random random(99);
+    char some[65536];
+    for (ssize_t n; (n = read(fd, some, sizeof some)) > 0;) {
+        rest.append(some, (size_t)n);
+        for (size_t end; (end = rest.find('\n')) != std::string::npos; rest.erase(0, end + 1), lines_read++) {
+            sj::Doc doc;
+            if (!sj::parse(doc, std::string_view(rest).substr(0, end)).empty()) fault("the log: " + rest.substr(0, end));
+        }
+        if (random.below(200) == 0) sleep(1);
+    }
+}
+
+static void a_full_disk() {
+    Served server({"--ctx", "64"}, "/dev/full");
+    for (int i = 0; i < 20; i++)
+        if (Http(server.port).call("POST", "/v1/chat/completions", known_question(i % 3, false)).status != 200) fault("with a full disk");
+    if (server.stop() != 0) fault("with a full disk it does not end in peace");
+}
+
+int main(int argc, char** argv) try {
+    double length = 10;
+    for (int i = 1; i + 1 < argc; i += 2) {
+        if (strcmp(argv[i], "--seconds")) DIE("usage: campaign --seconds N");
+        length = atof(argv[i + 1]);
+    }
+    signal(SIGPIPE, SIG_IGN);
+    const bool sanitized = PROGRAM.find("asan") != std::string::npos || PROGRAM.find("tsan") != std::string::npos;
+    // So few pages that answers give way; deadlines so short that the slow ones meet them.
+    Served server({"--max-seqs", "4", "--ctx", "256", "--kv-memory", "0.0004", "--deadline", "6", "--max-queue", "400", "--chunk", "16"});
+    std::atomic<size_t> lines_read{0};
+    std::thread reader([&] { read_log(server.log, lines_read); });
+    Campaign campaign{server};
+    for (int i = 0; i < KNOWN; i++)
+        campaign.expected.push_back(text_of(Http(server.port).call("POST", "/v1/chat/completions", known_question(i, false)), false));
+
+    // The first round fills what is kept: threads' stacks, buffers, arenas. Later ones must add nothing.
+    const int rounds = length < 60 ? 2 : (int)(length / 30);
+    const Rest before = rest_of(server, 0);
+    Rest first{}, now{};
+    for (int round = 0; round < rounds; round++) {
+        campaign.run(length / rounds, round);
+        now = rest_of(server, before.descriptors);
+        if (round == 0) first = now;
+        printf("%3d: %zu requests, %zu answers, %d stops, slowest /health %.2f s; at rest %.1f MB, %zu descriptors, %zu threads\n", round + 1,
+               campaign.requests.load(), campaign.answers.load(), campaign.stops.load(), campaign.slowest.load(), now.megabytes, now.descriptors, now.threads);
+        fflush(stdout);
+    }
+    if (now.threads != before.threads) fault(format("%zu threads, and at first %zu", now.threads, before.threads));
+    if (!sanitized && now.megabytes > first.megabytes + 24) // (what bodies of 3 MB leave in the heap)
+        fault(format("%.1f MB, and at first %.1f", now.megabytes, first.megabytes));
+    if (!sanitized && campaign.slowest > 2) fault(format("/health took %.1f s", campaign.slowest.load()));
+    const double preempted = server.metric("num_preemptions_total"), dropped = server.metric("dropped_log_lines_total");
+    if (preempted == 0) fault("nothing gave way: the campaign is too easy");
+    for (int i = 0; i < KNOWN; i++)
+        if (text_of(Http(server.port).call("POST", "/v1/chat/completions", known_question(i, true)), true) != campaign.expected[(size_t)i]) fault("a known answer has changed");
+    if (const int status = server.stop()) fault(format("it ended with status %d", status));
+    reader.join();
+    a_full_disk();
+    printf("campaign: %.0f s, %zu requests, %g answers gave way, %zu lines of log and %g dropped; %d faults\n", length, campaign.requests.load(), preempted,
+           lines_read.load(), dropped, faults.load());
+    return faults > 0;
+} catch (const std::exception& e) {
+    fprintf(stderr, "campaign: %s\n", e.what());
+    return 1;
+}

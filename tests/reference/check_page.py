@@ -1,0 +1,553 @@
+#!/usr/bin/env python3
+"""The chat page (chat.html) in a real browser: Chromium without a window, driven by its DevTools protocol over a pipe.
+
+    apt-get install chromium fonts-noto-cjk
+    python3 tests/reference/check_page.py [--shots FOLDER] [--serve ./serve] [--model data/tiny/model.bin]
+
+A conversation with ./serve; stop, reload, edit, answer again, export and import; then answers of a server of our own,
+which gives the page as ./serve does, and says what we want: attempts to become HTML or to run a script, Markdown of every
+kind, errors, 10,000 tokens. Needs Python's standard library only. Ends with status 1 at the first thing that is wrong.
+"""
+import argparse, base64, http.server, json, os, re, subprocess, sys, tempfile, threading, time, urllib.request
+
+CHROMIUM = os.environ.get("CHROMIUM", "chromium")
+
+
+class Browser:
+    def __init__(self, folder):
+        to_browser, from_browser = os.pipe(), os.pipe()
+
+        def pipes():  # the protocol's are 3 and 4
+            a, b = os.dup(to_browser[0]), os.dup(from_browser[1])
+            a, b = os.dup2(a, 33), os.dup2(b, 44)
+            os.dup2(a, 3), os.dup2(b, 4)
+
+        self.process = subprocess.Popen(
+            [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars",
+             "--disable-background-networking", "--no-first-run", "--lang=en-US", f"--user-data-dir={folder}", "about:blank"],
+            preexec_fn=pipes, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        os.close(to_browser[0]), os.close(from_browser[1])
+        self.out, self.inp = to_browser[1], os.fdopen(from_browser[0], "rb", 0)
+        self.buffer, self.last, self.session, self.events = b"", 0, None, []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(domain + ".enable")
+        self.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=folder)
+
+    def read(self):
+        while b"\0" not in self.buffer:
+            some = self.inp.read(1 << 20)
+            if not some:
+                raise SystemExit("the browser has ended")
+            self.buffer += some
+        message, self.buffer = self.buffer.split(b"\0", 1)
+        return json.loads(message)
+
+    def call(self, method, **params):
+        self.last += 1
+        message = {"id": self.last, "method": method, "params": params}
+        if self.session and not method.startswith(("Target.", "Browser.")):
+            message["sessionId"] = self.session
+        os.write(self.out, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self.read()
+            if answer.get("id") == self.last:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']}")
+                return answer["result"]
+            self.events.append(answer)
+
+    def js(self, code):
+        r = self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True, userGesture=True)
+        if "exceptionDetails" in r:
+            raise RuntimeError(code + "\n" + json.dumps(r["exceptionDetails"])[:600])
+        return r["result"].get("value")
+
+    def wait(self, code, seconds=20):
+        end = time.time() + seconds
+        while not self.js(code):
+            if time.time() > end:
+                raise SystemExit(f"waited in vain for {code}\n" + self.js("document.body.innerText")[:1500])
+            time.sleep(0.03)
+
+    def open(self, url):
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=url)
+        self.wait("document.readyState === 'complete' && !!document.getElementById('send')")
+
+    def reload(self):
+        self.js("window.before = 1")
+        self.call("Page.reload")
+        self.wait("!window.before && document.readyState === 'complete'")
+
+    def key(self, key, code=None, modifiers=0, text=None):
+        base = dict(key=key, code=code or key, modifiers=modifiers,
+                    windowsVirtualKeyCode={"Enter": 13, "Escape": 27, "ArrowUp": 38}.get(key, ord(key[0].upper())))
+        self.call("Input.dispatchKeyEvent", type="keyDown", **base, **({"text": text} if text else {}))
+        self.call("Input.dispatchKeyEvent", type="keyUp", **base)
+
+    def type(self, text):
+        self.call("Input.insertText", text=text)
+
+    def say(self, text, wait=True):
+        self.js("document.getElementById('input').focus()")
+        self.type(text)
+        self.key("Enter", text="\r")
+        if wait:
+            self.idle()
+
+    def idle(self, seconds=60):
+        self.wait("live.size === 0", seconds)
+
+    def click(self, selector):
+        at = self.js(f"(() => {{ const n = document.querySelector({json.dumps(selector)}); n.scrollIntoView({{block: 'nearest'}}); "
+                     "const r = n.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2] })()")
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="none" if kind == "mouseMoved" else "left",
+                      clickCount=int(kind != "mouseMoved"))
+
+    def look(self, width=1280, height=860, dark=False, language="en-US", phone=False):
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2 if phone else 1, mobile=phone)
+        self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"},
+                                                          {"name": "hover", "value": "none" if phone else "hover"}])
+        self.call("Emulation.setUserAgentOverride", userAgent="test", acceptLanguage=language)
+
+    def shot(self, path):
+        time.sleep(0.35)
+        with open(path, "wb") as f:
+            f.write(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+
+
+checks = 0
+
+
+def check(good, what):
+    global checks
+    checks += 1
+    if not good:
+        raise SystemExit(f"WRONG: {what}")
+
+
+# ---- A server of our own: the page as ./serve gives it, and answers by what the question begins with.
+ANSWERS = {}
+
+
+class Fake(http.server.BaseHTTPRequestHandler):
+    real = None
+    asked = []
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *a):
+        pass
+
+    def give(self, status, body, kind="application/json", headers=()):
+        self.send_response(status)
+        for name, value in [("Content-Type", kind), ("Content-Length", str(len(body))), *headers]:
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        if self.path == "/":
+            with urllib.request.urlopen(self.real) as r:
+                kept = [(k, v) for k, v in r.headers.items() if k in ("Content-Security-Policy", "X-Content-Type-Options", "Referrer-Policy")]
+                return self.give(200, r.read(), r.headers["Content-Type"], kept)
+        if self.path == "/health":
+            return self.give(200, b"{}")
+        if self.path == "/v1/models":
+            return self.give(200, b'{"data": [{"id": "fake-<b>1</b>", "max_model_len": 32768}]}')
+        self.give(404, b"{}")
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Fake.asked.append((body, self.headers.get("Authorization")))
+        word = body["messages"][-1]["content"].split()[0]
+        answer = ANSWERS[word]
+        if isinstance(answer, tuple):
+            status, message = answer
+            return self.give(status, json.dumps({"error": {"message": message, "code": None}}).encode())
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        pieces = answer if isinstance(answer, list) else [("content", answer[i:i + 4]) for i in range(0, len(answer), 4)]
+
+        def event(choices, **more):
+            self.wfile.write(b"data: " + json.dumps({"choices": choices, **more}).encode() + b"\n\n")
+
+        try:
+            event([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+            for kind, text in pieces:
+                if kind == "wait":
+                    self.wfile.write(b":\n\n")
+                    time.sleep(text)
+                elif kind == "break":
+                    return
+                else:
+                    event([{"index": 0, "delta": {kind: text}, "finish_reason": None}])
+            event([{"index": 0, "delta": {}, "finish_reason": "stop"}])
+            event([], usage={"prompt_tokens": 10, "completion_tokens": len(pieces), "total_tokens": 10 + len(pieces)})
+            self.wfile.write(b"data: [DONE]\n\n")
+        except OSError:
+            pass
+
+
+HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 2"><svg onload="window.hit = 3">
+<iframe srcdoc="<script>parent.hit = 4</script>"></iframe>
+
+# <b>heading</b> <a href="javascript:window.hit=5">x</a>
+
+[click](javascript:window.hit=6) [click](JaVaScRiPt:window.hit=7) [click](data:text/html,<script>window.hit=8</script>) [click](vbscript:hit)
+[a](https://example.org/"onmouseover="window.hit=9) [b](https://example.org/'><script>window.hit=10</script>)
+![x](https://evil.example/pixel.png) ![x](javascript:window.hit=11) <https://ok.example/<script>>
+
+| <img src=x onerror=hit=12> | b |
+|---|---|
+| <script>window.hit = 13</script> | `<img src=x onerror=window.hit=14>` |
+
+```html"><img src=x onerror=window.hit=15>
+<script>window.hit = 16</script></code></pre><script>window.hit = 17</script>
+```
+
+- <details open ontoggle="window.hit=18">
+> <style>* { display: none !important }</style>
+
+&lt;script&gt;window.hit=19&lt;/script&gt; {{nonce}} ${window.hit=20} $<script>window.hit=21</script>$ \\(<img src=x onerror=window.hit=22>\\)
+"""
+
+MARKDOWN = """## Adding two vectors
+
+Every thread adds **one** element; a *warp* is 32 of them, run in ~~locked~~ step. See `blockIdx` and [the guide](https://docs.nvidia.com/cuda/).
+
+```cuda
+// c = a + b, one element a thread
+__global__ void add(const float* a, const float* b, float* c, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) c[i] = a[i] + b[i]; /* the last block
+                                      may be larger */
+}
+```
+
+1. Copy the vectors to the GPU
+2. Launch `add<<<(n + 255) / 256, 256>>>`
+   - 256 threads a block
+   - the grid covers all *n*
+3. Copy the sum back
+
+| memory | scope | latency | size |
+|:--|:--|--:|:-:|
+| registers | thread | 1 cycle | 256 KB / SM |
+| shared | block | 20–30 cycles | up to 228 KB |
+| global | grid | 400–800 cycles | 80 GB |
+
+> Coalesced: neighbours in a warp read neighbours in memory.
+
+- [x] measured
+- [ ] written up
+
+The bandwidth is $B = 2 n s / t$, with \\(s\\) bytes an element. 中文**“加粗”**也可以。
+"""
+
+
+def told_faults(browser):
+    """What the page has said to the console, and policy violations."""
+    faults = []
+    for e in browser.events:
+        if e.get("method") == "Runtime.exceptionThrown":
+            faults.append(json.dumps(e["params"]["exceptionDetails"])[:500])
+        if e.get("method") == "Log.entryAdded" and e["params"]["entry"]["level"] == "error":
+            if e["params"]["entry"]["source"] != "network":
+                faults.append(json.dumps(e["params"]["entry"])[:500])
+    browser.events = [e for e in browser.events if e.get("method") == "Network.requestWillBeSent"]
+    return faults
+
+
+def last_text(browser):
+    return browser.js("[...document.querySelectorAll('.assistant .md.text')].at(-1).innerText")
+
+
+def with_serve(b, url, shots):
+    b.look()
+    b.open(url)
+    b.wait("model.name === 'model.bin'")
+    check(b.js("document.title") == "Warp", "the title")
+    check(b.js("document.querySelector('#hello').offsetHeight > 200"), "the first sight")
+    check(b.js("document.activeElement.id") == "input", "one can type at once")
+    b.shot(shots + "/first-light.png")
+    b.click("#starters button")
+    b.idle()
+    check("32" in last_text(b) or "thread" in last_text(b), "the model's answer: " + last_text(b))
+    check(re.search(r"\d+ tokens · [\d.]+ tok/s", b.js("document.querySelector('.stats').innerText")), "tokens a second")
+    check(b.js("document.querySelectorAll('.chat').length") == 1, "it is in the list")
+    b.say("What is shared memory?")
+    b.wait("pathOf(current).length === 4")
+    b.shot(shots + "/conversation-light.png")
+
+    before = last_text(b)
+    b.reload()  # all is kept
+    b.wait("document.querySelectorAll('.assistant').length === 2")
+    check(last_text(b) == before, "what was said is there after a reload")
+
+    b.js("document.querySelector('.assistant:last-child [aria-label=\"Answer again\"]').click()")
+    b.idle()
+    check(b.js("document.querySelector('.said:last-child .turns').innerText.trim()") == "2 / 2", "two versions of an answer")
+    b.js("document.querySelector('.said:last-child [aria-label=\"Previous version\"]').click()")
+    check(last_text(b) == before, "back to the first of them")
+
+    b.key("ArrowUp")  # edits the last question
+    b.wait("document.activeElement.closest('.user') !== null")
+    b.js("document.activeElement.select()")
+    b.type("What is a block?")
+    b.key("Enter", text="\r")
+    b.idle()
+    check(b.js("[...document.querySelectorAll('.user .text')].map(n => n.innerText)") == ["What is a warp?", "What is a block?"], "an edited question")
+    check(b.js("document.querySelectorAll('.user .turns').length") == 1, "the question as it was is still there")
+
+    b.js("document.getElementById('new').click()")
+    b.js("settings.sampling = {max_tokens: 4000, temperature: 2}; saveSettings(); window.plain = requestFor; "
+         "requestFor = (...a) => ({...plain(...a), ignore_eos: true})")
+    b.say("Write a very long text about everything", wait=False)
+    b.wait("current && current.nodes[1].text.length > 0")
+    b.shot(shots + "/writing.png")
+    b.key("Escape")
+    b.idle(2)
+    check(b.js("current.nodes[1].finish") == "stopped", "Escape stops")
+    end = time.time() + 3
+    while "running{model_name=\"model.bin\"} 0" not in urllib.request.urlopen(url + "metrics").read().decode():
+        check(time.time() < end, "the server stops, too")
+        time.sleep(0.05)
+    text = b.js("current.nodes[1].text")
+    b.js("[...document.querySelectorAll('.note button')].find(n => n.innerText === 'Continue').click()")
+    b.wait(f"current.nodes[1].text.length > {len(text)}")
+    b.reload()  # in the middle of an answer
+    b.wait("document.querySelectorAll('.assistant').length === 1")
+    check(b.js("current.nodes[1].text").startswith(text), "an answer goes on where it was stopped")
+    check(b.js("current.nodes[1].finish") == "broken" and len(b.js("current.nodes[1].text")) > len(text), "what was there at a reload is kept")
+    b.js("settings.sampling = {}; saveSettings()")
+
+
+def hostile(b, url, shots):
+    ANSWERS["hostile"] = HOSTILE
+    b.look()
+    b.open(url)
+    b.wait("model.name !== ''")
+    check(b.js("document.querySelector('#model b') === null"), "a model's name is text")
+    told_faults(b)
+    b.events.clear()
+    b.say("hostile <img src=x onerror=window.hit=30>")
+    time.sleep(0.3)
+    look = """[window.hit ?? null, document.querySelectorAll('main script, main iframe, main img, main style, main object, #log svg[onload], main form').length,
+              [...document.querySelectorAll('#log *')].flatMap(n => [...n.attributes]).filter(a => /^on|^style$|^src/.test(a.name)).length,
+              [...document.querySelectorAll('#log a')].map(a => a.href)]"""
+    hit, nodes, attributes, links = b.js(look)
+    check(hit is None, f"a script of the answer ran: {hit}")
+    check(nodes == 0 and attributes == 0, "an answer made elements of its own")
+    check(all(link.startswith(("https://", "mailto:")) for link in links), f"links: {links}")
+    check("<script>window.hit = 1</script>" in last_text(b), "what looks like HTML is shown")
+    b.reload()  # once more, from the store
+    b.wait("document.querySelectorAll('.assistant').length === 1")
+    check(b.js(look)[:3] == [None, 0, 0], "from the store")
+    b.shot(shots + "/hostile.png")
+    wanted = [e["params"]["request"]["url"] for e in b.events if e.get("method") == "Network.requestWillBeSent"]
+    check(all(u.startswith((url, "data:", "about:")) for u in wanted), f"requests to others: {wanted}")
+
+    # The policy itself: were there a hole, the browser would refuse.
+    check(b.js("try { document.body.innerHTML = '<b>x</b>'; 'done' } catch { 'refused' }") == "refused", "trusted types")
+    b.js("try { const s = document.createElement('div'); s.setAttribute('onclick', 'window.hit = 40'); document.body.append(s); s.click() } catch {}")
+    check(b.js("window.hit ?? null") is None, "inline handlers do not run")
+    check(b.js("fetch('https://example.org/').then(() => 'done', () => 'refused')") == "refused", "no other host can be asked")
+    b.events.clear()
+    # A store and a file of any content.
+    b.js("""localStorage.setItem('warp:chat:x1', '{"id": "x1", "nodes": [{"parent": 5}]}'); localStorage.setItem('warp:chat:x2', '][');
+            localStorage.setItem('warp:settings', '{"theme": 7, "system": ["x"], "sampling": "y", "language": "<b>"}')""")
+    b.reload()
+    b.wait("!!document.getElementById('send') && document.querySelectorAll('#starters button').length > 0 || document.querySelectorAll('.said').length > 0")
+    check(told_faults(b) == [], "a damaged store")
+    b.js("localStorage.removeItem('warp:settings'); localStorage.removeItem('warp:chat:x1'); localStorage.removeItem('warp:chat:x2')")
+
+
+def markdown(b, url, shots, folder):
+    ANSWERS["markdown"] = [("reasoning_content", w + " ") for w in "The user wants a kernel. I show it with a table, briefly.".split()] + \
+        [("wait", 0.3)] + [("content", MARKDOWN[i:i + 3]) for i in range(0, len(MARKDOWN), 3)]
+    ANSWERS["slowly"] = [("reasoning_content", "Let me see. "), ("wait", 1.5), ("content", "Yes.")]
+    ANSWERS["broken"] = [("content", "Half of an"), ("break", 0)]
+    ANSWERS["busy"], ANSWERS["key"], ANSWERS["fault"] = (429, "x"), (401, "x"), (500, "<b>out of memory</b>")
+    b.look()
+    b.open(url)
+    b.js("for (const k of Object.keys(localStorage)) localStorage.removeItem(k)")
+    b.open(url)
+    b.say("slowly please", wait=False)
+    b.wait("!!document.querySelector('.thought summary .bars')")
+    b.shot(shots + "/thinking.png")
+    b.idle()
+    check(b.js("document.querySelector('.thought').open") is False, "thoughts are folded")
+    check(b.js("document.querySelector('.thought summary').innerText").strip().startswith("Thought for 1."), "how long it thought")
+    b.click(".thought summary")
+    b.wait("document.querySelector('.thought .md').innerText.includes('Let me see.')")
+    b.js("newChat()")
+    b.say("markdown of every kind, please: add two vectors")
+    counts = b.js("""['h2', 'strong', 'em', 'del', 'pre code', 'table', 'td', 'ol > li', 'ol ul > li', 'blockquote', '.task', 'a', '.math', '.w', '.c', 'p code', 'tr:first-child .right']
+                     .map(s => document.querySelectorAll('.text.md ' + s).length)""")
+    check(counts == [1, 2, 2, 1, 1, 1, 12, 3, 2, 1, 2, 1, 2, 10, 4, 1, 2], f"what Markdown became: {counts}")
+    code = b.js("document.querySelector('.text.md pre').innerText")
+    check(code.startswith("// c = a + b") and "threadIdx.x;\n    if (i < n)" in code, "code is as it was written")
+    once = b.js("document.querySelector('.text.md').innerHTML")
+    check(b.js("{ const v = new MarkdownView(); v.set(current.nodes[current.at].text, true); v.node.innerHTML }") == once, "piece by piece is as at once")
+    b.js("Object.defineProperty(navigator, 'clipboard', {value: {writeText: async t => { window.copied = t }}})")
+    b.click(".block .bar button")
+    b.wait("window.copied !== undefined")
+    check(b.js("window.copied").startswith("// c = a + b") and b.js("window.copied").endswith("}"), "the copy button")
+    b.js("document.getElementById('scroll').scrollTop = 0")
+    b.shot(shots + "/markdown-light.png")
+    b.look(dark=True)
+    b.shot(shots + "/markdown-dark.png")
+    b.look()
+    for word, said in [("broken", "broke off"), ("busy", "busy"), ("fault", "<b>out of memory</b>"), ("key", "API key")]:
+        b.js("newChat()")
+        b.say(word)
+        check(said in b.js("document.querySelector('.said:last-child .note').innerText"), f"{word}: {said}")
+    b.shot(shots + "/key-wanted.png")
+    b.js("settings.key = 'abc'; settings.system = 'Be brief.'; settings.sampling = {temperature: 0.5, max_tokens: 77}; saveSettings()")
+    ANSWERS["key"] = "In."
+    b.js("[...document.querySelectorAll('.note button')].find(n => n.innerText === 'Try again').click()")
+    b.idle()
+    body, authorization = Fake.asked[-1]
+    check(authorization == "Bearer abc" and body["temperature"] == 0.5 and body["max_tokens"] == 77, "settings are sent")
+    check(body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "key"}], f"messages: {body['messages']}")
+    check(b.js("current.nodes.length") == 2, "a failed answer leaves no branch")
+
+    # Out to a file, all deleted, and back.
+    kept = b.js("Object.fromEntries(chats)")
+    b.js("openSettings()")
+    b.shot(shots + "/settings.png")
+    b.js("[...document.querySelectorAll('#settings .acts button')].find(n => n.innerText === 'Export all').click()")
+    path, end = os.path.join(folder, "Warp.jsonl"), time.time() + 5
+    while not os.path.exists(path):
+        check(time.time() < end, "the export was downloaded")
+        time.sleep(0.05)
+    lines = [json.loads(line) for line in open(path, encoding="utf-8")]
+    check(len(lines) == 6 and lines[0]["messages"][0]["role"] == "user" and "abc" not in open(path).read().split('"'), "what is exported")
+    remove = "[...document.querySelectorAll('#settings .danger')][0].click()"
+    b.js(remove)
+    check(b.js("chats.size") == 6, "it asks before it deletes all")
+    b.js(remove)
+    check(b.js("[chats.size, Object.keys(localStorage).filter(k => k.includes('chat')).length]") == [0, 0], "all deleted")
+    b.js(f"importChats(new File([{json.dumps(open(path, encoding='utf-8').read())}], 'x.jsonl'))")
+    check(b.js("Object.fromEntries(chats)") == kept, "an import gives back what was exported")
+    b.js("importChats(new File(['{\"messages\": [{\"role\": \"user\", \"content\": \"<img src=x onerror=window.hit=50>\"}]}\\n{\"nodes\": [{\"parent\": 9}]}\\nnothing\\n'], 'x.jsonl'))")
+    b.wait("chats.size === 7")
+    b.reload()
+    b.wait("typeof chats !== 'undefined' && chats.size === 7")
+    check(b.js("window.hit ?? null") is None, "a file's text is text")
+    b.click(".chat .icon[aria-label=Delete]")
+    b.wait("chats.size === 6")
+    b.click("#toast button")
+    check(b.js("chats.size") == 7, "undo")
+
+
+def looks(b, url, shots):
+    b.look(phone=True, width=390, height=800, dark=False)
+    b.open(url)
+    b.wait("typeof chats !== 'undefined'")
+    b.js("newChat()")
+    b.shot(shots + "/phone-first.png")
+    wide = b.js("document.documentElement.scrollWidth <= innerWidth && document.body.scrollWidth <= innerWidth")
+    check(wide, "no sideways scrolling on a phone")
+    b.js("showChat([...chats.values()].find(c => c.title.startsWith('markdown')))")
+    b.js("document.getElementById('scroll').scrollTop = 700")
+    b.shot(shots + "/phone-light.png")
+    b.js("toggleSide()")
+    b.shot(shots + "/phone-list.png")
+    b.look(language="zh-CN", dark=True)
+    b.open(url)
+    b.js("newChat()")
+    check(b.js("document.documentElement.lang") == "zh-CN", "Chinese by the browser's language")
+    b.shot(shots + "/first-chinese-dark.png")
+    b.js("openSettings()")
+    b.shot(shots + "/settings-chinese-dark.png")
+    b.js("settings.language = 'en'; applyLook(); document.getElementById('settings').close()")
+    check(b.js("document.getElementById('input').placeholder") == "Ask anything", "the language can be switched")
+    b.js("settings.language = 'auto'; saveSettings(); applyLook()")
+
+
+def long_answer(b, url, shots):
+    """10,000 tokens in some seconds: the page must go on reacting."""
+    words = []
+    for n in range(1250):
+        words += ["Word ", "**bold** ", f"number {n} ", "and `code` ", "in a ", "long ", "text. ", "\n\n" if n % 5 == 4 else "\n- item " if n % 7 == 3 else "more "]
+    code = ["\n\n```c\n"] + [w for n in range(300) for w in (f"int x{n} = ", f"f({n}); ", "// why\n")] + ["```\n\nEnd of it."]
+    pieces = [("content", w) for w in words + code]
+    spread = []
+    for i, p in enumerate(pieces):
+        spread.append(p)
+        if i % 20 == 19:
+            spread.append(("wait", 0.01))
+    ANSWERS["long"] = spread
+    b.look()
+    b.open(url)
+    b.js("newChat()")
+    b.js("""window.slow = []; { let last = performance.now(); const tick = () => { const now = performance.now(); slow.push(now - last); last = now; requestAnimationFrame(tick) };
+            requestAnimationFrame(tick) } new PerformanceObserver(list => list.getEntries().forEach(e => (window.tasks ??= []).push(e.duration))).observe({type: 'longtask'})""")
+    b.say("long answer", wait=False)
+    b.wait("current && current.nodes[1].text.length > 20000", 60)
+    b.js("document.getElementById('scroll').scrollTop -= 400")  # whoever reads above is left there
+    b.wait("!stick")
+    at = b.js("document.getElementById('scroll').scrollTop")
+    time.sleep(0.5)
+    check(b.js("document.getElementById('scroll').scrollTop") == at, "the reader's place stays")
+    b.js("document.getElementById('down').click()")
+    b.idle(120)
+    slow = sorted(b.js("slow"))
+    tasks = b.js("window.tasks || []")
+    worst, p95 = slow[-1], slow[int(len(slow) * 0.95)]
+    print(f"  10,000 tokens: {len(slow)} frames, 95% within {p95:.0f} ms, worst {worst:.0f} ms; {len(tasks)} tasks above 50 ms, longest {max(tasks, default=0):.0f} ms")
+    check(p95 < 100 and worst < 600, "the page stays smooth")
+    check("End of it." in last_text(b), "all of it is there")
+    check(b.js("(() => { const s = document.getElementById('scroll'); return s.scrollHeight - s.scrollTop - s.clientHeight < 5 })()"), "the end is in sight")
+    took = b.js("(() => { const v = new MarkdownView(), n = performance.now(); v.set('*a **b _c [d '.repeat(12000), true); v.set('`'.repeat(3000) + ' `` '.repeat(20000), true); "
+                "v.set('> '.repeat(20000) + 'x', true); v.set('- '.repeat(20000), true); v.set('|a'.repeat(30000) + '\\n|-|', true); v.set('$a '.repeat(30000) + '\\\\('.repeat(20000), true);"
+                "v.set('[](https://a.b/('.repeat(20000), true); v.set(('#'.repeat(5000) + ' '.repeat(5000)).repeat(4), true); v.set('- - - '.repeat(10000) + 'x', true); return performance.now() - n })()")
+    print(f"  nine texts made to be slow: {took:.0f} ms")
+    check(took < 4000, "no text takes forever")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shots", default="build/page")
+    parser.add_argument("--serve", default="./serve")
+    parser.add_argument("--model", default="data/tiny/model.bin")
+    o = parser.parse_args()
+    os.makedirs(o.shots, exist_ok=True)
+    server = subprocess.Popen([o.serve, o.model, "--port", "0"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        browser = None
+        try:
+            port = next(m[1] for m in (re.search(r"listening on http://127.0.0.1:(\d+)", line) for line in server.stderr) if m)
+            threading.Thread(target=server.stderr.read, daemon=True).start()
+            Fake.real = f"http://127.0.0.1:{port}/"
+            fake = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Fake)
+            fake.daemon_threads = True
+            threading.Thread(target=fake.serve_forever, daemon=True).start()
+            own = f"http://127.0.0.1:{fake.server_port}/"
+            browser = Browser(folder)
+            for name, run in [("a conversation with ./serve", lambda: with_serve(browser, Fake.real, o.shots)),
+                              ("hostile answers", lambda: hostile(browser, own, o.shots)),
+                              ("Markdown, errors, settings, export and import", lambda: markdown(browser, own, o.shots, folder)),
+                              ("phone, Chinese", lambda: looks(browser, own, o.shots)),
+                              ("10,000 tokens", lambda: long_answer(browser, own, o.shots))]:
+                print(name, flush=True)
+                run()
+                faults = told_faults(browser)
+                check(faults == [], f"the console says: {faults}")
+            print(f"{checks} checks, all good; pictures in {o.shots}")
+        finally:
+            if browser:
+                browser.process.kill()
+                browser.process.wait()
+            server.kill()
+
+
+if __name__ == "__main__":
+    main()
