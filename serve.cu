@@ -1014,7 +1014,7 @@ template <class T> struct Engine {
             float* row = logits + (size_t)r * config.V;
             penalize(row, q.job.how, q.ids, q.prompt, config.V);
             for (auto [id, more] : biases(q, restrained(q))) row[id] += more;
-            s.ids[r] = sample(row, tokenizer.size(), q.job.how, q.ids.size());
+            s.ids[r] = sample_cpu(ctx, row, tokenizer.size(), q.job.how, q.ids.size());
         }
     }
     void collect([[maybe_unused]] Step& s) {
