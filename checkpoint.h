@@ -587,6 +587,7 @@ inline bool to_int8(int8_t* q,       // (rows, in) out
 template <class T> struct WeightLoader {
     Weights<T>& w;
     const ModelFile& file;
+    std::shared_ptr<Arena> last = nullptr; // of w.converted
 
     const Tensor& find(const std::string& name, const Shape& shape) {
         const auto found = file.tensors.find(name);
@@ -595,14 +596,20 @@ template <class T> struct WeightLoader {
         return found->second;
     }
 
-    // n new numbers, if there is memory for them. They are for tensor t, and live as long as the weights.
+    // n new numbers, if there is memory for them. They are for tensor t, and live as long as the weights: one after
+    // another in large pieces of memory, so that these can have huge pages.
     template <class U> U* own(size_t n, const Tensor& t, const std::string& name) {
-        const size_t have = available_memory();
-        if (n * sizeof(U) > have)
+        const size_t have = available_memory(), bytes = (n * sizeof(U) + 63) / 64 * 64, piece = 16 << 20;
+        if (bytes > have)
             DIE("%s: converting tensor %s needs %zu bytes of memory and %zu are available", t.file.c_str(),
-                name.c_str(), n * sizeof(U), have);
-        w.converted.emplace_back(new U[n], std::default_delete<U[]>());
-        return (U*)w.converted.back().get();
+                name.c_str(), bytes, have);
+        if (!last || last->size - last->used < bytes) {
+            last = std::make_shared<Arena>();
+            last->template take<uint8_t>(std::min(have, std::max(bytes, piece)));
+            last->allocate("the model");
+            w.converted.push_back(last);
+        }
+        return last->template take<U>(n);
     }
 
     // A tensor's numbers as T: where the file maps them, if they are T and aligned there.
@@ -663,6 +670,62 @@ template <class T> Weights<T>::Weights(const ModelFile& file, bool int8) {
         else *place.vector = loader.numbers(t.name(), t.shape());
     }
     if (file.config.tied) head = embed;
+}
+
+// ---- Huge pages. A decoding step reads every weight once, and memory gives a tenth more of it from pages of 2 MB than
+// from a file's pages of 4 KB. So who decodes for long copies the files there. A copy takes about what 64 steps gain,
+// and memory that the system cannot take back as it can a file's.
+constexpr size_t HUGE_PAGE = 2 << 20;
+constexpr size_t STEPS_TO_HUGE_PAGES = 64; // an answer that is so long pays for the copy
+
+// The kernel has most of the mapping in huge pages: a file that was read from disk at once may be.
+inline bool in_huge_pages(const MappedFile& map) {
+    FILE* f = fopen("/proc/self/smaps", "r");
+    char line[512];
+    bool here = false;
+    size_t begin, end, kilobytes, huge = 0;
+    while (f && fgets(line, sizeof line, f)) {
+        if (sscanf(line, "%zx-%zx", &begin, &end) == 2)
+            here = begin < (size_t)map.data + map.size && end > (size_t)map.data;
+        else if (here && (sscanf(line, "FilePmdMapped: %zu", &kilobytes) == 1 ||
+                          sscanf(line, "AnonHugePages: %zu", &kilobytes) == 1)) huge += kilobytes * 1024;
+    }
+    if (f) fclose(f);
+    return huge > map.size / 2;
+}
+
+// Puts a copy of the file, in huge pages if the kernel gives them, where the file is mapped: no pointer to it changes.
+// False: there is no memory for it.
+inline bool copy_to_huge_pages(const MappedFile& map) {
+    // The copy is as far from a multiple of 2 MB as the mapping is, so that huge pages can move there as they are.
+    const size_t off = (uintptr_t)map.data % HUGE_PAGE, room = map.size + 2 * HUGE_PAGE;
+    uint8_t* memory = (uint8_t*)mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return false;
+    uint8_t* copy = memory + (HUGE_PAGE - (uintptr_t)memory % HUGE_PAGE) % HUGE_PAGE + off;
+    madvise(memory, room, MADV_HUGEPAGE);
+    #pragma omp parallel for schedule(dynamic)
+    for (size_t i = 0; i < map.size; i += HUGE_PAGE) memcpy(copy + i, map.data + i, std::min(HUGE_PAGE, map.size - i));
+    mprotect(copy, map.size, PROT_READ);
+    if (mremap(copy, map.size, map.size, MREMAP_MAYMOVE | MREMAP_FIXED, map.data) == MAP_FAILED)
+        DIE("%s: moving a copy to where it is mapped: %s", map.path.c_str(), strerror(errno));
+    munmap(memory, room); // what is left of it
+    return true;
+}
+
+// For a CPU's weights, if they are used where the files are mapped, are more than a cache holds, and half of the
+// available memory takes them.
+template <class T> void use_huge_pages(const ModelFile& file, const Weights<T>& w) {
+    size_t all = 0;
+    for (const MappedFile& map : file.maps) all += map.size;
+    char enabled[64] = "[never]"; // a system without such pages has no such file
+    if (FILE* f = fopen("/sys/kernel/mm/transparent_hugepage/enabled", "r")) {
+        if (!fgets(enabled, sizeof enabled, f)) enabled[0] = 0;
+        fclose(f);
+    }
+    if (strstr(enabled, "[never]") || !w.converted.empty() || all < ((size_t)64 << 20) || all > available_memory() / 2)
+        return;
+    for (const MappedFile& map : file.maps)
+        if (!in_huge_pages(map) && !copy_to_huge_pages(map)) return;
 }
 
 // ======================================================================================================= 7 Adapters

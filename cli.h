@@ -210,6 +210,11 @@ void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const Mod
 #endif
 }
 
+// On a CPU: see use_huge_pages.
+template <class T> void decode_for_long(const Context& where, const ModelFile& file, const Weights<T>& weights) {
+    if (!where.gpu) use_huge_pages(file, weights);
+}
+
 // --------------------------------------------------------------------------------- Threads and other programs
 
 // OpenMP's threads wait for each other at the end of every product, spinning. That is fast as long as each has a core
@@ -1340,6 +1345,7 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
     Weights<T> weights(file, o.dtype == "int8");
     to_device(o.ctx, file, weights);
     const bool gpu = o.ctx.gpu != nullptr;
+    decode_for_long(o.ctx, file, weights);
     const int steps = gpu ? 200 : 24;
     std::vector<int> prompts = {512}, positions = {gpu ? 1 : 0, 100, 512, 2048};
     if (gpu) prompts = {512, 2048, 8192};
@@ -1445,6 +1451,8 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     const std::unique_ptr<Tokenizer> tokenizer = fitting_tokenizer(o, c);
     if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
     if (!o.ppl.empty()) return perplexity(o, c, weights, *tokenizer);
+    bool lasting = !o.eval.empty() || (!o.has_input && !o.has_ids); // many answers, a chat; an answer may come to it
+    if (lasting) decode_for_long(o.ctx, file, weights);
     if (!o.eval.empty()) return evaluate(o, file, weights, *tokenizer);
 
     const std::vector<int> prompt = checked_prompt(o, c, tokenizer.get());
@@ -1476,7 +1484,10 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
         took.prompt_s = seconds() - loaded;
         if (!interrupted) cache.save(session);
         Screen screen(isatty(1));
-        speak(session, tokenizer.get(), g, pace, [&](std::string_view s) { if (!o.json) screen.show(s); });
+        speak(session, tokenizer.get(), g, pace, [&](std::string_view s) {
+            if (!o.json) screen.show(s);
+            if (!lasting && g.ids.size() >= STEPS_TO_HUGE_PAGES) lasting = true, decode_for_long(o.ctx, file, weights);
+        });
         screen.end();
     } else {
         g.finish = "length";

@@ -6,10 +6,10 @@
 
    Lanes             16 numbers at once in the compilers' own vectors, for any CPU
    Instruction sets  plain, AVX2, AVX-512, AVX-512 with BF16 and VNNI, AMX: which are there is asked at the start
-   Product tiles     32 rows of W by up to 64 tokens, of which `product` is made:
-                     floats (one loop for four instruction sets: cpu_loops.h), INT8 in integers, AMX for bf16 and INT8
+   Product tiles     32 rows of W by up to 64 tokens, of which `product` is made: floats, and INT8 in integers (loops
+                     that are written once for all instruction sets: cpu_loops.h); AMX for bf16 and INT8
    Products          product (which cuts W into tasks), lora_down, linear, linear_add
-   Forward ops       rmsnorm, norm_linear, qknorm_rope_kv, attention, swiglu, head
+   Forward ops       rmsnorm, norm_linear, qknorm_rope_kv, attention, swiglu, head; sample
    Backward ops      in Book I's order
 */
 #ifdef __x86_64__
@@ -21,10 +21,12 @@
 // Inlined wherever it is used, so that it is compiled for the instruction set of the function that uses it.
 #define INLINE inline __attribute__((always_inline))
 
-// Memory for n numbers that an op keeps from call to call: it grows to the largest call, and stays.
+// Memory for n numbers that an op keeps from call to call: it grows to the largest call, and stays. It begins with a
+// cache line, since a vector that lies across two takes twice as long to load.
 template <class U> U* at_least(std::vector<U>& kept, size_t n) {
-    if (kept.size() < n) kept.resize(n);
-    return kept.data();
+    const size_t line = 64, spare = sizeof(U) < line ? line / sizeof(U) : 0;
+    if (kept.size() < n + spare) kept.resize(n + spare);
+    return spare ? (U*)(((uintptr_t)kept.data() + line - 1) / line * line) : kept.data();
 }
 
 // ============================================================================================================== Lanes
@@ -188,36 +190,43 @@ template <class T> struct WeightRows {
         if (w) w += r * in;
         else q += r * in, scale += r * ((in + GROUP - 1) / GROUP);
     }
-    const acc<T>* widen(acc<T>* out, int rows) const { // exact: a scale has 8 bits, a weight 7
+    // (rows, columns) from column k on, a multiple of GROUP. Exact: a scale has 8 bits, a weight 7.
+    const acc<T>* widen(acc<T>* out, int rows, int k, int columns) const {
         const int groups = (in + GROUP - 1) / GROUP;
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < in; i++) {
-                const size_t at = (size_t)r * in + i;
-                out[at] = w ? to_acc(w[at]) : q[at] * (acc<T>)to_acc(scale[r * groups + i / GROUP]);
+        for (int r = 0; r < rows; r++, out += columns) {
+            const size_t at = (size_t)r * in + k;
+            if (w) ::widen(out, w + at, columns);
+            for (int i = 0; i < columns && q; i += GROUP) {
+                const acc<T> s = to_acc(scale[r * groups + (k + i) / GROUP]);
+                for (int j = i; j < std::min(columns, i + GROUP); j++) out[j] = q[at + j] * s;
             }
-        return out;
+        }
+        return out - (size_t)rows * columns;
     }
 };
 
 // ---- Floats. Each struct below is a set of vector instructions, and has the loops of cpu_loops.h made of them:
-//     Vector    WIDTH sums                           Operand  what is multiplied
-//     part      of n >= 0 numbers that follow, those that fit into a vector
+//     Vector    SUMS sums; load_sum, store_sum       Operand  WIDTH numbers that are multiplied
+//     part      of n >= 0 numbers that follow, those that fit into an Operand
 //     load      that part of a row, zeros past it    store    that part to memory
-//     fill      the same number in all lanes
+//     fill      the same number in all lanes         keep     in a register: g++ would read it again for every product
 //     multiply  v *= s    multiply_add  sum += a * b    total  the sum of the lanes: halves onto each other
 //     totals    of R rows by M tokens: y[m][r]
 //     Input     what x is read as: acc<T>, made once a product, or T where the instructions take it
-//     ROWS, TOKENS  of W and x at once; CHAINS  vectors a sum, so that one does not wait for another; KEYS and MIXED of
-//               attention: as many as the registers hold
+//     CHAINS    vectors a sum, so that one does not wait for another in a single token's product
+//     ROWS, TOKENS  of W and x at once; KEYS and MIXED of attention: as many as the registers hold
 template <class A> struct Plain {
     using Vector = lanes<A>;
     using Operand = Vector;
     template <class T> using Input = A;
-    static constexpr int WIDTH = LANES, ROWS = 2, TOKENS = 2, CHAINS = 1, KEYS = 1, MIXED = 1;
+    static constexpr int WIDTH = LANES, SUMS = LANES, ROWS = 2, TOKENS = 2, CHAINS = 1, KEYS = 1, MIXED = 1;
     using Part = int;
     static INLINE Part part(int n) { return std::min(LANES, n); }
     template <class T> static INLINE void load(Vector& v, const T* p, Part n) { load_some(v, p, n); }
     static INLINE void store(A* p, const Vector& v, Part n) { memcpy(p, &v, n * sizeof(A)); }
+    static INLINE void keep(Vector&) {}
+    static INLINE void load_sum(Vector& v, const A* p) { memcpy(&v, p, sizeof v); }
+    static INLINE void store_sum(A* p, const Vector& v) { memcpy(p, &v, sizeof v); }
     static INLINE void fill(Vector& v, A a) { v = Vector{} + a; }
     static INLINE void multiply(Vector& v, A s) { v *= s; }
     static INLINE void multiply_add(Vector& sum, const Vector& a, const Vector& b) { sum += a * b; }
@@ -235,7 +244,7 @@ struct Avx2 {
     using Vector = __m256;
     using Operand = Vector;
     template <class T> using Input = float;
-    static constexpr int WIDTH = 8, ROWS = 2, TOKENS = 3, CHAINS = 2, KEYS = 8, MIXED = 8; // 16 registers
+    static constexpr int WIDTH = 8, SUMS = 8, ROWS = 4, TOKENS = 3, CHAINS = 2, KEYS = 8, MIXED = 8; // 16 registers
     TARGET_AVX2 static INLINE void load8(Vector& v, const float* p) { v = _mm256_loadu_ps(p); }
     TARGET_AVX2 static INLINE void load8(Vector& v, const bf16* p) {
         const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -255,6 +264,9 @@ struct Avx2 {
     TARGET_AVX2 static INLINE void store(float* p, const Vector& v, Part n) {
         memcpy(p, &v, std::min(WIDTH, n) * sizeof(float));
     }
+    TARGET_AVX2 static INLINE void keep(Operand& v) { asm("" : "+x"(v)); }
+    TARGET_AVX2 static INLINE void load_sum(Vector& v, const float* p) { v = _mm256_loadu_ps(p); }
+    TARGET_AVX2 static INLINE void store_sum(float* p, const Vector& v) { _mm256_storeu_ps(p, v); }
     TARGET_AVX2 static INLINE void fill(Vector& v, float a) { v = _mm256_set1_ps(a); }
     TARGET_AVX2 static INLINE void multiply(Vector& v, float s) { v = _mm256_mul_ps(v, _mm256_set1_ps(s)); }
     TARGET_AVX2 static INLINE void multiply_add(Vector& sum, const Vector& a, const Vector& b) {
@@ -279,7 +291,7 @@ struct Avx512 {
     using Vector = __m512;
     using Operand = Vector;
     template <class T> using Input = float;
-    static constexpr int WIDTH = 16, ROWS = 2, TOKENS = 4, CHAINS = 2, KEYS = 16, MIXED = 8; // 32 registers
+    static constexpr int WIDTH = 16, SUMS = 16, ROWS = 4, TOKENS = 4, CHAINS = 2, KEYS = 16, MIXED = 8; // 32 registers
     using Part = __mmask16;
     static INLINE Part part(int n) { return n >= WIDTH ? (Part)0xffff : (Part)((1u << n) - 1); }
     TARGET_AVX512 static INLINE void load(Vector& v, const float* p, Part m) { v = _mm512_maskz_loadu_ps(m, p); }
@@ -291,6 +303,9 @@ struct Avx512 {
         v = _mm512_maskz_cvtepi32_ps(m, _mm512_maskz_cvtepi8_epi32(m, _mm_maskz_loadu_epi8(m, p)));
     }
     TARGET_AVX512 static INLINE void store(float* p, const Vector& v, Part m) { _mm512_mask_storeu_ps(p, m, v); }
+    TARGET_AVX512 static INLINE void keep(__m512& v) { asm("" : "+v"(v)); }
+    TARGET_AVX512 static INLINE void load_sum(Vector& v, const float* p) { v = _mm512_maskz_loadu_ps(0xffff, p); }
+    TARGET_AVX512 static INLINE void store_sum(float* p, const Vector& v) { _mm512_mask_storeu_ps(p, 0xffff, v); }
     TARGET_AVX512 static INLINE void fill(Vector& v, float a) { v = _mm512_set1_ps(a); }
     TARGET_AVX512 static INLINE void multiply(Vector& v, float s) { v = _mm512_mul_ps(v, _mm512_set1_ps(s)); }
     TARGET_AVX512 static INLINE void multiply_add(Vector& sum, const Vector& a, const Vector& b) {
@@ -343,6 +358,7 @@ struct Bf16Dot : Avx512 {
     using Operand = __m512bh;
     template <class T> using Input = bf16;
     static constexpr int WIDTH = 32, ROWS = 4, TOKENS = 4, CHAINS = 1;
+    static INLINE void keep(Operand&) {}
     using Avx512::load, Avx512::multiply, Avx512::multiply_add; // for attention's loops, which nobody calls here
     static void multiply(Operand&, float);                      // for INT8's, likewise: nvcc looks at discarded code
     using Part = __mmask32;
@@ -361,32 +377,42 @@ struct Bf16Dot : Avx512 {
 #endif
 
 // A tile. A single token streams W from memory row after row, in the order in which it lies there: this is what gives
-// the most of it. For several tokens a few rows are made Inputs once.
+// the most of it. For several tokens a few rows are made Inputs once, BLOCK bytes of each at a time.
 template <class Set, bool INT8, class T>
 void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input, int N) {
     using X = typename Set::template Input<T>;
-    constexpr int C = INT8 ? GROUP / Set::WIDTH : Set::CHAINS, R = Set::ROWS * Set::CHAINS / C, M = Set::TOKENS;
+    constexpr int BLOCK = 2048 / sizeof(X), C = INT8 ? GROUP / Set::WIDTH : Set::CHAINS, R = Set::ROWS, M = Set::TOKENS;
     const X* x = (const X*)input;
-    const size_t in = w.in;
+    const int in = w.in;
     if (N == 1) {
         for (int r = 0; r < rows; r++, w.skip(1))
-            if constexpr (INT8) Set::template product_loop<true, 1, 1, C>(y + r, w.q, w.scale, x, w.in);
-            else Set::template product_loop<false, 1, 1, C>(y + r, w.w, w.scale, x, w.in);
+            if constexpr (INT8) Set::template product_row<true, C>(y + r, w.q, w.scale, x, in);
+            else Set::template product_row<false, C>(y + r, w.w, w.scale, x, in);
         return;
     }
     static thread_local std::vector<X> kept;
-    for (int r = 0, some; r < rows; r += some, y += some, w.skip(some)) {
-        some = r + R <= rows ? R : 1;
-        const X* wide;
-        if constexpr (!INT8 && std::is_same_v<T, X>) wide = w.w;
-        else wide = w.widen(at_least(kept, R * in), some);
-        int n = 0;
-        for (; n + M <= N; n += M)
-            if (some == R) Set::template product_loop<false, R, M, C>(y + n * TILE_ROWS, wide, w.scale, x + n * in, w.in);
-            else Set::template product_loop<false, 1, M, C>(y + n * TILE_ROWS, wide, w.scale, x + n * in, w.in);
-        for (; n < N; n++)
-            if (some == R) Set::template product_loop<false, R, 1, C>(y + n * TILE_ROWS, wide, w.scale, x + n * in, w.in);
-            else Set::template product_loop<false, 1, 1, C>(y + n * TILE_ROWS, wide, w.scale, x + n * in, w.in);
+    static thread_local std::vector<acc<T>> kept_sums;
+    acc<T>* sums = at_least(kept_sums, (size_t)TILE_ROWS * TILE_TOKENS * C * Set::SUMS);
+    for (int k = 0; k < in; k += BLOCK) {
+        const int columns = std::min(BLOCK, in - k);
+        const bool first = k == 0, last = k + columns == in;
+        WeightRows<T> at = w;
+        for (int r = 0, some; r < rows; r += some, at.skip(some)) {
+            some = r + R <= rows ? R : 1;
+            const X* wide;
+            size_t row = columns;
+            if constexpr (!INT8 && std::is_same_v<T, X>) wide = at.w + k, row = in;
+            else wide = at.widen(at_least(kept, R * BLOCK), some, k, columns);
+            for (int n = 0, tokens; n < N; n += tokens) {
+                tokens = n + M <= N ? M : 1;
+                acc<T>* part = sums + (size_t)(r * TILE_TOKENS + n * some) * C * Set::SUMS;
+                auto loop = some == R ? tokens == M ? Set::template product_block<R, M, C, acc<T>, X, X>
+                                                    : Set::template product_block<R, 1, C, acc<T>, X, X>
+                                      : tokens == M ? Set::template product_block<1, M, C, acc<T>, X, X>
+                                                    : Set::template product_block<1, 1, C, acc<T>, X, X>;
+                loop(y + n * TILE_ROWS + r, part, wide, row, x + (size_t)n * in + k, in, columns, first, last);
+            }
+        }
     }
 }
 template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const void* x, int N);
@@ -403,50 +429,154 @@ template <bool INT8, class T> ProductTile<T> choose_tile() { // x: bf16 for Bf16
 }
 
 #ifdef HAVE_SIMD
-// ---- INT8 in integers. vpdpbusd multiplies 64 pairs of bytes and adds them by fours into 16 sums of 32 bits, exactly;
-// so x becomes integers, too. In each group of 32, x = step * (65536 h + 256 m + l): three planes of signed bytes, and
-// a power of two that gives the largest |x| 22 bits. A bf16 has 8: all within 2^-14 of the largest are held exactly,
-// and what smaller ones lose is less than a float sum would round away. (The least step is 2^-126.) The sums H, M, L
-// of q h, q m, q l over a group are integers, the same in any order; so vectors and tiles of AMX give the same bits:
+// ---- INT8 in integers. In each group of 32, x = step * X with |X| < 2^22, and a power of two that gives the largest
+// |X| 22 bits. A bf16 has 8: all within 2^-14 of the largest are held exactly; what smaller ones lose is less than a
+// float sum would round away. (The least step is 2^-126.) So a sum of four q X is exact in 32 bits, and only it becomes
+// a float: y += scale * step * sum.
+INLINE float fix_group(int* X, const bf16* x) {
+    int largest = 0;
+    for (int i = 0; i < GROUP; i++) largest = std::max(largest, x[i].bits & 0x7fff);
+    const int exponent = std::max(largest >> 7, 22); // so that neither power of two is subnormal
+    const uint32_t step_bits = (uint32_t)(exponent - 21) << 23, inverse_bits = (uint32_t)(275 - exponent) << 23;
+    float step, inverse; // 2^(exponent - 148), and 1 / step
+    memcpy(&step, &step_bits, 4), memcpy(&inverse, &inverse_bits, 4);
+    for (int i = 0; i < GROUP; i += LANES) {
+        float16v v;
+        load_lanes(v, x + i);
+        v = v * inverse + 12582912.f; // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
+        const int16v fixed = (int16v)v - 0x4b400000;
+        memcpy(X + i, &fixed, sizeof fixed);
+    }
+    return exponent < 255 ? step : NAN; // an infinity or a NaN is among them
+}
+
+// Each struct below adds to a set of vectors, for integer_loop of cpu_loops.h:
+//     Fixed    COLUMNS numbers of a token as integers; `fix` makes them    Weights  COLUMNS weights of a row
+//     load_weights, load_scales   these, and their scales lane by lane     add_product  sum += q X scale step
+// vpmaddwd multiplies 16 pairs of 16 bits and adds neighbours: X = 2048 h + l.
+struct Avx2Integers : Avx2 {
+    static constexpr int COLUMNS = GROUP, ROWS = 2, TOKENS = 2;
+    struct alignas(32) Fixed {
+        int16_t h[GROUP], l[GROUP];
+        float step;
+    };
+    using Weights = __m256i[2];
+    TARGET_AVX2 static void fix(Fixed& out, const bf16* x) {
+        int X[GROUP];
+        out.step = fix_group(X, x);
+        for (int i = 0; i < GROUP; i++) out.h[i] = (int16_t)(X[i] >> 11), out.l[i] = X[i] & 2047;
+    }
+    TARGET_AVX2 static INLINE void load_weights(Weights& w, const int8_t* q) {
+        for (int i = 0; i < 2; i++) w[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(q + 16 * i)));
+    }
+    TARGET_AVX2 static INLINE void load_scales(Vector& s, const bf16* scale) { fill(s, to_acc(*scale)); }
+    TARGET_AVX2 static INLINE void add_product(Vector& sum, const Weights& w, const Vector& scale, const Fixed& x) {
+        const __m256i *h = (const __m256i*)x.h, *l = (const __m256i*)x.l;
+        const __m256i upper = _mm256_add_epi32(_mm256_madd_epi16(w[0], h[0]), _mm256_madd_epi16(w[1], h[1]));
+        const __m256i lower = _mm256_add_epi32(_mm256_madd_epi16(w[0], l[0]), _mm256_madd_epi16(w[1], l[1]));
+        const __m256i sums = _mm256_add_epi32(_mm256_slli_epi32(upper, 11), lower);
+        sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), _mm256_mul_ps(scale, _mm256_set1_ps(x.step)), sum);
+    }
+#define TARGET TARGET_AVX2
+#define INTEGERS
+#include "cpu_loops.h"
+#undef TARGET
+};
+
+// vpdpbusd multiplies 64 pairs of bytes and adds them by fours to 16 sums: X = 65536 h + 256 m + l. One factor has no
+// sign: m and l, and q + 128 for h; so -128 times the sum of h is where its sums begin. (What overflows on the way is
+// a multiple of 2^32.)
+struct VnniIntegers : Avx512 {
+    static constexpr int COLUMNS = 2 * GROUP, ROWS = 4, TOKENS = 2;
+    struct alignas(64) Fixed {
+        int8_t h[COLUMNS];
+        uint8_t m[COLUMNS], l[COLUMNS];
+        int32_t bias[16];
+        float step[16];
+    };
+    struct Weights { __m512i q, unsigned_q; };
+    TARGET_AVX512_BF16 static void fix(Fixed& out, const bf16* x) {
+        int X[COLUMNS];
+        for (int g = 0; g < 2; g++) std::fill_n(out.step + 8 * g, 8, fix_group(X + g * GROUP, x + g * GROUP));
+        for (int i = 0; i < COLUMNS; i++)
+            out.h[i] = (int8_t)(X[i] >> 16), out.m[i] = (uint8_t)(X[i] >> 8), out.l[i] = (uint8_t)X[i];
+        for (int i = 0; i < 16; i++)
+            out.bias[i] = -128 * (out.h[4 * i] + out.h[4 * i + 1] + out.h[4 * i + 2] + out.h[4 * i + 3]);
+    }
+    TARGET_AVX512_BF16 static INLINE void load_weights(Weights& w, const int8_t* q) {
+        w.q = _mm512_loadu_si512(q);
+        w.unsigned_q = _mm512_xor_si512(w.q, _mm512_set1_epi8(-128));
+    }
+    TARGET_AVX512_BF16 static INLINE void load_scales(Vector& s, const bf16* scale) { // the first half's, the second's
+        int both;
+        memcpy(&both, scale, 4);
+        const __m512i shift = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16);
+        const __m512i bits = _mm512_maskz_sllv_epi32(0xffff, _mm512_set1_epi32(both), shift);
+        s = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)));
+    }
+    TARGET_AVX512_BF16 static INLINE void add_product(Vector& sum, const Weights& w, const Vector& scale,
+                                                      const Fixed& x) {
+        __m512i sums = _mm512_dpbusd_epi32(_mm512_load_si512(x.bias), w.unsigned_q, _mm512_load_si512(x.h));
+        sums = _mm512_dpbusd_epi32(_mm512_maskz_slli_epi32(0xffff, sums, 8), _mm512_load_si512(x.m), w.q);
+        sums = _mm512_dpbusd_epi32(_mm512_maskz_slli_epi32(0xffff, sums, 8), _mm512_load_si512(x.l), w.q);
+        const Vector unit = _mm512_mul_ps(scale, _mm512_load_ps(x.step));
+        sum = _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(0xffff, sums), unit, sum);
+    }
+#define TARGET TARGET_AVX512_BF16
+#include "cpu_loops.h"
+#undef TARGET
+#undef INTEGERS
+};
+
+// x (N,in) as integers; `in` is a multiple of COLUMNS.
+template <class Set> const typename Set::Fixed* fix_all(const bf16* x, int N, int in) { // (N, in / COLUMNS)
+    static thread_local std::vector<typename Set::Fixed> kept;
+    const size_t n = (size_t)N * (in / Set::COLUMNS);
+    typename Set::Fixed* out = at_least(kept, n);
+    #pragma omp parallel for schedule(static) if (N > 16)
+    for (size_t i = 0; i < n; i++) Set::fix(out[i], x + i * Set::COLUMNS);
+    return out;
+}
+
+// The tile of product_tile, in integers.
+template <class Set> void integer_tile(float* y, WeightRows<bf16> w, int rows, const void* input, int N) {
+    constexpr int R = Set::ROWS, M = Set::TOKENS;
+    const auto* x = (const typename Set::Fixed*)input;
+    const size_t steps = w.in / Set::COLUMNS;
+    for (int r = 0, some; r < rows; r += some, y += some, w.skip(some)) {
+        some = N > 1 && r + R <= rows ? R : 1;
+        int n = 0;
+        for (; n + M <= N; n += M)
+            if (some == R) Set::template integer_loop<R, M>(y + n * TILE_ROWS, w.q, w.scale, x + n * steps, w.in);
+            else Set::template integer_loop<1, M>(y + n * TILE_ROWS, w.q, w.scale, x + n * steps, w.in);
+        for (; n < N; n++)
+            if (some == R) Set::template integer_loop<R, 1>(y + n * TILE_ROWS, w.q, w.scale, x + n * steps, w.in);
+            else Set::template integer_loop<1, 1>(y + n * TILE_ROWS, w.q, w.scale, x + n * steps, w.in);
+    }
+}
+
+// ---- INT8 on CPUs with AMX, whose tiles multiply signed bytes and sum a whole group: X = 65536 h + 256 m + l, three
+// planes. The sums H, M, L of q h, q m, q l over a group are integers, the same in any order; so vectors, for a single
+// token, and tiles of AMX give the same bits:
 //     y = fma(scale_g, step_g * fma(256 H_g + M_g, 256, L_g), y)    group after group.
 // For `in` a multiple of 64.
 struct alignas(64) FixedX { // two groups of one token
-    int8_t plane[3][2 * GROUP]; // h, m, l
+    static constexpr int COLUMNS = 2 * GROUP;
+    using Fixed = FixedX; // for fix_all
+    int8_t plane[3][COLUMNS];   // h, m, l
     int32_t upper[2], lower[2]; // 128 times the sums of 256 h + m, and of l
     float step[2];
-};
-TARGET_AVX512_BF16 inline void fix_x(FixedX* out, const bf16* x) {
-    for (int g = 0; g < 2; g++, x += GROUP) {
-        int largest = 0;
-        for (int i = 0; i < GROUP; i++) largest = std::max(largest, x[i].bits & 0x7fff);
-        const int exponent = std::max(largest >> 7, 22); // so that neither power of two is subnormal
-        const uint32_t step = (uint32_t)(exponent - 21) << 23, inverse = (uint32_t)(275 - exponent) << 23;
-        const __m512 per_x = _mm512_castsi512_ps(_mm512_set1_epi32((int)inverse)); // step is 2^(exponent - 148)
-        int sum[3] = {};
-        for (int i = 0; i < GROUP; i += 16) {
-            __m512 numbers;
-            Avx512::load(numbers, x + i, 0xffff);
-            __m512i v = _mm512_maskz_cvtps_epi32(0xffff, _mm512_mul_ps(numbers, per_x));
-            for (int p = 2; p >= 0; p--) {
-                _mm_storeu_si128((__m128i*)(out->plane[p] + g * GROUP + i), _mm512_maskz_cvtepi32_epi8(0xffff, v));
-                v = _mm512_maskz_srai_epi32(0xffff, _mm512_add_epi32(v, _mm512_set1_epi32(128)), 8);
-            }
+    TARGET_AVX512_BF16 static void fix(FixedX& out, const bf16* x) {
+        for (int g = 0; g < 2; g++) {
+            int X[GROUP], sum[3] = {};
+            out.step[g] = fix_group(X, x + g * GROUP);
+            for (int i = 0; i < GROUP; i++)
+                for (int p = 2, left = X[i]; p >= 0; p--, left = (left + 128) >> 8)
+                    sum[p] += out.plane[p][g * GROUP + i] = (int8_t)left;
+            out.upper[g] = 128 * (256 * sum[0] + sum[1]), out.lower[g] = 128 * sum[2];
         }
-        for (int i = 0; i < GROUP; i++)
-            for (int p = 0; p < 3; p++) sum[p] += out->plane[p][g * GROUP + i];
-        out->upper[g] = 128 * (256 * sum[0] + sum[1]), out->lower[g] = 128 * sum[2];
-        memcpy(out->step + g, &step, 4);
-        if (exponent == 255) out->step[g] = NAN; // an infinity or a NaN is among them
     }
-}
-inline const FixedX* fix_all_x(const bf16* x, int N, int in) { // (N, in / 64)
-    static thread_local std::vector<FixedX> kept;
-    const size_t n = (size_t)N * (in / 64);
-    FixedX* out = at_least(kept, n);
-    #pragma omp parallel for schedule(static) if (N > 16)
-    for (size_t i = 0; i < n; i++) fix_x(out + i, x + i * 64);
-    return out;
-}
+};
 
 // The sums of each half of 8 vectors of integers: of the lower halves of a[0..3], of their upper halves, and the same
 // of a[4..7].
@@ -487,10 +617,11 @@ TARGET_AVX512_BF16 INLINE __m512 group_sums(const __m512i (&upper)[8], const __m
     return _mm512_mul_ps(step, _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
 }
 
-// 8 rows at a time, two groups of each. The rows are from all over the tile, and a single token's product asks for those
-// of the next tile: the memory of Intel's CPUs with AMX gives the most when it is read at several places.
+// 8 rows at a time, two groups of each. The rows are from all over the tile, and a single token's product asks for
+// those of the next tile: the memory of these CPUs gives the most when it is read at several places.
 template <bool ONE_TOKEN>
-TARGET_AVX512_BF16 inline void vnni_tile(float* y, const WeightRows<bf16>& w, int rows, const FixedX* x, int N) {
+TARGET_AVX512_BF16 void amx_vnni_tile(float* y, WeightRows<bf16> w, int rows, const void* input, int N) {
+    const FixedX* x = (const FixedX*)input;
     const int in = w.in, groups = in / GROUP, apart = (rows + 7) / 8;
     for (int first = 0; first < apart; first++) {
         const int8_t* q[8];
@@ -523,61 +654,6 @@ TARGET_AVX512_BF16 inline void vnni_tile(float* y, const WeightRows<bf16>& w, in
             _mm256_storeu_ps(sums, total);
             for (int r = 0; r < 8; r++) y[n * TILE_ROWS + row[r]] = sums[r];
         }
-    }
-}
-
-// One token on CPUs without AMX: W is streamed, row after row, as AMD's Zen 4 reads fastest. 16 groups of a row at a time; what each of them adds to y is kept, and added
-// for 8 rows together, since an addition waits for the one before.
-struct alignas(64) Fixed16 { // what FixedX has of 16 groups, as sum_halves orders them
-    int32_t upper[16], lower[16];
-    float step[16];
-};
-constexpr int SUM_ORDER[16] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
-inline const Fixed16* fix_16(const FixedX* x, int in) { // (in / 512), rounded up
-    static thread_local std::vector<Fixed16> kept;
-    const int groups = in / GROUP, blocks = (groups + 15) / 16;
-    Fixed16* out = at_least(kept, blocks);
-    for (int i = 0; i < blocks * 16; i++) {
-        const int g = i / 16 * 16 + SUM_ORDER[i % 16];
-        const FixedX* from = g < groups ? x + g / 2 : nullptr;
-        out[i / 16].upper[i % 16] = from ? from->upper[g % 2] : 0;
-        out[i / 16].lower[i % 16] = from ? from->lower[g % 2] : 0;
-        out[i / 16].step[i % 16] = from ? from->step[g % 2] : 0;
-    }
-    return out;
-}
-TARGET_AVX512_BF16 inline void vnni_stream(float* y, const WeightRows<bf16>& w, int rows, const FixedX* x,
-                                           const Fixed16* x16) {
-    const int in = w.in, groups = in / GROUP, width = (groups + 15) / 16 * 16;
-    static thread_local std::vector<float> kept;
-    float *sum = at_least(kept, (size_t)16 * width), *scale = sum + 8 * width; // (8, width) each
-    const __m512i natural = _mm512_set_epi32(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
-    for (int first = 0; first < rows; first += 8) {
-        const int some = std::min(8, rows - first);
-        for (int r = 0; r < some; r++) {
-            const int8_t* q = w.q + (size_t)(first + r) * in;
-            for (int g = 0; g < groups; g += 16) {
-                const int pairs = std::min(8, (groups - g) / 2);
-                __m512i upper[8], lower[8];
-                UNROLL for (int i = 0; i < 8; i++) {
-                    if (i < pairs) dot64(upper[i], lower[i], q + g * GROUP + i * 64, x[g / 2 + i]);
-                    else upper[i] = lower[i] = _mm512_setzero_si512();
-                }
-                const Fixed16& f = x16[g / 16];
-                const __m512 sums = group_sums(upper, lower, _mm512_load_si512(f.upper), _mm512_load_si512(f.lower),
-                                               _mm512_load_ps(f.step));
-                const __mmask16 there = (__mmask16)((1u << std::min(16, groups - g)) - 1);
-                __m512 scales;
-                Avx512::load(scales, w.scale + (size_t)(first + r) * groups + g, there);
-                _mm512_mask_storeu_ps(sum + r * width + g, 0xffff, _mm512_maskz_permutexvar_ps(0xffff, natural, sums));
-                _mm512_mask_storeu_ps(scale + r * width + g, 0xffff, scales);
-            }
-        }
-        float total[8] = {};
-        for (int g = 0; g < groups; g++)
-            UNROLL for (int r = 0; r < 8; r++)
-                total[r] = __builtin_fmaf(scale[r * width + g], sum[r * width + g], total[r]);
-        memcpy(y + first, total, some * sizeof(float));
     }
 }
 
@@ -738,9 +814,9 @@ TARGET_AMX INLINE void amx_add_groups(float (*total)[16],              // (rows,
     }
 }
 
-// 32 rows of INT8 and N <= TILE_TOKENS tokens, 16 by 16 at a time; the bits of vnni_tile. Four groups go
-// through the tiles, alternating between two sets of them, before vectors take the sums: what a tile has stored cannot
-// be loaded soon.
+// 32 rows of INT8 and N <= TILE_TOKENS tokens, 16 by 16 at a time; the bits of amx_vnni_tile. Four groups go through
+// the tiles, alternating between two sets of them, before vectors take the sums: what a tile has stored cannot be
+// loaded soon.
 TARGET_AMX inline void product_tile_amx_int8(float* y, const WeightRows<bf16>& w, const FixedTile* x, int N) {
     constexpr int TOGETHER = 4;
     const int in = w.in, groups = in / GROUP;
@@ -777,34 +853,53 @@ TARGET_AMX inline void product_tile_amx_int8(float* y, const WeightRows<bf16>& w
 
 // x as the tiles of a product want it, and which tiles these are.
 template <class T> struct ProductInput {
-    const T* x;
     int N, in;
-    ProductTile<T> floats;
-    bool dot = false, integers = false, amx = false; // Bf16Dot; integers for INT8; AMX for whole tiles
-    const acc<T>* wide = nullptr;                    // for floats that are not Bf16Dot's
+    bool streams;               // a single token's rows are read one after another, so that tasks can be of few rows
+    ProductTile<T> vectors;     // for `operand`: Bf16Dot's x itself, integers, or floats
+    const uint8_t* operand;
+    size_t token_bytes;         // of it
 #ifdef HAVE_SIMD
-    const bf16* packed = nullptr;           // for AMX
-    const FixedX* fixed = nullptr;          // for integers
-    const Fixed16* fixed_16 = nullptr;      // for a single token with integers
+    const bf16* packed = nullptr;            // for AMX, which takes whole tiles
     const FixedTile* fixed_packed = nullptr; // for AMX with integers
 #endif
 
-    ProductInput(const Linear<T>& W, const T* x, int N)
-        : x(x), N(N), in(W.in), floats(W.q[0] ? choose_tile<true, T>() : choose_tile<false, T>()) {
+    ProductInput(const Linear<T>& W, const T* x, int N) : N(N), in(W.in), streams(N == 1) {
+        const bool int8 = W.q[0];
 #ifdef HAVE_SIMD
         if constexpr (std::is_same_v<T, bf16>) {
-            dot = instruction_set >= ISA_AVX512_BF16 && !W.q[0];
-            integers = instruction_set >= ISA_AVX512_BF16 && W.q[0] && in % 64 == 0;
-            amx = instruction_set >= ISA_AMX && (W.q[0] ? integers && N > 1 : in % 32 == 0);
-            if (integers) fixed = fix_all_x(x, N, in);
-            if (integers && N == 1 && instruction_set < ISA_AMX) fixed_16 = fix_16(fixed, in);
-            if (amx && integers) fixed_packed = amx_pack_int8(fixed, N, in);
-            else if (amx) packed = amx_pack(x, N, in);
+            const bool amx = instruction_set >= ISA_AMX;
+            if (int8 && in % FixedX::COLUMNS == 0 && amx) {
+                const FixedX* fixed = set_operand<FixedX>(N == 1 ? amx_vnni_tile<true> : amx_vnni_tile<false>, x);
+                if (N > 1) fixed_packed = amx_pack_int8(fixed, N, in);
+                streams = false;
+                return;
+            }
+            if (int8 && in % VnniIntegers::COLUMNS == 0 && instruction_set >= ISA_AVX512_BF16) {
+                set_operand<VnniIntegers>(integer_tile<VnniIntegers>, x);
+                return;
+            }
+            if (int8 && in % Avx2Integers::COLUMNS == 0 && instruction_set >= ISA_AVX2) {
+                set_operand<Avx2Integers>(integer_tile<Avx2Integers>, x);
+                return;
+            }
+            if (!int8 && in % 32 == 0 && amx) packed = amx_pack(x, N, in), streams = false;
+            if (!int8 && instruction_set >= ISA_AVX512_BF16) {
+                vectors = choose_tile<false, T>(), operand = (const uint8_t*)x, token_bytes = in * sizeof(T);
+                return;
+            }
         }
 #endif
-        if constexpr (std::is_same_v<T, acc<T>>) wide = x;
-        else if (!dot && !integers) wide = widen_x(x, (size_t)N * in);
+        vectors = int8 ? choose_tile<true, T>() : choose_tile<false, T>(), token_bytes = in * sizeof(acc<T>);
+        if constexpr (std::is_same_v<T, acc<T>>) operand = (const uint8_t*)x;
+        else operand = (const uint8_t*)widen_x(x, (size_t)N * in);
     }
+#ifdef HAVE_SIMD
+    template <class Set> const typename Set::Fixed* set_operand(ProductTile<T> tile, const T* x) {
+        const typename Set::Fixed* fixed = fix_all<Set>(x, N, in);
+        vectors = tile, operand = (const uint8_t*)fixed, token_bytes = in / Set::COLUMNS * sizeof *fixed;
+        return fixed;
+    }
+#endif
     static const acc<T>* widen_x(const T* x, size_t n) {
         static thread_local std::vector<acc<T>> kept;
         acc<T>* out = at_least(kept, n);
@@ -817,17 +912,12 @@ template <class T> struct ProductInput {
 #ifdef HAVE_SIMD
         if constexpr (std::is_same_v<T, bf16>) {
             const size_t before = (size_t)n * in;
-            if (amx && rows == TILE_ROWS) {
-                if (integers) return product_tile_amx_int8(y, w, fixed_packed + before / (16 * GROUP), count);
-                return product_tile_amx(y, w.w, packed + before, N == 1, count, in);
-            }
-            if (fixed_16) return vnni_stream(y, w, rows, fixed, fixed_16);
-            if (integers && N == 1) return vnni_tile<true>(y, w, rows, fixed, 1);
-            if (integers) return vnni_tile<false>(y, w, rows, fixed + before / (2 * GROUP), count);
+            if (fixed_packed && rows == TILE_ROWS)
+                return product_tile_amx_int8(y, w, fixed_packed + before / (16 * GROUP), count);
+            if (packed && rows == TILE_ROWS) return product_tile_amx(y, w.w, packed + before, N == 1, count, in);
         }
 #endif
-        const size_t at = (size_t)n * in;
-        floats(y, w, rows, dot ? (const void*)(x + at) : wide + at, count);
+        vectors(y, w, rows, operand + n * token_bytes, count);
     }
 };
 
@@ -836,9 +926,9 @@ template <class T> struct ProductInput {
 template <class T, class Store>
 void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
     const ProductInput<T> input(W, x, N);
-    // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX and integers want their 32); more
-    // when there are tokens enough to make re-reading x cost something.
-    int task_rows = N == 1 && !input.amx && !input.integers ? 8 : TILE_ROWS, first_task[4] = {};
+    // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX wants its 32); more when there are
+    // tokens enough to make re-reading x cost something.
+    int task_rows = input.streams ? 8 : TILE_ROWS, first_task[4] = {};
     while (N >= TILE_TOKENS && task_rows < 128 && W.out() / (2 * task_rows) >= 2 * thread_count()) task_rows *= 2;
     for (int b = 0; b < 3; b++) first_task[b + 1] = first_task[b] + (W.rows[b] + task_rows - 1) / task_rows;
     #pragma omp parallel for schedule(static) if ((size_t)W.out() * W.in * N > 50000)
@@ -972,7 +1062,8 @@ constexpr int CPU_SPLIT = 512;     // keys; whole pages
 
 // Numerator and denominator of a softmax over some keys, both divided by e^maximum.
 template <class T> struct AttentionSum {
-    acc<T> out[MAX_HEAD], maximum, sum;
+    alignas(64) acc<T> out[MAX_HEAD];
+    acc<T> maximum, sum;
 
     void clear(int D) {
         std::fill(out, out + D, (acc<T>)0);
@@ -986,7 +1077,7 @@ template <class T> struct AttentionSum {
     }
 };
 template <class T> struct AttentionRow { // a query head of a token
-    acc<T> q[MAX_HEAD];
+    alignas(64) acc<T> q[MAX_HEAD];
     AttentionSum<T> split, total;
     int length; // keys it sees
 };
@@ -1176,6 +1267,29 @@ void head_cpu(Context&, acc<T>* logits, T* picked, const T* x, const int* rows, 
     for (int r = 0; r < R; r++) std::copy_n(x + (size_t)rows[r] * W.in, W.in, picked + (size_t)r * W.in);
     const size_t V = W.out();
     product_cpu(W, picked, R, [=](int r, int v, acc<T> y) { logits[r * V + v] = y; });
+}
+
+// Draws what `sample` draws, which it asks about those logits only that top-k may keep: all that are at least the k-th
+// largest of the largest ones of blocks.
+inline int sample_cpu(const Context&, const float* logits, int exist, const Sampling& how, uint64_t counter) {
+    constexpr int BLOCK = 512; // whole vectors
+    const int k = how.temperature == 0 ? 1 : how.top_k, blocks = exist / BLOCK;
+    if (k <= 0 || k > blocks) return sample(logits, exist, how, counter);
+    std::vector<float> tops(blocks), kept;
+    for (int b = 0; b < blocks; b++) {
+        float top[LANES];
+        std::fill_n(top, LANES, -FLT_MAX);
+        for (int i = 0; i < BLOCK; i += LANES)
+            for (int l = 0; l < LANES; l++) top[l] = std::max(top[l], logits[b * BLOCK + i + l]); // (not a NaN)
+        tops[b] = *std::max_element(top, top + LANES);
+    }
+    std::nth_element(tops.begin(), tops.begin() + k - 1, tops.end(), std::greater<float>());
+    const float least = tops[k - 1];
+    if (least == -FLT_MAX) return sample(logits, exist, how, counter);
+    std::vector<int> ids;
+    for (int id = 0; id < exist; id++)
+        if (logits[id] >= least) ids.push_back(id), kept.push_back(logits[id]);
+    return ids[sample(kept.data(), (int)kept.size(), how, counter)];
 }
 
 // ======================================================================================================= Backward ops

@@ -1,41 +1,74 @@
-// cpu_loops.h: the three inner loops of cpu.h that take a CPU's time, written once. cpu.h includes this file within
-// each struct of vector instructions (Plain, Avx2, Avx512, Bf16Dot). The loops use the struct's vectors and operations;
-// TARGET is the attribute that lets the compiler use these instructions. (A template cannot have the attribute as a
-// parameter, and g++ inlines the operations only into functions with the same attribute: hence a file.)
+// cpu_loops.h: the inner loops of cpu.h that take a CPU's time, written once. cpu.h includes this file within each
+// struct of vector instructions (Plain, Avx2, Avx512, Bf16Dot; Avx2Integers and VnniIntegers with INTEGERS). The loops
+// use the struct's vectors and operations; TARGET is the attribute that lets the compiler use these instructions. (A
+// template cannot have the attribute as a parameter, and g++ inlines the operations only into functions with the same
+// attribute: hence a file.)
 
-// The columns i, i + 1, ... of R rows of W by M tokens, added to their sums: as many columns as a sum has lanes, or the
-// `left` that there still are. Each chain of a sum takes the next WIDTH columns. INT8: C * WIDTH is GROUP.
-template <bool INT8, int R, int M, int C, class W, class X>
-TARGET static INLINE void product_step(Vector (&sum)[R][M][C], const W* w, const bf16* scale, const X* x, int in, int i,
-                                       int left) {
+// W[0] . x for one row and one token. A sum has C chains of WIDTH lanes, so that one addition does not wait for the
+// other: chain c takes the columns from c * WIDTH on, WIDTH of each C * WIDTH. INT8: C * WIDTH is GROUP.
+template <bool INT8, int C, class W, class X>
+TARGET static INLINE void row_step(Vector (&sum)[1][1][C], const W* w, const bf16* scale, const X* x, int i, int left) {
     UNROLL for (int c = 0; c < C; c++) {
         const Part some = part(std::max(0, left - c * WIDTH));
-        const int at = i + c * WIDTH;
-        Operand a, b[M];
-        UNROLL for (int m = 0; m < M; m++) load(b[m], x + (size_t)m * in + at, some);
-        UNROLL for (int r = 0; r < R; r++) {
-            load(a, w + (size_t)r * in + at, some);
-            if constexpr (INT8) multiply(a, to_acc(scale[r * ((in + GROUP - 1) / GROUP) + i / GROUP]));
-            UNROLL for (int m = 0; m < M; m++) multiply_add(sum[r][m][c], a, b[m]);
-        }
+        Operand a, b;
+        load(a, w + i + c * WIDTH, some);
+        load(b, x + i + c * WIDTH, some);
+        if constexpr (INT8) multiply(a, to_acc(scale[i / GROUP]));
+        multiply_add(sum[0][0][c], a, b);
     }
 }
-
-// y[m][r] = W[r] . x[m] for R rows of W and M tokens; all sums stay in registers. (Without UNROLL g++ keeps them in
-// memory: three times slower.)
-template <bool INT8, int R, int M, int C, class Y, class W, class X>
-TARGET static void product_loop(Y* y, const W* w, const bf16* scale, const X* x, int in) {
-    constexpr int LANES_OF_SUM = C * WIDTH;
-    Vector sum[R][M][C];
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int c = 0; c < C; c++) sum[r][m][c] = Vector{};
+template <bool INT8, int C, class Y, class W, class X>
+TARGET static void product_row(Y* y, const W* w, const bf16* scale, const X* x, int in) {
+    Vector sum[1][1][C];
+    UNROLL for (int c = 0; c < C; c++) sum[0][0][c] = Vector{};
     int i = 0;
-    for (; i + LANES_OF_SUM <= in; i += LANES_OF_SUM) product_step<INT8>(sum, w, scale, x, in, i, LANES_OF_SUM);
-    if (i < in) product_step<INT8>(sum, w, scale, x, in, i, in - i);
+    for (; i + C * WIDTH <= in; i += C * WIDTH) row_step<INT8>(sum, w, scale, x, i, C * WIDTH);
+    if (i < in) row_step<INT8>(sum, w, scale, x, i, in - i);
+    UNROLL for (int c = 1; c < C; c++) sum[0][0][0] += sum[0][0][c];
+    totals<1, 1>(y, sum);
+}
+
+// The same sums for R rows of W and M tokens, over `columns` columns that stay in the first-level cache: chain after
+// chain, so that all sums of one are in registers. (Without UNROLL g++ keeps them in memory: three times slower.) In
+// `sums` they wait for the next columns; after the last ones, y[m][r] are the totals.
+template <int R, int M, class W, class X>
+TARGET static INLINE void block_step(Vector (&sum)[R][M][1], const W* w, size_t w_row, const X* x, size_t x_row,
+                                     Part some) {
+    Operand a, b[M];
+    UNROLL for (int m = 0; m < M; m++) {
+        load(b[m], x + m * x_row, some);
+        if constexpr (R > 1 && M > 1) keep(b[m]);
+    }
+    UNROLL for (int r = 0; r < R; r++) {
+        load(a, w + r * w_row, some);
+        if constexpr (R > 1 && M > 1) keep(a);
+        UNROLL for (int m = 0; m < M; m++) multiply_add(sum[r][m][0], a, b[m]);
+    }
+}
+template <int R, int M, int C, class Y, class W, class X>
+TARGET static void product_block(Y* y, Y* sums, const W* w, size_t w_row, const X* x, size_t x_row, int columns,
+                                 bool first, bool last) {
+    Vector sum[R][M][1], chain;
+    for (int c = 0; c < C; c++) {
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int m = 0; m < M; m++)
+                if (first) sum[r][m][0] = Vector{};
+                else load_sum(sum[r][m][0], sums + ((c * R + r) * M + m) * SUMS);
+        int i = c * WIDTH;
+        for (; i + WIDTH <= columns; i += C * WIDTH) block_step(sum, w + i, w_row, x + i, x_row, part(WIDTH));
+        if (i < columns) block_step(sum, w + i, w_row, x + i, x_row, part(columns - i));
+        if (last && C == 1) break;
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int m = 0; m < M; m++) store_sum(sums + ((c * R + r) * M + m) * SUMS, sum[r][m][0]);
+    }
+    if (!last) return;
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int c = 1; c < C; c++) sum[r][m][0] += sum[r][m][c];
+            for (int c = 0; c < C && C > 1; c++) {
+                load_sum(chain, sums + ((c * R + r) * M + m) * SUMS);
+                if (c) sum[r][m][0] += chain;
+                else sum[r][m][0] = chain;
+            }
     totals<R, M>(y, sum);
 }
 
@@ -86,3 +119,25 @@ template <int HEAD, class U> TARGET static void attention_mix(U* out, U scale, c
     for (; i + MIXED * WIDTH <= D; i += MIXED * WIDTH) mix_columns(out + i, scale, p, values + i, D, MIXED * WIDTH);
     if (HEAD == 0 && i < D) mix_columns(out + i, scale, p, values + i, D, D - i);
 }
+
+#ifdef INTEGERS
+// y[m][r] = W[r] . x[m] for R rows of INT8 weights and M tokens that are integers.
+template <int R, int M>
+TARGET static void integer_loop(float* y, const int8_t* q, const bf16* scale, const Fixed* x, int in) {
+    const int steps = in / COLUMNS;
+    Vector sum[R][M][1];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int m = 0; m < M; m++) sum[r][m][0] = Vector{};
+    for (int i = 0; i < steps; i++) {
+        Weights w[R];
+        Vector s[R];
+        UNROLL for (int r = 0; r < R; r++) {
+            load_weights(w[r], q + ((size_t)r * steps + i) * COLUMNS);
+            load_scales(s[r], scale + ((size_t)r * steps + i) * (COLUMNS / GROUP));
+        }
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int r = 0; r < R; r++) add_product(sum[r][m][0], w[r], s[r], x[(size_t)m * steps + i]);
+    }
+    totals<R, M>(y, sum);
+}
+#endif

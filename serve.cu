@@ -1025,7 +1025,7 @@ template <class T> struct Engine {
             float* row = logits + (size_t)r * config.V;
             penalize(row, q.job.how, q.ids, q.prompt, config.V);
             for (auto [id, more] : biases(q, restrained(q))) row[id] += more;
-            s.ids[r] = sample(row, tokenizer.size(), q.job.how, q.ids.size());
+            s.ids[r] = sample_cpu(ctx, row, tokenizer.size(), q.job.how, q.ids.size());
         }
     }
     void collect([[maybe_unused]] Step& s) {
@@ -2680,6 +2680,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (!http) batch = std::make_unique<Batcher>(o.batch, o.output, batch_depends(o, file, adapter.get(), tokenizer));
     Weights<T> weights(file, o.dtype == "int8");
     to_device(o.ctx, file, weights);
+    decode_for_long(o.ctx, file, weights);
     std::unique_ptr<AttachedAdapter<T>> attached;
     const int rows = e.max_seqs + std::max(e.chunk, e.burst);
     if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, rows);

@@ -74,9 +74,18 @@ inline bool as_defined = false;
     SUBCASE("as defined") { as_defined = true; } \
     SUBCASE("by cpu.h") { as_defined = false; }
 
+// Says once what this CPU has not got: run.sh lists it.
+inline void tell_missing_instructions() {
+    static bool told = false;
+    for (int set = best_instruction_set() + 1; set <= ISA_AMX && !told; set++)
+        printf("skipped: cpu.h's code for %s: this CPU has not got it\n", instruction_set_name((InstructionSet)set));
+    told = true;
+}
+
 // Calls f once for every instruction set of this machine.
 template <class F> void on_every_instruction_set(F f) {
     const InstructionSet best = best_instruction_set();
+    tell_missing_instructions();
     struct Restore { ~Restore() { instruction_set = best_instruction_set(); } } restore; // also when a REQUIRE leaves f
     for (int set = ISA_PLAIN; set <= (as_defined ? ISA_PLAIN : best); set++) { // (a definition has but one way)
         instruction_set = (InstructionSet)set;

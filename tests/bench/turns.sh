@@ -1,7 +1,8 @@
 #!/bin/sh
 # Ours and llama.cpp in turns on the same weights and cores, so that a busy neighbour meets both. By hand:
 #     tests/bench/turns.sh MODEL.bin TURNS PYTHON [qwen3's options]      PYTHON: one with llama-cpp-python, gguf, numpy
-# The last lines are the medians. KIND=q8_0 compares INT8 with Q8_0; THREADS as many as there are cores.
+# The last lines are the medians. KIND=q8_0 compares INT8 with Q8_0; THREADS as many as there are cores; SHORT=short
+# leaves llama.cpp's decoding at 512 and 2048 out.
 set -eu
 model=$1 turns=$2 python=$3
 shift 3
@@ -16,7 +17,7 @@ while [ $turn -lt "$turns" ]; do
         sed 's/"work"/\n&/g' |
         sed -n 's/"work": "\([a-z]*\)", "position": \([0-9]*\), "tokens_per_s": \([0-9.]*\).*/ours \1_\2 \3/p
                 s/.*"read_GBps": \([0-9.]*\).*/ours read_GBps \1/p' >>"$results"
-    "$python" tests/reference/peer_llama_cpp.py "$model" "$threads" "$kind" 2>/dev/null | tr ',{}' '\n\n\n' |
+    "$python" tests/reference/peer_llama_cpp.py "$model" "$threads" "$kind" ${SHORT:-} 2>/dev/null | tr ',{}' '\n\n\n' |
         sed -n 's/.*"\([a-z]*_[0-9]*\)": \([0-9.]*\).*/llama.cpp \1 \2/p' >>"$results"
     echo "turn $turn of $turns" >&2
 done

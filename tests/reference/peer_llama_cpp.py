@@ -1,11 +1,11 @@
 """The peer on a CPU: llama.cpp on the same weights, through llama-cpp-python (PyPI). Run by hand:
 
     pip install llama-cpp-python gguf numpy
-    python tests/reference/peer_llama_cpp.py model.bin THREADS [q8_0]
+    python tests/reference/peer_llama_cpp.py model.bin THREADS [q8_0] [short]
 
 Writes the weights of a model.bin as GGUF beside it (bf16 matrices, or q8_0; f32 norms), once, then times a prompt of 512
-tokens and decoding at positions 0, 100, 512 and 2048: medians, one line of JSON. tests/bench/turns.sh runs it and
-`qwen3 --bench` in turns.
+tokens and decoding at positions 0, 100, 512 and 2048 (short: 0 and 100): medians, one line of JSON.
+tests/bench/turns.sh runs it and `qwen3 --bench` in turns.
 """
 import json
 import os
@@ -89,7 +89,7 @@ def main():
         prompts.append(timed(512))
     out["prompt_512"] = 512 / statistics.median(prompts)
     llm.reset()
-    for position in (0, 100, 512, 2048):
+    for position in (0, 100) if "short" in sys.argv[3:] else (0, 100, 512, 2048):
         while llm.n_tokens < position:
             llm.eval(text(min(512, position - llm.n_tokens)))
         out[f"decode_{position}"] = 1 / statistics.median(timed(1) for _ in range(24))

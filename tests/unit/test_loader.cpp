@@ -849,6 +849,25 @@ TEST_CASE("what write_safetensors writes, read_safetensors reads: names, types, 
     CHECK(s.count() == 2);
 }
 
+TEST_CASE("a copy in huge pages takes the mapping's place: the same bytes, whatever becomes of the file") {
+    Scratch s;
+    Random random{33};
+    for (size_t size : {(size_t)1, (size_t)4096, ((size_t)5 << 20) + 123}) {
+        std::string bytes(size, '\0');
+        for (char& b : bytes) b = (char)random.below(256);
+        write_file(s / "f", bytes);
+        const MappedFile map(s / "f");
+        const uint8_t* at = map.data;
+        REQUIRE(copy_to_huge_pages(map));
+        FILE* f = fopen((s / "f").c_str(), "r+b"); // in place: a mapping of the file would show it
+        REQUIRE(f);
+        fputs("other", f);
+        REQUIRE(fclose(f) == 0);
+        CHECK(map.data == at);
+        CHECK(map.text() == bytes);
+    }
+}
+
 TEST_CASE("a model.bin written from a folder, tensor by tensor, is the same model") {
     for (const char* folder : {"tied_f16", "untied_f32_sharded"}) {
         INFO(std::string(folder));

@@ -26,6 +26,29 @@ TEST_CASE("greedy takes the largest, the lowest id among equals, and only ids th
     }
 }
 
+TEST_CASE("cpu.h's sampler draws what the definition draws: ties, infinities, NaNs, every filter") {
+    Random random{12};
+    int different = 0, drawn = 0;
+    for (int exist : {1, 511, 512, 1100, 20000, 20481})
+        for (int kind = 0; kind < 6; kind++) {
+            auto logits = random.fill<float>(exist, 4);
+            for (int id = 0; id < exist; id++) {
+                if (kind == 1) logits[id] = std::round(logits[id]); // ties
+                if (kind == 2 && random.below(3)) logits[id] = random.below(2) ? -INFINITY : NAN;
+                if (kind == 3 && random.below(exist) < 30) logits[id] = random.below(2) ? INFINITY : NAN;
+                if (kind == 4) logits[id] = id % 512 ? -INFINITY : logits[id]; // one a block
+                if (kind == 5) logits[id] = id < 300 ? logits[id] : NAN; // all in one
+            }
+            for (const Sampling& how : {sampling(0, 0, 1, 0), sampling(0.7f, 20, 0.8f, 0), sampling(1, 1, 1, 0),
+                                        sampling(2, 40, 1, 0.01f), sampling(1, 0, 0.9f, 0), sampling(1, 38, 0.99f, 0)})
+                for (uint64_t counter = 0; counter < 20; counter++, drawn++)
+                    different += sample(logits.data(), exist, how, counter) !=
+                                 sample_cpu(cpu(), logits.data(), exist, how, counter);
+        }
+    CHECK(drawn == 6 * 6 * 6 * 20);
+    CHECK(different == 0);
+}
+
 TEST_CASE("the same seed and counter draw the same id; others draw others") {
     Random random{10};
     auto logits = random.fill<float>(1000, 2);
