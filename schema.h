@@ -227,8 +227,8 @@ struct SchemaReader {
     static bool is_refused(const std::string& word) {
         static const std::set<std::string> all = {"not", "if", "then", "else", "contains", "minContains", "maxContains",
             "uniqueItems", "patternProperties", "propertyNames", "dependentRequired", "dependentSchemas",
-            "dependencies", "unevaluatedItems", "unevaluatedProperties", "multipleOf", "minProperties", "maxProperties", "$dynamicRef",
-            "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "divisibleBy", "disallow", "extends"};
+            "dependencies", "unevaluatedItems", "unevaluatedProperties", "multipleOf", "minProperties", "maxProperties",
+            "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "divisibleBy", "disallow", "extends"};
         return all.count(word);
     }
     static bool is_known(const std::string& word) {

@@ -571,8 +571,8 @@ TEST_CASE("every documented field is done or refused by name") {
         CHECK_MESSAGE(refused_for(one) == "-", one);
     for (auto& row : std::initializer_list<std::pair<const char*, const char*>>{
              {"\"tool_choice\": \"required\"", "tool_choice"}, {"\"tool_choice\": {\"type\": \"function\"}", "tool_choice"}, {"\"tools\": [{}]", "tools"},
-             {"\"parallel_tool_calls\": 1", "parallel_tool_calls"}, {"\"structured_outputs\": {\"choice\": [\"a\"]}", "structured_outputs"},
-             {"\"response_format\": {\"type\": \"json_object\"}", "response_format"}, {"\"guided_json\": {}", "guided_json"},
+             {"\"parallel_tool_calls\": 1", "parallel_tool_calls"}, {"\"structured_outputs\": {\"choice\": []}", "structured_outputs"},
+             {"\"response_format\": {\"type\": \"xml\"}", "response_format"}, {"\"guided_json\": {\"not\": {}}", "guided_json"},
              {"\"prompt_logprobs\": 0", "prompt_logprobs"}, {"\"chat_template\": \"{{x}}\"", "chat_template"}, {"\"use_beam_search\": true", "use_beam_search"},
              {"\"length_penalty\": 2", "length_penalty"}, {"\"best_of\": 2", "best_of"}, {"\"echo\": true", "echo"}, {"\"store\": true", "store"},
              {"\"include_stop_str_in_output\": true", "include_stop_str_in_output"}, {"\"return_token_ids\": true", "return_token_ids"},
