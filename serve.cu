@@ -315,6 +315,7 @@ struct Speech {
         piece.thought = state == THOUGHT;
         if (state == CALL) { // cut off
             if (!sure_calls) take_as_text(piece, "");
+            else characters.flush();
             state = ANSWER;
         }
         const std::string tail = skip(characters.flush());

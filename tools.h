@@ -96,7 +96,8 @@ struct CallText {
             begun = true, told = at + strlen(ARGUMENTS);
         }
         if (text.size() < told + tail.size()) return;
-        const size_t n = text.size() - told - tail.size(); // the tail may be the call's end
+        size_t n = text.size() - told - tail.size(); // the tail may be the call's end
+        while (n > 0 && ((uint8_t)text[told + n] & 0xC0) == 0x80) n--; // whole characters
         if (n) parts.push_back({"", text.substr(told, n)});
         told += n;
     }

@@ -223,9 +223,14 @@ struct Served : Process {
 // A stream's message as an answer at once would have it: content, finish_reason, and name(arguments) of each call.
 static std::string told(const std::string& body, bool stream) {
     std::string content, calls, finish;
+    size_t begun = 0;
     auto call = [&](sj::Value c) {
-        if (c["id"]) CHECK(c["id"].str().compare(0, 5, "call_") == 0), CHECK(c["type"].str() == "function");
-        if (c["id"]) calls += "\n" + c["function"]["name"].str() + " ";
+        if (c["id"]) {
+            CHECK(c["id"].str().compare(0, 5, "call_") == 0);
+            CHECK(c["type"].str() == "function");
+            calls += "\n" + c["function"]["name"].str() + " ";
+            begun++;
+        }
         calls += c["function"]["arguments"].str();
     };
     if (stream) {
@@ -236,7 +241,7 @@ static std::string told(const std::string& body, bool stream) {
             content += c["delta"]["content"].str();
             for (sj::Value one : c["delta"]["tool_calls"].items()) {
                 call(one);
-                CHECK((size_t)one["index"].number(-1) + 1 == (size_t)std::count(calls.begin(), calls.end(), '\n'));
+                CHECK((size_t)one["index"].number(-1) + 1 == begun);
             }
             finish += c["finish_reason"].str();
         }
