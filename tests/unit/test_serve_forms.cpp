@@ -33,7 +33,7 @@ TEST_CASE("forms: kept in any company, and the company says what it says alone")
         [] { return grammar_of_json_object(); }, [] { return grammar_of_regex("[a-z]{3,20}( [0-9]+){2}"); },
         [] { return grammar_of_choice({"yes", "no", "perhaps", "线程"}); },
         [] { sj::Doc d; sj::parse(d, PERSON); return grammar_of_schema(d.root()); }};
-    for (int i = 0; i < 40; i++) {
+    for (int i = 0; i < 24; i++) {
         jobs.push_back(random_job(random, 256));
         Job& job = jobs.back();
         if (job.prompt.size() == 1) job.prompt.push_back(5);
@@ -67,8 +67,8 @@ TEST_CASE("forms: kept in any company, and the company says what it says alone")
         }
         preempted += bench.desk.figures.preempted;
     }
-    CHECK(preempted > 5);
-    CHECK(complete > 10);
+    CHECK(preempted > 2);
+    CHECK(complete > 6);
 }
 
 TEST_CASE("forms: begin after a thought; end by themselves, whatever the end tokens; biases do not break them") {
