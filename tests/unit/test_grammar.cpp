@@ -248,20 +248,22 @@ TEST_CASE("grammar: GBNF by hand") {
     CHECK(!accepts(a, "hi, bob!"));
     CHECK(!accepts(a, "hi, Bob"));
     CHECK(!accepts(a, "hi, Bob!!!"));
-    for (auto& [text, word] : std::vector<std::pair<std::string, std::string>>{
+    for (auto& row : std::vector<std::pair<std::string, std::string>>{
              {"root ::= r\nr ::= r \"a\" | \"b\"", "begin with itself"}, {"root ::= e r\ne ::= \"\"\nr ::= e root | \"a\"", "begin with itself"},
              {"root ::= r", "not defined"}, {"r ::= \"a\"", "no rule named root"}, {"root ::= \"a\" root", "nothing matches"},
              {"root ::= \"a", "without its end"}, {"root ::= [z-a]", "a range that is none"}, {"root ::= (\"a\"", "without its )"},
              {"root ::= \"a\"{2,1}", "wrong way round"}, {"root ::= \"\\q\"", "unknown escape"}, {"root ::= \"a\"\nroot ::= \"b\"", "second rule"},
              {"root = \"a\"", "expected ::="}, {"root ::= \"\xff\"", "UTF-8"}, {"", "no rule named root"}, {"root ::= \"a\"**", "repetition of"}}) {
+        const std::string &text = row.first, &word = row.second;
         INFO(text);
         CHECK(refusal_of([&] { grammar_of_gbnf(text); }).find(word) != std::string::npos);
     }
-    for (auto& [text, word] : std::vector<std::pair<std::string, std::string>>{
+    for (auto& row : std::vector<std::pair<std::string, std::string>>{
              {"(?=a)b", "looking around"}, {"(?<!a)b", "looking around"}, {"(a)\\1", "escape"}, {"a\\b", "\\b"}, {"a++", "possessive"},
              {"a**", "repetition of"}, {"(a", "without its )"}, {"a)", "without its ("}, {"[a", "without its ]"}, {"a{2,1}", "wrong way"},
              {"\\p{L}", "escape"}, {"*a", "nothing to repeat"}, {"a^b", "beginning and the end"}, {"[]", "nothing matches"}, {"\\", "at the end"},
              {"(?i)a", "flags"}, {"[\\d-z]", "range"}, {"\\ud800", "not a character"}}) {
+        const std::string &text = row.first, &word = row.second;
         INFO(text);
         CHECK(refusal_of([&] { grammar_of_regex(text); }).find(word) != std::string::npos);
     }

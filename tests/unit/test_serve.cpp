@@ -1092,7 +1092,7 @@ TEST_CASE("what is malformed or out of range is refused by name") {
              {"\"ignore_eos\": 1", "ignore_eos"}, {"\"stream\": \"yes\"", "stream"}, {"\"stream_options\": {}", "stream_options"},
              {"\"stream\": true, \"stream_options\": {\"include_usage\": 1}", "include_usage"}, {"\"stream\": true, \"stream_options\": 1", ""},
              {"\"user\": 1", "user"}, {"\"chat_template_kwargs\": {\"enable_thinking\": 1}", "enable_thinking"}, {"\"chat_template_kwargs\": 1", ""},
-             {"\"tools\": [{}]", "tools"}, {"\"response_format\": {\"type\": \"json_object\"}", "response_format"}, {"\"messages\": 1", "messages"},
+             {"\"tools\": [{}]", "tools"}, {"\"response_format\": {\"type\": \"json\"}", "response_format"}, {"\"messages\": 1", "messages"},
              {"\"n\": 128, \"logprobs\": true, \"top_logprobs\": 20, \"max_tokens\": 3901", "top_logprobs"},
              {"\"messages\": []", "messages"}, {"\"messages\": [1]", "messages"}, {"\"messages\": [{\"role\": \"king\", \"content\": \"a\"}]", "messages"},
              {"\"messages\": [{\"role\": \"user\"}]", "messages"}, {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image_url\"}]}]", "messages"}}) {

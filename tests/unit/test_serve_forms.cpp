@@ -180,7 +180,7 @@ TEST_CASE("requests: forms and tools are done, or refused by their field") {
     for (auto more : {"", ", \"tool_choice\": \"auto\"", ", \"tool_choice\": \"none\"", ", \"tool_choice\": \"required\"", ", \"parallel_tool_calls\": false",
                       ", \"tool_choice\": {\"type\": \"function\", \"function\": {\"name\": \"now\"}}", ", \"tool_choice\": \"none\", \"response_format\": {\"type\": \"json_object\"}"})
         CHECK_MESSAGE(refused_for(TOOLS + more) == "-", more);
-    for (auto& [more, field] : std::vector<std::pair<std::string, std::string>>{
+    for (auto& row : std::vector<std::pair<std::string, std::string>>{
              {"\"response_format\": 5", "response_format"}, {"\"response_format\": {\"type\": \"json_schema\"}", "response_format"},
              {"\"response_format\": {\"type\": \"json_schema\", \"json_schema\": {\"schema\": {\"not\": {}}}}", "response_format"},
              {"\"structured_outputs\": {\"regex\": \"(\"}", "structured_outputs"}, {"\"structured_outputs\": {\"regex\": 5}", "structured_outputs"},
@@ -192,7 +192,7 @@ TEST_CASE("requests: forms and tools are done, or refused by their field") {
              {TOOLS + ", \"response_format\": {\"type\": \"json_object\"}", "tools"}, {"\"tools\": 5", "tools"}, {"\"tools\": [" + NOW + ", " + NOW + "]", "tools"},
              {"\"tools\": [{\"type\": \"function\", \"function\": {\"name\": \"a b\"}}]", "tools"}, {"\"tools\": [{\"type\": \"custom\"}]", "tools"},
              {R"("tools": [{"type": "function", "function": {"name": "a", "strict": true, "parameters": {"patternProperties": {}}}}])", "tools"}})
-        CHECK_MESSAGE(refused_for(more) == field, more);
+        CHECK_MESSAGE(refused_for(row.first) == row.second, row.first);
     // What only a strict or forced call would need is no fault of others.
     CHECK(refused_for(R"("tools": [{"type": "function", "function": {"name": "a", "parameters": {"patternProperties": {}}}}])") == "-");
     CHECK(refused_for(TOOLS, false) == "tools");
