@@ -18,12 +18,48 @@ struct Refusal : Error {
         : Error(message), status(status), param(param), code(code) {}
 };
 
+// The forms of late requests, by their text: the next one with the same need not read it, and finds its masks made.
+struct Forms {
+    static constexpr size_t KEPT = 16, LONGEST = 64 << 10; // forms; bytes of a text that is looked up
+    static constexpr size_t ALL_BYTES = 256 << 20;         // of the grammars that running and waiting answers keep to
+
+    // `grammar` makes it.
+    template <class F> std::shared_ptr<Automaton> get(const Tokenizer& tokenizer, std::string text, F grammar) {
+        std::shared_ptr<const Vocabulary> all;
+        {
+            std::lock_guard lock(mutex);
+            if (!vocabulary) vocabulary = std::make_shared<const Vocabulary>(tokenizer);
+            all = vocabulary;
+            for (auto it = kept.begin(); it != kept.end(); ++it)
+                if (it->first == text) {
+                    std::rotate(kept.begin(), it, it + 1); // to the front
+                    return kept.front().second;
+                }
+        }
+        if (Automaton::grammar_bytes > ALL_BYTES) throw Refusal(503, "too many different forms are asked for");
+        auto form = std::make_shared<Automaton>(grammar(), all);
+        std::vector<uint32_t> bits(all->words());
+        Matcher(form).mask(bits.data()); // the first mask takes longest
+        std::lock_guard lock(mutex);
+        if (text.size() > LONGEST) return form;
+        kept.insert(kept.begin(), {std::move(text), form});
+        if (kept.size() > KEPT) kept.pop_back();
+        return form;
+    }
+
+  private:
+    std::mutex mutex;
+    std::shared_ptr<const Vocabulary> vocabulary;
+    std::vector<std::pair<std::string, std::shared_ptr<Automaton>>> kept; // the latest first
+};
+
 // What all requests share.
 struct Service {
     const Tokenizer* tokenizer = nullptr; // null: still loading
     std::string name, system;
     int context = 0;
     bool thinking = false;                // where the request does not say
+    std::shared_ptr<Forms> forms = std::make_shared<Forms>();
 };
 
 // A request, understood.
@@ -97,10 +133,8 @@ inline void refuse_what_is_not_done(const Fields& f) {
     const Values never = {}, no = {"false"}, either = {"true", "false"}, no_call = {"\"none\"", "\"auto\""};
     const std::pair<const char*, Values> ONLY[] = {
         // tools and forced forms
-        {"tools", never}, {"functions", never}, {"tool_choice", no_call}, {"function_call", no_call},
-        {"parallel_tool_calls", either}, {"response_format", {"{\"type\": \"text\"}"}}, {"structured_outputs", never},
-        {"guided_json", never}, {"guided_regex", never}, {"guided_choice", never}, {"guided_grammar", never},
-        {"guided_decoding_backend", never}, {"guided_whitespace_pattern", never}, {"structural_tag", never},
+        {"functions", never}, {"function_call", no_call}, {"guided_decoding_backend", never},
+        {"guided_whitespace_pattern", never}, {"structural_tag", never},
         // what goes in
         {"suffix", never}, {"documents", never}, {"chat_template", never}, {"mm_processor_kwargs", never},
         {"add_special_tokens", either}, {"prediction", never}, {"web_search_options", never},
@@ -174,8 +208,10 @@ inline std::vector<int> chat_prompt(const Service& service, const Fields& f, con
             messages.insert(messages.begin(), {"system", service.system});
         size_t bytes = 0;
         for (const Message& m : messages) bytes += m.content.size();
+        const std::vector<std::string> tools = tools_from_json(f["tools"]);
+        for (auto& tool : tools) bytes += tool.size();
         check_length(service, bytes, o, "messages");
-        return render_chat(*service.tokenizer, messages, o.chat);
+        return render_chat(*service.tokenizer, messages, o.chat, tools);
     } catch (const Refusal&) {
         throw;
     } catch (const Error& e) {
@@ -297,6 +333,122 @@ inline std::vector<std::pair<int, float>> biases_from_json(const Service& servic
     return {of.begin(), of.end()};
 }
 
+// ------------------------------------------------------------------------------------------------- forms and tools
+
+// A grammar's fault is that of the field which it comes from.
+template <class F> auto blame(const char* field, F f) {
+    try {
+        return f();
+    } catch (const Refusal&) {
+        throw;
+    } catch (const Error& e) {
+        throw Refusal(400, format("%s: %s", field, e.what()), field);
+    }
+}
+inline std::shared_ptr<Automaton> form_of(const Service& service, const char* field, const std::string& kind,
+                                          sj::Value v) {
+    return blame(field, [&] {
+        return service.forms->get(*service.tokenizer, kind + std::string(v.raw()), [&] {
+            if (kind == "object") return grammar_of_json_object();
+            if (kind == "json") {
+                sj::Doc doc;
+                const std::string text = v.str(); // vLLM takes it as text too
+                if (!v.is(sj::String)) return grammar_of_schema(v);
+                if (const std::string fault = sj::parse(doc, text); !fault.empty()) DIE("not JSON: %s", fault.c_str());
+                return grammar_of_schema(doc.root());
+            }
+            if (kind == "choice") {
+                std::vector<std::string> words;
+                if (!v.is(sj::Array) || v.size() == 0) DIE("choice must be a list of strings");
+                for (sj::Value word : v.items())
+                    if (word.str().empty()) DIE("choice must be a list of strings that are not empty");
+                    else words.push_back(word.str());
+                return grammar_of_choice(words);
+            }
+            if (!v.is(sj::String)) DIE("%s must be a string", kind.c_str());
+            return kind == "regex" ? grammar_of_regex(v.str()) : grammar_of_gbnf(v.str());
+        });
+    });
+}
+
+// response_format, structured_outputs and vLLM's older guided_*: at most one of all.
+inline std::shared_ptr<Automaton> form_from_json(const Service& service, const Fields& f) {
+    std::vector<std::tuple<const char*, std::string, sj::Value>> wanted; // field, kind, what
+    if (const sj::Value v = f["response_format"]) {
+        const char* field = "response_format";
+        const std::string type = v["type"].str();
+        if (!v.is(sj::Object)) throw Refusal(400, "response_format must be an object", field);
+        if (type == "json_object") wanted.push_back({field, "object", {}});
+        else if (type == "json_schema") {
+            const sj::Value schema = v["json_schema"]["schema"];
+            if (!schema) throw Refusal(400, "response_format: json_schema has no schema", field);
+            wanted.push_back({field, "json", schema});
+        } else if (type != "text")
+            throw Refusal(400, "response_format: type must be text, json_object or json_schema", field);
+    }
+    static const char *const KINDS[] = {"json", "regex", "choice", "grammar"};
+    if (const sj::Value v = f["structured_outputs"]) {
+        const char* field = "structured_outputs";
+        const Fields all(v, field);
+        for (auto& [name, value] : all.all) {
+            const bool known = std::find(std::begin(KINDS), std::end(KINDS), name) != std::end(KINDS);
+            if (value.is(sj::Null) || (!known && value.is(sj::False))) continue;
+            if (known) wanted.push_back({field, name, value});
+            else if (name == "json_object" && value.is(sj::True)) wanted.push_back({field, "object", {}});
+            else throw Refusal(400, format("structured_outputs: %s is not supported", in_quotes(name).c_str()), field);
+        }
+    }
+    static const std::pair<const char*, const char*> OLDER[] = {
+        {"guided_json", "json"}, {"guided_regex", "regex"}, {"guided_choice", "choice"}, {"guided_grammar", "grammar"}};
+    for (auto [field, kind] : OLDER)
+        if (f[field]) wanted.push_back({field, kind, f[field]});
+    if (wanted.empty()) return nullptr;
+    const auto& [field, kind, what] = wanted.back();
+    if (wanted.size() > 1) throw Refusal(400, "more than one form is asked for", field);
+    return form_of(service, field, kind, what);
+}
+
+// tools, tool_choice and parallel_tool_calls, to the job.
+inline void add_tools(const Service& service, const Fields& f, const Ask& ask, Job& job) {
+    const bool parallel = f.boolean("parallel_tool_calls", true);
+    const sj::Value choice = f["tool_choice"];
+    const std::string word = choice.str("auto");
+    const bool named = choice.is(sj::Object), some = f["tools"] && f["tools"].size() > 0;
+    if (!named && word != "none" && word != "auto" && word != "required")
+        throw Refusal(400, "tool_choice must be none, auto, required or a function", "tool_choice");
+    if (!some) {
+        if (named || word == "required") throw Refusal(400, "tool_choice needs tools", "tool_choice");
+        if (f["tools"] && !f["tools"].is(sj::Array)) throw Refusal(400, "tools must be a list", "tools");
+        return;
+    }
+    if (!ask.chat) throw Refusal(400, "tools are for /v1/chat/completions", "tools");
+    std::vector<Tool> tools = blame("tools", [&] { return read_tools(f["tools"]); });
+    const int open = service.tokenizer->id(CALL_OPEN), close = service.tokenizer->id(CALL_CLOSE);
+    if (open < 0 || close < 0) throw Refusal(400, "the model's vocabulary has no <tool_call>", "tools");
+    if (word == "none" && !named) return job.bias.push_back({open, BAN});
+    if (job.form) throw Refusal(400, "a form of the answer is not supported beside tools", "tools");
+    if (ask.logprobs) throw Refusal(400, "logprobs is not supported beside tools", "logprobs");
+    std::set<std::string> names;
+    for (const Tool& t : tools) names.insert(t.name);
+    job.tools = std::make_shared<const std::set<std::string>>(names);
+    std::string key = std::string(f["tools"].raw()) + std::string(choice.raw()) + (parallel ? "+" : "1");
+    if (named) {
+        const std::string name = choice["function"]["name"].str();
+        if (choice["type"].str() != "function" || !names.count(name))
+            throw Refusal(400, "tool_choice: no such function", "tool_choice");
+        tools.erase(std::remove_if(tools.begin(), tools.end(), [&](auto& t) { return t.name != name; }), tools.end());
+    }
+    job.one_call = named || !parallel;
+    const bool strict = std::any_of(tools.begin(), tools.end(), [](auto& t) { return t.strict; });
+    if (!named && word == "auto" && !strict) return;
+    job.sure_calls = true, job.form_of_calls = !named && word == "auto";
+    job.form = blame("tools", [&] {
+        return service.forms->get(*service.tokenizer, "tools" + key, [&] {
+            return job.form_of_calls ? grammar_of_call_body(tools) : grammar_of_calls(tools, !job.one_call);
+        });
+    });
+}
+
 // All of a job but its prompt and its reply.
 inline Job job_from_json(const Service& service, const Fields& f, const Ask& ask, bool thinking, uint64_t salt) {
     Job job;
@@ -311,6 +463,8 @@ inline Job job_from_json(const Service& service, const Fields& f, const Ask& ask
     job.every = ask.stream;
     job.stops = stops_from_json(f["stop"]);
     job.bias = biases_from_json(service, f, job.how);
+    job.form = form_from_json(service, f);
+    add_tools(service, f, ask, job);
     if (const sj::Value list = f["stop_token_ids"]) {
         if (!list.is(sj::Array) || list.size() > MAX_ENDS)
             throw Refusal(400, format("stop_token_ids must be a list of at most %zu ids", MAX_ENDS), "stop_token_ids");

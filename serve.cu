@@ -30,6 +30,7 @@
 */
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
+#include "tools.h"
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -68,7 +69,8 @@ struct Piece {
     bool thought = false; // what the model says to itself
     std::string text;
     std::vector<TokenInfo> tokens;
-    const char* finish = nullptr;  // with the last piece: "stop" or "length",
+    std::vector<CallPart> calls{};
+    const char* finish = nullptr;  // with the last piece: "stop", "length" or "tool_calls",
     size_t count = 0;              // tokens drawn for the answer, its end token too
     size_t cached = 0;             // tokens of the prompt from the cache
 };
@@ -76,6 +78,7 @@ struct Piece {
 inline size_t bytes_of(const Piece& piece) {
     size_t n = sizeof piece + piece.text.size();
     for (auto& t : piece.tokens) n += sizeof t + t.text.size() + t.top.size() * sizeof(Alternative);
+    for (auto& c : piece.calls) n += sizeof c + c.name.size() + c.arguments.size();
     return n;
 }
 
@@ -153,6 +156,7 @@ struct Reply {
         if (at == pieces.rend()) return pieces.push_back(std::move(piece));
         at->text += piece.text;
         std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(at->tokens));
+        std::move(piece.calls.begin(), piece.calls.end(), std::back_inserter(at->calls));
         at->finish = piece.finish, at->count = piece.count, at->cached = piece.cached;
     }
 };
@@ -175,6 +179,11 @@ struct Job {
     bool specials = false;            // special tokens are told as text
     bool every = false;               // a piece for every token, even if nothing can be shown yet: a stream that lives
     int alternatives = -1;            // of each token that are told, -1: not even its own log-probability
+    std::shared_ptr<Automaton> form{}; // that the answer keeps to, once its thought is over;
+    bool form_of_calls = false;       // ... or, instead, what follows each <tool_call>
+    std::shared_ptr<const std::set<std::string>> tools{}; // that may be called; none: <tool_call> is text
+    bool sure_calls = false;          // calls are in form, and are told as they come
+    bool one_call = false;            // the answer ends with it
     uint64_t salt = 1;                // its API key's number: keys take turns
     uint64_t space = 0;               // only prompts of one space share pages: its cache_salt's, or (0) the key's
     int priority = 0;                 // within its key; the lowest first
@@ -258,18 +267,25 @@ struct Speech {
     const Tokenizer& tokenizer;
     bool informed;                    // log-probabilities are wanted
     StopFilter filter;
-    enum { BEGIN, THOUGHT, ANSWER } state;
-    int open, close;                  // ids of <think> and </think>
+    enum { BEGIN, THOUGHT, ANSWER, CALL } state;
+    int open, close;                  // ids of <think> and </think>,
+    int call_open, call_close;        // ... <tool_call> and </tool_call>
+    std::shared_ptr<const std::set<std::string>> tools;
+    bool sure_calls;
+    CallText call{};                  // that is being said
+    size_t calls = 0;                 // said
     Utf8Stream characters{};
     bool skipping = false;            // newlines after a marker
-    std::string newlines{};           // at the end of a thought so far
+    std::string newlines{};           // at the end of a thought so far, or of what may come before a call
     bool specials;                    // they are text
     std::deque<TokenInfo> held{};     // their texts begin in the answer at byte `given`, or later
     size_t given = 0, shown = 0;      // bytes of the answer
 
     Speech(const Tokenizer& t, const Job& job)
         : tokenizer(t), informed(job.alternatives >= 0), filter{job.stops, "", false},
-          state(job.thinking ? BEGIN : ANSWER), open(t.id("<think>")), close(t.id("</think>")), specials(job.specials) {
+          state(job.thinking ? BEGIN : ANSWER), open(t.id("<think>")), close(t.id("</think>")),
+          call_open(t.id(CALL_OPEN)), call_close(t.id(CALL_CLOSE)), tools(job.tools), sure_calls(job.sure_calls),
+          specials(job.specials) {
         if (job.min_tokens) filter.stops.clear(); // until then
     }
 
@@ -289,6 +305,14 @@ struct Speech {
             state = ANSWER, skipping = true;
             return;
         }
+        if (state == CALL) return say_call(piece, id);
+        if (state == ANSWER && tools && id == call_open) {
+            show(piece, filter.feed(characters.flush()));
+            if (filter.stopped) return;
+            show(piece, filter.flush());
+            state = CALL, call = {};
+            return;
+        }
         info.text = tokenizer.is_special(id) && !specials ? "" : skip(characters.feed(tokenizer.bytes(id)));
         const std::string out = filter.feed(info.text);
         if (informed && state == ANSWER) held.push_back(std::move(info));
@@ -298,6 +322,11 @@ struct Speech {
     // The answer is over: all that is left.
     void finish(Piece& piece) {
         piece.thought = state == THOUGHT;
+        if (state == CALL) { // cut off
+            if (!sure_calls) take_as_text(piece, "");
+            else characters.flush();
+            state = ANSWER;
+        }
         const std::string tail = skip(characters.flush());
         if (!held.empty()) held.back().text += tail;
         show(piece, filter.feed(tail));
@@ -309,16 +338,35 @@ struct Speech {
             piece.tokens.push_back(std::move(t));
         }
         held.clear();
+        if (state != THOUGHT && !filter.stopped) piece.text += std::exchange(newlines, {});
     }
 
   private:
+    // A token of a call. The line breaks before and after it are not said.
+    void say_call(Piece& piece, int id) {
+        if (id != call_close) {
+            call.text += characters.feed(tokenizer.bytes(id));
+            if (sure_calls) call.tell(piece.calls);
+            return;
+        }
+        call.text += characters.flush();
+        state = ANSWER;
+        if (!sure_calls && !call.read(*tools, piece.calls)) return take_as_text(piece, CALL_CLOSE);
+        newlines.clear(), skipping = true;
+        calls++;
+    }
+    // What should have been a call and is none.
+    void take_as_text(Piece& piece, const char* end) {
+        state = ANSWER;
+        show(piece, filter.feed(CALL_OPEN + call.text + end));
+    }
     std::string skip(std::string text) {
         if (skipping) text.erase(0, std::min(text.find_first_not_of('\n'), text.size()));
         skipping = skipping && text.empty();
         return text;
     }
     void show(Piece& piece, std::string text) {
-        if (state == THOUGHT) {
+        if (state == THOUGHT || tools) {
             text.insert(0, std::exchange(newlines, {}));
             const size_t end = text.find_last_not_of('\n') + 1; // 0 if there is nothing else
             newlines = text.substr(end);
@@ -438,7 +486,7 @@ struct EngineOptions {
 constexpr int USUAL_CONTEXT = 4096; // more than most answers and their prompts take
 
 #ifdef __CUDACC__
-constexpr int MAX_BIAS = 1024 + 2 * MAX_ENDS; // ids a job may name, and those that may not end it yet
+constexpr int MAX_BIAS = 1024 + 1 + 2 * MAX_ENDS; // ids a job may name, <tool_call>, and those that may not end it yet
 
 // What the GPU knows of the sequence in each slot.
 struct Slots {
@@ -462,8 +510,15 @@ __global__ void prepare_kernel(Batch b, int* token, int* table, const int* draw_
     if (i < R && draw_seq[i] >= 0) draws[i] = slots.draw[draw_seq[i]];
 }
 
-// Penalties and biases as the CPU applies them, a block a draw.
-__global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, Slots slots) {
+// Which tokens may be drawn: as bits, for the draws of a step that must keep to a form.
+struct Masks {
+    const int* row;       // (R) of `bits`, or -1: any token; null: no draw of the step has a form
+    const uint32_t* bits; // (rows, words)
+    int words;
+};
+
+// Penalties, biases and masks as the CPU applies them, a block a draw.
+__global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, Slots slots, Masks masks) {
     let_next_start();
     wait_for_previous();
     const int s = draw_seq[blockIdx.x];
@@ -477,6 +532,11 @@ __global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, 
     const int* ids = slots.bias_id + (size_t)s * MAX_BIAS;
     for (int i = threadIdx.x; i < slots.biases[s]; i += blockDim.x)
         logits[ids[i]] += slots.bias[(size_t)s * MAX_BIAS + i];
+    if (!masks.row || masks.row[blockIdx.x] < 0) return;
+    __syncthreads(); // a thread masks what another has added to
+    const uint32_t* bits = masks.bits + (size_t)masks.row[blockIdx.x] * masks.words;
+    for (size_t id = threadIdx.x; id < V; id += blockDim.x)
+        if (id / 32 >= (size_t)masks.words || !(bits[id / 32] >> id % 32 & 1)) logits[id] = -INFINITY;
 }
 
 // Keeps what was drawn for the next step, a thread a draw.
@@ -554,6 +614,10 @@ template <class T> struct Engine {
         const size_t ahead = ctx.gpu && !next.token.empty();
         if (!next.token.empty()) under_way.push_back(std::move(next));
         for (; under_way.size() > ahead; under_way.pop_front()) hand_out(under_way.front());
+#ifdef __CUDACC__
+        // Where draws must keep to a form, the last tokens had to be seen first. The GPU is at `forward` meanwhile.
+        if constexpr (HAS_GPU<T>) if (ahead && under_way.back().masked) draw_masked(under_way.back());
+#endif
         tell();
         deliver();
     }
@@ -577,10 +641,13 @@ template <class T> struct Engine {
         bool restrained = false;   // the GPU knows it as one that may not end yet
         size_t cached = SIZE_MAX;
         double last = 0;           // when its last token came
+        std::unique_ptr<Matcher> matcher{}; // of the job's form
 
         Sequence(Job&& j, const Tokenizer& t, uint64_t arrival)
             : job(std::move(j)), speech(t, job), ids(std::exchange(job.prompt, {})), prompt(ids.size()),
-              arrival(arrival) {}
+              arrival(arrival) {
+            if (job.form) matcher = std::make_unique<Matcher>(job.form);
+        }
         size_t total() const { return ids.size() + pending; }
         size_t left() const { return total() - computed; }
         size_t answered() const { return total() - prompt; }
@@ -598,6 +665,9 @@ template <class T> struct Engine {
         std::vector<int> ids;      // what was drawn
         std::vector<float> logits; // (.,V) of these, as the model made them
         int turn = 0;              // which of the two buffers is its own
+        int rows = 0, drawn = 0;   // of the batch and the draws, with spare ones
+        bool masked = false;       // some draws may have to keep to a form: they come after `forward`, as draw_masked
+        bool graph = false;
     };
 
     Figures figures;
@@ -618,6 +688,7 @@ template <class T> struct Engine {
     std::vector<uint64_t> ended;             // keys of the answers that have ended since the desk was told
     std::vector<std::pair<std::shared_ptr<Reply>, Piece>> outbox;
     std::deque<Step> under_way;
+    std::vector<uint32_t> masks;             // (., words) of a step's draws
     uint64_t arrivals = 0, ranks = 0, admissions = 0, steps = 0;
 
     bool busy() const { return !running.empty() || !waiting.empty() || !under_way.empty(); }
@@ -930,6 +1001,9 @@ template <class T> struct Engine {
         const bool end = std::count(job.ends.begin(), job.ends.end(), id) ||
                          (!job.ignore_eos && std::count(config.end_tokens.begin(), config.end_tokens.end(), id));
         if (job.min_tokens && q.ids.size() - q.prompt == job.min_tokens) q.speech.filter.stops = job.stops;
+        const auto state = q.speech.state;
+        const bool keeps = !end && has_form(q) && !(state == Speech::BEGIN && id == q.speech.open);
+        const bool lost = keeps && !q.matcher->advance(id); // (only if it is nested without end)
         if (!end) {
             q.ids.push_back(id);
             remember(q);
@@ -937,9 +1011,13 @@ template <class T> struct Engine {
             if (row) info = describe(row, tokenizer.size(), id, job.alternatives);
             q.speech.feed(piece, std::move(info));
         }
+        if (job.form_of_calls && state != Speech::CALL && q.speech.state == Speech::CALL) q.matcher->begin();
+        const bool complete = (keeps && !lost && !job.form_of_calls && q.matcher->must_end()) ||
+                              (job.one_call && q.speech.calls > 0);
         piece.count = q.ids.size() - q.prompt + end, piece.cached = q.cached;
-        if (end || q.speech.filter.stopped) piece.finish = "stop", figures.stopped++;
-        else if (piece.count == job.max_tokens) piece.finish = "length", figures.cut++;
+        if (end || q.speech.filter.stopped || complete)
+            piece.finish = q.speech.calls ? "tool_calls" : "stop", figures.stopped++;
+        else if (lost || piece.count == job.max_tokens) piece.finish = "length", figures.cut++;
         if (piece.finish) q.speech.finish(piece);
 
         const double now = seconds();
@@ -950,7 +1028,7 @@ template <class T> struct Engine {
         q.last = now;
         const bool last = piece.finish;
         piece.choice = job.choice;
-        if (last || job.every || !piece.text.empty() || !piece.tokens.empty())
+        if (last || job.every || !piece.text.empty() || !piece.tokens.empty() || !piece.calls.empty())
             outbox.push_back({job.reply, std::move(piece)});
         return last;
     }
@@ -1000,6 +1078,25 @@ template <class T> struct Engine {
         return all;
     }
 
+    // Whether the next token must keep to a form, and which tokens do. (words) False: all may come.
+    bool has_form(const Sequence& q) const {
+        return q.matcher && (q.job.form_of_calls ? q.speech.state == Speech::CALL : q.speech.state != Speech::THOUGHT);
+    }
+    bool mask_of(const Sequence& q, uint32_t* bits) const {
+        if (!has_form(q)) return false;
+        q.matcher->mask(bits);
+        auto allow = [&](int id) {
+            if (id >= 0 && id < tokenizer.size()) bits[id / 32] |= 1u << id % 32;
+        };
+        if (q.speech.state == Speech::BEGIN) allow(q.speech.open);
+        if (!q.matcher->may_end()) return true;
+        for (int id : q.job.ends) allow(id);
+        if (!q.job.ignore_eos)
+            for (int id : config.end_tokens) allow(id);
+        return true;
+    }
+    size_t mask_words() const { return ((size_t)tokenizer.size() + 31) / 32; }
+
     void compute(Step& s) {
         for (size_t i = 0; i < s.draws.size(); i++) s.informed.push_back(drawn_for(s, i).job.alternatives >= 0);
         s.logits.resize((size_t)std::count(s.informed.begin(), s.informed.end(), true) * config.V);
@@ -1019,10 +1116,24 @@ template <class T> struct Engine {
         for (int r = 0; r < R; r++)
             if (s.informed[r])
                 std::copy_n(logits + (size_t)r * config.V, config.V, &s.logits[told++ * (size_t)config.V]);
+        const size_t words = mask_words();
+        std::vector<int> masked((size_t)R, -1); // where in masks
+        masks.clear();
+        for (int r = 0; r < R; r++) {
+            masks.resize(masks.size() + words);
+            if (mask_of(drawn_for(s, (size_t)r), &masks[masks.size() - words]))
+                masked[(size_t)r] = (int)(masks.size() / words) - 1;
+            else masks.resize(masks.size() - words);
+        }
         #pragma omp parallel for schedule(dynamic) if (R > 1)
         for (int r = 0; r < R; r++) {
             const Sequence& q = drawn_for(s, (size_t)r);
             float* row = logits + (size_t)r * config.V;
+            if (masked[(size_t)r] >= 0) {
+                const uint32_t* bits = &masks[(size_t)masked[(size_t)r] * words];
+                for (int id = 0; id < tokenizer.size(); id++)
+                    if (!(bits[id / 32] >> id % 32 & 1)) row[id] = -INFINITY;
+            }
             penalize(row, q.job.how, q.ids, q.prompt, config.V);
             for (auto [id, more] : biases(q, restrained(q))) row[id] += more;
             s.ids[r] = sample_cpu(ctx, row, tokenizer.size(), q.job.how, q.ids.size());
@@ -1042,10 +1153,12 @@ template <class T> struct Engine {
     int *drawn, *unused;             // (max_seqs) the ids; where sample_kernel puts what only a Session needs
     Draw* draws;                     // (max_seqs) of the step's rows
     unsigned long long* best;
+    int *mask_rows, *pinned_masks = nullptr; // (max_seqs), then (max_seqs, words): see Masks
     int* pinned_input[2] = {};       // taken in turn: a step's numbers are read while the next one's are written
     int* pinned_drawn[2] = {};
     cudaEvent_t done[2] = {};
-    std::map<std::tuple<int, int, bool>, cudaGraphExec_t> graphs; // by rows, splits, adjusted
+    enum Part { PLAIN, ADJUSTED, BEFORE_MASKS, AFTER_MASKS };      // what of a step a graph computes
+    std::map<std::tuple<int, int, Part>, cudaGraphExec_t> graphs;  // by rows, splits, part
 
     void plan_device() {
         const size_t S = (size_t)options.max_seqs, V = (size_t)config.V;
@@ -1061,6 +1174,7 @@ template <class T> struct Engine {
         unused = arena.take<int>(S);
         draws = arena.take<Draw>(S);
         best = arena.take<unsigned long long>((size_t)STREAM_TOKENS * BEST_BLOCKS);
+        mask_rows = arena.take<int>(S * (1 + mask_words()));
     }
     void open_device() {
         for (int i = 0; i < 2; i++) {
@@ -1072,6 +1186,7 @@ template <class T> struct Engine {
     void close_device() {
         cudaStreamSynchronize(ctx.gpu->stream);
         for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
+        if (pinned_masks) cudaFreeHost(pinned_masks);
         for (int i = 0; i < 2; i++)
             cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaEventDestroy(done[i]);
     }
@@ -1105,18 +1220,20 @@ template <class T> struct Engine {
             Sequence& q = drawn_for(s, i);
             if (q.restrained && !restrained(q)) describe_biases(q, false);
             adjusted = adjusted || has_penalties(q.job.how) || !q.job.bias.empty() || q.restrained;
+            s.masked = s.masked || q.matcher;
         }
         int longest = 0, N = (int)s.token.size(), R = (int)s.draws.size();
         for (int n = 0; n < s.singles; n++) longest = std::max(longest, s.pos[n]);
         const int splits = splits_for_graph(longest, options.context);
         longest = s.singles == N ? 0 : 1 + *std::max_element(s.pos.begin() + s.singles, s.pos.end());
-        const bool graph = s.singles == N && !told;
+        const bool graph = s.graph = s.singles == N && !told;
         if (graph) {
             const int rows = N;
             for (N = 1; N < rows; N *= 2) {}
             R = N = std::min(N, options.max_seqs);
         }
 
+        s.rows = N, s.drawn = R;
         // Spare rows: no sequence. Draws name the row that they are for.
         const Arrays host(pinned_input[turn], N, R), gpu(input, N, R);
         for (int n = 0; n < N; n++) {
@@ -1136,25 +1253,30 @@ template <class T> struct Engine {
         launch(ctx, prepare_kernel, (unsigned)((N + 255) / 256), 256, 0, batch, gpu.token, table, gpu.draw_seq, draws,
                R, slots);
         // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
-        if (graph) {
-            cudaGraphExec_t& ready = graphs[{N, splits, adjusted}];
-            if (!ready)
-                ready = record_graph(ctx, [&] {
-                    forward(ctx, config, weights, batch, activations, cache, rope);
-                    draw_all(s, gpu, R, adjusted);
-                });
-            CUDA_CHECK(cudaGraphLaunch(ready, ctx.gpu->stream));
-        } else {
+        const Part part = s.masked ? BEFORE_MASKS : adjusted ? ADJUSTED : PLAIN;
+        launch_part(graph, {N, splits, part}, [&] {
             forward(ctx, config, weights, batch, activations, cache, rope);
-            if (R > 0) draw_all(s, gpu, R, adjusted);
-        }
-        if (R > 0)
-            CUDA_CHECK(cudaMemcpyAsync(pinned_drawn[turn], drawn, (size_t)R * sizeof(int), cudaMemcpyDeviceToHost,
-                                       ctx.gpu->stream));
-        CUDA_CHECK(cudaEventRecord(done[turn], ctx.gpu->stream));
+            if (R == 0) return;
+            const int best_blocks = head_all(s, gpu, R, part != PLAIN);
+            if (part != BEFORE_MASKS) draw_all(gpu, R, part != PLAIN, best_blocks, {});
+        });
+        if (!s.masked) bring_back(s);
+    }
+    template <class F> void launch_part(bool graph, std::tuple<int, int, Part> key, F f) {
+        if (!graph) return f();
+        cudaGraphExec_t& ready = graphs[key];
+        if (!ready) ready = record_graph(ctx, f);
+        CUDA_CHECK(cudaGraphLaunch(ready, ctx.gpu->stream));
+    }
+    void bring_back(Step& s) {
+        if (s.drawn > 0)
+            CUDA_CHECK(cudaMemcpyAsync(pinned_drawn[s.turn], drawn, (size_t)s.drawn * sizeof(int),
+                                       cudaMemcpyDeviceToHost, ctx.gpu->stream));
+        CUDA_CHECK(cudaEventRecord(done[s.turn], ctx.gpu->stream));
     }
 
-    void draw_all(Step& s, const Arrays& gpu, int R, bool adjusted) {
+    // The logits, and where the likeliest of each block is wanted, how many blocks there are.
+    int head_all(Step& s, const Arrays& gpu, int R, bool adjusted) {
         const size_t V = (size_t)config.V;
         int best_blocks = 0;
         if (R <= STREAM_TOKENS && !adjusted && !ctx.invariant) {
@@ -1169,11 +1291,46 @@ template <class T> struct Engine {
             if (s.informed[r])
                 CUDA_CHECK(cudaMemcpyAsync(&s.logits[told++ * V], logits + r * V, V * sizeof(float),
                                            cudaMemcpyDeviceToHost, ctx.gpu->stream));
-        if (adjusted) launch(ctx, adjust_kernel, (unsigned)R, 1024, 0, logits, V, gpu.draw_seq, slots);
+        return best_blocks;
+    }
+    void draw_all(const Arrays& gpu, int R, bool adjusted, int best_blocks, const Masks& masks) {
+        const size_t V = (size_t)config.V;
+        // (What comes before it with masks is a copy.)
+        if (adjusted)
+            launch_kernel(ctx, ctx.gpu->overlap && !masks.row, adjust_kernel, (unsigned)R, 1024, 0, logits, V,
+                          gpu.draw_seq, slots, masks);
         const DrawState state = {drawn, gpu.draw_pos, unused, gpu.draw_seq, table, max_pages, nullptr, nullptr, 1};
         launch(ctx, sample_kernel, (unsigned)R, 1024, 0, logits, V, draws, best_blocks ? best : nullptr, best_blocks,
                state);
         launch(ctx, keep_kernel, (unsigned)((R + 255) / 256), 256, 0, drawn, gpu.draw_seq, R, V, slots);
+    }
+
+    // The draws of a step whose forms are known by now: masks there, and what compute_gpu has left. (The last masks
+    // have been read: what was drawn with them is here.)
+    void draw_masked(Step& s) {
+        const size_t S = (size_t)options.max_seqs, words = mask_words();
+        if (!pinned_masks) CUDA_CHECK(cudaMallocHost(&pinned_masks, S * (1 + words) * sizeof(int)));
+        uint32_t* bits = (uint32_t*)pinned_masks + S;
+        int rows = 0;
+        for (size_t r = 0; r < (size_t)s.drawn; r++) {
+            pinned_masks[r] = -1;
+            if (r >= s.draws.size()) continue;
+            const auto it = running.find(s.draws[r].rank); // it may have ended since
+            if (it == running.end() || it->second->admission != s.draws[r].admission) continue;
+            if (mask_of(*it->second, bits + (size_t)rows * words)) pinned_masks[r] = rows++;
+        }
+        auto copy = [&](size_t from, size_t n) {
+            CUDA_CHECK(cudaMemcpyAsync(mask_rows + from, pinned_masks + from, n * sizeof(int), cudaMemcpyHostToDevice,
+                                       ctx.gpu->stream));
+        };
+        const Arrays gpu(input, s.rows, s.drawn);
+        if (s.drawn > 0) {
+            copy(0, (size_t)s.drawn);
+            if (rows > 0) copy(S, (size_t)rows * words);
+            const Masks masks = {mask_rows, (const uint32_t*)mask_rows + S, (int)words};
+            launch_part(s.graph, {s.rows, 0, AFTER_MASKS}, [&] { draw_all(gpu, s.drawn, true, 0, masks); });
+        }
+        bring_back(s);
     }
 
     void collect_gpu(Step& s) {
@@ -1220,12 +1377,15 @@ struct Answer {
     struct Choice {
         std::string text, thought;
         std::vector<TokenInfo> tokens;
+        std::vector<CallPart> calls{}; // whole
+        size_t calls_begun = 0;        // of a stream
         bool begun = false;
         size_t offset = 0, count = 0, cached = 0;
         const char* finish = nullptr;
     };
     std::vector<Choice> choices;
     std::vector<std::string> echo;         // of each prompt, or none
+    uint64_t call_seed = random_bits();
     static constexpr size_t PART = 1 << 16; // bytes, about
 
     Answer(const Service& service, const Ask& ask)
@@ -1252,6 +1412,9 @@ struct Answer {
         Choice& c = note(piece);
         (piece.thought ? c.thought : c.text) += piece.text;
         std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(c.tokens));
+        for (CallPart& part : piece.calls)
+            if (!part.name.empty()) c.calls.push_back(std::move(part));
+            else c.calls.back().arguments += part.arguments;
     }
     std::string whole() {
         std::string all;
@@ -1269,8 +1432,11 @@ struct Answer {
             if (!place.column && !place.token) {
                 w.object().field("index", place.choice);
                 if (chat) {
-                    w.key("message").object().field("role", "assistant").field("content", c.text);
+                    w.key("message").object().field("role", "assistant");
+                    if (c.calls.empty() || !c.text.empty()) w.field("content", c.text);
+                    else w.field("content", nullptr);
                     if (!c.thought.empty()) w.field("reasoning_content", c.thought);
+                    write_calls(w, c, place.choice);
                     w.end();
                 } else {
                     w.field("text", echo_of(place.choice) + c.text);
@@ -1315,9 +1481,19 @@ struct Answer {
         };
         if (chat && !std::exchange(c.begun, true))
             event([](sj::Writer& w) { w.field("role", "assistant").field("content", ""); }, {}, nullptr);
-        if (chat && (!piece.finish || !piece.text.empty() || !piece.tokens.empty()))
+        if (chat && ((!piece.finish && piece.calls.empty()) || !piece.text.empty() || !piece.tokens.empty()))
             event([&](sj::Writer& w) { w.field(piece.thought ? "reasoning_content" : "content", piece.text); },
                   piece.tokens, nullptr);
+        for (const CallPart& part : piece.calls)
+            event([&](sj::Writer& w) {
+                if (!part.name.empty()) c.calls_begun++;
+                const size_t index = c.calls_begun - 1;
+                w.key("tool_calls").array().object().field("index", index);
+                if (!part.name.empty()) w.field("id", call_id((size_t)piece.choice, index)).field("type", "function");
+                w.key("function").object();
+                if (!part.name.empty()) w.field("name", part.name);
+                w.field("arguments", part.arguments).end().end().end();
+            }, {}, nullptr);
         if (chat && piece.finish) event([](sj::Writer&) {}, {}, piece.finish);
         if (!chat) event([](sj::Writer&) {}, piece.tokens, piece.finish);
         if (complete()) {
@@ -1338,6 +1514,19 @@ struct Answer {
         Choice& c = choices[(size_t)piece.choice];
         if (piece.finish) c.finish = piece.finish, c.count = piece.count, c.cached = piece.cached;
         return c;
+    }
+    // Theirs alone, since a client may keep calls of many answers in one list.
+    std::string call_id(size_t choice, size_t index) const {
+        return format("call_%016llx", (unsigned long long)(call_seed + (choice << 32) + index));
+    }
+    void write_calls(sj::Writer& w, const Choice& c, size_t choice) const {
+        if (c.calls.empty()) return;
+        w.key("tool_calls").array();
+        for (size_t i = 0; i < c.calls.size(); i++) {
+            w.object().field("id", call_id(choice, i)).field("type", "function").key("function").object();
+            w.field("name", c.calls[i].name).field("arguments", c.calls[i].arguments).end().end();
+        }
+        w.end();
     }
     void begin(sj::Writer& w, const char* object) const {
         w.object().field("id", id).field("object", object).field("created", created).field("model", model);
@@ -2040,7 +2229,7 @@ struct Exchange {
             const bool open = server.ready && !server.draining;
             if (!open) counted = false, server.answering--; // it will be refused
             peer.phase = Peer::WORKING;
-            if (open && !refusal && body_size() > SMALL_BODY) {
+            if (open && !refusal && (body_size() > SMALL_BODY || asks_for_form())) {
                 MHD_suspend_connection(connection);
                 server.workers.add(server.options.keys.empty() ? peer.address : caller, [this] {
                     prepare();
@@ -2052,6 +2241,14 @@ struct Exchange {
         }
         if (prepared.status) return respond(std::move(prepared));
         return stream ? begin_stream() : finish();
+    }
+
+    // Grammars take longer than their text to read.
+    bool asks_for_form() {
+        std::lock_guard lock(server.bodies.mutex);
+        for (const char* word : {"\"tools\"", "\"response_format\"", "\"structured_outputs\"", "\"guided_"})
+            if (body.find(word) != std::string::npos) return true;
+        return false;
     }
 
     void prepare() {

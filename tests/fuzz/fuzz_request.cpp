@@ -19,7 +19,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
             for (int id : job.prompt) must(id >= 0 && id < tokenizer.size());
             must(how.temperature >= 0 && how.temperature <= 2 && how.top_p >= 0 && how.top_p <= 1 && how.min_p >= 0 && how.min_p <= 1);
             must(how.top_k >= 0 && how.repeat >= 0.009f && how.repeat <= 100 && std::fabs(how.presence) <= 2 && std::fabs(how.frequency) <= 2);
-            must(job.bias.size() <= (size_t)MAX_NAMED && job.ends.size() <= MAX_ENDS && job.min_tokens <= job.max_tokens);
+            must(job.bias.size() <= (size_t)MAX_NAMED + 1 && job.ends.size() <= MAX_ENDS && job.min_tokens <= job.max_tokens);
             for (int id : job.ends) must(id >= 0 && id < tokenizer.size());
             must((job.space == 0 || job.space >> 63) && job.salt == 1);
             must(job.stops.size() <= MAX_STOPS && job.alternatives >= -1 && job.alternatives <= MAX_ALTERNATIVES);

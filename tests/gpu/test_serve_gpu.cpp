@@ -121,3 +121,49 @@ TEST_CASE("an answer that wants to end may not before min_tokens, also where it 
         }
     }
 }
+
+TEST_CASE("forms: kept in any company, with `invariant` the same; and the company says what it says without them") {
+    on_gpu(true);
+    Random random{16};
+    Forms forms;
+    const std::vector<std::function<Grammar()>> grammars = {[] { return grammar_of_json_object(); }, [] { return grammar_of_regex("[a-z]{3,20}( [0-9]+){2}"); },
+                                                            [] { return grammar_of_choice({"yes", "no", "perhaps"}); }};
+    std::vector<Job> jobs;
+    for (int i = 0; i < 30; i++) {
+        jobs.push_back(random_job(random, 256));
+        if (i % 2) continue;
+        const size_t kind = random.below(3);
+        jobs.back().form = forms.get(tiny().tokenizer, std::to_string(kind), grammars[kind]);
+        jobs.back().stops.clear(), jobs.back().max_tokens = 256 - jobs.back().prompt.size();
+    }
+    std::vector<std::string> alone;
+    size_t complete = 0;
+    for (auto& job : jobs) {
+        Bench bench({256, 1, 256, 256, 4'000'000});
+        const std::vector<Job> one = again({job});
+        run_all(bench, random, one);
+        alone.push_back(text_of(one[0]));
+        if (!job.form) continue;
+        Matcher m(job.form);
+        CHECK(m.advance(alone.back()));
+        if (std::string(one[0].reply->pieces.back().finish) != "stop") continue;
+        complete++;
+        CHECK(m.may_end());
+    }
+    CHECK(complete > 4);
+    for (auto [max_seqs, chunk, pages] : {std::tuple{24, 7, 400}, {24, 64, 30}, {7, 200, 24}}) {
+        Bench bench({256, max_seqs, chunk, 2 * chunk, (size_t)pages * Bench::page_bytes()});
+        const std::vector<Job> all = again(jobs);
+        run_all(bench, random, all);
+        for (size_t i = 0; i < all.size(); i++) CHECK(text_of(all[i]) == alone[i]);
+    }
+    on_gpu(false); // one answer at a time draws as the CPU does: the same logits, but for rounding
+    for (auto& job : jobs) {
+        if (job.form) continue;
+        Bench bench({256, 4, 256, 256, 4'000'000});
+        Job copy = again({job})[0], form = again({jobs[0]})[0];
+        run_all(bench, random, {copy, form}); // in steps with and without masks
+        CHECK(copy.reply->left == 0);
+        CHECK(form.reply->left == 0);
+    }
+}

@@ -1,7 +1,14 @@
 """The official client against a running server, by hand: pip install openai; ./serve MODEL & python3 tests/reference/check_openai.py
 [URL [KEY]]. Every call that a user of the package makes; asserts, and a line at the end."""
+import json
 import sys
+import typing
 import openai
+import pydantic
+try:
+    import jsonschema
+except ImportError:
+    jsonschema = None
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 client = openai.OpenAI(base_url=url, api_key=sys.argv[2] if len(sys.argv) > 2 else "none", max_retries=0)
@@ -51,6 +58,67 @@ for error, arguments in [(openai.BadRequestError, dict(how, temperature=5)), (op
         raise SystemExit(f"no {error.__name__} for {arguments}")
     except error as e:
         assert e.body["message"] and "param" in e.body
+# Forms: every answer is validated, by jsonschema too where it is installed.
+PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
+                                           "kind": {"enum": ["a", "b", 3, None]}, "when": {"type": "string", "format": "date"}},
+          "required": ["name", "age", "kind", "when"], "additionalProperties": False}
+SCHEMAS = [PERSON, {"type": "array", "items": {"type": ["string", "null", "boolean"], "maxLength": 6}, "minItems": 1, "maxItems": 4},
+           {"anyOf": [{"type": "number", "exclusiveMinimum": -1.5, "maximum": 2.25}, {"const": {"a": [1, "x"]}}]},
+           {"type": "object", "properties": {"id": {"type": "string", "pattern": "^[A-Z]{2}[0-9]+$", }}, "additionalProperties": {"type": "boolean"}},
+           {"$ref": "#/$defs/t", "$defs": {"t": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/t"}, {"type": "null"}]}},
+                                                 "required": ["v", "next"]}}}]
+complete = 0
+for schema in SCHEMAS:
+    for seed in range(8):
+        form = dict(model=model, messages=messages, max_tokens=250, temperature=1.0, seed=seed, response_format={
+            "type": "json_schema", "json_schema": {"name": "form", "strict": True, "schema": schema}})
+        answer = client.chat.completions.create(**form).choices[0]
+        joined = "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(**form, stream=True) if c.choices)
+        assert joined == answer.message.content
+        if answer.finish_reason == "length":
+            continue
+        value = json.loads(answer.message.content)
+        complete += 1
+        if jsonschema:
+            jsonschema.Draft202012Validator(schema).validate(value)
+assert complete > 10, complete
+for extra, good in [({"structured_outputs": {"choice": ["yes", "no"]}}, lambda s: s in ("yes", "no")),
+                    ({"structured_outputs": {"regex": "[0-9]{4}"}}, lambda s: len(s) == 4 and s.isdigit()),
+                    ({"structured_outputs": {"grammar": 'root ::= "<" [a-c]{2} ">"'}}, lambda s: len(s) == 4 and s[0] == "<")]:
+    assert good(client.chat.completions.create(**how, extra_body=extra).choices[0].message.content)
+
+
+class Point(pydantic.BaseModel):
+    x: int
+    label: typing.Literal["left", "right"]
+
+
+parsed = client.chat.completions.parse(model=model, messages=messages, seed=1, response_format=Point).choices[0].message.parsed
+assert isinstance(parsed, Point)
+
+# Tools, whole and streamed.
+tools = [{"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
+         for name, schema, strict in [("person", PERSON, True), ("now", {"type": "object", "properties": {}}, False)]]
+for choice in ["required", {"type": "function", "function": {"name": "person"}}]:
+    asked = dict(model=model, messages=messages, tools=tools, tool_choice=choice, parallel_tool_calls=False, max_tokens=250, seed=3)
+    call = client.chat.completions.create(**asked).choices[0]
+    if call.finish_reason == "tool_calls":
+        (one,) = call.message.tool_calls
+        arguments = json.loads(one.function.arguments)
+        assert call.message.content is None and one.function.name in ("person", "now")
+        if jsonschema and one.function.name == "person":
+            jsonschema.Draft202012Validator(PERSON).validate(arguments)
+        with client.chat.completions.stream(**asked) as stream:
+            (again,) = stream.get_final_completion().choices[0].message.tool_calls
+        assert (again.function.name, again.function.arguments) == (one.function.name, one.function.arguments)
+        after = messages + [call.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": one.id, "content": "done"}]
+        assert client.chat.completions.create(model=model, messages=after, tools=tools, tool_choice="none", max_tokens=5).choices[0].message.tool_calls is None
+try:
+    client.chat.completions.create(model=model, messages=messages, response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}})
+    raise SystemExit("a schema that cannot be kept was taken")
+except openai.BadRequestError as e:
+    assert e.body["param"] == "response_format" and "not is not supported" in e.body["message"]
+
 if len(sys.argv) > 2:
     try:
         openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).models.list()

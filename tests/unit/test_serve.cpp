@@ -571,8 +571,8 @@ TEST_CASE("every documented field is done or refused by name") {
         CHECK_MESSAGE(refused_for(one) == "-", one);
     for (auto& row : std::initializer_list<std::pair<const char*, const char*>>{
              {"\"tool_choice\": \"required\"", "tool_choice"}, {"\"tool_choice\": {\"type\": \"function\"}", "tool_choice"}, {"\"tools\": [{}]", "tools"},
-             {"\"parallel_tool_calls\": 1", "parallel_tool_calls"}, {"\"structured_outputs\": {\"choice\": [\"a\"]}", "structured_outputs"},
-             {"\"response_format\": {\"type\": \"json_object\"}", "response_format"}, {"\"guided_json\": {}", "guided_json"},
+             {"\"parallel_tool_calls\": 1", "parallel_tool_calls"}, {"\"structured_outputs\": {\"choice\": []}", "structured_outputs"},
+             {"\"response_format\": {\"type\": \"xml\"}", "response_format"}, {"\"guided_json\": {\"not\": {}}", "guided_json"},
              {"\"prompt_logprobs\": 0", "prompt_logprobs"}, {"\"chat_template\": \"{{x}}\"", "chat_template"}, {"\"use_beam_search\": true", "use_beam_search"},
              {"\"length_penalty\": 2", "length_penalty"}, {"\"best_of\": 2", "best_of"}, {"\"echo\": true", "echo"}, {"\"store\": true", "store"},
              {"\"include_stop_str_in_output\": true", "include_stop_str_in_output"}, {"\"return_token_ids\": true", "return_token_ids"},
@@ -1092,7 +1092,7 @@ TEST_CASE("what is malformed or out of range is refused by name") {
              {"\"ignore_eos\": 1", "ignore_eos"}, {"\"stream\": \"yes\"", "stream"}, {"\"stream_options\": {}", "stream_options"},
              {"\"stream\": true, \"stream_options\": {\"include_usage\": 1}", "include_usage"}, {"\"stream\": true, \"stream_options\": 1", ""},
              {"\"user\": 1", "user"}, {"\"chat_template_kwargs\": {\"enable_thinking\": 1}", "enable_thinking"}, {"\"chat_template_kwargs\": 1", ""},
-             {"\"tools\": [{}]", "tools"}, {"\"response_format\": {\"type\": \"json_object\"}", "response_format"}, {"\"messages\": 1", "messages"},
+             {"\"tools\": [{}]", "tools"}, {"\"response_format\": {\"type\": \"json\"}", "response_format"}, {"\"messages\": 1", "messages"},
              {"\"n\": 128, \"logprobs\": true, \"top_logprobs\": 20, \"max_tokens\": 3901", "top_logprobs"},
              {"\"messages\": []", "messages"}, {"\"messages\": [1]", "messages"}, {"\"messages\": [{\"role\": \"king\", \"content\": \"a\"}]", "messages"},
              {"\"messages\": [{\"role\": \"user\"}]", "messages"}, {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image_url\"}]}]", "messages"}}) {

@@ -1,0 +1,474 @@
+// Grammars: what the automaton accepts and which tokens it allows, against brute force; JSON schemas against
+// JSON-Schema-Test-Suite; hostile input. tests/fixtures/schema: tests/reference/make_schema_fixtures.py
+#include "../process.h"
+#include "../../schema.h"
+#include <regex>
+
+using Shared = std::shared_ptr<Automaton>;
+
+static std::shared_ptr<const Vocabulary> vocabulary(bool large = false) {
+    static const Tokenizer small("data/tiny/tokenizer.bin"), whole("tokenizer.bin");
+    static const auto of_small = std::make_shared<const Vocabulary>(small), of_whole = std::make_shared<const Vocabulary>(whole);
+    return large ? of_whole : of_small;
+}
+static Shared automaton(Grammar&& g, bool large = false) { return std::make_shared<Automaton>(std::move(g), vocabulary(large)); }
+static Shared from_schema(const std::string& text, bool large = false) {
+    const Json json(text);
+    return automaton(grammar_of_schema(json.root()), large);
+}
+static bool accepts(const Shared& a, std::string_view text) {
+    Matcher m(a);
+    return m.advance(text) && m.may_end();
+}
+static std::string refusal_of(const std::function<void()>& f) {
+    try {
+        f();
+    } catch (const Error& e) {
+        return e.what();
+    }
+    return "";
+}
+
+struct Random {
+    uint64_t state;
+    uint32_t below(uint32_t n) {
+        state = state * 6364136223846793005 + 1442695040888963407;
+        return (uint32_t)(state >> 33) % n;
+    }
+};
+
+// The mask of a state, token by token: one is allowed if its bytes lead somewhere.
+static void check_mask(Matcher& m) {
+    const Vocabulary& v = *m.automaton->vocabulary;
+    std::vector<uint32_t> bits(v.words());
+    m.mask(bits.data());
+    size_t wrong = 0, past = 0;
+    for (int id = 0; id < v.tokenizer.size(); id++) {
+        int s = m.state;
+        for (char c : v.bytes(id)) s = s ? m.automaton->next(s, (uint8_t)c) : 0;
+        if (id && v.bytes(id) == "\xFF") s = 0; // (this byte alone is no text)
+        wrong += (s != 0) != (bits[(size_t)id / 32] >> id % 32 & 1);
+    }
+    for (size_t id = (size_t)v.tokenizer.size(); id < v.words() * 32; id++) past += bits[id / 32] >> id % 32 & 1;
+    CHECK(wrong == 0);
+    CHECK(past == 0);
+}
+// A text that the masks allow, token by token; every mask is checked if `check`.
+static std::string random_text(const Shared& a, Random& random, size_t most, bool check) {
+    Matcher m(a);
+    const Vocabulary& v = *a->vocabulary;
+    std::string text;
+    std::vector<uint32_t> bits(v.words());
+    for (size_t n = 0; n < most && !m.must_end(); n++) {
+        if (m.may_end() && random.below(8) == 0) break;
+        if (check) check_mask(m);
+        m.mask(bits.data());
+        std::vector<int> allowed;
+        for (int id = 0; id < v.tokenizer.size(); id++)
+            if (bits[(size_t)id / 32] >> id % 32 & 1) allowed.push_back(id);
+        REQUIRE(!allowed.empty());
+        const int id = allowed[random.below((uint32_t)allowed.size())];
+        REQUIRE(m.advance(id));
+        text += v.bytes(id);
+    }
+    return text;
+}
+
+TEST_CASE("grammar: random regular expressions accept what std::regex accepts") {
+    Random random{1};
+    const std::function<std::string(int)> make = [&](int depth) -> std::string {
+        static const char* ATOMS[] = {"a", "b", "c", "[ab]", "[^a]", "\\w", "."};
+        static const char* TIMES[] = {"*", "+", "?", "{2}", "{1,3}", "{0,2}", "{2,}", "*?"};
+        switch (random.below(depth > 0 ? 6 : 2)) {
+        case 0: case 1: return ATOMS[random.below(7)];
+        case 2: return make(depth - 1) + make(depth - 1);
+        case 3: return "(?:" + make(depth - 1) + "|" + make(depth - 1) + ")";
+        case 4: return "(" + make(depth - 1) + ")" + TIMES[random.below(8)];
+        default: return "(?:" + make(depth - 1) + "|)" + make(depth - 1);
+        }
+    };
+    size_t accepted = 0, checked = 0;
+    for (int i = 0; i < 300; i++) {
+        const std::string pattern = make(4);
+        INFO(pattern);
+        const Shared a = automaton(grammar_of_regex(pattern));
+        const std::regex oracle(pattern);
+        for (int n = 0; n < 363; n++) { // all texts of a, b, c up to five letters
+            std::string text;
+            int rest = n, length = 0;
+            for (int all = 1; rest >= all; rest -= all, all *= 3) length++;
+            for (int k = 0; k < length; k++, rest /= 3) text += (char)('a' + rest % 3);
+            const bool wanted = std::regex_match(text, oracle);
+            checked++, accepted += wanted;
+            if (accepts(a, text) != wanted) {
+                INFO(text);
+                CHECK(accepts(a, text) == wanted);
+            }
+        }
+    }
+    CHECK(checked == 300 * 363);
+    CHECK(accepted > 10000);
+}
+
+TEST_CASE("grammar: patterns of JSON Schema are searched for, and their text is written as JSON") {
+    auto holds = [](const std::string& pattern, const std::string& json) {
+        std::string quoted;
+        sj::quote(quoted, pattern);
+        return accepts(from_schema("{\"pattern\": " + quoted + "}"), json);
+    };
+    CHECK(holds("^a+$", "\"aaa\""));
+    CHECK(!holds("^a+$", "\"aab\""));
+    CHECK(holds("b", "\"aabcc\""));
+    CHECK(!holds("b", "\"aacc\""));
+    CHECK(holds("^a|b$", "\"axx\""));
+    CHECK(holds("^a|b$", "\"xxb\""));
+    CHECK(!holds("^a|b$", "\"xbx\""));
+    CHECK(holds("^[\"\\\\]\\n$", "\"\\\"\\n\""));
+    CHECK(!holds("^[\"\\\\]\\n$", "\"\"\\n\""));
+    CHECK(holds("^.$", "\"线\""));
+    CHECK(holds("^\\u7ebf\\x41$", "\"线A\""));
+    CHECK(holds("^[^a]$", "\"\xf0\x9f\x98\x80\""));
+    CHECK(!holds("^[^a]$", "\"a\""));
+    CHECK(!holds("^[^a]$", "\"\xff\""));
+}
+
+TEST_CASE("grammar: characters are UTF-8: every code point, alone and in ranges") {
+    Random random{2};
+    for (int i = 0; i < 200; i++) {
+        uint32_t low = random.below(LAST_CODE + 1) >> random.below(20), high = low + (random.below(LAST_CODE + 1 - low) >> random.below(20));
+        Grammar g;
+        g.rules[0].start = g.character({{low, high}}, Grammar::FINAL, RAW);
+        auto surrogate = [](uint32_t c) { return c >= 0xD800 && c < 0xE000; };
+        if (surrogate(low) && surrogate(high)) continue;
+        g.finish();
+        const Shared a = automaton(std::move(g));
+        for (int k = 0; k < 40; k++) {
+            const uint32_t near[] = {low, high, low - 1, high + 1, random.below(LAST_CODE + 1), low + random.below(high - low + 1)};
+            const uint32_t c = near[random.below(6)];
+            if (c > LAST_CODE || surrogate(c)) continue;
+            std::string text;
+            utf8_append(text, c);
+            INFO(low << " " << high << " " << c);
+            CHECK(accepts(a, text) == (low <= c && c <= high));
+        }
+    }
+}
+
+// What a GBNF grammar derives, up to so many bytes: found by rewriting, without an automaton.
+struct Derivations {
+    std::map<std::string, std::vector<std::vector<std::string>>> rules; // words in '' are terminals
+    std::set<std::string> all(size_t longest) const {
+        std::set<std::string> found;
+        std::set<std::vector<std::string>> seen;
+        std::vector<std::vector<std::string>> todo = {{"root"}};
+        while (!todo.empty()) {
+            const std::vector<std::string> form = todo.back();
+            todo.pop_back();
+            if (!seen.insert(form).second) continue;
+            size_t bytes = 0, first = form.size();
+            std::string text;
+            for (size_t i = form.size(); i-- > 0;)
+                if (rules.count(form[i])) first = i;
+                else bytes += form[i].size(), text = form[i] + text;
+            if (bytes > longest || form.size() > 2 * longest + 4) continue;
+            if (first == form.size()) { found.insert(text); continue; }
+            for (auto& way : rules.at(form[first])) {
+                std::vector<std::string> next = form;
+                next.erase(next.begin() + (ptrdiff_t)first);
+                next.insert(next.begin() + (ptrdiff_t)first, way.begin(), way.end());
+                todo.push_back(next);
+            }
+        }
+        return found;
+    }
+    std::string gbnf() const {
+        std::string text;
+        for (auto& [name, ways] : rules) {
+            text += name + " ::= ";
+            for (auto& way : ways) {
+                text += &way == ways.data() ? "" : " | ";
+                if (way.empty()) text += "\"\"";
+                for (auto& word : way) text += (rules.count(word) ? word : "\"" + word + "\"") + " ";
+            }
+            text += "\n";
+        }
+        return text;
+    }
+};
+
+TEST_CASE("grammar: random context-free grammars accept what they derive, and their masks are exact") {
+    Random random{3};
+    size_t compiled = 0, refused = 0, words = 0;
+    for (int i = 0; i < 400; i++) {
+        Derivations d;
+        const char* NAMES[] = {"root", "r", "s"};
+        for (const char* name : NAMES)
+            for (uint32_t n = 1 + random.below(3); n > 0; n--) {
+                std::vector<std::string> way;
+                for (uint32_t k = random.below(4); k > 0; k--)
+                    way.push_back(random.below(5) < 3 ? std::string(1, (char)('a' + random.below(3))) : NAMES[random.below(3)]);
+                d.rules[name].push_back(way);
+            }
+        const std::string text = d.gbnf();
+        INFO(text);
+        Shared a;
+        const std::string why = refusal_of([&] { a = automaton(grammar_of_gbnf(text)); });
+        if (!a) {
+            refused++;
+            CHECK((why.find("can begin with itself") != why.npos || why == "nothing matches it"));
+            continue;
+        }
+        compiled++;
+        const std::set<std::string> language = d.all(5);
+        words += language.size();
+        for (int n = 0; n < 363; n++) {
+            std::string word;
+            int rest = n, length = 0;
+            for (int all = 1; rest >= all; rest -= all, all *= 3) length++;
+            for (int k = 0; k < length; k++, rest /= 3) word += (char)('a' + rest % 3);
+            if (accepts(a, word) != language.count(word)) {
+                INFO(word);
+                CHECK(accepts(a, word) == language.count(word));
+            }
+        }
+        if (i % 10 == 0) random_text(a, random, 6, true);
+    }
+    CHECK(compiled > 100);
+    CHECK(refused > 50);
+    CHECK(words > 500);
+}
+
+TEST_CASE("grammar: GBNF by hand") {
+    const Shared a = automaton(grammar_of_gbnf("# a comment\nroot ::= greeting \", \" name ( \"!\" | \"?\" ){1,2}\n"
+                                               "greeting ::= \"hi\" |\n  \"hello\" # another\nname ::= [A-Z] [a-z\\]]* | \"\\u7ebf\" | .\n"));
+    CHECK(accepts(a, "hi, Bob!"));
+    CHECK(accepts(a, "hello, B]b?!"));
+    CHECK(accepts(a, "hi, 线!"));
+    CHECK(accepts(a, "hi, 中!"));
+    CHECK(!accepts(a, "hi, bob!"));
+    CHECK(!accepts(a, "hi, Bob"));
+    CHECK(!accepts(a, "hi, Bob!!!"));
+    for (auto& row : std::vector<std::pair<std::string, std::string>>{
+             {"root ::= r\nr ::= r \"a\" | \"b\"", "begin with itself"}, {"root ::= e r\ne ::= \"\"\nr ::= e root | \"a\"", "begin with itself"},
+             {"root ::= r", "not defined"}, {"r ::= \"a\"", "no rule named root"}, {"root ::= \"a\" root", "nothing matches"},
+             {"root ::= \"a", "without its end"}, {"root ::= [z-a]", "a range that is none"}, {"root ::= (\"a\"", "without its )"},
+             {"root ::= \"a\"{2,1}", "wrong way round"}, {"root ::= \"\\q\"", "unknown escape"}, {"root ::= \"a\"\nroot ::= \"b\"", "second rule"},
+             {"root = \"a\"", "expected ::="}, {"root ::= \"\xff\"", "UTF-8"}, {"", "no rule named root"}, {"root ::= \"a\"**", "repetition of"}}) {
+        const std::string &text = row.first, &word = row.second;
+        INFO(text);
+        CHECK(refusal_of([&] { grammar_of_gbnf(text); }).find(word) != std::string::npos);
+    }
+    for (auto& row : std::vector<std::pair<std::string, std::string>>{
+             {"(?=a)b", "looking around"}, {"(?<!a)b", "looking around"}, {"(a)\\1", "escape"}, {"a\\b", "\\b"}, {"a++", "possessive"},
+             {"a**", "repetition of"}, {"(a", "without its )"}, {"a)", "without its ("}, {"[a", "without its ]"}, {"a{2,1}", "wrong way"},
+             {"\\p{L}", "escape"}, {"*a", "nothing to repeat"}, {"a^b", "beginning and the end"}, {"[]", "nothing matches"}, {"\\", "at the end"},
+             {"(?i)a", "flags"}, {"[\\d-z]", "range"}, {"\\ud800", "not a character"}}) {
+        const std::string &text = row.first, &word = row.second;
+        INFO(text);
+        CHECK(refusal_of([&] { grammar_of_regex(text); }).find(word) != std::string::npos);
+    }
+}
+
+TEST_CASE("grammar: masks are exact: strings, counts, words, escapes, both vocabularies") {
+    Random random{4};
+    const std::vector<std::string> schemas = {
+        R"({"type": "object"})", R"({"type": "string", "maxLength": 40})", R"({"type": "string", "minLength": 3, "maxLength": 5})",
+        R"({"type": "array", "items": {"type": "string", "pattern": "^[a-z ]{0,60}$"}, "maxItems": 40})",
+        R"({"properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 18, "maximum": 120}, "tags": {"items": {"enum": ["a", "ab", "中文", "x\"y"]}}},
+            "required": ["name", "age"], "additionalProperties": {"type": "boolean"}})"};
+    for (auto& schema : schemas) {
+        INFO(schema);
+        const Shared a = from_schema(schema);
+        for (int i = 0; i < 6; i++) random_text(a, random, 30, true);
+    }
+    for (const char* gbnf : {"root ::= word (\" \" word)*\nword ::= [a-z]+ | [0-9]{1,50}", "root ::= (\"a\" | \"aa\"){0,200} tail\ntail ::= \"b\"{30,200} | .*"}) {
+        INFO(gbnf);
+        const Shared a = automaton(grammar_of_gbnf(gbnf));
+        for (int i = 0; i < 6; i++) random_text(a, random, 40, true);
+    }
+    const Shared large = from_schema(schemas[4], true);
+    for (int i = 0; i < 2; i++) random_text(large, random, 12, true);
+}
+
+TEST_CASE("schemas: JSON-Schema-Test-Suite: nothing invalid is accepted; what is not supported is refused by name") {
+    const std::string suite(MappedFile("tests/fixtures/schema/suite.jsonl").text());
+    size_t compiled = 0, refused = 0, valid = 0, accepted = 0, invalid = 0;
+    std::map<std::string, size_t> refused_in;
+    for (auto& line : lines(suite)) {
+        const Json row(line);
+        INFO(row["file"].str() << ": " << row["schema"].raw());
+        Shared a;
+        const std::string why = refusal_of([&] { a = automaton(grammar_of_schema(row["schema"])); });
+        if (!a) {
+            refused++, refused_in[row["file"].str()]++;
+            CHECK((why.find("support") != why.npos || why == "nothing matches it" || why.find("twice") != why.npos));
+            continue;
+        }
+        compiled++;
+        for (sj::Value text : row["valid"].items()) valid++, accepted += accepts(a, text.str());
+        for (sj::Value text : row["invalid"].items()) {
+            INFO(text.str());
+            CHECK(!accepts(a, text.str()));
+            invalid++;
+        }
+    }
+    for (const char* whole : {"type", "enum", "const", "required", "minimum", "maximum", "minLength", "maxLength", "minItems", "pattern"}) {
+        INFO(whole);
+        CHECK(refused_in[whole] == 0);
+    }
+    CHECK(compiled == 134);
+    CHECK(compiled + refused == lines(suite).size());
+    CHECK(invalid > 300);
+    // The others: properties in another order or beyond those named, 1.0 as an integer, all hosts and zones, ...
+    CHECK(accepted >= 230);
+    CHECK(valid < 400);
+}
+
+TEST_CASE("schemas: numbers in ranges, against arithmetic") {
+    Random random{5};
+    for (int i = 0; i < 300; i++) {
+        const bool integer = random.below(2), low_out = random.below(2), high_out = random.below(2), has_low = random.below(4), has_high = random.below(4);
+        auto draw = [&] { return ((int)random.below(4001) - 2000) / (random.below(2) ? 10.0 : 1.0); };
+        double low = draw(), high = draw();
+        if (low > high) std::swap(low, high);
+        sj::Writer w;
+        w.object().field("type", integer ? "integer" : "number");
+        if (has_low) w.field(low_out ? "exclusiveMinimum" : "minimum", low);
+        if (has_high) w.field(high_out ? "exclusiveMaximum" : "maximum", high);
+        w.end();
+        INFO(w.text);
+        auto inside = [&](double x) {
+            return !(has_low && (low_out ? x <= low : x < low)) && !(has_high && (high_out ? x >= high : x > high));
+        };
+        Shared a;
+        if (const std::string why = refusal_of([&] { a = from_schema(w.text); }); !a) {
+            CHECK(why == "nothing matches it");
+            for (double x = std::ceil(low); integer && x <= high; x++) CHECK(!inside(x));
+            continue;
+        }
+        for (int k = 0; k < 60; k++) {
+            const double near[] = {low, high, low + 1, high - 1, low - 0.1, high + 0.1, std::floor(low), std::ceil(high), draw(), 0};
+            const double x = near[random.below(10)];
+            const std::string text = x == std::floor(x) && random.below(2) ? format("%.0f", x) : format("%.1f", x);
+            INFO(text);
+            const bool fraction = text.find('.') != text.npos;
+            if (!(integer && fraction)) CHECK(accepts(a, text) == inside(strtod(text.c_str(), nullptr)));
+        }
+        for (int k = 0; k < 5; k++) {
+            const std::string text = random_text(a, random, 30, false);
+            if (accepts(a, text)) CHECK(inside(strtod(text.c_str(), nullptr)));
+        }
+    }
+}
+
+TEST_CASE("schemas: every text that the masks lead to is JSON, and of the form that was asked for") {
+    Random random{6};
+    const Shared any = automaton(grammar_of_json_object());
+    size_t whole = 0;
+    for (int i = 0; i < 100; i++) {
+        const std::string text = random_text(any, random, 60, false);
+        if (!accepts(any, text)) continue;
+        whole++;
+        CHECK(Json(text).root().is(sj::Object));
+    }
+    CHECK(whole > 5);
+    const Shared list = from_schema(R"({"$ref": "#/$defs/list", "$defs": {"list": {"type": ["object", "null"], "properties": {"value": {"type": "integer"},
+        "next": {"$ref": "#/$defs/list"}}, "required": ["value", "next"], "additionalProperties": false}}})");
+    CHECK(accepts(list, R"({"value": 1, "next": {"value": -2, "next": null}})"));
+    CHECK(!accepts(list, R"({"value": 1, "next": {"value": -2}})"));
+    CHECK(!accepts(list, R"({"value": 1, "next": {"value": -2, "next": null})"));
+    const Shared union_ = from_schema(R"({"oneOf": [{"properties": {"kind": {"const": "a"}, "x": {"type": "integer"}}, "required": ["kind", "x"]},
+        {"properties": {"kind": {"const": "b"}, "y": {"type": "string"}}, "required": ["kind", "y"]}]})");
+    CHECK(accepts(union_, R"({"kind": "b", "y": "z"})"));
+    CHECK(!accepts(union_, R"({"kind": "a", "y": "z"})"));
+    const Shared open = from_schema(R"({"properties": {"ab": {"type": "integer"}, "a": {"type": "null"}}, "additionalProperties": {"type": "string"}})");
+    CHECK(accepts(open, R"({"ab": 1, "abc": "x", "b": "y", "": "z"})"));
+    CHECK(!accepts(open, R"({"b": "y", "ab": "x"})")); // that name has another form
+    CHECK(!accepts(open, R"({"a": "y"})"));
+    CHECK(accepts(from_schema(R"({"type": "object"})"), "{\n    \"a\": [\n        1.5e3,\n        true  ]}") == false); // a blank, or a line
+    CHECK(accepts(from_schema(R"({"type": "object"})"), "{\n    \"a\": [\n        1.5e3,\n        true\n    ]\n}"));
+}
+
+TEST_CASE("schemas: what is hostile is refused or bounded, and quickly") {
+    const double start = seconds();
+    auto schema = [](const std::string& text) { return refusal_of([&] { from_schema(text); }); };
+    std::string values;
+    for (int i = 0; i < 1000000; i++) values += format("%s%d", i ? ", " : "", i);
+    CHECK(schema("{\"enum\": [" + values + "]}").find("too large") != std::string::npos);
+    CHECK(schema(R"({"$ref": "#"})").find("itself") != std::string::npos);
+    CHECK(schema(R"({"anyOf": [{"$ref": "#"}, {"type": "null"}]})").find("begin with itself") != std::string::npos);
+    CHECK(schema(R"({"allOf": [{"$ref": "#"}]})").find("itself") != std::string::npos);
+    CHECK(schema(R"({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]})") == "nothing matches it");
+    CHECK(schema(R"({"minLength": 100001})").find("minLength") != std::string::npos);
+    CHECK(schema(R"({"pattern": "^((a{1000}){1000}){1000}$"})").find("too large") != std::string::npos);
+    CHECK(schema(R"({"pattern": "^(((){100000}){100000}){100000}$"})").empty());
+    CHECK(schema(R"({"minItems": 100000, "items": {"minItems": 100000, "items": {"minItems": 100000}}})").size() > 0);
+    std::string groups = "{\"allOf\": [{}"; // 2^20 branches
+    for (int i = 0; i < 20; i++) groups += ", {\"anyOf\": [{\"type\": \"string\"}, {\"type\": \"number\"}]}";
+    CHECK(schema(groups + "]}").find("multiply") != std::string::npos);
+    CHECK(schema(R"({"minimum": 1e99999})").find("minimum") != std::string::npos);
+    std::string deep = "\"a\"";
+    for (int i = 0; i < 1000; i++) deep = "(" + deep + ")";
+    CHECK(refusal_of([&] { grammar_of_gbnf("root ::= " + deep); }).find("nested") != std::string::npos);
+    CHECK(refusal_of([&] { grammar_of_regex(std::string(1000000, '(')); }).find("nested") != std::string::npos);
+    std::string chain = "root ::= r1\n";
+    for (int i = 1; i < 20000; i++) chain += format("r%d ::= r%d\n", i, i + 1);
+    CHECK(refusal_of([&] { grammar_of_gbnf(chain + "r20000 ::= \"a\""); }).empty());
+
+    // Patterns whose deterministic automata are exponential, and a grammar that is as ambiguous as they come: each mask
+    // in bounded time, and never empty.
+    Random random{7};
+    for (const char* gbnf : {"root ::= [ab]* \"a\" [ab]{40} \"c\"", "root ::= .* \"a\" .{300}", "root ::= s\ns ::= \"a\" s \"b\" | \"a\" s \"c\" | \"a\"",
+                             "root ::= s+\ns ::= [a-z]* | [a-y]* \" \" | [b-z]* | s2 s2\ns2 ::= [a-z] s2? | \" \" s"}) {
+        INFO(gbnf);
+        const Shared a = automaton(grammar_of_gbnf(gbnf), true);
+        Matcher m(a);
+        std::vector<uint32_t> bits(a->vocabulary->words());
+        double slowest = 0;
+        for (int i = 0; i < 40 && !m.must_end(); i++) {
+            const double before = seconds();
+            m.mask(bits.data());
+            slowest = std::max(slowest, seconds() - before);
+            std::vector<int> allowed;
+            for (size_t id = 0; id < bits.size() * 32; id++)
+                if (bits[id / 32] >> id % 32 & 1) allowed.push_back((int)id);
+            REQUIRE(!allowed.empty());
+            REQUIRE(m.advance(allowed[random.below((uint32_t)allowed.size())]));
+        }
+        CHECK(slowest < 1);
+    }
+    CHECK(seconds() - start < 60);
+}
+
+TEST_CASE("grammar: an automaton forgets what it has grown, and answers that are under way go on") {
+    const Shared a = automaton(grammar_of_gbnf("root ::= \"[\" root? \"]\" | \"(\" root? \")\""));
+    Matcher deep(a), other(a);
+    Random random{8};
+    REQUIRE(other.advance("[("));
+    std::string text, rest;
+    for (int i = 0; i < 100000; i++) { // each byte makes a state
+        const bool round = random.below(2);
+        text += round ? '(' : '[', rest += round ? ')' : ']';
+    }
+    size_t most = 0;
+    for (size_t i = 0; i < text.size(); i += 100) {
+        REQUIRE(deep.advance(text.substr(i, 100)));
+        most = std::max(most, a->bytes());
+    }
+    CHECK(most < Automaton::MOST_MEMORY + (1 << 20));
+    CHECK(a->state_count() < 100000);
+    CHECK(!deep.may_end());
+    std::reverse(rest.begin(), rest.end());
+    REQUIRE(deep.advance(rest));
+    CHECK(deep.may_end());
+    CHECK(deep.must_end());
+    CHECK(other.advance(")]"));
+    CHECK(other.must_end());
+    CHECK(!deep.advance("]"));
+    CHECK(deep.must_end());
+    deep.begin();
+    CHECK(!deep.advance(std::string(1000000, '['))); // what it would have to remember is too much
+    CHECK(a->bytes() < 2 * Automaton::MOST_MEMORY);
+    Matcher next(a);
+    CHECK(next.advance("[]"));
+}
