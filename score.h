@@ -600,7 +600,7 @@ inline std::string fact_form(std::string_view text) {
         if (c == 0xA0 || c == 0x3000 || (c >= 0x2000 && c <= 0x200A) || c == 0x202F || c < ' ') c = ' ';
         utf8_append(ascii, c - 'A' < 26 ? c | 32 : c);
     }
-    auto alphanumeric = [](char c) { return Jieba::is_alphanumeric((uint8_t)c); };
+    auto word = [](char c) { return Jieba::is_alphanumeric((uint8_t)c) || c == '_'; };
     auto digit = [](char c) { return Jieba::is_digit((uint8_t)c); };
     std::string out = "[";
     for (size_t i = 0; i < ascii.size(); i++) {
@@ -608,7 +608,7 @@ inline std::string fact_form(std::string_view text) {
         if (c == ' ') {
             size_t next = i;
             while (next < ascii.size() && ascii[next] == ' ') next++;
-            if (alphanumeric(out.back()) && next < ascii.size() && alphanumeric(ascii[next])) out += ' ';
+            if (word(out.back()) && next < ascii.size() && word(ascii[next])) out += ' ';
             i = next - 1;
         } else {
             size_t digits = 0;

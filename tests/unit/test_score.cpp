@@ -328,7 +328,8 @@ TEST_CASE("key facts: numbers and names stand alone, however they are written") 
     const char* found[][2] = {{"每个 SM 有 2,048 个线程", "2048"}, {"２０４８个", "2,048"}, {"约 75 %", "75%"},
         {"227KB", "227"}, {"Shared  Memory", "shared memory"}, {"用共享 内存", "共享内存"}, {"It is −6.", "-6"},
         {"about 0.5.", "0.5"}, {"1, 2, 3", "2"}, {"8-16", "16"}, {"wgmma。", "HGMMA|wgmma"}, {"(m64n8k16)", "m64n8k16"},
-        {"cudaFree()", "cudafree"}, {"6", "6"}, {"答案", "x|答|"}, {"用Warp", "warp"}, {"1,0240", "0240"}};
+        {"cudaFree()", "cudafree"}, {"6", "6"}, {"答案", "x|答|"}, {"用Warp", "warp"}, {"1,0240", "0240"},
+        {"CUDA's __shfl_sync is", "__shfl_sync"}};
     for (auto& c : found) {
         CAPTURE(c[0]);
         CHECK(fact_stands(fact_form(c[0]), fact_form(c[1])));
