@@ -276,6 +276,30 @@ TEST_CASE("what a stranger gets wrong is one clear line") {
     said({BOOK, "--model", MODEL, "--endpoint", "x", "-o", "w3", "--", "--rank", "0"}, "train_lora", "--rank");
 }
 
+TEST_CASE("evaluate.sh: the table without weights says so in every row of a model, and shows the baselines") {
+    Scratch scratch;
+    auto evaluate = [&](Strings words, const std::string& rows) {
+        words.insert(words.begin(), {"sh", ROOT + "/data/evaluate.sh"});
+        return Script(words, scratch.path, ("ROWS=" + rows).c_str()).wait();
+    };
+    const Result r = evaluate({"Qwen3-0.6B", "out"}, "3");
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    CHECK(r.out == read_file(scratch / "out/table.md"));
+    CHECK(count(r.out, "not run here: no weights") == 5 * 8);
+    CHECK(count(r.out, "| question") == 0);
+    CHECK(count(r.out, "\n| the question as answer | 3 | - | - | ") == 5);
+    CHECK(count(r.out, "\n| nearest training answer | 3 | - | - | ") == 5);
+    CHECK(count(r.out, "\n### ") == 5);
+    for (auto& line : lines(r.out)) // every table has its eleven columns
+        if (line[0] == '|') CHECK(count(line, "|") == 12);
+    CHECK(evaluate({"Qwen3-0.6B", "out"}, "3").out == r.out);
+    check_refusal(evaluate({"Qwen3-0.6B", "out"}, "2"), "evaluate.sh", "out: holds an evaluation of another model");
+    check_refusal(evaluate({"Qwen3-0.6B", "out2"}, "0"), "evaluate.sh", "ROWS=0");
+    write_file(scratch / "full", "x");
+    check_refusal(evaluate({"Qwen3-0.6B", "."}, "3"), "evaluate.sh", "is not empty and holds no evaluation");
+}
+
 TEST_CASE("a sweep of three rows: table, picture, best row; what is finished is not trained again") {
     Scratch scratch;
     fs::create_directory(scratch.path / "数 据");
