@@ -55,6 +55,7 @@
 #include <vector>
 
 #ifdef __CUDACC__
+#include <cuda.h> // CUtensorMap
 #define BOTH __host__ __device__ // for the CPU and the GPU alike
 #else
 #define BOTH
@@ -1487,50 +1488,155 @@ __device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
 }
 #undef LDMATRIX
 
-// ---- wgmma, Hopper's product (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 128 threads multiply what
-// lies in shared memory, without ldmatrix and at the full rate of the tensor cores. sm_90a only: elsewhere nothing.
+// ---- Hopper's own instructions: sm_90a only, elsewhere nothing.
 #ifdef HAVE_WGMMA
 #define HOPPER_ASM(...) asm volatile(__VA_ARGS__)
 #else
 #define HOPPER_ASM(...)
 #endif
+
+// An mbarrier in shared memory (PTX ISA, "mbarrier"). A phase of it ends when as many have arrived as it was begun with
+// and all bytes expected in it have come; then the next begins. Whoever waits names the parity of the phase that is to
+// end: 0 for the first, 1 for the second, 0 for the third. Before the first has ended, parity 1 is past.
+__device__ inline void barrier_begin(uint32_t barrier, int arrivals) {
+    HOPPER_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ inline void barriers_begun() { // all threads and copies see it; before the block's next __syncthreads
+    HOPPER_ASM("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ inline void barrier_arrive(uint32_t barrier) {
+    HOPPER_ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void barrier_arrive_expecting(uint32_t barrier, int bytes) {
+    HOPPER_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+    HOPPER_ASM("{ .reg .pred done;\n"
+               "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+               "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// Stages in shared memory that are filled and used in turn: which one is next, and the parity of its phase.
+template <int STAGES> struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// The Tensor Memory Accelerator copies a box of an array to shared memory (PTX ISA, "cp.async.bulk.tensor"): from place
+// x, y, .. on as many numbers of each dimension as the map says, swizzled as wgmma wants them, zeros past the array's
+// end. The barrier counts the bytes of the whole box. One thread asks for it.
+__device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y) {
+    HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4}], [%2];"
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y) : "memory");
+}
+__device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y, int z) {
+    HOPPER_ASM("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+               "[%1, {%3,%4,%5}], [%2];"
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+}
+__device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y, int z, int u) {
+    HOPPER_ASM("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+               "[%1, {%3,%4,%5,%6}], [%2];"
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u) : "memory");
+}
+// The map of an array of 2 to 4 dimensions, the first of them contiguous: of each its size, how many numbers lie from
+// one to the next (the first: 1), and how many a box has, of the first 64.
+struct Dimension {
+    size_t size, step;
+    int box;
+};
+inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension> dimensions) {
+    static const auto encode = [] {
+        void* f = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found));
+        return (decltype(&cuTensorMapEncodeTiled))f;
+    }();
+    cuuint64_t size[4], bytes[4];
+    cuuint32_t box[4], step[4] = {1, 1, 1, 1};
+    int n = 0;
+    for (const Dimension& d : dimensions) size[n] = d.size, bytes[n] = d.step * sizeof(bf16), box[n++] = d.box;
+    CUtensorMap map;
+    if (encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, n, (void*)array, size, bytes + 1, box, step,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
+        DIE("the GPU's driver has no map for an array of %zu x %zu", (size_t)size[1], (size_t)size[0]);
+    return map;
+}
+
+// Registers move between the warpgroups of a block (all four warps of one say it; a multiple of 8 each thread).
+template <int REGISTERS> __device__ inline void keep_registers() {
+    HOPPER_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS> __device__ inline void take_registers() {
+    HOPPER_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 128 threads multiply what lies in shared memory,
+// without ldmatrix and at the full rate of the tensor cores.
 // The operand at `shared`: 128 bytes a row in the 128-byte swizzle (chunk c of 16 bytes of row r lies in place
-// c ^ r % 8), groups of eight rows 1024 bytes apart (SBO). If it is transposed, rows are steps of the contraction, and
-// panels of 64 columns lie `panel` bytes apart (LBO).
-__device__ inline uint64_t wgmma_operand(uint32_t shared, int panel) {
-    const uint64_t at = shared >> 4 & 0x3fff, lbo = panel >> 4, sbo = 1024 >> 4, swizzle = 1;
+// c ^ r % 8), groups of eight rows `group` bytes apart (SBO). If it is transposed, rows are steps of the contraction,
+// and panels of 64 columns lie `panel` bytes apart (LBO).
+__device__ inline uint64_t wgmma_operand(uint32_t shared, int panel, int group = 1024) {
+    const uint64_t at = shared >> 4 & 0x3fff, lbo = panel >> 4, sbo = group >> 4, swizzle = 1;
     return at | lbo << 16 | sbo << 32 | swizzle << 62;
 }
-// d (64,128) += a (64,16) b (16,128). Warp w of the four has rows 16 w .. 16 w + 15, each lane what mma gives it; d[j]
-// is of columns 8 j .. 8 j + 7. It reads shared memory and runs on after the instruction: "memory" keeps the compiler
-// from moving stores to shared memory past it, wgmma_end from using d too early.
-template <bool A_COLS, bool B_COLS> __device__ inline void wgmma(float (&d)[16][4], uint64_t a, uint64_t b) {
-#define D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-    HOPPER_ASM("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"
-               "%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,"
-               "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, 1, 1, 1, %66, %67;"
-               : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7), D4(8), D4(9), D4(10), D4(11), D4(12),
-                 D4(13), D4(14), D4(15) : "l"(a), "l"(b), "n"((int)A_COLS), "n"((int)B_COLS) : "memory");
-#undef D4
+// d (64,N) = a (64,16) b (16,N), added to d if `add`. Warp w of the four has rows 16 w .. 16 w + 15, each lane what mma
+// gives it; d[j] is of columns 8 j .. 8 j + 7. It reads shared memory and runs on after the instruction: "memory" keeps
+// the compiler from moving stores to shared memory past it, wgmma_settle from using d too early.
+#define F1(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+#define F8(j) F1(j), F1(j + 1), F1(j + 2), F1(j + 3), F1(j + 4), F1(j + 5), F1(j + 6), F1(j + 7)
+#define TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
+#define WGMMA(n, sums, a, b, add, a_cols, b_cols, ...) \
+    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, " add ", 0;\n" \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, " \
+               a ", " b ", add, 1, 1, " a_cols ", " b_cols "; }" \
+               : __VA_ARGS__ : "l"(a_at), "l"(b_at), "r"((int)more), "n"((int)A_COLS), "n"((int)B_COLS) : "memory")
+template <int N, bool A_COLS, bool B_COLS>
+__device__ __forceinline__ void wgmma(float (&d)[N / 8][4], uint64_t a_at, uint64_t b_at, bool more) {
+    if constexpr (N == 64)
+        WGMMA("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", "%35", "%36", F8(0));
+    else if constexpr (N == 128)
+        WGMMA("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68",
+              F8(0), F8(8));
+    else if constexpr (N == 192)
+        WGMMA("192", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) "%90,%91,%92,%93,%94,%95", "%96",
+              "%97", "%98", "%99", "%100", F8(0), F8(8), F8(16));
+    else
+        WGMMA("256", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11)
+              "%120,%121,%122,%123,%124,%125,%126,%127", "%128", "%129", "%130", "%131", "%132",
+              F8(0), F8(8), F8(16), F8(24));
 }
-// What was written to shared memory is visible to wgmma.
-__device__ inline void wgmma_see_shared() {
-    HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory");
+// d (64,128) = a (64,16) b (16,128), added to d if `more`: a in registers, as mma has it; b transposed.
+__device__ __forceinline__ void wgmma(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b_at, bool more) {
+    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, %69, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
+               "%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, add, 1, 1, 1; }"
+               : F8(0), F8(8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_at), "r"((int)more) : "memory");
 }
+#undef WGMMA
+#undef TEN
+#undef F8
+#undef F1
 // Before the first wgmma of a group: the sums' registers have been written.
 __device__ inline void wgmma_begin() {
     HOPPER_ASM("wgmma.fence.sync.aligned;" ::: "memory");
 }
-// The compiler moves no use of the sums across this.
-template <int M> __device__ inline void wgmma_settle(float (&d)[M][16][4]) {
-    #pragma unroll
-    for (int i = 0; i < M * 64; i++) asm volatile("" : "+f"(d[i / 64][i / 4 % 16][i % 4])::"memory");
+// The group ends.
+__device__ inline void wgmma_commit() {
+    HOPPER_ASM("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits until all wgmma of the group are done.
-template <int M> __device__ inline void wgmma_end(float (&d)[M][16][4]) {
-    HOPPER_ASM("wgmma.commit_group.sync.aligned;\n wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    wgmma_settle(d);
+// Waits until all groups but the last few are done.
+template <int LAST> __device__ inline void wgmma_wait() {
+    HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(LAST) : "memory");
+}
+// The compiler moves no use of the sums across this.
+template <int M, int N> __device__ inline void wgmma_settle(float (&d)[M][N][4]) {
+    #pragma unroll
+    for (int i = 0; i < M * N * 4; i++) asm volatile("" : "+f"(d[i / 4 / N][i / 4 % N][i % 4])::"memory");
 }
 
 // 16 bytes from global to shared memory in the background; zeros if not `there`.
@@ -1586,17 +1692,21 @@ template <class N> __device__ inline N block_sum(N x) {
 // One block of several is the last to come here: it may then read what all of them wrote before. `arrived` counts
 // from zero and is zero again afterwards. All threads of the block call it.
 // (One thread's release and acquire are enough: barriers order the others' accesses before and after it. What is read
-// must come from the L2 cache: __ldcg.)
-__device__ inline bool last_to_arrive(int* arrived, int blocks) {
+// must come from the L2 cache: __ldcg.) With THREADS it is the block's first so many threads.
+template <int THREADS = 0> __device__ inline bool last_to_arrive(int* arrived, int blocks) {
     __shared__ int last;
-    __syncthreads();
+    const auto sync = [] {
+        if (THREADS) asm volatile("barrier.sync 1, %0;" ::"n"(THREADS) : "memory");
+        else __syncthreads();
+    };
+    sync();
     if (threadIdx.x == 0) {
         int before;
         asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
         last = before == blocks - 1;
         if (last) *arrived = 0;
     }
-    __syncthreads();
+    sync();
     return last;
 }
 
@@ -2086,11 +2196,12 @@ inline void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, 
 // Book I's product, y[n][r] = sum_i x[n][i] W[r][i], for N tokens n and `out` rows r of W; `in` is what is summed over.
 // The blocks of a Linear lie one after another on a GPU (Weights::upload), so W is one matrix. A product of the
 // backward pass has its own `in` and `out`: dx = dy W sums over W's rows, dW = dy^T x over the tokens.
-// Two kernels compute them all: stream_kernel for up to 16 tokens, at the speed at which W comes from memory, and
-// tile_kernel for more, at the speed of the tensor cores. What becomes of a sum is said by the kernel's epilogue.
+// Three kernels compute them all: stream_kernel for up to 16 tokens, at the speed at which W comes from memory, and for
+// more, at the speed of the tensor cores, tile_kernel, or on Hopper hopper_kernel. What becomes of a sum is said by the
+// kernel's epilogue.
 
 // ---- Epilogues. A kernel takes its epilogue by value, so that each thread has a copy, and calls these functions of
-// it. Here are the defaults. An epilogue for stream_kernel adds `one`, an epilogue for tile_kernel `four`:
+// it. Here are the defaults. An epilogue for stream_kernel adds `one`, one for tile_kernel and hopper_kernel `four`:
 //
 //   one(inside, n, r, y, second)   Sum y of token n and row r, from one thread. Whole warps call it, eight neighbouring
 //                                  lanes for the same n and rows 8 q .. 8 q + 7, so that they can shuffle; `inside`
@@ -2101,8 +2212,8 @@ inline void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, 
 struct Epilogue {
     static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread gets the sums of both
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
-    static constexpr bool MASKS = false;         // tile_kernel masks the sums of the adapter's columns (see TileArgs)
-    static constexpr bool PARTS = false;         // tile_kernel hands over what a softmax needs of each 64 rows
+    static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of the adapter's columns
+    static constexpr bool PARTS = false;         // ... and hand over what a softmax needs of each 64 rows
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
 
     // stream_kernel: all threads, once, after wait_for_previous; a barrier follows before any `one`.
@@ -2154,7 +2265,7 @@ struct AddEpilogue : Epilogue { // linear_add: out = residual + y; linear_backwa
 // gate and up are rounded as Book I rounds them when it stores them.
 __device__ inline float swiglu(float gate, float up) {
     const float g = to_acc(round_bf16(gate));
-    return g / (1 + exp2_fast(-LOG2E * g)) * to_acc(round_bf16(up));
+    return __fdividef(g, 1 + exp2_fast(-LOG2E * g)) * to_acc(round_bf16(up)); // (an exact division is a call)
 }
 struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
     static constexpr bool PAIR = true;
@@ -2410,10 +2521,9 @@ template <class Epilogue> int stream_product(Context& ctx, const StreamArgs& p, 
 // ldmatrix, which reads the same chunk of eight rows at once, meets eight different groups of banks; wgmma wants the
 // same order.
 //
-// Who owns what. mma.sync: a warp owns S::WARP_TOKENS by S::WARP_ROWS of the tile. wgmma (S::WARPGROUP): the block's
-// four warps own the tile together, each 16 of every 64 tokens and all rows. Either way a warp's part is made of
-// fragments, 16 tokens by eight rows of W, spread over its lanes as mma leaves them: of fragment (i, j) lane 4 g + t
-// holds sum[i][j][0 .. 3]: rows 2 t and 2 t + 1 of token g, then the same of token g + 8.
+// Who owns what. A warp owns S::WARP_TOKENS by S::WARP_ROWS of the tile, made of fragments, 16 tokens by eight rows of
+// W, spread over its lanes as mma leaves them: of fragment (i, j) lane 4 g + t holds sum[i][j][0 .. 3]: rows 2 t and
+// 2 t + 1 of token g, then the same of token g + 8.
 // PAIR: the tile has 16 rows of gate and 16 rows of up in turn, so that a lane holds the same columns of both, two
 // fragments apart.
 //
@@ -2424,27 +2534,22 @@ template <class Epilogue> int stream_product(Context& ctx, const StreamArgs& p, 
 // the last one to arrive adds their sums in order.
 constexpr int STAGE_IN = 64; // numbers of `in` in a stage
 
-template <int TOKENS_, int ROWS_, int WARP_TOKENS_, int WARP_ROWS_, int STAGES_, bool WARPGROUP_ = false>
-struct TileShape {
+template <int TOKENS_, int ROWS_, int WARP_TOKENS_, int WARP_ROWS_, int STAGES_> struct TileShape {
     static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_;
     static constexpr int WARP_TOKENS = WARP_TOKENS_, WARP_ROWS = WARP_ROWS_;
-    static constexpr bool WARPGROUP = WARPGROUP_;
-    static int64_t tiles(int N, int rows) { return (int64_t)((N + TOKENS - 1) / TOKENS) * ((rows + ROWS - 1) / ROWS); }
     static constexpr int THREADS = TOKENS / WARP_TOKENS * (ROWS / WARP_ROWS) * 32;
     static constexpr int X_BYTES = TOKENS * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2; // x, then W
-    static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES + (WARPGROUP ? 1024 : 0);            // to align it
+    static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES;
     // Fragments of tokens and of rows that a warp has, and the first token and row of its part.
-    static constexpr int MF = WARPGROUP ? TOKENS / 64 : WARP_TOKENS / 16, NF = (WARPGROUP ? ROWS : WARP_ROWS) / 8;
-    __device__ static int warp_token() {
-        const int warp = threadIdx.x / 32;
-        return WARPGROUP ? warp * 16 : warp % (TOKENS / WARP_TOKENS) * WARP_TOKENS;
-    }
-    __device__ static int warp_row() {
-        const int warp = threadIdx.x / 32;
-        return WARPGROUP ? 0 : warp / (TOKENS / WARP_TOKENS) * WARP_ROWS;
-    }
-    static_assert(!WARPGROUP || (THREADS == 128 && ROWS == 128), "one warpgroup");
+    static constexpr int MF = WARP_TOKENS / 16, NF = WARP_ROWS / 8;
+    static constexpr int BAND = 8, UP = 2; // tiles of tokens to a band; from a fragment of gate to that of up
+    __device__ static int warp_token() { return threadIdx.x / 32 % (TOKENS / WARP_TOKENS) * WARP_TOKENS; }
+    __device__ static int warp_row() { return threadIdx.x / 32 / (TOKENS / WARP_TOKENS) * WARP_ROWS; }
 };
+// How many tiles it takes.
+template <class S> int64_t count_tiles(int N, int rows) {
+    return (int64_t)((N + S::TOKENS - 1) / S::TOKENS) * ((rows + S::ROWS - 1) / S::ROWS);
+}
 
 struct TileArgs {
     const bf16 *x, *W;    // (N,in), X_COLS (in,N); (out,in), with PAIR (2 out, in), W_COLS (in,out)
@@ -2463,21 +2568,22 @@ template <class S, bool PAIR> struct TilePlace {
     int n0, r0;      // first token; first row, of gate and up together with PAIR
     int more_steps;  // over the adapter's columns, which come first
     int first, last; // this block's steps
-    // Tiles are numbered in bands of 8 tiles of tokens: blocks that run at the same time share rows of both operands in
-    // the L2 cache.
-    __device__ __forceinline__ explicit TilePlace(const TileArgs& p) {
+    // Tiles are numbered in bands of so many tiles of tokens: blocks that run at the same time share rows of both
+    // operands in the L2 cache.
+    __device__ __forceinline__ TilePlace(const TileArgs& p, int tile, int split) {
         const int rows = PAIR ? 2 * p.out : p.out;
         const int across = (rows + S::ROWS - 1) / S::ROWS, down = (p.N + S::TOKENS - 1) / S::TOKENS;
-        const int band = blockIdx.x / (8 * across), in_band = blockIdx.x % (8 * across), high = min(8, down - band * 8);
-        n0 = (band * 8 + in_band % high) * S::TOKENS, r0 = in_band / high * S::ROWS;
+        const int band = tile / (S::BAND * across), in_band = tile % (S::BAND * across);
+        const int high = min(S::BAND, down - band * S::BAND);
+        n0 = (band * S::BAND + in_band % high) * S::TOKENS, r0 = in_band / high * S::ROWS;
         more_steps = (p.more + STAGE_IN - 1) / STAGE_IN;
         const int steps = more_steps + (p.in + STAGE_IN - 1) / STAGE_IN;
-        first = (int)((int64_t)steps * blockIdx.y / p.splits);
-        last = (int)((int64_t)steps * (blockIdx.y + 1) / p.splits);
+        first = (int)((int64_t)steps * split / p.splits);
+        last = (int)((int64_t)steps * (split + 1) / p.splits);
     }
     // This lane's token in rows g + 8 h of fragment i.
     __device__ __forceinline__ int token(int i, int h) const {
-        return n0 + S::warp_token() + i * (S::WARPGROUP ? 64 : 16) + h * 8 + threadIdx.x % 32 / 4;
+        return n0 + S::warp_token() + i * 16 + h * 8 + threadIdx.x % 32 / 4;
     }
 };
 
@@ -2596,35 +2702,17 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[S::MF][S::NF][4], ui
                 mma(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
 }
-// The same by wgmma, which reads shared memory: 64 tokens, all rows, 16 numbers of `in` an instruction.
-template <class S, bool X_COLS, bool W_COLS>
-__device__ __forceinline__ void multiply_stage_wgmma(float (&sum)[S::MF][S::NF][4], uint32_t x_stage,
-                                                     uint32_t w_stage) {
-    constexpr int PANEL = STAGE_IN * 128, DOWN = 16 * 128, ALONG = 32; // bytes of 16 numbers of `in`, down and along
-    wgmma_begin();
-    #pragma unroll
-    for (int k = 0; k < STAGE_IN / 16; k++)
-        #pragma unroll
-        for (int i = 0; i < S::MF; i++)
-            wgmma<X_COLS, W_COLS>(sum[i], wgmma_operand(x_stage + i * 64 * 128 + k * (X_COLS ? DOWN : ALONG), PANEL),
-                                  wgmma_operand(w_stage + k * (W_COLS ? DOWN : ALONG), PANEL));
-    wgmma_end(sum);
-}
-
 // The main loop: sum += x W^T for steps from .. to - 1. The copies of the first STAGES - 1 stages are under way.
 template <class S, bool X_COLS, bool W_COLS, bool PAIR>
 __device__ __forceinline__ void multiply_steps(float (&sum)[S::MF][S::NF][4],
                                                const TileStages<S, X_COLS, W_COLS, PAIR>& stages, int from, int to) {
     for (int step = from; step < to; step++) {
         wait_for_copies<S::STAGES - 2>(); // this step's stage, as far as this thread copied it
-        if (S::WARPGROUP) wgmma_see_shared();
         __syncthreads(); // ... as all did; and all are done with the stage before it, whose place the next copies take
         const int next = step + S::STAGES - 1;
         if (next < stages.at.last) stages.copy_x(next), stages.copy_w(next);
         commit_copies();
-        const uint32_t x_stage = stages.x_stage(step), w_stage = x_stage + S::X_BYTES;
-        if constexpr (S::WARPGROUP) multiply_stage_wgmma<S, X_COLS, W_COLS>(sum, x_stage, w_stage);
-        else multiply_stage<S, X_COLS, W_COLS>(sum, x_stage, w_stage);
+        multiply_stage<S, X_COLS, W_COLS>(sum, stages.x_stage(step), stages.w_stage(step));
     }
 }
 
@@ -2667,7 +2755,7 @@ __device__ __forceinline__ bool reduce_splits(float (&sum)[M][N][4], float* part
         mine[f * THREADS] = make_float4(v[0], v[1], v[2], v[3]);
         v[0] = v[1] = v[2] = v[3] = 0;
     }
-    if (!last_to_arrive(arrived + tile, splits)) return false;
+    if (!last_to_arrive<THREADS>(arrived + tile, splits)) return false;
     #pragma unroll 1
     for (int s = 0; s < splits; s++, part += M * N * THREADS)
         #pragma unroll
@@ -2710,39 +2798,41 @@ __device__ __forceinline__ float4 four_columns(const float (&even)[4], const flo
     return second ? make_float4(a, b, odd[2 * h], odd[2 * h + 1]) : make_float4(even[2 * h], even[2 * h + 1], a, b);
 }
 // Hands a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
-template <int NF, class Epilogue>
-__device__ __forceinline__ void finish_row(const float (&sum)[NF][4], int h, int n, int first, int N, int out,
+template <class S, class Epilogue>
+__device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
                                            Epilogue& epilogue) {
     constexpr int EACH = Epilogue::PAIR ? 4 : 2; // fragments that give a lane four columns, of gate and up with PAIR
+    constexpr int FOURS = S::NF / EACH;
     const int t = threadIdx.x % 4;
-    const auto row = [&](int j) {
-        return (Epilogue::PAIR ? first / 2 + j * 4 : first + j * 8) + t / 2 * 4 + t % 2 * 8;
-    };
-    [[maybe_unused]] float4 old[Epilogue::ADDS ? NF / EACH : 1]; // all are asked for before the first is waited for
-    if constexpr (Epilogue::ADDS)
-        #pragma unroll
-        for (int j = 0; j < NF; j += EACH)
-            old[j / EACH] = n < N && row(j) < out ? epilogue.old_four(n, row(j)) : float4{};
+    const auto row = [&](int i) { return (Epilogue::PAIR ? first / 2 : first) + i * 16 + t / 2 * 4 + t % 2 * 8; };
+    constexpr int AHEAD = Epilogue::ADDS && FOURS > 8 ? FOURS / 2 : FOURS; // asked for before the first is waited for
     #pragma unroll
-    for (int j = 0; j < NF; j += EACH) {
-        const bool inside = n < N && row(j) < out;
-        const float4 y = four_columns(sum[j], sum[j + 1], h);
-        float4 second = {};
-        if constexpr (Epilogue::PAIR) second = four_columns(sum[j + 2], sum[j + 3], h);
-        if constexpr (Epilogue::ADDS) second = old[j / EACH];
-        if (inside) epilogue.four(n, row(j), y, second);
+    for (int i0 = 0; i0 < FOURS; i0 += AHEAD) {
+        [[maybe_unused]] float4 old[Epilogue::ADDS ? AHEAD : 1];
+        if constexpr (Epilogue::ADDS)
+            #pragma unroll
+            for (int i = 0; i < AHEAD; i++)
+                old[i] = n < N && row(i0 + i) < out ? epilogue.old_four(n, row(i0 + i)) : float4{};
+        #pragma unroll
+        for (int i = i0; i < i0 + AHEAD; i++) {
+            const bool inside = n < N && row(i) < out;
+            const int j = Epilogue::PAIR && S::UP == 2 ? 4 * i : 2 * i;
+            const float4 y = four_columns(sum[j], sum[j + 1], h);
+            float4 second = {};
+            if constexpr (Epilogue::PAIR) second = four_columns(sum[j + S::UP], sum[j + S::UP + 1], h);
+            if constexpr (Epilogue::ADDS) second = old[i - i0];
+            if (inside) epilogue.four(n, row(i), y, second);
+        }
     }
 }
 
 template <class S, bool X_COLS, bool W_COLS, class Epilogue>
-__global__ void __launch_bounds__(S::THREADS, S::WARPGROUP ? 2 : 1) tile_kernel(TileArgs p, Epilogue epilogue) {
+__global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogue epilogue) {
     static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
     static_assert(!Epilogue::PARTS || S::NF % 8 == 0, "a quad of lanes has whole pieces of 64");
-    // Aligned so that no row straddles two lines of 128 bytes; wgmma's swizzle counts from multiples of 1024.
-    extern __shared__ __align__(128) uint4 memory[];
-    const uint32_t shared = S::WARPGROUP ? (shared_address(memory) + 1023) & ~1023u : shared_address(memory);
-    const TilePlace<S, Epilogue::PAIR> at(p);
-    const TileStages<S, X_COLS, W_COLS, Epilogue::PAIR> stages = {p, at, shared, {}, {}};
+    extern __shared__ __align__(128) uint4 memory[]; // no row straddles two lines of 128 bytes
+    const TilePlace<S, Epilogue::PAIR> at(p, blockIdx.x, blockIdx.y);
+    const TileStages<S, X_COLS, W_COLS, Epilogue::PAIR> stages = {p, at, shared_address(memory), {}, {}};
 
     // The first stages. Weights may be read before the previous kernels have ended, as in stream_kernel; with W_COLS W
     // may be an activation (dW = dy^T x), which may not.
@@ -2760,7 +2850,6 @@ __global__ void __launch_bounds__(S::THREADS, S::WARPGROUP ? 2 : 1) tile_kernel(
     if constexpr (Epilogue::MASKS) {
         multiply_steps(sum, stages, at.first, min(at.last, at.more_steps));
         if (at.first < at.more_steps) mask_sums<S>(sum, p.N, at, epilogue);
-        if constexpr (S::WARPGROUP) wgmma_settle(sum);
     }
     multiply_steps(sum, stages, Epilogue::MASKS ? max(at.first, at.more_steps) : at.first, at.last);
     wait_for_copies<0>();
@@ -2776,7 +2865,7 @@ __global__ void __launch_bounds__(S::THREADS, S::WARPGROUP ? 2 : 1) tile_kernel(
             if constexpr (Epilogue::PARTS)
                 #pragma unroll
                 for (int j = 0; j < S::NF; j += 8) softmax_part(sum[i], j, h, n, first + j * 8, p.N, p.out, epilogue);
-            finish_row(sum[i], h, n, first, p.N, p.out, epilogue);
+            finish_row<S>(sum[i], h, n, first, p.N, p.out, epilogue);
         }
 }
 
@@ -2785,10 +2874,10 @@ template <class S> bool splits_fit(int64_t tiles, int splits) {
     return tiles <= MAX_TILES && tiles * splits * S::TOKENS * S::ROWS * 4 <= (int64_t)PARTIAL_BYTES;
 }
 
-template <class S, bool X_COLS = false, bool W_COLS = false, class Epilogue>
-void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
+// A product that is to be launched in tiles: what it left open is filled in. Its number of tiles.
+template <class S, bool X_COLS, bool W_COLS, class Epilogue> int plan_tiles(Context& ctx, TileArgs& p) {
     const int rows = Epilogue::PAIR ? 2 * p.out : p.out;
-    const int64_t tiles = S::tiles(p.N, rows);
+    const int64_t tiles = count_tiles<S>(p.N, rows);
     if (!p.ldx) p.ldx = X_COLS ? p.N : p.in;
     if (!p.ldw) p.ldw = W_COLS ? p.out : p.in;
     // A chunk of 16 bytes is inside or past the end as a whole.
@@ -2801,8 +2890,223 @@ void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
     if (p.splits < 1 || (p.splits > 1 && !splits_fit<S>(tiles, p.splits)))
         DIE("a product of %lld tiles in %d splits has more sums than there is scratch", (long long)tiles, p.splits);
     p.partial = ctx.gpu->partial, p.arrived = ctx.gpu->arrived;
-    const dim3 grid((unsigned)tiles, (unsigned)p.splits);
+    return (int)tiles;
+}
+template <class S, bool X_COLS = false, bool W_COLS = false, class Epilogue>
+void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
+    const int tiles = plan_tiles<S, X_COLS, W_COLS, Epilogue>(ctx, p);
+    const dim3 grid(tiles, p.splits);
     launch(ctx, tile_kernel<S, X_COLS, W_COLS, Epilogue>, grid, S::THREADS, S::SHARED, p, epilogue);
+}
+
+// ---- The same on Hopper. Grid: as many blocks as are resident at once; a block takes tiles in turn. One warp, the
+// producer, has the Tensor Memory Accelerator copy stage after stage to a ring in shared memory, as far ahead as there
+// is room, through the ends of tiles too. The others, the consumers, are a warpgroup for every 64 tokens of the tile:
+// it multiplies them by all rows with wgmma, and says when it has done with a stage. So copies, products and a part of
+// the epilogues run at the same time. Bound by the tensor cores.
+//
+// Layouts, stages, further columns, splits and fragments are tile_kernel's; PAIR: the tile's first half are rows of
+// gate, its second half the same rows of up.
+template <int TOKENS_, int ROWS_, int STAGES_> struct HopperShape {
+    static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_;
+    static constexpr int X_BYTES = TOKENS * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2;
+    static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES + 1024; // the swizzle counts from multiples of 1024
+    static constexpr int MF = 1, NF = ROWS / 8;
+    static constexpr int BAND = 2048 / TOKENS, UP = NF / 2;
+    static constexpr int CONSUMERS = TOKENS / 64 * 128; // threads
+    // Where three warpgroups could not have registers enough each, the producer is one, and leaves the others most.
+    static constexpr bool MOVES_REGISTERS = ROWS > 128;
+    static constexpr int THREADS = CONSUMERS + (MOVES_REGISTERS ? 128 : 32);
+    static constexpr int BLOCKS = 2 * SHARED < 225 * 1024 ? 2 : 1; // of a multiprocessor
+    __device__ static int warp_token() { return threadIdx.x / 32 * 16; }
+    __device__ static int warp_row() { return 0; }
+};
+struct TileMaps {
+    CUtensorMap x, W, more_x, more_W;
+};
+
+// A stage's two halves. copy_w: two boxes with PAIR; down the columns a box of 64 columns is a panel.
+template <class S, bool X_COLS>
+__device__ __forceinline__ void copy_x_boxes(const TileMaps& maps, uint32_t to, int i, int n0, bool more,
+                                             uint32_t filled) {
+    if constexpr (X_COLS)
+        #pragma unroll
+        for (int c = 0; c < S::TOKENS; c += 64) copy_box(to + c * STAGE_IN * 2, maps.x, filled, n0 + c, i);
+    else copy_box(to, more ? maps.more_x : maps.x, filled, i, n0);
+}
+template <class S, bool W_COLS, bool PAIR>
+__device__ __forceinline__ void copy_w_boxes(const TileMaps& maps, uint32_t to, int i, int r0, int out, bool more,
+                                             uint32_t filled) {
+    const CUtensorMap& map = more ? maps.more_W : maps.W;
+    if constexpr (W_COLS)
+        #pragma unroll
+        for (int c = 0; c < S::ROWS; c += 64) copy_box(to + c * STAGE_IN * 2, map, filled, r0 + c, i);
+    else if constexpr (PAIR)
+        copy_box(to, map, filled, i, r0 / 2), copy_box(to + S::ROWS * STAGE_IN, map, filled, i, out + r0 / 2);
+    else copy_box(to, map, filled, i, r0);
+}
+
+// The shared memory of a block, and the barriers of its stages.
+template <class S> struct HopperStages {
+    uint32_t shared, filled, emptied; // the stages; two arrays of mbarriers
+    __device__ __forceinline__ uint32_t x(int s) const { return shared + s * S::STAGE_BYTES; }
+    __device__ __forceinline__ uint32_t w(int s) const { return x(s) + S::X_BYTES; }
+    __device__ __forceinline__ uint32_t full(int s) const { return filled + 8 * s; }
+    __device__ __forceinline__ uint32_t empty(int s) const { return emptied + 8 * s; }
+};
+
+// One thread. Weights may be read before the previous kernels have ended, as in stream_kernel; with W_COLS W may be an
+// activation (dW = dy^T x), which may not.
+template <class S, bool X_COLS, bool W_COLS, bool PAIR>
+__device__ __forceinline__ void produce(const TileMaps& maps, const TileArgs& p, const HopperStages<S>& stages,
+                                        int units) {
+    Ring<S::STAGES> ring;
+    for (int u = blockIdx.x; u < units; u += gridDim.x) {
+        const TilePlace<S, PAIR> at(p, u / p.splits, u % p.splits);
+        const auto number = [&](int step) { return (step < at.more_steps ? step : step - at.more_steps) * STAGE_IN; };
+        const auto copy_w = [&](int step, int s) {
+            barrier_arrive_expecting(stages.full(s), S::STAGE_BYTES);
+            copy_w_boxes<S, W_COLS, PAIR>(maps, stages.w(s), number(step), at.r0, p.out, step < at.more_steps,
+                                          stages.full(s));
+        };
+        const auto copy_x = [&](int step, int s) {
+            copy_x_boxes<S, X_COLS>(maps, stages.x(s), number(step), at.n0, step < at.more_steps, stages.full(s));
+        };
+        int step = at.first;
+        if (u == blockIdx.x) { // the ring is empty
+            const int ready = min(at.last - at.first, S::STAGES);
+            if (W_COLS) wait_for_previous();
+            for (int s = 0; s < ready; s++) copy_w(at.first + s, s);
+            if (!W_COLS) wait_for_previous();
+            for (; step < at.first + ready; step++, ring.next()) copy_x(step, ring.stage);
+        }
+        for (; step < at.last; step++, ring.next()) {
+            barrier_wait(stages.empty(ring.stage), ring.parity ^ 1);
+            copy_w(step, ring.stage), copy_x(step, ring.stage);
+        }
+    }
+}
+
+// The second of two warpgroups begins when the first has had LEAD stages: then one multiplies while the other is at the
+// end of its tile, in every tile from then on.
+constexpr int LEAD = 2;
+__device__ __forceinline__ void let_second_begin() { HOPPER_ASM("barrier.arrive 2, 256;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_first() { HOPPER_ASM("barrier.sync 2, 256;" ::: "memory"); }
+
+// sum = x W^T over `steps` stages, of which there is one at least; added to the sums if `more`. One group of wgmma is
+// under way while the next stage is waited for.
+template <class S, bool X_COLS, bool W_COLS>
+__device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], const HopperStages<S>& stages,
+                                                     Ring<S::STAGES>& ring, int steps, bool more, bool leads) {
+    constexpr int PANEL = STAGE_IN * 128, DOWN = 16 * 128, ALONG = 32; // bytes of 16 numbers of `in`, down and along
+    const uint32_t my_x = threadIdx.x / 128 * (64 * STAGE_IN * 2);
+    const auto multiply = [&](bool add) {
+        barrier_wait(stages.full(ring.stage), ring.parity);
+        const uint32_t x = stages.x(ring.stage) + my_x, w = stages.w(ring.stage);
+        wgmma_begin();
+        #pragma unroll
+        for (int k = 0; k < STAGE_IN / 16; k++)
+            wgmma<S::ROWS, X_COLS, W_COLS>(sum[0], wgmma_operand(x + k * (X_COLS ? DOWN : ALONG), PANEL),
+                                           wgmma_operand(w + k * (W_COLS ? DOWN : ALONG), PANEL), add || k);
+        wgmma_commit();
+    };
+    const auto done_with = [&](int stage) {
+        if (threadIdx.x % 32 == 0) barrier_arrive(stages.empty(stage));
+    };
+    multiply(more);
+    int before = ring.stage;
+    ring.next();
+    for (int step = 1; step < steps; step++) {
+        multiply(true);
+        wgmma_wait<1>();
+        done_with(before);
+        before = ring.stage;
+        ring.next();
+        if (leads && step == LEAD) let_second_begin();
+    }
+    wgmma_wait<0>();
+    wgmma_settle(sum);
+    done_with(before);
+}
+
+template <class S, bool X_COLS, bool W_COLS, class Epilogue>
+__global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
+hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ TileArgs p, int units, Epilogue epilogue) {
+#ifdef HAVE_WGMMA
+    extern __shared__ __align__(128) uint4 memory[];
+    __shared__ uint64_t barriers[2 * S::STAGES];
+    const uint32_t at_barriers = shared_address(barriers);
+    const HopperStages<S> stages = {(shared_address(memory) + 1023) & ~1023u, at_barriers, at_barriers + 8 * S::STAGES};
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < S::STAGES; s++)
+            barrier_begin(stages.full(s), 1), barrier_begin(stages.empty(s), S::CONSUMERS / 32);
+        barriers_begun();
+    }
+    __syncthreads();
+    let_next_start(); // all our blocks have their places
+    if (threadIdx.x >= S::CONSUMERS) {
+        if (S::MOVES_REGISTERS) keep_registers<24>();
+        if (threadIdx.x == S::CONSUMERS) produce<S, X_COLS, W_COLS, Epilogue::PAIR>(maps, p, stages, units);
+        return;
+    }
+    if (S::MOVES_REGISTERS) take_registers<240>();
+    wait_for_previous(); // whose results an epilogue may add to
+    Ring<S::STAGES> ring;
+    for (int u = blockIdx.x; u < units; u += gridDim.x) {
+        const TilePlace<S, Epilogue::PAIR> at(p, u / p.splits, u % p.splits);
+        float sum[1][S::NF][4];
+        const int masked = Epilogue::MASKS ? at.more_steps : 0; // (then there are some, and no splits)
+        if constexpr (Epilogue::MASKS) {
+            multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, masked, false, false);
+            mask_sums<S>(sum, p.N, at, epilogue);
+            wgmma_settle(sum);
+        }
+        const int steps = at.last - at.first - masked;
+        const bool apart = S::CONSUMERS == 256 && u == blockIdx.x && steps > LEAD, leads = threadIdx.x < 128;
+        if (apart && !leads) wait_for_first();
+        multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, steps, Epilogue::MASKS, apart && leads);
+        if (p.splits > 1 &&
+            !reduce_splits<S::CONSUMERS>(sum, p.partial, p.arrived, u / p.splits, u % p.splits, p.splits)) continue;
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = at.token(0, h);
+            if constexpr (Epilogue::PARTS)
+                #pragma unroll
+                for (int j = 0; j < S::NF; j += 8)
+                    softmax_part(sum[0], j, h, n, at.r0 + j * 8, p.N, p.out, epilogue);
+            finish_row<S>(sum[0], h, n, at.r0, p.N, p.out, epilogue);
+        }
+    }
+#endif
+}
+
+template <class S, bool X_COLS = false, bool W_COLS = false, class Epilogue>
+void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
+    static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
+    const int tiles = plan_tiles<S, X_COLS, W_COLS, Epilogue>(ctx, p), units = tiles * p.splits;
+    if (Epilogue::MASKS && (!p.more || p.splits > 1))
+        DIE("a product that masks further columns needs some, and takes no splits");
+    if (p.splits > (p.more + STAGE_IN - 1) / STAGE_IN + (p.in + STAGE_IN - 1) / STAGE_IN)
+        DIE("a product of %d numbers has not %d splits", p.in + p.more, p.splits);
+    constexpr int X_BOX = X_COLS ? STAGE_IN : S::TOKENS;
+    constexpr int W_BOX = W_COLS ? STAGE_IN : Epilogue::PAIR ? S::ROWS / 2 : S::ROWS;
+    const int rows = Epilogue::PAIR ? 2 * p.out : p.out;
+    const auto map = [](const bf16* matrix, int rows, int columns, int ld, int box) {
+        return tensor_map(matrix, {{(size_t)columns, 1, STAGE_IN}, {(size_t)rows, (size_t)ld, box}});
+    };
+    const auto map_x = [&](const bf16* x, int in, int ld) {
+        return X_COLS ? map(x, in, p.N, ld, X_BOX) : map(x, p.N, in, ld, X_BOX);
+    };
+    const auto map_w = [&](const bf16* W, int in, int ld) {
+        return W_COLS ? map(W, in, p.out, ld, W_BOX) : map(W, rows, in, ld, W_BOX);
+    };
+    TileMaps maps = {map_x(p.x, p.in, p.ldx), map_w(p.W, p.in, p.ldw), {}, {}};
+    if (p.more) {
+        maps.more_x = map_x(p.more_x, p.more, p.more);
+        maps.more_W = map_w(p.more_W, p.more, W_COLS ? p.out : p.more);
+    }
+    const int blocks = std::min(units, S::BLOCKS * ctx.gpu->sms);
+    launch(ctx, hopper_kernel<S, X_COLS, W_COLS, Epilogue>, blocks, S::THREADS, S::SHARED, maps, p, units, epilogue);
 }
 
 // ---- The choice of a tile
@@ -2810,7 +3114,6 @@ using Tile128x128 = TileShape<128, 128, 64, 64, 3>;
 using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
 using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
 using Tile32x64 = TileShape<32, 64, 16, 32, 6>;
-using TileHopper = TileShape<128, 128, 64, 64, 3, true>;
 
 // The shape and the number of splits with the least predicted time in microseconds: the blocks that the busiest
 // multiprocessor has, times a block's steps, plus what splits cost. The figures were fitted to an H100 (tests/bench_gpu
@@ -2820,7 +3123,7 @@ struct TilePlan {
     int shape = 0, splits = 1;
     double least = 1e30;
     template <class S> void consider(const Context& ctx, int index, double alone, double full, int N, int out, int in) {
-        const int64_t tiles = S::tiles(N, out), area = S::TOKENS * S::ROWS;
+        const int64_t tiles = count_tiles<S>(N, out), area = S::TOKENS * S::ROWS;
         for (int s = 1; s <= 12; s++) {
             if (s > 1 && (s * 128 > in || !splits_fit<S>(tiles, s))) break;
             const double blocks = (double)((tiles * s + ctx.gpu->sms - 1) / ctx.gpu->sms); // of the busiest
@@ -2836,11 +3139,48 @@ struct TilePlan {
         consider<Tile64x128>(ctx, 1, 9.1, 6.5, N, out, in);
         consider<Tile64x64>(ctx, 2, 9, 3.4, N, out, in);
         if (!x_cols && N <= 128) consider<Tile32x64>(ctx, 3, 5.8, 2.6, N, out, in);
-        if (ctx.gpu->hopper) consider<TileHopper>(ctx, 4, 9.6, 8.6, N, out, in);
     }
 };
+// On Hopper: the shape and the number of splits with the least predicted time in microseconds, that of the busiest
+// multiprocessor. A step of 128 x 256 takes 0.55 on an H100; a narrower tile reads more than it multiplies.
+using Hopper128x256 = HopperShape<128, 256, 4>;
+using Hopper128x192 = HopperShape<128, 192, 5>;
+using Hopper128x128 = HopperShape<128, 128, 6>;
+using Hopper64x64 = HopperShape<64, 64, 6>; // two blocks a multiprocessor: the next product's reads ahead
+struct HopperPlan {
+    int rows = 0, splits = 1;
+    double least = 1e30;
+    template <class S> void consider(double step, int sms, int most, int N, int out, int in) {
+        const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
+        for (int s = 1; s <= std::min<int64_t>(most, steps); s++) {
+            if (s > 1 && (tiles * s > S::BLOCKS * sms || !splits_fit<S>(tiles, s))) break;
+            const double each = (double)(tiles * s) / sms, waves = S::BLOCKS > 1 ? std::max(1., each) : std::ceil(each);
+            const double sums = s > 1 ? 0.6 + s * (0.2 + 0.3 * S::TOKENS * S::ROWS / 4096) : 0;
+            const double time = waves * (double)((steps + s - 1) / s) * step + sums;
+            if (time < least) rows = S::ROWS, splits = s, least = time;
+        }
+    }
+    HopperPlan(const Context& ctx, int most, int N, int out, int in) {
+        consider<Hopper128x128>(0.32, ctx.gpu->sms, ctx.invariant ? 1 : most, N, out, in);
+        if (ctx.invariant) return;
+        consider<Hopper128x256>(0.55, ctx.gpu->sms, most, N, out, in);
+        consider<Hopper128x192>(0.419, ctx.gpu->sms, most, N, out, in);
+        consider<Hopper64x64>(0.17, ctx.gpu->sms, most, N, out, in);
+    }
+};
+template <bool X_COLS, bool W_COLS, class Epilogue> void hopper_product(Context& ctx, TileArgs p, Epilogue epilogue) {
+    const HopperPlan plan(ctx, Epilogue::MASKS ? 1 : 4, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more);
+    p.splits = plan.splits;
+    switch (plan.rows) {
+        case 256: return launch_hopper<Hopper128x256, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 192: return launch_hopper<Hopper128x192, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 128: return launch_hopper<Hopper128x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        default: return launch_hopper<Hopper64x64, X_COLS, W_COLS>(ctx, p, epilogue);
+    }
+}
 template <bool X_COLS = false, bool W_COLS = false, class Epilogue>
 void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
+    if (ctx.gpu->hopper) return hopper_product<X_COLS, W_COLS>(ctx, p, epilogue);
     const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, X_COLS);
     p.splits = plan.splits;
     switch (plan.shape) {
@@ -2848,7 +3188,6 @@ void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
         case 1: return launch_tiles<Tile64x128, X_COLS, W_COLS>(ctx, p, epilogue);
         case 2: return launch_tiles<Tile64x64, X_COLS, W_COLS>(ctx, p, epilogue);
         case 3: if constexpr (!X_COLS) return launch_tiles<Tile32x64, X_COLS, W_COLS>(ctx, p, epilogue); else break;
-        case 4: return launch_tiles<TileHopper, X_COLS, W_COLS>(ctx, p, epilogue);
     }
     DIE("no tile of shape %d for this product", plan.shape);
 }
@@ -3129,7 +3468,7 @@ inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* logit
     const LossEpilogue epilogue(logits, V, of_64, pieces);
     const TileArgs p = {picked, W.w[0], R, W.in, V};
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
-    if (ctx.gpu->hopper) launch_tiles<TileHopper>(ctx, p, epilogue);
+    if (ctx.gpu->hopper) hopper_product<false, false>(ctx, p, epilogue);
     else launch_tiles<Tile128x128>(ctx, p, epilogue);
     launch(ctx, cross_entropy_kernel, R, 1024, 0, loss, dlogits, logits, of_64, pieces, target, scale, V);
 }
@@ -3332,9 +3671,8 @@ struct AttentionArgs {
 // The rows that a block owns: row r is head kv G + r % G of token begin + r / G.
 struct QueryTile {
     int kv, G, begin, end; // of tokens begin .. end - 1
-    __device__ explicit QueryTile(const AttentionArgs& p) : kv(blockIdx.x), G(p.H / p.K) {
+    __device__ QueryTile(const AttentionArgs& p, int kv, int tile) : kv(kv), G(p.H / p.K) {
         const int tokens = QUERY_ROWS / G;
-        const int tile = gridDim.y - 1 - blockIdx.y; // later tokens see more keys: long blocks first
         begin = p.first + tile * tokens, end = min(p.b.N, begin + tokens);
     }
     __device__ int token(int r) const { return begin + r / G; }
@@ -3491,13 +3829,256 @@ __device__ __forceinline__ void attend_sequence(const AttentionArgs& p, const Qu
 
 template <int D> __global__ void __launch_bounds__(128, 2) attention_kernel(AttentionArgs p) {
     extern __shared__ __align__(128) uint4 tiles[]; // of queries; two stages of keys, two of values
-    const QueryTile tile(p);
+    const QueryTile tile(p, blockIdx.x, gridDim.y - 1 - blockIdx.y); // later tokens see more keys: long blocks first
     wait_for_previous();
     load_queries<D>(p, tile, shared_address(tiles));
     for (int n0 = tile.begin, n1; n0 < tile.end; n0 = n1) {
         for (n1 = n0 + 1; n1 < tile.end && p.b.seq[n1] == p.b.seq[n0]; n1++) {}
         if (p.b.seq[n0] >= 0) attend_sequence<D>(p, tile, n0, n1, shared_address(tiles));
     }
+}
+
+// ---- The same on Hopper, for D = 128. Grid: as many blocks as there are multiprocessors; a block takes tiles of 128
+// query rows in turn, of which each of two warpgroups owns 64. Queries, keys and values, 128 at a time, pass through
+// shared memory in two stages each: the lanes of one warp have the Tensor Memory Accelerator copy a page each. A
+// warpgroup has the scores of the next keys and the values of the last ones multiplied at the same time, and makes
+// weights of scores while the latter runs. Bound by the tensor cores and by the exponentials.
+//
+// A page's keys, 16 rows of 128 numbers, lie as (2 groups, 2 halves, 8 rows, 64 numbers), so that all groups of eight
+// keys of a tile are equally far apart, and so do its values. What pages hold past a sequence's end has weight 0, and
+// is finite.
+struct HopperAttention {
+    static constexpr int D = 128, KEYS = 128, GROUP = 2048, HALF = 1024;     // bytes from a group, a half, to the next
+    static constexpr int TILE = 128 * D * 2, SHARED = 6 * TILE + 1024;
+    static constexpr int QUERIES = 0, KEYS_AT = 2, VALUES = 4; // the first of two tiles each
+    static constexpr int CONSUMERS = 256, THREADS = 384;
+    struct Maps {
+        CUtensorMap q, keys, values;
+    };
+    const AttentionArgs& p;
+    int tiles, splits;
+    uint32_t shared, barriers; // tiles, and a pair of mbarriers for each
+    __device__ uint32_t tile(int i) const { return shared + i * TILE; }
+    __device__ uint32_t full(int i) const { return barriers + 16 * i; }
+    __device__ uint32_t empty(int i) const { return barriers + 16 * i + 8; }
+
+    // f(tile of queries, split) for each of this block's: long ones first, then short ones to those who had long ones.
+    template <class F> __device__ __forceinline__ void each_tile(F f) const {
+        const int blocks = gridDim.x, units = tiles * splits * p.K;
+        for (int pass = 0; pass * blocks < units; pass++) {
+            const int u = pass * blocks + (pass % 2 ? blocks - 1 - (int)blockIdx.x : (int)blockIdx.x);
+            if (u < units) f(QueryTile(p, u % p.K, tiles - 1 - u / p.K / splits), u / p.K % splits);
+        }
+    }
+    // f(n0, n1, from, to) for each sequence in the tile: its tokens there, and the split's keys.
+    template <class F> __device__ __forceinline__ void each_sequence(const QueryTile& t, int split, F f) const {
+        for (int n0 = t.begin, n1; n0 < t.end; n0 = n1) {
+            if (p.b.seq[t.end - 1] == p.b.seq[n0]) n1 = t.end; // (as a rule)
+            else
+                for (n1 = n0 + 1; n1 < t.end && p.b.seq[n1] == p.b.seq[n0]; n1++) {}
+            const int longest = p.b.pos[n1 - 1] + 1, key_tiles = (longest + KEYS - 1) / KEYS;
+            const int from = key_tiles * split / splits * KEYS;
+            if (p.b.seq[n0] >= 0) f(n0, n1, from, min(longest, key_tiles * (split + 1) / splits * KEYS));
+        }
+    }
+
+    // One warp.
+    __device__ __forceinline__ void produce(const Maps& maps) const {
+        const int lane = threadIdx.x % 32;
+        Ring<2> queries, keys, values;
+        const auto copy = [&](int first, const CUtensorMap& map, Ring<2>& ring, int page, int kv) {
+            const int i = first + ring.stage;
+            barrier_wait(empty(i), ring.parity ^ 1);
+            if (lane == 0) barrier_arrive_expecting(full(i), TILE);
+            __syncwarp();
+            if (lane < KEYS / PAGE) copy_box(tile(i) + lane * (TILE / 8), map, full(i), 0, 0, 0, (page * p.K + kv) * 2);
+            ring.next();
+        };
+        each_tile([&](const QueryTile& t, int split) {
+            const int q = QUERIES + queries.stage;
+            barrier_wait(empty(q), queries.parity ^ 1);
+            if (lane == 0) {
+                barrier_arrive_expecting(full(q), QUERY_ROWS / t.G * t.G * D * 2);
+                for (int c = 0; c < D; c += 64)
+                    copy_box(tile(q) + c * QUERY_ROWS * 2, maps.q, full(q), c, t.kv * t.G, t.begin);
+            }
+            queries.next();
+            each_sequence(t, split, [&](int n0, int, int from, int to) {
+                const int* table = p.b.pages + (size_t)p.b.seq[n0] * p.b.max_pages;
+                const auto page_of = [&](int key0) { // this lane's; past the end the last one again
+                    return lane < KEYS / PAGE ? table[min(key0 / PAGE + lane, (to - 1) / PAGE)] : 0;
+                };
+                int page = from < to ? page_of(from) : 0;
+                for (int key0 = from; key0 < to; key0 += KEYS) {
+                    const int next = key0 + KEYS < to ? page_of(key0 + KEYS) : 0;
+                    if (key0 == from) copy(KEYS_AT, maps.keys, keys, page, t.kv);
+                    if (key0 + KEYS < to) copy(KEYS_AT, maps.keys, keys, next, t.kv);
+                    copy(VALUES, maps.values, values, page, t.kv);
+                    page = next;
+                }
+            });
+        });
+    }
+
+    // s = q k^T of this warpgroup's 64 rows and a tile of keys; mixed += weights v. Both run on.
+    using Scores = float[1][KEYS / 8][4];
+    using Mixed = float[1][D / 8][4];
+    __device__ __forceinline__ void multiply_keys(Scores& s, int queries, int i) const {
+        const uint32_t q = tile(queries) + threadIdx.x / 128 * (64 * 128), k = tile(i);
+        wgmma_begin();
+        #pragma unroll
+        for (int d = 0; d < D / 16; d++)
+            wgmma<KEYS, false, false>(s[0], wgmma_operand(q + d / 4 * (QUERY_ROWS * 128) + d % 4 * 32, 0),
+                                      wgmma_operand(k + d / 4 * HALF + d % 4 * 32, 0, GROUP), d);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void add_values(Mixed& mixed, const uint32_t (&weights)[KEYS / 16][4], int i,
+                                               bool more) const {
+        wgmma_begin();
+        #pragma unroll
+        for (int k = 0; k < KEYS / 16; k++)
+            wgmma(mixed[0], weights[k], wgmma_operand(tile(i) + k * 2 * GROUP, HALF, GROUP), more || k);
+        wgmma_commit();
+    }
+
+    // Scores of keys from key0 on become weights; rows see keys below limit[h]. shrink[h]: for what was summed so far.
+    __device__ __forceinline__ static void soften(Scores& s, float (&maximum)[2], float (&sum)[2], float (&shrink)[2],
+                                                  const int (&limit)[2], bool masked, int key0, float scale) {
+        if (masked)
+            each_score(s, [&](float& x, int, int j, int e) {
+                if (key0 + score_column(j, e) >= limit[e / 2]) x = -INFINITY;
+            });
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float top = maximum[h], weights = 0;
+            #pragma unroll
+            for (int j = 0; j < KEYS / 8; j++) top = fmaxf(top, fmaxf(s[0][j][2 * h], s[0][j][2 * h + 1]));
+            top = quad_max(top);
+            shrink[h] = exp2_fast((maximum[h] - top) * scale), maximum[h] = top;
+            const float base = top * scale;
+            #pragma unroll
+            for (int j = 0; j < KEYS / 8; j++)
+                #pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++)
+                    weights += s[0][j][e] = exp2_fast(fmaf(s[0][j][e], scale, -base));
+            sum[h] = sum[h] * shrink[h] + weights;
+        }
+    }
+    __device__ __forceinline__ static void round_weights(uint32_t (&weights)[KEYS / 16][4], const Scores& s) {
+        #pragma unroll
+        for (int i = 0; i < KEYS / 4; i++)
+            weights[i / 4][i % 4] = pack(s[0][i / 2][i % 2 * 2], s[0][i / 2][i % 2 * 2 + 1]);
+    }
+
+    // The warp's rows of tokens n0 .. n1 - 1, to `out` or, if the keys are split, to `partial`.
+    __device__ __forceinline__ void store(const QueryTile& t, int split, int n0, int n1, const Mixed& mixed,
+                                          const float (&maximum)[2], const float (&sum)[2], float scale) const {
+        const int quad = threadIdx.x % 4;
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float total = quad_sum(sum[h]), by = splits > 1 ? 1 : 1 / total;
+            const int r = threadIdx.x / 32 * 16 + score_row(0, 2 * h), n = t.token(r);
+            const bool mine = n >= n0 && n < n1;
+            const size_t row = mine ? t.row(r, n, p.H) : 0;
+            float* part = p.partial + ((row - (size_t)p.first * p.H) * splits + split) * (D + 2);
+            #pragma unroll
+            for (int j = 0; j < D / 8; j += 2) {
+                float4 y = four_columns(mixed[0][j], mixed[0][j + 1], h);
+                const int d = j * 8 + quad / 2 * 4 + quad % 2 * 8;
+                y = make_float4(y.x * by, y.y * by, y.z * by, y.w * by);
+                if (!mine) continue;
+                if (splits > 1) *(float2*)(part + d) = {y.x, y.y}, *(float2*)(part + d + 2) = {y.z, y.w};
+                else store_four(p.out + row * D + d, y);
+            }
+            if (mine && splits > 1) *(float2*)(part + D) = make_float2(maximum[h] * scale, total);
+            if (mine && p.lse) p.lse[row] = maximum[h] / sqrtf((float)D) + logf(total);
+        }
+    }
+
+    // Two warpgroups.
+    __device__ __forceinline__ void consume() const {
+        const float scale = LOG2E / sqrtf((float)D);
+        Ring<2> queries, keys, values;
+        const auto leave = [&](int i) { if (threadIdx.x % 32 == 0) barrier_arrive(empty(i)); };
+        each_tile([&](const QueryTile& t, int split) {
+            const int q = QUERIES + queries.stage;
+            each_sequence(t, split, [&](int n0, int n1, int from, int to) {
+                int limit[2];
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int n = t.token(threadIdx.x / 32 * 16 + score_row(0, 2 * h));
+                    limit[h] = n >= n0 && n < n1 ? p.b.pos[n] + 1 : to;
+                }
+                const int shortest = p.b.pos[n0] + 1;
+                float maximum[2] = {-1e30f, -1e30f}, sum[2] = {}, shrink[2];
+                Mixed mixed;
+                if (from >= to) { // a split without keys
+                    each_score(mixed, [](float& x, int, int, int) { x = 0; });
+                    return store(t, split, n0, n1, mixed, maximum, sum, scale);
+                }
+                uint32_t weights[KEYS / 16][4];
+                {
+                    Scores s;
+                    barrier_wait(full(q), queries.parity);
+                    barrier_wait(full(KEYS_AT + keys.stage), keys.parity);
+                    multiply_keys(s, q, KEYS_AT + keys.stage);
+                    wgmma_wait<0>();
+                    wgmma_settle(s);
+                    leave(KEYS_AT + keys.stage), keys.next();
+                    soften(s, maximum, sum, shrink, limit, from + KEYS > shortest, from, scale);
+                    round_weights(weights, s);
+                }
+                for (int key0 = from + KEYS; key0 < to; key0 += KEYS) {
+                    Scores s;
+                    barrier_wait(full(KEYS_AT + keys.stage), keys.parity);
+                    multiply_keys(s, q, KEYS_AT + keys.stage);
+                    barrier_wait(full(VALUES + values.stage), values.parity);
+                    add_values(mixed, weights, VALUES + values.stage, key0 > from + KEYS);
+                    wgmma_wait<1>();
+                    wgmma_settle(s);
+                    leave(KEYS_AT + keys.stage), keys.next();
+                    soften(s, maximum, sum, shrink, limit, key0 + KEYS > shortest, key0, scale);
+                    wgmma_wait<0>();
+                    wgmma_settle(mixed);
+                    leave(VALUES + values.stage), values.next();
+                    each_score(mixed, [&](float& x, int, int, int e) { x *= shrink[e / 2]; });
+                    round_weights(weights, s);
+                }
+                barrier_wait(full(VALUES + values.stage), values.parity);
+                add_values(mixed, weights, VALUES + values.stage, to > from + KEYS);
+                wgmma_wait<0>();
+                wgmma_settle(mixed);
+                leave(VALUES + values.stage), values.next();
+                store(t, split, n0, n1, mixed, maximum, sum, scale);
+            });
+            barrier_wait(full(q), queries.parity); // (a tile that nobody wanted)
+            leave(q), queries.next();
+        });
+    }
+};
+__global__ void __launch_bounds__(HopperAttention::THREADS, 1)
+attention_hopper_kernel(const __grid_constant__ HopperAttention::Maps maps, const __grid_constant__ AttentionArgs p,
+                        int tiles, int splits) {
+#ifdef HAVE_WGMMA
+    extern __shared__ __align__(128) uint4 memory[];
+    __shared__ uint64_t barriers[12];
+    const uint32_t shared = (shared_address(memory) + 1023) & ~1023u; // the swizzle counts from multiples of 1024
+    const HopperAttention a = {p, tiles, splits, shared, shared_address(barriers)};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 6; i++) barrier_begin(a.full(i), 1), barrier_begin(a.empty(i), a.CONSUMERS / 32);
+        barriers_begun();
+    }
+    __syncthreads();
+    let_next_start(); // all our blocks have their places
+    wait_for_previous();
+    if (threadIdx.x >= a.CONSUMERS) {
+        keep_registers<24>();
+        if (threadIdx.x < a.CONSUMERS + 32) a.produce(maps);
+    } else {
+        take_registers<240>();
+        a.consume();
+    }
+#endif
 }
 
 // Joins the parts of split keys. A block a token's head, a thread a number; bound by launching.
@@ -3513,16 +4094,29 @@ constexpr int BLOCKS_A_SM = 2;  // blocks of attention_kernel that share a multi
 constexpr int LEAST_KEYS = 256; // that are worth a block of their own
 inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
                           const Batch& b, int H, int K, int D, int first = 0) {
-    const int tokens = QUERY_ROWS / (H / K), tiles = (b.N - first + tokens - 1) / tokens, blocks = tiles * K;
-    const int wanted = std::min(BLOCKS_A_SM * ctx.gpu->sms / blocks, b.longest / LEAST_KEYS);
+    const bool hopper = ctx.gpu->hopper && D == HopperAttention::D;
+    const int G = H / K, tokens = QUERY_ROWS / G, tiles = (b.N - first + tokens - 1) / tokens, blocks = tiles * K;
+    const int wanted = std::min((hopper ? 1 : BLOCKS_A_SM) * ctx.gpu->sms / blocks, b.longest / LEAST_KEYS);
     const int splits = ctx.invariant || lse ? 1 : std::max(1, wanted);
-    const dim3 grid((unsigned)K, (unsigned)tiles, (unsigned)splits);
-    const size_t shared = (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16);
-    float* partial = ctx.gpu->attention;
-    launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, grid, 128, shared,
-           AttentionArgs{out, lse, q, keys, values, b, first, H, K, partial});
+    const AttentionArgs p = {out, lse, q, keys, values, b, first, H, K, ctx.gpu->attention};
+    if (hopper) {
+        const size_t C = (size_t)H * D, groups = (size_t)1 << 28; // (as many as there can be: pages are always inside)
+        const auto map_pages = [&](const bf16* cache) {
+            return tensor_map(cache, {{64, 1, 64}, {8, (size_t)D, 8}, {2, 64, 2}, {groups, 8 * (size_t)D, 2}});
+        };
+        const HopperAttention::Maps maps = {
+            tensor_map(q, {{(size_t)D, 1, 64}, {(size_t)H, (size_t)D, G}, {(size_t)b.N, C, tokens}}),
+            map_pages(keys), map_pages(values)};
+        launch(ctx, attention_hopper_kernel, std::min(blocks * splits, ctx.gpu->sms), HopperAttention::THREADS,
+               HopperAttention::SHARED, maps, p, tiles, splits);
+    } else {
+        const dim3 grid((unsigned)K, (unsigned)tiles, (unsigned)splits);
+        const size_t shared = (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16);
+        launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, grid, 128, shared, p);
+    }
     if (splits == 1) return;
-    launch(ctx, attention_sum_kernel, dim3((unsigned)((b.N - first) * H)), D, 0, out, partial, b.seq, first, H, splits);
+    const dim3 rows((unsigned)((b.N - first) * H));
+    launch(ctx, attention_sum_kernel, rows, D, 0, out, p.partial, b.seq, first, H, splits);
 }
 
 // ---- Attention for sequences of one new token: Book I's `attend` (Dao et al., "Flash-Decoding", 2023)

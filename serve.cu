@@ -980,12 +980,14 @@ template <class T> struct Engine {
     // Whether the token that is drawn now may not end the answer.
     bool restrained(const Sequence& q) const { return q.answered() - 1 < q.job.min_tokens; }
 
-    std::vector<std::pair<int, float>> biases(const Sequence& q, bool restrained) const {
-        std::vector<std::pair<int, float>> all = q.job.bias;
+    // Each id once: a GPU's threads add them side by side.
+    std::map<int, float> biases(const Sequence& q, bool restrained) const {
+        std::map<int, float> all;
+        for (auto [id, more] : q.job.bias) all[id] += more;
         if (!restrained) return all;
-        for (int id : q.job.ends) all.push_back({id, BAN});
+        for (int id : q.job.ends) all[id] = BAN;
         if (!q.job.ignore_eos)
-            for (int id : config.end_tokens) all.push_back({id, BAN});
+            for (int id : config.end_tokens) all[id] = BAN;
         return all;
     }
 

@@ -1,12 +1,16 @@
-// A small HTTP client on plain sockets: for the server's tests and its bench. Throws Error.
+// A small HTTP client on plain sockets, for the server's tests and its bench, and a listener for endpoints that tests
+// play. Throws Error.
 #pragma once
 #include "../file.h"
 #include <arpa/inet.h>
+#include <atomic>
+#include <functional>
 #include <map>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <thread>
 #include <vector>
 
 struct HttpReply {
@@ -119,3 +123,69 @@ inline std::vector<std::string> events_of(const std::string& body) {
     }
     return all;
 }
+
+// A port of this machine; `serve` gets each connection in a thread of its own, and does not close it. When serve is to
+// wait, it asks with receive(), which comes back once the listener ends.
+class Listener {
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    std::atomic<bool> stopping{false};
+    std::vector<std::thread> peers;
+    std::thread acceptor;
+
+  public:
+    int port = 0;
+
+    explicit Listener(std::function<void(int peer)> serve) {
+        sockaddr_in at = {};
+        at.sin_family = AF_INET, at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        socklen_t size = sizeof at;
+        if (bind(fd, (sockaddr*)&at, size) != 0 || listen(fd, 100) != 0 || getsockname(fd, (sockaddr*)&at, &size) != 0) {
+            const int fault = errno;
+            ::close(fd);
+            DIE("a port to listen on: %s", strerror(fault));
+        }
+        port = ntohs(at.sin_port);
+        acceptor = std::thread([this, serve] {
+            while (!stopping) {
+                pollfd p = {fd, POLLIN, 0};
+                if (poll(&p, 1, 20) <= 0) continue;
+                const int peer = accept4(fd, nullptr, nullptr, SOCK_CLOEXEC);
+                if (peer >= 0) peers.emplace_back([serve, peer] { serve(peer), ::close(peer); });
+            }
+        });
+    }
+    Listener(const Listener&) = delete;
+    ~Listener() {
+        stopping = true;
+        acceptor.join();
+        for (auto& t : peers) t.join();
+        ::close(fd);
+    }
+
+    // More bytes; false: the peer has closed, or the listener ends.
+    bool receive(int peer, std::string& in) const {
+        char some[65536];
+        while (!stopping) {
+            pollfd p = {peer, POLLIN, 0};
+            if (poll(&p, 1, 20) <= 0) continue;
+            const ssize_t n = recv(peer, some, sizeof some, 0);
+            if (n > 0) in.append(some, (size_t)n);
+            return n > 0;
+        }
+        return false;
+    }
+    // The next request of a connection: its head, without the blank line, and its body. `in` keeps what comes after it.
+    bool request(int peer, std::string& in, std::string& head, std::string& body) const {
+        size_t end;
+        while ((end = in.find("\r\n\r\n")) == in.npos)
+            if (!receive(peer, in)) return false;
+        head = in.substr(0, end);
+        const size_t said = head.find("Content-Length: ");
+        const size_t length = said == head.npos ? 0 : (size_t)std::stoul(head.substr(said + 16));
+        while (in.size() < end + 4 + length)
+            if (!receive(peer, in)) return false;
+        body = in.substr(end + 4, length);
+        in.erase(0, end + 4 + length);
+        return true;
+    }
+};

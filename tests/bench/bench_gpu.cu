@@ -168,8 +168,7 @@ static void products(bool quick) {
             });
             const double theirs = time_graph(calls, [&](int i) { blas_product(out, x, w + size * (i % sets), N, y.R, y.K); });
             const double flops = 2. * N * (double)size;
-            const TilePlan plan(ctx, N, y.R, y.K);
-            printf("  N %5d  %-13s %6.1f  %6.1f  %.2f  %.2f   (shape %d, splits %d)\n", N, y.name, flops / ours / 1e12, flops / theirs / 1e12, theirs / ours, flops / ours / mma_rate, plan.shape, plan.splits);
+            printf("  N %5d  %-13s %6.1f  %6.1f  %.2f  %.2f\n", N, y.name, flops / ours / 1e12, flops / theirs / 1e12, theirs / ours, flops / ours / mma_rate);
             geometric += std::log(theirs / ours), share += std::log(flops / ours / mma_rate);
             cudaFree(w), cudaFree(x), cudaFree(out);
         }
@@ -177,7 +176,7 @@ static void products(bool quick) {
         printf("  N %5d  geometric mean of the ratio %.3f, of the share %.3f\n", N, std::exp(geometric / n), std::exp(share / n));
     }
 }
-// Every tile shape and number of splits, for those who set TilePlan's figures.
+// Every tile shape and number of splits, for those who set the rules of tile_product and hopper_product.
 static void sweep() {
     for (int N : {24, 32, 64, 128, 256, 512, 2048, 8192})
         for (const ProductShape& y : {ProductShape{"qkv", 4096, 1024}, ProductShape{"o", 1024, 2048}, ProductShape{"gate+up", 6144, 1024}, ProductShape{"down", 1024, 3072}, ProductShape{"8B down", 4096, 12288}}) {
@@ -185,26 +184,40 @@ static void sweep() {
             const int sets = (int)std::min<size_t>(16, (200ull << 20) / (size * 2) + 1);
             bf16 *w = random_array(size * sets, 0.02f), *x = random_array((size_t)N * y.K), *out = gpu_array<bf16>((size_t)N * y.R);
             printf("N %5d %-8s us by splits:", N, y.name);
-            auto row = [&](auto shape, const char* name) {
+            const int calls = std::max(4, std::min(32, (int)(1e12 / (2. * N * (double)size))));
+            auto row = [&](const char* name, auto shape, auto launch_it) {
                 using S = decltype(shape);
                 printf("  %s", name);
-                for (int splits : {1, 2, 3, 4, 6, 8}) {
-                    const int64_t tiles = (int64_t)((N + S::TOKENS - 1) / S::TOKENS) * ((y.R + S::ROWS - 1) / S::ROWS);
-                    if (splits > 1 && (splits * 128 > y.K || tiles > MAX_TILES || tiles * splits * S::TOKENS * S::ROWS * 4 > (int64_t)PARTIAL_BYTES || N > 2048)) break;
-                    const double t = time_graph(std::max(4, std::min(32, (int)(1e12 / (2. * N * (double)size)))), [&](int i) {
+                for (int splits : {1, 2, 4, 8}) {
+                    const int64_t tiles = count_tiles<S>(N, y.R);
+                    if (splits > 1 && (splits * 128 > y.K || !splits_fit<S>(tiles, splits) || tiles * splits > 2 * ctx.gpu->sms)) break;
+                    const double t = time_graph(calls, [&](int i) {
                         TileArgs p = {x, w + size * (i % sets), N, y.K, y.R};
                         p.early = N <= 128, p.splits = splits;
-                        launch_tiles<S>(ctx, p, StoreEpilogue<bf16>(out, y.R));
+                        launch_it(p, StoreEpilogue<bf16>(out, y.R));
                     });
                     printf(" %.1f", t * 1e6);
                 }
             };
-            row(Tile128x128{}, "128x128");
-            if (ctx.gpu->hopper) row(TileHopper{}, "wgmma");
-            if (N <= 2048) row(Tile64x128{}, "64x128"), row(Tile64x64{}, "64x64");
-            if (N <= 128) row(Tile32x64{}, "32x64");
-            const TilePlan plan(ctx, N, y.R, y.K);
-            printf("  chosen: shape %d, splits %d, %.1f us\n", plan.shape, plan.splits, plan.least);
+            auto tiles = [&](const char* name, auto shape) {
+                row(name, shape, [&](const TileArgs& p, auto epilogue) { launch_tiles<decltype(shape)>(ctx, p, epilogue); });
+            };
+            auto hopper = [&](const char* name, auto shape) {
+                if (ctx.gpu->hopper) row(name, shape, [&](const TileArgs& p, auto epilogue) { launch_hopper<decltype(shape)>(ctx, p, epilogue); });
+            };
+            tiles("128x128", Tile128x128{});
+            if (N <= 2048) tiles("64x128", Tile64x128{}), tiles("64x64", Tile64x64{});
+            if (N <= 128) tiles("32x64", Tile32x64{});
+            printf("  Hopper");
+            if (N > 64) hopper("128x256", Hopper128x256{}), hopper("128x192", Hopper128x192{}), hopper("128x128", Hopper128x128{});
+            if (N <= 512) hopper("64x64", Hopper64x64{});
+            const double theirs = time_graph(calls, [&](int i) { blas_product(out, x, w + size * (i % sets), N, y.R, y.K); });
+            const double ours = time_graph(calls, [&](int i) {
+                Linear<bf16> W;
+                W.w[0] = w + size * (i % sets), W.rows[0] = y.R, W.in = y.K;
+                linear_gpu(ctx, out, x, W, N);
+            });
+            printf("  chosen %.1f, cuBLAS %.1f\n", ours * 1e6, theirs * 1e6);
             cudaFree(w), cudaFree(x), cudaFree(out);
         }
 }

@@ -121,35 +121,43 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
         linear_cpu(cpu(), want.data(), own_x.data(), own, N);
         const Device<bf16> dx(own_x), dw(own_w), dmore_x(more_x), dmore_w(more_w), more_w_cols(transposed(more_w.data(), R, more)), x_cols(transposed(own_x.data(), N, K)), w_cols(transposed(own_w.data(), R, K));
         for (int splits : {1, 2, 3, 7, 16}) {
-            auto check = [&](auto shape, auto columns_x, auto columns_w, bool further) {
+            auto check = [&](auto hopper, auto shape, auto columns_x, auto columns_w, bool further) {
                 constexpr bool X_COLS = decltype(columns_x)::value, W_COLS = decltype(columns_w)::value;
                 using S = decltype(shape);
-                INFO("N " << N << " R " << R << " K " << K << " splits " << splits << " tile " << S::TOKENS << " x " << S::ROWS << " wgmma " << S::WARPGROUP
-                     << " columns " << X_COLS << W_COLS << " further " << further);
+                INFO("N " << N << " R " << R << " K " << K << " splits " << splits << " tile " << S::TOKENS << " x " << S::ROWS << " Hopper " << hopper << " columns " << X_COLS << W_COLS << " further " << further);
                 TileArgs args = {X_COLS ? x_cols : dx, W_COLS ? w_cols : dw, N, K, R};
                 if (further) args.more_x = dmore_x, args.more_W = W_COLS ? more_w_cols : dmore_w, args.more = more;
                 args.splits = splits;
                 Device<bf16> out((size_t)N * R), again((size_t)N * R);
-                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue<bf16>(out, R));
+                auto run = [&](bf16* to) {
+                    const StoreEpilogue<bf16> epilogue(to, R);
+                    if constexpr (hopper) launch_hopper<S, X_COLS, W_COLS>(pad.ctx, args, epilogue);
+                    else launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, epilogue);
+                };
+                run(out);
                 CHECK(differences(out.get(), further ? with_more : want, K) == 0);
-                launch_tiles<S, X_COLS, W_COLS>(pad.ctx, args, StoreEpilogue<bf16>(again, R));
+                run(again);
                 CHECK(same_bits(out.get(), again.get()));
             };
             const std::false_type rows;
             const std::true_type columns;
-            auto layouts = [&](auto shape) {
+            auto layouts = [&](auto hopper, auto shape) {
                 if (K % 8 == 0) {
-                    check(shape, rows, rows, false);
-                    check(shape, rows, columns, false);
-                    if (more) check(shape, rows, rows, true), check(shape, rows, columns, true);
+                    check(hopper, shape, rows, rows, false);
+                    check(hopper, shape, rows, columns, false);
+                    if (more) check(hopper, shape, rows, rows, true), check(hopper, shape, rows, columns, true);
                 }
-                if constexpr (decltype(shape)::TOKENS >= 64) check(shape, columns, columns, false);
+                if constexpr (decltype(shape)::TOKENS >= 64) check(hopper, shape, columns, columns, false);
             };
-            layouts(Tile128x128{});
-            layouts(Tile64x128{});
-            layouts(Tile64x64{});
-            layouts(Tile32x64{});
-            if (pad.ctx.gpu->hopper) layouts(TileHopper{});
+            layouts(rows, Tile128x128{});
+            layouts(rows, Tile64x128{});
+            layouts(rows, Tile64x64{});
+            layouts(rows, Tile32x64{});
+            if (!pad.ctx.gpu->hopper || splits > K / STAGE_IN) continue;
+            layouts(columns, Hopper128x256{});
+            layouts(columns, Hopper128x192{});
+            layouts(columns, Hopper128x128{});
+            layouts(columns, Hopper64x64{});
         }
     }
     for (int n : pad.arrived.get()) CHECK(n == 0);

@@ -140,19 +140,23 @@ TEST_CASE("dropout inside a product: every tile's mask, whole and in splits") {
             linear_backward_input_cpu(cpu(), want.data(), dh.data(), dy.data(), W.host, N);
             const Device<bf16> device_dy(dy), device_dh(dh);
             const LoraArgs lora(W.device, N);
-            auto check = [&](auto shape, int splits) {
+            auto check = [&](auto hopper, auto shape, int splits) {
                 using S = decltype(shape);
-                INFO("rank " << rank << " N " << N << " splits " << splits << " tile " << S::TOKENS << " x " << S::ROWS << " wgmma " << S::WARPGROUP);
+                INFO("rank " << rank << " N " << N << " splits " << splits << " tile " << S::TOKENS << " x " << S::ROWS << " Hopper " << hopper);
                 Device<bf16> dx((size_t)N * K);
                 TileArgs p = {device_dy, W.device.w[0], N, R, K};
                 p.more_x = device_dh, p.more_W = W.device.adapter.A, p.more = rank, p.splits = splits;
-                launch_tiles<S, false, true>(pad.ctx, p, DropEpilogue(dx, K, lora.dropout, lora.module[0], lora.scale));
+                const DropEpilogue epilogue(dx, K, lora.dropout, lora.module[0], lora.scale);
+                if constexpr (hopper) launch_hopper<S, false, true>(pad.ctx, p, epilogue);
+                else launch_tiles<S, false, true>(pad.ctx, p, epilogue);
                 CHECK(differences(dx.get(), want, R) == 0);
             };
-            for (int splits : {1, 2, 7}) {
-                check(Tile128x128{}, splits), check(Tile64x128{}, splits), check(Tile64x64{}, splits), check(Tile32x64{}, splits);
-                if (pad.ctx.gpu->hopper) check(TileHopper{}, splits);
-            }
+            const std::false_type no;
+            const std::true_type yes;
+            for (int splits : {1, 2, 7}) check(no, Tile128x128{}, splits), check(no, Tile64x128{}, splits), check(no, Tile64x64{}, splits), check(no, Tile32x64{}, splits);
+            if (!pad.ctx.gpu->hopper) continue;
+            check(yes, Hopper128x256{}, 1), check(yes, Hopper128x192{}, 1), check(yes, Hopper128x128{}, 1);
+            check(yes, Hopper64x64{}, 1);
         }
 }
 

@@ -2,14 +2,11 @@
 // with an endpoint in a thread that fails in every way an endpoint can, and a kill in the middle.
 #define DATAGEN_NO_MAIN
 #include "../../datagen.cpp"
+#include "../http.h"
 #include "../process.h"
-#include <arpa/inet.h>
 #include <atomic>
 #include <mutex>
-#include <netinet/in.h>
-#include <poll.h>
 #include <random>
-#include <sys/socket.h>
 #include <thread>
 
 static const char* PROGRAM = getenv("DATAGEN") ? getenv("DATAGEN") : "./datagen";
@@ -558,7 +555,7 @@ TEST_CASE("prompt: shares of difficulty in every chapter, quotas, templates") {
 // Answers /v1/chat/completions. The k-th new body it sees is treated the k-th way at first, and well when asked again.
 struct Endpoint {
     struct Seen { size_t number, asked = 0, answered = 0; };
-    int fd, port, delay_ms = 0;
+    int delay_ms = 0;
     bool faulty = true;
     int refusal = 0;                // a status for every request of an answer, with these words
     std::string words;
@@ -568,49 +565,13 @@ struct Endpoint {
     std::mutex mutex;
     std::map<std::string, Seen> seen; // by body
     std::atomic<size_t> answers{0}, unauthorised{0};
-    std::atomic<bool> stopping{false};
-    std::vector<std::thread> threads;
-    std::thread acceptor;
+    Listener listener{[this](int peer) { serve(peer); }}; // the last: what it serves with is there before it and after
 
-    Endpoint() {
-        fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        sockaddr_in at = {};
-        at.sin_family = AF_INET, at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-        socklen_t size = sizeof at;
-        REQUIRE(bind(fd, (sockaddr*)&at, size) == 0);
-        REQUIRE(listen(fd, 100) == 0);
-        REQUIRE(getsockname(fd, (sockaddr*)&at, &size) == 0);
-        port = ntohs(at.sin_port);
-        acceptor = std::thread([this] {
-            while (!stopping) {
-                pollfd p = {fd, POLLIN, 0};
-                if (poll(&p, 1, 20) <= 0) continue;
-                const int peer = accept4(fd, nullptr, nullptr, SOCK_CLOEXEC);
-                if (peer >= 0) threads.emplace_back([this, peer] { serve(peer), close(peer); });
-            }
-        });
-    }
-    ~Endpoint() {
-        stopping = true;
-        acceptor.join();
-        for (auto& t : threads) t.join();
-        close(fd);
-    }
-    std::string url() const { return format("http://127.0.0.1:%d/v1", port); }
+    std::string url() const { return format("http://127.0.0.1:%d/v1", listener.port); }
 
     void serve(int peer) {
-        std::string in;
-        for (;;) { // requests of one connection
-            size_t head;
-            while ((head = in.find("\r\n\r\n")) == in.npos)
-                if (!receive(peer, in)) return;
-            const std::string header = in.substr(0, head);
-            const size_t said = header.find("Content-Length: ");
-            const size_t length = said == header.npos ? 0 : (size_t)std::stoul(header.substr(said + 16));
-            while (in.size() < head + 4 + length)
-                if (!receive(peer, in)) return;
-            const std::string body = in.substr(head + 4, length);
-            in.erase(0, head + 4 + length);
+        std::string in, header, body;
+        while (listener.request(peer, in, header, body)) {
             const bool list = header.find("GET /v1/models HTTP/1.1\r\n") == 0;
             if (!list && header.find("POST /v1/chat/completions HTTP/1.1\r\n") != 0) {
                 send(peer, 404, "", "{\"detail\": \"Not Found\"}");
@@ -644,7 +605,7 @@ struct Endpoint {
             if (way == 0) send(peer, number % 2 ? 408 : 429, "Retry-After: 0\r\n", "{\"error\": {\"message\": \"slow down, secret-key\"}}");
             else if (way == 1) send(peer, 503, "", "<html>");
             else if (way == 2) { // stalls until the client has enough
-                while (!stopping && receive(peer, in)) {}
+                while (listener.receive(peer, in)) {}
                 return;
             } else if (way == 3) send(peer, 200, "", "\xff not JSON");
             else if (way == 4) return raw(peer, "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{\"choices\": ["); // breaks off
@@ -658,18 +619,6 @@ struct Endpoint {
                 seen.at(body).answered++;
             }
         }
-    }
-    bool receive(int peer, std::string& in) {
-        char some[65536];
-        while (!stopping) {
-            pollfd p = {peer, POLLIN, 0};
-            if (poll(&p, 1, 20) <= 0) continue;
-            const ssize_t n = recv(peer, some, sizeof some, 0);
-            if (n <= 0) return false;
-            in.append(some, (size_t)n);
-            return true;
-        }
-        return false;
     }
     void raw(int peer, const std::string& bytes) { ::send(peer, bytes.data(), bytes.size(), MSG_NOSIGNAL); }
     void send(int peer, int status, const std::string& header, const std::string& body) {

@@ -143,48 +143,19 @@ TEST_CASE("the recording answers the requests of the book as it is cut today") {
 
 // An endpoint with one model, which knows one answer; or that refuses.
 struct Endpoint {
-    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), port;
     std::atomic<int> status{200}, asked{0};
-    std::atomic<bool> stopping{false};
-    std::thread server;
+    Listener listener{[this](int peer) { serve(peer); }};
 
-    Endpoint() {
-        sockaddr_in at = {};
-        at.sin_family = AF_INET, at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-        socklen_t size = sizeof at;
-        REQUIRE(bind(fd, (sockaddr*)&at, size) == 0);
-        REQUIRE(listen(fd, 100) == 0);
-        REQUIRE(getsockname(fd, (sockaddr*)&at, &size) == 0);
-        port = ntohs(at.sin_port);
-        server = std::thread([this] {
-            while (!stopping) {
-                pollfd p = {fd, POLLIN, 0};
-                if (poll(&p, 1, 20) <= 0) continue;
-                const int peer = accept4(fd, nullptr, nullptr, SOCK_CLOEXEC);
-                if (peer >= 0) serve(peer), close(peer);
-            }
-        });
-    }
-    ~Endpoint() { stopping = true, server.join(), close(fd); }
     void serve(int peer) {
-        std::string in;
-        char some[65536];
-        for (size_t head = in.npos, length = 0; head == in.npos || in.size() < head + 4 + length;) {
-            pollfd p = {peer, POLLIN, 0};
-            const ssize_t n = poll(&p, 1, 5000) == 1 ? recv(peer, some, sizeof some, 0) : 0;
-            if (n <= 0) return;
-            in.append(some, (size_t)n);
-            head = in.find("\r\n\r\n");
-            const size_t at = in.find("Content-Length: ");
-            if (at < head) length = std::stoul(in.substr(at + 16));
-        }
+        std::string in, head, request;
+        if (!listener.request(peer, in, head, request)) return;
         std::string body = R"({"error": {"message": "no such key"}})";
-        if (status == 200 && in.compare(0, 4, "GET ") == 0) body = R"({"object": "list", "data": [{"id": "writer"}]})";
+        if (status == 200 && head.compare(0, 4, "GET ") == 0) body = R"({"object": "list", "data": [{"id": "writer"}]})";
         else if (status == 200)
             body = R"({"choices": [{"message": {"role": "assistant", "content": "[{\"question\": \"Who built the )"
                    R"(clock?\", \"answer\": \"Ilse Marrin, a well digger, built it in 1911.\"}]"}, )"
                    R"("finish_reason": "stop"}]})";
-        asked += in.compare(0, 5, "POST ") == 0;
+        asked += head.compare(0, 5, "POST ") == 0;
         const std::string all = format("HTTP/1.1 %d Said\r\nContent-Type: application/json\r\nContent-Length: %zu\r\n"
                                        "Connection: close\r\n\r\n", status.load(), body.size()) + body;
         CHECK(send(peer, all.data(), all.size(), MSG_NOSIGNAL) == (ssize_t)all.size());
@@ -198,7 +169,7 @@ TEST_CASE("an endpoint that refuses, that answers, and is not asked twice; a boo
     Endpoint endpoint;
     const std::string book = "Das Buch, 第 1 版.md"; // of two chunks
     write_file(scratch / book, read_file(BOOK).substr(0, 5000));
-    const std::string url = format("http://127.0.0.1:%d", endpoint.port);
+    const std::string url = format("http://127.0.0.1:%d", endpoint.listener.port);
     Strings words = {book, "--model", MODEL, "--endpoint", url, "--test", "100", "--price-in", "10",
                      "--price-out", "40"};
     endpoint.status = 401;
