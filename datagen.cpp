@@ -3069,7 +3069,8 @@ static std::string usage() {
         all += format("  %-9s%-20s %s\n           %s\n", c.name, c.files, c.options, help.c_str());
     }
     all += format("  %-9s%-20s %s\n           %s\n", "score", "answers.jsonl reference.jsonl",
-                  "--compat --json --seed --dict", "ROUGE-1, 2, L and BLEU-4 of answers, with 95% intervals");
+                  "--train --compat --json --seed --dict",
+                  "ROUGE, BLEU-4, key facts and choices of answers, with 95% intervals");
     Arguments none;
     all += "\nEvery command: -o FILE, --data DIR, and --help for its own options. A file that is read once may be -,\n"
            "which is standard input.\n";

@@ -65,8 +65,7 @@ measure() {
 columns=$(printf '%s\n' "$header" | sed 's/ / | /g; s/-/ /g')
 rest=$(printf '%s\n' "$header" | awk '{for (i = 2; i <= NF; i++) printf " | -"}') # of a row without options
 mkdir -p "$out/as-it-was/echo"
-printf '| %s | rows | ended | loss | ROUGE-1 | ROUGE-2 | ROUGE-L | BLEU-4 |\n' "$columns" >"$out/table.new"
-printf '|%s---|---|---|---|---|---|---|\n' "$(printf '%s' "$header" | sed 's/[^ ][^ ]* */---|/g')" >>"$out/table.new"
+"$root/data/measure.sh" --header "$columns" >"$out/table.new"
 measure as-it-was "as it was$rest" "$model"
 measure as-it-was/echo "the question as answer$rest"
 
@@ -102,7 +101,7 @@ rm "$out/curves.new"
 awk -v header="$header" -F ' *[|] *' '
 BEGIN {n = split(header, name, " ")}
 NR > 4 {
-    split($(NF - 2), x, /[][ ,]+/)
+    split($(NF - 5), x, /[][ ,]+/)
     low[NR] = x[2]; high[NR] = x[3]; runs++
     if (best && x[1] <= top) next
     best = NR; top = x[1]; run = ""

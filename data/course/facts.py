@@ -8,7 +8,7 @@ paragraph is what stands between blank lines outside fences; a fence of code is 
 notes as they were when the rows were right (a git worktree has it); lines that only moved are found again, and a row
 whose lines changed is named, to be read.
 """
-import collections, difflib, json, math, os, pathlib, re, subprocess, sys, tempfile
+import collections, difflib, glossary, json, math, os, pathlib, re, subprocess, sys, tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
 WORD = re.compile(r"[a-z_][a-z0-9_]+|\d[\d,.]*\d|\d")
@@ -105,7 +105,7 @@ def move(old_notes):
     texts = [bare(chunk["text"]) for chunk in chunks]
     for i, p in enumerate(notes.all):
         where[i] = [n for n, text in enumerate(texts) if chunks[n]["source"] == p.note and bare(p.text) in text]
-    for name in ("gpu_qa", "exam_qa", "rephrased_qa", "english_train", "english_test"):
+    for name in glossary.SPLITS:
         path = HERE / f"{name}.jsonl"
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for row in rows:

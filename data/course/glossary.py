@@ -4,7 +4,7 @@
     python3 data/course/glossary.py [--apply]
 
 It holds in the notes, and in questions and answers of all rows. Left as they are: code but for its comments, `code`,
-and English in brackets, (warp). The questions in other words (paraphrases.tsv, rephrased_qa.jsonl) keep what a user may
+and English in brackets, (warp). The questions in other words (paraphrases.tsv, rephrased*.jsonl) keep what a user may
 call a thing. Every section of the notes says the English of the most frequent terms behind them, in brackets.
 """
 import json, pathlib, re, sys
@@ -13,6 +13,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 CJK = re.compile("[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef“”‘’]")
 LATIN = re.compile("[A-Za-z]")
 HAN = re.compile(r"[\u4e00-\u9fff]")
+SPLITS = ("gpu_qa", "train_hard", "english_train", "dev", "exam_qa", "exam_hard", "mc_exam", "mc_seen", "rephrased_qa",
+          "rephrased_more_qa", "english_test")
 ENGLISH = {"BF16", "FP16", "FP32", "FP64"}  # these hold in English sentences, too
 GLOSSED = {"核函数", "线程束", "屏障", "存储体", "脊点", "归约", "词元"}  # in every section
 # what is never looked at: fences (their comments are, below), `code`, and brackets without a Chinese character
@@ -102,12 +104,12 @@ def faults(apply=False):
             found.append(path.name)
             if apply:
                 path.write_text(better, encoding="utf-8")
-    for name in ("gpu_qa", "exam_qa", "rephrased_qa", "english_train", "english_test"):
+    for name in SPLITS:
         path = HERE / f"{name}.jsonl"
         some, changed = rows(path), []
         for row in some:
             for field in ("instruction", "output", "chapter"):
-                if name == "rephrased_qa" and field == "instruction":
+                if name.startswith("rephrased") and field == "instruction":
                     continue
                 better = mended(row[field], terms, not is_english(row[field]))
                 if better != row[field]:

@@ -44,11 +44,18 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         for (size_t m = 0; m < 4; m++) {
             const double x = scores[blanks][m];
             need(x >= 0 && x <= 100 && x <= same[blanks][m]);
-            if (m != BLEU_4) need(std::fabs(x - back[blanks][m]) < 1e-3); // F1 does not care which is which
+            if (m != BLEU_CHAR) need(std::fabs(x - back[blanks][m]) < 1e-3); // F1 does not care which is which
         }
         if (!a.words[0].empty()) need(same[blanks][ROUGE_1] == 100 && same[blanks][ROUGE_L] == 100);
     }
     need(a.words[1].size() >= a.words[0].size());
+    const double by_words = bleu4_words(both.substr(0, middle), both.substr(middle));
+    need(by_words >= 0 && by_words <= 1 + 1e-9);
+    const char letter = chosen_letter(valid, 4);
+    need(letter == 0 || (letter >= 'A' && letter <= 'D'));
+    const std::string form = fact_form(valid), fact = fact_form(both.substr(middle));
+    need(form.front() == '[' && form.back() == ']');
+    fact_stands(form, fact), has_spaces(valid);
     score_excerpt(valid, 10), without_thought(valid);
     return 0;
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes tests/fixtures/score: what jieba, rouge_chinese and nltk make of many texts.
+"""Writes tests/fixtures/score: what jieba, rouge_chinese, nltk, sacrebleu and others make of many texts.
 
-    pip install jieba==0.42.1 rouge_chinese==1.0.3 nltk
+    pip install jieba==0.42.1 rouge_chinese==1.0.3 nltk sacrebleu==2.6.0 scikit-learn statsmodels
     make_score_fixtures.py
 
 material.json     {"odd": characters, "items": words and sentences}: what the lines below are made of
@@ -14,6 +14,9 @@ reference.jsonl   Alpaca and messages
 expected.json     for each row and each of "compat" (all words) and "plain" (no blank ones) the fractions
                   [ROUGE-1, ROUGE-2, ROUGE-L, BLEU-4]; those of the question as answer; and the means of all
                   in percent, as LLaMA-Factory computes them
+measures.json     "bleu": [{"hypothesis", "reference", "words": sacrebleu's 13a of the first, "bleu": of sentence_score}];
+                  "nearest": {"train", "ask": questions, "found": [[row, cosine]]} by scikit-learn's TfidfVectorizer
+                  over jieba's words; "wilson": [[right, of, low, high]] by statsmodels
 fuzz/jieba/       beside fixtures/score: a tiny jieba.bin and some texts, as seeds
 
 The sentences below were written for this file.
@@ -28,9 +31,13 @@ import tempfile
 from pathlib import Path
 
 import jieba
+import numpy
 from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 from rouge_chinese import Rouge
 from rouge_chinese.rouge_score import _split_into_words
+from sacrebleu.metrics import BLEU
+from sklearn.feature_extraction.text import TfidfVectorizer
+from statsmodels.stats.proportion import proportion_confint
 
 TESTS = Path(__file__).resolve().parents[1]
 OUT = TESTS / "fixtures" / "score"
@@ -200,6 +207,51 @@ def write_json(name, value, **options):
     (OUT / name).write_text(json.dumps(value, ensure_ascii=False, **options) + "\n", encoding="utf-8")
 
 
+ENGLISH = """A warp has 32 threads, which share one instruction at a time.
+Shared memory is on chip: its latency is far below that of global memory.
+If threads of a warp take different branches, both run one after the other (divergence).
+The H100 moves 3.35 TB/s, so 1,024 bytes take about 0.3 ns; the A100's 1.5 TB/s are less.
+Don't use `-G` for profiling; -lineinfo doesn't slow the kernel.
+for (int i = 0; i < n; i++) y[i] = a * x[i] + y[i];
+x86-64, C++17, sm_90a, 2-3 times, 10^-6, 1.2.3, .5 and 5.
+He said "use &quot;float4&quot; &amp; aligned pointers" &lt;always&gt; ...
+The grid is 2^31-1 blocks wide at most, y and z have 65,535.""".split("\n")
+ODD_ENGLISH = ["", " ", "a", "warp", ".", "..", "a..b", ",,5", "5,,", "1,2", "3.-4", "7-", "-7", "a-b", "a-\nb", "end-\n",
+               "<skipped>x", "&amp;lt;", "it's", "caf\u00e9.\u00e9,9\u00e9", "a\u00a0b\u3000c\u2009", "{a}[b]~^_`@", "\t\x1c\x85x"]
+
+
+def write_measures(rng):
+    metric, bleu = BLEU(effective_order=True), []
+    texts = ENGLISH + ODD_ENGLISH + [" ".join(rng.sample(ENGLISH, 3)) for _ in range(20)]
+    for i, reference in enumerate(texts):
+        words = reference.split(" ")
+        rng.shuffle(words)
+        for hypothesis in {reference, " ".join(words), " ".join(reference.split(" ")[: 1 + i % 7]), rng.choice(texts)}:
+            bleu.append({"hypothesis": hypothesis, "reference": reference,
+                         "words": metric._preprocess_segment(hypothesis).split(" "),
+                         "bleu": metric.sentence_score(hypothesis, [reference]).score / 100})
+    bleu.sort(key=lambda case: (case["reference"], case["hypothesis"]))
+
+    def analyzer(text):
+        return [word.lower() for word in cut(text) if not word.isspace()]
+
+    train = [s + t for s in SENTENCES for t in ("", "为什么？", " Why is that so?")] + ENGLISH
+    ask = [spoiled(rng, text) for text in rng.sample(train, 60)]
+    vectorizer = TfidfVectorizer(analyzer=analyzer)
+    near = (vectorizer.fit_transform(train) @ vectorizer.transform(ask).T).toarray()
+    found = []
+    for column in near.T:
+        if numpy.sum(column > column.max() - 1e-6) == 1:     # of equally near ones rounding decides
+            found.append([int(column.argmax()), float(column.max())])
+        else:
+            found.append(None)
+    ask, found = zip(*[(a, f) for a, f in zip(ask, found) if f])
+    wilson = [[k, n, *(100 * float(x) for x in proportion_confint(k, n, method="wilson"))]
+              for k, n in ((0, 1), (1, 1), (0, 40), (40, 40), (10, 40), (77, 300), (299, 300))]
+    write_json("measures.json", {"bleu": bleu, "nearest": {"train": train, "ask": ask, "found": found}, "wilson": wilson},
+               indent=0)
+
+
 def write_seeds(folder):
     """A jieba.bin of few words: the real one's code, on a small dictionary and tables."""
     words = ["中国 34488", "中 243191", "国 41213", "中国人 100", "c++ 3", "T恤 5", "的 318825", "在 200000", "大学 500"]
@@ -265,6 +317,7 @@ def main():
         text = "".join(json.dumps(o, ensure_ascii=False) + "\n" for o in objects)
         (OUT / name).write_text(text, encoding="utf-8")
 
+    write_measures(random.Random(20261122))
     with tempfile.TemporaryDirectory() as folder:
         write_seeds(Path(folder))
 

@@ -1,5 +1,5 @@
-// score.h: segmentation as jieba's, scores as rouge_chinese's and nltk's, and the command. What must come out
-// was made with the originals by make_score_fixtures.py.
+// score.h: segmentation as jieba's, scores as rouge_chinese's, nltk's and sacrebleu's, and the command. What must come
+// out was made with the originals by make_score_fixtures.py.
 #include "../../score.h"
 #include "../process.h"
 #include <sys/wait.h>
@@ -249,7 +249,7 @@ TEST_CASE("row by row the scores are rouge_chinese's and nltk's") {
         const ScoredText a(jieba(), answer), r(jieba(), reference.answer), q(jieba(), reference.question);
         auto check = [&](const std::array<double, 3>& got, double bleu, sj::Value want) {
             for (size_t m = 0; m < 3; m++) CHECK(std::fabs(got[m] - want[m].number(NAN)) <= 1e-15);
-            CHECK(std::fabs(bleu - want[BLEU_4].number(NAN)) <= 1e-12);
+            CHECK(std::fabs(bleu - want[BLEU_CHAR].number(NAN)) <= 1e-12);
         };
         check(rouge(a.words[1], r.words[1]), bleu4(a.characters, r.characters), row["compat"]);
         check(rouge(a.words[0], r.words[0]), bleu4(a.characters, r.characters), row["plain"]);
@@ -294,23 +294,128 @@ TEST_CASE("a think block is stripped, and nothing else") {
     for (auto& c : cases) CHECK(without_thought(c[0]) == c[1]);
 }
 
+TEST_CASE("BLEU of words is sacrebleu's: its tokenizer 13a, its score of a sentence") {
+    const Json measures(read_file(FIXTURES + "measures.json"));
+    REQUIRE(measures.root()["bleu"].size() > 100);
+    int between = 0;
+    for (sj::Value c : measures.root()["bleu"].items()) {
+        const std::string hypothesis = c["hypothesis"].str(), reference = c["reference"].str();
+        CAPTURE(hypothesis);
+        CAPTURE(reference);
+        std::string words;
+        for (const std::string& word : words_13a(hypothesis)) words += word + "|";
+        std::string want; // (of an empty text sacrebleu has one empty word)
+        for (sj::Value word : c["words"].items())
+            if (!word.str().empty()) want += word.str() + "|";
+        CHECK(words == want);
+        const double bleu = bleu4_words(hypothesis, reference), wanted = c["bleu"].number(NAN);
+        CHECK(std::fabs(bleu - wanted) <= 1e-12);
+        between += wanted > 0.1 && wanted < 0.9;
+    }
+    CHECK(between > 20);
+}
+
+TEST_CASE("a text of a language with spaces") {
+    for (const char* yes : {"A warp has 32 threads.", "워프에는 스레드가 있다", "Поток", "a b c d e f g h i j 核", "x", 
+                            "See\n```\n核核核核\n```"})
+        CHECK(has_spaces(yes));
+    for (const char* no : {"", "32", "线程束有 32 个线程", "スレッド", "กระแส", "a b c d e f g h 核", "__syncthreads() 等待全块的线程",
+                           "```\nfor (int i = 0; i < n; i++) y[i] = x[i];\n```\n如上", "```a b c```", "```"})
+        CHECK(!has_spaces(no));
+}
+
+TEST_CASE("key facts: numbers and names stand alone, however they are written") {
+    const char* found[][2] = {{"每个 SM 有 2,048 个线程", "2048"}, {"２０４８个", "2,048"}, {"约 75 %", "75%"},
+        {"227KB", "227"}, {"Shared  Memory", "shared memory"}, {"用共享 内存", "共享内存"}, {"It is −6.", "-6"},
+        {"about 0.5.", "0.5"}, {"1, 2, 3", "2"}, {"8-16", "16"}, {"wgmma。", "HGMMA|wgmma"}, {"(m64n8k16)", "m64n8k16"},
+        {"cudaFree()", "cudafree"}, {"6", "6"}, {"答案", "x|答|"}, {"用Warp", "warp"}, {"1,0240", "0240"},
+        {"CUDA's __shfl_sync is", "__shfl_sync"}};
+    for (auto& c : found) {
+        CAPTURE(c[0]);
+        CHECK(fact_stands(fact_form(c[0]), fact_form(c[1])));
+    }
+    const char* missing[][2] = {{"6.4", "6"}, {"16", "6"}, {"2.6", "6"}, {"-6", "6"}, {"10^6", "6"}, {"FP6", "6"},
+        {"1,024", "24"}, {"1e5", "1"}, {"warps", "warp"}, {"sharedmemory", "shared memory"}, {"", "6"}, {"]", "6"},
+        {"cudaFreeAsync", "cudaFree"}, {"x_a", "a"}, {"65,536", "65"}};
+    for (auto& c : missing) {
+        CAPTURE(c[0]);
+        CHECK(!fact_stands(fact_form(c[0]), fact_form(c[1])));
+    }
+}
+
+TEST_CASE("the letter of a choice, in many words; none where none is chosen") {
+    const std::pair<const char*, char> cases[] = {
+        {"B", 'B'}, {"b", 'B'}, {"(c)", 'C'}, {" **D**\n", 'D'}, {"B. 因为 A 太小", 'B'},
+        {"B、共享内存", 'B'}, {"C：对", 'C'}, {"答案是 B，因为选项 A 错误", 'B'}, {"先看 A。再看 B。所以应选 C。", 'C'},
+        {"正确答案：【D】", 'D'}, {"正确的选项是 A", 'A'}, {"The answer is (B).", 'B'}, {"Answer: **C**", 'C'},
+        {"the correct option is D", 'D'}, {"$\\boxed{A}$", 'A'}, {"\\boxed{\\text{B}}", 'B'}, {"A is correct", 'A'},
+        {"I think B", 'B'}, {"A warp has 32 threads: B", 'B'}, {"选 B 不对，应选 C", 'C'}, {"它用 C++ 写，选 A", 'A'},
+        {"答案不是 A，而是 B；答案 B", 'B'}, {"【答案】C", 'C'}, {"ANSWER IS B", 'B'},
+        {"A block has threads", 0}, {"", 0}, {"E", 0}, {"A 或 B", 0}, {"不正确：A 与 B", 0}, {"incorrect: A or B", 0},
+        {"不知道", 0}, {"The answer is a warp", 0}, {"选项 A 与选项 B 都可以", 0}, {"BC", 0}, {"C++", 0}, {"选", 0}};
+    for (auto& c : cases) {
+        CAPTURE(std::string(c.first));
+        CHECK(chosen_letter(c.first, 4) == c.second);
+    }
+    CHECK(chosen_letter("E", 5) == 'E');
+}
+
+TEST_CASE("the nearest training question is scikit-learn's, by TF-IDF over jieba's words") {
+    const Json measures(read_file(FIXTURES + "measures.json"));
+    const sj::Value nearest = measures.root()["nearest"];
+    Scratch scratch;
+    std::string rows;
+    size_t n = 0;
+    for (sj::Value question : nearest["train"].items()) {
+        sj::Writer w;
+        w.object().field("instruction", question.str());
+        w.field("output", "<think>x</think>answer " + std::to_string(n++)).end();
+        rows += w.text + "\n";
+    }
+    write_file(scratch / "train", rows);
+    const ScoreFile file(scratch / "train");
+    const NearestAnswer index(jieba(), file);
+    REQUIRE(nearest["ask"].size() > 30);
+    for (size_t i = 0; i < nearest["ask"].size(); i++) {
+        const std::string question = nearest["ask"][i].str();
+        CAPTURE(question);
+        const auto [row, cosine] = index.find(jieba(), question);
+        CHECK((double)row == nearest["found"][i][0].number(NAN));
+        CHECK(cosine == doctest::Approx(nearest["found"][i][1].number(NAN)).epsilon(1e-12));
+        CHECK(index.answer(jieba(), question) == "answer " + std::to_string(row));
+    }
+    CHECK(index.answer(jieba(), "") == "");
+    CHECK(index.answer(jieba(), "zyzzyva") == "");
+}
+
+TEST_CASE("Wilson's interval is statsmodels'") {
+    const Json measures(read_file(FIXTURES + "measures.json"));
+    for (sj::Value c : measures.root()["wilson"].items()) {
+        const Interval x = wilson(c[0].number(NAN), c[1].number(NAN));
+        CHECK(x.mean == doctest::Approx(100 * c[0].number(NAN) / c[1].number(NAN)));
+        CHECK(std::fabs(x.low - c[2].number(NAN)) < 1e-9);
+        CHECK(std::fabs(x.high - c[3].number(NAN)) < 1e-9);
+    }
+}
+
 TEST_CASE("bootstrap: seeded, centred, and as wide as the normal theory says") {
     Draw draw{4};
     const size_t n = 400;
-    std::vector<std::array<double, 2>> rows(n);
+    std::vector<double> values(n);
     double sum = 0, squares = 0;
-    for (auto& row : rows) {
-        row = {draw.below(1000) / 10., 7};
-        sum += row[0], squares += row[0] * row[0];
+    for (double& x : values) {
+        x = draw.below(1000) / 10.;
+        sum += x, squares += x * x;
     }
     const double mean = sum / n, error = std::sqrt((squares / n - mean * mean) / n);
-    const auto a = bootstrap(rows, 1), again = bootstrap(rows, 1), other = bootstrap(rows, 2);
-    CHECK(a[0].mean == doctest::Approx(mean));
-    CHECK(a[0].low == doctest::Approx(mean - 1.96 * error).epsilon(0.01));
-    CHECK(a[0].high == doctest::Approx(mean + 1.96 * error).epsilon(0.01));
-    CHECK((a[1].low == 7 && a[1].mean == 7 && a[1].high == 7));
-    CHECK((a[0].low == again[0].low && a[0].high == again[0].high));
-    CHECK(a[0].low != other[0].low);
+    const Interval a = bootstrap(values, 1), again = bootstrap(values, 1), other = bootstrap(values, 2);
+    CHECK(a.mean == doctest::Approx(mean));
+    CHECK(a.low == doctest::Approx(mean - 1.96 * error).epsilon(0.01));
+    CHECK(a.high == doctest::Approx(mean + 1.96 * error).epsilon(0.01));
+    CHECK((a.low == again.low && a.high == again.high));
+    CHECK(a.low != other.low);
+    const Interval same = bootstrap(std::vector<double>(n, 7), 1);
+    CHECK((same.low == 7 && same.mean == 7 && same.high == 7));
 }
 
 // ----------------------------------------------------------------------------------------------- the command
@@ -407,11 +512,72 @@ TEST_CASE("score: the fields of other programs, the worst rows, and a terminal t
 
     const std::string shown = out_of({a, r});
     CHECK(shown.find("4 rows matched by order; 1 empty") == 0);
-    for (const char* word : {"\nrouge-1 ", "\nrouge-2 ", "\nrouge-l ", "\nbleu-4 ", "the question as answer",
-                             "blank lines counted", "全局内存 [31m很 慢 啊", "问 题一"})
+    for (const char* word : {"\nrouge-1 ", "\nrouge-2 ", "\nrouge-l ", "\nbleu-4-char ", "the question as answer",
+                             "\nblank lines counted:\n  rouge-1 ", "全局内存 [31m很 慢 啊", "问 题一"})
         CHECK(shown.find(word) != std::string::npos);
     CHECK(shown.find('\x1b') == std::string::npos);
     CHECK(shown.find("\u0085") == std::string::npos);
+}
+
+TEST_CASE("score: BLEU of words, facts, choices and both baselines, each over the rows that have it") {
+    Scratch scratch;
+    const std::string a = scratch / "a", r = scratch / "r", t = scratch / "t";
+    write_file(r, R"({"instruction": "How wide is a warp?", "output": "A warp has 32 threads.", "facts": ["32"]}
+{"instruction": "线程束有多少线程？", "output": "线程束有 32 个线程。", "facts": ["32", "线程|thread"]}
+{"instruction": "选一个", "input": "A. 8\nB. 16\nC. 32", "output": "C. 32", "choices": ["8", "16", "32"], "choice": "C"}
+{"instruction": "再选", "input": "A. 8\nB. 16", "output": "A", "choices": ["8", "16"], "choice": "A"}
+{"instruction": "共享内存在哪里？", "output": "在芯片上。", "facts": []}
+)");
+    write_file(a, R"({"answer": "A warp has 64 threads."}
+{"answer": "<think>32</think>有 32 个"}
+{"answer": "答案是 C"}
+{"answer": "16"}
+{"answer": "在芯片上。"}
+)");
+    write_file(t, R"({"instruction": "一个线程束有多少个线程？", "output": "有 32 个线程。"}
+{"instruction": "选一个吧", "output": "C"}
+)");
+    const Json json(out_of({a, r, "--train", t, "--json"}));
+    auto cell = [&](const char* column, const char* metric) { return json.root()[column][metric]; };
+    auto mean = [&](const char* column, const char* metric) { return cell(column, metric)["mean"].number(NAN); };
+    CHECK(cell("answers", "rouge-l")["rows"].number() == 3); // not of the choices
+    CHECK(cell("answers", "bleu-4-word")["rows"].number() == 1);
+    CHECK(mean("answers", "bleu-4-word") ==
+          rounded_percent(bleu4_words("A warp has 64 threads.", "A warp has 32 threads.")));
+    CHECK(cell("answers", "facts")["rows"].number() == 2);
+    CHECK(mean("answers", "facts") == 25);
+    CHECK(mean("question", "facts") == 25); // 线程
+    CHECK(mean("nearest", "facts") == 50);  // (of the English question no word is known)
+    CHECK(mean("answers_less_nearest", "facts") == -25);
+    CHECK(mean("answers", "choice") == 50);
+    CHECK(cell("answers", "choice")["low"].number(NAN) == doctest::Approx(wilson(1, 2).low));
+    CHECK(mean("nearest", "choice") == 50);
+    CHECK(json.root()["choices"]["no_letter"].number() == 1);
+    CHECK(json.root()["choices"]["chance"].number(NAN) == doctest::Approx((50 + 100. / 3) / 2));
+    const std::string shown = out_of({a, r, "--train", t});
+    for (const char* words : {"2 choices: 1 answers name no letter", "nearest training answer", "answers less nearest",
+                              "\nbleu-4-word      1 ",
+                              "\nfacts            2   25.0000 [", "\nchoice           2   50.0000 ["})
+        CHECK(shown.find(words) != std::string::npos);
+    const Json without(out_of({a, r, "--json"}));
+    CHECK(!without.root()["nearest"]);
+    CHECK(sj::dump(without.root()["answers"]) == sj::dump(json.root()["answers"]));
+
+    const std::string row = R"({"instruction": "q", "output": "o", )", one = scratch / "one";
+    write_file(one, "{\"answer\": \"A\"}\n");
+    const std::pair<const char*, const char*> faults[] = {
+             {R"("facts": "32")", "facts: not a list"}, {R"("facts": [32])", "facts: not a string"},
+             {R"("facts": [" "])", "facts: an empty one"}, {R"("choice": "A")", "choices: 2 to 26"},
+             {R"("choice": "C", "choices": ["x", "y"])", "choice: not the letter"},
+             {R"("choice": "AB", "choices": ["x", "y"])", "choice: not the letter"},
+             {R"("choice": 1, "choices": ["x", "y"])", "choice: not a string"},
+             {R"("choices": "xy")", "choices: not a list"}};
+    for (auto& [fields, fault] : faults) {
+        write_file(scratch / "bad", row + fields + "}\n");
+        check_refused({one, scratch / "bad"}, fault);
+    }
+    check_refused({a, r, "--train", scratch / "none"}, "none: No such file");
+    check_refused({a, r, "--train", a}, "a: line 1: instruction: missing");
 }
 
 TEST_CASE("score: faults are one line that names the file and the line") {

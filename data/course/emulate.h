@@ -1,0 +1,220 @@
+// emulate.h: runs the CUDA code of the rows on a CPU, thread by thread; check_code.py compiles each row's code with it.
+//
+//   launch(grid, block, [&] { kernel(x, n); });    one thread after the other, from the first to the last
+//   backwards = true;                              ... from the last to the first: a race gives another result
+//   check(condition);                              ends with 1 if it is false
+//   says(format, ...);                             a text that must stand in the row's answer
+//
+// A thread of a block is a coroutine that runs until it waits: at __syncthreads(), or at a warp's function until the
+// lanes of its mask have come. Blocks run one after the other. `stuck` says that threads waited for what never came.
+// What it has not: dynamic shared memory, textures, half precision, tensor cores, time. It finds wrong results, not all
+// races: only these two orders are tried.
+#pragma once
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <ucontext.h>
+#include <vector>
+#define __global__ static
+#define __device__ static
+#define __host__
+#define __shared__ static
+#define __constant__ static
+#define __launch_bounds__(...)
+#define __forceinline__ inline
+#define __restrict__
+using std::max;
+using std::min;
+struct uint3 { unsigned x = 0, y = 0, z = 0; };
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static uint3 threadIdx, blockIdx;
+static dim3 blockDim, gridDim;
+constexpr int warpSize = 32;
+
+static bool backwards = false, stuck = false;
+
+struct Coroutine {
+    enum State { READY, AT_BLOCK, AT_WARP, DONE } state = READY;
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(64 << 10);
+    uint3 index;
+    unsigned mask = 0;
+};
+static std::vector<Coroutine> coroutines;
+static size_t running;
+static ucontext_t scheduler;
+static std::function<void()> body;
+static uint64_t exchange[1024];
+
+static void enter() {
+    body();
+    coroutines[running].state = Coroutine::DONE;
+    swapcontext(&coroutines[running].context, &scheduler);
+}
+static void wait_at(Coroutine::State state, unsigned mask = 0) {
+    Coroutine& c = coroutines[running];
+    c.state = state, c.mask = mask;
+    swapcontext(&c.context, &scheduler);
+}
+// Lets threads go on whose barrier is complete; false: there is none.
+static bool release() {
+    bool any = false, all = true;
+    const size_t n = coroutines.size();
+    for (size_t first = 0; first < n; first += 32)
+        for (size_t i = first; i < std::min(first + 32, n); i++) {
+            if (coroutines[i].state != Coroutine::AT_WARP) continue;
+            const unsigned mask = coroutines[i].mask;
+            bool complete = true;
+            for (size_t j = first; j < std::min(first + 32, n); j++)
+                if (mask >> (j - first) & 1)
+                    complete &= coroutines[j].state == Coroutine::AT_WARP && coroutines[j].mask == mask;
+            for (size_t j = first; j < std::min(first + 32, n) && complete; j++)
+                if (mask >> (j - first) & 1) coroutines[j].state = Coroutine::READY, any = true;
+        }
+    if (any) return true;
+    for (auto& c : coroutines) all &= c.state == Coroutine::AT_BLOCK || c.state == Coroutine::DONE;
+    for (auto& c : coroutines)
+        if (all && c.state == Coroutine::AT_BLOCK) c.state = Coroutine::READY, any = true;
+    return any;
+}
+static void run_block() {
+    const size_t n = (size_t)blockDim.x * blockDim.y * blockDim.z;
+    if (n > 1024 || n == 0) std::abort();
+    coroutines = std::vector<Coroutine>(n);
+    for (size_t i = 0; i < n; i++) {
+        Coroutine& c = coroutines[i];
+        c.index.x = (unsigned)(i % blockDim.x);
+        c.index.y = (unsigned)(i / blockDim.x % blockDim.y);
+        c.index.z = (unsigned)(i / blockDim.x / blockDim.y);
+        getcontext(&c.context);
+        c.context.uc_stack.ss_sp = c.stack.data();
+        c.context.uc_stack.ss_size = c.stack.size();
+        c.context.uc_link = nullptr;
+        makecontext(&c.context, enter, 0);
+    }
+    do
+        for (size_t k = 0; k < n; k++) {
+            running = backwards ? n - 1 - k : k;
+            if (coroutines[running].state != Coroutine::READY) continue;
+            threadIdx = coroutines[running].index;
+            swapcontext(&scheduler, &coroutines[running].context);
+        }
+    while (release());
+    for (auto& c : coroutines) stuck |= c.state != Coroutine::DONE;
+}
+template <class F> void launch(dim3 grid, dim3 block, F kernel) {
+    gridDim = grid, blockDim = block, body = kernel;
+    const unsigned n = grid.x * grid.y * grid.z;
+    for (unsigned k = 0; k < n; k++) {
+        const unsigned b = backwards ? n - 1 - k : k;
+        blockIdx.x = b % grid.x, blockIdx.y = b / grid.x % grid.y, blockIdx.z = b / grid.x / grid.y;
+        run_block();
+    }
+}
+
+// ---- what device code calls
+static void __syncthreads() { wait_at(Coroutine::AT_BLOCK); }
+static void __syncwarp(unsigned mask = ~0u) { wait_at(Coroutine::AT_WARP, mask); }
+static void __threadfence() {}
+static int lane_of() { return (int)(running % 32); }
+// Each lane gives a value; then all of the mask's are there to be read.
+template <class T, class R> auto warp_exchange(unsigned mask, T v, R read) {
+    std::memcpy(&exchange[running], &v, sizeof v);
+    __syncwarp(mask);
+    auto result = read([&](int lane) {
+        T x;
+        std::memcpy(&x, &exchange[running / 32 * 32 + (size_t)lane], sizeof x);
+        return x;
+    });
+    __syncwarp(mask);
+    return result;
+}
+template <class T> T __shfl_sync(unsigned mask, T v, int from, int width = 32) {
+    const int l = lane_of();
+    return warp_exchange(mask, v, [&](auto at) { return at(l / width * width + (from & (width - 1))); });
+}
+template <class T> T __shfl_down_sync(unsigned mask, T v, int d, int width = 32) {
+    const int l = lane_of(), from = l % width + d < width ? l + d : l;
+    return warp_exchange(mask, v, [&](auto at) { return at(from); });
+}
+template <class T> T __shfl_up_sync(unsigned mask, T v, int d, int width = 32) {
+    const int l = lane_of(), from = l % width >= d ? l - d : l;
+    return warp_exchange(mask, v, [&](auto at) { return at(from); });
+}
+template <class T> T __shfl_xor_sync(unsigned mask, T v, int d) {
+    const int l = lane_of();
+    return warp_exchange(mask, v, [&](auto at) { return at(l ^ d); });
+}
+static unsigned __ballot_sync(unsigned mask, int predicate) {
+    return warp_exchange(mask, predicate != 0, [&](auto at) {
+        unsigned bits = 0;
+        for (int i = 0; i < 32; i++)
+            if (mask >> i & 1 && at(i)) bits |= 1u << i;
+        return bits;
+    });
+}
+template <class T> unsigned __match_any_sync(unsigned mask, T v) {
+    return warp_exchange(mask, v, [&](auto at) {
+        unsigned bits = 0;
+        for (int i = 0; i < 32; i++)
+            if (mask >> i & 1 && at(i) == v) bits |= 1u << i;
+        return bits;
+    });
+}
+static int __popc(unsigned x) { return __builtin_popcount(x); }
+static int __ffs(int x) { return __builtin_ffs(x); }
+static int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+template <class T, class U> T atomicAdd(T* p, U v) { const T old = *p; *p = (T)(old + (T)v); return old; }
+template <class T, class U> T atomicMax(T* p, U v) { const T old = *p; *p = std::max(old, (T)v); return old; }
+template <class T, class U> T atomicExch(T* p, U v) { const T old = *p; *p = (T)v; return old; }
+template <class T> T atomicCAS(T* p, T compare, T v) { const T old = *p; if (old == compare) *p = v; return old; }
+static float rsqrtf(float x) { return 1 / std::sqrt(x); }
+#define __expf expf
+static unsigned __float_as_uint(float x) { unsigned u; std::memcpy(&u, &x, 4); return u; }
+static float __uint_as_float(unsigned u) { float x; std::memcpy(&x, &u, 4); return x; }
+
+// ---- what the rows' runs call
+#define check(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) std::printf("FALSE: %s\n", #condition), std::exit(1);                                        \
+    } while (0)
+[[gnu::format(printf, 1, 2)]] static void says(const char* format, ...) {
+    va_list list;
+    va_start(list, format);
+    std::vprintf(format, list);
+    va_end(list);
+    std::puts("");
+}
+// 32-byte sectors that a warp's addresses touch: the thread with this lane reads `bytes` at address(lane).
+template <class F> int sectors(F address, int bytes = 4) {
+    std::vector<long> all;
+    for (int lane = 0; lane < 32; lane++)
+        for (long b = (long)address(lane); b < (long)address(lane) + bytes; b++) all.push_back(b / 32);
+    std::sort(all.begin(), all.end());
+    return (int)(std::unique(all.begin(), all.end()) - all.begin());
+}
+// Ways of a bank conflict: the most different words of one bank that the lanes' word indices name.
+template <class F> int conflict_ways(F word) {
+    int most = 0;
+    for (int bank = 0; bank < 32; bank++) {
+        std::vector<long> words;
+        for (int lane = 0; lane < 32; lane++)
+            if ((long)word(lane) % 32 == bank) words.push_back((long)word(lane));
+        std::sort(words.begin(), words.end());
+        most = std::max(most, (int)(std::unique(words.begin(), words.end()) - words.begin()));
+    }
+    return most;
+}

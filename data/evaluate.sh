@@ -1,0 +1,144 @@
+#!/bin/sh
+# The evaluation table of the course for a model, in one command: as it is, with LoRA, with all parameters trained, with
+# QLoRA; each with and without the notes at hand; beside the question as answer and the nearest training answer.
+#     data/evaluate.sh MODEL [OUT [train_lora's options]]
+# MODEL is a model.bin or a Hugging Face folder with weights. OUT (default: evaluation) gets table.md and all that it is
+# made of; what is there is not made again: the same command goes on where it stopped. A row that cannot be filled says
+# why, and so does the whole table where there are no weights.
+# SEEDS="1 2 3" trains with each of them (default: 1). ROWS=N measures with the first N questions of each set only.
+# FULL="--full --lr 1e-5" is how all parameters are trained. DEVICE="-d cpu" is given to train_lora and to qwen3; PROGRAMS
+# names their folder, where it is not the repository's.
+set -eu
+export LC_ALL=C
+root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
+bin=${PROGRAMS:-$root}
+die() { printf 'evaluate.sh: %s\n' "$*" >&2; exit 1; }
+trap '[ $? -ne 130 ] || echo "evaluate.sh: stopped; the same command goes on" >&2' EXIT
+trap 'exit 130' INT TERM
+[ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 1; }
+model=$1 out=${2:-evaluation}
+shift "$(($# < 2 ? $# : 2))"
+course=$root/data/course
+for p in qwen3 train_lora datagen; do [ -x "$bin/$p" ] || die "$bin/$p: not there; run make first"; done
+case ${ROWS:-1} in *[!0-9]* | 0*) die "ROWS=$ROWS: a whole number from 1 is expected" ;; esac
+for seed in ${SEEDS:-1}; do case $seed in *[!0-9]*) die "SEEDS: $seed is no whole number" ;; esac; done
+
+weights= # its files, where there are weights
+if [ -d "$model" ]; then
+    for f in "$model"/*.safetensors "$model"/model.bin; do [ ! -f "$f" ] || weights="$weights $f"; done
+elif [ -f "$model" ]; then weights=$model; fi
+beside=$model
+[ -d "$model" ] || beside=$(dirname -- "$model")
+z=$beside/tokenizer.bin
+[ -f "$z" ] || z=$root/tokenizer.bin
+
+mkdir -p "$out"
+common=$(ls -lL "$model" 2>/dev/null || echo none; cat "$course"/*.jsonl "$course/paraphrases.tsv" | cksum
+    printf '%s\n' "${ROWS:-}" "${FULL:-}" "${DEVICE:-}" "$@")
+if [ "$(cat "$out/common" 2>/dev/null)" != "$common" ]; then # (other data or another model: nothing here is of use)
+    [ ! -e "$out/common" ] || die "$out: holds an evaluation of another model, data or options; name another folder"
+    [ -z "$(ls -A "$out")" ] || die "$out: is not empty and holds no evaluation; name another folder"
+    printf '%s\n' "$common" >"$out/common.new" && mv "$out/common.new" "$out/common"
+fi
+
+# What is learnt, and what is asked.
+cat "$course/gpu_qa.jsonl" "$course/train_hard.jsonl" >"$out/nearest.jsonl"
+awk -f "$course/paraphrase.awk" "$course/paraphrases.tsv" "$course/gpu_qa.jsonl" | cat "$out/nearest.jsonl" - >"$out/train.jsonl"
+cat "$course/rephrased_qa.jsonl" "$course/rephrased_more_qa.jsonl" >"$out/rephrased.all"
+for set in exam_qa exam_hard mc_exam mc_seen; do cp "$course/$set.jsonl" "$out/$set.all"; done
+sets='exam_qa exam_hard rephrased mc_exam mc_seen'
+for set in $sets; do head -n "${ROWS:-1000000}" "$out/$set.all" >"$out/$set.jsonl"; done
+
+has() { "$bin/$1" --help 2>/dev/null | grep -q -e "$2"; } # PROGRAM OPTION
+# train NAME OPTIONS...: OUT/NAME holds a model.bin or an adapter
+train() {
+    name=$1
+    shift
+    [ ! -f "$out/$name/trained" ] || return 0
+    [ -f "$out/train.bin" ] ||
+        "$bin/datagen" pack "$out/train.jsonl" "$out/train.bin" -z "$z" --max-len 1024 --info none --dropped "$out/dropped"
+    again=--overwrite
+    [ ! -f "$out/$name/state.safetensors" ] || again=--resume
+    printf 'evaluate.sh: training %s\n' "$name" >&2
+    # shellcheck disable=SC2086 # (DEVICE is several words)
+    "$bin/train_lora" "$model" "$out/train.bin" -o "$out/$name" -z "$z" --max-len 1024 $again ${DEVICE:-} "$@" </dev/null
+    : >"$out/$name/trained"
+}
+# measure SET NAME LABEL MODEL...: a row of the set's table; it is kept
+measure() {
+    set_=$1 name=$2 label=$3
+    shift 3
+    mkdir -p "$out/answers"
+    if [ ! -f "$out/answers/$set_.$name.row" ]; then
+        # shellcheck disable=SC2086
+        "$root/data/measure.sh" "$label" "$out/$set_.jsonl" "$out/answers/$set_.$name.jsonl" "$@" -z "$z" ${DEVICE:-} \
+            >"$out/answers/row.new"
+        mv "$out/answers/row.new" "$out/answers/$set_.$name.row"
+    fi
+    cat "$out/answers/$set_.$name.row" >>"$out/$set_.rows"
+}
+# both NAME LABEL MODEL...: rows of every set, without the notes and with them
+both() {
+    name=$1 label=$2
+    shift 2
+    for set in $sets; do
+        measure "$set" "$name" "$label" "$@"
+        if has qwen3 --docs; then measure "$set" "$name.docs" "$label, with the notes" "$@" --docs "$course/notes"
+        else empty "$set" "$label, with the notes" 'not run here: qwen3 has no --docs'; fi
+    done
+}
+empty() { printf '| %s | %s | | | | | | | | | |\n' "$2" "$3" >>"$out/$1.rows"; } # SET LABEL REASON
+trained() { # NAME: what is given to qwen3 for it
+    if [ -f "$out/$1/model.bin" ]; then both "$1" "$2" "$out/$1/model.bin"
+    else both "$1" "$2" "$model" --adapter "$out/$1"; fi
+}
+
+for set in $sets; do
+    : >"$out/$set.rows"
+    # (the references stand for answers: these two rows look at questions and training rows only)
+    "$root/data/measure.sh" 'the question as answer' "$out/$set.jsonl" "$out/$set.jsonl" >>"$out/$set.rows"
+    "$root/data/measure.sh" 'nearest training answer' "$out/$set.jsonl" "$out/$set.jsonl" --nearest "$out/nearest.jsonl" \
+        >>"$out/$set.rows"
+done
+if [ -z "$weights" ]; then
+    for label in 'as it is' LoRA 'all parameters' QLoRA; do
+        for set in $sets; do
+            empty "$set" "$label" 'not run here: no weights'
+            empty "$set" "$label, with the notes" 'not run here: no weights'
+        done
+    done
+else
+    both as-it-is 'as it is' "$model"
+    for seed in ${SEEDS:-1}; do
+        train "lora-$seed" -s "$seed" "$@"
+        trained "lora-$seed" "LoRA, seed $seed"
+        # shellcheck disable=SC2086
+        train "full-$seed" ${FULL:---full --lr 1e-5} -s "$seed" "$@"
+        trained "full-$seed" "all parameters, seed $seed"
+        if has train_lora --qlora; then
+            train "qlora-$seed" --qlora -s "$seed" "$@"
+            trained "qlora-$seed" "QLoRA, seed $seed"
+        else
+            for set in $sets; do empty "$set" "QLoRA, seed $seed" 'not run here: train_lora has no --qlora'; done
+        fi
+    done
+fi
+
+{
+    printf 'Model: `%s`. %s\n' "$model" "${ROWS:+The first $ROWS questions of each set only.}"
+    for set in $sets; do
+        case $set in
+        exam_qa) title='Exam: facts of no training row' ;;
+        exam_hard) title='Hard exam: code, arithmetic, comparisons' ;;
+        rephrased) title='Training questions in other words' ;;
+        mc_exam) title='Choices on the exam'\''s facts (chance: 25)' ;;
+        mc_seen) title='Choices on facts of training rows (chance: 25)' ;;
+        esac
+        printf '\n### %s\n\n' "$title"
+        "$root/data/measure.sh" --header answers
+        cat "$out/$set.rows"
+    done
+    printf '\nMeans in percent with 95%% intervals over the questions; two rows whose intervals overlap are not shown to differ.\n'
+} >"$out/table.new"
+mv "$out/table.new" "$out/table.md"
+cat "$out/table.md"
