@@ -2988,17 +2988,11 @@ __device__ __forceinline__ void produce(const TileMaps& maps, const TileArgs& p,
     }
 }
 
-// The second of two warpgroups begins when the first has had LEAD stages: then one multiplies while the other is at the
-// end of its tile, in every tile from then on.
-constexpr int LEAD = 2;
-__device__ __forceinline__ void let_second_begin() { HOPPER_ASM("barrier.arrive 2, 256;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_first() { HOPPER_ASM("barrier.sync 2, 256;" ::: "memory"); }
-
 // sum = x W^T over `steps` stages, of which there is one at least; added to the sums if `more`. One group of wgmma is
 // under way while the next stage is waited for.
 template <class S, bool X_COLS, bool W_COLS>
 __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], const HopperStages<S>& stages,
-                                                     Ring<S::STAGES>& ring, int steps, bool more, bool leads) {
+                                                     Ring<S::STAGES>& ring, int steps, bool more) {
     constexpr int PANEL = STAGE_IN * 128, DOWN = 16 * 128, ALONG = 32; // bytes of 16 numbers of `in`, down and along
     const uint32_t my_x = threadIdx.x / 128 * (64 * STAGE_IN * 2);
     const auto multiply = [&](bool add) {
@@ -3023,7 +3017,6 @@ __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], 
         done_with(before);
         before = ring.stage;
         ring.next();
-        if (leads && step == LEAD) let_second_begin();
     }
     wgmma_wait<0>();
     wgmma_settle(sum);
@@ -3046,11 +3039,11 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     __syncthreads();
     let_next_start(); // all our blocks have their places
     if (threadIdx.x >= S::CONSUMERS) {
-        if (S::MOVES_REGISTERS) keep_registers<24>();
+        if (S::MOVES_REGISTERS) keep_registers<40>();
         if (threadIdx.x == S::CONSUMERS) produce<S, X_COLS, W_COLS, Epilogue::PAIR>(maps, p, stages, units);
         return;
     }
-    if (S::MOVES_REGISTERS) take_registers<240>();
+    if (S::MOVES_REGISTERS) take_registers<232>();
     wait_for_previous(); // whose results an epilogue may add to
     Ring<S::STAGES> ring;
     for (int u = blockIdx.x; u < units; u += gridDim.x) {
@@ -3058,14 +3051,11 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
         float sum[1][S::NF][4];
         const int masked = Epilogue::MASKS ? at.more_steps : 0; // (then there are some, and no splits)
         if constexpr (Epilogue::MASKS) {
-            multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, masked, false, false);
+            multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, masked, false);
             mask_sums<S>(sum, p.N, at, epilogue);
             wgmma_settle(sum);
         }
-        const int steps = at.last - at.first - masked;
-        const bool apart = S::CONSUMERS == 256 && u == blockIdx.x && steps > LEAD, leads = threadIdx.x < 128;
-        if (apart && !leads) wait_for_first();
-        multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, steps, Epilogue::MASKS, apart && leads);
+        multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.last - at.first - masked, Epilogue::MASKS);
         if (p.splits > 1 &&
             !reduce_splits<S::CONSUMERS>(sum, p.partial, p.arrived, u / p.splits, u % p.splits, p.splits)) continue;
         #pragma unroll
