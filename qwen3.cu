@@ -853,8 +853,9 @@ template <class T> struct Session {
     int draw() {
         if constexpr (HAS_GPU<T>) if (draws) return draws->next();
         penalize(logits, drawing.how, ids, drawing.answer, config.V);
-        if (ctx.plain) return sample(logits, drawing.exist, drawing.how, ids.size());
-        return sample_cpu(ctx, logits, drawing.exist, drawing.how, ids.size());
+        if constexpr (HAS_CPU<T>)
+            if (!ctx.plain) return sample_cpu(ctx, logits, drawing.exist, drawing.how, ids.size());
+        return sample(logits, drawing.exist, drawing.how, ids.size());
     }
     // Takes the token just drawn into the session.
     void accept(int id) {
