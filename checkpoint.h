@@ -708,7 +708,11 @@ inline bool copy_to_huge_pages(const MappedFile& map) {
     mprotect(copy, map.size, PROT_READ);
     if (mremap(copy, map.size, map.size, MREMAP_MAYMOVE | MREMAP_FIXED, map.data) == MAP_FAILED)
         DIE("%s: moving a copy to where it is mapped: %s", map.path.c_str(), strerror(errno));
-    munmap(memory, room); // what is left of it
+    // What is left of it, before and after. (Where the copy was, another thread may have memory by now.)
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), begin = (size_t)(copy - memory);
+    const size_t end = begin + (map.size + page - 1) / page * page;
+    if (begin) munmap(memory, begin);
+    munmap(memory + end, room - end);
     return true;
 }
 
