@@ -937,6 +937,7 @@ struct Matcher;
 // holds `mutex`; a Matcher does.
 struct Automaton {
     static constexpr size_t MAX_THREADS = 4096;    // of a state
+    static constexpr size_t MAX_CALLERS = 1 << 16; // that nodes take over from others, when a state is made
     static constexpr size_t MAX_WORK = 100'000;    // of a mask: threads of the states that it looks at,
     static constexpr size_t MAX_STEPS = 2'000'000; // ... and nodes of the tries
     static constexpr size_t ALL_MEMORY = 512 << 20, LEAST_MEMORY = 1 << 20, MOST_MEMORY = 16 << 20;
@@ -999,7 +1000,7 @@ struct Automaton {
     // BOTTOM the text ends; the UNKNOWN ones stand for any node, in states that masks are made from. Whoever returns
     // there becomes a thread at MARK.
     static constexpr int BOTTOM = 0, UNKNOWN = 1, FIRST = 32;
-    static constexpr uint32_t MARK = UINT32_MAX;
+    static constexpr uint32_t MARK = UINT32_MAX, LAST_CALL = 1u << 31; // (LAST_CALL and a rule: see drain)
     static constexpr uint64_t thread(uint32_t position, int node) { return (uint64_t)position << 32 | (uint32_t)node; }
     static uint32_t position_of(uint64_t t) { return (uint32_t)(t >> 32); }
     static int node_of(uint64_t t) { return (int)(uint32_t)t; }
@@ -1029,6 +1030,7 @@ struct Automaton {
     // Scratch of settle().
     std::vector<uint64_t> found;
     Seen seen;
+    size_t room = 0; // for callers
     std::map<int, std::vector<uint64_t>> calls; // by the rule's rank: who calls
     std::vector<int> by_rank;
 
@@ -1067,7 +1069,7 @@ struct Automaton {
     // its rule. Then the rules that are called, callers before those whom they call: so all who call a rule are known
     // when its node is made. A rule that ends before its first byte has been passed by already.
     int settle(std::vector<uint64_t>& todo, bool may_return) {
-        seen.clear(), found.clear(), calls.clear();
+        seen.clear(), found.clear(), calls.clear(), room = MAX_CALLERS;
         drain(todo, may_return);
         while (!calls.empty()) {
             const int rule = by_rank[(size_t)calls.begin()->first];
@@ -1098,10 +1100,13 @@ struct Automaton {
             case Grammar::CALL: {
                 const Grammar::Rule& rule = grammar.rules[p.y];
                 std::vector<uint64_t>& callers = calls[rule.rank];
-                const int i = node - FIRST;
-                if (p.x == Grammar::FINAL && node >= FIRST) // a last call returns to where its rule would
-                    callers.insert(callers.end(), nodes.begin(i), nodes.end(i));
-                else callers.push_back(thread(p.x, node));
+                if (p.x != Grammar::FINAL || node < FIRST) callers.push_back(thread(p.x, node));
+                else if (seen.insert(thread(LAST_CALL | p.y, node))) { // it returns to where its rule would
+                    const uint64_t *first = nodes.begin(node - FIRST), *last = nodes.end(node - FIRST);
+                    const size_t some = std::min((size_t)(last - first), std::max<size_t>(room, 1));
+                    callers.insert(callers.end(), first, first + some);
+                    room -= std::min(room, some);
+                }
                 if (rule.nullable) todo.push_back(thread(p.x, node));
                 break;
             }

@@ -414,6 +414,11 @@ TEST_CASE("schemas: what is hostile is refused or bounded, and quickly") {
     std::string chain = "root ::= r1\n";
     for (int i = 1; i < 20000; i++) chain += format("r%d ::= r%d\n", i, i + 1);
     CHECK(refusal_of([&] { grammar_of_gbnf(chain + "r20000 ::= \"a\""); }).empty());
+    std::string callers = "root ::= a \"0\"", called = "a ::= b"; // each of the one may return to each of the other
+    for (int i = 1; i < 10000; i++) callers += format(" | a \"%d\"", i), called += " | b";
+    const double begun = seconds();
+    CHECK(accepts(automaton(grammar_of_gbnf(callers + "\n" + called + "\nb ::= \"x\"")), "x9999"));
+    CHECK(seconds() - begun < 5);
 
     // Patterns whose deterministic automata are exponential, and a grammar that is as ambiguous as they come: each mask
     // in bounded time, and never empty.
