@@ -1314,6 +1314,7 @@ struct Matcher {
     void mask(uint32_t* out) { // (words)
         std::lock_guard lock(automaton->mutex);
         automaton->mask(state, out);
+        if (automaton->bytes() > automaton->limit()) automaton->collect(); // (a walk may make many states)
     }
     bool may_end() const {
         std::lock_guard lock(automaton->mutex);

@@ -476,4 +476,17 @@ TEST_CASE("grammar: an automaton forgets what it has grown, and answers that are
     CHECK(a->bytes() < 2 * Automaton::MOST_MEMORY);
     Matcher next(a);
     CHECK(next.advance("[]"));
+
+    // Also what a mask has made: no token need follow, since the answer may wait for its turn.
+    const Tokenizer& tokenizer = vocabulary(true)->tokenizer;
+    std::vector<std::string> words; // a state for each of their beginnings, with an edge for almost every byte
+    for (int id = 0; id < tokenizer.size() && words.size() < 12000; id++)
+        if (tokenizer.bytes(id).size() >= 8 && tokenizer.bytes(id).size() <= Vocabulary::SHORT)
+            words.emplace_back(tokenizer.bytes(id));
+    const Shared wide = automaton(grammar_of_choice(words), true);
+    Matcher choosing(wide);
+    std::vector<uint32_t> bits(wide->vocabulary->words());
+    choosing.mask(bits.data());
+    CHECK(wide->bytes() < Automaton::MOST_MEMORY);
+    CHECK(choosing.advance(words[0]));
 }
