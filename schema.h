@@ -216,7 +216,9 @@ struct SchemaReader {
     std::map<const sj::Node*, int> rule_of;
     std::vector<std::pair<int, sj::Value>> pending;
     int merges = 0;
+    size_t copied = 0; // names of properties
     static constexpr int MAX_MERGES = 10000;
+    static constexpr size_t MAX_NAMES = 10000, MAX_COPIED = 1 << 20;
 
     static bool is_annotation(const std::string& word) {
         static const std::set<std::string> all = {"title", "description", "default", "examples", "$comment", "$schema",
@@ -268,6 +270,12 @@ struct SchemaReader {
         return r;
     }
 
+    // Before so many copies of k are made.
+    void limit(const Keywords& k, size_t copies) {
+        const size_t names = k.properties.size() + k.required.size();
+        copied += copies * names;
+        if (names > MAX_NAMES || copied > MAX_COPIED) DIE("the schema is too large: too many properties");
+    }
     void gather(sj::Value v, Keywords& k, int depth = 0) {
         if (depth > 32) DIE("$ref: a schema that refers to itself");
         if (++merges > MAX_MERGES) DIE("the schema is too large: its anyOf, oneOf and allOf multiply");
@@ -292,18 +300,22 @@ struct SchemaReader {
             k.with_properties = true;
             k.of_objects.insert(owner.node);
             std::map<std::string, sj::Value> last; // of those with one name
+            std::set<std::string> known;
+            for (auto& property : k.properties) known.insert(property.first);
             for (auto [name, schema] : value.members()) last[name] = schema;
             for (auto [name, schema] : value.members()) {
                 auto one = last.extract(name);
                 if (!one) continue;
-                if (k.property(name)) DIE("properties: %s is described twice", in_quotes(name).c_str());
+                if (known.count(name)) DIE("properties: %s is described twice", in_quotes(name).c_str());
                 k.properties.push_back({name, one.mapped()});
             }
+            limit(k, 1);
         } else if (word == "required") {
             if (!value.is(sj::Array)) DIE("required must be a list");
             for (sj::Value name : value.items())
                 if (!name.is(sj::String)) DIE("required must be a list of strings");
                 else k.required.insert(name.str());
+            limit(k, 0);
         } else if (is_refused(word)) {
             if (word == "uniqueItems" && value.is(sj::False)) return;
             DIE("%s is not supported", word.c_str());
@@ -390,6 +402,7 @@ struct SchemaReader {
         std::vector<int> starts;
         std::vector<Keywords> branches;
         for (sj::Value part : list.items()) {
+            limit(k, 1);
             branches.push_back(k);
             gather(part, branches.back());
             starts.push_back(alone ? schema(part, next) : from(branches.back(), next));

@@ -406,6 +406,11 @@ TEST_CASE("schemas: what is hostile is refused or bounded, and quickly") {
     std::string groups = "{\"allOf\": [{}"; // 2^20 branches
     for (int i = 0; i < 20; i++) groups += ", {\"anyOf\": [{\"type\": \"string\"}, {\"type\": \"number\"}]}";
     CHECK(schema(groups + "]}").find("multiply") != std::string::npos);
+    std::string names, empty; // each branch has all the names
+    for (int i = 0; i < 9000; i++) names += format("%s\"%d\": {}", i ? ", " : "", i), empty += i ? ", {}" : "{}";
+    CHECK(schema(R"({"type": "null", "anyOf": [)" + empty + R"(], "properties": {)" + names + "}}").find("too many") !=
+          std::string::npos);
+    CHECK(schema(R"({"type": "null", "properties": {"a": {}, )" + names + R"(}, "allOf": [{"properties": {"x": {}}}]})").empty());
     CHECK(schema(R"({"minimum": 1e99999})").find("minimum") != std::string::npos);
     std::string deep = "\"a\"";
     for (int i = 0; i < 1000; i++) deep = "(" + deep + ")";
