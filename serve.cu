@@ -2243,10 +2243,10 @@ struct Exchange {
         return stream ? begin_stream() : finish();
     }
 
-    // Grammars take longer than their text to read.
+    // Grammars take longer than their text to read. (Of a field's name, letters may be escaped.)
     bool asks_for_form() {
         std::lock_guard lock(server.bodies.mutex);
-        for (const char* word : {"\"tools\"", "\"response_format\"", "\"structured_outputs\"", "\"guided_"})
+        for (const char* word : {"\"tools\"", "\"response_format\"", "\"structured_outputs\"", "\"guided_", "\\u00"})
             if (body.find(word) != std::string::npos) return true;
         return false;
     }
