@@ -938,7 +938,7 @@ struct Matcher;
 struct Automaton {
     static constexpr size_t MAX_THREADS = 4096;    // of a state
     static constexpr size_t MAX_CALLERS = 1 << 16; // that nodes take over from others, when a state is made
-    static constexpr size_t MAX_WORK = 100'000;    // of a mask: threads of the states that it looks at,
+    static constexpr size_t MAX_WORK = 100'000;    // of a mask: threads of the states that it looks at or makes,
     static constexpr size_t MAX_STEPS = 2'000'000; // ... and nodes of the tries
     static constexpr size_t ALL_MEMORY = 512 << 20, LEAST_MEMORY = 1 << 20, MOST_MEMORY = 16 << 20;
     static constexpr size_t MAX_MASKS = 128;       // kept
@@ -1008,6 +1008,7 @@ struct Automaton {
     struct Edge {
         int to = -1;       // not made yet
         uint32_t walk = 0; // the last that has passed it
+        uint32_t work = 0; // that making it took, in threads of a state
     };
     // What is common to all states with threads at the same positions: tokens that stay within the rules they began
     // in, and where in the trie one returns from which node.
@@ -1030,7 +1031,7 @@ struct Automaton {
     // Scratch of settle().
     std::vector<uint64_t> found;
     Seen seen;
-    size_t room = 0; // for callers
+    size_t room = 0, spent = 0; // for callers; positions and callers that were looked at
     std::map<int, std::vector<uint64_t>> calls; // by the rule's rank: who calls
     std::vector<int> by_rank;
 
@@ -1062,14 +1063,16 @@ struct Automaton {
             if (grammar.sets[p.y][byte]) todo.push_back(thread(p.x, node_of(*t)));
         }
         const int to = settle(todo, true);
-        return edges[(size_t)state * (size_t)grammar.classes + grammar.byte_class[byte]].to = to;
+        Edge& edge = edges[(size_t)state * (size_t)grammar.classes + grammar.byte_class[byte]];
+        edge.work = (uint32_t)(spent / 16); // (most take no more than their threads)
+        return edge.to = to;
     }
 
     // The state of these threads once all that takes no byte is done. First what has got a byte: it may return from
     // its rule. Then the rules that are called, callers before those whom they call: so all who call a rule are known
     // when its node is made. A rule that ends before its first byte has been passed by already.
     int settle(std::vector<uint64_t>& todo, bool may_return) {
-        seen.clear(), found.clear(), calls.clear(), room = MAX_CALLERS;
+        seen.clear(), found.clear(), calls.clear(), room = MAX_CALLERS, spent = 0;
         drain(todo, may_return);
         while (!calls.empty()) {
             const int rule = by_rank[(size_t)calls.begin()->first];
@@ -1077,10 +1080,12 @@ struct Automaton {
             calls.erase(calls.begin());
             std::sort(callers.begin(), callers.end());
             callers.erase(std::unique(callers.begin(), callers.end()), callers.end());
+            spent += callers.size();
             const int node = FIRST + nodes.intern(callers);
             todo = {thread((uint32_t)grammar.rules[(size_t)rule].start, node)};
             drain(todo, false);
         }
+        spent += seen.used;
         std::sort(found.begin(), found.end());
         return intern_state(found);
     }
@@ -1272,6 +1277,7 @@ struct Automaton {
                 edge[e].walk = walks;
                 to = next(from, node.byte);
                 edge = edges.data();
+                work += edge[e].work;
             }
             if (to == 0) { i = node.end; continue; }
             allow(bits, node.token);
