@@ -102,6 +102,7 @@ struct Grammar {
         int rank = 0;          // callers before those whom they call
     };
     static constexpr size_t MAX_POSITIONS = 1 << 18;
+    static constexpr size_t MAX_TEXT = 1 << 20; // bytes that a pattern is read from: it takes 100 times that
     static constexpr int FINAL = 0;         // the position where every rule ends
     static constexpr int MAX_REPEAT = 100000;
 
@@ -422,6 +423,7 @@ struct RegexReader {
     static constexpr int MAX_DEPTH = 200;
 
     RegexReader(Grammar& g, std::string_view pattern) : grammar(g), text(pattern) {
+        if (text.size() > Grammar::MAX_TEXT) DIE("regex: longer than %zu bytes", Grammar::MAX_TEXT);
         for (size_t i = 0; i < text.size();) {
             const int n = utf8_length(text.data() + i, text.size() - i);
             if (n <= 0) DIE("regex: invalid UTF-8");
@@ -476,7 +478,7 @@ struct RegexReader {
         do all.parts.push_back(sequence());
         while (accept('|'));
         depth--;
-        return all.parts.size() == 1 ? all.parts[0] : all;
+        return all.parts.size() == 1 ? std::move(all.parts[0]) : std::move(all);
     }
     Pattern sequence() {
         Pattern all;
@@ -633,6 +635,7 @@ struct GbnfReader {
     std::map<std::string, int> rules{{"root", 0}};
 
     GbnfReader(Grammar& g, std::string_view source) : grammar(g), text(source) {
+        if (text.size() > Grammar::MAX_TEXT) DIE("grammar: longer than %zu bytes", Grammar::MAX_TEXT);
         for (size_t i = 0; i < text.size();) {
             const int n = utf8_length(text.data() + i, text.size() - i);
             if (n <= 0) DIE("grammar: invalid UTF-8");
@@ -694,7 +697,7 @@ struct GbnfReader {
             break;
         }
         depth--;
-        return all.parts.size() == 1 ? all.parts[0] : all;
+        return all.parts.size() == 1 ? std::move(all.parts[0]) : std::move(all);
     }
     Pattern sequence(bool inside) {
         Pattern all;

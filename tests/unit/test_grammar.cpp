@@ -416,6 +416,9 @@ TEST_CASE("schemas: what is hostile is refused or bounded, and quickly") {
     for (int i = 0; i < 1000; i++) deep = "(" + deep + ")";
     CHECK(refusal_of([&] { grammar_of_gbnf("root ::= " + deep); }).find("nested") != std::string::npos);
     CHECK(refusal_of([&] { grammar_of_regex(std::string(1000000, '(')); }).find("nested") != std::string::npos);
+    const std::string letters(2000000, 'a');
+    CHECK(refusal_of([&] { grammar_of_regex(letters); }).find("longer") != std::string::npos);
+    CHECK(refusal_of([&] { grammar_of_gbnf("root ::= \"" + letters + "\""); }).find("longer") != std::string::npos);
     std::string chain = "root ::= r1\n";
     for (int i = 1; i < 20000; i++) chain += format("r%d ::= r%d\n", i, i + 1);
     CHECK(refusal_of([&] { grammar_of_gbnf(chain + "r20000 ::= \"a\""); }).empty());
