@@ -441,6 +441,7 @@ def markdown(b, url, shots, folder):
     b.reload()
     b.wait("typeof chats !== 'undefined' && chats.size === 7")
     check(b.js("window.hit ?? null") is None, "a file's text is text")
+    check(b.js("[...chats.keys()].every(id => typeof id === 'string' && id !== 'undefined')"), "what had no id has got one")
     b.click(".chat .icon[aria-label=Delete]")
     b.wait("chats.size === 6")
     b.click("#toast button")
