@@ -460,15 +460,20 @@ TEST_CASE("priority: within a key the lowest is first") {
 TEST_CASE("a step takes no longer when thirty thousand wait, and the cancelled ones leave") {
     Bench bench({256, 1, 64, 64, 0});
     bench.desk.limit = 100'000;
+    auto worked = [] { // seconds that this process has had of the CPUs: others may be busy too
+        timespec t;
+        clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+        return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    };
     auto time_of = [&] { // a step with one answer at work, where other programs disturb it least
         Job job = job_of(1, 8, 240);
         REQUIRE(bench.desk.submit({job}));
         bench.engine.step();
         std::vector<double> all;
         for (int i = 0; i < 200; i++) {
-            const double start = seconds();
+            const double start = worked();
             bench.engine.step();
-            all.push_back(seconds() - start);
+            all.push_back(worked() - start);
         }
         while (job.reply->left) bench.engine.step();
         std::nth_element(all.begin(), all.begin() + 20, all.end());
@@ -479,7 +484,7 @@ TEST_CASE("a step takes no longer when thirty thousand wait, and the cancelled o
     for (int i = 0; i < 30'000; i++) many.push_back(job_of(1, 8, 1)), many.back().priority = 1;
     for (Job& job : many) REQUIRE(bench.desk.submit({job}));
     double crowded = time_of();
-    for (int i = 0; i < 2 && crowded >= 1.5 * alone; i++) crowded = std::min(crowded, time_of());
+    for (int i = 0; i < 5 && crowded >= 1.5 * alone; i++) crowded = std::min(crowded, time_of());
     const std::string times = format("%.0f us alone, %.0f us among many", 1e6 * alone, 1e6 * crowded);
     INFO(times);
     CHECK(crowded < 1.5 * alone + 20e-6);
