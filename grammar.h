@@ -412,24 +412,61 @@ struct Grammar {
     }
 };
 
-// ------------------------------------------------------------------------------------------------ regular expressions
-// Reads the part that JavaScript, Python and RE2 agree on: characters, classes, groups, | * + ? {m,n}, and ^ and $ at
-// the two ends. What looks around, back or is greedy in its own way is refused by name.
-struct RegexReader {
+// What readers of patterns share: a place in a text of characters.
+struct PatternReader {
+  protected:
     Grammar& grammar;
     std::string_view text;
     size_t at = 0;
     int depth = 0;
     static constexpr int MAX_DEPTH = 200;
 
-    RegexReader(Grammar& g, std::string_view pattern) : grammar(g), text(pattern) {
-        if (text.size() > Grammar::MAX_TEXT) DIE("regex: longer than %zu bytes", Grammar::MAX_TEXT);
+    PatternReader(Grammar& g, std::string_view source, const char* kind) : grammar(g), text(source) {
+        if (text.size() > Grammar::MAX_TEXT) DIE("%s: longer than %zu bytes", kind, Grammar::MAX_TEXT);
         for (size_t i = 0; i < text.size();) {
             const int n = utf8_length(text.data() + i, text.size() - i);
-            if (n <= 0) DIE("regex: invalid UTF-8");
+            if (n <= 0) DIE("%s: invalid UTF-8", kind);
             i += (size_t)n;
         }
     }
+    ~PatternReader() = default; // (no one deletes it by this name)
+    [[noreturn]] virtual void fail(const char* what) const = 0;
+
+    char peek(size_t ahead = 0) const { return at + ahead < text.size() ? text[at + ahead] : '\0'; }
+    bool more() const { return at < text.size(); }
+    bool accept(char c) { return more() && peek() == c ? (at++, true) : false; }
+    uint32_t code() {
+        const char* p = text.data() + at;
+        const uint32_t c = utf8_read(p);
+        at = (size_t)(p - text.data());
+        return c;
+    }
+    int number() {
+        int n = 0;
+        if (!isdigit((unsigned char)peek())) fail("expected a number");
+        for (; isdigit((unsigned char)peek()); at++) {
+            n = n * 10 + (peek() - '0');
+            if (n > Grammar::MAX_REPEAT) fail("the number is too large");
+        }
+        return n;
+    }
+    uint32_t hex(size_t n) {
+        uint32_t value = 0;
+        for (size_t i = 0; i < n; i++, at++) {
+            const int digit = more() ? sj::hex_digit(peek()) : -1;
+            if (digit < 0) fail("expected hex digits");
+            value = value << 4 | (uint32_t)digit;
+        }
+        if (value > LAST_CODE || (value >= 0xD800 && value < 0xE000)) fail("not a character");
+        return value;
+    }
+};
+
+// ------------------------------------------------------------------------------------------------ regular expressions
+// Reads the part that JavaScript, Python and RE2 agree on: characters, classes, groups, | * + ? {m,n}, and ^ and $ at
+// the two ends. What looks around, back or is greedy in its own way is refused by name.
+struct RegexReader : PatternReader {
+    RegexReader(Grammar& g, std::string_view pattern) : PatternReader(g, pattern, "regex") {}
 
     // The text that matches is all of it.
     Pattern whole() { return read(false); }
@@ -444,16 +481,7 @@ struct RegexReader {
     }
 
   private:
-    char peek(size_t ahead = 0) const { return at + ahead < text.size() ? text[at + ahead] : '\0'; }
-    bool more() const { return at < text.size(); }
-    bool accept(char c) { return more() && peek() == c ? (at++, true) : false; }
-    [[noreturn]] void fail(const char* what) const { DIE("regex, byte %zu: %s", at, what); }
-    uint32_t code() {
-        const char* p = text.data() + at;
-        const uint32_t c = utf8_read(p);
-        at = (size_t)(p - text.data());
-        return c;
-    }
+    [[noreturn]] void fail(const char* what) const override { DIE("regex, byte %zu: %s", at, what); }
 
     Pattern read(bool anywhere) {
         Pattern all = choice();
@@ -510,15 +538,6 @@ struct RegexReader {
         if (peek() == '+') fail("possessive repetitions are not supported");
         accept('?'); // lazy: the same texts
         return true;
-    }
-    int number() {
-        int n = 0;
-        if (!isdigit((unsigned char)peek())) fail("expected a number");
-        for (; isdigit((unsigned char)peek()); at++) {
-            n = n * 10 + (peek() - '0');
-            if (n > Grammar::MAX_REPEAT) fail("the number is too large");
-        }
-        return n;
     }
 
     Pattern atom() {
@@ -584,16 +603,6 @@ struct RegexReader {
         if (c < 0x80 && isalnum((int)c)) at--, fail("this escape is not supported");
         return one(c);
     }
-    uint32_t hex(size_t n) {
-        uint32_t value = 0;
-        for (size_t i = 0; i < n; i++, at++) {
-            const int digit = more() ? sj::hex_digit(peek()) : -1;
-            if (digit < 0) fail("expected hex digits");
-            value = value << 4 | (uint32_t)digit;
-        }
-        if (value > LAST_CODE || (value >= 0xD800 && value < 0xE000)) fail("not a character");
-        return value;
-    }
     Codes char_class() {
         at++;
         const bool negated = accept('^');
@@ -627,21 +636,10 @@ struct RegexReader {
 //     root ::= "yes" | "no" reason?      # a comment
 //     reason ::= ", because " [^.]+ "."
 // Strings and classes know \n \r \t \\ \" \[ \] \- \^ \xHH \uHHHH \UHHHHHHHH; . is any character; ( ) | * + ? {m,n}.
-struct GbnfReader {
-    Grammar& grammar;
-    std::string_view text;
-    size_t at = 0;
-    int depth = 0;
+struct GbnfReader : PatternReader {
     std::map<std::string, int> rules{{"root", 0}};
 
-    GbnfReader(Grammar& g, std::string_view source) : grammar(g), text(source) {
-        if (text.size() > Grammar::MAX_TEXT) DIE("grammar: longer than %zu bytes", Grammar::MAX_TEXT);
-        for (size_t i = 0; i < text.size();) {
-            const int n = utf8_length(text.data() + i, text.size() - i);
-            if (n <= 0) DIE("grammar: invalid UTF-8");
-            i += (size_t)n;
-        }
-    }
+    GbnfReader(Grammar& g, std::string_view source) : PatternReader(g, source, "grammar") {}
 
     void read() {
         for (skip(true); more(); skip(true)) {
@@ -660,10 +658,7 @@ struct GbnfReader {
     }
 
   private:
-    char peek(size_t ahead = 0) const { return at + ahead < text.size() ? text[at + ahead] : '\0'; }
-    bool more() const { return at < text.size(); }
-    bool accept(char c) { return more() && peek() == c ? (at++, true) : false; }
-    [[noreturn]] void fail(const char* what) const {
+    [[noreturn]] void fail(const char* what) const override {
         const auto line = std::count(text.begin(), text.begin() + (ptrdiff_t)std::min(at, text.size()), '\n') + 1;
         DIE("grammar, line %zd: %s", line, what);
     }
@@ -685,7 +680,7 @@ struct GbnfReader {
 
     // inside: within ( ), where a line may end anywhere. Elsewhere it may before and after |.
     Pattern choice(bool inside) {
-        if (++depth > RegexReader::MAX_DEPTH) fail("nested too deep");
+        if (++depth > MAX_DEPTH) fail("nested too deep");
         Pattern all{Pattern::CHOICE};
         for (;;) {
             skip(true);
@@ -722,21 +717,16 @@ struct GbnfReader {
         return true;
     }
     void bounds(int* least, int* most) {
-        auto number = [&] {
-            int n = 0;
+        auto bound = [&] {
             skip(false);
-            if (!isdigit((unsigned char)peek())) fail("expected a number");
-            for (; isdigit((unsigned char)peek()); at++) {
-                n = n * 10 + (peek() - '0');
-                if (n > Grammar::MAX_REPEAT) fail("the number is too large");
-            }
+            const int n = number();
             skip(false);
             return n;
         };
-        *least = *most = number();
+        *least = *most = bound();
         if (accept(',')) {
             skip(false);
-            *most = peek() == '}' ? -1 : number();
+            *most = peek() == '}' ? -1 : bound();
         }
         if (!accept('}')) fail("expected }");
         if (*most >= 0 && *most < *least) fail("a repetition whose bounds are the wrong way round");
@@ -768,9 +758,7 @@ struct GbnfReader {
         if (!more() || peek() == '\n') fail(missing);
         const bool escaped = accept('\\');
         if (!more()) fail(missing);
-        const char* p = text.data() + at;
-        const uint32_t c = utf8_read(p);
-        at = (size_t)(p - text.data());
+        const uint32_t c = PatternReader::code();
         if (!escaped) return c;
         switch (c) {
         case 'n': return '\n';
@@ -782,16 +770,6 @@ struct GbnfReader {
         case '\\': case '"': case '[': case ']': case '-': case '^': case '\'': case '/': return c;
         default: fail("an unknown escape");
         }
-    }
-    uint32_t hex(size_t n) {
-        uint64_t value = 0;
-        for (size_t i = 0; i < n; i++, at++) {
-            const int digit = more() ? sj::hex_digit(peek()) : -1;
-            if (digit < 0) fail("expected hex digits");
-            value = value << 4 | (uint64_t)digit;
-        }
-        if (value > LAST_CODE || (value >= 0xD800 && value < 0xE000)) fail("not a character");
-        return (uint32_t)value;
     }
     Codes char_class() {
         const bool negated = accept('^');
