@@ -430,7 +430,8 @@ struct PatternReader {
         }
     }
     ~PatternReader() = default; // (no one deletes it by this name)
-    [[noreturn]] virtual void fail(const char* what) const = 0;
+    virtual std::string place() const = 0; // for messages
+    [[noreturn]] void fail(const char* what) const { DIE("%s: %s", place().c_str(), what); }
 
     char peek(size_t ahead = 0) const { return at + ahead < text.size() ? text[at + ahead] : '\0'; }
     bool more() const { return at < text.size(); }
@@ -481,7 +482,7 @@ struct RegexReader : PatternReader {
     }
 
   private:
-    [[noreturn]] void fail(const char* what) const override { DIE("regex, byte %zu: %s", at, what); }
+    std::string place() const override { return format("regex, byte %zu", at); }
 
     Pattern read(bool anywhere) {
         Pattern all = choice();
@@ -658,9 +659,9 @@ struct GbnfReader : PatternReader {
     }
 
   private:
-    [[noreturn]] void fail(const char* what) const override {
+    std::string place() const override {
         const auto line = std::count(text.begin(), text.begin() + (ptrdiff_t)std::min(at, text.size()), '\n') + 1;
-        DIE("grammar, line %zd: %s", line, what);
+        return format("grammar, line %zd", line);
     }
     void skip(bool lines) { // blanks and comments
         for (; more(); at++) {
