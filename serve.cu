@@ -2051,8 +2051,9 @@ struct Server {
     std::set<Peer*> peers;
 
     Server(const ServerOptions& o, Desk& d) : options(o), desk(d) {}
-    ~Server() { if (daemon) MHD_stop_daemon(daemon); }
+    ~Server() { if (daemon) stop(); }
     void start();
+    void stop();
     void watch();
     void drain();
     void abandon();
@@ -2663,6 +2664,20 @@ void Server::start() {
         MHD_OPTION_CONNECTION_TIMEOUT, options.idle(), MHD_OPTION_THREAD_POOL_SIZE, threads,
         MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
     if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
+}
+
+// The connections end first: while libmicrohttpd stops (0.9.75), a request that it refuses itself makes it read through a
+// null pointer.
+void Server::stop() {
+    const MHD_socket listening = MHD_quiesce_daemon(daemon);
+    int empty = 0; // times that nobody was there: a thread may just be accepting
+    for (const double end = seconds() + 5; empty < 3 && seconds() < end; usleep(10'000)) {
+        std::lock_guard lock(mutex);
+        for (Peer* peer : peers) shutdown(peer->fd, SHUT_RDWR);
+        empty = peers.empty() ? empty + 1 : 0;
+    }
+    MHD_stop_daemon(daemon);
+    if (listening != MHD_INVALID_SOCKET) close(listening);
 }
 
 // To be called a few times a second: who is late, and who is gone?

@@ -1933,6 +1933,23 @@ TEST_CASE("10,000 malformed requests") {
     CHECK(server.stop().status == 0);
 }
 
+TEST_CASE("malformed requests that come while the server ends") {
+    for (int i = 0; i < 8; i++) {
+        Serving server({"--ctx", "64"});
+        std::atomic<int> sent{0};
+        std::vector<std::thread> threads;
+        for (int t = 0; t < 4; t++)
+            threads.emplace_back([&sent, port = server.port] {
+                try {
+                    for (;; sent++) Http(port).send("GET / HTTP/9\r\n:\r\n\r\n");
+                } catch (const Error&) {} // it is gone
+            });
+        while (sent < 200) usleep(1000);
+        CHECK(server.stop().status == 0);
+        for (auto& t : threads) t.join();
+    }
+}
+
 // -------------------------------------------------------------------------------------------------------- batch
 
 static Result batch(const std::string& in, const std::string& out, const Strings& more = {}) {
