@@ -23,7 +23,7 @@
    1 Between the threads   Job, Piece, Budget, Reply, Desk, figures
    2 Speech                ids to text: characters, stop strings, thoughts, log-probabilities
    3 Engine                pages and prefix cache, schedule, step; on the CPU and on a GPU
-   4 API                   from JSON to jobs (request.h), from pieces to JSON
+   4 API                   from JSON to jobs (request.h), from pieces to JSON; two other dialects (dialects.h)
    5 Batch                 a file of requests
    6 HTTP                  libmicrohttpd: log, workers, connections, deadlines, routes
    7 main
@@ -72,7 +72,9 @@ struct Piece {
     std::vector<CallPart> calls{};
     const char* finish = nullptr;  // with the last piece: "stop", "length" or "tool_calls",
     size_t count = 0;              // tokens drawn for the answer, its end token too
-    size_t cached = 0;             // tokens of the prompt from the cache
+    size_t cached = 0;             // tokens of the prompt from the cache,
+    size_t thoughts = 0;           // ... of the thought,
+    std::string stop{};            // ... and the stop string that ended it
 };
 
 inline size_t bytes_of(const Piece& piece) {
@@ -153,11 +155,13 @@ struct Reply {
     void put(Piece&& piece) {
         auto joins = [&](const Piece& p) { return p.choice == piece.choice && p.thought == piece.thought; };
         const auto at = whole ? std::find_if(pieces.rbegin(), pieces.rend(), joins) : pieces.rend();
-        if (at == pieces.rend()) return pieces.push_back(std::move(piece));
+        const bool after_call = at != pieces.rend() && !at->calls.empty() && !piece.text.empty(); // (order stays)
+        if (at == pieces.rend() || after_call) return pieces.push_back(std::move(piece));
         at->text += piece.text;
         std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(at->tokens));
         std::move(piece.calls.begin(), piece.calls.end(), std::back_inserter(at->calls));
         at->finish = piece.finish, at->count = piece.count, at->cached = piece.cached;
+        at->thoughts = piece.thoughts, at->stop = std::move(piece.stop);
     }
 };
 
@@ -640,6 +644,7 @@ template <class T> struct Engine {
         size_t resumed = 0;        // tokens it had answered then
         bool restrained = false;   // the GPU knows it as one that may not end yet
         size_t cached = SIZE_MAX;
+        size_t thoughts = 0;       // tokens of its thought
         double last = 0;           // when its last token came
         std::unique_ptr<Matcher> matcher{}; // of the job's form
 
@@ -1011,6 +1016,7 @@ template <class T> struct Engine {
             if (row) info = describe(row, tokenizer.size(), id, job.alternatives);
             q.speech.feed(piece, std::move(info));
         }
+        q.thoughts += state == Speech::THOUGHT || q.speech.state == Speech::THOUGHT;
         if (job.form_of_calls && state != Speech::CALL && q.speech.state == Speech::CALL) q.matcher->begin();
         const bool complete = (keeps && !lost && !job.form_of_calls && q.matcher->must_end()) ||
                               (job.one_call && q.speech.calls > 0);
@@ -1018,7 +1024,7 @@ template <class T> struct Engine {
         if (end || q.speech.filter.stopped || complete)
             piece.finish = q.speech.calls ? "tool_calls" : "stop", figures.stopped++;
         else if (lost || piece.count == job.max_tokens) piece.finish = "length", figures.cut++;
-        if (piece.finish) q.speech.finish(piece);
+        if (piece.finish) q.speech.finish(piece), piece.thoughts = q.thoughts, piece.stop = q.speech.filter.found;
 
         const double now = seconds();
         figures.answer_tokens++;
@@ -1380,7 +1386,8 @@ struct Answer {
         std::vector<CallPart> calls{}; // whole
         size_t calls_begun = 0;        // of a stream
         bool begun = false;
-        size_t offset = 0, count = 0, cached = 0;
+        size_t offset = 0, count = 0, cached = 0, thoughts = 0;
+        std::string stop{};
         const char* finish = nullptr;
     };
     std::vector<Choice> choices;
@@ -1392,6 +1399,7 @@ struct Answer {
         : tokenizer(*service.tokenizer), id(ask.id), model(service.name), chat(ask.chat), usage(ask.usage),
           logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()),
           echo(ask.echo) {}
+    virtual ~Answer() = default;
 
     bool complete() const {
         return std::all_of(choices.begin(), choices.end(), [](const Choice& c) { return c.finish; });
@@ -1408,7 +1416,7 @@ struct Answer {
     }
 
     // Takes a piece, to be told as a whole later.
-    void add(Piece&& piece) {
+    virtual void add(Piece&& piece) {
         Choice& c = note(piece);
         (piece.thought ? c.thought : c.text) += piece.text;
         std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(c.tokens));
@@ -1423,8 +1431,8 @@ struct Answer {
     }
 
     // The whole in parts: what comes next, until all is told. What has been told of log-probabilities is let go.
-    bool told() const { return place.told; }
-    std::string part() {
+    virtual bool told() const { return place.told; }
+    virtual std::string part() {
         sj::Writer& w = writer;
         if (w.open.empty()) begin(w, chat ? "chat.completion" : "text_completion");
         while (w.text.size() < PART && place.choice < choices.size()) {
@@ -1463,7 +1471,7 @@ struct Answer {
     }
 
     // A piece as server-sent events; after the last, what closes the stream.
-    std::string events(const Piece& piece) {
+    virtual std::string events(const Piece& piece) {
         Choice& c = note(piece);
         std::string out;
         auto event = [&](auto delta, const std::vector<TokenInfo>& tokens, const char* finish) {
@@ -1509,12 +1517,16 @@ struct Answer {
         return out;
     }
 
-  private:
+  protected:
     Choice& note(const Piece& piece) {
         Choice& c = choices[(size_t)piece.choice];
-        if (piece.finish) c.finish = piece.finish, c.count = piece.count, c.cached = piece.cached;
+        if (!piece.finish) return c;
+        c.finish = piece.finish, c.count = piece.count, c.cached = piece.cached;
+        c.thoughts = piece.thoughts, c.stop = piece.stop;
         return c;
     }
+
+  private:
     // Theirs alone, since a client may keep calls of many answers in one list.
     std::string call_id(size_t choice, size_t index) const {
         return format("call_%016llx", (unsigned long long)(call_seed + (choice << 32) + index));
@@ -1596,6 +1608,8 @@ struct Answer {
     struct { size_t choice = 0, column = 0, token = 0; bool told = false; } place; // of what is told next
 };
 
+#include "dialects.h"
+
 // ==================================================================================================== 5 Batch
 // OpenAI's Batch format: {"custom_id", "method", "url", "body"} a line in, {"id", "custom_id", "response", "error"} a
 // line out. Answers go to FILE.partial as they come, and to FILE in the order of the requests when all are there.
@@ -1631,16 +1645,16 @@ inline std::string batch_line(const std::string& custom_id, int status, const st
     return w.end().field("error", nullptr).end().text + "\n";
 }
 
-inline Ask read_batch_ask(const Service& service, std::string_view line) {
+inline Asked read_batch_line(const Service& service, std::string_view line) {
     sj::Doc doc;
     sj::parse(doc, line);
     const std::string url = doc.root()["url"].str(), method = doc.root()["method"].str("POST");
     if (method != "POST") throw Refusal(405, "method must be POST", "method");
-    if (url != "/v1/chat/completions" && url != "/v1/completions")
-        throw Refusal(404, "url must be /v1/chat/completions or /v1/completions", "url");
-    Ask ask = read_ask(service, doc.root()["body"].raw(), url == "/v1/chat/completions", 1);
-    if (ask.stream) throw Refusal(400, "stream is not for batches", "stream");
-    return ask;
+    if (url != CHAT && url != COMPLETION && url != RESPONSES)
+        throw Refusal(404, "url must be /v1/chat/completions, /v1/completions or /v1/responses", "url");
+    Asked asked = read_asked(service, url, doc.root()["body"].raw(), 1);
+    if (asked.ask.stream) throw Refusal(400, "stream is not for batches", "stream");
+    return asked;
 }
 
 // A batch between its two files.
@@ -1705,8 +1719,8 @@ struct Batcher {
                 const size_t index = next++;
                 if (rows[index].answered) continue;
                 try {
-                    Ask ask = read_batch_ask(service, rows[index].line);
-                    Open o = {ask.jobs[0].reply, std::make_unique<Answer>(service, ask)};
+                    auto [ask, answer] = read_batch_line(service, rows[index].line);
+                    Open o = {ask.jobs[0].reply, std::move(answer)};
                     o.reply->wake = [&, index, reply = o.reply.get()] {
                         if (reply->left) return;
                         std::lock_guard lock(mutex);
@@ -2140,7 +2154,7 @@ struct Exchange {
         try {
             check_framing();
         } catch (const Refusal& r) {
-            return respond({r.status, error_json(r), "application/json", {{"Connection", "close"}}});
+            return respond({r.status, fault(r), "application/json", {{"Connection", "close"}}});
         }
         try {
             check_head();
@@ -2191,12 +2205,14 @@ struct Exchange {
     // The number of the caller's key, from 1 on: one space of shared prompts each. Every key is compared to its end.
     uint64_t key() const {
         if (server.options.keys.empty()) return 1;
-        const std::string_view given = header("Authorization"), scheme = "bearer ";
+        const std::string given_there = header("Authorization"), given_here = header("X-Api-Key"); // (Anthropic's)
+        const std::string_view scheme = "bearer ";
+        const std::string given = given_there.empty() && !given_here.empty() ? "bearer " + given_here : given_there;
         const std::string own = lower(std::string(given.substr(0, scheme.size())));
         uint64_t found = 0;
         for (size_t k = 0; k < server.options.keys.size(); k++) {
             const std::string& wanted = server.options.keys[k].key;
-            const std::string_view token = given.substr(std::min(scheme.size(), given.size()));
+            const std::string_view token = std::string_view(given).substr(std::min(scheme.size(), given.size()));
             unsigned differ = token.size() != wanted.size() || own != scheme;
             for (size_t i = 0; i < wanted.size() && !token.empty(); i++)
                 differ |= (unsigned)(wanted[i] ^ token[i % token.size()]);
@@ -2246,7 +2262,8 @@ struct Exchange {
     // Grammars take longer than their text to read. (Of a field's name, letters may be escaped.)
     bool asks_for_form() {
         std::lock_guard lock(server.bodies.mutex);
-        for (const char* word : {"\"tools\"", "\"response_format\"", "\"structured_outputs\"", "\"guided_", "\\u00"})
+        for (const char* word : {"\"tools\"", "\"response_format\"", "\"structured_outputs\"", "\"guided_", "\"format\"",
+                                 "\\u00"})
             if (body.find(word) != std::string::npos) return true;
         return false;
     }
@@ -2258,18 +2275,22 @@ struct Exchange {
         std::string().swap(body); // the answer may take long, and others need the room
     }
 
+    std::string fault(const Refusal& r) const { // as the route's clients know it
+        const bool message = path == MESSAGES || path == COUNT_TOKENS;
+        return message ? message_error_json(r, request_id) : error_json(r);
+    }
     Response response() {
         try {
             if (refusal) throw *refusal;
             return route();
         } catch (const Refusal& r) {
-            Response told{r.status, error_json(r)};
+            Response told{r.status, fault(r)};
             if (r.status == 401) told.headers.push_back({"WWW-Authenticate", "Bearer"});
             if (r.status == 405) told.headers.push_back({"Allow", r.param});
             if (r.status == 429 || r.status == 503) told.headers.push_back({"Retry-After", "1"});
             return told;
         } catch (const std::bad_alloc&) {
-            return {503, error_json(503, "out of memory")};
+            return {503, fault({503, "out of memory"})};
         }
     }
 
@@ -2280,7 +2301,7 @@ struct Exchange {
     std::string route_name() const {
         if (path.compare(0, 11, "/v1/models/") == 0) return "/v1/models/{id}";
         return known(path, {"/", "/health", "/ping", "/version", "/metrics", "/tokenize", "/detokenize", "/v1/models",
-                            "/v1/completions", "/v1/chat/completions"});
+                            COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS});
     }
 
     // Status 0: the answer is on its way.
@@ -2309,10 +2330,9 @@ struct Exchange {
             only("GET");
             return {200, metrics(), "text/plain; version=0.0.4"};
         }
-        const bool chat = path == "/v1/chat/completions", completion = path == "/v1/completions";
         const bool models = path == "/v1/models" || path.compare(0, 11, "/v1/models/") == 0;
-        const bool tokenize = path == "/tokenize", detokenize = path == "/detokenize";
-        if (!chat && !completion && !models && !tokenize && !detokenize)
+        const bool tokenize = path == "/tokenize", detokenize = path == "/detokenize", count = path == COUNT_TOKENS;
+        if (!is_asked(path) && !models && !tokenize && !detokenize && !count)
             throw Refusal(404, "there is nothing here; / and /v1/chat/completions are");
         only(models ? "GET" : "POST");
         if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
@@ -2320,11 +2340,12 @@ struct Exchange {
         if (models) return list_models();
         if (tokenize) return {200, tokens_of(service)};
         if (detokenize) return {200, text_of(service)};
+        if (count) return {200, count_message_tokens(service, body)};
 
-        Ask ask = read_ask(service, body, chat, caller);
+        auto [ask, told] = read_asked(service, path, body, caller);
         if (ask.jobs.size() > server.desk.limit)
             throw Refusal(400, format("the queue has room for %zu answers", server.desk.limit), "n");
-        answer = std::make_unique<Answer>(service, ask);
+        answer = std::move(told);
         stream = ask.stream;
         const std::shared_ptr<Reply> r = ask.jobs[0].reply;
         r->share = unsent;
@@ -2421,7 +2442,7 @@ struct Exchange {
         {
             std::lock_guard lock(reply->mutex);
             const char* dropped = unsent->lost ? "too much waits to be sent" : "the server is shutting down";
-            if (unsent->lost || (reply->cancelled && server.draining)) return respond({503, error_json(503, dropped)});
+            if (unsent->lost || (reply->cancelled && server.draining)) return respond({503, fault({503, dropped})});
             if (reply->cancelled) return MHD_NO;
             if (reply->left) {
                 suspended = true;
@@ -2463,7 +2484,7 @@ struct Exchange {
     static ssize_t next_of_stream(void* self, uint64_t, char* buffer, size_t room) {
         Exchange& e = *(Exchange*)self;
         try {
-            if (e.sent == e.out.size()) {
+            while (e.sent == e.out.size()) {
                 e.out.clear(), e.sent = 0;
                 std::vector<Piece> pieces;
                 {
@@ -2546,7 +2567,7 @@ struct Exchange {
             name.erase(std::remove(name.begin(), name.end(), ' '), name.end());
             auto plain = [](char c) { return isalnum((unsigned char)c) || c == '-'; };
             const bool known = name.compare(0, 12, "x-stainless-") == 0 || name.compare(0, 7, "openai-") == 0 ||
-                               name == "x-request-id";
+                               name.compare(0, 10, "anthropic-") == 0 || name == "x-api-key" || name == "x-request-id";
             if (known && std::all_of(name.begin(), name.end(), plain)) all += ", " + name;
         }
         return all;
