@@ -221,14 +221,14 @@ inline void read_response_item(Turns& turns, sj::Value item) {
     }
 }
 
-// {"type": "function", "name", ...} as a chat has it: {"type": "function", "function": {"name", ...}}.
+// {"type": "function", "name", ...} as a chat has it: {"type": "function", "function": {"name", ...}}. The order stays,
+// since the model sees it.
 inline void write_tool(sj::Writer& w, sj::Value tool, const char* schema) {
     members_of(tool, "tools", {"type", "name", "description", schema, "strict", "cache_control"});
     w.object().field("type", "function").key("function").object();
-    for (const char* name : {"name", "description", "parameters", "strict"}) {
-        const sj::Value v = tool[strcmp(name, "parameters") ? name : schema];
-        if (v && !v.is(sj::Null)) write_raw(w, name, v);
-    }
+    for (auto [name, value] : tool.members())
+        if (name != "type" && name != "cache_control" && !value.is(sj::Null))
+            write_raw(w, name == schema ? "parameters" : name.c_str(), value);
     w.end().end();
 }
 
@@ -255,6 +255,7 @@ inline std::string chat_of_response(const Fields& f) {
         if (f[name]) write_raw(w, name, f[name]);
     if (f["max_output_tokens"]) w.field("max_completion_tokens", f.integer("max_output_tokens", 1, INT_MAX, 1));
     members_of(f, "stream_options", {"include_obfuscation"});
+    if (f["metadata"]) Fields(f["metadata"], "metadata");
     const Fields text = members_of(f, "text", {"format", "verbosity"}), thoughts = members_of(f, "reasoning", {"effort"});
     refuse_values(text, {{"verbosity", {"\"medium\""}}});
     if (thoughts["effort"]) write_raw(w, "reasoning_effort", thoughts["effort"]);

@@ -370,3 +370,293 @@ TEST_CASE("HTTP: hostile forms are refused, and nobody waits for them") {
     for (int i = 0; i < 3; i++) server.ask(odd);
     CHECK(server.ask(question("\"max_tokens\": 5")) != "");
 }
+
+// ---------------------------------------------------------------------------------------------------- dialects
+
+static std::vector<int> prompt_of(const char* path, const std::string& body) {
+    INFO(body);
+    try {
+        return read_asked(service_of(), path, body, 1).ask.jobs.at(0).prompt;
+    } catch (const Refusal& r) {
+        FAIL(r.what());
+        throw;
+    }
+}
+static std::string quoted(const std::string& text) {
+    std::string out;
+    sj::quote(out, text);
+    return out;
+}
+static const std::string CALLED = R"({"role": "user", "content": "a"}, {"role": "assistant", "content": "One moment.", "reasoning_content": "hm", "tool_calls": [
+    {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{\"a\": 1}"}}, {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "c1", "content": "noon"}, {"role": "tool", "tool_call_id": "c2", "content": "night"})";
+
+TEST_CASE("dialects: what the packages send is the conversation that a chat would have") {
+    const std::string plain = "{\"messages\": [{\"role\": \"system\", \"content\": \"Be brief.\"}, {\"role\": \"user\", \"content\": \"What is a warp?\"}]}";
+    const std::vector<int> wanted = prompt_of(CHAT, plain);
+    // as openai 3.54 sends them
+    CHECK(prompt_of(RESPONSES, R"({"input":"What is a warp?","instructions":"Be brief.","max_output_tokens":40,"model":"tiny","temperature":1.0,"seed":7})") == wanted);
+    CHECK(prompt_of(RESPONSES, R"({"input":[{"role":"developer","content":"Be brief."},{"role":"user","content":[{"type":"input_text","text":"What is "},
+        {"type":"input_text","text":"a warp?"}],"type":"message"}],"model":"tiny","stream":true,"store":false,"include":[],"truncation":"disabled",
+        "metadata":{"a":"b"},"service_tier":"auto","text":{"format":{"type":"text"},"verbosity":"medium"},"reasoning":null})") == wanted);
+    // as anthropic 2.12 does
+    CHECK(prompt_of(MESSAGES, R"({"max_tokens":40,"messages":[{"role":"user","content":"What is a warp?"}],"model":"tiny","system":"Be brief."})") == wanted);
+    CHECK(prompt_of(MESSAGES, R"({"max_tokens":40,"messages":[{"role":"user","content":[{"type":"text","text":"What is a warp?","cache_control":{"type":"ephemeral"}}]}],
+        "model":"tiny","system":[{"type":"text","text":"Be "},{"type":"text","text":"brief."}],"stream":true,"metadata":{"user_id":"u"},"thinking":{"type":"disabled"}})") == wanted);
+    CHECK(count_message_tokens(service_of(), R"({"messages":[{"role":"user","content":"What is a warp?"}],"model":"tiny","system":"Be brief."})") ==
+          format("{\"input_tokens\": %zu}", wanted.size()));
+    CHECK(prompt_of(RESPONSES, R"({"input":"a","reasoning":{"effort":"high"}})") == prompt_of(CHAT, question("\"reasoning_effort\": \"high\"")));
+    CHECK(prompt_of(MESSAGES, R"({"max_tokens":9,"messages":[{"role":"user","content":"a"}],"thinking":{"type":"adaptive"}})") ==
+          prompt_of(CHAT, question("\"reasoning_effort\": \"high\"")));
+    CHECK(prompt_of(MESSAGES, R"({"max_tokens":9,"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"A warp is"}]})") ==
+          prompt_of(CHAT, R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "A warp is"}], "continue_final_message": true})"));
+
+    // Calls and their results, the results in another order than the calls.
+    const std::vector<int> called = prompt_of(CHAT, "{\"messages\": [" + CALLED + "], " + TOOLS + "}");
+    const Json tools("{" + TOOLS + "}");
+    std::string flat, blocks;
+    for (sj::Value tool : tools["tools"].items()) {
+        const sj::Value f = tool["function"];
+        flat += std::string(flat.empty() ? "" : ",") + "{\"type\": \"function\"", blocks += blocks.empty() ? "{\"type\": \"custom\"" : ",{\"type\": \"custom\"";
+        for (auto [name, value] : f.members()) {
+            flat += ", " + quoted(name) + ": " + std::string(value.raw());
+            blocks += ", " + quoted(name == "parameters" ? "input_schema" : name) + ": " + std::string(value.raw());
+        }
+        flat += "}", blocks += "}";
+    }
+    CHECK(prompt_of(RESPONSES, R"({"input":[{"role":"user","content":"a"},{"id":"rs_1","summary":[],"type":"reasoning","content":[{"text":"hm","type":"reasoning_text"}]},
+        {"id":"msg_1","content":[{"annotations":[],"text":"One moment.","type":"output_text","logprobs":[]}],"role":"assistant","status":"completed","type":"message"},
+        {"arguments":"{\"a\": 1}","call_id":"c1","name":"now","type":"function_call","id":"fc_1","status":"completed"},{"arguments":"{}","call_id":"c2","name":"now","type":"function_call"},
+        {"type":"function_call_output","call_id":"c2","output":"night"},{"type":"function_call_output","call_id":"c1","output":[{"type":"input_text","text":"noon"}]}],"tools":[)" +
+        flat + "]}") == called);
+    const std::string messages = R"({"max_tokens":9,"messages":[{"role":"user","content":"a"},{"role":"assistant","content":[{"type":"thinking","thinking":"hm","signature":""},
+        {"type":"text","text":"One moment."},{"type":"tool_use","id":"c1","name":"now","input":{"a": 1}},{"type":"tool_use","id":"c2","name":"now","input":{}}]},
+        {"role":"user","content":[{"type":"tool_result","tool_use_id":"c2","content":[{"type":"text","text":"night"}]},{"type":"tool_result","tool_use_id":"c1","content":"noon"})";
+    CHECK(prompt_of(MESSAGES, messages + "]}],\"tools\":[" + blocks + "]}") == called);
+    CHECK(prompt_of(MESSAGES, messages + R"(,{"type":"text","text":"And?"}]}],"tools":[)" + blocks + "]}") ==
+          prompt_of(CHAT, "{\"messages\": [" + CALLED + ", {\"role\": \"user\", \"content\": \"And?\"}], " + TOOLS + "}"));
+    // How it is to be said.
+    const Ask one = read_asked(service_of(), RESPONSES, R"({"input":"a","tool_choice":{"type":"function","name":"now"},"tools":[)" + flat + "], \"max_output_tokens\": 7}", 1).ask;
+    CHECK(one.jobs[0].one_call);
+    CHECK(one.jobs[0].max_tokens == 7);
+    CHECK(one.id.compare(0, 5, "resp_") == 0);
+    const Ask other = read_asked(service_of(), MESSAGES, R"({"max_tokens":8,"messages":[{"role":"user","content":"a"}],"stop_sequences":["x"],"tool_choice":{"type":"any",
+        "disable_parallel_tool_use":true},"tools":[)" + blocks + "]}", 1).ask;
+    CHECK(other.jobs[0].one_call);
+    CHECK(other.jobs[0].sure_calls);
+    CHECK(other.jobs[0].stops == std::vector<std::string>{"x"});
+    CHECK(read_asked(service_of(), RESPONSES, R"({"input":"a","text":{"format":{"type":"json_schema","name":"p","schema":{"type":"null"}}}})", 1).ask.jobs[0].form);
+    CHECK(read_asked(service_of(), MESSAGES, R"({"max_tokens":8,"messages":[{"role":"user","content":"a"}],"output_config":{"format":{"type":"json_schema","schema":{"type":"null"}}}})", 1).ask.jobs[0].form);
+}
+
+TEST_CASE("dialects: every other field is refused by its name") {
+    auto refused = [](const char* path, const std::string& body) -> std::string {
+        try {
+            read_asked(service_of(), path, body, 1);
+            return "-";
+        } catch (const Refusal& r) {
+            CHECK(r.status == 400);
+            CHECK(Json(message_error_json(r, "id"))["error"]["message"].str().find(r.param) != std::string::npos);
+            return r.param;
+        }
+    };
+    using Rows = std::vector<std::pair<std::string, std::string>>;
+    for (auto& [more, param] : Rows{
+             {"\"store\": true", "store"}, {"\"previous_response_id\": \"resp_1\"", "previous_response_id"}, {"\"conversation\": \"c\"", "conversation"},
+             {"\"background\": true", "background"}, {"\"include\": [\"reasoning.encrypted_content\"]", "include"}, {"\"truncation\": \"auto\"", "truncation"},
+             {"\"prompt\": {\"id\": \"p\"}", "prompt"}, {"\"max_tool_calls\": 1", "max_tool_calls"}, {"\"top_logprobs\": 2", "top_logprobs"}, {"\"n\": 2", "n"},
+             {"\"max_tokens\": 2", "max_tokens"}, {"\"messages\": []", "messages"}, {"\"response_format\": {}", "response_format"}, {"\"logprobs\": true", "logprobs"},
+             {"\"max_output_tokens\": 0", "max_output_tokens"}, {"\"max_output_tokens\": 5000", "input"}, {"\"temperature\": 3", "temperature"},
+             {"\"instructions\": 5", "instructions"}, {"\"text\": {\"format\": {\"type\": \"xml\"}}", "text"}, {"\"text\": {\"verbosity\": \"low\"}", "verbosity"},
+             {"\"text\": {\"format\": {\"type\": \"json_schema\", \"schema\": {\"not\": {}}}}", "text"}, {"\"text\": {\"x\": 1}", "text"}, {"\"text\": 1", ""},
+             {"\"reasoning\": {\"summary\": \"auto\"}", "reasoning"}, {"\"reasoning\": {\"effort\": \"much\"}", "reasoning"}, {"\"tools\": 5", "tools"}, {"\"tools\": [5]", "tools"},
+             {"\"tools\": [{\"type\": \"web_search\"}]", "tools"}, {"\"tools\": [{\"type\": \"function\", \"name\": \"f\", \"defer_loading\": true}]", "tools"},
+             {"\"tools\": [{\"type\": \"function\", \"name\": \"a b\"}]", "tools"}, {"\"tool_choice\": {\"type\": \"allowed_tools\"}", "tool_choice"},
+             {"\"stream\": true, \"stream_options\": {\"include_usage\": true}", "stream_options"}, {"\"cyber\": 1", "cyber"}, {"\"" + std::string(99, 'x') + "\": 1", ""},
+             {"\"input\": 5", "input"}, {"\"input\": [5]", "input"}, {"\"input\": []", "input"}, {"\"input\": [{\"role\": \"king\", \"content\": \"a\"}]", "input"},
+             {"\"input\": [{\"role\": \"user\", \"content\": [{\"type\": \"input_image\"}]}]", "input"}, {"\"input\": [{\"type\": \"item_reference\", \"id\": \"x\"}]", "input"},
+             {"\"input\": [{\"type\": \"function_call_output\", \"call_id\": \"x\", \"output\": \"\"}]", "input"}, {"\"input\": [{\"type\": \"function_call\", \"name\": \"f\"}]", "input"},
+             {"\"input\": [{\"type\": \"reasoning\", \"encrypted_content\": \"x\"}]", "input"}})
+        CHECK_MESSAGE(refused(RESPONSES, "{\"input\": \"a\", " + more + "}") == param, more);
+    CHECK(refused(RESPONSES, "{}") == "input");
+    for (auto& [more, param] : Rows{
+             {"\"thinking\": {\"type\": \"enabled\", \"budget_tokens\": 1024}", "thinking"}, {"\"thinking\": {\"type\": \"between_tools\"}", "thinking"},
+             {"\"max_tokens\": 0", "max_tokens"}, {"\"max_tokens\": 5000", "messages"}, {"\"stop_sequences\": \"a\"", "stop_sequences"}, {"\"stop_sequences\": [5]", "stop_sequences"},
+             {"\"stop\": \"a\"", "stop"}, {"\"container\": \"c\"", "container"}, {"\"mcp_servers\": []", "mcp_servers"}, {"\"service_tier\": \"priority\"", "service_tier"},
+             {"\"output_config\": {\"effort\": \"low\"}", "output_config"}, {"\"output_config\": {\"format\": {\"type\": \"json_object\"}}", "output_config"},
+             {"\"output_config\": {\"format\": {\"type\": \"json_schema\", \"schema\": {\"not\": {}}}}", "output_config"}, {"\"metadata\": {\"x\": 1}", "metadata"},
+             {"\"tools\": [{\"type\": \"bash_20250124\", \"name\": \"bash\"}]", "tools"}, {"\"tools\": [{\"name\": \"f\"}]", "tools"}, {"\"tools\": {}", "tools"},
+             {"\"tool_choice\": {\"type\": \"required\"}", "tool_choice"}, {"\"tool_choice\": \"auto\"", ""}, {"\"tool_choice\": {\"type\": \"tool\", \"name\": \"x\"}", "tool_choice"},
+             {"\"system\": 5", "system"}, {"\"system\": [{\"type\": \"image\"}]", "system"}, {"\"messages\": 5", "messages"}, {"\"messages\": [5]", "messages"},
+             {"\"messages\": []", "messages"}, {"\"messages\": [{\"role\": \"user\"}]", "messages"}, {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image\"}]}]", "messages"},
+             {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"thinking\", \"thinking\": \"x\"}]}]", "messages"},
+             {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"tool_result\", \"tool_use_id\": \"x\"}]}]", "messages"},
+             {"\"messages\": [{\"role\": \"assistant\", \"content\": [{\"type\": \"tool_use\", \"id\": \"x\", \"name\": \"f\", \"input\": \"{}\"}]}]", "messages"},
+             {"\"messages\": [{\"role\": \"assistant\", \"content\": [{\"type\": \"redacted_thinking\", \"data\": \"x\"}]}]", "messages"}})
+        CHECK_MESSAGE(refused(MESSAGES, "{\"max_tokens\": 9, \"messages\": [{\"role\": \"user\", \"content\": \"a\"}], " + more + "}") == param, more);
+    CHECK(refused(MESSAGES, "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}") == "max_tokens");
+}
+
+// Names of the events of a stream; each must be the type in its data.
+static Strings names_of(const std::string& body, std::vector<std::string>& data) {
+    Strings names;
+    for (size_t at = 0, end; (end = body.find("\n\n", at)) != std::string::npos; at = end + 2) {
+        const std::string event = body.substr(at, end - at);
+        const size_t line = event.find("\ndata: ");
+        REQUIRE(event.compare(0, 7, "event: ") == 0);
+        REQUIRE(line != std::string::npos);
+        names.push_back(event.substr(7, line - 7));
+        data.push_back(event.substr(line + 7));
+        CHECK(Json(data.back())["type"].str() == names.back());
+    }
+    return names;
+}
+// A thought, a text, two calls, a text: as the engine tells it.
+static std::vector<Piece> said(const char* finish) {
+    std::vector<Piece> all(7);
+    all[0].thought = true, all[0].text = "hm";
+    all[1].text = "One ";
+    all[2].text = "moment.";
+    all[3].calls = {{"now", ""}, {"", "{\"a\""}};
+    all[4].calls = {{"", ": 1}"}, {"now", ""}, {"", "{}"}};
+    all[6].text = "Done", all[6].finish = finish, all[6].count = 20, all[6].cached = 4, all[6].thoughts = 3;
+    return all;
+}
+
+TEST_CASE("dialects: events by their names and in their order; joined they are the answer at once") {
+    const std::string tools = R"("tools":[{"type":"function","name":"now"}])", input = "{\"input\":\"a\"," + tools;
+    std::string streamed, whole;
+    auto tell = [&](const char* path, const std::string& body, const char* finish) {
+        const Asked a = read_asked(service_of(), path, body + "}", 1), b = read_asked(service_of(), path, body + ", \"stream\": true}", 1);
+        Reply reply;
+        reply.whole = true;
+        streamed.clear();
+        for (Piece& p : said(finish)) streamed += b.answer->events(p), reply.put(std::move(p));
+        CHECK(reply.pieces.size() == 3); // what comes after a call stays after it
+        for (Piece& p : reply.pieces) a.answer->add(std::move(p));
+        whole = a.answer->whole();
+        CHECK(a.answer->told());
+    };
+    for (const char* finish : {"tool_calls", "length"}) {
+        const bool cut = !strcmp(finish, "length");
+        std::vector<std::string> data;
+        tell(RESPONSES, input, finish);
+        const Strings text = {"response.output_item.added", "response.content_part.added", "response.output_text.delta", "response.output_text.done",
+                              "response.content_part.done", "response.output_item.done"},
+                      call = {"response.output_item.added", "response.function_call_arguments.delta", "response.function_call_arguments.done", "response.output_item.done"};
+        Strings wanted = {"response.created", "response.in_progress", "response.output_item.added", "response.content_part.added", "response.reasoning_text.delta",
+                          "response.reasoning_text.done", "response.content_part.done", "response.output_item.done"};
+        auto add = [&](Strings more, const char* twice) {
+            for (auto& name : more) {
+                wanted.push_back(name);
+                if (name == twice) wanted.push_back(name);
+            }
+        };
+        add(text, "response.output_text.delta"), add(call, "response.function_call_arguments.delta"), add(call, ""), add(text, "");
+        wanted.push_back(cut ? "response.incomplete" : "response.completed");
+        CHECK(names_of(streamed, data) == wanted);
+        const Json done(data.back()), at_once(whole), first(data[0]);
+        CHECK(first["response"]["status"].str() == "in_progress");
+        CHECK(first["response"]["tools"].size() == 1);
+        CHECK(first["response"]["output"].size() == 0);
+        for (size_t i = 0; i < data.size(); i++) CHECK(Json(data[i])["sequence_number"].number() == (double)i);
+        for (const sj::Value r : {done["response"], at_once.root()}) {
+            CHECK(r["status"].str() == (cut ? "incomplete" : "completed"));
+            CHECK(r["incomplete_details"]["reason"].str() == (cut ? "max_output_tokens" : ""));
+            CHECK(r["store"].is(sj::False));
+            CHECK(r["usage"]["output_tokens_details"]["reasoning_tokens"].number() == 3);
+            const sj::Value out = r["output"];
+            REQUIRE(out.size() == 5);
+            CHECK(out[(size_t)0]["content"][(size_t)0]["text"].str() == "hm");
+            CHECK(out[(size_t)1]["content"][(size_t)0]["text"].str() == "One moment.");
+            CHECK(out[(size_t)2]["arguments"].str() == "{\"a\": 1}");
+            CHECK(out[(size_t)3]["arguments"].str() == "{}");
+            CHECK(out[(size_t)2]["call_id"].str() != out[(size_t)3]["call_id"].str());
+            CHECK(out[(size_t)4]["content"][(size_t)0]["text"].str() == "Done");
+            CHECK(out[(size_t)3]["status"].str() == "completed");
+            CHECK(out[(size_t)4]["status"].str() == (cut ? "incomplete" : "completed"));
+        }
+        data.clear();
+        tell(MESSAGES, R"({"max_tokens":9,"messages":[{"role":"user","content":"a"}],"tools":[{"name":"now","input_schema":{"type":"object"}}])", finish);
+        const Strings block = {"content_block_start", "content_block_delta", "content_block_stop"};
+        wanted = {"message_start"};
+        add(block, ""), add(block, "content_block_delta"), add(block, "content_block_delta"), add(block, ""), add(block, "");
+        add({"message_delta", "message_stop"}, "");
+        CHECK(names_of(streamed, data) == wanted);
+        const Json message(whole), delta(data[data.size() - 2]);
+        const sj::Value content = message["content"];
+        REQUIRE(content.size() == 5);
+        CHECK(content[(size_t)0]["thinking"].str() == "hm");
+        CHECK(content[(size_t)2]["input"]["a"].number() == 1);
+        CHECK(content[(size_t)4]["text"].str() == "Done");
+        CHECK(message["usage"]["input_tokens"].number() + 4 == (double)prompt_of(MESSAGES, R"({"max_tokens":9,"messages":[{"role":"user","content":"a"}],
+            "tools":[{"name":"now","input_schema":{"type":"object"}}]})").size());
+        for (const sj::Value r : {message.root(), delta["delta"]}) {
+            CHECK(r["stop_reason"].str() == (cut ? "max_tokens" : "tool_use"));
+            CHECK(r["stop_sequence"].is(sj::Null));
+        }
+        std::string partial;
+        for (auto& d : data)
+            if (Json(d)["index"].number() == 2) partial += Json(d)["delta"]["partial_json"].str();
+        CHECK(partial == "{\"a\": 1}");
+    }
+    // A call that was cut off is no JSON: it is not told as if it were whole.
+    const Asked a = read_asked(service_of(), MESSAGES, R"({"max_tokens":9,"messages":[{"role":"user","content":"a"}]})", 1);
+    Piece cut;
+    cut.text = "a", cut.calls = {{"now", ""}, {"", "{\"a"}}, cut.finish = "length";
+    a.answer->add(std::move(cut));
+    CHECK(Json(a.answer->whole())["content"].size() == 1);
+    // What a request is told of itself is bounded.
+    const Asked large = read_asked(service_of(100'000), RESPONSES, "{\"input\":\"a\",\"instructions\":\"" + std::string(50'000, ' ') + "\"}", 1);
+    Piece end;
+    end.finish = "stop";
+    CHECK(large.answer->events(end).size() < 10'000);
+}
+
+TEST_CASE("HTTP: dialects say what a chat says, in their own words") {
+    const Served server;
+    const std::string how = "\"temperature\": 1.2, \"top_k\": 0, \"seed\": 5";
+    const std::string wanted = told(server.ask(question("\"max_tokens\": 40, " + how)), false), text = wanted.substr(0, wanted.rfind('\n'));
+    const std::string response = "{\"input\": \"a\", \"max_output_tokens\": 40, " + how, message = "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}], " + how + ", \"max_tokens\": ";
+    std::vector<std::string> data;
+    CHECK(Json(server.ask(response + "}", RESPONSES))["output"][(size_t)0]["content"][(size_t)0]["text"].str() == text);
+    names_of(server.ask(response + ", \"stream\": true}", RESPONSES), data);
+    CHECK(Json(data.back())["response"]["output"][(size_t)0]["content"][(size_t)0]["text"].str() == text);
+    const Json one(server.ask(message + "40}", MESSAGES));
+    CHECK(one["content"][(size_t)0]["text"].str() == text);
+    CHECK(one["id"].str().compare(0, 4, "msg_") == 0);
+    data.clear();
+    names_of(server.ask(message + "40, \"stream\": true}", MESSAGES), data);
+    std::string joined;
+    for (auto& d : data) joined += Json(d)["delta"]["text"].str();
+    CHECK(joined == text);
+    size_t at = text.size() / 2; // a stop string from the middle of the text
+    while (((uint8_t)text[at] & 0xC0) == 0x80) at++;
+    size_t end = at + 1;
+    while (end < text.size() && ((uint8_t)text[end] & 0xC0) == 0x80) end++;
+    const std::string stop = text.substr(at, end - at);
+    const Json stopped(server.ask(message + "40, \"stop_sequences\": [\"never so\", " + quoted(stop) + "]}", MESSAGES));
+    CHECK(stopped["stop_reason"].str() == "stop_sequence");
+    CHECK(stopped["stop_sequence"].str() == stop);
+    CHECK(Json(server.ask(message + "40}", COUNT_TOKENS))["input_tokens"].number() > 3);
+    CHECK(Json(server.ask(response + ", \"reasoning\": {\"effort\": \"high\"}, \"logit_bias\": {\"" + std::to_string(t().id("<think>")) + "\": 100}}", RESPONSES))
+              ["usage"]["output_tokens_details"]["reasoning_tokens"].number() > 0);
+
+    auto call = [&](const char* method, const char* path, const std::string& body) { return Http(server.port).call(method, path, body); };
+    for (auto& [body, status, type] : std::vector<std::tuple<std::string, int, const char*>>{
+             {"{", 400, "invalid_request_error"}, {message + "0}", 400, "invalid_request_error"}, {message + "5, \"model\": \"x\"}", 404, "not_found_error"}}) {
+        const HttpReply r = call("POST", MESSAGES, body);
+        const Json j(r.body);
+        CHECK(r.status == status);
+        CHECK(j["type"].str() == "error");
+        CHECK(j["error"]["type"].str() == type);
+        CHECK(j["request_id"].str() == r.headers.at("x-request-id"));
+    }
+    CHECK(call("GET", MESSAGES, "").status == 405);
+    CHECK(call("GET", "/v1/responses/resp_1", "").status == 404);
+    CHECK(Json(call("POST", RESPONSES, "{\"input\": \"a\", \"store\": true}").body)["error"]["param"].str() == "store");
+    const std::string hostile = "{\"input\": " + std::string(300, '[') + std::string(300, ']') + "}";
+    CHECK(call("POST", RESPONSES, hostile).status == 400);
+    const std::string metrics = call("GET", "/metrics", "").body;
+    CHECK(metrics.find("http_requests_total{method=\"POST\",handler=\"/v1/messages/count_tokens\",status=\"200\"} 1") != std::string::npos);
+}
