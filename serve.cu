@@ -24,7 +24,7 @@
    2 Speech                ids to text: characters, stop strings, thoughts, log-probabilities
    3 Engine                pages and prefix cache, schedule, step; on the CPU and on a GPU
    4 API                   from JSON to jobs (request.h), from pieces to JSON; two other dialects (dialects.h)
-   5 Batch                 a file of requests
+   5 Batch                 a file of requests; over HTTP (batches.h)
    6 HTTP                  libmicrohttpd: log, workers, connections, deadlines, routes
    7 main
 */
@@ -1623,13 +1623,14 @@ struct BatchRow {
     bool answered = false; // in the partial file of an earlier run
 };
 
-inline std::vector<BatchRow> read_batch(const MappedFile& file) {
+inline std::vector<BatchRow> read_batch(const MappedFile& file, size_t most) {
     std::vector<BatchRow> rows;
     std::set<std::string> seen;
     each_json_line(file, [&](size_t line, std::string_view text, sj::Value request) {
         const std::string id = request["custom_id"].str();
         if (id.empty()) DIE("%s: line %zu: no custom_id", file.path.c_str(), line);
         if (!seen.insert(id).second) DIE("%s: line %zu: its custom_id is taken", file.path.c_str(), line);
+        if (rows.size() == most) DIE("%s: more than %zu requests", file.path.c_str(), most);
         rows.push_back({text, id});
     });
     if (rows.empty()) DIE("%s: no request in it", file.path.c_str());
@@ -1645,15 +1646,28 @@ inline std::string batch_line(const std::string& custom_id, int status, const st
     return w.end().field("error", nullptr).end().text + "\n";
 }
 
-inline Asked read_batch_line(const Service& service, std::string_view line) {
+static const char* const BATCHED = "/v1/chat/completions, /v1/completions or /v1/responses";
+inline bool is_batched(const std::string& url) { return url == CHAT || url == COMPLETION || url == RESPONSES; }
+
+// How a batch's requests are to be answered.
+struct BatchHow {
+    uint64_t salt = 1;        // of the key that asks
+    int priority = 0;
+    size_t most;              // answers in the engine's hands at once, about
+    std::string endpoint{};   // the url of all; none: any
+};
+
+inline Asked read_batch_line(const Service& service, std::string_view line, const BatchHow& how) {
     sj::Doc doc;
     sj::parse(doc, line);
     const std::string url = doc.root()["url"].str(), method = doc.root()["method"].str("POST");
     if (method != "POST") throw Refusal(405, "method must be POST", "method");
-    if (url != CHAT && url != COMPLETION && url != RESPONSES)
-        throw Refusal(404, "url must be /v1/chat/completions, /v1/completions or /v1/responses", "url");
-    Asked asked = read_asked(service, url, doc.root()["body"].raw(), 1);
+    if (!is_batched(url)) throw Refusal(404, format("url must be %s", BATCHED), "url");
+    if (!how.endpoint.empty() && url != how.endpoint) throw Refusal(400, "url is not the batch's endpoint", "url");
+    Asked asked = read_asked(service, url, doc.root()["body"].raw(), how.salt);
     if (asked.ask.stream) throw Refusal(400, "stream is not for batches", "stream");
+    for (Job& job : asked.ask.jobs)
+        if (how.priority) job.priority = how.priority;
     return asked;
 }
 
@@ -1664,11 +1678,12 @@ struct Batcher {
     std::vector<BatchRow> rows;
     std::unordered_map<std::string, size_t> by_id;
     std::unique_ptr<FILE, int (*)(FILE*)> file{nullptr, fclose};
-    size_t have = 0;                        // answers in the partial file
+    size_t have = 0, failed = 0, bytes = 0; // answers in the partial file; those that are errors; of all
+    size_t tokens = 0;                      // of this run
 
     // `depends`: a JSON object of what the answers depend on, but for the requests.
-    Batcher(const std::string& in, const std::string& out, const std::string& depends)
-        : out(out), partial(out + ".partial"), header(depends + "\n"), requests(in), rows(read_batch(requests)) {
+    Batcher(const std::string& in, const std::string& out, const std::string& depends, size_t most = SIZE_MAX)
+        : out(out), partial(out + ".partial"), header(depends + "\n"), requests(in), rows(read_batch(requests, most)) {
         for (size_t i = 0; i < rows.size(); i++) by_id[rows[i].custom_id] = i;
         auto exists = [&] { return access(out.c_str(), F_OK) == 0; };
         if (exists()) DIE("%s: exists; remove it or name another file", out.c_str());
@@ -1682,8 +1697,8 @@ struct Batcher {
         else append(header);
     }
 
-    // Returns the exit status.
-    int run(const Service& service, Desk& desk) {
+    // Answers what has no answer yet, until all have one or `note`, which is called now and then, says to end.
+    template <class Note> void answer(const Service& service, Desk& desk, const BatchHow& how, Note note) {
         // So many requests are in the engine's hands that it never runs dry; they come back by `finished`.
         struct Open { std::shared_ptr<Reply> reply; std::unique_ptr<Answer> answer; };
         std::mutex mutex;
@@ -1697,48 +1712,45 @@ struct Batcher {
                 }
             }
         } open;
-        size_t next = 0, jobs = 0, refused = 0, tokens = 0;
-        const size_t before = have;
-        const bool terminal = isatty(2);
-        const double start = seconds();
-        double told = start;
+        size_t next = 0, jobs = 0;
         auto keep = [&](const BatchRow& row, int status, const std::string& body) {
             append(batch_line(row.custom_id, status, body));
-            have++, refused += status != 200;
+            have++, failed += status != 200;
         };
-        auto show = [&] {
-            const double spent = seconds() - start, share = (double)have / (double)rows.size();
-            const double left = have > before ? spent * (double)(rows.size() - have) / (double)(have - before) : 0;
-            const std::string bar((size_t)(share * 24), '=');
-            fprintf(stderr, "%s[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   %s", terminal ? "\r" : "", bar.c_str(),
-                    have, rows.size(), (double)desk.look().answer_tokens / spent, left, terminal ? "" : "\n");
-            told = seconds();
+        auto begin = [&](size_t index) { // false: there is no room for it now
+            auto [ask, answer] = read_batch_line(service, rows[index].line, how);
+            if (ask.jobs.size() > desk.limit)
+                throw Refusal(400, format("the queue has room for %zu answers", desk.limit), "n");
+            const size_t n = ask.jobs.size();
+            Open o = {ask.jobs[0].reply, std::move(answer)};
+            o.reply->wake = [&mutex, &finished, &news, index, reply = o.reply.get()] {
+                if (reply->left) return;
+                std::lock_guard lock(mutex);
+                finished.push_back(index);
+                news.notify_one();
+            };
+            const std::shared_ptr<Reply> reply = o.reply;
+            open[index] = std::move(o);
+            if (!desk.submit(std::move(ask.jobs))) return open.erase(index), false;
+            jobs += n;
+            return true;
         };
-        while (have < rows.size() && !stopping) {
-            while (next < rows.size() && jobs < desk.limit / 2) {
+        while (have < rows.size() && !note()) {
+            while (next < rows.size() && jobs < how.most) {
                 const size_t index = next++;
                 if (rows[index].answered) continue;
                 try {
-                    auto [ask, answer] = read_batch_line(service, rows[index].line);
-                    Open o = {ask.jobs[0].reply, std::move(answer)};
-                    o.reply->wake = [&, index, reply = o.reply.get()] {
-                        if (reply->left) return;
-                        std::lock_guard lock(mutex);
-                        finished.push_back(index);
-                        news.notify_one();
-                    };
-                    jobs += ask.jobs.size();
-                    open[index] = std::move(o);
-                    desk.submit(std::move(ask.jobs)); // there is room: `limit` is made for it
+                    if (begin(index)) continue;
+                    next = index;
+                    break;
                 } catch (const Refusal& r) {
                     keep(rows[index], r.status, error_json(r));
                 }
             }
             std::vector<size_t> ready;
-            {
+            if (have < rows.size()) {
                 std::unique_lock lock(mutex);
-                if (!open.empty())
-                    news.wait_for(lock, std::chrono::milliseconds(200), [&] { return !finished.empty(); });
+                news.wait_for(lock, std::chrono::milliseconds(200), [&] { return !finished.empty(); });
                 ready.swap(finished);
             }
             for (size_t index : ready) {
@@ -1752,8 +1764,38 @@ struct Batcher {
                 keep(rows[index], 200, o.answer->whole());
                 open.erase(index);
             }
-            if (seconds() - told >= (terminal ? 1 : 30)) show();
         }
+    }
+
+    // f(line, whether it is an answer) for all that are there, in the order of the requests.
+    template <class F> void collect(F f) {
+        const MappedFile map(partial);
+        std::vector<std::pair<std::string_view, bool>> answers(rows.size());
+        each_answer(map, [&](BatchRow& row, std::string_view line, bool ok) {
+            answers[(size_t)(&row - rows.data())] = {line, ok};
+        });
+        for (auto& [line, ok] : answers)
+            if (!line.empty()) f(line, ok);
+    }
+
+    // A run of --batch. Returns the exit status.
+    int run(const Service& service, Desk& desk) {
+        const size_t before = have, failed_before = failed;
+        const bool terminal = isatty(2);
+        const double start = seconds();
+        double told = start;
+        auto show = [&] {
+            const double spent = seconds() - start, share = (double)have / (double)rows.size();
+            const double left = have > before ? spent * (double)(rows.size() - have) / (double)(have - before) : 0;
+            const std::string bar((size_t)(share * 24), '=');
+            fprintf(stderr, "%s[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   %s", terminal ? "\r" : "", bar.c_str(),
+                    have, rows.size(), (double)desk.look().answer_tokens / spent, left, terminal ? "" : "\n");
+            told = seconds();
+        };
+        answer(service, desk, {1, 0, desk.limit / 2}, [&] { // (`limit` is made for that)
+            if (seconds() - told >= (terminal ? 1 : 30)) show();
+            return stopping.load();
+        });
         const double spent = seconds() - start;
         show();
         if (terminal) fputc('\n', stderr);
@@ -1763,7 +1805,7 @@ struct Batcher {
         }
         finish();
         fprintf(stderr, "%s: %zu answers, %zu errors among those of this run; %zu tokens in %.2f s, %.1f tok/s\n",
-                out.c_str(), rows.size(), refused, tokens, spent, (double)tokens / spent);
+                out.c_str(), rows.size(), failed - failed_before, tokens, spent, (double)tokens / spent);
         return 0;
     }
 
@@ -1771,8 +1813,10 @@ struct Batcher {
     void append(const std::string& line) {
         if (fwrite(line.data(), 1, line.size(), file.get()) != line.size() || fflush(file.get()))
             DIE("%s: %s", partial.c_str(), strerror(errno));
+        bytes += line.size();
     }
-    // f(row, line) for every whole line of the partial file but the first. Returns where the last of them ends.
+    // f(row, line, whether it is an answer) for every whole line of the partial file but the first. Returns where the last
+    // of them ends.
     template <class F> size_t each_answer(const MappedFile& map, F f) {
         const size_t whole = map.text().rfind('\n') + 1;
         if (map.text().substr(0, std::min(whole, header.size())) != header.substr(0, whole))
@@ -1784,14 +1828,15 @@ struct Batcher {
             sj::parse(doc, line);
             const auto row = by_id.find(doc.root()["custom_id"].str());
             if (row == by_id.end()) DIE("%s: a damaged line; remove the file to start anew", partial.c_str());
-            f(rows[row->second], line);
+            f(rows[row->second], line, doc.root()["response"]["status_code"].number() == 200);
         }
         return whole;
     }
     void take_up() {
-        const size_t whole = each_answer(MappedFile(partial), [&](BatchRow& row, std::string_view) {
-            have += !row.answered;
-            row.answered = true;
+        const size_t whole = each_answer(MappedFile(partial), [&](BatchRow& row, std::string_view line, bool ok) {
+            bytes += line.size();
+            if (std::exchange(row.answered, true)) return;
+            have++, failed += !ok;
         });
         // Half a line is asked again.
         if (ftruncate(fileno(file.get()), (off_t)whole)) DIE("%s: %s", partial.c_str(), strerror(errno));
@@ -1799,15 +1844,14 @@ struct Batcher {
         fprintf(stderr, "%s: %zu of %zu answers are there\n", partial.c_str(), have, rows.size());
     }
     void finish() {
-        const MappedFile map(partial);
-        std::vector<std::string_view> answers(rows.size());
-        each_answer(map, [&](BatchRow& row, std::string_view line) { answers[(size_t)(&row - rows.data())] = line; });
         OutputFile whole(out);
-        for (std::string_view line : answers) whole.write(line);
+        collect([&](std::string_view line, bool) { whole.write(line); });
         whole.commit();
         unlink(partial.c_str());
     }
 };
+
+#include "batches.h"
 
 #ifndef SERVE_NO_MAIN // (tests of the parts above need neither HTTP nor main)
 // ===================================================================================================== 6 HTTP
@@ -1839,6 +1883,7 @@ struct ServerOptions {
     int deadline = 60;                      // seconds for a request line, and then for headers and body
     int drain = 300;                        // ... and for what is under way when a signal comes
     std::string title = "Warp";             // of the page to chat on
+    std::string files;                      // folder of Files and Batches; none: they are not offered
     int think = 0;                          // whether its switch for thoughts is on at first
     unsigned idle() const { return (unsigned)(deadline + 1) / 2; } // without a byte
     double fetch() const { return 5. * deadline; }                 // to read an answer that is complete
@@ -1851,6 +1896,7 @@ struct Response {
     std::string body;
     const char* type = "application/json";
     std::vector<std::pair<const char*, std::string>> headers{};
+    std::string file{};                    // its body, instead
 };
 
 // Lines for stdout. Whoever has one never waits: a thread of its own writes them, and where stdout takes no more they
@@ -2057,6 +2103,7 @@ struct Server {
     double drained_since = 0;              // main's, as watch() is
     std::atomic<size_t> answering{0};      // requests that came before the drain
     Budget bodies{ALL_BODIES};
+    std::unique_ptr<Filing> filing;        // of --files
     Log log;
     Traffic traffic;
     Workers workers{std::min(4u, std::max(2u, std::thread::hardware_concurrency() / 2))};
@@ -2064,7 +2111,11 @@ struct Server {
     std::mutex mutex;
     std::set<Peer*> peers;
 
-    Server(const ServerOptions& o, Desk& d) : options(o), desk(d) {}
+    Server(const ServerOptions& o, Desk& d) : options(o), desk(d) {
+        std::vector<std::string> keys;
+        for (auto& k : options.keys) keys.push_back(k.key);
+        if (!options.files.empty()) filing = std::make_unique<Filing>(options.files, keys);
+    }
     ~Server() { if (daemon) MHD_stop_daemon(daemon); }
     void start();
     void watch();
@@ -2128,7 +2179,7 @@ struct Exchange {
         server.bodies.remove(upload);
         server.desk.unsent.remove(*unsent);
         log();
-        server.traffic.add(known(method, {"GET", "POST", "OPTIONS"}), route_name(), status, seconds() - start);
+        server.traffic.add(known(method, {"GET", "POST", "DELETE", "OPTIONS"}), route_name(), status, seconds() - start);
         peer.phase = Peer::WAITING, peer.since = seconds();
         if (counted) server.answering--;
     }
@@ -2173,9 +2224,14 @@ struct Exchange {
             throw Refusal(400, "Transfer-Encoding does not go with Content-Length, nor with HTTP/1.0");
         if (lengths.size() > 1 || headers("Host").size() > 1)
             throw Refusal(400, "more than one Content-Length or Host");
-        if (!lengths.empty() && strtoull(lengths[0].c_str(), nullptr, 10) > MAX_BODY)
-            throw Refusal(413, format("a request may have %zu bytes", MAX_BODY));
+        if (!lengths.empty() && strtoull(lengths[0].c_str(), nullptr, 10) > most_body())
+            throw Refusal(413, format("a request may have %zu bytes", most_body()));
     }
+    bool filed() const { // Files and Batches
+        auto under = [&](const std::string& root) { return (path + "/").compare(0, root.size(), root) == 0; };
+        return server.filing && (under("/v1/files/") || under("/v1/batches/"));
+    }
+    size_t most_body() const { return filed() && path == "/v1/files" ? MAX_UPLOAD + SMALL_BODY : MAX_BODY; }
 
     void check_head() {
         if (server.loopback()) { // a web page whose own name was made to point here must not get in
@@ -2192,8 +2248,12 @@ struct Exchange {
             std::string type = header("Content-Type");
             type.resize(std::min(type.find(';'), type.size()));
             while (!type.empty() && type.back() == ' ') type.pop_back();
-            if (strcasecmp(type.c_str(), "application/json"))
-                throw Refusal(415, "Content-Type must be application/json");
+            const char* wanted = filed() && path == "/v1/files" ? "multipart/form-data" : "application/json";
+            if (strcasecmp(type.c_str(), wanted)) throw Refusal(415, format("Content-Type must be %s", wanted));
+            const std::string origin = header("Origin"); // a page of any site can send a form without asking first
+            const auto& known = server.options.origins;
+            if (*wanted == 'm' && !origin.empty() && std::find(known.begin(), known.end(), origin) == known.end())
+                throw Refusal(403, "files are not taken from web pages of other sites (--cors names those that may)");
         }
         for (const char* open : {"/", "/health", "/ping", "/version", "/metrics"})
             if (path == open) return;
@@ -2225,8 +2285,8 @@ struct Exchange {
     void read(const char* bytes, size_t n) {
         if (refusal) return;
         std::lock_guard lock(server.bodies.mutex);
-        if (body.size() + n > MAX_BODY)
-            refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", MAX_BODY));
+        if (body.size() + n > most_body())
+            refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", most_body()));
         else if (server.bodies.add_locked(upload, n))
             return (void)body.append(bytes, n);
         std::string().swap(body);
@@ -2245,7 +2305,7 @@ struct Exchange {
             const bool open = server.ready && !server.draining;
             if (!open) counted = false, server.answering--; // it will be refused
             peer.phase = Peer::WORKING;
-            if (open && !refusal && (body_size() > SMALL_BODY || asks_for_form())) {
+            if (open && !refusal && (body_size() > SMALL_BODY || filed() || asks_for_form())) {
                 MHD_suspend_connection(connection);
                 server.workers.add(server.options.keys.empty() ? peer.address : caller, [this] {
                     prepare();
@@ -2300,6 +2360,7 @@ struct Exchange {
     }
     std::string route_name() const {
         if (path.compare(0, 11, "/v1/models/") == 0) return "/v1/models/{id}";
+        if (filed()) return path[4] == 'f' ? "/v1/files" : "/v1/batches";
         return known(path, {"/", "/health", "/ping", "/version", "/metrics", "/tokenize", "/detokenize", "/v1/models",
                             COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS});
     }
@@ -2332,6 +2393,16 @@ struct Exchange {
         }
         const bool models = path == "/v1/models" || path.compare(0, 11, "/v1/models/") == 0;
         const bool tokenize = path == "/tokenize", detokenize = path == "/detokenize", count = path == COUNT_TOKENS;
+        if (filed()) {
+            if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
+            auto argument = [&](const char* name) -> std::string {
+                const char* value = MHD_lookup_connection_value(connection, MHD_GET_ARGUMENT_KIND, name);
+                return value ? value : "";
+            };
+            Filed told = server.filing->handle(caller, method, path, header("Content-Type"), body, argument);
+            const char* type = told.path.empty() ? "application/json" : "application/octet-stream";
+            return {200, std::move(told.json), type, {}, std::move(told.path)};
+        }
         if (!is_asked(path) && !models && !tokenize && !detokenize && !count)
             throw Refusal(404, "there is nothing here; / and /v1/chat/completions are");
         only(models ? "GET" : "POST");
@@ -2529,6 +2600,13 @@ struct Exchange {
     }
 
     MHD_Result respond(Response&& r) { // its body may be many MB: the library is lent it, until on_completion
+        if (!r.file.empty()) { // sent as it is read
+            struct stat st;
+            const int fd = open(r.file.c_str(), O_RDONLY | O_CLOEXEC);
+            if (fd >= 0 && fstat(fd, &st) == 0) return send(MHD_create_response_from_fd64((uint64_t)st.st_size, fd), r);
+            if (fd >= 0) close(fd);
+            r = {404, fault({404, "the file is gone"})};
+        }
         out = std::move(r.body);
         if (out.size() > Answer::PART) server.desk.unsent.add(*unsent, out.size());
         return send(MHD_create_response_from_buffer(out.size(), out.data(), MHD_RESPMEM_PERSISTENT), r);
@@ -2548,7 +2626,7 @@ struct Exchange {
             if (origin == allowed) {
                 MHD_add_response_header(out, "Access-Control-Allow-Origin", allowed.c_str());
                 MHD_add_response_header(out, "Access-Control-Allow-Headers", allowed_headers().c_str());
-                MHD_add_response_header(out, "Access-Control-Allow-Methods", "GET, POST");
+                MHD_add_response_header(out, "Access-Control-Allow-Methods", server.filing ? "GET, POST, DELETE" : "GET, POST");
                 MHD_add_response_header(out, "Access-Control-Max-Age", "600");
                 MHD_add_response_header(out, "Access-Control-Expose-Headers", "X-Request-Id");
             }
@@ -2583,7 +2661,7 @@ struct Exchange {
             const bool good = s.size() < 32 && std::all_of(s.begin(), s.end(), plain);
             return good ? s : "other";
         };
-        w.field("method", plain(method)).field("path", plain(path));
+        w.field("method", plain(method)).field("path", filed() ? route_name() : plain(path));
         w.field("status", status).field("seconds", seconds() - start).field("request_id", request_id);
         if (caller && !server.options.keys.empty()) w.field("key", server.options.keys[caller - 1].name);
         if (answer) {
@@ -2811,6 +2889,8 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--drain-seconds", "N", "for what is under way when a signal comes (default 300)",
          whole(o.server.drain, 0, 86400)},
         {"", "--cors", "ORIGIN", "a web site whose scripts may call; may be repeated", list(o.server.origins)},
+        {"", "--files", "DIR", "offers OpenAI's Files and Batches, which are kept in this folder",
+         file_name(o.server.files)},
         {"", "--title", "TEXT", "name of the page to chat on (default Warp)", text(o.server.title)},
         {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
          file_name(o.batch)},
@@ -2851,17 +2931,22 @@ static void on_signal(int) {
 // What the answers of a batch depend on, but for its requests: a JSON object.
 static std::string batch_depends(const Options& o, const ModelFile& file, const AdapterFile* adapter,
                                  const Tokenizer& tokenizer) {
-    const MappedFile requests(o.batch);
     sj::Writer w;
-    w.object().field("requests", fnv1a(requests.data, requests.size)).field("name", o.name).field("model", file.hash());
+    w.object();
+    if (!o.batch.empty()) {
+        const MappedFile requests(o.batch);
+        w.field("requests", fnv1a(requests.data, requests.size));
+    }
+    w.field("name", o.name).field("model", file.hash());
     w.field("adapter", adapter ? adapter_hash(*adapter, 1) : 0).field("tokenizer", tokenizer.hash());
     w.field("dtype", o.dtype).field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
     return w.field("system", o.system).end().text;
 }
 
 // Takes requests until a signal comes, then answers what it has.
-static int serve_http(const Options& o, Server& server) {
+static int serve_http(const Options& o, Server& server, const std::string& depends) {
     server.ready = true;
+    if (server.filing) server.filing->start(server.service, server.desk, depends);
     const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
     const bool six = o.server.host.find(':') != std::string::npos;
     const char* host = o.server.host.c_str();
@@ -2869,6 +2954,7 @@ static int serve_http(const Options& o, Server& server) {
             port);
     for (; !stopping; usleep(200'000)) server.watch();
     server.drain();
+    if (server.filing) server.filing->stop();
     return 0;
 }
 
@@ -2927,7 +3013,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         ~Ending() { desk.close(), thread.join(); }
     } ending{desk, thread};
     loading = false;
-    return http ? serve_http(o, server) : batch->run(server.service, desk);
+    const std::string depends = o.server.files.empty() ? "" : batch_depends(o, file, adapter.get(), tokenizer);
+    return http ? serve_http(o, server, depends) : batch->run(server.service, desk);
 }
 
 static int run(int argc, char** argv) {

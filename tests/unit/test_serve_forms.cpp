@@ -204,7 +204,13 @@ TEST_CASE("requests: forms and tools are done, or refused by their field") {
 
 struct Served : Process {
     int port = 0;
-    Served() : Process(getenv("SERVE") ? getenv("SERVE") : "./serve", {MODEL, "-z", VOCABULARY, "-j", "1", "--port", "0", "--name", "tiny"}) {
+    static const char* program() { return getenv("SERVE") ? getenv("SERVE") : "./serve"; }
+    static Strings with(const Strings& more) {
+        Strings all = {MODEL, "-z", VOCABULARY, "-j", "1", "--port", "0", "--name", "tiny"};
+        all.insert(all.end(), more.begin(), more.end());
+        return all;
+    }
+    explicit Served(const Strings& more = {}) : Process(program(), with(more)) {
         for (const double start = seconds(); port == 0; usleep(2000)) {
             const std::string said = err.text(), before = "listening on http://127.0.0.1:";
             REQUIRE(seconds() - start < 30);
@@ -212,7 +218,9 @@ struct Served : Process {
             if (at != std::string::npos && said.back() == '\n') port = atoi(said.c_str() + at + before.size());
         }
     }
-    ~Served() { kill(pid, SIGKILL), waitpid(pid, nullptr, 0); }
+    ~Served() {
+        if (pid) kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
+    }
     std::string ask(const std::string& body, const char* path = "/v1/chat/completions") const {
         const HttpReply r = Http(port).call("POST", path, body);
         INFO(body << "\n" << r.body);
@@ -659,4 +667,218 @@ TEST_CASE("HTTP: dialects say what a chat says, in their own words") {
     CHECK(call("POST", RESPONSES, hostile).status == 400);
     const std::string metrics = call("GET", "/metrics", "").body;
     CHECK(metrics.find("http_requests_total{method=\"POST\",handler=\"/v1/messages/count_tokens\",status=\"200\"} 1") != std::string::npos);
+}
+
+// --------------------------------------------------------------------------------------------- files and batches
+
+TEST_CASE("forms of the browser: parts by name, whatever their bytes; what is malformed is refused") {
+    const std::string type = "multipart/form-data; boundary=XX";
+    const std::string bytes = std::string("a\r\n--X\r\n\r\n--XY\0\xff", 16) + std::string(300, 'b');
+    const std::string good = "--XX\r\nContent-Disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n--XX\r\nContent-Type: x/y\r\ncontent-disposition: form-data; "
+                             "name=\"file\"; filename=\"a b.jsonl\"\r\n\r\n" + bytes + "\r\n--XX\r\nContent-Disposition: form-data; filename=f;name=none\r\n\r\n\r\n--XX--\r\n";
+    const std::vector<FormPart> parts = read_form(type, good);
+    REQUIRE(parts.size() == 3);
+    CHECK(parts[0].name == "purpose");
+    CHECK(parts[0].bytes == "batch");
+    CHECK(parts[1].name == "file");
+    CHECK(parts[1].filename == "a b.jsonl");
+    CHECK(parts[1].bytes == bytes);
+    CHECK(parts[2].name == "none");
+    CHECK(parts[2].bytes == "");
+    CHECK(read_form("multipart/form-data;boundary=\"XX\"", good).size() == 3);
+    for (const char* bad : {"multipart/form-data", "multipart/form-data; boundary=", "multipart/form-data; boundary=YY", "multipart/form-data; xboundary=XX"})
+        CHECK_THROWS_AS(read_form(bad, good), Refusal);
+    CHECK_THROWS_AS(read_form("multipart/form-data; boundary=" + std::string(71, 'X'), good), Refusal);
+    size_t whole = 0; // every prefix, and random damage: refused or parts within the text
+    for (size_t n = 0; n < good.size() - 2; n++) CHECK_THROWS_AS(read_form(type, good.substr(0, n)), Refusal);
+    Random random{31};
+    for (int i = 0; i < 3000; i++) {
+        std::string text = good;
+        for (int n = 1 + random.below(4); n > 0; n--) {
+            const size_t at = (size_t)random.below((int)text.size());
+            if (random.below(2)) text.erase(at, 1 + (size_t)random.below(6));
+            else text[at] = "\r\n-X\";= a"[random.below(9)];
+        }
+        try {
+            for (auto& part : read_form(type, text)) CHECK((part.bytes.empty() || (part.bytes.data() >= text.data() && part.bytes.data() + part.bytes.size() <= text.data() + text.size())));
+            whole++;
+        } catch (const Refusal& r) { CHECK(r.status == 400); }
+    }
+    CHECK(whole > 500);
+    std::string many;
+    for (int i = 0; i < 17; i++) many += "--XX\r\n\r\n\r\n\r\n";
+    CHECK_THROWS_AS(read_form(type, many + "\r\n--XX--"), Refusal);
+}
+
+// A client of /v1/files and /v1/batches, with a key or none.
+struct Office {
+    int port;
+    std::string auth;
+    HttpReply upload(const std::string& bytes, const std::string& purpose = "batch", const std::string& more = "") const {
+        const std::string body = "--q\r\nContent-Disposition: form-data; name=\"purpose\"\r\n\r\n" + purpose + "\r\n--q\r\nContent-Disposition: form-data; name=\"file\"; filename=\"r.jsonl\"\r\n"
+                                 "Content-Type: application/octet-stream\r\n\r\n" + bytes + "\r\n--q--\r\n";
+        Http h(port);
+        h.send("POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=q\r\n" + auth + more + format("Content-Length: %zu\r\n\r\n", body.size()) + body);
+        return h.reply();
+    }
+    HttpReply call(const char* method, const std::string& path, const std::string& body = "") const { return Http(port).call(method, path, body, auth); }
+    std::string id_of(const HttpReply& r) const {
+        INFO(r.body);
+        CHECK(r.status == 200);
+        return Json(r.body)["id"].str();
+    }
+    std::string batch(const std::string& requests, const std::string& endpoint = CHAT) const { // its id
+        const std::string file = id_of(upload(requests));
+        return id_of(call("POST", "/v1/batches", "{\"input_file_id\": \"" + file + "\", \"endpoint\": \"" + endpoint + "\", \"completion_window\": \"24h\", \"metadata\": {\"a\": \"b\"}}"));
+    }
+    std::string wait(const std::string& id, const std::string& status) const { // the batch, once it is so far
+        std::string body;
+        for (const double start = seconds(); seconds() - start < 20; usleep(20'000)) {
+            body = call("GET", "/v1/batches/" + id).body;
+            if (Json(body)["status"].str() == status) return body;
+        }
+        FAIL(body);
+        return "";
+    }
+    std::string content(const std::string& file) const {
+        const HttpReply r = call("GET", "/v1/files/" + file + "/content");
+        CHECK(r.status == 200);
+        return r.body;
+    }
+};
+static std::string batch_row(int i, const std::string& more, const char* url = CHAT) {
+    return format("{\"custom_id\": \"r%d\", \"method\": \"POST\", \"url\": \"%s\", \"body\": ", i, url) + question(more) + "}\n";
+}
+
+TEST_CASE("HTTP: files and batches, from upload to answers") {
+    Scratch scratch;
+    write_file(scratch / "keys", "one\ntwo\n");
+    const Served server({"--files", scratch / "files", "--api-key-file", scratch / "keys"});
+    const Office one{server.port, "Authorization: Bearer one\r\n"}, two{server.port, "Authorization: Bearer two\r\n"}, none{server.port, ""};
+    CHECK(none.upload("x").status == 401);
+    CHECK(none.call("GET", "/v1/batches").status == 401);
+
+    std::string requests;
+    for (int i = 0; i < 12; i++) requests += batch_row(i, format("\"seed\": %d, \"max_tokens\": 9", i));
+    requests += batch_row(12, "\"temperature\": 9") + batch_row(13, "\"stream\": true") + "{\"custom_id\": \"r14\", \"url\": \"/v1/completions\", \"body\": {\"prompt\": \"a\"}}\n";
+    const std::string id = one.batch(requests), told = one.wait(id, "completed");
+    const Json batch(told);
+    CHECK(batch["request_counts"]["total"].number() == 15);
+    CHECK(batch["request_counts"]["completed"].number() == 12);
+    CHECK(batch["request_counts"]["failed"].number() == 3);
+    CHECK(batch["metadata"]["a"].str() == "b");
+    CHECK(batch["completed_at"].number() >= batch["created_at"].number());
+    const Strings good = lines(one.content(batch["output_file_id"].str())), bad = lines(one.content(batch["error_file_id"].str()));
+    REQUIRE(good.size() == 12);
+    REQUIRE(bad.size() == 3);
+    for (int i = 0; i < 12; i++) {
+        const Json j(good[(size_t)i]);
+        CHECK(j["custom_id"].str() == format("r%d", i));
+        const HttpReply alone = one.call("POST", CHAT, question(format("\"seed\": %d, \"max_tokens\": 9", i)));
+        CHECK(j["response"]["body"]["choices"][(size_t)0]["message"]["content"].str() == Json(alone.body)["choices"][(size_t)0]["message"]["content"].str());
+    }
+    CHECK(Json(bad[0])["response"]["body"]["error"]["param"].str() == "temperature");
+    CHECK(Json(bad[2])["response"]["body"]["error"]["param"].str() == "url");
+    // Nobody sees another key's.
+    const std::string input = batch["input_file_id"].str();
+    CHECK(one.content(input) == requests);
+    for (const std::string& path : {"/v1/files/" + input, "/v1/files/" + input + "/content", "/v1/batches/" + id}) {
+        CHECK(one.call("GET", path).status == 200);
+        CHECK(two.call("GET", path).status == 404);
+    }
+    CHECK(two.call("DELETE", "/v1/files/" + input).status == 404);
+    CHECK(two.call("POST", "/v1/batches", "{\"input_file_id\": \"" + input + "\", \"endpoint\": \"" + CHAT + "\", \"completion_window\": \"24h\"}").status == 400);
+    CHECK(Json(two.call("GET", "/v1/files").body)["data"].size() == 0);
+    CHECK(Json(one.call("GET", "/v1/files").body)["data"].size() == 3);
+    const Json page(one.call("GET", "/v1/files?limit=2").body);
+    CHECK(page["data"].size() == 2);
+    CHECK(page["has_more"].is(sj::True));
+    CHECK(Json(one.call("GET", "/v1/files?after=" + page["last_id"].str()).body)["data"].size() == 1);
+    CHECK(Json(one.call("GET", "/v1/files?purpose=batch").body)["data"].size() == 1);
+    CHECK(one.call("GET", "/v1/files?limit=x").status == 400);
+    CHECK(Json(one.call("GET", "/v1/batches").body)["data"].size() == 1);
+    // Other dialects.
+    const std::string other = one.batch("{\"custom_id\": \"a\", \"url\": \"/v1/responses\", \"body\": {\"input\": \"a\", \"max_output_tokens\": 3}}\n", RESPONSES);
+    const std::string out = one.content(Json(one.wait(other, "completed"))["output_file_id"].str());
+    CHECK(Json(out.substr(0, out.size() - 1))["response"]["body"]["object"].str() == "response");
+    // What is no batch.
+    for (auto& [text, why] : std::vector<std::pair<std::string, std::string>>{{"nonsense\n", "line 1"}, {"{}\n", "custom_id"}, {batch_row(1, "") + batch_row(1, ""), "taken"}, {"\n", "no request"}}) {
+        const Json failed(one.wait(one.batch(text.empty() ? " " : text), "failed"));
+        const std::string message = failed["errors"]["data"][(size_t)0]["message"].str();
+        INFO(message);
+        CHECK(message.find(why) != std::string::npos);
+        CHECK(message.find(scratch.path.string()) == std::string::npos); // nothing of this machine
+    }
+    for (const char* body : {"{", "{}", "{\"input_file_id\": \"file-x\", \"endpoint\": \"/v1/chat/completions\", \"completion_window\": \"24h\"}"}) CHECK(one.call("POST", "/v1/batches", body).status == 400);
+    auto refused = [&](const std::string& more) { return Json(one.call("POST", "/v1/batches", "{\"input_file_id\": \"" + input + "\", " + more + "}").body)["error"]["param"].str(); };
+    CHECK(refused("\"endpoint\": \"/v1/embeddings\", \"completion_window\": \"24h\"") == "endpoint");
+    CHECK(refused("\"endpoint\": \"/v1/completions\", \"completion_window\": \"1h\"") == "completion_window");
+    CHECK(refused("\"endpoint\": \"/v1/completions\", \"completion_window\": \"24h\", \"output_expires_after\": {}") == "output_expires_after");
+    CHECK(refused("\"endpoint\": \"/v1/completions\", \"completion_window\": \"24h\", \"metadata\": {\"a\": 1}") == "metadata");
+    CHECK(Json(one.upload("x", "fine-tune").body)["error"]["param"].str() == "purpose");
+    CHECK(Json(one.upload("").body)["error"]["param"].str() == "file");
+    CHECK(one.upload("x", "batch", "Origin: http://evil.example\r\n").status == 403);
+    CHECK(one.call("POST", "/v1/files", "{}").status == 415);
+    CHECK(one.call("DELETE", "/v1/batches/" + id).status == 405);
+    CHECK(one.call("POST", "/v1/batches/" + id + "/cancel", "{}").status == 409);
+    for (const char* path : {"/v1/files/..%2f..%2fkeys/content", "/v1/files/lock/content", "/v1/files//content", "/v1/filesystem", "/v1/batches/x/y"}) CHECK(one.call("GET", path).status == 404);
+    CHECK(Json(one.call("DELETE", "/v1/files/" + input).body)["deleted"].is(sj::True));
+    CHECK(one.call("GET", "/v1/files/" + input).status == 404);
+}
+
+TEST_CASE("HTTP: batches outlive the server, however it ends; one can be cancelled") {
+    Scratch scratch;
+    std::string requests, id, slow, file;
+    for (int i = 0; i < 150; i++) requests += batch_row(i, format("\"seed\": %d, \"max_tokens\": 60, \"ignore_eos\": true", i));
+    const Strings with = {"--files", scratch / "files", "--max-seqs", "4"};
+    std::vector<size_t> have;
+    for (int sig : {SIGTERM, SIGKILL, SIGTERM}) {
+        Served server(with);
+        const Office office{server.port, ""};
+        if (id.empty()) {
+            id = office.batch(requests), file = Json(office.call("GET", "/v1/batches/" + id).body)["input_file_id"].str();
+            Process second(server.program(), {MODEL, "-z", VOCABULARY, "--port", "0", "--files", scratch / "files"});
+            check_refusal(second.wait(), "serve", "another server");
+        }
+        for (const double start = seconds(); seconds() - start < 20; usleep(5000)) {
+            const Json b(office.call("GET", "/v1/batches/" + id).body);
+            if ((size_t)b["request_counts"]["completed"].number() > (have.empty() ? 0 : have.back() + 2)) break;
+        }
+        CHECK(office.call("DELETE", "/v1/files/" + file).status == 409);
+        kill(server.pid, sig);
+        int status;
+        waitpid(server.pid, &status, 0);
+        server.pid = 0;
+        have.push_back(0);
+        for (auto& entry : fs::directory_iterator(scratch / "files/open"))
+            if (entry.path().extension() == ".partial")
+                for (char c : read_file(entry.path().string())) have.back() += c == '\n';
+        CHECK(have.back() > 1);
+        have.back()--; // the first line
+        if (have.size() > 1) CHECK(have.back() > have[have.size() - 2]); // it went on
+    }
+    CHECK(have.back() < 150);
+    Served server(with);
+    const Office office{server.port, ""};
+    const Json batch(office.wait(id, "completed"));
+    CHECK(batch["request_counts"]["completed"].number() == 150);
+    const Strings all = lines(office.content(batch["output_file_id"].str()));
+    REQUIRE(all.size() == 150);
+    for (size_t i = 0; i < all.size(); i += 7) {
+        const Json j(all[i]), alone(server.ask(question(format("\"seed\": %zu, \"max_tokens\": 60, \"ignore_eos\": true", i))));
+        CHECK(j["custom_id"].str() == format("r%zu", i));
+        CHECK(j["response"]["body"]["choices"][(size_t)0]["message"]["content"].str() == alone["choices"][(size_t)0]["message"]["content"].str());
+    }
+    const std::string cancelled = office.batch(requests);
+    CHECK(Json(office.call("POST", "/v1/batches/" + cancelled + "/cancel", "{}").body)["status"].str() == "cancelling");
+    const Json end(office.wait(cancelled, "cancelled"));
+    CHECK(end["request_counts"]["completed"].number() < 150);
+    CHECK(office.call("DELETE", "/v1/files/" + end["input_file_id"].str()).status == 200);
+    for (auto& entry : fs::directory_iterator(scratch / "files/open")) CHECK(entry.path().extension() != ".partial");
+    // Its own user's other requests come first.
+    const std::string behind = office.batch(requests);
+    const double start = seconds();
+    server.ask(question("\"max_tokens\": 2"));
+    CHECK(seconds() - start < 5);
+    CHECK(Json(office.call("GET", "/v1/batches/" + behind).body)["status"].str() == "in_progress");
 }
