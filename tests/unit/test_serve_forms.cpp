@@ -390,7 +390,7 @@ static std::vector<int> prompt_of(const char* path, const std::string& body) {
         throw;
     }
 }
-static std::string quoted(const std::string& text) {
+static std::string in_json(const std::string& text) {
     std::string out;
     sj::quote(out, text);
     return out;
@@ -427,8 +427,8 @@ TEST_CASE("dialects: what the packages send is the conversation that a chat woul
         const sj::Value f = tool["function"];
         flat += std::string(flat.empty() ? "" : ",") + "{\"type\": \"function\"", blocks += blocks.empty() ? "{\"type\": \"custom\"" : ",{\"type\": \"custom\"";
         for (auto [name, value] : f.members()) {
-            flat += ", " + quoted(name) + ": " + std::string(value.raw());
-            blocks += ", " + quoted(name == "parameters" ? "input_schema" : name) + ": " + std::string(value.raw());
+            flat += ", " + in_json(name) + ": " + std::string(value.raw());
+            blocks += ", " + in_json(name == "parameters" ? "input_schema" : name) + ": " + std::string(value.raw());
         }
         flat += "}", blocks += "}";
     }
@@ -643,7 +643,7 @@ TEST_CASE("HTTP: dialects say what a chat says, in their own words") {
     size_t end = at + 1;
     while (end < text.size() && ((uint8_t)text[end] & 0xC0) == 0x80) end++;
     const std::string stop = text.substr(at, end - at);
-    const Json stopped(server.ask(message + "40, \"stop_sequences\": [\"never so\", " + quoted(stop) + "]}", MESSAGES));
+    const Json stopped(server.ask(message + "40, \"stop_sequences\": [\"never so\", " + in_json(stop) + "]}", MESSAGES));
     CHECK(stopped["stop_reason"].str() == "stop_sequence");
     CHECK(stopped["stop_sequence"].str() == stop);
     CHECK(Json(server.ask(message + "40}", COUNT_TOKENS))["input_tokens"].number() > 3);
@@ -802,8 +802,8 @@ TEST_CASE("HTTP: files and batches, from upload to answers") {
     const std::string out = one.content(Json(one.wait(other, "completed"))["output_file_id"].str());
     CHECK(Json(out.substr(0, out.size() - 1))["response"]["body"]["object"].str() == "response");
     // What is no batch.
-    for (auto& [text, why] : std::vector<std::pair<std::string, std::string>>{{"nonsense\n", "line 1"}, {"{}\n", "custom_id"}, {batch_row(1, "") + batch_row(1, ""), "taken"}, {"\n", "no request"}}) {
-        const Json failed(one.wait(one.batch(text.empty() ? " " : text), "failed"));
+    for (auto& [text, why] : std::vector<std::pair<std::string, std::string>>{{"nonsense\n", "line 1"}, {"{}\n", "custom_id"}, {batch_row(1, "\"n\": 1") + batch_row(1, "\"n\": 1"), "taken"}, {"\n", "no request"}}) {
+        const Json failed(one.wait(one.batch(text), "failed"));
         const std::string message = failed["errors"]["data"][(size_t)0]["message"].str();
         INFO(message);
         CHECK(message.find(why) != std::string::npos);
