@@ -2060,6 +2060,8 @@ struct Peer {
     double probed = 0;            // when it was last asked whether it is there, since it will send nothing more
 };
 
+#include "openapi.h"
+
 // The page to chat on: chat.html, which the Makefile makes a string of.
 static const char CHAT_PAGE[] =
 #include "build/chat_page.inc"
@@ -2255,7 +2257,7 @@ struct Exchange {
             if (*wanted == 'm' && !origin.empty() && std::find(known.begin(), known.end(), origin) == known.end())
                 throw Refusal(403, "files are not taken from web pages of other sites (--cors names those that may)");
         }
-        for (const char* open : {"/", "/health", "/ping", "/version", "/metrics"})
+        for (const char* open : {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics"})
             if (path == open) return;
         if (method == "OPTIONS") return;
         caller = key();
@@ -2361,7 +2363,7 @@ struct Exchange {
     std::string route_name() const {
         if (path.compare(0, 11, "/v1/models/") == 0) return "/v1/models/{id}";
         if (filed()) return path[4] == 'f' ? "/v1/files" : "/v1/batches";
-        return known(path, {"/", "/health", "/ping", "/version", "/metrics", "/tokenize", "/detokenize", "/v1/models",
+        return known(path, {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics", "/tokenize", "/detokenize", "/v1/models",
                             COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS});
     }
 
@@ -2381,6 +2383,10 @@ struct Exchange {
         if (path == "/version") {
             only("GET");
             return {200, format("{\"version\": \"%d\"}", QWEN3_VERSION)};
+        }
+        if (path == "/openapi.json") {
+            only("GET");
+            return {200, openapi_document()};
         }
         if (path == "/health" || path == "/ping") {
             only("GET");

@@ -469,7 +469,7 @@ TEST_CASE("dialects: every other field is refused by its name") {
         }
     };
     using Rows = std::vector<std::pair<std::string, std::string>>;
-    for (auto& [more, param] : Rows{
+    for (auto& row : Rows{
              {"\"store\": true", "store"}, {"\"previous_response_id\": \"resp_1\"", "previous_response_id"}, {"\"conversation\": \"c\"", "conversation"},
              {"\"background\": true", "background"}, {"\"include\": [\"reasoning.encrypted_content\"]", "include"}, {"\"truncation\": \"auto\"", "truncation"},
              {"\"prompt\": {\"id\": \"p\"}", "prompt"}, {"\"max_tool_calls\": 1", "max_tool_calls"}, {"\"top_logprobs\": 2", "top_logprobs"}, {"\"n\": 2", "n"},
@@ -485,9 +485,9 @@ TEST_CASE("dialects: every other field is refused by its name") {
              {"\"input\": [{\"role\": \"user\", \"content\": [{\"type\": \"input_image\"}]}]", "input"}, {"\"input\": [{\"type\": \"item_reference\", \"id\": \"x\"}]", "input"},
              {"\"input\": [{\"type\": \"function_call_output\", \"call_id\": \"x\", \"output\": \"\"}]", "input"}, {"\"input\": [{\"type\": \"function_call\", \"name\": \"f\"}]", "input"},
              {"\"input\": [{\"type\": \"reasoning\", \"encrypted_content\": \"x\"}]", "input"}})
-        CHECK_MESSAGE(refused(RESPONSES, "{\"input\": \"a\", " + more + "}") == param, more);
+        CHECK_MESSAGE(refused(RESPONSES, "{\"input\": \"a\", " + row.first + "}") == row.second, row.first);
     CHECK(refused(RESPONSES, "{}") == "input");
-    for (auto& [more, param] : Rows{
+    for (auto& row : Rows{
              {"\"thinking\": {\"type\": \"enabled\", \"budget_tokens\": 1024}", "thinking"}, {"\"thinking\": {\"type\": \"between_tools\"}", "thinking"},
              {"\"max_tokens\": 0", "max_tokens"}, {"\"max_tokens\": 5000", "messages"}, {"\"stop_sequences\": \"a\"", "stop_sequences"}, {"\"stop_sequences\": [5]", "stop_sequences"},
              {"\"stop\": \"a\"", "stop"}, {"\"container\": \"c\"", "container"}, {"\"mcp_servers\": []", "mcp_servers"}, {"\"service_tier\": \"priority\"", "service_tier"},
@@ -501,7 +501,7 @@ TEST_CASE("dialects: every other field is refused by its name") {
              {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"tool_result\", \"tool_use_id\": \"x\"}]}]", "messages"},
              {"\"messages\": [{\"role\": \"assistant\", \"content\": [{\"type\": \"tool_use\", \"id\": \"x\", \"name\": \"f\", \"input\": \"{}\"}]}]", "messages"},
              {"\"messages\": [{\"role\": \"assistant\", \"content\": [{\"type\": \"redacted_thinking\", \"data\": \"x\"}]}]", "messages"}})
-        CHECK_MESSAGE(refused(MESSAGES, "{\"max_tokens\": 9, \"messages\": [{\"role\": \"user\", \"content\": \"a\"}], " + more + "}") == param, more);
+        CHECK_MESSAGE(refused(MESSAGES, "{\"max_tokens\": 9, \"messages\": [{\"role\": \"user\", \"content\": \"a\"}], " + row.first + "}") == row.second, row.first);
     CHECK(refused(MESSAGES, "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}") == "max_tokens");
 }
 
