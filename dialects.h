@@ -104,11 +104,11 @@ struct Turns {
     }
 };
 
-// Reads the body of a chat completion made of another request. What it complains of gets the name that it has there.
+// What f, which reads the chat completion made of a request, complains of gets the name that it has in the request.
 using Names = std::vector<std::pair<std::string, std::string>>;
-inline Ask read_translated(const Service& service, const std::string& body, uint64_t salt, const Names& names) {
+template <class F> auto renamed(const Names& names, F f) {
     try {
-        return read_ask(service, body, true, salt);
+        return f();
     } catch (const Refusal& r) {
         std::string message = r.what(), param = r.param;
         for (auto& [from, to] : names) {
@@ -243,7 +243,7 @@ inline std::string chat_of_response(const Fields& f) {
     if (const std::string system = f.text("instructions"); !system.empty()) turns.all.push_back({"system", system});
     const sj::Value input = f["input"];
     if (input.is(sj::String)) turns.all.push_back({"user", input.str()});
-    else if (!input.is(sj::Array)) turns.refuse("neither a string nor a list of items");
+    else if (!input.is(sj::Array) || input.size() == 0) turns.refuse("neither a string nor a list of items");
     for (sj::Value item : input.items()) read_response_item(turns, item);
 
     sj::Writer w;
@@ -436,7 +436,7 @@ inline std::string chat_of_message(const Fields& f, bool counting) {
     refuse_values(f, {{"service_tier", {"\"auto\"", "\"standard_only\""}}});
     Turns turns{"messages"};
     if (f["system"]) turns.all.push_back({"system", Turns{"system"}.text_of(f["system"], {"text"})});
-    if (!f["messages"].is(sj::Array)) turns.refuse("not a list");
+    if (!f["messages"].is(sj::Array) || f["messages"].size() == 0) turns.refuse("not a list of messages");
     bool prefix = false; // the last message is the assistant's: the answer goes on with it
     for (sj::Value message : f["messages"].items()) {
         const std::string role = turns.known_role(message["role"].str(), {"user", "assistant", "system"});
@@ -601,6 +601,11 @@ inline bool is_asked(const std::string& path) { // there for answers
     return path == CHAT || path == COMPLETION || path == RESPONSES || path == MESSAGES;
 }
 
+static const Names RESPONSE_NAMES = {{"messages", "input"}, {"max_completion_tokens", "max_output_tokens"},
+                                     {"response_format", "text"}, {"reasoning_effort", "reasoning"}},
+                   MESSAGE_NAMES = {{"response_format", "output_config"}, {"stop", "stop_sequences"},
+                                    {"parallel_tool_calls", "tool_choice"}};
+
 // The body of a request to one of these, and how it will be answered.
 struct Asked {
     Ask ask;
@@ -616,24 +621,25 @@ inline Asked read_asked(const Service& service, const std::string& path, std::st
     sj::Doc doc;
     const Fields f(parse_body(doc, body));
     const bool response = path == RESPONSES;
-    const Names names = response ? Names{{"messages", "input"}, {"max_completion_tokens", "max_output_tokens"},
-                                         {"response_format", "text"}, {"reasoning_effort", "reasoning"}}
-                                 : Names{{"response_format", "output_config"}, {"stop", "stop_sequences"},
-                                         {"parallel_tool_calls", "tool_choice"}};
-    a.ask = read_translated(service, response ? chat_of_response(f) : chat_of_message(f, false), salt, names);
+    const std::string chat = response ? chat_of_response(f) : chat_of_message(f, false);
+    a.ask = renamed(response ? RESPONSE_NAMES : MESSAGE_NAMES, [&] { return read_ask(service, chat, true, salt); });
     a.ask.id = (response ? "resp_" : "msg_") + a.ask.id.substr(a.ask.id.find('-') + 1);
     if (response) a.answer = std::make_unique<ResponseAnswer>(service, a.ask, f);
     else a.answer = std::make_unique<MessageAnswer>(service, a.ask);
     return a;
 }
 
-// {"input_tokens"} of what would be a message.
+// {"input_tokens"} of what would be a message; all else of the request must be right, too.
 inline std::string count_message_tokens(const Service& service, std::string_view body) {
     sj::Doc doc, chat;
     const Fields f(parse_body(doc, body));
     const std::string text = chat_of_message(f, true);
     const Fields translated(parse_body(chat, text));
-    PromptOptions any{chat_options_from_json(service, translated), SIZE_MAX};
+    const size_t n = renamed(MESSAGE_NAMES, [&] {
+        const PromptOptions any{chat_options_from_json(service, translated), SIZE_MAX};
+        job_from_json(service, translated, ask_from_json(service, translated, true), any.chat.thinking, 1);
+        return chat_prompt(service, translated, any).size();
+    });
     sj::Writer w;
-    return w.object().field("input_tokens", chat_prompt(service, translated, any).size()).end().text;
+    return w.object().field("input_tokens", n).end().text;
 }

@@ -41,7 +41,7 @@ static const char OPENAPI[] = R"json({
         "properties": {"input_tokens": {"type": "integer"}}}}}}, "default": {"$ref": "#/components/responses/MessageError"}}}},
   "/tokenize": {"post": {
     "requestBody": {"required": true, "content": {"application/json": {"schema": {"type": "object", "anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
-        "properties": {"prompt": {"type": "string"}, "messages": {"$ref": "#/components/schemas/Messages"}}}}}},
+        "properties": {"prompt": {"type": ["string", "null"]}, "messages": {"oneOf": [{"type": "null"}, {"$ref": "#/components/schemas/Messages"}]}}}}}},
     "responses": {"200": {"description": "ids", "content": {"application/json": {"schema": {"type": "object", "required": ["tokens", "count"],
         "properties": {"tokens": {"type": "array", "items": {"type": "integer"}}, "count": {"type": "integer"}}}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/detokenize": {"post": {
@@ -108,7 +108,8 @@ static const char OPENAPI[] = R"json({
       "max_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647}, "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 128},
       "logprobs": {"type": ["boolean", "null"]}, "tools": {"type": ["array", "null"], "maxItems": 128}, "response_format": {"type": ["object", "null"]}}}]},
     "Completion": {"allOf": [{"$ref": "#/components/schemas/Draws"}, {"type": "object", "required": ["prompt"], "properties": {
-      "prompt": {"oneOf": [{"type": "string", "minLength": 1}, {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}]},
+      "prompt": {"oneOf": [{"type": "string", "minLength": 1}, {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}, {"type": "array", "minItems": 1, "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}}]},
       "max_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647}, "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 128},
       "echo": {"type": ["boolean", "null"]}}}]},
     "Response": {"allOf": [{"$ref": "#/components/schemas/Draws"}, {"type": "object", "required": ["input"], "properties": {
@@ -118,7 +119,7 @@ static const char OPENAPI[] = R"json({
       "messages": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role", "content"], "properties": {
         "role": {"enum": ["user", "assistant", "system"]}, "content": {"type": ["string", "array"]}}}},
       "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2147483647}, "system": {"type": ["string", "array", "null"]},
-      "stop_sequences": {"type": ["array", "null"], "maxItems": 16, "items": {"type": "string", "minLength": 1, "maxLength": 32}}}}]}
+      "stop_sequences": {"type": ["array", "null"], "maxItems": 16, "items": {"type": "string", "minLength": 1, "maxLength": 128}}}}]}
   }
 }})json";
 

@@ -2233,6 +2233,11 @@ struct Exchange {
         auto under = [&](const std::string& root) { return (path + "/").compare(0, root.size(), root) == 0; };
         return server.filing && (under("/v1/files/") || under("/v1/batches/"));
     }
+    bool models() const { return (path + "/").compare(0, 11, "/v1/models/") == 0; }
+    bool takes_no_post() const {
+        const bool cancel = path.size() > 7 && path.compare(path.size() - 7, 7, "/cancel") == 0;
+        return models() || (filed() && !cancel && path != "/v1/files" && path != "/v1/batches");
+    }
     size_t most_body() const { return filed() && path == "/v1/files" ? MAX_UPLOAD + SMALL_BODY : MAX_BODY; }
 
     void check_head() {
@@ -2246,7 +2251,8 @@ struct Exchange {
         }
         const std::string encoding = header("Content-Encoding");
         if (!encoding.empty() && encoding != "identity") throw Refusal(415, "Content-Encoding is not supported");
-        if (method == "POST") {
+        const bool open = known(path, {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics"}) == path;
+        if (method == "POST" && !open && !takes_no_post()) { // (what does not is told so first)
             std::string type = header("Content-Type");
             type.resize(std::min(type.find(';'), type.size()));
             while (!type.empty() && type.back() == ' ') type.pop_back();
@@ -2257,9 +2263,7 @@ struct Exchange {
             if (*wanted == 'm' && !origin.empty() && std::find(known.begin(), known.end(), origin) == known.end())
                 throw Refusal(403, "files are not taken from web pages of other sites (--cors names those that may)");
         }
-        for (const char* open : {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics"})
-            if (path == open) return;
-        if (method == "OPTIONS") return;
+        if (open || method == "OPTIONS") return;
         caller = key();
         upload.who = unsent->who = fnv1a(&caller, sizeof caller, peer.address);
     }
@@ -2397,7 +2401,6 @@ struct Exchange {
             only("GET");
             return {200, metrics(), "text/plain; version=0.0.4"};
         }
-        const bool models = path == "/v1/models" || path.compare(0, 11, "/v1/models/") == 0;
         const bool tokenize = path == "/tokenize", detokenize = path == "/detokenize", count = path == COUNT_TOKENS;
         if (filed()) {
             if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
@@ -2409,12 +2412,12 @@ struct Exchange {
             const char* type = told.path.empty() ? "application/json" : "application/octet-stream";
             return {200, std::move(told.json), type, {}, std::move(told.path)};
         }
-        if (!is_asked(path) && !models && !tokenize && !detokenize && !count)
+        if (!is_asked(path) && !models() && !tokenize && !detokenize && !count)
             throw Refusal(404, "there is nothing here; / and /v1/chat/completions are");
-        only(models ? "GET" : "POST");
+        only(models() ? "GET" : "POST");
         if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
         const Service& service = server.service;
-        if (models) return list_models();
+        if (models()) return list_models();
         if (tokenize) return {200, tokens_of(service)};
         if (detokenize) return {200, text_of(service)};
         if (count) return {200, count_message_tokens(service, body)};

@@ -481,7 +481,7 @@ TEST_CASE("dialects: every other field is refused by its name") {
              {"\"tools\": [{\"type\": \"web_search\"}]", "tools"}, {"\"tools\": [{\"type\": \"function\", \"name\": \"f\", \"defer_loading\": true}]", "tools"},
              {"\"tools\": [{\"type\": \"function\", \"name\": \"a b\"}]", "tools"}, {"\"tool_choice\": {\"type\": \"allowed_tools\"}", "tool_choice"},
              {"\"stream\": true, \"stream_options\": {\"include_usage\": true}", "stream_options"}, {"\"cyber\": 1", "cyber"}, {"\"" + std::string(99, 'x') + "\": 1", ""},
-             {"\"input\": 5", "input"}, {"\"input\": [5]", "input"}, {"\"input\": []", "input"}, {"\"input\": [{\"role\": \"king\", \"content\": \"a\"}]", "input"},
+             {"\"input\": 5", "input"}, {"\"input\": [5]", "input"}, {"\"input\": []", "input"}, {"\"input\": [], \"instructions\": \"s\"", "input"}, {"\"input\": [{\"role\": \"king\", \"content\": \"a\"}]", "input"},
              {"\"input\": [{\"role\": \"user\", \"content\": [{\"type\": \"input_image\"}]}]", "input"}, {"\"input\": [{\"type\": \"item_reference\", \"id\": \"x\"}]", "input"},
              {"\"input\": [{\"type\": \"function_call_output\", \"call_id\": \"x\", \"output\": \"\"}]", "input"}, {"\"input\": [{\"type\": \"function_call\", \"name\": \"f\"}]", "input"},
              {"\"input\": [{\"type\": \"reasoning\", \"encrypted_content\": \"x\"}]", "input"}})
@@ -496,13 +496,16 @@ TEST_CASE("dialects: every other field is refused by its name") {
              {"\"tools\": [{\"type\": \"bash_20250124\", \"name\": \"bash\"}]", "tools"}, {"\"tools\": [{\"name\": \"f\"}]", "tools"}, {"\"tools\": {}", "tools"},
              {"\"tool_choice\": {\"type\": \"required\"}", "tool_choice"}, {"\"tool_choice\": \"auto\"", ""}, {"\"tool_choice\": {\"type\": \"tool\", \"name\": \"x\"}", "tool_choice"},
              {"\"system\": 5", "system"}, {"\"system\": [{\"type\": \"image\"}]", "system"}, {"\"messages\": 5", "messages"}, {"\"messages\": [5]", "messages"},
-             {"\"messages\": []", "messages"}, {"\"messages\": [{\"role\": \"user\"}]", "messages"}, {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image\"}]}]", "messages"},
+             {"\"messages\": []", "messages"}, {"\"messages\": [], \"system\": \"s\"", "messages"}, {"\"messages\": [{\"role\": \"user\"}]", "messages"},
+             {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image\"}]}]", "messages"},
              {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"thinking\", \"thinking\": \"x\"}]}]", "messages"},
              {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"tool_result\", \"tool_use_id\": \"x\"}]}]", "messages"},
              {"\"messages\": [{\"role\": \"assistant\", \"content\": [{\"type\": \"tool_use\", \"id\": \"x\", \"name\": \"f\", \"input\": \"{}\"}]}]", "messages"},
              {"\"messages\": [{\"role\": \"assistant\", \"content\": [{\"type\": \"redacted_thinking\", \"data\": \"x\"}]}]", "messages"}})
         CHECK_MESSAGE(refused(MESSAGES, "{\"max_tokens\": 9, \"messages\": [{\"role\": \"user\", \"content\": \"a\"}], " + row.first + "}") == row.second, row.first);
     CHECK(refused(MESSAGES, "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}") == "max_tokens");
+    for (const char* more : {"\"stop_sequences\": [\"\"]", "\"temperature\": 5", "\"output_config\": {\"format\": {\"type\": \"json_schema\", \"schema\": {\"not\": {}}}}"})
+        CHECK_THROWS_AS(count_message_tokens(service_of(), std::string("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}], ") + more + "}"), Refusal);
 }
 
 // Names of the events of a stream; each must be the type in its data.
@@ -881,4 +884,30 @@ TEST_CASE("HTTP: batches outlive the server, however it ends; one can be cancell
     server.ask(question("\"max_tokens\": 2"));
     CHECK(seconds() - start < 5);
     CHECK(Json(office.call("GET", "/v1/batches/" + behind).body)["status"].str() == "in_progress");
+}
+
+TEST_CASE("HTTP: the OpenAPI document names routes that are there, with the methods that they take") {
+    Scratch scratch;
+    const Served server({"--files", scratch / "files"});
+    const Json document(Http(server.port).call("GET", "/openapi.json").body);
+    size_t routes = 0;
+    for (auto [name, item] : document["paths"].members()) {
+        std::string path = name;
+        if (const size_t at = path.find("{id}"); at != path.npos) path.replace(at, 4, "x");
+        for (const char* method : {"GET", "POST", "DELETE", "PUT"}) {
+            INFO(method << " " << path);
+            Http h(server.port);
+            h.send(format("%s %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n", method, path.c_str())); // no Content-Type
+            const HttpReply r = h.reply();
+            std::string lower = method;
+            for (char& c : lower) c = (char)tolower(c);
+            const bool there = (bool)item[lower];
+            CHECK((r.status == 405) == !there);
+            if (r.status == 405) CHECK(!r.headers.at("allow").empty());
+            else if (there && lower == "post") CHECK(r.status == 415);
+            else if (there) CHECK((r.status == 200 || (r.status == 404 && path != name)));
+            routes += there;
+        }
+    }
+    CHECK(routes == 21);
 }
