@@ -6,8 +6,8 @@
 //     file-ID.json     ... what is known of it
 //     batch_ID.json    a batch, as the API tells it
 //     batch_ID.partial its answers so far
-// What appears there is complete: it is written under another name and renamed, what is known of a file after its bytes.
-// So a server that ends at any moment goes on where it was at its next start.
+// What appears there is complete: it is written under another name and renamed, what is known of a file after its
+// bytes. So a server that ends at any moment goes on where it was at its next start.
 #pragma once
 #include <dirent.h>
 
@@ -246,7 +246,8 @@ class Filing {
                         v["errors"]["data"][(size_t)0]["message"].str()};
                 for (auto [field, at] : v.members())
                     if (field.size() > 3 && field.compare(field.size() - 3, 3, "_at") == 0 && at.is(sj::Number))
-                        b.at[field == "created_at" ? "validating" : field.substr(0, field.size() - 3)] = (long)at.number();
+                        b.at[field == "created_at" ? "validating" : field.substr(0, field.size() - 3)] =
+                            (long)at.number();
                 b.total = (size_t)v["request_counts"]["total"].number();
                 b.completed = (size_t)v["request_counts"]["completed"].number();
                 b.failed = (size_t)v["request_counts"]["failed"].number();
@@ -367,7 +368,8 @@ class Filing {
         for (auto& [name, value] : f.all)
             if (name != "input_file_id" && name != "endpoint" && name != "completion_window" && name != "metadata" &&
                 !value.is(sj::Null))
-                throw Refusal(400, format("%s is not supported", in_quotes(name).c_str()), name.size() > 64 ? "" : name);
+                throw Refusal(400, format("%s is not supported", in_quotes(name).c_str()),
+                              name.size() > 64 ? "" : name);
         const std::string input = f.text("input_file_id"), endpoint = f.text("endpoint");
         if (f.text("completion_window") != "24h")
             throw Refusal(400, "completion_window must be 24h", "completion_window");
@@ -377,7 +379,8 @@ class Filing {
         if (!o.files.count(input)) throw Refusal(400, "there is no such input_file_id", "input_file_id");
         const auto waits = [](auto& b) { return b.second.under_way(); };
         if ((size_t)std::count_if(o.batches.begin(), o.batches.end(), waits) >= MAX_UNDER_WAY)
-            throw Refusal(429, format("a key may have %zu batches under way", MAX_UNDER_WAY), "", "rate_limit_exceeded");
+            throw Refusal(429, format("a key may have %zu batches under way", MAX_UNDER_WAY), "",
+                          "rate_limit_exceeded");
         if (o.files.size() >= MAX_FILED) throw Refusal(413, format("a key may have %zu files: delete some", MAX_FILED));
         if (o.batches.size() >= MAX_FILED) forget_oldest(o);
         Batch b{new_id("batch_"), input, endpoint, f["metadata"] ? sj::dump(f["metadata"]) : "null", ""};
@@ -491,12 +494,12 @@ class Filing {
         keep_answers(o, id, batcher);
         end(o, id, fault);
     }
-    // As two files: those that are good, and the others. Their ids follow from the batch's, so that doing it again makes
-    // the same.
+    // As two files: those that are good, and the others. Their ids follow from the batch's, so that doing it again
+    // makes the same.
     void keep_answers(Owner& o, const std::string& id, Batcher& batcher) {
         for (bool good : {true, false}) {
-            File f{"file-" + id.substr(6) + (good ? "-output" : "-errors"), id + (good ? "_output" : "_error") + ".jsonl",
-                   "batch_output", 0, (long)time(nullptr)};
+            File f{"file-" + id.substr(6) + (good ? "-output" : "-errors"),
+                   id + (good ? "_output.jsonl" : "_error.jsonl"), "batch_output", 0, (long)time(nullptr)};
             batcher.collect([&](std::string_view line, bool ok) { f.bytes += ok == good ? line.size() : 0; });
             if (f.bytes == 0) continue;
             add(o, f, [&](OutputFile& out) {

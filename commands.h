@@ -1,8 +1,9 @@
-// commands.h: programs that a model may ask for in a chat (qwen3 --tools FILE). FILE is a JSON list of OpenAI's tools with
-// a command each:
-//     [{"type": "function", "function": {"name": "day", "description": "The date of a day",
-//                                        "parameters": {"type": "object", "properties": {"which": {"type": "string"}}}},
-//       "command": ["date", "--date={which}"]}]
+// commands.h: programs that a model may ask for in a chat (qwen3 --tools FILE). FILE is a JSON list of OpenAI's tools
+// with a command each:
+//     [{"type": "function",
+//       "function": {"name": "day", "description": "The date of a day",
+//                    "parameters": {"type": "object", "properties": {"which": {"type": "string"}}}},
+//       "command": ["date", "-d", "{which}"]}]
 // {NAME} in a word of the command stands for that argument. A word stays one word, and goes to the program as it is: no
 // shell ever sees what the model wrote. Whoever runs one asks the user first.
 #pragma once
@@ -65,7 +66,8 @@ inline std::vector<Command> read_commands(const std::string& path) {
     for (sj::Value v : list.items()) {
         const sj::Value f = v["function"], words = v["command"];
         Command c{f["name"].str(), "", {}, {}};
-        if (v["type"].str() != "function" || c.name.empty()) DIE("%s: tool %zu has no function with a name", name, all.size() + 1);
+        if (v["type"].str() != "function" || c.name.empty())
+            DIE("%s: tool %zu has no function with a name", name, all.size() + 1);
         const char* tool = c.name.c_str();
         for (auto& other : all)
             if (other.name == c.name) DIE("%s: two tools named %s", name, tool);
@@ -91,7 +93,8 @@ inline std::vector<Command> read_commands(const std::string& path) {
 
 // The texts of the calls in an answer: what is between the tokens <tool_call> and </tool_call>, after a thought.
 inline std::vector<std::string> calls_of(const Tokenizer& tokenizer, const std::vector<int>& ids) {
-    const int open = tokenizer.id("<tool_call>"), close = tokenizer.id("</tool_call>"), thought = tokenizer.id("</think>");
+    const int open = tokenizer.id("<tool_call>"), close = tokenizer.id("</tool_call>");
+    const int thought = tokenizer.id("</think>");
     std::vector<std::string> calls;
     const auto after = std::find(ids.rbegin(), ids.rend(), thought).base(); // all of it, if there is no thought
     for (auto at = after == ids.begin() ? ids.begin() : after;;) {
@@ -171,9 +174,11 @@ template <class F> std::string run_command(const std::vector<std::string>& words
     return text.empty() ? "(no output)" : text;
 }
 
-// What comes of a call: the program's output if `confirm` allows it, else why there is none. The call is noted in `said`.
+// What comes of a call: the program's output if `confirm` allows it, else why there is none. The call is noted in
+// `said`.
 template <class Confirm, class Stopped>
-std::string do_call(const std::vector<Command>& commands, const std::string& text, Message& said, Confirm confirm, Stopped stopped) {
+std::string do_call(const std::vector<Command>& commands, const std::string& text, Message& said, Confirm confirm,
+                    Stopped stopped) {
     sj::Doc doc;
     const std::string fault = sj::parse(doc, text);
     const std::string name = doc.root()["name"].str();

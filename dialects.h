@@ -1,6 +1,7 @@
 // dialects.h: two other ways to ask for a chat and to be told it: OpenAI's Responses (/v1/responses) and Anthropic's
-// Messages (/v1/messages). A request becomes the body of a chat completion, which request.h reads and checks; the pieces
-// of its answer become items, whole or as events. Included by serve.cu. Nothing is kept from one request to the next.
+// Messages (/v1/messages). A request becomes the body of a chat completion, which request.h reads and checks; the
+// pieces of its answer become items, whole or as events. Included by serve.cu. Nothing is kept from one request to the
+// next.
 //
 // What the two documents have and is not done here is refused by name; so is every field that is in neither.
 #pragma once
@@ -39,7 +40,8 @@ inline void write_raw(sj::Writer& w, const char* name, sj::Value v) {
     w.text += v.raw();
 }
 
-// The conversation, turn by turn. Results of tools come in the order of their calls, since Qwen3's template shows no ids.
+// The conversation, turn by turn. Results of tools come in the order of their calls, since Qwen3's template shows no
+// ids.
 struct Turns {
     struct Turn {
         std::string role, content{}, thought{};
@@ -195,7 +197,7 @@ struct ItemAnswer : Answer {
 
 // -------------------------------------------------------------------------------------------------- OpenAI's Responses
 
-constexpr size_t MAX_REPEATED = 64 << 10; // bytes of the request's own words in its answer
+constexpr size_t MAX_REPEATED = 16 << 10; // bytes of a field that its answer repeats
 
 inline void read_response_item(Turns& turns, sj::Value item) {
     const std::string type = item["type"].str("message");
@@ -204,8 +206,8 @@ inline void read_response_item(Turns& turns, sj::Value item) {
         const std::string text = turns.text_of(item["content"], {"input_text", "output_text", "text"});
         if (role != "assistant") turns.all.push_back({role, text});
         else { // after its thought, if that came before it
-            const bool thought = !turns.all.empty() && turns.all.back().content.empty() && turns.all.back().calls.empty();
-            turns.assistant(!thought).content = text;
+            const Turns::Turn* last = turns.all.empty() ? nullptr : &turns.all.back();
+            turns.assistant(!last || !last->content.empty() || !last->calls.empty()).content = text;
         }
     } else if (type == "reasoning") {
         Turns::Turn& turn = turns.assistant(true);
@@ -256,7 +258,8 @@ inline std::string chat_of_response(const Fields& f) {
     if (f["max_output_tokens"]) w.field("max_completion_tokens", f.integer("max_output_tokens", 1, INT_MAX, 1));
     members_of(f, "stream_options", {"include_obfuscation"});
     if (f["metadata"]) Fields(f["metadata"], "metadata");
-    const Fields text = members_of(f, "text", {"format", "verbosity"}), thoughts = members_of(f, "reasoning", {"effort"});
+    const Fields text = members_of(f, "text", {"format", "verbosity"});
+    const Fields thoughts = members_of(f, "reasoning", {"effort"});
     refuse_values(text, {{"verbosity", {"\"medium\""}}});
     if (thoughts["effort"]) write_raw(w, "reasoning_effort", thoughts["effort"]);
     if (const sj::Value form = text["format"]) {
@@ -269,7 +272,8 @@ inline std::string chat_of_response(const Fields& f) {
         if (!tools.is(sj::Array)) throw Refusal(400, "tools must be a list", "tools");
         w.key("tools").array();
         for (sj::Value tool : tools.items()) {
-            if (tool["type"].str() != "function") throw Refusal(400, "tools: only type \"function\" is supported", "tools");
+            if (tool["type"].str() != "function")
+                throw Refusal(400, "tools: only type \"function\" is supported", "tools");
             write_tool(w, tool, "parameters");
         }
         w.end();
@@ -291,7 +295,8 @@ struct ResponseAnswer : ItemAnswer {
         const Sampling& how = ask.jobs[0].how;
         auto put = [&](const char* name, const std::string& otherwise) {
             std::string own = f[name] ? sj::dump(f[name]) : otherwise;
-            if (own.size() > MAX_REPEATED / 4) own = otherwise;
+            sj::Doc doc; // (1e999 would become what JSON has no word for)
+            if (own.size() > MAX_REPEATED || !sj::parse(doc, own).empty()) own = otherwise;
             w.key(name).separate();
             w.text += own;
         };
@@ -299,7 +304,8 @@ struct ResponseAnswer : ItemAnswer {
         put("parallel_tool_calls", "true"), put("tool_choice", "\"auto\""), put("tools", "[]");
         put("text", "{\"format\": {\"type\": \"text\"}}"), put("reasoning", "{\"effort\": null, \"summary\": null}");
         put("user", "null");
-        w.field("temperature", how.temperature).field("top_p", how.top_p).field("truncation", "disabled");
+        auto plain = [](float x) { return strtod(format("%g", x).c_str(), nullptr); }; // 0.7, and not 0.699999988
+        w.field("temperature", plain(how.temperature)).field("top_p", plain(how.top_p)).field("truncation", "disabled");
         w.field("store", false).field("background", false).field("previous_response_id", nullptr);
         w.field("service_tier", "default").field("top_logprobs", 0);
         repeated = w.text;
@@ -492,7 +498,8 @@ inline std::string chat_of_message(const Fields& f, bool counting) {
         const Fields choice = members_of(f, "tool_choice", {"type", "name", "disable_parallel_tool_use"});
         const std::string type = choice.text("type"), name = choice.text("name");
         if (type == "tool")
-            w.key("tool_choice").object().field("type", "function").key("function").object().field("name", name).end().end();
+            w.key("tool_choice").object().field("type", "function").key("function").object()
+                .field("name", name).end().end();
         else if (type == "any" || type == "auto" || type == "none")
             w.field("tool_choice", type == "any" ? "required" : type);
         else throw Refusal(400, "tool_choice: the type must be auto, any, tool or none", "tool_choice");
@@ -520,7 +527,8 @@ struct MessageAnswer : ItemAnswer {
         else w.value(nullptr);
     }
     sj::Writer& write_head(sj::Writer& w) const {
-        return w.field("id", id).field("type", "message").field("role", "assistant").field("model", model).key("content").array();
+        w.field("id", id).field("type", "message").field("role", "assistant").field("model", model);
+        return w.key("content").array();
     }
     void write_block(sj::Writer& w, size_t i, const std::string& text, const std::string& input) const {
         const Item& item = items[i];
@@ -528,7 +536,8 @@ struct MessageAnswer : ItemAnswer {
         if (item.kind == Item::THOUGHT) w.field("type", "thinking").field("thinking", text).field("signature", "");
         else if (item.kind == Item::TEXT) w.field("type", "text").field("text", text);
         else {
-            w.field("type", "tool_use").field("id", item_id("toolu", i)).field("name", item.name).key("input").separate();
+            w.field("type", "tool_use").field("id", item_id("toolu", i)).field("name", item.name);
+            w.key("input").separate();
             w.text += input;
         }
         w.end();

@@ -1815,8 +1815,8 @@ struct Batcher {
             DIE("%s: %s", partial.c_str(), strerror(errno));
         bytes += line.size();
     }
-    // f(row, line, whether it is an answer) for every whole line of the partial file but the first. Returns where the last
-    // of them ends.
+    // f(row, line, whether it is an answer) for every whole line of the partial file but the first. Returns where the
+    // last of them ends.
     template <class F> size_t each_answer(const MappedFile& map, F f) {
         const size_t whole = map.text().rfind('\n') + 1;
         if (map.text().substr(0, std::min(whole, header.size())) != header.substr(0, whole))
@@ -2181,7 +2181,8 @@ struct Exchange {
         server.bodies.remove(upload);
         server.desk.unsent.remove(*unsent);
         log();
-        server.traffic.add(known(method, {"GET", "POST", "DELETE", "OPTIONS"}), route_name(), status, seconds() - start);
+        server.traffic.add(known(method, {"GET", "POST", "DELETE", "OPTIONS"}), route_name(), status,
+                           seconds() - start);
         peer.phase = Peer::WAITING, peer.since = seconds();
         if (counted) server.answering--;
     }
@@ -2328,8 +2329,8 @@ struct Exchange {
     // Grammars take longer than their text to read. (Of a field's name, letters may be escaped.)
     bool asks_for_form() {
         std::lock_guard lock(server.bodies.mutex);
-        for (const char* word : {"\"tools\"", "\"response_format\"", "\"structured_outputs\"", "\"guided_", "\"format\"",
-                                 "\\u00"})
+        for (const char* word : {"\"tools\"", "\"response_format\"", "\"structured_outputs\"", "\"guided_",
+                                 "\"format\"", "\\u00"})
             if (body.find(word) != std::string::npos) return true;
         return false;
     }
@@ -2367,8 +2368,8 @@ struct Exchange {
     std::string route_name() const {
         if (path.compare(0, 11, "/v1/models/") == 0) return "/v1/models/{id}";
         if (filed()) return path[4] == 'f' ? "/v1/files" : "/v1/batches";
-        return known(path, {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics", "/tokenize", "/detokenize", "/v1/models",
-                            COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS});
+        return known(path, {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics", "/tokenize",
+                            "/detokenize", "/v1/models", COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS});
     }
 
     // Status 0: the answer is on its way.
@@ -2635,7 +2636,8 @@ struct Exchange {
             if (origin == allowed) {
                 MHD_add_response_header(out, "Access-Control-Allow-Origin", allowed.c_str());
                 MHD_add_response_header(out, "Access-Control-Allow-Headers", allowed_headers().c_str());
-                MHD_add_response_header(out, "Access-Control-Allow-Methods", server.filing ? "GET, POST, DELETE" : "GET, POST");
+                MHD_add_response_header(out, "Access-Control-Allow-Methods",
+                                        server.filing ? "GET, POST, DELETE" : "GET, POST");
                 MHD_add_response_header(out, "Access-Control-Max-Age", "600");
                 MHD_add_response_header(out, "Access-Control-Expose-Headers", "X-Request-Id");
             }
