@@ -10,6 +10,7 @@
 // bytes. So a server that ends at any moment goes on where it was at its next start.
 #pragma once
 #include <dirent.h>
+#include <optional>
 
 constexpr size_t MAX_UPLOAD = 64 << 20;       // bytes of a file that comes in
 constexpr size_t MAX_FILED_BYTES = 1 << 30;   // of all files of a key, answers too
@@ -195,8 +196,8 @@ class Filing {
             if (rest.empty()) {
                 only({"GET", "POST"});
                 if (method == "POST") return {files ? upload(o, type, body) : create(o, body)};
-                const std::string after = argument("after"), limit = argument("limit"), purpose = argument("purpose");
-                if (!argument("order").empty()) throw Refusal(400, "order is not supported", "order");
+                const auto after = argument("after"), limit = argument("limit"), purpose = argument("purpose");
+                if (argument("order")) throw Refusal(400, "order is not supported", "order");
                 return {files ? list(o.files, after, limit, purpose) : list(o.batches, after, limit, purpose)};
             }
             if (files && what == "content") return only({"GET"}), content(o, id);
@@ -273,25 +274,26 @@ class Filing {
     static std::string purpose_of(const Batch&) { return ""; }
 
     // The latest first.
-    template <class T> std::string list(const std::map<std::string, T>& all, const std::string& after,
-                                        const std::string& limit, const std::string& purpose) {
+    using Argument = std::optional<std::string>;
+    template <class T> std::string list(const std::map<std::string, T>& all, const Argument& after,
+                                        const Argument& limit, const Argument& purpose) {
         size_t most = MAX_FILED;
-        if (!limit.empty()) {
+        if (limit) {
             char* end;
-            const long n = strtol(limit.c_str(), &end, 10);
-            if (*end || n < 1 || n > 10'000) throw Refusal(400, "limit must be an integer from 1 to 10000", "limit");
+            const long n = strtol(limit->c_str(), &end, 10);
+            if (!isdigit((unsigned char)(*limit)[0]) || *end || n < 1 || n > 10'000) throw Refusal(400, "limit must be an integer from 1 to 10000", "limit");
             most = (size_t)n;
         }
         std::lock_guard guard(mutex);
         std::vector<const T*> sorted;
         for (auto& [id, one] : all)
-            if (purpose.empty() || purpose_of(one) == purpose) sorted.push_back(&one);
+            if (!purpose || purpose_of(one) == *purpose) sorted.push_back(&one);
         std::sort(sorted.begin(), sorted.end(), [](const T* a, const T* b) {
             return std::pair(created(*b), b->id) < std::pair(created(*a), a->id);
         });
         size_t first = 0;
-        if (!after.empty()) {
-            while (first < sorted.size() && sorted[first]->id != after) first++;
+        if (after) {
+            while (first < sorted.size() && sorted[first]->id != *after) first++;
             if (first == sorted.size()) throw Refusal(400, "after: there is no such id", "after");
             first++;
         }

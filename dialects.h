@@ -647,6 +647,7 @@ inline std::string count_message_tokens(const Service& service, std::string_view
     const size_t n = renamed(MESSAGE_NAMES, [&] {
         const PromptOptions any{chat_options_from_json(service, translated), SIZE_MAX};
         job_from_json(service, translated, ask_from_json(service, translated, true), any.chat.thinking, 1);
+        translated.integer("min_tokens", 0, translated.integer("max_tokens", 1, INT_MAX, INT_MAX), 0);
         return chat_prompt(service, translated, any).size();
     });
     sj::Writer w;

@@ -2405,9 +2405,10 @@ struct Exchange {
         const bool tokenize = path == "/tokenize", detokenize = path == "/detokenize", count = path == COUNT_TOKENS;
         if (filed()) {
             if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
-            auto argument = [&](const char* name) -> std::string {
+            auto argument = [&](const char* name) -> std::optional<std::string> {
                 const char* value = MHD_lookup_connection_value(connection, MHD_GET_ARGUMENT_KIND, name);
-                return value ? value : "";
+                if (!value) return {};
+                return value;
             };
             Filed told = server.filing->handle(caller, method, path, header("Content-Type"), body, argument);
             const char* type = told.path.empty() ? "application/json" : "application/octet-stream";

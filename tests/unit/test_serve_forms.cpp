@@ -504,7 +504,7 @@ TEST_CASE("dialects: every other field is refused by its name") {
              {"\"messages\": [{\"role\": \"assistant\", \"content\": [{\"type\": \"redacted_thinking\", \"data\": \"x\"}]}]", "messages"}})
         CHECK_MESSAGE(refused(MESSAGES, "{\"max_tokens\": 9, \"messages\": [{\"role\": \"user\", \"content\": \"a\"}], " + row.first + "}") == row.second, row.first);
     CHECK(refused(MESSAGES, "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}") == "max_tokens");
-    for (const char* more : {"\"stop_sequences\": [\"\"]", "\"temperature\": 5", "\"output_config\": {\"format\": {\"type\": \"json_schema\", \"schema\": {\"not\": {}}}}"})
+    for (const char* more : {"\"stop_sequences\": [\"\"]", "\"temperature\": 5", "\"max_tokens\": 0", "\"max_tokens\": 9999999999", "\"output_config\": {\"format\": {\"type\": \"json_schema\", \"schema\": {\"not\": {}}}}"})
         CHECK_THROWS_AS(count_message_tokens(service_of(), std::string("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}], ") + more + "}"), Refusal);
 }
 
@@ -798,7 +798,8 @@ TEST_CASE("HTTP: files and batches, from upload to answers") {
     CHECK(page["has_more"].is(sj::True));
     CHECK(Json(one.call("GET", "/v1/files?after=" + page["last_id"].str()).body)["data"].size() == 1);
     CHECK(Json(one.call("GET", "/v1/files?purpose=batch").body)["data"].size() == 1);
-    CHECK(one.call("GET", "/v1/files?limit=x").status == 400);
+    for (const char* bad : {"limit=x", "limit=", "limit=0", "limit=5x", "limit=10001", "limit=-1", "after=x", "after=", "order=asc"})
+        CHECK(one.call("GET", std::string("/v1/files?") + bad).status == 400);
     CHECK(Json(one.call("GET", "/v1/batches").body)["data"].size() == 1);
     // Other dialects.
     const std::string other = one.batch("{\"custom_id\": \"a\", \"url\": \"/v1/responses\", \"body\": {\"input\": \"a\", \"max_output_tokens\": 3}}\n", RESPONSES);
