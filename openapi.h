@@ -36,7 +36,7 @@ static const char OPENAPI[] = R"json({
           "type": {"const": "message"}, "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]}}}},
         "text/event-stream": {}}}, "default": {"$ref": "#/components/responses/MessageError"}}}},
   "/v1/messages/count_tokens": {"post": {
-    "requestBody": {"required": true, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Message"}}}},
+    "requestBody": {"required": true, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Conversation"}}}},
     "responses": {"200": {"description": "how many", "content": {"application/json": {"schema": {"type": "object", "required": ["input_tokens"],
         "properties": {"input_tokens": {"type": "integer"}}}}}}, "default": {"$ref": "#/components/responses/MessageError"}}}},
   "/tokenize": {"post": {
@@ -115,10 +115,12 @@ static const char OPENAPI[] = R"json({
     "Response": {"allOf": [{"$ref": "#/components/schemas/Draws"}, {"type": "object", "required": ["input"], "properties": {
       "input": {"oneOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}]}, "instructions": {"type": ["string", "null"]},
       "max_output_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647}, "store": {"enum": [false, null]}, "previous_response_id": {"type": "null"}}}]},
-    "Message": {"allOf": [{"$ref": "#/components/schemas/Draws"}, {"type": "object", "required": ["messages", "max_tokens"], "properties": {
+    "Message": {"allOf": [{"$ref": "#/components/schemas/Conversation"}, {"type": "object", "required": ["max_tokens"], "properties": {
+      "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2147483647}}}]},
+    "Conversation": {"allOf": [{"$ref": "#/components/schemas/Draws"}, {"type": "object", "required": ["messages"], "properties": {
       "messages": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role", "content"], "properties": {
         "role": {"enum": ["user", "assistant", "system"]}, "content": {"type": ["string", "array"]}}}},
-      "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2147483647}, "system": {"type": ["string", "array", "null"]},
+      "max_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647}, "system": {"type": ["string", "array", "null"]},
       "stop_sequences": {"type": ["array", "null"], "maxItems": 16, "items": {"type": "string", "minLength": 1, "maxLength": 128}}}}]}
   }
 }})json";

@@ -4,10 +4,12 @@ route and checks statuses, types and forms of the answers. Not asked: that whate
 does not say what fits the context, which ids exist, or which fields exclude each other."""
 import subprocess
 import sys
+import tempfile
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 examples = sys.argv[2] if len(sys.argv) > 2 else "40"
 checks = ["not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance", "response_schema_conformance",
           "negative_data_rejection", "missing_required_header", "unsupported_method", "use_after_free", "ensure_resource_availability"]
-sys.exit(subprocess.run([sys.executable, "-m", "schemathesis.cli", "run", url + "/openapi.json", "--url", url, "--checks", ",".join(checks),
-                         "--max-examples", examples, "--seed", "1", "--request-timeout", "60", "--workers", "2"]).returncode)
+with tempfile.TemporaryDirectory() as folder:  # (it keeps what it found where it runs)
+    sys.exit(subprocess.run([sys.executable, "-m", "schemathesis.cli", "run", url + "/openapi.json", "--url", url, "--checks", ",".join(checks),
+                             "--max-examples", examples, "--seed", "1", "--request-timeout", "60", "--workers", "1"], cwd=folder).returncode)
