@@ -885,6 +885,14 @@ TEST_CASE("HTTP: batches outlive the server, however it ends; one can be cancell
     server.ask(question("\"max_tokens\": 2"));
     CHECK(seconds() - start < 5);
     CHECK(Json(office.call("GET", "/v1/batches/" + behind).body)["status"].str() == "in_progress");
+    // Another model does not go on with it.
+    kill(server.pid, SIGTERM), waitpid(server.pid, nullptr, 0);
+    server.pid = 0;
+    Strings other = with;
+    other.insert(other.end(), {"--name", "other"});
+    const Served renamed(other);
+    const Json failed(Office{renamed.port, ""}.wait(behind, "failed"));
+    CHECK(failed["errors"]["data"][(size_t)0]["message"].str().find("another model") != std::string::npos);
 }
 
 TEST_CASE("HTTP: the OpenAPI document names routes that are there, with the methods that they take") {
