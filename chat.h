@@ -5,6 +5,7 @@
 //     SavedChat      a conversation as a file
 //     Chat           questions and answers on one session; its commands
 #pragma once
+#include "commands.h"
 #include <dirent.h>
 #include <langinfo.h>
 #include <locale.h>
@@ -176,6 +177,20 @@ struct Input {
         }
     }
 
+    // Whether the user says yes. Only what is typed after the question counts.
+    bool confirm(const std::string& question) {
+        while (arrives(0) && fill()) {}
+        drop();
+        line_mode(true);
+        write_stdout(printable(question) + " [y/N] ");
+        size_t end;
+        while ((end = bytes.find('\n')) == std::string::npos && fill()) {}
+        const std::string said = bytes.substr(0, end);
+        drop();
+        line_mode(false);
+        return end != std::string::npos && (said == "y" || said == "Y" || said == "yes");
+    }
+
     // Forgets what waits.
     void drop() { bytes.clear(), waiting = 0; }
 
@@ -264,6 +279,11 @@ struct Input {
     History* past = nullptr;
 
     bool can_edit() const { return editor; }
+    void line_mode(bool on) { // the terminal edits and echoes
+        if (editor) el_set(editor, EL_PREP_TERM, !on);
+        else if (on) tcsetattr(0, TCSANOW, &usual);
+        else silence();
+    }
 
     void start_editor() {
         if (!prompts || plain_terminal()) return;
@@ -419,6 +439,10 @@ struct Input {
     }
 #else
     bool can_edit() const { return false; }
+    void line_mode(bool on) {
+        if (on) tcsetattr(0, TCSANOW, &usual);
+        else silence();
+    }
     void start_editor() {}
     void end_editor() {}
     void remember(const std::string&) {}
@@ -571,8 +595,12 @@ template <class T> struct Chat {
     std::string kept{}, saved{};     // where the conversation is: in the state folder, where the user wants it
     bool changed = false;            // since it was saved or loaded
     const bool terminal = isatty(0) && isatty(1);
+    std::vector<Command> commands{}; // of --tools
+    std::unique_ptr<Input> user{};
 
     int run() {
+        if (!options.tools.empty() && !terminal) DIE("--tools needs a terminal: it asks before it runs a command");
+        if (!options.tools.empty()) commands = read_commands(options.tools);
         if (terminal) {
             struct sigaction stop = {}; // any number of times, and without cutting a write short
             stop.sa_flags = SA_RESTART;
@@ -582,9 +610,9 @@ template <class T> struct Chat {
             for (int signal : {SIGHUP, SIGTERM}) sigaction(signal, &stop, nullptr);
             say("/help lists the commands");
         }
-        Input input(terminal);
+        user = std::make_unique<Input>(terminal);
         std::string line;
-        while (!leave && !Input::hangup && input.next(line)) {
+        while (!leave && !Input::hangup && user->next(line)) {
             try {
                 if (!line.empty() && !command(line)) {
                     std::vector<Message> asked = messages;
@@ -596,7 +624,7 @@ template <class T> struct Chat {
                 say(e.what());
             }
             if (!terminal && interrupted) break;
-            if (interrupted) input.drop(); // what was typed before Ctrl-C
+            if (interrupted) user->drop(); // what was typed before Ctrl-C
             interrupted = 0;
         }
         if (terminal && !leave) write_stdout("\n");
@@ -696,32 +724,30 @@ template <class T> struct Chat {
     }
 
     // Answers the last of `asked`; the conversation is then `asked` and the answer. Unless there is none: after an
-    // Error or Ctrl-C before the first token it stays as it was.
+    // Error or Ctrl-C before the first token it stays as it was. Where the model calls tools, it goes on with what came
+    // of them; that is forgotten once it has answered.
     void answer(std::vector<Message> asked) {
-        const std::vector<int> prompt = fit(asked);
-        Generation g = how;
-        g.sampling = sampling_of(options); // thinking has its own defaults
-        g.sampling.seed = how.sampling.seed + answers; // draws go by position: /regen must not repeat them
-        const double start = seconds();
-        pace.begin();
-        const size_t reused = feed_prompt(session, prompt);
-        pace.end();
-        const double prompted = seconds();
-        if (!interrupted) {
-            if (answers++ == 0) cache.save(session);
-            Screen screen(terminal);
-            speak(session, &tokenizer, g, pace, [&](std::string_view s) { screen.show(s); });
-            screen.end();
+        constexpr int MOST_CALLS = 8;
+        std::vector<Message> called; // the calls and their results
+        Generation g;
+        for (int n = 0;; n++) {
+            g = how;
+            if (!speak_on(asked, called, g)) return say("stopped before the answer: the question is taken back");
+            const std::vector<std::string> calls = commands.empty() || interrupted ? std::vector<std::string>{}
+                                                                                   : calls_of(tokenizer, g.ids);
+            if (calls.empty()) break;
+            if (n == MOST_CALLS) DIE("%d calls and no answer: the question is taken back", n);
+            std::vector<Message> results;
+            Message said{"assistant", ""};
+            for (auto& call : calls) {
+                auto confirm = [&](const std::string& words) { return user->confirm("run " + words + "?"); };
+                results.push_back({"tool", do_call(commands, call, said, confirm, [] { return interrupted != 0; })});
+                say(results.back().content);
+                if (interrupted) return say("stopped before the answer: the question is taken back");
+            }
+            called.push_back(said);
+            called.insert(called.end(), results.begin(), results.end());
         }
-        if (g.ids.empty() && interrupted) return say("stopped before the answer: the question is taken back");
-        write_stdout("\n");
-        if (session.full() && !strcmp(g.finish, "length")) say("the context is full: the answer ends here");
-        const double prompt_s = prompted - start, decode_s = seconds() - prompted;
-        const double prompt_rate = (double)(prompt.size() - reused) / prompt_s;
-        const double rate = g.ids.size() > 1 ? (double)(g.ids.size() - 1) / decode_s : 0;
-        last = format("prompt %s, reused %zu, %.1f tok/s; answer %s, %.1f tok/s (%s)",
-                      counted(prompt.size(), "token").c_str(), reused, prompt_rate,
-                      counted(g.ids.size(), "token").c_str(), rate, g.finish);
 
         // A thought that was stopped is still a thought.
         const bool thinks = g.text.compare(0, 7, "<think>") == 0;
@@ -735,24 +761,59 @@ template <class T> struct Chat {
         keep();
     }
 
+    // The model's next words, shown as they come. False: stopped before the first.
+    bool speak_on(std::vector<Message>& asked, const std::vector<Message>& called, Generation& g) {
+        const std::vector<int> prompt = fit(asked, called);
+        g.sampling = sampling_of(options); // thinking has its own defaults
+        g.sampling.seed = how.sampling.seed + answers; // draws go by position: /regen must not repeat them
+        const double start = seconds();
+        pace.begin();
+        const size_t reused = feed_prompt(session, prompt);
+        pace.end();
+        const double prompted = seconds();
+        if (!interrupted) {
+            if (answers++ == 0) cache.save(session);
+            Screen screen(terminal);
+            speak(session, &tokenizer, g, pace, [&](std::string_view s) { screen.show(s); });
+            screen.end();
+        }
+        if (g.ids.empty() && interrupted) return false;
+        write_stdout("\n");
+        if (session.full() && !strcmp(g.finish, "length")) say("the context is full: the answer ends here");
+        const double prompt_s = prompted - start, decode_s = seconds() - prompted;
+        const double prompt_rate = (double)(prompt.size() - reused) / prompt_s;
+        const double rate = g.ids.size() > 1 ? (double)(g.ids.size() - 1) / decode_s : 0;
+        last = format("prompt %s, reused %zu, %.1f tok/s; answer %s, %.1f tok/s (%s)",
+                      counted(prompt.size(), "token").c_str(), reused, prompt_rate,
+                      counted(g.ids.size(), "token").c_str(), rate, g.finish);
+        return true;
+    }
+
     std::vector<int> render(const std::vector<Message>& conversation, bool ask) const {
         std::vector<Message> all;
         if (!options.system.empty()) all.push_back({"system", options.system});
         all.insert(all.end(), conversation.begin(), conversation.end());
-        return render_chat(tokenizer, all, {options.think == 1, ask});
+        std::vector<std::string> tools;
+        for (auto& c : commands) tools.push_back(c.tool);
+        return render_chat(tokenizer, all, {options.think == 1, ask}, tools);
     }
 
     // The ids of the conversation. If they leave the answer less than a quarter of the context (or what -n asks
     // for), the oldest questions and answers go: enough of them to free half, since all that follows them must be
     // computed anew.
-    std::vector<int> fit(std::vector<Message>& asked) const {
+    std::vector<int> fit(std::vector<Message>& asked, const std::vector<Message>& called) const {
         const size_t context = (size_t)session.capacity, before = asked.size();
         const size_t room = std::min(how.max_tokens, context / 4);
-        std::vector<int> prompt = render(asked, true);
+        auto rendered = [&] {
+            std::vector<Message> all = asked;
+            all.insert(all.end(), called.begin(), called.end());
+            return render(all, true);
+        };
+        std::vector<int> prompt = rendered();
         if (prompt.size() > context - room)
             while (asked.size() > 1 && prompt.size() > context / 2) {
                 asked.erase(asked.begin(), asked.begin() + 2);
-                prompt = render(asked, true);
+                prompt = rendered();
             }
         if (prompt.size() > context)
             DIE("the message is too long: %zu tokens, the context is %zu (-c sets it)", prompt.size(), context);

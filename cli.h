@@ -563,7 +563,7 @@ struct Options : ModelOptions {
     uint64_t seed = 0;
     bool has_seed = false, bench = false, bench_long = false;
     std::string synthesize, synthesize_to;
-    std::string prompt_cache;
+    std::string prompt_cache, tools;
     uint64_t variant = 0; // names what is made of the model's file at load: INT8, an adapter
     std::string ppl, eval, output;
     int stride = 0; // 0: half a window
@@ -625,6 +625,8 @@ static std::vector<Option> option_table(Options& o) {
          whole(o.context, 1, INT_MAX)},
         {"", "--prompt-cache", "FILE", "restores what the prompt shares with FILE's; writes FILE if it does\n"
          "not exist or is the beginning of this prompt", text(o.prompt_cache)},
+        {"", "--tools", "FILE", "commands that the model may ask for in a chat; each is run only if you\nsay yes",
+         file_name(o.tools)},
         {"", "--raw", "", "the input as it is, without the chat template; special tokens are\nrecognised", flag(o.raw)},
         {"", "--json", "", "one JSON object instead of streamed text", flag(o.json)},
     };
@@ -1473,6 +1475,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
             (unsigned long long)g.sampling.seed);
     PromptCache<T> cache(o.prompt_cache, file, o.variant, session);
     ThreadPace pace(o, o.ctx);
+    if (!o.tools.empty() && !prompt.empty()) DIE("--tools is for a chat: without a question");
     if (prompt.empty()) return Chat<T>{o, session, *tokenizer, cache, pace, g}.run();
 
     Took took = {prompt.size(), 0, seconds() - start, 0, 0};

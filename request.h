@@ -75,6 +75,7 @@ struct Ask {
 // The members of a JSON object, each to be asked for in its range.
 struct Fields {
     std::map<std::string, sj::Value> all;
+    Fields() = default;
     explicit Fields(sj::Value object, const char* what = "the body") {
         if (!object.is(sj::Object)) throw Refusal(400, format("%s is not a JSON object", what));
         if (object.size() > 1000) throw Refusal(400, format("%s has more than 1,000 members", what));
@@ -126,12 +127,26 @@ inline std::vector<int> ids_from_json(const Service& service, sj::Value list, co
 
 // ------------------------------------------------------------------------------------------------- what is refused
 
-// Fields that are taken only with the values named here (with none: not at all). Empty lists and strings are as good as
-// absent. Nothing else is to be done for those that stay.
+// Refuses fields that have another value than those named here (with none: any). Empty lists and strings are as good as
+// absent.
+using Values = std::vector<const char*>;
+inline void refuse_values(const Fields& f, const std::vector<std::pair<const char*, Values>>& only) {
+    for (auto& [name, values] : only) {
+        const sj::Value v = f[name];
+        if (!v || (v.is(sj::Array) && v.size() == 0) || (v.is(sj::String) && v.str().empty())) continue;
+        const std::string given = sj::dump(v);
+        if (std::any_of(values.begin(), values.end(), [&](const char* value) { return given == value; })) continue;
+        std::string known;
+        for (const char* value : values) known += (known.empty() ? "" : " or ") + std::string(value);
+        if (values.empty()) throw Refusal(400, format("%s is not supported", name), name);
+        throw Refusal(400, format("%s: only %s is supported", name, known.c_str()), name);
+    }
+}
+
+// Nothing else is to be done for those that stay.
 inline void refuse_what_is_not_done(const Fields& f) {
-    using Values = std::vector<const char*>;
     const Values never = {}, no = {"false"}, either = {"true", "false"}, no_call = {"\"none\"", "\"auto\""};
-    const std::pair<const char*, Values> ONLY[] = {
+    refuse_values(f, {
         // tools and forced forms
         {"functions", never}, {"function_call", no_call}, {"guided_decoding_backend", never},
         {"guided_whitespace_pattern", never}, {"structural_tag", never},
@@ -148,17 +163,7 @@ inline void refuse_what_is_not_done(const Fields& f) {
         // where it is kept and computed
         {"store", no}, {"service_tier", {"\"auto\"", "\"default\""}}, {"kv_transfer_params", never},
         {"vllm_xargs", never},
-    };
-    for (auto& [name, values] : ONLY) {
-        const sj::Value v = f[name];
-        if (!v || (v.is(sj::Array) && v.size() == 0) || (v.is(sj::String) && v.str().empty())) continue;
-        const std::string given = sj::dump(v);
-        if (std::any_of(values.begin(), values.end(), [&](const char* value) { return given == value; })) continue;
-        std::string known;
-        for (const char* value : values) known += (known.empty() ? "" : " or ") + std::string(value);
-        if (values.empty()) throw Refusal(400, format("%s is not supported", name), name);
-        throw Refusal(400, format("%s: only %s is supported", name, known.c_str()), name);
-    }
+    });
 }
 
 // ------------------------------------------------------------------------------------------------------ the prompts

@@ -23,8 +23,8 @@
    1 Between the threads   Job, Piece, Budget, Reply, Desk, figures
    2 Speech                ids to text: characters, stop strings, thoughts, log-probabilities
    3 Engine                pages and prefix cache, schedule, step; on the CPU and on a GPU
-   4 API                   from JSON to jobs (request.h), from pieces to JSON
-   5 Batch                 a file of requests
+   4 API                   from JSON to jobs (request.h), from pieces to JSON; two other dialects (dialects.h)
+   5 Batch                 a file of requests; over HTTP (batches.h)
    6 HTTP                  libmicrohttpd: log, workers, connections, deadlines, routes
    7 main
 */
@@ -72,7 +72,9 @@ struct Piece {
     std::vector<CallPart> calls{};
     const char* finish = nullptr;  // with the last piece: "stop", "length" or "tool_calls",
     size_t count = 0;              // tokens drawn for the answer, its end token too
-    size_t cached = 0;             // tokens of the prompt from the cache
+    size_t cached = 0;             // tokens of the prompt from the cache,
+    size_t thoughts = 0;           // ... of the thought,
+    std::string stop{};            // ... and the stop string that ended it
 };
 
 inline size_t bytes_of(const Piece& piece) {
@@ -153,11 +155,13 @@ struct Reply {
     void put(Piece&& piece) {
         auto joins = [&](const Piece& p) { return p.choice == piece.choice && p.thought == piece.thought; };
         const auto at = whole ? std::find_if(pieces.rbegin(), pieces.rend(), joins) : pieces.rend();
-        if (at == pieces.rend()) return pieces.push_back(std::move(piece));
+        const bool after_call = at != pieces.rend() && !at->calls.empty() && !piece.text.empty(); // (order stays)
+        if (at == pieces.rend() || after_call) return pieces.push_back(std::move(piece));
         at->text += piece.text;
         std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(at->tokens));
         std::move(piece.calls.begin(), piece.calls.end(), std::back_inserter(at->calls));
         at->finish = piece.finish, at->count = piece.count, at->cached = piece.cached;
+        at->thoughts = piece.thoughts, at->stop = std::move(piece.stop);
     }
 };
 
@@ -640,6 +644,7 @@ template <class T> struct Engine {
         size_t resumed = 0;        // tokens it had answered then
         bool restrained = false;   // the GPU knows it as one that may not end yet
         size_t cached = SIZE_MAX;
+        size_t thoughts = 0;       // tokens of its thought
         double last = 0;           // when its last token came
         std::unique_ptr<Matcher> matcher{}; // of the job's form
 
@@ -1011,6 +1016,7 @@ template <class T> struct Engine {
             if (row) info = describe(row, tokenizer.size(), id, job.alternatives);
             q.speech.feed(piece, std::move(info));
         }
+        q.thoughts += state == Speech::THOUGHT || q.speech.state == Speech::THOUGHT;
         if (job.form_of_calls && state != Speech::CALL && q.speech.state == Speech::CALL) q.matcher->begin();
         const bool complete = (keeps && !lost && !job.form_of_calls && q.matcher->must_end()) ||
                               (job.one_call && q.speech.calls > 0);
@@ -1018,7 +1024,7 @@ template <class T> struct Engine {
         if (end || q.speech.filter.stopped || complete)
             piece.finish = q.speech.calls ? "tool_calls" : "stop", figures.stopped++;
         else if (lost || piece.count == job.max_tokens) piece.finish = "length", figures.cut++;
-        if (piece.finish) q.speech.finish(piece);
+        if (piece.finish) q.speech.finish(piece), piece.thoughts = q.thoughts, piece.stop = q.speech.filter.found;
 
         const double now = seconds();
         figures.answer_tokens++;
@@ -1380,7 +1386,8 @@ struct Answer {
         std::vector<CallPart> calls{}; // whole
         size_t calls_begun = 0;        // of a stream
         bool begun = false;
-        size_t offset = 0, count = 0, cached = 0;
+        size_t offset = 0, count = 0, cached = 0, thoughts = 0;
+        std::string stop{};
         const char* finish = nullptr;
     };
     std::vector<Choice> choices;
@@ -1392,6 +1399,7 @@ struct Answer {
         : tokenizer(*service.tokenizer), id(ask.id), model(service.name), chat(ask.chat), usage(ask.usage),
           logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()),
           echo(ask.echo) {}
+    virtual ~Answer() = default;
 
     bool complete() const {
         return std::all_of(choices.begin(), choices.end(), [](const Choice& c) { return c.finish; });
@@ -1408,7 +1416,7 @@ struct Answer {
     }
 
     // Takes a piece, to be told as a whole later.
-    void add(Piece&& piece) {
+    virtual void add(Piece&& piece) {
         Choice& c = note(piece);
         (piece.thought ? c.thought : c.text) += piece.text;
         std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(c.tokens));
@@ -1423,8 +1431,8 @@ struct Answer {
     }
 
     // The whole in parts: what comes next, until all is told. What has been told of log-probabilities is let go.
-    bool told() const { return place.told; }
-    std::string part() {
+    virtual bool told() const { return place.told; }
+    virtual std::string part() {
         sj::Writer& w = writer;
         if (w.open.empty()) begin(w, chat ? "chat.completion" : "text_completion");
         while (w.text.size() < PART && place.choice < choices.size()) {
@@ -1463,7 +1471,7 @@ struct Answer {
     }
 
     // A piece as server-sent events; after the last, what closes the stream.
-    std::string events(const Piece& piece) {
+    virtual std::string events(const Piece& piece) {
         Choice& c = note(piece);
         std::string out;
         auto event = [&](auto delta, const std::vector<TokenInfo>& tokens, const char* finish) {
@@ -1509,12 +1517,16 @@ struct Answer {
         return out;
     }
 
-  private:
+  protected:
     Choice& note(const Piece& piece) {
         Choice& c = choices[(size_t)piece.choice];
-        if (piece.finish) c.finish = piece.finish, c.count = piece.count, c.cached = piece.cached;
+        if (!piece.finish) return c;
+        c.finish = piece.finish, c.count = piece.count, c.cached = piece.cached;
+        c.thoughts = piece.thoughts, c.stop = piece.stop;
         return c;
     }
+
+  private:
     // Theirs alone, since a client may keep calls of many answers in one list.
     std::string call_id(size_t choice, size_t index) const {
         return format("call_%016llx", (unsigned long long)(call_seed + (choice << 32) + index));
@@ -1596,6 +1608,8 @@ struct Answer {
     struct { size_t choice = 0, column = 0, token = 0; bool told = false; } place; // of what is told next
 };
 
+#include "dialects.h"
+
 // ==================================================================================================== 5 Batch
 // OpenAI's Batch format: {"custom_id", "method", "url", "body"} a line in, {"id", "custom_id", "response", "error"} a
 // line out. Answers go to FILE.partial as they come, and to FILE in the order of the requests when all are there.
@@ -1609,13 +1623,14 @@ struct BatchRow {
     bool answered = false; // in the partial file of an earlier run
 };
 
-inline std::vector<BatchRow> read_batch(const MappedFile& file) {
+inline std::vector<BatchRow> read_batch(const MappedFile& file, size_t most) {
     std::vector<BatchRow> rows;
     std::set<std::string> seen;
     each_json_line(file, [&](size_t line, std::string_view text, sj::Value request) {
         const std::string id = request["custom_id"].str();
         if (id.empty()) DIE("%s: line %zu: no custom_id", file.path.c_str(), line);
         if (!seen.insert(id).second) DIE("%s: line %zu: its custom_id is taken", file.path.c_str(), line);
+        if (rows.size() == most) DIE("%s: more than %zu requests", file.path.c_str(), most);
         rows.push_back({text, id});
     });
     if (rows.empty()) DIE("%s: no request in it", file.path.c_str());
@@ -1631,16 +1646,29 @@ inline std::string batch_line(const std::string& custom_id, int status, const st
     return w.end().field("error", nullptr).end().text + "\n";
 }
 
-inline Ask read_batch_ask(const Service& service, std::string_view line) {
+static const char* const BATCHED = "/v1/chat/completions, /v1/completions or /v1/responses";
+inline bool is_batched(const std::string& url) { return url == CHAT || url == COMPLETION || url == RESPONSES; }
+
+// How a batch's requests are to be answered.
+struct BatchHow {
+    uint64_t salt = 1;        // of the key that asks
+    int priority = 0;
+    size_t most;              // answers in the engine's hands at once, about
+    std::string endpoint{};   // the url of all; none: any
+};
+
+inline Asked read_batch_line(const Service& service, std::string_view line, const BatchHow& how) {
     sj::Doc doc;
     sj::parse(doc, line);
     const std::string url = doc.root()["url"].str(), method = doc.root()["method"].str("POST");
     if (method != "POST") throw Refusal(405, "method must be POST", "method");
-    if (url != "/v1/chat/completions" && url != "/v1/completions")
-        throw Refusal(404, "url must be /v1/chat/completions or /v1/completions", "url");
-    Ask ask = read_ask(service, doc.root()["body"].raw(), url == "/v1/chat/completions", 1);
-    if (ask.stream) throw Refusal(400, "stream is not for batches", "stream");
-    return ask;
+    if (!is_batched(url)) throw Refusal(404, format("url must be %s", BATCHED), "url");
+    if (!how.endpoint.empty() && url != how.endpoint) throw Refusal(400, "url is not the batch's endpoint", "url");
+    Asked asked = read_asked(service, url, doc.root()["body"].raw(), how.salt);
+    if (asked.ask.stream) throw Refusal(400, "stream is not for batches", "stream");
+    for (Job& job : asked.ask.jobs)
+        if (how.priority) job.priority = how.priority;
+    return asked;
 }
 
 // A batch between its two files.
@@ -1650,11 +1678,12 @@ struct Batcher {
     std::vector<BatchRow> rows;
     std::unordered_map<std::string, size_t> by_id;
     std::unique_ptr<FILE, int (*)(FILE*)> file{nullptr, fclose};
-    size_t have = 0;                        // answers in the partial file
+    size_t have = 0, failed = 0, bytes = 0; // answers in the partial file; those that are errors; of all
+    size_t tokens = 0;                      // of this run
 
     // `depends`: a JSON object of what the answers depend on, but for the requests.
-    Batcher(const std::string& in, const std::string& out, const std::string& depends)
-        : out(out), partial(out + ".partial"), header(depends + "\n"), requests(in), rows(read_batch(requests)) {
+    Batcher(const std::string& in, const std::string& out, const std::string& depends, size_t most = SIZE_MAX)
+        : out(out), partial(out + ".partial"), header(depends + "\n"), requests(in), rows(read_batch(requests, most)) {
         for (size_t i = 0; i < rows.size(); i++) by_id[rows[i].custom_id] = i;
         auto exists = [&] { return access(out.c_str(), F_OK) == 0; };
         if (exists()) DIE("%s: exists; remove it or name another file", out.c_str());
@@ -1668,8 +1697,8 @@ struct Batcher {
         else append(header);
     }
 
-    // Returns the exit status.
-    int run(const Service& service, Desk& desk) {
+    // Answers what has no answer yet, until all have one or `note`, which is called now and then, says to end.
+    template <class Note> void answer(const Service& service, Desk& desk, const BatchHow& how, Note note) {
         // So many requests are in the engine's hands that it never runs dry; they come back by `finished`.
         struct Open { std::shared_ptr<Reply> reply; std::unique_ptr<Answer> answer; };
         std::mutex mutex;
@@ -1683,48 +1712,45 @@ struct Batcher {
                 }
             }
         } open;
-        size_t next = 0, jobs = 0, refused = 0, tokens = 0;
-        const size_t before = have;
-        const bool terminal = isatty(2);
-        const double start = seconds();
-        double told = start;
+        size_t next = 0, jobs = 0;
         auto keep = [&](const BatchRow& row, int status, const std::string& body) {
             append(batch_line(row.custom_id, status, body));
-            have++, refused += status != 200;
+            have++, failed += status != 200;
         };
-        auto show = [&] {
-            const double spent = seconds() - start, share = (double)have / (double)rows.size();
-            const double left = have > before ? spent * (double)(rows.size() - have) / (double)(have - before) : 0;
-            const std::string bar((size_t)(share * 24), '=');
-            fprintf(stderr, "%s[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   %s", terminal ? "\r" : "", bar.c_str(),
-                    have, rows.size(), (double)desk.look().answer_tokens / spent, left, terminal ? "" : "\n");
-            told = seconds();
+        auto begin = [&](size_t index) { // false: there is no room for it now
+            auto [ask, answer] = read_batch_line(service, rows[index].line, how);
+            if (ask.jobs.size() > desk.limit)
+                throw Refusal(400, format("the queue has room for %zu answers", desk.limit), "n");
+            const size_t n = ask.jobs.size();
+            Open o = {ask.jobs[0].reply, std::move(answer)};
+            o.reply->wake = [&mutex, &finished, &news, index, reply = o.reply.get()] {
+                if (reply->left) return;
+                std::lock_guard lock(mutex);
+                finished.push_back(index);
+                news.notify_one();
+            };
+            const std::shared_ptr<Reply> reply = o.reply;
+            open[index] = std::move(o);
+            if (!desk.submit(std::move(ask.jobs))) return open.erase(index), false;
+            jobs += n;
+            return true;
         };
-        while (have < rows.size() && !stopping) {
-            while (next < rows.size() && jobs < desk.limit / 2) {
+        while (have < rows.size() && !note()) {
+            while (next < rows.size() && jobs < how.most) {
                 const size_t index = next++;
                 if (rows[index].answered) continue;
                 try {
-                    Ask ask = read_batch_ask(service, rows[index].line);
-                    Open o = {ask.jobs[0].reply, std::make_unique<Answer>(service, ask)};
-                    o.reply->wake = [&, index, reply = o.reply.get()] {
-                        if (reply->left) return;
-                        std::lock_guard lock(mutex);
-                        finished.push_back(index);
-                        news.notify_one();
-                    };
-                    jobs += ask.jobs.size();
-                    open[index] = std::move(o);
-                    desk.submit(std::move(ask.jobs)); // there is room: `limit` is made for it
+                    if (begin(index)) continue;
+                    next = index;
+                    break;
                 } catch (const Refusal& r) {
                     keep(rows[index], r.status, error_json(r));
                 }
             }
             std::vector<size_t> ready;
-            {
+            if (have < rows.size()) {
                 std::unique_lock lock(mutex);
-                if (!open.empty())
-                    news.wait_for(lock, std::chrono::milliseconds(200), [&] { return !finished.empty(); });
+                news.wait_for(lock, std::chrono::milliseconds(200), [&] { return !finished.empty(); });
                 ready.swap(finished);
             }
             for (size_t index : ready) {
@@ -1738,8 +1764,38 @@ struct Batcher {
                 keep(rows[index], 200, o.answer->whole());
                 open.erase(index);
             }
-            if (seconds() - told >= (terminal ? 1 : 30)) show();
         }
+    }
+
+    // f(line, whether it is an answer) for all that are there, in the order of the requests.
+    template <class F> void collect(F f) {
+        const MappedFile map(partial);
+        std::vector<std::pair<std::string_view, bool>> answers(rows.size());
+        each_answer(map, [&](BatchRow& row, std::string_view line, bool ok) {
+            answers[(size_t)(&row - rows.data())] = {line, ok};
+        });
+        for (auto& [line, ok] : answers)
+            if (!line.empty()) f(line, ok);
+    }
+
+    // A run of --batch. Returns the exit status.
+    int run(const Service& service, Desk& desk) {
+        const size_t before = have, failed_before = failed;
+        const bool terminal = isatty(2);
+        const double start = seconds();
+        double told = start;
+        auto show = [&] {
+            const double spent = seconds() - start, share = (double)have / (double)rows.size();
+            const double left = have > before ? spent * (double)(rows.size() - have) / (double)(have - before) : 0;
+            const std::string bar((size_t)(share * 24), '=');
+            fprintf(stderr, "%s[%-24s] %zu of %zu, %.0f tok/s, %.0f s left   %s", terminal ? "\r" : "", bar.c_str(),
+                    have, rows.size(), (double)desk.look().answer_tokens / spent, left, terminal ? "" : "\n");
+            told = seconds();
+        };
+        answer(service, desk, {1, 0, desk.limit / 2}, [&] { // (`limit` is made for that)
+            if (seconds() - told >= (terminal ? 1 : 30)) show();
+            return stopping.load();
+        });
         const double spent = seconds() - start;
         show();
         if (terminal) fputc('\n', stderr);
@@ -1749,7 +1805,7 @@ struct Batcher {
         }
         finish();
         fprintf(stderr, "%s: %zu answers, %zu errors among those of this run; %zu tokens in %.2f s, %.1f tok/s\n",
-                out.c_str(), rows.size(), refused, tokens, spent, (double)tokens / spent);
+                out.c_str(), rows.size(), failed - failed_before, tokens, spent, (double)tokens / spent);
         return 0;
     }
 
@@ -1757,8 +1813,10 @@ struct Batcher {
     void append(const std::string& line) {
         if (fwrite(line.data(), 1, line.size(), file.get()) != line.size() || fflush(file.get()))
             DIE("%s: %s", partial.c_str(), strerror(errno));
+        bytes += line.size();
     }
-    // f(row, line) for every whole line of the partial file but the first. Returns where the last of them ends.
+    // f(row, line, whether it is an answer) for every whole line of the partial file but the first. Returns where the
+    // last of them ends.
     template <class F> size_t each_answer(const MappedFile& map, F f) {
         const size_t whole = map.text().rfind('\n') + 1;
         if (map.text().substr(0, std::min(whole, header.size())) != header.substr(0, whole))
@@ -1770,14 +1828,15 @@ struct Batcher {
             sj::parse(doc, line);
             const auto row = by_id.find(doc.root()["custom_id"].str());
             if (row == by_id.end()) DIE("%s: a damaged line; remove the file to start anew", partial.c_str());
-            f(rows[row->second], line);
+            f(rows[row->second], line, doc.root()["response"]["status_code"].number() == 200);
         }
         return whole;
     }
     void take_up() {
-        const size_t whole = each_answer(MappedFile(partial), [&](BatchRow& row, std::string_view) {
-            have += !row.answered;
-            row.answered = true;
+        const size_t whole = each_answer(MappedFile(partial), [&](BatchRow& row, std::string_view line, bool ok) {
+            bytes += line.size();
+            if (std::exchange(row.answered, true)) return;
+            have++, failed += !ok;
         });
         // Half a line is asked again.
         if (ftruncate(fileno(file.get()), (off_t)whole)) DIE("%s: %s", partial.c_str(), strerror(errno));
@@ -1785,15 +1844,14 @@ struct Batcher {
         fprintf(stderr, "%s: %zu of %zu answers are there\n", partial.c_str(), have, rows.size());
     }
     void finish() {
-        const MappedFile map(partial);
-        std::vector<std::string_view> answers(rows.size());
-        each_answer(map, [&](BatchRow& row, std::string_view line) { answers[(size_t)(&row - rows.data())] = line; });
         OutputFile whole(out);
-        for (std::string_view line : answers) whole.write(line);
+        collect([&](std::string_view line, bool) { whole.write(line); });
         whole.commit();
         unlink(partial.c_str());
     }
 };
+
+#include "batches.h"
 
 #ifndef SERVE_NO_MAIN // (tests of the parts above need neither HTTP nor main)
 // ===================================================================================================== 6 HTTP
@@ -1825,6 +1883,7 @@ struct ServerOptions {
     int deadline = 60;                      // seconds for a request line, and then for headers and body
     int drain = 300;                        // ... and for what is under way when a signal comes
     std::string title = "Warp";             // of the page to chat on
+    std::string files;                      // folder of Files and Batches; none: they are not offered
     int think = 0;                          // whether its switch for thoughts is on at first
     unsigned idle() const { return (unsigned)(deadline + 1) / 2; } // without a byte
     double fetch() const { return 5. * deadline; }                 // to read an answer that is complete
@@ -1837,6 +1896,7 @@ struct Response {
     std::string body;
     const char* type = "application/json";
     std::vector<std::pair<const char*, std::string>> headers{};
+    std::string file{};                    // its body, instead
 };
 
 // Lines for stdout. Whoever has one never waits: a thread of its own writes them, and where stdout takes no more they
@@ -2000,6 +2060,8 @@ struct Peer {
     double probed = 0;            // when it was last asked whether it is there, since it will send nothing more
 };
 
+#include "openapi.h"
+
 // The page to chat on: chat.html, which the Makefile makes a string of.
 static const char CHAT_PAGE[] =
 #include "build/chat_page.inc"
@@ -2043,6 +2105,7 @@ struct Server {
     double drained_since = 0;              // main's, as watch() is
     std::atomic<size_t> answering{0};      // requests that came before the drain
     Budget bodies{ALL_BODIES};
+    std::unique_ptr<Filing> filing;        // of --files
     Log log;
     Traffic traffic;
     Workers workers{std::min(4u, std::max(2u, std::thread::hardware_concurrency() / 2))};
@@ -2050,7 +2113,11 @@ struct Server {
     std::mutex mutex;
     std::set<Peer*> peers;
 
-    Server(const ServerOptions& o, Desk& d) : options(o), desk(d) {}
+    Server(const ServerOptions& o, Desk& d) : options(o), desk(d) {
+        std::vector<std::string> keys;
+        for (auto& k : options.keys) keys.push_back(k.key);
+        if (!options.files.empty()) filing = std::make_unique<Filing>(options.files, keys);
+    }
     ~Server() { if (daemon) stop(); }
     void start();
     void stop();
@@ -2115,7 +2182,8 @@ struct Exchange {
         server.bodies.remove(upload);
         server.desk.unsent.remove(*unsent);
         log();
-        server.traffic.add(known(method, {"GET", "POST", "OPTIONS"}), route_name(), status, seconds() - start);
+        server.traffic.add(known(method, {"GET", "POST", "DELETE", "OPTIONS"}), route_name(), status,
+                           seconds() - start);
         peer.phase = Peer::WAITING, peer.since = seconds();
         if (counted) server.answering--;
     }
@@ -2141,7 +2209,7 @@ struct Exchange {
         try {
             check_framing();
         } catch (const Refusal& r) {
-            return respond({r.status, error_json(r), "application/json", {{"Connection", "close"}}});
+            return respond({r.status, fault(r), "application/json", {{"Connection", "close"}}});
         }
         try {
             check_head();
@@ -2160,9 +2228,19 @@ struct Exchange {
             throw Refusal(400, "Transfer-Encoding does not go with Content-Length, nor with HTTP/1.0");
         if (lengths.size() > 1 || headers("Host").size() > 1)
             throw Refusal(400, "more than one Content-Length or Host");
-        if (!lengths.empty() && strtoull(lengths[0].c_str(), nullptr, 10) > MAX_BODY)
-            throw Refusal(413, format("a request may have %zu bytes", MAX_BODY));
+        if (!lengths.empty() && strtoull(lengths[0].c_str(), nullptr, 10) > most_body())
+            throw Refusal(413, format("a request may have %zu bytes", most_body()));
     }
+    bool filed() const { // Files and Batches
+        auto under = [&](const std::string& root) { return (path + "/").compare(0, root.size(), root) == 0; };
+        return server.filing && (under("/v1/files/") || under("/v1/batches/"));
+    }
+    bool models() const { return (path + "/").compare(0, 11, "/v1/models/") == 0; }
+    bool takes_no_post() const {
+        const bool cancel = path.size() > 7 && path.compare(path.size() - 7, 7, "/cancel") == 0;
+        return models() || (filed() && !cancel && path != "/v1/files" && path != "/v1/batches");
+    }
+    size_t most_body() const { return filed() && path == "/v1/files" ? MAX_UPLOAD + SMALL_BODY : MAX_BODY; }
 
     void check_head() {
         if (server.loopback()) { // a web page whose own name was made to point here must not get in
@@ -2175,16 +2253,19 @@ struct Exchange {
         }
         const std::string encoding = header("Content-Encoding");
         if (!encoding.empty() && encoding != "identity") throw Refusal(415, "Content-Encoding is not supported");
-        if (method == "POST") {
+        const bool open = known(path, {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics"}) == path;
+        if (method == "POST" && !open && !takes_no_post()) { // (what does not is told so first)
             std::string type = header("Content-Type");
             type.resize(std::min(type.find(';'), type.size()));
             while (!type.empty() && type.back() == ' ') type.pop_back();
-            if (strcasecmp(type.c_str(), "application/json"))
-                throw Refusal(415, "Content-Type must be application/json");
+            const char* wanted = filed() && path == "/v1/files" ? "multipart/form-data" : "application/json";
+            if (strcasecmp(type.c_str(), wanted)) throw Refusal(415, format("Content-Type must be %s", wanted));
+            const std::string origin = header("Origin"); // a page of any site can send a form without asking first
+            const auto& known = server.options.origins;
+            if (*wanted == 'm' && !origin.empty() && std::find(known.begin(), known.end(), origin) == known.end())
+                throw Refusal(403, "files are not taken from web pages of other sites (--cors names those that may)");
         }
-        for (const char* open : {"/", "/health", "/ping", "/version", "/metrics"})
-            if (path == open) return;
-        if (method == "OPTIONS") return;
+        if (open || method == "OPTIONS") return;
         caller = key();
         upload.who = unsent->who = fnv1a(&caller, sizeof caller, peer.address);
     }
@@ -2192,12 +2273,14 @@ struct Exchange {
     // The number of the caller's key, from 1 on: one space of shared prompts each. Every key is compared to its end.
     uint64_t key() const {
         if (server.options.keys.empty()) return 1;
-        const std::string_view given = header("Authorization"), scheme = "bearer ";
+        const std::string given_there = header("Authorization"), given_here = header("X-Api-Key"); // (Anthropic's)
+        const std::string_view scheme = "bearer ";
+        const std::string given = given_there.empty() && !given_here.empty() ? "bearer " + given_here : given_there;
         const std::string own = lower(std::string(given.substr(0, scheme.size())));
         uint64_t found = 0;
         for (size_t k = 0; k < server.options.keys.size(); k++) {
             const std::string& wanted = server.options.keys[k].key;
-            const std::string_view token = given.substr(std::min(scheme.size(), given.size()));
+            const std::string_view token = std::string_view(given).substr(std::min(scheme.size(), given.size()));
             unsigned differ = token.size() != wanted.size() || own != scheme;
             for (size_t i = 0; i < wanted.size() && !token.empty(); i++)
                 differ |= (unsigned)(wanted[i] ^ token[i % token.size()]);
@@ -2210,8 +2293,8 @@ struct Exchange {
     void read(const char* bytes, size_t n) {
         if (refusal) return;
         std::lock_guard lock(server.bodies.mutex);
-        if (body.size() + n > MAX_BODY)
-            refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", MAX_BODY));
+        if (body.size() + n > most_body())
+            refusal = std::make_unique<Refusal>(413, format("a request may have %zu bytes", most_body()));
         else if (server.bodies.add_locked(upload, n))
             return (void)body.append(bytes, n);
         std::string().swap(body);
@@ -2230,7 +2313,7 @@ struct Exchange {
             const bool open = server.ready && !server.draining;
             if (!open) counted = false, server.answering--; // it will be refused
             peer.phase = Peer::WORKING;
-            if (open && !refusal && (body_size() > SMALL_BODY || asks_for_form())) {
+            if (open && !refusal && (body_size() > SMALL_BODY || filed() || asks_for_form())) {
                 MHD_suspend_connection(connection);
                 server.workers.add(server.options.keys.empty() ? peer.address : caller, [this] {
                     prepare();
@@ -2247,7 +2330,8 @@ struct Exchange {
     // Grammars take longer than their text to read. (Of a field's name, letters may be escaped.)
     bool asks_for_form() {
         std::lock_guard lock(server.bodies.mutex);
-        for (const char* word : {"\"tools\"", "\"response_format\"", "\"structured_outputs\"", "\"guided_", "\\u00"})
+        for (const char* word : {"\"tools\"", "\"response_format\"", "\"structured_outputs\"", "\"guided_",
+                                 "\"format\"", "\\u00"})
             if (body.find(word) != std::string::npos) return true;
         return false;
     }
@@ -2259,18 +2343,22 @@ struct Exchange {
         std::string().swap(body); // the answer may take long, and others need the room
     }
 
+    std::string fault(const Refusal& r) const { // as the route's clients know it
+        const bool message = path == MESSAGES || path == COUNT_TOKENS;
+        return message ? message_error_json(r, request_id) : error_json(r);
+    }
     Response response() {
         try {
             if (refusal) throw *refusal;
             return route();
         } catch (const Refusal& r) {
-            Response told{r.status, error_json(r)};
+            Response told{r.status, fault(r)};
             if (r.status == 401) told.headers.push_back({"WWW-Authenticate", "Bearer"});
             if (r.status == 405) told.headers.push_back({"Allow", r.param});
             if (r.status == 429 || r.status == 503) told.headers.push_back({"Retry-After", "1"});
             return told;
         } catch (const std::bad_alloc&) {
-            return {503, error_json(503, "out of memory")};
+            return {503, fault({503, "out of memory"})};
         }
     }
 
@@ -2280,8 +2368,9 @@ struct Exchange {
     }
     std::string route_name() const {
         if (path.compare(0, 11, "/v1/models/") == 0) return "/v1/models/{id}";
-        return known(path, {"/", "/health", "/ping", "/version", "/metrics", "/tokenize", "/detokenize", "/v1/models",
-                            "/v1/completions", "/v1/chat/completions"});
+        if (filed()) return path[4] == 'f' ? "/v1/files" : "/v1/batches";
+        return known(path, {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics", "/tokenize",
+                            "/detokenize", "/v1/models", COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS});
     }
 
     // Status 0: the answer is on its way.
@@ -2301,6 +2390,10 @@ struct Exchange {
             only("GET");
             return {200, format("{\"version\": \"%d\"}", QWEN3_VERSION)};
         }
+        if (path == "/openapi.json") {
+            only("GET");
+            return {200, openapi_document()};
+        }
         if (path == "/health" || path == "/ping") {
             only("GET");
             const char* status = ready ? "ok" : server.ready ? "draining" : "loading";
@@ -2310,22 +2403,32 @@ struct Exchange {
             only("GET");
             return {200, metrics(), "text/plain; version=0.0.4"};
         }
-        const bool chat = path == "/v1/chat/completions", completion = path == "/v1/completions";
-        const bool models = path == "/v1/models" || path.compare(0, 11, "/v1/models/") == 0;
-        const bool tokenize = path == "/tokenize", detokenize = path == "/detokenize";
-        if (!chat && !completion && !models && !tokenize && !detokenize)
+        const bool tokenize = path == "/tokenize", detokenize = path == "/detokenize", count = path == COUNT_TOKENS;
+        if (filed()) {
+            if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
+            auto argument = [&](const char* name) -> std::optional<std::string> {
+                const char* value = MHD_lookup_connection_value(connection, MHD_GET_ARGUMENT_KIND, name);
+                if (!value) return {};
+                return value;
+            };
+            Filed told = server.filing->handle(caller, method, path, header("Content-Type"), body, argument);
+            const char* type = told.path.empty() ? "application/json" : "application/octet-stream";
+            return {200, std::move(told.json), type, {}, std::move(told.path)};
+        }
+        if (!is_asked(path) && !models() && !tokenize && !detokenize && !count)
             throw Refusal(404, "there is nothing here; / and /v1/chat/completions are");
-        only(models ? "GET" : "POST");
+        only(models() ? "GET" : "POST");
         if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
         const Service& service = server.service;
-        if (models) return list_models();
+        if (models()) return list_models();
         if (tokenize) return {200, tokens_of(service)};
         if (detokenize) return {200, text_of(service)};
+        if (count) return {200, count_message_tokens(service, body)};
 
-        Ask ask = read_ask(service, body, chat, caller);
+        auto [ask, told] = read_asked(service, path, body, caller);
         if (ask.jobs.size() > server.desk.limit)
             throw Refusal(400, format("the queue has room for %zu answers", server.desk.limit), "n");
-        answer = std::make_unique<Answer>(service, ask);
+        answer = std::move(told);
         stream = ask.stream;
         const std::shared_ptr<Reply> r = ask.jobs[0].reply;
         r->share = unsent;
@@ -2422,7 +2525,7 @@ struct Exchange {
         {
             std::lock_guard lock(reply->mutex);
             const char* dropped = unsent->lost ? "too much waits to be sent" : "the server is shutting down";
-            if (unsent->lost || (reply->cancelled && server.draining)) return respond({503, error_json(503, dropped)});
+            if (unsent->lost || (reply->cancelled && server.draining)) return respond({503, fault({503, dropped})});
             if (reply->cancelled) return MHD_NO;
             if (reply->left) {
                 suspended = true;
@@ -2464,7 +2567,7 @@ struct Exchange {
     static ssize_t next_of_stream(void* self, uint64_t, char* buffer, size_t room) {
         Exchange& e = *(Exchange*)self;
         try {
-            if (e.sent == e.out.size()) {
+            while (e.sent == e.out.size()) {
                 e.out.clear(), e.sent = 0;
                 std::vector<Piece> pieces;
                 {
@@ -2509,6 +2612,13 @@ struct Exchange {
     }
 
     MHD_Result respond(Response&& r) { // its body may be many MB: the library is lent it, until on_completion
+        if (!r.file.empty()) { // sent as it is read
+            struct stat st;
+            const int fd = open(r.file.c_str(), O_RDONLY | O_CLOEXEC);
+            if (fd >= 0 && fstat(fd, &st) == 0) return send(MHD_create_response_from_fd64((uint64_t)st.st_size, fd), r);
+            if (fd >= 0) close(fd);
+            r = {404, fault({404, "the file is gone"})};
+        }
         out = std::move(r.body);
         if (out.size() > Answer::PART) server.desk.unsent.add(*unsent, out.size());
         return send(MHD_create_response_from_buffer(out.size(), out.data(), MHD_RESPMEM_PERSISTENT), r);
@@ -2528,7 +2638,8 @@ struct Exchange {
             if (origin == allowed) {
                 MHD_add_response_header(out, "Access-Control-Allow-Origin", allowed.c_str());
                 MHD_add_response_header(out, "Access-Control-Allow-Headers", allowed_headers().c_str());
-                MHD_add_response_header(out, "Access-Control-Allow-Methods", "GET, POST");
+                MHD_add_response_header(out, "Access-Control-Allow-Methods",
+                                        server.filing ? "GET, POST, DELETE" : "GET, POST");
                 MHD_add_response_header(out, "Access-Control-Max-Age", "600");
                 MHD_add_response_header(out, "Access-Control-Expose-Headers", "X-Request-Id");
             }
@@ -2547,7 +2658,7 @@ struct Exchange {
             name.erase(std::remove(name.begin(), name.end(), ' '), name.end());
             auto plain = [](char c) { return isalnum((unsigned char)c) || c == '-'; };
             const bool known = name.compare(0, 12, "x-stainless-") == 0 || name.compare(0, 7, "openai-") == 0 ||
-                               name == "x-request-id";
+                               name.compare(0, 10, "anthropic-") == 0 || name == "x-api-key" || name == "x-request-id";
             if (known && std::all_of(name.begin(), name.end(), plain)) all += ", " + name;
         }
         return all;
@@ -2563,7 +2674,7 @@ struct Exchange {
             const bool good = s.size() < 32 && std::all_of(s.begin(), s.end(), plain);
             return good ? s : "other";
         };
-        w.field("method", plain(method)).field("path", plain(path));
+        w.field("method", plain(method)).field("path", filed() ? route_name() : plain(path));
         w.field("status", status).field("seconds", seconds() - start).field("request_id", request_id);
         if (caller && !server.options.keys.empty()) w.field("key", server.options.keys[caller - 1].name);
         if (answer) {
@@ -2805,6 +2916,8 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--drain-seconds", "N", "for what is under way when a signal comes (default 300)",
          whole(o.server.drain, 0, 86400)},
         {"", "--cors", "ORIGIN", "a web site whose scripts may call; may be repeated", list(o.server.origins)},
+        {"", "--files", "DIR", "offers OpenAI's Files and Batches, which are kept in this folder",
+         file_name(o.server.files)},
         {"", "--title", "TEXT", "name of the page to chat on (default Warp)", text(o.server.title)},
         {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
          file_name(o.batch)},
@@ -2845,17 +2958,22 @@ static void on_signal(int) {
 // What the answers of a batch depend on, but for its requests: a JSON object.
 static std::string batch_depends(const Options& o, const ModelFile& file, const AdapterFile* adapter,
                                  const Tokenizer& tokenizer) {
-    const MappedFile requests(o.batch);
     sj::Writer w;
-    w.object().field("requests", fnv1a(requests.data, requests.size)).field("name", o.name).field("model", file.hash());
+    w.object();
+    if (!o.batch.empty()) {
+        const MappedFile requests(o.batch);
+        w.field("requests", fnv1a(requests.data, requests.size));
+    }
+    w.field("name", o.name).field("model", file.hash());
     w.field("adapter", adapter ? adapter_hash(*adapter, 1) : 0).field("tokenizer", tokenizer.hash());
     w.field("dtype", o.dtype).field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
     return w.field("system", o.system).end().text;
 }
 
 // Takes requests until a signal comes, then answers what it has.
-static int serve_http(const Options& o, Server& server) {
+static int serve_http(const Options& o, Server& server, const std::string& depends) {
     server.ready = true;
+    if (server.filing) server.filing->start(server.service, server.desk, depends);
     const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
     const bool six = o.server.host.find(':') != std::string::npos;
     const char* host = o.server.host.c_str();
@@ -2863,6 +2981,7 @@ static int serve_http(const Options& o, Server& server) {
             port);
     for (; !stopping; usleep(200'000)) server.watch();
     server.drain();
+    if (server.filing) server.filing->stop();
     return 0;
 }
 
@@ -2921,7 +3040,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         ~Ending() { desk.close(), thread.join(); }
     } ending{desk, thread};
     loading = false;
-    return http ? serve_http(o, server) : batch->run(server.service, desk);
+    const std::string depends = o.server.files.empty() ? "" : batch_depends(o, file, adapter.get(), tokenizer);
+    return http ? serve_http(o, server, depends) : batch->run(server.service, desk);
 }
 
 static int run(int argc, char** argv) {

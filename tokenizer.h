@@ -122,6 +122,7 @@ struct StopFilter {
     std::vector<std::string> stops; // none empty
     std::string held;
     bool stopped = false;
+    std::string found{};            // the one that stopped it
 
     // Takes new text, returns what is certain to be before any stop string.
     std::string feed(std::string_view text) {
@@ -131,7 +132,7 @@ struct StopFilter {
         for (auto& s : stops) {
             const size_t at = held.find(s);
             if (at == std::string::npos || std::make_pair(at + s.size(), at) >= std::make_pair(end, cut)) continue;
-            cut = at, end = at + s.size();
+            cut = at, end = at + s.size(), found = s;
         }
         if (cut != std::string::npos) {
             stopped = true;

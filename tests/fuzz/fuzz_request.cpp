@@ -1,8 +1,25 @@
-// libFuzzer: a request's body becomes jobs that are within every limit, or a refusal that is JSON.
+// libFuzzer: a request's body in one of the four dialects becomes jobs that are within every limit, or a refusal that is
+// JSON.
 #define SERVE_NO_MAIN
 #include "../../serve.cu"
 
 static void must(bool ok) { if (!ok) abort(); }
+
+static void must_be_json(std::string_view text) {
+    sj::Doc doc;
+    must(sj::parse(doc, text).empty());
+}
+// Every event is JSON, but for the word at the end of a chat.
+static void must_be_events(const std::string& text) {
+    for (size_t at = 0, end; at < text.size(); at = end + 2) {
+        end = text.find("\n\n", at);
+        must(end != text.npos);
+        const std::string event = text.substr(at, end - at);
+        const size_t data = event.find("data: ");
+        must(data == 0 || (data != event.npos && event.compare(0, 7, "event: ") == 0 && event.find('\n') == data - 1));
+        if (event != "data: [DONE]") must_be_json(event.substr(data + 6));
+    }
+}
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     static const Tokenizer tokenizer("tests/fixtures/tiny/tokenizer.bin");
@@ -10,9 +27,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (size == 0) return 0;
     const std::string_view body((const char*)data + 1, size - 1);
     try {
-        const Ask ask = read_ask(service, body, data[0] % 2, 1);
+        const char* const PATHS[] = {COMPLETION, CHAT, RESPONSES, MESSAGES};
+        const char* path = PATHS[data[0] % 4];
+        if (path == MESSAGES && data[0] / 4 % 2) return must_be_json(count_message_tokens(service, body)), 0;
+        const Asked asked = read_asked(service, path, body, 1);
+        const Ask& ask = asked.ask;
+        Answer& answer = *asked.answer;
         must(!ask.jobs.empty() && ask.jobs.size() <= (size_t)MAX_CHOICES && ask.jobs.size() % ask.each == 0);
-        Answer answer(service, ask);
         for (const Job& job : ask.jobs) {
             const Sampling& how = job.how;
             must(!job.prompt.empty() && job.max_tokens > 0 && job.prompt.size() + job.max_tokens <= 512);
@@ -32,28 +53,22 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
                 Piece one;
                 speech.feed(one, {job.prompt[i], -1, "", {{job.prompt[i], -1}}});
                 one.choice = job.choice;
-                if (ask.stream) answer.events(one);
+                if (ask.stream) must_be_events(answer.events(one));
                 else answer.add(std::move(one));
             }
             speech.finish(last);
             last.choice = job.choice, last.finish = "length";
-            sj::Doc doc;
-            std::string text;
             if (ask.stream) {
-                text = answer.events(last);
-                must(text.compare(0, 6, "data: ") == 0 && text.compare(text.size() - 2, 2, "\n\n") == 0);
-                text = text.substr(6, text.find("\n\n") - 6);
+                must_be_events(answer.events(last));
             } else {
                 answer.add(std::move(last));
-                if (!answer.complete()) continue;
-                text = answer.whole();
+                if (answer.complete()) must_be_json(answer.whole());
             }
-            must(sj::parse(doc, text).empty());
         }
     } catch (const Refusal& r) {
-        sj::Doc doc;
-        const std::string text = error_json(r);
-        must((r.status == 400 || r.status == 404) && sj::parse(doc, text).empty());
+        must(r.status == 400 || r.status == 404);
+        must_be_json(error_json(r));
+        must_be_json(message_error_json(r, "id"));
     }
     return 0;
 }

@@ -204,7 +204,13 @@ TEST_CASE("requests: forms and tools are done, or refused by their field") {
 
 struct Served : Process {
     int port = 0;
-    Served() : Process(getenv("SERVE") ? getenv("SERVE") : "./serve", {MODEL, "-z", VOCABULARY, "-j", "1", "--port", "0", "--name", "tiny"}) {
+    static const char* program() { return getenv("SERVE") ? getenv("SERVE") : "./serve"; }
+    static Strings with(const Strings& more) {
+        Strings all = {MODEL, "-z", VOCABULARY, "-j", "1", "--port", "0", "--name", "tiny"};
+        all.insert(all.end(), more.begin(), more.end());
+        return all;
+    }
+    explicit Served(const Strings& more = {}) : Process(program(), with(more)) {
         for (const double start = seconds(); port == 0; usleep(2000)) {
             const std::string said = err.text(), before = "listening on http://127.0.0.1:";
             REQUIRE(seconds() - start < 30);
@@ -212,7 +218,9 @@ struct Served : Process {
             if (at != std::string::npos && said.back() == '\n') port = atoi(said.c_str() + at + before.size());
         }
     }
-    ~Served() { kill(pid, SIGKILL), waitpid(pid, nullptr, 0); }
+    ~Served() {
+        if (pid) kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
+    }
     std::string ask(const std::string& body, const char* path = "/v1/chat/completions") const {
         const HttpReply r = Http(port).call("POST", path, body);
         INFO(body << "\n" << r.body);
@@ -369,4 +377,546 @@ TEST_CASE("HTTP: hostile forms are refused, and nobody waits for them") {
     const std::string odd = question("\"structured_outputs\": {\"regex\": \"[ab]*a[ab]{300}c\"}, \"max_tokens\": 40, \"temperature\": 1.5");
     for (int i = 0; i < 3; i++) server.ask(odd);
     CHECK(server.ask(question("\"max_tokens\": 5")) != "");
+}
+
+// ---------------------------------------------------------------------------------------------------- dialects
+
+static std::vector<int> prompt_of(const char* path, const std::string& body) {
+    INFO(body);
+    try {
+        return read_asked(service_of(), path, body, 1).ask.jobs.at(0).prompt;
+    } catch (const Refusal& r) {
+        FAIL(r.what());
+        throw;
+    }
+}
+static std::string in_json(const std::string& text) {
+    std::string out;
+    sj::quote(out, text);
+    return out;
+}
+static const std::string CALLED = R"({"role": "user", "content": "a"}, {"role": "assistant", "content": "One moment.", "reasoning_content": "hm", "tool_calls": [
+    {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{\"a\": 1}"}}, {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "c1", "content": "noon"}, {"role": "tool", "tool_call_id": "c2", "content": "night"})";
+
+TEST_CASE("dialects: what the packages send is the conversation that a chat would have") {
+    const std::string plain = "{\"messages\": [{\"role\": \"system\", \"content\": \"Be brief.\"}, {\"role\": \"user\", \"content\": \"What is a warp?\"}]}";
+    const std::vector<int> wanted = prompt_of(CHAT, plain);
+    // as openai 3.54 sends them
+    CHECK(prompt_of(RESPONSES, R"({"input":"What is a warp?","instructions":"Be brief.","max_output_tokens":40,"model":"tiny","temperature":1.0,"seed":7})") == wanted);
+    CHECK(prompt_of(RESPONSES, R"({"input":[{"role":"developer","content":"Be brief."},{"role":"user","content":[{"type":"input_text","text":"What is "},
+        {"type":"input_text","text":"a warp?"}],"type":"message"}],"model":"tiny","stream":true,"store":false,"include":[],"truncation":"disabled",
+        "metadata":{"a":"b"},"service_tier":"auto","text":{"format":{"type":"text"},"verbosity":"medium"},"reasoning":null})") == wanted);
+    // as anthropic 2.12 does
+    CHECK(prompt_of(MESSAGES, R"({"max_tokens":40,"messages":[{"role":"user","content":"What is a warp?"}],"model":"tiny","system":"Be brief."})") == wanted);
+    CHECK(prompt_of(MESSAGES, R"({"max_tokens":40,"messages":[{"role":"user","content":[{"type":"text","text":"What is a warp?","cache_control":{"type":"ephemeral"}}]}],
+        "model":"tiny","system":[{"type":"text","text":"Be "},{"type":"text","text":"brief."}],"stream":true,"metadata":{"user_id":"u"},"thinking":{"type":"disabled"}})") == wanted);
+    CHECK(count_message_tokens(service_of(), R"({"messages":[{"role":"user","content":"What is a warp?"}],"model":"tiny","system":"Be brief."})") ==
+          format("{\"input_tokens\": %zu}", wanted.size()));
+    CHECK(prompt_of(RESPONSES, R"({"input":"a","reasoning":{"effort":"high"}})") == prompt_of(CHAT, question("\"reasoning_effort\": \"high\"")));
+    CHECK(prompt_of(MESSAGES, R"({"max_tokens":9,"messages":[{"role":"user","content":"a"}],"thinking":{"type":"adaptive"}})") ==
+          prompt_of(CHAT, question("\"reasoning_effort\": \"high\"")));
+    CHECK(prompt_of(MESSAGES, R"({"max_tokens":9,"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"A warp is"}]})") ==
+          prompt_of(CHAT, R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "A warp is"}], "continue_final_message": true})"));
+
+    // Calls and their results, the results in another order than the calls.
+    const std::vector<int> called = prompt_of(CHAT, "{\"messages\": [" + CALLED + "], " + TOOLS + "}");
+    const Json tools("{" + TOOLS + "}");
+    std::string flat, blocks;
+    for (sj::Value tool : tools["tools"].items()) {
+        const sj::Value f = tool["function"];
+        flat += std::string(flat.empty() ? "" : ",") + "{\"type\": \"function\"", blocks += blocks.empty() ? "{\"type\": \"custom\"" : ",{\"type\": \"custom\"";
+        for (auto [name, value] : f.members()) {
+            flat += ", " + in_json(name) + ": " + std::string(value.raw());
+            blocks += ", " + in_json(name == "parameters" ? "input_schema" : name) + ": " + std::string(value.raw());
+        }
+        flat += "}", blocks += "}";
+    }
+    CHECK(prompt_of(RESPONSES, R"({"input":[{"role":"user","content":"a"},{"id":"rs_1","summary":[],"type":"reasoning","content":[{"text":"hm","type":"reasoning_text"}]},
+        {"id":"msg_1","content":[{"annotations":[],"text":"One moment.","type":"output_text","logprobs":[]}],"role":"assistant","status":"completed","type":"message"},
+        {"arguments":"{\"a\": 1}","call_id":"c1","name":"now","type":"function_call","id":"fc_1","status":"completed"},{"arguments":"{}","call_id":"c2","name":"now","type":"function_call"},
+        {"type":"function_call_output","call_id":"c2","output":"night"},{"type":"function_call_output","call_id":"c1","output":[{"type":"input_text","text":"noon"}]}],"tools":[)" +
+        flat + "]}") == called);
+    const std::string messages = R"({"max_tokens":9,"messages":[{"role":"user","content":"a"},{"role":"assistant","content":[{"type":"thinking","thinking":"hm","signature":""},
+        {"type":"text","text":"One moment."},{"type":"tool_use","id":"c1","name":"now","input":{"a": 1}},{"type":"tool_use","id":"c2","name":"now","input":{}}]},
+        {"role":"user","content":[{"type":"tool_result","tool_use_id":"c2","content":[{"type":"text","text":"night"}]},{"type":"tool_result","tool_use_id":"c1","content":"noon"})";
+    CHECK(prompt_of(MESSAGES, messages + "]}],\"tools\":[" + blocks + "]}") == called);
+    CHECK(prompt_of(MESSAGES, messages + R"(,{"type":"text","text":"And?"}]}],"tools":[)" + blocks + "]}") ==
+          prompt_of(CHAT, "{\"messages\": [" + CALLED + ", {\"role\": \"user\", \"content\": \"And?\"}], " + TOOLS + "}"));
+    // How it is to be said.
+    const Ask one = read_asked(service_of(), RESPONSES, R"({"input":"a","tool_choice":{"type":"function","name":"now"},"tools":[)" + flat + "], \"max_output_tokens\": 7}", 1).ask;
+    CHECK(one.jobs[0].one_call);
+    CHECK(one.jobs[0].max_tokens == 7);
+    CHECK(one.id.compare(0, 5, "resp_") == 0);
+    const Ask other = read_asked(service_of(), MESSAGES, R"({"max_tokens":8,"messages":[{"role":"user","content":"a"}],"stop_sequences":["x"],"tool_choice":{"type":"any",
+        "disable_parallel_tool_use":true},"tools":[)" + blocks + "]}", 1).ask;
+    CHECK(other.jobs[0].one_call);
+    CHECK(other.jobs[0].sure_calls);
+    CHECK(other.jobs[0].stops == std::vector<std::string>{"x"});
+    CHECK(read_asked(service_of(), RESPONSES, R"({"input":"a","text":{"format":{"type":"json_schema","name":"p","schema":{"type":"null"}}}})", 1).ask.jobs[0].form);
+    CHECK(read_asked(service_of(), MESSAGES, R"({"max_tokens":8,"messages":[{"role":"user","content":"a"}],"output_config":{"format":{"type":"json_schema","schema":{"type":"null"}}}})", 1).ask.jobs[0].form);
+}
+
+TEST_CASE("dialects: every other field is refused by its name") {
+    auto refused = [](const char* path, const std::string& body) -> std::string {
+        try {
+            read_asked(service_of(), path, body, 1);
+            return "-";
+        } catch (const Refusal& r) {
+            CHECK(r.status == 400);
+            CHECK(Json(message_error_json(r, "id"))["error"]["message"].str().find(r.param) != std::string::npos);
+            return r.param;
+        }
+    };
+    using Rows = std::vector<std::pair<std::string, std::string>>;
+    for (auto& row : Rows{
+             {"\"store\": true", "store"}, {"\"previous_response_id\": \"resp_1\"", "previous_response_id"}, {"\"conversation\": \"c\"", "conversation"},
+             {"\"background\": true", "background"}, {"\"include\": [\"reasoning.encrypted_content\"]", "include"}, {"\"truncation\": \"auto\"", "truncation"},
+             {"\"prompt\": {\"id\": \"p\"}", "prompt"}, {"\"max_tool_calls\": 1", "max_tool_calls"}, {"\"top_logprobs\": 2", "top_logprobs"}, {"\"n\": 2", "n"},
+             {"\"max_tokens\": 2", "max_tokens"}, {"\"messages\": []", "messages"}, {"\"response_format\": {}", "response_format"}, {"\"logprobs\": true", "logprobs"},
+             {"\"max_output_tokens\": 0", "max_output_tokens"}, {"\"max_output_tokens\": 5000", "input"}, {"\"temperature\": 3", "temperature"},
+             {"\"instructions\": 5", "instructions"}, {"\"text\": {\"format\": {\"type\": \"xml\"}}", "text"}, {"\"text\": {\"verbosity\": \"low\"}", "verbosity"},
+             {"\"text\": {\"format\": {\"type\": \"json_schema\", \"schema\": {\"not\": {}}}}", "text"}, {"\"text\": {\"x\": 1}", "text"}, {"\"text\": 1", ""},
+             {"\"reasoning\": {\"summary\": \"auto\"}", "reasoning"}, {"\"reasoning\": {\"effort\": \"much\"}", "reasoning"}, {"\"tools\": 5", "tools"}, {"\"tools\": [5]", "tools"},
+             {"\"tools\": [{\"type\": \"web_search\"}]", "tools"}, {"\"tools\": [{\"type\": \"function\", \"name\": \"f\", \"defer_loading\": true}]", "tools"},
+             {"\"tools\": [{\"type\": \"function\", \"name\": \"a b\"}]", "tools"}, {"\"tool_choice\": {\"type\": \"allowed_tools\"}", "tool_choice"},
+             {"\"stream\": true, \"stream_options\": {\"include_usage\": true}", "stream_options"}, {"\"cyber\": 1", "cyber"}, {"\"" + std::string(99, 'x') + "\": 1", ""},
+             {"\"input\": 5", "input"}, {"\"input\": [5]", "input"}, {"\"input\": []", "input"}, {"\"input\": [], \"instructions\": \"s\"", "input"}, {"\"input\": [{\"role\": \"king\", \"content\": \"a\"}]", "input"},
+             {"\"input\": [{\"role\": \"user\", \"content\": [{\"type\": \"input_image\"}]}]", "input"}, {"\"input\": [{\"type\": \"item_reference\", \"id\": \"x\"}]", "input"},
+             {"\"input\": [{\"type\": \"function_call_output\", \"call_id\": \"x\", \"output\": \"\"}]", "input"}, {"\"input\": [{\"type\": \"function_call\", \"name\": \"f\"}]", "input"},
+             {"\"input\": [{\"type\": \"reasoning\", \"encrypted_content\": \"x\"}]", "input"}})
+        CHECK_MESSAGE(refused(RESPONSES, "{\"input\": \"a\", " + row.first + "}") == row.second, row.first);
+    CHECK(refused(RESPONSES, "{}") == "input");
+    for (auto& row : Rows{
+             {"\"thinking\": {\"type\": \"enabled\", \"budget_tokens\": 1024}", "thinking"}, {"\"thinking\": {\"type\": \"between_tools\"}", "thinking"},
+             {"\"max_tokens\": 0", "max_tokens"}, {"\"max_tokens\": 5000", "messages"}, {"\"stop_sequences\": \"a\"", "stop_sequences"}, {"\"stop_sequences\": [5]", "stop_sequences"},
+             {"\"stop\": \"a\"", "stop"}, {"\"container\": \"c\"", "container"}, {"\"mcp_servers\": []", "mcp_servers"}, {"\"service_tier\": \"priority\"", "service_tier"},
+             {"\"output_config\": {\"effort\": \"low\"}", "output_config"}, {"\"output_config\": {\"format\": {\"type\": \"json_object\"}}", "output_config"},
+             {"\"output_config\": {\"format\": {\"type\": \"json_schema\", \"schema\": {\"not\": {}}}}", "output_config"}, {"\"metadata\": {\"x\": 1}", "metadata"},
+             {"\"tools\": [{\"type\": \"bash_20250124\", \"name\": \"bash\"}]", "tools"}, {"\"tools\": [{\"name\": \"f\"}]", "tools"}, {"\"tools\": {}", "tools"},
+             {"\"tool_choice\": {\"type\": \"required\"}", "tool_choice"}, {"\"tool_choice\": \"auto\"", ""}, {"\"tool_choice\": {\"type\": \"tool\", \"name\": \"x\"}", "tool_choice"},
+             {"\"system\": 5", "system"}, {"\"system\": [{\"type\": \"image\"}]", "system"}, {"\"messages\": 5", "messages"}, {"\"messages\": [5]", "messages"},
+             {"\"messages\": []", "messages"}, {"\"messages\": [], \"system\": \"s\"", "messages"}, {"\"messages\": [{\"role\": \"user\"}]", "messages"},
+             {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"image\"}]}]", "messages"},
+             {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"thinking\", \"thinking\": \"x\"}]}]", "messages"},
+             {"\"messages\": [{\"role\": \"user\", \"content\": [{\"type\": \"tool_result\", \"tool_use_id\": \"x\"}]}]", "messages"},
+             {"\"messages\": [{\"role\": \"assistant\", \"content\": [{\"type\": \"tool_use\", \"id\": \"x\", \"name\": \"f\", \"input\": \"{}\"}]}]", "messages"},
+             {"\"messages\": [{\"role\": \"assistant\", \"content\": [{\"type\": \"redacted_thinking\", \"data\": \"x\"}]}]", "messages"}})
+        CHECK_MESSAGE(refused(MESSAGES, "{\"max_tokens\": 9, \"messages\": [{\"role\": \"user\", \"content\": \"a\"}], " + row.first + "}") == row.second, row.first);
+    CHECK(refused(MESSAGES, "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}") == "max_tokens");
+    for (const char* more : {"\"stop_sequences\": [\"\"]", "\"temperature\": 5", "\"max_tokens\": 0", "\"max_tokens\": 9999999999", "\"output_config\": {\"format\": {\"type\": \"json_schema\", \"schema\": {\"not\": {}}}}"})
+        CHECK_THROWS_AS(count_message_tokens(service_of(), std::string("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}], ") + more + "}"), Refusal);
+}
+
+// Names of the events of a stream; each must be the type in its data.
+static Strings names_of(const std::string& body, std::vector<std::string>& data) {
+    Strings names;
+    for (size_t at = 0, end; (end = body.find("\n\n", at)) != std::string::npos; at = end + 2) {
+        const std::string event = body.substr(at, end - at);
+        const size_t line = event.find("\ndata: ");
+        REQUIRE(event.compare(0, 7, "event: ") == 0);
+        REQUIRE(line != std::string::npos);
+        names.push_back(event.substr(7, line - 7));
+        data.push_back(event.substr(line + 7));
+        CHECK(Json(data.back())["type"].str() == names.back());
+    }
+    return names;
+}
+// A thought, a text, two calls, a text: as the engine tells it.
+static std::vector<Piece> said(const char* finish) {
+    std::vector<Piece> all(7);
+    all[0].thought = true, all[0].text = "hm";
+    all[1].text = "One ";
+    all[2].text = "moment.";
+    all[3].calls = {{"now", ""}, {"", "{\"a\""}};
+    all[4].calls = {{"", ": 1}"}, {"now", ""}, {"", "{}"}};
+    all[6].text = "Done", all[6].finish = finish, all[6].count = 20, all[6].cached = 4, all[6].thoughts = 3;
+    return all;
+}
+
+TEST_CASE("dialects: events by their names and in their order; joined they are the answer at once") {
+    const std::string tools = R"("tools":[{"type":"function","name":"now"}])", input = "{\"input\":\"a\"," + tools;
+    std::string streamed, whole;
+    auto tell = [&](const char* path, const std::string& body, const char* finish) {
+        const Asked a = read_asked(service_of(), path, body + "}", 1), b = read_asked(service_of(), path, body + ", \"stream\": true}", 1);
+        Reply reply;
+        reply.whole = true;
+        streamed.clear();
+        for (Piece& p : said(finish)) streamed += b.answer->events(p), reply.put(std::move(p));
+        CHECK(reply.pieces.size() == 3); // what comes after a call stays after it
+        for (Piece& p : reply.pieces) a.answer->add(std::move(p));
+        whole = a.answer->whole();
+        CHECK(a.answer->told());
+    };
+    for (const char* finish : {"tool_calls", "length"}) {
+        const bool cut = !strcmp(finish, "length");
+        std::vector<std::string> data;
+        tell(RESPONSES, input, finish);
+        const Strings text = {"response.output_item.added", "response.content_part.added", "response.output_text.delta", "response.output_text.done",
+                              "response.content_part.done", "response.output_item.done"},
+                      call = {"response.output_item.added", "response.function_call_arguments.delta", "response.function_call_arguments.done", "response.output_item.done"};
+        Strings wanted = {"response.created", "response.in_progress", "response.output_item.added", "response.content_part.added", "response.reasoning_text.delta",
+                          "response.reasoning_text.done", "response.content_part.done", "response.output_item.done"};
+        auto add = [&](Strings more, const char* twice) {
+            for (auto& name : more) {
+                wanted.push_back(name);
+                if (name == twice) wanted.push_back(name);
+            }
+        };
+        add(text, "response.output_text.delta"), add(call, "response.function_call_arguments.delta"), add(call, ""), add(text, "");
+        wanted.push_back(cut ? "response.incomplete" : "response.completed");
+        CHECK(names_of(streamed, data) == wanted);
+        const Json done(data.back()), at_once(whole), first(data[0]);
+        CHECK(first["response"]["status"].str() == "in_progress");
+        CHECK(first["response"]["tools"].size() == 1);
+        CHECK(first["response"]["output"].size() == 0);
+        for (size_t i = 0; i < data.size(); i++) CHECK(Json(data[i])["sequence_number"].number() == (double)i);
+        for (const sj::Value r : {done["response"], at_once.root()}) {
+            CHECK(r["status"].str() == (cut ? "incomplete" : "completed"));
+            CHECK(r["incomplete_details"]["reason"].str() == (cut ? "max_output_tokens" : ""));
+            CHECK(r["store"].is(sj::False));
+            CHECK(r["usage"]["output_tokens_details"]["reasoning_tokens"].number() == 3);
+            const sj::Value out = r["output"];
+            REQUIRE(out.size() == 5);
+            CHECK(out[(size_t)0]["content"][(size_t)0]["text"].str() == "hm");
+            CHECK(out[(size_t)1]["content"][(size_t)0]["text"].str() == "One moment.");
+            CHECK(out[(size_t)2]["arguments"].str() == "{\"a\": 1}");
+            CHECK(out[(size_t)3]["arguments"].str() == "{}");
+            CHECK(out[(size_t)2]["call_id"].str() != out[(size_t)3]["call_id"].str());
+            CHECK(out[(size_t)4]["content"][(size_t)0]["text"].str() == "Done");
+            CHECK(out[(size_t)3]["status"].str() == "completed");
+            CHECK(out[(size_t)4]["status"].str() == (cut ? "incomplete" : "completed"));
+        }
+        data.clear();
+        tell(MESSAGES, R"({"max_tokens":9,"messages":[{"role":"user","content":"a"}],"tools":[{"name":"now","input_schema":{"type":"object"}}])", finish);
+        const Strings block = {"content_block_start", "content_block_delta", "content_block_stop"};
+        wanted = {"message_start"};
+        add(block, ""), add(block, "content_block_delta"), add(block, "content_block_delta"), add(block, ""), add(block, "");
+        add({"message_delta", "message_stop"}, "");
+        CHECK(names_of(streamed, data) == wanted);
+        const Json message(whole), delta(data[data.size() - 2]);
+        const sj::Value content = message["content"];
+        REQUIRE(content.size() == 5);
+        CHECK(content[(size_t)0]["thinking"].str() == "hm");
+        CHECK(content[(size_t)2]["input"]["a"].number() == 1);
+        CHECK(content[(size_t)4]["text"].str() == "Done");
+        CHECK(message["usage"]["input_tokens"].number() + 4 == (double)prompt_of(MESSAGES, R"({"max_tokens":9,"messages":[{"role":"user","content":"a"}],
+            "tools":[{"name":"now","input_schema":{"type":"object"}}]})").size());
+        for (const sj::Value r : {message.root(), delta["delta"]}) {
+            CHECK(r["stop_reason"].str() == (cut ? "max_tokens" : "tool_use"));
+            CHECK(r["stop_sequence"].is(sj::Null));
+        }
+        std::string partial;
+        for (auto& d : data)
+            if (Json(d)["index"].number() == 2) partial += Json(d)["delta"]["partial_json"].str();
+        CHECK(partial == "{\"a\": 1}");
+    }
+    // A call that was cut off is no JSON: it is not told as if it were whole.
+    const Asked a = read_asked(service_of(), MESSAGES, R"({"max_tokens":9,"messages":[{"role":"user","content":"a"}]})", 1);
+    Piece cut;
+    cut.text = "a", cut.calls = {{"now", ""}, {"", "{\"a"}}, cut.finish = "length";
+    a.answer->add(std::move(cut));
+    CHECK(Json(a.answer->whole())["content"].size() == 1);
+    // What a request is told of itself is bounded.
+    const Asked large = read_asked(service_of(100'000), RESPONSES, "{\"input\":\"a\",\"instructions\":\"" + std::string(50'000, ' ') + "\"}", 1);
+    Piece end;
+    end.finish = "stop";
+    CHECK(large.answer->events(end).size() < 10'000);
+}
+
+TEST_CASE("HTTP: dialects say what a chat says, in their own words") {
+    const Served server;
+    const std::string how = "\"temperature\": 1.2, \"top_k\": 0, \"seed\": 5";
+    const std::string wanted = told(server.ask(question("\"max_tokens\": 40, " + how)), false), text = wanted.substr(0, wanted.rfind('\n'));
+    const std::string response = "{\"input\": \"a\", \"max_output_tokens\": 40, " + how, message = "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}], " + how + ", \"max_tokens\": ";
+    std::vector<std::string> data;
+    CHECK(Json(server.ask(response + "}", RESPONSES))["output"][(size_t)0]["content"][(size_t)0]["text"].str() == text);
+    names_of(server.ask(response + ", \"stream\": true}", RESPONSES), data);
+    CHECK(Json(data.back())["response"]["output"][(size_t)0]["content"][(size_t)0]["text"].str() == text);
+    const Json one(server.ask(message + "40}", MESSAGES));
+    CHECK(one["content"][(size_t)0]["text"].str() == text);
+    CHECK(one["id"].str().compare(0, 4, "msg_") == 0);
+    data.clear();
+    names_of(server.ask(message + "40, \"stream\": true}", MESSAGES), data);
+    std::string joined;
+    for (auto& d : data) joined += Json(d)["delta"]["text"].str();
+    CHECK(joined == text);
+    size_t at = text.size() / 2; // a stop string from the middle of the text
+    while (((uint8_t)text[at] & 0xC0) == 0x80) at++;
+    size_t end = at + 1;
+    while (end < text.size() && ((uint8_t)text[end] & 0xC0) == 0x80) end++;
+    const std::string stop = text.substr(at, end - at);
+    const Json stopped(server.ask(message + "40, \"stop_sequences\": [\"never so\", " + in_json(stop) + "]}", MESSAGES));
+    CHECK(stopped["stop_reason"].str() == "stop_sequence");
+    CHECK(stopped["stop_sequence"].str() == stop);
+    CHECK(Json(server.ask(message + "40}", COUNT_TOKENS))["input_tokens"].number() > 3);
+    CHECK(Json(server.ask(response + ", \"reasoning\": {\"effort\": \"high\"}, \"logit_bias\": {\"" + std::to_string(t().id("<think>")) + "\": 100}}", RESPONSES))
+              ["usage"]["output_tokens_details"]["reasoning_tokens"].number() > 0);
+
+    auto call = [&](const char* method, const char* path, const std::string& body) { return Http(server.port).call(method, path, body); };
+    for (auto& [body, status, type] : std::vector<std::tuple<std::string, int, const char*>>{
+             {"{", 400, "invalid_request_error"}, {message + "0}", 400, "invalid_request_error"}, {message + "5, \"model\": \"x\"}", 404, "not_found_error"}}) {
+        const HttpReply r = call("POST", MESSAGES, body);
+        const Json j(r.body);
+        CHECK(r.status == status);
+        CHECK(j["type"].str() == "error");
+        CHECK(j["error"]["type"].str() == type);
+        CHECK(j["request_id"].str() == r.headers.at("x-request-id"));
+    }
+    CHECK(call("GET", MESSAGES, "").status == 405);
+    CHECK(call("GET", "/v1/responses/resp_1", "").status == 404);
+    CHECK(Json(call("POST", RESPONSES, "{\"input\": \"a\", \"store\": true}").body)["error"]["param"].str() == "store");
+    const std::string hostile = "{\"input\": " + std::string(300, '[') + std::string(300, ']') + "}";
+    CHECK(call("POST", RESPONSES, hostile).status == 400);
+    const std::string metrics = call("GET", "/metrics", "").body;
+    CHECK(metrics.find("http_requests_total{method=\"POST\",handler=\"/v1/messages/count_tokens\",status=\"200\"} 1") != std::string::npos);
+}
+
+// --------------------------------------------------------------------------------------------- files and batches
+
+TEST_CASE("forms of the browser: parts by name, whatever their bytes; what is malformed is refused") {
+    const std::string type = "multipart/form-data; boundary=XX";
+    const std::string bytes = std::string("a\r\n--X\r\n\r\n--XY\0\xff", 16) + std::string(300, 'b');
+    const std::string good = "--XX\r\nContent-Disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n--XX\r\nContent-Type: x/y\r\ncontent-disposition: form-data; "
+                             "name=\"file\"; filename=\"a b.jsonl\"\r\n\r\n" + bytes + "\r\n--XX\r\nContent-Disposition: form-data; filename=f;name=none\r\n\r\n\r\n--XX--\r\n";
+    const std::vector<FormPart> parts = read_form(type, good);
+    REQUIRE(parts.size() == 3);
+    CHECK(parts[0].name == "purpose");
+    CHECK(parts[0].bytes == "batch");
+    CHECK(parts[1].name == "file");
+    CHECK(parts[1].filename == "a b.jsonl");
+    CHECK(parts[1].bytes == bytes);
+    CHECK(parts[2].name == "none");
+    CHECK(parts[2].bytes == "");
+    CHECK(read_form("multipart/form-data;boundary=\"XX\"", good).size() == 3);
+    for (const char* bad : {"multipart/form-data", "multipart/form-data; boundary=", "multipart/form-data; boundary=YY", "multipart/form-data; xboundary=XX"})
+        CHECK_THROWS_AS(read_form(bad, good), Refusal);
+    CHECK_THROWS_AS(read_form("multipart/form-data; boundary=" + std::string(71, 'X'), good), Refusal);
+    size_t whole = 0; // every prefix, and random damage: refused or parts within the text
+    for (size_t n = 0; n < good.size() - 2; n++) CHECK_THROWS_AS(read_form(type, good.substr(0, n)), Refusal);
+    Random random{31};
+    for (int i = 0; i < 3000; i++) {
+        std::string text = good;
+        for (int n = 1 + random.below(4); n > 0; n--) {
+            const size_t at = (size_t)random.below((int)text.size());
+            if (random.below(2)) text.erase(at, 1 + (size_t)random.below(6));
+            else text[at] = "\r\n-X\";= a"[random.below(9)];
+        }
+        try {
+            for (auto& part : read_form(type, text)) CHECK((part.bytes.empty() || (part.bytes.data() >= text.data() && part.bytes.data() + part.bytes.size() <= text.data() + text.size())));
+            whole++;
+        } catch (const Refusal& r) { CHECK(r.status == 400); }
+    }
+    CHECK(whole > 500);
+    std::string many;
+    for (int i = 0; i < 17; i++) many += "--XX\r\n\r\n\r\n\r\n";
+    CHECK_THROWS_AS(read_form(type, many + "\r\n--XX--"), Refusal);
+}
+
+// A client of /v1/files and /v1/batches, with a key or none.
+struct Office {
+    int port;
+    std::string auth;
+    HttpReply upload(const std::string& bytes, const std::string& purpose = "batch", const std::string& more = "") const {
+        const std::string body = "--q\r\nContent-Disposition: form-data; name=\"purpose\"\r\n\r\n" + purpose + "\r\n--q\r\nContent-Disposition: form-data; name=\"file\"; filename=\"r.jsonl\"\r\n"
+                                 "Content-Type: application/octet-stream\r\n\r\n" + bytes + "\r\n--q--\r\n";
+        Http h(port);
+        h.send("POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=q\r\n" + auth + more + format("Content-Length: %zu\r\n\r\n", body.size()) + body);
+        return h.reply();
+    }
+    HttpReply call(const char* method, const std::string& path, const std::string& body = "") const { return Http(port).call(method, path, body, auth); }
+    std::string id_of(const HttpReply& r) const {
+        INFO(r.body);
+        CHECK(r.status == 200);
+        return Json(r.body)["id"].str();
+    }
+    std::string batch(const std::string& requests, const std::string& endpoint = CHAT) const { // its id
+        const std::string file = id_of(upload(requests));
+        return id_of(call("POST", "/v1/batches", "{\"input_file_id\": \"" + file + "\", \"endpoint\": \"" + endpoint + "\", \"completion_window\": \"24h\", \"metadata\": {\"a\": \"b\"}}"));
+    }
+    std::string wait(const std::string& id, const std::string& status) const { // the batch, once it is so far
+        std::string body;
+        for (const double start = seconds(); seconds() - start < 20; usleep(20'000)) {
+            body = call("GET", "/v1/batches/" + id).body;
+            if (Json(body)["status"].str() == status) return body;
+        }
+        FAIL(body);
+        return "";
+    }
+    std::string content(const std::string& file) const {
+        const HttpReply r = call("GET", "/v1/files/" + file + "/content");
+        CHECK(r.status == 200);
+        return r.body;
+    }
+};
+static std::string batch_row(int i, const std::string& more, const char* url = CHAT) {
+    return format("{\"custom_id\": \"r%d\", \"method\": \"POST\", \"url\": \"%s\", \"body\": ", i, url) + question(more) + "}\n";
+}
+
+TEST_CASE("HTTP: files and batches, from upload to answers") {
+    Scratch scratch;
+    write_file(scratch / "keys", "one\ntwo\n");
+    const Served server({"--files", scratch / "files", "--api-key-file", scratch / "keys"});
+    const Office one{server.port, "Authorization: Bearer one\r\n"}, two{server.port, "Authorization: Bearer two\r\n"}, none{server.port, ""};
+    CHECK(none.upload("x").status == 401);
+    CHECK(none.call("GET", "/v1/batches").status == 401);
+
+    std::string requests;
+    for (int i = 0; i < 12; i++) requests += batch_row(i, format("\"seed\": %d, \"max_tokens\": 9", i));
+    requests += batch_row(12, "\"temperature\": 9") + batch_row(13, "\"stream\": true") + "{\"custom_id\": \"r14\", \"url\": \"/v1/completions\", \"body\": {\"prompt\": \"a\"}}\n";
+    const std::string id = one.batch(requests), told = one.wait(id, "completed");
+    const Json batch(told);
+    CHECK(batch["request_counts"]["total"].number() == 15);
+    CHECK(batch["request_counts"]["completed"].number() == 12);
+    CHECK(batch["request_counts"]["failed"].number() == 3);
+    CHECK(batch["metadata"]["a"].str() == "b");
+    CHECK(batch["completed_at"].number() >= batch["created_at"].number());
+    const Strings good = lines(one.content(batch["output_file_id"].str())), bad = lines(one.content(batch["error_file_id"].str()));
+    REQUIRE(good.size() == 12);
+    REQUIRE(bad.size() == 3);
+    for (int i = 0; i < 12; i++) {
+        const Json j(good[(size_t)i]);
+        CHECK(j["custom_id"].str() == format("r%d", i));
+        const HttpReply alone = one.call("POST", CHAT, question(format("\"seed\": %d, \"max_tokens\": 9", i)));
+        CHECK(j["response"]["body"]["choices"][(size_t)0]["message"]["content"].str() == Json(alone.body)["choices"][(size_t)0]["message"]["content"].str());
+    }
+    CHECK(Json(bad[0])["response"]["body"]["error"]["param"].str() == "temperature");
+    CHECK(Json(bad[2])["response"]["body"]["error"]["param"].str() == "url");
+    // Nobody sees another key's.
+    const std::string input = batch["input_file_id"].str();
+    CHECK(one.content(input) == requests);
+    for (const std::string& path : {"/v1/files/" + input, "/v1/files/" + input + "/content", "/v1/batches/" + id}) {
+        CHECK(one.call("GET", path).status == 200);
+        CHECK(two.call("GET", path).status == 404);
+    }
+    CHECK(two.call("DELETE", "/v1/files/" + input).status == 404);
+    CHECK(two.call("POST", "/v1/batches", "{\"input_file_id\": \"" + input + "\", \"endpoint\": \"" + CHAT + "\", \"completion_window\": \"24h\"}").status == 400);
+    CHECK(Json(two.call("GET", "/v1/files").body)["data"].size() == 0);
+    CHECK(Json(one.call("GET", "/v1/files").body)["data"].size() == 3);
+    const Json page(one.call("GET", "/v1/files?limit=2").body);
+    CHECK(page["data"].size() == 2);
+    CHECK(page["has_more"].is(sj::True));
+    CHECK(Json(one.call("GET", "/v1/files?after=" + page["last_id"].str()).body)["data"].size() == 1);
+    CHECK(Json(one.call("GET", "/v1/files?purpose=batch").body)["data"].size() == 1);
+    for (const char* bad : {"limit=x", "limit=", "limit=0", "limit=5x", "limit=10001", "limit=-1", "after=x", "after=", "order=asc"})
+        CHECK(one.call("GET", std::string("/v1/files?") + bad).status == 400);
+    CHECK(Json(one.call("GET", "/v1/batches").body)["data"].size() == 1);
+    // Other dialects.
+    const std::string other = one.batch("{\"custom_id\": \"a\", \"url\": \"/v1/responses\", \"body\": {\"input\": \"a\", \"max_output_tokens\": 3}}\n", RESPONSES);
+    const std::string out = one.content(Json(one.wait(other, "completed"))["output_file_id"].str());
+    CHECK(Json(out.substr(0, out.size() - 1))["response"]["body"]["object"].str() == "response");
+    // What is no batch.
+    for (auto& [text, why] : std::vector<std::pair<std::string, std::string>>{{"nonsense\n", "line 1"}, {"{}\n", "custom_id"}, {batch_row(1, "\"n\": 1") + batch_row(1, "\"n\": 1"), "taken"}, {"\n", "no request"}}) {
+        const Json failed(one.wait(one.batch(text), "failed"));
+        const std::string message = failed["errors"]["data"][(size_t)0]["message"].str();
+        INFO(message);
+        CHECK(message.find(why) != std::string::npos);
+        CHECK(message.find(scratch.path.string()) == std::string::npos); // nothing of this machine
+    }
+    for (const char* body : {"{", "{}", "{\"input_file_id\": \"file-x\", \"endpoint\": \"/v1/chat/completions\", \"completion_window\": \"24h\"}"}) CHECK(one.call("POST", "/v1/batches", body).status == 400);
+    auto refused = [&](const std::string& more) { return Json(one.call("POST", "/v1/batches", "{\"input_file_id\": \"" + input + "\", " + more + "}").body)["error"]["param"].str(); };
+    CHECK(refused("\"endpoint\": \"/v1/embeddings\", \"completion_window\": \"24h\"") == "endpoint");
+    CHECK(refused("\"endpoint\": \"/v1/completions\", \"completion_window\": \"1h\"") == "completion_window");
+    CHECK(refused("\"endpoint\": \"/v1/completions\", \"completion_window\": \"24h\", \"output_expires_after\": {}") == "output_expires_after");
+    CHECK(refused("\"endpoint\": \"/v1/completions\", \"completion_window\": \"24h\", \"metadata\": {\"a\": 1}") == "metadata");
+    CHECK(Json(one.upload("x", "fine-tune").body)["error"]["param"].str() == "purpose");
+    CHECK(Json(one.upload("").body)["error"]["param"].str() == "file");
+    CHECK(one.upload("x", "batch", "Origin: http://evil.example\r\n").status == 403);
+    CHECK(one.call("POST", "/v1/files", "{}").status == 415);
+    CHECK(one.call("DELETE", "/v1/batches/" + id).status == 405);
+    CHECK(one.call("POST", "/v1/batches/" + id + "/cancel", "{}").status == 409);
+    for (const char* path : {"/v1/files/..%2f..%2fkeys/content", "/v1/files/lock/content", "/v1/files//content", "/v1/filesystem", "/v1/batches/x/y"}) CHECK(one.call("GET", path).status == 404);
+    CHECK(Json(one.call("DELETE", "/v1/files/" + input).body)["deleted"].is(sj::True));
+    CHECK(one.call("GET", "/v1/files/" + input).status == 404);
+}
+
+TEST_CASE("HTTP: batches outlive the server, however it ends; one can be cancelled") {
+    Scratch scratch;
+    std::string requests, id, slow, file;
+    for (int i = 0; i < 150; i++) requests += batch_row(i, format("\"seed\": %d, \"max_tokens\": 60, \"ignore_eos\": true", i));
+    const Strings with = {"--files", scratch / "files", "--max-seqs", "4"};
+    std::vector<size_t> have;
+    for (int sig : {SIGTERM, SIGKILL, SIGTERM}) {
+        Served server(with);
+        const Office office{server.port, ""};
+        if (id.empty()) {
+            id = office.batch(requests), file = Json(office.call("GET", "/v1/batches/" + id).body)["input_file_id"].str();
+            Process second(server.program(), {MODEL, "-z", VOCABULARY, "--port", "0", "--files", scratch / "files"});
+            check_refusal(second.wait(), "serve", "another server");
+        }
+        for (const double start = seconds(); seconds() - start < 20; usleep(5000)) {
+            const Json b(office.call("GET", "/v1/batches/" + id).body);
+            if ((size_t)b["request_counts"]["completed"].number() > (have.empty() ? 0 : have.back() + 2)) break;
+        }
+        CHECK(office.call("DELETE", "/v1/files/" + file).status == 409);
+        kill(server.pid, sig);
+        int status;
+        waitpid(server.pid, &status, 0);
+        server.pid = 0;
+        have.push_back(0);
+        for (auto& entry : fs::directory_iterator(scratch / "files/open"))
+            if (entry.path().extension() == ".partial")
+                for (char c : read_file(entry.path().string())) have.back() += c == '\n';
+        CHECK(have.back() > 1);
+        have.back()--; // the first line
+        if (have.size() > 1) CHECK(have.back() > have[have.size() - 2]); // it went on
+    }
+    CHECK(have.back() < 150);
+    Served server(with);
+    const Office office{server.port, ""};
+    const Json batch(office.wait(id, "completed"));
+    CHECK(batch["request_counts"]["completed"].number() == 150);
+    const Strings all = lines(office.content(batch["output_file_id"].str()));
+    REQUIRE(all.size() == 150);
+    for (size_t i = 0; i < all.size(); i += 7) {
+        const Json j(all[i]), alone(server.ask(question(format("\"seed\": %zu, \"max_tokens\": 60, \"ignore_eos\": true", i))));
+        CHECK(j["custom_id"].str() == format("r%zu", i));
+        CHECK(j["response"]["body"]["choices"][(size_t)0]["message"]["content"].str() == alone["choices"][(size_t)0]["message"]["content"].str());
+    }
+    const std::string cancelled = office.batch(requests);
+    CHECK(Json(office.call("POST", "/v1/batches/" + cancelled + "/cancel", "{}").body)["status"].str() == "cancelling");
+    const Json end(office.wait(cancelled, "cancelled"));
+    CHECK(end["request_counts"]["completed"].number() < 150);
+    CHECK(office.call("DELETE", "/v1/files/" + end["input_file_id"].str()).status == 200);
+    for (auto& entry : fs::directory_iterator(scratch / "files/open")) CHECK(entry.path().extension() != ".partial");
+    // Its own user's other requests come first.
+    const std::string behind = office.batch(requests);
+    const double start = seconds();
+    server.ask(question("\"max_tokens\": 2"));
+    CHECK(seconds() - start < 5);
+    CHECK(Json(office.call("GET", "/v1/batches/" + behind).body)["status"].str() == "in_progress");
+    // Another model does not go on with it.
+    kill(server.pid, SIGTERM), waitpid(server.pid, nullptr, 0);
+    server.pid = 0;
+    Strings other = with;
+    other.insert(other.end(), {"--name", "other"});
+    const Served renamed(other);
+    const Json failed(Office{renamed.port, ""}.wait(behind, "failed"));
+    CHECK(failed["errors"]["data"][(size_t)0]["message"].str().find("another model") != std::string::npos);
+}
+
+TEST_CASE("HTTP: the OpenAPI document names routes that are there, with the methods that they take") {
+    Scratch scratch;
+    const Served server({"--files", scratch / "files"});
+    const Json document(Http(server.port).call("GET", "/openapi.json").body);
+    size_t routes = 0;
+    for (auto [name, item] : document["paths"].members()) {
+        std::string path = name;
+        if (const size_t at = path.find("{id}"); at != path.npos) path.replace(at, 4, "x");
+        for (const char* method : {"GET", "POST", "DELETE", "PUT"}) {
+            INFO(method << " " << path);
+            Http h(server.port);
+            h.send(format("%s %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n", method, path.c_str())); // no Content-Type
+            const HttpReply r = h.reply();
+            std::string lower = method;
+            for (char& c : lower) c = (char)tolower(c);
+            const bool there = (bool)item[lower];
+            CHECK((r.status == 405) == !there);
+            if (r.status == 405) CHECK(!r.headers.at("allow").empty());
+            else if (there && lower == "post") CHECK(r.status == 415);
+            else if (there) CHECK((r.status == 200 || (r.status == 404 && path != name)));
+            routes += there;
+        }
+    }
+    CHECK(routes == 21);
 }
