@@ -34,6 +34,8 @@
 #define __launch_bounds__(...)
 #define __forceinline__ inline
 #define __restrict__
+using std::isinf;
+using std::isnan;
 using std::max;
 using std::min;
 struct uint3 { unsigned x = 0, y = 0, z = 0; };
