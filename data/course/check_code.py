@@ -70,7 +70,11 @@ def emulated(folder, units):
         return [f"{units[0][0]}: does not compile:\n{made.stderr[:1000]}"]
     found = []
     for id, _, _, _, answer in units:
-        done = subprocess.run([program, id], capture_output=True, text=True, timeout=20)
+        try:
+            done = subprocess.run([program, id], capture_output=True, text=True, timeout=20)
+        except subprocess.TimeoutExpired:
+            found.append(f"{id}: runs for more than 20 s")
+            continue
         missing = [line for line in done.stdout.splitlines() if bare(line) not in bare(answer)]
         if done.returncode:
             found.append(f"{id}: {done.stdout.strip()} (status {done.returncode})")
