@@ -5,9 +5,12 @@
 //   check(condition);                              ends with 1 if it is false
 //   says(format, ...);                             a text that must stand in the row's answer
 //
+// check_code.py writes a launch of host code, k<<<grid, block>>>(x), as start_kernel([&] { k(x); }, grid, block), and
+// extern __shared__ T s[] as a pointer to dynamic_shared; the few calls of the runtime below work on the one memory.
+//
 // A thread of a block is a coroutine that runs until it waits: at __syncthreads(), or at a warp's function until the
 // lanes of its mask have come. Blocks run one after the other. `stuck` says that threads waited for what never came.
-// What it has not: dynamic shared memory, textures, half precision, tensor cores, time. It finds wrong results, not all
+// What it has not: clusters, barriers between blocks, streams, textures, half precision, tensor cores, time. It finds wrong results, not all
 // races: only these two orders are tried.
 #pragma once
 #include <algorithm>
@@ -21,6 +24,7 @@
 #include <functional>
 #include <string>
 #include <ucontext.h>
+#include <utility>
 #include <vector>
 #define __global__ static
 #define __device__ static
@@ -30,6 +34,8 @@
 #define __launch_bounds__(...)
 #define __forceinline__ inline
 #define __restrict__
+using std::isinf;
+using std::isnan;
 using std::max;
 using std::min;
 struct uint3 { unsigned x = 0, y = 0, z = 0; };
@@ -39,9 +45,15 @@ struct dim3 {
 };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) int2 { int x, y; };
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static uint3 threadIdx, blockIdx;
 static dim3 blockDim, gridDim;
+alignas(16) static char dynamic_shared[227 << 10];
 constexpr int warpSize = 32;
 
 static bool backwards = false, stuck = false;
@@ -125,8 +137,44 @@ template <class F> void launch(dim3 grid, dim3 block, F kernel) {
     }
 }
 
+// ---- what host code calls
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+using cudaStream_t = void*;
+static cudaError_t last_error = cudaSuccess;
+template <class F> void start_kernel(F kernel, dim3 grid, dim3 block, size_t shared = 0, cudaStream_t = nullptr) {
+    const size_t threads = (size_t)block.x * block.y * block.z, blocks = (size_t)grid.x * grid.y * grid.z;
+    if (!threads || threads > 1024 || block.z > 64 || !blocks || std::max(grid.y, grid.z) > 65535)
+        last_error = cudaErrorInvalidConfiguration;
+    else if (shared > 48 << 10)
+        last_error = cudaErrorInvalidValue;
+    else
+        launch(grid, block, kernel);
+}
+static cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+static cudaError_t cudaPeekAtLastError() { return last_error; }
+static cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+template <class T> cudaError_t cudaMalloc(T** p, size_t bytes) { return *p = (T*)std::malloc(bytes), cudaSuccess; }
+static cudaError_t cudaFree(void* p) { return std::free(p), cudaSuccess; }
+static cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+    return std::memcpy(to, from, bytes), cudaSuccess;
+}
+static cudaError_t cudaMemset(void* p, int byte, size_t bytes) { return std::memset(p, byte, bytes), cudaSuccess; }
+
 // ---- what device code calls
 static void __syncthreads() { wait_at(Coroutine::AT_BLOCK); }
+static int __syncthreads_count(int predicate) {
+    static int count;
+    count += predicate != 0;
+    __syncthreads();
+    const int all = count;
+    __syncthreads();
+    count = 0;
+    __syncthreads();
+    return all;
+}
+static int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) > 0; }
+static int __syncthreads_and(int predicate) { return __syncthreads_count(!predicate) == 0; }
 static void __syncwarp(unsigned mask = ~0u) { wait_at(Coroutine::AT_WARP, mask); }
 static void __threadfence() {}
 static int lane_of() { return (int)(running % 32); }
@@ -174,13 +222,37 @@ template <class T> unsigned __match_any_sync(unsigned mask, T v) {
         return bits;
     });
 }
+static int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+static int __all_sync(unsigned mask, int predicate) { return (__ballot_sync(mask, predicate) & mask) == mask; }
+template <class T> T __reduce_add_sync(unsigned mask, T v) {
+    return warp_exchange(mask, v, [&](auto at) {
+        T sum = 0;
+        for (int i = 0; i < 32; i++)
+            if (mask >> i & 1) sum += at(i);
+        return sum;
+    });
+}
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int __ffs(int x) { return __builtin_ffs(x); }
 static int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 template <class T, class U> T atomicAdd(T* p, U v) { const T old = *p; *p = (T)(old + (T)v); return old; }
+template <class T, class U> T atomicSub(T* p, U v) { const T old = *p; *p = (T)(old - (T)v); return old; }
+template <class T, class U> T atomicMin(T* p, U v) { const T old = *p; *p = std::min(old, (T)v); return old; }
+template <class T, class U> T atomicAnd(T* p, U v) { const T old = *p; *p = old & (T)v; return old; }
+template <class T, class U> T atomicOr(T* p, U v) { const T old = *p; *p = old | (T)v; return old; }
+template <class T, class U> T atomicXor(T* p, U v) { const T old = *p; *p = old ^ (T)v; return old; }
+static unsigned atomicInc(unsigned* p, unsigned top) { const unsigned old = *p; *p = old >= top ? 0 : old + 1; return old; }
 template <class T, class U> T atomicMax(T* p, U v) { const T old = *p; *p = std::max(old, (T)v); return old; }
 template <class T, class U> T atomicExch(T* p, U v) { const T old = *p; *p = (T)v; return old; }
 template <class T> T atomicCAS(T* p, T compare, T v) { const T old = *p; if (old == compare) *p = v; return old; }
+template <class T> T __ldg(const T* p) { return *p; }
+static unsigned __brev(unsigned x) {
+    unsigned y = 0;
+    for (int i = 0; i < 32; i++) y |= (x >> i & 1) << (31 - i);
+    return y;
+}
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
 static float rsqrtf(float x) { return 1 / std::sqrt(x); }
 #define __expf expf
 static unsigned __float_as_uint(float x) { unsigned u; std::memcpy(&u, &x, 4); return u; }
