@@ -53,6 +53,7 @@ def main():
     files = [pathlib.Path(arg) for arg in args if arg.endswith(".md")]
     files = files or sorted(pathlib.Path(__file__).parent.joinpath("notes").glob("*.md"))
     bad, header, total, sources = 0, "#pragma once\n" + PRELUDE, 0, collections.defaultdict(str)
+    names = collections.Counter()
 
     def fault(text):
         nonlocal bad
@@ -83,7 +84,9 @@ def main():
                     fault(f"{error}:\n{code}")
             elif language == "cuda":
                 chapter = file.name[:2]
-                block = in_namespace(("b_" if chapter < "09" else f"b{chapter}_") + name_of(code), code)
+                name = ("b_" if chapter < "09" else f"b{chapter}_") + name_of(code)
+                names[name] += 1  # (several blocks of a chapter may begin with the same helper)
+                block = in_namespace(name if names[name] == 1 else f"{name}_{names[name]}", code)
                 if chapter < "09":
                     header += f"// {file.name}\n" + block
                 sources[architecture(code)] += f'#line 1 "{file.name}: {name_of(code)}"\n' + block
