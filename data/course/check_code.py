@@ -86,9 +86,9 @@ def note_code(file, function):
         if re.match(r"\S.*[;}]$", line) or re.match(r"};?$", line):
             parts.append([])
     for part in map("".join, parts):
-        if "asm volatile" not in part and "<<<" not in part and "copies_wait() {" not in part:
+        if not re.search("asm volatile|<<<|cudaGetDriver|cudaLaunch", part):
             kept += re.sub(r"#include.*\n|(?<=    )__device__ ", "", part)
-    return re.sub(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];", r"static __align__(128) \1 \2[1 << 17];", kept)
+    return re.sub(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];", r"\1* const \2 = (\1*)shared_room;", kept)
 
 
 def together(folder, rows, figures):
