@@ -85,6 +85,7 @@ static void wait_at(Coroutine::State state, unsigned mask = 0) {
 static bool release() {
     bool any = false, all = true;
     const size_t n = coroutines.size();
+    for (auto& c : coroutines) any |= c.state == Coroutine::READY; // it polls
     for (size_t first = 0; first < n; first += 32)
         for (size_t i = first; i < std::min(first + 32, n); i++) {
             if (coroutines[i].state != Coroutine::AT_WARP) continue;

@@ -22,7 +22,7 @@ PLAIN = """<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|>
 
 
 def texts():
-    for note in sorted((ROOT / "data/course/notes").glob("*.md")):
+    for note in sorted((ROOT / "data/course/notes").glob("*.md"))[:15]:  # (what the committed model has read)
         yield note.read_text(encoding="utf-8")
     for line in (ROOT / "data/course/gpu_qa.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

@@ -16,10 +16,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from datasets import get_dataset_config_names, load_dataset  # noqa: E402
 
 COURSE = Path(__file__).resolve().parents[2] / "data" / "course"
-FILES = {("questions", "train"): ["gpu_qa", "train_hard"], ("questions", "validation"): ["dev"],
+FILES = {("questions", "train"): ["gpu_qa", "train_hard", "chapters_train"], ("questions", "validation"): ["dev"],
          ("questions", "test"): ["exam_qa"], ("questions", "test_hard"): ["exam_hard"],
+         ("questions", "test_chapters"): ["chapters_exam"],
          ("rephrased", "test"): ["rephrased_qa", "rephrased_more_qa"], ("choices", "test"): ["mc_exam"],
-         ("choices", "seen"): ["mc_seen"], ("english_answers", "train"): ["english_train"],
+         ("choices", "seen"): ["mc_seen"], ("choices", "test_chapters"): ["mc_chapters"],
+         ("choices", "seen_chapters"): ["mc_chapters_seen"], ("english_answers", "train"): ["english_train"],
          ("english_answers", "test"): ["english_test"]}
 
 
@@ -41,7 +43,7 @@ def main():
                 print(f"{name:16} {split:11} {len(rows):5} rows, {len(rows.column_names)} columns"
                       f"{'' if same else '  FAULT: not the rows of the files'}")
         default = load_dataset(str(COURSE), cache_dir=cache)
-        if list(default) != ["train", "validation", "test", "test_hard"]:
+        if list(default) != ["train", "validation", "test", "test_hard", "test_chapters"]:
             print("fault: the default configuration has the splits", list(default))
             faults += 1
     return faults > 0
