@@ -11,8 +11,6 @@
 #define __align__(n) __attribute__((aligned(n)))
 struct __nv_bfloat16 { uint16_t bits; };
 struct __nv_bfloat162 { __nv_bfloat16 x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-inline float2 make_float2(float x, float y) { return {x, y}; }
 static __nv_bfloat16 __float2bfloat16(float x) { // (of the numbers used here: to nearest, ties to even)
     uint32_t u;
     std::memcpy(&u, &x, 4);
