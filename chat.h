@@ -34,6 +34,9 @@ static std::string printable(std::string_view s) {
 
 // One line for the user that is no part of the answer.
 static void say(const std::string& line) { fprintf(stderr, "%s\n", printable(line).c_str()); }
+static void say_sources(const std::vector<Source>& sources) {
+    for (size_t i = 0; i < sources.size(); i++) say(format("[%zu] %s", i + 1, name_of(sources[i]).c_str()));
+}
 
 static bool plain_terminal() {
     const char* kind = getenv("TERM");
@@ -698,7 +701,8 @@ template <class T> struct Chat {
     // Answers the last of `asked`; the conversation is then `asked` and the answer. Unless there is none: after an
     // Error or Ctrl-C before the first token it stays as it was.
     void answer(std::vector<Message> asked) {
-        const std::vector<int> prompt = fit(asked);
+        std::vector<Source> sources;
+        const std::vector<int> prompt = fit(asked, sources);
         Generation g = how;
         g.sampling = sampling_of(options); // thinking has its own defaults
         g.sampling.seed = how.sampling.seed + answers; // draws go by position: /regen must not repeat them
@@ -715,6 +719,7 @@ template <class T> struct Chat {
         }
         if (g.ids.empty() && interrupted) return say("stopped before the answer: the question is taken back");
         write_stdout("\n");
+        say_sources(sources);
         if (session.full() && !strcmp(g.finish, "length")) say("the context is full: the answer ends here");
         const double prompt_s = prompted - start, decode_s = seconds() - prompted;
         const double prompt_rate = (double)(prompt.size() - reused) / prompt_s;
@@ -744,12 +749,13 @@ template <class T> struct Chat {
 
     // The ids of the conversation. If they leave the answer less than a quarter of the context (or what -n asks
     // for), the oldest questions and answers go: enough of them to free half, since all that follows them must be
-    // computed anew.
-    std::vector<int> fit(std::vector<Message>& asked) const {
+    // computed anew. With --docs another quarter is for passages; they go with the last question only, and are no part
+    // of the conversation.
+    std::vector<int> fit(std::vector<Message>& asked, std::vector<Source>& sources) const {
         const size_t context = (size_t)session.capacity, before = asked.size();
         const size_t room = std::min(how.max_tokens, context / 4);
         std::vector<int> prompt = render(asked, true);
-        if (prompt.size() > context - room)
+        if (prompt.size() > context - room - (options.library ? context / 4 : 0))
             while (asked.size() > 1 && prompt.size() > context / 2) {
                 asked.erase(asked.begin(), asked.begin() + 2);
                 prompt = render(asked, true);
@@ -758,6 +764,11 @@ template <class T> struct Chat {
             DIE("the message is too long: %zu tokens, the context is %zu (-c sets it)", prompt.size(), context);
         if (asked.size() < before)
             say(format("the context is full: the oldest messages went, %zu of %zu", before - asked.size(), before));
-        return prompt;
+        if (!options.library || prompt.size() > context - room) return prompt;
+        std::vector<Message> shown = asked;
+        auto rendered = [&](const std::vector<Message>& m) { return render(m, true).size(); };
+        auto measure = [&](std::string_view s) { return tokenizer.encode(s, false).size(); };
+        sources = add_passages(*options.library, shown, context - room, rendered, measure);
+        return render(shown, true);
     }
 };

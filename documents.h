@@ -399,16 +399,13 @@ struct Documents {
                     update.read, update.unchanged, path.c_str(), written ? " written" : "", seconds() - start));
     }
 
-    // The best passages for a question. One of a few words hardly says what it is about: then the question before it
-    // helps.
+    // The best passages for a question. One that has no word of its own ("Why?") is looked up as the one before it.
     std::vector<Source> find(std::string_view question, std::string_view before = "") const {
-        std::string text;
-        utf8_repair(text, question, true);
-        uint32_t length = 0;
-        WordCounts words = count_words(jieba, text, length);
-        if (length <= FEW_WORDS && !before.empty()) {
-            utf8_repair(text += "\n", before, true);
-            words = count_words(jieba, text, length);
+        WordCounts words;
+        for (std::string_view asked : {question, before}) {
+            std::string text;
+            utf8_repair(text, asked, true);
+            if (words.empty()) words = question_words(jieba, text);
         }
         std::vector<Source> found;
         for (const DocumentIndex::Hit& hit : index->search(words, options.passages)) {
@@ -434,7 +431,6 @@ struct Documents {
     }
 
   private:
-    static constexpr uint32_t FEW_WORDS = 3;
     const Jieba jieba;
     std::unique_ptr<DocumentIndex> index;
 
@@ -492,11 +488,34 @@ std::string grounded(const std::string& question, std::vector<Source>& sources, 
     return text + last;
 }
 
-inline void write_sources(sj::Writer& w, const std::vector<Source>& sources) {
+inline void write_sources(sj::Writer& w, const std::vector<Source>& sources) { // a member of an object
     w.key("sources").array();
     for (const Source& s : sources) {
         w.object().field("file", s.file).field("line", s.line).field("heading", s.heading);
         w.field("score", s.score).field("text", s.text).end();
     }
     w.end();
+}
+
+// Gives the last question of a conversation the passages that it is about, in as many tokens as are left of `most` when
+// the conversation is rendered without them: `rendered` counts its tokens, `measure` those of a text. A conversation
+// without a question stays as it is.
+template <class Rendered, class Measure>
+std::vector<Source> add_passages(const Documents& documents, std::vector<Message>& messages, size_t most, Rendered rendered,
+                                 Measure measure) {
+    const auto is_question = [](const Message& m) { return m.role == "user"; };
+    const auto last = std::find_if(messages.rbegin(), messages.rend(), is_question);
+    if (last == messages.rend()) return {};
+    const auto before = std::find_if(last + 1, messages.rend(), is_question);
+    const std::string question = last->content;
+    std::vector<Source> sources = documents.find(question, before == messages.rend() ? "" : before->content);
+    last->content.clear();
+    const size_t others = rendered(messages);
+    size_t room = most - std::min(most, others);
+    for (;;) {
+        last->content = grounded(question, sources, room, measure);
+        const size_t all = rendered(messages); // seldom more than the sum of its parts
+        if (all <= most || sources.empty()) return sources;
+        room -= std::min(room, all - most);
+    }
 }

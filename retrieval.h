@@ -2,8 +2,7 @@
 // index of a folder, and a prompt of what is found.
 //
 //   const DocumentIndex index("notes.index");
-//   uint32_t length = 0;
-//   for (auto hit : index.search(count_words(jieba, "什么是 warp？", length), 4))
+//   for (auto hit : index.search(question_words(jieba, "什么是 warp？"), 4))
 //       ... hit.score ... index.text_of(index.passage_at(hit.passage)) ...
 //
 // An inverted index is what the end of a book has: for each word the list of the places where it stands. Here a place is
@@ -33,7 +32,8 @@
 // It is not trusted: sizes are checked when it is opened, every offset where it is used.
 //
 // Words: what jieba makes of Chinese; runs of letters and digits of other scripts in lower case, English without plural;
-// of identifiers also the parts (cudaMemcpyAsync: cuda, memcpy, async); pairs of kana and Hangul.
+// of identifiers also the parts (cudaMemcpyAsync: cuda, memcpy, async); pairs of kana and Hangul. A question is without
+// those that only ask (what, 什么).
 // Limits: 2^32 passages; building takes memory of about half of the text. An index is immutable: any number of threads
 // may search it.
 #pragma once
@@ -79,14 +79,17 @@ template <class F> void index_words(const Jieba& jieba, std::string_view text, F
         f(std::string_view(w));
     };
     auto next_is = [&](const char* at, auto is) { return at < end && is(utf8_read(at)); };
-    // A run of letters, digits and _: as a whole, and if _ or capitals divide it, its parts.
+    // A run of letters, digits and _: as a whole, and if _ or capitals divide it, its parts (HTTPServer: http, server; but
+    // GPUs is gpu).
     auto identifier = [&] {
-        size_t parts = 0;
         uint32_t before = 0, c;
+        bool of_acronym = false; // it ends in capitals and s
         auto close = [&] {
-            if (!part.empty() && part.size() < word.size()) give(part), parts++;
+            if (!part.empty() && part.size() < word.size()) give(part);
             part.clear();
         };
+        auto is_capital = [](uint32_t x) { return is_word(x) && folded(x) != x; };
+        auto is_small_at = [&](const char* at) { return at < end && *at >= 'a' && *at <= 'z'; };
         const char* const start = p;
         for (bool again : {false, true}) { // first the whole, then its parts, if it has more than one
             for (p = start, before = 0; p < end; before = c) {
@@ -97,15 +100,15 @@ template <class F> void index_words(const Jieba& jieba, std::string_view text, F
                     p = at;
                     break;
                 }
-                auto is_capital = [](uint32_t x) { return is_word(x) && folded(x) != x; };
-                const bool capital = is_capital(c), hump = capital && (!is_capital(before) || next_is(p, [&](uint32_t x) {
-                    return is_word(x) && !is_digit(x) && !is_capital(x); }));
+                const bool hump = is_capital(c) && (!is_capital(before) || (is_small_at(p) && is_small_at(p + 1)));
                 if (again && (c == '_' || (hump && is_word(before)))) close();
+                if (!again) of_acronym = c == 's' && is_capital(before) && word.size() > 1;
                 if (!again) utf8_append(word, folded(c));
                 else if (c != '_') utf8_append(part, folded(c));
             }
             if (again) close();
         }
+        if (of_acronym) word.pop_back();
         give(word);
         word.clear();
     };
@@ -136,18 +139,33 @@ template <class F> void index_words(const Jieba& jieba, std::string_view text, F
     }
 }
 
-// Of each different word how often it stands there, by hash; and their number.
+// Of each different word how often it stands there, by hash, sorted.
 using WordCounts = std::vector<std::pair<uint64_t, uint32_t>>;
-inline WordCounts count_words(const Jieba& jieba, std::string_view text, uint32_t& length) {
-    std::vector<uint64_t> all;
-    index_words(jieba, text, [&](std::string_view w) { all.push_back(fnv1a(w)); });
-    length += (uint32_t)all.size();
+inline WordCounts counted_words(std::vector<uint64_t> all) {
     std::sort(all.begin(), all.end());
     WordCounts counts;
     for (uint64_t w : all)
         if (!counts.empty() && counts.back().first == w) counts.back().second++;
         else counts.push_back({w, 1});
     return counts;
+}
+inline WordCounts count_words(const Jieba& jieba, std::string_view text, uint32_t& length) {
+    std::vector<uint64_t> all;
+    index_words(jieba, text, [&](std::string_view w) { all.push_back(fnv1a(w)); });
+    length = (uint32_t)all.size();
+    return counted_words(std::move(all));
+}
+
+// Words that say that something is asked, and not about what: they are rare in texts that tell, and would weigh much.
+inline bool only_asks(std::string_view word) {
+    static const std::string_view WORDS = " 什么 为什么 怎样 怎么 如何 哪 哪个 哪些 哪里 几 多少 吗 呢 请 是 的 了 有 a an and are do "
+                                          "does how in is it many much of or the to what when where which who why ";
+    return WORDS.find(" " + std::string(word) + " ") != WORDS.npos;
+}
+inline WordCounts question_words(const Jieba& jieba, std::string_view question) {
+    std::vector<uint64_t> all;
+    index_words(jieba, question, [&](std::string_view w) { if (!only_asks(w)) all.push_back(fnv1a(w)); });
+    return counted_words(std::move(all));
 }
 
 // ==================================================================================================== 2 The index

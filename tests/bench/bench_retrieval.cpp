@@ -47,16 +47,11 @@ static bool holds(const DocumentIndex& index, uint32_t passage, const Question& 
     return index.name_of(index.file_at(p.file)) == q.file && p.line <= q.last && last >= q.first;
 }
 
-static WordCounts words_of(const Jieba& jieba, const std::string& text) {
-    uint32_t length = 0;
-    return count_words(jieba, text, length);
-}
-
 static void recall(const DocumentIndex& index, const Jieba& jieba, const std::vector<Question>& questions) {
     size_t at_1 = 0, at_5 = 0, none = 0;
     double reciprocal = 0;
     for (const Question& q : questions) {
-        const std::vector<DocumentIndex::Hit> hits = index.search(words_of(jieba, q.text), index.header().passages);
+        const std::vector<DocumentIndex::Hit> hits = index.search(question_words(jieba, q.text), index.header().passages);
         size_t rank = 0;
         while (rank < hits.size() && !holds(index, hits[rank].passage, q)) rank++;
         at_1 += rank == 0, at_5 += rank < 5, none += rank == hits.size();
@@ -70,20 +65,20 @@ static void recall(const DocumentIndex& index, const Jieba& jieba, const std::ve
 // {"passages": [[word, ...]], "questions": [{"words": [...], "holds": [number, ...]}]}
 static void print_words(const DocumentIndex& index, const Jieba& jieba, const std::vector<Question>& questions) {
     sj::Writer w;
-    auto list = [&](std::string_view text) {
+    auto list = [&](std::string_view text, bool asked) {
         w.array();
-        index_words(jieba, text, [&](std::string_view word) { w.value(word); });
+        index_words(jieba, text, [&](std::string_view word) { if (!asked || !only_asks(word)) w.value(word); });
         w.end();
     };
     w.object().key("passages").array();
     for (uint32_t i = 0; i < index.header().passages; i++) {
         const DocumentIndex::Passage& p = index.passage_at(i);
-        list(std::string(index.heading_of(p)) + "\n" + std::string(index.text_of(p)));
+        list(std::string(index.heading_of(p)) + "\n" + std::string(index.text_of(p)), false);
     }
     w.end().key("questions").array();
     for (const Question& q : questions) {
         w.object().key("words");
-        list(q.text);
+        list(q.text, true);
         w.key("holds").array();
         for (uint32_t i = 0; i < index.header().passages; i++)
             if (holds(index, i, q)) w.value((size_t)i);
@@ -167,7 +162,7 @@ static void speed(const std::string& folder, const std::string& path) {
             for (size_t k = 0; k < 12; k++)
                 question += words[common ? std::min(k, words.size() - 1) : (size_t)(random.uniform() * (double)words.size())].second + " ";
             start = seconds();
-            const auto hits = index.search(words_of(jieba, question), 4);
+            const auto hits = index.search(question_words(jieba, question), 4);
             took.push_back(milliseconds(start));
             first += !hits.empty() && hits[0].passage == passage;
         }
