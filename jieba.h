@@ -267,12 +267,12 @@ inline void Jieba::cut(std::vector<std::string_view>& out, std::string_view text
     }
 }
 
-// data/datagen/jieba.bin beside the program or in the working folder.
-inline std::string find_jieba() {
+// data/datagen/jieba.bin beside the program or in the working folder. `else_`: what else the user can do.
+inline std::string find_jieba(const char* else_ = "") {
     char program[4096];
     const ssize_t n = readlink("/proc/self/exe", program, sizeof program);
     const std::string path(program, n > 0 ? (size_t)n : 0);
     for (const std::string& folder : {path.substr(0, path.find_last_of('/') + 1), std::string()})
         if (access((folder + "data/datagen/jieba.bin").c_str(), F_OK) == 0) return folder + "data/datagen/jieba.bin";
-    DIE("no data/datagen/jieba.bin beside the program or in this folder (--dict FILE names it)");
+    DIE("no data/datagen/jieba.bin beside the program or in this folder%s", else_);
 }

@@ -825,7 +825,7 @@ inline int score_main(int argc, char** argv) {
     const std::vector<std::string> files = parse(options, argc, argv);
     if (help) return print_help(usage.c_str(), options), 0;
     if (files.size() != 2) DIE("%s", usage.substr(0, usage.find('\n')).c_str());
-    const Jieba jieba(dict.empty() ? find_jieba() : dict);
+    const Jieba jieba(dict.empty() ? find_jieba(" (--dict FILE names it)") : dict);
     const ScoreFile answers(files[0]), references(files[1]);
     const bool by_id = answers.has_ids && references.has_ids;
     const std::vector<size_t> match = match_rows(answers, references, by_id);

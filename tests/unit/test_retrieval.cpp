@@ -501,3 +501,89 @@ TEST_CASE("prompts: a question without a word of its own is looked up as the one
     CHECK(files_of(docs.find("How many banks?", "What is a warp?")) == Strings{"b.md"});
     CHECK(docs.find("\xff\xfe warp").size() == 1); // whatever the bytes
 }
+
+// ----------------------------------------------------------------------------------------- qwen3 --docs
+
+static const char* qwen3() { return getenv("QWEN3") ? getenv("QWEN3") : "./qwen3"; }
+static const Strings MODEL = {"tests/fixtures/tiny/model.bin", "-z", "tests/fixtures/tiny/tokenizer.bin", "-t", "0", "-n", "4"};
+static Result run(const Strings& more, std::string_view input = "") {
+    Strings all = MODEL;
+    all.insert(all.end(), more.begin(), more.end());
+    return Process(qwen3(), all, input).wait();
+}
+
+TEST_CASE("qwen3 --docs: an answer, a chat and an evaluation with passages, and where they are from") {
+    Library library;
+    library.put("a.md", "# Warps\n\nA warp has 32 lanes.");
+    library.put("b.md", "# Banks\n\nShared memory has banks.");
+    const Strings docs = {"--docs", library.folder, "--index", library.index};
+    auto with = [&](Strings more) {
+        more.insert(more.begin(), docs.begin(), docs.end());
+        return more;
+    };
+    const std::string question = "What is a warp?";
+    const Result plain = run({"-i", question, "--json"}), one = run(with({"-i", question, "--json"}));
+    CHECK(one.status == 0);
+    const Json answer(one.out), before(plain.out);
+    CHECK(before["sources"].size() == 0);
+    REQUIRE(answer["sources"].size() == 1);
+    CHECK(answer["sources"][(size_t)0]["file"].str() == "a.md");
+    CHECK(answer["sources"][(size_t)0]["heading"].str() == "Warps");
+    CHECK(answer["sources"][(size_t)0]["line"].number() == 1);
+    CHECK(answer["sources"][(size_t)0]["text"].str() == "# Warps\n\nA warp has 32 lanes.");
+    CHECK(one.err.find("[1] a.md:1, Warps\n") != std::string::npos);
+    CHECK(one.err.find("2 passages of 2 files") != std::string::npos);
+
+    // The prompt is `grounded`, and nothing else.
+    std::vector<Source> sources = library.open().find(question);
+    auto measure = [](std::string_view s) { return s.size(); };
+    const Result same = run({"-i", grounded(question, sources, 1 << 20, measure), "--json"});
+    CHECK(Json(same.out)["ids"].size() == answer["ids"].size());
+    CHECK(Json(same.out)["text"].str() == answer["text"].str());
+    CHECK(Json(same.out)["prompt_tokens"].number() == answer["prompt_tokens"].number());
+
+    // In a context too small for a passage there is what fits, and the answer has its room.
+    const Result small = run(with({"-i", question, "--json", "-c", "160"}));
+    CHECK(small.status == 0);
+    CHECK(Json(small.out)["prompt_tokens"].number() <= 156);
+
+    const Result chat = run(docs, "What is a warp?\nWhy?\nWhat are banks?\n");
+    CHECK(chat.status == 0);
+    Strings told;
+    for (auto& line : lines(chat.err))
+        if (line[0] == '[') told.push_back(line);
+    CHECK(told == Strings{"[1] a.md:1, Warps", "[1] a.md:1, Warps", "[1] b.md:1, Banks"});
+
+    const std::string rows = library.scratch / "qa.jsonl", out = library.scratch / "out.jsonl";
+    write_file(rows, "{\"instruction\": \"What are banks?\", \"output\": \"Parts of shared memory.\"}\n"
+                     "{\"instruction\": \"What is unheard-of?\", \"output\": \"Nothing.\"}\n");
+    CHECK(run(with({"--eval", rows, "-o", out})).status == 0);
+    const Strings made = lines(read_file(out));
+    REQUIRE(made.size() == 2);
+    CHECK(Json(made[0])["question"].str() == "What are banks?");
+    CHECK(Json(made[0])["sources"][(size_t)0]["file"].str() == "b.md");
+    CHECK(!Json(made[1])["sources"]);
+    // A half evaluation goes on with the same documents only.
+    const std::string half = library.scratch / "half.jsonl";
+    fs::copy(out, half + ".partial");
+    library.put("c.md", "more");
+    Result other = run(with({"--eval", rows, "-o", half}));
+    other.err.erase(0, other.err.rfind("qwen3: ")); // what was read comes before it
+    check_refusal(other, "qwen3", "begun with another model, other rows or options");
+}
+
+TEST_CASE("qwen3 --docs: what is wrong is one line") {
+    Library library;
+    auto refused = [](const Strings& more, const char* word) {
+        Result r = run(more);
+        r.err.erase(0, r.err.rfind("qwen3: ")); // lines of progress come before it
+        check_refusal(r, "qwen3", word);
+    };
+    refused({"-i", "a", "--docs", library.folder, "--index", library.index}, "no text in it");
+    refused({"-i", "a", "--docs", library.folder + "/none"}, "No such file or directory");
+    refused({"-i", "a", "--index", library.index}, "--index is for --docs");
+    refused({"--raw", "-i", "a", "--docs", library.folder}, "--docs is for questions");
+    refused({"--ids", "1", "--docs", library.folder}, "--docs is for questions");
+    refused({"-i", "a", "--docs", ""}, "--docs needs a value");
+    refused({"-i", "a", "--docs", library.folder, "--passages", "0"}, "--passages");
+}
