@@ -706,7 +706,9 @@ static std::vector<int> parse_ids(const char* option, const std::string& text) {
 static std::vector<Source> add_passages(const Options& o, const Tokenizer& tokenizer, std::vector<Message>& messages,
                                         size_t context, size_t room) {
     if (!o.library) return {};
-    auto rendered = [&](const std::vector<Message>& m) { return render_chat(tokenizer, m, {o.think == 1, true}).size(); };
+    auto rendered = [&](const std::vector<Message>& m) {
+        return render_chat(tokenizer, m, {o.think == 1, true}).size();
+    };
     auto measure = [&](std::string_view s) { return tokenizer.encode(s, false).size(); };
     return add_passages(*o.library, messages, context - std::min(context, room), rendered, measure);
 }
@@ -1012,7 +1014,8 @@ static QuestionRow question_row(const Options& o, const Tokenizer& tokenizer, si
     tokenizer.encode(row.trained, row.reference, false);
     row.trained.push_back(tokenizer.id("<|im_end|>"));
     tokenizer.encode(row.trained, "\n", false);
-    row.sources = add_passages(o, tokenizer, messages, context, std::max(room_for_answer(o, context), row.trained.size()));
+    const size_t room = std::max(room_for_answer(o, context), row.trained.size());
+    row.sources = add_passages(o, tokenizer, messages, context, room);
     row.prompt = render_chat(tokenizer, messages, {o.think == 1, true}, tools);
     row.before = render_chat(tokenizer, messages, {false, true}, tools);
     return row;

@@ -1,9 +1,9 @@
-// documents.h: answers from a folder of documents. Which files it has, their index (retrieval.h) kept up to date, and the
-// prompt with the passages that a question is about.
+// documents.h: answers from a folder of documents. Which files it has, their index (retrieval.h) kept up to date, and
+// the prompt with the passages that a question is about.
 //
-//   const Documents docs({"notes", "", 4}, tell);                     // makes the index, or brings the one there is up to date
+//   const Documents docs({"notes", "", 4}, tell);             // makes the index, or brings the one there is up to date
 //   std::vector<Source> sources = docs.find("什么是 warp？");
-//   std::string asked = grounded("什么是 warp？", sources, room, measure);    // for the model: instruction, passages, question
+//   std::string asked = grounded("什么是 warp？", sources, room, measure);  // instruction, passages, question
 //
 // The index lies in the user's cache folder, under a name made of the folder's own, or where the user says. A file that
 // cannot be used is left out, and said; nothing that lies in a folder can end the program.
@@ -30,7 +30,9 @@ struct DocumentFile {
     uint64_t size;
     int64_t time;
 };
-inline int64_t time_of(const struct stat& st) { return (int64_t)st.st_mtim.tv_sec * 1'000'000'000 + st.st_mtim.tv_nsec; }
+inline int64_t time_of(const struct stat& st) {
+    return (int64_t)st.st_mtim.tv_sec * 1'000'000'000 + st.st_mtim.tv_nsec;
+}
 
 // The regular files of a folder and of those in it, by name. Not those whose name begins with a dot. Symbolic links are
 // not followed, so there is no circle, and no way out of the folder. `index` is no document, should it lie there.
@@ -54,7 +56,8 @@ inline std::vector<DocumentFile> list_files(const std::string& root, const std::
             const bool found = lstat(path.c_str(), &st) == 0;
             if (found && S_ISDIR(st.st_mode)) folders.push_back(name + "/");
             else if (found && S_ISREG(st.st_mode)) {
-                if (path.compare(0, index.size(), index) != 0) files.push_back({name, (uint64_t)st.st_size, time_of(st)});
+                if (path.compare(0, index.size(), index) == 0) continue;
+                files.push_back({name, (uint64_t)st.st_size, time_of(st)});
             } else if (!count++) {
                 odd = name + ": " + (!found ? strerror(errno) : S_ISLNK(st.st_mode) ? "a symbolic link" : "not a file");
             }
@@ -165,7 +168,8 @@ struct LeftOut {
             "larger than 1 GB", "cannot be read", "written to while it was read"};
         std::string all;
         for (uint32_t f = 1; f < DocumentIndex::FAULTS; f++)
-            if (count[f]) all += format("%s%zu %s: %s", all.empty() ? "left out: " : "; ", count[f], WHY[f], first[f].c_str());
+            if (count[f])
+                all += format("%s%zu %s: %s", all.empty() ? "left out: " : "; ", count[f], WHY[f], first[f].c_str());
         return all;
     }
 };
@@ -281,7 +285,8 @@ struct IndexUpdate {
         double told = seconds();
         for (size_t begin = 0, end; begin < fresh.size(); begin = end) {
             uint64_t bytes = 0;
-            for (end = begin; end < fresh.size() && bytes < BATCH && end - begin < 4096; end++) bytes += fresh[end]->size;
+            for (end = begin; end < fresh.size() && bytes < BATCH && end - begin < 4096; end++)
+                bytes += fresh[end]->size;
             std::vector<DocumentText> batch(end - begin);
             on_all_threads(batch.size(), [&](size_t i) {
                 batch[i].read(folder + "/" + fresh[begin + i]->name);
@@ -306,7 +311,8 @@ struct IndexUpdate {
                 const Index::File& f = batch[begun].file;
                 read++;
                 left_out.add(f.fault, files[begun]->name, batch[begun].fault_at);
-                if (f.fault == Index::UNREADABLE || f.fault == Index::CHANGING) continue; // next time it may be another matter
+                const bool passing = f.fault == Index::UNREADABLE || f.fault == Index::CHANGING;
+                if (passing) continue; // next time it may be another matter
                 builder.add_file(files[begun]->name, f);
             }
         };
@@ -325,7 +331,8 @@ struct IndexUpdate {
             for (size_t i = 0; i < n; i++) {
                 const auto [file, chunk] = all[begin + i];
                 begin_files(file + 1);
-                builder.add_passage(text(begin + i), batch[file].chunks[chunk].chapter, batch[file].lines[chunk], lengths[i]);
+                const DocumentText& from = batch[file];
+                builder.add_passage(text(begin + i), from.chunks[chunk].chapter, from.lines[chunk], lengths[i]);
             }
             builder.add_words((uint32_t)first, words);
         }
@@ -394,9 +401,10 @@ struct Documents {
         if (h.passages == 0)
             DIE("%s: no text in it%s%s", o.docs.c_str(), left_out.empty() ? "" : "; ", left_out.c_str());
         if (!left_out.empty()) tell(o.docs + ": " + left_out);
-        tell(format("%s: %s of %s (%.1f MB), %zu read and %zu unchanged; index %s%s, %.3f s", o.docs.c_str(),
-                    counted(h.passages, "passage").c_str(), counted(h.files, "file").c_str(), (double)h.text_bytes / 1e6,
-                    update.read, update.unchanged, path.c_str(), written ? " written" : "", seconds() - start));
+        const std::string all = counted(h.passages, "passage") + " of " + counted(h.files, "file");
+        tell(format("%s: %s (%.1f MB), %zu read and %zu unchanged; index %s%s, %.3f s", o.docs.c_str(), all.c_str(),
+                    (double)h.text_bytes / 1e6, update.read, update.unchanged, path.c_str(), written ? " written" : "",
+                    seconds() - start));
     }
 
     // The best passages for a question. One that has no word of its own ("Why?") is looked up as the one before it.
@@ -404,7 +412,7 @@ struct Documents {
         WordCounts words;
         for (std::string_view asked : {question, before}) {
             std::string text;
-            utf8_repair(text, asked, true);
+            utf8_repair(text, asked.substr(0, MOST_ASKED), true);
             if (words.empty()) words = question_words(jieba, text);
         }
         std::vector<Source> found;
@@ -431,6 +439,7 @@ struct Documents {
     }
 
   private:
+    static constexpr size_t MOST_ASKED = 8192; // bytes of a question that are looked up: each word costs time
     const Jieba jieba;
     std::unique_ptr<DocumentIndex> index;
 
@@ -462,10 +471,13 @@ inline bool is_chinese(std::string_view text) {
 // text for the tokenizer; but a model may obey it: only documents that one trusts should be given.
 template <class Measure>
 std::string grounded(const std::string& question, std::vector<Source>& sources, size_t room, Measure measure) {
+    static const char ENGLISH[] = "Answer the question from the passages below, and name those that you use by their "
+                                  "number, like [1]. If the answer is not in them, say that it is not in the "
+                                  "documents.\n\n";
+    static const char CHINESE[] = "请根据下面的段落回答问题，并用编号（例如 [1]）注明依据。"
+                                  "如果段落里没有答案，就回答“文档中没有提到”。\n\n";
     const bool chinese = is_chinese(question);
-    std::string text = chinese ? "请根据下面的段落回答问题，并用编号（例如 [1]）注明依据。如果段落里没有答案，就回答“文档中没有提到”。\n\n"
-                               : "Answer the question from the passages below, and name those that you use by their number, like [1]. "
-                                 "If the answer is not in them, say that it is not in the documents.\n\n";
+    std::string text = chinese ? CHINESE : ENGLISH;
     const std::string last = (chinese ? "问题：" : "Question: ") + question;
     if (sources.empty()) text += chinese ? "（没有找到相关段落。）\n\n" : "(No passage was found.)\n\n";
     const size_t used = measure(text + last);
@@ -501,8 +513,8 @@ inline void write_sources(sj::Writer& w, const std::vector<Source>& sources) { /
 // the conversation is rendered without them: `rendered` counts its tokens, `measure` those of a text. A conversation
 // without a question stays as it is.
 template <class Rendered, class Measure>
-std::vector<Source> add_passages(const Documents& documents, std::vector<Message>& messages, size_t most, Rendered rendered,
-                                 Measure measure) {
+std::vector<Source> add_passages(const Documents& documents, std::vector<Message>& messages, size_t most,
+                                 Rendered rendered, Measure measure) {
     const auto is_question = [](const Message& m) { return m.role == "user"; };
     const auto last = std::find_if(messages.rbegin(), messages.rend(), is_question);
     if (last == messages.rend()) return {};

@@ -213,7 +213,8 @@ inline std::vector<Source> add_passages(const Service& service, std::vector<Mess
 }
 
 // `ask`: gets the sources, if it wants passages of the documents.
-inline std::vector<int> chat_prompt(const Service& service, const Fields& f, const PromptOptions& o, Ask* ask = nullptr) {
+inline std::vector<int> chat_prompt(const Service& service, const Fields& f, const PromptOptions& o,
+                                    Ask* ask = nullptr) {
     try {
         std::vector<Message> messages = messages_from_json(f["messages"]);
         for (Message& m : messages)

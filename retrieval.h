@@ -5,9 +5,9 @@
 //   for (auto hit : index.search(question_words(jieba, "什么是 warp？"), 4))
 //       ... hit.score ... index.text_of(index.passage_at(hit.passage)) ...
 //
-// An inverted index is what the end of a book has: for each word the list of the places where it stands. Here a place is
-// a passage (a chunk of a file, see chunks.h), and the list says how often the word stands in it. A question is answered
-// by reading the lists of its words only, whatever the size of all text.
+// An inverted index is what the end of a book has: for each word the list of the places where it stands. Here a place
+// is a passage (a chunk of a file, see chunks.h), and the list says how often the word stands in it. To answer a
+// question the lists of its words are read, and nothing else, whatever the size of all text.
 //
 // Which passage is best? BM25, of S. Robertson et al., "Okapi at TREC-3", 1994 (S. Robertson and H. Zaragoza, "The
 // Probabilistic Relevance Framework: BM25 and Beyond", 2009, derive it). Over the words w of the question:
@@ -19,11 +19,11 @@
 // common one (idf); the second time a word stands there says less than the first (k1 = 1.2); a long passage has more of
 // every word, and is held back for it (b = 0.75). The 1 in the logarithm is Lucene's: no word counts against a passage.
 //
-// The index is a file that is mapped: to open it takes milliseconds, and a question touches what it needs. Little-endian:
+// The index is a file that is mapped: to open it takes no time, and a question touches what it needs. Little-endian:
 //   Header                     counts and sizes; all else follows without a gap
 //   char    text[]             of all passages, one after another
-//   u8      postings[]         of each word: how many passages on from the last one (u32), how often (u32), each in bytes
-//                              of 7 bits, the lowest first; the highest bit says that another byte follows
+//   u8      postings[]         of each word pairs of numbers: how many passages on from the last one, how often; each
+//                              in bytes of 7 bits, the lowest first; the highest bit says that another byte follows
 //   char    names[]            of files and headings; then zeros up to a multiple of 8
 //   File    file[files]        name, size, time and hash, by which a file is known to be unchanged
 //   Passage passage[passages]  where its text is, and of which file
@@ -31,9 +31,9 @@
 //   u32     length[passages]   in words
 // It is not trusted: sizes are checked when it is opened, every offset where it is used.
 //
-// Words: what jieba makes of Chinese; runs of letters and digits of other scripts in lower case, English without plural;
-// of identifiers also the parts (cudaMemcpyAsync: cuda, memcpy, async); pairs of kana and Hangul. A question is without
-// those that only ask (what, 什么).
+// Words: what jieba makes of Chinese; runs of letters and digits of other scripts in lower case, English without
+// plural; of identifiers also the parts (cudaMemcpyAsync: cuda, memcpy, async); pairs of kana and Hangul. A question is
+// without those that only ask (what, 什么).
 // Limits: 2^32 passages; building takes memory of about half of the text. An index is immutable: any number of threads
 // may search it.
 #pragma once
@@ -49,8 +49,9 @@
 inline uint32_t folded(uint32_t c) {
     if (c >= 0xFF01 && c <= 0xFF5E) c -= 0xFEE0;
     if (c < 0x80) return lower(c);
-    const bool capital = (c >= 0xC0 && c <= 0xDE && c != 0xD7) || (c >= 0x391 && c <= 0x3A9) || (c >= 0x410 && c <= 0x42F);
-    return capital ? c + 32 : c >= 0x400 && c <= 0x40F ? c + 80 : c;
+    auto in = [c](uint32_t first, uint32_t last) { return c >= first && c <= last; };
+    if ((in(0xC0, 0xDE) && c != 0xD7) || in(0x391, 0x3A9) || in(0x410, 0x42F)) return c + 32;
+    return in(0x400, 0x40F) ? c + 80 : c;
 }
 
 // English plurals as singulars: D. Harman's rules ("How effective is suffixing?", 1991).
@@ -79,8 +80,8 @@ template <class F> void index_words(const Jieba& jieba, std::string_view text, F
         f(std::string_view(w));
     };
     auto next_is = [&](const char* at, auto is) { return at < end && is(utf8_read(at)); };
-    // A run of letters, digits and _: as a whole, and if _ or capitals divide it, its parts (HTTPServer: http, server; but
-    // GPUs is gpu).
+    // A run of letters, digits and _: as a whole, and if _ or capitals divide it, its parts (HTTPServer: http, server;
+    // but GPUs is gpu).
     auto identifier = [&] {
         uint32_t before = 0, c;
         bool of_acronym = false; // it ends in capitals and s
@@ -178,7 +179,8 @@ struct DocumentIndex {
         uint64_t text_bytes, posting_bytes, name_bytes, files, passages, words;
         uint64_t length;  // of all passages together, in words
     };
-    enum Fault : uint32_t { FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, FAULTS }; // why a file has no passage
+    // Why a file has no passage.
+    enum Fault : uint32_t { FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, FAULTS };
     struct File {
         uint64_t name, size;
         int64_t time; // of its last change, in ns
@@ -228,13 +230,13 @@ struct DocumentIndex {
     const Word& word_at(uint64_t i) const { return need(i < h.words), words[i]; }
     uint32_t length_at(uint64_t i) const { return need(i < h.passages), lengths[i]; }
     std::string_view text_of(const Passage& p) const { return bytes(text, h.text_bytes, p.text, p.bytes); }
-    std::string_view heading_of(const Passage& p) const { return bytes(names, h.name_bytes, p.heading, p.heading_bytes); }
-    std::string_view name_of(const File& f) const { return bytes(names, h.name_bytes, f.name, f.name_bytes); }
+    std::string_view heading_of(const Passage& p) const { return name_at(p.heading, p.heading_bytes); }
+    std::string_view name_of(const File& f) const { return name_at(f.name, f.name_bytes); }
 
     // The first word whose hash is not less.
     uint64_t lower_word(uint64_t hash) const {
-        return (uint64_t)(std::lower_bound(words, words + h.words, hash, [](const Word& w, uint64_t x) { return w.hash < x; }) -
-                          words);
+        auto less = [](const Word& w, uint64_t x) { return w.hash < x; };
+        return (uint64_t)(std::lower_bound(words, words + h.words, hash, less) - words);
     }
     // f(passage, how often) for the places of a word.
     template <class F> void each_posting(const Word& word, F f) const {
@@ -274,7 +276,9 @@ struct DocumentIndex {
             });
         }
         std::vector<Hit> best; // a heap, the worst on top
-        auto better = [this](const Hit& x, const Hit& y) { return x.score != y.score ? x.score > y.score : before(x, y); };
+        auto better = [this](const Hit& x, const Hit& y) {
+            return x.score != y.score ? x.score > y.score : before(x, y);
+        };
         for (uint32_t i = 0; i < score.size(); i++) {
             const Hit hit = {i, score[i]};
             if (!(hit.score > 0) || (best.size() == k && (k == 0 || !better(hit, best[0])))) continue;
@@ -301,8 +305,9 @@ struct DocumentIndex {
         need(at <= size && n <= size - at);
         return {(const char*)file.data + section + at, n};
     }
-    // Of equally good ones, that of the file whose name comes first, then that which stands first: so the order in which
-    // files came into the index does not matter.
+    std::string_view name_at(uint64_t at, uint64_t n) const { return bytes(names, h.name_bytes, at, n); }
+    // Of equally good ones, that of the file whose name comes first, then that which stands first: so the order in
+    // which files came into the index does not matter.
     bool before(const Hit& x, const Hit& y) const {
         const Passage &a = passage_at(x.passage), &b = passage_at(y.passage);
         if (a.file == b.file) return x.passage < y.passage;
@@ -313,7 +318,7 @@ struct DocumentIndex {
 // ==================================================================================================== 3 Building it
 
 // Collects passages, then writes the index. All text goes to the file at once; postings wait in memory, as they will be
-// written. Words are divided among shards by the first bits of their hash, so that threads need not wait for each other.
+// written. Words are divided among shards by the first bits of their hash, so that no thread waits for another.
 struct IndexBuilder {
     using Index = DocumentIndex;
     static constexpr size_t SHARD_BITS = 6, SHARDS = 1 << SHARD_BITS;
@@ -331,7 +336,8 @@ struct IndexBuilder {
     }
     void add_passage(std::string_view text, std::string_view heading, uint32_t line, uint32_t length) {
         if (passages.size() + 1 == UINT32_MAX) DIE("%s: more than 2^32 passages", out.path.c_str());
-        Index::Passage p = {h.text_bytes, 0, (uint32_t)text.size(), (uint32_t)heading.size(), (uint32_t)files.size() - 1, line};
+        Index::Passage p = {h.text_bytes, 0, (uint32_t)text.size(), (uint32_t)heading.size(), 0, line};
+        p.file = (uint32_t)files.size() - 1;
         if (!passages.empty() && heading == last_heading) p.heading = passages.back().heading;
         else p.heading = name_at(heading), last_heading = heading;
         passages.push_back(p), lengths.push_back(length);
@@ -345,12 +351,12 @@ struct IndexBuilder {
         for (size_t s = 0; s < SHARDS; s++)
             for (size_t i = 0; i < words.size(); i++) {
                 const auto begin = words[i].begin(), end = words[i].end();
-                auto it = std::lower_bound(begin, end, std::pair((uint64_t)s << (64 - SHARD_BITS), 0u));
+                auto it = std::lower_bound(begin, end, std::pair(first_of(s), 0u));
                 for (; it != end && shard_of(it->first) == s; ++it) append(it->first, first + (uint32_t)i, it->second);
             }
     }
-    // Takes over the passages of those files of another index that have a time here. Before any others. Throws Error if it
-    // is damaged.
+    // Takes over the passages of those files of another index that have a time here. Before any others. Throws Error if
+    // it is damaged.
     void take_over(const Index& old, const std::vector<std::optional<int64_t>>& times) {
         constexpr uint32_t GONE = UINT32_MAX, LONGEST_NAME = 1 << 14;
         auto need = [&](bool good) { if (!good) DIE("%s: a damaged index", old.path().c_str()); };
@@ -375,8 +381,8 @@ struct IndexBuilder {
         #pragma omp parallel for schedule(dynamic)
         for (size_t s = 0; s < SHARDS; s++) {
             try {
-                const uint64_t end = s + 1 == SHARDS ? old.header().words : old.lower_word((uint64_t)(s + 1) << (64 - SHARD_BITS));
-                for (uint64_t w = old.lower_word((uint64_t)s << (64 - SHARD_BITS)); w < end; w++) {
+                const uint64_t end = s + 1 == SHARDS ? old.header().words : old.lower_word(first_of(s + 1));
+                for (uint64_t w = old.lower_word(first_of(s)); w < end; w++) {
                     const Index::Word& word = old.word_at(w);
                     need(shard_of(word.hash) == s);
                     old.each_posting(word, [&](uint32_t passage, uint32_t count) {
@@ -437,6 +443,7 @@ struct IndexBuilder {
     std::array<std::unordered_map<uint64_t, List>, SHARDS> shards;
 
     static size_t shard_of(uint64_t hash) { return hash >> (64 - SHARD_BITS); }
+    static uint64_t first_of(size_t shard) { return (uint64_t)shard << (64 - SHARD_BITS); }
     uint64_t name_at(std::string_view name) { return names += name, names.size() - name.size(); }
     void append(uint64_t hash, uint32_t passage, uint32_t count) { // passages come in order
         List& list = shards[shard_of(hash)][hash];

@@ -2236,8 +2236,8 @@ struct Exchange {
             const bool open = server.ready && !server.draining;
             if (!open) counted = false, server.answering--; // it will be refused
             peer.phase = Peer::WORKING;
-            const bool long_work = open && !refusal && (body_size() > SMALL_BODY || asks_for_form() || server.service.documents);
-            if (long_work) {
+            auto takes_long = [&] { return body_size() > SMALL_BODY || asks_for_form() || server.service.documents; };
+            if (open && !refusal && takes_long()) {
                 MHD_suspend_connection(connection);
                 server.workers.add(server.options.keys.empty() ? peer.address : caller, [this] {
                     prepare();
@@ -2793,8 +2793,8 @@ static std::vector<Option> option_table(Options& o) {
         {"-y", "--system", "TEXT", "system prompt of conversations that have none", text(o.system)},
         {"-r", "--think", "0|1", "whether the model thinks first where a request does not say\n(default 0)",
          whole(o.think, 0, 1)},
-        {"", "--docs", "PATH", "chats are answered from a file or a folder of text: with a question go\nthe passages that it is "
-         "about, unless the request says use_documents: false", file_name(o.documents.docs)},
+        {"", "--docs", "PATH", "chats are answered from a file or a folder of text: with a question go\n"
+         "the passages that it is about, unless a request says use_documents: false", file_name(o.documents.docs)},
         {"", "--index", "FILE", "where the index of --docs lies (default: in the user's cache folder)",
          file_name(o.documents.index)},
         {"", "--passages", "N", "of --docs for a question, at most (default 4)", whole(o.documents.passages, 1, 64)},
@@ -2891,10 +2891,12 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
     std::shared_ptr<const Documents> documents;
     if (!o.documents.docs.empty())
-        documents = std::make_shared<Documents>(o.documents, [](const std::string& line) { print_error("serve", line); });
+        documents = std::make_shared<Documents>(o.documents, [](auto& line) { print_error("serve", line); });
     std::unique_ptr<Batcher> batch;
-    if (!http)
-        batch = std::make_unique<Batcher>(o.batch, o.output, batch_depends(o, file, adapter.get(), tokenizer, documents.get()));
+    if (!http) {
+        const std::string depends = batch_depends(o, file, adapter.get(), tokenizer, documents.get());
+        batch = std::make_unique<Batcher>(o.batch, o.output, depends);
+    }
     Weights<T> weights(file, o.dtype == "int8");
     to_device(o.ctx, file, weights);
     decode_for_long(o.ctx, file, weights);

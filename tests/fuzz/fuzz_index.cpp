@@ -1,5 +1,5 @@
-// Fuzzes the index of documents: whatever bytes a file has, it is opened, searched and taken over into another index, or
-// refused in one line that names it; and any text becomes words, passages that are it without a gap, and a prompt.
+// Fuzzes the index of documents: whatever bytes a file has, it is opened, searched and taken over into another index,
+// or refused in one line that names it; and any text becomes words, passages that are it without a gap, and a prompt.
 #include "../../documents.h"
 
 static void need(bool condition) {
@@ -12,7 +12,8 @@ static const Jieba& jieba() {
 
 static void load(const uint8_t* data, size_t size) {
     static const int fd = memfd_create("index", 0);
-    static const std::string path = format("/proc/self/fd/%d", fd), copy = format("/dev/shm/fuzz_index.%d", (int)getpid());
+    static const std::string path = format("/proc/self/fd/%d", fd);
+    static const std::string copy = format("/dev/shm/fuzz_index.%d", (int)getpid());
     need(ftruncate(fd, 0) == 0 && pwrite(fd, data, size, 0) == (ssize_t)size);
     try {
         const DocumentIndex index(path);
@@ -20,7 +21,8 @@ static void load(const uint8_t* data, size_t size) {
             for (auto hit : index.search(question_words(jieba(), question), 3)) {
                 need(hit.passage < index.header().passages && hit.score > 0);
                 const DocumentIndex::Passage& p = index.passage_at(hit.passage);
-                need(index.text_of(p).size() + index.heading_of(p).size() + index.name_of(index.file_at(p.file)).size() <= 3 * size);
+                need(index.text_of(p).size() + index.heading_of(p).size() <= 2 * size);
+                need(index.name_of(index.file_at(p.file)).size() <= size);
             }
         IndexBuilder builder(copy, 1);
         builder.take_over(index, std::vector<std::optional<int64_t>>(index.header().files, 1));
@@ -59,7 +61,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     need(is_blank_line(std::string_view(valid).substr(at)) || at + 3 > valid.size());
 
     const size_t room = size ? data[0] * 4 : 0;
-    std::vector<Source> sources = {{"a.md", valid.substr(0, valid.find('\n')), valid, 1, 1}, {"b.md", "", valid, 2, 0.5f}};
+    const std::string line = valid.substr(0, valid.find('\n'));
+    std::vector<Source> sources = {{"a.md", line, valid, 1, 1}, {"b.md", "", valid, 2, 0.5f}};
     std::vector<Source> none;
     auto measure = [](std::string_view s) { return s.size(); };
     const size_t least = grounded(valid, none, 0, measure).size();

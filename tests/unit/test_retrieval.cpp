@@ -500,6 +500,8 @@ TEST_CASE("prompts: a question without a word of its own is looked up as the one
     CHECK(files_of(docs.find("Why?", "What is a warp?")) == Strings{"a.md"});
     CHECK(files_of(docs.find("How many banks?", "What is a warp?")) == Strings{"b.md"});
     CHECK(docs.find("\xff\xfe warp").size() == 1); // whatever the bytes
+    CHECK(docs.find(std::string(8000, 'x') + " warp").size() == 1);
+    CHECK(docs.find(std::string(8192, 'x') + " warp").empty()); // so much of a question is looked up
 }
 
 // ----------------------------------------------------------------------------------------- qwen3 --docs
