@@ -377,7 +377,7 @@ TEST_CASE("documents: what cannot be indexed at all is one line") {
     }
 }
 
-TEST_CASE("documents: a file that grows while it is read does not harm the others, and is there when it is at rest") {
+TEST_CASE("documents: a file that grows does no harm to the others, and is there when it is at rest") {
     Library library;
     library.put("log.txt", "线程");
     std::atomic<bool> stop{false};
