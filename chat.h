@@ -35,6 +35,9 @@ static std::string printable(std::string_view s) {
 
 // One line for the user that is no part of the answer.
 static void say(const std::string& line) { fprintf(stderr, "%s\n", printable(line).c_str()); }
+static void say_sources(const std::vector<Source>& sources) {
+    for (size_t i = 0; i < sources.size(); i++) say(format("[%zu] %s", i + 1, name_of(sources[i]).c_str()));
+}
 
 static bool plain_terminal() {
     const char* kind = getenv("TERM");
@@ -729,10 +732,11 @@ template <class T> struct Chat {
     void answer(std::vector<Message> asked) {
         constexpr int MOST_CALLS = 8;
         std::vector<Message> called; // the calls and their results
+        std::vector<Source> sources;
         Generation g;
         for (int n = 0;; n++) {
             g = how;
-            if (!speak_on(asked, called, g)) return say("stopped before the answer: the question is taken back");
+            if (!speak_on(asked, called, sources, g)) return say("stopped before the answer: the question is taken back");
             const std::vector<std::string> calls = commands.empty() || interrupted ? std::vector<std::string>{}
                                                                                    : calls_of(tokenizer, g.ids);
             if (calls.empty()) break;
@@ -748,6 +752,7 @@ template <class T> struct Chat {
             called.push_back(said);
             called.insert(called.end(), results.begin(), results.end());
         }
+        say_sources(sources);
 
         // A thought that was stopped is still a thought.
         const bool thinks = g.text.compare(0, 7, "<think>") == 0;
@@ -762,8 +767,9 @@ template <class T> struct Chat {
     }
 
     // The model's next words, shown as they come. False: stopped before the first.
-    bool speak_on(std::vector<Message>& asked, const std::vector<Message>& called, Generation& g) {
-        const std::vector<int> prompt = fit(asked, called);
+    bool speak_on(std::vector<Message>& asked, const std::vector<Message>& called, std::vector<Source>& sources,
+                  Generation& g) {
+        const std::vector<int> prompt = fit(asked, called, sources);
         g.sampling = sampling_of(options); // thinking has its own defaults
         g.sampling.seed = how.sampling.seed + answers; // draws go by position: /regen must not repeat them
         const double start = seconds();
@@ -800,25 +806,30 @@ template <class T> struct Chat {
 
     // The ids of the conversation. If they leave the answer less than a quarter of the context (or what -n asks
     // for), the oldest questions and answers go: enough of them to free half, since all that follows them must be
-    // computed anew.
-    std::vector<int> fit(std::vector<Message>& asked, const std::vector<Message>& called) const {
+    // computed anew. With --docs another quarter is for passages; they go with the last question only, and are no part
+    // of the conversation.
+    std::vector<int> fit(std::vector<Message>& asked, const std::vector<Message>& called, std::vector<Source>& sources) const {
         const size_t context = (size_t)session.capacity, before = asked.size();
         const size_t room = std::min(how.max_tokens, context / 4);
-        auto rendered = [&] {
-            std::vector<Message> all = asked;
+        auto rendered = [&](std::vector<Message> all) {
             all.insert(all.end(), called.begin(), called.end());
             return render(all, true);
         };
-        std::vector<int> prompt = rendered();
-        if (prompt.size() > context - room)
+        std::vector<int> prompt = rendered(asked);
+        if (prompt.size() > context - room - (options.library ? context / 4 : 0))
             while (asked.size() > 1 && prompt.size() > context / 2) {
                 asked.erase(asked.begin(), asked.begin() + 2);
-                prompt = rendered();
+                prompt = rendered(asked);
             }
         if (prompt.size() > context)
             DIE("the message is too long: %zu tokens, the context is %zu (-c sets it)", prompt.size(), context);
         if (asked.size() < before)
             say(format("the context is full: the oldest messages went, %zu of %zu", before - asked.size(), before));
-        return prompt;
+        if (!options.library || prompt.size() > context - room) return prompt;
+        std::vector<Message> shown = asked;
+        auto size = [&](const std::vector<Message>& m) { return rendered(m).size(); };
+        auto measure = [&](std::string_view text) { return tokenizer.encode(text, false).size(); };
+        sources = add_passages(*options.library, shown, context - room, size, measure);
+        return rendered(shown);
     }
 };

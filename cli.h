@@ -547,6 +547,7 @@ template <class T> size_t step_bytes(const Weights<T>& w) {
 }
 
 #ifndef QWEN3_NO_MAIN
+#include "documents.h"
 #include <sys/file.h>
 
 // ------------------------------------------------------------------------------------------- qwen3's options
@@ -567,6 +568,8 @@ struct Options : ModelOptions {
     uint64_t variant = 0; // names what is made of the model's file at load: INT8, an adapter
     std::string ppl, eval, output;
     int stride = 0; // 0: half a window
+    DocumentOptions documents;
+    std::shared_ptr<const Documents> library; // with --docs
 };
 
 static const char* USAGE =
@@ -623,6 +626,11 @@ static std::vector<Option> option_table(Options& o) {
          whole(o.max_tokens, 0, INT_MAX)},
         {"-c", "--ctx", "N", "context in tokens (default 4096, or the model's limit if that is less)",
          whole(o.context, 1, INT_MAX)},
+        {"", "--docs", "PATH", "answers from a file or a folder of text: with a question go the passages\n"
+         "that it is about", file_name(o.documents.docs)},
+        {"", "--index", "FILE", "where the index of --docs lies (default: in the user's cache folder)",
+         file_name(o.documents.index)},
+        {"", "--passages", "N", "of --docs for a question, at most (default 4)", whole(o.documents.passages, 1, 64)},
         {"", "--prompt-cache", "FILE", "restores what the prompt shares with FILE's; writes FILE if it does\n"
          "not exist or is the beginning of this prompt", text(o.prompt_cache)},
         {"", "--tools", "FILE", "commands that the model may ask for in a chat; each is run only if you\nsay yes",
@@ -695,8 +703,26 @@ static std::vector<int> parse_ids(const char* option, const std::string& text) {
     return ids;
 }
 
-// The ids of the prompt, as the options give it.
-static std::vector<int> prompt_ids(const Options& o, const Tokenizer* tokenizer) {
+// With --docs: the last question among the messages gets the passages that it is about, as many as fit, so that `room`
+// tokens of the context are left.
+static std::vector<Source> add_passages(const Options& o, const Tokenizer& tokenizer, std::vector<Message>& messages,
+                                        size_t context, size_t room) {
+    if (!o.library) return {};
+    auto rendered = [&](const std::vector<Message>& m) {
+        return render_chat(tokenizer, m, {o.think == 1, true}).size();
+    };
+    auto measure = [&](std::string_view s) { return tokenizer.encode(s, false).size(); };
+    return add_passages(*o.library, messages, context - std::min(context, room), rendered, measure);
+}
+
+// Tokens of an answer that a prompt leaves room for.
+static size_t room_for_answer(const Options& o, size_t context) {
+    return std::min(o.max_tokens >= 0 ? (size_t)o.max_tokens : context, context / 4);
+}
+
+// The ids of the prompt, as the options give it; and what of the documents is in it.
+static std::vector<int> prompt_ids(const Options& o, const Tokenizer* tokenizer, size_t context,
+                                   std::vector<Source>& sources) {
     if (o.has_ids) return parse_ids("--ids", o.ids == "-" ? read_stdin() : o.ids);
     std::string text = o.input;
     if (text == "-") {
@@ -708,6 +734,7 @@ static std::vector<int> prompt_ids(const Options& o, const Tokenizer* tokenizer)
     std::vector<Message> messages;
     if (!o.system.empty()) messages.push_back({"system", o.system});
     messages.push_back({"user", text});
+    sources = add_passages(o, *tokenizer, messages, context, room_for_answer(o, context));
     ChatOptions options;
     options.thinking = o.think;
     return render_chat(*tokenizer, messages, options);
@@ -940,13 +967,14 @@ int perplexity(const Options& o, const Config& c, const Weights<T>& weights, con
 // A row of a QA file, ready to be asked. Prompt and answer are tokenized apart, as in training.
 struct QuestionRow {
     std::string id, question, reference; // id: JSON, "" if the row has none
+    std::vector<Source> sources;         // that go with the question
     std::vector<int> prompt;             // what is answered
     std::vector<int> before, trained;    // what the reference follows, an empty thought at its end; its own ids
 };
 
 // Alpaca's {instruction, input?, output, system?, history?} or OpenAI's {messages, tools?}, the last message being
 // the reference. That is plain text: what the assistant thought before it is not scored.
-static QuestionRow question_row(const Options& o, const Tokenizer& tokenizer, sj::Value v) {
+static QuestionRow question_row(const Options& o, const Tokenizer& tokenizer, size_t context, sj::Value v) {
     if (!v.is(sj::Object)) DIE("not an object");
     QuestionRow row;
     std::vector<Message> messages;
@@ -985,19 +1013,22 @@ static QuestionRow question_row(const Options& o, const Tokenizer& tokenizer, sj
         messages.insert(messages.begin(), {"system", o.system});
     if (v["id"]) row.id = sj::dump(v["id"]);
     const std::vector<std::string> tools = tools_from_json(v["tools"]);
-    row.prompt = render_chat(tokenizer, messages, {o.think == 1, true}, tools);
-    row.before = render_chat(tokenizer, messages, {false, true}, tools);
     tokenizer.encode(row.trained, row.reference, false);
     row.trained.push_back(tokenizer.id("<|im_end|>"));
     tokenizer.encode(row.trained, "\n", false);
+    const size_t room = std::max(room_for_answer(o, context), row.trained.size());
+    row.sources = add_passages(o, tokenizer, messages, context, room);
+    row.prompt = render_chat(tokenizer, messages, {o.think == 1, true}, tools);
+    row.before = render_chat(tokenizer, messages, {false, true}, tools);
     return row;
 }
 
-static std::vector<QuestionRow> read_questions(const Options& o, const Tokenizer& tokenizer, const MappedFile& file) {
+static std::vector<QuestionRow> read_questions(const Options& o, const Tokenizer& tokenizer, size_t context,
+                                               const MappedFile& file) {
     std::vector<QuestionRow> rows;
     each_json_line(file, [&](size_t line, std::string_view, sj::Value row) {
         try {
-            rows.push_back(question_row(o, tokenizer, row));
+            rows.push_back(question_row(o, tokenizer, context, row));
         } catch (const Error& e) {
             DIE("%s: line %zu: %s", file.path.c_str(), line, e.what());
         }
@@ -1084,6 +1115,7 @@ std::string evaluate_row(Session<T>& session, const Tokenizer& tokenizer, Genera
     w.object().field("index", index);
     if (!row.id.empty()) w.key("id").text += row.id, w.comma = true;
     w.field("question", row.question).field("reference", row.reference);
+    if (!row.sources.empty()) write_sources(w, row.sources);
     if (length > (size_t)session.capacity) {
         w.field("error", format("%zu tokens, more than the context of %d", length, session.capacity));
     } else {
@@ -1108,8 +1140,9 @@ template <class T>
 int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights, const Tokenizer& tokenizer) {
     const Config& c = file.config;
     const MappedFile qa(o.eval);
-    const std::vector<QuestionRow> rows = read_questions(o, tokenizer, qa);
-    Session<T> session(c, weights, o.context ? o.context : std::min(4096, c.max_positions), o.ctx);
+    const int context = o.context ? o.context : std::min(4096, c.max_positions);
+    const std::vector<QuestionRow> rows = read_questions(o, tokenizer, (size_t)context, qa);
+    Session<T> session(c, weights, context, o.ctx);
     Generation how;
     how.sampling = sampling_of(o);
     if (o.temperature < 0) how.sampling.temperature = 0;
@@ -1123,6 +1156,7 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
     sj::Writer w;
     w.object().field("qa", hex(fnv1a(qa.data, qa.size))).field("model", hex(file.hash()));
     if (!o.adapter.empty()) w.field("adapter", hex(o.variant));
+    if (o.library) w.field("documents", hex(o.library->hash()));
     w.field("tokenizer", hex(tokenizer.hash())).field("system", o.system).field("think", o.think);
     w.field("context", session.capacity).field("max_tokens", how.max_tokens);
     w.key("sampling").array().value(s.temperature).value(s.top_k).value(s.top_p).value(s.min_p);
@@ -1390,9 +1424,10 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
 // ------------------------------------------------------------------------------------------- One prompt; main
 
 // The prompt's ids, checked. Empty for a chat.
-static std::vector<int> checked_prompt(const Options& o, const Config& c, const Tokenizer* tokenizer) {
+static std::vector<int> checked_prompt(const Options& o, const Config& c, const Tokenizer* tokenizer, size_t context,
+                                       std::vector<Source>& sources) {
     if (!o.has_input && !o.has_ids) return {};
-    const std::vector<int> prompt = prompt_ids(o, tokenizer);
+    const std::vector<int> prompt = prompt_ids(o, tokenizer, context, sources);
     if (prompt.empty()) DIE("the prompt is empty");
     for (int id : prompt)
         if (id >= c.V) DIE("id %d is not in the vocabulary of %d", id, c.V);
@@ -1414,7 +1449,7 @@ struct Took {
     size_t prompt_tokens, reused; // reused: from the prompt cache
     double load_s, prompt_s, decode_s;
 };
-static void print_answer(const Options& o, const Generation& g, const Took& took) {
+static void print_answer(const Options& o, const Generation& g, const Took& took, const std::vector<Source>& sources) {
     // The first token comes from the prompt's logits: the decode phase makes the others.
     const double rate = g.ids.size() > 1 ? (double)(g.ids.size() - 1) / took.decode_s : 0;
     const double prompt_rate = took.prompt_s > 0 ? (double)(took.prompt_tokens - took.reused) / took.prompt_s : 0;
@@ -1425,6 +1460,11 @@ static void print_answer(const Options& o, const Generation& g, const Took& took
         for (size_t i = 0; i < g.ids.size(); i++) out += format("%s%d", i ? ", " : "", g.ids[i]);
         out += format("], \"finish_reason\": \"%s\", \"seed\": %llu, ", g.finish, (unsigned long long)g.sampling.seed);
         out += format("\"prompt_tokens\": %zu, \"answer_tokens\": %zu, ", took.prompt_tokens, g.ids.size());
+        if (o.library) {
+            sj::Writer w;
+            write_sources(w.object(), sources);
+            out += w.text.substr(1) + ", "; // without the brace
+        }
         out += format("\"timings\": {\"load_s\": %.6f, \"prompt_s\": %.6f, ", took.load_s, took.prompt_s);
         out += format("\"prompt_tokens_per_s\": %.3f, ", prompt_rate);
         write_stdout(out + format("\"decode_s\": %.6f, \"decode_tokens_per_s\": %.3f}}\n", took.decode_s, rate));
@@ -1435,6 +1475,7 @@ static void print_answer(const Options& o, const Generation& g, const Took& took
     fprintf(stderr, "prompt %s%s, %.1f tok/s; answer %s, %.1f tok/s (%s)\n",
             counted(took.prompt_tokens, "token").c_str(), from_cache.c_str(), prompt_rate,
             counted(g.ids.size(), "token").c_str(), rate, g.finish);
+    say_sources(sources);
 }
 
 // One prompt, one answer; or a chat, --ppl, --eval, --logits.
@@ -1453,12 +1494,14 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     const std::unique_ptr<Tokenizer> tokenizer = fitting_tokenizer(o, c);
     if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
     if (!o.ppl.empty()) return perplexity(o, c, weights, *tokenizer);
+    if (!o.documents.docs.empty()) o.library = std::make_shared<Documents>(o.documents, say);
     bool lasting = !o.eval.empty() || (!o.has_input && !o.has_ids); // many answers, a chat; an answer may come to it
     if (lasting) decode_for_long(o.ctx, file, weights);
     if (!o.eval.empty()) return evaluate(o, file, weights, *tokenizer);
 
-    const std::vector<int> prompt = checked_prompt(o, c, tokenizer.get());
     const int context = o.context ? o.context : std::min(4096, c.max_positions);
+    std::vector<Source> sources;
+    const std::vector<int> prompt = checked_prompt(o, c, tokenizer.get(), (size_t)context, sources);
     if (prompt.size() > (size_t)context)
         DIE("the prompt is %s, the context %d (-c sets it, up to %d)", counted(prompt.size(), "token").c_str(), context,
             c.max_positions);
@@ -1496,7 +1539,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
         g.finish = "length";
     }
     took.decode_s = seconds() - loaded - took.prompt_s;
-    print_answer(o, g, took);
+    print_answer(o, g, took, sources);
     return interrupted ? 130 : 0;
 }
 
@@ -1525,6 +1568,9 @@ static int run(int argc, char** argv) {
     if (o.eval.empty() != o.output.empty())
         DIE(o.output.empty() ? "--eval needs -o FILE, where the answers go" : "-o is for --eval");
     if (o.stride && o.ppl.empty()) DIE("--stride is for --ppl");
+    const bool in_words = !o.has_ids && !o.raw && o.ppl.empty() && !o.bench;
+    if (!o.documents.docs.empty() && !in_words) DIE("--docs is for questions: not with --raw, --ids, --ppl or --bench");
+    if (o.documents.docs.empty() && !o.documents.index.empty()) DIE("--index is for --docs");
     if (!asks && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (a chat, which is without it, has no --raw, --json or --logits)");
     open_adapter(o);

@@ -60,6 +60,7 @@ struct Service {
     int context = 0;
     bool thinking = false;                // where the request does not say
     std::shared_ptr<Forms> forms = std::make_shared<Forms>();
+    std::shared_ptr<const Documents> documents{}; // that answers are looked up in; none: no --docs
 };
 
 // A request, understood.
@@ -70,6 +71,8 @@ struct Ask {
     size_t each = 1;         // ... so many to a prompt
     size_t prompt_tokens = 0;
     std::vector<std::string> echo{}; // of each prompt: what its answers begin with, if that is wanted
+    bool documents = false;          // the question gets passages
+    std::vector<Source> sources{};   // ... these
 };
 
 // The members of a JSON object, each to be asked for in its range.
@@ -204,7 +207,19 @@ inline std::vector<std::vector<int>> prompts_from_json(const Service& service, s
     return prompts;
 }
 
-inline std::vector<int> chat_prompt(const Service& service, const Fields& f, const PromptOptions& o) {
+// What of the documents goes with the question, so that `room` tokens of the context are left for the answer.
+inline std::vector<Source> add_passages(const Service& service, std::vector<Message>& messages, const PromptOptions& o,
+                                        const std::vector<std::string>& tools, size_t room) {
+    const Tokenizer& tokenizer = *service.tokenizer;
+    auto rendered = [&](const std::vector<Message>& m) { return render_chat(tokenizer, m, o.chat, tools).size(); };
+    auto measure = [&](std::string_view s) { return tokenizer.encode(s, false).size(); };
+    const size_t context = (size_t)service.context;
+    return add_passages(*service.documents, messages, context - std::min(context, room), rendered, measure);
+}
+
+// `ask`: gets the sources, if it wants passages of the documents.
+inline std::vector<int> chat_prompt(const Service& service, const Fields& f, const PromptOptions& o,
+                                    Ask* ask = nullptr) {
     try {
         std::vector<Message> messages = messages_from_json(f["messages"]);
         for (Message& m : messages)
@@ -216,6 +231,11 @@ inline std::vector<int> chat_prompt(const Service& service, const Fields& f, con
         const std::vector<std::string> tools = tools_from_json(f["tools"]);
         for (auto& tool : tools) bytes += tool.size();
         check_length(service, bytes, o, "messages");
+        if (ask && ask->documents) {
+            const int64_t quarter = service.context / 4, most = f.integer("max_tokens", 1, INT_MAX, quarter);
+            const size_t room = (size_t)f.integer("max_completion_tokens", 1, INT_MAX, most);
+            ask->sources = add_passages(service, messages, o, tools, room);
+        }
         return render_chat(*service.tokenizer, messages, o.chat, tools);
     } catch (const Refusal&) {
         throw;
@@ -508,6 +528,10 @@ inline Ask ask_from_json(const Service& service, const Fields& f, bool chat) {
     }
     ask.logprobs = chat ? f.boolean("logprobs", false) : (bool)f["logprobs"];
     for (const char* label : {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}) f.text(label);
+    ask.documents = f.boolean("use_documents", chat && service.documents);
+    if (ask.documents && !service.documents)
+        throw Refusal(400, "use_documents: the server has no documents (--docs)", "use_documents");
+    if (ask.documents && !chat) throw Refusal(400, "use_documents is for /v1/chat/completions", "use_documents");
     ask.each = (size_t)f.integer("n", 1, MAX_CHOICES, 1);
     if (f.integer("best_of", 1, MAX_CHOICES, (int64_t)ask.each) != (int64_t)ask.each)
         throw Refusal(400, "best_of is not supported", "best_of");
@@ -537,7 +561,7 @@ inline Ask read_ask(const Service& service, std::string_view body, bool chat, ui
         throw Refusal(400, "truncate_prompt_tokens must be -1 or positive", "truncate_prompt_tokens");
 
     std::vector<std::vector<int>> prompts;
-    if (chat) prompts.push_back(chat_prompt(service, f, how));
+    if (chat) prompts.push_back(chat_prompt(service, f, how, &ask));
     else prompts = prompts_from_json(service, f["prompt"], how);
     if (prompts.size() * ask.each > (size_t)MAX_CHOICES)
         throw Refusal(400, format("at most %d answers to a request", MAX_CHOICES), "n");

@@ -30,6 +30,7 @@
 */
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
+#include "documents.h"
 #include "tools.h"
 #include <atomic>
 #include <condition_variable>
@@ -1392,13 +1393,15 @@ struct Answer {
     };
     std::vector<Choice> choices;
     std::vector<std::string> echo;         // of each prompt, or none
+    bool documents;                        // sources are told,
+    std::vector<Source> sources;           // ... of a stream with its first event
     uint64_t call_seed = random_bits();
     static constexpr size_t PART = 1 << 16; // bytes, about
 
     Answer(const Service& service, const Ask& ask)
         : tokenizer(*service.tokenizer), id(ask.id), model(service.name), chat(ask.chat), usage(ask.usage),
           logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()),
-          echo(ask.echo) {}
+          echo(ask.echo), documents(ask.documents), sources(ask.sources) {}
     virtual ~Answer() = default;
 
     bool complete() const {
@@ -1464,6 +1467,7 @@ struct Answer {
         if (place.choice == choices.size()) {
             w.end();
             write_usage(w);
+            if (documents) write_sources(w, sources);
             w.end();
             place.told = true;
         }
@@ -1485,6 +1489,7 @@ struct Answer {
             else w.field("finish_reason", nullptr);
             w.end().end();
             if (usage) w.field("usage", nullptr);
+            if (std::exchange(documents, false)) write_sources(w, sources);
             out += "data: " + w.end().text + "\n\n";
         };
         if (chat && !std::exchange(c.begun, true))
@@ -1885,6 +1890,7 @@ struct ServerOptions {
     std::string title = "Warp";             // of the page to chat on
     std::string files;                      // folder of Files and Batches; none: they are not offered
     int think = 0;                          // whether its switch for thoughts is on at first
+    bool docs = false;                      // whether it has one for documents
     unsigned idle() const { return (unsigned)(deadline + 1) / 2; } // without a byte
     double fetch() const { return 5. * deadline; }                 // to read an answer that is complete
     double quiet() const { return deadline / 6.; }                 // of a stream, until a comment shows that it lives
@@ -2079,10 +2085,11 @@ inline std::string escape_html(const std::string& text) {
 // that only this answer has. Text can never become HTML in it (trusted types).
 struct ChatPage {
     std::string html, policy;
-    ChatPage(const std::string& title, bool think) {
+    ChatPage(const std::string& title, bool think, bool docs) {
         const std::string nonce = format("%016llx%016llx", (unsigned long long)random_bits(), (unsigned long long)random_bits());
         const std::pair<std::string_view, std::string> values[] = {
-            {"{{nonce}}", nonce}, {"{{title}}", escape_html(title)}, {"{{think}}", think ? "1" : "0"}};
+            {"{{nonce}}", nonce}, {"{{title}}", escape_html(title)}, {"{{think}}", think ? "1" : "0"},
+            {"{{docs}}", docs ? "1" : "0"}};
         const std::string_view page = CHAT_PAGE;
         for (size_t at = 0, next; at < page.size(); at = next) {
             next = std::min(page.find("{{", at + 1), page.size());
@@ -2313,7 +2320,8 @@ struct Exchange {
             const bool open = server.ready && !server.draining;
             if (!open) counted = false, server.answering--; // it will be refused
             peer.phase = Peer::WORKING;
-            if (open && !refusal && (body_size() > SMALL_BODY || filed() || asks_for_form())) {
+            auto takes_long = [&] { return body_size() > SMALL_BODY || filed() || asks_for_form() || server.service.documents; };
+            if (open && !refusal && takes_long()) {
                 MHD_suspend_connection(connection);
                 server.workers.add(server.options.keys.empty() ? peer.address : caller, [this] {
                     prepare();
@@ -2382,7 +2390,7 @@ struct Exchange {
         if (method == "OPTIONS") return {204, ""};
         if (path == "/") { // also before the model is there: the page waits for it
             only("GET");
-            ChatPage page(server.options.title, server.options.think);
+            ChatPage page(server.options.title, server.options.think, server.options.docs);
             return {200, std::move(page.html), "text/html; charset=utf-8", {{"Content-Security-Policy", page.policy},
                     {"Cache-Control", "no-store"}, {"Referrer-Policy", "no-referrer"}}};
         }
@@ -2887,6 +2895,7 @@ struct Options : ModelOptions {
     ServerOptions server;
     EngineOptions engine;
     int max_queue = 1024, think = 0;
+    DocumentOptions documents{};
     Context ctx{};
 };
 
@@ -2910,6 +2919,11 @@ static std::vector<Option> option_table(Options& o) {
         {"-y", "--system", "TEXT", "system prompt of conversations that have none", text(o.system)},
         {"-r", "--think", "0|1", "whether the model thinks first where a request does not say\n(default 0)",
          whole(o.think, 0, 1)},
+        {"", "--docs", "PATH", "chats are answered from a file or a folder of text: with a question go\n"
+         "the passages that it is about, unless a request says use_documents: false", file_name(o.documents.docs)},
+        {"", "--index", "FILE", "where the index of --docs lies (default: in the user's cache folder)",
+         file_name(o.documents.index)},
+        {"", "--passages", "N", "of --docs for a question, at most (default 4)", whole(o.documents.passages, 1, 64)},
         {"", "--api-key-file", "FILE", "a key a line, behind it maybe a name for the log; requests must\nhave one of them", file_name(o.key_file)},
         {"", "--deadline", "SECONDS", "for a request to come in (default 60); half of it without a byte, five\n"
          "times of it to fetch an answer: then the connection is closed", whole(o.server.deadline, 1, 86400)},
@@ -2937,7 +2951,8 @@ static Options parse_options(int argc, char** argv) {
     o.model = words[0];
     if (o.batch.empty() != o.output.empty())
         DIE(o.output.empty() ? "--batch needs -o FILE, where the answers go" : "-o is for --batch");
-    o.server.think = o.think;
+    o.server.think = o.think, o.server.docs = !o.documents.docs.empty();
+    if (!o.server.docs && !o.documents.index.empty()) DIE("--index is for --docs");
     if (!o.key_file.empty()) o.server.keys = read_keys(o.key_file);
     if (o.name.empty()) {
         while (o.model.size() > 1 && o.model.back() == '/') o.model.pop_back();
@@ -2957,7 +2972,7 @@ static void on_signal(int) {
 
 // What the answers of a batch depend on, but for its requests: a JSON object.
 static std::string batch_depends(const Options& o, const ModelFile& file, const AdapterFile* adapter,
-                                 const Tokenizer& tokenizer) {
+                                 const Tokenizer& tokenizer, const Documents* documents) {
     sj::Writer w;
     w.object();
     if (!o.batch.empty()) {
@@ -2966,6 +2981,7 @@ static std::string batch_depends(const Options& o, const ModelFile& file, const 
     }
     w.field("name", o.name).field("model", file.hash());
     w.field("adapter", adapter ? adapter_hash(*adapter, 1) : 0).field("tokenizer", tokenizer.hash());
+    if (documents) w.field("documents", documents->hash());
     w.field("dtype", o.dtype).field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
     return w.field("system", o.system).end().text;
 }
@@ -3007,8 +3023,14 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (!fits(tokenizer, c)) not_its_tokenizer(path, tokenizer, o, c);
     std::unique_ptr<AdapterFile> adapter;
     if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
+    std::shared_ptr<const Documents> documents;
+    if (!o.documents.docs.empty())
+        documents = std::make_shared<Documents>(o.documents, [](auto& line) { print_error("serve", line); });
     std::unique_ptr<Batcher> batch;
-    if (!http) batch = std::make_unique<Batcher>(o.batch, o.output, batch_depends(o, file, adapter.get(), tokenizer));
+    if (!http) {
+        const std::string depends = batch_depends(o, file, adapter.get(), tokenizer, documents.get());
+        batch = std::make_unique<Batcher>(o.batch, o.output, depends);
+    }
     Weights<T> weights(file, o.dtype == "int8");
     to_device(o.ctx, file, weights);
     decode_for_long(o.ctx, file, weights);
@@ -3019,6 +3041,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
 
     const int context = engine.options.context;
     server.service = {&tokenizer, o.name, o.system, context, o.think == 1};
+    server.service.documents = documents;
     const std::string why = context == c.max_positions ? " (the model's limit)"
                           : e.at_most ? format(" (what memory allows of the model's %d)", c.max_positions) : "";
     fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d%s, %d at once, %zu pages of %d tokens; "
@@ -3040,7 +3063,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         ~Ending() { desk.close(), thread.join(); }
     } ending{desk, thread};
     loading = false;
-    const std::string depends = o.server.files.empty() ? "" : batch_depends(o, file, adapter.get(), tokenizer);
+    const std::string depends = o.server.files.empty() ? "" : batch_depends(o, file, adapter.get(), tokenizer, documents.get());
     return http ? serve_http(o, server, depends) : batch->run(server.service, desk);
 }
 

@@ -16,8 +16,9 @@ build)
     cd "$(dirname "$0")/.."
     install_packages g++ make libmicrohttpd-dev libedit-dev
     make -j"$(nproc)" PORTABLE=1 ARCH=all qwen3 serve
-    mkdir -p "$2/bin" "$2/tiny"
+    mkdir -p "$2/bin/data/datagen" "$2/tiny"
     cp qwen3 serve tokenizer.bin "$2/bin/"
+    cp data/datagen/jieba.bin "$2/bin/data/datagen/" # for --docs
     cp data/tiny/model.bin data/tiny/tokenizer.bin "$2/tiny/"
     cp LICENSE LICENSE-tokenizer "$2/"
     # The packages that their libraries come from. (Their names differ between releases.)

@@ -516,6 +516,54 @@ def long_answer(b, url, shots):
     check(took < 4000, "no text takes forever")
 
 
+def documents(b, o, folder):
+    """A server with documents, one of which is hostile: the switch, the sources, and that they stay."""
+    docs = os.path.join(folder, "docs")
+    os.makedirs(docs)
+    with open(docs + "/warps.md", "w") as f:
+        f.write("# Warps\n\nA warp has 32 lanes. zebra\n")
+    with open(docs + "/<img src=x onerror=hit=1>.md", "w") as f:
+        f.write("# <script>window.hit = 2</script>\n\nzebra <img src=x onerror=window.hit=3>\n")
+    server, url = serve(o, "--docs", docs, "--index", folder + "/page.index")
+    try:
+        b.open(url)
+        b.js("store.clear()")
+        b.reload()
+        b.wait("model.name === 'model.bin'")
+        check(b.js("document.getElementById('docs').getAttribute('aria-pressed')") == "true", "documents are used at first")
+        b.say("Has a zebra lanes?")
+        check(b.js("document.querySelectorAll('.sources > details').length") == 2, "two sources are shown")
+        b.js("document.querySelectorAll('.sources, .sources > details').forEach(d => d.open = true)")
+        said = b.js("document.querySelector('.sources').innerText")
+        check("[1] warps.md:1 · Warps" in said and "A warp has 32 lanes." in said, "a source has file, line, heading and text: " + said)
+        check("<script>window.hit = 2</script>" in said and not b.js("window.hit"), "what documents say is text")
+        b.shot(o.shots + "/sources.png")
+        b.reload()
+        b.wait("document.querySelectorAll('.sources > details').length === 2")
+        b.say("unheard-of")
+        check(b.js("document.querySelectorAll('.sources').length") == 1 and "Nothing was found" in b.js("document.body.innerText"), "nothing found is said")
+        b.click("#docs")
+        check(b.js("document.getElementById('docs').getAttribute('aria-pressed')") == "false", "the switch")
+        b.say("Has a zebra lanes?")
+        check(b.js("document.querySelectorAll('.sources').length") == 1, "without documents there are no sources")
+        b.reload()
+        check(b.js("document.getElementById('docs').getAttribute('aria-pressed')") == "false", "the switch stays")
+        b.look(dark=True, language="zh-CN", phone=True, width=390, height=780)
+        b.reload()
+        b.shot(o.shots + "/sources-phone.png")
+        b.look()
+    finally:
+        server.kill()
+
+
+def serve(o, *options):
+    """A server with our own model, and its address."""
+    server = subprocess.Popen([o.serve, o.model, "--port", "0", *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    port = next(m[1] for m in (re.search(r"listening on http://127.0.0.1:(\d+)", line) for line in server.stderr) if m)
+    threading.Thread(target=server.stderr.read, daemon=True).start()
+    return server, f"http://127.0.0.1:{port}/"
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--shots", default="build/page")
@@ -523,19 +571,17 @@ def main():
     parser.add_argument("--model", default="data/tiny/model.bin")
     o = parser.parse_args()
     os.makedirs(o.shots, exist_ok=True)
-    server = subprocess.Popen([o.serve, o.model, "--port", "0"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    server, Fake.real = serve(o)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         browser = None
         try:
-            port = next(m[1] for m in (re.search(r"listening on http://127.0.0.1:(\d+)", line) for line in server.stderr) if m)
-            threading.Thread(target=server.stderr.read, daemon=True).start()
-            Fake.real = f"http://127.0.0.1:{port}/"
             fake = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Fake)
             fake.daemon_threads = True
             threading.Thread(target=fake.serve_forever, daemon=True).start()
             own = f"http://127.0.0.1:{fake.server_port}/"
             browser = Browser(folder)
             for name, run in [("a conversation with ./serve", lambda: with_serve(browser, Fake.real, o.shots)),
+                              ("documents", lambda: documents(browser, o, folder)),
                               ("hostile answers", lambda: hostile(browser, own, o.shots)),
                               ("Markdown, errors, settings, export and import", lambda: markdown(browser, own, o.shots, folder)),
                               ("phone, Chinese", lambda: looks(browser, own, o.shots)),

@@ -1522,6 +1522,98 @@ TEST_CASE("/version and /ping; requests by route and status") {
     }
 }
 
+TEST_CASE("documents: the question gets passages unless the request says no; sources are told whole and streamed") {
+    Scratch scratch;
+    make_folder(scratch / "docs");
+    write_file(scratch / "docs/warps.md", "# Warps\n\nA warp has 32 lanes.");
+    write_file(scratch / "docs/banks.md", "# Banks\n\nShared memory has banks.");
+    const Strings options = {"--docs", scratch / "docs", "--index", scratch / "docs.index"};
+    std::string plain, with_passages;
+    const std::string more = "\"max_tokens\": 8, \"temperature\": 0", off = more + ", \"use_documents\": false", ask = "What is a warp?";
+    {
+        const Serving server;
+        const HttpReply r = server.chat(question(ask, more));
+        plain = content(r);
+        CHECK(!Json(r.body)["sources"]);
+        CHECK(content(server.chat(question(ask, off))) == plain);
+        check_refused(server.chat(question(ask, more + ", \"use_documents\": true")), 400, "use_documents");
+        const std::string asked = "Answer the question from the passages below, and name those that you use by their number, like [1]. "
+            "If the answer is not in them, say that it is not in the documents.\n\n"
+            "[1] warps.md:1, Warps\n# Warps\n\nA warp has 32 lanes.\n\nQuestion: What is a warp?";
+        with_passages = content(server.chat(question(asked, more)));
+        CHECK(with_passages != plain);
+        const Strings pages = {Http(server.port).call("GET", "/").body};
+        CHECK(pages[0].find("data-docs=\"0\"") != std::string::npos);
+    }
+    const Serving server(options);
+    for (const std::string& on : {more, more + ", \"use_documents\": true"}) {
+        const HttpReply r = server.chat(question(ask, on));
+        CHECK(content(r) == with_passages);
+        const Json all(r.body);
+        REQUIRE(all["sources"].size() == 1);
+        const sj::Value source = all["sources"][(size_t)0];
+        CHECK(source["file"].str() == "warps.md");
+        CHECK(source["line"].number() == 1);
+        CHECK(source["heading"].str() == "Warps");
+        CHECK(source["text"].str() == "# Warps\n\nA warp has 32 lanes.");
+        CHECK(source["score"].number() > 0);
+    }
+    const HttpReply without = server.chat(question(ask, off));
+    CHECK(content(without) == plain);
+    CHECK(!Json(without.body)["sources"]);
+    CHECK(Json(server.chat(question("unheard-of", more)).body)["sources"].is(sj::Array)); // looked up, nothing found
+
+    const HttpReply stream = server.chat(question(ask, more + ", \"stream\": true"));
+    CHECK(joined(stream)[0] == with_passages);
+    const std::vector<std::string> events = events_of(stream.body);
+    for (size_t i = 0; i + 1 < events.size(); i++) CHECK((bool)Json(events[i])["sources"] == (i == 0)); // once, at once
+    CHECK(Json(events[0])["sources"][(size_t)0]["file"].str() == "warps.md");
+    CHECK(server.chat(question(ask, more + ", \"stream\": true, \"use_documents\": false")).body.find("sources") == std::string::npos);
+
+    // The last question counts, whatever follows it; an earlier one if it has no word of its own.
+    auto first_source = [&](const std::string& messages) {
+        const Json all(server.chat("{\"messages\": [" + messages + "], " + more + "}").body);
+        return all["sources"].size() ? all["sources"][(size_t)0]["file"].str() : "";
+    };
+    const std::string warp = R"({"role": "user", "content": "What is a warp?"}, {"role": "assistant", "content": "32 lanes"}, )";
+    CHECK(first_source(warp + R"({"role": "user", "content": "And the banks?"})") == "banks.md");
+    CHECK(first_source(warp + R"({"role": "user", "content": "Why?"})") == "warps.md");
+    CHECK(first_source(R"({"role": "system", "content": "warp"})") == "");
+    check_refused(server.post("/v1/completions", R"({"prompt": "a", "use_documents": true})"), 400, "use_documents");
+    check_refused(server.chat(question(ask, "\"use_documents\": 1")), 400, "use_documents");
+    CHECK(server.post("/v1/completions", R"({"prompt": "a", "max_tokens": 1})").status == 200);
+    CHECK(Http(server.port).call("GET", "/").body.find("data-docs=\"1\"") != std::string::npos);
+
+    // A context in which a passage does not fit: it is cut, and the answer has its room.
+    Strings small = options;
+    small.insert(small.end(), {"--ctx", "160"});
+    const Serving tight(small);
+    const Json cut(tight.chat(question(ask, more)).body);
+    CHECK(cut["usage"]["prompt_tokens"].number() <= 152);
+    CHECK(cut["usage"]["completion_tokens"].number() > 0);
+    server.check_idle();
+}
+
+TEST_CASE("documents: a batch asks them, and what is wrong with them is one line") {
+    Scratch scratch;
+    make_folder(scratch / "docs");
+    auto batch = [&] {
+        Strings all = Serving::with({"--docs", scratch / "docs", "--index", scratch / "i", "--batch", scratch / "in", "-o", scratch / "out"});
+        Result r = Process(PROGRAM, all).wait();
+        return r;
+    };
+    write_file(scratch / "in", R"({"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": )" + question("a warp?", "\"max_tokens\": 2") + "}\n");
+    Result r = batch();
+    CHECK(r.status == 1);
+    CHECK(r.err.find("serve: " + (scratch / "docs") + ": no text in it\n") != std::string::npos);
+    check_refusal(Process(PROGRAM, Serving::with({"--index", scratch / "i"})).wait(), "serve", "--index is for --docs");
+    write_file(scratch / "docs/a.md", "a warp");
+    r = batch();
+    INFO(r.err);
+    CHECK(r.status == 0);
+    CHECK(read_file(scratch / "out").find("\"sources\": [{\"file\": \"a.md\"") != std::string::npos);
+}
+
 TEST_CASE("API keys and CORS") {
     const MemoryFile keys("# the first of them:\nfirst-key\n\n#second\nsecond-key \n");
     Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd), "--cors", "https://good.example", "--max-seqs", "4"});

@@ -1,0 +1,533 @@
+// documents.h: answers from a folder of documents. Which files it has, their index (retrieval.h) kept up to date, and
+// the prompt with the passages that a question is about.
+//
+//   const Documents docs({"notes", "", 4}, tell);             // makes the index, or brings the one there is up to date
+//   std::vector<Source> sources = docs.find("什么是 warp？");
+//   std::string asked = grounded("什么是 warp？", sources, room, measure);  // instruction, passages, question
+//
+// The index lies in the user's cache folder, under a name made of the folder's own, or where the user says. A file that
+// cannot be used is left out, and said; nothing that lies in a folder can end the program.
+// Limits: files of 1 GB; 2^20 files.
+#pragma once
+#include "options.h"
+#include "retrieval.h"
+#include <atomic>
+#include <climits>
+#include <csignal>
+#include <dirent.h>
+#include <memory>
+
+using Tell = std::function<void(const std::string&)>; // a line for the user
+
+// Passages are sections, cut where they are longer than `most` characters: four of them and an answer fit 4,096 tokens.
+inline const ChunkSizes PASSAGES = {1200, 200, 0, 120};
+constexpr uint64_t WORD_RULES = 1; // another number where retrieval.h makes other words
+
+// ===================================================================================================== 1 The files
+
+struct DocumentFile {
+    std::string name; // below the folder
+    uint64_t size;
+    int64_t time;
+};
+inline int64_t time_of(const struct stat& st) {
+    return (int64_t)st.st_mtim.tv_sec * 1'000'000'000 + st.st_mtim.tv_nsec;
+}
+
+// The regular files of a folder and of those in it, by name. Not those whose name begins with a dot. Symbolic links are
+// not followed, so there is no circle, and no way out of the folder. `index` is no document, should it lie there.
+inline std::vector<DocumentFile> list_files(const std::string& root, const std::string& index, const Tell& tell,
+                                            size_t most = 1 << 20) {
+    std::vector<DocumentFile> files;
+    std::vector<std::string> folders = {""};
+    std::string odd; // the first of what is neither file nor folder, or cannot be looked at
+    size_t count = 0;
+    while (!folders.empty()) {
+        if (interrupted) DIE("interrupted");
+        const std::string folder = std::move(folders.back());
+        folders.pop_back();
+        const std::unique_ptr<DIR, int (*)(DIR*)> entries(opendir((root + "/" + folder).c_str()), closedir);
+        if (!entries && folder.empty()) DIE("%s: %s", root.c_str(), strerror(errno));
+        if (!entries && !count++) odd = folder + ": " + strerror(errno);
+        while (const dirent* entry = entries ? readdir(entries.get()) : nullptr) {
+            if (entry->d_name[0] == '.') continue;
+            const std::string name = folder + entry->d_name, path = root + "/" + name;
+            struct stat st;
+            const bool found = lstat(path.c_str(), &st) == 0;
+            if (found && S_ISDIR(st.st_mode)) folders.push_back(name + "/");
+            else if (found && S_ISREG(st.st_mode)) {
+                if (path.compare(0, index.size(), index) == 0) continue;
+                files.push_back({name, (uint64_t)st.st_size, time_of(st)});
+            } else if (!count++) {
+                odd = name + ": " + (!found ? strerror(errno) : S_ISLNK(st.st_mode) ? "a symbolic link" : "not a file");
+            }
+            if (files.size() > most) DIE("%s: more than %zu files; name a smaller folder", root.c_str(), most);
+        }
+    }
+    if (count) tell(format("%s: not read: %s%s", root.c_str(), odd.c_str(),
+                           count > 1 ? format("; and %zu more links and the like", count - 1).c_str() : ""));
+    std::sort(files.begin(), files.end(), [](auto& a, auto& b) { return a.name < b.name; });
+    return files;
+}
+
+// A file as it is read.
+struct DocumentText {
+    using Index = DocumentIndex;
+    static constexpr uint64_t MOST = 1 << 30;
+    Index::File file{}; // without name and passages
+    std::string text;
+    size_t fault_at = 0; // of NOT_UTF8: the byte
+    std::vector<Chunk> chunks;
+    std::vector<uint32_t> lines; // where they begin
+
+    // One that is written to at the same time is read again, up to three times.
+    void read(const std::string& path) {
+        file.fault = Index::CHANGING;
+        for (int again = 0; again < 3 && file.fault == Index::CHANGING; again++) read_once(path);
+        if (file.fault == Index::FINE && memchr(text.data(), 0, text.size())) file.fault = Index::BINARY;
+        file.hash = fnv1a(text);
+        for (size_t i = 0; i < text.size() && file.fault == Index::FINE;) {
+            const int k = (uint8_t)text[i] < 0x80 ? 1 : utf8_length(&text[i], text.size() - i);
+            if (k <= 0) file.fault = Index::NOT_UTF8, fault_at = i;
+            i += (size_t)k;
+        }
+        if (file.fault != Index::FINE) std::string().swap(text);
+    }
+    void cut() {
+        const std::string_view book = text;
+        const size_t mark = book.substr(0, 3) == "\xEF\xBB\xBF" ? 3 : 0; // of byte order
+        for (const Chunk& c : cut_chunks(book.substr(mark), PASSAGES)) {
+            size_t begin = c.body + mark;
+            const size_t end = c.end + mark;
+            while (count_characters(book.substr(begin, end - begin)) > PASSAGES.most) { // a long fence: after a line
+                size_t cut = begin;
+                for (size_t n = 0; n < PASSAGES.most; n++) cut = next_character(book, cut + 1);
+                const size_t line = book.rfind('\n', cut - 1);
+                if (line != book.npos && line >= begin) cut = line + 1;
+                add(begin, cut, c.chapter);
+                begin = cut;
+            }
+            add(begin, end, c.chapter);
+        }
+    }
+
+  private:
+    size_t line = 1, line_at = 0; // of the text
+
+    void add(size_t begin, size_t end, const std::string& heading) {
+        if (is_blank_line(std::string_view(text).substr(begin, end - begin))) return;
+        line += (size_t)std::count(text.begin() + (ptrdiff_t)line_at, text.begin() + (ptrdiff_t)begin, '\n');
+        line_at = begin;
+        chunks.push_back({begin, begin, end, heading});
+        lines.push_back((uint32_t)line);
+    }
+    void read_once(const std::string& path) {
+        const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); // NONBLOCK: a FIFO must not hang us
+        struct stat st, after;
+        file.fault = Index::UNREADABLE;
+        if (fd < 0) return;
+        if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode)) {
+            file.size = (uint64_t)st.st_size, file.time = time_of(st);
+            file.fault = file.size > MOST ? Index::TOO_LARGE : Index::FINE;
+            text.resize(std::min<uint64_t>(file.size, 8192)); // which tells most binaries
+            if (file.fault == Index::FINE && !fill(fd, 0)) file.fault = Index::CHANGING;
+            if (file.fault == Index::FINE && memchr(text.data(), 0, text.size())) file.fault = Index::BINARY;
+            const size_t from = text.size();
+            if (file.fault == Index::FINE) {
+                text.resize(file.size);
+                const bool whole = fill(fd, from) && fstat(fd, &after) == 0;
+                if (!whole || after.st_size != st.st_size || time_of(after) != file.time) file.fault = Index::CHANGING;
+            }
+        }
+        close(fd);
+    }
+    bool fill(int fd, size_t at) {
+        while (at < text.size()) {
+            const ssize_t n = ::read(fd, &text[at], text.size() - at);
+            if (n < 0 && errno == EINTR) continue;
+            if (n <= 0) return false;
+            at += (size_t)n;
+        }
+        return true;
+    }
+};
+
+// Why files were left out: how many for each reason, and the first of them.
+struct LeftOut {
+    std::array<size_t, DocumentIndex::FAULTS> count{};
+    std::array<std::string, DocumentIndex::FAULTS> first{};
+
+    void add(uint32_t fault, std::string_view name, size_t at) {
+        if (fault == DocumentIndex::FINE || fault >= DocumentIndex::FAULTS || count[fault]++) return;
+        first[fault] = name;
+        if (fault == DocumentIndex::NOT_UTF8 && at) first[fault] += format(" at byte %zu", at);
+    }
+    std::string text() const {
+        static const char* WHY[DocumentIndex::FAULTS] = {
+            "", "binary (pdftotext -layout makes a text of a PDF)", "no UTF-8 (iconv -f GB18030 -t UTF-8 converts it)",
+            "larger than 1 GB", "cannot be read", "written to while it was read"};
+        std::string all;
+        for (uint32_t f = 1; f < DocumentIndex::FAULTS; f++)
+            if (count[f])
+                all += format("%s%zu %s: %s", all.empty() ? "left out: " : "; ", count[f], WHY[f], first[f].c_str());
+        return all;
+    }
+};
+
+// ===================================================================================================== 2 The index
+
+// Brings the index of a folder up to date: of the files in it only those are read whose size or time changed, or that
+// are new; those of them whose bytes are the same keep their passages.
+struct IndexUpdate {
+    using Index = DocumentIndex;
+    const std::string root, path; // of the documents, and of the index
+    const Jieba& jieba;
+    const Tell& tell;
+    const uint64_t maker; // other passages or words: another index
+    size_t read = 0, unchanged = 0;
+    LeftOut left_out{};
+    std::string folder{}; // that names of files are below
+
+    // Whether the index had to be written.
+    bool run() {
+        struct stat st;
+        if (stat(root.c_str(), &st) != 0) DIE("%s: %s", root.c_str(), strerror(errno));
+        std::vector<DocumentFile> files;
+        if (S_ISREG(st.st_mode)) {
+            const size_t slash = root.rfind('/');
+            folder = slash == root.npos ? "." : root.substr(0, slash + 1);
+            files.push_back({root.substr(slash + 1), (uint64_t)st.st_size, time_of(st)});
+        } else {
+            folder = root;
+            files = list_files(root, path, tell);
+        }
+        const std::unique_ptr<Index> old = open_old();
+        try {
+            return update(files, old.get());
+        } catch (const Error& e) {
+            if (!old || std::string(e.what()).find("a damaged index") == std::string::npos) throw;
+            tell(std::string(e.what()) + "; it is made anew");
+            read = unchanged = 0, left_out = {};
+            return update(files, nullptr);
+        }
+    }
+
+  private:
+    std::unique_ptr<Index> open_old() const {
+        if (access(path.c_str(), F_OK) != 0) return nullptr;
+        char magic[8] = {};
+        const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+        const bool ours = fd >= 0 && ::read(fd, magic, 8) == 8 && memcmp(magic, "qwen3idx", 8) == 0;
+        if (fd >= 0) close(fd);
+        if (!ours) DIE("%s: no index of documents; it is not overwritten", path.c_str());
+        try {
+            auto index = std::make_unique<Index>(path);
+            if (index->header().made_by == maker) return index;
+            tell(path + ": made for other passages or words; it is made anew");
+        } catch (const Error& e) {
+            tell(std::string(e.what()) + "; it is made anew");
+        }
+        return nullptr;
+    }
+
+    bool update(const std::vector<DocumentFile>& files, const Index* old) {
+        std::unordered_map<std::string_view, uint64_t> known;
+        for (uint64_t i = 0; old && i < old->header().files; i++) known[old->name_of(old->file_at(i))] = i;
+        std::vector<std::optional<int64_t>> times(old ? old->header().files : 0); // of the files that stay
+        std::vector<const DocumentFile*> fresh;
+        bool touched = false;
+        for (const DocumentFile& f : files) {
+            const auto it = known.find(f.name);
+            const Index::File* was = it == known.end() ? nullptr : &old->file_at(it->second);
+            bool same = was && was->size == f.size;
+            if (same && was->time != f.time) {
+                DocumentText now;
+                now.read(folder + "/" + f.name);
+                same = now.file.hash == was->hash && now.file.fault == was->fault && now.file.time == f.time;
+                touched = true;
+            }
+            if (!same) {
+                fresh.push_back(&f);
+                continue;
+            }
+            times[it->second] = f.time, unchanged++;
+            left_out.add(was->fault, f.name, 0);
+        }
+        if (old && fresh.empty() && !touched && unchanged == times.size()) return false;
+        remove_abandoned();
+        IndexBuilder builder(path, maker);
+        if (old) builder.take_over(*old, times);
+        add_fresh(builder, fresh);
+        builder.finish();
+        return true;
+    }
+
+    // Calls f(i) for all i below n on all threads. (Nothing may be thrown out of a parallel loop.)
+    template <class F> static void on_all_threads(size_t n, F f) {
+        std::atomic<bool> full{false};
+        #pragma omp parallel for schedule(dynamic)
+        for (size_t i = 0; i < n; i++) {
+            try {
+                f(i);
+            } catch (const std::bad_alloc&) {
+                full = true;
+            }
+        }
+        if (full) throw std::bad_alloc();
+        if (interrupted) DIE("interrupted");
+    }
+
+    // In batches, since texts and words wait in memory.
+    void add_fresh(IndexBuilder& builder, const std::vector<const DocumentFile*>& fresh) {
+        constexpr uint64_t BATCH = 32 << 20;
+        uint64_t all = 0, done = 0;
+        for (auto* f : fresh) all += f->size;
+        double told = seconds();
+        for (size_t begin = 0, end; begin < fresh.size(); begin = end) {
+            uint64_t bytes = 0;
+            for (end = begin; end < fresh.size() && bytes < BATCH && end - begin < 4096; end++)
+                bytes += fresh[end]->size;
+            std::vector<DocumentText> batch(end - begin);
+            on_all_threads(batch.size(), [&](size_t i) {
+                batch[i].read(folder + "/" + fresh[begin + i]->name);
+                batch[i].cut();
+            });
+            add_batch(builder, batch, &fresh[begin]);
+            done += bytes;
+            if (seconds() - told > 5 && end < fresh.size()) {
+                told = seconds();
+                tell(format("%s: %.0f of %.0f MB are indexed", root.c_str(), (double)done / 1e6, (double)all / 1e6));
+            }
+        }
+    }
+    void add_batch(IndexBuilder& builder, const std::vector<DocumentText>& batch, const DocumentFile* const* files) {
+        constexpr size_t SOME = 1 << 14; // passages
+        std::vector<std::pair<size_t, size_t>> all; // file, chunk
+        for (size_t i = 0; i < batch.size(); i++)
+            for (size_t k = 0; k < batch[i].chunks.size(); k++) all.push_back({i, k});
+        size_t begun = 0; // files
+        auto begin_files = [&](size_t end) {
+            for (; begun < end; begun++) {
+                const Index::File& f = batch[begun].file;
+                read++;
+                left_out.add(f.fault, files[begun]->name, batch[begun].fault_at);
+                const bool passing = f.fault == Index::UNREADABLE || f.fault == Index::CHANGING;
+                if (passing) continue; // next time it may be another matter
+                builder.add_file(files[begun]->name, f);
+            }
+        };
+        auto text = [&](size_t i) {
+            const Chunk& c = batch[all[i].first].chunks[all[i].second];
+            return std::string_view(batch[all[i].first].text).substr(c.begin, c.end - c.begin);
+        };
+        for (size_t begin = 0; begin < all.size(); begin += SOME) {
+            const size_t n = std::min(SOME, all.size() - begin), first = builder.count();
+            std::vector<WordCounts> words(n);
+            std::vector<uint32_t> lengths(n, 0);
+            on_all_threads(n, [&](size_t i) {
+                const std::string& heading = batch[all[begin + i].first].chunks[all[begin + i].second].chapter;
+                words[i] = count_words(jieba, heading + "\n" + std::string(text(begin + i)), lengths[i]);
+            });
+            for (size_t i = 0; i < n; i++) {
+                const auto [file, chunk] = all[begin + i];
+                begin_files(file + 1);
+                const DocumentText& from = batch[file];
+                builder.add_passage(text(begin + i), from.chunks[chunk].chapter, from.lines[chunk], lengths[i]);
+            }
+            builder.add_words((uint32_t)first, words);
+        }
+        begin_files(batch.size());
+    }
+
+    // What programs left behind that were ended while they wrote this index.
+    void remove_abandoned() const {
+        const size_t slash = path.rfind('/') + 1;
+        const std::string where = path.substr(0, slash), start = path.substr(slash) + ".tmp";
+        const std::unique_ptr<DIR, int (*)(DIR*)> entries(opendir(where.empty() ? "." : where.c_str()), closedir);
+        while (const dirent* entry = entries ? readdir(entries.get()) : nullptr) {
+            const std::string name = entry->d_name;
+            const int pid = name.compare(0, start.size(), start) == 0 ? atoi(name.c_str() + start.size()) : 0;
+            if (pid > 0 && kill(pid, 0) != 0 && errno == ESRCH) unlink((where + name).c_str());
+        }
+    }
+};
+
+// Where the index of a folder lies, if the user does not say.
+inline std::string default_index(const std::string& root) {
+    const char *cache = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
+    std::string folder;
+    if (cache && *cache == '/') folder = std::string(cache) + "/qwen3";
+    else if (home && *home == '/') folder = std::string(home) + "/.cache/qwen3";
+    else DIE("neither XDG_CACHE_HOME nor HOME names a folder for the index (--index FILE does)");
+    make_folder(folder);
+    return folder + format("/docs-%016llx.index", (unsigned long long)fnv1a(root));
+}
+
+// The path without links, . and ..
+inline std::string real_path(const std::string& path) {
+    char real[PATH_MAX];
+    if (!realpath(path.c_str(), real)) DIE("%s: %s", path.c_str(), strerror(errno));
+    return real;
+}
+
+// ============================================================================================ 3 Questions and sources
+
+struct DocumentOptions {
+    std::string docs, index; // a file or a folder; "": the default place
+    size_t passages = 4;     // for a question, at most
+};
+
+// A passage that was found.
+struct Source {
+    std::string file, heading, text;
+    uint32_t line;
+    float score;
+};
+
+struct Documents {
+    const DocumentOptions options;
+
+    Documents(const DocumentOptions& o, const Tell& tell) : options(o), jieba(find_jieba()) {
+        const double start = seconds();
+        const std::string root = real_path(o.docs);
+        const uint64_t sizes[] = {WORD_RULES, PASSAGES.most, PASSAGES.least, PASSAGES.overlap, PASSAGES.title};
+        const MappedFile dictionary(find_jieba());
+        const std::string path = o.index.empty() ? default_index(root) : beside_its_folder(o.index);
+        IndexUpdate update{root, path, jieba, tell, fnv1a(sizes, sizeof sizes, fnv1a(dictionary.text()))};
+        const bool written = update.run();
+        const std::string left_out = update.left_out.text();
+        index = std::make_unique<DocumentIndex>(path);
+        const DocumentIndex::Header& h = index->header();
+        if (h.passages == 0)
+            DIE("%s: no text in it%s%s", o.docs.c_str(), left_out.empty() ? "" : "; ", left_out.c_str());
+        if (!left_out.empty()) tell(o.docs + ": " + left_out);
+        const std::string all = counted(h.passages, "passage") + " of " + counted(h.files, "file");
+        tell(format("%s: %s (%.1f MB), %zu read and %zu unchanged; index %s%s, %.3f s", o.docs.c_str(), all.c_str(),
+                    (double)h.text_bytes / 1e6, update.read, update.unchanged, path.c_str(), written ? " written" : "",
+                    seconds() - start));
+    }
+
+    // The best passages for a question. One that has no word of its own ("Why?") is looked up as the one before it.
+    std::vector<Source> find(std::string_view question, std::string_view before = "") const {
+        WordCounts words;
+        for (std::string_view asked : {question, before}) {
+            std::string text;
+            utf8_repair(text, asked.substr(0, MOST_ASKED), true);
+            if (words.empty()) words = question_words(jieba, text);
+        }
+        std::vector<Source> found;
+        for (const DocumentIndex::Hit& hit : index->search(words, options.passages)) {
+            const DocumentIndex::Passage& p = index->passage_at(hit.passage);
+            Source s = {"", "", "", p.line, hit.score};
+            utf8_repair(s.file, index->name_of(index->file_at(p.file)), true);
+            utf8_repair(s.heading, index->heading_of(p), true);
+            utf8_repair(s.text, index->text_of(p), true);
+            s.text.resize(s.text.find_last_not_of(" \t\r\n") + 1);
+            found.push_back(std::move(s));
+        }
+        return found;
+    }
+
+    // Names what answers depend on: all files, in whatever order, and how much of them is shown.
+    uint64_t hash() const {
+        uint64_t sum = index->header().made_by + options.passages;
+        for (uint64_t i = 0; i < index->header().files; i++) {
+            const DocumentIndex::File& f = index->file_at(i);
+            sum += fnv1a(index->name_of(f), f.hash);
+        }
+        return sum;
+    }
+
+  private:
+    static constexpr size_t MOST_ASKED = 8192; // bytes of a question that are looked up: each word costs time
+    const Jieba jieba;
+    std::unique_ptr<DocumentIndex> index;
+
+    static std::string beside_its_folder(const std::string& path) { // a real path, whether the file is there or not
+        const size_t slash = path.rfind('/');
+        return real_path(slash == path.npos ? "." : path.substr(0, slash + 1)) + "/" + path.substr(slash + 1);
+    }
+};
+
+// "notes/08-reduction.md:35, Reduction > Trees"
+inline std::string name_of(const Source& s) {
+    return format("%s:%u%s%s", s.file.c_str(), s.line, s.heading.empty() ? "" : ", ", s.heading.c_str());
+}
+
+// Whether a question is rather Chinese: as many Han characters as words in Latin letters.
+inline bool is_chinese(std::string_view text) {
+    size_t han = 0, latin = 0;
+    bool inside = false; // of a word
+    for (char32_t c : decode(text)) {
+        han += is_cjk(c);
+        latin += is_latin(c) && !inside;
+        inside = is_latin(c);
+    }
+    return han > 0 && han >= latin;
+}
+
+// The question with the passages before it, as many of the best as fit into `room`, by measure(text); one that is too
+// long is cut, and is the last. Those that do not fit are taken from `sources`. Text of a passage is never more than
+// text for the tokenizer; but a model may obey it: only documents that one trusts should be given.
+template <class Measure>
+std::string grounded(const std::string& question, std::vector<Source>& sources, size_t room, Measure measure) {
+    static const char ENGLISH[] = "Answer the question from the passages below, and name those that you use by their "
+                                  "number, like [1]. If the answer is not in them, say that it is not in the "
+                                  "documents.\n\n";
+    static const char CHINESE[] = "请根据下面的段落回答问题，并用编号（例如 [1]）注明依据。"
+                                  "如果段落里没有答案，就回答“文档中没有提到”。\n\n";
+    const bool chinese = is_chinese(question);
+    std::string text = chinese ? CHINESE : ENGLISH;
+    const std::string last = (chinese ? "问题：" : "Question: ") + question;
+    if (sources.empty()) text += chinese ? "（没有找到相关段落。）\n\n" : "(No passage was found.)\n\n";
+    const size_t used = measure(text + last);
+    size_t left = room - std::min(room, used), n = 0;
+    for (bool whole = true; n < sources.size() && whole; n++) {
+        Source& s = sources[n];
+        const std::string head = format("[%zu] %s\n", n + 1, name_of(s).c_str());
+        size_t size = measure(head + s.text + "\n\n");
+        while (size > left && s.text.size() > 100) { // cut between characters, about where it should fit
+            whole = false;
+            size_t end = std::min(s.text.size() * left / size, s.text.size() - 20);
+            while (end > 0 && ((uint8_t)s.text[end] & 0xC0) == 0x80) end--;
+            s.text.resize(end);
+            size = measure(head + s.text + "\n\n");
+        }
+        if (size > left) break;
+        text += head + s.text + "\n\n", left -= size;
+    }
+    sources.resize(n, Source{});
+    return text + last;
+}
+
+inline void write_sources(sj::Writer& w, const std::vector<Source>& sources) { // a member of an object
+    w.key("sources").array();
+    for (const Source& s : sources) {
+        w.object().field("file", s.file).field("line", s.line).field("heading", s.heading);
+        w.field("score", s.score).field("text", s.text).end();
+    }
+    w.end();
+}
+
+// Gives the last question of a conversation the passages that it is about, in as many tokens as are left of `most` when
+// the conversation is rendered without them: `rendered` counts its tokens, `measure` those of a text. A conversation
+// without a question stays as it is.
+template <class Rendered, class Measure>
+std::vector<Source> add_passages(const Documents& documents, std::vector<Message>& messages, size_t most,
+                                 Rendered rendered, Measure measure) {
+    const auto is_question = [](const Message& m) { return m.role == "user"; };
+    const auto last = std::find_if(messages.rbegin(), messages.rend(), is_question);
+    if (last == messages.rend()) return {};
+    const auto before = std::find_if(last + 1, messages.rend(), is_question);
+    const std::string question = last->content;
+    std::vector<Source> sources = documents.find(question, before == messages.rend() ? "" : before->content);
+    last->content.clear();
+    const size_t others = rendered(messages);
+    size_t room = most - std::min(most, others);
+    for (;;) {
+        last->content = grounded(question, sources, room, measure);
+        const size_t all = rendered(messages); // seldom more than the sum of its parts
+        if (all <= most || sources.empty()) return sources;
+        room -= std::min(room, all - most);
+    }
+}

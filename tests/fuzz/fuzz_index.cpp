@@ -1,0 +1,75 @@
+// Fuzzes the index of documents: whatever bytes a file has, it is opened, searched and taken over into another index,
+// or refused in one line that names it; and any text becomes words, passages that are it without a gap, and a prompt.
+#include "../../documents.h"
+
+static void need(bool condition) {
+    if (!condition) abort();
+}
+static const Jieba& jieba() {
+    static const Jieba j("data/datagen/jieba.bin");
+    return j;
+}
+
+static void load(const uint8_t* data, size_t size) {
+    static const int fd = memfd_create("index", 0);
+    static const std::string path = format("/proc/self/fd/%d", fd);
+    static const std::string copy = format("/dev/shm/fuzz_index.%d", (int)getpid());
+    need(ftruncate(fd, 0) == 0 && pwrite(fd, data, size, 0) == (ssize_t)size);
+    try {
+        const DocumentIndex index(path);
+        for (const char* question : {"warp memory", "什么是线程束", "a"})
+            for (auto hit : index.search(question_words(jieba(), question), 3)) {
+                need(hit.passage < index.header().passages && hit.score > 0);
+                const DocumentIndex::Passage& p = index.passage_at(hit.passage);
+                need(index.text_of(p).size() + index.heading_of(p).size() <= 2 * size);
+                need(index.name_of(index.file_at(p.file)).size() <= size);
+            }
+        IndexBuilder builder(copy, 1);
+        builder.take_over(index, std::vector<std::optional<int64_t>>(index.header().files, 1));
+        need(builder.text_bytes() <= size);
+        builder.finish();
+        DocumentIndex(copy).search(question_words(jieba(), "warp memory"), 3);
+        unlink(copy.c_str());
+    } catch (const Error& e) {
+        need(std::string_view(e.what()).find(path) == 0); // an error names its file
+    }
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+    if (size >= 8 && memcmp(data, "qwen3idx", 8) == 0) return load(data, size), 0;
+    std::string valid;
+    utf8_repair(valid, {(const char*)data, size}, true);
+    size_t bytes = 0;
+    index_words(jieba(), valid, [&](std::string_view w) {
+        std::string again;
+        utf8_repair(again, w, true);
+        need(!w.empty() && again == w);
+        bytes += w.size();
+    });
+    need(bytes <= 4 * valid.size());
+
+    DocumentText text;
+    text.text = valid;
+    text.cut();
+    size_t at = 0;
+    for (const Chunk& c : text.chunks) { // between them are blank lines only
+        need(c.begin >= at && c.end > c.begin && c.end <= valid.size());
+        need(is_blank_line(std::string_view(valid).substr(at, c.begin - at)) || (at == 0 && c.begin == 3));
+        need(count_characters(std::string_view(valid).substr(c.begin, c.end - c.begin)) <= PASSAGES.most);
+        at = c.end;
+    }
+    need(is_blank_line(std::string_view(valid).substr(at)) || at + 3 > valid.size());
+
+    const size_t room = size ? data[0] * 4 : 0;
+    const std::string line = valid.substr(0, valid.find('\n'));
+    std::vector<Source> sources = {{"a.md", line, valid, 1, 1}, {"b.md", "", valid, 2, 0.5f}};
+    std::vector<Source> none;
+    auto measure = [](std::string_view s) { return s.size(); };
+    const size_t least = grounded(valid, none, 0, measure).size();
+    const std::string prompt = grounded(valid, sources, room, measure);
+    need(prompt.size() <= std::max(room, least) && prompt.size() >= valid.size());
+    std::string again;
+    utf8_repair(again, prompt, true);
+    need(again == prompt);
+    return 0;
+}

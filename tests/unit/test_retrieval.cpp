@@ -1,0 +1,590 @@
+// retrieval.h and documents.h: words, the index and its formula, damaged indexes, folders of every kind, prompts; then
+// --docs of the programs.
+#include "../../documents.h"
+#include "../process.h"
+#include <sys/time.h>
+#include <thread>
+
+static const Jieba& jieba() {
+    static const Jieba j("data/datagen/jieba.bin");
+    return j;
+}
+static Strings words_of(std::string_view text) {
+    Strings words;
+    index_words(jieba(), text, [&](std::string_view w) { words.emplace_back(w); });
+    return words;
+}
+static WordCounts counts_of(std::string_view text) {
+    uint32_t length = 0;
+    return count_words(jieba(), text, length);
+}
+static std::vector<uint64_t> hashes_of(const WordCounts& words) {
+    std::vector<uint64_t> all;
+    for (auto [hash, times] : words) all.push_back(hash);
+    return all;
+}
+
+// A folder of documents, an index, and what was told. The library is called as `qwen3 --docs` does.
+struct Library {
+    Scratch scratch;
+    const std::string folder = scratch / "docs", index = scratch / "docs.index";
+    Strings told{};
+    size_t passages = 4;
+
+    Library() { make_folder(folder); }
+    void put(const std::string& name, std::string_view text) const {
+        make_folder((folder + "/" + name).substr(0, (folder + "/" + name).rfind('/')));
+        write_file(folder + "/" + name, text);
+    }
+    Documents open() { return open(folder); }
+    Documents open(const std::string& docs) {
+        told.clear();
+        return Documents({docs, index, passages}, [this](const std::string& line) { told.push_back(line); });
+    }
+    std::string fault(const std::string& docs) {
+        try {
+            open(docs);
+        } catch (const Error& e) {
+            return e.what();
+        }
+        return "none";
+    }
+    std::string all() const {
+        std::string text;
+        for (auto& line : told) text += line + "\n";
+        return text;
+    }
+    bool says(const std::string& word) const { return all().find(word) != std::string::npos; }
+    size_t number(const char* before) const { // "3 read": what stands before a word
+        const std::string text = all();
+        size_t at = text.find(before);
+        while (at != text.npos && (at == 0 || !isdigit((unsigned char)text[at - 1]))) at = text.find(before, at + 1);
+        REQUIRE(at != text.npos);
+        while (at > 0 && isdigit((unsigned char)text[at - 1])) at--;
+        return (size_t)atoi(text.c_str() + at);
+    }
+};
+static Strings files_of(const std::vector<Source>& sources) {
+    Strings files;
+    for (auto& s : sources) files.push_back(s.file);
+    return files;
+}
+
+// ----------------------------------------------------------------------------------------- words
+
+TEST_CASE("words: Chinese by jieba, identifiers whole and in parts, plurals, other scripts") {
+    CHECK(words_of("我们在学习CUDA编程。") == Strings{"我们", "在", "学习", "cuda", "编程"});
+    CHECK(words_of("cudaMemcpyAsync(dst)") == Strings{"cuda", "memcpy", "async", "cudamemcpyasync", "dst"});
+    CHECK(words_of("launch_bounds, HTTPServer; sm_90a H100 __global__") ==
+          Strings{"launch", "bound", "launch_bound", "http", "server", "httpserver", "sm", "90a", "sm_90a", "h100", "global",
+                  "__global__"});
+    CHECK(words_of("threadIdx.x 3.35 TB/s. 12.") == Strings{"thread", "idx", "threadidx", "x", "3.35", "tb", "s", "12"});
+    CHECK(words_of("Warps queries buses class thus has GPUs SMs Is") ==
+          Strings{"warp", "query", "buse", "class", "thus", "has", "gpu", "sm", "is"});
+    CHECK(words_of("ÉCOLE Привет ΩΜΕΓΑ ＣＵＤＡ１２") == Strings{"école", "привет", "ωμεγα", "cuda12"});
+    CHECK(words_of("カタカナ 한국 の") == Strings{"カタ", "タカ", "カナ", "한국", "の"});
+    CHECK(words_of(" ,.!?，。\n") == Strings{});
+    CHECK(words_of("") == Strings{});
+    CHECK(words_of("_ __ a_") == Strings{"_", "__", "a", "a_"});
+}
+
+TEST_CASE("words: a question is without those that only ask") {
+    CHECK(hashes_of(question_words(jieba(), "什么是 warp？")) == std::vector<uint64_t>{fnv1a("warp")});
+    CHECK(hashes_of(question_words(jieba(), "What is the warp of a warp?")) == std::vector<uint64_t>{fnv1a("warp")});
+    CHECK(question_words(jieba(), "为什么？ Why? How many?").empty());
+    CHECK(question_words(jieba(), "his an is").size() == 1); // whole words only
+}
+
+// ----------------------------------------------------------------------------------------- the index
+
+// BM25 as the head of retrieval.h has it, word by word over all passages.
+static double bm25(const std::vector<Strings>& passages, const Strings& question, size_t p) {
+    double all = 0, score = 0;
+    for (auto& passage : passages) all += (double)passage.size();
+    const double N = (double)passages.size(), mean = all / N;
+    for (auto& w : question) {
+        auto times = [&](const Strings& in) { return (double)std::count(in.begin(), in.end(), w); };
+        double n = 0;
+        for (auto& passage : passages) n += times(passage) > 0;
+        const double f = times(passages[p]), idf = std::log(1 + (N - n + 0.5) / (n + 0.5));
+        score += idf * f * 2.2 / (f + 1.2 * (0.25 + 0.75 * (double)passages[p].size() / mean));
+    }
+    return score;
+}
+
+TEST_CASE("index: the scores are the formula's, the best come first, equal ones by file and place") {
+    Scratch scratch;
+    const std::string path = scratch / "i";
+    const Strings texts = {"warp warp lane", "a warp of threads, and memory", "memory banks and more memory of memory",
+                           "memory banks and more memory of memory", "shared memory", "nothing at all", "线程束 与 warp"};
+    std::vector<Strings> passages;
+    {
+        IndexBuilder builder(path, 5);
+        std::vector<WordCounts> words;
+        for (size_t i = 0; i < texts.size(); i++) {
+            uint32_t length = 0;
+            builder.add_file(format("%zu.md", texts.size() - i), {}); // the last name first
+            words.push_back(count_words(jieba(), texts[i], length));
+            builder.add_passage(texts[i], "H", 1, length);
+            passages.push_back(words_of(texts[i]));
+        }
+        builder.add_words(0, words);
+        builder.finish();
+    }
+    const DocumentIndex index(path);
+    CHECK(index.header().made_by == 5);
+    CHECK(index.header().files == texts.size());
+    for (const char* question : {"memory", "warp lane", "memory of a warp", "memory memory warp", "the 线程束", "unheard"}) {
+        INFO(question);
+        const auto hits = index.search(counts_of(question), 100);
+        size_t wanted = 0;
+        for (size_t p = 0; p < texts.size(); p++) wanted += bm25(passages, words_of(question), p) > 0;
+        CHECK(hits.size() == wanted);
+        for (size_t i = 0; i < hits.size(); i++) {
+            CHECK(hits[i].score == doctest::Approx(bm25(passages, words_of(question), hits[i].passage)).epsilon(1e-5));
+            if (i > 0) CHECK(hits[i - 1].score >= hits[i].score);
+            CHECK(index.text_of(index.passage_at(hits[i].passage)) == texts[hits[i].passage]);
+        }
+        for (size_t k : {0, 1, 2, 3}) { // fewer of them are the first of them
+            const auto some = index.search(counts_of(question), k);
+            REQUIRE(some.size() == std::min(k, hits.size()));
+            for (size_t i = 0; i < some.size(); i++) CHECK(some[i].passage == hits[i].passage);
+        }
+    }
+    const auto equal = index.search(counts_of("banks"), 2);
+    REQUIRE(equal.size() == 2);
+    CHECK(equal[0].passage == 3); // 4.md
+    CHECK(equal[1].passage == 2); // 5.md
+}
+
+TEST_CASE("index: a damaged one is one line of error, and never more") {
+    Library library;
+    for (int i = 0; i < 20; i++) library.put(format("%d.md", i), format("# Title %d\n\nwarp memory word%d\n\n## B\n\nmore of it", i, i));
+    library.open();
+    const std::string good = read_file(library.index);
+    MemoryFile file(good);
+    size_t attempts = 0;
+    auto attempt = [&] {
+        try {
+            const DocumentIndex index(file.path);
+            for (const char* question : {"warp", "word3 memory", "more of it"})
+                for (auto hit : index.search(counts_of(question), 3)) {
+                    const DocumentIndex::Passage& p = index.passage_at(hit.passage);
+                    (void)(index.text_of(p).size() + index.heading_of(p).size() + index.name_of(index.file_at(p.file)).size());
+                }
+            if (attempts++ % 8) return std::string("fine");
+            IndexBuilder builder(library.scratch / "copy", 1); // as an update would
+            builder.take_over(index, std::vector<std::optional<int64_t>>(index.header().files, 1));
+            builder.finish();
+            const DocumentIndex copy(library.scratch / "copy");
+            copy.search(counts_of("warp memory"), 3);
+            return std::string("fine");
+        } catch (const Error& e) {
+            return std::string(e.what());
+        }
+    };
+    CHECK(attempt() == "fine");
+    for (size_t n = 0; n < good.size(); n += n < 90 ? 1 : 97) {
+        file.truncate(n);
+        CHECK(attempt().find(file.path + ": ") == 0);
+        file.write(0, good);
+    }
+    file.write(good.size(), "x");
+    CHECK(attempt().find("not what its header says") != std::string::npos);
+    file.truncate(good.size());
+    size_t refused = 0;
+    for (size_t at = 0; at < good.size(); at++) // every byte, three ways
+        for (const char x : {'\0', '\x7f', '\xff'}) {
+            if (good[at] == x || (at > 100 && at % 11)) continue;
+            file.write(at, std::string_view(&x, 1));
+            refused += attempt() != "fine";
+            file.write(at, std::string_view(&good[at], 1));
+        }
+    CHECK(refused > 100);
+    CHECK(attempt() == "fine");
+}
+
+TEST_CASE("documents: an index of another version, cut short or of other rules is made anew; another's file is not touched") {
+    Library library;
+    library.put("a.md", "# A\n\nwarp");
+    CHECK(library.open().find("warp").size() == 1);
+    const std::string good = read_file(library.index);
+    auto again = [&](std::string bytes, const char* why) {
+        write_file(library.index, bytes);
+        CHECK(library.open().find("warp").size() == 1);
+        INFO(library.all());
+        CHECK(library.says(why));
+        CHECK(library.number(" read") == 1);
+        CHECK(read_file(library.index) == good);
+    };
+    std::string other = good;
+    other[8] = 9;
+    again(other, "another version; it is made anew");
+    again(good.substr(0, good.size() - 1), "not what its header says; it is made anew");
+    other = good, other[16]++;
+    again(other, "made for other passages or words; it is made anew");
+    other = good, other[good.size() - 5]++; // lengths: another score, nothing more
+    write_file(library.index, other);
+    library.open();
+    CHECK(library.number(" read") == 0);
+    const size_t first = good.size() - 4 - 24 * DocumentIndex(library.index).header().words - 32 - 48 + 40; // of the file's record
+    other = good, other[first] = 7;
+    write_file(library.index, other);
+    library.put("b.md", "lane");
+    CHECK(library.open().find("warp").size() == 1);
+    CHECK(library.says("a damaged index; it is made anew"));
+    CHECK(library.number(" read") == 2);
+
+    write_file(library.index, "my thesis");
+    CHECK(library.fault(library.folder) == library.index + ": no index of documents; it is not overwritten");
+    CHECK(read_file(library.index) == "my thesis");
+}
+
+// ----------------------------------------------------------------------------------------- folders
+
+TEST_CASE("documents: passages have their file, line and headings; long code is cut") {
+    Library library;
+    std::string code = "# Code\n\n```c\n";
+    for (int i = 0; i < 300; i++) code += format("int line_%d = %d; // zebra\n", i, i);
+    library.put("sub/deep/code.md", code + "```\n");
+    library.put("notes.md", "\xEF\xBB\xBF# Threads\n\nintro text that is here to be a passage of its own, with more than two hundred "
+                            "characters, so that the next heading begins another one. It goes on and on, and says nothing at all "
+                            "about anything, except that it goes on.\n\n## 线程束\n\n一个 warp 有 32 个 lane。\n");
+    library.put("empty.md", "");
+    library.put(".hidden/x.md", "lane lane lane");
+    const Documents docs = library.open();
+    const std::vector<Source> found = docs.find("lane");
+    REQUIRE(found.size() == 1);
+    CHECK(found[0].file == "notes.md");
+    CHECK(found[0].heading == "Threads > 线程束");
+    CHECK(found[0].line == 5);
+    CHECK(found[0].text == "## 线程束\n\n一个 warp 有 32 个 lane。");
+    CHECK(name_of(found[0]) == "notes.md:5, Threads > 线程束");
+    const std::vector<Source> line = docs.find("line_250");
+    REQUIRE(!line.empty());
+    CHECK(line[0].file == "sub/deep/code.md");
+    CHECK(line[0].heading == "Code");
+    CHECK(count_characters(line[0].text) <= PASSAGES.most);
+    CHECK(line[0].text.compare(0, 9, "int line_") == 0); // whole lines
+    CHECK(line[0].line == 4 + (uint32_t)atoi(line[0].text.c_str() + 9));
+}
+
+TEST_CASE("documents: only what changed is read again, and the answers are those of a new index") {
+    Library library;
+    for (int i = 0; i < 30; i++) library.put(format("%02d.md", i), format("# T%d\n\nwarp and number%d and 线程 %s", i, i, i % 3 ? "bank" : ""));
+    library.open();
+    CHECK(library.number(" read") == 30);
+    CHECK(library.number(" unchanged") == 0);
+    const std::string first = read_file(library.index);
+    library.open();
+    CHECK(library.number(" read") == 0);
+    CHECK(library.number(" unchanged") == 30);
+    CHECK(read_file(library.index) == first);
+
+    library.put("03.md", "# T3\n\nnow of tensors");
+    library.put("99.md", "# New\n\ntensor cores and a warp");
+    fs::remove(library.folder + "/07.md");
+    const timeval times[2] = {{1, 0}, {1, 0}};
+    REQUIRE(utimes((library.folder + "/11.md").c_str(), times) == 0); // touched only
+    library.passages = 40;
+    const Documents updated = library.open();
+    CHECK(library.number(" read") == 2);
+    CHECK(library.number(" unchanged") == 28);
+    Library fresh;
+    fresh.passages = 40;
+    for (auto& entry : fs::directory_iterator(library.folder)) fresh.put(entry.path().filename(), read_file(entry.path()));
+    const Documents anew = fresh.open();
+    CHECK(fresh.number(" read") == 30);
+    for (const char* question : {"warp", "number7", "number8 线程", "tensor", "bank and warp", "T3"}) {
+        INFO(question);
+        const auto a = updated.find(question), b = anew.find(question);
+        REQUIRE(a.size() == b.size());
+        for (size_t i = 0; i < a.size(); i++) {
+            CHECK(name_of(a[i]) == name_of(b[i]));
+            CHECK(a[i].score == b[i].score);
+            CHECK(a[i].text == b[i].text);
+        }
+    }
+    CHECK(updated.find("number7").empty());
+    CHECK(updated.hash() == anew.hash());
+    library.open();
+    CHECK(library.number(" read") == 0);
+    CHECK(library.number(" unchanged") == 30);
+    // The same size and another time: its bytes decide.
+    library.put("05.md", "# T5\n\nwarp and number5 and 线程 knab");
+    REQUIRE(utimes((library.folder + "/05.md").c_str(), times) == 0);
+    CHECK(library.open().find("knab").size() == 1);
+    CHECK(library.number(" read") == 1);
+}
+
+TEST_CASE("documents: binary files, broken encodings, unreadable files and links are left out, and said once each kind") {
+    Library library;
+    library.put("good.md", "# Good\n\nwarp");
+    library.put("a.bin", std::string_view("ab\0cd", 5));
+    library.put("b.bin", "x" + std::string(20000, 'y') + std::string(1, '\0'));
+    library.put("gb.txt", "\xcf\xdf\xb3\xcc warp");
+    library.put("cut.txt", "warp \xe7\xba");
+    CHECK(symlink("..", (library.folder + "/circle").c_str()) == 0);
+    CHECK(symlink("/etc/passwd", (library.folder + "/out.md").c_str()) == 0);
+    CHECK(mkfifo((library.folder + "/pipe").c_str(), 0600) == 0);
+    CHECK(library.open().find("warp root").size() == 1);
+    INFO(library.all());
+    CHECK(library.says("left out: 2 binary (pdftotext -layout makes a text of a PDF): a.bin"));
+    CHECK(library.says("2 no UTF-8 (iconv -f GB18030 -t UTF-8 converts it): cut.txt at byte 5"));
+    CHECK(library.says("not read: "));
+    CHECK(library.says("and 2 more links and the like"));
+    CHECK(library.number(" read") == 5);
+    library.open(); // they are known, and not read again
+    CHECK(library.number(" read") == 0);
+    CHECK(library.says("2 binary"));
+    if (geteuid() != 0) {
+        library.put("secret.md", "warp");
+        chmod((library.folder + "/secret.md").c_str(), 0);
+        CHECK(library.open().find("warp").size() == 1);
+        CHECK(library.says("1 cannot be read: secret.md"));
+        chmod((library.folder + "/secret.md").c_str(), 0644);
+        CHECK(library.open().find("warp").size() == 2); // it is tried again, though its time is the same
+    }
+}
+
+TEST_CASE("documents: what cannot be indexed at all is one line") {
+    Library library;
+    CHECK(library.fault(library.folder) == library.folder + ": no text in it");
+    library.put("a.bin", std::string_view("\0", 1));
+    CHECK(library.fault(library.folder) ==
+          library.folder + ": no text in it; left out: 1 binary (pdftotext -layout makes a text of a PDF): a.bin");
+    CHECK(library.fault(library.folder + "/a.bin").find("no text in it") != std::string::npos);
+    CHECK(library.fault(library.folder + "/absent") == library.folder + "/absent: No such file or directory");
+    CHECK(library.fault("/dev/null").find("/dev/null: ") == 0);
+    Library other;
+    other.put("a.md", "warp");
+    const Documents one = other.open(other.folder + "/a.md"); // a file alone
+    CHECK(files_of(one.find("warp")) == Strings{"a.md"});
+    try {
+        Documents({other.folder, other.scratch / "no/such/i", 4}, [](const std::string&) {});
+        FAIL("an index where no folder is");
+    } catch (const Error& e) {
+        CHECK(std::string(e.what()).find("No such file or directory") != std::string::npos);
+    }
+    for (int i = 0; i < 20; i++) other.put(format("%d.md", i), "warp");
+    const Tell silent = [](const std::string&) {};
+    CHECK(list_files(other.folder, other.index, silent, 21).size() == 21);
+    try {
+        list_files(other.folder, other.index, silent, 20);
+        FAIL("more files than may be");
+    } catch (const Error& e) {
+        CHECK(e.what() == other.folder + ": more than 20 files; name a smaller folder");
+    }
+}
+
+TEST_CASE("documents: a file that grows does no harm to the others, and is there when it is at rest") {
+    Library library;
+    library.put("log.txt", "线程");
+    std::atomic<bool> stop{false};
+    std::thread writer([&] {
+        const int fd = ::open((library.folder + "/log.txt").c_str(), O_WRONLY | O_APPEND);
+        for (int i = 0; !stop && i < 20000; i++) (void)!::write(fd, "线程束\n", 10);
+        close(fd);
+    });
+    for (int i = 0; i < 20; i++) {
+        library.put("steady.md", format("# S\n\nsteady %d", i));
+        const Documents docs = library.open();
+        CHECK(docs.find("steady").size() == 1);
+    }
+    stop = true;
+    writer.join();
+    CHECK(library.open().find("线程束").size() > 0);
+    CHECK(!library.says("left out"));
+    DocumentText text;
+    text.read(library.folder + "/absent");
+    CHECK(text.file.fault == DocumentIndex::UNREADABLE);
+}
+
+TEST_CASE("documents: an index in the folder is no document; what an ended program left behind goes") {
+    Library library;
+    library.put("a.md", "warp");
+    const std::string index = library.folder + "/my.index";
+    auto open = [&] {
+        library.told.clear();
+        Documents({library.folder, index, 4}, [&](const std::string& line) { library.told.push_back(line); });
+    };
+    open();
+    const Process ended("/bin/true", {});
+    int status;
+    waitpid(ended.pid, &status, 0);
+    const std::string abandoned = index + format(".tmp%d", (int)ended.pid), alive = index + format(".tmp%d", (int)getppid());
+    write_file(abandoned, "half"), write_file(alive, "half");
+    open();
+    CHECK(library.number(" read") == 0);
+    library.put("b.md", "lane");
+    open();
+    CHECK(library.number(" read") == 1);
+    CHECK(!library.says("left out"));
+    CHECK(!fs::exists(abandoned));
+    CHECK(fs::exists(alive));
+}
+
+TEST_CASE("documents: the index lies in the cache folder; nothing is written into the documents") {
+    Library library;
+    library.put("a.md", "warp");
+    auto named = [](const char* cache, const char* home) {
+        cache ? setenv("XDG_CACHE_HOME", cache, 1) : unsetenv("XDG_CACHE_HOME");
+        home ? setenv("HOME", home, 1) : unsetenv("HOME");
+        try {
+            return default_index("/some/docs");
+        } catch (const Error& e) {
+            return std::string(e.what());
+        }
+    };
+    const char *home = getenv("HOME"), *cache = getenv("XDG_CACHE_HOME");
+    const std::string old_home = home ? home : "", old_cache = cache ? cache : "";
+    const std::string file = format("/docs-%016llx.index", (unsigned long long)fnv1a("/some/docs"));
+    CHECK(named((library.scratch / "c").c_str(), "/nowhere") == library.scratch / "c/qwen3" + file);
+    CHECK(named(nullptr, (library.scratch / "h").c_str()) == library.scratch / "h/.cache/qwen3" + file);
+    CHECK(named(nullptr, nullptr).find("--index FILE") != std::string::npos);
+    named(cache ? old_cache.c_str() : nullptr, home ? old_home.c_str() : nullptr);
+    library.open();
+    CHECK(std::distance(fs::directory_iterator(library.folder), fs::directory_iterator()) == 1);
+}
+
+// ----------------------------------------------------------------------------------------- prompts
+
+TEST_CASE("prompts: in the question's language, passages numbered, within the room, the last one cut") {
+    auto measure = [](std::string_view s) { return s.size(); };
+    CHECK(is_chinese("什么是 warp？"));
+    CHECK(is_chinese("warp 是什么"));
+    CHECK(!is_chinese("What is a warp?"));
+    CHECK(!is_chinese("Is 是 a word of Chinese?"));
+    CHECK(!is_chinese("42"));
+    std::vector<Source> sources = {{"a.md", "Warps", "A warp has 32 lanes.", 3, 2.f},
+                                   {"b.md", "", "一个线程束有 32 个线程。" + std::string(400, 'z'), 1, 1.f},
+                                   {"c.md", "C", "third", 9, .5f}};
+    auto some = sources;
+    const std::string all = grounded("What is a warp?", some, 10000, measure);
+    CHECK(some.size() == 3);
+    CHECK(all.find("Answer the question from the passages") == 0);
+    CHECK(all.find("not in the documents") != all.npos);
+    CHECK(all.find("[1] a.md:3, Warps\nA warp has 32 lanes.\n\n[2] b.md:1\n一个") != all.npos);
+    CHECK(all.substr(all.size() - 25) == "Question: What is a warp?");
+    some = sources;
+    const std::string chinese = grounded("什么是线程束？", some, 10000, measure);
+    CHECK(chinese.find("文档中没有提到") != chinese.npos);
+    CHECK(chinese.substr(chinese.size() - 30) == "问题：什么是线程束？");
+    some = sources;
+    const size_t least = grounded("What is a warp?", some, 0, measure).size();
+    CHECK(some.empty());
+    for (size_t room = 0; room < all.size() + 50; room += 3) {
+        some = sources;
+        const std::string text = grounded("What is a warp?", some, room, measure);
+        CHECK(text.size() <= std::max(room, least));
+        std::string valid;
+        utf8_repair(valid, text, true);
+        CHECK(valid == text); // cut between characters
+        for (size_t i = 0; i < some.size(); i++) {
+            CHECK(text.find(some[i].text) != text.npos);
+            CHECK(sources[i].text.compare(0, some[i].text.size(), some[i].text) == 0);
+            if (i + 1 < some.size()) CHECK(some[i].text == sources[i].text); // the last alone is cut
+        }
+    }
+    some.clear();
+    CHECK(grounded("What?", some, 10000, measure).find("(No passage was found.)") != std::string::npos);
+}
+
+TEST_CASE("prompts: a question without a word of its own is looked up as the one before it") {
+    Library library;
+    library.put("a.md", "# Warps\n\nA warp has lanes.");
+    library.put("b.md", "# Banks\n\nShared memory has banks.");
+    const Documents docs = library.open();
+    CHECK(docs.find("why?").empty());
+    CHECK(files_of(docs.find("Why?", "What is a warp?")) == Strings{"a.md"});
+    CHECK(files_of(docs.find("How many banks?", "What is a warp?")) == Strings{"b.md"});
+    CHECK(docs.find("\xff\xfe warp").size() == 1); // whatever the bytes
+    CHECK(docs.find(std::string(8000, 'x') + " warp").size() == 1);
+    CHECK(docs.find(std::string(8192, 'x') + " warp").empty()); // so much of a question is looked up
+}
+
+// ----------------------------------------------------------------------------------------- qwen3 --docs
+
+static const char* qwen3() { return getenv("QWEN3") ? getenv("QWEN3") : "./qwen3"; }
+static const Strings MODEL = {"tests/fixtures/tiny/model.bin", "-z", "tests/fixtures/tiny/tokenizer.bin", "-t", "0", "-n", "4"};
+static Result run(const Strings& more, std::string_view input = "") {
+    Strings all = MODEL;
+    all.insert(all.end(), more.begin(), more.end());
+    return Process(qwen3(), all, input).wait();
+}
+
+TEST_CASE("qwen3 --docs: an answer, a chat and an evaluation with passages, and where they are from") {
+    Library library;
+    library.put("a.md", "# Warps\n\nA warp has 32 lanes.");
+    library.put("b.md", "# Banks\n\nShared memory has banks.");
+    const Strings docs = {"--docs", library.folder, "--index", library.index};
+    auto with = [&](Strings more) {
+        more.insert(more.begin(), docs.begin(), docs.end());
+        return more;
+    };
+    const std::string question = "What is a warp?";
+    const Result plain = run({"-i", question, "--json"}), one = run(with({"-i", question, "--json"}));
+    CHECK(one.status == 0);
+    const Json answer(one.out), before(plain.out);
+    CHECK(before["sources"].size() == 0);
+    REQUIRE(answer["sources"].size() == 1);
+    CHECK(answer["sources"][(size_t)0]["file"].str() == "a.md");
+    CHECK(answer["sources"][(size_t)0]["heading"].str() == "Warps");
+    CHECK(answer["sources"][(size_t)0]["line"].number() == 1);
+    CHECK(answer["sources"][(size_t)0]["text"].str() == "# Warps\n\nA warp has 32 lanes.");
+    CHECK(one.err.find("[1] a.md:1, Warps\n") != std::string::npos);
+    CHECK(one.err.find("2 passages of 2 files") != std::string::npos);
+
+    // The prompt is `grounded`, and nothing else.
+    std::vector<Source> sources = library.open().find(question);
+    auto measure = [](std::string_view s) { return s.size(); };
+    const Result same = run({"-i", grounded(question, sources, 1 << 20, measure), "--json"});
+    CHECK(Json(same.out)["ids"].size() == answer["ids"].size());
+    CHECK(Json(same.out)["text"].str() == answer["text"].str());
+    CHECK(Json(same.out)["prompt_tokens"].number() == answer["prompt_tokens"].number());
+
+    // In a context too small for a passage there is what fits, and the answer has its room.
+    const Result small = run(with({"-i", question, "--json", "-c", "160"}));
+    CHECK(small.status == 0);
+    CHECK(Json(small.out)["prompt_tokens"].number() <= 156);
+
+    const Result chat = run(docs, "What is a warp?\nWhy?\nWhat are banks?\n");
+    CHECK(chat.status == 0);
+    Strings told;
+    for (auto& line : lines(chat.err))
+        if (line[0] == '[') told.push_back(line);
+    CHECK(told == Strings{"[1] a.md:1, Warps", "[1] a.md:1, Warps", "[1] b.md:1, Banks"});
+
+    const std::string rows = library.scratch / "qa.jsonl", out = library.scratch / "out.jsonl";
+    write_file(rows, "{\"instruction\": \"What are banks?\", \"output\": \"Parts of shared memory.\"}\n"
+                     "{\"instruction\": \"What is unheard-of?\", \"output\": \"Nothing.\"}\n");
+    CHECK(run(with({"--eval", rows, "-o", out})).status == 0);
+    const Strings made = lines(read_file(out));
+    REQUIRE(made.size() == 2);
+    CHECK(Json(made[0])["question"].str() == "What are banks?");
+    CHECK(Json(made[0])["sources"][(size_t)0]["file"].str() == "b.md");
+    CHECK(!Json(made[1])["sources"]);
+    // A half evaluation goes on with the same documents only.
+    const std::string half = library.scratch / "half.jsonl";
+    fs::copy(out, half + ".partial");
+    library.put("c.md", "more");
+    Result other = run(with({"--eval", rows, "-o", half}));
+    other.err.erase(0, other.err.rfind("qwen3: ")); // what was read comes before it
+    check_refusal(other, "qwen3", "begun with another model, other rows or options");
+}
+
+TEST_CASE("qwen3 --docs: what is wrong is one line") {
+    Library library;
+    auto refused = [](const Strings& more, const char* word) {
+        Result r = run(more);
+        r.err.erase(0, r.err.rfind("qwen3: ")); // lines of progress come before it
+        check_refusal(r, "qwen3", word);
+    };
+    refused({"-i", "a", "--docs", library.folder, "--index", library.index}, "no text in it");
+    refused({"-i", "a", "--docs", library.folder + "/none"}, "No such file or directory");
+    refused({"-i", "a", "--index", library.index}, "--index is for --docs");
+    refused({"--raw", "-i", "a", "--docs", library.folder}, "--docs is for questions");
+    refused({"--ids", "1", "--docs", library.folder}, "--docs is for questions");
+    refused({"-i", "a", "--docs", ""}, "--docs needs a value");
+    refused({"-i", "a", "--docs", library.folder, "--passages", "0"}, "--passages");
+}
