@@ -10,8 +10,8 @@
 //
 // A thread of a block is a coroutine that runs until it waits: at __syncthreads(), or at a warp's function until the
 // lanes of its mask have come. Blocks run one after the other. `stuck` says that threads waited for what never came.
-// What it has not: clusters, barriers between blocks, streams, textures, half precision, tensor cores, time. It finds wrong results, not all
-// races: only these two orders are tried.
+// What it has not: clusters, barriers between blocks, streams, textures, half precision, tensor cores, time. It finds
+// wrong results, not all races: only these two orders are tried.
 #pragma once
 #include <algorithm>
 #include <cfloat>
@@ -242,7 +242,11 @@ template <class T, class U> T atomicMin(T* p, U v) { const T old = *p; *p = std:
 template <class T, class U> T atomicAnd(T* p, U v) { const T old = *p; *p = old & (T)v; return old; }
 template <class T, class U> T atomicOr(T* p, U v) { const T old = *p; *p = old | (T)v; return old; }
 template <class T, class U> T atomicXor(T* p, U v) { const T old = *p; *p = old ^ (T)v; return old; }
-static unsigned atomicInc(unsigned* p, unsigned top) { const unsigned old = *p; *p = old >= top ? 0 : old + 1; return old; }
+static unsigned atomicInc(unsigned* p, unsigned top) {
+    const unsigned old = *p;
+    *p = old >= top ? 0 : old + 1;
+    return old;
+}
 template <class T, class U> T atomicMax(T* p, U v) { const T old = *p; *p = std::max(old, (T)v); return old; }
 template <class T, class U> T atomicExch(T* p, U v) { const T old = *p; *p = (T)v; return old; }
 template <class T> T atomicCAS(T* p, T compare, T v) { const T old = *p; if (old == compare) *p = v; return old; }
