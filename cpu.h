@@ -450,6 +450,10 @@ INLINE float fix_group(int* X, const bf16* x) {
     return exponent < 255 ? step : NAN; // an infinity or a NaN is among them
 }
 
+// How far ahead of their use INT8 weights are asked for, at least, in bytes. (Zen 4: 2 KB is too late; 8 to 64 KB are
+// the same.)
+constexpr size_t FETCH_AHEAD = 8192;
+
 // Each struct below adds to a set of vectors, for integer_loop of cpu_loops.h:
 //     Fixed    COLUMNS numbers of a token as integers; `fix` makes them    Weights  COLUMNS weights of a row
 //     load_weights, load_scales   these, and their scales lane by lane     add_product  sum += q X scale step
@@ -544,7 +548,7 @@ template <class Set> void integer_tile(float* y, WeightRows<bf16> w, int rows, c
     const auto* x = (const typename Set::Fixed*)input;
     const size_t steps = w.in / Set::COLUMNS;
     for (int r = 0, some; r < rows; r += some, y += some, w.skip(some)) {
-        some = N > 1 && r + R <= rows ? R : 1;
+        some = r + R <= rows ? R : 1;
         int n = 0;
         for (; n + M <= N; n += M)
             if (some == R) Set::template integer_loop<R, M>(y + n * TILE_ROWS, w.q, w.scale, x + n * steps, w.in);

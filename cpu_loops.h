@@ -121,10 +121,14 @@ template <int HEAD, class U> TARGET static void attention_mix(U* out, U scale, c
 }
 
 #ifdef INTEGERS
-// y[m][r] = W[r] . x[m] for R rows of INT8 weights and M tokens that are integers.
+// y[m][r] = W[r] . x[m] for R rows of INT8 weights and M tokens that are integers. A cache line of weights takes some
+// 20 instructions, so a CPU that looks 300 instructions ahead has too few lines on their way from memory. Hence each
+// line asks for the one in its own place whole blocks of R rows later; into the second-level cache, since the first
+// one tracks too few misses.
 template <int R, int M>
 TARGET static void integer_loop(float* y, const int8_t* q, const bf16* scale, const Fixed* x, int in) {
     const int steps = in / COLUMNS;
+    const size_t block = (size_t)R * in, ahead = (FETCH_AHEAD + block - 1) / block * block;
     Vector sum[R][M][1];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int m = 0; m < M; m++) sum[r][m][0] = Vector{};
@@ -132,7 +136,9 @@ TARGET static void integer_loop(float* y, const int8_t* q, const bf16* scale, co
         Weights w[R];
         Vector s[R];
         UNROLL for (int r = 0; r < R; r++) {
-            load_weights(w[r], q + ((size_t)r * steps + i) * COLUMNS);
+            const int8_t* from = q + ((size_t)r * steps + i) * COLUMNS;
+            __builtin_prefetch((const void*)((uintptr_t)from + ahead), 0, 2);
+            load_weights(w[r], from);
             load_scales(s[r], scale + ((size_t)r * steps + i) * (COLUMNS / GROUP));
         }
         UNROLL for (int m = 0; m < M; m++)
