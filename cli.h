@@ -1221,12 +1221,13 @@ static std::vector<std::vector<int>> shown_ids(const Options& o, const Tokenizer
                                                const std::vector<TextRow>& rows, size_t context) {
     const std::string query = prompt && o.input == "-" ? read_stdin() : o.input;
     if (prompt && query.empty()) DIE("the query is empty");
-    const std::string task = o.instruct.empty() ? RETRIEVAL_TASK : o.instruct;
+    std::vector<int> question;
+    if (prompt) question = prompt->query_ids(tokenizer, o.instruct.empty() ? RETRIEVAL_TASK : o.instruct, query);
     const size_t most = o.truncate ? context : 0;
     if (prompt && context <= prompt->length()) DIE("--ctx %zu: the question alone is %zu tokens", context, prompt->length());
     std::vector<std::vector<int>> all;
     for (auto& row : rows) {
-        if (prompt) all.push_back(prompt->ids(tokenizer, task, query, row.text, most));
+        if (prompt) all.push_back(prompt->ids(tokenizer, question, row.text, most));
         else all.push_back(embedding_ids(tokenizer, o.instruct.empty() ? row.text : with_task(o.instruct, row.text), most));
         if (all.back().size() > context)
             DIE("text %zu is %s, the context %zu (-c sets it, --truncate cuts)", all.size(),

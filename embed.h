@@ -55,11 +55,15 @@ struct RerankPrompt {
     }
     size_t length() const { return before.size() + after.size(); }
 
-    // most: ids that stay, of which only those of the texts can go; 0: all.
-    std::vector<int> ids(const Tokenizer& t, const std::string& task, const std::string& query, const std::string& document,
-                         size_t most = 0, bool keep_last = false) const {
-        std::vector<int> all = before;
-        std::vector<int> texts = t.encode("<Instruct>: " + task + "\n<Query>: " + query + "\n<Document>: " + document, false);
+    // The part that all documents of a query share. (A line's end is always the end of a token.)
+    std::vector<int> query_ids(const Tokenizer& t, const std::string& task, const std::string& query) const {
+        return t.encode("<Instruct>: " + task + "\n<Query>: " + query + "\n", false);
+    }
+    // The whole. most: ids that stay, of which only those of the two texts can go; 0: all.
+    std::vector<int> ids(const Tokenizer& t, const std::vector<int>& query_ids, const std::string& document, size_t most = 0,
+                         bool keep_last = false) const {
+        std::vector<int> texts = query_ids, all = before;
+        t.encode(texts, "<Document>: " + document, false);
         if (most) cut_text(texts, most - std::min(most, length()), keep_last);
         all.insert(all.end(), texts.begin(), texts.end());
         all.insert(all.end(), after.begin(), after.end());

@@ -73,10 +73,11 @@ struct Piece {
     const char* finish = nullptr;  // with the last piece: "stop", "length" or "tool_calls",
     size_t count = 0;              // tokens drawn for the answer, its end token too
     size_t cached = 0;             // tokens of the prompt from the cache
+    std::vector<float> hidden{};   // (C) of a pooled job, which has this one piece
 };
 
 inline size_t bytes_of(const Piece& piece) {
-    size_t n = sizeof piece + piece.text.size();
+    size_t n = sizeof piece + piece.text.size() + piece.hidden.size() * sizeof(float);
     for (auto& t : piece.tokens) n += sizeof t + t.text.size() + t.top.size() * sizeof(Alternative);
     for (auto& c : piece.calls) n += sizeof c + c.name.size() + c.arguments.size();
     return n;
@@ -187,8 +188,16 @@ struct Job {
     uint64_t salt = 1;                // its API key's number: keys take turns
     uint64_t space = 0;               // only prompts of one space share pages: its cache_salt's, or (0) the key's
     int priority = 0;                 // within its key; the lowest first
+    bool pooled = false;              // no answer: the hidden state of the prompt's last token
     double arrived = seconds();
+
+    // Texts take their turns beside the answers of the same key.
+    static constexpr uint64_t TEXTS = 1ull << 32;
+    uint64_t line() const { return salt + (pooled ? TEXTS : 0); }
 };
+constexpr size_t MAX_TEXTS = 2048;               // of a request for vectors or a ranking: OpenAI's limit
+constexpr size_t WAITING_TEXTS = 8 * MAX_TEXTS;  // ... and of all requests; they have no part in the queue of answers
+constexpr size_t MAX_TEXT_TOKENS = 1 << 20, WAITING_TEXT_TOKENS = 32 << 20; // the same of their tokens
 
 // The space of a key's requests with this cache_salt. Below 2^32 are the keys' own, then come the names of pages; two
 // keys never have one in common.
@@ -232,7 +241,8 @@ struct Desk {
     std::vector<Job> inbox;
     size_t inside = 0, limit = 0;     // jobs that the engine has; most there may be in all
     size_t keys = 1;                  // of API keys; when all is full, each may still have its share of the limit
-    std::map<uint64_t, size_t> held;  // jobs that are not done, by key
+    size_t texts = 0, text_tokens = 0; // of all jobs, those that are pooled, and the tokens of these
+    std::map<uint64_t, size_t> held;  // jobs that are not done, by their line
     bool closed = false;              // nothing more will come
     Figures figures;                  // as of the last step
     Budget unsent{256 << 20};         // pieces and answers that nobody has taken yet
@@ -240,10 +250,14 @@ struct Desk {
     // The jobs of one request. False: there is no room for them now.
     bool submit(std::vector<Job>&& jobs) {
         std::lock_guard lock(mutex);
-        size_t& own = held[jobs[0].salt];
-        const bool full = inbox.size() + inside + jobs.size() > limit;
-        if (closed || (full && own + jobs.size() > limit / keys)) return false;
-        own += jobs.size();
+        const bool pooled = jobs[0].pooled;
+        size_t& own = held[jobs[0].line()];
+        const size_t all = pooled ? texts : inbox.size() + inside - texts, most = pooled ? WAITING_TEXTS : limit;
+        if (closed || (all + jobs.size() > most && own + jobs.size() > most / keys)) return false;
+        size_t tokens = 0;
+        for (const Job& job : jobs) tokens += pooled ? job.prompt.size() : 0;
+        if (pooled && texts > 0 && text_tokens + tokens > WAITING_TEXT_TOKENS) return false;
+        own += jobs.size(), texts += pooled ? jobs.size() : 0, text_tokens += tokens;
         for (Job& job : jobs) inbox.push_back(std::move(job));
         news.notify_one();
         return true;
@@ -481,6 +495,7 @@ struct EngineOptions {
     int burst = 0;        // ... and in one that nobody waits for
     size_t kv_bytes = 0;  // of the KV cache; 0: as much as there is room for
     bool at_most = false; // the context may be less: what the cache holds
+    int texts = 0;        // pooled jobs at once, beside the answers
 };
 
 constexpr int USUAL_CONTEXT = 4096; // more than most answers and their prompts take
@@ -571,7 +586,8 @@ template <class T> struct Engine {
         plan();
         pool = PagePool(pages);
         if (c.end_tokens.size() > MAX_ENDS) DIE("the model has more than %zu end tokens", MAX_ENDS);
-        for (int s = o.max_seqs - 1; s >= 0; s--) free_slots.push_back(s);
+        for (int s = o.max_seqs - 1; s >= 0; s--) free_slots[0].push_back(s);
+        for (int s = o.max_seqs + o.texts - 1; s >= o.max_seqs; s--) free_slots[1].push_back(s);
         std::vector<acc<T>> angles((size_t)options.context * c.D);
         fill_rope(angles.data(), options.context, c.D, c.rope_theta);
         give(rope, angles.data(), angles.size());
@@ -651,6 +667,7 @@ template <class T> struct Engine {
         size_t total() const { return ids.size() + pending; }
         size_t left() const { return total() - computed; }
         size_t answered() const { return total() - prompt; }
+        size_t pages_needed() const { return job.pooled ? (ids.size() + PAGE - 1) / PAGE : ids.size() / PAGE + 1; }
     };
     using Place = std::pair<int, uint64_t>; // in a line: by priority, then as they came
     using Line = std::map<Place, std::unique_ptr<Sequence>>;
@@ -661,6 +678,8 @@ template <class T> struct Engine {
         int singles = 0;
         struct Draw { uint64_t rank, admission; int row; };
         std::vector<Draw> draws;
+        std::vector<Draw> kept;    // rows whose hidden states are wanted,
+        std::vector<float> hidden; // ... and these: (., C)
         std::vector<bool> informed; // of the draws: their log-probabilities are wanted
         std::vector<int> ids;      // what was drawn
         std::vector<float> logits; // (.,V) of these, as the model made them
@@ -677,15 +696,15 @@ template <class T> struct Engine {
     T* picked;
     acc<T> *rope, *logits;
     int pages, max_rows, max_pages;
-    int *input, *table;        // a step's numbers, see arrays(); (max_seqs, max_pages)
+    int *input, *table;        // a step's numbers, see arrays(); (max_seqs + texts, max_pages)
     PagePool pool;
-    std::vector<int> free_slots;
+    std::vector<int> free_slots[2];          // for answers, for texts
     Running running;                         // by rank: in the order of their first admission
     std::map<uint64_t, Line> waiting;        // a line for each API key
     size_t in_lines = 0, most_in_lines = 0;  // that wait; since memory was given back, at most
     std::pair<uint64_t, Place> looked_at{};  // how far the lines have been searched for cancelled ones
     std::map<uint64_t, uint64_t> service;    // by key: tokens computed for it, see next_line()
-    std::vector<uint64_t> ended;             // keys of the answers that have ended since the desk was told
+    std::vector<std::pair<uint64_t, size_t>> ended; // since the desk was told: lines of jobs, tokens of their prompts
     std::vector<std::pair<std::shared_ptr<Reply>, Piece>> outbox;
     std::deque<Step> under_way;
     std::vector<uint32_t> masks;             // (., words) of a step's draws
@@ -700,7 +719,7 @@ template <class T> struct Engine {
         logits = arena.take<acc<T>>((size_t)options.max_seqs * config.V);
         picked = arena.take<T>((size_t)options.max_seqs * config.C);
         input = arena.take<int>(input_size());
-        table = arena.take<int>((size_t)options.max_seqs * max_pages);
+        table = arena.take<int>((size_t)(options.max_seqs + options.texts) * max_pages);
 #ifdef __CUDACC__
         if (ctx.gpu) plan_device();
 #endif
@@ -768,7 +787,7 @@ template <class T> struct Engine {
             desk.inside += jobs.size();
         }
         for (Job& job : jobs) {
-            if (!waiting.count(job.salt)) catch_up(job.salt);
+            if (!waiting.count(job.line())) catch_up(job.line());
             join_line(std::make_unique<Sequence>(std::move(job), tokenizer, ++arrivals));
         }
     }
@@ -782,7 +801,7 @@ template <class T> struct Engine {
         if (!now.count(key) && least != UINT64_MAX) service[key] = std::max(service[key], least);
     }
     void join_line(std::unique_ptr<Sequence> q) {
-        const uint64_t key = q->job.salt;
+        const uint64_t key = q->job.line();
         const Place place = {q->job.priority, q->arrival};
         waiting[key][place] = std::move(q);
         most_in_lines = std::max(most_in_lines, ++in_lines);
@@ -796,20 +815,21 @@ template <class T> struct Engine {
     }
     std::map<uint64_t, size_t> at_work() const { // answers, by key
         std::map<uint64_t, size_t> n;
-        for (auto& [rank, q] : running) n[q->job.salt]++;
+        for (auto& [rank, q] : running) n[q->job.line()]++;
         return n;
     }
 
     // First a token of every answer that runs, in order; then chunks of prompts that have been begun; then those that
     // wait, in their turn, as long as there are slots and pages for them. Where a running answer needs a page and there
     // is none, the last one that runs gives way: the first always gets on, and so everyone does.
+    // Texts have slots of their own, and half of a step's part for prompts where answers want it too.
     Step plan_step() {
         Step s;
         drop_cancelled();
-        yield();
+        for (bool texts : {false, true}) yield(texts);
         for (auto it = running.begin(); it != running.end(); ++it) {
             Sequence& q = *it->second;
-            if (q.left() != 1 || q.answered() == q.job.max_tokens) continue;
+            if (q.job.pooled || q.left() != 1 || q.answered() == q.job.max_tokens) continue;
             if (q.computed / PAGE == q.pages.size()) {
                 while (pool.available() == 0 && std::prev(running.end()) != it) preempt(std::prev(running.end()));
                 if (pool.available() == 0) { preempt(it); break; }
@@ -819,15 +839,34 @@ template <class T> struct Engine {
         }
         s.singles = (int)s.token.size();
         size_t budget = (size_t)(s.singles ? options.chunk : options.burst);
+        const bool answers = wants_prompt(false);
+        if (wants_prompt(true)) budget -= add_prompts(s, true, answers ? budget / 2 : budget);
+        if (answers) add_prompts(s, false, budget);
+        return s;
+    }
+
+    // Of texts or of answers: whether one waits, or has more of its prompt to come.
+    bool wants_prompt(bool texts) const {
+        const auto line = waiting.lower_bound(texts ? Job::TEXTS : 0);
+        if (line != waiting.end() && (texts || line->first < Job::TEXTS)) return true;
+        for (auto& [rank, q] : running)
+            if (q->job.pooled == texts && q->left() > (texts ? 0 : 1)) return true;
+        return false;
+    }
+
+    // Chunks of their prompts, together of `budget` tokens at most. Returns how many there are.
+    size_t add_prompts(Step& s, bool texts, const size_t budget) {
+        size_t left = budget;
         auto chunk = [&](Sequence& q) {
-            const size_t n = std::min(q.left(), budget);
+            const size_t n = std::min(q.left(), left);
             add(s, q, n);
-            budget -= n;
+            left -= n;
         };
         for (auto& [rank, q] : running)
-            if (q->left() > 1 && budget > 0) chunk(*q);
-        while (!waiting.empty() && budget > 0 && !free_slots.empty()) {
-            const auto line = next_line();
+            if (q->job.pooled == texts && q->left() > (texts ? 0 : 1) && left > 0) chunk(*q);
+        while (left > 0 && !free_slots[texts].empty()) {
+            const auto line = next_line(texts);
+            if (line == waiting.end()) break;
             const auto first = line->second.begin();
             if (!admit(*first->second)) break;
             auto q = leave_line(line->first, first);
@@ -836,38 +875,43 @@ template <class T> struct Engine {
             const uint64_t rank = q->rank;
             running[rank] = std::move(q);
         }
-        return s;
+        return budget - left;
     }
 
-    // The next turn is that of the key with the fewest answers at work; of these the one for which least was computed.
-    // Within a line: first come, first served; whoever gave way came before those that have not begun.
-    typename std::map<uint64_t, Line>::iterator next_line() {
+    // The next turn is that of the key with the fewest answers (or texts) at work; of these the one for which least was
+    // computed. Within a line: first come, first served; whoever gave way came before those that have not begun.
+    typename std::map<uint64_t, Line>::iterator next_line(bool texts) {
         std::map<uint64_t, size_t> n = at_work();
         auto rank = [&](uint64_t key) { return std::pair(n[key], service[key]); };
         auto before = [&](auto& a, auto& b) { return rank(a.first) < rank(b.first); };
-        return std::min_element(waiting.begin(), waiting.end(), before);
+        const auto first_text = waiting.lower_bound(Job::TEXTS);
+        const auto begin = texts ? first_text : waiting.begin(), end = texts ? waiting.end() : first_text;
+        return begin == end ? waiting.end() : std::min_element(begin, end, before);
     }
 
     // Nobody waits for another key's whole answers. If the next in turn finds no room, the last answer of the key with
     // the most of them gives way: if that leaves it no fewer than the other then has, or if keys must share a slot and
-    // it has had its QUANTUM of tokens. What has given way is computed again, mostly from the cache.
-    void yield() {
+    // it has had its QUANTUM of tokens. What has given way is computed again, mostly from the cache. (For a text, which
+    // has a slot soon, answers give way for tokens only.)
+    void yield(bool texts) {
         constexpr uint64_t QUANTUM = 512, LEAST = 64; // LEAST: of an answer, so that each turn brings it on
-        while (!waiting.empty() && !running.empty()) {
-            const auto line = next_line();
+        while (!running.empty()) {
+            const auto line = next_line(texts);
+            if (line == waiting.end()) return;
             const uint64_t key = line->first;
-            const size_t pages_wanted = line->second.begin()->second->total() / PAGE + 1 + running.size();
-            if (!free_slots.empty() && pool.available() >= pages_wanted) return;
+            const size_t pages_wanted = line->second.begin()->second->pages_needed() + running.size();
+            if ((texts || !free_slots[0].empty()) && pool.available() >= pages_wanted) return;
             std::map<uint64_t, size_t> n = at_work();
             const size_t own = n[key];
+            if (!texts && free_slots[0].empty()) n.erase(n.lower_bound(Job::TEXTS), n.end()); // those have no such slot
             auto fewer = [&](auto& a, auto& b) {
                 return std::pair(a.second, service[a.first]) < std::pair(b.second, service[b.first]);
             };
             const auto [most, answers] = *std::max_element(n.begin(), n.end(), fewer);
             auto last = running.end();
             for (auto it = running.begin(); it != running.end(); ++it)
-                if (it->second->job.salt == most) last = it;
-            const bool share = answers > own + 1;
+                if (it->second->job.line() == most) last = it;
+            const bool share = !texts && answers > own + 1;
             const bool turn = own == 0 && most != key && service[most] > service[key] + QUANTUM &&
                               last->second->answered() >= last->second->resumed + LEAST;
             if (!share && !turn) return;
@@ -897,7 +941,7 @@ template <class T> struct Engine {
             looked_at.second = it->first;
             if (!it->second->job.reply->cancelled) continue;
             figures.cancelled++;
-            ended.push_back(key);
+            ended.push_back({key, it->second->prompt});
             leave_line(key, it);
             line = waiting.lower_bound(key);
             if (line == waiting.end() || line->first != key) looked_at.second = front;
@@ -906,13 +950,13 @@ template <class T> struct Engine {
     void leave(typename Running::iterator it) {
         Sequence& q = *it->second;
         vacate(q);
-        ended.push_back(q.job.salt);
+        ended.push_back({q.job.line(), q.prompt});
         running.erase(it);
     }
 
     // The next n rows of q; if they are the last, its next token is drawn.
     void add(Step& s, Sequence& q, size_t n) {
-        service[q.job.salt] += n;
+        service[q.job.line()] += n;
         for (size_t i = 0; i < n; i++, q.computed++) {
             s.token.push_back(q.computed < q.ids.size() ? q.ids[q.computed] : -1);
             s.pos.push_back((int)q.computed);
@@ -920,14 +964,14 @@ template <class T> struct Engine {
             s.slot.push_back(q.pages[q.computed / PAGE] * PAGE + (int)(q.computed % PAGE));
         }
         if (q.left() > 0) return;
-        s.draws.push_back({q.rank, q.admission, (int)s.token.size() - 1});
-        q.pending++;
+        (q.job.pooled ? s.kept : s.draws).push_back({q.rank, q.admission, (int)s.token.size() - 1});
+        q.pending += !q.job.pooled;
     }
 
     // A slot and the pages for all its tokens and the next one; what the cache has of them need not be computed, but
     // for the last token, whose logits are wanted. False: not enough pages. Each that runs keeps the chance of another.
     bool admit(Sequence& q) {
-        const size_t total = q.ids.size(), needed = total / PAGE + 1;
+        const size_t total = q.ids.size(), needed = q.pages_needed();
         q.chain = q.job.space ? q.job.space : q.job.salt;
         while ((q.pages.size() + 1) * PAGE < total) {
             const int p = pool.find(q.chain, &q.ids[q.pages.size() * PAGE]);
@@ -943,15 +987,15 @@ template <class T> struct Engine {
         }
         q.known = found, q.computed = found * PAGE;
         while (q.pages.size() < needed) q.pages.push_back(pool.take());
-        q.slot = free_slots.back();
-        free_slots.pop_back();
+        q.slot = free_slots[q.job.pooled].back();
+        free_slots[q.job.pooled].pop_back();
         q.admission = ++admissions, q.resumed = q.answered();
         figures.looked_up += total, figures.found += q.computed;
         if (q.cached == SIZE_MAX) q.cached = q.computed, figures.prompt_tokens += total;
         if (found) // (a step's rows enter their own pages)
             give(table + (size_t)q.slot * max_pages, q.pages.data(), found);
 #ifdef __CUDACC__
-        if (ctx.gpu) describe_to_gpu(q);
+        if (ctx.gpu && !q.job.pooled) describe_to_gpu(q);
 #endif
         return true;
     }
@@ -961,7 +1005,7 @@ template <class T> struct Engine {
     }
     void vacate(Sequence& q) {
         give_back_pages(q);
-        if (q.slot >= 0) free_slots.push_back(q.slot);
+        if (q.slot >= 0) free_slots[q.job.pooled].push_back(q.slot);
         q.slot = -1;
     }
     void preempt(typename Running::iterator it) {
@@ -990,6 +1034,17 @@ template <class T> struct Engine {
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
             if (s.informed[i]) told = &s.logits[row++ * (size_t)config.V];
             if (valid && accept(*it->second, s.ids[i], told)) leave(it);
+        }
+        for (size_t i = 0; i < s.kept.size(); i++) {
+            const auto it = running.find(s.kept[i].rank);
+            if (it == running.end() || it->second->admission != s.kept[i].admission) continue;
+            const auto from = s.hidden.begin() + (ptrdiff_t)(i * (size_t)config.C);
+            Piece piece;
+            piece.choice = it->second->job.choice, piece.cached = it->second->cached, piece.finish = "stop";
+            piece.hidden.assign(from, from + config.C);
+            figures.stopped++, figures.whole.add(seconds() - it->second->job.arrived);
+            outbox.push_back({it->second->job.reply, std::move(piece)});
+            leave(it);
         }
     }
 
@@ -1041,7 +1096,10 @@ template <class T> struct Engine {
         figures.pages_used = (size_t)pages - pool.available();
         std::lock_guard lock(desk.mutex);
         desk.inside = figures.running + figures.waiting;
-        for (uint64_t key : ended) desk.held[key]--;
+        for (auto [line, tokens] : ended) {
+            desk.held[line]--;
+            if (line >= Job::TEXTS) desk.texts--, desk.text_tokens -= tokens;
+        }
         ended.clear();
         desk.figures = figures;
     }
@@ -1107,10 +1165,11 @@ template <class T> struct Engine {
         for (int n = 0; n < N; n++) table[(size_t)s.seq[n] * max_pages + s.pos[n] / PAGE] = s.slot[n] / PAGE;
         std::vector<int> rows;
         for (auto& d : s.draws) rows.push_back(d.row);
-        const Batch batch = {N, options.max_seqs, s.token.data(), s.pos.data(), s.seq.data(), s.slot.data(),
-                             table, max_pages, s.singles};
+        const Batch batch = {N, options.max_seqs + options.texts, s.token.data(), s.pos.data(), s.seq.data(),
+                             s.slot.data(), table, max_pages, s.singles};
         forward(ctx, config, weights, batch, activations, cache, rope);
-        head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, R);
+        for (auto& k : s.kept) keep_hidden(s, activations.normed + (size_t)k.row * config.C);
+        if (R) head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, R);
         s.ids.resize(R);
         size_t told = 0;
         for (int r = 0; r < R; r++)
@@ -1139,6 +1198,9 @@ template <class T> struct Engine {
             s.ids[r] = sample_cpu(ctx, row, tokenizer.size(), q.job.how, q.ids.size());
         }
     }
+    void keep_hidden(Step& s, const T* row) {
+        for (int i = 0; i < config.C; i++) s.hidden.push_back((float)to_acc(row[i]));
+    }
     void collect([[maybe_unused]] Step& s) {
 #ifdef __CUDACC__
         if (ctx.gpu) collect_gpu(s);
@@ -1156,6 +1218,7 @@ template <class T> struct Engine {
     int *mask_rows, *pinned_masks = nullptr; // (max_seqs), then (max_seqs, words): see Masks
     int* pinned_input[2] = {};       // taken in turn: a step's numbers are read while the next one's are written
     int* pinned_drawn[2] = {};
+    bf16* pinned_hidden[2] = {};     // (texts, C)
     cudaEvent_t done[2] = {};
     enum Part { PLAIN, ADJUSTED, BEFORE_MASKS, AFTER_MASKS };      // what of a step a graph computes
     std::map<std::tuple<int, int, Part>, cudaGraphExec_t> graphs;  // by rows, splits, part
@@ -1180,6 +1243,7 @@ template <class T> struct Engine {
         for (int i = 0; i < 2; i++) {
             CUDA_CHECK(cudaMallocHost(&pinned_input[i], input_size() * sizeof(int)));
             CUDA_CHECK(cudaMallocHost(&pinned_drawn[i], (size_t)options.max_seqs * sizeof(int)));
+            CUDA_CHECK(cudaMallocHost(&pinned_hidden[i], (size_t)(options.texts + 1) * config.C * sizeof(bf16)));
             CUDA_CHECK(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming));
         }
     }
@@ -1188,7 +1252,8 @@ template <class T> struct Engine {
         for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
         if (pinned_masks) cudaFreeHost(pinned_masks);
         for (int i = 0; i < 2; i++)
-            cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaEventDestroy(done[i]);
+            cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaFreeHost(pinned_hidden[i]),
+                cudaEventDestroy(done[i]);
     }
 
     void describe_to_gpu(Sequence& q) {
@@ -1248,8 +1313,8 @@ template <class T> struct Engine {
         }
         const size_t bytes = (4 * (size_t)N + 3 * (size_t)R) * sizeof(int);
         CUDA_CHECK(cudaMemcpyAsync(input, host.token, bytes, cudaMemcpyHostToDevice, ctx.gpu->stream));
-        const Batch batch = {N, options.max_seqs, gpu.token, gpu.pos, gpu.seq, gpu.slot, table, max_pages,
-                             graph ? N : s.singles, splits, longest};
+        const Batch batch = {N, options.max_seqs + options.texts, gpu.token, gpu.pos, gpu.seq, gpu.slot, table,
+                             max_pages, graph ? N : s.singles, splits, longest};
         launch(ctx, prepare_kernel, (unsigned)((N + 255) / 256), 256, 0, batch, gpu.token, table, gpu.draw_seq, draws,
                R, slots);
         // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
@@ -1260,6 +1325,10 @@ template <class T> struct Engine {
             const int best_blocks = head_all(s, gpu, R, part != PLAIN);
             if (part != BEFORE_MASKS) draw_all(gpu, R, part != PLAIN, best_blocks, {});
         });
+        const size_t C = (size_t)config.C;
+        for (size_t i = 0; i < s.kept.size(); i++) // (the next step overwrites `normed` after them)
+            CUDA_CHECK(cudaMemcpyAsync(pinned_hidden[turn] + i * C, activations.normed + (size_t)s.kept[i].row * C,
+                                       C * sizeof(bf16), cudaMemcpyDeviceToHost, ctx.gpu->stream));
         if (!s.masked) bring_back(s);
     }
     template <class F> void launch_part(bool graph, std::tuple<int, int, Part> key, F f) {
@@ -1336,6 +1405,7 @@ template <class T> struct Engine {
     void collect_gpu(Step& s) {
         CUDA_CHECK(cudaEventSynchronize(done[s.turn]));
         s.ids.assign(pinned_drawn[s.turn], pinned_drawn[s.turn] + s.draws.size());
+        for (size_t i = 0; i < s.kept.size(); i++) keep_hidden(s, pinned_hidden[s.turn] + i * (size_t)config.C);
     }
 #endif
 };
@@ -1343,6 +1413,7 @@ template <class T> struct Engine {
 // ====================================================================================================== 4 API
 // https://platform.openai.com/docs/api-reference, with vLLM's additions. request.h has the way in; here is the way out.
 #include "request.h"
+#include "embed_api.h"
 
 inline std::string error_json(int status, const std::string& message, const std::string& param = "",
                               const std::string& code = "") {
@@ -1385,13 +1456,16 @@ struct Answer {
     };
     std::vector<Choice> choices;
     std::vector<std::string> echo;         // of each prompt, or none
+    std::shared_ptr<const Pooled> how;     // of `pooled`
+    std::unique_ptr<PooledAnswer> pooled;  // vectors or a ranking; null: text
     uint64_t call_seed = random_bits();
     static constexpr size_t PART = 1 << 16; // bytes, about
 
     Answer(const Service& service, const Ask& ask)
         : tokenizer(*service.tokenizer), id(ask.id), model(service.name), chat(ask.chat), usage(ask.usage),
           logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()),
-          echo(ask.echo) {}
+          echo(ask.echo), how(ask.pooled),
+          pooled(how ? std::make_unique<PooledAnswer>(*how, ask.jobs.size()) : nullptr) {}
 
     bool complete() const {
         return std::all_of(choices.begin(), choices.end(), [](const Choice& c) { return c.finish; });
@@ -1401,6 +1475,7 @@ struct Answer {
         for (auto& c : choices) n += c.count;
         return n;
     }
+    const char* broken() const { return pooled ? pooled->broken : nullptr; } // why it cannot be told
     size_t cached() const { // of each prompt, by the first of its answers
         size_t n = 0;
         for (size_t i = 0; i < choices.size(); i += each) n += choices[i].cached;
@@ -1410,6 +1485,7 @@ struct Answer {
     // Takes a piece, to be told as a whole later.
     void add(Piece&& piece) {
         Choice& c = note(piece);
+        if (pooled) return pooled->add((size_t)piece.choice, piece.hidden);
         (piece.thought ? c.thought : c.text) += piece.text;
         std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(c.tokens));
         for (CallPart& part : piece.calls)
@@ -1426,6 +1502,11 @@ struct Answer {
     bool told() const { return place.told; }
     std::string part() {
         sj::Writer& w = writer;
+        if (pooled) {
+            pooled->write_part(w, id, model, created, prompt_tokens, PART);
+            place.told = w.open.empty();
+            return std::exchange(w.text, {});
+        }
         if (w.open.empty()) begin(w, chat ? "chat.completion" : "text_completion");
         while (w.text.size() < PART && place.choice < choices.size()) {
             Choice& c = choices[place.choice];
@@ -1636,9 +1717,8 @@ inline Ask read_batch_ask(const Service& service, std::string_view line) {
     sj::parse(doc, line);
     const std::string url = doc.root()["url"].str(), method = doc.root()["method"].str("POST");
     if (method != "POST") throw Refusal(405, "method must be POST", "method");
-    if (url != "/v1/chat/completions" && url != "/v1/completions")
-        throw Refusal(404, "url must be /v1/chat/completions or /v1/completions", "url");
-    Ask ask = read_ask(service, doc.root()["body"].raw(), url == "/v1/chat/completions", 1);
+    if (!answers_at(url)) throw Refusal(404, "url must be /v1/chat/completions, /v1/completions or /v1/embeddings", "url");
+    Ask ask = read_ask_at(service, url, doc.root()["body"].raw(), 1);
     if (ask.stream) throw Refusal(400, "stream is not for batches", "stream");
     return ask;
 }
@@ -1735,7 +1815,8 @@ struct Batcher {
                     for (Piece& piece : o.reply->pieces) o.answer->add(std::move(piece));
                 }
                 jobs -= o.answer->choices.size(), tokens += o.answer->count();
-                keep(rows[index], 200, o.answer->whole());
+                if (o.answer->broken()) keep(rows[index], 500, error_json(500, o.answer->broken()));
+                else keep(rows[index], 200, o.answer->whole());
                 open.erase(index);
             }
             if (seconds() - told >= (terminal ? 1 : 30)) show();
@@ -2280,7 +2361,8 @@ struct Exchange {
     std::string route_name() const {
         if (path.compare(0, 11, "/v1/models/") == 0) return "/v1/models/{id}";
         return known(path, {"/", "/health", "/ping", "/version", "/metrics", "/tokenize", "/detokenize", "/v1/models",
-                            "/v1/completions", "/v1/chat/completions"});
+                            "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/rerank", "/v2/rerank",
+                            "/rerank"});
     }
 
     // Status 0: the answer is on its way.
@@ -2309,10 +2391,10 @@ struct Exchange {
             only("GET");
             return {200, metrics(), "text/plain; version=0.0.4"};
         }
-        const bool chat = path == "/v1/chat/completions", completion = path == "/v1/completions";
+        const bool answers = answers_at(path);
         const bool models = path == "/v1/models" || path.compare(0, 11, "/v1/models/") == 0;
         const bool tokenize = path == "/tokenize", detokenize = path == "/detokenize";
-        if (!chat && !completion && !models && !tokenize && !detokenize)
+        if (!answers && !models && !tokenize && !detokenize)
             throw Refusal(404, "there is nothing here; / and /v1/chat/completions are");
         only(models ? "GET" : "POST");
         if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
@@ -2321,8 +2403,8 @@ struct Exchange {
         if (tokenize) return {200, tokens_of(service)};
         if (detokenize) return {200, text_of(service)};
 
-        Ask ask = read_ask(service, body, chat, caller);
-        if (ask.jobs.size() > server.desk.limit)
+        Ask ask = read_ask_at(service, path, body, caller);
+        if (!ask.pooled && ask.jobs.size() > server.desk.limit)
             throw Refusal(400, format("the queue has room for %zu answers", server.desk.limit), "n");
         answer = std::make_unique<Answer>(service, ask);
         stream = ask.stream;
@@ -2431,6 +2513,7 @@ struct Exchange {
             for (Piece& piece : reply->pieces) answer->add(std::move(piece));
             reply->pieces.clear();
         }
+        if (answer->broken()) return respond({500, error_json(500, answer->broken())});
         out = answer->part();
         if (answer->told()) return respond({200, std::exchange(out, {})});
         MHD_Response* r = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 16384, next_part, this, nullptr);
@@ -2558,7 +2641,7 @@ struct Exchange {
         const auto now = std::chrono::system_clock::now().time_since_epoch();
         w.object().field("time", (double)std::chrono::duration_cast<std::chrono::milliseconds>(now).count() / 1e3);
         auto plain = [](const std::string& s) { // a client may send anything
-            auto plain = [](char c) { return isalpha((unsigned char)c) || strchr("/_1", c); };
+            auto plain = [](char c) { return isalpha((unsigned char)c) || strchr("/_12", c); };
             const bool good = s.size() < 32 && std::all_of(s.begin(), s.end(), plain);
             return good ? s : "other";
         };
@@ -2758,6 +2841,7 @@ static const char* USAGE =
 
 struct Options : ModelOptions {
     std::string name, system, key_file, batch, output;
+    std::vector<std::string> tasks; // none: what the model's folder says
     ServerOptions server;
     EngineOptions engine;
     int max_queue = 1024, think = 0;
@@ -2771,6 +2855,7 @@ static std::vector<Option> option_table(Options& o) {
     std::vector<Option> table = {
         {"", "--host", "ADDRESS", "default 127.0.0.1: this machine only", file_name(o.server.host)},
         {"-P", "--port", "N", "default 8000; 0 takes a free one", whole(o.server.port, 0, 65535)},
+        {"", "--task", "NAME", "generate, embed or rerank; may be repeated (default: embed where the\nmodel's folder says so, else generate)", list(o.tasks)},
         {"", "--name", "NAME", "the model's, for requests (default: its file's)", text(o.name)},
         {"-c", "--ctx", "N", "tokens of a prompt and its answer (default: the model's limit, as\nfar as the KV cache holds it)",
          whole(o.engine.context, 2, INT_MAX)},
@@ -2809,6 +2894,9 @@ static Options parse_options(int argc, char** argv) {
     o.model = words[0];
     if (o.batch.empty() != o.output.empty())
         DIE(o.output.empty() ? "--batch needs -o FILE, where the answers go" : "-o is for --batch");
+    for (auto& task : o.tasks)
+        if (task != "generate" && task != "embed" && task != "rerank")
+            DIE("--task %s: generate, embed or rerank", task.c_str());
     o.server.think = o.think;
     if (!o.key_file.empty()) o.server.keys = read_keys(o.key_file);
     if (o.name.empty()) {
@@ -2851,10 +2939,15 @@ static int serve_http(const Options& o, Server& server) {
     return 0;
 }
 
+static bool does(const Options& o, const char* task) {
+    return std::find(o.tasks.begin(), o.tasks.end(), task) != o.tasks.end();
+}
+
 template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
     const bool gpu = o.ctx.gpu != nullptr, http = o.batch.empty();
     EngineOptions& e = o.engine;
+    if (does(o, "embed") || does(o, "rerank")) e.texts = gpu ? 256 : 64;
     if (!e.context) e.context = c.max_positions, e.at_most = true;
     if (!e.max_seqs) e.max_seqs = gpu ? 256 : 16;
     e.burst = gpu ? 8192 : 512;
@@ -2885,6 +2978,12 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
 
     const int context = engine.options.context;
     server.service = {&tokenizer, o.name, o.system, context, o.think == 1};
+    server.service.generates = does(o, "generate");
+    if (does(o, "embed")) end_of_text(tokenizer), server.service.dimensions = c.C;
+    if (does(o, "rerank")) {
+        server.service.rerank = std::make_shared<RerankPrompt>(tokenizer);
+        server.service.relevance = std::make_shared<Relevance>(o.ctx, weights, *server.service.rerank);
+    }
     const std::string why = context == c.max_positions ? " (the model's limit)"
                           : e.at_most ? format(" (what memory allows of the model's %d)", c.max_positions) : "";
     fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d%s, %d at once, %zu pages of %d tokens; "
@@ -2916,7 +3015,9 @@ static int run(int argc, char** argv) {
     if (o.help) return 0;
     o.use_threads();
     open_adapter(o);
-    const ModelFile file(o.model);
+    ModelFile file(o.model);
+    if (o.tasks.empty()) o.tasks = {says_it_embeds(file) ? "embed" : "generate"};
+    file.logits = does(o, "generate");
     o.ctx = choose_device(o, file);
     return wide(o, file) ? serve<float>(o, file, start) : serve<bf16>(o, file, start);
 }
