@@ -74,28 +74,31 @@ struct RerankPrompt {
 // Whether a model's folder says that it makes vectors: it is a bare Qwen3Model, or has sentence-transformers' modules.
 // Throws Error if these do anything else than we do.
 inline bool says_it_embeds(const ModelFile& file) {
-    auto read = [](const std::string& path, sj::Doc& doc) {
-        const MappedFile json(path);
-        if (const std::string fault = sj::parse(doc, json.text()); !fault.empty())
-            DIE("%s: %s", path.c_str(), fault.c_str());
-        return doc.root();
+    struct Json {
+        MappedFile file; // what the values are read from
+        sj::Doc doc;
+        explicit Json(const std::string& path) : file(path) {
+            if (const std::string fault = sj::parse(doc, file.text()); !fault.empty()) DIE("%s: %s", path.c_str(), fault.c_str());
+        }
     };
-    const std::string modules = file.path + "/modules.json";
-    sj::Doc config, list, pooling;
-    if (!ModelFile::exists(modules)) {
+    const std::string path = file.path + "/modules.json";
+    if (!ModelFile::exists(path)) {
+        sj::Doc config;
         sj::parse(config, file.config_text);
         return config.root()["architectures"][(size_t)0].str() == "Qwen3Model";
     }
     bool pools = false;
-    for (sj::Value module : read(modules, list).items()) {
+    const Json modules(path);
+    for (sj::Value module : modules.doc.root().items()) {
         const std::string type = module["type"].str(), name = type.substr(type.rfind('.') + 1);
         if (name != "Transformer" && name != "Pooling" && name != "Normalize")
-            DIE("%s: the module %s is not supported", modules.c_str(), name.c_str());
+            DIE("%s: the module %s is not supported", path.c_str(), name.c_str());
         if (name != "Pooling") continue;
-        const std::string path = file.path + "/" + module["path"].str() + "/config.json";
-        const sj::Value how = read(path, pooling);
+        const std::string config = file.path + "/" + module["path"].str() + "/config.json";
+        const Json pooling(config);
+        const sj::Value how = pooling.doc.root();
         if (!how["pooling_mode_lasttoken"].boolean(false) && how["pooling_mode"].str() != "lasttoken")
-            DIE("%s: only the last token's vector is supported (pooling_mode_lasttoken)", path.c_str());
+            DIE("%s: only the last token's vector is supported (pooling_mode_lasttoken)", config.c_str());
         pools = true;
     }
     return pools;
