@@ -646,16 +646,19 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--stride", "N", "from one window to the next (default half a window)", whole(o.stride, 1, INT_MAX)},
         {"", "--eval", "FILE", "JSONL of questions and answers: what the model answers, and its loss\n"
          "on the answers there. Greedy; -n 512. The same command goes on\nwhere it was interrupted", text(o.eval)},
-        {"-o", "--output", "FILE", "where the answers of --eval go, or the lines of --embed and --rerank", text(o.output)},
+        {"-o", "--output", "FILE", "where the answers of --eval go, or the lines of --embed and --rerank",
+         text(o.output)},
         {"", "", "", "retrieval, with Qwen3-Embedding and Qwen3-Reranker", {}},
         {"", "--embed", "", "the vector of -i TEXT or of each of --texts, as JSONL", flag(o.embed)},
-        {"", "--rerank", "", "how well each of --texts answers the query -i TEXT, best first, as JSONL", flag(o.rerank)},
-        {"", "--texts", "FILE", "a text a line (- reads standard input); of FILE.jsonl strings, or\nobjects with \"text\" and maybe \"id\"",
-         file_name(o.texts)},
-        {"", "--instruct", "TASK", "with --embed: the texts are queries for this task; with --rerank the\ntask (default: Qwen's, a web search)",
-         file_name(o.instruct)},
+        {"", "--rerank", "", "how well each of --texts answers the query -i TEXT, the best first, as\nJSONL",
+         flag(o.rerank)},
+        {"", "--texts", "FILE", "a text a line (- reads standard input); of FILE.jsonl strings, or\n"
+         "objects with \"text\" and maybe \"id\"", file_name(o.texts)},
+        {"", "--instruct", "TASK", "with --embed: the texts are queries for this task; with --rerank the\n"
+         "task (default: Qwen's, a web search)", file_name(o.instruct)},
         {"", "--dimensions", "N", "of the vectors, their first (default: all)", whole(o.dimensions, 1, 1 << 20)},
-        {"", "--truncate", "", "cut texts that are longer than the context (-c), which are a fault else", flag(o.truncate)},
+        {"", "--truncate", "", "cut texts that are longer than the context (-c), else they are a fault",
+         flag(o.truncate)},
         {"", "", "", "for study and tests", {}},
 #ifndef QWEN3_PLAIN
         {"", "--cpu", "NAME", "lesser instructions: plain, avx2, avx512, avx512bf16, amx", choose_instructions},
@@ -1224,11 +1227,12 @@ static std::vector<std::vector<int>> shown_ids(const Options& o, const Tokenizer
     std::vector<int> question;
     if (prompt) question = prompt->query_ids(tokenizer, o.instruct.empty() ? RETRIEVAL_TASK : o.instruct, query);
     const size_t most = o.truncate ? context : 0;
-    if (prompt && context <= prompt->length()) DIE("--ctx %zu: the question alone is %zu tokens", context, prompt->length());
+    if (prompt && context <= prompt->length())
+        DIE("--ctx %zu: the question alone is %zu tokens", context, prompt->length());
     std::vector<std::vector<int>> all;
     for (auto& row : rows) {
-        if (prompt) all.push_back(prompt->ids(tokenizer, question, row.text, most));
-        else all.push_back(embedding_ids(tokenizer, o.instruct.empty() ? row.text : with_task(o.instruct, row.text), most));
+        const std::string text = prompt || o.instruct.empty() ? row.text : with_task(o.instruct, row.text);
+        all.push_back(prompt ? prompt->ids(tokenizer, question, text, most) : embedding_ids(tokenizer, text, most));
         if (all.back().size() > context)
             DIE("text %zu is %s, the context %zu (-c sets it, --truncate cuts)", all.size(),
                 counted(all.back().size(), "token").c_str(), context);

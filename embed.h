@@ -1,5 +1,5 @@
-// embed.h: vectors of texts, and how well documents answer a query, as Qwen3-Embedding and Qwen3-Reranker make them: they
-// are this model, asked in another way. Included by cli.h.
+// embed.h: vectors of texts, and how well documents answer a query, as Qwen3-Embedding and Qwen3-Reranker make them:
+// they are this model, asked in another way. Included by cli.h.
 //   Texts        what the models are shown: a task and a query, a document, a question of yes or no
 //   Results      from the last token's hidden state (after the final norm) to a vector, or to a probability
 //   Embedder     the hidden states of many texts, packed into ragged batches; no head is computed
@@ -32,7 +32,8 @@ inline void cut_text(std::vector<int>& ids, size_t most, bool keep_last = false)
 }
 
 // What is shown for a vector. Text stays text, whatever it looks like. most: ids that stay, the end among them; 0: all.
-inline std::vector<int> embedding_ids(const Tokenizer& t, std::string_view text, size_t most = 0, bool keep_last = false) {
+inline std::vector<int> embedding_ids(const Tokenizer& t, std::string_view text, size_t most = 0,
+                                      bool keep_last = false) {
     std::vector<int> ids = t.encode(text, false);
     if (most) cut_text(ids, most - 1, keep_last);
     ids.push_back(end_of_text(t));
@@ -45,12 +46,13 @@ struct RerankPrompt {
     int yes, no;
 
     explicit RerankPrompt(const Tokenizer& t) {
-        before = t.encode("<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
-                          "Instruct provided. Note that the answer can only be \"yes\" or \"no\".<|im_end|>\n"
+        before = t.encode("<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
+                          "and the Instruct provided. Note that the answer can only be \"yes\" or \"no\".<|im_end|>\n"
                           "<|im_start|>user\n", true);
         after = t.encode("<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", true);
         const std::vector<int> words[] = {t.encode("yes", false), t.encode("no", false)};
-        if (words[0].size() != 1 || words[1].size() != 1) DIE("\"yes\" and \"no\" are not one token each in the vocabulary");
+        if (words[0].size() != 1 || words[1].size() != 1)
+            DIE("\"yes\" and \"no\" are not one token each in the vocabulary");
         yes = words[0][0], no = words[1][0];
     }
     size_t length() const { return before.size() + after.size(); }
@@ -60,8 +62,8 @@ struct RerankPrompt {
         return t.encode("<Instruct>: " + task + "\n<Query>: " + query + "\n", false);
     }
     // The whole. most: ids that stay, of which only those of the two texts can go; 0: all.
-    std::vector<int> ids(const Tokenizer& t, const std::vector<int>& query_ids, const std::string& document, size_t most = 0,
-                         bool keep_last = false) const {
+    std::vector<int> ids(const Tokenizer& t, const std::vector<int>& query_ids, const std::string& document,
+                         size_t most = 0, bool keep_last = false) const {
         std::vector<int> texts = query_ids, all = before;
         t.encode(texts, "<Document>: " + document, false);
         if (most) cut_text(texts, most - std::min(most, length()), keep_last);
@@ -78,7 +80,8 @@ inline bool says_it_embeds(const ModelFile& file) {
         MappedFile file; // what the values are read from
         sj::Doc doc;
         explicit Json(const std::string& path) : file(path) {
-            if (const std::string fault = sj::parse(doc, file.text()); !fault.empty()) DIE("%s: %s", path.c_str(), fault.c_str());
+            const std::string fault = sj::parse(doc, file.text());
+            if (!fault.empty()) DIE("%s: %s", path.c_str(), fault.c_str());
         }
     };
     const std::string path = file.path + "/modules.json";
@@ -110,8 +113,8 @@ inline bool all_finite(const std::vector<float>& x) {
     return std::all_of(x.begin(), x.end(), [](float v) { return std::isfinite(v); });
 }
 
-// The first numbers of a hidden state at length 1. (Qwen3-Embedding was trained so that the first ones say most: Kusupati
-// et al., "Matryoshka representation learning", 2022.)
+// The first numbers of a hidden state at length 1. (Qwen3-Embedding was trained so that the first ones say most:
+// Kusupati et al., "Matryoshka representation learning", 2022.)
 inline std::vector<float> unit_vector(const std::vector<float>& hidden, size_t dimensions) {
     double squares = 0;
     for (size_t i = 0; i < dimensions; i++) squares += (double)hidden[i] * hidden[i];
@@ -124,7 +127,8 @@ inline std::vector<float> unit_vector(const std::vector<float>& hidden, size_t d
 // A vector as JSON. (Nine digits read back as the same float, always; the fewest that do would take ten times as long.)
 inline void write_numbers(std::string& out, const std::vector<float>& v) {
     char number[32];
-    for (size_t i = 0; i < v.size(); i++) out.append(number, (size_t)snprintf(number, sizeof number, i ? ", %.9g" : "[%.9g", v[i]));
+    for (size_t i = 0; i < v.size(); i++)
+        out.append(number, (size_t)snprintf(number, sizeof number, i ? ", %.9g" : "[%.9g", v[i]));
     out += ']';
 }
 

@@ -1,5 +1,5 @@
-// embed_api.h: requests for vectors (OpenAI's /v1/embeddings) and for rankings (/v1/rerank, as Jina, Cohere and vLLM have
-// it), from JSON to jobs, and their answers. Included by serve.cu after request.h, whose rules hold here too.
+// embed_api.h: requests for vectors (OpenAI's /v1/embeddings) and for rankings (/v1/rerank, as Jina, Cohere and vLLM
+// have it), from JSON to jobs, and their answers. Included by serve.cu after request.h, whose rules hold here too.
 #pragma once
 
 // How the hidden states of a request are told.
@@ -18,9 +18,9 @@ struct Pooled {
 // Fields that are taken with these values only: else the answer would be another than asked.
 inline void refuse_of_pooled(const Fields& f, std::initializer_list<std::pair<const char*, const char*>> only) {
     for (auto [name, value] : only)
-        if (f[name] && (!*value || sj::dump(f[name]) != value))
-            throw Refusal(400, *value ? format("%s: only %s is supported", name, value) : format("%s is not supported", name),
-                          name);
+        if (f[name] && !*value) throw Refusal(400, format("%s is not supported", name), name);
+        else if (f[name] && sj::dump(f[name]) != value)
+            throw Refusal(400, format("%s: only %s is supported", name, value), name);
 }
 
 // truncate_prompt_tokens and truncation_side: the ids that stay of a text, its first or its last.
@@ -51,12 +51,12 @@ inline Ask pooled_ask(const Service& service, const Fields& f, const char* prefi
 }
 
 // Checks a text's ids, and keeps them; `name` is the field, `tokens` are those of the texts so far.
-inline void add_text(const Service& service, std::vector<std::vector<int>>& texts, std::vector<int>&& ids, const char* name,
-                     size_t& tokens) {
+inline void add_text(const Service& service, std::vector<std::vector<int>>& texts, std::vector<int>&& ids,
+                     const char* name, size_t& tokens) {
     if (ids.empty()) throw Refusal(400, format("%s %zu has no token", name, texts.size()), name);
     if (ids.size() > (size_t)service.context)
-        throw Refusal(400, format("the context is %d tokens: %s %zu has %zu (truncate_prompt_tokens cuts)", service.context,
-                                  name, texts.size(), ids.size()), name, "context_length_exceeded");
+        throw Refusal(400, format("the context is %d tokens: %s %zu has %zu (truncate_prompt_tokens cuts)",
+                                  service.context, name, texts.size(), ids.size()), name, "context_length_exceeded");
     if ((tokens += ids.size()) > MAX_TEXT_TOKENS)
         throw Refusal(400, format("at most %zu tokens in a request: ask in several", MAX_TEXT_TOKENS), name);
     texts.push_back(std::move(ids));
@@ -83,9 +83,9 @@ inline void add_pooled_jobs(const Fields& f, Ask& ask, std::vector<std::vector<i
 // POST /v1/embeddings
 inline Ask read_embeddings(const Service& service, const Fields& f, uint64_t salt) {
     if (!service.dimensions) throw Refusal(400, "this server makes no vectors (serve --task embed)", "model");
-    refuse_of_pooled(f, {{"messages", ""}, {"embed_dtype", "\"float32\""}, {"endianness", "\"little\""}, {"normalize", "true"},
-                         {"use_activation", "true"}, {"padding", "\"do_not_pad\""}, {"chat_template", ""},
-                         {"mm_processor_kwargs", ""}});
+    refuse_of_pooled(f, {{"messages", ""}, {"embed_dtype", "\"float32\""}, {"endianness", "\"little\""},
+                         {"normalize", "true"}, {"use_activation", "true"}, {"padding", "\"do_not_pad\""},
+                         {"chat_template", ""}, {"mm_processor_kwargs", ""}});
     auto how = std::make_shared<Pooled>();
     how->dimensions = (size_t)f.integer("dimensions", 1, service.dimensions, service.dimensions);
     const std::string encoding = f.text("encoding_format");
@@ -115,7 +115,8 @@ inline Ask read_embeddings(const Service& service, const Fields& f, uint64_t sal
     const sj::Value input = f["input"];
     const bool list = input.is(sj::Array) && input.size() > 0;
     if (!list && !input.is(sj::String))
-        throw Refusal(400, "input must be a string, a list of strings or of token ids, or a list of such lists", "input");
+        throw Refusal(400, "input must be a string, a list of strings or of token ids, or a list of such lists",
+                      "input");
     if (!list || input[(size_t)0].is(sj::Number)) add(input);
     else {
         if (input.size() > MAX_TEXTS) throw Refusal(400, format("at most %zu inputs in a request", MAX_TEXTS), "input");
@@ -128,7 +129,8 @@ inline Ask read_embeddings(const Service& service, const Fields& f, uint64_t sal
 // POST /v1/rerank
 inline Ask read_ranking(const Service& service, const Fields& f, uint64_t salt) {
     if (!service.rerank) throw Refusal(400, "this server makes no rankings (serve --task rerank)", "model");
-    refuse_of_pooled(f, {{"use_activation", "true"}, {"mm_processor_kwargs", ""}, {"rank_fields", ""}, {"max_chunks_per_doc", ""}});
+    refuse_of_pooled(f, {{"use_activation", "true"}, {"mm_processor_kwargs", ""}, {"rank_fields", ""},
+                         {"max_chunks_per_doc", ""}});
     auto how = std::make_shared<Pooled>();
     how->ranking = true, how->relevance = service.relevance;
     how->documents_too = f.boolean("return_documents", true);
@@ -146,19 +148,22 @@ inline Ask read_ranking(const Service& service, const Fields& f, uint64_t salt) 
     const PromptOptions fits{{}, cut.most};
     const size_t alone = service.rerank->length();
     if (cut.most && cut.most <= alone)
-        throw Refusal(400, format("truncate_prompt_tokens: the question alone is %zu tokens", alone), "truncate_prompt_tokens");
+        throw Refusal(400, format("truncate_prompt_tokens: the question alone is %zu tokens", alone),
+                      "truncate_prompt_tokens");
     check_length(service, query.size(), fits, "query");
     const RerankPrompt& prompt = *service.rerank;
     std::vector<int> question = prompt.query_ids(*service.tokenizer, task.empty() ? RETRIEVAL_TASK : task, query);
-    cut_text(question, (size_t)service.context, cut.keep_last); // (more would not stay, and is copied for each document)
+    cut_text(question, (size_t)service.context, cut.keep_last); // (more would not stay, and is copied each time)
     std::vector<std::vector<int>> texts;
     size_t tokens = 0;
     for (sj::Value v : documents.items()) {
         const sj::Value text = v.is(sj::Object) ? v["text"] : v;
-        if (!text.is(sj::String)) throw Refusal(400, "documents: neither a string nor an object with text", "documents");
+        if (!text.is(sj::String))
+            throw Refusal(400, "documents: neither a string nor an object with text", "documents");
         how->documents.push_back(text.str());
         check_length(service, how->documents.back().size(), fits, "documents");
-        add_text(service, texts, prompt.ids(*service.tokenizer, question, how->documents.back(), cut.most, cut.keep_last),
+        const std::string& document = how->documents.back();
+        add_text(service, texts, prompt.ids(*service.tokenizer, question, document, cut.most, cut.keep_last),
                  "documents", tokens);
     }
     Ask ask = pooled_ask(service, f, "rerank-", how);
@@ -188,7 +193,9 @@ inline void write_base64(std::string& out, const void* bytes, size_t n) {
     const uint8_t* b = (const uint8_t*)bytes;
     for (size_t i = 0; i < n; i += 3) {
         const size_t left = n - i;
-        const uint32_t three = (uint32_t)b[i] << 16 | (left > 1 ? (uint32_t)b[i + 1] << 8 : 0) | (left > 2 ? b[i + 2] : 0);
+        uint32_t three = (uint32_t)b[i] << 16;
+        if (left > 1) three |= (uint32_t)b[i + 1] << 8;
+        if (left > 2) three |= b[i + 2];
         out += DIGITS[three >> 18], out += DIGITS[three >> 12 & 63];
         out += left > 1 ? DIGITS[three >> 6 & 63] : '=', out += left > 2 ? DIGITS[three & 63] : '=';
     }
@@ -199,7 +206,8 @@ struct PooledAnswer {
     const char* broken = nullptr; // why it cannot be told
     const Pooled& how;
 
-    PooledAnswer(const Pooled& how, size_t texts) : how(how), vectors(how.ranking ? 0 : texts), scores(how.ranking ? texts : 0) {}
+    PooledAnswer(const Pooled& how, size_t texts)
+        : how(how), vectors(how.ranking ? 0 : texts), scores(how.ranking ? texts : 0) {}
 
     void add(size_t text, const std::vector<float>& hidden) {
         if (!all_finite(hidden)) broken = "the model's numbers are not finite";
@@ -208,7 +216,8 @@ struct PooledAnswer {
     }
 
     // About `bytes` more; all is told when no bracket of w is open.
-    void write_part(sj::Writer& w, const std::string& id, const std::string& model, long created, size_t tokens, size_t bytes) {
+    void write_part(sj::Writer& w, const std::string& id, const std::string& model, long created, size_t tokens,
+                    size_t bytes) {
         const size_t all = how.ranking ? std::min(how.most, scores.size()) : vectors.size();
         if (w.open.empty()) {
             std::stable_sort(scores.begin(), scores.end(), [](auto& a, auto& b) { return a.first > b.first; });
@@ -236,7 +245,7 @@ struct PooledAnswer {
         w.object().field("object", "embedding").field("index", next).key("embedding");
         if (how.base64) {
             w.text += '"';
-            write_base64(w.text, vectors[next].data(), vectors[next].size() * sizeof(float)); // (this machine is little-endian)
+            write_base64(w.text, vectors[next].data(), vectors[next].size() * sizeof(float)); // (little-endian)
             w.text += '"', w.comma = true;
         } else write_numbers(w.text, vectors[next]), w.comma = true;
         w.end();

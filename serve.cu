@@ -18,12 +18,13 @@
      request.h. What a client did wrong is thrown as Refusal, and answered in OpenAI's form.
    - Nobody can stall it: what waits in memory has a Budget, long texts are tokenized by Workers, the log has a thread
      of its own, and keys take turns by tokens.
+   - A text of which only the last hidden state is wanted (`pooled`) is a prompt like any, in slots of its own.
 
    Contents
    1 Between the threads   Job, Piece, Budget, Reply, Desk, figures
    2 Speech                ids to text: characters, stop strings, thoughts, log-probabilities
    3 Engine                pages and prefix cache, schedule, step; on the CPU and on a GPU
-   4 API                   from JSON to jobs (request.h), from pieces to JSON
+   4 API                   from JSON to jobs (request.h), from pieces to JSON; vectors and rankings (embed_api.h)
    5 Batch                 a file of requests
    6 HTTP                  libmicrohttpd: log, workers, connections, deadlines, routes
    7 main
@@ -1717,7 +1718,8 @@ inline Ask read_batch_ask(const Service& service, std::string_view line) {
     sj::parse(doc, line);
     const std::string url = doc.root()["url"].str(), method = doc.root()["method"].str("POST");
     if (method != "POST") throw Refusal(405, "method must be POST", "method");
-    if (!answers_at(url)) throw Refusal(404, "url must be /v1/chat/completions, /v1/completions or /v1/embeddings", "url");
+    if (!answers_at(url))
+        throw Refusal(404, "url must be /v1/chat/completions, /v1/completions or /v1/embeddings", "url");
     Ask ask = read_ask_at(service, url, doc.root()["body"].raw(), 1);
     if (ask.stream) throw Refusal(400, "stream is not for batches", "stream");
     return ask;
@@ -2855,7 +2857,8 @@ static std::vector<Option> option_table(Options& o) {
     std::vector<Option> table = {
         {"", "--host", "ADDRESS", "default 127.0.0.1: this machine only", file_name(o.server.host)},
         {"-P", "--port", "N", "default 8000; 0 takes a free one", whole(o.server.port, 0, 65535)},
-        {"", "--task", "NAME", "generate, embed or rerank; may be repeated (default: embed where the\nmodel's folder says so, else generate)", list(o.tasks)},
+        {"", "--task", "NAME", "generate, embed or rerank; may be repeated (default: embed where the\n"
+         "model's folder says so, else generate)", list(o.tasks)},
         {"", "--name", "NAME", "the model's, for requests (default: its file's)", text(o.name)},
         {"-c", "--ctx", "N", "tokens of a prompt and its answer (default: the model's limit, as\nfar as the KV cache holds it)",
          whole(o.engine.context, 2, INT_MAX)},

@@ -3,6 +3,7 @@
 Every call that a user of the package makes; asserts, and a line at the end."""
 import json
 import math
+import struct
 import sys
 import urllib.request
 
@@ -15,11 +16,16 @@ model = client.models.list().data[0].id
 texts = ["What is a warp?", "A warp is a group of 32 threads that run together.", "", "线程束"]
 
 
+def single(v):
+    """The float32 numbers that were sent, as text or as bytes."""
+    return v if isinstance(v, str) else list(struct.unpack(f"{len(v)}f", struct.pack(f"{len(v)}f", *v)))
+
+
 def vectors(**how):
     answer = client.embeddings.create(model=model, **how)
     assert answer.object == "list" and [row.index for row in answer.data] == list(range(len(answer.data)))
     assert answer.usage.total_tokens == answer.usage.prompt_tokens > 0
-    return [row.embedding for row in answer.data]
+    return [single(row.embedding) for row in answer.data]
 
 
 whole = vectors(input=texts)                            # the package asks for base64 unless it is told otherwise
