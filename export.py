@@ -539,6 +539,9 @@ def export_model(hf_dir, out_path, option):
         parse_json(data, generation_path)
         metadata["generation_config"] = data.decode()
     tensors = checkpoint(hf_dir)
+    if any(tensor.name == "embed_tokens.weight" for tensor in tensors):  # a bare model, as Qwen3-Embedding is published
+        tensors = [tensor if tensor.name == "lm_head.weight" else tensor._replace(name="model." + tensor.name)
+                   for tensor in tensors]
 
     if option != "--keep-dtype" and any(tensor.dtype in TO_BF16 for tensor in tensors):
         metadata["config"] = re.sub(r'("(?:torch_)?dtype"\s*:\s*)"\w+"', r'\1"bfloat16"', metadata["config"])

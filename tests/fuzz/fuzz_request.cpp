@@ -4,12 +4,40 @@
 
 static void must(bool ok) { if (!ok) abort(); }
 
+// Vectors or a ranking.
+static void ask_for_texts(const std::string& path, std::string_view body) {
+    static const std::string folder = "tests/fixtures/embed";
+    static const Tokenizer tokenizer(folder + "/tokenizer.bin");
+    static const ModelFile file(folder);
+    static const Weights<bf16> weights(file);
+    static const Service service = [] {
+        Service s = {&tokenizer, "tiny", "", 512, false};
+        s.dimensions = file.config.C, s.rerank = std::make_shared<RerankPrompt>(tokenizer);
+        s.relevance = std::make_shared<Relevance>(Context{}, weights, *s.rerank);
+        return s;
+    }();
+    const Ask ask = read_ask_at(service, path, body, 1);
+    must(!ask.jobs.empty() && ask.jobs.size() <= MAX_TEXTS && ask.prompt_tokens <= MAX_TEXT_TOKENS);
+    Answer answer(service, ask);
+    for (const Job& job : ask.jobs) {
+        must(job.pooled && !job.prompt.empty() && job.prompt.size() <= 512 && (job.space == 0 || job.space >> 63));
+        for (int id : job.prompt) must(id >= 0 && id < tokenizer.size());
+        Piece piece;
+        piece.choice = job.choice, piece.finish = "stop", piece.hidden.assign((size_t)file.config.C, (float)job.prompt[0] - 300);
+        answer.add(std::move(piece));
+    }
+    sj::Doc doc;
+    const std::string text = answer.whole();
+    must(sj::parse(doc, text).empty());
+}
+
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     static const Tokenizer tokenizer("tests/fixtures/tiny/tokenizer.bin");
     const Service service = {&tokenizer, "tiny", "Be brief.", 512, false};
     if (size == 0) return 0;
     const std::string_view body((const char*)data + 1, size - 1);
     try {
+        if (data[0] % 4 > 1) return ask_for_texts(data[0] % 4 == 2 ? "/v1/embeddings" : "/v1/rerank", body), 0;
         const Ask ask = read_ask(service, body, data[0] % 2, 1);
         must(!ask.jobs.empty() && ask.jobs.size() <= (size_t)MAX_CHOICES && ask.jobs.size() % ask.each == 0);
         Answer answer(service, ask);
