@@ -1219,7 +1219,7 @@ template <class T> struct Engine {
     int *mask_rows, *pinned_masks = nullptr; // (max_seqs), then (max_seqs, words): see Masks
     int* pinned_input[2] = {};       // taken in turn: a step's numbers are read while the next one's are written
     int* pinned_drawn[2] = {};
-    bf16* pinned_hidden[2] = {};     // (texts, C)
+    T* pinned_hidden[2] = {};        // (texts, C)
     cudaEvent_t done[2] = {};
     enum Part { PLAIN, ADJUSTED, BEFORE_MASKS, AFTER_MASKS };      // what of a step a graph computes
     std::map<std::tuple<int, int, Part>, cudaGraphExec_t> graphs;  // by rows, splits, part
@@ -1244,7 +1244,7 @@ template <class T> struct Engine {
         for (int i = 0; i < 2; i++) {
             CUDA_CHECK(cudaMallocHost(&pinned_input[i], input_size() * sizeof(int)));
             CUDA_CHECK(cudaMallocHost(&pinned_drawn[i], (size_t)options.max_seqs * sizeof(int)));
-            CUDA_CHECK(cudaMallocHost(&pinned_hidden[i], (size_t)(options.texts + 1) * config.C * sizeof(bf16)));
+            CUDA_CHECK(cudaMallocHost(&pinned_hidden[i], (size_t)(options.texts + 1) * config.C * sizeof(T)));
             CUDA_CHECK(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming));
         }
     }
@@ -1329,7 +1329,7 @@ template <class T> struct Engine {
         const size_t C = (size_t)config.C;
         for (size_t i = 0; i < s.kept.size(); i++) // (the next step overwrites `normed` after them)
             CUDA_CHECK(cudaMemcpyAsync(pinned_hidden[turn] + i * C, activations.normed + (size_t)s.kept[i].row * C,
-                                       C * sizeof(bf16), cudaMemcpyDeviceToHost, ctx.gpu->stream));
+                                       C * sizeof(T), cudaMemcpyDeviceToHost, ctx.gpu->stream));
         if (!s.masked) bring_back(s);
     }
     template <class F> void launch_part(bool graph, std::tuple<int, int, Part> key, F f) {
