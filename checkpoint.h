@@ -429,6 +429,7 @@ struct ModelFile {
     Tensors tensors;
     Config config;
     std::string config_text, generation_text;
+    bool logits = true; // false: only hidden states are wanted of it, and a bare model without a head will do
 
     static bool exists(const std::string& f) { return access(f.c_str(), F_OK) == 0; }
     // The path is that of a folder with a model in it.
@@ -456,6 +457,7 @@ struct ModelFile {
         else if (exists(index)) add_shards(index, metadata);
         else DIE("%s: a folder without a model: it has no model.safetensors and no model.safetensors.index.json",
                  p.c_str());
+        name_as_usual();
     }
 
     // The checkpoint's own type is what the embedding is stored in. (F16 is read as bf16.)
@@ -487,6 +489,14 @@ struct ModelFile {
         config_text = metadata["config"];
         generation_text = metadata["generation_config"];
         config = parse_config(file, config_text, generation_text);
+        name_as_usual();
+    }
+    // A bare Qwen3Model, as Qwen3-Embedding is published, has no "model." before its tensors' names.
+    void name_as_usual() {
+        if (!tensors.count("embed_tokens.weight") || tensors.count("model.embed_tokens.weight")) return;
+        Tensors usual;
+        for (auto& [name, tensor] : tensors) usual.emplace((name == "lm_head.weight" ? "" : "model.") + name, tensor);
+        tensors.swap(usual);
     }
     Dtype embedding_type() const {
         const auto t = tensors.find(ModelTensor{EMBED, -1, 0, 0}.name());
@@ -657,7 +667,7 @@ template <class T> struct WeightLoader {
 };
 
 template <class T> const char* type_name(const Weights<T>& w) {
-    if (w.head.q[0]) return "int8";
+    if (w.embed.q[0]) return "int8";
     return std::is_same_v<T, bf16> ? "bfloat16" : std::is_same_v<T, float> ? "float32" : "float64";
 }
 
@@ -666,6 +676,7 @@ template <class T> Weights<T>::Weights(const ModelFile& file, bool int8) {
     layers.resize(file.config.L);
     for (const ModelTensor& t : model_tensors(file.config)) {
         const TensorPlace<T> place = place_of(*this, t);
+        if (t.kind == HEAD && !file.logits && !file.tensors.count(t.name())) continue;
         if (place.linear) loader.load_block(*place.linear, place.block, t.name(), t.rows, t.columns, int8);
         else *place.vector = loader.numbers(t.name(), t.shape());
     }
@@ -1037,14 +1048,14 @@ inline void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
 #ifdef __CUDACC__
 // ================================================================================================ 9 Weights to a GPU
 // What the kernels can compute, else one line.
-inline void check_gpu(const std::string& name, const Config& c, bool int8) {
+inline void check_gpu(const std::string& name, const Config& c, bool int8, bool logits = true) {
     const char* n = name.c_str();
     if (int8) DIE("%s: INT8 weights run on the CPU only so far (--device cpu)", n);
     if (c.D != 64 && c.D != 128)
         DIE("%s: the GPU's kernels are for heads of 64 and 128, not %d (--device cpu)", n, c.D);
     if (c.H / c.K > 128)
         DIE("%s: %d query heads a key/value head; the GPU's kernels take 128 (--device cpu)", n, c.H / c.K);
-    if (c.C % 8 || c.F % 8 || c.V % 8)
+    if (c.C % 8 || c.F % 8 || (c.V % 8 && logits))
         DIE("%s: the GPU's kernels need hidden size (%d), ffn size (%d) and vocabulary rows (%d) in multiples of 8 "
             "(--device cpu)", n, c.C, c.F, c.V);
 }
@@ -1053,7 +1064,7 @@ inline void check_gpu(const std::string& name, const Config& c, bool int8) {
 // read the mapped file into one pinned buffer while the other one is on its way: so the link sets the pace, not the
 // page faults.
 template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) {
-    check_gpu(file.path, file.config, head.q[0]);
+    check_gpu(file.path, file.config, embed.q[0], file.logits);
     struct Piece { const T* from; size_t to, bytes; }; // to: a byte of the arena
     std::vector<Piece> pieces;
     gpu.gpu = true;
@@ -1061,6 +1072,7 @@ template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) 
         T* to = nullptr;
         for (const ModelTensor& t : model_tensors(file.config)) {
             const TensorPlace<T> place = place_of(*this, t);
+            if (!place.numbers()) continue; // a head that the file has not got
             if (place.block == 0) to = gpu.take<T>(place.linear ? (size_t)place.linear->out() * t.columns : t.size());
             if (planned) {
                 pieces.push_back({place.numbers(), (size_t)((uint8_t*)to - gpu.base), t.size() * sizeof(T)});

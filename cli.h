@@ -5,12 +5,14 @@
 //     choose_device    CPU, GPU, or Book I's definitions
 //     ThreadPace       fewer threads while other programs need the cores
 //     Ceilings         what this machine could do
+//     embed.h          vectors of texts, and how well documents answer a query
 //   For qwen3
 //     Options          its table
 //     PromptCache      --prompt-cache: keys and values of a prompt, kept in a file
 //     chat.h           without -i: questions and answers
 //     perplexity       --ppl: how well the model foresees a text
 //     evaluate         --eval: its answers to the questions of a file, and its loss on the answers there
+//     embed_or_rerank  --embed, --rerank: embed.h's work on the lines of a file
 //     synthesize       --synthesize: random weights of a real shape
 //     bench            --bench: what this machine does, and what it could
 //     answer, run      one prompt; what the options ask for
@@ -185,7 +187,7 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     if (name == "cpu" || ctx.plain) return ctx;
     try {
         if (!wanted && wide(o, file)) return ctx;
-        check_gpu(file.path, file.config, o.dtype == "int8" || file.is_int8());
+        check_gpu(file.path, file.config, o.dtype == "int8" || file.is_int8(), file.logits);
         Context gpu = open_gpu();
         gpu.invariant = o.invariant;
         return gpu;
@@ -546,6 +548,8 @@ template <class T> size_t step_bytes(const Weights<T>& w) {
     return n;
 }
 
+#include "embed.h"
+
 #ifndef QWEN3_NO_MAIN
 #include "documents.h"
 #include <sys/file.h>
@@ -570,6 +574,9 @@ struct Options : ModelOptions {
     int stride = 0; // 0: half a window
     DocumentOptions documents;
     std::shared_ptr<const Documents> library; // with --docs
+    std::string texts, instruct;
+    bool embed = false, rerank = false, truncate = false;
+    int dimensions = 0; // 0: all
 };
 
 static const char* USAGE =
@@ -649,7 +656,19 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--stride", "N", "from one window to the next (default half a window)", whole(o.stride, 1, INT_MAX)},
         {"", "--eval", "FILE", "JSONL of questions and answers: what the model answers, and its loss\n"
          "on the answers there. Greedy; -n 512. The same command goes on\nwhere it was interrupted", text(o.eval)},
-        {"-o", "--output", "FILE", "where the answers of --eval go", text(o.output)},
+        {"-o", "--output", "FILE", "where the answers of --eval go, or the lines of --embed and --rerank",
+         text(o.output)},
+        {"", "", "", "retrieval, with Qwen3-Embedding and Qwen3-Reranker", {}},
+        {"", "--embed", "", "the vector of -i TEXT or of each of --texts, as JSONL", flag(o.embed)},
+        {"", "--rerank", "", "how well each of --texts answers the query -i TEXT, the best first, as\nJSONL",
+         flag(o.rerank)},
+        {"", "--texts", "FILE", "a text a line (- reads standard input); of FILE.jsonl strings, or\n"
+         "objects with \"text\" and maybe \"id\"", file_name(o.texts)},
+        {"", "--instruct", "TASK", "with --embed: the texts are queries for this task; with --rerank the\n"
+         "task (default: Qwen's, a web search)", file_name(o.instruct)},
+        {"", "--dimensions", "N", "of the vectors, their first (default: all)", whole(o.dimensions, 1, 1 << 20)},
+        {"", "--truncate", "", "cut texts that are longer than the context (-c), else they are a fault",
+         flag(o.truncate)},
         {"", "", "", "for study and tests", {}},
 #ifndef QWEN3_PLAIN
         {"", "--cpu", "NAME", "lesser instructions: plain, avx2, avx512, avx512bf16, amx", choose_instructions},
@@ -1206,6 +1225,115 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
     return 0;
 }
 
+// ------------------------------------------------------------------------------------------ --embed, --rerank
+
+struct TextRow {
+    std::string id, text; // id: JSON, "" if the row has none
+};
+
+// The texts of -i, or of --texts. Every line is one, an empty line too.
+static std::vector<TextRow> read_texts(const Options& o) {
+    if (o.texts.empty()) return {{"", o.input == "-" ? read_stdin() : o.input}};
+    std::vector<TextRow> rows;
+    if (o.texts.size() > 6 && o.texts.compare(o.texts.size() - 6, 6, ".jsonl") == 0) {
+        const MappedFile file(o.texts);
+        each_json_line(file, [&](size_t line, std::string_view, sj::Value row) {
+            const sj::Value text = row.is(sj::Object) ? row["text"] : row;
+            if (!text.is(sj::String))
+                DIE("%s: line %zu: neither a string nor an object with \"text\"", o.texts.c_str(), line);
+            rows.push_back({row.is(sj::Object) && row["id"] ? sj::dump(row["id"]) : "", text.str()});
+        });
+    } else {
+        const std::string input = o.texts == "-" ? read_stdin() : std::string(MappedFile(o.texts).text());
+        for (size_t at = 0, end; at < input.size(); at = end + 1) {
+            end = std::min(input.find('\n', at), input.size());
+            const bool carriage = end > at && input[end - 1] == '\r';
+            rows.push_back({"", input.substr(at, end - at - carriage)});
+        }
+    }
+    if (rows.empty()) DIE("%s: no text in it", o.texts == "-" ? "standard input" : o.texts.c_str());
+    return rows;
+}
+
+// What is shown for each row. One that is too long is a fault, before anything is computed.
+static std::vector<std::vector<int>> shown_ids(const Options& o, const Tokenizer& tokenizer, const RerankPrompt* prompt,
+                                               const std::vector<TextRow>& rows, size_t context) {
+    const std::string query = prompt && o.input == "-" ? read_stdin() : o.input;
+    if (prompt && query.empty()) DIE("the query is empty");
+    std::vector<int> question;
+    if (prompt) question = prompt->query_ids(tokenizer, o.instruct.empty() ? RETRIEVAL_TASK : o.instruct, query);
+    const size_t most = o.truncate ? context : 0;
+    if (prompt && context <= prompt->length())
+        DIE("--ctx %zu: the question alone is %zu tokens", context, prompt->length());
+    std::vector<std::vector<int>> all;
+    for (auto& row : rows) {
+        const std::string text = prompt || o.instruct.empty() ? row.text : with_task(o.instruct, row.text);
+        all.push_back(prompt ? prompt->ids(tokenizer, question, text, most) : embedding_ids(tokenizer, text, most));
+        if (all.back().size() > context)
+            DIE("text %zu is %s, the context %zu (-c sets it, --truncate cuts)", all.size(),
+                counted(all.back().size(), "token").c_str(), context);
+        if (interrupted) DIE("interrupted");
+    }
+    return all;
+}
+
+static std::string text_line(const Options& o, const TextRow& row, size_t index, const std::vector<float>& vector,
+                             double score) {
+    sj::Writer w;
+    w.object().field("index", index);
+    if (!row.id.empty()) w.key("id").text += row.id, w.comma = true;
+    if (o.rerank) return w.field("relevance_score", score).field("text", row.text).end().text + "\n";
+    write_numbers(w.key("embedding").text, vector);
+    return w.end().text + "\n";
+}
+
+// --embed, --rerank: a line of JSON for each text: vectors in the order of the texts, scores from the best down.
+template <class T>
+int embed_or_rerank(const Options& o, const ModelFile& file, const Weights<T>& weights, const Tokenizer& tokenizer) {
+    const Config& c = file.config;
+    if (o.dimensions > c.C) DIE("--dimensions %d: the model's vectors have %d", o.dimensions, c.C);
+    const size_t dimensions = (size_t)(o.dimensions ? o.dimensions : c.C);
+    std::unique_ptr<RerankPrompt> prompt;
+    std::unique_ptr<Relevance> relevance;
+    if (o.rerank) prompt = std::make_unique<RerankPrompt>(tokenizer);
+    if (o.rerank) relevance = std::make_unique<Relevance>(o.ctx, weights, *prompt);
+    const std::vector<TextRow> rows = read_texts(o);
+    const size_t context = (size_t)(o.context ? o.context : std::min(4096, c.max_positions));
+    const std::vector<std::vector<int>> ids = shown_ids(o, tokenizer, prompt.get(), rows, context);
+    size_t longest = 0, tokens = 0;
+    for (auto& text : ids) longest = std::max(longest, text.size()), tokens += text.size();
+
+    std::unique_ptr<OutputFile> out;
+    if (!o.output.empty()) out = std::make_unique<OutputFile>(o.output);
+    auto write = [&](const std::string& line) { out ? out->write(line) : write_stdout(line); };
+    Embedder<T> model(c, weights, (int)longest, o.ctx);
+    ThreadPace pace(o, o.ctx);
+    std::vector<std::pair<double, size_t>> scores; // and whose
+    const double start = seconds();
+    {
+        Progress progress;
+        pace.begin();
+        model.run(ids, &interrupted, [&](size_t i, const std::vector<float>& hidden) {
+            if (!all_finite(hidden)) DIE("text %zu: the model's numbers are not finite", i + 1);
+            if (o.rerank) scores.push_back({(*relevance)(hidden), i});
+            else write(text_line(o, rows[i], i, unit_vector(hidden, dimensions), 0));
+            pace.step();
+            progress.show(i + 1, rows.size(), [&](double s) {
+                return format("%zu of %zu texts, %.1f a second", i + 1, rows.size(), (double)(i + 1) / s);
+            });
+        });
+        pace.end();
+    }
+    if (interrupted) return 130;
+    std::stable_sort(scores.begin(), scores.end(), [](auto& a, auto& b) { return a.first > b.first; });
+    for (auto& [score, i] : scores) write(text_line(o, rows[i], i, {}, score));
+    if (out) out->commit();
+    const double spent = seconds() - start;
+    say(format("%s, %s in %.2f s: %.1f texts/s, %.0f tok/s", counted(rows.size(), "text").c_str(),
+               counted(tokens, "token").c_str(), spent, (double)rows.size() / spent, (double)tokens / spent));
+    return 0;
+}
+
 // ---------------------------------------------------------------------------------------------- --synthesize
 
 // --synthesize: a checkpoint of a real shape with seeded random weights, so that speed can be measured without
@@ -1493,6 +1621,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     }
     const std::unique_ptr<Tokenizer> tokenizer = fitting_tokenizer(o, c);
     if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
+    if (o.embed || o.rerank) return embed_or_rerank(o, file, weights, *tokenizer);
     if (!o.ppl.empty()) return perplexity(o, c, weights, *tokenizer);
     if (!o.documents.docs.empty()) o.library = std::make_shared<Documents>(o.documents, say);
     bool lasting = !o.eval.empty() || (!o.has_input && !o.has_ids); // many answers, a chat; an answer may come to it
@@ -1543,6 +1672,18 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     return interrupted ? 130 : 0;
 }
 
+// What --embed, --rerank and their options need, and do not go with.
+static void check_retrieval(const Options& o) {
+    const bool retrieves = o.embed || o.rerank;
+    if (!retrieves && (!o.texts.empty() || !o.instruct.empty() || o.truncate))
+        DIE("--texts, --instruct and --truncate are for --embed and --rerank");
+    if (!o.embed && o.dimensions) DIE("--dimensions is for --embed");
+    if (o.embed && o.has_input != o.texts.empty()) DIE("--embed takes -i TEXT or --texts FILE");
+    if (o.rerank && (!o.has_input || o.texts.empty())) DIE("--rerank takes the query, -i TEXT, and --texts FILE");
+    if (o.rerank && o.input == "-" && o.texts == "-") DIE("standard input cannot be both the query and the texts");
+    if (retrieves && o.has_ids) DIE("--ids is not for --embed and --rerank");
+}
+
 // Does what the options ask for; see run_program.
 static int run(int argc, char** argv) {
     const double start = seconds();
@@ -1563,18 +1704,21 @@ static int run(int argc, char** argv) {
     if (!o.synthesize.empty()) return synthesize(o.synthesize, o.synthesize_to, o.seed), 0;
     if (o.model.empty()) DIE("no model named (--help lists the options)");
     const bool asks = o.has_input || o.has_ids, measures = !o.ppl.empty() || !o.eval.empty() || o.bench;
-    if (asks + !o.ppl.empty() + !o.eval.empty() + o.bench > 1)
-        DIE("one thing at a time: -i or --ids, --ppl, --eval, --bench");
-    if (o.eval.empty() != o.output.empty())
-        DIE(o.output.empty() ? "--eval needs -o FILE, where the answers go" : "-o is for --eval");
+    const bool retrieves = o.embed || o.rerank;
+    if ((asks && !retrieves) + !o.ppl.empty() + !o.eval.empty() + o.bench + o.embed + o.rerank > 1)
+        DIE("one thing at a time: -i or --ids, --ppl, --eval, --bench, --embed, --rerank");
+    check_retrieval(o);
+    if (!o.eval.empty() && o.output.empty()) DIE("--eval needs -o FILE, where the answers go");
+    if (o.eval.empty() && !retrieves && !o.output.empty()) DIE("-o is for --eval, --embed and --rerank");
     if (o.stride && o.ppl.empty()) DIE("--stride is for --ppl");
-    const bool in_words = !o.has_ids && !o.raw && o.ppl.empty() && !o.bench;
-    if (!o.documents.docs.empty() && !in_words) DIE("--docs is for questions: not with --raw, --ids, --ppl or --bench");
+    const bool in_words = !o.has_ids && !o.raw && o.ppl.empty() && !o.bench && !retrieves;
+    if (!o.documents.docs.empty() && !in_words) DIE("--docs is for questions: not with --raw, --ids, --ppl, --bench or --embed");
     if (o.documents.docs.empty() && !o.documents.index.empty()) DIE("--index is for --docs");
-    if (!asks && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
+    if ((!asks || retrieves) && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (a chat, which is without it, has no --raw, --json or --logits)");
     open_adapter(o);
-    const ModelFile file(o.model);
+    ModelFile file(o.model);
+    file.logits = !retrieves;
     o.ctx = choose_device(o, file);
     if (o.bench && !o.adapter.empty()) DIE("--adapter changes no figure of --bench");
     if (o.bench) return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;

@@ -607,7 +607,7 @@ static const char *const CHAT = "/v1/chat/completions", *const COMPLETION = "/v1
                   *const COUNT_TOKENS = "/v1/messages/count_tokens";
 
 inline bool is_asked(const std::string& path) { // there for answers
-    return path == CHAT || path == COMPLETION || path == RESPONSES || path == MESSAGES;
+    return path == CHAT || path == COMPLETION || path == RESPONSES || path == MESSAGES || path == EMBEDDINGS || is_ranking(path);
 }
 
 static const Names RESPONSE_NAMES = {{"messages", "input"}, {"max_completion_tokens", "max_output_tokens"},
@@ -622,13 +622,21 @@ struct Asked {
 };
 inline Asked read_asked(const Service& service, const std::string& path, std::string_view body, uint64_t salt) {
     Asked a;
-    if (path == CHAT || path == COMPLETION) {
+    const bool chat_or_text = path == CHAT || path == COMPLETION, vectors = path == EMBEDDINGS;
+    if (!vectors && !is_ranking(path) && !service.generates)
+        throw Refusal(400, "this server makes no text (serve --task generate)", "model");
+    if (chat_or_text) {
         a.ask = read_ask(service, body, path == CHAT, salt);
         a.answer = std::make_unique<Answer>(service, a.ask);
         return a;
     }
     sj::Doc doc;
     const Fields f(parse_body(doc, body));
+    if (vectors || is_ranking(path)) {
+        a.ask = vectors ? read_embeddings(service, f, salt) : read_ranking(service, f, salt);
+        a.answer = std::make_unique<Answer>(service, a.ask);
+        return a;
+    }
     const bool response = path == RESPONSES;
     const std::string chat = response ? chat_of_response(f) : chat_of_message(f, false);
     a.ask = renamed(response ? RESPONSE_NAMES : MESSAGE_NAMES, [&] { return read_ask(service, chat, true, salt); });

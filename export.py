@@ -539,6 +539,9 @@ def export_model(hf_dir, out_path, option):
         parse_json(data, generation_path)
         metadata["generation_config"] = data.decode()
     tensors = checkpoint(hf_dir)
+    if any(tensor.name == "embed_tokens.weight" for tensor in tensors):  # a bare model, as Qwen3-Embedding is published
+        tensors = [tensor if tensor.name == "lm_head.weight" else tensor._replace(name="model." + tensor.name)
+                   for tensor in tensors]
 
     if option != "--keep-dtype" and any(tensor.dtype in TO_BF16 for tensor in tensors):
         metadata["config"] = re.sub(r'("(?:torch_)?dtype"\s*:\s*)"\w+"', r'\1"bfloat16"', metadata["config"])
@@ -690,6 +693,12 @@ def export_tokenizer(hf_dir, out_path):
          and byte_level.get("use_regex") is False, "the pre_tokenizer does not end in a plain ByteLevel")
     for part in ("post_processor", "decoder"):
         step = top.get(part)
+        if part == "post_processor" and isinstance(step, dict) and step.get("type") == "Sequence":
+            # Qwen3-Embedding's: what its second step appends is added by the programs, where they make vectors
+            steps = step.get("processors")
+            need(is_objects(steps) and [s.get("type") for s in steps] == ["ByteLevel", "TemplateProcessing"],
+                 "the post_processor is neither ByteLevel nor ByteLevel and a template")
+            continue
         need(isinstance(step, dict) and step.get("type") == "ByteLevel"
              or (part, step) == ("post_processor", None), f"the {part} is not ByteLevel")
     for part in ("truncation", "padding"):

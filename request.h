@@ -61,7 +61,12 @@ struct Service {
     bool thinking = false;                // where the request does not say
     std::shared_ptr<Forms> forms = std::make_shared<Forms>();
     std::shared_ptr<const Documents> documents{}; // that answers are looked up in; none: no --docs
+    bool generates = true;                // answers are made;
+    int dimensions = 0;                   // ... vectors of so many numbers, 0: none;
+    std::shared_ptr<const RerankPrompt> rerank{}; // ... rankings, or (null) none
+    std::shared_ptr<const Relevance> relevance{};
 };
+struct Pooled; // embed_api.h: how hidden states are told
 
 // A request, understood.
 struct Ask {
@@ -73,6 +78,7 @@ struct Ask {
     std::vector<std::string> echo{}; // of each prompt: what its answers begin with, if that is wanted
     bool documents = false;          // the question gets passages
     std::vector<Source> sources{};   // ... these
+    std::shared_ptr<const Pooled> pooled{}; // vectors or a ranking are wanted, no text
 };
 
 // The members of a JSON object, each to be asked for in its range.
@@ -505,6 +511,15 @@ inline Job job_from_json(const Service& service, const Fields& f, const Ask& ask
     return job;
 }
 
+// A part of the answer's id: the request's own, or a new one.
+inline std::string request_name(const Fields& f) {
+    const std::string name = f.text("request_id");
+    auto plain = [](char c) { return isalnum((unsigned char)c) || c == '-' || c == '_'; };
+    if (name.size() > 64 || !std::all_of(name.begin(), name.end(), plain))
+        throw Refusal(400, "request_id must be at most 64 letters, digits, - and _", "request_id");
+    return name.empty() ? format("%016llx", (unsigned long long)random_bits()) : name;
+}
+
 // What is asked for as a whole.
 inline Ask ask_from_json(const Service& service, const Fields& f, bool chat) {
     if (const std::string model = f.text("model"); !model.empty() && model != service.name)
@@ -512,12 +527,7 @@ inline Ask ask_from_json(const Service& service, const Fields& f, bool chat) {
     refuse_what_is_not_done(f);
     Ask ask;
     ask.chat = chat;
-    std::string name = f.text("request_id");
-    auto plain = [](char c) { return isalnum((unsigned char)c) || c == '-' || c == '_'; };
-    if (name.size() > 64 || !std::all_of(name.begin(), name.end(), plain))
-        throw Refusal(400, "request_id must be at most 64 letters, digits, - and _", "request_id");
-    if (name.empty()) name = format("%016llx", (unsigned long long)random_bits());
-    ask.id = (chat ? "chatcmpl-" : "cmpl-") + name;
+    ask.id = (chat ? "chatcmpl-" : "cmpl-") + request_name(f);
     ask.stream = f.boolean("stream", false);
     if (f["stream_options"]) {
         if (!ask.stream) throw Refusal(400, "stream_options is only for stream: true", "stream_options");

@@ -18,12 +18,14 @@
      request.h. What a client did wrong is thrown as Refusal, and answered in OpenAI's form.
    - Nobody can stall it: what waits in memory has a Budget, long texts are tokenized by Workers, the log has a thread
      of its own, and keys take turns by tokens.
+   - A text of which only the last hidden state is wanted (`pooled`) is a prompt like any, in slots of its own.
 
    Contents
    1 Between the threads   Job, Piece, Budget, Reply, Desk, figures
    2 Speech                ids to text: characters, stop strings, thoughts, log-probabilities
    3 Engine                pages and prefix cache, schedule, step; on the CPU and on a GPU
-   4 API                   from JSON to jobs (request.h), from pieces to JSON; two other dialects (dialects.h)
+   4 API                   from JSON to jobs (request.h), from pieces to JSON; vectors and rankings (embed_api.h); two
+                           other dialects (dialects.h)
    5 Batch                 a file of requests; over HTTP (batches.h)
    6 HTTP                  libmicrohttpd: log, workers, connections, deadlines, routes
    7 main
@@ -76,10 +78,11 @@ struct Piece {
     size_t cached = 0;             // tokens of the prompt from the cache,
     size_t thoughts = 0;           // ... of the thought,
     std::string stop{};            // ... and the stop string that ended it
+    std::vector<float> hidden{};   // (C) of a pooled job, which has this one piece
 };
 
 inline size_t bytes_of(const Piece& piece) {
-    size_t n = sizeof piece + piece.text.size();
+    size_t n = sizeof piece + piece.text.size() + piece.hidden.size() * sizeof(float);
     for (auto& t : piece.tokens) n += sizeof t + t.text.size() + t.top.size() * sizeof(Alternative);
     for (auto& c : piece.calls) n += sizeof c + c.name.size() + c.arguments.size();
     return n;
@@ -192,8 +195,16 @@ struct Job {
     uint64_t salt = 1;                // its API key's number: keys take turns
     uint64_t space = 0;               // only prompts of one space share pages: its cache_salt's, or (0) the key's
     int priority = 0;                 // within its key; the lowest first
+    bool pooled = false;              // no answer: the hidden state of the prompt's last token
     double arrived = seconds();
+
+    // Texts take their turns beside the answers of the same key.
+    static constexpr uint64_t TEXTS = 1ull << 32;
+    uint64_t line() const { return salt + (pooled ? TEXTS : 0); }
 };
+constexpr size_t MAX_TEXTS = 2048;               // of a request for vectors or a ranking: OpenAI's limit
+constexpr size_t WAITING_TEXTS = 8 * MAX_TEXTS;  // ... and of all requests; they have no part in the queue of answers
+constexpr size_t MAX_TEXT_TOKENS = 1 << 20, WAITING_TEXT_TOKENS = 32 << 20; // the same of their tokens
 
 // The space of a key's requests with this cache_salt. Below 2^32 are the keys' own, then come the names of pages; two
 // keys never have one in common.
@@ -237,7 +248,8 @@ struct Desk {
     std::vector<Job> inbox;
     size_t inside = 0, limit = 0;     // jobs that the engine has; most there may be in all
     size_t keys = 1;                  // of API keys; when all is full, each may still have its share of the limit
-    std::map<uint64_t, size_t> held;  // jobs that are not done, by key
+    size_t texts = 0, text_tokens = 0; // of all jobs, those that are pooled, and the tokens of these
+    std::map<uint64_t, size_t> held;  // jobs that are not done, by their line
     bool closed = false;              // nothing more will come
     Figures figures;                  // as of the last step
     Budget unsent{256 << 20};         // pieces and answers that nobody has taken yet
@@ -245,10 +257,14 @@ struct Desk {
     // The jobs of one request. False: there is no room for them now.
     bool submit(std::vector<Job>&& jobs) {
         std::lock_guard lock(mutex);
-        size_t& own = held[jobs[0].salt];
-        const bool full = inbox.size() + inside + jobs.size() > limit;
-        if (closed || (full && own + jobs.size() > limit / keys)) return false;
-        own += jobs.size();
+        const bool pooled = jobs[0].pooled;
+        size_t& own = held[jobs[0].line()];
+        const size_t all = pooled ? texts : inbox.size() + inside - texts, most = pooled ? WAITING_TEXTS : limit;
+        if (closed || (all + jobs.size() > most && own + jobs.size() > most / keys)) return false;
+        size_t tokens = 0;
+        for (const Job& job : jobs) tokens += pooled ? job.prompt.size() : 0;
+        if (pooled && texts > 0 && text_tokens + tokens > WAITING_TEXT_TOKENS) return false;
+        own += jobs.size(), texts += pooled ? jobs.size() : 0, text_tokens += tokens;
         for (Job& job : jobs) inbox.push_back(std::move(job));
         news.notify_one();
         return true;
@@ -486,6 +502,7 @@ struct EngineOptions {
     int burst = 0;        // ... and in one that nobody waits for
     size_t kv_bytes = 0;  // of the KV cache; 0: as much as there is room for
     bool at_most = false; // the context may be less: what the cache holds
+    int texts = 0;        // pooled jobs at once, beside the answers
 };
 
 constexpr int USUAL_CONTEXT = 4096; // more than most answers and their prompts take
@@ -576,7 +593,8 @@ template <class T> struct Engine {
         plan();
         pool = PagePool(pages);
         if (c.end_tokens.size() > MAX_ENDS) DIE("the model has more than %zu end tokens", MAX_ENDS);
-        for (int s = o.max_seqs - 1; s >= 0; s--) free_slots.push_back(s);
+        for (int s = o.max_seqs - 1; s >= 0; s--) free_slots[0].push_back(s);
+        for (int s = o.max_seqs + o.texts - 1; s >= o.max_seqs; s--) free_slots[1].push_back(s);
         std::vector<acc<T>> angles((size_t)options.context * c.D);
         fill_rope(angles.data(), options.context, c.D, c.rope_theta);
         give(rope, angles.data(), angles.size());
@@ -657,6 +675,7 @@ template <class T> struct Engine {
         size_t total() const { return ids.size() + pending; }
         size_t left() const { return total() - computed; }
         size_t answered() const { return total() - prompt; }
+        size_t pages_needed() const { return job.pooled ? (ids.size() + PAGE - 1) / PAGE : ids.size() / PAGE + 1; }
     };
     using Place = std::pair<int, uint64_t>; // in a line: by priority, then as they came
     using Line = std::map<Place, std::unique_ptr<Sequence>>;
@@ -667,6 +686,8 @@ template <class T> struct Engine {
         int singles = 0;
         struct Draw { uint64_t rank, admission; int row; };
         std::vector<Draw> draws;
+        std::vector<Draw> kept;    // rows whose hidden states are wanted,
+        std::vector<float> hidden; // ... and these: (., C)
         std::vector<bool> informed; // of the draws: their log-probabilities are wanted
         std::vector<int> ids;      // what was drawn
         std::vector<float> logits; // (.,V) of these, as the model made them
@@ -683,15 +704,15 @@ template <class T> struct Engine {
     T* picked;
     acc<T> *rope, *logits;
     int pages, max_rows, max_pages;
-    int *input, *table;        // a step's numbers, see arrays(); (max_seqs, max_pages)
+    int *input, *table;        // a step's numbers, see arrays(); (max_seqs + texts, max_pages)
     PagePool pool;
-    std::vector<int> free_slots;
+    std::vector<int> free_slots[2];          // for answers, for texts
     Running running;                         // by rank: in the order of their first admission
     std::map<uint64_t, Line> waiting;        // a line for each API key
     size_t in_lines = 0, most_in_lines = 0;  // that wait; since memory was given back, at most
     std::pair<uint64_t, Place> looked_at{};  // how far the lines have been searched for cancelled ones
     std::map<uint64_t, uint64_t> service;    // by key: tokens computed for it, see next_line()
-    std::vector<uint64_t> ended;             // keys of the answers that have ended since the desk was told
+    std::vector<std::pair<uint64_t, size_t>> ended; // since the desk was told: lines of jobs, tokens of their prompts
     std::vector<std::pair<std::shared_ptr<Reply>, Piece>> outbox;
     std::deque<Step> under_way;
     std::vector<uint32_t> masks;             // (., words) of a step's draws
@@ -706,7 +727,7 @@ template <class T> struct Engine {
         logits = arena.take<acc<T>>((size_t)options.max_seqs * config.V);
         picked = arena.take<T>((size_t)options.max_seqs * config.C);
         input = arena.take<int>(input_size());
-        table = arena.take<int>((size_t)options.max_seqs * max_pages);
+        table = arena.take<int>((size_t)(options.max_seqs + options.texts) * max_pages);
 #ifdef __CUDACC__
         if (ctx.gpu) plan_device();
 #endif
@@ -774,7 +795,7 @@ template <class T> struct Engine {
             desk.inside += jobs.size();
         }
         for (Job& job : jobs) {
-            if (!waiting.count(job.salt)) catch_up(job.salt);
+            if (!waiting.count(job.line())) catch_up(job.line());
             join_line(std::make_unique<Sequence>(std::move(job), tokenizer, ++arrivals));
         }
     }
@@ -788,7 +809,7 @@ template <class T> struct Engine {
         if (!now.count(key) && least != UINT64_MAX) service[key] = std::max(service[key], least);
     }
     void join_line(std::unique_ptr<Sequence> q) {
-        const uint64_t key = q->job.salt;
+        const uint64_t key = q->job.line();
         const Place place = {q->job.priority, q->arrival};
         waiting[key][place] = std::move(q);
         most_in_lines = std::max(most_in_lines, ++in_lines);
@@ -802,20 +823,21 @@ template <class T> struct Engine {
     }
     std::map<uint64_t, size_t> at_work() const { // answers, by key
         std::map<uint64_t, size_t> n;
-        for (auto& [rank, q] : running) n[q->job.salt]++;
+        for (auto& [rank, q] : running) n[q->job.line()]++;
         return n;
     }
 
     // First a token of every answer that runs, in order; then chunks of prompts that have been begun; then those that
     // wait, in their turn, as long as there are slots and pages for them. Where a running answer needs a page and there
     // is none, the last one that runs gives way: the first always gets on, and so everyone does.
+    // Texts have slots of their own, and half of a step's part for prompts where answers want it too.
     Step plan_step() {
         Step s;
         drop_cancelled();
-        yield();
+        for (bool texts : {false, true}) yield(texts);
         for (auto it = running.begin(); it != running.end(); ++it) {
             Sequence& q = *it->second;
-            if (q.left() != 1 || q.answered() == q.job.max_tokens) continue;
+            if (q.job.pooled || q.left() != 1 || q.answered() == q.job.max_tokens) continue;
             if (q.computed / PAGE == q.pages.size()) {
                 while (pool.available() == 0 && std::prev(running.end()) != it) preempt(std::prev(running.end()));
                 if (pool.available() == 0) { preempt(it); break; }
@@ -825,15 +847,34 @@ template <class T> struct Engine {
         }
         s.singles = (int)s.token.size();
         size_t budget = (size_t)(s.singles ? options.chunk : options.burst);
+        const bool answers = wants_prompt(false);
+        if (wants_prompt(true)) budget -= add_prompts(s, true, answers ? budget / 2 : budget);
+        if (answers) add_prompts(s, false, budget);
+        return s;
+    }
+
+    // Of texts or of answers: whether one waits, or has more of its prompt to come.
+    bool wants_prompt(bool texts) const {
+        const auto line = waiting.lower_bound(texts ? Job::TEXTS : 0);
+        if (line != waiting.end() && (texts || line->first < Job::TEXTS)) return true;
+        for (auto& [rank, q] : running)
+            if (q->job.pooled == texts && q->left() > (texts ? 0 : 1)) return true;
+        return false;
+    }
+
+    // Chunks of their prompts, together of `budget` tokens at most. Returns how many there are.
+    size_t add_prompts(Step& s, bool texts, const size_t budget) {
+        size_t left = budget;
         auto chunk = [&](Sequence& q) {
-            const size_t n = std::min(q.left(), budget);
+            const size_t n = std::min(q.left(), left);
             add(s, q, n);
-            budget -= n;
+            left -= n;
         };
         for (auto& [rank, q] : running)
-            if (q->left() > 1 && budget > 0) chunk(*q);
-        while (!waiting.empty() && budget > 0 && !free_slots.empty()) {
-            const auto line = next_line();
+            if (q->job.pooled == texts && q->left() > (texts ? 0 : 1) && left > 0) chunk(*q);
+        while (left > 0 && !free_slots[texts].empty()) {
+            const auto line = next_line(texts);
+            if (line == waiting.end()) break;
             const auto first = line->second.begin();
             if (!admit(*first->second)) break;
             auto q = leave_line(line->first, first);
@@ -842,38 +883,43 @@ template <class T> struct Engine {
             const uint64_t rank = q->rank;
             running[rank] = std::move(q);
         }
-        return s;
+        return budget - left;
     }
 
-    // The next turn is that of the key with the fewest answers at work; of these the one for which least was computed.
-    // Within a line: first come, first served; whoever gave way came before those that have not begun.
-    typename std::map<uint64_t, Line>::iterator next_line() {
+    // The next turn is that of the key with the fewest answers (or texts) at work; of these the one for which least was
+    // computed. Within a line: first come, first served; whoever gave way came before those that have not begun.
+    typename std::map<uint64_t, Line>::iterator next_line(bool texts) {
         std::map<uint64_t, size_t> n = at_work();
         auto rank = [&](uint64_t key) { return std::pair(n[key], service[key]); };
         auto before = [&](auto& a, auto& b) { return rank(a.first) < rank(b.first); };
-        return std::min_element(waiting.begin(), waiting.end(), before);
+        const auto first_text = waiting.lower_bound(Job::TEXTS);
+        const auto begin = texts ? first_text : waiting.begin(), end = texts ? waiting.end() : first_text;
+        return begin == end ? waiting.end() : std::min_element(begin, end, before);
     }
 
     // Nobody waits for another key's whole answers. If the next in turn finds no room, the last answer of the key with
     // the most of them gives way: if that leaves it no fewer than the other then has, or if keys must share a slot and
-    // it has had its QUANTUM of tokens. What has given way is computed again, mostly from the cache.
-    void yield() {
+    // it has had its QUANTUM of tokens. What has given way is computed again, mostly from the cache. (For a text, which
+    // has a slot soon, answers give way for tokens only.)
+    void yield(bool texts) {
         constexpr uint64_t QUANTUM = 512, LEAST = 64; // LEAST: of an answer, so that each turn brings it on
-        while (!waiting.empty() && !running.empty()) {
-            const auto line = next_line();
+        while (!running.empty()) {
+            const auto line = next_line(texts);
+            if (line == waiting.end()) return;
             const uint64_t key = line->first;
-            const size_t pages_wanted = line->second.begin()->second->total() / PAGE + 1 + running.size();
-            if (!free_slots.empty() && pool.available() >= pages_wanted) return;
+            const size_t pages_wanted = line->second.begin()->second->pages_needed() + running.size();
+            if ((texts || !free_slots[0].empty()) && pool.available() >= pages_wanted) return;
             std::map<uint64_t, size_t> n = at_work();
             const size_t own = n[key];
+            if (!texts && free_slots[0].empty()) n.erase(n.lower_bound(Job::TEXTS), n.end()); // those have no such slot
             auto fewer = [&](auto& a, auto& b) {
                 return std::pair(a.second, service[a.first]) < std::pair(b.second, service[b.first]);
             };
             const auto [most, answers] = *std::max_element(n.begin(), n.end(), fewer);
             auto last = running.end();
             for (auto it = running.begin(); it != running.end(); ++it)
-                if (it->second->job.salt == most) last = it;
-            const bool share = answers > own + 1;
+                if (it->second->job.line() == most) last = it;
+            const bool share = !texts && answers > own + 1;
             const bool turn = own == 0 && most != key && service[most] > service[key] + QUANTUM &&
                               last->second->answered() >= last->second->resumed + LEAST;
             if (!share && !turn) return;
@@ -903,7 +949,7 @@ template <class T> struct Engine {
             looked_at.second = it->first;
             if (!it->second->job.reply->cancelled) continue;
             figures.cancelled++;
-            ended.push_back(key);
+            ended.push_back({key, it->second->prompt});
             leave_line(key, it);
             line = waiting.lower_bound(key);
             if (line == waiting.end() || line->first != key) looked_at.second = front;
@@ -912,13 +958,13 @@ template <class T> struct Engine {
     void leave(typename Running::iterator it) {
         Sequence& q = *it->second;
         vacate(q);
-        ended.push_back(q.job.salt);
+        ended.push_back({q.job.line(), q.prompt});
         running.erase(it);
     }
 
     // The next n rows of q; if they are the last, its next token is drawn.
     void add(Step& s, Sequence& q, size_t n) {
-        service[q.job.salt] += n;
+        service[q.job.line()] += n;
         for (size_t i = 0; i < n; i++, q.computed++) {
             s.token.push_back(q.computed < q.ids.size() ? q.ids[q.computed] : -1);
             s.pos.push_back((int)q.computed);
@@ -926,14 +972,14 @@ template <class T> struct Engine {
             s.slot.push_back(q.pages[q.computed / PAGE] * PAGE + (int)(q.computed % PAGE));
         }
         if (q.left() > 0) return;
-        s.draws.push_back({q.rank, q.admission, (int)s.token.size() - 1});
-        q.pending++;
+        (q.job.pooled ? s.kept : s.draws).push_back({q.rank, q.admission, (int)s.token.size() - 1});
+        q.pending += !q.job.pooled;
     }
 
     // A slot and the pages for all its tokens and the next one; what the cache has of them need not be computed, but
     // for the last token, whose logits are wanted. False: not enough pages. Each that runs keeps the chance of another.
     bool admit(Sequence& q) {
-        const size_t total = q.ids.size(), needed = total / PAGE + 1;
+        const size_t total = q.ids.size(), needed = q.pages_needed();
         q.chain = q.job.space ? q.job.space : q.job.salt;
         while ((q.pages.size() + 1) * PAGE < total) {
             const int p = pool.find(q.chain, &q.ids[q.pages.size() * PAGE]);
@@ -949,15 +995,15 @@ template <class T> struct Engine {
         }
         q.known = found, q.computed = found * PAGE;
         while (q.pages.size() < needed) q.pages.push_back(pool.take());
-        q.slot = free_slots.back();
-        free_slots.pop_back();
+        q.slot = free_slots[q.job.pooled].back();
+        free_slots[q.job.pooled].pop_back();
         q.admission = ++admissions, q.resumed = q.answered();
         figures.looked_up += total, figures.found += q.computed;
         if (q.cached == SIZE_MAX) q.cached = q.computed, figures.prompt_tokens += total;
         if (found) // (a step's rows enter their own pages)
             give(table + (size_t)q.slot * max_pages, q.pages.data(), found);
 #ifdef __CUDACC__
-        if (ctx.gpu) describe_to_gpu(q);
+        if (ctx.gpu && !q.job.pooled) describe_to_gpu(q);
 #endif
         return true;
     }
@@ -967,7 +1013,7 @@ template <class T> struct Engine {
     }
     void vacate(Sequence& q) {
         give_back_pages(q);
-        if (q.slot >= 0) free_slots.push_back(q.slot);
+        if (q.slot >= 0) free_slots[q.job.pooled].push_back(q.slot);
         q.slot = -1;
     }
     void preempt(typename Running::iterator it) {
@@ -996,6 +1042,17 @@ template <class T> struct Engine {
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
             if (s.informed[i]) told = &s.logits[row++ * (size_t)config.V];
             if (valid && accept(*it->second, s.ids[i], told)) leave(it);
+        }
+        for (size_t i = 0; i < s.kept.size(); i++) {
+            const auto it = running.find(s.kept[i].rank);
+            if (it == running.end() || it->second->admission != s.kept[i].admission) continue;
+            const auto from = s.hidden.begin() + (ptrdiff_t)(i * (size_t)config.C);
+            Piece piece;
+            piece.choice = it->second->job.choice, piece.cached = it->second->cached, piece.finish = "stop";
+            piece.hidden.assign(from, from + config.C);
+            figures.stopped++, figures.whole.add(seconds() - it->second->job.arrived);
+            outbox.push_back({it->second->job.reply, std::move(piece)});
+            leave(it);
         }
     }
 
@@ -1048,7 +1105,10 @@ template <class T> struct Engine {
         figures.pages_used = (size_t)pages - pool.available();
         std::lock_guard lock(desk.mutex);
         desk.inside = figures.running + figures.waiting;
-        for (uint64_t key : ended) desk.held[key]--;
+        for (auto [line, tokens] : ended) {
+            desk.held[line]--;
+            if (line >= Job::TEXTS) desk.texts--, desk.text_tokens -= tokens;
+        }
         ended.clear();
         desk.figures = figures;
     }
@@ -1114,10 +1174,11 @@ template <class T> struct Engine {
         for (int n = 0; n < N; n++) table[(size_t)s.seq[n] * max_pages + s.pos[n] / PAGE] = s.slot[n] / PAGE;
         std::vector<int> rows;
         for (auto& d : s.draws) rows.push_back(d.row);
-        const Batch batch = {N, options.max_seqs, s.token.data(), s.pos.data(), s.seq.data(), s.slot.data(),
-                             table, max_pages, s.singles};
+        const Batch batch = {N, options.max_seqs + options.texts, s.token.data(), s.pos.data(), s.seq.data(),
+                             s.slot.data(), table, max_pages, s.singles};
         forward(ctx, config, weights, batch, activations, cache, rope);
-        head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, R);
+        for (auto& k : s.kept) keep_hidden(s, activations.normed + (size_t)k.row * config.C);
+        if (R) head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, R);
         s.ids.resize(R);
         size_t told = 0;
         for (int r = 0; r < R; r++)
@@ -1146,6 +1207,9 @@ template <class T> struct Engine {
             s.ids[r] = sample_cpu(ctx, row, tokenizer.size(), q.job.how, q.ids.size());
         }
     }
+    void keep_hidden(Step& s, const T* row) {
+        for (int i = 0; i < config.C; i++) s.hidden.push_back((float)to_acc(row[i]));
+    }
     void collect([[maybe_unused]] Step& s) {
 #ifdef __CUDACC__
         if (ctx.gpu) collect_gpu(s);
@@ -1163,6 +1227,7 @@ template <class T> struct Engine {
     int *mask_rows, *pinned_masks = nullptr; // (max_seqs), then (max_seqs, words): see Masks
     int* pinned_input[2] = {};       // taken in turn: a step's numbers are read while the next one's are written
     int* pinned_drawn[2] = {};
+    T* pinned_hidden[2] = {};        // (texts, C)
     cudaEvent_t done[2] = {};
     enum Part { PLAIN, ADJUSTED, BEFORE_MASKS, AFTER_MASKS };      // what of a step a graph computes
     std::map<std::tuple<int, int, Part>, cudaGraphExec_t> graphs;  // by rows, splits, part
@@ -1187,6 +1252,7 @@ template <class T> struct Engine {
         for (int i = 0; i < 2; i++) {
             CUDA_CHECK(cudaMallocHost(&pinned_input[i], input_size() * sizeof(int)));
             CUDA_CHECK(cudaMallocHost(&pinned_drawn[i], (size_t)options.max_seqs * sizeof(int)));
+            CUDA_CHECK(cudaMallocHost(&pinned_hidden[i], (size_t)(options.texts + 1) * config.C * sizeof(T)));
             CUDA_CHECK(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming));
         }
     }
@@ -1195,7 +1261,8 @@ template <class T> struct Engine {
         for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
         if (pinned_masks) cudaFreeHost(pinned_masks);
         for (int i = 0; i < 2; i++)
-            cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaEventDestroy(done[i]);
+            cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaFreeHost(pinned_hidden[i]),
+                cudaEventDestroy(done[i]);
     }
 
     void describe_to_gpu(Sequence& q) {
@@ -1255,8 +1322,8 @@ template <class T> struct Engine {
         }
         const size_t bytes = (4 * (size_t)N + 3 * (size_t)R) * sizeof(int);
         CUDA_CHECK(cudaMemcpyAsync(input, host.token, bytes, cudaMemcpyHostToDevice, ctx.gpu->stream));
-        const Batch batch = {N, options.max_seqs, gpu.token, gpu.pos, gpu.seq, gpu.slot, table, max_pages,
-                             graph ? N : s.singles, splits, longest};
+        const Batch batch = {N, options.max_seqs + options.texts, gpu.token, gpu.pos, gpu.seq, gpu.slot, table,
+                             max_pages, graph ? N : s.singles, splits, longest};
         launch(ctx, prepare_kernel, (unsigned)((N + 255) / 256), 256, 0, batch, gpu.token, table, gpu.draw_seq, draws,
                R, slots);
         // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
@@ -1267,6 +1334,10 @@ template <class T> struct Engine {
             const int best_blocks = head_all(s, gpu, R, part != PLAIN);
             if (part != BEFORE_MASKS) draw_all(gpu, R, part != PLAIN, best_blocks, {});
         });
+        const size_t C = (size_t)config.C;
+        for (size_t i = 0; i < s.kept.size(); i++) // (the next step overwrites `normed` after them)
+            CUDA_CHECK(cudaMemcpyAsync(pinned_hidden[turn] + i * C, activations.normed + (size_t)s.kept[i].row * C,
+                                       C * sizeof(T), cudaMemcpyDeviceToHost, ctx.gpu->stream));
         if (!s.masked) bring_back(s);
     }
     template <class F> void launch_part(bool graph, std::tuple<int, int, Part> key, F f) {
@@ -1343,6 +1414,7 @@ template <class T> struct Engine {
     void collect_gpu(Step& s) {
         CUDA_CHECK(cudaEventSynchronize(done[s.turn]));
         s.ids.assign(pinned_drawn[s.turn], pinned_drawn[s.turn] + s.draws.size());
+        for (size_t i = 0; i < s.kept.size(); i++) keep_hidden(s, pinned_hidden[s.turn] + i * (size_t)config.C);
     }
 #endif
 };
@@ -1350,6 +1422,7 @@ template <class T> struct Engine {
 // ====================================================================================================== 4 API
 // https://platform.openai.com/docs/api-reference, with vLLM's additions. request.h has the way in; here is the way out.
 #include "request.h"
+#include "embed_api.h"
 
 inline std::string error_json(int status, const std::string& message, const std::string& param = "",
                               const std::string& code = "") {
@@ -1395,13 +1468,16 @@ struct Answer {
     std::vector<std::string> echo;         // of each prompt, or none
     bool documents;                        // sources are told,
     std::vector<Source> sources;           // ... of a stream with its first event
+    std::shared_ptr<const Pooled> how;     // of `pooled`
+    std::unique_ptr<PooledAnswer> pooled;  // vectors or a ranking; null: text
     uint64_t call_seed = random_bits();
     static constexpr size_t PART = 1 << 16; // bytes, about
 
     Answer(const Service& service, const Ask& ask)
         : tokenizer(*service.tokenizer), id(ask.id), model(service.name), chat(ask.chat), usage(ask.usage),
           logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()),
-          echo(ask.echo), documents(ask.documents), sources(ask.sources) {}
+          echo(ask.echo), documents(ask.documents), sources(ask.sources), how(ask.pooled),
+          pooled(how ? std::make_unique<PooledAnswer>(*how, ask.jobs.size()) : nullptr) {}
     virtual ~Answer() = default;
 
     bool complete() const {
@@ -1412,6 +1488,7 @@ struct Answer {
         for (auto& c : choices) n += c.count;
         return n;
     }
+    const char* broken() const { return pooled ? pooled->broken : nullptr; } // why it cannot be told
     size_t cached() const { // of each prompt, by the first of its answers
         size_t n = 0;
         for (size_t i = 0; i < choices.size(); i += each) n += choices[i].cached;
@@ -1421,6 +1498,7 @@ struct Answer {
     // Takes a piece, to be told as a whole later.
     virtual void add(Piece&& piece) {
         Choice& c = note(piece);
+        if (pooled) return pooled->add((size_t)piece.choice, piece.hidden);
         (piece.thought ? c.thought : c.text) += piece.text;
         std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(c.tokens));
         for (CallPart& part : piece.calls)
@@ -1437,6 +1515,11 @@ struct Answer {
     virtual bool told() const { return place.told; }
     virtual std::string part() {
         sj::Writer& w = writer;
+        if (pooled) {
+            pooled->write_part(w, id, model, created, prompt_tokens, PART);
+            place.told = w.open.empty();
+            return std::exchange(w.text, {});
+        }
         if (w.open.empty()) begin(w, chat ? "chat.completion" : "text_completion");
         while (w.text.size() < PART && place.choice < choices.size()) {
             Choice& c = choices[place.choice];
@@ -1651,8 +1734,10 @@ inline std::string batch_line(const std::string& custom_id, int status, const st
     return w.end().field("error", nullptr).end().text + "\n";
 }
 
-static const char* const BATCHED = "/v1/chat/completions, /v1/completions or /v1/responses";
-inline bool is_batched(const std::string& url) { return url == CHAT || url == COMPLETION || url == RESPONSES; }
+static const char* const BATCHED = "/v1/chat/completions, /v1/completions, /v1/responses or /v1/embeddings";
+inline bool is_batched(const std::string& url) {
+    return url == CHAT || url == COMPLETION || url == RESPONSES || url == EMBEDDINGS;
+}
 
 // How a batch's requests are to be answered.
 struct BatchHow {
@@ -1766,7 +1851,8 @@ struct Batcher {
                     for (Piece& piece : o.reply->pieces) o.answer->add(std::move(piece));
                 }
                 jobs -= o.answer->choices.size(), tokens += o.answer->count();
-                keep(rows[index], 200, o.answer->whole());
+                if (o.answer->broken()) keep(rows[index], 500, error_json(500, o.answer->broken()));
+                else keep(rows[index], 200, o.answer->whole());
                 open.erase(index);
             }
         }
@@ -2378,7 +2464,8 @@ struct Exchange {
         if (path.compare(0, 11, "/v1/models/") == 0) return "/v1/models/{id}";
         if (filed()) return path[4] == 'f' ? "/v1/files" : "/v1/batches";
         return known(path, {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics", "/tokenize",
-                            "/detokenize", "/v1/models", COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS});
+                            "/detokenize", "/v1/models", COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS,
+                            EMBEDDINGS, "/v1/rerank", "/v2/rerank", "/rerank"});
     }
 
     // Status 0: the answer is on its way.
@@ -2434,7 +2521,7 @@ struct Exchange {
         if (count) return {200, count_message_tokens(service, body)};
 
         auto [ask, told] = read_asked(service, path, body, caller);
-        if (ask.jobs.size() > server.desk.limit)
+        if (!ask.pooled && ask.jobs.size() > server.desk.limit)
             throw Refusal(400, format("the queue has room for %zu answers", server.desk.limit), "n");
         answer = std::move(told);
         stream = ask.stream;
@@ -2543,6 +2630,7 @@ struct Exchange {
             for (Piece& piece : reply->pieces) answer->add(std::move(piece));
             reply->pieces.clear();
         }
+        if (answer->broken()) return respond({500, error_json(500, answer->broken())});
         out = answer->part();
         if (answer->told()) return respond({200, std::exchange(out, {})});
         MHD_Response* r = MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 16384, next_part, this, nullptr);
@@ -2678,7 +2766,7 @@ struct Exchange {
         const auto now = std::chrono::system_clock::now().time_since_epoch();
         w.object().field("time", (double)std::chrono::duration_cast<std::chrono::milliseconds>(now).count() / 1e3);
         auto plain = [](const std::string& s) { // a client may send anything
-            auto plain = [](char c) { return isalpha((unsigned char)c) || strchr("/_1", c); };
+            auto plain = [](char c) { return isalpha((unsigned char)c) || strchr("/_12", c); };
             const bool good = s.size() < 32 && std::all_of(s.begin(), s.end(), plain);
             return good ? s : "other";
         };
@@ -2892,6 +2980,7 @@ static const char* USAGE =
 
 struct Options : ModelOptions {
     std::string name, system, key_file, batch, output;
+    std::vector<std::string> tasks; // none: what the model's folder says
     ServerOptions server;
     EngineOptions engine;
     int max_queue = 1024, think = 0;
@@ -2906,6 +2995,8 @@ static std::vector<Option> option_table(Options& o) {
     std::vector<Option> table = {
         {"", "--host", "ADDRESS", "default 127.0.0.1: this machine only", file_name(o.server.host)},
         {"-P", "--port", "N", "default 8000; 0 takes a free one", whole(o.server.port, 0, 65535)},
+        {"", "--task", "NAME", "generate, embed or rerank; may be repeated (default: embed where the\n"
+         "model's folder says so, else generate)", list(o.tasks)},
         {"", "--name", "NAME", "the model's, for requests (default: its file's)", text(o.name)},
         {"-c", "--ctx", "N", "tokens of a prompt and its answer (default: the model's limit, as\nfar as the KV cache holds it)",
          whole(o.engine.context, 2, INT_MAX)},
@@ -2951,6 +3042,9 @@ static Options parse_options(int argc, char** argv) {
     o.model = words[0];
     if (o.batch.empty() != o.output.empty())
         DIE(o.output.empty() ? "--batch needs -o FILE, where the answers go" : "-o is for --batch");
+    for (auto& task : o.tasks)
+        if (task != "generate" && task != "embed" && task != "rerank")
+            DIE("--task %s: generate, embed or rerank", task.c_str());
     o.server.think = o.think, o.server.docs = !o.documents.docs.empty();
     if (!o.server.docs && !o.documents.index.empty()) DIE("--index is for --docs");
     if (!o.key_file.empty()) o.server.keys = read_keys(o.key_file);
@@ -3001,10 +3095,15 @@ static int serve_http(const Options& o, Server& server, const std::string& depen
     return 0;
 }
 
+static bool does(const Options& o, const char* task) {
+    return std::find(o.tasks.begin(), o.tasks.end(), task) != o.tasks.end();
+}
+
 template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
     const bool gpu = o.ctx.gpu != nullptr, http = o.batch.empty();
     EngineOptions& e = o.engine;
+    if (does(o, "embed") || does(o, "rerank")) e.texts = gpu ? 256 : 64;
     if (!e.context) e.context = c.max_positions, e.at_most = true;
     if (!e.max_seqs) e.max_seqs = gpu ? 256 : 16;
     e.burst = gpu ? 8192 : 512;
@@ -3042,6 +3141,12 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const int context = engine.options.context;
     server.service = {&tokenizer, o.name, o.system, context, o.think == 1};
     server.service.documents = documents;
+    server.service.generates = does(o, "generate");
+    if (does(o, "embed")) end_of_text(tokenizer), server.service.dimensions = c.C;
+    if (does(o, "rerank")) {
+        server.service.rerank = std::make_shared<RerankPrompt>(tokenizer);
+        server.service.relevance = std::make_shared<Relevance>(o.ctx, weights, *server.service.rerank);
+    }
     const std::string why = context == c.max_positions ? " (the model's limit)"
                           : e.at_most ? format(" (what memory allows of the model's %d)", c.max_positions) : "";
     fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d%s, %d at once, %zu pages of %d tokens; "
@@ -3074,7 +3179,9 @@ static int run(int argc, char** argv) {
     if (o.help) return 0;
     o.use_threads();
     open_adapter(o);
-    const ModelFile file(o.model);
+    ModelFile file(o.model);
+    if (o.tasks.empty()) o.tasks = {says_it_embeds(file) ? "embed" : "generate"};
+    file.logits = does(o, "generate");
     o.ctx = choose_device(o, file);
     return wide(o, file) ? serve<float>(o, file, start) : serve<bf16>(o, file, start);
 }

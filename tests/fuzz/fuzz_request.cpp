@@ -20,6 +20,33 @@ static void must_be_events(const std::string& text) {
         if (event != "data: [DONE]") must_be_json(event.substr(data + 6));
     }
 }
+// Vectors or a ranking.
+static void ask_for_texts(const std::string& path, std::string_view body) {
+    static const std::string folder = "tests/fixtures/embed";
+    static const Tokenizer tokenizer(folder + "/tokenizer.bin");
+    static const ModelFile file(folder);
+    static const Weights<bf16> weights(file);
+    static const Service service = [] {
+        Service s = {&tokenizer, "tiny", "", 512, false};
+        s.dimensions = file.config.C, s.rerank = std::make_shared<RerankPrompt>(tokenizer);
+        s.relevance = std::make_shared<Relevance>(Context{}, weights, *s.rerank);
+        return s;
+    }();
+    const Asked asked = read_asked(service, path, body, 1);
+    const Ask& ask = asked.ask;
+    must(!ask.jobs.empty() && ask.jobs.size() <= MAX_TEXTS && ask.prompt_tokens <= MAX_TEXT_TOKENS);
+    Answer& answer = *asked.answer;
+    for (const Job& job : ask.jobs) {
+        must(job.pooled && !job.prompt.empty() && job.prompt.size() <= 512 && (job.space == 0 || job.space >> 63));
+        for (int id : job.prompt) must(id >= 0 && id < tokenizer.size());
+        Piece piece;
+        piece.choice = job.choice, piece.finish = "stop", piece.hidden.assign((size_t)file.config.C, (float)job.prompt[0] - 300);
+        answer.add(std::move(piece));
+    }
+    sj::Doc doc;
+    const std::string text = answer.whole();
+    must(sj::parse(doc, text).empty());
+}
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     static const Tokenizer tokenizer("tests/fixtures/tiny/tokenizer.bin");
@@ -27,9 +54,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (size == 0) return 0;
     const std::string_view body((const char*)data + 1, size - 1);
     try {
-        const char* const PATHS[] = {COMPLETION, CHAT, RESPONSES, MESSAGES};
-        const char* path = PATHS[data[0] % 4];
-        if (path == MESSAGES && data[0] / 4 % 2) return must_be_json(count_message_tokens(service, body)), 0;
+        const char* const PATHS[] = {COMPLETION, CHAT, RESPONSES, MESSAGES, EMBEDDINGS, "/v1/rerank", EMBEDDINGS, COUNT_TOKENS};
+        const std::string path = PATHS[data[0] % 8];
+        if (path == COUNT_TOKENS) return must_be_json(count_message_tokens(service, body)), 0;
+        if (path == EMBEDDINGS || is_ranking(path)) return ask_for_texts(path, body), 0;
         const Asked asked = read_asked(service, path, body, 1);
         const Ask& ask = asked.ask;
         Answer& answer = *asked.answer;

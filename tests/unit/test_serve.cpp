@@ -2063,7 +2063,7 @@ TEST_CASE("a batch answers as the server does, in order, with errors in their pl
         in += row(i, body);
         wanted.push_back(content(server.chat(body)));
     }
-    in += row(30, "{\"messages\": []}") + "\n" + row(31, "{\"prompt\": \"a\", \"max_tokens\": 2}", "/v1/completions") + row(32, "{}", "/v1/embeddings") +
+    in += row(30, "{\"messages\": []}") + "\n" + row(31, "{\"prompt\": \"a\", \"max_tokens\": 2}", "/v1/completions") + row(32, "{}", "/v1/moderations") +
           row(33, "7") + row(34, question("a", "\"stream\": true"));
     write_file(scratch / "in", in);
     const Result r = batch(scratch / "in", scratch / "out", {"--max-seqs", "5"});

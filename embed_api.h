@@ -1,0 +1,244 @@
+// embed_api.h: requests for vectors (OpenAI's /v1/embeddings) and for rankings (/v1/rerank, as Jina, Cohere and vLLM
+// have it), from JSON to jobs, and their answers. Included by serve.cu after request.h, whose rules hold here too.
+#pragma once
+
+// How the hidden states of a request are told.
+struct Pooled {
+    bool ranking = false;
+    bool base64 = false;                 // vectors: little-endian float32 as text
+    size_t dimensions = 0;               // ... their first numbers
+    size_t most = 0;                     // a ranking: the best so many
+    bool documents_too = true;
+    std::vector<std::string> documents{};
+    std::shared_ptr<const Relevance> relevance{};
+};
+
+// ------------------------------------------------------------------------------------------------------ the way in
+
+// Fields that are taken with these values only: else the answer would be another than asked.
+inline void refuse_of_pooled(const Fields& f, std::initializer_list<std::pair<const char*, const char*>> only) {
+    for (auto [name, value] : only)
+        if (f[name] && !*value) throw Refusal(400, format("%s is not supported", name), name);
+        else if (f[name] && sj::dump(f[name]) != value)
+            throw Refusal(400, format("%s: only %s is supported", name, value), name);
+}
+
+// truncate_prompt_tokens and truncation_side: the ids that stay of a text, its first or its last.
+struct Cut {
+    size_t most = 0; // 0: what does not fit is refused
+    bool keep_last = false;
+};
+inline Cut cut_from_json(const Service& service, const Fields& f) {
+    const int64_t most = f.integer("truncate_prompt_tokens", -1, service.context, 0);
+    if (most == 0 && f["truncate_prompt_tokens"])
+        throw Refusal(400, "truncate_prompt_tokens must be -1 or positive", "truncate_prompt_tokens");
+    const std::string side = f.text("truncation_side");
+    if (!side.empty() && side != "left" && side != "right")
+        throw Refusal(400, "truncation_side must be left or right", "truncation_side");
+    return {(size_t)(most < 0 ? service.context : most), side == "left"};
+}
+
+// The request as a whole, but for its jobs.
+inline Ask pooled_ask(const Service& service, const Fields& f, const char* prefix, std::shared_ptr<Pooled> how) {
+    if (const std::string model = f.text("model"); !model.empty() && model != service.name)
+        throw Refusal(404, "no such model; /v1/models has the one that there is", "model", "model_not_found");
+    Ask ask;
+    ask.chat = false;
+    ask.id = prefix + request_name(f);
+    ask.pooled = std::move(how);
+    f.text("user");
+    return ask;
+}
+
+// Checks a text's ids, and keeps them; `name` is the field, `tokens` are those of the texts so far.
+inline void add_text(const Service& service, std::vector<std::vector<int>>& texts, std::vector<int>&& ids,
+                     const char* name, size_t& tokens) {
+    if (ids.empty()) throw Refusal(400, format("%s %zu has no token", name, texts.size()), name);
+    if (ids.size() > (size_t)service.context)
+        throw Refusal(400, format("the context is %d tokens: %s %zu has %zu (truncate_prompt_tokens cuts)",
+                                  service.context, name, texts.size(), ids.size()), name, "context_length_exceeded");
+    if ((tokens += ids.size()) > MAX_TEXT_TOKENS)
+        throw Refusal(400, format("at most %zu tokens in a request: ask in several", MAX_TEXT_TOKENS), name);
+    texts.push_back(std::move(ids));
+}
+
+// A job for each text.
+inline void add_pooled_jobs(const Fields& f, Ask& ask, std::vector<std::vector<int>>&& texts, uint64_t salt) {
+    Job job;
+    job.salt = salt, job.pooled = true, job.max_tokens = 1;
+    if (const std::string own = f.text("cache_salt"); !own.empty()) job.space = salted_space(salt, own);
+    else if (f["cache_salt"]) throw Refusal(400, "cache_salt must not be empty", "cache_salt");
+    job.priority = (int)f.integer("priority", INT_MIN, INT_MAX, 0);
+    job.reply = std::make_shared<Reply>();
+    job.reply->whole = true;
+    for (auto& ids : texts) {
+        ask.prompt_tokens += ids.size();
+        Job one = job;
+        one.choice = one.reply->left++;
+        one.prompt = std::move(ids);
+        ask.jobs.push_back(std::move(one));
+    }
+}
+
+// POST /v1/embeddings
+inline Ask read_embeddings(const Service& service, const Fields& f, uint64_t salt) {
+    if (!service.dimensions) throw Refusal(400, "this server makes no vectors (serve --task embed)", "model");
+    refuse_of_pooled(f, {{"messages", ""}, {"embed_dtype", "\"float32\""}, {"endianness", "\"little\""},
+                         {"normalize", "true"}, {"use_activation", "true"}, {"padding", "\"do_not_pad\""},
+                         {"chat_template", ""}, {"mm_processor_kwargs", ""}});
+    auto how = std::make_shared<Pooled>();
+    how->dimensions = (size_t)f.integer("dimensions", 1, service.dimensions, service.dimensions);
+    const std::string encoding = f.text("encoding_format");
+    if (!encoding.empty() && encoding != "float" && encoding != "base64")
+        throw Refusal(400, "encoding_format must be float or base64", "encoding_format");
+    how->base64 = encoding == "base64";
+    Ask ask = pooled_ask(service, f, "embd-", how);
+
+    const Cut cut = cut_from_json(service, f);
+    const bool end = f.boolean("add_special_tokens", true);
+    const PromptOptions fits{{}, cut.most};
+    std::vector<std::vector<int>> texts;
+    size_t tokens = 0;
+    auto add = [&](sj::Value v) { // a text, or ids, which are taken as they are
+        std::vector<int> ids;
+        if (v.is(sj::Array)) {
+            ids = ids_from_json(service, v, "input");
+            if (cut.most) cut_text(ids, cut.most, cut.keep_last);
+        } else if (v.is(sj::String)) {
+            const std::string text = v.str();
+            check_length(service, text.size(), fits, "input");
+            ids = embedding_ids(*service.tokenizer, text, cut.most, cut.keep_last);
+            if (!end) ids.pop_back();
+        } else throw Refusal(400, "input: neither a string nor a list of token ids", "input");
+        add_text(service, texts, std::move(ids), "input", tokens);
+    };
+    const sj::Value input = f["input"];
+    const bool list = input.is(sj::Array) && input.size() > 0;
+    if (!list && !input.is(sj::String))
+        throw Refusal(400, "input must be a string, a list of strings or of token ids, or a list of such lists",
+                      "input");
+    if (!list || input[(size_t)0].is(sj::Number)) add(input);
+    else {
+        if (input.size() > MAX_TEXTS) throw Refusal(400, format("at most %zu inputs in a request", MAX_TEXTS), "input");
+        for (sj::Value v : input.items()) add(v);
+    }
+    add_pooled_jobs(f, ask, std::move(texts), salt);
+    return ask;
+}
+
+// POST /v1/rerank
+inline Ask read_ranking(const Service& service, const Fields& f, uint64_t salt) {
+    if (!service.rerank) throw Refusal(400, "this server makes no rankings (serve --task rerank)", "model");
+    refuse_of_pooled(f, {{"use_activation", "true"}, {"mm_processor_kwargs", ""}, {"rank_fields", ""},
+                         {"max_chunks_per_doc", ""}});
+    auto how = std::make_shared<Pooled>();
+    how->ranking = true, how->relevance = service.relevance;
+    how->documents_too = f.boolean("return_documents", true);
+    const std::string query = f.text("query"), task = f.text("instruct");
+    if (query.empty()) throw Refusal(400, "query must be a string that is not empty", "query");
+    const sj::Value documents = f["documents"];
+    if (!documents.is(sj::Array) || documents.size() == 0)
+        throw Refusal(400, "documents must be a list of strings, or of objects with text", "documents");
+    if (documents.size() > MAX_TEXTS)
+        throw Refusal(400, format("at most %zu documents in a request", MAX_TEXTS), "documents");
+    how->most = (size_t)f.integer("top_n", 0, INT_MAX, 0); // (0: all, as in vLLM)
+    if (how->most == 0) how->most = documents.size();
+
+    const Cut cut = cut_from_json(service, f);
+    const PromptOptions fits{{}, cut.most};
+    const size_t alone = service.rerank->length();
+    if (cut.most && cut.most <= alone)
+        throw Refusal(400, format("truncate_prompt_tokens: the question alone is %zu tokens", alone),
+                      "truncate_prompt_tokens");
+    check_length(service, query.size(), fits, "query");
+    const RerankPrompt& prompt = *service.rerank;
+    std::vector<int> question = prompt.query_ids(*service.tokenizer, task.empty() ? RETRIEVAL_TASK : task, query);
+    cut_text(question, (size_t)service.context, cut.keep_last); // (more would not stay, and is copied each time)
+    std::vector<std::vector<int>> texts;
+    size_t tokens = 0;
+    for (sj::Value v : documents.items()) {
+        const sj::Value text = v.is(sj::Object) ? v["text"] : v;
+        if (!text.is(sj::String))
+            throw Refusal(400, "documents: neither a string nor an object with text", "documents");
+        how->documents.push_back(text.str());
+        check_length(service, how->documents.back().size(), fits, "documents");
+        const std::string& document = how->documents.back();
+        add_text(service, texts, prompt.ids(*service.tokenizer, question, document, cut.most, cut.keep_last),
+                 "documents", tokens);
+    }
+    Ask ask = pooled_ask(service, f, "rerank-", how);
+    add_pooled_jobs(f, ask, std::move(texts), salt);
+    return ask;
+}
+
+static const char* const EMBEDDINGS = "/v1/embeddings";
+inline bool is_ranking(const std::string& path) {
+    return path == "/v1/rerank" || path == "/v2/rerank" || path == "/rerank";
+}
+
+// ----------------------------------------------------------------------------------------------------- the way out
+
+inline void write_base64(std::string& out, const void* bytes, size_t n) {
+    static const char DIGITS[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    const uint8_t* b = (const uint8_t*)bytes;
+    for (size_t i = 0; i < n; i += 3) {
+        const size_t left = n - i;
+        uint32_t three = (uint32_t)b[i] << 16;
+        if (left > 1) three |= (uint32_t)b[i + 1] << 8;
+        if (left > 2) three |= b[i + 2];
+        out += DIGITS[three >> 18], out += DIGITS[three >> 12 & 63];
+        out += left > 1 ? DIGITS[three >> 6 & 63] : '=', out += left > 2 ? DIGITS[three & 63] : '=';
+    }
+}
+
+// The answer, told in parts.
+struct PooledAnswer {
+    const char* broken = nullptr; // why it cannot be told
+    const Pooled& how;
+
+    PooledAnswer(const Pooled& how, size_t texts)
+        : how(how), vectors(how.ranking ? 0 : texts), scores(how.ranking ? texts : 0) {}
+
+    void add(size_t text, const std::vector<float>& hidden) {
+        if (!all_finite(hidden)) broken = "the model's numbers are not finite";
+        else if (how.ranking) scores[text] = {(*how.relevance)(hidden), text};
+        else vectors[text] = unit_vector(hidden, how.dimensions);
+    }
+
+    // About `bytes` more; all is told when no bracket of w is open.
+    void write_part(sj::Writer& w, const std::string& id, const std::string& model, long created, size_t tokens,
+                    size_t bytes) {
+        const size_t all = how.ranking ? std::min(how.most, scores.size()) : vectors.size();
+        if (w.open.empty()) {
+            std::stable_sort(scores.begin(), scores.end(), [](auto& a, auto& b) { return a.first > b.first; });
+            w.object().field("id", id);
+            if (!how.ranking) w.field("object", "list").field("created", created);
+            w.field("model", model).key(how.ranking ? "results" : "data").array();
+        }
+        for (; next < all && w.text.size() < bytes; next++) how.ranking ? write_result(w) : write_vector(w);
+        if (next < all) return;
+        w.end().key("usage").object().field("prompt_tokens", tokens).field("total_tokens", tokens).end().end();
+    }
+
+  private:
+    std::vector<std::vector<float>> vectors;
+    std::vector<std::pair<double, size_t>> scores; // and whose
+    size_t next = 0;                               // is told next
+
+    void write_result(sj::Writer& w) {
+        const auto [score, index] = scores[next];
+        w.object().field("index", index);
+        if (how.documents_too) w.key("document").object().field("text", how.documents[index]).end();
+        w.field("relevance_score", score).end();
+    }
+    void write_vector(sj::Writer& w) {
+        w.object().field("object", "embedding").field("index", next).key("embedding");
+        if (how.base64) {
+            w.text += '"';
+            write_base64(w.text, vectors[next].data(), vectors[next].size() * sizeof(float)); // (little-endian)
+            w.text += '"', w.comma = true;
+        } else write_numbers(w.text, vectors[next]), w.comma = true;
+        w.end();
+        std::vector<float>().swap(vectors[next]);
+    }
+};

@@ -1,0 +1,595 @@
+// embed.h and embed_api.h: vectors and rankings, against sentence-transformers and transformers (fixtures/embed), in the
+// engine beside answers, on the command line (QWEN3, else ./qwen3) and over HTTP (SERVE, else ./serve).
+#include "../engine.h"
+#include "../http.h"
+#include "../process.h"
+
+using namespace std::literals;
+
+static const std::string FOLDER = "tests/fixtures/embed", WORDS = FOLDER + "/tokenizer.bin";
+static std::string program(const char* variable, const char* otherwise) {
+    return getenv(variable) ? getenv(variable) : otherwise;
+}
+
+struct Golden {
+    Json json{std::string(MappedFile(FOLDER + "/golden.json").text())};
+    Tokenizer tokenizer{WORDS};
+    ModelFile file{FOLDER};
+    static std::vector<int> ids(sj::Value list) {
+        std::vector<int> all;
+        for (sj::Value id : list.items()) all.push_back((int)id.number());
+        return all;
+    }
+};
+static const Golden& golden() {
+    static const Golden g;
+    return g;
+}
+using Texts = std::vector<std::vector<int>>;
+template <class T> std::vector<std::vector<float>> hidden_of(const Config& c, const Weights<T>& w, const Texts& texts,
+                                                             const Context& ctx = {}) {
+    size_t longest = 0;
+    for (auto& ids : texts) longest = std::max(longest, ids.size());
+    Embedder<T> model(c, w, (int)longest, ctx);
+    std::vector<std::vector<float>> all;
+    model.run(texts, nullptr, [&](size_t i, const std::vector<float>& hidden) {
+        CHECK(i == all.size());
+        all.push_back(hidden);
+    });
+    REQUIRE(all.size() == texts.size());
+    return all;
+}
+
+// ------------------------------------------------------------------------------------------------------- parity
+
+TEST_CASE("embed: the ids are sentence-transformers', the reranker's those of its card") {
+    const Golden& g = golden();
+    for (sj::Value row : g.json["texts"].items()) {
+        const std::string text = row["text"].str();
+        const bool query = row["task"].is(sj::String);
+        CHECK(embedding_ids(g.tokenizer, query ? with_task(row["task"].str(), text) : text) == Golden::ids(row["ids"]));
+    }
+    CHECK(g.json["task"].str() == RETRIEVAL_TASK);
+    const RerankPrompt prompt(g.tokenizer);
+    for (sj::Value row : g.json["pairs"].items()) {
+        const std::vector<int> query = prompt.query_ids(g.tokenizer, RETRIEVAL_TASK, row["query"].str());
+        CHECK(prompt.ids(g.tokenizer, query, row["document"].str()) == Golden::ids(row["ids"]));
+    }
+    // Text that looks like a special token stays text; what is cut leaves the end, and the question, whole.
+    CHECK(embedding_ids(g.tokenizer, "<|endoftext|>").size() > 2);
+    const std::vector<int> all = embedding_ids(g.tokenizer, "one two three four");
+    CHECK(embedding_ids(g.tokenizer, "one two three four", 3) == std::vector<int>{all[0], all[1], all.back()});
+    CHECK(embedding_ids(g.tokenizer, "one two three four", 2, true) == std::vector<int>{all.end()[-2], all.back()});
+    const std::vector<int> query = prompt.query_ids(g.tokenizer, "t", "q");
+    const std::vector<int> cut = prompt.ids(g.tokenizer, query, std::string(500, 'x'), prompt.length() + query.size() + 4);
+    CHECK(cut.size() == prompt.length() + query.size() + 4);
+    CHECK(std::equal(prompt.after.rbegin(), prompt.after.rend(), cut.rbegin()));
+}
+
+// Vectors and scores against float32's: in float they are the same, in bfloat16 nearer than transformers' own.
+template <class T> void check_parity(const Context& ctx, double vector_limit, double short_limit, double score_limit) {
+    const Golden& g = golden();
+    const Weights<T> weights(g.file);
+    Texts texts;
+    for (sj::Value row : g.json["texts"].items()) texts.push_back(Golden::ids(row["ids"]));
+    const auto hidden = hidden_of(g.file.config, weights, texts, ctx);
+    std::map<std::string, double> apart;
+    size_t i = 0;
+    for (sj::Value row : g.json["texts"].items()) {
+        for (auto [dimensions, wanted] : row["vectors"].members()) {
+            const std::vector<float> v = unit_vector(hidden[i], (size_t)atoi(dimensions.c_str()));
+            REQUIRE(v.size() == wanted.size());
+            double squares = 0;
+            for (size_t k = 0; k < v.size(); k++) squares += std::pow(v[k] - wanted[k].number(), 2);
+            apart[dimensions] += std::sqrt(squares) / (double)hidden.size();
+        }
+        i++;
+    }
+    MESSAGE("vectors " << apart["48"] << " " << apart["7"]);
+    CHECK(apart["48"] <= vector_limit);
+    CHECK(apart["7"] <= short_limit);
+
+    texts.clear();
+    for (sj::Value row : g.json["pairs"].items()) texts.push_back(Golden::ids(row["ids"]));
+    const Relevance relevance(ctx, weights, RerankPrompt(g.tokenizer));
+    const auto states = hidden_of(g.file.config, weights, texts, ctx);
+    double error = 0;
+    i = 0;
+    for (sj::Value row : g.json["pairs"].items())
+        error += std::fabs(relevance(states[i++]) - row["score"].number()) / (double)states.size();
+    MESSAGE("scores " << error);
+    CHECK(error <= score_limit);
+}
+TEST_CASE("embed: vectors and scores are those of sentence-transformers and transformers") {
+    const Golden& g = golden();
+    Context plain;
+    plain.plain = true;
+    const sj::Value theirs = g.json["bf16_distance"];
+    const double whole = theirs["48"].number(), part = theirs["7"].number(), score = g.json["bf16_score_error"].number();
+    SUBCASE("float32") { check_parity<float>(Context{}, 2e-6, 2e-6, 2e-6); }
+    SUBCASE("bfloat16") { check_parity<bf16>(Context{}, whole, part, score); }
+    SUBCASE("bfloat16, as defined") { check_parity<bf16>(plain, whole, part, score); }
+}
+
+TEST_CASE("embed: a text's numbers do not depend on those beside it, nor on where it is cut") {
+    const Config& c = golden().file.config;
+    const Weights<bf16> weights(golden().file);
+    Random random{31};
+    Texts texts;
+    for (int n : {1, 2, 15, 16, 17, 511, 512, 513, 1200, 3, 100, 1, 400}) {
+        texts.emplace_back();
+        while ((int)texts.back().size() < n) texts.back().push_back(random.below(1000));
+    }
+    for (int i = 0; i < 600; i++) texts.push_back({random.below(1000)}); // more than one batch takes
+    const auto together = hidden_of(c, weights, texts);
+    std::vector<size_t> order(texts.size());
+    std::iota(order.begin(), order.end(), 0);
+    for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[(size_t)random.below((int)i)]);
+    Texts shuffled;
+    for (size_t i : order) shuffled.push_back(texts[i]);
+    const auto otherwise = hidden_of(c, weights, shuffled);
+    for (size_t i = 0; i < order.size(); i++) CHECK(otherwise[i] == together[order[i]]);
+    for (size_t i = 0; i < 14; i++) CHECK(hidden_of(c, weights, {texts[i]})[0] == together[i]);
+    // ... and are those of a conversation's last row.
+    Session<bf16> session(c, weights, 1200);
+    session.feed(texts[8]);
+    const bf16* row = session.activations.normed + (size_t)((1200 - 1) % Session<bf16>::CHUNK) * c.C;
+    for (int k = 0; k < c.C; k++) CHECK(together[8][(size_t)k] == to_acc(row[k]));
+    const std::vector<std::vector<float>> vectors = [&] {
+        Embedder<bf16> model(c, weights, 64, {});
+        CHECK_THROWS_AS(model.run({std::vector<int>(65, 1)}, nullptr, [](size_t, const std::vector<float>&) {}), Error);
+        CHECK_THROWS_AS(model.run({{}}, nullptr, [](size_t, const std::vector<float>&) {}), Error);
+        CHECK_THROWS_AS(model.run({{c.V}}, nullptr, [](size_t, const std::vector<float>&) {}), Error);
+        return embed_texts(model, golden().tokenizer, {"a", "b"}, "task");
+    }();
+    CHECK(vectors[0] == unit_vector(hidden_of(c, weights, {embedding_ids(golden().tokenizer, "Instruct: task\nQuery:a")})[0], (size_t)c.C));
+}
+
+TEST_CASE("embed: a bare model, without a head; modules that do something else") {
+    Scratch scratch;
+    auto folder = [&](const std::string& name, const std::function<std::string(std::string)>& config) {
+        fs::create_directories(scratch / name + "/1_Pooling");
+        for (const char* file : {"modules.json", "1_Pooling/config.json", "tokenizer.bin", "model.safetensors"})
+            fs::copy_file(FOLDER + "/" + file, scratch / name + "/" + file);
+        write_file(scratch / name + "/config.json", config(read_file(FOLDER + "/config.json")));
+        return scratch / name;
+    };
+    auto with = [](std::string text, const std::string& from, const std::string& to) {
+        REQUIRE(text.find(from) != text.npos);
+        return text.replace(text.find(from), from.size(), to);
+    };
+    const std::string bare = folder("bare", [&](const std::string& text) {
+        return with(with(text, "\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false"), "Qwen3ForCausalLM", "Qwen3Model");
+    });
+    ModelFile file(bare);
+    CHECK(says_it_embeds(file));
+    CHECK_THROWS_WITH_AS(Weights<bf16>{file}, (bare + ": no tensor lm_head.weight").c_str(), Error);
+    file.logits = false;
+    const Weights<bf16> headless(file), whole(golden().file);
+    CHECK(hidden_of(file.config, headless, {{1, 2, 3}}) == hidden_of(file.config, whole, {{1, 2, 3}}));
+    CHECK_THROWS_AS(Relevance({}, headless, RerankPrompt(golden().tokenizer)), Error);
+    CHECK(hidden_of(file.config, Weights<bf16>(file, true), {{1, 2, 3}}).size() == 1); // INT8
+
+    CHECK(says_it_embeds(golden().file));
+    CHECK(!says_it_embeds(tiny().file));
+    fs::remove(bare + "/modules.json");
+    CHECK(says_it_embeds(ModelFile(bare))); // by its architecture
+    const std::string mean = folder("mean", [](const std::string& text) { return text; });
+    write_file(mean + "/1_Pooling/config.json", "{\"pooling_mode_mean_tokens\": true, \"pooling_mode_lasttoken\": false}");
+    CHECK_THROWS_AS(says_it_embeds(ModelFile(mean)), Error);
+    const std::string dense = folder("dense", [](const std::string& text) { return text; });
+    write_file(dense + "/modules.json", "[{\"type\": \"sentence_transformers.models.Dense\", \"path\": \"3_Dense\"}]");
+    CHECK_THROWS_AS(says_it_embeds(ModelFile(dense)), Error);
+}
+
+// ------------------------------------------------------------------------------------------------------- engine
+
+static Job text_job(std::vector<int> ids, uint64_t salt = 1) {
+    Job job;
+    job.reply = std::make_shared<Reply>();
+    job.reply->left = 1;
+    job.prompt = std::move(ids), job.pooled = true, job.max_tokens = 1, job.salt = salt;
+    return job;
+}
+static bool done(const Job& job) { return job.reply->left == 0; }
+
+TEST_CASE("engine: texts beside answers, few pages, any chunk: both say what they say alone") {
+    Random random{41};
+    std::vector<Job> jobs;
+    std::vector<Generation> wanted;
+    Texts texts;
+    for (int i = 0; i < 60; i++) {
+        if (i % 2) {
+            std::vector<int> ids;
+            for (int n = random.below(4) ? 1 + random.below(90) : 256; n > 0; n--) ids.push_back(random.below(300));
+            if (i % 6 == 1) for (size_t k = 0; k < ids.size() && k < 40; k++) ids[k] = (int)k; // some begin alike
+            texts.push_back(ids);
+            jobs.push_back(text_job(ids));
+        } else {
+            jobs.push_back(random_job(random, 256));
+            wanted.push_back(expected(jobs.back(), 256));
+        }
+    }
+    const auto hidden = hidden_of(tiny().file.config, tiny().weights, texts, where);
+    size_t preempted = 0;
+    for (auto [max_seqs, chunk, pages, at_once] : {std::tuple{8, 7, 400, 4}, {8, 64, 30, 16}, {2, 200, 17, 1}}) {
+        Bench bench({256, max_seqs, chunk, 2 * chunk, (size_t)pages * Bench::page_bytes(), false, at_once});
+        std::vector<Job> all = jobs;
+        for (Job& job : all) job.reply = std::make_shared<Reply>(), job.reply->left = 1;
+        run_all(bench, random, all);
+        for (size_t i = 0; i < all.size(); i++) {
+            if (!all[i].pooled) { check_answer(all[i], wanted[i / 2]); continue; }
+            REQUIRE(all[i].reply->pieces.size() == 1);
+            CHECK(all[i].reply->pieces[0].hidden == hidden[i / 2]);
+        }
+        CHECK(bench.desk.texts == 0);
+        CHECK(bench.desk.text_tokens == 0);
+        preempted += bench.desk.figures.preempted;
+    }
+    CHECK(preempted > 2);
+}
+
+TEST_CASE("engine: a thousand texts hold up no answer, and answers that fill all slots hold up no text") {
+    Bench bench({256, 2, 32, 32, 4'000'000, false, 8});
+    std::vector<Job> texts;
+    for (int i = 0; i < 1000; i++) texts.push_back(text_job(std::vector<int>(30, i % 300)));
+    REQUIRE(bench.desk.submit(std::vector<Job>(texts)));
+    bench.engine.step();
+    Random random{5};
+    auto answer = [&] {
+        Job job = random_job(random, 256);
+        job.prompt.assign(20, 7), job.max_tokens = 100, job.ignore_eos = true, job.stops.clear(), job.alternatives = -1;
+        job.every = true;
+        return job;
+    };
+    std::vector<Job> answers = {answer(), answer(), answer(), answer()};
+    REQUIRE(bench.desk.submit(std::vector<Job>(answers)));
+    for (int i = 0; i < 4; i++) bench.engine.step(); // half of 32 tokens a step: two steps for its 20, one more to be told
+    CHECK(!answers[0].reply->pieces.empty());
+    const size_t before = (size_t)std::count_if(texts.begin(), texts.end(), done);
+    for (int i = 0; i < 40; i++) bench.engine.step(); // both slots are taken, and two answers wait
+    CHECK(bench.desk.figures.running >= 2);
+    CHECK((size_t)std::count_if(texts.begin(), texts.end(), done) >= before + 15);
+    run_all(bench, random, {});
+    CHECK(std::all_of(texts.begin(), texts.end(), done));
+    CHECK(std::all_of(answers.begin(), answers.end(), done));
+}
+
+TEST_CASE("engine: keys take turns with their texts; a cancelled one leaves; the desk is bounded") {
+    Bench bench({256, 2, 32, 32, 4'000'000, false, 2});
+    std::vector<Job> many, few = {text_job(std::vector<int>(20, 3), 2)};
+    for (int i = 0; i < 300; i++) many.push_back(text_job(std::vector<int>(20, i), 1));
+    REQUIRE(bench.desk.submit(std::vector<Job>(many)));
+    for (int i = 0; i < 3; i++) bench.engine.step();
+    REQUIRE(bench.desk.submit(std::vector<Job>(few)));
+    for (int i = 0; i < 3; i++) bench.engine.step();
+    CHECK(done(few[0]));
+    CHECK(!done(many.back()));
+    for (Job& job : many) job.reply->cancelled = true;
+    for (int i = 0; i < 20 && bench.desk.inside; i++) bench.engine.step();
+    CHECK(bench.desk.texts == 0);
+    CHECK(bench.desk.figures.pages_used == 0);
+
+    Desk desk;
+    desk.limit = 1;
+    auto submit = [&](size_t n, size_t tokens, uint64_t salt = 1) {
+        return desk.submit(std::vector<Job>(n, text_job(std::vector<int>(tokens), salt)));
+    };
+    for (size_t n = 0; n < WAITING_TEXTS; n += MAX_TEXTS) CHECK(submit(MAX_TEXTS, 1));
+    CHECK(!submit(1, 1));
+    Random random{6};
+    Job answer = random_job(random, 256);
+    CHECK(desk.submit({answer})); // texts have no part in its queue
+    CHECK(!desk.submit({answer}));
+    desk.keys = 4;
+    CHECK(submit(MAX_TEXTS, 1, 2)); // another key's share is left
+    Desk long_ones;
+    const std::vector<Job> one(1, text_job(std::vector<int>(MAX_TEXT_TOKENS)));
+    size_t taken = 0;
+    while (taken < 100 && long_ones.submit(std::vector<Job>(one))) taken++;
+    CHECK(taken == WAITING_TEXT_TOKENS / MAX_TEXT_TOKENS);
+}
+
+// ---------------------------------------------------------------------------------------------------------- API
+
+static Service service_of(int context = 512) {
+    const Golden& g = golden();
+    static const Weights<bf16> weights(g.file);
+    Service s{&g.tokenizer, "tiny", "", context, false};
+    s.generates = false, s.dimensions = g.file.config.C;
+    s.rerank = std::make_shared<RerankPrompt>(g.tokenizer);
+    s.relevance = std::make_shared<Relevance>(Context{}, weights, *s.rerank);
+    return s;
+}
+static std::string refusal(const std::string& path, const std::string& body, const std::string& param, int status = 400) {
+    try {
+        read_asked(service_of(), path, body, 1);
+        FAIL_CHECK("was taken: " << body);
+    } catch (const Refusal& r) {
+        INFO(body << "\n" << r.what());
+        CHECK(r.status == status);
+        CHECK(r.param == param);
+        return r.what();
+    }
+    return "";
+}
+
+TEST_CASE("embed: what is malformed, too much or not done is refused by name") {
+    const std::string E = "/v1/embeddings", R = "/v1/rerank";
+    auto input = [](const std::string& more) { return "{\"input\": \"a\", " + more + "}"; };
+    for (const char* body : {"{}", "{\"input\": []}", "{\"input\": 5}", "{\"input\": {}}", "{\"input\": [\"a\", 5]}", "{\"input\": [5, \"a\"]}",
+                             "{\"input\": [[]]}", "{\"input\": [[5], []]}", "{\"input\": [1.5]}", "{\"input\": [-1]}", "{\"input\": [1001]}",
+                             "{\"input\": [[1], [99999999999]]}", "{\"input\": null}", "{\"input\": \"\", \"add_special_tokens\": false}"})
+        refusal(E, body, "input");
+    for (const char* body : {"", "[]", "{", "{\"input\": \"\xff\"}", "{\"input\": NaN}"}) refusal(E, body, "");
+    for (const char* d : {"0", "49", "-1", "1.5", "\"7\"", "1e99"}) refusal(E, input("\"dimensions\": " + std::string(d)), "dimensions");
+    for (const char* e : {"\"hex\"", "5"}) refusal(E, input("\"encoding_format\": " + std::string(e)), "encoding_format");
+    for (const char* n : {"0", "-2", "513", "\"a\""}) refusal(E, input("\"truncate_prompt_tokens\": " + std::string(n)), "truncate_prompt_tokens");
+    refusal(E, input("\"truncation_side\": \"middle\""), "truncation_side");
+    refusal(E, input("\"model\": \"other\""), "model", 404);
+    refusal(E, input("\"messages\": []"), "messages");
+    refusal(E, input("\"embed_dtype\": \"float16\""), "embed_dtype");
+    refusal(E, input("\"cache_salt\": \"\""), "cache_salt");
+    refusal(E, input("\"user\": 5"), "user");
+    refusal("/v1/chat/completions", "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}", "model");
+
+    // Too long, too many: the message says the limit.
+    CHECK(refusal(E, "{\"input\": [\"a\", \"" + std::string(600, '1') + "\"]}", "input").find("512") != std::string::npos);
+    std::string million = "{\"input\": [\"\"";
+    for (int i = 1; i < 1000000; i++) million += ",\"\"";
+    CHECK(refusal(E, million + "]}", "input").find("2048") != std::string::npos);
+    std::string much = "{\"input\": [[1";
+    for (int i = 0; i < 2047; i++) much += ",1";
+    CHECK(refusal(E, much + "]]}", "input").find("512") != std::string::npos);
+    much = "{\"input\": [";
+    for (int i = 0; i < 2048; i++) much += (i ? ",\"" : "\"") + std::string(511, '7') + "\"";
+    CHECK(read_asked(service_of(), E, much + "]}", 1).ask.jobs.size() == 2048); // a million tokens, no more
+
+    auto rank = [](const std::string& more) { return "{\"query\": \"q\", \"documents\": [\"a\"]" + more + "}"; };
+    for (const char* body : {"{\"documents\": [\"a\"]}", "{\"query\": \"\", \"documents\": [\"a\"]}", "{\"query\": 5, \"documents\": [\"a\"]}"})
+        refusal(R, body, "query");
+    for (const char* d : {"[]", "5", "\"a\"", "[5]", "[{\"title\": \"a\"}]", "null", "[[1]]"})
+        refusal(R, "{\"query\": \"q\", \"documents\": " + std::string(d) + "}", "documents");
+    for (const char* n : {"-1", "1.5", "\"a\""}) refusal(R, rank(", \"top_n\": " + std::string(n)), "top_n");
+    refusal(R, rank(", \"return_documents\": 1"), "return_documents");
+    refusal(R, rank(", \"rank_fields\": [\"title\"]"), "rank_fields");
+    refusal(R, rank(", \"truncate_prompt_tokens\": 5"), "truncate_prompt_tokens");
+    refusal(R, "{\"query\": \"q\", \"documents\": [\"" + std::string(600, '1') + "\"]}", "documents");
+    const Service deaf = [] { Service s = service_of(); s.dimensions = 0, s.rerank = nullptr; return s; }();
+    CHECK_THROWS_AS(read_asked(deaf, E, input("\"user\": \"u\""), 1), Refusal);
+    CHECK_THROWS_AS(read_asked(deaf, R, rank(""), 1), Refusal);
+    // A query of megabytes before many documents, of which little stays, takes no time for each.
+    const double start = seconds();
+    std::string heavy = "{\"truncate_prompt_tokens\": -1, \"query\": \"" + std::string(3 << 20, 'q') + "\", \"documents\": [\"\"";
+    for (int i = 1; i < 2000; i++) heavy += ",\"\"";
+    CHECK(read_asked(service_of(), R, heavy + "]}", 1).ask.prompt_tokens == 2000 * 512);
+    CHECK(seconds() - start < 20);
+}
+
+TEST_CASE("embed: inputs of every kind; cuts") {
+    const Tokenizer& t = golden().tokenizer;
+    auto prompts = [](const std::string& fields) {
+        Texts all;
+        for (auto& job : read_asked(service_of(), "/v1/embeddings", "{" + fields + "}", 1).ask.jobs) all.push_back(job.prompt);
+        return all;
+    };
+    const std::vector<int> a = embedding_ids(t, "a b"), b = embedding_ids(t, "");
+    CHECK(b.size() == 1);
+    CHECK(prompts("\"input\": \"a b\"") == Texts{a});
+    CHECK(prompts("\"input\": [\"a b\", \"\"]") == Texts{a, b});
+    CHECK(prompts("\"input\": [1, 2]") == Texts{{1, 2}}); // as they are
+    CHECK(prompts("\"input\": [[1, 2], [3]]") == Texts{{1, 2}, {3}});
+    CHECK(prompts("\"input\": [\"a b\", [3]]") == Texts{a, {3}});
+    CHECK(prompts("\"input\": \"a b\", \"add_special_tokens\": false") == Texts{{a.begin(), a.end() - 1}});
+    CHECK(prompts("\"input\": \"a\\u0000b\"") == Texts{embedding_ids(t, std::string("a\0b", 3))});
+    const std::string digits(700, '7');
+    const Texts cut = prompts("\"truncate_prompt_tokens\": -1, \"input\": \"" + digits + "\"");
+    CHECK(cut[0].size() == 512);
+    CHECK(cut[0].back() == b[0]);
+    CHECK(prompts("\"truncate_prompt_tokens\": 2, \"truncation_side\": \"left\", \"input\": [[1, 2, 3]]") == Texts{{2, 3}});
+    CHECK(prompts("\"truncate_prompt_tokens\": 2, \"input\": [[1, 2, 3]]") == Texts{{1, 2}});
+}
+
+TEST_CASE("embed: answers in parts are answers at once; base64, dimensions, order, broken numbers") {
+    auto answer_to = [&](const std::string& path, const std::string& body, float poison) {
+        Ask ask = read_asked(service_of(), path, body, 1).ask;
+        Answer answer(service_of(), ask);
+        std::string all;
+        for (size_t i = ask.jobs.size(); i-- > 0;) { // in any order
+            Piece piece;
+            piece.choice = (int)i, piece.finish = "stop";
+            for (int k = 0; k < 48; k++) piece.hidden.push_back((float)(i + 1) * (float)(k % 5 - 2) + poison);
+            answer.add(std::move(piece));
+        }
+        if (poison != 0) {
+            CHECK(answer.broken());
+            return all;
+        }
+        CHECK(!answer.broken());
+        while (!answer.told()) all += answer.part();
+        return all;
+    };
+    std::string inputs = "\"a\"";
+    for (int i = 1; i < 300; i++) inputs += ", \"a\"";
+    const Json numbers(answer_to("/v1/embeddings", "{\"input\": [" + inputs + "]}", 0));
+    const Json coded(answer_to("/v1/embeddings", "{\"input\": [" + inputs + "], \"encoding_format\": \"base64\"}", 0));
+    REQUIRE(numbers["data"].size() == 300);
+    for (size_t i : {0, 7, 299}) {
+        const sj::Value one = numbers["data"][i];
+        CHECK(one["index"].number() == (double)i);
+        CHECK(one["embedding"].size() == 48);
+        std::string bytes;
+        for (sj::Value x : one["embedding"].items()) {
+            const float f = (float)x.number();
+            bytes.append((const char*)&f, 4);
+        }
+        std::string text;
+        write_base64(text, bytes.data(), bytes.size());
+        CHECK(coded["data"][i]["embedding"].str() == text);
+    }
+    CHECK(numbers["usage"]["total_tokens"].number() == 600);
+    std::string text;
+    for (const char* s : {"", "f", "fo", "foo", "foob"}) write_base64(text, s, strlen(s)); // RFC 4648
+    CHECK(text == "Zg==Zm8=Zm9vZm9vYg==");
+
+    const std::string three = "{\"query\": \"q\", \"documents\": [\"a\", {\"text\": \"b\"}, \"c\"]";
+    const Json ranking(answer_to("/rerank", three + "}", 0)), best(answer_to("/v2/rerank", three + ", \"top_n\": 1, \"return_documents\": false}", 0));
+    REQUIRE(ranking["results"].size() == 3);
+    CHECK(ranking["results"][(size_t)0]["relevance_score"].number() >= ranking["results"][1]["relevance_score"].number());
+    for (sj::Value r : ranking["results"].items()) CHECK(r["document"]["text"].str() == std::string(1, (char)('a' + (int)r["index"].number())));
+    REQUIRE(best["results"].size() == 1);
+    CHECK(!best["results"][(size_t)0]["document"]);
+    CHECK(best["results"][(size_t)0]["index"].number() == ranking["results"][(size_t)0]["index"].number());
+    answer_to("/v1/embeddings", "{\"input\": \"a\"}", NAN);
+    answer_to("/v1/rerank", three + "}", INFINITY);
+    CHECK(unit_vector({0, 0}, 2) == std::vector<float>{0, 0});
+    CHECK(unit_vector({3, 4, 12}, 2) == std::vector<float>{0.6f, 0.8f});
+}
+
+// ---------------------------------------------------------------------------------------------- the two programs
+
+static Result qwen3(Strings more, std::string_view input = "", const std::string& model = FOLDER) {
+    more.insert(more.begin(), {model, "-j", "1"});
+    return Process(program("QWEN3", "./qwen3").c_str(), more, input).wait();
+}
+static std::vector<float> vector_of(sj::Value list) {
+    std::vector<float> v;
+    for (sj::Value x : list.items()) v.push_back((float)x.number());
+    return v;
+}
+
+TEST_CASE("qwen3 --embed, --rerank: files, standard input, order; faults before anything is computed") {
+    const Golden& g = golden();
+    const Weights<bf16> weights(g.file);
+    auto wanted = [&](const std::string& text, size_t d = 48) {
+        return unit_vector(hidden_of(g.file.config, weights, {embedding_ids(g.tokenizer, text)})[0], d);
+    };
+    Scratch scratch;
+    const Result one = qwen3({"--embed", "-i", "What is a warp?", "--dimensions", "7"});
+    INFO(one.err);
+    REQUIRE(one.status == 0);
+    CHECK(vector_of(Json(one.out)["embedding"]) == wanted("What is a warp?", 7));
+    const std::string text = "one\r\n\nth\0ree\n\xff\xfe"s; // an empty line, a NUL, no UTF-8, no end
+    for (bool file : {false, true}) {
+        write_file(scratch / "texts", text);
+        const Result r = qwen3({"--embed", "--texts", file ? scratch / "texts" : "-", "--instruct", "t", "-o", scratch / "out"}, text);
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+        const Strings rows = lines(read_file(scratch / "out"));
+        REQUIRE(rows.size() == 4);
+        size_t i = 0;
+        for (const std::string& s : {"one"s, ""s, "th\0ree"s, "\xef\xbf\xbd\xef\xbf\xbd"s}) {
+            CHECK(Json(rows[i])["index"].number() == (double)i);
+            CHECK(vector_of(Json(rows[i++])["embedding"]) == wanted("Instruct: t\nQuery:" + s));
+        }
+    }
+    write_file(scratch / "d.jsonl", "\"Bread is made of flour.\"\n\n{\"id\": \"w\", \"text\": \"A warp is a group of 32 threads that run together.\"}\n");
+    const Result ranked = qwen3({"--rerank", "-i", "What is a warp?", "--texts", scratch / "d.jsonl"});
+    INFO(ranked.err);
+    REQUIRE(ranked.status == 0);
+    const Strings rows = lines(ranked.out);
+    REQUIRE(rows.size() == 2);
+    CHECK(Json(rows[0])["id"].str() == "w");
+    CHECK(Json(rows[0])["index"].number() == 1);
+    CHECK(Json(rows[0])["relevance_score"].number() > Json(rows[1])["relevance_score"].number());
+
+    auto refused = [&](const Strings& options, const std::string& word, std::string_view input = "") {
+        check_refusal(qwen3(options, input), "qwen3", word);
+    };
+    write_file(scratch / "long", "a\n" + std::string(300, '7') + "\n");
+    write_file(scratch / "bad.jsonl", "\"a\"\n{\"title\": 1}\n");
+    refused({"--embed", "--texts", scratch / "long", "-c", "200", "-o", scratch / "no"}, "text 2 is 301 tokens, the context 200");
+    CHECK(!fs::exists(scratch / "no"));
+    CHECK(lines(qwen3({"--embed", "--texts", scratch / "long", "-c", "200", "--truncate"}).out).size() == 2);
+    refused({"--embed", "--texts", scratch / "bad.jsonl"}, "line 2: neither a string");
+    refused({"--embed", "--texts", "-"}, "standard input: no text");
+    refused({"--embed", "--texts", scratch / "none"}, "No such file");
+    refused({"--embed"}, "--embed takes");
+    refused({"--embed", "-i", "a", "--texts", "-"}, "--embed takes");
+    refused({"--embed", "-i", "a", "--dimensions", "49"}, "48");
+    refused({"--embed", "-i", "a", "--dimensions", "0"}, "--dimensions");
+    refused({"--embed", "--rerank", "-i", "a", "--texts", "-"}, "one thing at a time");
+    refused({"--embed", "-i", "a", "--json"}, "nothing asked");
+    refused({"--rerank", "-i", "a"}, "--rerank takes");
+    refused({"--rerank", "-i", "", "--texts", "-"}, "the query is empty", "a\n");
+    refused({"--rerank", "-i", "a", "--texts", "-", "-c", "50"}, "the question alone", "a\n");
+    refused({"-i", "a", "--truncate"}, "are for --embed");
+    check_refusal(qwen3({"--rerank", "-i", "a", "--texts", "-", "-z", VOCABULARY}, "a\n", MODEL), "qwen3", "not one token each");
+}
+
+// Weights with a NaN: a fault, not a line of nulls.
+TEST_CASE("embed: a model whose numbers are not finite") {
+    Scratch scratch;
+    fs::create_directories(scratch / "nan");
+    for (const char* file : {"config.json", "tokenizer.bin", "model.safetensors"}) fs::copy_file(FOLDER + "/" + file, scratch / "nan/"s + file);
+    std::string bytes = read_file(scratch / "nan/model.safetensors");
+    const ModelFile file(FOLDER);
+    const size_t at = (size_t)(file.tensors.at("model.norm.weight").data - file.maps[0].data);
+    bytes[at] = (char)0xc0, bytes[at + 1] = 0x7f;
+    write_file(scratch / "nan/model.safetensors", bytes);
+    check_refusal(qwen3({"--embed", "-i", "a"}, "", scratch / "nan"), "qwen3", "not finite");
+}
+
+struct Serving : Process {
+    int port = 0;
+    explicit Serving(const std::string& path, const Strings& more) : Process(path.c_str(), with(more), "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); }) {
+        for (const double start = seconds(); port == 0; usleep(2000)) {
+            const std::string said = err.text();
+            INFO(said);
+            REQUIRE(seconds() - start < 30);
+            const size_t at = said.find("http://127.0.0.1:");
+            if (at != std::string::npos && said.back() == '\n') port = atoi(said.c_str() + at + 17);
+        }
+    }
+    ~Serving() { kill(pid, SIGKILL), waitpid(pid, nullptr, 0); }
+    static Strings with(const Strings& more) {
+        Strings all = {FOLDER, "-j", "1", "--port", "0", "--name", "tiny"};
+        all.insert(all.end(), more.begin(), more.end());
+        return all;
+    }
+    HttpReply post(const std::string& path, const std::string& body) const { return Http(port).call("POST", path, body, ""); }
+};
+
+TEST_CASE("serve: the folder says what it is for; many texts at once, beside a chat; a batch") {
+    const std::string path = program("SERVE", "./serve");
+    const std::vector<float> warp = vector_of(Json(qwen3({"--embed", "-i", "What is a warp?"}).out)["embedding"]);
+    const std::string ask = "{\"input\": \"What is a warp?\", \"model\": \"tiny\"}";
+    {
+        const Serving server(path, {}); // of vectors only
+        const HttpReply r = server.post("/v1/embeddings", ask);
+        INFO(r.body);
+        REQUIRE(r.status == 200);
+        const Json j(r.body);
+        CHECK(vector_of(j["data"][(size_t)0]["embedding"]) == warp);
+        CHECK(j["usage"]["prompt_tokens"].number() == 7);
+        for (const char* other : {"/v1/rerank", "/v1/chat/completions", "/v1/completions"})
+            CHECK(server.post(other, "{}").status == 400);
+        CHECK(Http(server.port).call("GET", "/v1/embeddings").status == 405);
+    }
+    const Serving server(path, {"--task", "embed", "--task", "rerank", "--task", "generate"});
+    std::vector<std::string> inputs;
+    std::string list;
+    for (int i = 0; i < 1500; i++) list += format(i ? ", \"text %d\"" : "\"text %d\"", i);
+    HttpReply all;
+    std::thread texts([&] { all = server.post("/v1/embeddings", "{\"input\": [" + list + "], \"encoding_format\": \"base64\"}"); });
+    const HttpReply chat = server.post("/v1/chat/completions", "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}], \"max_tokens\": 5}");
+    texts.join();
+    CHECK(chat.status == 200);
+    REQUIRE(all.status == 200);
+    CHECK(Json(all.body)["data"].size() == 1500);
+    CHECK(vector_of(Json(server.post("/v1/embeddings", ask).body)["data"][(size_t)0]["embedding"]) == warp);
+    for (const char* route : {"/rerank", "/v1/rerank", "/v2/rerank"}) {
+        const Json j(server.post(route, "{\"query\": \"What is a warp?\", \"documents\": [\"Bread is made of flour.\", \"A warp is a group of 32 threads that run together.\"]}").body);
+        CHECK(j["results"][(size_t)0]["index"].number() == 1);
+        CHECK(std::fabs(j["results"][(size_t)0]["relevance_score"].number() - golden().json["pairs"][(size_t)0]["score"].number()) < 0.02);
+    }
+    Scratch scratch;
+    write_file(scratch / "in", "{\"custom_id\": \"a\", \"url\": \"/v1/embeddings\", \"body\": " + ask + "}\n{\"custom_id\": \"b\", \"url\": \"/v1/embeddings\", \"body\": {}}\n");
+    const Result batch = Process(path.c_str(), {FOLDER, "-j", "1", "--name", "tiny", "--batch", scratch / "in", "-o", scratch / "out"}).wait();
+    INFO(batch.err);
+    REQUIRE(batch.status == 0);
+    const Strings rows = lines(read_file(scratch / "out"));
+    CHECK(vector_of(Json(rows.at(0))["response"]["body"]["data"][(size_t)0]["embedding"]) == warp);
+    CHECK(Json(rows.at(1))["response"]["status_code"].number() == 400);
+    check_refusal(Process(path.c_str(), {FOLDER, "--task", "score"}).wait(), "serve", "generate, embed or rerank");
+}
