@@ -10,8 +10,8 @@ with emulate.h and runs it. It must end with 0, and every text that it `says` mu
 the row's code for sm_80.
 
 chapters_runs.txt has the same for the computed figures of CHAPTERS; those without code are one program. notes_runs.txt
-has runs of the notes' own code, `## FILE FUNCTION`: the block that defines it, less the functions with PTX (emulate_tensor.h
-has theirs) and with launches.
+has runs of the notes' own code, `## FILE FUNCTION`: the block that defines it, less the functions with PTX
+(emulate_tensor.h has theirs) and with launches.
 """
 import concurrent.futures, pathlib, re, shutil, subprocess, sys, tempfile
 import check_notes, glossary
@@ -31,7 +31,8 @@ one_level((int)in.size(), d, in.data(), out.data(), &count); in.assign(out.begin
 return level == want && !stuck; };"""
 # A product of small whole numbers, which every order of the sums gives exactly.
 PRODUCT = """#define PRODUCT(m, n, k) const int M = m, N = n, K = k; std::vector<__nv_bfloat16> A(M * K), B(N * K); \
-std::vector<float> D(M * N, -1), W(M * N); unsigned r = 1; auto next = [&] { return (int)((r = r * 1664525u + 1013904223u) >> 28) - 8; }; \
+std::vector<float> D(M * N, -1), W(M * N); unsigned r = 1; \
+auto next = [&] { return (int)((r = r * 1664525u + 1013904223u) >> 28) - 8; }; \
 for (auto& x : A) x = __float2bfloat16(next()); for (auto& x : B) x = __float2bfloat16(next()); \
 for (int i = 0; i < M; i++) for (int j = 0; j < N; j++) for (int p = 0; p < K; p++) \
 W[i * N + j] += __bfloat162float(A[i * K + p]) * __bfloat162float(B[j * K + p]);
@@ -78,7 +79,8 @@ def emulated(folder, id, code, before, main, answer, header="emulate.h"):
 def note_code(file, function):
     """The block that defines the function, as the CPU can run it."""
     text = (HERE / "notes" / file).read_text(encoding="utf-8")
-    blocks = [code for code in re.findall(r"^```cuda\n(.*?)^```", text, re.S | re.M) if re.search(rf"^[^/ ].*\b{function}\(", code, re.M)]
+    blocks = [code for code in re.findall(r"^```cuda\n(.*?)^```", text, re.S | re.M)
+              if re.search(rf"^[^/ ].*\b{function}\(", code, re.M)]
     assert blocks, f"{file}: no {function}"
     parts, kept = [[]], ""
     for line in blocks[0].splitlines(keepends=True):
@@ -88,16 +90,17 @@ def note_code(file, function):
     for part in map("".join, parts):
         if not re.search("asm volatile|<<<|cudaGetDriver|cudaLaunch", part):
             kept += re.sub(r"#include.*\n|(?<=    )__device__ ", "", part)
-    return re.sub(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];", r"\1* const \2 = (\1*)shared_room;", kept)
+    dynamic = r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];"
+    return re.sub(dynamic, r"\1* const \2 = (\1*)shared_room;", kept)
 
 
 def together(folder, rows, figures):
     """Runs without code, in one program: the faults."""
     source, program = pathlib.Path(folder, "figures.cpp"), pathlib.Path(folder, "figures")
     named = {id: "row_" + re.sub(r"\W", "_", id) for id in figures}
-    source.write_text('#include "emulate.h"\n' + "".join(f"static void {named[id]}() {{ {main} }}\n" for id, (_, _, main) in
-                      figures.items()) + "int main() {\n" + "".join(f'puts("## {id}"); {named[id]}();\n' for id in figures) + "}\n",
-                      encoding="utf-8")
+    functions = "".join(f"static void {named[id]}() {{ {main} }}\n" for id, (_, _, main) in figures.items())
+    calls = "".join(f'puts("## {id}"); {named[id]}();\n' for id in figures)
+    source.write_text(f'#include "emulate.h"\n{functions}int main() {{\n{calls}}}\n', encoding="utf-8")
     subprocess.run([*COMPILE, source, "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60)
     said = {part.split("\n", 1)[0]: part.splitlines()[1:] for part in done.stdout.split("## ")[1:]}
@@ -135,8 +138,8 @@ def main():
         for id, (_, before, body) in blocks.items():
             if not wanted or id in wanted:
                 body = body.replace("RANDOM_GRAPH", RANDOM_GRAPH)
-                jobs.append(pool.submit(emulated, folder, id.replace(" ", "_"), PRODUCT + before + note_code(*id.split()), "", body, "",
-                                        "emulate_tensor.h"))
+                code = PRODUCT + before + note_code(*id.split())
+                jobs.append(pool.submit(emulated, folder, id.replace(" ", "_"), code, "", body, "", "emulate_tensor.h"))
         if not wanted:
             faults += together(folder, chapters, figures)
         faults += [job.result() for job in jobs if job.result()]
@@ -146,8 +149,8 @@ def main():
     for fault in faults:
         print("fault:", fault)
     with_code = sum("```cuda" in row["instruction"] + row["output"] for row in rows.values())
-    print(f"{len(rows)} hard and development rows: {with_code} with code, {len(all_runs)} runs; {len(figures)} runs of the "
-          f"figures of chapters 16 to 23, {len(blocks)} of their notes' code; {len(faults)} faults")
+    print(f"{len(rows)} hard and development rows: {with_code} with code, {len(all_runs)} runs; {len(figures)} runs of "
+          f"the figures of chapters 16 to 23, {len(blocks)} of their notes' code; {len(faults)} faults")
     return bool(faults)
 
 
