@@ -69,7 +69,10 @@ def emulated(folder, id, code, before, main, answer, header="emulate.h"):
     made = subprocess.run([*COMPILE, source, "-o", program], capture_output=True, text=True)
     if made.returncode:
         return f"{id}: does not compile:\n{made.stderr[:1000]}"
-    done = subprocess.run([program], capture_output=True, text=True, timeout=20)
+    try:
+        done = subprocess.run([program], capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return f"{id}: does not end: a thread waits for what never comes"
     if done.returncode:
         return f"{id}: {done.stdout.strip()} (status {done.returncode})"
     missing = [text for text in done.stdout.splitlines() if bare(text) not in bare(answer)]
