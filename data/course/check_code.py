@@ -32,7 +32,8 @@ one_level((int)in.size(), d, in.data(), out.data(), &count); in.assign(out.begin
 return level == want && !stuck; };"""
 # A product of small whole numbers, which every order of the sums gives exactly.
 PRODUCT = """#define PRODUCT(m, n, k) const int M = m, N = n, K = k; std::vector<__nv_bfloat16> A(M * K), B(N * K); \
-std::vector<float> D(M * N, -1), W(M * N); unsigned r = 1; auto next = [&] { return (int)((r = r * 1664525u + 1013904223u) >> 28) - 8; }; \
+std::vector<float> D(M * N, -1), W(M * N); unsigned r = 1; \
+auto next = [&] { return (int)((r = r * 1664525u + 1013904223u) >> 28) - 8; }; \
 for (auto& x : A) x = __float2bfloat16(next()); for (auto& x : B) x = __float2bfloat16(next()); \
 for (int i = 0; i < M; i++) for (int j = 0; j < N; j++) for (int p = 0; p < K; p++) \
 W[i * N + j] += __bfloat162float(A[i * K + p]) * __bfloat162float(B[j * K + p]);
@@ -106,7 +107,8 @@ def emulated(folder, units, header="emulate.h"):
 def note_code(file, function):
     """The block that defines the function, as the CPU can run it."""
     text = (HERE / "notes" / file).read_text(encoding="utf-8")
-    blocks = [code for code in re.findall(r"^```cuda\n(.*?)^```", text, re.S | re.M) if re.search(rf"^[^/ ].*\b{function}\(", code, re.M)]
+    blocks = [code for code in re.findall(r"^```cuda\n(.*?)^```", text, re.S | re.M)
+              if re.search(rf"^[^/ ].*\b{function}\(", code, re.M)]
     assert blocks, f"{file}: no {function}"
     parts, kept = [[]], ""
     for line in blocks[0].splitlines(keepends=True):
@@ -116,7 +118,8 @@ def note_code(file, function):
     for part in map("".join, parts):
         if not re.search("asm volatile|<<<|cudaGetDriver|cudaLaunch", part):
             kept += re.sub(r"#include.*\n|(?<=    )__device__ ", "", part)
-    return re.sub(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];", r"\1* const \2 = (\1*)shared_room;", kept)
+    dynamic = r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];"
+    return re.sub(dynamic, r"\1* const \2 = (\1*)shared_room;", kept)
 
 
 def main():

@@ -14,6 +14,7 @@ PRELUDE = "".join(f"#include <{name}>\n" for name in (
     "cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h", "cooperative_groups.h",
     "cfloat", "cmath", "cstdint", "cstdio", "cstdlib", "cstring"))
 DECLARED = pathlib.Path(__file__).resolve().parent / "declared"  # what is used of MPI and NCCL
+FUNCTION = r"(__global__|__device__|__host__|template <|void|float|double|unsigned|int|long|bool|cudaError_t)"
 # a section is read without what stands around it
 DANGLING = r"如上|(?<!例)如图|上文|(?<!上)下文|前文|上述|上一节|下一节|本章|前一章|后面的章|见第|前面说"
 HAN = re.compile(r"[\u4e00-\u9fff]")
@@ -21,7 +22,7 @@ HAN = re.compile(r"[\u4e00-\u9fff]")
 
 def name_of(code):
     for line in code.splitlines():
-        if re.match(r"(__global__|__device__|__host__|template <|void|float|double|unsigned|int|long|bool|cudaError_t)", line):
+        if re.match(FUNCTION, line):
             if found := re.search(r"(\w+)\(", re.sub(r"__launch_bounds__\(.*?\)", "", line)):
                 return found.group(1)
     sys.exit("a block without a function:\n" + code)
@@ -43,7 +44,8 @@ def compiler_says(sm, source):
         path = pathlib.Path(folder, f"notes_{sm}.cu")
         path.write_text(PRELUDE + source, encoding="utf-8")
         run = subprocess.run(["nvcc", "-std=c++17", "-rdc=true", "-gencode", f"arch=compute_{sm},code=sm_{sm}", "-Werror",
-                              "all-warnings", "-Xcompiler", "-Wall,-Werror", "-I", DECLARED, "-c", path, "-o", folder + "/notes.o"],
+                              "all-warnings", "-Xcompiler", "-Wall,-Werror", "-I", DECLARED,
+                              "-c", path, "-o", folder + "/notes.o"],
                              capture_output=True, text=True)
         return run.stdout + run.stderr if run.returncode else ""
 

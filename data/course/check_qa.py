@@ -225,7 +225,8 @@ def check_filter():
         # English answers to Chinese notes have few words in common with them, and worked figures stand in no chunk.
         both = b"".join((HERE / f"{name}.jsonl").read_bytes() for name in CHAPTERS)
         qa.write_bytes(both)
-        subprocess.run([DATAGEN, "filter", qa, "--chunks", chunks, "--skip", "grounding,terms", "-o", clean], check=True)
+        subprocess.run([DATAGEN, "filter", qa, "--chunks", chunks, "--skip", "grounding,terms", "-o", clean],
+                       check=True)
         need(clean.read_bytes() == both, "datagen filter changes the rows of chapters 16 to 23")
         return {chunk["id"]: facts.bare(chunk["text"]) for chunk in glossary.rows(chunks)}
 
@@ -234,8 +235,8 @@ def main():
     names = ("gpu_qa", "exam_qa", "rephrased_qa", "english_train", "english_test", "rephrased_more_qa", "train_hard",
              "exam_hard", "dev", "mc_exam", "mc_seen", *CHAPTERS, "mc_chapters", "mc_chapters_seen")
     sets = [rows_of(name) for name in names]
-    (train, exam, rephrased, english, english_test, more, hard, exam_hard, dev, mc_exam, mc_seen, chapters, exam_chapters,
-     mc_chapters, mc_chapters_seen) = sets
+    (train, exam, rephrased, english, english_test, more, hard, exam_hard, dev, mc_exam, mc_seen, chapters,
+     exam_chapters, mc_chapters, mc_chapters_seen) = sets
     for at in range(0, len(names), 3):
         table(names[at:at + 3], sets[at:at + 3])
     need(len(train) >= 1000 and len(exam) >= 193 and len(rephrased) == 30 and len(more) == 300, "the numbers of rows")

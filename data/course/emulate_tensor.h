@@ -1,9 +1,9 @@
 // emulate_tensor.h: for the tensor-core products of the notes on a CPU; check_code.py compiles their blocks with it.
 //
-// A function of a block that holds PTX is left out, and the one here of the same name takes its place: mma (m16n8k16, BF16)
-// and ldmatrix4 exchange what the lanes hold as PTX's tables say; copy16 and tma_load spoil their target at once and copy
-// when they are waited for, and wgmma multiplies when it is waited for: what is read, released or overwritten too early
-// gives wrong sums. Descriptors are not tried: wgmma is given the addresses.
+// A function of a block that holds PTX is left out, and the one here of the same name takes its place: mma (m16n8k16,
+// BF16) and ldmatrix4 exchange what the lanes hold as PTX's tables say; copy16 and tma_load spoil their target at once
+// and copy when they are waited for, and wgmma multiplies when it is waited for: what is read, released or overwritten
+// too early gives wrong sums. Descriptors are not tried: wgmma is given the addresses.
 #pragma once
 #include "emulate.h"
 #include <deque>
@@ -34,7 +34,8 @@ static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
     for (int e = 0; e < 4; e++) { // row and column of c[e]; lane 4 r + k / 2 % 4 holds element k of row (column) r
         const int row = lane_of() / 4 + e / 2 * 8, col = lane_of() % 4 * 2 + e % 2;
         for (int k = 0; k < 16; k++)
-            c[e] += half(lane[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2) * half(lane[col * 4 + k % 8 / 2][4 + k / 8], k % 2);
+            c[e] += half(lane[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2) *
+                    half(lane[col * 4 + k % 8 / 2][4 + k / 8], k % 2);
     }
     __syncwarp();
 }
@@ -124,7 +125,9 @@ static void wgmma_64x128(float (&sums)[64], const void* a, const void* b, int ad
     });
 }
 static void wgmma_fence() {}
-static void wgmma_commit() { products[running].push_back(std::move(open_products[running])), open_products[running].clear(); }
+static void wgmma_commit() {
+    products[running].push_back(std::move(open_products[running])), open_products[running].clear();
+}
 template <int LAST> void wgmma_wait() {
     for (; products[running].size() > LAST; products[running].pop_front())
         for (auto& product : products[running].front()) product();
