@@ -815,7 +815,7 @@ TEST_CASE("HTTP: files and batches, from upload to answers") {
     }
     for (const char* body : {"{", "{}", "{\"input_file_id\": \"file-x\", \"endpoint\": \"/v1/chat/completions\", \"completion_window\": \"24h\"}"}) CHECK(one.call("POST", "/v1/batches", body).status == 400);
     auto refused = [&](const std::string& more) { return Json(one.call("POST", "/v1/batches", "{\"input_file_id\": \"" + input + "\", " + more + "}").body)["error"]["param"].str(); };
-    CHECK(refused("\"endpoint\": \"/v1/embeddings\", \"completion_window\": \"24h\"") == "endpoint");
+    CHECK(refused("\"endpoint\": \"/v1/moderations\", \"completion_window\": \"24h\"") == "endpoint");
     CHECK(refused("\"endpoint\": \"/v1/completions\", \"completion_window\": \"1h\"") == "completion_window");
     CHECK(refused("\"endpoint\": \"/v1/completions\", \"completion_window\": \"24h\", \"output_expires_after\": {}") == "output_expires_after");
     CHECK(refused("\"endpoint\": \"/v1/completions\", \"completion_window\": \"24h\", \"metadata\": {\"a\": 1}") == "metadata");
