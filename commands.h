@@ -153,17 +153,22 @@ template <class F> std::string run_command(const std::vector<std::string>& words
         const bool ready = poll(&in, 1, ended ? 0 : 50) > 0;
         const ssize_t n = ready ? read(ends[0], some, sizeof some) : 0;
         if (n > 0) out.append(some, std::min((size_t)n, MAX_COMMAND_OUTPUT - std::min(MAX_COMMAND_OUTPUT, out.size())));
-        if (ended && n <= 0) break; // (a child of it may hold the pipe longer)
-        if (!ended) ended = waitpid(pid, &status, WNOHANG) == pid;
-        if (!ended && (seconds() - start > COMMAND_SECONDS || stopped())) {
-            how = stopped() ? "\n(stopped by the user)" : "\n(stopped: it took too long)";
-            kill(-pid, SIGKILL);
-            waitpid(pid, &status, 0);
-            break;
+        if (ended && (n <= 0 || out.size() == MAX_COMMAND_OUTPUT)) break; // (what has left its group may write on)
+        if (!ended) {
+            siginfo_t end = {};
+            waitid(P_PID, (id_t)pid, &end, WEXITED | WNOHANG | WNOWAIT);
+            ended = end.si_pid == pid;
+            const bool unwanted = !ended && stopped();
+            if (unwanted) how = "\n(stopped by the user)";
+            else if (!ended && seconds() - start > COMMAND_SECONDS) how = "\n(stopped: it took too long)";
+            if (ended || *how) { // the whole group, before its number may become another's
+                kill(-pid, SIGKILL);
+                waitpid(pid, &status, 0);
+            }
+            if (*how) break;
         }
         if (ready && n <= 0 && !ended) usleep(10'000); // it has closed its output
     }
-    kill(-pid, SIGKILL); // whatever it has left
     close(ends[0]);
     std::string text;
     utf8_repair(text, out, true);

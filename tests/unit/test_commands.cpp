@@ -54,6 +54,8 @@ TEST_CASE("commands: run without a shell, bounded in time and size") {
     CHECK(much.size() == MAX_COMMAND_OUTPUT + strlen("\n(the rest is left out)"));
     const double start = seconds(); // a child of it that lives on, and one that is stopped
     CHECK(run_command({"sh", "-c", "sleep 50 & echo here"}, never) == "here\n");
+    for (const char* writes_on : {"yes & exit 0", "setsid timeout 30 yes & sleep 0.2"}) // (the second leaves our group)
+        CHECK(run_command({"sh", "-c", writes_on}, never).find("stopped") == std::string::npos);
     CHECK(run_command({"sleep", "50"}, [&] { return seconds() - start > 0.3; }) == "\n(stopped by the user)");
     CHECK(run_command({"sh", "-c", "exec >&- 2>&-; sleep 0.2"}, never) == "(no output)");
     CHECK(seconds() - start < 5);
