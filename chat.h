@@ -736,7 +736,8 @@ template <class T> struct Chat {
         Generation g;
         for (int n = 0;; n++) {
             g = how;
-            if (!speak_on(asked, called, sources, g)) return say("stopped before the answer: the question is taken back");
+            if (!speak_on(asked, called, sources, g))
+                return say("stopped before the answer: the question is taken back");
             const std::vector<std::string> calls = commands.empty() || interrupted ? std::vector<std::string>{}
                                                                                    : calls_of(tokenizer, g.ids);
             if (calls.empty()) break;
@@ -808,7 +809,9 @@ template <class T> struct Chat {
     // for), the oldest questions and answers go: enough of them to free half, since all that follows them must be
     // computed anew. With --docs another quarter is for passages; they go with the last question only, and are no part
     // of the conversation.
-    std::vector<int> fit(std::vector<Message>& asked, const std::vector<Message>& called, std::vector<Source>& sources) const {
+    std::vector<int> fit(std::vector<Message>& asked, const std::vector<Message>& called,
+                         std::vector<Source>& sources) const {
+        sources.clear(); // (those of the round before a tool's result)
         const size_t context = (size_t)session.capacity, before = asked.size();
         const size_t room = std::min(how.max_tokens, context / 4);
         auto rendered = [&](std::vector<Message> all) {
