@@ -10,7 +10,8 @@
 static const char* const SHARED_FIELDS[] = {
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids", "min_tokens",
-    "ignore_eos", "skip_special_tokens", "chat_template_kwargs", "priority", "cache_salt", "request_id"};
+    "ignore_eos", "skip_special_tokens", "chat_template_kwargs", "priority", "cache_salt", "request_id",
+    "use_documents"};
 
 using FieldList = std::initializer_list<const char*>;
 
@@ -64,9 +65,15 @@ struct Turns {
     void result(const std::string& id, const std::string& text) {
         const auto it = ids.find(id);
         if (it == ids.end()) refuse(format("no call before it has the id %s", in_quotes(id).c_str()));
-        auto at = all.end();
-        while (at != all.begin() && at[-1].role == "tool" && at[-1].call > it->second) --at;
-        all.insert(at, {"tool", text, "", {}, it->second});
+        all.push_back({"tool", text, "", {}, it->second});
+    }
+    void order_results() { // of each run of them; once at the end, since a client may send many in any order
+        auto is_result = [](const Turn& t) { return t.role == "tool"; };
+        for (auto end = all.begin(); end != all.end();) {
+            const auto begin = std::find_if(end, all.end(), is_result);
+            end = std::find_if_not(begin, all.end(), is_result);
+            std::stable_sort(begin, end, [](const Turn& a, const Turn& b) { return a.call < b.call; });
+        }
     }
     [[noreturn]] void refuse(const std::string& why) const {
         throw Refusal(400, format("%s: %s", field, why.c_str()), field);
@@ -90,7 +97,8 @@ struct Turns {
         }
         return all;
     }
-    void write(sj::Writer& w) const {
+    void write(sj::Writer& w) {
+        order_results();
         w.key("messages").array();
         for (const Turn& t : all) {
             w.object().field("role", t.role).field("content", t.content);
@@ -334,7 +342,9 @@ struct ResponseAnswer : ItemAnswer {
         w.object().field("input_tokens", prompt_tokens).key("input_tokens_details").object();
         w.field("cached_tokens", cached()).field("cache_write_tokens", 0).end().field("output_tokens", count());
         w.key("output_tokens_details").object().field("reasoning_tokens", choices[0].thoughts).end();
-        w.field("total_tokens", prompt_tokens + count()).end().end();
+        w.field("total_tokens", prompt_tokens + count()).end();
+        if (documents) write_sources(w, sources);
+        w.end();
     }
     const char* kind(size_t i) const {
         return items[i].kind == Item::THOUGHT ? "rs" : items[i].kind == Item::TEXT ? "msg" : "fc";
@@ -553,12 +563,14 @@ struct MessageAnswer : ItemAnswer {
         }
         write_stop(w.end());
         write_usage(w, cached(), count());
+        if (documents) write_sources(w, sources);
         return w.end().text;
     }
     void begin(const Piece& first) override {
         event("message_start", [&](sj::Writer& w) {
             write_head(w.key("message").object()).end().field("stop_reason", nullptr).field("stop_sequence", nullptr);
             write_usage(w, first.cached, 0);
+            if (documents) write_sources(w, sources);
             w.end();
         });
     }
@@ -607,7 +619,8 @@ static const char *const CHAT = "/v1/chat/completions", *const COMPLETION = "/v1
                   *const COUNT_TOKENS = "/v1/messages/count_tokens";
 
 inline bool is_asked(const std::string& path) { // there for answers
-    return path == CHAT || path == COMPLETION || path == RESPONSES || path == MESSAGES || path == EMBEDDINGS || is_ranking(path);
+    return path == CHAT || path == COMPLETION || path == RESPONSES || path == MESSAGES || path == EMBEDDINGS ||
+           is_ranking(path);
 }
 
 static const Names RESPONSE_NAMES = {{"messages", "input"}, {"max_completion_tokens", "max_output_tokens"},
@@ -654,9 +667,10 @@ inline std::string count_message_tokens(const Service& service, std::string_view
     const Fields translated(parse_body(chat, text));
     const size_t n = renamed(MESSAGE_NAMES, [&] {
         const PromptOptions any{chat_options_from_json(service, translated), SIZE_MAX};
-        job_from_json(service, translated, ask_from_json(service, translated, true), any.chat.thinking, 1);
+        Ask ask = ask_from_json(service, translated, true);
+        job_from_json(service, translated, ask, any.chat.thinking, 1);
         translated.integer("min_tokens", 0, translated.integer("max_tokens", 1, INT_MAX, INT_MAX), 0);
-        return chat_prompt(service, translated, any).size();
+        return chat_prompt(service, translated, any, &ask).size();
     });
     sj::Writer w;
     return w.object().field("input_tokens", n).end().text;

@@ -541,7 +541,7 @@ inline Ask ask_from_json(const Service& service, const Fields& f, bool chat) {
     ask.documents = f.boolean("use_documents", chat && service.documents);
     if (ask.documents && !service.documents)
         throw Refusal(400, "use_documents: the server has no documents (--docs)", "use_documents");
-    if (ask.documents && !chat) throw Refusal(400, "use_documents is for /v1/chat/completions", "use_documents");
+    if (ask.documents && !chat) throw Refusal(400, "use_documents is not for /v1/completions", "use_documents");
     ask.each = (size_t)f.integer("n", 1, MAX_CHOICES, 1);
     if (f.integer("best_of", 1, MAX_CHOICES, (int64_t)ask.each) != (int64_t)ask.each)
         throw Refusal(400, "best_of is not supported", "best_of");

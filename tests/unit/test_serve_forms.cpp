@@ -624,6 +624,74 @@ TEST_CASE("dialects: events by their names and in their order; joined they are t
     CHECK(large.answer->events(end).size() < 10'000);
 }
 
+TEST_CASE("dialects: many results of tools in the reverse order are put right at once") {
+    const int n = 50'000;
+    std::string calls, results;
+    for (int i = 0; i < n; i++) {
+        calls += format(R"({"type":"function_call","call_id":"c%d","name":"f","arguments":"{}"},)", i);
+        results += format(R"({"type":"function_call_output","call_id":"c%d","output":"%d"},)", n - 1 - i, n - 1 - i);
+    }
+    const std::string body = "{\"input\": [" + calls + results + R"({"role":"user","content":"a"}]})";
+    sj::Doc doc;
+    const Fields f(parse_body(doc, body));
+    const double start = seconds();
+    const std::string chat = chat_of_response(f);
+    CHECK(seconds() - start < 2);
+    const Json all(chat);
+    int next = 0;
+    for (sj::Value m : all["messages"].items())
+        if (m["role"].str() == "tool") REQUIRE(m["content"].str() == std::to_string(next++));
+    CHECK(next == n);
+    CHECK(all["messages"].size() == (size_t)n + 2);
+}
+
+TEST_CASE("dialects: passages of the documents go with the question, are counted and told") {
+    Scratch scratch;
+    write_file(scratch / "warps.md", "# Warps\n\nA warp has 32 lanes.");
+    Service with = service_of();
+    with.documents = std::make_shared<Documents>(DocumentOptions{scratch / "warps.md", scratch / "index", 4}, [](auto&) {});
+    const std::string question = R"([{"role":"user","content":"What is a warp?"}])";
+    for (const char* path : {RESPONSES, MESSAGES}) {
+        const bool message = !strcmp(path, MESSAGES);
+        auto body = [&](const std::string& more) {
+            return (message ? "{\"max_tokens\":9,\"messages\":" : "{\"max_output_tokens\":9,\"input\":") + question + more + "}";
+        };
+        auto answered = [&](const Service& service, const std::string& more) { return read_asked(service, path, body(more), 1); };
+        auto prompt = [&](const Service& service, const std::string& more) { return answered(service, more).ask.jobs[0].prompt; };
+        const std::vector<int> grounded = prompt(with, ""), plain = prompt(service_of(), "");
+        CHECK(grounded == read_asked(with, CHAT, "{\"max_tokens\":9,\"messages\":" + question + "}", 1).ask.jobs[0].prompt);
+        CHECK(grounded.size() > plain.size());
+        CHECK(prompt(with, ",\"use_documents\":true") == grounded);
+        CHECK(prompt(with, ",\"use_documents\":false") == plain);
+        CHECK_THROWS_AS(answered(service_of(), ",\"use_documents\":true"), Refusal);
+        if (message)
+            for (auto& [more, tokens] : {std::pair{"", grounded.size()}, {",\"use_documents\":false", plain.size()}})
+                CHECK(count_message_tokens(with, body(more)) == format("{\"input_tokens\": %zu}", tokens));
+        for (const char* finish : {"stop", "length"})
+            for (const char* more : {"", ",\"use_documents\":false"}) {
+                const Asked whole = answered(with, more), streamed = answered(with, more + std::string(",\"stream\":true"));
+                std::string events;
+                for (int i = 0; i < 2; i++) {
+                    Piece piece;
+                    piece.text = "a";
+                    if (i) piece.finish = finish;
+                    events += streamed.answer->events(piece);
+                    whole.answer->add(std::move(piece));
+                }
+                const Json all(whole.answer->whole());
+                std::vector<std::string> data;
+                names_of(events, data);
+                size_t at = message ? 0 : data.size() - 1; // of the one event that has them
+                for (size_t i = 0; i < data.size(); i++) CHECK((data[i].find("\"sources\"") != std::string::npos) == (!*more && i == at));
+                const Json event(data[at]);
+                for (const sj::Value v : {all.root(), event[message ? "message" : "response"]}) {
+                    CHECK((bool)v["sources"] == !*more);
+                    if (!*more) CHECK(v["sources"][(size_t)0]["text"].str() == "# Warps\n\nA warp has 32 lanes.");
+                }
+            }
+    }
+}
+
 TEST_CASE("HTTP: dialects say what a chat says, in their own words") {
     const Served server;
     const std::string how = "\"temperature\": 1.2, \"top_k\": 0, \"seed\": 5";
