@@ -5,7 +5,7 @@
 static const char OPENAPI[] = R"json({
 "openapi": "3.1.0",
 "info": {"title": "serve", "version": "{{version}}", "description": "OpenAI's and Anthropic's APIs for one Qwen3 model."},
-"security": [{}, {"key": []}],
+"security": [{}, {"key": []}, {"x-api-key": []}],
 "paths": {
   "/v1/chat/completions": {"post": {
     "requestBody": {"required": true, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Chat"}}}},
@@ -39,6 +39,17 @@ static const char OPENAPI[] = R"json({
     "requestBody": {"required": true, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Conversation"}}}},
     "responses": {"200": {"description": "how many", "content": {"application/json": {"schema": {"type": "object", "required": ["input_tokens"],
         "properties": {"input_tokens": {"type": "integer"}}}}}}, "default": {"$ref": "#/components/responses/MessageError"}}}},
+  "/v1/embeddings": {"post": {
+    "requestBody": {"required": true, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Embeddings"}}}},
+    "responses": {"200": {"description": "vectors", "content": {"application/json": {"schema": {"type": "object", "required": ["object", "data", "model", "usage"], "properties": {
+        "object": {"const": "list"}, "data": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["object", "index", "embedding"], "properties": {
+          "object": {"const": "embedding"}, "index": {"type": "integer"}, "embedding": {"type": ["array", "string"]}}}}}}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
+  "/v1/rerank": {"post": {"requestBody": {"$ref": "#/components/requestBodies/Rerank"},
+    "responses": {"200": {"$ref": "#/components/responses/Ranking"}, "default": {"$ref": "#/components/responses/Error"}}}},
+  "/v2/rerank": {"post": {"requestBody": {"$ref": "#/components/requestBodies/Rerank"},
+    "responses": {"200": {"$ref": "#/components/responses/Ranking"}, "default": {"$ref": "#/components/responses/Error"}}}},
+  "/rerank": {"post": {"requestBody": {"$ref": "#/components/requestBodies/Rerank"},
+    "responses": {"200": {"$ref": "#/components/responses/Ranking"}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/tokenize": {"post": {
     "requestBody": {"required": true, "content": {"application/json": {"schema": {"type": "object", "anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
         "properties": {"prompt": {"type": ["string", "null"]}, "messages": {"oneOf": [{"type": "null"}, {"$ref": "#/components/schemas/Messages"}]}}}}}},
@@ -68,7 +79,7 @@ static const char OPENAPI[] = R"json({
     "get": {"parameters": [{"$ref": "#/components/parameters/after"}, {"$ref": "#/components/parameters/limit"}],
       "responses": {"200": {"description": "the batches of the key", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/List"}}}}, "default": {"$ref": "#/components/responses/Error"}}},
     "post": {"requestBody": {"required": true, "content": {"application/json": {"schema": {"type": "object", "required": ["input_file_id", "endpoint", "completion_window"],
-        "additionalProperties": false, "properties": {"input_file_id": {"type": "string"}, "endpoint": {"enum": ["/v1/chat/completions", "/v1/completions", "/v1/responses"]},
+        "additionalProperties": false, "properties": {"input_file_id": {"type": "string"}, "endpoint": {"enum": ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]},
         "completion_window": {"const": "24h"}, "metadata": {"type": ["object", "null"], "additionalProperties": {"type": "string"}}}}}}},
       "responses": {"200": {"description": "the batch", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Batch"}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/v1/batches/{id}": {"parameters": [{"$ref": "#/components/parameters/id"}],
@@ -76,16 +87,24 @@ static const char OPENAPI[] = R"json({
   "/v1/batches/{id}/cancel": {"parameters": [{"$ref": "#/components/parameters/id"}],
     "post": {"requestBody": {"content": {"application/json": {}}},
       "responses": {"200": {"description": "the batch", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Batch"}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
+  "/": {"get": {"security": [], "responses": {"200": {"description": "the chat page", "content": {"text/html": {}}}, "default": {"$ref": "#/components/responses/Error"}}}},
+  "/openapi.json": {"get": {"security": [], "responses": {"200": {"description": "this document", "content": {"application/json": {}}}, "default": {"$ref": "#/components/responses/Error"}}}},
+  "/ping": {"get": {"security": [], "responses": {"200": {"description": "ready", "content": {"application/json": {}}}, "503": {"description": "loading or draining", "content": {"application/json": {}}},
+    "default": {"$ref": "#/components/responses/Error"}}}},
   "/health": {"get": {"security": [], "responses": {"200": {"description": "ready", "content": {"application/json": {}}}, "503": {"description": "loading or draining", "content": {"application/json": {}}},
     "default": {"$ref": "#/components/responses/Error"}}}},
   "/version": {"get": {"security": [], "responses": {"200": {"description": "of the program", "content": {"application/json": {}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/metrics": {"get": {"security": [], "responses": {"200": {"description": "for Prometheus", "content": {"text/plain": {}}}, "default": {"$ref": "#/components/responses/Error"}}}}
 },
 "components": {
-  "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+  "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}, "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"}},
   "parameters": {"id": {"name": "id", "in": "path", "required": true, "schema": {"type": "string"}},
     "after": {"name": "after", "in": "query", "schema": {"type": "string"}}, "limit": {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 10000}}},
+  "requestBodies": {"Rerank": {"required": true, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Rerank"}}}}},
   "responses": {
+    "Ranking": {"description": "the documents, the best first", "content": {"application/json": {"schema": {"type": "object", "required": ["id", "model", "results", "usage"], "properties": {
+      "results": {"type": "array", "items": {"type": "object", "required": ["index", "relevance_score"], "properties": {"index": {"type": "integer"},
+        "relevance_score": {"type": "number"}, "document": {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}}}}}}}}},
     "Error": {"description": "refused", "content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": {
       "type": "object", "required": ["message", "type", "param", "code"], "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]}}}}}}}},
     "MessageError": {"description": "refused", "content": {"application/json": {"schema": {"type": "object", "required": ["type", "error", "request_id"], "properties": {"type": {"const": "error"},
@@ -106,22 +125,35 @@ static const char OPENAPI[] = R"json({
     "Chat": {"allOf": [{"$ref": "#/components/schemas/Draws"}, {"type": "object", "required": ["messages"], "properties": {
       "messages": {"$ref": "#/components/schemas/Messages"}, "max_completion_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647},
       "max_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647}, "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 128},
-      "logprobs": {"type": ["boolean", "null"]}, "tools": {"type": ["array", "null"], "maxItems": 128}, "response_format": {"type": ["object", "null"]}}}]},
+      "logprobs": {"type": ["boolean", "null"]}, "tools": {"type": ["array", "null"], "maxItems": 128}, "response_format": {"type": ["object", "null"]},
+      "use_documents": {"type": ["boolean", "null"]}}}]},
     "Completion": {"allOf": [{"$ref": "#/components/schemas/Draws"}, {"type": "object", "required": ["prompt"], "properties": {
       "prompt": {"oneOf": [{"type": "string", "minLength": 1}, {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
         {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}, {"type": "array", "minItems": 1, "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}}]},
       "max_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647}, "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 128},
       "echo": {"type": ["boolean", "null"]}}}]},
+    "Embeddings": {"type": "object", "required": ["input"], "properties": {
+      "input": {"oneOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        {"type": "array", "minItems": 1, "maxItems": 2048, "items": {"oneOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}]}}]},
+      "encoding_format": {"type": ["string", "null"], "examples": ["float", "base64"]}, "dimensions": {"type": ["integer", "null"], "minimum": 1},
+      "truncate_prompt_tokens": {"type": ["integer", "null"], "minimum": -1}, "add_special_tokens": {"type": ["boolean", "null"]}}},
+    "Rerank": {"type": "object", "required": ["query", "documents"], "properties": {"query": {"type": "string", "minLength": 1},
+      "documents": {"type": "array", "minItems": 1, "maxItems": 2048, "items": {"oneOf": [{"type": "string"},
+        {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}]}},
+      "top_n": {"type": ["integer", "null"], "minimum": 0, "maximum": 2147483647}, "return_documents": {"type": ["boolean", "null"]},
+      "instruct": {"type": ["string", "null"]}, "truncate_prompt_tokens": {"type": ["integer", "null"], "minimum": -1}}},
     "Response": {"allOf": [{"$ref": "#/components/schemas/Draws"}, {"type": "object", "required": ["input"], "properties": {
       "input": {"oneOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "object"}}]}, "instructions": {"type": ["string", "null"]},
-      "max_output_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647}, "store": {"enum": [false, null]}, "previous_response_id": {"type": "null"}}}]},
+      "max_output_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647}, "store": {"enum": [false, null]}, "previous_response_id": {"type": "null"},
+      "use_documents": {"type": ["boolean", "null"]}}}]},
     "Message": {"allOf": [{"$ref": "#/components/schemas/Conversation"}, {"type": "object", "required": ["max_tokens"], "properties": {
       "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2147483647}}}]},
     "Conversation": {"allOf": [{"$ref": "#/components/schemas/Draws"}, {"type": "object", "required": ["messages"], "properties": {
       "messages": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role", "content"], "properties": {
         "role": {"enum": ["user", "assistant", "system"]}, "content": {"type": ["string", "array"]}}}},
       "max_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647}, "system": {"type": ["string", "array", "null"]},
-      "stop_sequences": {"type": ["array", "null"], "maxItems": 16, "items": {"type": "string", "minLength": 1, "maxLength": 128}}}}]}
+      "stop_sequences": {"type": ["array", "null"], "maxItems": 16, "items": {"type": "string", "minLength": 1, "maxLength": 128}},
+      "use_documents": {"type": ["boolean", "null"]}}}]}
   }
 }})json";
 

@@ -2406,7 +2406,9 @@ struct Exchange {
             const bool open = server.ready && !server.draining;
             if (!open) counted = false, server.answering--; // it will be refused
             peer.phase = Peer::WORKING;
-            auto takes_long = [&] { return body_size() > SMALL_BODY || filed() || asks_for_form() || server.service.documents; };
+            auto takes_long = [&] {
+                return body_size() > SMALL_BODY || filed() || asks_for_form() || server.service.documents;
+            };
             if (open && !refusal && takes_long()) {
                 MHD_suspend_connection(connection);
                 server.workers.add(server.options.keys.empty() ? peer.address : caller, [this] {
@@ -2766,7 +2768,7 @@ struct Exchange {
         const auto now = std::chrono::system_clock::now().time_since_epoch();
         w.object().field("time", (double)std::chrono::duration_cast<std::chrono::milliseconds>(now).count() / 1e3);
         auto plain = [](const std::string& s) { // a client may send anything
-            auto plain = [](char c) { return isalpha((unsigned char)c) || strchr("/_12", c); };
+            auto plain = [](char c) { return isalpha((unsigned char)c) || strchr("/_.12", c); };
             const bool good = s.size() < 32 && std::all_of(s.begin(), s.end(), plain);
             return good ? s : "other";
         };
@@ -3168,7 +3170,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         ~Ending() { desk.close(), thread.join(); }
     } ending{desk, thread};
     loading = false;
-    const std::string depends = o.server.files.empty() ? "" : batch_depends(o, file, adapter.get(), tokenizer, documents.get());
+    const std::string depends =
+        o.server.files.empty() ? "" : batch_depends(o, file, adapter.get(), tokenizer, documents.get());
     return http ? serve_http(o, server, depends) : batch->run(server.service, desk);
 }
 

@@ -966,7 +966,8 @@ TEST_CASE("HTTP: batches outlive the server, however it ends; one can be cancell
 TEST_CASE("HTTP: the OpenAPI document names routes that are there, with the methods that they take") {
     Scratch scratch;
     const Served server({"--files", scratch / "files"});
-    const Json document(Http(server.port).call("GET", "/openapi.json").body);
+    const std::string told = Http(server.port).call("GET", "/openapi.json").body;
+    const Json document(told);
     size_t routes = 0;
     for (auto [name, item] : document["paths"].members()) {
         std::string path = name;
@@ -986,5 +987,24 @@ TEST_CASE("HTTP: the OpenAPI document names routes that are there, with the meth
             routes += there;
         }
     }
-    CHECK(routes == 21);
+    CHECK(routes == 28);
+    for (const char* named : {"\"/v1/embeddings\"]", "\"X-Api-Key\"", "\"use_documents\""}) CHECK(told.find(named) != std::string::npos);
+    size_t refs = 0; // each leads somewhere
+    std::function<void(sj::Value)> check = [&](sj::Value v) {
+        for (sj::Value item : v.items()) check(item);
+        for (auto [name, value] : v.members()) {
+            check(value);
+            if (name != "$ref") continue;
+            const std::string ref = value.str();
+            sj::Value at = document.root();
+            for (size_t begin = 2, end; begin < ref.size(); begin = end + 1) {
+                end = std::min(ref.find('/', begin), ref.size());
+                at = at[ref.substr(begin, end - begin)];
+            }
+            CHECK_MESSAGE(at.is(sj::Object), ref);
+            refs++;
+        }
+    };
+    check(document.root());
+    CHECK(refs > 50);
 }
