@@ -1501,6 +1501,7 @@ TEST_CASE("/version and /ping; requests by route and status") {
     CHECK(server.chat(question("a", "\"max_tokens\": 1")).status == 200);
     CHECK(server.chat("{").status == 400);
     CHECK(server.chat("{").status == 400);
+    CHECK(get("/openapi.json").status == 200);
     Http(server.port).call("BREW", "/health");
     const Strings wanted = {"http_requests_total{method=\"POST\",handler=\"/v1/chat/completions\",status=\"400\"} 2\n",
                             "http_requests_total{method=\"POST\",handler=\"/v1/chat/completions\",status=\"200\"} 1\n",
@@ -1520,6 +1521,7 @@ TEST_CASE("/version and /ping; requests by route and status") {
         INFO(line << all.substr(all.find("# TYPE http_requests")));
         CHECK(there(line));
     }
+    CHECK(server.stop().out.find("\"path\": \"/openapi.json\"") != std::string::npos); // the log has its name, too
 }
 
 TEST_CASE("documents: the question gets passages unless the request says no; sources are told whole and streamed") {
