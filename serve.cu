@@ -249,7 +249,8 @@ struct Desk {
     size_t inside = 0, limit = 0;     // jobs that the engine has; most there may be in all
     size_t keys = 1;                  // of API keys; when all is full, each may still have its share of the limit
     size_t texts = 0, text_tokens = 0; // of all jobs, those that are pooled, and the tokens of these
-    std::map<uint64_t, size_t> held;  // jobs that are not done, by their line
+    struct Held { size_t jobs = 0, tokens = 0; }; // that are not done; tokens of texts
+    std::map<uint64_t, Held> held;    // by line
     bool closed = false;              // nothing more will come
     Figures figures;                  // as of the last step
     Budget unsent{256 << 20};         // pieces and answers that nobody has taken yet
@@ -258,13 +259,15 @@ struct Desk {
     bool submit(std::vector<Job>&& jobs) {
         std::lock_guard lock(mutex);
         const bool pooled = jobs[0].pooled;
-        size_t& own = held[jobs[0].line()];
+        Held& own = held[jobs[0].line()];
         const size_t all = pooled ? texts : inbox.size() + inside - texts, most = pooled ? WAITING_TEXTS : limit;
-        if (closed || (all + jobs.size() > most && own + jobs.size() > most / keys)) return false;
+        if (closed || (all + jobs.size() > most && own.jobs + jobs.size() > most / keys)) return false;
         size_t tokens = 0;
         for (const Job& job : jobs) tokens += pooled ? job.prompt.size() : 0;
-        if (pooled && texts > 0 && text_tokens + tokens > WAITING_TEXT_TOKENS) return false;
-        own += jobs.size(), texts += pooled ? jobs.size() : 0, text_tokens += tokens;
+        if (pooled && text_tokens + tokens > WAITING_TEXT_TOKENS && own.tokens + tokens > WAITING_TEXT_TOKENS / keys)
+            return false;
+        own.jobs += jobs.size(), own.tokens += tokens;
+        texts += pooled ? jobs.size() : 0, text_tokens += tokens;
         for (Job& job : jobs) inbox.push_back(std::move(job));
         news.notify_one();
         return true;
@@ -1106,8 +1109,9 @@ template <class T> struct Engine {
         std::lock_guard lock(desk.mutex);
         desk.inside = figures.running + figures.waiting;
         for (auto [line, tokens] : ended) {
-            desk.held[line]--;
-            if (line >= Job::TEXTS) desk.texts--, desk.text_tokens -= tokens;
+            Desk::Held& held = desk.held[line];
+            held.jobs--;
+            if (line >= Job::TEXTS) held.tokens -= tokens, desk.texts--, desk.text_tokens -= tokens;
         }
         ended.clear();
         desk.figures = figures;

@@ -288,6 +288,21 @@ TEST_CASE("engine: keys take turns with their texts; a cancelled one leaves; the
     size_t taken = 0;
     while (taken < 100 && long_ones.submit(std::vector<Job>(one))) taken++;
     CHECK(taken == WAITING_TEXT_TOKENS / MAX_TEXT_TOKENS);
+    long_ones.keys = 4; // each key has its share of the tokens, too, also when one has taken all
+    auto by = [&](uint64_t key) { return long_ones.submit({text_job(std::vector<int>(MAX_TEXT_TOKENS), key)}); };
+    for (taken = 0; taken < 100 && by(2);) taken++;
+    CHECK(taken == WAITING_TEXT_TOKENS / MAX_TEXT_TOKENS / 4);
+    CHECK(!by(1));
+    CHECK(by(3));
+
+    // What is done is no longer held.
+    bench.desk.keys = 2;
+    Job one_more = text_job(std::vector<int>(20, 3), 2);
+    REQUIRE(bench.desk.submit({one_more}));
+    CHECK(bench.desk.held[one_more.line()].tokens == 20);
+    for (int i = 0; i < 5; i++) bench.engine.step();
+    CHECK(done(one_more));
+    for (auto& [line, held] : bench.desk.held) CHECK(held.jobs + held.tokens == 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------- API
