@@ -153,6 +153,7 @@ struct Reply {
     int left = 0;                     // answers that are not finished
     std::atomic<bool> cancelled{false};
     std::shared_ptr<Budget::Share> share{}; // of what waits to be sent; none: it is not counted
+    size_t kept = 0;                  // bytes of the request that wait with it, to be sent too
     double first = 0, last = 0;       // when pieces came
     std::function<void()> wake;       // called with `mutex` held after every piece
 
@@ -266,6 +267,8 @@ struct Desk {
         for (const Job& job : jobs) tokens += pooled ? job.prompt.size() : 0;
         if (pooled && text_tokens + tokens > WAITING_TEXT_TOKENS && own.tokens + tokens > WAITING_TEXT_TOKENS / keys)
             return false;
+        const Reply& reply = *jobs[0].reply;
+        if (reply.share && reply.kept && !unsent.add(*reply.share, reply.kept)) return false;
         own.jobs += jobs.size(), own.tokens += tokens;
         texts += pooled ? jobs.size() : 0, text_tokens += tokens;
         for (Job& job : jobs) inbox.push_back(std::move(job));

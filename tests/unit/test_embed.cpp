@@ -405,6 +405,48 @@ TEST_CASE("embed: inputs of every kind; cuts") {
     CHECK(prompts("\"truncate_prompt_tokens\": 2, \"input\": [[1, 2, 3]]") == Texts{{1, 2}});
 }
 
+TEST_CASE("embed: documents of a ranking are kept only to be told, and are counted until then") {
+    const std::string document(1 << 20, 'd'); // of which 512 tokens stay
+    auto ask = [&](bool told) {
+        return read_asked(service_of(), "/v1/rerank",
+                          "{\"query\": \"q\", \"truncate_prompt_tokens\": -1, \"return_documents\": "s + (told ? "true" : "false") +
+                              ", \"documents\": [\"" + document + "\", \"" + document + "\"]}", 1).ask;
+    };
+    Desk desk;
+    desk.unsent.limit = 5 << 20;
+    auto submit = [&](uint64_t who, bool told) {
+        Ask one = ask(told);
+        CHECK(one.pooled->documents.size() == (told ? 2 : 0));
+        const auto share = one.jobs[0].reply->share = std::make_shared<Budget::Share>();
+        share->who = who;
+        const bool taken = desk.submit(std::move(one.jobs));
+        return std::pair(share, taken);
+    };
+    const auto [untold, first] = submit(1, false);
+    CHECK(first);
+    CHECK(desk.unsent.used == 0);
+    const auto [other, second] = submit(2, true);
+    CHECK(second);
+    CHECK(desk.unsent.used > 2 * document.size());
+    std::vector<std::shared_ptr<Budget::Share>> many;
+    size_t refused = 0;
+    for (int i = 0; i < 4; i++) {
+        const auto [share, taken] = submit(1, true);
+        many.push_back(share);
+        refused += !taken;
+        CHECK(taken == !share->lost);
+        CHECK(desk.unsent.used <= desk.unsent.limit);
+    }
+    CHECK(desk.unsent.lost() == 3); // of whoever has the most
+    CHECK(!other->lost);
+    CHECK(desk.texts == 2 * (6 - refused)); // what is refused waits for nothing
+    for (auto& share : many) desk.unsent.remove(*share);
+    desk.unsent.remove(*other);
+    CHECK(desk.unsent.used == 0);
+    Ask of_batch = ask(true); // a batch's answers have no share
+    CHECK(desk.submit(std::move(of_batch.jobs)));
+}
+
 TEST_CASE("embed: answers in parts are answers at once; base64, dimensions, order, broken numbers") {
     auto answer_to = [&](const std::string& path, const std::string& body, float poison) {
         Ask ask = read_asked(service_of(), path, body, 1).ask;
