@@ -247,12 +247,82 @@ TEST_CASE("engine: a thousand texts hold up no answer, and answers that fill all
     for (int i = 0; i < 4; i++) bench.engine.step(); // half of 32 tokens a step: two steps for its 20, one more to be told
     CHECK(!answers[0].reply->pieces.empty());
     const size_t before = (size_t)std::count_if(texts.begin(), texts.end(), done);
-    for (int i = 0; i < 40; i++) bench.engine.step(); // both slots are taken, and two answers wait
+    for (int i = 0; i < 40; i++) bench.engine.step(); // both slots are taken, and two answers wait, who want no half
     CHECK(bench.desk.figures.running >= 2);
-    CHECK((size_t)std::count_if(texts.begin(), texts.end(), done) >= before + 15);
+    CHECK((size_t)std::count_if(texts.begin(), texts.end(), done) >= before + 36);
     run_all(bench, random, {});
     CHECK(std::all_of(texts.begin(), texts.end(), done));
     CHECK(std::all_of(answers.begin(), answers.end(), done));
+}
+
+// An answer of n tokens to a prompt of so many, told token by token.
+static Job answer_job(size_t prompt, size_t n) {
+    Job job;
+    job.reply = std::make_shared<Reply>();
+    job.reply->left = 1;
+    for (size_t i = 0; i < prompt; i++) job.prompt.push_back((int)(7 * i) % 300);
+    job.max_tokens = n, job.ignore_eos = true, job.every = true;
+    return job;
+}
+// Steps until f(), or 0 if there are `most`.
+template <class F> int steps_until(Bench& bench, int most, F f) {
+    for (int n = 1; n <= most; n++) {
+        bench.engine.step();
+        if (f()) return n;
+    }
+    return 0;
+}
+
+TEST_CASE("engine: prompts of one token a step: texts and answers in turn") {
+    Bench bench({256, 2, 1, 1, 4'000'000, false, 2});
+    std::vector<Job> texts(50, text_job(std::vector<int>(10, 5)));
+    for (Job& job : texts) job.reply = std::make_shared<Reply>(), job.reply->left = 1;
+    const Job first = answer_job(1, 200), second = answer_job(10, 3), third = answer_job(200, 3);
+    REQUIRE(bench.desk.submit({first}));
+    bench.engine.step();
+    REQUIRE(bench.desk.submit(std::vector<Job>(texts)));
+    REQUIRE(bench.desk.submit({second}));
+    CHECK(steps_until(bench, 25, [&] { return !second.reply->pieces.empty(); }));
+    REQUIRE(bench.desk.submit({third}));
+    const auto before = std::count_if(texts.begin(), texts.end(), done);
+    steps_until(bench, 100, [] { return false; });
+    CHECK(!done(third)); // its prompt is being read
+    CHECK(std::count_if(texts.begin(), texts.end(), done) >= before + 4);
+}
+
+TEST_CASE("engine: a stream of texts keeps no page from an answer that needs nearly all") {
+    for (auto [pages, length, chunk] : {std::tuple{17, 30, 64}, {17, 200, 64}, {16, 30, 64}, {17, 30, 1}}) {
+        INFO(pages << " pages, texts of " << length << ", chunk " << chunk);
+        Bench bench({256, 4, chunk, chunk, pages * Bench::page_bytes(), false, 8});
+        std::vector<Job> texts;
+        auto more = [&](int n) {
+            std::vector<Job> next;
+            for (; n > 0; n--) {
+                std::vector<int> ids((size_t)length, (int)texts.size() % 300);
+                ids[0] = (int)texts.size() / 300;
+                texts.push_back(text_job(ids)), next.push_back(texts.back());
+            }
+            REQUIRE(bench.desk.submit(std::move(next)));
+        };
+        more(1500);
+        for (int i = 0; i < 10; i++) bench.engine.step();
+        const Job large = answer_job(235, 3); // 15 pages
+        REQUIRE(bench.desk.submit({large}));
+        CHECK(steps_until(bench, chunk == 1 ? 600 : 40, [&] { return done(large); }));
+        CHECK(!done(texts.back()));
+        // ... nor does it keep texts waiting after it, or answers that wait for each other's pages.
+        const Job one = answer_job(150, 90), two = answer_job(230, 3); // 10 pages and more; 15
+        REQUIRE(bench.desk.submit({one}));
+        REQUIRE(steps_until(bench, 400, [&] { return !one.reply->pieces.empty(); }));
+        REQUIRE(bench.desk.submit({two}));
+        const auto before = std::count_if(texts.begin(), texts.end(), done);
+        REQUIRE(steps_until(bench, 400, [&] { return done(one); }));
+        if (length == 30 && chunk > 1) CHECK(std::count_if(texts.begin(), texts.end(), done) >= before + 20);
+        CHECK(steps_until(bench, chunk == 1 ? 600 : 60, [&] { return done(two); }));
+        for (Job& job : texts) job.reply->cancelled = true;
+        while (bench.desk.inside) bench.engine.step();
+        CHECK(bench.desk.figures.pages_used == 0);
+    }
 }
 
 TEST_CASE("engine: keys take turns with their texts; a cancelled one leaves; the desk is bounded") {
