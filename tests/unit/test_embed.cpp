@@ -325,6 +325,20 @@ TEST_CASE("engine: a stream of texts keeps no page from an answer that needs nea
     }
 }
 
+TEST_CASE("engine: answers that fill all pages do not keep out texts that need nearly all") {
+    Bench bench({256, 4, 64, 64, 17 * Bench::page_bytes(), false, 8});
+    std::vector<Job> answers, texts;
+    for (int i = 0; i < 20; i++) answers.push_back(answer_job(20, 200));
+    for (int i = 0; i < 3; i++) texts.push_back(text_job(std::vector<int>(200, i))); // 13 pages
+    for (const Job& job : answers) REQUIRE(bench.desk.submit({job}));
+    for (int i = 0; i < 20; i++) bench.engine.step();
+    REQUIRE(bench.desk.submit(std::vector<Job>(texts)));
+    CHECK(steps_until(bench, 3000, [&] { return std::all_of(texts.begin(), texts.end(), done); }));
+    CHECK(std::count_if(answers.begin(), answers.end(), done) < 15);
+    CHECK(steps_until(bench, 20000, [&] { return bench.desk.inside == 0; }));
+    CHECK(std::all_of(answers.begin(), answers.end(), done));
+}
+
 TEST_CASE("engine: keys take turns with their texts; a cancelled one leaves; the desk is bounded") {
     Bench bench({256, 2, 32, 32, 4'000'000, false, 2});
     std::vector<Job> many, few = {text_job(std::vector<int>(20, 3), 2)};
