@@ -292,14 +292,16 @@ TEST_CASE("engine: prompts of one token a step: texts and answers in turn") {
 
 TEST_CASE("engine: a stream of texts keeps no page from an answer that needs nearly all") {
     for (auto [pages, length, chunk] : {std::tuple{17, 30, 64}, {17, 200, 64}, {16, 30, 64}, {17, 30, 1}}) {
-        INFO(pages << " pages, texts of " << length << ", chunk " << chunk);
-        Bench bench({256, 4, chunk, chunk, pages * Bench::page_bytes(), false, 8});
+        const std::vector<int> alike((size_t)length, 7);
+        const std::string size = format("%d pages, texts of %d, chunk %d", pages, length, chunk);
+        INFO(size);
+        Bench bench({256, 4, chunk, chunk, (size_t)pages * Bench::page_bytes(), false, 8});
         std::vector<Job> texts;
         auto more = [&](int n) {
             std::vector<Job> next;
             for (; n > 0; n--) {
-                std::vector<int> ids((size_t)length, (int)texts.size() % 300);
-                ids[0] = (int)texts.size() / 300;
+                std::vector<int> ids = alike;
+                ids[0] = (int)texts.size() / 300, ids[1] = (int)texts.size() % 300;
                 texts.push_back(text_job(ids)), next.push_back(texts.back());
             }
             REQUIRE(bench.desk.submit(std::move(next)));
