@@ -9,7 +9,7 @@ struct Pooled {
     size_t dimensions = 0;               // ... their first numbers
     size_t most = 0;                     // a ranking: the best so many
     bool documents_too = true;
-    std::vector<std::string> documents{};
+    std::vector<std::string> documents{}; // ... and these, if they are told
     std::shared_ptr<const Relevance> relevance{};
 };
 
@@ -155,19 +155,22 @@ inline Ask read_ranking(const Service& service, const Fields& f, uint64_t salt) 
     std::vector<int> question = prompt.query_ids(*service.tokenizer, task.empty() ? RETRIEVAL_TASK : task, query);
     cut_text(question, (size_t)service.context, cut.keep_last); // (more would not stay, and is copied each time)
     std::vector<std::vector<int>> texts;
-    size_t tokens = 0;
+    size_t tokens = 0, kept = 0;
     for (sj::Value v : documents.items()) {
         const sj::Value text = v.is(sj::Object) ? v["text"] : v;
         if (!text.is(sj::String))
             throw Refusal(400, "documents: neither a string nor an object with text", "documents");
-        how->documents.push_back(text.str());
-        check_length(service, how->documents.back().size(), fits, "documents");
-        const std::string& document = how->documents.back();
+        std::string document = text.str();
+        check_length(service, document.size(), fits, "documents");
         add_text(service, texts, prompt.ids(*service.tokenizer, question, document, cut.most, cut.keep_last),
                  "documents", tokens);
+        if (!how->documents_too) continue;
+        kept += sizeof document + document.size();
+        how->documents.push_back(std::move(document));
     }
     Ask ask = pooled_ask(service, f, "rerank-", how);
     add_pooled_jobs(f, ask, std::move(texts), salt);
+    ask.jobs[0].reply->kept = kept;
     return ask;
 }
 

@@ -153,6 +153,7 @@ struct Reply {
     int left = 0;                     // answers that are not finished
     std::atomic<bool> cancelled{false};
     std::shared_ptr<Budget::Share> share{}; // of what waits to be sent; none: it is not counted
+    size_t kept = 0;                  // bytes of the request that wait with it, to be sent too
     double first = 0, last = 0;       // when pieces came
     std::function<void()> wake;       // called with `mutex` held after every piece
 
@@ -249,7 +250,8 @@ struct Desk {
     size_t inside = 0, limit = 0;     // jobs that the engine has; most there may be in all
     size_t keys = 1;                  // of API keys; when all is full, each may still have its share of the limit
     size_t texts = 0, text_tokens = 0; // of all jobs, those that are pooled, and the tokens of these
-    std::map<uint64_t, size_t> held;  // jobs that are not done, by their line
+    struct Held { size_t jobs = 0, tokens = 0; }; // that are not done; tokens of texts
+    std::map<uint64_t, Held> held;    // by line
     bool closed = false;              // nothing more will come
     Figures figures;                  // as of the last step
     Budget unsent{256 << 20};         // pieces and answers that nobody has taken yet
@@ -258,13 +260,17 @@ struct Desk {
     bool submit(std::vector<Job>&& jobs) {
         std::lock_guard lock(mutex);
         const bool pooled = jobs[0].pooled;
-        size_t& own = held[jobs[0].line()];
+        Held& own = held[jobs[0].line()];
         const size_t all = pooled ? texts : inbox.size() + inside - texts, most = pooled ? WAITING_TEXTS : limit;
-        if (closed || (all + jobs.size() > most && own + jobs.size() > most / keys)) return false;
+        if (closed || (all + jobs.size() > most && own.jobs + jobs.size() > most / keys)) return false;
         size_t tokens = 0;
         for (const Job& job : jobs) tokens += pooled ? job.prompt.size() : 0;
-        if (pooled && texts > 0 && text_tokens + tokens > WAITING_TEXT_TOKENS) return false;
-        own += jobs.size(), texts += pooled ? jobs.size() : 0, text_tokens += tokens;
+        if (pooled && text_tokens + tokens > WAITING_TEXT_TOKENS && own.tokens + tokens > WAITING_TEXT_TOKENS / keys)
+            return false;
+        const Reply& reply = *jobs[0].reply;
+        if (reply.share && reply.kept && !unsent.add(*reply.share, reply.kept)) return false;
+        own.jobs += jobs.size(), own.tokens += tokens;
+        texts += pooled ? jobs.size() : 0, text_tokens += tokens;
         for (Job& job : jobs) inbox.push_back(std::move(job));
         news.notify_one();
         return true;
@@ -717,6 +723,7 @@ template <class T> struct Engine {
     std::deque<Step> under_way;
     std::vector<uint32_t> masks;             // (., words) of a step's draws
     uint64_t arrivals = 0, ranks = 0, admissions = 0, steps = 0;
+    bool odd = false;                        // see plan_step
 
     bool busy() const { return !running.empty() || !waiting.empty() || !under_way.empty(); }
 
@@ -830,11 +837,13 @@ template <class T> struct Engine {
     // First a token of every answer that runs, in order; then chunks of prompts that have been begun; then those that
     // wait, in their turn, as long as there are slots and pages for them. Where a running answer needs a page and there
     // is none, the last one that runs gives way: the first always gets on, and so everyone does.
-    // Texts have slots of their own, and half of a step's part for prompts where answers want it too.
+    // Texts have slots of their own. Where texts and answers want a step's part for prompts, each has half, and what
+    // the other leaves. Answers come first; but the pages that an answer gave up for a text are that text's.
     Step plan_step() {
         Step s;
         drop_cancelled();
-        for (bool texts : {false, true}) yield(texts);
+        yield(false);
+        const bool first = yield(true); // whose prompts come first: texts' or answers'
         for (auto it = running.begin(); it != running.end(); ++it) {
             Sequence& q = *it->second;
             if (q.job.pooled || q.left() != 1 || q.answered() == q.job.max_tokens) continue;
@@ -847,23 +856,41 @@ template <class T> struct Engine {
         }
         s.singles = (int)s.token.size();
         size_t budget = (size_t)(s.singles ? options.chunk : options.burst);
-        const bool answers = wants_prompt(false);
-        if (wants_prompt(true)) budget -= add_prompts(s, true, answers ? budget / 2 : budget);
-        if (answers) add_prompts(s, false, budget);
+        odd = !odd; // (half of 1 is 1 and 0 in turn)
+        const size_t part = std::max((budget + odd) / 2, budget - wanted(!first, budget));
+        budget -= add_prompts(s, first, part, 0);
+        add_prompts(s, !first, budget, first ? 0 : reserved());
         return s;
     }
 
-    // Of texts or of answers: whether one waits, or has more of its prompt to come.
-    bool wants_prompt(bool texts) const {
-        const auto line = waiting.lower_bound(texts ? Job::TEXTS : 0);
-        if (line != waiting.end() && (texts || line->first < Job::TEXTS)) return true;
+    // Tokens of texts' or answers' prompts that could come now, up to `most`: what has a slot, and pages.
+    size_t wanted(bool texts, size_t most) const {
+        size_t n = 0, slots = free_slots[texts].size(), needed = running.size();
         for (auto& [rank, q] : running)
-            if (q->job.pooled == texts && q->left() > (texts ? 0 : 1)) return true;
-        return false;
+            if (q->job.pooled == texts && q->left() > (texts ? 0 : 1)) n += q->left();
+        for (auto line = waiting.lower_bound(texts ? Job::TEXTS : 0); line != waiting.end(); ++line) {
+            if (!texts && line->first >= Job::TEXTS) break;
+            for (auto& [place, q] : line->second) {
+                needed += q->pages_needed();
+                if (n >= most || slots-- == 0 || needed > pool.available()) return std::min(n, most);
+                n += q->ids.size();
+            }
+        }
+        return std::min(n, most);
     }
 
-    // Chunks of their prompts, together of `budget` tokens at most. Returns how many there are.
-    size_t add_prompts(Step& s, bool texts, const size_t budget) {
+    // Pages that new texts leave alone: those that the next answer wants, unless answers alone have them.
+    size_t reserved() {
+        const auto line = next_line(false);
+        if (line == waiting.end() || free_slots[0].empty()) return 0;
+        const size_t needed = line->second.begin()->second->pages_needed();
+        const bool there = pool.available() >= needed + running.size();
+        return there || free_slots[1].size() < (size_t)options.texts ? needed : 0;
+    }
+
+    // Chunks of their prompts, together of `budget` tokens at most; those that wait leave `kept` pages alone. Returns
+    // how many tokens there are.
+    size_t add_prompts(Step& s, bool texts, const size_t budget, const size_t kept) {
         size_t left = budget;
         auto chunk = [&](Sequence& q) {
             const size_t n = std::min(q.left(), left);
@@ -876,6 +903,7 @@ template <class T> struct Engine {
             const auto line = next_line(texts);
             if (line == waiting.end()) break;
             const auto first = line->second.begin();
+            if (kept && pool.available() < kept + first->second->pages_needed() + running.size() + 1) break;
             if (!admit(*first->second)) break;
             auto q = leave_line(line->first, first);
             if (!q->rank) q->rank = ++ranks;
@@ -900,15 +928,16 @@ template <class T> struct Engine {
     // Nobody waits for another key's whole answers. If the next in turn finds no room, the last answer of the key with
     // the most of them gives way: if that leaves it no fewer than the other then has, or if keys must share a slot and
     // it has had its QUANTUM of tokens. What has given way is computed again, mostly from the cache. (For a text, which
-    // has a slot soon, answers give way for tokens only.)
-    void yield(bool texts) {
+    // has a slot soon, answers give way for tokens only.) A text whose rows are all computed or under way is not
+    // stopped: its pages are free within a step. Returns whether something gave way.
+    bool yield(bool texts) {
         constexpr uint64_t QUANTUM = 512, LEAST = 64; // LEAST: of an answer, so that each turn brings it on
-        while (!running.empty()) {
+        for (bool gave = false; ; gave = true) {
             const auto line = next_line(texts);
-            if (line == waiting.end()) return;
+            if (line == waiting.end() || running.empty()) return gave;
             const uint64_t key = line->first;
             const size_t pages_wanted = line->second.begin()->second->pages_needed() + running.size();
-            if ((texts || !free_slots[0].empty()) && pool.available() >= pages_wanted) return;
+            if ((texts || !free_slots[0].empty()) && pool.available() >= pages_wanted) return gave;
             std::map<uint64_t, size_t> n = at_work();
             const size_t own = n[key];
             if (!texts && free_slots[0].empty()) n.erase(n.lower_bound(Job::TEXTS), n.end()); // those have no such slot
@@ -918,11 +947,12 @@ template <class T> struct Engine {
             const auto [most, answers] = *std::max_element(n.begin(), n.end(), fewer);
             auto last = running.end();
             for (auto it = running.begin(); it != running.end(); ++it)
-                if (it->second->job.line() == most) last = it;
+                if (it->second->job.line() == most && (!it->second->job.pooled || it->second->left() > 0)) last = it;
+            if (last == running.end()) return gave;
             const bool share = !texts && answers > own + 1;
             const bool turn = own == 0 && most != key && service[most] > service[key] + QUANTUM &&
                               last->second->answered() >= last->second->resumed + LEAST;
-            if (!share && !turn) return;
+            if (!share && !turn) return gave;
             preempt(last);
         }
     }
@@ -1106,8 +1136,9 @@ template <class T> struct Engine {
         std::lock_guard lock(desk.mutex);
         desk.inside = figures.running + figures.waiting;
         for (auto [line, tokens] : ended) {
-            desk.held[line]--;
-            if (line >= Job::TEXTS) desk.texts--, desk.text_tokens -= tokens;
+            Desk::Held& held = desk.held[line];
+            held.jobs--;
+            if (line >= Job::TEXTS) held.tokens -= tokens, desk.texts--, desk.text_tokens -= tokens;
         }
         ended.clear();
         desk.figures = figures;

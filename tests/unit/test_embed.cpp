@@ -247,11 +247,97 @@ TEST_CASE("engine: a thousand texts hold up no answer, and answers that fill all
     for (int i = 0; i < 4; i++) bench.engine.step(); // half of 32 tokens a step: two steps for its 20, one more to be told
     CHECK(!answers[0].reply->pieces.empty());
     const size_t before = (size_t)std::count_if(texts.begin(), texts.end(), done);
-    for (int i = 0; i < 40; i++) bench.engine.step(); // both slots are taken, and two answers wait
+    for (int i = 0; i < 40; i++) bench.engine.step(); // both slots are taken, and two answers wait, who want no half
     CHECK(bench.desk.figures.running >= 2);
-    CHECK((size_t)std::count_if(texts.begin(), texts.end(), done) >= before + 15);
+    CHECK((size_t)std::count_if(texts.begin(), texts.end(), done) >= before + 36);
     run_all(bench, random, {});
     CHECK(std::all_of(texts.begin(), texts.end(), done));
+    CHECK(std::all_of(answers.begin(), answers.end(), done));
+}
+
+// An answer of n tokens to a prompt of so many, told token by token.
+static Job answer_job(size_t prompt, size_t n) {
+    Job job;
+    job.reply = std::make_shared<Reply>();
+    job.reply->left = 1;
+    for (size_t i = 0; i < prompt; i++) job.prompt.push_back((int)(7 * i) % 300);
+    job.max_tokens = n, job.ignore_eos = true, job.every = true;
+    return job;
+}
+// Steps until f(), or 0 if there are `most`.
+template <class F> int steps_until(Bench& bench, int most, F f) {
+    for (int n = 1; n <= most; n++) {
+        bench.engine.step();
+        if (f()) return n;
+    }
+    return 0;
+}
+
+TEST_CASE("engine: prompts of one token a step: texts and answers in turn") {
+    Bench bench({256, 2, 1, 1, 4'000'000, false, 2});
+    std::vector<Job> texts(50, text_job(std::vector<int>(10, 5)));
+    for (Job& job : texts) job.reply = std::make_shared<Reply>(), job.reply->left = 1;
+    const Job first = answer_job(1, 200), second = answer_job(10, 3), third = answer_job(200, 3);
+    REQUIRE(bench.desk.submit({first}));
+    bench.engine.step();
+    REQUIRE(bench.desk.submit(std::vector<Job>(texts)));
+    REQUIRE(bench.desk.submit({second}));
+    CHECK(steps_until(bench, 25, [&] { return !second.reply->pieces.empty(); }));
+    REQUIRE(bench.desk.submit({third}));
+    const auto before = std::count_if(texts.begin(), texts.end(), done);
+    steps_until(bench, 100, [] { return false; });
+    CHECK(!done(third)); // its prompt is being read
+    CHECK(std::count_if(texts.begin(), texts.end(), done) >= before + 4);
+}
+
+TEST_CASE("engine: a stream of texts keeps no page from an answer that needs nearly all") {
+    for (auto [pages, length, chunk] : {std::tuple{17, 30, 64}, {17, 200, 64}, {16, 30, 64}, {17, 30, 1}}) {
+        const std::vector<int> alike((size_t)length, 7);
+        const std::string size = format("%d pages, texts of %d, chunk %d", pages, length, chunk);
+        INFO(size);
+        Bench bench({256, 4, chunk, chunk, (size_t)pages * Bench::page_bytes(), false, 8});
+        std::vector<Job> texts;
+        auto more = [&](int n) {
+            std::vector<Job> next;
+            for (; n > 0; n--) {
+                std::vector<int> ids = alike;
+                ids[0] = (int)texts.size() / 300, ids[1] = (int)texts.size() % 300;
+                texts.push_back(text_job(ids)), next.push_back(texts.back());
+            }
+            REQUIRE(bench.desk.submit(std::move(next)));
+        };
+        more(1500);
+        for (int i = 0; i < 10; i++) bench.engine.step();
+        const Job large = answer_job(235, 3); // 15 pages
+        REQUIRE(bench.desk.submit({large}));
+        CHECK(steps_until(bench, chunk == 1 ? 600 : 40, [&] { return done(large); }));
+        CHECK(!done(texts.back()));
+        // ... nor does it keep texts waiting after it, or answers that wait for each other's pages.
+        const Job one = answer_job(150, 90), two = answer_job(230, 3); // 10 pages and more; 15
+        REQUIRE(bench.desk.submit({one}));
+        REQUIRE(steps_until(bench, 400, [&] { return !one.reply->pieces.empty(); }));
+        REQUIRE(bench.desk.submit({two}));
+        const auto before = std::count_if(texts.begin(), texts.end(), done);
+        REQUIRE(steps_until(bench, 400, [&] { return done(one); }));
+        if (length == 30 && chunk > 1) CHECK(std::count_if(texts.begin(), texts.end(), done) >= before + 20);
+        CHECK(steps_until(bench, chunk == 1 ? 600 : 60, [&] { return done(two); }));
+        for (Job& job : texts) job.reply->cancelled = true;
+        while (bench.desk.inside) bench.engine.step();
+        CHECK(bench.desk.figures.pages_used == 0);
+    }
+}
+
+TEST_CASE("engine: answers that fill all pages do not keep out texts that need nearly all") {
+    Bench bench({256, 4, 64, 64, 17 * Bench::page_bytes(), false, 8});
+    std::vector<Job> answers, texts;
+    for (int i = 0; i < 20; i++) answers.push_back(answer_job(20, 200));
+    for (int i = 0; i < 3; i++) texts.push_back(text_job(std::vector<int>(200, i))); // 13 pages
+    for (const Job& job : answers) REQUIRE(bench.desk.submit({job}));
+    for (int i = 0; i < 20; i++) bench.engine.step();
+    REQUIRE(bench.desk.submit(std::vector<Job>(texts)));
+    CHECK(steps_until(bench, 3000, [&] { return std::all_of(texts.begin(), texts.end(), done); }));
+    CHECK(std::count_if(answers.begin(), answers.end(), done) < 15);
+    CHECK(steps_until(bench, 20000, [&] { return bench.desk.inside == 0; }));
     CHECK(std::all_of(answers.begin(), answers.end(), done));
 }
 
@@ -288,6 +374,21 @@ TEST_CASE("engine: keys take turns with their texts; a cancelled one leaves; the
     size_t taken = 0;
     while (taken < 100 && long_ones.submit(std::vector<Job>(one))) taken++;
     CHECK(taken == WAITING_TEXT_TOKENS / MAX_TEXT_TOKENS);
+    long_ones.keys = 4; // each key has its share of the tokens, too, also when one has taken all
+    auto by = [&](uint64_t key) { return long_ones.submit({text_job(std::vector<int>(MAX_TEXT_TOKENS), key)}); };
+    for (taken = 0; taken < 100 && by(2);) taken++;
+    CHECK(taken == WAITING_TEXT_TOKENS / MAX_TEXT_TOKENS / 4);
+    CHECK(!by(1));
+    CHECK(by(3));
+
+    // What is done is no longer held.
+    bench.desk.keys = 2;
+    Job one_more = text_job(std::vector<int>(20, 3), 2);
+    REQUIRE(bench.desk.submit({one_more}));
+    CHECK(bench.desk.held[one_more.line()].tokens == 20);
+    for (int i = 0; i < 5; i++) bench.engine.step();
+    CHECK(done(one_more));
+    for (auto& [line, held] : bench.desk.held) CHECK(held.jobs + held.tokens == 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------- API
@@ -388,6 +489,48 @@ TEST_CASE("embed: inputs of every kind; cuts") {
     CHECK(cut[0].back() == b[0]);
     CHECK(prompts("\"truncate_prompt_tokens\": 2, \"truncation_side\": \"left\", \"input\": [[1, 2, 3]]") == Texts{{2, 3}});
     CHECK(prompts("\"truncate_prompt_tokens\": 2, \"input\": [[1, 2, 3]]") == Texts{{1, 2}});
+}
+
+TEST_CASE("embed: documents of a ranking are kept only to be told, and are counted until then") {
+    const std::string document(1 << 20, 'd'); // of which 512 tokens stay
+    auto ask = [&](bool told) {
+        return read_asked(service_of(), "/v1/rerank",
+                          "{\"query\": \"q\", \"truncate_prompt_tokens\": -1, \"return_documents\": "s + (told ? "true" : "false") +
+                              ", \"documents\": [\"" + document + "\", \"" + document + "\"]}", 1).ask;
+    };
+    Desk desk;
+    desk.unsent.limit = 5 << 20;
+    auto submit = [&](uint64_t who, bool told) {
+        Ask one = ask(told);
+        CHECK(one.pooled->documents.size() == (told ? 2 : 0));
+        const auto share = one.jobs[0].reply->share = std::make_shared<Budget::Share>();
+        share->who = who;
+        const bool taken = desk.submit(std::move(one.jobs));
+        return std::pair(share, taken);
+    };
+    const auto [untold, first] = submit(1, false);
+    CHECK(first);
+    CHECK(desk.unsent.used == 0);
+    const auto [other, second] = submit(2, true);
+    CHECK(second);
+    CHECK(desk.unsent.used > 2 * document.size());
+    std::vector<std::shared_ptr<Budget::Share>> many;
+    size_t refused = 0;
+    for (int i = 0; i < 4; i++) {
+        const auto [share, taken] = submit(1, true);
+        many.push_back(share);
+        refused += !taken;
+        CHECK(taken == !share->lost);
+        CHECK(desk.unsent.used <= desk.unsent.limit);
+    }
+    CHECK(desk.unsent.lost() == 3); // of whoever has the most
+    CHECK(!other->lost);
+    CHECK(desk.texts == 2 * (6 - refused)); // what is refused waits for nothing
+    for (auto& share : many) desk.unsent.remove(*share);
+    desk.unsent.remove(*other);
+    CHECK(desk.unsent.used == 0);
+    Ask of_batch = ask(true); // a batch's answers have no share
+    CHECK(desk.submit(std::move(of_batch.jobs)));
 }
 
 TEST_CASE("embed: answers in parts are answers at once; base64, dimensions, order, broken numbers") {
