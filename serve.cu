@@ -1809,7 +1809,7 @@ struct Batcher {
         };
         auto begin = [&](size_t index) { // false: there is no room for it now
             auto [ask, answer] = read_batch_line(service, rows[index].line, how);
-            if (ask.jobs.size() > desk.limit)
+            if (!ask.pooled && ask.jobs.size() > desk.limit)
                 throw Refusal(400, format("the queue has room for %zu answers", desk.limit), "n");
             const size_t n = ask.jobs.size();
             Open o = {ask.jobs[0].reply, std::move(answer)};
