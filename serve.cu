@@ -2959,7 +2959,8 @@ void Server::abandon() {
 static std::vector<ApiKey> read_keys(const std::string& path) {
     const MappedFile file(path);
     std::vector<ApiKey> keys;
-    for (size_t at = 0; at < file.size;) {
+    std::set<std::string> seen;
+    for (size_t at = 0, number = 1; at < file.size; number++) {
         std::string line(file.text().substr(at, file.text().find('\n', at) - at));
         at += line.size() + 1;
         while (!line.empty() && isspace((unsigned char)line.back())) line.pop_back();
@@ -2967,6 +2968,8 @@ static std::vector<ApiKey> read_keys(const std::string& path) {
         const size_t end = std::min(line.find_first_of(" \t"), line.size());
         const size_t name = std::min(line.find_first_not_of(" \t", end), line.size());
         keys.push_back({line.substr(0, end), line.substr(name)});
+        if (!seen.insert(keys.back().key).second) // (nothing of a key is shown)
+            DIE("%s: line %zu: this key is there already", path.c_str(), number);
         if (keys.back().name.empty()) keys.back().name = format("key %zu", keys.size());
     }
     if (keys.empty()) DIE("%s: no key in it", path.c_str());

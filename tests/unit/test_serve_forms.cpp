@@ -755,6 +755,8 @@ static std::string batch_row(int i, const std::string& more, const char* url = C
 
 TEST_CASE("HTTP: files and batches, from upload to answers") {
     Scratch scratch;
+    write_file(scratch / "keys", "one first\n# a comment\ntwo\none second\n"); // (two owners of one folder)
+    check_refusal(Process(Served::program(), {MODEL, "-z", VOCABULARY, "--port", "0", "--api-key-file", scratch / "keys"}).wait(), "serve", "line 4: this key is there already");
     write_file(scratch / "keys", "one\ntwo\n");
     const Served server({"--files", scratch / "files", "--api-key-file", scratch / "keys"});
     const Office one{server.port, "Authorization: Bearer one\r\n"}, two{server.port, "Authorization: Bearer two\r\n"}, none{server.port, ""};
