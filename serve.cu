@@ -1754,8 +1754,9 @@ inline Asked read_batch_line(const Service& service, std::string_view line, cons
     if (method != "POST") throw Refusal(405, "method must be POST", "method");
     if (!is_batched(url)) throw Refusal(404, format("url must be %s", BATCHED), "url");
     if (!how.endpoint.empty() && url != how.endpoint) throw Refusal(400, "url is not the batch's endpoint", "url");
-    Asked asked = read_asked(service, url, doc.root()["body"].raw(), how.salt);
-    if (asked.ask.stream) throw Refusal(400, "stream is not for batches", "stream");
+    const sj::Value body = doc.root()["body"];
+    if (body["stream"].is(sj::True)) throw Refusal(400, "stream is not for batches", "stream"); // before a form is read
+    Asked asked = read_asked(service, url, body.raw(), how.salt);
     for (Job& job : asked.ask.jobs)
         if (how.priority) job.priority = how.priority;
     return asked;
@@ -1826,7 +1827,7 @@ struct Batcher {
             return true;
         };
         while (have < rows.size() && !note()) {
-            while (next < rows.size() && jobs < how.most) {
+            while (next < rows.size() && jobs < how.most && !note()) { // (thousands may be refused, each after a while)
                 const size_t index = next++;
                 if (rows[index].answered) continue;
                 try {

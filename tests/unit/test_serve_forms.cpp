@@ -753,6 +753,29 @@ static std::string batch_row(int i, const std::string& more, const char* url = C
     return format("{\"custom_id\": \"r%d\", \"method\": \"POST\", \"url\": \"%s\", \"body\": ", i, url) + question(more) + "}\n";
 }
 
+// Goes on with a batch that no engine answers, until it has asked `notes` times whether to end.
+static size_t refused_of(const std::string& requests, int notes, const Service& service) {
+    Scratch scratch;
+    write_file(scratch / "in", requests);
+    Desk desk;
+    desk.limit = 100;
+    Batcher batcher(scratch / "in", scratch / "out", "{}");
+    batcher.answer(service, desk, {1, 0, 50}, [&] { return notes-- == 0; });
+    CHECK(batcher.have == batcher.failed);
+    return batcher.have;
+}
+TEST_CASE("batches: what is refused, at once or later") {
+    std::string wrong, texts;
+    for (int i = 0; i < 300; i++) wrong += batch_row(i, "\"temperature\": 9"), texts += i ? ", \"a\"" : "\"a\"";
+    CHECK(refused_of(wrong, 1000, service_of()) == 300);
+    CHECK(refused_of(wrong, 5, service_of()) < 5); // it asks before each
+    Service vectors = service_of();
+    vectors.dimensions = 48;
+    const std::string row = "{\"custom_id\": \"a\", \"url\": \"/v1/embeddings\", \"body\": {\"input\": [" + texts + "]}}\n";
+    CHECK(refused_of(row, 3, vectors) == 0); // texts have no part in the queue of answers
+    CHECK(refused_of(batch_row(0, "\"n\": 101"), 3, service_of()) == 1);
+}
+
 TEST_CASE("HTTP: files and batches, from upload to answers") {
     Scratch scratch;
     write_file(scratch / "keys", "one first\n# a comment\ntwo\none second\n"); // (two owners of one folder)
