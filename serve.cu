@@ -1803,7 +1803,9 @@ struct Batcher {
                 }
             }
         } open;
+        constexpr double PATIENCE = 600; // seconds until 503 is an answer, while nothing of ours is under way
         size_t next = 0, jobs = 0;
+        double refused = 0;              // since when the next row gets a 503, which is of the moment
         auto keep = [&](const BatchRow& row, int status, const std::string& body) {
             append(batch_line(row.custom_id, status, body));
             have++, failed += status != 200;
@@ -1830,13 +1832,19 @@ struct Batcher {
             while (next < rows.size() && jobs < how.most && !note()) { // (thousands may be refused, each after a while)
                 const size_t index = next++;
                 if (rows[index].answered) continue;
+                bool begun = false;
                 try {
-                    if (begin(index)) continue;
+                    begun = begin(index);
+                } catch (const Refusal& r) {
+                    if (r.status == 503 && refused == 0) refused = seconds();
+                    begun = r.status != 503 || (open.empty() && seconds() - refused > PATIENCE);
+                    if (begun) keep(rows[index], r.status, error_json(r));
+                }
+                if (!begun) { // later
                     next = index;
                     break;
-                } catch (const Refusal& r) {
-                    keep(rows[index], r.status, error_json(r));
                 }
+                refused = 0;
             }
             std::vector<size_t> ready;
             if (have < rows.size()) {

@@ -760,7 +760,7 @@ static size_t refused_of(const std::string& requests, int notes, const Service& 
     Desk desk;
     desk.limit = 100;
     Batcher batcher(scratch / "in", scratch / "out", "{}");
-    batcher.answer(service, desk, {1, 0, 50}, [&] { return notes-- == 0; });
+    batcher.answer(service, desk, {1, 0, 50}, [&] { return notes-- <= 0; });
     CHECK(batcher.have == batcher.failed);
     return batcher.have;
 }
@@ -774,6 +774,10 @@ TEST_CASE("batches: what is refused, at once or later") {
     const std::string row = "{\"custom_id\": \"a\", \"url\": \"/v1/embeddings\", \"body\": {\"input\": [" + texts + "]}}\n";
     CHECK(refused_of(row, 3, vectors) == 0); // texts have no part in the queue of answers
     CHECK(refused_of(batch_row(0, "\"n\": 101"), 3, service_of()) == 1);
+    const std::string form = batch_row(0, "\"guided_regex\": \"later[0-9]\"");
+    Automaton::grammar_bytes += 1 << 30; // others have all forms that there may be
+    CHECK(refused_of(form, 3, service_of()) == 0);
+    Automaton::grammar_bytes -= 1 << 30;
 }
 
 TEST_CASE("HTTP: files and batches, from upload to answers") {
