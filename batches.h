@@ -88,7 +88,9 @@ class Filing {
         std::map<std::string, long> at{}; // when it came to a status
         size_t total = 0, completed = 0, failed = 0;
 
-        bool under_way() const { return status == "validating" || status == "in_progress" || status == "cancelling"; }
+        bool under_way() const {
+            return status == "validating" || status == "in_progress" || status == "cancelling" || status == "finalizing";
+        }
         void become(const std::string& what) { status = what, at[what] = (long)time(nullptr); }
         std::string json() const {
             sj::Writer w;
@@ -171,8 +173,14 @@ class Filing {
     }
     // Once `stopping` is set: what is under way is left to the next start.
     void stop() {
-        for (Owner& o : owners)
-            if (o.worker.joinable()) o.worker.join();
+        for (Owner& o : owners) {
+            std::thread worker;
+            {
+                std::lock_guard guard(mutex);
+                worker = std::move(o.worker);
+            }
+            if (worker.joinable()) worker.join();
+        }
     }
 
     // A request of `caller` to /v1/files or /v1/batches. type: its Content-Type. argument: of the query.
@@ -252,7 +260,6 @@ class Filing {
                 b.total = (size_t)v["request_counts"]["total"].number();
                 b.completed = (size_t)v["request_counts"]["completed"].number();
                 b.failed = (size_t)v["request_counts"]["failed"].number();
-                if (b.status == "finalizing") b.status = b.at.count("cancelling") ? "cancelling" : "in_progress";
                 o.batches[id] = std::move(b);
             }
         }
@@ -360,6 +367,7 @@ class Filing {
         unlink(o.path(id + ".json").c_str());
         unlink(o.path(id).c_str());
         o.files.erase(id);
+        wake(o); // there is room again
         sj::Writer w;
         return w.object().field("id", id).field("object", "file").field("deleted", true).end().text;
     }
@@ -409,7 +417,8 @@ class Filing {
     std::string cancel(Owner& o, const std::string& id) {
         std::lock_guard guard(mutex);
         Batch& b = find(o.batches, id);
-        if (!b.under_way()) throw Refusal(409, format("it is %s", b.status.c_str()), "id");
+        if (!b.under_way() || b.status == "finalizing")
+            throw Refusal(409, format("it is %s", b.status.c_str()), "id");
         if (b.status != "cancelling") b.become("cancelling");
         write_text(o.path(id + ".json"), b.json());
         wake(o);
@@ -418,7 +427,7 @@ class Filing {
 
     // ---- The work
     void wake(Owner& o) { // `mutex` is held
-        if (o.working || !service) return;
+        if (o.working || !service || stopping) return;
         if (o.worker.joinable()) o.worker.join(); // (it has let go of `mutex` for good)
         o.working = true;
         o.worker = std::thread([this, &o] { work(o); });
@@ -450,12 +459,13 @@ class Filing {
     // The batch is no longer under way.
     void end(Owner& o, const std::string& id, const std::string& fault) {
         std::lock_guard guard(mutex);
-        Batch& b = o.batches.at(id);
+        Batch b = o.batches.at(id);
         std::string text = fault; // of a file, which the client knows by its id only
         for (size_t at; (at = text.find(o.folder + "/")) != text.npos;) text.erase(at, o.folder.size() + 1);
         utf8_repair(b.fault, text, true);
         b.become(!fault.empty() ? "failed" : b.at.count("cancelling") ? "cancelled" : "completed");
         write_text(o.path(id + ".json"), b.json());
+        o.batches.at(id) = b; // (if it could not be written it stays under way)
         unlink(o.path(id + ".partial").c_str()); // (where it could not be begun there is none)
     }
     void answer(Owner& o, const std::string& id) {
@@ -479,7 +489,7 @@ class Filing {
             now.total = batcher.rows.size(), now.failed = batcher.failed, now.completed = batcher.have - batcher.failed;
             if (o.bytes() + batcher.bytes > MAX_FILED_BYTES)
                 fault = format("the files of a key may have %zu bytes together", MAX_FILED_BYTES);
-            return stopping || now.status == "cancelling" || !fault.empty();
+            return stopping || now.at.count("cancelling") || !fault.empty();
         };
         auto become = [&](const char* status) {
             std::lock_guard guard(mutex);
@@ -488,7 +498,8 @@ class Filing {
             now.become(status);
             write_text(o.path(id + ".json"), now.json());
         };
-        if (b.status == "validating") become("in_progress");
+        const bool more = b.status == "finalizing" && !note() && batcher.have < batcher.rows.size(); // there is room now
+        if (b.status == "validating" || more) become("in_progress");
         const size_t most = std::max<size_t>(1, desk->limit / (4 * owners.size()));
         batcher.answer(*service, *desk, {caller, INT_MAX, most, b.endpoint}, note);
         if (note() && stopping && batcher.have < batcher.rows.size()) return;

@@ -924,6 +924,27 @@ TEST_CASE("HTTP: batches outlive the server, however it ends; one can be cancell
     CHECK(failed["errors"]["data"][(size_t)0]["message"].str().find("another model") != std::string::npos);
 }
 
+TEST_CASE("HTTP: a batch whose files cannot be written is still under way, and ends once they can") {
+    Scratch scratch;
+    const Served server({"--files", scratch / "files", "--max-seqs", "2"});
+    const Office office{server.port, ""};
+    std::string requests;
+    for (int i = 0; i < 20; i++) requests += batch_row(i, "\"max_tokens\": 60, \"ignore_eos\": true");
+    const std::string spare = office.id_of(office.upload("x")), id = office.batch(requests);
+    const std::string output = scratch / "files/open/file-" + id.substr(6) + "-output";
+    REQUIRE(fs::create_directory(output)); // (as root a full disk is hard to have)
+    const Json batch(office.wait(id, "finalizing"));
+    for (const double start = seconds(); server.err.text().find("is a directory") == std::string::npos; usleep(2000)) REQUIRE(seconds() - start < 20);
+    CHECK(office.call("POST", "/v1/batches/" + id + "/cancel", "{}").status == 409);
+    CHECK(office.call("DELETE", "/v1/files/" + batch["input_file_id"].str()).status == 409);
+    CHECK(Json(office.call("GET", "/v1/batches/" + id).body)["status"].str() == "finalizing");
+    fs::remove(output);
+    CHECK(office.call("DELETE", "/v1/files/" + spare).status == 200); // there is room: it goes on
+    const Json done(office.wait(id, "completed"));
+    CHECK(lines(office.content(done["output_file_id"].str())).size() == 20);
+    CHECK(office.call("DELETE", "/v1/files/" + done["input_file_id"].str()).status == 200);
+}
+
 TEST_CASE("HTTP: the OpenAPI document names routes that are there, with the methods that they take") {
     Scratch scratch;
     const Served server({"--files", scratch / "files"});
