@@ -146,7 +146,9 @@ class Filing {
   public:
     // keys: the texts of the API keys; none: one owner for all.
     Filing(const std::string& folder, const std::vector<std::string>& keys) {
+        const bool there = access(folder.c_str(), F_OK) == 0;
         make_folder(folder);
+        if (!there) only_ours(folder);
         lock = open((folder + "/lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
         if (lock < 0) DIE("%s/lock: %s", folder.c_str(), strerror(errno));
         if (flock(lock, LOCK_EX | LOCK_NB)) DIE("%s: another server is at work on it", folder.c_str());
@@ -155,7 +157,7 @@ class Filing {
             const std::string name = keys.empty() ? "open" : format("%016llx", (unsigned long long)fnv1a(keys[i]));
             owners[i].folder = folder + "/" + name;
             make_folder(owners[i].folder);
-            chmod(owners[i].folder.c_str(), 0700);
+            only_ours(owners[i].folder);
             read_folder(owners[i]);
         }
     }
@@ -228,6 +230,9 @@ class Filing {
     }
 
     // ---- The folder
+    static void only_ours(const std::string& folder) {
+        if (chmod(folder.c_str(), 0700)) DIE("%s: %s", folder.c_str(), strerror(errno));
+    }
     void read_folder(Owner& o) {
         struct Closer { void operator()(DIR* d) const { closedir(d); } };
         const std::unique_ptr<DIR, Closer> dir(opendir(o.folder.c_str()));
@@ -262,6 +267,13 @@ class Filing {
                 b.failed = (size_t)v["request_counts"]["failed"].number();
                 o.batches[id] = std::move(b);
             }
+        }
+        for (auto& name : names) { // of a server that was killed between two files
+            const std::string id = name.substr(0, name.rfind('.'));
+            const auto batch = o.batches.find(id);
+            const bool ended = name == id + ".partial" && (batch == o.batches.end() || !batch->second.under_way());
+            const bool unknown = name == id && name.compare(0, 5, "file-") == 0 && !o.files.count(id);
+            if (ended || unknown) unlink(o.path(name).c_str());
         }
     }
 
@@ -449,9 +461,11 @@ class Filing {
             try {
                 answer(o, id);
             } catch (const std::exception& e) { // a full disk: its answers stay, until there is news or the next start
+                {
+                    std::lock_guard guard(mutex);
+                    o.working = false;
+                }
                 print_error("serve", format("%s: %s", id.c_str(), e.what()));
-                std::lock_guard guard(mutex);
-                o.working = false;
                 return;
             }
         }
@@ -479,6 +493,9 @@ class Filing {
         try {
             made = std::make_unique<Batcher>(o.path(b.input), o.path(id), depends, MAX_BATCH_ROWS);
         } catch (const Error& e) {
+            const bool gone = access(o.path(b.input).c_str(), F_OK) && errno == ENOENT;
+            if (!gone && !dynamic_cast<const Unfit*>(&e)) throw;
+            keep_answers(o, id, [&](auto f) { each_kept(o.path(id + ".partial"), f); });
             return end(o, id, e.what());
         }
         Batcher& batcher = *made;
@@ -504,19 +521,32 @@ class Filing {
         batcher.answer(*service, *desk, {caller, INT_MAX, most, b.endpoint}, note);
         if (note() && stopping && batcher.have < batcher.rows.size()) return;
         become("finalizing");
-        keep_answers(o, id, batcher);
+        keep_answers(o, id, [&](auto f) { batcher.collect(f); });
         end(o, id, fault);
     }
+    // f(line, whether it is an answer) for what a batch has that cannot go on, in the order of the answers.
+    template <class F> static void each_kept(const std::string& partial, F f) {
+        struct stat st;
+        if (stat(partial.c_str(), &st) == 0 ? st.st_size == 0 : errno == ENOENT) return;
+        const MappedFile map(partial);
+        const std::string_view text = map.text();
+        for (size_t at = text.find('\n') + 1, end; (end = text.find('\n', at)) != text.npos; at = end + 1) {
+            const std::string_view line = text.substr(at, end + 1 - at);
+            sj::Doc doc;
+            if (!sj::parse(doc, line).empty()) continue; // damaged
+            f(line, doc.root()["response"]["status_code"].number() == 200);
+        }
+    }
     // As two files: those that are good, and the others. Their ids follow from the batch's, so that doing it again
-    // makes the same.
-    void keep_answers(Owner& o, const std::string& id, Batcher& batcher) {
+    // makes the same. collect(f): calls f(line, whether it is an answer) for all.
+    template <class C> void keep_answers(Owner& o, const std::string& id, C collect) {
         for (bool good : {true, false}) {
             File f{"file-" + id.substr(6) + (good ? "-output" : "-errors"),
                    id + (good ? "_output.jsonl" : "_error.jsonl"), "batch_output", 0, (long)time(nullptr)};
-            batcher.collect([&](std::string_view line, bool ok) { f.bytes += ok == good ? line.size() : 0; });
+            collect([&](std::string_view line, bool ok) { f.bytes += ok == good ? line.size() : 0; });
             if (f.bytes == 0) continue;
             add(o, f, [&](OutputFile& out) {
-                batcher.collect([&](std::string_view line, bool ok) {
+                collect([&](std::string_view line, bool ok) {
                     if (ok == good) out.write(line);
                 });
             });

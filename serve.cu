@@ -1711,7 +1711,12 @@ struct BatchRow {
     bool answered = false; // in the partial file of an earlier run
 };
 
-inline std::vector<BatchRow> read_batch(const MappedFile& file, size_t most) {
+// No batch, or not the one that was begun: unlike where the system fails, trying again does not help.
+struct Unfit : Error {
+    using Error::Error;
+};
+
+inline std::vector<BatchRow> read_batch(const MappedFile& file, size_t most) try {
     std::vector<BatchRow> rows;
     std::set<std::string> seen;
     each_json_line(file, [&](size_t line, std::string_view text, sj::Value request) {
@@ -1723,6 +1728,8 @@ inline std::vector<BatchRow> read_batch(const MappedFile& file, size_t most) {
     });
     if (rows.empty()) DIE("%s: no request in it", file.path.c_str());
     return rows;
+} catch (const Error& e) {
+    throw Unfit(e.what());
 }
 
 inline std::string batch_line(const std::string& custom_id, int status, const std::string& body) {
@@ -1920,14 +1927,14 @@ struct Batcher {
     template <class F> size_t each_answer(const MappedFile& map, F f) {
         const size_t whole = map.text().rfind('\n') + 1;
         if (map.text().substr(0, std::min(whole, header.size())) != header.substr(0, whole))
-            DIE("%s: begun with another model, other requests or options; remove it to start anew", partial.c_str());
+            throw Unfit(partial + ": begun with another model, other requests or options; remove it to start anew");
         for (size_t at = header.size(); at < whole;) {
             const std::string_view line = map.text().substr(at, map.text().find('\n', at) + 1 - at);
             at += line.size();
             sj::Doc doc;
             sj::parse(doc, line);
             const auto row = by_id.find(doc.root()["custom_id"].str());
-            if (row == by_id.end()) DIE("%s: a damaged line; remove the file to start anew", partial.c_str());
+            if (row == by_id.end()) throw Unfit(partial + ": a damaged line; remove the file to start anew");
             f(rows[row->second], line, doc.root()["response"]["status_code"].number() == 200);
         }
         return whole;

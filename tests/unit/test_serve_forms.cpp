@@ -913,15 +913,39 @@ TEST_CASE("HTTP: batches outlive the server, however it ends; one can be cancell
     const double start = seconds();
     server.ask(question("\"max_tokens\": 2"));
     CHECK(seconds() - start < 5);
-    CHECK(Json(office.call("GET", "/v1/batches/" + behind).body)["status"].str() == "in_progress");
-    // Another model does not go on with it.
-    kill(server.pid, SIGTERM), waitpid(server.pid, nullptr, 0);
-    server.pid = 0;
+    for (size_t done = 0; done < 3; usleep(5000)) {
+        const Json now(office.call("GET", "/v1/batches/" + behind).body);
+        REQUIRE(now["status"].str() == "in_progress");
+        done = (size_t)now["request_counts"]["completed"].number();
+    }
+    auto end_server = [](Served& s) { kill(s.pid, SIGTERM), waitpid(s.pid, nullptr, 0), s.pid = 0; };
+    end_server(server);
+    const std::string open = scratch / "files/open/", partial = open + behind + ".partial";
+    const std::string answers = read_file(partial);
+    // Where the system fails nothing is lost. What a killed server left is removed.
+    REQUIRE(unlink(partial.c_str()) == 0);
+    REQUIRE(fs::create_directory(partial)); // (as for root nothing else is unreadable)
+    for (const char* left : {"file-0", "file-0.json.tmp7", "batch_0.partial"}) write_file(open + left, "left");
+    write_file(open + id + ".partial", "left");
+    {
+        Served failing(with);
+        for (const double from = seconds(); failing.err.text().find("Is a directory") == std::string::npos; usleep(2000)) REQUIRE(seconds() - from < 20);
+        CHECK(Json(Office{failing.port, ""}.call("GET", "/v1/batches/" + behind).body)["status"].str() == "in_progress");
+        for (const char* left : {"file-0", "file-0.json.tmp7", "batch_0.partial"}) CHECK(!fs::exists(open + left));
+        CHECK(!fs::exists(open + id + ".partial"));
+        CHECK((fs::status(scratch / "files").permissions() & fs::perms::all) == fs::perms::owner_all);
+        end_server(failing);
+    }
+    fs::remove(partial);
+    write_file(partial, answers + "{\"half");
+    // Another model does not go on with it: what is there is its output.
     Strings other = with;
     other.insert(other.end(), {"--name", "other"});
     const Served renamed(other);
-    const Json failed(Office{renamed.port, ""}.wait(behind, "failed"));
+    const Office again{renamed.port, ""};
+    const Json failed(again.wait(behind, "failed"));
     CHECK(failed["errors"]["data"][(size_t)0]["message"].str().find("another model") != std::string::npos);
+    CHECK(again.content(failed["output_file_id"].str()) == answers.substr(answers.find('\n') + 1));
 }
 
 TEST_CASE("HTTP: a batch whose files cannot be written is still under way, and ends once they can") {
