@@ -969,6 +969,37 @@ TEST_CASE("HTTP: a batch whose files cannot be written is still under way, and e
     CHECK(office.call("DELETE", "/v1/files/" + done["input_file_id"].str()).status == 200);
 }
 
+TEST_CASE("HTTP: a batch of texts has the vectors that its rows have alone") {
+    Scratch scratch;
+    struct Vectors : Process { // of a model that embeds
+        int port = 0;
+        explicit Vectors(const std::string& files) : Process(Served::program(), {"tests/fixtures/embed", "-j", "1", "--port", "0", "--max-seqs", "2", "--max-queue", "8", "--files", files}) {
+            for (const double start = seconds(); port == 0; usleep(2000)) {
+                const std::string said = err.text(), before = "listening on http://127.0.0.1:";
+                REQUIRE(seconds() - start < 30);
+                if (const size_t at = said.find(before); at != said.npos && said.back() == '\n') port = atoi(said.c_str() + at + before.size());
+            }
+        }
+        ~Vectors() { kill(pid, SIGKILL), waitpid(pid, nullptr, 0); }
+    } server(scratch / "files");
+    const Office office{server.port, ""};
+    std::string texts = "\"a warp\"", requests;
+    for (int i = 0; i < 399; i++) texts += format(", \"text %d\"", i);
+    const Strings bodies = {"{\"input\": \"What is a warp?\"}", "{\"input\": [" + texts + "]}", "{\"input\": \"a\", \"dimensions\": 7}", "{}"};
+    for (size_t i = 0; i < bodies.size(); i++) requests += format("{\"custom_id\": \"v%zu\", \"url\": \"%s\", \"body\": ", i, EMBEDDINGS) + bodies[i] + "}\n";
+    const Json batch(office.wait(office.batch(requests, EMBEDDINGS), "completed"));
+    CHECK(batch["request_counts"]["failed"].number() == 1);
+    const Strings good = lines(office.content(batch["output_file_id"].str()));
+    REQUIRE(good.size() == 3);
+    for (size_t i = 0; i < good.size(); i++) {
+        const Json row(good[i]), alone(office.call("POST", EMBEDDINGS, bodies[i]).body);
+        const sj::Value data = row["response"]["body"]["data"];
+        CHECK(data.size() == (i == 1 ? 400u : 1u));
+        CHECK(data[(size_t)0]["embedding"].size() == (i == 2 ? 7u : 48u));
+        CHECK(data.raw() == alone["data"].raw());
+    }
+}
+
 TEST_CASE("HTTP: the OpenAPI document names routes that are there, with the methods that they take") {
     Scratch scratch;
     const Served server({"--files", scratch / "files"});
