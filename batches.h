@@ -89,7 +89,8 @@ class Filing {
         size_t total = 0, completed = 0, failed = 0;
 
         bool under_way() const {
-            return status == "validating" || status == "in_progress" || status == "cancelling" || status == "finalizing";
+            return status == "validating" || status == "in_progress" || status == "cancelling" ||
+                   status == "finalizing";
         }
         void become(const std::string& what) { status = what, at[what] = (long)time(nullptr); }
         std::string json() const {
@@ -495,7 +496,14 @@ class Filing {
         } catch (const Error& e) {
             const bool gone = access(o.path(b.input).c_str(), F_OK) && errno == ENOENT;
             if (!gone && !dynamic_cast<const Unfit*>(&e)) throw;
-            keep_answers(o, id, [&](auto f) { each_kept(o.path(id + ".partial"), f); });
+            auto collect = [&](auto f) { each_kept(o.path(id + ".partial"), f); };
+            size_t n[2] = {}; // those that are errors, and the others
+            collect([&](std::string_view, bool ok) { n[ok]++; });
+            {
+                std::lock_guard guard(mutex);
+                o.batches.at(id).failed = n[0], o.batches.at(id).completed = n[1];
+            }
+            keep_answers(o, id, collect);
             return end(o, id, e.what());
         }
         Batcher& batcher = *made;
@@ -515,7 +523,8 @@ class Filing {
             now.become(status);
             write_text(o.path(id + ".json"), now.json());
         };
-        const bool more = b.status == "finalizing" && !note() && batcher.have < batcher.rows.size(); // there is room now
+        // (One that is being finalized without all its answers may have room for them now.)
+        const bool more = b.status == "finalizing" && !note() && batcher.have < batcher.rows.size();
         if (b.status == "validating" || more) become("in_progress");
         const size_t most = std::max<size_t>(1, desk->limit / (4 * owners.size()));
         batcher.answer(*service, *desk, {caller, INT_MAX, most, b.endpoint}, note);

@@ -945,6 +945,7 @@ TEST_CASE("HTTP: batches outlive the server, however it ends; one can be cancell
     const Office again{renamed.port, ""};
     const Json failed(again.wait(behind, "failed"));
     CHECK(failed["errors"]["data"][(size_t)0]["message"].str().find("another model") != std::string::npos);
+    CHECK(failed["request_counts"]["completed"].number() == (double)lines(answers).size() - 1);
     CHECK(again.content(failed["output_file_id"].str()) == answers.substr(answers.find('\n') + 1));
 }
 
