@@ -501,7 +501,8 @@ class Filing {
             collect([&](std::string_view, bool ok) { n[ok]++; });
             {
                 std::lock_guard guard(mutex);
-                o.batches.at(id).failed = n[0], o.batches.at(id).completed = n[1];
+                Batch& now = o.batches.at(id);
+                now.failed = n[0], now.completed = n[1], now.total = std::max(now.total, n[0] + n[1]);
             }
             keep_answers(o, id, collect);
             return end(o, id, e.what());
