@@ -88,7 +88,10 @@ class Filing {
         std::map<std::string, long> at{}; // when it came to a status
         size_t total = 0, completed = 0, failed = 0;
 
-        bool under_way() const { return status == "validating" || status == "in_progress" || status == "cancelling"; }
+        bool under_way() const {
+            return status == "validating" || status == "in_progress" || status == "cancelling" ||
+                   status == "finalizing";
+        }
         void become(const std::string& what) { status = what, at[what] = (long)time(nullptr); }
         std::string json() const {
             sj::Writer w;
@@ -144,7 +147,9 @@ class Filing {
   public:
     // keys: the texts of the API keys; none: one owner for all.
     Filing(const std::string& folder, const std::vector<std::string>& keys) {
+        const bool there = access(folder.c_str(), F_OK) == 0;
         make_folder(folder);
+        if (!there) only_ours(folder);
         lock = open((folder + "/lock").c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
         if (lock < 0) DIE("%s/lock: %s", folder.c_str(), strerror(errno));
         if (flock(lock, LOCK_EX | LOCK_NB)) DIE("%s: another server is at work on it", folder.c_str());
@@ -153,7 +158,7 @@ class Filing {
             const std::string name = keys.empty() ? "open" : format("%016llx", (unsigned long long)fnv1a(keys[i]));
             owners[i].folder = folder + "/" + name;
             make_folder(owners[i].folder);
-            chmod(owners[i].folder.c_str(), 0700);
+            only_ours(owners[i].folder);
             read_folder(owners[i]);
         }
     }
@@ -171,8 +176,14 @@ class Filing {
     }
     // Once `stopping` is set: what is under way is left to the next start.
     void stop() {
-        for (Owner& o : owners)
-            if (o.worker.joinable()) o.worker.join();
+        for (Owner& o : owners) {
+            std::thread worker;
+            {
+                std::lock_guard guard(mutex);
+                worker = std::move(o.worker);
+            }
+            if (worker.joinable()) worker.join();
+        }
     }
 
     // A request of `caller` to /v1/files or /v1/batches. type: its Content-Type. argument: of the query.
@@ -220,6 +231,9 @@ class Filing {
     }
 
     // ---- The folder
+    static void only_ours(const std::string& folder) {
+        if (chmod(folder.c_str(), 0700)) DIE("%s: %s", folder.c_str(), strerror(errno));
+    }
     void read_folder(Owner& o) {
         struct Closer { void operator()(DIR* d) const { closedir(d); } };
         const std::unique_ptr<DIR, Closer> dir(opendir(o.folder.c_str()));
@@ -252,9 +266,15 @@ class Filing {
                 b.total = (size_t)v["request_counts"]["total"].number();
                 b.completed = (size_t)v["request_counts"]["completed"].number();
                 b.failed = (size_t)v["request_counts"]["failed"].number();
-                if (b.status == "finalizing") b.status = b.at.count("cancelling") ? "cancelling" : "in_progress";
                 o.batches[id] = std::move(b);
             }
+        }
+        for (auto& name : names) { // of a server that was killed between two files
+            const std::string id = name.substr(0, name.rfind('.'));
+            const auto batch = o.batches.find(id);
+            const bool ended = name == id + ".partial" && (batch == o.batches.end() || !batch->second.under_way());
+            const bool unknown = name == id && name.compare(0, 5, "file-") == 0 && !o.files.count(id);
+            if (ended || unknown) unlink(o.path(name).c_str());
         }
     }
 
@@ -360,6 +380,7 @@ class Filing {
         unlink(o.path(id + ".json").c_str());
         unlink(o.path(id).c_str());
         o.files.erase(id);
+        wake(o); // there is room again
         sj::Writer w;
         return w.object().field("id", id).field("object", "file").field("deleted", true).end().text;
     }
@@ -409,7 +430,8 @@ class Filing {
     std::string cancel(Owner& o, const std::string& id) {
         std::lock_guard guard(mutex);
         Batch& b = find(o.batches, id);
-        if (!b.under_way()) throw Refusal(409, format("it is %s", b.status.c_str()), "id");
+        if (!b.under_way() || b.status == "finalizing")
+            throw Refusal(409, format("it is %s", b.status.c_str()), "id");
         if (b.status != "cancelling") b.become("cancelling");
         write_text(o.path(id + ".json"), b.json());
         wake(o);
@@ -418,7 +440,7 @@ class Filing {
 
     // ---- The work
     void wake(Owner& o) { // `mutex` is held
-        if (o.working || !service) return;
+        if (o.working || !service || stopping) return;
         if (o.worker.joinable()) o.worker.join(); // (it has let go of `mutex` for good)
         o.working = true;
         o.worker = std::thread([this, &o] { work(o); });
@@ -440,9 +462,11 @@ class Filing {
             try {
                 answer(o, id);
             } catch (const std::exception& e) { // a full disk: its answers stay, until there is news or the next start
+                {
+                    std::lock_guard guard(mutex);
+                    o.working = false;
+                }
                 print_error("serve", format("%s: %s", id.c_str(), e.what()));
-                std::lock_guard guard(mutex);
-                o.working = false;
                 return;
             }
         }
@@ -450,12 +474,13 @@ class Filing {
     // The batch is no longer under way.
     void end(Owner& o, const std::string& id, const std::string& fault) {
         std::lock_guard guard(mutex);
-        Batch& b = o.batches.at(id);
+        Batch b = o.batches.at(id);
         std::string text = fault; // of a file, which the client knows by its id only
         for (size_t at; (at = text.find(o.folder + "/")) != text.npos;) text.erase(at, o.folder.size() + 1);
         utf8_repair(b.fault, text, true);
         b.become(!fault.empty() ? "failed" : b.at.count("cancelling") ? "cancelled" : "completed");
         write_text(o.path(id + ".json"), b.json());
+        o.batches.at(id) = b; // (if it could not be written it stays under way)
         unlink(o.path(id + ".partial").c_str()); // (where it could not be begun there is none)
     }
     void answer(Owner& o, const std::string& id) {
@@ -469,6 +494,17 @@ class Filing {
         try {
             made = std::make_unique<Batcher>(o.path(b.input), o.path(id), depends, MAX_BATCH_ROWS);
         } catch (const Error& e) {
+            const bool gone = access(o.path(b.input).c_str(), F_OK) && errno == ENOENT;
+            if (!gone && !dynamic_cast<const Unfit*>(&e)) throw;
+            auto collect = [&](auto f) { each_kept(o.path(id + ".partial"), f); };
+            size_t n[2] = {}; // those that are errors, and the others
+            collect([&](std::string_view, bool ok) { n[ok]++; });
+            {
+                std::lock_guard guard(mutex);
+                Batch& now = o.batches.at(id);
+                now.failed = n[0], now.completed = n[1], now.total = std::max(now.total, n[0] + n[1]);
+            }
+            keep_answers(o, id, collect);
             return end(o, id, e.what());
         }
         Batcher& batcher = *made;
@@ -479,7 +515,7 @@ class Filing {
             now.total = batcher.rows.size(), now.failed = batcher.failed, now.completed = batcher.have - batcher.failed;
             if (o.bytes() + batcher.bytes > MAX_FILED_BYTES)
                 fault = format("the files of a key may have %zu bytes together", MAX_FILED_BYTES);
-            return stopping || now.status == "cancelling" || !fault.empty();
+            return stopping || now.at.count("cancelling") || !fault.empty();
         };
         auto become = [&](const char* status) {
             std::lock_guard guard(mutex);
@@ -488,24 +524,39 @@ class Filing {
             now.become(status);
             write_text(o.path(id + ".json"), now.json());
         };
-        if (b.status == "validating") become("in_progress");
+        // (One that is being finalized without all its answers may have room for them now.)
+        const bool more = b.status == "finalizing" && !note() && batcher.have < batcher.rows.size();
+        if (b.status == "validating" || more) become("in_progress");
         const size_t most = std::max<size_t>(1, desk->limit / (4 * owners.size()));
         batcher.answer(*service, *desk, {caller, INT_MAX, most, b.endpoint}, note);
         if (note() && stopping && batcher.have < batcher.rows.size()) return;
         become("finalizing");
-        keep_answers(o, id, batcher);
+        keep_answers(o, id, [&](auto f) { batcher.collect(f); });
         end(o, id, fault);
     }
+    // f(line, whether it is an answer) for what a batch has that cannot go on, in the order of the answers.
+    template <class F> static void each_kept(const std::string& partial, F f) {
+        struct stat st;
+        if (stat(partial.c_str(), &st) == 0 ? st.st_size == 0 : errno == ENOENT) return;
+        const MappedFile map(partial);
+        const std::string_view text = map.text();
+        for (size_t at = text.find('\n') + 1, end; (end = text.find('\n', at)) != text.npos; at = end + 1) {
+            const std::string_view line = text.substr(at, end + 1 - at);
+            sj::Doc doc;
+            if (!sj::parse(doc, line).empty()) continue; // damaged
+            f(line, doc.root()["response"]["status_code"].number() == 200);
+        }
+    }
     // As two files: those that are good, and the others. Their ids follow from the batch's, so that doing it again
-    // makes the same.
-    void keep_answers(Owner& o, const std::string& id, Batcher& batcher) {
+    // makes the same. collect(f): calls f(line, whether it is an answer) for all.
+    template <class C> void keep_answers(Owner& o, const std::string& id, C collect) {
         for (bool good : {true, false}) {
             File f{"file-" + id.substr(6) + (good ? "-output" : "-errors"),
                    id + (good ? "_output.jsonl" : "_error.jsonl"), "batch_output", 0, (long)time(nullptr)};
-            batcher.collect([&](std::string_view line, bool ok) { f.bytes += ok == good ? line.size() : 0; });
+            collect([&](std::string_view line, bool ok) { f.bytes += ok == good ? line.size() : 0; });
             if (f.bytes == 0) continue;
             add(o, f, [&](OutputFile& out) {
-                batcher.collect([&](std::string_view line, bool ok) {
+                collect([&](std::string_view line, bool ok) {
                     if (ok == good) out.write(line);
                 });
             });

@@ -1742,7 +1742,12 @@ struct BatchRow {
     bool answered = false; // in the partial file of an earlier run
 };
 
-inline std::vector<BatchRow> read_batch(const MappedFile& file, size_t most) {
+// No batch, or not the one that was begun: unlike where the system fails, trying again does not help.
+struct Unfit : Error {
+    using Error::Error;
+};
+
+inline std::vector<BatchRow> read_batch(const MappedFile& file, size_t most) try {
     std::vector<BatchRow> rows;
     std::set<std::string> seen;
     each_json_line(file, [&](size_t line, std::string_view text, sj::Value request) {
@@ -1754,6 +1759,8 @@ inline std::vector<BatchRow> read_batch(const MappedFile& file, size_t most) {
     });
     if (rows.empty()) DIE("%s: no request in it", file.path.c_str());
     return rows;
+} catch (const Error& e) {
+    throw Unfit(e.what());
 }
 
 inline std::string batch_line(const std::string& custom_id, int status, const std::string& body) {
@@ -1785,8 +1792,9 @@ inline Asked read_batch_line(const Service& service, std::string_view line, cons
     if (method != "POST") throw Refusal(405, "method must be POST", "method");
     if (!is_batched(url)) throw Refusal(404, format("url must be %s", BATCHED), "url");
     if (!how.endpoint.empty() && url != how.endpoint) throw Refusal(400, "url is not the batch's endpoint", "url");
-    Asked asked = read_asked(service, url, doc.root()["body"].raw(), how.salt);
-    if (asked.ask.stream) throw Refusal(400, "stream is not for batches", "stream");
+    const sj::Value body = doc.root()["body"];
+    if (body["stream"].is(sj::True)) throw Refusal(400, "stream is not for batches", "stream"); // before a form is read
+    Asked asked = read_asked(service, url, body.raw(), how.salt);
     for (Job& job : asked.ask.jobs)
         if (how.priority) job.priority = how.priority;
     return asked;
@@ -1833,14 +1841,16 @@ struct Batcher {
                 }
             }
         } open;
+        constexpr double PATIENCE = 600; // seconds until 503 is an answer, while nothing of ours is under way
         size_t next = 0, jobs = 0;
+        double refused = 0;              // since when the next row gets a 503, which is of the moment
         auto keep = [&](const BatchRow& row, int status, const std::string& body) {
             append(batch_line(row.custom_id, status, body));
             have++, failed += status != 200;
         };
         auto begin = [&](size_t index) { // false: there is no room for it now
             auto [ask, answer] = read_batch_line(service, rows[index].line, how);
-            if (ask.jobs.size() > desk.limit)
+            if (!ask.pooled && ask.jobs.size() > desk.limit)
                 throw Refusal(400, format("the queue has room for %zu answers", desk.limit), "n");
             const size_t n = ask.jobs.size();
             Open o = {ask.jobs[0].reply, std::move(answer)};
@@ -1857,16 +1867,22 @@ struct Batcher {
             return true;
         };
         while (have < rows.size() && !note()) {
-            while (next < rows.size() && jobs < how.most) {
+            while (next < rows.size() && jobs < how.most && !note()) { // (thousands may be refused, each after a while)
                 const size_t index = next++;
                 if (rows[index].answered) continue;
+                bool begun = false;
                 try {
-                    if (begin(index)) continue;
+                    begun = begin(index);
+                } catch (const Refusal& r) {
+                    if (r.status == 503 && refused == 0) refused = seconds();
+                    begun = r.status != 503 || (open.empty() && seconds() - refused > PATIENCE);
+                    if (begun) keep(rows[index], r.status, error_json(r));
+                }
+                if (!begun) { // later
                     next = index;
                     break;
-                } catch (const Refusal& r) {
-                    keep(rows[index], r.status, error_json(r));
                 }
+                refused = 0;
             }
             std::vector<size_t> ready;
             if (have < rows.size()) {
@@ -1942,14 +1958,14 @@ struct Batcher {
     template <class F> size_t each_answer(const MappedFile& map, F f) {
         const size_t whole = map.text().rfind('\n') + 1;
         if (map.text().substr(0, std::min(whole, header.size())) != header.substr(0, whole))
-            DIE("%s: begun with another model, other requests or options; remove it to start anew", partial.c_str());
+            throw Unfit(partial + ": begun with another model, other requests or options; remove it to start anew");
         for (size_t at = header.size(); at < whole;) {
             const std::string_view line = map.text().substr(at, map.text().find('\n', at) + 1 - at);
             at += line.size();
             sj::Doc doc;
             sj::parse(doc, line);
             const auto row = by_id.find(doc.root()["custom_id"].str());
-            if (row == by_id.end()) DIE("%s: a damaged line; remove the file to start anew", partial.c_str());
+            if (row == by_id.end()) throw Unfit(partial + ": a damaged line; remove the file to start anew");
             f(rows[row->second], line, doc.root()["response"]["status_code"].number() == 200);
         }
         return whole;
@@ -2992,7 +3008,8 @@ void Server::abandon() {
 static std::vector<ApiKey> read_keys(const std::string& path) {
     const MappedFile file(path);
     std::vector<ApiKey> keys;
-    for (size_t at = 0; at < file.size;) {
+    std::set<std::string> seen;
+    for (size_t at = 0, number = 1; at < file.size; number++) {
         std::string line(file.text().substr(at, file.text().find('\n', at) - at));
         at += line.size() + 1;
         while (!line.empty() && isspace((unsigned char)line.back())) line.pop_back();
@@ -3000,6 +3017,8 @@ static std::vector<ApiKey> read_keys(const std::string& path) {
         const size_t end = std::min(line.find_first_of(" \t"), line.size());
         const size_t name = std::min(line.find_first_not_of(" \t", end), line.size());
         keys.push_back({line.substr(0, end), line.substr(name)});
+        if (!seen.insert(keys.back().key).second) // (nothing of a key is shown)
+            DIE("%s: line %zu: this key is there already", path.c_str(), number);
         if (keys.back().name.empty()) keys.back().name = format("key %zu", keys.size());
     }
     if (keys.empty()) DIE("%s: no key in it", path.c_str());

@@ -826,8 +826,37 @@ static std::string batch_row(int i, const std::string& more, const char* url = C
     return format("{\"custom_id\": \"r%d\", \"method\": \"POST\", \"url\": \"%s\", \"body\": ", i, url) + question(more) + "}\n";
 }
 
+// Goes on with a batch that no engine answers, until it has asked `notes` times whether to end.
+static size_t refused_of(const std::string& requests, int notes, const Service& service) {
+    Scratch scratch;
+    write_file(scratch / "in", requests);
+    Desk desk;
+    desk.limit = 100;
+    Batcher batcher(scratch / "in", scratch / "out", "{}");
+    batcher.answer(service, desk, {1, 0, 50}, [&] { return notes-- <= 0; });
+    CHECK(batcher.have == batcher.failed);
+    return batcher.have;
+}
+TEST_CASE("batches: what is refused, at once or later") {
+    std::string wrong, texts;
+    for (int i = 0; i < 300; i++) wrong += batch_row(i, "\"temperature\": 9"), texts += i ? ", \"a\"" : "\"a\"";
+    CHECK(refused_of(wrong, 1000, service_of()) == 300);
+    CHECK(refused_of(wrong, 5, service_of()) < 5); // it asks before each
+    Service vectors = service_of();
+    vectors.dimensions = 48;
+    const std::string row = "{\"custom_id\": \"a\", \"url\": \"/v1/embeddings\", \"body\": {\"input\": [" + texts + "]}}\n";
+    CHECK(refused_of(row, 3, vectors) == 0); // texts have no part in the queue of answers
+    CHECK(refused_of(batch_row(0, "\"n\": 101"), 3, service_of()) == 1);
+    const std::string form = batch_row(0, "\"guided_regex\": \"later[0-9]\"");
+    Automaton::grammar_bytes += 1 << 30; // others have all forms that there may be
+    CHECK(refused_of(form, 3, service_of()) == 0);
+    Automaton::grammar_bytes -= 1 << 30;
+}
+
 TEST_CASE("HTTP: files and batches, from upload to answers") {
     Scratch scratch;
+    write_file(scratch / "keys", "one first\n# a comment\ntwo\none second\n"); // (two owners of one folder)
+    check_refusal(Process(Served::program(), {MODEL, "-z", VOCABULARY, "--port", "0", "--api-key-file", scratch / "keys"}).wait(), "serve", "line 4: this key is there already");
     write_file(scratch / "keys", "one\ntwo\n");
     const Served server({"--files", scratch / "files", "--api-key-file", scratch / "keys"});
     const Office one{server.port, "Authorization: Bearer one\r\n"}, two{server.port, "Authorization: Bearer two\r\n"}, none{server.port, ""};
@@ -957,15 +986,92 @@ TEST_CASE("HTTP: batches outlive the server, however it ends; one can be cancell
     const double start = seconds();
     server.ask(question("\"max_tokens\": 2"));
     CHECK(seconds() - start < 5);
-    CHECK(Json(office.call("GET", "/v1/batches/" + behind).body)["status"].str() == "in_progress");
-    // Another model does not go on with it.
-    kill(server.pid, SIGTERM), waitpid(server.pid, nullptr, 0);
-    server.pid = 0;
+    for (size_t done = 0; done < 3; usleep(5000)) {
+        const Json now(office.call("GET", "/v1/batches/" + behind).body);
+        REQUIRE(now["status"].str() == "in_progress");
+        done = (size_t)now["request_counts"]["completed"].number();
+    }
+    auto end_server = [](Served& s) { kill(s.pid, SIGTERM), waitpid(s.pid, nullptr, 0), s.pid = 0; };
+    end_server(server);
+    const std::string open = scratch / "files/open/", partial = open + behind + ".partial";
+    const std::string answers = read_file(partial);
+    // Where the system fails nothing is lost. What a killed server left is removed.
+    REQUIRE(unlink(partial.c_str()) == 0);
+    REQUIRE(fs::create_directory(partial)); // (as for root nothing else is unreadable)
+    for (const char* left : {"file-0", "file-0.json.tmp7", "batch_0.partial"}) write_file(open + left, "left");
+    write_file(open + id + ".partial", "left");
+    {
+        Served failing(with);
+        for (const double from = seconds(); failing.err.text().find("Is a directory") == std::string::npos; usleep(2000)) REQUIRE(seconds() - from < 20);
+        CHECK(Json(Office{failing.port, ""}.call("GET", "/v1/batches/" + behind).body)["status"].str() == "in_progress");
+        for (const char* left : {"file-0", "file-0.json.tmp7", "batch_0.partial"}) CHECK(!fs::exists(open + left));
+        CHECK(!fs::exists(open + id + ".partial"));
+        CHECK((fs::status(scratch / "files").permissions() & fs::perms::all) == fs::perms::owner_all);
+        end_server(failing);
+    }
+    fs::remove(partial);
+    write_file(partial, answers + "{\"half");
+    // Another model does not go on with it: what is there is its output.
     Strings other = with;
     other.insert(other.end(), {"--name", "other"});
     const Served renamed(other);
-    const Json failed(Office{renamed.port, ""}.wait(behind, "failed"));
+    const Office again{renamed.port, ""};
+    const Json failed(again.wait(behind, "failed"));
     CHECK(failed["errors"]["data"][(size_t)0]["message"].str().find("another model") != std::string::npos);
+    CHECK(failed["request_counts"]["completed"].number() == (double)lines(answers).size() - 1);
+    CHECK(again.content(failed["output_file_id"].str()) == answers.substr(answers.find('\n') + 1));
+}
+
+TEST_CASE("HTTP: a batch whose files cannot be written is still under way, and ends once they can") {
+    Scratch scratch;
+    const Served server({"--files", scratch / "files", "--max-seqs", "2"});
+    const Office office{server.port, ""};
+    std::string requests;
+    for (int i = 0; i < 20; i++) requests += batch_row(i, "\"max_tokens\": 60, \"ignore_eos\": true");
+    const std::string spare = office.id_of(office.upload("x")), id = office.batch(requests);
+    const std::string output = scratch / "files/open/file-" + id.substr(6) + "-output";
+    REQUIRE(fs::create_directory(output)); // (as root a full disk is hard to have)
+    const Json batch(office.wait(id, "finalizing"));
+    for (const double start = seconds(); server.err.text().find("is a directory") == std::string::npos; usleep(2000)) REQUIRE(seconds() - start < 20);
+    CHECK(office.call("POST", "/v1/batches/" + id + "/cancel", "{}").status == 409);
+    CHECK(office.call("DELETE", "/v1/files/" + batch["input_file_id"].str()).status == 409);
+    CHECK(Json(office.call("GET", "/v1/batches/" + id).body)["status"].str() == "finalizing");
+    fs::remove(output);
+    CHECK(office.call("DELETE", "/v1/files/" + spare).status == 200); // there is room: it goes on
+    const Json done(office.wait(id, "completed"));
+    CHECK(lines(office.content(done["output_file_id"].str())).size() == 20);
+    CHECK(office.call("DELETE", "/v1/files/" + done["input_file_id"].str()).status == 200);
+}
+
+TEST_CASE("HTTP: a batch of texts has the vectors that its rows have alone") {
+    Scratch scratch;
+    struct Vectors : Process { // of a model that embeds
+        int port = 0;
+        explicit Vectors(const std::string& files) : Process(Served::program(), {"tests/fixtures/embed", "-j", "1", "--port", "0", "--max-seqs", "2", "--max-queue", "8", "--files", files}) {
+            for (const double start = seconds(); port == 0; usleep(2000)) {
+                const std::string said = err.text(), before = "listening on http://127.0.0.1:";
+                REQUIRE(seconds() - start < 30);
+                if (const size_t at = said.find(before); at != said.npos && said.back() == '\n') port = atoi(said.c_str() + at + before.size());
+            }
+        }
+        ~Vectors() { kill(pid, SIGKILL), waitpid(pid, nullptr, 0); }
+    } server(scratch / "files");
+    const Office office{server.port, ""};
+    std::string texts = "\"a warp\"", requests;
+    for (int i = 0; i < 399; i++) texts += format(", \"text %d\"", i);
+    const Strings bodies = {"{\"input\": \"What is a warp?\"}", "{\"input\": [" + texts + "]}", "{\"input\": \"a\", \"dimensions\": 7}", "{}"};
+    for (size_t i = 0; i < bodies.size(); i++) requests += format("{\"custom_id\": \"v%zu\", \"url\": \"%s\", \"body\": ", i, EMBEDDINGS) + bodies[i] + "}\n";
+    const Json batch(office.wait(office.batch(requests, EMBEDDINGS), "completed"));
+    CHECK(batch["request_counts"]["failed"].number() == 1);
+    const Strings good = lines(office.content(batch["output_file_id"].str()));
+    REQUIRE(good.size() == 3);
+    for (size_t i = 0; i < good.size(); i++) {
+        const Json row(good[i]), alone(office.call("POST", EMBEDDINGS, bodies[i]).body);
+        const sj::Value data = row["response"]["body"]["data"];
+        CHECK(data.size() == (i == 1 ? 400u : 1u));
+        CHECK(data[(size_t)0]["embedding"].size() == (i == 2 ? 7u : 48u));
+        CHECK(data.raw() == alone["data"].raw());
+    }
 }
 
 TEST_CASE("HTTP: the OpenAPI document names routes that are there, with the methods that they take") {
