@@ -34,6 +34,13 @@ inline int64_t time_of(const struct stat& st) {
     return (int64_t)st.st_mtim.tv_sec * 1'000'000'000 + st.st_mtim.tv_nsec;
 }
 
+// Whether a path is that of an index, or of one that is being written: INDEX.tmp, then digits and the like.
+inline bool is_of_index(const std::string& path, const std::string& index) {
+    const std::string start = index + ".tmp";
+    const bool begins = path.size() > start.size() && path.compare(0, start.size(), start) == 0;
+    return path == index || (begins && path.find_first_not_of("0123456789abcdef.tmp", start.size()) == path.npos);
+}
+
 // The regular files of a folder and of those in it, by name. Not those whose name begins with a dot. Symbolic links are
 // not followed, so there is no circle, and no way out of the folder. `index` is no document, should it lie there.
 inline std::vector<DocumentFile> list_files(const std::string& root, const std::string& index, const Tell& tell,
@@ -56,7 +63,7 @@ inline std::vector<DocumentFile> list_files(const std::string& root, const std::
             const bool found = lstat(path.c_str(), &st) == 0;
             if (found && S_ISDIR(st.st_mode)) folders.push_back(name + "/");
             else if (found && S_ISREG(st.st_mode)) {
-                if (path.compare(0, index.size(), index) == 0) continue;
+                if (is_of_index(path, index)) continue;
                 files.push_back({name, (uint64_t)st.st_size, time_of(st)});
             } else if (!count++) {
                 odd = name + ": " + (!found ? strerror(errno) : S_ISLNK(st.st_mode) ? "a symbolic link" : "not a file");

@@ -422,6 +422,10 @@ TEST_CASE("documents: an index in the folder is no document; what an ended progr
     CHECK(!library.says("left out"));
     CHECK(!fs::exists(abandoned));
     CHECK(fs::exists(alive));
+    library.put("my.index.md", "bank"), library.put("my.index.tmpl", "tensor"); // these are
+    open();
+    CHECK(library.number(" read") == 2);
+    CHECK(library.number(" unchanged") == 2);
 }
 
 TEST_CASE("documents: the index lies in the cache folder; nothing is written into the documents") {
