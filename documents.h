@@ -474,7 +474,8 @@ inline bool is_chinese(std::string_view text) {
 }
 
 // The question with the passages before it, as many of the best as fit into `room`, by measure(text); one that is too
-// long is cut, and is the last. Those that do not fit are taken from `sources`. Text of a passage is never more than
+// long is cut, and is the last. Those that do not fit are taken from `sources`. Where nothing fits the question stays as
+// it is: an instruction must not be what makes a prompt too long. Text of a passage is never more than
 // text for the tokenizer; but a model may obey it: only documents that one trusts should be given.
 template <class Measure>
 std::string grounded(const std::string& question, std::vector<Source>& sources, size_t room, Measure measure) {
@@ -488,7 +489,8 @@ std::string grounded(const std::string& question, std::vector<Source>& sources, 
     const std::string last = (chinese ? "问题：" : "Question: ") + question;
     if (sources.empty()) text += chinese ? "（没有找到相关段落。）\n\n" : "(No passage was found.)\n\n";
     const size_t used = measure(text + last);
-    size_t left = room - std::min(room, used), n = 0;
+    if (used > room) return sources.clear(), question;
+    size_t left = room - used, n = 0;
     for (bool whole = true; n < sources.size() && whole; n++) {
         Source& s = sources[n];
         const std::string head = format("[%zu] %s\n", n + 1, name_of(s).c_str());
@@ -503,8 +505,9 @@ std::string grounded(const std::string& question, std::vector<Source>& sources, 
         if (size > left) break;
         text += head + s.text + "\n\n", left -= size;
     }
+    const bool none_fits = n == 0 && !sources.empty();
     sources.resize(n, Source{});
-    return text + last;
+    return none_fits ? question : text + last;
 }
 
 inline void write_sources(sj::Writer& w, const std::vector<Source>& sources) { // a member of an object
@@ -534,7 +537,8 @@ std::vector<Source> add_passages(const Documents& documents, std::vector<Message
     for (;;) {
         last->content = grounded(question, sources, room, measure);
         const size_t all = rendered(messages); // seldom more than the sum of its parts
-        if (all <= most || sources.empty()) return sources;
+        if (all <= most) return sources;
+        if (room == 0) return last->content = question, std::vector<Source>();
         room -= std::min(room, all - most);
     }
 }

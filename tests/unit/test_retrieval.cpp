@@ -475,12 +475,15 @@ TEST_CASE("prompts: in the question's language, passages numbered, within the ro
     CHECK(chinese.find("文档中没有提到") != chinese.npos);
     CHECK(chinese.substr(chinese.size() - 30) == "问题：什么是线程束？");
     some = sources;
-    const size_t least = grounded("What is a warp?", some, 0, measure).size();
+    const std::string question = "What is a warp?";
+    CHECK(grounded(question, some, 0, measure) == question);
     CHECK(some.empty());
+    CHECK(grounded(question, some, 100, measure) == question); // nothing was found, and to say so does not fit
     for (size_t room = 0; room < all.size() + 50; room += 3) {
         some = sources;
         const std::string text = grounded("What is a warp?", some, room, measure);
-        CHECK(text.size() <= std::max(room, least));
+        CHECK(text.size() <= std::max(room, question.size()));
+        CHECK((text == question) == some.empty());
         std::string valid;
         utf8_repair(valid, text, true);
         CHECK(valid == text); // cut between characters
@@ -492,6 +495,27 @@ TEST_CASE("prompts: in the question's language, passages numbered, within the ro
     }
     some.clear();
     CHECK(grounded("What?", some, 10000, measure).find("(No passage was found.)") != std::string::npos);
+}
+
+TEST_CASE("prompts: a conversation that fits without passages fits with them, whatever is left for them") {
+    Library library;
+    library.put("a.md", "# Warps\n\nA warp has lanes." + std::string(900, 'z'));
+    const Documents docs = library.open();
+    auto measure = [](std::string_view s) { return s.size(); };
+    auto rendered = [](const std::vector<Message>& all) {
+        size_t size = 10;
+        for (auto& m : all) size += m.content.size() + (m.content.size() > 400 ? 7 : 0); // more than its parts
+        return size;
+    };
+    for (const std::string question : {"What is a warp?", "What is unheard-of?"})
+        for (size_t most = 0; most < 1500; most += 7) {
+            std::vector<Message> messages = {{"system", "Be brief."}, {"user", question}};
+            const size_t plain = rendered(messages);
+            const std::vector<Source> sources = add_passages(docs, messages, most, rendered, measure);
+            CHECK(rendered(messages) <= std::max(most, plain));
+            if (most < plain + 200) CHECK(messages[1].content == question);
+            if (most > 1300) CHECK(sources.size() == (question == "What is a warp?"));
+        }
 }
 
 TEST_CASE("prompts: a question without a word of its own is looked up as the one before it") {
