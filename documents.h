@@ -381,7 +381,7 @@ inline std::string real_path(const std::string& path) {
 
 struct DocumentOptions {
     std::string docs, index; // a file or a folder; "": the default place
-    size_t passages = 4;     // for a question, at most
+    size_t passages = 0;     // for a question, at most; 0: four
 };
 
 // A passage that was found.
@@ -394,7 +394,8 @@ struct Source {
 struct Documents {
     const DocumentOptions options;
 
-    Documents(const DocumentOptions& o, const Tell& tell) : options(o), jieba(find_jieba()) {
+    Documents(const DocumentOptions& o, const Tell& tell)
+        : options{o.docs, o.index, o.passages ? o.passages : 4}, jieba(find_jieba()) {
         const double start = seconds();
         const std::string root = real_path(o.docs);
         const uint64_t sizes[] = {WORD_RULES, PASSAGES.most, PASSAGES.least, PASSAGES.overlap, PASSAGES.title};
@@ -474,8 +475,8 @@ inline bool is_chinese(std::string_view text) {
 }
 
 // The question with the passages before it, as many of the best as fit into `room`, by measure(text); one that is too
-// long is cut, and is the last. Those that do not fit are taken from `sources`. Where nothing fits the question stays as
-// it is: an instruction must not be what makes a prompt too long. Text of a passage is never more than
+// long is cut, and is the last. Those that do not fit are taken from `sources`. Where nothing fits the question stays
+// as it is: an instruction must not be what makes a prompt too long. Text of a passage is never more than
 // text for the tokenizer; but a model may obey it: only documents that one trusts should be given.
 template <class Measure>
 std::string grounded(const std::string& question, std::vector<Source>& sources, size_t room, Measure measure) {

@@ -592,6 +592,18 @@ TEST_CASE("qwen3 --docs: an answer, a chat and an evaluation with passages, and 
     CHECK(Json(made[0])["question"].str() == "What are banks?");
     CHECK(Json(made[0])["sources"][(size_t)0]["file"].str() == "b.md");
     CHECK(!Json(made[1])["sources"]);
+    // A row's tools are in its prompt: passages take no more than they leave.
+    const std::string tool = "{\"type\": \"function\", \"function\": {\"name\": \"f\", \"description\": \"" +
+                             std::string(60, 'd') + "\", \"parameters\": {}}}";
+    write_file(library.scratch / "tools.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"What are banks?\"}, "
+                                                "{\"role\": \"assistant\", \"content\": \"Parts.\"}], \"tools\": [" + tool + "]}\n");
+    for (const char* context : {"400", "700"}) { // 350 tokens without a passage, 490 with one
+        const std::string to = library.scratch / format("tools%s", context);
+        CHECK(run(with({"--eval", library.scratch / "tools.jsonl", "-o", to, "-c", context})).status == 0);
+        const Json row(read_file(to));
+        CHECK(!row["error"]);
+        CHECK((bool)row["sources"] == (std::string_view(context) == "700"));
+    }
     // A half evaluation goes on with the same documents only.
     const std::string half = library.scratch / "half.jsonl";
     fs::copy(out, half + ".partial");
@@ -611,8 +623,17 @@ TEST_CASE("qwen3 --docs: what is wrong is one line") {
     refused({"-i", "a", "--docs", library.folder, "--index", library.index}, "no text in it");
     refused({"-i", "a", "--docs", library.folder + "/none"}, "No such file or directory");
     refused({"-i", "a", "--index", library.index}, "--index is for --docs");
+    refused({"-i", "a", "--passages", "4"}, "--passages is for --docs");
     refused({"--raw", "-i", "a", "--docs", library.folder}, "--docs is for questions");
     refused({"--ids", "1", "--docs", library.folder}, "--docs is for questions");
     refused({"-i", "a", "--docs", ""}, "--docs needs a value");
     refused({"-i", "a", "--docs", library.folder, "--passages", "0"}, "--passages");
+    // --tools goes with a chat only, and is refused before anything is loaded: neither the model is there nor a row.
+    auto no_tools = [](Strings more) {
+        more.insert(more.end(), {"--tools", "/absent/tools"});
+        more.insert(more.begin(), "/absent/model");
+        check_refusal(Process(qwen3(), more).wait(), "qwen3", "--tools is for a chat");
+    };
+    no_tools({"-i", "a"}), no_tools({"--ids", "1"}), no_tools({"--ppl", "a"}), no_tools({"--bench"});
+    no_tools({"--eval", "a", "-o", "b"}), no_tools({"--embed", "-i", "a"}), no_tools({"--rerank", "-i", "a", "--texts", "b"});
 }
