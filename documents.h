@@ -7,7 +7,7 @@
 //
 // The index lies in the user's cache folder, under a name made of the folder's own, or where the user says. A file that
 // cannot be used is left out, and said; nothing that lies in a folder can end the program.
-// Limits: files of 1 GB; 2^20 files.
+// Limits: files of 1 GB and 2^24 lines; 2^20 files.
 #pragma once
 #include "options.h"
 #include "retrieval.h"
@@ -81,6 +81,7 @@ inline std::vector<DocumentFile> list_files(const std::string& root, const std::
 struct DocumentText {
     using Index = DocumentIndex;
     static constexpr uint64_t MOST = 1 << 30;
+    static constexpr ptrdiff_t MOST_LINES = 1 << 24; // to cut them takes some 40 bytes each
     Index::File file{}; // without name and passages
     std::string text;
     size_t fault_at = 0; // of NOT_UTF8: the byte
@@ -98,6 +99,8 @@ struct DocumentText {
             if (k <= 0) file.fault = Index::NOT_UTF8, fault_at = i;
             i += (size_t)k;
         }
+        if (file.fault == Index::FINE && std::count(text.begin(), text.end(), '\n') > MOST_LINES)
+            file.fault = Index::TOO_MANY_LINES;
         if (file.fault != Index::FINE) std::string().swap(text);
     }
     void cut() {
@@ -106,11 +109,12 @@ struct DocumentText {
         for (const Chunk& c : cut_chunks(book.substr(mark), PASSAGES)) {
             size_t begin = c.body + mark;
             const size_t end = c.end + mark;
-            while (count_characters(book.substr(begin, end - begin)) > PASSAGES.most) { // a long fence: after a line
+            for (;;) { // a long fence is cut after a line; no step looks further than one passage
                 size_t cut = begin;
-                for (size_t n = 0; n < PASSAGES.most; n++) cut = next_character(book, cut + 1);
-                const size_t line = book.rfind('\n', cut - 1);
-                if (line != book.npos && line >= begin) cut = line + 1;
+                for (size_t n = 0; n < PASSAGES.most && cut < end; n++) cut = next_character(book, cut + 1);
+                if (cut >= end) break;
+                const size_t line = book.substr(begin, cut - begin).rfind('\n');
+                if (line != book.npos) cut = begin + line + 1;
                 add(begin, cut, c.chapter);
                 begin = cut;
             }
@@ -172,7 +176,7 @@ struct LeftOut {
     std::string text() const {
         static const char* WHY[DocumentIndex::FAULTS] = {
             "", "binary (pdftotext -layout makes a text of a PDF)", "no UTF-8 (iconv -f GB18030 -t UTF-8 converts it)",
-            "larger than 1 GB", "cannot be read", "written to while it was read"};
+            "larger than 1 GB", "cannot be read", "written to while it was read", "of more than 16,777,216 lines"};
         std::string all;
         for (uint32_t f = 1; f < DocumentIndex::FAULTS; f++)
             if (count[f])

@@ -180,7 +180,7 @@ struct DocumentIndex {
         uint64_t length;  // of all passages together, in words
     };
     // Why a file has no passage.
-    enum Fault : uint32_t { FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, FAULTS };
+    enum Fault : uint32_t { FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, TOO_MANY_LINES, FAULTS };
     struct File {
         uint64_t name, size;
         int64_t time; // of its last change, in ns
@@ -347,13 +347,13 @@ struct IndexBuilder {
     }
     // The words of passages that were just added, the first of which is number `first`.
     void add_words(uint32_t first, const std::vector<WordCounts>& words) {
-        #pragma omp parallel for schedule(dynamic)
-        for (size_t s = 0; s < SHARDS; s++)
+        on_all_shards([&](size_t s) {
             for (size_t i = 0; i < words.size(); i++) {
                 const auto begin = words[i].begin(), end = words[i].end();
                 auto it = std::lower_bound(begin, end, std::pair(first_of(s), 0u));
                 for (; it != end && shard_of(it->first) == s; ++it) append(it->first, first + (uint32_t)i, it->second);
             }
+        });
     }
     // Takes over the passages of those files of another index that have a time here. Before any others. Throws Error if
     // it is damaged.
@@ -377,24 +377,16 @@ struct IndexBuilder {
                 add_passage(old.text_of(from), old.heading_of(from), from.line, old.length_at(p));
             }
         }
-        std::string fault; // (nothing may be thrown out of a parallel loop)
-        #pragma omp parallel for schedule(dynamic)
-        for (size_t s = 0; s < SHARDS; s++) {
-            try {
-                const uint64_t end = s + 1 == SHARDS ? old.header().words : old.lower_word(first_of(s + 1));
-                for (uint64_t w = old.lower_word(first_of(s)); w < end; w++) {
-                    const Index::Word& word = old.word_at(w);
-                    need(shard_of(word.hash) == s);
-                    old.each_posting(word, [&](uint32_t passage, uint32_t count) {
-                        if (number[passage] != GONE) append(word.hash, number[passage], count);
-                    });
-                }
-            } catch (const std::exception& e) {
-                #pragma omp critical
-                fault = e.what();
+        on_all_shards([&](size_t s) {
+            const uint64_t end = s + 1 == SHARDS ? old.header().words : old.lower_word(first_of(s + 1));
+            for (uint64_t w = old.lower_word(first_of(s)); w < end; w++) {
+                const Index::Word& word = old.word_at(w);
+                need(shard_of(word.hash) == s);
+                old.each_posting(word, [&](uint32_t passage, uint32_t count) {
+                    if (number[passage] != GONE) append(word.hash, number[passage], count);
+                });
             }
-        }
-        if (!fault.empty()) DIE("%s", fault.c_str());
+        });
     }
 
     // Writes what was waiting, and gives the file its name.
@@ -425,6 +417,20 @@ struct IndexBuilder {
         if (fseek(out.file, 0, SEEK_SET) != 0) DIE("%s: %s", out.path.c_str(), strerror(errno));
         out.write(&h, sizeof h);
         out.commit();
+    }
+    // Calls f(shard) for all of them on all threads. Nothing may be thrown out of a parallel loop: a fault waits.
+    template <class F> static void on_all_shards(F f) {
+        std::exception_ptr fault;
+        #pragma omp parallel for schedule(dynamic)
+        for (size_t s = 0; s < SHARDS; s++) {
+            try {
+                f(s);
+            } catch (...) { // Error, or bad_alloc
+                #pragma omp critical
+                fault = std::current_exception();
+            }
+        }
+        if (fault) std::rethrow_exception(fault);
     }
     size_t count() const { return passages.size(); }
     uint64_t text_bytes() const { return h.text_bytes; }

@@ -269,6 +269,41 @@ TEST_CASE("documents: passages have their file, line and headings; long code is 
     CHECK(line[0].line == 4 + (uint32_t)atoi(line[0].text.c_str() + 9));
 }
 
+TEST_CASE("documents: long code takes time by its length; a file of too many lines is left out") {
+    std::string fence = "```\n";
+    while (fence.size() < 20'000'000) fence += "int line = 0; // 线程束\n";
+    Library library;
+    for (const bool lines : {true, false}) {
+        if (!lines) std::replace(fence.begin() + 4, fence.end(), '\n', ' ');
+        DocumentText text;
+        text.text = fence + "\n```\n";
+        const double start = seconds();
+        text.cut();
+        CHECK(seconds() - start < 10); // it takes a tenth of one; it took many minutes
+        CHECK(text.chunks.size() > 12000);
+        size_t at = 0;
+        for (auto& c : text.chunks) {
+            REQUIRE(c.begin == at);
+            REQUIRE(count_characters(std::string_view(text.text).substr(at, c.end - at)) <= PASSAGES.most);
+            at = c.end;
+        }
+        CHECK(at == text.text.size());
+    }
+    library.put("good.md", "warp");
+    library.put("lines.txt", "warp" + std::string(DocumentText::MOST_LINES + 1, '\n'));
+    library.put("most.txt", "warp" + std::string(1000, '\n'));
+    CHECK(library.open().find("warp").size() == 2);
+    CHECK(library.says("left out: 1 of more than 16,777,216 lines: lines.txt"));
+    library.open();
+    CHECK(library.number(" read") == 0);
+}
+
+TEST_CASE("index: what is thrown while words are added reaches the caller") {
+    Scratch scratch;
+    IndexBuilder builder(scratch / "i", 1);
+    CHECK_THROWS_AS(builder.on_all_shards([](size_t s) { if (s % 3 == 0) throw std::bad_alloc(); }), std::bad_alloc);
+}
+
 TEST_CASE("documents: only what changed is read again, and the answers are those of a new index") {
     Library library;
     for (int i = 0; i < 30; i++) library.put(format("%02d.md", i), format("# T%d\n\nwarp and number%d and 线程 %s", i, i, i % 3 ? "bank" : ""));
