@@ -255,7 +255,7 @@ struct IndexUpdate {
                 DocumentText now;
                 now.read(folder + "/" + f.name);
                 same = now.file.hash == was->hash && now.file.fault == was->fault && now.file.time == f.time;
-                touched = true;
+                touched |= same && was->fault == Index::FINE;
             }
             if (!same) {
                 fresh.push_back(&f);
@@ -264,12 +264,29 @@ struct IndexUpdate {
             times[it->second] = f.time, unchanged++;
             left_out.add(was->fault, f.name, 0);
         }
-        if (old && fresh.empty() && !touched && unchanged == times.size()) return false;
+        if (old && !touched && only_faults(*old, times, fresh)) return false;
         remove_abandoned();
         IndexBuilder builder(path, maker);
         if (old) builder.take_over(*old, times);
         add_fresh(builder, fresh);
         builder.finish();
+        return true;
+    }
+
+    // Whether all that is new or gone are files that cannot be used, such as a database that is written to all the time:
+    // the index stays as it is.
+    bool only_faults(const Index& old, const std::vector<std::optional<int64_t>>& times,
+                     const std::vector<const DocumentFile*>& fresh) {
+        for (uint64_t i = 0; i < times.size(); i++)
+            if (!times[i] && old.file_at(i).fault == Index::FINE) return false;
+        LeftOut all = left_out;
+        for (const DocumentFile* f : fresh) {
+            DocumentText now;
+            now.read(folder + "/" + f->name);
+            if (now.file.fault == Index::FINE) return false;
+            all.add(now.file.fault, f->name, now.fault_at);
+        }
+        read = fresh.size(), left_out = all;
         return true;
     }
 
@@ -440,12 +457,12 @@ struct Documents {
         return found;
     }
 
-    // Names what answers depend on: all files, in whatever order, and how much of them is shown.
+    // Names what answers depend on: all files that are used, in whatever order, and how much of them is shown.
     uint64_t hash() const {
         uint64_t sum = index->header().made_by + options.passages;
         for (uint64_t i = 0; i < index->header().files; i++) {
             const DocumentIndex::File& f = index->file_at(i);
-            sum += fnv1a(index->name_of(f), f.hash);
+            if (f.fault == DocumentIndex::FINE) sum += fnv1a(index->name_of(f), f.hash);
         }
         return sum;
     }

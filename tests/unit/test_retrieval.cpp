@@ -382,6 +382,45 @@ TEST_CASE("documents: binary files, broken encodings, unreadable files and links
     }
 }
 
+TEST_CASE("documents: files that cannot be used do not have the index written anew, whatever becomes of them") {
+    Library library;
+    library.put("good.md", "warp");
+    library.put("data.db", std::string(100, '\0'));
+    const uint64_t hash = library.open().hash();
+    const auto written = fs::last_write_time(library.index);
+    auto kept = [&](size_t read, const char* told) {
+        INFO(library.all());
+        CHECK(library.open().hash() == hash);
+        CHECK(library.number(" read") == read);
+        CHECK(library.says(told));
+        CHECK(!library.says(" written"));
+        CHECK(fs::last_write_time(library.index) == written);
+    };
+    const timeval times[2] = {{1, 0}, {1, 0}};
+    REQUIRE(utimes((library.folder + "/data.db").c_str(), times) == 0);
+    kept(0, "left out: 1 binary");
+    library.put("data.db", std::string(200, '\0'));
+    kept(1, "left out: 1 binary");
+    library.put("other.db", std::string(10, '\0')), library.put("gb.txt", "\xcf\xdf\xb3\xcc");
+    kept(3, "left out: 2 binary (pdftotext -layout makes a text of a PDF): data.db; 1 no UTF-8");
+    fs::remove(library.folder + "/data.db");
+    kept(2, "left out: 1 binary (pdftotext -layout makes a text of a PDF): other.db");
+    if (geteuid() != 0) {
+        library.put("secret.md", "warp");
+        chmod((library.folder + "/secret.md").c_str(), 0);
+        kept(3, "1 cannot be read: secret.md");
+        chmod((library.folder + "/secret.md").c_str(), 0644);
+    } else {
+        library.put("secret.md", "warp");
+    }
+    CHECK(library.open().find("warp").size() == 2);
+    CHECK(library.says(" written"));
+    CHECK(library.number(" read") == 3);
+    library.put("good.md", std::string(4, '\0')); // what was used no longer is
+    CHECK(library.open().find("warp").size() == 1);
+    CHECK(library.says("left out: 2 binary"));
+}
+
 TEST_CASE("documents: what cannot be indexed at all is one line") {
     Library library;
     CHECK(library.fault(library.folder) == library.folder + ": no text in it");
