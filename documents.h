@@ -215,8 +215,8 @@ struct IndexUpdate {
         const std::unique_ptr<Index> old = open_old();
         try {
             return update(files, old.get());
-        } catch (const Error& e) {
-            if (!old || std::string(e.what()).find("a damaged index") == std::string::npos) throw;
+        } catch (const IndexFault& e) {
+            if (!old) throw;
             tell(std::string(e.what()) + "; it is made anew");
             read = unchanged = 0, left_out = {};
             return update(files, nullptr);
@@ -437,6 +437,7 @@ struct Documents {
     }
 
     // The best passages for a question. One that has no word of its own ("Why?") is looked up as the one before it.
+    // Throws IndexFault if the postings are damaged.
     std::vector<Source> find(std::string_view question, std::string_view before = "") const {
         WordCounts words;
         for (std::string_view asked : {question, before}) {

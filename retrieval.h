@@ -29,7 +29,8 @@
 //   Passage passage[passages]  where its text is, and of which file
 //   Word    word[words]        sorted by the 64-bit hash that stands for a word; where its postings are
 //   u32     length[passages]   in words
-// It is not trusted: sizes are checked when it is opened, every offset where it is used.
+// It is not trusted: sizes, files, passages and words are checked when it is opened, postings where they are read, and
+// every offset once more where it is used. It must not be changed in place while it is used: to cut it ends the program.
 //
 // Words: what jieba makes of Chinese; runs of letters and digits of other scripts in lower case, English without
 // plural; of identifiers also the parts (cudaMemcpyAsync: cuda, memcpy, async); pairs of kana and Hangul. A question is
@@ -171,6 +172,11 @@ inline WordCounts question_words(const Jieba& jieba, std::string_view question) 
 
 // ==================================================================================================== 2 The index
 
+// An index that cannot be used. The message names the file.
+struct IndexFault : Error {
+    using Error::Error;
+};
+
 struct DocumentIndex {
     struct Header {
         char magic[8];    // "qwen3idx"
@@ -221,6 +227,7 @@ struct DocumentIndex {
         words = (const Word*)(file.data + section(h.words, sizeof(Word)));
         lengths = (const uint32_t*)(file.data + section(h.passages, 4));
         need(fits && at == file.size, "an index whose size is not what its header says");
+        check();
     }
 
     const Header& header() const { return h; }
@@ -299,7 +306,26 @@ struct DocumentIndex {
     const uint32_t* lengths;
 
     void need(bool good, const char* fault = "a damaged index") const {
-        if (!good) DIE("%s: %s", file.path.c_str(), fault);
+        if (!good) throw IndexFault(format("%s: %s", file.path.c_str(), fault));
+    }
+    // All but postings, in one pass: a fault is told at the start, and not by some question later on.
+    void check() const {
+        auto inside = [](uint64_t at, uint64_t n, uint64_t size) { return at <= size && n <= size - at; };
+        bool good = true;
+        for (uint64_t i = 0; i < h.files; i++) {
+            const File& f = files[i];
+            good &= inside(f.name, f.name_bytes, h.name_bytes) && inside(f.first, f.passages, h.passages) &&
+                    f.fault < FAULTS;
+        }
+        for (uint64_t i = 0; i < h.passages; i++) {
+            const Passage& p = passages[i];
+            good &= p.file < h.files && inside(p.text, p.bytes, h.text_bytes) &&
+                    inside(p.heading, p.heading_bytes, h.name_bytes);
+        }
+        for (uint64_t i = 0; i < h.words; i++)
+            good &= inside(words[i].postings, words[i].bytes, h.posting_bytes) &&
+                    (i == 0 || words[i - 1].hash < words[i].hash);
+        need(good);
     }
     std::string_view bytes(uint64_t section, uint64_t size, uint64_t at, uint64_t n) const {
         need(at <= size && n <= size - at);
@@ -355,11 +381,11 @@ struct IndexBuilder {
             }
         });
     }
-    // Takes over the passages of those files of another index that have a time here. Before any others. Throws Error if
-    // it is damaged.
+    // Takes over the passages of those files of another index that have a time here. Before any others. Throws
+    // IndexFault if it is damaged.
     void take_over(const Index& old, const std::vector<std::optional<int64_t>>& times) {
         constexpr uint32_t GONE = UINT32_MAX, LONGEST_NAME = 1 << 14;
-        auto need = [&](bool good) { if (!good) DIE("%s: a damaged index", old.path().c_str()); };
+        auto need = [&](bool good) { if (!good) throw IndexFault(old.path() + ": a damaged index"); };
         std::vector<uint32_t> number(old.header().passages, GONE); // of its passages here
         uint64_t next = 0, text = 0; // passages and their text follow each other, so that nothing is written twice
         for (uint64_t i = 0; i < times.size(); i++) {

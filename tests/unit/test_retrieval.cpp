@@ -204,6 +204,42 @@ TEST_CASE("index: a damaged one is one line of error, and never more") {
     CHECK(attempt() == "fine");
 }
 
+TEST_CASE("documents: damage in files, passages and words is found at the start, in postings by the question") {
+    Library library;
+    for (int i = 0; i < 9; i++) library.put(format("%d.md", i), format("# T\n\nwarp word%d", i));
+    library.open();
+    const std::string good = read_file(library.index);
+    using Index = DocumentIndex;
+    const Index::Header h = Index(library.index).header();
+    const size_t lengths = good.size() - 4 * h.passages, words = lengths - sizeof(Index::Word) * h.words;
+    const size_t passages = words - sizeof(Index::Passage) * h.passages, files = passages - sizeof(Index::File) * h.files;
+    auto found = [&](size_t at) {
+        INFO(at);
+        std::string bad = good;
+        bad.replace(at, 4, "\xff\xff\xff\xff");
+        write_file(library.index, bad);
+        CHECK_THROWS_AS(Index(library.index), IndexFault);
+        CHECK(library.open().find("warp").size() == 4);
+        CHECK(library.says("a damaged index; it is made anew"));
+        CHECK(read_file(library.index) == good);
+    };
+    found(passages + sizeof(Index::Passage) * 3 + offsetof(Index::Passage, file));
+    found(passages + sizeof(Index::Passage) * 3 + offsetof(Index::Passage, bytes));
+    found(passages + sizeof(Index::Passage) * 8 + offsetof(Index::Passage, heading_bytes));
+    found(passages + sizeof(Index::Passage) * 8 + offsetof(Index::Passage, text) + 4);
+    found(files + sizeof(Index::File) * 2 + offsetof(Index::File, fault));
+    found(files + sizeof(Index::File) * 2 + offsetof(Index::File, passages));
+    found(files + offsetof(Index::File, name));
+    found(words + sizeof(Index::Word) * 2 + offsetof(Index::Word, postings));
+    found(words + sizeof(Index::Word) * 2 + offsetof(Index::Word, bytes));
+    found(words + offsetof(Index::Word, hash) + 4); // no longer sorted
+    std::string bad = good;
+    bad.replace(sizeof h + h.text_bytes, h.posting_bytes, std::string(h.posting_bytes, '\x7f'));
+    write_file(library.index, bad);
+    const Documents docs = library.open();
+    CHECK_THROWS_AS(docs.find("warp"), IndexFault);
+}
+
 TEST_CASE("documents: an index of another version, cut short or of other rules is made anew; another's file is not touched") {
     Library library;
     library.put("a.md", "# A\n\nwarp");
