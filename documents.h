@@ -13,9 +13,10 @@
 #include "retrieval.h"
 #include <atomic>
 #include <climits>
-#include <csignal>
+#include <ctime>
 #include <dirent.h>
 #include <memory>
+#include <random>
 
 using Tell = std::function<void(const std::string&)>; // a line for the user
 
@@ -266,10 +267,18 @@ struct IndexUpdate {
         }
         if (old && !touched && only_faults(*old, times, fresh)) return false;
         remove_abandoned();
-        IndexBuilder builder(path, maker);
+        // A name of its own: programs in two containers that share a cache may have the same pid.
+        std::random_device random;
+        const std::string made = path + format(".tmp%08x%08x", random(), random());
+        IndexBuilder builder(made, maker);
         if (old) builder.take_over(*old, times);
         add_fresh(builder, fresh);
         builder.finish();
+        if (rename(made.c_str(), path.c_str()) != 0) {
+            const int fault = errno;
+            unlink(made.c_str());
+            DIE("%s: %s", path.c_str(), strerror(fault));
+        }
         return true;
     }
 
@@ -367,15 +376,15 @@ struct IndexUpdate {
         begin_files(batch.size());
     }
 
-    // What programs left behind that were ended while they wrote this index.
+    // What programs left behind that were ended while they wrote this index: what has not been written to for a day.
     void remove_abandoned() const {
-        const size_t slash = path.rfind('/') + 1;
-        const std::string where = path.substr(0, slash), start = path.substr(slash) + ".tmp";
+        const std::string where = path.substr(0, path.rfind('/') + 1);
         const std::unique_ptr<DIR, int (*)(DIR*)> entries(opendir(where.empty() ? "." : where.c_str()), closedir);
         while (const dirent* entry = entries ? readdir(entries.get()) : nullptr) {
-            const std::string name = entry->d_name;
-            const int pid = name.compare(0, start.size(), start) == 0 ? atoi(name.c_str() + start.size()) : 0;
-            if (pid > 0 && kill(pid, 0) != 0 && errno == ESRCH) unlink((where + name).c_str());
+            const std::string file = where + entry->d_name;
+            struct stat st;
+            if (file == path || !is_of_index(file, path) || lstat(file.c_str(), &st) != 0) continue;
+            if (S_ISREG(st.st_mode) && st.st_mtime < time(nullptr) - 24 * 3600) unlink(file.c_str());
         }
     }
 };

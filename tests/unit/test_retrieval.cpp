@@ -519,23 +519,47 @@ TEST_CASE("documents: an index in the folder is no document; what an ended progr
         Documents({library.folder, index, 4}, [&](const std::string& line) { library.told.push_back(line); });
     };
     open();
-    const Process ended("/bin/true", {});
-    int status;
-    waitpid(ended.pid, &status, 0);
-    const std::string abandoned = index + format(".tmp%d", (int)ended.pid), alive = index + format(".tmp%d", (int)getppid());
-    write_file(abandoned, "half"), write_file(alive, "half");
+    // One of today may be at work, in whatever container; a user's own file is left alone, however old.
+    const std::string abandoned = index + ".tmp12345", old = index + ".tmp0123456789abcdef.tmp7";
+    const std::string alive = index + ".tmpfedcba9876543210.tmp7", other = index + ".tmpl";
+    const timeval days[2] = {{time(nullptr) - 100'000, 0}, {time(nullptr) - 100'000, 0}};
+    for (auto& file : {abandoned, old, alive, other}) write_file(file, std::string(4, '\0'));
+    for (auto& file : {abandoned, old, other}) REQUIRE(utimes(file.c_str(), days) == 0);
     open();
-    CHECK(library.number(" read") == 0);
+    CHECK(library.number(" read") == 1); // the user's
+    CHECK(library.says("left out: 1 binary (pdftotext -layout makes a text of a PDF): my.index.tmpl"));
     library.put("b.md", "lane");
     open();
-    CHECK(library.number(" read") == 1);
-    CHECK(!library.says("left out"));
     CHECK(!fs::exists(abandoned));
+    CHECK(!fs::exists(old));
     CHECK(fs::exists(alive));
+    CHECK(fs::exists(other));
+    size_t left = 0; // of this program's own
+    for (auto& entry : fs::directory_iterator(library.folder)) left += entry.path().string().find(".tmp") != std::string::npos;
+    CHECK(left == 2);
     library.put("my.index.md", "bank"), library.put("my.index.tmpl", "tensor"); // these are
     open();
     CHECK(library.number(" read") == 2);
     CHECK(library.number(" unchanged") == 2);
+    CHECK(!library.says("left out"));
+}
+
+TEST_CASE("documents: two programs of one pid write the same index at the same time") {
+    Library library;
+    for (int i = 0; i < 200; i++) library.put(format("%d.md", i), "warp " + std::string(5000, 'x'));
+    std::atomic<size_t> found{0};
+    std::vector<std::thread> programs; // threads have one pid, as the first programs of two containers do
+    for (int i = 0; i < 4; i++)
+        programs.emplace_back([&] {
+            try {
+                found += Documents({library.folder, library.index, 4}, [](auto&) {}).find("warp").size();
+            } catch (const Error& e) {
+                MESSAGE(e.what());
+            }
+        });
+    for (auto& p : programs) p.join();
+    CHECK(found == 16);
+    CHECK(std::distance(fs::directory_iterator(library.scratch / "."), fs::directory_iterator()) == 2);
 }
 
 TEST_CASE("documents: the index lies in the cache folder; nothing is written into the documents") {
