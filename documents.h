@@ -282,8 +282,8 @@ struct IndexUpdate {
         return true;
     }
 
-    // Whether all that is new or gone are files that cannot be used, such as a database that is written to all the time:
-    // the index stays as it is.
+    // Whether all that is new or gone are files that cannot be used, such as a database that is written to all the
+    // time: the index stays as it is.
     bool only_faults(const Index& old, const std::vector<std::optional<int64_t>>& times,
                      const std::vector<const DocumentFile*>& fresh) {
         for (uint64_t i = 0; i < times.size(); i++)

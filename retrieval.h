@@ -19,7 +19,8 @@
 // common one (idf); the second time a word stands there says less than the first (k1 = 1.2); a long passage has more of
 // every word, and is held back for it (b = 0.75). The 1 in the logarithm is Lucene's: no word counts against a passage.
 //
-// The index is a file that is mapped: to open it takes no time, and a question touches what it needs. Little-endian:
+// The index is a file that is mapped: to open it takes milliseconds, and a question touches what it needs.
+// Little-endian:
 //   Header                     counts and sizes; all else follows without a gap
 //   char    text[]             of all passages, one after another
 //   u8      postings[]         of each word pairs of numbers: how many passages on from the last one, how often; each
@@ -30,7 +31,8 @@
 //   Word    word[words]        sorted by the 64-bit hash that stands for a word; where its postings are
 //   u32     length[passages]   in words
 // It is not trusted: sizes, files, passages and words are checked when it is opened, postings where they are read, and
-// every offset once more where it is used. It must not be changed in place while it is used: to cut it ends the program.
+// every offset once more where it is used. It must not be changed in place while it is used: to cut it short ends the
+// program.
 //
 // Words: what jieba makes of Chinese; runs of letters and digits of other scripts in lower case, English without
 // plural; of identifiers also the parts (cudaMemcpyAsync: cuda, memcpy, async); pairs of kana and Hangul. A question is

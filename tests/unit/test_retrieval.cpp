@@ -212,7 +212,8 @@ TEST_CASE("documents: damage in files, passages and words is found at the start,
     using Index = DocumentIndex;
     const Index::Header h = Index(library.index).header();
     const size_t lengths = good.size() - 4 * h.passages, words = lengths - sizeof(Index::Word) * h.words;
-    const size_t passages = words - sizeof(Index::Passage) * h.passages, files = passages - sizeof(Index::File) * h.files;
+    const size_t passages = words - sizeof(Index::Passage) * h.passages;
+    const size_t files = passages - sizeof(Index::File) * h.files;
     auto found = [&](size_t at) {
         INFO(at);
         std::string bad = good;
@@ -535,7 +536,8 @@ TEST_CASE("documents: an index in the folder is no document; what an ended progr
     CHECK(fs::exists(alive));
     CHECK(fs::exists(other));
     size_t left = 0; // of this program's own
-    for (auto& entry : fs::directory_iterator(library.folder)) left += entry.path().string().find(".tmp") != std::string::npos;
+    for (auto& entry : fs::directory_iterator(library.folder))
+        left += entry.path().string().find(".tmp") != std::string::npos;
     CHECK(left == 2);
     library.put("my.index.md", "bank"), library.put("my.index.tmpl", "tensor"); // these are
     open();
@@ -729,8 +731,9 @@ TEST_CASE("qwen3 --docs: an answer, a chat and an evaluation with passages, and 
     // A row's tools are in its prompt: passages take no more than they leave.
     const std::string tool = "{\"type\": \"function\", \"function\": {\"name\": \"f\", \"description\": \"" +
                              std::string(60, 'd') + "\", \"parameters\": {}}}";
-    write_file(library.scratch / "tools.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"What are banks?\"}, "
-                                                "{\"role\": \"assistant\", \"content\": \"Parts.\"}], \"tools\": [" + tool + "]}\n");
+    write_file(library.scratch / "tools.jsonl",
+               "{\"messages\": [{\"role\": \"user\", \"content\": \"What are banks?\"}, "
+               "{\"role\": \"assistant\", \"content\": \"Parts.\"}], \"tools\": [" + tool + "]}\n");
     for (const char* context : {"400", "700"}) { // 350 tokens without a passage, 490 with one
         const std::string to = library.scratch / format("tools%s", context);
         CHECK(run(with({"--eval", library.scratch / "tools.jsonl", "-o", to, "-c", context})).status == 0);
@@ -769,5 +772,6 @@ TEST_CASE("qwen3 --docs: what is wrong is one line") {
         check_refusal(Process(qwen3(), more).wait(), "qwen3", "--tools is for a chat");
     };
     no_tools({"-i", "a"}), no_tools({"--ids", "1"}), no_tools({"--ppl", "a"}), no_tools({"--bench"});
-    no_tools({"--eval", "a", "-o", "b"}), no_tools({"--embed", "-i", "a"}), no_tools({"--rerank", "-i", "a", "--texts", "b"});
+    no_tools({"--eval", "a", "-o", "b"}), no_tools({"--embed", "-i", "a"});
+    no_tools({"--rerank", "-i", "a", "--texts", "b"});
 }
