@@ -725,10 +725,10 @@ static std::vector<int> parse_ids(const char* option, const std::string& text) {
 // With --docs: the last question among the messages gets the passages that it is about, as many as fit, so that `room`
 // tokens of the context are left.
 static std::vector<Source> add_passages(const Options& o, const Tokenizer& tokenizer, std::vector<Message>& messages,
-                                        size_t context, size_t room) {
+                                        size_t context, size_t room, const std::vector<std::string>& tools = {}) {
     if (!o.library) return {};
     auto rendered = [&](const std::vector<Message>& m) {
-        return render_chat(tokenizer, m, {o.think == 1, true}).size();
+        return render_chat(tokenizer, m, {o.think == 1, true}, tools).size();
     };
     auto measure = [&](std::string_view s) { return tokenizer.encode(s, false).size(); };
     return add_passages(*o.library, messages, context - std::min(context, room), rendered, measure);
@@ -1036,7 +1036,7 @@ static QuestionRow question_row(const Options& o, const Tokenizer& tokenizer, si
     row.trained.push_back(tokenizer.id("<|im_end|>"));
     tokenizer.encode(row.trained, "\n", false);
     const size_t room = std::max(room_for_answer(o, context), row.trained.size());
-    row.sources = add_passages(o, tokenizer, messages, context, room);
+    row.sources = add_passages(o, tokenizer, messages, context, room, tools);
     row.prompt = render_chat(tokenizer, messages, {o.think == 1, true}, tools);
     row.before = render_chat(tokenizer, messages, {false, true}, tools);
     return row;
@@ -1647,7 +1647,6 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
             (unsigned long long)g.sampling.seed);
     PromptCache<T> cache(o.prompt_cache, file, o.variant, session);
     ThreadPace pace(o, o.ctx);
-    if (!o.tools.empty() && !prompt.empty()) DIE("--tools is for a chat: without a question");
     if (prompt.empty()) return Chat<T>{o, session, *tokenizer, cache, pace, g}.run();
 
     Took took = {prompt.size(), 0, seconds() - start, 0, 0};
@@ -1712,8 +1711,12 @@ static int run(int argc, char** argv) {
     if (o.eval.empty() && !retrieves && !o.output.empty()) DIE("-o is for --eval, --embed and --rerank");
     if (o.stride && o.ppl.empty()) DIE("--stride is for --ppl");
     const bool in_words = !o.has_ids && !o.raw && o.ppl.empty() && !o.bench && !retrieves;
-    if (!o.documents.docs.empty() && !in_words) DIE("--docs is for questions: not with --raw, --ids, --ppl, --bench or --embed");
+    if (!o.documents.docs.empty() && !in_words)
+        DIE("--docs is for questions: not with --raw, --ids, --ppl, --bench or --embed");
     if (o.documents.docs.empty() && !o.documents.index.empty()) DIE("--index is for --docs");
+    if (o.documents.docs.empty() && o.documents.passages) DIE("--passages is for --docs");
+    if (!o.tools.empty() && (asks || measures || retrieves))
+        DIE("--tools is for a chat: not with a question, --ppl, --eval, --bench, --embed or --rerank");
     if ((!asks || retrieves) && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (a chat, which is without it, has no --raw, --json or --logits)");
     open_adapter(o);

@@ -7,15 +7,16 @@
 //
 // The index lies in the user's cache folder, under a name made of the folder's own, or where the user says. A file that
 // cannot be used is left out, and said; nothing that lies in a folder can end the program.
-// Limits: files of 1 GB; 2^20 files.
+// Limits: files of 1 GB and 2^24 lines; 2^20 files.
 #pragma once
 #include "options.h"
 #include "retrieval.h"
 #include <atomic>
 #include <climits>
-#include <csignal>
+#include <ctime>
 #include <dirent.h>
 #include <memory>
+#include <random>
 
 using Tell = std::function<void(const std::string&)>; // a line for the user
 
@@ -32,6 +33,13 @@ struct DocumentFile {
 };
 inline int64_t time_of(const struct stat& st) {
     return (int64_t)st.st_mtim.tv_sec * 1'000'000'000 + st.st_mtim.tv_nsec;
+}
+
+// Whether a path is that of an index, or of one that is being written: INDEX.tmp, then digits and the like.
+inline bool is_of_index(const std::string& path, const std::string& index) {
+    const std::string start = index + ".tmp";
+    const bool begins = path.size() > start.size() && path.compare(0, start.size(), start) == 0;
+    return path == index || (begins && path.find_first_not_of("0123456789abcdef.tmp", start.size()) == path.npos);
 }
 
 // The regular files of a folder and of those in it, by name. Not those whose name begins with a dot. Symbolic links are
@@ -56,7 +64,7 @@ inline std::vector<DocumentFile> list_files(const std::string& root, const std::
             const bool found = lstat(path.c_str(), &st) == 0;
             if (found && S_ISDIR(st.st_mode)) folders.push_back(name + "/");
             else if (found && S_ISREG(st.st_mode)) {
-                if (path.compare(0, index.size(), index) == 0) continue;
+                if (is_of_index(path, index)) continue;
                 files.push_back({name, (uint64_t)st.st_size, time_of(st)});
             } else if (!count++) {
                 odd = name + ": " + (!found ? strerror(errno) : S_ISLNK(st.st_mode) ? "a symbolic link" : "not a file");
@@ -74,6 +82,7 @@ inline std::vector<DocumentFile> list_files(const std::string& root, const std::
 struct DocumentText {
     using Index = DocumentIndex;
     static constexpr uint64_t MOST = 1 << 30;
+    static constexpr ptrdiff_t MOST_LINES = 1 << 24; // to cut them takes some 40 bytes each
     Index::File file{}; // without name and passages
     std::string text;
     size_t fault_at = 0; // of NOT_UTF8: the byte
@@ -91,6 +100,8 @@ struct DocumentText {
             if (k <= 0) file.fault = Index::NOT_UTF8, fault_at = i;
             i += (size_t)k;
         }
+        if (file.fault == Index::FINE && std::count(text.begin(), text.end(), '\n') > MOST_LINES)
+            file.fault = Index::TOO_MANY_LINES;
         if (file.fault != Index::FINE) std::string().swap(text);
     }
     void cut() {
@@ -99,11 +110,12 @@ struct DocumentText {
         for (const Chunk& c : cut_chunks(book.substr(mark), PASSAGES)) {
             size_t begin = c.body + mark;
             const size_t end = c.end + mark;
-            while (count_characters(book.substr(begin, end - begin)) > PASSAGES.most) { // a long fence: after a line
+            for (;;) { // a long fence is cut after a line; no step looks further than one passage
                 size_t cut = begin;
-                for (size_t n = 0; n < PASSAGES.most; n++) cut = next_character(book, cut + 1);
-                const size_t line = book.rfind('\n', cut - 1);
-                if (line != book.npos && line >= begin) cut = line + 1;
+                for (size_t n = 0; n < PASSAGES.most && cut < end; n++) cut = next_character(book, cut + 1);
+                if (cut >= end) break;
+                const size_t line = book.substr(begin, cut - begin).rfind('\n');
+                if (line != book.npos) cut = begin + line + 1;
                 add(begin, cut, c.chapter);
                 begin = cut;
             }
@@ -165,7 +177,7 @@ struct LeftOut {
     std::string text() const {
         static const char* WHY[DocumentIndex::FAULTS] = {
             "", "binary (pdftotext -layout makes a text of a PDF)", "no UTF-8 (iconv -f GB18030 -t UTF-8 converts it)",
-            "larger than 1 GB", "cannot be read", "written to while it was read"};
+            "larger than 1 GB", "cannot be read", "written to while it was read", "of more than 16,777,216 lines"};
         std::string all;
         for (uint32_t f = 1; f < DocumentIndex::FAULTS; f++)
             if (count[f])
@@ -204,8 +216,8 @@ struct IndexUpdate {
         const std::unique_ptr<Index> old = open_old();
         try {
             return update(files, old.get());
-        } catch (const Error& e) {
-            if (!old || std::string(e.what()).find("a damaged index") == std::string::npos) throw;
+        } catch (const IndexFault& e) {
+            if (!old) throw;
             tell(std::string(e.what()) + "; it is made anew");
             read = unchanged = 0, left_out = {};
             return update(files, nullptr);
@@ -244,7 +256,7 @@ struct IndexUpdate {
                 DocumentText now;
                 now.read(folder + "/" + f.name);
                 same = now.file.hash == was->hash && now.file.fault == was->fault && now.file.time == f.time;
-                touched = true;
+                touched |= same && was->fault == Index::FINE;
             }
             if (!same) {
                 fresh.push_back(&f);
@@ -253,12 +265,37 @@ struct IndexUpdate {
             times[it->second] = f.time, unchanged++;
             left_out.add(was->fault, f.name, 0);
         }
-        if (old && fresh.empty() && !touched && unchanged == times.size()) return false;
+        if (old && !touched && only_faults(*old, times, fresh)) return false;
         remove_abandoned();
-        IndexBuilder builder(path, maker);
+        // A name of its own: programs in two containers that share a cache may have the same pid.
+        std::random_device random;
+        const std::string made = path + format(".tmp%08x%08x", random(), random());
+        IndexBuilder builder(made, maker);
         if (old) builder.take_over(*old, times);
         add_fresh(builder, fresh);
         builder.finish();
+        if (rename(made.c_str(), path.c_str()) != 0) {
+            const int fault = errno;
+            unlink(made.c_str());
+            DIE("%s: %s", path.c_str(), strerror(fault));
+        }
+        return true;
+    }
+
+    // Whether all that is new or gone are files that cannot be used, such as a database that is written to all the
+    // time: the index stays as it is.
+    bool only_faults(const Index& old, const std::vector<std::optional<int64_t>>& times,
+                     const std::vector<const DocumentFile*>& fresh) {
+        for (uint64_t i = 0; i < times.size(); i++)
+            if (!times[i] && old.file_at(i).fault == Index::FINE) return false;
+        LeftOut all = left_out;
+        for (const DocumentFile* f : fresh) {
+            DocumentText now;
+            now.read(folder + "/" + f->name);
+            if (now.file.fault == Index::FINE) return false;
+            all.add(now.file.fault, f->name, now.fault_at);
+        }
+        read = fresh.size(), left_out = all;
         return true;
     }
 
@@ -339,15 +376,15 @@ struct IndexUpdate {
         begin_files(batch.size());
     }
 
-    // What programs left behind that were ended while they wrote this index.
+    // What programs left behind that were ended while they wrote this index: what has not been written to for a day.
     void remove_abandoned() const {
-        const size_t slash = path.rfind('/') + 1;
-        const std::string where = path.substr(0, slash), start = path.substr(slash) + ".tmp";
+        const std::string where = path.substr(0, path.rfind('/') + 1);
         const std::unique_ptr<DIR, int (*)(DIR*)> entries(opendir(where.empty() ? "." : where.c_str()), closedir);
         while (const dirent* entry = entries ? readdir(entries.get()) : nullptr) {
-            const std::string name = entry->d_name;
-            const int pid = name.compare(0, start.size(), start) == 0 ? atoi(name.c_str() + start.size()) : 0;
-            if (pid > 0 && kill(pid, 0) != 0 && errno == ESRCH) unlink((where + name).c_str());
+            const std::string file = where + entry->d_name;
+            struct stat st;
+            if (file == path || !is_of_index(file, path) || lstat(file.c_str(), &st) != 0) continue;
+            if (S_ISREG(st.st_mode) && st.st_mtime < time(nullptr) - 24 * 3600) unlink(file.c_str());
         }
     }
 };
@@ -374,7 +411,7 @@ inline std::string real_path(const std::string& path) {
 
 struct DocumentOptions {
     std::string docs, index; // a file or a folder; "": the default place
-    size_t passages = 4;     // for a question, at most
+    size_t passages = 0;     // for a question, at most; 0: four
 };
 
 // A passage that was found.
@@ -387,7 +424,8 @@ struct Source {
 struct Documents {
     const DocumentOptions options;
 
-    Documents(const DocumentOptions& o, const Tell& tell) : options(o), jieba(find_jieba()) {
+    Documents(const DocumentOptions& o, const Tell& tell)
+        : options{o.docs, o.index, o.passages ? o.passages : 4}, jieba(find_jieba()) {
         const double start = seconds();
         const std::string root = real_path(o.docs);
         const uint64_t sizes[] = {WORD_RULES, PASSAGES.most, PASSAGES.least, PASSAGES.overlap, PASSAGES.title};
@@ -408,6 +446,7 @@ struct Documents {
     }
 
     // The best passages for a question. One that has no word of its own ("Why?") is looked up as the one before it.
+    // Throws IndexFault if the postings are damaged.
     std::vector<Source> find(std::string_view question, std::string_view before = "") const {
         WordCounts words;
         for (std::string_view asked : {question, before}) {
@@ -428,12 +467,12 @@ struct Documents {
         return found;
     }
 
-    // Names what answers depend on: all files, in whatever order, and how much of them is shown.
+    // Names what answers depend on: all files that are used, in whatever order, and how much of them is shown.
     uint64_t hash() const {
         uint64_t sum = index->header().made_by + options.passages;
         for (uint64_t i = 0; i < index->header().files; i++) {
             const DocumentIndex::File& f = index->file_at(i);
-            sum += fnv1a(index->name_of(f), f.hash);
+            if (f.fault == DocumentIndex::FINE) sum += fnv1a(index->name_of(f), f.hash);
         }
         return sum;
     }
@@ -467,7 +506,8 @@ inline bool is_chinese(std::string_view text) {
 }
 
 // The question with the passages before it, as many of the best as fit into `room`, by measure(text); one that is too
-// long is cut, and is the last. Those that do not fit are taken from `sources`. Text of a passage is never more than
+// long is cut, and is the last. Those that do not fit are taken from `sources`. Where nothing fits the question stays
+// as it is: an instruction must not be what makes a prompt too long. Text of a passage is never more than
 // text for the tokenizer; but a model may obey it: only documents that one trusts should be given.
 template <class Measure>
 std::string grounded(const std::string& question, std::vector<Source>& sources, size_t room, Measure measure) {
@@ -481,7 +521,8 @@ std::string grounded(const std::string& question, std::vector<Source>& sources, 
     const std::string last = (chinese ? "问题：" : "Question: ") + question;
     if (sources.empty()) text += chinese ? "（没有找到相关段落。）\n\n" : "(No passage was found.)\n\n";
     const size_t used = measure(text + last);
-    size_t left = room - std::min(room, used), n = 0;
+    if (used > room) return sources.clear(), question;
+    size_t left = room - used, n = 0;
     for (bool whole = true; n < sources.size() && whole; n++) {
         Source& s = sources[n];
         const std::string head = format("[%zu] %s\n", n + 1, name_of(s).c_str());
@@ -496,8 +537,9 @@ std::string grounded(const std::string& question, std::vector<Source>& sources, 
         if (size > left) break;
         text += head + s.text + "\n\n", left -= size;
     }
+    const bool none_fits = n == 0 && !sources.empty();
     sources.resize(n, Source{});
-    return text + last;
+    return none_fits ? question : text + last;
 }
 
 inline void write_sources(sj::Writer& w, const std::vector<Source>& sources) { // a member of an object
@@ -527,7 +569,8 @@ std::vector<Source> add_passages(const Documents& documents, std::vector<Message
     for (;;) {
         last->content = grounded(question, sources, room, measure);
         const size_t all = rendered(messages); // seldom more than the sum of its parts
-        if (all <= most || sources.empty()) return sources;
+        if (all <= most) return sources;
+        if (room == 0) return last->content = question, std::vector<Source>();
         room -= std::min(room, all - most);
     }
 }

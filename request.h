@@ -220,7 +220,12 @@ inline std::vector<Source> add_passages(const Service& service, std::vector<Mess
     auto rendered = [&](const std::vector<Message>& m) { return render_chat(tokenizer, m, o.chat, tools).size(); };
     auto measure = [&](std::string_view s) { return tokenizer.encode(s, false).size(); };
     const size_t context = (size_t)service.context;
-    return add_passages(*service.documents, messages, context - std::min(context, room), rendered, measure);
+    try {
+        return add_passages(*service.documents, messages, context - std::min(context, room), rendered, measure);
+    } catch (const IndexFault& e) { // no fault of the request; its path is no matter of the client's
+        print_error("serve", e.what());
+        throw Refusal(500, "the index of the documents is damaged");
+    }
 }
 
 // `ask`: gets the sources, if it wants passages of the documents.

@@ -19,7 +19,8 @@
 // common one (idf); the second time a word stands there says less than the first (k1 = 1.2); a long passage has more of
 // every word, and is held back for it (b = 0.75). The 1 in the logarithm is Lucene's: no word counts against a passage.
 //
-// The index is a file that is mapped: to open it takes no time, and a question touches what it needs. Little-endian:
+// The index is a file that is mapped: to open it takes milliseconds, and a question touches what it needs.
+// Little-endian:
 //   Header                     counts and sizes; all else follows without a gap
 //   char    text[]             of all passages, one after another
 //   u8      postings[]         of each word pairs of numbers: how many passages on from the last one, how often; each
@@ -29,7 +30,9 @@
 //   Passage passage[passages]  where its text is, and of which file
 //   Word    word[words]        sorted by the 64-bit hash that stands for a word; where its postings are
 //   u32     length[passages]   in words
-// It is not trusted: sizes are checked when it is opened, every offset where it is used.
+// It is not trusted: sizes, files, passages and words are checked when it is opened, postings where they are read, and
+// every offset once more where it is used. It must not be changed in place while it is used: to cut it short ends the
+// program.
 //
 // Words: what jieba makes of Chinese; runs of letters and digits of other scripts in lower case, English without
 // plural; of identifiers also the parts (cudaMemcpyAsync: cuda, memcpy, async); pairs of kana and Hangul. A question is
@@ -171,6 +174,11 @@ inline WordCounts question_words(const Jieba& jieba, std::string_view question) 
 
 // ==================================================================================================== 2 The index
 
+// An index that cannot be used. The message names the file.
+struct IndexFault : Error {
+    using Error::Error;
+};
+
 struct DocumentIndex {
     struct Header {
         char magic[8];    // "qwen3idx"
@@ -180,7 +188,7 @@ struct DocumentIndex {
         uint64_t length;  // of all passages together, in words
     };
     // Why a file has no passage.
-    enum Fault : uint32_t { FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, FAULTS };
+    enum Fault : uint32_t { FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, TOO_MANY_LINES, FAULTS };
     struct File {
         uint64_t name, size;
         int64_t time; // of its last change, in ns
@@ -221,6 +229,7 @@ struct DocumentIndex {
         words = (const Word*)(file.data + section(h.words, sizeof(Word)));
         lengths = (const uint32_t*)(file.data + section(h.passages, 4));
         need(fits && at == file.size, "an index whose size is not what its header says");
+        check();
     }
 
     const Header& header() const { return h; }
@@ -299,7 +308,26 @@ struct DocumentIndex {
     const uint32_t* lengths;
 
     void need(bool good, const char* fault = "a damaged index") const {
-        if (!good) DIE("%s: %s", file.path.c_str(), fault);
+        if (!good) throw IndexFault(format("%s: %s", file.path.c_str(), fault));
+    }
+    // All but postings, in one pass: a fault is told at the start, and not by some question later on.
+    void check() const {
+        auto inside = [](uint64_t at, uint64_t n, uint64_t size) { return at <= size && n <= size - at; };
+        bool good = true;
+        for (uint64_t i = 0; i < h.files; i++) {
+            const File& f = files[i];
+            good &= inside(f.name, f.name_bytes, h.name_bytes) && inside(f.first, f.passages, h.passages) &&
+                    f.fault < FAULTS;
+        }
+        for (uint64_t i = 0; i < h.passages; i++) {
+            const Passage& p = passages[i];
+            good &= p.file < h.files && inside(p.text, p.bytes, h.text_bytes) &&
+                    inside(p.heading, p.heading_bytes, h.name_bytes);
+        }
+        for (uint64_t i = 0; i < h.words; i++)
+            good &= inside(words[i].postings, words[i].bytes, h.posting_bytes) &&
+                    (i == 0 || words[i - 1].hash < words[i].hash);
+        need(good);
     }
     std::string_view bytes(uint64_t section, uint64_t size, uint64_t at, uint64_t n) const {
         need(at <= size && n <= size - at);
@@ -347,19 +375,19 @@ struct IndexBuilder {
     }
     // The words of passages that were just added, the first of which is number `first`.
     void add_words(uint32_t first, const std::vector<WordCounts>& words) {
-        #pragma omp parallel for schedule(dynamic)
-        for (size_t s = 0; s < SHARDS; s++)
+        on_all_shards([&](size_t s) {
             for (size_t i = 0; i < words.size(); i++) {
                 const auto begin = words[i].begin(), end = words[i].end();
                 auto it = std::lower_bound(begin, end, std::pair(first_of(s), 0u));
                 for (; it != end && shard_of(it->first) == s; ++it) append(it->first, first + (uint32_t)i, it->second);
             }
+        });
     }
-    // Takes over the passages of those files of another index that have a time here. Before any others. Throws Error if
-    // it is damaged.
+    // Takes over the passages of those files of another index that have a time here. Before any others. Throws
+    // IndexFault if it is damaged.
     void take_over(const Index& old, const std::vector<std::optional<int64_t>>& times) {
         constexpr uint32_t GONE = UINT32_MAX, LONGEST_NAME = 1 << 14;
-        auto need = [&](bool good) { if (!good) DIE("%s: a damaged index", old.path().c_str()); };
+        auto need = [&](bool good) { if (!good) throw IndexFault(old.path() + ": a damaged index"); };
         std::vector<uint32_t> number(old.header().passages, GONE); // of its passages here
         uint64_t next = 0, text = 0; // passages and their text follow each other, so that nothing is written twice
         for (uint64_t i = 0; i < times.size(); i++) {
@@ -377,24 +405,16 @@ struct IndexBuilder {
                 add_passage(old.text_of(from), old.heading_of(from), from.line, old.length_at(p));
             }
         }
-        std::string fault; // (nothing may be thrown out of a parallel loop)
-        #pragma omp parallel for schedule(dynamic)
-        for (size_t s = 0; s < SHARDS; s++) {
-            try {
-                const uint64_t end = s + 1 == SHARDS ? old.header().words : old.lower_word(first_of(s + 1));
-                for (uint64_t w = old.lower_word(first_of(s)); w < end; w++) {
-                    const Index::Word& word = old.word_at(w);
-                    need(shard_of(word.hash) == s);
-                    old.each_posting(word, [&](uint32_t passage, uint32_t count) {
-                        if (number[passage] != GONE) append(word.hash, number[passage], count);
-                    });
-                }
-            } catch (const std::exception& e) {
-                #pragma omp critical
-                fault = e.what();
+        on_all_shards([&](size_t s) {
+            const uint64_t end = s + 1 == SHARDS ? old.header().words : old.lower_word(first_of(s + 1));
+            for (uint64_t w = old.lower_word(first_of(s)); w < end; w++) {
+                const Index::Word& word = old.word_at(w);
+                need(shard_of(word.hash) == s);
+                old.each_posting(word, [&](uint32_t passage, uint32_t count) {
+                    if (number[passage] != GONE) append(word.hash, number[passage], count);
+                });
             }
-        }
-        if (!fault.empty()) DIE("%s", fault.c_str());
+        });
     }
 
     // Writes what was waiting, and gives the file its name.
@@ -425,6 +445,20 @@ struct IndexBuilder {
         if (fseek(out.file, 0, SEEK_SET) != 0) DIE("%s: %s", out.path.c_str(), strerror(errno));
         out.write(&h, sizeof h);
         out.commit();
+    }
+    // Calls f(shard) for all of them on all threads. Nothing may be thrown out of a parallel loop: a fault waits.
+    template <class F> static void on_all_shards(F f) {
+        std::exception_ptr fault;
+        #pragma omp parallel for schedule(dynamic)
+        for (size_t s = 0; s < SHARDS; s++) {
+            try {
+                f(s);
+            } catch (...) { // Error, or bad_alloc
+                #pragma omp critical
+                fault = std::current_exception();
+            }
+        }
+        if (fault) std::rethrow_exception(fault);
     }
     size_t count() const { return passages.size(); }
     uint64_t text_bytes() const { return h.text_bytes; }

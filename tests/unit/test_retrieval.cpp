@@ -204,6 +204,43 @@ TEST_CASE("index: a damaged one is one line of error, and never more") {
     CHECK(attempt() == "fine");
 }
 
+TEST_CASE("documents: damage in files, passages and words is found at the start, in postings by the question") {
+    Library library;
+    for (int i = 0; i < 9; i++) library.put(format("%d.md", i), format("# T\n\nwarp word%d", i));
+    library.open();
+    const std::string good = read_file(library.index);
+    using Index = DocumentIndex;
+    const Index::Header h = Index(library.index).header();
+    const size_t lengths = good.size() - 4 * h.passages, words = lengths - sizeof(Index::Word) * h.words;
+    const size_t passages = words - sizeof(Index::Passage) * h.passages;
+    const size_t files = passages - sizeof(Index::File) * h.files;
+    auto found = [&](size_t at) {
+        INFO(at);
+        std::string bad = good;
+        bad.replace(at, 4, "\xff\xff\xff\xff");
+        write_file(library.index, bad);
+        CHECK_THROWS_AS(Index(library.index), IndexFault);
+        CHECK(library.open().find("warp").size() == 4);
+        CHECK(library.says("a damaged index; it is made anew"));
+        CHECK(read_file(library.index) == good);
+    };
+    found(passages + sizeof(Index::Passage) * 3 + offsetof(Index::Passage, file));
+    found(passages + sizeof(Index::Passage) * 3 + offsetof(Index::Passage, bytes));
+    found(passages + sizeof(Index::Passage) * 8 + offsetof(Index::Passage, heading_bytes));
+    found(passages + sizeof(Index::Passage) * 8 + offsetof(Index::Passage, text) + 4);
+    found(files + sizeof(Index::File) * 2 + offsetof(Index::File, fault));
+    found(files + sizeof(Index::File) * 2 + offsetof(Index::File, passages));
+    found(files + offsetof(Index::File, name));
+    found(words + sizeof(Index::Word) * 2 + offsetof(Index::Word, postings));
+    found(words + sizeof(Index::Word) * 2 + offsetof(Index::Word, bytes));
+    found(words + offsetof(Index::Word, hash) + 4); // no longer sorted
+    std::string bad = good;
+    bad.replace(sizeof h + h.text_bytes, h.posting_bytes, std::string(h.posting_bytes, '\x7f'));
+    write_file(library.index, bad);
+    const Documents docs = library.open();
+    CHECK_THROWS_AS(docs.find("warp"), IndexFault);
+}
+
 TEST_CASE("documents: an index of another version, cut short or of other rules is made anew; another's file is not touched") {
     Library library;
     library.put("a.md", "# A\n\nwarp");
@@ -267,6 +304,41 @@ TEST_CASE("documents: passages have their file, line and headings; long code is 
     CHECK(count_characters(line[0].text) <= PASSAGES.most);
     CHECK(line[0].text.compare(0, 9, "int line_") == 0); // whole lines
     CHECK(line[0].line == 4 + (uint32_t)atoi(line[0].text.c_str() + 9));
+}
+
+TEST_CASE("documents: long code takes time by its length; a file of too many lines is left out") {
+    std::string fence = "```\n";
+    while (fence.size() < 20'000'000) fence += "int line = 0; // 线程束\n";
+    Library library;
+    for (const bool lines : {true, false}) {
+        if (!lines) std::replace(fence.begin() + 4, fence.end(), '\n', ' ');
+        DocumentText text;
+        text.text = fence + "\n```\n";
+        const double start = seconds();
+        text.cut();
+        CHECK(seconds() - start < 10); // it takes a tenth of one; it took many minutes
+        CHECK(text.chunks.size() > 12000);
+        size_t at = 0;
+        for (auto& c : text.chunks) {
+            REQUIRE(c.begin == at);
+            REQUIRE(count_characters(std::string_view(text.text).substr(at, c.end - at)) <= PASSAGES.most);
+            at = c.end;
+        }
+        CHECK(at == text.text.size());
+    }
+    library.put("good.md", "warp");
+    library.put("lines.txt", "warp" + std::string(DocumentText::MOST_LINES + 1, '\n'));
+    library.put("most.txt", "warp" + std::string(1000, '\n'));
+    CHECK(library.open().find("warp").size() == 2);
+    CHECK(library.says("left out: 1 of more than 16,777,216 lines: lines.txt"));
+    library.open();
+    CHECK(library.number(" read") == 0);
+}
+
+TEST_CASE("index: what is thrown while words are added reaches the caller") {
+    Scratch scratch;
+    IndexBuilder builder(scratch / "i", 1);
+    CHECK_THROWS_AS(builder.on_all_shards([](size_t s) { if (s % 3 == 0) throw std::bad_alloc(); }), std::bad_alloc);
 }
 
 TEST_CASE("documents: only what changed is read again, and the answers are those of a new index") {
@@ -347,6 +419,45 @@ TEST_CASE("documents: binary files, broken encodings, unreadable files and links
     }
 }
 
+TEST_CASE("documents: files that cannot be used do not have the index written anew, whatever becomes of them") {
+    Library library;
+    library.put("good.md", "warp");
+    library.put("data.db", std::string(100, '\0'));
+    const uint64_t hash = library.open().hash();
+    const auto written = fs::last_write_time(library.index);
+    auto kept = [&](size_t read, const char* told) {
+        INFO(library.all());
+        CHECK(library.open().hash() == hash);
+        CHECK(library.number(" read") == read);
+        CHECK(library.says(told));
+        CHECK(!library.says(" written"));
+        CHECK(fs::last_write_time(library.index) == written);
+    };
+    const timeval times[2] = {{1, 0}, {1, 0}};
+    REQUIRE(utimes((library.folder + "/data.db").c_str(), times) == 0);
+    kept(0, "left out: 1 binary");
+    library.put("data.db", std::string(200, '\0'));
+    kept(1, "left out: 1 binary");
+    library.put("other.db", std::string(10, '\0')), library.put("gb.txt", "\xcf\xdf\xb3\xcc");
+    kept(3, "left out: 2 binary (pdftotext -layout makes a text of a PDF): data.db; 1 no UTF-8");
+    fs::remove(library.folder + "/data.db");
+    kept(2, "left out: 1 binary (pdftotext -layout makes a text of a PDF): other.db");
+    if (geteuid() != 0) {
+        library.put("secret.md", "warp");
+        chmod((library.folder + "/secret.md").c_str(), 0);
+        kept(3, "1 cannot be read: secret.md");
+        chmod((library.folder + "/secret.md").c_str(), 0644);
+    } else {
+        library.put("secret.md", "warp");
+    }
+    CHECK(library.open().find("warp").size() == 2);
+    CHECK(library.says(" written"));
+    CHECK(library.number(" read") == 3);
+    library.put("good.md", std::string(4, '\0')); // what was used no longer is
+    CHECK(library.open().find("warp").size() == 1);
+    CHECK(library.says("left out: 2 binary"));
+}
+
 TEST_CASE("documents: what cannot be indexed at all is one line") {
     Library library;
     CHECK(library.fault(library.folder) == library.folder + ": no text in it");
@@ -409,19 +520,48 @@ TEST_CASE("documents: an index in the folder is no document; what an ended progr
         Documents({library.folder, index, 4}, [&](const std::string& line) { library.told.push_back(line); });
     };
     open();
-    const Process ended("/bin/true", {});
-    int status;
-    waitpid(ended.pid, &status, 0);
-    const std::string abandoned = index + format(".tmp%d", (int)ended.pid), alive = index + format(".tmp%d", (int)getppid());
-    write_file(abandoned, "half"), write_file(alive, "half");
+    // One of today may be at work, in whatever container; a user's own file is left alone, however old.
+    const std::string abandoned = index + ".tmp12345", old = index + ".tmp0123456789abcdef.tmp7";
+    const std::string alive = index + ".tmpfedcba9876543210.tmp7", other = index + ".tmpl";
+    const timeval days[2] = {{time(nullptr) - 100'000, 0}, {time(nullptr) - 100'000, 0}};
+    for (auto& file : {abandoned, old, alive, other}) write_file(file, std::string(4, '\0'));
+    for (auto& file : {abandoned, old, other}) REQUIRE(utimes(file.c_str(), days) == 0);
     open();
-    CHECK(library.number(" read") == 0);
+    CHECK(library.number(" read") == 1); // the user's
+    CHECK(library.says("left out: 1 binary (pdftotext -layout makes a text of a PDF): my.index.tmpl"));
     library.put("b.md", "lane");
     open();
-    CHECK(library.number(" read") == 1);
-    CHECK(!library.says("left out"));
     CHECK(!fs::exists(abandoned));
+    CHECK(!fs::exists(old));
     CHECK(fs::exists(alive));
+    CHECK(fs::exists(other));
+    size_t left = 0; // of this program's own
+    for (auto& entry : fs::directory_iterator(library.folder))
+        left += entry.path().string().find(".tmp") != std::string::npos;
+    CHECK(left == 2);
+    library.put("my.index.md", "bank"), library.put("my.index.tmpl", "tensor"); // these are
+    open();
+    CHECK(library.number(" read") == 2);
+    CHECK(library.number(" unchanged") == 2);
+    CHECK(!library.says("left out"));
+}
+
+TEST_CASE("documents: two programs of one pid write the same index at the same time") {
+    Library library;
+    for (int i = 0; i < 200; i++) library.put(format("%d.md", i), "warp " + std::string(5000, 'x'));
+    std::atomic<size_t> found{0};
+    std::vector<std::thread> programs; // threads have one pid, as the first programs of two containers do
+    for (int i = 0; i < 4; i++)
+        programs.emplace_back([&] {
+            try {
+                found += Documents({library.folder, library.index, 4}, [](auto&) {}).find("warp").size();
+            } catch (const Error& e) {
+                MESSAGE(e.what());
+            }
+        });
+    for (auto& p : programs) p.join();
+    CHECK(found == 16);
+    CHECK(std::distance(fs::directory_iterator(library.scratch / "."), fs::directory_iterator()) == 2);
 }
 
 TEST_CASE("documents: the index lies in the cache folder; nothing is written into the documents") {
@@ -471,12 +611,15 @@ TEST_CASE("prompts: in the question's language, passages numbered, within the ro
     CHECK(chinese.find("文档中没有提到") != chinese.npos);
     CHECK(chinese.substr(chinese.size() - 30) == "问题：什么是线程束？");
     some = sources;
-    const size_t least = grounded("What is a warp?", some, 0, measure).size();
+    const std::string question = "What is a warp?";
+    CHECK(grounded(question, some, 0, measure) == question);
     CHECK(some.empty());
+    CHECK(grounded(question, some, 100, measure) == question); // nothing was found, and to say so does not fit
     for (size_t room = 0; room < all.size() + 50; room += 3) {
         some = sources;
         const std::string text = grounded("What is a warp?", some, room, measure);
-        CHECK(text.size() <= std::max(room, least));
+        CHECK(text.size() <= std::max(room, question.size()));
+        CHECK((text == question) == some.empty());
         std::string valid;
         utf8_repair(valid, text, true);
         CHECK(valid == text); // cut between characters
@@ -488,6 +631,27 @@ TEST_CASE("prompts: in the question's language, passages numbered, within the ro
     }
     some.clear();
     CHECK(grounded("What?", some, 10000, measure).find("(No passage was found.)") != std::string::npos);
+}
+
+TEST_CASE("prompts: a conversation that fits without passages fits with them, whatever is left for them") {
+    Library library;
+    library.put("a.md", "# Warps\n\nA warp has lanes." + std::string(900, 'z'));
+    const Documents docs = library.open();
+    auto measure = [](std::string_view s) { return s.size(); };
+    auto rendered = [](const std::vector<Message>& all) {
+        size_t size = 10;
+        for (auto& m : all) size += m.content.size() + (m.content.size() > 400 ? 7 : 0); // more than its parts
+        return size;
+    };
+    for (const std::string question : {"What is a warp?", "What is unheard-of?"})
+        for (size_t most = 0; most < 1500; most += 7) {
+            std::vector<Message> messages = {{"system", "Be brief."}, {"user", question}};
+            const size_t plain = rendered(messages);
+            const std::vector<Source> sources = add_passages(docs, messages, most, rendered, measure);
+            CHECK(rendered(messages) <= std::max(most, plain));
+            if (most < plain + 200) CHECK(messages[1].content == question);
+            if (most > 1300) CHECK(sources.size() == (question == "What is a warp?"));
+        }
 }
 
 TEST_CASE("prompts: a question without a word of its own is looked up as the one before it") {
@@ -564,6 +728,19 @@ TEST_CASE("qwen3 --docs: an answer, a chat and an evaluation with passages, and 
     CHECK(Json(made[0])["question"].str() == "What are banks?");
     CHECK(Json(made[0])["sources"][(size_t)0]["file"].str() == "b.md");
     CHECK(!Json(made[1])["sources"]);
+    // A row's tools are in its prompt: passages take no more than they leave.
+    const std::string tool = "{\"type\": \"function\", \"function\": {\"name\": \"f\", \"description\": \"" +
+                             std::string(60, 'd') + "\", \"parameters\": {}}}";
+    write_file(library.scratch / "tools.jsonl",
+               "{\"messages\": [{\"role\": \"user\", \"content\": \"What are banks?\"}, "
+               "{\"role\": \"assistant\", \"content\": \"Parts.\"}], \"tools\": [" + tool + "]}\n");
+    for (const char* context : {"400", "700"}) { // 350 tokens without a passage, 490 with one
+        const std::string to = library.scratch / format("tools%s", context);
+        CHECK(run(with({"--eval", library.scratch / "tools.jsonl", "-o", to, "-c", context})).status == 0);
+        const Json row(read_file(to));
+        CHECK(!row["error"]);
+        CHECK((bool)row["sources"] == (std::string_view(context) == "700"));
+    }
     // A half evaluation goes on with the same documents only.
     const std::string half = library.scratch / "half.jsonl";
     fs::copy(out, half + ".partial");
@@ -583,8 +760,18 @@ TEST_CASE("qwen3 --docs: what is wrong is one line") {
     refused({"-i", "a", "--docs", library.folder, "--index", library.index}, "no text in it");
     refused({"-i", "a", "--docs", library.folder + "/none"}, "No such file or directory");
     refused({"-i", "a", "--index", library.index}, "--index is for --docs");
+    refused({"-i", "a", "--passages", "4"}, "--passages is for --docs");
     refused({"--raw", "-i", "a", "--docs", library.folder}, "--docs is for questions");
     refused({"--ids", "1", "--docs", library.folder}, "--docs is for questions");
     refused({"-i", "a", "--docs", ""}, "--docs needs a value");
     refused({"-i", "a", "--docs", library.folder, "--passages", "0"}, "--passages");
+    // --tools goes with a chat only, and is refused before anything is loaded: neither the model is there nor a row.
+    auto no_tools = [](Strings more) {
+        more.insert(more.end(), {"--tools", "/absent/tools"});
+        more.insert(more.begin(), "/absent/model");
+        check_refusal(Process(qwen3(), more).wait(), "qwen3", "--tools is for a chat");
+    };
+    no_tools({"-i", "a"}), no_tools({"--ids", "1"}), no_tools({"--ppl", "a"}), no_tools({"--bench"});
+    no_tools({"--eval", "a", "-o", "b"}), no_tools({"--embed", "-i", "a"});
+    no_tools({"--rerank", "-i", "a", "--texts", "b"});
 }
