@@ -988,7 +988,7 @@ TEST_CASE("HTTP: batches outlive the server, however it ends; one can be cancell
     CHECK(seconds() - start < 5);
     for (size_t done = 0; done < 3; usleep(5000)) {
         const Json now(office.call("GET", "/v1/batches/" + behind).body);
-        REQUIRE(now["status"].str() == "in_progress");
+        REQUIRE(now["status"].str() != "completed"); // (it may still be validating)
         done = (size_t)now["request_counts"]["completed"].number();
     }
     auto end_server = [](Served& s) { kill(s.pid, SIGTERM), waitpid(s.pid, nullptr, 0), s.pid = 0; };
