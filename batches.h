@@ -235,8 +235,7 @@ class Filing {
         if (chmod(folder.c_str(), 0700)) DIE("%s: %s", folder.c_str(), strerror(errno));
     }
     void read_folder(Owner& o) {
-        struct Closer { void operator()(DIR* d) const { closedir(d); } };
-        const std::unique_ptr<DIR, Closer> dir(opendir(o.folder.c_str()));
+        const std::unique_ptr<DIR, int (*)(DIR*)> dir(opendir(o.folder.c_str()), closedir);
         if (!dir) DIE("%s: %s", o.folder.c_str(), strerror(errno));
         std::vector<std::string> names;
         while (const dirent* entry = readdir(dir.get())) names.push_back(entry->d_name);
@@ -301,7 +300,8 @@ class Filing {
         if (limit) {
             char* end;
             const long n = strtol(limit->c_str(), &end, 10);
-            if (!isdigit((unsigned char)(*limit)[0]) || *end || n < 1 || n > 10'000) throw Refusal(400, "limit must be an integer from 1 to 10000", "limit");
+            if (!isdigit((unsigned char)(*limit)[0]) || *end || n < 1 || n > 10'000)
+                throw Refusal(400, "limit must be an integer from 1 to 10000", "limit");
             most = (size_t)n;
         }
         std::lock_guard guard(mutex);
@@ -333,8 +333,7 @@ class Filing {
         for (auto& part : parts)
             if (part.name == "file") file = &part;
             else if (part.name == "purpose") purpose = part.bytes;
-            else throw Refusal(400, format("%s is not supported", in_quotes(part.name).c_str()),
-                               part.name.size() > 64 ? "" : part.name);
+            else refuse_name(part.name);
         if (!file) throw Refusal(400, "file is missing", "file");
         if (purpose != "batch") throw Refusal(400, "purpose: only \"batch\" is supported", "purpose");
         if (file->bytes.empty()) throw Refusal(400, "file is empty", "file");
@@ -391,8 +390,7 @@ class Filing {
         for (auto& [name, value] : f.all)
             if (name != "input_file_id" && name != "endpoint" && name != "completion_window" && name != "metadata" &&
                 !value.is(sj::Null))
-                throw Refusal(400, format("%s is not supported", in_quotes(name).c_str()),
-                              name.size() > 64 ? "" : name);
+                refuse_name(name);
         const std::string input = f.text("input_file_id"), endpoint = f.text("endpoint");
         if (f.text("completion_window") != "24h")
             throw Refusal(400, "completion_window must be 24h", "completion_window");

@@ -31,8 +31,7 @@ inline void refuse_unknown(const Fields& f, FieldList known) {
     for (auto& [key, value] : f.all) {
         auto is = [&key = key](const char* name) { return key == name; };
         if (value.is(sj::Null) || std::any_of(known.begin(), known.end(), is)) continue;
-        if (std::none_of(std::begin(SHARED_FIELDS), std::end(SHARED_FIELDS), is))
-            throw Refusal(400, format("%s is not supported", in_quotes(key).c_str()), key.size() > 64 ? "" : key);
+        if (std::none_of(std::begin(SHARED_FIELDS), std::end(SHARED_FIELDS), is)) refuse_name(key);
     }
 }
 
@@ -634,24 +633,21 @@ struct Asked {
     std::unique_ptr<Answer> answer;
 };
 inline Asked read_asked(const Service& service, const std::string& path, std::string_view body, uint64_t salt) {
-    Asked a;
-    const bool chat_or_text = path == CHAT || path == COMPLETION, vectors = path == EMBEDDINGS;
-    if (!vectors && !is_ranking(path) && !service.generates)
+    auto as_it_is = [&](Ask&& ask) {
+        auto answer = std::make_unique<Answer>(service, ask);
+        return Asked{std::move(ask), std::move(answer)};
+    };
+    const bool texts = path == EMBEDDINGS || is_ranking(path);
+    if (!texts && !service.generates)
         throw Refusal(400, "this server makes no text (serve --task generate)", "model");
-    if (chat_or_text) {
-        a.ask = read_ask(service, body, path == CHAT, salt);
-        a.answer = std::make_unique<Answer>(service, a.ask);
-        return a;
-    }
+    if (path == CHAT || path == COMPLETION) return as_it_is(read_ask(service, body, path == CHAT, salt));
     sj::Doc doc;
     const Fields f(parse_body(doc, body));
-    if (vectors || is_ranking(path)) {
-        a.ask = vectors ? read_embeddings(service, f, salt) : read_ranking(service, f, salt);
-        a.answer = std::make_unique<Answer>(service, a.ask);
-        return a;
-    }
+    if (texts) return as_it_is(path == EMBEDDINGS ? read_embeddings(service, f, salt) : read_ranking(service, f, salt));
+
     const bool response = path == RESPONSES;
     const std::string chat = response ? chat_of_response(f) : chat_of_message(f, false);
+    Asked a;
     a.ask = renamed(response ? RESPONSE_NAMES : MESSAGE_NAMES, [&] { return read_ask(service, chat, true, salt); });
     a.ask.id = (response ? "resp_" : "msg_") + a.ask.id.substr(a.ask.id.find('-') + 1);
     if (response) a.answer = std::make_unique<ResponseAnswer>(service, a.ask, f);

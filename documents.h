@@ -200,8 +200,10 @@ struct IndexUpdate {
     LeftOut left_out{};
     std::string folder{}; // that names of files are below
 
-    // Whether the index had to be written.
-    bool run() {
+    bool written = false; // the index, since something changed
+
+    // The index, up to date.
+    std::unique_ptr<Index> run() {
         struct stat st;
         if (stat(root.c_str(), &st) != 0) DIE("%s: %s", root.c_str(), strerror(errno));
         std::vector<DocumentFile> files;
@@ -213,15 +215,16 @@ struct IndexUpdate {
             folder = root;
             files = list_files(root, path, tell);
         }
-        const std::unique_ptr<Index> old = open_old();
+        std::unique_ptr<Index> index = open_old();
         try {
-            return update(files, old.get());
+            written = update(files, index.get());
         } catch (const IndexFault& e) {
-            if (!old) throw;
+            if (!index) throw;
             tell(std::string(e.what()) + "; it is made anew");
             read = unchanged = 0, left_out = {};
-            return update(files, nullptr);
+            written = update(files, nullptr);
         }
+        return written ? std::make_unique<Index>(path) : std::move(index);
     }
 
   private:
@@ -432,16 +435,15 @@ struct Documents {
         const MappedFile dictionary(find_jieba());
         const std::string path = o.index.empty() ? default_index(root) : beside_its_folder(o.index);
         IndexUpdate update{root, path, jieba, tell, fnv1a(sizes, sizeof sizes, fnv1a(dictionary.text()))};
-        const bool written = update.run();
+        index = update.run();
         const std::string left_out = update.left_out.text();
-        index = std::make_unique<DocumentIndex>(path);
         const DocumentIndex::Header& h = index->header();
         if (h.passages == 0)
             DIE("%s: no text in it%s%s", o.docs.c_str(), left_out.empty() ? "" : "; ", left_out.c_str());
         if (!left_out.empty()) tell(o.docs + ": " + left_out);
         const std::string all = counted(h.passages, "passage") + " of " + counted(h.files, "file");
         tell(format("%s: %s (%.1f MB), %zu read and %zu unchanged; index %s%s, %.3f s", o.docs.c_str(), all.c_str(),
-                    (double)h.text_bytes / 1e6, update.read, update.unchanged, path.c_str(), written ? " written" : "",
+                    (double)h.text_bytes / 1e6, update.read, update.unchanged, path.c_str(), update.written ? " written" : "",
                     seconds() - start));
     }
 

@@ -16,11 +16,9 @@ struct Pooled {
 // ------------------------------------------------------------------------------------------------------ the way in
 
 // Fields that are taken with these values only: else the answer would be another than asked.
-inline void refuse_of_pooled(const Fields& f, std::initializer_list<std::pair<const char*, const char*>> only) {
-    for (auto [name, value] : only)
-        if (f[name] && !*value) throw Refusal(400, format("%s is not supported", name), name);
-        else if (f[name] && sj::dump(f[name]) != value)
-            throw Refusal(400, format("%s: only %s is supported", name, value), name);
+inline void refuse_of_pooled(const Fields& f, const std::vector<std::pair<const char*, Values>>& only) {
+    for (auto& [name, values] : only)
+        if (f[name]) refuse_value(name, f[name], values);
 }
 
 // truncate_prompt_tokens and truncation_side: the ids that stay of a text, its first or its last.
@@ -40,8 +38,7 @@ inline Cut cut_from_json(const Service& service, const Fields& f) {
 
 // The request as a whole, but for its jobs.
 inline Ask pooled_ask(const Service& service, const Fields& f, const char* prefix, std::shared_ptr<Pooled> how) {
-    if (const std::string model = f.text("model"); !model.empty() && model != service.name)
-        throw Refusal(404, "no such model; /v1/models has the one that there is", "model", "model_not_found");
+    check_model(service, f);
     Ask ask;
     ask.chat = false;
     ask.id = prefix + request_name(f);
@@ -83,9 +80,9 @@ inline void add_pooled_jobs(const Fields& f, Ask& ask, std::vector<std::vector<i
 // POST /v1/embeddings
 inline Ask read_embeddings(const Service& service, const Fields& f, uint64_t salt) {
     if (!service.dimensions) throw Refusal(400, "this server makes no vectors (serve --task embed)", "model");
-    refuse_of_pooled(f, {{"messages", ""}, {"embed_dtype", "\"float32\""}, {"endianness", "\"little\""},
-                         {"normalize", "true"}, {"use_activation", "true"}, {"padding", "\"do_not_pad\""},
-                         {"chat_template", ""}, {"mm_processor_kwargs", ""}});
+    refuse_of_pooled(f, {{"messages", {}}, {"embed_dtype", {"\"float32\""}}, {"endianness", {"\"little\""}},
+                         {"normalize", {"true"}}, {"use_activation", {"true"}}, {"padding", {"\"do_not_pad\""}},
+                         {"chat_template", {}}, {"mm_processor_kwargs", {}}});
     auto how = std::make_shared<Pooled>();
     how->dimensions = (size_t)f.integer("dimensions", 1, service.dimensions, service.dimensions);
     const std::string encoding = f.text("encoding_format");
@@ -129,8 +126,8 @@ inline Ask read_embeddings(const Service& service, const Fields& f, uint64_t sal
 // POST /v1/rerank
 inline Ask read_ranking(const Service& service, const Fields& f, uint64_t salt) {
     if (!service.rerank) throw Refusal(400, "this server makes no rankings (serve --task rerank)", "model");
-    refuse_of_pooled(f, {{"use_activation", "true"}, {"mm_processor_kwargs", ""}, {"rank_fields", ""},
-                         {"max_chunks_per_doc", ""}});
+    refuse_of_pooled(f, {{"use_activation", {"true"}}, {"mm_processor_kwargs", {}}, {"rank_fields", {}},
+                         {"max_chunks_per_doc", {}}});
     auto how = std::make_shared<Pooled>();
     how->ranking = true, how->relevance = service.relevance;
     how->documents_too = f.boolean("return_documents", true);

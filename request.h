@@ -136,19 +136,27 @@ inline std::vector<int> ids_from_json(const Service& service, sj::Value list, co
 
 // ------------------------------------------------------------------------------------------------- what is refused
 
-// Refuses fields that have another value than those named here (with none: any). Empty lists and strings are as good as
-// absent.
+// Of a field that is in no document. (A long name is not repeated as the fault's param.)
+[[noreturn]] inline void refuse_name(const std::string& name) {
+    throw Refusal(400, format("%s is not supported", in_quotes(name).c_str()), name.size() > 64 ? "" : name);
+}
+
+// Refuses a field that has another value than those named here (with none: any).
 using Values = std::vector<const char*>;
+inline void refuse_value(const char* name, sj::Value v, const Values& values) {
+    const std::string given = sj::dump(v);
+    if (std::any_of(values.begin(), values.end(), [&](const char* value) { return given == value; })) return;
+    std::string known;
+    for (const char* value : values) known += (known.empty() ? "" : " or ") + std::string(value);
+    if (values.empty()) throw Refusal(400, format("%s is not supported", name), name);
+    throw Refusal(400, format("%s: only %s is supported", name, known.c_str()), name);
+}
+// The same of many. Empty lists and strings are as good as absent.
 inline void refuse_values(const Fields& f, const std::vector<std::pair<const char*, Values>>& only) {
     for (auto& [name, values] : only) {
         const sj::Value v = f[name];
-        if (!v || (v.is(sj::Array) && v.size() == 0) || (v.is(sj::String) && v.str().empty())) continue;
-        const std::string given = sj::dump(v);
-        if (std::any_of(values.begin(), values.end(), [&](const char* value) { return given == value; })) continue;
-        std::string known;
-        for (const char* value : values) known += (known.empty() ? "" : " or ") + std::string(value);
-        if (values.empty()) throw Refusal(400, format("%s is not supported", name), name);
-        throw Refusal(400, format("%s: only %s is supported", name, known.c_str()), name);
+        const bool empty = (v.is(sj::Array) && v.size() == 0) || (v.is(sj::String) && v.str().empty());
+        if (v && !empty) refuse_value(name, v, values);
     }
 }
 
@@ -525,10 +533,14 @@ inline std::string request_name(const Fields& f) {
     return name.empty() ? format("%016llx", (unsigned long long)random_bits()) : name;
 }
 
-// What is asked for as a whole.
-inline Ask ask_from_json(const Service& service, const Fields& f, bool chat) {
+inline void check_model(const Service& service, const Fields& f) {
     if (const std::string model = f.text("model"); !model.empty() && model != service.name)
         throw Refusal(404, "no such model; /v1/models has the one that there is", "model", "model_not_found");
+}
+
+// What is asked for as a whole.
+inline Ask ask_from_json(const Service& service, const Fields& f, bool chat) {
+    check_model(service, f);
     refuse_what_is_not_done(f);
     Ask ask;
     ask.chat = chat;

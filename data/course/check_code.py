@@ -69,7 +69,8 @@ def space(id):
 
 def for_cpu(code):
     """Launches of host code and dynamic shared memory, as emulate.h has them."""
-    code = re.sub(r"extern __shared__ ([\w ]+?) (\w+)\[\];", r"\1* \2 = (\1*)dynamic_shared;", code)
+    dynamic = r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];"
+    code = re.sub(dynamic, r"\1* const \2 = (\1*)dynamic_shared;", code)
     return re.sub(r"(\w+(?:<[\w, ]+>)?)<<<(.*?)>>>\((.*?)\);", r"start_kernel([&] { \1(\3); }, \2);", code, flags=re.S)
 
 
@@ -118,8 +119,7 @@ def note_code(file, function):
     for part in map("".join, parts):
         if not re.search("asm volatile|<<<|cudaGetDriver|cudaLaunch", part):
             kept += re.sub(r"#include.*\n|(?<=    )__device__ ", "", part)
-    dynamic = r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];"
-    return re.sub(dynamic, r"\1* const \2 = (\1*)shared_room;", kept)
+    return kept
 
 
 def main():

@@ -53,7 +53,7 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static uint3 threadIdx, blockIdx;
 static dim3 blockDim, gridDim;
-alignas(16) static char dynamic_shared[227 << 10];
+alignas(1024) static char dynamic_shared[227 << 10];
 constexpr int warpSize = 32;
 
 static bool backwards = false, stuck = false;

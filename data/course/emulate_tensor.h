@@ -64,8 +64,7 @@ static void wait_all_but(size_t last) {
 
 // ---- Hopper
 #define __grid_constant__
-static __align__(1024) unsigned char shared_room[1 << 18]; // the dynamic shared memory
-static size_t __cvta_generic_to_shared(const void* p) { return (size_t)((const unsigned char*)p - shared_room); }
+static size_t __cvta_generic_to_shared(const void* p) { return (size_t)((const char*)p - dynamic_shared); }
 struct CUtensorMap { const __nv_bfloat16* p; int rows, columns, box_rows; }; // boxes of 64 columns, swizzled
 struct Arrivals {
     int expected, missing, bytes = 0;
@@ -92,7 +91,7 @@ static void barrier_wait(uint64_t* b, uint32_t parity) {
 // The byte of element (r, c) in rows of 128 bytes: bits 4 to 6 of the address, exclusive-or bits 7 to 9.
 static unsigned char* swizzled_at(const void* tile, int r, int c) {
     const size_t linear = __cvta_generic_to_shared(tile) + (size_t)r * 128 + (size_t)c * 2;
-    return shared_room + (linear ^ (linear >> 7 & 7) << 4);
+    return (unsigned char*)dynamic_shared + (linear ^ (linear >> 7 & 7) << 4);
 }
 static void tma_load(void* to, const CUtensorMap& map, uint64_t* b, int column, int row) {
     std::memset(to, 0xff, (size_t)map.box_rows * 128);
