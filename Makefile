@@ -17,7 +17,7 @@ WARN      = -Wall -Wextra
 OPT       = -O3
 Q         = $(if $(V),,@)
 
-HEADERS   = $(wildcard *.h)
+HEADERS   = $(wildcard *.h server/*.h)
 BUILD     = build
 
 # ---- What there is. Only questions here; `info` says what was chosen.

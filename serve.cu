@@ -1451,9 +1451,9 @@ template <class T> struct Engine {
 };
 
 // ====================================================================================================== 4 API
-// https://platform.openai.com/docs/api-reference, with vLLM's additions. request.h has the way in; here is the way out.
-#include "request.h"
-#include "embed_api.h"
+// https://platform.openai.com/docs/api-reference, with vLLM's additions. server/request.h has the way in; here is the way out.
+#include "server/request.h"
+#include "server/embed_api.h"
 
 inline std::string error_json(int status, const std::string& message, const std::string& param = "",
                               const std::string& code = "") {
@@ -1727,7 +1727,7 @@ struct Answer {
     struct { size_t choice = 0, column = 0, token = 0; bool told = false; } place; // of what is told next
 };
 
-#include "dialects.h"
+#include "server/dialects.h"
 
 // ==================================================================================================== 5 Batch
 // OpenAI's Batch format: {"custom_id", "method", "url", "body"} a line in, {"id", "custom_id", "response", "error"} a
@@ -1989,7 +1989,7 @@ struct Batcher {
     }
 };
 
-#include "batches.h"
+#include "server/batches.h"
 
 #ifndef SERVE_NO_MAIN // (tests of the parts above need neither HTTP nor main)
 // ===================================================================================================== 6 HTTP
@@ -2199,7 +2199,7 @@ struct Peer {
     double probed = 0;            // when it was last asked whether it is there, since it will send nothing more
 };
 
-#include "openapi.h"
+#include "server/openapi.h"
 
 // The page to chat on: chat.html, which the Makefile makes a string of.
 static const char CHAT_PAGE[] =
