@@ -1614,9 +1614,9 @@ static Conversation read_conversation(sj::Value v, const Layout& layout = {}) {
 }
 
 // A preference: two answers to one prompt. LLaMA-Factory's rows are a conversation that lacks its last answer, with
-// `chosen` and `rejected` beside it: a text, or one message. TRL's have `prompt`, `chosen` and `rejected`: all are lists
-// of messages, or all are texts, which TRL continues without a chat template (kind "text"). Without `prompt` each list
-// is a whole conversation, and the two differ in their last message.
+// `chosen` and `rejected` beside it: a text, or one message. TRL's have `prompt`, `chosen` and `rejected`, all of them
+// lists of messages, or all of them texts, which TRL continues without a chat template (kind "text"). Without `prompt`
+// each list is a whole conversation, and the two differ in their last message.
 struct Preference {
     std::vector<Message> prompt;
     Message chosen, rejected;
@@ -2531,9 +2531,9 @@ static int run_split(const Arguments& a) { return Split(a).run(); }
 
 using Words = std::vector<uint32_t>; // of a packed row
 
-// A row of tokens: what the model is fed when it has to give this answer (the template with what was said before, and an
-// empty think block if nothing is thought), not trained; then the answer and <|im_end|>\n, trained. Prompt and answer
-// are tokenized apart, as in the answer's making.
+// A row of tokens: what the model is fed when it has to give this answer (the template with what was said before, and
+// an empty think block if nothing is thought), not trained; then the answer and <|im_end|>\n, trained. Prompt and
+// answer are tokenized apart, as in the answer's making.
 static Words render_row(const Tokenizer& tokenizer, const std::vector<Message>& before, const Message& answer,
                         const Strings& tools, bool thinks) {
     std::vector<Message> with = before;
@@ -2737,8 +2737,8 @@ static int run_pack(const Arguments& a) {
         }();
         if (conversations == 1) pairs = packed.pair;
         if (packed.pair != pairs)
-            DIE("%s: %s; a dataset is of one kind", in.where().c_str(),
-                pairs ? "neither chosen nor rejected, as the rows before have" : "a pair, and the rows before are none");
+            DIE("%s: %s", in.where().c_str(), pairs ? "no chosen and rejected answer, which the rows before it have"
+                                                    : "a chosen and a rejected answer, and no row before it has them");
         kinds.insert(packed.kind);
         for (auto [key, value] : v.members())
             if (!is_absent(value)) columns.insert(key);
@@ -2769,7 +2769,8 @@ static int run_pack(const Arguments& a) {
     const std::string info = a.text("--info", input.substr(0, input.rfind('/') + 1) + info_name);
     if (by_info || info == "none" || a.files[0] == "-") return 0;
     if (kinds.size() != 1) say("no " + info_name + ": rows of more than one kind");
-    else if (pairs && (kinds.count("trl") || kinds.count("text"))) say("no " + info_name + ": it has no word for TRL's pairs");
+    else if (pairs && (kinds.count("trl") || kinds.count("text")))
+        say("no " + info_name + ": it has no words for TRL's pairs");
     else write_dataset_info(info, name, *kinds.begin(), columns, pairs);
     return 0;
 }
