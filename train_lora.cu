@@ -818,19 +818,27 @@ template <class T> struct Trainer {
         write_safetensors(path, metadata, tensors);
     }
 
+    // Whether a state is one of this run's.
+    void check_state(const char* name, const Metadata& metadata) const {
+        sj::Doc theirs, ours;
+        const auto was_run = metadata.find("run");
+        if (was_run == metadata.end() || !sj::parse(theirs, was_run->second).empty())
+            DIE("%s: not a state of train_lora", name);
+        sj::parse(ours, run);
+        for (auto [key, mine] : ours.root().members())
+            if (const std::string was = sj::dump(theirs.root()[key]), is = sj::dump(mine); was != is)
+                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(),
+                    was.c_str(), is.c_str());
+    }
+
     void read_state(const std::string& path, double& best, double& elapsed) {
         const MappedFile map(path);
         const char* name = path.c_str();
         Tensors tensors;
         Metadata metadata;
         read_safetensors(map, tensors, metadata);
-        sj::Doc theirs, ours;
-        if (!sj::parse(theirs, metadata["run"]).empty()) DIE("%s: not a state of train_lora", name);
-        sj::parse(ours, run);
-        for (auto [key, mine] : ours.root().members())
-            if (const std::string was = sj::dump(theirs.root()[key]), is = sj::dump(mine); was != is)
-                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(),
-                    was.c_str(), is.c_str());
+        check_state(name, metadata);
+        if (o.dpo) make_reference(); // of the first parameters
         step = parse_integer(name, metadata["step"].c_str(), 0, steps);
         best = metadata["best"] == "Infinity" ? INFINITY : parse_number(name, metadata["best"].c_str(), 0, 1e30);
         elapsed = parse_number(name, metadata["elapsed"].c_str(), 0, 1e12);
@@ -1045,9 +1053,9 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
     const std::string state = o.out + "/state.safetensors";
     check_folder(o, state);
     Trainer<T> t(o, ctx, file, data, eval);
-    if (o.dpo) t.make_reference();
     double best = INFINITY, before = 0;
     if (o.resume) t.read_state(state, best, before);
+    else if (o.dpo) t.make_reference();
     make_folder(o.out);
     if (o.overwrite) remove_run(o.out);
     for (const std::string& folder : {o.out, o.out + "/best"}) {
