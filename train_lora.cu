@@ -583,11 +583,14 @@ template <class T> struct Trainer {
         const double start = seconds();
         double told = start;
         std::vector<double> out(from.rows());
+        ThreadPace pace(o, ctx);
+        pace.begin();
         each_batch(from, list, [&](const Batch& b, size_t first, int R) {
             const std::vector<double> p = log_probabilities(b, R);
+            pace.step();
             for (size_t s = 0; s < p.size(); s++) out[list[first + s / 2] * 2 + s % 2] = p[s];
             const size_t done = first + p.size() / 2;
-            if (done < list.size() && seconds() - told < 1) return;
+            if (done < list.size() && seconds() - told < 10) return;
             told = seconds();
             fprintf(stderr, "%s: the reference of %zu/%zu pairs, %.1f s\n", from.file.path.c_str(), done, list.size(),
                     told - start);
