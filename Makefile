@@ -156,7 +156,7 @@ $(T)/main.o: tests/main.cpp
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
 TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
 $(T)/test_serve.o $(T)/test_serve_forms.o $(T)/test_embed.o: serve.cu
-$(T)/test_train.o: train_lora.cu
+$(T)/test_train.o $(T)/test_dpo.o: train_lora.cu
 $(T)/test_datagen.o: datagen.cpp
 $(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
