@@ -18,6 +18,7 @@ template <class T> struct KeptModel {
     // f(i, hidden) for every text in turn; stops early if interrupted.
     template <class F> void run(const std::vector<std::vector<int>>& texts, F f) {
         std::lock_guard lock(mutex);
+        options.use_threads(); // of whoever asks
         ThreadPace pace(options, ctx);
         pace.begin();
         embedder.run(texts, &interrupted, [&](size_t i, const std::vector<float>& hidden) {

@@ -257,11 +257,11 @@ TEST_CASE("evaluate.sh: the table without weights says so in every row of a mode
     INFO(r.err);
     REQUIRE(r.status == 0);
     CHECK(r.out == read_file(scratch / "out/table.md"));
-    CHECK(count(r.out, "not run here: no weights") == 5 * 8);
+    CHECK(count(r.out, "not run here: no weights") == 9 * 8);
     CHECK(count(r.out, "| question") == 0);
-    CHECK(count(r.out, "\n| the question as answer | 3 | - | - | ") == 5);
-    CHECK(count(r.out, "\n| nearest training answer | 3 | - | - | ") == 5);
-    CHECK(count(r.out, "\n### ") == 5);
+    CHECK(count(r.out, "\n| the question as answer | 3 | - | - | ") == 9);
+    CHECK(count(r.out, "\n| nearest training answer | 3 | - | - | ") == 9);
+    CHECK(count(r.out, "\n### ") == 9);
     for (auto& line : lines(r.out)) // every table has its eleven columns
         if (line[0] == '|') CHECK(count(line, "|") == 12);
     CHECK(evaluate({"Qwen3-0.6B", "out"}, "3").out == r.out);
