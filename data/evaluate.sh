@@ -7,9 +7,10 @@
 # made of; what is there is not made again: the same command goes on where it stopped. A row that cannot be filled says
 # why, and so does the whole table where there are no weights.
 # SEEDS="1 2 3" trains with each of them (default: 1). METHODS="lora full" makes these rows only (default: as-it-is lora
-# full qlora). ROWS=N measures with the first N questions of each set only. EMBED=MODEL, a Qwen3-Embedding: one more row
-# each, with passages found by its vectors, too. FULL="--full --lr 1e-5" is how all parameters are trained. DEVICE="-d cpu"
-# is given to train_lora and to qwen3; PROGRAMS names their folder, where it is not the repository's.
+# full qlora), SETS="dev mc_exam" these tables only. ROWS=N measures with the first N questions of each set only.
+# EMBED=MODEL, a Qwen3-Embedding: one more row each, with passages found by its vectors, too. FULL="--full --lr 1e-5" is
+# how all parameters are trained. DEVICE="-d cpu" is given to train_lora and to qwen3; PROGRAMS names their folder, where
+# it is not the repository's.
 set -eu
 export LC_ALL=C
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
@@ -17,7 +18,7 @@ bin=${PROGRAMS:-$root}
 die() { printf 'evaluate.sh: %s\n' "$*" >&2; exit 1; }
 trap '[ $? -ne 130 ] || echo "evaluate.sh: stopped; the same command goes on" >&2' EXIT
 trap 'exit 130' INT TERM
-[ $# -ge 1 ] || { sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 1; }
+[ $# -ge 1 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 1; }
 model=$1 out=${2:-evaluation}
 shift "$(($# < 2 ? $# : 2))"
 course=$root/data/course
@@ -32,6 +33,12 @@ done
 for p in $programs; do [ -x "$bin/$p" ] || die "$bin/$p: not there; run make first"; done
 case ${ROWS:-1} in *[!0-9]* | 0*) die "ROWS=$ROWS: a whole number from 1 is expected" ;; esac
 for seed in ${SEEDS:-1}; do case $seed in *[!0-9]*) die "SEEDS: $seed is no whole number" ;; esac; done
+
+all='exam_qa chapters_exam exam_hard dev rephrased mc_exam mc_chapters mc_seen mc_chapters_seen'
+sets=${SETS:-$all}
+for set in $sets; do
+    case " $all " in *" $set "*) ;; *) die "SETS: $set is none of $all" ;; esac
+done
 
 weights= # its files, where there are weights
 if [ -d "$model" ]; then
@@ -55,7 +62,6 @@ fi
 cat "$course/gpu_qa.jsonl" "$course/train_hard.jsonl" "$course/chapters_train.jsonl" >"$out/nearest.jsonl"
 awk -f "$course/paraphrase.awk" "$course/paraphrases.tsv" "$course/gpu_qa.jsonl" | cat "$out/nearest.jsonl" - >"$out/train.jsonl"
 cat "$course/rephrased_qa.jsonl" "$course/rephrased_more_qa.jsonl" >"$out/rephrased.all"
-sets='exam_qa chapters_exam exam_hard dev rephrased mc_exam mc_chapters mc_seen mc_chapters_seen'
 for set in $sets; do [ "$set" = rephrased ] || cp "$course/$set.jsonl" "$out/$set.all"; done
 for set in $sets; do head -n "${ROWS:-1000000}" "$out/$set.all" >"$out/$set.jsonl"; done
 
