@@ -470,8 +470,6 @@ struct PartialVectors {
         struct stat st, now;
         for (bool told = false;; usleep(100'000)) {
             if (interrupted) DIE("interrupted");
-            if (access(path.c_str(), F_OK) == 0 && !is_empty() && !begins_with(path, "qwen3vec"))
-                DIE("%s: no vectors of documents; it is not overwritten", path.c_str());
             fd = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
             must(fd >= 0);
             const bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0; // ... and is it still the file of that name?
@@ -479,24 +477,25 @@ struct PartialVectors {
             close(fd), fd = -1;
             if (!locked && !told) tell(path + ": another program makes these vectors; waiting for it"), told = true;
         }
-        VectorFile::Header there;
+        VectorFile::Header there = {};
         const size_t stride = 16 + 2 * (size_t)header.dimensions, size = (size_t)st.st_size;
-        const bool same = pread(fd, &there, sizeof there, 0) == (ssize_t)sizeof there &&
-                          memcmp(&there, &header, sizeof header) == 0;
+        const ssize_t n = pread(fd, &there, sizeof there, 0);
+        if (n != 0 && memcmp(there.magic, header.magic, sizeof header.magic) != 0)
+            DIE("%s: no vectors of documents; it is not overwritten", path.c_str());
+        const bool same = n == (ssize_t)sizeof there && memcmp(&there, &header, sizeof header) == 0;
         must(ftruncate(fd, same ? (off_t)(size - (size - sizeof header) % stride) : 0) == 0); // whole ones stay
         if (!same) append({(const char*)&header, sizeof header});
     }
     PartialVectors(const PartialVectors&) = delete;
     ~PartialVectors() { if (fd >= 0) close(fd); }
 
-    void append(std::string_view bytes) { must(write(fd, bytes.data(), bytes.size()) == (ssize_t)bytes.size()); }
+    void append(std::string_view bytes) {
+        errno = ENOSPC; // if only a part is written
+        must(write(fd, bytes.data(), bytes.size()) == (ssize_t)bytes.size());
+    }
 
   private:
     int fd = -1;
-    bool is_empty() const {
-        struct stat st;
-        return stat(path.c_str(), &st) == 0 && st.st_size == 0;
-    }
     void must(bool ok) const {
         if (!ok) DIE("%s: %s", path.c_str(), strerror(errno));
     }
@@ -564,8 +563,8 @@ struct VectorUpdate {
                 if (file->is_good(i)) good++, known.emplace(file->key(i), file->vector(i));
             files.push_back(std::move(file));
             if (good < h.count)
-                throw IndexFault(format("%s: %s of %llu damaged or missing", from.c_str(),
-                                        counted((size_t)h.count - good, "vector").c_str(), (unsigned long long)h.count));
+                throw IndexFault(from + ": " + counted((size_t)h.count - good, "vector") +
+                                 format(" of %llu damaged or missing", (unsigned long long)h.count));
         } catch (const IndexFault& e) {
             tell(std::string(e.what()) + "; made anew");
         }
@@ -652,7 +651,7 @@ struct Documents {
     }
 
     // The best passages for a question. One that has no word of its own ("Why?") is looked up as the one before it.
-    // With vectors two rankings are joined: by words, and by the vectors' products. With a reranker it orders the first.
+    // With vectors two rankings are joined: by words, and by the vectors' products. A reranker orders the first of them.
     // Throws IndexFault if the postings are damaged.
     std::vector<Source> find(std::string_view question, std::string_view before = "") const {
         using Hit = DocumentIndex::Hit;
@@ -698,8 +697,8 @@ struct Documents {
 
   private:
     static constexpr size_t MOST_ASKED = 8192; // bytes of a question that are looked up: each word costs time
-    static constexpr size_t DEPTH = 1000;      // of rankings that are joined: 1 / 1,061 is all that a later one would get
-    static constexpr size_t RANKED = 20;       // passages that a reranker reads: as many prompts
+    static constexpr size_t DEPTH = 1000; // of rankings that are joined: a later passage would get less than 1 / 1,060
+    static constexpr size_t RANKED = 20;  // passages that a reranker reads: as many prompts
     const DocumentModels models;
     const Jieba jieba;
     std::unique_ptr<DocumentIndex> index;
