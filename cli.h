@@ -6,6 +6,8 @@
 //     ThreadPace       fewer threads while other programs need the cores
 //     Ceilings         what this machine could do
 //     embed.h          vectors of texts, and how well documents answer a query
+//   For qwen3 and serve
+//     hybrid.h         the models that find passages of --docs beside words
 //   For qwen3
 //     Options          its table
 //     PromptCache      --prompt-cache: keys and values of a prompt, kept in a file
@@ -563,7 +565,7 @@ template <class T> size_t step_bytes(const Weights<T>& w) {
 #include "embed.h"
 
 #ifndef QWEN3_NO_MAIN
-#include "documents.h"
+#include "hybrid.h"
 #include <sys/file.h>
 
 // ------------------------------------------------------------------------------------------- qwen3's options
@@ -647,9 +649,9 @@ static std::vector<Option> option_table(Options& o) {
          whole(o.context, 1, INT_MAX)},
         {"", "--docs", "PATH", "answers from a file or a folder of text: with a question go the passages\n"
          "that it is about", file_name(o.documents.docs)},
-        {"", "--index", "FILE", "where the index of --docs lies (default: in the user's cache folder)",
-         file_name(o.documents.index)},
-        {"", "--passages", "N", "of --docs for a question, at most (default 4)", whole(o.documents.passages, 1, 64)},
+    };
+    add_document_options(table, o.documents);
+    const std::vector<Option> others = {
         {"", "--prompt-cache", "FILE", "restores what the prompt shares with FILE's; writes FILE if it does\n"
          "not exist or is the beginning of this prompt", text(o.prompt_cache)},
         {"", "--tools", "FILE", "commands that the model may ask for in a chat; each is run only if you\nsay yes",
@@ -657,6 +659,7 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--raw", "", "the input as it is, without the chat template; special tokens are\nrecognised", flag(o.raw)},
         {"", "--json", "", "one JSON object instead of streamed text", flag(o.json)},
     };
+    table.insert(table.end(), others.begin(), others.end());
     o.add_to(table, true);
     const std::vector<Option> more = {
         {"", "", "", "measurements", {}},
@@ -1001,6 +1004,7 @@ struct QuestionRow {
     std::vector<Source> sources;         // that go with the question
     std::vector<int> prompt;             // what is answered
     std::vector<int> before, trained;    // what the reference follows, an empty thought at its end; its own ids
+    size_t length() const { return before.size() + trained.size(); }
 };
 
 // Alpaca's {instruction, input?, output, system?, history?} or OpenAI's {messages, tools?}, the last message being
@@ -1141,7 +1145,7 @@ template <class T>
 std::string evaluate_row(Session<T>& session, const Tokenizer& tokenizer, Generation g, const QuestionRow& row,
                          size_t index, ThreadPace& pace) {
     const int V = session.config.V;
-    const size_t count = row.trained.size(), length = row.before.size() + count;
+    const size_t count = row.trained.size(), length = row.length();
     sj::Writer w;
     w.object().field("index", index);
     if (!row.id.empty()) w.key("id").text += row.id, w.comma = true;
@@ -1173,6 +1177,9 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
     const MappedFile qa(o.eval);
     const int context = o.context ? o.context : std::min(4096, c.max_positions);
     const std::vector<QuestionRow> rows = read_questions(o, tokenizer, (size_t)context, qa);
+    if (std::none_of(rows.begin(), rows.end(), [&](auto& row) { return row.length() <= (size_t)context; }))
+        DIE("%s: every row is longer than the context of %d tokens: nothing to measure (-c sets it)", o.eval.c_str(),
+            context);
     Session<T> session(c, weights, context, o.ctx);
     Generation how;
     how.sampling = sampling_of(o);
@@ -1214,7 +1221,7 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
             out.append(line);
             totals.add(line);
             progress.show(totals.rows - before, rows.size() - before, [&](double) {
-                const double mean = totals.nll / (double)totals.tokens;
+                const double mean = totals.nll / (double)std::max<size_t>(1, totals.tokens); // (rows may be skipped)
                 return format("%zu of %zu rows, loss %.4f", totals.rows, rows.size(), mean);
             });
         }
@@ -1646,7 +1653,8 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
     if (o.embed || o.rerank) return embed_or_rerank(o, file, weights, *tokenizer);
     if (!o.ppl.empty()) return perplexity(o, c, weights, *tokenizer);
-    if (!o.documents.docs.empty()) o.library = std::make_shared<Documents>(o.documents, say);
+    if (!o.documents.docs.empty())
+        o.library = std::make_shared<Documents>(o.documents, say, open_document_models(o, o.documents));
     bool lasting = !o.eval.empty() || (!o.has_input && !o.has_ids); // many answers, a chat; an answer may come to it
     if (lasting) decode_for_long(o.ctx, file, weights);
     if (!o.eval.empty()) return evaluate(o, file, weights, *tokenizer);
@@ -1736,8 +1744,7 @@ static int run(int argc, char** argv) {
     const bool in_words = !o.has_ids && !o.raw && o.ppl.empty() && !o.bench && !retrieves;
     if (!o.documents.docs.empty() && !in_words)
         DIE("--docs is for questions: not with --raw, --ids, --ppl, --bench or --embed");
-    if (o.documents.docs.empty() && !o.documents.index.empty()) DIE("--index is for --docs");
-    if (o.documents.docs.empty() && o.documents.passages) DIE("--passages is for --docs");
+    check_document_options(o.documents);
     if (!o.tools.empty() && (asks || measures || retrieves))
         DIE("--tools is for a chat: not with a question, --ppl, --eval, --bench, --embed or --rerank");
     if ((!asks || retrieves) && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))

@@ -17,6 +17,8 @@
 #include <dirent.h>
 #include <memory>
 #include <random>
+#include <sys/file.h>
+#include <unordered_set>
 
 using Tell = std::function<void(const std::string&)>; // a line for the user
 
@@ -35,11 +37,23 @@ inline int64_t time_of(const struct stat& st) {
     return (int64_t)st.st_mtim.tv_sec * 1'000'000'000 + st.st_mtim.tv_nsec;
 }
 
-// Whether a path is that of an index, or of one that is being written: INDEX.tmp, then digits and the like.
+// Where the vectors of an index lie, by model: who tries another one finds those of the first again.
+inline std::string vectors_path(const std::string& index, uint64_t model) {
+    return index + format(".%016llx.vectors", (unsigned long long)model);
+}
+// Whether a path is that of an index, or of vectors of it: INDEX.HASH.vectors, maybe .partial.
 inline bool is_of_index(const std::string& path, const std::string& index) {
-    const std::string start = index + ".tmp";
-    const bool begins = path.size() > start.size() && path.compare(0, start.size(), start) == 0;
-    return path == index || (begins && path.find_first_not_of("0123456789abcdef.tmp", start.size()) == path.npos);
+    constexpr size_t HASH = 1 + 16;
+    if (path.compare(0, index.size(), index) != 0) return false;
+    const std::string rest = path.substr(index.size()), kind = rest.substr(std::min(HASH, rest.size()));
+    const bool named = rest.find_first_not_of("0123456789abcdef", 1) == HASH;
+    return rest.empty() || (named && rest[0] == '.' && (kind == ".vectors" || kind == ".vectors.partial"));
+}
+// ... or of such a file that is being written: then .tmp, digits and the like.
+inline bool is_temporary(const std::string& path, const std::string& index) {
+    const size_t at = path.find(".tmp", std::min(index.size(), path.size()));
+    return at != path.npos && path.size() > at + 4 && is_of_index(path.substr(0, at), index) &&
+           path.find_first_not_of("0123456789abcdef.tmp", at + 4) == path.npos;
 }
 
 // The regular files of a folder and of those in it, by name. Not those whose name begins with a dot. Symbolic links are
@@ -64,7 +78,7 @@ inline std::vector<DocumentFile> list_files(const std::string& root, const std::
             const bool found = lstat(path.c_str(), &st) == 0;
             if (found && S_ISDIR(st.st_mode)) folders.push_back(name + "/");
             else if (found && S_ISREG(st.st_mode)) {
-                if (is_of_index(path, index)) continue;
+                if (is_of_index(path, index) || is_temporary(path, index)) continue;
                 files.push_back({name, (uint64_t)st.st_size, time_of(st)});
             } else if (!count++) {
                 odd = name + ": " + (!found ? strerror(errno) : S_ISLNK(st.st_mode) ? "a symbolic link" : "not a file");
@@ -186,6 +200,15 @@ struct LeftOut {
     }
 };
 
+// Whether a file begins with these eight bytes.
+inline bool begins_with(const std::string& path, const char* magic) {
+    char first[8] = {};
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    const bool same = fd >= 0 && read(fd, first, 8) == 8 && memcmp(first, magic, 8) == 0;
+    if (fd >= 0) close(fd);
+    return same;
+}
+
 // ===================================================================================================== 2 The index
 
 // Brings the index of a folder up to date: of the files in it only those are read whose size or time changed, or that
@@ -230,11 +253,7 @@ struct IndexUpdate {
   private:
     std::unique_ptr<Index> open_old() const {
         if (access(path.c_str(), F_OK) != 0) return nullptr;
-        char magic[8] = {};
-        const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-        const bool ours = fd >= 0 && ::read(fd, magic, 8) == 8 && memcmp(magic, "qwen3idx", 8) == 0;
-        if (fd >= 0) close(fd);
-        if (!ours) DIE("%s: no index of documents; it is not overwritten", path.c_str());
+        if (!begins_with(path, "qwen3idx")) DIE("%s: no index of documents; it is not overwritten", path.c_str());
         try {
             auto index = std::make_unique<Index>(path);
             if (index->header().made_by == maker) return index;
@@ -386,7 +405,7 @@ struct IndexUpdate {
         while (const dirent* entry = entries ? readdir(entries.get()) : nullptr) {
             const std::string file = where + entry->d_name;
             struct stat st;
-            if (file == path || !is_of_index(file, path) || lstat(file.c_str(), &st) != 0) continue;
+            if (!is_temporary(file, path) || lstat(file.c_str(), &st) != 0) continue;
             if (S_ISREG(st.st_mode) && st.st_mtime < time(nullptr) - 24 * 3600) unlink(file.c_str());
         }
     }
@@ -410,11 +429,194 @@ inline std::string real_path(const std::string& path) {
     return real;
 }
 
-// ============================================================================================ 3 Questions and sources
+// ============================================================================================== 3 Vectors of passages
+
+// A model that makes vectors, of length 1. (hybrid.h has one, which is Qwen3-Embedding.)
+struct VectorModel {
+    using Each = std::function<void(size_t i, const std::vector<float>& vector)>;
+    virtual ~VectorModel() = default;
+    virtual uint64_t hash() const = 0; // names what the vectors of passages depend on
+    virtual size_t dimensions() const = 0;
+    virtual void passages(const std::vector<std::string>& texts, const Each& each) = 0; // ends early if interrupted
+    virtual std::vector<float> question(const std::string& text) = 0;
+};
+// A model that says how well passages answer a question: Qwen3-Reranker.
+struct RankModel {
+    virtual ~RankModel() = default;
+    virtual uint64_t hash() const = 0;
+    virtual std::vector<double> scores(const std::string& question, const std::vector<std::string>& passages) = 0;
+};
+struct DocumentModels {
+    std::shared_ptr<VectorModel> vectors{}; // none: words alone
+    std::shared_ptr<RankModel> ranks{};
+};
+
+// What a model is shown of a passage: its headings, too, as words are looked up in them.
+inline std::string shown_passage(const DocumentIndex& index, uint64_t i) {
+    const DocumentIndex::Passage& p = index.passage_at(i);
+    std::string shown;
+    utf8_repair(shown, std::string(index.heading_of(p)) + "\n" + std::string(index.text_of(p)), true);
+    shown.resize(shown.find_last_not_of(" \t\r\n") + 1);
+    return shown;
+}
+
+// Vectors as they are made, in a file: who is stopped loses none that is finished. One program at a time makes them;
+// another one waits.
+struct PartialVectors {
+    const std::string path;
+    const VectorFile::Header header;
+
+    PartialVectors(const std::string& to, const VectorFile::Header& h, const Tell& tell) : path(to), header(h) {
+        struct stat st, now;
+        for (bool told = false;; usleep(100'000)) {
+            if (interrupted) DIE("interrupted");
+            fd = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+            must(fd >= 0);
+            const bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0; // ... and is it still the file of that name?
+            if (locked && fstat(fd, &st) == 0 && stat(path.c_str(), &now) == 0 && st.st_ino == now.st_ino) break;
+            close(fd), fd = -1;
+            if (!locked && !told) tell(path + ": another program makes these vectors; waiting for it"), told = true;
+        }
+        VectorFile::Header there = {};
+        const size_t stride = 16 + 2 * (size_t)header.dimensions, size = (size_t)st.st_size;
+        const ssize_t n = pread(fd, &there, sizeof there, 0);
+        if (n != 0 && memcmp(there.magic, header.magic, sizeof header.magic) != 0)
+            DIE("%s: no vectors of documents; it is not overwritten", path.c_str());
+        const bool same = n == (ssize_t)sizeof there && memcmp(&there, &header, sizeof header) == 0;
+        must(ftruncate(fd, same ? (off_t)(size - (size - sizeof header) % stride) : 0) == 0); // whole ones stay
+        if (!same) append({(const char*)&header, sizeof header});
+    }
+    PartialVectors(const PartialVectors&) = delete;
+    ~PartialVectors() { if (fd >= 0) close(fd); }
+
+    void append(std::string_view bytes) {
+        errno = ENOSPC; // if only a part is written
+        must(write(fd, bytes.data(), bytes.size()) == (ssize_t)bytes.size());
+    }
+
+  private:
+    int fd = -1;
+    void must(bool ok) const {
+        if (!ok) DIE("%s: %s", path.c_str(), strerror(errno));
+    }
+};
+
+// Brings the vectors of an index up to date: a passage whose text had one keeps it.
+struct VectorUpdate {
+    const std::string path;
+    size_t made = 0;
+
+    VectorUpdate(const DocumentIndex& of, VectorModel& by, const Tell& t)
+        : path(vectors_path(of.path(), by.hash())), index(of), model(by), tell(t) {}
+
+    std::unique_ptr<VectorFile> run() {
+        std::unique_ptr<VectorFile> all = current();
+        if (all) return all;
+        VectorFile::Header begun = header();
+        begun.passages = begun.count = 0;
+        PartialVectors partial(path + ".partial", begun, tell);
+        all = current(); // another program may have made them meanwhile
+        if (!all) make(partial), all = std::make_unique<VectorFile>(path);
+        unlink(partial.path.c_str());
+        return all;
+    }
+
+  private:
+    const DocumentIndex& index;
+    VectorModel& model;
+    const Tell& tell;
+    std::vector<uint64_t> keys;                          // of the passages
+    std::vector<std::unique_ptr<VectorFile>> files;      // that are of use
+    std::unordered_map<uint64_t, const uint16_t*> known; // the vectors in them, by key
+
+    VectorFile::Header header() const {
+        VectorFile::Header h;
+        memcpy(h.magic, "qwen3vec", sizeof h.magic);
+        h.made_by = model.hash(), h.passages = index.passages_hash();
+        h.dimensions = model.dimensions(), h.count = index.header().passages;
+        return h;
+    }
+    // The file, if it is there, whole, and has just these vectors.
+    std::unique_ptr<VectorFile> current() const {
+        if (access(path.c_str(), F_OK) != 0) return nullptr;
+        if (!begins_with(path, "qwen3vec")) DIE("%s: no vectors of documents; it is not overwritten", path.c_str());
+        try {
+            auto file = std::make_unique<VectorFile>(path);
+            const VectorFile::Header wanted = header();
+            const bool same = memcmp(&file->header(), &wanted, sizeof wanted) == 0 && file->has_all();
+            if (same && file->count_good() == wanted.count) return file;
+        } catch (const IndexFault&) {
+        }
+        return nullptr;
+    }
+
+    // Takes what a file has. What it should have and has not is said.
+    void know(const std::string& from) {
+        if (access(from.c_str(), F_OK) != 0) return;
+        try {
+            auto file = std::make_unique<VectorFile>(from);
+            const VectorFile::Header& h = file->header();
+            if (h.made_by != model.hash() || h.dimensions != model.dimensions())
+                throw IndexFault(from + ": vectors of another model");
+            size_t good = 0;
+            for (size_t i = 0; i < file->size(); i++)
+                if (file->is_good(i)) good++, known.emplace(file->key(i), file->vector(i));
+            files.push_back(std::move(file));
+            if (good < h.count)
+                throw IndexFault(from + ": " + counted((size_t)h.count - good, "vector") +
+                                 format(" of %llu damaged or missing", (unsigned long long)h.count));
+        } catch (const IndexFault& e) {
+            tell(std::string(e.what()) + "; made anew");
+        }
+    }
+
+    // Makes the vectors that are not known, then writes all of them in the passages' order.
+    void make(PartialVectors& partial) {
+        const size_t n = (size_t)index.header().passages;
+        keys.resize(n);
+        for (size_t i = 0; i < n; i++) keys[i] = fnv1a(shown_passage(index, i));
+        know(path), know(partial.path);
+        std::vector<uint32_t> missing; // of equal passages the first
+        std::unordered_set<uint64_t> seen;
+        for (size_t i = 0; i < n; i++)
+            if (!known.count(keys[i]) && seen.insert(keys[i]).second) missing.push_back((uint32_t)i);
+        make_missing(partial, missing);
+        know(partial.path); // with the new ones
+        OutputFile out(path);
+        const VectorFile::Header h = header();
+        out.write(&h, sizeof h);
+        for (uint64_t key : keys) out.write(VectorFile::record_of(key, known.at(key), (size_t)h.dimensions));
+        out.commit();
+    }
+    void make_missing(PartialVectors& partial, const std::vector<uint32_t>& missing) {
+        constexpr size_t SOME = 256;
+        const double start = seconds();
+        double told = start;
+        for (size_t begin = 0; begin < missing.size() && !interrupted; begin += SOME) {
+            std::vector<std::string> texts;
+            for (size_t i = begin; i < std::min(begin + SOME, missing.size()); i++)
+                texts.push_back(shown_passage(index, missing[i]));
+            model.passages(texts, [&](size_t i, const std::vector<float>& v) {
+                partial.append(VectorFile::record_of(keys[missing[begin + i]], v));
+                made++;
+                const double now = seconds(), spent = now - start;
+                if (now - told < std::clamp(spent / 10, 5., 60.)) return;
+                told = now;
+                tell(format("%s: %zu of %zu vectors are made, %.0f s left", path.c_str(), made, missing.size(),
+                            spent * (double)(missing.size() - made) / (double)made));
+            });
+        }
+        if (interrupted)
+            DIE("%s: %zu of %zu vectors are made; the same command goes on", path.c_str(), made, missing.size());
+    }
+};
+
+// ============================================================================================ 4 Questions and sources
 
 struct DocumentOptions {
     std::string docs, index; // a file or a folder; "": the default place
     size_t passages = 0;     // for a question, at most; 0: four
+    std::string embed{}, rerank{}; // paths of models, maybe: see hybrid.h
 };
 
 // A passage that was found.
@@ -427,8 +629,8 @@ struct Source {
 struct Documents {
     const DocumentOptions options;
 
-    Documents(const DocumentOptions& o, const Tell& tell)
-        : options{o.docs, o.index, o.passages ? o.passages : 4}, jieba(find_jieba()) {
+    Documents(const DocumentOptions& o, const Tell& tell, const DocumentModels& with = {})
+        : options{o.docs, o.index, o.passages ? o.passages : 4, o.embed, o.rerank}, models(with), jieba(find_jieba()) {
         const double start = seconds();
         const std::string root = real_path(o.docs);
         const uint64_t sizes[] = {WORD_RULES, PASSAGES.most, PASSAGES.least, PASSAGES.overlap, PASSAGES.title};
@@ -445,33 +647,47 @@ struct Documents {
         tell(format("%s: %s (%.1f MB), %zu read and %zu unchanged; index %s%s, %.3f s", o.docs.c_str(), all.c_str(),
                     (double)h.text_bytes / 1e6, update.read, update.unchanged, path.c_str(), update.written ? " written" : "",
                     seconds() - start));
+        if (models.vectors) open_vectors(tell);
     }
 
     // The best passages for a question. One that has no word of its own ("Why?") is looked up as the one before it.
+    // With vectors two rankings are joined: by words, and by the vectors' products. A reranker orders the first of them.
     // Throws IndexFault if the postings are damaged.
     std::vector<Source> find(std::string_view question, std::string_view before = "") const {
+        using Hit = DocumentIndex::Hit;
         WordCounts words;
+        std::string text; // what is looked up
         for (std::string_view asked : {question, before}) {
-            std::string text;
+            if (!words.empty()) break;
+            text.clear();
             utf8_repair(text, asked.substr(0, MOST_ASKED), true);
-            if (words.empty()) words = question_words(jieba, text);
+            words = question_words(jieba, text);
+        }
+        if (words.empty()) return {};
+        const size_t most = models.ranks ? std::max(RANKED, options.passages) : options.passages;
+        std::vector<Hit> hits = index->search(words, vectors ? DEPTH : most);
+        if (vectors) {
+            const std::vector<float> products = vectors->products(models.vectors->question(text));
+            hits = index->joined({hits, index->best(products, DEPTH, -INFINITY)}, most);
+        }
+        if (models.ranks && !hits.empty()) {
+            std::vector<std::string> shown;
+            for (const Hit& hit : hits) shown.push_back(shown_passage(*index, hit.passage));
+            const std::vector<double> scores = models.ranks->scores(text, shown);
+            for (size_t i = 0; i < hits.size(); i++) hits[i].score = (float)scores[i];
+            std::stable_sort(hits.begin(), hits.end(), [](auto& a, auto& b) { return a.score > b.score; });
+            hits.resize(std::min(hits.size(), options.passages));
         }
         std::vector<Source> found;
-        for (const DocumentIndex::Hit& hit : index->search(words, options.passages)) {
-            const DocumentIndex::Passage& p = index->passage_at(hit.passage);
-            Source s = {"", "", "", p.line, hit.score};
-            utf8_repair(s.file, index->name_of(index->file_at(p.file)), true);
-            utf8_repair(s.heading, index->heading_of(p), true);
-            utf8_repair(s.text, index->text_of(p), true);
-            s.text.resize(s.text.find_last_not_of(" \t\r\n") + 1);
-            found.push_back(std::move(s));
-        }
+        for (const Hit& hit : hits) found.push_back(source_of(hit));
         return found;
     }
 
     // Names what answers depend on: all files that are used, in whatever order, and how much of them is shown.
     uint64_t hash() const {
         uint64_t sum = index->header().made_by + options.passages;
+        if (models.vectors) sum += models.vectors->hash();
+        if (models.ranks) sum += 3 * models.ranks->hash(); // (one model may be both)
         for (uint64_t i = 0; i < index->header().files; i++) {
             const DocumentIndex::File& f = index->file_at(i);
             if (f.fault == DocumentIndex::FINE) sum += fnv1a(index->name_of(f), f.hash);
@@ -481,8 +697,32 @@ struct Documents {
 
   private:
     static constexpr size_t MOST_ASKED = 8192; // bytes of a question that are looked up: each word costs time
+    static constexpr size_t DEPTH = 1000; // of rankings that are joined: a later passage would get less than 1 / 1,060
+    static constexpr size_t RANKED = 20;  // passages that a reranker reads: as many prompts
+    const DocumentModels models;
     const Jieba jieba;
     std::unique_ptr<DocumentIndex> index;
+    std::unique_ptr<VectorFile> vectors;
+
+    void open_vectors(const Tell& tell) {
+        const double start = seconds();
+        VectorUpdate update(*index, *models.vectors, tell);
+        vectors = update.run();
+        tell(format("%s: %s of %s (%.1f MB), %zu made; %s, %.3f s", options.docs.c_str(),
+                    counted(vectors->size(), "vector").c_str(),
+                    counted((size_t)vectors->header().dimensions, "number").c_str(),
+                    (double)(vectors->size() * vectors->stride()) / 1e6, update.made, update.path.c_str(),
+                    seconds() - start));
+    }
+    Source source_of(const DocumentIndex::Hit& hit) const {
+        const DocumentIndex::Passage& p = index->passage_at(hit.passage);
+        Source s = {"", "", "", p.line, hit.score};
+        utf8_repair(s.file, index->name_of(index->file_at(p.file)), true);
+        utf8_repair(s.heading, index->heading_of(p), true);
+        utf8_repair(s.text, index->text_of(p), true);
+        s.text.resize(s.text.find_last_not_of(" \t\r\n") + 1);
+        return s;
+    }
 
     static std::string beside_its_folder(const std::string& path) { // a real path, whether the file is there or not
         const size_t slash = path.rfind('/');

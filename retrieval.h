@@ -1,5 +1,5 @@
-// retrieval.h: which passages may answer a question. No model in it: words, an index, a formula. documents.h makes the
-// index of a folder, and a prompt of what is found.
+// retrieval.h: which passages may answer a question. No model in it: words, an index, a formula; and vectors, which a
+// model made. documents.h makes the index of a folder, and a prompt of what is found.
 //
 //   const DocumentIndex index("notes.index");
 //   for (auto hit : index.search(question_words(jieba, "什么是 warp？"), 4))
@@ -269,6 +269,16 @@ struct DocumentIndex {
         }
     }
 
+    // Names the passages and their order: the files, their bytes, and the rules by which they are cut.
+    uint64_t passages_hash() const {
+        uint64_t hash = fnv1a(&h.made_by, sizeof h.made_by);
+        for (uint64_t i = 0; i < h.files; i++) {
+            const uint64_t of[] = {files[i].hash, files[i].first, files[i].passages};
+            hash = fnv1a(of, sizeof of, fnv1a(name_of(files[i]), hash));
+        }
+        return hash;
+    }
+
     // The best k passages for these words, the best first. A word that the question says twice counts twice.
     std::vector<Hit> search(const WordCounts& question, size_t k) const {
         constexpr double k1 = 1.2, b = 0.75;
@@ -284,18 +294,35 @@ struct DocumentIndex {
                 score[passage] += (float)(idf * f * (k1 + 1) / (f + k1 * longer));
             });
         }
+        return best(score, k, 0);
+    }
+
+    // The k passages with the highest scores (one for each passage) among those above `least`, the best first.
+    std::vector<Hit> best(const std::vector<float>& score, size_t k, float least) const {
         std::vector<Hit> best; // a heap, the worst on top
-        auto better = [this](const Hit& x, const Hit& y) {
-            return x.score != y.score ? x.score > y.score : before(x, y);
-        };
+        auto better = [this](const Hit& x, const Hit& y) { return is_better(x, y); };
         for (uint32_t i = 0; i < score.size(); i++) {
             const Hit hit = {i, score[i]};
-            if (!(hit.score > 0) || (best.size() == k && (k == 0 || !better(hit, best[0])))) continue;
+            if (!(hit.score > least) || (best.size() == k && (k == 0 || !better(hit, best[0])))) continue;
             if (best.size() == k) std::pop_heap(best.begin(), best.end(), better), best.pop_back();
             best.push_back(hit), std::push_heap(best.begin(), best.end(), better);
         }
         std::sort_heap(best.begin(), best.end(), better);
         return best;
+    }
+
+    // Several rankings as one, the best k of it: a passage's score is the sum of 1 / (60 + rank) over the rankings that
+    // it is in, the first rank being 1 (G. Cormack et al., "Reciprocal rank fusion outperforms Condorcet and individual
+    // rank learning methods", 2009; 60 is theirs). Scores of different kinds need not be made comparable.
+    std::vector<Hit> joined(const std::vector<std::vector<Hit>>& rankings, size_t k) const {
+        std::unordered_map<uint32_t, double> sums;
+        for (auto& ranking : rankings)
+            for (size_t i = 0; i < ranking.size(); i++) sums[ranking[i].passage] += 1 / (60 + (double)i + 1);
+        std::vector<Hit> all;
+        for (auto [passage, sum] : sums) all.push_back({passage, (float)sum});
+        std::sort(all.begin(), all.end(), [this](const Hit& x, const Hit& y) { return is_better(x, y); });
+        if (all.size() > k) all.resize(k);
+        return all;
     }
 
   private:
@@ -336,7 +363,8 @@ struct DocumentIndex {
     std::string_view name_at(uint64_t at, uint64_t n) const { return bytes(names, h.name_bytes, at, n); }
     // Of equally good ones, that of the file whose name comes first, then that which stands first: so the order in
     // which files came into the index does not matter.
-    bool before(const Hit& x, const Hit& y) const {
+    bool is_better(const Hit& x, const Hit& y) const {
+        if (x.score != y.score) return x.score > y.score;
         const Passage &a = passage_at(x.passage), &b = passage_at(y.passage);
         if (a.file == b.file) return x.passage < y.passage;
         return name_of(file_at(a.file)) < name_of(file_at(b.file));
@@ -486,5 +514,110 @@ struct IndexBuilder {
             list.bytes += (char)x;
         }
         list.last = passage, list.passages++;
+    }
+};
+
+// ===================================================================================================== 4 Vectors
+
+// The vectors of an index's passages, of length 1, in a file beside it: the larger the product of a passage's and a
+// question's, the nearer their meanings, as the model sees them. Little-endian:
+//   Header
+//   Record record[count]   u64 key      names the text that the vector is of: a passage that moves keeps its vector
+//                          u64 check    of the record, so that a damaged one is never used
+//                          u16 vector[dimensions]  the upper halves of floats (bf16)
+// While vectors are made they are appended to a file of the same form, whose header says 0 for passages and count.
+struct VectorFile {
+    struct Header {
+        char magic[8]; // "qwen3vec"
+        uint64_t version = VERSION;
+        uint64_t made_by = 0;    // the model, and how texts are shown to it
+        uint64_t passages = 0;   // of what they are, in their order: DocumentIndex::passages_hash()
+        uint64_t dimensions = 0, count = 0;
+    };
+    static constexpr uint64_t VERSION = 1, MOST_DIMENSIONS = 1 << 16;
+
+    explicit VectorFile(const std::string& path) : file(path) {
+        if (file.size < sizeof h || memcmp(file.data, "qwen3vec", 8) != 0)
+            throw IndexFault(path + ": no vectors of documents");
+        memcpy(&h, file.data, sizeof h);
+        if (h.version != VERSION || h.dimensions == 0 || h.dimensions > MOST_DIMENSIONS)
+            throw IndexFault(path + ": vectors of another version");
+    }
+    const Header& header() const { return h; }
+    size_t stride() const { return 16 + 2 * (size_t)h.dimensions; }
+    size_t size() const { return (file.size - sizeof h) / stride(); } // whole records
+    bool has_all() const { return h.count == size() && file.size == sizeof h + size() * stride(); }
+    const uint8_t* record(size_t i) const { return file.data + sizeof h + i * stride(); }
+    uint64_t key(size_t i) const { return number_at(record(i)); }
+    const uint16_t* vector(size_t i) const { return (const uint16_t*)(record(i) + 16); }
+    bool is_good(size_t i) const { return number_at(record(i) + 8) == check_of(key(i), vector(i), h.dimensions); }
+    size_t count_good() const {
+        size_t good = 0;
+        #pragma omp parallel for reduction(+ : good)
+        for (size_t i = 0; i < size(); i++) good += is_good(i);
+        return good;
+    }
+
+    // The products of a vector with all of them.
+    std::vector<float> products(const std::vector<float>& v) const {
+        std::vector<float> all(size());
+        #pragma omp parallel for
+        for (size_t i = 0; i < all.size(); i++) all[i] = product(v.data(), vector(i), (size_t)h.dimensions);
+        return all;
+    }
+
+    static std::string record_of(uint64_t key, const std::vector<float>& v) {
+        std::vector<uint16_t> halves;
+        for (float x : v) halves.push_back(upper_half(x));
+        return record_of(key, halves.data(), halves.size());
+    }
+    static std::string record_of(uint64_t key, const uint16_t* v, size_t dimensions) {
+        const uint64_t check = check_of(key, v, dimensions);
+        std::string record((const char*)&key, 8);
+        return record.append((const char*)&check, 8).append((const char*)v, 2 * dimensions);
+    }
+
+  private:
+    MappedFile file;
+    Header h;
+
+    static uint64_t number_at(const uint8_t* p) {
+        uint64_t x;
+        memcpy(&x, p, 8);
+        return x;
+    }
+    // FNV-1a by eights of bytes: nothing that is changed inside one of them goes unseen.
+    static uint64_t check_of(uint64_t key, const uint16_t* v, size_t dimensions) {
+        uint64_t hash = fnv1a(&key, sizeof key);
+        for (size_t i = 0; i < dimensions; i += 4) {
+            uint64_t some = 0;
+            memcpy(&some, v + i, 2 * std::min<size_t>(4, dimensions - i));
+            hash = (hash ^ some) * 0x100000001b3;
+        }
+        return hash;
+    }
+    // To the nearest, of two as near the even one. (No infinity, no NaN.)
+    static uint16_t upper_half(float x) {
+        uint32_t bits;
+        memcpy(&bits, &x, sizeof bits);
+        return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    }
+    // In sixteen sums, so that the compiler can use vectors.
+    static float product(const float* a, const uint16_t* b, size_t n) {
+        constexpr size_t LANES = 16;
+        float sums[LANES] = {};
+        auto add = [&](size_t i, size_t k) {
+            const uint32_t bits = (uint32_t)b[i + k] << 16;
+            float x;
+            memcpy(&x, &bits, sizeof x);
+            sums[k] += a[i + k] * x;
+        };
+        size_t i = 0;
+        for (; i + LANES <= n; i += LANES)
+            for (size_t k = 0; k < LANES; k++) add(i, k);
+        for (size_t k = 0; i + k < n; k++) add(i, k);
+        float all = 0;
+        for (float s : sums) all += s;
+        return all;
     }
 };

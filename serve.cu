@@ -32,7 +32,7 @@
 */
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
-#include "documents.h"
+#include "hybrid.h"
 #include "tools.h"
 #include <atomic>
 #include <condition_variable>
@@ -3064,9 +3064,9 @@ static std::vector<Option> option_table(Options& o) {
          whole(o.think, 0, 1)},
         {"", "--docs", "PATH", "chats are answered from a file or a folder of text: with a question go\n"
          "the passages that it is about, unless a request says use_documents: false", file_name(o.documents.docs)},
-        {"", "--index", "FILE", "where the index of --docs lies (default: in the user's cache folder)",
-         file_name(o.documents.index)},
-        {"", "--passages", "N", "of --docs for a question, at most (default 4)", whole(o.documents.passages, 1, 64)},
+    };
+    add_document_options(table, o.documents);
+    const std::vector<Option> more = {
         {"", "--api-key-file", "FILE", "a key a line, behind it maybe a name for the log; requests must\nhave one of them", file_name(o.key_file)},
         {"", "--deadline", "SECONDS", "for a request to come in (default 60); half of it without a byte, five\n"
          "times of it to fetch an answer: then the connection is closed", whole(o.server.deadline, 1, 86400)},
@@ -3080,6 +3080,7 @@ static std::vector<Option> option_table(Options& o) {
          file_name(o.batch)},
         {"-o", "--output", "FILE", "where the answers of --batch go", file_name(o.output)},
     };
+    table.insert(table.end(), more.begin(), more.end());
     o.add_to(table, true);
     return table;
 }
@@ -3098,7 +3099,7 @@ static Options parse_options(int argc, char** argv) {
         if (task != "generate" && task != "embed" && task != "rerank")
             DIE("--task %s: generate, embed or rerank", task.c_str());
     o.server.think = o.think, o.server.docs = !o.documents.docs.empty();
-    if (!o.server.docs && !o.documents.index.empty()) DIE("--index is for --docs");
+    check_document_options(o.documents);
     if (!o.key_file.empty()) o.server.keys = read_keys(o.key_file);
     if (o.name.empty()) {
         while (o.model.size() > 1 && o.model.back() == '/') o.model.pop_back();
@@ -3176,7 +3177,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
     std::shared_ptr<const Documents> documents;
     if (!o.documents.docs.empty())
-        documents = std::make_shared<Documents>(o.documents, [](auto& line) { print_error("serve", line); });
+        documents = std::make_shared<Documents>(o.documents, [](auto& line) { print_error("serve", line); },
+                                                open_document_models(o, o.documents));
     std::unique_ptr<Batcher> batch;
     if (!http) {
         const std::string depends = batch_depends(o, file, adapter.get(), tokenizer, documents.get());

@@ -1,13 +1,16 @@
 #!/bin/sh
 # The evaluation table of the course for a model, in one command: as it is, with LoRA, with all parameters trained, with
-# QLoRA; each with and without the notes at hand; beside the question as answer and the nearest training answer.
+# QLoRA; each with and without the notes at hand; beside the question as answer and the nearest training answer. All
+# 23 chapters: exam, hard exam, development split, rephrased questions, choices.
 #     data/evaluate.sh MODEL [OUT [train_lora's options]]
 # MODEL is a model.bin or a Hugging Face folder with weights. OUT (default: evaluation) gets table.md and all that it is
 # made of; what is there is not made again: the same command goes on where it stopped. A row that cannot be filled says
 # why, and so does the whole table where there are no weights.
-# SEEDS="1 2 3" trains with each of them (default: 1). ROWS=N measures with the first N questions of each set only.
-# FULL="--full --lr 1e-5" is how all parameters are trained. DEVICE="-d cpu" is given to train_lora and to qwen3; PROGRAMS
-# names their folder, where it is not the repository's.
+# SEEDS="1 2 3" trains with each of them (default: 1). METHODS="lora full" makes these rows only (default: as-it-is lora
+# full qlora), SETS="dev mc_exam" these tables only. ROWS=N measures with the first N questions of each set only.
+# EMBED=MODEL, a Qwen3-Embedding: one more row each, with passages found by its vectors, too. FULL="--full --lr 1e-5" is
+# how all parameters are trained. DEVICE="-d cpu" is given to train_lora and to qwen3; PROGRAMS names their folder, where
+# it is not the repository's.
 set -eu
 export LC_ALL=C
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
@@ -15,13 +18,27 @@ bin=${PROGRAMS:-$root}
 die() { printf 'evaluate.sh: %s\n' "$*" >&2; exit 1; }
 trap '[ $? -ne 130 ] || echo "evaluate.sh: stopped; the same command goes on" >&2' EXIT
 trap 'exit 130' INT TERM
-[ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 1; }
+[ $# -ge 1 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 1; }
 model=$1 out=${2:-evaluation}
 shift "$(($# < 2 ? $# : 2))"
 course=$root/data/course
-for p in qwen3 train_lora datagen; do [ -x "$bin/$p" ] || die "$bin/$p: not there; run make first"; done
+programs='qwen3 datagen'
+for method in ${METHODS:=as-it-is lora full qlora}; do
+    case $method in
+    as-it-is) ;;
+    lora | full | qlora) programs='qwen3 datagen train_lora' ;;
+    *) die "METHODS: $method is none of as-it-is, lora, full, qlora" ;;
+    esac
+done
+for p in $programs; do [ -x "$bin/$p" ] || die "$bin/$p: not there; run make first"; done
 case ${ROWS:-1} in *[!0-9]* | 0*) die "ROWS=$ROWS: a whole number from 1 is expected" ;; esac
 for seed in ${SEEDS:-1}; do case $seed in *[!0-9]*) die "SEEDS: $seed is no whole number" ;; esac; done
+
+all='exam_qa chapters_exam exam_hard dev rephrased mc_exam mc_chapters mc_seen mc_chapters_seen'
+sets=${SETS:-$all}
+for set in $sets; do
+    case " $all " in *" $set "*) ;; *) die "SETS: $set is none of $all" ;; esac
+done
 
 weights= # its files, where there are weights
 if [ -d "$model" ]; then
@@ -34,7 +51,7 @@ z=$beside/tokenizer.bin
 
 mkdir -p "$out"
 common=$(ls -lL "$model" 2>/dev/null || echo none; cat "$course"/*.jsonl "$course/paraphrases.tsv" | cksum
-    printf '%s\n' "${ROWS:-}" "${FULL:-}" "${DEVICE:-}" "$@")
+    printf '%s\n' "${ROWS:-}" "${FULL:-}" "${DEVICE:-}" "${EMBED:-}" "$@")
 if [ "$(cat "$out/common" 2>/dev/null)" != "$common" ]; then # (other data or another model: nothing here is of use)
     [ ! -e "$out/common" ] || die "$out: holds an evaluation of another model, data or options; name another folder"
     [ -z "$(ls -A "$out")" ] || die "$out: is not empty and holds no evaluation; name another folder"
@@ -42,11 +59,10 @@ if [ "$(cat "$out/common" 2>/dev/null)" != "$common" ]; then # (other data or an
 fi
 
 # What is learnt, and what is asked.
-cat "$course/gpu_qa.jsonl" "$course/train_hard.jsonl" >"$out/nearest.jsonl"
+cat "$course/gpu_qa.jsonl" "$course/train_hard.jsonl" "$course/chapters_train.jsonl" >"$out/nearest.jsonl"
 awk -f "$course/paraphrase.awk" "$course/paraphrases.tsv" "$course/gpu_qa.jsonl" | cat "$out/nearest.jsonl" - >"$out/train.jsonl"
 cat "$course/rephrased_qa.jsonl" "$course/rephrased_more_qa.jsonl" >"$out/rephrased.all"
-for set in exam_qa exam_hard mc_exam mc_seen; do cp "$course/$set.jsonl" "$out/$set.all"; done
-sets='exam_qa exam_hard rephrased mc_exam mc_seen'
+for set in $sets; do [ "$set" = rephrased ] || cp "$course/$set.jsonl" "$out/$set.all"; done
 for set in $sets; do head -n "${ROWS:-1000000}" "$out/$set.all" >"$out/$set.jsonl"; done
 
 has() { "$bin/$1" --help 2>/dev/null | grep -q -e "$2"; } # PROGRAM OPTION
@@ -66,16 +82,16 @@ train() {
 }
 # measure SET NAME LABEL MODEL...: a row of the set's table; it is kept
 measure() {
-    set_=$1 name=$2 label=$3
+    set_=$1 row_=$2 label_=$3 # (functions share all names)
     shift 3
     mkdir -p "$out/answers"
-    if [ ! -f "$out/answers/$set_.$name.row" ]; then
+    if [ ! -f "$out/answers/$set_.$row_.row" ]; then
         # shellcheck disable=SC2086
-        "$root/data/measure.sh" "$label" "$out/$set_.jsonl" "$out/answers/$set_.$name.jsonl" "$@" -z "$z" ${DEVICE:-} \
+        "$root/data/measure.sh" "$label_" "$out/$set_.jsonl" "$out/answers/$set_.$row_.jsonl" "$@" -z "$z" ${DEVICE:-} \
             >"$out/answers/row.new"
-        mv "$out/answers/row.new" "$out/answers/$set_.$name.row"
+        mv "$out/answers/row.new" "$out/answers/$set_.$row_.row"
     fi
-    cat "$out/answers/$set_.$name.row" >>"$out/$set_.rows"
+    cat "$out/answers/$set_.$row_.row" >>"$out/$set_.rows"
 }
 # both NAME LABEL MODEL...: rows of every set, without the notes and with them
 both() {
@@ -83,10 +99,12 @@ both() {
     shift 2
     for set in $sets; do
         measure "$set" "$name" "$label" "$@"
-        if has qwen3 --docs; then measure "$set" "$name.docs" "$label, with the notes" "$@" --docs "$course/notes"
-        else empty "$set" "$label, with the notes" 'not run here: qwen3 has no --docs'; fi
+        measure "$set" "$name.docs" "$label, with the notes" "$@" --docs "$course/notes" --index "$out/notes.index"
+        [ -z "${EMBED:-}" ] || measure "$set" "$name.hybrid" "$label, with the notes, by vectors, too" "$@" \
+            --docs "$course/notes" --index "$out/notes.index" --docs-embed "$EMBED"
     done
 }
+asked() { case " $METHODS " in *" $1 "*) ;; *) return 1 ;; esac } # METHOD
 empty() { printf '| %s | %s | | | | | | | | | |\n' "$2" "$3" >>"$out/$1.rows"; } # SET LABEL REASON
 trained() { # NAME: what is given to qwen3 for it
     if [ -f "$out/$1/model.bin" ]; then both "$1" "$2" "$out/$1/model.bin"
@@ -100,39 +118,49 @@ for set in $sets; do
     "$root/data/measure.sh" 'nearest training answer' "$out/$set.jsonl" "$out/$set.jsonl" --nearest "$out/nearest.jsonl" \
         >>"$out/$set.rows"
 done
-if [ -z "$weights" ]; then
-    for label in 'as it is' LoRA 'all parameters' QLoRA; do
-        for set in $sets; do
-            empty "$set" "$label" 'not run here: no weights'
-            empty "$set" "$label, with the notes" 'not run here: no weights'
-        done
-    done
-else
-    both as-it-is 'as it is' "$model"
-    for seed in ${SEEDS:-1}; do
+# row METHOD LABEL: says why a row is not there, or succeeds
+row() {
+    why=
+    asked "$1" || return 1
+    if [ -z "$weights" ]; then why='not run here: no weights'
+    elif [ "$1" = qlora ] && ! has train_lora --qlora; then why='not run here: train_lora has no --qlora'; fi
+    [ -n "$why" ] || return 0
+    for set in $sets; do empty "$set" "$2" "$why" && empty "$set" "$2, with the notes" "$why"; done
+    return 1
+}
+if row as-it-is 'as it is'; then both as-it-is 'as it is' "$model"; fi
+for seed in ${SEEDS:-1}; do
+    if row lora "LoRA, seed $seed"; then
         train "lora-$seed" -s "$seed" "$@"
         trained "lora-$seed" "LoRA, seed $seed"
+    fi
+    if row full "all parameters, seed $seed"; then
         # shellcheck disable=SC2086
         train "full-$seed" ${FULL:---full --lr 1e-5} -s "$seed" "$@"
         trained "full-$seed" "all parameters, seed $seed"
-        if has train_lora --qlora; then
-            train "qlora-$seed" --qlora -s "$seed" "$@"
-            trained "qlora-$seed" "QLoRA, seed $seed"
-        else
-            for set in $sets; do empty "$set" "QLoRA, seed $seed" 'not run here: train_lora has no --qlora'; done
-        fi
-    done
-fi
+    fi
+    if row qlora "QLoRA, seed $seed"; then
+        train "qlora-$seed" --qlora -s "$seed" "$@"
+        trained "qlora-$seed" "QLoRA, seed $seed"
+    fi
+done
 
 {
     printf 'Model: `%s`. %s\n' "$model" "${ROWS:+The first $ROWS questions of each set only.}"
+    # shellcheck disable=SC3013 # (every shell has -ef)
+    [ ! "$model" -ef "$root/data/tiny/model.bin" ] || printf '\n%s\n' 'This is the default model. As it is it has read chapters 1 to 15 and questions on them: nothing of chapters 16 to 23, no
+hard question, no question with choices, no passage in a prompt.'
     for set in $sets; do
         case $set in
-        exam_qa) title='Exam: facts of no training row' ;;
-        exam_hard) title='Hard exam: code, arithmetic, comparisons' ;;
-        rephrased) title='Training questions in other words' ;;
-        mc_exam) title='Choices on the exam'\''s facts (chance: 25)' ;;
-        mc_seen) title='Choices on facts of training rows (chance: 25)' ;;
+        exam_qa) title='Exam, chapters 1 to 15: facts of no training row' ;;
+        chapters_exam) title='Exam, chapters 16 to 23' ;;
+        exam_hard) title='Hard exam, chapters 1 to 15: code, arithmetic, comparisons' ;;
+        dev) title='Development split, chapters 1 to 15' ;;
+        rephrased) title='Training questions of chapters 1 to 15 in other words' ;;
+        mc_exam) title='Choices on the exam'\''s facts, chapters 1 to 15 (chance: 25)' ;;
+        mc_chapters) title='Choices on the exam'\''s facts, chapters 16 to 23 (chance: 25)' ;;
+        mc_seen) title='Choices on facts of training rows, chapters 1 to 15 (chance: 25)' ;;
+        mc_chapters_seen) title='Choices on facts of training rows, chapters 16 to 23 (chance: 25)' ;;
         esac
         printf '\n### %s\n\n' "$title"
         "$root/data/measure.sh" --header answers

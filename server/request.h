@@ -232,7 +232,7 @@ inline std::vector<Source> add_passages(const Service& service, std::vector<Mess
         return add_passages(*service.documents, messages, context - std::min(context, room), rendered, measure);
     } catch (const IndexFault& e) { // no fault of the request; its path is no matter of the client's
         print_error("serve", e.what());
-        throw Refusal(500, "the index of the documents is damaged");
+        throw Refusal(500, "the documents cannot be looked up");
     }
 }
 

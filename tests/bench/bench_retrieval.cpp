@@ -5,7 +5,9 @@
 //                                                                                  tests/reference/peer_bm25.py
 //   build/bench_retrieval text FOLDER MB                       files of 1 MB of words by Zipf's law, in two languages
 //   build/bench_retrieval speed FOLDER INDEX                   index anew, open, update, 200 questions; and 200 common words
+//   build/bench_retrieval vectors N DIMENSIONS                 a question's product with N vectors, and the best of them
 #include "../../documents.h"
+#include "../../score.h"
 #include "zipf.h"
 #include <numeric>
 #include <sys/resource.h>
@@ -47,22 +49,30 @@ static bool holds(const DocumentIndex& index, uint32_t passage, const Question& 
     return index.name_of(index.file_at(p.file)) == q.file && p.line <= q.last && last >= q.first;
 }
 
-static void recall(const DocumentIndex& index, const Jieba& jieba, const std::vector<Question>& questions) {
-    size_t at_1 = 0, at_5 = 0, none = 0;
-    double reciprocal = 0;
-    for (const Question& q : questions) {
-        const std::vector<DocumentIndex::Hit> hits = index.search(question_words(jieba, q.text), index.header().passages);
-        size_t rank = 0;
-        while (rank < hits.size() && !holds(index, hits[rank].passage, q)) rank++;
-        at_1 += rank == 0, at_5 += rank < 5, none += rank == hits.size();
-        if (rank < hits.size()) reciprocal += 1 / (double)(rank + 1);
-    }
-    const double n = (double)questions.size();
-    printf("%zu questions, %llu passages: recall@1 %.2f%%, recall@5 %.2f%%, MRR %.4f; %zu not found at all\n", questions.size(),
-           (unsigned long long)index.header().passages, 100. * (double)at_1 / n, 100. * (double)at_5 / n, reciprocal / n, none);
+// The rank of the first passage that holds the answer, from 1 on; 0: none does.
+static size_t rank_of(const DocumentIndex& index, const Jieba& jieba, const Question& q) {
+    const std::vector<DocumentIndex::Hit> hits = index.search(question_words(jieba, q.text), index.header().passages);
+    for (size_t i = 0; i < hits.size(); i++)
+        if (holds(index, hits[i].passage, q)) return i + 1;
+    return 0;
 }
 
-// {"passages": [[word, ...]], "questions": [{"words": [...], "holds": [number, ...]}]}
+static void recall(const DocumentIndex& index, const Jieba& jieba, const std::vector<Question>& questions) {
+    std::vector<double> at_1, at_5, reciprocal;
+    size_t none = 0;
+    for (const Question& q : questions) {
+        const size_t rank = rank_of(index, jieba, q);
+        at_1.push_back(rank == 1 ? 100 : 0), at_5.push_back(rank >= 1 && rank <= 5 ? 100 : 0);
+        reciprocal.push_back(rank ? 1 / (double)rank : 0);
+        none += rank == 0;
+    }
+    const Interval one = bootstrap(at_1, 0), five = bootstrap(at_5, 0), mean = bootstrap(reciprocal, 0);
+    printf("%zu questions, %llu passages: recall@1 %.1f [%.1f, %.1f], recall@5 %.1f [%.1f, %.1f], MRR %.3f [%.3f, %.3f]; "
+           "%zu not found at all\n", questions.size(), (unsigned long long)index.header().passages, one.mean, one.low, one.high,
+           five.mean, five.low, five.high, mean.mean, mean.low, mean.high, none);
+}
+
+// {"passages": [[word, ...]], "questions": [{"words": [...], "holds": [number, ...], "rank": ours}]}
 static void print_words(const DocumentIndex& index, const Jieba& jieba, const std::vector<Question>& questions) {
     sj::Writer w;
     auto list = [&](std::string_view text, bool asked) {
@@ -82,7 +92,7 @@ static void print_words(const DocumentIndex& index, const Jieba& jieba, const st
         w.key("holds").array();
         for (uint32_t i = 0; i < index.header().passages; i++)
             if (holds(index, i, q)) w.value((size_t)i);
-        w.end().end();
+        w.end().field("rank", rank_of(index, jieba, q)).end();
     }
     printf("%s\n", w.end().end().text.c_str());
 }
@@ -178,11 +188,54 @@ static void speed(const std::string& folder, const std::string& path) {
     unlink(file.c_str());
 }
 
+static void scan(size_t n, size_t dimensions) {
+    const std::string folder = format("/tmp/bench_retrieval.%d", (int)getpid()), path = folder + "/vectors";
+    make_folder(folder + "/docs");
+    write_text(folder + "/docs/a.md", "a");
+    { Documents made({folder + "/docs", folder + "/index", 4}, SILENT); }
+    const DocumentIndex index(folder + "/index");
+    ZipfWords random;
+    auto any = [&] {
+        std::vector<float> v(dimensions);
+        for (float& x : v) x = (float)((random.uniform() - 0.5) * std::sqrt(12 / (double)dimensions));
+        return v;
+    };
+    {
+        OutputFile out(path);
+        VectorFile::Header h;
+        memcpy(h.magic, "qwen3vec", sizeof h.magic);
+        h.dimensions = dimensions, h.count = n;
+        out.write(&h, sizeof h);
+        const std::vector<float> v = any();
+        for (size_t i = 0; i < n; i++) out.write(VectorFile::record_of(i, i % 64 ? v : any()));
+        out.commit();
+    }
+    double start = seconds();
+    const VectorFile file(path);
+    const size_t good = file.count_good();
+    printf("%zu vectors of %zu numbers, %.0f MB: opened and checked in %.1f ms\n", good, dimensions, (double)(n * file.stride()) / 1e6,
+           milliseconds(start));
+    std::vector<double> took;
+    double sum = 0;
+    for (int i = 0; i < 50; i++) {
+        const std::vector<float> question = any();
+        start = seconds();
+        sum += file.products(question)[0];
+        took.push_back(milliseconds(start));
+    }
+    std::sort(took.begin(), took.end());
+    printf("%d threads: median %.1f ms, slowest of 50 %.1f ms (%.1f GB/s; %g)\n", thread_count(), took[25], took[49],
+           (double)(n * file.stride()) / took[25] / 1e6, sum);
+    for (const char* name : {"/docs/a.md", "/docs", "/index", "/vectors", ""}) remove((folder + name).c_str());
+}
+
 int main(int argc, char** argv) {
     try {
         const std::string what = argc > 1 ? argv[1] : "";
         if (what == "text" && argc == 4) return make_text(argv[2], (size_t)parse_integer("MB", argv[3], 1, 1 << 20)), 0;
         if (what == "speed" && argc == 4) return speed(argv[2], argv[3]), 0;
+        if (what == "vectors" && argc == 4)
+            return scan((size_t)parse_integer("N", argv[2], 1, 1 << 26), (size_t)parse_integer("DIMENSIONS", argv[3], 1, 65536)), 0;
         if ((what != "recall" && what != "words") || argc < 4) DIE("see the head of this file for how it is used");
         const std::string path = format("/tmp/bench_retrieval.%d.index", (int)getpid());
         { Documents made({argv[2], path, 5}, SILENT); }

@@ -1,5 +1,5 @@
-// Fuzzes the index of documents: whatever bytes a file has, it is opened, searched and taken over into another index,
-// or refused in one line that names it; and any text becomes words, passages that are it without a gap, and a prompt.
+// Fuzzes the index of documents and its vectors: whatever bytes a file has, it is opened, searched and taken over into
+// another index, or refused in one line that names it; and any text becomes words, passages that are it without a gap, and a prompt.
 #include "../../documents.h"
 
 static void need(bool condition) {
@@ -10,11 +10,33 @@ static const Jieba& jieba() {
     return j;
 }
 
-static void load(const uint8_t* data, size_t size) {
+// A file of these bytes.
+static const std::string& file_of(const uint8_t* data, size_t size) {
     static const int fd = memfd_create("index", 0);
     static const std::string path = format("/proc/self/fd/%d", fd);
-    static const std::string copy = format("/dev/shm/fuzz_index.%d", (int)getpid());
     need(ftruncate(fd, 0) == 0 && pwrite(fd, data, size, 0) == (ssize_t)size);
+    return path;
+}
+
+static void load_vectors(const uint8_t* data, size_t size) {
+    const std::string& path = file_of(data, size);
+    try {
+        const VectorFile file(path);
+        const size_t n = file.size(), dimensions = (size_t)file.header().dimensions;
+        need(n * file.stride() <= size && file.count_good() <= n);
+        if (n > 0) need(file.products(std::vector<float>(dimensions, 1)).size() == n);
+        for (size_t i = 0; i < n; i++) // what is written again is good
+            need(!file.is_good(i) || VectorFile::record_of(file.key(i), file.vector(i), dimensions) ==
+                                         std::string((const char*)file.record(i), file.stride()));
+        (void)file.has_all();
+    } catch (const IndexFault& e) {
+        need(std::string_view(e.what()).find(path) == 0);
+    }
+}
+
+static void load(const uint8_t* data, size_t size) {
+    const std::string& path = file_of(data, size);
+    static const std::string copy = format("/dev/shm/fuzz_index.%d", (int)getpid());
     try {
         const DocumentIndex index(path);
         for (const char* question : {"warp memory", "什么是线程束", "a"})
@@ -37,6 +59,7 @@ static void load(const uint8_t* data, size_t size) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (size >= 8 && memcmp(data, "qwen3idx", 8) == 0) return load(data, size), 0;
+    if (size >= 8 && memcmp(data, "qwen3vec", 8) == 0) return load_vectors(data, size), 0;
     std::string valid;
     utf8_repair(valid, {(const char*)data, size}, true);
     size_t bytes = 0;

@@ -1,5 +1,6 @@
 // embed.h and embed_api.h: vectors and rankings, against sentence-transformers and transformers (fixtures/embed), in the
-// engine beside answers, on the command line (QWEN3, else ./qwen3) and over HTTP (SERVE, else ./serve).
+// engine beside answers, on the command line (QWEN3, else ./qwen3) and over HTTP (SERVE, else ./serve); hybrid.h: passages
+// of documents found by them.
 #include "../engine.h"
 #include "../http.h"
 #include "../process.h"
@@ -735,4 +736,226 @@ TEST_CASE("serve: the folder says what it is for; many texts at once, beside a c
     CHECK(vector_of(Json(rows.at(0))["response"]["body"]["data"][(size_t)0]["embedding"]) == warp);
     CHECK(Json(rows.at(1))["response"]["status_code"].number() == 400);
     check_refusal(Process(path.c_str(), {FOLDER, "--task", "score"}).wait(), "serve", "generate, embed or rerank");
+}
+
+// ------------------------------------------------------------------------------------------- documents, by vectors
+
+// A folder of passages, of which no two say the same, and its index with models.
+struct Notes {
+    Scratch scratch;
+    const std::string folder = scratch / "docs", index = scratch / "docs.index";
+    Strings told{};
+
+    Notes() {
+        fs::create_directories(folder);
+        const char* subjects[] = {"A warp is a group of 32 threads", "Shared memory has banks", "Bread is made of flour",
+                                  "线程束由 32 个线程组成", "A sector has 32 bytes", "屋顶线给出上限"};
+        for (int i = 0; i < 36; i++) {
+            std::string text = format("# Note %d\n\n%s.", i, subjects[i % 6]);
+            for (int k = 0; k < i; k++) text += format(" It says %d.", 7 * k + i);
+            write_file(folder + format("/%02d.md", i), text);
+        }
+    }
+    DocumentModels models(bool vectors, bool ranks) const {
+        DocumentOptions o;
+        if (vectors) o.embed = FOLDER;
+        if (ranks) o.rerank = FOLDER;
+        return open_document_models({}, o);
+    }
+    Documents open(const DocumentModels& models, size_t passages = 4) {
+        told.clear();
+        return Documents({folder, index, passages}, [this](const std::string& line) { told.push_back(line); }, models);
+    }
+};
+static const char* const ASKED[] = {"What is a warp?", "线程束有多少线程？", "bread", "How many bytes has a sector of memory?", "roofline"};
+static Strings names(const std::vector<Source>& sources) {
+    Strings all;
+    for (auto& s : sources) all.push_back(name_of(s));
+    return all;
+}
+static Strings names(sj::Value sources) {
+    Strings all;
+    for (sj::Value s : sources.items())
+        all.push_back(format("%s:%d, %s", s["file"].str().c_str(), (int)s["line"].number(), s["heading"].str().c_str()));
+    return all;
+}
+static double product_of(const std::vector<float>& a, const std::vector<float>& b) {
+    double sum = 0;
+    for (size_t k = 0; k < a.size(); k++) sum += (double)a[k] * b[k];
+    return sum;
+}
+
+TEST_CASE("hybrid: the ranking by vectors is that of embed's own, and the two rankings are joined as they are defined") {
+    Notes notes;
+    const Documents docs = notes.open(notes.models(true, false), 9), words = notes.open({}, 1000);
+    const DocumentIndex index(notes.index);
+    const auto n = (uint32_t)index.header().passages;
+    REQUIRE(n >= 36);
+    const VectorFile file(vectors_path(notes.index, notes.models(true, false).vectors->hash()));
+    REQUIRE(file.size() == n);
+    // The vectors again, one by one, and without anything of hybrid.h.
+    const Weights<bf16> weights(golden().file);
+    Embedder<bf16> model(golden().file.config, weights, 1500, {});
+    std::vector<std::vector<float>> vectors;
+    for (uint32_t p = 0; p < n; p++) {
+        const std::string text(index.text_of(index.passage_at(p)));
+        const std::string shown = std::string(index.heading_of(index.passage_at(p))) + "\n" + text.substr(0, text.find_last_not_of('\n') + 1);
+        vectors.push_back(embed_texts(model, golden().tokenizer, {shown})[0]);
+    }
+    for (const char* question : ASKED) {
+        INFO(question);
+        const std::vector<float> asked = embed_texts(model, golden().tokenizer, {question}, RETRIEVAL_TASK)[0];
+        const std::vector<float> products = file.products(asked);
+        std::vector<double> exact;
+        for (uint32_t p = 0; p < n; p++) {
+            exact.push_back(product_of(asked, vectors[p]));
+            CHECK(std::fabs(products[p] - exact[p]) < 1. / 256); // a half of a last place of 8 bits, of length 1
+        }
+        // By the definition: of vectors rounded to bf16, one before another if its product is larger.
+        std::vector<double> stored;
+        for (uint32_t p = 0; p < n; p++) {
+            std::vector<float> rounded;
+            for (float x : vectors[p]) rounded.push_back(to_acc(to_bf16(x)));
+            stored.push_back(product_of(asked, rounded));
+        }
+        const auto ranking = index.best(products, n, -INFINITY);
+        REQUIRE(ranking.size() == n);
+        for (uint32_t i = 1; i < n; i++) CHECK(stored[ranking[i - 1].passage] > stored[ranking[i].passage] - 1e-6);
+
+        std::map<std::string, double> sums;
+        const Strings by_words = names(words.find(question));
+        for (size_t i = 0; i < by_words.size(); i++) sums[by_words[i]] += 1. / (61 + (double)i);
+        for (size_t i = 0; i < n; i++) {
+            const DocumentIndex::Passage& p = index.passage_at(ranking[i].passage);
+            sums[format("%s:%u, %s", std::string(index.name_of(index.file_at(p.file))).c_str(), p.line,
+                        std::string(index.heading_of(p)).c_str())] += 1. / (61 + (double)i);
+        }
+        const std::vector<Source> found = docs.find(question);
+        REQUIRE(found.size() == 9);
+        std::vector<double> best;
+        for (auto& [name, sum] : sums) best.push_back(sum);
+        std::sort(best.rbegin(), best.rend());
+        for (size_t i = 0; i < 9; i++) {
+            CHECK(found[i].score == doctest::Approx(best[i]).epsilon(1e-6));
+            CHECK(sums[name_of(found[i])] == doctest::Approx(best[i]).epsilon(1e-6));
+        }
+    }
+}
+
+TEST_CASE("hybrid: opened again nothing is computed, and the answers are the same; a changed file has its own anew") {
+    Notes notes;
+    const DocumentModels models = notes.models(true, false);
+    std::vector<Strings> first;
+    {
+        const Documents docs = notes.open(models);
+        for (const char* question : ASKED) first.push_back(names(docs.find(question)));
+    }
+    CHECK(notes.told.back().find(" 0 made") == std::string::npos);
+    const Documents again = notes.open(notes.models(true, false));
+    CHECK(notes.told.back().find(" 0 made") != std::string::npos);
+    for (size_t i = 0; i < first.size(); i++) CHECK(names(again.find(ASKED[i])) == first[i]);
+    write_file(notes.folder + "/05.md", "# Note 5\n\nIt says something else.");
+    notes.open(models);
+    CHECK(notes.told.back().find(" 1 made") != std::string::npos);
+    const DocumentIndex index(notes.index);
+    const VectorFile file(vectors_path(notes.index, models.vectors->hash()));
+    for (uint32_t p = 0; p < index.header().passages; p++) { // each still has its own
+        std::vector<float> v;
+        models.vectors->passages({shown_passage(index, p)}, [&](size_t, const std::vector<float>& x) { v = x; });
+        CHECK(VectorFile::record_of(fnv1a(shown_passage(index, p)), v) ==
+              std::string((const char*)file.record(p), file.stride()));
+    }
+}
+
+TEST_CASE("hybrid: the reranker's order is that of its scores; a long question leaves room for the passage") {
+    Notes notes;
+    const DocumentModels models = notes.models(false, true);
+    const Documents docs = notes.open(models, 5), words = notes.open({}, 20);
+    const Weights<bf16> weights(golden().file);
+    const RerankPrompt prompt(golden().tokenizer);
+    const Relevance relevance({}, weights, prompt);
+    const std::string question = "How many bytes has a sector of memory?";
+    std::map<std::string, double> scores;
+    const DocumentIndex index(notes.index);
+    for (const Source& s : words.find(question)) {
+        const std::vector<int> query = prompt.query_ids(golden().tokenizer, RETRIEVAL_TASK, question);
+        const auto ids = prompt.ids(golden().tokenizer, query, s.heading + "\n" + s.text);
+        scores[name_of(s)] = relevance(hidden_of(golden().file.config, weights, {ids})[0]);
+    }
+    std::vector<double> best;
+    for (auto& [name, score] : scores) best.push_back(score);
+    std::sort(best.rbegin(), best.rend());
+    const std::vector<Source> found = docs.find(question);
+    REQUIRE(found.size() == 5);
+    for (size_t i = 0; i < 5; i++) {
+        CHECK(found[i].score == doctest::Approx(best[i]).epsilon(1e-6));
+        CHECK(scores[name_of(found[i])] == doctest::Approx(best[i]).epsilon(1e-6));
+    }
+    const std::string endless = "warp" + std::string(9000, '7');
+    const std::vector<double> apart = models.ranks->scores(endless, {"one", "another thing"});
+    CHECK(apart[0] != apart[1]); // the passages were seen
+}
+
+TEST_CASE("qwen3 --docs-embed, --docs-rerank: the sources are the library's; models that will not do") {
+    Notes notes;
+    Strings docs = {MODEL, "-z", VOCABULARY, "-j", "1", "-t", "0", "-n", "2", "--json", "--docs", notes.folder, "--index", notes.index};
+    auto ask = [&](Strings more) {
+        more.insert(more.begin(), docs.begin(), docs.end());
+        return Process(program("QWEN3", "./qwen3").c_str(), more).wait();
+    };
+    const std::string question = ASKED[0];
+    const Result plain = ask({"-i", question}), first = ask({"-i", question, "--docs-embed", FOLDER});
+    INFO(first.err);
+    REQUIRE(first.status == 0);
+    CHECK(first.err.find(" of 48 numbers") != std::string::npos);
+    CHECK(ask({"-i", question, "--docs-embed", FOLDER}).err.find(" 0 made") != std::string::npos);
+    const auto source_names = [](const Result& r) { return names(Json(r.out)["sources"]); };
+    CHECK(source_names(first) == names(notes.open(notes.models(true, false)).find(question)));
+    CHECK(source_names(plain) == names(notes.open({}).find(question)));
+    CHECK(source_names(first) != source_names(plain));
+    const Result ranked = ask({"-i", question, "--docs-embed", FOLDER, "--docs-rerank", FOLDER});
+    CHECK(source_names(ranked) == names(notes.open(notes.models(true, true)).find(question)));
+    // A half evaluation goes on with the same models only.
+    write_file(notes.scratch / "qa", "{\"instruction\": \"What is a warp?\", \"output\": \"32 threads\"}\n");
+    CHECK(ask({"--eval", notes.scratch / "qa", "-o", notes.scratch / "out", "--docs-embed", FOLDER}).status == 0);
+    CHECK(names(Json(read_file(notes.scratch / "out"))["sources"]) == source_names(first));
+
+    auto refused = [&](const Strings& more, const std::string& word) {
+        Result r = ask(more);
+        r.err.erase(0, r.err.rfind("qwen3: ")); // what was read comes before it
+        check_refusal(r, "qwen3", word);
+    };
+    fs::create_directories(notes.scratch / "mean/1_Pooling"), fs::create_directories(notes.scratch / "nan");
+    for (const char* file : {"config.json", "modules.json", "tokenizer.bin", "model.safetensors"})
+        fs::copy_file(FOLDER + "/" + file, notes.scratch / "mean/"s + file);
+    write_file(notes.scratch / "mean/1_Pooling/config.json", "{\"pooling_mode_lasttoken\": false}");
+    refused({"-i", "a", "--docs-embed", notes.scratch / "mean"}, "only the last token's vector");
+    for (const char* file : {"config.json", "tokenizer.bin", "model.safetensors"})
+        fs::copy_file(FOLDER + "/" + file, notes.scratch / "nan/"s + file);
+    std::string bytes = read_file(notes.scratch / "nan/model.safetensors");
+    const ModelFile file(FOLDER);
+    const size_t at = (size_t)(file.tensors.at("model.norm.weight").data - file.maps[0].data);
+    bytes[at] = (char)0xc0, bytes[at + 1] = 0x7f;
+    write_file(notes.scratch / "nan/model.safetensors", bytes);
+    refused({"-i", "a", "--docs-embed", notes.scratch / "nan"}, "not finite");
+    refused({"-i", "a", "--docs-rerank", MODEL}, "not one token each"); // yes and no, in the vocabulary beside it
+}
+
+TEST_CASE("serve --docs-embed: chats at the same time have the library's sources") {
+    Notes notes;
+    const Serving server(program("SERVE", "./serve"), {"--task", "generate", "--docs", notes.folder, "--index", notes.index,
+                                                      "--docs-embed", FOLDER});
+    const Documents docs = notes.open(notes.models(true, false));
+    CHECK(notes.told.back().find(" 0 made") != std::string::npos);
+    std::vector<std::thread> users;
+    std::vector<Strings> found(10);
+    for (size_t i = 0; i < found.size(); i++)
+        users.emplace_back([&, i] {
+            const HttpReply r = server.post("/v1/chat/completions", "{\"messages\": [{\"role\": \"user\", \"content\": \""s +
+                                                                        ASKED[i % 5] + "\"}], \"max_tokens\": 2}");
+            if (r.status == 200) found[i] = names(Json(r.body)["sources"]);
+        });
+    for (auto& u : users) u.join();
+    for (size_t i = 0; i < found.size(); i++) CHECK(found[i] == names(docs.find(ASKED[i % 5])));
+    check_refusal(Process(program("SERVE", "./serve").c_str(), {FOLDER, "--docs-embed", FOLDER}).wait(), "serve", "--docs-embed is for --docs");
 }

@@ -270,6 +270,16 @@ TEST_CASE("--eval: a row that the context cannot hold is reported and left out")
     CHECK(summary["tokens"].number() == 2 * first["tokens"].number());
 }
 
+TEST_CASE("--eval: where the context can hold no row there is nothing to measure, and nothing is written") {
+    Scratch scratch;
+    const std::string x(400, 'x');
+    write_file(scratch / "qa", R"({"instruction": "long", "output": ")" + x + "\"}\n" + R"({"instruction": ")" + x + R"(", "output": "y"})" + "\n");
+    const Strings ask = TINY + Strings{"--eval", scratch / "qa", "-o", scratch / "out", "-c", "60"};
+    check_refusal(Qwen3(ask).wait(), "qwen3", "every row is longer than the context of 60 tokens");
+    CHECK(!fs::exists(scratch / "out"));
+    CHECK(!fs::exists(scratch / "out.partial"));
+}
+
 TEST_CASE("--eval: killed at any byte, it goes on and ends with the same bytes") {
     Scratch scratch;
     write_file(scratch / "qa", QUESTIONS);

@@ -1,7 +1,8 @@
-// retrieval.h and documents.h: words, the index and its formula, damaged indexes, folders of every kind, prompts; then
-// --docs of the programs.
+// retrieval.h and documents.h: words, the index and its formula, damaged indexes, folders of every kind, vectors of
+// passages (of a model that is none: test_embed.cpp has those of a real one), prompts; then --docs of the programs.
 #include "../../documents.h"
 #include "../process.h"
+#include <map>
 #include <sys/time.h>
 #include <thread>
 
@@ -30,6 +31,7 @@ struct Library {
     const std::string folder = scratch / "docs", index = scratch / "docs.index";
     Strings told{};
     size_t passages = 4;
+    DocumentModels models{};
 
     Library() { make_folder(folder); }
     void put(const std::string& name, std::string_view text) const {
@@ -39,7 +41,7 @@ struct Library {
     Documents open() { return open(folder); }
     Documents open(const std::string& docs) {
         told.clear();
-        return Documents({docs, index, passages}, [this](const std::string& line) { told.push_back(line); });
+        return Documents({docs, index, passages}, [this](const std::string& line) { told.push_back(line); }, models);
     }
     std::string fault(const std::string& docs) {
         try {
@@ -587,6 +589,340 @@ TEST_CASE("documents: the index lies in the cache folder; nothing is written int
     CHECK(std::distance(fs::directory_iterator(library.folder), fs::directory_iterator()) == 1);
 }
 
+// ----------------------------------------------------------------------------------------- vectors
+
+// A vector for any text, by its hash; what was asked for is counted.
+struct FakeVectors : VectorModel {
+    uint64_t name = 0xfeed;
+    size_t numbers = 21, stop_after = SIZE_MAX;
+    Strings shown{}, asked{};
+
+    static std::vector<float> vector_of(std::string_view text, size_t n) {
+        std::vector<float> v;
+        double squares = 0;
+        for (uint64_t hash = fnv1a(text); v.size() < n; hash = fnv1a(&hash, sizeof hash))
+            v.push_back((float)((double)(hash >> 40) / (1 << 24) - 0.5)), squares += (double)v.back() * v.back();
+        for (float& x : v) x = (float)(x / std::sqrt(squares));
+        return v;
+    }
+    uint64_t hash() const override { return name; }
+    size_t dimensions() const override { return numbers; }
+    void passages(const std::vector<std::string>& texts, const Each& each) override {
+        for (size_t i = 0; i < texts.size() && !interrupted; i++) {
+            shown.push_back(texts[i]);
+            each(i, vector_of(texts[i], numbers));
+            if (shown.size() == stop_after) interrupted = 1; // as Ctrl-C does
+        }
+    }
+    std::vector<float> question(const std::string& text) override {
+        asked.push_back(text);
+        return vector_of(text, numbers);
+    }
+};
+struct VectorLibrary : Library {
+    std::shared_ptr<FakeVectors> model = std::make_shared<FakeVectors>();
+    const std::string vectors = index + ".000000000000feed.vectors";
+
+    VectorLibrary() { models.vectors = model; }
+    size_t made() { // by the open that counts
+        const size_t before = model->shown.size();
+        open();
+        return model->shown.size() - before;
+    }
+    void fill(int n) const { // with two passages each
+        for (int i = 0; i < n; i++) {
+            const std::string more(300, (char)('a' + i % 26));
+            put(format("%02d.md", i), format("# T%d\n\nwarp and number%d %s\n\n## Of banks %d\n\nbank %s", i, i,
+                                             more.c_str(), i, more.c_str()));
+        }
+    }
+};
+// To 8 bits, the nearest, of two as near the even one: bf16 of an ordinary number.
+static double rounded(float x) {
+    int exponent;
+    const double fraction = std::frexp((double)x, &exponent);
+    return std::ldexp(std::nearbyint(fraction * 256) / 256, exponent);
+}
+
+TEST_CASE("rankings: joined by reciprocal ranks, worked out by hand") {
+    Library library;
+    for (const char* name : {"a", "b", "c", "d", "e"}) library.put(std::string(name) + ".md", "warp");
+    library.open();
+    const DocumentIndex index(library.index); // 0: a.md, 1: b.md, ...
+    using Hit = DocumentIndex::Hit;
+    const std::vector<Hit> words = {{0, 9}, {1, 8}, {2, 7}}, vectors = {{2, .9f}, {3, .8f}};
+    const std::vector<Hit> all = index.joined({words, vectors}, 10);
+    // c: 1/63 + 1/61; a: 1/61; b and d: 1/62, and b's file comes first
+    const std::pair<uint32_t, double> wanted[] = {{2, 0.0322664585}, {0, 0.0163934426}, {1, 0.0161290323}, {3, 0.0161290323}};
+    REQUIRE(all.size() == 4);
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(all[i].passage == wanted[i].first);
+        CHECK(all[i].score == doctest::Approx(wanted[i].second).epsilon(1e-7));
+    }
+    CHECK(index.joined({words, vectors}, 2).size() == 2);
+    CHECK(index.joined({words, vectors}, 0).empty());
+    CHECK(index.joined({{}, {}}, 3).empty());
+    const std::vector<Hit> same = index.joined({words}, 3); // one ranking stays what it is
+    for (size_t i = 0; i < 3; i++) CHECK(same[i].passage == words[i].passage);
+}
+
+TEST_CASE("vectors: the products are those of the rounded vectors, whatever their length") {
+    for (const size_t n : {1, 3, 4, 15, 16, 17, 48, 1000}) {
+        VectorLibrary library;
+        library.fill(20);
+        library.model->numbers = n;
+        library.open();
+        const DocumentIndex index(library.index);
+        const VectorFile file(library.vectors);
+        REQUIRE(file.size() == 40);
+        CHECK(file.header().dimensions == n);
+        CHECK(file.count_good() == 40);
+        const std::vector<float> question = FakeVectors::vector_of("question", n), products = file.products(question);
+        for (uint32_t p = 0; p < 40; p++) {
+            const std::vector<float> v = FakeVectors::vector_of(shown_passage(index, p), n);
+            double sum = 0;
+            for (size_t k = 0; k < n; k++) sum += (double)question[k] * rounded(v[k]);
+            CHECK(std::fabs(products[p] - sum) < 1e-6);
+        }
+        const auto hits = index.best(products, 40, -INFINITY);
+        REQUIRE(hits.size() == 40); // negative ones, too
+        for (size_t i = 1; i < hits.size(); i++) CHECK(hits[i - 1].score >= hits[i].score);
+    }
+}
+
+TEST_CASE("vectors: words' and vectors' rankings are joined; a question without a word of its own finds nothing") {
+    VectorLibrary library;
+    library.fill(30);
+    library.passages = 7;
+    const Documents docs = library.open();
+    const DocumentIndex index(library.index);
+    const VectorFile file(library.vectors);
+    for (const char* question : {"warp", "number7", "bank and warp", "unheard-of"}) {
+        INFO(question);
+        std::map<uint32_t, double> sums; // as the paper has it
+        const auto words = index.search(question_words(jieba(), question), 60);
+        const auto near = index.best(file.products(FakeVectors::vector_of(question, 21)), 60, -INFINITY);
+        for (auto ranking : {&words, &near})
+            for (size_t i = 0; i < ranking->size(); i++) sums[(*ranking)[i].passage] += 1. / (61 + (double)i);
+        std::vector<double> best;
+        for (auto [passage, sum] : sums) best.push_back(sum);
+        std::sort(best.rbegin(), best.rend());
+        const std::vector<Source> found = docs.find(question);
+        REQUIRE(found.size() == 7);
+        for (size_t i = 0; i < 7; i++) CHECK(found[i].score == doctest::Approx(best[i]).epsilon(1e-6));
+        CHECK(library.model->asked.back() == question);
+    }
+    CHECK(docs.find("Why?").empty());
+    CHECK(docs.find("Why?", "What is a warp?").size() == 7);
+    CHECK(library.model->asked.back() == "What is a warp?");
+    library.models = {};
+    CHECK(library.open().hash() != docs.hash());
+    CHECK(library.open().find("unheard-of").empty()); // words alone, as before
+}
+
+TEST_CASE("vectors: made once; only what changed is made anew, and the answers are those of a new index") {
+    VectorLibrary library;
+    library.fill(30);
+    CHECK(library.made() == 60);
+    CHECK(library.says("60 vectors of 21 numbers"));
+    CHECK(library.says("60 made"));
+    CHECK(library.model->shown[1].find("T0 > Of banks 0\n## Of banks 0\n\nbank aaa") == 0); // with its headings
+    const std::string first = read_file(library.vectors);
+    CHECK(library.made() == 0);
+    CHECK(read_file(library.vectors) == first);
+
+    library.put("03.md", "# T3\n\nnow of tensors");
+    fs::remove(library.folder + "/07.md");
+    fs::rename(library.folder + "/09.md", library.folder + "/zz.md"); // another name, the same text
+    const timeval times[2] = {{1, 0}, {1, 0}};
+    REQUIRE(utimes((library.folder + "/11.md").c_str(), times) == 0);
+    library.put("05.md", read_file(library.folder + "/05.md") + "\n\n## More\n\nand a section that is new"); // two stay
+    library.put("10b.md", "# T3\n\nnow of tensors"); // twice the same
+    CHECK(library.made() == 2);
+    CHECK(library.model->shown.end()[-2] == "T3\n# T3\n\nnow of tensors");
+    CHECK(library.model->shown.end()[-1].find("and a section that is new") != std::string::npos);
+    VectorLibrary fresh;
+    for (auto& entry : fs::directory_iterator(library.folder)) fresh.put(entry.path().filename(), read_file(entry.path()));
+    library.passages = fresh.passages = 64;
+    const Documents a = library.open(), b = fresh.open();
+    CHECK(a.hash() == b.hash());
+    for (const char* question : {"warp", "number8 bank", "tensor", "T3"}) {
+        const auto x = a.find(question), y = b.find(question);
+        REQUIRE(x.size() == y.size());
+        for (size_t i = 0; i < x.size(); i++) {
+            CHECK(name_of(x[i]) == name_of(y[i]));
+            CHECK(x[i].score == y[i].score);
+        }
+    }
+    // Another model has a file of its own; the first one's stays.
+    library.model->name = 0xbeef;
+    CHECK(library.made() == fresh.model->shown.size());
+    library.model->name = 0xfeed;
+    CHECK(library.made() == 0);
+}
+
+TEST_CASE("vectors: a damaged file is told in one line, and only what is damaged is made anew") {
+    VectorLibrary library;
+    library.fill(10);
+    library.open();
+    const std::string good = read_file(library.vectors);
+    const size_t start = sizeof(VectorFile::Header), stride = 16 + 2 * 21;
+    REQUIRE(good.size() == start + 20 * stride);
+    auto again = [&](const std::string& bytes, size_t made, const std::string& why) {
+        write_file(library.vectors, bytes);
+        CHECK(library.made() == made);
+        INFO(library.all());
+        CHECK(library.says(why.empty() ? "20 vectors" : library.vectors + ": " + why + "; made anew"));
+        CHECK(library.told.size() == 2 + (size_t)!why.empty());
+        CHECK(read_file(library.vectors) == good);
+    };
+    again(good, 0, "");
+    again(good.substr(0, good.size() - 1), 1, "1 vector of 20 damaged or missing");
+    again(good.substr(0, start + 7 * stride + 9), 13, "13 vectors of 20 damaged or missing");
+    again(good.substr(0, start), 20, "20 vectors of 20 damaged or missing");
+    again(good.substr(0, 20), 20, "no vectors of documents");
+    again(good + "more", 0, "");
+    for (size_t at = start; at < good.size(); at += 31) { // of a record any byte
+        std::string bad = good;
+        bad[at] ^= 0x40;
+        again(bad, 1, "1 vector of 20 damaged or missing");
+    }
+    auto header = [&](size_t at, size_t made, const std::string& why) {
+        std::string bad = good;
+        bad[at] ^= 1;
+        again(bad, made, why);
+    };
+    header(8, 20, "vectors of another version");
+    header(16, 20, "vectors of another model"); // as if it had been given this one's name
+    header(24, 0, "");                          // of other passages, by its hash: what they say is the same
+    header(32, 20, "vectors of another model");
+    header(40, 0, "1 vector of 21 damaged or missing");
+    for (const std::string& other : {library.vectors, library.vectors + ".partial"}) {
+        fs::remove(library.vectors);
+        write_file(other, "my thesis, not yet finished");
+        CHECK(library.fault(library.folder) == other + ": no vectors of documents; it is not overwritten");
+        CHECK(read_file(other) == "my thesis, not yet finished");
+        fs::remove(other);
+    }
+    again("qwen3vec", 20, "no vectors of documents");
+}
+
+TEST_CASE("vectors: who is stopped loses none that is finished") {
+    VectorLibrary library;
+    library.fill(30);
+    library.model->stop_after = 37;
+    const std::string partial = library.vectors + ".partial";
+    CHECK(library.fault(library.folder) == library.vectors + ": 37 of 60 vectors are made; the same command goes on");
+    interrupted = 0;
+    CHECK(!fs::exists(library.vectors));
+    write_file(partial, read_file(partial) + "half a record");
+    library.put("00.md", "# New\n\none more"); // beside that what was made is of use
+    CHECK(library.made() == 24);                 // 23 that are missing, and the new one
+    CHECK(!fs::exists(partial));
+    CHECK(VectorFile(library.vectors).count_good() == 59);
+    const std::string whole = read_file(library.vectors);
+    fs::remove(library.vectors);
+    CHECK(library.made() == 59);
+    CHECK(read_file(library.vectors) == whole);
+    // A file that is under way may be damaged, too, or be of another version.
+    library.model->stop_after = library.model->shown.size() + 20;
+    fs::remove(library.vectors);
+    CHECK(library.fault(library.folder).find("20 of 59 vectors") != std::string::npos);
+    interrupted = 0;
+    std::string bad = read_file(partial);
+    bad[sizeof(VectorFile::Header) + 3 * 58 + 30] ^= 1;
+    write_file(partial, bad);
+    CHECK(library.made() == 40);
+    CHECK(read_file(library.vectors) == whole);
+    fs::remove(library.vectors);
+    bad[8] ^= 1;
+    write_file(partial, bad);
+    CHECK(library.made() == 59);
+    CHECK(read_file(library.vectors) == whole);
+}
+
+TEST_CASE("vectors: of two programs at the same time one makes them, the other waits") {
+    VectorLibrary library;
+    library.fill(30);
+    library.models = {}, library.open(), library.models.vectors = library.model;
+    std::atomic<size_t> made{0}, found{0};
+    std::vector<std::thread> programs;
+    for (int i = 0; i < 4; i++)
+        programs.emplace_back([&] {
+            DocumentModels models;
+            auto own = std::make_shared<FakeVectors>();
+            models.vectors = own;
+            try {
+                found += Documents({library.folder, library.index, 4}, [](auto&) {}, models).find("warp").size();
+                made += own->shown.size();
+            } catch (const Error& e) {
+                MESSAGE(e.what());
+            }
+        });
+    for (auto& p : programs) p.join();
+    CHECK(found == 16);
+    CHECK(made == 60);
+    CHECK(!fs::exists(library.vectors + ".partial"));
+}
+
+TEST_CASE("vectors: files of an index that lies in the folder are no documents, and are not taken for abandoned ones") {
+    VectorLibrary library;
+    library.put("a.md", "warp");
+    const std::string index = library.folder + "/my.index", vectors = index + ".000000000000feed.vectors";
+    auto open = [&] {
+        library.told.clear();
+        Documents({library.folder, index, 4}, [&](const std::string& line) { library.told.push_back(line); }, library.models);
+    };
+    open();
+    const timeval days[2] = {{time(nullptr) - 100'000, 0}, {time(nullptr) - 100'000, 0}};
+    write_file(vectors + ".tmp123", "warp");
+    write_file(index + ".0123456789abcdef.vector", "lane"); // a document
+    for (auto& file : {vectors, vectors + ".tmp123"}) REQUIRE(utimes(file.c_str(), days) == 0);
+    open();
+    CHECK(library.number(" read") == 1);
+    CHECK(fs::exists(vectors));
+    CHECK(!fs::exists(vectors + ".tmp123"));
+    CHECK(library.says("2 vectors of 21 numbers"));
+    CHECK(library.model->shown.size() == 2);
+}
+
+TEST_CASE("documents: a reranker orders the first twenty, and what is not among them stays away") {
+    struct Backwards : RankModel { // by the number in the text
+        Strings shown{};
+        std::string asked{};
+        uint64_t hash() const override { return 7; }
+        std::vector<double> scores(const std::string& question, const std::vector<std::string>& passages) override {
+            std::vector<double> all;
+            asked = question, shown = passages;
+            for (auto& p : passages) all.push_back(atoi(p.c_str() + p.find("number") + 6) / 100.);
+            return all;
+        }
+    };
+    VectorLibrary library;
+    for (int i = 0; i < 40; i++) library.put(format("%02d.md", i), format("# T\n\nwarp number%d %s", i, std::string(10 * i, 'x').c_str()));
+    library.passages = 40;
+    library.models = {};
+    const Strings plain = files_of(library.open().find("warp"));
+    REQUIRE(plain.size() == 40);
+    auto ranks = std::make_shared<Backwards>();
+    library.models.ranks = ranks, library.passages = 3;
+    const Documents docs = library.open();
+    const std::vector<Source> found = docs.find("What is a warp?");
+    CHECK(ranks->asked == "What is a warp?");
+    CHECK(ranks->shown.size() == 20);
+    Strings first(plain.begin(), plain.begin() + 20);
+    std::sort(first.rbegin(), first.rend());
+    CHECK(files_of(found) == Strings{first[0], first[1], first[2]});
+    CHECK(found[0].score == doctest::Approx(atoi(first[0].c_str()) / 100.));
+    CHECK(docs.find("unheard-of").empty());
+    library.models.vectors = library.model; // both: the reranker has the last word
+    const Documents both = library.open();
+    CHECK(both.find("warp").size() == 3);
+    CHECK(ranks->shown.size() == 20);
+    library.models.ranks = nullptr;
+    CHECK(library.open().hash() != both.hash());
+}
+
 // ----------------------------------------------------------------------------------------- prompts
 
 TEST_CASE("prompts: in the question's language, passages numbered, within the room, the last one cut") {
@@ -761,6 +1097,12 @@ TEST_CASE("qwen3 --docs: what is wrong is one line") {
     refused({"-i", "a", "--docs", library.folder + "/none"}, "No such file or directory");
     refused({"-i", "a", "--index", library.index}, "--index is for --docs");
     refused({"-i", "a", "--passages", "4"}, "--passages is for --docs");
+    refused({"-i", "a", "--docs-embed", "m"}, "--docs-embed is for --docs");
+    refused({"-i", "a", "--docs-rerank", "m"}, "--docs-rerank is for --docs");
+    library.put("a.md", "warp");
+    refused({"-i", "a", "--docs", library.folder, "--index", library.index, "--docs-embed", "/no/model"}, "/no/model");
+    refused({"-i", "a", "--docs", library.folder, "--index", library.index, "--docs-rerank", "/no/model"}, "/no/model");
+    fs::remove(library.folder + "/a.md");
     refused({"--raw", "-i", "a", "--docs", library.folder}, "--docs is for questions");
     refused({"--ids", "1", "--docs", library.folder}, "--docs is for questions");
     refused({"-i", "a", "--docs", ""}, "--docs needs a value");

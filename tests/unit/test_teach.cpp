@@ -257,18 +257,35 @@ TEST_CASE("evaluate.sh: the table without weights says so in every row of a mode
     INFO(r.err);
     REQUIRE(r.status == 0);
     CHECK(r.out == read_file(scratch / "out/table.md"));
-    CHECK(count(r.out, "not run here: no weights") == 5 * 8);
+    CHECK(count(r.out, "not run here: no weights") == 9 * 8);
     CHECK(count(r.out, "| question") == 0);
-    CHECK(count(r.out, "\n| the question as answer | 3 | - | - | ") == 5);
-    CHECK(count(r.out, "\n| nearest training answer | 3 | - | - | ") == 5);
-    CHECK(count(r.out, "\n### ") == 5);
+    CHECK(count(r.out, "\n| the question as answer | 3 | - | - | ") == 9);
+    CHECK(count(r.out, "\n| nearest training answer | 3 | - | - | ") == 9);
+    CHECK(count(r.out, "\n### ") == 9);
     for (auto& line : lines(r.out)) // every table has its eleven columns
         if (line[0] == '|') CHECK(count(line, "|") == 12);
     CHECK(evaluate({"Qwen3-0.6B", "out"}, "3").out == r.out);
     check_refusal(evaluate({"Qwen3-0.6B", "out"}, "2"), "evaluate.sh", "out: holds an evaluation of another model");
     check_refusal(evaluate({"Qwen3-0.6B", "out2"}, "0"), "evaluate.sh", "ROWS=0");
     write_file(scratch / "full", "x");
+    check_refusal(Script({"sh", ROOT + "/data/evaluate.sh", MODEL, "out3"}, scratch.path, "METHODS=sft").wait(), "evaluate.sh", "METHODS: sft");
+    check_refusal(Script({"sh", ROOT + "/data/evaluate.sh", MODEL, "out3"}, scratch.path, "SETS=dev exam").wait(), "evaluate.sh", "SETS: exam is none");
     check_refusal(evaluate({"Qwen3-0.6B", "."}, "3"), "evaluate.sh", "is not empty and holds no evaluation");
+}
+
+TEST_CASE("evaluate.sh: a model's rows are under their own names in every table, with the notes and without") {
+    Scratch scratch;
+    fs::create_directory_symlink(ROOT + "/data", scratch / "data"); // (qwen3 looks for jieba's dictionary here)
+    const Result r = Script({"METHODS=as-it-is", "SETS=dev mc_exam", "sh", ROOT + "/data/evaluate.sh", MODEL, "out"}, scratch.path, "ROWS=1").wait();
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    CHECK(count(r.out, "\n### ") == 2);
+    CHECK(count(r.out, "\n| as it is | 1 | ") == 2);
+    CHECK(count(r.out, "\n| as it is, with the notes | 1 | ") == 2);
+    for (const char* set : {"dev", "mc_exam"}) {
+        CHECK(read_file(scratch / format("out/answers/%s.as-it-is.jsonl", set)).find("\"sources\"") == std::string::npos);
+        CHECK(read_file(scratch / format("out/answers/%s.as-it-is.docs.jsonl", set)).find("\"sources\"") != std::string::npos);
+    }
 }
 
 TEST_CASE("a sweep of three rows: table, picture, best row; what is finished is not trained again") {
