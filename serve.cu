@@ -440,10 +440,10 @@ inline TokenInfo describe(const float* logits, int exist, int id, int alternativ
 // =================================================================================================== 3 Engine
 
 // Who has which page of the KV cache. A page is in use by `users` sequences, or idle; a whole page may also be known by
-// name. Its name stands for all tokens up to its end: it is given once, to the triple (name of the page before, these 16
-// ids, number of the adapter or 0), and never again, so that comparing it compares the content from the first token on.
-// (The name before the first page is the salt.) An idle page keeps its name until it is taken for something else, the
-// longest idle first.
+// name. Its name stands for all tokens up to its end: it is given once, to the triple (name of the page before, these
+// 16 ids, number of the adapter or 0), and never again, so that comparing it compares the content from the first token
+// on. (The name before the first page is the salt.) An idle page keeps its name until it is taken for something else,
+// the longest idle first.
 struct PagePool {
     struct Page {
         int users = 0, ids[PAGE];
@@ -1317,8 +1317,8 @@ template <class T> struct Engine {
 
 #ifdef __CUDACC__
     // ---- A step on the GPU: numbers there, forward, head, draws, numbers back; nothing waits until collect_gpu. If
-    // all rows are singles without an adapter, forward to draws is one CUDA graph, kept for each size: rows are filled up to 1, 2, 4, ...,
-    // max_seqs with spare ones, the pieces of the longest sequence to 1, 2, 4, ...
+    // all rows are singles without an adapter, forward to draws is one CUDA graph, kept for each size: rows are filled
+    // up to 1, 2, 4, ..., max_seqs with spare ones, the pieces of the longest sequence to 1, 2, 4, ...
     Slots slots;
     int *drawn, *unused;             // (max_seqs) the ids; where sample_kernel puts what only a Session needs
     Draw* draws;                     // (max_seqs) of the step's rows
@@ -1577,8 +1577,9 @@ struct Answer {
     static constexpr size_t PART = 1 << 16; // bytes, about
 
     Answer(const Service& service, const Ask& ask)
-        : tokenizer(*service.tokenizer), id(ask.id), model(ask.adapter ? ask.adapter->name : service.name), chat(ask.chat), usage(ask.usage),
-          logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()),
+        : tokenizer(*service.tokenizer), id(ask.id), model(ask.adapter ? ask.adapter->name : service.name),
+          chat(ask.chat), usage(ask.usage), logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each),
+          choices(ask.jobs.size()),
           echo(ask.echo), documents(ask.documents), sources(ask.sources), how(ask.pooled),
           pooled(how ? std::make_unique<PooledAnswer>(*how, ask.jobs.size()) : nullptr) {}
     virtual ~Answer() = default;
@@ -2033,7 +2034,8 @@ struct Batcher {
         for (auto& [name, hash] : adapters)
             if (models.count(name)) w.field(name, hash);
         const std::string used = w.end().text;
-        return (used == "{}" ? depends : depends.substr(0, depends.size() - 1) + ", \"adapters\": " + used + "}") + "\n";
+        if (used == "{}") return depends + "\n";
+        return depends.substr(0, depends.size() - 1) + ", \"adapters\": " + used + "}\n";
     }
     void append(const std::string& line) {
         if (fwrite(line.data(), 1, line.size(), file.get()) != line.size() || fflush(file.get()))
@@ -2379,6 +2381,7 @@ struct Exchange {
     bool begun = false, counted = false, stream = false;
     Response prepared{};
     int status = 0;
+    std::string swapped;                   // the adapter that it has loaded or unloaded
     std::unique_ptr<Answer> answer;
     std::shared_ptr<Reply> reply;
     bool suspended = false, probed = false; // guarded by reply->mutex
@@ -2713,9 +2716,9 @@ struct Exchange {
         w.field("max_model_len", service.context).end();
     }
 
-    // {"lora_name", "lora_path"} and {"lora_name"}, as vLLM has them. What answers with an adapter that is unloaded comes
-    // to its end with it.
-    std::string load_adapter(const Service& service) const {
+    // {"lora_name", "lora_path"} and {"lora_name"}, as vLLM has them. What answers with an adapter that is unloaded
+    // comes to its end with it.
+    std::string load_adapter(const Service& service) {
         sj::Doc doc;
         const Fields f(parse_body(doc, body));
         refuse_others(f, {"lora_name", "lora_path", "load_inplace"});
@@ -2725,19 +2728,19 @@ struct Exchange {
         if (folder.find('\0') != std::string::npos) throw Refusal(400, "lora_path is no path", "lora_path");
         if (name == service.name) throw Refusal(400, "lora_name is the model's own name", "lora_name");
         const AdapterPtr one = blame("lora_name", [&] { return service.adapters->load(name, folder); });
-        fprintf(stderr, "adapter %s: %s\n", name.c_str(), folder.c_str());
+        swapped = name;
         sj::Writer w;
         write_model(w, service, name, folder, one->created, true);
         return w.text;
     }
-    std::string unload_adapter(const Service& service) const {
+    std::string unload_adapter(const Service& service) {
         sj::Doc doc;
         const Fields f(parse_body(doc, body));
         refuse_others(f, {"lora_name"});
         const std::string name = adapter_name(f);
         if (!service.adapters->unload(name))
             throw Refusal(404, "there is no such adapter", "lora_name", "model_not_found");
-        fprintf(stderr, "adapter %s: unloaded\n", name.c_str());
+        swapped = name;
         sj::Writer w;
         return w.object().field("id", name).field("object", "model").field("deleted", true).end().text;
     }
@@ -2985,6 +2988,7 @@ struct Exchange {
         w.field("method", plain(method)).field("path", filed() ? route_name() : plain(path));
         w.field("status", status).field("seconds", seconds() - start).field("request_id", request_id);
         if (caller && !server.options.keys.empty()) w.field("key", server.options.keys[caller - 1].name);
+        if (!swapped.empty()) w.field("adapter", swapped);
         if (answer) {
             w.field("id", answer->id).field("model", answer->model).field("prompt_tokens", answer->prompt_tokens);
             w.field("cached_tokens", answer->cached());
@@ -3262,8 +3266,8 @@ static std::vector<Option> option_table(Options& o) {
     o.add_to(table, true);
     for (Option& row : table)
         if (strcmp(row.name, "--adapter") == 0)
-            row = {"", "--adapter", "NAME=DIR", "a LoRA adapter in PEFT's format, which requests name as their model (may be\n"
-                   "repeated); DIR alone: for all requests",
+            row = {"", "--adapter", "NAME=DIR", "a LoRA adapter in PEFT's format, which requests name as their\n"
+                   "model; may be repeated. DIR alone: for all requests",
                    [&o](const char* option, const char* v) { add_adapter(o, option, v); }};
     return table;
 }

@@ -120,8 +120,8 @@ template <class T> struct Segment {
 };
 template <class T> using Segments = std::vector<Segment<T>>; // all rows of a batch, in order
 
-// One layer, computed as layer_forward does. The bits of a row are those that it has where all rows have its adapter, but
-// on a GPU without --invariant.
+// One layer, computed as layer_forward does. The bits of a row are those that it has where all rows have its adapter,
+// but on a GPU without --invariant.
 //
 // By the definitions, and on a GPU, each op is called for each segment. So the matrices are read once a segment, and a
 // GPU's step has no graph. A kernel that takes all rows and adds each segment's part, as mixed_product does on the CPU,
@@ -193,8 +193,10 @@ template <class T> struct MixedLayer {
                 const size_t ld = a->width();
                 int block = 0, end = W.rows[0];
                 while (r >= end) end += W.rows[++block];
-                for (int j = 0; j < a->modules; j++)
-                    if (a->block[j] == block) y += dot(a->h + n * ld + j * a->rank, a->B + r * ld + j * a->rank, a->rank);
+                for (int j = 0; j < a->modules; j++) {
+                    const size_t at = (size_t)j * a->rank;
+                    if (a->block[j] == block) y += dot(a->h + n * ld + at, a->B + r * ld + at, a->rank);
+                }
             }
             store(n, r, y);
         });
