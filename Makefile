@@ -129,7 +129,7 @@ TESTFLAGS  = -std=c++17 -O2 -g1 $(FLAGS) -Werror -I. $(if $(SANITIZE),$(SANITIZE
 PROGRAMS  ?= $(T)
 # test_export is about Python, test_tiny about one known file, test_library about linking, test_teach about scripts: nothing
 # that sanitizers could see.
-SUITES     = $(filter-out $(if $(MHD),,test_serve test_serve_forms test_embed) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(ALONE) $(MODEL) $(OTHERS))
+SUITES     = $(filter-out $(if $(MHD),,test_serve test_serve_forms test_embed test_adapters) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(ALONE) $(MODEL) $(OTHERS))
 # A suite in a shared program is PROGRAM:SUITE. The longest come first.
 RUNS       = $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(patsubst %,$(T)/suites_others:%,$(filter $(OTHERS),$(SUITES))) \
              $(patsubst %,$(T)/suites_model:%,$(filter $(MODEL),$(SUITES)))
@@ -155,7 +155,7 @@ $(T)/main.o: tests/main.cpp
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
 TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
-$(T)/test_serve.o $(T)/test_serve_forms.o $(T)/test_embed.o: serve.cu
+$(T)/test_serve.o $(T)/test_serve_forms.o $(T)/test_embed.o $(T)/test_adapters.o: serve.cu
 $(T)/test_train.o $(T)/test_dpo.o: train_lora.cu
 $(T)/test_datagen.o: datagen.cpp
 $(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
