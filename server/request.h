@@ -26,6 +26,7 @@ struct Forms {
     // `grammar` makes it.
     template <class F> std::shared_ptr<Automaton> get(const Tokenizer& tokenizer, std::string text, F grammar) {
         std::shared_ptr<const Vocabulary> all;
+        Kept dropped; // its memory is given back outside of the lock
         {
             std::lock_guard lock(mutex);
             if (!vocabulary) vocabulary = std::make_shared<const Vocabulary>(tokenizer);
@@ -35,7 +36,9 @@ struct Forms {
                     std::rotate(kept.begin(), it, it + 1); // to the front
                     return kept.front().second;
                 }
+            if (Automaton::grammar_bytes > ALL_BYTES) dropped.swap(kept);
         }
+        dropped.clear(); // what answers keep to stays
         if (Automaton::grammar_bytes > ALL_BYTES) throw Refusal(503, "too many different forms are asked for");
         auto form = std::make_shared<Automaton>(grammar(), all);
         std::vector<uint32_t> bits(all->words());
@@ -48,9 +51,10 @@ struct Forms {
     }
 
   private:
+    using Kept = std::vector<std::pair<std::string, std::shared_ptr<Automaton>>>;
     std::mutex mutex;
     std::shared_ptr<const Vocabulary> vocabulary;
-    std::vector<std::pair<std::string, std::shared_ptr<Automaton>>> kept; // the latest first
+    Kept kept; // the latest first
 };
 
 // What all requests share.

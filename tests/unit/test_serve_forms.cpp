@@ -837,6 +837,19 @@ static size_t refused_of(const std::string& requests, int notes, const Service& 
     CHECK(batcher.have == batcher.failed);
     return batcher.have;
 }
+TEST_CASE("forms: those that no answer keeps to give way to a new one") {
+    Forms forms;
+    auto get = [&](const char* regex) { return forms.get(t(), regex, [=] { return grammar_of_regex(regex); }); };
+    const size_t others = Forms::ALL_BYTES - Automaton::grammar_bytes; // fill it up, but for what comes
+    Automaton::grammar_bytes += others;
+    auto first = get("a[0-9]");
+    CHECK_THROWS_WITH_AS(get("b[0-9]"), "too many different forms are asked for", Refusal); // an answer keeps to it
+    first.reset();
+    CHECK(get("a[0-9]")); // (it had to be made anew)
+    CHECK(get("b[0-9]"));
+    Automaton::grammar_bytes -= others;
+}
+
 TEST_CASE("batches: what is refused, at once or later") {
     std::string wrong, texts;
     for (int i = 0; i < 300; i++) wrong += batch_row(i, "\"temperature\": 9"), texts += i ? ", \"a\"" : "\"a\"";
