@@ -566,17 +566,17 @@ template <class T> struct Trainer {
 
     // ---- With --dpo
     // The reference is the model before the first step: the base, or with --adapter-init the two together. Its
-    // log-probabilities are computed once, of every row that a run will see. A forward pass without the adapter in
+    // log-probabilities are computed once, of every pair that is still to be seen. A forward pass without the adapter in
     // each step would come to the same, cost as much in each epoch, and be of no use to --full.
     std::vector<double> reference, eval_reference; // (rows of the dataset)
     Preferences preferences;                       // of the last step or evaluation
 
     void make_reference() {
-        std::vector<size_t> seen;
-        for (int64_t k = 0; k < steps && k < epoch_steps; k++)
-            for (size_t pair : rows_of(k)) seen.push_back(pair);
+        std::set<size_t> seen;
+        for (int64_t k = step; k < steps && seen.size() < rows.size(); k++)
+            for (size_t pair : rows_of(k)) seen.insert(pair);
         use_dropout(false);
-        reference = reference_of(data, seen);
+        reference = reference_of(data, {seen.begin(), seen.end()});
         if (eval) eval_reference = reference_of(*eval, eval_rows);
     }
     std::vector<double> reference_of(const Dataset& from, const std::vector<size_t>& list) {
@@ -841,8 +841,8 @@ template <class T> struct Trainer {
         Metadata metadata;
         read_safetensors(map, tensors, metadata);
         check_state(name, metadata);
-        if (o.dpo) make_reference(); // of the first parameters
         step = parse_integer(name, metadata["step"].c_str(), 0, steps);
+        if (o.dpo) make_reference(); // of the first parameters
         best = metadata["best"] == "Infinity" ? INFINITY : parse_number(name, metadata["best"].c_str(), 0, 1e30);
         elapsed = parse_number(name, metadata["elapsed"].c_str(), 0, 1e12);
         std::vector<A> numbers(count);

@@ -8,7 +8,7 @@ batch  one batch of pairs of random tokens on a small random model, whose refere
        told beside it, and gradients, in fp32, with label smoothing and without
 steps  50 steps of an adapter for `tiny` on pairs.jsonl, from an adapter that is not zero, in fp32
 
-TRL's sigmoid loss has had no label smoothing since 1.0. Its `aot` has it, and is the same loss for a batch of one pair,
+The sigmoid loss of TRL 1.16 ignores label smoothing. Its `aot` does not, and is the same loss for a batch of one pair,
 where there is nothing to sort.
 """
 import json
