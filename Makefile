@@ -129,7 +129,7 @@ TESTFLAGS  = -std=c++17 -O2 -g1 $(FLAGS) -Werror -I. $(if $(SANITIZE),$(SANITIZE
 PROGRAMS  ?= $(T)
 # test_export is about Python, test_tiny about one known file, test_library about linking, test_teach about scripts: nothing
 # that sanitizers could see.
-SUITES     = $(filter-out $(if $(MHD),,test_serve test_serve_forms test_embed) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(ALONE) $(MODEL) $(OTHERS))
+SUITES     = $(filter-out $(if $(MHD),,test_serve test_serve_forms test_embed test_adapters) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(ALONE) $(MODEL) $(OTHERS))
 # A suite in a shared program is PROGRAM:SUITE. The longest come first.
 RUNS       = $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(patsubst %,$(T)/suites_others:%,$(filter $(OTHERS),$(SUITES))) \
              $(patsubst %,$(T)/suites_model:%,$(filter $(MODEL),$(SUITES)))
@@ -155,8 +155,8 @@ $(T)/main.o: tests/main.cpp
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
 TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
-$(T)/test_serve.o $(T)/test_serve_forms.o $(T)/test_embed.o: serve.cu
-$(T)/test_train.o: train_lora.cu
+$(T)/test_serve.o $(T)/test_serve_forms.o $(T)/test_embed.o $(T)/test_adapters.o: serve.cu
+$(T)/test_train.o $(T)/test_dpo.o: train_lora.cu
 $(T)/test_datagen.o: datagen.cpp
 $(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
@@ -215,9 +215,11 @@ aarch64:
 	@$(MAKE) --no-print-directory NVCC=none PORTABLE=1 CXX=$(ARM) CXXFLAGS="-static -Wl,--no-warnings" UNITS="$(ARM_SUITES)" $(BUILD)/$(ARM)-portable/suites_model
 	@RUNNER=qemu-aarch64-static JOBS=2 tests/run.sh $(ARM_SUITES:%=$(BUILD)/$(ARM)-portable/suites_model:%)
 
-# ---- Fuzzers: clang's libFuzzer, seeds in tests/fixtures/fuzz/NAME.
+# ---- Fuzzers: clang's libFuzzer, first inputs in tests/fixtures/fuzz/NAME. The same draws each time, so that CI judges a
+# change by itself; a search for more is `make fuzz SEED=0 SECONDS_EACH=600`.
 FUZZERS   = $(notdir $(basename $(wildcard tests/fuzz/fuzz_*.cpp)))
 SECONDS_EACH ?= 20
+SEED      ?= 1
 CLANG     ?= clang++
 $(BUILD)/fuzz/fuzz_request: serve.cu
 $(BUILD)/fuzz/fuzz_jsonl $(BUILD)/fuzz/fuzz_chunk: datagen.cpp
@@ -227,7 +229,7 @@ $(BUILD)/fuzz/%: tests/fuzz/%.cpp qwen3.cu $(HEADERS)
 run-%: $(BUILD)/fuzz/%
 	@seeds=tests/fixtures/fuzz/$(*:fuzz_%=%); [ -d $$seeds ] || seeds=; \
 	mkdir -p $(BUILD)/fuzz/corpus/$*; \
-	$< -max_total_time=$(SECONDS_EACH) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=$(BUILD)/fuzz/ -print_final_stats=1 \
+	$< -seed=$(SEED) -max_total_time=$(SECONDS_EACH) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=$(BUILD)/fuzz/ -print_final_stats=1 \
 	  $(BUILD)/fuzz/corpus/$* $$seeds >$(BUILD)/fuzz/$*.log 2>&1 || { tail -n 40 $(BUILD)/fuzz/$*.log; exit 1; }; \
 	echo "$*: $$(sed -n 's/^stat::number_of_executed_units: *//p' $(BUILD)/fuzz/$*.log) runs in $(SECONDS_EACH) s, no fault"
 .SECONDARY: $(addprefix $(BUILD)/fuzz/,$(FUZZERS))
@@ -242,23 +244,27 @@ campaign: serve $(BUILD)/campaign
 	$(BUILD)/campaign --seconds $(SECONDS_EACH)
 
 # ---- All CUDA code, without linking: what CI can do without a GPU. The trainer and the server's suite have every kernel
-# between them and are compiled for four architectures; the other suites for one; and the code in the course's notes.
+# between them and are compiled for four architectures; what calls the same kernels as far as PTX, for one; the code in the
+# course's notes, and what measures it, for one.
 CHECKED    = 80 89 90a 120
 EVERY      = train_lora.cu tests/gpu/test_serve_gpu.cpp
-ONE        = $(filter-out $(EVERY),$(wildcard tests/gpu/test_*.cpp)) tests/bench/bench_notes.cu \
+NOTES      = tests/gpu/test_notes.cpp tests/bench/bench_notes.cu
+CALLERS    = $(filter-out $(EVERY) $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
              $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu)
-$(EVERY:%=check/%): ARCHITECTURES = $(CHECKED)
-$(ONE:%=check/%): ARCHITECTURES = 90a
-$(addprefix check/,$(EVERY) $(ONE)): check/%: $(BUILD)/notes.cuh
-	@echo "nvcc $(ARCHITECTURES:%=sm_%): $*"
-	$(Q)$(NVCC) -x cu -std=c++17 $(foreach a,$(ARCHITECTURES),-gencode arch=compute_$(a),code=sm_$(a)) \
+$(EVERY:%=check/%): CODE = $(CHECKED:%=sm_%)
+$(NOTES:%=check/%): CODE = sm_90a
+$(CALLERS:%=check/%): CODE = compute_90a
+CUDA_CHECKS = $(EVERY:%=check/%) $(CALLERS:%=check/%) $(NOTES:%=check/%)
+$(CUDA_CHECKS): check/%: $(BUILD)/notes.cuh
+	@echo "nvcc $(CODE): $*"
+	$(Q)$(NVCC) -x cu -std=c++17 $(foreach c,$(CODE),-gencode arch=$(c:sm_%=compute_%),code=$(c)) \
 	  -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -I. -I$(BUILD) -o /dev/null -c $*
 check/notes:
 	@echo "nvcc: the code in data/course/notes"
 	$(Q)python3 data/course/check_notes.py
 cuda-check:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(addprefix check/,$(EVERY) $(ONE) notes)
-.PHONY: $(addprefix check/,$(EVERY) $(ONE) notes)
+	@$(MAKE) --no-print-directory -j$(JOBS) $(CUDA_CHECKS) check/notes
+.PHONY: $(CUDA_CHECKS) check/notes
 
 clean:
 	rm -rf qwen3 train_lora datagen serve bench_serve libqwen3.so $(BUILD)

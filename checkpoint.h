@@ -294,11 +294,7 @@ template <class T> struct TensorPlace {
     const T** vector;
     const T*& numbers() const { return linear ? linear->w[block] : *vector; } // (not those of an INT8 matrix)
 };
-template <class T> TensorPlace<T> place_of(Weights<T>& w, TensorKind kind, int layer) {
-    if (kind == EMBED) return {&w.embed, 0, nullptr};
-    if (kind == HEAD) return {&w.head, 0, nullptr};
-    if (kind == FINAL_NORM) return {nullptr, 0, &w.norm};
-    Layer<T>& in = w.layers[layer];
+template <class T> TensorPlace<T> place_of(Layer<T>& in, TensorKind kind) {
     switch (kind) {
         case Q_PROJ: return {&in.qkv, 0, nullptr};
         case K_PROJ: return {&in.qkv, 1, nullptr};
@@ -312,6 +308,12 @@ template <class T> TensorPlace<T> place_of(Weights<T>& w, TensorKind kind, int l
         case K_NORM: return {nullptr, 0, &in.k_norm};
         default: return {nullptr, 0, &in.norm2}; // POST_NORM
     }
+}
+template <class T> TensorPlace<T> place_of(Weights<T>& w, TensorKind kind, int layer) {
+    if (kind == EMBED) return {&w.embed, 0, nullptr};
+    if (kind == HEAD) return {&w.head, 0, nullptr};
+    if (kind == FINAL_NORM) return {nullptr, 0, &w.norm};
+    return place_of(w.layers[layer], kind);
 }
 template <class T> TensorPlace<T> place_of(Weights<T>& w, const ModelTensor& t) { return place_of(w, t.kind, t.layer); }
 
@@ -849,8 +851,28 @@ inline std::string adapter_tensor(int layer, int m, char matrix) {
     return format("base_model.model.model.layers.%d.%s.lora_%c.weight", layer, TENSOR_NAMES[m], matrix);
 }
 
-// An adapter's files, mapped and checked against the model they are for: every tensor that must be there is, with the
-// right shape and finite numbers, and no other.
+// A copy of a file in memory. (One that is mapped ends us, by SIGBUS, if another program cuts it short meanwhile.)
+inline MappedFile copy_of_file(const std::string& path, size_t most) {
+    struct Open { // closed however we leave
+        int fd;
+        ~Open() { if (fd >= 0) close(fd); }
+    };
+    const Open from{open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
+    struct stat st;
+    if (from.fd < 0 || fstat(from.fd, &st) != 0) DIE("%s: %s", path.c_str(), strerror(errno));
+    if (!S_ISREG(st.st_mode)) DIE("%s: not a regular file", path.c_str());
+    if ((size_t)st.st_size > most) DIE("%s: %zu bytes are too many", path.c_str(), (size_t)st.st_size);
+    const Open to{memfd_create("copy", MFD_CLOEXEC)};
+    std::vector<char> some(1 << 20);
+    for (ssize_t n; (n = read(from.fd, some.data(), some.size())) != 0;)
+        if (n < 0 || write(to.fd, some.data(), (size_t)n) != n) DIE("%s: %s", path.c_str(), strerror(errno));
+    MappedFile copy(format("/proc/self/fd/%d", to.fd));
+    copy.path = path;
+    return copy;
+}
+
+// An adapter's files, checked against the model they are for: every tensor that must be there is, with the right shape
+// and finite numbers, and no other.
 struct AdapterFile {
     std::string path;
     MappedFile map;
@@ -858,10 +880,13 @@ struct AdapterFile {
     Metadata metadata;
     AdapterConfig config;
 
-    AdapterFile(const std::string& folder, const Config& c) : path(folder) {
-        const std::string text = folder + "/adapter_config.json";
-        config = parse_adapter_config(text, MappedFile(text).text());
-        map = MappedFile(folder + "/adapter_model.safetensors");
+    // copied: other programs may be at work on the files.
+    AdapterFile(const std::string& folder, const Config& c, bool copied = false) : path(folder) {
+        const std::string text = folder + "/adapter_config.json", numbers = folder + "/adapter_model.safetensors";
+        constexpr size_t TEXT = 1 << 20; // bytes of a JSON text, at most
+        auto mapped = [&](const std::string& p, size_t most) { return copied ? copy_of_file(p, most) : MappedFile(p); };
+        config = parse_adapter_config(text, mapped(text, TEXT).text());
+        map = mapped(numbers, adapter_parameters(c, config) * sizeof(float) + 8 * TEXT);
         read_safetensors(map, tensors, metadata);
         std::set<std::string> expected;
         for (const ModelTensor& t : targeted(c, config))
@@ -888,17 +913,17 @@ struct AdapterFile {
     }
 };
 
-// ---- Adapters in memory
+// ---- Adapters in memory. `w` is Weights, or whatever else has `layers` as they have.
 
 // Gives every targeted product of the model its Adapter, with no memory for A, B and h yet. Their rank is the config's,
 // rounded up to a multiple of `step`; it is returned.
-template <class T> int adapt(Weights<T>& w, const AdapterConfig& config, int step = 1) {
+template <class Model> int adapt(Model& w, const AdapterConfig& config, int step = 1) {
     const int rank = (config.rank + step - 1) / step * step;
     for (int l = 0; l < (int)w.layers.size(); l++)
         for (int m = 0; m < MODULES; m++) {
             if (!config.targets[m]) continue;
-            const TensorPlace<T> place = place_of(w, (TensorKind)m, l);
-            Adapter<T>& a = place.linear->adapter;
+            const auto place = place_of(w.layers[l], (TensorKind)m);
+            auto& a = place.linear->adapter;
             a.rank = rank, a.true_rank = config.rank, a.s = (float)config.scale();
             a.block[a.modules] = place.block, a.module[a.modules++] = l * MODULES + m;
         }
@@ -909,15 +934,15 @@ template <class T> int adapt(Weights<T>& w, const AdapterConfig& config, int ste
 // where a product's A and B begin there, and where its h begins among the h of one token.
 struct AdapterPlace { size_t A = 0, B = 0, h = 0; };
 // Calls f(linear, place) for each product that has an adapter. Returns where the last A, B and h end.
-template <class T, class F> AdapterPlace each_adapter(Weights<T>& w, F f) {
+template <class Model, class F> AdapterPlace each_adapter(Model& w, F f) {
     AdapterPlace at;
     auto each_linear = [&](auto g) {
-        for (Layer<T>& layer : w.layers)
-            for (Linear<T>* linear : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
+        for (auto& layer : w.layers)
+            for (auto* linear : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
                 if (linear->adapter.modules) g(*linear, linear->adapter.width());
     };
-    each_linear([&](Linear<T>& linear, size_t width) { at.B += width * linear.in; });
-    each_linear([&](Linear<T>& linear, size_t width) {
+    each_linear([&](auto& linear, size_t width) { at.B += width * linear.in; });
+    each_linear([&](auto& linear, size_t width) {
         f(linear, at);
         at.A += width * linear.in, at.B += width * linear.out(), at.h += width;
     });
@@ -926,9 +951,9 @@ template <class T, class F> AdapterPlace each_adapter(Weights<T>& w, F f) {
 
 // Calls f(name, rows, columns, at, stride) for each of PEFT's tensors: its row r is `columns` numbers of that array,
 // from at + r * stride on. What lies between the rows is zero.
-template <class T, class F> void each_adapter_tensor(Weights<T>& w, F f) {
-    each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
-        const Adapter<T>& a = linear.adapter;
+template <class Model, class F> void each_adapter_tensor(Model& w, F f) {
+    each_adapter(w, [&](auto& linear, AdapterPlace at) {
+        const auto& a = linear.adapter;
         const size_t rank = a.rank, kept = a.true_rank, in = linear.in, width = a.width();
         for (int j = 0; j < a.modules; j++) {
             const int layer = a.module[j] / MODULES, m = a.module[j] % MODULES, b = a.block[j];
@@ -940,8 +965,8 @@ template <class T, class F> void each_adapter_tensor(Weights<T>& w, F f) {
 }
 
 // The file's numbers as that array (B without s).
-template <class T> std::vector<float> adapter_numbers(Weights<T>& w, const AdapterFile& file) {
-    std::vector<float> p(each_adapter(w, [](Linear<T>&, AdapterPlace) {}).B);
+template <class Model> std::vector<float> adapter_numbers(Model& w, const AdapterFile& file) {
+    std::vector<float> p(each_adapter(w, [](auto&, AdapterPlace) {}).B);
     each_adapter_tensor(w, [&](const std::string& name, size_t rows, size_t columns, size_t at, size_t stride) {
         const Tensor& t = file.tensors.at(name);
         for (size_t r = 0; r < rows; r++)
@@ -954,7 +979,7 @@ template <class T> std::vector<float> adapter_numbers(Weights<T>& w, const Adapt
 template <class T> struct AttachedAdapter {
     Arena arena;
 
-    AttachedAdapter(Context& ctx, Weights<T>& w, const AdapterFile& file, int tokens) {
+    template <class Model> AttachedAdapter(Context& ctx, Model& w, const AdapterFile& file, int tokens) {
         const int rank = adapt(w, file.config, ctx.gpu ? GPU_RANK_STEP : 1);
         const std::vector<float> p = adapter_numbers(w, file);
         const size_t A = each_adapter(w, [](Linear<T>&, AdapterPlace) {}).A; // numbers of all A

@@ -308,27 +308,38 @@ template <int STREAMS> uint64_t read_streams(const uint64_t* data, size_t n) {
     return all;
 }
 
-// Bytes a second that all threads read from memory: 2 GB, the best of five passes of 1, 2, 4 and 8 streams a thread. How
-// many streams a CPU's prefetchers follow best differs by 1.5 times between makes.
-inline double read_ceiling() {
+// Reads 1 GB of memory with all threads and does nothing else. How many streams a CPU's prefetchers follow best differs
+// by 1.5 times between makes: the best of 1, 2, 4 and 8 a thread, five passes of each.
+class ReadTest {
+    static constexpr size_t WORDS = (size_t)1 << 27, TASKS = 64;
+    static constexpr std::array READ = {read_streams<1>, read_streams<2>, read_streams<4>, read_streams<8>};
     Arena arena;
-    arena.take<uint64_t>((size_t)1 << 28);
-    arena.allocate("the bandwidth test");
-    const size_t n = (size_t)1 << 28, tasks = 64;
-    uint64_t *data = arena.take<uint64_t>(n), sum = 0;
-    #pragma omp parallel for schedule(static)
-    for (size_t i = 0; i < n; i++) data[i] = i;
-    double best = 1e9;
-    for (int pass = 0; pass < 20; pass++) {
-        const auto read = std::array{read_streams<1>, read_streams<2>, read_streams<4>, read_streams<8>}[pass % 4];
+    uint64_t* data;
+    size_t best = 0; // of READ
+
+    double pass(size_t kind) {
+        uint64_t sum = 0;
         const double start = seconds();
         #pragma omp parallel for schedule(static) reduction(+ : sum)
-        for (size_t task = 0; task < tasks; task++) sum += read(data + task * (n / tasks), n / tasks);
-        best = std::min(best, seconds() - start);
+        for (size_t task = 0; task < TASKS; task++) sum += READ[kind](data + task * (WORDS / TASKS), WORDS / TASKS);
+        const double rate = (double)(WORDS * 8) / (seconds() - start);
+        if (sum == 1) fprintf(stderr, " "); // the sum is used: no compiler drops the loop
+        return rate;
     }
-    if (sum == 1) fprintf(stderr, " "); // the sum is used: no compiler drops the loop
-    return (double)(n * 8) / best;
-}
+
+  public:
+    double ceiling = 0; // bytes a second
+    ReadTest() {
+        arena.take<uint64_t>(WORDS);
+        arena.allocate("the bandwidth test");
+        data = arena.take<uint64_t>(WORDS);
+        #pragma omp parallel for schedule(static)
+        for (size_t i = 0; i < WORDS; i++) data[i] = i;
+        for (size_t i = 0; i < 5 * READ.size(); i++)
+            if (const double rate = pass(i % READ.size()); rate > ceiling) ceiling = rate, best = i % READ.size();
+    }
+    double pass() { return pass(best); }
+};
 
 // A burst of multiply-adds on registers alone, one function for each instruction set; returns how many flops it was.
 // Sums enough to hide the latency of one, few enough for the registers; the compiler does not know that they are equal.
@@ -492,8 +503,9 @@ template <class T> double multiply_ceiling([[maybe_unused]] const Context& ctx, 
 
 struct Ceilings { double read, multiply; }; // bytes, flops a second
 
-// (On a GPU it reads 2 GB, less if there is less.)
-template <class T> Ceilings measure_ceilings([[maybe_unused]] const Context& ctx, bool int8) {
+// Of the GPU, which reads 2 GB, less if there is less; else of the CPU, whose memory was tested before.
+template <class T>
+Ceilings measure_ceilings([[maybe_unused]] const Context& ctx, bool int8, const ReadTest* memory = nullptr) {
 #ifdef __CUDACC__
     if (ctx.gpu) {
         size_t free = 0, all = 0;
@@ -515,7 +527,7 @@ template <class T> Ceilings measure_ceilings([[maybe_unused]] const Context& ctx
         return c;
     }
 #endif
-    return {read_ceiling(), cpu_multiply_ceiling<T>(int8, 0.3)};
+    return {memory->ceiling, cpu_multiply_ceiling<T>(int8, 0.3)};
 }
 
 // The first n tokens in a session's KV cache: block_bytes(n) from the start of each of 2 L blocks, in whole pages of a
@@ -1424,6 +1436,7 @@ struct BenchRow {
     const char* work;
     int position;
     double tokens_per_s, bytes, flops; // bytes and flops a token
+    double readable;                   // bytes that could have been read in a token's time
 };
 
 // n random ids, others each time.
@@ -1448,11 +1461,15 @@ template <class T> double time_prompt(Session<T>& session, int length) {
     return length / median(times);
 }
 
-// Tokens a second of decoding from where the session is. On the CPU a step is timed by itself and the median counts; on
-// a GPU steps are graphs that follow each other, and all of them count.
-template <class T> double time_decoding(Session<T>& session, int steps) {
+struct DecodingTime { double rate, readable; }; // tokens a second, bytes a token's time
+
+// Decoding from where the session is. On the CPU a step is timed by itself and the median counts; each is followed by a
+// reading of memory, whose rate moves by half within seconds on a shared machine, and by that reading's rate it is
+// judged (without `memory` by the ceiling). On a GPU steps are graphs that follow each other, and all of them count.
+template <class T>
+DecodingTime time_decoding(Session<T>& session, int steps, const Ceilings& ceiling, ReadTest* memory) {
     const int V = session.config.V, position = (int)session.ids.size();
-    double rate = 0;
+    DecodingTime t = {};
     if (session.ctx.gpu) {
         const int warm = 20; // the first of them records the graph
         Sampling greedy = {};
@@ -1463,19 +1480,21 @@ template <class T> double time_decoding(Session<T>& session, int steps) {
             if (i == warm) start = seconds();
             session.accept(session.draw());
         }
-        rate = (steps - warm) / (seconds() - start);
+        t.rate = (steps - warm) / (seconds() - start);
+        t.readable = ceiling.read / t.rate;
     } else {
-        std::vector<double> times;
+        std::vector<double> times, readable;
         for (int i = 0; i < steps && !interrupted; i++) {
             const double start = seconds();
             session.feed(random_ids(1, V));
             times.push_back(seconds() - start);
+            readable.push_back(times.back() * (memory ? memory->pass() : ceiling.read));
         }
-        if (!interrupted) rate = 1 / median(times);
+        if (!interrupted) t = {1 / median(times), median(readable)};
     }
     if (interrupted) DIE("interrupted");
     session.rewind(position);
-    return rate;
+    return t;
 }
 
 static void print_bench(const Options& o, const Config& c, const char* type, const Ceilings& ceiling,
@@ -1490,7 +1509,7 @@ static void print_bench(const Options& o, const Config& c, const char* type, con
         for (auto& r : rows) {
             const double bytes = r.bytes * r.tokens_per_s, flops = r.flops * r.tokens_per_s; // a second
             w.object().field("work", r.work).field("position", r.position).field("tokens_per_s", r.tokens_per_s);
-            w.field("bytes_per_token", r.bytes).field("GBps", bytes / 1e9).field("read_share", bytes / ceiling.read);
+            w.field("bytes_per_token", r.bytes).field("GBps", bytes / 1e9).field("read_share", r.bytes / r.readable);
             w.field("GFLOPs", flops / 1e9).field("multiply_share", flops / ceiling.multiply).end();
         }
         w.end().end();
@@ -1504,7 +1523,7 @@ static void print_bench(const Options& o, const Config& c, const char* type, con
     for (auto& r : rows) {
         const double bytes = r.bytes * r.tokens_per_s, flops = r.flops * r.tokens_per_s;
         out += format("%-7s %8d %9.2f %10.1f %9.2f %7.1f%% %9.1f %11.1f%%\n", r.work, r.position, r.tokens_per_s,
-                      r.bytes / 1e6, bytes / 1e9, 100 * bytes / ceiling.read, flops / 1e9,
+                      r.bytes / 1e6, bytes / 1e9, 100 * r.bytes / r.readable, flops / 1e9,
                       100 * flops / ceiling.multiply);
     }
     write_stdout(out);
@@ -1531,12 +1550,15 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
     const double weight_bytes = (double)step_bytes(weights), key_bytes = (double)KVCache<T>::bytes(c, 1) / PAGE;
     const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
 
-    const Ceilings ceiling = measure_ceilings<T>(o.ctx, weights.head.q[0]);
+    const std::unique_ptr<ReadTest> memory(gpu ? nullptr : new ReadTest);
+    const Ceilings ceiling = measure_ceilings<T>(o.ctx, weights.head.q[0], memory.get());
+    ReadTest* beside = weight_bytes < 0.5e9 ? nullptr : memory.get(); // it would drive a small model out of the caches
     std::vector<BenchRow> rows;
     session.feed(random_ids(16, c.V)); // pages in the weights
     for (int length : prompts) {
         const double flops = 2 * (matrices - head) + per_key * length / 2 + 2 * head / length;
-        rows.push_back({"prompt", length, time_prompt(session, length), weight_bytes / length, flops});
+        const double rate = time_prompt(session, length);
+        rows.push_back({"prompt", length, rate, weight_bytes / length, flops, ceiling.read / rate});
     }
     session.rewind(0);
     auto progress = std::make_unique<Progress>();
@@ -1548,9 +1570,10 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
                 return format("%zu of %d tokens in the context", session.ids.size(), positions.back());
             });
         }
-        const double rate = time_decoding(session, steps), middle = position + (gpu ? steps / 2 : 0);
+        const DecodingTime t = time_decoding(session, steps, ceiling, beside);
+        const double middle = position + (gpu ? steps / 2 : 0);
         const double bytes = weight_bytes + key_bytes * (middle + 1), flops = 2 * matrices + per_key * middle;
-        rows.push_back({"decode", position, rate, bytes, flops});
+        rows.push_back({"decode", position, t.rate, bytes, flops, t.readable});
     }
     progress.reset();
     print_bench(o, c, type_name(weights), ceiling, rows);

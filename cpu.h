@@ -1098,8 +1098,17 @@ template <class T> struct Attention {
     size_t work = 0;                 // multiplications, about
     int splits = 1;                  // of a row into tasks: 1, or as many as the longest row has
     AttentionSum<T>* sums = nullptr; // (N,H,splits) if these are more than one
-    void (*scores)(A*, const A*, const A*, int);
-    void (*mix)(A*, A, const A*, const A*, int);
+    template <class S> struct Page { const S *keys, *values; }; // (16,D) each, as they are stored or widened to A
+    template <class S> struct Loops {
+        void (*scores)(A*, const A*, const S*, const S*, int);
+        void (*mix)(A*, A, const A*, const S*, const S*, int);
+        template <class Set> void choose(int D) { // 128: every Qwen3's
+            scores = D == 128 ? Set::template attention_scores<128, A, S> : Set::template attention_scores<0, A, S>;
+            mix = D == 128 ? Set::template attention_mix<128, A, S> : Set::template attention_mix<0, A, S>;
+        }
+    };
+    Loops<T> stored;
+    Loops<A> widened;
 
     Attention(T* out, A* lse, const T* q, const T* keys, const T* values, const Batch& b, int H, int K, int D)
         : out(out), lse(lse), q(q), keys(keys), values(values), b(b), H(H), K(K), D(D), G(H / K) {
@@ -1122,10 +1131,7 @@ template <class T> struct Attention {
         static thread_local std::vector<AttentionSum<T>> kept;
         if (splits > 1) sums = at_least(kept, (size_t)b.N * H * splits);
     }
-    template <class Set> void choose_loops() { // 128: every Qwen3's
-        scores = D == 128 ? Set::template attention_scores<128, A> : Set::template attention_scores<0, A>;
-        mix = D == 128 ? Set::template attention_mix<128, A> : Set::template attention_mix<0, A>;
-    }
+    template <class Set> void choose_loops() { stored.template choose<Set>(D), widened.template choose<Set>(D); }
     int tasks() const { return token_tiles * K * head_tiles * splits; }
 
     void store(size_t row, const AttentionSum<T>& a) const {
@@ -1177,14 +1183,21 @@ template <class T> struct Attention {
         for (; first < end; first += PAGE) {
             if (first % CPU_SPLIT == 0)
                 for (int i = 0; i < count; i++) rows[i].split.clear(D);
-            // What lies past the end of the longest row was never written: zeros stand for it.
             const size_t at = kv_offset(table[first / PAGE], kv, 0, K, D);
             const size_t held = (size_t)std::min(PAGE, longest - first) * D;
-            widen(page_keys, keys + at, held);
-            widen(page_values, values + at, held);
-            std::fill(page_keys + held, page_keys + PAGE * D, 0);
-            std::fill(page_values + held, page_values + PAGE * D, 0);
-            for (int i = 0; i < count; i++) add_page(rows[i], page_keys, page_values, first);
+            if (count <= 2 && held == (size_t)PAGE * D) { // each load widens: the same numbers
+                const size_t next = first + PAGE < end ? kv_offset(table[first / PAGE + 1], kv, 0, K, D) : at;
+                const Page<T> page = {keys + at, values + at}, following = {keys + next, values + next};
+                for (int i = 0; i < count; i++) add_page(rows[i], stored, page, i == 0 ? following : page, first);
+            } else {
+                // What lies past the end of the longest row was never written: zeros stand for it.
+                widen(page_keys, keys + at, held);
+                widen(page_values, values + at, held);
+                std::fill(page_keys + held, page_keys + PAGE * D, 0);
+                std::fill(page_values + held, page_values + PAGE * D, 0);
+                const Page<A> page = {page_keys, page_values};
+                for (int i = 0; i < count; i++) add_page(rows[i], widened, page, page, first);
+            }
             const bool complete = (first + PAGE) % CPU_SPLIT == 0 || first + PAGE >= end;
             for (int i = 0; i < count && complete; i++)
                 if (rows[i].length > first / CPU_SPLIT * CPU_SPLIT) rows[i].total.add(rows[i].split, D);
@@ -1192,12 +1205,14 @@ template <class T> struct Attention {
     }
 
     // One page for one row.
-    void add_page(AttentionRow<T>& row, const A* page_keys, const A* page_values, int first) const {
+    template <class S>
+    void add_page(AttentionRow<T>& row, const Loops<S>& loops, const Page<S>& page, const Page<S>& next,
+                  int first) const {
         const int n = row.length - first;
         if (n <= 0) return;
         AttentionSum<T>& a = row.split;
         A p[PAGE], top = a.maximum;
-        scores(p, row.q, page_keys, D);
+        loops.scores(p, row.q, page.keys, next.keys, D);
         for (int j = n; j < PAGE; j++) p[j] = -std::numeric_limits<A>::infinity();
         for (int j = 0; j < PAGE; j++) top = p[j] > top ? p[j] : top;
         const A scale = top == a.maximum ? 1 : std::exp(a.maximum - top);
@@ -1209,7 +1224,7 @@ template <class T> struct Attention {
         memcpy(p, &e, sizeof e);
         a.maximum = top;
         a.sum = a.sum * scale + sum_lanes(e);
-        mix(a.out, scale, p, page_values, D);
+        loops.mix(a.out, scale, p, page.values, next.values, D);
     }
 
     // The rows whose splits were tasks of their own.

@@ -74,31 +74,36 @@ TARGET static void product_block(Y* y, Y* sums, const W* w, size_t w_row, const 
 
 // The two loops of attention. HEAD: D where the compiler should know it, so that addresses are constants, a multiple of
 // what registers hold; or 0.
-// p[j] = q . keys[j] for the 16 keys of a page; keys (16,D).
-template <class U> TARGET static INLINE void scores_step(Vector (&sum)[KEYS][1][1], const U* q, const U* keys, int D,
-                                                         Part some) {
+// p[j] = q . keys[j] for the 16 keys of a page; keys (16,D), stored or widened before. A stored key asks for the one in
+// its place of the next page, which no prefetcher of a CPU can guess: pages of 4 KB lie where the table says.
+template <class U, class S>
+TARGET static INLINE void scores_step(Vector (&sum)[KEYS][1][1], const U* q, const S* keys, const S* next, int D,
+                                      Part some) {
     Vector a, b;
     load(a, q, some);
     UNROLL for (int k = 0; k < KEYS; k++) {
+        if (sizeof(S) < sizeof(U)) __builtin_prefetch(next + k * D, 0, 2);
         load(b, keys + k * D, some);
         multiply_add(sum[k][0][0], a, b);
     }
 }
-template <int HEAD, class U> TARGET static void attention_scores(U* p, const U* q, const U* keys, int head) {
+template <int HEAD, class U, class S>
+TARGET static void attention_scores(U* p, const U* q, const S* keys, const S* next, int head) {
     const int D = HEAD ? HEAD : head;
-    for (int j = 0; j < PAGE; j += KEYS, keys += KEYS * D) {
+    for (int j = 0; j < PAGE; j += KEYS, keys += KEYS * D, next += KEYS * D) {
         Vector sum[KEYS][1][1];
         UNROLL for (int k = 0; k < KEYS; k++) sum[k][0][0] = Vector{};
         int i = 0;
-        for (; i + WIDTH <= D; i += WIDTH) scores_step(sum, q + i, keys + i, D, part(WIDTH));
-        if (HEAD == 0 && i < D) scores_step(sum, q + i, keys + i, D, part(D - i));
+        for (; i + WIDTH <= D; i += WIDTH) scores_step(sum, q + i, keys + i, next + i, D, part(WIDTH));
+        if (HEAD == 0 && i < D) scores_step(sum, q + i, keys + i, next + i, D, part(D - i));
         totals<KEYS, 1>(p + j, sum);
     }
 }
 
 // out = out * scale + sum_j p[j] values[j] over the 16 values of a page; values (16,D). MIXED vectors of out at a time
 // hide each other's latency.
-template <class U> TARGET static INLINE void mix_columns(U* out, U scale, const U* p, const U* values, int D, int left) {
+template <class U, class S>
+TARGET static INLINE void mix_columns(U* out, U scale, const U* p, const S* values, const S* next, int D, int left) {
     Vector o[MIXED], weight, v;
     UNROLL for (int c = 0; c < MIXED; c++) {
         load(o[c], out + c * WIDTH, part(std::max(0, left - c * WIDTH)));
@@ -107,17 +112,20 @@ template <class U> TARGET static INLINE void mix_columns(U* out, U scale, const 
     for (int j = 0; j < PAGE; j++) {
         fill(weight, p[j]);
         UNROLL for (int c = 0; c < MIXED; c++) {
+            const bool ask = sizeof(S) < sizeof(U) && c * WIDTH * sizeof(S) % 64 == 0;
+            if (ask) __builtin_prefetch(next + j * D + c * WIDTH, 0, 2);
             load(v, values + j * D + c * WIDTH, part(std::max(0, left - c * WIDTH)));
             multiply_add(o[c], weight, v);
         }
     }
     UNROLL for (int c = 0; c < MIXED; c++) store(out + c * WIDTH, o[c], part(std::max(0, left - c * WIDTH)));
 }
-template <int HEAD, class U> TARGET static void attention_mix(U* out, U scale, const U* p, const U* values, int head) {
+template <int HEAD, class U, class S>
+TARGET static void attention_mix(U* out, U scale, const U* p, const S* values, const S* next, int head) {
     const int D = HEAD ? HEAD : head;
     int i = 0;
-    for (; i + MIXED * WIDTH <= D; i += MIXED * WIDTH) mix_columns(out + i, scale, p, values + i, D, MIXED * WIDTH);
-    if (HEAD == 0 && i < D) mix_columns(out + i, scale, p, values + i, D, D - i);
+    for (; i + MIXED * WIDTH <= D; i += MIXED * WIDTH) mix_columns(out + i, scale, p, values + i, next + i, D, MIXED * WIDTH);
+    if (HEAD == 0 && i < D) mix_columns(out + i, scale, p, values + i, next + i, D, D - i);
 }
 
 #ifdef INTEGERS

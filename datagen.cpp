@@ -1514,7 +1514,7 @@ struct Layout {
         {"prompt", "instruction"}, {"query", "input"}, {"response", "output"}, {"system", "system"},
         {"history", "history"}, {"messages", "conversations"}, {"tools", "tools"}, {"role_tag", "from"},
         {"content_tag", "value"}, {"user_tag", "human"}, {"assistant_tag", "gpt"}, {"observation_tag", "observation"},
-        {"function_tag", "function_call"}, {"system_tag", "system"}};
+        {"function_tag", "function_call"}, {"system_tag", "system"}, {"chosen", "chosen"}, {"rejected", "rejected"}};
 };
 struct Conversation {
     std::vector<Message> messages; // the last is the assistant's
@@ -1525,7 +1525,7 @@ struct Conversation {
 
 static bool is_absent(sj::Value v) { return !v || v.is(sj::Null); }
 
-static Conversation read_alpaca(sj::Value v, const Layout& layout) {
+static Conversation read_alpaca(sj::Value v, const Layout& layout, bool answered) {
     Conversation c;
     c.kind = "alpaca";
     auto text = [&](const char* column, bool needed) {
@@ -1545,39 +1545,39 @@ static Conversation read_alpaca(sj::Value v, const Layout& layout) {
         c.messages.push_back({"assistant", turn[1].str()});
     }
     c.messages.push_back({"user", query.empty() ? prompt : prompt + "\n" + query});
-    c.messages.push_back({"assistant", text("response", true)});
+    if (answered) c.messages.push_back({"assistant", text("response", true)});
     return c;
+}
+
+static Message read_sharegpt_turn(sj::Value turn, const Layout& layout, const std::string& where) {
+    auto name = [&](const char* key) { return layout.name.at(key); };
+    const std::string role = turn[name("role_tag")].str();
+    const sj::Value content = turn[name("content_tag")];
+    if (!content.is(sj::String)) DIE("%s: a turn without %s", where.c_str(), name("content_tag").c_str());
+    if (role == name("user_tag")) return {"user", content.str()};
+    if (role == name("assistant_tag")) return {"assistant", content.str()};
+    if (role == name("system_tag")) return {"system", content.str()};
+    if (role == name("observation_tag")) return {"tool", content.str()};
+    if (role != name("function_tag")) DIE("%s: unknown role %s", where.c_str(), in_quotes(role).c_str());
+    const std::string text = content.str();
+    sj::Doc call;
+    if (!sj::parse(call, text).empty()) DIE("%s: a call that is no JSON", name("function_tag").c_str());
+    return {"assistant", "", {}, {tool_call_from_json(call.root(), name("function_tag"))}};
 }
 
 static Conversation read_sharegpt(sj::Value v, const Layout& layout) {
-    auto name = [&](const char* key) { return layout.name.at(key); };
     Conversation c;
     c.kind = "sharegpt";
-    if (sj::Value s = v[name("system")]; s.is(sj::String) && !s.str().empty())
+    if (sj::Value s = v[layout.name.at("system")]; s.is(sj::String) && !s.str().empty())
         c.messages.push_back({"system", s.str()});
-    const sj::Value list = v[name("messages")];
-    if (!list.is(sj::Array)) DIE("%s: not a list", name("messages").c_str());
-    for (sj::Value turn : list.items()) {
-        const std::string role = turn[name("role_tag")].str();
-        const sj::Value content = turn[name("content_tag")];
-        if (!content.is(sj::String))
-            DIE("%s: a turn without %s", name("messages").c_str(), name("content_tag").c_str());
-        if (role == name("user_tag")) c.messages.push_back({"user", content.str()});
-        else if (role == name("assistant_tag")) c.messages.push_back({"assistant", content.str()});
-        else if (role == name("system_tag")) c.messages.push_back({"system", content.str()});
-        else if (role == name("observation_tag")) c.messages.push_back({"tool", content.str()});
-        else if (role == name("function_tag")) {
-            const std::string text = content.str();
-            sj::Doc call;
-            if (!sj::parse(call, text).empty()) DIE("%s: a call that is no JSON", name("function_tag").c_str());
-            c.messages.push_back({"assistant", "", {}, {tool_call_from_json(call.root(), name("function_tag"))}});
-        } else DIE("%s: unknown role %s", name("messages").c_str(), in_quotes(role).c_str());
-    }
+    const std::string& key = layout.name.at("messages");
+    if (!v[key].is(sj::Array)) DIE("%s: not a list", key.c_str());
+    for (sj::Value turn : v[key].items()) c.messages.push_back(read_sharegpt_turn(turn, layout, key));
     return c;
 }
 
-static Conversation read_conversation(sj::Value v, const Layout& layout = {}) {
-    if (!v.is(sj::Object)) DIE("not an object");
+// The messages of a row in any of the three formats, and its tools. Not `answered`: Alpaca's last answer is not in it.
+static Conversation read_messages(sj::Value v, const Layout& layout, bool answered) {
     const bool known = !layout.formatting.empty(), sharegpt = layout.formatting == "sharegpt";
     const bool openai = sharegpt && layout.name.at("role_tag") == "role" && layout.name.at("content_tag") == "content";
     Conversation c;
@@ -1585,15 +1585,23 @@ static Conversation read_conversation(sj::Value v, const Layout& layout = {}) {
         c.messages = messages_from_json(v[known ? layout.name.at("messages") : "messages"]);
         c.kind = "openai";
     } else if (known ? sharegpt : (bool)v["conversations"]) c = read_sharegpt(v, layout);
-    else c = read_alpaca(v, layout);
-    const sj::Value tools = v[layout.name.at("tools")];
-    if (tools.is(sj::String)) { // LLaMA-Factory keeps them as JSON in a string
-        const std::string text = tools.str();
-        sj::Doc doc;
-        if (!text.empty() && !sj::parse(doc, text).empty()) DIE("tools: a string that is no JSON");
-        c.tools = tools_from_json(doc.root());
-    } else c.tools = tools_from_json(tools);
+    else c = read_alpaca(v, layout, answered);
+    return c;
+}
 
+static Strings read_tools(sj::Value v, const Layout& layout) {
+    const sj::Value tools = v[layout.name.at("tools")];
+    if (!tools.is(sj::String)) return tools_from_json(tools);
+    const std::string text = tools.str(); // LLaMA-Factory keeps them as JSON in a string
+    sj::Doc doc;
+    if (!text.empty() && !sj::parse(doc, text).empty()) DIE("tools: a string that is no JSON");
+    return tools_from_json(doc.root());
+}
+
+static Conversation read_conversation(sj::Value v, const Layout& layout = {}) {
+    if (!v.is(sj::Object)) DIE("not an object");
+    Conversation c = read_messages(v, layout, true);
+    c.tools = read_tools(v, layout);
     if (c.messages.empty() || c.messages.back().role != "assistant")
         DIE("messages: the last one is not the assistant's");
     for (auto& m : c.messages)
@@ -1603,6 +1611,80 @@ static Conversation read_conversation(sj::Value v, const Layout& layout = {}) {
         }
     if (c.question.empty()) DIE("messages: nobody asks");
     return c;
+}
+
+// A preference: two answers to one prompt. LLaMA-Factory's rows are a conversation that lacks its last answer, with
+// `chosen` and `rejected` beside it: a text, or one message. TRL's have `prompt`, `chosen` and `rejected`, all of them
+// lists of messages, or all of them texts, which TRL continues without a chat template (kind "text"). Without `prompt`
+// each list is a whole conversation, and the two differ in their last message.
+struct Preference {
+    std::vector<Message> prompt;
+    Message chosen, rejected;
+    Strings tools;
+    std::string kind; // alpaca, openai or sharegpt as LLaMA-Factory reads them; trl or text
+};
+
+static bool is_preference(sj::Value v, const Layout& layout) {
+    return !is_absent(v[layout.name.at("chosen")]) || !is_absent(v[layout.name.at("rejected")]);
+}
+
+// The messages of a list, or one that stands alone: OpenAI's or ShareGPT's.
+static std::vector<Message> read_turns(sj::Value v, const Layout& layout, const std::string& where) {
+    const std::string &role = layout.name.at("role_tag"), &content = layout.name.at("content_tag");
+    const sj::Value first = v.is(sj::Array) ? v[0] : v;
+    std::vector<Message> turns;
+    if ((role != "role" || content != "content") && first[content].is(sj::String)) {
+        if (!v.is(sj::Array)) return {read_sharegpt_turn(v, layout, where)};
+        for (sj::Value turn : v.items()) turns.push_back(read_sharegpt_turn(turn, layout, where));
+        return turns;
+    }
+    const std::string list = v.is(sj::Array) ? sj::dump(v) : "[" + sj::dump(v) + "]";
+    sj::Doc doc;
+    sj::parse(doc, list);
+    return messages_from_json(doc.root());
+}
+
+static Preference read_preference(sj::Value v, const Layout& layout) {
+    Preference p;
+    const std::string name[2] = {layout.name.at("chosen"), layout.name.at("rejected")};
+    Message* const answer[2] = {&p.chosen, &p.rejected};
+    for (auto& key : name)
+        if (is_absent(v[key])) DIE("%s: missing; a pair has both answers", key.c_str());
+    const sj::Value prompt = v["prompt"];
+    const bool lists = v[name[0]].is(sj::Array), text = prompt.is(sj::String);
+    const bool others = !layout.formatting.empty() || v["instruction"] || v["messages"] || v["conversations"];
+    std::vector<Message> turns[2];
+    for (int i : {0, 1}) {
+        const sj::Value a = v[name[i]];
+        if (a.is(sj::Array) != lists) DIE("%s and %s: only one is a list", name[0].c_str(), name[1].c_str());
+        if (a.is(sj::String)) turns[i] = {{"assistant", a.str()}};
+        else if (a.is(sj::Object) || a.is(sj::Array)) turns[i] = read_turns(a, layout, name[i]);
+        else DIE("%s: neither a text nor a message", name[i].c_str());
+        if (turns[i].empty()) DIE("%s: empty", name[i].c_str());
+        *answer[i] = turns[i].back(), turns[i].pop_back();
+        if (answer[i]->role != "assistant") DIE("%s: not the assistant's", name[i].c_str());
+        if (answer[i]->tool_calls.empty() && answer[i]->content.find_first_not_of(" \t\r\n") == std::string::npos)
+            DIE("%s: empty", name[i].c_str());
+    }
+    if (lists && !turns[0].empty() && (text || is_absent(prompt))) { // (some repeat the question as `prompt`)
+        bool same = v[name[1]].size() == v[name[0]].size();
+        for (size_t k = 0; same && k < turns[0].size(); k++)
+            same = sj::dump(v[name[0]][k]) == sj::dump(v[name[1]][k]);
+        if (!same) DIE("%s and %s: not the same up to the last message", name[0].c_str(), name[1].c_str());
+        p.prompt = turns[0], p.kind = "trl";
+    } else if (!turns[0].empty() || !turns[1].empty()) {
+        DIE("%s: more than one message, where one answer is compared", name[turns[0].empty()].c_str());
+    } else if (others) {
+        const Conversation c = read_messages(v, layout, false);
+        p.prompt = c.messages, p.kind = c.kind;
+    } else if (prompt.is(sj::Array)) p.prompt = read_turns(prompt, layout, "prompt"), p.kind = "trl";
+    else if (text) p.prompt = {{"user", prompt.str()}}, p.kind = lists ? "trl" : "text";
+    else DIE("no prompt: instruction, conversations, messages or prompt holds it");
+    p.tools = read_tools(v, layout);
+    if (p.prompt.empty() || (p.prompt.back().role != "user" && p.prompt.back().role != "tool"))
+        DIE("the prompt does not end with a question");
+    if (p.kind == "text" && p.prompt[0].content.empty()) DIE("prompt: empty");
+    return p;
 }
 
 // The row that was read, where a bad one ends the program.
@@ -2447,51 +2529,86 @@ static int run_split(const Arguments& a) { return Split(a).run(); }
 
 // ======================================================================================== 11 pack, unpack, stats
 
-// One row of tokens for each answer of a conversation: what the model is fed when it has to give this answer (the
-// template with what was said before, and an empty think block if nothing was thought), not trained; then the answer
-// and <|im_end|>\n, trained. So every answer of a long conversation is learnt after the very tokens that it is asked
-// for with; one row with all turns could not have that, since the template shows earlier answers without the block.
-// Prompt and answer are tokenized apart, as in the answer's making.
-static std::vector<std::vector<uint32_t>> render_rows(const Tokenizer& tokenizer, const Conversation& c) {
-    std::vector<std::vector<uint32_t>> rows;
+using Words = std::vector<uint32_t>; // of a packed row
+
+// A row of tokens: what the model is fed when it has to give this answer (the template with what was said before, and
+// an empty think block if nothing is thought), not trained; then the answer and <|im_end|>\n, trained. Prompt and
+// answer are tokenized apart, as in the answer's making.
+static Words render_row(const Tokenizer& tokenizer, const std::vector<Message>& before, const Message& answer,
+                        const Strings& tools, bool thinks) {
+    std::vector<Message> with = before;
+    with.push_back(answer);
+    const auto prompt = render(before, {thinks, true}, tools).parts;
+    auto whole = render(with, {thinks, false}, tools).parts;
     std::vector<int> ids;
+    auto encode = [&](const std::vector<ChatText::Part>& parts, size_t from, size_t to) {
+        for (size_t k = from; k < to; k++)
+            if (!parts[k].special) tokenizer.encode(ids, parts[k].text, false);
+            else if (const int id = tokenizer.id(parts[k].text); id >= 0) ids.push_back(id);
+            else DIE("the tokenizer has no %s", parts[k].text.c_str());
+    };
+    const size_t last = prompt.size() - 1; // a text, in whole's part of the same number goes on with the answer
+    const std::string& asked = prompt[last].text;
+    bool same = whole.size() > last && whole[last].text.compare(0, asked.size(), asked) == 0;
+    for (size_t k = 0; same && k < last; k++) same = prompt[k].text == whole[k].text;
+    if (!same)
+        DIE("messages: the assistant's turn %zu does not follow a question as the chat template wants it",
+            before.size());
+    encode(prompt, 0, last + 1);
+    const size_t trained_from = ids.size();
+    whole[last].text.erase(0, asked.size());
+    encode(whole, last, whole.size());
+    Words row(ids.begin(), ids.end());
+    for (size_t k = trained_from; k < row.size(); k++) row[k] |= TRAIN;
+    return row;
+}
+static int need_end_of_text(const Tokenizer& tokenizer) {
+    const int id = tokenizer.id("<|endoftext|>");
+    if (id < 0) DIE("the tokenizer has no <|endoftext|>");
+    return id;
+}
+static bool thinks(const Message& m) { return !split_thought(m).first.empty(); }
+
+// One row for each answer of a conversation. So every answer of a long one is learnt after the very tokens that it is
+// asked for with; one row with all turns could not have that, since the template shows earlier answers without the
+// think block.
+static std::vector<Words> render_rows(const Tokenizer& tokenizer, const Conversation& c) {
+    std::vector<Words> rows;
     bool asked = false;
     for (size_t i = 0; i < c.messages.size(); i++) {
-        asked |= c.messages[i].role == "user";
-        if (c.messages[i].role != "assistant" || !asked) continue;
-        std::vector<Message> before(c.messages.begin(), c.messages.begin() + (ptrdiff_t)i), with = before;
-        with.push_back(c.messages[i]);
-        const bool thinks = !split_thought(with.back()).first.empty();
-        const auto prompt = render(before, {thinks, true}, c.tools).parts;
-        auto whole = render(with, {thinks, false}, c.tools).parts;
-        auto encode = [&](const std::vector<ChatText::Part>& parts, size_t from, size_t to) {
-            for (size_t k = from; k < to; k++)
-                if (!parts[k].special) tokenizer.encode(ids, parts[k].text, false);
-                else if (const int id = tokenizer.id(parts[k].text); id >= 0) ids.push_back(id);
-                else DIE("the tokenizer has no %s", parts[k].text.c_str());
-        };
-        const size_t last = prompt.size() - 1; // a text, in whole's part of the same number goes on with the answer
-        const std::string& asked = prompt[last].text;
-        bool same = whole.size() > last && whole[last].text.compare(0, asked.size(), asked) == 0;
-        for (size_t k = 0; same && k < last; k++) same = prompt[k].text == whole[k].text;
-        if (!same)
-            DIE("messages: the assistant's turn %zu does not follow a question as the chat template wants it", i);
-        ids.clear();
-        encode(prompt, 0, last + 1);
-        const size_t trained_from = ids.size();
-        whole[last].text.erase(0, prompt[last].text.size());
-        encode(whole, last, whole.size());
-        rows.push_back({ids.begin(), ids.end()});
-        for (size_t k = trained_from; k < ids.size(); k++) rows.back()[k] |= TRAIN;
+        const Message& m = c.messages[i];
+        asked |= m.role == "user";
+        if (m.role != "assistant" || !asked) continue;
+        rows.push_back(render_row(tokenizer, {c.messages.begin(), c.messages.begin() + (ptrdiff_t)i}, m, c.tools,
+                                  thinks(m)));
     }
     return rows;
 }
+// The chosen and the rejected answer, each behind the same tokens: if one of them thinks, the other does not think in
+// its own words.
+static std::vector<Words> render_pair(const Tokenizer& tokenizer, const Preference& p) {
+    std::vector<Words> rows;
+    for (const Message* m : {&p.chosen, &p.rejected}) {
+        if (p.kind != "text") {
+            rows.push_back(render_row(tokenizer, p.prompt, *m, p.tools, thinks(p.chosen) || thinks(p.rejected)));
+            continue;
+        }
+        std::vector<int> ids = tokenizer.encode(p.prompt[0].content, false);
+        const size_t trained_from = ids.size();
+        tokenizer.encode(ids, m->content, false);
+        ids.push_back(need_end_of_text(tokenizer));
+        rows.emplace_back(ids.begin(), ids.end());
+        for (size_t k = trained_from; k < ids.size(); k++) rows.back()[k] |= TRAIN;
+    }
+    if (rows[0] == rows[1]) DIE("chosen and rejected are the same");
+    return rows;
+}
 // A row of plain text, {"text": ...}: all of it is trained, and the end.
-static std::vector<uint32_t> render_text_row(const Tokenizer& tokenizer, const std::string& text) {
+static Words render_text_row(const Tokenizer& tokenizer, const std::string& text) {
     std::vector<int> ids = tokenizer.encode(text, false);
-    ids.push_back(tokenizer.id("<|endoftext|>"));
-    if (ids.size() < 2 || ids.back() < 0) DIE(ids.back() < 0 ? "the tokenizer has no <|endoftext|>" : "text: empty");
-    std::vector<uint32_t> words(ids.begin(), ids.end());
+    ids.push_back(need_end_of_text(tokenizer));
+    if (ids.size() < 2) DIE("text: empty");
+    Words words(ids.begin(), ids.end());
     for (size_t k = 1; k < words.size(); k++) words[k] |= TRAIN;
     return words;
 }
@@ -2526,7 +2643,7 @@ static Layout read_dataset_info(const std::string& path, const std::string& name
 
 // Enters the file there under its name, leaves the others as they are, and reads it back.
 static void write_dataset_info(const std::string& path, const std::string& file, const std::string& kind,
-                               const std::set<std::string>& columns) {
+                               const std::set<std::string>& columns, bool pairs) {
     const std::string name = file.substr(0, file.rfind('.'));
     std::map<std::string, std::string> entries;
     if (access(path.c_str(), F_OK) == 0) {
@@ -2536,11 +2653,15 @@ static void write_dataset_info(const std::string& path, const std::string& file,
     sj::Writer w;
     w.object().field("file_name", file);
     w.field("formatting", kind == "openai" ? "sharegpt" : kind == "text" ? "alpaca" : kind);
+    if (pairs) w.field("ranking", true);
     w.key("columns").object();
     if (kind == "text") w.field("prompt", "text");
     if (kind == "openai") w.field("messages", "messages");
-    else for (auto& [key, column] : Layout().name)
-        if (key.find("_tag") == key.npos && columns.count(column)) w.field(key, column);
+    for (auto& [key, column] : Layout().name) {
+        const bool answer = key == "chosen" || key == "rejected";
+        if (key.find("_tag") == key.npos && columns.count(column) && (answer ? pairs : kind != "openai"))
+            w.field(key, column);
+    }
     w.end();
     if (kind == "openai") {
         w.key("tags").object().field("role_tag", "role").field("content_tag", "content").field("user_tag", "user");
@@ -2566,7 +2687,26 @@ static void write_dataset_info(const std::string& path, const std::string& file,
 static size_t count_trained(DatasetRow row) {
     return (size_t)std::count_if(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; });
 }
-static DatasetRow view(const std::vector<uint32_t>& words) { return {words.data(), words.data() + words.size()}; }
+static DatasetRow view(const Words& words) { return {words.data(), words.data() + words.size()}; }
+
+// What a line of rows becomes.
+struct Packed {
+    std::string kind;
+    std::vector<Words> rows; // of a preference the chosen and the rejected
+    bool pair = false;
+
+    Packed(const Tokenizer& tokenizer, sj::Value v, const Layout& layout) {
+        if (v.is(sj::Object) && is_preference(v, layout)) {
+            const Preference p = read_preference(v, layout);
+            kind = p.kind, rows = render_pair(tokenizer, p), pair = true;
+        } else if (v["text"].is(sj::String) && !v["messages"] && !v["conversations"] && !v[layout.name.at("prompt")]) {
+            kind = "text", rows = {render_text_row(tokenizer, v["text"].str())};
+        } else {
+            const Conversation c = read_conversation(v, layout);
+            kind = c.kind, rows = render_rows(tokenizer, c);
+        }
+    }
+};
 
 static int run_pack(const Arguments& a) {
     if (a.files.size() != 2) DIE("pack takes two files: the rows and the dataset to write");
@@ -2584,86 +2724,136 @@ static int run_pack(const Arguments& a) {
     Progress progress;
     std::set<std::string> kinds, columns;
     size_t conversations = 0, trained = 0;
+    bool pairs = false;
     while (in.next()) {
         progress.show("pack", conversations++, in.share());
         const sj::Value v = in.need();
-        std::vector<std::vector<uint32_t>> rows;
-        try {
-            if (v["text"].is(sj::String) && !v["messages"] && !v["conversations"] && !v[layout.name.at("prompt")]) {
-                rows = {render_text_row(tokenizer, v["text"].str())};
-                kinds.insert("text");
-            } else {
-                const Conversation c = read_conversation(v, layout);
-                rows = render_rows(tokenizer, c);
-                kinds.insert(c.kind);
+        const Packed packed = [&] {
+            try {
+                return Packed(tokenizer, v, layout);
+            } catch (const Error& e) {
+                DIE("%s: %s", in.where().c_str(), e.what());
             }
-        } catch (const Error& e) {
-            DIE("%s: %s", in.where().c_str(), e.what());
-        }
+        }();
+        if (conversations == 1) pairs = packed.pair;
+        if (packed.pair != pairs)
+            DIE("%s: %s", in.where().c_str(), pairs ? "no chosen and rejected answer, which the rows before it have"
+                                                    : "a chosen and a rejected answer, and no row before it has them");
+        kinds.insert(packed.kind);
         for (auto [key, value] : v.members())
             if (!is_absent(value)) columns.insert(key);
-        for (auto& row : rows) {
-            if (row.size() > longest) {
-                const std::string fault = format("%zu tokens, more than %zu", row.size(), longest);
+        const size_t together = pairs ? 2 : 1;
+        for (size_t i = 0; i < packed.rows.size(); i += together) {
+            const Words &row = packed.rows[i], &last = packed.rows[i + together - 1];
+            if (const size_t size = std::max(row.size(), last.size()); size > longest) {
+                const std::string fault = format("%zu tokens, more than %zu", size, longest);
                 if (over == "refuse")
                     DIE("%s: %s (--over drop leaves such rows out)", in.where().c_str(), fault.c_str());
                 report.drop("too long", fault, in);
                 continue;
             }
-            out.add(row);
+            if (pairs) out.add_pair(row, last);
+            else out.add(row);
             report.kept++;
-            trained += count_trained(view(row));
+            trained += count_trained(view(row)) + (pairs ? count_trained(view(last)) : 0);
         }
     }
     const uint64_t tokens = out.begins.back();
     if (!report.kept) DIE("%s: %s", input.c_str(), conversations ? "all rows are too long" : "no row in it");
     out.commit();
     report.finish("rows");
-    say(format("%s: %zu conversations, %llu tokens, %zu of them trained", a.files[1].c_str(), conversations,
-               (unsigned long long)tokens, trained));
+    say(format("%s: %zu %s, %llu tokens, %zu of them trained", a.files[1].c_str(), conversations,
+               pairs ? "pairs" : "conversations", (unsigned long long)tokens, trained));
+    if (pairs && kinds.count("text"))
+        say("a prompt that is a text is continued without the chat template, as TRL does; a list of messages is asked");
     const std::string info = a.text("--info", input.substr(0, input.rfind('/') + 1) + info_name);
     if (by_info || info == "none" || a.files[0] == "-") return 0;
-    if (kinds.size() == 1) write_dataset_info(info, name, *kinds.begin(), columns);
-    else say("no " + info_name + ": rows of more than one kind");
+    if (kinds.size() != 1) say("no " + info_name + ": rows of more than one kind");
+    else if (pairs && (kinds.count("trl") || kinds.count("text")))
+        say("no " + info_name + ": it has no words for TRL's pairs");
+    else write_dataset_info(info, name, *kinds.begin(), columns, pairs);
     return 0;
 }
 
-// What a packed row says: its messages, or its text.
-static int run_unpack(const Arguments& a) {
-    const Tokenizer tokenizer(a.tokenizer());
-    const Dataset data(a.files[0]);
-    data.must_match(tokenizer.hash(), template_hash());
-    const uint32_t start = (uint32_t)tokenizer.id("<|im_start|>"), end = (uint32_t)tokenizer.id("<|im_end|>");
-    const std::string no_thought = "<think>\n\n</think>\n\n";
-    Output out(a.output());
-    Progress progress;
-    for (size_t i = 0; i < data.rows(); i++) {
-        progress.show("unpack", i, (double)i / (double)data.rows());
-        const DatasetRow row = data.row(i);
-        sj::Writer w;
-        w.object().field("hash", hex(data.hash(i))).field("tokens", row.size());
-        w.field("trained", count_trained(row));
-        std::vector<int> ids;
+// A packed row says its messages, or its text; a pair says its prompt and two answers, as TRL has them.
+struct Unpacker {
+    const Tokenizer& tokenizer;
+    const int start = tokenizer.id("<|im_start|>"), end = tokenizer.id("<|im_end|>");
+
+    using Ids = std::vector<int>;
+    bool is_text(DatasetRow row) const { return (int)(*row.begin() & ~TRAIN) != start; }
+    std::string text(Ids ids) const {
+        if (!ids.empty() && ids.back() == tokenizer.id("<|endoftext|>")) ids.pop_back();
+        return tokenizer.decode(ids, false);
+    }
+    static Ids ids_of(DatasetRow row) {
+        Ids ids;
         for (uint32_t word : row) ids.push_back((int)(word & ~TRAIN));
-        if (ids[0] != (int)start) {
-            if (ids.back() == tokenizer.id("<|endoftext|>")) ids.pop_back();
-            out.line(w.field("text", tokenizer.decode(ids, false)).end().text);
-            continue;
-        }
-        w.key("messages").array();
-        for (auto from = ids.begin(); from != ids.end();) { // <|im_start|>role\ncontent<|im_end|>\n
-            const auto to = std::find(from, ids.end(), (int)end);
-            std::string text = tokenizer.decode({from + (*from == (int)start), to}, false);
+        return ids;
+    }
+
+    std::vector<Message> messages(DatasetRow row) const { // <|im_start|>role\ncontent<|im_end|>\n
+        const std::string no_thought = "<think>\n\n</think>\n\n";
+        const Ids ids = ids_of(row);
+        std::vector<Message> all;
+        for (auto from = ids.begin(); from != ids.end();) {
+            const auto to = std::find(from, ids.end(), end);
+            std::string text = tokenizer.decode({from + (*from == start), to}, false);
             from = to == ids.end() ? to : to + 1;
-            if (text == "\n" && from == ids.end()) break; // after the last
+            if (text == "\n" && from == ids.end() && !all.empty()) break; // after the last
             if (text[0] == '\n') text.erase(0, 1);
             if (text.compare(0, 12, "<|im_start|>") == 0) text.erase(0, 12);
             const size_t line = std::min(text.find('\n'), text.size());
             std::string content = text.substr(std::min(line + 1, text.size()));
             if (content.compare(0, no_thought.size(), no_thought) == 0) content.erase(0, no_thought.size());
-            w.object().field("role", text.substr(0, line)).field("content", content).end();
+            all.push_back({text.substr(0, line), content});
         }
-        out.line(w.end().end().text);
+        return all;
+    }
+    static void write(sj::Writer& w, const char* key, const std::vector<Message>& messages) {
+        w.key(key).array();
+        for (auto& m : messages) w.object().field("role", m.role).field("content", m.content).end();
+        w.end();
+    }
+
+    void write_row(sj::Writer& w, DatasetRow row) const {
+        if (is_text(row)) w.field("text", text(ids_of(row)));
+        else write(w, "messages", messages(row));
+    }
+    void write_pair(sj::Writer& w, DatasetRow chosen, DatasetRow rejected) const {
+        for (DatasetRow row : {chosen, rejected}) {
+            const bool first = row.begin() == chosen.begin();
+            const char* key = first ? "chosen" : "rejected";
+            if (is_text(row)) {
+                const auto answer = std::find_if(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; });
+                if (first) w.field("prompt", text(ids_of({row.begin(), answer})));
+                w.field(key, text(ids_of({answer, row.end()})));
+                continue;
+            }
+            std::vector<Message> before = messages(row), last = {before.back()};
+            before.pop_back();
+            if (first) write(w, "prompt", before);
+            write(w, key, last);
+        }
+    }
+};
+static int run_unpack(const Arguments& a) {
+    const Tokenizer tokenizer(a.tokenizer());
+    const Dataset data(a.files[0]);
+    data.must_match(tokenizer.hash(), template_hash());
+    const Unpacker unpacker = {tokenizer};
+    Output out(a.output());
+    Progress progress;
+    for (size_t i = 0; i < data.rows(); i += data.group()) {
+        progress.show("unpack", i, (double)i / (double)data.rows());
+        const DatasetRow row = data.row(i), last = data.row(i + data.group() - 1);
+        sj::Writer w;
+        w.object().field("hash", hex(data.hash(i)));
+        w.field("tokens", row.size() + (data.pairs() ? last.size() : 0));
+        w.field("trained", count_trained(row) + (data.pairs() ? count_trained(last) : 0));
+        if (data.pairs()) unpacker.write_pair(w, row, last);
+        else unpacker.write_row(w, row);
+        out.line(w.end().text);
     }
     out.commit();
     return 0;
@@ -2712,7 +2902,7 @@ static int run_stats(const Arguments& a) {
     if (packed) {
         const Dataset data(a.files[0]);
         for (; rows < data.rows(); rows++) take(data.row(rows)), hashes.insert(data.hash(rows));
-        printf("rows      %zu, %zu of them different\n", rows, hashes.size());
+        printf("rows      %zu, %zu of them different%s\n", rows, hashes.size(), data.pairs() ? "; pairs" : "");
         printf("tokenizer %s\n", hex(data.header.tokenizer).c_str());
         printf("template  %s\n", hex(data.header.chat_template).c_str());
     } else {
@@ -2721,10 +2911,14 @@ static int run_stats(const Arguments& a) {
         for (Progress progress; in.next(); rows++) {
             progress.show("stats", rows, in.share());
             try {
-                const Conversation c = read_conversation(in.row());
-                for (auto& row : render_rows(tokenizer, c)) take(view(row));
-                questions.values.push_back((uint32_t)count_characters(c.question));
-                answers.values.push_back((uint32_t)count_characters(c.answer));
+                if (const sj::Value v = in.row(); v.is(sj::Object) && is_preference(v, {})) {
+                    for (auto& row : render_pair(tokenizer, read_preference(v, {}))) take(view(row));
+                } else {
+                    const Conversation c = read_conversation(v);
+                    for (auto& row : render_rows(tokenizer, c)) take(view(row));
+                    questions.values.push_back((uint32_t)count_characters(c.question));
+                    answers.values.push_back((uint32_t)count_characters(c.answer));
+                }
             } catch (const Error&) {
                 faults++;
             }

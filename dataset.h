@@ -3,6 +3,7 @@
 //   DatasetWriter out("train.bin", tokenizer.hash(), template_hash());
 //   out.add(words);                                 // a row: token ids, | TRAIN on those that are trained
 //   out.commit();                                   // the file appears, whole
+// or, for preferences, out.add_pair(chosen, rejected) and nothing else
 //
 //   Dataset data("train.bin");                      // maps and checks all of it; throws Error
 //   data.must_match(tokenizer.hash(), template_hash());
@@ -11,7 +12,7 @@
 //
 // The file (little-endian; R rows, N tokens):
 //   char magic[8]            "qwen3set"
-//   u32  version             1
+//   u32  version             1; 2 if the rows are pairs
 //   u32  zero
 //   u64  tokenizer, template names of what the rows were made with: Tokenizer::hash(), template_hash()
 //   u64  R, N
@@ -26,6 +27,9 @@
 // What a loaded file promises: at least one row; each with a token that is trained, and never its first (nothing
 // foresees that one); hashes that are true. The ids are below id_limit(), which the reader compares with its
 // vocabulary. Limits: 2^31 - 1 tokens a row, 2^40 in all; little-endian machines.
+//
+// Pairs: rows 2i and 2i + 1 are the chosen and the rejected answer to one prompt. Their prompt is the same, token by
+// token; behind it every token is trained; and the answers differ. A program that knows only rows refuses version 2.
 #pragma once
 #include "file.h"
 #include <algorithm>
@@ -34,8 +38,9 @@
 constexpr uint32_t TRAIN = 0x80000000;
 
 struct DatasetHeader {
+    static constexpr uint32_t OF_ROWS = 1, OF_PAIRS = 2; // versions
     char magic[8] = {'q', 'w', 'e', 'n', '3', 's', 'e', 't'};
-    uint32_t version = 1, zero = 0;
+    uint32_t version = OF_ROWS, zero = 0;
     uint64_t tokenizer = 0, chat_template = 0, rows = 0, tokens = 0;
 };
 static_assert(sizeof(DatasetHeader) == 48);
@@ -62,6 +67,21 @@ inline const char* dataset_fault(DatasetRow row) {
     return nullptr;
 }
 
+// What is wrong with a pair of good rows; nullptr if nothing is.
+inline const char* dataset_fault(DatasetRow chosen, DatasetRow rejected) {
+    auto answer = [](DatasetRow row) {
+        return std::find_if(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; });
+    };
+    if (!std::equal(chosen.begin(), answer(chosen), rejected.begin(), answer(rejected)))
+        return "chosen and rejected answer different prompts";
+    for (DatasetRow row : {chosen, rejected})
+        if (!std::all_of(answer(row), row.end(), [](uint32_t word) { return word & TRAIN; }))
+            return "a token behind the prompt is not trained";
+    if (std::equal(chosen.begin(), chosen.end(), rejected.begin(), rejected.end()))
+        return "chosen and rejected are the same";
+    return nullptr;
+}
+
 struct Dataset {
     explicit Dataset(const std::string& path) : file(path) {
         auto need = [&](bool holds, const char* fault) { if (!holds) DIE("%s: %s", path.c_str(), fault); };
@@ -69,10 +89,12 @@ struct Dataset {
         need(file.size >= sizeof header, "too short for a dataset");
         memcpy(&header, file.data, sizeof header);
         need(!memcmp(header.magic, mine.magic, sizeof mine.magic), "not a dataset (datagen pack makes them)");
-        if (header.version != mine.version)
-            DIE("%s: a dataset of version %u, not %u", path.c_str(), header.version, mine.version);
+        if (header.version != header.OF_ROWS && !pairs())
+            DIE("%s: a dataset of version %u, not %u or %u", path.c_str(), header.version, header.OF_ROWS,
+                header.OF_PAIRS);
         need(header.zero == 0, "bad header");
         need(header.rows > 0, "a dataset without rows");
+        need(header.rows % group() == 0, "a row without its pair");
         const uint64_t limit = (uint64_t)1 << 40; // the sums below stay far from 2^64
         need(header.rows < limit && header.tokens < limit, "bad counts");
         const uint64_t padded = header.tokens + header.tokens % 2;
@@ -93,8 +115,13 @@ struct Dataset {
                 DIE("%s: row %zu: its tokens are not those that were written", path.c_str(), i);
             for (uint32_t word : row(i)) largest = std::max(largest, word & ~TRAIN), trained_count += word >> 31;
         }
+        for (size_t i = 0; pairs() && i < rows(); i += 2)
+            if (const char* fault = dataset_fault(row(i), row(i + 1)))
+                DIE("%s: rows %zu and %zu: %s", path.c_str(), i, i + 1, fault);
     }
 
+    bool pairs() const { return header.version == header.OF_PAIRS; }
+    size_t group() const { return pairs() ? 2 : 1; } // rows that belong together
     size_t rows() const { return (size_t)header.rows; }
     uint64_t tokens() const { return header.tokens; }
     uint64_t trained() const { return trained_count; }
@@ -126,8 +153,14 @@ struct DatasetWriter {
         header.tokenizer = tokenizer, header.chat_template = chat_template;
         out.write(&header, sizeof header);
     }
+    void add_pair(const std::vector<uint32_t>& chosen, const std::vector<uint32_t>& rejected) {
+        header.version = header.OF_PAIRS;
+        add(chosen), add(rejected);
+        if (const char* fault = dataset_fault(row_of(chosen), row_of(rejected)))
+            DIE("%s: rows %zu and %zu: %s", out.path.c_str(), hashes.size() - 2, hashes.size() - 1, fault);
+    }
     void add(const std::vector<uint32_t>& words) {
-        const DatasetRow row = {words.data(), words.data() + words.size()};
+        const DatasetRow row = row_of(words);
         if (const char* fault = dataset_fault(row)) DIE("%s: row %zu: %s", out.path.c_str(), hashes.size(), fault);
         out.write(words.data(), 4 * words.size());
         hashes.push_back(dataset_hash(row));
@@ -145,6 +178,9 @@ struct DatasetWriter {
         out.commit();
     }
 
+    static DatasetRow row_of(const std::vector<uint32_t>& words) {
+        return {words.data(), words.data() + words.size()};
+    }
     OutputFile out;
     DatasetHeader header;
     std::vector<uint64_t> begins = {0}, hashes;

@@ -19,6 +19,7 @@
    - Nobody can stall it: what waits in memory has a Budget, long texts are tokenized by Workers, the log has a thread
      of its own, and keys take turns by tokens.
    - A text of which only the last hidden state is wanted (`pooled`) is a prompt like any, in slots of its own.
+   - Rows of one step may have different adapters (server/adapters.h). What a page holds depends on the adapter, too.
 
    Contents
    1 Between the threads   Job, Piece, Budget, Reply, Desk, figures
@@ -43,6 +44,7 @@
 #include <thread>
 #include <tuple>
 #include <unordered_map>
+#include "server/adapters.h"
 
 // ======================================================================================= 1 Between the threads
 
@@ -195,6 +197,7 @@ struct Job {
     bool one_call = false;            // the answer ends with it
     uint64_t salt = 1;                // its API key's number: keys take turns
     uint64_t space = 0;               // only prompts of one space share pages: its cache_salt's, or (0) the key's
+    AdapterPtr adapter{};             // it is computed with
     int priority = 0;                 // within its key; the lowest first
     bool pooled = false;              // no answer: the hidden state of the prompt's last token
     double arrived = seconds();
@@ -437,13 +440,15 @@ inline TokenInfo describe(const float* logits, int exist, int id, int alternativ
 // =================================================================================================== 3 Engine
 
 // Who has which page of the KV cache. A page is in use by `users` sequences, or idle; a whole page may also be known by
-// name. Its name stands for all tokens up to its end: it is given once, to the pair (name of the page before, these 16
-// ids), and never again, so that comparing the pair compares the content from the first token on. (The name before the
-// first page is the salt.) An idle page keeps its name until it is taken for something else, the longest idle first.
+// name. Its name stands for all tokens up to its end: it is given once, to the triple (name of the page before, these
+// 16 ids, number of the adapter or 0), and never again, so that comparing it compares the content from the first token
+// on. (The name before the first page is the salt.) An idle page keeps its name until it is taken for something else,
+// the longest idle first.
 struct PagePool {
     struct Page {
         int users = 0, ids[PAGE];
         uint64_t name = 0, before = 0; // 0: no name
+        uint64_t adapter = 0;
         uint64_t idle_since = 0;
     };
     std::vector<Page> pages;
@@ -460,7 +465,7 @@ struct PagePool {
         const int p = idle.begin()->second;
         idle.erase(idle.begin());
         if (pages[p].name) {
-            auto [at, end] = named.equal_range(hash(pages[p].before, pages[p].ids));
+            auto [at, end] = named.equal_range(hash(pages[p].before, pages[p].ids, pages[p].adapter));
             while (at->second != p) ++at;
             named.erase(at);
             pages[p].name = 0;
@@ -477,27 +482,28 @@ struct PagePool {
         idle[pages[p].idle_since] = p;
     }
     // The page that holds these ids after that one, or -1.
-    int find(uint64_t before, const int* ids) const {
-        for (auto [at, end] = named.equal_range(hash(before, ids)); at != end; ++at) {
+    int find(uint64_t before, const int* ids, uint64_t adapter = 0) const {
+        for (auto [at, end] = named.equal_range(hash(before, ids, adapter)); at != end; ++at) {
             const Page& page = pages[at->second];
-            if (page.before == before && !memcmp(page.ids, ids, sizeof page.ids)) return at->second;
+            const bool same = page.before == before && page.adapter == adapter;
+            if (same && !memcmp(page.ids, ids, sizeof page.ids)) return at->second;
         }
         return -1;
     }
     // Page p now holds these ids. Returns their name: if another page has it already, p stays without.
-    uint64_t name(int p, uint64_t before, const int* ids) {
-        if (const int other = find(before, ids); other >= 0) return pages[other].name;
+    uint64_t name(int p, uint64_t before, const int* ids, uint64_t adapter = 0) {
+        if (const int other = find(before, ids, adapter); other >= 0) return pages[other].name;
         Page& page = pages[p];
         memcpy(page.ids, ids, sizeof page.ids);
-        page.before = before, page.name = ++last_name;
-        named.emplace(hash(before, ids), p);
+        page.before = before, page.adapter = adapter, page.name = ++last_name;
+        named.emplace(hash(before, ids, adapter), p);
         return page.name;
     }
 
   private:
     uint64_t start = random_bits(); // so that nobody can prepare texts that fall on each other
-    uint64_t hash(uint64_t before, const int* ids) const {
-        return fnv1a(ids, PAGE * sizeof(int), fnv1a(&before, sizeof before, start));
+    uint64_t hash(uint64_t before, const int* ids, uint64_t adapter) const {
+        return fnv1a(ids, PAGE * sizeof(int), fnv1a(&before, sizeof before, start ^ adapter));
     }
 };
 
@@ -631,6 +637,27 @@ template <class T> struct Engine {
         }
     }
 
+    // Of any thread: an adapter for this engine.
+    AdapterPtr attach(const AdapterFile& file, const std::string& name) {
+        Context own = ctx;
+#ifdef __CUDACC__
+        // With a stream of its own, since the engine's may be recording a graph, which no memory may be taken beside.
+        std::lock_guard lock(recording);
+        if (ctx.gpu) {
+            own.gpu = std::make_shared<Gpu>(*ctx.gpu);
+            CUDA_CHECK(cudaStreamCreateWithFlags(&own.gpu->stream, cudaStreamNonBlocking));
+        }
+#endif
+        auto one = std::make_shared<AdaptedModel<T>>(own, weights, file, name, max_rows);
+#ifdef __CUDACC__
+        if (ctx.gpu) {
+            CUDA_CHECK(cudaStreamSynchronize(own.gpu->stream));
+            cudaStreamDestroy(own.gpu->stream);
+        }
+#endif
+        return one;
+    }
+
     // One step: takes what is new, computes, hands out what was drawn. On a GPU that is what the step before this one
     // drew: the GPU computes while we look at it.
     void step() {
@@ -681,6 +708,7 @@ template <class T> struct Engine {
         size_t total() const { return ids.size() + pending; }
         size_t left() const { return total() - computed; }
         size_t answered() const { return total() - prompt; }
+        uint64_t adapter() const { return job.adapter ? job.adapter->number : 0; }
         size_t pages_needed() const { return job.pooled ? (ids.size() + PAGE - 1) / PAGE : ids.size() / PAGE + 1; }
     };
     using Place = std::pair<int, uint64_t>; // in a line: by priority, then as they came
@@ -690,6 +718,8 @@ template <class T> struct Engine {
     struct Step {
         std::vector<int> token, pos, seq, slot; // the batch; token -1: the one that was just drawn on the GPU
         int singles = 0;
+        struct Part { int first, rows; AdapterPtr adapter; };
+        std::vector<Part> parts;   // its rows by sequence, then by adapter; none: no row has one
         struct Draw { uint64_t rank, admission; int row; };
         std::vector<Draw> draws;
         std::vector<Draw> kept;    // rows whose hidden states are wanted,
@@ -818,11 +848,13 @@ template <class T> struct Engine {
     void join_line(std::unique_ptr<Sequence> q) {
         const uint64_t key = q->job.line();
         const Place place = {q->job.priority, q->arrival};
+        if (q->job.adapter) q->job.adapter->waiting++;
         waiting[key][place] = std::move(q);
         most_in_lines = std::max(most_in_lines, ++in_lines);
     }
     std::unique_ptr<Sequence> leave_line(uint64_t key, typename Line::iterator it) {
         auto q = std::move(it->second);
+        if (q->job.adapter) q->job.adapter->waiting--;
         Line& line = waiting[key];
         line.erase(it), in_lines--;
         if (line.empty()) waiting.erase(key);
@@ -860,7 +892,31 @@ template <class T> struct Engine {
         const size_t part = std::max((budget + odd) / 2, budget - wanted(!first, budget));
         budget -= add_prompts(s, first, part, 0);
         add_prompts(s, !first, budget, first ? 0 : reserved());
+        group_rows(s);
         return s;
+    }
+
+    // Makes rows with the same adapter neighbours: those of one token (which come first, see Batch), then the others.
+    void group_rows(Step& s) {
+        if (std::none_of(s.parts.begin(), s.parts.end(), [](auto& p) { return p.adapter; })) return s.parts.clear();
+        auto place = [&](const auto& p) { return std::pair(p.first >= s.singles, p.adapter ? p.adapter->number : 0); };
+        std::stable_sort(s.parts.begin(), s.parts.end(), [&](auto& a, auto& b) { return place(a) < place(b); });
+        std::vector<int> from, to(s.token.size()); // rows, by their new places and by their old ones
+        for (auto& p : s.parts) {
+            const int old = std::exchange(p.first, (int)from.size());
+            for (int i = 0; i < p.rows; i++) to[(size_t)(old + i)] = (int)from.size(), from.push_back(old + i);
+        }
+        for (auto* numbers : {&s.token, &s.pos, &s.seq, &s.slot}) {
+            const std::vector<int> old = *numbers;
+            for (size_t i = 0; i < from.size(); i++) (*numbers)[i] = old[(size_t)from[i]];
+        }
+        for (auto* rows : {&s.draws, &s.kept})
+            for (auto& d : *rows) d.row = to[(size_t)d.row];
+        std::vector<typename Step::Part> joined;
+        for (auto& p : s.parts)
+            if (!joined.empty() && joined.back().adapter == p.adapter) joined.back().rows += p.rows;
+            else joined.push_back(p);
+        s.parts.swap(joined);
     }
 
     // Tokens of texts' or answers' prompts that could come now, up to `most`: what has a slot, and pages.
@@ -909,6 +965,7 @@ template <class T> struct Engine {
             if (!q->rank) q->rank = ++ranks;
             chunk(*q);
             const uint64_t rank = q->rank;
+            if (q->job.adapter) q->job.adapter->running++;
             running[rank] = std::move(q);
         }
         return budget - left;
@@ -988,6 +1045,7 @@ template <class T> struct Engine {
     void leave(typename Running::iterator it) {
         Sequence& q = *it->second;
         vacate(q);
+        if (q.job.adapter) q.job.adapter->running--;
         ended.push_back({q.job.line(), q.prompt});
         running.erase(it);
     }
@@ -995,6 +1053,7 @@ template <class T> struct Engine {
     // The next n rows of q; if they are the last, its next token is drawn.
     void add(Step& s, Sequence& q, size_t n) {
         service[q.job.line()] += n;
+        s.parts.push_back({(int)s.token.size(), (int)n, q.job.adapter});
         for (size_t i = 0; i < n; i++, q.computed++) {
             s.token.push_back(q.computed < q.ids.size() ? q.ids[q.computed] : -1);
             s.pos.push_back((int)q.computed);
@@ -1012,7 +1071,7 @@ template <class T> struct Engine {
         const size_t total = q.ids.size(), needed = q.pages_needed();
         q.chain = q.job.space ? q.job.space : q.job.salt;
         while ((q.pages.size() + 1) * PAGE < total) {
-            const int p = pool.find(q.chain, &q.ids[q.pages.size() * PAGE]);
+            const int p = pool.find(q.chain, &q.ids[q.pages.size() * PAGE], q.adapter());
             if (p < 0) break;
             pool.use(p);
             q.pages.push_back(p);
@@ -1052,6 +1111,7 @@ template <class T> struct Engine {
         q.pending = 0; // what is under way for it is void; `computed` is set when it is admitted again
         figures.preempted++;
         auto back = std::move(it->second);
+        if (q.job.adapter) q.job.adapter->running--;
         running.erase(it);
         join_line(std::move(back));
     }
@@ -1059,7 +1119,7 @@ template <class T> struct Engine {
     // Names the whole pages that are computed by now. (Only now: rows of one batch cannot read each other's pages.)
     void remember(Sequence& q) {
         for (; (q.known + 1) * PAGE <= std::min(q.computed, q.ids.size()); q.known++)
-            q.chain = pool.name(q.pages[q.known], q.chain, &q.ids[q.known * PAGE]);
+            q.chain = pool.name(q.pages[q.known], q.chain, &q.ids[q.known * PAGE], q.adapter());
     }
 
     // ---- Results
@@ -1116,6 +1176,7 @@ template <class T> struct Engine {
 
         const double now = seconds();
         figures.answer_tokens++;
+        if (job.adapter) job.adapter->tokens++;
         if (q.last == 0) figures.first_token.add(now - job.arrived);
         else figures.between_tokens.add(now - q.last);
         if (piece.finish) figures.whole.add(now - job.arrived);
@@ -1207,7 +1268,7 @@ template <class T> struct Engine {
         for (auto& d : s.draws) rows.push_back(d.row);
         const Batch batch = {N, options.max_seqs + options.texts, s.token.data(), s.pos.data(), s.seq.data(),
                              s.slot.data(), table, max_pages, s.singles};
-        forward(ctx, config, weights, batch, activations, cache, rope);
+        forward_step(s, batch);
         for (auto& k : s.kept) keep_hidden(s, activations.normed + (size_t)k.row * config.C);
         if (R) head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, R);
         s.ids.resize(R);
@@ -1238,6 +1299,13 @@ template <class T> struct Engine {
             s.ids[r] = sample_cpu(ctx, row, tokenizer.size(), q.job.how, q.ids.size());
         }
     }
+    void forward_step(const Step& s, const Batch& batch) {
+        if (s.parts.empty()) return forward(ctx, config, weights, batch, activations, cache, rope);
+        Segments<T> segments;
+        for (auto& p : s.parts)
+            segments.push_back({p.first, p.rows, static_cast<const AdaptedModel<T>*>(p.adapter.get())});
+        mixed_forward(ctx, config, weights, segments, batch, activations, cache, rope);
+    }
     void keep_hidden(Step& s, const T* row) {
         for (int i = 0; i < config.C; i++) s.hidden.push_back((float)to_acc(row[i]));
     }
@@ -1249,8 +1317,8 @@ template <class T> struct Engine {
 
 #ifdef __CUDACC__
     // ---- A step on the GPU: numbers there, forward, head, draws, numbers back; nothing waits until collect_gpu. If
-    // all rows are singles, forward to draws is one CUDA graph, kept for each size: rows are filled up to 1, 2, 4, ...,
-    // max_seqs with spare ones, the pieces of the longest sequence to 1, 2, 4, ...
+    // all rows are singles without an adapter, forward to draws is one CUDA graph, kept for each size: rows are filled
+    // up to 1, 2, 4, ..., max_seqs with spare ones, the pieces of the longest sequence to 1, 2, 4, ...
     Slots slots;
     int *drawn, *unused;             // (max_seqs) the ids; where sample_kernel puts what only a Session needs
     Draw* draws;                     // (max_seqs) of the step's rows
@@ -1262,6 +1330,7 @@ template <class T> struct Engine {
     cudaEvent_t done[2] = {};
     enum Part { PLAIN, ADJUSTED, BEFORE_MASKS, AFTER_MASKS };      // what of a step a graph computes
     std::map<std::tuple<int, int, Part>, cudaGraphExec_t> graphs;  // by rows, splits, part
+    std::mutex recording;                                          // held meanwhile
 
     void plan_device() {
         const size_t S = (size_t)options.max_seqs, V = (size_t)config.V;
@@ -1331,7 +1400,7 @@ template <class T> struct Engine {
         for (int n = 0; n < s.singles; n++) longest = std::max(longest, s.pos[n]);
         const int splits = splits_for_graph(longest, options.context);
         longest = s.singles == N ? 0 : 1 + *std::max_element(s.pos.begin() + s.singles, s.pos.end());
-        const bool graph = s.graph = s.singles == N && !told;
+        const bool graph = s.graph = s.singles == N && !told && s.parts.empty();
         if (graph) {
             const int rows = N;
             for (N = 1; N < rows; N *= 2) {}
@@ -1360,7 +1429,7 @@ template <class T> struct Engine {
         // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
         const Part part = s.masked ? BEFORE_MASKS : adjusted ? ADJUSTED : PLAIN;
         launch_part(graph, {N, splits, part}, [&] {
-            forward(ctx, config, weights, batch, activations, cache, rope);
+            forward_step(s, batch);
             if (R == 0) return;
             const int best_blocks = head_all(s, gpu, R, part != PLAIN);
             if (part != BEFORE_MASKS) draw_all(gpu, R, part != PLAIN, best_blocks, {});
@@ -1374,7 +1443,10 @@ template <class T> struct Engine {
     template <class F> void launch_part(bool graph, std::tuple<int, int, Part> key, F f) {
         if (!graph) return f();
         cudaGraphExec_t& ready = graphs[key];
-        if (!ready) ready = record_graph(ctx, f);
+        if (!ready) {
+            std::lock_guard lock(recording);
+            ready = record_graph(ctx, f);
+        }
         CUDA_CHECK(cudaGraphLaunch(ready, ctx.gpu->stream));
     }
     void bring_back(Step& s) {
@@ -1505,8 +1577,9 @@ struct Answer {
     static constexpr size_t PART = 1 << 16; // bytes, about
 
     Answer(const Service& service, const Ask& ask)
-        : tokenizer(*service.tokenizer), id(ask.id), model(service.name), chat(ask.chat), usage(ask.usage),
-          logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()),
+        : tokenizer(*service.tokenizer), id(ask.id), model(ask.adapter ? ask.adapter->name : service.name),
+          chat(ask.chat), usage(ask.usage), logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each),
+          choices(ask.jobs.size()),
           echo(ask.echo), documents(ask.documents), sources(ask.sources), how(ask.pooled),
           pooled(how ? std::make_unique<PooledAnswer>(*how, ask.jobs.size()) : nullptr) {}
     virtual ~Answer() = default;
@@ -1747,7 +1820,8 @@ struct Unfit : Error {
     using Error::Error;
 };
 
-inline std::vector<BatchRow> read_batch(const MappedFile& file, size_t most) try {
+// models: gets the names of those that are asked.
+inline std::vector<BatchRow> read_batch(const MappedFile& file, size_t most, std::set<std::string>& models) try {
     std::vector<BatchRow> rows;
     std::set<std::string> seen;
     each_json_line(file, [&](size_t line, std::string_view text, sj::Value request) {
@@ -1756,6 +1830,7 @@ inline std::vector<BatchRow> read_batch(const MappedFile& file, size_t most) try
         if (!seen.insert(id).second) DIE("%s: line %zu: its custom_id is taken", file.path.c_str(), line);
         if (rows.size() == most) DIE("%s: more than %zu requests", file.path.c_str(), most);
         rows.push_back({text, id});
+        models.insert(request["body"]["model"].str());
     });
     if (rows.empty()) DIE("%s: no request in it", file.path.c_str());
     return rows;
@@ -1802,17 +1877,22 @@ inline Asked read_batch_line(const Service& service, std::string_view line, cons
 
 // A batch between its two files.
 struct Batcher {
-    const std::string out, partial, header; // the partial file's first line says what the answers depend on
+    const std::string out, partial;
     const MappedFile requests;
+    std::set<std::string> models;           // that the rows name
     std::vector<BatchRow> rows;
+    const std::string header;               // the partial file's first line: what the answers depend on
     std::unordered_map<std::string, size_t> by_id;
     std::unique_ptr<FILE, int (*)(FILE*)> file{nullptr, fclose};
     size_t have = 0, failed = 0, bytes = 0; // answers in the partial file; those that are errors; of all
     size_t tokens = 0;                      // of this run
 
-    // `depends`: a JSON object of what the answers depend on, but for the requests.
-    Batcher(const std::string& in, const std::string& out, const std::string& depends, size_t most = SIZE_MAX)
-        : out(out), partial(out + ".partial"), header(depends + "\n"), requests(in), rows(read_batch(requests, most)) {
+    // `depends`: a JSON object of what the answers depend on, but for the requests and the adapters that they name, of
+    // which `adapters` has the hashes.
+    Batcher(const std::string& in, const std::string& out, const std::string& depends,
+            const AdapterHashes& adapters = {}, size_t most = SIZE_MAX)
+        : out(out), partial(out + ".partial"), requests(in), rows(read_batch(requests, most, models)),
+          header(header_of(depends, adapters)) {
         for (size_t i = 0; i < rows.size(); i++) by_id[rows[i].custom_id] = i;
         auto exists = [&] { return access(out.c_str(), F_OK) == 0; };
         if (exists()) DIE("%s: exists; remove it or name another file", out.c_str());
@@ -1948,6 +2028,15 @@ struct Batcher {
     }
 
   private:
+    std::string header_of(const std::string& depends, const AdapterHashes& adapters) const {
+        sj::Writer w;
+        w.object();
+        for (auto& [name, hash] : adapters)
+            if (models.count(name)) w.field(name, hash);
+        const std::string used = w.end().text;
+        if (used == "{}") return depends + "\n";
+        return depends.substr(0, depends.size() - 1) + ", \"adapters\": " + used + "}\n";
+    }
     void append(const std::string& line) {
         if (fwrite(line.data(), 1, line.size(), file.get()) != line.size() || fflush(file.get()))
             DIE("%s: %s", partial.c_str(), strerror(errno));
@@ -2024,6 +2113,7 @@ struct ServerOptions {
     std::string files;                      // folder of Files and Batches; none: they are not offered
     int think = 0;                          // whether its switch for thoughts is on at first
     bool docs = false;                      // whether it has one for documents
+    bool swaps = false;                     // whether clients may load and unload adapters
     unsigned idle() const { return (unsigned)(deadline + 1) / 2; } // without a byte
     double fetch() const { return 5. * deadline; }                 // to read an answer that is complete
     double quiet() const { return deadline / 6.; }                 // of a stream, until a comment shows that it lives
@@ -2237,6 +2327,8 @@ struct ChatPage {
     }
 };
 
+static const char *const LOAD_ADAPTER = "/v1/load_lora_adapter", *const UNLOAD_ADAPTER = "/v1/unload_lora_adapter";
+
 struct Server {
     const ServerOptions options;
     Desk& desk;
@@ -2289,6 +2381,7 @@ struct Exchange {
     bool begun = false, counted = false, stream = false;
     Response prepared{};
     int status = 0;
+    std::string swapped;                   // the adapter that it has loaded or unloaded
     std::unique_ptr<Answer> answer;
     std::shared_ptr<Reply> reply;
     bool suspended = false, probed = false; // guarded by reply->mutex
@@ -2375,6 +2468,9 @@ struct Exchange {
         auto under = [&](const std::string& root) { return (path + "/").compare(0, root.size(), root) == 0; };
         return server.filing && (under("/v1/files/") || under("/v1/batches/"));
     }
+    bool swaps() const { // loads or unloads an adapter
+        return server.options.swaps && (path == LOAD_ADAPTER || path == UNLOAD_ADAPTER);
+    }
     bool models() const { return (path + "/").compare(0, 11, "/v1/models/") == 0; }
     bool takes_no_post() const {
         const bool cancel = path.size() > 7 && path.compare(path.size() - 7, 7, "/cancel") == 0;
@@ -2454,7 +2550,7 @@ struct Exchange {
             if (!open) counted = false, server.answering--; // it will be refused
             peer.phase = Peer::WORKING;
             auto takes_long = [&] {
-                return body_size() > SMALL_BODY || filed() || asks_for_form() || server.service.documents;
+                return body_size() > SMALL_BODY || filed() || swaps() || asks_for_form() || server.service.documents;
             };
             if (open && !refusal && takes_long()) {
                 MHD_suspend_connection(connection);
@@ -2512,6 +2608,7 @@ struct Exchange {
     std::string route_name() const {
         if (path.compare(0, 11, "/v1/models/") == 0) return "/v1/models/{id}";
         if (filed()) return path[4] == 'f' ? "/v1/files" : "/v1/batches";
+        if (swaps()) return path;
         return known(path, {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics", "/tokenize",
                             "/detokenize", "/v1/models", COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS,
                             EMBEDDINGS, "/v1/rerank", "/v2/rerank", "/rerank"});
@@ -2559,12 +2656,13 @@ struct Exchange {
             const char* type = told.path.empty() ? "application/json" : "application/octet-stream";
             return {200, std::move(told.json), type, {}, std::move(told.path)};
         }
-        if (!is_asked(path) && !models() && !tokenize && !detokenize && !count)
+        if (!is_asked(path) && !models() && !tokenize && !detokenize && !count && !swaps())
             throw Refusal(404, "there is nothing here; / and /v1/chat/completions are");
         only(models() ? "GET" : "POST");
         if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
         const Service& service = server.service;
         if (models()) return list_models();
+        if (swaps()) return {200, path == LOAD_ADAPTER ? load_adapter(service) : unload_adapter(service)};
         if (tokenize) return {200, tokens_of(service)};
         if (detokenize) return {200, text_of(service)};
         if (count) return {200, count_message_tokens(service, body)};
@@ -2591,17 +2689,69 @@ struct Exchange {
         return {0, ""};
     }
 
+    // The model itself, then its adapters, of which it is the parent.
     Response list_models() const {
         const Service& service = server.service;
-        const bool one = path.size() > 10;
-        if (one && path.substr(10) != "/" + service.name)
-            throw Refusal(404, "no such model", "model", "model_not_found");
+        const std::string one = path.size() > 11 ? path.substr(11) : "";
         sj::Writer w;
-        if (!one) w.object().field("object", "list").key("data").array();
-        w.object().field("id", service.name).field("object", "model").field("created", 0).field("owned_by", "qwen3.cu");
-        w.field("max_model_len", service.context).end();
-        if (!one) w.end().end();
+        if (path.size() == 10) w.object().field("object", "list").key("data").array();
+        size_t told = 0;
+        auto write = [&](const std::string& name, const std::string& root, long created, bool adapter) {
+            if (path.size() > 10 && name != one) return;
+            write_model(w, service, name, root, created, adapter);
+            told++;
+        };
+        write(service.name, service.path, 0, false);
+        for (auto& [name, adapter] : service.adapters->now()) write(name, adapter->folder, adapter->created, true);
+        if (!told) throw Refusal(404, "no such model", "model", "model_not_found");
+        if (path.size() == 10) w.end().end();
         return {200, w.text};
+    }
+    static void write_model(sj::Writer& w, const Service& service, const std::string& name, const std::string& root,
+                            long created, bool adapter) {
+        w.object().field("id", name).field("object", "model").field("created", created).field("owned_by", "qwen3.cu");
+        w.field("root", root);
+        if (adapter) w.field("parent", service.name);
+        else w.field("parent", nullptr);
+        w.field("max_model_len", service.context).end();
+    }
+
+    // {"lora_name", "lora_path"} and {"lora_name"}, as vLLM has them. What answers with an adapter that is unloaded
+    // comes to its end with it.
+    std::string load_adapter(const Service& service) {
+        sj::Doc doc;
+        const Fields f(parse_body(doc, body));
+        refuse_others(f, {"lora_name", "lora_path", "load_inplace"});
+        refuse_values(f, {{"load_inplace", {"false"}}});
+        const std::string name = adapter_name(f), folder = f.text("lora_path");
+        if (folder.empty()) throw Refusal(400, "lora_path is missing", "lora_path");
+        if (folder.find('\0') != std::string::npos) throw Refusal(400, "lora_path is no path", "lora_path");
+        if (name == service.name) throw Refusal(400, "lora_name is the model's own name", "lora_name");
+        const AdapterPtr one = blame("lora_name", [&] { return service.adapters->load(name, folder); });
+        swapped = name;
+        sj::Writer w;
+        write_model(w, service, name, folder, one->created, true);
+        return w.text;
+    }
+    std::string unload_adapter(const Service& service) {
+        sj::Doc doc;
+        const Fields f(parse_body(doc, body));
+        refuse_others(f, {"lora_name"});
+        const std::string name = adapter_name(f);
+        if (!service.adapters->unload(name))
+            throw Refusal(404, "there is no such adapter", "lora_name", "model_not_found");
+        swapped = name;
+        sj::Writer w;
+        return w.object().field("id", name).field("object", "model").field("deleted", true).end().text;
+    }
+    static std::string adapter_name(const Fields& f) {
+        const std::string name = f.text("lora_name");
+        if (name.empty()) throw Refusal(400, "lora_name is missing", "lora_name");
+        return name;
+    }
+    static void refuse_others(const Fields& f, FieldList known) {
+        for (auto& [name, value] : f.all)
+            if (!value.is(sj::Null) && std::find(known.begin(), known.end(), name) == known.end()) refuse_name(name);
     }
 
     // {"prompt": "..."} or {"messages": [...]}
@@ -2661,7 +2811,23 @@ struct Exchange {
         histogram("time_to_first_token_seconds", f.first_token);
         histogram("inter_token_latency_seconds", f.between_tokens);
         histogram("e2e_request_latency_seconds", f.whole);
+        if (server.ready) out += adapter_metrics(server.service.adapters->now());
         return out + server.traffic.text();
+    }
+
+    // vLLM's line, whose value is the time, and what each adapter has answered. (Their names need no escapes.)
+    static std::string adapter_metrics(const std::map<std::string, AdapterPtr>& all) {
+        if (all.empty()) return "";
+        std::string running, waiting, tokens = "# TYPE vllm:lora_generation_tokens_total counter\n";
+        for (auto& [name, one] : all) {
+            if (one->running) running += (running.empty() ? "" : ",") + name;
+            if (one->waiting) waiting += (waiting.empty() ? "" : ",") + name;
+            tokens += format("vllm:lora_generation_tokens_total{lora_name=\"%s\"} %llu\n", name.c_str(),
+                             (unsigned long long)one->tokens);
+        }
+        return format("# TYPE vllm:lora_requests_info gauge\nvllm:lora_requests_info{running_lora_adapters=\"%s\","
+                      "waiting_lora_adapters=\"%s\",max_lora=\"%zu\"} %ld\n",
+                      running.c_str(), waiting.c_str(), MAX_ADAPTERS, (long)time(nullptr)) + tokens;
     }
 
     // ---- The answer of an engine, whole or as a stream. Both may find nothing to do yet, and sleep until reply->wake.
@@ -2822,8 +2988,9 @@ struct Exchange {
         w.field("method", plain(method)).field("path", filed() ? route_name() : plain(path));
         w.field("status", status).field("seconds", seconds() - start).field("request_id", request_id);
         if (caller && !server.options.keys.empty()) w.field("key", server.options.keys[caller - 1].name);
+        if (!swapped.empty()) w.field("adapter", swapped);
         if (answer) {
-            w.field("id", answer->id).field("prompt_tokens", answer->prompt_tokens);
+            w.field("id", answer->id).field("model", answer->model).field("prompt_tokens", answer->prompt_tokens);
             w.field("cached_tokens", answer->cached());
             w.field("completion_tokens", answer->count()).field("complete", answer->complete());
             if (first_token > 0) w.field("first_token_seconds", first_token - start);
@@ -3033,12 +3200,26 @@ static const char* USAGE =
 struct Options : ModelOptions {
     std::string name, system, key_file, batch, output;
     std::vector<std::string> tasks; // none: what the model's folder says
+    std::vector<std::pair<std::string, std::string>> adapters; // names and folders
     ServerOptions server;
     EngineOptions engine;
     int max_queue = 1024, think = 0;
     DocumentOptions documents{};
     Context ctx{};
 };
+
+// NAME=DIR; what is a folder as it stands (runs/lr=1e-4) is no name.
+static void add_adapter(Options& o, const char* option, const std::string& value) {
+    struct stat st;
+    const size_t equals = value.find('=');
+    if (equals == value.npos || stat(value.c_str(), &st) == 0) return file_name(o.adapter)(option, value.c_str());
+    const std::string name = value.substr(0, equals), folder = value.substr(equals + 1);
+    if (folder.empty()) DIE("%s %s: which folder?", option, value.c_str());
+    check_adapter_name(name);
+    for (auto& other : o.adapters)
+        if (other.first == name) DIE("%s %s: the name is taken", option, value.c_str());
+    o.adapters.push_back({name, folder});
+}
 
 static std::vector<Option> option_table(Options& o) {
     const Setter kv_memory = [&o](const char* option, const char* v) {
@@ -3075,6 +3256,8 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--cors", "ORIGIN", "a web site whose scripts may call; may be repeated", list(o.server.origins)},
         {"", "--files", "DIR", "offers OpenAI's Files and Batches, which are kept in this folder",
          file_name(o.server.files)},
+        {"", "--allow-adapter-loading", "", "clients may load adapters from this machine's folders, and unload them",
+         flag(o.server.swaps)},
         {"", "--title", "TEXT", "name of the page to chat on (default Warp)", text(o.server.title)},
         {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
          file_name(o.batch)},
@@ -3082,6 +3265,11 @@ static std::vector<Option> option_table(Options& o) {
     };
     table.insert(table.end(), more.begin(), more.end());
     o.add_to(table, true);
+    for (Option& row : table)
+        if (strcmp(row.name, "--adapter") == 0)
+            row = {"", "--adapter", "NAME=DIR", "a LoRA adapter in PEFT's format, which requests name as their\n"
+                   "model; may be repeated. DIR alone: for all requests",
+                   [&o](const char* option, const char* v) { add_adapter(o, option, v); }};
     return table;
 }
 
@@ -3105,6 +3293,8 @@ static Options parse_options(int argc, char** argv) {
         while (o.model.size() > 1 && o.model.back() == '/') o.model.pop_back();
         o.name = o.model.substr(o.model.rfind('/') + 1);
     }
+    for (auto& one : o.adapters)
+        if (one.first == o.name) DIE("--adapter %s=%s: the model has this name", o.name.c_str(), one.second.c_str());
     if (o.name.find_first_of("\"\\\n") != std::string::npos) DIE("--name %s: no quotes or backslashes", o.name.c_str());
     return o;
 }
@@ -3131,6 +3321,17 @@ static std::string batch_depends(const Options& o, const ModelFile& file, const 
     if (documents) w.field("documents", documents->hash());
     w.field("dtype", o.dtype).field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
     return w.field("system", o.system).end().text;
+}
+
+// One adapter for all requests, or several to choose from.
+static void check_adapters(const Options& o) {
+    if (!o.adapter.empty() && (!o.adapters.empty() || o.server.swaps))
+        DIE("--adapter %s is for all requests: it does not go with %s", o.adapter.c_str(),
+            o.adapters.empty() ? "--allow-adapter-loading" : "--adapter NAME=DIR");
+    const bool public_one = o.server.host.compare(0, 4, "127.") && o.server.host != "::1";
+    if (o.server.swaps && public_one && o.server.keys.empty())
+        DIE("--allow-adapter-loading needs --api-key-file where other machines can call (--host %s)",
+            o.server.host.c_str());
 }
 
 // Takes requests until a signal comes, then answers what it has.
@@ -3175,6 +3376,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (!fits(tokenizer, c)) not_its_tokenizer(path, tokenizer, o, c);
     std::unique_ptr<AdapterFile> adapter;
     if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
+    std::vector<AdapterFile> named; // what is wrong with them is said before the model is read
+    for (auto& one : o.adapters) named.emplace_back(one.second, c);
     std::shared_ptr<const Documents> documents;
     if (!o.documents.docs.empty())
         documents = std::make_shared<Documents>(o.documents, [](auto& line) { print_error("serve", line); },
@@ -3182,7 +3385,9 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     std::unique_ptr<Batcher> batch;
     if (!http) {
         const std::string depends = batch_depends(o, file, adapter.get(), tokenizer, documents.get());
-        batch = std::make_unique<Batcher>(o.batch, o.output, depends);
+        AdapterHashes hashes;
+        for (size_t i = 0; i < named.size(); i++) hashes[o.adapters[i].first] = adapter_hash(named[i], 1);
+        batch = std::make_unique<Batcher>(o.batch, o.output, depends, hashes);
     }
     Weights<T> weights(file, o.dtype == "int8");
     to_device(o.ctx, file, weights);
@@ -3194,6 +3399,18 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
 
     const int context = engine.options.context;
     server.service = {&tokenizer, o.name, o.system, context, o.think == 1};
+    server.service.path = o.model;
+    Adapters& adapters = *server.service.adapters;
+    adapters.open = [&](const std::string& name, const std::string& folder) {
+        const AdapterFile from = blame("lora_path", [&] { return AdapterFile(folder, c, true); });
+        try {
+            return engine.attach(from, name);
+        } catch (const Error& e) { // memory
+            throw Refusal(503, e.what());
+        }
+    };
+    for (size_t i = 0; i < named.size(); i++) adapters.add(engine.attach(named[i], o.adapters[i].first));
+    named.clear();
     server.service.documents = documents;
     server.service.generates = does(o, "generate");
     if (does(o, "embed")) end_of_text(tokenizer), server.service.dimensions = c.C;
@@ -3234,6 +3451,7 @@ static int run(int argc, char** argv) {
     if (o.help) return 0;
     o.use_threads();
     open_adapter(o);
+    check_adapters(o);
     ModelFile file(o.model);
     if (o.tasks.empty()) o.tasks = {says_it_embeds(file) ? "embed" : "generate"};
     file.logits = does(o, "generate");

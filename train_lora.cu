@@ -1,4 +1,4 @@
-/* train_lora.cu: supervised fine-tuning of Qwen3, with LoRA or of all parameters.
+/* train_lora.cu: fine-tuning of Qwen3 on answers or on preferences, with LoRA or of all parameters.
 
    Build:  make
    Run:    ./train_lora model.bin train.bin -o out/        (datagen pack makes train.bin)
@@ -10,6 +10,10 @@
    by their number in the whole step: so it does not matter into how many batches the step is cut. Then AdamW moves the
    master parameters, which are float32, and their copies of type T, which the products read.
 
+   With --dpo a unit of data is not a row but a pair, two rows with one prompt, and the loss is a mean over pairs. Its
+   gradient by the logits of a token is that of cross entropy times a number of its row, so that nothing but the head's
+   pass differs: once for the losses, which give the numbers; then row by row, each with its number as `scale`.
+
    With LoRA the parameters are the A and B of each targeted module and nothing else; with --full all of the model's.
    Either way they are one array, and so are their gradients and AdamW's two moments: p, g, m, v.
 
@@ -17,7 +21,7 @@
    stopped goes on bit by bit as if it had not been. It is the arithmetic of PEFT and transformers' Trainer: see
    tests/unit/test_train.cpp, which holds it to theirs.
 
-   Contents: 1 options  2 memory, batches, steps  3 log and curve  4 merge  5 main
+   Contents: 1 options  2 preferences  3 memory, batches, steps  4 log and curve  5 merge  6 main
 */
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
@@ -34,11 +38,15 @@ struct Options : ModelOptions {
     int64_t steps = 0, eval_every = 0, save_every = 0; // 0: epochs say, every epoch
     uint64_t seed = 42;
     bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false;
+    bool dpo = false;
+    double beta = 0.1, label_smoothing = 0;
+    std::string says_dpo; // the last of the options that need --dpo
     int rank_step = 1; // see adapt: GPU_RANK_STEP on a GPU
     std::string says_lora; // the last of the options that --adapter-init and --full leave no room for
 };
 
 constexpr double EPOCHS = 2;
+constexpr double DPO_LR = 5e-6; // LLaMA-Factory's example for LoRA; without dropout, as TRL
 
 static const char* USAGE =
     "usage: train_lora MODEL TRAIN.bin -o OUT [options]       fine-tunes; datagen pack makes TRAIN.bin\n"
@@ -60,6 +68,9 @@ static std::vector<Option> option_table(Options& o) {
     auto lora = [&o](Setter set) { // of the adapter
         return [&o, set](const char* option, const char* v) { o.says_lora = option, set(option, v); };
     };
+    auto dpo = [&o](Setter set) {
+        return [&o, set](const char* option, const char* v) { o.says_dpo = option, set(option, v); };
+    };
     const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
     std::vector<Option> table = {
         {"-o", "--output", "DIR", "adapter, log, curve and state go there", file_name(o.out)},
@@ -69,15 +80,20 @@ static std::vector<Option> option_table(Options& o) {
          lora(number(o.lora.alpha, 1e-6, 1e6))},
         {"", "--rslora", "", "... by alpha / sqrt(rank)", lora(flag(o.lora.rslora))},
         {"", "--targets", "LIST", "all, or some of q,k,v,o,gate,up,down", lora(targets)},
-        {"", "--dropout", "P", "0.1", number(o.dropout, 0, 0.99)},
+        {"", "--dropout", "P", "0.1; with --dpo 0", number(o.dropout, 0, 0.99)},
         {"", "--adapter-init", "DIR", "begins with this adapter, and its rank, alpha and targets",
          file_name(o.adapter_init)},
+        {"", "--dpo", "", "trains on pairs of a chosen and a rejected answer; a row below is then a pair", flag(o.dpo)},
+        {"", "--beta", "X", "... how strongly the model is held to what it was: 0.1",
+         dpo(number(o.beta, 1e-6, 1e6))},
+        {"", "--label-smoothing", "X", "... the share of pairs taken to be the wrong way round: 0",
+         dpo(number(o.label_smoothing, 0, 0.5))},
         {"", "--epochs", "X", "2", number(o.epochs, 1e-6, 1e6)},
         {"", "--steps", "N", "instead of epochs", whole(o.steps, 1, 1000000000)},
         {"", "--batch", "N", "rows a batch: 16", whole(o.batch, 1, 65536)},
         {"", "--accum", "N", "batches a step: 1", whole(o.accum, 1, 65536)},
         {"", "--max-len", "N", "longer rows are left out: 512", whole(o.max_len, 2, 1 << 24)},
-        {"", "--lr", "X", "learning rate: 1.5e-4", number(o.lr, 0, 10)},
+        {"", "--lr", "X", "learning rate: 1.5e-4; with --dpo 5e-6", number(o.lr, 0, 10)},
         {"", "--schedule", "NAME", "of the learning rate: cosine, linear or constant",
          one_of(o.schedule, {"cosine", "linear", "constant"})},
         {"", "--warmup", "X", "share of the steps in which it rises: 0.1", number(o.warmup, 0, 1)},
@@ -113,10 +129,11 @@ static void check_options(const Options& o) {
     if (!o.adapter_init.empty() && !o.says_lora.empty()) DIE("%s: --adapter-init says it already", o.says_lora.c_str());
     if (o.eval.empty() && (o.eval_every || o.allow_leak))
         DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
+    if (!o.dpo && !o.says_dpo.empty()) DIE("%s is for --dpo", o.says_dpo.c_str());
     if (o.steps && o.epochs) DIE("--steps %lld or --epochs %g: not both", (long long)o.steps, o.epochs);
-    if ((uint64_t)o.batch * o.max_len > 1 << 26)
-        DIE("--batch %d with --max-len %d: more than 2^26 tokens at once", o.batch, o.max_len);
-    if ((uint64_t)o.batch * o.accum * o.max_len > UINT32_MAX)
+    const uint64_t tokens = (uint64_t)o.batch * o.max_len * (o.dpo ? 2 : 1);
+    if (tokens > 1 << 26) DIE("--batch %d with --max-len %d: more than 2^26 tokens at once", o.batch, o.max_len);
+    if (tokens * o.accum > UINT32_MAX)
         DIE("--batch, --accum and --max-len: more than 2^32 tokens a step");
 }
 
@@ -124,6 +141,7 @@ static Options parse_options(int argc, char** argv) {
     Options o;
     o.lora.rank = 32;
     std::fill(o.lora.targets, o.lora.targets + MODULES, true);
+    o.lr = o.dropout = -1; // not said
     const std::vector<Option> table = option_table(o);
     const std::vector<std::string> words = parse(table, argc, argv);
     if (o.help) return print_help(USAGE, table), o;
@@ -132,6 +150,8 @@ static Options parse_options(int argc, char** argv) {
     o.model = words[0];
     if (words.size() == 2) o.train = words[1];
     if (!o.lora.alpha) o.lora.alpha = 2 * o.lora.rank;
+    if (o.lr < 0) o.lr = o.dpo ? DPO_LR : Options().lr;
+    if (o.dropout < 0) o.dropout = o.dpo ? 0 : Options().dropout;
     check_options(o);
     return o;
 }
@@ -151,7 +171,41 @@ static void give_tokenizer(const Options& o, const ModelFile& file, const std::s
     write_text(to, bytes.text());
 }
 
-// =============================================================================== 2 Memory, batches, steps
+// ================================================================================================ 2 Preferences
+
+// Direct preference optimization (Rafailov et al., 2023, equation 7). The reward of an answer y to a prompt x is
+// beta (log p(y|x) - log p_ref(y|x)); a pair's margin is the reward of the chosen answer less that of the rejected one;
+//   loss = -log sigmoid(margin), with label smoothing e: -(1 - e) log sigmoid(margin) - e log sigmoid(-margin)
+// (Mitchell, 2023). `slope` is its derivative by the margin.
+struct PairLoss { double loss, slope; };
+inline PairLoss dpo_loss(double margin, double smoothing) {
+    auto minus_log_sigmoid = [](double x) { return std::max(-x, 0.) + std::log1p(std::exp(-std::fabs(x))); };
+    const double loss = (1 - smoothing) * minus_log_sigmoid(margin) + smoothing * minus_log_sigmoid(-margin);
+    return {loss, smoothing / (1 + std::exp(-margin)) - (1 - smoothing) / (1 + std::exp(margin))};
+}
+
+// What is told of pairs beside the loss, by TRL's names; sums, then means.
+struct Preferences {
+    static constexpr const char* NAMES[] = {"rewards/chosen", "rewards/rejected", "rewards/accuracies",
+                                            "rewards/margins", "logps/chosen", "logps/rejected"};
+    static constexpr int ACCURACY = 2, MARGIN = 3, N = 6;
+    double value[N] = {};
+
+    void add(double reward_chosen, double reward_rejected, double chosen, double rejected) {
+        const double more[] = {reward_chosen, reward_rejected, reward_chosen > reward_rejected ? 1. : 0.,
+                               reward_chosen - reward_rejected, chosen, rejected};
+        for (int i = 0; i < N; i++) value[i] += more[i];
+    }
+    void divide(double n) { for (double& x : value) x /= n; }
+    void write(sj::Writer& w, const std::string& before) const {
+        for (int i = 0; i < N; i++) w.field(before + NAMES[i], value[i]);
+    }
+    std::string text() const {
+        return format("  %s %.4f  %s %.3f", NAMES[MARGIN], value[MARGIN], NAMES[ACCURACY], value[ACCURACY]);
+    }
+};
+
+// =============================================================================== 3 Memory, batches, steps
 
 // What a run is: if any of this differs, --resume would not go on with it.
 static std::string describe(const Options& o, const ModelFile& file, const Dataset& data, int64_t steps,
@@ -165,7 +219,13 @@ static std::string describe(const Options& o, const ModelFile& file, const Datas
     w.end().field("dropout", (double)o.dropout).field("lr", o.lr).field("weight-decay", o.weight_decay);
     w.field("warmup", o.warmup).field("clip", o.clip).field("schedule", o.schedule).field("steps", steps);
     w.field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len).field("seed", o.seed);
-    w.field("shuffle", o.shuffle).end();
+    w.field("shuffle", o.shuffle);
+    if (o.dpo) {
+        const std::string reference = o.adapter_init.empty() ? "" : o.adapter_init + "/adapter_model.safetensors";
+        w.field("dpo", true).field("beta", o.beta).field("label-smoothing", o.label_smoothing);
+        w.field("reference", reference.empty() ? "" : hex(fnv1a(MappedFile(reference).text())));
+    }
+    w.end();
     return w.text;
 }
 
@@ -189,7 +249,7 @@ template <class T> struct Trainer {
     const Config& c;
     Weights<T> w;
     const Dataset &data, *eval;
-    std::vector<size_t> rows, eval_rows; // of the datasets, those that are not too long
+    std::vector<size_t> rows, eval_rows; // of the datasets, the units that are not too long: rows, or pairs
     int64_t epoch_steps, steps, step = 0; // steps an epoch, in all, done
     std::string run;                     // see describe
 
@@ -285,26 +345,38 @@ template <class T> struct Trainer {
     Dropout dropout;
     int most_tokens = 0, longest = 0, max_pages;        // of a batch, of a row
 
-    // Rows that are not too long. Of a row all tokens but the last are fed.
+    const char* unit() const { return o.dpo ? "pair" : "row"; }
+    // Calls f(row) for each row of some units.
+    template <class F> static void each_row(const Dataset& from, const std::vector<size_t>& list, F f) {
+        for (size_t i : list)
+            for (size_t k = 0; k < from.group(); k++) f(from.row(i * from.group() + k));
+    }
+
+    // Units that are not too long. Of a row all tokens but the last are fed.
     std::vector<size_t> fitting(const Dataset& from) {
         std::vector<size_t> list;
         std::vector<int> lengths;
-        const size_t limit = (size_t)std::min(o.max_len, c.max_positions);
-        for (size_t i = 0; i < from.rows(); i++)
-            if (from.row(i).size() <= limit) list.push_back(i), lengths.push_back((int)from.row(i).size() - 1);
+        const size_t limit = (size_t)std::min(o.max_len, c.max_positions), all = from.rows() / from.group();
+        for (size_t i = 0; i < all; i++) {
+            size_t most = 0, sum = 0;
+            each_row(from, {i}, [&](DatasetRow row) { most = std::max(most, row.size()), sum += row.size() - 1; });
+            if (most > limit) continue;
+            list.push_back(i), lengths.push_back((int)sum), longest = std::max(longest, (int)most - 1);
+        }
         const char* name = from.file.path.c_str();
         if (list.empty())
-            DIE("%s: every row has more than %zu tokens (%s)", name, limit,
+            DIE("%s: every %s has more than %zu tokens (%s)", name, unit(), limit,
                 o.max_len > c.max_positions ? "the model's limit" : "--max-len");
-        if (list.size() < from.rows())
+        if (list.size() < all)
             fprintf(stderr, "%s: %s left out of %zu: more than %zu tokens\n", name,
-                    counted(from.rows() - list.size(), "row").c_str(), from.rows(), limit);
+                    counted(all - list.size(), unit()).c_str(), all, limit);
         std::sort(lengths.rbegin(), lengths.rend());
-        longest = std::max(longest, lengths[0]);
         const auto end = lengths.begin() + std::min(lengths.size(), (size_t)o.batch);
         most_tokens = std::max(most_tokens, std::accumulate(lengths.begin(), end, 0));
         return list;
     }
+
+    size_t sequences() const { return (size_t)o.batch * data.group(); } // of a batch, at most
 
     struct Part { const char* name; size_t bytes; };
     std::vector<Part> plan() {
@@ -320,7 +392,7 @@ template <class T> struct Trainer {
         a.plan_training(arena, c, N, o.recompute);
         h = arena.take<T>(o.full ? 0 : (size_t)N * each_adapter(w, [](Linear<T>&, AdapterPlace) {}).h);
         max_pages = (longest + PAGE - 1) / PAGE;
-        kv.plan(arena, c, (size_t)N / PAGE + o.batch, true);
+        kv.plan(arena, c, (size_t)N / PAGE + sequences(), true);
         part("activations", before), before = arena.used;
         d.plan(arena, c, N, rank, std::min(N, ctx.gpu ? GPU_HEAD_ROWS : HEAD_ROWS));
         part("their gradients, logits", before), before = arena.used;
@@ -329,7 +401,7 @@ template <class T> struct Trainer {
         results = arena.take<double>(2);
         for (int** list : {&token, &pos, &seq, &slot, &named, &target}) *list = arena.take<int>(N);
         place = arena.take<uint32_t>(N);
-        pages = arena.take<int>((size_t)o.batch * max_pages);
+        pages = arena.take<int>(sequences() * max_pages);
 #ifdef __CUDACC__
         if (ctx.gpu) {
             ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
@@ -419,21 +491,25 @@ template <class T> struct Trainer {
 
     // ---- Batches
 
-    // How many tokens of these rows are trained.
+    // How many tokens of these units are trained.
     size_t trained(const Dataset& from, const std::vector<size_t>& list) const {
         size_t n = 0;
-        for (size_t row : list)
-            for (uint32_t word : from.row(row)) n += word >> 31;
+        each_row(from, list, [&](DatasetRow row) { for (uint32_t word : row) n += word >> 31; });
         return n;
     }
 
-    // Packs rows list[0 .. n - 1], of which the first is number `first` of its step. R: the tokens to predict.
+    std::vector<int> ends; // where the trained tokens of each sequence end in `named`
+
+    // Packs units list[0 .. n - 1], of which the first is number `first` of its step. R: the tokens to predict.
     Batch load(const Dataset& from, const size_t* list, int n, int first, int& R) {
+        const int group = (int)from.group();
+        n *= group, first *= group; // sequences
         std::vector<int> all_token, all_pos, all_seq, all_slot, all_named, all_target, table((size_t)n * max_pages, 0);
         std::vector<uint32_t> all_place;
         int page = 0;
+        ends.clear();
         for (int s = 0; s < n; s++) {
-            const DatasetRow row = from.row(list[s]);
+            const DatasetRow row = from.row(list[s / group] * group + s % group);
             for (int i = 0; i + 1 < (int)row.size(); i++) {
                 if (i % PAGE == 0) table[(size_t)s * max_pages + i / PAGE] = page++;
                 if (row.first[i + 1] & TRAIN) {
@@ -444,6 +520,7 @@ template <class T> struct Trainer {
                 all_slot.push_back((page - 1) * PAGE + i % PAGE);
                 all_place.push_back((uint32_t)(first + s) * (uint32_t)o.max_len + (uint32_t)i);
             }
+            ends.push_back((int)all_named.size());
         }
         const size_t N = all_token.size();
         copy_in(ctx, token, all_token.data(), N);
@@ -458,7 +535,7 @@ template <class T> struct Trainer {
         return {(int)N, n, token, pos, seq, slot, pages, max_pages};
     }
 
-    // The rows of a step. Each epoch's order is drawn anew (Fisher and Yates, with Philox).
+    // The units of a step. Each epoch's order is drawn anew (Fisher and Yates, with Philox).
     std::vector<size_t> order;
     int64_t ordered = -1; // the epoch of this order
     std::vector<size_t> rows_of(int64_t k) {
@@ -487,21 +564,113 @@ template <class T> struct Trainer {
     size_t tokens_done = 0;   // that were fed
     double flops = 0;         // of the last step
 
-    // Adds up the losses of rows in results[0], and the gradients of `scale` times that sum into `to` (null: none).
-    void add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, A scale) {
-        clear(ctx, results, 2);
+    // ---- With --dpo
+    // The reference is the model before the first step: the base, or with --adapter-init the two together. Its
+    // log-probabilities are computed once, of every row that a run will see. A forward pass without the adapter in
+    // each step would come to the same, cost as much in each epoch, and be of no use to --full.
+    std::vector<double> reference, eval_reference; // (rows of the dataset)
+    Preferences preferences;                       // of the last step or evaluation
+
+    void make_reference() {
+        std::vector<size_t> seen;
+        for (int64_t k = 0; k < steps && k < epoch_steps; k++)
+            for (size_t pair : rows_of(k)) seen.push_back(pair);
+        use_dropout(false);
+        reference = reference_of(data, seen);
+        if (eval) eval_reference = reference_of(*eval, eval_rows);
+    }
+    std::vector<double> reference_of(const Dataset& from, const std::vector<size_t>& list) {
+        const double start = seconds();
+        double told = start;
+        std::vector<double> out(from.rows());
+        ThreadPace pace(o, ctx);
+        pace.begin();
+        each_batch(from, list, [&](const Batch& b, size_t first, int R) {
+            const std::vector<double> p = log_probabilities(b, R);
+            pace.step();
+            for (size_t s = 0; s < p.size(); s++) out[list[first + s / 2] * 2 + s % 2] = p[s];
+            const size_t done = first + p.size() / 2;
+            if (done < list.size() && seconds() - told < 10) return;
+            told = seconds();
+            fprintf(stderr, "%s: the reference of %zu/%zu pairs, %.1f s\n", from.file.path.c_str(), done, list.size(),
+                    told - start);
+        });
+        return out;
+    }
+
+    // Of the answers of a batch that went forward.
+    std::vector<double> log_probabilities(const Batch& b, int R) {
+        std::vector<A> losses(R);
+        std::vector<double> sums;
+        loss_backward<T>(ctx, c, w, a, d, nullptr, loss, named, target, 0, b.N, R);
+        copy_out(ctx, losses.data(), loss, losses.size());
+        int r = 0;
+        for (int end : ends) for (sums.push_back(0); r < end; r++) sums.back() -= (double)losses[r];
+        return sums;
+    }
+
+    // Adds up the losses of a batch's pairs, which are list[0], list[1], .., and what is told of them. With `to` also
+    // d.normed and the head's gradient, of `scale` times that sum.
+    double pairs_backward(const Dataset& from, const size_t* list, const Batch& b, int R, const Gradients<T>* to,
+                          A scale) {
+        const std::vector<double> p = log_probabilities(b, R);
+        const std::vector<double>& ref = &from == &data ? reference : eval_reference;
+        double sum = 0;
+        for (size_t s = 0; s < p.size(); s += 2) {
+            const double* q = &ref[list[s / 2] * 2];
+            const double chosen = o.beta * (p[s] - q[0]), rejected = o.beta * (p[s + 1] - q[1]);
+            const PairLoss pair = dpo_loss(chosen - rejected, o.label_smoothing);
+            preferences.add(chosen, rejected, p[s], p[s + 1]);
+            sum += pair.loss;
+            for (size_t k = 0; to && k < 2; k++) { // cross entropy is the negative log-probability
+                const int first = s + k ? ends[s + k - 1] : 0;
+                const double by_loss = (k ? 1 : -1) * o.beta * pair.slope;
+                loss_backward(ctx, c, w, a, d, to, loss + first, named + first, target + first,
+                              (A)((double)scale * by_loss), s + k ? 0 : b.N, ends[s + k] - first);
+                // (The first call clears all of d.normed; N = 0 clears nothing of it.)
+            }
+        }
+        return sum;
+    }
+
+    // ---- Any step
+
+    // Calls f(batch, first, R) for each batch of some units, after its forward pass; `first` is the place of its first
+    // unit in the list.
+    template <class F> void each_batch(const Dataset& from, const std::vector<size_t>& list, F f) {
         for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
             int R;
             const int n = (int)std::min((size_t)o.batch, list.size() - first);
             const Batch b = load(from, &list[first], n, (int)first, R);
             forward(ctx, c, w, b, a, kv, rope);
-            loss_backward(ctx, c, w, a, d, to, loss, named, target, scale, b.N, R);
-            RUN(add_losses, results, loss, R);
-            if (to) backward(ctx, c, w, b, a, d, *to, kv, rope);
+            f(b, first, R);
         }
     }
 
-    // The gradients of a step: of the mean over its `all` trained tokens.
+    // What the loss is a mean over: trained tokens, or pairs.
+    size_t weight(const Dataset& from, const std::vector<size_t>& list) const {
+        return o.dpo ? list.size() : trained(from, list);
+    }
+
+    // Adds up the losses of units in results[0], and the gradients of `scale` times that sum into `to` (null: none).
+    void add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, A scale) {
+        clear(ctx, results, 2);
+        double sum = 0; // of pairs
+        preferences = {};
+        each_batch(from, list, [&](const Batch& b, size_t first, int R) {
+            if (o.dpo) sum += pairs_backward(from, &list[first], b, R, to, scale);
+            else {
+                loss_backward(ctx, c, w, a, d, to, loss, named, target, scale, b.N, R);
+                RUN(add_losses, results, loss, R);
+            }
+            if (to) backward(ctx, c, w, b, a, d, *to, kv, rope);
+        });
+        if (!o.dpo) return;
+        copy_in(ctx, results, &sum, 1);
+        preferences.divide((double)list.size());
+    }
+
+    // The gradients of a step: of the mean over its `all` trained tokens, or pairs.
     void add_gradients(const std::vector<size_t>& list, size_t all) {
         dropout = {o.dropout, o.seed, (uint32_t)step, place};
         use_dropout(true);
@@ -513,8 +682,8 @@ template <class T> struct Trainer {
     bool train_step() {
         const std::vector<size_t> list = rows_of(step);
         size_t fed = 0;
-        for (size_t row : list) fed += data.row(row).size() - 1;
-        const size_t all = trained(data, list);
+        each_row(data, list, [&](DatasetRow row) { fed += row.size() - 1; });
+        const size_t all = weight(data, list);
         add_gradients(list, all);
         if (interrupted) return false;
         RUN(grad_norm, results + 1, partial, gradient, count);
@@ -532,18 +701,19 @@ template <class T> struct Trainer {
         if (!std::isfinite(last_loss) || !std::isfinite(last_norm))
             not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1,
                                           std::fabs(last_loss), last_norm));
-        tokens_done += fed, flops = flops_of(list, all);
+        tokens_done += fed, flops = flops_of(list);
         step++;
         return true;
     }
 
-    // The mean over all trained tokens of some rows, whatever the batch. Without a meaning if it was interrupted.
+    // The mean over all trained tokens of some rows, or over pairs, whatever the batch. Without a meaning if it was
+    // interrupted.
     double mean_loss(const Dataset& from, const std::vector<size_t>& list) {
         use_dropout(false);
         add_rows(from, list, nullptr, 0);
         double sum;
         copy_out(ctx, &sum, results, 1);
-        return sum / (double)trained(from, list);
+        return sum / (double)weight(from, list);
     }
 
     // Names the rows whose loss is not finite, and throws. After such a step the parameters are still those from before
@@ -558,24 +728,24 @@ template <class T> struct Trainer {
             numbers += format("%s%zu", i ? ", " : "", shown[i]);
         if (shown.size() > 20) numbers += format(", .. (%zu in all)", shown.size());
         DIE("%s: %s; %s: %s", from.file.path.c_str(), what.c_str(),
-            blamed.empty() ? "each row's own loss is finite; the rows" : "rows whose loss is not finite",
-            numbers.c_str());
+            format(blamed.empty() ? "each %s's own loss is finite; the %ss" : "%ss whose loss is not finite", unit(),
+                   unit()).c_str(), numbers.c_str());
     }
 
     // Multiplications and additions of a step: forward; backward by the input, and by what is trained.
-    double flops_of(const std::vector<size_t>& list, size_t all) const {
+    double flops_of(const std::vector<size_t>& list) const {
         double N = 0, pairs = 0, products = 0, adapters = 0;
-        for (size_t row : list) {
-            const double n = (double)data.row(row).size() - 1;
+        each_row(data, list, [&](DatasetRow row) {
+            const double n = (double)row.size() - 1;
             N += n, pairs += n * (n + 1) / 2;
-        }
+        });
         for (const ModelTensor& t : model_tensors(c))
             if (t.kind < MODULES) {
                 products += (double)t.size();
                 if (!o.full && o.lora.targets[t.kind]) adapters += (double)o.lora.rank * (t.rows + t.columns);
             }
         const double passes = (o.full ? 3 : 2) + o.recompute, attention = 4. * c.H * c.D * c.L * pairs;
-        const double head = (double)all * c.V * c.C * (o.full ? 3 : 2);
+        const double head = (double)trained(data, list) * c.V * c.C * ((o.full ? 3 : 2) + o.dpo);
         return 2 * N * (products * passes + adapters * 3) + attention * (3.5 + o.recompute) + 2 * head;
     }
 
@@ -651,19 +821,27 @@ template <class T> struct Trainer {
         write_safetensors(path, metadata, tensors);
     }
 
+    // Whether a state is one of this run's.
+    void check_state(const char* name, const Metadata& metadata) const {
+        sj::Doc theirs, ours;
+        const auto was_run = metadata.find("run");
+        if (was_run == metadata.end() || !sj::parse(theirs, was_run->second).empty())
+            DIE("%s: not a state of train_lora", name);
+        sj::parse(ours, run);
+        for (auto [key, mine] : ours.root().members())
+            if (const std::string was = sj::dump(theirs.root()[key]), is = sj::dump(mine); was != is)
+                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(),
+                    was.c_str(), is.c_str());
+    }
+
     void read_state(const std::string& path, double& best, double& elapsed) {
         const MappedFile map(path);
         const char* name = path.c_str();
         Tensors tensors;
         Metadata metadata;
         read_safetensors(map, tensors, metadata);
-        sj::Doc theirs, ours;
-        if (!sj::parse(theirs, metadata["run"]).empty()) DIE("%s: not a state of train_lora", name);
-        sj::parse(ours, run);
-        for (auto [key, mine] : ours.root().members())
-            if (const std::string was = sj::dump(theirs.root()[key]), is = sj::dump(mine); was != is)
-                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(),
-                    was.c_str(), is.c_str());
+        check_state(name, metadata);
+        if (o.dpo) make_reference(); // of the first parameters
         step = parse_integer(name, metadata["step"].c_str(), 0, steps);
         best = metadata["best"] == "Infinity" ? INFINITY : parse_number(name, metadata["best"].c_str(), 0, 1e30);
         elapsed = parse_number(name, metadata["elapsed"].c_str(), 0, 1e12);
@@ -684,7 +862,7 @@ template <class T> struct Trainer {
     }
 };
 
-// ========================================================================================= 3 Log and curve
+// ========================================================================================= 4 Log and curve
 
 static std::string clock_text(double s) { // as Python's str(timedelta)
     const long long t = (long long)s;
@@ -772,7 +950,7 @@ struct Log {
     }
 };
 
-// ==================================================================================================== 4 Merge
+// ==================================================================================================== 5 Merge
 
 // What would make a merge fail, asked before hours of training.
 static void check_merge(const ModelFile& file, const std::string& path, bool overwrite) {
@@ -848,7 +1026,7 @@ void merge(const Options& o, Context ctx, const ModelFile& file, const std::stri
     fprintf(stderr, "greedy text the same for %zu of %s\n", same, counted(texts[0].size(), "token").c_str());
 }
 
-// ===================================================================================================== 5 main
+// ===================================================================================================== 6 main
 
 // Removes what a run leaves in its folder.
 static void remove_run(const std::string& out) {
@@ -880,6 +1058,7 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
     Trainer<T> t(o, ctx, file, data, eval);
     double best = INFINITY, before = 0;
     if (o.resume) t.read_state(state, best, before);
+    else if (o.dpo) t.make_reference();
     make_folder(o.out);
     if (o.overwrite) remove_run(o.out);
     for (const std::string& folder : {o.out, o.out + "/best"}) {
@@ -894,8 +1073,8 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
             (double)parameters(file.config) / 1e6, type_name(t.w), device_name(ctx).c_str(), lora.c_str(),
             (double)t.trained_parameters() / 1e6);
     fprintf(stderr, "%s: %s, %s; %s of %s, %lld an epoch, seed %llu\n", o.train.c_str(),
-            counted(t.rows.size(), "row").c_str(), counted(t.trained(data, t.rows), "trained token").c_str(),
-            counted((size_t)t.steps, "step").c_str(), counted((size_t)o.batch * o.accum, "row").c_str(),
+            counted(t.rows.size(), t.unit()).c_str(), counted(t.trained(data, t.rows), "trained token").c_str(),
+            counted((size_t)t.steps, "step").c_str(), counted((size_t)o.batch * o.accum, t.unit()).c_str(),
             (long long)t.epoch_steps, (unsigned long long)o.seed);
     fprintf(stderr, "%s\n", t.memory.c_str());
     if (o.full && file.is_float16())
@@ -926,9 +1105,10 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
         log.evaluations.push_back({(double)t.step, loss});
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("eval_loss", loss);
+        if (o.dpo) t.preferences.write(w, "eval_");
         add_to_log(w);
-        fprintf(stderr, "step %lld/%lld  evaluation loss %.6f%s\n", (long long)t.step, (long long)t.steps, loss,
-                loss < best ? ", the best so far" : "");
+        fprintf(stderr, "step %lld/%lld  evaluation loss %.6f%s%s\n", (long long)t.step, (long long)t.steps, loss,
+                o.dpo ? t.preferences.text().c_str() : "", loss < best ? ", the best so far" : "");
         if (loss < best) best = loss, t.write_result(o.out + "/best", leaked);
     };
     evaluate(); // a run may have been stopped in the middle of it
@@ -952,13 +1132,15 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
         log.losses.push_back({(double)t.step, t.last_loss});
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss);
+        if (o.dpo) t.preferences.write(w, "");
         w.field("lr", t.last_lr).field("grad_norm", t.last_norm);
         w.field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
         add_to_log(w);
         if (now - told_at >= 1 || t.step == t.steps || t.step == begun_at + 1) {
             const double left = (now - start) * (double)(t.steps - t.step) / (double)(t.step - begun_at);
-            fprintf(stderr, "step %lld/%lld  loss %.4f  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n",
-                    (long long)t.step, (long long)t.steps, t.last_loss, t.last_lr, t.last_norm,
+            fprintf(stderr, "step %lld/%lld  loss %.4f%s  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n",
+                    (long long)t.step, (long long)t.steps, t.last_loss, o.dpo ? t.preferences.text().c_str() : "",
+                    t.last_lr, t.last_norm,
                     (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9),
                     speed(t.flops / took).c_str(),
                     (double)t.arena.size / 1e6, clock_text(left).c_str());
@@ -997,6 +1179,9 @@ static size_t open_datasets(const Options& o, const Config& c, std::unique_ptr<D
         set->must_match(tokenizer.hash(), template_hash());
         if (set->id_limit() > (uint32_t)tokenizer.size())
             DIE("%s: id %u is not in the tokenizer's %d", path.c_str(), set->id_limit() - 1, tokenizer.size());
+        if (o.dpo && !set->pairs())
+            DIE("%s: --dpo trains on pairs, and these rows have no chosen and rejected answers", path.c_str());
+        if (!o.dpo && set->pairs()) DIE("%s: pairs of chosen and rejected answers: they need --dpo", path.c_str());
         return set;
     };
     data = open(o.train);

@@ -489,8 +489,15 @@ class Filing {
             b = o.batches.at(id);
         }
         std::unique_ptr<Batcher> made;
+        Service own = *service; // with the adapters as they are now, whatever is loaded and unloaded meanwhile
+        own.adapters = std::make_shared<Adapters>();
         try {
-            made = std::make_unique<Batcher>(o.path(b.input), o.path(id), depends, MAX_BATCH_ROWS);
+            AdapterHashes hashes;
+            const auto adapters = service->adapters->now();
+            for (auto& [name, one] : adapters) hashes[name] = one->hash;
+            made = std::make_unique<Batcher>(o.path(b.input), o.path(id), depends, hashes, MAX_BATCH_ROWS);
+            for (auto& [name, one] : adapters)
+                if (made->models.count(name)) own.adapters->add(one);
         } catch (const Error& e) {
             const bool gone = access(o.path(b.input).c_str(), F_OK) && errno == ENOENT;
             if (!gone && !dynamic_cast<const Unfit*>(&e)) throw;
@@ -526,7 +533,7 @@ class Filing {
         const bool more = b.status == "finalizing" && !note() && batcher.have < batcher.rows.size();
         if (b.status == "validating" || more) become("in_progress");
         const size_t most = std::max<size_t>(1, desk->limit / (4 * owners.size()));
-        batcher.answer(*service, *desk, {caller, INT_MAX, most, b.endpoint}, note);
+        batcher.answer(own, *desk, {caller, INT_MAX, most, b.endpoint}, note);
         if (note() && stopping && batcher.have < batcher.rows.size()) return;
         become("finalizing");
         keep_answers(o, id, [&](auto f) { batcher.collect(f); });

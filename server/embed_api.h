@@ -38,8 +38,8 @@ inline Cut cut_from_json(const Service& service, const Fields& f) {
 
 // The request as a whole, but for its jobs.
 inline Ask pooled_ask(const Service& service, const Fields& f, const char* prefix, std::shared_ptr<Pooled> how) {
-    check_model(service, f);
     Ask ask;
+    ask.adapter = asked_adapter(service, f);
     ask.chat = false;
     ask.id = prefix + request_name(f);
     ask.pooled = std::move(how);
@@ -62,7 +62,7 @@ inline void add_text(const Service& service, std::vector<std::vector<int>>& text
 // A job for each text.
 inline void add_pooled_jobs(const Fields& f, Ask& ask, std::vector<std::vector<int>>&& texts, uint64_t salt) {
     Job job;
-    job.salt = salt, job.pooled = true, job.max_tokens = 1;
+    job.salt = salt, job.adapter = ask.adapter, job.pooled = true, job.max_tokens = 1;
     if (const std::string own = f.text("cache_salt"); !own.empty()) job.space = salted_space(salt, own);
     else if (f["cache_salt"]) throw Refusal(400, "cache_salt must not be empty", "cache_salt");
     job.priority = (int)f.integer("priority", INT_MIN, INT_MAX, 0);

@@ -4,7 +4,7 @@
 
 static const char OPENAPI[] = R"json({
 "openapi": "3.1.0",
-"info": {"title": "serve", "version": "{{version}}", "description": "OpenAI's and Anthropic's APIs for one Qwen3 model."},
+"info": {"title": "serve", "version": "{{version}}", "description": "OpenAI's and Anthropic's APIs for a Qwen3 model and its adapters."},
 "security": [{}, {"key": []}, {"x-api-key": []}],
 "paths": {
   "/v1/chat/completions": {"post": {
@@ -64,6 +64,13 @@ static const char OPENAPI[] = R"json({
       "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}}}}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/v1/models/{id}": {"get": {"parameters": [{"name": "id", "in": "path", "required": true, "schema": {"type": "string"}}],
     "responses": {"200": {"description": "the model", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Model"}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
+  "/v1/load_lora_adapter": {"post": {
+    "requestBody": {"required": true, "content": {"application/json": {"schema": {"type": "object", "required": ["lora_name", "lora_path"], "additionalProperties": false,
+        "properties": {"lora_name": {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[A-Za-z0-9._/:@+-]+$"}, "lora_path": {"type": "string", "minLength": 1}, "load_inplace": {"enum": [false, null]}}}}}},
+    "responses": {"200": {"description": "the adapter, a model now", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Model"}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
+  "/v1/unload_lora_adapter": {"post": {
+    "requestBody": {"required": true, "content": {"application/json": {"schema": {"type": "object", "required": ["lora_name"], "additionalProperties": false, "properties": {"lora_name": {"type": "string", "minLength": 1}}}}}},
+    "responses": {"200": {"description": "it is gone", "content": {"application/json": {"schema": {"type": "object", "required": ["deleted"]}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/v1/files": {
     "get": {"parameters": [{"$ref": "#/components/parameters/after"}, {"$ref": "#/components/parameters/limit"}, {"name": "purpose", "in": "query", "schema": {"type": "string"}}],
       "responses": {"200": {"description": "the files of the key", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/List"}}}}, "default": {"$ref": "#/components/responses/Error"}}},
@@ -111,7 +118,7 @@ static const char OPENAPI[] = R"json({
       "error": {"type": "object", "required": ["type", "message"]}}}}}}},
   "schemas": {
     "Usage": {"type": "object", "required": ["prompt_tokens", "completion_tokens", "total_tokens"]},
-    "Model": {"type": "object", "required": ["id", "object", "max_model_len"]},
+    "Model": {"type": "object", "required": ["id", "object", "root", "parent", "max_model_len"], "properties": {"root": {"type": "string"}, "parent": {"type": ["string", "null"]}}},
     "List": {"type": "object", "required": ["object", "data", "has_more"], "properties": {"object": {"const": "list"}, "data": {"type": "array"}}},
     "File": {"type": "object", "required": ["id", "object", "bytes", "created_at", "filename", "purpose"]},
     "Batch": {"type": "object", "required": ["id", "object", "endpoint", "input_file_id", "status", "request_counts"]},

@@ -26,6 +26,7 @@ struct Forms {
     // `grammar` makes it.
     template <class F> std::shared_ptr<Automaton> get(const Tokenizer& tokenizer, std::string text, F grammar) {
         std::shared_ptr<const Vocabulary> all;
+        Kept dropped; // its memory is given back outside of the lock
         {
             std::lock_guard lock(mutex);
             if (!vocabulary) vocabulary = std::make_shared<const Vocabulary>(tokenizer);
@@ -35,7 +36,9 @@ struct Forms {
                     std::rotate(kept.begin(), it, it + 1); // to the front
                     return kept.front().second;
                 }
+            if (Automaton::grammar_bytes > ALL_BYTES) dropped.swap(kept);
         }
+        dropped.clear(); // what answers keep to stays
         if (Automaton::grammar_bytes > ALL_BYTES) throw Refusal(503, "too many different forms are asked for");
         auto form = std::make_shared<Automaton>(grammar(), all);
         std::vector<uint32_t> bits(all->words());
@@ -48,9 +51,10 @@ struct Forms {
     }
 
   private:
+    using Kept = std::vector<std::pair<std::string, std::shared_ptr<Automaton>>>;
     std::mutex mutex;
     std::shared_ptr<const Vocabulary> vocabulary;
-    std::vector<std::pair<std::string, std::shared_ptr<Automaton>>> kept; // the latest first
+    Kept kept; // the latest first
 };
 
 // What all requests share.
@@ -65,6 +69,8 @@ struct Service {
     int dimensions = 0;                   // ... vectors of so many numbers, 0: none;
     std::shared_ptr<const RerankPrompt> rerank{}; // ... rankings, or (null) none
     std::shared_ptr<const Relevance> relevance{};
+    std::string path{};                   // of the model's files
+    std::shared_ptr<Adapters> adapters = std::make_shared<Adapters>(); // further models, by name
 };
 struct Pooled; // embed_api.h: how hidden states are told
 
@@ -72,6 +78,7 @@ struct Pooled; // embed_api.h: how hidden states are told
 struct Ask {
     bool chat = true, stream = false, usage = false, logprobs = false;
     std::string id;
+    AdapterPtr adapter{};    // the model that is asked for; null: the base model
     std::vector<Job> jobs;   // one for each answer,
     size_t each = 1;         // ... so many to a prompt
     size_t prompt_tokens = 0;
@@ -496,7 +503,7 @@ inline void add_tools(const Service& service, const Fields& f, const Ask& ask, J
 // All of a job but its prompt and its reply.
 inline Job job_from_json(const Service& service, const Fields& f, const Ask& ask, bool thinking, uint64_t salt) {
     Job job;
-    job.salt = salt;
+    job.salt = salt, job.adapter = ask.adapter;
     if (const std::string name = f.text("cache_salt"); !name.empty()) job.space = salted_space(salt, name);
     else if (f["cache_salt"]) throw Refusal(400, "cache_salt must not be empty", "cache_salt");
     job.priority = (int)f.integer("priority", INT_MIN, INT_MAX, 0);
@@ -533,16 +540,20 @@ inline std::string request_name(const Fields& f) {
     return name.empty() ? format("%016llx", (unsigned long long)random_bits()) : name;
 }
 
-inline void check_model(const Service& service, const Fields& f) {
-    if (const std::string model = f.text("model"); !model.empty() && model != service.name)
-        throw Refusal(404, "no such model; /v1/models has the one that there is", "model", "model_not_found");
+// The adapter that is asked for, by the name of a model; null: the base model.
+inline AdapterPtr asked_adapter(const Service& service, const Fields& f) {
+    const std::string model = f.text("model");
+    if (model.empty() || model == service.name) return nullptr;
+    AdapterPtr adapter = service.adapters->find(model);
+    if (!adapter) throw Refusal(404, "no such model; /v1/models has those that there are", "model", "model_not_found");
+    return adapter;
 }
 
 // What is asked for as a whole.
 inline Ask ask_from_json(const Service& service, const Fields& f, bool chat) {
-    check_model(service, f);
-    refuse_what_is_not_done(f);
     Ask ask;
+    ask.adapter = asked_adapter(service, f);
+    refuse_what_is_not_done(f);
     ask.chat = chat;
     ask.id = (chat ? "chatcmpl-" : "cmpl-") + request_name(f);
     ask.stream = f.boolean("stream", false);

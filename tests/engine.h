@@ -52,10 +52,10 @@ static Job random_job(Random& random, int context) {
     return job;
 }
 
-static Generation expected(const Job& job, int context) {
+static Generation expected(const Job& job, int context, const Weights<bf16>& weights = tiny().weights) {
     Config c = tiny().file.config;
     if (job.ignore_eos) c.end_tokens.clear();
-    Session<bf16> session(c, tiny().weights, context, where);
+    Session<bf16> session(c, weights, context, where);
     session.feed(job.prompt);
     Generation g;
     g.sampling = job.how, g.max_tokens = job.max_tokens, g.stops = job.stops;

@@ -4,6 +4,8 @@
 //   ./bench_serve --prompt 512 --output 128 --rate 20     open loop: requests come at random, so many a second
 //   ./bench_serve --preset nano --write requests.jsonl    the requests as a file, for serve --batch
 //
+//   ./bench_serve --models a,b,c                          the first request asks the model a, the next one b, ...
+//
 // Prompts are random ids below --vocabulary (10,001), or chats; `nano` is nano-vllm's benchmark, number by number. Answers
 // ignore the end token, so that all are as long as asked.
 // Tokens are counted by the server's usage; the time between tokens is the time between events (the server sends one a
@@ -18,6 +20,7 @@
 
 struct Options {
     std::string host = "127.0.0.1", key, preset, write;
+    std::vector<std::string> models; // taken in turn
     int port = 8000, requests = 256, clients = 64, prompt[2] = {512, 512}, output[2] = {128, 128}, intruders = 0, seed = 0, vocabulary = 10'001;
     double rate = 0, temperature = 0.6;
 };
@@ -66,6 +69,8 @@ static std::vector<Request> make_requests(const Options& o) {
             all.push_back(by_ids(draw(length, answer), i));
         }
     }
+    for (size_t i = 0; i < all.size() && !o.models.empty(); i++)
+        all[i].body += ", \"model\": \"" + o.models[i % o.models.size()] + "\"";
     const int requests = (int)all.size();
     for (int i = 0; i < o.intruders; i++) {
         Request r = by_ids(draw(8'000, 1), requests + i);
@@ -146,12 +151,19 @@ static Options parse_options(int argc, char** argv) {
         else if (name == "--seed") o.seed = atoi(value());
         else if (name == "--vocabulary") o.vocabulary = atoi(value());
         else if (name == "--write") o.write = value();
+        else if (name == "--models") {
+            const std::string list = value();
+            for (size_t at = 0, end; at < list.size(); at = end + 1) {
+                end = std::min(list.find(',', at), list.size());
+                o.models.push_back(list.substr(at, end - at));
+            }
+        }
         else if (name == "--preset") {
             o.preset = value();
             if (o.preset != "nano" && o.preset != "exam") DIE("--preset %s: nano or exam", o.preset.c_str());
         } else {
             DIE("usage: bench_serve [--port N] [--host A] [--key K] [--preset nano|exam | --requests N --prompt N[-M] --output N[-M]]\n"
-                "                   [--clients N | --rate R] [--intruders N: prompts of 8,000 tokens among them] [--temperature X] [--seed N] [--vocabulary N] [--write FILE]");
+                "                   [--clients N | --rate R] [--intruders N: prompts of 8,000 tokens among them] [--temperature X] [--seed N] [--vocabulary N] [--models A,B,..] [--write FILE]");
         }
     }
     if (o.requests < 1 || o.clients < 1 || o.intruders < 0 || o.vocabulary < 1) DIE("--requests, --clients and --vocabulary: at least one");

@@ -4,7 +4,8 @@
 //   campaign --seconds 1800                 ./serve on the random model in tests/fixtures/tiny
 //   SERVE=build/clang++-asan/serve campaign --seconds 300      (memory is not compared: ASan keeps what is freed)
 //
-// Honest clients ask for answers that are known and check every byte of them. Beside them: malformed JSON, malformed
+// Honest clients ask for answers that are known and check every byte of them: as chats, in the other dialects, in batches
+// over HTTP, and with adapters that are loaded and unloaded all the time. Beside them: malformed JSON, malformed
 // HTTP (after h1spec's list, and random bytes), clients that vanish, send slowly, read slowly or not at all, close half;
 // answers so many and so long that they give way to each other; a log that nobody reads; and the server is stopped and
 // continued (SIGSTOP). In between it comes to rest: pages, descriptors and threads must be what they were before, and memory
@@ -122,9 +123,31 @@ static std::string chat(const std::string& text, const std::string& more) {
     sj::quote(body, text);
     return body + "}], " + more + "}";
 }
-static std::string known_question(int i, bool stream) {
-    return chat("Question " + std::to_string(i % 5), format("\"seed\": %d, \"max_tokens\": %d, \"temperature\": 1.2, \"ignore_eos\": true%s", i,
-                                                            3 + i * 5, stream ? ", \"stream\": true" : ""));
+static std::string known_question(int i, bool stream, const std::string& model = "tiny") {
+    return chat("Question " + std::to_string(i % 5), format("\"seed\": %d, \"max_tokens\": %d, \"temperature\": 1.2, \"ignore_eos\": true%s, \"model\": \"%s\"", i,
+                                                            3 + i * 5, stream ? ", \"stream\": true" : "", model.c_str()));
+}
+// A folder with the adapter of tests/fixtures/train, whose B, which is zero there, gets numbers.
+static std::string make_adapter(const std::string& folder, float size) {
+    const std::string from = "tests/fixtures/train/adapter/", config = "adapter_config.json", matrices = "adapter_model.safetensors";
+    std::filesystem::create_directory(folder);
+    std::filesystem::copy_file(from + config, folder + "/" + config);
+    std::string file(MappedFile(from + matrices).text());
+    uint64_t length;
+    memcpy(&length, file.data(), 8);
+    const std::string header = file.substr(8, length);
+    sj::Doc doc;
+    sj::parse(doc, header);
+    for (auto [name, t] : doc.root().members()) {
+        if (name.find("lora_B") == std::string::npos) continue;
+        const size_t begin = (size_t)t["data_offsets"][(size_t)0].number(), end = (size_t)t["data_offsets"][1].number();
+        for (size_t i = 0; begin + 4 * i < end; i++) {
+            const float b = size * (float)((int)(i % 7) - 3);
+            memcpy(&file[8 + length + begin + 4 * i], &b, 4);
+        }
+    }
+    write_text(folder + "/" + matrices, file);
+    return folder;
 }
 static std::string text_of(const HttpReply& r, bool stream) {
     if (r.status != 200) return format("status %d: ", r.status) + r.body;
@@ -143,13 +166,15 @@ static std::string text_of(const HttpReply& r, bool stream) {
     return done ? text : "no end: " + text;
 }
 
-constexpr int KNOWN = 12;
+constexpr int KNOWN = 12, ADAPTERS = 2;
 
 struct Campaign {
     const Served& server;
-    std::vector<std::string> expected{};   // answers to known_question
+    std::vector<std::string> adapters{};   // folders
+    std::vector<std::string> expected{};   // answers to known_question,
+    std::vector<std::string> adapted[ADAPTERS]{}; // ... and with the adapters
     std::atomic<bool> over{false};
-    std::atomic<size_t> requests{0}, answers{0};
+    std::atomic<size_t> requests{0}, answers{0}, done[13]{}; // done: rounds of each kind of client
     std::atomic<double> slowest{0};        // of the questions for /health, while the server was not stopped
     std::atomic<int> stops{0};
 
@@ -169,7 +194,111 @@ struct Campaign {
         if (said != expected[(size_t)i]) fault("a known answer is another: " + said + " / " + expected[(size_t)i]);
     }
 
+    // Loads an adapter, under a name of its own, asks it, and unloads it, at times while it still answers.
+    void swap_adapters(Random& random) {
+        const int which = random.below(ADAPTERS), i = random.below(KNOWN);
+        const std::string name = format("swapped-%llu", (unsigned long long)random());
+        auto swap = [&](const char* what, const std::string& more) {
+            Http http(server.port);
+            http.patience = 60'000;
+            return http.call("POST", format("/v1/%s_lora_adapter", what), "{\"lora_name\": \"" + name + "\"" + more + "}").status;
+        };
+        auto known = [&](const std::string& said) {
+            if (said != adapted[which][(size_t)i]) fault("an adapter's answer is another: " + said + " / " + adapted[which][(size_t)i]);
+        };
+        if (swap("load", ", \"lora_path\": \"" + FIXTURE + "\"") != 400) fault("no adapter, and it was loaded");
+        if (swap("load", ", \"lora_path\": \"" + adapters[(size_t)which] + "\"") != 200) fault("an adapter was not loaded");
+        if (swap("load", ", \"lora_path\": \"" + adapters[0] + "\"") != 400) fault("an adapter was loaded twice");
+        Http http(server.port);
+        http.patience = 60'000;
+        http.ask("POST", "/v1/chat/completions", known_question(i, true, name));
+        HttpReply r = http.head(); // (its adapter is found by now)
+        const bool early = random.below(2);
+        if (early && swap("unload", "") != 200) fault("an adapter was not unloaded");
+        if (r.status == 200) while (http.chunk(r.body)) {}
+        known(text_of(r, true));
+        if (!early && swap("unload", "") != 200) fault("an adapter was not unloaded");
+        if (swap("unload", "") != 404) fault("an adapter was unloaded twice");
+        answers += 6;
+    }
+
+    // The same question in other dialects.
+    void dialects(Random& random) {
+        const int i = random.below(KNOWN), which = random.below(ADAPTERS + 1) - 1;
+        const std::string model = which < 0 ? "tiny" : format("fixed-%d", which), question = "Question " + std::to_string(i % 5);
+        const std::string how = format(", \"seed\": %d, \"temperature\": 1.2, \"ignore_eos\": true, \"model\": \"%s\"", i, model.c_str());
+        Http http(server.port);
+        http.patience = 60'000;
+        const bool message = random.below(2);
+        const HttpReply r = message ? http.call("POST", "/v1/messages", chat(question, format("\"max_tokens\": %d", 3 + i * 5) + how))
+                                    : http.call("POST", "/v1/responses", "{\"input\": \"" + question + format("\", \"max_output_tokens\": %d", 3 + i * 5) + how + "}");
+        answers++;
+        sj::Doc doc;
+        if (r.status != 200 || !sj::parse(doc, r.body).empty()) return fault("a dialect: " + r.body);
+        const sj::Value first = doc.root()[message ? "content" : "output"][(size_t)0];
+        const std::string said = message ? first["text"].str() : first["content"][(size_t)0]["text"].str();
+        const std::string& wanted = (which < 0 ? expected : adapted[which])[(size_t)i];
+        if (said != wanted) fault("a dialect says something else: " + said + " / " + wanted);
+    }
+
+    // A file of known questions, a batch of it, at times cancelled; what it leaves is deleted.
+    void batches(Random& random) {
+        std::string rows;
+        const int first = random.below(KNOWN - 3), which = random.below(ADAPTERS);
+        for (int i = first; i < first + 3; i++)
+            rows += format("{\"custom_id\": \"%d\", \"url\": \"/v1/chat/completions\", \"body\": ", i) + known_question(i, false, format("fixed-%d", which)) + "}\n";
+        const std::string form = "--q\r\nContent-Disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n--q\r\nContent-Disposition: form-data; name=\"file\"; filename=\"f\"\r\n\r\n" +
+                                 rows + "\r\n--q--\r\n";
+        auto ask = [&](const char* method, const std::string& path, const std::string& body = "") {
+            Http http(server.port);
+            http.patience = 60'000;
+            answers++;
+            return http.call(method, path, body).body;
+        };
+        auto field = [](const std::string& json, const char* name) {
+            sj::Doc doc;
+            sj::parse(doc, json);
+            return doc.root()[name].str();
+        };
+        Http http(server.port);
+        http.patience = 60'000;
+        http.send(format("POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=q\r\nContent-Length: %zu\r\n\r\n", form.size()) + form);
+        const std::string file = field(http.reply().body, "id");
+        const std::string id = field(ask("POST", "/v1/batches", "{\"input_file_id\": \"" + file + "\", \"endpoint\": \"/v1/chat/completions\", \"completion_window\": \"24h\"}"), "id");
+        if (file.empty() || id.empty()) return fault("a batch was not taken");
+        if (random.below(3) == 0) ask("POST", "/v1/batches/" + id + "/cancel", "{}");
+        std::string status, batch;
+        do { // (also when the others have ended: nothing is left behind)
+            usleep(100'000);
+            batch = ask("GET", "/v1/batches/" + id), status = field(batch, "status");
+        } while (status == "validating" || status == "in_progress" || status == "cancelling" || status == "finalizing");
+        const std::string output = field(batch, "output_file_id");
+        if (status == "completed" && output.empty()) fault("a batch without answers: " + batch);
+        const std::string all = output.empty() ? "" : ask("GET", "/v1/files/" + output + "/content");
+        for (size_t at = 0, end; (end = all.find('\n', at)) != std::string::npos; at = end + 1) {
+            sj::Doc doc;
+            const std::string line = all.substr(at, end - at);
+            if (!sj::parse(doc, line).empty()) fault("a batch's answer: " + line);
+            else if (doc.root()["response"]["body"]["choices"][(size_t)0]["message"]["content"].str() != adapted[which][(size_t)atoi(doc.root()["custom_id"].str().c_str())])
+                fault("a batch says something else: " + line);
+        }
+        for (const std::string& gone : {file, output})
+            if (!gone.empty() && ask("DELETE", "/v1/files/" + gone).find("true") == std::string::npos) fault("a file was not deleted");
+    }
+
+    // What this server does not do.
+    void not_done(Random& random) {
+        static const char* paths[] = {"/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank"};
+        Http http(server.port);
+        http.patience = 30'000;
+        const char* bodies[] = {"{\"input\": \"a\"}", "{\"query\": \"a\", \"documents\": [\"b\"]}", "{}", "[", "{\"input\": 7, \"model\": \"fixed-0\"}"};
+        const HttpReply r = http.call("POST", paths[random.below(4)], bodies[random.below(5)]);
+        if (has_answered(r) && r.status != 400) fault(format("vectors of a model that makes none: status %d", r.status));
+        usleep(20'000);
+    }
+
     void malformed_json(Random& random) {
+        static const char* paths[] = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/batches", "/v1/load_lora_adapter"};
         std::string bad = chat("a", "\"max_tokens\": 2, \"stop\": [\"x\"], \"logit_bias\": {\"5\": 1}, \"n\": 2, \"temperature\": 0.5");
         for (int n = 1 + random.below(4); n > 0 && !bad.empty(); n--) {
             const size_t at = (size_t)random.below((int)bad.size());
@@ -179,7 +308,7 @@ struct Campaign {
         }
         Http http(server.port);
         http.patience = 60'000;
-        const HttpReply r = http.call("POST", random.below(2) ? "/v1/chat/completions" : "/v1/completions", bad.empty() ? " " : bad);
+        const HttpReply r = http.call("POST", paths[random.below(7)], bad.empty() ? " " : bad);
         if (has_answered(r) && r.status != 200 && r.status != 400) fault(format("malformed JSON: status %d", r.status));
     }
 
@@ -279,19 +408,24 @@ struct Campaign {
         usleep(10'000);
     }
 
-    // One kind of client after the other, until it is over. What the network does to them is no fault.
+    static constexpr int KINDS = 13, HONEST = 5, CLIENTS = 2 * KINDS;
+    // One kind of client, until it is over. What the network does to them is no fault.
     void client(int number) {
         Random random((uint64_t)number);
         using Kind = void (Campaign::*)(Random&);
-        static const Kind kinds[] = {&Campaign::honest, &Campaign::honest, &Campaign::malformed_json, &Campaign::malformed_http, &Campaign::vanish,
-                                     &Campaign::send_slowly, &Campaign::read_slowly, &Campaign::ask_for_much, &Campaign::look_around};
-        const Kind kind = kinds[number % 9]; // (`honest` has none of the excuses)
+        static const Kind kinds[KINDS] = {
+            &Campaign::honest, &Campaign::honest, &Campaign::dialects, &Campaign::swap_adapters, &Campaign::batches, // (these have none of the excuses)
+            &Campaign::malformed_json, &Campaign::malformed_http, &Campaign::vanish, &Campaign::send_slowly, &Campaign::read_slowly, &Campaign::ask_for_much,
+            &Campaign::look_around, &Campaign::not_done};
+        const Kind kind = kinds[number % KINDS];
+        const bool honest = number % KINDS < HONEST;
         while (!over) {
             requests++;
             try {
                 (this->*kind)(random);
+                done[number % KINDS]++;
             } catch (const std::exception& e) {
-                if (kind == &Campaign::honest) fault(std::string("an honest client: ") + e.what());
+                if (honest) fault(std::string("an honest client: ") + e.what());
             }
         }
     }
@@ -318,7 +452,7 @@ struct Campaign {
     void run(double length, int seed) {
         over = false;
         std::vector<std::thread> threads;
-        for (int i = 0; i < 18; i++) threads.emplace_back([this, seed, i] { client(seed * 18 + i); });
+        for (int i = 0; i < CLIENTS; i++) threads.emplace_back([this, seed, i] { client(seed * CLIENTS + i); });
         threads.emplace_back([this] { watch(); });
         usleep((useconds_t)(length * 1e6));
         over = true;
@@ -342,7 +476,7 @@ static void read_log(int fd, std::atomic<size_t>& lines_read) {
 }
 
 static void a_full_disk() {
-    Served server({"--ctx", "64"}, "/dev/full");
+    Served server({"--name", "tiny", "--ctx", "64"}, "/dev/full");
     for (int i = 0; i < 20; i++)
         if (Http(server.port).call("POST", "/v1/chat/completions", known_question(i % 3, false)).status != 200) fault("with a full disk");
     if (server.stop() != 0) fault("with a full disk it does not end in peace");
@@ -357,12 +491,26 @@ int main(int argc, char** argv) try {
     signal(SIGPIPE, SIG_IGN);
     const bool sanitized = PROGRAM.find("asan") != std::string::npos || PROGRAM.find("tsan") != std::string::npos;
     // So few pages that answers give way; deadlines so short that the slow ones meet them.
-    Served server({"--max-seqs", "4", "--ctx", "256", "--kv-memory", "0.0004", "--deadline", "6", "--max-queue", "400", "--chunk", "16"});
+    struct Folder { // goes away at the end
+        std::string path = (std::filesystem::temp_directory_path() / "campaign.XXXXXX").string();
+        Folder() { if (!mkdtemp(path.data())) DIE("%s: %s", path.c_str(), strerror(errno)); }
+        ~Folder() { std::filesystem::remove_all(path); }
+    } folder;
+    std::vector<std::string> adapters;
+    for (int i = 0; i < ADAPTERS; i++) adapters.push_back(make_adapter(folder.path + "/adapter" + std::to_string(i), 0.05f * (float)(i + 1)));
+    Served server({"--name", "tiny", "--adapter", "fixed-0=" + adapters[0], "--adapter", "fixed-1=" + adapters[1], "--allow-adapter-loading",
+                   "--files", folder.path + "/files", "--max-seqs", "4", "--ctx", "256", "--kv-memory", "0.0004", "--deadline", "6", "--max-queue", "400", "--chunk", "16"});
     std::atomic<size_t> lines_read{0};
     std::thread reader([&] { read_log(server.log, lines_read); });
-    Campaign campaign{server};
-    for (int i = 0; i < KNOWN; i++)
-        campaign.expected.push_back(text_of(Http(server.port).call("POST", "/v1/chat/completions", known_question(i, false)), false));
+    Campaign campaign{server, adapters};
+    auto answers_of = [&](const std::string& model) {
+        std::vector<std::string> all;
+        for (int i = 0; i < KNOWN; i++) all.push_back(text_of(Http(server.port).call("POST", "/v1/chat/completions", known_question(i, false, model)), false));
+        return all;
+    };
+    campaign.expected = answers_of("tiny");
+    for (int i = 0; i < ADAPTERS; i++)
+        if ((campaign.adapted[i] = answers_of(format("fixed-%d", i))) == campaign.expected) fault("an adapter changes nothing");
 
     // The first round fills what is kept: threads' stacks, buffers, arenas. Later ones must add nothing.
     const int rounds = length < 60 ? 2 : (int)(length / 30);
@@ -380,6 +528,8 @@ int main(int argc, char** argv) try {
     if (!sanitized && now.megabytes > first.megabytes + 24) // (what bodies of 3 MB leave in the heap)
         fault(format("%.1f MB, and at first %.1f", now.megabytes, first.megabytes));
     if (!sanitized && campaign.slowest > 2) fault(format("/health took %.1f s", campaign.slowest.load()));
+    for (int kind = 0; kind < Campaign::KINDS; kind++)
+        if (campaign.done[kind] == 0) fault(format("clients of kind %d did nothing", kind));
     const double preempted = server.metric("num_preemptions_total"), dropped = server.metric("dropped_log_lines_total");
     if (preempted == 0) fault("nothing gave way: the campaign is too easy");
     for (int i = 0; i < KNOWN; i++)
@@ -387,8 +537,8 @@ int main(int argc, char** argv) try {
     if (const int status = server.stop()) fault(format("it ended with status %d", status));
     reader.join();
     a_full_disk();
-    printf("campaign: %.0f s, %zu requests, %g answers gave way, %zu lines of log and %g dropped; %d faults\n", length, campaign.requests.load(), preempted,
-           lines_read.load(), dropped, faults.load());
+    printf("campaign: %.0f s, %zu requests, among them %zu swaps of adapters and %zu batches, %g answers gave way, %zu lines of log and %g dropped; %d faults\n",
+           length, campaign.requests.load(), campaign.done[3].load(), campaign.done[4].load(), preempted, lines_read.load(), dropped, faults.load());
     return faults > 0;
 } catch (const std::exception& e) {
     fprintf(stderr, "campaign: %s\n", e.what());

@@ -16,7 +16,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
             for (uint32_t word : set.row(i)) require((word & ~TRAIN) < set.id_limit());
             require(!(*set.row(i).begin() & TRAIN) && set.hash(i) == dataset_hash(set.row(i)));
             tokens += set.row(i).size();
-            out.add({set.row(i).begin(), set.row(i).end()});
+            const std::vector<uint32_t> row(set.row(i).begin(), set.row(i).end());
+            if (!set.pairs()) out.add(row);
+            else if (i % 2) out.add_pair({set.row(i - 1).begin(), set.row(i - 1).end()}, row);
         }
         require(tokens == set.tokens());
         out.commit();

@@ -484,6 +484,7 @@ TEST_CASE("--bench and --cpu: what was measured, as JSON; what cannot be is refu
         for (sj::Value row : j["rows"].items()) {
             CHECK(row["tokens_per_s"].number() > 0);
             CHECK(row["bytes_per_token"].number() > 0);
+            // (The median of shares is the share of the median, both of an even number.)
             CHECK(std::fabs(row["read_share"].number() * j["read_GBps"].number() / row["GBps"].number() - 1) < 1e-6);
         }
         const double weights = j["rows"][(size_t)1]["bytes_per_token"].number(), more = j["rows"][4]["bytes_per_token"].number();

@@ -117,7 +117,42 @@ TEST_CASE("hostile counts and indexes") {
     }
     CHECK(with(32, 0).find("without rows") != std::string::npos);
     CHECK(with(0, 0).find("not a dataset") != std::string::npos);
-    CHECK(with(8, 2).find("version 2") != std::string::npos);
+    CHECK(with(8, 3).find("version 3") != std::string::npos);
+    CHECK(with(8, 2).find("rows 0 and 1: chosen and rejected answer different prompts") != std::string::npos);
     CHECK(with(index + 8, 4).find("row 0") != std::string::npos); // another cut between two rows
     CHECK(fault_of(scratch / "none").find("none") != std::string::npos);
+}
+
+TEST_CASE("pairs: what is written is read; what is no pair is neither written nor read") {
+    const Words chosen = {1, 2, 3 | TRAIN, 4 | TRAIN}, rejected = {1, 2, 3 | TRAIN};
+    auto pairs = [](const Scratch& scratch, const Words& a, const Words& b) {
+        DatasetWriter out(scratch / "x.bin", TOKENIZER, TEMPLATE);
+        out.add_pair(a, b), out.add_pair(b, a);
+        out.commit();
+        return scratch / "x.bin";
+    };
+    Scratch scratch;
+    const std::string path = pairs(scratch, chosen, rejected), good = read_file(path);
+    const Dataset data(path);
+    CHECK(data.pairs());
+    CHECK(data.group() == 2);
+    REQUIRE(data.rows() == 4);
+    CHECK(Words(data.row(0).begin(), data.row(0).end()) == chosen);
+    CHECK(Words(data.row(1).begin(), data.row(1).end()) == rejected);
+    CHECK(!Dataset(written(scratch)).pairs());
+    for (auto& [other, fault] : std::vector<std::pair<Words, const char*>>{{{1, 3 | TRAIN}, "different prompts"}, {{1, 2 | TRAIN}, "different prompts"}, {{1, 2, 5, 3 | TRAIN}, "different prompts"},
+             {{1, 2, 3 | TRAIN, 4, 5 | TRAIN}, "not trained"}, {{1, 2, 3 | TRAIN, 4}, "not trained"}, {chosen, "are the same"}}) {
+        Scratch empty;
+        CHECK_THROWS_WITH_AS(pairs(empty, chosen, other), doctest::Contains(fault), Error);
+        CHECK(empty.count() == 0);
+        // As rows they are written; called pairs afterwards they are refused.
+        std::string bytes = read_file(written(scratch, {chosen, other}));
+        bytes[8] = 2;
+        write_file(scratch / "bad.bin", bytes);
+        CHECK(fault_of(scratch / "bad.bin").find(fault) != std::string::npos);
+    }
+    std::string odd = read_file(written(scratch, {chosen, rejected, chosen}));
+    odd[8] = 2;
+    write_file(scratch / "bad.bin", odd);
+    CHECK(fault_of(scratch / "bad.bin").find("a row without its pair") != std::string::npos);
 }

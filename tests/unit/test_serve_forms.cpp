@@ -837,6 +837,19 @@ static size_t refused_of(const std::string& requests, int notes, const Service& 
     CHECK(batcher.have == batcher.failed);
     return batcher.have;
 }
+TEST_CASE("forms: those that no answer keeps to give way to a new one") {
+    Forms forms;
+    auto get = [&](const char* regex) { return forms.get(t(), regex, [=] { return grammar_of_regex(regex); }); };
+    const size_t others = Forms::ALL_BYTES - Automaton::grammar_bytes; // fill it up, but for what comes
+    Automaton::grammar_bytes += others;
+    auto first = get("a[0-9]");
+    CHECK_THROWS_WITH_AS(get("b[0-9]"), "too many different forms are asked for", Refusal); // an answer keeps to it
+    first.reset();
+    CHECK(get("a[0-9]")); // (it had to be made anew)
+    CHECK(get("b[0-9]"));
+    Automaton::grammar_bytes -= others;
+}
+
 TEST_CASE("batches: what is refused, at once or later") {
     std::string wrong, texts;
     for (int i = 0; i < 300; i++) wrong += batch_row(i, "\"temperature\": 9"), texts += i ? ", \"a\"" : "\"a\"";
@@ -1076,7 +1089,7 @@ TEST_CASE("HTTP: a batch of texts has the vectors that its rows have alone") {
 
 TEST_CASE("HTTP: the OpenAPI document names routes that are there, with the methods that they take") {
     Scratch scratch;
-    const Served server({"--files", scratch / "files"});
+    const Served server({"--files", scratch / "files", "--allow-adapter-loading"});
     const std::string told = Http(server.port).call("GET", "/openapi.json").body;
     const Json document(told);
     size_t routes = 0;
@@ -1098,7 +1111,7 @@ TEST_CASE("HTTP: the OpenAPI document names routes that are there, with the meth
             routes += there;
         }
     }
-    CHECK(routes == 28);
+    CHECK(routes == 30);
     for (const char* named : {"\"/v1/embeddings\"]", "\"X-Api-Key\"", "\"use_documents\""}) CHECK(told.find(named) != std::string::npos);
     size_t refs = 0; // each leads somewhere
     std::function<void(sj::Value)> check = [&](sj::Value v) {

@@ -1,0 +1,233 @@
+// adapters.h: several LoRA adapters beside one model, each with a name of its own that requests give as their model.
+// Included by serve.cu before the engine.
+//
+//   LoadedAdapter   one of them, as requests, pages and figures know it
+//   Adapters        those that can be asked for, by name: loaded and unloaded while the engine computes
+//   AdaptedModel    one of them, as the engine computes with it
+//   mixed_forward   Book I's forward for a batch whose rows have different adapters
+#pragma once
+#include <atomic>
+#include <map>
+#include <mutex>
+
+// Whoever holds it keeps its matrices: unloading takes its name away, and what runs with it comes to its end.
+struct LoadedAdapter {
+    const std::string name, folder;
+    const uint64_t number; // from 1 on. No other one ever has it, also if it has the same name
+    const uint64_t hash;   // of its matrices
+    const long created = (long)time(nullptr);
+    mutable std::atomic<size_t> waiting{0}, running{0}; // answers (and texts) of the engine,
+    mutable std::atomic<uint64_t> tokens{0};            // ... and all tokens drawn for them
+
+    LoadedAdapter(const std::string& name, const std::string& folder, uint64_t hash)
+        : name(name), folder(folder), number(next()), hash(hash) { alive()++; }
+    LoadedAdapter(const LoadedAdapter&) = delete;
+    virtual ~LoadedAdapter() { alive()--; }
+
+    static std::atomic<size_t>& alive() { // all that hold memory, also those that have no name any more
+        static std::atomic<size_t> n{0};
+        return n;
+    }
+
+  private:
+    static uint64_t next() {
+        static std::atomic<uint64_t> last{0};
+        return ++last;
+    }
+};
+using AdapterPtr = std::shared_ptr<const LoadedAdapter>; // null: the model as it is
+using AdapterHashes = std::map<std::string, uint64_t>;   // by name
+
+constexpr size_t MAX_ADAPTERS = 256; // that hold memory
+
+// A name goes into paths, labels and lists: hence few characters.
+inline void check_adapter_name(const std::string& name) {
+    auto plain = [](char c) { return isalnum((unsigned char)c) || (c && strchr("._-/:@+", c)); };
+    if (name.empty() || name.size() > 128 || !std::all_of(name.begin(), name.end(), plain))
+        DIE("an adapter's name has 1 to 128 letters, digits and ._-/:@+");
+}
+
+class Adapters {
+    mutable std::mutex mutex;
+    std::map<std::string, AdapterPtr> all; // null: it is being loaded
+
+  public:
+    std::function<AdapterPtr(const std::string& name, const std::string& folder)> open{}; // reads one
+
+    AdapterPtr find(const std::string& name) const {
+        std::lock_guard lock(mutex);
+        const auto it = all.find(name);
+        return it == all.end() ? nullptr : it->second;
+    }
+    std::map<std::string, AdapterPtr> now() const { // those that are there
+        std::lock_guard lock(mutex);
+        std::map<std::string, AdapterPtr> there;
+        for (auto& [name, one] : all)
+            if (one) there.emplace(name, one);
+        return there;
+    }
+    void add(const AdapterPtr& one) {
+        std::lock_guard lock(mutex);
+        all[one->name] = one;
+    }
+    // May take long. Where it throws, all is as it was.
+    AdapterPtr load(const std::string& name, const std::string& folder) {
+        check_adapter_name(name);
+        {
+            std::lock_guard lock(mutex);
+            if (all.count(name)) DIE("%s: there is an adapter of this name", name.c_str());
+            if (all.size() >= MAX_ADAPTERS || LoadedAdapter::alive() >= MAX_ADAPTERS)
+                DIE("there are %zu adapters already, some maybe until their last answers end", MAX_ADAPTERS);
+            all[name] = nullptr;
+        }
+        AdapterPtr one;
+        try {
+            one = open(name, folder);
+        } catch (...) {
+            std::lock_guard lock(mutex);
+            all.erase(name);
+            throw;
+        }
+        add(one);
+        return one;
+    }
+    bool unload(const std::string& name) {
+        AdapterPtr last; // its memory is given back outside of the lock
+        std::lock_guard lock(mutex);
+        const auto it = all.find(name);
+        if (it == all.end() || !it->second) return false;
+        last = std::move(it->second);
+        all.erase(it);
+        return true;
+    }
+};
+
+// ---- The engine's side
+
+// The model's layers with the adapter: the matrices themselves are the model's. For batches of up to `tokens`.
+template <class T> struct AdaptedModel : LoadedAdapter {
+    std::vector<Layer<T>> layers;
+    AttachedAdapter<T> attached;
+
+    AdaptedModel(Context ctx, const Weights<T>& w, const AdapterFile& file, const std::string& name, int tokens)
+        : LoadedAdapter(name, file.path, adapter_hash(file, 1)), layers(w.layers), attached(ctx, *this, file, tokens) {}
+};
+
+// Rows first .. first + rows - 1 of a batch, which are computed with the same adapter. Null: with none.
+template <class T> struct Segment {
+    int first, rows;
+    const AdaptedModel<T>* with;
+};
+template <class T> using Segments = std::vector<Segment<T>>; // all rows of a batch, in order
+
+// One layer, computed as layer_forward does. The bits of a row are those that it has where all rows have its adapter,
+// but on a GPU without --invariant.
+//
+// By the definitions, and on a GPU, each op is called for each segment. So the matrices are read once a segment, and a
+// GPU's step has no graph. A kernel that takes all rows and adds each segment's part, as mixed_product does on the CPU,
+// would be called here instead of `each`; there is none yet.
+template <class T> struct MixedLayer {
+    Context& ctx;
+    const Config& c;
+    const Layer<T>& base;
+    const int l;
+    const Segments<T>& segments;
+    const int N;
+    using Which = Linear<T> Layer<T>::*;
+
+    void forward(const Batch& b, typename Activations<T>::PerLayer& s, T* keys, T* values, const acc<T>* rope) {
+        norm_product(s.qkv, s.norm1, s.in, base.norm1, &Layer<T>::qkv);
+        RUN(attend, s.attention, s.lse, s.q, keys, values, s.qkv, base.q_norm, base.k_norm, rope, b, c.H, c.K, c.D,
+            c.eps);
+        add_product(s.mid, s.in, s.attention, &Layer<T>::o);
+        swiglu_product(s.hidden, s.gate_up, s.norm2, s.mid, base.norm2, &Layer<T>::gate_up);
+        add_product(s.out, s.mid, s.hidden, &Layer<T>::down);
+    }
+
+  private:
+    bool one_by_one() const { return ctx.gpu || ctx.plain; }
+    const Linear<T>& linear(const Segment<T>& s, Which which) const {
+        const Layer<T>& layer = s.with ? s.with->layers[(size_t)l] : base;
+        return layer.*which;
+    }
+    // op(first row, rows, W with the adapter) for each segment
+    template <class Op> void each(Which which, Op op) {
+        for (const Segment<T>& s : segments) op((size_t)s.first, s.rows, linear(s, which));
+    }
+
+    void norm_product(T* out, T* normed, const acc<T>* x, const T* w, Which which) {
+        const size_t ld = (base.*which).out(), C = c.C;
+        if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
+            RUN(norm_linear, out + n * ld, normed + n * C, x + n * C, w, W, rows, c.eps);
+        });
+        rmsnorm_cpu(ctx, normed, x, w, N, c.C, c.eps);
+        mixed_product(normed, which, [=](int n, int r, acc<T> y) { out[n * ld + r] = to_stored<T>(y); });
+    }
+    void add_product(acc<T>* out, const acc<T>* residual, const T* x, Which which) {
+        const size_t ld = (base.*which).out(), in = (base.*which).in;
+        if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
+            RUN(linear_add, out + n * ld, residual + n * ld, x + n * in, W, rows);
+        });
+        mixed_product(x, which, [=](int n, int r, acc<T> y) { out[n * ld + r] = residual[n * ld + r] + y; });
+    }
+    void swiglu_product(T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, Which which) {
+        const size_t F = c.F, C = c.C;
+        if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
+            T* both = gate_up ? gate_up + n * 2 * F : nullptr; // (the GPU's op does without)
+            RUN(norm_linear_swiglu, out + n * F, both, normed + n * C, x + n * C, w, W, rows, c.eps);
+        });
+        norm_product(gate_up, normed, x, w, which);
+        swiglu_cpu(ctx, out, gate_up, N, c.F);
+    }
+
+    // adapted_product_cpu for all segments at once: W is read once.
+    template <class Store> void mixed_product(const T* x, Which which, Store store) {
+        const Linear<T>& W = base.*which;
+        std::vector<const Adapter<T>*> of((size_t)N, nullptr); // by row; null: nothing is added
+        for (const Segment<T>& s : segments)
+            if (const Adapter<T>& a = linear(s, which).adapter; a.rank)
+                std::fill_n(of.begin() + s.first, s.rows, &a);
+        lora_down_all(x, which);
+        product_cpu(W, x, N, [&](int n, int r, acc<T> y) {
+            if (const Adapter<T>* a = of[(size_t)n]) {
+                const size_t ld = a->width();
+                int block = 0, end = W.rows[0];
+                while (r >= end) end += W.rows[++block];
+                for (int j = 0; j < a->modules; j++) {
+                    const size_t at = (size_t)j * a->rank;
+                    if (a->block[j] == block) y += dot(a->h + n * ld + at, a->B + r * ld + at, a->rank);
+                }
+            }
+            store(n, r, y);
+        });
+    }
+    // h of all segments: those of few rows side by side, a thread each; the others one after another, by all threads.
+    void lora_down_all(const T* x, Which which) {
+        constexpr int FEW = 4;
+        const size_t in = (base.*which).in;
+        auto down = [&](const Segment<T>& s) {
+            const Linear<T>& W = linear(s, which);
+            lora_down_cpu(ctx, W.adapter.h + s.first * W.adapter.width(), x + s.first * in, W, s.rows);
+        };
+        std::vector<const Segment<T>*> small;
+        for (const Segment<T>& s : segments)
+            if (linear(s, which).adapter.rank == 0) continue;
+            else if (s.rows > FEW) down(s);
+            else small.push_back(&s);
+        #pragma omp parallel for schedule(static) if (small.size() > 1)
+        for (size_t i = 0; i < small.size(); i++) down(*small[i]);
+    }
+};
+
+// Tokens to vectors, as `forward` does; `w` has no adapter of its own.
+template <class T>
+void mixed_forward(Context& ctx, const Config& c, const Weights<T>& w, const Segments<T>& segments, const Batch& b,
+                   Activations<T>& a, KVCache<T>& kv, const acc<T>* rope) {
+    const int N = b.N, C = c.C;
+    RUN(embed, a.layer[0].in, w.embed, b, C);
+    for (int l = 0; l < c.L; l++) {
+        T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
+        MixedLayer<T>{ctx, c, w.layers[l], l, segments, N}.forward(b, a.layer[l], keys, values, rope);
+    }
+    RUN(rmsnorm, a.normed, a.layer[c.L - 1].out, w.norm, N, C, c.eps);
+}
