@@ -218,11 +218,12 @@ static std::vector<Strings> rows(const std::string& page) {
 // Every string of a source is one piece: "a " "b" is "a b".
 static std::string sources() {
     std::string all;
-    for (auto& entry : fs::directory_iterator(".")) {
-        const std::string name = entry.path().filename(), extension = entry.path().extension();
-        if (name == "teach" || std::set<std::string>{".cu", ".cpp", ".h", ".py"}.count(extension))
-            all += read(entry.path());
-    }
+    for (const char* folder : {".", "server"})
+        for (auto& entry : fs::directory_iterator(folder)) {
+            const std::string name = entry.path().filename(), extension = entry.path().extension();
+            if (name == "teach" || std::set<std::string>{".cu", ".cpp", ".h", ".py"}.count(extension))
+                all += read(entry.path());
+        }
     std::string joined;
     for (size_t i = 0; i < all.size(); i++) {
         if (all[i] == '\\' && i + 1 < all.size() && all[i + 1] == '"') {
