@@ -861,7 +861,8 @@ inline MappedFile copy_of_file(const std::string& path, size_t most) {
     struct stat st;
     if (from.fd < 0 || fstat(from.fd, &st) != 0) DIE("%s: %s", path.c_str(), strerror(errno));
     if (!S_ISREG(st.st_mode)) DIE("%s: not a regular file", path.c_str());
-    if ((size_t)st.st_size > most) DIE("%s: %zu bytes are too many", path.c_str(), (size_t)st.st_size);
+    if ((size_t)st.st_size > std::min(most, available_memory()))
+        DIE("%s: %zu bytes are too many", path.c_str(), (size_t)st.st_size);
     const Open to{memfd_create("copy", MFD_CLOEXEC)};
     std::vector<char> some(1 << 20);
     for (ssize_t n; (n = read(from.fd, some.data(), some.size())) != 0;)

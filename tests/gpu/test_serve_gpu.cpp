@@ -1,5 +1,6 @@
 // serve.cu's engine on a GPU: alone it says what a Session says; with `invariant` it says that in any company; and the
 // same jobs at the same steps give the same answers. Built by nvcc, run where a GPU is.
+#include "../adapters.h"
 #include "../engine.h"
 
 static void on_gpu(bool invariant) {
@@ -54,6 +55,38 @@ TEST_CASE("with `invariant` an answer does not depend on its company, on chunks,
         preempted += bench.desk.figures.preempted;
     }
     CHECK(preempted > 10);
+}
+
+TEST_CASE("with `invariant` an answer with an adapter does not depend on the other adapters in its steps") {
+    on_gpu(true);
+    Scratch scratch;
+    std::vector<std::unique_ptr<AdapterFile>> files;
+    for (int i = 0; i < 3; i++) {
+        make_adapter(scratch / std::to_string(i), KINDS[i], 50 + (uint64_t)i);
+        files.push_back(std::make_unique<AdapterFile>(scratch / std::to_string(i), tiny().file.config));
+    }
+    Random random{16};
+    std::vector<Job> jobs;
+    for (int i = 0; i < 24; i++) jobs.push_back(random_job(random, 256));
+    auto run = [&](Bench& bench, std::vector<Job> some, size_t first) { // jobs from `first` on: the adapters in turn, and none
+        std::vector<AdapterPtr> adapters = {nullptr};
+        for (size_t i = 0; i < files.size(); i++) adapters.push_back(bench.engine.attach(*files[i], std::to_string(i)));
+        for (size_t i = 0; i < some.size(); i++) some[i].adapter = adapters[(first + i) % 4];
+        run_all(bench, random, some);
+    };
+    std::vector<std::string> alone;
+    for (size_t i = 0; i < jobs.size(); i++) {
+        Bench bench({256, 1, 256, 256, 4'000'000});
+        const std::vector<Job> one = again({jobs[i]});
+        run(bench, one, i);
+        alone.push_back(text_of(one[0]));
+    }
+    for (auto [max_seqs, chunk, pages] : {std::tuple{24, 7, 400}, {7, 200, 24}}) {
+        Bench bench({256, max_seqs, chunk, 2 * chunk, (size_t)pages * Bench::page_bytes()});
+        const std::vector<Job> all = again(jobs);
+        run(bench, all, 0);
+        for (size_t i = 0; i < all.size(); i++) CHECK(text_of(all[i]) == alone[i]);
+    }
 }
 
 TEST_CASE("the same jobs at the same steps: the same answers, and all pages back") {
