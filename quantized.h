@@ -376,7 +376,7 @@ inline QuantizationConfig parse_quantization(const char* name, sj::Value j) {
         if (v && !v.is(sj::Null) && !v.is(sj::False) && !(v.is_container() && v.size() == 0)) refuse(key);
     };
     auto integer = [&](const char* key, sj::Value v, int64_t low, int64_t high) {
-        int64_t n;
+        int64_t n = 0;
         if (!v.integer(&n) || n < low || n > high)
             DIE("%s: quantization_config: %s is not a whole number from %lld to %lld", name, key, (long long)low,
                 (long long)high);

@@ -368,7 +368,7 @@ def main(sources, names):
     if not names or "mixed" in names:
         make_gguf("mixed", dict(BASE, seed=940, L=2, C=256, D=32, F=32), mixed, alignment=64)
     if not names or "chat" in names:
-        f = dict(BASE, seed=950, C=32, D=32, F=32, V=1040, lengths=(1, 7))
+        f = dict(BASE, seed=951, C=32, D=32, F=32, V=1040, lengths=(1, 7))
         make_gguf("chat", f, lambda name: TYPE.Q8_0, tokenizer=ROOT + "tiny")
 
 
