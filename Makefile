@@ -227,7 +227,7 @@ $(BUILD)/fuzz/%: tests/fuzz/%.cpp qwen3.cu $(HEADERS)
 run-%: $(BUILD)/fuzz/%
 	@seeds=tests/fixtures/fuzz/$(*:fuzz_%=%); [ -d $$seeds ] || seeds=; \
 	mkdir -p $(BUILD)/fuzz/corpus/$*; \
-	$< -max_total_time=$(SECONDS_EACH) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=$(BUILD)/fuzz/ -print_final_stats=1 \
+	$< -seed=1 -max_total_time=$(SECONDS_EACH) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=$(BUILD)/fuzz/ -print_final_stats=1 \
 	  $(BUILD)/fuzz/corpus/$* $$seeds >$(BUILD)/fuzz/$*.log 2>&1 || { tail -n 40 $(BUILD)/fuzz/$*.log; exit 1; }; \
 	echo "$*: $$(sed -n 's/^stat::number_of_executed_units: *//p' $(BUILD)/fuzz/$*.log) runs in $(SECONDS_EACH) s, no fault"
 .SECONDARY: $(addprefix $(BUILD)/fuzz/,$(FUZZERS))

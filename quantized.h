@@ -196,8 +196,9 @@ struct BlockQ6_K {
         for (int g = 0; g < 16; g++) d[g] = half_at(b + 208) * (float)(int8_t)b[192 + g];
     }
     float operator()(int g, int i) const {
-        const int half = g / 8, at = g % 8 * 16 + i; // number `at` of 128
-        const int q = low[half * 64 + at % 64] >> at / 64 * 4 & 15, top = high[half * 32 + at % 32] >> at / 32 * 2 & 3;
+        const int half = g / 8, at = g % 8; // the at-th of the half's groups
+        const int q = low[half * 64 + at % 4 * 16 + i] >> at / 4 * 4 & 15;
+        const int top = high[half * 32 + at % 2 * 16 + i] >> at / 2 * 2 & 3;
         return d[g] * (float)((q | top << 4) - 32);
     }
 };
