@@ -166,24 +166,24 @@ struct GgufFile {
         GgufTensor t;
         t.name = string();
         t.tensor.file = path;
-        const std::string who = format("tensor %.100s ", t.name.c_str());
+        const std::string who = format("tensor %.100s", t.name.c_str());
         const uint32_t dimensions = take<uint32_t>();
-        if (dimensions < 1 || dimensions > 4) fail(who + format("has %u dimensions", dimensions));
+        if (dimensions < 1 || dimensions > 4) fail(who + format(" has %u dimensions", dimensions));
         uint64_t count = 1;
         for (uint32_t d = 0; d < dimensions; d++) {
             const uint64_t n = take<uint64_t>();
             if (n < 1 || n > INT64_MAX || __builtin_mul_overflow(count, n, &count) || count > INT64_MAX / 4)
-                fail(who + "has a bad shape, or one that overflows 64 bits");
+                fail(who + " has a bad shape, or one that overflows 64 bits");
             t.tensor.shape.insert(t.tensor.shape.begin(), (int64_t)n);
         }
         const uint32_t number = take<uint32_t>();
         const GgufType* type = gguf_type(number);
-        if (!type) fail(who + format("has the unknown type %u", number));
+        if (!type) fail(who + format(" has the unknown type %u", number));
         if (!type->count)
-            fail(who + format("is of type %s, which is not supported: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, "
+            fail(who + format(" is of type %s, which is not supported: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, "
                               "Q5_K and Q6_K are read", type->name));
         if ((uint64_t)t.tensor.shape.back() % type->count)
-            fail(who + format("has rows of %lld numbers, %s has blocks of %zu", (long long)t.tensor.shape.back(),
+            fail(who + format(" has rows of %lld numbers, %s has blocks of %zu", (long long)t.tensor.shape.back(),
                               type->name, type->count));
         t.tensor.dtype = type->dtype, t.tensor.bytes = count / type->count * type->bytes;
         offsets.push_back(take<uint64_t>());
@@ -202,12 +202,12 @@ struct GgufFile {
         std::set<std::string> seen;
         for (size_t i = 0; i < tensors.size(); i++) {
             GgufTensor& t = tensors[i];
-            const std::string who = format("tensor %.100s ", t.name.c_str());
-            if (!seen.insert(t.name).second) fail(who + "is there twice");
+            const std::string who = format("tensor %.100s", t.name.c_str());
+            if (!seen.insert(t.name).second) fail(who + " is there twice");
             if (offsets[i] % alignment)
-                fail(who + format("begins at byte %llu, no multiple of the alignment", (unsigned long long)offsets[i]));
+                fail(who + format(" begins at byte %llu, no multiple of the alignment", (unsigned long long)offsets[i]));
             if (offsets[i] > left() || t.tensor.bytes > left() - offsets[i])
-                fail(who + format("is not in the file: %zu bytes from byte %llu of %zu", t.tensor.bytes,
+                fail(who + format(" is not in the file: %zu bytes from byte %llu of %zu", t.tensor.bytes,
                                   (unsigned long long)offsets[i], left()));
             t.tensor.data = at + offsets[i];
             spans.push_back({offsets[i], offsets[i] + t.tensor.bytes, &t.name});
