@@ -1,8 +1,8 @@
 /* checkpoint.h: a model's files, read and written. Included by qwen3.cu, whose Config, Weights and Adapter it fills.
 
    A model is a Hugging Face folder (config.json, generation_config.json, model.safetensors or an index and its shards),
-   or a model.bin: one safetensors file of the same tensors, whose __metadata__ holds the two configs as texts; or a GGUF
-   file (gguf.h). Its matrices may be quantised (quantized.h). An adapter is a folder in PEFT's format:
+   or a model.bin: one safetensors file of the same tensors, whose __metadata__ holds the two configs as texts; or a
+   GGUF file (gguf.h). Its matrices may be quantised (quantized.h). An adapter is a folder in PEFT's format:
    adapter_config.json and adapter_model.safetensors.
 
    Files are not trusted: every type, shape, offset and setting is checked before it is used. A fault is thrown as

@@ -85,8 +85,8 @@ inline std::string tokenizer_path(const ModelOptions& o) {
         DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
     return path;
 }
-// Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off. A GGUF file's own must
-// be the same.
+// Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off. A GGUF file's own
+// must be the same.
 inline bool fits(const Tokenizer& t, const ModelFile& file) {
     const Config& c = file.config;
     return t.size() <= c.V && c.V - t.size() < 1024 && file.difference(t).empty();
@@ -685,7 +685,8 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--logits", "FILE", "with -i, --raw or --ids: float32 logits of every position, then stop",
          text(o.logits_file)},
         {"", "--logits-hash", "", "the same, as one 64-bit hash on stdout", flag(o.logits_hash)},
-        {"", "--convert", "OUT.bin", "the model as one model.bin; what is quantised becomes bf16", file_name(o.convert)},
+        {"", "--convert", "OUT.bin", "the model as one model.bin; what is quantised becomes bf16",
+         file_name(o.convert)},
         {"", "--synthesize", "SIZE OUT.bin", "random weights of a real shape (-s: seed). SIZE: 0.6B, 1.7B, 4B,\n"
          "8B, 14B, 32B or a config.json",
          [&o](const char*, const char* v) { (o.synthesize.empty() ? o.synthesize : o.synthesize_to) = v; }},

@@ -78,8 +78,8 @@ inline const GgufType* gguf_type(uint32_t type) {
         {"Q4_1", Dtype::Q4_1, 32, 20}, {}, {}, {"Q5_0", Dtype::Q5_0, 32, 22}, {"Q5_1", Dtype::Q5_1, 32, 24},
         {"Q8_0", Dtype::Q8_0, 32, 34}, {"Q8_1"}, {"Q2_K"}, {"Q3_K"}, {"Q4_K", Dtype::Q4_K, 256, 144},
         {"Q5_K", Dtype::Q5_K, 256, 176}, {"Q6_K", Dtype::Q6_K, 256, 210}, {"Q8_K"}, {"IQ2_XXS"}, {"IQ2_XS"},
-        {"IQ3_XXS"}, {"IQ1_S"}, {"IQ4_NL"}, {"IQ3_S"}, {"IQ2_S"}, {"IQ4_XS"}, {"I8"}, {"I16"}, {"I32"}, {"I64"}, {"F64"},
-        {"IQ1_M"}, {"BF16", Dtype::BF16, 1, 2}, {}, {}, {}, {"TQ1_0"}, {"TQ2_0"}, {}, {}, {}, {"MXFP4"}, {"NVFP4"}};
+        {"IQ3_XXS"}, {"IQ1_S"}, {"IQ4_NL"}, {"IQ3_S"}, {"IQ2_S"}, {"IQ4_XS"}, {"I8"}, {"I16"}, {"I32"}, {"I64"},
+        {"F64"}, {"IQ1_M"}, {"BF16", Dtype::BF16, 1, 2}, {}, {}, {}, {"TQ1_0"}, {"TQ2_0"}, {}, {}, {}, {"MXFP4"}, {"NVFP4"}};
     return type < std::size(table) && table[type].name ? &table[type] : nullptr;
 }
 
@@ -180,8 +180,8 @@ struct GgufFile {
         const GgufType* type = gguf_type(number);
         if (!type) fail(who + format(" has the unknown type %u", number));
         if (!type->count)
-            fail(who + format(" is of type %s, which is not supported: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, "
-                              "Q5_K and Q6_K are read", type->name));
+            fail(who + format(" is of type %s, which is not supported: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, "
+                              "Q4_K, Q5_K and Q6_K are read", type->name));
         if ((uint64_t)t.tensor.shape.back() % type->count)
             fail(who + format(" has rows of %lld numbers, %s has blocks of %zu", (long long)t.tensor.shape.back(),
                               type->name, type->count));
@@ -205,7 +205,8 @@ struct GgufFile {
             const std::string who = format("tensor %.100s", t.name.c_str());
             if (!seen.insert(t.name).second) fail(who + " is there twice");
             if (offsets[i] % alignment)
-                fail(who + format(" begins at byte %llu, no multiple of the alignment", (unsigned long long)offsets[i]));
+                fail(who + format(" begins at byte %llu, no multiple of the alignment",
+                                  (unsigned long long)offsets[i]));
             if (offsets[i] > left() || t.tensor.bytes > left() - offsets[i])
                 fail(who + format(" is not in the file: %zu bytes from byte %llu of %zu", t.tensor.bytes,
                                   (unsigned long long)offsets[i], left()));
@@ -221,8 +222,8 @@ struct GgufFile {
 
 // ------------------------------------------------------------------------------------------- Config and tensors' names
 
-// The config as Hugging Face's config.json has it, so that there is one reader of configs. Keys of the architecture that
-// are not known may change the computation: they are refused by name.
+// The config as Hugging Face's config.json has it, so that there is one reader of configs. Keys of the architecture
+// that are not known may change the computation: they are refused by name.
 inline std::string gguf_config(const GgufFile& g, int64_t vocabulary, bool tied) {
     const std::string architecture(g["general.architecture"].string());
     if (architecture != "qwen3")
@@ -239,7 +240,8 @@ inline std::string gguf_config(const GgufFile& g, int64_t vocabulary, bool tied)
             g.fail(format("metadata has %.100s, which is not supported", key.c_str()));
     const GgufValue& scaling = g["qwen3.rope.scaling.type"];
     if (scaling && scaling.string() != "none")
-        g.fail(format("qwen3.rope.scaling.type is %.60s, which is not supported", std::string(scaling.string()).c_str()));
+        g.fail(format("qwen3.rope.scaling.type is %.60s, which is not supported",
+                      std::string(scaling.string()).c_str()));
     auto integer = [&](const char* key) { return g.integer(std::string("qwen3.") + key); };
     const uint64_t C = integer("embedding_length"), H = integer("attention.head_count");
     const uint64_t D = g["qwen3.attention.key_length"] ? integer("attention.key_length") : H ? C / H : 0;
@@ -295,7 +297,8 @@ struct GgufVocabulary {
         };
         tokens = array("tokens", {GgufValue::STRING}), merges = array("merges", {GgufValue::STRING});
         types = array("token_type", {GgufValue::I32, GgufValue::U32});
-        if (tokens && types && types.count != tokens.count) g.fail("metadata: tokenizer.ggml.token_type has another length");
+        if (tokens && types && types.count != tokens.count)
+            g.fail("metadata: tokenizer.ggml.token_type has another length");
         model = g["tokenizer.ggml.model"].string(), split = g["tokenizer.ggml.pre"].string();
         chat_template = g["tokenizer.chat_template"].string();
         const GgufValue& bos = g["tokenizer.ggml.add_bos_token"];
@@ -359,8 +362,9 @@ inline std::string GgufVocabulary::difference(const Tokenizer& t) const {
         if (!fault.empty()) return;
         const int type = types ? load_as<int32_t>(types.data + 4 * i) : NORMAL;
         const bool padding = i >= (uint64_t)t.size();
+        const std::string_view ours = t.bytes((int)i);
         const bool same = padding ? type == UNUSED || text.substr(0, 4) == "[PAD"
-                          : type == NORMAL ? bytes_of(text, bytes) && bytes == t.bytes((int)i) : text == t.bytes((int)i);
+                          : type == NORMAL ? bytes_of(text, bytes) && bytes == ours : text == ours;
         if (!same) fault = format("its token %llu is \"%.60s\"", (unsigned long long)i, std::string(text).c_str());
     });
     if (!fault.empty()) return fault;

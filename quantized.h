@@ -1,5 +1,5 @@
-/* quantized.h: how files store numbers and matrices, and what each format means. Included by checkpoint.h, whose tensors
-   these are; gguf.h finds them in a GGUF file.
+/* quantized.h: how files store numbers and matrices, and what each format means. Included by checkpoint.h, whose
+   tensors these are; gguf.h finds them in a GGUF file.
 
    A quantised matrix is one Tensor like any other, whatever it is stored as: number(t, i) is its definition, and
    read_tile() reads many numbers at once. So all that loads, merges or converts a model takes them without knowing how.
@@ -19,8 +19,8 @@ template <class U> U load_as(const void* p) { // from any address
     return u;
 }
 
-// IEEE 754 half precision: a sign, 5 bits of exponent, 10 of fraction. Moved to float's places they are the number times
-// 2^-112, subnormals too; an exponent of 31 is an infinity or a NaN.
+// IEEE 754 half precision: a sign, 5 bits of exponent, 10 of fraction. Moved to float's places they are the number
+// times 2^-112, subnormals too; an exponent of 31 is an infinity or a NaN.
 inline float half_to_float(uint16_t h) {
     const uint32_t size = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
     const float f = load_as<float>(&size) * 0x1p112f;
@@ -110,8 +110,8 @@ inline void need_shape(const std::string& name, const Tensor& t, const Shape& sh
 
 // ========================================================================================================= 3 Blocks
 // A row is blocks of COUNT neighbours, of BYTES bytes each. A block has GROUPS groups: the numbers of one share a scale
-// d, and in some formats what is added to all of them. Its definition is operator(): number i of group g. (Every product
-// here is exact in a float: a half's 11 bits of fraction times 6 or 7 bits times 4 to 8; so nothing depends on the order.)
+// d, and in some formats what is added to all of them. Its definition is operator(): number i of group g. (Every
+// product here is exact in a float: 11 bits of a half times 6 or 7 of a scale times 4 to 8. So their order is free.)
 
 inline float half_at(const uint8_t* p) { return half_to_float(load_as<uint16_t>(p)); }
 // Byte i % 16 has number i in its lower half for i < 16, else in its upper half.
@@ -157,8 +157,8 @@ struct BlockQ8_0 { // half d, 32 signed bytes: d q
 };
 
 // Eight groups of 32 with scales and minima of 6 bits, which are themselves multiples of two halves: d_g q - m_g.
-// 12 bytes hold them: the lower 6 bits of bytes 0-3 and 4-7 are scales and minima of groups 0-3; those of groups 4-7 have
-// their lower 4 bits in bytes 8-11 and their upper 2 in the top of bytes 0-7.
+// 12 bytes hold them: the lower 6 bits of bytes 0-3 and 4-7 are scales and minima of groups 0-3; those of groups 4-7
+// have their lower 4 bits in bytes 8-11 and their upper 2 in the top of bytes 0-7.
 struct ScalesOfSix {
     float d[8], m[8];
     explicit ScalesOfSix(const uint8_t* b) { // half d, half m, 12 bytes
@@ -419,8 +419,8 @@ inline QuantizationConfig parse_quantization(const char* name, sj::Value j) {
     return q;
 }
 
-// Puts packed matrices together, each under the name NAME.weight; their parts are then no tensors of their own. All that
-// reading a number relies on is checked: types, shapes, groups, zero points; and scales, which must be finite.
+// Puts packed matrices together, each under the name NAME.weight; their parts are then no tensors of their own. All
+// that reading a number relies on is checked: types, shapes, groups, zero points; and scales, which must be finite.
 struct Packer {
     const std::string& model; // for messages
     Tensors& tensors;
