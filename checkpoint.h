@@ -253,7 +253,7 @@ inline std::vector<int> parse_end_tokens(const char* name, sj::Value config, std
     }
     std::vector<int> ids;
     auto add = [&](sj::Value v) {
-        int64_t id;
+        int64_t id = 0;
         if (!v.integer(&id) || id < 0 || id >= V)
             DIE("%s: eos_token_id holds %.60s, which is no id of the vocabulary", name, std::string(v.raw()).c_str());
         ids.push_back((int)id);

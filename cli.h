@@ -1423,8 +1423,8 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
 // ---------------------------------------------------------------------------------------------------- --convert
 
 static void convert(const Options& o, bool asks_more) {
-    if (asks_more || !o.adapter.empty())
-        DIE("--convert goes with a model alone (train_lora --merge writes a model with its adapter)");
+    if (asks_more || !o.adapter.empty() || !o.dtype.empty())
+        DIE("--convert goes with a model alone: no question, --dtype or --adapter (train_lora --merge merges)");
     const ModelFile file(o.model);
     for (const MappedFile& map : file.maps)
         if (same_file(map.path, o.convert)) DIE("--convert %s: is the model itself", o.convert.c_str());

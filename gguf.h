@@ -231,6 +231,9 @@ inline std::string gguf_config(const GgufFile& g, int64_t vocabulary, bool tied)
     if (g["split.count"] && g.integer("split.count") > 1)
         g.fail(format("one of %llu parts of a model; llama-gguf-split --merge makes one file of them",
                       (unsigned long long)g.integer("split.count")));
+    if (g["general.quantization_version"] && g.integer("general.quantization_version") != 2)
+        g.fail(format("general.quantization_version is %llu, only 2 is supported",
+                      (unsigned long long)g.integer("general.quantization_version")));
     static const std::set<std::string> known = {
         "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
         "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",

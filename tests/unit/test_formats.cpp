@@ -465,6 +465,7 @@ TEST_CASE("GGUF: what would be another model is refused by name") {
     meta("architecture \"qwen3moe\", only \"qwen3\"", "general.architecture", text("qwen3moe"));
     meta("architecture \"\", only \"qwen3\"", "general.architecture", "");
     meta("one of 3 parts of a model", "split.count", Gguf::raw(GgufValue::U16) + Gguf::raw<uint16_t>(3));
+    meta("general.quantization_version is 1, only 2", "general.quantization_version", u32(1));
     meta("metadata has qwen3.expert_count", "qwen3.expert_count", u32(8));
     meta("qwen3.rope.scaling.type is yarn", "qwen3.rope.scaling.type", text("yarn"));
     meta("qwen3.attention.value_length is not", "qwen3.attention.value_length", u32(16));
@@ -631,7 +632,8 @@ TEST_CASE("programs: a GGUF file answers, becomes a model.bin, and refuses anoth
     }
     check_refusal(run({chat, "-z", "tokenizer.bin", "-i", "day"}), "qwen3", "its tokenizer is not tokenizer.bin: it has 1040 tokens");
     check_refusal(run({bin, "--convert", bin}), "qwen3", "is the model itself");
-    check_refusal(run({bin, "--convert", s / "x.bin", "-i", "day"}), "qwen3", "goes with a model alone");
+    for (const Strings& more : {Strings{"-i", "day"}, Strings{"--dtype", "int8"}, Strings{"--adapter", "tests/fixtures/train/adapter"}})
+        check_refusal(run({bin, "--convert", s / "x.bin", more[0], more[1]}), "qwen3", "goes with a model alone");
     check_refusal(run({FIXTURES + "chat/golden.json", "--convert", s / "x.bin"}), "qwen3", "not a safetensors file");
     CHECK(!fs::exists(s / "x.bin"));
 }
