@@ -1,104 +1,31 @@
 /* checkpoint.h: a model's files, read and written. Included by qwen3.cu, whose Config, Weights and Adapter it fills.
 
    A model is a Hugging Face folder (config.json, generation_config.json, model.safetensors or an index and its shards),
-   or a model.bin: one safetensors file of the same tensors, whose __metadata__ holds the two configs as texts. An
-   adapter is a folder in PEFT's format: adapter_config.json and adapter_model.safetensors.
+   or a model.bin: one safetensors file of the same tensors, whose __metadata__ holds the two configs as texts; or a
+   GGUF file (gguf.h). Its matrices may be quantised (quantized.h). An adapter is a folder in PEFT's format:
+   adapter_config.json and adapter_model.safetensors.
 
    Files are not trusted: every type, shape, offset and setting is checked before it is used. A fault is thrown as
    Error: one line that names the file. What is written is complete or not there at all (OutputFile).
 
-   Contents    1 Number formats    2 safetensors: read, write    3 The model's tensors: names, shapes, places
-               4 Config and ModelFile    5 INT8    6 Weights of a checkpoint    7 Adapters    8 Merged models
-               9 Weights to a GPU
+   Contents    1 Numbers and tensors: quantized.h, gguf.h    2 safetensors: read, write
+               3 The model's tensors: names, shapes, places    4 Config and ModelFile    5 INT8
+               6 Weights of a checkpoint    7 Adapters    8 Models written: converted, merged    9 Weights to a GPU
 */
+#include <atomic>
 #include <set>
+#include <strings.h>
 
-// ================================================================================================= 1 Number formats
+// =============================================================================================== 1 Numbers and tensors
+#include "quantized.h"
+#include "gguf.h"
 
-// IEEE 754 half precision: a sign, 5 bits of exponent, 10 of fraction.
-inline float half_to_float(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff, u;
-    if (exponent == 31) u = sign | 0x7f800000 | fraction << 13;
-    else if (exponent) u = sign | (exponent + 112) << 23 | fraction << 13;
-    else {
-        float f = std::ldexp((float)fraction, -24); // subnormal or zero: fraction * 2^-24, exact
-        memcpy(&u, &f, 4);
-        u |= sign;
-    }
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-
-// Rounds to nearest, ties to even; 65520 and more become an infinity, a NaN stays a NaN.
-inline uint16_t float_to_half(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    const uint32_t sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
-    if (size >= 0x477ff000) return (uint16_t)(sign | (size > 0x7f800000 ? 0x7e00 : 0x7c00));
-    if (size < 0x38800000) // below 2^-14: a multiple of 2^-24
-        return (uint16_t)(sign | (uint32_t)std::nearbyint(std::fabs(f) * 16777216.f));
-    return (uint16_t)(sign | (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13);
-}
-
-// What safetensors can hold. Only the named types can be weights; Other is checked for its size and never read.
-enum class Dtype { BF16, F16, F32, I8, Other };
-
-struct DtypeName {
-    const char* name; // as safetensors writes it
-    size_t size;      // bytes of a number
-    Dtype dtype;
-};
-// Null: there is no such type.
-inline const DtypeName* dtype_named(std::string_view name) {
-    static const DtypeName table[] = {
-        {"BF16", 2, Dtype::BF16}, {"F16", 2, Dtype::F16}, {"F32", 4, Dtype::F32}, {"I8", 1, Dtype::I8},
-        {"F64", 8, Dtype::Other}, {"I64", 8, Dtype::Other}, {"U64", 8, Dtype::Other}, {"I32", 4, Dtype::Other},
-        {"U32", 4, Dtype::Other}, {"I16", 2, Dtype::Other}, {"U16", 2, Dtype::Other}, {"U8", 1, Dtype::Other},
-        {"BOOL", 1, Dtype::Other}, {"F8_E4M3", 1, Dtype::Other}, {"F8_E5M2", 1, Dtype::Other}};
-    for (const DtypeName& row : table)
-        if (name == row.name) return &row;
-    return nullptr;
-}
-
-// ==================================================================================================== 2 safetensors
+// ======================================================================================================= 2 safetensors
 // https://huggingface.co/docs/safetensors: 8 bytes, the length of the header (little-endian); the header, a JSON object
 // {"NAME": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [BEGIN, END]}, ..}; the tensors' bytes, in which offsets
 // count from 0. "__metadata__" is no tensor but an object of strings.
 
-using Shape = std::vector<int64_t>;
 using Metadata = std::map<std::string, std::string>;
-
-struct Tensor {
-    std::string file; // that holds it, for messages
-    Dtype dtype = Dtype::Other;
-    Shape shape;
-    const uint8_t* data = nullptr; // at any address, also an odd one
-    size_t bytes = 0;
-    bool is_float() const { return dtype == Dtype::BF16 || dtype == Dtype::F16 || dtype == Dtype::F32; }
-};
-using Tensors = std::map<std::string, Tensor>;
-
-// Number i of a BF16, F16 or F32 tensor.
-inline float number(const Tensor& t, size_t i) {
-    float f;
-    uint16_t h;
-    if (t.dtype == Dtype::F32) return memcpy(&f, t.data + 4 * i, 4), f;
-    memcpy(&h, t.data + 2 * i, 2);
-    return t.dtype == Dtype::F16 ? half_to_float(h) : to_acc(bf16{h});
-}
-
-// Throws unless the tensor has that shape.
-inline void need_shape(const std::string& name, const Tensor& t, const Shape& shape) {
-    auto text = [](const Shape& dims) {
-        std::string s;
-        for (int64_t d : dims) s += format("%s%lld", s.empty() ? "" : ",", (long long)d);
-        return s;
-    };
-    if (t.shape != shape)
-        DIE("%s: tensor %s is (%s), the config needs (%s)", t.file.c_str(), name.c_str(), text(t.shape).c_str(),
-            text(shape).c_str());
-}
 
 // ---- Read
 
@@ -228,7 +155,7 @@ inline size_t write_safetensors(const std::string& path, const Metadata& metadat
     return 8 + header.size() + at;
 }
 
-// ============================================================================================ 3 The model's tensors
+// =============================================================================================== 3 The model's tensors
 // The one table of their names, shapes and places. What reads, writes, draws, trains or uploads all weights goes by it.
 
 // The first seven are the modules: the products that can have an adapter. (Their numbers name the dropout masks: see
@@ -317,7 +244,7 @@ template <class T> TensorPlace<T> place_of(Weights<T>& w, TensorKind kind, int l
 }
 template <class T> TensorPlace<T> place_of(Weights<T>& w, const ModelTensor& t) { return place_of(w, t.kind, t.layer); }
 
-// =========================================================================================== 4 Config and ModelFile
+// ============================================================================================== 4 Config and ModelFile
 
 // The end tokens, eos_token_id: those of generation_config, else those of config.
 inline std::vector<int> parse_end_tokens(const char* name, sj::Value config, std::string_view generation_text, int V) {
@@ -328,7 +255,7 @@ inline std::vector<int> parse_end_tokens(const char* name, sj::Value config, std
     }
     std::vector<int> ids;
     auto add = [&](sj::Value v) {
-        int64_t id;
+        int64_t id = 0;
         if (!v.integer(&id) || id < 0 || id >= V)
             DIE("%s: eos_token_id holds %.60s, which is no id of the vocabulary", name, std::string(v.raw()).c_str());
         ids.push_back((int)id);
@@ -430,14 +357,15 @@ struct ModelFile {
     std::vector<MappedFile> maps;
     Tensors tensors;
     Config config;
-    std::string config_text, generation_text;
+    std::string config_text, generation_text;   // the first without quantization_config
+    std::unique_ptr<GgufVocabulary> vocabulary; // of a GGUF file
     bool logits = true; // false: only hidden states are wanted of it, and a bare model without a head will do
 
     static bool exists(const std::string& f) { return access(f.c_str(), F_OK) == 0; }
     // The path is that of a folder with a model in it.
     static bool in_folder(const std::string& p) { return exists(p + "/config.json") || exists(p + "/model.bin"); }
 
-    // path: a model.bin, a Hugging Face folder, or a folder with a model.bin (and no Hugging Face model).
+    // path: a model.bin, a GGUF file, a Hugging Face folder, or a folder with a model.bin (and no Hugging Face model).
     explicit ModelFile(const std::string& p) : path(p) {
         struct stat st;
         if (stat(p.c_str(), &st) != 0) DIE("%s: %s", p.c_str(), strerror(errno));
@@ -454,12 +382,13 @@ struct ModelFile {
         if (!exists(p + "/config.json")) DIE("%s: a folder without a model: it has no config.json", p.c_str());
         config_text = MappedFile(p + "/config.json").text();
         if (exists(generation)) generation_text = MappedFile(generation).text();
+        const auto quantization = take_quantization(p);
         config = parse_config(p, config_text, generation_text);
         if (exists(one)) add(one, metadata);
         else if (exists(index)) add_shards(index, metadata);
         else DIE("%s: a folder without a model: it has no model.safetensors and no model.safetensors.index.json",
                  p.c_str());
-        name_as_usual();
+        finish(quantization);
     }
 
     // The checkpoint's own type is what the embedding is stored in. (F16 is read as bf16.)
@@ -467,30 +396,77 @@ struct ModelFile {
     bool is_float32() const { return embedding_type() == Dtype::F32; }
     bool is_float16() const { return embedding_type() == Dtype::F16; }
 
+    // How the file's own tokenizer is another than t; "": it is the same, or none is there.
+    std::string difference(const Tokenizer& t) const { return vocabulary ? vocabulary->difference(t) : ""; }
+
     // Names this config and these weights. Of each tensor it reads only 16 samples of 256 bytes, evenly spread: that
     // takes milliseconds, and is enough, since training moves every number. Models that differ only between the samples
     // have the same hash.
     uint64_t hash() const {
         uint64_t hash = fnv1a(config_text.data(), config_text.size());
+        auto add = [&](const Tensor& tensor) {
+            const size_t sample = std::min(tensor.bytes, (size_t)256);
+            for (size_t i = 0; i < 16; i++) hash = fnv1a(tensor.data + (tensor.bytes - sample) * i / 15, sample, hash);
+        };
         for (auto& [name, tensor] : tensors) {
             hash = fnv1a(name.data(), name.size() + 1, hash);
             hash = fnv1a(&tensor.dtype, sizeof tensor.dtype, hash);
             hash = fnv1a(&tensor.bytes, sizeof tensor.bytes, hash);
-            const size_t sample = std::min(tensor.bytes, (size_t)256);
-            for (size_t i = 0; i < 16; i++) hash = fnv1a(tensor.data + (tensor.bytes - sample) * i / 15, sample, hash);
+            add(tensor);
+            if (const Packed* p = tensor.packed.get()) add(p->scales), add(p->zeros), add(p->order);
         }
         return hash;
     }
 
   private:
-    void open_one(const std::string& file) { // a model.bin
+    void open_one(const std::string& file) { // a model.bin or a GGUF file
         Metadata metadata;
-        add(file, metadata);
+        maps.emplace_back(file);
+        if (maps[0].text().substr(0, 4) == "GGUF") return open_gguf();
+        read_safetensors(maps[0], tensors, metadata);
         if (!metadata.count("config"))
             DIE("%s: no config in its metadata; export.py makes a model.bin from a Hugging Face folder", file.c_str());
         config_text = metadata["config"];
         generation_text = metadata["generation_config"];
+        const auto quantization = take_quantization(file);
         config = parse_config(file, config_text, generation_text);
+        finish(quantization);
+    }
+    void open_gguf() {
+        const GgufFile g(maps[0]);
+        int64_t rows = 0;
+        bool tied = true;
+        for (const GgufTensor& t : g.tensors) {
+            const std::string usual = hugging_face_name(t.name);
+            if (usual.empty()) g.fail(format("tensor %.100s belongs to no Qwen3 model", t.name.c_str()));
+            tensors.emplace(usual, t.tensor);
+            if (t.name == "token_embd.weight") rows = t.tensor.shape[0];
+            tied &= t.name != "output.weight";
+        }
+        config_text = gguf_config(g, rows, tied);
+        vocabulary = std::make_unique<GgufVocabulary>(g);
+        sj::Writer ends;
+        ends.object().key("eos_token_id").array();
+        for (uint64_t id : vocabulary->end_tokens(g)) ends.value(id);
+        generation_text = ends.end().end().text;
+        config = parse_config(g.path, config_text, generation_text);
+    }
+    // Reads quantization_config and takes it out of the config's text: what is made of the weights is not quantised.
+    std::optional<QuantizationConfig> take_quantization(const std::string& file) {
+        sj::Doc doc;
+        if (!sj::parse(doc, config_text).empty()) return {}; // parse_config says what is wrong
+        const sj::Value found = doc.root()["quantization_config"];
+        if (!found || found.is(sj::Null) || found.is(sj::False)) return {};
+        const QuantizationConfig q = parse_quantization(file.c_str(), found);
+        sj::Writer rest;
+        rest.object();
+        for (auto [key, value] : doc.root().members())
+            if (key != "quantization_config") rest.field(key, value);
+        config_text = rest.end().text;
+        return q;
+    }
+    void finish(const std::optional<QuantizationConfig>& quantization) {
+        if (quantization) Packer{path, tensors, *quantization}.run();
         name_as_usual();
     }
     // A bare Qwen3Model, as Qwen3-Embedding is published, has no "model." before its tensors' names.
@@ -531,7 +507,7 @@ struct ModelFile {
     }
 };
 
-// =========================================================================================================== 5 INT8
+// ============================================================================================================== 5 INT8
 // 32 neighbours in a row of W share a scale s: W[r][i] = q[r][i] * s[r][i / 32], where q is w / s rounded to nearest
 // even, -127..127. Such a product of 8 bits and a bf16's 8 bits is exact in a float: INT8 weights are weights like any
 // others, of 8.5 bits each. Files hold them as NAME (I8) and NAME_scale (BF16, (rows, ceil(columns / 32))).
@@ -575,26 +551,25 @@ inline bool to_int8(int8_t* q,       // (rows, in) out
                     bf16* scale,     // (rows, ceil(in / 32)) out
                     const Tensor& t, // (rows, in)
                     size_t rows, size_t in) {
+    static_assert(Tile::COLUMNS % GROUP == 0);
     const size_t groups = (in + GROUP - 1) / GROUP;
-    bool finite = true;
-    #pragma omp parallel for schedule(static) reduction(&& : finite)
-    for (size_t g = 0; g < rows * groups; g++) {
-        const size_t column = g % groups * GROUP, first = g / groups * in + column;
-        const size_t n = std::min((size_t)GROUP, in - column);
-        float w[GROUP];
-        for (size_t i = 0; i < n; i++) {
-            w[i] = number(t, first + i);
-            finite = finite && std::isfinite(w[i]);
-        }
-        if (!finite) continue;
-        scale[g] = int8_scale(w, n);
-        const double s = to_acc(scale[g]);
-        for (size_t i = 0; i < n; i++) q[first + i] = s > 0 ? (int8_t)std::nearbyint(w[i] / s) : (int8_t)0;
-    }
+    std::atomic<bool> finite = true;
+    each_tile(t, 0, rows, [&](const Tile& tile, const float* numbers) {
+        for (size_t r = 0; r < tile.rows; r++)
+            for (size_t k = 0; k < tile.columns; k += GROUP) {
+                const float* w = numbers + r * Tile::COLUMNS + k;
+                const size_t n = std::min((size_t)GROUP, tile.columns - k), first = (tile.r + r) * in + tile.k + k;
+                if (!std::all_of(w, w + n, [](float x) { return std::isfinite(x); })) finite = false;
+                if (!finite) return;
+                const bf16 chosen = scale[(tile.r + r) * groups + (tile.k + k) / GROUP] = int8_scale(w, n);
+                const double s = to_acc(chosen);
+                for (size_t i = 0; i < n; i++) q[first + i] = s > 0 ? (int8_t)std::nearbyint(w[i] / s) : (int8_t)0;
+            }
+    });
     return finite;
 }
 
-// ======================================================================================== 6 Weights of a checkpoint
+// =========================================================================================== 6 Weights of a checkpoint
 
 template <class T> struct WeightLoader {
     Weights<T>& w;
@@ -631,14 +606,11 @@ template <class T> struct WeightLoader {
         const bool same = (std::is_same_v<T, bf16> && t.dtype == Dtype::BF16) ||
                           (std::is_same_v<T, float> && t.dtype == Dtype::F32);
         if (same && (uintptr_t)t.data % alignof(T) == 0) return (const T*)t.data;
-        const size_t n = t.bytes / (t.dtype == Dtype::F32 ? 4 : 2);
+        size_t n = 1;
+        for (int64_t d : t.shape) n *= (size_t)d;
         T* out = own<T>(n, t, name);
-        #pragma omp parallel for schedule(static)
-        for (size_t i = 0; i < n; i++) {
-            const float f = number(t, i);
-            if constexpr (std::is_same_v<T, bf16>) out[i] = to_bf16(f);
-            else out[i] = f;
-        }
+        if (!read_numbers(out, t) && t.is_quantized())
+            DIE("%s: tensor %s has an infinity or a NaN", t.file.c_str(), name.c_str());
         return out;
     }
 
@@ -733,19 +705,21 @@ inline bool copy_to_huge_pages(const MappedFile& map) {
 // available memory takes them.
 template <class T> void use_huge_pages(const ModelFile& file, const Weights<T>& w) {
     size_t all = 0;
-    for (const MappedFile& map : file.maps) all += map.size;
+    bool mapped = false; // or converted; norms may be so all the same
+    const void* used = w.layers[0].down.w[0] ? (const void*)w.layers[0].down.w[0] : w.layers[0].down.q[0];
+    for (const MappedFile& map : file.maps) all += map.size, mapped |= used >= map.data && used < map.data + map.size;
     char enabled[64] = "[never]"; // a system without such pages has no such file
     if (FILE* f = fopen("/sys/kernel/mm/transparent_hugepage/enabled", "r")) {
         if (!fgets(enabled, sizeof enabled, f)) enabled[0] = 0;
         fclose(f);
     }
-    if (strstr(enabled, "[never]") || !w.converted.empty() || all < ((size_t)64 << 20) || all > available_memory() / 2)
+    if (strstr(enabled, "[never]") || !mapped || all < ((size_t)64 << 20) || all > available_memory() / 2)
         return;
     for (const MappedFile& map : file.maps)
         if (!in_huge_pages(map) && !copy_to_huge_pages(map)) return;
 }
 
-// ======================================================================================================= 7 Adapters
+// ========================================================================================================== 7 Adapters
 // LoRA in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors. An adapter is used beside the
 // weights, which stay as they are: see Adapter.
 
@@ -1001,9 +975,24 @@ template <class T> struct AttachedAdapter {
     }
 };
 
-// ================================================================================================== 8 Merged models
+// ==================================================================================================== 8 Models written
 
-// Writes W + s B A, computed in float32 and rounded once, to the type of W.
+// What a tensor of a model is written as: what it is, or BF16 if it is quantised.
+inline const char* written_type(const std::string& name, const Tensor& t) {
+    if (t.is_quantized()) return "BF16";
+    for (const char* type : {"BF16", "F16", "F32", "I8"})
+        if (t.dtype == dtype_named(type)->dtype) return type;
+    DIE("%s: tensor %s is not BF16, F16, F32 or I8", t.file.c_str(), name.c_str());
+}
+inline void write_tensor(OutputFile& out, const std::string& name, const Tensor& t) {
+    if (!t.is_quantized()) return out.write(t.data, t.bytes);
+    std::vector<bf16> numbers((size_t)t.shape[0] * (size_t)t.shape[1]);
+    if (!read_numbers(numbers.data(), t))
+        DIE("%s: tensor %s has an infinity or a NaN", t.file.c_str(), name.c_str());
+    out.write(numbers.data(), numbers.size() * sizeof(bf16));
+}
+
+// Writes W + s B A, computed in float32 and rounded once, to the type of W (a quantised one: to bf16).
 inline void write_merged_matrix(OutputFile& out, const std::string& name,
                                 const Tensor& W, // (rows, in)
                                 const Tensor& A, // (rank, in)
@@ -1019,8 +1008,16 @@ inline void write_merged_matrix(OutputFile& out, const std::string& name,
             const float b = number(B, (size_t)(r * rank + j));
             for (int64_t i = 0; i < in; i++) row[i] += b * a[(size_t)(j * in + i)];
         }
-        for (int64_t i = 0; i < in; i++) row[i] = number(W, (size_t)(r * in + i)) + s * row[i];
     }
+    each_tile(W, 0, (size_t)rows, [&](const Tile& tile, const float* numbers) {
+        for (size_t r = 0; r < tile.rows; r++)
+            for (size_t k = 0; k < tile.columns; k++) {
+                float& x = merged[(tile.r + r) * (size_t)in + tile.k + k];
+                x = numbers[r * Tile::COLUMNS + k] + s * x;
+            }
+    });
+    if (W.is_quantized() && !std::all_of(merged.begin(), merged.end(), [](float x) { return std::isfinite(x); }))
+        DIE("%s: tensor %s has an infinity or a NaN", W.file.c_str(), name.c_str());
     if (W.dtype == Dtype::F32) return out.write(merged.data(), merged.size() * 4);
     std::vector<uint16_t> rounded(merged.size());
     for (size_t i = 0; i < merged.size(); i++) {
@@ -1029,6 +1026,27 @@ inline void write_merged_matrix(OutputFile& out, const std::string& name,
             DIE("%s: tensor %s: %g is too large for F16", out.path.c_str(), name.c_str(), merged[i]);
     }
     out.write(rounded.data(), rounded.size() * 2);
+}
+
+// Writes the model as one model.bin, in the order of the layers' work; what is quantised as bf16. Returns its bytes.
+inline size_t write_model(const ModelFile& file, const std::string& path) {
+    std::vector<OutTensor> tensors;
+    auto add = [&](const std::string& name) {
+        const auto at = file.tensors.find(name);
+        if (at == file.tensors.end()) return false;
+        const Tensor& t = at->second;
+        tensors.push_back({name, written_type(name, t), t.shape, [&t, name](OutputFile& out) {
+            write_tensor(out, name, t);
+        }});
+        return true;
+    };
+    for (const ModelTensor& t : model_tensors(file.config)) {
+        const std::string name = t.name();
+        if (!add(name)) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
+        need_shape(name, file.tensors.at(name), t.shape());
+        add(name + "_scale");
+    }
+    return write_safetensors(path, model_metadata(file.config_text, file.generation_text), tensors);
 }
 
 // Writes the model with the adapter merged into it: a model.bin if the path ends in .bin, else a Hugging Face folder,
@@ -1045,10 +1063,10 @@ inline void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
     for (auto& entry : file.tensors) {
         const std::string& name = entry.first;
         const Tensor& W = entry.second;
-        const char* dtype = W.dtype == Dtype::F32 ? "F32" : W.dtype == Dtype::F16 ? "F16" : "BF16";
+        const char* dtype = written_type(name, W);
         const auto at = modules.find(name);
         if (at == modules.end()) {
-            tensors.push_back({name, dtype, W.shape, [&W](OutputFile& out) { out.write(W.data, W.bytes); }});
+            tensors.push_back({name, dtype, W.shape, [&](OutputFile& out) { write_tensor(out, name, W); }});
             continue;
         }
         const Tensor& A = adapter.tensors.at(adapter_tensor(at->second.layer, at->second.kind, 'A'));
@@ -1072,7 +1090,7 @@ inline void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
 }
 
 #ifdef __CUDACC__
-// ================================================================================================ 9 Weights to a GPU
+// ================================================================================================== 9 Weights to a GPU
 // What the kernels can compute, else one line.
 inline void check_gpu(const std::string& name, const Config& c, bool int8, bool logits = true) {
     const char* n = name.c_str();

@@ -16,6 +16,7 @@
 //     evaluate         --eval: its answers to the questions of a file, and its loss on the answers there
 //     embed_or_rerank  --embed, --rerank: embed.h's work on the lines of a file
 //     synthesize       --synthesize: random weights of a real shape
+//     convert          --convert: any model that is read, as a model.bin
 //     bench            --bench: what this machine does, and what it could
 //     answer, run      one prompt; what the options ask for
 #pragma once
@@ -86,12 +87,17 @@ inline std::string tokenizer_path(const ModelOptions& o) {
         DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
     return path;
 }
-// Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off.
-inline bool fits(const Tokenizer& t, const Config& c) { return t.size() <= c.V && c.V - t.size() < 1024; }
-[[noreturn]] inline void not_its_tokenizer(const std::string& path, const Tokenizer& t, const ModelOptions& o,
-                                           const Config& c) {
+// Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off. A GGUF file's own
+// must be the same.
+inline bool fits(const Tokenizer& t, const ModelFile& file) {
+    const Config& c = file.config;
+    return t.size() <= c.V && c.V - t.size() < 1024 && file.difference(t).empty();
+}
+[[noreturn]] inline void not_its_tokenizer(const std::string& path, const Tokenizer& t, const ModelFile& file) {
+    if (const std::string how = file.difference(t); !how.empty())
+        DIE("%s: its tokenizer is not %s: %s (-z FILE names another)", file.path.c_str(), path.c_str(), how.c_str());
     DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer (-z FILE names another)", path.c_str(),
-        t.size(), o.model.c_str(), c.V);
+        t.size(), file.path.c_str(), file.config.V);
 }
 
 // A model that is an adapter's folder, as train_lora leaves it, stands for the base that it names, with the adapter.
@@ -581,7 +587,7 @@ struct Options : ModelOptions {
     int top_k = -1, max_tokens = -1, context = 0, think = 0;
     uint64_t seed = 0;
     bool has_seed = false, bench = false, bench_long = false;
-    std::string synthesize, synthesize_to;
+    std::string synthesize, synthesize_to, convert;
     std::string prompt_cache, tools;
     uint64_t variant = 0; // names what is made of the model's file at load: INT8, an adapter
     std::string ppl, eval, output;
@@ -694,6 +700,8 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--logits", "FILE", "with -i, --raw or --ids: float32 logits of every position, then stop",
          text(o.logits_file)},
         {"", "--logits-hash", "", "the same, as one 64-bit hash on stdout", flag(o.logits_hash)},
+        {"", "--convert", "OUT.bin", "the model as one model.bin; what is quantised becomes bf16",
+         file_name(o.convert)},
         {"", "--synthesize", "SIZE OUT.bin", "random weights of a real shape (-s: seed). SIZE: 0.6B, 1.7B, 4B,\n"
          "8B, 14B, 32B or a config.json",
          [&o](const char*, const char* v) { (o.synthesize.empty() ? o.synthesize : o.synthesize_to) = v; }},
@@ -1431,6 +1439,19 @@ static void synthesize(const std::string& shape, const std::string& path, uint64
             (double)size / 1e6, (unsigned long long)seed);
 }
 
+// ---------------------------------------------------------------------------------------------------- --convert
+
+static void convert(const Options& o, bool asks_more) {
+    if (asks_more || !o.adapter.empty() || !o.dtype.empty())
+        DIE("--convert goes with a model alone: no question, --dtype or --adapter (train_lora --merge merges)");
+    const ModelFile file(o.model);
+    for (const MappedFile& map : file.maps)
+        if (same_file(map.path, o.convert)) DIE("--convert %s: is the model itself", o.convert.c_str());
+    const size_t size = write_model(file, o.convert);
+    fprintf(stderr, "%s: %.1f M parameters, %.0f MB\n", o.convert.c_str(), (double)parameters(file.config) / 1e6,
+            (double)size / 1e6);
+}
+
 // ---------------------------------------------------------------------------------------------------- --bench
 struct BenchRow {
     const char* work;
@@ -1593,12 +1614,12 @@ static std::vector<int> checked_prompt(const Options& o, const Config& c, const 
 }
 
 // The tokenizer that the options name or that is found. Null if none is there or fits, and none is needed.
-static std::unique_ptr<Tokenizer> fitting_tokenizer(const Options& o, const Config& c) {
+static std::unique_ptr<Tokenizer> fitting_tokenizer(const Options& o, const ModelFile& file) {
     if (o.has_ids && find_tokenizer(o.tokenizer, o.model).empty()) return nullptr;
     const std::string path = tokenizer_path(o);
     auto tokenizer = std::make_unique<Tokenizer>(path);
-    if (fits(*tokenizer, c)) return tokenizer;
-    if (!o.has_ids || !o.tokenizer.empty()) not_its_tokenizer(path, *tokenizer, o, c);
+    if (fits(*tokenizer, file)) return tokenizer;
+    if (!o.has_ids || !o.tokenizer.empty()) not_its_tokenizer(path, *tokenizer, file);
     return nullptr; // found by chance
 }
 
@@ -1649,7 +1670,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
         const int rows = o.ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK;
         adapter = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, from, rows);
     }
-    const std::unique_ptr<Tokenizer> tokenizer = fitting_tokenizer(o, c);
+    const std::unique_ptr<Tokenizer> tokenizer = fitting_tokenizer(o, file);
     if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
     if (o.embed || o.rerank) return embed_or_rerank(o, file, weights, *tokenizer);
     if (!o.ppl.empty()) return perplexity(o, c, weights, *tokenizer);
@@ -1749,6 +1770,7 @@ static int run(int argc, char** argv) {
         DIE("--tools is for a chat: not with a question, --ppl, --eval, --bench, --embed or --rerank");
     if ((!asks || retrieves) && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (a chat, which is without it, has no --raw, --json or --logits)");
+    if (!o.convert.empty()) return convert(o, asks || measures || retrieves), 0;
     open_adapter(o);
     ModelFile file(o.model);
     file.logits = !retrieves;

@@ -12,7 +12,7 @@ template <class T> struct KeptModel {
     KeptModel(const ModelOptions& o, std::unique_ptr<ModelFile> from)
         : options(o), file(std::move(from)), ctx(choose_device(o, *file)), tokenizer(tokenizer_path(o)), weights(*file),
           embedder(file->config, weights, std::min(MOST, file->config.max_positions), ctx) {
-        if (!fits(tokenizer, file->config)) not_its_tokenizer(tokenizer_path(o), tokenizer, o, file->config);
+        if (!fits(tokenizer, *file)) not_its_tokenizer(tokenizer_path(o), tokenizer, *file);
         to_device(ctx, *file, weights);
     }
     // f(i, hidden) for every text in turn; stops early if interrupted.

@@ -28,7 +28,9 @@ struct qwen3_model {
     virtual ~qwen3_model() = default;
 
   protected:
-    qwen3_model(ModelFile&& model, const std::string& vocabulary) : file(std::move(model)), tokenizer(vocabulary) {}
+    qwen3_model(ModelFile&& model, const std::string& vocabulary) : file(std::move(model)), tokenizer(vocabulary) {
+        if (!file.difference(tokenizer).empty()) not_its_tokenizer(vocabulary, tokenizer, file);
+    }
 };
 
 struct qwen3_context {

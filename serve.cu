@@ -3373,7 +3373,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
 
     const std::string path = tokenizer_path(o);
     const Tokenizer tokenizer(path);
-    if (!fits(tokenizer, c)) not_its_tokenizer(path, tokenizer, o, c);
+    if (!fits(tokenizer, file)) not_its_tokenizer(path, tokenizer, file);
     std::unique_ptr<AdapterFile> adapter;
     if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
     std::vector<AdapterFile> named; // what is wrong with them is said before the model is read

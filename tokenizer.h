@@ -157,6 +157,8 @@ struct Tokenizer {
 
     int size() const { return (int)n_tokens; }
     size_t longest() const { return longest_token; } // bytes of a token, at most
+    size_t merges() const { return n_merges; }
+    std::pair<int, int> merged(size_t rank) const { return {(int)merge[3 * rank], (int)merge[3 * rank + 1]}; }
     std::string_view bytes(int id) const {
         if (id < 0 || id >= size()) return {};
         return {text + offset[id], offset[id + 1] - offset[id]};

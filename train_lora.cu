@@ -162,7 +162,7 @@ static void give_tokenizer(const Options& o, const ModelFile& file, const std::s
     const std::string from = find_tokenizer(o.tokenizer, o.model), to = folder + "/tokenizer.bin";
     if (from.empty() || same_file(from, to)) return;
     const MappedFile bytes(from);
-    if (!fits(Tokenizer(from), file.config)) return; // found by chance
+    if (!fits(Tokenizer(from), file)) return; // found by chance
     if (access(to.c_str(), F_OK) == 0 && !replace) {
         if (MappedFile(to).text() != bytes.text())
             fprintf(stderr, "%s: another tokenizer, and left as it is; ask with -z %s\n", to.c_str(), from.c_str());
@@ -1169,11 +1169,11 @@ int run_as(const Options& o, const Context& ctx, const ModelFile& file, const Da
 }
 
 // Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
-static size_t open_datasets(const Options& o, const Config& c, std::unique_ptr<Dataset>& data,
+static size_t open_datasets(const Options& o, const ModelFile& file, std::unique_ptr<Dataset>& data,
                             std::unique_ptr<Dataset>& eval) {
     const std::string found = tokenizer_path(o);
     const Tokenizer tokenizer(found);
-    if (tokenizer.size() > c.V) not_its_tokenizer(found, tokenizer, o, c);
+    if (tokenizer.size() > file.config.V || !file.difference(tokenizer).empty()) not_its_tokenizer(found, tokenizer, file);
     auto open = [&](const std::string& path) {
         auto set = std::make_unique<Dataset>(path);
         set->must_match(tokenizer.hash(), template_hash());
@@ -1208,7 +1208,7 @@ static size_t open_datasets(const Options& o, const Config& c, std::unique_ptr<D
     if (!o.merge.empty()) check_merge(file, o.merge, o.overwrite);
     if (!o.adapter_init.empty()) o.lora = AdapterFile(o.adapter_init, file.config).config;
     std::unique_ptr<Dataset> data, eval;
-    const size_t leaked = o.train.empty() ? 0 : open_datasets(o, file.config, data, eval);
+    const size_t leaked = o.train.empty() ? 0 : open_datasets(o, file, data, eval);
     const Context ctx = choose_device(o, file);
     if (ctx.gpu) o.rank_step = GPU_RANK_STEP;
     return wide(o, file) ? run_as<float>(o, ctx, file, data.get(), eval.get(), leaked)

@@ -8,7 +8,8 @@ struct Golden {
     std::vector<float> logits; // (all positions of all prompts, V)
     double bf16_kl = -1;       // the better of transformers' own two
 
-    explicit Golden(const std::string& folder) : file("tests/fixtures/" + folder) {
+    explicit Golden(const std::string& folder, const std::string& model = "") // model: the file in it, "/model.gguf"
+        : file("tests/fixtures/" + folder + model) {
         MappedFile text("tests/fixtures/" + folder + "/golden.json");
         sj::Doc doc;
         REQUIRE(sj::parse(doc, text.text()) == "");

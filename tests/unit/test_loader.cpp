@@ -194,7 +194,7 @@ TEST_CASE("the first eight bytes: the length of the header") {
     check_bytes_refused(with_length(b.header().size() - 1), "header: line 1");
     check_bytes_refused(with_length(b.header().size() + 1), "header: line 1");
     check_bytes_refused(std::string(64, '\0'), "header");
-    check_bytes_refused("GGUF" + std::string(64, '\0') + "llama", "header would be");
+    check_bytes_refused("GGUF" + std::string(64, '\0') + "llama", "GGUF of version 0");
     check_bytes_refused("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "header would be");
 }
 
@@ -362,7 +362,7 @@ TEST_CASE("config: every fault is named") {
         {R"("rope_parameters": {"factor": 4.0})", "rope_parameters.factor = 4.0"},
         {R"("rope_parameters": {"partial_rotary_factor": 0.5})", "partial_rotary_factor = 0.5"},
         {R"("partial_rotary_factor": 0.5)", "partial_rotary_factor = 0.5"},
-        {R"("quantization_config": {"quant_method": "fp8"})", "quantization_config = {"},
+        {R"("quantization_config": {"quant_method": "exl2"})", "quant_method = \"exl2\"; fp8, awq and gptq are read"},
         {R"("num_experts": 128)", "num_experts = 128"},
         {R"("use_qk_norm": false)", "use_qk_norm = false"},
         {R"("attn_logit_softcapping": 50.0)", "attn_logit_softcapping = 50.0"},
