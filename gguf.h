@@ -79,7 +79,8 @@ inline const GgufType* gguf_type(uint32_t type) {
         {"Q8_0", Dtype::Q8_0, 32, 34}, {"Q8_1"}, {"Q2_K"}, {"Q3_K"}, {"Q4_K", Dtype::Q4_K, 256, 144},
         {"Q5_K", Dtype::Q5_K, 256, 176}, {"Q6_K", Dtype::Q6_K, 256, 210}, {"Q8_K"}, {"IQ2_XXS"}, {"IQ2_XS"},
         {"IQ3_XXS"}, {"IQ1_S"}, {"IQ4_NL"}, {"IQ3_S"}, {"IQ2_S"}, {"IQ4_XS"}, {"I8"}, {"I16"}, {"I32"}, {"I64"},
-        {"F64"}, {"IQ1_M"}, {"BF16", Dtype::BF16, 1, 2}, {}, {}, {}, {"TQ1_0"}, {"TQ2_0"}, {}, {}, {}, {"MXFP4"}, {"NVFP4"}};
+        {"F64"}, {"IQ1_M"}, {"BF16", Dtype::BF16, 1, 2}, {}, {}, {}, {"TQ1_0"}, {"TQ2_0"}, {}, {}, {},
+        {"MXFP4"}, {"NVFP4"}};
     return type < std::size(table) && table[type].name ? &table[type] : nullptr;
 }
 

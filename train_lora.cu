@@ -1173,7 +1173,8 @@ static size_t open_datasets(const Options& o, const ModelFile& file, std::unique
                             std::unique_ptr<Dataset>& eval) {
     const std::string found = tokenizer_path(o);
     const Tokenizer tokenizer(found);
-    if (tokenizer.size() > file.config.V || !file.difference(tokenizer).empty()) not_its_tokenizer(found, tokenizer, file);
+    if (tokenizer.size() > file.config.V || !file.difference(tokenizer).empty())
+        not_its_tokenizer(found, tokenizer, file);
     auto open = [&](const std::string& path) {
         auto set = std::make_unique<Dataset>(path);
         set->must_match(tokenizer.hash(), template_hash());
