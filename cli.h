@@ -1008,7 +1008,10 @@ int perplexity(const Options& o, const Config& c, const Weights<T>& weights, con
 
 // A row of a QA file, ready to be asked. Prompt and answer are tokenized apart, as in training.
 struct QuestionRow {
+    size_t line;                         // of the file
     std::string id, question, reference; // id: JSON, "" if the row has none
+    std::vector<Message> messages;       // the question, and what comes before it
+    std::vector<std::string> tools;
     std::vector<Source> sources;         // that go with the question
     std::vector<int> prompt;             // what is answered
     std::vector<int> before, trained;    // what the reference follows, an empty thought at its end; its own ids
@@ -1017,9 +1020,10 @@ struct QuestionRow {
 
 // Alpaca's {instruction, input?, output, system?, history?} or OpenAI's {messages, tools?}, the last message being
 // the reference. That is plain text: what the assistant thought before it is not scored.
-static QuestionRow question_row(const Options& o, const Tokenizer& tokenizer, size_t context, sj::Value v) {
+static QuestionRow question_row(const Options& o, const Tokenizer& tokenizer, size_t line, sj::Value v) {
     if (!v.is(sj::Object)) DIE("not an object");
     QuestionRow row;
+    row.line = line;
     std::vector<Message> messages;
     if (v["messages"]) {
         messages = messages_from_json(v["messages"]);
@@ -1059,19 +1063,24 @@ static QuestionRow question_row(const Options& o, const Tokenizer& tokenizer, si
     tokenizer.encode(row.trained, row.reference, false);
     row.trained.push_back(tokenizer.id("<|im_end|>"));
     tokenizer.encode(row.trained, "\n", false);
-    const size_t room = std::max(room_for_answer(o, context), row.trained.size());
-    row.sources = add_passages(o, tokenizer, messages, context, room, tools);
-    row.prompt = render_chat(tokenizer, messages, {o.think == 1, true}, tools);
     row.before = render_chat(tokenizer, messages, {false, true}, tools);
+    row.messages = std::move(messages), row.tools = tools;
     return row;
 }
 
-static std::vector<QuestionRow> read_questions(const Options& o, const Tokenizer& tokenizer, size_t context,
-                                               const MappedFile& file) {
+// What is only done when the row's turn comes: looking it up in documents may take long.
+static void look_up(const Options& o, const Tokenizer& tokenizer, size_t context, QuestionRow& row) {
+    const size_t room = std::max(room_for_answer(o, context), row.trained.size());
+    row.sources = add_passages(o, tokenizer, row.messages, context, room, row.tools);
+    row.prompt = render_chat(tokenizer, row.messages, {o.think == 1, true}, row.tools);
+    row.before = render_chat(tokenizer, row.messages, {false, true}, row.tools);
+}
+
+static std::vector<QuestionRow> read_questions(const Options& o, const Tokenizer& tokenizer, const MappedFile& file) {
     std::vector<QuestionRow> rows;
     each_json_line(file, [&](size_t line, std::string_view, sj::Value row) {
         try {
-            rows.push_back(question_row(o, tokenizer, context, row));
+            rows.push_back(question_row(o, tokenizer, line, row));
         } catch (const Error& e) {
             DIE("%s: line %zu: %s", file.path.c_str(), line, e.what());
         }
@@ -1184,7 +1193,7 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
     const Config& c = file.config;
     const MappedFile qa(o.eval);
     const int context = o.context ? o.context : std::min(4096, c.max_positions);
-    const std::vector<QuestionRow> rows = read_questions(o, tokenizer, (size_t)context, qa);
+    const std::vector<QuestionRow> rows = read_questions(o, tokenizer, qa);
     if (std::none_of(rows.begin(), rows.end(), [&](auto& row) { return row.length() <= (size_t)context; }))
         DIE("%s: every row is longer than the context of %d tokens: nothing to measure (-c sets it)", o.eval.c_str(),
             context);
@@ -1224,7 +1233,14 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
         Progress progress;
         ThreadPace pace(o, o.ctx);
         while (totals.rows < rows.size() && !interrupted) {
-            const std::string line = evaluate_row(session, tokenizer, how, rows[totals.rows], totals.rows, pace);
+            QuestionRow row = rows[totals.rows];
+            try {
+                look_up(o, tokenizer, (size_t)context, row);
+            } catch (const Error& e) {
+                if (interrupted) break;
+                DIE("%s: line %zu: %s", qa.path.c_str(), row.line, e.what());
+            }
+            const std::string line = evaluate_row(session, tokenizer, how, row, totals.rows, pace);
             if (interrupted) break;
             out.append(line);
             totals.add(line);

@@ -124,7 +124,8 @@ template <int HEAD, class U, class S>
 TARGET static void attention_mix(U* out, U scale, const U* p, const S* values, const S* next, int head) {
     const int D = HEAD ? HEAD : head;
     int i = 0;
-    for (; i + MIXED * WIDTH <= D; i += MIXED * WIDTH) mix_columns(out + i, scale, p, values + i, next + i, D, MIXED * WIDTH);
+    for (; i + MIXED * WIDTH <= D; i += MIXED * WIDTH)
+        mix_columns(out + i, scale, p, values + i, next + i, D, MIXED * WIDTH);
     if (HEAD == 0 && i < D) mix_columns(out + i, scale, p, values + i, next + i, D, D - i);
 }
 

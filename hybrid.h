@@ -27,8 +27,9 @@ template <class T> struct KeptModel {
             pace.step();
         });
     }
+    static constexpr uint64_t SHOWN = 1; // how texts are shown to the model; another number when that changes
     uint64_t hash() const {
-        const uint64_t of[] = {file->hash(), tokenizer.hash(), (uint64_t)embedder.capacity, sizeof(T)};
+        const uint64_t of[] = {file->hash(), tokenizer.hash(), (uint64_t)embedder.capacity, sizeof(T), SHOWN};
         return fnv1a(of, sizeof of);
     }
 

@@ -637,23 +637,33 @@ template <class T> struct Engine {
         }
     }
 
+    // Of what is free now. (On a GPU that is little: the cache was given nearly all.)
+    size_t room_for_adapters() const {
+#ifdef __CUDACC__
+        if (ctx.gpu) {
+            size_t have = 0, all = 0;
+            CUDA_CHECK(cudaMemGetInfo(&have, &all));
+            return have / 2;
+        }
+#endif
+        return available_memory() / 4;
+    }
     // Of any thread: an adapter for this engine.
     AdapterPtr attach(const AdapterFile& file, const std::string& name) {
         Context own = ctx;
 #ifdef __CUDACC__
         // With a stream of its own, since the engine's may be recording a graph, which no memory may be taken beside.
         std::lock_guard lock(recording);
+        std::unique_ptr<CUstream_st, cudaError_t (*)(cudaStream_t)> stream(nullptr, cudaStreamDestroy);
         if (ctx.gpu) {
             own.gpu = std::make_shared<Gpu>(*ctx.gpu);
             CUDA_CHECK(cudaStreamCreateWithFlags(&own.gpu->stream, cudaStreamNonBlocking));
+            stream.reset(own.gpu->stream);
         }
 #endif
         auto one = std::make_shared<AdaptedModel<T>>(own, weights, file, name, max_rows);
 #ifdef __CUDACC__
-        if (ctx.gpu) {
-            CUDA_CHECK(cudaStreamSynchronize(own.gpu->stream));
-            cudaStreamDestroy(own.gpu->stream);
-        }
+        if (ctx.gpu) CUDA_CHECK(cudaStreamSynchronize(own.gpu->stream));
 #endif
         return one;
     }
@@ -1523,7 +1533,8 @@ template <class T> struct Engine {
 };
 
 // ====================================================================================================== 4 API
-// https://platform.openai.com/docs/api-reference, with vLLM's additions. server/request.h has the way in; here is the way out.
+// https://platform.openai.com/docs/api-reference, with vLLM's additions. server/request.h has the way in; here is the
+// way out.
 #include "server/request.h"
 #include "server/embed_api.h"
 
@@ -1946,8 +1957,13 @@ struct Batcher {
             jobs += n;
             return true;
         };
+        auto some_finished = [&] {
+            std::lock_guard lock(mutex);
+            return !finished.empty();
+        };
         while (have < rows.size() && !note()) {
-            while (next < rows.size() && jobs < how.most && !note()) { // (thousands may be refused, each after a while)
+            // (Thousands may be refused, each after a while, or looked up in documents. What is finished does not wait.)
+            while (next < rows.size() && jobs < how.most && !some_finished() && !note()) {
                 const size_t index = next++;
                 if (rows[index].answered) continue;
                 bool begun = false;
@@ -2468,6 +2484,10 @@ struct Exchange {
         auto under = [&](const std::string& root) { return (path + "/").compare(0, root.size(), root) == 0; };
         return server.filing && (under("/v1/files/") || under("/v1/batches/"));
     }
+    bool looks_up() const { // in documents
+        const bool chat = path == CHAT || path == RESPONSES || path == MESSAGES || path == COUNT_TOKENS;
+        return chat && server.service.documents;
+    }
     bool swaps() const { // loads or unloads an adapter
         return server.options.swaps && (path == LOAD_ADAPTER || path == UNLOAD_ADAPTER);
     }
@@ -2550,7 +2570,7 @@ struct Exchange {
             if (!open) counted = false, server.answering--; // it will be refused
             peer.phase = Peer::WORKING;
             auto takes_long = [&] {
-                return body_size() > SMALL_BODY || filed() || swaps() || asks_for_form() || server.service.documents;
+                return body_size() > SMALL_BODY || filed() || swaps() || asks_for_form() || looks_up();
             };
             if (open && !refusal && takes_long()) {
                 MHD_suspend_connection(connection);
@@ -3401,8 +3421,12 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     server.service = {&tokenizer, o.name, o.system, context, o.think == 1};
     server.service.path = o.model;
     Adapters& adapters = *server.service.adapters;
-    adapters.open = [&](const std::string& name, const std::string& folder) {
+    const size_t room = engine.room_for_adapters(); // of those that clients load, all together
+    adapters.open = [&, room](const std::string& name, const std::string& folder) {
         const AdapterFile from = blame("lora_path", [&] { return AdapterFile(folder, c, true); });
+        if (LoadedAdapter::alive_bytes() + from.map.size > room)
+            throw Refusal(503, format("adapters may take %.1f GB together, those that still answer included",
+                                      (double)room / 1e9));
         try {
             return engine.attach(from, name);
         } catch (const Error& e) { // memory

@@ -566,20 +566,26 @@ template <class T> struct Trainer {
 
     // ---- With --dpo
     // The reference is the model before the first step: the base, or with --adapter-init the two together. Its
-    // log-probabilities are computed once, of every pair that is still to be seen. A forward pass without the adapter in
-    // each step would come to the same, cost as much in each epoch, and be of no use to --full.
+    // log-probabilities are computed once, of every pair that is still to be seen. To do it in each step, without the
+    // adapter, would cost as much in each epoch, and be of no use to --full and --adapter-init.
     std::vector<double> reference, eval_reference; // (rows of the dataset)
     Preferences preferences;                       // of the last step or evaluation
 
     void make_reference() {
-        std::set<size_t> seen;
-        for (int64_t k = step; k < steps && seen.size() < rows.size(); k++)
-            for (size_t pair : rows_of(k)) seen.insert(pair);
+        auto seen_from = [&](int64_t k) {
+            std::set<size_t> seen;
+            for (; k < steps && seen.size() < rows.size(); k++)
+                for (size_t pair : rows_of(k)) seen.insert(pair);
+            return seen;
+        };
+        // In the same batches whatever step is next: a GPU's bits depend on the batch.
+        const std::set<size_t> all = seen_from(0), left = seen_from(step);
         use_dropout(false);
-        reference = reference_of(data, {seen.begin(), seen.end()});
-        if (eval) eval_reference = reference_of(*eval, eval_rows);
+        reference = reference_of(data, {all.begin(), all.end()}, &left);
+        if (eval) eval_reference = reference_of(*eval, eval_rows, nullptr);
     }
-    std::vector<double> reference_of(const Dataset& from, const std::vector<size_t>& list) {
+    std::vector<double> reference_of(const Dataset& from, const std::vector<size_t>& list,
+                                     const std::set<size_t>* wanted) {
         const double start = seconds();
         double told = start;
         std::vector<double> out(from.rows());
@@ -594,7 +600,7 @@ template <class T> struct Trainer {
             told = seconds();
             fprintf(stderr, "%s: the reference of %zu/%zu pairs, %.1f s\n", from.file.path.c_str(), done, list.size(),
                     told - start);
-        });
+        }, wanted);
         return out;
     }
 
@@ -636,11 +642,15 @@ template <class T> struct Trainer {
     // ---- Any step
 
     // Calls f(batch, first, R) for each batch of some units, after its forward pass; `first` is the place of its first
-    // unit in the list.
-    template <class F> void each_batch(const Dataset& from, const std::vector<size_t>& list, F f) {
+    // unit in the list. Batches without any unit of `wanted` are passed over; null: none.
+    template <class F>
+    void each_batch(const Dataset& from, const std::vector<size_t>& list, F f,
+                    const std::set<size_t>* wanted = nullptr) {
         for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
             int R;
             const int n = (int)std::min((size_t)o.batch, list.size() - first);
+            auto is_wanted = [&](size_t unit) { return wanted->count(unit) > 0; };
+            if (wanted && std::none_of(&list[first], &list[first] + n, is_wanted)) continue;
             const Batch b = load(from, &list[first], n, (int)first, R);
             forward(ctx, c, w, b, a, kv, rope);
             f(b, first, R);

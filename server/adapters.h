@@ -15,16 +15,21 @@ struct LoadedAdapter {
     const std::string name, folder;
     const uint64_t number; // from 1 on. No other one ever has it, also if it has the same name
     const uint64_t hash;   // of its matrices
+    const size_t bytes;    // ... in its file
     const long created = (long)time(nullptr);
     mutable std::atomic<size_t> waiting{0}, running{0}; // answers (and texts) of the engine,
     mutable std::atomic<uint64_t> tokens{0};            // ... and all tokens drawn for them
 
-    LoadedAdapter(const std::string& name, const std::string& folder, uint64_t hash)
-        : name(name), folder(folder), number(next()), hash(hash) { alive()++; }
+    LoadedAdapter(const std::string& name, const std::string& folder, uint64_t hash, size_t bytes)
+        : name(name), folder(folder), number(next()), hash(hash), bytes(bytes) { alive()++, alive_bytes() += bytes; }
     LoadedAdapter(const LoadedAdapter&) = delete;
-    virtual ~LoadedAdapter() { alive()--; }
+    virtual ~LoadedAdapter() { alive()--, alive_bytes() -= bytes; }
 
     static std::atomic<size_t>& alive() { // all that hold memory, also those that have no name any more
+        static std::atomic<size_t> n{0};
+        return n;
+    }
+    static std::atomic<size_t>& alive_bytes() {
         static std::atomic<size_t> n{0};
         return n;
     }
@@ -110,7 +115,8 @@ template <class T> struct AdaptedModel : LoadedAdapter {
     AttachedAdapter<T> attached;
 
     AdaptedModel(Context ctx, const Weights<T>& w, const AdapterFile& file, const std::string& name, int tokens)
-        : LoadedAdapter(name, file.path, adapter_hash(file, 1)), layers(w.layers), attached(ctx, *this, file, tokens) {}
+        : LoadedAdapter(name, file.path, adapter_hash(file, 1), file.map.size), layers(w.layers),
+          attached(ctx, *this, file, tokens) {}
 };
 
 // Rows first .. first + rows - 1 of a batch, which are computed with the same adapter. Null: with none.
