@@ -120,14 +120,10 @@ inline void read_safetensors(const MappedFile& map, Tensors& out, Metadata& meta
 // A tensor to be written; `write` writes its bytes, whenever they are due.
 struct OutTensor {
     std::string name;
-    const char* dtype; // F32, F16 or BF16
+    const char* dtype; // as safetensors writes it
     Shape shape;
     std::function<void(OutputFile&)> write;
-    size_t bytes() const {
-        size_t n = dtype_named(dtype)->size;
-        for (int64_t d : shape) n *= (size_t)d;
-        return n;
-    }
+    size_t bytes() const { return dtype_named(dtype)->size * count_of(shape); }
 };
 
 // The tensors, in this order. Returns the bytes of the file.
@@ -360,6 +356,7 @@ struct ModelFile {
     std::string config_text, generation_text;   // the first without quantization_config
     std::unique_ptr<GgufVocabulary> vocabulary; // of a GGUF file
     bool logits = true; // false: only hidden states are wanted of it, and a bare model without a head will do
+    bool bare = false;  // a Qwen3Model, which need not have a head
 
     static bool exists(const std::string& f) { return access(f.c_str(), F_OK) == 0; }
     // The path is that of a folder with a model in it.
@@ -413,7 +410,12 @@ struct ModelFile {
             hash = fnv1a(&tensor.dtype, sizeof tensor.dtype, hash);
             hash = fnv1a(&tensor.bytes, sizeof tensor.bytes, hash);
             add(tensor);
-            if (const Packed* p = tensor.packed.get()) add(p->scales), add(p->zeros), add(p->order);
+            if (const Packed* p = tensor.packed.get()) {
+                const uint64_t meaning[] = {(uint64_t)p->method, (uint64_t)p->bits, (uint64_t)p->zero_offset, p->group,
+                                            p->group_rows};
+                hash = fnv1a(meaning, sizeof meaning, hash);
+                add(p->scales), add(p->zeros), add(p->order);
+            }
         }
         return hash;
     }
@@ -443,6 +445,7 @@ struct ModelFile {
             if (t.name == "token_embd.weight") rows = t.tensor.shape[0];
             tied &= t.name != "output.weight";
         }
+        if (!tensors.count("model.embed_tokens.weight")) g.fail("no tensor token_embd.weight");
         config_text = gguf_config(g, rows, tied);
         vocabulary = std::make_unique<GgufVocabulary>(g);
         sj::Writer ends;
@@ -450,6 +453,12 @@ struct ModelFile {
         for (uint64_t id : vocabulary->end_tokens(g)) ends.value(id);
         generation_text = ends.end().end().text;
         config = parse_config(g.path, config_text, generation_text);
+        Tensors rest = tensors;
+        for (const ModelTensor& t : model_tensors(config))
+            if (const auto at = rest.find(t.name()); at != rest.end())
+                need_shape(t.name(), at->second, t.shape()), rest.erase(at);
+        if (!rest.empty())
+            g.fail(format("tensor %s is of no layer: the model has %d", rest.begin()->first.c_str(), config.L));
     }
     // Reads quantization_config and takes it out of the config's text: what is made of the weights is not quantised.
     std::optional<QuantizationConfig> take_quantization(const std::string& file) {
@@ -468,10 +477,27 @@ struct ModelFile {
     void finish(const std::optional<QuantizationConfig>& quantization) {
         if (quantization) Packer{path, tensors, *quantization}.run();
         name_as_usual();
+        drop_biases();
+    }
+    // Qwen3 has no biases. AutoGPTQ writes zeros.
+    void drop_biases() {
+        for (const ModelTensor& m : model_tensors(config)) {
+            const std::string weight = m.name(), name = weight.substr(0, weight.size() - strlen("weight")) + "bias";
+            const auto found = tensors.find(name);
+            if (found == tensors.end()) continue;
+            const Tensor& t = found->second;
+            if (std::any_of(t.data, t.data + t.bytes, [](uint8_t b) { return b != 0; }))
+                DIE("%s: tensor %s is not zero: a model with a bias is not supported", t.file.c_str(), name.c_str());
+            tensors.erase(found);
+        }
     }
     // A bare Qwen3Model, as Qwen3-Embedding is published, has no "model." before its tensors' names.
     void name_as_usual() {
+        sj::Doc doc;
+        sj::parse(doc, config_text);
+        bare = doc.root()["architectures"][(size_t)0].str() == "Qwen3Model";
         if (!tensors.count("embed_tokens.weight") || tensors.count("model.embed_tokens.weight")) return;
+        bare = true;
         Tensors usual;
         for (auto& [name, tensor] : tensors) usual.emplace((name == "lm_head.weight" ? "" : "model.") + name, tensor);
         tensors.swap(usual);
@@ -606,9 +632,7 @@ template <class T> struct WeightLoader {
         const bool same = (std::is_same_v<T, bf16> && t.dtype == Dtype::BF16) ||
                           (std::is_same_v<T, float> && t.dtype == Dtype::F32);
         if (same && (uintptr_t)t.data % alignof(T) == 0) return (const T*)t.data;
-        size_t n = 1;
-        for (int64_t d : t.shape) n *= (size_t)d;
-        T* out = own<T>(n, t, name);
+        T* out = own<T>(count_of(t.shape), t, name);
         if (!read_numbers(out, t) && t.is_quantized())
             DIE("%s: tensor %s has an infinity or a NaN", t.file.c_str(), name.c_str());
         return out;
@@ -986,7 +1010,7 @@ inline const char* written_type(const std::string& name, const Tensor& t) {
 }
 inline void write_tensor(OutputFile& out, const std::string& name, const Tensor& t) {
     if (!t.is_quantized()) return out.write(t.data, t.bytes);
-    std::vector<bf16> numbers((size_t)t.shape[0] * (size_t)t.shape[1]);
+    std::vector<bf16> numbers(count_of(t.shape));
     if (!read_numbers(numbers.data(), t))
         DIE("%s: tensor %s has an infinity or a NaN", t.file.c_str(), name.c_str());
     out.write(numbers.data(), numbers.size() * sizeof(bf16));
@@ -1042,6 +1066,7 @@ inline size_t write_model(const ModelFile& file, const std::string& path) {
     };
     for (const ModelTensor& t : model_tensors(file.config)) {
         const std::string name = t.name();
+        if (t.kind == HEAD && file.bare && !file.tensors.count(name)) continue;
         if (!add(name)) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
         need_shape(name, file.tensors.at(name), t.shape());
         add(name + "_scale");
@@ -1050,7 +1075,8 @@ inline size_t write_model(const ModelFile& file, const std::string& path) {
 }
 
 // Writes the model with the adapter merged into it: a model.bin if the path ends in .bin, else a Hugging Face folder,
-// to which the tokenizer's files for others in the base's folder are copied. Tensors without an adapter keep their bytes.
+// to which the tokenizer's files for others in the base's folder are copied. Tensors without an adapter keep their
+// bytes, or become bf16 if they are quantised.
 inline void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
     std::map<std::string, ModelTensor> modules; // by name
     for (const ModelTensor& t : targeted(file.config, adapter.config)) {

@@ -492,7 +492,7 @@ def check_config(data, path):
     if kind != "qwen3":
         raise Fault(f"{path}: model_type {str(kind)[:40]!r} is not supported, only 'qwen3' is")
     if config.get("quantization_config") is not None:
-        raise Fault(f"{path}: quantization_config is not supported: take the unquantized checkpoint")
+        raise Fault(f"{path}: quantization_config is not supported: `qwen3 FOLDER --convert OUT.bin` makes bf16 of it")
     return data.decode()
 
 

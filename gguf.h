@@ -9,8 +9,8 @@
        tensors: string name; u32 dimensions; u64 size[dimensions], the row's first; u32 type; u64 offset
        padding to a multiple of general.alignment (32), from where offsets count; the tensors' bytes
 
-   Nothing in the file is believed: a read past its end, a product that overflows, a tensor that is not where it says,
-   or that lies in another one, is one line of error.
+   The file is not trusted. One line of error says that the header goes on past its end, that a product overflows, or
+   that a tensor is not one of the model's, is not aligned, ends past the file's end or overlaps another one.
 
    The tokenizer in the file is not built. It is compared with tokenizer.bin, which has Unicode's tables too, and must
    be the same: ids, texts and merges.
@@ -123,6 +123,7 @@ struct GgufFile {
         double x;
         if (!(*this)[key]) fail("metadata has no " + key);
         if (!(*this)[key].real(&x)) fail("metadata: " + key + " is not a float");
+        if (!std::isfinite(x)) fail("metadata: " + key + " is an infinity or a NaN");
         return x;
     }
     [[noreturn]] void fail(const std::string& what) const { DIE("%s: %s", path.c_str(), what.c_str()); }
@@ -183,6 +184,8 @@ struct GgufFile {
         if (!type->count)
             fail(who + format(" is of type %s, which is not supported: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, "
                               "Q4_K, Q5_K and Q6_K are read", type->name));
+        if (type->count > 1 && dimensions != 2)
+            fail(who + format(" has %u dimensions, blocks of %s are in matrices only", dimensions, type->name));
         if ((uint64_t)t.tensor.shape.back() % type->count)
             fail(who + format(" has rows of %lld numbers, %s has blocks of %zu", (long long)t.tensor.shape.back(),
                               type->name, type->count));
@@ -247,13 +250,19 @@ inline std::string gguf_config(const GgufFile& g, int64_t vocabulary, bool tied)
         g.fail(format("qwen3.rope.scaling.type is %.60s, which is not supported",
                       std::string(scaling.string()).c_str()));
     auto integer = [&](const char* key) { return g.integer(std::string("qwen3.") + key); };
+    constexpr uint64_t NONE = 0, LAST = 3; // which of a text's vectors are its embedding
+    const uint64_t pooling = g["qwen3.pooling_type"] ? integer("pooling_type") : NONE;
+    if (pooling != NONE && pooling != LAST)
+        g.fail(format("qwen3.pooling_type is %llu, only 0 (none) and 3 (last) are supported",
+                      (unsigned long long)pooling));
     const uint64_t C = integer("embedding_length"), H = integer("attention.head_count");
     const uint64_t D = g["qwen3.attention.key_length"] ? integer("attention.key_length") : H ? C / H : 0;
     for (const char* key : {"attention.value_length", "rope.dimension_count"})
         if (g[std::string("qwen3.") + key] && integer(key) != D)
             g.fail(format("qwen3.%s is not attention.key_length, which is not supported", key));
     sj::Writer w;
-    w.object().key("architectures").array().value("Qwen3ForCausalLM").end().field("model_type", "qwen3");
+    w.object().key("architectures").array().value(pooling == LAST ? "Qwen3Model" : "Qwen3ForCausalLM").end();
+    w.field("model_type", "qwen3");
     w.field("hidden_act", "silu").field("attention_bias", false).field("use_sliding_window", false);
     w.field("hidden_size", C).field("num_hidden_layers", integer("block_count")).field("num_attention_heads", H);
     w.field("num_key_value_heads", g["qwen3.attention.head_count_kv"] ? integer("attention.head_count_kv") : H);

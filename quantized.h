@@ -101,6 +101,12 @@ inline std::string text_of(const Shape& shape) {
     return s;
 }
 
+inline size_t count_of(const Shape& shape) { // of its numbers
+    size_t n = 1;
+    for (int64_t d : shape) n *= (size_t)d;
+    return n;
+}
+
 // Throws unless the tensor has that shape.
 inline void need_shape(const std::string& name, const Tensor& t, const Shape& shape) {
     if (t.shape != shape)
@@ -358,7 +364,21 @@ struct QuantizationConfig {
     int bits = 8;
     size_t group = 0, group_rows = 0; // group 0: a whole row
     int zero_offset = 0;
+    bool ordered = false; // GPTQ: which group a column is in only g_idx says
 };
+
+// What no number depends on, or what the tensors show: how a model was quantised, and which programs are to load it.
+inline bool is_quantization_bookkeeping(const std::string& key) {
+    static const std::set<std::string> keys = {
+        "act_group_aware", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
+        "damp_percent", "dataset", "dequantize", "disable_exllama", "do_fuse", "exllama_config", "expert_dtype",
+        "fuse_max_seq_len", "gptaq", "ignored_layers", "lm_head", "max_input_length", "meta", "model_file_base_name",
+        "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize",
+        "modules_to_convert", "modules_to_fuse", "modules_to_not_convert", "mse", "pad_token_id", "parallel_packing",
+        "quant_method", "quantizer", "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16",
+        "use_exllama", "v2", "v2_alpha"};
+    return keys.count(key);
+}
 
 inline QuantizationConfig parse_quantization(const char* name, sj::Value j) {
     auto refuse = [&](const char* key) {
@@ -372,9 +392,14 @@ inline QuantizationConfig parse_quantization(const char* name, sj::Value j) {
             if (strcasecmp(s.c_str(), v) == 0) return std::string(v);
         return refuse(key), s;
     };
-    auto off = [&](const char* key) {
-        const sj::Value v = j[key];
-        if (v && !v.is(sj::Null) && !v.is(sj::False) && !(v.is_container() && v.size() == 0)) refuse(key);
+    auto off = [](sj::Value v) {
+        return !v || v.is(sj::Null) || v.is(sj::False) || (v.is(sj::String) && v.str().empty()) ||
+               (v.is_container() && v.size() == 0);
+    };
+    // Whatever key is not known may change the computation: it must be off.
+    auto only = [&](const std::set<std::string>& read) {
+        for (auto [key, v] : j.members())
+            if (!read.count(key) && !is_quantization_bookkeeping(key) && !off(v)) refuse(key.c_str());
     };
     auto integer = [&](const char* key, sj::Value v, int64_t low, int64_t high) {
         int64_t n = 0;
@@ -388,7 +413,9 @@ inline QuantizationConfig parse_quantization(const char* name, sj::Value j) {
     const std::string method = j["quant_method"].str();
     if (method == "fp8") {
         q.method = Method::FP8;
+        only({"fmt", "activation_scheme", "weight_block_size", "scale_fmt"});
         one_of("fmt", {"e4m3"});
+        one_of("scale_fmt", {"float"});
         one_of("activation_scheme", {"dynamic"}); // activations stay bf16 here
         const sj::Value block = j["weight_block_size"];
         if (!block.is(sj::Array) || block.size() != 2) refuse("weight_block_size");
@@ -403,19 +430,30 @@ inline QuantizationConfig parse_quantization(const char* name, sj::Value j) {
     q.bits = (int)bits, q.group = (size_t)std::max<int64_t>(group, 0);
     if (group == 0) refuse("group_size");
     one_of("pack_dtype", {"int32"});
-    off("dynamic");
+    one_of("method", {method.c_str()});
+    std::set<std::string> read = {"bits", "group_size", "pack_dtype", "method",
+                                  "format", "checkpoint_format", "backend"};
     if (method == "awq") {
         q.method = Method::AWQ;
+        read.insert({"version", "zero_point"});
+        only(read);
         if (bits != 4) refuse("bits");
-        one_of("version", {"gemm"});
-        one_of("checkpoint_format", {"gemm"});
+        for (const char* key : {"version", "format", "checkpoint_format"}) one_of(key, {"gemm"});
+        if (j["backend"].str() == "llm-awq") refuse("backend"); // packs words in another order
         if (j["zero_point"] && !j["zero_point"].is(sj::True)) refuse("zero_point");
         return q;
     }
     q.method = Method::GPTQ;
+    read.insert("desc_act");
+    only(read);
     if (bits != 4 && bits != 8) refuse("bits");
-    off("is_marlin_format");
-    q.zero_offset = one_of("checkpoint_format", {"gptq", "gptq_v2"}) == "gptq";
+    auto given = [&](const char* key) { return j[key] && !j[key].is(sj::Null); };
+    const std::string now = one_of("format", {"gptq", "gptq_v2"}); // and its older name
+    const std::string before = one_of("checkpoint_format", {"gptq", "gptq_v2"});
+    if (given("format") && given("checkpoint_format") && now != before)
+        DIE("%s: quantization_config: format and checkpoint_format differ", name);
+    q.zero_offset = now == "gptq" && before == "gptq";
+    q.ordered = !off(j["desc_act"]);
     return q;
 }
 
@@ -499,17 +537,12 @@ struct Packer {
             if (p.bits == 8 ? b == 255 : b >> 4 == 15 || (b & 15) == 15)
                 fault(zero_name, p.zeros, format("has a zero point of %d, beyond %d bits", 1 << p.bits, p.bits));
         }
-        if (!awq && tensors.count(order_name)) {
+        if (config.ordered || (!awq && tensors.count(order_name))) {
             p.order = take(order_name);
             need(order_name, p.order, p.order.dtype == Dtype::I32, "I32", {(int64_t)p.in});
             for (size_t k = 0; k < p.in; k++)
                 if (load_as<uint32_t>(p.order.data + 4 * k) >= (uint64_t)groups)
                     fault(order_name, p.order, format("has a group beyond the %lld there are", (long long)groups));
-        }
-        if (const auto bias = tensors.find(name + ".bias"); bias != tensors.end()) { // AutoGPTQ writes zeros
-            const Tensor t = take(name + ".bias");
-            for (size_t i = 0; i < t.bytes; i++)
-                if (t.data[i]) fault(name + ".bias", t, "is not zero: a model with a bias is not supported");
         }
         put(name, p);
     }

@@ -223,6 +223,29 @@ TEST_CASE("folders: what they may leave out or say otherwise") {
         p.set("checkpoint_format", "\"gptq_v2\"");
         check_loads_as(p, "gptq4");
     }
+    SUBCASE("the format's two names") {
+        Parts p("gptq4");
+        for (auto& [name, t] : p.tensors)
+            if (name.find("qzeros") != std::string::npos)
+                for (char& c : t.bytes) c = (char)(c + 0x11);
+        p.add("\"format\": \"gptq_v2\"");
+        p.set("checkpoint_format", "null");
+        check_loads_as(p, "gptq4");
+    }
+    SUBCASE("what GPTQModel, AutoGPTQ, optimum, AutoAWQ and transformers write besides") {
+        Parts gptq("gptq4"), awq("awq"), fp8("fp8");
+        gptq.add(R"("method": "gptq", "format": "gptq", "rotation": null, "activation": null, "adapter": {}, "meta": {"mse": 0.0,
+            "quantizer": ["gptqmodel:7.7.0"], "act_group_aware": false}, "model_name_or_path": "a/b", "is_marlin_format": false,
+            "model_file_base_name": "model", "tokenizer": "a/b", "dataset": "c4", "batch_size": 1, "use_exllama": true,
+            "exllama_config": {"version": 1}, "backend": "auto", "module_name_preceding_first_block": ["model.embed_tokens"],
+            "cache_block_outputs": true, "act_group_aware": false, "use_cuda_fp16": false, "model_seqlen": 2048)");
+        check_loads_as(gptq, "gptq4");
+        awq.add(R"("method": "awq", "format": "gemm", "checkpoint_format": "gemm", "desc_act": false, "lm_head": false, "sym": false,
+            "pack_dtype": "int32", "backend": "autoawq", "do_fuse": false, "fuse_max_seq_len": null, "exllama_config": null)");
+        check_loads_as(awq, "awq");
+        fp8.add(R"("scale_fmt": "float", "dequantize": false, "expert_dtype": "fp8", "modules_to_convert": null, "kernel": "")");
+        check_loads_as(fp8, "fp8");
+    }
     SUBCASE("a bias of zeros, as AutoGPTQ writes it") {
         Parts p("gptq4");
         p.tensors["model.layers.0.self_attn.q_proj.bias"] = {"F16", {64}, std::string(128, '\0')};
@@ -283,6 +306,24 @@ TEST_CASE("folders: a quantization_config that is not read is refused by name") 
         check_parts_refused(c.folder, c.word, [&](Parts& p) { p.set(c.key, c.value); });
     }
     check_parts_refused("gptq4", "is_marlin_format = true", [](Parts& p) { p.add("\"is_marlin_format\": true"); });
+    const struct { const char *folder, *member, *word; } more[] = {
+        {"gptq4", R"("rotation": "hadamard")", "quantization_config has rotation = \"hadamard\", which is not supported"},
+        {"gptq8", R"("rotation": "random")", "rotation = \"random\""},
+        {"awq", R"("rotation": "hadamard")", "rotation = \"hadamard\""},
+        {"gptq4", R"("activation": {"mode": "w4afp8"})", "activation = {"},
+        {"gptq4", R"("adapter": {"name": "lora"})", "adapter = {"},
+        {"gptq4", R"("method": "qqq")", "method = \"qqq\""},
+        {"gptq4", R"("format": "gptq_v2")", "quantization_config: format and checkpoint_format differ"},
+        {"gptq4", R"("format": "marlin")", "format = \"marlin\""},
+        {"gptq4", R"("a key of tomorrow": 0)", "a key of tomorrow = 0"},
+        {"awq", R"("format": "gemv_fast")", "format = \"gemv_fast\""},
+        {"awq", R"("backend": "llm-awq")", "backend = \"llm-awq\""},
+        {"awq", R"("desc_act": true)", "desc_act = true"},
+        {"fp8", R"("scale_fmt": "ue8m0")", "scale_fmt = \"ue8m0\""},
+        {"fp8", R"("rotation": "hadamard")", "rotation = \"hadamard\""},
+    };
+    for (auto& c : more) check_parts_refused(c.folder, c.word, [&](Parts& p) { p.add(c.member); });
+    check_parts_refused("gptq4", "no tensor model.layers.0.self_attn.q_proj.g_idx", [](Parts& p) { p.drop("g_idx"); }); // desc_act
     check_parts_refused("fp8", "quantization_config is not a JSON object", [](Parts& p) {
         const size_t at = p.config.find("\"quantization_config\": {");
         p.config = p.config.substr(0, at) + "\"quantization_config\": 7}";
@@ -332,6 +373,18 @@ TEST_CASE("folders: parts that are missing, of another shape or type, or beyond 
     refused("gptq4", q + "bias is not zero", [&](Parts& p) {
         p.tensors[q + "bias"] = {"F16", {64}, std::string(127, '\0') + "\x3c"};
     });
+    for (const char* bias : {"self_attn.q_proj.bias", "input_layernorm.bias"}) { // of what is not packed, too
+        const std::string name = "model.layers.0."s + bias;
+        refused("fp8", name + " is not zero", [&](Parts& p) { p.tensors[name] = {"BF16", {1}, "\1\1"}; });
+        const Scratch s;
+        Parts plain("../tied_bf16");
+        plain.tensors[name] = {"BF16", {1}, "\1\1"s};
+        plain.write(s / "m");
+        check_refused(s / "m", name + " is not zero");
+        plain.tensors[name].bytes = "\0\0"s;
+        plain.write(s / "m");
+        CHECK(fault(s / "m") == "");
+    }
     // Shapes of no bytes whose products overflow.
     refused("gptq4", q, [&](Parts& p) { p["qweight"] = {"I32", {1ll << 62, 0}, ""}; });
     refused("awq", q, [&](Parts& p) { p["qweight"] = {"I32", {0, 1ll << 61}, ""}; });
@@ -455,6 +508,21 @@ TEST_CASE("GGUF: the config is the metadata's") {
     CHECK(fault(MemoryFile(g.file()).path) == "");
 }
 
+TEST_CASE("GGUF: one whose pooling is the last token makes vectors, as Qwen3-Embedding does") {
+    const std::pair<uint32_t, bool> kinds[] = {{0, false}, {3, true}};
+    for (auto [pooling, embeds] : kinds) {
+        Gguf g = small_gguf();
+        g.set("qwen3.pooling_type", pooling);
+        const MemoryFile memory(g.file());
+        const ModelFile file(memory.path);
+        CHECK(says_it_embeds(file) == embeds);
+        CHECK(file.config_text.find(embeds ? "[\"Qwen3Model\"]" : "[\"Qwen3ForCausalLM\"]") != std::string::npos);
+    }
+    for (uint32_t pooling : {1u, 2u, 4u, UINT32_MAX})
+        check_gguf_refused(format("qwen3.pooling_type is %u, only", pooling), [&](Gguf& g) { g.set("qwen3.pooling_type", pooling); });
+    check_gguf_refused("qwen3.pooling_type is not a whole number", [](Gguf& g) { g.set_text("qwen3.pooling_type", "last"); });
+}
+
 TEST_CASE("GGUF: what would be another model is refused by name") {
     auto meta = [](const char* word, const char* key, const std::string& value) {
         check_gguf_refused(word, [&](Gguf& g) { g.set(key, value); });
@@ -477,14 +545,20 @@ TEST_CASE("GGUF: what would be another model is refused by name") {
     meta("q_proj.weight is (32,32), the config needs (64,32)", "qwen3.attention.head_count", u32(2));
     meta("metadata has no qwen3.attention.layer_norm_rms_epsilon", "qwen3.attention.layer_norm_rms_epsilon", "");
     meta("qwen3.rope.freq_base is not a float", "qwen3.rope.freq_base", u32(10000));
-    meta("no rope_theta", "qwen3.rope.freq_base", Gguf::raw(GgufValue::F32) + Gguf::raw(NAN));
+    for (const char* key : {"qwen3.rope.freq_base", "qwen3.attention.layer_norm_rms_epsilon"}) {
+        meta((key + " is an infinity or a NaN"s).c_str(), key, Gguf::raw(GgufValue::F32) + Gguf::raw(NAN));
+        meta((key + " is an infinity or a NaN"s).c_str(), key, Gguf::raw(GgufValue::F64) + Gguf::raw<double>(INFINITY));
+    }
     meta("eos_token_id holds 40", "tokenizer.ggml.eos_token_id", u32(40));
     check_gguf_refused("tensor blk.0.attn_q.bias belongs to no", [](Gguf& g) { g.add("blk.0.attn_q.bias", {32}, 0, std::string(128, 0)); });
     check_gguf_refused("tensor rope_freqs.weight belongs to no", [](Gguf& g) { g.add("rope_freqs.weight", {16}, 0, std::string(64, 0)); });
     for (const char* name : {"blk.00.attn_q.weight", "blk.-1.attn_q.weight", "blk.0.attn_q", "blk.0..weight", "blk.", "blk.0.weight",
                              "blk.0.attn_q.weight.weight", "blk. 0.attn_q.weight", ""})
         check_gguf_refused(" belongs to no", [&](Gguf& g) { g.entry("blk.0.attn_q.weight").name = name; });
-    check_gguf_refused("no tensor model.layers.0.self_attn.q_proj.weight", [](Gguf& g) { g.entry("blk.0.attn_q.weight").name = "blk.1.attn_q.weight"; });
+    check_gguf_refused("no tensor model.layers.0.mlp.down_proj.weight", [](Gguf& g) { g.tensors.pop_back(); });
+    check_gguf_refused("no tensor token_embd.weight", [](Gguf& g) { g.entry("token_embd.weight").name = "blk.1.attn_q.weight"; });
+    check_gguf_refused("tensor model.layers.1.self_attn.q_proj.weight is of no layer: the model has 1",
+                       [](Gguf& g) { g.add("blk.1.attn_q.weight", {32, 32}, 8, g.entry("blk.0.attn_q.weight").bytes); });
     check_gguf_refused("type Q2_K, which is not supported", [](Gguf& g) { g.entry("blk.0.attn_q.weight").type = 10; });
     check_gguf_refused("the unknown type 5", [](Gguf& g) { g.entry("blk.0.attn_q.weight").type = 5; });
     check_gguf_refused("the unknown type 4294967295", [](Gguf& g) { g.entry("blk.0.attn_q.weight").type = UINT32_MAX; });
@@ -530,7 +604,15 @@ TEST_CASE("GGUF: a header that lies") {
         for (auto& e : g.tensors) e.offset = at, at += (e.bytes.size() + 31) / 32 * 32;
     });
     check_gguf_refused("rows of 33 numbers", [&](Gguf& g) { q(g).dims = {33, 32}; });
-    check_gguf_refused("is (1,32,32), the config needs (32,32)", [&](Gguf& g) { q(g).dims = {32, 32, 1}; });
+    check_gguf_refused("is (1,32), the config needs (32)", [&](Gguf& g) { g.entry("blk.0.attn_norm.weight").dims = {32, 1}; });
+    check_gguf_refused("has 3 dimensions, blocks of Q8_0 are in matrices only", [&](Gguf& g) { q(g).dims = {32, 32, 1}; });
+    check_gguf_refused("tensor blk.1.ffn_up.weight has 3 dimensions", [&](Gguf& g) {
+        g.add("blk.1.ffn_up.weight", {32, 64, 8}, 8, std::string(34 * 64 * 8, '\0'));
+    });
+    check_gguf_refused("tensor blk.0.attn_norm.weight has 1 dimensions", [&](Gguf& g) {
+        Gguf::Entry& norm = g.entry("blk.0.attn_norm.weight");
+        norm.type = 8, norm.bytes = std::string(34, '\0');
+    });
     check_gguf_refused("no multiple of the alignment", [&](Gguf& g) { q(g).offset += 2; });
     for (uint64_t far : {(uint64_t)1 << 20, (uint64_t)1 << 63, UINT64_MAX - 31})
         check_gguf_refused("is not in the file", [&](Gguf& g) { q(g).offset = far; });
@@ -607,6 +689,52 @@ TEST_CASE("GGUF: its tokenizer must be the one that is used") {
     check_gguf_refused("tokenizer.ggml.tokens is not an array", [&](Gguf& o) { o.set_text("tokenizer.ggml.tokens", "a"); });
 }
 
+// ----------------------------------------------------------------------------------------- written
+
+TEST_CASE("a quantised tensor of any number of dimensions is written as all its numbers") {
+    const Scratch s;
+    std::string blocks;
+    for (int b = 0; b < 8; b++) blocks += Gguf::raw(float_to_half(0.5f)) + std::string(32, (char)b);
+    for (const Shape& shape : {Shape{8 * 32}, Shape{8, 32}, Shape{1, 2, 4, 32}}) {
+        Tensor t;
+        t.dtype = Dtype::Q8_0, t.shape = shape, t.data = (const uint8_t*)blocks.data(), t.bytes = blocks.size();
+        OutputFile out(s / "t");
+        write_tensor(out, "t", t);
+        out.commit();
+        const std::string written = read_file(s / "t");
+        REQUIRE(written.size() == 2 * 8 * 32);
+        for (int i = 0; i < 8 * 32; i++) CHECK(to_acc(load_as<bf16>(&written[2 * (size_t)i])) == 0.5f * (float)(i / 32));
+    }
+}
+
+TEST_CASE("a bare model without a head becomes a model.bin, and that another one") {
+    const std::string embed = "tests/fixtures/embed/";
+    auto with = [](std::string text, const std::string& from, const std::string& to) {
+        REQUIRE(text.find(from) != text.npos);
+        return text.replace(text.find(from), from.size(), to);
+    };
+    const std::string untied = with(read_file(embed + "config.json"), "\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false");
+    for (bool causal : {true, false}) { // what Qwen3-Embedding-8B says it is, and what others do
+        const Scratch s;
+        fs::create_directories(s / "m");
+        fs::copy_file(embed + "model.safetensors", s / "m/model.safetensors");
+        write_file(s / "m/config.json", causal ? untied : with(untied, "Qwen3ForCausalLM", "Qwen3Model"));
+        write_model(ModelFile(s / "m"), s / "m.bin");
+        ModelFile bare(s / "m"), one(s / "m.bin");
+        bare.logits = one.logits = false;
+        const Weights<float> a(bare), b(one);
+        const size_t n = (size_t)bare.config.V * (size_t)bare.config.C;
+        CHECK(std::equal(a.embed.w[0], a.embed.w[0] + n, b.embed.w[0]));
+        if (!causal) CHECK(write_model(one, s / "again.bin") == fs::file_size(s / "m.bin"));
+    }
+    // A model that is to say something needs its head.
+    const Scratch s;
+    Parts p("../untied_bf16");
+    REQUIRE(p.tensors.erase("lm_head.weight"));
+    p.write(s / "m");
+    CHECK_THROWS_WITH_AS(write_model(ModelFile(s / "m"), s / "m.bin"), (s / "m" + ": no tensor lm_head.weight").c_str(), Error);
+}
+
 // ----------------------------------------------------------------------------------------- programs
 
 TEST_CASE("programs: a GGUF file answers, becomes a model.bin, and refuses another tokenizer") {
@@ -679,7 +807,7 @@ TEST_CASE("programs: LoRA on a quantised model, merged into bf16") {
     }
 }
 
-TEST_CASE("a model's hash depends on the scales, zero points and order of columns too") {
+TEST_CASE("a model's hash depends on the scales, zero points, order of columns and format too") {
     auto hash = [](auto bend) {
         const Scratch s;
         Parts p("gptq4");
@@ -691,4 +819,5 @@ TEST_CASE("a model's hash depends on the scales, zero points and order of column
     CHECK(same == hash([](Parts&) {}));
     for (const char* part : {"qweight", "scales", "qzeros", "g_idx"})
         CHECK(same != hash([&](Parts& p) { p[part].bytes[0] ^= 1; }));
+    CHECK(same != hash([](Parts& p) { p.set("checkpoint_format", "\"gptq_v2\""); }));
 }
