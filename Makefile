@@ -223,7 +223,7 @@ SEED      ?= 1
 CLANG     ?= clang++
 $(BUILD)/fuzz/fuzz_request: serve.cu
 $(BUILD)/fuzz/fuzz_jsonl $(BUILD)/fuzz/fuzz_chunk: datagen.cpp
-$(BUILD)/fuzz/%: tests/fuzz/%.cpp qwen3.cu $(HEADERS)
+$(BUILD)/fuzz/%: tests/fuzz/%.cpp tests/fuzz/model.h qwen3.cu $(HEADERS)
 	@mkdir -p $(BUILD)/fuzz
 	$(Q)$(CLANG) -std=c++17 -O1 -g -ffp-contract=off -Wno-unknown-pragmas -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. $< -o $@
 run-%: $(BUILD)/fuzz/%

@@ -376,7 +376,7 @@ inline bool fact_stands(const std::string& answer, std::string_view fact) {
         const std::string one = any.substr(from, any.find('|', from) - from);
         from += one.size() + 1;
         if (one.empty()) continue;
-        for (size_t at = 0; (at = answer.find(one, at)) != answer.npos; at++) {
+        for (size_t at = 1; (at = answer.find(one, at)) != answer.npos && at + one.size() < answer.size(); at++) {
             const char before = answer[at - 1], after = answer[at + one.size()]; // (brackets at the ends)
             const bool unit = digit(one.back()) && !digit(after) && after != '_'; // 227KB
             bool alone = !(word(one[0]) && word(before)) && (unit || !(word(one.back()) && word(after)));

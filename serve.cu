@@ -2769,10 +2769,6 @@ struct Exchange {
         if (name.empty()) throw Refusal(400, "lora_name is missing", "lora_name");
         return name;
     }
-    static void refuse_others(const Fields& f, FieldList known) {
-        for (auto& [name, value] : f.all)
-            if (!value.is(sj::Null) && std::find(known.begin(), known.end(), name) == known.end()) refuse_name(name);
-    }
 
     // {"prompt": "..."} or {"messages": [...]}
     std::string tokens_of(const Service& service) const {

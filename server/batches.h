@@ -387,10 +387,7 @@ class Filing {
     std::string create(Owner& o, std::string_view body) {
         sj::Doc doc;
         const Fields f(parse_body(doc, body));
-        for (auto& [name, value] : f.all)
-            if (name != "input_file_id" && name != "endpoint" && name != "completion_window" && name != "metadata" &&
-                !value.is(sj::Null))
-                refuse_name(name);
+        refuse_others(f, {"input_file_id", "endpoint", "completion_window", "metadata"});
         const std::string input = f.text("input_file_id"), endpoint = f.text("endpoint");
         if (f.text("completion_window") != "24h")
             throw Refusal(400, "completion_window must be 24h", "completion_window");

@@ -13,8 +13,6 @@ static const char* const SHARED_FIELDS[] = {
     "ignore_eos", "skip_special_tokens", "chat_template_kwargs", "priority", "cache_salt", "request_id",
     "use_documents"};
 
-using FieldList = std::initializer_list<const char*>;
-
 // The members of a field that has only these.
 inline Fields members_of(sj::Value v, const char* field, FieldList known) {
     const Fields inner(v, field);

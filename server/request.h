@@ -148,6 +148,13 @@ inline std::vector<int> ids_from_json(const Service& service, sj::Value list, co
     throw Refusal(400, format("%s is not supported", in_quotes(name).c_str()), name.size() > 64 ? "" : name);
 }
 
+// Refuses fields that are not among these. Null is as good as absent.
+using FieldList = std::initializer_list<const char*>;
+inline void refuse_others(const Fields& f, FieldList known) {
+    for (auto& [name, value] : f.all)
+        if (!value.is(sj::Null) && std::find(known.begin(), known.end(), name) == known.end()) refuse_name(name);
+}
+
 // Refuses a field that has another value than those named here (with none: any).
 using Values = std::vector<const char*>;
 inline void refuse_value(const char* name, sj::Value v, const Values& values) {

@@ -2,27 +2,7 @@
 // a model.bin, and the rest is its quantization_config. The model is opened, compared with a tokenizer and, if it loads, run
 // for three tokens and written. An Error is a fine answer; a crash, a leak or a read outside the file is not.
 // Seeds: tests/fixtures/fuzz/gguf/, by tests/fuzz/make_gguf_seeds.py.
-#define QWEN3_NO_MAIN
-#include "../../qwen3.cu"
-
-static const std::string& path_of(const uint8_t* data, size_t size) {
-    static const int fd = memfd_create("model", MFD_CLOEXEC);
-    static const std::string path = format("/proc/self/fd/%d", fd);
-    if (ftruncate(fd, 0) != 0 || pwrite(fd, data, size, 0) != (ssize_t)size) abort();
-    return path;
-}
-
-static void use(const ModelFile& file) {
-    const Weights<bf16> weights(file);
-    const Config& c = file.config;
-    const int n = std::min(3, c.max_positions);
-    Session<bf16> session(c, weights, n);
-    std::vector<int> ids = {0, c.V - 1, c.V / 2};
-    ids.resize((size_t)n);
-    int rows = 0;
-    session.feed(ids, nullptr, [&](const float*) { rows++; });
-    if (rows != n) abort();
-}
+#include "model.h"
 
 // A model.bin of one layer: the metadata's config is what is fuzzed, its tensors are packed words and scales.
 static std::string packed_model(const std::string& quantization, uint8_t shapes) {
@@ -33,8 +13,7 @@ static std::string packed_model(const std::string& quantization, uint8_t shapes)
     w.object().key("__metadata__").object().field("config", config).end();
     size_t at = 0;
     auto add = [&](const std::string& name, const char* dtype, Shape shape) {
-        size_t n = dtype_named(dtype)->size;
-        for (int64_t d : shape) n *= (size_t)d;
+        const size_t n = dtype_named(dtype)->size * count_of(shape);
         w.key(name).object().field("dtype", dtype).key("shape").array();
         for (int64_t d : shape) w.value(d);
         w.end().key("data_offsets").array().value(at).value(at + n).end().end();
@@ -72,7 +51,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         const ModelFile file(path);
         file.difference(tokenizer);
         file.hash();
-        use(file);
+        use<bf16>(file);
         write_model(file, "/dev/null");
     } catch (const Error& e) {
         if (std::string_view(e.what()).substr(0, path.size()) != path) abort(); // each names the file

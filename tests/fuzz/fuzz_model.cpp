@@ -1,26 +1,10 @@
 // Fuzzes the model loader: the bytes are a model.bin. What loads must also run: three tokens are fed to it.
 // An Error is a fine answer; a crash, a leak or a read outside the file is not.
 // Seeds: tests/fixtures/fuzz/model/, made by tests/fuzz/make_model_seeds.py.
-#define QWEN3_NO_MAIN
-#include "../../qwen3.cu"
-
-template <class T> static void use(const ModelFile& file) {
-    const Weights<T> weights(file);
-    const Config& c = file.config;
-    const int n = std::min(3, c.max_positions);
-    Session<T> session(c, weights, n);
-    std::vector<int> ids = {0, c.V - 1, c.V / 2};
-    ids.resize((size_t)n);
-    int rows = 0;
-    session.feed(ids, nullptr, [&](const acc<T>*) { rows++; });
-    const int id = sample(session.logits, c.V, Sampling{}, session.ids.size());
-    if (rows != n || id < 0 || id >= c.V) abort();
-}
+#include "model.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-    static const int fd = memfd_create("model", MFD_CLOEXEC);
-    static const std::string path = format("/proc/self/fd/%d", fd);
-    if (ftruncate(fd, 0) != 0 || pwrite(fd, data, size, 0) != (ssize_t)size) abort();
+    const std::string& path = path_of(data, size);
     try {
         const ModelFile file(path);
         file.is_float32() ? use<float>(file) : use<bf16>(file);

@@ -329,14 +329,15 @@ TEST_CASE("key facts: numbers and names stand alone, however they are written") 
         {"227KB", "227"}, {"Shared  Memory", "shared memory"}, {"用共享 内存", "共享内存"}, {"It is −6.", "-6"},
         {"about 0.5.", "0.5"}, {"1, 2, 3", "2"}, {"8-16", "16"}, {"wgmma。", "HGMMA|wgmma"}, {"(m64n8k16)", "m64n8k16"},
         {"cudaFree()", "cudafree"}, {"6", "6"}, {"答案", "x|答|"}, {"用Warp", "warp"}, {"1,0240", "0240"},
-        {"CUDA's __shfl_sync is", "__shfl_sync"}};
+        {"CUDA's __shfl_sync is", "__shfl_sync"}, {"x[0] = 1", "[0]"}, {"[0]", "[0]"}};
     for (auto& c : found) {
         CAPTURE(c[0]);
         CHECK(fact_stands(fact_form(c[0]), fact_form(c[1])));
     }
     const char* missing[][2] = {{"6.4", "6"}, {"16", "6"}, {"2.6", "6"}, {"-6", "6"}, {"10^6", "6"}, {"FP6", "6"},
         {"1,024", "24"}, {"1e5", "1"}, {"warps", "warp"}, {"sharedmemory", "shared memory"}, {"", "6"}, {"]", "6"},
-        {"cudaFreeAsync", "cudaFree"}, {"x_a", "a"}, {"65,536", "65"}};
+        {"cudaFreeAsync", "cudaFree"}, {"x_a", "a"}, {"65,536", "65"},
+        {"0] = 1", "[0]"}, {"x[0", "[0]"}, {"龖", "["}}; // (the form's own brackets are no part of an answer)
     for (auto& c : missing) {
         CAPTURE(c[0]);
         CHECK(!fact_stands(fact_form(c[0]), fact_form(c[1])));

@@ -1,0 +1,26 @@
+// What fuzzers of model files share.
+#pragma once
+#define QWEN3_NO_MAIN
+#include "../../qwen3.cu"
+
+// The path of a file in memory that has these bytes; the same path each time.
+static const std::string& path_of(const uint8_t* data, size_t size) {
+    static const int fd = memfd_create("model", MFD_CLOEXEC);
+    static const std::string path = format("/proc/self/fd/%d", fd);
+    if (ftruncate(fd, 0) != 0 || pwrite(fd, data, size, 0) != (ssize_t)size) abort();
+    return path;
+}
+
+// What loads must also run: three tokens are fed to it, and one is drawn.
+template <class T> void use(const ModelFile& file) {
+    const Weights<T> weights(file);
+    const Config& c = file.config;
+    const int n = std::min(3, c.max_positions);
+    Session<T> session(c, weights, n);
+    std::vector<int> ids = {0, c.V - 1, c.V / 2};
+    ids.resize((size_t)n);
+    int rows = 0;
+    session.feed(ids, nullptr, [&](const acc<T>*) { rows++; });
+    const int id = sample(session.logits, c.V, Sampling{}, session.ids.size());
+    if (rows != n || id < 0 || id >= c.V) abort();
+}
