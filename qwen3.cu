@@ -1407,18 +1407,32 @@ __device__ int has_wgmma = 0;
 //   the sample_kernel of the step before, all of which are ahead of embed;
 // - weights: adamw_kernel writes them, after backward, and the next forward begins with embed;
 // - keys and values of earlier forwards. Those of this one's own tokens are read after the wait.
+//
+// `cluster` neighbouring blocks (Hopper: up to 8) run at once, and reach each other's shared memory.
 template <class... P, class... A>
-void launch_kernel(Context& ctx, bool overlap, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
+void launch_clusters(Context& ctx, bool overlap, int cluster, void (*kernel)(P...), dim3 grid, int threads,
+                     size_t shared, A... args) {
     if (shared > 40 * 1024) // with a kernel's own arrays it may pass the 48 KB that need no asking
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2];
+    int count = 0;
+    if (overlap) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        attributes[count].id = cudaLaunchAttributeClusterDimension;
+        attributes[count++].val.clusterDim = {(unsigned)cluster, 1, 1};
+    }
     cudaLaunchConfig_t config = {};
     config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
-    config.stream = ctx.gpu->stream, config.attrs = &attribute, config.numAttrs = overlap;
+    config.stream = ctx.gpu->stream, config.attrs = attributes, config.numAttrs = count;
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, P(args)...));
     CUDA_CHECK(cudaGetLastError());
+}
+template <class... P, class... A>
+void launch_kernel(Context& ctx, bool overlap, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
+    launch_clusters(ctx, overlap, 1, kernel, grid, threads, shared, args...);
 }
 template <class... P, class... A>
 void launch(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
@@ -1543,6 +1557,20 @@ __device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_
     HOPPER_ASM("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
                "[%1, {%3,%4,%5,%6}], [%2];"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u) : "memory");
+}
+__device__ inline void prefetch_map(const CUtensorMap& map) {
+    HOPPER_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// The blocks of a cluster (PTX ISA, "barrier.cluster"): all threads that have not ended meet; what they wrote to shared
+// memory before, all may read after it. Four numbers of the shared memory of block `rank`, at our own `address`.
+__device__ inline void cluster_arrive() { HOPPER_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { HOPPER_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ inline float2 read_block(uint32_t address, int rank) {
+    float2 v = {};
+    HOPPER_ASM("{ .reg .b32 there; mapa.shared::cluster.u32 there, %2, %3;\n"
+               "ld.shared::cluster.v2.f32 {%0,%1}, [there]; }"
+               : "=f"(v.x), "=f"(v.y) : "r"(address), "r"(rank) : "memory");
+    return v;
 }
 // The map of an array of 2 to 4 dimensions, the first of them contiguous: of each its size, how many numbers lie from
 // one to the next (the first: 1), and how many a box has, of the first 64.
@@ -2793,11 +2821,14 @@ __device__ __forceinline__ void softmax_part(const float (&sum)[NF][4], int j0, 
 
 // Four neighbouring columns of the 16 of two fragments, so that a quad of lanes writes whole sectors of 32 bytes:
 // neighbours exchange two numbers. Lanes 0 1 2 3 of a quad get columns 0 .. 3, 8 .. 11, 4 .. 7, 12 .. 15.
-__device__ __forceinline__ float4 four_columns(const float (&even)[4], const float (&odd)[4], int h) {
+__device__ __forceinline__ float4 four_columns(float2 even, float2 odd) {
     const bool second = threadIdx.x % 2; // gets its four from the second fragment
-    const float a = __shfl_xor_sync(~0u, second ? even[2 * h] : odd[2 * h], 1);
-    const float b = __shfl_xor_sync(~0u, second ? even[2 * h + 1] : odd[2 * h + 1], 1);
-    return second ? make_float4(a, b, odd[2 * h], odd[2 * h + 1]) : make_float4(even[2 * h], even[2 * h + 1], a, b);
+    const float a = __shfl_xor_sync(~0u, second ? even.x : odd.x, 1);
+    const float b = __shfl_xor_sync(~0u, second ? even.y : odd.y, 1);
+    return second ? make_float4(a, b, odd.x, odd.y) : make_float4(even.x, even.y, a, b);
+}
+__device__ __forceinline__ float4 four_columns(const float (&even)[4], const float (&odd)[4], int h) {
+    return four_columns(make_float2(even[2 * h], even[2 * h + 1]), make_float2(odd[2 * h], odd[2 * h + 1]));
 }
 // Hands a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
 template <class S, class Epilogue>
@@ -2909,6 +2940,7 @@ void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
 //
 // Layouts, stages, further columns, splits and fragments are tile_kernel's; PAIR: the tile's first half are rows of
 // gate, its second half the same rows of up.
+constexpr int MOST_SPLITS = 8; // blocks that every GPU takes as a cluster
 template <int TOKENS_, int ROWS_, int STAGES_> struct HopperShape {
     static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_;
     static constexpr int X_BYTES = TOKENS * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2;
@@ -3024,6 +3056,53 @@ __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], 
     done_with(before);
 }
 
+// The blocks of a cluster share a tile, and each has the sums of some of its steps. They leave them in shared memory,
+// at `shared` (stages that all have been used), where each block adds up some pieces of the tile in the order of blocks.
+// A piece: of the fragments that give a lane four columns, one of the two tokens. Consumers only.
+template <class S, class Epilogue, class Place>
+__device__ __forceinline__ void finish_in_cluster(const float (&sum)[1][S::NF][4], uint32_t shared, int split,
+                                                  int splits, const Place& at, int N, int out, Epilogue& epilogue) {
+    constexpr int EACH = Epilogue::PAIR ? 4 : 2, PIECES = 2 * S::NF / EACH;
+    const int t = threadIdx.x % 4;
+    const uint32_t mine = shared + threadIdx.x * 16;
+    const auto token = [&](int piece) { return at.token(0, piece % 2); };
+    const auto row = [&](int piece) {
+        return (Epilogue::PAIR ? at.r0 / 2 : at.r0) + piece / 2 * 16 + t / 2 * 4 + t % 2 * 8;
+    };
+    const auto inside = [&](int piece) { return piece < PIECES && token(piece) < N && row(piece) < out; };
+    const auto old = [&](int piece) {
+        return Epilogue::ADDS && inside(piece) ? epilogue.old_four(token(piece), row(piece)) : float4{};
+    };
+    if (S::CONSUMERS > 128) asm volatile("barrier.sync 1, %0;" ::"n"(S::CONSUMERS) : "memory");
+    #pragma unroll
+    for (int f = 0; f < S::NF; f++)
+        asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(mine + f * (S::CONSUMERS * 16)), "f"(sum[0][f][0]),
+                     "f"(sum[0][f][1]), "f"(sum[0][f][2]), "f"(sum[0][f][3]) : "memory");
+    cluster_arrive();
+    float4 second = old(split);
+    cluster_wait();
+    for (int piece = split; piece < PIECES; piece += splits) {
+        float2 v[EACH] = {};
+        #pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const int f = piece / 2 * 2 + e % 2 + e / 2 * S::UP;
+            float2 part[MOST_SPLITS];
+            #pragma unroll
+            for (int s = 0; s < MOST_SPLITS; s++)
+                if (s < splits) part[s] = read_block(mine + f * (S::CONSUMERS * 16) + piece % 2 * 8, s);
+            #pragma unroll
+            for (int s = 0; s < MOST_SPLITS; s++)
+                if (s < splits) v[e].x += part[s].x, v[e].y += part[s].y;
+        }
+        const float4 y = four_columns(v[0], v[1]);
+        if constexpr (Epilogue::PAIR) second = four_columns(v[2], v[3]);
+        if (inside(piece)) epilogue.four(token(piece), row(piece), y, second);
+        if constexpr (Epilogue::ADDS) second = old(piece + splits);
+    }
+    cluster_arrive(); // no block's memory goes away while others read it
+    cluster_wait();
+}
+
 template <class S, bool X_COLS, bool W_COLS, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ TileArgs p, int units, Epilogue epilogue) {
@@ -3032,6 +3111,7 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     __shared__ uint64_t barriers[2 * S::STAGES];
     const uint32_t at_barriers = shared_address(barriers);
     const HopperStages<S> stages = {(shared_address(memory) + 1023) & ~1023u, at_barriers, at_barriers + 8 * S::STAGES};
+    if (threadIdx.x == S::CONSUMERS) prefetch_map(maps.W), prefetch_map(maps.x);
     if (threadIdx.x == 0) {
         for (int s = 0; s < S::STAGES; s++)
             barrier_begin(stages.full(s), 1), barrier_begin(stages.empty(s), S::CONSUMERS / 32);
@@ -3057,8 +3137,10 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
             wgmma_settle(sum);
         }
         multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.last - at.first - masked, Epilogue::MASKS);
-        if (p.splits > 1 &&
-            !reduce_splits<S::CONSUMERS>(sum, p.partial, p.arrived, u / p.splits, u % p.splits, p.splits)) continue;
+        if (p.splits > 1) { // (then this is the block's only unit)
+            finish_in_cluster<S>(sum, stages.shared, u % p.splits, p.splits, at, p.N, p.out, epilogue);
+            return;
+        }
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int n = at.token(0, h);
@@ -3076,8 +3158,9 @@ template <class S, bool X_COLS = false, bool W_COLS = false, class Epilogue>
 void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
     static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
     const int tiles = plan_tiles<S, X_COLS, W_COLS, Epilogue>(ctx, p), units = tiles * p.splits;
-    if (Epilogue::MASKS && (!p.more || p.splits > 1))
-        DIE("a product that masks further columns needs some, and takes no splits");
+    if (Epilogue::MASKS && !p.more) DIE("a product that masks further columns needs some");
+    if (p.splits > (Epilogue::MASKS || Epilogue::PARTS ? 1 : MOST_SPLITS))
+        DIE("this product takes no %d splits", p.splits);
     if (p.splits > (p.more + STAGE_IN - 1) / STAGE_IN + (p.in + STAGE_IN - 1) / STAGE_IN)
         DIE("a product of %d numbers has not %d splits", p.in + p.more, p.splits);
     constexpr int X_BOX = X_COLS ? STAGE_IN : S::TOKENS;
@@ -3097,8 +3180,9 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
         maps.more_x = map_x(p.more_x, p.more, p.more);
         maps.more_W = map_w(p.more_W, p.more, W_COLS ? p.out : p.more);
     }
-    const int blocks = std::min(units, S::BLOCKS * ctx.gpu->sms);
-    launch(ctx, hopper_kernel<S, X_COLS, W_COLS, Epilogue>, blocks, S::THREADS, S::SHARED, maps, p, units, epilogue);
+    const int blocks = p.splits > 1 ? units : std::min(units, S::BLOCKS * ctx.gpu->sms);
+    launch_clusters(ctx, ctx.gpu->overlap, p.splits, hopper_kernel<S, X_COLS, W_COLS, Epilogue>, blocks, S::THREADS,
+                    S::SHARED, maps, p, units, epilogue);
 }
 
 // ---- The choice of a tile
@@ -3138,37 +3222,47 @@ struct TilePlan {
 using Hopper128x256 = HopperShape<128, 256, 4>;
 using Hopper128x192 = HopperShape<128, 192, 5>;
 using Hopper128x128 = HopperShape<128, 128, 6>;
-using Hopper64x64 = HopperShape<64, 64, 6>; // two blocks a multiprocessor: the next product's reads ahead
+using Hopper64x64 = HopperShape<64, 64, 6>; // two blocks a multiprocessor
+using Hopper64x64Deep = HopperShape<64, 64, 12>; // few blocks, with room for most of what they read
 struct HopperPlan {
-    int rows = 0, splits = 1;
+    int shape = 0, splits = 1;
     double least = 1e30;
-    template <class S> void consider(double step, int sms, int most, int N, int out, int in) {
+    template <class S> void consider(int index, double step, int sms, int most, int N, int out, int in) {
         const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
+        const bool small = S::TOKENS * S::ROWS == 64 * 64;
         for (int s = 1; s <= std::min<int64_t>(most, steps); s++) {
-            if (s > 1 && (tiles * s > S::BLOCKS * sms || !splits_fit<S>(tiles, s))) break;
+            if (s > 1 && tiles * s > S::BLOCKS * sms) break;
             const double each = (double)(tiles * s) / sms, waves = S::BLOCKS > 1 ? std::max(1., each) : std::ceil(each);
-            const double sums = s > 1 ? 0.6 + s * (0.2 + 0.3 * S::TOKENS * S::ROWS / 4096) : 0;
-            const double time = waves * (double)((steps + s - 1) / s) * step + sums;
-            if (time < least) rows = S::ROWS, splits = s, least = time;
+            // Blocks of few tokens also take places in which those of the next product could begin.
+            const double sums = s > 1 ? 1.4 + 0.05 * s : 0, places = small ? each / S::BLOCKS : 0;
+            const double time = waves * (double)((steps + s - 1) / s) * step + sums + places;
+            if (time < least) shape = index, splits = s, least = time;
         }
     }
-    HopperPlan(const Context& ctx, int most, int N, int out, int in) {
-        consider<Hopper128x128>(0.32, ctx.gpu->sms, ctx.invariant ? 1 : most, N, out, in);
+    HopperPlan(const Context& ctx, int most, int N, int out, int in, bool forward) {
+        const int sms = ctx.gpu->sms;
+        consider<Hopper128x128>(2, 0.32, sms, ctx.invariant ? 1 : most, N, out, in);
         if (ctx.invariant) return;
-        consider<Hopper128x256>(0.55, ctx.gpu->sms, most, N, out, in);
-        consider<Hopper128x192>(0.419, ctx.gpu->sms, most, N, out, in);
-        consider<Hopper64x64>(0.17, ctx.gpu->sms, most, N, out, in);
+        consider<Hopper128x256>(0, 0.55, sms, most, N, out, in);
+        consider<Hopper128x192>(1, 0.419, sms, most, N, out, in);
+        consider<Hopper64x64>(3, 0.17, sms, most, N, out, in);
+        if (forward && count_tiles<Hopper64x64Deep>(N, out) <= sms)
+            consider<Hopper64x64Deep>(4, 0.12, sms, most, N, out, in);
     }
 };
 template <bool X_COLS, bool W_COLS, class Epilogue> void hopper_product(Context& ctx, TileArgs p, Epilogue epilogue) {
-    const HopperPlan plan(ctx, Epilogue::MASKS ? 1 : 4, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more);
+    constexpr bool FORWARD = !X_COLS && !W_COLS;
+    const int most = Epilogue::MASKS || Epilogue::PARTS ? 1 : MOST_SPLITS;
+    const HopperPlan plan(ctx, most, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, FORWARD);
     p.splits = plan.splits;
-    switch (plan.rows) {
-        case 256: return launch_hopper<Hopper128x256, X_COLS, W_COLS>(ctx, p, epilogue);
-        case 192: return launch_hopper<Hopper128x192, X_COLS, W_COLS>(ctx, p, epilogue);
-        case 128: return launch_hopper<Hopper128x128, X_COLS, W_COLS>(ctx, p, epilogue);
-        default: return launch_hopper<Hopper64x64, X_COLS, W_COLS>(ctx, p, epilogue);
+    switch (plan.shape) {
+        case 0: return launch_hopper<Hopper128x256, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 1: return launch_hopper<Hopper128x192, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 2: return launch_hopper<Hopper128x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 3: return launch_hopper<Hopper64x64, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 4: if constexpr (FORWARD) return launch_hopper<Hopper64x64Deep>(ctx, p, epilogue); else break;
     }
+    DIE("no tile of shape %d for this product", plan.shape);
 }
 template <bool X_COLS = false, bool W_COLS = false, class Epilogue>
 void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
@@ -3830,11 +3924,12 @@ template <int D> __global__ void __launch_bounds__(128, 2) attention_kernel(Atte
     }
 }
 
-// ---- The same on Hopper, for D = 128. Grid: as many blocks as there are multiprocessors; a block takes tiles of 128
-// query rows in turn, of which each of two warpgroups owns 64. Queries, keys and values, 128 at a time, pass through
-// shared memory in two stages each: the lanes of one warp have the Tensor Memory Accelerator copy a page each. A
-// warpgroup has the scores of the next keys and the values of the last ones multiplied at the same time, and makes
-// weights of scores while the latter runs. Bound by the tensor cores and by the exponentials.
+// ---- The same on Hopper, for D = 128. Grid: as many blocks as there are multiprocessors; a block takes the next tile
+// of 128 query rows whenever it has room for one; each of two warpgroups owns 64 of them. Queries, keys and values, 128
+// at a time, pass through shared memory in two stages each: the lanes of a warp have the Tensor Memory Accelerator copy
+// a page each. A warpgroup has the scores of the next keys and the values of the last ones multiplied at the same time,
+// and makes weights of scores while the latter runs. Bound by the tensor cores and by the exponentials; short sequences
+// by memory.
 //
 // A page's keys, 16 rows of 128 numbers, lie as (2 groups, 2 halves, 8 rows, 64 numbers), so that all groups of eight
 // keys of a tile are equally far apart, and so do its values. What pages hold past a sequence's end has weight 0, and
@@ -3849,19 +3944,23 @@ struct HopperAttention {
     };
     const AttentionArgs& p;
     int tiles, splits;
+    int* taken; // how many units were taken from the counter, and how many blocks have left
+    struct Shared { // what the warps of a block tell each other
+        int unit[2]; // whose queries are in each of the two stages, -1 at the end
+        Ring<2> queries, keys, values; // where the next copies go
+        bool ended;
+    };
+    Shared& told;
     uint32_t shared, barriers; // tiles, and a pair of mbarriers for each
     __device__ uint32_t tile(int i) const { return shared + i * TILE; }
     __device__ uint32_t full(int i) const { return barriers + 16 * i; }
     __device__ uint32_t empty(int i) const { return barriers + 16 * i + 8; }
 
-    // f(tile of queries, split) for each of this block's: long ones first, then short ones to those who had long ones.
-    template <class F> __device__ __forceinline__ void each_tile(F f) const {
-        const int blocks = gridDim.x, units = tiles * splits * p.K;
-        for (int pass = 0; pass * blocks < units; pass++) {
-            const int u = pass * blocks + (pass % 2 ? blocks - 1 - (int)blockIdx.x : (int)blockIdx.x);
-            if (u < units) f(QueryTile(p, u % p.K, tiles - 1 - u / p.K / splits), u / p.K % splits);
-        }
-    }
+    // A unit is a KV head's tile of queries and a split of its keys. The last tokens come first: those of a long
+    // sequence have the most keys, and what is left for the end is short.
+    __device__ QueryTile tile_of(int unit) const { return QueryTile(p, unit % p.K, tiles - 1 - unit / p.K / splits); }
+    __device__ int split_of(int unit) const { return unit / p.K % splits; }
+
     // f(n0, n1, from, to) for each sequence in the tile: its tokens there, and the split's keys.
     template <class F> __device__ __forceinline__ void each_sequence(const QueryTile& t, int split, F f) const {
         for (int n0 = t.begin, n1; n0 < t.end; n0 = n1) {
@@ -3874,10 +3973,10 @@ struct HopperAttention {
         }
     }
 
-    // One warp.
-    __device__ __forceinline__ void produce(const Maps& maps) const {
-        const int lane = threadIdx.x % 32;
-        Ring<2> queries, keys, values;
+    // Two warps, a unit each in turn: while one copies, the other looks up what its unit's copies need. A block's first
+    // two units make an even start, a long one and a short one; the others come from a counter.
+    __device__ __forceinline__ void produce(const Maps& maps, int me) const {
+        const int lane = threadIdx.x % 32, blocks = gridDim.x, count = tiles * splits * p.K;
         const auto copy = [&](int first, const CUtensorMap& map, Ring<2>& ring, int page, int kv) {
             const int i = first + ring.stage;
             barrier_wait(empty(i), ring.parity ^ 1);
@@ -3886,31 +3985,58 @@ struct HopperAttention {
             if (lane < KEYS / PAGE) copy_box(tile(i) + lane * (TILE / 8), map, full(i), 0, 0, 0, (page * p.K + kv) * 2);
             ring.next();
         };
-        each_tile([&](const QueryTile& t, int split) {
+        if (me) pass_turn(0);
+        for (int unit = me ? 2 * blocks - 1 - (int)blockIdx.x : blockIdx.x;;) {
+            const QueryTile t = tile_of(unit);
+            const auto page_of = [&](int n, int key0, int to) { // this lane's; past the end the last one again
+                const int* table = p.b.pages + (size_t)p.b.seq[n] * p.b.max_pages;
+                return lane < KEYS / PAGE ? table[min(key0 / PAGE + lane, (to - 1) / PAGE)] : 0;
+            };
+            if (unit < count) // from here on it is in the first-level cache
+                each_sequence(t, split_of(unit), [&](int n0, int, int from, int to) {
+                    if (from < to) asm volatile("" ::"r"(page_of(n0, from, to)));
+                });
+            wait_for_turn(me);
+            if (unit >= count) break;
+            const int after = lane == 0 ? atomicAdd(taken, 1) : 0;
+            Ring<2> queries = told.queries, keys = told.keys, values = told.values;
             const int q = QUERIES + queries.stage;
             barrier_wait(empty(q), queries.parity ^ 1);
             if (lane == 0) {
+                told.unit[queries.stage] = unit;
                 barrier_arrive_expecting(full(q), QUERY_ROWS / t.G * t.G * D * 2);
                 for (int c = 0; c < D; c += 64)
                     copy_box(tile(q) + c * QUERY_ROWS * 2, maps.q, full(q), c, t.kv * t.G, t.begin);
             }
             queries.next();
-            each_sequence(t, split, [&](int n0, int, int from, int to) {
-                const int* table = p.b.pages + (size_t)p.b.seq[n0] * p.b.max_pages;
-                const auto page_of = [&](int key0) { // this lane's; past the end the last one again
-                    return lane < KEYS / PAGE ? table[min(key0 / PAGE + lane, (to - 1) / PAGE)] : 0;
-                };
-                int page = from < to ? page_of(from) : 0;
+            each_sequence(t, split_of(unit), [&](int n0, int, int from, int to) {
+                int page = from < to ? page_of(n0, from, to) : 0;
                 for (int key0 = from; key0 < to; key0 += KEYS) {
-                    const int next = key0 + KEYS < to ? page_of(key0 + KEYS) : 0;
+                    const int next = key0 + KEYS < to ? page_of(n0, key0 + KEYS, to) : 0;
                     if (key0 == from) copy(KEYS_AT, maps.keys, keys, page, t.kv);
                     if (key0 + KEYS < to) copy(KEYS_AT, maps.keys, keys, next, t.kv);
                     copy(VALUES, maps.values, values, page, t.kv);
                     page = next;
                 }
             });
-        });
+            unit = 2 * blocks + __shfl_sync(~0u, after, 0);
+            if (lane == 0) told.queries = queries, told.keys = keys, told.values = values;
+            pass_turn(!me);
+        }
+        const Ring<2> queries = told.queries;
+        if (!told.ended && lane == 0) {
+            barrier_wait(empty(QUERIES + queries.stage), queries.parity ^ 1);
+            told.unit[queries.stage] = -1;
+            barrier_arrive(full(QUERIES + queries.stage));
+            if (atomicAdd(taken + 1, 1) == blocks - 1) taken[0] = taken[1] = 0; // nobody takes any more
+        }
+        if (told.ended) return;
+        __syncwarp();
+        if (lane == 0) told.ended = true;
+        pass_turn(!me);
     }
+    __device__ static void wait_for_turn(int me) { asm volatile("barrier.sync %0, 64;" ::"r"(2 + me) : "memory"); }
+    __device__ static void pass_turn(int to) { asm volatile("barrier.arrive %0, 64;" ::"r"(2 + to) : "memory"); }
 
     // s = q k^T of this warpgroup's 64 rows and a tile of keys; mixed += weights v. Both run on.
     using Scores = float[1][KEYS / 8][4];
@@ -3992,8 +4118,13 @@ struct HopperAttention {
         const float scale = LOG2E / sqrtf((float)D);
         Ring<2> queries, keys, values;
         const auto leave = [&](int i) { if (threadIdx.x % 32 == 0) barrier_arrive(empty(i)); };
-        each_tile([&](const QueryTile& t, int split) {
+        for (;;) {
             const int q = QUERIES + queries.stage;
+            barrier_wait(full(q), queries.parity);
+            const int unit = told.unit[queries.stage];
+            if (unit < 0) return;
+            const QueryTile t = tile_of(unit);
+            const int split = split_of(unit);
             each_sequence(t, split, [&](int n0, int n1, int from, int to) {
                 int limit[2];
                 #pragma unroll
@@ -4011,7 +4142,6 @@ struct HopperAttention {
                 uint32_t weights[KEYS / 16][4];
                 {
                     Scores s;
-                    barrier_wait(full(q), queries.parity);
                     barrier_wait(full(KEYS_AT + keys.stage), keys.parity);
                     multiply_keys(s, q, KEYS_AT + keys.stage);
                     wgmma_wait<0>();
@@ -4043,29 +4173,30 @@ struct HopperAttention {
                 leave(VALUES + values.stage), values.next();
                 store(t, split, n0, n1, mixed, maximum, sum, scale);
             });
-            barrier_wait(full(q), queries.parity); // (a tile that nobody wanted)
             leave(q), queries.next();
-        });
+        }
     }
 };
 __global__ void __launch_bounds__(HopperAttention::THREADS, 1)
 attention_hopper_kernel(const __grid_constant__ HopperAttention::Maps maps, const __grid_constant__ AttentionArgs p,
-                        int tiles, int splits) {
+                        int tiles, int splits, int* taken) {
 #ifdef HAVE_WGMMA
     extern __shared__ __align__(128) uint4 memory[];
     __shared__ uint64_t barriers[12];
+    __shared__ HopperAttention::Shared told;
     const uint32_t shared = (shared_address(memory) + 1023) & ~1023u; // the swizzle counts from multiples of 1024
-    const HopperAttention a = {p, tiles, splits, shared, shared_address(barriers)};
+    const HopperAttention a = {p, tiles, splits, taken, told, shared, shared_address(barriers)};
     if (threadIdx.x == 0) {
         for (int i = 0; i < 6; i++) barrier_begin(a.full(i), 1), barrier_begin(a.empty(i), a.CONSUMERS / 32);
+        told.queries = told.keys = told.values = {}, told.ended = false;
         barriers_begun();
     }
     __syncthreads();
     let_next_start(); // all our blocks have their places
     wait_for_previous();
     if (threadIdx.x >= a.CONSUMERS) {
-        keep_registers<24>();
-        if (threadIdx.x < a.CONSUMERS + 32) a.produce(maps);
+        keep_registers<32>();
+        if (threadIdx.x < a.CONSUMERS + 64) a.produce(maps, threadIdx.x / 32 % 4);
     } else {
         take_registers<240>();
         a.consume();
@@ -4100,7 +4231,7 @@ inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, co
             tensor_map(q, {{(size_t)D, 1, 64}, {(size_t)H, (size_t)D, G}, {(size_t)b.N, C, tokens}}),
             map_pages(keys), map_pages(values)};
         launch(ctx, attention_hopper_kernel, std::min(blocks * splits, ctx.gpu->sms), HopperAttention::THREADS,
-               HopperAttention::SHARED, maps, p, tiles, splits);
+               HopperAttention::SHARED, maps, p, tiles, splits, ctx.gpu->arrived);
     } else {
         const dim3 grid((unsigned)K, (unsigned)tiles, (unsigned)splits);
         const size_t shared = (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16);

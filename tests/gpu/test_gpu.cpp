@@ -120,7 +120,7 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
         own.w[0] = own_w.data(), own.rows[0] = R, own.in = K;
         linear_cpu(cpu(), want.data(), own_x.data(), own, N);
         const Device<bf16> dx(own_x), dw(own_w), dmore_x(more_x), dmore_w(more_w), more_w_cols(transposed(more_w.data(), R, more)), x_cols(transposed(own_x.data(), N, K)), w_cols(transposed(own_w.data(), R, K));
-        for (int splits : {1, 2, 3, 7, 16}) {
+        for (int splits : {1, 2, 3, 7, 8, 16}) {
             auto check = [&](auto hopper, auto shape, auto columns_x, auto columns_w, bool further) {
                 constexpr bool X_COLS = decltype(columns_x)::value, W_COLS = decltype(columns_w)::value;
                 using S = decltype(shape);
@@ -153,11 +153,12 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
             layouts(rows, Tile64x128{});
             layouts(rows, Tile64x64{});
             layouts(rows, Tile32x64{});
-            if (!pad.ctx.gpu->hopper || splits > K / STAGE_IN) continue;
+            if (!pad.ctx.gpu->hopper || splits > std::min(K / STAGE_IN, MOST_SPLITS)) continue;
             layouts(columns, Hopper128x256{});
             layouts(columns, Hopper128x192{});
             layouts(columns, Hopper128x128{});
             layouts(columns, Hopper64x64{});
+            layouts(columns, Hopper64x64Deep{});
         }
     }
     for (int n : pad.arrived.get()) CHECK(n == 0);
