@@ -81,6 +81,11 @@ struct Buckets {
 // ============================================================================================= 2 Connections
 
 struct Gone {}; // thrown: the other end of a connection
+struct Descriptor { // closed in the end
+    const int fd;
+    explicit Descriptor(int of) : fd(of) {}
+    ~Descriptor() { close(fd); }
+};
 
 inline void send_all(int fd, const void* bytes, size_t n) {
     for (size_t sent = 0; sent < n;) {
@@ -478,8 +483,8 @@ struct Ranks {
         if (rank > 0) {
             peers[0].talk = come(host, port, false, deadline), peers[0].life = come(host, port, true, deadline);
         } else {
+            const Descriptor closed(listener);
             receive_others(listener, deadline);
-            close(listener);
         }
         watcher = std::thread([this] { watch(); });
     }

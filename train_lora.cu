@@ -1284,6 +1284,7 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
     auto save = [&] {
         t.write_result(o.out, leaked);
         t.write_state(state, best, elapsed());
+        const auto lock = ranks.writing();
         log.draw(t.steps);
     };
     auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.epoch_steps) == 0; };
