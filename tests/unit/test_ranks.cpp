@@ -69,6 +69,7 @@ TEST_CASE("ranks: every number of a divided array has one owner") {
 // Becomes n ranks in processes of their own; f(rank) says whether all is well. The status of rank 0, and what was said.
 static Result with_ranks(int n, const std::function<bool(Ranks&)>& f) {
     const MemoryFile err;
+    fflush(nullptr);
     const pid_t pid = fork();
     REQUIRE(pid >= 0);
     if (pid == 0) {
