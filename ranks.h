@@ -12,8 +12,8 @@
 //
 // Rank 0 listens at MASTER_ADDR:MASTER_PORT, and every other rank has two connections to it. One is for what is said in
 // turn (facts, sums of few numbers, and without GPUs the gradients). On the other a thread says every second that its
-// rank lives; when a rank has gone, or says why it ends, rank 0 says so on stderr and to all others, and all end. Between
-// GPUs gradients go by NCCL, whose library is looked for when it is needed: the program is built without it.
+// rank lives; when a rank has gone, or says why it ends, rank 0 says so on stderr and to all others, and all end.
+// Between GPUs gradients go by NCCL, whose library is looked for when it is needed: the program is built without it.
 //
 // Contents: 1 rows and buckets  2 connections  3 NCCL  4 ranks
 #pragma once
@@ -376,7 +376,8 @@ struct Ranks {
         in_turn([&] {
             uint8_t* const to = (uint8_t*)all;
             memmove(to + bytes * (size_t)rank, own, bytes);
-            if (rank > 0) return send_all(peers[0].talk, own, bytes), receive_all(peers[0].talk, to, bytes * (size_t)size);
+            if (rank > 0) send_all(peers[0].talk, own, bytes);
+            if (rank > 0) return receive_all(peers[0].talk, to, bytes * (size_t)size);
             for (int r = 1; r < size; r++) receive_all(peers[r].talk, to + bytes * (size_t)r, bytes);
             for (int r = 1; r < size; r++) send_all(peers[r].talk, to, bytes * (size_t)size);
         });
@@ -563,7 +564,7 @@ struct Ranks {
         std::vector<int> whose;
         for (int r = 0; r < size; r++)
             if (peers[r].life >= 0) list.push_back({peers[r].life, POLLIN, 0}), whose.push_back(r);
-        std::vector<double> silent(list.size()); // s. Stopped ourselves (Ctrl-Z) we have heard nothing, and count little
+        std::vector<double> silent(list.size()); // s; the time in which we were stopped ourselves (Ctrl-Z) counts little
         double spoke = 0, last = seconds();
         while (!leaving) {
             if (seconds() - spoke >= 1) {

@@ -322,7 +322,8 @@ template <class T> struct Trainer {
     // ---- Several ranks: gradients are added up in buckets.
     Buckets buckets;
     std::vector<int> lowest;         // (buckets) layer whose numbers are in it; -1: what is in no layer
-    std::vector<size_t> order_of_buckets, places; // highest layer first; of this rank's units in the step (none: as listed)
+    std::vector<size_t> order_of_buckets; // highest layer first
+    std::vector<size_t> places;      // of this rank's units in the step; none: they are in it as they are listed
     size_t buckets_done = 0;
     bool last_batch = false;         // of the step: when a layer's gradients are complete
     double waited = 0;               // s, as Ranks has it, the mean of all ranks
@@ -600,8 +601,8 @@ template <class T> struct Trainer {
 
     std::vector<int> ends; // where the trained tokens of each sequence end in `named`
 
-    // Packs units list[0 .. n - 1], of which the first is number `first` of its step, or of this rank's part of it. R: the
-    // tokens to predict.
+    // Packs units list[0 .. n - 1], of which the first is number `first` of its step, or of this rank's part of it. R:
+    // the tokens to predict.
     Batch load(const Dataset& from, const size_t* list, int n, int first, int& R) {
         const int group = (int)from.group();
         n *= group; // sequences
@@ -769,7 +770,8 @@ template <class T> struct Trainer {
         return o.dpo ? list.size() : trained(from, list);
     }
 
-    // Adds up the losses of units in results[0], and the gradients of that sum, divided by `all`, into `to` (null: none).
+    // Adds up the losses of units in results[0], and the gradients of that sum, divided by `all`, into `to` (null:
+    // none).
     void add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, size_t all) {
         const A scale = 1 / (A)all;
         clear(ctx, results, 2);
@@ -857,7 +859,8 @@ template <class T> struct Trainer {
                 RUN(adamw, stored + from, p + at, m + at, v + at, own_gradient + at, results + 1, to - from, how);
             });
         }
-        if (sharded()) gather(stored, [&](size_t b) { return stored + b * buckets.bucket + ranks.rank * buckets.piece; });
+        const T* mine = stored + ranks.rank * buckets.piece;
+        if (sharded()) gather(stored, [&](size_t b) { return mine + b * buckets.bucket; });
     }
 
     // The mean over all trained tokens of some rows, or over pairs, whatever the batch. Without a meaning if it was
@@ -1062,8 +1065,8 @@ struct Log {
     struct Point { double step, loss; };
     std::vector<Point> losses, evaluations;
 
-    // Goes on after the lines of the first `steps` steps, which exist already if there are any. Without `writes` nothing
-    // is read or written.
+    // Goes on after the lines of the first `steps` steps, which exist already if there are any. Without `writes`
+    // nothing is read or written.
     Log(const std::string& out, int64_t steps, bool writes) : folder(out) {
         if (!writes) return;
         const std::string path = folder + "/trainer_log.jsonl";
@@ -1368,7 +1371,8 @@ int run_as(const Options& o, const Context& ctx, const ModelFile& file, const Da
            size_t leaked) {
     const int status = data ? train<T>(o, ctx, file, *data, eval, leaked) : 0;
     o.ranks->part();
-    if (status == 0 && !o.merge.empty() && o.ranks->rank == 0) merge<T>(o, ctx, file, data ? o.out : o.adapter_init, data);
+    if (status == 0 && !o.merge.empty() && o.ranks->rank == 0)
+        merge<T>(o, ctx, file, data ? o.out : o.adapter_init, data);
     return status;
 }
 

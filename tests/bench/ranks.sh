@@ -1,5 +1,5 @@
 #!/bin/bash
-# Two GPUs beside one of the same machine, in one run: training, its start, serving. From the repository's root, by hand:
+# Two GPUs beside one of the same machine, in one run: training, its start, serving. From the repository's root:
 #     tests/bench/ranks.sh MODEL.bin ROWS.bin [WORKLOAD.jsonl]     ROWS: rows of 513 tokens; bench_serve --write WORKLOAD
 # BIN=. has the programs, GPUS=2, DEVICE="-d cpu". A line a row: what one GPU does, what all do, the ratio.
 set -u
