@@ -358,7 +358,8 @@ TEST_CASE("ranks: started as launchers do it; a rank with another file or option
     int at = 0;
     for (const Names& names : {torchrun, {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"}, {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"}}) {
         const std::string folder = out / std::to_string(at++);
-        const auto [zero, one] = launch(names, how + Strings{"-o", folder}, how + Strings{"-o", folder});
+        const auto both = launch(names, how + Strings{"-o", folder}, how + Strings{"-o", folder});
+        const Result &zero = both.first, &one = both.second;
         INFO(zero.err << one.err);
         CHECK(zero.status == 0);
         CHECK(one.status == 0);
@@ -366,7 +367,8 @@ TEST_CASE("ranks: started as launchers do it; a rank with another file or option
         CHECK(numbers(folder) == numbers(out / "forked"));
     }
     auto refused = [&](const Strings& second, const std::string& word, const Environment& more = {}) {
-        const auto [zero, one] = launch(torchrun, how + Strings{"-o", out / "never"}, second, more);
+        const auto both = launch(torchrun, how + Strings{"-o", out / "never"}, second, more);
+        const Result &zero = both.first, &one = both.second;
         INFO(one.err);
         check_refusal(zero, "train_lora", word);
         CHECK(one.status == 1);
