@@ -22,7 +22,7 @@
    - Rows of one step may have different adapters (server/adapters.h). What a page holds depends on the adapter, too.
 
    Contents
-   1 Between the threads   Job, Piece, Budget, Reply, Desk, figures
+   1 Between the threads   Job, Piece, Budget, Reply, Desk, figures; several engines (engines.h)
    2 Speech                ids to text: characters, stop strings, thoughts, log-probabilities
    3 Engine                pages and prefix cache, schedule, step; on the CPU and on a GPU
    4 API                   from JSON to jobs (request.h), from pieces to JSON; vectors and rankings (embed_api.h); two

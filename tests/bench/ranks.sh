@@ -65,7 +65,7 @@ paste <(field loss one) <(field loss many) | head -n 30 |
     awk '{d = ($1 - $2) / $1; if (d < 0) d = -d; if (d > m) m = d} END {printf "curve of %d steps: losses differ by %.1e at most\n", NR, m}'
 
 if [ -n "$workload" ] && "$bin/serve" --help | grep -q -- --gpus; then
-    cat "$workload" "$workload" >"$work/twice.jsonl"
+    { cat "$workload" && sed 's/"custom_id": "/&again-/' "$workload"; } >"$work/twice.jsonl"
     for n in 1 "$gpus"; do
         "$bin/serve" "$model" --batch "$work/twice.jsonl" -o "$work/answers.$n" --gpus "$n" 2>&1 | tr '\r' '\n' | tail -n 1 | sed "s/^/serve --gpus $n: /"
     done
