@@ -208,10 +208,11 @@ struct Nccl {};
 // ================================================================================================== 4 Ranks
 
 struct Ranks {
-    static constexpr double PATIENCE = 120, SILENCE = 20, SAVING = 8; // s: to come; without a word; to end a file
-    static constexpr size_t CHUNK = 1 << 16;                         // numbers sent at once
+    static constexpr double PATIENCE = 120, SAVING = 8; // s that a rank has to come; to end a file
+    static constexpr size_t CHUNK = 1 << 16;            // numbers sent at once
     const char* program;
     int rank = 0, size = 1, local = 0; // of all; which GPU of its host
+    double silence = 20;               // s without a word after which a rank is taken for dead
     double waited = 0;                 // s spent in sums, for the others and for the numbers to travel
 
     explicit Ranks(const char* name) : program(name) {}
@@ -264,6 +265,8 @@ struct Ranks {
         size = number({"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"}, 1, 1, 65536);
         rank = number({"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}, 0, 0, size - 1);
         local = number({"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"}, 0, 0, 65535);
+        // (Slurm may show each rank its own GPU only.)
+        if (const char* seen = getenv("CUDA_VISIBLE_DEVICES"); seen && *seen && !strchr(seen, ',')) local = 0;
         int port = number({"MASTER_PORT"}, 29500, 1, 65535);
         // torchrun itself listens at that port then.
         if (const char* taken = getenv("TORCHELASTIC_USE_AGENT_STORE"); taken && !strcmp(taken, "True"))
@@ -435,7 +438,7 @@ struct Ranks {
         _exit(1);
     }
     [[noreturn]] void wait_for_the_end() { // which another rank brings
-        for (double start = seconds(); seconds() - start < SILENCE;) usleep(100000);
+        for (double start = seconds(); seconds() - start < 2 * silence;) usleep(100000);
         end(format("rank %d has waited in vain for the end", rank));
     }
 
@@ -473,8 +476,8 @@ struct Ranks {
         }
         waited += seconds() - start;
     }
-    [[noreturn]] void end_alone(const char* text) {
-        print_error(program, format("rank %d: %s", rank, text));
+    [[noreturn]] void end_alone(const std::string& text) {
+        print_error(program, format("rank %d: %s", rank, text.c_str()));
         _exit(1);
     }
 
@@ -576,10 +579,11 @@ struct Ranks {
             last = seconds();
             for (size_t i = 0; i < list.size(); i++) {
                 silent[i] += passed;
-                if (list[i].fd < 0 || (!list[i].revents && silent[i] < SILENCE)) continue;
+                if (list[i].fd < 0 || (!list[i].revents && silent[i] < silence)) continue;
                 if (list[i].revents && hear(list[i].fd, whose[i])) silent[i] = 0;
                 else if (parting) list[i].fd = -1; // it is done, too
-                else lost(whose[i], list[i].revents ? "has gone" : "has not been heard of for 20 s");
+                else if (list[i].revents) lost(whose[i], "has gone");
+                else lost(whose[i], format("has not been heard of for %g s", silence));
             }
         }
     }
@@ -596,9 +600,9 @@ struct Ranks {
         if (rank > 0) _exit(1); // rank 0 has said it
         end(format("rank %d: %s", r, std::string(said.substr(error + 1)).c_str()));
     }
-    void lost(int r, const char* how) {
+    void lost(int r, const std::string& how) {
         let_files_end();
-        if (rank > 0) end_alone(format("rank 0 %s", how).c_str());
+        if (rank > 0) end_alone("rank 0 " + how);
         end(name_of(r) + " " + how);
     }
     void let_files_end() { // no file is left half written; the lock is kept

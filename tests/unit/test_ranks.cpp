@@ -6,6 +6,7 @@
 #include <fstream>
 #include <map>
 #include <set>
+#include <sys/prctl.h>
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
 static std::string trainer() { return getenv("TRAIN_LORA") ? getenv("TRAIN_LORA") : "./train_lora"; }
@@ -67,7 +68,7 @@ TEST_CASE("ranks: every number of a divided array has one owner") {
 }
 
 // Becomes n ranks in processes of their own; f(rank) says whether all is well. The status of rank 0, and what was said.
-static Result with_ranks(int n, const std::function<bool(Ranks&)>& f) {
+static Result with_ranks(int n, const std::function<bool(Ranks&)>& f, double silence = 20) {
     const MemoryFile err;
     fflush(nullptr);
     const pid_t pid = fork();
@@ -76,6 +77,7 @@ static Result with_ranks(int n, const std::function<bool(Ranks&)>& f) {
         alarm(60);
         dup2(err.fd, 2);
         Ranks ranks("test");
+        ranks.silence = silence;
         ranks.fork_here(n);
         double wrong = !f(ranks);
         ranks.sum(&wrong, 1);
@@ -127,7 +129,15 @@ TEST_CASE("ranks: what one of them says at its end is said once, and ends all; s
         if (who) CHECK(r.err.find(format("test: rank %d (process ", who)) == 0);
         if (who) CHECK(r.err.find("has gone\n") == r.err.size() - 9);
     }
-    const Result r = with_ranks(3, [](Ranks& ranks) { return ranks.must_agree(ranks.rank == 2 ? "a\t1\nb\t2\n" : "a\t1\nb\t3\nc\t4\n"), true; });
+    // One that is still there and says nothing.
+    Result r = with_ranks(3, [](Ranks& ranks) {
+        if (ranks.rank == 1) prctl(PR_SET_PDEATHSIG, SIGKILL), raise(SIGSTOP);
+        return ranks.wait_for_the_end(), true;
+    }, 2);
+    CHECK(r.status == 1);
+    CHECK(r.err.find("test: rank 1 (process ") == 0);
+    CHECK(r.err.find("has not been heard of for 2 s\n") != std::string::npos);
+    r = with_ranks(3, [](Ranks& ranks) { return ranks.must_agree(ranks.rank == 2 ? "a\t1\nb\t2\n" : "a\t1\nb\t3\nc\t4\n"), true; });
     CHECK(r.status == 1);
     CHECK(r.err.find("test: rank 2 (process ") == 0);
     CHECK(r.err.find("): its b is 2, and rank 0's is 3\n") != std::string::npos);
@@ -322,10 +332,8 @@ TEST_CASE("ranks: one that dies ends all, at once and with a line that names it;
         if (!rank) CHECK(p->err.text().find("train_lora: rank 2: rank 0 has gone\n") != std::string::npos);
         if (rank) numbers(out / "a");
     }
-    // One that only stops: the others notice that it says nothing. (SILENCE is 20 s: not waited for here.)
-    Scratch out;
-    const Result r = start(of_kind("--rank") + Strings{"--gpus", "2", "-o", rows().all})->wait(); // no folder: rank 0's fault
-    check_refusal(r, "train_lora", "all.bin");
+    // A fault of rank 0 is told once: the folder is none.
+    check_refusal(start(of_kind("--rank") + Strings{"--gpus", "2", "-o", rows().all})->wait(), "train_lora", "all.bin");
 }
 
 // A port that nothing listens at.
