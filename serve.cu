@@ -3609,6 +3609,8 @@ static int run(int argc, char** argv) {
     check_adapters(o);
     if (o.gpus > 1 && (!o.adapters.empty() || o.server.swaps))
         DIE("--gpus %d: adapters by name are for one GPU", o.gpus);
+    if (o.gpus > 1 && o.device.empty() && !WITH_GPU)
+        DIE("--gpus %d: this program was built without nvcc (-d cpu: engines on the CPU)", o.gpus);
     if (o.gpus > 1 && o.device.empty()) o.device = "cuda";
     ModelFile file(o.model);
     if (o.tasks.empty()) o.tasks = {says_it_embeds(file) ? "embed" : "generate"};

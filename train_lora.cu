@@ -1411,6 +1411,8 @@ static void join_ranks(Options& o) {
     Ranks& ranks = *o.ranks;
     if (o.gpus > 1 && getenv("MASTER_ADDR") && getenv("RANK"))
         DIE("--gpus %d: a launcher has started this process as one of several already", o.gpus);
+    if (o.gpus > 1 && o.device.empty() && !WITH_GPU)
+        DIE("--gpus %d: this program was built without nvcc (-d cpu: processes on the CPU)", o.gpus);
     if (o.gpus > 1) ranks.fork_here(o.gpus);
     else ranks.join_launcher();
     if (ranks.size == 1) return;

@@ -35,12 +35,15 @@ struct Router {
     static constexpr size_t MOST = 1 << 18, AHEAD = 16384; // beginnings known; tokens a loaded engine may be ahead
     std::unordered_map<uint64_t, int> seen; // beginnings of whole pages: the engine
     std::deque<uint64_t> order;             // ... the oldest first
+    size_t turn = 0;                        // who comes first of those that have equally little to do
 
     int choose(const Job& job, const std::vector<Window*>& windows) {
         int least = -1;
-        for (size_t k = 0; k < windows.size(); k++)
+        for (size_t i = 0; i < windows.size(); i++) {
+            const size_t k = (turn + i) % windows.size();
             if (!windows[k]->gone && (least < 0 || *windows[k]->load < *windows[(size_t)least]->load)) least = (int)k;
-        if (least < 0) return 0; // (the desk is closed then)
+        }
+        if (least < 0) return 0; // (the server ends)
         std::vector<uint64_t> names;
         const uint64_t space = job.space ? job.space : job.salt;
         uint64_t hash = fnv1a(&space, sizeof space);
@@ -52,6 +55,7 @@ struct Router {
             const Window& there = *windows[(size_t)it->second];
             if (!there.gone && *there.load <= *windows[(size_t)least]->load + AHEAD) to = it->second;
         }
+        if (to == least) turn = (size_t)least + 1;
         for (uint64_t name : names) {
             if (seen.emplace(name, to).second) order.push_back(name);
             else seen[name] = to;
