@@ -26,6 +26,7 @@ OPENMP    := $(shell echo 'int main(){}' | $(CXX) -fopenmp -x c++ - -o /dev/null
 EDIT      := $(shell printf '\043include <stdio.h>\n\043include <histedit.h>\nint main(){}' | $(CXX) -x c++ - -o /dev/null -ledit 2>/dev/null && echo -ledit)
 CURL      := $(shell printf '\043include <curl/curl.h>\nint main(){curl_global_cleanup();}' | $(CXX) -x c++ - -o /dev/null -lcurl 2>/dev/null && echo -lcurl)
 MHD       := $(shell printf '\043include <microhttpd.h>\nint main(){return !MHD_get_version();}' | $(CXX) -x c++ - -o /dev/null -lmicrohttpd 2>/dev/null && echo -lmicrohttpd)
+NCCL      := $(shell LC_ALL=C ldconfig -p 2>/dev/null | grep -o 'libnccl\.so\.2' | head -n 1)
 TUNE      := $(if $(PORTABLE),,-march=native)
 CXXFLAGS  ?=
 FLAGS      = $(TUNE) -ffp-contract=off $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(if $(EDIT),-DHAVE_LIBEDIT) $(WARN) $(CXXFLAGS)
@@ -55,6 +56,7 @@ info:
 	@echo "chat      $(if $(EDIT),libedit: line editing and history,the terminal's own line mode (libedit-dev adds history))"
 	@echo "datagen   $(if $(CURL),libcurl: with generate,without generate (libcurl4-openssl-dev adds it))"
 	@echo "serve     $(if $(MHD),libmicrohttpd,not built: it needs libmicrohttpd (libmicrohttpd-dev))"
+	@$(if $(HAVE_NVCC),echo "GPUs      $(if $(NCCL),NCCL: train_lora --gpus N,one: no libnccl.so.2 here (libnccl2 adds it when train_lora runs; or LD_LIBRARY_PATH))",:)
 	@echo "CPU code  $(if $(TUNE),for this machine (PORTABLE=1: for any x86-64),for any x86-64)"
 	@$(if $(HAVE_NVCC),echo "GPU code  $(if $(WANTED),$(addprefix sm_,$(patsubst 90,90a,$(WANTED))),sm_80 and its PTX: no GPU seen here)",:)
 

@@ -30,6 +30,7 @@
 struct ModelOptions {
     std::string model, tokenizer, device, dtype, adapter;
     int threads = 0; // 0: all
+    int gpu = 0;     // which one of this host
     bool invariant = false, help = false;
 
     void add_to(std::vector<Option>& table, bool inference) {
@@ -155,7 +156,7 @@ inline bool wide(const ModelOptions& o, const ModelFile& file) {
 
 #ifdef __CUDACC__
 // The first GPU, or one line that says why there is none.
-inline Context open_gpu() {
+inline Context open_gpu(int device = 0) {
     int n = 0, driver = 0, runtime = 0;
     const cudaError_t e = cudaGetDeviceCount(&n);
     cudaDriverGetVersion(&driver);
@@ -166,8 +167,10 @@ inline Context open_gpu() {
             runtime / 1000, runtime % 100 / 10);
     if (e != cudaSuccess || n == 0)
         DIE("no GPU here: %s", e == cudaSuccess ? "the driver sees none" : cudaGetErrorString(e));
+    if (device >= n) DIE("no GPU %d here: there %s", device, n == 1 ? "is one" : format("are %d", n).c_str());
+    CUDA_CHECK(cudaSetDevice(device)); // of this thread
     cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
     Context ctx;
     ctx.gpu = std::make_shared<Gpu>();
     ctx.gpu->sm = properties.major * 10 + properties.minor;
@@ -196,7 +199,7 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     try {
         if (!wanted && wide(o, file)) return ctx;
         check_gpu(file.path, file.config, o.dtype == "int8" || file.is_int8(), file.logits);
-        Context gpu = open_gpu();
+        Context gpu = open_gpu(o.gpu);
         gpu.invariant = o.invariant;
         return gpu;
     } catch (const Error&) {

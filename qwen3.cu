@@ -1257,6 +1257,7 @@ template <class T> struct Gradients {
     };
     std::vector<OfLayer> layer;
     acc<T> *embed = nullptr, *norm = nullptr, *head = nullptr; // head is embed when tied
+    std::function<void(int layer)> done; // called when a layer's are complete
 };
 
 // What the backward ops hand to each other, for up to N tokens: one set for all layers.
@@ -1351,6 +1352,7 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         through(d.normed, d.qkv, layer.qkv);
         RUN(rmsnorm_backward, d.x, d.y, s.norm1, to.norm1, d.normed, s.in, layer.norm1, N, C, c.eps);
         weights(to.qkv, d.qkv, s.norm1, layer.qkv);
+        if (g.done) g.done(l);
     }
     if (g.embed) RUN(embed_backward, g.embed, d.x, b, C);
 }

@@ -22,7 +22,7 @@
    - Rows of one step may have different adapters (server/adapters.h). What a page holds depends on the adapter, too.
 
    Contents
-   1 Between the threads   Job, Piece, Budget, Reply, Desk, figures
+   1 Between the threads   Job, Piece, Budget, Reply, Desk, figures; several engines (engines.h)
    2 Speech                ids to text: characters, stop strings, thoughts, log-probabilities
    3 Engine                pages and prefix cache, schedule, step; on the CPU and on a GPU
    4 API                   from JSON to jobs (request.h), from pieces to JSON; vectors and rankings (embed_api.h); two
@@ -201,6 +201,7 @@ struct Job {
     int priority = 0;                 // within its key; the lowest first
     bool pooled = false;              // no answer: the hidden state of the prompt's last token
     double arrived = seconds();
+    std::shared_ptr<void> counted{};  // as load of the engine that has it, see Window
 
     // Texts take their turns beside the answers of the same key.
     static constexpr uint64_t TEXTS = 1ull << 32;
@@ -227,6 +228,10 @@ struct Histogram {
         for (int i = 0; i < N; i++) buckets[i] += x <= BOUNDS[i];
         count++, sum += x;
     }
+    void add(const Histogram& more) {
+        for (int i = 0; i < N; i++) buckets[i] += more.buckets[i];
+        count += more.count, sum += more.sum;
+    }
 };
 
 // As Prometheus reads it.
@@ -243,20 +248,32 @@ struct Figures {
     uint64_t prompt_tokens = 0, answer_tokens = 0, looked_up = 0, found = 0, preempted = 0;
     uint64_t stopped = 0, cut = 0, cancelled = 0; // answers, by how they ended
     Histogram first_token, between_tokens, whole;
+
+    void add(const Figures& f) {
+        for (auto number : {&Figures::running, &Figures::waiting, &Figures::pages, &Figures::pages_used})
+            this->*number += f.*number;
+        for (auto number : {&Figures::prompt_tokens, &Figures::answer_tokens, &Figures::looked_up, &Figures::found,
+                            &Figures::preempted, &Figures::stopped, &Figures::cut, &Figures::cancelled})
+            this->*number += f.*number;
+        for (auto times : {&Figures::first_token, &Figures::between_tokens, &Figures::whole})
+            (this->*times).add(f.*times);
+    }
 };
 
-// Jobs go in here, from any thread, and the engine takes them out.
-struct Desk {
+#include "server/engines.h"
+
+// Jobs go in here, from any thread, and the engine takes them out. It is the window of the first engine, too.
+struct Desk : Window {
     std::mutex mutex;
     std::condition_variable news;
-    std::vector<Job> inbox;
-    size_t inside = 0, limit = 0;     // jobs that the engine has; most there may be in all
+    std::vector<Window*> windows{this}; // of all engines
+    Router router;
+    size_t limit = 0;                 // most jobs there may be in all
     size_t keys = 1;                  // of API keys; when all is full, each may still have its share of the limit
     size_t texts = 0, text_tokens = 0; // of all jobs, those that are pooled, and the tokens of these
     struct Held { size_t jobs = 0, tokens = 0; }; // that are not done; tokens of texts
     std::map<uint64_t, Held> held;    // by line
     bool closed = false;              // nothing more will come
-    Figures figures;                  // as of the last step
     Budget unsent{256 << 20};         // pieces and answers that nobody has taken yet
 
     // The jobs of one request. False: there is no room for them now.
@@ -264,7 +281,9 @@ struct Desk {
         std::lock_guard lock(mutex);
         const bool pooled = jobs[0].pooled;
         Held& own = held[jobs[0].line()];
-        const size_t all = pooled ? texts : inbox.size() + inside - texts, most = pooled ? WAITING_TEXTS : limit;
+        size_t there = 0;
+        for (const Window* w : windows) there += w->inbox.size() + w->inside;
+        const size_t all = pooled ? texts : there - texts, most = pooled ? WAITING_TEXTS : limit;
         if (closed || (all + jobs.size() > most && own.jobs + jobs.size() > most / keys)) return false;
         size_t tokens = 0;
         for (const Job& job : jobs) tokens += pooled ? job.prompt.size() : 0;
@@ -274,18 +293,33 @@ struct Desk {
         if (reply.share && reply.kept && !unsent.add(*reply.share, reply.kept)) return false;
         own.jobs += jobs.size(), own.tokens += tokens;
         texts += pooled ? jobs.size() : 0, text_tokens += tokens;
-        for (Job& job : jobs) inbox.push_back(std::move(job));
-        news.notify_one();
+        for (Job& job : jobs) place(std::move(job));
+        news.notify_all();
         return true;
+    }
+    void place(Job&& job) { // with `mutex` held
+        Window& to = *windows[windows.size() > 1 ? (size_t)router.choose(job, windows) : 0];
+        if (windows.size() > 1) to.count(job);
+        to.inbox.push_back(std::move(job));
     }
     void close() {
         std::lock_guard lock(mutex);
         closed = true;
-        news.notify_one();
+        news.notify_all();
     }
+    // Of all engines; of each.
     Figures look() {
         std::lock_guard lock(mutex);
-        return figures;
+        Figures sum = figures;
+        for (const Window* w : windows)
+            if (w != this) sum.add(w->figures);
+        return sum;
+    }
+    std::vector<Figures> look_at_each() {
+        std::lock_guard lock(mutex);
+        std::vector<Figures> all;
+        for (const Window* w : windows) all.push_back(w->figures);
+        return all;
     }
 };
 
@@ -591,11 +625,12 @@ template <class T> struct Engine {
     const Weights<T>& weights;
     const Tokenizer& tokenizer;
     Desk& desk;
+    Window& window;
     EngineOptions options;
 
     Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o,
-           const Context& where)
-        : ctx(where), config(c), weights(w), tokenizer(t), desk(d), options(o),
+           const Context& where, Window* own = nullptr) // of several; none: the desk's
+        : ctx(where), config(c), weights(w), tokenizer(t), desk(d), window(own ? *own : d), options(o),
           max_rows(o.max_seqs + std::max(o.chunk, o.burst)), max_pages((o.context + PAGE - 1) / PAGE), pool(0) {
         arena.gpu = ctx.gpu != nullptr;
         choose_sizes();
@@ -628,8 +663,9 @@ template <class T> struct Engine {
         for (;;) {
             {
                 std::unique_lock lock(desk.mutex);
-                desk.news.wait(lock, [&] { return desk.closed || !desk.inbox.empty() || busy(); });
-                if (desk.inbox.empty() && !busy()) return;
+                auto called = [&] { return !window.inbox.empty() || !window.handed.empty() || busy(); };
+                desk.news.wait(lock, [&] { return desk.closed || called(); });
+                if (!called()) return;
             }
             pace.begin();
             step();
@@ -686,6 +722,31 @@ template <class T> struct Engine {
 #endif
         tell();
         deliver();
+    }
+
+    // After a fault of this engine: all that is not done goes to others, as if it had given way here. False: there is
+    // no other. (With adapters there is none: they are on one GPU.)
+    bool hand_over() {
+        deliver();
+        under_way.clear();
+        while (!running.empty()) preempt(running.begin());
+        std::vector<std::unique_ptr<Sequence>> all;
+        while (!waiting.empty()) all.push_back(leave_line(waiting.begin()->first, waiting.begin()->second.begin()));
+        tell();
+        std::lock_guard lock(desk.mutex);
+        window.gone = true;
+        auto stays = [](const Window* w) { return !w->gone; };
+        if (std::none_of(desk.windows.begin(), desk.windows.end(), stays)) return false;
+        for (Job& job : std::exchange(window.inbox, {})) desk.place(std::move(job));
+        for (auto& q : all) {
+            q->job.prompt = q->ids; // (what the router looks at)
+            Window& to = *desk.windows[(size_t)desk.router.choose(q->job, desk.windows)];
+            to.count(q->job);
+            q->job.prompt.clear();
+            to.handed.push_back({q.release(), [](void* p) { delete (Sequence*)p; }});
+        }
+        desk.news.notify_all();
+        return true;
     }
 
   private:
@@ -836,14 +897,23 @@ template <class T> struct Engine {
     // ---- The schedule
     void take_jobs() {
         std::vector<Job> jobs;
+        std::vector<Window::Handed> handed;
         {
             std::lock_guard lock(desk.mutex);
-            jobs.swap(desk.inbox);
-            desk.inside += jobs.size();
+            jobs.swap(window.inbox);
+            handed.swap(window.handed);
+            window.inside += jobs.size() + handed.size();
         }
         for (Job& job : jobs) {
             if (!waiting.count(job.line())) catch_up(job.line());
             join_line(std::make_unique<Sequence>(std::move(job), tokenizer, ++arrivals));
+        }
+        for (Window::Handed& one : handed) {
+            std::unique_ptr<Sequence> q((Sequence*)one.release());
+            q->rank = 0, q->arrival = ++arrivals, q->slot = -1, q->pending = 0; // as if it had never run
+            q->pages.clear();
+            if (!waiting.count(q->job.line())) catch_up(q->job.line());
+            join_line(std::move(q));
         }
     }
 
@@ -1205,14 +1275,14 @@ template <class T> struct Engine {
 #endif
         figures.pages_used = (size_t)pages - pool.available();
         std::lock_guard lock(desk.mutex);
-        desk.inside = figures.running + figures.waiting;
+        window.inside = figures.running + figures.waiting;
         for (auto [line, tokens] : ended) {
             Desk::Held& held = desk.held[line];
             held.jobs--;
             if (line >= Job::TEXTS) held.tokens -= tokens, desk.texts--, desk.text_tokens -= tokens;
         }
         ended.clear();
-        desk.figures = figures;
+        window.figures = figures;
     }
 
     // After tell(), so that whoever has got an answer finds it counted, and its place free.
@@ -2827,6 +2897,17 @@ struct Exchange {
         histogram("time_to_first_token_seconds", f.first_token);
         histogram("inter_token_latency_seconds", f.between_tokens);
         histogram("e2e_request_latency_seconds", f.whole);
+        const std::vector<Figures> each = server.desk.look_at_each();
+        auto by_engine = [&](const char* name, const char* type, auto value) {
+            for (size_t k = 0; k < each.size() && each.size() > 1; k++)
+                one(name, type, (double)value(each[k]), format(",engine=\"%zu\"", k).c_str());
+        };
+        by_engine("engine_requests_running", "gauge", [](auto& e) { return e.running; });
+        by_engine("engine_requests_waiting", "gauge", [](auto& e) { return e.waiting; });
+        by_engine("engine_pages_used", "gauge", [](auto& e) { return e.pages_used; });
+        by_engine("engine_prompt_tokens_total", "counter", [](auto& e) { return e.prompt_tokens; });
+        by_engine("engine_generation_tokens_total", "counter", [](auto& e) { return e.answer_tokens; });
+        by_engine("engine_prefix_cache_hits_total", "counter", [](auto& e) { return e.found; });
         if (server.ready) out += adapter_metrics(server.service.adapters->now());
         return out + server.traffic.text();
     }
@@ -3220,6 +3301,7 @@ struct Options : ModelOptions {
     ServerOptions server;
     EngineOptions engine;
     int max_queue = 1024, think = 0;
+    int gpus = 1;
     DocumentOptions documents{};
     Context ctx{};
 };
@@ -3256,6 +3338,7 @@ static std::vector<Option> option_table(Options& o) {
          kv_memory},
         {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: CPU 128,\nGPU 256)",
          whole(o.engine.chunk, 1, 65536)},
+        {"", "--gpus", "N", "of this host: an engine each (with -d cpu N engines on the CPU)", whole(o.gpus, 1, 64)},
         {"-y", "--system", "TEXT", "system prompt of conversations that have none", text(o.system)},
         {"-r", "--think", "0|1", "whether the model thinks first where a request does not say\n(default 0)",
          whole(o.think, 0, 1)},
@@ -3369,6 +3452,69 @@ static bool does(const Options& o, const char* task) {
     return std::find(o.tasks.begin(), o.tasks.end(), task) != o.tasks.end();
 }
 
+// Engines 1, 2, .. beside the first, each on a GPU of its own, and the threads of all.
+template <class T> struct Engines {
+    struct One {
+        Context ctx;
+        Weights<T> weights;
+        std::unique_ptr<AttachedAdapter<T>> attached{};
+        Window window{};
+        std::unique_ptr<Engine<T>> engine{};
+    };
+    Desk& desk;
+    Engine<T>& first;
+    std::vector<std::unique_ptr<One>> others;
+    std::vector<std::thread> threads;
+
+    Engines(Options o, const ModelFile& file, const AdapterFile* adapter, Engine<T>& zero)
+        : desk(zero.desk), first(zero) {
+        EngineOptions e = zero.options; // (the context is what the first one has)
+        e.at_most = false;
+        for (o.gpu = 1; o.gpu < o.gpus; o.gpu++) {
+            const Context ctx = choose_device(o, file);
+            auto one = std::unique_ptr<One>(new One{ctx, Weights<T>(file, o.dtype == "int8")});
+            to_device(one->ctx, file, one->weights);
+            const int rows = e.max_seqs + std::max(e.chunk, e.burst);
+            if (adapter) one->attached = std::make_unique<AttachedAdapter<T>>(one->ctx, one->weights, *adapter, rows);
+            one->engine = std::make_unique<Engine<T>>(file.config, one->weights, zero.tokenizer, desk, e, one->ctx,
+                                                      &one->window);
+            others.push_back(std::move(one));
+        }
+        std::lock_guard lock(desk.mutex);
+        for (auto& one : others) desk.windows.push_back(&one->window);
+        use_device(0);
+    }
+    ~Engines() {
+        desk.close();
+        for (std::thread& thread : threads) thread.join();
+    }
+    void start(const Options& o) {
+        for (int k = 0; k < o.gpus; k++)
+            threads.emplace_back([this, &o, k] { compute(o, k, k ? *others[(size_t)k - 1]->engine : first); });
+    }
+
+  private:
+    void use_device([[maybe_unused]] int k) { // of this thread
+#ifdef __CUDACC__
+        if (first.ctx.gpu) CUDA_CHECK(cudaSetDevice(k));
+#endif
+    }
+    void compute(const Options& o, int k, Engine<T>& engine) {
+        o.use_threads();
+#ifdef _OPENMP
+        if (o.gpus > 1 && !o.threads) omp_set_num_threads(std::max(1, omp_get_max_threads() / o.gpus));
+#endif
+        try {
+            use_device(k);
+            ThreadPace pace(o, engine.ctx);
+            engine.run(pace);
+        } catch (const std::exception& fault) { // the GPU, or memory
+            print_error("serve", o.gpus > 1 ? format("engine %d: %s", k, fault.what()) : fault.what());
+            if (!engine.hand_over()) _exit(1); // there is no way on
+        }
+    }
+};
+
 template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
     const bool gpu = o.ctx.gpu != nullptr, http = o.batch.empty();
@@ -3383,7 +3529,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
 
     Desk desk;
     desk.keys = std::max<size_t>(1, o.server.keys.size());
-    desk.limit = http ? (size_t)(o.max_queue + e.max_seqs) : (size_t)(4 * e.max_seqs + 2 * MAX_CHOICES);
+    desk.limit = (size_t)(http ? o.max_queue + o.gpus * e.max_seqs : 4 * o.gpus * e.max_seqs + 2 * MAX_CHOICES);
     Server server(o.server, desk);
     if (http) server.start(); // to say that it is loading
 
@@ -3412,6 +3558,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const int rows = e.max_seqs + std::max(e.chunk, e.burst);
     if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, rows);
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
+    Engines<T> engines(o, file, adapter.get(), engine);
 
     const int context = engine.options.context;
     server.service = {&tokenizer, o.name, o.system, context, o.think == 1};
@@ -3440,24 +3587,12 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     }
     const std::string why = context == c.max_positions ? " (the model's limit)"
                           : e.at_most ? format(" (what memory allows of the model's %d)", c.max_positions) : "";
-    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d%s, %d at once, %zu pages of %d tokens; "
-            "ready in %.2f s\n", o.name.c_str(), (double)parameters(c) / 1e6, type_name(weights),
-            device_name(o.ctx).c_str(), context, why.c_str(), e.max_seqs, desk.look().pages, PAGE, seconds() - start);
-    std::thread thread([&] {
-        o.use_threads();
-        try {
-            ThreadPace pace(o, o.ctx);
-            engine.run(pace);
-        } catch (const std::exception& fault) { // the GPU, or memory: there is no way on
-            print_error("serve", fault.what());
-            _exit(1);
-        }
-    });
-    struct Ending {
-        Desk& desk;
-        std::thread& thread;
-        ~Ending() { desk.close(), thread.join(); }
-    } ending{desk, thread};
+    const std::string several = o.gpus > 1 ? format("%d x ", o.gpus) : "";
+    fprintf(stderr, "%s: %.1f M parameters, %s, %s%s, context %d%s, %d at once, %zu pages of %d tokens; "
+            "ready in %.2f s\n", o.name.c_str(), (double)parameters(c) / 1e6, type_name(weights), several.c_str(),
+            device_name(o.ctx).c_str(), context, why.c_str(), o.gpus * e.max_seqs, desk.look().pages, PAGE,
+            seconds() - start);
+    engines.start(o);
     loading = false;
     const std::string depends =
         o.server.files.empty() ? "" : batch_depends(o, file, adapter.get(), tokenizer, documents.get());
@@ -3472,6 +3607,11 @@ static int run(int argc, char** argv) {
     o.use_threads();
     open_adapter(o);
     check_adapters(o);
+    if (o.gpus > 1 && (!o.adapters.empty() || o.server.swaps))
+        DIE("--gpus %d: adapters by name are for one GPU", o.gpus);
+    if (o.gpus > 1 && o.device.empty() && !WITH_GPU)
+        DIE("--gpus %d: this program was built without nvcc (-d cpu: engines on the CPU)", o.gpus);
+    if (o.gpus > 1 && o.device.empty()) o.device = "cuda";
     ModelFile file(o.model);
     if (o.tasks.empty()) o.tasks = {says_it_embeds(file) ? "embed" : "generate"};
     file.logits = does(o, "generate");

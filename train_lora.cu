@@ -17,6 +17,11 @@
    With LoRA the parameters are the A and B of each targeted module and nothing else; with --full all of the model's.
    Either way they are one array, and so are their gradients and AdamW's two moments: p, g, m, v.
 
+   Several GPUs (ranks.h) share each step: every rank has its rows of it, and the sums of gradients over all ranks are
+   those of the whole step. With LoRA each rank has all parameters and moments and moves them alike. With --full each
+   owns a part of them (ZeRO stage 1; Rajbhandari et al., 2020): it gets the sums of that part, moves its parameters,
+   and sends the others their copies of type T. Rank 0 evaluates, and writes all there is to write.
+
    What is random (order of rows, first A, dropout) is a function of seed, step and place, so that a run that was
    stopped goes on bit by bit as if it had not been. It is the arithmetic of PEFT and transformers' Trainer: see
    tests/unit/test_train.cpp, which holds it to theirs.
@@ -26,6 +31,7 @@
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
 #include "dataset.h"
+#include "ranks.h"
 
 // ================================================================================================== 1 Options
 
@@ -38,7 +44,9 @@ struct Options : ModelOptions {
     int64_t steps = 0, eval_every = 0, save_every = 0; // 0: epochs say, every epoch
     uint64_t seed = 42;
     bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false;
-    bool dpo = false;
+    bool dpo = false, overlap = true;
+    int gpus = 1;
+    std::shared_ptr<Ranks> ranks = std::make_shared<Ranks>("train_lora");
     double beta = 0.1, label_smoothing = 0;
     std::string says_dpo; // the last of the options that need --dpo
     int rank_step = 1; // see adapt: GPU_RANK_STEP on a GPU
@@ -111,6 +119,10 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--merge", "PATH", "afterwards: a model.bin (PATH ends in .bin) or a Hugging Face folder\n"
          "with the adapter merged, and its tokenizer", file_name(o.merge)},
         {"", "--recompute", "", "keeps less for the backward pass, and computes it again", flag(o.recompute)},
+        {"", "--gpus", "N", "of this host: a process each, and --batch rows for each; with -d cpu N\n"
+         "processes on the CPU. (torchrun, mpirun and Slurm need no --gpus)", whole(o.gpus, 1, 1024)},
+        {"", "--no-overlap", "", "... whose gradients are added up after the backward pass, not during it",
+         flag(o.overlap, false)},
     };
     o.add_to(table, false);
     return table;
@@ -131,10 +143,11 @@ static void check_options(const Options& o) {
         DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
     if (!o.dpo && !o.says_dpo.empty()) DIE("%s is for --dpo", o.says_dpo.c_str());
     if (o.steps && o.epochs) DIE("--steps %lld or --epochs %g: not both", (long long)o.steps, o.epochs);
+    if (o.gpus > 1 && o.train.empty()) DIE("--gpus is for training");
     const uint64_t tokens = (uint64_t)o.batch * o.max_len * (o.dpo ? 2 : 1);
     if (tokens > 1 << 26) DIE("--batch %d with --max-len %d: more than 2^26 tokens at once", o.batch, o.max_len);
-    if (tokens * o.accum > UINT32_MAX)
-        DIE("--batch, --accum and --max-len: more than 2^32 tokens a step");
+    if (tokens * o.accum * std::max(o.gpus, o.ranks->size) > UINT32_MAX)
+        DIE("--batch, --accum, --max-len and the number of GPUs: more than 2^32 tokens a step");
 }
 
 static Options parse_options(int argc, char** argv) {
@@ -220,6 +233,7 @@ static std::string describe(const Options& o, const ModelFile& file, const Datas
     w.field("warmup", o.warmup).field("clip", o.clip).field("schedule", o.schedule).field("steps", steps);
     w.field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len).field("seed", o.seed);
     w.field("shuffle", o.shuffle);
+    if (o.ranks->size > 1) w.field("ranks", o.ranks->size);
     if (o.dpo) {
         const std::string reference = o.adapter_init.empty() ? "" : o.adapter_init + "/adapter_model.safetensors";
         w.field("dpo", true).field("beta", o.beta).field("label-smoothing", o.label_smoothing);
@@ -244,6 +258,7 @@ template <class T> struct Trainer {
     static constexpr int HEAD_ROWS = 64, GPU_HEAD_ROWS = 1024; // trained tokens that go through the head at once
 
     const Options& o;
+    Ranks& ranks;
     Context ctx;
     const ModelFile& file;
     const Config& c;
@@ -255,18 +270,20 @@ template <class T> struct Trainer {
 
     Trainer(const Options& options, const Context& where, const ModelFile& f, const Dataset& train,
             const Dataset* evaluation)
-        : o(options), ctx(where), file(f), c(f.config), w(f), data(train), eval(evaluation) {
+        : o(options), ranks(*o.ranks), ctx(where), file(f), c(f.config), w(f), data(train), eval(evaluation) {
         ctx.stop = &interrupted;
         rows = fitting(data);
         if (eval) eval_rows = fitting(*eval);
-        const size_t a_step = (size_t)o.batch * o.accum;
+        const size_t a_step = step_units();
         epoch_steps = (int64_t)((rows.size() + a_step - 1) / a_step);
         steps = o.steps ? o.steps : (int64_t)std::ceil((o.epochs ? o.epochs : EPOCHS) * (double)epoch_steps);
         run = describe(o, file, data, steps, type_name(w));
+        agree();
         if (!o.full) rank = adapt(w, o.lora, o.rank_step);
         if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19)
             DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
         measure();
+        divide();
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (--full has its own copies)
 #endif
@@ -275,13 +292,96 @@ template <class T> struct Trainer {
         fill();
     }
 
+    size_t step_units() const { return (size_t)o.batch * o.accum * ranks.size; } // rows or pairs of a step
+
+    // Ends all ranks unless they are about to do the same.
+    void agree() {
+        sj::Doc doc;
+        sj::parse(doc, run);
+        std::string facts = format("device\t%s\n", ctx.gpu ? "a GPU" : "the CPU");
+        for (auto [key, value] : doc.root().members())
+            facts += format("%s\t%s\n", std::string(key).c_str(), sj::dump(value).c_str());
+        const uint64_t hash = eval ? fnv1a(eval->file.data, eval->file.size) : 0;
+        facts += format("--eval\t%016llx\n--eval-every\t%lld\n", (unsigned long long)hash, (long long)o.eval_every);
+        facts += format("--save-every\t%lld\n--resume\t%d\n--no-overlap\t%d\n", (long long)o.save_every, o.resume,
+                        !o.overlap);
+        ranks.must_agree(facts);
+    }
+
     // ---- What is trained: one array of numbers, cut into segments that AdamW treats alike.
     struct Segment { size_t first, n; double decay; float copy; };
     std::vector<Segment> segments;
     size_t count = 0;
     int rank = 0;            // of adapters as they lie here
-    A *p, *m, *v, *gradient; // (count) master parameters, AdamW's moments, gradients
-    T* stored;               // (count) what the products read: the parameters as T, those of B times s
+    A *p, *m, *v;            // (own) master parameters, AdamW's moments
+    A *gradient;             // (padded) of this rank's rows, then of all ranks'
+    A *own_gradient;         // (own) of all ranks' rows
+    T* stored;               // (padded) what the products read: the parameters as T, those of B times s
+    size_t own = 0, padded = 0; // one rank: count
+
+    // ---- Several ranks: gradients are added up in buckets.
+    Buckets buckets;
+    std::vector<int> lowest;         // (buckets) layer whose numbers are in it; -1: what is in no layer
+    std::vector<size_t> order_of_buckets; // highest layer first
+    std::vector<size_t> places;      // of this rank's units in the step; none: they are in it as they are listed
+    size_t buckets_done = 0;
+    bool last_batch = false;         // of the step: when a layer's gradients are complete
+    double waited = 0;               // s, as Ranks has it, the mean of all ranks
+
+    bool sharded() const { return o.full && ranks.size > 1; } // each rank has its pieces of p, m and v
+    void divide() {
+        buckets = Buckets(count, ranks.size);
+        own = sharded() ? buckets.n * buckets.piece : count;
+        padded = ranks.size > 1 ? buckets.padded() : count;
+        lowest.assign(buckets.n, c.L);
+        auto is_in = [&](size_t first, size_t n, int layer) {
+            for (size_t b = first / buckets.bucket; b * buckets.bucket < first + n; b++)
+                lowest[b] = std::min(lowest[b], layer);
+        };
+        if (o.full) each_tensor([&](const ModelTensor& t, size_t at) { is_in(at, t.size(), t.layer); });
+        else each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
+            const int layer = linear.adapter.module[0] / MODULES;
+            is_in(at.A, linear.adapter.width() * linear.in, layer);
+            is_in(at.B, linear.adapter.width() * linear.out(), layer);
+        });
+        order_of_buckets.resize(buckets.n);
+        std::iota(order_of_buckets.begin(), order_of_buckets.end(), (size_t)0);
+        std::stable_sort(order_of_buckets.begin(), order_of_buckets.end(),
+                         [&](size_t a, size_t b) { return lowest[a] > lowest[b]; });
+        if (ranks.size > 1)
+            g.done = [this](int layer) { if (last_batch && o.overlap) add_up(layer); };
+    }
+
+    // Adds up over all ranks the buckets that are complete when `backward` has done a layer; -1: all that are left.
+    void add_up(int layer) {
+        size_t end = buckets_done;
+        while (end < buckets.n && lowest[order_of_buckets[end]] >= layer) end++;
+        if (end > buckets_done) ranks.together([&] {
+            for (; buckets_done < end; buckets_done++) {
+                const size_t b = order_of_buckets[buckets_done], first = b * buckets.bucket;
+                if (sharded()) ranks.add_up_pieces(own_gradient + b * buckets.piece, gradient + first, buckets.piece);
+                else ranks.add_up(gradient + first, std::min(buckets.bucket, count - first));
+            }
+        });
+    }
+
+    // Calls f(first, at, n) for what this rank has of p, m and v: n numbers from `first` of the whole array on are its
+    // own from `at` on.
+    template <class F> void each_own(F f) const {
+        if (sharded()) buckets.each_piece(ranks.rank, f);
+        else f((size_t)0, (size_t)0, count);
+    }
+    void keep(A* to, const std::vector<A>& all) {
+        each_own([&](size_t first, size_t at, size_t n) { copy_in(ctx, to + at, &all[first], n); });
+    }
+    // With shards: `all` (padded) from each rank's pieces, which piece(b) points to.
+    template <class U, class F> void gather(U* all, F piece) {
+        ranks.together([&] {
+            for (size_t b = 0; b < buckets.n; b++)
+                ranks.gather(all + b * buckets.bucket, piece(b), buckets.piece * sizeof(U));
+        });
+        ranks.finish();
+    }
 
     // With --full: calls f(tensor, at) for each tensor of the model, which is the tensor.size() numbers from `at` on.
     // Matrices come before vectors, since AdamW decays only matrices; results and states have the same order. Blocks of
@@ -368,8 +468,8 @@ template <class T> struct Trainer {
             DIE("%s: every %s has more than %zu tokens (%s)", name, unit(), limit,
                 o.max_len > c.max_positions ? "the model's limit" : "--max-len");
         if (list.size() < all)
-            fprintf(stderr, "%s: %s left out of %zu: more than %zu tokens\n", name,
-                    counted(all - list.size(), unit()).c_str(), all, limit);
+            ranks.tell("%s: %s left out of %zu: more than %zu tokens\n", name,
+                       counted(all - list.size(), unit()).c_str(), all, limit);
         std::sort(lengths.rbegin(), lengths.rend());
         const auto end = lengths.begin() + std::min(lengths.size(), (size_t)o.batch);
         most_tokens = std::max(most_tokens, std::accumulate(lengths.begin(), end, 0));
@@ -384,10 +484,11 @@ template <class T> struct Trainer {
         auto part = [&](const char* name, size_t before) { parts.push_back({name, arena.used - before}); };
         size_t before = arena.used;
         const int N = most_tokens;
-        p = arena.take<A>(count), stored = arena.take<T>(count);
+        p = arena.take<A>(own), stored = arena.take<T>(padded);
         part("parameters", before), before = arena.used;
-        gradient = arena.take<A>(count), m = arena.take<A>(count), v = arena.take<A>(count);
-        partial = arena.take<double>((count + NORM_PIECE - 1) / NORM_PIECE);
+        gradient = arena.take<A>(padded), m = arena.take<A>(own), v = arena.take<A>(own);
+        own_gradient = sharded() ? arena.take<A>(own) : gradient;
+        partial = arena.take<double>((own + NORM_PIECE - 1) / NORM_PIECE);
         part("gradients and moments", before), before = arena.used;
         a.plan_training(arena, c, N, o.recompute);
         h = arena.take<T>(o.full ? 0 : (size_t)N * each_adapter(w, [](Linear<T>&, AdapterPlace) {}).h);
@@ -454,7 +555,7 @@ template <class T> struct Trainer {
                 }
             });
         }
-        copy_in(ctx, p, first.data(), count);
+        keep(p, first);
         give_copies(first);
     }
 
@@ -500,16 +601,18 @@ template <class T> struct Trainer {
 
     std::vector<int> ends; // where the trained tokens of each sequence end in `named`
 
-    // Packs units list[0 .. n - 1], of which the first is number `first` of its step. R: the tokens to predict.
+    // Packs units list[0 .. n - 1], of which the first is number `first` of its step, or of this rank's part of it. R:
+    // the tokens to predict.
     Batch load(const Dataset& from, const size_t* list, int n, int first, int& R) {
         const int group = (int)from.group();
-        n *= group, first *= group; // sequences
+        n *= group; // sequences
         std::vector<int> all_token, all_pos, all_seq, all_slot, all_named, all_target, table((size_t)n * max_pages, 0);
         std::vector<uint32_t> all_place;
         int page = 0;
         ends.clear();
         for (int s = 0; s < n; s++) {
             const DatasetRow row = from.row(list[s / group] * group + s % group);
+            const size_t in_step = places.empty() ? (size_t)(first + s / group) : places[first + s / group];
             for (int i = 0; i + 1 < (int)row.size(); i++) {
                 if (i % PAGE == 0) table[(size_t)s * max_pages + i / PAGE] = page++;
                 if (row.first[i + 1] & TRAIN) {
@@ -518,7 +621,7 @@ template <class T> struct Trainer {
                 }
                 all_token.push_back((int)(row.first[i] & ~TRAIN)), all_pos.push_back(i), all_seq.push_back(s);
                 all_slot.push_back((page - 1) * PAGE + i % PAGE);
-                all_place.push_back((uint32_t)(first + s) * (uint32_t)o.max_len + (uint32_t)i);
+                all_place.push_back((uint32_t)(in_step * group + s % group) * (uint32_t)o.max_len + (uint32_t)i);
             }
             ends.push_back((int)all_named.size());
         }
@@ -549,7 +652,7 @@ template <class T> struct Trainer {
             }
             ordered = epoch;
         }
-        const size_t a_step = (size_t)o.batch * o.accum, first = (size_t)(k % epoch_steps) * a_step;
+        const size_t a_step = step_units(), first = (size_t)(k % epoch_steps) * a_step;
         return {order.begin() + (ptrdiff_t)first, order.begin() + (ptrdiff_t)std::min(first + a_step, order.size())};
     }
 
@@ -589,6 +692,10 @@ template <class T> struct Trainer {
         const double start = seconds();
         double told = start;
         std::vector<double> out(from.rows());
+        std::set<size_t> mine; // every rank takes some of the batches
+        for (size_t i = 0; i < list.size(); i++)
+            if (i / o.batch % ranks.size == (size_t)ranks.rank && (!wanted || wanted->count(list[i])))
+                mine.insert(list[i]);
         ThreadPace pace(o, ctx);
         pace.begin();
         each_batch(from, list, [&](const Batch& b, size_t first, int R) {
@@ -598,9 +705,10 @@ template <class T> struct Trainer {
             const size_t done = first + p.size() / 2;
             if (done < list.size() && seconds() - told < 10) return;
             told = seconds();
-            fprintf(stderr, "%s: the reference of %zu/%zu pairs, %.1f s\n", from.file.path.c_str(), done, list.size(),
-                    told - start);
-        }, wanted);
+            ranks.tell("%s: the reference of %zu/%zu pairs, %.1f s\n", from.file.path.c_str(), done, list.size(),
+                       told - start);
+        }, &mine);
+        ranks.sum(out.data(), out.size());
         return out;
     }
 
@@ -662,8 +770,10 @@ template <class T> struct Trainer {
         return o.dpo ? list.size() : trained(from, list);
     }
 
-    // Adds up the losses of units in results[0], and the gradients of `scale` times that sum into `to` (null: none).
-    void add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, A scale) {
+    // Adds up the losses of units in results[0], and the gradients of that sum, divided by `all`, into `to` (null:
+    // none).
+    void add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, size_t all) {
+        const A scale = 1 / (A)all;
         clear(ctx, results, 2);
         double sum = 0; // of pairs
         preferences = {};
@@ -673,62 +783,101 @@ template <class T> struct Trainer {
                 loss_backward(ctx, c, w, a, d, to, loss, named, target, scale, b.N, R);
                 RUN(add_losses, results, loss, R);
             }
+            last_batch = first + o.batch >= list.size();
             if (to) backward(ctx, c, w, b, a, d, *to, kv, rope);
         });
         if (!o.dpo) return;
         copy_in(ctx, results, &sum, 1);
-        preferences.divide((double)list.size());
+        preferences.divide((double)all);
     }
 
-    // The gradients of a step: of the mean over its `all` trained tokens, or pairs.
+    // This rank's units of a step; `places` becomes where they stand in it.
+    std::vector<size_t> deal_step(const std::vector<size_t>& list) {
+        if (ranks.size == 1) return list;
+        std::vector<size_t> tokens, mine;
+        for (size_t unit : list) tokens.push_back(trained(data, {unit}));
+        places = deal(tokens, ranks.size)[ranks.rank];
+        for (size_t place : places) mine.push_back(list[place]);
+        return mine;
+    }
+
+    // The gradients of a step, or of a rank's part of it: of the mean over the `all` trained tokens, or pairs, of the
+    // whole step.
     void add_gradients(const std::vector<size_t>& list, size_t all) {
         dropout = {o.dropout, o.seed, (uint32_t)step, place};
         use_dropout(true);
         clear(ctx, gradient, count);
-        add_rows(data, list, &g, 1 / (A)all);
+        buckets_done = 0;
+        add_rows(data, list, &g, all);
+        if (ranks.size == 1) return;
+        places.clear();
+        add_up(-1);
+        ranks.finish();
+        clear(ctx, results + 1, 1); // (no kernel after a clear begins before it: see launch_kernel)
     }
 
-    // One step of AdamW. False if it was interrupted: then nothing has changed.
+    // One step of AdamW. False if a rank was interrupted: then nothing has changed.
     bool train_step() {
         const std::vector<size_t> list = rows_of(step);
         size_t fed = 0;
         each_row(data, list, [&](DatasetRow row) { fed += row.size() - 1; });
         const size_t all = weight(data, list);
-        add_gradients(list, all);
-        if (interrupted) return false;
-        RUN(grad_norm, results + 1, partial, gradient, count);
+        add_gradients(deal_step(list), all);
+        RUN(grad_norm, results + 1, partial, own_gradient, own);
+        double result[2];
+        copy_out(ctx, result, results, 2);
+        // What the ranks tell each other. (Their parts of the norm are of different parameters if each has a part.)
+        ranks.look_at_the_clock();
+        struct { double loss, squares, stop, waited; Preferences preferences; } told =
+            {result[0], result[1] * result[1], (double)interrupted, ranks.waited, preferences};
+        ranks.sum((double*)&told, sizeof told / sizeof(double));
+        waited = told.waited / ranks.size, preferences = told.preferences;
+        if (told.stop > 0) return interrupted = 1, false;
+        if (sharded()) {
+            result[1] = std::sqrt(told.squares);
+            copy_in(ctx, results + 1, result + 1, 1);
+        }
+        last_loss = told.loss / (double)all, last_norm = result[1];
+        if (!std::isfinite(last_loss) || !std::isfinite(last_norm))
+            not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1,
+                                          std::fabs(last_loss), last_norm));
+        update();
+        tokens_done += fed, flops = flops_of(list);
+        step++;
+        return true;
+    }
+    void update() {
         last_lr = o.lr * schedule(o, step, steps);
         AdamW how;
         how.lr = (float)last_lr, how.clip = (float)o.clip, how.step = step + 1;
         for (const Segment& s : segments) {
             how.decay = (float)s.decay, how.copy = s.copy;
-            RUN(adamw, stored + s.first, p + s.first, m + s.first, v + s.first, gradient + s.first, results + 1, s.n,
-                how);
+            each_own([&](size_t first, size_t at, size_t n) {
+                const size_t from = std::max(first, s.first), to = std::min(first + n, s.first + s.n);
+                if (from >= to) return;
+                at += from - first;
+                RUN(adamw, stored + from, p + at, m + at, v + at, own_gradient + at, results + 1, to - from, how);
+            });
         }
-        double result[2];
-        copy_out(ctx, result, results, 2);
-        last_loss = result[0] / (double)all, last_norm = result[1];
-        if (!std::isfinite(last_loss) || !std::isfinite(last_norm))
-            not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1,
-                                          std::fabs(last_loss), last_norm));
-        tokens_done += fed, flops = flops_of(list);
-        step++;
-        return true;
+        const T* mine = stored + ranks.rank * buckets.piece;
+        if (sharded()) gather(stored, [&](size_t b) { return mine + b * buckets.bucket; });
     }
 
     // The mean over all trained tokens of some rows, or over pairs, whatever the batch. Without a meaning if it was
     // interrupted.
     double mean_loss(const Dataset& from, const std::vector<size_t>& list) {
         use_dropout(false);
-        add_rows(from, list, nullptr, 0);
+        const size_t all = weight(from, list);
+        add_rows(from, list, nullptr, all);
         double sum;
         copy_out(ctx, &sum, results, 1);
-        return sum / (double)weight(from, list);
+        return sum / (double)all;
     }
 
     // Names the rows whose loss is not finite, and throws. After such a step the parameters are still those from before
-    // it (see adamw), so that each row can be asked by itself.
+    // it, so that each row can be asked by itself; rank 0 does it.
     [[noreturn]] void not_finite(const Dataset& from, const std::vector<size_t>& list, const std::string& what) {
+        if (ranks.rank > 0) ranks.wait_for_the_end();
         std::vector<size_t> blamed;
         for (size_t row : list)
             if (!std::isfinite(mean_loss(from, {row}))) blamed.push_back(row);
@@ -761,7 +910,14 @@ template <class T> struct Trainer {
 
     // ---- Checkpoints: the adapter (or model) for use, and the state to go on from.
 
+    // All of what each rank may have its part of: p, m or v. Every rank calls it, and rank 0 gets the numbers.
+    // (`gradient` is free between steps.)
     std::vector<A> host(const A* from) {
+        if (sharded()) {
+            gather(gradient, [&](size_t b) { return from + b * buckets.piece; });
+            from = gradient;
+        }
+        if (ranks.rank > 0) return {};
         std::vector<A> numbers(count);
         copy_out(ctx, numbers.data(), from, count);
         return numbers;
@@ -780,7 +936,7 @@ template <class T> struct Trainer {
         constexpr const char* TYPE = std::is_same_v<T, bf16> ? "BF16" : "F32";
         bool half = file.is_float16();
         if (half && std::any_of(numbers.begin(), numbers.end(), [](A x) { return std::fabs(x) >= 65520; })) {
-            fprintf(stderr, "%s/model.bin: a number is too large for F16: stored as %s\n", folder.c_str(), TYPE);
+            ranks.tell("%s/model.bin: a number is too large for F16: stored as %s\n", folder.c_str(), TYPE);
             half = false;
         }
         std::vector<OutTensor> tensors;
@@ -799,13 +955,15 @@ template <class T> struct Trainer {
         write_safetensors(folder + "/model.bin", metadata, tensors);
     }
 
-    // The trained parameters, for PEFT or for qwen3.
+    // The trained parameters, for PEFT or for qwen3. (This and write_state: all ranks call them, and rank 0 writes.)
     void write_result(const std::string& folder, size_t leaked) {
+        const std::vector<A> numbers = host(p);
+        if (ranks.rank > 0) return;
+        const auto lock = ranks.writing();
         make_folder(folder);
         Metadata metadata = {{"format", "pt"}};
         if (o.full) metadata = model_metadata(file.config_text, file.generation_text);
         if (leaked) metadata["leak"] = counted(leaked, "row") + " of the evaluation file trained on";
-        const std::vector<A> numbers = host(p);
         std::vector<OutTensor> tensors;
         if (o.full) return write_model(folder, metadata, numbers);
         each_adapter_tensor(w, [&](const std::string& name, size_t rows, size_t columns, size_t at, size_t stride) {
@@ -822,6 +980,11 @@ template <class T> struct Trainer {
         const Metadata metadata = {
             {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)},
             {"elapsed", sj::repr(elapsed)}};
+        if (ranks.rank > 0) {
+            for (const A* part : {p, m, v}) host(part);
+            return;
+        }
+        const auto lock = ranks.writing();
         std::vector<OutTensor> tensors;
         for (auto [name, from] : {std::pair("p", p), {"m", m}, {"v", v}})
             tensors.push_back({name, "F32", {(int64_t)trained_parameters()}, [this, from = from](OutputFile& out) {
@@ -831,17 +994,25 @@ template <class T> struct Trainer {
         write_safetensors(path, metadata, tensors);
     }
 
-    // Whether a state is one of this run's.
-    void check_state(const char* name, const Metadata& metadata) const {
+    // Whether a state is one of this run's, though perhaps on another number of ranks. Then another --batch or --accum
+    // may keep what a step is; if it does not, the run goes on with the same share of its steps done.
+    struct Begun { int ranks; int64_t steps; };
+    Begun check_state(const char* name, const Metadata& metadata) const {
         sj::Doc theirs, ours;
         const auto was_run = metadata.find("run");
         if (was_run == metadata.end() || !sj::parse(theirs, was_run->second).empty())
             DIE("%s: not a state of train_lora", name);
         sj::parse(ours, run);
-        for (auto [key, mine] : ours.root().members())
+        const sj::Value on = theirs.root()["ranks"], of = theirs.root()["steps"];
+        const Begun begun = {on ? (int)on.number() : 1, (int64_t)of.number()};
+        const std::set<std::string> free = {"ranks", "batch", "accum", "steps"};
+        for (auto [key, mine] : ours.root().members()) {
+            if (begun.ranks != ranks.size && free.count(std::string(key))) continue;
             if (const std::string was = sj::dump(theirs.root()[key]), is = sj::dump(mine); was != is)
                 DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(),
                     was.c_str(), is.c_str());
+        }
+        return begun;
     }
 
     void read_state(const std::string& path, double& best, double& elapsed) {
@@ -850,8 +1021,15 @@ template <class T> struct Trainer {
         Tensors tensors;
         Metadata metadata;
         read_safetensors(map, tensors, metadata);
-        check_state(name, metadata);
-        step = parse_integer(name, metadata["step"].c_str(), 0, steps);
+        const Begun begun = check_state(name, metadata);
+        step = parse_integer(name, metadata["step"].c_str(), 0, begun.steps);
+        if (begun.ranks != ranks.size) {
+            step = std::llround((double)step * (double)steps / (double)std::max<int64_t>(begun.steps, 1));
+            ranks.tell("%s: begun on %s, goes on with %d from the same weights at step %lld of %lld, not to the bit\n",
+                       name, counted((size_t)begun.ranks, "rank").c_str(), ranks.size, (long long)step,
+                       (long long)steps);
+        }
+        ranks.must_agree(format("step of %s\t%lld\n", name, (long long)step));
         if (o.dpo) make_reference(); // of the first parameters
         best = metadata["best"] == "Infinity" ? INFINITY : parse_number(name, metadata["best"].c_str(), 0, 1e30);
         elapsed = parse_number(name, metadata["elapsed"].c_str(), 0, 1e12);
@@ -866,7 +1044,7 @@ template <class T> struct Trainer {
                 memcpy(&numbers[first], from, n * sizeof(A));
                 from += n * sizeof(A);
             });
-            copy_in(ctx, to, numbers.data(), count);
+            keep(to, numbers);
             if (to == p) give_copies(numbers);
         }
     }
@@ -887,8 +1065,10 @@ struct Log {
     struct Point { double step, loss; };
     std::vector<Point> losses, evaluations;
 
-    // Goes on after the lines of the first `steps` steps, which exist already if there are any.
-    Log(const std::string& out, int64_t steps) : folder(out) {
+    // Goes on after the lines of the first `steps` steps, which exist already if there are any. Without `writes`
+    // nothing is read or written.
+    Log(const std::string& out, int64_t steps, bool writes) : folder(out) {
+        if (!writes) return;
         const std::string path = folder + "/trainer_log.jsonl";
         std::string kept;
         if (steps > 0) {
@@ -910,15 +1090,17 @@ struct Log {
         if (!file) DIE("%s: %s", path.c_str(), strerror(errno));
     }
     Log(const Log&) = delete;
-    ~Log() { fclose(file); }
+    ~Log() { if (file) fclose(file); }
 
     void add(const std::string& line) {
+        if (!file) return;
         if (fputs((line + "\n").c_str(), file) < 0 || fflush(file) != 0)
             DIE("%s/trainer_log.jsonl: %s", folder.c_str(), strerror(errno));
     }
 
     // Steps across, loss upwards: every step thin, their running mean thick, evaluations as dots.
     void draw(int64_t steps) const {
+        if (!file) return;
         constexpr double W = 800, H = 400, LEFT = 60, TOP = 20, RIGHT = 20, BOTTOM = 40;
         double most = 0;
         for (auto* list : {&losses, &evaluations})
@@ -1064,31 +1246,34 @@ template <class T>
 int train(const Options& o, const Context& ctx, const ModelFile& file, const Dataset& data, const Dataset* eval,
           size_t leaked) {
     const std::string state = o.out + "/state.safetensors";
-    check_folder(o, state);
+    Ranks& ranks = *o.ranks;
+    const bool first = ranks.rank == 0;
+    if (first) check_folder(o, state);
     Trainer<T> t(o, ctx, file, data, eval);
     double best = INFINITY, before = 0;
     if (o.resume) t.read_state(state, best, before);
     else if (o.dpo) t.make_reference();
-    make_folder(o.out);
-    if (o.overwrite) remove_run(o.out);
+    if (first) make_folder(o.out);
+    if (first && o.overwrite) remove_run(o.out);
     for (const std::string& folder : {o.out, o.out + "/best"}) {
-        if (!o.full || (folder != o.out && !eval)) continue;
+        if (!first || !o.full || (folder != o.out && !eval)) continue;
         make_folder(folder);
         give_tokenizer(o, file, folder, o.overwrite);
     }
-    Log log(o.out, t.step);
+    Log log(o.out, t.step, first);
     const std::string lora =
         o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
-    fprintf(stderr, "%s: %.2f M parameters, %s, %s; %s%.2f M of them trained\n", o.model.c_str(),
-            (double)parameters(file.config) / 1e6, type_name(t.w), device_name(ctx).c_str(), lora.c_str(),
-            (double)t.trained_parameters() / 1e6);
-    fprintf(stderr, "%s: %s, %s; %s of %s, %lld an epoch, seed %llu\n", o.train.c_str(),
-            counted(t.rows.size(), t.unit()).c_str(), counted(t.trained(data, t.rows), "trained token").c_str(),
-            counted((size_t)t.steps, "step").c_str(), counted((size_t)o.batch * o.accum, t.unit()).c_str(),
-            (long long)t.epoch_steps, (unsigned long long)o.seed);
-    fprintf(stderr, "%s\n", t.memory.c_str());
+    const std::string several = ranks.size > 1 ? format("%d x ", ranks.size) : "";
+    ranks.tell("%s: %.2f M parameters, %s, %s%s; %s%.2f M of them trained\n", o.model.c_str(),
+               (double)parameters(file.config) / 1e6, type_name(t.w), several.c_str(), device_name(ctx).c_str(),
+               lora.c_str(), (double)t.trained_parameters() / 1e6);
+    ranks.tell("%s: %s, %s; %s of %s, %lld an epoch, seed %llu\n", o.train.c_str(),
+               counted(t.rows.size(), t.unit()).c_str(), counted(t.trained(data, t.rows), "trained token").c_str(),
+               counted((size_t)t.steps, "step").c_str(), counted(t.step_units(), t.unit()).c_str(),
+               (long long)t.epoch_steps, (unsigned long long)o.seed);
+    ranks.tell("%s\n", t.memory.c_str());
     if (o.full && file.is_float16())
-        fprintf(stderr, "%s: F16; computed in %s, and model.bin is F16 again\n", o.model.c_str(), type_name(t.w));
+        ranks.tell("%s: F16; computed in %s, and model.bin is F16 again\n", o.model.c_str(), type_name(t.w));
 
     const double start = seconds();
     auto elapsed = [&] { return before + seconds() - start; };
@@ -1102,14 +1287,13 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
     auto save = [&] {
         t.write_result(o.out, leaked);
         t.write_state(state, best, elapsed());
+        const auto lock = ranks.writing();
         log.draw(t.steps);
     };
     auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.epoch_steps) == 0; };
-    auto evaluate = [&] { // if it is time, and not done yet
-        if (!eval || t.step == 0 || !due(o.eval_every)) return;
-        if (!log.evaluations.empty() && log.evaluations.back().step == (double)t.step) return;
+    auto measure = [&] { // whether the model is better than it was at its best
         const double loss = t.mean_loss(*eval, t.eval_rows);
-        if (interrupted) return;
+        if (interrupted) return false;
         if (!std::isfinite(loss))
             t.not_finite(*eval, t.eval_rows, format("after step %lld: loss %g", (long long)t.step, std::fabs(loss)));
         log.evaluations.push_back({(double)t.step, loss});
@@ -1117,23 +1301,32 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("eval_loss", loss);
         if (o.dpo) t.preferences.write(w, "eval_");
         add_to_log(w);
-        fprintf(stderr, "step %lld/%lld  evaluation loss %.6f%s%s\n", (long long)t.step, (long long)t.steps, loss,
-                o.dpo ? t.preferences.text().c_str() : "", loss < best ? ", the best so far" : "");
-        if (loss < best) best = loss, t.write_result(o.out + "/best", leaked);
+        ranks.tell("step %lld/%lld  evaluation loss %.6f%s%s\n", (long long)t.step, (long long)t.steps, loss,
+                   o.dpo ? t.preferences.text().c_str() : "", loss < best ? ", the best so far" : "");
+        const bool better = loss < best;
+        best = std::min(loss, best);
+        return better;
+    };
+    auto evaluate = [&] { // if it is time, and not done yet
+        if (!eval || t.step == 0 || !due(o.eval_every)) return;
+        const bool done = !log.evaluations.empty() && log.evaluations.back().step == (double)t.step;
+        int better = first && !done && measure();
+        ranks.sum(&better, 1);
+        if (better) t.write_result(o.out + "/best", leaked);
     };
     evaluate(); // a run may have been stopped in the middle of it
     const double ceiling = multiply_ceiling<T>(ctx, false, 0.02);
     auto speed = [&](double flops) { // a second
         const bool giga = flops < 1e12;
         return format("%.1f %cFLOP/s, %.3g%% of the ceiling", flops / (giga ? 1e9 : 1e12), giga ? 'G' : 'T',
-                      100 * flops / ceiling);
+                      100 * flops / (ceiling * ranks.size));
     };
     const int64_t begun_at = t.step;
     int64_t saved = -1;
     size_t told_tokens = 0; // of them the last progress line spoke
     double told_at = start;
     ThreadPace pace(o, ctx);
-    while (t.step < t.steps && !interrupted) {
+    while (t.step < t.steps && (!interrupted || ranks.size > 1)) { // (of several all leave in the same step)
         const double begun = seconds();
         pace.begin();
         if (!t.train_step()) break;
@@ -1145,28 +1338,31 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
         if (o.dpo) t.preferences.write(w, "");
         w.field("lr", t.last_lr).field("grad_norm", t.last_norm);
         w.field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
+        if (ranks.size > 1) w.field("waited", std::round(t.waited * 1e3) / 1e3);
         add_to_log(w);
         if (now - told_at >= 1 || t.step == t.steps || t.step == begun_at + 1) {
             const double left = (now - start) * (double)(t.steps - t.step) / (double)(t.step - begun_at);
-            fprintf(stderr, "step %lld/%lld  loss %.4f%s  lr %.2e  norm %.3f  %.0f tok/s  %s  %.1f MB  %s left\n",
-                    (long long)t.step, (long long)t.steps, t.last_loss, o.dpo ? t.preferences.text().c_str() : "",
-                    t.last_lr, t.last_norm,
-                    (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9),
-                    speed(t.flops / took).c_str(),
-                    (double)t.arena.size / 1e6, clock_text(left).c_str());
+            const std::string lost = ranks.size > 1 ? format("  waited %.1f%%", 100 * t.waited / (now - start)) : "";
+            ranks.tell("step %lld/%lld  loss %.4f%s  lr %.2e  norm %.3f  %.0f tok/s  %s%s  %.1f MB  %s left\n",
+                       (long long)t.step, (long long)t.steps, t.last_loss, o.dpo ? t.preferences.text().c_str() : "",
+                       t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9),
+                       speed(t.flops / took).c_str(), lost.c_str(), (double)t.arena.size / 1e6,
+                       clock_text(left).c_str());
             told_tokens = t.tokens_done, told_at = now;
         }
         evaluate();
-        if (due(o.save_every) && !interrupted) save(), saved = t.step;
+        if (due(o.save_every)) save(), saved = t.step;
     }
     if (saved != t.step) save();
-    if (interrupted) {
-        fprintf(stderr, "stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step,
-                (long long)t.steps);
+    int stopped = interrupted != 0; // by a signal to any rank
+    ranks.sum(&stopped, 1);
+    if (stopped) {
+        ranks.tell("stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step,
+                   (long long)t.steps);
         return 130;
     }
-    fprintf(stderr, "%s: %s in %s\n", o.out.c_str(), o.full ? "model.bin" : "adapter_model.safetensors",
-            clock_text(elapsed()).c_str());
+    ranks.tell("%s: %s in %s\n", o.out.c_str(), o.full ? "model.bin" : "adapter_model.safetensors",
+               clock_text(elapsed()).c_str());
     return 0;
 }
 
@@ -1174,7 +1370,9 @@ template <class T>
 int run_as(const Options& o, const Context& ctx, const ModelFile& file, const Dataset* data, const Dataset* eval,
            size_t leaked) {
     const int status = data ? train<T>(o, ctx, file, *data, eval, leaked) : 0;
-    if (status == 0 && !o.merge.empty()) merge<T>(o, ctx, file, data ? o.out : o.adapter_init, data);
+    o.ranks->part();
+    if (status == 0 && !o.merge.empty() && o.ranks->rank == 0)
+        merge<T>(o, ctx, file, data ? o.out : o.adapter_init, data);
     return status;
 }
 
@@ -1208,6 +1406,24 @@ static size_t open_datasets(const Options& o, const ModelFile& file, std::unique
     return leaked;
 }
 
+// Becomes one of several ranks, if there are to be several.
+static void join_ranks(Options& o) {
+    Ranks& ranks = *o.ranks;
+    if (o.gpus > 1 && getenv("MASTER_ADDR") && getenv("RANK"))
+        DIE("--gpus %d: a launcher has started this process as one of several already", o.gpus);
+    if (o.gpus > 1 && o.device.empty() && !WITH_GPU)
+        DIE("--gpus %d: this program was built without nvcc (-d cpu: processes on the CPU)", o.gpus);
+    if (o.gpus > 1) ranks.fork_here(o.gpus);
+    else ranks.join_launcher();
+    if (ranks.size == 1) return;
+#ifdef _OPENMP
+    if (o.gpus > 1 && !o.threads) omp_set_num_threads(std::max(1, omp_get_max_threads() / o.gpus));
+#endif
+    if (o.device.empty()) o.device = "cuda"; // all of them, or none
+    o.gpu = ranks.local;
+    check_options(o);
+}
+
 [[maybe_unused]] static int run(int argc, char** argv) {
     if (told_version("train_lora", argc, argv)) return 0;
     Options o = parse_options(argc, argv);
@@ -1220,10 +1436,19 @@ static size_t open_datasets(const Options& o, const ModelFile& file, std::unique
     if (!o.adapter_init.empty()) o.lora = AdapterFile(o.adapter_init, file.config).config;
     std::unique_ptr<Dataset> data, eval;
     const size_t leaked = o.train.empty() ? 0 : open_datasets(o, file, data, eval);
-    const Context ctx = choose_device(o, file);
-    if (ctx.gpu) o.rank_step = GPU_RANK_STEP;
-    return wide(o, file) ? run_as<float>(o, ctx, file, data.get(), eval.get(), leaked)
-                         : run_as<bf16>(o, ctx, file, data.get(), eval.get(), leaked);
+    if (data) join_ranks(o);
+    try {
+        const Context ctx = choose_device(o, file);
+        if (ctx.gpu) o.rank_step = GPU_RANK_STEP;
+#ifdef __CUDACC__
+        if (ctx.gpu && o.ranks->size > 1) o.ranks->use_gpu(ctx.gpu->stream);
+#endif
+        return wide(o, file) ? run_as<float>(o, ctx, file, data.get(), eval.get(), leaked)
+                             : run_as<bf16>(o, ctx, file, data.get(), eval.get(), leaked);
+    } catch (const std::exception& e) {
+        if (o.ranks->size > 1) o.ranks->end(e.what());
+        throw;
+    }
 }
 
 #ifndef TRAIN_NO_MAIN

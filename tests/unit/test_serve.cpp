@@ -282,6 +282,82 @@ TEST_CASE("a cancelled answer gives its pages back within a step") {
     CHECK(bench.desk.figures.cancelled == 3);
 }
 
+TEST_CASE("several engines: a prompt goes where its beginning is cached, unless that engine is far behind; else to the least loaded") {
+    Desk desk;
+    Window second, third;
+    desk.windows = {&desk, &second, &third};
+    desk.limit = 1000;
+    auto job = [](int start, int n, uint64_t salt = 1) {
+        Job j;
+        j.reply = std::make_shared<Reply>();
+        for (int i = 0; i < n; i++) j.prompt.push_back(start + i);
+        j.max_tokens = 100, j.salt = salt;
+        return j;
+    };
+    auto sent = [&](Job j) { // to which engine
+        size_t had[3];
+        for (int k = 0; k < 3; k++) had[k] = desk.windows[(size_t)k]->inbox.size();
+        REQUIRE(desk.submit({std::move(j)}));
+        for (int k = 0; k < 3; k++)
+            if (desk.windows[(size_t)k]->inbox.size() > had[k]) return k;
+        return -1;
+    };
+    CHECK(sent(job(0, 100)) == 0);
+    CHECK(sent(job(1000, 400)) == 1);
+    CHECK(sent(job(2000, 300)) == 2);
+    CHECK(sent(job(1000, 450)) == 1); // though it has the most to do
+    CHECK(sent(job(1000, 450, 2)) == 0); // another key's pages are not shared
+    Job half = job(1000, 200); // a common beginning that is not half of it
+    for (int i = 0; i < 300; i++) half.prompt.push_back(5000 + i);
+    CHECK(sent(half) == 2);
+    for (int i = 0; i < 40; i++) sent(job(1000, 400));
+    CHECK(*second.load <= *third.load + Router::AHEAD + 500);
+    CHECK(desk.inbox.size() + third.inbox.size() > 8); // the others were not left without work
+    // What is done or dropped is no load; an engine that has failed gets nothing.
+    CHECK(*second.load > 0);
+    second.inbox.clear();
+    CHECK(*second.load == 0);
+    second.gone = true;
+    for (int i = 0; i < 10; i++) CHECK(sent(job(1000, 400)) != 1);
+    desk.limit = desk.inbox.size() + third.inbox.size();
+    CHECK(!desk.submit({job(0, 10)})); // the limit is of all together
+    desk.limit++;
+    CHECK(desk.submit({job(0, 10)}));
+}
+
+TEST_CASE("several engines: the answers of one; when an engine fails the others finish what it had, word for word") {
+    for (int fails_after : {-1, 0, 3, 12}) {
+        INFO("fails after step " << fails_after);
+        Random random{21};
+        Desk desk;
+        desk.limit = 1000;
+        Window other;
+        const EngineOptions o{256, 4, 32, 32, 40 * Bench::page_bytes()};
+        Engine<bf16> zero(tiny().file.config, tiny().weights, tiny().tokenizer, desk, o, where);
+        Engine<bf16> one(tiny().file.config, tiny().weights, tiny().tokenizer, desk, o, where, &other);
+        desk.windows.push_back(&other);
+        std::vector<Job> jobs;
+        for (int i = 0; i < 24; i++) jobs.push_back(random_job(random, 256));
+        for (const Job& job : jobs) REQUIRE(desk.submit({job}));
+        CHECK(desk.inbox.size() > 4);
+        CHECK(other.inbox.size() > 4);
+        for (int step = 0; step < 20000; step++) {
+            if (step == fails_after) CHECK(zero.hand_over());
+            if (fails_after < 0 || step < fails_after) zero.step();
+            one.step();
+            if (desk.inside + other.inside + other.inbox.size() + other.handed.size() == 0) break;
+        }
+        for (const Job& job : jobs) check_answer(job, expected(job, 256));
+        CHECK(*desk.load == 0);
+        CHECK(*other.load == 0);
+        CHECK(desk.look().stopped + desk.look().cut == 24);
+        CHECK(desk.look_at_each()[1].stopped + desk.look_at_each()[1].cut >= (fails_after < 0 ? 5 : 12));
+        CHECK(desk.look().pages_used == 0);
+        for (auto& [line, held] : desk.held) CHECK(held.jobs == 0);
+        if (fails_after >= 0) CHECK(!one.hand_over()); // there is no other now
+    }
+}
+
 TEST_CASE("the desk is bounded") {
     Bench bench({256, 2, 64, 64, 0});
     bench.desk.limit = 3;
@@ -2053,6 +2129,42 @@ static Result batch(const std::string& in, const std::string& out, const Strings
 }
 static std::string row(int i, const std::string& body, const char* url = "/v1/chat/completions") {
     return format("{\"custom_id\": \"r%d\", \"method\": \"POST\", \"url\": \"%s\", \"body\": ", i, url) + body + "}\n";
+}
+
+TEST_CASE("--gpus 2 on the CPU: two engines behind one port, with the answers of one, over HTTP and in a batch; figures of each") {
+    Scratch scratch;
+    std::string in;
+    Serving one, two({"-d", "cpu", "--gpus", "2"});
+    for (int i = 0; i < 12; i++) {
+        const std::string body = question(std::to_string(i), format("\"seed\": %d, \"max_tokens\": 20", i));
+        in += row(i, body);
+        CHECK(content(two.chat(body)) == content(one.chat(body)));
+    }
+    write_file(scratch / "in", in);
+    for (const char* n : {"1", "2"}) {
+        const Result r = batch(scratch / "in", scratch / n, {"-d", "cpu", "--gpus", n});
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+    }
+    auto answers = [&](const char* n) {
+        Strings all;
+        for (auto& line : lines(read_file(scratch / n))) all.push_back(Json(line)["response"]["body"]["choices"][0]["message"]["content"].str());
+        return all;
+    };
+    CHECK(answers("1") == answers("2"));
+    CHECK(answers("1").size() == 12);
+    const std::string all = Http(two.port).call("GET", "/metrics").body;
+    double sum = 0;
+    for (const char* engine : {"0", "1"}) {
+        const std::string name = format("vllm:engine_generation_tokens_total{model_name=\"tiny\",engine=\"%s\"} ", engine);
+        REQUIRE(all.find(name) != std::string::npos);
+        sum += atof(all.c_str() + all.find(name) + name.size());
+        CHECK(atof(all.c_str() + all.find(name) + name.size()) > 0);
+    }
+    CHECK(sum == two.metric("generation_tokens_total"));
+    CHECK(Http(one.port).call("GET", "/metrics").body.find("engine=") == std::string::npos);
+    CHECK(two.stop().err.find("2 x cpu") != std::string::npos);
+    check_refusal(Process(PROGRAM, Serving::with({"-d", "cpu", "--gpus", "2", "--allow-adapter-loading"})).wait(), "serve", "--gpus 2: adapters by name are for one GPU");
 }
 
 TEST_CASE("a batch answers as the server does, in order, with errors in their places") {
