@@ -127,7 +127,7 @@ TEST_CASE("logit_bias, and log-probabilities that are the model's own") {
     session.feed(job.prompt);
     for (auto& t : tokens) {
         CHECK(t.id == 77);
-        CHECK(t.logprob == doctest::Approx(describe(session.logits, tiny().tokenizer.size(), 77, 0).logprob).epsilon(1e-5));
+        CHECK(t.logprob == doctest::Approx(told_of(session.logits, 77, 0).logprob).epsilon(1e-5));
         session.feed({77});
     }
 }

@@ -98,7 +98,7 @@ TEST_CASE("adapters: the logits of a mixed batch are to the bit those of one ada
         for (size_t i = 0; i < job.max_tokens; i++) {
             const float* logits = session.logits;
             const int best = (int)(std::max_element(logits, logits + tiny().tokenizer.size()) - logits);
-            const TokenInfo info = describe(logits, tiny().tokenizer.size(), best, 20);
+            const TokenInfo info = told_of(logits, best, 20);
             want.push_back(info.logprob);
             for (auto& a : info.top) want.push_back(a.logprob);
             session.feed({best});
