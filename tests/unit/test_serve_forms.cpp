@@ -169,7 +169,8 @@ TEST_CASE("forms: what they leave no choice about is taken at once, and the text
         preempted += bench.desk.figures.preempted;
         if (jump) CHECK(bench.desk.figures.forced > (jump < 6 ? 50 : 10));
         else CHECK(bench.desk.figures.forced == 0);
-        INFO("jump " << jump << ", at most " << max_seqs << ", chunks of " << chunk << ", " << pages << " pages");
+        const std::string kind = format("jump %d, at most %d, chunks of %d, %d pages", jump, max_seqs, chunk, pages);
+        INFO(kind);
         for (size_t i = 0; i < answers.size(); i++) CHECK(answers[i] == by_steps[0][i]);
     }
     CHECK(complete > 60);
