@@ -1359,7 +1359,7 @@ template <class T> struct Engine {
             std::vector<float> before; // the row's logits
             if (s.wanted[(size_t)r] >= 0) {
                 likeliest_cpu(ctx, s.rows_told[(size_t)r], row, tokenizer.size(), s.wanted[(size_t)r]);
-                before.assign(row, row + config.V);
+                before = std::vector<float>(row, row + config.V);
             }
             if (masked[(size_t)r] >= 0) {
                 const uint32_t* bits = &masks[(size_t)masked[(size_t)r] * words];
