@@ -254,7 +254,8 @@ struct Desk {
     size_t inside = 0, limit = 0;     // jobs that the engine has; most there may be in all
     size_t keys = 1;                  // of API keys; when all is full, each may still have its share of the limit
     size_t texts = 0, text_tokens = 0; // of all jobs, those that are pooled, and the tokens of these
-    struct Held { size_t jobs = 0, tokens = 0; }; // that are not done; tokens of texts
+    size_t lookups = 0;               // requests whose documents are looked up, or will be: places for answers
+    struct Held { size_t jobs = 0, tokens = 0; }; // that are not done, lookups too; tokens of texts
     std::map<uint64_t, Held> held;    // by line
     bool closed = false;              // nothing more will come
     Figures figures;                  // as of the last step
@@ -265,7 +266,7 @@ struct Desk {
         std::lock_guard lock(mutex);
         const bool pooled = jobs[0].pooled;
         Held& own = held[jobs[0].line()];
-        const size_t all = pooled ? texts : inbox.size() + inside - texts, most = pooled ? WAITING_TEXTS : limit;
+        const size_t all = pooled ? texts : answers(), most = pooled ? WAITING_TEXTS : limit;
         if (closed || (all + jobs.size() > most && own.jobs + jobs.size() > most / keys)) return false;
         size_t tokens = 0;
         for (const Job& job : jobs) tokens += pooled ? job.prompt.size() : 0;
@@ -278,6 +279,19 @@ struct Desk {
         for (Job& job : jobs) inbox.push_back(std::move(job));
         news.notify_one();
         return true;
+    }
+    size_t answers() const { return inbox.size() + inside - texts + lookups; } // `mutex` is held
+
+    // A lookup keeps a place for the answer that comes of it, until leave. False: there is none.
+    bool enter(uint64_t line) {
+        std::lock_guard lock(mutex);
+        if (closed || (answers() + 1 > limit && held[line].jobs + 1 > limit / keys)) return false;
+        lookups++, held[line].jobs++;
+        return true;
+    }
+    void leave(uint64_t line) {
+        std::lock_guard lock(mutex);
+        lookups--, held[line].jobs--;
     }
     void close() {
         std::lock_guard lock(mutex);
@@ -509,6 +523,7 @@ struct EngineOptions {
     int texts = 0;        // pooled jobs at once, beside the answers
     bool adapters = true; // there may be some
     int jump = 2;         // so many tokens that a form leaves no choice about are taken at once, not a step each; 0: never
+    size_t adapter_bytes = 0; // that adapters which clients load may take, all together; 0: some of what is free
 };
 
 constexpr int USUAL_CONTEXT = 4096; // more than most answers and their prompts take
@@ -647,8 +662,10 @@ template <class T> struct Engine {
         }
     }
 
-    // Of what is free now. (On a GPU that is little: the cache was given nearly all.)
+    // What adapters that are loaded later may take: what is asked for, else of what is free now. (On a GPU that is
+    // little: the cache was given nearly all.)
     size_t room_for_adapters() const {
+        if (options.adapter_bytes) return options.adapter_bytes;
 #ifdef __CUDACC__
         if (ctx.gpu) {
             size_t have = 0, all = 0;
@@ -817,7 +834,8 @@ template <class T> struct Engine {
                 options.context, (double)max_pages * (double)page_bytes / 1e9, (double)room / 1e9);
     }
 
-    // What is asked for, else what is left of the GPU's memory but for a sixteenth; on the CPU enough for one sequence
+    // What is asked for, else what is left of the GPU's memory but for a sixteenth and for what adapters that are loaded
+    // later may take (those of the start are there already); on the CPU enough for one sequence
     // of the whole context, and for all of USUAL_CONTEXT tokens, but no more than a quarter of the memory.
     size_t choose_kv_bytes([[maybe_unused]] size_t others) const {
         if (options.kv_bytes) return options.kv_bytes;
@@ -825,7 +843,7 @@ template <class T> struct Engine {
         if (ctx.gpu) {
             size_t have = 0, all = 0;
             CUDA_CHECK(cudaMemGetInfo(&have, &all));
-            return have - std::min(have, others + all / 16);
+            return have - std::min(have, others + all / 16 + options.adapter_bytes);
         }
 #endif
         const int each = std::min(max_pages, USUAL_CONTEXT / PAGE);
@@ -2085,7 +2103,7 @@ struct Batcher {
                     begun = begin(index);
                 } catch (const Refusal& r) {
                     if (r.status == 503 && refused == 0) refused = seconds();
-                    begun = r.status != 503 || (open.empty() && seconds() - refused > PATIENCE);
+                    begun = r.status != 503 || (open.empty() && !interrupted && seconds() - refused > PATIENCE);
                     if (begun) keep(rows[index], r.status, error_json(r));
                 }
                 if (!begun) { // later
@@ -2415,7 +2433,8 @@ struct Peer {
     enum Phase { WAITING, READING, WORKING, ANSWERING }; // WORKING: we are, on what it sent; it waits
     std::atomic<Phase> phase{WAITING};
     std::atomic<double> since{seconds()};
-    Exchange* exchange = nullptr; // one that the engine works for
+    Exchange* exchange = nullptr; // one that the engine works for,
+    Exchange* looking = nullptr;  // ... or one that is looked up in documents
     double probed = 0;            // when it was last asked whether it is there, since it will send nothing more
 };
 
@@ -2515,6 +2534,8 @@ struct Exchange {
     std::unique_ptr<Answer> answer;
     std::shared_ptr<Reply> reply;
     bool suspended = false, probed = false; // guarded by reply->mutex
+    volatile sig_atomic_t gone = 0;        // the peer, while its question is looked up in documents
+    bool entered = false;                  // it has a place at the desk meanwhile
     std::string out;                       // what is being sent; of a stream, up to `sent`
     size_t sent = 0;
     std::atomic<double> spoke{start};      // when a stream last sent something
@@ -2686,9 +2707,15 @@ struct Exchange {
             auto takes_long = [&] {
                 return body_size() > SMALL_BODY || filed() || swaps() || asks_for_form() || looks_up();
             };
+            if (open && !refusal && method == "POST" && looks_up()) {
+                entered = server.desk.enter(caller);
+                if (!entered) refusal = std::make_unique<Refusal>(queue_is_full());
+            }
             if (open && !refusal && takes_long()) {
+                if (entered) look_for(this);
                 MHD_suspend_connection(connection);
                 server.workers.add(server.options.keys.empty() ? peer.address : caller, [this] {
+                    lookup_stop = &gone;
                     prepare();
                     MHD_resume_connection(connection);
                 });
@@ -2698,6 +2725,17 @@ struct Exchange {
         }
         if (prepared.status) return respond(std::move(prepared));
         return stream ? begin_stream() : finish();
+    }
+
+    Refusal queue_is_full() const {
+        return {server.draining ? 503 : 429, "too many requests are waiting", "", "rate_limit_exceeded"};
+    }
+    void look_for(Exchange* one) { // (watch() does, from now on)
+        std::lock_guard lock(server.mutex);
+        peer.looking = one;
+    }
+    void leave_desk() {
+        if (std::exchange(entered, false)) server.desk.leave(caller);
     }
 
     // Grammars take longer than their text to read. (Of a field's name, letters may be escaped.)
@@ -2713,6 +2751,8 @@ struct Exchange {
         server.bodies.remove(upload); // from now on it is not dropped
         if (upload.lost && !refusal) refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
         prepared = response();
+        leave_desk();
+        look_for(nullptr);
         std::string().swap(body); // the answer may take long, and others need the room
     }
 
@@ -2813,9 +2853,10 @@ struct Exchange {
             suspended = false;
             MHD_resume_connection(connection);
         };
+        leave_desk();
         if (!server.desk.submit(std::move(ask.jobs))) {
             r->left = 0;
-            throw Refusal(server.draining ? 503 : 429, "too many requests are waiting", "", "rate_limit_exceeded");
+            throw queue_is_full();
         }
         reply = r;
         std::lock_guard lock(server.mutex);
@@ -3041,14 +3082,14 @@ struct Exchange {
 
     // The peer has said that it will send nothing more: it is gone, or it waits. What we send now will tell. Where the
     // answer has not begun that is an interim one, in a stream it is a comment.
+    void probe_early() const {
+        const std::string_view interim = "HTTP/1.1 100 Continue\r\n\r\n";
+        (void)!::send(peer.fd, interim.data(), interim.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    }
     void probe() {
         std::lock_guard lock(reply->mutex);
         if (!suspended) return; // something is being sent anyway
-        if (!stream) {
-            const std::string_view interim = "HTTP/1.1 100 Continue\r\n\r\n";
-            (void)!::send(peer.fd, interim.data(), interim.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
-            return;
-        }
+        if (!stream) return probe_early();
         probed = true, suspended = false;
         MHD_resume_connection(connection);
     }
@@ -3245,7 +3286,7 @@ void Server::watch() {
         auto late = [&](double since, double limit) { return now - std::max(since, drained_since) > limit; };
         for (Peer* peer : peers) {
             const Peer::Phase phase = peer->phase;
-            if (peer->exchange) {
+            if (peer->exchange || peer->looking) {
                 fds.push_back({peer->fd, POLLRDHUP, 0});
                 at.push_back(peer);
             } else if (phase == Peer::ANSWERING ? late(peer->since, fetch) : phase != Peer::WORKING) {
@@ -3255,8 +3296,13 @@ void Server::watch() {
         }
         poll(fds.data(), fds.size(), 0);
         for (size_t i = 0; i < fds.size(); i++) {
-            Exchange& e = *at[i]->exchange;
+            Exchange& e = *(at[i]->exchange ? at[i]->exchange : at[i]->looking);
             const bool closed = fds[i].revents & ~POLLRDHUP, half = fds[i].revents & POLLRDHUP;
+            if (!at[i]->exchange) {
+                if (closed || (half && !e.newest)) e.gone = 1;
+                else if (half && now - at[i]->probed > PROBE) at[i]->probed = now, e.probe_early();
+                continue;
+            }
             if (closed || (half && !e.newest) || e.unsent->lost) gone.push_back(e.reply);
             else if (half && now - at[i]->probed > PROBE) at[i]->probed = now, e.probe();
             else if (e.stream && now - e.spoke > options.quiet()) e.probe();
@@ -3291,6 +3337,7 @@ void Server::abandon() {
         std::lock_guard lock(mutex);
         for (Peer* peer : peers) {
             if (peer->exchange) replies.push_back(peer->exchange->reply);
+            if (peer->looking) peer->looking->gone = 1;
             if (peer->phase == Peer::ANSWERING) shutdown(peer->fd, SHUT_RDWR);
         }
     }
@@ -3353,8 +3400,10 @@ static void add_adapter(Options& o, const char* option, const std::string& value
 }
 
 static std::vector<Option> option_table(Options& o) {
-    const Setter kv_memory = [&o](const char* option, const char* v) {
-        o.engine.kv_bytes = (size_t)(parse_number(option, v, 1e-6, 1e6) * 1e9);
+    auto gigabytes = [](size_t& bytes) -> Setter {
+        return [&bytes](const char* option, const char* v) {
+            bytes = (size_t)(parse_number(option, v, 1e-6, 1e6) * 1e9);
+        };
     };
     std::vector<Option> table = {
         {"", "--host", "ADDRESS", "default 127.0.0.1: this machine only", file_name(o.server.host)},
@@ -3368,7 +3417,7 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--max-queue", "N", "answers that may wait (default 1024); beyond it requests get status\n"
          "429, unless their API key has less than its share of the queue", whole(o.max_queue, 0, 1 << 20)},
         {"", "--kv-memory", "GB", "of the KV cache (default: CPU a quarter of the memory at most, GPU\nnearly all)",
-         kv_memory},
+         gigabytes(o.engine.kv_bytes)},
         {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: CPU 128,\nGPU 256)",
          whole(o.engine.chunk, 1, 65536)},
         {"", "--jump-ahead", "N", "where a form leaves no choice about N tokens or more, they are taken at\n"
@@ -3391,6 +3440,8 @@ static std::vector<Option> option_table(Options& o) {
          file_name(o.server.files)},
         {"", "--allow-adapter-loading", "", "clients may load adapters from this machine's folders, and unload them",
          flag(o.server.swaps)},
+        {"", "--adapter-memory", "GB", "of adapters' files, all together, when clients load more (default: of\n"
+         "what is free at the start CPU a quarter, GPU half)", gigabytes(o.engine.adapter_bytes)},
         {"", "--title", "TEXT", "name of the page to chat on (default Warp)", text(o.server.title)},
         {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
          file_name(o.batch)},
@@ -3438,6 +3489,7 @@ static std::atomic<bool> loading{true};
 // Any thread may be the one that it stops: hence the atomics.
 static void on_signal(int) {
     if (loading || stopping.exchange(true)) _exit(130);
+    interrupted = 1; // lookups of batches; those of other requests come to their end, as these do
 }
 
 // What the answers of a batch depend on, but for its requests: a JSON object.
@@ -3461,6 +3513,7 @@ static void check_adapters(const Options& o) {
     if (!o.adapter.empty() && (!o.adapters.empty() || o.server.swaps))
         DIE("--adapter %s is for all requests: it does not go with %s", o.adapter.c_str(),
             o.adapters.empty() ? "--allow-adapter-loading" : "--adapter NAME=DIR");
+    if (o.engine.adapter_bytes && !o.server.swaps) DIE("--adapter-memory is for --allow-adapter-loading");
     const bool public_one = o.server.host.compare(0, 4, "127.") && o.server.host != "::1";
     if (o.server.swaps && public_one && o.server.keys.empty())
         DIE("--allow-adapter-loading needs --api-key-file where other machines can call (--host %s)",
@@ -3531,6 +3584,10 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     std::unique_ptr<AttachedAdapter<T>> attached;
     const int rows = e.max_seqs + std::max(e.chunk, e.burst);
     if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, rows);
+    std::vector<AdapterPtr> present; // before the engine takes what memory is left
+    for (size_t i = 0; i < named.size(); i++)
+        present.push_back(std::make_shared<AdaptedModel<T>>(o.ctx, weights, named[i], o.adapters[i].first, rows));
+    named.clear();
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
 
     const int context = engine.options.context;
@@ -3541,7 +3598,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     adapters.open = [&, room](const std::string& name, const std::string& folder) {
         const AdapterFile from = blame("lora_path", [&] { return AdapterFile(folder, c, true); });
         if (LoadedAdapter::alive_bytes() + from.map.size > room)
-            throw Refusal(503, format("adapters may take %.1f GB together, those that still answer included",
+            throw Refusal(503, format("adapters may take %.3g GB together, those that still answer included",
                                       (double)room / 1e9));
         try {
             return engine.attach(from, name);
@@ -3549,8 +3606,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
             throw Refusal(503, e.what());
         }
     };
-    for (size_t i = 0; i < named.size(); i++) adapters.add(engine.attach(named[i], o.adapters[i].first));
-    named.clear();
+    for (auto& one : present) adapters.add(one);
+    present.clear();
     server.service.documents = documents;
     server.service.generates = does(o, "generate");
     if (does(o, "embed")) end_of_text(tokenizer), server.service.dimensions = c.C;
