@@ -1311,6 +1311,63 @@ inline int sample_cpu(const Context&, const float* logits, int exist, const Samp
     return ids[sample(kept.data(), (int)kept.size(), how, counter)];
 }
 
+// Tells what `likeliest` tells. One pass finds the largest logit of each block, another one adds up, and looks for the
+// likeliest only in blocks whose largest is at least the k-th of these.
+inline void likeliest_cpu(const Context&, Likeliest& out, const float* logits, int exist, int k) {
+    constexpr int BLOCK = 512; // whole vectors
+    const int blocks = (exist + BLOCK - 1) / BLOCK;
+    std::vector<float> tops(blocks);
+    auto load = [&](float (&v)[LANES], int i, int n) { // n usable logits; what is past them is as good as not there
+        std::fill(v + n, v + LANES, -INFINITY);
+        for (int l = 0; l < n; l++) v[l] = std::min(std::max(-FLT_MAX, logits[i + l]), FLT_MAX); // (not a NaN)
+    };
+    auto each = [&](int b, auto f) {
+        const int end = std::min(exist, (b + 1) * BLOCK);
+        int i = b * BLOCK;
+        for (; i + LANES <= end; i += LANES) f(i, LANES);
+        if (i < end) f(i, end - i);
+    };
+    for (int b = 0; b < blocks; b++) {
+        float top[LANES], v[LANES];
+        std::fill_n(top, LANES, -FLT_MAX);
+        each(b, [&](int i, int n) {
+            load(v, i, n);
+            for (int l = 0; l < LANES; l++) top[l] = std::max(top[l], v[l]);
+        });
+        tops[b] = *std::max_element(top, top + LANES);
+    }
+    std::vector<float> order = tops;
+    const float top = *std::max_element(tops.begin(), tops.end());
+    float least = k > 0 ? -FLT_MAX : INFINITY;
+    if (k > 0 && k <= blocks) {
+        std::nth_element(order.begin(), order.begin() + k - 1, order.end(), std::greater<float>());
+        least = order[k - 1];
+    }
+    double sum = 0;
+    std::vector<int> ids;
+    for (int b = 0; b < blocks; b++) {
+        float16v part = {}, x;
+        each(b, [&](int i, int n) {
+            float v[LANES];
+            load(v, i, n);
+            memcpy(&x, v, sizeof x);
+            x -= top;
+            exp_lanes(x);
+            part += x;
+        });
+        sum += sum_lanes(part);
+        for (int id = b * BLOCK; tops[b] >= least && id < std::min(exist, (b + 1) * BLOCK); id++)
+            if (usable(logits[id]) >= least) ids.push_back(id);
+    }
+    out.log_sum = (float)(top + std::log(sum));
+    out.count = std::min(k, exist);
+    std::partial_sort(ids.begin(), ids.begin() + out.count, ids.end(), [&](int a, int b) {
+        const float x = usable(logits[a]), y = usable(logits[b]);
+        return x != y ? x > y : a < b;
+    });
+    for (int i = 0; i < out.count; i++) out.id[i] = ids[i], out.logit[i] = usable(logits[ids[i]]);
+}
+
 // ======================================================================================================= Backward ops
 
 // The products among them: close(a, i, sum) for every a < A, i < I with one sum in the order of t < terms,

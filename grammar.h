@@ -9,6 +9,7 @@
 //   m.mask(bits);                     // (words) a bit for each token that may come next
 //   m.advance(id);                    // false: the answer has left the grammar
 //   m.may_end(), m.must_end();
+//   m.forced(most, &over);            // the text that must come next
 //
 // How it works
 // - A Grammar is a set of rules, each a nondeterministic automaton over bytes, whose positions may call other rules.
@@ -954,6 +955,18 @@ struct Automaton {
         const uint64_t *first = states.begin(state), *last = states.end(state);
         return std::binary_search(first, last, thread(MARK, BOTTOM));
     }
+    // The byte that must come next. -1: several may, or the text may end.
+    int only_byte(int state) const {
+        ByteSet all;
+        for (const uint64_t* t = states.begin(state); t != states.end(state); t++) {
+            if (position_of(*t) == MARK) return -1;
+            all |= grammar.sets[grammar.at[position_of(*t)].y];
+            if (all.count() > 1) return -1;
+        }
+        for (int byte = 0; byte < 256; byte++)
+            if (all[(size_t)byte]) return byte;
+        return -1;
+    }
     bool goes_on(int state) const { return states.end(state) - states.begin(state) > ends(state); }
 
     // (words) A bit for each token that may come next.
@@ -1298,6 +1311,28 @@ struct Matcher {
         return state != 0;
     }
     bool advance(int id) { return advance(automaton->vocabulary->bytes(id)); }
+
+    // The text that must come next, up to `most` bytes of it, and whether all is over then.
+    std::string forced(size_t most, bool* over) const {
+        {
+            std::lock_guard lock(automaton->mutex);
+            if (automaton->only_byte(state) < 0) return "";
+        }
+        Matcher ahead(automaton);
+        std::lock_guard lock(automaton->mutex);
+        ahead.state = state;
+        std::string text;
+        while (text.size() < most) {
+            const int byte = automaton->only_byte(ahead.state);
+            if (byte < 0 || byte == (uint8_t)ADDED_TOKEN) break;
+            ahead.state = automaton->next(ahead.state, (uint8_t)byte);
+            if (ahead.state == 0) break; // (its limits)
+            text += (char)byte;
+            if (automaton->bytes() > automaton->limit()) automaton->collect();
+        }
+        *over = ahead.state && !automaton->goes_on(ahead.state);
+        return text;
+    }
 
     void mask(uint32_t* out) { // (words)
         std::lock_guard lock(automaton->mutex);

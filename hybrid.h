@@ -5,6 +5,13 @@
 #include "documents.h"
 #include <mutex>
 
+// A lookup that was given up.
+struct LookupStopped : Error {
+    using Error::Error;
+};
+// When it becomes non-zero, the lookups of this thread are given up.
+inline thread_local const volatile sig_atomic_t* lookup_stop = &interrupted;
+
 // A model that is asked now and then, by any thread; one at a time has its answer.
 template <class T> struct KeptModel {
     static constexpr int MOST = 2048; // tokens of a text; what is longer is cut. A passage has 1,200 characters at most
@@ -21,7 +28,7 @@ template <class T> struct KeptModel {
         options.use_threads(); // of whoever asks
         ThreadPace pace(options, ctx);
         pace.begin();
-        embedder.run(texts, &interrupted, [&](size_t i, const std::vector<float>& hidden) {
+        embedder.run(texts, lookup_stop, [&](size_t i, const std::vector<float>& hidden) {
             if (!all_finite(hidden)) throw IndexFault(options.model + ": the model's numbers are not finite");
             f(i, hidden);
             pace.step();
@@ -59,7 +66,7 @@ template <class T> struct EmbeddingModel : VectorModel {
         std::vector<float> vector;
         model.run({shown(with_task(RETRIEVAL_TASK, text))},
                   [&](size_t, const std::vector<float>& hidden) { vector = unit_vector(hidden, dimensions()); });
-        if (vector.empty()) DIE("interrupted");
+        if (vector.empty()) throw LookupStopped("interrupted");
         return vector;
     }
 
@@ -88,7 +95,7 @@ template <class T> struct RerankingModel : RankModel {
         for (auto& text : passages) ids.push_back(prompt.ids(model.tokenizer, query, text, room + prompt.length()));
         std::vector<double> all;
         model.run(ids, [&](size_t, const std::vector<float>& hidden) { all.push_back(relevance(hidden)); });
-        if (all.size() < passages.size()) DIE("interrupted");
+        if (all.size() < passages.size()) throw LookupStopped("interrupted");
         return all;
     }
 };

@@ -677,16 +677,16 @@ inline void penalize(float* logits, const Sampling& how, const std::vector<int>&
     for (int id = 0; id < V; id++) logits[id] = penalized(logits[id], how, seen[id]);
 }
 
+// A logit as it is compared: a NaN is the least there is; infinities are only very large.
+BOTH inline float usable(float logit) { return logit == logit ? fminf(fmaxf(logit, -FLT_MAX), FLT_MAX) : -FLT_MAX; }
+
 // Draws an id from logits (V), of which only ids < exist may be drawn. In this order: penalties (above), temperature,
 // top-k, top-p, min-p; ties go to the lower id. `counter` is the position of the drawn token: the same seed, counter
 // and logits give the same id.
 // Probabilities are integers, e^(l - max) in steps of 2^-40: integer sums are the same in any order, so that any number
 // of threads, and a GPU, draw the same token.
 inline int sample(const float* logits, int exist, const Sampling& how, uint64_t counter) {
-    auto value = [&](int id) { // a NaN is the least there is; infinities are only very large
-        float l = logits[id];
-        return std::isnan(l) ? -FLT_MAX : std::min(std::max(l, -FLT_MAX), FLT_MAX);
-    };
+    auto value = [&](int id) { return usable(logits[id]); };
     int best = 0;
     for (int id = 1; id < exist; id++)
         if (value(id) > value(best)) best = id;
@@ -734,6 +734,30 @@ inline int sample(const float* logits, int exist, const Sampling& how, uint64_t 
         r -= c.weight;
     }
     return best;
+}
+
+// What is told of a row of logits: its log-probabilities are logit - log_sum.
+constexpr int MAX_LIKELIEST = 20;
+struct Likeliest {
+    float log_sum;              // log sum_id e^logit
+    int count;                  // of the likeliest ids, the likeliest first; ties go to the lower id
+    int id[MAX_LIKELIEST];
+    float logit[MAX_LIKELIEST];
+};
+// Of logits (V), of which the ids < exist count. k <= MAX_LIKELIEST of them are wanted.
+inline void likeliest(Likeliest& out, const float* logits, int exist, int k) {
+    std::vector<int> ids(exist);
+    for (int id = 0; id < exist; id++) ids[id] = id;
+    std::sort(ids.begin(), ids.end(), [&](int a, int b) {
+        const float x = usable(logits[a]), y = usable(logits[b]);
+        return x != y ? x > y : a < b;
+    });
+    const float top = usable(logits[ids[0]]);
+    double sum = 0;
+    for (int id = 0; id < exist; id++) sum += std::exp((double)usable(logits[id]) - top);
+    out.log_sum = (float)(top + std::log(sum));
+    out.count = std::min(k, exist);
+    for (int i = 0; i < out.count; i++) out.id[i] = ids[i], out.logit[i] = usable(logits[ids[i]]);
 }
 
 // One conversation: a model, its KV cache, and the ids in it. On the GPU if `ctx` says so; the weights are there too.
@@ -3547,6 +3571,116 @@ inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, c
     product_gpu(ctx, StoreEpilogue<float>(logits, W.out()), picked, W, R);
 }
 
+// ---- Products of few rows that have different adapters (serve's steps). First the adapters' part of all rows,
+// sums = s B (A x), in floats, by two kernels; then the product, whose epilogue adds it before anything is rounded. What
+// the rows have is read from memory, so that one graph serves every mix. Rows with the same adapter should be
+// neighbours: what they share comes from the L1 cache.
+struct RowAdapters {
+    const Adapter<bf16>* const* of; // (N) the adapters of a row's products, 4 a layer; null: it has none
+    int product;                    // which of these
+    float* sums;                    // (N, out) scratch
+    __device__ const Adapter<bf16>* at(int n) const { return of[n] ? of[n] + product : nullptr; }
+};
+constexpr int SHARING = 4; // rows that follow each other in a block
+
+__device__ inline float add_products(float sum, const uint4& a, const uint4& b) { // of eight numbers, in order
+    const uint32_t u[4] = {a.x, a.y, a.z, a.w}, v[4] = {b.x, b.y, b.z, b.w};
+    #pragma unroll
+    for (int i = 0; i < 4; i++) sum = fmaf(high(u[i]), high(v[i]), fmaf(low(u[i]), low(v[i]), sum));
+    return sum;
+}
+
+// lora_down. Grid: (rows / SHARING, 8), 8 warps. A warp sums up one row of A by one of x at a time; the 64 warps of
+// the same rows take those of A in turn. Bound by latency, and by reading A.
+__global__ void __launch_bounds__(256) rows_down_kernel(const bf16* x, RowAdapters adapters, int N, int in) {
+    let_next_start();
+    wait_for_previous();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * SHARING;
+    for (int n = first; n < min(N, first + SHARING); n++) {
+        const Adapter<bf16>* a = adapters.at(n);
+        const int width = a ? a->modules * a->rank : 0;
+        for (int c = blockIdx.y * 8 + warp; c < width; c += gridDim.y * 8) {
+            const bf16 *row = a->A + (size_t)c * in, *token = x + (size_t)n * in;
+            float sum = 0;
+            #pragma unroll 4
+            for (int i = lane * 8; i < in; i += 256)
+                sum = add_products(sum, *(const uint4*)(row + i), *(const uint4*)(token + i));
+            sum = warp_sum(sum);
+            if (lane == 0) a->h[(size_t)n * width + c] = round_bf16(sum);
+        }
+    }
+}
+// sums[n][r] = (residual[n][r], or 0) + the adapter's part, of which only the modules of r's block are looked at. A
+// thread a row r of SHARING tokens; grid: (out / 256, rows / SHARING). Bound by reading B.
+__global__ void __launch_bounds__(256) rows_up_kernel(const float* residual, RowAdapters adapters, int N, int out,
+                                                      int block1, int block2) { // where the second and third begin
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x * 256 + threadIdx.x, first = blockIdx.y * SHARING;
+    const int block = r < block1 ? 0 : r < block2 ? 1 : 2;
+    if (r >= out) return;
+    for (int n = first; n < min(N, first + SHARING); n++) {
+        const Adapter<bf16>* a = adapters.at(n);
+        float sum = residual ? residual[(size_t)n * out + r] : 0;
+        const int rank = a ? a->rank : 0, modules = rank ? a->modules : 0, width = modules * rank;
+        for (int j = 0; j < modules; j++) {
+            if (a->block[j] != block) continue;
+            const bf16 *b = a->B + (size_t)r * width + j * rank, *h = a->h + (size_t)n * width + j * rank;
+            for (int i = 0; i < rank; i += 8) sum = add_products(sum, *(const uint4*)(b + i), *(const uint4*)(h + i));
+        }
+        adapters.sums[(size_t)n * out + r] = sum;
+    }
+}
+inline void rows_adapters_gpu(Context& ctx, const float* residual, const bf16* x, const Linear<bf16>& W,
+                              RowAdapters adapters, int N) {
+    if (W.in % 8) DIE("adapters of rows on %d columns: the GPU takes multiples of 8", W.in);
+    const unsigned groups = (unsigned)(N + SHARING - 1) / SHARING, blocks = (unsigned)(W.out() + 255) / 256;
+    launch(ctx, rows_down_kernel, dim3(groups, 8), 256, 0, x, adapters, N, W.in);
+    launch(ctx, rows_up_kernel, dim3(blocks, groups), 256, 0, residual, adapters, N, W.out(), W.first_row(1),
+           W.first_row(2));
+}
+
+struct RowsEpilogue : StoreEpilogue<bf16> { // linear
+    static constexpr bool ADDS = true;
+    const float* sums;
+    RowsEpilogue(bf16* out, size_t ld, const float* sums) : StoreEpilogue(out, ld), sums(sums) {}
+    __device__ float old(int n, int r) const { return sums[n * ld + r]; }
+    __device__ float4 old_four(int n, int r) const { return *(const float4*)(sums + n * ld + r); }
+    __device__ void one(bool inside, int n, int r, float y, float old) { StoreEpilogue::one(inside, n, r, y + old, 0); }
+    __device__ void four(int n, int r, const float4& y, const float4& old) {
+        store_four(out + n * ld + r, make_float4(y.x + old.x, y.y + old.y, y.z + old.z, y.w + old.w));
+    }
+};
+struct RowsSwigluEpilogue : SwigluEpilogue { // norm_linear_swiglu's product
+    const float* sums; // (N,2F)
+    RowsSwigluEpilogue(bf16* out, size_t F, const float* sums) : SwigluEpilogue(out, nullptr, F), sums(sums) {}
+    __device__ void one(bool inside, int n, int f, float gate, float up) {
+        if (inside) SwigluEpilogue::one(true, n, f, gate + sums[n * 2 * F + f], up + sums[(n * 2 + 1) * F + f]);
+    }
+    __device__ void four(int n, int f, const float4& g, const float4& u) {
+        const float4 a = *(const float4*)(sums + n * 2 * F + f), b = *(const float4*)(sums + (n * 2 + 1) * F + f);
+        SwigluEpilogue::four(n, f, {g.x + a.x, g.y + a.y, g.z + a.z, g.w + a.w},
+                             {u.x + b.x, u.y + b.y, u.z + b.z, u.w + b.w});
+    }
+};
+
+// The products of Book I. W itself has no adapter.
+inline void rows_linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, const RowAdapters& adapters,
+                            int N) {
+    rows_adapters_gpu(ctx, nullptr, x, W, adapters, N);
+    product_gpu(ctx, RowsEpilogue(out, W.out(), adapters.sums), x, W, N);
+}
+inline void rows_linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W,
+                                RowAdapters adapters, int N) {
+    rows_adapters_gpu(ctx, residual, x, W, adapters, N);
+    linear_add_gpu(ctx, out, adapters.sums, x, W, N);
+}
+inline void rows_linear_swiglu_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W,
+                                   const RowAdapters& adapters, int N) {
+    rows_adapters_gpu(ctx, nullptr, x, W, adapters, N);
+    product_gpu(ctx, RowsSwigluEpilogue(out, W.rows[0], adapters.sums), x, W, N);
+}
+
 // Always in tiles of 128: their epilogue hands over the softmax's parts.
 inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* logits, bf16* picked, float* parts,
                           const bf16* x, const int* rows, const int* target, float scale, const Linear<bf16>& W,
@@ -4828,7 +4962,6 @@ struct Draw {
     Sampling how;
     int exist; // only ids below may be drawn
 };
-__device__ inline float usable(float logit) { return isnan(logit) ? -FLT_MAX : fminf(fmaxf(logit, -FLT_MAX), FLT_MAX); }
 // A larger key is likelier: the logit, then the lower id.
 __device__ inline unsigned long long draw_key(float logit, int id) {
     const uint32_t u = __float_as_uint(logit + 0.f); // -0 becomes 0
@@ -5097,6 +5230,61 @@ sample_kernel(const float* all_logits,        // (R,V)
     }
     __syncthreads();
     if (i == 0) publish(state, r, V, list.answer);
+}
+
+// ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread knows the likeliest
+// of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread whose id it was
+// looks, all lanes together, for the next one among that thread's ids. So nothing is sorted, and no list can overflow.
+// Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
+__global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
+likeliest_kernel(Likeliest* out,                        // (R)
+                 const float* all_logits,               // (R,V)
+                 size_t V, int exist, const int* seq,   // (R) -1: a spare row
+                 const int* wanted) {                   // by seq: how many ids; -1: the row is left alone
+    __shared__ unsigned long long tops[DRAW_THREADS / 32];
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (seq[r] < 0 || wanted[seq[r]] < 0) return;
+    const float* logits = all_logits + r * V;
+    auto key = [&](int id) { return draw_key(usable(logits[id]), id); };
+    auto largest = [](unsigned long long x) {
+        for (int other = 16; other; other /= 2) x = max(x, __shfl_xor_sync(~0u, x, other));
+        return x;
+    };
+    auto largest_of_all = [&](unsigned long long x) { // for all threads
+        x = largest(x);
+        if (lane == 0) tops[warp] = x;
+        __syncthreads();
+        x = largest(tops[lane]);
+        __syncthreads(); // before `tops` is written again
+        return x;
+    };
+    unsigned long long own = 0; // the likeliest of this thread's ids that have not been taken; 0: all have
+    for (int id = threadIdx.x; id < exist; id += DRAW_THREADS) own = max(own, key(id));
+    unsigned long long best = largest_of_all(own);
+    const float top = usable(logits[~(uint32_t)best]);
+    float sum = 0;
+    for (int id = threadIdx.x; id < exist; id += DRAW_THREADS) sum += expf(usable(logits[id]) - top);
+    sum = block_sum(sum);
+    const int count = min(min(wanted[seq[r]], MAX_LIKELIEST), exist);
+    if (threadIdx.x == 0) out[r].log_sum = top + logf(sum), out[r].count = count;
+    for (int i = 0; i < count; i++) {
+        if (i > 0) best = largest_of_all(own);
+        const int id = (int)~(uint32_t)best, owner = id % DRAW_THREADS;
+        if (threadIdx.x == 0) out[r].id[i] = id, out[r].logit[i] = usable(logits[id]);
+        if (owner / 32 != warp) continue;
+        unsigned long long next = 0;
+        for (int other = owner + lane * DRAW_THREADS; other < exist; other += 32 * DRAW_THREADS)
+            if (key(other) < best) next = max(next, key(other));
+        next = largest(next);
+        if (lane == owner % 32) own = next;
+    }
+}
+inline void likeliest_gpu(Context& ctx, Likeliest* out, const float* logits, size_t V, int exist, const int* seq,
+                          const int* wanted, int R) {
+    if (exist < 1 || (size_t)exist > V) DIE("likeliest: %d ids of %zu", exist, V);
+    launch(ctx, likeliest_kernel, (unsigned)R, DRAW_THREADS, 0, out, logits, V, exist, seq, wanted);
 }
 
 // ---- Drawing on a GPU: a step, from embedding to drawn token, is one CUDA graph, whose every changing number lies in

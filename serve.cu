@@ -247,13 +247,14 @@ struct Figures {
     size_t running = 0, waiting = 0, pages = 0, pages_used = 0; // now
     uint64_t prompt_tokens = 0, answer_tokens = 0, looked_up = 0, found = 0, preempted = 0;
     uint64_t stopped = 0, cut = 0, cancelled = 0; // answers, by how they ended
+    uint64_t forced = 0; // tokens that were taken at once, since a form left no choice
     Histogram first_token, between_tokens, whole;
 
     void add(const Figures& f) {
         for (auto number : {&Figures::running, &Figures::waiting, &Figures::pages, &Figures::pages_used})
             this->*number += f.*number;
         for (auto number : {&Figures::prompt_tokens, &Figures::answer_tokens, &Figures::looked_up, &Figures::found,
-                            &Figures::preempted, &Figures::stopped, &Figures::cut, &Figures::cancelled})
+                            &Figures::preempted, &Figures::stopped, &Figures::cut, &Figures::cancelled, &Figures::forced})
             this->*number += f.*number;
         for (auto times : {&Figures::first_token, &Figures::between_tokens, &Figures::whole})
             (this->*times).add(f.*times);
@@ -271,7 +272,8 @@ struct Desk : Window {
     size_t limit = 0;                 // most jobs there may be in all
     size_t keys = 1;                  // of API keys; when all is full, each may still have its share of the limit
     size_t texts = 0, text_tokens = 0; // of all jobs, those that are pooled, and the tokens of these
-    struct Held { size_t jobs = 0, tokens = 0; }; // that are not done; tokens of texts
+    size_t lookups = 0;               // requests whose documents are looked up, or will be: places for answers
+    struct Held { size_t jobs = 0, tokens = 0; }; // that are not done, lookups too; tokens of texts
     std::map<uint64_t, Held> held;    // by line
     bool closed = false;              // nothing more will come
     Budget unsent{256 << 20};         // pieces and answers that nobody has taken yet
@@ -281,9 +283,7 @@ struct Desk : Window {
         std::lock_guard lock(mutex);
         const bool pooled = jobs[0].pooled;
         Held& own = held[jobs[0].line()];
-        size_t there = 0;
-        for (const Window* w : windows) there += w->inbox.size() + w->inside;
-        const size_t all = pooled ? texts : there - texts, most = pooled ? WAITING_TEXTS : limit;
+        const size_t all = pooled ? texts : answers(), most = pooled ? WAITING_TEXTS : limit;
         if (closed || (all + jobs.size() > most && own.jobs + jobs.size() > most / keys)) return false;
         size_t tokens = 0;
         for (const Job& job : jobs) tokens += pooled ? job.prompt.size() : 0;
@@ -301,6 +301,23 @@ struct Desk : Window {
         Window& to = *windows[windows.size() > 1 ? (size_t)router.choose(job, windows) : 0];
         if (windows.size() > 1) to.count(job);
         to.inbox.push_back(std::move(job));
+    }
+    size_t answers() const { // `mutex` is held
+        size_t there = 0;
+        for (const Window* w : windows) there += w->inbox.size() + w->inside;
+        return there - texts + lookups;
+    }
+
+    // A lookup keeps a place for the answer that comes of it, until leave. False: there is none.
+    bool enter(uint64_t line) {
+        std::lock_guard lock(mutex);
+        if (closed || (answers() + 1 > limit && held[line].jobs + 1 > limit / keys)) return false;
+        lookups++, held[line].jobs++;
+        return true;
+    }
+    void leave(uint64_t line) {
+        std::lock_guard lock(mutex);
+        lookups--, held[line].jobs--;
     }
     void close() {
         std::lock_guard lock(mutex);
@@ -451,23 +468,14 @@ struct Speech {
     }
 };
 
-// The log-probability of an id among those that exist, and of the likeliest.
-inline TokenInfo describe(const float* logits, int exist, int id, int alternatives) {
-    double sum = 0;
-    const float top = *std::max_element(logits, logits + exist);
-    for (int i = 0; i < exist; i++) sum += std::exp((double)logits[i] - top);
-    auto logprob = [&](int i) { // OpenAI's number for "never" keeps it JSON
-        const double l = (double)logits[i] - top - std::log(sum);
-        return l > -9999 ? (float)l : -9999.f;
+// A token and the likeliest ones in its place, with their log-probabilities. `logit`: its own, as the model made it.
+inline TokenInfo describe(const Likeliest& row, int id, float logit) {
+    auto logprob = [&](float logit) { // OpenAI's number for "never" keeps it JSON
+        const float l = usable(logit) - row.log_sum;
+        return l > -9999 ? l : -9999.f;
     };
-    TokenInfo info{id, logprob(id), "", {}};
-    std::vector<int> best(exist);
-    for (int i = 0; i < exist; i++) best[i] = i;
-    const int n = std::min(alternatives, exist);
-    std::partial_sort(best.begin(), best.begin() + n, best.end(), [&](int a, int b) {
-        return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-    });
-    for (int i = 0; i < n; i++) info.top.push_back({best[i], logprob(best[i])});
+    TokenInfo info{id, logprob(logit), "", {}};
+    for (int i = 0; i < row.count; i++) info.top.push_back({row.id[i], logprob(row.logit[i])});
     return info;
 }
 
@@ -549,6 +557,9 @@ struct EngineOptions {
     size_t kv_bytes = 0;  // of the KV cache; 0: as much as there is room for
     bool at_most = false; // the context may be less: what the cache holds
     int texts = 0;        // pooled jobs at once, beside the answers
+    bool adapters = true; // there may be some
+    int jump = 2;         // so many tokens that a form leaves no choice about are taken at once, not a step each; 0: never
+    size_t adapter_bytes = 0; // that adapters which clients load may take, all together; 0: some of what is free
 };
 
 constexpr int USUAL_CONTEXT = 4096; // more than most answers and their prompts take
@@ -564,6 +575,7 @@ struct Slots {
     int* biases;      // (slots) how many ids have a bias
     int* bias_id;     // (slots, MAX_BIAS)
     float* bias;      // (slots, MAX_BIAS)
+    int* wanted;      // (slots) alternatives to tell, or -1
 };
 
 // Completes a step's numbers, a thread a row or draw: tokens that the host has not seen yet, the block table, how to
@@ -615,6 +627,21 @@ __global__ void keep_kernel(const int* drawn, const int* draw_seq, int R, size_t
     if (i >= R || draw_seq[i] < 0) return;
     slots.last[draw_seq[i]] = drawn[i];
     if (has_penalties(slots.draw[draw_seq[i]].how)) slots.seen[draw_seq[i] * V + drawn[i]]++;
+}
+
+// The logits of what was drawn, as the model made them, where they are told: in `logits` they may have been adjusted. A
+// warp a draw.
+__global__ void drawn_logit_kernel(float* out, const int* drawn, const int* draw_seq, const int* wanted, const bf16* x,
+                                   const int* draw_row, const bf16* W, int C) {
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x, s = draw_seq[r];
+    if (s < 0 || wanted[s] < 0) return;
+    const bf16 *row = W + (size_t)drawn[r] * C, *token = x + (size_t)draw_row[r] * C;
+    float y = 0;
+    for (int i = threadIdx.x; i < C; i += 32) y += to_acc(row[i]) * to_acc(token[i]);
+    y = warp_sum(y);
+    if (threadIdx.x == 0) out[r] = y;
 }
 #endif
 
@@ -673,8 +700,10 @@ template <class T> struct Engine {
         }
     }
 
-    // Of what is free now. (On a GPU that is little: the cache was given nearly all.)
+    // What adapters that are loaded later may take: what is asked for, else of what is free now. (On a GPU that is
+    // little: the cache was given nearly all.)
     size_t room_for_adapters() const {
+        if (options.adapter_bytes) return options.adapter_bytes;
 #ifdef __CUDACC__
         if (ctx.gpu) {
             size_t have = 0, all = 0;
@@ -770,6 +799,7 @@ template <class T> struct Engine {
         size_t thoughts = 0;       // tokens of its thought
         double last = 0;           // when its last token came
         std::unique_ptr<Matcher> matcher{}; // of the job's form
+        std::deque<int> forced{};  // the next tokens, about which it leaves no choice
 
         Sequence(Job&& j, const Tokenizer& t, uint64_t arrival)
             : job(std::move(j)), speech(t, job), ids(std::exchange(job.prompt, {})), prompt(ids.size()),
@@ -795,9 +825,11 @@ template <class T> struct Engine {
         std::vector<Draw> draws;
         std::vector<Draw> kept;    // rows whose hidden states are wanted,
         std::vector<float> hidden; // ... and these: (., C)
-        std::vector<bool> informed; // of the draws: their log-probabilities are wanted
-        std::vector<int> ids;      // what was drawn
-        std::vector<float> logits; // (.,V) of these, as the model made them
+        std::vector<int> wanted;   // of the draws: how many alternatives are told; -1: not even the log-probability
+        bool tells = false;        // some are
+        std::vector<int> ids;      // what was drawn,
+        std::vector<float> logits; // ... the logits of these, as the model made them,
+        std::vector<Likeliest> rows_told; // ... and what else is told; of the draws that tell something
         int turn = 0;              // which of the two buffers is its own
         int rows = 0, drawn = 0;   // of the batch and the draws, with spare ones
         bool masked = false;       // some draws may have to keep to a form: they come after `forward`, as draw_masked
@@ -865,7 +897,8 @@ template <class T> struct Engine {
                 options.context, (double)max_pages * (double)page_bytes / 1e9, (double)room / 1e9);
     }
 
-    // What is asked for, else what is left of the GPU's memory but for a sixteenth; on the CPU enough for one sequence
+    // What is asked for, else what is left of the GPU's memory but for a sixteenth and for what adapters that are loaded
+    // later may take (those of the start are there already); on the CPU enough for one sequence
     // of the whole context, and for all of USUAL_CONTEXT tokens, but no more than a quarter of the memory.
     size_t choose_kv_bytes([[maybe_unused]] size_t others) const {
         if (options.kv_bytes) return options.kv_bytes;
@@ -873,7 +906,7 @@ template <class T> struct Engine {
         if (ctx.gpu) {
             size_t have = 0, all = 0;
             CUDA_CHECK(cudaMemGetInfo(&have, &all));
-            return have - std::min(have, others + all / 16);
+            return have - std::min(have, others + all / 16 + options.adapter_bytes);
         }
 #endif
         const int each = std::min(max_pages, USUAL_CONTEXT / PAGE);
@@ -1205,13 +1238,13 @@ template <class T> struct Engine {
     // ---- Results
     void hand_out(Step& s) {
         collect(s);
-        size_t row = 0; // of s.logits
         for (size_t i = 0; i < s.draws.size(); i++) {
-            const float* told = nullptr;
             const auto it = running.find(s.draws[i].rank);
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
-            if (s.informed[i]) told = &s.logits[row++ * (size_t)config.V];
-            if (valid && accept(*it->second, s.ids[i], told)) leave(it);
+            if (!valid) continue;
+            TokenInfo info{s.ids[i], 0, "", {}};
+            if (s.wanted[i] >= 0) info = describe(s.rows_told[i], s.ids[i], s.logits[i]);
+            if (accept(*it->second, std::move(info)) || jump(*it->second)) leave(it);
         }
         for (size_t i = 0; i < s.kept.size(); i++) {
             const auto it = running.find(s.kept[i].rank);
@@ -1227,21 +1260,20 @@ template <class T> struct Engine {
     }
 
     // One more token of an answer. True if it was the last.
-    bool accept(Sequence& q, int id, const float* row) {
+    bool accept(Sequence& q, TokenInfo&& info) {
         Job& job = q.job;
+        const int id = info.id;
         Piece piece;
         q.pending--;
-        const bool end = std::count(job.ends.begin(), job.ends.end(), id) ||
-                         (!job.ignore_eos && std::count(config.end_tokens.begin(), config.end_tokens.end(), id));
+        const bool end = ends(q, id);
         if (job.min_tokens && q.ids.size() - q.prompt == job.min_tokens) q.speech.filter.stops = job.stops;
         const auto state = q.speech.state;
         const bool keeps = !end && has_form(q) && !(state == Speech::BEGIN && id == q.speech.open);
         const bool lost = keeps && !q.matcher->advance(id); // (only if it is nested without end)
+        if (!q.forced.empty()) q.forced.pop_front();
         if (!end) {
             q.ids.push_back(id);
             remember(q);
-            TokenInfo info{id, 0, "", {}};
-            if (row) info = describe(row, tokenizer.size(), id, job.alternatives);
             q.speech.feed(piece, std::move(info));
         }
         q.thoughts += state == Speech::THOUGHT || q.speech.state == Speech::THOUGHT;
@@ -1266,6 +1298,47 @@ template <class T> struct Engine {
         if (last || job.every || !piece.text.empty() || !piece.tokens.empty() || !piece.calls.empty())
             outbox.push_back({job.reply, std::move(piece)});
         return last;
+    }
+
+    // Where the form allows one text only, its tokens are those that the tokenizer makes of it, of which the last one is
+    // left to the model: what follows may belong to it. (No model need be asked then, and none is surprised.)
+    void foresee(Sequence& q) {
+        constexpr size_t FAR = 512; // bytes
+        if (!q.forced.empty() || !has_form(q) || q.speech.state == Speech::BEGIN || !q.job.bias.empty()) return;
+        bool over = false;
+        const std::string text = q.matcher->forced(FAR, &over);
+        std::vector<int> ids;
+        if (text.size() > 1) ids = tokenizer.encode(text, false);
+        if (!over && !ids.empty()) ids.pop_back();
+        size_t at = 0;
+        for (int id : ids) {
+            const std::string_view bytes = tokenizer.bytes(id);
+            if (text.compare(at, bytes.size(), bytes) || ends(q, id)) break; // (half a character; another form of it)
+            q.forced.push_back(id), at += bytes.size();
+        }
+    }
+    bool ends(const Sequence& q, int id) const {
+        return std::count(q.job.ends.begin(), q.job.ends.end(), id) ||
+               (!q.job.ignore_eos && std::count(config.end_tokens.begin(), config.end_tokens.end(), id));
+    }
+
+    // Takes these tokens, if they are many; they are computed together, as a prompt's are. What is under way for q is
+    // void. True if the last of them was the answer's. (What a draw would count or tell of them is not known here.)
+    bool jump(Sequence& q) {
+        if (!q.matcher || !options.jump || q.job.alternatives >= 0 || has_penalties(q.job.how)) return false;
+        foresee(q);
+        const size_t n = std::min(q.forced.size(), q.prompt + q.job.max_tokens - q.ids.size());
+        const size_t needed = (q.ids.size() + n + PAGE - 1) / PAGE;
+        const size_t more = needed - std::min(needed, q.pages.size());
+        if (n < (size_t)options.jump || (more && pool.available() < more + running.size())) return false;
+        for (size_t i = 0; i < more; i++) q.pages.push_back(pool.take());
+        if (std::exchange(q.pending, 0)) q.admission = ++admissions;
+        figures.forced += n;
+        for (size_t i = 0; i < n; i++) {
+            q.pending++;
+            if (accept(q, {q.forced.front(), 0, "", {}})) return true;
+        }
+        return false;
     }
 
     void tell() {
@@ -1321,8 +1394,14 @@ template <class T> struct Engine {
     bool has_form(const Sequence& q) const {
         return q.matcher && (q.job.form_of_calls ? q.speech.state == Speech::CALL : q.speech.state != Speech::THOUGHT);
     }
-    bool mask_of(const Sequence& q, uint32_t* bits) const {
+    bool mask_of(Sequence& q, uint32_t* bits) {
         if (!has_form(q)) return false;
+        foresee(q);
+        if (!q.forced.empty()) {
+            std::fill_n(bits, mask_words(), 0);
+            bits[q.forced.front() / 32] = 1u << q.forced.front() % 32;
+            return true;
+        }
         q.matcher->mask(bits);
         auto allow = [&](int id) {
             if (id >= 0 && id < tokenizer.size()) bits[id / 32] |= 1u << id % 32;
@@ -1337,8 +1416,10 @@ template <class T> struct Engine {
     size_t mask_words() const { return ((size_t)tokenizer.size() + 31) / 32; }
 
     void compute(Step& s) {
-        for (size_t i = 0; i < s.draws.size(); i++) s.informed.push_back(drawn_for(s, i).job.alternatives >= 0);
-        s.logits.resize((size_t)std::count(s.informed.begin(), s.informed.end(), true) * config.V);
+        for (size_t i = 0; i < s.draws.size(); i++) {
+            s.wanted.push_back(drawn_for(s, i).job.alternatives);
+            s.tells = s.tells || s.wanted.back() >= 0;
+        }
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (ctx.gpu) return compute_gpu(s);
 #endif
@@ -1351,11 +1432,7 @@ template <class T> struct Engine {
         forward_step(s, batch);
         for (auto& k : s.kept) keep_hidden(s, activations.normed + (size_t)k.row * config.C);
         if (R) head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, R);
-        s.ids.resize(R);
-        size_t told = 0;
-        for (int r = 0; r < R; r++)
-            if (s.informed[r])
-                std::copy_n(logits + (size_t)r * config.V, config.V, &s.logits[told++ * (size_t)config.V]);
+        s.ids.resize(R), s.logits.resize(R), s.rows_told.resize(R);
         const size_t words = mask_words();
         std::vector<int> masked((size_t)R, -1); // where in masks
         masks.clear();
@@ -1369,6 +1446,11 @@ template <class T> struct Engine {
         for (int r = 0; r < R; r++) {
             const Sequence& q = drawn_for(s, (size_t)r);
             float* row = logits + (size_t)r * config.V;
+            std::vector<float> before; // the row's logits
+            if (s.wanted[(size_t)r] >= 0) {
+                likeliest_cpu(ctx, s.rows_told[(size_t)r], row, tokenizer.size(), s.wanted[(size_t)r]);
+                before = std::vector<float>(row, row + config.V);
+            }
             if (masked[(size_t)r] >= 0) {
                 const uint32_t* bits = &masks[(size_t)masked[(size_t)r] * words];
                 for (int id = 0; id < tokenizer.size(); id++)
@@ -1377,14 +1459,20 @@ template <class T> struct Engine {
             penalize(row, q.job.how, q.ids, q.prompt, config.V);
             for (auto [id, more] : biases(q, restrained(q))) row[id] += more;
             s.ids[r] = sample_cpu(ctx, row, tokenizer.size(), q.job.how, q.ids.size());
+            if (!before.empty()) s.logits[(size_t)r] = before[(size_t)s.ids[r]];
         }
     }
-    void forward_step(const Step& s, const Batch& batch) {
+    // adapts: on a GPU, the first rows, of one token each, are computed by kernels that take any mix of adapters.
+    void forward_step(const Step& s, const Batch& batch, [[maybe_unused]] bool adapts = false) {
         if (s.parts.empty()) return forward(ctx, config, weights, batch, activations, cache, rope);
         Segments<T> segments;
         for (auto& p : s.parts)
             segments.push_back({p.first, p.rows, static_cast<const AdaptedModel<T>*>(p.adapter.get())});
-        mixed_forward(ctx, config, weights, segments, batch, activations, cache, rope);
+        MixedRows mixed;
+#ifdef __CUDACC__
+        if (adapts) mixed = {batch.singles, adapted, adapter_sums};
+#endif
+        mixed_forward(ctx, config, weights, segments, batch, activations, cache, rope, mixed);
     }
     void keep_hidden(Step& s, const T* row) {
         for (int i = 0; i < config.C; i++) s.hidden.push_back((float)to_acc(row[i]));
@@ -1397,19 +1485,34 @@ template <class T> struct Engine {
 
 #ifdef __CUDACC__
     // ---- A step on the GPU: numbers there, forward, head, draws, numbers back; nothing waits until collect_gpu. If
-    // all rows are singles without an adapter, forward to draws is one CUDA graph, kept for each size: rows are filled
-    // up to 1, 2, 4, ..., max_seqs with spare ones, the pieces of the longest sequence to 1, 2, 4, ...
+    // all rows are singles (and with `invariant` have no adapter), forward to draws is one CUDA graph, kept for each
+    // size: rows are filled up to 1, 2, 4, ..., max_seqs with spare ones, the pieces of the longest sequence to 1, 2, ...
     Slots slots;
     int *drawn, *unused;             // (max_seqs) the ids; where sample_kernel puts what only a Session needs
     Draw* draws;                     // (max_seqs) of the step's rows
     unsigned long long* best;
     int *mask_rows, *pinned_masks = nullptr; // (max_seqs), then (max_seqs, words): see Masks
+    Likeliest* told;                 // (max_seqs) of the rows that tell something,
+    float* told_logits;              // (max_seqs) ... and the logits of what was drawn
+    const Adapter<bf16>** adapted;   // (max_seqs) adapters of a step's first rows,
+    float* adapter_sums;             // (max_seqs, the most rows of a product) ... and scratch for their products
     int* pinned_input[2] = {};       // taken in turn: a step's numbers are read while the next one's are written
     int* pinned_drawn[2] = {};
     T* pinned_hidden[2] = {};        // (texts, C)
+    Likeliest* pinned_told[2] = {};
+    float* pinned_logits[2] = {};
+    const Adapter<bf16>** pinned_adapted[2] = {};
     cudaEvent_t done[2] = {};
     enum Part { PLAIN, ADJUSTED, BEFORE_MASKS, AFTER_MASKS };      // what of a step a graph computes
-    std::map<std::tuple<int, int, Part>, cudaGraphExec_t> graphs;  // by rows, splits, part
+    struct GraphKey {
+        int rows, splits;
+        Part part;
+        bool tells, adapts;
+        bool operator<(const GraphKey& k) const {
+            return std::tie(rows, splits, part, tells, adapts) < std::tie(k.rows, k.splits, k.part, k.tells, k.adapts);
+        }
+    };
+    std::map<GraphKey, cudaGraphExec_t> graphs;
     std::mutex recording;                                          // held meanwhile
 
     void plan_device() {
@@ -1421,18 +1524,26 @@ template <class T> struct Engine {
             (options.context - 1) / SPLIT + 1, config.H, config.D));
         ctx.gpu->attention_arrived = arena.take<int>(S * config.H);
         slots = {arena.take<int>(S), arena.take<Draw>(S), arena.take<uint32_t>(S * V), arena.take<int>(S),
-                 arena.take<int>(S * MAX_BIAS), arena.take<float>(S * MAX_BIAS)};
+                 arena.take<int>(S * MAX_BIAS), arena.take<float>(S * MAX_BIAS), arena.take<int>(S)};
         drawn = arena.take<int>(S);
         unused = arena.take<int>(S);
         draws = arena.take<Draw>(S);
         best = arena.take<unsigned long long>((size_t)STREAM_TOKENS * BEST_BLOCKS);
         mask_rows = arena.take<int>(S * (1 + mask_words()));
+        told = arena.take<Likeliest>(S);
+        told_logits = arena.take<float>(S);
+        adapted = arena.take<const Adapter<bf16>*>(S);
+        adapter_sums = arena.take<float>(options.adapters ? S * (size_t)std::max({config.C, 2 * config.F,
+                                         (config.H + 2 * config.K) * config.D}) : 1);
     }
     void open_device() {
         for (int i = 0; i < 2; i++) {
             CUDA_CHECK(cudaMallocHost(&pinned_input[i], input_size() * sizeof(int)));
             CUDA_CHECK(cudaMallocHost(&pinned_drawn[i], (size_t)options.max_seqs * sizeof(int)));
             CUDA_CHECK(cudaMallocHost(&pinned_hidden[i], (size_t)(options.texts + 1) * config.C * sizeof(T)));
+            CUDA_CHECK(cudaMallocHost(&pinned_told[i], (size_t)options.max_seqs * sizeof(Likeliest)));
+            CUDA_CHECK(cudaMallocHost(&pinned_logits[i], (size_t)options.max_seqs * sizeof(float)));
+            CUDA_CHECK(cudaMallocHost(&pinned_adapted[i], (size_t)options.max_seqs * sizeof(void*)));
             CUDA_CHECK(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming));
         }
     }
@@ -1442,6 +1553,7 @@ template <class T> struct Engine {
         if (pinned_masks) cudaFreeHost(pinned_masks);
         for (int i = 0; i < 2; i++)
             cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaFreeHost(pinned_hidden[i]),
+                cudaFreeHost(pinned_told[i]), cudaFreeHost(pinned_logits[i]), cudaFreeHost(pinned_adapted[i]),
                 cudaEventDestroy(done[i]);
     }
 
@@ -1449,6 +1561,7 @@ template <class T> struct Engine {
         const size_t s = (size_t)q.slot;
         const Draw draw = {q.job.how, tokenizer.size()};
         give(slots.draw + s, &draw, 1);
+        give(slots.wanted + s, &q.job.alternatives, 1);
         if (has_penalties(q.job.how))
             give(slots.seen + s * (size_t)config.V, seen_counts(q.ids, q.prompt, config.V).data(), (size_t)config.V);
         describe_biases(q, q.answered() < q.job.min_tokens);
@@ -1468,8 +1581,7 @@ template <class T> struct Engine {
 
     void compute_gpu(Step& s) {
         const int turn = s.turn = (int)(steps++ % 2);
-        const bool told = std::count(s.informed.begin(), s.informed.end(), true);
-        bool adjusted = told; // then the logits must come to `logits` as they are
+        bool adjusted = false;
         for (size_t i = 0; i < s.draws.size(); i++) {
             Sequence& q = drawn_for(s, i);
             if (q.restrained && !restrained(q)) describe_biases(q, false);
@@ -1480,7 +1592,8 @@ template <class T> struct Engine {
         for (int n = 0; n < s.singles; n++) longest = std::max(longest, s.pos[n]);
         const int splits = splits_for_graph(longest, options.context);
         longest = s.singles == N ? 0 : 1 + *std::max_element(s.pos.begin() + s.singles, s.pos.end());
-        const bool graph = s.graph = s.singles == N && !told && s.parts.empty();
+        const bool adapts = !s.parts.empty() && s.singles > 0 && !ctx.invariant; // singles by one kernel for all
+        const bool graph = s.graph = s.singles == N && (s.parts.empty() || adapts);
         if (graph) {
             const int rows = N;
             for (N = 1; N < rows; N *= 2) {}
@@ -1504,15 +1617,16 @@ template <class T> struct Engine {
         CUDA_CHECK(cudaMemcpyAsync(input, host.token, bytes, cudaMemcpyHostToDevice, ctx.gpu->stream));
         const Batch batch = {N, options.max_seqs + options.texts, gpu.token, gpu.pos, gpu.seq, gpu.slot, table,
                              max_pages, graph ? N : s.singles, splits, longest};
+        if (adapts) give_adapters(s, graph ? N : s.singles);
         launch(ctx, prepare_kernel, (unsigned)((N + 255) / 256), 256, 0, batch, gpu.token, table, gpu.draw_seq, draws,
                R, slots);
         // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
         const Part part = s.masked ? BEFORE_MASKS : adjusted ? ADJUSTED : PLAIN;
-        launch_part(graph, {N, splits, part}, [&] {
-            forward_step(s, batch);
+        launch_part(graph, {N, splits, part, s.tells, adapts}, [&] {
+            forward_step(s, batch, adapts);
             if (R == 0) return;
             const int best_blocks = head_all(s, gpu, R, part != PLAIN);
-            if (part != BEFORE_MASKS) draw_all(gpu, R, part != PLAIN, best_blocks, {});
+            if (part != BEFORE_MASKS) draw_all(s, gpu, R, part != PLAIN, best_blocks, {});
         });
         const size_t C = (size_t)config.C;
         for (size_t i = 0; i < s.kept.size(); i++) // (the next step overwrites `normed` after them)
@@ -1520,7 +1634,17 @@ template <class T> struct Engine {
                                        C * sizeof(T), cudaMemcpyDeviceToHost, ctx.gpu->stream));
         if (!s.masked) bring_back(s);
     }
-    template <class F> void launch_part(bool graph, std::tuple<int, int, Part> key, F f) {
+    // The adapters of a step's first n rows, spare ones among them.
+    void give_adapters(const Step& s, int n) {
+        const Adapter<bf16>** const of = pinned_adapted[s.turn];
+        std::fill_n(of, n, nullptr);
+        for (auto& p : s.parts)
+            if (p.adapter)
+                for (int i = p.first; i < std::min(n, p.first + p.rows); i++)
+                    of[i] = static_cast<const AdaptedModel<T>*>(p.adapter.get())->on_gpu;
+        CUDA_CHECK(cudaMemcpyAsync(adapted, of, (size_t)n * sizeof *of, cudaMemcpyHostToDevice, ctx.gpu->stream));
+    }
+    template <class F> void launch_part(bool graph, const GraphKey& key, F f) {
         if (!graph) return f();
         cudaGraphExec_t& ready = graphs[key];
         if (!ready) {
@@ -1530,9 +1654,12 @@ template <class T> struct Engine {
         CUDA_CHECK(cudaGraphLaunch(ready, ctx.gpu->stream));
     }
     void bring_back(Step& s) {
-        if (s.drawn > 0)
-            CUDA_CHECK(cudaMemcpyAsync(pinned_drawn[s.turn], drawn, (size_t)s.drawn * sizeof(int),
-                                       cudaMemcpyDeviceToHost, ctx.gpu->stream));
+        auto copy = [&](auto* to, const auto* from) {
+            CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)s.drawn * sizeof *from, cudaMemcpyDeviceToHost,
+                                       ctx.gpu->stream));
+        };
+        if (s.drawn > 0) copy(pinned_drawn[s.turn], drawn);
+        if (s.drawn > 0 && s.tells) copy(pinned_told[s.turn], told), copy(pinned_logits[s.turn], told_logits);
         CUDA_CHECK(cudaEventRecord(done[s.turn], ctx.gpu->stream));
     }
 
@@ -1547,14 +1674,10 @@ template <class T> struct Engine {
         } else {
             head_gpu(ctx, logits, picked, activations.normed, gpu.draw_row, weights.head, R);
         }
-        size_t told = 0; // slow: these copies wait for the GPU
-        for (size_t r = 0; r < s.draws.size(); r++)
-            if (s.informed[r])
-                CUDA_CHECK(cudaMemcpyAsync(&s.logits[told++ * V], logits + r * V, V * sizeof(float),
-                                           cudaMemcpyDeviceToHost, ctx.gpu->stream));
+        if (s.tells) likeliest_gpu(ctx, told, logits, V, tokenizer.size(), gpu.draw_seq, slots.wanted, R);
         return best_blocks;
     }
-    void draw_all(const Arrays& gpu, int R, bool adjusted, int best_blocks, const Masks& masks) {
+    void draw_all(const Step& s, const Arrays& gpu, int R, bool adjusted, int best_blocks, const Masks& masks) {
         const size_t V = (size_t)config.V;
         // (What comes before it with masks is a copy.)
         if (adjusted)
@@ -1564,6 +1687,9 @@ template <class T> struct Engine {
         launch(ctx, sample_kernel, (unsigned)R, 1024, 0, logits, V, draws, best_blocks ? best : nullptr, best_blocks,
                state);
         launch(ctx, keep_kernel, (unsigned)((R + 255) / 256), 256, 0, drawn, gpu.draw_seq, R, V, slots);
+        if (s.tells)
+            launch(ctx, drawn_logit_kernel, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq, slots.wanted,
+                   activations.normed, gpu.draw_row, weights.head.w[0], config.C);
     }
 
     // The draws of a step whose forms are known by now: masks there, and what compute_gpu has left. (The last masks
@@ -1589,7 +1715,8 @@ template <class T> struct Engine {
             copy(0, (size_t)s.drawn);
             if (rows > 0) copy(S, (size_t)rows * words);
             const Masks masks = {mask_rows, (const uint32_t*)mask_rows + S, (int)words};
-            launch_part(s.graph, {s.rows, 0, AFTER_MASKS}, [&] { draw_all(gpu, s.drawn, true, 0, masks); });
+            launch_part(s.graph, {s.rows, 0, AFTER_MASKS, s.tells, false},
+                        [&] { draw_all(s, gpu, s.drawn, true, 0, masks); });
         }
         bring_back(s);
     }
@@ -1597,6 +1724,13 @@ template <class T> struct Engine {
     void collect_gpu(Step& s) {
         CUDA_CHECK(cudaEventSynchronize(done[s.turn]));
         s.ids.assign(pinned_drawn[s.turn], pinned_drawn[s.turn] + s.draws.size());
+        if (s.tells) {
+            s.rows_told.assign(pinned_told[s.turn], pinned_told[s.turn] + s.draws.size());
+            s.logits.assign(pinned_logits[s.turn], pinned_logits[s.turn] + s.draws.size());
+            for (size_t i = 0; i < s.ids.size(); i++) // exactly where that is known
+                for (int k = 0; s.wanted[i] >= 0 && k < s.rows_told[i].count; k++)
+                    if (s.rows_told[i].id[k] == s.ids[i]) s.logits[i] = s.rows_told[i].logit[k];
+        }
         for (size_t i = 0; i < s.kept.size(); i++) keep_hidden(s, pinned_hidden[s.turn] + i * (size_t)config.C);
     }
 #endif
@@ -2041,7 +2175,7 @@ struct Batcher {
                     begun = begin(index);
                 } catch (const Refusal& r) {
                     if (r.status == 503 && refused == 0) refused = seconds();
-                    begun = r.status != 503 || (open.empty() && seconds() - refused > PATIENCE);
+                    begun = r.status != 503 || (open.empty() && !interrupted && seconds() - refused > PATIENCE);
                     if (begun) keep(rows[index], r.status, error_json(r));
                 }
                 if (!begun) { // later
@@ -2371,7 +2505,8 @@ struct Peer {
     enum Phase { WAITING, READING, WORKING, ANSWERING }; // WORKING: we are, on what it sent; it waits
     std::atomic<Phase> phase{WAITING};
     std::atomic<double> since{seconds()};
-    Exchange* exchange = nullptr; // one that the engine works for
+    Exchange* exchange = nullptr; // one that the engine works for,
+    Exchange* looking = nullptr;  // ... or one that is looked up in documents
     double probed = 0;            // when it was last asked whether it is there, since it will send nothing more
 };
 
@@ -2471,6 +2606,8 @@ struct Exchange {
     std::unique_ptr<Answer> answer;
     std::shared_ptr<Reply> reply;
     bool suspended = false, probed = false; // guarded by reply->mutex
+    volatile sig_atomic_t gone = 0;        // the peer, while its question is looked up in documents
+    bool entered = false;                  // it has a place at the desk meanwhile
     std::string out;                       // what is being sent; of a stream, up to `sent`
     size_t sent = 0;
     std::atomic<double> spoke{start};      // when a stream last sent something
@@ -2642,9 +2779,15 @@ struct Exchange {
             auto takes_long = [&] {
                 return body_size() > SMALL_BODY || filed() || swaps() || asks_for_form() || looks_up();
             };
+            if (open && !refusal && method == "POST" && looks_up()) {
+                entered = server.desk.enter(caller);
+                if (!entered) refusal = std::make_unique<Refusal>(queue_is_full());
+            }
             if (open && !refusal && takes_long()) {
+                if (entered) look_for(this);
                 MHD_suspend_connection(connection);
                 server.workers.add(server.options.keys.empty() ? peer.address : caller, [this] {
+                    lookup_stop = &gone;
                     prepare();
                     MHD_resume_connection(connection);
                 });
@@ -2654,6 +2797,17 @@ struct Exchange {
         }
         if (prepared.status) return respond(std::move(prepared));
         return stream ? begin_stream() : finish();
+    }
+
+    Refusal queue_is_full() const {
+        return {server.draining ? 503 : 429, "too many requests are waiting", "", "rate_limit_exceeded"};
+    }
+    void look_for(Exchange* one) { // (watch() does, from now on)
+        std::lock_guard lock(server.mutex);
+        peer.looking = one;
+    }
+    void leave_desk() {
+        if (std::exchange(entered, false)) server.desk.leave(caller);
     }
 
     // Grammars take longer than their text to read. (Of a field's name, letters may be escaped.)
@@ -2669,6 +2823,8 @@ struct Exchange {
         server.bodies.remove(upload); // from now on it is not dropped
         if (upload.lost && !refusal) refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
         prepared = response();
+        leave_desk();
+        look_for(nullptr);
         std::string().swap(body); // the answer may take long, and others need the room
     }
 
@@ -2769,9 +2925,10 @@ struct Exchange {
             suspended = false;
             MHD_resume_connection(connection);
         };
+        leave_desk();
         if (!server.desk.submit(std::move(ask.jobs))) {
             r->left = 0;
-            throw Refusal(server.draining ? 503 : 429, "too many requests are waiting", "", "rate_limit_exceeded");
+            throw queue_is_full();
         }
         reply = r;
         std::lock_guard lock(server.mutex);
@@ -2886,6 +3043,7 @@ struct Exchange {
         one("num_preemptions_total", "counter", (double)f.preempted);
         one("prompt_tokens_total", "counter", (double)f.prompt_tokens);
         one("generation_tokens_total", "counter", (double)f.answer_tokens);
+        one("forced_tokens_total", "counter", (double)f.forced);
         one("prefix_cache_queries_total", "counter", (double)f.looked_up);
         one("prefix_cache_hits_total", "counter", (double)f.found);
         one("request_success_total", "counter", (double)f.stopped, ",finished_reason=\"stop\"");
@@ -3007,14 +3165,14 @@ struct Exchange {
 
     // The peer has said that it will send nothing more: it is gone, or it waits. What we send now will tell. Where the
     // answer has not begun that is an interim one, in a stream it is a comment.
+    void probe_early() const {
+        const std::string_view interim = "HTTP/1.1 100 Continue\r\n\r\n";
+        (void)!::send(peer.fd, interim.data(), interim.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    }
     void probe() {
         std::lock_guard lock(reply->mutex);
         if (!suspended) return; // something is being sent anyway
-        if (!stream) {
-            const std::string_view interim = "HTTP/1.1 100 Continue\r\n\r\n";
-            (void)!::send(peer.fd, interim.data(), interim.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
-            return;
-        }
+        if (!stream) return probe_early();
         probed = true, suspended = false;
         MHD_resume_connection(connection);
     }
@@ -3211,7 +3369,7 @@ void Server::watch() {
         auto late = [&](double since, double limit) { return now - std::max(since, drained_since) > limit; };
         for (Peer* peer : peers) {
             const Peer::Phase phase = peer->phase;
-            if (peer->exchange) {
+            if (peer->exchange || peer->looking) {
                 fds.push_back({peer->fd, POLLRDHUP, 0});
                 at.push_back(peer);
             } else if (phase == Peer::ANSWERING ? late(peer->since, fetch) : phase != Peer::WORKING) {
@@ -3221,8 +3379,13 @@ void Server::watch() {
         }
         poll(fds.data(), fds.size(), 0);
         for (size_t i = 0; i < fds.size(); i++) {
-            Exchange& e = *at[i]->exchange;
+            Exchange& e = *(at[i]->exchange ? at[i]->exchange : at[i]->looking);
             const bool closed = fds[i].revents & ~POLLRDHUP, half = fds[i].revents & POLLRDHUP;
+            if (!at[i]->exchange) {
+                if (closed || (half && !e.newest)) e.gone = 1;
+                else if (half && now - at[i]->probed > PROBE) at[i]->probed = now, e.probe_early();
+                continue;
+            }
             if (closed || (half && !e.newest) || e.unsent->lost) gone.push_back(e.reply);
             else if (half && now - at[i]->probed > PROBE) at[i]->probed = now, e.probe();
             else if (e.stream && now - e.spoke > options.quiet()) e.probe();
@@ -3257,6 +3420,7 @@ void Server::abandon() {
         std::lock_guard lock(mutex);
         for (Peer* peer : peers) {
             if (peer->exchange) replies.push_back(peer->exchange->reply);
+            if (peer->looking) peer->looking->gone = 1;
             if (peer->phase == Peer::ANSWERING) shutdown(peer->fd, SHUT_RDWR);
         }
     }
@@ -3300,8 +3464,7 @@ struct Options : ModelOptions {
     std::vector<std::pair<std::string, std::string>> adapters; // names and folders
     ServerOptions server;
     EngineOptions engine;
-    int max_queue = 1024, think = 0;
-    int gpus = 1;
+    int max_queue = 1024, think = 0, jump = -1, gpus = 1;
     DocumentOptions documents{};
     Context ctx{};
 };
@@ -3320,8 +3483,10 @@ static void add_adapter(Options& o, const char* option, const std::string& value
 }
 
 static std::vector<Option> option_table(Options& o) {
-    const Setter kv_memory = [&o](const char* option, const char* v) {
-        o.engine.kv_bytes = (size_t)(parse_number(option, v, 1e-6, 1e6) * 1e9);
+    auto gigabytes = [](size_t& bytes) -> Setter {
+        return [&bytes](const char* option, const char* v) {
+            bytes = (size_t)(parse_number(option, v, 1e-6, 1e6) * 1e9);
+        };
     };
     std::vector<Option> table = {
         {"", "--host", "ADDRESS", "default 127.0.0.1: this machine only", file_name(o.server.host)},
@@ -3335,10 +3500,12 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--max-queue", "N", "answers that may wait (default 1024); beyond it requests get status\n"
          "429, unless their API key has less than its share of the queue", whole(o.max_queue, 0, 1 << 20)},
         {"", "--kv-memory", "GB", "of the KV cache (default: CPU a quarter of the memory at most, GPU\nnearly all)",
-         kv_memory},
+         gigabytes(o.engine.kv_bytes)},
         {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: CPU 128,\nGPU 256)",
          whole(o.engine.chunk, 1, 65536)},
         {"", "--gpus", "N", "of this host: an engine each (with -d cpu N engines on the CPU)", whole(o.gpus, 1, 64)},
+        {"", "--jump-ahead", "N", "where a form leaves no choice about N tokens or more, they are taken at\n"
+         "once (default: CPU 2, GPU 4; 0: never, they cost a step each)", whole(o.jump, 0, 512)},
         {"-y", "--system", "TEXT", "system prompt of conversations that have none", text(o.system)},
         {"-r", "--think", "0|1", "whether the model thinks first where a request does not say\n(default 0)",
          whole(o.think, 0, 1)},
@@ -3357,6 +3524,8 @@ static std::vector<Option> option_table(Options& o) {
          file_name(o.server.files)},
         {"", "--allow-adapter-loading", "", "clients may load adapters from this machine's folders, and unload them",
          flag(o.server.swaps)},
+        {"", "--adapter-memory", "GB", "of adapters' files, all together, when clients load more (default: of\n"
+         "what is free at the start CPU a quarter, GPU half)", gigabytes(o.engine.adapter_bytes)},
         {"", "--title", "TEXT", "name of the page to chat on (default Warp)", text(o.server.title)},
         {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
          file_name(o.batch)},
@@ -3404,6 +3573,7 @@ static std::atomic<bool> loading{true};
 // Any thread may be the one that it stops: hence the atomics.
 static void on_signal(int) {
     if (loading || stopping.exchange(true)) _exit(130);
+    interrupted = 1; // lookups of batches; those of other requests come to their end, as these do
 }
 
 // What the answers of a batch depend on, but for its requests: a JSON object.
@@ -3427,6 +3597,7 @@ static void check_adapters(const Options& o) {
     if (!o.adapter.empty() && (!o.adapters.empty() || o.server.swaps))
         DIE("--adapter %s is for all requests: it does not go with %s", o.adapter.c_str(),
             o.adapters.empty() ? "--allow-adapter-loading" : "--adapter NAME=DIR");
+    if (o.engine.adapter_bytes && !o.server.swaps) DIE("--adapter-memory is for --allow-adapter-loading");
     const bool public_one = o.server.host.compare(0, 4, "127.") && o.server.host != "::1";
     if (o.server.swaps && public_one && o.server.keys.empty())
         DIE("--allow-adapter-loading needs --api-key-file where other machines can call (--host %s)",
@@ -3520,11 +3691,14 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const bool gpu = o.ctx.gpu != nullptr, http = o.batch.empty();
     EngineOptions& e = o.engine;
     if (does(o, "embed") || does(o, "rerank")) e.texts = gpu ? 256 : 64;
+    e.adapters = !o.adapters.empty() || o.server.swaps;
     if (!e.context) e.context = c.max_positions, e.at_most = true;
     if (!e.max_seqs) e.max_seqs = gpu ? 256 : 16;
     e.burst = gpu ? 8192 : 512;
     if (!http) e.chunk = e.burst; // nobody waits for the next token
     if (!e.chunk) e.chunk = gpu ? 256 : 128;
+    if (o.jump < 0) o.jump = gpu ? 4 : 2; // (a step of a GPU that is not all single tokens has no graph)
+    e.jump = o.jump;
     if (e.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", e.context, c.max_positions);
 
     Desk desk;
@@ -3557,6 +3731,10 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     std::unique_ptr<AttachedAdapter<T>> attached;
     const int rows = e.max_seqs + std::max(e.chunk, e.burst);
     if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, rows);
+    std::vector<AdapterPtr> present; // before the engine takes what memory is left
+    for (size_t i = 0; i < named.size(); i++)
+        present.push_back(std::make_shared<AdaptedModel<T>>(o.ctx, weights, named[i], o.adapters[i].first, rows));
+    named.clear();
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
     Engines<T> engines(o, file, adapter.get(), engine);
 
@@ -3568,7 +3746,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     adapters.open = [&, room](const std::string& name, const std::string& folder) {
         const AdapterFile from = blame("lora_path", [&] { return AdapterFile(folder, c, true); });
         if (LoadedAdapter::alive_bytes() + from.map.size > room)
-            throw Refusal(503, format("adapters may take %.1f GB together, those that still answer included",
+            throw Refusal(503, format("adapters may take %.3g GB together, those that still answer included",
                                       (double)room / 1e9));
         try {
             return engine.attach(from, name);
@@ -3576,8 +3754,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
             throw Refusal(503, e.what());
         }
     };
-    for (size_t i = 0; i < named.size(); i++) adapters.add(engine.attach(named[i], o.adapters[i].first));
-    named.clear();
+    for (auto& one : present) adapters.add(one);
+    present.clear();
     server.service.documents = documents;
     server.service.generates = does(o, "generate");
     if (does(o, "embed")) end_of_text(tokenizer), server.service.dimensions = c.C;

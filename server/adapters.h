@@ -6,6 +6,7 @@
 //   AdaptedModel    one of them, as the engine computes with it
 //   mixed_forward   Book I's forward for a batch whose rows have different adapters
 #pragma once
+#include <array>
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -109,14 +110,31 @@ class Adapters {
 
 // ---- The engine's side
 
+// A layer's products, in the order of RowAdapters.
+template <class T> std::array<const Linear<T>*, 4> products_of(const Layer<T>& l) {
+    return {&l.qkv, &l.o, &l.gate_up, &l.down};
+}
+
 // The model's layers with the adapter: the matrices themselves are the model's. For batches of up to `tokens`.
 template <class T> struct AdaptedModel : LoadedAdapter {
     std::vector<Layer<T>> layers;
     AttachedAdapter<T> attached;
+    Arena table;
+    Adapter<T>* on_gpu = nullptr; // (4 L) of qkv, o, gate_up and down of each layer: see RowAdapters
 
     AdaptedModel(Context ctx, const Weights<T>& w, const AdapterFile& file, const std::string& name, int tokens)
         : LoadedAdapter(name, file.path, adapter_hash(file, 1), file.map.size), layers(w.layers),
-          attached(ctx, *this, file, tokens) {}
+          attached(ctx, *this, file, tokens) {
+        if (!ctx.gpu) return;
+        std::vector<Adapter<T>> all;
+        for (auto& layer : layers)
+            for (const Linear<T>* product : products_of(layer)) all.push_back(product->adapter);
+        table.gpu = true;
+        table.take<Adapter<T>>(all.size());
+        table.allocate("the adapter");
+        on_gpu = table.take<Adapter<T>>(all.size());
+        copy_in(ctx, on_gpu, all.data(), all.size());
+    }
 };
 
 // Rows first .. first + rows - 1 of a batch, which are computed with the same adapter. Null: with none.
@@ -126,12 +144,18 @@ template <class T> struct Segment {
 };
 template <class T> using Segments = std::vector<Segment<T>>; // all rows of a batch, in order
 
+// On a GPU: the first `rows` of a batch, which its kernels compute all at once, whatever the mix (see RowAdapters).
+struct MixedRows {
+    int rows = 0;
+    const Adapter<bf16>* const* of = nullptr; // (rows) in its memory
+    float* sums = nullptr;                    // (rows, the most rows of a product) scratch
+};
+
 // One layer, computed as layer_forward does. The bits of a row are those that it has where all rows have its adapter,
 // but on a GPU without --invariant.
 //
-// By the definitions, and on a GPU, each op is called for each segment. So the matrices are read once a segment, and a
-// GPU's step has no graph. A kernel that takes all rows and adds each segment's part, as mixed_product does on the CPU,
-// would be called here instead of `each`; there is none yet.
+// By the definitions each op is called for each segment, so that the matrices are read once a segment. On a GPU that
+// is so for prompts, and with `invariant` for all rows (an answer that gave way is computed again as a prompt).
 template <class T> struct MixedLayer {
     Context& ctx;
     const Config& c;
@@ -139,6 +163,7 @@ template <class T> struct MixedLayer {
     const int l;
     const Segments<T>& segments;
     const int N;
+    const MixedRows mixed;
     using Which = Linear<T> Layer<T>::*;
 
     void forward(const Batch& b, typename Activations<T>::PerLayer& s, T* keys, T* values, const acc<T>* rope) {
@@ -156,13 +181,29 @@ template <class T> struct MixedLayer {
         const Layer<T>& layer = s.with ? s.with->layers[(size_t)l] : base;
         return layer.*which;
     }
-    // op(first row, rows, W with the adapter) for each segment
+    // op(first row, rows, W with the adapter) for each segment, but for the mixed rows
     template <class Op> void each(Which which, Op op) {
-        for (const Segment<T>& s : segments) op((size_t)s.first, s.rows, linear(s, which));
+        for (const Segment<T>& s : segments) {
+            const int first = std::max(s.first, mixed.rows), rows = s.first + s.rows - first;
+            if (rows > 0) op((size_t)first, rows, linear(s, which));
+        }
     }
+#ifdef __CUDACC__
+    RowAdapters adapters(Which which) const {
+        const auto all = products_of(base);
+        const auto product = std::find(all.begin(), all.end(), &(base.*which)) - all.begin();
+        return {mixed.of, 4 * l + (int)product, mixed.sums};
+    }
+#endif
 
     void norm_product(T* out, T* normed, const acc<T>* x, const T* w, Which which) {
         const size_t ld = (base.*which).out(), C = c.C;
+#ifdef __CUDACC__
+        if constexpr (HAS_GPU<T>) if (mixed.rows) {
+            rmsnorm_gpu(ctx, normed, x, w, mixed.rows, c.C, c.eps);
+            rows_linear_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows);
+        }
+#endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
             RUN(norm_linear, out + n * ld, normed + n * C, x + n * C, w, W, rows, c.eps);
         });
@@ -171,6 +212,10 @@ template <class T> struct MixedLayer {
     }
     void add_product(acc<T>* out, const acc<T>* residual, const T* x, Which which) {
         const size_t ld = (base.*which).out(), in = (base.*which).in;
+#ifdef __CUDACC__
+        if constexpr (HAS_GPU<T>)
+            if (mixed.rows) rows_linear_add_gpu(ctx, out, residual, x, base.*which, adapters(which), mixed.rows);
+#endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
             RUN(linear_add, out + n * ld, residual + n * ld, x + n * in, W, rows);
         });
@@ -178,6 +223,12 @@ template <class T> struct MixedLayer {
     }
     void swiglu_product(T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, Which which) {
         const size_t F = c.F, C = c.C;
+#ifdef __CUDACC__
+        if constexpr (HAS_GPU<T>) if (mixed.rows) {
+            rmsnorm_gpu(ctx, normed, x, w, mixed.rows, c.C, c.eps);
+            rows_linear_swiglu_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows);
+        }
+#endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
             T* both = gate_up ? gate_up + n * 2 * F : nullptr; // (the GPU's op does without)
             RUN(norm_linear_swiglu, out + n * F, both, normed + n * C, x + n * C, w, W, rows, c.eps);
@@ -228,12 +279,12 @@ template <class T> struct MixedLayer {
 // Tokens to vectors, as `forward` does; `w` has no adapter of its own.
 template <class T>
 void mixed_forward(Context& ctx, const Config& c, const Weights<T>& w, const Segments<T>& segments, const Batch& b,
-                   Activations<T>& a, KVCache<T>& kv, const acc<T>* rope) {
+                   Activations<T>& a, KVCache<T>& kv, const acc<T>* rope, const MixedRows& mixed = {}) {
     const int N = b.N, C = c.C;
     RUN(embed, a.layer[0].in, w.embed, b, C);
     for (int l = 0; l < c.L; l++) {
         T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
-        MixedLayer<T>{ctx, c, w.layers[l], l, segments, N}.forward(b, a.layer[l], keys, values, rope);
+        MixedLayer<T>{ctx, c, w.layers[l], l, segments, N, mixed}.forward(b, a.layer[l], keys, values, rope);
     }
     RUN(rmsnorm, a.normed, a.layer[c.L - 1].out, w.norm, N, C, c.eps);
 }

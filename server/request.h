@@ -244,6 +244,8 @@ inline std::vector<Source> add_passages(const Service& service, std::vector<Mess
     const size_t context = (size_t)service.context;
     try {
         return add_passages(*service.documents, messages, context - std::min(context, room), rendered, measure);
+    } catch (const LookupStopped&) {
+        throw Refusal(503, "the lookup in documents was given up");
     } catch (const IndexFault& e) { // no fault of the request; its path is no matter of the client's
         print_error("serve", e.what());
         throw Refusal(500, "the documents cannot be looked up");

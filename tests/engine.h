@@ -52,6 +52,13 @@ static Job random_job(Random& random, int context) {
     return job;
 }
 
+// What is told of a row of the tiny model's logits, of an id that was drawn and `alternatives` others.
+inline TokenInfo told_of(const float* logits, int id, int alternatives) {
+    Likeliest row;
+    likeliest_cpu(where, row, logits, tiny().tokenizer.size(), alternatives);
+    return describe(row, id, logits[id]);
+}
+
 static Generation expected(const Job& job, int context, const Weights<bf16>& weights = tiny().weights) {
     Config c = tiny().file.config;
     if (job.ignore_eos) c.end_tokens.clear();

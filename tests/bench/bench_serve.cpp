@@ -5,6 +5,8 @@
 //   ./bench_serve --preset nano --write requests.jsonl    the requests as a file, for serve --batch
 //
 //   ./bench_serve --models a,b,c                          the first request asks the model a, the next one b, ...
+//   ./bench_serve --fields '"logprobs": 5'                these too are in every request
+//   ./bench_serve --others '"logprobs": 5'                ... in every second one, whose times are not counted
 //
 // Prompts are random ids below --vocabulary (10,001), or chats; `nano` is nano-vllm's benchmark, number by number. Answers
 // ignore the end token, so that all are as long as asked.
@@ -19,7 +21,7 @@
 #include <thread>
 
 struct Options {
-    std::string host = "127.0.0.1", key, preset, write;
+    std::string host = "127.0.0.1", key, preset, write, fields, others;
     std::vector<std::string> models; // taken in turn
     int port = 8000, requests = 256, clients = 64, prompt[2] = {512, 512}, output[2] = {128, 128}, intruders = 0, seed = 0, vocabulary = 10'001;
     double rate = 0, temperature = 0.6;
@@ -27,7 +29,7 @@ struct Options {
 
 struct Request {
     std::string path, body;
-    bool intruder = false;  // a long prompt, whose own times are not counted
+    bool intruder = false;  // whose own times are not counted
 };
 
 struct Outcome {
@@ -71,6 +73,12 @@ static std::vector<Request> make_requests(const Options& o) {
     }
     for (size_t i = 0; i < all.size() && !o.models.empty(); i++)
         all[i].body += ", \"model\": \"" + o.models[i % o.models.size()] + "\"";
+    for (size_t i = 0; i < all.size(); i++) {
+        if (!o.fields.empty()) all[i].body += ", " + o.fields;
+        if (o.others.empty() || i % 2 == 0) continue;
+        all[i].body += ", " + o.others;
+        all[i].intruder = true;
+    }
     const int requests = (int)all.size();
     for (int i = 0; i < o.intruders; i++) {
         Request r = by_ids(draw(8'000, 1), requests + i);
@@ -151,6 +159,8 @@ static Options parse_options(int argc, char** argv) {
         else if (name == "--seed") o.seed = atoi(value());
         else if (name == "--vocabulary") o.vocabulary = atoi(value());
         else if (name == "--write") o.write = value();
+        else if (name == "--fields") o.fields = value();
+        else if (name == "--others") o.others = value();
         else if (name == "--models") {
             const std::string list = value();
             for (size_t at = 0, end; at < list.size(); at = end + 1) {
@@ -163,7 +173,8 @@ static Options parse_options(int argc, char** argv) {
             if (o.preset != "nano" && o.preset != "exam") DIE("--preset %s: nano or exam", o.preset.c_str());
         } else {
             DIE("usage: bench_serve [--port N] [--host A] [--key K] [--preset nano|exam | --requests N --prompt N[-M] --output N[-M]]\n"
-                "                   [--clients N | --rate R] [--intruders N: prompts of 8,000 tokens among them] [--temperature X] [--seed N] [--vocabulary N] [--models A,B,..] [--write FILE]");
+                "                   [--clients N | --rate R] [--intruders N: prompts of 8,000 tokens among them] [--temperature X] [--seed N] [--vocabulary N] [--models A,B,..] [--write FILE]\n"
+                "                   [--fields JSON: more fields of all requests] [--others JSON: of every second one, which is not counted in the times]");
         }
     }
     if (o.requests < 1 || o.clients < 1 || o.intruders < 0 || o.vocabulary < 1) DIE("--requests, --clients and --vocabulary: at least one");

@@ -505,6 +505,150 @@ static std::vector<float> model_logits(const Golden& g, bool on_gpu, bool invari
     return out;
 }
 
+TEST_CASE("likeliest: the ids and logits that the definition tells, and its log-sum-exp") {
+    Random random{26};
+    for (int round = 0; round < 60; round++) {
+        const int V = (int[]){1, 40, 1023, 5000, 151936}[round % 5], R = 1 + round % 3, exist = V > 7 && round % 2 ? V - 7 : V;
+        const int k = (int[]){20, 0, 1, 5}[round % 4];
+        std::vector<float> logits = random.fill<float>((size_t)R * V, round % 5 == 0 ? 0.5 : 12);
+        for (size_t i = 0; i < logits.size(); i++) {
+            if (round % 4 == 1) logits[i] = std::round(logits[i]); // many ties
+            if (round % 6 == 2 && random.below(4) == 0) logits[i] = random.below(2) ? -INFINITY : NAN;
+            if (round % 6 == 3 && i % 1024 != 77) logits[i] = -50 - logits[i]; // the largest are all one thread's
+            if (round % 9 == 4) logits[i] = i % 3 ? 0.f : -0.f;
+        }
+        if (round % 10 == 7) logits[random.below(V)] = INFINITY;
+        // Row r is sequence 2 r; the last of several rows is a spare one, and one sequence wants nothing.
+        std::vector<int> seq, wanted(2 * (size_t)R + 2, k);
+        for (int r = 0; r < R; r++) seq.push_back(2 * r);
+        const int silent = R == 3 ? 1 : -1, spare = R > 1 ? R - 1 : -1;
+        if (silent >= 0) wanted[2] = -1;
+        if (spare >= 0) seq[(size_t)spare] = -1;
+        Device<float> d(logits);
+        Device<int> dseq(seq), dwanted(wanted);
+        Device<Likeliest> out((size_t)R);
+        likeliest_gpu(gpu(), out, d, (size_t)V, exist, dseq, dwanted, R);
+        const auto got = out.get();
+        for (int r = 0; r < R; r++) {
+            INFO("round " << round << " V " << V << " exist " << exist << " k " << k << " row " << r << " of " << R);
+            if (r == silent || r == spare) {
+                CHECK(got[(size_t)r].count == -1); // as it was
+                continue;
+            }
+            Likeliest want;
+            likeliest(want, &logits[(size_t)r * V], exist, k);
+            REQUIRE(got[(size_t)r].count == want.count);
+            CHECK(std::abs(got[(size_t)r].log_sum - want.log_sum) <= 3e-6f * (1 + std::abs(want.log_sum)));
+            for (int i = 0; i < want.count; i++) {
+                INFO("the likeliest but " << i << ": " << got[(size_t)r].logit[i] << ", wanted " << want.logit[i]);
+                CHECK(got[(size_t)r].id[i] == want.id[i]);
+                CHECK(got[(size_t)r].logit[i] == want.logit[i]);
+            }
+        }
+    }
+}
+
+// An adapter of random numbers for a product, on both sides: modules of the given blocks.
+struct RandomAdapter {
+    std::vector<bf16> A, B;
+    Device<bf16> dA{0}, dB{0}, dh;
+    Adapter<bf16> host, device;
+    std::vector<bf16> h;
+    RandomAdapter(Random& random, const Linear<bf16>& W, int rank, const std::vector<int>& blocks, int tokens)
+        : dh((size_t)tokens * blocks.size() * rank), h((size_t)tokens * blocks.size() * rank) {
+        host.rank = host.true_rank = rank, host.modules = (int)blocks.size();
+        for (size_t j = 0; j < blocks.size(); j++) host.block[j] = blocks[j];
+        const size_t width = host.width();
+        A = random.fill<bf16>(width * W.in, 2 / std::sqrt(W.in)), B.assign((size_t)W.out() * width, bf16{});
+        for (size_t j = 0; j < blocks.size(); j++)
+            for (int r = W.first_row(blocks[j]); r < W.first_row(blocks[j]) + W.rows[blocks[j]]; r++) {
+                const auto row = random.fill<bf16>((size_t)rank, 0.5);
+                std::copy(row.begin(), row.end(), &B[(size_t)r * width + j * rank]);
+            }
+        dA.replace(A), dB.replace(B);
+        device = host;
+        host.A = A.data(), host.B = B.data(), host.h = h.data(), device.A = dA, device.B = dB, device.h = dh;
+    }
+};
+
+TEST_CASE("rows with different adapters in one batch: each is what it is with its adapter alone") {
+    Random random{27};
+    Scratchpad pad;
+    struct Shape { std::vector<int> rows; int in; std::vector<int> blocks; };
+    for (const Shape& shape : {Shape{{64, 32, 32}, 80, {0, 2}}, Shape{{256, 128, 128}, 1024, {0, 1, 2}}, Shape{{200}, 136, {0}},
+                               Shape{{1024}, 3072, {0}}, Shape{{768, 768}, 256, {0, 1}}, Shape{{72, 72}, 64, {1}}})
+        for (int N : {1, 2, 5, 8, 16, 17, 64, 200, 256}) {
+            Matrix W(random, shape.rows, shape.in);
+            const int R = W.host.out(), K = shape.in;
+            std::vector<std::unique_ptr<RandomAdapter>> all;
+            for (int rank : {8, 16, 64, 24}) all.push_back(std::make_unique<RandomAdapter>(random, W.host, rank, shape.blocks, N));
+            // A model's table has four adapters a layer: this product is the seventh. Some of its products have none.
+            std::vector<std::unique_ptr<Device<Adapter<bf16>>>> tables;
+            for (auto& one : all) {
+                std::vector<Adapter<bf16>> table(8);
+                table[6] = one->device;
+                tables.push_back(std::make_unique<Device<Adapter<bf16>>>(table));
+            }
+            tables.push_back(std::make_unique<Device<Adapter<bf16>>>(std::vector<Adapter<bf16>>(8)));
+            std::vector<const Adapter<bf16>*> of;
+            std::vector<int> which; // of `all`; -1: none
+            for (int n = 0; n < N; n++) { // runs of one to six rows, some without
+                const int pick = n && random.below(3) ? which.back() : random.below(6) - 1;
+                which.push_back(pick);
+                of.push_back(pick < 0 ? nullptr : tables[(size_t)pick]->data);
+            }
+            for (int& pick : which) pick = pick == 4 ? -1 : pick;
+            Device<const Adapter<bf16>*> dof(of);
+            Device<float> sums((size_t)N * R);
+            const RowAdapters rows = {dof, 6, sums};
+            const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
+            const std::vector<float> residual = random.fill<float>((size_t)N * R);
+            // As the definition says it, a row at a time.
+            std::vector<float> y((size_t)N * R);
+            for (int n = 0; n < N; n++) {
+                Linear<bf16> one = W.host;
+                if (which[(size_t)n] >= 0) one.adapter = all[(size_t)which[(size_t)n]]->host;
+                adapted_product(one, &x[(size_t)n * K], 1, [&](int, int r, float sum) { y[(size_t)n * R + r] = sum; });
+            }
+            // A rounding of h may fall to the other side: 2^-8 of one of its numbers, times one of B.
+            const double slack = 0.02;
+            auto close = [&](const auto& got, auto want, double unit) {
+                int wrong = 0;
+                for (int n = 0; n < N; n++)
+                    for (int r = 0; r < R; r++) {
+                        const size_t i = (size_t)n * R + r;
+                        const double w = want(i), bound = unit * std::abs(w) + sum_error<float>(K) * 8 + (which[(size_t)n] < 0 ? 0 : slack);
+                        if (std::abs(to_acc(got[i]) - w) <= bound) continue;
+                        if (wrong++ < 3) MESSAGE("row " << n << " (adapter " << which[(size_t)n] << "), output " << r << ": " << to_acc(got[i]) << ", wanted " << w);
+                    }
+                return wrong;
+            };
+            INFO("N " << N << " R " << R << " K " << K);
+            Device<bf16> dx(x), out((size_t)N * R);
+            Device<float> dresidual(residual), added((size_t)N * R);
+            rows_linear_gpu(pad.ctx, out, dx, W.device, rows, N);
+            CHECK(close(out.get(), [&](size_t i) { return y[i]; }, 0.005) == 0);
+            rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N);
+            const auto first = added.get();
+            CHECK(close(first, [&](size_t i) { return residual[i] + y[i]; }, 1e-6) == 0);
+            rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N);
+            CHECK(same_bits(added.get(), first));
+            if (shape.rows.size() != 2) continue;
+            const size_t F = (size_t)R / 2;
+            Device<bf16> hidden((size_t)N * F);
+            rows_linear_swiglu_gpu(pad.ctx, hidden, dx, W.device, rows, N);
+            const auto got = hidden.get();
+            int wrong = 0;
+            for (int n = 0; n < N; n++)
+                for (size_t f = 0; f < F; f++) {
+                    const double g = y[(size_t)n * R + f], u = y[(size_t)n * R + F + f], want = g / (1 + std::exp(-g)) * u;
+                    const double bound = 0.02 * std::abs(want) + 0.02 * (std::abs(g) + std::abs(u)) + 0.01;
+                    wrong += !(std::abs(to_acc(got[(size_t)n * F + f]) - want) <= bound);
+                }
+            CHECK(wrong == 0);
+        }
+}
+
 TEST_CASE("whole model: no further from the fp32 truth than transformers' own bf16; decoding and prompts agree") {
     for (const char* folder : {"tied_bf16", "untied_bf16", "tied_f16"}) {
         INFO(std::string(folder));

@@ -89,6 +89,144 @@ TEST_CASE("with `invariant` an answer with an adapter does not depend on the oth
     }
 }
 
+// How far what is told of a token is from what a Session thinks of it.
+struct Differences {
+    double worst = 0, sum = 0;
+    size_t count = 0;
+    void add(const TokenInfo& got, const TokenInfo& want) {
+        REQUIRE(got.top.size() == want.top.size());
+        for (size_t k = 0; k < got.top.size(); k++) add(got.top[k].logprob, want.top[k].logprob);
+        add(got.logprob, want.logprob);
+    }
+    void add(double got, double want) {
+        const double d = std::abs(got - want);
+        worst = std::max(worst, d), sum += d, count++;
+    }
+    void check() const { // (the CPU's two roads are 0.043 apart at worst, 0.002 on average)
+        INFO(count << " log-probabilities, " << sum / (double)count << " apart on average");
+        CHECK(worst < 0.2);
+        CHECK(sum / (double)count < 0.01);
+    }
+};
+
+TEST_CASE("adapters in one graph: log-probabilities are, but for rounding, those of a Session with that adapter alone") {
+    on_gpu(false);
+    Scratch scratch;
+    std::vector<std::unique_ptr<AdapterFile>> files;
+    std::vector<std::unique_ptr<Weights<bf16>>> weights;
+    std::vector<std::unique_ptr<AttachedAdapter<bf16>>> attached;
+    for (int i = 0; i < 3; i++) {
+        make_adapter(scratch / std::to_string(i), KINDS[i], 50 + (uint64_t)i);
+        files.push_back(std::make_unique<AdapterFile>(scratch / std::to_string(i), tiny().file.config));
+        weights.push_back(std::make_unique<Weights<bf16>>(tiny().file));
+        weights.back()->upload(where, tiny().file);
+        attached.push_back(std::make_unique<AttachedAdapter<bf16>>(where, *weights.back(), *files.back(), Session<bf16>::CHUNK));
+    }
+    for (size_t together : {1, 3, 13, 40}) { // the mix changes as answers begin and end, under the same graphs
+        Bench bench({256, 40, 64, 128, 4'000'000});
+        std::vector<AdapterPtr> adapters = {nullptr};
+        for (size_t i = 0; i < 3; i++) adapters.push_back(bench.engine.attach(*files[i], std::to_string(i)));
+        Random random{17};
+        std::vector<Job> jobs;
+        for (size_t i = 0; i < together; i++) {
+            Job job;
+            job.reply = std::make_shared<Reply>();
+            job.reply->left = 1;
+            for (size_t n = 0; n < 2 + i % 9; n++) job.prompt.push_back((int)(n * n + i) % 300);
+            job.how.seed = i, job.max_tokens = 5 + 3 * (i % 5), job.ignore_eos = true, job.alternatives = (int)(i % 4) * 5;
+            job.adapter = adapters[(together + i) % 4];
+            jobs.push_back(job);
+        }
+        run_all(bench, random, jobs);
+        for (size_t i = 0; i < jobs.size(); i++) {
+            Differences differences;
+            const size_t adapter = (together + i) % 4;
+            Session<bf16> session(tiny().file.config, adapter ? *weights[adapter - 1] : tiny().weights, 256, where);
+            session.feed(jobs[i].prompt);
+            for (auto& p : jobs[i].reply->pieces)
+                for (auto& t : p.tokens) { // what the Session thinks of the same text
+                    differences.add(t, told_of(session.logits, t.id, jobs[i].alternatives));
+                    session.feed({t.id});
+                }
+            INFO(together << " together, answer " << i << " with adapter " << adapter);
+            differences.check();
+        }
+    }
+}
+
+TEST_CASE("log-probabilities of drawn tokens: with penalties, biases and forms they are the model's own, in graphs and without") {
+    on_gpu(false);
+    Forms forms;
+    const auto form = forms.get(tiny().tokenizer, "words", [] { return grammar_of_regex("[a-z]{3,20}( [0-9]+){2}"); });
+    Random random{18};
+    std::vector<Job> jobs;
+    for (size_t i = 0; i < 12; i++) {
+        Job job;
+        job.reply = std::make_shared<Reply>();
+        job.reply->left = 1;
+        for (size_t n = 0; n < 3 + i; n++) job.prompt.push_back((int)(7 * n + i) % 300);
+        job.how.seed = i, job.how.temperature = 1.5f, job.max_tokens = 20, job.ignore_eos = true, job.alternatives = i % 4 == 3 ? -1 : (int)i;
+        if (i % 2) job.how.repeat = 1.5f, job.how.frequency = 0.5f;
+        if (i % 3 == 1) job.bias = {{(int)(5 * i), 4.f}, {77, 6.f}};
+        if (i % 3 == 2) job.form = form;
+        jobs.push_back(job);
+    }
+    for (bool alone : {true, false}) {
+        Bench bench({256, 16, 64, 128, 4'000'000});
+        std::vector<Job> all = again(jobs);
+        if (alone)
+            for (Job& job : all) run_all(bench, random, {job});
+        else run_all(bench, random, all);
+        for (size_t i = 0; i < all.size(); i++) {
+            Session<bf16> session(tiny().file.config, tiny().weights, 256, where);
+            session.feed(all[i].prompt);
+            Differences differences;
+            for (auto& p : all[i].reply->pieces)
+                for (auto& t : p.tokens) {
+                    differences.add(t, told_of(session.logits, t.id, all[i].alternatives));
+                    for (auto& other : t.top)
+                        if (other.id == t.id) CHECK(other.logprob == t.logprob);
+                    session.feed({t.id});
+                }
+            INFO((alone ? "alone" : "together") << ", answer " << i);
+            CHECK((differences.count > 0) == (all[i].alternatives >= 0));
+            if (differences.count) differences.check();
+        }
+    }
+}
+
+TEST_CASE("forms: tokens without a choice taken at once: with `invariant` the text of one token a step, and fewer steps") {
+    on_gpu(true);
+    Forms forms;
+    const std::vector<std::function<Grammar()>> grammars = {
+        [] { return grammar_of_regex("\\{\"customer_identification_number\": [0-9]{1,4}, \"preferred_delivery_address\": \"[a-z]{1,6}\"\\}"); },
+        [] { return grammar_of_choice({"what else could it have been?", "what else would it be?"}); }};
+    Random random{19};
+    std::vector<Job> jobs;
+    for (int i = 0; i < 20; i++) {
+        jobs.push_back(random_job(random, 256));
+        Job& job = jobs.back();
+        if (job.prompt.size() == 1) job.prompt.push_back(5);
+        if (i % 4 == 3) continue;
+        job.form = forms.get(tiny().tokenizer, std::to_string(i % 2), grammars[(size_t)i % 2]);
+        job.stops.clear(), job.how.repeat = 1, job.how.presence = job.how.frequency = 0, job.alternatives = -1;
+        job.max_tokens = i % 5 ? 256 - job.prompt.size() : 9;
+    }
+    std::vector<std::string> first;
+    for (auto [jump, max_seqs, pages] : {std::tuple{0, 24, 400}, {2, 24, 400}, {4, 24, 400}, {2, 24, 30}, {1, 3, 60}}) {
+        Bench bench({256, max_seqs, 64, 128, (size_t)pages * Bench::page_bytes(), false, 0, true, jump});
+        const std::vector<Job> all = again(jobs);
+        run_all(bench, random, all);
+        const std::string kind = format("jump %d, at most %d, %d pages", jump, max_seqs, pages);
+        for (size_t i = 0; i < all.size(); i++) {
+            INFO(kind << ", answer " << i);
+            if (first.size() <= i) first.push_back(text_of(all[i]));
+            else CHECK(text_of(all[i]) == first[i]);
+        }
+        CHECK((bench.desk.figures.forced > 20) == (jump > 0));
+    }
+}
+
 TEST_CASE("the same jobs at the same steps: the same answers, and all pages back") {
     on_gpu(false);
     Random random{13};
@@ -127,7 +265,7 @@ TEST_CASE("logit_bias, and log-probabilities that are the model's own") {
     session.feed(job.prompt);
     for (auto& t : tokens) {
         CHECK(t.id == 77);
-        CHECK(t.logprob == doctest::Approx(describe(session.logits, tiny().tokenizer.size(), 77, 0).logprob).epsilon(1e-5));
+        CHECK(t.logprob == doctest::Approx(told_of(session.logits, 77, 0).logprob).epsilon(1e-5));
         session.feed({77});
     }
 }

@@ -98,7 +98,7 @@ TEST_CASE("adapters: the logits of a mixed batch are to the bit those of one ada
         for (size_t i = 0; i < job.max_tokens; i++) {
             const float* logits = session.logits;
             const int best = (int)(std::max_element(logits, logits + tiny().tokenizer.size()) - logits);
-            const TokenInfo info = describe(logits, tiny().tokenizer.size(), best, 20);
+            const TokenInfo info = told_of(logits, best, 20);
             want.push_back(info.logprob);
             for (auto& a : info.top) want.push_back(a.logprob);
             session.feed({best});
@@ -364,6 +364,30 @@ TEST_CASE("HTTP: an adapter is a model: in every dialect, at once with others, a
     CHECK(metrics.find("vllm:lora_generation_tokens_total{lora_name=\"org/b.1\"} ") != std::string::npos);
     const std::string log = const_cast<Served&>(server).stop().out;
     for (auto& name : names) CHECK(log.find("\"model\": \"" + name + "\"") != std::string::npos);
+}
+
+TEST_CASE("HTTP: adapters that clients load share the room that --adapter-memory gives, also those that still answer") {
+    auto bytes = [](int i) { return (double)fs::file_size(folders().of(i) + "/adapter_model.safetensors"); };
+    const double room = bytes(1) + bytes(2) + 500; // of the second and the third, not of the first, too
+    REQUIRE(bytes(0) > 500);
+    const Served server({"--allow-adapter-loading", "--adapter-memory", format("%.9f", room / 1e9)});
+    CHECK(server.load("b", folders().of(1)).status == 200);
+    CHECK(server.load("c", folders().of(2)).status == 200);
+    const HttpReply full = server.load("a", folders().of(0));
+    check_refused(full, 503, "", "GB together");
+    CHECK(full.headers.at("retry-after") == "1");
+    CHECK(server.call("GET", "/v1/models/a").status == 404);
+    // One that has lost its name still takes its room, until its last answer ends.
+    auto long_one = std::make_unique<Http>(server.port);
+    long_one->ask("POST", "/v1/chat/completions", R"({"model": "c", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3000,
+        "ignore_eos": true, "stream": true})");
+    REQUIRE(long_one->head().status == 200);
+    CHECK(server.unload("c").status == 200);
+    check_refused(server.load("c", folders().of(2)), 503, "");
+    long_one.reset();
+    int status = 503; // the server sees within a second that the client is gone
+    for (const double start = seconds(); status == 503 && seconds() - start < 20; usleep(50'000)) status = server.load("c", folders().of(2)).status;
+    CHECK(status == 200);
 }
 
 TEST_CASE("HTTP: adapters come and go while others answer") {

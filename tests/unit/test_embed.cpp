@@ -941,6 +941,49 @@ TEST_CASE("qwen3 --docs-embed, --docs-rerank: the sources are the library's; mod
     refused({"-i", "a", "--docs-rerank", MODEL}, "not one token each"); // yes and no, in the vocabulary beside it
 }
 
+TEST_CASE("serve --docs-rerank: lookups of clients that are gone are given up, those of others wait within --max-queue") {
+    Notes notes;
+    const std::string words = "What is a warp? " + [] {
+        std::string more;
+        for (int i = 0; i < 400; i++) more += " " + std::to_string(i);
+        return more;
+    }();
+    const std::string body = "{\"messages\": [{\"role\": \"user\", \"content\": \"" + words + "\"}], \"max_tokens\": 1}";
+    Strings options = {"--task", "generate", "--docs", notes.folder, "--index", notes.index, "--docs-rerank", FOLDER};
+    auto ask = [&](Http& http) { http.ask("POST", "/v1/chat/completions", body); };
+    {
+        const Serving server(program("SERVE", "./serve"), options);
+        const double start = seconds();
+        CHECK(server.post("/v1/chat/completions", body).status == 200);
+        const double one = seconds() - start;
+        const size_t many = std::min<size_t>(300, (size_t)(8 / one)); // that take eight seconds together
+        {
+            std::vector<std::unique_ptr<Http>> users;
+            for (size_t i = 0; i < many; i++) users.push_back(std::make_unique<Http>(server.port)), ask(*users.back());
+            usleep(100'000);
+        } // all go
+        const double since = seconds();
+        CHECK(server.post("/v1/chat/completions", body).status == 200);
+        const double waited = seconds() - since;
+        INFO("a lookup takes " << one << " s; after " << many << " were given up one took " << waited << " s");
+        if (one * (double)many > 4) CHECK(waited < one * (double)many / 2);
+        else MESSAGE("lookups are too fast here to tell");
+    }
+    options.insert(options.end(), {"--max-queue", "1", "--max-seqs", "1"});
+    const Serving server(program("SERVE", "./serve"), options);
+    std::vector<std::unique_ptr<Http>> users;
+    for (size_t i = 0; i < 12; i++) users.push_back(std::make_unique<Http>(server.port)), ask(*users.back());
+    size_t done = 0, refused = 0;
+    for (auto& user : users) {
+        const HttpReply r = user->reply();
+        CHECK((r.status == 200 || r.status == 429));
+        (r.status == 200 ? done : refused)++;
+    }
+    CHECK(done >= 2);
+    CHECK(refused > 0);
+    CHECK(server.post("/v1/chat/completions", body).status == 200); // all places are given back
+}
+
 TEST_CASE("serve --docs-embed: chats at the same time have the library's sources") {
     Notes notes;
     const Serving server(program("SERVE", "./serve"), {"--task", "generate", "--docs", notes.folder, "--index", notes.index,

@@ -184,15 +184,18 @@ TEST_CASE("speech: thoughts") {
 
 TEST_CASE("log-probabilities by hand") {
     const float logits[] = {0, std::log(2.f), -INFINITY, std::log(5.f), 100};
-    const TokenInfo info = describe(logits, 4, 1, 3); // the last does not exist
+    Likeliest row;
+    likeliest(row, logits, 4, 3); // the last does not exist
+    const TokenInfo info = describe(row, 1, logits[1]);
     CHECK(info.logprob == doctest::Approx(std::log(2. / 8)));
     REQUIRE(info.top.size() == 3);
     CHECK(info.top[0].id == 3);
     CHECK(info.top[0].logprob == doctest::Approx(std::log(5. / 8)));
     CHECK(info.top[1].id == 1);
     CHECK(info.top[2].id == 0);
-    CHECK(describe(logits, 4, 2, 0).logprob == -9999);
-    CHECK(describe(logits, 4, 0, 9).top.size() == 4);
+    CHECK(describe(row, 2, logits[2]).logprob == -9999);
+    likeliest(row, logits, 4, 9);
+    CHECK(describe(row, 0, logits[0]).top.size() == 4);
 }
 
 // ------------------------------------------------------------------------------------------------------- engine
@@ -233,7 +236,7 @@ TEST_CASE("logit_bias and the log-probabilities of a known model") {
     session.feed(job.prompt);
     for (auto& t : tokens) { // the model's own opinion, before the bias
         CHECK(t.id == 77);
-        CHECK(t.logprob == describe(session.logits, tiny().tokenizer.size(), 77, 0).logprob);
+        CHECK(t.logprob == told_of(session.logits, 77, 0).logprob);
         CHECK(t.top[0].logprob >= t.logprob);
         session.feed({77});
     }

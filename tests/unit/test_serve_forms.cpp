@@ -124,6 +124,90 @@ static Said hear(const std::string& text, bool sure, bool whole) {
     return said;
 }
 
+// Long fixed names, as in schemas of real use.
+static const std::string RECORD = R"({"type": "object", "properties": {"customer_identification_number": {"type": "integer", "minimum": 0, "maximum": 999},
+    "preferred_delivery_address": {"type": "string", "maxLength": 6}, "is_a_returning_customer": {"type": "boolean"},
+    "kind_of_membership": {"enum": ["standard_membership", "premium_membership"]}}, "required": ["customer_identification_number",
+    "preferred_delivery_address", "is_a_returning_customer", "kind_of_membership"], "additionalProperties": false})";
+
+TEST_CASE("forms: what they leave no choice about is taken at once, and the text is that of one token a step") {
+    Forms forms;
+    Random random{41};
+    const std::vector<std::function<Grammar()>> grammars = {
+        [] { sj::Doc d; sj::parse(d, RECORD); return grammar_of_schema(d.root()); },
+        [] { return grammar_of_choice({"what else could it have been?", "what else would it be?"}); },
+        [] { return grammar_of_regex("The answer to the question is [0-9]{1,4}, 毫无疑问，\\u00e9 or so\\."); },
+        [] { return grammar_of_choice({"There is one answer only, and this is it."}); }};
+    std::vector<Job> jobs;
+    for (int i = 0; i < 24; i++) {
+        Job job = random_job(random, 400);
+        const size_t kind = (size_t)i % 4;
+        job.form = forms.get(t(), std::to_string(kind), grammars[kind]);
+        job.thinking = i % 3 == 2, job.stops.clear();
+        job.max_tokens = i % 5 ? 400 - job.prompt.size() : 9; // some are cut off, also among such tokens
+        if (i == 7) job.stops = {"question"};
+        if (i == 8) job.max_tokens = 300, job.min_tokens = 20;
+        jobs.push_back(job);
+    }
+    std::vector<std::vector<std::string>> by_steps; // text, finish and count of each
+    size_t complete = 0, preempted = 0;
+    for (auto [jump, max_seqs, chunk, pages] : {std::tuple{0, 24, 64, 700}, {2, 24, 64, 700}, {1, 24, 64, 700}, {6, 5, 3, 700},
+                                                {2, 24, 64, 28}, {2, 8, 16, 26}}) {
+        Bench bench({400, max_seqs, chunk, 2 * chunk, (size_t)pages * Bench::page_bytes(), false, 0, true, jump});
+        std::vector<Job> all = jobs;
+        for (Job& job : all) job.reply = std::make_shared<Reply>(), job.reply->left = 1;
+        run_all(bench, random, all);
+        std::vector<std::string> answers;
+        for (const Job& job : all) {
+            auto& last = job.reply->pieces.back();
+            answers.push_back(text_of(job) + "|" + last.finish + "|" + std::to_string(last.count));
+            const bool whole = std::string(last.finish) == "stop" && job.stops.empty();
+            if (whole) CHECK_MESSAGE(keeps(job.form, text_of(job)), text_of(job));
+            complete += whole;
+        }
+        by_steps.push_back(answers);
+        preempted += bench.desk.figures.preempted;
+        if (jump) CHECK(bench.desk.figures.forced > (jump < 6 ? 50 : 10));
+        else CHECK(bench.desk.figures.forced == 0);
+        const std::string kind = format("jump %d, at most %d, chunks of %d, %d pages", jump, max_seqs, chunk, pages);
+        INFO(kind);
+        for (size_t i = 0; i < answers.size(); i++) CHECK(answers[i] == by_steps[0][i]);
+    }
+    CHECK(complete > 60);
+    CHECK(preempted > 0);
+}
+TEST_CASE("forms: tokens without a choice are the tokenizer's, take fewer steps, and are told with log-probabilities like any") {
+    Forms forms;
+    const auto form = forms.get(t(), "record", [] { sj::Doc d; sj::parse(d, RECORD); return grammar_of_schema(d.root()); });
+    std::map<int, std::string> texts;
+    std::map<int, size_t> steps, counts;
+    for (int kind = 0; kind < 3; kind++) { // one a step; jumps; with log-probabilities
+        Bench bench({400, 1, 256, 256, 0, false, 0, true, kind == 1 ? 2 : 0});
+        Job job;
+        job.reply = std::make_shared<Reply>();
+        job.reply->left = 1;
+        job.prompt = {1, 2, 3}, job.form = form, job.how.seed = 5, job.max_tokens = 390;
+        job.alternatives = kind == 2 ? 1 : -1;
+        REQUIRE(bench.desk.submit({job}));
+        for (; job.reply->left; steps[kind]++) bench.engine.step();
+        texts[kind] = text_of(job), counts[kind] = job.reply->pieces.back().count;
+        if (kind < 2) continue;
+        std::string told;
+        for (auto& p : job.reply->pieces)
+            for (auto& token : p.tokens) {
+                told += token.text;
+                CHECK(token.logprob < 0);
+            }
+        CHECK(told == texts[kind]);
+    }
+    REQUIRE(keeps(form, texts[0]));
+    CHECK(texts[1] == texts[0]);
+    CHECK(texts[2] == texts[0]);
+    CHECK(counts[1] == counts[0]);
+    MESSAGE(counts[0] << " tokens in " << steps[0] << " steps, and in " << steps[1]);
+    CHECK(steps[1] < steps[0] / 2);
+}
+
 TEST_CASE("calls: from text to parts; what is none stays text") {
     const std::string f = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": [1, \"}\"]}}\n</tool_call>", g = "<tool_call>\n{\"name\": \"g\", \"arguments\": {}}\n</tool_call>";
     for (bool sure : {false, true}) {
