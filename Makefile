@@ -114,13 +114,16 @@ $(BUILD)/bench_notes: tests/bench/bench_notes.cu tests/gpu/notes.h $(BUILD)/note
 	$(Q)$(NVCC) $(NVCCFLAGS) -I. -I$(BUILD) $< -o $@
 
 # ---- Tests. Always the CPU compiler, always -Werror, in a folder of their own for each compiler and mode.
-# Compiling is most of the work, so suites share programs: those that include a whole program (train_lora, serve, datagen)
-# have one each, those of the model are one, and so are all others. A new tests/unit/test_*.cpp drops into one of them.
+# Compiling is most of the work, so suites share programs: those that include serve.cu, those that include train_lora.cu,
+# those of the model, and all others. Only a few are programs by themselves. A new tests/unit/test_*.cpp drops into one.
 GPU_SUITES = $(notdir $(basename $(wildcard tests/gpu/test_*.cpp)))
 UNITS     := $(notdir $(basename $(wildcard tests/unit/test_*.cpp)))
-ALONE     := $(notdir $(basename $(shell grep -lE '^.include "(\.\./\.\./(qwen3|train_lora|serve|datagen)\.|\.\./engine\.h)' $(UNITS:%=tests/unit/%.cpp))))
-MODEL     := $(filter-out $(ALONE),$(notdir $(basename $(shell grep -lE '^.include "\.\./(common|golden)\.h"' $(UNITS:%=tests/unit/%.cpp)))))
-OTHERS    := $(filter-out $(ALONE) $(MODEL),$(UNITS))
+INCLUDING  = $(notdir $(basename $(shell grep -lE '^.include "\.\./$(1)' $(UNITS:%=tests/unit/%.cpp))))
+SERVING   := $(call INCLUDING,engine\.h)
+TRAINING  := $(call INCLUDING,trainer\.h)
+ALONE     := $(call INCLUDING,\.\./(qwen3|datagen)\.)
+MODEL     := $(filter-out $(ALONE) $(SERVING) $(TRAINING),$(call INCLUDING,(common|golden)\.h))
+OTHERS    := $(filter-out $(ALONE) $(SERVING) $(TRAINING) $(MODEL),$(UNITS))
 JOBS      ?= $(shell nproc 2>/dev/null || echo 1)
 MODE       = $(notdir $(firstword $(CXX)))$(SANITIZE:%=-asan)$(PORTABLE:%=-portable)
 T          = $(BUILD)/$(MODE)
@@ -131,10 +134,12 @@ TESTFLAGS  = -std=c++17 -O2 -g1 $(FLAGS) -Werror -I. $(if $(SANITIZE),$(SANITIZE
 PROGRAMS  ?= $(T)
 # test_export is about Python, test_tiny about one known file, test_library about linking, test_teach about scripts: nothing
 # that sanitizers could see.
-SUITES     = $(filter-out $(if $(MHD),,test_serve test_serve_forms test_embed test_adapters) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(ALONE) $(MODEL) $(OTHERS))
+SUITES     = $(filter-out $(if $(MHD),,$(SERVING)) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(UNITS))
 # A suite in a shared program is PROGRAM:SUITE. The longest come first.
-RUNS       = $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(patsubst %,$(T)/suites_others:%,$(filter $(OTHERS),$(SUITES))) \
-             $(patsubst %,$(T)/suites_model:%,$(filter $(MODEL),$(SUITES)))
+SHARED_BY  = $(patsubst %,$(T)/suites_$(1):%,$(filter $(2),$(SUITES)))
+RUNS       = $(call SHARED_BY,serve,$(SERVING)) $(call SHARED_BY,train,$(TRAINING)) $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) \
+             $(call SHARED_BY,others,$(OTHERS)) $(call SHARED_BY,model,$(MODEL))
+SUITE_PROGRAMS = $(sort $(foreach run,$(RUNS),$(firstword $(subst :, ,$(run)))))
 
 $(T)/qwen3: qwen3.cu $(HEADERS)
 	@mkdir -p $(T)
@@ -157,8 +162,6 @@ $(T)/main.o: tests/main.cpp
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
 TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
-$(T)/test_serve.o $(T)/test_serve_forms.o $(T)/test_embed.o $(T)/test_adapters.o: serve.cu
-$(T)/test_train.o $(T)/test_dpo.o: train_lora.cu
 $(T)/test_datagen.o: datagen.cpp
 $(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
@@ -168,16 +171,21 @@ $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 # Several suites as one: what they include first, then each in a namespace.
 $(T)/suites_model.o: SHARE = $(MODEL)
 $(T)/suites_others.o: SHARE = $(OTHERS)
+$(T)/suites_serve.o: SHARE = $(SERVING)
+$(T)/suites_train.o: SHARE = $(TRAINING)
 $(T)/suites_model.o: $(MODEL:%=tests/unit/%.cpp) qwen3.cu
 $(T)/suites_others.o: $(OTHERS:%=tests/unit/%.cpp)
-$(T)/suites_model.o $(T)/suites_others.o: $(TEST_HEADERS)
+$(T)/suites_serve.o: $(SERVING:%=tests/unit/%.cpp) serve.cu qwen3.cu
+$(T)/suites_train.o: $(TRAINING:%=tests/unit/%.cpp) train_lora.cu qwen3.cu
+SHARED_SUITES = $(patsubst %,$(T)/suites_%,serve train model others)
+$(SHARED_SUITES:%=%.o): $(TEST_HEADERS)
 	@mkdir -p $(T)
 	@grep -h '^#include' $(SHARE:%=tests/unit/%.cpp) | sort -u > $(@:.o=.cpp)
 	@for suite in $(SHARE); do \
 	  echo "namespace $$suite {"; echo "#include \"tests/unit/$$suite.cpp\""; echo "}"; done >> $(@:.o=.cpp)
 	$(Q)$(CXX) $(TESTFLAGS) -Itests/unit -c $(@:.o=.cpp) -o $@
 # (main.o comes last, so that the longest compiles begin at once.)
-$(T)/suites_model $(T)/suites_others $(UNITS:%=$(T)/%): %: %.o $(T)/main.o
+$(SHARED_SUITES) $(UNITS:%=$(T)/%): %: %.o $(T)/main.o
 	$(Q)$(CXX) $(TESTFLAGS) $^ -o $@ $(EDIT) $(LIBS)
 
 # The GPU's suites are nvcc's, and run where there is a GPU.
@@ -196,7 +204,7 @@ $(BUILD)/notes.cuh: data/course/check_notes.py $(wildcard data/course/notes/*.md
 # (Two suites at a time: some wait more than they compute; more would disturb those that bound a time.)
 TESTED     = $(patsubst %,$(PROGRAMS)/%,qwen3 train_lora datagen $(if $(MHD),serve))
 test:
-	@$(MAKE) $(if $(V),,-s) --no-print-directory -j$(JOBS) $(T)/suites_model $(TESTED:./%=%) $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) $(T)/suites_others $(if $(SANITIZE),,$(T)/library_c) $(GPU_SUITE)
+	@$(MAKE) $(if $(V),,-s) --no-print-directory -j$(JOBS) $(filter %/suites_serve %/suites_train,$(SUITE_PROGRAMS)) $(TESTED:./%=%) $(SUITE_PROGRAMS) $(if $(SANITIZE),,$(T)/library_c) $(GPU_SUITE)
 	@QWEN3=$(PROGRAMS)/qwen3 TRAIN_LORA=$(PROGRAMS)/train_lora DATAGEN=$(PROGRAMS)/datagen SERVE=$(PROGRAMS)/serve JOBS=2 \
 	  LIBRARY=$(T)/libqwen3.so LIBRARY_C=$(T)/library_c \
 	  NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/gpu/%.cpp) | grep -c '^TEST_CASE')) tests/run.sh $(RUNS) $(GPU_SUITE)
@@ -207,8 +215,8 @@ $(BUILD)/tsan/serve: serve.cu qwen3.cu $(HEADERS) $(BUILD)/chat_page.inc
 	@mkdir -p $(BUILD)/tsan
 	$(Q)$(CXX) -x c++ $(TESTFLAGS) -O1 -fsanitize=thread serve.cu -o $@ -lmicrohttpd
 tsan:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(BUILD)/tsan/serve $(T)/test_serve
-	@SERVE=$(BUILD)/tsan/serve OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 tests/run.sh $(T)/test_serve
+	@$(MAKE) --no-print-directory -j$(JOBS) $(BUILD)/tsan/serve $(T)/suites_serve
+	@SERVE=$(BUILD)/tsan/serve OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 tests/run.sh $(T)/suites_serve:test_serve
 
 # ---- 64-bit Arm, with the compiler's own vectors: Debian's g++-aarch64-linux-gnu and qemu-user-static.
 ARM        = aarch64-linux-gnu-g++

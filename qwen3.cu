@@ -4331,10 +4331,10 @@ attention_hopper_kernel(const __grid_constant__ HopperAttention::Maps maps, cons
     let_next_start(); // all our blocks have their places
     wait_for_previous();
     if (threadIdx.x >= a.CONSUMERS) {
-        keep_registers<32>();
+        keep_registers<40>();
         if (threadIdx.x < a.CONSUMERS + 64) a.produce(maps, threadIdx.x / 32 % 4);
     } else {
-        take_registers<240>();
+        take_registers<232>();
         a.consume();
     }
 #endif

@@ -2,6 +2,7 @@
 // fixtures/train/bf16.json, through train_lora's own Trainer; and how far PyTorch's in bf16 are from the truth (made by
 // tests/reference/make_train_fixtures.py). After train_lora.cu.
 #pragma once
+#include "trainer.h"
 #include "process.h"
 
 using Tensor64 = std::map<std::string, std::vector<double>>; // by Hugging Face's and PEFT's names

@@ -1,8 +1,7 @@
 // Preferences: `datagen pack` of pairs, and `train_lora --dpo` from outside and its Trainer by itself (TRAIN_LORA, DATAGEN and
 // QWEN3, else the programs here). TRL's numbers are fixtures, made by tests/reference/make_dpo.py.
 #include <doctest/doctest.h>
-#define TRAIN_NO_MAIN
-#include "../../train_lora.cu"
+#include "../trainer.h"
 #include "../files.h"
 #include "../process.h"
 #include <thread>

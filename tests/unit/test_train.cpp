@@ -1,8 +1,7 @@
 // train_lora from outside (TRAIN_LORA, else ./train_lora; QWEN3 and DATAGEN too), and its Trainer by itself, on the random
 // model in fixtures/tiny and the 40 questions in fixtures/train. PEFT's losses are fixtures, made by tests/reference/make_train_fixtures.py.
 #include <doctest/doctest.h>
-#define TRAIN_NO_MAIN
-#include "../../train_lora.cu"
+#include "../trainer.h"
 #include "../gradients.h"
 #include <thread>
 
