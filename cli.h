@@ -208,6 +208,11 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     return ctx;
 }
 
+// Quantised matrices stay as they are stored: on a CPU, unless a --dtype is asked for.
+template <class T> bool keeps_packed(const ModelOptions& o, const Context& ctx) {
+    return std::is_same_v<T, bf16> && !ctx.gpu && o.dtype.empty();
+}
+
 template <class T>
 void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const ModelFile& file,
                [[maybe_unused]] Weights<T>& weights) {
@@ -215,6 +220,8 @@ void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const Mod
     if constexpr (HAS_GPU<T>)
         if (where.gpu) {
             Context ctx = where;
+            if (file.is_quantized())
+                fprintf(stderr, "%s: quantised; its weights are bfloat16 on the GPU\n", file.path.c_str());
             weights.upload(ctx, file);
         }
 #endif
@@ -559,7 +566,9 @@ template <class T, class F> void each_block(Session<T>& s, size_t n, F f) {
 
 // Bytes of a product's weights, and of all that one token's step reads.
 template <class T> size_t weight_bytes(const Linear<T>& W) {
-    return (size_t)W.out() * (W.q[0] ? (size_t)W.in + 2 * (size_t)W.groups() : (size_t)W.in * sizeof(T));
+    if (W.format == Format::PLAIN) return (size_t)W.out() * W.in * sizeof(T);
+    const size_t scale = W.format == Format::FP8 ? 4 : W.zero[0] ? 3 : 2, each = (size_t)W.group_rows;
+    return (size_t)W.out() * W.row_bytes() + ((size_t)W.out() + each - 1) / each * (size_t)W.groups() * scale;
 }
 template <class T> size_t step_bytes(const Weights<T>& w) {
     size_t n = weight_bytes(w.head);
@@ -1569,7 +1578,7 @@ static void print_bench(const Options& o, const Config& c, const char* type, con
 // --bench: prompts, and decoding at several positions, on this model and device.
 template <class T> void bench(const Options& o, const ModelFile& file) {
     const Config& c = file.config;
-    Weights<T> weights(file, o.dtype == "int8");
+    Weights<T> weights(file, o.dtype == "int8", keeps_packed<T>(o, o.ctx));
     to_device(o.ctx, file, weights);
     const bool gpu = o.ctx.gpu != nullptr;
     decode_for_long(o.ctx, file, weights);
@@ -1588,7 +1597,7 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
     const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
 
     const std::unique_ptr<ReadTest> memory(gpu ? nullptr : new ReadTest);
-    const Ceilings ceiling = measure_ceilings<T>(o.ctx, weights.head.q[0], memory.get());
+    const Ceilings ceiling = measure_ceilings<T>(o.ctx, weights.layers[0].down.format != Format::PLAIN, memory.get());
     ReadTest* beside = weight_bytes < 0.5e9 ? nullptr : memory.get(); // it would drive a small model out of the caches
     std::vector<BenchRow> rows;
     session.feed(random_ids(16, c.V)); // pages in the weights
@@ -1676,7 +1685,7 @@ static void print_answer(const Options& o, const Generation& g, const Took& took
 // One prompt, one answer; or a chat, --ppl, --eval, --logits.
 template <class T> int answer(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
-    Weights<T> weights(file, o.dtype == "int8");
+    Weights<T> weights(file, o.dtype == "int8", keeps_packed<T>(o, o.ctx));
     to_device(o.ctx, file, weights);
     o.variant = o.dtype == "int8";
     std::unique_ptr<AttachedAdapter<T>> adapter;

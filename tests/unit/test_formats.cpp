@@ -112,7 +112,7 @@ TEST_CASE("INT8 at load is made of the dequantised numbers") {
         const Linear<float>&W = plain.layers[0].down, &Q = small.layers[0].down;
         REQUIRE(Q.q[0]);
         for (int r = 0; r < W.out(); r++)
-            for (int k = 0; k < W.in; k++) REQUIRE(std::fabs(Q.at(r, k) - W.at(r, k)) <= 0.51 * to_acc(Q.scale[0][(size_t)r * Q.groups() + k / GROUP]));
+            for (int k = 0; k < W.in; k++) REQUIRE(std::fabs(Q.at(r, k) - W.at(r, k)) <= 0.51 * to_acc(((const bf16*)Q.scale[0])[(size_t)r * Q.groups() + k / GROUP]));
     }
 }
 
