@@ -48,6 +48,18 @@ inline float e4m3_to_float(uint8_t x) {
     return load_as<float>(&u);
 }
 
+// Rounds to nearest, ties to even; 448 is the largest, and what larger numbers become. A NaN stays a NaN.
+inline uint8_t float_to_e4m3(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    const uint32_t sign = u >> 24 & 0x80, size = u & 0x7fffffff;
+    if (size > 0x7f800000) return (uint8_t)(sign | 0x7f);
+    if (size >= 0x43e00000) return (uint8_t)(sign | 0x7e);
+    if (size < 0x3c800000) // below 2^-6: a multiple of 2^-9
+        return (uint8_t)(sign | (uint32_t)std::nearbyint(std::fabs(f) * 512.f));
+    return (uint8_t)(sign | (size - (120 << 23) + 0x7ffff + (size >> 20 & 1)) >> 20);
+}
+
 // What a tensor's numbers are stored as. First what safetensors files hold (Other is checked for its size and never
 // read), then GGUF's blocks, then a matrix of several tensors (see Packed).
 enum class Dtype { BF16, F16, F32, I8, F8, I32, Other, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, Packed };
