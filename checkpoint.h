@@ -389,7 +389,7 @@ struct ModelFile {
     }
 
     // The checkpoint's own type is what the embedding is stored in. (F16 is read as bf16.)
-    bool is_int8() const { return embedding_type() == Dtype::I8 && !is_quantized(); } // with scales of our own
+    bool is_int8() const { return embedding_type() == Dtype::I8; } // and is not one of a model with a quantization_config
     bool is_quantized() const {
         return std::any_of(tensors.begin(), tensors.end(), [](auto& t) { return t.second.is_quantized(); });
     }
@@ -653,17 +653,18 @@ template <class T> struct WeightLoader {
         linear.w[b] = nullptr, linear.q[b] = nullptr, linear.scale[b] = nullptr, linear.zero[b] = nullptr;
         linear.group = kept.group, linear.group_rows = kept.group_rows, linear.format = kept.format;
         if (t.dtype == Dtype::I8) {
-            const Tensor scales = int8_scales(name, rows, in);
-            if (int8 || packed || !file.is_quantized()) {
-                linear.q[b] = (const int8_t*)t.data, linear.scale[b] = scales.data, linear.format = Format::INT8;
-            } else {
-                linear.w[b] = converted(name, int8_tensor(t, scales));
-            }
+            const Tensor& s = find(name + "_scale", {rows, (in + GROUP - 1) / GROUP});
+            if (s.dtype != Dtype::BF16 || (uintptr_t)s.data % 2)
+                DIE("%s: tensor %s_scale is not BF16 at an even address", s.file.c_str(), name.c_str());
+            linear.q[b] = (const int8_t*)t.data, linear.scale[b] = s.data, linear.format = Format::INT8;
+        } else if (kept.format == Format::INT8) {
+            linear.q[b] = (const int8_t*)t.data, linear.scale[b] = t.packed->scales.data;
         } else if (kept.format == Format::INT4) {
             const size_t n = (size_t)rows * linear.groups() + 8; // (a vector reads past the last row's end)
             int8_t* q = own<int8_t>(rows * linear.row_bytes(), t, name);
             uint16_t* scale = own<uint16_t>(n, t, name);
             uint8_t* zero = kept.zeros ? own<uint8_t>(n, t, name) : nullptr;
+            std::fill_n(scale + n - 8, 8, 0);
             read_pairs(q, scale, zero, t, kept);
             linear.q[b] = q, linear.scale[b] = scale, linear.zero[b] = zero;
         } else if (kept.format == Format::FP8) {
@@ -687,20 +688,6 @@ template <class T> struct WeightLoader {
     Kept last_kept = {};
 
   private:
-    Tensor int8_scales(const std::string& name, int rows, int in) {
-        const Tensor& s = find(name + "_scale", {rows, (in + GROUP - 1) / GROUP});
-        if (s.dtype != Dtype::BF16 || (uintptr_t)s.data % 2)
-            DIE("%s: tensor %s_scale is not BF16 at an even address", s.file.c_str(), name.c_str());
-        return s;
-    }
-    // An INT8 matrix as a tensor whose numbers can be read.
-    static Tensor int8_tensor(Tensor t, const Tensor& scales) {
-        Packed p;
-        p.method = Method::INT8, p.rows = (size_t)t.shape[0], p.in = (size_t)t.shape[1], p.group = GROUP;
-        p.group_rows = 1, p.q = t, p.scales = scales;
-        t.dtype = Dtype::Packed, t.packed = std::make_shared<Packed>(p);
-        return t;
-    }
     void make_int8(Linear<T>& linear, int b, const std::string& name, const Tensor& t) {
         const char* path = t.file.c_str();
         const int rows = linear.rows[b], in = linear.in;

@@ -602,7 +602,7 @@ struct Options : ModelOptions {
     std::string synthesize, synthesize_to, convert, quantize, quantize_to, calibrate, embedding, against;
     int group = 0; // of --quantize int4; 0: 128
     std::string prompt_cache, tools;
-    uint64_t variant = 0; // names what is made of the model's file at load: INT8, an adapter
+    uint64_t variant = 0; // names what is made of the model's file at load: INT8, packed, an adapter
     std::string ppl, eval, output;
     int stride = 0; // 0: half a window
     DocumentOptions documents;
@@ -1839,7 +1839,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
     Weights<T> weights(file, o.dtype == "int8", keeps_packed<T>(o, o.ctx));
     to_device(o.ctx, file, weights);
-    o.variant = o.dtype == "int8";
+    o.variant = o.dtype == "int8" ? 1 : file.is_quantized() && keeps_packed<T>(o, o.ctx) ? 2 : 0;
     std::unique_ptr<AttachedAdapter<T>> adapter;
     if (!o.adapter.empty()) {
         const AdapterFile from(o.adapter, c);

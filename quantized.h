@@ -491,6 +491,11 @@ struct Packer {
                 (config.method != Method::FP8 || t.dtype == Dtype::F8))
                 found.push_back(name.substr(0, name.size() - end.size()));
         for (const std::string& name : found) config.method == Method::FP8 ? pack_fp8(name) : pack_words(name);
+        std::vector<std::string> bytes; // our own INT8 among them, as --quantize writes embedding and head
+        for (auto& [name, t] : tensors)
+            if (t.dtype == Dtype::I8 && t.shape.size() == 2 && tensors.count(name + "_scale"))
+                bytes.push_back(name);
+        for (const std::string& name : bytes) pack_int8(name);
     }
 
   private:
@@ -513,11 +518,11 @@ struct Packer {
         for (size_t i = 0; i < t.bytes / (t.dtype == Dtype::F32 ? 4 : 2); i++)
             if (!std::isfinite(plain_number(t, i))) fault(name, t, "has an infinity or a NaN");
     }
-    void put(const std::string& name, const Packed& p) {
+    void put(const std::string& weight, const Packed& p) {
         Tensor t;
         t.file = p.q.file, t.dtype = Dtype::Packed, t.shape = {(int64_t)p.rows, (int64_t)p.in};
         t.data = p.q.data, t.bytes = p.q.bytes, t.packed = std::make_shared<Packed>(p);
-        if (!tensors.emplace(name + ".weight", t).second) fault(name + ".weight", t, "is there packed and not packed");
+        if (!tensors.emplace(weight, t).second) fault(weight, t, "is there packed and not packed");
     }
 
     void pack_fp8(const std::string& name) {
@@ -530,6 +535,18 @@ struct Packer {
         auto blocks = [](size_t n, size_t size) { return (int64_t)((n + size - 1) / size); };
         need(scale_name, p.scales, p.scales.is_plain(), "BF16, F16 or F32",
              {blocks(p.rows, p.group_rows), blocks(p.in, p.group)});
+        need_finite(scale_name, p.scales);
+        put(name + ".weight", p);
+    }
+
+    void pack_int8(const std::string& name) {
+        const std::string scale_name = name + "_scale";
+        Packed p;
+        p.method = Method::INT8, p.group = GROUP, p.group_rows = 1;
+        p.q = take(name), p.scales = take(scale_name);
+        p.rows = (size_t)p.q.shape[0], p.in = (size_t)p.q.shape[1];
+        need(scale_name, p.scales, p.scales.dtype == Dtype::BF16 && (uintptr_t)p.scales.data % 2 == 0,
+             "BF16 at an even address", {p.q.shape[0], (int64_t)((p.in + GROUP - 1) / GROUP)});
         need_finite(scale_name, p.scales);
         put(name, p);
     }
@@ -563,16 +580,16 @@ struct Packer {
                 if (load_as<uint32_t>(p.order.data + 4 * k) >= (uint64_t)groups)
                     fault(order_name, p.order, format("has a group beyond the %lld there are", (long long)groups));
         }
-        put(name, p);
+        put(name + ".weight", p);
     }
 };
 
 // =============================================================================================================== 7 Kept
-// A CPU computes on these as they are, bit by bit the same numbers (Linear has the formats): FP8 in blocks of whole
-// groups of 32 columns; AWQ, GPTQ with 4 bits and Q4_0 as INT4. Not kept is what these formats cannot hold: columns in
+// A CPU computes on these as they are, bit by bit the same numbers (Linear has the formats): our own INT8; FP8 in blocks of
+// whole groups of 32 columns; AWQ, GPTQ with 4 bits and Q4_0 as INT4. Not kept is what these formats cannot hold: columns in
 // an order of their own (GPTQ's act order), other groups, scales that are no halves, numbers that are none.
 
-// What a kept matrix is in memory: INT4's bytes are others than the file's, FP8's are the file's.
+// What a kept matrix is in memory: INT4's bytes are others than the file's, INT8's and FP8's are the file's.
 struct Kept {
     Format format = Format::PLAIN; // PLAIN: it is not kept
     int group = GROUP, group_rows = 1;
@@ -601,7 +618,8 @@ inline Kept kept_as(const Tensor& t) {
         k.group_rows = (int)std::min(p->group_rows, p->rows);
         return k;
     }
-    if (p->method == Method::INT8 || p->bits != 4) return {};
+    if (p->method == Method::INT8) return k.format = Format::INT8, k;
+    if (p->bits != 4) return {};
     for (size_t i = 0; i < in && p->order.data; i++)
         if (Packed::word(p->order, i) != i / p->group) return {};
     for (size_t i = 0, n = count_of(p->scales.shape); i < n; i++)

@@ -351,6 +351,13 @@ TEST_CASE("--quantize: files that open again, packed and not, with the numbers t
         CHECK(off == 0);
         if (how == "int8") // what --dtype int8 makes at load
             CHECK(run_qwen3({out, "--ids", "5 6 7", "--logits-hash"}).out == run_qwen3({TINY, "--dtype", "int8", "--ids", "5 6 7", "--logits-hash"}).out);
+        if (how != "int8") { // converted, nothing is quantised any more, embedding and head among it
+            write_model(file, s / "wide.bin");
+            const ModelFile again(s / "wide.bin");
+            CHECK((!again.is_quantized() && !again.is_int8()));
+            const Weights<bf16> bits(again);
+            for (int i = 0; i < 99; i++) CHECK(bits.embed.at(i, i) == to_acc(to_bf16(w.embed.at(i, i))));
+        }
         CHECK(step_bytes(w) < step_bytes(Weights<bf16>(from)) * (how == "int4" ? 0.39 : 0.56));
     }
     // The form that transformers opens: embedding and head as they are.
@@ -417,4 +424,19 @@ TEST_CASE("--quantize refuses what no scale holds") {
     check_refusal(run_qwen3({s / "m.bin", "--quantize", "int4", s / "x.bin"}), "qwen3", "beyond what the format's scales hold");
     check_refusal(run_qwen3({s / "m.bin", "--quantize", "fp8", s / "x.bin"}), "qwen3", "beyond what the format's scales hold");
     CHECK(run_qwen3({s / "m.bin", "--quantize", "int8", s / "x.bin"}).status == 0);
+}
+
+static bool have_python() { return std::system("python3 -I -S -c pass >/dev/null 2>&1") == 0; }
+TEST_CASE("export.py --to-hf makes a folder of a quantised model, which opens as the same" * doctest::skip(!have_python())) {
+    const Scratch s;
+    for (std::string how : {"int4", "fp8"}) {
+        CAPTURE(how);
+        const std::string bin = s / how + ".bin", folder = s / how;
+        REQUIRE(run_qwen3({TINY, "--quantize", how, bin, "--embedding", "same"}).status == 0);
+        REQUIRE(std::system(("python3 -I -S export.py --to-hf " + bin + " " + folder + " 2>" + folder + ".err").c_str()) == 0);
+        const Strings ask = {"--ids", "5 6 7", "--logits-hash"};
+        const Result a = run_qwen3({bin, ask[0], ask[1], ask[2]}), b = run_qwen3({folder, ask[0], ask[1], ask[2]});
+        CHECK((a.status == 0 && a.out == b.out));
+        CHECK(Weights<bf16>(ModelFile(folder), false, true).layers[0].o.format == (how == "int4" ? Format::INT4 : Format::FP8));
+    }
 }
