@@ -381,7 +381,7 @@ TEST_CASE("--quantize: files that open again, packed and not, with the numbers t
 TEST_CASE("--calibrate and --against: GPTQ is nearer to the model than rounding on text of the kind it saw") {
     const Scratch s;
     const std::string notes = read_file("data/course/notes/01-introduction.md");
-    write_file(s / "seen.txt", notes.substr(0, notes.size() / 2)), write_file(s / "new.txt", notes.substr(notes.size() / 2, 6000));
+    write_file(s / "seen.txt", notes.substr(0, notes.size() / 2)), write_file(s / "new.txt", notes.substr(notes.size() / 2, 3000));
     REQUIRE(run_qwen3({TINY, "--quantize", "int4", s / "nearest.bin"}).status == 0);
     const Result r = run_qwen3({TINY, "--quantize", "int4", s / "gptq.bin", "--calibrate", s / "seen.txt", "-z", TINY_TOKENIZER});
     INFO(r.err);
