@@ -389,7 +389,7 @@ struct ModelFile {
     }
 
     // The checkpoint's own type is what the embedding is stored in. (F16 is read as bf16.)
-    bool is_int8() const { return embedding_type() == Dtype::I8; } // and is not one of a model with a quantization_config
+    bool is_int8() const { return embedding_type() == Dtype::I8; } // (with a quantization_config it is Packed)
     bool is_quantized() const {
         return std::any_of(tensors.begin(), tensors.end(), [](auto& t) { return t.second.is_quantized(); });
     }

@@ -720,7 +720,8 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--quantize", "FORMAT OUT.bin", "the model in fewer bits: int4 (4.2 a weight), int8 (8.5) or fp8 (8)",
          [&o](const char*, const char* v) { (o.quantize.empty() ? o.quantize : o.quantize_to) = v; }},
         {"", "--group", "N", "weights that share a scale in int4: 32, 64 or 128 (default)", whole(o.group, 32, 128)},
-        {"", "--calibrate", "FILE", "a text: what is rounded changes its products least (GPTQ)", file_name(o.calibrate)},
+        {"", "--calibrate", "FILE", "a text: what is rounded changes its products least (GPTQ)",
+         file_name(o.calibrate)},
         {"", "--embedding", "NAME", "embedding and head in int8 (default), or as they are: same",
          one_of(o.embedding, {"int8", "same"})},
         {"", "--synthesize", "SIZE OUT.bin", "random weights of a real shape (-s: seed). SIZE: 0.6B, 1.7B, 4B,\n"
@@ -1065,8 +1066,8 @@ int compare(const Options& o, const ModelFile& file, const Weights<T>& weights, 
     Weights<T> truth(other, false, keeps_packed<T>(o, o.ctx));
     to_device(o.ctx, other, truth);
     const std::vector<int> ids = tokenizer.encode(o.ppl == "-" ? read_stdin() : MappedFile(o.ppl).text(), false);
-    const size_t window = (size_t)(o.context ? o.context : std::min({2048, c.max_positions, other.config.max_positions}));
-    const size_t V = (size_t)c.V;
+    const int most = std::min(c.max_positions, other.config.max_positions);
+    const size_t window = (size_t)(o.context ? o.context : std::min(2048, most)), V = (size_t)c.V;
     if (ids.size() < 2 || window < 2) DIE("--ppl: a text and a window of one token predict nothing");
     if (window > (size_t)other.config.max_positions) DIE("--ctx %zu: more than %s has", window, o.against.c_str());
     Session<T> ours(c, weights, (int)window, o.ctx), theirs(other.config, truth, (int)window, o.ctx);
@@ -1085,8 +1086,8 @@ int compare(const Options& o, const ModelFile& file, const Weights<T>& weights, 
         if (!interrupted) ours.feed(piece, &interrupted, [&](const acc<T>* q) {
             const acc<T>* p = &held[(n - at) * V];
             if (++n == ids.size() || n % window == 0) return; // the last row of a window predicts what is not in it
-            const size_t top_p = (size_t)(std::max_element(p, p + V) - p), top_q = (size_t)(std::max_element(q, q + V) - q);
-            const double zp = negative_log_likelihood(p, c.V, (int)top_p), zq = negative_log_likelihood(q, c.V, (int)top_q);
+            const int top_p = (int)(std::max_element(p, p + V) - p), top_q = (int)(std::max_element(q, q + V) - q);
+            const double zp = negative_log_likelihood(p, c.V, top_p), zq = negative_log_likelihood(q, c.V, top_q);
             double sum = 0;
             for (size_t v = 0; v < V; v++) {
                 const double lp = p[v] - p[top_p] - zp, lq = q[v] - q[top_q] - zq;
@@ -1112,7 +1113,8 @@ int compare(const Options& o, const ModelFile& file, const Weights<T>& weights, 
         return format("%.4f [%.4f, %.4f]", std::exp(m.mean()), low, high);
     };
     auto interval = [](const MeanOfTokens& m, double unit) {
-        return format("%.6f [%.6f, %.6f]", unit * m.mean(), unit * (m.mean() - m.margin()), unit * (m.mean() + m.margin()));
+        const double mean = unit * m.mean(), margin = unit * m.margin();
+        return format("%.6f [%.6f, %.6f]", mean, mean - margin, mean + margin);
     };
     write_stdout(o.json ? w.end().text + "\n"
                         : "kl " + interval(kl, 1) + " top1 " + interval(same, 100) + "% ppl " + ppl(nll) + " against " +
@@ -1605,7 +1607,8 @@ static int quantize(const Options& o, bool asks_more) {
         if (!fits(tokenizer, file)) not_its_tokenizer(path, tokenizer, file);
         how.text = tokenizer.encode(MappedFile(o.calibrate).text(), false);
         if (how.windows() == 0)
-            DIE("%s: %s; one window takes %d", o.calibrate.c_str(), counted(how.text.size(), "token").c_str(), how.window);
+            DIE("%s: %s; one window takes %d", o.calibrate.c_str(), counted(how.text.size(), "token").c_str(),
+                how.window);
     }
     Context ctx;
     ctx.plain = o.device == "plain", ctx.stop = &interrupted;
@@ -1620,8 +1623,8 @@ static int quantize(const Options& o, bool asks_more) {
     const std::vector<OutTensor> tensors = file.is_float32() ? quantize_model<float>(file, how, ctx)
                                                              : quantize_model<bf16>(file, how, ctx);
     progress.reset(); // its line ends
-    const size_t size = write_safetensors(o.quantize_to, model_metadata(quantized_config(file, how), file.generation_text),
-                                          tensors);
+    const Metadata metadata = model_metadata(quantized_config(file, how), file.generation_text);
+    const size_t size = write_safetensors(o.quantize_to, metadata, tensors);
     const std::string by = how.text.empty() ? "to the nearest" : format("GPTQ with %zu windows of %d tokens",
                                                                         how.windows(), how.window);
     fprintf(stderr, "%s: %.1f M parameters, %.0f MB, %s, %.1f s\n", o.quantize_to.c_str(),

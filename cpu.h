@@ -444,7 +444,8 @@ template <class Set, Format F, class T>
 void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input, int N) {
     using X = typename Set::template Input<T>;
     constexpr bool PLAIN = F == Format::PLAIN;
-    constexpr int BLOCK = 2048 / sizeof(X), C = PLAIN ? Set::CHAINS : GROUP / Set::WIDTH, R = Set::ROWS, M = Set::TOKENS;
+    constexpr int BLOCK = 2048 / sizeof(X), C = PLAIN ? Set::CHAINS : GROUP / Set::WIDTH;
+    constexpr int R = Set::ROWS, M = Set::TOKENS;
     const X* x = (const X*)input;
     const int in = w.in;
     if (N == 1 && F != Format::INT4) { // (INT4 by floats is for T and sizes that nobody decodes fast)
@@ -625,9 +626,10 @@ template <class Set> void integer_tile(float* y, WeightRows<bf16> w, int rows, c
     }
 }
 
-// ---- INT4 in integers. Bytes without sign (q) are multiplied by bytes with one, three planes of x: X = 65536 h + 256 m
-// + l. The sum over a group of (q - z) X is that of q X, less z times that of X, which is known before: all exact in 32
-// bits for groups of up to 128. y += scale * step * sum. HALF bytes of a row are read at once, and hold two numbers each.
+// ---- INT4 in integers. Bytes without sign (q) are multiplied by bytes with one, three planes of x: X = 65536 h +
+// 256 m + l. The sum over a group of (q - z) X is that of q X, less z times that of X, which is known before: all exact
+// in 32 bits for groups of up to 128. y += scale * step * sum. HALF bytes of a row are read at once, and hold two
+// numbers each.
 template <int G, int HALF> struct alignas(64) FixedPairs { // of 2 * HALF numbers of a token
     static constexpr int COLUMNS = 2 * HALF, TOGETHER = std::min(G, COLUMNS); // numbers that share a step
     int8_t plane[3][2][HALF]; // h, m, l of the numbers in lower halves of bytes, and of those in upper ones
@@ -685,9 +687,10 @@ struct Avx2Pairs : Avx2 {
     TARGET_AVX2 static INLINE void four_sums(__m256i& out, const Weights& w, const F& x) {
         __m256i part[3];
         UNROLL for (int p = 0; p < 3; p++) { // (at most 4 * 15 * 128: no overflow of 16 bits)
-            part[p] = _mm256_maddubs_epi16(w[FIRST], _mm256_load_si256((const __m256i*)x.plane[p][FIRST]));
+            const auto* plane = (const __m256i*)x.plane[p]; // one for each half
+            part[p] = _mm256_maddubs_epi16(w[FIRST], _mm256_load_si256(plane + FIRST));
             if (LAST > FIRST)
-                part[p] = _mm256_add_epi16(part[p], _mm256_maddubs_epi16(w[LAST], _mm256_load_si256((const __m256i*)x.plane[p][LAST])));
+                part[p] = _mm256_add_epi16(part[p], _mm256_maddubs_epi16(w[LAST], _mm256_load_si256(plane + LAST)));
         }
         const __m256i one = _mm256_set1_epi16(1), upper = _mm256_madd_epi16(part[0], _mm256_set1_epi16(256));
         out = _mm256_slli_epi32(_mm256_add_epi32(upper, _mm256_madd_epi16(part[1], one)), 8);

@@ -22,10 +22,10 @@ template <bool SCALED, int C, class Y, class W, class X, class S>
 TARGET static void product_row(Y* y, const W* w, const S* scale, int group, const X* x, int in) {
     Vector sum[1][1][C];
     UNROLL for (int c = 0; c < C; c++) sum[0][0][c] = Vector{};
-    for (int begin = 0; begin < in; begin += group, scale++) {
+    for (int begin = 0, g = 0; begin < in; begin += group, g++) {
         const int end = std::min(in, begin + group);
         float s = 0;
-        if constexpr (SCALED) s = to_acc(*scale);
+        if constexpr (SCALED) s = to_acc(scale[g]);
         int i = begin;
         for (; i + C * WIDTH <= end; i += C * WIDTH) row_step<SCALED>(sum, w + i, s, x + i, C * WIDTH);
         if (i < end) row_step<SCALED>(sum, w + i, s, x + i, end - i);

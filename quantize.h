@@ -2,8 +2,8 @@
 
    A matrix becomes numbers of few bits that share scales (see Linear). Without a text each weight goes to the nearest
    number. With one, GPTQ (Frantar et al., "GPTQ: accurate post-training quantization for generative pre-trained
-   transformers", 2022) rounds column by column, and moves what each rounding loses to the columns still to come, so that
-   the product with the text's activations changes least.
+   transformers", 2022) rounds column by column, and moves what each rounding loses to the columns still to come, so
+   that the product with the text's activations changes least.
 
    The file is in a form that others have: INT4 as AWQ's packed words, FP8 as Qwen's own FP8 models, INT8 as export.py
    --int8 writes it. Embedding and head become INT8, or stay as they are.
@@ -183,14 +183,16 @@ template <class T> void add_squares(Context& ctx, std::vector<T>& H, const std::
     RUN(linear_add, H.data(), H.data(), columns.data(), W, in);
 }
 
-// ==================================================================================================== 4 Tensors to write
+// ================================================================================================== 4 Tensors to write
 
 // A tensor with its bytes.
 inline OutTensor out_tensor(const std::string& name, const char* dtype, const Shape& shape, std::vector<uint8_t> data) {
     const auto kept = std::make_shared<std::vector<uint8_t>>(std::move(data));
     return {name, dtype, shape, [kept](OutputFile& out) { out.write(kept->data(), kept->size()); }};
 }
-template <class U> void put_at(std::vector<uint8_t>& data, size_t i, U x) { memcpy(&data[i * sizeof(U)], &x, sizeof(U)); }
+template <class U> void put_at(std::vector<uint8_t>& data, size_t i, U x) {
+    memcpy(&data[i * sizeof(U)], &x, sizeof(U));
+}
 
 // NAME.weight as the tensors of its format (see quantized.h, section 4).
 inline void add_quantized(std::vector<OutTensor>& out, const std::string& weight, const QuantizedMatrix& m) {
@@ -227,7 +229,7 @@ inline void add_quantized(std::vector<OutTensor>& out, const std::string& weight
                              {(int64_t)down, (int64_t)groups}, scales));
 }
 
-// ============================================================================================================ 5 A model
+// =========================================================================================================== 5 A model
 
 struct Quantization {
     Format format = Format::PLAIN;

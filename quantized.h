@@ -584,10 +584,11 @@ struct Packer {
     }
 };
 
-// =============================================================================================================== 7 Kept
-// A CPU computes on these as they are, bit by bit the same numbers (Linear has the formats): our own INT8; FP8 in blocks of
-// whole groups of 32 columns; AWQ, GPTQ with 4 bits and Q4_0 as INT4. Not kept is what these formats cannot hold: columns in
-// an order of their own (GPTQ's act order), other groups, scales that are no halves, numbers that are none.
+// ============================================================================================================== 7 Kept
+// A CPU computes on these as they are, bit by bit the same numbers (Linear has the formats): our own INT8; FP8 in
+// blocks of whole groups of 32 columns; AWQ, GPTQ with 4 bits and Q4_0 as INT4. Not kept is what these formats cannot
+// hold: columns in an order of their own (GPTQ's act order), other groups, scales that are no halves, numbers that are
+// none.
 
 // What a kept matrix is in memory: INT4's bytes are others than the file's, INT8's and FP8's are the file's.
 struct Kept {

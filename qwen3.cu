@@ -233,7 +233,7 @@ template <class T> struct Adapter {
 //   INT8   W[r][i] = q s         q a signed byte; groups of 32; s a bf16
 //   INT4   W[r][i] = (q - z) s   q, z 0..15, two q a byte; groups of 32, 64 or 128; s a half; z = 8 if there are none
 //   FP8    W[r][i] = q s         q an e4m3; blocks of group_rows rows and `group` columns; s a float
-// INT4: each 64 columns of a row are 32 bytes, with column i in the lower half of byte i and column 32 + i in the upper.
+// INT4: each 64 columns of a row are 32 bytes: column i is in the lower half of byte i, column 32 + i in the upper.
 enum class Format { PLAIN, INT8, INT4, FP8 };
 constexpr int GROUP = 32; // INT8's, and the least there is
 inline float half_to_float(uint16_t h); // quantized.h
