@@ -389,7 +389,10 @@ struct ModelFile {
     }
 
     // The checkpoint's own type is what the embedding is stored in. (F16 is read as bf16.)
-    bool is_int8() const { return embedding_type() == Dtype::I8; }
+    bool is_int8() const { return embedding_type() == Dtype::I8; } // (with a quantization_config it is Packed)
+    bool is_quantized() const {
+        return std::any_of(tensors.begin(), tensors.end(), [](auto& t) { return t.second.is_quantized(); });
+    }
     bool is_float32() const { return embedding_type() == Dtype::F32; }
     bool is_float16() const { return embedding_type() == Dtype::F16; }
 
@@ -631,7 +634,9 @@ template <class T> struct WeightLoader {
         if (!t.is_float()) DIE("%s: tensor %s is not BF16, F16 or F32", t.file.c_str(), name.c_str());
         const bool same = (std::is_same_v<T, bf16> && t.dtype == Dtype::BF16) ||
                           (std::is_same_v<T, float> && t.dtype == Dtype::F32);
-        if (same && (uintptr_t)t.data % alignof(T) == 0) return (const T*)t.data;
+        return same && (uintptr_t)t.data % alignof(T) == 0 ? (const T*)t.data : converted(name, t);
+    }
+    const T* converted(const std::string& name, const Tensor& t) {
         T* out = own<T>(count_of(t.shape), t, name);
         if (!read_numbers(out, t) && t.is_quantized())
             DIE("%s: tensor %s has an infinity or a NaN", t.file.c_str(), name.c_str());
@@ -639,44 +644,93 @@ template <class T> struct WeightLoader {
     }
 
     // Makes the matrix (rows, in) block b of a Linear.
-    void load_block(Linear<T>& linear, int b, const std::string& name, int rows, int in, bool int8) {
-        linear.rows[b] = rows, linear.in = in;
-        const Tensor& t = find(name, {rows, in});
-        const char* path = t.file.c_str();
-        const size_t groups = linear.groups();
+    void load_block(Linear<T>& linear, int b, const ModelTensor& m, bool int8, bool packed) {
+        const std::string name = m.name();
+        const int rows = linear.rows[b] = m.rows, in = linear.in = m.columns;
+        const Tensor& t = find(name, m.shape());
+        const Kept kept = packed && !int8 && t.is_quantized() ? kept_as(t) : Kept{};
+        const Format before = linear.format;
+        linear.w[b] = nullptr, linear.q[b] = nullptr, linear.scale[b] = nullptr, linear.zero[b] = nullptr;
+        linear.group = kept.group, linear.group_rows = kept.group_rows, linear.format = kept.format;
         if (t.dtype == Dtype::I8) {
-            const Tensor& s = find(name + "_scale", {rows, (int64_t)groups});
+            const Tensor& s = find(name + "_scale", {rows, (in + GROUP - 1) / GROUP});
             if (s.dtype != Dtype::BF16 || (uintptr_t)s.data % 2)
                 DIE("%s: tensor %s_scale is not BF16 at an even address", s.file.c_str(), name.c_str());
-            linear.q[b] = (const int8_t*)t.data, linear.scale[b] = (const bf16*)s.data;
-        } else if (int8) {
-            if (!t.is_float()) DIE("%s: tensor %s is not BF16, F16, F32 or I8", path, name.c_str());
-            int8_t* q = own<int8_t>((size_t)rows * in, t, name);
-            bf16* scale = own<bf16>(rows * groups, t, name);
-            if (!to_int8(q, scale, t, rows, in))
-                DIE("%s: tensor %s has an infinity or a NaN, which INT8 cannot hold", path, name.c_str());
-            linear.q[b] = q, linear.scale[b] = scale;
+            linear.q[b] = (const int8_t*)t.data, linear.scale[b] = s.data, linear.format = Format::INT8;
+        } else if (kept.format == Format::INT8) {
+            linear.q[b] = (const int8_t*)t.data, linear.scale[b] = t.packed->scales.data;
+        } else if (kept.format == Format::INT4) {
+            const size_t n = (size_t)rows * linear.groups() + 8; // (a vector reads past the last row's end)
+            int8_t* q = own<int8_t>(rows * linear.row_bytes(), t, name);
+            uint16_t* scale = own<uint16_t>(n, t, name);
+            uint8_t* zero = kept.zeros ? own<uint8_t>(n, t, name) : nullptr;
+            std::fill_n(scale + n - 8, 8, 0);
+            read_pairs(q, scale, zero, t, kept);
+            linear.q[b] = q, linear.scale[b] = scale, linear.zero[b] = zero;
+        } else if (kept.format == Format::FP8) {
+            float* scale = own<float>(count_of(t.packed->scales.shape), t, name);
+            if (!read_numbers(scale, t.packed->scales)) DIE("%s: %s has bad scales", t.file.c_str(), name.c_str());
+            linear.q[b] = (const int8_t*)t.data, linear.scale[b] = scale;
+        } else if (int8 || (packed && t.is_quantized())) {
+            make_int8(linear, b, name, t);
         } else {
             linear.w[b] = numbers(name, {rows, in});
         }
-        if (b && !linear.q[b] != !linear.q[0])
-            DIE("%s: tensor %s is INT8 and its neighbours are not, or the other way round", path, name.c_str());
+        if (b && before != linear.format && !file.is_quantized())
+            DIE("%s: tensor %s is INT8 and its neighbours are not, or the other way round", t.file.c_str(),
+                name.c_str());
+        plain = (b && plain) || linear.format == Format::PLAIN;
+        mixed = b && (mixed || before != linear.format || kept.group != last_kept.group ||
+                      kept.group_rows != last_kept.group_rows);
+        last_kept = kept;
+    }
+    bool mixed = false, plain = false; // the Linear's blocks so far are not all of one format; one of them is PLAIN
+    Kept last_kept = {};
+
+  private:
+    void make_int8(Linear<T>& linear, int b, const std::string& name, const Tensor& t) {
+        const char* path = t.file.c_str();
+        const int rows = linear.rows[b], in = linear.in;
+        if (!t.is_float()) DIE("%s: tensor %s is not BF16, F16, F32 or I8", path, name.c_str());
+        linear.format = Format::INT8, linear.group = GROUP, linear.group_rows = 1;
+        int8_t* q = own<int8_t>((size_t)rows * in, t, name);
+        bf16* scale = own<bf16>((size_t)rows * linear.groups(), t, name);
+        if (!to_int8(q, scale, t, rows, in))
+            DIE("%s: tensor %s has an infinity or a NaN, which INT8 cannot hold", path, name.c_str());
+        linear.q[b] = q, linear.scale[b] = scale;
     }
 };
 
+// What most of its numbers are stored as.
 template <class T> const char* type_name(const Weights<T>& w) {
-    if (w.embed.q[0]) return "int8";
-    return std::is_same_v<T, bf16> ? "bfloat16" : std::is_same_v<T, float> ? "float32" : "float64";
+    switch (w.layers[0].down.format) {
+        case Format::INT8: return "int8";
+        case Format::INT4: return "int4";
+        case Format::FP8: return "fp8";
+        default: return std::is_same_v<T, bf16> ? "bfloat16" : std::is_same_v<T, float> ? "float32" : "float64";
+    }
 }
 
-template <class T> Weights<T>::Weights(const ModelFile& file, bool int8) {
+template <class T> Weights<T>::Weights(const ModelFile& file, bool int8, bool packed) {
     WeightLoader<T> loader{*this, file};
     layers.resize(file.config.L);
+    std::vector<ModelTensor> blocks; // of the Linear at work
     for (const ModelTensor& t : model_tensors(file.config)) {
         const TensorPlace<T> place = place_of(*this, t);
         if (t.kind == HEAD && !file.logits && !file.tensors.count(t.name())) continue;
-        if (place.linear) loader.load_block(*place.linear, place.block, t.name(), t.rows, t.columns, int8);
-        else *place.vector = loader.numbers(t.name(), t.shape());
+        if (!place.linear) {
+            *place.vector = loader.numbers(t.name(), t.shape());
+            continue;
+        }
+        if (place.block == 0) blocks.clear();
+        blocks.push_back(t);
+        loader.load_block(*place.linear, place.block, t, int8, packed);
+        const bool last = t.kind == V_PROJ || t.kind == UP_PROJ;
+        // A product's blocks are of one format. INT8 holds all that is quantised.
+        const bool some_plain = loader.plain;
+        if (last && loader.mixed)
+            for (size_t b = 0; b < blocks.size(); b++)
+                loader.load_block(*place.linear, (int)b, blocks[b], int8 || !some_plain, packed && !some_plain);
     }
     if (file.config.tied) head = embed;
 }
@@ -1134,7 +1188,7 @@ inline void check_gpu(const std::string& name, const Config& c, bool int8, bool 
 // read the mapped file into one pinned buffer while the other one is on its way: so the link sets the pace, not the
 // page faults.
 template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) {
-    check_gpu(file.path, file.config, embed.q[0], file.logits);
+    check_gpu(file.path, file.config, embed.format != Format::PLAIN, file.logits);
     struct Piece { const T* from; size_t to, bytes; }; // to: a byte of the arena
     std::vector<Piece> pieces;
     gpu.gpu = true;

@@ -13,10 +13,12 @@
 //     PromptCache      --prompt-cache: keys and values of a prompt, kept in a file
 //     chat.h           without -i: questions and answers
 //     perplexity       --ppl: how well the model foresees a text
+//     compare          --against: how far its distributions are from another model's
 //     evaluate         --eval: its answers to the questions of a file, and its loss on the answers there
 //     embed_or_rerank  --embed, --rerank: embed.h's work on the lines of a file
 //     synthesize       --synthesize: random weights of a real shape
 //     convert          --convert: any model that is read, as a model.bin
+//     quantize         --quantize: the model in fewer bits (quantize.h)
 //     bench            --bench: what this machine does, and what it could
 //     answer, run      one prompt; what the options ask for
 #pragma once
@@ -211,6 +213,11 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     return ctx;
 }
 
+// Quantised matrices stay as they are stored: on a CPU, unless a --dtype is asked for.
+template <class T> bool keeps_packed(const ModelOptions& o, const Context& ctx) {
+    return std::is_same_v<T, bf16> && !ctx.gpu && o.dtype.empty();
+}
+
 template <class T>
 void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const ModelFile& file,
                [[maybe_unused]] Weights<T>& weights) {
@@ -218,6 +225,8 @@ void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const Mod
     if constexpr (HAS_GPU<T>)
         if (where.gpu) {
             Context ctx = where;
+            if (file.is_quantized())
+                fprintf(stderr, "%s: quantised; its weights are bfloat16 on the GPU\n", file.path.c_str());
             weights.upload(ctx, file);
         }
 #endif
@@ -562,7 +571,9 @@ template <class T, class F> void each_block(Session<T>& s, size_t n, F f) {
 
 // Bytes of a product's weights, and of all that one token's step reads.
 template <class T> size_t weight_bytes(const Linear<T>& W) {
-    return (size_t)W.out() * (W.q[0] ? (size_t)W.in + 2 * (size_t)W.groups() : (size_t)W.in * sizeof(T));
+    if (W.format == Format::PLAIN) return (size_t)W.out() * W.in * sizeof(T);
+    const size_t scale = W.format == Format::FP8 ? 4 : W.zero[0] ? 3 : 2, each = (size_t)W.group_rows;
+    return (size_t)W.out() * W.row_bytes() + ((size_t)W.out() + each - 1) / each * (size_t)W.groups() * scale;
 }
 template <class T> size_t step_bytes(const Weights<T>& w) {
     size_t n = weight_bytes(w.head);
@@ -572,6 +583,7 @@ template <class T> size_t step_bytes(const Weights<T>& w) {
 }
 
 #include "embed.h"
+#include "quantize.h"
 
 #ifndef QWEN3_NO_MAIN
 #include "hybrid.h"
@@ -590,9 +602,10 @@ struct Options : ModelOptions {
     int top_k = -1, max_tokens = -1, context = 0, think = 0;
     uint64_t seed = 0;
     bool has_seed = false, bench = false, bench_long = false;
-    std::string synthesize, synthesize_to, convert;
+    std::string synthesize, synthesize_to, convert, quantize, quantize_to, calibrate, embedding, against;
+    int group = 0; // of --quantize int4; 0: 128
     std::string prompt_cache, tools;
-    uint64_t variant = 0; // names what is made of the model's file at load: INT8, an adapter
+    uint64_t variant = 0; // names what is made of the model's file at load: INT8, packed, an adapter
     std::string ppl, eval, output;
     int stride = 0; // 0: half a window
     DocumentOptions documents;
@@ -678,6 +691,8 @@ static std::vector<Option> option_table(Options& o) {
          "tokens (default 2048)",
          text(o.ppl)},
         {"", "--stride", "N", "from one window to the next (default half a window)", whole(o.stride, 1, INT_MAX)},
+        {"", "--against", "MODEL", "with --ppl: how far the distributions are from another model's, as KL,\n"
+         "the share of tokens with the same likeliest, and perplexities", file_name(o.against)},
         {"", "--eval", "FILE", "JSONL of questions and answers: what the model answers, and its loss\n"
          "on the answers there. Greedy; -n 512. The same command goes on\nwhere it was interrupted", text(o.eval)},
         {"-o", "--output", "FILE", "where the answers of --eval go, or the lines of --embed and --rerank",
@@ -705,6 +720,13 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--logits-hash", "", "the same, as one 64-bit hash on stdout", flag(o.logits_hash)},
         {"", "--convert", "OUT.bin", "the model as one model.bin; what is quantised becomes bf16",
          file_name(o.convert)},
+        {"", "--quantize", "FORMAT OUT.bin", "the model in fewer bits: int4 (4.2 a weight), int8 (8.5) or fp8 (8)",
+         [&o](const char*, const char* v) { (o.quantize.empty() ? o.quantize : o.quantize_to) = v; }},
+        {"", "--group", "N", "weights that share a scale in int4: 32, 64 or 128 (default)", whole(o.group, 32, 128)},
+        {"", "--calibrate", "FILE", "a text: what is rounded changes its products least (GPTQ)",
+         file_name(o.calibrate)},
+        {"", "--embedding", "NAME", "embedding and head in int8 (default), or as they are: same",
+         one_of(o.embedding, {"int8", "same"})},
         {"", "--synthesize", "SIZE OUT.bin", "random weights of a real shape (-s: seed). SIZE: 0.6B, 1.7B, 4B,\n"
          "8B, 14B, 32B or a config.json",
          [&o](const char*, const char* v) { (o.synthesize.empty() ? o.synthesize : o.synthesize_to) = v; }},
@@ -1006,6 +1028,100 @@ int perplexity(const Options& o, const Config& c, const Weights<T>& weights, con
     all.object().field("nll", mean).field("ppl", ppl).field("tokens", scored);
     all.field("window", window).field("stride", stride).end();
     write_stdout(o.json ? all.text + "\n" : format("nll %.6f ppl %.4f tokens %zu\n", mean, ppl, scored));
+    return 0;
+}
+
+// A mean with its 95% interval. Neighbouring tokens are alike, so that blocks of them are the sample.
+struct MeanOfTokens {
+    static constexpr size_t BLOCK = 32;
+    std::vector<double> blocks;
+    double part = 0;
+    size_t n = 0;
+
+    void add(double x) {
+        part += x;
+        if (++n % BLOCK == 0) blocks.push_back(std::exchange(part, 0) / BLOCK);
+    }
+    double mean() const {
+        double sum = part;
+        for (double b : blocks) sum += b * BLOCK;
+        return sum / (double)n;
+    }
+    double margin() const { // 1.96 standard errors; without two blocks nobody knows
+        const double count = (double)blocks.size();
+        if (count < 2) return INFINITY;
+        double center = 0, square = 0;
+        for (double b : blocks) center += b / count;
+        for (double b : blocks) square += (b - center) * (b - center);
+        return 1.96 * std::sqrt(square / (count - 1) / count);
+    }
+};
+
+// --ppl with --against: how far this model's distributions are from another one's, on each token of a text, in windows
+// that each begin anew: KL(other || this), how often both think the same token likeliest, both perplexities.
+template <class T>
+int compare(const Options& o, const ModelFile& file, const Weights<T>& weights, const Tokenizer& tokenizer) {
+    constexpr size_t PIECE = 64; // tokens whose logits are held
+    const ModelFile other(o.against);
+    const Config& c = file.config;
+    if (other.config.V != c.V || !fits(tokenizer, other))
+        DIE("%s: another vocabulary than that of %s", o.against.c_str(), o.model.c_str());
+    Weights<T> truth(other, false, keeps_packed<T>(o, o.ctx));
+    to_device(o.ctx, other, truth);
+    const std::vector<int> ids = tokenizer.encode(o.ppl == "-" ? read_stdin() : MappedFile(o.ppl).text(), false);
+    const int most = std::min(c.max_positions, other.config.max_positions);
+    const size_t window = (size_t)(o.context ? o.context : std::min(2048, most)), V = (size_t)c.V;
+    if (ids.size() < 2 || window < 2) DIE("--ppl: a text and a window of one token predict nothing");
+    if (window > (size_t)other.config.max_positions) DIE("--ctx %zu: more than %s has", window, o.against.c_str());
+    Session<T> ours(c, weights, (int)window, o.ctx), theirs(other.config, truth, (int)window, o.ctx);
+    MeanOfTokens kl, same, nll, nll_other, more;
+    std::vector<acc<T>> held;
+    Progress progress;
+    ThreadPace pace(o, o.ctx);
+    pace.begin();
+    for (size_t at = 0; at + 1 < ids.size() && !interrupted;) {
+        if (at % window == 0) ours.rewind(0), theirs.rewind(0);
+        const size_t end = std::min({at + PIECE, at / window * window + window, ids.size()});
+        const std::vector<int> piece(&ids[at], &ids[0] + end);
+        held.clear();
+        theirs.feed(piece, &interrupted, [&](const acc<T>* row) { held.insert(held.end(), row, row + V); });
+        size_t n = at;
+        if (!interrupted) ours.feed(piece, &interrupted, [&](const acc<T>* q) {
+            const acc<T>* p = &held[(n - at) * V];
+            if (++n == ids.size() || n % window == 0) return; // the last row of a window predicts what is not in it
+            const int top_p = (int)(std::max_element(p, p + V) - p), top_q = (int)(std::max_element(q, q + V) - q);
+            const double zp = negative_log_likelihood(p, c.V, top_p), zq = negative_log_likelihood(q, c.V, top_q);
+            double sum = 0;
+            for (size_t v = 0; v < V; v++) {
+                const double lp = p[v] - p[top_p] - zp, lq = q[v] - q[top_q] - zq;
+                sum += std::exp(lp) * (lp - lq);
+            }
+            const double a = zq + q[top_q] - q[ids[n]], b = zp + p[top_p] - p[ids[n]];
+            kl.add(sum), same.add(top_p == top_q), nll.add(a), nll_other.add(b), more.add(a - b);
+        });
+        at = end;
+        pace.step();
+        progress.show(at, ids.size(), [&](double) {
+            return format("%zu of %zu tokens, kl %.5f", at, ids.size(), kl.n ? kl.mean() : 0.);
+        });
+    }
+    if (interrupted) return 130;
+    sj::Writer w;
+    w.object().field("tokens", kl.n).field("window", window);
+    for (auto [name, m] : {std::pair("kl", &kl), {"same_top1", &same}, {"nll", &nll}, {"nll_against", &nll_other},
+                           {"nll_more", &more}})
+        w.key(name).array().value(m->mean()).value(m->mean() - m->margin()).value(m->mean() + m->margin()).end();
+    auto ppl = [](const MeanOfTokens& m) {
+        const double low = std::exp(m.mean() - m.margin()), high = std::exp(m.mean() + m.margin());
+        return format("%.4f [%.4f, %.4f]", std::exp(m.mean()), low, high);
+    };
+    auto interval = [](const MeanOfTokens& m, double unit) {
+        const double mean = unit * m.mean(), margin = unit * m.margin();
+        return format("%.6f [%.6f, %.6f]", mean, mean - margin, mean + margin);
+    };
+    write_stdout(o.json ? w.end().text + "\n"
+                        : "kl " + interval(kl, 1) + " top1 " + interval(same, 100) + "% ppl " + ppl(nll) + " against " +
+                              ppl(nll_other) + " ratio " + ppl(more) + format(" tokens %zu\n", kl.n));
     return 0;
 }
 
@@ -1471,6 +1587,54 @@ static void convert(const Options& o, bool asks_more) {
             (double)size / 1e6);
 }
 
+// --------------------------------------------------------------------------------------------------- --quantize
+
+static int quantize(const Options& o, bool asks_more) {
+    if (asks_more || !o.adapter.empty() || !o.dtype.empty())
+        DIE("--quantize goes with a model alone: no question, --dtype or --adapter (train_lora --merge merges)");
+    if (o.quantize != "int4" && o.quantize != "int8" && o.quantize != "fp8")
+        DIE("--quantize %s: int4, int8 or fp8", o.quantize.c_str());
+    if (o.group && (o.quantize != "int4" || (o.group != 32 && o.group != 64 && o.group != 128)))
+        DIE("--group %d: 32, 64 or 128, of int4", o.group);
+    const ModelFile file(o.model);
+    for (const MappedFile& map : file.maps)
+        if (same_file(map.path, o.quantize_to)) DIE("--quantize %s: is the model itself", o.quantize_to.c_str());
+    Quantization how;
+    how.format = o.quantize == "int4" ? Format::INT4 : o.quantize == "int8" ? Format::INT8 : Format::FP8;
+    how.group = o.group ? o.group : 128;
+    how.keep_embedding = o.embedding == "same";
+    how.window = std::min(how.window, file.config.max_positions);
+    if (!o.calibrate.empty()) {
+        const std::string path = tokenizer_path(o);
+        const Tokenizer tokenizer(path);
+        if (!fits(tokenizer, file)) not_its_tokenizer(path, tokenizer, file);
+        how.text = tokenizer.encode(MappedFile(o.calibrate).text(), false);
+        if (how.windows() == 0)
+            DIE("%s: %s; one window takes %d", o.calibrate.c_str(), counted(how.text.size(), "token").c_str(),
+                how.window);
+    }
+    Context ctx;
+    ctx.plain = o.device == "plain", ctx.stop = &interrupted;
+    auto progress = std::make_unique<Progress>();
+    ThreadPace pace(o, ctx);
+    pace.begin();
+    how.progress = [&](size_t done, size_t all, int layer) {
+        pace.step();
+        progress->show(done, all, [&](double) { return format("layer %d of %d", layer + 1, file.config.L); });
+    };
+    const double start = seconds();
+    const std::vector<OutTensor> tensors = file.is_float32() ? quantize_model<float>(file, how, ctx)
+                                                             : quantize_model<bf16>(file, how, ctx);
+    progress.reset(); // its line ends
+    const Metadata metadata = model_metadata(quantized_config(file, how), file.generation_text);
+    const size_t size = write_safetensors(o.quantize_to, metadata, tensors);
+    const std::string by = how.text.empty() ? "to the nearest" : format("GPTQ with %zu windows of %d tokens",
+                                                                        how.windows(), how.window);
+    fprintf(stderr, "%s: %.1f M parameters, %.0f MB, %s, %.1f s\n", o.quantize_to.c_str(),
+            (double)parameters(file.config) / 1e6, (double)size / 1e6, by.c_str(), seconds() - start);
+    return 0;
+}
+
 // ---------------------------------------------------------------------------------------------------- --bench
 struct BenchRow {
     const char* work;
@@ -1572,7 +1736,7 @@ static void print_bench(const Options& o, const Config& c, const char* type, con
 // --bench: prompts, and decoding at several positions, on this model and device.
 template <class T> void bench(const Options& o, const ModelFile& file) {
     const Config& c = file.config;
-    Weights<T> weights(file, o.dtype == "int8");
+    Weights<T> weights(file, o.dtype == "int8", keeps_packed<T>(o, o.ctx));
     to_device(o.ctx, file, weights);
     const bool gpu = o.ctx.gpu != nullptr;
     decode_for_long(o.ctx, file, weights);
@@ -1591,7 +1755,7 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
     const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
 
     const std::unique_ptr<ReadTest> memory(gpu ? nullptr : new ReadTest);
-    const Ceilings ceiling = measure_ceilings<T>(o.ctx, weights.head.q[0], memory.get());
+    const Ceilings ceiling = measure_ceilings<T>(o.ctx, weights.layers[0].down.format != Format::PLAIN, memory.get());
     ReadTest* beside = weight_bytes < 0.5e9 ? nullptr : memory.get(); // it would drive a small model out of the caches
     std::vector<BenchRow> rows;
     session.feed(random_ids(16, c.V)); // pages in the weights
@@ -1679,9 +1843,9 @@ static void print_answer(const Options& o, const Generation& g, const Took& took
 // One prompt, one answer; or a chat, --ppl, --eval, --logits.
 template <class T> int answer(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
-    Weights<T> weights(file, o.dtype == "int8");
+    Weights<T> weights(file, o.dtype == "int8", keeps_packed<T>(o, o.ctx));
     to_device(o.ctx, file, weights);
-    o.variant = o.dtype == "int8";
+    o.variant = o.dtype == "int8" ? 1 : file.is_quantized() && keeps_packed<T>(o, o.ctx) ? 2 : 0;
     std::unique_ptr<AttachedAdapter<T>> adapter;
     if (!o.adapter.empty()) {
         const AdapterFile from(o.adapter, c);
@@ -1692,6 +1856,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     const std::unique_ptr<Tokenizer> tokenizer = fitting_tokenizer(o, file);
     if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
     if (o.embed || o.rerank) return embed_or_rerank(o, file, weights, *tokenizer);
+    if (!o.against.empty()) return compare(o, file, weights, *tokenizer);
     if (!o.ppl.empty()) return perplexity(o, c, weights, *tokenizer);
     if (!o.documents.docs.empty())
         o.library = std::make_shared<Documents>(o.documents, say, open_document_models(o, o.documents));
@@ -1781,6 +1946,7 @@ static int run(int argc, char** argv) {
     if (!o.eval.empty() && o.output.empty()) DIE("--eval needs -o FILE, where the answers go");
     if (o.eval.empty() && !retrieves && !o.output.empty()) DIE("-o is for --eval, --embed and --rerank");
     if (o.stride && o.ppl.empty()) DIE("--stride is for --ppl");
+    if (!o.against.empty() && (o.ppl.empty() || o.stride)) DIE("--against is for --ppl, without --stride");
     const bool in_words = !o.has_ids && !o.raw && o.ppl.empty() && !o.bench && !retrieves;
     if (!o.documents.docs.empty() && !in_words)
         DIE("--docs is for questions: not with --raw, --ids, --ppl, --bench or --embed");
@@ -1790,6 +1956,9 @@ static int run(int argc, char** argv) {
     if ((!asks || retrieves) && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (a chat, which is without it, has no --raw, --json or --logits)");
     if (!o.convert.empty()) return convert(o, asks || measures || retrieves), 0;
+    if (!o.quantize.empty()) return quantize(o, asks || measures || retrieves);
+    if (o.group || !o.calibrate.empty() || !o.embedding.empty())
+        DIE("--group, --calibrate and --embedding are for --quantize");
     open_adapter(o);
     ModelFile file(o.model);
     file.logits = !retrieves;

@@ -39,6 +39,7 @@ typedef uint16_t ushort16v __attribute__((vector_size(LANES * sizeof(uint16_t)),
 typedef uint32_t uint16v __attribute__((vector_size(LANES * sizeof(uint32_t)), may_alias));
 typedef int32_t int16v __attribute__((vector_size(LANES * sizeof(int32_t)), may_alias));
 typedef int8_t char16v __attribute__((vector_size(LANES), may_alias));
+typedef uint8_t uchar16v __attribute__((vector_size(LANES), may_alias));
 template <class A> struct LanesOf;
 template <> struct LanesOf<float> { using type = float16v; };
 template <> struct LanesOf<double> { using type = double16v; };
@@ -58,6 +59,21 @@ template <class V> INLINE void load_lanes(V& v, const int8_t* p) {
     char16v c;
     memcpy(&c, p, sizeof c);
     v = __builtin_convertvector(__builtin_convertvector(c, int16v), V);
+}
+
+// FP8: moved to float's places, and 120 added to the exponent; subnormals have none, they are eighths of 2^-6.
+struct e4m3 {
+    uint8_t bits;
+};
+template <class V> INLINE void load_lanes(V& v, const e4m3* p) {
+    uchar16v c;
+    memcpy(&c, p, sizeof c);
+    const uint16v u = __builtin_convertvector(c, uint16v), size = u & 0x7f;
+    const float16v normal = (float16v)((size << 20) + (120u << 23));
+    const float16v small = __builtin_convertvector((int16v)size, float16v) * 0x1p-9f;
+    const uint16v is_small = (uint16v)(size < 8);
+    const uint16v bits = ((uint16v)small & is_small) | ((uint16v)normal & ~is_small) | (u & 0x80) << 24;
+    v = __builtin_convertvector((float16v)bits, V);
 }
 
 // The next n <= 16 numbers of a row, zeros past them.
@@ -180,25 +196,53 @@ constexpr int TILE_ROWS = 32, TILE_TOKENS = 64;
 
 // Consecutive rows of one block of a Linear.
 template <class T> struct WeightRows {
+    const Linear<T>& W;
     const T* w;
     const int8_t* q;
-    const bf16* scale;
-    int in;
+    const bf16* scale;    // INT8's
+    const uint16_t* half; // INT4's
+    const uint8_t* zero;
+    size_t row;           // of the block
+    int block, in;
     WeightRows(const Linear<T>& W, int block, size_t r)
-        : w(W.w[block]), q(W.q[block]), scale(W.scale[block]), in(W.in) { skip(r); }
+        : W(W), w(W.w[block]), q(W.q[block]), scale((const bf16*)W.scale[block]),
+          half((const uint16_t*)W.scale[block]), zero(W.zero[block]), row(0), block(block), in(W.in) { skip(r); }
     INLINE void skip(size_t r) {
+        const size_t groups = r * W.groups();
+        row += r;
         if (w) w += r * in;
-        else q += r * in, scale += r * ((in + GROUP - 1) / GROUP);
+        else q += r * W.row_bytes();
+        if (W.format == Format::INT8) scale += groups;
+        if (W.format == Format::INT4) half += groups, zero += zero ? groups : 0;
     }
-    // (rows, columns) from column k on, a multiple of GROUP. Exact: a scale has 8 bits, a weight 7.
+    const float* block_scales() const { // FP8: of this row
+        return (const float*)W.scale[block] + row / W.group_rows * W.groups();
+    }
+    // (rows, columns) from column k on, a multiple of 2 * GROUP. INT8 and INT4 are exact: a scale has 8 or 11 bits, a
+    // weight 7 or 5.
     const acc<T>* widen(acc<T>* out, int rows, int k, int columns) const {
-        const int groups = (in + GROUP - 1) / GROUP;
-        for (int r = 0; r < rows; r++, out += columns) {
-            const size_t at = (size_t)r * in + k;
-            if (w) ::widen(out, w + at, columns);
+        WeightRows at = *this;
+        for (int r = 0; r < rows; r++, out += columns, at.skip(1)) {
+            if (w) ::widen(out, at.w + k, columns);
             for (int i = 0; i < columns && q; i += GROUP) {
-                const acc<T> s = to_acc(scale[r * groups + (k + i) / GROUP]);
-                for (int j = i; j < std::min(columns, i + GROUP); j++) out[j] = q[at + j] * s;
+                const int n = std::min(GROUP, columns - i), column = k + i, g = column / W.group;
+                if (W.format == Format::INT8) {
+                    const acc<T> s = to_acc(at.scale[g]);
+                    for (int j = 0; j < n; j++) out[i + j] = at.q[column + j] * s;
+                } else if (W.format == Format::INT4) {
+                    const acc<T> s = half_to_float(at.half[g]);
+                    const int z = zero ? at.zero[g] : 8, shift = column / GROUP % 2 * 4;
+                    const uint8_t* from = (const uint8_t*)at.q + column / 64 * 32;
+                    for (int j = 0; j < n; j++) out[i + j] = (acc<T>)((from[j] >> shift & 15) - z) * s;
+                } else {
+                    lanes<T> v;
+                    const acc<T> s = at.block_scales()[g];
+                    for (int j = 0; j < n; j += LANES) {
+                        load_some(v, (const e4m3*)at.q + column + j, std::min(LANES, n - j));
+                        v *= s;
+                        memcpy(out + i + j, &v, std::min(LANES, n - j) * sizeof(acc<T>));
+                    }
+                }
             }
         }
         return out - (size_t)rows * columns;
@@ -253,6 +297,16 @@ struct Avx2 {
     TARGET_AVX2 static INLINE void load8(Vector& v, const int8_t* p) {
         v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
     }
+    TARGET_AVX2 static INLINE void load8(Vector& v, const e4m3* p) { // as load_lanes has it
+        const __m256i u = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+        const __m256i size = _mm256_and_si256(u, _mm256_set1_epi32(0x7f));
+        const __m256i normal = _mm256_add_epi32(_mm256_slli_epi32(size, 20), _mm256_set1_epi32(120 << 23));
+        const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(size), _mm256_set1_ps(0x1p-9f));
+        const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), size);
+        const __m256i sign = _mm256_slli_epi32(_mm256_xor_si256(u, size), 24);
+        v = _mm256_or_ps(_mm256_blendv_ps(_mm256_castsi256_ps(normal), small, _mm256_castsi256_ps(is_small)),
+                         _mm256_castsi256_ps(sign));
+    }
     using Part = int;
     static INLINE Part part(int n) { return n; }
     template <class T> TARGET_AVX2 static INLINE void load(Vector& v, const T* p, Part n) {
@@ -301,6 +355,14 @@ struct Avx512 {
     }
     TARGET_AVX512 static INLINE void load(Vector& v, const int8_t* p, Part m) {
         v = _mm512_maskz_cvtepi32_ps(m, _mm512_maskz_cvtepi8_epi32(m, _mm_maskz_loadu_epi8(m, p)));
+    }
+    // e4m3 at half's places is the number times 2^-8; the conversion takes subnormals too.
+    TARGET_AVX512 static INLINE void load(Vector& v, const e4m3* p, Part m) {
+        const __m256i u = _mm256_maskz_cvtepu8_epi16(m, _mm_maskz_loadu_epi8(m, p));
+        const __m256i size = _mm256_and_si256(u, _mm256_set1_epi16(0x7f));
+        const __m256i sign = _mm256_slli_epi16(_mm256_xor_si256(u, size), 8);
+        const __m256i half = _mm256_or_si256(_mm256_slli_epi16(size, 7), sign);
+        v = _mm512_mul_ps(_mm512_maskz_cvtph_ps(m, half), _mm512_set1_ps(256));
     }
     TARGET_AVX512 static INLINE void store(float* p, const Vector& v, Part m) { _mm512_mask_storeu_ps(p, m, v); }
     TARGET_AVX512 static INLINE void keep(__m512& v) { asm("" : "+v"(v)); }
@@ -378,16 +440,21 @@ struct Bf16Dot : Avx512 {
 
 // A tile. A single token streams W from memory row after row, in the order in which it lies there: this is what gives
 // the most of it. For several tokens a few rows are made Inputs once, BLOCK bytes of each at a time.
-template <class Set, bool INT8, class T>
+template <class Set, Format F, class T>
 void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input, int N) {
     using X = typename Set::template Input<T>;
-    constexpr int BLOCK = 2048 / sizeof(X), C = INT8 ? GROUP / Set::WIDTH : Set::CHAINS, R = Set::ROWS, M = Set::TOKENS;
+    constexpr bool PLAIN = F == Format::PLAIN;
+    constexpr int BLOCK = 2048 / sizeof(X), C = PLAIN ? Set::CHAINS : GROUP / Set::WIDTH;
+    constexpr int R = Set::ROWS, M = Set::TOKENS;
     const X* x = (const X*)input;
     const int in = w.in;
-    if (N == 1) {
+    if (N == 1 && F != Format::INT4) { // (INT4 by floats is for T and sizes that nobody decodes fast)
         for (int r = 0; r < rows; r++, w.skip(1))
-            if constexpr (INT8) Set::template product_row<true, C>(y + r, w.q, w.scale, x, in);
-            else Set::template product_row<false, C>(y + r, w.w, w.scale, x, in);
+            if constexpr (F == Format::INT8)
+                Set::template product_row<true, C>(y + r, w.q, w.scale, GROUP, x, in);
+            else if constexpr (F == Format::FP8)
+                Set::template product_row<true, C>(y + r, (const e4m3*)w.q, w.block_scales(), w.W.group, x, in);
+            else Set::template product_row<false, C>(y + r, w.w, w.scale, in, x, in);
         return;
     }
     static thread_local std::vector<X> kept;
@@ -401,7 +468,7 @@ void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input, int N
             some = r + R <= rows ? R : 1;
             const X* wide;
             size_t row = columns;
-            if constexpr (!INT8 && std::is_same_v<T, X>) wide = at.w + k, row = in;
+            if constexpr (PLAIN && std::is_same_v<T, X>) wide = at.w + k, row = in;
             else wide = at.widen(at_least(kept, R * BLOCK), some, k, columns);
             for (int n = 0, tokens; n < N; n += tokens) {
                 tokens = n + M <= N ? M : 1;
@@ -416,16 +483,16 @@ void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input, int N
     }
 }
 template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const void* x, int N);
-template <bool INT8, class T> ProductTile<T> choose_tile() { // x: bf16 for Bf16Dot, acc<T> for the others
+template <Format F, class T> ProductTile<T> choose_tile() { // x: bf16 for Bf16Dot, acc<T> for the others
 #ifdef HAVE_SIMD
-    if constexpr (!INT8 && std::is_same_v<T, bf16>)
-        if (instruction_set >= ISA_AVX512_BF16) return product_tile<Bf16Dot, INT8, T>;
+    if constexpr (F == Format::PLAIN && std::is_same_v<T, bf16>)
+        if (instruction_set >= ISA_AVX512_BF16) return product_tile<Bf16Dot, F, T>;
     if constexpr (!std::is_same_v<T, double>) {
-        if (instruction_set >= ISA_AVX512) return product_tile<Avx512, INT8, T>;
-        if (instruction_set >= ISA_AVX2) return product_tile<Avx2, INT8, T>;
+        if (instruction_set >= ISA_AVX512) return product_tile<Avx512, F, T>;
+        if (instruction_set >= ISA_AVX2) return product_tile<Avx2, F, T>;
     }
 #endif
-    return product_tile<Plain<acc<T>>, INT8, T>;
+    return product_tile<Plain<acc<T>>, F, T>;
 }
 
 #ifdef HAVE_SIMD
@@ -433,14 +500,14 @@ template <bool INT8, class T> ProductTile<T> choose_tile() { // x: bf16 for Bf16
 // |X| 22 bits. A bf16 has 8: all within 2^-14 of the largest are held exactly; what smaller ones lose is less than a
 // float sum would round away. (The least step is 2^-126.) So a sum of four q X is exact in 32 bits, and only it becomes
 // a float: y += scale * step * sum.
-INLINE float fix_group(int* X, const bf16* x) {
+INLINE float fix_group(int* X, const bf16* x, int n = GROUP) {
     int largest = 0;
-    for (int i = 0; i < GROUP; i++) largest = std::max(largest, x[i].bits & 0x7fff);
+    for (int i = 0; i < n; i++) largest = std::max(largest, x[i].bits & 0x7fff);
     const int exponent = std::max(largest >> 7, 22); // so that neither power of two is subnormal
     const uint32_t step_bits = (uint32_t)(exponent - 21) << 23, inverse_bits = (uint32_t)(275 - exponent) << 23;
     float step, inverse; // 2^(exponent - 148), and 1 / step
     memcpy(&step, &step_bits, 4), memcpy(&inverse, &inverse_bits, 4);
-    for (int i = 0; i < GROUP; i += LANES) {
+    for (int i = 0; i < n; i += LANES) {
         float16v v;
         load_lanes(v, x + i);
         v = v * inverse + 12582912.f; // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
@@ -556,6 +623,193 @@ template <class Set> void integer_tile(float* y, WeightRows<bf16> w, int rows, c
         for (; n < N; n++)
             if (some == R) Set::template integer_loop<R, 1>(y + n * TILE_ROWS, w.q, w.scale, x + n * steps, w.in);
             else Set::template integer_loop<1, 1>(y + n * TILE_ROWS, w.q, w.scale, x + n * steps, w.in);
+    }
+}
+
+// ---- INT4 in integers. Bytes without sign (q) are multiplied by bytes with one, three planes of x: X = 65536 h +
+// 256 m + l. The sum over a group of (q - z) X is that of q X, less z times that of X, which is known before: all exact
+// in 32 bits for groups of up to 128. y += scale * step * sum. HALF bytes of a row are read at once, and hold two
+// numbers each.
+template <int G, int HALF> struct alignas(64) FixedPairs { // of 2 * HALF numbers of a token
+    static constexpr int COLUMNS = 2 * HALF, TOGETHER = std::min(G, COLUMNS); // numbers that share a step
+    int8_t plane[3][2][HALF]; // h, m, l of the numbers in lower halves of bytes, and of those in upper ones
+    int32_t sum[2][HALF / 4]; // of four X; for groups of 64 and more, of both halves
+    float step[2][HALF / 4];
+
+    // `left` numbers follow, a multiple of 64; zeros stand for those that are missing.
+    static void fix(FixedPairs& out, const bf16* x, int left) {
+        int X[COLUMNS] = {};
+        float step[COLUMNS / TOGETHER] = {};
+        for (int i = 0; i < std::min(left, COLUMNS); i += TOGETHER) {
+            const int n = std::min(TOGETHER, left - i);
+            step[i / TOGETHER] = fix_group(X + i, x + i, n);
+            if (std::isnan(step[i / TOGETHER])) std::fill_n(X + i, n, 0); // (they are no numbers)
+        }
+        memset(out.sum, 0, sizeof out.sum);
+        for (int half = 0; half < 2; half++)
+            for (int j = 0; j < HALF; j++) {
+                const int column = j / 32 * 64 + half * 32 + j % 32;
+                for (int p = 2, rest = X[column]; p >= 0; p--, rest = (rest + 128) >> 8)
+                    out.plane[p][half][j] = (int8_t)rest;
+                out.sum[G == 32 ? half : 0][j / 4] += X[column];
+                out.step[half][j / 4] = step[column / TOGETHER];
+            }
+    }
+};
+
+// Each struct below adds to a set of vectors, for pairs_loop of cpu_loops.h:
+//     Weights     HALF bytes of a row as two vectors of numbers; load_pairs    Scales  those of the row's groups there
+//     add_pairs   sum += scale * step * (q - z) X
+struct Avx2Pairs : Avx2 {
+    static constexpr int HALF = 32, ROWS = 2, TOKENS = 2;
+    template <int G> using Fixed = FixedPairs<G, HALF>;
+    using Weights = __m256i[2];
+    template <int G> struct Scales { Vector s[G == 32 ? 2 : 1]; __m256i zero[G == 32 ? 2 : 1]; };
+    TARGET_AVX2 static INLINE void load_pairs(Weights& w, const int8_t* q, int) {
+        const __m256i both = _mm256_loadu_si256((const __m256i*)q), low = _mm256_set1_epi8(15);
+        w[0] = _mm256_and_si256(both, low);
+        w[1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+    }
+    // A half that is finite; as half_to_float has it.
+    TARGET_AVX2 static INLINE void widen_half(Vector& s, uint16_t h) {
+        const __m256i u = _mm256_set1_epi32((h & 0x7fff) << 13 | (h & 0x8000) << 16);
+        s = _mm256_mul_ps(_mm256_castsi256_ps(u), _mm256_set1_ps(0x1p112f));
+    }
+    template <int G>
+    TARGET_AVX2 static INLINE void load_scales(Scales<G>& s, const uint16_t* scale, const uint8_t* zero, int column) {
+        for (int i = 0; i < (G == 32 ? 2 : 1); i++) {
+            widen_half(s.s[i], scale[column / G + i]);
+            s.zero[i] = _mm256_set1_epi32(zero ? zero[column / G + i] : 8);
+        }
+    }
+    // The sums of four q X each: the parts from `first` to `last`.
+    template <int FIRST, int LAST, class F>
+    TARGET_AVX2 static INLINE void four_sums(__m256i& out, const Weights& w, const F& x) {
+        __m256i part[3];
+        UNROLL for (int p = 0; p < 3; p++) { // (at most 4 * 15 * 128: no overflow of 16 bits)
+            const auto* plane = (const __m256i*)x.plane[p]; // one for each half
+            part[p] = _mm256_maddubs_epi16(w[FIRST], _mm256_load_si256(plane + FIRST));
+            if (LAST > FIRST)
+                part[p] = _mm256_add_epi16(part[p], _mm256_maddubs_epi16(w[LAST], _mm256_load_si256(plane + LAST)));
+        }
+        const __m256i one = _mm256_set1_epi16(1), upper = _mm256_madd_epi16(part[0], _mm256_set1_epi16(256));
+        out = _mm256_slli_epi32(_mm256_add_epi32(upper, _mm256_madd_epi16(part[1], one)), 8);
+        out = _mm256_add_epi32(out, _mm256_madd_epi16(part[2], one));
+    }
+    TARGET_AVX2 static INLINE void add_group(Vector& sum, __m256i sums, const Vector& scale, const __m256i& zero,
+                                             const int32_t* all, const float* step) {
+        sums = _mm256_sub_epi32(sums, _mm256_mullo_epi32(zero, _mm256_load_si256((const __m256i*)all)));
+        // (The step first: scale * step may be subnormal.)
+        sum = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_load_ps(step)), scale, sum);
+    }
+    template <int G>
+    TARGET_AVX2 static INLINE void add_pairs(Vector& sum, const Weights& w, const Scales<G>& s, const Fixed<G>& x) {
+        __m256i sums;
+        if constexpr (G == 32) {
+            four_sums<0, 0>(sums, w, x);
+            add_group(sum, sums, s.s[0], s.zero[0], x.sum[0], x.step[0]);
+            four_sums<1, 1>(sums, w, x);
+            add_group(sum, sums, s.s[1], s.zero[1], x.sum[1], x.step[1]);
+        } else {
+            four_sums<0, 1>(sums, w, x);
+            add_group(sum, sums, s.s[0], s.zero[0], x.sum[0], x.step[0]);
+        }
+    }
+#define TARGET TARGET_AVX2
+#define PAIRS
+#include "cpu_loops.h"
+#undef TARGET
+};
+
+struct VnniPairs : Avx512 {
+    static constexpr int HALF = 64, ROWS = 4, TOKENS = 2;
+    template <int G> using Fixed = FixedPairs<G, HALF>;
+    using Weights = __m512i[2];
+    template <int G> struct Scales { Vector s[G == 32 ? 2 : 1]; __m512i zero[G == 32 ? 2 : 1]; };
+    TARGET_AVX512_BF16 static INLINE void load_pairs(Weights& w, const int8_t* q, int left) {
+        const __mmask16 some = left < 2 * HALF ? 0xff : 0xffff;
+        const __m512i both = _mm512_maskz_loadu_epi32(some, q), low = _mm512_set1_epi8(15);
+        w[0] = _mm512_and_si512(both, low);
+        w[1] = _mm512_and_si512(_mm512_maskz_srli_epi16(~0u, both, 4), low);
+    }
+    // Lanes 0-7 have the scale of their columns' group, 8-15 that of columns 64 further on. Past the end of a row some
+    // other row's are read, and multiplied by zeros.
+    template <int G>
+    TARGET_AVX512_BF16 static INLINE void load_scales(Scales<G>& s, const uint16_t* scale, const uint8_t* zero,
+                                                      int column) {
+        constexpr int APART = 64 / G; // groups; 0: the same one
+        for (int i = 0; i < (G == 32 ? 2 : 1); i++) {
+            const int g = column / G + i;
+            __m256i h = _mm256_set1_epi16((short)scale[g]);
+            if (APART) h = _mm256_inserti128_si256(h, _mm_set1_epi16((short)scale[g + APART]), 1);
+            s.s[i] = _mm512_maskz_cvtph_ps(0xffff, h);
+            if (!zero) continue;
+            s.zero[i] = _mm512_set1_epi32(zero[g]);
+            if (APART) s.zero[i] = _mm512_mask_set1_epi32(s.zero[i], 0xff00, zero[g + APART]);
+        }
+        if (!zero) UNROLL for (int i = 0; i < (G == 32 ? 2 : 1); i++) s.zero[i] = _mm512_set1_epi32(8);
+    }
+    template <int FIRST, int LAST, class F>
+    TARGET_AVX512_BF16 static INLINE void four_sums(__m512i& out, const Weights& w, const F& x) {
+        out = _mm512_setzero_si512();
+        UNROLL for (int p = 0; p < 3; p++) {
+            if (p) out = _mm512_maskz_slli_epi32(0xffff, out, 8);
+            out = _mm512_dpbusd_epi32(out, w[FIRST], _mm512_load_si512(x.plane[p][FIRST]));
+            if (LAST > FIRST) out = _mm512_dpbusd_epi32(out, w[LAST], _mm512_load_si512(x.plane[p][LAST]));
+        }
+    }
+    TARGET_AVX512_BF16 static INLINE void add_group(Vector& sum, __m512i sums, const Vector& scale, const __m512i& zero,
+                                                    const int32_t* all, const float* step) {
+        sums = _mm512_sub_epi32(sums, _mm512_mullo_epi32(zero, _mm512_load_si512(all)));
+        const Vector stepped = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, sums), _mm512_load_ps(step));
+        sum = _mm512_fmadd_ps(stepped, scale, sum);
+    }
+    template <int G>
+    TARGET_AVX512_BF16 static INLINE void add_pairs(Vector& sum, const Weights& w, const Scales<G>& s,
+                                                    const Fixed<G>& x) {
+        __m512i sums;
+        if constexpr (G == 32) {
+            four_sums<0, 0>(sums, w, x);
+            add_group(sum, sums, s.s[0], s.zero[0], x.sum[0], x.step[0]);
+            four_sums<1, 1>(sums, w, x);
+            add_group(sum, sums, s.s[1], s.zero[1], x.sum[1], x.step[1]);
+        } else {
+            four_sums<0, 1>(sums, w, x);
+            add_group(sum, sums, s.s[0], s.zero[0], x.sum[0], x.step[0]);
+        }
+    }
+#define TARGET TARGET_AVX512_BF16
+#include "cpu_loops.h"
+#undef TARGET
+#undef PAIRS
+};
+
+// x (N,in) as integers; `in` is a multiple of 64.
+template <class Fixed> const Fixed* fix_all_pairs(const bf16* x, int N, int in) {
+    static thread_local std::vector<Fixed> kept;
+    const size_t steps = (in + Fixed::COLUMNS - 1) / Fixed::COLUMNS, n = N * steps;
+    Fixed* out = at_least(kept, n);
+    #pragma omp parallel for schedule(static) if (N > 16)
+    for (size_t i = 0; i < n; i++) {
+        const int column = (int)(i % steps) * Fixed::COLUMNS;
+        Fixed::fix(out[i], x + i / steps * in + column, in - column);
+    }
+    return out;
+}
+
+// The tile of product_tile, in integers.
+template <class Set, int G> void pairs_tile(float* y, WeightRows<bf16> w, int rows, const void* input, int N) {
+    constexpr int R = Set::ROWS, M = Set::TOKENS;
+    const auto* x = (const typename Set::template Fixed<G>*)input;
+    const size_t steps = (w.in + 2 * Set::HALF - 1) / (2 * Set::HALF);
+    for (int r = 0, some; r < rows; r += some, y += some, w.skip(some)) {
+        some = r + R <= rows ? R : 1;
+        for (int n = 0, tokens; n < N; n += tokens) {
+            tokens = n + M <= N ? M : 1;
+            auto loop = some == R ? tokens == M ? Set::template pairs_loop<G, R, M> : Set::template pairs_loop<G, R, 1>
+                                  : tokens == M ? Set::template pairs_loop<G, 1, M> : Set::template pairs_loop<G, 1, 1>;
+            loop(y + n * TILE_ROWS, w.q, w.half, w.zero, x + n * steps, w.in);
+        }
     }
 }
 
@@ -868,10 +1122,16 @@ template <class T> struct ProductInput {
 #endif
 
     ProductInput(const Linear<T>& W, const T* x, int N) : N(N), in(W.in), streams(N == 1) {
-        const bool int8 = W.q[0];
+        const bool int8 = W.format == Format::INT8, plain = W.format == Format::PLAIN;
 #ifdef HAVE_SIMD
         if constexpr (std::is_same_v<T, bf16>) {
             const bool amx = instruction_set >= ISA_AMX;
+            if (W.format == Format::INT4 && in % 64 == 0 && instruction_set >= ISA_AVX2) {
+                if (W.group == 32) set_pairs<32>(x);
+                else if (W.group == 64) set_pairs<64>(x);
+                else set_pairs<128>(x);
+                return;
+            }
             if (int8 && in % FixedX::COLUMNS == 0 && amx) {
                 const FixedX* fixed = set_operand<FixedX>(N == 1 ? amx_vnni_tile<true> : amx_vnni_tile<false>, x);
                 if (N > 1) fixed_packed = amx_pack_int8(fixed, N, in);
@@ -886,14 +1146,16 @@ template <class T> struct ProductInput {
                 set_operand<Avx2Integers>(integer_tile<Avx2Integers>, x);
                 return;
             }
-            if (!int8 && in % 32 == 0 && amx) packed = amx_pack(x, N, in), streams = false;
-            if (!int8 && instruction_set >= ISA_AVX512_BF16) {
-                vectors = choose_tile<false, T>(), operand = (const uint8_t*)x, token_bytes = in * sizeof(T);
+            if (plain && in % 32 == 0 && amx) packed = amx_pack(x, N, in), streams = false;
+            if (plain && instruction_set >= ISA_AVX512_BF16) {
+                vectors = choose_tile<Format::PLAIN, T>(), operand = (const uint8_t*)x, token_bytes = in * sizeof(T);
                 return;
             }
         }
 #endif
-        vectors = int8 ? choose_tile<true, T>() : choose_tile<false, T>(), token_bytes = in * sizeof(acc<T>);
+        vectors = plain ? choose_tile<Format::PLAIN, T>() : int8 ? choose_tile<Format::INT8, T>()
+                  : W.format == Format::INT4 ? choose_tile<Format::INT4, T>() : choose_tile<Format::FP8, T>();
+        token_bytes = in * sizeof(acc<T>);
         if constexpr (std::is_same_v<T, acc<T>>) operand = (const uint8_t*)x;
         else operand = (const uint8_t*)widen_x(x, (size_t)N * in);
     }
@@ -902,6 +1164,14 @@ template <class T> struct ProductInput {
         const typename Set::Fixed* fixed = fix_all<Set>(x, N, in);
         vectors = tile, operand = (const uint8_t*)fixed, token_bytes = in / Set::COLUMNS * sizeof *fixed;
         return fixed;
+    }
+    template <int G> void set_pairs(const T* x) {
+        instruction_set >= ISA_AVX512_BF16 ? set_pairs<VnniPairs, G>(x) : set_pairs<Avx2Pairs, G>(x);
+    }
+    template <class Set, int G> void set_pairs(const T* x) {
+        using Fixed = typename Set::template Fixed<G>;
+        operand = (const uint8_t*)fix_all_pairs<Fixed>(x, N, in), vectors = pairs_tile<Set, G>;
+        token_bytes = (in + Fixed::COLUMNS - 1) / Fixed::COLUMNS * sizeof(Fixed);
     }
 #endif
     static const acc<T>* widen_x(const T* x, size_t n) {

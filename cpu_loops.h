@@ -5,25 +5,31 @@
 // attribute: hence a file.)
 
 // W[0] . x for one row and one token. A sum has C chains of WIDTH lanes, so that one addition does not wait for the
-// other: chain c takes the columns from c * WIDTH on, WIDTH of each C * WIDTH. INT8: C * WIDTH is GROUP.
-template <bool INT8, int C, class W, class X>
-TARGET static INLINE void row_step(Vector (&sum)[1][1][C], const W* w, const bf16* scale, const X* x, int i, int left) {
+// other: chain c takes the columns from c * WIDTH on, WIDTH of each C * WIDTH. SCALED: `group` columns share a scale,
+// and C * WIDTH is GROUP.
+template <bool SCALED, int C, class W, class X, class S>
+TARGET static INLINE void row_step(Vector (&sum)[1][1][C], const W* w, S scale, const X* x, int left) {
     UNROLL for (int c = 0; c < C; c++) {
         const Part some = part(std::max(0, left - c * WIDTH));
         Operand a, b;
-        load(a, w + i + c * WIDTH, some);
-        load(b, x + i + c * WIDTH, some);
-        if constexpr (INT8) multiply(a, to_acc(scale[i / GROUP]));
+        load(a, w + c * WIDTH, some);
+        load(b, x + c * WIDTH, some);
+        if constexpr (SCALED) multiply(a, scale);
         multiply_add(sum[0][0][c], a, b);
     }
 }
-template <bool INT8, int C, class Y, class W, class X>
-TARGET static void product_row(Y* y, const W* w, const bf16* scale, const X* x, int in) {
+template <bool SCALED, int C, class Y, class W, class X, class S>
+TARGET static void product_row(Y* y, const W* w, const S* scale, int group, const X* x, int in) {
     Vector sum[1][1][C];
     UNROLL for (int c = 0; c < C; c++) sum[0][0][c] = Vector{};
-    int i = 0;
-    for (; i + C * WIDTH <= in; i += C * WIDTH) row_step<INT8>(sum, w, scale, x, i, C * WIDTH);
-    if (i < in) row_step<INT8>(sum, w, scale, x, i, in - i);
+    for (int begin = 0, g = 0; begin < in; begin += group, g++) {
+        const int end = std::min(in, begin + group);
+        float s = 0;
+        if constexpr (SCALED) s = to_acc(scale[g]);
+        int i = begin;
+        for (; i + C * WIDTH <= end; i += C * WIDTH) row_step<SCALED>(sum, w + i, s, x + i, C * WIDTH);
+        if (i < end) row_step<SCALED>(sum, w + i, s, x + i, end - i);
+    }
     UNROLL for (int c = 1; c < C; c++) sum[0][0][0] += sum[0][0][c];
     totals<1, 1>(y, sum);
 }
@@ -153,6 +159,31 @@ TARGET static void integer_loop(float* y, const int8_t* q, const bf16* scale, co
         UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int r = 0; r < R; r++) add_product(sum[r][m][0], w[r], s[r], x[(size_t)m * steps + i]);
     }
+    totals<R, M>(y, sum);
+}
+#endif
+
+#ifdef PAIRS
+// The same for rows of INT4 in groups of G.
+template <int G, int R, int M>
+TARGET static void pairs_loop(float* y, const int8_t* q, const uint16_t* scale, const uint8_t* zero, const Fixed<G>* x,
+                              int in) {
+    const size_t row = (size_t)in / 2, groups = (in + G - 1) / G, block = R * row;
+    const size_t ahead = (FETCH_AHEAD + block - 1) / block * block;
+    const int steps = (in + 2 * HALF - 1) / (2 * HALF);
+    Vector sum[R][M][1];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int m = 0; m < M; m++) sum[r][m][0] = Vector{};
+    for (int i = 0; i < steps; i++)
+        UNROLL for (int r = 0; r < R; r++) {
+            Weights w;
+            Scales<G> s;
+            const int8_t* from = q + r * row + (size_t)i * HALF;
+            __builtin_prefetch((const void*)((uintptr_t)from + ahead), 0, 2);
+            load_pairs(w, from, in - i * 2 * HALF);
+            load_scales<G>(s, scale + r * groups, zero ? zero + r * groups : nullptr, i * 2 * HALF);
+            UNROLL for (int m = 0; m < M; m++) add_pairs<G>(sum[r][m][0], w, s, x[(size_t)m * steps + i]);
+        }
     totals<R, M>(y, sum);
 }
 #endif

@@ -485,13 +485,13 @@ def place(name):
     return OUTSIDE.get(name, 4), 0, 0, name
 
 
-def check_config(data, path):
-    """Refuses what is not a plain Qwen3 model; returns the text."""
+def check_config(data, path, quantized=False):
+    """Refuses what is not a plain Qwen3 model; returns the text. quantized: that is fine."""
     config = parse_json(data, path)
     kind = config.get("model_type")
     if kind != "qwen3":
         raise Fault(f"{path}: model_type {str(kind)[:40]!r} is not supported, only 'qwen3' is")
-    if config.get("quantization_config") is not None:
+    if config.get("quantization_config") is not None and not quantized:
         raise Fault(f"{path}: quantization_config is not supported: `qwen3 FOLDER --convert OUT.bin` makes bf16 of it")
     return data.decode()
 
@@ -573,7 +573,7 @@ def export_hf(model_path, out_dir, tokenizer_dir):
     if any(tensor.dtype == "I8" and tensor.name + "_scale" in names for tensor in tensors):
         raise Fault(f"{model_path}: has INT8 weights, which transformers cannot open")
     texts = {"config.json": metadata["config"].encode()}
-    check_config(texts["config.json"], model_path)
+    check_config(texts["config.json"], model_path, quantized=True)
     if "generation_config" in metadata:
         texts["generation_config.json"] = metadata["generation_config"].encode()
         parse_json(texts["generation_config.json"], model_path)

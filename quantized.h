@@ -3,10 +3,11 @@
 
    A quantised matrix is one Tensor like any other, whatever it is stored as: number(t, i) is its definition, and
    read_tile() reads many numbers at once. So all that loads, merges or converts a model takes them without knowing how.
-   They are made bf16 or float when a model is loaded; no product computes on them as they are stored.
+   A CPU computes on some of them as they are (section 7); else they are made bf16 or float when a model is loaded.
 
    Contents    1 Number formats    2 Tensor    3 Blocks: GGUF's formats    4 Packed: those of Hugging Face's folders
                5 Any tensor's numbers    6 quantization_config: which tensors a packed matrix is made of
+               7 Kept: the formats that Linear has too
 */
 #pragma once
 #include <memory>
@@ -45,6 +46,18 @@ inline float e4m3_to_float(uint8_t x) {
     const float f = load_as<float>(&size) * 0x1p120f;
     const uint32_t u = load_as<uint32_t>(&f) | sign | ((x & 0x7f) == 0x7f ? 0x7fc00000 : 0);
     return load_as<float>(&u);
+}
+
+// Rounds to nearest, ties to even; 448 is the largest, and what larger numbers become. A NaN stays a NaN.
+inline uint8_t float_to_e4m3(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    const uint32_t sign = u >> 24 & 0x80, size = u & 0x7fffffff;
+    if (size > 0x7f800000) return (uint8_t)(sign | 0x7f);
+    if (size >= 0x43e00000) return (uint8_t)(sign | 0x7e);
+    if (size < 0x3c800000) // below 2^-6: a multiple of 2^-9
+        return (uint8_t)(sign | (uint32_t)std::nearbyint(std::fabs(f) * 512.f));
+    return (uint8_t)(sign | (size - (120 << 23) + 0x7ffff + (size >> 20 & 1)) >> 20);
 }
 
 // What a tensor's numbers are stored as. First what safetensors files hold (Other is checked for its size and never
@@ -232,6 +245,7 @@ template <class F> bool with_block(Dtype dtype, F f) {
 //     W[r][k] = (q - zero) * scale
 // where groups of columns share zero and scale (FP8: blocks of rows and columns, without zero).
 //
+// INT8   NAME.weight (rows, in) of signed bytes, NAME.weight_scale (rows, groups) of bf16; our own
 // FP8    NAME.weight (rows, in) of e4m3; NAME.weight_scale_inv (blocks of rows, blocks of columns)
 // AWQ    NAME.qweight (in, rows / 8), NAME.qzeros (groups, rows / 8): words of 8 numbers of 4 bits, of which the first
 //        four are rows 0, 2, 4, 6 of the eight, then 1, 3, 5, 7; NAME.scales (groups, rows)
@@ -239,7 +253,7 @@ template <class F> bool with_block(Dtype dtype, F f) {
 //        words of rows, of zero - 1 in the first version of the format; NAME.scales (groups, rows); NAME.g_idx (in) the
 //        group of each column, which may be any, where columns were quantised in the order of their weight
 // q - zero has 9 bits at most, so that its product with a half or a bf16 is exact in a float.
-enum class Method { FP8, AWQ, GPTQ };
+enum class Method { FP8, AWQ, GPTQ, INT8 };
 
 struct Packed {
     Method method;
@@ -252,23 +266,28 @@ struct Packed {
         if (M == Method::FP8)
             return e4m3_to_float(q.data[r * in + k]) *
                    plain_number(scales, r / group_rows * ((in + group - 1) / group) + k / group);
-        auto word = [](const Tensor& t, size_t i) { return load_as<uint32_t>(t.data + 4 * i); };
-        if (M == Method::AWQ) {
-            const size_t g = k / group;
-            const int shift = (int)(r % 8 / 2 + r % 2 * 4) * 4;
-            const int value = (int)(word(q, k * (rows / 8) + r / 8) >> shift & 15);
-            const int zero = (int)(word(zeros, g * (rows / 8) + r / 8) >> shift & 15);
-            return (float)(value - zero) * plain_number(scales, g * rows + r);
-        }
-        const size_t n = 32 / (size_t)bits, g = order.data ? word(order, k) : k / group;
-        const uint32_t mask = (1u << bits) - 1;
-        const int value = (int)(word(q, k / n * rows + r) >> k % n * bits & mask);
-        const int zero = (int)(word(zeros, g * (rows / n) + r / n) >> r % n * bits & mask) + zero_offset;
-        return (float)(value - zero) * plain_number(scales, g * rows + r);
+        if (M == Method::INT8)
+            return (float)(int8_t)q.data[r * in + k] * plain_number(scales, r * ((in + group - 1) / group) + k / group);
+        const size_t g = order.data ? word(order, k) : k / group;
+        return (float)(value<M>(r, k) - zero<M>(r, g)) * plain_number(scales, g * rows + r);
     }
+    // AWQ and GPTQ: q, and the zero point of group g.
+    template <Method M> int value(size_t r, size_t k) const {
+        if (M == Method::AWQ) return (int)(word(q, k * (rows / 8) + r / 8) >> awq_shift(r) & 15);
+        const size_t n = 32 / (size_t)bits;
+        return (int)(word(q, k / n * rows + r) >> k % n * bits & ((1u << bits) - 1));
+    }
+    template <Method M> int zero(size_t r, size_t g) const {
+        if (M == Method::AWQ) return (int)(word(zeros, g * (rows / 8) + r / 8) >> awq_shift(r) & 15);
+        const size_t n = 32 / (size_t)bits;
+        return (int)(word(zeros, g * (rows / n) + r / n) >> r % n * bits & ((1u << bits) - 1)) + zero_offset;
+    }
+    static uint32_t word(const Tensor& t, size_t i) { return load_as<uint32_t>(t.data + 4 * i); }
+    static int awq_shift(size_t r) { return (int)(r % 8 / 2 + r % 2 * 4) * 4; }
     // Calls f with the method as a constant.
     template <class F> void with_method(F f) const {
         if (method == Method::FP8) f(std::integral_constant<Method, Method::FP8>());
+        else if (method == Method::INT8) f(std::integral_constant<Method, Method::INT8>());
         else if (method == Method::AWQ) f(std::integral_constant<Method, Method::AWQ>());
         else f(std::integral_constant<Method, Method::GPTQ>());
     }
@@ -472,6 +491,11 @@ struct Packer {
                 (config.method != Method::FP8 || t.dtype == Dtype::F8))
                 found.push_back(name.substr(0, name.size() - end.size()));
         for (const std::string& name : found) config.method == Method::FP8 ? pack_fp8(name) : pack_words(name);
+        std::vector<std::string> bytes; // our own INT8 among them, as --quantize writes embedding and head
+        for (auto& [name, t] : tensors)
+            if (t.dtype == Dtype::I8 && t.shape.size() == 2 && tensors.count(name + "_scale"))
+                bytes.push_back(name);
+        for (const std::string& name : bytes) pack_int8(name);
     }
 
   private:
@@ -494,11 +518,11 @@ struct Packer {
         for (size_t i = 0; i < t.bytes / (t.dtype == Dtype::F32 ? 4 : 2); i++)
             if (!std::isfinite(plain_number(t, i))) fault(name, t, "has an infinity or a NaN");
     }
-    void put(const std::string& name, const Packed& p) {
+    void put(const std::string& weight, const Packed& p) {
         Tensor t;
         t.file = p.q.file, t.dtype = Dtype::Packed, t.shape = {(int64_t)p.rows, (int64_t)p.in};
         t.data = p.q.data, t.bytes = p.q.bytes, t.packed = std::make_shared<Packed>(p);
-        if (!tensors.emplace(name + ".weight", t).second) fault(name + ".weight", t, "is there packed and not packed");
+        if (!tensors.emplace(weight, t).second) fault(weight, t, "is there packed and not packed");
     }
 
     void pack_fp8(const std::string& name) {
@@ -511,6 +535,18 @@ struct Packer {
         auto blocks = [](size_t n, size_t size) { return (int64_t)((n + size - 1) / size); };
         need(scale_name, p.scales, p.scales.is_plain(), "BF16, F16 or F32",
              {blocks(p.rows, p.group_rows), blocks(p.in, p.group)});
+        need_finite(scale_name, p.scales);
+        put(name + ".weight", p);
+    }
+
+    void pack_int8(const std::string& name) {
+        const std::string scale_name = name + "_scale";
+        Packed p;
+        p.method = Method::INT8, p.group = GROUP, p.group_rows = 1;
+        p.q = take(name), p.scales = take(scale_name);
+        p.rows = (size_t)p.q.shape[0], p.in = (size_t)p.q.shape[1];
+        need(scale_name, p.scales, p.scales.dtype == Dtype::BF16 && (uintptr_t)p.scales.data % 2 == 0,
+             "BF16 at an even address", {p.q.shape[0], (int64_t)((p.in + GROUP - 1) / GROUP)});
         need_finite(scale_name, p.scales);
         put(name, p);
     }
@@ -544,6 +580,88 @@ struct Packer {
                 if (load_as<uint32_t>(p.order.data + 4 * k) >= (uint64_t)groups)
                     fault(order_name, p.order, format("has a group beyond the %lld there are", (long long)groups));
         }
-        put(name, p);
+        put(name + ".weight", p);
     }
 };
+
+// ============================================================================================================== 7 Kept
+// A CPU computes on these as they are, bit by bit the same numbers (Linear has the formats): our own INT8; FP8 in
+// blocks of whole groups of 32 columns; AWQ, GPTQ with 4 bits and Q4_0 as INT4. Not kept is what these formats cannot
+// hold: columns in an order of their own (GPTQ's act order), other groups, scales that are no halves, numbers that are
+// none.
+
+// What a kept matrix is in memory: INT4's bytes are others than the file's, INT8's and FP8's are the file's.
+struct Kept {
+    Format format = Format::PLAIN; // PLAIN: it is not kept
+    int group = GROUP, group_rows = 1;
+    bool zeros = false;            // INT4: else all are 8
+};
+
+inline bool is_half(float x) { return std::isfinite(x) && half_to_float(float_to_half(x)) == x; }
+
+inline Kept kept_as(const Tensor& t) {
+    Kept k;
+    const size_t in = (size_t)t.shape.back();
+    auto whole = [&](size_t group) { return group % GROUP == 0 || group >= in; };
+    if (t.dtype == Dtype::Q4_0) {
+        k.format = Format::INT4;
+        for (size_t i = 0; i < t.bytes; i += BlockQ4_0::BYTES)
+            if (!std::isfinite(half_at(t.data + i))) return {};
+        return k;
+    }
+    const Packed* p = t.packed.get();
+    if (!p || !whole(p->group)) return {};
+    if (p->method == Method::FP8) {
+        for (size_t i = 0, n = count_of(p->scales.shape); i < n; i++)
+            if (std::fabs(plain_number(p->scales, i)) > 0x1p100f) return {}; // (a product may be infinite)
+        if (std::any_of(t.data, t.data + t.bytes, [](uint8_t b) { return (b & 0x7f) == 0x7f; })) return {};
+        k.format = Format::FP8, k.group = (int)std::min(p->group, (in + GROUP - 1) / GROUP * GROUP);
+        k.group_rows = (int)std::min(p->group_rows, p->rows);
+        return k;
+    }
+    if (p->method == Method::INT8) return k.format = Format::INT8, k;
+    if (p->bits != 4) return {};
+    for (size_t i = 0; i < in && p->order.data; i++)
+        if (Packed::word(p->order, i) != i / p->group) return {};
+    for (size_t i = 0, n = count_of(p->scales.shape); i < n; i++)
+        if (!is_half(plain_number(p->scales, i))) return {};
+    k.format = Format::INT4, k.zeros = true;
+    k.group = p->group >= in || p->group % 128 == 0 ? 128 : p->group % 64 == 0 ? 64 : GROUP;
+    return k;
+}
+
+// The numbers of a matrix that is kept as INT4, as Linear has them.
+inline void read_pairs(int8_t* q,       // (rows, ceil(in / 64) * 32) out
+                       uint16_t* scale, // (rows, ceil(in / group)) out, halves
+                       uint8_t* zero,   // the same out, if there are zeros
+                       const Tensor& t, const Kept& kept) {
+    const size_t rows = (size_t)t.shape[0], in = (size_t)t.shape[1], row_bytes = (in + 63) / 64 * 32;
+    const size_t groups = (in + kept.group - 1) / kept.group;
+    auto read_row = [&](size_t r, auto value) {
+        uint8_t* row = (uint8_t*)q + r * row_bytes;
+        std::fill_n(row, row_bytes, 0);
+        for (size_t k = 0; k < in; k++) row[k / 64 * 32 + k % 32] |= (uint8_t)(value(k) << (k / 32 % 2 * 4));
+    };
+    if (t.dtype == Dtype::Q4_0) {
+        #pragma omp parallel for schedule(static)
+        for (size_t r = 0; r < rows; r++) {
+            const uint8_t* blocks = t.data + r * groups * BlockQ4_0::BYTES;
+            read_row(r, [&](size_t k) { return nibble(blocks + k / 32 * BlockQ4_0::BYTES + 2, (int)(k % 32)); });
+            for (size_t g = 0; g < groups; g++)
+                scale[r * groups + g] = load_as<uint16_t>(blocks + g * BlockQ4_0::BYTES);
+        }
+        return;
+    }
+    t.packed->with_method([&](auto method) {
+        const Packed& p = *t.packed;
+        #pragma omp parallel for schedule(static, 16)
+        for (size_t r = 0; r < rows; r++) {
+            read_row(r, [&](size_t k) { return p.value<method>(r, k); });
+            for (size_t g = 0; g < groups; g++) {
+                const size_t from = g * kept.group / p.group;
+                scale[r * groups + g] = float_to_half(plain_number(p.scales, from * rows + r));
+                zero[r * groups + g] = (uint8_t)p.zero<method>(r, from);
+            }
+        }
+    });
+}

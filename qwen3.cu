@@ -229,24 +229,41 @@ template <class T> struct Adapter {
 };
 
 // The weights of a product y = W x, in up to three blocks of rows that are separate tensors in the file (q, k, v; gate,
-// up). Stored as T, or as INT8: then w is null, and 32 neighbours of a row share a scale, W[r][i] = q[r][i] *
-// scale[r][i / 32].
-constexpr int GROUP = 32;
+// up). They are stored as T or in a smaller format, where `group` neighbours of a row share a scale s:
+//   INT8   W[r][i] = q s         q a signed byte; groups of 32; s a bf16
+//   INT4   W[r][i] = (q - z) s   q, z 0..15, two q a byte; groups of 32, 64 or 128; s a half; z = 8 if there are none
+//   FP8    W[r][i] = q s         q an e4m3; blocks of group_rows rows and `group` columns; s a float
+// INT4: each 64 columns of a row are 32 bytes: column i is in the lower half of byte i, column 32 + i in the upper.
+enum class Format { PLAIN, INT8, INT4, FP8 };
+constexpr int GROUP = 32; // INT8's, and the least there is
+inline float half_to_float(uint16_t h); // quantized.h
+inline float e4m3_to_float(uint8_t x);
 template <class T> struct Linear {
-    const T* w[3] = {};
-    const int8_t* q[3] = {};
-    const bf16* scale[3] = {};
+    Format format = Format::PLAIN; // of all blocks
+    const T* w[3] = {};            // PLAIN
+    const int8_t* q[3] = {};       // (rows, row_bytes), all others
+    const void* scale[3] = {};     // (rows / group_rows, groups)
+    const uint8_t* zero[3] = {};   // INT4: (rows, groups) or null
+    int group = GROUP, group_rows = 1;
     int rows[3] = {};
     int in = 0;
     Adapter<T> adapter;
     int out() const { return rows[0] + rows[1] + rows[2]; }
-    int groups() const { return (in + GROUP - 1) / GROUP; }
+    int groups() const { return (in + group - 1) / group; }
+    size_t row_bytes() const { // of q
+        return format == Format::INT4 ? ((size_t)in + 63) / 64 * 32 : (size_t)in;
+    }
     // W[r][i], whatever it is stored as.
     acc<T> at(int r, int i) const {
         int b = 0;
         while (r >= rows[b]) r -= rows[b++];
-        if (w[b]) return to_acc(w[b][(size_t)r * in + i]);
-        return (acc<T>)q[b][(size_t)r * in + i] * to_acc(scale[b][(size_t)r * groups() + i / GROUP]);
+        if (format == Format::PLAIN) return to_acc(w[b][(size_t)r * in + i]);
+        const size_t g = (size_t)(r / group_rows) * groups() + i / group;
+        const int8_t* row = q[b] + (size_t)r * row_bytes();
+        if (format == Format::INT8) return (acc<T>)row[i] * to_acc(((const bf16*)scale[b])[g]);
+        if (format == Format::FP8) return (acc<T>)e4m3_to_float((uint8_t)row[i]) * ((const float*)scale[b])[g];
+        const int number = row[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
+        return (acc<T>)(number - (zero[b] ? zero[b][g] : 8)) * half_to_float(((const uint16_t*)scale[b])[g]);
     }
     int first_row(int b) const { return b == 0 ? 0 : b == 1 ? rows[0] : rows[0] + rows[1]; } // of block b
 };
@@ -268,8 +285,9 @@ template <class T> struct Weights {
     Arena gpu;                   // holds all of them after `upload`
 
     // Of a checkpoint (see checkpoint.h). A tensor stored as T is used where the file maps it; others are converted
-    // once. With `int8` every matrix becomes INT8 (a file's own INT8 matrices are so anyway); norms stay as they are.
-    explicit Weights(const ModelFile& file, bool int8 = false);
+    // once. With `int8` every matrix becomes INT8 (a file's own INT8 matrices are so anyway). With `packed` a quantised
+    // matrix stays so: in its own format if Linear has it, else as INT8. Norms stay as they are.
+    explicit Weights(const ModelFile& file, bool int8 = false, bool packed = false);
     // Copies all to the GPU (see Book II) and lets every pointer point there, the blocks of a Linear one after another.
     void upload(Context& ctx, const ModelFile& file);
 };

@@ -52,6 +52,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         file.difference(tokenizer);
         file.hash();
         use<bf16>(file);
+        use<bf16>(file, true);
         write_model(file, "/dev/null");
     } catch (const Error& e) {
         if (std::string_view(e.what()).substr(0, path.size()) != path) abort(); // each names the file

@@ -8,6 +8,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     try {
         const ModelFile file(path);
         file.is_float32() ? use<float>(file) : use<bf16>(file);
+        use<bf16>(file, true);
     } catch (const Error& e) {
         if (std::string_view(e.what()).substr(0, path.size()) != path) abort(); // each names the file
     }

@@ -11,9 +11,9 @@ static const std::string& path_of(const uint8_t* data, size_t size) {
     return path;
 }
 
-// What loads must also run: three tokens are fed to it, and one is drawn.
-template <class T> void use(const ModelFile& file) {
-    const Weights<T> weights(file);
+// What loads must also run: three tokens are fed to it, and one is drawn. packed: see Weights.
+template <class T> void use(const ModelFile& file, bool packed = false) {
+    const Weights<T> weights(file, false, packed);
     const Config& c = file.config;
     const int n = std::min(3, c.max_positions);
     Session<T> session(c, weights, n);

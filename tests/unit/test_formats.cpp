@@ -112,7 +112,7 @@ TEST_CASE("INT8 at load is made of the dequantised numbers") {
         const Linear<float>&W = plain.layers[0].down, &Q = small.layers[0].down;
         REQUIRE(Q.q[0]);
         for (int r = 0; r < W.out(); r++)
-            for (int k = 0; k < W.in; k++) REQUIRE(std::fabs(Q.at(r, k) - W.at(r, k)) <= 0.51 * to_acc(Q.scale[0][(size_t)r * Q.groups() + k / GROUP]));
+            for (int k = 0; k < W.in; k++) REQUIRE(std::fabs(Q.at(r, k) - W.at(r, k)) <= 0.51 * to_acc(((const bf16*)Q.scale[0])[(size_t)r * Q.groups() + k / GROUP]));
     }
 }
 
@@ -742,7 +742,7 @@ TEST_CASE("programs: a GGUF file answers, becomes a model.bin, and refuses anoth
     const std::string chat = FIXTURES + "chat/model.gguf", bin = s / "m.bin";
     auto run = [&](const Strings& arguments) { return Process(program("QWEN3"), arguments).wait(); };
     auto answer = [&](const std::string& model) {
-        const Result r = run({model, "-z", SMALL_VOCABULARY, "-i", "day", "-n", "12", "-s", "1", "-j", "1"});
+        const Result r = run({model, "-z", SMALL_VOCABULARY, "-i", "day", "-n", "12", "-s", "1", "-j", "1", "--dtype", "bf16"});
         INFO(r.err);
         CHECK(r.status == 0);
         CHECK(r.out.size() > 12);
@@ -756,7 +756,9 @@ TEST_CASE("programs: a GGUF file answers, becomes a model.bin, and refuses anoth
     for (auto& m : MODELS) { // the same logits from what it was converted to
         const std::string model = FIXTURES + m.folder + m.model, out = s / m.folder + ".bin"s;
         CHECK(run({model, "--convert", out}).status == 0);
-        CHECK(run({model, "--ids", "1 2 3", "--logits-hash"}).out == run({out, "--ids", "1 2 3", "--logits-hash"}).out);
+        const Result wide = run({model, "--ids", "1 2 3", "--logits-hash", "--dtype", "bf16"}), packed = run({model, "--ids", "1 2 3", "--logits-hash"});
+        CHECK(wide.out == run({out, "--ids", "1 2 3", "--logits-hash"}).out);
+        CHECK((packed.status == 0 && packed.out != wide.out)); // the same model in its own format, or as INT8
     }
     check_refusal(run({chat, "-z", "tokenizer.bin", "-i", "day"}), "qwen3", "its tokenizer is not tokenizer.bin: it has 1040 tokens");
     check_refusal(run({bin, "--convert", bin}), "qwen3", "is the model itself");

@@ -249,7 +249,7 @@ TEST_CASE("Weights made INT8: best scales, each integer the nearest (even at a t
         Weights<float> weights(file, true);
         std::vector<int> rounded;
         for (int row = 0; row < 4; row++) {
-            CHECK(weights.head.scale[0][row * 2].bits == 0x3f80);
+            CHECK(((const bf16*)weights.head.scale[0])[row * 2].bits == 0x3f80);
             for (int at = 1; at < 5; at++) rounded.push_back(weights.head.q[0][row * 35 + at]);
         }
         CHECK(rounded == std::vector<int>{-8, -6, -6, -4, -4, -2, -2, 0, 0, 2, 2, 4, 4, 6, 6, 8});
@@ -257,7 +257,7 @@ TEST_CASE("Weights made INT8: best scales, each integer the nearest (even at a t
         int matrices = 0;
         for_each_matrix(weights, [&](const std::string& name, const Linear<float>& y, int b) {
             CHECK(!y.w[b]);
-            checked(dtype, checkpoint.entries.at(name).bytes, y.rows[b], y.in, y.q[b], y.scale[b]);
+            checked(dtype, checkpoint.entries.at(name).bytes, y.rows[b], y.in, y.q[b], (const bf16*)y.scale[b]);
             matrices++;
         });
         CHECK(matrices == 9);
@@ -568,7 +568,7 @@ template <class T> struct Int8Linear : Linear<T> {
     std::vector<int8_t> all_q;
     std::vector<bf16> all_scales;
     Int8Linear(Random& random, std::vector<int> blocks, int in) {
-        this->in = in;
+        this->in = in, this->format = Format::INT8;
         size_t rows = 0, at = 0;
         for (int r : blocks) rows += r;
         for (size_t i = 0; i < rows * in; i++) all_q.push_back((int8_t)(random.below(255) - 127));

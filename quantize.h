@@ -1,0 +1,443 @@
+/* quantize.h: makes a quantised model of another one, for `qwen3 --quantize`. Included by cli.h.
+
+   A matrix becomes numbers of few bits that share scales (see Linear). Without a text each weight goes to the nearest
+   number. With one, GPTQ (Frantar et al., "GPTQ: accurate post-training quantization for generative pre-trained
+   transformers", 2022) rounds column by column, and moves what each rounding loses to the columns still to come, so
+   that the product with the text's activations changes least.
+
+   The file is in a form that others have: INT4 as AWQ's packed words, FP8 as Qwen's own FP8 models, INT8 as export.py
+   --int8 writes it. Embedding and head become INT8, or stay as they are.
+
+   Contents    1 Grids    2 A matrix    3 GPTQ's factor of the activations    4 Tensors to write    5 A model
+*/
+#pragma once
+
+// ============================================================================================================= 1 Grids
+// What the weights of a group can become: code q stands for (q - zero) * scale; FP8: for the e4m3 q times scale.
+
+struct Grid {
+    Format format;
+    float scale = 0;
+    int zero = 0;
+
+    uint8_t code(float w) const {
+        if (scale == 0) return (uint8_t)zero;
+        if (format == Format::FP8) return float_to_e4m3(w / scale);
+        const double q = std::nearbyint((double)w / scale); // (INT8's scale is wide enough for all)
+        if (format == Format::INT8) return (uint8_t)(int8_t)std::clamp(q, -127., 127.);
+        return (uint8_t)std::clamp(q + zero, 0., 15.);
+    }
+    float number(uint8_t q) const {
+        if (format == Format::FP8) return e4m3_to_float(q) * scale;
+        return (float)(format == Format::INT8 ? (int)(int8_t)q : (int)q - zero) * scale;
+    }
+};
+
+// The grid of a group of n weights with the least sum of squared errors among a few: INT4 from the least weight to the
+// largest, 0 among them, and less wide ones, since it pays to cut off a lone large weight. INT8: see int8_scale.
+inline Grid choose_grid(Format format, const float* w, size_t n) {
+    Grid best = {format};
+    if (format == Format::INT8) return best.scale = to_acc(int8_scale(w, n)), best;
+    float low = 0, high = 0;
+    for (size_t i = 0; i < n; i++) low = std::min(low, w[i]), high = std::max(high, w[i]);
+    double least = std::numeric_limits<double>::infinity();
+    for (int c = 0; c < 8 && low < high; c++) {
+        const double width = ((double)high - low) * (1 - 0.05 * c);
+        Grid grid = {format};
+        grid.scale = half_to_float(std::max<uint16_t>(float_to_half((float)(width / 15)), 1));
+        grid.zero = (int)std::clamp(std::nearbyint(-low * (1 - 0.05 * c) / grid.scale), 0., 15.);
+        double lost = 0;
+        for (size_t i = 0; i < n; i++) {
+            const double off = (double)w[i] - grid.number(grid.code(w[i]));
+            lost += off * off;
+        }
+        if (c == 0 || lost < least) best = grid, least = lost;
+    }
+    return best;
+}
+// FP8's, of a block of rows: the largest weight becomes 448, the largest e4m3.
+inline Grid choose_block_grid(const float* w, size_t stride, size_t rows, size_t n) {
+    float largest = 0;
+    for (size_t r = 0; r < rows; r++)
+        for (size_t i = 0; i < n; i++) largest = std::max(largest, std::fabs(w[r * stride + i]));
+    Grid grid = {Format::FP8};
+    grid.scale = largest == 0 ? 1 : std::max(largest / 448, std::numeric_limits<float>::min());
+    return grid;
+}
+
+// ========================================================================================================== 2 A matrix
+
+struct QuantizedMatrix {
+    Format format;
+    size_t rows, in, group, group_rows;
+    std::vector<uint8_t> q;   // (rows, in), a code each
+    std::vector<Grid> grids;  // (rows / group_rows, groups)
+    size_t groups() const { return (in + group - 1) / group; }
+    float at(size_t r, size_t k) const { return grids[r / group_rows * groups() + k / group].number(q[r * in + k]); }
+};
+
+// W (rows, in) in a format. `factor` is GPTQ's (see section 3), (in, in), or null: to the nearest. W changes.
+// Rows are independent but for FP8's blocks, so a task is 128 rows or fewer. Columns are done in blocks: what a column
+// loses goes to those of its block at once, to all others when the block is done.
+inline QuantizedMatrix quantize_matrix(std::vector<float>& W, size_t rows, size_t in, Format format, size_t group,
+                                       const std::vector<float>* factor) {
+    constexpr size_t BLOCK = 128; // groups do not cross blocks
+    const size_t group_rows = format == Format::FP8 ? 128 : 1, task_rows = format == Format::FP8 ? 128 : 16;
+    QuantizedMatrix m = {format, rows, in, group, group_rows, {}, {}};
+    m.q.resize(rows * in), m.grids.resize((rows + group_rows - 1) / group_rows * m.groups());
+    #pragma omp parallel for schedule(dynamic)
+    for (size_t first = 0; first < rows; first += task_rows) {
+        const size_t count = std::min(task_rows, rows - first);
+        float* w = &W[first * in];
+        std::vector<float> lost(count * BLOCK);
+        for (size_t begin = 0; begin < in; begin += BLOCK) {
+            const size_t end = std::min(in, begin + BLOCK);
+            for (size_t k = begin; k < end; k++) {
+                const size_t n = std::min(group, in - k);
+                for (size_t r = 0; r < count && k % group == 0; r += group_rows)
+                    m.grids[(first + r) / group_rows * m.groups() + k / group] =
+                        format == Format::FP8 ? choose_block_grid(w + k, in, count, n)
+                                              : choose_grid(format, w + r * in + k, n);
+                for (size_t r = 0; r < count; r++) {
+                    const Grid& grid = m.grids[(first + r) / group_rows * m.groups() + k / group];
+                    float* row = w + r * in;
+                    const uint8_t q = m.q[(first + r) * in + k] = grid.code(row[k]);
+                    if (!factor) continue;
+                    const float* f = factor->data() + k * in;
+                    const float off = lost[r * BLOCK + k - begin] = (row[k] - grid.number(q)) / f[k];
+                    for (size_t j = k + 1; j < end; j++) row[j] -= off * f[j];
+                }
+            }
+            for (size_t r = 0; r < count && factor; r++)
+                for (size_t k = begin; k < end; k++) {
+                    const float off = lost[r * BLOCK + k - begin], *f = factor->data() + k * in;
+                    float* row = w + r * in;
+                    for (size_t j = end; j < in; j++) row[j] -= off * f[j];
+                }
+        }
+    }
+    return m;
+}
+
+// ============================================================================= 3 GPTQ's factor of the activations
+// H = X^T X of the activations X (tokens, in). The rounding of column k moves w_j by -lost * U[k][j] / U[k][k], j > k,
+// where U^T U = H^-1 with U upper triangular: each row of U says how the columns after k can stand in for it. With H =
+// R R^T, R upper triangular (Cholesky's factor, from the last column on), U is R^-1.
+
+// The factor of H + 1% of its diagonal's mean; H is used up. A column that no activation ever has is `dead`: it may
+// become anything, and becomes zero.
+inline std::vector<float> gptq_factor(const std::vector<float>& H, size_t n, std::vector<bool>& dead) {
+    std::vector<double> R(n * n), U(n * n);
+    double mean = 0;
+    dead.assign(n, false);
+    for (size_t i = 0; i < n; i++) mean += H[i * n + i] / (double)n;
+    for (size_t i = 0; i < n; i++) {
+        dead[i] = H[i * n + i] == 0;
+        for (size_t j = i; j < n; j++) R[i * n + j] = H[i * n + j];
+        R[i * n + i] = (dead[i] ? std::max(mean, 1e-30) : R[i * n + i]) + 0.01 * mean;
+    }
+    for (size_t j = n; j-- > 0;) {
+        const double* row = &R[j * n];
+        double square = row[j];
+        for (size_t k = j + 1; k < n; k++) square -= row[k] * row[k];
+        if (!(square > 0)) DIE("the calibration text's activations have no Cholesky factor");
+        const double diagonal = R[j * n + j] = std::sqrt(square);
+        #pragma omp parallel for schedule(static) if (j > 200)
+        for (size_t i = 0; i < j; i++) {
+            double* above = &R[i * n];
+            double sums[8] = {};
+            size_t k = j + 1;
+            for (; k + 8 <= n; k += 8)
+                for (size_t l = 0; l < 8; l++) sums[l] += above[k + l] * row[k + l];
+            for (; k < n; k++) sums[0] += above[k] * row[k];
+            double sum = 0;
+            for (double s : sums) sum += s;
+            above[j] = (above[j] - sum) / diagonal;
+        }
+    }
+    constexpr size_t SOME = 64; // columns of a task
+    #pragma omp parallel for schedule(dynamic)
+    for (size_t first = 0; first < n; first += SOME) {
+        const size_t end = std::min(n, first + SOME);
+        for (size_t i = end; i-- > 0;) {
+            double sum[SOME] = {};
+            for (size_t k = i + 1; k < end; k++) {
+                const double r = R[i * n + k], *u = &U[k * n + first];
+                for (size_t j = 0; j < end - first; j++) sum[j] += r * u[j];
+            }
+            for (size_t j = first; j < end; j++)
+                U[i * n + j] = j < i ? 0 : ((i == j) - sum[j - first]) / R[i * n + i];
+        }
+    }
+    return std::vector<float>(U.begin(), U.end());
+}
+
+// H += X^T X. Its numbers are float: sums of products of a window's tokens, then of the windows.
+template <class T> void add_squares(Context& ctx, std::vector<T>& H, const std::vector<T>& X, int tokens, int in) {
+    std::vector<T> columns((size_t)in * tokens); // X^T: then it is a product of rows
+    #pragma omp parallel for schedule(static)
+    for (int i = 0; i < in; i++)
+        for (int n = 0; n < tokens; n++) columns[(size_t)i * tokens + n] = X[(size_t)n * in + i];
+    Linear<T> W;
+    W.w[0] = columns.data(), W.rows[0] = in, W.in = tokens;
+    RUN(linear_add, H.data(), H.data(), columns.data(), W, in);
+}
+
+// ================================================================================================== 4 Tensors to write
+
+// A tensor with its bytes.
+inline OutTensor out_tensor(const std::string& name, const char* dtype, const Shape& shape, std::vector<uint8_t> data) {
+    const auto kept = std::make_shared<std::vector<uint8_t>>(std::move(data));
+    return {name, dtype, shape, [kept](OutputFile& out) { out.write(kept->data(), kept->size()); }};
+}
+template <class U> void put_at(std::vector<uint8_t>& data, size_t i, U x) {
+    memcpy(&data[i * sizeof(U)], &x, sizeof(U));
+}
+
+// NAME.weight as the tensors of its format (see quantized.h, section 4).
+inline void add_quantized(std::vector<OutTensor>& out, const std::string& weight, const QuantizedMatrix& m) {
+    const std::string name = weight.substr(0, weight.size() - strlen(".weight"));
+    const size_t rows = m.rows, in = m.in, groups = m.groups(), down = (rows + m.group_rows - 1) / m.group_rows;
+    const Shape shape = {(int64_t)rows, (int64_t)in};
+    if (m.format == Format::INT4) {
+        std::vector<uint32_t> q(in * rows / 8), zeros(groups * rows / 8);
+        std::vector<uint8_t> scales(groups * rows * 2);
+        for (size_t r = 0; r < rows; r++) {
+            const int shift = Packed::awq_shift(r);
+            for (size_t k = 0; k < in; k++) q[k * (rows / 8) + r / 8] |= (uint32_t)m.q[r * in + k] << shift;
+            for (size_t g = 0; g < groups; g++) {
+                const Grid& grid = m.grids[r * groups + g];
+                zeros[g * (rows / 8) + r / 8] |= (uint32_t)grid.zero << shift;
+                put_at(scales, g * rows + r, float_to_half(grid.scale));
+            }
+        }
+        auto bytes = [](const std::vector<uint32_t>& w) {
+            return std::vector<uint8_t>((const uint8_t*)w.data(), (const uint8_t*)(w.data() + w.size()));
+        };
+        out.push_back(out_tensor(name + ".qweight", "I32", {(int64_t)in, (int64_t)rows / 8}, bytes(q)));
+        out.push_back(out_tensor(name + ".qzeros", "I32", {(int64_t)groups, (int64_t)rows / 8}, bytes(zeros)));
+        out.push_back(out_tensor(name + ".scales", "F16", {(int64_t)groups, (int64_t)rows}, scales));
+        return;
+    }
+    const bool fp8 = m.format == Format::FP8;
+    std::vector<uint8_t> scales(down * groups * (fp8 ? 4 : 2));
+    for (size_t i = 0; i < m.grids.size(); i++)
+        if (fp8) put_at(scales, i, m.grids[i].scale);
+        else put_at(scales, i, to_bf16(m.grids[i].scale));
+    out.push_back(out_tensor(weight, fp8 ? "F8_E4M3" : "I8", shape, m.q));
+    out.push_back(out_tensor(weight + (fp8 ? "_scale_inv" : "_scale"), fp8 ? "F32" : "BF16",
+                             {(int64_t)down, (int64_t)groups}, scales));
+}
+
+// =========================================================================================================== 5 A model
+
+struct Quantization {
+    Format format = Format::PLAIN;
+    int group = 0;                // INT4: 32, 64 or 128
+    bool keep_embedding = false;  // and head
+    std::vector<int> text;        // calibration; none: to the nearest
+    int window = 512;             // tokens
+    size_t most_windows = 128;
+    std::function<void(size_t done, size_t all, int layer)> progress = [](size_t, size_t, int) {};
+
+    size_t windows() const { return std::min(most_windows, text.size() / (size_t)window); }
+    size_t group_of() const { return format == Format::INT4 ? (size_t)group : format == Format::INT8 ? GROUP : 128; }
+    // config.json's quantization_config as others write it; "": the format is none of theirs.
+    std::string config() const {
+        sj::Writer w;
+        w.object();
+        if (format == Format::INT4) {
+            w.field("bits", 4).field("group_size", group).field("quant_method", "awq").field("version", "gemm");
+            w.field("zero_point", true);
+        } else if (format == Format::FP8) {
+            w.field("activation_scheme", "dynamic").field("fmt", "e4m3").field("quant_method", "fp8");
+            w.key("weight_block_size").array().value(128).value(128).end();
+        } else {
+            return "";
+        }
+        return w.key("modules_to_not_convert").array().value("lm_head").end().end().text;
+    }
+};
+
+// Throws what a format cannot hold, before anything is computed.
+inline void check_quantization(const ModelFile& file, const Quantization& how) {
+    const char* path = file.path.c_str();
+    if (file.is_quantized() || file.is_int8()) DIE("%s: is quantised already; --convert makes bf16 of it", path);
+    for (const ModelTensor& t : model_tensors(file.config))
+        if (how.format == Format::INT4 && t.kind < MODULES && (t.rows % 8 || t.columns % how.group))
+            DIE("%s: %s (%d,%d) is not in groups of %d columns and words of 8 rows", path, t.name().c_str(), t.rows,
+                t.columns, how.group);
+    if (!how.text.empty() && how.windows() == 0)
+        DIE("the calibration text has %zu tokens, a window %d", how.text.size(), how.window);
+}
+
+// All numbers of a matrix, checked: finite, and such that the format's scales hold them.
+inline std::vector<float> numbers_to_quantize(const ModelFile& file, const ModelTensor& m, Format to) {
+    const auto found = file.tensors.find(m.name());
+    if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), m.name().c_str());
+    need_shape(m.name(), found->second, m.shape());
+    if (!found->second.is_plain()) DIE("%s: tensor %s is not BF16, F16 or F32", file.path.c_str(), m.name().c_str());
+    std::vector<float> w(m.size());
+    if (!read_numbers(w.data(), found->second))
+        DIE("%s: tensor %s has an infinity or a NaN", file.path.c_str(), m.name().c_str());
+    // INT4: a group's width, at most twice its largest weight, is 15 steps of a half. FP8: see kept_as.
+    const float most = to == Format::INT4 ? 480000 : to == Format::FP8 ? 5e32f : std::numeric_limits<float>::max();
+    for (float x : w)
+        if (std::fabs(x) > most)
+            DIE("%s: tensor %s has %g, beyond what the format's scales hold", file.path.c_str(), m.name().c_str(), x);
+    return w;
+}
+
+// What calibration needs: the text's windows at the entry of a layer, and one layer's arrays.
+template <class T> struct Calibration {
+    const ModelFile& file;
+    const Quantization& how;
+    Context ctx;
+    Weights<T> weights;
+    size_t windows;
+    int N;                                 // tokens of a window
+    std::vector<std::vector<acc<T>>> in;   // (windows) of (N,C)
+    Arena arena;
+    typename Activations<T>::PerLayer a;
+    KVCache<T> cache;
+    acc<T>* rope;
+    std::vector<int> positions, sequence, table;
+    std::vector<std::vector<T>> quantized; // of the layer at work
+
+    Calibration(const ModelFile& f, const Quantization& q, const Context& where)
+        : file(f), how(q), ctx(where), weights(f), windows(q.windows()), N(q.window) {
+        const Config& c = file.config;
+        auto plan = [&] {
+            a.in = arena.take<acc<T>>((size_t)N * c.C), a.mid = arena.take<acc<T>>((size_t)N * c.C);
+            a.out = arena.take<acc<T>>((size_t)N * c.C);
+            a.norm1 = arena.take<T>((size_t)N * c.C), a.norm2 = arena.take<T>((size_t)N * c.C);
+            a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
+            a.q = arena.take<T>((size_t)N * c.H * c.D), a.attention = arena.take<T>((size_t)N * c.H * c.D);
+            a.gate_up = arena.take<T>((size_t)N * 2 * c.F), a.hidden = arena.take<T>((size_t)N * c.F);
+            cache.plan(arena, c, (size_t)(N + PAGE - 1) / PAGE, true);
+            rope = arena.take<acc<T>>((size_t)N * c.D);
+        };
+        plan();
+        arena.allocate("the calibration");
+        plan();
+        fill_rope(rope, N, c.D, c.rope_theta);
+        positions.resize(N), sequence.assign(N, 0), table.resize((N + PAGE - 1) / PAGE);
+        std::iota(positions.begin(), positions.end(), 0), std::iota(table.begin(), table.end(), 0);
+        for (size_t i = 0; i < windows; i++) {
+            in.emplace_back((size_t)N * c.C);
+            const Batch b = batch(i);
+            RUN(embed, in[i].data(), weights.embed, b, c.C);
+        }
+    }
+    Batch batch(size_t window) const {
+        Batch b = {N, 1, how.text.data() + window * N, positions.data(), sequence.data(), positions.data(),
+                   table.data(), (int)table.size()};
+        return b;
+    }
+    void forward(int l, size_t window) {
+        std::copy(in[window].begin(), in[window].end(), a.in);
+        layer_forward(ctx, file.config, weights.layers[l], batch(window), a, cache.keys, cache.values, rope);
+    }
+    // The squares of what enters the layer's four products, over all windows.
+    struct Squares { std::vector<float> qkv, o, gate_up, down; };
+    template <class F> Squares squares(int l, F each) {
+        const Config& c = file.config;
+        auto zeros = [](int in) { return std::vector<float>((size_t)in * in); };
+        Squares s = {zeros(c.C), zeros(c.H * c.D), zeros(c.C), zeros(c.F)};
+        for (size_t i = 0; i < windows; i++) {
+            forward(l, i);
+            auto add = [&](std::vector<float>& H, const T* x, int in) {
+                std::vector<float> wide((size_t)N * in);
+                for (size_t j = 0; j < wide.size(); j++) wide[j] = (float)to_acc(x[j]);
+                add_squares(ctx, H, wide, N, in);
+            };
+            add(s.qkv, a.norm1, c.C), add(s.o, a.attention, c.H * c.D);
+            add(s.gate_up, a.norm2, c.C), add(s.down, a.hidden, c.F);
+            each();
+        }
+        return s;
+    }
+    // The layer computes with the quantised matrix from now on.
+    void replace(const ModelTensor& t, const QuantizedMatrix& m) {
+        quantized.emplace_back(m.q.size());
+        for (size_t i = 0; i < m.q.size(); i++)
+            quantized.back()[i] = to_stored<T>((acc<T>)m.at(i / m.in, i % m.in));
+        place_of(weights, t).numbers() = quantized.back().data();
+    }
+    template <class F> void pass_on(int l, F each) { // to the next layer's entry
+        for (size_t i = 0; i < windows; i++) {
+            forward(l, i);
+            std::copy_n(a.out, in[i].size(), in[i].begin());
+            each();
+        }
+        quantized.clear(); // (nobody computes this layer again)
+    }
+};
+
+// The tensors of the quantised model, those with the widest numbers first, so that all are aligned.
+template <class T>
+std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization& how, const Context& ctx) {
+    check_quantization(file, how);
+    std::vector<OutTensor> out;
+    std::unique_ptr<Calibration<T>> calibration;
+    if (!how.text.empty()) calibration = std::make_unique<Calibration<T>>(file, how, ctx);
+    const size_t per_layer = 2 * how.windows() + MODULES, all = (size_t)file.config.L * per_layer;
+    size_t done = 0;
+    int layer = -1;
+    auto step = [&] {
+        if (ctx.stop && *ctx.stop) DIE("interrupted");
+        how.progress(++done, all, layer);
+    };
+    typename Calibration<T>::Squares squares;
+    std::vector<float> factor;
+    std::vector<bool> dead;
+    for (const ModelTensor& t : model_tensors(file.config)) {
+        const auto found = file.tensors.find(t.name());
+        if (t.kind == HEAD && file.bare && found == file.tensors.end()) continue;
+        const bool module = t.kind < MODULES, matrix = module || t.kind == EMBED || t.kind == HEAD;
+        if (!matrix || (!module && how.keep_embedding)) {
+            if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), t.name().c_str());
+            const Tensor& same = found->second;
+            need_shape(t.name(), same, t.shape());
+            out.push_back({t.name(), written_type(t.name(), same), same.shape,
+                           [&same, name = t.name()](OutputFile& o) { write_tensor(o, name, same); }});
+            continue;
+        }
+        std::vector<float> W = numbers_to_quantize(file, t, module ? how.format : Format::INT8);
+        const size_t rows = (size_t)t.rows, columns = (size_t)t.columns;
+        if (!module) {
+            add_quantized(out, t.name(), quantize_matrix(W, rows, columns, Format::INT8, GROUP, nullptr));
+            continue;
+        }
+        if (calibration && t.layer != layer) squares = calibration->squares(layer = t.layer, step);
+        layer = t.layer;
+        const bool begins = t.kind == Q_PROJ || t.kind == O_PROJ || t.kind == GATE_PROJ || t.kind == DOWN_PROJ;
+        if (calibration && begins) { // k, v and up see what q and gate see
+            std::vector<float>& H = t.kind == Q_PROJ   ? squares.qkv
+                                    : t.kind == O_PROJ ? squares.o
+                                    : t.kind == GATE_PROJ ? squares.gate_up : squares.down;
+            factor = gptq_factor(H, columns, dead);
+            H.clear();
+        }
+        for (size_t i = 0; i < W.size() && calibration; i++)
+            if (dead[i % columns]) W[i] = 0;
+        const QuantizedMatrix m = quantize_matrix(W, rows, columns, how.format, how.group_of(),
+                                                  calibration ? &factor : nullptr);
+        add_quantized(out, t.name(), m);
+        step();
+        if (!calibration) continue;
+        calibration->replace(t, m);
+        if (t.kind == DOWN_PROJ) calibration->pass_on(layer, step);
+    }
+    auto size = [](const OutTensor& t) { return dtype_named(t.dtype)->size; };
+    std::stable_sort(out.begin(), out.end(), [&](auto& a, auto& b) { return size(a) > size(b); });
+    return out;
+}
+
+// The config's text with a quantization_config.
+inline std::string quantized_config(const ModelFile& file, const Quantization& how) {
+    const std::string config = how.config();
+    if (config.empty()) return file.config_text;
+    const size_t end = file.config_text.rfind('}');
+    return file.config_text.substr(0, end) + ", \"quantization_config\": " + config + file.config_text.substr(end);
+}

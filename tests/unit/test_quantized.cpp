@@ -1,0 +1,442 @@
+// Packed weights on a CPU: INT4 and FP8 matrices keep the numbers of the file, products on every instruction set hold
+// to W.at, a row's bits depend on no other row.
+#include "../common.h"
+#include "../files.h"
+#include "../golden.h"
+#include "../process.h"
+
+static const std::string QUANTIZED = "tests/fixtures/quantized/";
+
+// ----------------------------------------------------------------------------------------- products
+
+// A Linear of random numbers in a format: INT4 in groups of 32, 64 or 128 with zero points or without, or FP8.
+template <class T> struct PackedLinear : Linear<T> {
+    std::vector<int8_t> all_q;
+    std::vector<uint16_t> halves;
+    std::vector<uint8_t> zeros;
+    std::vector<float> floats;
+    PackedLinear(Random& random, Format format, int group, bool with_zeros, std::vector<int> blocks, int in) {
+        this->format = format, this->group = group, this->in = in;
+        size_t rows = 0, at = 0;
+        for (int r : blocks) rows += (size_t)r;
+        const size_t groups = (size_t)this->groups();
+        for (size_t i = 0; i < rows * this->row_bytes(); i++) {
+            all_q.push_back((int8_t)random.below(256));
+            if (format == Format::FP8 && (all_q.back() & 0x7f) == 0x7f) all_q.back() = 3; // no NaN
+        }
+        for (size_t i = 0; i < rows * groups + 8; i++) {
+            const float s = (float)std::ldexp(1 + random.uniform(), -random.below(18)) * (random.below(9) ? 1.f : -1.f);
+            halves.push_back(float_to_half(random.below(20) ? s : 0)); // subnormals and zeros too
+            floats.push_back(random.below(20) ? s : 0);
+            zeros.push_back((uint8_t)random.below(16));
+        }
+        if (format == Format::FP8) this->group_rows = 5;
+        for (size_t b = 0; b < blocks.size(); b++) {
+            const size_t g = format == Format::FP8 ? (at + 4) / 5 * groups : at * groups;
+            this->q[b] = all_q.data() + at * this->row_bytes();
+            this->scale[b] = format == Format::FP8 ? (const void*)(floats.data() + g) : halves.data() + g;
+            if (with_zeros) this->zero[b] = zeros.data() + g;
+            this->rows[b] = blocks[b], at += (size_t)blocks[b];
+        }
+    }
+    PackedLinear(const PackedLinear&) = delete;
+};
+struct Kind { Format format; int group; bool zeros; };
+static const Kind KINDS[] = {{Format::INT4, 32, false}, {Format::INT4, 32, true}, {Format::INT4, 64, false}, {Format::INT4, 64, true},
+                             {Format::INT4, 128, false}, {Format::INT4, 128, true}, {Format::FP8, 128, false}, {Format::FP8, 32, false}};
+
+TEST_CASE_TEMPLATE("products with INT4 and FP8 weights are those of W.at", T, bf16, float, double) {
+    EACH_WAY;
+    Random random{31};
+    for (const Kind& kind : KINDS) for (int N : {1, 2, 5, 67}) for (int in : {1, 33, 64, 96, 128, 192, 320}) {
+        PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, {41, 7}, in);
+        const size_t out = (size_t)W.out();
+        const auto x = random.fill<T>((size_t)N * in);
+        const std::vector<double> want = WideLinear(W)(as_double(x), N), size = WideLinear(W, true)(magnitudes(x), N);
+        on_every_instruction_set([&] {
+            CAPTURE((int)kind.format);
+            CAPTURE(kind.group);
+            CAPTURE(N);
+            CAPTURE(in);
+            auto y = poisoned<T>(N * out);
+            CALL(linear, y.data(), x.data(), W, N);
+            CHECK(wrong(y, want, [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(size[i]); }) == 0);
+        });
+    }
+}
+
+TEST_CASE_TEMPLATE("a row of an INT4 or FP8 product has the same bits in any batch, for any number of threads", T, bf16, float) {
+    Random random{32};
+    for (const Kind& kind : KINDS) for (int in : {96, 192, 256}) on_every_instruction_set([&] {
+        const int N = 37;
+        PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, {45, 20}, in);
+        const auto x = random.fill<T>((size_t)N * in);
+        const std::vector<acc<T>> zero((size_t)N * W.out());
+        auto product = [&](int first, int count) {
+            auto y = poisoned<acc<T>>((size_t)count * W.out());
+            linear_add_cpu(cpu(), y.data(), zero.data(), x.data() + (size_t)first * in, W, count);
+            return y;
+        };
+        const auto whole = product(0, N);
+        auto same = [&](int first, int count) {
+            return memcmp(product(first, count).data(), &whole[(size_t)first * W.out()], (size_t)count * W.out() * sizeof(acc<T>)) == 0;
+        };
+        for (int count : {1, 2, 3, 16})
+            for (int n = 0; n + count <= N; n += 7) CHECK(same(n, count));
+#ifdef _OPENMP
+        const int threads = omp_get_max_threads();
+        omp_set_num_threads(5);
+        CHECK(same(0, N));
+        omp_set_num_threads(threads);
+#endif
+    });
+}
+
+TEST_CASE("INT4 products: wide ranges of x, subnormals, infinities; weights that are all zero") {
+    Random random{33};
+    const int in = 320, N = 37;
+    for (int group : {32, 64, 128}) {
+        PackedLinear<bf16> W(random, Format::INT4, group, true, {64, 13}, in);
+        // Groups whose q are all the zero point are zeros, exactly, beside any x.
+        for (int i = 0; i < in; i++) {
+            const int g = i / group, shift = i / 32 % 2 * 4;
+            int8_t& pair = W.all_q[(size_t)i / 64 * 32 + i % 32];
+            pair = (int8_t)((pair & ~(15 << shift)) | W.zeros[(size_t)g] << shift);
+        }
+        const size_t out = (size_t)W.out();
+        std::vector<bf16> x((size_t)N * in);
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < in; i++)
+                x[(size_t)n * in + i] = to_bf16((float)std::ldexp(2 * random.uniform() - 1, 6 * n - 115 - random.below(1 + n % 14)));
+        for (int i = 0; i < in; i++) x[5 * in + i] = bf16{0}, x[6 * in + i].bits = (uint16_t)random.below(200);
+        const std::vector<float> zero((size_t)N * out);
+        auto product = [&](const std::vector<bf16>& from) {
+            auto y = poisoned<float>(zero.size());
+            linear_add_cpu(cpu(), y.data(), zero.data(), from.data(), W, N);
+            return y;
+        };
+        std::vector<double> want(zero.size()), size(zero.size()), least(zero.size());
+        for (size_t i = 0; i < want.size(); i++)
+            for (int k = 0; k < in; k++) {
+                const double w = W.at((int)(i % out), k), term = w * to_acc(x[i / out * in + k]);
+                want[i] += term, size[i] += std::fabs(term), least[i] += std::ldexp(std::fabs(w), -127);
+            }
+        on_every_instruction_set([&] {
+            const auto y = product(x);
+            CHECK(wrong(y, want, [&](size_t i) { return rounding<float>(want[i]) + sum_error<float>(size[i]) + least[i]; }) == 0);
+            for (int n = 0; n < N; n++) CHECK(y[(size_t)n * out] == 0);
+            auto broken = x;
+            broken[9 * in + 70].bits = 0x7f80;
+            const auto z = product(broken);
+            int bad = 0; // (a weight of zero makes a NaN of an infinity, others may leave it)
+            for (size_t i = 0; i < z.size(); i++) bad += i / out == 9 ? std::isfinite(z[i]) && W.at((int)(i % out), 70) != 0 : memcmp(&z[i], &y[i], 4) != 0;
+            CHECK(bad == 0);
+        });
+    }
+}
+
+TEST_CASE("embed with INT4 and FP8 weights: W.at of the token's row") {
+    EACH_WAY;
+    Random random{34};
+    for (const Kind& kind : KINDS) {
+        PackedLinear<bf16> table(random, kind.format, kind.group, kind.zeros, {50}, 96);
+        TestBatch batch(random, {{0, 7}, {3, 1}}, 50, 2);
+        auto x = poisoned<float>(10 * 96);
+        CALL(embed, x.data(), table, batch.view(), 96);
+        for (int n = 0; n < 8; n++)
+            for (int i = 0; i < 96; i++) REQUIRE(x[(size_t)n * 96 + i] == table.at(batch.token[(size_t)n], i));
+    }
+}
+
+// ----------------------------------------------------------------------------------------- files
+
+template <class T, class F> static void each_linear(const Weights<T>& w, F f) {
+    f(w.embed, "model.embed_tokens");
+    for (size_t l = 0; l < w.layers.size(); l++) {
+        const std::string layer = format("model.layers.%zu.", l);
+        f(w.layers[l].qkv, layer + "self_attn.q_proj"), f(w.layers[l].o, layer + "self_attn.o_proj");
+        f(w.layers[l].gate_up, layer + "mlp.gate_proj"), f(w.layers[l].down, layer + "mlp.down_proj");
+    }
+}
+
+TEST_CASE("AWQ, GPTQ, FP8 and Q4_0 stay packed on a CPU: W.at is the file's number, bit by bit") {
+    std::map<Format, int> seen;
+    for (std::string model : {"awq", "gptq4", "gptq8", "fp8", "mixed/model.gguf", "chat/model.gguf"}) {
+        CAPTURE(model);
+        const ModelFile file(QUANTIZED + model);
+        const Weights<bf16> w(file, false, true);
+        const Weights<float> wide(file);
+        size_t off = 0;
+        auto others = std::vector<const Linear<float>*>();
+        each_linear(wide, [&](const Linear<float>& y, const std::string&) { others.push_back(&y); });
+        size_t at = 0;
+        each_linear(w, [&](const Linear<bf16>& y, const std::string&) {
+            const Linear<float>& truth = *others[at++];
+            seen[y.format]++;
+            for (int r = 0; r < y.out(); r++)
+                for (int i = 0; i < y.in; i++) {
+                    const float a = y.at(r, i), b = truth.at(r, i);
+                    if (y.format == Format::INT4 || y.format == Format::FP8) off += memcmp(&a, &b, 4) != 0;
+                    if (y.format == Format::PLAIN) off += a != to_acc(to_bf16(b));
+                    if (y.format == Format::INT8) {
+                        float largest = 0;
+                        for (int k = i / 32 * 32; k < std::min(y.in, i / 32 * 32 + 32); k++) largest = std::max(largest, std::fabs(truth.at(r, k)));
+                        off += !(std::fabs(a - b) <= largest / 240); // (1 + 7 / 128) / 127 / 2
+                    }
+                }
+        });
+        CHECK(off == 0);
+        CHECK(step_bytes(w) < step_bytes(Weights<bf16>(file)));
+    }
+    for (Format f : {Format::INT4, Format::FP8, Format::INT8, Format::PLAIN}) CHECK(seen[f] > 0);
+}
+
+TEST_CASE("packed models: logits are transformers' on the same matrices, as defined and on every instruction set") {
+    for (std::string model : {"awq", "fp8"}) {
+        CAPTURE(model);
+        const Golden g("quantized/" + model);
+        const Weights<bf16> w(g.file, false, true);
+        CHECK((w.layers[0].down.format == Format::INT4 || w.layers[0].down.format == Format::FP8));
+        auto logits = [&](bool plain) {
+            std::vector<float> out;
+            Context ctx;
+            ctx.plain = plain;
+            for (auto& prompt : g.prompts) {
+                Session<bf16> session(g.file.config, w, 64, ctx);
+                session.feed(prompt, nullptr, [&](const float* row) { out.insert(out.end(), row, row + g.file.config.V); });
+            }
+            return out;
+        };
+        const double defined = mean_kl(g.logits, logits(true), g.file.config.V);
+        CHECK(defined <= g.bf16_kl);
+        on_every_instruction_set([&] { CHECK(mean_kl(g.logits, logits(false), g.file.config.V) <= g.bf16_kl); });
+    }
+}
+
+// ----------------------------------------------------------------------------------------- made
+
+TEST_CASE("FP8: every number between two e4m3 goes to the nearer, ties to even, beyond 448 to 448") {
+    for (int u = 0; u < 0x7e; u++) {
+        const float a = e4m3_to_float((uint8_t)u), b = e4m3_to_float((uint8_t)(u + 1)), middle = (a + b) / 2;
+        CHECK(float_to_e4m3(a) == u);
+        CHECK(float_to_e4m3(-b) == (u + 1) + 128);
+        CHECK(float_to_e4m3(middle) == u + (u & 1));
+        CHECK(float_to_e4m3(std::nextafter(middle, 0.f)) == u);
+        CHECK(float_to_e4m3(std::nextafter(middle, 1e9f)) == u + 1);
+    }
+    for (float x : {449.f, 1e9f, INFINITY}) CHECK((float_to_e4m3(x) == 0x7e && float_to_e4m3(-x) == 0xfe));
+    CHECK((float_to_e4m3(NAN) & 0x7f) == 0x7f);
+}
+
+TEST_CASE("grids: zeros, subnormals and large weights lose no more than the format's step") {
+    Random random{41};
+    for (Format format : {Format::INT4, Format::INT8})
+        for (int exponent = -148; exponent <= (format == Format::INT4 ? 17 : 126); exponent += 5) {
+            std::vector<float> w(32);
+            for (float& x : w) x = (float)std::ldexp(2 * random.uniform() - 1, exponent);
+            float low = 0, high = 0;
+            for (float x : w) low = std::min(low, x), high = std::max(high, x);
+            const Grid grid = choose_grid(format, w.data(), w.size());
+            CAPTURE(exponent);
+            CHECK(std::isfinite(grid.scale));
+            double lost = 0, most = 0;
+            const double step = format == Format::INT4 ? std::max(((double)high - low) / 15 * 1.001, 0x1p-24) : std::max<double>(high, -low) / 119;
+            for (float x : w) lost += std::pow(x - grid.number(grid.code(x)), 2), most += std::pow(std::max(step, format == Format::INT8 ? 0x1p-133 : 0.), 2);
+            CHECK(lost <= most * 1.0001); // half a step each, and as much again where the zero point is rounded
+        }
+    const std::vector<float> zeros(128);
+    for (Format format : {Format::INT4, Format::INT8, Format::FP8}) {
+        std::vector<float> W(128 * 128);
+        const QuantizedMatrix m = quantize_matrix(W, 128, 128, format, format == Format::INT8 ? 32 : 128, nullptr);
+        for (size_t i = 0; i < W.size(); i++) REQUIRE(m.at(i / 128, i % 128) == 0);
+    }
+}
+
+// The inputs of tests/reference/make_gptq.py.
+struct Draws {
+    uint64_t state;
+    double operator()() {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        return (double)(state >> 33) / 2147483648. - 0.5;
+    }
+};
+
+TEST_CASE("GPTQ: the layer's error is that of NumPy's, written from the paper, within 2%") {
+    const size_t ROWS = 130, IN = 256, TOKENS = 600, DEAD = 77;
+    const Json golden(read_file(QUANTIZED + "gptq.json"));
+    std::vector<float> W, X(TOKENS * IN);
+    Draws one{1}, two{2}, three{3};
+    double sum = 0, size = 0;
+    for (size_t i = 0; i < ROWS * IN; i++) {
+        const double a = one(), b = two();
+        W.push_back((float)((a + b * b * b * 8) * 0.1)), sum += W.back();
+    }
+    for (size_t n = 0; n < TOKENS; n++) {
+        double before = 0;
+        for (size_t k = 0; k < IN; k++) {
+            before = three() + (k ? 0.75 * before : 0);
+            X[n * IN + k] = k == DEAD ? 0.f : (float)(before * (k % 16 ? 1 : 10)), size += std::fabs(X[n * IN + k]);
+        }
+    }
+    REQUIRE(sum == doctest::Approx(golden["w"].number()).epsilon(1e-9));
+    REQUIRE(size == doctest::Approx(golden["x"].number()).epsilon(1e-9));
+    std::vector<float> H(IN * IN);
+    std::vector<bool> dead;
+    add_squares(cpu(), H, X, (int)TOKENS, (int)IN);
+    const std::vector<float> factor = gptq_factor(H, IN, dead);
+    for (size_t k = 0; k < IN; k++) REQUIRE(dead[k] == (k == DEAD));
+    auto error = [&](const QuantizedMatrix& m) {
+        double off = 0, all = 0;
+        for (size_t n = 0; n < TOKENS; n++)
+            for (size_t r = 0; r < ROWS; r++) {
+                double a = 0, b = 0;
+                for (size_t k = 0; k < IN; k++) a += X[n * IN + k] * (W[r * IN + k] - m.at(r, k)), b += (double)X[n * IN + k] * W[r * IN + k];
+                off += a * a, all += b * b;
+            }
+        return off / all;
+    };
+    int rows = 0;
+    for (sj::Value row : golden["rows"].items()) {
+        const Format format = row["format"].str() == "int4" ? Format::INT4 : Format::FP8;
+        const size_t group = (size_t)row["group"].number();
+        std::vector<float> nearest = W, moved = W;
+        for (size_t r = 0; r < ROWS; r++) moved[r * IN + DEAD] = 0;
+        const double a = error(quantize_matrix(nearest, ROWS, IN, format, group, nullptr));
+        const double b = error(quantize_matrix(moved, ROWS, IN, format, group, &factor));
+        CAPTURE((int)format);
+        CAPTURE(group);
+        CHECK(a == doctest::Approx(row["nearest"].number()).epsilon(0.002));
+        CHECK(b == doctest::Approx(row["gptq"].number()).epsilon(0.02));
+        CHECK(b < 0.5 * a);
+        CHECK(nearest == W); // without a factor nothing moves
+        rows++;
+    }
+    CHECK(rows == 4);
+}
+
+static const char* quantizer() {
+    const char* path = getenv("QWEN3");
+    REQUIRE_MESSAGE(path, "QWEN3 is not set: make test sets it");
+    return path;
+}
+static const std::string TINY = "data/tiny/model.bin", TINY_TOKENIZER = "data/tiny/tokenizer.bin";
+static Result run_qwen3(Strings arguments) { return Process(quantizer(), arguments).wait(); }
+
+TEST_CASE("--quantize: files that open again, packed and not, with the numbers that were chosen") {
+    const Scratch s;
+    for (std::string how : {"int4", "int8", "fp8"}) {
+        CAPTURE(how);
+        const std::string out = s / how + ".bin";
+        const Result r = run_qwen3({TINY, "--quantize", how, out});
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+        const ModelFile from(TINY), file(out);
+        CHECK(file.config.end_tokens == from.config.end_tokens);
+        const Weights<bf16> w(file, false, true);
+        CHECK(type_name(w) == how);
+        CHECK(w.embed.format == Format::INT8);
+        const Weights<float> open(file);
+        const Weights<float> truth(from);
+        size_t off = 0;
+        std::vector<float> copy;
+        for (int r0 = 0; r0 < truth.layers[1].down.out(); r0++)
+            for (int k = 0; k < truth.layers[1].down.in; k++) copy.push_back(truth.layers[1].down.at(r0, k));
+        const Linear<bf16>& down = w.layers[1].down;
+        const QuantizedMatrix m = quantize_matrix(copy, (size_t)down.out(), (size_t)down.in, down.format, (size_t)down.group, nullptr);
+        for (int r0 = 0; r0 < down.out(); r0++)
+            for (int k = 0; k < down.in; k++) {
+                const float want = m.at((size_t)r0, (size_t)k), kept = down.at(r0, k), read = open.layers[1].down.at(r0, k);
+                off += want != kept || want != read;
+            }
+        CHECK(off == 0);
+        if (how == "int8") // what --dtype int8 makes at load
+            CHECK(run_qwen3({out, "--ids", "5 6 7", "--logits-hash"}).out == run_qwen3({TINY, "--dtype", "int8", "--ids", "5 6 7", "--logits-hash"}).out);
+        if (how != "int8") { // converted, nothing is quantised any more, embedding and head among it
+            write_model(file, s / "wide.bin");
+            const ModelFile again(s / "wide.bin");
+            CHECK((!again.is_quantized() && !again.is_int8()));
+            const Weights<bf16> bits(again);
+            for (int i = 0; i < 99; i++) CHECK(bits.embed.at(i, i) == to_acc(to_bf16(w.embed.at(i, i))));
+        }
+        CHECK(step_bytes(w) < step_bytes(Weights<bf16>(from)) * (how == "int4" ? 0.39 : 0.56));
+    }
+    // The form that transformers opens: embedding and head as they are.
+    REQUIRE(run_qwen3({TINY, "--quantize", "int4", s / "same.bin", "--embedding", "same", "--group", "32"}).status == 0);
+    const ModelFile same(s / "same.bin");
+    CHECK(same.tensors.at("model.embed_tokens.weight").dtype == Dtype::BF16);
+    CHECK(Weights<bf16>(same, false, true).layers[0].qkv.group == 32);
+    check_refusal(run_qwen3({s / "same.bin", "--quantize", "int8", s / "x.bin"}), "qwen3", "is quantised already");
+    write_file(s / "short.txt", "a text of fewer tokens than a window has");
+    for (Strings more : {Strings{"--group", "48"}, Strings{"--group", "64"}, Strings{"--calibrate", s / "short.txt", "-z", TINY_TOKENIZER}}) {
+        Strings all = {TINY, "--quantize", more[1] == "64" ? "fp8" : "int4", s / "x.bin"};
+        all.insert(all.end(), more.begin(), more.end());
+        check_refusal(run_qwen3(all), "qwen3", more[0] == "--group" ? "of int4" : "one window takes 512");
+    }
+    check_refusal(run_qwen3({TINY, "--quantize", "int5", s / "x.bin"}), "qwen3", "int4, int8 or fp8");
+    check_refusal(run_qwen3({TINY, "--quantize", "int4", TINY}), "qwen3", "is the model itself");
+    check_refusal(run_qwen3({TINY, "--group", "32", "-i", "day"}), "qwen3", "are for --quantize");
+    CHECK(!fs::exists(s / "x.bin"));
+}
+
+TEST_CASE("--calibrate and --against: GPTQ is nearer to the model than rounding on text of the kind it saw") {
+    const Scratch s;
+    const std::string notes = read_file("data/course/notes/01-introduction.md");
+    write_file(s / "seen.txt", notes.substr(0, notes.size() / 2)), write_file(s / "new.txt", notes.substr(notes.size() / 2, 3000));
+    REQUIRE(run_qwen3({TINY, "--quantize", "int4", s / "nearest.bin"}).status == 0);
+    const Result r = run_qwen3({TINY, "--quantize", "int4", s / "gptq.bin", "--calibrate", s / "seen.txt", "-z", TINY_TOKENIZER});
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    auto kl = [&](const std::string& model, const std::string& against) {
+        const Result c = run_qwen3({model, "-z", TINY_TOKENIZER, "--ppl", s / "new.txt", "--against", against, "--json"});
+        INFO(c.err);
+        REQUIRE(c.status == 0);
+        const Json j(c.out);
+        CHECK(j["kl"][(size_t)1].number() <= j["kl"][(size_t)0].number());
+        CHECK(j["same_top1"][(size_t)0].number() > 0.6);
+        return j["kl"][(size_t)0].number();
+    };
+    const double nearest = kl(s / "nearest.bin", TINY), gptq = kl(s / "gptq.bin", TINY);
+    INFO("nearest " << nearest << ", GPTQ " << gptq);
+    CHECK(gptq > 1e-5);
+    CHECK(gptq < 0.95 * nearest);
+    CHECK(kl(TINY, TINY) == 0);
+    check_refusal(run_qwen3({TINY, "--against", TINY, "-i", "day"}), "qwen3", "--against is for --ppl");
+}
+
+TEST_CASE("--quantize refuses what no scale holds") {
+    const Scratch s;
+    auto with = [&](uint16_t bits) { // one weight of the default model
+        std::string bytes = read_file(TINY);
+        const MappedFile map(TINY);
+        Tensors all;
+        Metadata metadata;
+        read_safetensors(map, all, metadata);
+        const Tensor& t = all.at("model.layers.3.mlp.up_proj.weight");
+        memcpy(&bytes[(size_t)(t.data - map.data) + 2 * 999], &bits, 2);
+        write_file(s / "m.bin", bytes);
+    };
+    for (uint16_t bits : {0x7fc0, 0x7f80, 0xff80}) {
+        with(bits);
+        for (const char* how : {"int4", "int8", "fp8"})
+            check_refusal(run_qwen3({s / "m.bin", "--quantize", how, s / "x.bin"}), "qwen3", "up_proj.weight has an infinity or a NaN");
+    }
+    with(0x7f00); // 1.7e38
+    check_refusal(run_qwen3({s / "m.bin", "--quantize", "int4", s / "x.bin"}), "qwen3", "beyond what the format's scales hold");
+    check_refusal(run_qwen3({s / "m.bin", "--quantize", "fp8", s / "x.bin"}), "qwen3", "beyond what the format's scales hold");
+    CHECK(run_qwen3({s / "m.bin", "--quantize", "int8", s / "x.bin"}).status == 0);
+}
+
+static bool have_python() { return std::system("python3 -I -S -c pass >/dev/null 2>&1") == 0; }
+TEST_CASE("export.py --to-hf makes a folder of a quantised model, which opens as the same" * doctest::skip(!have_python())) {
+    const Scratch s;
+    for (std::string how : {"int4", "fp8"}) {
+        CAPTURE(how);
+        const std::string bin = s / how + ".bin", folder = s / how;
+        REQUIRE(run_qwen3({TINY, "--quantize", how, bin, "--embedding", "same"}).status == 0);
+        REQUIRE(std::system(("python3 -I -S export.py --to-hf " + bin + " " + folder + " 2>" + folder + ".err").c_str()) == 0);
+        const Strings ask = {"--ids", "5 6 7", "--logits-hash"};
+        const Result a = run_qwen3({bin, ask[0], ask[1], ask[2]}), b = run_qwen3({folder, ask[0], ask[1], ask[2]});
+        CHECK((a.status == 0 && a.out == b.out));
+        CHECK(Weights<bf16>(ModelFile(folder), false, true).layers[0].o.format == (how == "int4" ? Format::INT4 : Format::FP8));
+    }
+}
