@@ -951,12 +951,12 @@ TEST_CASE("serve --docs-rerank: lookups of clients that are gone are given up, t
         const double start = seconds();
         CHECK(server.post("/v1/chat/completions", body).status == 200);
         const double one = seconds() - start;
-        const size_t many = std::clamp<size_t>((size_t)(6 / one), 6, 300);
+        const size_t many = std::clamp<size_t>((size_t)(6 / one), 8, 300);
         {
             std::vector<std::unique_ptr<Http>> users;
             for (size_t i = 0; i < many; i++) users.push_back(std::make_unique<Http>(server.port)), ask(*users.back());
-            usleep(100'000);
-        } // all go
+            usleep(700'000); // all are there
+        } // ... and go
         const double since = seconds();
         CHECK(server.post("/v1/chat/completions", body).status == 200);
         const double waited = seconds() - since;
