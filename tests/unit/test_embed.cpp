@@ -948,10 +948,11 @@ TEST_CASE("serve --docs-rerank: lookups of clients that are gone are given up, t
     auto ask = [&](Http& http) { http.ask("POST", "/v1/chat/completions", body); };
     {
         const Serving server(program("SERVE", "./serve"), options);
+        CHECK(server.post("/v1/chat/completions", body).status == 200); // (the first is slower)
         const double start = seconds();
         CHECK(server.post("/v1/chat/completions", body).status == 200);
         const double one = seconds() - start;
-        const size_t many = std::clamp<size_t>((size_t)(6 / one), 8, 300);
+        const size_t many = std::clamp<size_t>((size_t)(8 / one), 8, 300);
         {
             std::vector<std::unique_ptr<Http>> users;
             for (size_t i = 0; i < many; i++) users.push_back(std::make_unique<Http>(server.port)), ask(*users.back());
@@ -961,7 +962,7 @@ TEST_CASE("serve --docs-rerank: lookups of clients that are gone are given up, t
         CHECK(server.post("/v1/chat/completions", body).status == 200);
         const double waited = seconds() - since;
         INFO("a lookup takes " << one << " s; after " << many << " were given up one took " << waited << " s");
-        CHECK(waited < 3 * one + 2); // it was `many` and one, six seconds or more
+        CHECK(waited < one * (double)many / 3 + 0.5); // it was about one * many
     }
     options.insert(options.end(), {"--max-queue", "1", "--max-seqs", "1"});
     const Serving server(program("SERVE", "./serve"), options);
