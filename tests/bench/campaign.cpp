@@ -5,7 +5,7 @@
 //   SERVE=build/clang++-asan/serve campaign --seconds 300      (memory is not compared: ASan keeps what is freed)
 //
 // Honest clients ask for answers that are known and check every byte of them: as chats, in the other dialects, in batches
-// over HTTP, and with adapters that are loaded and unloaded all the time. Beside them: malformed JSON, malformed
+// over HTTP, with adapters that are loaded and unloaded all the time, by a JSON schema, and with log-probabilities. Beside them: malformed JSON, malformed
 // HTTP (after h1spec's list, and random bytes), clients that vanish, send slowly, read slowly or not at all, close half;
 // answers so many and so long that they give way to each other; a log that nobody reads; and the server is stopped and
 // continued (SIGSTOP). In between it comes to rest: pages, descriptors and threads must be what they were before, and memory
@@ -166,7 +166,15 @@ static std::string text_of(const HttpReply& r, bool stream) {
     return done ? text : "no end: " + text;
 }
 
-constexpr int KNOWN = 12, ADAPTERS = 2;
+constexpr int KNOWN = 12, ADAPTERS = 2, FORMED = 4;
+
+// Answers by a schema of long names, of which most tokens are taken at once, but not where `more` asks for log-probabilities.
+static std::string form_question(int i, const std::string& model, const std::string& more = "") {
+    return chat("Question " + std::to_string(i), format("\"max_tokens\": 180, \"seed\": %d, \"temperature\": 1.2, \"model\": \"%s\"", i, model.c_str()) + more +
+                R"(, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": {"type": "object", "properties":
+                {"identification_number": {"type": "integer", "minimum": 0, "maximum": 99}, "is_a_customer": {"type": "boolean"}},
+                "required": ["identification_number", "is_a_customer"], "additionalProperties": false}}})");
+}
 
 struct Campaign {
     const Served& server;
@@ -174,7 +182,8 @@ struct Campaign {
     std::vector<std::string> expected{};   // answers to known_question,
     std::vector<std::string> adapted[ADAPTERS]{}; // ... and with the adapters
     std::atomic<bool> over{false};
-    std::atomic<size_t> requests{0}, answers{0}, done[13]{}; // done: rounds of each kind of client
+    std::vector<std::string> formed[ADAPTERS + 1]{}; // answers to form_question, the last without an adapter
+    std::atomic<size_t> requests{0}, answers{0}, done[14]{}; // done: rounds of each kind of client
     std::atomic<double> slowest{0};        // of the questions for /health, while the server was not stopped
     std::atomic<int> stops{0};
 
@@ -239,6 +248,29 @@ struct Campaign {
         const std::string said = message ? first["text"].str() : first["content"][(size_t)0]["text"].str();
         const std::string& wanted = (which < 0 ? expected : adapted[which])[(size_t)i];
         if (said != wanted) fault("a dialect says something else: " + said + " / " + wanted);
+    }
+
+    // A form, with any adapter; at times with log-probabilities, whose tokens are the text.
+    void forms(Random& random) {
+        const int i = random.below(FORMED), which = random.below(ADAPTERS + 1), top = random.below(21);
+        const bool told = random.below(2);
+        Http http(server.port);
+        http.patience = 60'000;
+        const std::string more = told ? format(", \"logprobs\": true, \"top_logprobs\": %d", top) : "";
+        const HttpReply r = http.call("POST", "/v1/chat/completions", form_question(i, which < ADAPTERS ? format("fixed-%d", which) : "tiny", more));
+        answers++;
+        sj::Doc doc;
+        const std::string said = text_of(r, false), &wanted = formed[which][(size_t)i];
+        if (said != wanted) fault("a form is another: " + said + " / " + wanted);
+        if (!told || !sj::parse(doc, r.body).empty()) return;
+        std::string tokens;
+        const sj::Value content = doc.root()["choices"][(size_t)0]["logprobs"]["content"];
+        for (size_t n = 0; n < content.size(); n++) {
+            const sj::Value t = content[n];
+            tokens += t["token"].str();
+            if (t["logprob"].number(1) > 0 || t["top_logprobs"].size() != (size_t)top) fault("log-probabilities: " + r.body);
+        }
+        if (tokens != said) fault("log-probabilities of other tokens: " + tokens + " / " + said);
     }
 
     // A file of known questions, a batch of it, at times cancelled; what it leaves is deleted.
@@ -408,13 +440,13 @@ struct Campaign {
         usleep(10'000);
     }
 
-    static constexpr int KINDS = 13, HONEST = 5, CLIENTS = 2 * KINDS;
+    static constexpr int KINDS = 14, HONEST = 6, CLIENTS = 2 * KINDS;
     // One kind of client, until it is over. What the network does to them is no fault.
     void client(int number) {
         Random random((uint64_t)number);
         using Kind = void (Campaign::*)(Random&);
         static const Kind kinds[KINDS] = {
-            &Campaign::honest, &Campaign::honest, &Campaign::dialects, &Campaign::swap_adapters, &Campaign::batches, // (these have none of the excuses)
+            &Campaign::honest, &Campaign::honest, &Campaign::dialects, &Campaign::swap_adapters, &Campaign::batches, &Campaign::forms, // (these have none of the excuses)
             &Campaign::malformed_json, &Campaign::malformed_http, &Campaign::vanish, &Campaign::send_slowly, &Campaign::read_slowly, &Campaign::ask_for_much,
             &Campaign::look_around, &Campaign::not_done};
         const Kind kind = kinds[number % KINDS];
@@ -512,6 +544,10 @@ int main(int argc, char** argv) try {
     for (int i = 0; i < ADAPTERS; i++)
         if ((campaign.adapted[i] = answers_of(format("fixed-%d", i))) == campaign.expected) fault("an adapter changes nothing");
 
+    for (int i = 0; i <= ADAPTERS; i++)
+        for (int k = 0; k < FORMED; k++)
+            campaign.formed[i].push_back(text_of(Http(server.port).call("POST", "/v1/chat/completions", form_question(k, i < ADAPTERS ? format("fixed-%d", i) : "tiny")), false));
+
     // The first round fills what is kept: threads' stacks, buffers, arenas. Later ones must add nothing.
     const int rounds = length < 60 ? 2 : (int)(length / 30);
     const Rest before = rest_of(server, 0);
@@ -537,8 +573,8 @@ int main(int argc, char** argv) try {
     if (const int status = server.stop()) fault(format("it ended with status %d", status));
     reader.join();
     a_full_disk();
-    printf("campaign: %.0f s, %zu requests, among them %zu swaps of adapters and %zu batches, %g answers gave way, %zu lines of log and %g dropped; %d faults\n",
-           length, campaign.requests.load(), campaign.done[3].load(), campaign.done[4].load(), preempted, lines_read.load(), dropped, faults.load());
+    printf("campaign: %.0f s, %zu requests, among them %zu swaps of adapters, %zu batches and %zu forms, %g answers gave way, %zu lines of log and %g dropped; %d faults\n",
+           length, campaign.requests.load(), campaign.done[3].load(), campaign.done[4].load(), campaign.done[5].load(), preempted, lines_read.load(), dropped, faults.load());
     return faults > 0;
 } catch (const std::exception& e) {
     fprintf(stderr, "campaign: %s\n", e.what());

@@ -943,31 +943,26 @@ TEST_CASE("qwen3 --docs-embed, --docs-rerank: the sources are the library's; mod
 
 TEST_CASE("serve --docs-rerank: lookups of clients that are gone are given up, those of others wait within --max-queue") {
     Notes notes;
-    const std::string words = "What is a warp? " + [] {
-        std::string more;
-        for (int i = 0; i < 400; i++) more += " " + std::to_string(i);
-        return more;
-    }();
-    const std::string body = "{\"messages\": [{\"role\": \"user\", \"content\": \"" + words + "\"}], \"max_tokens\": 1}";
+    const std::string body = "{\"messages\": [{\"role\": \"user\", \"content\": \"What is a warp?\"}], \"max_tokens\": 1}";
     Strings options = {"--task", "generate", "--docs", notes.folder, "--index", notes.index, "--docs-rerank", FOLDER};
     auto ask = [&](Http& http) { http.ask("POST", "/v1/chat/completions", body); };
     {
         const Serving server(program("SERVE", "./serve"), options);
+        CHECK(server.post("/v1/chat/completions", body).status == 200); // (the first is slower)
         const double start = seconds();
         CHECK(server.post("/v1/chat/completions", body).status == 200);
         const double one = seconds() - start;
-        const size_t many = std::min<size_t>(300, (size_t)(8 / one)); // that take eight seconds together
+        const size_t many = std::clamp<size_t>((size_t)(8 / one), 8, 300);
         {
             std::vector<std::unique_ptr<Http>> users;
             for (size_t i = 0; i < many; i++) users.push_back(std::make_unique<Http>(server.port)), ask(*users.back());
-            usleep(100'000);
-        } // all go
+            usleep(700'000); // all are there
+        } // ... and go
         const double since = seconds();
         CHECK(server.post("/v1/chat/completions", body).status == 200);
         const double waited = seconds() - since;
         INFO("a lookup takes " << one << " s; after " << many << " were given up one took " << waited << " s");
-        if (one * (double)many > 4) CHECK(waited < one * (double)many / 2);
-        else MESSAGE("lookups are too fast here to tell");
+        CHECK(waited < one * (double)many / 3 + 0.5); // it was about one * many
     }
     options.insert(options.end(), {"--max-queue", "1", "--max-seqs", "1"});
     const Serving server(program("SERVE", "./serve"), options);
