@@ -20,7 +20,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 COMPILE = ["g++", "-std=c++17", "-O1", "-w"]
 HARD = ("train_hard", "dev", "exam_hard")
 TOGETHER = 40  # units in a program
-CHAPTERS = ("chapters_train", "chapters_exam")
+CHAPTERS = ("chapters_train", "chapters_exam", "chapters_hard", "chapters_dev")
 # What several runs of notes begin with: a graph of random edges, and a loop over the levels of a frontier queue.
 RANDOM_GRAPH = """const int V = 300; std::vector<int> ptr(V + 1), dst, level(V, -1), want(V, -1); unsigned r = 1;
 for (int u = 0; u < V; u++) { ptr[u] = dst.size(); int n = u % 29 ? (r = r * 1664525u + 1013904223u) >> 30 : 90;

@@ -20,13 +20,17 @@ DATAGEN = os.environ.get("DATAGEN", ROOT / "datagen")
 FIELDS = ["instruction", "input", "output", "id", "chunk", "chapter", "difficulty", "fact_id", "section", "evidence"]
 HARD = ("train_hard", "exam_hard", "dev")  # (check_code.py runs their code, and their figures)
 CHAPTERS = ("chapters_train", "chapters_exam")  # (of chapters 16 to 23: check_code.py runs their figures)
+CHAPTERS_HARD = ("chapters_hard", "chapters_dev")  # (of the same; code is long)
+MORE_CHOICES = ("mc_chapters_hard", "mc_more_seen")
 MORE = {"exam_qa": ["facts"], "exam_hard": ["facts"], "train_hard": ["facts"], "dev": ["facts"],
-        "chapters_train": ["facts"], "chapters_exam": ["facts"],
-        **{name: ["choices", "choice"] for name in ("mc_exam", "mc_seen", "mc_chapters", "mc_chapters_seen")}}
+        **{name: ["facts"] for name in CHAPTERS + CHAPTERS_HARD},
+        **{name: ["choices", "choice"]
+           for name in ("mc_exam", "mc_seen", "mc_chapters", "mc_chapters_seen", *MORE_CHOICES)}}
 NEAR = 0.27   # cosine of an exam row and a training row from which the pair is read
 SHARE = 0.12  # of what a Chinese row says, weighed by idf, stands in its evidence at least
 limits = {name: float(value) for name, value in re.findall(r"^([a-z_.]+) +([0-9.]+)",
           (ROOT / "data/datagen/limits.txt").read_text(), re.M)}
+HARD_ID = re.compile(rb'"id": "\d\d-[hyd]')
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 faults = 0
 
@@ -223,20 +227,22 @@ def check_filter():
                         "--skip", "grounding,length,terms", "-o", clean], check=True)
         need(clean.read_bytes() == both, "datagen filter changes the hard rows")
         # English answers to Chinese notes have few words in common with them, and worked figures stand in no chunk.
-        both = b"".join((HERE / f"{name}.jsonl").read_bytes() for name in CHAPTERS)
-        qa.write_bytes(both)
-        subprocess.run([DATAGEN, "filter", qa, "--chunks", chunks, "--skip", "grounding,terms", "-o", clean],
-                       check=True)
-        need(clean.read_bytes() == both, "datagen filter changes the rows of chapters 16 to 23")
+        lines = [line for name in CHAPTERS + CHAPTERS_HARD
+                for line in (HERE / f"{name}.jsonl").read_bytes().splitlines(True)]
+        for skip, hard in (("grounding,terms", False), ("grounding,length,terms", True)):
+            both = b"".join(line for line in lines if hard == bool(HARD_ID.search(line)))
+            qa.write_bytes(both)
+            subprocess.run([DATAGEN, "filter", qa, "--chunks", chunks, "--skip", skip, "-o", clean], check=True)
+            need(clean.read_bytes() == both, "datagen filter changes the rows of chapters 16 to 23")
         return {chunk["id"]: facts.bare(chunk["text"]) for chunk in glossary.rows(chunks)}
 
 
 def main():
     names = ("gpu_qa", "exam_qa", "rephrased_qa", "english_train", "english_test", "rephrased_more_qa", "train_hard",
-             "exam_hard", "dev", "mc_exam", "mc_seen", *CHAPTERS, "mc_chapters", "mc_chapters_seen")
+             "exam_hard", "dev", "mc_exam", "mc_seen", *CHAPTERS, "mc_chapters", "mc_chapters_seen", *CHAPTERS_HARD, *MORE_CHOICES)
     sets = [rows_of(name) for name in names]
     (train, exam, rephrased, english, english_test, more, hard, exam_hard, dev, mc_exam, mc_seen, chapters,
-     exam_chapters, mc_chapters, mc_chapters_seen) = sets
+     exam_chapters, mc_chapters, mc_chapters_seen, chapters_hard, chapters_dev, mc_chapters_hard, mc_more_seen) = sets
     for at in range(0, len(names), 3):
         table(names[at:at + 3], sets[at:at + 3])
     need(len(train) >= 1000 and len(exam) >= 193 and len(rephrased) == 30 and len(more) == 300, "the numbers of rows")
@@ -265,23 +271,27 @@ def main():
         other = alike(row["instruction"], trained)
         need(other is None, f"{row['id']}: like the trained question {other!r}")
 
-    learnt, exams = train + english + hard + chapters, exam + exam_hard + exam_chapters
-    check_facts([(("training rows", learnt), ("the exams", exams + mc_exam + mc_chapters)),
-                 (("training rows", learnt), ("dev", dev)), (("the exams", exams), ("dev", dev)),
+    learnt, exams = train + english + hard + chapters, exam + exam_hard + exam_chapters + chapters_hard
+    both_dev = dev + chapters_dev
+    check_facts([(("training rows", learnt), ("the exams", exams + mc_exam + mc_chapters + mc_chapters_hard)),
+                 (("training rows", learnt), ("dev", both_dev)), (("the exams", exams), ("dev", both_dev)),
                  (("english_train", english), ("english_test", english_test))])
-    check_leaks(learnt, exams + dev, paraphrases)
+    check_leaks(learnt, exams + both_dev, paraphrases)
     found = set()
     # (The words of the later chapters are weighed apart: one set of rows does not move the other's pairs.)
     check_pairs(train + english + hard, exam + exam_hard + dev, found)
     check_pairs(exam + exam_hard, dev, found)
-    check_pairs(chapters, exams + dev, found)
-    check_pairs(train + english + hard, exam_chapters, found)
+    check_pairs(chapters, exams + both_dev, found)
+    check_pairs(train + english + hard, exam_chapters + chapters_hard + chapters_dev, found)
+    check_pairs(exam_chapters + chapters_hard, chapters_dev, found)
     need(found >= set(pairs_read()), f"pairs_read.tsv has what is not near: {sorted(set(pairs_read()) - found)}")
     print(f"{len(found)} pairs of rows on two sides are near; the nearest rows of each exam row: --pairs")
     check_choices("mc_exam", mc_exam, {row["id"]: row for row in exam})
     check_choices("mc_seen", mc_seen, by_id)
     check_choices("mc_chapters", mc_chapters, {row["id"]: row for row in exam_chapters})
     check_choices("mc_chapters_seen", mc_chapters_seen, {row["id"]: row for row in chapters})
+    check_choices("mc_chapters_hard", mc_chapters_hard, {row["id"]: row for row in chapters_hard})
+    check_choices("mc_more_seen", mc_more_seen, {row["id"]: row for row in chapters + hard})
     check_key_facts(name for name in names if name in MORE)
     check_evidence([row for row in every if "choice" not in row], check_filter())
     check_greetings(train, exam)

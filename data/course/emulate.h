@@ -178,6 +178,7 @@ static int __syncthreads_or(int predicate) { return __syncthreads_count(predicat
 static int __syncthreads_and(int predicate) { return __syncthreads_count(!predicate) == 0; }
 static void __syncwarp(unsigned mask = ~0u) { wait_at(Coroutine::AT_WARP, mask); }
 static void __threadfence() {}
+static void __threadfence_system() {}
 static int lane_of() { return (int)(running % 32); }
 // Each lane gives a value; then all of the mask's are there to be read.
 template <class T, class R> auto warp_exchange(unsigned mask, T v, R read) {
