@@ -34,7 +34,8 @@ for p in $programs; do [ -x "$bin/$p" ] || die "$bin/$p: not there; run make fir
 case ${ROWS:-1} in *[!0-9]* | 0*) die "ROWS=$ROWS: a whole number from 1 is expected" ;; esac
 for seed in ${SEEDS:-1}; do case $seed in *[!0-9]*) die "SEEDS: $seed is no whole number" ;; esac; done
 
-all='exam_qa chapters_exam exam_hard dev rephrased mc_exam mc_chapters mc_seen mc_chapters_seen'
+all='exam_qa chapters_exam exam_hard chapters_hard dev chapters_dev rephrased'
+all="$all mc_exam mc_chapters mc_chapters_hard mc_seen mc_chapters_seen mc_more_seen"
 sets=${SETS:-$all}
 for set in $sets; do
     case " $all " in *" $set "*) ;; *) die "SETS: $set is none of $all" ;; esac
@@ -155,12 +156,16 @@ hard question, no question with choices, no passage in a prompt.'
         exam_qa) title='Exam, chapters 1 to 15: facts of no training row' ;;
         chapters_exam) title='Exam, chapters 16 to 23' ;;
         exam_hard) title='Hard exam, chapters 1 to 15: code, arithmetic, comparisons' ;;
+        chapters_hard) title='Hard exam, chapters 16 to 23' ;;
         dev) title='Development split, chapters 1 to 15' ;;
+        chapters_dev) title='Development split, chapters 16 to 23' ;;
         rephrased) title='Training questions of chapters 1 to 15 in other words' ;;
         mc_exam) title='Choices on the exam'\''s facts, chapters 1 to 15 (chance: 25)' ;;
         mc_chapters) title='Choices on the exam'\''s facts, chapters 16 to 23 (chance: 25)' ;;
+        mc_chapters_hard) title='Choices on the hard exam'\''s facts, chapters 16 to 23 (chance: 25)' ;;
         mc_seen) title='Choices on facts of training rows, chapters 1 to 15 (chance: 25)' ;;
         mc_chapters_seen) title='Choices on facts of training rows, chapters 16 to 23 (chance: 25)' ;;
+        mc_more_seen) title='More choices on facts of training rows, all chapters (chance: 25)' ;;
         esac
         printf '\n### %s\n\n' "$title"
         "$root/data/measure.sh" --header answers

@@ -1,6 +1,6 @@
 // The default model, data/tiny/model.bin: its greedy answers to twelve questions are those in tests/fixtures/default, on
-// the CPU: nine training questions, the README's first, one in other words, and greetings. After it is trained anew
-// (make -C data tiny), `make -C data answers` asks them again; read what it says.
+// the CPU: nine training questions, the README's first, one in other words, and greetings; also three to a conversation.
+// After it is trained anew (make -C data tiny), `make -C data answers` asks them again; read what it says.
 // Environment: QWEN3 names the program (default ./qwen3).
 #include "../../sj.h"
 #include "../process.h"
@@ -23,6 +23,23 @@ TEST_CASE("greedy answers of the default model") {
         rows++;
     }
     CHECK(rows == 12);
+}
+
+TEST_CASE("the default model answers a second and a third question of a conversation") {
+    const MappedFile answers("tests/fixtures/default/answers.jsonl");
+    const Strings rows = lines(std::string(answers.text()));
+    REQUIRE(rows.size() == 12);
+    for (size_t first = 0; first < rows.size(); first += 3) {
+        std::string questions, expected;
+        for (size_t i = first; i < first + 3; i++) {
+            const Json row(rows[i]);
+            questions += row["question"].str() + "\n", expected += row["answer"].str() + "\n";
+        }
+        const Result r = Process(PROGRAM, {MODEL, "-d", "cpu", "-t", "0"}, questions).wait();
+        INFO(questions << "\n" << r.err);
+        CHECK(r.status == 0);
+        CHECK(r.out == expected);
+    }
 }
 
 TEST_CASE("the default model is small, and finds the vocabulary beside it") {
