@@ -3101,8 +3101,8 @@ __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], 
 }
 
 // The blocks of a cluster share a tile, and each has the sums of some of its steps. They leave them in shared memory,
-// at `shared` (stages that all have been used), where each block adds up some pieces of the tile in the order of blocks.
-// A piece: of the fragments that give a lane four columns, one of the two tokens. Consumers only.
+// at `shared` (stages that all have been used), where each block adds up some pieces of the tile in the order of
+// blocks. A piece: of the fragments that give a lane four columns, one of the two tokens. Consumers only.
 template <class S, class Epilogue, class Place>
 __device__ __forceinline__ void finish_in_cluster(const float (&sum)[1][S::NF][4], uint32_t shared, int split,
                                                   int splits, const Place& at, int N, int out, Epilogue& epilogue) {
@@ -3590,8 +3590,8 @@ inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, c
 }
 
 // ---- Products of few rows that have different adapters (serve's steps). First the adapters' part of all rows,
-// sums = s B (A x), in floats, by two kernels; then the product, whose epilogue adds it before anything is rounded. What
-// the rows have is read from memory, so that one graph serves every mix. Rows with the same adapter should be
+// sums = s B (A x), in floats, by two kernels; then the product, whose epilogue adds it before anything is rounded.
+// What the rows have is read from memory, so that one graph serves every mix. Rows with the same adapter should be
 // neighbours: what they share comes from the L1 cache.
 struct RowAdapters {
     const Adapter<bf16>* const* of; // (N) the adapters of a row's products, 4 a layer; null: it has none
@@ -5250,10 +5250,10 @@ sample_kernel(const float* all_logits,        // (R,V)
     if (i == 0) publish(state, r, V, list.answer);
 }
 
-// ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread knows the likeliest
-// of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread whose id it was
-// looks, all lanes together, for the next one among that thread's ids. So nothing is sorted, and no list can overflow.
-// Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
+// ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread knows the
+// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread whose
+// id it was looks, all lanes together, for the next one among that thread's ids. So nothing is sorted, and no list can
+// overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
 __global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
 likeliest_kernel(Likeliest* out,                        // (R)
                  const float* all_logits,               // (R,V)
