@@ -3278,7 +3278,8 @@ struct HopperPlan {
             if (s > 1 && tiles * s > S::BLOCKS * sms) break;
             const double each = (double)(tiles * s) / sms, waves = S::BLOCKS > 1 ? std::max(1., each) : std::ceil(each);
             // Blocks of few tokens also take places in which those of the next product could begin.
-            const double sums = s > 1 ? 1.4 + 0.05 * s : 0, places = small ? each / S::BLOCKS : 0;
+            const double sums = s > 1 ? 0.8 + 0.6 * S::TOKENS * S::ROWS / 4096 + 0.05 * s : 0;
+            const double places = small ? each / S::BLOCKS : 0;
             const double time = waves * (double)((steps + s - 1) / s) * step + sums + places;
             if (time < least) shape = index, splits = s, least = time;
         }
@@ -4152,7 +4153,7 @@ struct HopperAttention {
                 });
             wait_for_turn(me);
             if (unit >= count) break;
-            const int after = lane == 0 ? atomicAdd(taken, 1) : 0;
+            int after = -1; // the unit after the other warp's
             Ring<2> queries = told.queries, keys = told.keys, values = told.values;
             const int q = QUERIES + queries.stage;
             barrier_wait(empty(q), queries.parity ^ 1);
@@ -4169,10 +4170,12 @@ struct HopperAttention {
                     const int next = key0 + KEYS < to ? page_of(n0, key0 + KEYS, to) : 0;
                     if (key0 == from) copy(KEYS_AT, maps.keys, keys, page, t.kv);
                     if (key0 + KEYS < to) copy(KEYS_AT, maps.keys, keys, next, t.kv);
+                    else if (lane == 0 && after < 0) after = atomicAdd(taken, 1); // (late: who is done first takes it)
                     copy(VALUES, maps.values, values, page, t.kv);
                     page = next;
                 }
             });
+            if (lane == 0 && after < 0) after = atomicAdd(taken, 1);
             unit = 2 * blocks + __shfl_sync(~0u, after, 0);
             if (lane == 0) told.queries = queries, told.keys = keys, told.values = values;
             pass_turn(!me);
@@ -5251,9 +5254,9 @@ sample_kernel(const float* all_logits,        // (R,V)
 }
 
 // ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread knows the
-// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread whose
-// id it was looks, all lanes together, for the next one among that thread's ids. So nothing is sorted, and no list can
-// overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
+// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread
+// whose id it was looks, all lanes together, for the next one among that thread's ids. So nothing is sorted, and no list
+// can overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
 __global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
 likeliest_kernel(Likeliest* out,                        // (R)
                  const float* all_logits,               // (R,V)

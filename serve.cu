@@ -3505,7 +3505,7 @@ static std::vector<Option> option_table(Options& o) {
          whole(o.engine.chunk, 1, 65536)},
         {"", "--gpus", "N", "of this host: an engine each (with -d cpu N engines on the CPU)", whole(o.gpus, 1, 64)},
         {"", "--jump-ahead", "N", "where a form leaves no choice about N tokens or more, they are taken at\n"
-         "once (default: CPU 2, GPU 4; 0: never, they cost a step each)", whole(o.jump, 0, 512)},
+         "once (default: CPU 2, GPU 0; 0: never, they cost a step each)", whole(o.jump, 0, 512)},
         {"-y", "--system", "TEXT", "system prompt of conversations that have none", text(o.system)},
         {"-r", "--think", "0|1", "whether the model thinks first where a request does not say\n(default 0)",
          whole(o.think, 0, 1)},
@@ -3697,7 +3697,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     e.burst = gpu ? 8192 : 512;
     if (!http) e.chunk = e.burst; // nobody waits for the next token
     if (!e.chunk) e.chunk = gpu ? 256 : 128;
-    if (o.jump < 0) o.jump = gpu ? 4 : 2; // (a step of a GPU that is not all single tokens has no graph)
+    if (o.jump < 0) o.jump = gpu ? 0 : 2; // (a step of a GPU that is not all single tokens has no graph, and costs more)
     e.jump = o.jump;
     if (e.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", e.context, c.max_positions);
 

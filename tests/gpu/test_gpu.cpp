@@ -379,7 +379,8 @@ static void check_attention_backward(Random& random, const std::vector<int>& len
     attention_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
     attention_backward_cpu(cpu(), want.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
 
-    Context ctx = gpu();
+    Scratchpad pad(attention_scratch(gpu(), 0, 0, H, D));
+    Context& ctx = pad.ctx;
     Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
     Device<bf16> q_copy(q), dout_copy(dout), keys_copy(keys), values_copy(values), out_copy(out);
     Batch b = batch.view();
