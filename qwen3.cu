@@ -3274,12 +3274,12 @@ struct HopperPlan {
     template <class S> void consider(int index, double step, int sms, int most, int N, int out, int in) {
         const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
         const bool small = S::TOKENS * S::ROWS == 64 * 64;
-        for (int s = 1; s <= std::min<int64_t>(most, steps); s++) {
-            if (s > 1 && tiles * s > S::BLOCKS * sms) break;
+        for (int s = 1; s <= std::min<int64_t>(most, steps); s *= 2) {
+            if (s > 1 && tiles * s > S::BLOCKS * (sms - 4)) break; // (not all places can be a cluster's)
             const double each = (double)(tiles * s) / sms, waves = S::BLOCKS > 1 ? std::max(1., each) : std::ceil(each);
             // Blocks of few tokens also take places in which those of the next product could begin.
             const double sums = s > 1 ? 0.8 + 0.6 * S::TOKENS * S::ROWS / 4096 + 0.05 * s : 0;
-            const double places = small ? each / S::BLOCKS : 0;
+            const double places = !small ? 0 : S::BLOCKS > 1 ? each / 2 : each * 1.5;
             const double time = waves * (double)((steps + s - 1) / s) * step + sums + places;
             if (time < least) shape = index, splits = s, least = time;
         }
@@ -4280,6 +4280,7 @@ struct HopperAttention {
             barrier_wait(full(q), queries.parity);
             const int unit = told.unit[queries.stage];
             if (unit < 0) return;
+            __syncwarp(); // all lanes have read it before one of them leaves the stage
             const QueryTile t = tile_of(unit);
             const int split = split_of(unit);
             each_sequence(t, split, [&](int n0, int n1, int from, int to) {
