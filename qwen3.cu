@@ -5255,9 +5255,9 @@ sample_kernel(const float* all_logits,        // (R,V)
 }
 
 // ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread knows the
-// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread
-// whose id it was looks, all lanes together, for the next one among that thread's ids. So nothing is sorted, and no list
-// can overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
+// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread whose
+// id it was looks, all lanes together, for the next one among that thread's ids. So nothing is sorted, and no list can
+// overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
 __global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
 likeliest_kernel(Likeliest* out,                        // (R)
                  const float* all_logits,               // (R,V)
