@@ -3274,8 +3274,9 @@ struct HopperPlan {
     template <class S> void consider(int index, double step, int sms, int most, int N, int out, int in) {
         const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
         const bool small = S::TOKENS * S::ROWS == 64 * 64;
+        if (S::BLOCKS == 1) most = std::min(most, 2); // large clusters of such blocks find no places
         for (int s = 1; s <= std::min<int64_t>(most, steps); s *= 2) {
-            if (s > 1 && tiles * s > S::BLOCKS * (sms - 4)) break; // (not all places can be a cluster's)
+            if (s > 1 && tiles * s > S::BLOCKS * (sms - 4)) break;
             const double each = (double)(tiles * s) / sms, waves = S::BLOCKS > 1 ? std::max(1., each) : std::ceil(each);
             // Blocks of few tokens also take places in which those of the next product could begin.
             const double sums = s > 1 ? 0.8 + 0.6 * S::TOKENS * S::ROWS / 4096 + 0.05 * s : 0;
@@ -5255,9 +5256,9 @@ sample_kernel(const float* all_logits,        // (R,V)
 }
 
 // ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread knows the
-// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread whose
-// id it was looks, all lanes together, for the next one among that thread's ids. So nothing is sorted, and no list can
-// overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
+// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread
+// whose id it was looks, all lanes together, for the next one among that thread's ids. So nothing is sorted, and no
+// list can overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
 __global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
 likeliest_kernel(Likeliest* out,                        // (R)
                  const float* all_logits,               // (R,V)
