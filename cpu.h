@@ -663,6 +663,7 @@ template <int G, int HALF> struct alignas(64) FixedPairs { // of 2 * HALF number
 struct Avx2Pairs : Avx2 {
     static constexpr int HALF = 32, ROWS = 2, TOKENS = 2;
     template <int G> using Fixed = FixedPairs<G, HALF>;
+    using Integers = __m256i;
     using Weights = __m256i[2];
     template <int G> struct Scales { Vector s[G == 32 ? 2 : 1]; __m256i zero[G == 32 ? 2 : 1]; };
     TARGET_AVX2 static INLINE void load_pairs(Weights& w, const int8_t* q, int) {
@@ -702,19 +703,6 @@ struct Avx2Pairs : Avx2 {
         // (The step first: scale * step may be subnormal.)
         sum = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_load_ps(step)), scale, sum);
     }
-    template <int G>
-    TARGET_AVX2 static INLINE void add_pairs(Vector& sum, const Weights& w, const Scales<G>& s, const Fixed<G>& x) {
-        __m256i sums;
-        if constexpr (G == 32) {
-            four_sums<0, 0>(sums, w, x);
-            add_group(sum, sums, s.s[0], s.zero[0], x.sum[0], x.step[0]);
-            four_sums<1, 1>(sums, w, x);
-            add_group(sum, sums, s.s[1], s.zero[1], x.sum[1], x.step[1]);
-        } else {
-            four_sums<0, 1>(sums, w, x);
-            add_group(sum, sums, s.s[0], s.zero[0], x.sum[0], x.step[0]);
-        }
-    }
 #define TARGET TARGET_AVX2
 #define PAIRS
 #include "cpu_loops.h"
@@ -724,6 +712,7 @@ struct Avx2Pairs : Avx2 {
 struct VnniPairs : Avx512 {
     static constexpr int HALF = 64, ROWS = 4, TOKENS = 2;
     template <int G> using Fixed = FixedPairs<G, HALF>;
+    using Integers = __m512i;
     using Weights = __m512i[2];
     template <int G> struct Scales { Vector s[G == 32 ? 2 : 1]; __m512i zero[G == 32 ? 2 : 1]; };
     TARGET_AVX512_BF16 static INLINE void load_pairs(Weights& w, const int8_t* q, int left) {
@@ -763,20 +752,6 @@ struct VnniPairs : Avx512 {
         sums = _mm512_sub_epi32(sums, _mm512_mullo_epi32(zero, _mm512_load_si512(all)));
         const Vector stepped = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, sums), _mm512_load_ps(step));
         sum = _mm512_fmadd_ps(stepped, scale, sum);
-    }
-    template <int G>
-    TARGET_AVX512_BF16 static INLINE void add_pairs(Vector& sum, const Weights& w, const Scales<G>& s,
-                                                    const Fixed<G>& x) {
-        __m512i sums;
-        if constexpr (G == 32) {
-            four_sums<0, 0>(sums, w, x);
-            add_group(sum, sums, s.s[0], s.zero[0], x.sum[0], x.step[0]);
-            four_sums<1, 1>(sums, w, x);
-            add_group(sum, sums, s.s[1], s.zero[1], x.sum[1], x.step[1]);
-        } else {
-            four_sums<0, 1>(sums, w, x);
-            add_group(sum, sums, s.s[0], s.zero[0], x.sum[0], x.step[0]);
-        }
     }
 #define TARGET TARGET_AVX512_BF16
 #include "cpu_loops.h"

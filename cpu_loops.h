@@ -164,7 +164,20 @@ TARGET static void integer_loop(float* y, const int8_t* q, const bf16* scale, co
 #endif
 
 #ifdef PAIRS
-// The same for rows of INT4 in groups of G.
+// The same for rows of INT4 in groups of G. Two halves of columns at a time: of one group each, or of the same one.
+template <int G>
+TARGET static INLINE void add_pairs(Vector& sum, const Weights& w, const Scales<G>& s, const Fixed<G>& x) {
+    Integers sums;
+    if constexpr (G == 32) {
+        four_sums<0, 0>(sums, w, x);
+        add_group(sum, sums, s.s[0], s.zero[0], x.sum[0], x.step[0]);
+        four_sums<1, 1>(sums, w, x);
+        add_group(sum, sums, s.s[1], s.zero[1], x.sum[1], x.step[1]);
+    } else {
+        four_sums<0, 1>(sums, w, x);
+        add_group(sum, sums, s.s[0], s.zero[0], x.sum[0], x.step[0]);
+    }
+}
 template <int G, int R, int M>
 TARGET static void pairs_loop(float* y, const int8_t* q, const uint16_t* scale, const uint8_t* zero, const Fixed<G>* x,
                               int in) {

@@ -1606,7 +1606,7 @@ __device__ inline void prefetch_map(const CUtensorMap& map) {
     HOPPER_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 // The blocks of a cluster (PTX ISA, "barrier.cluster"): all threads that have not ended meet; what they wrote to shared
-// memory before, all may read after it. Four numbers of the shared memory of block `rank`, at our own `address`.
+// memory before, all may read after it. Two numbers of the shared memory of block `rank`, at our own `address`.
 __device__ inline void cluster_arrive() { HOPPER_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { HOPPER_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ inline float2 read_block(uint32_t address, int rank) {

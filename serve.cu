@@ -254,7 +254,8 @@ struct Figures {
         for (auto number : {&Figures::running, &Figures::waiting, &Figures::pages, &Figures::pages_used})
             this->*number += f.*number;
         for (auto number : {&Figures::prompt_tokens, &Figures::answer_tokens, &Figures::looked_up, &Figures::found,
-                            &Figures::preempted, &Figures::stopped, &Figures::cut, &Figures::cancelled, &Figures::forced})
+                            &Figures::preempted, &Figures::stopped, &Figures::cut, &Figures::cancelled,
+                            &Figures::forced})
             this->*number += f.*number;
         for (auto times : {&Figures::first_token, &Figures::between_tokens, &Figures::whole})
             (this->*times).add(f.*times);
@@ -558,7 +559,7 @@ struct EngineOptions {
     bool at_most = false; // the context may be less: what the cache holds
     int texts = 0;        // pooled jobs at once, beside the answers
     bool adapters = true; // there may be some
-    int jump = 2;         // so many tokens that a form leaves no choice about are taken at once, not a step each; 0: never
+    int jump = 2;         // so many tokens that a form leaves no choice about are taken at once; 0: never, a step each
     size_t adapter_bytes = 0; // that adapters which clients load may take, all together; 0: some of what is free
 };
 

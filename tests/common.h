@@ -140,3 +140,18 @@ struct TestBatch {
         return {(int)token.size(), (int)pages.size() / std::max(1, max_pages), token.data(), pos.data(), seq.data(), slot.data(), pages.data(), max_pages};
     }
 };
+
+// Of the products of W with rows of x: whether `count` rows from `first` on, computed by themselves, have the bits that
+// they have among all N.
+template <class T> auto same_in_any_batch(const Linear<T>& W, const std::vector<T>& x, int N) {
+    auto product = [&W, &x](int first, int count) {
+        const std::vector<acc<T>> zero((size_t)count * W.out());
+        auto y = poisoned<acc<T>>((size_t)count * W.out());
+        linear_add_cpu(cpu(), y.data(), zero.data(), x.data() + (size_t)first * W.in, W, count);
+        return y;
+    };
+    return [&W, product, whole = product(0, N)](int first, int count) {
+        const size_t begin = (size_t)first * W.out(), size = (size_t)count * W.out() * sizeof(acc<T>);
+        return memcmp(product(first, count).data(), &whole[begin], size) == 0;
+    };
+}

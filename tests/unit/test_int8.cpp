@@ -627,24 +627,14 @@ TEST_CASE_TEMPLATE("an INT8 product's row has the same bits in any batch", T, bf
         const int N = 83;
         Int8Linear<T> W(random, {70, 33}, in);
         const auto x = random.fill<T>((size_t)N * in);
-        const std::vector<acc<T>> zero((size_t)N * W.out());
-        auto product = [&](int first, int count) {
-            auto y = poisoned<acc<T>>((size_t)count * W.out());
-            linear_add_cpu(cpu(), y.data(), zero.data(), x.data() + (size_t)first * in, W, count);
-            return y;
-        };
-        const auto whole = product(0, N);
-        auto check = [&](int first, int count) {
-            const size_t begin = (size_t)first * W.out(), size = (size_t)count * W.out() * sizeof(acc<T>);
-            return memcmp(product(first, count).data(), &whole[begin], size) == 0;
-        };
+        const auto same = same_in_any_batch<T>(W, x, N);
         for (int count : {1, 2, 4, 16, 31, 64})
-            for (int n = 0; n + count <= N; n += 11) CHECK(check(n, count));
+            for (int n = 0; n + count <= N; n += 11) CHECK(same(n, count));
 #ifdef _OPENMP
         const int threads = omp_get_max_threads();
         for (int j : {1, 2, 5}) {
             omp_set_num_threads(j);
-            CHECK(check(0, N));
+            CHECK(same(0, N));
         }
         omp_set_num_threads(threads);
 #endif

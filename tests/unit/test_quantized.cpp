@@ -71,16 +71,7 @@ TEST_CASE_TEMPLATE("a row of an INT4 or FP8 product has the same bits in any bat
         const int N = 37;
         PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, {45, 20}, in);
         const auto x = random.fill<T>((size_t)N * in);
-        const std::vector<acc<T>> zero((size_t)N * W.out());
-        auto product = [&](int first, int count) {
-            auto y = poisoned<acc<T>>((size_t)count * W.out());
-            linear_add_cpu(cpu(), y.data(), zero.data(), x.data() + (size_t)first * in, W, count);
-            return y;
-        };
-        const auto whole = product(0, N);
-        auto same = [&](int first, int count) {
-            return memcmp(product(first, count).data(), &whole[(size_t)first * W.out()], (size_t)count * W.out() * sizeof(acc<T>)) == 0;
-        };
+        const auto same = same_in_any_batch<T>(W, x, N);
         for (int count : {1, 2, 3, 16})
             for (int n = 0; n + count <= N; n += 7) CHECK(same(n, count));
 #ifdef _OPENMP
