@@ -3,6 +3,12 @@
 #include <doctest/doctest.h>
 #ifdef TRAIN_NO_MAIN // the suite is about the trainer too
 #include "../train_lora.cu"
+#elif defined(SUITES_ARE_PROGRAMS)
+#include "programs.h"
+#define main qwen3_main
+#include "../qwen3.cu"
+#undef main
+static const bool is_qwen3 = add_program("qwen3", qwen3_main);
 #else
 #define QWEN3_NO_MAIN
 #include "../qwen3.cu"

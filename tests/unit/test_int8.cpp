@@ -280,7 +280,6 @@ static std::vector<std::string> pythons() {
     if (numpy && told) found.push_back("python3 -I");
     return found;
 }
-#define EXPORT_TEST(name) TEST_CASE(name * doctest::skip(pythons().empty()))
 
 static void export_int8(const std::string& python, const std::string& folder, const std::string& out) {
     const std::string command = python + " export.py " + folder + " " + out + " --int8 2>" + out + ".err";
@@ -341,12 +340,12 @@ static void check_export(const std::string& folder) {
     }
 }
 
-EXPORT_TEST("export.py --int8 writes what Weights makes: the fixtures") {
+TEST_CASE("export.py --int8 writes what Weights makes: the fixtures") {
     for (std::string name : {"tied_f32", "untied_f32_sharded", "tied_bf16", "untied_bf16", "tied_f16"})
         check_export("tests/fixtures/" + name);
 }
 
-EXPORT_TEST("export.py --int8 writes what Weights makes: every magnitude, zeros, rows of any length") {
+TEST_CASE("export.py --int8 writes what Weights makes: every magnitude, zeros, rows of any length") {
     for (std::string dtype : {"BF16", "F16", "F32"}) {
         Scratch s;
         Random random{13};
@@ -355,7 +354,7 @@ EXPORT_TEST("export.py --int8 writes what Weights makes: every magnitude, zeros,
     }
 }
 
-EXPORT_TEST("export.py --int8 of matrices that are longer than a block of 1 MiB, row by row or not") {
+TEST_CASE("export.py --int8 of matrices that are longer than a block of 1 MiB, row by row or not") {
     Scratch s;
     Random random{14};
     Checkpoint checkpoint(random, "F32");

@@ -417,8 +417,11 @@ TEST_CASE("--quantize refuses what no scale holds") {
     CHECK(run_qwen3({s / "m.bin", "--quantize", "int8", s / "x.bin"}).status == 0);
 }
 
-static bool have_python() { return std::system("python3 -I -S -c pass >/dev/null 2>&1") == 0; }
-TEST_CASE("export.py --to-hf makes a folder of a quantised model, which opens as the same" * doctest::skip(!have_python())) {
+TEST_CASE("export.py --to-hf makes a folder of a quantised model, which opens as the same") {
+    if (std::system("python3 -I -S -c pass >/dev/null 2>&1")) {
+        printf("skipped: export.py --to-hf: there is no python3\n");
+        return;
+    }
     const Scratch s;
     for (std::string how : {"int4", "fp8"}) {
         CAPTURE(how);
