@@ -200,10 +200,10 @@ TEST_CASE("tokenize and detokenize: any bytes go there and back") {
 
 TEST_CASE("tokenizer.bin is looked for beside the model, beside the program, in the working folder") {
     Scratch model, program, work;
-    fs::copy_file(PROGRAM, program / "q");
+    fs::copy_file(PROGRAM, program / "qwen3");
     fs::copy_file(TINY, model / "model.bin");
     Setting there;
-    there.program = program / "q", there.folder = work.path.string();
+    there.program = program / "qwen3", there.folder = work.path.string();
     const Strings ask = {model / "model.bin", "-i", "x", "-n", "0"};
     check_refused(ask, "no tokenizer.bin", there);
     CHECK(out_of({model / "model.bin", "--ids", "1", "-n", "1"}, "", there).size() > 1); // ids need none
@@ -398,9 +398,9 @@ TEST_CASE("--logits: every position's, whatever the number of threads and howeve
     const std::vector<int> prompt(ids.begin(), ids.begin() + 500);
     Scratch bare;
     Setting there;
-    fs::copy_file(PROGRAM, bare / "q");
+    fs::copy_file(PROGRAM, bare / "qwen3");
     fs::copy_file(TINY, bare / "m");
-    there.program = bare / "q", there.folder = bare.path.string();
+    there.program = bare / "qwen3", there.folder = bare.path.string();
     const Strings ask = {"m", "--ids", join(prompt, ","), "-t", "0", "-n", "30", "-j", "1", "--json"};
     const Answer a = parse_answer(out_of(ask, "", there));
     REQUIRE(a.ids.size() > 5);
