@@ -6,6 +6,7 @@
 # make tsan         the server's suite, the server under ThreadSanitizer
 # make aarch64      the model's suites for 64-bit Arm, by a cross compiler, under qemu-user
 # make cuda-check   nvcc compiles every kernel for four architectures, and the code in the notes
+# make lab          the kernel laboratories, from the naive loop up
 # make bench        speed of this machine's build, and of its GPU's kernels
 # make clean
 # Options: PORTABLE=1 a binary for any x86-64    CXX=clang++    ARCH=native|all|"80 89"    V=1 shows the commands
@@ -47,7 +48,7 @@ space    := $(empty) $(empty)
 NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(FLAGS)))
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
-.PHONY: all cpu info test asan tsan aarch64 fuzz campaign bench clean cuda-check
+.PHONY: all cpu info test asan tsan aarch64 fuzz campaign bench clean cuda-check lab
 all cpu: info qwen3 train_lora datagen $(if $(MHD),serve)
 
 info:
@@ -97,6 +98,15 @@ datagen: datagen.cpp $(HEADERS) $(BUILD)/command
 	$(Q)$(CXX) $(CPUFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
 	@echo "built     ./datagen"
 
+# ---- The laboratories (docs/lab.md). With nvcc and a GPU they print times; with g++ alone the steps run by emulation.
+LABS      := $(basename $(wildcard lab/*.cu))
+LAB_LIBS  := $(foreach l,cublas cusparse cudnn,$(if $(and $(HAVE_NVCC),$(wildcard $(dir $(HAVE_NVCC))../include/$(l).h)),$(l)))
+LAB_FLAGS  = $(foreach l,$(LAB_LIBS),-DHAVE_$(shell echo $(l) | tr a-z A-Z)) $(LAB_LIBS:%=-l%)
+lab: $(LABS)
+$(LABS): %: %.cu $(wildcard lab/*.h data/course/emulate*.h) $(BUILD)/command
+	$(Q)$(COMPILE) $< -o $@ $(LAB_FLAGS)
+	@echo "built     $@"
+
 # ---- Speed: the real shape with random weights, and the tokenizer.
 bench: info qwen3
 	@[ -f $(BUILD)/0.6B.bin ] || ./qwen3 --synthesize 0.6B $(BUILD)/0.6B.bin
@@ -121,7 +131,7 @@ UNITS     := $(notdir $(basename $(wildcard tests/unit/test_*.cpp)))
 INCLUDING  = $(notdir $(basename $(shell grep -lE '^.include "\.\./$(1)' $(UNITS:%=tests/unit/%.cpp))))
 SERVING   := $(call INCLUDING,engine\.h)
 TRAINING  := $(call INCLUDING,trainer\.h)
-ALONE     := $(call INCLUDING,\.\./(qwen3|datagen)\.)
+ALONE     := $(call INCLUDING,\.\./(qwen3\.|datagen\.|lab/))
 MODEL     := $(filter-out $(ALONE) $(SERVING) $(TRAINING),$(call INCLUDING,(common|golden)\.h))
 OTHERS    := $(filter-out $(ALONE) $(SERVING) $(TRAINING) $(MODEL),$(UNITS))
 JOBS      ?= $(shell nproc 2>/dev/null || echo 1)
@@ -165,6 +175,7 @@ TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
 $(T)/test_datagen.o: datagen.cpp
 $(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
+$(T)/test_lab.o: $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
 $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
@@ -254,17 +265,18 @@ campaign: serve $(BUILD)/campaign
 	$(BUILD)/campaign --seconds $(SECONDS_EACH)
 
 # ---- All CUDA code, without linking: what CI can do without a GPU. The trainer and the server's suite have every kernel
-# between them and are compiled for four architectures; what calls the same kernels as far as PTX, for one; the code in the
+# between them and are compiled for four architectures, and so are the laboratories; what calls the same kernels as far as PTX, for one; the code in the
 # course's notes, and what measures it, for one.
 CHECKED    = 80 89 90a 120
 EVERY      = train_lora.cu tests/gpu/test_serve_gpu.cpp
 NOTES      = tests/gpu/test_notes.cpp tests/bench/bench_notes.cu
+LAB_FILES  = $(wildcard lab/*.cu)
 CALLERS    = $(filter-out $(EVERY) $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
              $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu)
-$(EVERY:%=check/%): CODE = $(CHECKED:%=sm_%)
+$(EVERY:%=check/%) $(LAB_FILES:%=check/%): CODE = $(CHECKED:%=sm_%)
 $(NOTES:%=check/%): CODE = sm_90a
 $(CALLERS:%=check/%): CODE = compute_90a
-CUDA_CHECKS = $(EVERY:%=check/%) $(CALLERS:%=check/%) $(NOTES:%=check/%)
+CUDA_CHECKS = $(EVERY:%=check/%) $(CALLERS:%=check/%) $(NOTES:%=check/%) $(LAB_FILES:%=check/%)
 $(CUDA_CHECKS): check/%: $(BUILD)/notes.cuh
 	@echo "nvcc $(CODE): $*"
 	$(Q)$(NVCC) -x cu -std=c++17 $(foreach c,$(CODE),-gencode arch=$(c:sm_%=compute_%),code=$(c)) \
@@ -277,4 +289,4 @@ cuda-check:
 .PHONY: $(CUDA_CHECKS) check/notes
 
 clean:
-	rm -rf qwen3 train_lora datagen serve bench_serve libqwen3.so $(BUILD)
+	rm -rf qwen3 train_lora datagen serve bench_serve libqwen3.so $(LABS) $(BUILD)

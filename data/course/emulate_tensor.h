@@ -76,7 +76,7 @@ struct Arrivals {
 };
 static std::map<uint64_t*, Arrivals> arrivals;
 static void barriers_ready() {}
-static void barrier_init(uint64_t* b, int count) { arrivals[b] = {count, count}; }
+static void barrier_init(uint64_t* b, int count) { arrivals[b] = {count, count, 0, 0, {}}; }
 static void barrier_expect(uint64_t* b, int bytes) {
     Arrivals& a = arrivals.at(b);
     a.bytes += bytes, a.missing--, a.settle();
