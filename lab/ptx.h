@@ -84,7 +84,58 @@ inline CUtensorMap tensor_map(const void* array, int rows, int columns, int box_
         fail("the driver has no map for an array of %d x %d", rows, columns);
     return map;
 }
+
+// ---- wgmma: four warps multiply what lies in shared memory, in the background
+// An operand: rows of 64 bf16 in the order in which TMA leaves them, eight rows 1,024 bytes from the next eight.
+__device__ inline uint64_t wgmma_operand(const void* p) {
+    return (uint64_t)(shared_address(p) & 0x3ffff) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
+}
+// c (64,N) = a (64,16) b (N,16)^T, added to c if `add`. Warp w has rows 16 w .. 16 w + 15, a lane what mma gives it:
+// c[4 j .. 4 j + 3] are of columns 8 j .. 8 j + 7.
+#define C4(j) "+f"(c[j]), "+f"(c[j + 1]), "+f"(c[j + 2]), "+f"(c[j + 3])
+#define C16(j) C4(j), C4(j + 4), C4(j + 8), C4(j + 12)
+#define TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
+template <int N>
+__device__ inline void wgmma_64x([[maybe_unused]] float (&c)[N / 2], [[maybe_unused]] const void* a,
+                                 [[maybe_unused]] const void* b, [[maybe_unused]] int add) {
+    static_assert(N == 128 || N == 256, "two shapes are written out");
+    if constexpr (N == 128)
+        HOPPER_ASM("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
+                   "%60,%61,%62,%63}, %64, %65, p, 1, 1, 0, 0; }"
+                   : C16(0), C16(16), C16(32), C16(48) : "l"(wgmma_operand(a)), "l"(wgmma_operand(b)), "r"(add) : "memory");
+    else
+        HOPPER_ASM("{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
+                   "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
+                   TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11)
+                   "%120,%121,%122,%123,%124,%125,%126,%127}, %128, %129, p, 1, 1, 0, 0; }"
+                   : C16(0), C16(16), C16(32), C16(48), C16(64), C16(80), C16(96), C16(112)
+                   : "l"(wgmma_operand(a)), "l"(wgmma_operand(b)), "r"(add) : "memory");
+}
+#undef TEN
+#undef C16
+#undef C4
+__device__ inline void wgmma_fence() { HOPPER_ASM("wgmma.fence.sync.aligned;" ::: "memory"); } // c has been written
+__device__ inline void wgmma_commit() { HOPPER_ASM("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LAST> __device__ inline void wgmma_wait() { // until all groups but the last few are done
+    HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(LAST) : "memory");
+}
+template <int N> __device__ inline void settle(float (&c)[N]) { // the compiler moves no use of c across this
+    UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
+}
+// What threads wrote to shared memory (cp.async, too), wgmma and TMA may read after the block's next barrier.
+__device__ inline void shared_to_async() { HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Registers move between the warpgroups of a block: all four warps say it; a multiple of 8 a thread.
+template <int REGISTERS> __device__ inline void keep_registers() {
+    HOPPER_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS> __device__ inline void take_registers() {
+    HOPPER_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
 #else
+inline void shared_to_async() {}
+template <int> void keep_registers() {}
+template <int> void take_registers() {}
 template <int LAST> void copies_wait() { wait_all_but(LAST); }
 inline CUtensorMap tensor_map(const void* array, int rows, int columns, int box_rows) {
     return {(const bf16*)array, rows, columns, box_rows};
