@@ -10,7 +10,6 @@
 // read less: from memory, from the caches, then from shared memory.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: the last step is the program's own kernel
 #define QWEN3_NO_MAIN
-#define QWEN3_PLAIN
 #include "../qwen3.cu"
 #endif
 #include "ptx.h"
@@ -247,7 +246,7 @@ __global__ void __launch_bounds__(256) vectors(const float* A, const float* B, f
 // ---- 7 double buffer. In step 6 nobody multiplies while a block waits for memory, except other blocks. With two buffers
 // the loads of the next step are asked for before this one's products, arrive in registers meanwhile, and go to the other
 // buffer. One barrier a step is left. Predicted: a few percent, as two blocks a multiprocessor already hide a part.
-__global__ void __launch_bounds__(256) two_buffers(const float* A, const float* B, float* C, int M, int N, int K) {
+__global__ void __launch_bounds__(256, 2) two_buffers(const float* A, const float* B, float* C, int M, int N, int K) {
     __shared__ __align__(16) float a[2][DEEP][TILE], b[2][DEEP][TILE];
     const int i0 = blockIdx.y * TILE, j0 = blockIdx.x * TILE;
     float sum[8][8] = {};
@@ -263,35 +262,34 @@ __global__ void __launch_bounds__(256) two_buffers(const float* A, const float* 
 }
 
 // ---- 8 asynchronous copies. cp.async (sm_80) copies 16 bytes from memory to shared memory without a register: the next
-// steps can be two ahead, not one, for no registers at all. It cannot transpose. So A's tile is stored by rows, and what
-// step 6 gained is kept by reading four k of a row at once: 8 loads of A and 8 of B for four k. The two rows that a warp
-// reads are neighbours, 16 words apart: no conflict.
-// Predicted: as step 7 within a few percent. It pays later: 96 KB in three stages could not wait in registers.
-constexpr int FLOAT_DEEP = 16, FLOAT_STAGE = 2 * TILE * FLOAT_DEEP, FLOAT_STAGES = 3; // floats in a stage
+// steps can be three ahead, not one, for no registers at all. It cannot transpose. So A's tile is stored by rows, and what
+// step 6 gained is kept for the most part by reading two k of a row at once: 8 loads of A and 4 of B for 128 multiply-adds
+// (four k at once took more than 128 registers a thread, and so the second block). The two rows that a warp reads are
+// neighbours, 8 words apart: no conflict. Predicted: as step 7 within a few percent, perhaps less for its half more of
+// loads. It pays later: stages of 32 KB could not wait in registers.
+constexpr int FLOAT_STAGE = 2 * TILE * DEEP, FLOAT_STAGES = 4; // floats in a stage: A's tile (128,8), B's (8,128)
 __device__ inline void copy_stage(float* stage, const float* A, const float* B, int i0, int j0, int k0, int M, int N, int K) {
-    for (int n = threadIdx.x; n < TILE * FLOAT_DEEP / 4; n += 256) {
-        const int i = n / 4, k = n % 4 * 4, row = n / 32, j = n % 32 * 4;
-        copy16(stage + n * 4, A + (size_t)(i0 + i) * K + k0 + k, i0 + i < M && k0 + k < K);
-        copy16(stage + TILE * FLOAT_DEEP + n * 4, B + (size_t)(k0 + row) * N + j0 + j, k0 + row < K && j0 + j < N);
-    }
+    const int t = threadIdx.x, i = i0 + t / 2, ka = k0 + t % 2 * 4, kb = k0 + t / 32, j = j0 + t % 32 * 4;
+    copy16(stage + t * 4, A + (size_t)i * K + ka, i < M && ka < K);
+    copy16(stage + TILE * DEEP + t * 4, B + (size_t)kb * N + j, kb < K && j < N);
     copies_commit();
 }
-__global__ void __launch_bounds__(256) stages(const float* A, const float* B, float* C, int M, int N, int K) {
+__global__ void __launch_bounds__(256, 2) stages(const float* A, const float* B, float* C, int M, int N, int K) {
     DYNAMIC_SHARED(float, shared);
     const int t = threadIdx.x, i0 = blockIdx.y * TILE, j0 = blockIdx.x * TILE, x = t % 16 * 4, y = t / 16;
     float sum[8][8] = {};
     for (int s = 0; s < FLOAT_STAGES - 1; s++)
-        copy_stage(shared + s * FLOAT_STAGE, A, B, i0, j0, s * FLOAT_DEEP, M, N, K);
-    for (int k0 = 0, s = 0; k0 < K; k0 += FLOAT_DEEP, s++) {
+        copy_stage(shared + s * FLOAT_STAGE, A, B, i0, j0, s * DEEP, M, N, K);
+    for (int k0 = 0, s = 0; k0 < K; k0 += DEEP, s++) {
         copies_wait<FLOAT_STAGES - 2>(); // this thread's part of stage s has come
         __syncthreads();                 // everybody's has, and nobody reads the stage before any more
         const int ahead = s + FLOAT_STAGES - 1;
-        copy_stage(shared + ahead % FLOAT_STAGES * FLOAT_STAGE, A, B, i0, j0, ahead * FLOAT_DEEP, M, N, K);
-        const float *a = shared + s % FLOAT_STAGES * FLOAT_STAGE, *b = a + TILE * FLOAT_DEEP;
-        UNROLL for (int k = 0; k < FLOAT_DEEP; k += 4) {
-            alignas(16) float left[8][4], right[8];
-            UNROLL for (int i = 0; i < 8; i++) *(float4*)left[i] = *(const float4*)&a[(y + 16 * i) * FLOAT_DEEP + k];
-            UNROLL for (int e = 0; e < 4; e++) {
+        copy_stage(shared + ahead % FLOAT_STAGES * FLOAT_STAGE, A, B, i0, j0, ahead * DEEP, M, N, K);
+        const float *a = shared + s % FLOAT_STAGES * FLOAT_STAGE, *b = a + TILE * DEEP;
+        UNROLL for (int k = 0; k < DEEP; k += 2) {
+            alignas(16) float left[8][2], right[8];
+            UNROLL for (int i = 0; i < 8; i++) *(float2*)left[i] = *(const float2*)&a[(y + 16 * i) * DEEP + k];
+            UNROLL for (int e = 0; e < 2; e++) {
                 UNROLL for (int h = 0; h < 2; h++) *(float4*)&right[h * 4] = *(const float4*)&b[(k + e) * TILE + x + h * 64];
                 UNROLL for (int i = 0; i < 8; i++)
                     UNROLL for (int j = 0; j < 8; j++) sum[i][j] += left[i][e] * right[j];
@@ -590,7 +588,7 @@ inline Laboratory laboratory() {
                   "one load for 16 multiply-adds");
     l.step<Float>("double buffer", "the next step is fetched during this one", runs(two_buffers, dim3(256), TILE), FMA,
                   WARPS, "less waiting for memory and at barriers than step 6");
-    l.step<Float>("cp.async", "three stages, and no registers for copies",
+    l.step<Float>("cp.async", "four stages, and no registers for copies",
                   runs(stages, dim3(256), TILE, FLOAT_STAGES * FLOAT_STAGE * sizeof(float)), FMA, WARPS,
                   "waits for memory all but gone");
     l.step<Narrow>("mma.sync", "bf16 on the tensor cores", runs_narrow(tensor<false>), TENSOR, CONFLICTS,
