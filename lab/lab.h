@@ -111,6 +111,13 @@ template <class T> struct Array {
     operator T*() const { return p; }
     void fill(int byte) { GPU_CHECK(cudaMemset(p, byte, n * sizeof(T))); }
     void spoil() { fill(0xff); } // NaN, or -1
+    void clear() const { // a part of a step: it is timed with it
+#ifdef __CUDACC__
+        GPU_CHECK(cudaMemsetAsync(p, 0, n * sizeof(T), stream));
+#else
+        memset(p, 0, n * sizeof(T));
+#endif
+    }
     std::vector<T> get() const {
         std::vector<T> v(n);
         GPU_CHECK(cudaDeviceSynchronize());
@@ -118,11 +125,12 @@ template <class T> struct Array {
         return v;
     }
 };
-// The same numbers every time: multiples of 1/128 in [-1, 1), exact in bf16, whose products float32 adds up exactly as
-// long as a sum stays under 1024. So the order of a sum does not matter, and a right result has no error at all.
+// The same numbers every time: odd multiples of 1/128 between -1 and 1, exact in bf16. float32 adds them up exactly while
+// a sum stays under 131,072, and their products under 1,024. So the order of a sum does not matter, and a right result has
+// no error at all. Their mean is zero, so that long sums stay small.
 inline std::vector<float> random_numbers(size_t n, uint32_t seed) {
     std::vector<float> v(n);
-    for (auto& x : v) seed = seed * 1664525u + 1013904223u, x = (float)((int)(seed >> 24) - 128) / 128;
+    for (auto& x : v) seed = seed * 1664525u + 1013904223u, x = (float)((int)(seed >> 24 | 1) - 128) / 128;
     return v;
 }
 // The largest |got - want|; infinite if a number is none.
