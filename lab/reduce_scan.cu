@@ -28,7 +28,8 @@ struct Sum : Problem {
     Array<int> arrived;
     Scratch scratch;
     explicit Sum(Shape s)
-        : n((s.x + 3) / 4 * 4), numbers(random_numbers(n, 1)), in(numbers), out(1), parts(8 * multiprocessors()), arrived(1) {
+        : n((s.x + 3) / 4 * 4), numbers(random_numbers(n, 1)), in(numbers), out(1), parts(8 * multiprocessors()),
+          arrived(1) {
         bytes = 4. * n, flops = n;
         arrived.clear();
 #ifdef HAVE_CUB
@@ -43,7 +44,7 @@ struct Sum : Problem {
     }
 #ifdef HAVE_CUB
     void library() override {
-        scratch.call([&](void* p, size_t& bytes) { GPU_CHECK(cub::DeviceReduce::Sum(p, bytes, in.p, out.p, n, stream)); });
+        scratch.call([&](void* p, size_t& b) { GPU_CHECK(cub::DeviceReduce::Sum(p, b, in.p, out.p, n, stream)); });
     }
 #endif
 };
@@ -56,10 +57,10 @@ __global__ void atomics(const float* in, float* out, int n) {
     if (i < n) atomicAdd(out, in[i]);
 }
 
-// ---- 2 a tree. The threads of a block add up in shared memory: in each round a thread adds its right neighbour's number,
-// then that of two places on, then four; one atomic addition a block is left. 256 times fewer.
-// Predicted: 300,000 atomics need 0.2 ms, about twice what reading takes; and 8 rounds with a barrier each, in which every
-// second, then every fourth thread works: the threads of a warp diverge, and warps without work to do run all the same.
+// ---- 2 a tree. The threads of a block add up in shared memory: in each round a thread adds its right neighbour's
+// number, then that of two places on, then four; one atomic addition a block is left. 256 times fewer. Predicted:
+// 300,000 atomics need 0.2 ms, about twice what reading takes; and 8 rounds with a barrier each, in which every second,
+// then every fourth thread works: the threads of a warp diverge, and warps without work to do run all the same.
 __global__ void tree(const float* in, float* out, int n) {
     __shared__ float part[THREADS];
     const int t = threadIdx.x, i = blockIdx.x * THREADS + t;
@@ -71,9 +72,10 @@ __global__ void tree(const float* in, float* out, int n) {
     if (t == 0) atomicAdd(out, part[0]);
 }
 
-// ---- 3 a tree of neighbours. One loop is turned round: the first half of the threads add the second half's numbers, then
-// the first quarter. Whole warps work or rest, and nobody diverges until one warp is left; neighbours read neighbouring
-// banks. 12 warps have work in the 8 rounds together, where step 2 has 47 (exercise 3). Predicted: a third less time.
+// ---- 3 a tree of neighbours. One loop is turned round: the first half of the threads add the second half's numbers,
+// then the first quarter. Whole warps work or rest, and nobody diverges until one warp is left; neighbours read
+// neighbouring banks. 12 warps have work in the 8 rounds together, where step 2 has 47 (exercise 3). Predicted: a third
+// less time.
 __global__ void neighbours(const float* in, float* out, int n) {
     __shared__ float part[THREADS];
     const int t = threadIdx.x, i = blockIdx.x * THREADS + t;
@@ -85,9 +87,10 @@ __global__ void neighbours(const float* in, float* out, int n) {
     if (t == 0) atomicAdd(out, part[0]);
 }
 
-// ---- 4 shuffles. Within a warp lanes read each other's registers: 5 instructions, no barrier, no shared memory. One barrier
-// is left, between the warps' sums and the last five. Predicted: less than step 3; what is left is that a thread has only
-// one number: 4 bytes under way a thread are 8 KB a multiprocessor, a half of what it takes to keep the memory busy.
+// ---- 4 shuffles. Within a warp lanes read each other's registers: 5 instructions, no barrier, no shared memory. One
+// barrier is left, between the warps' sums and the last five. Predicted: less than step 3; what is left is that a
+// thread has only one number: 4 bytes under way a thread are 8 KB a multiprocessor, a half of what it takes to keep the
+// memory busy.
 __device__ inline float warp_sum(float x) { // in every lane
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
@@ -126,9 +129,9 @@ __global__ void several(const float* in, float* out, int n) {
     if (threadIdx.x == 0) atomicAdd(out, sum);
 }
 
-// ---- 6 in one order. Which block's atomic addition comes first differs from run to run, and so does a rounded sum. Here
-// each block leaves its sum in memory, and the last one to arrive adds all up, always in the same order. qwen3.cu does
-// so everywhere. The fence comes before the count: whoever sees the count sees the sum. Predicted: as step 5.
+// ---- 6 in one order. Which block's atomic addition comes first differs from run to run, and so does a rounded sum.
+// Here each block leaves its sum in memory, and the last one to arrive adds all up, always in the same order. qwen3.cu
+// does so everywhere. The fence comes before the count: whoever sees the count sees the sum. Predicted: as step 5.
 __global__ void in_order(const float* in, float* out, float* parts, int* arrived, int n) {
     __shared__ int last;
     const float sum = block_sum(add_up(in, n));
@@ -196,9 +199,9 @@ struct Softmax : Rows { // y = e^x / sum of them
     }
 };
 
-// ---- 7 rmsnorm. A sum of squares, then the row once more. Predicted: a row of 4,096 has 16 KB and is in the L1 cache when
-// it is read again, so the memory sees it once: the ceiling of a copy, less the wait between the two passes, which the
-// multiprocessor's other blocks fill.
+// ---- 7 rmsnorm. A sum of squares, then the row once more. Predicted: a row of 4,096 has 16 KB and is in the L1 cache
+// when it is read again, so the memory sees it once: the ceiling of a copy, less the wait between the two passes, which
+// the multiprocessor's other blocks fill.
 __global__ void rmsnorm(const float* in, const float* w, float* out, int columns) {
     const float* x = in + (size_t)blockIdx.x * columns;
     float squares = 0;
@@ -207,9 +210,9 @@ __global__ void rmsnorm(const float* in, const float* w, float* out, int columns
     for (int c = threadIdx.x; c < columns; c += THREADS) out[(size_t)blockIdx.x * columns + c] = x[c] * scale * w[c];
 }
 
-// ---- 8 softmax in three passes. e^x overflows from 88 on, so the row's largest number is taken off first: one pass for it,
-// one for the sum, one to write. Predicted: the memory sees the row once, as above; three reads from L1 and two reductions
-// with their barriers make it slower than rmsnorm, by how much the other blocks do not hide.
+// ---- 8 softmax in three passes. e^x overflows from 88 on, so the row's largest number is taken off first: one pass
+// for it, one for the sum, one to write. Predicted: the memory sees the row once, as above; three reads from L1 and two
+// reductions with their barriers make it slower than rmsnorm, by how much the other blocks do not hide.
 __device__ inline float block_max(float x) { // in every thread
     __shared__ float parts[THREADS / 32];
     for (int lane = 16; lane; lane /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
@@ -226,7 +229,8 @@ __global__ void three_passes(const float* in, float* out, int columns) {
     most = block_max(most);
     for (int c = threadIdx.x; c < columns; c += THREADS) sum += expf(x[c] - most);
     sum = block_sum(sum);
-    for (int c = threadIdx.x; c < columns; c += THREADS) out[(size_t)blockIdx.x * columns + c] = expf(x[c] - most) / sum;
+    for (int c = threadIdx.x; c < columns; c += THREADS)
+        out[(size_t)blockIdx.x * columns + c] = expf(x[c] - most) / sum;
 }
 
 // ---- 9 online softmax. Largest number and sum in one pass: where a larger number comes, the sum so far is scaled by
@@ -243,7 +247,8 @@ __global__ void online(const float* in, float* out, int columns) {
     }
     const float most = block_max(mine);
     sum = block_sum(sum * expf(mine - most));
-    for (int c = threadIdx.x; c < columns; c += THREADS) out[(size_t)blockIdx.x * columns + c] = expf(x[c] - most) / sum;
+    for (int c = threadIdx.x; c < columns; c += THREADS)
+        out[(size_t)blockIdx.x * columns + c] = expf(x[c] - most) / sum;
 }
 
 // ================================================================================ a scan
@@ -260,7 +265,8 @@ struct Scan : Problem { // out[i] = in[0] + ... + in[i], int
         return v;
     }
     explicit Scan(Shape s)
-        : n(s.x), numbers(whole(n)), in(numbers), out(n), sums(blocks_for(n, TILE)), ticket(1), status(blocks_for(n, TILE)) {
+        : n(s.x), numbers(whole(n)), in(numbers), out(n), sums(blocks_for(n, TILE)), ticket(1),
+          status(blocks_for(n, TILE)) {
         bytes = 8. * n, flops = n;
 #ifdef HAVE_CUB
         library_name = "CUB's DeviceScan";
@@ -274,14 +280,16 @@ struct Scan : Problem { // out[i] = in[0] + ... + in[i], int
     }
 #ifdef HAVE_CUB
     void library() override {
-        scratch.call([&](void* p, size_t& b) { GPU_CHECK(cub::DeviceScan::InclusiveSum(p, b, in.p, out.p, n, stream)); });
+        scratch.call([&](void* p, size_t& b) {
+            GPU_CHECK(cub::DeviceScan::InclusiveSum(p, b, in.p, out.p, n, stream));
+        });
     }
 #endif
 };
 
-// A block's tile. Thread t has numbers 8 t to 8 t + 7, for which a scan within a thread is a loop. They come through shared
-// memory, so that reads and writes of memory are coalesced; number i lies in place i + i / 8, or eight lanes would meet in a
-// bank.
+// A block's tile. Thread t has numbers 8 t to 8 t + 7, for which a scan within a thread is a loop. They come through
+// shared memory, so that reads and writes of memory are coalesced; number i lies in place i + i / 8, or eight lanes
+// would meet in a bank.
 __device__ inline int padded(int i) { return i + i / EACH; }
 __device__ inline void load_tile(int (&x)[EACH], const int* in, int first, int n, int* shared) {
     for (int i = threadIdx.x; i < TILE; i += THREADS) shared[padded(i)] = first + i < n ? in[first + i] : 0;
@@ -295,7 +303,8 @@ __device__ inline void store_tile(const int (&x)[EACH], int* out, int first, int
     for (int i = threadIdx.x; i < TILE; i += THREADS)
         if (first + i < n) out[first + i] = shared[padded(i)];
 }
-// What the threads before this one have, and what the block has. Lanes scan in five steps, then the warps' sums are added.
+// What the threads before this one have, and what the block has. Lanes scan in five steps, then the warps' sums are
+// added.
 __device__ inline int scan_block(int mine, int& all) {
     __shared__ int warps[THREADS / 32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -325,8 +334,8 @@ __device__ inline int sum_of(const int (&x)[EACH]) {
     return sum;
 }
 
-// ---- 10 three kernels. The sums of all tiles; a scan of those by one block; then each tile again, from its start on. The
-// numbers are read twice: 12 bytes a number where 8 are needed. Predicted: two thirds of the ceiling at most.
+// ---- 10 three kernels. The sums of all tiles; a scan of those by one block; then each tile again, from its start on.
+// The numbers are read twice: 12 bytes a number where 8 are needed. Predicted: two thirds of the ceiling at most.
 __global__ void tile_sums(const int* in, int* sums, int n) {
     __shared__ int shared[TILE + TILE / EACH];
     int x[EACH], all;
@@ -349,13 +358,12 @@ __global__ void scan_tiles(const int* in, const int* sums, int* out, int n) {
     store_tile(x, out, blockIdx.x * TILE, n, shared);
 }
 
-// ---- 11 decoupled look-back (Merrill and Garland, 2016). One kernel, which reads each number once. A block publishes its
-// tile's sum at once, then looks back: it adds up the sums of the tiles before it until it meets one that has published
-// the sum of all up to itself; then it publishes its own such sum. State and value are one word of 64 bits, so that
-// whoever sees the state sees the value. A block draws its tile's number when it starts: so all tiles before it have started, and
-// nobody waits for a block that has no place to run.
-// Predicted: near the ceiling. (By emulation blocks run one after another: nobody has to wait there, so the waiting itself
-// is not run yet.)
+// ---- 11 decoupled look-back (Merrill and Garland, 2016). One kernel, which reads each number once. A block publishes
+// its tile's sum at once, then looks back: it adds up the sums of the tiles before it until it meets one that has
+// published the sum of all up to itself; then it publishes its own such sum. State and value are one word of 64 bits,
+// so that whoever sees the state sees the value. A block draws its tile's number when it starts: so all tiles before it
+// have started, and nobody waits for a block that has no place to run. Predicted: near the ceiling. (By emulation
+// blocks run one after another: nobody has to wait there, so the waiting itself is not run yet.)
 enum State : unsigned { NOTHING, OF_TILE, OF_ALL };
 __device__ inline void publish(unsigned long long* status, int tile, State state, int sum) {
     ((volatile unsigned long long*)status)[tile] = (unsigned long long)state << 32 | (unsigned)sum;
@@ -376,9 +384,10 @@ __device__ inline int walk(const unsigned long long* status, int tile) { // one 
     return before;
 }
 
-// ---- 12 a window. In step 11 one thread walks back tile by tile, and each step is a round trip to the L2 cache, while the
-// block waits. Here the first warp looks at 32 tiles at once, and takes what comes until the nearest that knows all before it.
-// Predicted: the walk was what bounded step 11, by as much as blocks that run at once are ahead of the last full sum.
+// ---- 12 a window. In step 11 one thread walks back tile by tile, and each step is a round trip to the L2 cache, while
+// the block waits. Here the first warp looks at 32 tiles at once, and takes what comes until the nearest that knows all
+// before it. Predicted: the walk was what bounded step 11, by as much as blocks that run at once are ahead of the last
+// full sum.
 __device__ inline int window(const unsigned long long* status, int tile) { // one warp; in every lane
     const int lane = threadIdx.x % 32;
     int before = 0;
@@ -392,7 +401,8 @@ __device__ inline int window(const unsigned long long* status, int tile) { // on
         if (full) return before;
     }
 }
-template <bool WINDOW> __global__ void look_back(const int* in, int* out, unsigned long long* status, int* ticket, int n) {
+template <bool WINDOW>
+__global__ void look_back(const int* in, int* out, unsigned long long* status, int* ticket, int n) {
     __shared__ int shared[TILE + TILE / EACH], number, start;
     if (threadIdx.x == 0) number = atomicAdd(ticket, 1);
     __syncthreads();
@@ -418,7 +428,7 @@ struct Histogram : Problem { // of bytes
     Array<unsigned char> in;
     Array<int> bins;
     Scratch scratch;
-    static std::vector<unsigned char> skewed(int n) { // one number in two is less than 16: what a histogram is drawn for
+    static std::vector<unsigned char> skewed(int n) { // one number in two is less than 16
         std::vector<unsigned char> v;
         for (float x : random_numbers(n, 4)) v.push_back((unsigned char)(x < 0 ? -x * 16 : x * 256));
         return v;
@@ -444,15 +454,15 @@ struct Histogram : Problem { // of bytes
 #endif
 };
 
-// ---- 13 atomics in memory. Each thread counts its numbers in the one histogram. 256 addresses share what step 1 had one
-// for, but half of the numbers meet in 16 of them. Predicted: bound by the L2 cache's atomics.
+// ---- 13 atomics in memory. Each thread counts its numbers in the one histogram. 256 addresses share what step 1 had
+// one for, but half of the numbers meet in 16 of them. Predicted: bound by the L2 cache's atomics.
 __global__ void global_bins(const unsigned char* in, int* bins, int n) {
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) atomicAdd(&bins[in[i]], 1);
 }
 
-// ---- 14 privatisation. Each block counts in a histogram of its own in shared memory, where an atomic addition takes a few
-// clocks and other blocks do not meet it; 256 additions to memory a block are left. Predicted: ten times step 13; then
-// bound by lanes of a warp that meet in one bin, and by loads of one byte.
+// ---- 14 privatisation. Each block counts in a histogram of its own in shared memory, where an atomic addition takes a
+// few clocks and other blocks do not meet it; 256 additions to memory a block are left. Predicted: ten times step 13;
+// then bound by lanes of a warp that meet in one bin, and by loads of one byte.
 __global__ void private_bins(const unsigned char* in, int* bins, int n) {
     __shared__ int mine[BINS];
     for (int b = threadIdx.x; b < BINS; b += THREADS) mine[b] = 0;
@@ -463,8 +473,8 @@ __global__ void private_bins(const unsigned char* in, int* bins, int n) {
         if (mine[b]) atomicAdd(&bins[b], mine[b]);
 }
 
-// ---- 15 a histogram for each warp, and 16 bytes a load. The warps of a block do not meet either: 8 KB a block. The loads are
-// a sixteenth. Predicted: what is left are lanes of one warp that meet, 16 likely bins for 32 lanes.
+// ---- 15 a histogram for each warp, and 16 bytes a load. The warps of a block do not meet either: 8 KB a block. The
+// loads are a sixteenth. Predicted: what is left are lanes of one warp that meet, 16 likely bins for 32 lanes.
 __global__ void warp_bins(const unsigned char* in, int* bins, int n) {
     __shared__ int mine[THREADS / 32][BINS];
     for (int b = threadIdx.x; b < THREADS / 32 * BINS; b += THREADS) mine[b / BINS][b % BINS] = 0;
@@ -488,7 +498,8 @@ __global__ void warp_bins(const unsigned char* in, int* bins, int n) {
 template <class K> std::function<void(Sum&)> sums(K kernel, bool few) {
     return [=](Sum& s) {
         s.out.clear();
-        launch(kernel, dim3(few ? 8 * multiprocessors() : blocks_for(s.n, THREADS)), dim3(THREADS), 0, s.in, s.out, s.n);
+        const dim3 grid(few ? 8 * multiprocessors() : blocks_for(s.n, THREADS));
+        launch(kernel, grid, dim3(THREADS), 0, s.in, s.out, s.n);
     };
 }
 template <class K> std::function<void(Softmax&)> softmax(K kernel) {
@@ -513,7 +524,8 @@ inline Laboratory laboratory() {
                          *BRANCHES = "smsp__thread_inst_executed_per_inst_executed.ratio,smsp__inst_executed.sum",
                          *MEMORY = "dram__throughput.avg.pct_of_peak_sustained_elapsed,dram__bytes.sum",
                          *SHARED = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_atom.sum,smsp__inst_executed.sum";
-    l.step<Sum>("sum: atomics", "every thread adds to one address", sums(atomics, false), READ, ATOMICS, "one a number");
+    l.step<Sum>("sum: atomics", "every thread adds to one address", sums(atomics, false), READ, ATOMICS,
+                "one a number");
     l.step<Sum>("sum: tree", "a block adds up in shared memory", sums(tree, false), READ, BRANCHES,
                 "far from 32 threads an instruction");
     l.step<Sum>("sum: neighbours", "whole warps work or rest", sums(neighbours, false), READ, BRANCHES,
@@ -536,20 +548,21 @@ inline Laboratory laboratory() {
         launch(scan_sums, dim3(1), dim3(THREADS), 0, s.sums, (int)s.sums.n);
         launch(scan_tiles, tiles, dim3(THREADS), 0, s.in, s.sums, s.out, s.n);
     }, COPY, MEMORY, "12 bytes a number, all kernels together");
-    l.step<Scan>("scan: look-back", "one pass: blocks wait for sums, not kernels", looks_back(look_back<false>), COPY, MEMORY,
-                 "8 bytes a number");
+    l.step<Scan>("scan: look-back", "one pass: blocks wait for sums, not kernels", looks_back(look_back<false>), COPY,
+                 MEMORY, "8 bytes a number");
     l.step<Scan>("scan: a window", "a warp looks at 32 tiles at once", looks_back(look_back<true>), COPY, MEMORY,
                  "throughput above step 11's");
-    l.step<Histogram>("histogram: atomics", "one histogram in memory", counts(global_bins), READ, ATOMICS, "one a number");
+    l.step<Histogram>("histogram: atomics", "one histogram in memory", counts(global_bins), READ, ATOMICS,
+                      "one a number");
     l.step<Histogram>("histogram: private", "one for each block, in shared memory", counts(private_bins), READ, SHARED,
                       "more wavefronts than instructions: lanes that meet");
     l.step<Histogram>("histogram: of warps", "one for each warp; 16 bytes a load", counts(warp_bins), READ, SHARED,
                       "fewer instructions");
-    l.exercise("Step 1 at 2^26 numbers: the L2 cache adds to one address once a clock, at 1.7 GHz. How many milliseconds?",
+    l.exercise("Step 1 at 2^26 numbers: the L2 cache adds to one address once a clock, at 1.7 GHz. How many ms?",
                [] { return (1 << 26) / 1.7e9 * 1e3; });
-    l.exercise("Step 10 moves 12 bytes a number, where 8 are needed. What share (%) of the ceiling can it reach at most?",
+    l.exercise("Step 10 moves 12 bytes a number, where 8 are needed. What share (%) of the ceiling is its most?",
                [] { return 100 * 8. / 12; });
-    l.exercise("256 threads, 8 rounds: how many warps have a thread with work in step 2's tree, all rounds together?", [] {
+    l.exercise("256 threads, 8 rounds: how many warps have a thread with work in step 2, all rounds together?", [] {
         int count = 0;
         for (int step = 1; step < THREADS; step *= 2)
             for (int warp = 0; warp < THREADS; warp += 32) {

@@ -1,5 +1,5 @@
-// lab/: every step of every laboratory gives what its definition gives, at odd sizes, by emulation (data/course/emulate.h:
-// threads one after the other, from the first to the last and from the last to the first).
+// lab/: every step of every laboratory gives what its definition gives, at odd sizes, by emulation
+// (data/course/emulate.h: threads one after the other, from the first to the last and from the last to the first).
 #define LAB_NO_MAIN
 #include "../../lab/matmul.cu"
 #include "../../lab/reduce_scan.cu"
@@ -76,7 +76,8 @@ TEST_CASE("lab: looking back over tiles that know only their own sum") {
             for (int got : out.get()) CHECK(got == want);
         }
 }
-// What the comments say of bank conflicts, as emulate.h counts them: the most words that the lanes of a warp want of a bank.
+// What the comments say of bank conflicts, as emulate.h counts them: the most words that the lanes of a warp want of a
+// bank.
 TEST_CASE("lab: bank conflicts are as many as the steps say") {
     using namespace transpose_copy;
     CHECK(conflict_ways([](int lane) { return place<PLAIN>(lane, 5); }) == 32);
