@@ -6,6 +6,8 @@
 # make tsan         the server's suite, the server under ThreadSanitizer
 # make aarch64      the model's suites for 64-bit Arm, by a cross compiler, under qemu-user
 # make cuda-check   nvcc compiles every kernel for four architectures, and the code in the notes
+# make lab          the kernel laboratories, from the naive loop up
+# make check-env    driver, toolkit, GPU, its speed beside the data sheet
 # make bench        speed of this machine's build, and of its GPU's kernels
 # make clean
 # Options: PORTABLE=1 a binary for any x86-64    CXX=clang++    ARCH=native|all|"80 89"    V=1 shows the commands
@@ -47,7 +49,7 @@ space    := $(empty) $(empty)
 NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(FLAGS)))
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
-.PHONY: all cpu info test asan tsan aarch64 fuzz campaign bench clean cuda-check
+.PHONY: all cpu info test asan tsan aarch64 fuzz campaign bench clean cuda-check lab check-env
 all cpu: info qwen3 train_lora datagen $(if $(MHD),serve)
 
 info:
@@ -97,6 +99,21 @@ datagen: datagen.cpp $(HEADERS) $(BUILD)/command
 	$(Q)$(CXX) $(CPUFLAGS) $(CURLFLAGS) datagen.cpp -o $@ $(CURL)
 	@echo "built     ./datagen"
 
+# ---- The laboratories (docs/lab.md). With nvcc and a GPU they print times; with g++ alone the steps run by emulation.
+LABS      := $(basename $(wildcard lab/*.cu))
+LAB_LIBS  := $(if $(HAVE_NVCC),$(foreach l,cublas cusparse cudnn,$(if $(wildcard $(dir $(HAVE_NVCC))../include/$(l).h),$(l))))
+LAB_HAVE   = $(foreach l,cub $(LAB_LIBS),-DHAVE_$(shell echo $(l) | tr a-z A-Z))
+LAB_FLAGS  = $(if $(HAVE_NVCC),$(LAB_HAVE) -Xlinker --as-needed $(LAB_LIBS:%=-l%))
+lab/matmul: LAB_FLAGS += $(if $(HAVE_NVCC),-DLAB_QWEN3)
+lab/matmul: qwen3.cu $(HEADERS)
+lab: $(LABS)
+check-env: info lab/check_env
+	@nvidia-smi --query-gpu=driver_version,power.limit,temperature.gpu,ecc.mode.current,mig.mode.current --format=csv 2>/dev/null || echo "driver    no nvidia-smi here that answers"
+	@lab/check_env
+$(LABS): %: %.cu $(wildcard lab/*.h data/course/emulate*.h) $(BUILD)/command
+	$(Q)$(COMPILE) $< -o $@ $(LAB_FLAGS)
+	@echo "built     $@"
+
 # ---- Speed: the real shape with random weights, and the tokenizer.
 bench: info qwen3
 	@[ -f $(BUILD)/0.6B.bin ] || ./qwen3 --synthesize 0.6B $(BUILD)/0.6B.bin
@@ -121,7 +138,7 @@ UNITS     := $(notdir $(basename $(wildcard tests/unit/test_*.cpp)))
 INCLUDING  = $(notdir $(basename $(shell grep -lE '^.include "\.\./$(1)' $(UNITS:%=tests/unit/%.cpp))))
 SERVING   := $(call INCLUDING,engine\.h)
 TRAINING  := $(call INCLUDING,trainer\.h)
-ALONE     := $(call INCLUDING,\.\./(qwen3|datagen)\.)
+ALONE     := $(call INCLUDING,\.\./(qwen3\.|datagen\.|lab/))
 MODEL     := $(filter-out $(ALONE) $(SERVING) $(TRAINING),$(call INCLUDING,(common|golden)\.h))
 OTHERS    := $(filter-out $(ALONE) $(SERVING) $(TRAINING) $(MODEL),$(UNITS))
 JOBS      ?= $(shell nproc 2>/dev/null || echo 1)
@@ -179,6 +196,7 @@ TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
 $(T)/test_datagen.o: datagen.cpp
 $(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
+$(T)/test_lab.o: $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
 $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
@@ -268,20 +286,22 @@ campaign: serve $(BUILD)/campaign
 	$(BUILD)/campaign --seconds $(SECONDS_EACH)
 
 # ---- All CUDA code, without linking: what CI can do without a GPU. The trainer and the server's suite have every kernel
-# between them and are compiled for four architectures; what calls the same kernels as far as PTX, for one; the code in the
-# course's notes, and what measures it, for one.
+# between them and are compiled for four architectures, as the laboratories are; what calls the same kernels as far as
+# PTX, for one; the code in the course's notes, and what measures it, for one.
 CHECKED    = 80 89 90a 120
 EVERY      = train_lora.cu tests/gpu/test_serve_gpu.cpp
 NOTES      = tests/gpu/test_notes.cpp tests/bench/bench_notes.cu
+LAB_FILES  = $(wildcard lab/*.cu)
 CALLERS    = $(filter-out $(EVERY) $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
              $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu)
 # sm_90a is compiled as it runs; the others without optimising where nvcc can (13), in less than half the time.
 $(EVERY:%=check/%): CODE = $(patsubst %,sm_%,$(filter 90a,$(CHECKED)))
 $(EVERY:%=quick/%): CODE = $(patsubst %,sm_%,$(filter-out 90a,$(CHECKED)))
 $(EVERY:%=quick/%): QUICKLY = $(if $(shell $(NVCC) --help 2>/dev/null | grep -e --Ofast-compile),-Ofc=max)
+$(LAB_FILES:%=check/%): CODE = $(CHECKED:%=sm_%)
 $(NOTES:%=check/%): CODE = sm_90a
 $(CALLERS:%=check/%): CODE = compute_90a
-CUDA_CHECKS = $(EVERY:%=check/%) $(EVERY:%=quick/%) $(CALLERS:%=check/%) $(NOTES:%=check/%)
+CUDA_CHECKS = $(EVERY:%=check/%) $(EVERY:%=quick/%) $(CALLERS:%=check/%) $(LAB_FILES:%=check/%) $(NOTES:%=check/%)
 CUDA_CHECK = @echo "nvcc $(CODE): $*"; [ -z "$(CODE)" ] || \
 	  $(NVCC) -x cu -std=c++17 $(foreach c,$(CODE),-gencode arch=$(c:sm_%=compute_%),code=$(c)) $(QUICKLY) \
 	  -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -I. -I$(BUILD) -o /dev/null -c $*
@@ -289,12 +309,18 @@ $(filter check/%,$(CUDA_CHECKS)): check/%: $(BUILD)/notes.cuh
 	$(CUDA_CHECK)
 $(filter quick/%,$(CUDA_CHECKS)): quick/%: $(BUILD)/notes.cuh
 	$(CUDA_CHECK)
+# (Laboratories beside libraries and qwen3.cu's kernels: as far as PTX.)
+LAB_BESIDE = $(patsubst %,check/beside/%,$(shell grep -lE 'HAVE_CU|LAB_QWEN3' lab/*.cu))
+$(LAB_BESIDE): check/beside/%:
+	@echo "nvcc compute_90a: $* with $(LAB_LIBS) cub"
+	$(Q)$(NVCC) -x cu -std=c++17 -gencode arch=compute_90a,code=compute_90a $(LAB_HAVE) -DLAB_QWEN3 \
+	  -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -o /dev/null -c $*
 check/notes:
 	@echo "nvcc: the code in data/course/notes"
 	$(Q)python3 data/course/check_notes.py
 cuda-check:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(CUDA_CHECKS) check/notes
-.PHONY: $(CUDA_CHECKS) check/notes
+	@$(MAKE) --no-print-directory -j$(JOBS) $(CUDA_CHECKS) $(LAB_BESIDE) check/notes
+.PHONY: $(CUDA_CHECKS) $(LAB_BESIDE) check/notes
 
 clean:
-	rm -rf qwen3 train_lora datagen serve bench_serve libqwen3.so $(BUILD)
+	rm -rf qwen3 train_lora datagen serve bench_serve libqwen3.so $(LABS) $(BUILD)
