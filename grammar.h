@@ -989,6 +989,7 @@ struct Automaton {
     size_t limit() const { return std::clamp(ALL_MEMORY / alive, LEAST_MEMORY, MOST_MEMORY); }
     void collect();
     size_t state_count() const { return states.size(); }
+    size_t parts_made = 0; // of masks, by a walk over a trie each
 
   private:
     // A thread: a position, and the node with the threads that it returns to. The nodes below FIRST have none: at
@@ -1136,7 +1137,7 @@ struct Automaton {
         for (size_t k = 0; k < Vocabulary::KINDS; k++) {
             std::shared_ptr<Local>& local = locals[k][forms[k]];
             if (!local) {
-                local = std::make_shared<Local>();
+                local = std::make_shared<Local>(), parts_made++;
                 make_local(*local, (Vocabulary::Kind)k, forms[k]);
                 local_bytes[k] += 8 * (local->bits.size() + local->returns.size()) + 128;
             }
