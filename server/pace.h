@@ -5,10 +5,11 @@
 // `least`, so that prompts always go on. Where prompts come without a pause, one step in STALE takes none of them: what
 // a step takes without them has to be known.
 struct PromptPace {
-    static constexpr double STRETCH = 1.7, WEIGHT = 0.125; // WEIGHT: of a step in the averages
+    static constexpr double STRETCH = 1.7;
     static constexpr int STALE = 32;
     double alone = 0, each = 0; // seconds: of a step of single tokens, and more for each token of a prompt. 0: not known
-    int since = STALE;          // steps with single tokens since the last of them alone
+    double last = 0;            // what the last step of single tokens took
+    int since = STALE;          // steps with single tokens since then
 
     // Beside single tokens.
     size_t tokens(size_t least, size_t most) const {
@@ -19,10 +20,14 @@ struct PromptPace {
     // A step has taken so long.
     void learn(size_t singles, size_t prompts, double took) {
         if (singles) since = prompts ? since + 1 : 0;
-        auto average = [](double& x, double next) { x = x == 0 ? next : x + WEIGHT * (next - x); };
-        // (The first steps of a GPU record graphs; so what is shorter is believed sooner.)
-        if (!prompts) average(alone, took), alone = std::min(alone, 2 * took);
-        else if (singles) average(each, std::max(took - alone, took / 100) / (double)prompts);
-        else if (each == 0) each = took / (double)prompts;
+        const double more = std::max(took - alone, took / 100) / (double)std::max<size_t>(prompts, 1);
+        if (!prompts) { // that it takes longer now is believed when it has been seen twice; a GPU's first step is long
+            const double sure = std::min(took, last == 0 ? took : last);
+            alone = alone == 0 ? took : std::min((alone + sure) / 2, 2 * took), last = took;
+        } else if (each == 0) {
+            each = more;
+        } else if (singles) {
+            each += (more - each) / 8;
+        }
     }
 };
