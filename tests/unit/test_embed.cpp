@@ -731,7 +731,7 @@ TEST_CASE("serve: the folder says what it is for; many texts at once, beside a c
     size_t examples = 0;
     for (auto [name, one] : document["components"]["requestBodies"]["Rerank"]["content"]["application/json"]["examples"].members()) {
         const HttpReply r = server.post("/v1/rerank", std::string(one["value"].raw()));
-        INFO(name << ": " << r.body);
+        INFO(r.body);
         CHECK(r.status == 200);
         examples += Json(r.body)["results"].size() == 2;
     }
