@@ -6,7 +6,7 @@
 //   g.finish();
 //   auto automaton = std::make_shared<Automaton>(std::move(g), vocabulary);
 //   Matcher m(automaton);
-//   m.mask(bits);                     // (words) a bit for each token that may come next
+//   m.mask();                         // a bit for each token that may come next
 //   m.advance(id);                    // false: the answer has left the grammar
 //   m.may_end(), m.must_end();
 //   m.forced(most, &over);            // the text that must come next
@@ -924,7 +924,8 @@ struct Automaton {
     static constexpr size_t MAX_WORK = 100'000;    // of a mask: threads of the states that it looks at or makes,
     static constexpr size_t MAX_STEPS = 2'000'000; // ... and nodes of the tries
     static constexpr size_t ALL_MEMORY = 512 << 20, LEAST_MEMORY = 1 << 20, MOST_MEMORY = 16 << 20;
-    static constexpr size_t MAX_MASKS = 128;       // kept
+    static constexpr size_t MAX_MASKS = 128;       // kept; beside them what they are made of, by its bytes
+    using Mask = std::vector<uint32_t>;            // a bit for each token, and a word for TokenTrie's `none`
 
     const Grammar grammar;
     const std::shared_ptr<const Vocabulary> vocabulary;
@@ -969,26 +970,26 @@ struct Automaton {
     }
     bool goes_on(int state) const { return states.end(state) - states.begin(state) > ends(state); }
 
-    // (words) A bit for each token that may come next.
-    void mask(int state, uint32_t* out) {
+    // The tokens that may come next. States with the same ones mostly share a mask.
+    std::shared_ptr<const Mask> mask(int state) {
         auto known = mask_of.find(state);
         if (known == mask_of.end()) {
             if (masks.size() >= MAX_MASKS) masks.clear(), mask_of.clear();
-            for (auto& some : locals)
-                if (some.size() >= MAX_MASKS) some.clear();
+            for (size_t k = 0; k < Vocabulary::KINDS; k++)
+                if (local_bytes[k] > limit() / 8) locals[k].clear(), local_bytes[k] = 0;
             known = mask_of.emplace(state, make_mask(state)).first;
         }
-        std::copy_n(known->second->begin(), vocabulary->words(), out);
+        return known->second;
     }
 
     size_t bytes() const {
-        const size_t bit_sets = masks.size() + locals[0].size() + locals[1].size() + locals[2].size();
-        return states.bytes() + nodes.bytes() + edges.size() * sizeof(Edge) + bit_sets * vocabulary->words() * 4 +
-               mask_of.size() * 48;
+        return states.bytes() + nodes.bytes() + edges.size() * sizeof(Edge) + mask_of.size() * 48 +
+               masks.size() * vocabulary->words() * 4 + local_bytes[0] + local_bytes[1] + local_bytes[2];
     }
     size_t limit() const { return std::clamp(ALL_MEMORY / alive, LEAST_MEMORY, MOST_MEMORY); }
     void collect();
     size_t state_count() const { return states.size(); }
+    size_t parts_made = 0; // of masks, by a walk over a trie each
 
   private:
     // A thread: a position, and the node with the threads that it returns to. The nodes below FIRST have none: at
@@ -1007,17 +1008,18 @@ struct Automaton {
     };
     // What is common to all states with threads at the same positions: tokens that stay within the rules they began
     // in, and where in the trie one returns from which node.
-    using Mask = std::vector<uint32_t>; // and a word for TokenTrie's `none`
     struct Local {
-        Mask bits;
-        std::vector<std::pair<uint32_t, int>> returns;
+        const std::vector<uint32_t>* words = nullptr;      // these tokens, of the vocabulary's; or null,
+        std::vector<std::pair<uint32_t, uint32_t>> bits{}; // ... and words of a mask, where they have bits
+        std::vector<std::pair<uint32_t, int>> returns{};
     };
 
     const std::array<std::vector<uint32_t>, 2> like; // positions with the same masks of short tokens, and of all
     Lists states, nodes; // nodes are counted from FIRST
     std::vector<Edge> edges; // (states, classes)
     std::vector<uint8_t> returning; // (states) it has threads at MARK
-    std::array<std::unordered_map<int, std::shared_ptr<Local>>, Vocabulary::KINDS> locals; // by form
+    std::array<std::unordered_map<int, std::shared_ptr<Local>>, Vocabulary::KINDS> locals; // by form,
+    std::array<size_t, Vocabulary::KINDS> local_bytes{};
     std::map<std::vector<int>, std::shared_ptr<Mask>> masks; // by what they depend on
     std::unordered_map<int, std::shared_ptr<Mask>> mask_of;  // by state
     uint32_t walks = 0;
@@ -1036,7 +1038,7 @@ struct Automaton {
 
     void forget() {
         states = nodes = Lists();
-        edges.clear(), returning.clear(), locals = {}, masks.clear(), mask_of.clear();
+        edges.clear(), returning.clear(), locals = {}, local_bytes = {}, masks.clear(), mask_of.clear();
         intern_state({}); // 0
         by_rank.resize(grammar.rules.size());
         for (size_t r = 0; r < grammar.rules.size(); r++) by_rank[(size_t)grammar.rules[r].rank] = (int)r;
@@ -1135,10 +1137,12 @@ struct Automaton {
         for (size_t k = 0; k < Vocabulary::KINDS; k++) {
             std::shared_ptr<Local>& local = locals[k][forms[k]];
             if (!local) {
-                local = std::make_shared<Local>();
+                local = std::make_shared<Local>(), parts_made++;
                 make_local(*local, (Vocabulary::Kind)k, forms[k]);
+                local_bytes[k] += 8 * (local->bits.size() + local->returns.size()) + 128;
             }
-            for (size_t w = 0; w < mask->size(); w++) (*mask)[w] |= local->bits[w];
+            for (size_t w = 0; local->words && w < vocabulary->words(); w++) (*mask)[w] |= (*local->words)[w];
+            for (auto [w, bits] : local->bits) (*mask)[w] |= bits;
             walks++, work = steps = 0;
             std::vector<int> after; // where one is who has returned from the node
             for (int node : known[k]) after.push_back(returned(node));
@@ -1174,28 +1178,29 @@ struct Automaton {
     // First the tokens of one byte, which there are for every byte, so that something is allowed in any case.
     void make_local(Local& local, Vocabulary::Kind kind, int form) {
         const TokenTrie& trie = vocabulary->tries[kind];
-        local.bits.resize(vocabulary->words() + 1);
-        if (kind == Vocabulary::WORDS) {
-            const int n = free_characters(form);
-            if (n >= 0) {
-                std::copy_n(vocabulary->words_of[(size_t)n].begin(), vocabulary->words(), local.bits.begin());
+        if (kind == Vocabulary::WORDS)
+            if (const int n = free_characters(form); n >= 0) {
+                local.words = &vocabulary->words_of[(size_t)n];
                 return;
             }
-        }
+        Mask bits(vocabulary->words() + 1);
         for (uint32_t n = 1; n < trie.nodes.size(); n = trie.nodes[n].end)
-            if (trie.nodes[n].token < none() && next(form, trie.nodes[n].byte)) allow(local.bits, trie.nodes[n].token);
+            if (trie.nodes[n].token < none() && next(form, trie.nodes[n].byte)) allow(bits, trie.nodes[n].token);
         walks++, work = steps = 0;
-        walk(trie, 0, form, local.bits, [&](uint32_t n, int state) {
+        walk(trie, 0, form, bits, [&](uint32_t n, int state) {
             for (const uint64_t* t = states.end(state); t > states.begin(state) && position_of(t[-1]) == MARK; t--)
                 if (node_of(t[-1]) != BOTTOM) local.returns.push_back({n, node_of(t[-1]) - UNKNOWN});
         });
         auto settled = [&](std::pair<uint32_t, int> r) { // all tokens below are allowed already
             for (uint32_t n = r.first + 1; n < trie.nodes[r.first].end; n++)
-                if (const uint32_t t = trie.nodes[n].token; t < none() && !(local.bits[t / 32] >> t % 32 & 1))
+                if (const uint32_t t = trie.nodes[n].token; t < none() && !(bits[t / 32] >> t % 32 & 1))
                     return false;
             return true;
         };
         local.returns.erase(std::remove_if(local.returns.begin(), local.returns.end(), settled), local.returns.end());
+        for (uint32_t w = 0; w < bits.size(); w++)
+            if (bits[w]) local.bits.push_back({w, bits[w]});
+        local.bits.shrink_to_fit();
     }
     uint32_t none() const { return (uint32_t)vocabulary->words() * 32; } // its bit is in a word of its own
     static void allow(Mask& bits, uint32_t token) { bits[token / 32] |= 1u << token % 32; }
@@ -1334,10 +1339,14 @@ struct Matcher {
         return text;
     }
 
-    void mask(uint32_t* out) { // (words)
+    std::shared_ptr<const Automaton::Mask> mask() {
         std::lock_guard lock(automaton->mutex);
-        automaton->mask(state, out);
+        auto bits = automaton->mask(state);
         if (automaton->bytes() > automaton->limit()) automaton->collect(); // (a walk may make many states)
+        return bits;
+    }
+    void mask(uint32_t* out) { // (words)
+        std::copy_n(mask()->begin(), automaton->vocabulary->words(), out);
     }
     bool may_end() const {
         std::lock_guard lock(automaton->mutex);

@@ -45,6 +45,7 @@
 #include <tuple>
 #include <unordered_map>
 #include "server/adapters.h"
+#include "server/pace.h"
 
 // ======================================================================================= 1 Between the threads
 
@@ -561,6 +562,7 @@ struct EngineOptions {
     bool adapters = true; // there may be some
     int jump = 2;         // so many tokens that a form leaves no choice about are taken at once; 0: never, a step each
     size_t adapter_bytes = 0; // that adapters which clients load may take, all together; 0: some of what is free
+    bool paced = false;   // `chunk` is the least; more where they keep the step short, see pace.h
 };
 
 constexpr int USUAL_CONTEXT = 4096; // more than most answers and their prompts take
@@ -835,6 +837,7 @@ template <class T> struct Engine {
         int rows = 0, drawn = 0;   // of the batch and the draws, with spare ones
         bool masked = false;       // some draws may have to keep to a form: they come after `forward`, as draw_masked
         bool graph = false;
+        double begun = seconds();
     };
 
     Figures figures;
@@ -858,6 +861,8 @@ template <class T> struct Engine {
     std::vector<uint32_t> masks;             // (., words) of a step's draws
     uint64_t arrivals = 0, ranks = 0, admissions = 0, steps = 0;
     bool odd = false;                        // see plan_step
+    PromptPace prompt_pace;
+    double handed_out = 0;                   // when the last step was
 
     bool busy() const { return !running.empty() || !waiting.empty() || !under_way.empty(); }
 
@@ -1002,6 +1007,7 @@ template <class T> struct Engine {
         }
         s.singles = (int)s.token.size();
         size_t budget = (size_t)(s.singles ? options.chunk : options.burst);
+        if (s.singles && options.paced) budget = prompt_pace.tokens(budget, (size_t)options.burst);
         odd = !odd; // (half of 1 is 1 and 0 in turn)
         const size_t part = std::max((budget + odd) / 2, budget - wanted(!first, budget));
         budget -= add_prompts(s, first, part, 0);
@@ -1239,6 +1245,8 @@ template <class T> struct Engine {
     // ---- Results
     void hand_out(Step& s) {
         collect(s);
+        const double before = std::exchange(handed_out, seconds());
+        prompt_pace.learn((size_t)s.singles, s.token.size() - (size_t)s.singles, handed_out - std::max(before, s.begun));
         for (size_t i = 0; i < s.draws.size(); i++) {
             const auto it = running.find(s.draws[i].rank);
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
@@ -1391,30 +1399,43 @@ template <class T> struct Engine {
         return all;
     }
 
-    // Whether the next token must keep to a form, and which tokens do. (words) False: all may come.
+    // Whether the next token must keep to a form, and which tokens do. False: all may come.
+    struct Allowed {
+        std::shared_ptr<const Automaton::Mask> mask{}; // null: none,
+        std::vector<int> also{};                       // ... and these
+        bool operator<(const Allowed& o) const { return std::tie(mask, also) < std::tie(o.mask, o.also); }
+    };
     bool has_form(const Sequence& q) const {
         return q.matcher && (q.job.form_of_calls ? q.speech.state == Speech::CALL : q.speech.state != Speech::THOUGHT);
     }
-    bool mask_of(Sequence& q, uint32_t* bits) {
+    bool tokens_of_form(Sequence& q, Allowed& tokens) {
         if (!has_form(q)) return false;
         foresee(q);
-        if (!q.forced.empty()) {
-            std::fill_n(bits, mask_words(), 0);
-            bits[q.forced.front() / 32] = 1u << q.forced.front() % 32;
-            return true;
-        }
-        q.matcher->mask(bits);
-        auto allow = [&](int id) {
-            if (id >= 0 && id < tokenizer.size()) bits[id / 32] |= 1u << id % 32;
-        };
-        if (q.speech.state == Speech::BEGIN) allow(q.speech.open);
+        if (!q.forced.empty()) return tokens.also = {q.forced.front()}, true;
+        tokens.mask = q.matcher->mask();
+        if (q.speech.state == Speech::BEGIN) tokens.also.push_back(q.speech.open);
         if (!q.matcher->may_end()) return true;
-        for (int id : q.job.ends) allow(id);
+        tokens.also.insert(tokens.also.end(), q.job.ends.begin(), q.job.ends.end());
         if (!q.job.ignore_eos)
-            for (int id : config.end_tokens) allow(id);
+            tokens.also.insert(tokens.also.end(), config.end_tokens.begin(), config.end_tokens.end());
         return true;
     }
     size_t mask_words() const { return ((size_t)tokenizer.size() + 31) / 32; }
+
+    // The row of `bits` (., words) with the tokens that may be drawn next, or -1: all. Draws with the same ones, most of
+    // those that keep to one form, share a row: `rows` says which there are.
+    int mask_row(Sequence& q, std::map<Allowed, int>& rows, uint32_t* bits) {
+        Allowed tokens;
+        if (!tokens_of_form(q, tokens)) return -1;
+        const auto [known, fresh] = rows.try_emplace(std::move(tokens), (int)rows.size());
+        if (!fresh) return known->second;
+        uint32_t* row = bits + (size_t)known->second * mask_words();
+        if (known->first.mask) std::copy_n(known->first.mask->begin(), mask_words(), row);
+        else std::fill_n(row, mask_words(), 0);
+        for (int id : known->first.also)
+            if (id >= 0 && id < tokenizer.size()) row[id / 32] |= 1u << id % 32;
+        return known->second;
+    }
 
     void compute(Step& s) {
         for (size_t i = 0; i < s.draws.size(); i++) {
@@ -1434,14 +1455,12 @@ template <class T> struct Engine {
         for (auto& k : s.kept) keep_hidden(s, activations.normed + (size_t)k.row * config.C);
         if (R) head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, R);
         s.ids.resize(R), s.logits.resize(R), s.rows_told.resize(R);
-        const size_t words = mask_words();
-        std::vector<int> masked((size_t)R, -1); // where in masks
-        masks.clear();
+        std::vector<int> masked((size_t)R, -1); // row of masks
+        std::map<Allowed, int> mask_rows;
         for (int r = 0; r < R; r++) {
-            masks.resize(masks.size() + words);
-            if (mask_of(drawn_for(s, (size_t)r), &masks[masks.size() - words]))
-                masked[(size_t)r] = (int)(masks.size() / words) - 1;
-            else masks.resize(masks.size() - words);
+            Sequence& q = drawn_for(s, (size_t)r);
+            if (q.matcher && masks.empty()) masks.resize((size_t)options.max_seqs * mask_words());
+            if (q.matcher) masked[(size_t)r] = mask_row(q, mask_rows, masks.data());
         }
         #pragma omp parallel for schedule(dynamic) if (R > 1)
         for (int r = 0; r < R; r++) {
@@ -1452,16 +1471,24 @@ template <class T> struct Engine {
                 likeliest_cpu(ctx, s.rows_told[(size_t)r], row, tokenizer.size(), s.wanted[(size_t)r]);
                 before = std::vector<float>(row, row + config.V);
             }
-            if (masked[(size_t)r] >= 0) {
-                const uint32_t* bits = &masks[(size_t)masked[(size_t)r] * words];
-                for (int id = 0; id < tokenizer.size(); id++)
-                    if (!(bits[id / 32] >> id % 32 & 1)) row[id] = -INFINITY;
-            }
             penalize(row, q.job.how, q.ids, q.prompt, config.V);
             for (auto [id, more] : biases(q, restrained(q))) row[id] += more;
-            s.ids[r] = sample_cpu(ctx, row, tokenizer.size(), q.job.how, q.ids.size());
+            s.ids[r] = masked[(size_t)r] < 0 ? sample_cpu(ctx, row, tokenizer.size(), q.job.how, q.ids.size())
+                                             : draw_of(row, &masks[(size_t)masked[(size_t)r] * mask_words()], q);
             if (!before.empty()) s.logits[(size_t)r] = before[(size_t)s.ids[r]];
         }
+    }
+    // What would be drawn if all other logits were -infinity, without a look at each of them.
+    int draw_of(const float* row, const uint32_t* bits, const Sequence& q) const {
+        std::vector<int> ids;
+        std::vector<float> some;
+        for (size_t w = 0; w < mask_words(); w++)
+            for (uint32_t left = bits[w]; left; left &= left - 1) {
+                ids.push_back((int)(32 * w) + __builtin_ctz(left));
+                some.push_back(row[ids.back()]);
+            }
+        if (ids.empty()) return 0; // the form cannot be kept any more: the answer ends
+        return ids[(size_t)sample_cpu(ctx, some.data(), (int)some.size(), q.job.how, q.ids.size())];
     }
     // adapts: on a GPU, the first rows, of one token each, are computed by kernels that take any mix of adapters.
     void forward_step(const Step& s, const Batch& batch, [[maybe_unused]] bool adapts = false) {
@@ -1503,7 +1530,8 @@ template <class T> struct Engine {
     Likeliest* pinned_told[2] = {};
     float* pinned_logits[2] = {};
     const Adapter<bf16>** pinned_adapted[2] = {};
-    cudaEvent_t done[2] = {};
+    cudaEvent_t done[2] = {}, masks_there = {};
+    cudaStream_t mask_stream = {};
     enum Part { PLAIN, ADJUSTED, BEFORE_MASKS, AFTER_MASKS };      // what of a step a graph computes
     struct GraphKey {
         int rows, splits;
@@ -1538,6 +1566,8 @@ template <class T> struct Engine {
                                          (config.H + 2 * config.K) * config.D}) : 1);
     }
     void open_device() {
+        CUDA_CHECK(cudaStreamCreateWithFlags(&mask_stream, cudaStreamNonBlocking));
+        CUDA_CHECK(cudaEventCreateWithFlags(&masks_there, cudaEventDisableTiming));
         for (int i = 0; i < 2; i++) {
             CUDA_CHECK(cudaMallocHost(&pinned_input[i], input_size() * sizeof(int)));
             CUDA_CHECK(cudaMallocHost(&pinned_drawn[i], (size_t)options.max_seqs * sizeof(int)));
@@ -1551,6 +1581,7 @@ template <class T> struct Engine {
     void close_device() {
         cudaStreamSynchronize(ctx.gpu->stream);
         for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
+        cudaStreamSynchronize(mask_stream), cudaStreamDestroy(mask_stream), cudaEventDestroy(masks_there);
         if (pinned_masks) cudaFreeHost(pinned_masks);
         for (int i = 0; i < 2; i++)
             cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaFreeHost(pinned_hidden[i]),
@@ -1680,7 +1711,7 @@ template <class T> struct Engine {
     }
     void draw_all(const Step& s, const Arrays& gpu, int R, bool adjusted, int best_blocks, const Masks& masks) {
         const size_t V = (size_t)config.V;
-        // (What comes before it with masks is a copy.)
+        // (What comes before it with masks is a wait for a copy.)
         if (adjusted)
             launch_kernel(ctx, ctx.gpu->overlap && !masks.row, adjust_kernel, (unsigned)R, 1024, 0, logits, V,
                           gpu.draw_seq, slots, masks);
@@ -1699,22 +1730,25 @@ template <class T> struct Engine {
         const size_t S = (size_t)options.max_seqs, words = mask_words();
         if (!pinned_masks) CUDA_CHECK(cudaMallocHost(&pinned_masks, S * (1 + words) * sizeof(int)));
         uint32_t* bits = (uint32_t*)pinned_masks + S;
-        int rows = 0;
+        std::map<Allowed, int> rows_of;
         for (size_t r = 0; r < (size_t)s.drawn; r++) {
             pinned_masks[r] = -1;
             if (r >= s.draws.size()) continue;
             const auto it = running.find(s.draws[r].rank); // it may have ended since
             if (it == running.end() || it->second->admission != s.draws[r].admission) continue;
-            if (mask_of(*it->second, bits + (size_t)rows * words)) pinned_masks[r] = rows++;
+            pinned_masks[r] = mask_row(*it->second, rows_of, bits);
         }
-        auto copy = [&](size_t from, size_t n) {
+        const size_t rows = rows_of.size();
+        auto copy = [&](size_t from, size_t n) { // beside `forward`, on a stream of its own
             CUDA_CHECK(cudaMemcpyAsync(mask_rows + from, pinned_masks + from, n * sizeof(int), cudaMemcpyHostToDevice,
-                                       ctx.gpu->stream));
+                                       mask_stream));
         };
         const Arrays gpu(input, s.rows, s.drawn);
         if (s.drawn > 0) {
             copy(0, (size_t)s.drawn);
-            if (rows > 0) copy(S, (size_t)rows * words);
+            if (rows > 0) copy(S, rows * words);
+            CUDA_CHECK(cudaEventRecord(masks_there, mask_stream));
+            CUDA_CHECK(cudaStreamWaitEvent(ctx.gpu->stream, masks_there, 0));
             const Masks masks = {mask_rows, (const uint32_t*)mask_rows + S, (int)words};
             launch_part(s.graph, {s.rows, 0, AFTER_MASKS, s.tells, false},
                         [&] { draw_all(s, gpu, s.drawn, true, 0, masks); });
@@ -3502,7 +3536,7 @@ static std::vector<Option> option_table(Options& o) {
          "429, unless their API key has less than its share of the queue", whole(o.max_queue, 0, 1 << 20)},
         {"", "--kv-memory", "GB", "of the KV cache (default: CPU a quarter of the memory at most, GPU\nnearly all)",
          gigabytes(o.engine.kv_bytes)},
-        {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: CPU 128,\nGPU 256)",
+        {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: as many as\nkeep it within 1.7 times a step without them)",
          whole(o.engine.chunk, 1, 65536)},
         {"", "--gpus", "N", "of this host: an engine each (with -d cpu N engines on the CPU)", whole(o.gpus, 1, 64)},
         {"", "--jump-ahead", "N", "where a form leaves no choice about N tokens or more, they are taken at\n"
@@ -3697,7 +3731,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (!e.max_seqs) e.max_seqs = gpu ? 256 : 16;
     e.burst = gpu ? 8192 : 512;
     if (!http) e.chunk = e.burst; // nobody waits for the next token
-    if (!e.chunk) e.chunk = gpu ? 256 : 128;
+    e.paced = !e.chunk;
+    if (!e.chunk) e.chunk = gpu ? 64 : 8; // (on a GPU that many hardly cost more than one)
     if (o.jump < 0) o.jump = gpu ? 0 : 2; // (a step of a GPU that is not all single tokens has no graph, and costs more)
     e.jump = o.jump;
     if (e.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", e.context, c.max_positions);

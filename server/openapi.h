@@ -107,7 +107,9 @@ static const char OPENAPI[] = R"json({
   "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}, "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"}},
   "parameters": {"id": {"name": "id", "in": "path", "required": true, "schema": {"type": "string"}},
     "after": {"name": "after", "in": "query", "schema": {"type": "string"}}, "limit": {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 10000}}},
-  "requestBodies": {"Rerank": {"required": true, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Rerank"}}}}},
+  "requestBodies": {"Rerank": {"required": true, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Rerank"}, "examples": {
+    "texts": {"value": {"query": "What is a warp?", "documents": ["A warp is 32 threads.", "A cat sleeps."]}},
+    "objects": {"value": {"query": "线程束", "documents": [{"text": "线程束是32个线程。"}, {"text": ""}, {"text": "A warp."}], "top_n": 2, "return_documents": true, "instruct": "Find the definition"}}}}}}},
   "responses": {
     "Ranking": {"description": "the documents, the best first", "content": {"application/json": {"schema": {"type": "object", "required": ["id", "model", "results", "usage"], "properties": {
       "results": {"type": "array", "items": {"type": "object", "required": ["index", "relevance_score"], "properties": {"index": {"type": "integer"},

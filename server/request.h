@@ -41,10 +41,11 @@ struct Forms {
         dropped.clear(); // what answers keep to stays
         if (Automaton::grammar_bytes > ALL_BYTES) throw Refusal(503, "too many different forms are asked for");
         auto form = std::make_shared<Automaton>(grammar(), all);
-        std::vector<uint32_t> bits(all->words());
-        Matcher(form).mask(bits.data()); // the first mask takes longest
+        Matcher(form).mask(); // the first mask takes longest
         std::lock_guard lock(mutex);
         if (text.size() > LONGEST) return form;
+        for (auto& [other, made] : kept) // by a request that came at the same time
+            if (other == text) return made;
         kept.insert(kept.begin(), {std::move(text), form});
         if (kept.size() > KEPT) kept.pop_back();
         return form;

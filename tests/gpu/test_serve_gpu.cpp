@@ -338,3 +338,37 @@ TEST_CASE("forms: kept in any company, with `invariant` the same; and the compan
         CHECK(form.reply->left == 0);
     }
 }
+
+// Draws that may be of the same tokens share a row of masks, which is copied on a stream of its own beside `forward`.
+TEST_CASE("forms: draws that share a mask, and draws of one form that may not: with `invariant` each is what it is alone") {
+    on_gpu(true);
+    Random random{31};
+    Forms forms;
+    const Tokenizer& t = tiny().tokenizer;
+    const auto letters = forms.get(t, "l", [] { return grammar_of_regex("[a-z ]{1,60}"); });
+    const auto digits = forms.get(t, "d", [] { return grammar_of_regex("[0-9,]{1,60}"); });
+    std::vector<Job> jobs;
+    for (int i = 0; i < 32; i++) {
+        Job job;
+        job.prompt = {1 + i % 5, 2, 3}, job.how.seed = (uint64_t)i, job.how.temperature = i % 7 ? 1.2f : 0, job.max_tokens = 40;
+        if (i % 8 != 7) job.form = i % 3 ? letters : digits;                       // and some with none beside them
+        job.ignore_eos = i % 2;                                                    // the end is one of the tokens, or not,
+        if (i % 4 == 0) job.ends = {t.encode(i % 8 ? "e" : "7", false)[0]};        // ... or another one,
+        job.thinking = i % 5 == 0;                                                 // ... or at first <think> is
+        jobs.push_back(job);
+    }
+    std::vector<std::string> alone;
+    Bench one({256, 1, 256, 256, 4'000'000});
+    for (auto& job : again(jobs)) {
+        run_all(one, random, {job});
+        alone.push_back(text_of(job));
+    }
+    for (int together : {32, 11}) {
+        Bench bench({256, together, 256, 256, 4'000'000});
+        const std::vector<Job> all = again(jobs);
+        for (auto& job : all) REQUIRE(bench.desk.submit({job})); // all of them in the same steps
+        run_all(bench, random, {});
+        for (size_t i = 0; i < all.size(); i++)
+            CHECK_MESSAGE(text_of(all[i]) == alone[i], "job " << i << ", " << together << " together");
+    }
+}

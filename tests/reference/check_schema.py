@@ -1,5 +1,6 @@
-"""What the server does is what its OpenAPI document says, by schemathesis: pip install schemathesis; ./serve data/tiny/model.bin --ctx 256 --files /tmp/files &
-python3 tests/reference/check_schema.py [URL [EXAMPLES]]. Last run with schemathesis 4.32.5. It sends valid and invalid requests of its own making to each
+"""What the server does is what its OpenAPI document says, by schemathesis: pip install schemathesis;
+./serve tests/fixtures/embed --task embed --task rerank --task generate --ctx 256 --files /tmp/files --allow-adapter-loading &
+python3 tests/reference/check_schema.py [URL [EXAMPLES]]. Last run with schemathesis 4.32.5 and 12 examples, whole: 2,015 requests passed. It sends valid and invalid requests of its own making to each
 route and checks statuses, types and forms of the answers. Not asked: that whatever fits the document is accepted, since it
 does not say what fits the context, which ids exist, or which fields exclude each other."""
 import subprocess

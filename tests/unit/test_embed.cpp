@@ -727,6 +727,15 @@ TEST_CASE("serve: the folder says what it is for; many texts at once, beside a c
         CHECK(j["results"][(size_t)0]["index"].number() == 1);
         CHECK(std::fabs(j["results"][(size_t)0]["relevance_score"].number() - golden().json["pairs"][(size_t)0]["score"].number()) < 0.02);
     }
+    const Json document(Http(server.port).call("GET", "/openapi.json").body); // its examples are rankings
+    size_t examples = 0;
+    for (auto [name, one] : document["components"]["requestBodies"]["Rerank"]["content"]["application/json"]["examples"].members()) {
+        const HttpReply r = server.post("/v1/rerank", std::string(one["value"].raw()));
+        INFO(r.body);
+        CHECK(r.status == 200);
+        examples += Json(r.body)["results"].size() == 2;
+    }
+    CHECK(examples == 2);
     Scratch scratch;
     write_file(scratch / "in", "{\"custom_id\": \"a\", \"url\": \"/v1/embeddings\", \"body\": " + ask + "}\n{\"custom_id\": \"b\", \"url\": \"/v1/embeddings\", \"body\": {}}\n");
     const Result batch = Process(path.c_str(), {FOLDER, "-j", "1", "--name", "tiny", "--batch", scratch / "in", "-o", scratch / "out"}).wait();

@@ -453,6 +453,32 @@ TEST_CASE("schemas: what is hostile is refused or bounded, and quickly") {
     CHECK(seconds() - start < 60);
 }
 
+TEST_CASE("grammar: states with the same tokens share a mask, and bounded strings do not push out what others' are made of") {
+    const Shared a = from_schema(R"({"type": "array", "items": {"type": "object", "properties": {"title": {"type": "string", "maxLength": 100},
+        "text": {"type": "string", "minLength": 10, "maxLength": 400}}, "required": ["title", "text"], "additionalProperties": false}})", true);
+    const std::string begin = "[{\"title\": \"", second = begin + "a\", \"text\": \"";
+    size_t made = 0;
+    for (bool first : {true, false}) { // all the places in both strings, as many answers may be at them
+        for (size_t n = 0; n < 400; n++) {
+            Matcher m(a);
+            REQUIRE(m.advance((n < 100 ? begin : second) + std::string(n < 100 ? n : n - 90, 'x')));
+            if (n % 40 == 0) check_mask(m);
+            m.mask();
+        }
+        if (first) made = a->parts_made;
+        else CHECK(a->parts_made == made);
+    }
+    CHECK(made > 128); // (tokens of up to 128 characters tell the places apart)
+    CHECK(a->bytes() < Automaton::MOST_MEMORY);
+
+    Matcher one(a), other(a), end(a);
+    REQUIRE(one.advance(second + std::string(20, 'x')));
+    REQUIRE(other.advance(second + std::string(200, 'y'))); // both are far from the end
+    REQUIRE(end.advance(second + std::string(399, 'y')));
+    CHECK(one.mask() == other.mask());
+    CHECK(one.mask() != end.mask());
+}
+
 TEST_CASE("grammar: an automaton forgets what it has grown, and answers that are under way go on") {
     const Shared a = automaton(grammar_of_gbnf("root ::= \"[\" root? \"]\" | \"(\" root? \")\""));
     Matcher deep(a), other(a);

@@ -242,6 +242,71 @@ TEST_CASE("logit_bias and the log-probabilities of a known model") {
     }
 }
 
+TEST_CASE("prompts beside running answers: as many tokens as keep the step short, whatever the machine") {
+    struct Machine { double alone, fixed, each; }; // seconds: a step of single tokens, any prompt in it, a token of it
+    for (Machine m : {Machine{2e-3, 1e-4, 1e-5}, {2e-3, 1e-3, 5e-6}, {0.1, 0, 4e-3}, {1e-2, 1e-2, 1e-3}, {1e-3, 0, 1e-9}}) {
+        PromptPace pace;
+        size_t prompts = 0, without = 0;
+        std::vector<double> times;
+        auto step = [&](int i) {
+            const size_t n = pace.tokens(8, 512);
+            const double noise = i % 10 == 9 ? 1.5 : 1; // (something else runs, too)
+            const double took = (m.alone + (n ? m.fixed + m.each * (double)n : 0)) * noise;
+            pace.learn(4, n, took);
+            prompts += n, without += n == 0;
+            CHECK((n == 0 || (n >= 8 && n <= 512)));
+            if (noise == 1) times.push_back(took);
+        };
+        step(0);
+        CHECK(without == 1); // first it learns what a step takes without
+        for (int i = 1; i < 1000; i++) step(i);
+        CHECK(without > 20);
+        CHECK(without < 50);
+        std::sort(times.begin(), times.end());
+        const double least = m.alone + m.fixed + 8 * m.each, most = m.alone + m.fixed + 512 * m.each;
+        INFO(m.alone << ' ' << m.fixed << ' ' << m.each);
+        CHECK(times[times.size() * 98 / 100] < std::max(1.9 * m.alone, 1.001 * least));
+        CHECK(times[times.size() / 2] > std::min({1.3 * m.alone, 0.999 * most}));
+        m.alone *= 3; // more answers run now: more fits beside them
+        const size_t before = prompts;
+        for (int i = 0; i < 1000; i++) step(i);
+        CHECK(prompts - before >= before * 4 / 5); // (less until it is known)
+        CHECK(times.back() < std::max(1.9 * m.alone, 1.001 * (m.alone + m.fixed + 8 * m.each)));
+    }
+    // Prompts that nobody waited for teach what their tokens take at most; a slow first step is soon forgotten.
+    PromptPace pace;
+    pace.learn(0, 100, 0.1);
+    pace.learn(1, 0, 1.);
+    pace.learn(1, 0, 0.01);
+    CHECK(pace.alone <= 0.02);
+    CHECK(pace.tokens(1, 512) >= 7);
+    CHECK(pace.tokens(1, 512) <= 14);
+    CHECK(pace.tokens(20, 10) == 10);
+
+    // In an engine: a long prompt goes on while others answer, in the end all is said, and a fixed chunk is kept to.
+    for (bool paced : {true, false}) {
+        EngineOptions o = {1024, 4, paced ? 8 : 100, 512, 0};
+        o.paced = paced;
+        Bench bench(o);
+        Random random{77};
+        Job running, guest;
+        for (Job* job : {&running, &guest}) job->reply = std::make_shared<Reply>(), job->reply->left = 1;
+        running.prompt = {1, 2, 3}, running.max_tokens = 800, running.ignore_eos = true;
+        guest.max_tokens = 5, guest.ignore_eos = true;
+        for (int i = 0; i < 400; i++) guest.prompt.push_back(random.below(300));
+        REQUIRE(bench.desk.submit({running}));
+        bench.engine.step();
+        REQUIRE(bench.desk.submit({guest}));
+        int steps = 0;
+        for (; guest.reply->pieces.empty() && steps < 1000; steps++) bench.engine.step();
+        if (paced) CHECK((steps >= 2 && steps <= 400 / 8 + 4)); // (one of them takes none)
+        else CHECK(steps == 4);
+        run_all(bench, random, {});
+        check_answer(running, expected(running, 1024));
+        check_answer(guest, expected(guest, 1024));
+    }
+}
+
 TEST_CASE("the prefix cache: computed once, but not across salts") {
     Bench bench({512, 4, 64, 64, 0});
     std::vector<int> prompt;

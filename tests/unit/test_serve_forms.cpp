@@ -71,6 +71,70 @@ TEST_CASE("forms: kept in any company, and the company says what it says alone")
     CHECK(complete > 6);
 }
 
+TEST_CASE("forms: a draw is that of all logits, of which those that may not come are -infinity") {
+    Forms forms;
+    const auto form = forms.get(t(), "r", [] { return grammar_of_regex("[a-f][a-z0-9 ]{0,30}|[x-z][ -~]*"); });
+    const size_t V = (size_t)tiny().file.config.V;
+    std::vector<Job> jobs;
+    for (int i = 0; i < 12; i++) {
+        Job job;
+        job.reply = std::make_shared<Reply>(), job.reply->left = 1;
+        job.prompt = {3, i, 7}, job.max_tokens = 40, job.form = form, job.alternatives = 0;
+        job.how.seed = (uint64_t)i, job.how.temperature = i % 4 ? 1.3f : 0;
+        job.how.top_k = i % 3 ? 20 : 0, job.how.top_p = i % 2 ? 0.9f : 1, job.how.min_p = i % 5 ? 0 : 0.1f;
+        if (i % 3 == 1) job.how.repeat = 1.3f, job.bias = {{t().encode("e", false)[0], 3.f}};
+        jobs.push_back(job);
+    }
+    Bench bench({256, 5, 64, 64, 4'000'000, false, 0, true, 0});
+    Random random{23};
+    run_all(bench, random, jobs);
+    size_t longest = 0;
+    for (Job& job : jobs) {
+        std::vector<int> drawn;
+        for (auto& p : job.reply->pieces)
+            for (auto& told : p.tokens) drawn.push_back(told.id);
+        longest = std::max(longest, drawn.size());
+        Session<bf16> session(tiny().file.config, tiny().weights, 256, where);
+        session.feed(job.prompt);
+        Matcher m(form);
+        std::vector<uint32_t> bits((V + 31) / 32 + 1);
+        std::vector<int> ids = job.prompt;
+        for (int id : drawn) {
+            std::vector<float> row(session.logits, session.logits + V);
+            penalize(row.data(), job.how, ids, job.prompt.size(), V);
+            for (auto [which, more] : job.bias) row[(size_t)which] += more;
+            m.mask(bits.data());
+            for (int end : tiny().file.config.end_tokens)
+                if (m.may_end()) bits[(size_t)end / 32] |= 1u << end % 32;
+            for (size_t v = 0; v < V; v++)
+                if (!(bits[v / 32] >> v % 32 & 1)) row[v] = -INFINITY;
+            REQUIRE(sample(row.data(), t().size(), job.how, ids.size()) == id);
+            ids.push_back(id);
+            session.feed({id});
+            REQUIRE(m.advance(id));
+        }
+    }
+    CHECK(longest > 20);
+}
+
+TEST_CASE("forms: requests that bring the same form at the same time share it") {
+    Forms forms;
+    std::atomic<int> begun{0};
+    std::vector<std::shared_ptr<Automaton>> got(4);
+    std::vector<std::thread> threads;
+    for (auto& mine : got)
+        threads.emplace_back([&] {
+            mine = forms.get(t(), "one", [&] { // all are at it before the first one is done
+                begun++;
+                for (int i = 0; i < 5000 && begun < 4; i++) usleep(1000);
+                return grammar_of_regex("[a-z]+");
+            });
+        });
+    for (auto& thread : threads) thread.join();
+    CHECK(begun == 4);
+    for (auto& one : got) CHECK(one == got[0]);
+}
+
 TEST_CASE("forms: begin after a thought; end by themselves, whatever the end tokens; biases do not break them") {
     Forms forms;
     const auto form = forms.get(t(), "c", [] { return grammar_of_choice({"yes", "yes indeed", "no"}); });
