@@ -60,9 +60,10 @@ __global__ void conv2d_global(const float* in, const float* filt, float* out, in
 }
 
 // ---- 2 conv2d_const. Bound before: the L1 cache's loads, half of them for the filter. Only the first line differs:
-// filt is now the array in constant memory. Its cache gives one address to all 32 lanes, and once the loops are
-// unrolled a coefficient is an operand of the multiply-add itself: no load. Predicted: 25 loads, between half of step
-// 1's time and all of it (the bounds of the image cost instructions too).
+// filt is now the array in constant memory, whose cache gives one address to all 32 lanes and leaves the L1 cache
+// alone. The machine code for sm_90a has 25 LDG a thread instead of 50, and 25 LDC; in steps 3 and 4, where no `if`
+// guards the sum, ULDC instead: into a register of the whole warp. Predicted: between half of step 1's time and all of
+// it, since the bounds of the image cost instructions too.
 __global__ void conv2d_const(const float* in, float* out, int w, int h) {
     int x = blockIdx.x * blockDim.x + threadIdx.x;
     int y = blockIdx.y * blockDim.y + threadIdx.y;
