@@ -5,10 +5,7 @@
 // --size AxBxC: an image of A x A, a grid of B x B x B, a layer of C x C. Not run yet: "predicted" is arithmetic for an
 // H100 (132 SMs, 3.35 TB/s), unless it says RTX 4090 (1.0 TB/s, 72 MB L2).
 #include "lab.h"
-#ifdef __CUDACC__
-#define UNROLL _Pragma("unroll")
-#else
-#define UNROLL
+#ifndef __CUDACC__
 #define cudaMemcpyToSymbol(to, from, bytes) memcpy(to, from, bytes)
 #endif
 
@@ -365,7 +362,6 @@ inline Laboratory laboratory() {
     return l;
 }
 } // namespace lab::convolution_stencil
-#undef UNROLL
 
 #ifndef LAB_NO_MAIN
 int main(int argc, char** argv) { return lab::convolution_stencil::laboratory().main(argc, argv); }
