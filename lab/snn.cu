@@ -303,8 +303,8 @@ inline Laboratory laboratory() {
         for (double u = 0; u < 1; t++) u = 0.875 * u + 0.2;
         return (double)t;
     });
-    l.exercise("A product in tiles of 128 rows reads W once for 128 rows of x; events read a row of W each. Up to which share "
-               "of inputs that spike, in per cent, do events read no more than the product?", [] { return 100. / 128; });
+    l.exercise("A product in tiles of 128 rows reads W once for 128 rows of x; events read a row of W each. Up to "
+               "which share of inputs that spike, in per cent, do events read no more?", [] { return 100. / 128; });
     l.exercise("Training keeps u, float32, of 1,024 neurons, 32 samples, 100 steps. How many MB (10^6 bytes)?",
                [] { return 4. * 1024 * 32 * 100 / 1e6; });
     return l;
