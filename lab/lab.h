@@ -31,6 +31,8 @@
 #define DYNAMIC_SHARED(T, name)                                                                                        \
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];                                                  \
     T* const name = (T*)dynamic_shared
+#undef UNROLL // (cpu.h has another)
+#define UNROLL _Pragma("unroll") // a loop over registers must be unrolled: a register has no address
 #else
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -43,6 +45,7 @@
 #define __device__ [[maybe_unused]]
 #define __global__ [[maybe_unused]] static
 #define DYNAMIC_SHARED(T, name) T* const name = (T*)dynamic_shared
+#define UNROLL
 #endif
 #include <cmath>
 #include <cstdarg>
@@ -85,6 +88,13 @@ void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A&&... a
 }
 #define GPU_CHECK(call) (void)(call)
 #endif
+inline int multiprocessors() {
+    int n = 3; // by emulation: fewer than tests have tiles
+#ifdef __CUDACC__
+    GPU_CHECK(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, 0));
+#endif
+    return n;
+}
 inline int blocks_for(size_t n, size_t each) { return (int)((n + each - 1) / each); }
 
 // n numbers on the device.

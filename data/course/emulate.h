@@ -22,6 +22,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
 #include <ucontext.h>
 #include <utility>
@@ -61,11 +62,12 @@ static bool backwards = false, stuck = false;
 struct Coroutine {
     enum State { READY, AT_BLOCK, AT_WARP, DONE } state = READY;
     ucontext_t context;
-    std::vector<char> stack = std::vector<char>(64 << 10);
     uint3 index;
     unsigned mask = 0;
 };
 static std::vector<Coroutine> coroutines;
+constexpr size_t STACK = 64 << 10;
+static std::vector<std::unique_ptr<char[]>> stacks; // the coroutines', kept from block to block
 static size_t running;
 static ucontext_t scheduler;
 static std::function<void()> body;
@@ -103,7 +105,9 @@ static bool release() {
         if (all && c.state == Coroutine::AT_BLOCK) c.state = Coroutine::READY, any = true;
     return any;
 }
+static void (*block_begins)() = [] {}; // emulate_tensor.h: what the block before left under way is gone
 static void run_block() {
+    block_begins();
     const size_t n = (size_t)blockDim.x * blockDim.y * blockDim.z;
     if (n > 1024 || n == 0) std::abort();
     coroutines = std::vector<Coroutine>(n);
@@ -113,8 +117,9 @@ static void run_block() {
         c.index.y = (unsigned)(i / blockDim.x % blockDim.y);
         c.index.z = (unsigned)(i / blockDim.x / blockDim.y);
         getcontext(&c.context);
-        c.context.uc_stack.ss_sp = c.stack.data();
-        c.context.uc_stack.ss_size = c.stack.size();
+        if (i == stacks.size()) stacks.emplace_back(new char[STACK]);
+        c.context.uc_stack.ss_sp = stacks[i].get();
+        c.context.uc_stack.ss_size = STACK;
         c.context.uc_link = nullptr;
         makecontext(&c.context, enter, 0);
     }

@@ -107,7 +107,7 @@ static void tma_load(void* to, const CUtensorMap& map, uint64_t* b, int column, 
 }
 static std::deque<std::vector<std::function<void()>>> products[1024];
 static std::vector<std::function<void()>> open_products[1024];
-static void wgmma_64x128(float (&sums)[64], const void* a, const void* b, int add) {
+template <int N> void wgmma_64x(float (&sums)[N / 2], const void* a, const void* b, int add) {
     float* c = sums;
     const int row = (int)running % 128 / 32 * 16 + lane_of() / 4, col = lane_of() % 4 * 2;
     open_products[running].push_back([=] {
@@ -116,13 +116,14 @@ static void wgmma_64x128(float (&sums)[64], const void* a, const void* b, int ad
             std::memcpy(&x, swizzled_at(tile, r, k), 2);
             return __bfloat162float(x);
         };
-        for (int i = 0; i < 64; i++) {
+        for (int i = 0; i < N / 2; i++) {
             float sum = add ? c[i] : 0;
             for (int k = 0; k < 16; k++) sum += at(a, row + i % 4 / 2 * 8, k) * at(b, col + i / 4 * 8 + i % 2, k);
             c[i] = sum;
         }
     });
 }
+static void wgmma_64x128(float (&sums)[64], const void* a, const void* b, int add) { wgmma_64x<128>(sums, a, b, add); }
 static void wgmma_fence() {}
 static void wgmma_commit() {
     products[running].push_back(std::move(open_products[running])), open_products[running].clear();
@@ -130,5 +131,10 @@ static void wgmma_commit() {
 template <int LAST> void wgmma_wait() {
     for (; products[running].size() > LAST; products[running].pop_front())
         for (auto& product : products[running].front()) product();
+    __syncwarp(); // all lanes have: one of them may now say that the operands are free
 }
-static void settle(float (&)[64]) {}
+template <int N> void settle(float (&)[N]) {}
+static const bool forgets = (block_begins = [] {
+    for (int i = 0; i < 1024; i++)
+        groups[i].clear(), open_group[i].clear(), products[i].clear(), open_products[i].clear();
+}, true);

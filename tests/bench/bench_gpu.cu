@@ -3,6 +3,7 @@
 //     build/bench_gpu MODEL.bin [ceilings] [decode] [products] [few] [head] [attention] [attention-backward] [batch] [train]       (default: all)
 #define QWEN3_NO_MAIN
 #include "../../qwen3.cu"
+#include "../../lab/timing.h"
 #include <cublas_v2.h>
 
 static Context ctx;
@@ -24,34 +25,13 @@ static bf16* random_array(size_t n, float scale = 1) {
     return p;
 }
 
-// Seconds of one call of f, which is called `calls` times in the graph that is replayed.
-static double time_graph(int calls, const std::function<void(int)>& f) {
-    for (int i = 0; i < std::min(calls, 2); i++) f(i);
-    CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
-    const cudaGraphExec_t run = record_graph(ctx, [&] { for (int i = 0; i < calls; i++) f(i); });
-    cudaEvent_t start, stop;
-    CUDA_CHECK(cudaEventCreate(&start));
-    CUDA_CHECK(cudaEventCreate(&stop));
-    std::vector<float> times;
-    for (int i = 0; i < 12; i++) {
-        CUDA_CHECK(cudaEventRecord(start, ctx.gpu->stream));
-        CUDA_CHECK(cudaGraphLaunch(run, ctx.gpu->stream));
-        CUDA_CHECK(cudaEventRecord(stop, ctx.gpu->stream));
-        CUDA_CHECK(cudaEventSynchronize(stop));
-        float ms;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
-        if (i >= 2) times.push_back(ms);
-    }
-    cudaGraphExecDestroy(run), cudaEventDestroy(start), cudaEventDestroy(stop);
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2] / 1e3 / calls;
-}
+static double time_graph(int calls, const std::function<void(int)>& f) { return lab::time_graph(ctx.gpu->stream, calls, f); }
 
 // ---- Ceilings
 static double read_bandwidth, mma_rate;
 static void ceilings() {
-    const Ceilings c = measure_ceilings<bf16>(ctx, false);
-    read_bandwidth = c.read, mma_rate = c.multiply;
+    const lab::Ceilings c = lab::measure_gpu(ctx.gpu->stream);
+    read_bandwidth = c.read, mma_rate = c.mma;
     printf("ceilings: read %.0f GB/s; mma.sync out of registers %.0f TFLOP/s\n", read_bandwidth / 1e9, mma_rate / 1e12);
 }
 

@@ -1,10 +1,12 @@
 // lab/: every step of every laboratory gives what its definition gives, at odd sizes, by emulation (data/course/emulate.h:
 // threads one after the other, from the first to the last and from the last to the first).
 #define LAB_NO_MAIN
+#include "../../lab/matmul.cu"
 #include "../../lab/transpose_copy.cu"
 #include <doctest/doctest.h>
 
 using namespace lab;
+using namespace std::literals;
 
 static void every_step(const Laboratory& l, std::initializer_list<Shape> shapes) {
     for (const Step& step : l.steps)
@@ -12,7 +14,7 @@ static void every_step(const Laboratory& l, std::initializer_list<Shape> shapes)
             const auto p = step.make(shape);
             for (bool order : {false, true}) {
                 INFO(l.name << " " << step.name << " at " << shape.x << "x" << shape.y << "x" << shape.z
-                            << (order ? ", threads backwards" : ""));
+                            << ", threads " << (order ? "backwards"s : "forwards"s));
                 backwards = order;
                 const double error = Laboratory::try_step(step, *p);
                 backwards = false;
@@ -40,4 +42,9 @@ static void every_exercise(Laboratory l) {
 TEST_CASE("lab: transpose_copy") {
     every_step(transpose_copy::laboratory(), {{1, 1, 1}, {67, 45, 1}, {32, 64, 1}, {33, 130, 1}});
     every_exercise(transpose_copy::laboratory());
+}
+// (130 x 260 x 200: tiles that are full and tiles that are not, for three blocks that take them in turn.)
+TEST_CASE("lab: matmul") {
+    every_step(matmul::laboratory(), {{1, 1, 1}, {70, 41, 51}, {130, 260, 200}});
+    every_exercise(matmul::laboratory());
 }
