@@ -4,11 +4,9 @@
 //
 // --size MxNxK: M rows, N columns, K entries a row (on average: skewed has rows of up to 1,024 K). Not run yet:
 // "predicted" is arithmetic for an H100 (3.35 TB/s, 50 MB L2), unless it says RTX 4090 (1.0 TB/s, 72 MB L2).
-// nvcc: -lcusparse
 #include "lab.h"
-#if defined(__CUDACC__) && __has_include(<cusparse.h>) && !defined(LAB_NO_LIBRARIES)
+#if defined(__CUDACC__) && defined(HAVE_CUSPARSE)
 #include <cusparse.h>
-#define HAVE_CUSPARSE
 #endif
 
 namespace lab::sparse {
@@ -205,9 +203,11 @@ inline Matrix::~Matrix() {
 #endif
 }
 struct Even : Matrix { // as from a mesh: rows of one length, columns near the diagonal
+    using Matrix::Matrix;
     explicit Even(Shape s) : Matrix(Host(s.x, s.y, std::vector<int>(s.x, s.z), std::min(s.y, 2048))) {}
 };
 struct Skewed : Matrix { // as from a graph: few neighbours for most, very many for some, anywhere
+    using Matrix::Matrix;
     static std::vector<int> lengths(Shape s) { // a power law: K / 9 or less for half of the rows, K on average
         std::vector<int> all(s.x);
         uint32_t seed = 4;
