@@ -1,8 +1,9 @@
-// lab/: the laboratories of neighbours, sparse matrices, launches and events: every step gives what its definition gives, at odd
+// lab/: the laboratories of neighbours, sparse matrices, launches, few bits and spikes: every step gives what its definition gives, at odd
 // sizes, by emulation (see test_lab.cpp); the definitions themselves, and the kernels that stand in the course's notes too.
 #define LAB_NO_MAIN
 #include "../../lab/convolution_stencil.cu"
 #include "../../lab/dynamic.cu"
+#include "../../lab/low_precision.cu"
 #include "../../lab/snn.cu"
 #include "../../lab/sparse.cu"
 #include "../../lab/waves.cu"
@@ -120,6 +121,32 @@ TEST_CASE("lab: snn follows a kernel's spikes, and finds those that its potentia
     }
     CHECK(p.error() <= p.tolerance);
 }
+TEST_CASE("lab: low_precision") {
+    every_step(low_precision::laboratory(), {{37, 200, 1}, {1, 1, 1}, {9, 700, 1}});
+    every_exercise(low_precision::laboratory());
+}
+// Against a search through all codes, and with the bits where a kernel puts them.
+TEST_CASE("lab: low_precision's E4M3 is the nearest") {
+    using namespace low_precision;
+    for (unsigned code = 0; code < 256; code++)
+        if ((code & 0x7f) != 0x7f) {
+            CHECK(e4m3(code) == from_e4m3(code));
+            CHECK(from_e4m3(to_e4m3(from_e4m3(code))) == from_e4m3(code));
+        }
+    CHECK(from_e4m3(0x7e) == 448);
+    CHECK(from_e4m3(0x01) == std::ldexp(1.f, -9));
+    CHECK(from_e4m3(to_e4m3(1e9f)) == 448);
+    CHECK(from_e4m3(to_e4m3(17)) == 16); // a tie: to the even code
+    CHECK(from_e4m3(to_e4m3(-19)) == -20);
+    for (float w : random_numbers(500, 5)) {
+        w *= std::ldexp(w, 9);
+        double least = INFINITY;
+        for (unsigned code = 0; code < 256; code++)
+            if ((code & 0x7f) != 0x7f) least = std::min(least, std::fabs((double)from_e4m3(code) - w));
+        INFO(w);
+        CHECK(std::fabs((double)from_e4m3(to_e4m3(w)) - w) == least);
+    }
+}
 // With fire(u) = x / (1 + ALPHA |x|), x = u - 1, in place of the step, fire' is the surrogate, and the network has a true gradient.
 TEST_CASE("lab: snn's gradient is that of the network whose spikes are soft") {
     using namespace snn;
@@ -166,7 +193,8 @@ TEST_CASE("lab: kernels of the notes") {
                             {"18-stencil", "convolution_stencil", {"stencil_basic", "stencil_slide"}},
                             {"09-sparse-matrices", "sparse", {"spmv_coo", "spmv_csr_scalar", "spmv_csr_warp", "spmv_ell"}},
                             {"10-dynamic-parallelism", "dynamic", {"child", "parent", "persistent", "step"}},
-                            {"15-low-precision-and-optimisation", "waves", {"swiglu"}}}) {
+                            {"15-low-precision-and-optimisation", "waves", {"swiglu"}},
+                            {"15-low-precision-and-optimisation", "low_precision", {"gemv_int4"}}}) {
         std::string note = read_file("data/course/notes/"s + s.note + ".md");
         const std::string lab = read_file("lab/"s + s.lab + ".cu");
         const auto replace = [&](const std::string& from, const std::string& to) { // what cannot be the same
