@@ -7,6 +7,7 @@
 # make aarch64      the model's suites for 64-bit Arm, by a cross compiler, under qemu-user
 # make cuda-check   nvcc compiles every kernel for four architectures, and the code in the notes
 # make lab          the kernel laboratories, from the naive loop up
+# make check-env    driver, toolkit, GPU, its speed beside the data sheet
 # make bench        speed of this machine's build, and of its GPU's kernels
 # make clean
 # Options: PORTABLE=1 a binary for any x86-64    CXX=clang++    ARCH=native|all|"80 89"    V=1 shows the commands
@@ -48,7 +49,7 @@ space    := $(empty) $(empty)
 NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(FLAGS)))
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
-.PHONY: all cpu info test asan tsan aarch64 fuzz campaign bench clean cuda-check lab
+.PHONY: all cpu info test asan tsan aarch64 fuzz campaign bench clean cuda-check lab check-env
 all cpu: info qwen3 train_lora datagen $(if $(MHD),serve)
 
 info:
@@ -100,9 +101,15 @@ datagen: datagen.cpp $(HEADERS) $(BUILD)/command
 
 # ---- The laboratories (docs/lab.md). With nvcc and a GPU they print times; with g++ alone the steps run by emulation.
 LABS      := $(basename $(wildcard lab/*.cu))
-LAB_LIBS  := $(foreach l,cublas cusparse cudnn,$(if $(and $(HAVE_NVCC),$(wildcard $(dir $(HAVE_NVCC))../include/$(l).h)),$(l)))
-LAB_FLAGS  = $(foreach l,$(LAB_LIBS),-DHAVE_$(shell echo $(l) | tr a-z A-Z)) $(LAB_LIBS:%=-l%)
+LAB_LIBS  := $(if $(HAVE_NVCC),$(foreach l,cublas cusparse cudnn,$(if $(wildcard $(dir $(HAVE_NVCC))../include/$(l).h),$(l))))
+LAB_HAVE   = $(foreach l,cub $(LAB_LIBS),-DHAVE_$(shell echo $(l) | tr a-z A-Z))
+LAB_FLAGS  = $(if $(HAVE_NVCC),$(LAB_HAVE) $(LAB_LIBS:%=-l%))
+lab/matmul: LAB_FLAGS += $(if $(HAVE_NVCC),-DLAB_QWEN3)
+lab/matmul: qwen3.cu $(HEADERS)
 lab: $(LABS)
+check-env: info lab/check_env
+	@nvidia-smi --query-gpu=driver_version,power.limit,temperature.gpu,ecc.mode.current,mig.mode.current --format=csv 2>/dev/null || echo "driver    no nvidia-smi here that answers"
+	@lab/check_env
 $(LABS): %: %.cu $(wildcard lab/*.h data/course/emulate*.h) $(BUILD)/command
 	$(Q)$(COMPILE) $< -o $@ $(LAB_FLAGS)
 	@echo "built     $@"
@@ -281,12 +288,18 @@ $(CUDA_CHECKS): check/%: $(BUILD)/notes.cuh
 	@echo "nvcc $(CODE): $*"
 	$(Q)$(NVCC) -x cu -std=c++17 $(foreach c,$(CODE),-gencode arch=$(c:sm_%=compute_%),code=$(c)) \
 	  -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -I. -I$(BUILD) -o /dev/null -c $*
+# (Laboratories beside libraries and qwen3.cu's kernels: as far as PTX.)
+LAB_BESIDE = $(patsubst %,check/beside/%,$(shell grep -lE 'HAVE_CU|LAB_QWEN3' lab/*.cu))
+$(LAB_BESIDE): check/beside/%:
+	@echo "nvcc compute_90a: $* with $(LAB_LIBS) cub"
+	$(Q)$(NVCC) -x cu -std=c++17 -gencode arch=compute_90a,code=compute_90a $(LAB_HAVE) -DLAB_QWEN3 \
+	  -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -o /dev/null -c $*
 check/notes:
 	@echo "nvcc: the code in data/course/notes"
 	$(Q)python3 data/course/check_notes.py
 cuda-check:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(CUDA_CHECKS) check/notes
-.PHONY: $(CUDA_CHECKS) check/notes
+	@$(MAKE) --no-print-directory -j$(JOBS) $(CUDA_CHECKS) $(LAB_BESIDE) check/notes
+.PHONY: $(CUDA_CHECKS) $(LAB_BESIDE) check/notes
 
 clean:
 	rm -rf qwen3 train_lora datagen serve bench_serve libqwen3.so $(LABS) $(BUILD)

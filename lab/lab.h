@@ -3,14 +3,14 @@
 //
 //     make lab                        builds all: with nvcc to time them; with g++ alone the steps run by emulation
 //     lab/NAME                        a table of all steps
-//     lab/NAME 4 --size 4096          one step (or several: 4 5 6), at another size (4096x1024x512 where there are three)
+//     lab/NAME 4 --size 4096          one step (or several: 4 5 6), at another size (or 4096x1024x512)
 //     lab/NAME 4 --ncu                the command that shows the counters that step 4 is about, and what to look for
 //     lab/NAME 4 --once               runs the step once and prints no time: for ncu and compute-sanitizer
 //     lab/NAME --exercise 2 --answer 8
 //
 // How to write one (lab/transpose_copy.cu is the shortest):
 //   namespace lab::NAME {
-//   struct Matrix : Problem { explicit Matrix(Shape s); ... };         what is computed, and how to tell that it is right
+//   struct Matrix : Problem { explicit Matrix(Shape s); ... };      what is computed, and how to tell that it is right
 //   __global__ void naive(...) { ... }                                 a step: a paragraph, a kernel, its launch
 //   inline Laboratory laboratory() {
 //       Laboratory l("NAME", "what it is about", {8192, 8192, 1}, {67, 45, 1});   sizes on a GPU and by emulation
@@ -111,6 +111,13 @@ template <class T> struct Array {
     operator T*() const { return p; }
     void fill(int byte) { GPU_CHECK(cudaMemset(p, byte, n * sizeof(T))); }
     void spoil() { fill(0xff); } // NaN, or -1
+    void clear() const { // a part of a step: it is timed with it
+#ifdef __CUDACC__
+        GPU_CHECK(cudaMemsetAsync(p, 0, n * sizeof(T), stream));
+#else
+        memset(p, 0, n * sizeof(T));
+#endif
+    }
     std::vector<T> get() const {
         std::vector<T> v(n);
         GPU_CHECK(cudaDeviceSynchronize());
@@ -118,11 +125,12 @@ template <class T> struct Array {
         return v;
     }
 };
-// The same numbers every time: multiples of 1/128 in [-1, 1), exact in bf16, whose products float32 adds up exactly as
-// long as a sum stays under 1024. So the order of a sum does not matter, and a right result has no error at all.
+// The same numbers every time: odd multiples of 1/128 between -1 and 1, exact in bf16. float32 adds them up exactly
+// while a sum stays under 131,072, and their products under 1,024. So the order of a sum does not matter, and a right
+// result has no error at all. Their mean is zero, so that long sums stay small.
 inline std::vector<float> random_numbers(size_t n, uint32_t seed) {
     std::vector<float> v(n);
-    for (auto& x : v) seed = seed * 1664525u + 1013904223u, x = (float)((int)(seed >> 24) - 128) / 128;
+    for (auto& x : v) seed = seed * 1664525u + 1013904223u, x = (float)((int)(seed >> 24 | 1) - 128) / 128;
     return v;
 }
 // The largest |got - want|; infinite if a number is none.
@@ -285,8 +293,9 @@ inline int Laboratory::table(const Options& o) const {
     Ceilings ceilings = {};
     if (!o.once) {
         ceilings = measure_gpu(stream);
-        printf("%s: %s, %dx%dx%d\nceilings, measured now: read %.0f GB/s, copy %.0f GB/s; float32 %.1f TFLOP/s, bf16 by "
-               "mma.sync %.0f TFLOP/s\n%2s  %-22s %-52s %10s %14s %8s %8s  %s\n", name.c_str(), gpu.name, o.shape.x,
+        printf("%s: %s, %dx%dx%d\n"
+               "ceilings, measured now: read %.0f GB/s, copy %.0f GB/s; float32 %.1f TFLOP/s, bf16 by mma.sync "
+               "%.0f TFLOP/s\n%2s  %-22s %-52s %10s %14s %8s %8s  %s\n", name.c_str(), gpu.name, o.shape.x,
                o.shape.y, o.shape.z, ceilings.read / 1e9, ceilings.copy / 1e9, ceilings.fma / 1e12, ceilings.mma / 1e12,
                "", "step", "adds", "time", "rate", "ceiling", "library", "error");
     }
@@ -297,7 +306,7 @@ inline int Laboratory::table(const Options& o) const {
     for (int s : o.chosen) {
         const Step& step = steps[s - 1];
         if (sm < step.sm || (step.sm == 90 && sm != 90)) {
-            printf("%2d  %-22s needs sm_%s\n", s, step.name.c_str(), step.sm == 90 ? "90a" : std::to_string(step.sm).c_str());
+            printf("%2d  %-22s needs sm_%d%s\n", s, step.name.c_str(), step.sm, step.sm == 90 ? "a" : "");
             continue;
         }
         if (!p || kind != step.kind) {
@@ -322,8 +331,8 @@ inline int Laboratory::table(const Options& o) const {
         char beside[16] = "-";
         if (library) snprintf(beside, sizeof beside, "%.1f%%", 100 * library / time);
         printf("%2d  %-22s %-52s %7.1f us %7.1f %s %7.1f%% %8s  %.1e\n", s, step.name.c_str(), step.adds.c_str(),
-               time * 1e6, rate / (memory ? 1e9 : 1e12), memory ? "GB/s  " : "TFLOPS", 100 * rate / of(ceilings, step.ceiling),
-               beside, error);
+               time * 1e6, rate / (memory ? 1e9 : 1e12), memory ? "GB/s  " : "TFLOPS",
+               100 * rate / of(ceilings, step.ceiling), beside, error);
     }
     return wrong;
 }

@@ -1,13 +1,13 @@
 // matmul.cu: one matrix product, from three nested loops to the kernel of qwen3.cu.   (lab/lab.h says how to run it)
 //
-// Steps 1 to 8 multiply float32 on the CUDA cores: C = A B, A (M,K), B (K,N), as textbooks have it. Steps 9 to 15 multiply
-// bf16 on the tensor cores: C = A B^T with B (N,K), as the weights of a model lie (y = W x: A holds tokens, B is W). So
-// `in`, which both are summed over, lies along the rows of both, and both are read the same way.
+// Steps 1 to 8 multiply float32 on the CUDA cores: C = A B, A (M,K), B (K,N), as textbooks have it. Steps 9 to 15
+// multiply bf16 on the tensor cores: C = A B^T with B (N,K), as the weights of a model lie (y = W x: A holds tokens, B
+// is W). So `in`, which both are summed over, lies along the rows of both, and both are read the same way.
 //
-// What bounds a product? 2 M N K flops and, if each number is moved once, 4 (M K + K N + M N) bytes. At 4,096 that is 137
-// GFLOP and 201 MB: 683 flops a byte, where an H100 has about 20 of float32 and 300 of bf16 for each byte it can read.
-// Only a kernel that uses each number it reads many times comes near the multiply rate. Each step until 8 is a way to
-// read less: from memory, from the caches, then from shared memory.
+// What bounds a product? 2 M N K flops and, if each number is moved once, 4 (M K + K N + M N) bytes. At 4,096 that is
+// 137 GFLOP and 201 MB: 683 flops a byte, where an H100 has about 20 of float32 and 300 of bf16 for each byte it can
+// read. Only a kernel that uses each number it reads many times comes near the multiply rate. Each step until 8 is a
+// way to read less: from memory, from the caches, then from shared memory.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: the last step is the program's own kernel
 #define QWEN3_NO_MAIN
 #include "../qwen3.cu"
@@ -19,9 +19,9 @@
 
 namespace lab::matmul {
 
-// ---- What is computed, and how it is checked: float32 has C = A B, bf16 C = A B^T. The numbers are such that every order
-// of the sums gives the same (random_numbers), so the tolerance is less than half of the smallest difference there can
-// be. In bf16 C is that sum, rounded once. Of large products 48 rows are checked, of small ones all.
+// ---- What is computed, and how it is checked: float32 has C = A B, bf16 C = A B^T. The numbers are such that every
+// order of the sums gives the same (random_numbers), so the tolerance is less than half of the smallest difference
+// there can be. In bf16 C is that sum, rounded once. Of large products 48 rows are checked, of small ones all.
 template <class T> struct Product : Problem {
     static constexpr bool NARROW = sizeof(T) == 2;
     int M, N, K;
@@ -82,12 +82,11 @@ template <class T> struct Product : Problem {
             cublasSetWorkspace(h, scratch, 64 << 20);
             return h;
         }();
+        constexpr auto TYPE = NARROW ? CUDA_R_16BF : CUDA_R_32F;
         const float one = 1, zero = 0;
         const cublasStatus_t said =
-            NARROW ? cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, N, M, K, &one, B.p, CUDA_R_16BF, K, A.p, CUDA_R_16BF, K,
-                                  &zero, C.p, CUDA_R_16BF, N, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT)
-                   : cublasGemmEx(handle, CUBLAS_OP_N, CUBLAS_OP_N, N, M, K, &one, B.p, CUDA_R_32F, N, A.p, CUDA_R_32F, K,
-                                  &zero, C.p, CUDA_R_32F, N, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+            cublasGemmEx(handle, NARROW ? CUBLAS_OP_T : CUBLAS_OP_N, CUBLAS_OP_N, N, M, K, &one, B.p, TYPE,
+                         NARROW ? K : N, A.p, TYPE, K, &zero, C.p, TYPE, N, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
         if (said != CUBLAS_STATUS_SUCCESS) fail("cuBLAS says %d", (int)said);
     }
 #endif
@@ -105,9 +104,9 @@ __device__ inline float4 four_at(const float* p, int r, int c, int rows, int col
 
 // ================================================================================ float32 on the CUDA cores
 // ---- 1 naive. A thread computes one number of C: a row of A times a column of B. Neighbouring threads of a warp have
-// neighbouring rows. So in each step of the loop a warp reads 32 numbers of A that are K apart, 32 sectors, and one of B.
-// Predicted: bound by the L1 cache and what stands before it. A warp's load of A takes 32 cache lines, one a clock at
-// best, for 32 multiply-adds, where a multiprocessor could do 128 a clock: under 1/100 of the ceiling.
+// neighbouring rows. So in each step of the loop a warp reads 32 numbers of A that are K apart, 32 sectors, and one of
+// B. Predicted: bound by the L1 cache and what stands before it. A warp's load of A takes 32 cache lines, one a clock
+// at best, for 32 multiply-adds, where a multiprocessor could do 128 a clock: under 1/100 of the ceiling.
 __global__ void naive(const float* A, const float* B, float* C, int M, int N, int K) {
     const int i = blockIdx.x * 32 + threadIdx.x, j = blockIdx.y * 32 + threadIdx.y;
     if (i >= M || j >= N) return;
@@ -116,10 +115,10 @@ __global__ void naive(const float* A, const float* B, float* C, int M, int N, in
     C[(size_t)i * N + j] = sum;
 }
 
-// ---- 2 coalesced. One line: x and y change places. Neighbouring threads have neighbouring columns, read one number of A
-// between them, and 32 neighbours of B, one cache line. Predicted: two loads for one multiply-add still, one of 4 sectors
-// and one of one. A multiprocessor issues a load of a warp a clock at most, so a multiply-add of a warp every second
-// clock: 16 of 128 lanes' worth, an eighth of the ceiling at best. The L1 cache's latency makes it less.
+// ---- 2 coalesced. One line: x and y change places. Neighbouring threads have neighbouring columns, read one number of
+// A between them, and 32 neighbours of B, one cache line. Predicted: two loads for one multiply-add still, one of 4
+// sectors and one of one. A multiprocessor issues a load of a warp a clock at most, so a multiply-add of a warp every
+// second clock: 16 of 128 lanes' worth, an eighth of the ceiling at best. The L1 cache's latency makes it less.
 __global__ void coalesced(const float* A, const float* B, float* C, int M, int N, int K) {
     const int j = blockIdx.x * 32 + threadIdx.x, i = blockIdx.y * 32 + threadIdx.y;
     if (i >= M || j >= N) return;
@@ -128,9 +127,10 @@ __global__ void coalesced(const float* A, const float* B, float* C, int M, int N
     C[(size_t)i * N + j] = sum;
 }
 
-// ---- 3 shared tiles. A block of 32 x 32 threads reads a tile of A and one of B once, and uses each number 32 times out of
-// shared memory. What comes from the caches falls to 1/32; what each multiply-add reads, two numbers, does not: it now
-// reads them from shared memory, which serves a warp a clock, as L1 did. Predicted: a gain, but by no means of 32 times.
+// ---- 3 shared tiles. A block of 32 x 32 threads reads a tile of A and one of B once, and uses each number 32 times
+// out of shared memory. What comes from the caches falls to 1/32; what each multiply-add reads, two numbers, does not:
+// it now reads them from shared memory, which serves a warp a clock, as L1 did. Predicted: a gain, but by no means of
+// 32 times.
 __global__ void tiles(const float* A, const float* B, float* C, int M, int N, int K) {
     __shared__ float a[32][32], b[32][32];
     const int x = threadIdx.x, y = threadIdx.y, i = blockIdx.y * 32 + y, j = blockIdx.x * 32 + x;
@@ -145,8 +145,8 @@ __global__ void tiles(const float* A, const float* B, float* C, int M, int N, in
 }
 
 // ---- 4 a column of registers. The multiply-add must read less from shared memory, so a thread takes eight rows of one
-// column: the number of B that it reads is used eight times out of a register. 9 loads for 8 multiply-adds instead of 16.
-// The tile is 64 x 64, the block 512 threads, a step 8 deep so that every thread copies one number of each operand.
+// column: the number of B that it reads is used eight times out of a register. 9 loads for 8 multiply-adds instead of
+// 16. The tile is 64 x 64, the block 512 threads, a step 8 deep so that every thread copies one number of each operand.
 // Predicted: nearly twice step 3.
 __global__ void __launch_bounds__(512) column(const float* A, const float* B, float* C, int M, int N, int K) {
     __shared__ float a[64][8], b[8][64];
@@ -165,10 +165,11 @@ __global__ void __launch_bounds__(512) column(const float* A, const float* B, fl
         if (i0 + y + i < M && j0 + x < N) C[(size_t)(i0 + y + i) * N + j0 + x] = sum[i];
 }
 
-// ---- 5 a square of registers. The same in both directions: 8 x 8 numbers of C a thread, 16 loads for 64 multiply-adds,
-// one for four where step 4 had one for one. The tile is 128 x 128, the block 256 threads, and a number read from memory
-// is used 128 times. A thread's rows and columns are 16 apart, so that a warp's lanes read neighbouring banks.
-// Predicted: three to four times step 4; 64 sums and 16 operands are 80 registers, so 16 warps a multiprocessor.
+// ---- 5 a square of registers. The same in both directions: 8 x 8 numbers of C a thread, 16 loads for 64
+// multiply-adds, one for four where step 4 had one for one. The tile is 128 x 128, the block 256 threads, and a number
+// read from memory is used 128 times. A thread's rows and columns are 16 apart, so that a warp's lanes read
+// neighbouring banks. Predicted: three to four times step 4; 64 sums and 16 operands are 80 registers, so 16 warps a
+// multiprocessor.
 constexpr int TILE = 128, DEEP = 8; // of C; of a step
 __global__ void __launch_bounds__(256) square(const float* A, const float* B, float* C, int M, int N, int K) {
     __shared__ float a[TILE][DEEP], b[DEEP][TILE];
@@ -190,14 +191,16 @@ __global__ void __launch_bounds__(256) square(const float* A, const float* B, fl
     }
     UNROLL for (int i = 0; i < 8; i++)
         UNROLL for (int j = 0; j < 8; j++)
-            if (i0 + y + 16 * i < M && j0 + x + 16 * j < N) C[(size_t)(i0 + y + 16 * i) * N + j0 + x + 16 * j] = sum[i][j];
+            if (i0 + y + 16 * i < M && j0 + x + 16 * j < N)
+                C[(size_t)(i0 + y + 16 * i) * N + j0 + x + 16 * j] = sum[i][j];
 }
 
-// ---- 6 vector loads, and A stored transposed. What bounds step 5 is the number of load instructions. A load of 16 bytes
-// brings four numbers: B's lie side by side already; A's would if its tile were stored by columns, so that is how it is
-// stored (the stores pay for it, but there are few of them). Now 4 loads from shared memory serve 64 multiply-adds, and
-// a thread's copies from memory are one load for each operand. A thread's columns: 4 x to 4 x + 3, and the same 64 on.
-// Predicted: the multiply-adds are most of the instructions, 64 of about 70: 70 to 80% of the ceiling.
+// ---- 6 vector loads, and A stored transposed. What bounds step 5 is the number of load instructions. A load of 16
+// bytes brings four numbers: B's lie side by side already; A's would if its tile were stored by columns, so that is how
+// it is stored (the stores pay for it, but there are few of them). Now 4 loads from shared memory serve 64
+// multiply-adds, and a thread's copies from memory are one load for each operand. A thread's columns: 4 x to 4 x + 3,
+// and the same 64 on. Predicted: the multiply-adds are most of the instructions, 64 of about 70: 70 to 80% of the
+// ceiling.
 struct Loads { float4 a, b; }; // what a thread copies in a step
 __device__ inline Loads load(const float* A, const float* B, int i0, int j0, int k0, int M, int N, int K) {
     const int t = threadIdx.x;
@@ -243,9 +246,10 @@ __global__ void __launch_bounds__(256) vectors(const float* A, const float* B, f
     write(C, sum, i0, j0, M, N);
 }
 
-// ---- 7 double buffer. In step 6 nobody multiplies while a block waits for memory, except other blocks. With two buffers
-// the loads of the next step are asked for before this one's products, arrive in registers meanwhile, and go to the other
-// buffer. One barrier a step is left. Predicted: a few percent, as two blocks a multiprocessor already hide a part.
+// ---- 7 double buffer. In step 6 nobody multiplies while a block waits for memory, except other blocks. With two
+// buffers the loads of the next step are asked for before this one's products, arrive in registers meanwhile, and go to
+// the other buffer. One barrier a step is left. Predicted: a few percent, as two blocks a multiprocessor already hide a
+// part.
 __global__ void __launch_bounds__(256, 2) two_buffers(const float* A, const float* B, float* C, int M, int N, int K) {
     __shared__ __align__(16) float a[2][DEEP][TILE], b[2][DEEP][TILE];
     const int i0 = blockIdx.y * TILE, j0 = blockIdx.x * TILE;
@@ -261,14 +265,15 @@ __global__ void __launch_bounds__(256, 2) two_buffers(const float* A, const floa
     write(C, sum, i0, j0, M, N);
 }
 
-// ---- 8 asynchronous copies. cp.async (sm_80) copies 16 bytes from memory to shared memory without a register: the next
-// steps can be three ahead, not one, for no registers at all. It cannot transpose. So A's tile is stored by rows, and what
-// step 6 gained is kept for the most part by reading two k of a row at once: 8 loads of A and 4 of B for 128 multiply-adds
-// (four k at once took more than 128 registers a thread, and so the second block). The two rows that a warp reads are
-// neighbours, 8 words apart: no conflict. Predicted: as step 7 within a few percent, perhaps less for its half more of
-// loads. It pays later: stages of 32 KB could not wait in registers.
+// ---- 8 asynchronous copies. cp.async (sm_80) copies 16 bytes from memory to shared memory without a register: the
+// next steps can be three ahead, not one, for no registers at all. It cannot transpose. So A's tile is stored by rows,
+// and what step 6 gained is kept for the most part by reading two k of a row at once: 8 loads of A and 4 of B for 128
+// multiply-adds (four k at once took more than 128 registers a thread, and so the second block). The two rows that a
+// warp reads are neighbours, 8 words apart: no conflict. Predicted: as step 7 within a few percent, perhaps less for
+// its half more of loads. It pays later: stages of 32 KB could not wait in registers.
 constexpr int FLOAT_STAGE = 2 * TILE * DEEP, FLOAT_STAGES = 4; // floats in a stage: A's tile (128,8), B's (8,128)
-__device__ inline void copy_stage(float* stage, const float* A, const float* B, int i0, int j0, int k0, int M, int N, int K) {
+__device__ inline void copy_stage(float* stage, const float* A, const float* B, int i0, int j0, int k0, int M, int N,
+                                  int K) {
     const int t = threadIdx.x, i = i0 + t / 2, ka = k0 + t % 2 * 4, kb = k0 + t / 32, j = j0 + t % 32 * 4;
     copy16(stage + t * 4, A + (size_t)i * K + ka, i < M && ka < K);
     copy16(stage + TILE * DEEP + t * 4, B + (size_t)kb * N + j, kb < K && j < N);
@@ -290,7 +295,8 @@ __global__ void __launch_bounds__(256, 2) stages(const float* A, const float* B,
             alignas(16) float left[8][2], right[8];
             UNROLL for (int i = 0; i < 8; i++) *(float2*)left[i] = *(const float2*)&a[(y + 16 * i) * DEEP + k];
             UNROLL for (int e = 0; e < 2; e++) {
-                UNROLL for (int h = 0; h < 2; h++) *(float4*)&right[h * 4] = *(const float4*)&b[(k + e) * TILE + x + h * 64];
+                UNROLL for (int h = 0; h < 2; h++)
+                    *(float4*)&right[h * 4] = *(const float4*)&b[(k + e) * TILE + x + h * 64];
                 UNROLL for (int i = 0; i < 8; i++)
                     UNROLL for (int j = 0; j < 8; j++) sum[i][j] += left[i][e] * right[j];
             }
@@ -304,12 +310,13 @@ __global__ void __launch_bounds__(256, 2) stages(const float* A, const float* B,
 }
 
 // ================================================================================ bf16 on the tensor cores
-// Why bf16 from here on? A CUDA core does one multiply-add of float32 a clock, and step 8 keeps it busy most of the time: no
-// trick makes it twice as fast. The tensor cores of an H100 multiply bf16 at about 15 times that rate (989 TFLOP/s against
-// 67, says the data sheet), and each number has half the bytes. Sums stay float32.
+// Why bf16 from here on? A CUDA core does one multiply-add of float32 a clock, and step 8 keeps it busy most of the
+// time: no trick makes it twice as fast. The tensor cores of an H100 multiply bf16 at about 15 times that rate (989
+// TFLOP/s against 67, says the data sheet), and each number has half the bytes. Sums stay float32.
 //
 // Tiles of 128 x 128 again, steps of 64 numbers: a row of a stage has 128 bytes, the width of all banks. 8 warps, each
-// with 64 rows by 32 columns of the tile: 4 x 4 fragments of 16 x 8, whose sums are spread over the lanes as mma has it.
+// with 64 rows by 32 columns of the tile: 4 x 4 fragments of 16 x 8, whose sums are spread over the lanes as mma has
+// it.
 constexpr int STEP = 64, STAGE = 2 * TILE * STEP, STAGES = 3; // bf16 in a stage: A's tile, then B's
 template <bool SWIZZLED> __host__ __device__ constexpr int place(int r, int c) { // of number c of row r in a tile
     return r * STEP + (c / 8 ^ (SWIZZLED ? r % 8 : 0)) * 8 + c % 8;
@@ -318,8 +325,9 @@ template <bool SWIZZLED>
 __device__ void copy_stage(bf16* stage, const bf16* A, const bf16* B, int i0, int j0, int k0, int M, int N, int K) {
     for (int n = threadIdx.x; n < TILE * STEP / 8; n += 256) {
         const int r = n / 8, k = n % 8 * 8;
-        copy16(stage + place<SWIZZLED>(r, k), A + (size_t)(i0 + r) * K + k0 + k, i0 + r < M && k0 + k < K);
-        copy16(stage + TILE * STEP + place<SWIZZLED>(r, k), B + (size_t)(j0 + r) * K + k0 + k, j0 + r < N && k0 + k < K);
+        bf16* const to = stage + place<SWIZZLED>(r, k);
+        copy16(to, A + (size_t)(i0 + r) * K + k0 + k, i0 + r < M && k0 + k < K);
+        copy16(to + TILE * STEP, B + (size_t)(j0 + r) * K + k0 + k, j0 + r < N && k0 + k < K);
     }
     copies_commit();
 }
@@ -337,15 +345,14 @@ __device__ inline void write_pair(bf16* C, int i, int j, float first, float seco
 }
 
 // ---- 9 mma.sync. A warp multiplies 16 x 16 by 16 x 8 in one instruction: 2,048 multiply-adds, of which a lane holds 4
-// sums, 4 registers of a and 2 of b. The stages are step 8's, with bf16 in them. Fragments are read as the instruction's
-// table says, two numbers at a time.
-// Predicted: many times step 8, yet far from the ceiling: rows are 128 bytes apart, so the 8 rows that a warp reads at
-// once lie in the same banks, and each load takes 8 turns.
+// sums, 4 registers of a and 2 of b. The stages are step 8's, with bf16 in them. Fragments are read as the
+// instruction's table says, two numbers at a time. Predicted: many times step 8, yet far from the ceiling: rows are 128
+// bytes apart, so the 8 rows that a warp reads at once lie in the same banks, and each load takes 8 turns.
 //
-// ---- 10 ldmatrix and a swizzle. Two lines: chunk c of 16 bytes of row r lies in place c ^ r % 8, so that the same chunk
-// of 8 rows meets all banks; and ldmatrix reads four 8 x 8 matrices in one instruction, where step 9 takes 4 loads for a
-// and 2 for b. Predicted: now the tensor cores bound it, at the rate that mma.sync has on this card (which on Hopper is
-// about two thirds of what wgmma has; on a 4090 or an A100 this is the last step there is).
+// ---- 10 ldmatrix and a swizzle. Two lines: chunk c of 16 bytes of row r lies in place c ^ r % 8, so that the same
+// chunk of 8 rows meets all banks; and ldmatrix reads four 8 x 8 matrices in one instruction, where step 9 takes 4
+// loads for a and 2 for b. Predicted: now the tensor cores bound it, at the rate that mma.sync has on this card (which
+// on Hopper is about two thirds of what wgmma has; on a 4090 or an A100 this is the last step there is).
 template <bool LDMATRIX>
 __global__ void __launch_bounds__(256) tensor(const bf16* A, const bf16* B, bf16* C, int M, int N, int K) {
     DYNAMIC_SHARED(bf16, shared);
@@ -364,7 +371,8 @@ __global__ void __launch_bounds__(256) tensor(const bf16* A, const bf16* B, bf16
             UNROLL for (int i = 0; i < 4; i++) read_fragment<LDMATRIX>(left[i], a, row + i * 16, k);
             UNROLL for (int j = 0; j < 2; j++) read_fragment<LDMATRIX>(right[j], b, col + j * 16, k);
             UNROLL for (int i = 0; i < 4; i++)
-                UNROLL for (int j = 0; j < 4; j++) mma(sum[i][j], left[i], right[j / 2][j % 2], right[j / 2][j % 2 + 2]);
+                UNROLL for (int j = 0; j < 4; j++)
+                    mma(sum[i][j], left[i], right[j / 2][j % 2], right[j / 2][j % 2 + 2]);
         }
     }
     UNROLL for (int i = 0; i < 4; i++)
@@ -374,11 +382,12 @@ __global__ void __launch_bounds__(256) tensor(const bf16* A, const bf16* B, bf16
                            sum[i][j][h * 2 + 1], M, N);
 }
 
-// ---- 11 wgmma (Hopper; checked by emulation, not run yet). What bounds step 10 on Hopper is mma.sync itself: operands go
-// through registers, and a warp waits for each. wgmma has four warps multiply 64 x 16 by 16 x 128 straight out of shared
-// memory, in the swizzle that step 10 already has, in the background. Two groups of four warps: each has 64 rows of the
-// tile and all of its columns, 64 sums a lane. The copies are step 10's; a fence makes what they wrote visible to wgmma.
-// Predicted: past the ceiling of mma.sync, and bound by 256 threads that must stop to copy, and by the barrier.
+// ---- 11 wgmma (Hopper; checked by emulation, not run yet). What bounds step 10 on Hopper is mma.sync itself: operands
+// go through registers, and a warp waits for each. wgmma has four warps multiply 64 x 16 by 16 x 128 straight out of
+// shared memory, in the swizzle that step 10 already has, in the background. Two groups of four warps: each has 64 rows
+// of the tile and all of its columns, 64 sums a lane. The copies are step 10's; a fence makes what they wrote visible
+// to wgmma. Predicted: past the ceiling of mma.sync, and bound by 256 threads that must stop to copy, and by the
+// barrier.
 template <int N_TILE>
 __device__ inline void multiply_step(float (&sum)[N_TILE / 2], const bf16* a, const bf16* b, bool more) {
     wgmma_fence();
@@ -416,10 +425,10 @@ __global__ void __launch_bounds__(256) groups(const bf16* A, const bf16* B, bf16
 
 // ---- 12 TMA and a producer warp (Hopper; checked by emulation, not run yet). Of step 11's instructions most compute
 // addresses of copies. The Tensor Memory Accelerator copies a whole tile for one instruction of one thread. So that no
-// one stops to copy, that thread is of a ninth warp, the producer, which does nothing else. It runs as far ahead as there are
-// stages. No barrier of the block is left in the loop; each stage has two of its own: `full` says that its bytes have
-// come, `empty` that all consumers have multiplied them. One group of wgmma stays under way while the next stage is
-// waited for. Predicted: 80% or more of cuBLAS.
+// one stops to copy, that thread is of a ninth warp, the producer, which does nothing else. It runs as far ahead as
+// there are stages. No barrier of the block is left in the loop; each stage has two of its own: `full` says that its
+// bytes have come, `empty` that all consumers have multiplied them. One group of wgmma stays under way while the next
+// stage is waited for. Predicted: 80% or more of cuBLAS.
 template <int N_TILE_, int STAGES_> struct Shape16 {
     static constexpr int N_TILE = N_TILE_, STAGES = STAGES_, A_SIZE = TILE * STEP, SIZE = A_SIZE + N_TILE * STEP;
     static constexpr int CONSUMERS = 256, THREADS = CONSUMERS + (N_TILE > 128 ? 128 : 32);
@@ -438,7 +447,8 @@ template <class S> struct Ring { // stages in turn, from the first; `parity` of 
 };
 template <class S> __device__ void begin(const Ring<S>& ring) { // all threads
     if (threadIdx.x == 0) {
-        for (int s = 0; s < S::STAGES; s++) barrier_init(&ring.full[s], 1), barrier_init(&ring.empty[s], S::CONSUMERS / 32);
+        for (int s = 0; s < S::STAGES; s++)
+            barrier_init(&ring.full[s], 1), barrier_init(&ring.empty[s], S::CONSUMERS / 32);
         barriers_ready();
     }
     __syncthreads();
@@ -468,7 +478,8 @@ __device__ void consume(Ring<S>& ring, float (&sum)[S::N_TILE / 2], int K) {
 }
 template <class S>
 __global__ void __launch_bounds__(S::THREADS)
-specialised(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B, bf16* C, int M, int N, int K) {
+specialised(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B, bf16* C, int M, int N,
+            int K) {
 #ifdef HAVE_HOPPER
     DYNAMIC_SHARED(bf16, room);
     __shared__ uint64_t full[S::STAGES], empty[S::STAGES];
@@ -485,14 +496,14 @@ specialised(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUten
 #endif
 }
 
-// ---- 13 persistent (Hopper; checked by emulation, not run yet). In step 12 the tensor cores rest while a block writes its
-// tile, and again while the next one starts and waits for its first stage. Here there are as many blocks as
-// multiprocessors, and each takes tiles in turn. The producer does not stop at the end of a tile: while the consumers write
-// it, the next one's stages come. Tiles are numbered in bands of 16 rows of tiles, so that blocks that run at the same
-// time share rows of A and B in the L2 cache.
+// ---- 13 persistent (Hopper; checked by emulation, not run yet). In step 12 the tensor cores rest while a block writes
+// its tile, and again while the next one starts and waits for its first stage. Here there are as many blocks as
+// multiprocessors, and each takes tiles in turn. The producer does not stop at the end of a tile: while the consumers
+// write it, the next one's stages come. Tiles are numbered in bands of 16 rows of tiles, so that blocks that run at the
+// same time share rows of A and B in the L2 cache.
 //
-// ---- 14 128 x 256 (Hopper; checked by emulation, not run yet). In a step of 128 x 128 wgmma reads 64 rows of A and 128 of B
-// for each group: shared memory has hardly time for it. A tile twice as wide reads a half more for twice the
+// ---- 14 128 x 256 (Hopper; checked by emulation, not run yet). In a step of 128 x 128 wgmma reads 64 rows of A and
+// 128 of B for each group: shared memory has hardly time for it. A tile twice as wide reads a half more for twice the
 // multiply-adds. It takes 128 sums a thread. The producer's group gives registers back and the consumers take them.
 template <int N_TILE> __device__ inline void find_tile(int tile, int M, int N, int& i0, int& j0) {
     constexpr int BAND = 16;
@@ -527,10 +538,10 @@ persistent(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtens
 #endif
 }
 
-// ---- 15 the kernel of qwen3.cu: step 14, and what a model's products need beside it. Splits of `in` over the blocks of a
-// cluster where tiles are few, epilogues (residual, SwiGLU, softmax's parts, gradients), adapters, three more tile shapes
-// and a rule to choose one, and a start that overlaps the end of the kernel before. Its section in Book II is called "The
-// same on Hopper". (Built by nvcc only; not run from here yet.)
+// ---- 15 the kernel of qwen3.cu: step 14, and what a model's products need beside it. Splits of `in` over the blocks
+// of a cluster where tiles are few, epilogues (residual, SwiGLU, softmax's parts, gradients), adapters, three more tile
+// shapes and a rule to choose one, and a start that overlaps the end of the kernel before. Its section in Book II is
+// called "The same on Hopper". (Built by nvcc only; not run from here yet.)
 
 // ================================================================================ the table
 template <class P> dim3 grid_of(const P& p, int down, int across) {
@@ -541,15 +552,16 @@ template <class K> std::function<void(Float&)> runs(K kernel, dim3 block, int ti
 }
 template <class K> std::function<void(Narrow&)> runs_narrow(K kernel) {
     return [=](Narrow& p) {
-        launch(kernel, grid_of(p, TILE, TILE), dim3(256), STAGES * STAGE * sizeof(bf16) + 1024, p.A, p.B, p.C, p.M, p.N, p.K);
+        constexpr size_t SHARED = STAGES * STAGE * sizeof(bf16) + 1024;
+        launch(kernel, grid_of(p, TILE, TILE), dim3(256), SHARED, p.A, p.B, p.C, p.M, p.N, p.K);
     };
 }
 template <class S, class K> std::function<void(Narrow&)> runs_hopper(K kernel, bool all_tiles) {
     return [=](Narrow& p) {
         const CUtensorMap A = tensor_map(p.A, p.M, p.K, TILE), B = tensor_map(p.B, p.N, p.K, S::N_TILE);
-        const dim3 grid = grid_of(p, TILE, S::N_TILE);
-        launch(kernel, all_tiles ? grid : dim3(min((int)(grid.x * grid.y), multiprocessors())), dim3(S::THREADS), S::SHARED,
-               A, B, p.C, p.M, p.N, p.K);
+        const dim3 tiles = grid_of(p, TILE, S::N_TILE);
+        const dim3 grid = all_tiles ? tiles : dim3(min((int)(tiles.x * tiles.y), multiprocessors()));
+        launch(kernel, grid, dim3(S::THREADS), S::SHARED, A, B, p.C, p.M, p.N, p.K);
     };
 }
 #ifdef LAB_QWEN3
@@ -578,12 +590,12 @@ inline Laboratory laboratory() {
     }, FMA, SECTORS, "more than 16 sectors a load: the mean of 32 (A) and 1 (B)");
     l.step<Float>("coalesced", "a warp reads a row of B", runs(coalesced, dim3(32, 32), 32), FMA, SECTORS,
                   "2.5: the mean of 4 (B) and 1 (A)");
-    l.step<Float>("shared tiles", "each number from memory is used 32 times", runs(tiles, dim3(32, 32), 32), FMA, SHARED,
-                  "two loads a multiply-add, now of shared memory");
+    l.step<Float>("shared tiles", "each number from memory is used 32 times", runs(tiles, dim3(32, 32), 32), FMA,
+                  SHARED, "two loads a multiply-add, now of shared memory");
     l.step<Float>("column of registers", "8 sums a thread: 9 loads for 8", runs(column, dim3(512), 64), FMA, SHARED,
                   "one load a multiply-add");
-    l.step<Float>("square of registers", "64 sums a thread: 16 loads for 64", runs(square, dim3(256), TILE), FMA, SHARED,
-                  "one load for four multiply-adds");
+    l.step<Float>("square of registers", "64 sums a thread: 16 loads for 64", runs(square, dim3(256), TILE), FMA,
+                  SHARED, "one load for four multiply-adds");
     l.step<Float>("vectors", "16 bytes a load; A's tile transposed", runs(vectors, dim3(256), TILE), FMA, SHARED,
                   "one load for 16 multiply-adds");
     l.step<Float>("double buffer", "the next step is fetched during this one", runs(two_buffers, dim3(256), TILE), FMA,
@@ -593,8 +605,8 @@ inline Laboratory laboratory() {
                   "waits for memory all but gone");
     l.step<Narrow>("mma.sync", "bf16 on the tensor cores", runs_narrow(tensor<false>), TENSOR, CONFLICTS,
                    "7 conflicts for each load of a fragment");
-    l.step<Narrow>("ldmatrix, swizzle", "four matrices a load, no conflicts", runs_narrow(tensor<true>), TENSOR, CONFLICTS,
-                   "about none");
+    l.step<Narrow>("ldmatrix, swizzle", "four matrices a load, no conflicts", runs_narrow(tensor<true>), TENSOR,
+                   CONFLICTS, "about none");
     l.step<Narrow>("wgmma", "operands straight from shared memory", runs_narrow(groups), TENSOR, TENSORS,
                    "fewer instructions than step 10, pipe busier", 90);
     using Narrow128 = Shape16<128, 4>;
@@ -602,18 +614,21 @@ inline Laboratory laboratory() {
     using Wide = Shape16<256, 4>;
     l.step<Narrow>("TMA, a producer", "one thread copies, the others only multiply",
                    runs_hopper<Narrow128>(specialised<Narrow128>, true), TENSOR, TENSORS, "pipe busier", 90);
-    l.step<Narrow>("persistent", "copies run on while a tile is written", runs_hopper<Deep128>(persistent<Deep128>, false),
-                   TENSOR, TENSORS, "pipe busier: no gaps between tiles", 90);
-    l.step<Narrow>("128 x 256", "less read from shared memory; registers moved", runs_hopper<Wide>(persistent<Wide>, false),
-                   TENSOR, TENSORS, "near what the power limit allows", 90);
+    l.step<Narrow>("persistent", "copies run on while a tile is written",
+                   runs_hopper<Deep128>(persistent<Deep128>, false), TENSOR, TENSORS,
+                   "pipe busier: no gaps between tiles", 90);
+    l.step<Narrow>("128 x 256", "less read from shared memory; registers moved",
+                   runs_hopper<Wide>(persistent<Wide>, false), TENSOR, TENSORS, "near what the power limit allows", 90);
 #ifdef LAB_QWEN3
-    l.step<Narrow>("qwen3.cu", "the program's own kernel, which chooses a tile", run_qwen3, TENSOR, TENSORS, "as step 14");
+    l.step<Narrow>("qwen3.cu", "the program's own kernel, which chooses a tile", run_qwen3, TENSOR, TENSORS,
+                   "as step 14");
 #endif
     l.exercise("A product of 4,096 x 4,096 x 4,096 in float32, each number moved once: how many flops a byte?",
                [] { return 2. * 4096 * 4096 * 4096 / (4. * 3 * 4096 * 4096); });
     l.exercise("Step 5's tile is 128 x 128. How many times is a number of A read from memory or L2 at N = 4,096?",
                [] { return 4096. / TILE; });
-    l.exercise("Step 14 at 4,096 x 4,096 on 132 multiprocessors: what share (%) of the blocks' time is there work?", [] {
+    l.exercise("Step 14 at 4,096 x 4,096 on 132 multiprocessors: in what share (%) of the blocks' time is there work?",
+               [] {
         const double count = 4096. / TILE * (4096. / 256), waves = std::ceil(count / 132);
         return 100 * count / (waves * 132);
     });

@@ -21,11 +21,12 @@ __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cv
 
 // ---- mma.sync and what feeds it, from sm_80 on
 // c (16,8) += a (16,16) b (16,8): lane 4 g + t holds of c rows g (c[0], c[1]) and g + 8 (c[2], c[3]), columns 2 t and
-// 2 t + 1; of a rows g (a[0], a[2]) and g + 8 (a[1], a[3]), pairs of columns from 2 t (a[0], a[1]) and 2 t + 8 (a[2], a[3])
-// on; of b column g, pairs of rows from 2 t (b0) and 2 t + 8 (b1) on.
+// 2 t + 1; of a rows g (a[0], a[2]) and g + 8 (a[1], a[3]), pairs of columns from 2 t (a[0], a[1]) and 2 t + 8 (a[2],
+// a[3]) on; of b column g, pairs of rows from 2 t (b0) and 2 t + 8 (b1) on.
 __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 // Four 8 x 8 matrices of bf16 from shared memory; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void ldmatrix4(uint32_t (&r)[4], const void* row) {
@@ -35,7 +36,8 @@ __device__ inline void ldmatrix4(uint32_t (&r)[4], const void* row) {
 // 16 bytes from global to shared memory in the background; zeros if not `there`.
 __device__ inline void copy16(void* to, const void* from, bool there) {
     const int bytes = there ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LAST> __device__ inline void copies_wait() { // until all groups but the last few have come
@@ -52,7 +54,8 @@ __device__ inline void barriers_ready() { // all threads and copies see them aft
     HOPPER_ASM("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ inline void barrier_expect([[maybe_unused]] uint64_t* b, [[maybe_unused]] int bytes) { // arrives, too
-    HOPPER_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+    HOPPER_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
 __device__ inline void barrier_arrive([[maybe_unused]] uint64_t* b) {
     HOPPER_ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
@@ -103,7 +106,8 @@ __device__ inline void wgmma_64x([[maybe_unused]] float (&c)[N / 2], [[maybe_unu
         HOPPER_ASM("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
                    "%60,%61,%62,%63}, %64, %65, p, 1, 1, 0, 0; }"
-                   : C16(0), C16(16), C16(32), C16(48) : "l"(wgmma_operand(a)), "l"(wgmma_operand(b)), "r"(add) : "memory");
+                   : C16(0), C16(16), C16(32), C16(48)
+                   : "l"(wgmma_operand(a)), "l"(wgmma_operand(b)), "r"(add) : "memory");
     else
         HOPPER_ASM("{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
                    "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)

@@ -52,18 +52,18 @@ __global__ void scattered_writes(const float* in, float* out, int rows, int colu
         if (c < columns) out[(size_t)c * rows + r] = in[(size_t)r * columns + c];
 }
 
-// ---- 3 scattered reads. The same with the roles exchanged: a warp writes 32 neighbours and reads a column. A sector that
-// was fetched for one number stays in the L1 cache for the block's other 31 columns, which want the rest of it; a write
-// has no such help. Predicted: faster than step 2, though as many sectors are asked for.
+// ---- 3 scattered reads. The same with the roles exchanged: a warp writes 32 neighbours and reads a column. A sector
+// that was fetched for one number stays in the L1 cache for the block's other 31 columns, which want the rest of it; a
+// write has no such help. Predicted: faster than step 2, though as many sectors are asked for.
 __global__ void scattered_reads(const float* in, float* out, int rows, int columns) {
     const int c0 = blockIdx.x * TILE, r = blockIdx.y * TILE + threadIdx.x;
     for (int c = c0 + threadIdx.y; c < min(c0 + TILE, columns); c += ROWS)
         if (r < rows) out[(size_t)c * rows + r] = in[(size_t)r * columns + c];
 }
 
-// ---- 4 a tile in shared memory. What bounds step 3 is the number of sectors, so both sides must be coalesced: the tile
-// is read by rows, put into shared memory, and taken from there by columns. Shared memory has 32 banks of 4 bytes, word
-// i in bank i % 32; a column's words are 32 apart, so all 32 lanes want the same bank and are served one by one.
+// ---- 4 a tile in shared memory. What bounds step 3 is the number of sectors, so both sides must be coalesced: the
+// tile is read by rows, put into shared memory, and taken from there by columns. Shared memory has 32 banks of 4 bytes,
+// word i in bank i % 32; a column's words are 32 apart, so all 32 lanes want the same bank and are served one by one.
 // Predicted: global memory as in the copy, but a read of a column takes 32 turns instead of one.
 //
 // Steps 5 and 6 change only where (r, c) of the tile lies: PLACE.
@@ -80,15 +80,17 @@ template <Place PLACE> __global__ void tiled(const float* in, float* out, int ro
     for (int y = threadIdx.y; y < TILE; y += ROWS) // row y of the output's tile: column y of ours
         if (c0 + y < columns && r0 + x < rows) out[(size_t)(c0 + y) * rows + r0 + x] = tile[place<PLACE>(x, y)];
 }
-// ---- 5 padding. A row of 33 words: neighbours in a column are 33 apart, in banks one apart. No conflicts, for 128 bytes.
-// ---- 6 a swizzle. No padding: number c of row r lies in place c ^ r. A row is permuted within itself, and the 32 places
-// c ^ r of a column, r = 0 .. 31, are all different. As fast as padding; rows stay aligned, which step 7 and the tensor
-// cores' loads (lab/matmul.cu) need, and which no padding can give to what TMA writes.
+// ---- 5 padding. A row of 33 words: neighbours in a column are 33 apart, in banks one apart. No conflicts, for 128
+// bytes.
+// ---- 6 a swizzle. No padding: number c of row r lies in place c ^ r. A row is permuted within itself, and the 32
+// places c ^ r of a column, r = 0 .. 31, are all different. As fast as padding; rows stay aligned, which step 7 and the
+// tensor cores' loads (lab/matmul.cu) need, and which no padding can give to what TMA writes.
 
-// ---- 7 vector loads. By now a thread takes four loads and four stores of 4 bytes, each with its address and its bounds
-// check. One of 16 bytes does the same with a quarter of the instructions. The block has 8 x 32 threads, and the swizzle
-// keeps both sides free of conflicts: a warp has 4 rows of 8 threads, number k of each lies in bank (4 x + k) ^ r.
-// Predicted: the memory is what bounds step 6, so little is gained, and most on a card with few instructions to spare.
+// ---- 7 vector loads. By now a thread takes four loads and four stores of 4 bytes, each with its address and its
+// bounds check. One of 16 bytes does the same with a quarter of the instructions. The block has 8 x 32 threads, and the
+// swizzle keeps both sides free of conflicts: a warp has 4 rows of 8 threads, number k of each lies in bank (4 x + k) ^
+// r. Predicted: the memory is what bounds step 6, so little is gained, and most on a card with few instructions to
+// spare.
 __global__ void vectors(const float* in, float* out, int rows, int columns) {
     __shared__ float tile[TILE * TILE];
     const int r0 = blockIdx.y * TILE, c0 = blockIdx.x * TILE, x = threadIdx.x * 4, y = threadIdx.y;
@@ -106,15 +108,16 @@ __global__ void vectors(const float* in, float* out, int rows, int columns) {
 
 // ---- 8 TMA (Hopper; not run yet on a GPU). One thread asks the Tensor Memory Accelerator for a box of 64 rows of 32
 // numbers; there are no addresses, bounds checks or registers on the way in. It counts in numbers of two bytes, so
-// a float32 is two columns of the map. Rows have 128 bytes, swizzled by 16 bytes: number c of row r lies in chunk c / 4 ^ r % 8.
-// A thread takes four numbers of a column, rows 4 a to 4 a + 3, and writes 16 bytes. In a warp are two neighbouring a and
-// 16 columns: number k lies in bank (c / 4 ^ (a % 2 * 4 + k)) * 4 + c % 4, all different; and each pair of lanes writes a
-// whole sector.
-// Predicted: as step 7, with fewer instructions; the block waits for its box, so several blocks a multiprocessor must
-// overlap (8 KB each: they do). TMA pays where one block has work to do meanwhile (lab/matmul.cu).
+// a float32 is two columns of the map. Rows have 128 bytes, swizzled by 16 bytes: number c of row r lies in chunk c / 4
+// ^ r % 8. A thread takes four numbers of a column, rows 4 a to 4 a + 3, and writes 16 bytes. In a warp are two
+// neighbouring a and 16 columns: number k lies in bank (c / 4 ^ (a % 2 * 4 + k)) * 4 + c % 4, all different; and each
+// pair of lanes writes a whole sector. Predicted: as step 7, with fewer instructions; the block waits for its box, so
+// several blocks a multiprocessor must overlap (8 KB each: they do). TMA pays where one block has work to do meanwhile
+// (lab/matmul.cu).
 constexpr int BOX_ROWS = 64;
 __host__ __device__ constexpr int box_place(int r, int c) { return r * 32 + (((c / 4) ^ (r % 8)) * 4 + c % 4); }
-__global__ void __launch_bounds__(128) by_tma(const __grid_constant__ CUtensorMap map, float* out, int rows, int columns) {
+__global__ void __launch_bounds__(128)
+by_tma(const __grid_constant__ CUtensorMap map, float* out, int rows, int columns) {
     DYNAMIC_SHARED(float, room);
     __shared__ uint64_t filled;
     float* const box = aligned_1024(room);
@@ -132,7 +135,9 @@ __global__ void __launch_bounds__(128) by_tma(const __grid_constant__ CUtensorMa
 }
 
 // ---- The table
-static dim3 tiles(const Matrix& m, int high = TILE) { return dim3(blocks_for(m.columns, TILE), blocks_for(m.rows, high)); }
+static dim3 tiles(const Matrix& m, int high = TILE) {
+    return dim3(blocks_for(m.columns, TILE), blocks_for(m.rows, high));
+}
 template <class K> void on_tiles(K kernel, dim3 block, const Matrix& m) {
     launch(kernel, tiles(m), block, 0, m.in, m.out, m.rows, m.columns);
 }
@@ -144,8 +149,8 @@ inline Laboratory laboratory() {
                          *CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
                          *MEMORY = "dram__throughput.avg.pct_of_peak_sustained_elapsed,smsp__inst_executed.sum";
     const dim3 block(TILE, ROWS);
-    l.step<Copy>("copy", "the ceiling: each number is moved once", [=](Copy& m) { on_tiles(copy, block, m); }, COPY, MEMORY,
-                 "the memory's throughput, which no later step can pass");
+    l.step<Copy>("copy", "the ceiling: each number is moved once", [=](Copy& m) { on_tiles(copy, block, m); }, COPY,
+                 MEMORY, "the memory's throughput, which no later step can pass");
     l.step<Transpose>("scattered writes", "the indices turned round",
                       [=](Transpose& m) { on_tiles(scattered_writes, block, m); }, COPY, STORES,
                       "32 sectors a store, where the copy has 4");
@@ -166,7 +171,7 @@ inline Laboratory laboratory() {
         const CUtensorMap map = tensor_map(m.in, m.rows, m.columns * 2, BOX_ROWS);
         launch(by_tma, tiles(m, BOX_ROWS), dim3(128), BOX_ROWS * 128 + 1024, map, m.out, m.rows, m.columns);
     }, COPY, MEMORY, "instructions, beside those of step 7", 90);
-    l.exercise("A warp stores 32 float32, each 8,192 numbers from the next. How many sectors of 32 bytes does it touch?",
+    l.exercise("A warp stores 32 float32, each 8,192 numbers from the next. How many sectors does it touch?",
                [] { return 32.; });
     l.exercise("The tile has rows of 36 numbers, and a warp reads a column. Its conflict has how many ways?", [] {
         int most = 0, lanes[32] = {};
