@@ -205,10 +205,8 @@ inline void draw_jobs(Jobs& p) {
     int each = 0;
     GPU_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, persistent, 256, 0));
     blocks *= each;
-    GPU_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(int), stream));
-#else
-    p.counter.fill(0);
 #endif
+    p.counter.clear();
     launch(persistent, blocks, 256, 0, *p.data, p.begin, p.len, p.jobs, p.counter);
 }
 inline Laboratory laboratory() {

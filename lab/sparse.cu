@@ -222,13 +222,6 @@ struct Skewed : Matrix { // as from a graph: few neighbours for most, very many 
     explicit Skewed(Shape s) : Matrix(Host(s.x, s.y, lengths(s), s.y)) {}
 };
 
-inline void clear(Array<float>& a) {
-#ifdef __CUDACC__
-    GPU_CHECK(cudaMemsetAsync(a, 0, a.n * sizeof(float), stream));
-#else
-    a.fill(0);
-#endif
-}
 inline void coo(Matrix& m, const int* row, const int* col, const float* val, size_t n) {
     if (n) launch(spmv_coo, blocks_for(n, 256), 256, 0, row, col, val, m.x, m.y, (int)n);
 }
@@ -241,7 +234,7 @@ template <class P> void steps(Laboratory& l, const std::string& which) {
         l.step<P>((which + " " + name).c_str(), adds, run, READ, counter, look);
     };
     step("coo", "a thread an entry, atomics", [](P& m) {
-        clear(m.y);
+        m.y.clear();
         coo(m, m.row, m.col, m.val, m.h.nnz);
     }, "lts__t_sectors_op_red.sum", "reductions in the L2 cache: no other step has so many");
     step("csr_scalar", "a thread a row", [](P& m) { csr(spmv_csr_scalar, m, 1); },

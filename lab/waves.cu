@@ -18,13 +18,6 @@ namespace lab::waves {
 inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {__bfloat162float(v.x), __bfloat162float(v.y)}; }
 inline __nv_bfloat162 __float22bfloat162_rn(float2 v) { return __floats2bfloat162_rn(v.x, v.y); }
 #endif
-inline void clear(Array<float>& a) {
-#ifdef __CUDACC__
-    GPU_CHECK(cudaMemsetAsync(a, 0, a.n * sizeof(float), stream));
-#else
-    a.fill(0);
-#endif
-}
 
 // ---- Waves. Tiles of equal work, of which a multiprocessor takes one at a time: each block asks for more than half of
 // its shared memory. A tile is THREADS sums of `terms` terms that nobody can guess: small whole numbers, so that
@@ -340,7 +333,7 @@ template <bool SAVED> void train(Training& t) {
 }
 
 template <int LOADS> void add_up_by(Numbers& a, int warps) { // warps a multiprocessor
-    clear(a.out);
+    a.out.clear();
     launch(add_up<LOADS>, multiprocessors() * warps * 32 / THREADS, THREADS, 0, a.in, a.out, a.numbers.size());
 }
 inline Laboratory laboratory() {
@@ -356,11 +349,11 @@ inline Laboratory laboratory() {
         launch(a_block_a_tile, t.tiles, THREADS, t.shared, t.out, t.terms);
     }, FMA, cycles, "half of the time, on average");
     l.step<OneMore>("quarters", "each tile in four blocks", [](OneMore& t) {
-        clear(t.out);
+        t.out.clear();
         launch(split_tiles, dim3(t.tiles, 4), THREADS, t.shared, t.out, t.terms);
     }, FMA, cycles, "four fifths");
     l.step<OneMore>("stream_k", "equal shares of all terms", [](OneMore& t) {
-        clear(t.out);
+        t.out.clear();
         launch(stream_k, multiprocessors(), THREADS, t.shared, t.out, t.terms, t.tiles);
     }, FMA, cycles, "nearly all of it again");
     l.step<Numbers>("few warps", "8 warps a multiprocessor, one load at a time", [](Numbers& a) { add_up_by<1>(a, 8); },

@@ -1,5 +1,6 @@
-// lab/: the laboratories of neighbours, sparse matrices, launches, few bits and spikes: every step gives what its definition gives, at odd
-// sizes, by emulation (see test_lab.cpp); the definitions themselves, and the kernels that stand in the course's notes too.
+// lab/: the laboratories of neighbours, sparse matrices, launches, few bits and spikes: every step gives what its
+// definition gives, at odd sizes, by emulation (see test_lab.cpp); the definitions themselves, and the kernels that
+// stand in the course's notes too.
 #define LAB_NO_MAIN
 #include "../../lab/convolution_stencil.cu"
 #include "../../lab/dynamic.cu"
@@ -73,7 +74,8 @@ TEST_CASE("lab: sparse") {
     const Laboratory l = laboratory();
     every_step(l, {{1, 1, 1}, {197, 101, 13}, {300, 150, 40}, {5, 50, 700}});
     // Empty rows at both ends and between, and one that goes through several blocks of spmv_merge.
-    for (auto lengths : {std::vector<int>{0, 0, 5, 0, 5000, 1, 0, 0, 9, 0}, std::vector<int>(2500, 0), {1, 1023, 1022}}) {
+    for (auto lengths :
+         {std::vector<int>{0, 0, 5, 0, 5000, 1, 0, 0, 9, 0}, std::vector<int>(2500, 0), {1, 1023, 1022}}) {
         every_step_of(l, Skewed(Host((int)lengths.size(), 77, lengths, 77)));
         every_step_of(l, Even(Host((int)lengths.size(), 77, lengths, 77)));
     }
@@ -147,7 +149,8 @@ TEST_CASE("lab: low_precision's E4M3 is the nearest") {
         CHECK(std::fabs((double)from_e4m3(to_e4m3(w)) - w) == least);
     }
 }
-// With fire(u) = x / (1 + ALPHA |x|), x = u - 1, in place of the step, fire' is the surrogate, and the network has a true gradient.
+// With fire(u) = x / (1 + ALPHA |x|), x = u - 1, in place of the step, fire' is the surrogate, and the network has a
+// true gradient.
 TEST_CASE("lab: snn's gradient is that of the network whose spikes are soft") {
     using namespace snn;
     Forward l({6, 3, 5});
@@ -191,7 +194,8 @@ TEST_CASE("lab: kernels of the notes") {
     struct Shared { const char *note, *lab; std::vector<std::string> kernels; };
     for (const Shared& s : {Shared{"07-convolution", "convolution_stencil", {"conv2d_const", "conv2d_tiled", "im2col"}},
                             {"18-stencil", "convolution_stencil", {"stencil_basic", "stencil_slide"}},
-                            {"09-sparse-matrices", "sparse", {"spmv_coo", "spmv_csr_scalar", "spmv_csr_warp", "spmv_ell"}},
+                            {"09-sparse-matrices", "sparse",
+                             {"spmv_coo", "spmv_csr_scalar", "spmv_csr_warp", "spmv_ell"}},
                             {"10-dynamic-parallelism", "dynamic", {"child", "parent", "persistent", "step"}},
                             {"15-low-precision-and-optimisation", "waves", {"swiglu"}},
                             {"15-low-precision-and-optimisation", "low_precision", {"gemv_int4"}}}) {
@@ -201,7 +205,8 @@ TEST_CASE("lab: kernels of the notes") {
             for (size_t at; (at = note.find(from)) != std::string::npos;) note.replace(at, from.size(), to);
         };
         replace("taps[", "filt[");
-        replace("child<<<(n + 255) / 256, 256>>>(data", "LAUNCH(child, (n + 255) / 256, 256, cudaStreamFireAndForget, data");
+        replace("child<<<(n + 255) / 256, 256>>>(data",
+                "LAUNCH(child, (n + 255) / 256, 256, cudaStreamFireAndForget, data");
         for (const std::string& kernel : s.kernels) {
             INFO(s.note << ": " << kernel);
             size_t from = note.find("__global__ void " + kernel + "(");
