@@ -25,7 +25,7 @@ struct Host {
         nnz = rowptr[M], row.resize(nnz), col.resize(nnz);
         val = random_numbers(nnz, 1), x = random_numbers(N, 2);
         const int longest = *std::max_element(lengths.begin(), lengths.end());
-        width = std::min(longest, 2 * std::max(1, nnz / M));
+        width = std::max(1, std::min(longest, 2 * (nnz / M)));
         for (auto* list : {&row, &col, &rest_row, &rest_col}) list->reserve(1); // (a copy takes no null pointer)
         for (auto* list : {&val, &rest_val}) list->reserve(1);
         ell_col.assign((size_t)M * width, -1), ell_val.resize(ell_col.size());
