@@ -103,7 +103,7 @@ datagen: datagen.cpp $(HEADERS) $(BUILD)/command
 LABS      := $(basename $(wildcard lab/*.cu))
 LAB_LIBS  := $(if $(HAVE_NVCC),$(foreach l,cublas cusparse cudnn,$(if $(wildcard $(dir $(HAVE_NVCC))../include/$(l).h),$(l))))
 LAB_HAVE   = $(foreach l,cub $(LAB_LIBS),-DHAVE_$(shell echo $(l) | tr a-z A-Z))
-LAB_FLAGS  = $(if $(HAVE_NVCC),$(LAB_HAVE) $(LAB_LIBS:%=-l%))
+LAB_FLAGS  = $(if $(HAVE_NVCC),$(LAB_HAVE) -Xlinker --as-needed $(LAB_LIBS:%=-l%))
 lab/matmul: LAB_FLAGS += $(if $(HAVE_NVCC),-DLAB_QWEN3)
 lab/matmul: qwen3.cu $(HEADERS)
 lab: $(LABS)

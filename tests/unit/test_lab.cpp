@@ -94,3 +94,18 @@ TEST_CASE("lab: bank conflicts are as many as the steps say") {
         CHECK(conflict_ways([&](int lane) { return matmul::place<true>(row + lane / 4, 24) / 2 + lane % 4; }) == 1);
     CHECK(conflict_ways([](int lane) { return reduce_scan::padded(lane * reduce_scan::EACH + 3); }) == 1);
 }
+TEST_CASE("lab: a wrong step ends the program with 1, a right one with 0") {
+    using transpose_copy::Copy;
+    Laboratory l("test", "the harness", {8, 8, 1}, {8, 8, 1});
+    l.step<Copy>("right", "copies", [](Copy& m) { memcpy(m.out.p, m.in.p, m.in.n * sizeof(float)); }, COPY, "", "");
+    l.step<Copy>("late", "all but the last", [](Copy& m) { memcpy(m.out.p, m.in.p, m.in.n * 4 - 4); }, COPY, "", "");
+    l.step<Copy>("idle", "nothing", [](Copy&) {}, COPY, "", "");
+    for (const auto& [step, status] : {std::pair{"1", 0}, {"2", 1}, {"3", 1}}) {
+        std::string words[] = {"test", step, "--size", "12x5"};
+        char* argv[] = {words[0].data(), words[1].data(), words[2].data(), words[3].data()};
+        CHECK(l.main(4, argv) == status);
+    }
+    CHECK(parse_shape("7").z == 7);
+    CHECK(parse_shape("7x9").y == 9);
+    CHECK(parse_shape("7x9x2").z == 2);
+}
