@@ -146,7 +146,8 @@ __global__ void spmv_ell(const int* col, const float* val,   // (K,M) 列主序�
 // end writes the sum. A block takes PATH steps, a thread ITEMS, whatever the rows are; a binary search along the
 // diagonal says where a share begins. A row may begin in one share and end in another: threads hand on what is left,
 // blocks through a second kernel, always in the same order: no atomics, the same bits each time. Predicted: even and
-// skewed alike, 1.2 to 1.5 times the floor: searches, two barriers, the second launch.
+// skewed alike, 1.2 to 1.5 times what bounds each (memory; x from the L2 cache): searches, two barriers, the second
+// launch.
 constexpr int THREADS = 128, ITEMS = 8, PATH = THREADS * ITEMS;
 // How many of the ends are among the first `steps` steps of the path: end r comes before entry j where end[r] <= j.
 __device__ int ends_before(const int* end, int ends, int entries, int steps) {
