@@ -240,8 +240,8 @@ def check_filter():
 
 def main():
     names = ("gpu_qa", "exam_qa", "rephrased_qa", "english_train", "english_test", "rephrased_more_qa", "train_hard",
-             "exam_hard", "dev", "mc_exam", "mc_seen", *CHAPTERS, "mc_chapters", "mc_chapters_seen", *CHAPTERS_HARD, *MORE_CHOICES[:2],
-             *EXTRA, *MORE_CHOICES[2:])
+             "exam_hard", "dev", "mc_exam", "mc_seen", *CHAPTERS, "mc_chapters", "mc_chapters_seen", *CHAPTERS_HARD,
+             *MORE_CHOICES[:2], *EXTRA, *MORE_CHOICES[2:])
     sets = [rows_of(name) for name in names]
     (train, exam, rephrased, english, english_test, more, hard, exam_hard, dev, mc_exam, mc_seen, chapters,
      exam_chapters, mc_chapters, mc_chapters_seen, chapters_hard, chapters_dev, mc_chapters_hard, mc_more_seen,
