@@ -35,7 +35,8 @@ case ${ROWS:-1} in *[!0-9]* | 0*) die "ROWS=$ROWS: a whole number from 1 is expe
 for seed in ${SEEDS:-1}; do case $seed in *[!0-9]*) die "SEEDS: $seed is no whole number" ;; esac; done
 
 all='exam_qa chapters_exam exam_hard chapters_hard dev chapters_dev rephrased'
-all="$all mc_exam mc_chapters mc_chapters_hard mc_seen mc_chapters_seen mc_more_seen"
+all="$all extra_dev mc_exam mc_chapters mc_chapters_hard mc_seen mc_chapters_seen mc_more_seen mc_extra_dev"
+all="$all mc_extra_seen"
 sets=${SETS:-$all}
 for set in $sets; do
     case " $all " in *" $set "*) ;; *) die "SETS: $set is none of $all" ;; esac
@@ -60,7 +61,8 @@ if [ "$(cat "$out/common" 2>/dev/null)" != "$common" ]; then # (other data or an
 fi
 
 # What is learnt, and what is asked.
-cat "$course/gpu_qa.jsonl" "$course/train_hard.jsonl" "$course/chapters_train.jsonl" >"$out/nearest.jsonl"
+cat "$course/gpu_qa.jsonl" "$course/train_hard.jsonl" "$course/chapters_train.jsonl" "$course/extra_train.jsonl" \
+    >"$out/nearest.jsonl"
 awk -f "$course/paraphrase.awk" "$course/paraphrases.tsv" "$course/gpu_qa.jsonl" | cat "$out/nearest.jsonl" - >"$out/train.jsonl"
 cat "$course/rephrased_qa.jsonl" "$course/rephrased_more_qa.jsonl" >"$out/rephrased.all"
 for set in $sets; do [ "$set" = rephrased ] || cp "$course/$set.jsonl" "$out/$set.all"; done
@@ -159,6 +161,7 @@ hard question, no question with choices, no passage in a prompt.'
         chapters_hard) title='Hard exam, chapters 16 to 23' ;;
         dev) title='Development split, chapters 1 to 15' ;;
         chapters_dev) title='Development split, chapters 16 to 23' ;;
+        extra_dev) title='Development split, more rows of all chapters' ;;
         rephrased) title='Training questions of chapters 1 to 15 in other words' ;;
         mc_exam) title='Choices on the exam'\''s facts, chapters 1 to 15 (chance: 25)' ;;
         mc_chapters) title='Choices on the exam'\''s facts, chapters 16 to 23 (chance: 25)' ;;
@@ -166,6 +169,8 @@ hard question, no question with choices, no passage in a prompt.'
         mc_seen) title='Choices on facts of training rows, chapters 1 to 15 (chance: 25)' ;;
         mc_chapters_seen) title='Choices on facts of training rows, chapters 16 to 23 (chance: 25)' ;;
         mc_more_seen) title='More choices on facts of training rows, all chapters (chance: 25)' ;;
+        mc_extra_dev) title='Choices on facts of extra_dev, all chapters (chance: 25)' ;;
+        mc_extra_seen) title='Choices on facts of extra_train, all chapters (chance: 25)' ;;
         esac
         printf '\n### %s\n\n' "$title"
         "$root/data/measure.sh" --header answers

@@ -18,7 +18,7 @@ import check_notes, glossary
 
 HERE = pathlib.Path(__file__).resolve().parent
 COMPILE = ["g++", "-std=c++17", "-O1", "-w"]
-HARD = ("train_hard", "dev", "exam_hard")
+HARD = ("train_hard", "dev", "exam_hard", "extra_train", "extra_dev")
 TOGETHER = 40  # units in a program
 CHAPTERS = ("chapters_train", "chapters_exam", "chapters_hard", "chapters_dev")
 # What several runs of notes begin with: a graph of random edges, and a loop over the levels of a frontier queue.

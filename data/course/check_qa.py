@@ -21,9 +21,10 @@ FIELDS = ["instruction", "input", "output", "id", "chunk", "chapter", "difficult
 HARD = ("train_hard", "exam_hard", "dev")  # (check_code.py runs their code, and their figures)
 CHAPTERS = ("chapters_train", "chapters_exam")  # (of chapters 16 to 23: check_code.py runs their figures)
 CHAPTERS_HARD = ("chapters_hard", "chapters_dev")  # (of the same; code is long)
-MORE_CHOICES = ("mc_chapters_hard", "mc_more_seen")
+EXTRA = ("extra_train", "extra_dev")  # (of all chapters; as the hard ones)
+MORE_CHOICES = ("mc_chapters_hard", "mc_more_seen", "mc_extra_seen", "mc_extra_dev")
 MORE = {"exam_qa": ["facts"], "exam_hard": ["facts"], "train_hard": ["facts"], "dev": ["facts"],
-        **{name: ["facts"] for name in CHAPTERS + CHAPTERS_HARD},
+        **{name: ["facts"] for name in CHAPTERS + CHAPTERS_HARD + EXTRA},
         **{name: ["choices", "choice"]
            for name in ("mc_exam", "mc_seen", "mc_chapters", "mc_chapters_seen", *MORE_CHOICES)}}
 NEAR = 0.27   # cosine of an exam row and a training row from which the pair is read
@@ -221,7 +222,7 @@ def check_filter():
                         "-o", clean], check=True)
         need(clean.read_bytes() == both, "datagen filter changes the rows")
         # The hard rows compute what stands in no chunk, code is long, and some are arithmetic without a term.
-        both = b"".join((HERE / f"{name}.jsonl").read_bytes() for name in HARD)
+        both = b"".join((HERE / f"{name}.jsonl").read_bytes() for name in HARD + EXTRA)
         qa.write_bytes(both)
         subprocess.run([DATAGEN, "filter", qa, "--chunks", chunks, "--terms", ROOT / "data/datagen/terms.txt",
                         "--skip", "grounding,length,terms", "-o", clean], check=True)
@@ -239,10 +240,12 @@ def check_filter():
 
 def main():
     names = ("gpu_qa", "exam_qa", "rephrased_qa", "english_train", "english_test", "rephrased_more_qa", "train_hard",
-             "exam_hard", "dev", "mc_exam", "mc_seen", *CHAPTERS, "mc_chapters", "mc_chapters_seen", *CHAPTERS_HARD, *MORE_CHOICES)
+             "exam_hard", "dev", "mc_exam", "mc_seen", *CHAPTERS, "mc_chapters", "mc_chapters_seen", *CHAPTERS_HARD,
+             *MORE_CHOICES[:2], *EXTRA, *MORE_CHOICES[2:])
     sets = [rows_of(name) for name in names]
     (train, exam, rephrased, english, english_test, more, hard, exam_hard, dev, mc_exam, mc_seen, chapters,
-     exam_chapters, mc_chapters, mc_chapters_seen, chapters_hard, chapters_dev, mc_chapters_hard, mc_more_seen) = sets
+     exam_chapters, mc_chapters, mc_chapters_seen, chapters_hard, chapters_dev, mc_chapters_hard, mc_more_seen,
+     extra, extra_dev, mc_extra, mc_extra_dev) = sets
     for at in range(0, len(names), 3):
         table(names[at:at + 3], sets[at:at + 3])
     need(len(train) >= 1000 and len(exam) >= 193 and len(rephrased) == 30 and len(more) == 300, "the numbers of rows")
@@ -271,19 +274,22 @@ def main():
         other = alike(row["instruction"], trained)
         need(other is None, f"{row['id']}: like the trained question {other!r}")
 
-    learnt, exams = train + english + hard + chapters, exam + exam_hard + exam_chapters + chapters_hard
-    both_dev = dev + chapters_dev
+    learnt, exams = train + english + hard + chapters + extra, exam + exam_hard + exam_chapters + chapters_hard
+    all_dev = dev + chapters_dev + extra_dev
     check_facts([(("training rows", learnt), ("the exams", exams + mc_exam + mc_chapters + mc_chapters_hard)),
-                 (("training rows", learnt), ("dev", both_dev)), (("the exams", exams), ("dev", both_dev)),
+                 (("training rows", learnt), ("dev", all_dev)), (("the exams", exams), ("dev", all_dev)),
                  (("english_train", english), ("english_test", english_test))])
-    check_leaks(learnt, exams + both_dev, paraphrases)
+    check_leaks(learnt, exams + all_dev, paraphrases)
     found = set()
     # (The words of the later chapters are weighed apart: one set of rows does not move the other's pairs.)
     check_pairs(train + english + hard, exam + exam_hard + dev, found)
     check_pairs(exam + exam_hard, dev, found)
-    check_pairs(chapters, exams + both_dev, found)
+    check_pairs(chapters, exams + dev + chapters_dev, found)
     check_pairs(train + english + hard, exam_chapters + chapters_hard + chapters_dev, found)
     check_pairs(exam_chapters + chapters_hard, chapters_dev, found)
+    check_pairs(extra, exams + all_dev, found)
+    check_pairs(train + english + hard + chapters, extra_dev, found)
+    check_pairs(exams, extra_dev, found)
     need(found >= set(pairs_read()), f"pairs_read.tsv has what is not near: {sorted(set(pairs_read()) - found)}")
     print(f"{len(found)} pairs of rows on two sides are near; the nearest rows of each exam row: --pairs")
     check_choices("mc_exam", mc_exam, {row["id"]: row for row in exam})
@@ -292,6 +298,8 @@ def main():
     check_choices("mc_chapters_seen", mc_chapters_seen, {row["id"]: row for row in chapters})
     check_choices("mc_chapters_hard", mc_chapters_hard, {row["id"]: row for row in chapters_hard})
     check_choices("mc_more_seen", mc_more_seen, {row["id"]: row for row in chapters + hard})
+    check_choices("mc_extra_seen", mc_extra, {row["id"]: row for row in extra})
+    check_choices("mc_extra_dev", mc_extra_dev, {row["id"]: row for row in extra_dev})
     check_key_facts(name for name in names if name in MORE)
     check_evidence([row for row in every if "choice" not in row], check_filter())
     check_greetings(train, exam)

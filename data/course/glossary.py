@@ -15,7 +15,8 @@ LATIN = re.compile("[A-Za-z]")
 HAN = re.compile(r"[\u4e00-\u9fff]")
 SPLITS = ("gpu_qa", "train_hard", "english_train", "dev", "exam_qa", "exam_hard", "mc_exam", "mc_seen", "rephrased_qa",
           "rephrased_more_qa", "english_test", "chapters_train", "chapters_exam", "mc_chapters", "mc_chapters_seen",
-          "chapters_hard", "chapters_dev", "mc_chapters_hard", "mc_more_seen")
+          "chapters_hard", "chapters_dev", "mc_chapters_hard", "mc_more_seen", "extra_train", "extra_dev", "mc_extra_seen",
+          "mc_extra_dev")
 ENGLISH = {"BF16", "FP16", "FP32", "FP64"}  # these hold in English sentences, too
 GLOSSED = {"核函数", "线程束", "屏障", "存储体", "脊点", "归约", "词元"}  # in every section
 # what is never looked at: fences (their comments are, below), `code`, and brackets without a Chinese character

@@ -16,11 +16,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from datasets import get_dataset_config_names, load_dataset  # noqa: E402
 
 COURSE = Path(__file__).resolve().parents[2] / "data" / "course"
-FILES = {("questions", "train"): ["gpu_qa", "train_hard", "chapters_train"], ("questions", "validation"): ["dev"],
+FILES = {("questions", "train"): ["gpu_qa", "train_hard", "chapters_train", "extra_train"],
+         ("questions", "validation"): ["dev"], ("questions", "validation_extra"): ["extra_dev"],
          ("questions", "test"): ["exam_qa"], ("questions", "test_hard"): ["exam_hard"],
          ("questions", "test_chapters"): ["chapters_exam"], ("questions", "test_chapters_hard"): ["chapters_hard"],
          ("questions", "validation_chapters"): ["chapters_dev"],
          ("choices", "test_chapters_hard"): ["mc_chapters_hard"], ("choices", "seen_more"): ["mc_more_seen"],
+         ("choices", "validation_extra"): ["mc_extra_dev"], ("choices", "seen_extra"): ["mc_extra_seen"],
          ("rephrased", "test"): ["rephrased_qa", "rephrased_more_qa"], ("choices", "test"): ["mc_exam"],
          ("choices", "seen"): ["mc_seen"], ("choices", "test_chapters"): ["mc_chapters"],
          ("choices", "seen_chapters"): ["mc_chapters_seen"], ("english_answers", "train"): ["english_train"],
@@ -46,7 +48,7 @@ def main():
                       f"{'' if same else '  FAULT: not the rows of the files'}")
         default = load_dataset(str(COURSE), cache_dir=cache)
         if list(default) != ["train", "validation", "test", "test_hard", "test_chapters", "validation_chapters",
-                             "test_chapters_hard"]:
+                             "test_chapters_hard", "validation_extra"]:
             print("fault: the default configuration has the splits", list(default))
             faults += 1
     return faults > 0

@@ -258,7 +258,7 @@ TEST_CASE("evaluate.sh: the table without weights says so in every row of a mode
     INFO(r.err);
     REQUIRE(r.status == 0);
     CHECK(r.out == read_file(scratch / "out/table.md"));
-    const size_t SETS = 13;
+    const size_t SETS = 16;
     CHECK(count(r.out, "not run here: no weights") == SETS * 8);
     CHECK(count(r.out, "| question") == 0);
     CHECK(count(r.out, "\n| the question as answer | 3 | - | - | ") == SETS);
