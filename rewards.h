@@ -15,6 +15,7 @@
 #pragma once
 #include "options.h"
 #include "score.h"
+#include <locale.h>
 #include <poll.h>
 #include <regex.h>
 #include <sys/wait.h>
@@ -51,6 +52,40 @@ inline std::string_view trimmed(std::string_view s) {
     const size_t first = s.find_first_not_of(" \t\r\n");
     return first == s.npos ? "" : s.substr(first, s.find_last_not_of(" \t\r\n") + 1 - first);
 }
+
+// A POSIX extended regular expression over characters of UTF-8. (Not std::regex: it recurses for each character.)
+struct Pattern {
+    regex_t compiled = {};
+    locale_t utf8 = newlocale(LC_CTYPE_MASK, "C.UTF-8", nullptr);
+
+    explicit Pattern(const std::string& pattern) {
+        int fault = 0;
+        with_utf8([&] { fault = regcomp(&compiled, pattern.c_str(), REG_EXTENDED | REG_NOSUB); });
+        if (!fault) return;
+        char why[200];
+        regerror(fault, &compiled, why, sizeof why);
+        if (utf8) freelocale(utf8);
+        DIE("--reward regex:%s: %s", pattern.c_str(), why);
+    }
+    Pattern(const Pattern&) = delete;
+    ~Pattern() {
+        regfree(&compiled);
+        if (utf8) freelocale(utf8);
+    }
+    bool found_in(const std::string& text) const {
+        regmatch_t whole = {0, (regoff_t)text.size()}; // (the text may hold a zero)
+        bool found = false;
+        with_utf8([&] { found = regexec(&compiled, text.c_str(), 0, &whole, REG_STARTEND) == 0; });
+        return found;
+    }
+
+  private:
+    template <class F> void with_utf8(F f) const { // where the system has that locale
+        const locale_t before = utf8 ? uselocale(utf8) : nullptr;
+        f();
+        if (before) uselocale(before);
+    }
+};
 
 // ---- A program
 
@@ -180,15 +215,8 @@ inline Reward make_reward(const std::string& spec, double limit) {
             return score_pair(ScoredText(*jieba, answer), ScoredText(*jieba, reference))[0][ROUGE_L] / 100;
         });
     } else if (kind == "regex" && !value.empty()) {
-        const std::shared_ptr<regex_t> pattern(new regex_t{}, [](regex_t* p) { regfree(p), delete p; });
-        if (const int fault = regcomp(pattern.get(), value.c_str(), REG_EXTENDED | REG_NOSUB)) {
-            char why[200];
-            regerror(fault, pattern.get(), why, sizeof why);
-            DIE("--reward %s: %s", said, why);
-        }
-        each([pattern](const Answered& a) {
-            regmatch_t whole = {0, (regoff_t)a.text.size()}; // (an answer may hold a zero)
-            return regexec(pattern.get(), a.text.c_str(), 0, &whole, REG_STARTEND) == 0 ? 1. : 0.;
+        each([pattern = std::make_shared<Pattern>(value)](const Answered& a) {
+            return pattern->found_in(a.text) ? 1. : 0.;
         });
     } else if (kind == "length" && !value.empty()) {
         const double most = (double)parse_integer("--reward length", value.c_str(), 1, 1 << 24);

@@ -1628,8 +1628,8 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
         const double share = (double)t.step / (double)t.steps;
         w.field("epoch", (double)t.step / (double)t.epoch_steps).field("percentage", std::round(share * 1e4) / 100);
         w.field("elapsed_time", clock_text(elapsed()));
-        w.field("remaining_time", clock_text(elapsed() / share * (1 - share))).end();
-        log.add(w.text);
+        if (share > 0) w.field("remaining_time", clock_text(elapsed() / share * (1 - share)));
+        log.add(w.end().text);
     };
     auto save = [&] {
         t.write_result(o.out, leaked);
