@@ -266,12 +266,13 @@ struct Preferences {
     }
 };
 
-// What is told of answers and their rewards, by TRL's names: of each answer, group, token. Sums, then means.
+// What is told of answers and their rewards, by TRL's names: of each answer, group, token. Sums, then means; reward_std is
+// a sum of squares first.
 struct Rewarded {
     static constexpr const char* NAMES[] = {"reward", "completions/mean_length", "completions/clipped_ratio",
                                             "reward_std", "frac_reward_zero_std",
                                             "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"};
-    static constexpr int REWARD = 0, LENGTH = 1, SPREAD = 3, KL = 5, N = 9;
+    static constexpr int REWARD = 0, LENGTH = 1, SPREAD = 3, ALIKE = 4, KL = 5, N = 9;
     double value[N] = {}, answers = 0, groups = 0, tokens = 0;
     double drawn = 0, time = 0; // tokens that were drawn, how long it took
     std::vector<double> each;   // kind of reward
@@ -280,10 +281,9 @@ struct Rewarded {
     explicit Rewarded(const Groups& g) : each(g.each) {
         for (size_t i = 0; i < g.rows.size(); i++, answers++)
             value[REWARD] += g.reward[i], value[LENGTH] += (double)g.length(i), value[2] += !g.ended[i];
-        for (size_t i = 0; i < g.rows.size(); i += g.size, groups++) {
-            const double spread = advantages(&g.reward[i], g.size, false).deviation;
-            value[SPREAD] += spread, value[4] += spread == 0;
-        }
+        for (double r : g.reward) value[SPREAD] += r * r;
+        for (size_t i = 0; i < g.rows.size(); i += g.size, groups++)
+            value[ALIKE] += advantages(&g.reward[i], g.size, false).deviation == 0;
         drawn = value[LENGTH];
     }
     void add(const TokenLoss& t) {
@@ -296,7 +296,9 @@ struct Rewarded {
         time /= ranks.size;
     }
     void divide() {
-        for (int i = 0; i < N; i++) value[i] /= std::max(1., i < SPREAD ? answers : i < KL ? groups : tokens);
+        for (int i = 0; i < N; i++) value[i] /= std::max(1., i < ALIKE ? answers : i < KL ? groups : tokens);
+        const double variance = std::max(0., value[SPREAD] - value[REWARD] * value[REWARD]);
+        value[SPREAD] = std::sqrt(variance * answers / std::max(1., answers - 1)); // of a sample
         for (double& x : each) x /= std::max(1., answers);
     }
     void write(sj::Writer& w, const Options& o, bool evaluated) const {

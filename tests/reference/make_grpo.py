@@ -58,7 +58,8 @@ def main():
             model = moved(fixtures.load(folder, torch.float32, "eager"), 0.03, 1)  # draws
             args = GRPOConfig(scratch, use_cpu=True, bf16=False, report_to=[], save_strategy="no", gradient_checkpointing=False, disable_tqdm=True,
                               per_device_train_batch_size=2 * GROUP, num_generations=GROUP, max_completion_length=MOST, num_iterations=2,
-                              loss_type=loss_type, beta=beta, scale_rewards=scale, mask_truncated_completions=mask, epsilon=LOW, epsilon_high=HIGH)
+                              loss_type=loss_type, beta=beta, scale_rewards=scale, mask_truncated_completions=mask, epsilon=LOW, epsilon_high=HIGH,
+                              use_bias_correction_kl=False)  # the divergence as DeepSeekMath has it
             model.config._name_or_path = folder
             t = GRPOTrainer(model, reward_funcs=lambda completions, **_: REWARDS, args=args, processing_class=words,
                             train_dataset=Dataset.from_list([{"prompt": "0"}, {"prompt": "1"}]),
