@@ -479,7 +479,7 @@ TEST_CASE("what --grpo cannot train: one line, and nothing is written") {
     refused({rows, "--grpo", "--reward", "regex:["}, "--reward regex:[: ");
     refused({rows, "--grpo", "--reward", out / "none"}, "none: No such file");
     refused({rows, "--grpo", "--reward", "choice"}, "first.bin: row 0: --reward choice: no choices");
-    refused({rows, "--grpo", "--reward", "exact", "--group", "1"}, "--group 1");
+    refused({rows, "--grpo", "--reward", "exact", "--group", "1"}, "--group: 1 is not a whole number from 2");
     refused({rows, "--grpo", "--reward", "exact", "--loss-type", "ppo"}, "--loss-type ppo: grpo, dr_grpo or dapo");
     refused({rows, "--grpo", "--reward", "exact", "-n", "512"}, "--max-tokens 512 leaves no room");
     refused({rows, "--grpo", "--reward", "exact", "-n", "500"}, "every prompt has more than 512 tokens with --max-tokens");
