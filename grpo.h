@@ -153,8 +153,8 @@ template <class T> struct AnswerEngine {
     struct Row { int token, pos, seq; };
     std::vector<int> pages_of; // the table, as the host has it
 
-    // The answers to asked[0], asked[1], .., each at most `most` tokens with its end token. Neighbours that have the same
-    // prompt share its pages. Without a meaning if it was interrupted.
+    // The answers to asked[0], asked[1], .., each at most `most` tokens with its end token. Neighbours that have the
+    // same prompt share its pages. Without a meaning if it was interrupted.
     std::vector<std::vector<int>> answer(const std::vector<Asked>& asked, int most, int exist) {
         const int B = (int)asked.size();
         std::vector<Row> shared, rest;

@@ -1,7 +1,7 @@
 // rewards.h: what an answer is worth, for train_lora --grpo.
 //
-//   Reward reward = make_reward("0.5*length:200", 60);     // a weight, a name, what the name takes; seconds for a program
-//   std::vector<double> r = reward.of(answers);            // a number for each; throws Error
+//   Reward reward = make_reward("0.5*length:200", 60); // a weight, a name, what the name takes; a program's seconds
+//   std::vector<double> r = reward.of(answers);        // a number for each; throws Error
 //
 //   exact           1 if the answer is the row's (white space at both ends apart), else 0
 //   choice          1 if it names the letter that the row's answer names (score.h's rule), else 0

@@ -15,7 +15,7 @@
    pass differs: once for the losses, which give the numbers; then row by row, each with its number as `scale`.
 
    With --grpo it is a prompt, and its rows are made in the run: `group` answers that the model draws, each worth what
-   rewards.h says. Here every token has a number of its own (grpo.h), by which the rows of the head's gradient are scaled.
+   rewards.h says. Here every token has a number of its own (grpo.h), by which its row of the head's gradient is scaled.
 
    With LoRA the parameters are the A and B of each targeted module and nothing else; with --full all of the model's.
    Either way they are one array, and so are their gradients and AdamW's two moments: p, g, m, v.
@@ -266,12 +266,13 @@ struct Preferences {
     }
 };
 
-// What is told of answers and their rewards, by TRL's names: of each answer, group, token. Sums, then means; reward_std is
-// a sum of squares first.
+// What is told of answers and their rewards, by TRL's names: of each answer, group, token. Sums, then means; reward_std
+// is a sum of squares first.
 struct Rewarded {
     static constexpr const char* NAMES[] = {"reward", "completions/mean_length", "completions/clipped_ratio",
                                             "reward_std", "frac_reward_zero_std",
-                                            "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"};
+                                            "kl", "clip_ratio/low_mean", "clip_ratio/high_mean",
+                                            "clip_ratio/region_mean"};
     static constexpr int REWARD = 0, LENGTH = 1, SPREAD = 3, ALIKE = 4, KL = 5, N = 9;
     double value[N] = {}, answers = 0, groups = 0, tokens = 0;
     double drawn = 0, time = 0; // tokens that were drawn, how long it took
@@ -1017,9 +1018,10 @@ template <class T> struct Trainer {
         use(first_stored);
         each_batch(groups, all_groups(), [&](const Batch& b, size_t, int R) {
             const std::vector<A> losses = losses_of(b, R);
+            std::vector<std::vector<float>>& to = groups.reference;
             int r = 0;
             for (int end : ends)
-                for (groups.reference.emplace_back(); r < end; r++) groups.reference.back().push_back(-(float)losses[r]);
+                for (to.emplace_back(); r < end; r++) to.back().push_back(-(float)losses[r]);
         });
         use(stored);
     }
@@ -1029,7 +1031,7 @@ template <class T> struct Trainer {
         return list;
     }
 
-    // Adds up the loss of a batch's answers, the first of which is number `first`, and its gradients into d.normed and the
+    // Adds up the loss of a batch's answers, the first of which is number `first`; its gradients go to d.normed and the
     // head's. The step, of all ranks, has so many answers and so many tokens that count.
     double answers_backward(const Batch& b, int R, size_t first, double answers, double tokens) {
         const std::vector<A> losses = losses_of(b, R);
@@ -1248,7 +1250,8 @@ template <class T> struct Trainer {
         const int more = o.grpo + (first_stored != nullptr);
         const double passes = (o.full ? 3 : 2) + o.recompute + more, attention = 4. * c.H * c.D * c.L * pairs;
         const double head = (double)trained(from, list) * c.V * c.C * ((o.full ? 3 : 2) + (o.dpo || o.grpo) + more);
-        return {N, 2 * N * (products * passes + adapters * (3 + more)) + attention * (3.5 + o.recompute + more) + 2 * head};
+        const double scores = attention * (3.5 + o.recompute + more);
+        return {N, 2 * N * (products * passes + adapters * (3 + more)) + scores + 2 * head};
     }
 
     // ---- Checkpoints: the adapter (or model) for use, and the state to go on from.
@@ -1455,7 +1458,8 @@ struct Log {
         double tick = std::pow(10, std::floor(std::log10(std::max(most - least, 1e-9))));
         for (double more : {0.5, 0.4, 0.5})
             if ((most - least) / tick < 4) tick *= more;
-        const double low = std::floor(least / tick) * tick, high = std::max(low / tick + 1, std::ceil(most / tick)) * tick;
+        const double low = std::floor(least / tick) * tick;
+        const double high = std::max(low / tick + 1, std::ceil(most / tick)) * tick;
         auto x = [&](double step) { return LEFT + (W - LEFT - RIGHT) * step / (double)steps; };
         auto y = [&](double value) { return H - BOTTOM - (H - TOP - BOTTOM) * (value - low) / (high - low); };
         std::string s = format("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %g %g\" "
@@ -1702,7 +1706,8 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
             const double left = (now - start) * (double)(t.steps - t.step) / (double)(t.step - begun_at);
             const std::string lost = ranks.size > 1 ? format("  waited %.1f%%", 100 * t.waited / (now - start)) : "";
             ranks.tell("step %lld/%lld  loss %.4f%s  lr %.2e  norm %.3f  %.0f tok/s  %s%s  %.1f MB  %s left\n",
-                       (long long)t.step, (long long)t.steps, t.last_loss, told_beside().c_str(), t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9),
+                       (long long)t.step, (long long)t.steps, t.last_loss, told_beside().c_str(),
+                       t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9),
                        speed(t.flops / took).c_str(), lost.c_str(), (double)t.arena.size / 1e6,
                        clock_text(left).c_str());
             told_tokens = t.tokens_done, told_at = now;
