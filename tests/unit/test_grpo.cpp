@@ -389,7 +389,8 @@ TEST_CASE("the reward rises; batches cut otherwise, --recompute and other thread
     const std::vector<double> kl = logged(out / "b", "kl");
     CHECK(kl[0] == 0); // the reference is what the run begins with
     CHECK(kl[2] > 0);
-    train(brief + Strings{"--full", "--kl-beta", "0.1", "--lr", "1e-3"});
+    train({TINY, questions().first, "--grpo", "--reward", REWARD, "--steps", "3", "--batch", "4", "-n", "8", "--group", "4", "--warmup", "0", "--full", "--kl-beta", "0.1", "--lr", "1e-3", "-o", out / "b",
+           "--overwrite"});
     CHECK(logged(out / "b", "kl")[0] == 0);
     CHECK(logged(out / "b", "kl")[2] > 0);
     // Rewards that are all alike teach nothing.
