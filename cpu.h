@@ -1938,6 +1938,7 @@ void qknorm_rope_backward_cpu(Context&, T* dqkv, acc<T>* dq_weight, acc<T>* dk_w
 #define AS_DEFINED(op) template <class... P> void op##_cpu(Context&, P&&... p) { op(std::forward<P>(p)...); }
 AS_DEFINED(embed)
 AS_DEFINED(add_losses)
+AS_DEFINED(scale_rows)
 AS_DEFINED(embed_backward)
 AS_DEFINED(grad_norm)
 AS_DEFINED(adamw)

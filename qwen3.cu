@@ -135,7 +135,8 @@ BOTH inline Philox philox(uint64_t seed, uint64_t counter, uint64_t stream) {
 }
 // Streams keep the draws of different purposes apart.
 enum RandomStream : uint64_t {
-    STREAM_SAMPLE = 1, STREAM_SYNTHESIZE = 2, STREAM_DROPOUT = 3, STREAM_INIT = 4, STREAM_SHUFFLE = 5
+    STREAM_SAMPLE = 1, STREAM_SYNTHESIZE = 2, STREAM_DROPOUT = 3, STREAM_INIT = 4, STREAM_SHUFFLE = 5,
+    STREAM_ROLLOUT = 6
 };
 
 // Dropout of one training step. A mask is never stored: it is a function of what it is for. `token` numbers the tokens
@@ -1005,6 +1006,17 @@ template <class A> void add_losses(double* total, const A* loss, int R) {
     for (int r = 0; r < R; r++) *total += (double)loss[r];
 }
 
+// ---- scale_rows: row r of a gradient times by[r], where each token's loss has a weight of its own
+template <class T>
+void scale_rows(T* x,             // (R, ld), n of each row; in and out
+                size_t ld,
+                const acc<T>* by, // (R)
+                int R, int n) {
+    #pragma omp parallel for schedule(static)
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < n; i++) x[r * ld + i] = to_stored<T>(to_acc(x[r * ld + i]) * by[r]);
+}
+
 // ---- head: logits[r] = W normed[rows[r]]
 // dnormed of these rows; those of the others are not touched.
 template <class T>
@@ -1336,14 +1348,16 @@ template <class T> struct Flow {
 };
 
 // After `forward`: the losses of R named rows, the only ones that go through the head; with `g` also d.normed and the
-// head's gradient, of `scale` times their sum. Logits become their gradients in place, head_rows at a time.
+// head's gradient, of `scale` times their sum, or with `by` times the sum of by[r] loss[r]. Logits become their gradients
+// in place, head_rows at a time.
 template <class T>
 void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Activations<T>& a, Flow<T>& d,
                    const Gradients<T>* g,
                    acc<T>* loss,      // (R) out
                    const int* rows,   // (R), none twice
                    const int* target, // (R)
-                   acc<T> scale, int N, int R) {
+                   acc<T> scale, int N, int R,
+                   const acc<T>* by = nullptr) { // (R)
     const size_t ld = (size_t)c.V * sizeof(acc<T>) / sizeof(T);
     T* dlogits = g ? (T*)d.logits : nullptr;
     if (g) clear(ctx, d.normed, (size_t)N * c.C);
@@ -1352,6 +1366,7 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
         RUN(head_loss, loss + r, dlogits, d.logits, d.picked, d.parts, a.normed, rows + r, target + r, scale, w.head,
             n);
         if (!g) continue;
+        if (by) RUN(scale_rows, dlogits, ld, by + r, n, c.V);
         if (g->head) RUN(linear_backward_weight, g->head, dlogits, ld, d.picked, n, c.V, c.C);
         RUN(head_backward, d.normed, dlogits, ld, rows + r, w.head, n);
     }
@@ -1994,6 +2009,18 @@ __global__ void __launch_bounds__(1024) add_losses_kernel(double* total, const f
 }
 inline void add_losses_gpu(Context& ctx, double* total, const float* loss, int R) {
     launch(ctx, add_losses_kernel, 1, 1024, 0, total, loss, R);
+}
+
+// ---- scale_rows. A block a row, a thread every 256th number.
+__global__ void __launch_bounds__(256) scale_rows_kernel(bf16* x, size_t ld, const float* by, int n) {
+    let_next_start();
+    wait_for_previous();
+    bf16* row = x + blockIdx.x * ld;
+    const float scale = by[blockIdx.x];
+    for (int i = threadIdx.x; i < n; i += 256) row[i] = round_bf16(to_acc(row[i]) * scale);
+}
+inline void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n) {
+    launch(ctx, scale_rows_kernel, R, 256, 0, x, ld, by, n);
 }
 
 // ---- rmsnorm_backward. A block a token. scale (N) gets r if it is not null.

@@ -1,4 +1,4 @@
-/* train_lora.cu: fine-tuning of Qwen3 on answers or on preferences, with LoRA or of all parameters.
+/* train_lora.cu: fine-tuning of Qwen3 on answers, on preferences or on rewards, with LoRA or of all parameters.
 
    Build:  make
    Run:    ./train_lora model.bin train.bin -o out/        (datagen pack makes train.bin)
@@ -14,6 +14,9 @@
    gradient by the logits of a token is that of cross entropy times a number of its row, so that nothing but the head's
    pass differs: once for the losses, which give the numbers; then row by row, each with its number as `scale`.
 
+   With --grpo it is a prompt, and its rows are made in the run: `group` answers that the model draws, each worth what
+   rewards.h says. Here every token has a number of its own (grpo.h), by which its row of the head's gradient is scaled.
+
    With LoRA the parameters are the A and B of each targeted module and nothing else; with --full all of the model's.
    Either way they are one array, and so are their gradients and AdamW's two moments: p, g, m, v.
 
@@ -26,11 +29,12 @@
    stopped goes on bit by bit as if it had not been. It is the arithmetic of PEFT and transformers' Trainer: see
    tests/unit/test_train.cpp, which holds it to theirs.
 
-   Contents: 1 options  2 preferences  3 memory, batches, steps  4 log and curve  5 merge  6 main
+   Contents: 1 options  2 preferences, rewards  3 memory, batches, steps  4 log and curve  5 merge  6 main
 */
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
 #include "dataset.h"
+#include "grpo.h"
 #include "ranks.h"
 
 // ================================================================================================== 1 Options
@@ -48,13 +52,16 @@ struct Options : ModelOptions {
     int gpus = 1;
     std::shared_ptr<Ranks> ranks = std::make_shared<Ranks>("train_lora");
     double beta = 0.1, label_smoothing = 0;
-    std::string says_dpo; // the last of the options that need --dpo
+    std::string says_dpo, says_grpo; // the last of the options that need --dpo, --grpo
+    bool grpo = false;
+    GrpoOptions rl;
     int rank_step = 1; // see adapt: GPU_RANK_STEP on a GPU
     std::string says_lora; // the last of the options that --adapter-init and --full leave no room for
 };
 
 constexpr double EPOCHS = 2;
 constexpr double DPO_LR = 5e-6; // LLaMA-Factory's example for LoRA; without dropout, as TRL
+constexpr double GRPO_LR = 1e-5;
 
 static const char* USAGE =
     "usage: train_lora MODEL TRAIN.bin -o OUT [options]       fine-tunes; datagen pack makes TRAIN.bin\n"
@@ -79,6 +86,10 @@ static std::vector<Option> option_table(Options& o) {
     auto dpo = [&o](Setter set) {
         return [&o, set](const char* option, const char* v) { o.says_dpo = option, set(option, v); };
     };
+    auto grpo = [&o](Setter set) {
+        return [&o, set](const char* option, const char* v) { o.says_grpo = option, set(option, v); };
+    };
+    GrpoOptions& rl = o.rl;
     const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
     std::vector<Option> table = {
         {"-o", "--output", "DIR", "adapter, log, curve and state go there", file_name(o.out)},
@@ -88,7 +99,7 @@ static std::vector<Option> option_table(Options& o) {
          lora(number(o.lora.alpha, 1e-6, 1e6))},
         {"", "--rslora", "", "... by alpha / sqrt(rank)", lora(flag(o.lora.rslora))},
         {"", "--targets", "LIST", "all, or some of q,k,v,o,gate,up,down", lora(targets)},
-        {"", "--dropout", "P", "0.1; with --dpo 0", number(o.dropout, 0, 0.99)},
+        {"", "--dropout", "P", "0.1; with --dpo and --grpo 0", number(o.dropout, 0, 0.99)},
         {"", "--adapter-init", "DIR", "begins with this adapter, and its rank, alpha and targets",
          file_name(o.adapter_init)},
         {"", "--dpo", "", "trains on pairs of a chosen and a rejected answer; a row below is then a pair", flag(o.dpo)},
@@ -96,12 +107,32 @@ static std::vector<Option> option_table(Options& o) {
          dpo(number(o.beta, 1e-6, 1e6))},
         {"", "--label-smoothing", "X", "... the share of pairs taken to be the wrong way round: 0",
          dpo(number(o.label_smoothing, 0, 0.5))},
+        {"", "--grpo", "", "trains on rewards of answers that it draws; a row below is then a prompt", flag(o.grpo)},
+        {"", "--reward", "NAME", "... what an answer is worth: exact, choice, rouge-l, regex:PATTERN, length:N, or\n"
+         "a program (./NAME); WEIGHT*NAME; may be repeated, and all are added up", grpo(list(rl.rewards))},
+        {"", "--reward-timeout", "S", "... for a program, a step: 60", grpo(number(rl.timeout, 0.01, 1e6))},
+        {"", "--group", "N", "... answers to a prompt: 8", grpo(whole(rl.group, 2, 4096))},
+        {"-n", "--max-tokens", "N", "... of an answer: 256", grpo(whole(rl.max_tokens, 1, 1 << 20))},
+        {"-t", "--temp", "X", "... temperature of the answers: 1", grpo(number(rl.temperature, 0.01, 100))},
+        {"-p", "--top-p", "X", "... drawn among the likeliest that together have this probability: 1",
+         grpo(number(rl.top_p, 0.01, 1))},
+        {"", "--iterations", "N", "... steps on the same answers: 1", grpo(whole(rl.iterations, 1, 1024))},
+        {"", "--loss-type", "NAME", "... grpo, dr_grpo or dapo (the default): a mean of answers' means, a sum\n"
+         "over a constant, a mean of tokens", grpo(one_of(rl.loss, {"grpo", "dr_grpo", "dapo"}))},
+        {"", "--scale-rewards", "NAME", "... group: an advantage is in standard deviations of its group; or none",
+         grpo(one_of(rl.scale, {"group", "none"}))},
+        {"", "--epsilon", "X", "... how far a token's probability may move in steps on the same answers: 0.2",
+         grpo(number(rl.epsilon, 0, 1))},
+        {"", "--epsilon-high", "X", "... upwards (default: as --epsilon)", grpo(number(rl.epsilon_high, 0, 1e6))},
+        {"", "--kl-beta", "X", "... weight of the divergence from what the model was: 0",
+         grpo(number(rl.kl_beta, 0, 1e6))},
+        {"", "--mask-truncated", "", "... answers without an end are not trained", grpo(flag(rl.mask_truncated))},
         {"", "--epochs", "X", "2", number(o.epochs, 1e-6, 1e6)},
         {"", "--steps", "N", "instead of epochs", whole(o.steps, 1, 1000000000)},
         {"", "--batch", "N", "rows a batch: 16", whole(o.batch, 1, 65536)},
         {"", "--accum", "N", "batches a step: 1", whole(o.accum, 1, 65536)},
         {"", "--max-len", "N", "longer rows are left out: 512", whole(o.max_len, 2, 1 << 24)},
-        {"", "--lr", "X", "learning rate: 1.5e-4; with --dpo 5e-6", number(o.lr, 0, 10)},
+        {"", "--lr", "X", "learning rate: 1.5e-4; with --dpo 5e-6, with --grpo 1e-5", number(o.lr, 0, 10)},
         {"", "--schedule", "NAME", "of the learning rate: cosine, linear or constant",
          one_of(o.schedule, {"cosine", "linear", "constant"})},
         {"", "--warmup", "X", "share of the steps in which it rises: 0.1", number(o.warmup, 0, 1)},
@@ -109,7 +140,7 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--clip", "X", "longest gradient: 1; 0 is off", number(o.clip, 0, 1e9)},
         {"", "--no-shuffle", "", "rows in the file's order", flag(o.shuffle, false)},
         {"-s", "--seed", "N", "42", whole(o.seed, 0, INT64_MAX)},
-        {"", "--eval", "FILE", "another dataset, whose loss is measured", file_name(o.eval)},
+        {"", "--eval", "FILE", "another dataset, whose loss is measured, with --grpo the reward", file_name(o.eval)},
         {"", "--eval-every", "N", "... each N steps (default: every epoch)", whole(o.eval_every, 1, INT64_MAX)},
         {"", "--allow-leak", "", "... also if rows of TRAIN.bin are in it", flag(o.allow_leak)},
         {"", "--save-every", "N", "steps from one checkpoint to the next (default: every epoch)",
@@ -128,6 +159,18 @@ static std::vector<Option> option_table(Options& o) {
     return table;
 }
 
+static void check_grpo(const Options& o) {
+    const GrpoOptions& rl = o.rl;
+    if (o.dpo) DIE("--dpo or --grpo: not both");
+    if (rl.rewards.empty()) DIE("--grpo: --reward NAME says what an answer is worth");
+    for (auto& name : rl.rewards) make_reward(name, rl.timeout); // throws
+    if (rl.max_tokens >= o.max_len)
+        DIE("--max-tokens %d leaves no room for a prompt in --max-len %d", rl.max_tokens, o.max_len);
+    if (o.full && rl.temperature != 1) DIE("--temp %g: with --full the temperature is 1", rl.temperature);
+    if (rl.iterations > 1 && std::max(o.gpus, o.ranks->size) > 1)
+        DIE("--iterations %d: several GPUs take one step on the same answers", rl.iterations);
+}
+
 static void check_options(const Options& o) {
     if (o.train.empty() && (o.merge.empty() || o.adapter_init.empty()))
         DIE("no dataset named (without one: --adapter-init DIR --merge PATH)");
@@ -142,10 +185,14 @@ static void check_options(const Options& o) {
     if (o.eval.empty() && (o.eval_every || o.allow_leak))
         DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
     if (!o.dpo && !o.says_dpo.empty()) DIE("%s is for --dpo", o.says_dpo.c_str());
+    if (!o.grpo && !o.says_grpo.empty()) DIE("%s is for --grpo", o.says_grpo.c_str());
+    if (o.grpo) check_grpo(o);
     if (o.steps && o.epochs) DIE("--steps %lld or --epochs %g: not both", (long long)o.steps, o.epochs);
     if (o.gpus > 1 && o.train.empty()) DIE("--gpus is for training");
-    const uint64_t tokens = (uint64_t)o.batch * o.max_len * (o.dpo ? 2 : 1);
-    if (tokens > 1 << 26) DIE("--batch %d with --max-len %d: more than 2^26 tokens at once", o.batch, o.max_len);
+    const uint64_t tokens = (uint64_t)o.batch * o.max_len * (o.dpo ? 2 : o.grpo ? o.rl.group : 1);
+    if (tokens > 1 << 26)
+        DIE("--batch %d%s with --max-len %d: more than 2^26 tokens at once", o.batch,
+            o.grpo ? format(", --group %d", o.rl.group).c_str() : "", o.max_len);
     if (tokens * o.accum * std::max(o.gpus, o.ranks->size) > UINT32_MAX)
         DIE("--batch, --accum, --max-len and the number of GPUs: more than 2^32 tokens a step");
 }
@@ -163,8 +210,9 @@ static Options parse_options(int argc, char** argv) {
     o.model = words[0];
     if (words.size() == 2) o.train = words[1];
     if (!o.lora.alpha) o.lora.alpha = 2 * o.lora.rank;
-    if (o.lr < 0) o.lr = o.dpo ? DPO_LR : Options().lr;
-    if (o.dropout < 0) o.dropout = o.dpo ? 0 : Options().dropout;
+    if (o.lr < 0) o.lr = o.dpo ? DPO_LR : o.grpo ? GRPO_LR : Options().lr;
+    if (o.dropout < 0) o.dropout = o.dpo || o.grpo ? 0 : Options().dropout;
+    if (o.rl.epsilon_high < 0) o.rl.epsilon_high = o.rl.epsilon;
     check_options(o);
     return o;
 }
@@ -184,7 +232,7 @@ static void give_tokenizer(const Options& o, const ModelFile& file, const std::s
     write_text(to, bytes.text());
 }
 
-// ================================================================================================ 2 Preferences
+// ======================================================================================= 2 Preferences, rewards
 
 // Direct preference optimization (Rafailov et al., 2023, equation 7). The reward of an answer y to a prompt x is
 // beta (log p(y|x) - log p_ref(y|x)); a pair's margin is the reward of the chosen answer less that of the rejected one;
@@ -218,6 +266,55 @@ struct Preferences {
     }
 };
 
+// What is told of answers and their rewards, by TRL's names: of each answer, group, token. Sums, then means; reward_std
+// is a sum of squares first.
+struct Rewarded {
+    static constexpr const char* NAMES[] = {"reward", "completions/mean_length", "completions/clipped_ratio",
+                                            "reward_std", "frac_reward_zero_std",
+                                            "kl", "clip_ratio/low_mean", "clip_ratio/high_mean",
+                                            "clip_ratio/region_mean"};
+    static constexpr int REWARD = 0, LENGTH = 1, SPREAD = 3, ALIKE = 4, KL = 5, N = 9;
+    double value[N] = {}, answers = 0, groups = 0, tokens = 0;
+    double drawn = 0, time = 0; // tokens that were drawn, how long it took
+    std::vector<double> each;   // kind of reward
+
+    Rewarded() = default;
+    explicit Rewarded(const Groups& g) : each(g.each) {
+        for (size_t i = 0; i < g.rows.size(); i++, answers++)
+            value[REWARD] += g.reward[i], value[LENGTH] += (double)g.length(i), value[2] += !g.ended[i];
+        for (double r : g.reward) value[SPREAD] += r * r;
+        for (size_t i = 0; i < g.rows.size(); i += g.size, groups++)
+            value[ALIKE] += advantages(&g.reward[i], g.size, false).deviation == 0;
+        drawn = value[LENGTH];
+    }
+    void add(const TokenLoss& t) {
+        tokens++, value[KL] += t.kl, value[6] += t.low, value[7] += t.high, value[8] += t.low || t.high;
+    }
+    void sum_over(Ranks& ranks) {
+        for (double* x : {&answers, &groups, &tokens, &drawn, &time}) ranks.sum(x, 1);
+        ranks.sum(value, N);
+        ranks.sum(each.data(), each.size());
+        time /= ranks.size;
+    }
+    void divide() {
+        for (int i = 0; i < N; i++) value[i] /= std::max(1., i < ALIKE ? answers : i < KL ? groups : tokens);
+        const double variance = std::max(0., value[SPREAD] - value[REWARD] * value[REWARD]);
+        value[SPREAD] = std::sqrt(variance * answers / std::max(1., answers - 1)); // of a sample
+        for (double& x : each) x /= std::max(1., answers);
+    }
+    void write(sj::Writer& w, const Options& o, bool evaluated) const {
+        const std::string before = evaluated ? "eval_" : "";
+        for (int i = 0; i < (evaluated ? SPREAD : N); i++)
+            if (i != KL || o.rl.kl_beta > 0) w.field(before + NAMES[i], value[i]);
+        for (size_t k = 0; k < each.size() && each.size() > 1; k++)
+            w.field(before + "rewards/" + o.rl.rewards[k] + "/mean", each[k]);
+    }
+    std::string text() const {
+        return format("  %s %.4f  %s %.4f  length %.1f", NAMES[REWARD], value[REWARD], NAMES[SPREAD], value[SPREAD],
+                      value[LENGTH]);
+    }
+};
+
 // =============================================================================== 3 Memory, batches, steps
 
 // What a run is: if any of this differs, --resume would not go on with it.
@@ -238,6 +335,15 @@ static std::string describe(const Options& o, const ModelFile& file, const Datas
         const std::string reference = o.adapter_init.empty() ? "" : o.adapter_init + "/adapter_model.safetensors";
         w.field("dpo", true).field("beta", o.beta).field("label-smoothing", o.label_smoothing);
         w.field("reference", reference.empty() ? "" : hex(fnv1a(MappedFile(reference).text())));
+    }
+    if (o.grpo) {
+        const GrpoOptions& rl = o.rl;
+        w.field("grpo", true).key("reward").array();
+        for (auto& name : rl.rewards) w.value(name);
+        w.end().field("group", rl.group).field("max-tokens", rl.max_tokens).field("temp", rl.temperature);
+        w.field("top-p", rl.top_p).field("iterations", rl.iterations).field("loss-type", rl.loss);
+        w.field("scale-rewards", rl.scale).field("epsilon", rl.epsilon).field("epsilon-high", rl.epsilon_high);
+        w.field("kl-beta", rl.kl_beta).field("mask-truncated", rl.mask_truncated);
     }
     w.end();
     return w.text;
@@ -272,10 +378,11 @@ template <class T> struct Trainer {
             const Dataset* evaluation)
         : o(options), ranks(*o.ranks), ctx(where), file(f), c(f.config), w(f), data(train), eval(evaluation) {
         ctx.stop = &interrupted;
+        if (o.grpo) open_rewards();
         rows = fitting(data);
         if (eval) eval_rows = fitting(*eval);
         const size_t a_step = step_units();
-        epoch_steps = (int64_t)((rows.size() + a_step - 1) / a_step);
+        epoch_steps = (int64_t)((rows.size() + a_step - 1) / a_step) * o.rl.iterations;
         steps = o.steps ? o.steps : (int64_t)std::ceil((o.epochs ? o.epochs : EPOCHS) * (double)epoch_steps);
         run = describe(o, file, data, steps, type_name(w));
         agree();
@@ -292,7 +399,7 @@ template <class T> struct Trainer {
         fill();
     }
 
-    size_t step_units() const { return (size_t)o.batch * o.accum * ranks.size; } // rows or pairs of a step
+    size_t step_units() const { return (size_t)o.batch * o.accum * ranks.size; } // rows, pairs or prompts of a step
 
     // Ends all ranks unless they are about to do the same.
     void agree() {
@@ -445,9 +552,9 @@ template <class T> struct Trainer {
     Dropout dropout;
     int most_tokens = 0, longest = 0, max_pages;        // of a batch, of a row
 
-    const char* unit() const { return o.dpo ? "pair" : "row"; }
-    // Calls f(row) for each row of some units.
-    template <class F> static void each_row(const Dataset& from, const std::vector<size_t>& list, F f) {
+    const char* unit() const { return o.dpo ? "pair" : o.grpo ? "prompt" : "row"; }
+    // Calls f(row) for each row of some units. (From: Dataset, or Groups.)
+    template <class From, class F> static void each_row(const From& from, const std::vector<size_t>& list, F f) {
         for (size_t i : list)
             for (size_t k = 0; k < from.group(); k++) f(from.row(i * from.group() + k));
     }
@@ -460,23 +567,24 @@ template <class T> struct Trainer {
         for (size_t i = 0; i < all; i++) {
             size_t most = 0, sum = 0;
             each_row(from, {i}, [&](DatasetRow row) { most = std::max(most, row.size()), sum += row.size() - 1; });
+            if (o.grpo) most = prompt_of(from.row(i)).size() + o.rl.max_tokens, sum = o.rl.group * (most - 1);
             if (most > limit) continue;
             list.push_back(i), lengths.push_back((int)sum), longest = std::max(longest, (int)most - 1);
         }
-        const char* name = from.file.path.c_str();
+        const char *name = from.file.path.c_str(), *with = o.grpo ? " with --max-tokens" : "";
         if (list.empty())
-            DIE("%s: every %s has more than %zu tokens (%s)", name, unit(), limit,
+            DIE("%s: every %s has more than %zu tokens%s (%s)", name, unit(), limit, with,
                 o.max_len > c.max_positions ? "the model's limit" : "--max-len");
         if (list.size() < all)
-            ranks.tell("%s: %s left out of %zu: more than %zu tokens\n", name,
-                       counted(all - list.size(), unit()).c_str(), all, limit);
+            ranks.tell("%s: %s left out of %zu: more than %zu tokens%s\n", name,
+                       counted(all - list.size(), unit()).c_str(), all, limit, with);
         std::sort(lengths.rbegin(), lengths.rend());
         const auto end = lengths.begin() + std::min(lengths.size(), (size_t)o.batch);
         most_tokens = std::max(most_tokens, std::accumulate(lengths.begin(), end, 0));
         return list;
     }
 
-    size_t sequences() const { return (size_t)o.batch * data.group(); } // of a batch, at most
+    size_t sequences() const { return (size_t)o.batch * (o.grpo ? o.rl.group : data.group()); } // of a batch, at most
 
     struct Part { const char* name; size_t bytes; };
     std::vector<Part> plan() {
@@ -490,13 +598,15 @@ template <class T> struct Trainer {
         own_gradient = sharded() ? arena.take<A>(own) : gradient;
         partial = arena.take<double>((own + NORM_PIECE - 1) / NORM_PIECE);
         part("gradients and moments", before), before = arena.used;
-        a.plan_training(arena, c, N, o.recompute);
         h = arena.take<T>(o.full ? 0 : (size_t)N * each_adapter(w, [](Linear<T>&, AdapterPlace) {}).h);
+        const size_t scratch = arena.used;
+        a.plan_training(arena, c, N, o.recompute);
         max_pages = (longest + PAGE - 1) / PAGE;
         kv.plan(arena, c, (size_t)N / PAGE + sequences(), true);
         part("activations", before), before = arena.used;
         d.plan(arena, c, N, rank, std::min(N, ctx.gpu ? GPU_HEAD_ROWS : HEAD_ROWS));
         part("their gradients, logits", before), before = arena.used;
+        if (o.grpo) plan_answers(scratch), part("answers", before), before = arena.used;
         rope = arena.take<A>((size_t)longest * c.D);
         loss = arena.take<A>(N);
         results = arena.take<double>(2);
@@ -508,6 +618,11 @@ template <class T> struct Trainer {
             ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
             ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
             ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+            if (o.grpo) {
+                const int singles = engine.sequences, splits = (longest - 1) / SPLIT + 1;
+                ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, singles, splits, c.H, c.D));
+                ctx.gpu->attention_arrived = arena.take<int>((size_t)singles * c.H);
+            }
         }
 #endif
         part("the rest", before);
@@ -556,44 +671,54 @@ template <class T> struct Trainer {
             });
         }
         keep(p, first);
-        give_copies(first);
+        give_copies(stored, first);
+        if (o.rl.kl_beta > 0) give_copies(first_stored, first);
     }
 
     // Makes the copies that products read, of parameters that were loaded. (Of those it computes, AdamW makes them.)
-    void give_copies(const std::vector<A>& from) {
+    void give_copies(T* to, const std::vector<A>& from) {
         std::vector<T> copies(count);
         for (const Segment& s : segments)
             for (size_t i = s.first; i < s.first + s.n; i++) copies[i] = to_stored<T>(from[i] * (A)s.copy);
-        copy_in(ctx, stored, copies.data(), count);
+        copy_in(ctx, to, copies.data(), count);
+    }
+
+    // Lets the model look for its parameters there.
+    void use(T* copies) {
+        if (o.full) each_tensor([&](const ModelTensor& t, size_t at) { place_of(w, t).numbers() = copies + at; });
+        else each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
+            linear.adapter.A = copies + at.A, linear.adapter.B = copies + at.B;
+        });
+        if (o.full && c.tied) w.head = w.embed;
     }
 
     // Lets the model look where the copies are, and `backward` where gradients go.
     void fill() {
         g.layer.resize(c.L);
+        use(stored);
         if (o.full) {
             each_tensor([&](const ModelTensor& t, size_t at) {
-                const TensorPlace<T> in = place_of(w, t);
-                in.numbers() = stored + at;
-                if (in.block == 0) gradient_of(t) = gradient + at;
+                if (place_of(w, t).block == 0) gradient_of(t) = gradient + at;
             });
-            if (c.tied) w.head = w.embed, g.head = g.embed;
+            if (c.tied) g.head = g.embed;
         } else {
             each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
                 Adapter<T>& adapter = linear.adapter;
                 auto& to = gradient_of_module(adapter.module[0] % MODULES, adapter.module[0] / MODULES);
-                adapter.A = stored + at.A, adapter.B = stored + at.B, adapter.h = h + at.h * most_tokens;
+                adapter.h = h + at.h * most_tokens;
                 to.A = gradient + at.A, to.B = gradient + at.B;
             });
         }
         std::vector<A> angles((size_t)longest * c.D);
         fill_rope(angles.data(), longest, c.D, c.rope_theta);
         copy_in(ctx, rope, angles.data(), angles.size());
+        if (o.grpo) engine.rope = rope, set_temperature();
     }
 
     // ---- Batches
 
     // How many tokens of these units are trained.
-    size_t trained(const Dataset& from, const std::vector<size_t>& list) const {
+    template <class From> size_t trained(const From& from, const std::vector<size_t>& list) const {
         size_t n = 0;
         each_row(from, list, [&](DatasetRow row) { for (uint32_t word : row) n += word >> 31; });
         return n;
@@ -603,7 +728,7 @@ template <class T> struct Trainer {
 
     // Packs units list[0 .. n - 1], of which the first is number `first` of its step, or of this rank's part of it. R:
     // the tokens to predict.
-    Batch load(const Dataset& from, const size_t* list, int n, int first, int& R) {
+    template <class From> Batch load(const From& from, const size_t* list, int n, int first, int& R) {
         const int group = (int)from.group();
         n *= group; // sequences
         std::vector<int> all_token, all_pos, all_seq, all_slot, all_named, all_target, table((size_t)n * max_pages, 0);
@@ -642,7 +767,7 @@ template <class T> struct Trainer {
     std::vector<size_t> order;
     int64_t ordered = -1; // the epoch of this order
     std::vector<size_t> rows_of(int64_t k) {
-        const int64_t epoch = k / epoch_steps;
+        const int64_t an_epoch = epoch_steps / o.rl.iterations, epoch = (k /= o.rl.iterations) / an_epoch;
         if (epoch != ordered) {
             order = rows;
             for (size_t i = order.size() - 1; i > 0 && o.shuffle; i--) {
@@ -652,7 +777,7 @@ template <class T> struct Trainer {
             }
             ordered = epoch;
         }
-        const size_t a_step = step_units(), first = (size_t)(k % epoch_steps) * a_step;
+        const size_t a_step = step_units(), first = (size_t)(k % an_epoch) * a_step;
         return {order.begin() + (ptrdiff_t)first, order.begin() + (ptrdiff_t)std::min(first + a_step, order.size())};
     }
 
@@ -665,6 +790,7 @@ template <class T> struct Trainer {
 
     double last_loss = 0, last_norm = 0, last_lr = 0;
     size_t tokens_done = 0;   // that were fed
+    double tokens_fed = 0;    // in the last step
     double flops = 0;         // of the last step
 
     // ---- With --dpo
@@ -712,12 +838,16 @@ template <class T> struct Trainer {
         return out;
     }
 
-    // Of the answers of a batch that went forward.
-    std::vector<double> log_probabilities(const Batch& b, int R) {
+    // Of a batch that went forward: of its trained tokens; of its answers.
+    std::vector<A> losses_of(const Batch& b, int R) {
         std::vector<A> losses(R);
-        std::vector<double> sums;
         loss_backward<T>(ctx, c, w, a, d, nullptr, loss, named, target, 0, b.N, R);
         copy_out(ctx, losses.data(), loss, losses.size());
+        return losses;
+    }
+    std::vector<double> log_probabilities(const Batch& b, int R) {
+        const std::vector<A> losses = losses_of(b, R);
+        std::vector<double> sums;
         int r = 0;
         for (int end : ends) for (sums.push_back(0); r < end; r++) sums.back() -= (double)losses[r];
         return sums;
@@ -747,12 +877,220 @@ template <class T> struct Trainer {
         return sum;
     }
 
+    // ---- With --grpo
+    std::unique_ptr<Tokenizer> tokenizer;
+    std::vector<Reward> rewards;
+    AnswerEngine<T> engine{ctx, c, w};
+    T *first_stored = nullptr, *norm; // copies of the first parameters, which are the reference; the final norm's
+    A* by;                            // (tokens) what a token's cross entropy is scaled by
+    Groups groups;                    // this rank's, of this step
+    Rewarded rewarded;                // what is told of the last step or evaluation
+    std::string fault;                // of a reward program: the run is to end
+
+    void open_rewards() {
+        tokenizer = std::make_unique<Tokenizer>(tokenizer_path(o));
+        for (auto& name : o.rl.rewards) rewards.push_back(make_reward(name, o.rl.timeout));
+        for (const Dataset* from : {&data, eval})
+            for (size_t i = 0; from && i < from->rows(); i++)
+                for (auto& reward : rewards) try {
+                    if (reward.check) reward.check(question_of(from->row(i)));
+                } catch (const Error& e) {
+                    DIE("%s: row %zu: --reward %s: %s", from->file.path.c_str(), i, reward.name.c_str(), e.what());
+                }
+    }
+
+    // Answers are drawn where the activations of training lie at other times.
+    void plan_answers(size_t scratch) {
+        const size_t end = arena.used;
+        engine.sequences = std::min((int)sequences(), most_tokens);
+        engine.tokens = std::min(most_tokens, std::max(ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK,
+                                                       engine.sequences));
+        engine.pages = max_pages;
+        arena.used = scratch;
+        engine.plan(arena);
+        arena.used = std::max(arena.used, end);
+        by = arena.take<A>(most_tokens), norm = arena.take<T>(c.C);
+        if (o.rl.kl_beta > 0) first_stored = arena.take<T>(count);
+    }
+
+    // What is drawn and trained is the model with its logits divided by the temperature: by its final norm, which LoRA
+    // does not train.
+    void set_temperature() {
+        if (o.rl.temperature == 1) return;
+        std::vector<T> numbers;
+        for (const ModelTensor& t : model_tensors(c))
+            for (size_t i = 0; t.kind == FINAL_NORM && i < t.size(); i++)
+                numbers.push_back(to_stored<T>((A)(number(file.tensors.at(t.name()), i) / o.rl.temperature)));
+        copy_in(ctx, norm, numbers.data(), numbers.size());
+        w.norm = norm;
+    }
+
+    // A row is a prompt, and what is trained at its end the answer that rewards may compare with.
+    static const uint32_t* answer_in(DatasetRow row) {
+        const uint32_t* at = row.end();
+        while (!(at[-1] & TRAIN)) at--;
+        while (at[-1] & TRAIN) at--;
+        return at;
+    }
+    static std::vector<int> prompt_of(DatasetRow row) {
+        std::vector<int> ids;
+        for (const uint32_t* at = row.begin(); at < answer_in(row); at++) ids.push_back((int)(*at & ~TRAIN));
+        return ids;
+    }
+    bool is_end(int id) const {
+        return std::find(c.end_tokens.begin(), c.end_tokens.end(), id) != c.end_tokens.end();
+    }
+    Answered question_of(DatasetRow row) const {
+        std::vector<int> ids;
+        for (const uint32_t* at = answer_in(row); at < row.end() && !is_end((int)(*at & ~TRAIN)); at++)
+            ids.push_back((int)(*at & ~TRAIN));
+        Answered a;
+        a.prompt = tokenizer->decode(prompt_of(row), false), a.reference = tokenizer->decode(ids, true);
+        return a;
+    }
+
+    // Draws `size` answers to each prompt of a list, and says what they are worth. Without a meaning if interrupted.
+    Groups draw_groups(const Dataset& from, const std::vector<size_t>& list, size_t size, bool greedy) {
+        Groups made;
+        made.size = size;
+        std::vector<Answered> answered;
+        use_dropout(false);
+        for (size_t first = 0, n; first < list.size() && !interrupted; first += n) {
+            n = std::min(list.size() - first, std::max<size_t>(1, (size_t)engine.sequences / size));
+            std::vector<std::vector<int>> prompts;
+            std::vector<typename AnswerEngine<T>::Asked> asked;
+            for (size_t i = first; i < first + n; i++) prompts.push_back(prompt_of(from.row(list[i])));
+            for (size_t s = 0; s < n * size; s++) {
+                const size_t place = (places.empty() ? first + s / size : places[first + s / size]) * size + s % size;
+                const Philox bits = philox(o.seed, (uint64_t)(step / o.rl.iterations) << 32 | place, STREAM_ROLLOUT);
+                Sampling how;
+                how.temperature = greedy ? 0 : 1, how.top_k = 0, how.top_p = (float)o.rl.top_p;
+                how.seed = (uint64_t)bits.v[1] << 32 | bits.v[0];
+                asked.push_back({&prompts[s / size], how});
+            }
+            auto answers = engine.answer(asked, o.rl.max_tokens, tokenizer->size());
+            for (size_t s = 0; s < answers.size() && !interrupted; s++) {
+                std::vector<int>& ids = answers[s];
+                std::vector<uint32_t> words(prompts[s / size].begin(), prompts[s / size].end());
+                for (int id : ids) words.push_back((uint32_t)id | TRAIN);
+                answered.push_back(question_of(from.row(list[first + s / size])));
+                Answered& a = answered.back();
+                a.tokens = ids.size(), a.ended = is_end(ids.back());
+                if (a.ended) ids.pop_back();
+                a.text = tokenizer->decode(ids, true);
+                made.rows.push_back(std::move(words)), made.ended.push_back(a.ended);
+            }
+        }
+        made.reward.assign(answered.size(), 0), made.each.assign(rewards.size(), 0);
+        for (size_t k = 0; k < rewards.size() && !answered.empty() && !interrupted; k++) {
+            const std::vector<double> r = rewards[k].of(answered);
+            for (size_t i = 0; i < r.size(); i++) made.reward[i] += rewards[k].weight * r[i], made.each[k] += r[i];
+        }
+        return made;
+    }
+
+    // The answers of a step, whose prompts are `list`: new ones, or with --iterations those of the step before again.
+    // A fault of a reward program ends the run as Ctrl-C does.
+    void take_groups(const std::vector<size_t>& list) {
+        double time = 0;
+        if (step % o.rl.iterations == 0) {
+            const double start = seconds();
+            const std::vector<size_t> mine = deal_step(list);
+            groups = {};
+            try {
+                groups = draw_groups(data, mine, (size_t)o.rl.group, false);
+            } catch (const Error& e) {
+                fault = e.what(), interrupted = 1;
+            }
+            groups.places = places;
+            time = seconds() - start;
+            for (size_t i = 0; i < groups.reward.size(); i += groups.size) {
+                const Advantages some = advantages(&groups.reward[i], groups.size, o.rl.scale == "group");
+                groups.advantage.insert(groups.advantage.end(), some.of.begin(), some.of.end());
+            }
+            if (first_stored) ask_reference();
+        }
+        places = groups.places;
+        rewarded = Rewarded(groups);
+        rewarded.time = time;
+    }
+    void ask_reference() {
+        use(first_stored);
+        each_batch(groups, all_groups(), [&](const Batch& b, size_t, int R) {
+            const std::vector<A> losses = losses_of(b, R);
+            std::vector<std::vector<float>>& to = groups.reference;
+            int r = 0;
+            for (int end : ends)
+                for (to.emplace_back(); r < end; r++) to.back().push_back(-(float)losses[r]);
+        });
+        use(stored);
+    }
+    std::vector<size_t> all_groups() const {
+        std::vector<size_t> list(groups.rows.size() / groups.size);
+        std::iota(list.begin(), list.end(), (size_t)0);
+        return list;
+    }
+
+    // Adds up the loss of a batch's answers, the first of which is number `first`; its gradients go to d.normed and the
+    // head's. The step, of all ranks, has so many answers and so many tokens that count.
+    double answers_backward(const Batch& b, int R, size_t first, double answers, double tokens) {
+        const std::vector<A> losses = losses_of(b, R);
+        std::vector<A> scale(R);
+        double sum = 0;
+        for (size_t s = 0, r = 0; s < ends.size(); s++) {
+            const size_t i = first + s, n = (size_t)ends[s] - r;
+            const double of = o.rl.loss == "grpo" ? answers * (double)n : o.rl.loss == "dapo" ? tokens
+                                                                       : answers * o.rl.max_tokens;
+            const double weight = groups.counts(i, o.rl) ? 1 / of : 0;
+            const bool drawn_now = groups.old.size() == i;
+            if (drawn_now) groups.old.emplace_back();
+            for (size_t k = 0; k < n; k++, r++) {
+                const float p = -(float)losses[r];
+                if (drawn_now) groups.old[i].push_back(p);
+                const double ref = groups.reference.empty() ? p : groups.reference[i][k];
+                const TokenLoss token = token_loss(p, groups.old[i][k], ref, groups.advantage[i], o.rl);
+                sum += weight * token.loss, scale[r] = (A)(-weight * token.slope); // cross entropy is -p
+                if (weight > 0) rewarded.add(token);
+            }
+        }
+        copy_in(ctx, by, scale.data(), scale.size());
+        loss_backward(ctx, c, w, a, d, &g, loss, named, target, (A)1, b.N, R, by);
+        return sum;
+    }
+    // Adds up the loss of this rank's answers in results[0], and its gradients.
+    void add_groups() {
+        double all[] = {0, 0}; // answers, tokens that count
+        for (size_t i = 0; i < groups.rows.size(); i++)
+            all[0]++, all[1] += groups.counts(i, o.rl) ? (double)groups.length(i) : 0;
+        ranks.sum(all, 2);
+        clear(ctx, results, 2);
+        const std::vector<size_t> list = all_groups();
+        double sum = 0;
+        each_batch(groups, list, [&](const Batch& b, size_t at, int R) {
+            sum += answers_backward(b, R, at * groups.size, all[0], all[1]);
+            last_batch = at + o.batch >= list.size();
+            backward(ctx, c, w, b, a, d, g, kv, rope);
+        });
+        copy_in(ctx, results, &sum, 1);
+    }
+
+    // The mean reward of the likeliest answers to some prompts. Without a meaning if it was interrupted.
+    double mean_reward(const Dataset& from, const std::vector<size_t>& list) {
+        try {
+            rewarded = Rewarded(draw_groups(from, list, 1, true));
+        } catch (const Error& e) {
+            fault = e.what(), interrupted = 1;
+        }
+        rewarded.divide();
+        return rewarded.value[Rewarded::REWARD];
+    }
+
     // ---- Any step
 
     // Calls f(batch, first, R) for each batch of some units, after its forward pass; `first` is the place of its first
     // unit in the list. Batches without any unit of `wanted` are passed over; null: none.
-    template <class F>
-    void each_batch(const Dataset& from, const std::vector<size_t>& list, F f,
+    template <class From, class F>
+    void each_batch(const From& from, const std::vector<size_t>& list, F f,
                     const std::set<size_t>* wanted = nullptr) {
         for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
             int R;
@@ -795,7 +1133,7 @@ template <class T> struct Trainer {
     std::vector<size_t> deal_step(const std::vector<size_t>& list) {
         if (ranks.size == 1) return list;
         std::vector<size_t> tokens, mine;
-        for (size_t unit : list) tokens.push_back(trained(data, {unit}));
+        for (size_t unit : list) tokens.push_back(o.grpo ? 1 : trained(data, {unit}));
         places = deal(tokens, ranks.size)[ranks.rank];
         for (size_t place : places) mine.push_back(list[place]);
         return mine;
@@ -808,7 +1146,8 @@ template <class T> struct Trainer {
         use_dropout(true);
         clear(ctx, gradient, count);
         buckets_done = 0;
-        add_rows(data, list, &g, all);
+        if (o.grpo) add_groups();
+        else add_rows(data, list, &g, all);
         if (ranks.size == 1) return;
         places.clear();
         add_up(-1);
@@ -819,10 +1158,11 @@ template <class T> struct Trainer {
     // One step of AdamW. False if a rank was interrupted: then nothing has changed.
     bool train_step() {
         const std::vector<size_t> list = rows_of(step);
-        size_t fed = 0;
-        each_row(data, list, [&](DatasetRow row) { fed += row.size() - 1; });
-        const size_t all = weight(data, list);
-        add_gradients(deal_step(list), all);
+        if (o.grpo) take_groups(list);
+        const size_t all = o.grpo ? 1 : weight(data, list);
+        add_gradients(o.grpo ? std::vector<size_t>() : deal_step(list), all);
+        Work work = o.grpo ? work_of(groups, all_groups()) : work_of(data, list);
+        if (o.grpo) ranks.sum((double*)&work, 2);
         RUN(grad_norm, results + 1, partial, own_gradient, own);
         double result[2];
         copy_out(ctx, result, results, 2);
@@ -832,6 +1172,7 @@ template <class T> struct Trainer {
             {result[0], result[1] * result[1], (double)interrupted, ranks.waited, preferences};
         ranks.sum((double*)&told, sizeof told / sizeof(double));
         waited = told.waited / ranks.size, preferences = told.preferences;
+        if (o.grpo) rewarded.sum_over(ranks), rewarded.divide();
         if (told.stop > 0) return interrupted = 1, false;
         if (sharded()) {
             result[1] = std::sqrt(told.squares);
@@ -842,7 +1183,7 @@ template <class T> struct Trainer {
             not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1,
                                           std::fabs(last_loss), last_norm));
         update();
-        tokens_done += fed, flops = flops_of(list);
+        tokens_fed = work.tokens, tokens_done += (size_t)work.tokens, flops = work.flops;
         step++;
         return true;
     }
@@ -879,7 +1220,7 @@ template <class T> struct Trainer {
     [[noreturn]] void not_finite(const Dataset& from, const std::vector<size_t>& list, const std::string& what) {
         if (ranks.rank > 0) ranks.wait_for_the_end();
         std::vector<size_t> blamed;
-        for (size_t row : list)
+        for (size_t row : o.grpo ? std::vector<size_t>() : list) // (their answers are gone)
             if (!std::isfinite(mean_loss(from, {row}))) blamed.push_back(row);
         const std::vector<size_t>& shown = blamed.empty() ? list : blamed;
         std::string numbers;
@@ -887,14 +1228,17 @@ template <class T> struct Trainer {
             numbers += format("%s%zu", i ? ", " : "", shown[i]);
         if (shown.size() > 20) numbers += format(", .. (%zu in all)", shown.size());
         DIE("%s: %s; %s: %s", from.file.path.c_str(), what.c_str(),
-            format(blamed.empty() ? "each %s's own loss is finite; the %ss" : "%ss whose loss is not finite", unit(),
-                   unit()).c_str(), numbers.c_str());
+            format(o.grpo ? "the %ss" : blamed.empty() ? "each %s's own loss is finite; the %ss"
+                                                       : "%ss whose loss is not finite", unit(), unit()).c_str(),
+            numbers.c_str());
     }
 
-    // Multiplications and additions of a step: forward; backward by the input, and by what is trained.
-    double flops_of(const std::vector<size_t>& list) const {
+    // Of a step: tokens that are fed; multiplications and additions: forward; backward by the input, and by what is
+    // trained; with --grpo a pass more for drawing the answers, and one for the reference.
+    struct Work { double tokens, flops; };
+    template <class From> Work work_of(const From& from, const std::vector<size_t>& list) const {
         double N = 0, pairs = 0, products = 0, adapters = 0;
-        each_row(data, list, [&](DatasetRow row) {
+        each_row(from, list, [&](DatasetRow row) {
             const double n = (double)row.size() - 1;
             N += n, pairs += n * (n + 1) / 2;
         });
@@ -903,9 +1247,11 @@ template <class T> struct Trainer {
                 products += (double)t.size();
                 if (!o.full && o.lora.targets[t.kind]) adapters += (double)o.lora.rank * (t.rows + t.columns);
             }
-        const double passes = (o.full ? 3 : 2) + o.recompute, attention = 4. * c.H * c.D * c.L * pairs;
-        const double head = (double)trained(data, list) * c.V * c.C * ((o.full ? 3 : 2) + o.dpo);
-        return 2 * N * (products * passes + adapters * 3) + attention * (3.5 + o.recompute) + 2 * head;
+        const int more = o.grpo + (first_stored != nullptr);
+        const double passes = (o.full ? 3 : 2) + o.recompute + more, attention = 4. * c.H * c.D * c.L * pairs;
+        const double head = (double)trained(from, list) * c.V * c.C * ((o.full ? 3 : 2) + (o.dpo || o.grpo) + more);
+        const double scores = attention * (3.5 + o.recompute + more);
+        return {N, 2 * N * (products * passes + adapters * (3 + more)) + scores + 2 * head};
     }
 
     // ---- Checkpoints: the adapter (or model) for use, and the state to go on from.
@@ -977,9 +1323,10 @@ template <class T> struct Trainer {
     }
 
     void write_state(const std::string& path, double best, double elapsed) {
-        const Metadata metadata = {
+        Metadata metadata = {
             {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)},
             {"elapsed", sj::repr(elapsed)}};
+        if (step % o.rl.iterations) metadata["answers"] = groups.json(); // that the next step takes again
         if (ranks.rank > 0) {
             for (const A* part : {p, m, v}) host(part);
             return;
@@ -1031,8 +1378,10 @@ template <class T> struct Trainer {
         }
         ranks.must_agree(format("step of %s\t%lld\n", name, (long long)step));
         if (o.dpo) make_reference(); // of the first parameters
-        best = metadata["best"] == "Infinity" ? INFINITY : parse_number(name, metadata["best"].c_str(), 0, 1e30);
+        best = metadata["best"] == "Infinity" ? INFINITY : parse_number(name, metadata["best"].c_str(), -1e30, 1e30);
         elapsed = parse_number(name, metadata["elapsed"].c_str(), 0, 1e12);
+        if (step % o.rl.iterations)
+            groups = Groups(name, metadata["answers"], (size_t)o.rl.group, (uint32_t)c.V);
         std::vector<A> numbers(count);
         for (auto [key, to] : {std::pair("p", p), {"m", m}, {"v", v}}) {
             const auto t = tensors.find(key);
@@ -1045,7 +1394,7 @@ template <class T> struct Trainer {
                 from += n * sizeof(A);
             });
             keep(to, numbers);
-            if (to == p) give_copies(numbers);
+            if (to == p) give_copies(stored, numbers);
         }
     }
 };
@@ -1058,16 +1407,16 @@ static std::string clock_text(double s) { // as Python's str(timedelta)
     return days + format("%lld:%02lld:%02lld", t / 3600 % 24, t / 60 % 60, t % 60);
 }
 
-// trainer_log.jsonl, with LLaMA-Factory's fields, and loss.svg, which is drawn from it.
+// trainer_log.jsonl, with LLaMA-Factory's fields, and loss.svg, or reward.svg, which is drawn from it.
 struct Log {
-    std::string folder;
+    std::string folder, what; // "loss", "reward"
     FILE* file = nullptr;
-    struct Point { double step, loss; };
+    struct Point { double step, value; };
     std::vector<Point> losses, evaluations;
 
     // Goes on after the lines of the first `steps` steps, which exist already if there are any. Without `writes`
     // nothing is read or written.
-    Log(const std::string& out, int64_t steps, bool writes) : folder(out) {
+    Log(const std::string& out, const char* drawn, int64_t steps, bool writes) : folder(out), what(drawn) {
         if (!writes) return;
         const std::string path = folder + "/trainer_log.jsonl";
         std::string kept;
@@ -1081,8 +1430,8 @@ struct Log {
                 const sj::Value v = doc.root();
                 if (v["current_steps"].number() > (double)steps) break;
                 kept += std::string(line) + "\n";
-                if (v["loss"]) losses.push_back({v["current_steps"].number(), v["loss"].number()});
-                if (v["eval_loss"]) evaluations.push_back({v["current_steps"].number(), v["eval_loss"].number()});
+                for (auto [name, list] : {std::pair(what, &losses), {"eval_" + what, &evaluations}})
+                    if (const sj::Value x = v[name.c_str()]) list->push_back({v["current_steps"].number(), x.number()});
             }
         }
         write_text(path, kept);
@@ -1098,23 +1447,25 @@ struct Log {
             DIE("%s/trainer_log.jsonl: %s", folder.c_str(), strerror(errno));
     }
 
-    // Steps across, loss upwards: every step thin, their running mean thick, evaluations as dots.
+    // Steps across, loss or reward upwards: every step thin, their running mean thick, evaluations as dots.
     void draw(int64_t steps) const {
         if (!file) return;
         constexpr double W = 800, H = 400, LEFT = 60, TOP = 20, RIGHT = 20, BOTTOM = 40;
-        double most = 0;
+        double most = 0, least = 0;
         for (auto* list : {&losses, &evaluations})
-            for (const Point& p : *list) most = std::max(most, p.loss);
-        double tick = std::pow(10, std::floor(std::log10(std::max(most, 1e-9)))); // 1, 2 or 5 times a power of ten
+            for (const Point& p : *list) most = std::max(most, p.value), least = std::min(least, p.value);
+        // 1, 2 or 5 times a power of ten
+        double tick = std::pow(10, std::floor(std::log10(std::max(most - least, 1e-9))));
         for (double more : {0.5, 0.4, 0.5})
-            if (most / tick < 4) tick *= more;
-        const double high = std::max(1., std::ceil(most / tick)) * tick;
+            if ((most - least) / tick < 4) tick *= more;
+        const double low = std::floor(least / tick) * tick;
+        const double high = std::max(low / tick + 1, std::ceil(most / tick)) * tick;
         auto x = [&](double step) { return LEFT + (W - LEFT - RIGHT) * step / (double)steps; };
-        auto y = [&](double loss) { return H - BOTTOM - (H - TOP - BOTTOM) * loss / high; };
+        auto y = [&](double value) { return H - BOTTOM - (H - TOP - BOTTOM) * (value - low) / (high - low); };
         std::string s = format("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %g %g\" "
                                "font-family=\"sans-serif\" font-size=\"12\">\n"
                                "<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n", W, H);
-        for (double at = 0; at <= high * 1.001; at += tick)
+        for (double at = low; at <= high + tick / 1000; at += tick)
             s += format("<path d=\"M%g %.1fH%g\" stroke=\"#ddd\"/>"
                         "<text x=\"%g\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n",
                         LEFT, y(at), W - RIGHT, LEFT - 6, y(at) + 4, at);
@@ -1122,23 +1473,23 @@ struct Log {
             s += format("<text x=\"%.1f\" y=\"%g\" text-anchor=\"middle\">%lld</text>\n", x((double)steps * i / 4),
                         H - BOTTOM + 18, (long long)(steps * i / 4));
         s += format("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">step</text>"
-                    "<text x=\"16\" y=\"%g\" transform=\"rotate(-90 16 %g)\" text-anchor=\"middle\">loss</text>\n",
-                    (LEFT + W - RIGHT) / 2, H - 6, H / 2, H / 2);
+                    "<text x=\"16\" y=\"%g\" transform=\"rotate(-90 16 %g)\" text-anchor=\"middle\">%s</text>\n",
+                    (LEFT + W - RIGHT) / 2, H - 6, H / 2, H / 2, what.c_str());
         std::string thin, thick;
-        double mean = losses.empty() ? 0 : losses[0].loss;
+        double mean = losses.empty() ? 0 : losses[0].value;
         for (const Point& p : losses) {
-            mean += (p.loss - mean) * 0.1;
-            thin += format("%.1f,%.1f ", x(p.step), y(p.loss)), thick += format("%.1f,%.1f ", x(p.step), y(mean));
+            mean += (p.value - mean) * 0.1;
+            thin += format("%.1f,%.1f ", x(p.step), y(p.value)), thick += format("%.1f,%.1f ", x(p.step), y(mean));
         }
         s += "<polyline points=\"" + thin + "\" fill=\"none\" stroke=\"#9bd\"/>\n";
         s += "<polyline points=\"" + thick + "\" fill=\"none\" stroke=\"#05a\" stroke-width=\"2\"/>\n";
         for (const Point& p : evaluations)
             s += format("<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"#c30\"><title>%g</title></circle>\n", x(p.step),
-                        y(p.loss), p.loss);
+                        y(p.value), p.value);
         s += format("<text x=\"%g\" y=\"36\" text-anchor=\"end\" fill=\"#05a\">training</text>", W - RIGHT - 6);
         if (!evaluations.empty())
             s += format("<text x=\"%g\" y=\"52\" text-anchor=\"end\" fill=\"#c30\">evaluation</text>", W - RIGHT - 6);
-        write_text(folder + "/loss.svg", s + "\n</svg>\n");
+        write_text(folder + "/" + what + ".svg", s + "\n</svg>\n");
     }
 };
 
@@ -1223,7 +1574,7 @@ void merge(const Options& o, Context ctx, const ModelFile& file, const std::stri
 // Removes what a run leaves in its folder.
 static void remove_run(const std::string& out) {
     for (const char* name : {"adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors",
-                             "trainer_log.jsonl", "loss.svg", "best/adapter_config.json",
+                             "trainer_log.jsonl", "loss.svg", "reward.svg", "best/adapter_config.json",
                              "best/adapter_model.safetensors", "best/model.bin"})
         if (unlink((out + "/" + name).c_str()) != 0 && errno != ENOENT && errno != ENOTDIR)
             DIE("%s/%s: %s", out.c_str(), name, strerror(errno));
@@ -1260,15 +1611,17 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
         make_folder(folder);
         give_tokenizer(o, file, folder, o.overwrite);
     }
-    Log log(o.out, t.step, first);
+    Log log(o.out, o.grpo ? "reward" : "loss", t.step, first);
     const std::string lora =
         o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
     const std::string several = ranks.size > 1 ? format("%d x ", ranks.size) : "";
     ranks.tell("%s: %.2f M parameters, %s, %s%s; %s%.2f M of them trained\n", o.model.c_str(),
                (double)parameters(file.config) / 1e6, type_name(t.w), several.c_str(), device_name(ctx).c_str(),
                lora.c_str(), (double)t.trained_parameters() / 1e6);
+    const std::string what = o.grpo ? format("%d answers to each, of at most %d tokens", o.rl.group, o.rl.max_tokens)
+                                    : counted(t.trained(data, t.rows), "trained token");
     ranks.tell("%s: %s, %s; %s of %s, %lld an epoch, seed %llu\n", o.train.c_str(),
-               counted(t.rows.size(), t.unit()).c_str(), counted(t.trained(data, t.rows), "trained token").c_str(),
+               counted(t.rows.size(), t.unit()).c_str(), what.c_str(),
                counted((size_t)t.steps, "step").c_str(), counted(t.step_units(), t.unit()).c_str(),
                (long long)t.epoch_steps, (unsigned long long)o.seed);
     ranks.tell("%s\n", t.memory.c_str());
@@ -1281,8 +1634,8 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
         const double share = (double)t.step / (double)t.steps;
         w.field("epoch", (double)t.step / (double)t.epoch_steps).field("percentage", std::round(share * 1e4) / 100);
         w.field("elapsed_time", clock_text(elapsed()));
-        w.field("remaining_time", clock_text(elapsed() / share * (1 - share))).end();
-        log.add(w.text);
+        if (share > 0) w.field("remaining_time", clock_text(elapsed() / share * (1 - share)));
+        log.add(w.end().text);
     };
     auto save = [&] {
         t.write_result(o.out, leaked);
@@ -1291,24 +1644,28 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
         log.draw(t.steps);
     };
     auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.epoch_steps) == 0; };
-    auto measure = [&] { // whether the model is better than it was at its best
-        const double loss = t.mean_loss(*eval, t.eval_rows);
+    auto told_beside = [&] { return o.dpo ? t.preferences.text() : o.grpo ? t.rewarded.text() : ""; };
+    auto measure = [&] { // whether the model is better than it was at its best; of rewards `best` is the negative
+        const double value = o.grpo ? t.mean_reward(*eval, t.eval_rows) : t.mean_loss(*eval, t.eval_rows);
+        const double loss = o.grpo ? -value : value;
         if (interrupted) return false;
         if (!std::isfinite(loss))
             t.not_finite(*eval, t.eval_rows, format("after step %lld: loss %g", (long long)t.step, std::fabs(loss)));
-        log.evaluations.push_back({(double)t.step, loss});
+        log.evaluations.push_back({(double)t.step, value});
         sj::Writer w;
-        w.object().field("current_steps", t.step).field("total_steps", t.steps).field("eval_loss", loss);
+        w.object().field("current_steps", t.step).field("total_steps", t.steps);
+        if (o.grpo) t.rewarded.write(w, o, true);
+        else w.field("eval_loss", loss);
         if (o.dpo) t.preferences.write(w, "eval_");
         add_to_log(w);
-        ranks.tell("step %lld/%lld  evaluation loss %.6f%s%s\n", (long long)t.step, (long long)t.steps, loss,
-                   o.dpo ? t.preferences.text().c_str() : "", loss < best ? ", the best so far" : "");
+        ranks.tell("step %lld/%lld  evaluation %s %.6f%s%s\n", (long long)t.step, (long long)t.steps,
+                   log.what.c_str(), value, o.dpo ? told_beside().c_str() : "", loss < best ? ", the best so far" : "");
         const bool better = loss < best;
         best = std::min(loss, best);
         return better;
     };
     auto evaluate = [&] { // if it is time, and not done yet
-        if (!eval || t.step == 0 || !due(o.eval_every)) return;
+        if (!eval || (t.step == 0 && !o.grpo) || !due(o.eval_every)) return;
         const bool done = !log.evaluations.empty() && log.evaluations.back().step == (double)t.step;
         int better = first && !done && measure();
         ranks.sum(&better, 1);
@@ -1332,19 +1689,24 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
         if (!t.train_step()) break;
         pace.end();
         const double now = seconds(), took = std::max(now - begun, 1e-9);
-        log.losses.push_back({(double)t.step, t.last_loss});
+        log.losses.push_back({(double)t.step, o.grpo ? t.rewarded.value[Rewarded::REWARD] : t.last_loss});
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss);
         if (o.dpo) t.preferences.write(w, "");
+        if (o.grpo) t.rewarded.write(w, o, false);
         w.field("lr", t.last_lr).field("grad_norm", t.last_norm);
         w.field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
         if (ranks.size > 1) w.field("waited", std::round(t.waited * 1e3) / 1e3);
+        if (const double time = t.rewarded.time; time > 0) { // of this step's answers
+            w.field("rollout_throughput", std::round(t.rewarded.drawn / time)).field("rollout_share", time / took);
+            w.field("train_throughput", std::round(t.tokens_fed / std::max(took - time, 1e-9)));
+        }
         add_to_log(w);
         if (now - told_at >= 1 || t.step == t.steps || t.step == begun_at + 1) {
             const double left = (now - start) * (double)(t.steps - t.step) / (double)(t.step - begun_at);
             const std::string lost = ranks.size > 1 ? format("  waited %.1f%%", 100 * t.waited / (now - start)) : "";
             ranks.tell("step %lld/%lld  loss %.4f%s  lr %.2e  norm %.3f  %.0f tok/s  %s%s  %.1f MB  %s left\n",
-                       (long long)t.step, (long long)t.steps, t.last_loss, o.dpo ? t.preferences.text().c_str() : "",
+                       (long long)t.step, (long long)t.steps, t.last_loss, told_beside().c_str(),
                        t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9),
                        speed(t.flops / took).c_str(), lost.c_str(), (double)t.arena.size / 1e6,
                        clock_text(left).c_str());
@@ -1356,6 +1718,7 @@ int train(const Options& o, const Context& ctx, const ModelFile& file, const Dat
     if (saved != t.step) save();
     int stopped = interrupted != 0; // by a signal to any rank
     ranks.sum(&stopped, 1);
+    if (!t.fault.empty()) DIE("%s; step %lld is saved, --resume goes on", t.fault.c_str(), (long long)t.step);
     if (stopped) {
         ranks.tell("stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step,
                    (long long)t.steps);

@@ -214,6 +214,77 @@ TEST_CASE("the head's loss in place, and the head's backward") {
         }
 }
 
+TEST_CASE("rows of a gradient, each times a number of its own") {
+    Random random{9};
+    Scratchpad pad;
+    for (int R : {1, 5, 130})
+        for (int n : {1, 8, 255, 257, 8192}) {
+            INFO("R " << R << " n " << n);
+            const size_t ld = (size_t)n + 24;
+            const std::vector<bf16> x = random.fill<bf16>(R * ld);
+            const std::vector<float> by = random.fill<float>(R, 3);
+            Device<bf16> dx(x);
+            const Device<float> dby(by);
+            std::vector<bf16> want = x;
+            scale_rows(want.data(), ld, by.data(), R, n);
+            scale_rows_gpu(pad.ctx, dx, ld, dby, R, n);
+            CHECK(same_bits(dx.get(), want)); // and what is past a row's n is as it was
+        }
+}
+
+TEST_CASE("--grpo: answers drawn on the GPU are the CPU's as far as bf16 lets them, and a step's gradient is near the CPU's") {
+    const ModelFile file("tests/fixtures/tiny/model.bin");
+    Scratch out;
+    {
+        DatasetWriter writer(out / "rows.bin", Tokenizer("tests/fixtures/tiny/tokenizer.bin").hash(), template_hash());
+        Random random{12};
+        for (int row = 0; row < 6; row++) {
+            std::vector<uint32_t> words;
+            for (int i = 0, n = 10 + 13 * row; i < n; i++) words.push_back((uint32_t)random.below(900));
+            words.push_back(5 | TRAIN), writer.add(words);
+        }
+        writer.commit();
+    }
+    const Dataset data(out / "rows.bin");
+    Options o;
+    o.grpo = true, o.tokenizer = "tests/fixtures/tiny/tokenizer.bin", o.batch = 3, o.accum = 2, o.dropout = 0, o.rl.group = 5, o.rl.max_tokens = 24, o.rl.kl_beta = 0.1;
+    o.rl.rewards = {"length:4", "regex:[a-m]"}, o.rl.epsilon_high = 0.2, o.lora.rank = 8, o.lora.alpha = 16;
+    std::fill(o.lora.targets, o.lora.targets + MODULES, true);
+    Options with_gpu = o;
+    with_gpu.rank_step = GPU_RANK_STEP;
+    Trainer<bf16> host(o, Context(), file, data, nullptr), device(with_gpu, gpu(), file, data, nullptr);
+    host.take_groups(host.rows_of(0)), device.take_groups(device.rows_of(0));
+    CHECK(host.fault == "");
+    CHECK(device.fault == "");
+    REQUIRE(device.groups.rows.size() == 30);
+    size_t same = 0, all = 0; // tokens of answers before the first that differs
+    for (size_t i = 0; i < 30; i++) {
+        const auto &a = host.groups.rows[i], &b = device.groups.rows[i];
+        size_t k = a.size() - host.groups.length(i);
+        REQUIRE(std::equal(a.begin(), a.begin() + (ptrdiff_t)k, b.begin())); // the prompts
+        for (all += a.size() - k; k < a.size() && k < b.size() && a[k] == b[k]; k++) same++;
+    }
+    MESSAGE(same << " of " << all << " tokens before a draw fell otherwise");
+    CHECK(same > all / 2);
+    // The same answers on both: losses, reference and gradient.
+    device.groups = host.groups, device.groups.old.clear(), host.groups.old.clear();
+    device.groups.reference.clear(), device.ask_reference();
+    for (size_t i = 0; i < 30; i++)
+        for (size_t k = 0; k < host.groups.length(i); k++) CHECK(std::fabs(device.groups.reference[i][k] - host.groups.reference[i][k]) < 0.1);
+    host.add_gradients({}, 1), device.add_gradients({}, 1);
+    std::vector<float> got(device.count);
+    copy_out(device.ctx, got.data(), device.gradient, device.count);
+    auto length = [](const float* x, size_t n) {
+        double sum = 0;
+        for (size_t i = 0; i < n; i++) sum += (double)x[i] * x[i];
+        return std::sqrt(sum);
+    };
+    const double want = length(host.gradient, host.count), is = length(got.data(), got.size());
+    MESSAGE("gradient: CPU " << want << ", GPU " << is);
+    CHECK(want > 1e-3);
+    CHECK(is == doctest::Approx(want).epsilon(0.05));
+}
+
 TEST_CASE("norms, SwiGLU, RoPE and embedding, backward") {
     Random random{4};
     Scratchpad pad;

@@ -408,6 +408,13 @@ TEST_CASE_TEMPLATE("losses and the head's gradient: the definition in double", T
     for (acc<T> l : loss) sum += (double)l;
     CHECK(total == sum);
 
+    std::vector<T> scaled = d, want_scaled = d; // rows that are not neighbours
+    const std::vector<acc<T>> by = random.fill<acc<T>>(R, 2);
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < (int)V - 3; v++) want_scaled[r * V + v] = to_stored<T>(to_acc(d[r * V + v]) * by[r]);
+    CALL(scale_rows, scaled.data(), (size_t)V, by.data(), R, (int)V - 3);
+    CHECK(same_bits(scaled, want_scaled));
+
     CALL(head_backward, dnormed.data(), d.data(), (size_t)V, rows, W, R);
     head_backward(want_dnormed.data(), as_double(d).data(), V, rows, wide, R);
     CHECK(off<T>(dnormed, want_dnormed) == 0);
