@@ -106,6 +106,7 @@ LAB_HAVE   = $(foreach l,cub $(LAB_LIBS),-DHAVE_$(shell echo $(l) | tr a-z A-Z))
 LAB_FLAGS  = $(if $(HAVE_NVCC),$(LAB_HAVE) -Xlinker --as-needed $(LAB_LIBS:%=-l%))
 lab/matmul: LAB_FLAGS += $(if $(HAVE_NVCC),-DLAB_QWEN3)
 lab/matmul: qwen3.cu $(HEADERS)
+lab/dynamic: LAB_FLAGS += $(if $(HAVE_NVCC),-rdc=true) # kernels launch kernels
 lab: $(LABS)
 check-env: info lab/check_env
 	@nvidia-smi --query-gpu=driver_version,power.limit,temperature.gpu,ecc.mode.current,mig.mode.current --format=csv 2>/dev/null || echo "driver    no nvidia-smi here that answers"
@@ -196,7 +197,7 @@ TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
 $(T)/test_datagen.o: datagen.cpp
 $(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
-$(T)/test_lab.o: $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
+$(T)/test_lab.o $(T)/test_lab_irregular.o: $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
 $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
@@ -297,13 +298,14 @@ CALLERS    = $(filter-out $(EVERY) $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
 # sm_90a is compiled as it runs; the others without optimising where nvcc can (13), in less than half the time.
 $(EVERY:%=check/%): CODE = $(patsubst %,sm_%,$(filter 90a,$(CHECKED)))
 $(EVERY:%=quick/%): CODE = $(patsubst %,sm_%,$(filter-out 90a,$(CHECKED)))
-$(EVERY:%=quick/%): QUICKLY = $(if $(shell $(NVCC) --help 2>/dev/null | grep -e --Ofast-compile),-Ofc=max)
+$(EVERY:%=quick/%): FLAGS_TOO = $(if $(shell $(NVCC) --help 2>/dev/null | grep -e --Ofast-compile),-Ofc=max)
 $(LAB_FILES:%=check/%): CODE = $(CHECKED:%=sm_%)
+check/lab/dynamic.cu: FLAGS_TOO = -rdc=true # kernels launch kernels
 $(NOTES:%=check/%): CODE = sm_90a
 $(CALLERS:%=check/%): CODE = compute_90a
 CUDA_CHECKS = $(EVERY:%=check/%) $(EVERY:%=quick/%) $(CALLERS:%=check/%) $(LAB_FILES:%=check/%) $(NOTES:%=check/%)
 CUDA_CHECK = @echo "nvcc $(CODE): $*"; [ -z "$(CODE)" ] || \
-	  $(NVCC) -x cu -std=c++17 $(foreach c,$(CODE),-gencode arch=$(c:sm_%=compute_%),code=$(c)) $(QUICKLY) \
+	  $(NVCC) -x cu -std=c++17 $(foreach c,$(CODE),-gencode arch=$(c:sm_%=compute_%),code=$(c)) $(FLAGS_TOO) \
 	  -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -I. -I$(BUILD) -o /dev/null -c $*
 $(filter check/%,$(CUDA_CHECKS)): check/%: $(BUILD)/notes.cuh
 	$(CUDA_CHECK)

@@ -180,16 +180,16 @@ __global__ void stencil_registers(const float* in, float* out, int N, int depth,
 // shared memory, so that global memory is read 340 / 256 = 1.33 times a point, at the price of two barriers a plane and
 // four branches for the halo. Predicted: no faster than step 6, for the reason of step 3.
 __global__ void stencil_slide(const float* in, float* out, int N, int depth, float c0, float c1) {
-    __shared__ float s[TY + 2][TX + 2];                    // 只有当前层放在共享内存
+    __shared__ float s[TY + 2][TX + 2];                    // the current plane only
     int tx = threadIdx.x, ty = threadIdx.y;
     int x = blockIdx.x * TX + tx + 1, y = blockIdx.y * TY + ty + 1;
     int z0 = blockIdx.z * depth + 1, z1 = min(z0 + depth, N - 1);
     bool inside = x < N - 1 && y < N - 1;
-    int cx = min(x, N - 1), cy = min(y, N - 1);            // 越界的线程读边上的点，不写出
+    int cx = min(x, N - 1), cy = min(y, N - 1);            // (beyond the edge: reads the edge, writes nothing)
     size_t plane = (size_t)N * N, at = (size_t)cy * N + cx;
     float below = in[(z0 - 1) * plane + at], here = in[z0 * plane + at];
     for (int z = z0; z < z1; z++) {
-        float above = in[(z + 1) * plane + at];            // 每层每线程只读一个新点
+        float above = in[(z + 1) * plane + at];            // one new point a thread and plane
         s[ty + 1][tx + 1] = here;
         if (tx == 0) s[ty + 1][0] = in[z * plane + at - 1];
         if (tx == TX - 1 && cx + 1 < N) s[ty + 1][TX + 1] = in[z * plane + at + 1];
@@ -199,7 +199,7 @@ __global__ void stencil_slide(const float* in, float* out, int N, int depth, flo
         if (inside)
             out[z * plane + at] = c0 * here + c1 * (s[ty + 1][tx] + s[ty + 1][tx + 2] + s[ty][tx + 1] +
                                                     s[ty + 2][tx + 1] + below + above);
-        __syncthreads();                                   // 用完当前层，才能覆盖
+        __syncthreads();                                   // nobody reads this plane any more
         below = here, here = above;
     }
 }
@@ -260,7 +260,7 @@ __global__ void im2col(const float* in, float* col, int C, int H, int W, int K, 
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     int xo = i % Wo, yo = i / Wo % Ho;
-    size_t r = i / ((size_t)Wo * Ho);              // 行号 = (c·K + ky)·K + kx
+    size_t r = i / ((size_t)Wo * Ho);              // row (c K + ky) K + kx
     int kx = r % K, ky = r / K % K, c = r / (K * K);
     int x = xo + kx - P, y = yo + ky - P;
     col[i] = x >= 0 && x < W && y >= 0 && y < H ? in[((size_t)c * H + y) * W + x] : 0.0f;

@@ -68,12 +68,9 @@ struct Jobs : Problem {
         return largest_difference(data->get(), want);
     }
 };
-// Not as a graph: the step is timed as it launches. (`captured` is asked of lab.h; a harness without it times a graph.)
-template <class P> auto not_captured(P& p, int) -> decltype(void(p.captured = false)) { p.captured = false; }
-template <class P> void not_captured(P&, long) {}
 struct Direct : Jobs { // kernels are launched as the step does it
     explicit Direct(Shape s) : Jobs(s.x, s.y) {
-        not_captured(*this, 0);
+        captured = false;
 #ifdef KERNELS_LAUNCH // (the 2,048 that may wait if nobody says more are too few for bigger sizes)
         GPU_CHECK(cudaDeviceSetLimit(cudaLimitDevRuntimePendingLaunchCount, (size_t)jobs + 2048));
 #endif
@@ -144,10 +141,10 @@ __global__ void persistent(float* data, const int* begin, const int* len, int jo
     __shared__ int job;
     for (;;) {
         if (threadIdx.x == 0) job = atomicAdd(counter, 1);
-        __syncthreads();                    // 让全块看到 job
+        __syncthreads();                    // all see job
         int j = job;
-        __syncthreads();                    // 全块读完，才能改写 job
-        if (j >= jobs) return;              // j 全块一致，一起退出
+        __syncthreads();                    // all have read it
+        if (j >= jobs) return;              // j is the block's: all leave together
         for (int i = threadIdx.x; i < len[j]; i += blockDim.x) data[begin[j] + i] *= 2.0f;
     }
 }
@@ -170,7 +167,7 @@ struct Loop : Problem {
     }
 };
 struct DirectLoop : Loop {
-    explicit DirectLoop(Shape s) : Loop(s.z) { not_captured(*this, 0); }
+    explicit DirectLoop(Shape s) : Loop(s.z) { captured = false; }
 };
 struct GraphedLoop : Loop {
     explicit GraphedLoop(Shape s) : Loop(s.z) {}
@@ -192,10 +189,10 @@ inline void rounds_by_host(Loop& l) {
 // result and stop. The host waits for nothing. Predicted: two launches deep for each round, 10 us or more: five times
 // the graph. That is the price of deciding on the GPU by launches; a graph with a WHILE node, or one persistent kernel
 // with a barrier, is cheaper.
-__global__ void next(float* x, int n, int iter) {          // 单线程的调度网格
+__global__ void next(float* x, int n, int iter) {          // a grid of one thread, which only launches
     if (iter == 0) return;
     LAUNCH(step, (n + 255) / 256, 256, cudaStreamFireAndForget, x, n, iter);
-    LAUNCH(next, 1, 1, cudaStreamTailLaunch, x, n, iter - 1);   // 在 step 全部完成后运行
+    LAUNCH(next, 1, 1, cudaStreamTailLaunch, x, n, iter - 1);   // runs when all of step is done
 }
 #endif
 

@@ -152,6 +152,7 @@ struct Problem {
     double bytes = 0, flops = 0;    // that the task needs at least, whatever a step does
     double tolerance = 0;           // of error()
     const char* library_name = "";  // "" if the build has none
+    bool captured = true;           // false: a step launches for itself (graphs, kernels by the host or by kernels)
     virtual ~Problem() {}
     virtual void spoil() = 0;       // the output, so that no step lives on the one before
     virtual double error() = 0;     // the largest difference from the definition
@@ -324,8 +325,10 @@ inline int Laboratory::table(const Options& o) const {
             printf("%2d  %-22s %s: error %.2g\n", s, step.name.c_str(), right ? "right" : "WRONG", error);
             continue;
         }
-        const double once = time_graph(stream, 1, [&](int) { step.run(*p); });
-        const double time = time_graph(stream, std::clamp((int)(0.05 / once), 1, 20), [&](int) { step.run(*p); });
+        const auto run = [&](int) { step.run(*p); };
+        const double once = p->captured ? time_graph(stream, 1, run) : 0;
+        const double time = p->captured ? time_graph(stream, std::clamp((int)(0.05 / once), 1, 20), run)
+                                        : time_events(stream, [&] { run(0); });
         const bool memory = step.ceiling == READ || step.ceiling == COPY;
         const double rate = (memory ? p->bytes : p->flops) / time;
         char beside[16] = "-";

@@ -173,7 +173,7 @@ __global__ void gemv_int4(const uint32_t* W, const __half* scale, const float* x
     int m = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (m >= M) return;
     float sum = 0.0f;
-    for (int w = lane; w < K / 8; w += 32) {               // 每字 8 个权重
+    for (int w = lane; w < K / 8; w += 32) {               // 8 weights a word
         uint32_t bits = W[(size_t)m * (K / 8) + w];
         float part = 0.0f;
         for (int j = 0; j < 8; j++) part += float(int(bits >> (4 * j) & 15) - 8) * x[w * 8 + j];

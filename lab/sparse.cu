@@ -105,7 +105,7 @@ __global__ void spmv_csr_scalar(const int* rowptr, const int* col, const float* 
 __global__ void spmv_csr_warp(const int* rowptr, const int* col, const float* val,
                               const float* x, float* y, int M) {
     int r = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (r >= M) return;                       // 整个线程束一起退出
+    if (r >= M) return;                       // a whole warp leaves together
     float sum = 0.0f;
     for (int i = rowptr[r] + lane; i < rowptr[r + 1]; i += 32) sum += val[i] * x[col[i]];
     for (int d = 16; d > 0; d /= 2) sum += __shfl_down_sync(0xffffffffu, sum, d);
@@ -129,7 +129,7 @@ template <int LANES> __global__ void spmv_csr_lanes(const int* rowptr, const int
 // columns: a thread a row is coalesced, without row pointers, shuffles or divergence. Padding is read like the rest, so
 // K is at most twice the average here; what is left of longer rows goes to COO, whose kernel adds it afterwards (the
 // hybrid format). Predicted: even: the floor, 8 B an entry. Skewed: the padding's bytes and the atomics.
-__global__ void spmv_ell(const int* col, const float* val,   // (K,M) 列主序的 M×K
+__global__ void spmv_ell(const int* col, const float* val,   // (K,M): M x K by columns
                          const float* x, float* y, int M, int K) {
     int r = blockIdx.x * blockDim.x + threadIdx.x;
     if (r >= M) return;

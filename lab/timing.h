@@ -17,7 +17,26 @@ inline void gpu_check(cudaError_t e, const char* call) {
 }
 #define GPU_CHECK(call) lab::gpu_check((call), #call)
 
-// Seconds of one call of f: the median of ten replays of a graph of `calls` calls f(0), f(1), ...
+// Seconds from event to event around f: the median of ten.
+inline double time_events(cudaStream_t stream, const std::function<void()>& f) {
+    cudaEvent_t start, stop;
+    GPU_CHECK(cudaEventCreate(&start));
+    GPU_CHECK(cudaEventCreate(&stop));
+    std::vector<float> times;
+    for (int i = 0; i < 12; i++) {
+        GPU_CHECK(cudaEventRecord(start, stream));
+        f();
+        GPU_CHECK(cudaEventRecord(stop, stream));
+        GPU_CHECK(cudaEventSynchronize(stop));
+        float ms;
+        GPU_CHECK(cudaEventElapsedTime(&ms, start, stop));
+        if (i >= 2) times.push_back(ms);
+    }
+    cudaEventDestroy(start), cudaEventDestroy(stop);
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2] / 1e3;
+}
+// Seconds of one call of f, of replays of a graph of `calls` calls f(0), f(1), ...
 inline double time_graph(cudaStream_t stream, int calls, const std::function<void(int)>& f) {
     for (int i = 0; i < std::min(calls, 2); i++) f(i);
     GPU_CHECK(cudaStreamSynchronize(stream));
@@ -28,22 +47,9 @@ inline double time_graph(cudaStream_t stream, int calls, const std::function<voi
     GPU_CHECK(cudaStreamEndCapture(stream, &recorded));
     GPU_CHECK(cudaGraphInstantiate(&graph, recorded, 0));
     cudaGraphDestroy(recorded);
-    cudaEvent_t start, stop;
-    GPU_CHECK(cudaEventCreate(&start));
-    GPU_CHECK(cudaEventCreate(&stop));
-    std::vector<float> times;
-    for (int i = 0; i < 12; i++) {
-        GPU_CHECK(cudaEventRecord(start, stream));
-        GPU_CHECK(cudaGraphLaunch(graph, stream));
-        GPU_CHECK(cudaEventRecord(stop, stream));
-        GPU_CHECK(cudaEventSynchronize(stop));
-        float ms;
-        GPU_CHECK(cudaEventElapsedTime(&ms, start, stop));
-        if (i >= 2) times.push_back(ms);
-    }
-    cudaGraphExecDestroy(graph), cudaEventDestroy(start), cudaEventDestroy(stop);
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2] / 1e3 / calls;
+    const double seconds = time_events(stream, [&] { GPU_CHECK(cudaGraphLaunch(graph, stream)); });
+    cudaGraphExecDestroy(graph);
+    return seconds / calls;
 }
 
 // ---- Ceilings: what the simplest kernels reach that only read, only copy, or only multiply.
