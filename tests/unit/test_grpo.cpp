@@ -205,8 +205,10 @@ TEST_CASE("a batch beside TRL: losses, advantages, what is told, and gradients, 
     writer.commit();
     const Dataset data(scratch / "prompts.bin");
     const ModelFile file("tests/fixtures/train/tied");
-    for (auto [name, want] : golden["cases"].members())
+    for (const auto& one : golden["cases"].members())
         for (int batch : {2, 1}) {
+            const std::string& name = one.key;
+            const sj::Value want = one.value; // (a structured binding is nothing that a lambda can take)
             INFO(name << ", " << batch << " groups a batch");
             Options o;
             o.full = o.grpo = true, o.tokenizer = VOCABULARY;
