@@ -1,5 +1,6 @@
 // The trainer for its suites (or by common.h, if TRAIN_NO_MAIN is there before).
 #pragma once
+#include <doctest/doctest.h>
 #ifndef TRAIN_NO_MAIN
 #ifdef SUITES_ARE_PROGRAMS
 #include "programs.h"
@@ -12,3 +13,25 @@ static const bool is_train_lora = add_program("train_lora", train_main);
 #include "../train_lora.cu"
 #endif
 #endif
+
+// How many of the trainer's gradients are among `theirs`, by prefix + name: each of more than nothing, and within `off`
+// of its norm.
+inline int same_gradients(Trainer<float>& t, const Tensors& theirs, const std::string& prefix, double nothing,
+                          double off) {
+    int compared = 0;
+    t.each_tensor([&](const ModelTensor& tensor, size_t at) {
+        const auto want = theirs.find(prefix + tensor.name());
+        if (want == theirs.end()) return;
+        REQUIRE(want->second.bytes == 4 * tensor.size());
+        double different = 0, size = 0;
+        for (size_t i = 0; i < tensor.size(); i++) {
+            const double x = number(want->second, i);
+            different += std::pow(t.gradient[at + i] - x, 2), size += x * x;
+        }
+        INFO(tensor.name());
+        CHECK(size > nothing);
+        CHECK(std::sqrt(different / size) < off);
+        compared++;
+    });
+    return compared;
+}

@@ -109,22 +109,7 @@ TEST_CASE("a batch beside TRL: loss, what is told of it, and gradients; with lab
                 INFO(Preferences::NAMES[i]);
                 CHECK(std::fabs(t.preferences.value[i] - golden[name][Preferences::NAMES[i]].number()) < 1e-5);
             }
-            int compared = 0;
-            t.each_tensor([&](const ModelTensor& tensor, size_t at) {
-                const auto want = theirs.find(name + ("." + tensor.name()));
-                if (want == theirs.end()) return;
-                double off = 0, size = 0;
-                REQUIRE(want->second.bytes == 4 * tensor.size());
-                for (size_t i = 0; i < tensor.size(); i++) {
-                    const double g = number(want->second, i);
-                    off += std::pow(t.gradient[at + i] - g, 2), size += g * g;
-                }
-                INFO(tensor.name());
-                CHECK(size > 1e-4);
-                CHECK(std::sqrt(off / size) < 1e-5);
-                compared++;
-            });
-            CHECK(compared == (o.label_smoothing ? 3 : 24));
+            CHECK(same_gradients(t, theirs, std::string(name) + ".", 1e-4, 1e-5) == (o.label_smoothing ? 3 : 24));
         }
 }
 
