@@ -8,6 +8,10 @@
 #include <vector>
 
 using Strings = std::vector<std::string>;
+inline Strings operator+(Strings a, const Strings& b) {
+    a.insert(a.end(), b.begin(), b.end());
+    return a;
+}
 
 struct Result {
     int status; // 1000 + the signal that ended the program

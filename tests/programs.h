@@ -1,5 +1,5 @@
-// With SUITES_ARE_PROGRAMS (Makefile) a suite that includes a whole program is that program as well, under its name: half
-// of what sanitizers take to compile.
+// With SUITES_ARE_PROGRAMS (Makefile) a suite that includes a whole program is that program as well, under its name:
+// half of what sanitizers take to compile.
 #pragma once
 #include <map>
 #include <string>

@@ -1,6 +1,6 @@
 // The trainer for its suites (or by common.h, if TRAIN_NO_MAIN is there before).
 #pragma once
-#include <doctest/doctest.h>
+#include "process.h"
 #ifndef TRAIN_NO_MAIN
 #ifdef SUITES_ARE_PROGRAMS
 #include "programs.h"
@@ -14,6 +14,16 @@ static const bool is_train_lora = add_program("train_lora", train_main);
 #endif
 #endif
 
+inline const char* program(const char* variable, const char* otherwise) {
+    return getenv(variable) ? getenv(variable) : otherwise;
+}
+// The numbers of a field in trainer_log.jsonl, of the lines that have it.
+inline std::vector<double> logged(const std::string& out, const std::string& field) {
+    std::vector<double> v;
+    for (auto& line : lines(read_file(out + "/trainer_log.jsonl")))
+        if (const Json j(line); j[field.c_str()]) v.push_back(j[field.c_str()].number());
+    return v;
+}
 // How many of the trainer's gradients are among `theirs`, by prefix + name: each of more than nothing, and within `off`
 // of its norm.
 inline int same_gradients(Trainer<float>& t, const Tensors& theirs, const std::string& prefix, double nothing,

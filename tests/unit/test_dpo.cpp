@@ -6,13 +6,8 @@
 #include "../process.h"
 #include <thread>
 
-static const char* program(const char* variable, const char* otherwise) { return getenv(variable) ? getenv(variable) : otherwise; }
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin", FIXTURES = "tests/fixtures/dpo/";
 
-static Strings operator+(Strings a, const Strings& b) {
-    a.insert(a.end(), b.begin(), b.end());
-    return a;
-}
 static Process start(const char* name, const Strings& arguments) {
     return Process(name, arguments, "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); });
 }
@@ -48,12 +43,6 @@ struct Pairs {
 static const Pairs& pairs() {
     static Pairs once;
     return once;
-}
-static std::vector<double> logged(const std::string& out, const std::string& field) {
-    std::vector<double> v;
-    for (auto& line : lines(read_file(out + "/trainer_log.jsonl")))
-        if (const Json j(line); j[field.c_str()]) v.push_back(j[field.c_str()].number());
-    return v;
 }
 
 // ------------------------------------------------------------------------------------------------ the loss

@@ -27,10 +27,6 @@ struct Qwen3 : Process {
           }) {}
 };
 
-static Strings operator+(Strings a, const Strings& b) {
-    a.insert(a.end(), b.begin(), b.end());
-    return a;
-}
 static const Strings TINY = {MODEL, "-z", VOCABULARY, "-j", "1"};
 
 static std::string out_of(const Strings& arguments, std::string_view input = "") {

@@ -6,13 +6,8 @@
 #include "../process.h"
 #include <thread>
 
-static const char* program(const char* variable, const char* otherwise) { return getenv(variable) ? getenv(variable) : otherwise; }
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin", FIXTURES = "tests/fixtures/grpo/";
 
-static Strings operator+(Strings a, const Strings& b) {
-    a.insert(a.end(), b.begin(), b.end());
-    return a;
-}
 static Process start(const Strings& arguments) {
     return Process(program("TRAIN_LORA", "./train_lora"), arguments + Strings{"-z", VOCABULARY, "-j", "1"}, "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); });
 }
@@ -43,12 +38,6 @@ struct Questions {
 static const Questions& questions() {
     static Questions once;
     return once;
-}
-static std::vector<double> logged(const std::string& out, const std::string& field) {
-    std::vector<double> v;
-    for (auto& line : lines(read_file(out + "/trainer_log.jsonl")))
-        if (const Json j(line); j[field.c_str()]) v.push_back(j[field.c_str()].number());
-    return v;
 }
 static std::string adapter(const std::string& out) { return read_file(out + "/adapter_model.safetensors"); }
 static std::string script(const Scratch& scratch, const char* name, const std::string& text) {

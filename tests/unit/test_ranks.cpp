@@ -10,10 +10,6 @@
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
 static std::string trainer() { return getenv("TRAIN_LORA") ? getenv("TRAIN_LORA") : "./train_lora"; }
-static Strings operator+(Strings a, const Strings& b) {
-    a.insert(a.end(), b.begin(), b.end());
-    return a;
-}
 
 // ------------------------------------------------------------------------------------------------ by themselves
 

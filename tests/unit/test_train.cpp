@@ -5,13 +5,7 @@
 #include "../gradients.h"
 #include <thread>
 
-static const char* program(const char* variable, const char* otherwise) { return getenv(variable) ? getenv(variable) : otherwise; }
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin", FIXTURES = "tests/fixtures/train/";
-
-static Strings operator+(Strings a, const Strings& b) {
-    a.insert(a.end(), b.begin(), b.end());
-    return a;
-}
 
 // file_limit: bytes of the largest file.
 static Process start(const char* name, const Strings& arguments, rlim_t file_limit = RLIM_INFINITY) {
@@ -51,13 +45,6 @@ static const Rows& rows() {
     return once;
 }
 
-// The numbers of a field in trainer_log.jsonl, of the lines that have it.
-static std::vector<double> logged(const std::string& out, const char* field) {
-    std::vector<double> v;
-    for (auto& line : lines(read_file(out + "/trainer_log.jsonl")))
-        if (const Json j(line); j[field]) v.push_back(j[field].number());
-    return v;
-}
 // The adapter and the state, as text.
 static std::string result_of(const std::string& out, const char* file = "adapter_model.safetensors") {
     std::string all = read_file(out + "/" + file);
