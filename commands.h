@@ -7,11 +7,9 @@
 // {NAME} in a word of the command stands for that argument. A word stays one word, and goes to the program as it is: no
 // shell ever sees what the model wrote. Whoever runs one asks the user first.
 #pragma once
+#include "child.h"
 #include "tokenizer.h"
 #include <algorithm>
-#include <csignal>
-#include <poll.h>
-#include <sys/wait.h>
 
 constexpr size_t MAX_COMMANDS = 64, MAX_COMMAND_OUTPUT = 16 << 10; // bytes that the model is told
 constexpr double COMMAND_SECONDS = 60;
@@ -125,51 +123,28 @@ inline std::string shown(const std::vector<std::string>& words) {
 
 // Runs a program; what it writes, as far as the model is told it, and how it ended. `stopped` is asked now and then.
 template <class F> std::string run_command(const std::vector<std::string>& words, F stopped) {
-    std::vector<char*> argv;
-    for (auto& word : words) argv.push_back(const_cast<char*>(word.c_str()));
-    argv.push_back(nullptr);
-    int ends[2];
-    if (pipe2(ends, O_CLOEXEC)) DIE("a pipe: %s", strerror(errno));
-    const pid_t pid = fork();
-    if (pid == 0) { // in a group of its own, without our terminal
-        setpgid(0, 0);
-        const int null = open("/dev/null", O_RDONLY);
-        dup2(null, 0), dup2(ends[1], 1), dup2(ends[1], 2);
-        for (int signal_ : {SIGINT, SIGPIPE, SIGTERM, SIGHUP}) signal(signal_, SIG_DFL);
-        execvp(argv[0], argv.data());
-        dprintf(2, "%s: %s\n", argv[0], strerror(errno));
-        _exit(127);
-    }
-    close(ends[1]);
-    if (pid < 0) { close(ends[0]); DIE("a process: %s", strerror(errno)); }
-    setpgid(pid, pid); // (whoever comes first)
+    const Child child(words, -1, true, execvp);
     std::string out;
     const char* how = "";
     int status = 0;
     bool ended = false;
     for (const double start = seconds();;) {
-        pollfd in = {ends[0], POLLIN, 0};
+        pollfd in = {child.out, POLLIN, 0};
         char some[4096];
         const bool ready = poll(&in, 1, ended ? 0 : 50) > 0;
-        const ssize_t n = ready ? read(ends[0], some, sizeof some) : 0;
+        const ssize_t n = ready ? read(child.out, some, sizeof some) : 0;
         if (n > 0) out.append(some, std::min((size_t)n, MAX_COMMAND_OUTPUT - std::min(MAX_COMMAND_OUTPUT, out.size())));
         if (ended && (n <= 0 || out.size() == MAX_COMMAND_OUTPUT)) break; // (what has left its group may write on)
         if (!ended) {
-            siginfo_t end = {};
-            waitid(P_PID, (id_t)pid, &end, WEXITED | WNOHANG | WNOWAIT);
-            ended = end.si_pid == pid;
+            ended = child.has_ended();
             const bool unwanted = !ended && stopped();
             if (unwanted) how = "\n(stopped by the user)";
             else if (!ended && seconds() - start > COMMAND_SECONDS) how = "\n(stopped: it took too long)";
-            if (ended || *how) { // the whole group, before its number may become another's
-                kill(-pid, SIGKILL);
-                waitpid(pid, &status, 0);
-            }
+            if (ended || *how) status = child.end();
             if (*how) break;
         }
         if (ready && n <= 0 && !ended) usleep(10'000); // it has closed its output
     }
-    close(ends[0]);
     std::string text;
     utf8_repair(text, out, true);
     if (out.size() == MAX_COMMAND_OUTPUT) text += "\n(the rest is left out)";

@@ -13,12 +13,11 @@
 // exact, choice and rouge-l leave out a thought before the answer. A program is started once for all answers of a step,
 // in a process group of its own, which is ended when it has answered, or has had its time.
 #pragma once
+#include "child.h"
 #include "options.h"
 #include "score.h"
 #include <locale.h>
-#include <poll.h>
 #include <regex.h>
-#include <sys/wait.h>
 
 // An answer, and what it answers. Valid UTF-8.
 struct Answered {
@@ -96,42 +95,23 @@ inline std::string ask_program(const std::string& program, const std::string& in
     const std::unique_ptr<FILE, int (*)(FILE*)> in(tmpfile(), fclose); // (a pipe could fill while it writes)
     if (!in || fwrite(input.data(), 1, input.size(), in.get()) != input.size() || fseek(in.get(), 0, SEEK_SET) != 0)
         DIE("a temporary file: %s", strerror(errno));
-    int ends[2];
-    if (pipe2(ends, O_CLOEXEC) != 0) DIE("a pipe: %s", strerror(errno));
-    const pid_t child = fork();
-    if (child == 0) {
-        setpgid(0, 0);
-        dup2(fileno(in.get()), 0), dup2(ends[1], 1);
-        for (int signal_ : {SIGINT, SIGPIPE}) signal(signal_, SIG_DFL);
-        execl(name, name, (char*)nullptr);
-        dprintf(2, "%s: %s\n", name, strerror(errno));
-        _exit(127);
-    }
-    close(ends[1]);
-    if (child < 0) { close(ends[0]); DIE("a process: %s", strerror(errno)); }
-    setpgid(child, child); // (whoever comes first)
+    const Child child({program}, fileno(in.get()), false, execv);
     const size_t most = (size_t)64 << 20;
     std::string out;
     bool open = true;
-    int status = 0;
     const double start = seconds();
     while (open && !interrupted && seconds() - start < limit && out.size() <= most) {
-        pollfd wait = {ends[0], POLLIN, 0};
+        pollfd wait = {child.out, POLLIN, 0};
         char some[65536];
         if (poll(&wait, 1, 50) <= 0) continue;
-        const ssize_t n = read(ends[0], some, sizeof some);
+        const ssize_t n = read(child.out, some, sizeof some);
         if (n > 0) out.append(some, (size_t)n);
         else open = n < 0 && errno == EINTR;
     }
-    close(ends[0]);
     bool ended = false; // it may live on after it has closed its output
-    while (!ended && !interrupted && seconds() - start < limit && !open) {
-        siginfo_t end = {};
-        waitid(P_PID, (id_t)child, &end, WEXITED | WNOHANG | WNOWAIT);
-        if (!(ended = end.si_pid == child)) usleep(1000);
-    }
-    kill(-child, SIGKILL); // all that it has started
-    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {}
+    while (!ended && !interrupted && seconds() - start < limit && !open)
+        if (!(ended = child.has_ended())) usleep(1000);
+    const int status = child.end();
     if (interrupted) return "";
     if (out.size() > most) DIE("--reward %s: wrote more than 64 MiB", name);
     if (!ended) DIE("--reward %s: no end within %g s (--reward-timeout)", name, limit);
