@@ -292,7 +292,7 @@ campaign: serve $(BUILD)/campaign
 CHECKED    = 80 89 90a 120
 EVERY      = train_lora.cu tests/gpu/test_serve_gpu.cpp
 NOTES      = tests/gpu/test_notes.cpp tests/bench/bench_notes.cu
-LAB_FILES  = $(wildcard lab/*.cu)
+LAB_FILES  = $(LABS:%=%.cu)
 CALLERS    = $(filter-out $(EVERY) $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
              $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu)
 # sm_90a is compiled as it runs; the others without optimising where nvcc can (13), in less than half the time.

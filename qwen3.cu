@@ -1348,8 +1348,8 @@ template <class T> struct Flow {
 };
 
 // After `forward`: the losses of R named rows, the only ones that go through the head; with `g` also d.normed and the
-// head's gradient, of `scale` times their sum, or with `by` times the sum of by[r] loss[r]. Logits become their gradients
-// in place, head_rows at a time.
+// head's gradient, of `scale` times their sum, or with `by` times the sum of by[r] loss[r]. Logits become their
+// gradients in place, head_rows at a time.
 template <class T>
 void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Activations<T>& a, Flow<T>& d,
                    const Gradients<T>* g,

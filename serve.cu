@@ -1246,7 +1246,8 @@ template <class T> struct Engine {
     void hand_out(Step& s) {
         collect(s);
         const double before = std::exchange(handed_out, seconds());
-        prompt_pace.learn((size_t)s.singles, s.token.size() - (size_t)s.singles, handed_out - std::max(before, s.begun));
+        prompt_pace.learn((size_t)s.singles, s.token.size() - (size_t)s.singles,
+                          handed_out - std::max(before, s.begun));
         for (size_t i = 0; i < s.draws.size(); i++) {
             const auto it = running.find(s.draws[i].rank);
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
@@ -1422,8 +1423,8 @@ template <class T> struct Engine {
     }
     size_t mask_words() const { return ((size_t)tokenizer.size() + 31) / 32; }
 
-    // The row of `bits` (., words) with the tokens that may be drawn next, or -1: all. Draws with the same ones, most of
-    // those that keep to one form, share a row: `rows` says which there are.
+    // The row of `bits` (., words) with the tokens that may be drawn next, or -1: all. Draws with the same ones, most
+    // of those that keep to one form, share a row: `rows` says which there are.
     int mask_row(Sequence& q, std::map<Allowed, int>& rows, uint32_t* bits) {
         Allowed tokens;
         if (!tokens_of_form(q, tokens)) return -1;
@@ -3536,8 +3537,8 @@ static std::vector<Option> option_table(Options& o) {
          "429, unless their API key has less than its share of the queue", whole(o.max_queue, 0, 1 << 20)},
         {"", "--kv-memory", "GB", "of the KV cache (default: CPU a quarter of the memory at most, GPU\nnearly all)",
          gigabytes(o.engine.kv_bytes)},
-        {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: as many as\nkeep it within 1.7 times a step without them)",
-         whole(o.engine.chunk, 1, 65536)},
+        {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: as many as\n"
+         "keep it within 1.7 times a step without them)", whole(o.engine.chunk, 1, 65536)},
         {"", "--gpus", "N", "of this host: an engine each (with -d cpu N engines on the CPU)", whole(o.gpus, 1, 64)},
         {"", "--jump-ahead", "N", "where a form leaves no choice about N tokens or more, they are taken at\n"
          "once (default: CPU 2, GPU 0; 0: never, they cost a step each)", whole(o.jump, 0, 512)},

@@ -273,7 +273,8 @@ struct Rewarded {
                                             "reward_std", "frac_reward_zero_std",
                                             "kl", "clip_ratio/low_mean", "clip_ratio/high_mean",
                                             "clip_ratio/region_mean"};
-    static constexpr int REWARD = 0, LENGTH = 1, SPREAD = 3, ALIKE = 4, KL = 5, N = 9;
+    static constexpr int REWARD = 0, LENGTH = 1, CUT = 2, SPREAD = 3, ALIKE = 4, KL = 5, LOW = 6, HIGH = 7, CLIPPED = 8,
+                         N = 9;
     double value[N] = {}, answers = 0, groups = 0, tokens = 0;
     double drawn = 0, time = 0; // tokens that were drawn, how long it took
     std::vector<double> each;   // kind of reward
@@ -281,14 +282,15 @@ struct Rewarded {
     Rewarded() = default;
     explicit Rewarded(const Groups& g) : each(g.each) {
         for (size_t i = 0; i < g.rows.size(); i++, answers++)
-            value[REWARD] += g.reward[i], value[LENGTH] += (double)g.length(i), value[2] += !g.ended[i];
+            value[REWARD] += g.reward[i], value[LENGTH] += (double)g.length(i), value[CUT] += !g.ended[i];
         for (double r : g.reward) value[SPREAD] += r * r;
         for (size_t i = 0; i < g.rows.size(); i += g.size, groups++)
             value[ALIKE] += advantages(&g.reward[i], g.size, false).deviation == 0;
         drawn = value[LENGTH];
     }
     void add(const TokenLoss& t) {
-        tokens++, value[KL] += t.kl, value[6] += t.low, value[7] += t.high, value[8] += t.low || t.high;
+        tokens++, value[KL] += t.kl, value[LOW] += t.low, value[HIGH] += t.high;
+        value[CLIPPED] += t.low || t.high;
     }
     void sum_over(Ranks& ranks) {
         for (double* x : {&answers, &groups, &tokens, &drawn, &time}) ranks.sum(x, 1);

@@ -7,7 +7,7 @@
 struct PromptPace {
     static constexpr double STRETCH = 1.7;
     static constexpr int STALE = 32;
-    double alone = 0, each = 0; // seconds: of a step of single tokens, and more for each token of a prompt. 0: not known
+    double alone = 0, each = 0; // seconds: of a step of single tokens, and more for each token of a prompt; 0: unknown
     double last = 0;            // what the last step of single tokens took
     int since = STALE;          // steps with single tokens since then
 
