@@ -17,10 +17,13 @@ static const bool is_train_lora = add_program("train_lora", train_main);
 inline const char* program(const char* variable, const char* otherwise) {
     return getenv(variable) ? getenv(variable) : otherwise;
 }
-// The numbers of a field in trainer_log.jsonl, of the lines that have it.
-inline std::vector<double> logged(const std::string& out, const std::string& field) {
+// The numbers of a field in trainer_log.jsonl, of the lines that have it. While the trainer `runs` its last line may be
+// seen half written: only whole ones count.
+inline std::vector<double> logged(const std::string& out, const std::string& field, bool runs = false) {
     std::vector<double> v;
-    for (auto& line : lines(read_file(out + "/trainer_log.jsonl")))
+    std::string log = read_file(out + "/trainer_log.jsonl");
+    if (runs) log.resize(log.rfind('\n') + 1);
+    for (auto& line : lines(log))
         if (const Json j(line); j[field.c_str()]) v.push_back(j[field.c_str()].number());
     return v;
 }

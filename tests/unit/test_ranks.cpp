@@ -247,7 +247,7 @@ TEST_CASE("ranks: fewer rows than ranks") {
 
 // Waits until a run has done some steps; it must not end before.
 static void wait_for_steps(const Process& p, const std::string& out, size_t n) {
-    for (int ms = 0; logged(out, "loss").size() < n; ms++) {
+    for (int ms = 0; logged(out, "loss", true).size() < n; ms++) {
         siginfo_t ended = {};
         REQUIRE(waitid(P_PID, (id_t)p.pid, &ended, WEXITED | WNOHANG | WNOWAIT) == 0);
         INFO(p.err.text());
