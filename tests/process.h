@@ -69,6 +69,8 @@ struct Json {
     sj::Value operator[](std::string_view key) const { return root()[key]; }
 };
 
+// The text's lines. Of what a program still writes only the `whole` ones can be trusted.
+inline std::string whole(std::string text) { return text.resize(text.rfind('\n') + 1), text; }
 inline Strings lines(const std::string& text) {
     Strings all;
     for (size_t at = 0, end; at < text.size(); at = end + 1) {
@@ -77,4 +79,13 @@ inline Strings lines(const std::string& text) {
         all.push_back(text.substr(at, end - at));
     }
     return all;
+}
+// The numbers of a field in a folder's trainer_log.jsonl, of the lines that have it; nothing where there is none yet.
+// While the trainer `runs`, its last line may be seen half written: only whole ones count.
+inline std::vector<double> logged(const std::string& folder, const std::string& field, bool runs = false) {
+    std::vector<double> v;
+    const std::string log = read_file_if(folder + "/trainer_log.jsonl");
+    for (auto& line : lines(runs ? whole(log) : log))
+        if (const Json j(line); j[field]) v.push_back(j[field].number());
+    return v;
 }

@@ -17,16 +17,6 @@ static const bool is_train_lora = add_program("train_lora", train_main);
 inline const char* program(const char* variable, const char* otherwise) {
     return getenv(variable) ? getenv(variable) : otherwise;
 }
-// The numbers of a field in trainer_log.jsonl, of the lines that have it. While the trainer `runs` its last line may be
-// seen half written: only whole ones count.
-inline std::vector<double> logged(const std::string& out, const std::string& field, bool runs = false) {
-    std::vector<double> v;
-    std::string log = read_file(out + "/trainer_log.jsonl");
-    if (runs) log.resize(log.rfind('\n') + 1);
-    for (auto& line : lines(log))
-        if (const Json j(line); j[field.c_str()]) v.push_back(j[field.c_str()].number());
-    return v;
-}
 // How many of the trainer's gradients are among `theirs`, by prefix + name: each of more than nothing, and within `off`
 // of its norm.
 inline int same_gradients(Trainer<float>& t, const Tensors& theirs, const std::string& prefix, double nothing,

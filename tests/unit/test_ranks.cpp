@@ -181,12 +181,6 @@ static Result train(const Strings& arguments) {
     REQUIRE(r.status == 0);
     return r;
 }
-static std::vector<double> logged(const std::string& out, const char* field) {
-    std::vector<double> v;
-    for (auto& line : lines(read_file_if(out + "/trainer_log.jsonl")))
-        if (const Json j(line); j[field]) v.push_back(j[field].number());
-    return v;
-}
 static void near(const std::vector<double>& a, const std::vector<double>& b, double most) {
     REQUIRE(a.size() == b.size());
     for (size_t i = 0; i < a.size(); i++) CHECK(a[i] == doctest::Approx(b[i]).epsilon(most));

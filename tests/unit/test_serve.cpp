@@ -2053,7 +2053,7 @@ TEST_CASE("deadlines: whoever fetches an answer too slowly") {
         std::string begin, end; // of what it is told
         size_t read = 0;
         double first = 0;  // byte
-        for (const double start = seconds(); lines(server.out.text()).size() == i; usleep(20'000)) { // until it is closed, and in the log
+        for (const double start = seconds(); lines(whole(server.out.text())).size() == i; usleep(20'000)) { // until it is closed, and in the log
             REQUIRE(seconds() - (read ? first : start) < 60);
             char some[1 << 14]; // 0.8 MB/s
             const ssize_t n = recv(http.fd, some, sizeof some, MSG_DONTWAIT);
@@ -2097,7 +2097,7 @@ TEST_CASE("a full queue is 429, and SIGTERM lets answers come to their end") {
     const HttpReply late = server.chat(question("a", "")); // on a new connection
     check_refused(late, 503);
     CHECK(late.headers.at("connection") == "close");
-    CHECK(seconds() - start < 1);
+    CHECK(seconds() - start < 5); // not when the others have ended
     std::string body;
     while (first.chunk(body)) {}
     CHECK(events_of(body).back() == "[DONE]");
