@@ -264,11 +264,27 @@ FUZZERS   = $(notdir $(basename $(wildcard tests/fuzz/fuzz_*.cpp)))
 SECONDS_EACH ?= 20
 SEED      ?= 1
 CLANG     ?= clang++
-$(BUILD)/fuzz/fuzz_request: serve.cu
-$(BUILD)/fuzz/fuzz_jsonl $(BUILD)/fuzz/fuzz_chunk: datagen.cpp
-$(BUILD)/fuzz/%: tests/fuzz/%.cpp tests/fuzz/model.h qwen3.cu $(HEADERS)
+# They share two programs, since most of their compile time is what they include: those of the model and the server, the
+# rest. Each is a name of one of them (tests/fuzz/one_of.h).
+FUZZ_MODEL := $(notdir $(basename $(shell grep -lE '^.include ".*(model|tools)\.h"' tests/fuzz/fuzz_*.cpp)))
+FUZZ_DATA  := $(filter-out $(FUZZ_MODEL),$(FUZZERS))
+FUZZ_TWO   := $(BUILD)/fuzz/of_model $(BUILD)/fuzz/of_data
+$(BUILD)/fuzz/of_model: SHARE = $(FUZZ_MODEL)
+$(BUILD)/fuzz/of_data: SHARE = $(FUZZ_DATA)
+$(BUILD)/fuzz/of_model: $(FUZZ_MODEL:%=tests/fuzz/%.cpp) serve.cu qwen3.cu
+$(BUILD)/fuzz/of_data: $(FUZZ_DATA:%=tests/fuzz/%.cpp) datagen.cpp
+$(FUZZ_TWO): $(wildcard tests/fuzz/*.h) $(HEADERS)
 	@mkdir -p $(BUILD)/fuzz
-	$(Q)$(CLANG) -std=c++17 -O1 -g -ffp-contract=off -Wno-unknown-pragmas -fsanitize=fuzzer,address,$(UNDEFINED) -I. $< -o $@
+	@{ grep -h '^#define\|^#include' $(SHARE:%=tests/fuzz/%.cpp) | sort -u; echo '#include "one_of.h"'; } > $@.cpp
+	@for f in $(SHARE); do echo "FUZZER($$f)"; \
+	  printf '#define %s %s\n' LLVMFuzzerTestOneInput $${f}_input LLVMFuzzerCustomMutator $${f}_mutator; \
+	  echo "namespace $$f {"; echo "#line 1 \"tests/fuzz/$$f.cpp\""; sed 's/^#include.*//' tests/fuzz/$$f.cpp; echo "}"; \
+	  printf '#undef %s\n' LLVMFuzzerTestOneInput LLVMFuzzerCustomMutator; done >> $@.cpp
+	$(Q)$(CLANG) -std=c++17 -O1 -g1 -ffp-contract=off -Wno-unknown-pragmas -fsanitize=fuzzer,address,$(UNDEFINED) -I. -Itests/fuzz $@.cpp -o $@
+$(FUZZ_MODEL:%=$(BUILD)/fuzz/%): $(BUILD)/fuzz/of_model
+$(FUZZ_DATA:%=$(BUILD)/fuzz/%): $(BUILD)/fuzz/of_data
+$(FUZZERS:%=$(BUILD)/fuzz/%):
+	@ln -f $< $@
 run-%: $(BUILD)/fuzz/%
 	@seeds=tests/fixtures/fuzz/$(*:fuzz_%=%); [ -d $$seeds ] || seeds=; \
 	mkdir -p $(BUILD)/fuzz/corpus/$*; \

@@ -1,7 +1,6 @@
 // libFuzzer: a request's body in one of the four dialects becomes jobs that are within every limit, or a refusal that is
 // JSON.
-#define SERVE_NO_MAIN
-#include "../../serve.cu"
+#include "model.h"
 
 static void must(bool ok) { if (!ok) abort(); }
 

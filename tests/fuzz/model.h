@@ -1,7 +1,7 @@
-// What fuzzers of model files share.
+// What fuzzers of the model and of the server share.
 #pragma once
-#define QWEN3_NO_MAIN
-#include "../../qwen3.cu"
+#define SERVE_NO_MAIN
+#include "../../serve.cu"
 
 // The path of a file in memory that has these bytes; the same path each time.
 static const std::string& path_of(const uint8_t* data, size_t size) {
