@@ -302,19 +302,19 @@ $(BUILD)/campaign: tests/bench/campaign.cpp tests/http.h $(HEADERS)
 campaign: serve $(BUILD)/campaign
 	$(BUILD)/campaign --seconds $(SECONDS_EACH)
 
-# ---- All CUDA code, without linking: what CI can do without a GPU. The trainer and the server's suite have every kernel
+# ---- All CUDA code, without linking: what CI can do without a GPU. The trainer's and the server's suites have every kernel
 # between them and are compiled for four architectures, as the laboratories are; what calls the same kernels as far as
 # PTX, for one; the code in the course's notes, and what measures it, for one.
 CHECKED    = 80 89 90a 120
-EVERY      = train_lora.cu tests/gpu/test_serve_gpu.cpp
+EVERY      = tests/gpu/test_gpu_backward.cpp tests/gpu/test_serve_gpu.cpp
 NOTES      = tests/gpu/test_notes.cpp tests/bench/bench_notes.cu
 LAB_FILES  = $(LABS:%=%.cu)
 CALLERS    = $(filter-out $(EVERY) $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
              $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu)
-# sm_90a is compiled as it runs; the others without optimising where nvcc can (13), in less than half the time.
+# sm_90a is compiled as it runs; the rest without optimising where nvcc can (13), in less than half the time.
 $(EVERY:%=check/%): CODE = $(patsubst %,sm_%,$(filter 90a,$(CHECKED)))
 $(EVERY:%=quick/%): CODE = $(patsubst %,sm_%,$(filter-out 90a,$(CHECKED)))
-$(EVERY:%=quick/%): FLAGS_TOO = $(if $(shell $(NVCC) --help 2>/dev/null | grep -e --Ofast-compile),-Ofc=max)
+$(EVERY:%=quick/%) $(CALLERS:%=check/%): FLAGS_TOO = $(if $(shell $(NVCC) --help 2>/dev/null | grep -e --Ofast-compile),-Ofc=max)
 $(LAB_FILES:%=check/%): CODE = $(CHECKED:%=sm_%)
 check/lab/dynamic.cu: FLAGS_TOO = -rdc=true # kernels launch kernels
 $(NOTES:%=check/%): CODE = sm_90a
