@@ -104,7 +104,8 @@ struct Budget {
     size_t limit;
     std::mutex mutex{};
     std::set<Share*> shares{};        // that are not lost
-    size_t used = 0, losses = 0;
+    size_t used = 0;
+    std::atomic<size_t> lost{0};      // shares, so far
 
     // n more bytes. False: the share is lost, maybe just now.
     bool add(Share& share, size_t n) {
@@ -128,10 +129,6 @@ struct Budget {
         std::lock_guard lock(mutex);
         if (shares.erase(&share)) used -= std::exchange(share.bytes, 0);
     }
-    size_t lost() {
-        std::lock_guard lock(mutex);
-        return losses;
-    }
 
   private:
     void lose_one() {
@@ -142,7 +139,7 @@ struct Budget {
         Share* worst = *std::max_element(shares.begin(), shares.end(),
                                          [&](Share* a, Share* b) { return rank(a) < rank(b); });
         shares.erase(worst);
-        used -= worst->bytes, losses++;
+        used -= worst->bytes, lost++;
         worst->lost = true;
         if (worst->drop) worst->drop();
     }
@@ -326,19 +323,16 @@ struct Desk : Window {
         closed = true;
         news.notify_all();
     }
-    // Of all engines; of each.
-    Figures look() {
-        std::lock_guard lock(mutex);
-        Figures sum = figures;
-        for (const Window* w : windows)
-            if (w != this) sum.add(w->figures);
-        return sum;
-    }
-    std::vector<Figures> look_at_each() {
-        std::lock_guard lock(mutex);
+    // Of each engine; of all. Nobody who asks for figures waits for an engine, nor for `mutex`: they are swapped whole.
+    std::vector<Figures> look_at_each() const {
         std::vector<Figures> all;
-        for (const Window* w : windows) all.push_back(w->figures);
+        for (const Window* w : windows) all.push_back(*std::atomic_load(&w->figures));
         return all;
+    }
+    Figures look() const {
+        Figures sum;
+        for (const Figures& f : look_at_each()) sum.add(f);
+        return sum;
     }
 };
 
@@ -1357,6 +1351,7 @@ template <class T> struct Engine {
         if (in_lines == 0 && std::exchange(most_in_lines, 0) > 4096) malloc_trim(0);
 #endif
         figures.pages_used = (size_t)pages - pool.available();
+        std::atomic_store(&window.figures, std::make_shared<const Figures>(figures));
         std::lock_guard lock(desk.mutex);
         window.inside = figures.running + figures.waiting;
         for (auto [line, tokens] : ended) {
@@ -1365,7 +1360,6 @@ template <class T> struct Engine {
             if (line >= Job::TEXTS) held.tokens -= tokens, desk.texts--, desk.text_tokens -= tokens;
         }
         ended.clear();
-        window.figures = figures;
     }
 
     // After tell(), so that whoever has got an answer finds it counted, and its place free.
@@ -2336,7 +2330,7 @@ struct Batcher {
 
 #include "server/batches.h"
 
-#ifndef SERVE_NO_MAIN // (tests of the parts above need neither HTTP nor main)
+#ifndef SERVE_NO_HTTP // (what needs no HTTP does without its library)
 // ===================================================================================================== 6 HTTP
 // By libmicrohttpd: small, GNU, in every distribution, and made for this: a few threads with epoll, and connections
 // that are suspended while there is nothing to send. It parses, times out what is idle and limits headers to 32 KB. A
@@ -2370,6 +2364,7 @@ struct ServerOptions {
     int think = 0;                          // whether its switch for thoughts is on at first
     bool docs = false;                      // whether it has one for documents
     bool swaps = false;                     // whether clients may load and unload adapters
+    int log = STDOUT_FILENO;                // where its lines go
     unsigned idle() const { return (unsigned)(deadline + 1) / 2; } // without a byte
     double fetch() const { return 5. * deadline; }                 // to read an answer that is complete
     double quiet() const { return deadline / 6.; }                 // of a stream, until a comment shows that it lives
@@ -2388,39 +2383,41 @@ struct Response {
 // are dropped and counted.
 struct Log {
     static constexpr size_t MOST = 1 << 20; // bytes that wait
-    Log() : thread([this] { write_all(); }) {}
+    static constexpr double PATIENCE = 1;   // seconds for what waits at the end, if nothing else sets a limit
+    std::atomic<size_t> lost{0};            // lines
+    std::atomic<double> end{INFINITY};      // until when it may hold the end up: then only what is taken at once is written
+
+    explicit Log(int to) : to(to), thread([this] { write_all(); }) {}
     ~Log() {
         {
             std::lock_guard lock(mutex);
-            closing = seconds();
+            closing = true;
+            end = std::min(end.load(), seconds() + PATIENCE);
         }
         news.notify_one();
         thread.join();
     }
     void write(std::string line) { // of less than PIPE_BUF bytes
         std::lock_guard lock(mutex);
-        if (bytes + line.size() > MOST) { dropped++; return; }
+        if (bytes + line.size() > MOST) { lost++; return; }
         bytes += line.size();
         lines.push_back(std::move(line));
         news.notify_one();
     }
-    size_t lost() {
-        std::lock_guard lock(mutex);
-        return dropped;
-    }
 
   private:
+    const int to;
     std::mutex mutex;
     std::condition_variable news;
     std::deque<std::string> lines;
-    size_t bytes = 0, dropped = 0, told = 0; // told: of those dropped
-    double closing = 0;                      // since when; a second later what cannot be written is left
+    size_t bytes = 0, told = 0; // told: of those that are lost
+    std::atomic<bool> closing{false};
     std::thread thread;
 
     void write_all() {
         std::unique_lock lock(mutex);
         for (;;) {
-            news.wait(lock, [&] { return closing > 0 || !lines.empty(); });
+            news.wait(lock, [&] { return closing || !lines.empty(); });
             if (lines.empty()) return;
             std::string some;
             while (!lines.empty() && some.size() + lines.front().size() <= PIPE_BUF) {
@@ -2428,7 +2425,7 @@ struct Log {
                 some += lines.front();
                 lines.pop_front();
             }
-            if (dropped > told && lines.empty()) {
+            if (const size_t dropped = lost; dropped > told && lines.empty()) {
                 lines.push_back(format("{\"lines_dropped\": %zu}\n", dropped - std::exchange(told, dropped)));
                 bytes += lines[0].size();
             }
@@ -2439,11 +2436,9 @@ struct Log {
         }
     }
     bool put(const std::string& some) { // a pipe that is ready takes PIPE_BUF bytes at once
-        for (pollfd out = {STDOUT_FILENO, POLLOUT, 0}; poll(&out, 1, 100) == 0;) {
-            std::lock_guard lock(mutex);
-            if (closing > 0 && seconds() > closing + 1) return false;
-        }
-        (void)!::write(STDOUT_FILENO, some.data(), some.size());
+        for (pollfd out = {to, POLLOUT, 0}; poll(&out, 1, closing ? 10 : 100) == 0;)
+            if (closing && seconds() > end) return false;
+        (void)!::write(to, some.data(), some.size());
         return true;
     }
 };
@@ -2544,6 +2539,7 @@ struct Peer {
     Exchange* exchange = nullptr; // one that the engine works for,
     Exchange* looking = nullptr;  // ... or one that is looked up in documents
     double probed = 0;            // when it was last asked whether it is there, since it will send nothing more
+    std::atomic<bool> over{false}; // the library has closed it, and says so when it next looks at it: maybe much later
 };
 
 #include "server/openapi.h"
@@ -2602,7 +2598,7 @@ struct Server {
     std::mutex mutex;
     std::set<Peer*> peers;
 
-    Server(const ServerOptions& o, Desk& d) : options(o), desk(d) {
+    Server(const ServerOptions& o, Desk& d) : options(o), desk(d), log(o.log) {
         std::vector<std::string> keys;
         for (auto& k : options.keys) keys.push_back(k.key);
         if (!options.files.empty()) filing = std::make_unique<Filing>(options.files, keys);
@@ -2613,6 +2609,7 @@ struct Server {
     void watch();
     void drain();
     void abandon();
+    int port() const { return MHD_get_daemon_info(daemon, MHD_DAEMON_INFO_BIND_PORT)->port; }
 
     bool loopback() const { return options.host.compare(0, 4, "127.") == 0 || options.host == "::1"; }
 };
@@ -2636,6 +2633,8 @@ struct Exchange {
     std::shared_ptr<Budget::Share> unsent = std::make_shared<Budget::Share>();
     std::unique_ptr<Refusal> refusal;      // found before the body was there
     bool begun = false, counted = false, stream = false;
+    bool known_to_watch = false;           // watch() may have looked at it,
+    bool charged = false;                  // ... and the engine at `unsent`
     Response prepared{};
     int status = 0;
     std::string swapped;                   // the adapter that it has loaded or unloaded
@@ -2643,7 +2642,7 @@ struct Exchange {
     std::shared_ptr<Reply> reply;
     bool suspended = false, probed = false; // guarded by reply->mutex
     volatile sig_atomic_t gone = 0;        // the peer, while its question is looked up in documents
-    bool entered = false;                  // it has a place at the desk meanwhile
+    bool entered = false, looked_for = false; // it has a place at the desk meanwhile; watch() looks at it
     std::string out;                       // what is being sent; of a stream, up to `sent`
     size_t sent = 0;
     std::atomic<double> spoke{start};      // when a stream last sent something
@@ -2661,8 +2660,8 @@ struct Exchange {
     Exchange(const Exchange&) = delete;
 
     ~Exchange() {
-        {
-            std::lock_guard lock(server.mutex); // from now on watch() does not know it
+        if (known_to_watch) {
+            std::lock_guard lock(server.mutex); // from now on it does not know it
             peer.exchange = nullptr;
         }
         if (reply) {
@@ -2672,9 +2671,9 @@ struct Exchange {
             first_token = reply->first;
         }
         server.bodies.remove(upload);
-        server.desk.unsent.remove(*unsent);
+        if (charged) server.desk.unsent.remove(*unsent);
         log();
-        server.traffic.add(known(method, {"GET", "POST", "DELETE", "OPTIONS"}), route_name(), status,
+        server.traffic.add(known(method, {"GET", "HEAD", "POST", "DELETE", "OPTIONS"}), route_name(), status,
                            seconds() - start);
         peer.phase = Peer::WAITING, peer.since = seconds();
         if (counted) server.answering--;
@@ -2820,7 +2819,7 @@ struct Exchange {
                 if (!entered) refusal = std::make_unique<Refusal>(queue_is_full());
             }
             if (open && !refusal && takes_long()) {
-                if (entered) look_for(this);
+                if (entered) looked_for = true, look_for(this);
                 MHD_suspend_connection(connection);
                 server.workers.add(server.options.keys.empty() ? peer.address : caller, [this] {
                     lookup_stop = &gone;
@@ -2860,7 +2859,7 @@ struct Exchange {
         if (upload.lost && !refusal) refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
         prepared = response();
         leave_desk();
-        look_for(nullptr);
+        if (looked_for) look_for(nullptr);
         std::string().swap(body); // the answer may take long, and others need the room
     }
 
@@ -2898,8 +2897,9 @@ struct Exchange {
 
     // Status 0: the answer is on its way.
     Response route() {
+        const std::string asked = method == "HEAD" ? "GET" : method; // (the library leaves the body away)
         auto only = [&](const char* allowed) {
-            if (method != allowed) throw Refusal(405, format("%s takes %s only", path.c_str(), allowed), allowed);
+            if (asked != allowed) throw Refusal(405, format("%s takes %s only", path.c_str(), allowed), allowed);
         };
         const bool ready = server.ready && !server.draining;
         if (method == "OPTIONS") return {204, ""};
@@ -2934,7 +2934,7 @@ struct Exchange {
                 if (!value) return {};
                 return value;
             };
-            Filed told = server.filing->handle(caller, method, path, header("Content-Type"), body, argument);
+            Filed told = server.filing->handle(caller, asked, path, header("Content-Type"), body, argument);
             const char* type = told.path.empty() ? "application/json" : "application/octet-stream";
             return {200, std::move(told.json), type, {}, std::move(told.path)};
         }
@@ -2955,7 +2955,7 @@ struct Exchange {
         answer = std::move(told);
         stream = ask.stream;
         const std::shared_ptr<Reply> r = ask.jobs[0].reply;
-        r->share = unsent;
+        r->share = unsent, charged = true;
         r->wake = [this, reply = r.get()] { // the engine's thread, or watch()'s; reply->mutex is held
             if (!suspended || !(stream || reply->left == 0 || reply->cancelled)) return;
             suspended = false;
@@ -2968,7 +2968,7 @@ struct Exchange {
         }
         reply = r;
         std::lock_guard lock(server.mutex);
-        peer.exchange = this;
+        known_to_watch = true, peer.exchange = this;
         return {0, ""};
     }
 
@@ -3062,7 +3062,10 @@ struct Exchange {
 
     // vLLM's names; of HTTP, those of the instrumentation that it uses.
     std::string metrics() {
-        const Figures f = server.desk.look();
+        std::vector<Figures> each; // (until the server is ready there may come more engines)
+        if (server.ready) each = server.desk.look_at_each();
+        Figures f;
+        for (const Figures& one : each) f.add(one);
         const std::string label = format("model_name=\"%s\"", server.ready ? server.service.name.c_str() : "");
         std::string out;
         auto one = [&](const char* name, const char* type, double value, const char* more = "") {
@@ -3085,13 +3088,12 @@ struct Exchange {
         one("request_success_total", "counter", (double)f.stopped, ",finished_reason=\"stop\"");
         one("request_success_total", "counter", (double)f.cut, ",finished_reason=\"length\"");
         one("request_success_total", "counter", (double)f.cancelled, ",finished_reason=\"abort\"");
-        one("dropped_answers_total", "counter", (double)server.desk.unsent.lost());
-        one("dropped_requests_total", "counter", (double)server.bodies.lost());
-        one("dropped_log_lines_total", "counter", (double)server.log.lost());
+        one("dropped_answers_total", "counter", (double)server.desk.unsent.lost);
+        one("dropped_requests_total", "counter", (double)server.bodies.lost);
+        one("dropped_log_lines_total", "counter", (double)server.log.lost);
         histogram("time_to_first_token_seconds", f.first_token);
         histogram("inter_token_latency_seconds", f.between_tokens);
         histogram("e2e_request_latency_seconds", f.whole);
-        const std::vector<Figures> each = server.desk.look_at_each();
         auto by_engine = [&](const char* name, const char* type, auto value) {
             for (size_t k = 0; k < each.size() && each.size() > 1; k++)
                 one(name, type, (double)value(each[k]), format(",engine=\"%zu\"", k).c_str());
@@ -3205,8 +3207,7 @@ struct Exchange {
         const std::string_view interim = "HTTP/1.1 100 Continue\r\n\r\n";
         (void)!::send(peer.fd, interim.data(), interim.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
     }
-    void probe() {
-        std::lock_guard lock(reply->mutex);
+    void probe() { // reply->mutex is held
         if (!suspended) return; // something is being sent anyway
         if (!stream) return probe_early();
         probed = true, suspended = false;
@@ -3222,7 +3223,7 @@ struct Exchange {
             r = {404, fault({404, "the file is gone"})};
         }
         out = std::move(r.body);
-        if (out.size() > Answer::PART) server.desk.unsent.add(*unsent, out.size());
+        if (out.size() > Answer::PART) charged = true, server.desk.unsent.add(*unsent, out.size());
         return send(MHD_create_response_from_buffer(out.size(), out.data(), MHD_RESPMEM_PERSISTENT), r);
     }
     MHD_Result send(MHD_Response* out, const Response& r) {
@@ -3347,7 +3348,8 @@ static MHD_Result on_request(void* self, MHD_Connection* c, const char* url, con
         return MHD_NO; // closes the connection
     }
 }
-static void on_completion(void*, MHD_Connection*, void** own, MHD_RequestTerminationCode) {
+static void on_completion(void*, MHD_Connection* c, void** own, MHD_RequestTerminationCode how) {
+    if (how != MHD_REQUEST_TERMINATED_COMPLETED_OK) peer_of(c).over = true;
     delete (Exchange*)std::exchange(*own, nullptr);
 }
 
@@ -3387,8 +3389,10 @@ void Server::stop() {
     int empty = 0; // times that nobody was there: a thread may just be accepting
     for (const double end = seconds() + 5; empty < 3 && seconds() < end; usleep(10'000)) {
         std::lock_guard lock(mutex);
-        for (Peer* peer : peers) shutdown(peer->fd, SHUT_RDWR);
-        empty = peers.empty() ? empty + 1 : 0;
+        size_t open = 0;
+        for (Peer* peer : peers)
+            if (!peer->over) open++, shutdown(peer->fd, SHUT_RDWR);
+        empty = open ? 0 : empty + 1;
     }
     MHD_stop_daemon(daemon);
     if (listening != MHD_INVALID_SOCKET) close(listening);
@@ -3423,9 +3427,12 @@ void Server::watch() {
                 continue;
             }
             if (closed || (half && !e.newest) || e.unsent->lost) gone.push_back(e.reply);
-            else if (half && now - at[i]->probed > PROBE) at[i]->probed = now, e.probe();
+            // Whoever has the reply now, the engine or a sender, may have lost its core: it is looked at next time, and
+            // nobody who needs our mutex (for a new connection, say) waits for that.
+            std::unique_lock reply_lock(e.reply->mutex, std::try_to_lock);
+            if (!reply_lock) continue;
+            if (half && now - at[i]->probed > PROBE) at[i]->probed = now, e.probe();
             else if (e.stream && now - e.spoke > options.quiet()) e.probe();
-            std::lock_guard reply_lock(e.reply->mutex);
             const double there = std::max(e.reply->last, at[i]->since.load());
             if (at[i]->phase == Peer::ANSWERING && (e.unsent->lost || (e.reply->left == 0 && late(there, fetch))))
                 shutdown(fds[i].fd, SHUT_RDWR);
@@ -3444,7 +3451,8 @@ void Server::drain() {
     drained_since = seconds();
     draining = true;
     fprintf(stderr, "%zu requests to finish\n", answering.load());
-    for (; answering > 0 && seconds() < drained_since + options.drain; usleep(50'000)) watch();
+    log.end = drained_since + options.drain;
+    for (; answering > 0 && seconds() < log.end; usleep(50'000)) watch();
     if (answering == 0) return;
     fprintf(stderr, "%zu requests are abandoned\n", answering.load());
     for (const double end = seconds() + 5; answering > 0 && seconds() < end; usleep(50'000)) abandon();
@@ -3467,6 +3475,9 @@ void Server::abandon() {
     }
 }
 
+#endif // SERVE_NO_HTTP
+
+#ifndef SERVE_NO_MAIN
 // ===================================================================================================== 7 main
 
 static std::vector<ApiKey> read_keys(const std::string& path) {
@@ -3644,11 +3655,10 @@ static void check_adapters(const Options& o) {
 static int serve_http(const Options& o, Server& server, const std::string& depends) {
     server.ready = true;
     if (server.filing) server.filing->start(server.service, server.desk, depends);
-    const int port = MHD_get_daemon_info(server.daemon, MHD_DAEMON_INFO_BIND_PORT)->port;
     const bool six = o.server.host.find(':') != std::string::npos;
     const char* host = o.server.host.c_str();
     fprintf(stderr, "listening on http://%s%s%s:%d/v1; a page to chat on is at /\n", six ? "[" : "", host, six ? "]" : "",
-            port);
+            server.port());
     for (; !stopping; usleep(200'000)) server.watch();
     server.drain();
     if (server.filing) server.filing->stop();

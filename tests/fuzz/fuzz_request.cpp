@@ -1,6 +1,7 @@
 // libFuzzer: a request's body in one of the four dialects becomes jobs that are within every limit, or a refusal that is
 // JSON.
 #define SERVE_NO_MAIN
+#define SERVE_NO_HTTP
 #include "../../serve.cu"
 
 static void must(bool ok) { if (!ok) abort(); }
