@@ -167,7 +167,6 @@ TESTFLAGS += -DSUITES_ARE_PROGRAMS
 $(T)/qwen3: $(T)/suites_model
 $(T)/train_lora: $(T)/suites_train
 $(T)/serve: $(T)/suites_serve
-$(T)/suites_serve: LIBS = -lmicrohttpd
 $(T)/datagen: $(T)/test_datagen
 $(addprefix $(T)/,qwen3 train_lora serve datagen):
 	@ln -f $< $@
@@ -197,7 +196,7 @@ TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
 $(T)/test_datagen.o: datagen.cpp
 $(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
-$(T)/test_lab.o $(T)/test_lab_irregular.o: $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
+$(T)/test_lab.o $(T)/test_lab_irregular.o $(T)/test_segmented.o: $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
 $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
@@ -205,10 +204,12 @@ $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 $(T)/suites_model.o: SHARE = $(MODEL)
 $(T)/suites_others.o: SHARE = $(OTHERS)
 $(T)/suites_serve.o: SHARE = $(SERVING)
+$(T)/suites_serve $(SERVING:%=$(T)/%): LIBS = -lmicrohttpd
 $(T)/suites_train.o: SHARE = $(TRAINING)
 $(T)/suites_model.o: $(MODEL:%=tests/unit/%.cpp) qwen3.cu
 $(T)/suites_others.o: $(OTHERS:%=tests/unit/%.cpp)
-$(T)/suites_serve.o: $(SERVING:%=tests/unit/%.cpp) serve.cu qwen3.cu
+$(T)/suites_serve.o: $(SERVING:%=tests/unit/%.cpp)
+$(T)/suites_serve.o $(SERVING:%=$(T)/%.o): serve.cu qwen3.cu $(BUILD)/chat_page.inc
 $(T)/suites_train.o: $(TRAINING:%=tests/unit/%.cpp) train_lora.cu qwen3.cu
 SHARED_SUITES = $(patsubst %,$(T)/suites_%,serve train model others)
 $(SHARED_SUITES:%=%.o): $(TEST_HEADERS)

@@ -29,6 +29,16 @@ template <class U> U* at_least(std::vector<U>& kept, size_t n) {
     return spare ? (U*)(((uintptr_t)kept.data() + line - 1) / line * line) : kept.data();
 }
 
+// Loops over a sum's rows, tokens and chains are unrolled, so that it stays in registers.
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+#ifdef __CUDACC__
+#pragma nv_diag_suppress 1675 // nvcc does not know this pragma, and hands it on to g++
+#endif
+
 // ============================================================================================================== Lanes
 // 16 numbers that are computed on at once. The compilers' own vector type: one zmm register with AVX-512, two ymm with
 // AVX2, four xmm on any x86-64. (By reference: how such vectors are passed by value depends on the instruction set.)
@@ -80,7 +90,8 @@ template <class V> INLINE void load_lanes(V& v, const e4m3* p) {
 template <class V, class T> INLINE void load_some(V& v, const T* p, int n) {
     if (n == LANES) return load_lanes(v, p);
     T whole[LANES] = {};
-    memcpy((void*)whole, p, (size_t)n * sizeof(T));
+    if (n == LANES / 2) memcpy((void*)whole, p, LANES / 2 * sizeof(T)); // (of a known size it is one instruction)
+    else memcpy((void*)whole, p, (size_t)n * sizeof(T));
     load_lanes(v, whole);
 }
 
@@ -91,6 +102,36 @@ template <class V> INLINE auto sum_lanes(const V& v) {
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) s[i] += s[i + half];
     return s[0];
+}
+
+// Of each group of 2 HALF lanes its first half, or with MORE = HALF its second one; a's groups and b's in turn.
+template <int HALF, int MORE, size_t... LANE>
+INLINE void halves(float16v& out, const float16v& a, const float16v& b, std::index_sequence<LANE...>) {
+#define FROM (int)(LANE / HALF / 2 * 2 * HALF + LANE % HALF + LANE / HALF % 2 * LANES + MORE)
+#ifdef __clang__
+    out = __builtin_shufflevector(a, b, FROM...);
+#else
+    out = __builtin_shuffle(a, b, int16v{FROM...});
+#endif
+#undef FROM
+}
+template <int HALF> INLINE void fold(float16v& a, const float16v& b) {
+    float16v low, high;
+    halves<HALF, 0>(low, a, b, std::make_index_sequence<LANES>{});
+    halves<HALF, HALF>(high, a, b, std::make_index_sequence<LANES>{});
+    a = low + high;
+}
+// Lane l of the first of 16 vectors becomes the sum of vector l, each to the bit that of sum_lanes.
+INLINE void sum_lanes_of_each(float16v (&v)[LANES]) {
+    UNROLL for (int i = 0; i < 8; i++) fold<8>(v[i], v[i + 8]);
+    UNROLL for (int i = 0; i < 4; i++) fold<4>(v[i], v[i + 4]);
+    UNROLL for (int i = 0; i < 2; i++) fold<2>(v[i], v[i + 2]);
+    fold<1>(v[0], v[1]);
+}
+INLINE void sum_lanes_of_each(double16v (&v)[LANES]) {
+    double16v sums;
+    for (int i = 0; i < LANES; i++) sums[i] = sum_lanes(v[i]);
+    v[0] = sums;
 }
 
 // sum_i a[i] b[i], i < n: lane l sums i = l, l + 16, l + 32, ..., and sum_lanes adds the lanes.
@@ -178,16 +219,6 @@ inline InstructionSet best_instruction_set() {
 #endif
 }
 inline InstructionSet instruction_set = best_instruction_set(); // the process's; a test or --cpu may take a lesser one
-
-// Loops over a sum's rows, tokens and chains are unrolled, so that it stays in registers.
-#ifdef __clang__
-#define UNROLL _Pragma("unroll")
-#else
-#define UNROLL _Pragma("GCC unroll 16")
-#endif
-#ifdef __CUDACC__
-#pragma nv_diag_suppress 1675 // nvcc does not know this pragma, and hands it on to g++
-#endif
 
 // ====================================================================================================== Product tiles
 // y[n * TILE_ROWS + r] = W[r] . x[n] for `rows` <= TILE_ROWS rows of W and N <= TILE_TOKENS tokens. In each way to
@@ -1171,9 +1202,9 @@ template <class T> struct ProductInput {
 };
 
 // A task is a few rows of W: a thread streams its own rows, and holds them in its cache while the tokens pass,
-// TILE_TOKENS at a time.
-template <class T, class Store>
-void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
+// TILE_TOKENS at a time. Each tile y goes to use(y, block, row, rows, token, tokens): `rows` rows of W from `row` on, all
+// of one block; y[n * TILE_ROWS + i] is of token + n and row + i.
+template <class T, class Use> void product_tiles(const Linear<T>& W, const T* x, int N, Use use) {
     const ProductInput<T> input(W, x, N);
     // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX wants its 32); more when there are
     // tokens enough to make re-reading x cost something.
@@ -1192,11 +1223,17 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
             for (int r = r0; r < r1; r += TILE_ROWS) {
                 const int rows = std::min(TILE_ROWS, r1 - r);
                 input.tile(y, WeightRows<T>(W, b, r), rows, n0, tokens);
-                for (int n = 0; n < tokens; n++)
-                    for (int i = 0; i < rows; i++) store(n0 + n, base + r + i, y[n * TILE_ROWS + i]);
+                use(y, b, base + r, rows, n0, tokens);
             }
         }
     }
+}
+template <class T, class Store>
+void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
+    product_tiles(W, x, N, [&](const acc<T>* y, int, int row, int rows, int token, int tokens) {
+        for (int n = 0; n < tokens; n++)
+            for (int i = 0; i < rows; i++) store(token + n, row + i, y[n * TILE_ROWS + i]);
+    });
 }
 
 // x as module j of W's adapter sees it: dropped into scratch, or x itself.
@@ -1222,28 +1259,60 @@ template <class T> const T* dropped_cpu(const T* x, const Linear<T>& W, int j, i
 template <class T> void lora_down_cpu(Context&, T* h, const T* x, const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
     const size_t ld = a.width();
-    for (int j = 0; j < a.modules; j++) {
+    const int together = a.dropout ? 1 : a.modules; // modules that see the same x
+    for (int j = 0; j < a.modules; j += together) {
         Linear<T> A;
-        A.w[0] = a.A + (size_t)j * a.rank * W.in, A.rows[0] = a.rank, A.in = W.in;
+        A.w[0] = a.A + (size_t)j * a.rank * W.in, A.rows[0] = together * a.rank, A.in = W.in;
         T* column = h + (size_t)j * a.rank;
         product_cpu(A, dropped_cpu(x, W, j, N), N,
                     [=](int n, int r, acc<T> y) { column[n * ld + r] = to_stored<T>(y); });
     }
 }
 
+// y[i] += B[row + i] . h, i < rows: an adapter's part of some rows of one block and a token. Each sum is that of `dot`,
+// but those of 16 rows are made at once.
+template <class T>
+INLINE void add_adapter(acc<T>* y, const Adapter<T>& a, int block, int row, int rows, const T* h) { // h: (m * rank)
+    const size_t ld = a.width();
+    for (int j = 0; j < a.modules; j++) {
+        if (a.block[j] != block) continue;
+        const T *x = h + j * a.rank, *B = a.B + row * ld + j * a.rank;
+        for (int r = 0; r < rows; r += LANES) { // (past the end the last row is taken again)
+            const int some = std::min(LANES, rows - r);
+            lanes<T> sum[LANES] = {}, u, v;
+            int i = 0;
+            for (; i + LANES <= a.rank; i += LANES) {
+                load_lanes(u, x + i);
+                UNROLL for (int k = 0; k < LANES; k++)
+                    load_lanes(v, B + (r + std::min(k, some - 1)) * ld + i), sum[k] += u * v;
+            }
+            if (i < a.rank) {
+                load_some(u, x + i, a.rank - i);
+                UNROLL for (int k = 0; k < LANES; k++)
+                    load_some(v, B + (r + std::min(k, some - 1)) * ld + i, a.rank - i), sum[k] += u * v;
+            }
+            sum_lanes_of_each(sum);
+            for (int k = 0; k < some; k++) y[r + k] += sum[0][k];
+        }
+    }
+}
+
+// x W^T + s B h, where of(n) is token n's adapter, or null.
+template <class T, class Of, class Store>
+void product_with_adapters(const Linear<T>& W, const T* x, int N, Of of, Store store) {
+    product_tiles(W, x, N, [&](acc<T>* y, int block, int row, int rows, int token, int tokens) {
+        for (int n = token; n < token + tokens; n++, y += TILE_ROWS) {
+            if (const Adapter<T>* a = of(n)) add_adapter(y, *a, block, row, rows, a->h + n * a->width());
+            for (int i = 0; i < rows; i++) store(n, row + i, y[i]);
+        }
+    });
+}
+
 template <class T, class Store>
 void adapted_product_cpu(Context& ctx, const Linear<T>& W, const T* x, int N, Store store) {
-    const Adapter<T>& a = W.adapter;
-    if (!a.rank) return product_cpu(W, x, N, store);
-    lora_down_cpu(ctx, a.h, x, W, N);
-    const size_t ld = a.width();
-    product_cpu(W, x, N, [&, ld](int n, int r, acc<T> y) {
-        int block = 0, end = W.rows[0];
-        while (r >= end) end += W.rows[++block];
-        for (int j = 0; j < a.modules; j++)
-            if (a.block[j] == block) y += dot(a.h + n * ld + j * a.rank, a.B + r * ld + j * a.rank, a.rank);
-        store(n, r, y);
-    });
+    if (!W.adapter.rank) return product_cpu(W, x, N, store);
+    lora_down_cpu(ctx, W.adapter.h, x, W, N);
+    product_with_adapters(W, x, N, [&](int) { return &W.adapter; }, store);
 }
 
 template <class T> void linear_cpu(Context& ctx, T* out, const T* x, const Linear<T>& W, int N) {

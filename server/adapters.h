@@ -10,6 +10,9 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#ifdef __CUDACC__
+#include "segmented.h"
+#endif
 
 // Whoever holds it keeps its matrices: unloading takes its name away, and what runs with it comes to its end.
 struct LoadedAdapter {
@@ -149,6 +152,7 @@ struct MixedRows {
     int rows = 0;
     const Adapter<bf16>* const* of = nullptr; // (rows) in its memory
     float* sums = nullptr;                    // (rows, the most rows of a product) scratch
+    bool segmented = false;                   // by the kernels of segmented.h
 };
 
 // One layer, computed as layer_forward does. The bits of a row are those that it has where all rows have its adapter,
@@ -201,7 +205,8 @@ template <class T> struct MixedLayer {
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (mixed.rows) {
             rmsnorm_gpu(ctx, normed, x, w, mixed.rows, c.C, c.eps);
-            rows_linear_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows);
+            const auto product = mixed.segmented ? segmented_linear_gpu : rows_linear_gpu;
+            product(ctx, out, normed, base.*which, adapters(which), mixed.rows);
         }
 #endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
@@ -213,8 +218,10 @@ template <class T> struct MixedLayer {
     void add_product(acc<T>* out, const acc<T>* residual, const T* x, Which which) {
         const size_t ld = (base.*which).out(), in = (base.*which).in;
 #ifdef __CUDACC__
-        if constexpr (HAS_GPU<T>)
-            if (mixed.rows) rows_linear_add_gpu(ctx, out, residual, x, base.*which, adapters(which), mixed.rows);
+        if constexpr (HAS_GPU<T>) if (mixed.rows) {
+            const auto product = mixed.segmented ? segmented_linear_add_gpu : rows_linear_add_gpu;
+            product(ctx, out, residual, x, base.*which, adapters(which), mixed.rows);
+        }
 #endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
             RUN(linear_add, out + n * ld, residual + n * ld, x + n * in, W, rows);
@@ -226,7 +233,8 @@ template <class T> struct MixedLayer {
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (mixed.rows) {
             rmsnorm_gpu(ctx, normed, x, w, mixed.rows, c.C, c.eps);
-            rows_linear_swiglu_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows);
+            const auto product = mixed.segmented ? segmented_linear_swiglu_gpu : rows_linear_swiglu_gpu;
+            product(ctx, out, normed, base.*which, adapters(which), mixed.rows);
         }
 #endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
@@ -245,18 +253,7 @@ template <class T> struct MixedLayer {
             if (const Adapter<T>& a = linear(s, which).adapter; a.rank)
                 std::fill_n(of.begin() + s.first, s.rows, &a);
         lora_down_all(x, which);
-        product_cpu(W, x, N, [&](int n, int r, acc<T> y) {
-            if (const Adapter<T>* a = of[(size_t)n]) {
-                const size_t ld = a->width();
-                int block = 0, end = W.rows[0];
-                while (r >= end) end += W.rows[++block];
-                for (int j = 0; j < a->modules; j++) {
-                    const size_t at = (size_t)j * a->rank;
-                    if (a->block[j] == block) y += dot(a->h + n * ld + at, a->B + r * ld + at, a->rank);
-                }
-            }
-            store(n, r, y);
-        });
+        product_with_adapters(W, x, N, [&](int n) { return of[(size_t)n]; }, store);
     }
     // h of all segments: those of few rows side by side, a thread each; the others one after another, by all threads.
     void lora_down_all(const T* x, Which which) {

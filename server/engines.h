@@ -5,13 +5,13 @@
 //   Router     where prompts that begin alike were sent
 #pragma once
 
-// What the desk has for one engine. `mutex` of the desk guards all but `load`.
+// What the desk has for one engine. `mutex` of the desk guards all but `load` and `figures`.
 struct Window {
     std::vector<Job> inbox;       // not yet taken
     using Handed = std::unique_ptr<void, void (*)(void*)>;
     std::vector<Handed> handed;   // Engine::Sequences of an engine that failed
     size_t inside = 0;            // jobs that the engine has
-    Figures figures;              // as of the last step
+    std::shared_ptr<const Figures> figures = std::make_shared<Figures>(); // as of the last step: see Desk::look_at_each
     bool gone = false;            // its engine has failed
     std::shared_ptr<std::atomic<size_t>> load = std::make_shared<std::atomic<size_t>>(0); // tokens of jobs not done
 

@@ -94,7 +94,7 @@ static void run_all(Bench& bench, Random& random, const std::vector<Job>& jobs) 
         if (next == jobs.size() && bench.desk.inside == 0) break;
     }
     CHECK(bench.desk.inside == 0);
-    CHECK(bench.desk.figures.pages_used == 0);
+    CHECK(bench.desk.figures->pages_used == 0);
 }
 
 static void check_answer(const Job& job, const Generation& want) {

@@ -1,6 +1,7 @@
 // What fuzzers of the model and of the server share.
 #pragma once
 #define SERVE_NO_MAIN
+#define SERVE_NO_HTTP
 #include "../../serve.cu"
 
 // The path of a file in memory that has these bytes; the same path each time.

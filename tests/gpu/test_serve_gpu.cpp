@@ -1,5 +1,6 @@
 // serve.cu's engine on a GPU: alone it says what a Session says; with `invariant` it says that in any company; and the
 // same jobs at the same steps give the same answers. Built by nvcc, run where a GPU is.
+#define SERVE_NO_HTTP
 #include "../adapters.h"
 #include "../engine.h"
 
@@ -52,7 +53,7 @@ TEST_CASE("with `invariant` an answer does not depend on its company, on chunks,
         const std::vector<Job> all = again(jobs);
         run_all(bench, random, all);
         for (size_t i = 0; i < all.size(); i++) CHECK(text_of(all[i]) == alone[i]);
-        preempted += bench.desk.figures.preempted;
+        preempted += bench.desk.figures->preempted;
     }
     CHECK(preempted > 10);
 }
@@ -122,8 +123,12 @@ TEST_CASE("adapters in one graph: log-probabilities are, but for rounding, those
         weights.back()->upload(where, tiny().file);
         attached.push_back(std::make_unique<AttachedAdapter<bf16>>(where, *weights.back(), *files.back(), Session<bf16>::CHUNK));
     }
-    for (size_t together : {1, 3, 13, 40}) { // the mix changes as answers begin and end, under the same graphs
-        Bench bench({256, 40, 64, 128, 4'000'000});
+    for (size_t kind = 0; kind < 8; kind++) { // the mix changes as answers begin and end, under the same graphs
+        const size_t together = std::array<size_t, 4>{1, 3, 13, 40}[kind / 2];
+        const bool segmented = kind % 2;
+        EngineOptions options = {256, 40, 64, 128, 4'000'000};
+        options.segmented = segmented;
+        Bench bench(options);
         std::vector<AdapterPtr> adapters = {nullptr};
         for (size_t i = 0; i < 3; i++) adapters.push_back(bench.engine.attach(*files[i], std::to_string(i)));
         Random random{17};
@@ -148,7 +153,7 @@ TEST_CASE("adapters in one graph: log-probabilities are, but for rounding, those
                     differences.add(t, told_of(session.logits, t.id, jobs[i].alternatives));
                     session.feed({t.id});
                 }
-            INFO(together << " together, answer " << i << " with adapter " << adapter);
+            INFO(together << " together, segmented " << segmented << ", answer " << i << " with adapter " << adapter);
             differences.check();
         }
     }
@@ -223,7 +228,7 @@ TEST_CASE("forms: tokens without a choice taken at once: with `invariant` the te
             if (first.size() <= i) first.push_back(text_of(all[i]));
             else CHECK(text_of(all[i]) == first[i]);
         }
-        CHECK((bench.desk.figures.forced > 20) == (jump > 0));
+        CHECK((bench.desk.figures->forced > 20) == (jump > 0));
     }
 }
 
@@ -243,7 +248,7 @@ TEST_CASE("the same jobs at the same steps: the same answers, and all pages back
             if (run == 0) first.push_back(text_of(all[i]));
             else CHECK(text_of(all[i]) == first[i]);
         }
-        CHECK(bench.desk.figures.preempted > 0);
+        CHECK(bench.desk.figures->preempted > 0);
     }
 }
 

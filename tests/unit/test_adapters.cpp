@@ -54,7 +54,7 @@ TEST_CASE("adapters: in one batch each answer is what it is with its adapter alo
             jobs.back().adapter = company.adapters[(size_t)random.below(4)];
         }
         run_all(company.bench, random, jobs);
-        preempted += company.bench.desk.figures.preempted, found += company.bench.desk.figures.found;
+        preempted += company.bench.desk.figures->preempted, found += company.bench.desk.figures->found;
         size_t others = 0;
         for (const Job& job : jobs) {
             check_answer(job, expected(job, 256, company.weights(job.adapter)));

@@ -225,7 +225,7 @@ TEST_CASE("engine: texts beside answers, few pages, any chunk: both say what the
         }
         CHECK(bench.desk.texts == 0);
         CHECK(bench.desk.text_tokens == 0);
-        preempted += bench.desk.figures.preempted;
+        preempted += bench.desk.figures->preempted;
     }
     CHECK(preempted > 2);
 }
@@ -249,7 +249,7 @@ TEST_CASE("engine: a thousand texts hold up no answer, and answers that fill all
     CHECK(!answers[0].reply->pieces.empty());
     const size_t before = (size_t)std::count_if(texts.begin(), texts.end(), done);
     for (int i = 0; i < 40; i++) bench.engine.step(); // both slots are taken, and two answers wait, who want no half
-    CHECK(bench.desk.figures.running >= 2);
+    CHECK(bench.desk.figures->running >= 2);
     CHECK((size_t)std::count_if(texts.begin(), texts.end(), done) >= before + 36);
     run_all(bench, random, {});
     CHECK(std::all_of(texts.begin(), texts.end(), done));
@@ -324,7 +324,7 @@ TEST_CASE("engine: a stream of texts keeps no page from an answer that needs nea
         CHECK(steps_until(bench, chunk == 1 ? 600 : 60, [&] { return done(two); }));
         for (Job& job : texts) job.reply->cancelled = true;
         while (bench.desk.inside) bench.engine.step();
-        CHECK(bench.desk.figures.pages_used == 0);
+        CHECK(bench.desk.figures->pages_used == 0);
     }
 }
 
@@ -355,7 +355,7 @@ TEST_CASE("engine: keys take turns with their texts; a cancelled one leaves; the
     for (Job& job : many) job.reply->cancelled = true;
     for (int i = 0; i < 20 && bench.desk.inside; i++) bench.engine.step();
     CHECK(bench.desk.texts == 0);
-    CHECK(bench.desk.figures.pages_used == 0);
+    CHECK(bench.desk.figures->pages_used == 0);
 
     Desk desk;
     desk.limit = 1;
@@ -524,7 +524,7 @@ TEST_CASE("embed: documents of a ranking are kept only to be told, and are count
         CHECK(taken == !share->lost);
         CHECK(desk.unsent.used <= desk.unsent.limit);
     }
-    CHECK(desk.unsent.lost() == 3); // of whoever has the most
+    CHECK(desk.unsent.lost == 3); // of whoever has the most
     CHECK(!other->lost);
     CHECK(desk.texts == 2 * (6 - refused)); // what is refused waits for nothing
     for (auto& share : many) desk.unsent.remove(*share);

@@ -250,6 +250,28 @@ TEST_CASE("a product's tasks of 64 and 128 rows give the bits of tasks of 32") {
     });
 }
 
+TEST_CASE_TEMPLATE("an adapter's part of a tile: 16 rows at once, each with the bits of dot", T, bf16, float, double) {
+    Random random{9};
+    for (int rank : {1, 7, 8, 16, 24, 32, 61})
+        for (int rows : {1, 15, 16, 17, 32}) {
+            Adapter<T> a;
+            a.rank = rank, a.modules = 2, a.block[0] = 0, a.block[1] = 2;
+            const int row = 3;
+            auto B = random.fill<T>((size_t)(row + rows) * a.width()), h = random.fill<T>(a.width());
+            a.B = B.data();
+            for (int j = 0; j < 2; j++) {
+                const std::vector<acc<T>> before = random.fill<acc<T>>((size_t)rows);
+                std::vector<acc<T>> y = before, want = before;
+                add_adapter(y.data(), a, a.block[j], row, rows, h.data());
+                for (int r = 0; r < rows; r++) want[(size_t)r] += dot(&h[(size_t)j * rank], &B[(row + r) * a.width() + j * rank], rank);
+                INFO("rank " << rank << " rows " << rows);
+                CHECK(same_bits(y, want));
+                add_adapter(y.data(), a, 1, row, rows, h.data()); // no module is of this block
+                CHECK(same_bits(y, want));
+            }
+        }
+}
+
 TEST_CASE_TEMPLATE("swiglu and its fusion with the product", T, bf16, float, double) {
     EACH_WAY;
     Random random{5};

@@ -65,7 +65,7 @@ TEST_CASE("forms: kept in any company, and the company says what it says alone")
             CHECK(text_of(all[i]) == alone[i]);
             complete += all[i].form && std::string(all[i].reply->pieces.back().finish) == "stop";
         }
-        preempted += bench.desk.figures.preempted;
+        preempted += bench.desk.figures->preempted;
     }
     CHECK(preempted > 2);
     CHECK(complete > 6);
@@ -230,9 +230,9 @@ TEST_CASE("forms: what they leave no choice about is taken at once, and the text
             complete += whole;
         }
         by_steps.push_back(answers);
-        preempted += bench.desk.figures.preempted;
-        if (jump) CHECK(bench.desk.figures.forced > (jump < 6 ? 50 : 10));
-        else CHECK(bench.desk.figures.forced == 0);
+        preempted += bench.desk.figures->preempted;
+        if (jump) CHECK(bench.desk.figures->forced > (jump < 6 ? 50 : 10));
+        else CHECK(bench.desk.figures->forced == 0);
         const std::string kind = format("jump %d, at most %d, chunks of %d, %d pages", jump, max_seqs, chunk, pages);
         INFO(kind);
         for (size_t i = 0; i < answers.size(); i++) CHECK(answers[i] == by_steps[0][i]);

@@ -1,0 +1,125 @@
+// segmented.h: the adapters' part of a product whose rows have different adapters, once more for tensor cores: what
+// rows_adapters_gpu computes, with each adapter's matrices read once for up to eight neighbouring rows that have it.
+// Part of serve.cu. tests/unit/test_segmented.cpp runs the kernels by emulation, tests/gpu/test_gpu.cpp on a GPU.
+//
+// A segment is one to eight rows, neighbours with the same adapter, that do not pass a multiple of eight. Which rows
+// begin one is read from the rows' adapters in memory, so a graph serves every mix. The operands of mma are read as
+// stream_kernel does: a lane takes eight numbers of a row at once, and no number is moved between memory and mma.
+//
+//   Rows    RowAdapters, or a test's: of[n] tells whether rows have the same adapter, at(n) is row n's (or null)
+#pragma once
+
+constexpr int SEGMENT = 8; // the tokens of one mma
+
+// The rows of the segment that begins with row n; 0: none does, or it has no adapter.
+template <class Rows> __device__ inline int segment_at(const Rows& rows, int n, int N) {
+    if (!rows.of[n] || (n % SEGMENT && rows.of[n - 1] == rows.of[n])) return 0;
+    int count = 1;
+    while ((n + count) % SEGMENT && n + count < N && rows.of[n + count] == rows.of[n]) count++;
+    return count;
+}
+
+// lora_down: h = A x. Grid: (4, rows), 8 warps. A block has the segment that begins with its row, if one does, and takes
+// 16 rows of A at a time; its warps take steps of 32 of `in` in turn, and their sums are added in shared memory. Bound by
+// latency, and by reading A.
+template <class Rows>
+__global__ void __launch_bounds__(256) segment_down_kernel(const bf16* x, Rows rows, int N, int in) {
+    __shared__ float sums[8][16][SEGMENT]; // (warp, row of A, token)
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, n0 = blockIdx.y;
+    let_next_start();
+    wait_for_previous();
+    const int tokens = segment_at(rows, n0, N);
+    if (tokens == 0) return;
+    const auto* a = rows.at(n0);
+    const int width = a->modules * a->rank;
+    for (int c0 = blockIdx.x * 16; c0 < width; c0 += gridDim.x * 16) {
+        float d[4] = {}; // of rows g and g + 8 of A, tokens 2 t and 2 t + 1
+        for (int i = warp * 32 + 8 * t; i < (in + 31) / 32 * 32; i += 256) {
+            auto eight = [&](const bf16* row, bool there) {
+                return there && i < in ? *(const uint4*)(row + i) : uint4{0, 0, 0, 0};
+            };
+            const int c = c0 + g;
+            const uint4 low = eight(a->A + (size_t)c * in, c < width);
+            const uint4 high = eight(a->A + (size_t)(c + 8) * in, c + 8 < width);
+            mma_32(d, low, high, eight(x + (size_t)(n0 + g) * in, g < tokens));
+        }
+        for (int e = 0; e < 4; e++) sums[warp][g + e / 2 * 8][2 * t + e % 2] = d[e];
+        __syncthreads();
+        const int c = threadIdx.x / SEGMENT, n = threadIdx.x % SEGMENT;
+        if (c < 16 && c0 + c < width && n < tokens) {
+            float sum = 0;
+            for (int w = 0; w < 8; w++) sum += sums[w][c][n];
+            a->h[(size_t)(n0 + n) * width + c0 + c] = round_bf16(sum);
+        }
+        __syncthreads();
+    }
+}
+
+// sums = (residual, or 0) + s B h. Grid: (out / 128, rows / SEGMENT), 8 warps. A warp has 16 rows of W's and a segment's
+// worth of tokens; those of each segment among them are multiplied by the B of its adapter, the others by zeros. Of a
+// module only the rows of its block are looked at; where 16 rows pass the end of a block, B is zero. Bound by reading B.
+template <class Rows>
+__global__ void __launch_bounds__(256) segment_up_kernel(const float* residual, Rows rows, int N, int out, int block1,
+                                                         int block2) { // where the second and third block begin
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int r0 = (blockIdx.x * 8 + warp) * 16, n0 = blockIdx.y * SEGMENT;
+    let_next_start();
+    wait_for_previous();
+    if (r0 >= out) return;
+    float d[4] = {}; // of rows g and g + 8, tokens 2 t and 2 t + 1
+    for (int n = n0; n < min(N, n0 + SEGMENT); n++) {
+        const int tokens = segment_at(rows, n, N);
+        if (tokens == 0) continue;
+        const auto* a = rows.at(n);
+        const int rank = a->rank, width = a->modules * rank;
+        const bool mine = n0 + g >= n && n0 + g < n + tokens;
+        for (int j = 0; j < a->modules; j++) {
+            const int block = a->block[j];
+            const int first = block == 0 ? 0 : block == 1 ? block1 : block2;
+            const int last = block == 0 ? block1 : block == 1 ? block2 : out;
+            if (first >= r0 + 16 || last <= r0) continue;
+            for (int i = 8 * t; i < (rank + 31) / 32 * 32; i += 32) {
+                auto eight = [&](const bf16* row, bool there) {
+                    return there && i < rank ? *(const uint4*)(row + j * rank + i) : uint4{0, 0, 0, 0};
+                };
+                const int r = r0 + g;
+                const uint4 low = eight(a->B + (size_t)r * width, r < out);
+                const uint4 high = eight(a->B + (size_t)(r + 8) * width, r + 8 < out);
+                mma_32(d, low, high, eight(a->h + (size_t)(n0 + g) * width, mine));
+            }
+        }
+    }
+    for (int e = 0; e < 4; e++) {
+        const int r = r0 + g + e / 2 * 8, n = n0 + 2 * t + e % 2;
+        if (r >= out || n >= N) continue;
+        rows.sums[(size_t)n * out + r] = (residual ? residual[(size_t)n * out + r] : 0) + d[e];
+    }
+}
+
+#ifdef __CUDACC__
+inline void segmented_adapters_gpu(Context& ctx, const float* residual, const bf16* x, const Linear<bf16>& W,
+                                   const RowAdapters& adapters, int N) {
+    if (W.in % 8) DIE("adapters of rows on %d columns: the GPU takes multiples of 8", W.in);
+    const unsigned groups = (unsigned)(N + SEGMENT - 1) / SEGMENT, blocks = (unsigned)(W.out() + 127) / 128;
+    launch(ctx, segment_down_kernel<RowAdapters>, dim3(4, (unsigned)N), 256, 0, x, adapters, N, W.in);
+    launch(ctx, segment_up_kernel<RowAdapters>, dim3(blocks, groups), 256, 0, residual, adapters, N, W.out(),
+           W.first_row(1), W.first_row(2));
+}
+
+// As rows_linear_gpu and its like.
+inline void segmented_linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W,
+                                 const RowAdapters& adapters, int N) {
+    segmented_adapters_gpu(ctx, nullptr, x, W, adapters, N);
+    product_gpu(ctx, RowsEpilogue(out, W.out(), adapters.sums), x, W, N);
+}
+inline void segmented_linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x,
+                                     const Linear<bf16>& W, RowAdapters adapters, int N) {
+    segmented_adapters_gpu(ctx, residual, x, W, adapters, N);
+    linear_add_gpu(ctx, out, adapters.sums, x, W, N);
+}
+inline void segmented_linear_swiglu_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W,
+                                        const RowAdapters& adapters, int N) {
+    segmented_adapters_gpu(ctx, nullptr, x, W, adapters, N);
+    product_gpu(ctx, RowsSwigluEpilogue(out, W.rows[0], adapters.sums), x, W, N);
+}
+#endif
