@@ -66,22 +66,14 @@ class PairIndex {
     }
 };
 
-// The median of the last times that something took: one that another program held up does not count.
+// The least of the last times that something took: what other programs held up does not count.
 class RecentTimes {
     double times[5] = {};
     int count = 0;
 
   public:
     void add(double time) { times[count++ % 5] = time; }
-    double median() const { // 0: none is known
-        const int n = std::min(count, 5);
-        for (int i = 0; i < n; i++) {
-            int less = 0;
-            for (int j = 0; j < n; j++) less += times[j] < times[i] || (times[j] == times[i] && j < i);
-            if (less == n / 2) return times[i];
-        }
-        return 0;
-    }
+    double least() const { return count ? *std::min_element(times, times + std::min(count, 5)) : 0; } // 0: not known
 };
 
 struct LookUp {
@@ -130,14 +122,15 @@ struct LookUp {
     RecentTimes steps[MOST + 2];       // by tokens
     double won = 0, taken = 0;         // s of this answer; `taken`: what it would have taken without, with its prompt
     int kind = 0;                      // of the last match: short, middle, long
+    size_t passed = 0;                 // matches of which nothing was proposed
     double tried[3] = {}, hit[3] = {}; // by kind: proposed tokens that were judged
 
     // Of a step with n proposed tokens. If none was measured yet: as the largest that was makes it likely; before that, a
     // token more is taken for a quarter of a step.
     double expected_time(int n) const {
-        const double one = steps[1].median();
+        const double one = steps[1].least();
         for (int m = n; m > 0; m--)
-            if (const double time = steps[m + 1].median(); time > 0)
+            if (const double time = steps[m + 1].least(); time > 0)
                 return m == n ? time : one + std::max(0., time - one) * n / m;
         return one * (1 + 0.25 * n);
     }
@@ -154,7 +147,10 @@ struct LookUp {
             const double time = expected_time(i);
             if (time - one <= stake && tokens / time > rate) best = i, rate = tokens / time;
         }
-        if (!best) tried[kind] *= 0.99, hit[kind] *= 0.99; // so that it is tried again some time
+        if (!best) { // what is not tried is forgotten, so that it is tried again some time
+            tried[kind] *= 0.99, hit[kind] *= 0.99;
+            if (++passed % 64 == 0) std::fill(steps + 2, steps + MOST + 2, RecentTimes{});
+        }
         return (size_t)best;
     }
 };
