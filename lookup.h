@@ -106,7 +106,8 @@ struct LookUp {
     // A step of so many tokens, the one that was due and the proposed ones.
     void computed(size_t tokens, double time) {
         if (tokens < 1 || tokens > MOST + 1) return;
-        steps[tokens].add(time);
+        const double known = expected_time(0); // (so many steps of one token take no less: it was held up)
+        steps[tokens].add(known > 0 ? std::min(time, known * (double)tokens) : time);
         const double one = expected_time(0);
         taken += one, won -= expected_time((int)tokens - 1) - one;
     }
@@ -122,7 +123,7 @@ struct LookUp {
     RecentTimes steps[MOST + 2];       // by tokens
     double won = 0, taken = 0;         // s of this answer; `taken`: what it would have taken without, with its prompt
     int kind = 0;                      // of the last match: short, middle, long
-    size_t passed = 0;                 // matches of which nothing was proposed
+    size_t passed = 0;                 // matches in a row of which nothing was proposed; after 64 the times are doubted
     double tried[3] = {}, hit[3] = {}; // by kind: proposed tokens that were judged
 
     // Of a step with n proposed tokens. If none was measured yet: as the largest that was makes it likely; before that, a
@@ -144,13 +145,11 @@ struct LookUp {
         double rate = 1 / one, tokens = 1, all_right = 1;
         for (int i = 1; i <= n; i++) {
             tokens += all_right *= chance;
-            const double time = expected_time(i);
-            if (time - one <= stake && tokens / time > rate) best = i, rate = tokens / time;
+            const double time = expected_time(i), hoped = passed < 64 ? time : std::min(time, one * (1 + 0.25 * i));
+            if (time - one <= stake && tokens / hoped > rate) best = i, rate = tokens / hoped;
         }
-        if (!best) { // what is not tried is forgotten, so that it is tried again some time
-            tried[kind] *= 0.99, hit[kind] *= 0.99;
-            if (++passed % 64 == 0) std::fill(steps + 2, steps + MOST + 2, RecentTimes{});
-        }
+        passed = best ? 0 : passed + 1;
+        if (!best) tried[kind] *= 0.99, hit[kind] *= 0.99; // so that it is tried again some time
         return (size_t)best;
     }
 };

@@ -1,6 +1,6 @@
 // Prompt lookup: what it gains on texts that repeat, and what it costs on one that does not.
 //   make NVCC=none build/bench_lookup
-//   build/bench_lookup MODEL [ROUNDS]       from the repository's root; the tokenizer lies beside MODEL, or here
+//   build/bench_lookup MODEL [ROUNDS [N]]       from the repository's root; the tokenizer lies beside MODEL, or here
 // The model reads a prompt and then "says" a known answer: after each draw the answer's next token is taken instead of
 // the one that was drawn. So the times are the model's, and how much is right of what is looked up is a fact of the
 // texts, all from data/course:
@@ -8,7 +8,7 @@
 //   answer    a section of the notes, and the answers to the questions of dev.jsonl whose evidence lies in it
 //   edit      a program of the notes, and the same with a variable renamed
 //   other     a section of the notes, and the answers to three questions on another one
-// Without and with lookup in turns, after one round that does not count; medians of ROUNDS (5) and, in brackets, the
+// Without and with --lookup N (7) in turns, after one round that does not count; medians of ROUNDS (5) and, in brackets, the
 // least and the largest ratio of a round.
 #define QWEN3_NO_MAIN
 #include "../../qwen3.cu"
@@ -71,7 +71,7 @@ template <class T> Timing say(Session<T>& session, const std::vector<int>& promp
     return {(double)answer.size() / (seconds() - start), session.lookup.proposed, session.lookup.right};
 }
 
-template <class T> void measure(const std::string& path, int rounds) {
+template <class T> void measure(const std::string& path, int rounds, int lookup) {
     const ModelFile file(path);
     const Weights<T> weights(file, false, keeps_packed<T>({}, {}));
     use_huge_pages(file, weights);
@@ -85,8 +85,10 @@ template <class T> void measure(const std::string& path, int rounds) {
         std::vector<double> without, with, ratio;
         Timing t{};
         for (int round = -1; round < rounds; round++) {
-            const double alone = say(session, prompt, answer, 0).rate;
-            t = say(session, prompt, answer, LookUp::MOST);
+            double alone = 0;
+            for (int turn = 0; turn < 2; turn++) // each goes first every other time
+                if ((turn + round + 2) % 2) alone = say(session, prompt, answer, 0).rate;
+                else t = say(session, prompt, answer, lookup);
             if (round < 0) continue;
             without.push_back(alone), with.push_back(t.rate), ratio.push_back(t.rate / alone);
         }
@@ -100,8 +102,8 @@ template <class T> void measure(const std::string& path, int rounds) {
 
 int main(int argc, char** argv) {
     try {
-        if (argc < 2) DIE("usage: bench_lookup MODEL [ROUNDS]");
-        measure<bf16>(argv[1], argc > 2 ? std::max(1, atoi(argv[2])) : 5);
+        if (argc < 2) DIE("usage: bench_lookup MODEL [ROUNDS [N]]");
+        measure<bf16>(argv[1], argc > 2 ? std::max(1, atoi(argv[2])) : 5, argc > 3 ? atoi(argv[3]) : LookUp::MOST);
     } catch (const std::exception& e) {
         fprintf(stderr, "bench_lookup: %s\n", e.what());
         return 1;
