@@ -40,7 +40,7 @@ class PairIndex {
 
     // Takes in what is new at the end of `ids`, which begin as they did.
     void grow(const std::vector<int>& ids) {
-        if (newest.size() < ids.size()) { // anew, twice as large: all together no more than a few looks an id
+        if (newest.size() < ids.size()) { // anew, at least twice as large: two times an id, all together
             for (bits = 10; (size_t)1 << bits < ids.size();) bits++;
             newest.assign((size_t)1 << bits, -1), earlier.clear();
         }
@@ -106,8 +106,8 @@ struct LookUp {
     // A step of so many tokens, the one that was due and the proposed ones.
     void computed(size_t tokens, double time) {
         if (tokens < 1 || tokens > MOST + 1) return;
-        const double known = expected_time(0); // (so many steps of one token take no less: it was held up)
-        steps[tokens].add(known > 0 ? std::min(time, known * (double)tokens) : time);
+        if (tokens > 1) time = std::min(time, expected_time(0) * (double)tokens); // (more: it was held up)
+        steps[tokens].add(time);
         const double one = expected_time(0);
         taken += one, won -= expected_time((int)tokens - 1) - one;
     }

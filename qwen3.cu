@@ -897,6 +897,7 @@ template <class T> struct Session {
     // ---- Drawing an answer, token by token. `exist`: only ids below may be drawn; `answer`: ids[answer] on belong to
     // the answer (see penalized); `most`: no more draws than these will follow.
     void begin_draws(const Sampling& how, int exist, size_t answer, size_t most) {
+        if (lookup.most && ctx.gpu && !ctx.invariant) DIE("prompt lookup on a GPU needs --invariant");
         drawing = {how, exist, answer, most};
         ahead.clear();
         if (lookup.most) lookup.begin(ids, std::exchange(fed, 0));

@@ -816,4 +816,8 @@ TEST_CASE("prompt lookup: with `invariant` the answers are those of a step a tok
         INFO("round " << round);
         CHECK(ids[0] == ids[1]);
     }
+    Session<bf16> other(g.file.config, weights, 400, gpu()); // attention of a token alone has another order of sums
+    other.lookup.most = 1;
+    other.feed(prompt);
+    CHECK_THROWS_AS(other.begin_draws({}, V, prompt.size(), 1), Error);
 }
