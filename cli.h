@@ -668,8 +668,8 @@ static std::vector<Option> option_table(Options& o) {
          [&o](const char* option, const char* v) { parse_seed(o, option, v); }},
         {"-n", "--max-tokens", "N", "tokens of the answer (default: to the end of the context)",
          whole(o.max_tokens, 0, INT_MAX)},
-        {"", "--lookup", "N", "tokens that followed the latest words before are computed with the next one,\n"
-         "N at most, while it pays; the answer is the same (default 7, on a GPU 0)", whole(o.lookup, 0, LookUp::MOST)},
+        {"", "--lookup", "N", "what followed the latest words before is computed with the next\n"
+         "token, N tokens at most (up to 7), while it pays; the answer is the\nsame (default 7, on a GPU 0)", whole(o.lookup, 0, LookUp::MOST)},
         {"-c", "--ctx", "N", "context in tokens (default 4096, or the model's limit if that is less)",
          whole(o.context, 1, INT_MAX)},
         {"", "--docs", "PATH", "answers from a file or a folder of text: with a question go the passages\n"

@@ -3596,9 +3596,9 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: as many as\n"
          "keep it within 1.7 times a step without them)", whole(o.engine.chunk, 1, 65536)},
         {"", "--gpus", "N", "of this host: an engine each (with -d cpu N engines on the CPU)", whole(o.gpus, 1, 64)},
-        {"", "--lookup", "N", "of an answer that runs alone: tokens that followed its latest words before are\n"
-         "computed with the next one, N at most, while it pays; the answer is the same\n"
-         "(default: CPU 7, GPU 0)", whole(o.lookup, 0, LookUp::MOST)},
+        {"", "--lookup", "N", "of an answer that runs alone: what followed its latest words before\n"
+         "is computed with the next token, N tokens at most (up to 7), while it\n"
+         "pays; the answer is the same (default: CPU 7, GPU 0)", whole(o.lookup, 0, LookUp::MOST)},
         {"", "--jump-ahead", "N", "where a form leaves no choice about N tokens or more, they are taken at\n"
          "once (default: CPU 2, GPU 0; 0: never, they cost a step each)", whole(o.jump, 0, 512)},
         {"-y", "--system", "TEXT", "system prompt of conversations that have none", text(o.system)},
