@@ -790,9 +790,9 @@ template <class T> struct Chat {
         const double prompt_s = prompted - start, decode_s = seconds() - prompted;
         const double prompt_rate = (double)(prompt.size() - reused) / prompt_s;
         const double rate = g.ids.size() > 1 ? (double)(g.ids.size() - 1) / decode_s : 0;
-        last = format("prompt %s, reused %zu, %.1f tok/s; answer %s, %.1f tok/s (%s)",
+        last = format("prompt %s, reused %zu, %.1f tok/s; answer %s, %.1f tok/s%s (%s)",
                       counted(prompt.size(), "token").c_str(), reused, prompt_rate,
-                      counted(g.ids.size(), "token").c_str(), rate, g.finish);
+                      counted(g.ids.size(), "token").c_str(), rate, told(session.lookup).c_str(), g.finish);
         return true;
     }
 

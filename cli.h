@@ -600,6 +600,7 @@ struct Options : ModelOptions {
     float repeat = 1, presence = 0, frequency = 0;
     std::vector<std::string> stops;
     int top_k = -1, max_tokens = -1, context = 0, think = 0;
+    int lookup = -1; // -1: as the device allows
     uint64_t seed = 0;
     bool has_seed = false, bench = false, bench_long = false;
     std::string synthesize, synthesize_to, convert, quantize, quantize_to, calibrate, embedding, against;
@@ -667,6 +668,8 @@ static std::vector<Option> option_table(Options& o) {
          [&o](const char* option, const char* v) { parse_seed(o, option, v); }},
         {"-n", "--max-tokens", "N", "tokens of the answer (default: to the end of the context)",
          whole(o.max_tokens, 0, INT_MAX)},
+        {"", "--lookup", "N", "what followed the latest words before is computed with the next\n"
+         "token, N tokens at most (up to 7), while it pays; the answer is the\nsame (default 7, on a GPU 0)", whole(o.lookup, 0, LookUp::MOST)},
         {"-c", "--ctx", "N", "context in tokens (default 4096, or the model's limit if that is less)",
          whole(o.context, 1, INT_MAX)},
         {"", "--docs", "PATH", "answers from a file or a folder of text: with a question go the passages\n"
@@ -820,6 +823,17 @@ template <class T> void write_logits(const Options& o, Session<T>& session, cons
     if (interrupted) DIE("interrupted");
     if (out) out->commit();
     if (o.logits_hash) write_stdout(format("%016llx\n", (unsigned long long)hash));
+}
+
+// --lookup for this session. On a GPU a token alone is computed by other kernels than several are, with other bits.
+template <class T> void use_lookup(const Options& o, Session<T>& session) {
+    const bool exact = !o.ctx.gpu || o.ctx.invariant;
+    if (o.lookup > 0 && !exact) DIE("--lookup %d: on a GPU it needs --invariant, or the answer could change", o.lookup);
+    session.lookup.most = o.lookup >= 0 ? o.lookup : o.ctx.gpu ? 0 : LookUp::MOST;
+}
+// What came of it, for people.
+inline std::string told(const LookUp& lookup) {
+    return lookup.proposed ? format(", %zu of %zu looked up were right", lookup.right, lookup.proposed) : "";
 }
 
 static Sampling sampling_of(const Options& o) {
@@ -1317,6 +1331,7 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
         DIE("%s: every row is longer than the context of %d tokens: nothing to measure (-c sets it)", o.eval.c_str(),
             context);
     Session<T> session(c, weights, context, o.ctx);
+    use_lookup(o, session);
     Generation how;
     how.sampling = sampling_of(o);
     if (o.temperature < 0) how.sampling.temperature = 0;
@@ -1810,6 +1825,7 @@ static std::unique_ptr<Tokenizer> fitting_tokenizer(const Options& o, const Mode
 struct Took {
     size_t prompt_tokens, reused; // reused: from the prompt cache
     double load_s, prompt_s, decode_s;
+    LookUp lookup{};
 };
 static void print_answer(const Options& o, const Generation& g, const Took& took, const std::vector<Source>& sources) {
     // The first token comes from the prompt's logits: the decode phase makes the others.
@@ -1829,14 +1845,16 @@ static void print_answer(const Options& o, const Generation& g, const Took& took
         }
         out += format("\"timings\": {\"load_s\": %.6f, \"prompt_s\": %.6f, ", took.load_s, took.prompt_s);
         out += format("\"prompt_tokens_per_s\": %.3f, ", prompt_rate);
-        write_stdout(out + format("\"decode_s\": %.6f, \"decode_tokens_per_s\": %.3f}}\n", took.decode_s, rate));
+        out += format("\"decode_s\": %.6f, \"decode_tokens_per_s\": %.3f, ", took.decode_s, rate);
+        write_stdout(out + format("\"lookup_proposed\": %zu, \"lookup_right\": %zu}}\n", took.lookup.proposed,
+                                  took.lookup.right));
     } else {
         write_stdout("\n");
     }
     const std::string from_cache = o.prompt_cache.empty() ? "" : format(" (%zu from the prompt cache)", took.reused);
-    fprintf(stderr, "prompt %s%s, %.1f tok/s; answer %s, %.1f tok/s (%s)\n",
+    fprintf(stderr, "prompt %s%s, %.1f tok/s; answer %s, %.1f tok/s%s (%s)\n",
             counted(took.prompt_tokens, "token").c_str(), from_cache.c_str(), prompt_rate,
-            counted(g.ids.size(), "token").c_str(), rate, g.finish);
+            counted(g.ids.size(), "token").c_str(), rate, told(took.lookup).c_str(), g.finish);
     say_sources(sources);
 }
 
@@ -1872,6 +1890,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
             c.max_positions);
     Session<T> session(c, weights, context, o.ctx);
     if (!o.logits_file.empty() || o.logits_hash) return write_logits(o, session, prompt), 0;
+    use_lookup(o, session);
 
     Generation g;
     g.sampling = sampling_of(o);
@@ -1902,7 +1921,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     } else {
         g.finish = "length";
     }
-    took.decode_s = seconds() - loaded - took.prompt_s;
+    took.decode_s = seconds() - loaded - took.prompt_s, took.lookup = session.lookup;
     print_answer(o, g, took, sources);
     return interrupted ? 130 : 0;
 }

@@ -39,6 +39,7 @@
    Book II    8 Toolbox    9 Small kernels    10 Products    11 Attention    12 Sampler, CUDA graphs;     and main
 */
 #include "file.h"
+#include "lookup.h"
 #include "sj.h"
 #include "tokenizer.h"
 #include <algorithm>
@@ -802,8 +803,12 @@ template <class T> struct Session {
     int chunk, pages, *token, *pos, *seq, *slot, *table, *named; // a Batch; the rows that go through the head
     int* last_row;                          // the one whose logits were taken last
     std::vector<acc<T>> host_logits;        // on a GPU: row_logits in the CPU's memory
-    struct { Sampling how; int exist; size_t answer; } drawing; // see begin_draws
+    struct { Sampling how; int exist; size_t answer, most; } drawing; // see begin_draws
     std::shared_ptr<GpuDraws<T>> draws;     // on a GPU
+    LookUp lookup;                          // may be asked for, on a GPU only with `invariant`
+    std::vector<int> ahead;                 // what it proposed after ids, as far as it has not been judged: in the
+                                            // cache; the logits of each lie in the row after `logits`
+    double fed = 0;                         // s that `feed` has taken for prompts, since an answer began
 
     // Plans all memory for `context` tokens. Throws Error if it is more than there is.
     Session(const Config& c, const Weights<T>& w, int context, const Context& where = {})
@@ -849,6 +854,8 @@ template <class T> struct Session {
             DIE("%zu tokens do not fit: the context holds %d and %zu are in it", tokens.size(), capacity, ids.size());
         for (int id : tokens)
             if (id < 0 || id >= config.V) DIE("id %d is not in the vocabulary of %d", id, config.V);
+        ahead.clear();
+        fed -= seconds();
         for (size_t done = 0; done < tokens.size() && !(stop && *stop);) {
             const int N = (int)std::min(tokens.size() - done, (size_t)chunk);
             std::vector<int> positions(N), zero(N);
@@ -861,7 +868,7 @@ template <class T> struct Session {
             batch.splits = positions.back() / SPLIT + 1, batch.longest = positions.back() + 1;
             ctx.stop = stop;
             forward(ctx, config, weights, batch, activations, cache, rope);
-            if (stop && *stop) return;
+            if (stop && *stop) break;
             ids.insert(ids.end(), &tokens[done], &tokens[done] + N);
             done += N;
             const bool last = done == tokens.size();
@@ -874,6 +881,7 @@ template <class T> struct Session {
                 }
             }
         }
+        fed += seconds();
     }
 
     // The logits of R rows of the last batch, from row n on.
@@ -888,13 +896,16 @@ template <class T> struct Session {
 
     // ---- Drawing an answer, token by token. `exist`: only ids below may be drawn; `answer`: ids[answer] on belong to
     // the answer (see penalized); `most`: no more draws than these will follow.
-    void begin_draws(const Sampling& how, int exist, size_t answer, [[maybe_unused]] size_t most) {
-        drawing = {how, exist, answer};
-        if constexpr (HAS_GPU<T>) if (draws) draws->begin(most);
+    void begin_draws(const Sampling& how, int exist, size_t answer, size_t most) {
+        if (lookup.most && ctx.gpu && !ctx.invariant) DIE("prompt lookup on a GPU needs --invariant");
+        drawing = {how, exist, answer, most};
+        ahead.clear();
+        if (lookup.most) lookup.begin(ids, std::exchange(fed, 0));
+        if constexpr (HAS_GPU<T>) if (draws_ahead()) draws->begin(most);
     }
     // The next token: not in the session until it is accepted.
     int draw() {
-        if constexpr (HAS_GPU<T>) if (draws) return draws->next();
+        if constexpr (HAS_GPU<T>) if (draws_ahead()) return draws->next();
         penalize(logits, drawing.how, ids, drawing.answer, config.V);
         if constexpr (HAS_CPU<T>)
             if (!ctx.plain) return sample_cpu(ctx, logits, drawing.exist, drawing.how, ids.size());
@@ -902,8 +913,38 @@ template <class T> struct Session {
     }
     // Takes the token just drawn into the session.
     void accept(int id) {
-        if (ctx.gpu) ids.push_back(id); // the GPU has gone on with it already
-        else feed({id});
+        if (draws_ahead()) ids.push_back(id); // the GPU has gone on with it already
+        else if (!lookup.most) feed({id});
+        else if (!was_proposed(id)) feed_with_proposal(id);
+    }
+    bool draws_ahead() const { return ctx.gpu && !lookup.most; }
+
+    // Takes the token if it is the next one that was proposed: then its logits are there.
+    bool was_proposed(int id) {
+        if (ahead.empty()) return false;
+        const bool right = ahead.front() == id;
+        lookup.judged(right);
+        if (!right) return false;
+        ahead.erase(ahead.begin());
+        ids.push_back(id);
+        logits += config.V;
+        return true;
+    }
+    // Feeds the token and what is proposed to follow it, of which no more is in the session yet than in the cache.
+    void feed_with_proposal(int id) {
+        ids.push_back(id);
+        const size_t drawn = ids.size() - drawing.answer, draws_left = drawing.most - std::min(drawing.most, drawn);
+        const size_t room = std::min((size_t)capacity - ids.size(), std::max(draws_left, (size_t)1) - 1);
+        std::vector<int> proposal = lookup.propose(ids, room), step = {id};
+        ids.pop_back();
+        step.insert(step.end(), proposal.begin(), proposal.end());
+        const double before = fed;
+        const auto keep = [](const acc<T>*) {}; // all rows of logits
+        feed(step, nullptr, keep);
+        lookup.computed(step.size(), std::exchange(fed, before) - before);
+        ids.resize(ids.size() - proposal.size());
+        logits -= proposal.size() * (size_t)config.V;
+        ahead.swap(proposal);
     }
 
     // Forgets all but the first n ids.

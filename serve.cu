@@ -72,6 +72,7 @@ struct EngineOptions {
     size_t adapter_bytes = 0; // that adapters which clients load may take, all together; 0: some of what is free
     bool paced = false;   // `chunk` is the least; more where they keep the step short, see pace.h
     bool segmented = false; // on a GPU, adapters by segments of rows: see segmented.h
+    int lookup = 0;       // tokens that are looked up for an answer that runs alone, at most; on a CPU only (lookup.h)
 };
 
 constexpr int USUAL_CONTEXT = 4096; // more than most answers and their prompts take
@@ -166,6 +167,7 @@ template <class T> struct Engine {
     Desk& desk;
     Window& window;
     EngineOptions options;
+    LookUp lookup;
 
     Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o,
            const Context& where, Window* own = nullptr) // of several; none: the desk's
@@ -178,6 +180,7 @@ template <class T> struct Engine {
         arena.allocate(format("a KV cache of %d pages for %d sequences", pages, o.max_seqs).c_str());
         plan();
         pool = PagePool(pages);
+        lookup.most = options.lookup;
         if (c.end_tokens.size() > MAX_ENDS) DIE("the model has more than %zu end tokens", MAX_ENDS);
         for (int s = o.max_seqs - 1; s >= 0; s--) free_slots[0].push_back(s);
         for (int s = o.max_seqs + o.texts - 1; s >= o.max_seqs; s--) free_slots[1].push_back(s);
@@ -251,7 +254,10 @@ template <class T> struct Engine {
         take_jobs();
         Step next = plan_step();
         if (!next.token.empty()) {
+            const double begun = seconds();
             compute(next);
+            if (next.alone) lookup.computed(next.token.size(), seconds() - begun);
+            else prompts_took += seconds() - begun;
             for (auto& [rank, q] : running) remember(*q);
         }
         const size_t ahead = ctx.gpu && !next.token.empty();
@@ -339,11 +345,14 @@ template <class T> struct Engine {
         std::vector<float> hidden; // ... and these: (., C)
         std::vector<int> wanted;   // of the draws: how many alternatives are told; -1: not even the log-probability
         bool tells = false;        // some are
+        std::vector<TokenInfo> told; // what was drawn, on a CPU; on a GPU:
         std::vector<int> ids;      // what was drawn,
         std::vector<float> logits; // ... the logits of these, as the model made them,
         std::vector<Likeliest> rows_told; // ... and what else is told; of the draws that tell something
         int turn = 0;              // which of the two buffers is its own
         int rows = 0, drawn = 0;   // of the batch and the draws, with spare ones
+        bool alone = false;        // one answer's next token, and what is
+        std::vector<int> proposed; // ... proposed to follow it
         bool masked = false;       // some draws may have to keep to a form: they come after `forward`, as draw_masked
         bool graph = false;
         double begun = seconds();
@@ -372,6 +381,8 @@ template <class T> struct Engine {
     bool odd = false;                        // see plan_step
     PromptPace prompt_pace;
     double handed_out = 0;                   // when the last step was
+    uint64_t looked_up = 0;                  // admission of the answer that `lookup` knows
+    double prompts_took = 0;                 // s of steps that were not `alone`, since it knows it
 
     bool busy() const { return !running.empty() || !waiting.empty() || !under_way.empty(); }
 
@@ -379,8 +390,9 @@ template <class T> struct Engine {
         cache.plan(arena, config, (size_t)pages);
         activations.plan(arena, config, max_rows, !ctx.gpu);
         rope = arena.take<acc<T>>((size_t)options.context * config.D);
-        logits = arena.take<acc<T>>((size_t)options.max_seqs * config.V);
-        picked = arena.take<T>((size_t)options.max_seqs * config.C);
+        const size_t rows = (size_t)std::max(options.max_seqs, options.lookup + 1);
+        logits = arena.take<acc<T>>(rows * config.V);
+        picked = arena.take<T>(rows * config.C);
         input = arena.take<int>(input_size());
         table = arena.take<int>((size_t)(options.max_seqs + options.texts) * max_pages);
 #ifdef __CUDACC__
@@ -521,8 +533,32 @@ template <class T> struct Engine {
         const size_t part = std::max((budget + odd) / 2, budget - wanted(!first, budget));
         budget -= add_prompts(s, first, part, 0);
         add_prompts(s, !first, budget, first ? 0 : reserved());
+        if (!ctx.gpu && lookup.most && s.token.size() == 1 && s.draws.size() == 1) add_proposal(s);
         group_rows(s);
         return s;
+    }
+
+    // One answer's next token is all there is to compute: beside it what may follow, by lookup. (An answer that keeps to
+    // a form has tokens without a choice instead, see jump.)
+    void add_proposal(Step& s) {
+        Sequence& q = drawn_for(s, 0);
+        if (q.matcher) return;
+        s.alone = true;
+        if (looked_up != q.admission) lookup.begin(q.ids, std::exchange(prompts_took, 0)), looked_up = q.admission;
+        if (q.pages.size() * PAGE < q.computed + (size_t)lookup.most && pool.available() > running.size() &&
+            q.pages.size() < (size_t)max_pages)
+            q.pages.push_back(pool.take());
+        const size_t end = std::min(q.pages.size() * PAGE, (size_t)options.context);
+        const size_t room = std::min({q.job.max_tokens - q.answered(), (size_t)max_rows - 1, end - q.computed});
+        s.proposed = lookup.propose(q.ids, room);
+        size_t at = q.computed;
+        for (int id : s.proposed) {
+            s.token.push_back(id), s.pos.push_back((int)at), s.seq.push_back(q.slot);
+            s.slot.push_back(q.pages[at / PAGE] * PAGE + (int)(at % PAGE)), at++;
+        }
+        if (!s.proposed.empty()) s.singles = 0; // no longer a row that is a sequence's only one
+        s.parts.back().rows += (int)s.proposed.size();
+        service[q.job.line()] += s.proposed.size();
     }
 
     // Makes rows with the same adapter neighbours: those of one token (which come first, see Batch), then the others.
@@ -755,15 +791,18 @@ template <class T> struct Engine {
     void hand_out(Step& s) {
         collect(s);
         const double before = std::exchange(handed_out, seconds());
-        prompt_pace.learn((size_t)s.singles, s.token.size() - (size_t)s.singles,
-                          handed_out - std::max(before, s.begun));
+        if (s.proposed.empty())
+            prompt_pace.learn((size_t)s.singles, s.token.size() - (size_t)s.singles,
+                              handed_out - std::max(before, s.begun));
         for (size_t i = 0; i < s.draws.size(); i++) {
             const auto it = running.find(s.draws[i].rank);
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
             if (!valid) continue;
-            TokenInfo info{s.ids[i], 0, "", {}};
-            if (s.wanted[i] >= 0) info = describe(s.rows_told[i], s.ids[i], s.logits[i]);
-            if (accept(*it->second, std::move(info)) || jump(*it->second)) leave(it);
+            TokenInfo info{};
+            if (!ctx.gpu) info = std::move(s.told[i]);
+            else if (s.wanted[i] >= 0) info = describe(s.rows_told[i], s.ids[i], s.logits[i]);
+            else info = {s.ids[i], 0, "", {}};
+            if (accept(*it->second, std::move(info)) || take_proposed(s, *it->second) || jump(*it->second)) leave(it);
         }
         for (size_t i = 0; i < s.kept.size(); i++) {
             const auto it = running.find(s.kept[i].rank);
@@ -776,6 +815,19 @@ template <class T> struct Engine {
             outbox.push_back({it->second->job.reply, std::move(piece)});
             leave(it);
         }
+    }
+
+    // As long as what was drawn is what was proposed, its logits are there, and the next token is drawn. True if one was
+    // the answer's last.
+    bool take_proposed(Step& s, Sequence& q) {
+        for (size_t i = 0; i < s.proposed.size(); i++) {
+            const bool right = q.ids.back() == s.proposed[i];
+            lookup.judged(right);
+            if (!right) return false;
+            q.computed++, q.pending++;
+            if (accept(q, draw_row(q, logits + (i + 1) * (size_t)config.V, nullptr))) return true;
+        }
+        return false;
     }
 
     // One more token of an answer. True if it was the last.
@@ -959,12 +1011,13 @@ template <class T> struct Engine {
         for (int n = 0; n < N; n++) table[(size_t)s.seq[n] * max_pages + s.pos[n] / PAGE] = s.slot[n] / PAGE;
         std::vector<int> rows;
         for (auto& d : s.draws) rows.push_back(d.row);
+        for (size_t i = 0; i < s.proposed.size(); i++) rows.push_back((int)i + 1);
         const Batch batch = {N, options.max_seqs + options.texts, s.token.data(), s.pos.data(), s.seq.data(),
                              s.slot.data(), table, max_pages, s.singles};
         forward_step(s, batch);
         for (auto& k : s.kept) keep_hidden(s, activations.normed + (size_t)k.row * config.C);
-        if (R) head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, R);
-        s.ids.resize(R), s.logits.resize(R), s.rows_told.resize(R);
+        if (R) head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, (int)rows.size());
+        s.told.resize((size_t)R);
         std::vector<int> masked((size_t)R, -1); // row of masks
         std::map<Allowed, int> mask_rows;
         for (int r = 0; r < R; r++) {
@@ -974,19 +1027,22 @@ template <class T> struct Engine {
         }
         #pragma omp parallel for schedule(dynamic) if (R > 1)
         for (int r = 0; r < R; r++) {
-            const Sequence& q = drawn_for(s, (size_t)r);
-            float* row = logits + (size_t)r * config.V;
-            std::vector<float> before; // the row's logits
-            if (s.wanted[(size_t)r] >= 0) {
-                likeliest_cpu(ctx, s.rows_told[(size_t)r], row, tokenizer.size(), s.wanted[(size_t)r]);
-                before = std::vector<float>(row, row + config.V);
-            }
-            penalize(row, q.job.how, q.ids, q.prompt, config.V);
-            for (auto [id, more] : biases(q, restrained(q))) row[id] += more;
-            s.ids[r] = masked[(size_t)r] < 0 ? sample_cpu(ctx, row, tokenizer.size(), q.job.how, q.ids.size())
-                                             : draw_of(row, &masks[(size_t)masked[(size_t)r] * mask_words()], q);
-            if (!before.empty()) s.logits[(size_t)r] = before[(size_t)s.ids[r]];
+            const uint32_t* mask = masked[(size_t)r] < 0 ? nullptr : &masks[(size_t)masked[(size_t)r] * mask_words()];
+            s.told[(size_t)r] = draw_row(drawn_for(s, (size_t)r), logits + (size_t)r * config.V, mask);
         }
+    }
+    // Draws q's next token from its logits, which change; `mask`: of the tokens that may come, or null.
+    TokenInfo draw_row(const Sequence& q, float* row, const uint32_t* mask) const {
+        std::vector<float> before; // the row's logits
+        Likeliest told;
+        if (q.job.alternatives >= 0) {
+            likeliest_cpu(ctx, told, row, tokenizer.size(), q.job.alternatives);
+            before = std::vector<float>(row, row + config.V);
+        }
+        penalize(row, q.job.how, q.ids, q.prompt, config.V);
+        for (auto [id, more] : biases(q, restrained(q))) row[id] += more;
+        const int id = mask ? draw_of(row, mask, q) : sample_cpu(ctx, row, tokenizer.size(), q.job.how, q.ids.size());
+        return before.empty() ? TokenInfo{id, 0, "", {}} : describe(told, id, before[(size_t)id]);
     }
     // What would be drawn if all other logits were -infinity, without a look at each of them.
     int draw_of(const float* row, const uint32_t* bits, const Sequence& q) const {
@@ -1333,7 +1389,7 @@ struct Options : ModelOptions {
     std::vector<std::pair<std::string, std::string>> adapters; // names and folders
     ServerOptions server;
     EngineOptions engine;
-    int max_queue = 1024, think = 0, jump = -1, gpus = 1;
+    int max_queue = 1024, think = 0, jump = -1, gpus = 1, lookup = -1; // negative: as suits the device
     DocumentOptions documents{};
     Context ctx{};
 };
@@ -1373,6 +1429,9 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: as many as\n"
          "keep it within 1.7 times a step without them)", whole(o.engine.chunk, 1, 65536)},
         {"", "--gpus", "N", "of this host: an engine each (with -d cpu N engines on the CPU)", whole(o.gpus, 1, 64)},
+        {"", "--lookup", "N", "of an answer that runs alone: what followed its latest words before\n"
+         "is computed with the next token, N tokens at most (up to 7), while it\n"
+         "pays; the answer is the same (default: CPU 7, GPU 0)", whole(o.lookup, 0, LookUp::MOST)},
         {"", "--jump-ahead", "N", "where a form leaves no choice about N tokens or more, they are taken at\n"
          "once (default: CPU 2, GPU 0; 0: never, they cost a step each)", whole(o.jump, 0, 512)},
         {"-y", "--system", "TEXT", "system prompt of conversations that have none", text(o.system)},
@@ -1570,6 +1629,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (!e.chunk) e.chunk = gpu ? 64 : 8; // (on a GPU that many hardly cost more than one)
     if (o.jump < 0) o.jump = gpu ? 0 : 2; // (a step of a GPU that is not all single tokens has no graph, and costs more)
     e.jump = o.jump;
+    if (gpu && o.lookup > 0) DIE("--lookup %d: the server looks up on a CPU only", o.lookup);
+    e.lookup = o.lookup >= 0 ? o.lookup : gpu ? 0 : LookUp::MOST;
     if (e.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", e.context, c.max_positions);
 
     Desk desk;

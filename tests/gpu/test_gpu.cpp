@@ -778,3 +778,51 @@ TEST_CASE("what the GPU cannot do is one line") {
     c.L = 4000, c.K = 64;
     CHECK_THROWS_AS(Session<bf16>(c, weights, 1 << 20, gpu()), Error); // more memory than there is
 }
+
+TEST_CASE("prompt lookup: with `invariant` the answers are those of a step a token, since steps of 1 to 8 tokens agree to the bit") {
+    // What it rests on: the logits of a token in a step of 1 to 8 tokens have the same bits.
+    Golden g("tied_bf16");
+    Weights<bf16> weights(g.file);
+    weights.upload(gpu(), g.file);
+    Context fixed = gpu();
+    fixed.invariant = true;
+    const int V = g.file.config.V;
+    std::vector<int> prompt = g.prompts.back();
+    for (int i = 0; i < 100; i++) prompt.push_back(prompt[(size_t)i % 17]);
+    Session<bf16> session(g.file.config, weights, 300, fixed);
+    auto step = [&](int tokens) { // logits of the last of so many tokens after the prompt's first
+        session.rewind(0);
+        const auto at = prompt.end() - tokens;
+        session.feed({prompt.begin(), at});
+        session.feed({at, prompt.end()}, nullptr, [](const float*) {});
+        return std::vector<float>(session.logits, session.logits + V);
+    };
+    const std::vector<float> alone = step(1);
+    for (int tokens = 2; tokens <= LookUp::MOST + 1; tokens++) {
+        INFO("a step of " << tokens << " tokens");
+        CHECK(same_bits(step(tokens), alone));
+    }
+
+    for (int round = 0; round < 4; round++) {
+        Generation how;
+        how.sampling.seed = (uint64_t)round, how.sampling.temperature = round ? 0.4f : 0;
+        if (round == 3) how.sampling.repeat = 1.1f, how.sampling.presence = 0.2f;
+        how.max_tokens = 120;
+        std::vector<int> ids[2];
+        for (int lookup : {0, LookUp::MOST}) {
+            Session<bf16> one(g.file.config, weights, 400, fixed);
+            one.lookup.most = lookup, one.lookup.always = true;
+            one.feed(prompt);
+            Generation a = how;
+            generate(one, nullptr, a, [](std::string_view) {});
+            ids[lookup > 0] = a.ids;
+            if (lookup) CHECK(one.lookup.proposed > 0);
+        }
+        INFO("round " << round);
+        CHECK(ids[0] == ids[1]);
+    }
+    Session<bf16> other(g.file.config, weights, 400, gpu()); // attention of a token alone has another order of sums
+    other.lookup.most = 1;
+    other.feed(prompt);
+    CHECK_THROWS_AS(other.begin_draws({}, V, prompt.size(), 1), Error);
+}

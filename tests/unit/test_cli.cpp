@@ -136,7 +136,8 @@ static Answer parse_answer(const std::string& json) {
     CHECK(root["prompt_tokens"].integer(&a.prompt_tokens));
     CHECK(root["answer_tokens"].integer(&a.answer_tokens));
     CHECK((size_t)a.answer_tokens == a.ids.size());
-    for (const char* key : {"load_s", "prompt_s", "prompt_tokens_per_s", "decode_s", "decode_tokens_per_s"}) {
+    for (const char* key : {"load_s", "prompt_s", "prompt_tokens_per_s", "decode_s", "decode_tokens_per_s", "lookup_proposed",
+                            "lookup_right"}) {
         CHECK(timings[key].is(sj::Number));
         CHECK(timings[key].number() >= 0);
     }
@@ -196,6 +197,25 @@ TEST_CASE("tokenize and detokenize: any bytes go there and back") {
     };
     CHECK(count("<|im_start|>") == 1); // a special token
     CHECK(count("<|im_star|>") > 1);
+}
+
+TEST_CASE("--lookup: the same answer with any number, from 0 to 7") {
+    for (const char* temperature : {"0", "0.8"}) {
+        const Strings ask = {TINY, "-z", VOCABULARY, "-i", "one two three one two three", "-t", temperature, "-s", "4", "-n", "80"};
+        auto with = [&](const char* number) {
+            Strings words = ask;
+            words.insert(words.end(), {"--lookup", number});
+            return answer(words);
+        };
+        const Answer usual = answer(ask), none = with("0");
+        CHECK(usual.ids == none.ids);
+        CHECK(usual.text == none.text);
+        CHECK(usual.finish == none.finish);
+        CHECK(with("1").ids == none.ids);
+        CHECK(with("7").ids == none.ids);
+    }
+    check_refused({TINY, "-z", VOCABULARY, "-i", "x", "--lookup", "8"}, "--lookup");
+    check_refused({TINY, "-z", VOCABULARY, "-i", "x", "--lookup", "-1"}, "--lookup");
 }
 
 TEST_CASE("tokenizer.bin is looked for beside the model, beside the program, in the working folder") {
@@ -642,7 +662,7 @@ TEST_CASE("two programs on the same cores: each keeps a fair part of its speed")
     Scratch s; // no end token
     write_file(s / "c.json", config(R"("hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 1024)"));
     out_of({"--synthesize", s / "c.json", s / "m"});
-    const Strings ask = {s / "m", "-z", VOCABULARY, "-i", "Hello", "-t", "0", "-n", "600", "--json"};
+    const Strings ask = {s / "m", "-z", VOCABULARY, "-i", "Hello", "-t", "0", "-n", "600", "--json", "--lookup", "0"};
     Setting spinning; // OpenMP's own policy
     spinning.passive = false, spinning.alarm_s = 250;
     auto rate = [](const Result& r) {

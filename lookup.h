@@ -1,0 +1,155 @@
+// lookup.h: prompt lookup. What comes next has often been said before: in the prompt, in documents, in the answer so
+// far. LookUp finds where the latest tokens stood before, and proposes those that followed. They are computed together
+// with the token that is due, in one step of `forward`; the next tokens are drawn as always, and as long as what is
+// drawn is what was proposed, its logits are there already. So nothing changes but the time (Saxena, "Prompt lookup
+// decoding", 2023), if a row's bits do not depend on the other rows of its batch.
+//
+// Whether it pays: a step of several tokens takes longer, and what was proposed may be wrong. LookUp measures the steps,
+// counts what was right after short and after long matches, and proposes the number of tokens that is expected to bring
+// the most tokens a second; it stakes no more time than it has won, and a hundredth of what the answer took so far.
+//
+//     begin      an answer begins after these ids
+//     propose    the ids to compute beside the one that is due
+//     computed   how long a step of so many tokens took
+//     judged     whether the next proposed id was the one that was drawn
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+// Where the last two ids of a list stood before. The positions of a pair of ids are a chain, the latest first; pairs
+// with the same hash share one, which costs a look only.
+class PairIndex {
+    static constexpr int LOOKS = 16, LONGEST = 16; // positions that are looked at; ids that are compared at each
+    int bits = 0;
+    std::vector<int> newest;  // (2^bits) by hash: the latest position of a pair's second id, or -1
+    std::vector<int> earlier; // (ids) the next one of the chain
+
+    size_t place(const std::vector<int>& ids, size_t at) const {
+        const uint64_t pair = (uint64_t)(uint32_t)ids[at - 1] << 32 | (uint32_t)ids[at];
+        return (size_t)(pair * 0x9E3779B97F4A7C15u >> (64 - bits)); // (the highest bits depend on all)
+    }
+
+  public:
+    struct Match {
+        size_t next = 0;   // position of the id that followed
+        int length = 0;    // ids before it that are the same as the last ones; 0: none is known
+    };
+
+    // Takes in what is new at the end of `ids`, which begin as they did.
+    void grow(const std::vector<int>& ids) {
+        if (newest.size() < ids.size()) { // anew, at least twice as large: two times an id, all together
+            for (bits = 10; (size_t)1 << bits < ids.size();) bits++;
+            newest.assign((size_t)1 << bits, -1), earlier.clear();
+        }
+        for (size_t at = earlier.size(); at < ids.size(); at++) {
+            earlier.push_back(-1);
+            if (at > 0) std::swap(earlier.back(), newest[place(ids, at)]), newest[place(ids, at)] = (int)at;
+        }
+    }
+    void clear() { newest.clear(), earlier.clear(); }
+
+    // The longest match with the end of `ids`, all of which are known; of equal ones the latest.
+    Match find(const std::vector<int>& ids) const {
+        Match best;
+        if (ids.size() < 3) return best;
+        const size_t last = ids.size() - 1;
+        int at = earlier[last]; // the newest of this chain is the end itself
+        for (int looks = 0; at > 0 && looks < LOOKS && best.length < LONGEST; looks++, at = earlier[(size_t)at]) {
+            int length = 0;
+            while (length < LONGEST && length <= at && ids[(size_t)(at - length)] == ids[last - (size_t)length]) length++;
+            if (length >= 2 && length > best.length) best = {(size_t)at + 1, length};
+        }
+        return best;
+    }
+};
+
+// The least of the last times that something took: what other programs held up does not count.
+class RecentTimes {
+    double times[5] = {};
+    int count = 0;
+
+  public:
+    void add(double time) { times[count++ % 5] = time; }
+    double least() const { return count ? *std::min_element(times, times + std::min(count, 5)) : 0; } // 0: not known
+};
+
+struct LookUp {
+    static constexpr int MOST = 7;
+    int most = 0;            // tokens that are proposed at once, up to MOST; 0: none
+    bool always = false;     // whether it pays or not: for tests
+    size_t proposed = 0, right = 0; // of the answer: tokens
+
+    void begin(const std::vector<int>& ids, double time) {
+        index.clear(), index.grow(ids);
+        proposed = right = 0, won = 0, taken = time;
+    }
+
+    // At most `room` ids that may follow `ids`.
+    std::vector<int> propose(const std::vector<int>& ids, size_t room) {
+        index.grow(ids);
+        const PairIndex::Match match = index.find(ids);
+        if (!match.length || !room || !most) return {};
+        kind = match.length < 4 ? 0 : match.length < 8 ? 1 : 2;
+        const size_t n = number((int)std::min(room, (size_t)most));
+        std::vector<int> next;
+        for (size_t i = 0; i < n; i++) { // past the end of ids come those that have just been proposed
+            const size_t at = match.next + i;
+            next.push_back(at < ids.size() ? ids[at] : next[at - ids.size()]);
+        }
+        proposed += n;
+        return next;
+    }
+
+    // A step of so many tokens, the one that was due and the proposed ones.
+    void computed(size_t tokens, double time) {
+        if (tokens < 1 || tokens > MOST + 1) return;
+        if (tokens > 1) time = std::min(time, expected_time(0) * (double)tokens); // (more: it was held up)
+        steps[tokens].add(time);
+        const double one = expected_time(0);
+        taken += one, won -= expected_time((int)tokens - 1) - one;
+    }
+    void judged(bool is_right) {
+        for (double* sum : {&tried[kind], &hit[kind]}) *sum *= 0.95; // the last twenty or so count
+        tried[kind]++, hit[kind] += is_right;
+        if (!is_right) return;
+        right++, won += expected_time(0), taken += expected_time(0);
+    }
+
+  private:
+    PairIndex index;
+    RecentTimes steps[MOST + 2];       // by tokens
+    double won = 0, taken = 0;         // s of this answer; `taken`: what it would have taken without, with its prompt
+    int kind = 0;                      // of the last match: short, middle, long
+    size_t passed = 0;                 // matches in a row of which nothing was proposed; after 64 the times are doubted
+    double tried[3] = {}, hit[3] = {}; // by kind: proposed tokens that were judged
+
+    // Of a step with n proposed tokens. If none was measured yet: as the largest that was makes it likely; before that, a
+    // token more is taken for a quarter of a step.
+    double expected_time(int n) const {
+        const double one = steps[1].least();
+        for (int m = n; m > 0; m--)
+            if (const double time = steps[m + 1].least(); time > 0)
+                return m == n ? time : one + std::max(0., time - one) * n / m;
+        return one * (1 + 0.25 * n);
+    }
+    // How many tokens of up to n are worth a try.
+    size_t number(int n) {
+        if (always) return (size_t)n;
+        const double one = expected_time(0), stake = won + 0.01 * taken;
+        if (one == 0) return 0; // no step was measured
+        const double chance = (hit[kind] + 1.5) / (tried[kind] + 2);
+        int best = 0;
+        double rate = 1 / one, tokens = 1, all_right = 1;
+        for (int i = 1; i <= n; i++) {
+            tokens += all_right *= chance;
+            const double time = expected_time(i), hoped = passed < 64 ? time : std::min(time, one * (1 + 0.25 * i));
+            if (time - one <= stake && tokens / hoped > rate) best = i, rate = tokens / hoped;
+        }
+        passed = best ? 0 : passed + 1;
+        if (!best) tried[kind] *= 0.99, hit[kind] *= 0.99; // so that it is tried again some time
+        return (size_t)best;
+    }
+};
