@@ -1070,6 +1070,14 @@ inline void write_tensor(OutputFile& out, const std::string& name, const Tensor&
     out.write(numbers.data(), numbers.size() * sizeof(bf16));
 }
 
+// The file's tensors; our own INT8 matrices are packed ones here, whose numbers can be read.
+inline Tensors readable_tensors(const ModelFile& file) {
+    Tensors all = file.tensors;
+    const QuantizationConfig none = {};
+    Packer{file.path, all, none}.pack_bytes();
+    return all;
+}
+
 // Writes W + s B A, computed in float32 and rounded once, to the type of W (a quantised one: to bf16).
 inline void write_merged_matrix(OutputFile& out, const std::string& name,
                                 const Tensor& W, // (rows, in)
@@ -1132,15 +1140,16 @@ inline size_t write_model(const ModelFile& file, const std::string& path) {
 // to which the tokenizer's files for others in the base's folder are copied. Tensors without an adapter keep their
 // bytes, or become bf16 if they are quantised.
 inline void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
+    const Tensors from = readable_tensors(file);
     std::map<std::string, ModelTensor> modules; // by name
     for (const ModelTensor& t : targeted(file.config, adapter.config)) {
-        const auto found = file.tensors.find(t.name());
-        if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), t.name().c_str());
+        const auto found = from.find(t.name());
+        if (found == from.end()) DIE("%s: no tensor %s", file.path.c_str(), t.name().c_str());
         need_shape(t.name(), found->second, t.shape());
         modules.emplace(t.name(), t);
     }
     std::vector<OutTensor> tensors;
-    for (auto& entry : file.tensors) {
+    for (auto& entry : from) {
         const std::string& name = entry.first;
         const Tensor& W = entry.second;
         const char* dtype = written_type(name, W);

@@ -1637,7 +1637,7 @@ void outer_sums(int A, int I, int terms, const T* u, size_t u_term, size_t u_row
             from[a] = u + std::min(a0 + a, A - 1) * u_row;
         }
         for (int t = 0; t < terms; t++) {
-            const T* x = row(t) + i0;
+            const auto* x = row(t) + i0;
             load_some(v[0], x, std::min(LANES, columns));
             if (columns > LANES) load_some(v[1], x + LANES, columns - LANES);
             else v[1] = lanes<T>{};
@@ -1695,11 +1695,43 @@ void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* logits, T* pi
     cross_entropy_cpu(ctx, loss, dlogits, logits, target, scale, R, W.out());
 }
 
+// Products with W's transpose: close(n, i, ahead[n][i] + sum_r dy[n * ld + r] W[r][i]), the sum in the order of r.
+// Packed rows are widened a few at a time while the sums wait in memory: the same sums in the same order.
+template <class T, class Close>
+void transposed_product_cpu(const Linear<T>& W, const T* dy, size_t ld, int N,
+                            const acc<T>* ahead, // (N, W.in), or null: zeros
+                            Close close) {
+    const size_t in = W.in;
+    auto begin = [&](int n, int i) { return ahead ? ahead[n * in + i] : 0; };
+    if (W.format == Format::PLAIN)
+        return outer_sums(N, W.in, W.out(), dy, 1, ld, 1, [&](int r) {
+            int b = 0;
+            while (r >= W.rows[b]) r -= W.rows[b++];
+            return W.w[b] + r * in;
+        }, begin, close);
+    constexpr int ROWS = 64;
+    static thread_local std::vector<acc<T>> kept, kept_sums;
+    acc<T> *wide = at_least(kept, ROWS * in), *sums = at_least(kept_sums, N * in);
+    const int out = W.out();
+    for (int b = 0; b < 3; b++)
+        for (int r0 = 0; r0 < W.rows[b]; r0 += ROWS) {
+            const int rows = std::min(ROWS, W.rows[b] - r0), first = W.first_row(b) + r0;
+            #pragma omp parallel for schedule(static) if (rows * in > 20000)
+            for (int r = 0; r < rows; r++) WeightRows<T>(W, b, (size_t)(r0 + r)).widen(wide + r * in, 1, 0, W.in);
+            outer_sums(N, W.in, rows, dy + first, 1, ld, 1, [=](int r) { return wide + r * in; },
+                       [&](int n, int i) { return first ? sums[n * in + i] : begin(n, i); },
+                       [&](int n, int i, acc<T> sum) {
+                           if (first + rows == out) close(n, i, sum);
+                           else sums[n * in + i] = sum;
+                       });
+        }
+}
+
 template <class T>
 void head_backward_cpu(Context&, T* dnormed, const T* dlogits, size_t ld, const int* rows, const Linear<T>& W, int R) {
     const size_t C = W.in;
-    outer_sums(R, W.in, W.out(), dlogits, 1, ld, 1, [&](int v) { return W.w[0] + v * C; }, FROM_ZERO,
-               [&](int r, int i, acc<T> sum) { dnormed[rows[r] * C + i] = to_stored<T>(sum); });
+    transposed_product_cpu(W, dlogits, ld, R, (const acc<T>*)nullptr,
+                           [&](int r, int i, acc<T> sum) { dnormed[rows[r] * C + i] = to_stored<T>(sum); });
 }
 
 template <class T>
@@ -1771,13 +1803,8 @@ void linear_backward_input_cpu(Context&, T* dx, T* dh, const T* dy, const Linear
                    [&](int n, int i, acc<T> sum) { dh[n * ld + column + i] = to_stored<T>(sum); });
     }
     const acc<T>* ahead = a.rank ? adapter_backward(dh, W, N) : nullptr;
-    auto row = [&](int r) {
-        int b = 0;
-        while (r >= W.rows[b]) r -= W.rows[b++];
-        return W.w[b] + r * in;
-    };
-    outer_sums(N, W.in, W.out(), dy, 1, out, 1, row, [&](int n, int i) { return ahead ? ahead[n * in + i] : 0; },
-               [&](int n, int i, acc<T> sum) { dx[n * in + i] = to_stored<T>(sum); });
+    transposed_product_cpu(W, dy, out, N, ahead,
+                           [&](int n, int i, acc<T> sum) { dx[n * in + i] = to_stored<T>(sum); });
 }
 
 template <class T>
