@@ -34,6 +34,7 @@ struct ModelOptions {
     int threads = 0; // 0: all
     int gpu = 0;     // which one of this host
     bool invariant = false, help = false;
+    bool packed = false; // on a GPU
 
     void add_to(std::vector<Option>& table, bool inference) {
         table.push_back({"-d", "--device", "NAME", "cpu, cuda, or plain: the definitions of qwen3.cu's Book I, slow\n"
@@ -44,6 +45,8 @@ struct ModelOptions {
         else
             table.push_back({"", "--dtype", "NAME", "f32 or bf16 (default: as the model is stored; the GPU computes\n"
                              "in bf16)", one_of(dtype, {"f32", "bf16"})});
+        table.push_back({"", "--packed", "", "on a GPU: quantised weights stay packed, as on a CPU (not run on a\n"
+                         "GPU yet; without it they become bf16)", flag(packed)});
         table.push_back({"-j", "--threads", "N", "CPU threads, always (default: all, fewer while other programs need\n"
                          "the cores)", whole(threads, 1, 4096)});
         if (inference) {
@@ -200,7 +203,9 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     if (name == "cpu" || ctx.plain) return ctx;
     try {
         if (!wanted && wide(o, file)) return ctx;
-        check_gpu(file.path, file.config, o.dtype == "int8" || file.is_int8(), file.logits);
+        check_gpu(file.path, file.config, file.logits);
+        if (!o.packed && (o.dtype == "int8" || file.is_int8()))
+            DIE("%s: INT8 weights run on a GPU only with --packed (or --device cpu)", file.path.c_str());
         Context gpu = open_gpu(o.gpu);
         gpu.invariant = o.invariant;
         return gpu;
@@ -213,9 +218,9 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     return ctx;
 }
 
-// Quantised matrices stay as they are stored: on a CPU, unless a --dtype is asked for.
+// Quantised matrices stay as they are stored: on a CPU unless a --dtype is asked for, on a GPU with --packed.
 template <class T> bool keeps_packed(const ModelOptions& o, const Context& ctx) {
-    return std::is_same_v<T, bf16> && !ctx.gpu && o.dtype.empty();
+    return std::is_same_v<T, bf16> && (!ctx.gpu || o.packed) && o.dtype.empty();
 }
 
 template <class T>
@@ -225,7 +230,7 @@ void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const Mod
     if constexpr (HAS_GPU<T>)
         if (where.gpu) {
             Context ctx = where;
-            if (file.is_quantized())
+            if (file.is_quantized() && weights.layers[0].down.format == Format::PLAIN)
                 fprintf(stderr, "%s: quantised; its weights are bfloat16 on the GPU\n", file.path.c_str());
             weights.upload(ctx, file);
         }

@@ -1440,6 +1440,8 @@ struct Gpu {
     int* arrived = nullptr;      // ... and how many of them are done: (MAX_TILES), zero between kernels
     float* attention = nullptr;  // the same for attention, see attention_scratch
     int* attention_arrived = nullptr;
+    bf16* unpacked = nullptr;    // of packed weights, a matrix at a time: see packed.h
+    size_t unpacked_numbers = 0;
 };
 constexpr size_t PARTIAL_BYTES = 32 << 20;
 constexpr int MAX_TILES = 4096;
@@ -1834,7 +1836,9 @@ __global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
     const bf16* row = table + (size_t)b.token[n] * C;
     for (int i = threadIdx.x; i < C; i += blockDim.x) x[(size_t)n * C + i] = to_acc(row[i]);
 }
+inline void packed_embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b); // packed.h
 inline void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C) {
+    if (table.format != Format::PLAIN) return packed_embed_gpu(ctx, x, table, b);
     // A forward's first kernel waits for all before it, so that those after it may read early: see launch_kernel.
     launch_kernel(ctx, false, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
 }
@@ -3559,6 +3563,8 @@ __global__ void __launch_bounds__(256) lora_down_weight_kernel(float* dA, const 
         }
 }
 
+#include "packed.h" // the same with packed weights
+
 // ---- Launchers: the products of Book I, in its order.
 
 inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N) {
@@ -3572,10 +3578,12 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
     const int out = Epilogue::PAIR ? W.rows[0] : W.out();
     const Adapter<bf16>& a = W.adapter;
     if (N <= STREAM_TOKENS && !ctx.invariant && !a.rank) {
-        stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, out}, epilogue);
+        if (W.format != Format::PLAIN) packed_product(ctx, epilogue, x, nullptr, W, N);
+        else stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, out}, epilogue);
         return;
     }
-    TileArgs p = {x, W.w[0], N, W.in, out};
+    TileArgs p = {x, unpacked(ctx, W), N, W.in, out};
+    const AfterUnpacking order(ctx, W);
     p.early = N <= 128;
     if (a.rank) {
         lora_down_gpu(ctx, a.h, x, W, N);
@@ -3587,7 +3595,7 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
 template <class Epilogue>
 void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm,
                       const Linear<bf16>& W, int N, float eps) {
-    if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank) {
+    if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank || W.format != Format::PLAIN) {
         rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
         return product_gpu(ctx, epilogue, normed, W, N);
     }
@@ -3615,7 +3623,12 @@ inline void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16*
 inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W,
                      int R) {
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
-    product_gpu(ctx, StoreEpilogue<float>(logits, W.out()), picked, W, R);
+    if (W.format == Format::PLAIN || (R <= STREAM_TOKENS && !ctx.invariant))
+        return product_gpu(ctx, StoreEpilogue<float>(logits, W.out()), picked, W, R);
+    each_part(ctx, W, false, [&](int first, int count, const bf16* weights) {
+        const AfterUnpacking order(ctx, W);
+        tile_product(ctx, {picked, weights, R, W.in, count}, StoreEpilogue<float>(logits + first, W.out()));
+    });
 }
 
 // ---- Products of few rows that have different adapters (serve's steps). First the adapters' part of all rows,
@@ -3734,19 +3747,25 @@ inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* logit
                           int R) {
     const int V = W.out(), pieces = (V + 63) / 64;
     float2* const of_64 = (float2*)parts;
-    const LossEpilogue epilogue(logits, V, of_64, pieces);
-    const TileArgs p = {picked, W.w[0], R, W.in, V};
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
-    if (ctx.gpu->hopper) hopper_product<false, false>(ctx, p, epilogue);
-    else launch_tiles<Tile128x128>(ctx, p, epilogue);
+    each_part(ctx, W, false, [&](int first, int count, const bf16* weights) {
+        const AfterUnpacking order(ctx, W);
+        const LossEpilogue epilogue(logits + first, V, of_64 + first / 64, pieces);
+        const TileArgs p = {picked, weights, R, W.in, count};
+        if (ctx.gpu->hopper) hopper_product<false, false>(ctx, p, epilogue);
+        else launch_tiles<Tile128x128>(ctx, p, epilogue);
+    });
     launch(ctx, cross_entropy_kernel, R, 1024, 0, loss, dlogits, logits, of_64, pieces, target, scale, V);
 }
 
 inline void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const int* rows,
                               const Linear<bf16>& W, int R) {
-    TileArgs p = {dlogits, W.w[0], R, W.out(), W.in};
-    p.ldx = (int)ld;
-    tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed, rows, W.in));
+    each_part(ctx, W, true, [&](int first, int count, const bf16* weights) {
+        const AfterUnpacking order(ctx, W);
+        TileArgs p = {dlogits, weights, R, W.out(), count};
+        p.ldx = (int)ld;
+        tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed + first, rows, W.in));
+    });
 }
 
 // The adapter's part is made in the product with W, whose further columns are dh and A, unless several modules share x
@@ -3756,7 +3775,8 @@ inline void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, const bf
     const int width = lora.width();
     const bool together = width && (lora.modules == 1 || !lora.dropping);
     if (width) tile_product<false, true>(ctx, {dy, W.adapter.B, N, W.out(), width}, StoreEpilogue<bf16>(dh, width));
-    TileArgs p = {dy, W.w[0], N, W.out(), W.in};
+    TileArgs p = {dy, unpacked(ctx, W), N, W.out(), W.in};
+    const AfterUnpacking order(ctx, W);
     if (together) p.more_x = dh, p.more_W = W.adapter.A, p.more = width;
     if (together && lora.dropping)
         return tile_product<false, true>(ctx, p, DropEpilogue(dx, W.in, lora.dropout, lora.module[0], lora.scale));
@@ -5417,10 +5437,12 @@ template <class T> struct GpuDraws {
   private:
     void launch_draw(const int* row) {
         const size_t V = session.config.V;
-        const bf16 *x = session.activations.normed, *W = session.weights.head.w[0];
-        const StreamArgs head = {x, row, nullptr, nullptr, 0, W, 1, session.config.C, (int)V};
+        const Linear<T>& W = session.weights.head;
+        const bf16* x = session.activations.normed;
+        const StreamArgs head = {x, row, nullptr, nullptr, 0, W.w[0], 1, session.config.C, (int)V};
         const DrawEpilogue epilogue{session.row_logits, V, draw_parameters, step.seen, best};
-        const int blocks = stream_product(ctx, head, epilogue);
+        const int blocks = W.format == Format::PLAIN ? stream_product(ctx, head, epilogue)
+                                                     : packed_product(ctx, epilogue, x, row, W, 1);
         launch(ctx, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, V, draw_parameters, best, blocks, step);
     }
 

@@ -26,6 +26,7 @@ template <class T> Tensor64 whole_gradients(const Context& ctx, bool full, const
     const Dataset data(scratch / "rows.bin");
     Options o;
     o.dropout = 0;
+    o.packed = true; // (of a GPU; a CPU keeps what is quantised)
     o.full = full;
     o.rank_step = ctx.gpu ? GPU_RANK_STEP : 1;
     o.adapter_init = "tests/fixtures/train/adapter_bf16";
