@@ -1295,9 +1295,10 @@ void qknorm_rope_kv_cpu(Context&, T* q, T* keys, T* values, const T* qkv, const 
         };
         for (int h = 0; h < H; h++) norm_rope(q + ((size_t)n * H + h) * D, row + h * D, q_weight);
         for (int h = 0; h < K; h++) {
-            const size_t at = kv_offset(b.slot[n] / PAGE, h, b.slot[n] % PAGE, K, D);
-            norm_rope(keys + at, row + (H + h) * D, k_weight);
-            memcpy((void*)(values + at), row + (H + K + h) * D, D * sizeof(T));
+            T key[MAX_HEAD];
+            norm_rope(key, row + (H + h) * D, k_weight);
+            store_kv(keys, b, b.slot[n], h, key, K, D);
+            store_kv(values, b, b.slot[n], h, row + (H + K + h) * D, K, D);
         }
     }
 }
@@ -1430,14 +1431,19 @@ template <class T> struct Attention {
                 for (int i = 0; i < count; i++) rows[i].split.clear(D);
             const size_t at = kv_offset(table[first / PAGE], kv, 0, K, D);
             const size_t held = (size_t)std::min(PAGE, longest - first) * D;
-            if (count <= 2 && held == (size_t)PAGE * D) { // each load widens: the same numbers
+            if (!b.fp8 && count <= 2 && held == (size_t)PAGE * D) { // each load widens: the same numbers
                 const size_t next = first + PAGE < end ? kv_offset(table[first / PAGE + 1], kv, 0, K, D) : at;
                 const Page<T> page = {keys + at, values + at}, following = {keys + next, values + next};
                 for (int i = 0; i < count; i++) add_page(rows[i], stored, page, i == 0 ? following : page, first);
             } else {
                 // What lies past the end of the longest row was never written: zeros stand for it.
-                widen(page_keys, keys + at, held);
-                widen(page_values, values + at, held);
+                if (b.fp8) {
+                    widen_fp8(page_keys, keys, table[first / PAGE], kv, held);
+                    widen_fp8(page_values, values, table[first / PAGE], kv, held);
+                } else {
+                    widen(page_keys, keys + at, held);
+                    widen(page_values, values + at, held);
+                }
                 std::fill(page_keys + held, page_keys + PAGE * D, 0);
                 std::fill(page_values + held, page_values + PAGE * D, 0);
                 const Page<A> page = {page_keys, page_values};
@@ -1446,6 +1452,20 @@ template <class T> struct Attention {
             const bool complete = (first + PAGE) % CPU_SPLIT == 0 || first + PAGE >= end;
             for (int i = 0; i < count && complete; i++)
                 if (rows[i].length > first / CPU_SPLIT * CPU_SPLIT) rows[i].total.add(rows[i].split, D);
+        }
+    }
+
+    // The first `held` numbers of a page and head of an FP8 cache. (A NaN is not among the e4m3: see KVRow.)
+    void widen_fp8(A* page, const T* cache, int number, int kv, size_t held) const {
+        for (size_t j = 0; j < held / D; j++) {
+            const KVRow<T> row(cache, b, number, kv, (int)j, K, D);
+            lanes<T> v;
+            for (int i = 0; i < D; i += LANES) {
+                const int n = std::min(LANES, D - i);
+                load_some(v, (const e4m3*)row.q + i, n);
+                v *= row.factor;
+                memcpy(page + j * D + i, &v, n * sizeof(A));
+            }
         }
     }
 

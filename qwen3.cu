@@ -167,6 +167,7 @@ struct Context {
     std::shared_ptr<Gpu> gpu;                    // null: on the CPU
     bool plain = false;                          // by the definitions of this book
     bool invariant = false;                      // on a GPU: a row's bits do not depend on its batch (slower)
+    bool kv_fp8 = false;                         // a session's cache is FP8
     const volatile sig_atomic_t* stop = nullptr; // forward and backward give up between layers when this is not zero
 };
 
@@ -239,6 +240,7 @@ enum class Format { PLAIN, INT8, INT4, FP8 };
 constexpr int GROUP = 32; // INT8's, and the least there is
 inline float half_to_float(uint16_t h); // quantized.h
 inline float e4m3_to_float(uint8_t x);
+inline uint8_t float_to_e4m3(float f);
 template <class T> struct Linear {
     Format format = Format::PLAIN; // of all blocks
     const T* w[3] = {};            // PLAIN
@@ -310,11 +312,53 @@ struct Batch {
     int singles = 0;  // the first rows, of which each may be taken as a sequence's only one
     int splits = 1;   // of SPLIT keys: enough for the longest of these sequences. The GPU's, as is the next:
     int longest = 0;  // keys of the longest other sequence; 0: not known
+    bool fp8 = false; // the cache is: see KVRow
 };
 
 // One layer's keys or values: (pages, K, 16, D).
 BOTH inline size_t kv_offset(int page, int head, int within, int K, int D) {
     return (((size_t)page * K + head) * PAGE + within) * D;
+}
+
+// The key or value of a token and head, as it lies in one layer's cache.
+// FP8: the 16 rows of a page and head are 16 D e4m3, then 16 bytes e: a number is q 2^(e - 128). The e of a row is the
+// least with which none of it is beyond 448; 0 says that one was not finite, and all of the row is NaN. So each number
+// is a bf16, and what a row is depends on no other: attention is that of a bf16 cache that holds these numbers.
+template <class T> struct KVRow {
+    const T* plain;
+    const uint8_t* q;
+    acc<T> factor;
+    KVRow(const T* cache, const Batch& b, int page, int head, int within, int K, int D)
+        : plain(cache + kv_offset(page, head, within, K, D)), q(nullptr), factor(1) {
+        if (!b.fp8) return;
+        const uint8_t* block = (const uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
+        q = block + (size_t)within * D, factor = scale(block[(size_t)PAGE * D + within]);
+    }
+    acc<T> operator[](int i) const { return q ? (acc<T>)e4m3_to_float(q[i]) * factor : to_acc(plain[i]); }
+    static acc<T> scale(uint8_t e) {
+        return e ? (acc<T>)std::ldexp(1.f, e - 128) : std::numeric_limits<acc<T>>::quiet_NaN();
+    }
+};
+// Stores row (D), the key or value of a token and head.
+template <class T> void store_kv(T* cache, const Batch& b, int slot, int head, const T* row, int K, int D) {
+    const int page = slot / PAGE, within = slot % PAGE;
+    if (!b.fp8) return (void)std::copy_n(row, D, cache + kv_offset(page, head, within, K, D));
+    uint8_t* block = (uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
+    bool finite = true;
+    float largest = 0;
+    for (int i = 0; i < D; i++) {
+        const float size = std::fabs((float)to_acc(row[i]));
+        finite &= size <= std::numeric_limits<float>::max(), largest = std::max(largest, size);
+    }
+    int e = -100; // least: 2^-9 times it is still a bf16
+    if (finite && largest > 0) {
+        int exponent; // largest = f 2^exponent, 1/2 <= f < 1; 448 is 7/8 of 2^9
+        const float f = std::frexp(largest, &exponent);
+        e = std::max(e, exponent - 9 + (f > 0.875f));
+    }
+    block[(size_t)PAGE * D + within] = finite ? (uint8_t)(e + 128) : (uint8_t)0;
+    for (int i = 0; i < D; i++)
+        block[(size_t)within * D + i] = float_to_e4m3((float)std::ldexp((float)to_acc(row[i]), -e));
 }
 
 // What ops hand to each other, for up to N tokens. Inference uses one set for all layers; in training each layer has
@@ -382,12 +426,18 @@ template <class T> struct Activations {
 template <class T> struct KVCache {
     T *keys, *values;
     size_t layer_size; // from one layer to the next
+    bool fp8 = false;  // see KVRow: then arrays of T stand for bytes
 
-    static size_t bytes(const Config& c, size_t pages) {
-        return 2 * (size_t)c.L * pages * c.K * PAGE * c.D * sizeof(T);
+    static size_t block_bytes(const Config& c, bool fp8) { // of a page and head
+        return (size_t)PAGE * (fp8 ? c.D + 1 : c.D * sizeof(T));
     }
-    void plan(Arena& arena, const Config& c, size_t pages, bool training = false) {
-        const size_t layer = pages * c.K * PAGE * c.D, layers = training ? 1 : c.L;
+    static size_t bytes(const Config& c, size_t pages, bool fp8 = false) {
+        return 2 * (size_t)c.L * pages * c.K * block_bytes(c, fp8);
+    }
+    Batch of(Batch b) const { return b.fp8 = fp8, b; }
+    void plan(Arena& arena, const Config& c, size_t pages, bool training = false, bool eight = false) {
+        fp8 = eight;
+        const size_t layer = pages * c.K * block_bytes(c, fp8) / sizeof(T), layers = training ? 1 : c.L;
         layer_size = training ? 0 : layer;
         keys = arena.take<T>(layers * layer), values = arena.take<T>(layers * layer);
     }
@@ -531,9 +581,10 @@ void qknorm_rope_kv(T* q,               // (N,HD) out
         };
         for (int h = 0; h < H; h++) norm_rope(q + ((size_t)n * H + h) * D, row + h * D, q_weight);
         for (int h = 0; h < K; h++) {
-            const size_t at = kv_offset(b.slot[n] / PAGE, h, b.slot[n] % PAGE, K, D);
-            norm_rope(keys + at, row + (H + h) * D, k_weight);
-            for (int i = 0; i < D; i++) values[at + i] = row[(H + K + h) * D + i];
+            T key[MAX_HEAD];
+            norm_rope(key, row + (H + h) * D, k_weight);
+            store_kv(keys, b, b.slot[n], h, key, K, D);
+            store_kv(values, b, b.slot[n], h, row + (H + K + h) * D, K, D);
         }
     }
 }
@@ -567,19 +618,23 @@ void attention(T* out,          // (N,HD) out
         std::vector<acc<T>> p(length), mix(D);
         for (int h = 0; h < H; h++) {
             const T* query = q + ((size_t)n * H + h) * D;
-            auto at = [&](int m) { return kv_offset(pages[m / PAGE], h / (H / K), m % PAGE, K, D); };
+            auto at = [&](const T* cache, int m) {
+                return KVRow<T>(cache, b, pages[m / PAGE], h / (H / K), m % PAGE, K, D);
+            };
             acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
             for (int m = 0; m < length; m++) { // first pass: scores and the largest of them
+                const KVRow<T> key = at(keys, m);
                 p[m] = 0;
-                for (int i = 0; i < D; i++) p[m] += to_acc(query[i]) * to_acc(keys[at(m) + i]);
+                for (int i = 0; i < D; i++) p[m] += to_acc(query[i]) * key[i];
                 p[m] /= std::sqrt((acc<T>)D);
                 top = std::max(top, p[m]);
             }
             std::fill(mix.begin(), mix.end(), 0);
             for (int m = 0; m < length; m++) { // second pass: exponentials, their sum, the weighted sum of values
+                const KVRow<T> value = at(values, m);
                 p[m] = std::exp(p[m] - top);
                 sum += p[m];
-                for (int i = 0; i < D; i++) mix[i] += p[m] * to_acc(values[at(m) + i]);
+                for (int i = 0; i < D; i++) mix[i] += p[m] * value[i];
             }
             for (int i = 0; i < D; i++) out[((size_t)n * H + h) * D + i] = to_stored<T>(mix[i] / sum);
             if (lse) lse[(size_t)n * H + h] = top + std::log(sum);
@@ -647,8 +702,9 @@ void layer_forward(Context& ctx, const Config& c, const Layer<T>& layer, const B
 
 // Tokens to vectors, up to the final norm: a.normed (N,C). The keys and values of the batch go to the cache.
 template <class T>
-void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, KVCache<T>& kv,
+void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& batch, Activations<T>& a, KVCache<T>& kv,
              const acc<T>* rope) {
+    const Batch b = kv.of(batch);
     const int N = b.N, C = c.C;
     RUN(embed, a.layer[0].in, w.embed, b, C);
     for (int l = 0; l < c.L && !(ctx.stop && *ctx.stop); l++) {
@@ -827,7 +883,7 @@ template <class T> struct Session {
 
     void plan() {
         pages = capacity / PAGE + (capacity % PAGE != 0);
-        cache.plan(arena, config, pages);
+        cache.plan(arena, config, pages, false, ctx.kv_fp8);
         activations.plan(arena, config, chunk, !ctx.gpu);
         rope = arena.take<acc<T>>((size_t)capacity * config.D);
         row_logits = arena.take<acc<T>>((size_t)std::min(chunk, ROWS) * config.V);
