@@ -1223,15 +1223,9 @@ void place_packed(Arena& gpu, Linear<T>& W, std::vector<UploadPiece>* pieces,
 
 // Room for the largest matrix of a layer as bf16; and for parts of embedding and head, which are larger (packed.h).
 constexpr size_t LEAST_UNPACKED = 32 << 20; // numbers
-template <class T> size_t unpacked_numbers(const Weights<T>& w) {
-    size_t most = 0;
-    auto add = [&](const Linear<T>& W, size_t numbers) {
-        if (W.format != Format::PLAIN) most = std::max(most, numbers);
-    };
-    for (auto& l : w.layers)
-        for (const Linear<T>* W : {&l.qkv, &l.o, &l.gate_up, &l.down}) add(*W, (size_t)W->out() * W->in);
-    add(w.head, std::min((size_t)w.head.out() * w.head.in, std::max(LEAST_UNPACKED, (size_t)w.head.out() * 64)));
-    return most;
+inline size_t unpacked_numbers(const Config& c) {
+    const size_t C = (size_t)c.C, head = (size_t)c.V * C, wide = (size_t)(c.H + 2 * c.K) * c.D;
+    return std::max({C * wide, 2 * C * (size_t)c.F, std::min(head, std::max(LEAST_UNPACKED, (size_t)c.V * 64))});
 }
 
 #ifdef __CUDACC__
@@ -1255,12 +1249,14 @@ template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) 
     std::vector<UploadPiece> pieces;
     std::vector<std::vector<uint8_t>> made;
     gpu.gpu = true;
+    bool packed = false; // one of them is
     for (bool planned : {false, true}) {
         T* to = nullptr;
         for (const ModelTensor& t : model_tensors(file.config)) {
             const TensorPlace<T> place = place_of(*this, t);
             if (place.linear && place.linear->format != Format::PLAIN) {
                 if (place.block == 0) place_packed(gpu, *place.linear, planned ? &pieces : nullptr, made);
+                packed = true;
                 continue;
             }
             if (!place.numbers()) continue; // a head that the file has not got
@@ -1271,7 +1267,7 @@ template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) 
                 to += t.size();
             }
         }
-        ctx.gpu->unpacked_numbers = unpacked_numbers(*this);
+        ctx.gpu->unpacked_numbers = packed ? unpacked_numbers(file.config) : 0;
         ctx.gpu->unpacked = gpu.take<bf16>(ctx.gpu->unpacked_numbers);
         if (!planned) gpu.allocate("the model");
     }

@@ -77,7 +77,7 @@ struct PackedFp8 {
 
 // GROUPS: 2 where a group has 32 columns, so that the lower halves' is another than the upper halves'.
 template <int GROUPS> struct PackedInt4 {
-    static constexpr int RUNS = 2, SCALES = GROUPS, LOADS = GROUPS == 1 ? 6 : 4;
+    static constexpr int RUNS = 2, SCALES = GROUPS, LOADS = 4;
     static constexpr bool ZEROS = true, BLOCKS = false;
     using Raw = uint16_t;
     __device__ static float to_float(Raw h) { // see half_to_float; no infinities
