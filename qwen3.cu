@@ -864,6 +864,7 @@ template <class T> struct Session {
     // Plans all memory for `context` tokens. Throws Error if it is more than there is.
     Session(const Config& c, const Weights<T>& w, int context, const Context& where = {})
         : ctx(where), config(c), weights(w), capacity(context) {
+        if (ctx.gpu && ctx.kv_fp8) DIE("FP8 keys and values on a GPU are not supported");
         if constexpr (HAS_GPU<T>) if (ctx.gpu) draws = std::make_shared<GpuDraws<T>>(*this);
         arena.gpu = ctx.gpu != nullptr;
         chunk = std::min(ctx.gpu ? GPU_CHUNK : CHUNK, capacity);
