@@ -1070,6 +1070,14 @@ inline void write_tensor(OutputFile& out, const std::string& name, const Tensor&
     out.write(numbers.data(), numbers.size() * sizeof(bf16));
 }
 
+// The file's tensors; our own INT8 matrices are packed ones here, whose numbers can be read.
+inline Tensors readable_tensors(const ModelFile& file) {
+    Tensors all = file.tensors;
+    const QuantizationConfig none = {};
+    Packer{file.path, all, none}.pack_bytes();
+    return all;
+}
+
 // Writes W + s B A, computed in float32 and rounded once, to the type of W (a quantised one: to bf16).
 inline void write_merged_matrix(OutputFile& out, const std::string& name,
                                 const Tensor& W, // (rows, in)
@@ -1132,15 +1140,16 @@ inline size_t write_model(const ModelFile& file, const std::string& path) {
 // to which the tokenizer's files for others in the base's folder are copied. Tensors without an adapter keep their
 // bytes, or become bf16 if they are quantised.
 inline void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
+    const Tensors from = readable_tensors(file);
     std::map<std::string, ModelTensor> modules; // by name
     for (const ModelTensor& t : targeted(file.config, adapter.config)) {
-        const auto found = file.tensors.find(t.name());
-        if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), t.name().c_str());
+        const auto found = from.find(t.name());
+        if (found == from.end()) DIE("%s: no tensor %s", file.path.c_str(), t.name().c_str());
         need_shape(t.name(), found->second, t.shape());
         modules.emplace(t.name(), t);
     }
     std::vector<OutTensor> tensors;
-    for (auto& entry : file.tensors) {
+    for (auto& entry : from) {
         const std::string& name = entry.first;
         const Tensor& W = entry.second;
         const char* dtype = written_type(name, W);
@@ -1169,12 +1178,60 @@ inline void write_merged(const ModelFile& file, const AdapterFile& adapter, cons
     write_safetensors(path + "/model.safetensors", {{"format", "pt"}}, tensors);
 }
 
-#ifdef __CUDACC__
 // ================================================================================================== 9 Weights to a GPU
+// What goes to the GPU: bytes of the CPU's memory, and where in the weights' arena.
+struct UploadPiece { const void* from; size_t to, bytes; };
+
+// Places a packed matrix in the arena, its blocks one after another: numbers, scales, and INT4's zero points, which all
+// blocks have if one has them. FP8's blocks of rows go on from block to block only where they are whole; else each row
+// gets scales of its own. With `pieces`, says what to copy and points there; `made` keeps what no file holds.
+template <class T>
+void place_packed(Arena& gpu, Linear<T>& W, std::vector<UploadPiece>* pieces,
+                  std::vector<std::vector<uint8_t>>& made) {
+    const size_t groups = (size_t)W.groups(), size = W.format == Format::FP8 ? sizeof(float) : sizeof(uint16_t);
+    bool whole = true, zeros = false;
+    for (int b = 0; b < 3; b++) {
+        zeros |= W.zero[b] != nullptr;
+        whole &= b == 2 || !W.rows[b + 1] || W.rows[b] % W.group_rows == 0;
+    }
+    const int group_rows = whole ? W.group_rows : 1;
+    auto scale_rows = [&](int b) { return (size_t)(W.rows[b] + group_rows - 1) / group_rows; };
+    int8_t* q = gpu.take<int8_t>((size_t)W.out() * W.row_bytes());
+    uint8_t* scale = gpu.take<uint8_t>((scale_rows(0) + scale_rows(1) + scale_rows(2)) * groups * size);
+    uint8_t* zero = zeros ? gpu.take<uint8_t>((size_t)W.out() * groups) : nullptr;
+    if (!pieces) return;
+    auto put = [&](const void* from, const void* to, size_t bytes) {
+        pieces->push_back({from, (size_t)((const uint8_t*)to - gpu.base), bytes});
+    };
+    for (int b = 0; b < 3 && W.rows[b]; b++) {
+        const size_t rows = (size_t)W.rows[b], row_bytes = groups * size;
+        const uint8_t* scales = (const uint8_t*)W.scale[b];
+        if (!whole) {
+            std::vector<uint8_t>& each = made.emplace_back(rows * row_bytes);
+            for (size_t r = 0; r < rows; r++)
+                memcpy(&each[r * row_bytes], scales + r / (size_t)W.group_rows * row_bytes, row_bytes);
+            scales = each.data();
+        }
+        if (zeros && !W.zero[b]) made.emplace_back(rows * groups, (uint8_t)8);
+        put(W.q[b], q, rows * W.row_bytes()), put(scales, scale, scale_rows(b) * row_bytes);
+        if (zeros) put(W.zero[b] ? W.zero[b] : made.back().data(), zero, rows * groups);
+        W.q[b] = q, W.scale[b] = scale, W.zero[b] = zero;
+        q += rows * W.row_bytes(), scale += scale_rows(b) * row_bytes, zero += zeros ? rows * groups : 0;
+    }
+    W.group_rows = group_rows;
+}
+
+// Room for the largest matrix of a layer as bf16; and for parts of embedding and head, which are larger (packed.h).
+constexpr size_t LEAST_UNPACKED = 32 << 20; // numbers
+inline size_t unpacked_numbers(const Config& c) {
+    const size_t C = (size_t)c.C, head = (size_t)c.V * C, wide = (size_t)(c.H + 2 * c.K) * c.D;
+    return std::max({C * wide, 2 * C * (size_t)c.F, std::min(head, std::max(LEAST_UNPACKED, (size_t)c.V * 64))});
+}
+
+#ifdef __CUDACC__
 // What the kernels can compute, else one line.
-inline void check_gpu(const std::string& name, const Config& c, bool int8, bool logits = true) {
+inline void check_gpu(const std::string& name, const Config& c, bool logits = true) {
     const char* n = name.c_str();
-    if (int8) DIE("%s: INT8 weights run on the CPU only so far (--device cpu)", n);
     if (c.D != 64 && c.D != 128)
         DIE("%s: the GPU's kernels are for heads of 64 and 128, not %d (--device cpu)", n, c.D);
     if (c.H / c.K > 128)
@@ -1188,14 +1245,20 @@ inline void check_gpu(const std::string& name, const Config& c, bool int8, bool 
 // read the mapped file into one pinned buffer while the other one is on its way: so the link sets the pace, not the
 // page faults.
 template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) {
-    check_gpu(file.path, file.config, embed.format != Format::PLAIN, file.logits);
-    struct Piece { const T* from; size_t to, bytes; }; // to: a byte of the arena
-    std::vector<Piece> pieces;
+    check_gpu(file.path, file.config, file.logits);
+    std::vector<UploadPiece> pieces;
+    std::vector<std::vector<uint8_t>> made;
     gpu.gpu = true;
+    bool packed = false; // one of them is
     for (bool planned : {false, true}) {
         T* to = nullptr;
         for (const ModelTensor& t : model_tensors(file.config)) {
             const TensorPlace<T> place = place_of(*this, t);
+            if (place.linear && place.linear->format != Format::PLAIN) {
+                if (place.block == 0) place_packed(gpu, *place.linear, planned ? &pieces : nullptr, made);
+                packed = true;
+                continue;
+            }
             if (!place.numbers()) continue; // a head that the file has not got
             if (place.block == 0) to = gpu.take<T>(place.linear ? (size_t)place.linear->out() * t.columns : t.size());
             if (planned) {
@@ -1204,6 +1267,8 @@ template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) 
                 to += t.size();
             }
         }
+        ctx.gpu->unpacked_numbers = packed ? unpacked_numbers(file.config) : 0;
+        ctx.gpu->unpacked = gpu.take<bf16>(ctx.gpu->unpacked_numbers);
         if (!planned) gpu.allocate("the model");
     }
     if (file.config.tied) head = embed;
@@ -1221,7 +1286,7 @@ template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) 
         start = pieces[piece].to + done;
         size_t end = start;
         while (piece < pieces.size() && pieces[piece].to + done < start + BUFFER) {
-            const Piece& p = pieces[piece];
+            const UploadPiece& p = pieces[piece];
             const size_t at = p.to + done - start, n = std::min(p.bytes - done, BUFFER - at), part = 1 << 19;
             #pragma omp parallel for schedule(static) if (n > part)
             for (size_t i = 0; i < (n + part - 1) / part; i++)

@@ -30,10 +30,11 @@
 // ----------------------------------------------------------------------------------- Options of all programs
 
 struct ModelOptions {
-    std::string model, tokenizer, device, dtype, adapter;
+    std::string model, tokenizer, device, dtype, adapter, kv_dtype;
     int threads = 0; // 0: all
     int gpu = 0;     // which one of this host
     bool invariant = false, help = false;
+    bool packed = false; // on a GPU
 
     void add_to(std::vector<Option>& table, bool inference) {
         table.push_back({"-d", "--device", "NAME", "cpu, cuda, or plain: the definitions of qwen3.cu's Book I, slow\n"
@@ -47,6 +48,8 @@ struct ModelOptions {
         table.push_back({"-j", "--threads", "N", "CPU threads, always (default: all, fewer while other programs need\n"
                          "the cores)", whole(threads, 1, 4096)});
         if (inference) {
+            table.push_back({"", "--kv-dtype", "NAME", "keys and values of past tokens: same as the model's type, or fp8,\n"
+                             "half of the memory (on a CPU)", one_of(kv_dtype, {"same", "fp8"})});
             table.push_back({"", "--adapter", "DIR", "a LoRA adapter in PEFT's format, as train_lora writes it",
                              file_name(adapter)});
             table.push_back({"", "--invariant", "", "on a GPU: a row's bits do not depend on its batch (slower; the\n"
@@ -55,6 +58,10 @@ struct ModelOptions {
         table.push_back({"-z", "--tokenizer", "FILE", "default: tokenizer.bin beside the model, beside the program,\n"
                          "or in this folder", text(tokenizer)});
         table.push_back({"-h", "--help", "", "this text", flag(help)});
+    }
+    Option packed_option() { // serve has not got it
+        return {"", "--packed", "", "on a GPU: quantised weights stay packed, as on a CPU (not run on a\n"
+                "GPU yet; without it they become bf16)", flag(packed)};
     }
     void use_threads() const { // each thread has its own number
 #ifdef _OPENMP
@@ -195,12 +202,16 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     const bool wanted = name == "cuda";
     Context ctx;
     ctx.plain = name == "plain";
+    ctx.kv_fp8 = o.kv_dtype == "fp8";
     if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
 #ifdef __CUDACC__
     if (name == "cpu" || ctx.plain) return ctx;
+    if (ctx.kv_fp8) DIE("--kv-dtype fp8 runs on a CPU only so far (--device cpu)");
     try {
         if (!wanted && wide(o, file)) return ctx;
-        check_gpu(file.path, file.config, o.dtype == "int8" || file.is_int8(), file.logits);
+        check_gpu(file.path, file.config, file.logits);
+        if (!o.packed && (o.dtype == "int8" || file.is_int8()))
+            DIE("%s: INT8 weights run on a GPU only with --packed (or --device cpu)", file.path.c_str());
         Context gpu = open_gpu(o.gpu);
         gpu.invariant = o.invariant;
         return gpu;
@@ -213,9 +224,9 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     return ctx;
 }
 
-// Quantised matrices stay as they are stored: on a CPU, unless a --dtype is asked for.
+// Quantised matrices stay as they are stored: on a CPU unless a --dtype is asked for, on a GPU with --packed.
 template <class T> bool keeps_packed(const ModelOptions& o, const Context& ctx) {
-    return std::is_same_v<T, bf16> && !ctx.gpu && o.dtype.empty();
+    return std::is_same_v<T, bf16> && (!ctx.gpu || o.packed) && o.dtype.empty();
 }
 
 template <class T>
@@ -225,7 +236,7 @@ void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const Mod
     if constexpr (HAS_GPU<T>)
         if (where.gpu) {
             Context ctx = where;
-            if (file.is_quantized())
+            if (file.is_quantized() && weights.layers[0].down.format == Format::PLAIN)
                 fprintf(stderr, "%s: quantised; its weights are bfloat16 on the GPU\n", file.path.c_str());
             weights.upload(ctx, file);
         }
@@ -551,7 +562,7 @@ Ceilings measure_ceilings([[maybe_unused]] const Context& ctx, bool int8, const 
 // The first n tokens in a session's KV cache: block_bytes(n) from the start of each of 2 L blocks, in whole pages of a
 // layer's keys, then of its values. With `ids` this is all there is to save and restore. f may read and write.
 template <class T> size_t block_bytes(const Session<T>& s, size_t n) {
-    return (n + PAGE - 1) / PAGE * s.config.K * PAGE * s.config.D * sizeof(T);
+    return (n + PAGE - 1) / PAGE * s.config.K * KVCache<T>::block_bytes(s.config, s.cache.fp8);
 }
 template <class T, class F> void each_block(Session<T>& s, size_t n, F f) {
     std::vector<T> copy(s.ctx.gpu ? block_bytes(s, n) / sizeof(T) : 0);
@@ -685,6 +696,7 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--json", "", "one JSON object instead of streamed text", flag(o.json)},
     };
     table.insert(table.end(), others.begin(), others.end());
+    table.push_back(o.packed_option());
     o.add_to(table, true);
     const std::vector<Option> more = {
         {"", "", "", "measurements", {}},
@@ -1087,7 +1099,9 @@ int compare(const Options& o, const ModelFile& file, const Weights<T>& weights, 
     const size_t window = (size_t)(o.context ? o.context : std::min(2048, most)), V = (size_t)c.V;
     if (ids.size() < 2 || window < 2) DIE("--ppl: a text and a window of one token predict nothing");
     if (window > (size_t)other.config.max_positions) DIE("--ctx %zu: more than %s has", window, o.against.c_str());
-    Session<T> ours(c, weights, (int)window, o.ctx), theirs(other.config, truth, (int)window, o.ctx);
+    Context usual = o.ctx; // FP8 keys and values are part of what is measured
+    usual.kv_fp8 = false;
+    Session<T> ours(c, weights, (int)window, o.ctx), theirs(other.config, truth, (int)window, usual);
     MeanOfTokens kl, same, nll, nll_other, more;
     std::vector<acc<T>> held;
     Progress progress;
@@ -1766,7 +1780,8 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
 
     // Every matrix is read once a step, but the embedding only if it is the head.
     const double matrices = (double)parameters(c) - (c.tied ? 0. : (double)c.V * c.C);
-    const double weight_bytes = (double)step_bytes(weights), key_bytes = (double)KVCache<T>::bytes(c, 1) / PAGE;
+    const double weight_bytes = (double)step_bytes(weights);
+    const double key_bytes = (double)KVCache<T>::bytes(c, 1, o.ctx.kv_fp8) / PAGE;
     const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
 
     const std::unique_ptr<ReadTest> memory(gpu ? nullptr : new ReadTest);
@@ -1864,6 +1879,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     Weights<T> weights(file, o.dtype == "int8", keeps_packed<T>(o, o.ctx));
     to_device(o.ctx, file, weights);
     o.variant = o.dtype == "int8" ? 1 : file.is_quantized() && keeps_packed<T>(o, o.ctx) ? 2 : 0;
+    if (o.ctx.kv_fp8) o.variant |= 4;
     std::unique_ptr<AttachedAdapter<T>> adapter;
     if (!o.adapter.empty()) {
         const AdapterFile from(o.adapter, c);

@@ -1364,9 +1364,10 @@ void qknorm_rope_kv_cpu(Context&, T* q, T* keys, T* values, const T* qkv, const 
         };
         for (int h = 0; h < H; h++) norm_rope(q + ((size_t)n * H + h) * D, row + h * D, q_weight);
         for (int h = 0; h < K; h++) {
-            const size_t at = kv_offset(b.slot[n] / PAGE, h, b.slot[n] % PAGE, K, D);
-            norm_rope(keys + at, row + (H + h) * D, k_weight);
-            memcpy((void*)(values + at), row + (H + K + h) * D, D * sizeof(T));
+            T key[MAX_HEAD];
+            norm_rope(key, row + (H + h) * D, k_weight);
+            store_kv(keys, b, b.slot[n], h, key, K, D);
+            store_kv(values, b, b.slot[n], h, row + (H + K + h) * D, K, D);
         }
     }
 }
@@ -1499,14 +1500,19 @@ template <class T> struct Attention {
                 for (int i = 0; i < count; i++) rows[i].split.clear(D);
             const size_t at = kv_offset(table[first / PAGE], kv, 0, K, D);
             const size_t held = (size_t)std::min(PAGE, longest - first) * D;
-            if (count <= 2 && held == (size_t)PAGE * D) { // each load widens: the same numbers
+            if (!b.fp8 && count <= 2 && held == (size_t)PAGE * D) { // each load widens: the same numbers
                 const size_t next = first + PAGE < end ? kv_offset(table[first / PAGE + 1], kv, 0, K, D) : at;
                 const Page<T> page = {keys + at, values + at}, following = {keys + next, values + next};
                 for (int i = 0; i < count; i++) add_page(rows[i], stored, page, i == 0 ? following : page, first);
             } else {
                 // What lies past the end of the longest row was never written: zeros stand for it.
-                widen(page_keys, keys + at, held);
-                widen(page_values, values + at, held);
+                if (b.fp8) {
+                    widen_fp8(page_keys, keys, table[first / PAGE], kv, held);
+                    widen_fp8(page_values, values, table[first / PAGE], kv, held);
+                } else {
+                    widen(page_keys, keys + at, held);
+                    widen(page_values, values + at, held);
+                }
                 std::fill(page_keys + held, page_keys + PAGE * D, 0);
                 std::fill(page_values + held, page_values + PAGE * D, 0);
                 const Page<A> page = {page_keys, page_values};
@@ -1515,6 +1521,20 @@ template <class T> struct Attention {
             const bool complete = (first + PAGE) % CPU_SPLIT == 0 || first + PAGE >= end;
             for (int i = 0; i < count && complete; i++)
                 if (rows[i].length > first / CPU_SPLIT * CPU_SPLIT) rows[i].total.add(rows[i].split, D);
+        }
+    }
+
+    // The first `held` numbers of a page and head of an FP8 cache. (A NaN is not among the e4m3: see KVRow.)
+    void widen_fp8(A* page, const T* cache, int number, int kv, size_t held) const {
+        for (size_t j = 0; j < held / D; j++) {
+            const KVRow<T> row(cache, b, number, kv, (int)j, K, D);
+            lanes<T> v;
+            for (int i = 0; i < D; i += LANES) {
+                const int n = std::min(LANES, D - i);
+                load_some(v, (const e4m3*)row.q + i, n);
+                v *= row.factor;
+                memcpy(page + j * D + i, &v, n * sizeof(A));
+            }
         }
     }
 
@@ -1706,7 +1726,7 @@ void outer_sums(int A, int I, int terms, const T* u, size_t u_term, size_t u_row
             from[a] = u + std::min(a0 + a, A - 1) * u_row;
         }
         for (int t = 0; t < terms; t++) {
-            const T* x = row(t) + i0;
+            const auto* x = row(t) + i0;
             load_some(v[0], x, std::min(LANES, columns));
             if (columns > LANES) load_some(v[1], x + LANES, columns - LANES);
             else v[1] = lanes<T>{};
@@ -1764,11 +1784,43 @@ void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* logits, T* pi
     cross_entropy_cpu(ctx, loss, dlogits, logits, target, scale, R, W.out());
 }
 
+// Products with W's transpose: close(n, i, ahead[n][i] + sum_r dy[n * ld + r] W[r][i]), the sum in the order of r.
+// Packed rows are widened a few at a time while the sums wait in memory: the same sums in the same order.
+template <class T, class Close>
+void transposed_product_cpu(const Linear<T>& W, const T* dy, size_t ld, int N,
+                            const acc<T>* ahead, // (N, W.in), or null: zeros
+                            Close close) {
+    const size_t in = W.in;
+    auto begin = [&](int n, int i) { return ahead ? ahead[n * in + i] : 0; };
+    if (W.format == Format::PLAIN)
+        return outer_sums(N, W.in, W.out(), dy, 1, ld, 1, [&](int r) {
+            int b = 0;
+            while (r >= W.rows[b]) r -= W.rows[b++];
+            return W.w[b] + r * in;
+        }, begin, close);
+    constexpr int ROWS = 64;
+    static thread_local std::vector<acc<T>> kept, kept_sums;
+    acc<T> *wide = at_least(kept, ROWS * in), *sums = at_least(kept_sums, N * in);
+    const int out = W.out();
+    for (int b = 0; b < 3; b++)
+        for (int r0 = 0; r0 < W.rows[b]; r0 += ROWS) {
+            const int rows = std::min(ROWS, W.rows[b] - r0), first = W.first_row(b) + r0;
+            #pragma omp parallel for schedule(static) if (rows * in > 20000)
+            for (int r = 0; r < rows; r++) WeightRows<T>(W, b, (size_t)(r0 + r)).widen(wide + r * in, 1, 0, W.in);
+            outer_sums(N, W.in, rows, dy + first, 1, ld, 1, [=](int r) { return wide + r * in; },
+                       [&](int n, int i) { return first ? sums[n * in + i] : begin(n, i); },
+                       [&](int n, int i, acc<T> sum) {
+                           if (first + rows == out) close(n, i, sum);
+                           else sums[n * in + i] = sum;
+                       });
+        }
+}
+
 template <class T>
 void head_backward_cpu(Context&, T* dnormed, const T* dlogits, size_t ld, const int* rows, const Linear<T>& W, int R) {
     const size_t C = W.in;
-    outer_sums(R, W.in, W.out(), dlogits, 1, ld, 1, [&](int v) { return W.w[0] + v * C; }, FROM_ZERO,
-               [&](int r, int i, acc<T> sum) { dnormed[rows[r] * C + i] = to_stored<T>(sum); });
+    transposed_product_cpu(W, dlogits, ld, R, (const acc<T>*)nullptr,
+                           [&](int r, int i, acc<T> sum) { dnormed[rows[r] * C + i] = to_stored<T>(sum); });
 }
 
 template <class T>
@@ -1840,13 +1892,8 @@ void linear_backward_input_cpu(Context&, T* dx, T* dh, const T* dy, const Linear
                    [&](int n, int i, acc<T> sum) { dh[n * ld + column + i] = to_stored<T>(sum); });
     }
     const acc<T>* ahead = a.rank ? adapter_backward(dh, W, N) : nullptr;
-    auto row = [&](int r) {
-        int b = 0;
-        while (r >= W.rows[b]) r -= W.rows[b++];
-        return W.w[b] + r * in;
-    };
-    outer_sums(N, W.in, W.out(), dy, 1, out, 1, row, [&](int n, int i) { return ahead ? ahead[n * in + i] : 0; },
-               [&](int n, int i, acc<T> sum) { dx[n * in + i] = to_stored<T>(sum); });
+    transposed_product_cpu(W, dy, out, N, ahead,
+                           [&](int n, int i, acc<T> sum) { dx[n * in + i] = to_stored<T>(sum); });
 }
 
 template <class T>

@@ -142,6 +142,7 @@ struct Relevance {
             std::vector<T> stored((size_t)w.head.in);
             if (!w.head.in) DIE("the model has no head, which says yes or no");
             if (id >= w.head.out()) DIE("id %d is not in the vocabulary of %d", id, w.head.out());
+            if (ctx.gpu && w.head.format != Format::PLAIN) DIE("a reranker's weights do not stay packed on a GPU");
             if (ctx.gpu) copy_out(ctx, stored.data(), w.head.w[0] + (size_t)id * stored.size(), stored.size());
             for (int i = 0; i < w.head.in; i++) row->push_back(ctx.gpu ? to_acc(stored[(size_t)i]) : w.head.at(id, i));
         }

@@ -259,14 +259,19 @@ struct Quantization {
     }
 };
 
-// Throws what a format cannot hold, before anything is computed.
-inline void check_quantization(const ModelFile& file, const Quantization& how) {
+// Throws what a format cannot hold of a model's shapes.
+inline void check_groups(const ModelFile& file, const Quantization& how) {
     const char* path = file.path.c_str();
-    if (file.is_quantized() || file.is_int8()) DIE("%s: is quantised already; --convert makes bf16 of it", path);
     for (const ModelTensor& t : model_tensors(file.config))
         if (how.format == Format::INT4 && t.kind < MODULES && (t.rows % 8 || t.columns % how.group))
             DIE("%s: %s (%d,%d) is not in groups of %d columns and words of 8 rows", path, t.name().c_str(), t.rows,
                 t.columns, how.group);
+}
+// ... of the model, before anything is computed.
+inline void check_quantization(const ModelFile& file, const Quantization& how) {
+    if (file.is_quantized() || file.is_int8())
+        DIE("%s: is quantised already; --convert makes bf16 of it", file.path.c_str());
+    check_groups(file, how);
     if (!how.text.empty() && how.windows() == 0)
         DIE("the calibration text has %zu tokens, a window %d", how.text.size(), how.window);
 }

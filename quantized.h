@@ -491,7 +491,11 @@ struct Packer {
                 (config.method != Method::FP8 || t.dtype == Dtype::F8))
                 found.push_back(name.substr(0, name.size() - end.size()));
         for (const std::string& name : found) config.method == Method::FP8 ? pack_fp8(name) : pack_words(name);
-        std::vector<std::string> bytes; // our own INT8 among them, as --quantize writes embedding and head
+        pack_bytes();
+    }
+    // Our own INT8 among them, as --quantize writes embedding and head.
+    void pack_bytes() {
+        std::vector<std::string> bytes;
         for (auto& [name, t] : tensors)
             if (t.dtype == Dtype::I8 && t.shape.size() == 2 && tensors.count(name + "_scale"))
                 bytes.push_back(name);

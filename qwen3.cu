@@ -168,6 +168,7 @@ struct Context {
     std::shared_ptr<Gpu> gpu;                    // null: on the CPU
     bool plain = false;                          // by the definitions of this book
     bool invariant = false;                      // on a GPU: a row's bits do not depend on its batch (slower)
+    bool kv_fp8 = false;                         // a session's cache is FP8
     const volatile sig_atomic_t* stop = nullptr; // forward and backward give up between layers when this is not zero
 };
 
@@ -240,6 +241,7 @@ enum class Format { PLAIN, INT8, INT4, FP8 };
 constexpr int GROUP = 32; // INT8's, and the least there is
 inline float half_to_float(uint16_t h); // quantized.h
 inline float e4m3_to_float(uint8_t x);
+inline uint8_t float_to_e4m3(float f);
 template <class T> struct Linear {
     Format format = Format::PLAIN; // of all blocks
     const T* w[3] = {};            // PLAIN
@@ -311,11 +313,53 @@ struct Batch {
     int singles = 0;  // the first rows, of which each may be taken as a sequence's only one
     int splits = 1;   // of SPLIT keys: enough for the longest of these sequences. The GPU's, as is the next:
     int longest = 0;  // keys of the longest other sequence; 0: not known
+    bool fp8 = false; // the cache is: see KVRow
 };
 
 // One layer's keys or values: (pages, K, 16, D).
 BOTH inline size_t kv_offset(int page, int head, int within, int K, int D) {
     return (((size_t)page * K + head) * PAGE + within) * D;
+}
+
+// The key or value of a token and head, as it lies in one layer's cache.
+// FP8: the 16 rows of a page and head are 16 D e4m3, then 16 bytes e: a number is q 2^(e - 128). The e of a row is the
+// least with which none of it is beyond 448; 0 says that one was not finite, and all of the row is NaN. So each number
+// is a bf16, and what a row is depends on no other: attention is that of a bf16 cache that holds these numbers.
+template <class T> struct KVRow {
+    const T* plain;
+    const uint8_t* q;
+    acc<T> factor;
+    KVRow(const T* cache, const Batch& b, int page, int head, int within, int K, int D)
+        : plain(cache + kv_offset(page, head, within, K, D)), q(nullptr), factor(1) {
+        if (!b.fp8) return;
+        const uint8_t* block = (const uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
+        q = block + (size_t)within * D, factor = scale(block[(size_t)PAGE * D + within]);
+    }
+    acc<T> operator[](int i) const { return q ? (acc<T>)e4m3_to_float(q[i]) * factor : to_acc(plain[i]); }
+    static acc<T> scale(uint8_t e) {
+        return e ? (acc<T>)std::ldexp(1.f, e - 128) : std::numeric_limits<acc<T>>::quiet_NaN();
+    }
+};
+// Stores row (D), the key or value of a token and head.
+template <class T> void store_kv(T* cache, const Batch& b, int slot, int head, const T* row, int K, int D) {
+    const int page = slot / PAGE, within = slot % PAGE;
+    if (!b.fp8) return (void)std::copy_n(row, D, cache + kv_offset(page, head, within, K, D));
+    uint8_t* block = (uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
+    bool finite = true;
+    float largest = 0;
+    for (int i = 0; i < D; i++) {
+        const float size = std::fabs((float)to_acc(row[i]));
+        finite &= size <= std::numeric_limits<float>::max(), largest = std::max(largest, size);
+    }
+    int e = -100; // least: 2^-9 times it is still a bf16
+    if (finite && largest > 0) {
+        int exponent; // largest = f 2^exponent, 1/2 <= f < 1; 448 is 7/8 of 2^9
+        const float f = std::frexp(largest, &exponent);
+        e = std::max(e, exponent - 9 + (f > 0.875f));
+    }
+    block[(size_t)PAGE * D + within] = finite ? (uint8_t)(e + 128) : (uint8_t)0;
+    for (int i = 0; i < D; i++)
+        block[(size_t)within * D + i] = float_to_e4m3((float)std::ldexp((float)to_acc(row[i]), -e));
 }
 
 // What ops hand to each other, for up to N tokens. Inference uses one set for all layers; in training each layer has
@@ -383,12 +427,18 @@ template <class T> struct Activations {
 template <class T> struct KVCache {
     T *keys, *values;
     size_t layer_size; // from one layer to the next
+    bool fp8 = false;  // see KVRow: then arrays of T stand for bytes
 
-    static size_t bytes(const Config& c, size_t pages) {
-        return 2 * (size_t)c.L * pages * c.K * PAGE * c.D * sizeof(T);
+    static size_t block_bytes(const Config& c, bool fp8) { // of a page and head
+        return (size_t)PAGE * (fp8 ? c.D + 1 : c.D * sizeof(T));
     }
-    void plan(Arena& arena, const Config& c, size_t pages, bool training = false) {
-        const size_t layer = pages * c.K * PAGE * c.D, layers = training ? 1 : c.L;
+    static size_t bytes(const Config& c, size_t pages, bool fp8 = false) {
+        return 2 * (size_t)c.L * pages * c.K * block_bytes(c, fp8);
+    }
+    Batch of(Batch b) const { return b.fp8 = fp8, b; }
+    void plan(Arena& arena, const Config& c, size_t pages, bool training = false, bool eight = false) {
+        fp8 = eight;
+        const size_t layer = pages * c.K * block_bytes(c, fp8) / sizeof(T), layers = training ? 1 : c.L;
         layer_size = training ? 0 : layer;
         keys = arena.take<T>(layers * layer), values = arena.take<T>(layers * layer);
     }
@@ -532,9 +582,10 @@ void qknorm_rope_kv(T* q,               // (N,HD) out
         };
         for (int h = 0; h < H; h++) norm_rope(q + ((size_t)n * H + h) * D, row + h * D, q_weight);
         for (int h = 0; h < K; h++) {
-            const size_t at = kv_offset(b.slot[n] / PAGE, h, b.slot[n] % PAGE, K, D);
-            norm_rope(keys + at, row + (H + h) * D, k_weight);
-            for (int i = 0; i < D; i++) values[at + i] = row[(H + K + h) * D + i];
+            T key[MAX_HEAD];
+            norm_rope(key, row + (H + h) * D, k_weight);
+            store_kv(keys, b, b.slot[n], h, key, K, D);
+            store_kv(values, b, b.slot[n], h, row + (H + K + h) * D, K, D);
         }
     }
 }
@@ -568,19 +619,23 @@ void attention(T* out,          // (N,HD) out
         std::vector<acc<T>> p(length), mix(D);
         for (int h = 0; h < H; h++) {
             const T* query = q + ((size_t)n * H + h) * D;
-            auto at = [&](int m) { return kv_offset(pages[m / PAGE], h / (H / K), m % PAGE, K, D); };
+            auto at = [&](const T* cache, int m) {
+                return KVRow<T>(cache, b, pages[m / PAGE], h / (H / K), m % PAGE, K, D);
+            };
             acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
             for (int m = 0; m < length; m++) { // first pass: scores and the largest of them
+                const KVRow<T> key = at(keys, m);
                 p[m] = 0;
-                for (int i = 0; i < D; i++) p[m] += to_acc(query[i]) * to_acc(keys[at(m) + i]);
+                for (int i = 0; i < D; i++) p[m] += to_acc(query[i]) * key[i];
                 p[m] /= std::sqrt((acc<T>)D);
                 top = std::max(top, p[m]);
             }
             std::fill(mix.begin(), mix.end(), 0);
             for (int m = 0; m < length; m++) { // second pass: exponentials, their sum, the weighted sum of values
+                const KVRow<T> value = at(values, m);
                 p[m] = std::exp(p[m] - top);
                 sum += p[m];
-                for (int i = 0; i < D; i++) mix[i] += p[m] * to_acc(values[at(m) + i]);
+                for (int i = 0; i < D; i++) mix[i] += p[m] * value[i];
             }
             for (int i = 0; i < D; i++) out[((size_t)n * H + h) * D + i] = to_stored<T>(mix[i] / sum);
             if (lse) lse[(size_t)n * H + h] = top + std::log(sum);
@@ -648,8 +703,9 @@ void layer_forward(Context& ctx, const Config& c, const Layer<T>& layer, const B
 
 // Tokens to vectors, up to the final norm: a.normed (N,C). The keys and values of the batch go to the cache.
 template <class T>
-void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, KVCache<T>& kv,
+void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& batch, Activations<T>& a, KVCache<T>& kv,
              const acc<T>* rope) {
+    const Batch b = kv.of(batch);
     const int N = b.N, C = c.C;
     RUN(embed, a.layer[0].in, w.embed, b, C);
     for (int l = 0; l < c.L && !(ctx.stop && *ctx.stop); l++) {
@@ -813,6 +869,7 @@ template <class T> struct Session {
     // Plans all memory for `context` tokens. Throws Error if it is more than there is.
     Session(const Config& c, const Weights<T>& w, int context, const Context& where = {})
         : ctx(where), config(c), weights(w), capacity(context) {
+        if (ctx.gpu && ctx.kv_fp8) DIE("FP8 keys and values on a GPU are not supported");
         if constexpr (HAS_GPU<T>) if (ctx.gpu) draws = std::make_shared<GpuDraws<T>>(*this);
         arena.gpu = ctx.gpu != nullptr;
         chunk = std::min(ctx.gpu ? GPU_CHUNK : CHUNK, capacity);
@@ -832,7 +889,7 @@ template <class T> struct Session {
 
     void plan() {
         pages = capacity / PAGE + (capacity % PAGE != 0);
-        cache.plan(arena, config, pages);
+        cache.plan(arena, config, pages, false, ctx.kv_fp8);
         activations.plan(arena, config, chunk, !ctx.gpu);
         rope = arena.take<acc<T>>((size_t)capacity * config.D);
         row_logits = arena.take<acc<T>>((size_t)std::min(chunk, ROWS) * config.V);
@@ -1481,6 +1538,8 @@ struct Gpu {
     int* arrived = nullptr;      // ... and how many of them are done: (MAX_TILES), zero between kernels
     float* attention = nullptr;  // the same for attention, see attention_scratch
     int* attention_arrived = nullptr;
+    bf16* unpacked = nullptr;    // of packed weights, a matrix at a time: see packed.h
+    size_t unpacked_numbers = 0;
 };
 constexpr size_t PARTIAL_BYTES = 32 << 20;
 constexpr int MAX_TILES = 4096;
@@ -1875,7 +1934,9 @@ __global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
     const bf16* row = table + (size_t)b.token[n] * C;
     for (int i = threadIdx.x; i < C; i += blockDim.x) x[(size_t)n * C + i] = to_acc(row[i]);
 }
+inline void packed_embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b); // packed.h
 inline void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C) {
+    if (table.format != Format::PLAIN) return packed_embed_gpu(ctx, x, table, b);
     // A forward's first kernel waits for all before it, so that those after it may read early: see launch_kernel.
     launch_kernel(ctx, false, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
 }
@@ -3600,6 +3661,8 @@ __global__ void __launch_bounds__(256) lora_down_weight_kernel(float* dA, const 
         }
 }
 
+#include "packed.h" // the same with packed weights
+
 // ---- Launchers: the products of Book I, in its order.
 
 inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N) {
@@ -3613,10 +3676,12 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
     const int out = Epilogue::PAIR ? W.rows[0] : W.out();
     const Adapter<bf16>& a = W.adapter;
     if (N <= STREAM_TOKENS && !ctx.invariant && !a.rank) {
-        stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, out}, epilogue);
+        if (W.format != Format::PLAIN) packed_product(ctx, epilogue, x, nullptr, W, N);
+        else stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, out}, epilogue);
         return;
     }
-    TileArgs p = {x, W.w[0], N, W.in, out};
+    TileArgs p = {x, unpacked(ctx, W), N, W.in, out};
+    const AfterUnpacking order(ctx, W);
     p.early = N <= 128;
     if (a.rank) {
         lora_down_gpu(ctx, a.h, x, W, N);
@@ -3628,7 +3693,7 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
 template <class Epilogue>
 void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm,
                       const Linear<bf16>& W, int N, float eps) {
-    if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank) {
+    if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank || W.format != Format::PLAIN) {
         rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
         return product_gpu(ctx, epilogue, normed, W, N);
     }
@@ -3656,7 +3721,12 @@ inline void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16*
 inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W,
                      int R) {
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
-    product_gpu(ctx, StoreEpilogue<float>(logits, W.out()), picked, W, R);
+    if (W.format == Format::PLAIN || (R <= STREAM_TOKENS && !ctx.invariant))
+        return product_gpu(ctx, StoreEpilogue<float>(logits, W.out()), picked, W, R);
+    each_part(ctx, W, false, [&](int first, int count, const bf16* weights) {
+        const AfterUnpacking order(ctx, W);
+        tile_product(ctx, {picked, weights, R, W.in, count}, StoreEpilogue<float>(logits + first, W.out()));
+    });
 }
 
 // ---- Products of few rows that have different adapters (serve's steps). First the adapters' part of all rows,
@@ -3775,19 +3845,25 @@ inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* logit
                           int R) {
     const int V = W.out(), pieces = (V + 63) / 64;
     float2* const of_64 = (float2*)parts;
-    const LossEpilogue epilogue(logits, V, of_64, pieces);
-    const TileArgs p = {picked, W.w[0], R, W.in, V};
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
-    if (ctx.gpu->hopper) hopper_product<false, false>(ctx, p, epilogue);
-    else launch_tiles<Tile128x128>(ctx, p, epilogue);
+    each_part(ctx, W, false, [&](int first, int count, const bf16* weights) {
+        const AfterUnpacking order(ctx, W);
+        const LossEpilogue epilogue(logits + first, V, of_64 + first / 64, pieces);
+        const TileArgs p = {picked, weights, R, W.in, count};
+        if (ctx.gpu->hopper) hopper_product<false, false>(ctx, p, epilogue);
+        else launch_tiles<Tile128x128>(ctx, p, epilogue);
+    });
     launch(ctx, cross_entropy_kernel, R, 1024, 0, loss, dlogits, logits, of_64, pieces, target, scale, V);
 }
 
 inline void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const int* rows,
                               const Linear<bf16>& W, int R) {
-    TileArgs p = {dlogits, W.w[0], R, W.out(), W.in};
-    p.ldx = (int)ld;
-    tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed, rows, W.in));
+    each_part(ctx, W, true, [&](int first, int count, const bf16* weights) {
+        const AfterUnpacking order(ctx, W);
+        TileArgs p = {dlogits, weights, R, W.out(), count};
+        p.ldx = (int)ld;
+        tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed + first, rows, W.in));
+    });
 }
 
 // The adapter's part is made in the product with W, whose further columns are dh and A, unless several modules share x
@@ -3797,7 +3873,8 @@ inline void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, const bf
     const int width = lora.width();
     const bool together = width && (lora.modules == 1 || !lora.dropping);
     if (width) tile_product<false, true>(ctx, {dy, W.adapter.B, N, W.out(), width}, StoreEpilogue<bf16>(dh, width));
-    TileArgs p = {dy, W.w[0], N, W.out(), W.in};
+    TileArgs p = {dy, unpacked(ctx, W), N, W.out(), W.in};
+    const AfterUnpacking order(ctx, W);
     if (together) p.more_x = dh, p.more_W = W.adapter.A, p.more = width;
     if (together && lora.dropping)
         return tile_product<false, true>(ctx, p, DropEpilogue(dx, W.in, lora.dropout, lora.module[0], lora.scale));
@@ -5458,10 +5535,12 @@ template <class T> struct GpuDraws {
   private:
     void launch_draw(const int* row) {
         const size_t V = session.config.V;
-        const bf16 *x = session.activations.normed, *W = session.weights.head.w[0];
-        const StreamArgs head = {x, row, nullptr, nullptr, 0, W, 1, session.config.C, (int)V};
+        const Linear<T>& W = session.weights.head;
+        const bf16* x = session.activations.normed;
+        const StreamArgs head = {x, row, nullptr, nullptr, 0, W.w[0], 1, session.config.C, (int)V};
         const DrawEpilogue epilogue{session.row_logits, V, draw_parameters, step.seen, best};
-        const int blocks = stream_product(ctx, head, epilogue);
+        const int blocks = W.format == Format::PLAIN ? stream_product(ctx, head, epilogue)
+                                                     : packed_product(ctx, epilogue, x, row, W, 1);
         launch(ctx, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, V, draw_parameters, best, blocks, step);
     }
 

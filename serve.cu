@@ -387,7 +387,7 @@ template <class T> struct Engine {
     bool busy() const { return !running.empty() || !waiting.empty() || !under_way.empty(); }
 
     void plan() {
-        cache.plan(arena, config, (size_t)pages);
+        cache.plan(arena, config, (size_t)pages, false, ctx.kv_fp8);
         activations.plan(arena, config, max_rows, !ctx.gpu);
         rope = arena.take<acc<T>>((size_t)options.context * config.D);
         const size_t rows = (size_t)std::max(options.max_seqs, options.lookup + 1);
@@ -403,7 +403,7 @@ template <class T> struct Engine {
     // The number of pages; and, where the context may be less than it is (at_most), the longest whose keys and values
     // fit, and whose tables (a GPU's scratch for attention grows with it) leave 7/8 of the memory to the cache.
     void choose_sizes() {
-        const size_t page_bytes = KVCache<T>::bytes(config, 1);
+        const size_t page_bytes = KVCache<T>::bytes(config, 1, ctx.kv_fp8);
         auto room_with = [&](int context) { // for the cache
             options.context = context, max_pages = (context + PAGE - 1) / PAGE;
             arena.used = 0, pages = 0;
@@ -437,8 +437,8 @@ template <class T> struct Engine {
         }
 #endif
         const int each = std::min(max_pages, USUAL_CONTEXT / PAGE);
-        return std::min(KVCache<T>::bytes(config, (size_t)std::max(max_pages, options.max_seqs * each)),
-                        available_memory() / 4);
+        return std::min(KVCache<T>::bytes(config, (size_t)std::max(max_pages, options.max_seqs * each),
+                                          ctx.kv_fp8), available_memory() / 4);
     }
 
     // The arrays of a step of N rows and R draws, one after the other in `input`.

@@ -40,7 +40,7 @@
 // ================================================================================================== 1 Options
 
 struct Options : ModelOptions {
-    std::string train, out, eval, adapter_init, merge, schedule = "cosine";
+    std::string train, out, eval, adapter_init, merge, merge_as, schedule = "cosine";
     AdapterConfig lora;
     float dropout = 0.1f;
     double lr = 1.5e-4, weight_decay = 0.01, warmup = 0.1, clip = 1, epochs = 0; // 0: not said
@@ -149,12 +149,15 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--overwrite", "", "replaces it; with --merge also what is at PATH", flag(o.overwrite)},
         {"", "--merge", "PATH", "afterwards: a model.bin (PATH ends in .bin) or a Hugging Face folder\n"
          "with the adapter merged, and its tokenizer", file_name(o.merge)},
+        {"", "--merge-as", "FORMAT", "... quantised anew: int4, int8 or fp8, to the nearest (PATH ends in .bin)",
+         one_of(o.merge_as, {"int4", "int8", "fp8"})},
         {"", "--recompute", "", "keeps less for the backward pass, and computes it again", flag(o.recompute)},
         {"", "--gpus", "N", "of this host: a process each, and --batch rows for each; with -d cpu N\n"
          "processes on the CPU. (torchrun, mpirun and Slurm need no --gpus)", whole(o.gpus, 1, 1024)},
         {"", "--no-overlap", "", "... whose gradients are added up after the backward pass, not during it",
          flag(o.overlap, false)},
     };
+    table.push_back(o.packed_option());
     o.add_to(table, false);
     return table;
 }
@@ -176,6 +179,8 @@ static void check_options(const Options& o) {
         DIE("no dataset named (without one: --adapter-init DIR --merge PATH)");
     if (o.train.empty() && !o.out.empty())
         DIE("no dataset named, and -o is for training (--merge PATH says where a merged model goes)");
+    if (!o.merge_as.empty() && (o.merge.size() < 5 || o.merge.compare(o.merge.size() - 4, 4, ".bin") != 0))
+        DIE("--merge-as %s is for --merge PATH where PATH ends in .bin", o.merge_as.c_str());
     if (!o.train.empty() && o.out.empty()) DIE("-o DIR says where the adapter goes");
     if (o.resume && o.overwrite) DIE("--resume goes on with a run and --overwrite replaces it: not both");
     const std::string adapter = !o.says_lora.empty() ? o.says_lora : o.merge.empty() ? "--adapter-init" : "--merge";
@@ -378,7 +383,8 @@ template <class T> struct Trainer {
 
     Trainer(const Options& options, const Context& where, const ModelFile& f, const Dataset& train,
             const Dataset* evaluation)
-        : o(options), ranks(*o.ranks), ctx(where), file(f), c(f.config), w(f), data(train), eval(evaluation) {
+        : o(options), ranks(*o.ranks), ctx(where), file(f), c(f.config),
+          w(f, false, keeps_packed<T>(options, where)), data(train), eval(evaluation) {
         ctx.stop = &interrupted;
         if (o.grpo) open_rewards();
         rows = fitting(data);
@@ -1497,8 +1503,23 @@ struct Log {
 
 // ==================================================================================================== 5 Merge
 
+// How --merge-as quantises: in groups and with an embedding as the base has them, if it is quantised.
+static Quantization merged_as(const Options& o, const ModelFile& file) {
+    Quantization how;
+    how.format = o.merge_as == "int4" ? Format::INT4 : o.merge_as == "int8" ? Format::INT8 : Format::FP8;
+    how.group = 128;
+    for (auto& [name, t] : file.tensors) {
+        const Kept kept = t.is_quantized() && t.shape.size() == 2 ? kept_as(t) : Kept{};
+        if (kept.format == Format::INT4) how.group = std::min(how.group, kept.group);
+    }
+    const bool packed = file.is_quantized() || file.is_int8();
+    how.keep_embedding = packed && readable_tensors(file).at(ModelTensor{EMBED, -1, 0, 0}.name()).is_plain();
+    return how;
+}
+
 // What would make a merge fail, asked before hours of training.
-static void check_merge(const ModelFile& file, const std::string& path, bool overwrite) {
+static void check_merge(const Options& o, const ModelFile& file) {
+    const std::string& path = o.merge;
     const char* name = path.c_str();
     bool itself = same_file(file.path, path);
     for (const MappedFile& map : file.maps)
@@ -1506,11 +1527,27 @@ static void check_merge(const ModelFile& file, const std::string& path, bool ove
     if (itself) DIE("--merge %s: is the model itself", name);
     struct stat st;
     const bool there = stat(name, &st) == 0 && S_ISREG(st.st_mode);
-    if (!overwrite && (there || ModelFile::in_folder(path)))
+    if (!o.overwrite && (there || ModelFile::in_folder(path)))
         DIE("--merge %s: there is a model already; --overwrite replaces it", name);
-    for (auto& [name, t] : file.tensors)
+    for (auto& [name, t] : readable_tensors(file))
         if (!t.is_float())
             DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
+    if (!o.merge_as.empty()) check_groups(file, merged_as(o, file));
+}
+
+// Writes the merged model: as bf16 (F16, F32), or with --merge-as quantised, of a file beside it that is then removed.
+static void write_result(const Options& o, const ModelFile& file, const AdapterFile& adapter) {
+    if (o.merge_as.empty()) return write_merged(file, adapter, o.merge);
+    struct Removed {
+        std::string path;
+        ~Removed() { unlink(path.c_str()); }
+    } const whole = {format("%s.%d.bin", o.merge.c_str(), (int)getpid())};
+    write_merged(file, adapter, whole.path);
+    const ModelFile from(whole.path);
+    const Quantization how = merged_as(o, file);
+    const std::vector<OutTensor> tensors = from.is_float32() ? quantize_model<float>(from, how, {})
+                                                             : quantize_model<bf16>(from, how, {});
+    write_safetensors(o.merge, model_metadata(quantized_config(from, how), from.generation_text), tensors);
 }
 
 // Merges, then compares the model with the adapter and the merged model: the mean KL divergence over the positions of a
@@ -1519,7 +1556,7 @@ template <class T>
 void merge(const Options& o, Context ctx, const ModelFile& file, const std::string& folder, const Dataset* data) {
     constexpr int PROMPT = 64, ANSWER = 64;
     const AdapterFile adapter(folder, file.config);
-    write_merged(file, adapter, o.merge);
+    write_result(o, file, adapter);
     const bool one_file = !ModelFile::in_folder(o.merge);
     const size_t slash = o.merge.rfind('/');
     give_tokenizer(o, file, !one_file ? o.merge : slash == std::string::npos ? "." : o.merge.substr(0, slash + 1),
@@ -1537,7 +1574,7 @@ void merge(const Options& o, Context ctx, const ModelFile& file, const std::stri
     double kl = 0;
     for (int which = 0; which < 2; which++) {
         const ModelFile& from = which ? merged : file;
-        Weights<T> w(from);
+        Weights<T> w(from, false, keeps_packed<T>(o, ctx));
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (ctx.gpu) w.upload(ctx, from);
 #endif
@@ -1795,9 +1832,10 @@ static void join_ranks(Options& o) {
     if (o.help) return 0;
     o.use_threads();
     const ModelFile file(o.model);
-    if (file.is_int8())
-        DIE("%s: INT8 weights are for inference; train the model that they were made of", o.model.c_str());
-    if (!o.merge.empty()) check_merge(file, o.merge, o.overwrite);
+    if (o.full && (file.is_int8() || file.is_quantized()))
+        DIE("%s: --full: quantised weights cannot be trained, only adapters on them (qwen3 --convert makes bf16)",
+            o.model.c_str());
+    if (!o.merge.empty()) check_merge(o, file);
     if (!o.adapter_init.empty()) o.lora = AdapterFile(o.adapter_init, file.config).config;
     std::unique_ptr<Dataset> data, eval;
     const size_t leaked = o.train.empty() ? 0 : open_datasets(o, file, data, eval);

@@ -275,8 +275,9 @@ template <class T> struct MixedLayer {
 
 // Tokens to vectors, as `forward` does; `w` has no adapter of its own.
 template <class T>
-void mixed_forward(Context& ctx, const Config& c, const Weights<T>& w, const Segments<T>& segments, const Batch& b,
+void mixed_forward(Context& ctx, const Config& c, const Weights<T>& w, const Segments<T>& segments, const Batch& batch,
                    Activations<T>& a, KVCache<T>& kv, const acc<T>* rope, const MixedRows& mixed = {}) {
+    const Batch b = kv.of(batch);
     const int N = b.N, C = c.C;
     RUN(embed, a.layer[0].in, w.embed, b, C);
     for (int l = 0; l < c.L; l++) {

@@ -11,9 +11,9 @@ inline const Json& bf16_fixture() {
     return once;
 }
 
-template <class T> Tensor64 whole_gradients(const Context& ctx, bool full) {
+template <class T> Tensor64 whole_gradients(const Context& ctx, bool full, const std::string& model = "tests/fixtures/tiny/model.bin") {
     const Json& fixture = bf16_fixture();
-    const ModelFile file("tests/fixtures/tiny/model.bin");
+    const ModelFile file(model);
     Scratch scratch;
     DatasetWriter writer(scratch / "rows.bin", 0, 0);
     for (size_t row = 0; row < fixture["ids"].size(); row++) {
@@ -26,6 +26,7 @@ template <class T> Tensor64 whole_gradients(const Context& ctx, bool full) {
     const Dataset data(scratch / "rows.bin");
     Options o;
     o.dropout = 0;
+    o.packed = true; // (of a GPU; a CPU keeps what is quantised)
     o.full = full;
     o.rank_step = ctx.gpu ? GPU_RANK_STEP : 1;
     o.adapter_init = "tests/fixtures/train/adapter_bf16";

@@ -1,6 +1,7 @@
 // What the GPU's suites share: arrays in its memory, a context with scratch, a Linear on both sides.
 #pragma once
 #include "../common.h"
+#include "../packed.h"
 #include <numeric>
 
 inline Context& gpu() {
@@ -72,3 +73,34 @@ struct Matrix {
 template <class T, class A> int differences(const std::vector<T>& got, const std::vector<A>& want, double sum_size) {
     return wrong(got, as_double(want), [&](size_t i) { return 2.2 * rounding<T>(to_acc(want[i])) + sum_error<float>(sum_size) * 4; });
 }
+
+// A packed Linear on the GPU as upload leaves it, and its numbers as bf16 on both sides; scratch for `numbers` of them.
+struct PackedMatrix {
+    PackedLinear<bf16> host;
+    std::vector<bf16> rounded;
+    Device<bf16> copy, scratch;
+    Linear<bf16> plain, plain_device, device;
+    Arena arena;
+    PackedMatrix(Random& random, const PackedKind& kind, std::vector<int> rows, int in, size_t numbers)
+        : host(random, kind.format, kind.group, kind.zeros, rows, in), rounded(numbers_of(host)), copy(rounded), scratch(numbers), device(host) {
+        plain.in = plain_device.in = in;
+        for (int b = 0; b < 3 && host.rows[b]; b++) {
+            plain.rows[b] = plain_device.rows[b] = host.rows[b];
+            plain.w[b] = rounded.data() + (size_t)host.first_row(b) * in, plain_device.w[b] = copy + (size_t)host.first_row(b) * in;
+        }
+        std::vector<UploadPiece> pieces;
+        std::vector<std::vector<uint8_t>> made;
+        arena.gpu = true;
+        place_packed(arena, device, nullptr, made);
+        arena.allocate("a matrix");
+        place_packed(arena, device, &pieces, made);
+        for (auto& p : pieces) CUDA_CHECK(cudaMemcpy(arena.base + p.to, p.from, p.bytes, cudaMemcpyHostToDevice));
+    }
+    static std::vector<bf16> numbers_of(const Linear<bf16>& W) {
+        std::vector<bf16> all;
+        for (int r = 0; r < W.out(); r++)
+            for (int i = 0; i < W.in; i++) all.push_back(to_bf16(W.at(r, i)));
+        return all;
+    }
+    void use(Context& ctx) { ctx.gpu->unpacked = scratch, ctx.gpu->unpacked_numbers = scratch.n; }
+};

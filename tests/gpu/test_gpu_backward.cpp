@@ -457,3 +457,17 @@ TEST_CASE("two GPUs have one's curve with the same rows a step, by NCCL; twice t
     }
     unsetenv("AS_TRAIN_LORA");
 }
+
+TEST_CASE("QLoRA on the GPU: gradients of adapters on packed weights are as near to the truth as PyTorch's bf16 ones, and the CPU's") {
+    const ModelFile from("tests/fixtures/tiny/model.bin");
+    for (Format format : {Format::INT4, Format::INT8, Format::FP8}) {
+        CAPTURE((int)format);
+        const Scratch s;
+        const std::string model = s / "m.bin";
+        Quantization how;
+        how.format = format, how.group = 64;
+        write_safetensors(model, model_metadata(quantized_config(from, how), from.generation_text), quantize_model<bf16>(from, how, {}));
+        const Tensor64 truth = whole_gradients<float>(Context(), false, model), got = whole_gradients<bf16>(gpu(), false, model);
+        no_worse_than_pytorch(distances(got, truth, truth), false);
+    }
+}

@@ -13,19 +13,32 @@ constexpr Size SIZES[] = {{"0.6B", 1024, 28, 16, 8, 3072, true},  {"1.7B", 2048,
                           {"4B", 2560, 36, 32, 8, 9728, true},    {"8B", 4096, 36, 32, 8, 12288, false},
                           {"14B", 5120, 40, 40, 8, 17408, false}, {"32B", 5120, 64, 64, 8, 25600, false}};
 
+// Weights on a GPU: in bf16, or packed with --packed (embedding and head INT8, INT4 in groups of 128 with zero points) and
+// the scratch in which they are unpacked.
+static size_t weights(const Config& c, Format format) {
+    if (format == Format::PLAIN) return 2 * parameters(c);
+    size_t bytes = 0;
+    for (const ModelTensor& t : model_tensors(c)) {
+        const size_t rows = (size_t)t.rows, in = (size_t)t.columns;
+        const bool int4 = format == Format::INT4 && t.kind < MODULES;
+        bytes += !in ? 2 * rows : rows * (int4 ? in / 2 + in / 128 * 3 : in + in / 32 * 2);
+    }
+    return bytes + 2 * unpacked_numbers(c);
+}
+
 // Session's plan, for a conversation of up to `context` tokens.
-static size_t chat(const Config& c, int context) {
+static size_t chat(const Config& c, int context, Format format = Format::PLAIN) {
     Arena arena;
     KVCache<bf16> cache;
     Activations<bf16> activations;
     const int chunk = std::min(Session<bf16>::GPU_CHUNK, context), rows = Session<bf16>::ROWS;
     cache.plan(arena, c, (size_t)(context + PAGE - 1) / PAGE);
     activations.plan(arena, c, chunk, false);
-    return 2 * parameters(c) + arena.used + (size_t)context * c.D * 4 + (size_t)rows * (4 * c.V + 2 * c.C) + SCRATCH;
+    return weights(c, format) + arena.used + (size_t)context * c.D * 4 + (size_t)rows * (4 * c.V + 2 * c.C) + SCRATCH;
 }
 
 // Trainer's plan, for batches of `batch` rows that feed 512 tokens each; rank 0 trains all parameters.
-static size_t training(const Config& c, int batch, int rank, bool recompute) {
+static size_t training(const Config& c, int batch, int rank, bool recompute, Format format = Format::PLAIN) {
     const size_t HD = (size_t)c.H * c.D, KD = (size_t)c.K * c.D, C = c.C, F = c.F, L = c.L, r = rank;
     // Every A, and every B with the zeros beside its blocks: (in, out, modules) of the products qkv, o, gate and up, down.
     const size_t products[4][3] = {{C, HD + 2 * KD, 3}, {HD, C, 1}, {C, 2 * F, 2}, {F, C, 1}};
@@ -40,8 +53,21 @@ static size_t training(const Config& c, int batch, int rank, bool recompute) {
     a.plan_training(arena, c, N, recompute);
     d.plan(arena, c, N, rank, std::min(N, Trainer<bf16>::GPU_HEAD_ROWS));
     kv.plan(arena, c, (size_t)N / PAGE + batch, true);
-    const size_t model = rank ? 2 * parameters(c) : 0; // (without LoRA the parameters are in `count`)
+    const size_t model = rank ? weights(c, format) : 0; // (without LoRA the parameters are in `count`)
     return model + count * (2 + 4 * 4) + 2 * N * width + arena.used + SCRATCH;
+}
+
+static void packed_table() {
+    printf("GB     weights bf16   INT8   INT4   chat 4,096 INT8   INT4   QLoRA 16, rank 16, --recompute INT8   INT4\n");
+    for (const Size& s : SIZES) {
+        Config c = {};
+        c.C = s.C, c.L = s.L, c.H = s.H, c.K = s.K, c.D = 128, c.F = s.F, c.V = 151936, c.max_positions = 40960, c.tied = s.tied;
+        printf("%-4s %14.2f", s.name, weights(c, Format::PLAIN) / GB);
+        for (Format f : {Format::INT8, Format::INT4}) printf(" %6.2f", weights(c, f) / GB);
+        for (Format f : {Format::INT8, Format::INT4}) printf(" %10.1f", chat(c, 4096, f) / GB);
+        for (Format f : {Format::INT8, Format::INT4}) printf(" %16.1f", training(c, 16, 16, true, f) / GB);
+        printf("\n");
+    }
 }
 
 int main() {
@@ -57,4 +83,5 @@ int main() {
                     (training(c, 16, 32, false) - 2 * parameters(c)) / GB,
                     (training(c, 64, 32, false) - 2 * parameters(c)) / GB, training(c, 64, 0, false) / GB);
     }
+    packed_table();
 }

@@ -3,52 +3,18 @@
 #include "../common.h"
 #include "../files.h"
 #include "../golden.h"
+#include "../packed.h"
 #include "../process.h"
 
+static const std::vector<PackedKind> KINDS(PACKED_KINDS.begin(), PACKED_KINDS.end() - 1); // (INT8: test_int8.cpp)
 static const std::string QUANTIZED = "tests/fixtures/quantized/";
 
 // ----------------------------------------------------------------------------------------- products
 
-// A Linear of random numbers in a format: INT4 in groups of 32, 64 or 128 with zero points or without, or FP8.
-template <class T> struct PackedLinear : Linear<T> {
-    std::vector<int8_t> all_q;
-    std::vector<uint16_t> halves;
-    std::vector<uint8_t> zeros;
-    std::vector<float> floats;
-    PackedLinear(Random& random, Format format, int group, bool with_zeros, std::vector<int> blocks, int in) {
-        this->format = format, this->group = group, this->in = in;
-        size_t rows = 0, at = 0;
-        for (int r : blocks) rows += (size_t)r;
-        const size_t groups = (size_t)this->groups();
-        for (size_t i = 0; i < rows * this->row_bytes(); i++) {
-            all_q.push_back((int8_t)random.below(256));
-            if (format == Format::FP8 && (all_q.back() & 0x7f) == 0x7f) all_q.back() = 3; // no NaN
-        }
-        for (size_t i = 0; i < rows * groups + 8; i++) {
-            const float s = (float)std::ldexp(1 + random.uniform(), -random.below(18)) * (random.below(9) ? 1.f : -1.f);
-            halves.push_back(float_to_half(random.below(20) ? s : 0)); // subnormals and zeros too
-            floats.push_back(random.below(20) ? s : 0);
-            zeros.push_back((uint8_t)random.below(16));
-        }
-        if (format == Format::FP8) this->group_rows = 5;
-        for (size_t b = 0; b < blocks.size(); b++) {
-            const size_t g = format == Format::FP8 ? (at + 4) / 5 * groups : at * groups;
-            this->q[b] = all_q.data() + at * this->row_bytes();
-            this->scale[b] = format == Format::FP8 ? (const void*)(floats.data() + g) : halves.data() + g;
-            if (with_zeros) this->zero[b] = zeros.data() + g;
-            this->rows[b] = blocks[b], at += (size_t)blocks[b];
-        }
-    }
-    PackedLinear(const PackedLinear&) = delete;
-};
-struct Kind { Format format; int group; bool zeros; };
-static const Kind KINDS[] = {{Format::INT4, 32, false}, {Format::INT4, 32, true}, {Format::INT4, 64, false}, {Format::INT4, 64, true},
-                             {Format::INT4, 128, false}, {Format::INT4, 128, true}, {Format::FP8, 128, false}, {Format::FP8, 32, false}};
-
 TEST_CASE_TEMPLATE("products with INT4 and FP8 weights are those of W.at", T, bf16, float, double) {
     EACH_WAY;
     Random random{31};
-    for (const Kind& kind : KINDS) for (int N : {1, 2, 5, 67}) for (int in : {1, 33, 64, 96, 128, 192, 320}) {
+    for (const PackedKind& kind : KINDS) for (int N : {1, 2, 5, 67}) for (int in : {1, 33, 64, 96, 128, 192, 320}) {
         PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, {41, 7}, in);
         const size_t out = (size_t)W.out();
         const auto x = random.fill<T>((size_t)N * in);
@@ -67,7 +33,7 @@ TEST_CASE_TEMPLATE("products with INT4 and FP8 weights are those of W.at", T, bf
 
 TEST_CASE_TEMPLATE("a row of an INT4 or FP8 product has the same bits in any batch, for any number of threads", T, bf16, float) {
     Random random{32};
-    for (const Kind& kind : KINDS) for (int in : {96, 192, 256}) on_every_instruction_set([&] {
+    for (const PackedKind& kind : KINDS) for (int in : {96, 192, 256}) on_every_instruction_set([&] {
         const int N = 37;
         PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, {45, 20}, in);
         const auto x = random.fill<T>((size_t)N * in);
@@ -129,13 +95,82 @@ TEST_CASE("INT4 products: wide ranges of x, subnormals, infinities; weights that
 TEST_CASE("embed with INT4 and FP8 weights: W.at of the token's row") {
     EACH_WAY;
     Random random{34};
-    for (const Kind& kind : KINDS) {
+    for (const PackedKind& kind : KINDS) {
         PackedLinear<bf16> table(random, kind.format, kind.group, kind.zeros, {50}, 96);
         TestBatch batch(random, {{0, 7}, {3, 1}}, 50, 2);
         auto x = poisoned<float>(10 * 96);
         CALL(embed, x.data(), table, batch.view(), 96);
         for (int n = 0; n < 8; n++)
             for (int i = 0; i < 96; i++) REQUIRE(x[(size_t)n * 96 + i] == table.at(batch.token[(size_t)n], i));
+    }
+}
+
+TEST_CASE_TEMPLATE("dx of packed weights: the definition in double", T, bf16, float, double) {
+    EACH_WAY;
+    Random random{71};
+    for (const PackedKind& kind : PACKED_KINDS) for (int N : {1, 5, 33}) for (int in : {1, 33, 64, 192}) {
+        const std::vector<int> blocks = in == 64 ? std::vector<int>{130, 7, 64} : std::vector<int>{41};
+        PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, blocks, in);
+        const size_t out = (size_t)W.out();
+        const auto dy = random.fill<T>((size_t)N * out);
+        std::vector<double> want((size_t)N * in), size(want.size());
+        for (size_t i = 0; i < want.size(); i++)
+            for (size_t r = 0; r < out; r++) {
+                const double term = to_acc(dy[i / in * out + r]) * (double)W.at((int)r, (int)(i % in));
+                want[i] += term, size[i] += std::fabs(term);
+            }
+        CAPTURE((int)kind.format);
+        CAPTURE(kind.group);
+        CAPTURE(N);
+        CAPTURE(in);
+        auto close = [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(size[i]); };
+        auto dx = poisoned<T>(want.size());
+        T* none = nullptr;
+        CALL(linear_backward_input, dx.data(), none, dy.data(), W, N);
+        CHECK(wrong(dx, want, close) == 0);
+        std::vector<int> rows;
+        for (int n = 0; n < N; n++) rows.push_back(N - 1 - n);
+        auto normed = poisoned<T>(want.size());
+        CALL(head_backward, normed.data(), dy.data(), out, rows.data(), W, N);
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < in; i++) REQUIRE(memcmp(&normed[(size_t)rows[(size_t)n] * in + i], &dx[(size_t)n * in + i], sizeof(T)) == 0);
+    }
+}
+
+TEST_CASE_TEMPLATE("an adapter on packed weights: dx has the bits that it has on the same numbers unpacked; with dropout", T, float, double) {
+    Random random{72};
+    for (const PackedKind& kind : PACKED_KINDS) for (float p : {0.f, 0.3f}) {
+        const int N = 9, in = 96, rank = 3;
+        PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, {70, 9}, in);
+        const int out = W.out();
+        std::vector<T> numbers, A = random.fill<T>(2 * rank * in), B((size_t)out * 2 * rank), h((size_t)N * 2 * rank);
+        for (int r = 0; r < out; r++)
+            for (int i = 0; i < in; i++) numbers.push_back(W.at(r, i));
+        for (int r = 0; r < out; r++)
+            for (int i = 0; i < rank; i++) B[(size_t)(2 * r + (r >= 70)) * rank + i] = random.fill<T>(1)[0];
+        std::vector<uint32_t> token;
+        for (int n = 0; n < N; n++) token.push_back((uint32_t)(5 + n));
+        const Dropout dropout = {p, 3, 8, token.data()};
+        Adapter<T>& a = W.adapter;
+        a.rank = rank, a.modules = 2, a.block[1] = 1, a.module[1] = 1, a.A = A.data(), a.B = B.data(), a.h = h.data();
+        if (p > 0) a.dropout = &dropout;
+        Linear<T> plain = W;
+        plain.format = Format::PLAIN, plain.w[0] = numbers.data(), plain.w[1] = numbers.data() + (size_t)70 * in;
+        const auto dy = random.fill<T>((size_t)N * out);
+        auto dx = poisoned<T>((size_t)N * in), want = dx, dh = poisoned<T>(h.size());
+        linear_backward_input_cpu(cpu(), dx.data(), dh.data(), dy.data(), W, N);
+        linear_backward_input_cpu(cpu(), want.data(), dh.data(), dy.data(), plain, N);
+        CHECK(same_bits(dx, want));
+#ifdef _OPENMP
+        const int threads = omp_get_max_threads();
+        omp_set_num_threads(3);
+        linear_backward_input_cpu(cpu(), dx.data(), dh.data(), dy.data(), W, N);
+        omp_set_num_threads(threads);
+        CHECK(same_bits(dx, want));
+#endif
+        std::vector<T> one = poisoned<T>((size_t)in); // a row does not know the others
+        linear_backward_input_cpu(cpu(), one.data(), dh.data(), dy.data(), W, 1);
+        CHECK(memcmp(one.data(), want.data(), (size_t)in * sizeof(T)) == 0);
     }
 }
 

@@ -1,0 +1,248 @@
+// The GPU's kernels for packed weights (packed.h) by emulation (data/course/emulate.h): every byte of every format becomes
+// its number, products of few tokens are those of W.at at odd sizes with either order of the threads, and what is
+// unpacked for many tokens has the bits of W.at.
+#include <doctest/doctest.h>
+#define QWEN3_NO_MAIN
+#define QWEN3_PLAIN
+#include "../../qwen3.cu"
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#ifdef __clang__
+#pragma GCC diagnostic ignored "-Wunneeded-internal-declaration"
+#endif
+#include "../../data/course/emulate.h"
+#pragma GCC diagnostic pop
+#undef __device__ // (static: a member is that already)
+#define __device__
+#undef check
+
+// What packed.h takes from Book II and CUDA.
+struct alignas(8) uint2 { unsigned x, y; };
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static float low(uint32_t pair) { return to_acc(bf16{(uint16_t)pair}); }
+static float high(uint32_t pair) { return to_acc(bf16{(uint16_t)(pair >> 16)}); }
+static uint32_t pack(float first, float second) { return to_bf16(first).bits | (uint32_t)to_bf16(second).bits << 16; }
+static uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t bytes) {
+    const uint64_t both = (uint64_t)b << 32 | a;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; i++) out |= (uint32_t)(both >> 8 * (bytes >> 4 * i & 7) & 255) << 8 * i;
+    return out;
+}
+static bool was_rounded = false; // packed.h says that nothing is
+static uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+    float half[2];
+    for (int i = 0; i < 2; i++) {
+        const int at = 16 * i;
+        const double y = (double)low(a >> at) * low(b >> at) + low(c >> at);
+        half[i] = (float)y, was_rounded |= to_acc(to_bf16(half[i])) != y;
+    }
+    return pack(half[0], half[1]);
+}
+static uint2 load_eight(const void* p, bool there) {
+    uint2 v = {};
+    if (there && (uintptr_t)p % 8) std::puts("FALSE: a load is not aligned"), std::exit(1);
+    if (there) memcpy(&v, p, 8);
+    return v;
+}
+static uint32_t fragments[1024][8];
+static void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    const uint32_t mine[] = {a0, a1, a2, a3, b0, b1};
+    memcpy(fragments[running], mine, sizeof mine);
+    __syncwarp();
+    const auto* lane = &fragments[running / 32 * 32];
+    const auto half = [](uint32_t pair, int odd) { return odd ? high(pair) : low(pair); };
+    for (int e = 0; e < 4; e++) { // lane 4 r + k / 2 % 4 holds element k of row (column) r
+        const int row = lane_of() / 4 + e / 2 * 8, column = lane_of() % 4 * 2 + e % 2;
+        for (int k = 0; k < 16; k++)
+            d[e] += half(lane[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2) * half(lane[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+    }
+    __syncwarp();
+}
+static void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4& b) {
+    mma(d, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
+    mma(d, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+}
+static void wait_for_previous() {}
+static void let_next_start() {}
+struct Epilogue {
+    static constexpr bool PAIR = false, ADDS = false;
+    void begin() {}
+    void end(int) {}
+    float old(int, int) const { return 0; }
+};
+#define PACKED_UNROLL
+#define PACKED_SHARED(name) float* name = (float*)dynamic_shared
+#include "../../packed.h"
+
+struct Random {
+    uint64_t seed, counter = 0;
+    double uniform() { return philox(seed, counter++, 99).v[0] / 4294967296.0; }
+    int below(int n) { return (int)(uniform() * n); }
+};
+#include "../packed.h"
+
+// W as upload leaves it, in the CPU's memory.
+struct Uploaded {
+    Arena arena;
+    Linear<bf16> W;
+    explicit Uploaded(const Linear<bf16>& from) : W(from) {
+        std::vector<UploadPiece> pieces;
+        std::vector<std::vector<uint8_t>> made;
+        place_packed(arena, W, nullptr, made);
+        arena.allocate("a matrix");
+        place_packed(arena, W, &pieces, made);
+        for (auto& p : pieces) memcpy(arena.base + p.to, p.from, p.bytes);
+    }
+};
+
+TEST_CASE("every byte becomes its number, nothing is rounded: INT8, FP8, INT4 with every zero point") {
+    auto numbers = [](uint4 pairs) {
+        std::vector<float> y;
+        for (uint32_t pair : {pairs.x, pairs.y, pairs.z, pairs.w}) y.push_back(low(pair)), y.push_back(high(pair));
+        return y;
+    };
+    was_rounded = false;
+    for (int value = 0; value < 256; value++) {
+        uint8_t bytes[8];
+        for (int i = 0; i < 8; i++) bytes[i] = (uint8_t)(value + 37 * i);
+        uint2 v;
+        memcpy(&v, bytes, 8);
+        const auto int8 = numbers(PackedInt8::run(v, 0, 0)), fp8 = numbers(PackedFp8::run(v, 0, 0));
+        for (int i = 0; i < 8; i++) {
+            REQUIRE(int8[(size_t)i] == (int8_t)bytes[i]);
+            if ((bytes[i] & 0x7f) != 0x7f) REQUIRE(fp8[(size_t)i] == e4m3_to_float(bytes[i]));
+        }
+        for (uint32_t zero = 0; zero < 16; zero++)
+            for (int upper : {0, 1}) {
+                const auto int4 = numbers(PackedInt4<1>::run(v, upper, zero));
+                for (int i = 0; i < 8; i++) REQUIRE(int4[(size_t)i] == (bytes[i] >> 4 * upper & 15) - (int)zero);
+            }
+    }
+    CHECK(!was_rounded);
+    for (int h = 0; h < 65536; h++) // scales
+        if ((h & 0x7c00) != 0x7c00) REQUIRE(PackedInt4<1>::to_float((uint16_t)h) == half_to_float((uint16_t)h));
+}
+
+struct Store : Epilogue {
+    float* out;
+    int ld;
+    Store(float* out, int ld) : out(out), ld(ld) {}
+    void one(bool inside, int n, int r, float y, float) { if (inside) out[n * ld + r] = y; }
+};
+struct Add : Epilogue {
+    static constexpr bool ADDS = true;
+    float* out;
+    int ld;
+    Add(float* out, int ld) : out(out), ld(ld) {}
+    float old(int n, int r) const { return (float)(n - r); }
+    void one(bool inside, int n, int r, float y, float old) { if (inside) out[n * ld + r] = y + old; }
+};
+struct Pair : Epilogue { // gate and up, one behind the other
+    static constexpr bool PAIR = true;
+    float* out;
+    int ld;
+    Pair(float* out, int ld) : out(out), ld(ld) {}
+    void one(bool inside, int n, int r, float y, float second) { if (inside) out[n * 2 * ld + r] = y, out[n * 2 * ld + ld + r] = second; }
+};
+
+// The kernel on a few blocks of some warps, into NaN.
+template <int TILES, class E> static std::vector<float> product(const Linear<bf16>& W, const std::vector<bf16>& x, const int* rows, int N, int warps) {
+    const int out = E::PAIR ? W.rows[0] : W.out();
+    std::vector<float> y((size_t)N * W.out(), NAN);
+    with_packing(W, [&](auto format) {
+        using F = decltype(format);
+        PackedArgs p = packed_args(W);
+        const int step = 32 * F::RUNS, steps = (p.in + step - 1) / step;
+        p.x = x.data(), p.rows = rows, p.N = N, p.out = out, p.steps = (steps + warps - 1) / warps;
+        E epilogue(y.data(), out);
+        launch(dim3(2), dim3((unsigned)warps * 32), [&] {
+            if (N <= 8) packed_kernel<F, TILES, 1>(p, epilogue);
+            else packed_kernel<F, TILES, 2>(p, epilogue);
+        });
+    });
+    CHECK(!stuck);
+    return y;
+}
+static std::vector<bf16> random_x(Random& random, size_t n) {
+    std::vector<bf16> x(n);
+    for (bf16& b : x) b = to_bf16((float)(2 * random.uniform() - 1));
+    return x;
+}
+struct Want { double y, size; };
+static Want product_at(const Linear<bf16>& W, const bf16* x, int r) {
+    Want w = {};
+    for (int i = 0; i < W.in; i++) {
+        const double term = (double)W.at(r, i) * to_acc(x[i]);
+        w.y += term, w.size += std::fabs(term);
+    }
+    return w;
+}
+
+TEST_CASE("packed products of few tokens are those of W.at: odd sizes, every format, blocks, either order of threads") {
+    Random random{81};
+    struct Shape { std::vector<int> rows; int in; };
+    for (const PackedKind& kind : PACKED_KINDS)
+        for (const Shape& shape : {Shape{{8}, 8}, Shape{{24, 8, 16}, 40}, Shape{{40, 40}, 72}, Shape{{16}, 136}, Shape{{32}, 1096}})
+            for (int N : {1, 8, 9, 16}) {
+                if (shape.in > 1024 && N != 1 && N != 9) continue;
+                const PackedLinear<bf16> host(random, kind.format, kind.group, kind.zeros, shape.rows, shape.in);
+                const Uploaded on(host);
+                const int out = host.out(), in = shape.in;
+                const auto x = random_x(random, (size_t)16 * in);
+                std::vector<int> named;
+                for (int n = 0; n < N; n++) named.push_back(15 - n);
+                backwards = N % 2;
+                CAPTURE((int)kind.format);
+                CAPTURE(kind.group);
+                CAPTURE(in);
+                CAPTURE(out);
+                CAPTURE(N);
+                const auto wide = product<1, Store>(on.W, x, nullptr, N, 4), two = product<2, Store>(on.W, x, named.data(), N, 5);
+                const auto added = product<2, Add>(on.W, x, nullptr, N, 4);
+                std::vector<float> pair;
+                if (shape.rows.size() == 2) pair = product<2, Pair>(on.W, x, nullptr, N, 4);
+                backwards = false;
+                int wrong = 0;
+                for (int n = 0; n < N; n++)
+                    for (int r = 0; r < out; r++) {
+                        const Want a = product_at(host, &x[(size_t)n * in], r), b = product_at(host, &x[(size_t)(15 - n) * in], r);
+                        const size_t at = (size_t)n * out + r;
+                        wrong += !(std::fabs(wide[at] - a.y) <= 1e-6 * a.size), wrong += !(std::fabs(two[at] - b.y) <= 1e-6 * b.size);
+                        wrong += !(std::fabs(added[at] - (n - r) - a.y) <= 1e-6 * (a.size + 50));
+                        if (!pair.empty()) wrong += !(std::fabs(pair[at] - a.y) <= 1e-6 * a.size);
+                    }
+                CHECK(wrong == 0);
+                if (N > 1) CHECK(memcmp(product<1, Store>(on.W, x, nullptr, 1, 4).data(), wide.data(), (size_t)out * 4) == 0); // whatever N is
+            }
+}
+
+TEST_CASE("unpacked for many tokens, and embedded: the bits of W.at, of any part of a matrix") {
+    Random random{82};
+    for (const PackedKind& kind : PACKED_KINDS)
+        for (int in : {8, 40, 200}) {
+            const PackedLinear<bf16> host(random, kind.format, kind.group, kind.zeros, {24, 7, 9}, in);
+            const Uploaded on(host);
+            for (int part : {0, 1}) {
+                const int r0 = part ? 5 : 0, rows = part ? 30 : 40, k0 = part && in > 8 ? 8 : 0, columns = in - k0 - (part && in > 100 ? 48 : 0);
+                std::vector<bf16> got((size_t)rows * columns + 8, bf16{0x7fc1});
+                with_packing(on.W, [&](auto format) {
+                    const unsigned blocks = (unsigned)((rows * columns / 8 + 255) / 256);
+                    launch(dim3(blocks), dim3(256), [&] { unpack_kernel<decltype(format)>(got.data(), packed_args(on.W), r0, rows, k0, columns); });
+                });
+                int wrong = 0;
+                for (int r = 0; r < rows; r++)
+                    for (int k = 0; k < columns; k++) wrong += got[(size_t)r * columns + k].bits != to_bf16(host.at(r0 + r, k0 + k)).bits;
+                CAPTURE((int)kind.format);
+                CAPTURE(in);
+                CHECK(wrong == 0);
+                for (int i = 0; i < 8; i++) CHECK(got[(size_t)rows * columns + i].bits == 0x7fc1); // nothing past the end
+            }
+            const std::vector<int> token = {3, 39, 0, 3}, seq = {0, 1, -1, 2};
+            Batch b = {4, 4, token.data(), nullptr, seq.data(), nullptr, nullptr, 0};
+            std::vector<float> x((size_t)4 * in, 7);
+            with_packing(on.W, [&](auto format) { launch(dim3(4), dim3(32), [&] { packed_embed_kernel<decltype(format)>(x.data(), packed_args(on.W), b); }); });
+            for (int n = 0; n < 4; n++)
+                for (int i = 0; i < in; i++) REQUIRE(x[(size_t)n * in + i] == (n == 2 ? 7 : host.at(token[(size_t)n], i)));
+        }
+}
