@@ -197,7 +197,7 @@ TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
 $(T)/test_datagen.o: datagen.cpp
 $(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
-$(T)/test_lab.o $(T)/test_lab_irregular.o: $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
+$(T)/test_lab.o $(T)/test_lab_irregular.o $(T)/test_lab_model.o: $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
 $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
