@@ -54,6 +54,28 @@ __device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for
     return y;
 }
 
+// A kernel that is launched early (launch_early) may run beside the end of the one before it, up to its wait; that one
+// says when its own blocks have their places. sm_90 and up; elsewhere kernels follow each other anyway.
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Eight bytes that come and go as one: no fence is needed where a number and the sign that it is there are one word.
+__device__ inline void put_word(uint64_t* to, uint64_t word) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+__device__ inline uint64_t get_word(const uint64_t* from) {
+    uint64_t word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    return word;
+}
+
 // ---- mbarriers and the Tensor Memory Accelerator: Hopper
 // A phase of an mbarrier ends when `arrivals` have arrived and all bytes expected in it have come. Who waits names the
 // parity of the phase that is to end: 0 for the first, 1 for the second. Before the first has ended, 1 is past.
@@ -164,6 +186,10 @@ template <int REGISTERS> __device__ inline void take_registers() {
     HOPPER_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 #else
+inline void let_next_start() {}
+inline void wait_for_previous() {}
+inline void put_word(uint64_t* to, uint64_t word) { *to = word; }
+inline uint64_t get_word(const uint64_t* from) { return wait_at(Coroutine::READY), *from; } // (others go on meanwhile)
 inline void shared_to_async() {}
 template <int> void keep_registers() {}
 template <int> void take_registers() {}

@@ -2,6 +2,7 @@
 // (see test_lab.cpp); the definition of the gradients; sums that have the same bits each time.
 #define LAB_NO_MAIN
 #include "../../lab/attention.cu"
+#include "../../lab/decode.cu"
 #include "../laboratory.h"
 
 static const Step& named(const Laboratory& l, const std::string& name) {
@@ -13,7 +14,7 @@ static const Step& named(const Laboratory& l, const std::string& name) {
 TEST_CASE("lab: attention") {
     using namespace attention;
     const Laboratory l = laboratory();
-    every_step(l, {{1, 1, 1}, {33, 4, 2}});
+    every_step(l, {{1, 1, 1}, {9, 4, 2}, {33, 2, 1}});
     // Several tiles, the last one cut; three heads that share a KV head, so that two groups differ in their tokens.
     for (const char* name : {"mma.sync", "wgmma, TMA", "ping-pong"})
         for (Shape shape : {Shape{133, 2, 1}, {70, 3, 1}}) {
@@ -73,4 +74,22 @@ TEST_CASE("lab: attention's gradients in order have the same bits each time, tho
     }
     const auto [one, other] = bits("backward: atomics", [&] { return p.sums->get(); });
     CHECK(one != other);
+}
+
+TEST_CASE("lab: decode") {
+    const Laboratory l = decode::laboratory();
+    every_step(l, {{1, 1, 1}, {3, 48, 1}, {1, 272, 1}});
+    for (const char* name : {"bulk copies", "one kernel"}) // rows of two pieces
+        try_both_orders(l, named(l, name), *named(l, name).make({1, 1040, 1}));
+    every_exercise(l);
+}
+TEST_CASE("lab: decode's sums are exact, and each product turns its input round") {
+    using namespace decode;
+    Chain p({3, 64, 1});
+    p.define();
+    for (int r = 0; r < p.C; r++) {
+        int from = r / 2, sign = 1;
+        for (int l = p.L - 1; l >= 0; l--) sign *= (from * 13 + l) % 2 ? 1 : -1, from = (from + 7 * l + 3) % (p.C / 2);
+        CHECK(p.want[r] == sign * __bfloat162float(p.first[2 * from]));
+    }
 }
