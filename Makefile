@@ -7,6 +7,7 @@
 # make aarch64      the model's suites for 64-bit Arm, by a cross compiler, under qemu-user
 # make cuda-check   nvcc compiles every kernel for four architectures, and the code in the notes
 # make lab          the kernel laboratories, from the naive loop up
+# make lab-plots    runs them all on this GPU: pictures and tables of docs/lab*.md
 # make check-env    driver, toolkit, GPU, its speed beside the data sheet
 # make bench        speed of this machine's build, and of its GPU's kernels
 # make clean
@@ -49,7 +50,7 @@ space    := $(empty) $(empty)
 NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(FLAGS)))
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
-.PHONY: all cpu info test asan tsan aarch64 fuzz campaign bench clean cuda-check lab check-env
+.PHONY: all cpu info test asan tsan aarch64 fuzz campaign bench clean cuda-check lab lab-plots check-env
 all cpu: info qwen3 train_lora datagen $(if $(MHD),serve)
 
 info:
@@ -108,6 +109,13 @@ lab/matmul lab/attention: LAB_FLAGS += $(if $(HAVE_NVCC),-DLAB_QWEN3)
 lab/matmul lab/attention: qwen3.cu $(HEADERS)
 lab/dynamic: LAB_FLAGS += $(if $(HAVE_NVCC),-rdc=true) # kernels launch kernels
 lab: $(LABS)
+LAB_PAGES  = docs/lab.md docs/lab-irregular.md
+lab-plots: lab
+	@mkdir -p $(BUILD)/lab
+	@bad=; for l in $(filter-out check_env,$(notdir $(LABS))); do \
+	  lab/$$l > $(BUILD)/lab/$$l.txt || bad="$$bad $$l"; \
+	  python3 lab/plot.py $(BUILD)/lab/$$l.txt docs/lab-$$l.svg $(LAB_PAGES) || bad="$$bad $$l"; \
+	done; [ -z "$$bad" ] || { echo "not all of:$$bad"; exit 1; }
 check-env: info lab/check_env
 	@nvidia-smi --query-gpu=driver_version,power.limit,temperature.gpu,ecc.mode.current,mig.mode.current --format=csv 2>/dev/null || echo "driver    no nvidia-smi here that answers"
 	@lab/check_env

@@ -534,11 +534,6 @@ __global__ void __launch_bounds__(128, 2) tensor(Args p) {
 // being added; so the tensor cores have something to do while it computes exponentials, and the two groups need no
 // order between them. The weights of a tile wait in registers for a round (32 more). Predicted: 550 TFLOP/s at 4,096
 // tokens, where an average row of blocks has only 16 tiles and starts are not hidden.
-//
-// ---- 9 qwen3.cu. Its kernel is step 8, and what a model needs beside it: keys and values in pages of 16 tokens,
-// several sequences in one batch, splits of the keys where there are few tiles; blocks that stay, take tiles from a
-// counter, long ones first, and copy the next tile's queries meanwhile. Its section in Book II is called "Attention for
-// prompts".
 constexpr int GROUP_ROWS = 64, KEYS = 128, CONSUMERS = 256, STAGES = 2;
 constexpr int BOX = 64; // columns that a box of TMA has: half a row
 constexpr size_t HOPPER_SHARED = (2 * GROUP_ROWS + 2 * STAGES * KEYS) * D * sizeof(bf16) + 1024;
@@ -787,7 +782,7 @@ struct Gradients : Tokens {
 };
 using Back = Gradients::Args;
 
-// ---- 10 backward: atomics. delta first, by a kernel of its own. Then a warp has a query row, as in step 2: dq is its
+// ---- 9 backward: atomics. delta first, by a kernel of its own. Then a warp has a query row, as in step 2: dq is its
 // own, and what a key gets from this row it adds to dk and dv in memory, in float32: 256 atomic additions a key and
 // row. A last kernel rounds them. Predicted: two products as slow as step 2's, 10 ms, and 134 million pairs x 256
 // additions, of which the L2 cache takes 2,048 or so a clock: 10 ms more, in part at the same time. And the sums come
@@ -836,7 +831,7 @@ __global__ void round_sums(Back p, const float* dk, const float* dv) { // a bloc
     p.gradient(m, p.H + p.K + kv)[threadIdx.x] = __float2bfloat16(dv[at]);
 }
 
-// ---- 11 backward: in order. No atomics: a second kernel gives a warp a key, and it adds up dk and dv over all query
+// ---- 10 backward: in order. No atomics: a second kernel gives a warp a key, and it adds up dk and dv over all query
 // rows that see it, in their order. The weights are computed in both kernels: seven products instead of five, for the
 // same bits each time. Predicted: bound by the L1 cache as step 2 is, four products of its kind: 20 to 25 ms, no faster
 // than the atomics. Order is what this step is for; time is the next one's.
@@ -856,14 +851,11 @@ __global__ void __launch_bounds__(128) by_keys(Back p) {
     store_row(p.gradient(m, p.H + kv), dk, 1), store_row(p.gradient(m, p.H + p.K + kv), dv, 1);
 }
 
-// ---- 12 backward: mma.sync. Step 11's two kernels as step 6 has it, one source for both: a block owns 64 keys (or
+// ---- 11 backward: mma.sync. Step 10's two kernels as step 6 has it, one source for both: a block owns 64 keys (or
 // query rows), a warp 16 of them, and the rows of the other kind pass by, 64 at a time, in two stages. Scores are
 // computed as own times passing, so that w and ds lie as the left operand of the sums over what passes: nothing is
 // transposed but by ldmatrix. Sums of dk and dv take 128 registers a lane, w and ds 64 more: all 255, two blocks of
 // four warps a multiprocessor. Predicted: seven products where five count, at 300 TFLOP/s of mma.sync: 200 TFLOP/s.
-//
-// ---- 13 backward: qwen3.cu. Both kinds of blocks in one launch, so that neither waits for the other's last ones;
-// pages, several sequences; lse and delta come with the tiles. Its section in Book II is called "Attention backward".
 template <bool KEYS_OWN> __global__ void __launch_bounds__(128, 2) gradients(Back p) {
     DYNAMIC_SHARED(bf16, own_a); // k and v, or q and dout; then two stages of q and dout, or of k and v
     bf16 *const own_b = own_a + TILE * D, *const passing = own_b + TILE * D;
@@ -909,6 +901,15 @@ template <bool KEYS_OWN> __global__ void __launch_bounds__(128, 2) gradients(Bac
         if constexpr (KEYS_OWN) store_pairs(p.gradient(i, p.H + p.K + kv), db, h, 1);
     }
 }
+
+// ================================================================================ the program's own (nvcc only)
+// ---- 12 qwen3.cu. Its kernel is step 8, and what a model needs beside it: keys and values in pages of 16 tokens,
+// several sequences in one batch, splits of the keys where there are few tiles; blocks that stay, take tiles from a
+// counter, long ones first, and copy the next tile's queries meanwhile. Its section in Book II is called "Attention for
+// prompts".
+//
+// ---- 13 backward: qwen3.cu. Both kinds of blocks in one launch, so that neither waits for the other's last ones;
+// pages, several sequences; lse and delta come with the tiles. Its section in Book II is called "Attention backward".
 
 // ================================================================================ the table
 inline void three_passes(Prompt& p) {
@@ -997,9 +998,6 @@ inline Laboratory laboratory() {
                    "fewer instructions than step 6, pipe busier", 90);
     l.step<Prompt>("ping-pong", "the next scores beside the last values", attend_hopper<true>, TENSOR, TENSORS,
                    "as many instructions as step 7, pipe busier", 90);
-#ifdef LAB_QWEN3
-    l.step<Prompt>("qwen3.cu", "the program's own: pages, blocks that stay", run_qwen3, TENSOR, TENSORS, "as step 8");
-#endif
     l.step<Gradients>("backward: atomics", "the weights again from lse; dk, dv in memory", backward_atomics, FMA,
                       ATOMICS, "of the second kernel: 256 additions a pair of tokens");
     l.step<Gradients>("backward: in order", "a kernel for dq, one for dk and dv", backward_in_order, FMA, ATOMICS,
@@ -1007,8 +1005,9 @@ inline Laboratory laboratory() {
     l.step<Gradients>("backward: mma.sync", "both on the tensor cores", backward_tensor, TENSOR, TENSORS,
                       "of the second and third kernel: the pipe busy for half of the time");
 #ifdef LAB_QWEN3
+    l.step<Prompt>("qwen3.cu", "the program's own: pages, blocks that stay", run_qwen3, TENSOR, TENSORS, "as step 8");
     l.step<Gradients>("backward: qwen3.cu", "the program's own: one launch", run_qwen3_backward, TENSOR, TENSORS,
-                      "as step 12, without the gap between kernels");
+                      "as step 11, without the gap between kernels");
 #endif
     l.exercise("The scores of 4,096 tokens and 16 heads in float32, without the masked half: how many MB?",
                [] { return 4096. * 4096 / 2 * 16 * 4 / 1e6; });

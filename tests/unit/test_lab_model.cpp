@@ -24,6 +24,7 @@ TEST_CASE("lab: attention") {
     Gradients g({70, 3, 1});
     try_both_orders(l, named(l, "backward: mma.sync"), g);
     every_exercise(l);
+    every_name(l);
 }
 TEST_CASE("lab: attention's gradients are the slopes of its definition") {
     using namespace attention;
@@ -82,6 +83,7 @@ TEST_CASE("lab: decode") {
     for (const char* name : {"bulk copies", "one kernel"}) // rows of two pieces
         try_both_orders(l, named(l, name), *named(l, name).make({1, 1040, 1}));
     every_exercise(l);
+    every_name(l);
 }
 TEST_CASE("lab: decode's sums are exact, and each product turns its input round") {
     using namespace decode;
@@ -92,4 +94,54 @@ TEST_CASE("lab: decode's sums are exact, and each product turns its input round"
         for (int l = p.L - 1; l >= 0; l--) sign *= (from * 13 + l) % 2 ? 1 : -1, from = (from + 7 * l + 3) % (p.C / 2);
         CHECK(p.want[r] == sign * __bfloat162float(p.first[2 * from]));
     }
+}
+
+// The figures are invented, to try the format: no GPU has made them.
+TEST_CASE("lab: the table becomes a picture and fills a page") {
+    Laboratory l("decode", "invented", {64, 2048, 1}, {1, 1, 1});
+    struct Invented : Problem {
+        explicit Invented(Shape) { bytes = 1e9, flops = 2e12; }
+        void spoil() override {}
+        double error() override { return 0; }
+    } p({1, 1, 1});
+    l.step<Invented>("a thread a row", "one loop", [](Invented&) {}, READ, "", "");
+    l.step<Invented>("a name of 22 letters <", "the product", [](Invented&) {}, TENSOR, "", "");
+    std::string table = "decode: an invented GPU, 64x2048x1\nceilings, measured now: read 1 GB/s\n    library: cuBLAS\n";
+    table += table_row(1, l.steps[0], 0.01, p, 1e12, 0, 0) + "\n";      // 100 GB/s of 1,000
+    table += table_row(2, l.steps[1], 0.0005, p, 5e15, 0.0004, 1) + "\n"; // 4,000 of 5,000 TFLOP/s, the library 5,000
+    table += " 3  wrong one              WRONG: error 1\n10  one kernel             needs sm_90a\n";
+    Scratch s;
+    write_file(s / "table", table);
+    write_file(s / "page.md", "## other\n\n| 1 a thread a row | x | y | not run yet |\n\n## decode\n\n| step | what | look | H100 |\n"
+                              "|---|---|---|---|\n| 1 a thread a row | x | y | not run yet |\n| 2 another | x | y | not run yet |\n"
+                              "| 10 one kernel | x | y | not run yet |\n");
+    const auto run = [&](Strings files) { return Process("/usr/bin/env", Strings{"python3", "lab/plot.py"} + files).wait(); };
+    for (int again = 0; again < 2; again++) { // (the second time changes nothing)
+        const Result r = run({s / "table", s / "lab-decode.svg", s / "page.md"});
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+        CHECK(r.out == s / "page.md" + ": 2 of decode's 4 steps\n");
+        CHECK(read_file(s / "page.md") ==
+              "## other\n\n| 1 a thread a row | x | y | not run yet |\n\n## decode\n\n"
+              "![decode: each step's share of the ceiling](lab-decode.svg)\n\n| step | what | look | H100 |\n|---|---|---|---|\n"
+              "| 1 a thread a row | x | y | 10.00 ms, 100.0 GB/s, 10.0% |\n| 2 another | x | y | not run yet |\n"
+              "| 10 one kernel | x | y | needs sm_90a |\n");
+    }
+    const std::string picture = read_file(s / "lab-decode.svg");
+    INFO(picture);
+    CHECK(picture.find("viewBox=\"0 0 860 178\"") != picture.npos); // four steps
+    CHECK(picture.find("@media(prefers-color-scheme:dark)") != picture.npos);
+    CHECK(picture.find("<rect class=\"bar\" x=\"210\" y=\"45\" width=\"44.0\"") != picture.npos); // 10% of 440
+    CHECK(picture.find("<rect class=\"last\" x=\"210\" y=\"71\" width=\"352.0\"") != picture.npos); // 80%
+    CHECK(picture.find("<path class=\"library\" d=\"M650.0 68v24\"/>") != picture.npos); // 100%
+    CHECK(picture.find("2 a name of 22 letters &lt;</text>") != picture.npos);
+    CHECK(picture.find("500.0 us · 4000.0 TFLOP/s · 80.0%") != picture.npos);
+    CHECK(picture.find(">WRONG</text>") != picture.npos);
+    CHECK(picture.find("NaN") == picture.npos);
+    write_file(s / "empty", "decode, by emulation on the CPU at 3x48x1: right or wrong.\n 1  a thread a row right\n");
+    const Result r = run({s / "empty", s / "none.svg"});
+    CHECK(r.status == 1);
+    CHECK(r.err == s / "empty" + ": no step with a time in it: the laboratory must have run on a GPU\n");
+    CHECK(!fs::exists(s / "none.svg"));
+    CHECK(s.count() == 4); // nothing temporary
 }
