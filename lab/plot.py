@@ -14,7 +14,7 @@ import sys
 
 ROW = re.compile(r"^ *(\d+)  (\S.{21,}?) (\S.*?) +([\d.]+) us +([\d.]+) (GB/s|TFLOPS) +([\d.]+)% +([\d.]+%|-)  (\S+)$")
 LEFT_OUT = re.compile(r"^ *(\d+)  (\S.{21,}?) (needs sm_\S+|WRONG: .*)$")
-WIDTH, LINE, LEFT, RIGHT = 860, 26, 210, 210  # of the picture; of a step; beside the bars
+WIDTH, LINE, LEFT, RIGHT = 920, 26, 210, 270  # of the picture; of a step; beside the bars
 STYLE = """
 svg{font:13px -apple-system,'Segoe UI','Noto Sans',sans-serif}
 text{fill:#1f2328}rect.page{fill:#fff}.dim{fill:#59636e}.bar{fill:#0969da}.last{fill:#1a7f37}
@@ -82,8 +82,8 @@ def draw(name, about, steps):
         out.append(f'<text x="{WIDTH - RIGHT + 8}" y="{y + 15}">{time_of(step)} · {step["rate"]:.1f} {step["unit"]} · '
                    f'{step["share"]:.1f}%</text>')
     if library:
-        out.append(f'<text class="mark" x="{WIDTH - RIGHT + 8}" y="{height - 8}">|</text>'
-                   f'<text class="dim" x="{WIDTH - RIGHT + 16}" y="{height - 8}">the library in the same run</text>')
+        out.append(f'<text class="mark" x="{WIDTH - RIGHT + 48}" y="{height - 8}">|</text>'
+                   f'<text class="dim" x="{WIDTH - RIGHT + 56}" y="{height - 8}">the library in the same run</text>')
     return "\n".join(out) + "\n</svg>\n"
 
 

@@ -129,7 +129,7 @@ TEST_CASE("lab: the table becomes a picture and fills a page") {
     }
     const std::string picture = read_file(s / "lab-decode.svg");
     INFO(picture);
-    CHECK(picture.find("viewBox=\"0 0 860 178\"") != picture.npos); // four steps
+    CHECK(picture.find("viewBox=\"0 0 920 178\"") != picture.npos); // four steps
     CHECK(picture.find("@media(prefers-color-scheme:dark)") != picture.npos);
     CHECK(picture.find("<rect class=\"bar\" x=\"210\" y=\"45\" width=\"44.0\"") != picture.npos); // 10% of 440
     CHECK(picture.find("<rect class=\"last\" x=\"210\" y=\"71\" width=\"352.0\"") != picture.npos); // 80%
