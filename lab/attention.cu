@@ -9,7 +9,9 @@
 // 2 (2 H + 2 K) T D bytes. At 4,096 tokens, 16 heads and 8 KV heads that is 69 GFLOP and 50 MB: 1,366 flops a byte,
 // for the tensor cores. But T x T scores are 268 million numbers for the 16 heads: each more than once to memory and
 // back, and memory is all there is. So the scores must stay where they are made. "Predicted" is arithmetic for an H100
-// (132 multiprocessors at 1.755 GHz, 3.35 TB/s, 989 TFLOP/s by the data sheet).
+// (132 multiprocessors at 1.755 GHz, 3.35 TB/s, 989 TFLOP/s by the data sheet). On an RTX 4090 (165 TFLOP/s) step 6 is
+// the last of a prompt: its tensor cores are slow beside the exponentials, as they are not on an H100, so expect a
+// larger share, some 110 TFLOP/s; and 90% of 950 GB/s at step 5.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: two steps are the program's own kernels
 #define QWEN3_NO_MAIN
 #include "../qwen3.cu"

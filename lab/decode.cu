@@ -3,9 +3,11 @@
 // (lab/lab.h says how to run it)
 //
 // --size LxC: L products of C x C weights in bf16; x of a product is y of the one before, rounded to bf16. 64 x 2,048
-// are 537 MB, more than any L2 cache holds; a token of Qwen3-0.6B is 141 such products, of 6.3 MB on average.
-// "Predicted" is arithmetic for an H100 (132 multiprocessors, reads at 3,000 GB/s, 700 ns from a load to its data): a
-// product of 8.4 MB takes 2.8 us at the least, all 64 179 us.
+// are 537 MB, more than any L2 cache holds; a token of Qwen3-0.6B is 112 such products, of 7.9 MB on average, and
+// the head. "Predicted" is arithmetic for an H100 (132 multiprocessors, reads at 3,000 GB/s, 700 ns from a load to its
+// data): a product of 8.4 MB takes 2.8 us at the least, all 64 179 us. On an RTX 4090 (950 GB/s) they are 8.8 and 565
+// us, so what is lost at the start and end of a kernel counts a third as much: expect 75 to 80% at step 3, 85% at step
+// 6, 90% or more at step 8; steps 9 and 10 are Hopper's, and step 7 is step 6 there.
 //
 // How many bytes must be on the way? 3,000 GB/s x 700 ns = 2.1 MB, 16 KB a multiprocessor, at every moment. Each step
 // is a way to keep so many on the way, also when a product begins and ends.
@@ -423,8 +425,8 @@ inline Laboratory laboratory() {
                "multiprocessors have on the way?", [] { return 3e12 * 700e-9 / 132 / 1e3; });
     l.exercise("Step 8 gives 2,048 rows to 8 x 132 warps, which take whole rows. How many per cent of the warps' time "
                "is used, if every row takes as long?", [] { return 100. * 2048 / (2 * 8 * 132); });
-    l.exercise("A token of 1.192 GB of weights in 141 products at 3,040 GB/s, and 1.3 us lost at each: how many tokens "
-               "a second?", [] { return 1 / (1.192e9 / 3.04e12 + 141 * 1.3e-6); });
+    l.exercise("A token of 1.192 GB of weights in 113 products at 3,040 GB/s, and 1.3 us lost at each: how many tokens "
+               "a second?", [] { return 1 / (1.192e9 / 3.04e12 + 113 * 1.3e-6); });
     return l;
 }
 } // namespace lab::decode

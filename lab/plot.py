@@ -79,8 +79,8 @@ def draw(name, about, steps):
         out.append(f'<rect class="{colour}" x="{LEFT}" y="{y + 3}" width="{width:.1f}" height="{LINE - 8}"/>')
         if step["number"] in library:
             out.append(f'<path class="library" d="M{across(library[step["number"]]):.1f} {y}v{LINE - 2}"/>')
-        out.append(f'<text x="{WIDTH - RIGHT + 8}" y="{y + 15}">{time_of(step)} · {step["rate"]:.1f} {step["unit"]} · '
-                   f'{step["share"]:.1f}%</text>')
+        figures = f"{time_of(step)} · {step['rate']:.1f} {step['unit']} · {step['share']:.1f}%"
+        out.append(f'<text x="{WIDTH - RIGHT + 8}" y="{y + 15}">{figures}</text>')
     if library:
         out.append(f'<text class="mark" x="{WIDTH - RIGHT + 48}" y="{height - 8}">|</text>'
                    f'<text class="dim" x="{WIDTH - RIGHT + 56}" y="{height - 8}">the library in the same run</text>')
