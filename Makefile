@@ -7,6 +7,8 @@
 # make aarch64      the model's suites for 64-bit Arm, by a cross compiler, under qemu-user
 # make cuda-check   nvcc compiles every kernel for four architectures, and the code in the notes
 # make lab          the kernel laboratories, from the naive loop up
+# make lab-check    every step once at an odd size (CHECKER="compute-sanitizer --error-exitcode 1")
+# make lab-plots    runs them all on this GPU: pictures and tables of docs/lab*.md
 # make check-env    driver, toolkit, GPU, its speed beside the data sheet
 # make bench        speed of this machine's build, and of its GPU's kernels
 # make clean
@@ -49,7 +51,7 @@ space    := $(empty) $(empty)
 NVCCFLAGS = -x cu -std=c++17 -O3 $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(FLAGS)))
 COMPILE   = $(if $(HAVE_NVCC),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS))
 
-.PHONY: all cpu info test asan tsan aarch64 fuzz campaign bench clean cuda-check lab check-env
+.PHONY: all cpu info test asan tsan aarch64 fuzz campaign bench clean cuda-check lab lab-check lab-plots check-env
 all cpu: info qwen3 train_lora datagen $(if $(MHD),serve)
 
 info:
@@ -104,10 +106,23 @@ LABS      := $(basename $(wildcard lab/*.cu))
 LAB_LIBS  := $(if $(HAVE_NVCC),$(foreach l,cublas cusparse cudnn,$(if $(wildcard $(dir $(HAVE_NVCC))../include/$(l).h),$(l))))
 LAB_HAVE   = $(foreach l,cub $(LAB_LIBS),-DHAVE_$(shell echo $(l) | tr a-z A-Z))
 LAB_FLAGS  = $(if $(HAVE_NVCC),$(LAB_HAVE) -Xlinker --as-needed $(LAB_LIBS:%=-l%))
-lab/matmul: LAB_FLAGS += $(if $(HAVE_NVCC),-DLAB_QWEN3)
-lab/matmul: qwen3.cu $(HEADERS)
+lab/matmul lab/attention: LAB_FLAGS += $(if $(HAVE_NVCC),-DLAB_QWEN3)
+lab/matmul lab/attention: qwen3.cu $(HEADERS)
 lab/dynamic: LAB_FLAGS += $(if $(HAVE_NVCC),-rdc=true) # kernels launch kernels
 lab: $(LABS)
+LAB_ODD    = matmul:130x260x200 transpose_copy:67x45 reduce_scan:9001x2057 attention:133x2x1 decode:2x1040 \
+             convolution_stencil:45x13x9 sparse:197x101x13 waves:50x1x1 dynamic:29x150x300 snn:70x45x9 low_precision:37x200
+CHECKER    =
+lab-check: lab
+	@bad=; for l in $(LAB_ODD); do echo "$$l"; $(CHECKER) lab/$${l%:*} --once --size $${l#*:} || bad="$$bad $$l"; done; \
+	[ -z "$$bad" ] || { echo "wrong:$$bad"; exit 1; }
+LAB_PAGES  = docs/lab.md docs/lab-irregular.md
+lab-plots: lab
+	@mkdir -p $(BUILD)/lab
+	@bad=; for l in $(filter-out check_env,$(notdir $(LABS))); do \
+	  lab/$$l > $(BUILD)/lab/$$l.txt || bad="$$bad $$l"; \
+	  python3 lab/plot.py $(BUILD)/lab/$$l.txt docs/lab-$$l.svg $(LAB_PAGES) || bad="$$bad $$l"; \
+	done; [ -z "$$bad" ] || { echo "not all of:$$bad"; exit 1; }
 check-env: info lab/check_env
 	@nvidia-smi --query-gpu=driver_version,power.limit,temperature.gpu,ecc.mode.current,mig.mode.current --format=csv 2>/dev/null || echo "driver    no nvidia-smi here that answers"
 	@lab/check_env
@@ -196,7 +211,7 @@ TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
 $(T)/test_datagen.o: datagen.cpp
 $(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
-$(T)/test_lab.o $(T)/test_lab_irregular.o $(T)/test_segmented.o: $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
+$(patsubst %,$(T)/test_%.o,lab lab_irregular lab_model segmented packed step): $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
 $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@

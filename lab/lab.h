@@ -272,6 +272,19 @@ inline int Laboratory::main(int argc, char** argv) {
     return o.exercise ? ask(o.exercise, o.answer) : o.ncu ? print_ncu(o) : table(o);
 }
 
+// A line of the table. lab/plot.py reads it.
+inline std::string table_row(int number, const Step& step, double time, const Problem& p, double ceiling,
+                             double library, double error) {
+    const bool memory = step.ceiling == READ || step.ceiling == COPY;
+    const double rate = (memory ? p.bytes : p.flops) / time;
+    char beside[16] = "-", row[256];
+    if (library) snprintf(beside, sizeof beside, "%.1f%%", 100 * library / time);
+    snprintf(row, sizeof row, "%2d  %-22s %-52s %7.1f us %7.1f %s %7.1f%% %8s  %.1e", number, step.name.c_str(),
+             step.adds.c_str(), time * 1e6, rate / (memory ? 1e9 : 1e12), memory ? "GB/s  " : "TFLOPS",
+             100 * rate / ceiling, beside, error);
+    return row;
+}
+
 #ifdef __CUDACC__
 inline double of(const Ceilings& c, Ceiling kind) {
     return kind == READ ? c.read : kind == COPY ? c.copy : kind == FMA ? c.fma : c.mma;
@@ -329,13 +342,7 @@ inline int Laboratory::table(const Options& o) const {
         const double once = p->captured ? time_graph(stream, 1, run) : 0;
         const double time = p->captured ? time_graph(stream, std::clamp((int)(0.05 / once), 1, 20), run)
                                         : time_events(stream, [&] { run(0); });
-        const bool memory = step.ceiling == READ || step.ceiling == COPY;
-        const double rate = (memory ? p->bytes : p->flops) / time;
-        char beside[16] = "-";
-        if (library) snprintf(beside, sizeof beside, "%.1f%%", 100 * library / time);
-        printf("%2d  %-22s %-52s %7.1f us %7.1f %s %7.1f%% %8s  %.1e\n", s, step.name.c_str(), step.adds.c_str(),
-               time * 1e6, rate / (memory ? 1e9 : 1e12), memory ? "GB/s  " : "TFLOPS",
-               100 * rate / of(ceilings, step.ceiling), beside, error);
+        printf("%s\n", table_row(s, step, time, *p, of(ceilings, step.ceiling), library, error).c_str());
     }
     return wrong;
 }

@@ -33,6 +33,10 @@ __device__ inline void ldmatrix4(uint32_t (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
+__device__ inline void ldmatrix4_transposed(uint32_t (&r)[4], const void* row) { // rows become columns
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
 // 16 bytes from global to shared memory in the background; zeros if not `there`.
 __device__ inline void copy16(void* to, const void* from, bool there) {
     const int bytes = there ? 16 : 0;
@@ -42,6 +46,34 @@ __device__ inline void copy16(void* to, const void* from, bool there) {
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LAST> __device__ inline void copies_wait() { // until all groups but the last few have come
     asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
+}
+
+__device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for -infinity
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// A kernel that is launched early (launch_early) may run beside the end of the one before it, up to its wait; that one
+// says when its own blocks have their places. sm_90 and up; elsewhere kernels follow each other anyway.
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Eight bytes that come and go as one: no fence is needed where a number and the sign that it is there are one word.
+__device__ inline void put_word(uint64_t* to, uint64_t word) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+__device__ inline uint64_t get_word(const uint64_t* from) {
+    uint64_t word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    return word;
 }
 
 // ---- mbarriers and the Tensor Memory Accelerator: Hopper
@@ -72,6 +104,12 @@ __device__ inline void tma_load([[maybe_unused]] void* to, [[maybe_unused]] cons
     HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4}], [%2];"
                ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(b)), "r"(column), "r"(row) : "memory");
 }
+// So many bytes, a multiple of 16, as they lie.
+__device__ inline void bulk_load([[maybe_unused]] void* to, [[maybe_unused]] const void* from,
+                                 [[maybe_unused]] int bytes, [[maybe_unused]] uint64_t* b) {
+    HOPPER_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+}
 // The map of an array of (rows, columns) numbers of two bytes; a row must be a multiple of 16 bytes.
 inline CUtensorMap tensor_map(const void* array, int rows, int columns, int box_rows) {
     void* encode = nullptr;
@@ -90,8 +128,9 @@ inline CUtensorMap tensor_map(const void* array, int rows, int columns, int box_
 
 // ---- wgmma: four warps multiply what lies in shared memory, in the background
 // An operand: rows of 64 bf16 in the order in which TMA leaves them, eight rows 1,024 bytes from the next eight.
-__device__ inline uint64_t wgmma_operand(const void* p) {
-    return (uint64_t)(shared_address(p) & 0x3ffff) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
+// If it is transposed, rows are of the contraction, and the next 64 columns lie `panel` bytes on.
+__device__ inline uint64_t wgmma_operand(const void* p, int panel = 16) {
+    return (uint64_t)(shared_address(p) & 0x3ffff) >> 4 | (uint64_t)panel >> 4 << 16 | 1024ull >> 4 << 32 | 1ull << 62;
 }
 // c (64,N) = a (64,16) b (N,16)^T, added to c if `add`. Warp w has rows 16 w .. 16 w + 15, a lane what mma gives it:
 // c[4 j .. 4 j + 3] are of columns 8 j .. 8 j + 7.
@@ -116,6 +155,16 @@ __device__ inline void wgmma_64x([[maybe_unused]] float (&c)[N / 2], [[maybe_unu
                    : C16(0), C16(16), C16(32), C16(48), C16(64), C16(80), C16(96), C16(112)
                    : "l"(wgmma_operand(a)), "l"(wgmma_operand(b)), "r"(add) : "memory");
 }
+// c (64,128) = a (64,16) b (16,128), added to c if `add`: a in registers, as mma has it; b transposed.
+__device__ inline void wgmma_registers_64x128([[maybe_unused]] float (&c)[64], [[maybe_unused]] const uint32_t (&a)[4],
+                                              [[maybe_unused]] const void* b, [[maybe_unused]] int panel,
+                                              [[maybe_unused]] int add) {
+    HOPPER_ASM("{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
+               "%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, p, 1, 1, 1; }"
+               : C16(0), C16(16), C16(32), C16(48)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(wgmma_operand(b, panel)), "r"(add) : "memory");
+}
 #undef TEN
 #undef C16
 #undef C4
@@ -137,10 +186,15 @@ template <int REGISTERS> __device__ inline void take_registers() {
     HOPPER_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 #else
+inline void let_next_start() {}
+inline void wait_for_previous() {}
+inline void put_word(uint64_t* to, uint64_t word) { *to = word; }
+inline uint64_t get_word(const uint64_t* from) { return wait_at(Coroutine::READY), *from; } // (others go on meanwhile)
 inline void shared_to_async() {}
 template <int> void keep_registers() {}
 template <int> void take_registers() {}
 template <int LAST> void copies_wait() { wait_all_but(LAST); }
+inline float exp2_fast(float x) { return std::exp2(x); }
 inline CUtensorMap tensor_map(const void* array, int rows, int columns, int box_rows) {
     return {(const bf16*)array, rows, columns, box_rows};
 }

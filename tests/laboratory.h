@@ -2,7 +2,9 @@
 // definition gives, with the threads one after the other from the first to the last and from the last to the first.
 #pragma once
 #include "../lab/lab.h"
+#include "process.h"
 #include <doctest/doctest.h>
+#include <regex>
 
 using namespace lab;
 using namespace std::literals;
@@ -43,4 +45,49 @@ inline void every_exercise(Laboratory l) {
             CHECK(l.main(5, argv) == (given != answer));
         }
     }
+}
+
+// Pages that name steps name those that there are: a row of docs' tables for each step, in its order, and the course's
+// notes ("`lab/NAME` 第 3 步（name）"). qwen3.cu's own steps are not in a build by g++.
+inline void every_name(const Laboratory& l, bool in_notes = true) {
+    const auto check = [&](const std::string& page, const std::string& number, const std::string& name) {
+        INFO(page << ": lab/" << l.name << " has no step " << number << " " << name);
+        const size_t k = std::stoul(number);
+        CHECK((k <= l.steps.size() ? l.steps[k - 1].name == name : name.find("qwen3.cu") != name.npos));
+    };
+    for (const Step& step : l.steps) { // of the table that is printed
+        INFO(step.name << ": " << step.adds);
+        CHECK(step.name.size() <= 22);
+        CHECK(step.adds.size() <= 52);
+    }
+    size_t rows = 0, links = 0;
+    for (const char* page : {"docs/lab.md", "docs/lab-irregular.md"}) {
+        bool inside = false;
+        for (const std::string& line : lines(read_file(page))) {
+            if (line.compare(0, 3, "## ") == 0 || line.compare(0, 2, "**") == 0)
+                inside = line == "## " + l.name || line.compare(0, l.name.size() + 5, "**" + l.name + ".**") == 0;
+            std::smatch found;
+            if (!inside || !std::regex_search(line, found, std::regex("^\\| ([0-9]+) ([^|]*) \\| "))) continue;
+            check(page, found[1], found[2]), rows++;
+        }
+    }
+    CHECK(rows >= l.steps.size());
+    const auto after = [](const std::string& text, size_t at, const char* what) { // the place behind it, or npos
+        const size_t found = text.find(what, at);
+        return found == text.npos ? found : found + strlen(what);
+    };
+    for (auto& note : fs::directory_iterator("data/course/notes"))
+        for (const std::string& line : lines(read_file(note.path().string()))) {
+            if (line.find("> 实验：") != 0) continue;
+            for (size_t at = 0; (at = after(line, at, ("`lab/" + l.name + "` ").c_str())) != line.npos;) {
+                const std::string part = line.substr(at, line.find("；", at) - at);
+                for (size_t i = 0; (i = after(part, i, "第 ")) != part.npos; links++) {
+                    const size_t from = after(part, i, "步（");
+                    REQUIRE(from != part.npos);
+                    check(note.path().string(), part.substr(i, part.find(' ', i) - i),
+                          part.substr(from, part.find("）", from) - from));
+                }
+            }
+        }
+    CHECK((links > 0) == in_notes);
 }

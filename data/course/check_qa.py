@@ -217,7 +217,7 @@ def check_filter():
         qa, chunks, clean = (pathlib.Path(folder, name) for name in ("qa.jsonl", "chunks.jsonl", "clean.jsonl"))
         both = (HERE / "gpu_qa.jsonl").read_bytes() + (HERE / "exam_qa.jsonl").read_bytes()
         qa.write_bytes(both)
-        subprocess.run([DATAGEN, "chunk", *sorted((HERE / "notes").glob("*.md")), "-o", chunks], check=True)
+        subprocess.run([DATAGEN, "chunk", *facts.plain_notes(folder), "-o", chunks], check=True)
         subprocess.run([DATAGEN, "filter", qa, "--chunks", chunks, "--terms", ROOT / "data/datagen/terms.txt",
                         "-o", clean], check=True)
         need(clean.read_bytes() == both, "datagen filter changes the rows")

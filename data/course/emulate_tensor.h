@@ -48,6 +48,16 @@ template <class T> void ldmatrix4(uint32_t (&r)[4], const T* row) {
         std::memcpy(&r[i], (const char*)rows[running / 32 * 32 + i * 8 + lane_of() / 4] + lane_of() % 4 * 4, 4);
     __syncwarp();
 }
+template <class T> void ldmatrix4_transposed(uint32_t (&r)[4], const T* row) { // (rows 2 t, 2 t + 1 of column g)
+    if ((uintptr_t)row % 16) std::puts("FALSE: a row of ldmatrix is not aligned"), std::exit(1);
+    rows[running] = row;
+    __syncwarp();
+    for (int i = 0; i < 8; i++)
+        std::memcpy((char*)&r[i / 2] + i % 2 * 2,
+                    (const char*)rows[running / 32 * 32 + i / 2 * 8 + lane_of() % 4 * 2 + i % 2] + lane_of() / 4 * 2,
+                    2);
+    __syncwarp();
+}
 struct Copy { void* to; const void* from; bool there; };
 static std::deque<std::vector<Copy>> groups[1024];
 static std::vector<Copy> open_group[1024];
@@ -105,6 +115,12 @@ static void tma_load(void* to, const CUtensorMap& map, uint64_t* b, int column, 
         return map.box_rows * 128;
     });
 }
+static void bulk_load(void* to, const void* from, int bytes, uint64_t* b) { // 16 bytes or a multiple
+    if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16)
+        std::puts("FALSE: a bulk copy is not aligned"), std::exit(1);
+    std::memset(to, 0xff, bytes);
+    arrivals.at(b).copies.push_back([=] { return std::memcpy(to, from, bytes), bytes; });
+}
 static std::deque<std::vector<std::function<void()>>> products[1024];
 static std::vector<std::function<void()>> open_products[1024];
 template <int N> void wgmma_64x(float (&sums)[N / 2], const void* a, const void* b, int add) {
@@ -119,6 +135,32 @@ template <int N> void wgmma_64x(float (&sums)[N / 2], const void* a, const void*
         for (int i = 0; i < N / 2; i++) {
             float sum = add ? c[i] : 0;
             for (int k = 0; k < 16; k++) sum += at(a, row + i % 4 / 2 * 8, k) * at(b, col + i / 4 * 8 + i % 2, k);
+            c[i] = sum;
+        }
+    });
+}
+// c (64,128) += a (64,16) b (16,128): a in registers, which are read when the product is made, as mma has them; b in two
+// panels of 64 columns, the second so many bytes after the first.
+static const uint32_t* operands[1024];
+static void wgmma_registers_64x128(float (&sums)[64], const uint32_t (&a)[4], const void* b, int panel, int add) {
+    operands[running] = a;
+    __syncwarp();
+    const uint32_t* quad[4];
+    for (int t = 0; t < 4; t++) quad[t] = operands[running / 4 * 4 + t];
+    __syncwarp();
+    float* c = sums;
+    const int col = lane_of() % 4 * 2;
+    open_products[running].push_back([=, q0 = quad[0], q1 = quad[1], q2 = quad[2], q3 = quad[3]] {
+        const uint32_t* const quad[] = {q0, q1, q2, q3};
+        for (int i = 0; i < 64; i++) {
+            const int n = col + i / 4 * 8 + i % 2;
+            float sum = add ? c[i] : 0;
+            for (int k = 0; k < 16; k++) {
+                const uint32_t pair = quad[k % 8 / 2][i % 4 / 2 + k / 8 * 2];
+                __nv_bfloat16 y;
+                std::memcpy(&y, swizzled_at((const char*)b + n / 64 * panel, k, n % 64), 2);
+                sum += __bfloat162float({(uint16_t)(pair >> 16 * (k % 2))}) * __bfloat162float(y);
+            }
             c[i] = sum;
         }
     });

@@ -4,7 +4,8 @@
     python3 data/course/facts.py OLD_NOTES      after the notes changed: moves the rows' evidence, chunks, chapters
 
 A row's `evidence` is FILE:FIRST-LAST, lines of a note: whole paragraphs of the section that `section` names. A
-paragraph is what stands between blank lines outside fences; a fence of code is one. OLD_NOTES is a folder with the
+paragraph is what stands between blank lines outside fences; a fence of code is one. A line that names steps of the
+laboratories ("> 实验：") stands in the place of a blank line and counts as one. OLD_NOTES is a folder with the
 notes as they were when the rows were right (a git worktree has it); lines that only moved are found again, and a row
 whose lines changed is named, to be read.
 """
@@ -24,20 +25,32 @@ def features(text):
     return found
 
 
-def paragraphs():
-    found = []
+def plain_notes(folder):
+    """Copies of the notes without the lines that name laboratories; the other lines keep their numbers."""
     for path in sorted((HERE / "notes").glob("*.md")):
-        section, first, kept, fence = "", 1, [], False
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() + [""], 1):
-            if line.startswith("#") and not fence:
-                section = line.lstrip("# ")
-            elif line.strip() or fence:
-                first = first if kept else number
-                kept.append(line)
-                fence ^= line.startswith("```")
-            if kept and not fence and (not line.strip() or line == "```"):
-                found.append(Paragraph(path.name, section, first, first + len(kept) - 1, "\n".join(kept)))
-                kept = []
+        text = re.sub(r"^> 实验：.*\n\Z", "", path.read_text(encoding="utf-8"), flags=re.M)
+        copy = pathlib.Path(folder, path.name)
+        copy.write_text(re.sub(r"^> 实验：.*", "", text, flags=re.M), encoding="utf-8")
+        yield copy
+
+
+def paragraphs():
+    with tempfile.TemporaryDirectory() as folder:
+        return [p for path in plain_notes(folder) for p in paragraphs_of(path)]
+
+
+def paragraphs_of(path):
+    found, section, first, kept, fence = [], "", 1, [], False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() + [""], 1):
+        if line.startswith("#") and not fence:
+            section = line.lstrip("# ")
+        elif line.strip() or fence:
+            first = first if kept else number
+            kept.append(line)
+            fence ^= line.startswith("```")
+        if kept and not fence and (not line.strip() or line == "```"):
+            found.append(Paragraph(path.name, section, first, first + len(kept) - 1, "\n".join(kept)))
+            kept = []
     return found
 
 
@@ -91,8 +104,8 @@ def move(old_notes):
     """Rewrites evidence, chunk and chapter of all rows; prints the ids whose evidence was changed, not only moved."""
     notes, lines, where = Notes(), {}, {}
     for path in sorted((HERE / "notes").glob("*.md")):
-        new = path.read_text(encoding="utf-8").splitlines()
-        old = (pathlib.Path(old_notes) / path.name).read_text(encoding="utf-8").splitlines()
+        new, old = (re.sub(r"^> 实验：.*", "", p.read_text(encoding="utf-8"), flags=re.M).splitlines()
+                    for p in (path, pathlib.Path(old_notes) / path.name))
         lines[path.name] = {}
         for tag, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
             for i in range(a, b):  # an edited line keeps its place in the block
@@ -100,7 +113,7 @@ def move(old_notes):
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "chunks.jsonl")
         datagen = os.environ.get("DATAGEN", HERE.parents[1] / "datagen")
-        subprocess.run([datagen, "chunk", *sorted((HERE / "notes").glob("*.md")), "-o", out], check=True)
+        subprocess.run([datagen, "chunk", *plain_notes(folder), "-o", out], check=True)
         chunks = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     texts = [bare(chunk["text"]) for chunk in chunks]
     for i, p in enumerate(notes.all):

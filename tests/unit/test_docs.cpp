@@ -196,6 +196,31 @@ TEST_CASE("docs: files of the repository that are named are there") {
     }
 }
 
+// (Steps by their names: tests/laboratory.h.)
+TEST_CASE("docs: laboratories that the course's notes name are there") {
+    size_t links = 0;
+    for (auto& note : fs::directory_iterator("data/course/notes"))
+        for (auto& line : lines(read(note.path())))
+            if (line.compare(0, 2, "> ") == 0)
+                for (auto& name : matches(line, "`(lab/[^`]+)`")) {
+                    INFO(note.path().string() << ": " << name);
+                    CHECK((fs::exists(name + ".cu") || fs::exists(name)));
+                    links++;
+                }
+    CHECK(links > 60);
+}
+
+TEST_CASE("docs: the laboratories' Python compiles") { // (what it needs to run, CI has not)
+    Strings words = {"python3", "-c", "import sys\nfor f in sys.argv[1:]: compile(open(f).read(), f, 'exec')"};
+    for (const char* folder : {"lab", "lab/triton"})
+        for (auto& entry : fs::directory_iterator(folder))
+            if (entry.path().extension() == ".py") words.push_back(entry.path().string());
+    CHECK(words.size() == 6);
+    const Result r = Process("/usr/bin/env", words).wait();
+    CHECK(r.err == "");
+    CHECK(r.status == 0);
+}
+
 TEST_CASE("docs: architecture.md knows every source file") {
     const std::string text = read("docs/architecture.md");
     for (auto& entry : fs::directory_iterator(".")) {

@@ -9,16 +9,19 @@
 TEST_CASE("lab: transpose_copy") {
     every_step(transpose_copy::laboratory(), {{1, 1, 1}, {67, 45, 1}, {32, 64, 1}, {33, 130, 1}});
     every_exercise(transpose_copy::laboratory());
+    every_name(transpose_copy::laboratory());
 }
 // (130 x 260 x 200: tiles that are full and tiles that are not, for three blocks that take them in turn.)
 TEST_CASE("lab: matmul") {
     every_step(matmul::laboratory(), {{1, 1, 1}, {130, 260, 200}});
     every_exercise(matmul::laboratory());
+    every_name(matmul::laboratory());
 }
 
 TEST_CASE("lab: reduce_scan") {
     every_step(reduce_scan::laboratory(), {{1, 1, 1}, {9001, 2057, 1}});
     every_exercise(reduce_scan::laboratory());
+    every_name(reduce_scan::laboratory());
 }
 // By emulation blocks run one after another, so all tiles before a block's have their full sum. Here most have not.
 __global__ void both_ways(const unsigned long long* status, int tile, int* out) {

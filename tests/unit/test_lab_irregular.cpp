@@ -28,6 +28,7 @@ TEST_CASE("lab: convolution_stencil") {
         CHECK(g.error() == 0);
     }
     every_exercise(l);
+    every_name(l);
 }
 TEST_CASE("lab: sparse") {
     using namespace sparse;
@@ -40,6 +41,7 @@ TEST_CASE("lab: sparse") {
         every_step_of(l, Even(Host((int)lengths.size(), 77, lengths, 77)));
     }
     every_exercise(l);
+    every_name(l);
 }
 TEST_CASE("lab: waves") {
     using namespace waves;
@@ -54,14 +56,17 @@ TEST_CASE("lab: waves") {
     every_step_of(l, Gate(size_t(777)));
     every_step_of(l, Training(size_t(777)));
     every_exercise(l);
+    every_name(l);
 }
 TEST_CASE("lab: dynamic") {
     every_step(dynamic::laboratory(), {{29, 150, 300}, {3, 5000, 7}});
     every_exercise(dynamic::laboratory());
+    every_name(dynamic::laboratory());
 }
 TEST_CASE("lab: snn") {
     every_step(snn::laboratory(), {{1, 1, 1}, {70, 45, 9}, {1100, 20, 2}});
     every_exercise(snn::laboratory());
+    every_name(snn::laboratory(), false);
 }
 TEST_CASE("lab: snn follows a kernel's spikes, and finds those that its potential does not say") {
     using namespace snn;
@@ -86,6 +91,7 @@ TEST_CASE("lab: snn follows a kernel's spikes, and finds those that its potentia
 TEST_CASE("lab: low_precision") {
     every_step(low_precision::laboratory(), {{37, 200, 1}, {1, 1, 1}, {9, 700, 1}});
     every_exercise(low_precision::laboratory());
+    every_name(low_precision::laboratory());
 }
 // Against a search through all codes, and with the bits where a kernel puts them.
 TEST_CASE("lab: low_precision's E4M3 is the nearest") {

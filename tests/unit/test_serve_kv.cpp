@@ -12,7 +12,7 @@ TEST_CASE("--kv-dtype fp8: answers do not depend on what runs beside them, on ch
         const std::string kind = format("at most %d, chunks of %d, %d pages", max_seqs, chunk, pages);
         INFO(kind);
         Bench bench({256, max_seqs, chunk, 2 * chunk, (size_t)pages * page});
-        CHECK(bench.desk.figures.pages == (size_t)pages);
+        CHECK(bench.desk.figures->pages == (size_t)pages);
         std::vector<Job> jobs;
         for (int i = 0; i < 10; i++) jobs.push_back(random_job(random, 256));
         run_all(bench, random, jobs);

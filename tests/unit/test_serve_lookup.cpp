@@ -49,7 +49,7 @@ static std::vector<std::string> answers(const std::vector<Job>& jobs, int lookup
             if (counts) counts->right = std::max(counts->right, bench.engine.lookup.right);
         }
         REQUIRE(bench.desk.inside == 0);
-        CHECK(bench.desk.figures.pages_used == 0);
+        CHECK(bench.desk.figures->pages_used == 0);
     };
     std::vector<Job> own;
     for (const Job& job : jobs) {
