@@ -18,7 +18,6 @@
 #undef check
 
 // What packed.h takes from Book II and CUDA.
-struct alignas(8) uint2 { unsigned x, y; };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float low(uint32_t pair) { return to_acc(bf16{(uint16_t)pair}); }
 static float high(uint32_t pair) { return to_acc(bf16{(uint16_t)(pair >> 16)}); }
