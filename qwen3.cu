@@ -5337,6 +5337,8 @@ inline void likeliest_gpu(Context& ctx, Likeliest* out, const float* logits, siz
     launch(ctx, likeliest_kernel, (unsigned)R, DRAW_THREADS, 0, out, logits, V, exist, seq, wanted);
 }
 
+#include "step.h" // a step of 1 to 8 tokens as one kernel
+
 // ---- Drawing on a GPU: a step, from embedding to drawn token, is one CUDA graph, whose every changing number lies in
 // the GPU's memory. Up to AHEAD steps are launched beyond the tokens that the caller has seen, which come through
 // `ring` in the CPU's memory; what was computed past the last token that was accepted is overwritten later. A graph

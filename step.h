@@ -30,7 +30,7 @@
      before. (A block without a tile of a product does not read its input.)
    The residual x stays in fp32 in global memory with the thread that adds to it. Others get x g in bf16.
    Attention   A warp takes pages of 16 keys: queries are rows of mma, keys columns; the probabilities go back in as an
-     operand, their bf16 in rows 0 .. 7 and what that leaves in rows 8 .. 15, so nothing is lost. The first page is on
+     operand, first their bf16, then what that leaves, so nothing is lost. The first page is on
      its way before the queries have come. Pages of the next layer are asked into the L2 cache.
    Changing numbers  (token, position, slot, pages, draw) are read from the GPU's memory: a CUDA graph replays it.
    Phase by phase  `first` and `last` name the phases of a launch. All at once is the fast way; one launch a phase gives
@@ -343,16 +343,21 @@ struct StepPage {
     }
     __device__ __forceinline__ void clear() {
         const uint4 zero = {0, 0, 0, 0};
-        for (auto& half : k) for (auto& x : half) x = zero;
-        for (auto& key : v) for (auto& x : key) x = zero;
+        STEP_UNROLL
+        for (int i = 0; i < 8; i++) k[i / 4][i % 4] = zero, v[i / 2][i % 2] = zero;
     }
 };
 
-// Softmax over a warp's pages: of query g (a row of mma) the largest score, this lane's sum of weights, and the mix of
-// values: mix[c][e] has columns 2 t and 2 t + 1, which are numbers (column + 8 c) * 8 + e; rows g + 8 are the rests.
+// Softmax over a warp's pages: of query g (a row of mma) the largest score and this lane's sum of weights; and the mix of
+// values, of which columns 2 t and 2 t + 1 are queries, rows g and g + 8 are numbers 8 g + e and 8 (g + 8) + e of mix[e].
 struct StepSoftmax {
     static constexpr int D = STEP_HEAD;
-    float top = -INFINITY, weights = 0, mix[D / 64][8][4] = {};
+    static_assert(D == 128, "16 rows of mma are 16 chunks of 8");
+    float top = -INFINITY, weights = 0, mix[8][4] = {};
+    // What query 2 t + i has, from what query g has.
+    __device__ __forceinline__ static float of_column(float x, int i) {
+        return __shfl_sync(~0u, x, (threadIdx.x % 4 * 2 + i) * 4);
+    }
     // The first `count` keys of a page.
     __device__ __forceinline__ void add(const StepPage& page, const uint4 (&q)[D / 32], int count) {
         float s[2][4] = {};
@@ -373,36 +378,37 @@ struct StepSoftmax {
             largest = fmaxf(largest, x);
         }
         largest = quad_max(largest);
-        const float by = exp2_fast(top - largest);
+        const float by = exp2_fast(top - largest), by0 = of_column(by, 0), by1 = of_column(by, 1);
         top = largest, weights *= by;
-        uint32_t a[2][2]; // [keys 2 t .. or 2 t + 8 ..][weights or their rests]
+        uint32_t p[2], rest[2]; // of keys 2 t, 2 t + 1 and of 2 t + 8, 2 t + 9
         STEP_UNROLL
         for (int half = 0; half < 2; half++) {
             const float x = exp2_fast(s[half][0] - top), y = exp2_fast(s[half][1] - top);
             weights += x + y;
-            a[half][0] = pack(x, y), a[half][1] = pack(x - low(a[half][0]), y - high(a[half][0]));
+            p[half] = pack(x, y), rest[half] = pack(x - low(p[half]), y - high(p[half]));
         }
+        const auto& v = page.v;
         STEP_UNROLL
-        for (int c = 0; c < D / 64; c++)
-            STEP_UNROLL
-            for (int e = 0; e < 8; e++) {
-                for (float& x : mix[c][e]) x *= by;
-                mma(mix[c][e], a[0][0], a[0][1], a[1][0], a[1][1], step_pair(page.v[0][c], page.v[1][c], e),
-                    step_pair(page.v[2][c], page.v[3][c], e));
-            }
+        for (int e = 0; e < 8; e++) {
+            const uint32_t a0 = step_pair(v[0][0], v[1][0], e), a1 = step_pair(v[0][1], v[1][1], e);
+            const uint32_t a2 = step_pair(v[2][0], v[3][0], e), a3 = step_pair(v[2][1], v[3][1], e);
+            mix[e][0] *= by0, mix[e][1] *= by1, mix[e][2] *= by0, mix[e][3] *= by1;
+            mma(mix[e], a0, a1, a2, a3, p[0], p[1]);
+            mma(mix[e], a0, a1, a2, a3, rest[0], rest[1]);
+        }
     }
-    // To D numbers, the largest score, the sum of weights. All lanes; who has a query that counts writes.
-    __device__ __forceinline__ void store(float* part, bool counts) {
-        const int t = threadIdx.x % 4;
+    // To `parts` of `count` queries: D numbers, the largest score, the sum of weights.
+    __device__ __forceinline__ void store(float* parts, int count) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const float all = quad_sum(weights);
-        if (!counts) return;
         STEP_UNROLL
-        for (int c = 0; c < D / 64; c++)
-            STEP_UNROLL
-            for (int e = 0; e < 8; e++)
-                STEP_UNROLL
-                for (int i = 0; i < 2; i++) part[(2 * t + i + 8 * c) * 8 + e] = mix[c][e][i] + mix[c][e][i + 2];
-        if (t == 0) part[D] = top, part[D + 1] = all;
+        for (int i = 0; i < 4; i++) {
+            float* to = parts + (2 * t + i % 2) * (D + 4) + (g + i / 2 * 8) * 8;
+            if (2 * t + i % 2 >= count) continue;
+            *(float4*)to = make_float4(mix[0][i], mix[1][i], mix[2][i], mix[3][i]);
+            *(float4*)(to + 4) = make_float4(mix[4][i], mix[5][i], mix[6][i], mix[7][i]);
+        }
+        if (t == 0 && g < count) parts[g * (D + 4) + D] = top, parts[g * (D + 4) + D + 1] = all;
     }
 };
 // Numbers 4 i .. 4 i + 3 of `count` parts as one: their sums, and the largest score and sum of weights.
@@ -435,12 +441,12 @@ template <class S> struct Step {
     uint32_t parity = 0;              // ... and the parity of its phase
     int set = 0;                      // of sums
     bool gave_up = false;             // nothing is waited for any more
-    float old = 0, gain = 0;          // of this lane's row: x before a product, and what its successor multiplies it with
+    float old = 0, gain = 0;                // of this lane's row: x before a product, and what its successor multiplies it with
     float scale = 0;                  // 1 / rms of token `warp`
     unsigned long long likeliest = 0; // key of this lane's logits, of token `warp`
 
-    __device__ Step(const StepArgs& p, unsigned char* memory, StepDealt& dealt)
-        : p(p), memory(memory), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N) {}
+    __device__ Step(const StepArgs& p, unsigned char* memory, StepDealt& dealt, uint32_t before)
+        : p(p), memory(memory), dealt(dealt), before(before), N(S::TOKENS == 1 ? 1 : p.b.N) {}
 
     __device__ __forceinline__ void meet() { step_meet(1, CONSUMERS); }
     __device__ __forceinline__ uint32_t epoch(int layer) const { return before * (uint32_t)p.L + (uint32_t)layer + 1; }
@@ -700,7 +706,7 @@ template <class S> struct Step {
             }
             softmax.add(page, q, pos - at * PAGE + 1);
         }
-        softmax.store(parts + ((size_t)warp * G + g) * (D + 4), g < G);
+        softmax.store(parts + (size_t)warp * G * (D + 4), G);
         meet();
         publish_attention(parts, layer, n, kv, split, splits);
         prefetch(layer, table, head, first, min(last, first + 16));
@@ -795,18 +801,24 @@ template <class S> struct Step {
         top = largest(top);
         if (lane == 0) publish(p.next, warp, p.V, (int)~(uint32_t)top);
     }
-    __device__ __forceinline__ void run(int phase) {
-        const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
-        if (kind == STEP_ATTEND)
-            each_item(false, [&](int n, int item, int splits, int each) { attend(layer, n, item / splits, item % splits, splits, each); });
-        else if (kind == STEP_JOIN)
-            each_item(true, [&](int n, int head, int splits, int) { join(layer, n, head, splits); });
-        else product(kind, layer);
-    }
 };
 
+// Attention is a function of its own: inlined, its registers and the products' would not fit side by side.
+template <class S>
+__device__ __noinline__ bool step_attention(const StepArgs& p, unsigned char* memory, StepDealt& dealt, uint32_t before,
+                                            int kind, int layer, bool gave_up) {
+    Step<S> step(p, memory, dealt, before);
+    step.gave_up = gave_up;
+    step.each_item(kind == STEP_JOIN, [&](int n, int item, int splits, int each) {
+        if (kind == STEP_JOIN) step.join(layer, n, item, splits);
+        else step.attend(layer, n, item / splits, item % splits, splits, each);
+    });
+    return step.gave_up;
+}
+
 // Phases first .. last - 1 of a step. Grid: any number of blocks; if it is more than one phase, all must be resident.
-template <class S> __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const StepArgs p, int first, int last) {
+template <class S> __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_constant__ StepArgs p, int first,
+                                                                     int last) {
     unsigned char* memory = step_memory();
     StepBarrier *full = (StepBarrier*)memory, *empty = full + STEP_STAGES;
     StepDealt& dealt = *(StepDealt*)(empty + STEP_STAGES);
@@ -816,7 +828,11 @@ template <class S> __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(
     StepBarrier::begun();
     step_meet(0, S::THREADS);
     if (tid >= S::CONSUMERS) return step_produce<S>(p, memory, dealt, first, last);
-    Step<S> step(p, memory, dealt);
-    for (int phase = first; phase < last; phase++) step.run(phase);
+    Step<S> step(p, memory, dealt, *p.steps);
+    for (int phase = first; phase < last; phase++) {
+        const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
+        if (kind != STEP_ATTEND && kind != STEP_JOIN) step.product(kind, layer);
+        else step.gave_up = step_attention<S>(p, memory, dealt, step.before, kind, layer, step.gave_up);
+    }
     if (last == p.phases()) step.finish();
 }

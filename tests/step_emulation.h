@@ -15,6 +15,8 @@
 #define __global__ [[maybe_unused]] static
 #define __align__(n)
 #define STEP_UNROLL
+#define __grid_constant__
+#define __noinline__
 
 // ---- Blocks that run at once
 constexpr size_t BLOCK_MEMORY = 64 << 10;
