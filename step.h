@@ -107,6 +107,7 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_> struct StepShape {
     static constexpr int TOKENS = TOKENS_;    // at most
     static constexpr bool BULK = BULK_;
     static constexpr int EACH = STEPS / WARPS, STAGE = STEPS * 512;
+    static constexpr int BATCH = 2;           // stages whose operands are in registers at once: more would not fit
     static constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + (BULK ? 32 : 128);
     static_assert(TOKENS <= WARPS && TOKENS <= STEP_TOKENS, "a warp hands over a token's sums");
 };
@@ -132,10 +133,10 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     // the phase at hand works on (a product its input, see Step::attend for the others); the ring takes what is left.
     const size_t G = c.H / c.K, D = STEP_HEAD;
     const size_t input = (size_t)N * step_row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
-    const size_t attend = (G + 2 * N) * D * sizeof(bf16) * 2 + S::WARPS * G * (D + 4) * sizeof(float);
+    const size_t attend = (4 * PAGE + 2 * G + N) * D * sizeof(bf16) + S::WARPS * G * (D + 4) * sizeof(float);
     const size_t join = p.most_splits * STEP_PART * 3 * sizeof(float);
     auto up = [](size_t n) { return (n + 127) / 128 * 128; };
-    p.sums_at = 2 * STEP_STAGES * sizeof(uint64_t) + 128;
+    p.sums_at = 2 * STEP_STAGES * sizeof(uint64_t) + 384;
     p.squares_at = p.sums_at + up(2 * 4 * S::WARPS * N * 8 * sizeof(float));
     p.work_at = p.squares_at + up((size_t)N * c.C / 4 * sizeof(float));
     p.ring_at = p.work_at + up(std::max({input, attend, join}));
@@ -230,6 +231,10 @@ struct StepBarrier {
 #endif
     }
 };
+__device__ __forceinline__ int step_opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 __device__ inline unsigned char* step_memory() {
     extern __shared__ __align__(128) unsigned char step_bytes[];
     return step_bytes;
@@ -267,10 +272,12 @@ __device__ inline int step_arrive(int* counter) {
 struct StepDealt {
     int first[7], units[7]; // its first unit, every gridDim.x-th from there on; how many
     int last;               // this block is the last to end
+    StepProduct product[7]; // (a kernel's argument is slow to index)
 };
 __device__ inline void step_deal(const StepArgs& p, StepDealt& dealt, int phase) {
     const int blocks = gridDim.x, shift = p.product[phase].shifted ? p.C / 8 % blocks : 0;
     const int first = ((int)blockIdx.x + blocks - shift) % blocks, units = p.product[phase].units;
+    dealt.product[phase] = p.product[phase];
     dealt.first[phase] = first, dealt.units[phase] = units > first ? (units - first - 1) / blocks + 1 : 0;
 }
 
@@ -299,7 +306,7 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     };
     for (int phase = first; phase < last; phase++) {
         const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
-        const StepProduct& q = p.product[kind];
+        const StepProduct& q = dealt.product[kind];
         const int in_flight = layer < p.L ? p.in_flight : p.in_flight_head;
         const unsigned char* weights = p.packed + (layer < p.L ? layer * p.layer_bytes : 0) + q.at;
         for (int u = 0; u < dealt.units[kind]; u++) {
@@ -325,26 +332,17 @@ __device__ __forceinline__ uint32_t step_pair(const uint4& a, const uint4& b, in
 struct StepPage {
     static constexpr int D = STEP_HEAD;
     uint4 k[2][D / 32], v[4][D / 64];
-    // Those for which take(key) holds.
-    template <class Take> __device__ __forceinline__ void load(const bf16* keys, const bf16* values, int step, Take take) {
+    __device__ __forceinline__ void load(const bf16* keys, const bf16* values) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         STEP_UNROLL
         for (int half = 0; half < 2; half++)
             STEP_UNROLL
-            for (int j = 0; j < D / 32; j++)
-                if (take(half * 8 + g))
-                    k[half][j] = *(const uint4*)(keys + (half * 8 + g) * step + j * 32 + t * 8);
+            for (int j = 0; j < D / 32; j++) k[half][j] = *(const uint4*)(keys + (half * 8 + g) * D + j * 32 + t * 8);
         STEP_UNROLL
         for (int a = 0; a < 4; a++)
             STEP_UNROLL
             for (int c = 0; c < D / 64; c++)
-                if (const int key = a / 2 * 8 + 2 * t + a % 2; take(key))
-                    v[a][c] = *(const uint4*)(values + key * step + (g + 8 * c) * 8);
-    }
-    __device__ __forceinline__ void clear() {
-        const uint4 zero = {0, 0, 0, 0};
-        STEP_UNROLL
-        for (int i = 0; i < 8; i++) k[i / 4][i % 4] = zero, v[i / 2][i % 2] = zero;
+                v[a][c] = *(const uint4*)(values + (a / 2 * 8 + 2 * t + a % 2) * D + (g + 8 * c) * 8);
     }
 };
 
@@ -359,16 +357,18 @@ struct StepSoftmax {
         return __shfl_sync(~0u, x, (threadIdx.x % 4 * 2 + i) * 4);
     }
     // The first `count` keys of a page.
-    __device__ __forceinline__ void add(const StepPage& page, const uint4 (&q)[D / 32], int count) {
+    __device__ __forceinline__ void add(const StepPage& page, const bf16* query, int count) {
         float s[2][4] = {};
         STEP_UNROLL
-        for (int j = 0; j < D / 32; j++)
+        for (int j = 0; j < D / 32; j++) {
+            const uint4 q = *(const uint4*)(query + j * 32);
             STEP_UNROLL
             for (int half = 0; half < 2; half++) {
                 const uint4& k = page.k[half][j];
-                mma(s[half], q[j].x, 0, q[j].y, 0, k.x, k.y);
-                mma(s[half], q[j].z, 0, q[j].w, 0, k.z, k.w);
+                mma(s[half], q.x, 0, q.y, 0, k.x, k.y);
+                mma(s[half], q.z, 0, q.w, 0, k.z, k.w);
             }
+        }
         float largest = top;
         STEP_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -428,15 +428,17 @@ __device__ __forceinline__ float4 step_join(const float* parts, int count, int s
 
 // A consumer's thread.
 template <class S> struct Step {
-    static constexpr int D = STEP_HEAD, WARPS = S::WARPS, STEPS = S::STEPS, EACH = S::EACH, CONSUMERS = S::CONSUMERS;
+    static constexpr int D = STEP_HEAD, WARPS = S::WARPS, STEPS = S::STEPS, EACH = S::EACH;
+    static constexpr int BATCH = S::BATCH, CONSUMERS = S::CONSUMERS;
     const StepArgs& p;
-    unsigned char* const memory;
+    unsigned char* memory;
     StepDealt& dealt;
     const uint32_t before;            // steps taken
-    const int N, tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
-    StepBarrier *const full = (StepBarrier*)memory, *const empty = full + STEP_STAGES;
-    float* const squares = (float*)(memory + p.squares_at); // (N, C / 4)
-    bf16* const work = (bf16*)(memory + p.work_at);
+    const int N;
+    int tid, warp, lane, g, t;
+    StepBarrier *full, *empty;
+    float* squares;                   // (N, C / 4)
+    bf16* work;
     int stage = 0;                    // of the ring: the next to be read,
     uint32_t parity = 0;              // ... and the parity of its phase
     int set = 0;                      // of sums
@@ -445,8 +447,17 @@ template <class S> struct Step {
     float scale = 0;                  // 1 / rms of token `warp`
     unsigned long long likeliest = 0; // key of this lane's logits, of token `warp`
 
-    __device__ Step(const StepArgs& p, unsigned char* memory, StepDealt& dealt, uint32_t before)
-        : p(p), memory(memory), dealt(dealt), before(before), N(S::TOKENS == 1 ? 1 : p.b.N) {}
+    __device__ Step(const StepArgs& p, StepDealt& dealt) : p(p), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N) {}
+    // Before each phase. (The compiler must not know that it is the same each time: it would compute all that follows from
+    // these once, ahead of all phases, and keep it in registers that there are not.)
+    __device__ __forceinline__ void begin_phase() {
+        const int zero = step_opaque(0);
+        tid = threadIdx.x + zero, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+        memory = step_memory() + zero;
+        full = (StepBarrier*)memory, empty = full + STEP_STAGES;
+        old = gain = scale = 0;
+        squares = (float*)(memory + p.squares_at), work = (bf16*)(memory + p.work_at);
+    }
 
     __device__ __forceinline__ void meet() { step_meet(1, CONSUMERS); }
     __device__ __forceinline__ uint32_t epoch(int layer) const { return before * (uint32_t)p.L + (uint32_t)layer + 1; }
@@ -471,13 +482,13 @@ template <class S> struct Step {
             if (lane == 0 && tid < count) await(at(tid), epoch);
             __syncwarp();
         }
-        for (int from = tid; from < count; from += 4 * CONSUMERS) {
-            uint4 v[4];
+        for (int from = tid; from < count; from += 2 * CONSUMERS) {
+            uint4 v[2];
             STEP_UNROLL
-            for (int j = 0; j < 4; j++)
+            for (int j = 0; j < 2; j++)
                 if (from + j * CONSUMERS < count) v[j] = step_peek(at(from + j * CONSUMERS));
             STEP_UNROLL
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < 2; j++) {
                 const int i = from + j * CONSUMERS;
                 if (i >= count) continue;
                 if (v[j].w != epoch) v[j] = await(at(i), epoch);
@@ -495,9 +506,9 @@ template <class S> struct Step {
 
     // ---- Products
     // Operands of `count` stages, which are then free for others. The first has `steps` steps, the next `less` fewer.
-    __device__ __forceinline__ void load(uint4 (&w)[4][EACH], int count, int steps, int less) {
+    __device__ __forceinline__ void load(uint4 (&w)[BATCH][EACH], int count, int steps, int less) {
         STEP_UNROLL
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < BATCH; i++) {
             if (i >= count) break;
             full[stage].wait(parity);
             const uint4* from = (const uint4*)(memory + p.ring_at + (size_t)stage * S::STAGE) + lane;
@@ -512,13 +523,13 @@ template <class S> struct Step {
     }
     // sum += W x^T for those stages: of one tile (SAME), whose k go on from stage to stage, or of a tile each.
     template <bool SAME, int TILES>
-    __device__ __forceinline__ void multiply(float (&sum)[TILES][2][4], const uint4 (&w)[4][EACH], int count, int steps,
+    __device__ __forceinline__ void multiply(float (&sum)[TILES][2][4], const uint4 (&w)[BATCH][EACH], int count, int steps,
                                              const bf16* x) {
         STEP_UNROLL
         for (int j = 0; j < EACH; j++) {
             uint4 a = {0, 0, 0, 0};
             STEP_UNROLL
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < BATCH; i++) {
                 const int step = warp + j * WARPS, from = SAME ? i * STEPS : 0;
                 if (i >= count || step >= steps - from) break;
                 if ((SAME || i == 0) && g < N) a = *(const uint4*)(x + (from + step) * 32 + 8 * t);
@@ -535,35 +546,35 @@ template <class S> struct Step {
     }
     // One of this block's products: four tiles, then their sums are handed over, a token a warp.
     __device__ __forceinline__ void product(int kind, int layer) {
-        const StepProduct& q = p.product[kind];
+        const StepProduct& q = dealt.product[kind];
         const int tiles = dealt.units[kind] * q.tiles, stages = (q.steps + STEPS - 1) / STEPS;
         if (!tiles) return;
         const int less = stages == 1 ? 0 : STEPS;
-        uint4 w[4][EACH];
-        load(w, min(4, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
+        uint4 w[BATCH][EACH];
+        load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
         prepare(kind, layer, 0);
         input(kind, layer);
         const bf16* x = work + g * step_row(q.in);
         for (int tile = 0; tile < tiles; tile += 4) {
             const int count = min(4, tiles - tile);
             if (tile) prepare(kind, layer, tile);
-            if (stages == 1) {
-                float sum[4][2][4] = {};
-                multiply<false>(sum, w, count, q.steps, x);
-                if (tile + 4 < tiles) load(w, min(4, tiles - tile - 4), q.steps, less);
+            for (int i = 0; i < count && stages == 1; i += BATCH) {
+                float sum[BATCH][2][4] = {};
+                multiply<false>(sum, w, min(BATCH, count - i), q.steps, x);
+                const int next = tile + i + BATCH;
+                if (next < tiles) load(w, min(BATCH, tiles - next), q.steps, less);
                 STEP_UNROLL
-                for (int i = 0; i < 4; i++)
-                    if (i < count) put(i, sum[i]);
-            } else {
-                for (int i = 0; i < count; i++) {
-                    float sum[1][2][4] = {};
-                    for (int s = 0; s < stages; s += 4) {
-                        multiply<true>(sum, w, min(4, stages - s), q.steps - s * STEPS, x + s * STEPS * 32);
-                        const int next = s + 4 < stages ? s + 4 : 0;
-                        if (next || tile + i + 1 < tiles) load(w, min(4, stages - next), q.steps - next * STEPS, less);
-                    }
-                    put(i, sum[0]);
+                for (int j = 0; j < BATCH; j++)
+                    if (i + j < count) put(i + j, sum[j]);
+            }
+            for (int i = 0; i < count && stages > 1; i++) {
+                float sum[1][2][4] = {};
+                for (int s = 0; s < stages; s += BATCH) {
+                    multiply<true>(sum, w, min(BATCH, stages - s), q.steps - s * STEPS, x + s * STEPS * 32);
+                    const int next = s + BATCH < stages ? s + BATCH : 0;
+                    if (next || tile + i + 1 < tiles) load(w, min(BATCH, stages - next), q.steps - next * STEPS, less);
                 }
+                put(i, sum[0]);
             }
             meet();
             if (warp < N) hand_over(kind, layer, tile, count);
@@ -572,7 +583,7 @@ template <class S> struct Step {
     }
     // The row of lane 8 i + r: row r of the block's i-th tile from `tile` on.
     __device__ __forceinline__ int row_of(int kind, int tile) const {
-        const int tiles = p.product[kind].tiles, i = tile + lane / 8;
+        const int tiles = dealt.product[kind].tiles, i = tile + lane / 8;
         return (dealt.first[kind] + (tiles == 2 ? i / 2 : i) * (int)gridDim.x) * 8 + lane % 8;
     }
     // Asks early for what hand_over needs.
@@ -615,7 +626,7 @@ template <class S> struct Step {
     }
     // A product's input, to `work`, a token a row; where a norm comes before it, the words' squares.
     __device__ __forceinline__ void input(int kind, int layer) {
-        const int in = p.product[kind].in, words = in / 4;
+        const int in = dealt.product[kind].in, words = in / 4;
         const bool normed = kind == STEP_QKV || kind == STEP_GATE_UP || kind == STEP_LOGITS;
         const uint4* from = kind == STEP_O ? p.att : kind == STEP_DOWN ? p.hidden : kind == STEP_GATE_UP ? p.mid : p.out;
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
@@ -653,58 +664,72 @@ template <class S> struct Step {
             item = (item - items + blocks) % blocks;
         }
     }
+    __device__ __forceinline__ void attention(int layer, bool joins) {
+        each_item(joins, [&](int n, int item, int splits, int each) {
+            if (joins) join(layer, n, item, splits);
+            else attend(layer, n, item / splits, item % splits, splits, each);
+        });
+    }
+    __device__ __forceinline__ void joins(int layer) {
+        each_item(true, [&](int n, int head, int splits, int) { join(layer, n, head, splits); });
+    }
     // A KV head's queries of token n over a split. Tokens m0 .. n of the step are of one sequence: their keys and values
-    // are not in the cache yet, but come as words.
-    // Shared memory: (G + 2 tokens, D) bf16 that came; (G + tokens, D) that are normalised and rotated; parts of warps.
+    // are not in the cache yet. They come as words, and with the cache's others of their pages (two at most) they make
+    // up the tail, in shared memory: it has the tail's keys and values; the queries, as they came and rotated; new keys
+    // as they came; parts of warps.
     __device__ __forceinline__ void attend(int layer, int n, int kv, int split, int splits, int each) {
         const int G = p.H / p.K, pos = p.b.pos[n], seq = p.b.seq[n], first = split * each;
         const int last = min(first + each, pos / PAGE + 1), *table = p.b.pages + (size_t)seq * p.b.max_pages;
         int m0 = n;
         while (m0 > 0 && p.b.seq[m0 - 1] == seq) m0--;
-        const int held = p.b.pos[m0], fresh = last * PAGE > held ? n - m0 + 1 : 0;
+        const int held = p.b.pos[m0], tail = held / PAGE, fresh = last > tail ? n - m0 + 1 : 0;
         bf16 *keys = p.keys + layer * p.layer_size, *values = p.values + layer * p.layer_size;
         const size_t head = kv_offset(0, kv, 0, p.K, D), page_step = kv_offset(1, 0, 0, p.K, D);
+        bf16 *tail_keys = work, *tail_values = work + 2 * PAGE * D, *raw = tail_values + 2 * PAGE * D;
+        bf16 *rotated = raw + (G + N) * D;
+        float* parts = (float*)(rotated + G * D);
         StepPage page;
-        auto load = [&](int at) { // what of a page is in the cache
-            const size_t from = table[at] * page_step + head;
-            page.clear();
-            page.load(keys + from, values + from, D, [&](int key) { return at * PAGE + key < held; });
+        auto load = [&](int at) {
+            const size_t from = at < tail ? table[at] * page_step + head : 0;
+            page.load(at < tail ? keys + from : tail_keys + (at - tail) * PAGE * D,
+                      at < tail ? values + from : tail_values + (at - tail) * PAGE * D);
         };
-        if (first + warp < last) load(first + warp);
-
-        bf16 *raw = work, *rotated = raw + (G + 2 * N) * D, *new_keys = rotated + G * D;
-        float* parts = (float*)(new_keys + 2 * N * D);
-        const uint4* words = p.qkv;
+        for (int i = tid; i < 2 * PAGE * (D / 8) && fresh; i += CONSUMERS) { // (behind the new ones: zeros)
+            const int key = i / (D / 8);
+            if (key >= held % PAGE && key < held % PAGE + fresh) continue;
+            const size_t from = table[tail] * page_step + head + i * 8;
+            const uint4 zero = {0, 0, 0, 0};
+            *(uint4*)(tail_keys + i * 8) = key < held % PAGE ? *(const uint4*)(keys + from) : zero;
+            *(uint4*)(tail_values + i * 8) = key < held % PAGE ? *(const uint4*)(values + from) : zero;
+        }
         const int heads = p.H + 2 * p.K;
         receive<false>((G + 2 * fresh) * (D / 4), epoch(layer), [&](int i) {
             const int j = i / (D / 4), m = j < G ? n : m0 + (j - G) / 2;
             const int h = j < G ? kv * G + j : p.H + (j - G) % 2 * p.K + kv;
-            return words + ((size_t)m * heads + h) * (D / 4) + i % (D / 4);
-        }, [&](int i, const uint4& v) { *(uint2*)(raw + 4 * i) = make_uint2(v.x, v.y); });
+            return p.qkv + ((size_t)m * heads + h) * (D / 4) + i % (D / 4);
+        }, [&](int i, const uint4& v) {
+            const int j = i / (D / 4), m = (j - G) / 2, value = j >= G && (j - G) % 2;
+            bf16* to = value ? tail_values + (held % PAGE + m) * D : raw + (j < G ? j : G + m) * D;
+            *(uint2*)(to + i % (D / 4) * 4) = make_uint2(v.x, v.y);
+        });
         meet();
         const size_t slot = kv_offset(p.b.slot[n] / PAGE, kv, p.b.slot[n] % PAGE, p.K, D);
         const bool appends = last == pos / PAGE + 1; // one split has the newest
         for (int j = warp; j < G + fresh; j += WARPS) {
             const int m = j < G ? n : m0 + j - G;
             bf16* cache = appends && j >= G && m == n ? keys + slot : nullptr;
-            rotate(j < G ? rotated + j * D : new_keys + (j - G) * D, cache, raw + (j < G ? j : 2 * j - G) * D,
+            rotate(j < G ? rotated + j * D : tail_keys + (held % PAGE + j - G) * D, cache, raw + j * D,
                    p.gains + p.gains_of(layer) + 2 * p.C + (j < G ? 0 : D), p.rope + (size_t)p.b.pos[m] * D);
         }
-        if (appends && tid < D / 8) *(uint4*)(values + slot + tid * 8) = *(const uint4*)(raw + (G + 2 * (n - m0) + 1) * D + tid * 8);
+        if (appends && tid < D / 8)
+            *(uint4*)(values + slot + tid * 8) = *(const uint4*)(tail_values + (held % PAGE + n - m0) * D + tid * 8);
         meet();
 
-        uint4 q[D / 32];
-        STEP_UNROLL
-        for (int j = 0; j < D / 32; j++)
-            q[j] = g < G ? *(const uint4*)(rotated + g * D + j * 32 + t * 8) : make_uint4(0, 0, 0, 0);
+        const bf16* query = rotated + min(g, G - 1) * D + t * 8; // (what others compute, nobody stores)
         StepSoftmax softmax;
         for (int at = first + warp; at < last; at += WARPS) {
-            if (at != first + warp) load(at);
-            for (int m = 0; m < fresh; m++) { // (raw has token m's key and value one behind the other)
-                const int key = held + m - at * PAGE;
-                if (key >= 0 && key < PAGE) page.load(new_keys + m * D, raw + (G + 2 * m + 1) * D, 0, [&](int k) { return k == key; });
-            }
-            softmax.add(page, q, pos - at * PAGE + 1);
+            load(at);
+            softmax.add(page, query, pos - at * PAGE + 1);
         }
         softmax.store(parts + (size_t)warp * G * (D + 4), G);
         meet();
@@ -803,19 +828,6 @@ template <class S> struct Step {
     }
 };
 
-// Attention is a function of its own: inlined, its registers and the products' would not fit side by side.
-template <class S>
-__device__ __noinline__ bool step_attention(const StepArgs& p, unsigned char* memory, StepDealt& dealt, uint32_t before,
-                                            int kind, int layer, bool gave_up) {
-    Step<S> step(p, memory, dealt, before);
-    step.gave_up = gave_up;
-    step.each_item(kind == STEP_JOIN, [&](int n, int item, int splits, int each) {
-        if (kind == STEP_JOIN) step.join(layer, n, item, splits);
-        else step.attend(layer, n, item / splits, item % splits, splits, each);
-    });
-    return step.gave_up;
-}
-
 // Phases first .. last - 1 of a step. Grid: any number of blocks; if it is more than one phase, all must be resident.
 template <class S> __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_constant__ StepArgs p, int first,
                                                                      int last) {
@@ -828,11 +840,122 @@ template <class S> __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(
     StepBarrier::begun();
     step_meet(0, S::THREADS);
     if (tid >= S::CONSUMERS) return step_produce<S>(p, memory, dealt, first, last);
-    Step<S> step(p, memory, dealt, *p.steps);
+    Step<S> step(p, dealt);
     for (int phase = first; phase < last; phase++) {
         const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
-        if (kind != STEP_ATTEND && kind != STEP_JOIN) step.product(kind, layer);
-        else step.gave_up = step_attention<S>(p, memory, dealt, step.before, kind, layer, step.gave_up);
+        step.begin_phase();
+        if (kind == STEP_ATTEND || kind == STEP_JOIN) step.attention(layer, kind == STEP_JOIN);
+        else step.product(kind, layer);
     }
     if (last == p.phases()) step.finish();
 }
+
+#ifdef __CUDACC__
+// ---- A session's steps by this kernel: packed weights and all else it needs in the GPU's memory.
+struct StepRoad {
+    using Kernel = void (*)(const StepArgs, int, int);
+    Context ctx;
+    StepArgs args = {};
+    Kernel kernel = nullptr;
+    int blocks = 0, threads = 0;
+    bool by_phase = false;
+    Arena arena;
+    int* fault = nullptr; // in the CPU's memory
+
+    // Throws Error if this GPU or this model cannot.
+    StepRoad(const Context& where, const Config& c, const Weights<bf16>& w) : ctx(where) {
+        by_phase = ctx.one_kernel == Context::BY_PHASE;
+        blocks = ctx.gpu->sms;
+        if (const char* why = step_refuses(c)) DIE("--one-kernel: not for this model: %s", why);
+        for (const Layer<bf16>& l : w.layers)
+            for (const Linear<bf16>* m : {&l.qkv, &l.o, &l.gate_up, &l.down})
+                if (m->adapter.rank || m->format != Format::PLAIN) DIE("--one-kernel: weights in bf16 only, without an adapter");
+        if (w.head.format != Format::PLAIN) DIE("--one-kernel: weights in bf16 only");
+        int device = 0, most_shared = 0, cooperative = 0;
+        CUDA_CHECK(cudaGetDevice(&device));
+        CUDA_CHECK(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+        CUDA_CHECK(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device));
+        choose<StepShape<8, 32, 1, false>>(c, (size_t)most_shared);
+        cudaFuncAttributes built;
+        CUDA_CHECK(cudaFuncGetAttributes(&built, kernel));
+        if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) choose<StepShape<8, 32, 1, true>>(c, (size_t)most_shared);
+        if (args.stages < 4) DIE("--one-kernel: a multiprocessor's shared memory of %d bytes is too small", most_shared);
+        if (blocks > BEST_BLOCKS) DIE("--one-kernel: %d multiprocessors", blocks);
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)args.shared));
+        int resident = 0;
+        CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, args.shared));
+        if (!by_phase && (!resident || !cooperative)) DIE("--one-kernel: its blocks cannot all be resident on this GPU");
+        arena.gpu = true;
+        unsigned char* packed = plan();
+        arena.allocate("--one-kernel: a second copy of the weights"); // (products of many tokens need theirs by rows)
+        packed = plan();
+        pack(c, w, packed);
+        CUDA_CHECK(cudaHostAlloc((void**)&fault, sizeof *fault, cudaHostAllocMapped));
+        *fault = 0;
+        CUDA_CHECK(cudaHostGetDevicePointer((void**)&args.fault, fault, 0));
+    }
+    StepRoad(const StepRoad&) = delete;
+    ~StepRoad() {
+        if (fault) cudaFreeHost(fault);
+    }
+    // The road, or null; then it is told why, once.
+    static std::unique_ptr<StepRoad> find(const Context& ctx, const Config& c, const Weights<bf16>& w) {
+        if (ctx.one_kernel == Context::OFF) return nullptr;
+        try {
+            return std::make_unique<StepRoad>(ctx, c, w);
+        } catch (const Error& e) {
+            static bool told = false;
+            if (!told) fprintf(stderr, "%s; a token is a graph of kernels\n", e.what());
+            told = true;
+            return nullptr;
+        }
+    }
+    // On the context's stream; part of a graph, if one is being recorded.
+    void launch_step() {
+        const int phases = args.phases();
+        for (int phase = 0; phase < phases; phase += by_phase ? 1 : phases) {
+            cudaLaunchAttribute together;
+            together.id = cudaLaunchAttributeCooperative, together.val.cooperative = 1;
+            cudaLaunchConfig_t config = {};
+            config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = args.shared;
+            config.stream = ctx.gpu->stream, config.attrs = &together, config.numAttrs = by_phase ? 0 : 1;
+            CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args, phase, by_phase ? phase + 1 : phases));
+        }
+    }
+    void check() const {
+        if (*(volatile int*)fault) DIE("--one-kernel: a block waited for over a second for another one's words");
+    }
+
+  private:
+    template <class S> void choose(const Config& c, size_t most_shared) {
+        kernel = step_kernel<S>, threads = S::THREADS, args = plan_step<S>(c, 1, blocks, most_shared);
+    }
+    unsigned char* plan() {
+        args.gains = arena.take<bf16>(args.gains_of(args.L) + args.C);
+        step_words(args, arena.take<uint4>(step_words(args, nullptr, 1)), 1);
+        args.residual = arena.take<float>(args.C);
+        args.steps = arena.take<uint32_t>(1), args.arrived = arena.take<int>(1);
+        return arena.take<unsigned char>(args.product[STEP_LOGITS].at + args.product[STEP_LOGITS].bytes());
+    }
+    void pack(const Config& c, const Weights<bf16>& w, unsigned char* to) {
+        args.packed = to, args.embed = w.embed.w[0];
+        bf16* gains = (bf16*)args.gains;
+        auto gain = [&](const bf16* from, int n) {
+            CUDA_CHECK(cudaMemcpyAsync(gains, from, n * sizeof(bf16), cudaMemcpyDeviceToDevice, ctx.gpu->stream));
+            gains += n;
+        };
+        auto matrix = [&](const Linear<bf16>& W, const StepProduct& q, size_t layer) { // its blocks are neighbours
+            const PackArgs p = {to + layer * args.layer_bytes + q.at, W.w[0], q, (size_t)c.F};
+            launch_kernel(ctx, false, step_pack_kernel, dim3((unsigned)((q.bytes() / 16 + 255) / 256)), 256, 0, p);
+        };
+        for (size_t l = 0; l < w.layers.size(); l++) {
+            const Layer<bf16>& y = w.layers[l];
+            matrix(y.qkv, args.product[STEP_QKV], l), matrix(y.o, args.product[STEP_O], l);
+            matrix(y.gate_up, args.product[STEP_GATE_UP], l), matrix(y.down, args.product[STEP_DOWN], l);
+            gain(y.norm1, c.C), gain(y.norm2, c.C), gain(y.q_norm, c.D), gain(y.k_norm, c.D);
+        }
+        matrix(w.head, args.product[STEP_LOGITS], 0);
+        gain(w.norm, c.C);
+    }
+};
+#endif

@@ -70,6 +70,7 @@ template <class F> bool launch_together(unsigned blocks, unsigned threads, F ker
 }
 
 // ---- Instructions
+__device__ inline int step_opaque(int x) { return x; }
 struct EmulatedCopy { unsigned char* to; const unsigned char* from; int bytes, arrivals; };
 struct StepBarrier;
 static std::map<StepBarrier*, std::vector<EmulatedCopy>> copies_to_come;

@@ -163,7 +163,7 @@ template <class S> struct Emulated {
         draw.resize(N, Draw{Sampling{}, c.V});
         p.packed = (const unsigned char*)packed.data(), p.gains = gains.data(), p.embed = m.embed.data(), p.rope = m.rope.data();
         p.residual = residual.data(), p.steps = &steps, p.arrived = &arrived, p.fault = &fault;
-        p.draw = draw.data(), p.best = best.data();
+        p.draw = draw.data(), p.best = best.data(), p.short_keys = 96;
     }
     void pack(int layer, int phase, const std::vector<bf16>& W) {
         const StepProduct& q = p.product[phase];
@@ -217,7 +217,13 @@ static bool same(const Result& a, const Result& b) {
 
 TEST_CASE("a token by one kernel is what `forward` computes: phase by phase, and all at once with the same bits") {
     struct Case { int C, F, H, K, V, L; bool tied; int pos; unsigned blocks; };
-    for (const Case& y : {Case{136, 72, 2, 2, 72, 2, true, 0, 3}}) {
+    // Inputs of no whole stage, of one and of several; groups of 1, 2 and 4; fewer tiles than blocks and more; positions
+    // at the borders of pages and, with 96 keys, of splits.
+    for (const Case& y : {Case{136, 72, 2, 2, 72, 2, true, 0, 3}, Case{128, 264, 2, 1, 200, 1, false, 1, 1},
+                          Case{40, 24, 4, 1, 64, 2, false, 15, 7}, Case{264, 136, 2, 1, 88, 1, true, 16, 3},
+                          Case{72, 520, 2, 2, 72, 1, false, 17, 7}, Case{136, 72, 4, 1, 136, 2, true, 95, 3},
+                          Case{136, 72, 2, 1, 72, 2, true, 96, 7}, Case{72, 72, 4, 2, 72, 1, false, 500, 7},
+                          Case{72, 72, 2, 1, 72, 1, true, 300, 1}}) {
         RandomNumbers random{(uint64_t)y.C * 1000 + y.pos};
         INFO("C " << y.C << " F " << y.F << " H " << y.H << " K " << y.K << " V " << y.V << " L " << y.L << " position " << y.pos
                   << " blocks " << y.blocks);
@@ -227,7 +233,133 @@ TEST_CASE("a token by one kernel is what `forward` computes: phase by phase, and
         Place place = before;
         const Result phases = gpu.step(place, false);
         check_result(m, before, phases);
+        for (bool order : {false, true}) {
+            place = before, backwards = order;
+            CHECK(same(gpu.step(place, true), phases));
+        }
+        backwards = false;
+        // Nothing of a step before is taken for this one's, also where the count of steps begins anew.
+        const Place other(random, m, {{y.pos, 1}});
+        gpu.steps = ~0u, place = other;
+        gpu.step(place, true);
         place = before;
         CHECK(same(gpu.step(place, true), phases));
     }
+}
+
+TEST_CASE("two tokens in a step: each has the bits that it has alone, whether they follow each other or not") {
+    using Two = StepShape<2, 4, 2, true>;
+    RandomNumbers random{7};
+    const RandomModel m(random, 136, 264, 4, 2, 200, 2, true);
+    for (int pos : {0, 14, 15, 95, 200})
+        for (bool follow : {true, false}) {
+            INFO("position " << pos << (follow ? ", one sequence" : ", two sequences"));
+            const auto rows = follow ? std::vector<std::pair<int, int>>{{pos, 2}} : std::vector<std::pair<int, int>>{{pos, 1}, {pos / 2, 1}};
+            const Place before(random, m, rows);
+            Place place = before, alone = before;
+            Emulated<Two> both(m, 2, 5);
+            const Result together = both.step(place, true);
+            check_result(m, before, together);
+            Emulated<Small> one(m, 1, 5);
+            std::vector<double> logits, residual;
+            for (size_t n = 0; n < 2; n++) {
+                Place single = alone;
+                single.token = {alone.token[n]}, single.pos = {alone.pos[n]}, single.seq = {alone.seq[n]}, single.slot = {alone.slot[n]};
+                const Result r = one.step(single, true);
+                logits.insert(logits.end(), r.logits.begin(), r.logits.end());
+                residual.insert(residual.end(), r.residual.begin(), r.residual.end());
+                alone.keys = single.keys, alone.values = single.values; // the second finds the first one's
+            }
+            CHECK(together.logits == logits);
+            CHECK(together.residual == residual);
+            CHECK(memcmp(place.keys.data(), alone.keys.data(), place.keys.size() * 2) == 0);
+            CHECK(memcmp(place.values.data(), alone.values.data(), place.values.size() * 2) == 0);
+        }
+}
+
+TEST_CASE("before Hopper: four warps fetch weights by cp.async, with the same bits") {
+    RandomNumbers random{8};
+    const RandomModel m(random, 136, 264, 2, 1, 200, 1, true);
+    const Place before(random, m, {{20, 1}});
+    Place a = before, b = before;
+    Emulated<Small> bulk(m, 1, 3);
+    Emulated<StepShape<2, 4, 1, false>> async(m, 1, 3);
+    CHECK(same(bulk.step(a, true), async.step(b, true)));
+}
+
+TEST_CASE("a greedy draw inside the kernel is `sample`'s, with penalties too, and becomes the next step's batch") {
+    RandomNumbers random{9};
+    const RandomModel m(random, 72, 72, 2, 1, 200, 1, true);
+    for (int round = 0; round < 4; round++) {
+        const int exist = round == 3 ? 3 : m.c.V - 9;
+        Place place(random, m, {{15, 1}});
+        Sampling how;
+        how.temperature = 0;
+        if (round % 2) how.repeat = 1.3f, how.presence = 0.5f;
+        const std::vector<int> ids = {5, place.token[0], 190};
+        std::vector<uint32_t> seen = seen_counts(ids, 1, m.c.V);
+        Emulated<Small> gpu(m, 1, 3);
+        gpu.draw[0] = {how, exist};
+        int token = -1, pos = place.pos[0], slot = -1;
+        gpu.p.seen = has_penalties(how) ? seen.data() : nullptr, gpu.p.greedy = true;
+        gpu.p.next = {&token, &pos, &slot, place.seq.data(), place.pages.data(), place.max_pages, nullptr, nullptr, 0};
+        Place at = place;
+        const Result r = gpu.step(at, true);
+        std::vector<float> logits(r.logits.begin(), r.logits.end());
+        CHECK(token == sample(logits.data(), exist, how, 0)); // (the kernel's logits have their penalties)
+        CHECK(pos == 16);
+        CHECK(slot == place.pages[1] * PAGE);
+        gpu.p.seen = nullptr, gpu.p.greedy = false, at = place;
+        const Result plain = gpu.step(at, true);
+        std::vector<float> want(plain.logits.begin(), plain.logits.end());
+        penalize(want.data(), how, ids, 1, m.c.V);
+        CHECK(want == logits);
+    }
+    // Equal logits: the lower id, as in `sample`.
+    RandomModel equal = m;
+    for (int v = 0; v < m.c.V; v++) std::copy_n(equal.embed.begin(), m.c.C, equal.embed.begin() + (size_t)v * m.c.C);
+    Place place(random, equal, {{3, 1}});
+    Emulated<Small> gpu(equal, 1, 3);
+    int token = -1, pos = 3, slot = -1;
+    gpu.draw[0].how.temperature = 0, gpu.p.greedy = true;
+    gpu.p.next = {&token, &pos, &slot, place.seq.data(), place.pages.data(), place.max_pages, nullptr, nullptr, 0};
+    gpu.step(place, true);
+    CHECK(token == 0);
+}
+
+TEST_CASE("a block whose words do not come: the others end after their patience, and say so") {
+    RandomNumbers random{10};
+    const RandomModel m(random, 72, 72, 2, 1, 72, 1, true);
+    Place place(random, m, {{3, 1}});
+    Emulated<Small> gpu(m, 1, 3);
+    gpu.p.patience = 20000;
+    words_get_lost = true;
+    gpu.step(place, true); // (comes to its end)
+    words_get_lost = false;
+    CHECK(gpu.fault == 1);
+}
+
+TEST_CASE("what the kernel cannot compute is refused before") {
+    Config c = {1024, 28, 16, 8, 128, 3072, 151936, 40960, 1e-6f, 1e6, true, {}};
+    CHECK(step_refuses(c) == nullptr);
+    for (auto& change : std::vector<std::function<void(Config&)>>{[](Config& c) { c.D = 64; }, [](Config& c) { c.H = 72; },
+                                                                  [](Config& c) { c.F = 3076; }, [](Config& c) { c.H = 12; }}) {
+        Config bad = c;
+        change(bad);
+        CHECK(step_refuses(bad) != nullptr);
+    }
+    // Qwen3's sizes on an H100, a 4090 and an A100: the ring has room, and every row is somebody's once.
+    struct Size { int C, L, H, K, F; };
+    struct Card { int sms; size_t shared; };
+    for (const Size& y : {Size{1024, 28, 16, 8, 3072}, Size{2048, 28, 16, 8, 6144}, Size{2560, 36, 32, 8, 9728},
+                          Size{4096, 36, 32, 8, 12288}, Size{5120, 40, 40, 8, 17408}, Size{5120, 64, 64, 8, 25600}})
+        for (const Card& card : {Card{132, 232448}, Card{128, 101376}, Card{108, 166912}}) {
+            c.C = y.C, c.L = y.L, c.H = y.H, c.F = y.F;
+            const StepArgs p = plan_step<StepShape<8, 32, 1, true>>(c, 1, card.sms, card.shared);
+            INFO("C " << y.C << " on " << card.sms << " multiprocessors: " << p.stages << " stages, " << p.shared << " bytes");
+            CHECK(p.shared <= card.shared);
+            if (y.C < 5120 || card.sms != 128) CHECK(p.stages >= 4); // (14B and 32B do not fit a 4090 anyway)
+            const size_t matrices = (size_t)(c.H + 2 * c.K) * c.D * c.C + (size_t)c.C * c.H * c.D + 3ull * c.C * c.F;
+            CHECK(p.layer_bytes == matrices * 2);
+        }
 }
