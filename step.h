@@ -107,6 +107,7 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_> struct StepShape {
     static constexpr int TOKENS = TOKENS_;    // at most
     static constexpr bool BULK = BULK_;
     static constexpr int EACH = STEPS / WARPS, STAGE = STEPS * 512;
+    static constexpr int TAIL = TOKENS == 1 ? 1 : 2; // pages that new keys lie in (see Step::attend)
     static constexpr int BATCH = 2;           // stages whose operands are in registers at once: more would not fit
     static constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + (BULK ? 32 : 128);
     static_assert(TOKENS <= WARPS && TOKENS <= STEP_TOKENS, "a warp hands over a token's sums");
@@ -133,7 +134,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     // the phase at hand works on (a product its input, see Step::attend for the others); the ring takes what is left.
     const size_t G = c.H / c.K, D = STEP_HEAD;
     const size_t input = (size_t)N * step_row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
-    const size_t attend = (4 * PAGE + 2 * G + N) * D * sizeof(bf16) + S::WARPS * G * (D + 4) * sizeof(float);
+    const size_t attend = (2 * S::TAIL * PAGE + 2 * G + N) * D * sizeof(bf16) + S::WARPS * G * (D + 4) * sizeof(float);
     const size_t join = p.most_splits * STEP_PART * 3 * sizeof(float);
     auto up = [](size_t n) { return (n + 127) / 128 * 128; };
     p.sums_at = 2 * STEP_STAGES * sizeof(uint64_t) + 384;
@@ -685,8 +686,9 @@ template <class S> struct Step {
         const int held = p.b.pos[m0], tail = held / PAGE, fresh = last > tail ? n - m0 + 1 : 0;
         bf16 *keys = p.keys + layer * p.layer_size, *values = p.values + layer * p.layer_size;
         const size_t head = kv_offset(0, kv, 0, p.K, D), page_step = kv_offset(1, 0, 0, p.K, D);
-        bf16 *tail_keys = work, *tail_values = work + 2 * PAGE * D, *raw = tail_values + 2 * PAGE * D;
-        bf16 *rotated = raw + (G + N) * D;
+        bf16 *tail_keys = work, *tail_values = tail_keys + S::TAIL * PAGE * D;
+        bf16* raw = tail_values + S::TAIL * PAGE * D;
+        bf16* rotated = raw + (G + N) * D;
         float* parts = (float*)(rotated + G * D);
         StepPage page;
         auto load = [&](int at) {
@@ -694,7 +696,7 @@ template <class S> struct Step {
             page.load(at < tail ? keys + from : tail_keys + (at - tail) * PAGE * D,
                       at < tail ? values + from : tail_values + (at - tail) * PAGE * D);
         };
-        for (int i = tid; i < 2 * PAGE * (D / 8) && fresh; i += CONSUMERS) { // (behind the new ones: zeros)
+        for (int i = tid; i < S::TAIL * PAGE * (D / 8) && fresh; i += CONSUMERS) { // (behind the new ones: zeros)
             const int key = i / (D / 8);
             if (key >= held % PAGE && key < held % PAGE + fresh) continue;
             const size_t from = table[tail] * page_step + head + i * 8;

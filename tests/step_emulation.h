@@ -40,7 +40,6 @@ __device__ inline void step_meet(int barrier, int threads) {
 // All blocks of a launch together; every other pass of the scheduler goes from the last thread to the first. False: a
 // thread has not come to its end.
 template <class F> bool launch_together(unsigned blocks, unsigned threads, F kernel) {
-    static std::vector<uint32_t> memory_of_stacks;
     gridDim = dim3(blocks), blockDim = dim3(threads), body = kernel;
     const size_t n = (size_t)blocks * threads;
     if (n > 1024) std::abort(); // emulate.h's `exchange`
@@ -71,7 +70,7 @@ template <class F> bool launch_together(unsigned blocks, unsigned threads, F ker
 
 // ---- Instructions
 __device__ inline int step_opaque(int x) { return x; }
-struct EmulatedCopy { unsigned char* to; const unsigned char* from; int bytes, arrivals; };
+struct EmulatedCopy { unsigned char* to; const unsigned char* from; int bytes; bool counted; }; // to null: an arrival
 struct StepBarrier;
 static std::map<StepBarrier*, std::vector<EmulatedCopy>> copies_to_come;
 static std::vector<EmulatedCopy> copies_of[1024]; // copy16's, by thread
@@ -84,9 +83,9 @@ struct StepBarrier {
     void wait(uint32_t parity) {
         while ((phase & 1) == parity) {
             for (auto& c : copies_to_come[this]) {
-                memcpy(c.to, c.from, (size_t)c.bytes);
-                if (c.arrivals) missing--;
-                else bytes = (uint16_t)(bytes - c.bytes);
+                if (c.to) memcpy(c.to, c.from, (size_t)c.bytes);
+                if (!c.to) missing--;
+                else if (c.counted) bytes = (uint16_t)(bytes - c.bytes);
             }
             if (!copies_to_come[this].empty()) copies_to_come[this].clear(), settle();
             else wait_at(Coroutine::READY);
@@ -95,15 +94,14 @@ struct StepBarrier {
     static EmulatedCopy spoil(void* to, const void* from, int n) {
         if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || n % 16) std::puts("FALSE: a copy is not aligned"), std::exit(1);
         memset(to, 0xff, (size_t)n);
-        return {(unsigned char*)to, (const unsigned char*)from, n, 0};
+        return {(unsigned char*)to, (const unsigned char*)from, n, true};
     }
     void copy(void* to, const void* from, int n) { copies_to_come[this].push_back(spoil(to, from, n)); }
     static void copy16(void* to, const void* from) { copies_of[running].push_back(spoil(to, from, 16)); }
     void arrive_with_copies() {
         auto& own = copies_of[running];
-        own.push_back({nullptr, nullptr, 0, 1}); // no bytes, an arrival
-        for (auto& c : own) if (c.to) c.arrivals = -1;
-        for (auto& c : own) copies_to_come[this].push_back(c);
+        own.push_back({nullptr, nullptr, 0, false});
+        for (auto& c : own) c.counted = false, copies_to_come[this].push_back(c);
         own.clear();
     }
     static void begun() {}
