@@ -205,9 +205,9 @@ static void check_result(const RandomModel& m, const Place& place, const Result&
     const Result truth = by_definition<double>(m, place), book = by_definition<bf16>(m, place);
     const std::pair<const char*, std::vector<double> Result::*> parts[] = {
         {"logits", &Result::logits}, {"residual", &Result::residual}, {"keys", &Result::keys}, {"values", &Result::values}};
-    for (auto& [name, part] : parts) {
-        const double ours = rms_difference(got.*part, truth.*part), theirs = rms_difference(book.*part, truth.*part);
-        INFO(std::string(name) << ": rms error " << ours << ", Book I's " << theirs);
+    for (auto& p : parts) {
+        const double ours = rms_difference(got.*p.second, truth.*p.second), theirs = rms_difference(book.*p.second, truth.*p.second);
+        INFO(std::string(p.first) << ": rms error " << ours << ", Book I's " << theirs);
         CHECK(ours <= 2 * theirs);
         CHECK(ours > 0);
     }
