@@ -5435,13 +5435,14 @@ template <class T> struct GpuDraws {
     void record_road_step() {
         StepArgs& a = road->args;
         a.b = {1, 1, step.token, step.pos, step.seq, step.slot, session.table, session.pages, 1};
-        a.rope = session.rope, a.logits = session.row_logits, a.draw = draw_parameters, a.seen = step.seen, a.best = best;
+        a.rope = session.rope, a.logits = session.row_logits;
+        a.draw = draw_parameters, a.seen = step.seen, a.best = best;
         a.keys = session.cache.keys, a.values = session.cache.values, a.layer_size = session.cache.layer_size;
         a.greedy = greedy(), a.next = step;
         road->launch_step();
         if (a.greedy) return;
-        launch(ctx, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, (size_t)a.V, draw_parameters, best, road->blocks,
-               step);
+        launch_kernel(ctx, false, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, (size_t)a.V, draw_parameters,
+                      best, road->blocks, step);
     }
     bool greedy() const { return session.drawing.how.temperature == 0 || session.drawing.exist == 1; }
 

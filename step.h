@@ -1,8 +1,8 @@
 /* step.h: one kernel a token. Book II's decoding of 1 to 8 tokens as one persistent kernel; qwen3.cu includes it.
 
-   Why: a token of the 0.6B is 144 kernels otherwise, and at each one's end the memory idles until the next has asked for
-   its first weights. Here a warp of each multiprocessor does nothing but fetch weights, in the order of their use, into
-   a ring in shared memory; it does not know of phases, so the memory never waits for a sum to be complete.
+   Why: a token of the 0.6B is 144 kernels otherwise, and at each one's end the memory idles until the next has asked
+   for its first weights. Here a warp of each multiprocessor does nothing but fetch weights, in the order of their use,
+   into a ring in shared memory; it does not know of phases, so the memory never waits for a sum to be complete.
 
    Who does what   One block a multiprocessor, all resident: 8 warps that compute (consumers) and the producer (1 warp
      with bulk copies; 4 with cp.async, before Hopper). A product's rows are cut into tiles of 8, which are dealt to the
@@ -17,10 +17,10 @@
    Weights  are packed once, as they are read: tile by tile in the order of phases, and in a tile in steps of 32 k, of
      which lane 4 g + t has row g, k 8 t .. 8 t + 7 (see mma_32: half of them are one operand of mma). A stage of the
      ring is up to 32 steps of a tile, 16 KB; a row whose length is no multiple of 1,024 ends with a shorter stage.
-     The tokens' numbers are mma's 16 rows, of which 8 are used: so 8 tokens cost as much as one, and a row's sum has one
-     order whatever N is: by steps in a warp, then over the warps.
-   In flight   The producer waits until the stage `in_flight` before this one has come. More would not be faster: it would
-     only stand in the way of the words below, which go through the same L2 cache (571 us a token -> 498).
+     The tokens' numbers are mma's 16 rows, of which 8 are used: so 8 tokens cost as much as one, and a row's sum has
+     one order whatever N is: by steps in a warp, then over the warps.
+   In flight   The producer waits until the stage `in_flight` before this one has come. More would not be faster: it
+     would only stand in the way of the words below, which go through the same L2 cache (571 us a token -> 498).
    Exchanges   What one block computes and all need goes through global memory in words of 16 bytes, written and read in
      one piece: four bf16, a float (the sum of their squares), and the epoch, which is another for each layer of each
      token. Who needs a word reads it until it has the epoch: no fence, no counter, nothing to clear. One lane of a warp
@@ -30,8 +30,8 @@
      before. (A block without a tile of a product does not read its input.)
    The residual x stays in fp32 in global memory with the thread that adds to it. Others get x g in bf16.
    Attention   A warp takes pages of 16 keys: queries are rows of mma, keys columns; the probabilities go back in as an
-     operand, first their bf16, then what that leaves, so nothing is lost. The first page is on
-     its way before the queries have come. Pages of the next layer are asked into the L2 cache.
+     operand, first their bf16, then what that leaves, so nothing is lost. Pages of the
+     next layer are asked into the L2 cache.
    Changing numbers  (token, position, slot, pages, draw) are read from the GPU's memory: a CUDA graph replays it.
    Phase by phase  `first` and `last` name the phases of a launch. All at once is the fast way; one launch a phase gives
      the same bits without a block ever waiting for another: to be studied, run under compute-sanitizer, and emulated on
@@ -130,8 +130,8 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
     p.in_flight = 2, p.in_flight_head = 3, p.patience = 1000000000, p.short_keys = 384;
     p.most_splits = std::max(1, std::min(64, blocks / c.K));
-    // Shared memory: the ring's barriers; two sets of sums (4 tiles, warps, tokens, 8 rows); squares (tokens, C / 4); what
-    // the phase at hand works on (a product its input, see Step::attend for the others); the ring takes what is left.
+    // Shared memory: the ring's barriers; two sets of sums (4 tiles, warps, tokens, 8 rows); squares (tokens, C / 4);
+    // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
     const size_t G = c.H / c.K, D = STEP_HEAD;
     const size_t input = (size_t)N * step_row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
     const size_t attend = (2 * S::TAIL * PAGE + 2 * G + N) * D * sizeof(bf16) + S::WARPS * G * (D + 4) * sizeof(float);
@@ -284,8 +284,8 @@ __device__ inline void step_deal(const StepArgs& p, StepDealt& dealt, int phase)
 
 // The producer: stage after stage of the phases from `first` on.
 template <class S>
-__device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, const StepDealt& dealt, int first,
-                                             int last) {
+__device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, const StepDealt& dealt,
+                                             int first, int last) {
     StepBarrier *full = (StepBarrier*)memory, *empty = full + STEP_STAGES;
     const int i = threadIdx.x - S::CONSUMERS;
     int stage = 0, issued = 0;
@@ -293,7 +293,8 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     auto fill = [&](const unsigned char* from, int bytes, int in_flight) {
         empty[stage].wait(parity);
         const int earlier = stage - in_flight;
-        if (issued++ >= in_flight) full[earlier < 0 ? earlier + p.stages : earlier].wait(earlier < 0 ? parity : parity ^ 1);
+        if (issued++ >= in_flight)
+            full[earlier < 0 ? earlier + p.stages : earlier].wait(earlier < 0 ? parity : parity ^ 1);
         unsigned char* to = memory + p.ring_at + (size_t)stage * S::STAGE;
         if constexpr (S::BULK) {
             if (i == 0) full[stage].expect(bytes);
@@ -311,7 +312,8 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
         const int in_flight = layer < p.L ? p.in_flight : p.in_flight_head;
         const unsigned char* weights = p.packed + (layer < p.L ? layer * p.layer_bytes : 0) + q.at;
         for (int u = 0; u < dealt.units[kind]; u++) {
-            const unsigned char* tile = weights + (size_t)(dealt.first[kind] + u * gridDim.x) * q.tiles * q.tile_bytes();
+            const size_t unit = dealt.first[kind] + u * gridDim.x;
+            const unsigned char* tile = weights + unit * q.tiles * q.tile_bytes();
             for (int part = 0; part < q.tiles; part++)
                 for (int step = 0; step < q.steps; step += S::STEPS) {
                     const int bytes = min(S::STEPS, q.steps - step) * 512;
@@ -347,8 +349,8 @@ struct StepPage {
     }
 };
 
-// Softmax over a warp's pages: of query g (a row of mma) the largest score and this lane's sum of weights; and the mix of
-// values, of which columns 2 t and 2 t + 1 are queries, rows g and g + 8 are numbers 8 g + e and 8 (g + 8) + e of mix[e].
+// Softmax over a warp's pages: of query g (a row of mma) the largest score and this lane's sum of weights; and the mix
+// of values: mix[e] has queries 2 t and 2 t + 1 as columns, numbers 8 g + e and 8 (g + 8) + e as rows g and g + 8.
 struct StepSoftmax {
     static constexpr int D = STEP_HEAD;
     static_assert(D == 128, "16 rows of mma are 16 chunks of 8");
@@ -413,7 +415,8 @@ struct StepSoftmax {
     }
 };
 // Numbers 4 i .. 4 i + 3 of `count` parts as one: their sums, and the largest score and sum of weights.
-__device__ __forceinline__ float4 step_join(const float* parts, int count, int step, int i, float& top, float& weights) {
+__device__ __forceinline__ float4 step_join(const float* parts, int count, int step, int i, float& top,
+                                            float& weights) {
     constexpr int D = STEP_HEAD;
     top = -INFINITY, weights = 0;
     for (int c = 0; c < count; c++) top = fmaxf(top, parts[(size_t)c * step + D]);
@@ -444,13 +447,14 @@ template <class S> struct Step {
     uint32_t parity = 0;              // ... and the parity of its phase
     int set = 0;                      // of sums
     bool gave_up = false;             // nothing is waited for any more
-    float old = 0, gain = 0;                // of this lane's row: x before a product, and what its successor multiplies it with
+    float old = 0, gain = 0;          // of this lane's row: x before a product; what its successor's norm weighs it by
     float scale = 0;                  // 1 / rms of token `warp`
     unsigned long long likeliest = 0; // key of this lane's logits, of token `warp`
 
-    __device__ Step(const StepArgs& p, StepDealt& dealt) : p(p), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N) {}
-    // Before each phase. (The compiler must not know that it is the same each time: it would compute all that follows from
-    // these once, ahead of all phases, and keep it in registers that there are not.)
+    __device__ Step(const StepArgs& p, StepDealt& dealt)
+        : p(p), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N) {}
+    // Before each phase. (The compiler must not know that it is the same each time: it would compute all that follows
+    // from these once, ahead of all phases, and keep it in registers that there are not.)
     __device__ __forceinline__ void begin_phase() {
         const int zero = step_opaque(0);
         tid = threadIdx.x + zero, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
@@ -502,7 +506,8 @@ template <class S> struct Step {
         const uint32_t pair = pack(y, __shfl_down_sync(~0u, y, 1)), next = __shfl_down_sync(~0u, pair, 2);
         square += __shfl_xor_sync(~0u, square, 1);
         square += __shfl_xor_sync(~0u, square, 2);
-        if (there && lane % 4 == 0) step_publish(words + row / 4, make_uint4(pair, next, __float_as_uint(square), epoch));
+        const uint4 word = make_uint4(pair, next, __float_as_uint(square), epoch);
+        if (there && lane % 4 == 0) step_publish(words + row / 4, word);
     }
 
     // ---- Products
@@ -524,8 +529,8 @@ template <class S> struct Step {
     }
     // sum += W x^T for those stages: of one tile (SAME), whose k go on from stage to stage, or of a tile each.
     template <bool SAME, int TILES>
-    __device__ __forceinline__ void multiply(float (&sum)[TILES][2][4], const uint4 (&w)[BATCH][EACH], int count, int steps,
-                                             const bf16* x) {
+    __device__ __forceinline__ void multiply(float (&sum)[TILES][2][4], const uint4 (&w)[BATCH][EACH], int count,
+                                             int steps, const bf16* x) {
         STEP_UNROLL
         for (int j = 0; j < EACH; j++) {
             uint4 a = {0, 0, 0, 0};
@@ -543,7 +548,8 @@ template <class S> struct Step {
         return (float*)(memory + p.sums_at) + (((set * 4 + tile) * WARPS + warp) * N + token) * 8;
     }
     __device__ __forceinline__ void put(int tile, const float (&sum)[2][4]) {
-        if (g < N) *(float2*)(sums_of(tile, warp, g) + 2 * t) = make_float2(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1]);
+        if (g >= N) return;
+        *(float2*)(sums_of(tile, warp, g) + 2 * t) = make_float2(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1]);
     }
     // One of this block's products: four tiles, then their sums are handed over, a token a warp.
     __device__ __forceinline__ void product(int kind, int layer) {
@@ -629,7 +635,10 @@ template <class S> struct Step {
     __device__ __forceinline__ void input(int kind, int layer) {
         const int in = dealt.product[kind].in, words = in / 4;
         const bool normed = kind == STEP_QKV || kind == STEP_GATE_UP || kind == STEP_LOGITS;
-        const uint4* from = kind == STEP_O ? p.att : kind == STEP_DOWN ? p.hidden : kind == STEP_GATE_UP ? p.mid : p.out;
+        const uint4* from = kind == STEP_O         ? p.att
+                            : kind == STEP_DOWN    ? p.hidden
+                            : kind == STEP_GATE_UP ? p.mid
+                                                   : p.out;
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
         for (int n = 0; n < N; n++) {
             bf16* row = work + n * step_row(in);
@@ -674,9 +683,9 @@ template <class S> struct Step {
     __device__ __forceinline__ void joins(int layer) {
         each_item(true, [&](int n, int head, int splits, int) { join(layer, n, head, splits); });
     }
-    // A KV head's queries of token n over a split. Tokens m0 .. n of the step are of one sequence: their keys and values
-    // are not in the cache yet. They come as words, and with the cache's others of their pages (two at most) they make
-    // up the tail, in shared memory: it has the tail's keys and values; the queries, as they came and rotated; new keys
+    // A KV head's queries of token n over a split. Tokens m0 .. n of the step are of one sequence: their keys and
+    // values are not in the cache yet. They come as words, and with the cache's others of their pages (two at most) they
+    // make up the tail. Shared memory has the tail's keys and values; the queries, as they came and rotated; new keys
     // as they came; parts of warps.
     __device__ __forceinline__ void attend(int layer, int n, int kv, int split, int splits, int each) {
         const int G = p.H / p.K, pos = p.b.pos[n], seq = p.b.seq[n], first = split * each;
@@ -739,9 +748,10 @@ template <class S> struct Step {
         prefetch(layer, table, head, first, min(last, first + 16));
         meet(); // `work` is free
     }
-    // One head: rms norm, then the rotation of the planes (i, i + D / 2), two of them a lane. To shared memory, and to the
-    // cache if that is not null.
-    __device__ __forceinline__ void rotate(bf16* to, bf16* cache, const bf16* from, const bf16* gains, const float* angles) {
+    // One head: rms norm, then the rotation of the planes (i, i + D / 2), two of them a lane. To shared memory, and to
+    // the cache if that is not null.
+    __device__ __forceinline__ void rotate(bf16* to, bf16* cache, const bf16* from, const bf16* gains,
+                                           const float* angles) {
         const int i = lane * 2;
         const uint32_t u = *(const uint32_t*)(from + i), v = *(const uint32_t*)(from + i + D / 2);
         const uint32_t gu = *(const uint32_t*)(gains + i), gv = *(const uint32_t*)(gains + i + D / 2);
@@ -772,14 +782,17 @@ template <class S> struct Step {
         meet();
         for (int i = tid; i < G * STEP_PART; i += CONSUMERS) {
             const int j = i / STEP_PART, word = i % STEP_PART;
-            auto at = [&](int k) { return __float_as_uint(k < D + 2 ? parts[j * (D + 4) + (k < D ? k : k + 2)] : 0.f); };
+            auto at = [&](int k) {
+                return __float_as_uint(k < D + 2 ? parts[j * (D + 4) + (k < D ? k : k + 2)] : 0.f);
+            };
             const size_t part = ((size_t)n * p.H + kv * G + j) * p.most_splits + split;
-            step_publish(p.parts + part * STEP_PART + word, make_uint4(at(3 * word), at(3 * word + 1), at(3 * word + 2), epoch(layer)));
+            step_publish(p.parts + part * STEP_PART + word,
+                         make_uint4(at(3 * word), at(3 * word + 1), at(3 * word + 2), epoch(layer)));
         }
     }
     __device__ __forceinline__ void publish_head(int n, int h, int quad, const float4& x, float weights, int layer) {
-        const uint4 word = make_uint4(pack(x.x / weights, x.y / weights), pack(x.z / weights, x.w / weights), 0, epoch(layer));
-        step_publish(p.att + ((size_t)n * p.H + h) * (D / 4) + quad, word);
+        const uint32_t first = pack(x.x / weights, x.y / weights), second = pack(x.z / weights, x.w / weights);
+        step_publish(p.att + ((size_t)n * p.H + h) * (D / 4) + quad, make_uint4(first, second, 0, epoch(layer)));
     }
     // Asks for the next layer's keys and values of some pages.
     __device__ __forceinline__ void prefetch(int layer, const int* table, size_t head, int first, int last) {
@@ -831,8 +844,8 @@ template <class S> struct Step {
 };
 
 // Phases first .. last - 1 of a step. Grid: any number of blocks; if it is more than one phase, all must be resident.
-template <class S> __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_constant__ StepArgs p, int first,
-                                                                     int last) {
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_constant__ StepArgs p, int first, int last) {
     unsigned char* memory = step_memory();
     StepBarrier *full = (StepBarrier*)memory, *empty = full + STEP_STAGES;
     StepDealt& dealt = *(StepDealt*)(empty + STEP_STAGES);
@@ -871,7 +884,8 @@ struct StepRoad {
         if (const char* why = step_refuses(c)) DIE("--one-kernel: not for this model: %s", why);
         for (const Layer<bf16>& l : w.layers)
             for (const Linear<bf16>* m : {&l.qkv, &l.o, &l.gate_up, &l.down})
-                if (m->adapter.rank || m->format != Format::PLAIN) DIE("--one-kernel: weights in bf16 only, without an adapter");
+                if (m->adapter.rank || m->format != Format::PLAIN)
+                    DIE("--one-kernel: weights in bf16 only, without an adapter");
         if (w.head.format != Format::PLAIN) DIE("--one-kernel: weights in bf16 only");
         int device = 0, most_shared = 0, cooperative = 0;
         CUDA_CHECK(cudaGetDevice(&device));
@@ -881,12 +895,13 @@ struct StepRoad {
         cudaFuncAttributes built;
         CUDA_CHECK(cudaFuncGetAttributes(&built, kernel));
         if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) choose<StepShape<8, 32, 1, true>>(c, (size_t)most_shared);
-        if (args.stages < 4) DIE("--one-kernel: a multiprocessor's shared memory of %d bytes is too small", most_shared);
+        if (args.stages < 4) DIE("--one-kernel: %d bytes of shared memory a block are too few", most_shared);
         if (blocks > BEST_BLOCKS) DIE("--one-kernel: %d multiprocessors", blocks);
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)args.shared));
         int resident = 0;
         CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, args.shared));
-        if (!by_phase && (!resident || !cooperative)) DIE("--one-kernel: its blocks cannot all be resident on this GPU");
+        if (!by_phase && (!resident || !cooperative))
+            DIE("--one-kernel: its blocks cannot all be resident on this GPU");
         arena.gpu = true;
         unsigned char* packed = plan();
         arena.allocate("--one-kernel: a second copy of the weights"); // (products of many tokens need theirs by rows)

@@ -76,7 +76,10 @@ static std::map<StepBarrier*, std::vector<EmulatedCopy>> copies_to_come;
 static std::vector<EmulatedCopy> copies_of[1024]; // copy16's, by thread
 struct StepBarrier {
     uint16_t expected, missing, bytes, phase;
-    void begin(int arrivals) { expected = missing = (uint16_t)arrivals, bytes = phase = 0, copies_to_come[this].clear(); }
+    void begin(int arrivals) {
+        expected = missing = (uint16_t)arrivals, bytes = phase = 0;
+        copies_to_come[this].clear();
+    }
     void settle() { if (!missing && !bytes) phase++, missing = expected; }
     void arrive() { missing--, settle(); }
     void expect(int n) { bytes = (uint16_t)(bytes + n), arrive(); }
@@ -92,7 +95,8 @@ struct StepBarrier {
         }
     }
     static EmulatedCopy spoil(void* to, const void* from, int n) {
-        if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || n % 16) std::puts("FALSE: a copy is not aligned"), std::exit(1);
+        if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || n % 16)
+            std::puts("FALSE: a copy is not aligned"), std::exit(1);
         memset(to, 0xff, (size_t)n);
         return {(unsigned char*)to, (const unsigned char*)from, n, true};
     }
@@ -110,13 +114,14 @@ static_assert(sizeof(StepBarrier) == 8, "as on a GPU");
 static bool words_get_lost = false; // a block whose words nobody sees: the watchdog's business
 __device__ inline uint4 step_peek(const uint4* word) { return *word; }
 __device__ inline void step_publish(uint4* word, uint4 v) { if (!words_get_lost || blockIdx.x) *word = v; }
-__device__ inline void step_prefetch(const void* line) { (void)*(const volatile unsigned char*)line; } // it must be there
+__device__ inline void step_prefetch(const void* line) { (void)*(const volatile char*)line; } // must be there
 __device__ inline uint64_t step_clock() { return wait_at(Coroutine::READY), emulated_ns += 1000; }
 __device__ inline int step_arrive(int* counter) { return (*counter)++; }
 
 static uint32_t fragments[2][1024][6];
 static uint8_t fragments_of[1024]; // which of the two is next: whoever writes the one has seen all read the other
-__device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+__device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                           uint32_t b1) {
     auto& all = fragments[fragments_of[running] ^= 1];
     const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
     memcpy(all[running], mine, sizeof mine);

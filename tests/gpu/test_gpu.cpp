@@ -766,17 +766,21 @@ struct RandomCheckpoint { // of a shape, on both sides
     RandomCheckpoint(int C, int F, int H, int K, int V, int L, bool tied) {
         const std::string config = format(R"({"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "eos_token_id": 0, "head_dim": 128, "hidden_act": "silu", "hidden_size": %d, "intermediate_size": %d, "max_position_embeddings": 40960, "model_type": "qwen3", "num_attention_heads": %d, "num_hidden_layers": %d, "num_key_value_heads": %d, "rms_norm_eps": 1e-06, "rope_theta": 1000000, "tie_word_embeddings": %s, "torch_dtype": "bfloat16", "vocab_size": %d})",
                                           C, F, H, L, K, tied ? "true" : "false", V);
-        OutputFile out(path + ".json");
-        out.write(config.data(), config.size());
-        out.close();
-        synthesize(path + ".json", path + ".bin", 3);
+        Random random{3};
+        std::vector<OutTensor> tensors;
+        for (const ModelTensor& t : model_tensors(parse_config("a test", config, "")))
+            tensors.push_back({t.name(), "BF16", t.shape(), [&random, t](OutputFile& out) {
+                const auto x = t.columns ? random.fill<bf16>(t.size(), 0.035) : random.fill<bf16>(t.size(), 0.3, 1);
+                out.write(x.data(), x.size() * sizeof(bf16));
+            }});
+        write_safetensors(path + ".bin", model_metadata(config, ""), tensors);
         file = std::make_unique<ModelFile>(path + ".bin");
         weights = std::make_unique<Weights<bf16>>(*file);
         weights->upload(gpu(), *file);
     }
     ~RandomCheckpoint() {
         file.reset();
-        std::filesystem::remove(path + ".json"), std::filesystem::remove(path + ".bin");
+        std::filesystem::remove(path + ".bin");
     }
 };
 // What a session draws after a prompt, and the logits of its last step.
