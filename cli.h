@@ -35,6 +35,7 @@ struct ModelOptions {
     int gpu = 0;     // which one of this host
     bool invariant = false, help = false;
     bool packed = false; // on a GPU
+    Context::OneKernel one_kernel = Context::OFF;
 
     void add_to(std::vector<Option>& table, bool inference) {
         table.push_back({"-d", "--device", "NAME", "cpu, cuda, or plain: the definitions of qwen3.cu's Book I, slow\n"
@@ -213,7 +214,7 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
         if (!o.packed && (o.dtype == "int8" || file.is_int8()))
             DIE("%s: INT8 weights run on a GPU only with --packed (or --device cpu)", file.path.c_str());
         Context gpu = open_gpu(o.gpu);
-        gpu.invariant = o.invariant;
+        gpu.invariant = o.invariant, gpu.one_kernel = o.one_kernel;
         return gpu;
     } catch (const Error&) {
         if (wanted) throw;
@@ -699,6 +700,9 @@ static std::vector<Option> option_table(Options& o) {
     table.push_back(o.packed_option());
     o.add_to(table, true);
     const std::vector<Option> more = {
+        {"", "--one-kernel", "[phases]", "on a GPU: a token of an answer is one kernel (not yet measured: off by\n"
+         "default); phases: a launch for each of its phases, to study it",
+         [&o](const char*, const char* v) { o.one_kernel = *v ? Context::BY_PHASE : Context::TOGETHER; }},
         {"", "", "", "measurements", {}},
         {"", "--bench", "[long]", "speed of prompt and decoding, with the machine's ceilings; --json",
          [&o](const char*, const char* v) { o.bench = true, o.bench_long = *v; }},

@@ -169,6 +169,7 @@ struct Context {
     bool plain = false;                          // by the definitions of this book
     bool invariant = false;                      // on a GPU: a row's bits do not depend on its batch (slower)
     bool kv_fp8 = false;                         // a session's cache is FP8
+    enum OneKernel { OFF, TOGETHER, BY_PHASE } one_kernel = OFF; // on a GPU: drawn tokens by step.h's kernel
     const volatile sig_atomic_t* stop = nullptr; // forward and backward give up between layers when this is not zero
 };
 
@@ -5455,6 +5456,8 @@ inline void likeliest_gpu(Context& ctx, Likeliest* out, const float* logits, siz
     launch(ctx, likeliest_kernel, (unsigned)R, DRAW_THREADS, 0, out, logits, V, exist, seq, wanted);
 }
 
+#include "step.h" // a step of 1 to 8 tokens as one kernel
+
 // ---- Drawing on a GPU: a step, from embedding to drawn token, is one CUDA graph, whose every changing number lies in
 // the GPU's memory. Up to AHEAD steps are launched beyond the tokens that the caller has seen, which come through
 // `ring` in the CPU's memory; what was computed past the last token that was accepted is overwritten later. A graph
@@ -5471,8 +5474,10 @@ template <class T> struct GpuDraws {
     volatile int* ring = nullptr;
     int launched = 0;                      // draws up to this position are on their way,
     int last = 0;                          // ... and up to this one will be wanted
-    std::map<int, cudaGraphExec_t> graphs; // by splits and whether there are penalties
+    std::map<int, cudaGraphExec_t> graphs; // by splits and whether there are penalties; see also record_road_step
     bool penalties = false;
+    std::unique_ptr<StepRoad> road;        // if a step is one kernel
+    bool asked = false;                    // ... which is known
 
     explicit GpuDraws(Session<T>& s) : session(s), ctx(s.ctx) { ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); }
     GpuDraws(const GpuDraws&) = delete;
@@ -5511,6 +5516,7 @@ template <class T> struct GpuDraws {
         const int V = session.config.V;
         if (penalties) copy_in(ctx, seen, seen_counts(session.ids, d.answer, V).data(), (size_t)V);
         step.seen = penalties ? seen : nullptr;
+        if (!road && !asked) road = StepRoad::find(ctx, session.config, session.weights), asked = true;
         const int n = (int)session.ids.size(), pos = n - 1;
         const Draw parameters = {d.how, d.exist};
         copy_in(ctx, draw_parameters, &parameters, 1);
@@ -5529,6 +5535,7 @@ template <class T> struct GpuDraws {
                 const cudaError_t e = cudaStreamQuery(ctx.gpu->stream);
                 if (e != cudaErrorNotReady) CUDA_CHECK(e);
             }
+        if (road) road->check();
         return ring[p] - 1;
     }
 
@@ -5544,7 +5551,29 @@ template <class T> struct GpuDraws {
         launch(ctx, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, V, draw_parameters, best, blocks, step);
     }
 
+    // A step as one kernel, which draws too where that is greedy. Its graphs have negative numbers.
+    void record_road_step() {
+        StepArgs& a = road->args;
+        a.b = {1, 1, step.token, step.pos, step.seq, step.slot, session.table, session.pages, 1};
+        a.rope = session.rope, a.logits = session.row_logits;
+        a.draw = draw_parameters, a.seen = step.seen, a.best = best;
+        a.keys = session.cache.keys, a.values = session.cache.values, a.layer_size = session.cache.layer_size;
+        a.greedy = greedy(), a.next = step;
+        road->launch_step();
+        if (a.greedy) return;
+        launch_kernel(ctx, false, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, (size_t)a.V, draw_parameters,
+                      best, road->blocks, step);
+    }
+    bool greedy() const { return session.drawing.how.temperature == 0 || session.drawing.exist == 1; }
+
     void launch_step() {
+        if (road) {
+            cudaGraphExec_t& graph = graphs[-1 - penalties - 2 * greedy()];
+            if (!graph) graph = record_graph(ctx, [&] { record_road_step(); });
+            CUDA_CHECK(cudaGraphLaunch(graph, ctx.gpu->stream));
+            launched++;
+            return;
+        }
         const int splits = splits_for_graph(launched, session.capacity);
         cudaGraphExec_t& graph = graphs[2 * splits + penalties];
         if (!graph) {

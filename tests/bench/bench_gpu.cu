@@ -1,6 +1,6 @@
 // What the kernels reach, beside what the card can do and, for products, beside cuBLAS (a yardstick here; no other
 // program of ours uses it). Everything is timed as replays of a CUDA graph, over weights that do not fit the L2 cache.
-//     build/bench_gpu MODEL.bin [ceilings] [decode] [products] [few] [head] [attention] [attention-backward] [batch] [train]       (default: all)
+//     build/bench_gpu MODEL.bin [ceilings] [decode] [step] [products] [few] [head] [attention] [attention-backward] [batch] [train]       (default: all)
 #define QWEN3_NO_MAIN
 #include "../../qwen3.cu"
 #include "../../lab/timing.h"
@@ -111,6 +111,64 @@ static void decode(Model& m, int position) {
         head_gpu(ctx, s.logits, s.picked, s.a.normed, s.table, w.head, 1);
     });
     printf("  step without draw      %7.1f us, %.0f tok/s, %.1f%% of the read bandwidth\n", t * 1e6, 1 / t, 100 * bytes / read_bandwidth / t);
+}
+
+// ---- The same as one kernel: step.h. First with other stages in the ring and in flight, then by position.
+static void step(Model& m) {
+    const Config& c = m.file.config;
+    Context where = ctx;
+    where.one_kernel = Context::TOGETHER;
+    StepRoad road(where, c, m.weights);
+    StepArgs& a = road.args;
+    const StepArgs planned = a;
+    auto time = [&](int position) {
+        State s(c, 1, 1, position, position + 64, 1);
+        a.b = s.batch, a.rope = s.rope, a.logits = s.logits, a.keys = s.kv.keys, a.values = s.kv.values, a.layer_size = s.kv.layer_size;
+        const double t = time_graph(8, [&](int) { road.launch_step(); });
+        road.check();
+        return t;
+    };
+    Draw* draw = gpu_array<Draw>(1);
+    const Draw greedy = {Sampling{}, c.V};
+    CUDA_CHECK(cudaMemcpy(draw, &greedy, sizeof greedy, cudaMemcpyHostToDevice));
+    a.draw = draw, a.best = gpu_array<unsigned long long>(BEST_BLOCKS);
+    printf("a token as one kernel, at position 100, without draw: us by (stages in flight / in the head's)\n");
+    for (int stages = 6; stages <= planned.stages; stages += 2) {
+        printf("  ring of %2d", stages);
+        a.stages = stages;
+        for (int in_flight = 1; in_flight <= 4; in_flight++)
+            for (int head = in_flight; head <= std::min(4, in_flight + 1); head++) {
+                a.in_flight = in_flight, a.in_flight_head = head;
+                printf("  (%d/%d) %6.1f", in_flight, head, time(100) * 1e6);
+            }
+        printf("\n");
+    }
+    a.stages = planned.stages, a.in_flight = planned.in_flight, a.in_flight_head = planned.in_flight_head;
+    for (int position : {1, 100, 300, 512, 2048, 8192})
+        for (int short_keys : {64, 384, 1024}) {
+            a.short_keys = short_keys;
+            const double bytes = (double)step_bytes(m.weights) + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1), t = time(position);
+            printf("  position %5d, one split to %4d keys  %7.1f us, %.0f tok/s, %.1f%% of the read bandwidth\n", position, short_keys, t * 1e6, 1 / t, 100 * bytes / read_bandwidth / t);
+        }
+    a.short_keys = planned.short_keys;
+    printf("  its phases by themselves, at position 100, a launch each:\n");
+    State s(c, 1, 1, 100, 164, 1);
+    a.b = s.batch, a.rope = s.rope, a.logits = s.logits, a.keys = s.kv.keys, a.values = s.kv.values, a.layer_size = s.kv.layer_size;
+    static const char* const names[] = {"qkv", "attention", "join", "o", "gate, up", "down"};
+    road.by_phase = true;
+    road.launch_step(); // the words of layer 0 have the epoch of this step; `steps` is back for the launches that follow
+    uint32_t steps = 0;
+    CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
+    CUDA_CHECK(cudaMemcpy(&steps, a.steps, sizeof steps, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(a.steps, &--steps, sizeof steps, cudaMemcpyHostToDevice));
+    for (int kind = 0; kind < 6; kind++) {
+        const double t = time_graph(c.L, [&](int l) {
+            road.kernel<<<road.blocks, road.threads, a.shared, ctx.gpu->stream>>>(a, 6 * l + kind, 6 * l + kind + 1);
+        });
+        const double weights = (double)a.product[kind].bytes();
+        printf("    %-10s %6.2f us, floor %5.2f\n", names[kind], t * 1e6, weights / read_bandwidth * 1e6);
+    }
+    road.check();
 }
 
 // ---- Products
@@ -470,6 +528,7 @@ int main(int argc, char** argv) {
         ceilings();
         Model m(argv[1]);
         if (wanted("decode")) decode(m, 100), decode(m, 2048);
+        if (wanted("step")) step(m);
         if (wanted("prompts")) prompts(m);
         if (wanted("few")) few_tokens(m);
         if (wanted("head")) head(m);

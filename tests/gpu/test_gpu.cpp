@@ -898,6 +898,122 @@ TEST_CASE("a context of 20,000 tokens: chunks and single steps agree with the CP
     CHECK(memcmp(other.logits, b.logits, c.V * sizeof(float)) == 0);
 }
 
+// ---- One kernel a token (step.h). Emulated before in tests/unit/test_step.cpp.
+struct RandomCheckpoint { // of a shape, on both sides
+    std::string path = (std::filesystem::temp_directory_path() / ("step" + std::to_string(getpid()))).string();
+    std::unique_ptr<ModelFile> file;
+    std::unique_ptr<Weights<bf16>> weights;
+    RandomCheckpoint(int C, int F, int H, int K, int V, int L, bool tied) {
+        const std::string config = format(R"({"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "eos_token_id": 0, "head_dim": 128, "hidden_act": "silu", "hidden_size": %d, "intermediate_size": %d, "max_position_embeddings": 40960, "model_type": "qwen3", "num_attention_heads": %d, "num_hidden_layers": %d, "num_key_value_heads": %d, "rms_norm_eps": 1e-06, "rope_theta": 1000000, "tie_word_embeddings": %s, "torch_dtype": "bfloat16", "vocab_size": %d})",
+                                          C, F, H, L, K, tied ? "true" : "false", V);
+        Random random{3};
+        std::vector<OutTensor> tensors;
+        for (const ModelTensor& t : model_tensors(parse_config("a test", config, "")))
+            tensors.push_back({t.name(), "BF16", t.shape(), [&random, t](OutputFile& out) {
+                const auto x = t.columns ? random.fill<bf16>(t.size(), 0.035) : random.fill<bf16>(t.size(), 0.3, 1);
+                out.write(x.data(), x.size() * sizeof(bf16));
+            }});
+        write_safetensors(path + ".bin", model_metadata(config, ""), tensors);
+        file = std::make_unique<ModelFile>(path + ".bin");
+        weights = std::make_unique<Weights<bf16>>(*file);
+        weights->upload(gpu(), *file);
+    }
+    ~RandomCheckpoint() {
+        file.reset();
+        std::filesystem::remove(path + ".bin");
+    }
+};
+// What a session draws after a prompt, and the logits of its last step.
+struct RoadRun {
+    std::vector<int> ids;
+    std::vector<float> logits;
+    RoadRun(const RandomCheckpoint& m, Context::OneKernel road, int position, int draws, Sampling how) {
+        Context ctx = gpu();
+        ctx.one_kernel = road;
+        const int V = m.file->config.V;
+        Session<bf16> s(m.file->config, *m.weights, position + draws + 8, ctx);
+        Random random{(uint64_t)position};
+        std::vector<int> prompt(position);
+        for (int& id : prompt) id = random.below(V);
+        s.feed(prompt);
+        s.begin_draws(how, V, prompt.size(), draws);
+        REQUIRE((s.draws->road != nullptr) == (road != Context::OFF));
+        for (int i = 0; i < draws; i++) {
+            if (i) s.accept(ids.back());
+            ids.push_back(s.draw());
+        }
+        logits.resize(V);
+        copy_out(s.ctx, logits.data(), s.row_logits, logits.size());
+    }
+};
+
+TEST_CASE("one kernel a token: the graph's logits within a few ulps, at all places and shapes; the same bits on every run") {
+    struct Shape { int C, F, H, K, V, L; bool tied; };
+    for (const Shape& y : {Shape{1024, 3072, 16, 8, 4096, 4, true}, Shape{2560, 9728, 32, 8, 4096, 2, true},
+                           Shape{136, 264, 4, 4, 1000, 3, false}, Shape{5120, 520, 40, 8, 1024, 2, false}}) {
+        const RandomCheckpoint m(y.C, y.F, y.H, y.K, y.V, y.L, y.tied);
+        for (int position : {1, 15, 16, 17, 100, 383, 384, 385, 1000, 2100, 9000}) {
+            INFO("C " << y.C << " F " << y.F << " H " << y.H << " K " << y.K << " position " << position);
+            Sampling greedy;
+            greedy.temperature = 0;
+            const RoadRun graph(m, Context::OFF, position, 2, greedy), road(m, Context::TOGETHER, position, 2, greedy);
+            REQUIRE(graph.ids[0] == road.ids[0]); // of the prompt
+            double difference = 0, size = 0;
+            for (int v = 0; v < y.V; v++)
+                difference += std::pow(graph.logits[v] - road.logits[v], 2), size += std::pow(graph.logits[v], 2);
+            INFO("rms difference " << std::sqrt(difference / y.V) << " of logits of rms " << std::sqrt(size / y.V));
+            CHECK(difference <= size * 0.015 * 0.015);
+            CHECK(road.ids[1] == std::max_element(road.logits.begin(), road.logits.end()) - road.logits.begin());
+            CHECK(same_bits(road.logits, RoadRun(m, Context::TOGETHER, position, 2, greedy).logits));
+            CHECK(same_bits(road.logits, RoadRun(m, Context::BY_PHASE, position, 2, greedy).logits));
+        }
+        // Many steps, drawn by sample_kernel and inside.
+        for (float temperature : {0.f, 1.f}) {
+            Sampling how;
+            how.temperature = temperature, how.seed = 5, how.repeat = 1.1f;
+            const RoadRun a(m, Context::TOGETHER, 90, 60, how), b(m, Context::TOGETHER, 90, 60, how), c(m, Context::BY_PHASE, 90, 60, how);
+            CHECK(a.ids == b.ids);
+            CHECK(a.ids == c.ids);
+            CHECK(same_bits(a.logits, b.logits));
+            CHECK(same_bits(a.logits, c.logits));
+        }
+    }
+}
+
+TEST_CASE("one kernel a token: what is waited for in vain ends the kernel, and is an error") {
+    const RandomCheckpoint m(1024, 3072, 16, 8, 4096, 2, true);
+    Context ctx = gpu();
+    ctx.one_kernel = Context::TOGETHER;
+    Session<bf16> s(m.file->config, *m.weights, 64, ctx);
+    s.feed({1, 2, 3});
+    Sampling greedy;
+    greedy.temperature = 0;
+    s.begin_draws(greedy, 4096, 3, 4);
+    s.accept(s.draw());
+    s.draw();
+    CUDA_CHECK(cudaStreamSynchronize(s.ctx.gpu->stream));
+    StepRoad& road = *s.draws->road;
+    StepArgs args = road.args;
+    args.patience = 1000000; // 1 ms
+    road.kernel<<<road.blocks, road.threads, args.shared, s.ctx.gpu->stream>>>(args, STEP_O, STEP_O + 1); // nobody attends
+    CUDA_CHECK(cudaStreamSynchronize(s.ctx.gpu->stream));
+    CHECK(*road.fault == 1);
+    CHECK_THROWS_AS(road.check(), Error);
+}
+
+TEST_CASE("one kernel a token: a model that it cannot compute takes the graph") {
+    Golden g("tied_bf16"); // heads of 64
+    Weights<bf16> weights(g.file);
+    weights.upload(gpu(), g.file);
+    Context ctx = gpu();
+    ctx.one_kernel = Context::TOGETHER;
+    Session<bf16> s(g.file.config, weights, 64, ctx);
+    s.feed({1, 2, 3});
+    s.begin_draws({}, g.file.config.V, 3, 4);
+    CHECK(s.draws->road == nullptr);
+    CHECK(s.draw() >= 0);
+}
+
 TEST_CASE("what the GPU cannot do is one line") {
     Config c = Golden("tied_bf16").file.config;
     Golden g("tied_bf16");

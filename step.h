@@ -1,0 +1,979 @@
+/* step.h: one kernel a token. Book II's decoding of 1 to 8 tokens as one persistent kernel; qwen3.cu includes it.
+
+   Why: a token of the 0.6B is 144 kernels otherwise, and at each one's end the memory idles until the next has asked
+   for its first weights. Here a warp of each multiprocessor does nothing but fetch weights, in the order of their use,
+   into a ring in shared memory; it does not know of phases, so the memory never waits for a sum to be complete.
+
+   Who does what   One block a multiprocessor, all resident: 8 warps that compute (consumers) and the producer (1 warp
+     with bulk copies; 4 with cp.async, before Hopper). A product's rows are cut into tiles of 8, which are dealt to the
+     blocks in turn: any number of blocks is right. Products of C rows begin with block 0, all others behind the last of
+     those, so that blocks with a tile less there have one more here.
+   A token   is 6 L + 1 phases. With x the residual stream:
+     QKV      r W (x g), r = 1 / rms(x): the factor comes after the product, so that a block can begin to multiply
+     ATTEND   a KV head's G queries, and of long contexts one of several splits of its pages, a block
+     JOIN     of those: the splits' softmaxes become one. Short contexts have one split, and nothing to do here
+     O        x += W a         GATE_UP  silu(r W (x g)) * (r U (x g))         DOWN  x += W h
+     HEAD     logits, the likeliest id of each block; the last block to end draws, if drawing is greedy
+   Weights  are packed once, as they are read: tile by tile in the order of phases, and in a tile in steps of 32 k, of
+     which lane 4 g + t has row g, k 8 t .. 8 t + 7 (see mma_32: half of them are one operand of mma). A stage of the
+     ring is up to 32 steps of a tile, 16 KB; a row whose length is no multiple of 1,024 ends with a shorter stage.
+     The tokens' numbers are mma's 16 rows, of which 8 are used: so 8 tokens cost as much as one, and a row's sum has
+     one order whatever N is: by steps in a warp, then over the warps.
+   In flight   The producer waits until the stage `in_flight` before this one has come. More would not be faster: it
+     would only stand in the way of the words below, which go through the same L2 cache (571 us a token -> 498).
+   Exchanges   What one block computes and all need goes through global memory in words of 16 bytes, written and read in
+     one piece: four bf16, a float (the sum of their squares), and the epoch, which is another for each layer of each
+     token. Who needs a word reads it until it has the epoch: no fence, no counter, nothing to clear. One lane of a warp
+     spins; the others look once it has seen its own word.
+     A word is written again a layer later. Whoever does has waited for words that wait, in turn, for all readers:
+     QKV <- out <- DOWN <- hidden <- GATE_UP <- mid <- O <- att <- ATTEND: each writes after it has read all of the one
+     before. (A block without a tile of a product does not read its input.)
+   The residual x stays in fp32 in global memory with the thread that adds to it. Others get x g in bf16.
+   Attention   A warp takes pages of 16 keys: queries are rows of mma, keys columns; the probabilities go back in as an
+     operand, first their bf16, then what that leaves, so nothing is lost. Pages of the
+     next layer are asked into the L2 cache.
+   Changing numbers  (token, position, slot, pages, draw) are read from the GPU's memory: a CUDA graph replays it.
+   Phase by phase  `first` and `last` name the phases of a launch. All at once is the fast way; one launch a phase gives
+     the same bits without a block ever waiting for another: to be studied, run under compute-sanitizer, and emulated on
+     a CPU (tests/unit/test_step.cpp).
+   Faults   A wait of over a second sets *fault and ends all further waits: the kernel ends, its host says so.
+
+   Bound by the memory's speed, then by 5 exchanges a layer (6 with splits), in a skeleton of ours 1.1 us each.
+   No GPU has run this yet: what is measured above is the skeleton's. */
+#pragma once
+
+// ---- The plan: what the host decides, once.
+constexpr int STEP_HEAD = 128;  // D
+constexpr int STEP_TOKENS = 8;  // at most
+constexpr int STEP_STAGES = 16; // at most
+constexpr int STEP_PART = (STEP_HEAD + 2 + 2) / 3; // words of a split's part: D sums, maximum and weight, in threes
+enum StepPhase { STEP_QKV, STEP_ATTEND, STEP_JOIN, STEP_O, STEP_GATE_UP, STEP_DOWN, STEP_LOGITS };
+
+// W, packed: `units` are dealt to blocks, each of `tiles` tiles of 8 rows (gate and up: one of each).
+struct StepProduct {
+    int units, tiles, in, steps; // steps of 32 k
+    bool shifted;                // not of C rows
+    size_t at;                   // bytes from the layer's first; of the head from the first of all
+    BOTH size_t tile_bytes() const { return (size_t)steps * 512; }
+    BOTH size_t bytes() const { return (size_t)units * tiles * tile_bytes(); }
+};
+
+struct StepArgs {
+    int C, F, H, K, V, L;
+    float eps;
+    StepProduct product[7];    // by phase; of ATTEND and JOIN nothing
+    size_t layer_bytes;        // of packed weights
+    const unsigned char* packed;
+    const bf16* gains;         // (L, 2 C + 2 D), (C): norm1, norm2, q_norm, k_norm; the last norm
+    const bf16* embed;         // (V,C)
+    const float* rope;         // (positions, D/2, 2)
+    bf16 *keys, *values;       // the cache; from one layer to the next:
+    size_t layer_size;
+    Batch b;                   // N rows; rows of a sequence are neighbours, in order of position
+    float* residual;           // (N,C)
+    uint4 *qkv, *att, *mid, *hidden, *out; // words: (N, rows / 4)
+    uint4* parts;              // (N, H, most_splits, STEP_PART)
+    uint32_t* steps;           // taken so far
+    int* arrived;              // blocks at their end; zero between kernels
+    volatile int* fault;
+    uint64_t patience;         // of a wait, ns
+    int stages, in_flight, in_flight_head;
+    int short_keys, most_splits; // up to so many keys have one split
+    float* logits;             // (N,V)
+    const Draw* draw;          // (N)
+    const uint32_t* seen;      // (N,V) or null: no penalties
+    unsigned long long* best;  // (N, BEST_BLOCKS)
+    bool greedy;               // draws are: the kernel makes them
+    DrawState next;            // where they go
+    size_t sums_at, squares_at, work_at, ring_at, shared; // in shared memory: see plan_step
+
+    BOTH int phases() const { return 6 * L + 1; }
+    BOTH size_t gains_of(int layer) const { return (size_t)layer * (2 * C + 2 * STEP_HEAD); }
+};
+
+// Numbers from one token's row of a product's input to the next: odd multiples of 64 bytes lie in different banks.
+BOTH inline int step_row(int in) { return (in + 31) / 32 * 32 | 32; }
+
+// Pages of a split at a position. Splits are as few as give each warp a page, or the most there may be.
+BOTH inline int step_split_pages(const StepArgs& p, int pos, int warps) {
+    const int pages = pos / PAGE + 1, wanted = (pages + warps - 1) / warps;
+    const int splits = pos < p.short_keys ? 1 : wanted < p.most_splits ? wanted : p.most_splits;
+    return (pages + splits - 1) / splits;
+}
+
+// One of the kernel's shapes. Tests take fewer warps and shorter stages.
+template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_> struct StepShape {
+    static constexpr int WARPS = WARPS_;      // that compute
+    static constexpr int STEPS = STEPS_;      // of a stage
+    static constexpr int TOKENS = TOKENS_;    // at most
+    static constexpr bool BULK = BULK_;
+    static constexpr int EACH = STEPS / WARPS, STAGE = STEPS * 512;
+    static constexpr int TAIL = TOKENS == 1 ? 1 : 2; // pages that new keys lie in (see Step::attend)
+    static constexpr int BATCH = 2;           // stages whose operands are in registers at once: more would not fit
+    static constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + (BULK ? 32 : 128);
+    static_assert(TOKENS <= WARPS && TOKENS <= STEP_TOKENS, "a warp hands over a token's sums");
+};
+
+// All but pointers.
+template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t shared_limit) {
+    StepArgs p = {};
+    p.C = c.C, p.F = c.F, p.H = c.H, p.K = c.K, p.V = c.V, p.L = c.L, p.eps = c.eps;
+    auto product = [](int rows, int in, int tiles, bool shifted) {
+        return StepProduct{rows / 8 / tiles, tiles, in, (in + 31) / 32, shifted, 0};
+    };
+    p.product[STEP_QKV] = product((c.H + 2 * c.K) * c.D, c.C, 1, true);
+    p.product[STEP_O] = product(c.C, c.H * c.D, 1, false);
+    p.product[STEP_GATE_UP] = product(2 * c.F, c.C, 2, true);
+    p.product[STEP_DOWN] = product(c.C, c.F, 1, false);
+    p.product[STEP_LOGITS] = product(c.V, c.C, 1, true);
+    for (int phase = STEP_QKV; phase < STEP_LOGITS; phase++)
+        p.product[phase].at = p.layer_bytes, p.layer_bytes += p.product[phase].bytes();
+    p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
+    p.in_flight = 2, p.in_flight_head = 3, p.patience = 1000000000, p.short_keys = 384;
+    p.most_splits = std::max(1, std::min(64, blocks / c.K));
+    // Shared memory: the ring's barriers; two sets of sums (4 tiles, warps, tokens, 8 rows); squares (tokens, C / 4);
+    // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
+    const size_t G = c.H / c.K, D = STEP_HEAD;
+    const size_t input = (size_t)N * step_row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
+    const size_t attend = (2 * S::TAIL * PAGE + 2 * G + N) * D * sizeof(bf16) + S::WARPS * G * (D + 4) * sizeof(float);
+    const size_t join = p.most_splits * STEP_PART * 3 * sizeof(float);
+    auto up = [](size_t n) { return (n + 127) / 128 * 128; };
+    p.sums_at = 2 * STEP_STAGES * sizeof(uint64_t) + 384;
+    p.squares_at = p.sums_at + up(2 * 4 * S::WARPS * N * 8 * sizeof(float));
+    p.work_at = p.squares_at + up((size_t)N * c.C / 4 * sizeof(float));
+    p.ring_at = p.work_at + up(std::max({input, attend, join}));
+    const size_t room = p.ring_at < shared_limit ? (shared_limit - p.ring_at) / S::STAGE : 0;
+    p.stages = (int)std::min<size_t>(room, 12);
+    p.shared = p.ring_at + (size_t)p.stages * S::STAGE;
+    return p;
+}
+
+// Words of the exchanges for N tokens; step_words says where each begins.
+inline size_t step_words(StepArgs& p, uint4* words, int N) {
+    size_t at = 0;
+    auto take = [&](uint4*& to, size_t each) { to = words + at, at += N * each; };
+    take(p.qkv, (size_t)(p.H + 2 * p.K) * STEP_HEAD / 4), take(p.att, (size_t)p.H * STEP_HEAD / 4);
+    take(p.mid, p.C / 4), take(p.hidden, p.F / 4), take(p.out, p.C / 4);
+    take(p.parts, (size_t)p.H * p.most_splits * STEP_PART);
+    return at;
+}
+
+// Whether the kernel can compute this model at all; else why not.
+inline const char* step_refuses(const Config& c) {
+    if (c.D != STEP_HEAD) return "its heads are not of 128 numbers";
+    if (c.H % c.K || c.H / c.K > 8) return "it has more than 8 query heads a KV head";
+    if (c.C % 8 || c.F % 8 || c.V % 8) return "its sizes are not multiples of 8";
+    return nullptr;
+}
+
+// ---- Packing: 16 bytes a thread. Tile `tile` of rows of `in`; of a unit of two, the second is of rows `second` on.
+struct PackArgs {
+    unsigned char* to;
+    const bf16* W;     // (rows, in)
+    StepProduct product;
+    size_t second;
+};
+__global__ void step_pack_kernel(PackArgs p) {
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= p.product.bytes() / 16) return;
+    const int steps = p.product.steps, lane = (int)(i % 32), step = (int)(i / 32 % steps), k = step * 32 + lane % 4 * 8;
+    const size_t tile = i / 32 / steps, row = tile / p.product.tiles * 8 + tile % p.product.tiles * p.second + lane / 4;
+    const uint4 zero = {0, 0, 0, 0};
+    ((uint4*)p.to)[i] = k < p.product.in ? *(const uint4*)(p.W + row * p.product.in + k) : zero;
+}
+
+#ifndef STEP_EMULATED // (tests/step_emulation.h has these for a CPU)
+#define STEP_UNROLL _Pragma("unroll")
+// ---- Instructions
+// An mbarrier (see barrier_begin); this one exists from sm_80 on.
+struct StepBarrier {
+    uint64_t state;
+    __device__ void begin(int arrivals) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(arrivals) : "memory");
+    }
+    __device__ void arrive() {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
+    }
+    __device__ void wait(uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+#define STEP_WAIT "mbarrier.try_wait.parity.shared::cta.b64"
+#else
+#define STEP_WAIT "mbarrier.test_wait.parity.shared::cta.b64"
+#endif
+        asm volatile("{ .reg .pred done;\nagain: " STEP_WAIT " done, [%0], %1;\n@!done bra again; }"
+                     ::"r"(shared_address(this)), "r"(parity) : "memory");
+#undef STEP_WAIT
+    }
+    // Arrives, and expects bytes of copies.
+    __device__ void expect([[maybe_unused]] int bytes) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                     ::"r"(shared_address(this)), "r"(bytes) : "memory");
+#endif
+    }
+    // A copy that this barrier waits for: `bytes` by one thread (see expect); 16 bytes, and, for all of this thread's
+    // so far, an arrival when they have come. Weights are read once: the first to leave the L2 cache.
+    __device__ void copy([[maybe_unused]] void* to, [[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                     "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
+                     "r"(shared_address(this)), "l"(0x12F0000000000000ull) : "memory"); // evict_first
+#endif
+    }
+    __device__ static void copy16(void* to, const void* from) {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                     ::"r"(shared_address(to)), "l"(from), "l"(0x12F0000000000000ull) : "memory");
+    }
+    __device__ void arrive_with_copies() {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(this)) : "memory");
+    }
+    __device__ static void begun() { // all threads and copies see it; before the block's next barrier
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    }
+};
+__device__ __forceinline__ int step_opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+__device__ inline unsigned char* step_memory() {
+    extern __shared__ __align__(128) unsigned char step_bytes[];
+    return step_bytes;
+}
+__device__ inline void step_meet(int barrier, int threads) { // bar.sync
+    asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ inline uint4 step_peek(const uint4* word) {
+    uint64_t a, b;
+    asm volatile("{ .reg .b128 w; ld.relaxed.gpu.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
+                 : "=l"(a), "=l"(b) : "l"(word) : "memory");
+    return make_uint4((uint32_t)a, (uint32_t)(a >> 32), (uint32_t)b, (uint32_t)(b >> 32));
+}
+__device__ inline void step_publish(uint4* word, uint4 v) {
+    const uint64_t a = v.x | (uint64_t)v.y << 32, b = v.z | (uint64_t)v.w << 32;
+    asm volatile("{ .reg .b128 w; mov.b128 w, {%1, %2}; st.relaxed.gpu.global.b128 [%0], w; }"
+                 ::"l"(word), "l"(a), "l"(b) : "memory");
+}
+__device__ inline void step_prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+__device__ inline uint64_t step_clock() { // ns
+    uint64_t ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    return ns;
+}
+// Adds 1; what the others did before theirs is seen by who reads theirs.
+__device__ inline int step_arrive(int* counter) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+#endif
+
+// ---- The kernel
+// What a block has of each product, in shared memory behind the ring's barriers.
+struct StepDealt {
+    int first[7], units[7]; // its first unit, every gridDim.x-th from there on; how many
+    int last;               // this block is the last to end
+    StepProduct product[7]; // (a kernel's argument is slow to index)
+};
+__device__ inline void step_deal(const StepArgs& p, StepDealt& dealt, int phase) {
+    const int blocks = gridDim.x, shift = p.product[phase].shifted ? p.C / 8 % blocks : 0;
+    const int first = ((int)blockIdx.x + blocks - shift) % blocks, units = p.product[phase].units;
+    dealt.product[phase] = p.product[phase];
+    dealt.first[phase] = first, dealt.units[phase] = units > first ? (units - first - 1) / blocks + 1 : 0;
+}
+
+// The producer: stage after stage of the phases from `first` on.
+template <class S>
+__device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, const StepDealt& dealt,
+                                             int first, int last) {
+    StepBarrier *full = (StepBarrier*)memory, *empty = full + STEP_STAGES;
+    const int i = threadIdx.x - S::CONSUMERS;
+    int stage = 0, issued = 0;
+    uint32_t parity = 1;
+    auto fill = [&](const unsigned char* from, int bytes, int in_flight) {
+        empty[stage].wait(parity);
+        const int earlier = stage - in_flight;
+        if (issued++ >= in_flight)
+            full[earlier < 0 ? earlier + p.stages : earlier].wait(earlier < 0 ? parity : parity ^ 1);
+        unsigned char* to = memory + p.ring_at + (size_t)stage * S::STAGE;
+        if constexpr (S::BULK) {
+            if (i == 0) full[stage].expect(bytes);
+            __syncwarp();
+            if (i * 2048 < bytes) full[stage].copy(to + i * 2048, from + i * 2048, min(2048, bytes - i * 2048));
+        } else {
+            for (int at = i * 16; at < bytes; at += 128 * 16) StepBarrier::copy16(to + at, from + at);
+            full[stage].arrive_with_copies();
+        }
+        if (++stage == p.stages) stage = 0, parity ^= 1;
+    };
+    for (int phase = first; phase < last; phase++) {
+        const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
+        const StepProduct& q = dealt.product[kind];
+        const int in_flight = layer < p.L ? p.in_flight : p.in_flight_head;
+        const unsigned char* weights = p.packed + (layer < p.L ? layer * p.layer_bytes : 0) + q.at;
+        for (int u = 0; u < dealt.units[kind]; u++) {
+            const size_t unit = dealt.first[kind] + u * gridDim.x;
+            const unsigned char* tile = weights + unit * q.tiles * q.tile_bytes();
+            for (int part = 0; part < q.tiles; part++)
+                for (int step = 0; step < q.steps; step += S::STEPS) {
+                    const int bytes = min(S::STEPS, q.steps - step) * 512;
+                    fill(tile, bytes, in_flight);
+                    tile += bytes;
+                }
+        }
+    }
+}
+
+// Element i of 8 neighbours of a and of b, as one operand's pair.
+__device__ __forceinline__ uint32_t step_pair(const uint4& a, const uint4& b, int i) {
+    const uint32_t x = i < 2 ? a.x : i < 4 ? a.y : i < 6 ? a.z : a.w, y = i < 2 ? b.x : i < 4 ? b.y : i < 6 ? b.z : b.w;
+    return i % 2 ? x >> 16 | (y & 0xffff0000) : (x & 0xffff) | y << 16;
+}
+
+// A page of keys and values in a warp's registers, as operands b of mma. Of keys lane 4 g + t has numbers 32 j + 8 t ..
+// + 7 of keys g and g + 8; of values the chunks of 8 g and g + 8 of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9.
+struct StepPage {
+    static constexpr int D = STEP_HEAD;
+    uint4 k[2][D / 32], v[4][D / 64];
+    __device__ __forceinline__ void load(const bf16* keys, const bf16* values) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        STEP_UNROLL
+        for (int half = 0; half < 2; half++)
+            STEP_UNROLL
+            for (int j = 0; j < D / 32; j++) k[half][j] = *(const uint4*)(keys + (half * 8 + g) * D + j * 32 + t * 8);
+        STEP_UNROLL
+        for (int a = 0; a < 4; a++)
+            STEP_UNROLL
+            for (int c = 0; c < D / 64; c++)
+                v[a][c] = *(const uint4*)(values + (a / 2 * 8 + 2 * t + a % 2) * D + (g + 8 * c) * 8);
+    }
+};
+
+// Softmax over a warp's pages: of query g (a row of mma) the largest score and this lane's sum of weights; and the mix
+// of values: mix[e] has queries 2 t and 2 t + 1 as columns, numbers 8 g + e and 8 (g + 8) + e as rows g and g + 8.
+struct StepSoftmax {
+    static constexpr int D = STEP_HEAD;
+    static_assert(D == 128, "16 rows of mma are 16 chunks of 8");
+    float top = -INFINITY, weights = 0, mix[8][4] = {};
+    // What query 2 t + i has, from what query g has.
+    __device__ __forceinline__ static float of_column(float x, int i) {
+        return __shfl_sync(~0u, x, (threadIdx.x % 4 * 2 + i) * 4);
+    }
+    // The first `count` keys of a page.
+    __device__ __forceinline__ void add(const StepPage& page, const bf16* query, int count) {
+        float s[2][4] = {};
+        STEP_UNROLL
+        for (int j = 0; j < D / 32; j++) {
+            const uint4 q = *(const uint4*)(query + j * 32);
+            STEP_UNROLL
+            for (int half = 0; half < 2; half++) {
+                const uint4& k = page.k[half][j];
+                mma(s[half], q.x, 0, q.y, 0, k.x, k.y);
+                mma(s[half], q.z, 0, q.w, 0, k.z, k.w);
+            }
+        }
+        float largest = top;
+        STEP_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int key = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+            float& x = s[i / 2][i % 2];
+            x = key < count ? x * (LOG2E / sqrtf((float)D)) : -INFINITY;
+            largest = fmaxf(largest, x);
+        }
+        largest = quad_max(largest);
+        const float by = exp2_fast(top - largest), by0 = of_column(by, 0), by1 = of_column(by, 1);
+        top = largest, weights *= by;
+        uint32_t p[2], rest[2]; // of keys 2 t, 2 t + 1 and of 2 t + 8, 2 t + 9
+        STEP_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const float x = exp2_fast(s[half][0] - top), y = exp2_fast(s[half][1] - top);
+            weights += x + y;
+            p[half] = pack(x, y), rest[half] = pack(x - low(p[half]), y - high(p[half]));
+        }
+        const auto& v = page.v;
+        STEP_UNROLL
+        for (int e = 0; e < 8; e++) {
+            const uint32_t a0 = step_pair(v[0][0], v[1][0], e), a1 = step_pair(v[0][1], v[1][1], e);
+            const uint32_t a2 = step_pair(v[2][0], v[3][0], e), a3 = step_pair(v[2][1], v[3][1], e);
+            mix[e][0] *= by0, mix[e][1] *= by1, mix[e][2] *= by0, mix[e][3] *= by1;
+            mma(mix[e], a0, a1, a2, a3, p[0], p[1]);
+            mma(mix[e], a0, a1, a2, a3, rest[0], rest[1]);
+        }
+    }
+    // To `parts` of `count` queries: D numbers, the largest score, the sum of weights.
+    __device__ __forceinline__ void store(float* parts, int count) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const float all = quad_sum(weights);
+        STEP_UNROLL
+        for (int i = 0; i < 4; i++) {
+            float* to = parts + (2 * t + i % 2) * (D + 4) + (g + i / 2 * 8) * 8;
+            if (2 * t + i % 2 >= count) continue;
+            *(float4*)to = make_float4(mix[0][i], mix[1][i], mix[2][i], mix[3][i]);
+            *(float4*)(to + 4) = make_float4(mix[4][i], mix[5][i], mix[6][i], mix[7][i]);
+        }
+        if (t == 0 && g < count) parts[g * (D + 4) + D] = top, parts[g * (D + 4) + D + 1] = all;
+    }
+};
+// Numbers 4 i .. 4 i + 3 of `count` parts as one: their sums, and the largest score and sum of weights.
+__device__ __forceinline__ float4 step_join(const float* parts, int count, int step, int i, float& top,
+                                            float& weights) {
+    constexpr int D = STEP_HEAD;
+    top = -INFINITY, weights = 0;
+    for (int c = 0; c < count; c++) top = fmaxf(top, parts[(size_t)c * step + D]);
+    float4 sum = {0, 0, 0, 0};
+    for (int c = 0; c < count; c++) {
+        const float *part = parts + (size_t)c * step, by = exp2_fast(part[D] - top);
+        const float4 x = *(const float4*)(part + 4 * i);
+        sum.x += by * x.x, sum.y += by * x.y, sum.z += by * x.z, sum.w += by * x.w;
+        weights += by * part[D + 1];
+    }
+    return sum;
+}
+
+// A consumer's thread.
+template <class S> struct Step {
+    static constexpr int D = STEP_HEAD, WARPS = S::WARPS, STEPS = S::STEPS, EACH = S::EACH;
+    static constexpr int BATCH = S::BATCH, CONSUMERS = S::CONSUMERS;
+    const StepArgs& p;
+    unsigned char* memory;
+    StepDealt& dealt;
+    const uint32_t before;            // steps taken
+    const int N;
+    int tid, warp, lane, g, t;
+    StepBarrier *full, *empty;
+    float* squares;                   // (N, C / 4)
+    bf16* work;
+    int stage = 0;                    // of the ring: the next to be read,
+    uint32_t parity = 0;              // ... and the parity of its phase
+    int set = 0;                      // of sums
+    bool gave_up = false;             // nothing is waited for any more
+    float old = 0, gain = 0;          // of this lane's row: x before a product; what its successor's norm weighs it by
+    float scale = 0;                  // 1 / rms of token `warp`
+    unsigned long long likeliest = 0; // key of this lane's logits, of token `warp`
+
+    __device__ Step(const StepArgs& p, StepDealt& dealt)
+        : p(p), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N) {}
+    // Before each phase. (The compiler must not know that it is the same each time: it would compute all that follows
+    // from these once, ahead of all phases, and keep it in registers that there are not.)
+    __device__ __forceinline__ void begin_phase() {
+        const int zero = step_opaque(0);
+        tid = threadIdx.x + zero, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+        memory = step_memory() + zero;
+        full = (StepBarrier*)memory, empty = full + STEP_STAGES;
+        old = gain = scale = 0;
+        squares = (float*)(memory + p.squares_at), work = (bf16*)(memory + p.work_at);
+    }
+
+    __device__ __forceinline__ void meet() { step_meet(1, CONSUMERS); }
+    __device__ __forceinline__ uint32_t epoch(int layer) const { return before * (uint32_t)p.L + (uint32_t)layer + 1; }
+
+    // ---- Words
+    __device__ uint4 await(const uint4* word, uint32_t epoch) {
+        uint64_t since = 0;
+        for (uint32_t spins = 1;; spins++) {
+            const uint4 v = step_peek(word);
+            if (v.w == epoch || gave_up) return v;
+            if (spins % 1024) continue;
+            const uint64_t now = step_clock();
+            if (!since) since = now;
+            if (now - since > p.patience) *p.fault = 1;
+            gave_up = *p.fault;
+        }
+    }
+    // Waits for `count` words and hands each to take(i, word). With a canary, one lane of a warp waits for all of them.
+    template <bool CANARY, class At, class Take>
+    __device__ __forceinline__ void receive(int count, uint32_t epoch, At at, Take take) {
+        if (CANARY) {
+            if (lane == 0 && tid < count) await(at(tid), epoch);
+            __syncwarp();
+        }
+        for (int from = tid; from < count; from += 2 * CONSUMERS) {
+            uint4 v[2];
+            STEP_UNROLL
+            for (int j = 0; j < 2; j++)
+                if (from + j * CONSUMERS < count) v[j] = step_peek(at(from + j * CONSUMERS));
+            STEP_UNROLL
+            for (int j = 0; j < 2; j++) {
+                const int i = from + j * CONSUMERS;
+                if (i >= count) continue;
+                if (v[j].w != epoch) v[j] = await(at(i), epoch);
+                take(i, v[j]);
+            }
+        }
+    }
+    // y of this lane's row and of its three neighbours' as a word; `square`: x^2 of each. Lanes in fours.
+    __device__ __forceinline__ void send(uint4* words, int row, float y, float square, uint32_t epoch, bool there) {
+        const uint32_t pair = pack(y, __shfl_down_sync(~0u, y, 1)), next = __shfl_down_sync(~0u, pair, 2);
+        square += __shfl_xor_sync(~0u, square, 1);
+        square += __shfl_xor_sync(~0u, square, 2);
+        const uint4 word = make_uint4(pair, next, __float_as_uint(square), epoch);
+        if (there && lane % 4 == 0) step_publish(words + row / 4, word);
+    }
+
+    // ---- Products
+    // Operands of `count` stages, which are then free for others. The first has `steps` steps, the next `less` fewer.
+    __device__ __forceinline__ void load(uint4 (&w)[BATCH][EACH], int count, int steps, int less) {
+        STEP_UNROLL
+        for (int i = 0; i < BATCH; i++) {
+            if (i >= count) break;
+            full[stage].wait(parity);
+            const uint4* from = (const uint4*)(memory + p.ring_at + (size_t)stage * S::STAGE) + lane;
+            STEP_UNROLL
+            for (int j = 0; j < EACH; j++)
+                if (warp + j * WARPS < steps - i * less) w[i][j] = from[(warp + j * WARPS) * 32];
+            if (++stage == p.stages) stage = 0, parity ^= 1;
+        }
+        __syncwarp();
+        const int free = stage - count + lane;
+        if (lane < count) empty[free < 0 ? free + p.stages : free].arrive();
+    }
+    // sum += W x^T for those stages: of one tile (SAME), whose k go on from stage to stage, or of a tile each.
+    template <bool SAME, int TILES>
+    __device__ __forceinline__ void multiply(float (&sum)[TILES][2][4], const uint4 (&w)[BATCH][EACH], int count,
+                                             int steps, const bf16* x) {
+        STEP_UNROLL
+        for (int j = 0; j < EACH; j++) {
+            uint4 a = {0, 0, 0, 0};
+            STEP_UNROLL
+            for (int i = 0; i < BATCH; i++) {
+                const int step = warp + j * WARPS, from = SAME ? i * STEPS : 0;
+                if (i >= count || step >= steps - from) break;
+                if ((SAME || i == 0) && g < N) a = *(const uint4*)(x + (from + step) * 32 + 8 * t);
+                mma(sum[SAME ? 0 : i][0], a.x, 0, a.y, 0, w[i][j].x, w[i][j].y);
+                mma(sum[SAME ? 0 : i][1], a.z, 0, a.w, 0, w[i][j].z, w[i][j].w);
+            }
+        }
+    }
+    __device__ __forceinline__ float* sums_of(int tile, int warp, int token) {
+        return (float*)(memory + p.sums_at) + (((set * 4 + tile) * WARPS + warp) * N + token) * 8;
+    }
+    __device__ __forceinline__ void put(int tile, const float (&sum)[2][4]) {
+        if (g >= N) return;
+        *(float2*)(sums_of(tile, warp, g) + 2 * t) = make_float2(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1]);
+    }
+    // One of this block's products: four tiles, then their sums are handed over, a token a warp.
+    __device__ __forceinline__ void product(int kind, int layer) {
+        const StepProduct& q = dealt.product[kind];
+        const int tiles = dealt.units[kind] * q.tiles, stages = (q.steps + STEPS - 1) / STEPS;
+        if (!tiles) return;
+        const int less = stages == 1 ? 0 : STEPS;
+        uint4 w[BATCH][EACH];
+        load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
+        prepare(kind, layer, 0);
+        input(kind, layer);
+        const bf16* x = work + g * step_row(q.in);
+        for (int tile = 0; tile < tiles; tile += 4) {
+            const int count = min(4, tiles - tile);
+            if (tile) prepare(kind, layer, tile);
+            for (int i = 0; i < count && stages == 1; i += BATCH) {
+                float sum[BATCH][2][4] = {};
+                multiply<false>(sum, w, min(BATCH, count - i), q.steps, x);
+                const int next = tile + i + BATCH;
+                if (next < tiles) load(w, min(BATCH, tiles - next), q.steps, less);
+                STEP_UNROLL
+                for (int j = 0; j < BATCH; j++)
+                    if (i + j < count) put(i + j, sum[j]);
+            }
+            for (int i = 0; i < count && stages > 1; i++) {
+                float sum[1][2][4] = {};
+                for (int s = 0; s < stages; s += BATCH) {
+                    multiply<true>(sum, w, min(BATCH, stages - s), q.steps - s * STEPS, x + s * STEPS * 32);
+                    const int next = s + BATCH < stages ? s + BATCH : 0;
+                    if (next || tile + i + 1 < tiles) load(w, min(BATCH, stages - next), q.steps - next * STEPS, less);
+                }
+                put(i, sum[0]);
+            }
+            meet();
+            if (warp < N) hand_over(kind, layer, tile, count);
+            set ^= 1;
+        }
+    }
+    // The row of lane 8 i + r: row r of the block's i-th tile from `tile` on.
+    __device__ __forceinline__ int row_of(int kind, int tile) const {
+        const int tiles = dealt.product[kind].tiles, i = tile + lane / 8;
+        return (dealt.first[kind] + (tiles == 2 ? i / 2 : i) * (int)gridDim.x) * 8 + lane % 8;
+    }
+    // Asks early for what hand_over needs.
+    __device__ __forceinline__ void prepare(int kind, int layer, int tile) {
+        const int row = row_of(kind, tile);
+        if ((kind != STEP_O && kind != STEP_DOWN) || warp >= N || row >= p.C) return;
+        const bool first = kind == STEP_O && layer == 0; // x is the embedding still
+        old = first ? to_acc(p.embed[(size_t)p.b.token[warp] * p.C + row]) : p.residual[(size_t)warp * p.C + row];
+        gain = to_acc(p.gains[kind == STEP_O ? p.gains_of(layer) + p.C + row : p.gains_of(layer + 1) + row]);
+    }
+    __device__ __forceinline__ float rms_scale() { // of token `warp`
+        float sum = 0;
+        for (int i = lane; i < p.C / 4; i += 32) sum += squares[warp * (p.C / 4) + i];
+        return 1 / sqrtf(warp_sum(sum) / (float)p.C + p.eps);
+    }
+    __device__ __forceinline__ void hand_over(int kind, int layer, int tile, int count) {
+        const int row = row_of(kind, tile), n = warp;
+        const bool there = lane / 8 < count;
+        float y = 0;
+        if (there)
+            STEP_UNROLL
+            for (int w = 0; w < WARPS; w++) y += sums_of(lane / 8, w, n)[lane % 8];
+        if (kind != STEP_O && kind != STEP_DOWN) y *= scale;
+        const uint32_t e = epoch(layer);
+        if (kind == STEP_QKV) {
+            send(p.qkv + (size_t)n * (p.H + 2 * p.K) * (D / 4), row, y, 0, e, there);
+        } else if (kind == STEP_GATE_UP) {
+            const float up = __shfl_down_sync(~0u, y, 8);
+            send(p.hidden + (size_t)n * (p.F / 4), row, y / (1 + __expf(-y)) * up, 0, e, there && lane / 8 % 2 == 0);
+        } else if (kind != STEP_LOGITS) {
+            const float x = old + y;
+            if (there) p.residual[(size_t)n * p.C + row] = x;
+            send((kind == STEP_O ? p.mid : p.out) + (size_t)n * (p.C / 4), row, x * gain, x * x, e, there);
+        } else if (there) {
+            const Draw& draw = p.draw[n];
+            if (p.seen) y = penalized(y, draw.how, p.seen[(size_t)n * p.V + row]);
+            p.logits[(size_t)n * p.V + row] = y;
+            if (row < draw.exist) likeliest = max(likeliest, draw_key(usable(y), row));
+        }
+    }
+    // A product's input, to `work`, a token a row; where a norm comes before it, the words' squares.
+    __device__ __forceinline__ void input(int kind, int layer) {
+        const int in = dealt.product[kind].in, words = in / 4;
+        const bool normed = kind == STEP_QKV || kind == STEP_GATE_UP || kind == STEP_LOGITS;
+        const uint4* from = kind == STEP_O         ? p.att
+                            : kind == STEP_DOWN    ? p.hidden
+                            : kind == STEP_GATE_UP ? p.mid
+                                                   : p.out;
+        const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
+        for (int n = 0; n < N; n++) {
+            bf16* row = work + n * step_row(in);
+            auto take = [&](int i, const uint4& v) {
+                *(uint2*)(row + 4 * i) = make_uint2(v.x, v.y);
+                if (normed) squares[n * words + i] = __uint_as_float(v.z);
+            };
+            if (kind == STEP_QKV && layer == 0) embed(n, take);
+            else receive<true>(words, e, [&](int i) { return from + (size_t)n * words + i; }, take);
+            for (int i = in + tid; i < (in + 31) / 32 * 32; i += CONSUMERS) row[i] = bf16{0};
+        }
+        meet();
+        if (normed && warp < N) scale = rms_scale();
+    }
+    template <class Take> __device__ __forceinline__ void embed(int n, Take take) {
+        const uint2* x = (const uint2*)(p.embed + (size_t)p.b.token[n] * p.C);
+        for (int i = tid; i < p.C / 4; i += CONSUMERS) {
+            const uint2 u = x[i], w = ((const uint2*)p.gains)[i];
+            const float a = low(u.x), b = high(u.x), c = low(u.y), d = high(u.y);
+            take(i, make_uint4(pack(a * low(w.x), b * high(w.x)), pack(c * low(w.y), d * high(w.y)),
+                               __float_as_uint((a * a + b * b) + (c * c + d * d)), 0));
+        }
+    }
+
+    // ---- Attention
+    // Calls f(n, item, splits, pages of a split) for this block's items: of every token `heads` x its splits.
+    template <class F> __device__ __forceinline__ void each_item(bool join, F f) {
+        const int blocks = gridDim.x;
+        for (int n = 0, item = blockIdx.x; n < N; n++) {
+            const int pos = p.b.pos[n], each = step_split_pages(p, pos, WARPS), splits = (pos / PAGE + each) / each;
+            const int items = join ? (splits > 1 ? p.H : 0) : p.K * splits;
+            for (; item < items; item += blocks) f(n, item, splits, each);
+            item = (item - items + blocks) % blocks;
+        }
+    }
+    __device__ __forceinline__ void attention(int layer, bool joins) {
+        each_item(joins, [&](int n, int item, int splits, int each) {
+            if (joins) join(layer, n, item, splits);
+            else attend(layer, n, item / splits, item % splits, splits, each);
+        });
+    }
+    __device__ __forceinline__ void joins(int layer) {
+        each_item(true, [&](int n, int head, int splits, int) { join(layer, n, head, splits); });
+    }
+    // A KV head's queries of token n over a split. Tokens m0 .. n of the step are of one sequence: their keys and
+    // values are not in the cache yet. They come as words, and with the cache's others of their pages (two at most)
+    // they make up the tail. Shared memory has the tail's keys and values; the queries, as they came and rotated; new
+    // keys as they came; parts of warps.
+    __device__ __forceinline__ void attend(int layer, int n, int kv, int split, int splits, int each) {
+        const int G = p.H / p.K, pos = p.b.pos[n], seq = p.b.seq[n], first = split * each;
+        const int last = min(first + each, pos / PAGE + 1), *table = p.b.pages + (size_t)seq * p.b.max_pages;
+        int m0 = n;
+        while (m0 > 0 && p.b.seq[m0 - 1] == seq) m0--;
+        const int held = p.b.pos[m0], tail = held / PAGE, fresh = last > tail ? n - m0 + 1 : 0;
+        bf16 *keys = p.keys + layer * p.layer_size, *values = p.values + layer * p.layer_size;
+        const size_t head = kv_offset(0, kv, 0, p.K, D), page_step = kv_offset(1, 0, 0, p.K, D);
+        bf16 *tail_keys = work, *tail_values = tail_keys + S::TAIL * PAGE * D;
+        bf16* raw = tail_values + S::TAIL * PAGE * D;
+        bf16* rotated = raw + (G + N) * D;
+        float* parts = (float*)(rotated + G * D);
+        StepPage page;
+        auto load = [&](int at) {
+            const size_t from = at < tail ? table[at] * page_step + head : 0;
+            page.load(at < tail ? keys + from : tail_keys + (at - tail) * PAGE * D,
+                      at < tail ? values + from : tail_values + (at - tail) * PAGE * D);
+        };
+        for (int i = tid; i < S::TAIL * PAGE * (D / 8) && fresh; i += CONSUMERS) { // (behind the new ones: zeros)
+            const int key = i / (D / 8);
+            if (key >= held % PAGE && key < held % PAGE + fresh) continue;
+            const size_t from = table[tail] * page_step + head + i * 8;
+            const uint4 zero = {0, 0, 0, 0};
+            *(uint4*)(tail_keys + i * 8) = key < held % PAGE ? *(const uint4*)(keys + from) : zero;
+            *(uint4*)(tail_values + i * 8) = key < held % PAGE ? *(const uint4*)(values + from) : zero;
+        }
+        const int heads = p.H + 2 * p.K;
+        receive<false>((G + 2 * fresh) * (D / 4), epoch(layer), [&](int i) {
+            const int j = i / (D / 4), m = j < G ? n : m0 + (j - G) / 2;
+            const int h = j < G ? kv * G + j : p.H + (j - G) % 2 * p.K + kv;
+            return p.qkv + ((size_t)m * heads + h) * (D / 4) + i % (D / 4);
+        }, [&](int i, const uint4& v) {
+            const int j = i / (D / 4), m = (j - G) / 2, value = j >= G && (j - G) % 2;
+            bf16* to = value ? tail_values + (held % PAGE + m) * D : raw + (j < G ? j : G + m) * D;
+            *(uint2*)(to + i % (D / 4) * 4) = make_uint2(v.x, v.y);
+        });
+        meet();
+        const size_t slot = kv_offset(p.b.slot[n] / PAGE, kv, p.b.slot[n] % PAGE, p.K, D);
+        const bool appends = last == pos / PAGE + 1; // one split has the newest
+        for (int j = warp; j < G + fresh; j += WARPS) {
+            const int m = j < G ? n : m0 + j - G;
+            bf16* cache = appends && j >= G && m == n ? keys + slot : nullptr;
+            rotate(j < G ? rotated + j * D : tail_keys + (held % PAGE + j - G) * D, cache, raw + j * D,
+                   p.gains + p.gains_of(layer) + 2 * p.C + (j < G ? 0 : D), p.rope + (size_t)p.b.pos[m] * D);
+        }
+        if (appends && tid < D / 8)
+            *(uint4*)(values + slot + tid * 8) = *(const uint4*)(tail_values + (held % PAGE + n - m0) * D + tid * 8);
+        meet();
+
+        const bf16* query = rotated + min(g, G - 1) * D + t * 8; // (what others compute, nobody stores)
+        StepSoftmax softmax;
+        for (int at = first + warp; at < last; at += WARPS) {
+            load(at);
+            softmax.add(page, query, pos - at * PAGE + 1);
+        }
+        softmax.store(parts + (size_t)warp * G * (D + 4), G);
+        meet();
+        publish_attention(parts, layer, n, kv, split, splits);
+        prefetch(layer, table, head, first, min(last, first + 16));
+        meet(); // `work` is free
+    }
+    // One head: rms norm, then the rotation of the planes (i, i + D / 2), two of them a lane. To shared memory, and to
+    // the cache if that is not null.
+    __device__ __forceinline__ void rotate(bf16* to, bf16* cache, const bf16* from, const bf16* gains,
+                                           const float* angles) {
+        const int i = lane * 2;
+        const uint32_t u = *(const uint32_t*)(from + i), v = *(const uint32_t*)(from + i + D / 2);
+        const uint32_t gu = *(const uint32_t*)(gains + i), gv = *(const uint32_t*)(gains + i + D / 2);
+        const float4 angle = *(const float4*)(angles + 2 * i); // cosine, sine of both
+        float squares = low(u) * low(u) + high(u) * high(u) + low(v) * low(v) + high(v) * high(v);
+        const float scale = 1 / sqrtf(warp_sum(squares) / D + p.eps);
+        const float a = low(u) * scale * low(gu), b = high(u) * scale * high(gu);
+        const float c = low(v) * scale * low(gv), d = high(v) * scale * high(gv);
+        const uint32_t first = pack(a * angle.x - c * angle.y, b * angle.z - d * angle.w);
+        const uint32_t second = pack(c * angle.x + a * angle.y, d * angle.z + b * angle.w);
+        *(uint32_t*)(to + i) = first, *(uint32_t*)(to + i + D / 2) = second;
+        if (cache) *(uint32_t*)(cache + i) = first, *(uint32_t*)(cache + i + D / 2) = second;
+    }
+    // The warps' parts as one: what O takes, or a split's part for JOIN.
+    __device__ __forceinline__ void publish_attention(float* parts, int layer, int n, int kv, int split, int splits) {
+        const int G = p.H / p.K;
+        for (int i = tid; i < G * (D / 4); i += CONSUMERS) {
+            const int j = i / (D / 4), quad = i % (D / 4);
+            float top, weights, *part = parts + j * (D + 4);
+            const float4 x = step_join(part, WARPS, G * (D + 4), quad, top, weights);
+            if (splits == 1) publish_head(n, kv * G + j, quad, x, weights, layer);
+            else {
+                *(float4*)(part + 4 * quad) = x; // (only this thread reads these four)
+                if (quad == 0) part[D + 2] = top, part[D + 3] = weights;
+            }
+        }
+        if (splits == 1) return;
+        meet();
+        for (int i = tid; i < G * STEP_PART; i += CONSUMERS) {
+            const int j = i / STEP_PART, word = i % STEP_PART;
+            auto at = [&](int k) {
+                return __float_as_uint(k < D + 2 ? parts[j * (D + 4) + (k < D ? k : k + 2)] : 0.f);
+            };
+            const size_t part = ((size_t)n * p.H + kv * G + j) * p.most_splits + split;
+            step_publish(p.parts + part * STEP_PART + word,
+                         make_uint4(at(3 * word), at(3 * word + 1), at(3 * word + 2), epoch(layer)));
+        }
+    }
+    __device__ __forceinline__ void publish_head(int n, int h, int quad, const float4& x, float weights, int layer) {
+        const uint32_t first = pack(x.x / weights, x.y / weights), second = pack(x.z / weights, x.w / weights);
+        step_publish(p.att + ((size_t)n * p.H + h) * (D / 4) + quad, make_uint4(first, second, 0, epoch(layer)));
+    }
+    // Asks for the next layer's keys and values of some pages.
+    __device__ __forceinline__ void prefetch(int layer, const int* table, size_t head, int first, int last) {
+        constexpr int LINES = PAGE * D * 2 / 128; // of 128 bytes
+        if (layer + 1 == p.L) return;
+        for (int i = tid; i < (last - first) * 2 * LINES; i += CONSUMERS) {
+            const size_t at = kv_offset(table[first + i / (2 * LINES)], 0, 0, p.K, D) + head + i % LINES * 64;
+            step_prefetch((i / LINES % 2 ? p.values : p.keys) + (layer + 1) * p.layer_size + at);
+        }
+    }
+    // A head's splits as one.
+    __device__ __forceinline__ void join(int layer, int n, int h, int splits) {
+        float* parts = (float*)work;
+        const uint4* words = p.parts + ((size_t)n * p.H + h) * p.most_splits * STEP_PART;
+        receive<false>(splits * STEP_PART, epoch(layer), [&](int i) { return words + i; }, [&](int i, const uint4& v) {
+            parts[3 * i] = __uint_as_float(v.x), parts[3 * i + 1] = __uint_as_float(v.y);
+            parts[3 * i + 2] = __uint_as_float(v.z);
+        });
+        meet();
+        if (tid < D / 4) {
+            float top, weights;
+            const float4 x = step_join(parts, splits, 3 * STEP_PART, tid, top, weights);
+            publish_head(n, h, tid, x, weights, layer);
+        }
+        meet(); // `work` is free
+    }
+
+    // ---- The end: each block's likeliest ids; the last block draws if it is asked to, and counts the step.
+    __device__ __forceinline__ void finish() {
+        auto largest = [](unsigned long long x) {
+            for (int other = 16; other; other /= 2) x = max(x, __shfl_xor_sync(~0u, x, other));
+            return x;
+        };
+        if (warp < N) {
+            likeliest = largest(likeliest);
+            if (lane == 0) p.best[(size_t)warp * BEST_BLOCKS + blockIdx.x] = likeliest;
+        }
+        meet();
+        if (tid == 0) dealt.last = step_arrive(p.arrived) == (int)gridDim.x - 1;
+        meet();
+        if (!dealt.last) return;
+        if (tid == 0) *p.arrived = 0, *p.steps = before + 1;
+        if (!p.greedy || warp >= N) return;
+        unsigned long long top = 0;
+        for (int i = lane; i < (int)gridDim.x; i += 32) top = max(top, __ldcg(p.best + (size_t)warp * BEST_BLOCKS + i));
+        top = largest(top);
+        if (lane == 0) publish(p.next, warp, p.V, (int)~(uint32_t)top);
+    }
+};
+
+// Phases first .. last - 1 of a step. Grid: any number of blocks; if it is more than one phase, all must be resident.
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_constant__ StepArgs p, int first, int last) {
+    unsigned char* memory = step_memory();
+    StepBarrier *full = (StepBarrier*)memory, *empty = full + STEP_STAGES;
+    StepDealt& dealt = *(StepDealt*)(empty + STEP_STAGES);
+    const int tid = threadIdx.x;
+    if (tid < p.stages) full[tid].begin(S::BULK ? 1 : 128), empty[tid].begin(S::WARPS);
+    if (tid < 7) step_deal(p, dealt, tid);
+    StepBarrier::begun();
+    step_meet(0, S::THREADS);
+    if (tid >= S::CONSUMERS) return step_produce<S>(p, memory, dealt, first, last);
+    Step<S> step(p, dealt);
+    for (int phase = first; phase < last; phase++) {
+        const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
+        step.begin_phase();
+        if (kind == STEP_ATTEND || kind == STEP_JOIN) step.attention(layer, kind == STEP_JOIN);
+        else step.product(kind, layer);
+    }
+    if (last == p.phases()) step.finish();
+}
+
+#ifdef __CUDACC__
+// ---- A session's steps by this kernel: packed weights and all else it needs in the GPU's memory.
+struct StepRoad {
+    using Kernel = void (*)(const StepArgs, int, int);
+    Context ctx;
+    StepArgs args = {};
+    Kernel kernel = nullptr;
+    int blocks = 0, threads = 0;
+    bool by_phase = false;
+    Arena arena;
+    int* fault = nullptr; // in the CPU's memory
+
+    // Throws Error if this GPU or this model cannot.
+    StepRoad(const Context& where, const Config& c, const Weights<bf16>& w) : ctx(where) {
+        by_phase = ctx.one_kernel == Context::BY_PHASE;
+        blocks = ctx.gpu->sms;
+        if (const char* why = step_refuses(c)) DIE("--one-kernel: not for this model: %s", why);
+        for (const Layer<bf16>& l : w.layers)
+            for (const Linear<bf16>* m : {&l.qkv, &l.o, &l.gate_up, &l.down})
+                if (m->adapter.rank || m->format != Format::PLAIN)
+                    DIE("--one-kernel: weights in bf16 only, without an adapter");
+        if (w.head.format != Format::PLAIN) DIE("--one-kernel: weights in bf16 only");
+        int device = 0, most_shared = 0, cooperative = 0;
+        CUDA_CHECK(cudaGetDevice(&device));
+        CUDA_CHECK(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+        CUDA_CHECK(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device));
+        choose<StepShape<8, 32, 1, false>>(c, (size_t)most_shared);
+        cudaFuncAttributes built;
+        CUDA_CHECK(cudaFuncGetAttributes(&built, kernel));
+        if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) choose<StepShape<8, 32, 1, true>>(c, (size_t)most_shared);
+        if (args.stages < 4) DIE("--one-kernel: %d bytes of shared memory a block are too few", most_shared);
+        if (blocks > BEST_BLOCKS) DIE("--one-kernel: %d multiprocessors", blocks);
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)args.shared));
+        int resident = 0;
+        CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, args.shared));
+        if (!by_phase && (!resident || !cooperative))
+            DIE("--one-kernel: its blocks cannot all be resident on this GPU");
+        arena.gpu = true;
+        unsigned char* packed = plan();
+        arena.allocate("--one-kernel: a second copy of the weights"); // (products of many tokens need theirs by rows)
+        packed = plan();
+        pack(c, w, packed);
+        CUDA_CHECK(cudaHostAlloc((void**)&fault, sizeof *fault, cudaHostAllocMapped));
+        *fault = 0;
+        CUDA_CHECK(cudaHostGetDevicePointer((void**)&args.fault, fault, 0));
+    }
+    StepRoad(const StepRoad&) = delete;
+    ~StepRoad() {
+        if (fault) cudaFreeHost(fault);
+    }
+    // The road, or null; then it is told why, once.
+    static std::unique_ptr<StepRoad> find(const Context& ctx, const Config& c, const Weights<bf16>& w) {
+        if (ctx.one_kernel == Context::OFF) return nullptr;
+        try {
+            return std::make_unique<StepRoad>(ctx, c, w);
+        } catch (const Error& e) {
+            static bool told = false;
+            if (!told) fprintf(stderr, "%s; a token is a graph of kernels\n", e.what());
+            told = true;
+            return nullptr;
+        }
+    }
+    // On the context's stream; part of a graph, if one is being recorded.
+    void launch_step() {
+        const int phases = args.phases();
+        for (int phase = 0; phase < phases; phase += by_phase ? 1 : phases) {
+            cudaLaunchAttribute together;
+            together.id = cudaLaunchAttributeCooperative, together.val.cooperative = 1;
+            cudaLaunchConfig_t config = {};
+            config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = args.shared;
+            config.stream = ctx.gpu->stream, config.attrs = &together, config.numAttrs = by_phase ? 0 : 1;
+            CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args, phase, by_phase ? phase + 1 : phases));
+        }
+    }
+    void check() const {
+        if (*(volatile int*)fault) DIE("--one-kernel: a block waited for over a second for another one's words");
+    }
+
+  private:
+    template <class S> void choose(const Config& c, size_t most_shared) {
+        kernel = step_kernel<S>, threads = S::THREADS, args = plan_step<S>(c, 1, blocks, most_shared);
+    }
+    unsigned char* plan() {
+        args.gains = arena.take<bf16>(args.gains_of(args.L) + args.C);
+        step_words(args, arena.take<uint4>(step_words(args, nullptr, 1)), 1);
+        args.residual = arena.take<float>(args.C);
+        args.steps = arena.take<uint32_t>(1), args.arrived = arena.take<int>(1);
+        return arena.take<unsigned char>(args.product[STEP_LOGITS].at + args.product[STEP_LOGITS].bytes());
+    }
+    void pack(const Config& c, const Weights<bf16>& w, unsigned char* to) {
+        args.packed = to, args.embed = w.embed.w[0];
+        bf16* gains = (bf16*)args.gains;
+        auto gain = [&](const bf16* from, int n) {
+            CUDA_CHECK(cudaMemcpyAsync(gains, from, n * sizeof(bf16), cudaMemcpyDeviceToDevice, ctx.gpu->stream));
+            gains += n;
+        };
+        auto matrix = [&](const Linear<bf16>& W, const StepProduct& q, size_t layer) { // its blocks are neighbours
+            const PackArgs p = {to + layer * args.layer_bytes + q.at, W.w[0], q, (size_t)c.F};
+            launch_kernel(ctx, false, step_pack_kernel, dim3((unsigned)((q.bytes() / 16 + 255) / 256)), 256, 0, p);
+        };
+        for (size_t l = 0; l < w.layers.size(); l++) {
+            const Layer<bf16>& y = w.layers[l];
+            matrix(y.qkv, args.product[STEP_QKV], l), matrix(y.o, args.product[STEP_O], l);
+            matrix(y.gate_up, args.product[STEP_GATE_UP], l), matrix(y.down, args.product[STEP_DOWN], l);
+            gain(y.norm1, c.C), gain(y.norm2, c.C), gain(y.q_norm, c.D), gain(y.k_norm, c.D);
+        }
+        matrix(w.head, args.product[STEP_LOGITS], 0);
+        gain(w.norm, c.C);
+    }
+};
+#endif

@@ -1,0 +1,184 @@
+// What step.h needs of a GPU, on a CPU: data/course/emulate.h's coroutines for the threads of all blocks at once, since
+// they wait for each other; step.h's instructions; mma. Copies spoil their target at once and come when they are waited
+// for. Of Book II's sampler it has copies: their text is for nvcc alone.
+#pragma once
+#define STEP_EMULATED
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#pragma GCC diagnostic ignored "-Wunused-variable"
+#include "../data/course/emulate.h"
+#include <map>
+#undef check
+#undef __device__
+#undef __global__
+#define __device__ [[maybe_unused]]
+#define __global__ [[maybe_unused]] static
+#define __align__(n)
+#define STEP_UNROLL
+#define __grid_constant__
+#define __noinline__
+
+// ---- Blocks that run at once
+constexpr size_t BLOCK_MEMORY = 64 << 10;
+static std::vector<unsigned char> block_memory;
+struct Meeting { int arrived = 0; std::vector<size_t> waiting; };
+static std::map<std::pair<unsigned, int>, Meeting> meetings; // (block, barrier)
+static uint64_t emulated_ns;
+
+__device__ inline unsigned char* step_memory() { return block_memory.data() + blockIdx.x * BLOCK_MEMORY; }
+__device__ inline void step_meet(int barrier, int threads) {
+    Meeting& m = meetings[{blockIdx.x, barrier}];
+    if (++m.arrived < threads) {
+        m.waiting.push_back(running);
+        wait_at(Coroutine::AT_BLOCK);
+        return;
+    }
+    for (size_t thread : m.waiting) coroutines[thread].state = Coroutine::READY;
+    m = {};
+}
+
+// All blocks of a launch together; every other pass of the scheduler goes from the last thread to the first. False: a
+// thread has not come to its end.
+template <class F> bool launch_together(unsigned blocks, unsigned threads, F kernel) {
+    gridDim = dim3(blocks), blockDim = dim3(threads), body = kernel;
+    const size_t n = (size_t)blocks * threads;
+    if (n > 1024) std::abort(); // emulate.h's `exchange`
+    block_memory.assign(blocks * BLOCK_MEMORY, 0xff); // NaN
+    meetings.clear();
+    coroutines = std::vector<Coroutine>(n);
+    for (size_t i = 0; i < n; i++) {
+        Coroutine& c = coroutines[i];
+        getcontext(&c.context);
+        if (i == stacks.size()) stacks.emplace_back(new char[STACK]);
+        c.context.uc_stack.ss_sp = stacks[i].get(), c.context.uc_stack.ss_size = STACK, c.context.uc_link = nullptr;
+        makecontext(&c.context, enter, 0);
+    }
+    bool from_last = backwards;
+    do {
+        for (size_t k = 0; k < n; k++) {
+            running = from_last ? n - 1 - k : k;
+            if (coroutines[running].state != Coroutine::READY) continue;
+            threadIdx.x = (unsigned)running % threads, blockIdx.x = (unsigned)running / threads;
+            swapcontext(&scheduler, &coroutines[running].context);
+        }
+        from_last = !from_last;
+    } while (release());
+    for (auto& c : coroutines)
+        if (c.state != Coroutine::DONE) return false;
+    return true;
+}
+
+// ---- Instructions
+__device__ inline int step_opaque(int x) { return x; }
+struct EmulatedCopy { unsigned char* to; const unsigned char* from; int bytes; bool counted; }; // to null: an arrival
+struct StepBarrier;
+static std::map<StepBarrier*, std::vector<EmulatedCopy>> copies_to_come;
+static std::vector<EmulatedCopy> copies_of[1024]; // copy16's, by thread
+struct StepBarrier {
+    uint16_t expected, missing, bytes, phase;
+    void begin(int arrivals) {
+        expected = missing = (uint16_t)arrivals, bytes = phase = 0;
+        copies_to_come[this].clear();
+    }
+    void settle() { if (!missing && !bytes) phase++, missing = expected; }
+    void arrive() { missing--, settle(); }
+    void expect(int n) { bytes = (uint16_t)(bytes + n), arrive(); }
+    void wait(uint32_t parity) {
+        while ((phase & 1) == parity) {
+            for (auto& c : copies_to_come[this]) {
+                if (c.to) memcpy(c.to, c.from, (size_t)c.bytes);
+                if (!c.to) missing--;
+                else if (c.counted) bytes = (uint16_t)(bytes - c.bytes);
+            }
+            if (!copies_to_come[this].empty()) copies_to_come[this].clear(), settle();
+            else wait_at(Coroutine::READY);
+        }
+    }
+    static EmulatedCopy spoil(void* to, const void* from, int n) {
+        if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || n % 16)
+            std::puts("FALSE: a copy is not aligned"), std::exit(1);
+        memset(to, 0xff, (size_t)n);
+        return {(unsigned char*)to, (const unsigned char*)from, n, true};
+    }
+    void copy(void* to, const void* from, int n) { copies_to_come[this].push_back(spoil(to, from, n)); }
+    static void copy16(void* to, const void* from) { copies_of[running].push_back(spoil(to, from, 16)); }
+    void arrive_with_copies() {
+        auto& own = copies_of[running];
+        own.push_back({nullptr, nullptr, 0, false});
+        for (auto& c : own) c.counted = false, copies_to_come[this].push_back(c);
+        own.clear();
+    }
+    static void begun() {}
+};
+static_assert(sizeof(StepBarrier) == 8, "as on a GPU");
+static bool words_get_lost = false; // a block whose words nobody sees: the watchdog's business
+__device__ inline uint4 step_peek(const uint4* word) { return *word; }
+__device__ inline void step_publish(uint4* word, uint4 v) { if (!words_get_lost || blockIdx.x) *word = v; }
+__device__ inline void step_prefetch(const void* line) { (void)*(const volatile char*)line; } // must be there
+__device__ inline uint64_t step_clock() { return wait_at(Coroutine::READY), emulated_ns += 1000; }
+__device__ inline int step_arrive(int* counter) { return (*counter)++; }
+
+static uint32_t fragments[2][1024][6];
+static uint8_t fragments_of[1024]; // which of the two is next: whoever writes the one has seen all read the other
+__device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                           uint32_t b1) {
+    auto& all = fragments[fragments_of[running] ^= 1];
+    const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+    memcpy(all[running], mine, sizeof mine);
+    __syncwarp();
+    const auto* lane = &all[running / 32 * 32];
+    const auto half = [](uint32_t pair, int odd) { return to_acc(bf16{(uint16_t)(pair >> 16 * odd)}); };
+    for (int e = 0; e < 4; e++) { // row and column of d[e]; lane 4 r + k / 2 % 4 holds element k of row (column) r
+        const int row = lane_of() / 4 + e / 2 * 8, column = lane_of() % 4 * 2 + e % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; k++)
+            sum += half(lane[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2) *
+                   half(lane[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+        d[e] += sum;
+    }
+}
+struct alignas(8) uint2 { unsigned x, y; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+template <class T> T __ldcg(const T* p) { return *p; }
+inline float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+inline float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
+inline uint32_t pack(float first, float second) { return to_bf16(first).bits | (uint32_t)to_bf16(second).bits << 16; }
+constexpr float LOG2E = 1.44269504f;
+inline float exp2_fast(float x) { return std::exp2(x); }
+inline float warp_sum(float x) {
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+inline float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// ---- Book II's sampler
+struct Draw { Sampling how; int exist; };
+inline unsigned long long draw_key(float logit, int id) {
+    const uint32_t u = __float_as_uint(logit + 0.f);
+    return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
+}
+constexpr int BEST_BLOCKS = 1024;
+struct DrawState {
+    int *token, *pos, *slot;
+    const int *seq, *pages;
+    int max_pages;
+    uint32_t* seen;
+    volatile int* ring;
+    int ring_size;
+};
+inline void publish(const DrawState& state, int row, size_t, int answer) {
+    const int pos = state.pos[row] + 1, page = pos / PAGE;
+    state.token[row] = answer, state.pos[row] = pos;
+    if (page < state.max_pages)
+        state.slot[row] = state.pages[(size_t)state.seq[row] * state.max_pages + page] * PAGE + pos % PAGE;
+}
+#include "../step.h"
+#pragma GCC diagnostic pop

@@ -1,0 +1,365 @@
+// step.h, the kernel that is a whole token, by emulation: it gives what Book I's `forward` gives, for many shapes, places
+// and numbers of blocks; the same bits phase by phase and all at once, alone and in company.
+#define QWEN3_PLAIN
+#define QWEN3_NO_MAIN
+#include "../../qwen3.cu"
+#include <doctest/doctest.h>
+#include "../step_emulation.h"
+
+using Small = StepShape<2, 4, 1, true>; // two warps, stages of 128 k
+
+struct RandomNumbers {
+    uint64_t seed, counter = 0;
+    double uniform() { return philox(seed, counter++, 99).v[0] / 4294967296.0; }
+    int below(int n) { return (int)(uniform() * n); }
+    std::vector<bf16> fill(size_t n, double scale = 1, double mean = 0) {
+        std::vector<bf16> v(n);
+        for (bf16& x : v) x = to_bf16((float)(mean + scale * (2 * uniform() - 1)));
+        return v;
+    }
+};
+
+// A model of random bf16 numbers, which Book I reads as T.
+struct RandomModel {
+    Config c;
+    struct Matrices { std::vector<bf16> norm1, norm2, q_norm, k_norm, qkv, o, gate_up, down; };
+    std::vector<Matrices> layers;
+    std::vector<bf16> embed, norm, head;
+    std::vector<float> rope;
+    static constexpr int POSITIONS = 1024;
+    RandomModel(RandomNumbers& random, int C, int F, int H, int K, int V, int L, bool tied) {
+        c = {C, L, H, K, STEP_HEAD, F, V, POSITIONS, 1e-6f, 1e6, tied, {}};
+        const int D = c.D;
+        auto matrix = [&](int rows, int in) { return random.fill((size_t)rows * in, 1.7 / std::sqrt(in)); };
+        for (int l = 0; l < L; l++) {
+            layers.push_back({random.fill(C, 0.5, 1), random.fill(C, 0.5, 1), random.fill(D, 0.5, 1.5), random.fill(D, 0.5, 1.5),
+                              matrix((H + 2 * K) * D, C), matrix(C, H * D), matrix(2 * F, C), matrix(C, F)});
+        }
+        embed = random.fill((size_t)V * C), norm = random.fill(C, 0.5, 1);
+        if (!tied) head = matrix(V, C);
+        rope.resize((size_t)POSITIONS * D);
+        fill_rope(rope.data(), POSITIONS, D, c.rope_theta);
+    }
+    const std::vector<bf16>& head_matrix() const { return c.tied ? embed : head; }
+};
+
+// Rows of a step: which sequence, at which position; and a cache that holds what is before, on scattered pages.
+struct Place {
+    std::vector<int> token, pos, seq, slot, pages;
+    int max_pages = 0, page_count = 0;
+    std::vector<bf16> keys, values; // of all layers
+    size_t layer_size;
+    Place(RandomNumbers& random, const RandomModel& m, std::vector<std::pair<int, int>> first_and_count) {
+        for (auto [first, count] : first_and_count) max_pages = std::max(max_pages, (first + count - 1) / PAGE + 2);
+        page_count = max_pages * (int)first_and_count.size() + 2;
+        std::vector<int> order(page_count);
+        std::iota(order.begin(), order.end(), 0);
+        for (int i = page_count - 1; i > 0; i--) std::swap(order[i], order[random.below(i + 1)]);
+        layer_size = kv_offset(page_count, 0, 0, m.c.K, m.c.D);
+        keys.resize(m.c.L * layer_size), values.resize(m.c.L * layer_size);
+        memset((void*)keys.data(), 0xff, keys.size() * 2), memset((void*)values.data(), 0xff, values.size() * 2); // NaN
+        for (size_t s = 0; s < first_and_count.size(); s++) {
+            pages.insert(pages.end(), &order[s * max_pages], &order[s * max_pages] + max_pages);
+            auto [first, count] = first_and_count[s];
+            auto slot_of = [&](int p) { return pages[s * max_pages + p / PAGE] * PAGE + p % PAGE; };
+            for (int p = first; p < first + count; p++)
+                token.push_back(random.below(m.c.V)), pos.push_back(p), seq.push_back((int)s), slot.push_back(slot_of(p));
+            for (int p = 0; p < first; p++)
+                for (int l = 0; l < m.c.L; l++)
+                    for (int h = 0; h < m.c.K; h++) {
+                        const size_t at = l * layer_size + kv_offset(slot_of(p) / PAGE, h, p % PAGE, m.c.K, m.c.D);
+                        const std::vector<bf16> k = random.fill(m.c.D, 1.5), v = random.fill(m.c.D);
+                        std::copy(k.begin(), k.end(), &keys[at]), std::copy(v.begin(), v.end(), &values[at]);
+                    }
+        }
+    }
+    Batch batch() const {
+        const int N = (int)token.size();
+        return {N, (int)pages.size() / max_pages, token.data(), pos.data(), seq.data(), slot.data(), pages.data(), max_pages};
+    }
+};
+
+template <class T> std::vector<T> as(const std::vector<bf16>& v) {
+    std::vector<T> out;
+    for (bf16 x : v) out.push_back(to_stored<T>((acc<T>)to_acc(x)));
+    return out;
+}
+struct Result {
+    std::vector<double> logits, keys, values, residual;
+};
+// Book I's `forward` and `head`, in T.
+template <class T> Result by_definition(const RandomModel& m, const Place& place) {
+    const Config& c = m.c;
+    Context ctx;
+    const Batch b = place.batch();
+    std::vector<std::vector<T>> kept;
+    kept.reserve(8 * c.L + 8);
+    auto keep = [&](const std::vector<bf16>& v) { return (const T*)(kept.push_back(as<T>(v)), kept.back().data()); };
+    auto linear_of = [&](const std::vector<bf16>& w, std::initializer_list<int> rows, int in) {
+        Linear<T> out;
+        const T* at = keep(w);
+        int i = 0;
+        out.in = in;
+        for (int r : rows) out.rows[i] = r, out.w[i++] = at, at += (size_t)r * in;
+        return out;
+    };
+    Arena arena;
+    Activations<T> a;
+    for (int pass = 0; pass < 2; pass++) {
+        a.plan(arena, c, b.N);
+        if (!pass) arena.allocate("a test");
+    }
+    std::vector<T> keys = as<T>(place.keys), values = as<T>(place.values), picked((size_t)b.N * c.C);
+    std::vector<acc<T>> rope((size_t)c.max_positions * c.D), logits((size_t)b.N * c.V);
+    for (size_t i = 0; i < rope.size(); i++) rope[i] = m.rope[i];
+    std::vector<int> rows(b.N);
+    std::iota(rows.begin(), rows.end(), 0);
+    embed(a.layer[0].in, linear_of(m.embed, {c.V}, c.C), b, c.C);
+    for (int l = 0; l < c.L; l++) {
+        const auto& w = m.layers[l];
+        const Layer<T> layer = {keep(w.norm1), keep(w.norm2), keep(w.q_norm), keep(w.k_norm),
+                                linear_of(w.qkv, {c.H * c.D, c.K * c.D, c.K * c.D}, c.C), linear_of(w.o, {c.C}, c.H * c.D),
+                                linear_of(w.gate_up, {c.F, c.F}, c.C), linear_of(w.down, {c.C}, c.F)};
+        layer_forward(ctx, c, layer, b, a.layer[l], &keys[l * place.layer_size], &values[l * place.layer_size], rope.data());
+    }
+    rmsnorm(a.normed, a.layer[0].out, keep(m.norm), b.N, c.C, c.eps);
+    head(logits.data(), picked.data(), a.normed, rows.data(), linear_of(m.head_matrix(), {c.V}, c.C), b.N);
+    Result r;
+    for (auto x : logits) r.logits.push_back(x);
+    for (auto x : keys) r.keys.push_back(to_acc(x));
+    for (auto x : values) r.values.push_back(to_acc(x));
+    for (size_t i = 0; i < (size_t)b.N * c.C; i++) r.residual.push_back(a.layer[0].out[i]);
+    return r;
+}
+
+// The kernel, on the emulated GPU.
+template <class S> struct Emulated {
+    const RandomModel& m;
+    unsigned blocks;
+    StepArgs p;
+    std::vector<uint4> packed, words; // (aligned as a GPU's memory)
+    std::vector<bf16> gains;
+    uint32_t steps = 0;
+    int arrived = 0, fault = 0;
+    std::vector<float> residual;
+    std::vector<unsigned long long> best;
+    std::vector<Draw> draw;
+
+    Emulated(const RandomModel& m, int N, unsigned blocks) : m(m), blocks(blocks), p(plan_step<S>(m.c, N, (int)blocks, BLOCK_MEMORY)) {
+        const Config& c = m.c;
+        REQUIRE(step_refuses(c) == nullptr);
+        REQUIRE(p.stages > 3);
+        packed.resize((p.product[STEP_LOGITS].at + p.product[STEP_LOGITS].bytes()) / sizeof(uint4));
+        for (int l = 0; l < c.L; l++) {
+            const auto& w = m.layers[l];
+            pack(l, STEP_QKV, w.qkv), pack(l, STEP_O, w.o), pack(l, STEP_GATE_UP, w.gate_up), pack(l, STEP_DOWN, w.down);
+            for (auto* g : {&w.norm1, &w.norm2, &w.q_norm, &w.k_norm}) gains.insert(gains.end(), g->begin(), g->end());
+        }
+        pack(0, STEP_LOGITS, m.head_matrix());
+        gains.insert(gains.end(), m.norm.begin(), m.norm.end());
+        words.resize(step_words(p, nullptr, N));
+        step_words(p, words.data(), N);
+        residual.resize((size_t)N * c.C, NAN), best.resize((size_t)N * BEST_BLOCKS);
+        draw.resize(N, Draw{Sampling{}, c.V});
+        p.packed = (const unsigned char*)packed.data(), p.gains = gains.data(), p.embed = m.embed.data(), p.rope = m.rope.data();
+        p.residual = residual.data(), p.steps = &steps, p.arrived = &arrived, p.fault = &fault;
+        p.draw = draw.data(), p.best = best.data(), p.short_keys = 96;
+    }
+    void pack(int layer, int phase, const std::vector<bf16>& W) {
+        const StepProduct& q = p.product[phase];
+        REQUIRE((size_t)q.units * q.tiles * 8 * q.in == W.size());
+        unsigned char* to = (unsigned char*)packed.data() + (phase == STEP_LOGITS ? 0 : layer * p.layer_bytes) + q.at;
+        const PackArgs args = {to, W.data(), q, (size_t)m.c.F};
+        launch(dim3((unsigned)(q.bytes() / 16 + 127) / 128), dim3(128), [&] { step_pack_kernel(args); });
+    }
+    // One step. The place's cache gets the new keys and values.
+    Result step(Place& place, bool together) {
+        p.b = place.batch();
+        p.keys = place.keys.data(), p.values = place.values.data(), p.layer_size = place.layer_size;
+        std::vector<float> logits((size_t)p.b.N * m.c.V, NAN);
+        p.logits = logits.data();
+        const uint32_t before = steps;
+        if (together) CHECK(launch_together(blocks, S::THREADS, [&] { step_kernel<S>(p, 0, p.phases()); }));
+        for (int phase = 0; phase < p.phases() && !together; phase++)
+            CHECK(launch_together(blocks, S::THREADS, [&] { step_kernel<S>(p, phase, phase + 1); }));
+        CHECK(steps == before + 1);
+        CHECK(arrived == 0);
+        Result r;
+        for (float x : logits) r.logits.push_back(x);
+        for (bf16 x : place.keys) r.keys.push_back(to_acc(x));
+        for (bf16 x : place.values) r.values.push_back(to_acc(x));
+        for (float x : residual) r.residual.push_back(x);
+        return r;
+    }
+};
+
+static double rms_difference(const std::vector<double>& a, const std::vector<double>& b) {
+    double sum = 0;
+    for (size_t i = 0; i < a.size(); i++)
+        if (!std::isnan(b[i])) sum += (a[i] - b[i]) * (a[i] - b[i]); // (of the cache: what nobody wrote)
+    return std::sqrt(sum / (double)a.size());
+}
+// Within twice the distance of Book I's own bf16 from the truth: ours rounds x g where Book I rounds r x g, and the relative
+// error of a rounding depends on where between two powers of two a number lies, by a factor of two.
+static void check_result(const RandomModel& m, const Place& place, const Result& got) {
+    const Result truth = by_definition<double>(m, place), book = by_definition<bf16>(m, place);
+    const std::pair<const char*, std::vector<double> Result::*> parts[] = {
+        {"logits", &Result::logits}, {"residual", &Result::residual}, {"keys", &Result::keys}, {"values", &Result::values}};
+    for (auto& p : parts) {
+        const double ours = rms_difference(got.*p.second, truth.*p.second), theirs = rms_difference(book.*p.second, truth.*p.second);
+        INFO(std::string(p.first) << ": rms error " << ours << ", Book I's " << theirs);
+        CHECK(ours <= 2 * theirs);
+        CHECK(ours > 0);
+    }
+}
+static bool same(const Result& a, const Result& b) {
+    auto equal = [](const std::vector<double>& x, const std::vector<double>& y) {
+        return x.size() == y.size() && memcmp(x.data(), y.data(), x.size() * sizeof(double)) == 0;
+    };
+    return equal(a.logits, b.logits) && equal(a.residual, b.residual) && equal(a.keys, b.keys) && equal(a.values, b.values);
+}
+
+TEST_CASE("a token by one kernel is what `forward` computes: phase by phase, and all at once with the same bits") {
+    struct Case { int C, F, H, K, V, L; bool tied; int pos; unsigned blocks; };
+    // Inputs of no whole stage, of one and of several; groups of 1, 2 and 4; fewer tiles than blocks and more; positions
+    // at the borders of pages and, with 96 keys, of splits.
+    for (const Case& y : {Case{136, 72, 2, 1, 72, 2, true, 0, 3}, Case{128, 264, 2, 1, 200, 1, false, 1, 1},
+                          Case{40, 24, 4, 1, 64, 1, false, 15, 7}, Case{264, 136, 2, 1, 88, 1, true, 16, 3},
+                          Case{72, 520, 2, 1, 40, 1, false, 17, 7}, Case{136, 72, 4, 1, 72, 1, true, 95, 3},
+                          Case{40, 72, 2, 1, 72, 2, true, 96, 7}, Case{40, 24, 2, 2, 24, 1, false, 300, 7},
+                          Case{40, 24, 2, 1, 24, 1, true, 200, 1}}) {
+        RandomNumbers random{(uint64_t)y.C * 1000 + y.pos};
+        INFO("C " << y.C << " F " << y.F << " H " << y.H << " K " << y.K << " V " << y.V << " L " << y.L << " position " << y.pos
+                  << " blocks " << y.blocks);
+        const RandomModel m(random, y.C, y.F, y.H, y.K, y.V, y.L, y.tied);
+        const Place before(random, m, {{y.pos, 1}});
+        Emulated<Small> gpu(m, 1, y.blocks);
+        Place place = before;
+        const Result phases = gpu.step(place, false);
+        check_result(m, before, phases);
+        // Nothing of a step before is taken for this one's, also where the count of steps begins anew.
+        const Place other(random, m, {{y.pos, 1}});
+        gpu.steps = ~0u, place = other;
+        gpu.step(place, true);
+        place = before, backwards = true;
+        CHECK(same(gpu.step(place, true), phases));
+        backwards = false;
+    }
+}
+
+TEST_CASE("two tokens in a step: each has the bits that it has alone, whether they follow each other or not") {
+    using Two = StepShape<2, 4, 2, true>;
+    RandomNumbers random{7};
+    const RandomModel m(random, 72, 136, 2, 1, 72, 2, true);
+    for (int pos : {0, 15, 95})
+        for (bool follow : {true, false}) {
+            INFO("position " << pos << ", sequences: " << (follow ? 1 : 2));
+            const auto rows = follow ? std::vector<std::pair<int, int>>{{pos, 2}} : std::vector<std::pair<int, int>>{{pos, 1}, {pos / 2, 1}};
+            const Place before(random, m, rows);
+            Place place = before, alone = before;
+            Emulated<Two> both(m, 2, 5);
+            const Result together = both.step(place, true);
+            check_result(m, before, together);
+            Emulated<Small> one(m, 1, 5);
+            std::vector<double> logits, residual;
+            for (size_t n = 0; n < 2; n++) {
+                Place single = alone;
+                single.token = {alone.token[n]}, single.pos = {alone.pos[n]}, single.seq = {alone.seq[n]}, single.slot = {alone.slot[n]};
+                const Result r = one.step(single, true);
+                logits.insert(logits.end(), r.logits.begin(), r.logits.end());
+                residual.insert(residual.end(), r.residual.begin(), r.residual.end());
+                alone.keys = single.keys, alone.values = single.values; // the second finds the first one's
+            }
+            CHECK(together.logits == logits);
+            CHECK(together.residual == residual);
+            CHECK(memcmp(place.keys.data(), alone.keys.data(), place.keys.size() * 2) == 0);
+            CHECK(memcmp(place.values.data(), alone.values.data(), place.values.size() * 2) == 0);
+        }
+}
+
+TEST_CASE("before Hopper: four warps fetch weights by cp.async, with the same bits") {
+    RandomNumbers random{8};
+    const RandomModel m(random, 136, 72, 2, 1, 72, 1, true);
+    const Place before(random, m, {{20, 1}});
+    Place a = before, b = before;
+    Emulated<Small> bulk(m, 1, 3);
+    Emulated<StepShape<2, 4, 1, false>> async(m, 1, 3);
+    CHECK(same(bulk.step(a, true), async.step(b, true)));
+}
+
+TEST_CASE("a greedy draw inside the kernel is `sample`'s, with penalties too, and becomes the next step's batch") {
+    RandomNumbers random{9};
+    const RandomModel m(random, 40, 24, 2, 1, 200, 1, true);
+    for (int round = 0; round < 2; round++) {
+        const int exist = m.c.V - 9;
+        Place place(random, m, {{15, 1}});
+        Sampling how;
+        how.temperature = 0;
+        if (round % 2) how.repeat = 1.3f, how.presence = 0.5f;
+        const std::vector<int> ids = {5, place.token[0], 190};
+        std::vector<uint32_t> seen = seen_counts(ids, 1, m.c.V);
+        Emulated<Small> gpu(m, 1, 3);
+        gpu.draw[0] = {how, exist};
+        int token = -1, pos = place.pos[0], slot = -1;
+        gpu.p.seen = has_penalties(how) ? seen.data() : nullptr, gpu.p.greedy = true;
+        gpu.p.next = {&token, &pos, &slot, place.seq.data(), place.pages.data(), place.max_pages, nullptr, nullptr, 0};
+        Place at = place;
+        const Result r = gpu.step(at, true);
+        std::vector<float> logits(r.logits.begin(), r.logits.end());
+        CHECK(token == sample(logits.data(), exist, how, 0)); // (the kernel's logits have their penalties)
+        CHECK(pos == 16);
+        CHECK(slot == place.pages[1] * PAGE);
+        gpu.p.seen = nullptr, gpu.p.greedy = false, at = place;
+        const Result plain = gpu.step(at, true);
+        std::vector<float> want(plain.logits.begin(), plain.logits.end());
+        penalize(want.data(), how, ids, 1, m.c.V);
+        CHECK(want == logits);
+    }
+    // Equal logits: the lower id, as in `sample`.
+    RandomModel equal = m;
+    for (int v = 0; v < m.c.V; v++) std::copy_n(equal.embed.begin(), m.c.C, equal.embed.begin() + (size_t)v * m.c.C);
+    Place place(random, equal, {{3, 1}});
+    Emulated<Small> gpu(equal, 1, 3);
+    int token = -1, pos = 3, slot = -1;
+    gpu.draw[0].how.temperature = 0, gpu.p.greedy = true;
+    gpu.p.next = {&token, &pos, &slot, place.seq.data(), place.pages.data(), place.max_pages, nullptr, nullptr, 0};
+    gpu.step(place, true);
+    CHECK(token == 0);
+}
+
+TEST_CASE("a block whose words do not come: the others end after their patience, and say so") {
+    RandomNumbers random{10};
+    const RandomModel m(random, 40, 24, 2, 1, 72, 1, true);
+    Place place(random, m, {{3, 1}});
+    Emulated<Small> gpu(m, 1, 3);
+    gpu.p.patience = 20000;
+    words_get_lost = true;
+    gpu.step(place, true); // (comes to its end)
+    words_get_lost = false;
+    CHECK(gpu.fault == 1);
+}
+
+TEST_CASE("what the kernel cannot compute is refused before") {
+    Config c = {1024, 28, 16, 8, 128, 3072, 151936, 40960, 1e-6f, 1e6, true, {}};
+    CHECK(step_refuses(c) == nullptr);
+    for (auto& change : std::vector<std::function<void(Config&)>>{[](Config& c) { c.D = 64; }, [](Config& c) { c.H = 72; },
+                                                                  [](Config& c) { c.F = 3076; }, [](Config& c) { c.H = 12; }}) {
+        Config bad = c;
+        change(bad);
+        CHECK(step_refuses(bad) != nullptr);
+    }
+    // Qwen3's sizes on an H100, a 4090 and an A100: the ring has room, and every row is somebody's once.
+    struct Size { int C, L, H, K, F; };
+    struct Card { int sms; size_t shared; };
+    for (const Size& y : {Size{1024, 28, 16, 8, 3072}, Size{2048, 28, 16, 8, 6144}, Size{2560, 36, 32, 8, 9728},
+                          Size{4096, 36, 32, 8, 12288}, Size{5120, 40, 40, 8, 17408}, Size{5120, 64, 64, 8, 25600}})
+        for (const Card& card : {Card{132, 232448}, Card{128, 101376}, Card{108, 166912}}) {
+            c.C = y.C, c.L = y.L, c.H = y.H, c.F = y.F;
+            const StepArgs p = plan_step<StepShape<8, 32, 1, true>>(c, 1, card.sms, card.shared);
+            INFO("C " << y.C << " on " << card.sms << " multiprocessors: " << p.stages << " stages, " << p.shared << " bytes");
+            CHECK(p.shared <= card.shared);
+            if (y.C < 5120 || card.sms != 128) CHECK(p.stages >= 4); // (14B and 32B do not fit a 4090 anyway)
+            const size_t matrices = (size_t)(c.H + 2 * c.K) * c.D * c.C + (size_t)c.C * c.H * c.D + 3ull * c.C * c.F;
+            CHECK(p.layer_bytes == matrices * 2);
+        }
+}
