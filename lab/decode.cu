@@ -13,7 +13,7 @@
 // is a way to keep so many on the way, also when a product begins and ends.
 #include "ptx.h"
 #ifdef HAVE_CUBLAS
-#include <cublas_v2.h>
+#include "cublas.h"
 #endif
 
 namespace lab::decode {
@@ -86,19 +86,10 @@ struct Chain : Problem {
     }
 #ifdef HAVE_CUBLAS
     void library() override { // a product with one column
-        static cublasHandle_t handle = [] {
-            cublasHandle_t h;
-            cublasCreate(&h);
-            cublasSetStream(h, stream);
-            void* scratch;
-            GPU_CHECK(cudaMalloc(&scratch, 64 << 20)); // its own would be allocated inside the graph
-            cublasSetWorkspace(h, scratch, 64 << 20);
-            return h;
-        }();
         const float one = 1, zero = 0;
         each([&](const bf16* weights, const bf16* from, bf16* to) {
             const cublasStatus_t said =
-                cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, C, 1, C, &one, weights, CUDA_R_16BF, C, from,
+                cublasGemmEx(cublas(), CUBLAS_OP_T, CUBLAS_OP_N, C, 1, C, &one, weights, CUDA_R_16BF, C, from,
                              CUDA_R_16BF, C, &zero, to, CUDA_R_16BF, C, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
             if (said != CUBLAS_STATUS_SUCCESS) fail("cuBLAS says %d", (int)said);
         });

@@ -14,7 +14,7 @@
 #endif
 #include "ptx.h"
 #ifdef HAVE_CUBLAS
-#include <cublas_v2.h>
+#include "cublas.h"
 #endif
 
 namespace lab::matmul {
@@ -73,19 +73,10 @@ template <class T> struct Product : Problem {
     }
 #ifdef HAVE_CUBLAS
     void library() override { // its matrices go by columns: it computes C^T
-        static cublasHandle_t handle = [] {
-            cublasHandle_t h;
-            cublasCreate(&h);
-            cublasSetStream(h, stream);
-            void* scratch;
-            GPU_CHECK(cudaMalloc(&scratch, 64 << 20)); // its own would be allocated inside the graph
-            cublasSetWorkspace(h, scratch, 64 << 20);
-            return h;
-        }();
         constexpr auto TYPE = NARROW ? CUDA_R_16BF : CUDA_R_32F;
         const float one = 1, zero = 0;
         const cublasStatus_t said =
-            cublasGemmEx(handle, NARROW ? CUBLAS_OP_T : CUBLAS_OP_N, CUBLAS_OP_N, N, M, K, &one, B.p, TYPE,
+            cublasGemmEx(cublas(), NARROW ? CUBLAS_OP_T : CUBLAS_OP_N, CUBLAS_OP_N, N, M, K, &one, B.p, TYPE,
                          NARROW ? K : N, A.p, TYPE, K, &zero, C.p, TYPE, N, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
         if (said != CUBLAS_STATUS_SUCCESS) fail("cuBLAS says %d", (int)said);
     }
