@@ -330,7 +330,8 @@ CALLERS    = $(filter-out $(EVERY) $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
 # sm_90a is compiled as it runs; the rest without optimising where nvcc can (13), in less than half the time.
 $(EVERY:%=check/%): CODE = $(patsubst %,sm_%,$(filter 90a,$(CHECKED)))
 $(EVERY:%=quick/%): CODE = $(patsubst %,sm_%,$(filter-out 90a,$(CHECKED)))
-$(EVERY:%=quick/%) $(CALLERS:%=check/%): FLAGS_TOO = $(if $(shell $(NVCC) --help 2>/dev/null | grep -e --Ofast-compile),-Ofc=max)
+QUICK      = $(if $(shell $(NVCC) --help 2>/dev/null | grep -e --Ofast-compile),-Ofc=max)
+$(EVERY:%=quick/%) $(CALLERS:%=check/%): FLAGS_TOO = $(QUICK)
 $(LAB_FILES:%=check/%): CODE = $(CHECKED:%=sm_%)
 check/lab/dynamic.cu: FLAGS_TOO = -rdc=true # kernels launch kernels
 $(NOTES:%=check/%): CODE = sm_90a
@@ -347,7 +348,7 @@ $(filter quick/%,$(CUDA_CHECKS)): quick/%: $(BUILD)/notes.cuh
 LAB_BESIDE = $(patsubst %,check/beside/%,$(shell grep -lE 'HAVE_CU|LAB_QWEN3' lab/*.cu))
 $(LAB_BESIDE): check/beside/%:
 	@echo "nvcc compute_90a: $* with $(LAB_LIBS) cub"
-	$(Q)$(NVCC) -x cu -std=c++17 -gencode arch=compute_90a,code=compute_90a $(LAB_HAVE) -DLAB_QWEN3 \
+	$(Q)$(NVCC) -x cu -std=c++17 -gencode arch=compute_90a,code=compute_90a $(QUICK) $(LAB_HAVE) -DLAB_QWEN3 \
 	  -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -o /dev/null -c $*
 check/notes:
 	@echo "nvcc: the code in data/course/notes"
