@@ -36,9 +36,12 @@ fi
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 skipped=${NO_GPU:-0}
 [ "$skipped" -eq 0 ] || echo "GPU suites: $skipped skipped, there is no GPU here"
-# LLVM's OpenMP registers a process by its number in a file in memory. One that was killed between making that file and
-# sizing it leaves it empty, and a later process of the same number dies of SIGBUS reading it.
-find /dev/shm -maxdepth 1 -name '__KMP_REGISTERED_LIB_*' -user "$(id -u)" -size 0 -delete 2>/dev/null
+# LLVM's OpenMP registers a process by its number in a file in memory, which one that is killed leaves there; a later process
+# of the same number reads it, and dies of SIGBUS if it is empty.
+for file in /dev/shm/__KMP_REGISTERED_LIB_*; do
+    process=${file#*LIB_}
+    [ -d "/proc/${process%_*}" ] || rm -f "$file" 2>/dev/null
+done
 results=$(mktemp -d) || exit 1
 trap 'rm -rf "$results"' EXIT
 printf '%s\n' "$@" | xargs -P "${JOBS:-1}" -n 1 "$0" --one "$results"
