@@ -2002,6 +2002,7 @@ static int run(int argc, char** argv) {
     ModelFile file(o.model);
     file.logits = !retrieves;
     o.ctx = choose_device(o, file);
+    if (o.one_kernel && !o.ctx.gpu) DIE("--one-kernel is for a GPU; this model runs on the CPU");
     if (o.bench && !o.adapter.empty()) DIE("--adapter changes no figure of --bench");
     if (o.bench) return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
     return wide(o, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);

@@ -216,6 +216,7 @@ TEST_CASE("--lookup: the same answer with any number, from 0 to 7") {
     }
     check_refused({TINY, "-z", VOCABULARY, "-i", "x", "--lookup", "8"}, "--lookup");
     check_refused({TINY, "-z", VOCABULARY, "-i", "x", "--lookup", "-1"}, "--lookup");
+    check_refused({TINY, "-z", VOCABULARY, "-i", "x", "--one-kernel"}, "--one-kernel is for a GPU");
 }
 
 TEST_CASE("tokenizer.bin is looked for beside the model, beside the program, in the working folder") {
