@@ -111,7 +111,8 @@ lab/matmul lab/attention: qwen3.cu $(HEADERS)
 lab/dynamic: LAB_FLAGS += $(if $(HAVE_NVCC),-rdc=true) # kernels launch kernels
 lab: $(LABS)
 LAB_ODD    = matmul:130x260x200 transpose_copy:67x45 reduce_scan:9001x2057 attention:133x2x1 decode:2x1040 \
-             convolution_stencil:45x13x9 sparse:197x101x13 waves:50x1x1 dynamic:29x150x300 snn:70x45x9 low_precision:37x200
+             convolution_stencil:45x13x9 sparse:197x101x13 waves:50x1x1 dynamic:29x150x300 snn:70x45x9 \
+              low_precision:37x200
 CHECKER    =
 lab-check: lab
 	@bad=; for l in $(LAB_ODD); do echo "$$l"; $(CHECKER) lab/$${l%:*} --once --size $${l#*:} || bad="$$bad $$l"; done; \
@@ -211,7 +212,8 @@ TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
 $(T)/test_datagen.o: datagen.cpp
 $(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
-$(patsubst %,$(T)/test_%.o,lab lab_irregular lab_model segmented packed step): $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
+EMULATING  = lab lab_irregular lab_model segmented packed step
+$(EMULATING:%=$(T)/test_%.o): $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
 $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@
@@ -296,7 +298,8 @@ $(FUZZ_TWO): $(wildcard tests/fuzz/*.h) $(HEADERS)
 	  printf '#define %s %s\n' LLVMFuzzerTestOneInput $${f}_input LLVMFuzzerCustomMutator $${f}_mutator; \
 	  echo "namespace $$f {"; echo "#line 1 \"tests/fuzz/$$f.cpp\""; sed 's/^#include.*//' tests/fuzz/$$f.cpp; echo "}"; \
 	  printf '#undef %s\n' LLVMFuzzerTestOneInput LLVMFuzzerCustomMutator; done >> $@.cpp
-	$(Q)$(CLANG) -std=c++17 -O1 -g1 -ffp-contract=off -Wno-unknown-pragmas -fsanitize=fuzzer,address,$(UNDEFINED) -I. -Itests/fuzz $@.cpp -o $@
+	$(Q)$(CLANG) -std=c++17 -O1 -g1 -ffp-contract=off -Wno-unknown-pragmas -fsanitize=fuzzer,address,$(UNDEFINED) \
+	  -I. -Itests/fuzz $@.cpp -o $@
 $(FUZZ_MODEL:%=$(BUILD)/fuzz/%): $(BUILD)/fuzz/of_model
 $(FUZZ_DATA:%=$(BUILD)/fuzz/%): $(BUILD)/fuzz/of_data
 $(FUZZERS:%=$(BUILD)/fuzz/%):
@@ -318,9 +321,9 @@ $(BUILD)/campaign: tests/bench/campaign.cpp tests/http.h $(HEADERS)
 campaign: serve $(BUILD)/campaign
 	$(BUILD)/campaign --seconds $(SECONDS_EACH)
 
-# ---- All CUDA code, without linking: what CI can do without a GPU. The trainer's and the server's suites have every kernel
-# between them and are compiled for four architectures, as the laboratories are; what calls the same kernels as far as
-# PTX, for one; the code in the course's notes, and what measures it, for one.
+# ---- All CUDA code, without linking: what CI can do without a GPU. The trainer's and the server's suites have every
+# kernel between them and are compiled for four architectures, as the laboratories are; what calls the same kernels as
+# far as PTX, for one; the code in the course's notes, and what measures it, for one.
 CHECKED    = 80 89 90a 120
 EVERY      = tests/gpu/test_gpu_backward.cpp tests/gpu/test_serve_gpu.cpp
 NOTES      = tests/gpu/test_notes.cpp tests/bench/bench_notes.cu

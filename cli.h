@@ -49,8 +49,8 @@ struct ModelOptions {
         table.push_back({"-j", "--threads", "N", "CPU threads, always (default: all, fewer while other programs need\n"
                          "the cores)", whole(threads, 1, 4096)});
         if (inference) {
-            table.push_back({"", "--kv-dtype", "NAME", "keys and values of past tokens: same as the model's type, or fp8,\n"
-                             "half of the memory (on a CPU)", one_of(kv_dtype, {"same", "fp8"})});
+            table.push_back({"", "--kv-dtype", "NAME", "keys and values of past tokens: same as the model's\n"
+                             "type, or fp8, half of the memory (on a CPU)", one_of(kv_dtype, {"same", "fp8"})});
             table.push_back({"", "--adapter", "DIR", "a LoRA adapter in PEFT's format, as train_lora writes it",
                              file_name(adapter)});
             table.push_back({"", "--invariant", "", "on a GPU: a row's bits do not depend on its batch (slower; the\n"
@@ -681,7 +681,8 @@ static std::vector<Option> option_table(Options& o) {
         {"-n", "--max-tokens", "N", "tokens of the answer (default: to the end of the context)",
          whole(o.max_tokens, 0, INT_MAX)},
         {"", "--lookup", "N", "what followed the latest words before is computed with the next\n"
-         "token, N tokens at most (up to 7), while it pays; the answer is the\nsame (default 7, on a GPU 0)", whole(o.lookup, 0, LookUp::MOST)},
+         "token, N tokens at most (up to 7), while it pays; the answer is the\nsame (default 7, on a GPU 0)",
+         whole(o.lookup, 0, LookUp::MOST)},
         {"-c", "--ctx", "N", "context in tokens (default 4096, or the model's limit if that is less)",
          whole(o.context, 1, INT_MAX)},
         {"", "--docs", "PATH", "answers from a file or a folder of text: with a question go the passages\n"

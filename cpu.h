@@ -1202,8 +1202,8 @@ template <class T> struct ProductInput {
 };
 
 // A task is a few rows of W: a thread streams its own rows, and holds them in its cache while the tokens pass,
-// TILE_TOKENS at a time. Each tile y goes to use(y, block, row, rows, token, tokens): `rows` rows of W from `row` on, all
-// of one block; y[n * TILE_ROWS + i] is of token + n and row + i.
+// TILE_TOKENS at a time. Each tile y goes to use(y, block, row, rows, token, tokens): `rows` rows of W from `row` on,
+// all of one block; y[n * TILE_ROWS + i] is of token + n and row + i.
 template <class T, class Use> void product_tiles(const Linear<T>& W, const T* x, int N, Use use) {
     const ProductInput<T> input(W, x, N);
     // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX wants its 32); more when there are

@@ -4,9 +4,10 @@
 // drawn is what was proposed, its logits are there already. So nothing changes but the time (Saxena, "Prompt lookup
 // decoding", 2023), if a row's bits do not depend on the other rows of its batch.
 //
-// Whether it pays: a step of several tokens takes longer, and what was proposed may be wrong. LookUp measures the steps,
-// counts what was right after short and after long matches, and proposes the number of tokens that is expected to bring
-// the most tokens a second; it stakes no more time than it has won, and a hundredth of what the answer took so far.
+// Whether it pays: a step of several tokens takes longer, and what was proposed may be wrong. LookUp measures the
+// steps, counts what was right after short and after long matches, and proposes the number of tokens that is expected
+// to bring the most tokens a second; it stakes no more time than it has won, and a hundredth of what the answer took so
+// far.
 //
 //     begin      an answer begins after these ids
 //     propose    the ids to compute beside the one that is due
@@ -59,7 +60,8 @@ class PairIndex {
         int at = earlier[last]; // the newest of this chain is the end itself
         for (int looks = 0; at > 0 && looks < LOOKS && best.length < LONGEST; looks++, at = earlier[(size_t)at]) {
             int length = 0;
-            while (length < LONGEST && length <= at && ids[(size_t)(at - length)] == ids[last - (size_t)length]) length++;
+            while (length < LONGEST && length <= at && ids[(size_t)(at - length)] == ids[last - (size_t)length])
+                length++;
             if (length >= 2 && length > best.length) best = {(size_t)at + 1, length};
         }
         return best;
@@ -126,8 +128,8 @@ struct LookUp {
     size_t passed = 0;                 // matches in a row of which nothing was proposed; after 64 the times are doubted
     double tried[3] = {}, hit[3] = {}; // by kind: proposed tokens that were judged
 
-    // Of a step with n proposed tokens. If none was measured yet: as the largest that was makes it likely; before that, a
-    // token more is taken for a quarter of a step.
+    // Of a step with n proposed tokens. If none was measured yet: as the largest that was makes it likely; before that,
+    // a token more is taken for a quarter of a step.
     double expected_time(int n) const {
         const double one = steps[1].least();
         for (int m = n; m > 0; m--)

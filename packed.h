@@ -117,8 +117,8 @@ struct PackedArgs {
 
 // ===================================================================================================== 2 Few tokens
 // As stream_kernel, whose comments hold here, with 4 to 8 warps a block: the grid, groups of TILES x 8 rows of W that a
-// block's warps share, each with its steps of `in`; mma_32, whose a and b operands hold the same columns; the warps' sums
-// in shared memory.
+// block's warps share, each with its steps of `in`; mma_32, whose a and b operands hold the same columns; the warps'
+// sums in shared memory.
 // A step has 32 RUNS columns. Lane 4 g + t loads 8 bytes of row g of each tile: columns 8 t .. 8 t + 7 of the step,
 // INT4 also 32 columns further. A lane's sums are of rows 2 t and 2 t + 1 of the tile, so it loads these rows' scales;
 // and row g's zero points, which its weights need. All of a group's loads are on their way before any is waited for.

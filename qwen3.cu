@@ -1664,33 +1664,44 @@ __device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
 }
 #undef LDMATRIX
 
+// An mbarrier in shared memory (PTX ISA, "mbarrier"). A phase of it ends when as many have arrived as it was begun with
+// and all bytes expected in it have come; then the next begins. Whoever waits names the parity of the phase that is to
+// end: 0 for the first, 1 for the second, 0 for the third. Before the first has ended, parity 1 is past. From sm_80 on;
+// bytes are expected from sm_90 on.
+__device__ inline void barrier_begin(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ inline void barriers_begun() { // all threads and copies see it; before the block's next __syncthreads
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ inline void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void barrier_arrive_expecting([[maybe_unused]] uint32_t barrier, [[maybe_unused]] int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+#define BARRIER_WAIT "mbarrier.try_wait.parity.shared::cta.b64"
+#else
+#define BARRIER_WAIT "mbarrier.test_wait.parity.shared::cta.b64"
+#endif
+    asm volatile("{ .reg .pred done;\n"
+                 "again: " BARRIER_WAIT " done, [%0], %1;\n"
+                 "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+#undef BARRIER_WAIT
+}
+
 // ---- Hopper's own instructions: sm_90a only, elsewhere nothing.
 #ifdef HAVE_WGMMA
 #define HOPPER_ASM(...) asm volatile(__VA_ARGS__)
 #else
 #define HOPPER_ASM(...)
 #endif
-
-// An mbarrier in shared memory (PTX ISA, "mbarrier"). A phase of it ends when as many have arrived as it was begun with
-// and all bytes expected in it have come; then the next begins. Whoever waits names the parity of the phase that is to
-// end: 0 for the first, 1 for the second, 0 for the third. Before the first has ended, parity 1 is past.
-__device__ inline void barrier_begin(uint32_t barrier, int arrivals) {
-    HOPPER_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ inline void barriers_begun() { // all threads and copies see it; before the block's next __syncthreads
-    HOPPER_ASM("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ inline void barrier_arrive(uint32_t barrier) {
-    HOPPER_ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ inline void barrier_arrive_expecting(uint32_t barrier, int bytes) {
-    HOPPER_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-    HOPPER_ASM("{ .reg .pred done;\n"
-               "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-               "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
-}
 
 // Stages in shared memory that are filled and used in turn: which one is next, and the parity of its phase.
 template <int STAGES> struct Ring {
@@ -3823,20 +3834,21 @@ struct RowsSwigluEpilogue : SwigluEpilogue { // norm_linear_swiglu's product
     }
 };
 
-// The products of Book I. W itself has no adapter.
-inline void rows_linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, const RowAdapters& adapters,
-                            int N) {
-    rows_adapters_gpu(ctx, nullptr, x, W, adapters, N);
+// The products of Book I. W itself has no adapter. `sum` makes the adapters' part: rows_adapters_gpu, or its like.
+using SumAdapters = void (*)(Context&, const float* residual, const bf16* x, const Linear<bf16>&, RowAdapters, int N);
+inline void rows_linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, RowAdapters adapters, int N,
+                            SumAdapters sum = rows_adapters_gpu) {
+    sum(ctx, nullptr, x, W, adapters, N);
     product_gpu(ctx, RowsEpilogue(out, W.out(), adapters.sums), x, W, N);
 }
 inline void rows_linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W,
-                                RowAdapters adapters, int N) {
-    rows_adapters_gpu(ctx, residual, x, W, adapters, N);
+                                RowAdapters adapters, int N, SumAdapters sum = rows_adapters_gpu) {
+    sum(ctx, residual, x, W, adapters, N);
     linear_add_gpu(ctx, out, adapters.sums, x, W, N);
 }
-inline void rows_linear_swiglu_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W,
-                                   const RowAdapters& adapters, int N) {
-    rows_adapters_gpu(ctx, nullptr, x, W, adapters, N);
+inline void rows_linear_swiglu_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, RowAdapters adapters,
+                                   int N, SumAdapters sum = rows_adapters_gpu) {
+    sum(ctx, nullptr, x, W, adapters, N);
     product_gpu(ctx, RowsSwigluEpilogue(out, W.rows[0], adapters.sums), x, W, N);
 }
 

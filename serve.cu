@@ -538,8 +538,8 @@ template <class T> struct Engine {
         return s;
     }
 
-    // One answer's next token is all there is to compute: beside it what may follow, by lookup. (An answer that keeps to
-    // a form has tokens without a choice instead, see jump.)
+    // One answer's next token is all there is to compute: beside it what may follow, by lookup. (An answer that keeps
+    // to a form has tokens without a choice instead, see jump.)
     void add_proposal(Step& s) {
         Sequence& q = drawn_for(s, 0);
         if (q.matcher) return;
@@ -817,8 +817,8 @@ template <class T> struct Engine {
         }
     }
 
-    // As long as what was drawn is what was proposed, its logits are there, and the next token is drawn. True if one was
-    // the answer's last.
+    // As long as what was drawn is what was proposed, its logits are there, and the next token is drawn. True if one
+    // was the answer's last.
     bool take_proposed(Step& s, Sequence& q) {
         for (size_t i = 0; i < s.proposed.size(); i++) {
             const bool right = q.ids.back() == s.proposed[i];
@@ -1454,7 +1454,8 @@ static std::vector<Option> option_table(Options& o) {
          flag(o.server.swaps)},
         {"", "--adapter-memory", "GB", "of adapters' files, all together, when clients load more (default: of\n"
          "what is free at the start CPU a quarter, GPU half)", gigabytes(o.engine.adapter_bytes)},
-        {"", "--segmented-adapters", "", "on a GPU, those of a step by other kernels (server/segmented.h), not tried on one yet",
+        {"", "--segmented-adapters", "", "on a GPU, those of a step by other kernels (server/segmented.h), not tried\n"
+         "on one yet",
          flag(o.engine.segmented)},
         {"", "--title", "TEXT", "name of the page to chat on (default Warp)", text(o.server.title)},
         {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",

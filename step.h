@@ -185,33 +185,15 @@ __global__ void step_pack_kernel(PackArgs p) {
 #ifndef STEP_EMULATED // (tests/step_emulation.h has these for a CPU)
 #define STEP_UNROLL _Pragma("unroll")
 // ---- Instructions
-// An mbarrier (see barrier_begin); this one exists from sm_80 on.
+// An mbarrier (see barrier_begin), and copies that it waits for.
 struct StepBarrier {
     uint64_t state;
-    __device__ void begin(int arrivals) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(arrivals) : "memory");
-    }
-    __device__ void arrive() {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
-    }
-    __device__ void wait(uint32_t parity) {
-#if __CUDA_ARCH__ >= 900
-#define STEP_WAIT "mbarrier.try_wait.parity.shared::cta.b64"
-#else
-#define STEP_WAIT "mbarrier.test_wait.parity.shared::cta.b64"
-#endif
-        asm volatile("{ .reg .pred done;\nagain: " STEP_WAIT " done, [%0], %1;\n@!done bra again; }"
-                     ::"r"(shared_address(this)), "r"(parity) : "memory");
-#undef STEP_WAIT
-    }
-    // Arrives, and expects bytes of copies.
-    __device__ void expect([[maybe_unused]] int bytes) {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                     ::"r"(shared_address(this)), "r"(bytes) : "memory");
-#endif
-    }
-    // A copy that this barrier waits for: `bytes` by one thread (see expect); 16 bytes, and, for all of this thread's
+    __device__ void begin(int arrivals) { barrier_begin(shared_address(this), arrivals); }
+    __device__ void arrive() { barrier_arrive(shared_address(this)); }
+    __device__ void wait(uint32_t parity) { barrier_wait(shared_address(this), parity); }
+    __device__ void expect(int bytes) { barrier_arrive_expecting(shared_address(this), bytes); }
+    __device__ static void begun() { barriers_begun(); }
+    // `bytes` by one thread (see expect); 16 bytes, and, for all of this thread's
     // so far, an arrival when they have come. Weights are read once: the first to leave the L2 cache.
     __device__ void copy([[maybe_unused]] void* to, [[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -226,11 +208,6 @@ struct StepBarrier {
     }
     __device__ void arrive_with_copies() {
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(this)) : "memory");
-    }
-    __device__ static void begun() { // all threads and copies see it; before the block's next barrier
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
-#endif
     }
 };
 __device__ __forceinline__ int step_opaque(int x) {

@@ -1,4 +1,5 @@
-// cuBLAS, beside the steps that it could replace. Needs -DHAVE_CUBLAS and -lcublas (the Makefile asks whether it is there).
+// cuBLAS, beside the steps that it could replace. Needs -DHAVE_CUBLAS and -lcublas (the Makefile asks whether it is
+// there).
 #pragma once
 #include "lab.h"
 #include <cublas_v2.h>

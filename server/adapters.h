@@ -198,6 +198,7 @@ template <class T> struct MixedLayer {
         const auto product = std::find(all.begin(), all.end(), &(base.*which)) - all.begin();
         return {mixed.of, 4 * l + (int)product, mixed.sums};
     }
+    SumAdapters sum_adapters() const { return mixed.segmented ? segmented_adapters_gpu : rows_adapters_gpu; }
 #endif
 
     void norm_product(T* out, T* normed, const acc<T>* x, const T* w, Which which) {
@@ -205,8 +206,7 @@ template <class T> struct MixedLayer {
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (mixed.rows) {
             rmsnorm_gpu(ctx, normed, x, w, mixed.rows, c.C, c.eps);
-            const auto product = mixed.segmented ? segmented_linear_gpu : rows_linear_gpu;
-            product(ctx, out, normed, base.*which, adapters(which), mixed.rows);
+            rows_linear_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows, sum_adapters());
         }
 #endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
@@ -219,8 +219,7 @@ template <class T> struct MixedLayer {
         const size_t ld = (base.*which).out(), in = (base.*which).in;
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (mixed.rows) {
-            const auto product = mixed.segmented ? segmented_linear_add_gpu : rows_linear_add_gpu;
-            product(ctx, out, residual, x, base.*which, adapters(which), mixed.rows);
+            rows_linear_add_gpu(ctx, out, residual, x, base.*which, adapters(which), mixed.rows, sum_adapters());
         }
 #endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
@@ -233,8 +232,7 @@ template <class T> struct MixedLayer {
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (mixed.rows) {
             rmsnorm_gpu(ctx, normed, x, w, mixed.rows, c.C, c.eps);
-            const auto product = mixed.segmented ? segmented_linear_swiglu_gpu : rows_linear_swiglu_gpu;
-            product(ctx, out, normed, base.*which, adapters(which), mixed.rows);
+            rows_linear_swiglu_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows, sum_adapters());
         }
 #endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {

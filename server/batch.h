@@ -149,7 +149,8 @@ struct Batcher {
             return !finished.empty();
         };
         while (have < rows.size() && !note()) {
-            // (Thousands may be refused, each after a while, or looked up in documents. What is finished does not wait.)
+            // (Thousands may be refused, each after a while, or looked up in documents. What is finished does not
+            // wait.)
             while (next < rows.size() && jobs < how.most && !some_finished() && !note()) {
                 const size_t index = next++;
                 if (rows[index].answered) continue;

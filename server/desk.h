@@ -1,5 +1,5 @@
-// desk.h: what passes between the threads of HTTP and those of engines: jobs, pieces of answers, figures; and the memory
-// that waits. Part of serve.cu.
+// desk.h: what passes between the threads of HTTP and those of engines: jobs, pieces of answers, figures; and the
+// memory that waits. Part of serve.cu.
 #pragma once
 
 inline uint64_t random_bits() {
@@ -191,7 +191,8 @@ inline std::string histogram_text(const char* name, const std::string& label, co
     for (int i = 0; i < Histogram::N; i++)
         out += format("%s_bucket{%s,le=\"%g\"} %zu\n", name, label.c_str(), Histogram::BOUNDS[i], h.buckets[i]);
     out += format("%s_bucket{%s,le=\"+Inf\"} %zu\n", name, label.c_str(), h.count);
-    return out + format("%s_sum{%s} %.9g\n%s_count{%s} %zu\n", name, label.c_str(), h.sum, name, label.c_str(), h.count);
+    return out + format("%s_sum{%s} %.9g\n", name, label.c_str(), h.sum) +
+           format("%s_count{%s} %zu\n", name, label.c_str(), h.count);
 }
 
 struct Figures {

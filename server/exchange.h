@@ -1,5 +1,5 @@
-// exchange.h: one HTTP request and its answer: what of it is checked before its body is read, the routes, and how answers
-// are sent. Part of serve.cu.
+// exchange.h: one HTTP request and its answer: what of it is checked before its body is read, the routes, and how
+// answers are sent. Part of serve.cu.
 #pragma once
 
 // One request and its answer.
@@ -457,7 +457,8 @@ struct Exchange {
             out += format("vllm:%s{%s%s} %.17g\n", name, label.c_str(), more, value);
         };
         auto histogram = [&](const char* name, const Histogram& h) {
-            out += format("# TYPE vllm:%s histogram\n", name) + histogram_text(format("vllm:%s", name).c_str(), label, h);
+            out += format("# TYPE vllm:%s histogram\n", name);
+            out += histogram_text(format("vllm:%s", name).c_str(), label, h);
         };
         one("num_requests_running", "gauge", (double)f.running);
         one("num_requests_waiting", "gauge", (double)f.waiting);

@@ -200,8 +200,8 @@ void Server::start() {
     if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
 }
 
-// The connections end first: while libmicrohttpd stops (0.9.75), a request that it refuses itself makes it read through a
-// null pointer.
+// The connections end first: while libmicrohttpd stops (0.9.75), a request that it refuses itself makes it read through
+// a null pointer.
 void Server::stop() {
     const MHD_socket listening = MHD_quiesce_daemon(daemon);
     int empty = 0; // times that nobody was there: a thread may just be accepting

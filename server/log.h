@@ -7,7 +7,7 @@ struct Log {
     static constexpr size_t MOST = 1 << 20; // bytes that wait
     static constexpr double PATIENCE = 1;   // seconds for what waits at the end, if nothing else sets a limit
     std::atomic<size_t> lost{0};            // lines
-    std::atomic<double> end{INFINITY};      // until when it may hold the end up: then only what is taken at once is written
+    std::atomic<double> end{INFINITY};      // until when it may hold the end up: then it writes what is taken at once
 
     explicit Log(int to) : to(to), thread([this] { write_all(); }) {}
     ~Log() {

@@ -14,12 +14,13 @@ inline std::string escape_html(const std::string& text) {
     return out;
 }
 
-// The page as it is sent, and the policy that goes with it: nothing but what is in the page, and this server, by a number
-// that only this answer has. Text can never become HTML in it (trusted types).
+// The page as it is sent, and the policy that goes with it: nothing but what is in the page, and this server, by a
+// number that only this answer has. Text can never become HTML in it (trusted types).
 struct ChatPage {
     std::string html, policy;
     ChatPage(const std::string& title, bool think, bool docs) {
-        const std::string nonce = format("%016llx%016llx", (unsigned long long)random_bits(), (unsigned long long)random_bits());
+        std::string nonce;
+        for (int half = 0; half < 2; half++) nonce += format("%016llx", (unsigned long long)random_bits());
         const std::pair<std::string_view, std::string> values[] = {
             {"{{nonce}}", nonce}, {"{{title}}", escape_html(title)}, {"{{think}}", think ? "1" : "0"},
             {"{{docs}}", docs ? "1" : "0"}};
@@ -31,8 +32,8 @@ struct ChatPage {
                 if (part.substr(0, name.size()) == name) html += value, part.remove_prefix(name.size());
             html += part;
         }
-        policy = "default-src 'none'; script-src 'nonce-" + nonce + "'; style-src 'nonce-" + nonce + "'; connect-src 'self'; "
-                 "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        policy = "default-src 'none'; script-src 'nonce-" + nonce + "'; style-src 'nonce-" + nonce + "'; "
+                 "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
                  "require-trusted-types-for 'script'; trusted-types 'none'";
     }
 };

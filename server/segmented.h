@@ -19,9 +19,9 @@ template <class Rows> __device__ inline int segment_at(const Rows& rows, int n, 
     return count;
 }
 
-// lora_down: h = A x. Grid: (4, rows), 8 warps. A block has the segment that begins with its row, if one does, and takes
-// 16 rows of A at a time; its warps take steps of 32 of `in` in turn, and their sums are added in shared memory. Bound by
-// latency, and by reading A.
+// lora_down: h = A x. Grid: (4, rows), 8 warps. A block has the segment that begins with its row, if one does, and
+// takes 16 rows of A at a time; its warps take steps of 32 of `in` in turn, and their sums are added in shared memory.
+// Bound by latency, and by reading A.
 template <class Rows>
 __global__ void __launch_bounds__(256) segment_down_kernel(const bf16* x, Rows rows, int N, int in) {
     __shared__ float sums[8][16][SEGMENT]; // (warp, row of A, token)
@@ -55,9 +55,10 @@ __global__ void __launch_bounds__(256) segment_down_kernel(const bf16* x, Rows r
     }
 }
 
-// sums = (residual, or 0) + s B h. Grid: (out / 128, rows / SEGMENT), 8 warps. A warp has 16 rows of W's and a segment's
-// worth of tokens; those of each segment among them are multiplied by the B of its adapter, the others by zeros. Of a
-// module only the rows of its block are looked at; where 16 rows pass the end of a block, B is zero. Bound by reading B.
+// sums = (residual, or 0) + s B h. Grid: (out / 128, rows / SEGMENT), 8 warps. A warp has 16 rows of W's and a
+// segment's worth of tokens; those of each segment among them are multiplied by the B of its adapter, the others by
+// zeros. Of a module only the rows of its block are looked at; where 16 rows pass the end of a block, B is zero. Bound
+// by reading B.
 template <class Rows>
 __global__ void __launch_bounds__(256) segment_up_kernel(const float* residual, Rows rows, int N, int out, int block1,
                                                          int block2) { // where the second and third block begin
@@ -97,29 +98,13 @@ __global__ void __launch_bounds__(256) segment_up_kernel(const float* residual, 
 }
 
 #ifdef __CUDACC__
+// As rows_adapters_gpu: a SumAdapters.
 inline void segmented_adapters_gpu(Context& ctx, const float* residual, const bf16* x, const Linear<bf16>& W,
-                                   const RowAdapters& adapters, int N) {
+                                   RowAdapters adapters, int N) {
     if (W.in % 8) DIE("adapters of rows on %d columns: the GPU takes multiples of 8", W.in);
     const unsigned groups = (unsigned)(N + SEGMENT - 1) / SEGMENT, blocks = (unsigned)(W.out() + 127) / 128;
     launch(ctx, segment_down_kernel<RowAdapters>, dim3(4, (unsigned)N), 256, 0, x, adapters, N, W.in);
     launch(ctx, segment_up_kernel<RowAdapters>, dim3(blocks, groups), 256, 0, residual, adapters, N, W.out(),
            W.first_row(1), W.first_row(2));
-}
-
-// As rows_linear_gpu and its like.
-inline void segmented_linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W,
-                                 const RowAdapters& adapters, int N) {
-    segmented_adapters_gpu(ctx, nullptr, x, W, adapters, N);
-    product_gpu(ctx, RowsEpilogue(out, W.out(), adapters.sums), x, W, N);
-}
-inline void segmented_linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x,
-                                     const Linear<bf16>& W, RowAdapters adapters, int N) {
-    segmented_adapters_gpu(ctx, residual, x, W, adapters, N);
-    linear_add_gpu(ctx, out, adapters.sums, x, W, N);
-}
-inline void segmented_linear_swiglu_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W,
-                                        const RowAdapters& adapters, int N) {
-    segmented_adapters_gpu(ctx, nullptr, x, W, adapters, N);
-    product_gpu(ctx, RowsSwigluEpilogue(out, W.rows[0], adapters.sums), x, W, N);
 }
 #endif

@@ -11,7 +11,8 @@ inline const Json& bf16_fixture() {
     return once;
 }
 
-template <class T> Tensor64 whole_gradients(const Context& ctx, bool full, const std::string& model = "tests/fixtures/tiny/model.bin") {
+template <class T>
+Tensor64 whole_gradients(const Context& ctx, bool full, const std::string& model = "tests/fixtures/tiny/model.bin") {
     const Json& fixture = bf16_fixture();
     const ModelFile file(model);
     Scratch scratch;

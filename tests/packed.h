@@ -36,5 +36,6 @@ template <class T> struct PackedLinear : Linear<T> {
 };
 struct PackedKind { Format format; int group; bool zeros; };
 static const std::vector<PackedKind> PACKED_KINDS = {
-    {Format::INT4, 32, false}, {Format::INT4, 32, true}, {Format::INT4, 64, false}, {Format::INT4, 64, true}, {Format::INT4, 128, false},
-    {Format::INT4, 128, true}, {Format::FP8, 128, false}, {Format::FP8, 32, false}, {Format::FP8, 96, false}, {Format::INT8, 32, false}};
+    {Format::INT4, 32, false}, {Format::INT4, 32, true},   {Format::INT4, 64, false}, {Format::INT4, 64, true},
+    {Format::INT4, 128, false}, {Format::INT4, 128, true}, {Format::FP8, 128, false}, {Format::FP8, 32, false},
+    {Format::FP8, 96, false},  {Format::INT8, 32, false}};

@@ -139,8 +139,8 @@ template <int N> void wgmma_64x(float (&sums)[N / 2], const void* a, const void*
         }
     });
 }
-// c (64,128) += a (64,16) b (16,128): a in registers, which are read when the product is made, as mma has them; b in two
-// panels of 64 columns, the second so many bytes after the first.
+// c (64,128) += a (64,16) b (16,128): a in registers, which are read when the product is made, as mma has them; b in
+// two panels of 64 columns, the second so many bytes after the first.
 static const uint32_t* operands[1024];
 static void wgmma_registers_64x128(float (&sums)[64], const uint32_t (&a)[4], const void* b, int panel, int add) {
     operands[running] = a;

@@ -1,6 +1,7 @@
 // What the kernels reach, beside what the card can do and, for products, beside cuBLAS (a yardstick here; no other
 // program of ours uses it). Everything is timed as replays of a CUDA graph, over weights that do not fit the L2 cache.
-//     build/bench_gpu MODEL.bin [ceilings] [decode] [step] [products] [few] [head] [attention] [attention-backward] [batch] [train]       (default: all)
+//     build/bench_gpu MODEL.bin [ceilings] [decode] [step] [products] [few] [head] [attention] [attention-backward]
+//                               [batch] [train]       (default: all)
 #define QWEN3_NO_MAIN
 #include "../../qwen3.cu"
 #include "../../lab/timing.h"
@@ -121,9 +122,13 @@ static void step(Model& m) {
     StepRoad road(where, c, m.weights);
     StepArgs& a = road.args;
     const StepArgs planned = a;
+    auto work_on = [&](State& s) {
+        a.b = s.batch, a.rope = s.rope, a.logits = s.logits;
+        a.keys = s.kv.keys, a.values = s.kv.values, a.layer_size = s.kv.layer_size;
+    };
     auto time = [&](int position) {
         State s(c, 1, 1, position, position + 64, 1);
-        a.b = s.batch, a.rope = s.rope, a.logits = s.logits, a.keys = s.kv.keys, a.values = s.kv.values, a.layer_size = s.kv.layer_size;
+        work_on(s);
         const double t = time_graph(8, [&](int) { road.launch_step(); });
         road.check();
         return t;
@@ -147,16 +152,18 @@ static void step(Model& m) {
     for (int position : {1, 100, 300, 512, 2048, 8192})
         for (int short_keys : {64, 384, 1024}) {
             a.short_keys = short_keys;
-            const double bytes = (double)step_bytes(m.weights) + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1), t = time(position);
-            printf("  position %5d, one split to %4d keys  %7.1f us, %.0f tok/s, %.1f%% of the read bandwidth\n", position, short_keys, t * 1e6, 1 / t, 100 * bytes / read_bandwidth / t);
+            const double bytes = (double)step_bytes(m.weights) + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1);
+            const double t = time(position);
+            printf("  position %5d, one split to %4d keys  %7.1f us, %.0f tok/s, %.1f%% of the read bandwidth\n", position,
+                   short_keys, t * 1e6, 1 / t, 100 * bytes / read_bandwidth / t);
         }
     a.short_keys = planned.short_keys;
     printf("  its phases by themselves, at position 100, a launch each:\n");
     State s(c, 1, 1, 100, 164, 1);
-    a.b = s.batch, a.rope = s.rope, a.logits = s.logits, a.keys = s.kv.keys, a.values = s.kv.values, a.layer_size = s.kv.layer_size;
+    work_on(s);
     static const char* const names[] = {"qkv", "attention", "join", "o", "gate, up", "down"};
     road.by_phase = true;
-    road.launch_step(); // the words of layer 0 have the epoch of this step; `steps` is back for the launches that follow
+    road.launch_step(); // the words of layer 0 have the epoch of this step; `steps` goes back for the launches below
     uint32_t steps = 0;
     CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
     CUDA_CHECK(cudaMemcpy(&steps, a.steps, sizeof steps, cudaMemcpyDeviceToHost));

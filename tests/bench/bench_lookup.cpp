@@ -8,8 +8,8 @@
 //   answer    a section of the notes, and the answers to the questions of dev.jsonl whose evidence lies in it
 //   edit      a program of the notes, and the same with a variable renamed
 //   other     a section of the notes, and the answers to three questions on another one
-// Without and with --lookup N (7) in turns, after one round that does not count; medians of ROUNDS (5) and, in brackets, the
-// least and the largest ratio of a round.
+// Without and with --lookup N (7) in turns, after one round that does not count; medians of ROUNDS (5) and, in brackets,
+// the least and the largest ratio of a round.
 #define QWEN3_NO_MAIN
 #include "../../qwen3.cu"
 
@@ -56,7 +56,8 @@ static std::vector<Case> cases() {
 }
 
 struct Timing { double rate; size_t proposed, right; };
-template <class T> Timing say(Session<T>& session, const std::vector<int>& prompt, const std::vector<int>& answer, int lookup) {
+template <class T>
+Timing say(Session<T>& session, const std::vector<int>& prompt, const std::vector<int>& answer, int lookup) {
     session.rewind(0);
     session.lookup.most = lookup;
     session.feed(prompt);

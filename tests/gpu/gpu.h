@@ -82,11 +82,13 @@ struct PackedMatrix {
     Linear<bf16> plain, plain_device, device;
     Arena arena;
     PackedMatrix(Random& random, const PackedKind& kind, std::vector<int> rows, int in, size_t numbers)
-        : host(random, kind.format, kind.group, kind.zeros, rows, in), rounded(numbers_of(host)), copy(rounded), scratch(numbers), device(host) {
+        : host(random, kind.format, kind.group, kind.zeros, rows, in), rounded(numbers_of(host)), copy(rounded),
+          scratch(numbers), device(host) {
         plain.in = plain_device.in = in;
         for (int b = 0; b < 3 && host.rows[b]; b++) {
             plain.rows[b] = plain_device.rows[b] = host.rows[b];
-            plain.w[b] = rounded.data() + (size_t)host.first_row(b) * in, plain_device.w[b] = copy + (size_t)host.first_row(b) * in;
+            const size_t first = (size_t)host.first_row(b) * in;
+            plain.w[b] = rounded.data() + first, plain_device.w[b] = copy + first;
         }
         std::vector<UploadPiece> pieces;
         std::vector<std::vector<uint8_t>> made;

@@ -765,18 +765,18 @@ TEST_CASE("rows with different adapters in one batch: each is what it is with it
             Device<float> dresidual(residual), added((size_t)N * R);
             for (bool segmented : {false, true}) {
                 INFO("segmented " << segmented);
-                (segmented ? segmented_linear_gpu : rows_linear_gpu)(pad.ctx, out, dx, W.device, rows, N);
+                const SumAdapters sum = segmented ? segmented_adapters_gpu : rows_adapters_gpu;
+                rows_linear_gpu(pad.ctx, out, dx, W.device, rows, N, sum);
                 CHECK(close(out.get(), [&](size_t i) { return y[i]; }, 0.005) == 0);
-                const auto add = segmented ? segmented_linear_add_gpu : rows_linear_add_gpu;
-                add(pad.ctx, added, dresidual, dx, W.device, rows, N);
+                rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N, sum);
                 const auto first = added.get();
                 CHECK(close(first, [&](size_t i) { return residual[i] + y[i]; }, 1e-6) == 0);
-                add(pad.ctx, added, dresidual, dx, W.device, rows, N);
+                rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N, sum);
                 CHECK(same_bits(added.get(), first));
                 if (shape.rows.size() != 2) continue;
                 const size_t F = (size_t)R / 2;
                 Device<bf16> hidden((size_t)N * F);
-                (segmented ? segmented_linear_swiglu_gpu : rows_linear_swiglu_gpu)(pad.ctx, hidden, dx, W.device, rows, N);
+                rows_linear_swiglu_gpu(pad.ctx, hidden, dx, W.device, rows, N, sum);
                 const auto got = hidden.get();
                 int wrong = 0;
                 for (int n = 0; n < N; n++)

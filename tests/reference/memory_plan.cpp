@@ -13,8 +13,15 @@ constexpr Size SIZES[] = {{"0.6B", 1024, 28, 16, 8, 3072, true},  {"1.7B", 2048,
                           {"4B", 2560, 36, 32, 8, 9728, true},    {"8B", 4096, 36, 32, 8, 12288, false},
                           {"14B", 5120, 40, 40, 8, 17408, false}, {"32B", 5120, 64, 64, 8, 25600, false}};
 
-// Weights on a GPU: in bf16, or packed with --packed (embedding and head INT8, INT4 in groups of 128 with zero points) and
-// the scratch in which they are unpacked.
+static Config config_of(const Size& s) {
+    Config c = {};
+    c.C = s.C, c.L = s.L, c.H = s.H, c.K = s.K, c.D = 128, c.F = s.F;
+    c.V = 151936, c.max_positions = 40960, c.tied = s.tied;
+    return c;
+}
+
+// Weights on a GPU: in bf16, or packed with --packed (embedding and head INT8, INT4 in groups of 128 with zero points)
+// and the scratch in which they are unpacked.
 static size_t weights(const Config& c, Format format) {
     if (format == Format::PLAIN) return 2 * parameters(c);
     size_t bytes = 0;
@@ -60,8 +67,7 @@ static size_t training(const Config& c, int batch, int rank, bool recompute, For
 static void packed_table() {
     printf("GB     weights bf16   INT8   INT4   chat 4,096 INT8   INT4   QLoRA 16, rank 16, --recompute INT8   INT4\n");
     for (const Size& s : SIZES) {
-        Config c = {};
-        c.C = s.C, c.L = s.L, c.H = s.H, c.K = s.K, c.D = 128, c.F = s.F, c.V = 151936, c.max_positions = 40960, c.tied = s.tied;
+        const Config c = config_of(s);
         printf("%-4s %14.2f", s.name, weights(c, Format::PLAIN) / GB);
         for (Format f : {Format::INT8, Format::INT4}) printf(" %6.2f", weights(c, f) / GB);
         for (Format f : {Format::INT8, Format::INT4}) printf(" %10.1f", chat(c, 4096, f) / GB);
@@ -73,8 +79,7 @@ static void packed_table() {
 int main() {
     printf("GB         chat 4,096   chat 40,960   LoRA 16   LoRA 1, --recompute   full 16   full 1, --recompute\n");
     for (const Size& s : SIZES) {
-        Config c = {};
-        c.C = s.C, c.L = s.L, c.H = s.H, c.K = s.K, c.D = 128, c.F = s.F, c.V = 151936, c.max_positions = 40960, c.tied = s.tied;
+        const Config c = config_of(s);
         printf("%-4s %16.1f %13.1f %9.1f %21.1f %9.1f %21.1f\n", s.name, chat(c, 4096) / GB, chat(c, 40960) / GB,
                training(c, 16, 32, false) / GB, training(c, 1, 32, true) / GB, training(c, 16, 0, false) / GB,
                training(c, 1, 0, true) / GB);

@@ -6,22 +6,9 @@
 #define QWEN3_PLAIN
 #include "../../qwen3.cu"
 
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"
-#ifdef __clang__
-#pragma GCC diagnostic ignored "-Wunneeded-internal-declaration"
-#endif
-#include "../../data/course/emulate.h"
-#pragma GCC diagnostic pop
-#undef __device__ // (static: a member is that already)
-#define __device__
-#undef check
+#include "../emulated.h"
 
-// What packed.h takes from Book II and CUDA.
-static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-static float low(uint32_t pair) { return to_acc(bf16{(uint16_t)pair}); }
-static float high(uint32_t pair) { return to_acc(bf16{(uint16_t)(pair >> 16)}); }
-static uint32_t pack(float first, float second) { return to_bf16(first).bits | (uint32_t)to_bf16(second).bits << 16; }
+// What packed.h takes besides.
 static uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t bytes) {
     const uint64_t both = (uint64_t)b << 32 | a;
     uint32_t out = 0;
@@ -43,20 +30,6 @@ static uint2 load_eight(const void* p, bool there) {
     if (there && (uintptr_t)p % 8) std::puts("FALSE: a load is not aligned"), std::exit(1);
     if (there) memcpy(&v, p, 8);
     return v;
-}
-static uint32_t fragments[1024][8];
-static void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    const uint32_t mine[] = {a0, a1, a2, a3, b0, b1};
-    memcpy(fragments[running], mine, sizeof mine);
-    __syncwarp();
-    const auto* lane = &fragments[running / 32 * 32];
-    const auto half = [](uint32_t pair, int odd) { return odd ? high(pair) : low(pair); };
-    for (int e = 0; e < 4; e++) { // lane 4 r + k / 2 % 4 holds element k of row (column) r
-        const int row = lane_of() / 4 + e / 2 * 8, column = lane_of() % 4 * 2 + e % 2;
-        for (int k = 0; k < 16; k++)
-            d[e] += half(lane[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2) * half(lane[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
-    }
-    __syncwarp();
 }
 static void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4& b) {
     mma(d, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
