@@ -1272,6 +1272,8 @@ template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) 
         if (!planned) gpu.allocate("the model");
     }
     if (file.config.tied) head = embed;
+    // (The blocks of a packed Linear: its weights lie together, its scales behind them.)
+    std::sort(pieces.begin(), pieces.end(), [](const UploadPiece& a, const UploadPiece& b) { return a.to < b.to; });
 
     constexpr size_t BUFFER = 16 << 20;
     uint8_t* buffer[2];

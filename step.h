@@ -109,7 +109,7 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_> struct StepShape {
     static constexpr bool BULK = BULK_;
     static constexpr int EACH = STEPS / WARPS, STAGE = STEPS * 512;
     static constexpr int TAIL = TOKENS == 1 ? 1 : 2; // pages that new keys lie in (see Step::attend)
-    static constexpr int BATCH = 2;           // stages whose operands are in registers at once: more would not fit
+    static constexpr int BATCH = BULK ? 4 : 2; // stages whose operands are in registers at once: as many as fit
     static constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + (BULK ? 32 : 128);
     static_assert(TOKENS <= WARPS && TOKENS <= STEP_TOKENS, "a warp hands over a token's sums");
 };
@@ -131,7 +131,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
     p.in_flight = 2, p.in_flight_head = 3, p.patience = 1000000000, p.short_keys = 384;
     p.most_splits = std::max(1, std::min(64, blocks / c.K));
-    // Shared memory: the ring's barriers; two sets of sums (4 tiles, warps, tokens, 8 rows); squares (tokens, C / 4);
+    // Shared memory: the ring's barriers; two sets of sums (4 tiles, warps, tokens, 8 rows); squares (tokens, warps);
     // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
     const size_t G = c.H / c.K, D = STEP_HEAD;
     const size_t input = (size_t)N * step_row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
@@ -140,7 +140,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     auto up = [](size_t n) { return (n + 127) / 128 * 128; };
     p.sums_at = 2 * STEP_STAGES * sizeof(uint64_t) + 384;
     p.squares_at = p.sums_at + up(2 * 4 * S::WARPS * N * 8 * sizeof(float));
-    p.work_at = p.squares_at + up((size_t)N * c.C / 4 * sizeof(float));
+    p.work_at = p.squares_at + up((size_t)N * S::WARPS * sizeof(float));
     p.ring_at = p.work_at + up(std::max({input, attend, join}));
     const size_t room = p.ring_at < shared_limit ? (shared_limit - p.ring_at) / S::STAGE : 0;
     p.stages = (int)std::min<size_t>(room, 12);
@@ -327,6 +327,15 @@ struct StepPage {
     }
 };
 
+// A lane's gains of a head's norm, of planes i = 2 lane and i + 1, and their angles.
+struct StepTurn {
+    uint32_t gu, gv; // numbers i and i + 1, i + D / 2 and i + D / 2 + 1
+    float4 angle;    // cosine, sine of both
+    __device__ __forceinline__ StepTurn(const bf16* gains, const float* angles, int lane)
+        : gu(*(const uint32_t*)(gains + lane * 2)), gv(*(const uint32_t*)(gains + lane * 2 + STEP_HEAD / 2)),
+          angle(*(const float4*)(angles + lane * 4)) {}
+};
+
 // Softmax over a warp's pages: of query g (a row of mma) the largest score and this lane's sum of weights; and the mix
 // of values: mix[e] has queries 2 t and 2 t + 1 as columns, numbers 8 g + e and 8 (g + 8) + e as rows g and g + 8.
 struct StepSoftmax {
@@ -419,7 +428,7 @@ template <class S> struct Step {
     const int N;
     int tid, warp, lane, g, t;
     StepBarrier *full, *empty;
-    float* squares;                   // (N, C / 4)
+    float* squares;                   // (N, warps)
     bf16* work;
     int stage = 0;                    // of the ring: the next to be read,
     uint32_t parity = 0;              // ... and the parity of its phase
@@ -581,8 +590,9 @@ template <class S> struct Step {
     }
     __device__ __forceinline__ float rms_scale() { // of token `warp`
         float sum = 0;
-        for (int i = lane; i < p.C / 4; i += 32) sum += squares[warp * (p.C / 4) + i];
-        return 1 / sqrtf(warp_sum(sum) / (float)p.C + p.eps);
+        STEP_UNROLL
+        for (int w = 0; w < WARPS; w++) sum += squares[warp * WARPS + w];
+        return 1 / sqrtf(sum / (float)p.C + p.eps);
     }
     __device__ __forceinline__ void hand_over(int kind, int layer, int tile, int count) {
         const int row = row_of(kind, tile), n = warp;
@@ -620,13 +630,17 @@ template <class S> struct Step {
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
         for (int n = 0; n < N; n++) {
             bf16* row = work + n * step_row(in);
+            float square = 0; // of this thread's
             auto take = [&](int i, const uint4& v) {
                 *(uint2*)(row + 4 * i) = make_uint2(v.x, v.y);
-                if (normed) squares[n * words + i] = __uint_as_float(v.z);
+                square += __uint_as_float(v.z);
             };
             if (kind == STEP_QKV && layer == 0) embed(n, take);
             else receive<true>(words, e, [&](int i) { return from + (size_t)n * words + i; }, take);
             for (int i = in + tid; i < (in + 31) / 32 * 32; i += CONSUMERS) row[i] = bf16{0};
+            if (!normed) continue;
+            square = warp_sum(square);
+            if (lane == 0) squares[n * WARPS + warp] = square;
         }
         meet();
         if (normed && warp < N) scale = rms_scale();
@@ -683,6 +697,15 @@ template <class S> struct Step {
             page.load(at < tail ? keys + from : tail_keys + (at - tail) * PAGE * D,
                       at < tail ? values + from : tail_values + (at - tail) * PAGE * D);
         };
+        // What does not depend on the words is asked for before they are waited for.
+        const int mine = first + warp;
+        const bool early = mine < min(last, tail);
+        if (early) load(mine);
+        auto turn_of = [&](int j) { // of head j: the queries, then the new keys
+            const int m = j < G ? n : m0 + j - G;
+            return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < G ? 0 : D), p.rope + (size_t)p.b.pos[m] * D, lane);
+        };
+        StepTurn turn = turn_of(min(warp, G + fresh - 1));
         for (int i = tid; i < S::TAIL * PAGE * (D / 8) && fresh; i += CONSUMERS) { // (behind the new ones: zeros)
             const int key = i / (D / 8);
             if (key >= held % PAGE && key < held % PAGE + fresh) continue;
@@ -707,8 +730,8 @@ template <class S> struct Step {
         for (int j = warp; j < G + fresh; j += WARPS) {
             const int m = j < G ? n : m0 + j - G;
             bf16* cache = appends && j >= G && m == n ? keys + slot : nullptr;
-            rotate(j < G ? rotated + j * D : tail_keys + (held % PAGE + j - G) * D, cache, raw + j * D,
-                   p.gains + p.gains_of(layer) + 2 * p.C + (j < G ? 0 : D), p.rope + (size_t)p.b.pos[m] * D);
+            if (j != warp) turn = turn_of(j);
+            rotate(j < G ? rotated + j * D : tail_keys + (held % PAGE + j - G) * D, cache, raw + j * D, turn);
         }
         if (appends && tid < D / 8)
             *(uint4*)(values + slot + tid * 8) = *(const uint4*)(tail_values + (held % PAGE + n - m0) * D + tid * 8);
@@ -716,8 +739,8 @@ template <class S> struct Step {
 
         const bf16* query = rotated + min(g, G - 1) * D + t * 8; // (what others compute, nobody stores)
         StepSoftmax softmax;
-        for (int at = first + warp; at < last; at += WARPS) {
-            load(at);
+        for (int at = mine; at < last; at += WARPS) {
+            if (at != mine || !early) load(at);
             softmax.add(page, query, pos - at * PAGE + 1);
         }
         softmax.store(parts + (size_t)warp * G * (D + 4), G);
@@ -728,12 +751,11 @@ template <class S> struct Step {
     }
     // One head: rms norm, then the rotation of the planes (i, i + D / 2), two of them a lane. To shared memory, and to
     // the cache if that is not null.
-    __device__ __forceinline__ void rotate(bf16* to, bf16* cache, const bf16* from, const bf16* gains,
-                                           const float* angles) {
+    __device__ __forceinline__ void rotate(bf16* to, bf16* cache, const bf16* from, const StepTurn& turn) {
         const int i = lane * 2;
         const uint32_t u = *(const uint32_t*)(from + i), v = *(const uint32_t*)(from + i + D / 2);
-        const uint32_t gu = *(const uint32_t*)(gains + i), gv = *(const uint32_t*)(gains + i + D / 2);
-        const float4 angle = *(const float4*)(angles + 2 * i); // cosine, sine of both
+        const uint32_t gu = turn.gu, gv = turn.gv;
+        const float4 angle = turn.angle;
         float squares = low(u) * low(u) + high(u) * high(u) + low(v) * low(v) + high(v) * high(v);
         const float scale = 1 / sqrtf(warp_sum(squares) / D + p.eps);
         const float a = low(u) * scale * low(gu), b = high(u) * scale * high(gu);

@@ -122,13 +122,10 @@ static void step(Model& m) {
     StepRoad road(where, c, m.weights);
     StepArgs& a = road.args;
     const StepArgs planned = a;
-    auto work_on = [&](State& s) {
-        a.b = s.batch, a.rope = s.rope, a.logits = s.logits;
-        a.keys = s.kv.keys, a.values = s.kv.values, a.layer_size = s.kv.layer_size;
-    };
     auto time = [&](int position) {
         State s(c, 1, 1, position, position + 64, 1);
-        work_on(s);
+        a.b = s.batch, a.rope = s.rope, a.logits = s.logits;
+        a.keys = s.kv.keys, a.values = s.kv.values, a.layer_size = s.kv.layer_size;
         const double t = time_graph(8, [&](int) { road.launch_step(); });
         road.check();
         return t;
@@ -158,23 +155,6 @@ static void step(Model& m) {
                    short_keys, t * 1e6, 1 / t, 100 * bytes / read_bandwidth / t);
         }
     a.short_keys = planned.short_keys;
-    printf("  its phases by themselves, at position 100, a launch each:\n");
-    State s(c, 1, 1, 100, 164, 1);
-    work_on(s);
-    static const char* const names[] = {"qkv", "attention", "join", "o", "gate, up", "down"};
-    road.by_phase = true;
-    road.launch_step(); // the words of layer 0 have the epoch of this step; `steps` goes back for the launches below
-    uint32_t steps = 0;
-    CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
-    CUDA_CHECK(cudaMemcpy(&steps, a.steps, sizeof steps, cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaMemcpy(a.steps, &--steps, sizeof steps, cudaMemcpyHostToDevice));
-    for (int kind = 0; kind < 6; kind++) {
-        const double t = time_graph(c.L, [&](int l) {
-            road.kernel<<<road.blocks, road.threads, a.shared, ctx.gpu->stream>>>(a, 6 * l + kind, 6 * l + kind + 1);
-        });
-        const double weights = (double)a.product[kind].bytes();
-        printf("    %-10s %6.2f us, floor %5.2f\n", names[kind], t * 1e6, weights / read_bandwidth * 1e6);
-    }
     road.check();
 }
 

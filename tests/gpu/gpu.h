@@ -29,6 +29,7 @@ template <class T> struct Device {
         REQUIRE(n == v.size());
         CUDA_CHECK(cudaStreamSynchronize(gpu().gpu->stream));
         CUDA_CHECK(cudaMemcpy(data, v.data(), n * sizeof(T), cudaMemcpyHostToDevice));
+        CUDA_CHECK(cudaDeviceSynchronize()); // (a small copy may return before it has arrived)
     }
     operator T*() const { return data; }
     std::vector<T> get() const {

@@ -923,6 +923,19 @@ struct RandomCheckpoint { // of a shape, on both sides
         std::filesystem::remove(path + ".bin");
     }
 };
+TEST_CASE("packed weights are uploaded right where they fill several buffers") {
+    const RandomCheckpoint m(1024, 3072, 16, 8, 4096, 2, true);
+    Weights<bf16> host(*m.file, true, true), device(*m.file, true, true); // INT8: 34 MB
+    Context ctx = gpu();
+    ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
+    device.upload(ctx, *m.file);
+    REQUIRE(device.layers[1].down.format == Format::INT8);
+    Session<bf16> on_cpu(m.file->config, host, 64, cpu()), on_gpu(m.file->config, device, 64, ctx);
+    on_cpu.feed({5, 6, 7}), on_gpu.feed({5, 6, 7});
+    const int V = m.file->config.V;
+    CHECK(mean_kl(std::vector<float>(on_cpu.logits, on_cpu.logits + V), std::vector<float>(on_gpu.logits, on_gpu.logits + V), V) < 1e-3);
+}
+
 // What a session draws after a prompt, and the logits of its last step.
 struct RoadRun {
     std::vector<int> ids;
