@@ -71,7 +71,6 @@ struct EngineOptions {
     int jump = 2;         // so many tokens that a form leaves no choice about are taken at once; 0: never, a step each
     size_t adapter_bytes = 0; // that adapters which clients load may take, all together; 0: some of what is free
     bool paced = false;   // `chunk` is the least; more where they keep the step short, see pace.h
-    bool segmented = false; // on a GPU, adapters by segments of rows: see segmented.h
     int lookup = 0;       // tokens that are looked up for an answer that runs alone, at most; on a CPU only (lookup.h)
 };
 
@@ -1064,7 +1063,7 @@ template <class T> struct Engine {
             segments.push_back({p.first, p.rows, static_cast<const AdaptedModel<T>*>(p.adapter.get())});
         MixedRows mixed;
 #ifdef __CUDACC__
-        if (adapts) mixed = {batch.singles, adapted, adapter_sums, options.segmented};
+        if (adapts) mixed = {batch.singles, adapted, adapter_sums};
 #endif
         mixed_forward(ctx, config, weights, segments, batch, activations, cache, rope, mixed);
     }
@@ -1454,9 +1453,6 @@ static std::vector<Option> option_table(Options& o) {
          flag(o.server.swaps)},
         {"", "--adapter-memory", "GB", "of adapters' files, all together, when clients load more (default: of\n"
          "what is free at the start CPU a quarter, GPU half)", gigabytes(o.engine.adapter_bytes)},
-        {"", "--segmented-adapters", "", "on a GPU, those of a step by other kernels (server/segmented.h), not tried\n"
-         "on one yet",
-         flag(o.engine.segmented)},
         {"", "--title", "TEXT", "name of the page to chat on (default Warp)", text(o.server.title)},
         {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
          file_name(o.batch)},

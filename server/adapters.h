@@ -152,7 +152,6 @@ struct MixedRows {
     int rows = 0;
     const Adapter<bf16>* const* of = nullptr; // (rows) in its memory
     float* sums = nullptr;                    // (rows, the most rows of a product) scratch
-    bool segmented = false;                   // by the kernels of segmented.h
 };
 
 // One layer, computed as layer_forward does. The bits of a row are those that it has where all rows have its adapter,
@@ -198,7 +197,6 @@ template <class T> struct MixedLayer {
         const auto product = std::find(all.begin(), all.end(), &(base.*which)) - all.begin();
         return {mixed.of, 4 * l + (int)product, mixed.sums};
     }
-    SumAdapters sum_adapters() const { return mixed.segmented ? segmented_adapters_gpu : rows_adapters_gpu; }
 #endif
 
     void norm_product(T* out, T* normed, const acc<T>* x, const T* w, Which which) {
@@ -206,7 +204,7 @@ template <class T> struct MixedLayer {
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (mixed.rows) {
             rmsnorm_gpu(ctx, normed, x, w, mixed.rows, c.C, c.eps);
-            rows_linear_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows, sum_adapters());
+            rows_linear_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows, segmented_adapters_gpu);
         }
 #endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
@@ -219,7 +217,7 @@ template <class T> struct MixedLayer {
         const size_t ld = (base.*which).out(), in = (base.*which).in;
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (mixed.rows) {
-            rows_linear_add_gpu(ctx, out, residual, x, base.*which, adapters(which), mixed.rows, sum_adapters());
+            rows_linear_add_gpu(ctx, out, residual, x, base.*which, adapters(which), mixed.rows, segmented_adapters_gpu);
         }
 #endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
@@ -232,7 +230,7 @@ template <class T> struct MixedLayer {
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (mixed.rows) {
             rmsnorm_gpu(ctx, normed, x, w, mixed.rows, c.C, c.eps);
-            rows_linear_swiglu_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows, sum_adapters());
+            rows_linear_swiglu_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows, segmented_adapters_gpu);
         }
 #endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {

@@ -1,5 +1,5 @@
-// segmented.h: the adapters' part of a product whose rows have different adapters, once more for tensor cores: what
-// rows_adapters_gpu computes, with each adapter's matrices read once for up to eight neighbouring rows that have it.
+// segmented.h: the adapters' part of a product whose rows have different adapters, by tensor cores: what
+// rows_adapters_gpu defines, with each adapter's matrices read once for up to eight neighbouring rows that have it.
 // Part of serve.cu. tests/unit/test_segmented.cpp runs the kernels by emulation, tests/gpu/test_gpu.cpp on a GPU.
 //
 // A segment is one to eight rows, neighbours with the same adapter, that do not pass a multiple of eight. Which rows
