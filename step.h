@@ -15,12 +15,13 @@
      O        x += W a         GATE_UP  silu(r W (x g)) * (r U (x g))         DOWN  x += W h
      HEAD     logits, the likeliest id of each block; the last block to end draws, if drawing is greedy
    Weights  are packed once, as they are read: tile by tile in the order of phases, and in a tile in steps of 32 k, of
-     which lane 4 g + t has row g, k 8 t .. 8 t + 7 (see mma_32: half of them are one operand of mma). A stage of the
-     ring is up to 32 steps of a tile, 16 KB; a row whose length is no multiple of 1,024 ends with a shorter stage.
-     The tokens' numbers are mma's 16 rows, of which 8 are used: so 8 tokens cost as much as one, and a row's sum has
-     one order whatever N is: by steps in a warp, then over the warps.
+     which lane 4 g + t has row g, k 8 t .. 8 t + 7 (see Step::multiply). A row is filled up to whole 256 numbers, a
+     step for each warp; a stage of the ring is up to 32 steps of a tile, 16 KB, and the last of a row may be shorter.
+     The tokens' numbers are mma's rows: so 8 tokens cost as much as one, and a row's sum has one order whatever N is:
+     by steps in a warp, then over the warps.
    In flight   The producer waits until the stage `in_flight` before this one has come. More would not be faster: it
-     would only stand in the way of the words below, which go through the same L2 cache (571 us a token -> 498).
+     would only stand in the way of the words below, which go through the same L2 cache (one stage instead of three:
+     568 us a token -> 520).
    Exchanges   What one block computes and all need goes through global memory in words of 16 bytes, written and read in
      one piece: four bf16, a float (the sum of their squares), and the epoch, which is another for each layer of each
      token. Who needs a word reads it until it has the epoch: no fence, no counter, nothing to clear. One lane of a warp
@@ -38,8 +39,10 @@
      a CPU (tests/unit/test_step.cpp).
    Faults   A wait of over a second sets *fault and ends all further waits: the kernel ends, its host says so.
 
-   Bound by the memory's speed, then by 5 exchanges a layer (6 with splits), in a skeleton of ours 1.1 us each.
-   No GPU has run this yet: what is measured above is the skeleton's. */
+   Bound by 5 exchanges a layer (6 with splits) and what consumers do between them, then by the memory's speed.
+   Measured on an H100 (PERFORMANCE.md, One kernel a token): 512 us a token at position 1, where the bytes take 388.
+   A profile shows where the rest goes: a fifth of the consumers' time waits for words, a fifth for the ring (most of
+   that in the head, which is at the memory's speed), a third for the results of their own instructions. */
 #pragma once
 
 // ---- The plan: what the host decides, once.
@@ -59,7 +62,7 @@ struct StepProduct {
 };
 
 struct StepArgs {
-    int C, F, H, K, V, L;
+    int C, F, H, K, V, L, G; // (G = H / K: a kernel divides slowly)
     float eps;
     StepProduct product[7];    // by phase; of ATTEND and JOIN nothing
     size_t layer_bytes;        // of packed weights
@@ -91,8 +94,22 @@ struct StepArgs {
     BOTH size_t gains_of(int layer) const { return (size_t)layer * (2 * C + 2 * STEP_HEAD); }
 };
 
-// Numbers from one token's row of a product's input to the next: odd multiples of 64 bytes lie in different banks.
-BOTH inline int step_row(int in) { return (in + 31) / 32 * 32 | 32; }
+
+// What a block has to do and where the tokens are: in shared memory, behind the ring's barriers.
+struct StepPlace {
+    int pos, slot;
+    int m0, held;      // tokens m0 .. of the step are of its sequence, whose cache holds so many keys
+    int splits, pages; // of its context; pages of each
+    int item[2];       // this block's first one of ATTEND and of JOIN;
+    int kv, split;     // ... what the former is
+    const int* table;
+};
+struct StepDealt {
+    int first[7], units[7]; // of each product its first unit, every gridDim.x-th from there on; how many
+    int last;               // this block is the last to end
+    StepProduct product[7]; // (a kernel's argument is slow to index)
+    StepPlace place[STEP_TOKENS];
+};
 
 // Pages of a split at a position. Splits are as few as give each warp a page, or the most there may be.
 BOTH inline int step_split_pages(const StepArgs& p, int pos, int warps) {
@@ -110,16 +127,21 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_> struct StepShape {
     static constexpr int EACH = STEPS / WARPS, STAGE = STEPS * 512;
     static constexpr int TAIL = TOKENS == 1 ? 1 : 2; // pages that new keys lie in (see Step::attend)
     static constexpr int BATCH = BULK ? 4 : 2; // stages whose operands are in registers at once: as many as fit
-    static constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + (BULK ? 32 : 128);
-    static_assert(TOKENS <= WARPS && TOKENS <= STEP_TOKENS, "a warp hands over a token's sums");
+    static constexpr int HANDS = 2 * TOKENS > WARPS ? 1 : 2; // warps that hand over a token's sums, of 4 tiles each,
+    static constexpr int ROUND = 4 * HANDS;                  // ... of so many tiles at a time
+    static constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128; // (whole warpgroups)
+    // Numbers from one token's row of a product's input, up to whole stages, to the next: odd multiples of 64 bytes.
+    BOTH static int row(int in) { return ((in + STEPS * 32 - 1) / (STEPS * 32) * STEPS | 1) * 32; }
+    static_assert(STEPS % WARPS == 0 && TOKENS <= WARPS && TOKENS <= STEP_TOKENS, "a warp hands over one token's sums");
 };
 
 // All but pointers.
 template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t shared_limit) {
     StepArgs p = {};
-    p.C = c.C, p.F = c.F, p.H = c.H, p.K = c.K, p.V = c.V, p.L = c.L, p.eps = c.eps;
+    p.C = c.C, p.F = c.F, p.H = c.H, p.K = c.K, p.V = c.V, p.L = c.L, p.G = c.H / c.K, p.eps = c.eps;
     auto product = [](int rows, int in, int tiles, bool shifted) {
-        return StepProduct{rows / 8 / tiles, tiles, in, (in + 31) / 32, shifted, 0};
+        const int steps = (in + 32 * S::WARPS - 1) / (32 * S::WARPS) * S::WARPS;
+        return StepProduct{rows / 8 / tiles, tiles, in, steps, shifted, 0};
     };
     p.product[STEP_QKV] = product((c.H + 2 * c.K) * c.D, c.C, 1, true);
     p.product[STEP_O] = product(c.C, c.H * c.D, 1, false);
@@ -129,18 +151,18 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     for (int phase = STEP_QKV; phase < STEP_LOGITS; phase++)
         p.product[phase].at = p.layer_bytes, p.layer_bytes += p.product[phase].bytes();
     p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
-    p.in_flight = 2, p.in_flight_head = 3, p.patience = 1000000000, p.short_keys = 384;
+    p.in_flight = 1, p.in_flight_head = 2, p.patience = 1000000000, p.short_keys = 64;
     p.most_splits = std::max(1, std::min(64, blocks / c.K));
-    // Shared memory: the ring's barriers; two sets of sums (4 tiles, warps, tokens, 8 rows); squares (tokens, warps);
+    // Shared memory: the ring's barriers; two sets of sums (tiles, warps, tokens, 8 rows) and of squares (tokens, warps);
     // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
-    const size_t G = c.H / c.K, D = STEP_HEAD;
-    const size_t input = (size_t)N * step_row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
-    const size_t attend = (2 * S::TAIL * PAGE + 2 * G + N) * D * sizeof(bf16) + S::WARPS * G * (D + 4) * sizeof(float);
+    const size_t G = p.G, D = STEP_HEAD;
+    const size_t input = (size_t)N * S::row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
+    const size_t attend = (2 * S::TAIL * PAGE + G) * D * sizeof(bf16) + S::WARPS * G * (D + 4) * sizeof(float);
     const size_t join = p.most_splits * STEP_PART * 3 * sizeof(float);
     auto up = [](size_t n) { return (n + 127) / 128 * 128; };
-    p.sums_at = 2 * STEP_STAGES * sizeof(uint64_t) + 384;
-    p.squares_at = p.sums_at + up(2 * 4 * S::WARPS * N * 8 * sizeof(float));
-    p.work_at = p.squares_at + up((size_t)N * S::WARPS * sizeof(float));
+    p.sums_at = up(2 * STEP_STAGES * sizeof(uint64_t) + sizeof(StepDealt));
+    p.squares_at = p.sums_at + up(2 * S::ROUND * S::WARPS * N * 8 * sizeof(float));
+    p.work_at = p.squares_at + up(2 * (size_t)N * S::WARPS * sizeof(float));
     p.ring_at = p.work_at + up(std::max({input, attend, join}));
     const size_t room = p.ring_at < shared_limit ? (shared_limit - p.ring_at) / S::STAGE : 0;
     p.stages = (int)std::min<size_t>(room, 12);
@@ -179,7 +201,8 @@ __global__ void step_pack_kernel(PackArgs p) {
     const int steps = p.product.steps, lane = (int)(i % 32), step = (int)(i / 32 % steps), k = step * 32 + lane % 4 * 8;
     const size_t tile = i / 32 / steps, row = tile / p.product.tiles * 8 + tile % p.product.tiles * p.second + lane / 4;
     const uint4 zero = {0, 0, 0, 0};
-    ((uint4*)p.to)[i] = k < p.product.in ? *(const uint4*)(p.W + row * p.product.in + k) : zero;
+    const uint4 w = k < p.product.in ? *(const uint4*)(p.W + row * p.product.in + k) : zero;
+    ((uint4*)p.to)[i] = make_uint4(w.x, w.z, w.y, w.w); // (the halves of mma's operands: see Step::multiply)
 }
 
 #ifndef STEP_EMULATED // (tests/step_emulation.h has these for a CPU)
@@ -221,6 +244,9 @@ __device__ inline unsigned char* step_memory() {
 __device__ inline void step_meet(int barrier, int threads) { // bar.sync
     asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+__device__ inline void step_pass(int barrier, int threads) { // bar.arrive: the others need not be waited for
+    asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 __device__ inline uint4 step_peek(const uint4* word) {
     uint64_t a, b;
     asm volatile("{ .reg .b128 w; ld.relaxed.gpu.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
@@ -247,12 +273,23 @@ __device__ inline int step_arrive(int* counter) {
 #endif
 
 // ---- The kernel
-// What a block has of each product, in shared memory behind the ring's barriers.
-struct StepDealt {
-    int first[7], units[7]; // its first unit, every gridDim.x-th from there on; how many
-    int last;               // this block is the last to end
-    StepProduct product[7]; // (a kernel's argument is slow to index)
-};
+__device__ inline void step_place(const StepArgs& p, StepDealt& dealt, int n, int warps) {
+    StepPlace y;
+    y.pos = p.b.pos[n], y.slot = p.b.slot[n], y.m0 = n, y.table = p.b.pages + (size_t)p.b.seq[n] * p.b.max_pages;
+    while (y.m0 > 0 && p.b.seq[y.m0 - 1] == p.b.seq[n]) y.m0--;
+    y.held = p.b.pos[y.m0];
+    // Items go around the blocks, from the last: the first ones have more of the products.
+    const int blocks = gridDim.x;
+    y.item[0] = y.item[1] = blocks - 1 - (int)blockIdx.x;
+    for (int m = 0; m <= n; m++) {
+        y.pages = step_split_pages(p, p.b.pos[m], warps), y.splits = (p.b.pos[m] / PAGE + y.pages) / y.pages;
+        if (m == n) break;
+        y.item[0] -= p.K * y.splits, y.item[1] -= y.splits > 1 ? p.H : 0;
+    }
+    for (int& item : y.item) item = (item % blocks + blocks) % blocks;
+    y.kv = y.item[0] / y.splits, y.split = y.item[0] % y.splits;
+    dealt.place[n] = y;
+}
 __device__ inline void step_deal(const StepArgs& p, StepDealt& dealt, int phase) {
     const int blocks = gridDim.x, shift = p.product[phase].shifted ? p.C / 8 % blocks : 0;
     const int first = ((int)blockIdx.x + blocks - shift) % blocks, units = p.product[phase].units;
@@ -313,27 +350,34 @@ __device__ __forceinline__ uint32_t step_pair(const uint4& a, const uint4& b, in
 struct StepPage {
     static constexpr int D = STEP_HEAD;
     uint4 k[2][D / 32], v[4][D / 64];
-    __device__ __forceinline__ void load(const bf16* keys, const bf16* values) {
+    // GLOBAL: not by the L1 cache, which is small and has what each layer needs again.
+    template <bool GLOBAL> __device__ __forceinline__ static uint4 get(const bf16* from) {
+        return GLOBAL ? __ldcg((const uint4*)from) : *(const uint4*)from;
+    }
+    template <bool GLOBAL> __device__ __forceinline__ void load_keys(const bf16* keys) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         STEP_UNROLL
         for (int half = 0; half < 2; half++)
             STEP_UNROLL
-            for (int j = 0; j < D / 32; j++) k[half][j] = *(const uint4*)(keys + (half * 8 + g) * D + j * 32 + t * 8);
+            for (int j = 0; j < D / 32; j++) k[half][j] = get<GLOBAL>(keys + (half * 8 + g) * D + j * 32 + t * 8);
+    }
+    template <bool GLOBAL> __device__ __forceinline__ void load_values(const bf16* values) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         STEP_UNROLL
         for (int a = 0; a < 4; a++)
             STEP_UNROLL
             for (int c = 0; c < D / 64; c++)
-                v[a][c] = *(const uint4*)(values + (a / 2 * 8 + 2 * t + a % 2) * D + (g + 8 * c) * 8);
+                v[a][c] = get<GLOBAL>(values + (a / 2 * 8 + 2 * t + a % 2) * D + (g + 8 * c) * 8);
     }
 };
 
-// A lane's gains of a head's norm, of planes i = 2 lane and i + 1, and their angles.
+// Of numbers 4 lane .. 4 lane + 3 of a head: their gains, and their planes' angles (cosine, sine).
 struct StepTurn {
-    uint32_t gu, gv; // numbers i and i + 1, i + D / 2 and i + D / 2 + 1
-    float4 angle;    // cosine, sine of both
+    uint2 gain;
+    float4 angle[2];
     __device__ __forceinline__ StepTurn(const bf16* gains, const float* angles, int lane)
-        : gu(*(const uint32_t*)(gains + lane * 2)), gv(*(const uint32_t*)(gains + lane * 2 + STEP_HEAD / 2)),
-          angle(*(const float4*)(angles + lane * 4)) {}
+        : gain(*(const uint2*)(gains + lane * 4)),
+          angle{*(const float4*)(angles + lane % 16 * 8), *(const float4*)(angles + lane % 16 * 8 + 4)} {}
 };
 
 // Softmax over a warp's pages: of query g (a row of mma) the largest score and this lane's sum of weights; and the mix
@@ -346,8 +390,9 @@ struct StepSoftmax {
     __device__ __forceinline__ static float of_column(float x, int i) {
         return __shfl_sync(~0u, x, (threadIdx.x % 4 * 2 + i) * 4);
     }
-    // The first `count` keys of a page.
-    __device__ __forceinline__ void add(const StepPage& page, const bf16* query, int count) {
+    // Of the first `count` keys of a page. In between, its keys may give way to others: `loaded`.
+    template <class Loaded>
+    __device__ __forceinline__ void add(const StepPage& page, const bf16* query, int count, Loaded loaded) {
         float s[2][4] = {};
         STEP_UNROLL
         for (int j = 0; j < D / 32; j++) {
@@ -359,6 +404,7 @@ struct StepSoftmax {
                 mma(s[half], q.z, 0, q.w, 0, k.z, k.w);
             }
         }
+        loaded();
         float largest = top;
         STEP_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -404,15 +450,29 @@ struct StepSoftmax {
 // Numbers 4 i .. 4 i + 3 of `count` parts as one: their sums, and the largest score and sum of weights.
 __device__ __forceinline__ float4 step_join(const float* parts, int count, int step, int i, float& top,
                                             float& weights) {
-    constexpr int D = STEP_HEAD;
+    constexpr int D = STEP_HEAD, ONCE = 8;
     top = -INFINITY, weights = 0;
-    for (int c = 0; c < count; c++) top = fmaxf(top, parts[(size_t)c * step + D]);
     float4 sum = {0, 0, 0, 0};
-    for (int c = 0; c < count; c++) {
-        const float *part = parts + (size_t)c * step, by = exp2_fast(part[D] - top);
-        const float4 x = *(const float4*)(part + 4 * i);
-        sum.x += by * x.x, sum.y += by * x.y, sum.z += by * x.z, sum.w += by * x.w;
-        weights += by * part[D + 1];
+    for (int from = 0; from < count; from += ONCE) {
+        float2 of[ONCE]; // score and weight
+        float4 x[ONCE];
+        STEP_UNROLL
+        for (int c = 0; c < ONCE; c++) {
+            const float* part = parts + min(from + c, count - 1) * step;
+            of[c] = *(const float2*)(part + D), x[c] = *(const float4*)(part + 4 * i);
+        }
+        float largest = top;
+        STEP_UNROLL
+        for (int c = 0; c < ONCE; c++) largest = fmaxf(largest, of[c].x);
+        const float before = exp2_fast(top - largest);
+        top = largest, weights *= before;
+        sum.x *= before, sum.y *= before, sum.z *= before, sum.w *= before;
+        STEP_UNROLL
+        for (int c = 0; c < ONCE; c++) {
+            const float by = from + c < count ? exp2_fast(of[c].x - top) : 0;
+            sum.x += by * x[c].x, sum.y += by * x[c].y, sum.z += by * x[c].z, sum.w += by * x[c].w;
+            weights += by * of[c].y;
+        }
     }
     return sum;
 }
@@ -420,23 +480,24 @@ __device__ __forceinline__ float4 step_join(const float* parts, int count, int s
 // A consumer's thread.
 template <class S> struct Step {
     static constexpr int D = STEP_HEAD, WARPS = S::WARPS, STEPS = S::STEPS, EACH = S::EACH;
-    static constexpr int BATCH = S::BATCH, CONSUMERS = S::CONSUMERS;
+    static constexpr int BATCH = S::BATCH, CONSUMERS = S::CONSUMERS, ROUND = S::ROUND;
     const StepArgs& p;
     unsigned char* memory;
     StepDealt& dealt;
     const uint32_t before;            // steps taken
     const int N;
     int tid, warp, lane, g, t;
+    int n, hand;                      // of a round's tiles this warp hands over token n's sums of the hand-th four
     StepBarrier *full, *empty;
-    float* squares;                   // (N, warps)
     bf16* work;
     int stage = 0;                    // of the ring: the next to be read,
     uint32_t parity = 0;              // ... and the parity of its phase
-    int set = 0;                      // of sums
+    int set = 0;                      // of sums, the other one's are being handed over still
     bool gave_up = false;             // nothing is waited for any more
-    float old = 0, gain = 0;          // of this lane's row: x before a product; what its successor's norm weighs it by
-    float scale = 0;                  // 1 / rms of token `warp`
-    unsigned long long likeliest = 0; // key of this lane's logits, of token `warp`
+    int row = 0;                      // this lane's, of what the warp hands over:
+    float old = 0, gain = 0;          // ... x before a product; what its successor's norm weighs it by
+    float scale = 0;                  // 1 / rms of token n
+    unsigned long long likeliest = 0; // key of this lane's logits, of token n
 
     __device__ Step(const StepArgs& p, StepDealt& dealt)
         : p(p), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N) {}
@@ -447,8 +508,9 @@ template <class S> struct Step {
         tid = threadIdx.x + zero, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
         memory = step_memory() + zero;
         full = (StepBarrier*)memory, empty = full + STEP_STAGES;
+        n = warp % S::TOKENS, hand = warp / S::TOKENS;
         old = gain = scale = 0;
-        squares = (float*)(memory + p.squares_at), work = (bf16*)(memory + p.work_at);
+        work = (bf16*)(memory + p.work_at);
     }
 
     __device__ __forceinline__ void meet() { step_meet(1, CONSUMERS); }
@@ -467,22 +529,19 @@ template <class S> struct Step {
             gave_up = *p.fault;
         }
     }
-    // Waits for `count` words and hands each to take(i, word). With a canary, one lane of a warp waits for all of them.
-    template <bool CANARY, class At, class Take>
-    __device__ __forceinline__ void receive(int count, uint32_t epoch, At at, Take take) {
-        if (CANARY) {
-            if (lane == 0 && tid < count) await(at(tid), epoch);
-            __syncwarp();
-        }
-        for (int from = tid; from < count; from += 2 * CONSUMERS) {
-            uint4 v[2];
+    // Waits for words i = from, from + step .. and hands each to take(i, word).
+    template <class At, class Take>
+    __device__ __forceinline__ void receive(int from, int step, int count, uint32_t epoch, At at, Take take) {
+        constexpr int ONCE = 4;
+        for (; from < count; from += ONCE * step) {
+            uint4 v[ONCE];
             STEP_UNROLL
-            for (int j = 0; j < 2; j++)
-                if (from + j * CONSUMERS < count) v[j] = step_peek(at(from + j * CONSUMERS));
+            for (int j = 0; j < ONCE; j++)
+                if (from + j * step < count) v[j] = step_peek(at(from + j * step));
             STEP_UNROLL
-            for (int j = 0; j < 2; j++) {
-                const int i = from + j * CONSUMERS;
-                if (i >= count) continue;
+            for (int j = 0; j < ONCE; j++) {
+                const int i = from + j * step;
+                if (i >= count) break;
                 if (v[j].w != epoch) v[j] = await(at(i), epoch);
                 take(i, v[j]);
             }
@@ -504,41 +563,54 @@ template <class S> struct Step {
         for (int i = 0; i < BATCH; i++) {
             if (i >= count) break;
             full[stage].wait(parity);
-            const uint4* from = (const uint4*)(memory + p.ring_at + (size_t)stage * S::STAGE) + lane;
+            const uint4* from = (const uint4*)(memory + p.ring_at + stage * S::STAGE) + warp * 32 + lane;
             STEP_UNROLL
-            for (int j = 0; j < EACH; j++)
-                if (warp + j * WARPS < steps - i * less) w[i][j] = from[(warp + j * WARPS) * 32];
+            for (int j = 0; j < EACH; j++) w[i][j] = from[j * WARPS * 32];
+            const int each = (steps - i * less) / WARPS;
+            if (each < EACH) // a short stage: what lies behind it is no number, perhaps
+                STEP_UNROLL
+                for (int j = 1; j < EACH; j++)
+                    if (j >= each) w[i][j] = {0, 0, 0, 0};
             if (++stage == p.stages) stage = 0, parity ^= 1;
         }
         __syncwarp();
         const int free = stage - count + lane;
         if (lane < count) empty[free < 0 ? free + p.stages : free].arrive();
     }
-    // sum += W x^T for those stages: of one tile (SAME), whose k go on from stage to stage, or of a tile each.
-    template <bool SAME, int TILES>
-    __device__ __forceinline__ void multiply(float (&sum)[TILES][2][4], const uint4 (&w)[BATCH][EACH], int count,
-                                             int steps, const bf16* x) {
+    // sum[i] += W x^T of stage i < count: of one tile (SAME), whose k go on from stage to stage, or of a tile each.
+    // A lane's x are 4 pairs, (0 1), (2 3), (4 5), (6 7), as they lie in memory: to mma the first and third are token g,
+    // the others a token g + 8 that there is not. So W's pairs 0 and 2 make up one mma, of which rows g count, and
+    // pairs 1 and 3 another, of which rows g + 8 do: nothing is moved, nothing set to zero.
+    template <bool SAME>
+    __device__ __forceinline__ void multiply(float (&sum)[BATCH][2][4], const uint4 (&w)[BATCH][EACH], int count,
+                                             const bf16* x) {
+        uint4 a[EACH];
         STEP_UNROLL
-        for (int j = 0; j < EACH; j++) {
-            uint4 a = {0, 0, 0, 0};
+        for (int i = 0; i < BATCH; i++) {
+            if (SAME ? i >= count : i % 2 == 0 && i >= count) break; // (two tiles at a time: their chains overlap)
             STEP_UNROLL
-            for (int i = 0; i < BATCH; i++) {
-                const int step = warp + j * WARPS, from = SAME ? i * STEPS : 0;
-                if (i >= count || step >= steps - from) break;
-                if ((SAME || i == 0) && g < N) a = *(const uint4*)(x + (from + step) * 32 + 8 * t);
-                mma(sum[SAME ? 0 : i][0], a.x, 0, a.y, 0, w[i][j].x, w[i][j].y);
-                mma(sum[SAME ? 0 : i][1], a.z, 0, a.w, 0, w[i][j].z, w[i][j].w);
+            for (int j = 0; j < EACH && (SAME || i == 0); j++)
+                a[j] = *(const uint4*)(x + (i * STEPS + warp + j * WARPS) * 32);
+            STEP_UNROLL
+            for (int j = 0; j < EACH; j++) {
+                mma(sum[i][0], a[j].x, a[j].y, a[j].z, a[j].w, w[i][j].x, w[i][j].y);
+                mma(sum[i][1], a[j].x, a[j].y, a[j].z, a[j].w, w[i][j].z, w[i][j].w);
             }
         }
     }
     __device__ __forceinline__ float* sums_of(int tile, int warp, int token) {
-        return (float*)(memory + p.sums_at) + (((set * 4 + tile) * WARPS + warp) * N + token) * 8;
+        return (float*)(memory + p.sums_at) + (((set * WARPS + warp) * ROUND + tile) * N + token) * 8;
     }
-    __device__ __forceinline__ void put(int tile, const float (&sum)[2][4]) {
-        if (g >= N) return;
-        *(float2*)(sums_of(tile, warp, g) + 2 * t) = make_float2(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1]);
+    __device__ __forceinline__ float* squares_of(int token) { // (of the product's first round's set)
+        return (float*)(memory + p.squares_at) + (set * N + token) * WARPS;
     }
-    // One of this block's products: four tiles, then their sums are handed over, a token a warp.
+    __device__ __forceinline__ static float2 both(const float (&sum)[2][4]) {
+        return make_float2(sum[0][0] + sum[1][2], sum[0][1] + sum[1][3]);
+    }
+    __device__ __forceinline__ void put(int tile, const float2& y) {
+        if (g < N) *(float2*)(sums_of(tile, warp, g) + 2 * t) = y;
+    }
+    // One of this block's products: a round of tiles, then their sums are handed over.
     __device__ __forceinline__ void product(int kind, int layer) {
         const StepProduct& q = dealt.product[kind];
         const int tiles = dealt.units[kind] * q.tiles, stages = (q.steps + STEPS - 1) / STEPS;
@@ -548,66 +620,69 @@ template <class S> struct Step {
         load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
         prepare(kind, layer, 0);
         input(kind, layer);
-        const bf16* x = work + g * step_row(q.in);
-        for (int tile = 0; tile < tiles; tile += 4) {
-            const int count = min(4, tiles - tile);
+        const bf16* x = work + min(g, N - 1) * S::row(q.in) + 8 * t; // (what others compute, nobody takes)
+        for (int tile = 0; tile < tiles; tile += ROUND) {
+            const int count = min(ROUND, tiles - tile);
             if (tile) prepare(kind, layer, tile);
             for (int i = 0; i < count && stages == 1; i += BATCH) {
                 float sum[BATCH][2][4] = {};
-                multiply<false>(sum, w, min(BATCH, count - i), q.steps, x);
+                multiply<false>(sum, w, count - i, x);
                 const int next = tile + i + BATCH;
                 if (next < tiles) load(w, min(BATCH, tiles - next), q.steps, less);
                 STEP_UNROLL
                 for (int j = 0; j < BATCH; j++)
-                    if (i + j < count) put(i + j, sum[j]);
+                    if (i + j < count) put(i + j, both(sum[j]));
             }
             for (int i = 0; i < count && stages > 1; i++) {
-                float sum[1][2][4] = {};
+                float sum[BATCH][2][4] = {};
                 for (int s = 0; s < stages; s += BATCH) {
-                    multiply<true>(sum, w, min(BATCH, stages - s), q.steps - s * STEPS, x + s * STEPS * 32);
+                    multiply<true>(sum, w, stages - s, x + s * STEPS * 32);
                     const int next = s + BATCH < stages ? s + BATCH : 0;
                     if (next || tile + i + 1 < tiles) load(w, min(BATCH, stages - next), q.steps - next * STEPS, less);
                 }
-                put(i, sum[0]);
+                float2 y = both(sum[0]);
+                STEP_UNROLL
+                for (int j = 1; j < BATCH; j++) y.x += both(sum[j]).x, y.y += both(sum[j]).y;
+                put(i, y);
             }
             meet();
-            if (warp < N) hand_over(kind, layer, tile, count);
+            if (hand < S::HANDS && n < N) {
+                if (tile == 0) scale = rms_scale();
+                hand_over(kind, layer, count);
+            }
             set ^= 1;
         }
     }
-    // The row of lane 8 i + r: row r of the block's i-th tile from `tile` on.
-    __device__ __forceinline__ int row_of(int kind, int tile) const {
-        const int tiles = dealt.product[kind].tiles, i = tile + lane / 8;
-        return (dealt.first[kind] + (tiles == 2 ? i / 2 : i) * (int)gridDim.x) * 8 + lane % 8;
-    }
-    // Asks early for what hand_over needs.
+    // Before a round that begins with `tile`: what hand_over needs. Row r of the hand's i-th tile is lane 8 i + r's.
     __device__ __forceinline__ void prepare(int kind, int layer, int tile) {
-        const int row = row_of(kind, tile);
-        if ((kind != STEP_O && kind != STEP_DOWN) || warp >= N || row >= p.C) return;
+        const int tiles = dealt.product[kind].tiles, i = tile + 4 * hand + lane / 8;
+        row = (dealt.first[kind] + (tiles == 2 ? i / 2 : i) * (int)gridDim.x) * 8 + lane % 8;
+        if ((kind != STEP_O && kind != STEP_DOWN) || hand >= S::HANDS || n >= N || row >= p.C) return;
         const bool first = kind == STEP_O && layer == 0; // x is the embedding still
-        old = first ? to_acc(p.embed[(size_t)p.b.token[warp] * p.C + row]) : p.residual[(size_t)warp * p.C + row];
+        old = first ? to_acc(p.embed[(size_t)p.b.token[n] * p.C + row]) : p.residual[(size_t)n * p.C + row];
         gain = to_acc(p.gains[kind == STEP_O ? p.gains_of(layer) + p.C + row : p.gains_of(layer + 1) + row]);
     }
-    __device__ __forceinline__ float rms_scale() { // of token `warp`
+    __device__ __forceinline__ float rms_scale() {
+        const float* squares = squares_of(n);
         float sum = 0;
         STEP_UNROLL
-        for (int w = 0; w < WARPS; w++) sum += squares[warp * WARPS + w];
-        return 1 / sqrtf(sum / (float)p.C + p.eps);
+        for (int w = 0; w < WARPS; w++) sum += squares[w];
+        return rsqrtf(__fdividef(sum, (float)p.C) + p.eps);
     }
-    __device__ __forceinline__ void hand_over(int kind, int layer, int tile, int count) {
-        const int row = row_of(kind, tile), n = warp;
-        const bool there = lane / 8 < count;
+    __device__ __forceinline__ void hand_over(int kind, int layer, int count) {
+        const int mine = 4 * hand + lane / 8;
+        const bool there = mine < count;
         float y = 0;
         if (there)
             STEP_UNROLL
-            for (int w = 0; w < WARPS; w++) y += sums_of(lane / 8, w, n)[lane % 8];
+            for (int w = 0; w < WARPS; w++) y += sums_of(mine, w, n)[lane % 8];
         if (kind != STEP_O && kind != STEP_DOWN) y *= scale;
         const uint32_t e = epoch(layer);
         if (kind == STEP_QKV) {
             send(p.qkv + (size_t)n * (p.H + 2 * p.K) * (D / 4), row, y, 0, e, there);
         } else if (kind == STEP_GATE_UP) {
             const float up = __shfl_down_sync(~0u, y, 8);
-            send(p.hidden + (size_t)n * (p.F / 4), row, y / (1 + __expf(-y)) * up, 0, e, there && lane / 8 % 2 == 0);
+            send(p.hidden + (size_t)n * (p.F / 4), row, __fdividef(y, 1 + exp2_fast(-LOG2E * y)) * up, 0, e, there && lane / 8 % 2 == 0);
         } else if (kind != STEP_LOGITS) {
             const float x = old + y;
             if (there) p.residual[(size_t)n * p.C + row] = x;
@@ -619,155 +694,148 @@ template <class S> struct Step {
             if (row < draw.exist) likeliest = max(likeliest, draw_key(usable(y), row));
         }
     }
-    // A product's input, to `work`, a token a row; where a norm comes before it, the words' squares.
+    // A product's input, to `work`, a token a row; where a norm comes before it, the words' squares. A warp takes the
+    // words of the steps it multiplies, and waits for no other.
     __device__ __forceinline__ void input(int kind, int layer) {
-        const int in = dealt.product[kind].in, words = in / 4;
+        const StepProduct& q = dealt.product[kind];
+        const int words = q.in / 4, steps = (words + 7) / 8; // the last of them may be short
+        const int mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS * 8 : 0;
+        const int count = mine - ((steps - 1) % WARPS == warp ? steps * 8 - words : 0);
+        const int filled = (q.steps + STEPS - 1) / STEPS * EACH * 8;
         const bool normed = kind == STEP_QKV || kind == STEP_GATE_UP || kind == STEP_LOGITS;
         const uint4* from = kind == STEP_O         ? p.att
                             : kind == STEP_DOWN    ? p.hidden
                             : kind == STEP_GATE_UP ? p.mid
                                                    : p.out;
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
-        for (int n = 0; n < N; n++) {
-            bf16* row = work + n * step_row(in);
+        auto word_of = [&](int i) { return (warp + i / 8 * WARPS) * 8 + i % 8; };
+        for (int m = 0; m < N; m++) {
+            bf16* to = work + m * S::row(q.in);
             float square = 0; // of this thread's
             auto take = [&](int i, const uint4& v) {
-                *(uint2*)(row + 4 * i) = make_uint2(v.x, v.y);
+                *(uint2*)(to + 4 * word_of(i)) = make_uint2(v.x, v.y);
                 square += __uint_as_float(v.z);
             };
-            if (kind == STEP_QKV && layer == 0) embed(n, take);
-            else receive<true>(words, e, [&](int i) { return from + (size_t)n * words + i; }, take);
-            for (int i = in + tid; i < (in + 31) / 32 * 32; i += CONSUMERS) row[i] = bf16{0};
+            if (kind == STEP_QKV && layer == 0)
+                for (int i = lane; i < count; i += 32) take(i, embedded(m, word_of(i)));
+            else receive(lane, 32, count, e, [&](int i) { return from + (size_t)m * words + word_of(i); }, take);
+            for (int i = count + lane; i < filled; i += 32) *(uint2*)(to + 4 * word_of(i)) = make_uint2(0, 0);
             if (!normed) continue;
             square = warp_sum(square);
-            if (lane == 0) squares[n * WARPS + warp] = square;
+            if (lane == 0) squares_of(m)[warp] = square;
         }
-        meet();
-        if (normed && warp < N) scale = rms_scale();
+        __syncwarp();
     }
-    template <class Take> __device__ __forceinline__ void embed(int n, Take take) {
-        const uint2* x = (const uint2*)(p.embed + (size_t)p.b.token[n] * p.C);
-        for (int i = tid; i < p.C / 4; i += CONSUMERS) {
-            const uint2 u = x[i], w = ((const uint2*)p.gains)[i];
-            const float a = low(u.x), b = high(u.x), c = low(u.y), d = high(u.y);
-            take(i, make_uint4(pack(a * low(w.x), b * high(w.x)), pack(c * low(w.y), d * high(w.y)),
-                               __float_as_uint((a * a + b * b) + (c * c + d * d)), 0));
-        }
+    // Four numbers of token m's embedding, as DOWN would send them.
+    __device__ __forceinline__ uint4 embedded(int m, int word) {
+        const uint2 u = ((const uint2*)(p.embed + (size_t)p.b.token[m] * p.C))[word], w = ((const uint2*)p.gains)[word];
+        const float a = low(u.x), b = high(u.x), c = low(u.y), d = high(u.y);
+        return make_uint4(pack(a * low(w.x), b * high(w.x)), pack(c * low(w.y), d * high(w.y)),
+                          __float_as_uint((a * a + b * b) + (c * c + d * d)), 0);
     }
 
     // ---- Attention
-    // Calls f(n, item, splits, pages of a split) for this block's items: of every token `heads` x its splits.
-    template <class F> __device__ __forceinline__ void each_item(bool join, F f) {
-        const int blocks = gridDim.x;
-        for (int n = 0, item = blockIdx.x; n < N; n++) {
-            const int pos = p.b.pos[n], each = step_split_pages(p, pos, WARPS), splits = (pos / PAGE + each) / each;
-            const int items = join ? (splits > 1 ? p.H : 0) : p.K * splits;
-            for (; item < items; item += blocks) f(n, item, splits, each);
-            item = (item - items + blocks) % blocks;
-        }
-    }
+    // This block's items: of every token KV heads x splits, then of long contexts its heads.
     __device__ __forceinline__ void attention(int layer, bool joins) {
-        each_item(joins, [&](int n, int item, int splits, int each) {
-            if (joins) join(layer, n, item, splits);
-            else attend(layer, n, item / splits, item % splits, splits, each);
-        });
-    }
-    __device__ __forceinline__ void joins(int layer) {
-        each_item(true, [&](int n, int head, int splits, int) { join(layer, n, head, splits); });
+        for (int n = 0; n < N; n++) {
+            const StepPlace& y = dealt.place[n];
+            const int splits = y.splits, items = !joins ? p.K * splits : splits > 1 ? p.H : 0;
+            const int first = y.item[joins];
+            for (int item = first; item < items; item += gridDim.x)
+                if (joins) join(layer, n, item, splits);
+                else attend(layer, n, item == first ? y.kv : item / splits, item == first ? y.split : item % splits);
+        }
     }
     // A KV head's queries of token n over a split. Tokens m0 .. n of the step are of one sequence: their keys and
     // values are not in the cache yet. They come as words, and with the cache's others of their pages (two at most)
-    // they make up the tail. Shared memory has the tail's keys and values; the queries, as they came and rotated; new
-    // keys as they came; parts of warps.
-    __device__ __forceinline__ void attend(int layer, int n, int kv, int split, int splits, int each) {
-        const int G = p.H / p.K, pos = p.b.pos[n], seq = p.b.seq[n], first = split * each;
-        const int last = min(first + each, pos / PAGE + 1), *table = p.b.pages + (size_t)seq * p.b.max_pages;
-        int m0 = n;
-        while (m0 > 0 && p.b.seq[m0 - 1] == seq) m0--;
-        const int held = p.b.pos[m0], tail = held / PAGE, fresh = last > tail ? n - m0 + 1 : 0;
+    // they make up the tail. Shared memory has the tail's keys and values, the queries, and parts of warps.
+    __device__ __forceinline__ void attend(int layer, int n, int kv, int split) {
+        const StepPlace& y = dealt.place[n];
+        const int G = p.G, pos = y.pos, held = y.held, m0 = y.m0, *table = y.table;
+        const int first = split * y.pages, last = min(first + y.pages, pos / PAGE + 1);
+        const int tail = held / PAGE, fresh = last > tail ? n - m0 + 1 : 0;
         bf16 *keys = p.keys + layer * p.layer_size, *values = p.values + layer * p.layer_size;
         const size_t head = kv_offset(0, kv, 0, p.K, D), page_step = kv_offset(1, 0, 0, p.K, D);
         bf16 *tail_keys = work, *tail_values = tail_keys + S::TAIL * PAGE * D;
-        bf16* raw = tail_values + S::TAIL * PAGE * D;
-        bf16* rotated = raw + (G + N) * D;
-        float* parts = (float*)(rotated + G * D);
+        bf16* queries = tail_values + S::TAIL * PAGE * D;
+        float* parts = (float*)(queries + G * D);
         StepPage page;
-        auto load = [&](int at) {
-            const size_t from = at < tail ? table[at] * page_step + head : 0;
-            page.load(at < tail ? keys + from : tail_keys + (at - tail) * PAGE * D,
-                      at < tail ? values + from : tail_values + (at - tail) * PAGE * D);
+        auto load_keys = [&](int i) {
+            if (i < tail) page.template load_keys<true>(keys + table[i] * page_step + head);
+            else page.template load_keys<false>(tail_keys + (i - tail) * PAGE * D);
+        };
+        auto load_values = [&](int i) {
+            if (i < tail) page.template load_values<true>(values + table[i] * page_step + head);
+            else page.template load_values<false>(tail_values + (i - tail) * PAGE * D);
         };
         // What does not depend on the words is asked for before they are waited for.
         const int mine = first + warp;
         const bool early = mine < min(last, tail);
-        if (early) load(mine);
-        auto turn_of = [&](int j) { // of head j: the queries, then the new keys
-            const int m = j < G ? n : m0 + j - G;
-            return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < G ? 0 : D), p.rope + (size_t)p.b.pos[m] * D, lane);
+        if (early) load_keys(mine), load_values(mine);
+        // Heads: the queries, then each new token's key and value.
+        const int heads = G + 2 * fresh;
+        auto token_of = [&](int j) { return j < G ? n : m0 + (j - G) / 2; };
+        auto turn_of = [&](int j) {
+            return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < G ? 0 : D), p.rope + (size_t)(held + token_of(j) - m0) * D, lane);
         };
-        StepTurn turn = turn_of(min(warp, G + fresh - 1));
+        StepTurn turn = turn_of(min(warp, heads - 1));
         for (int i = tid; i < S::TAIL * PAGE * (D / 8) && fresh; i += CONSUMERS) { // (behind the new ones: zeros)
             const int key = i / (D / 8);
             if (key >= held % PAGE && key < held % PAGE + fresh) continue;
             const size_t from = table[tail] * page_step + head + i * 8;
             const uint4 zero = {0, 0, 0, 0};
-            *(uint4*)(tail_keys + i * 8) = key < held % PAGE ? *(const uint4*)(keys + from) : zero;
-            *(uint4*)(tail_values + i * 8) = key < held % PAGE ? *(const uint4*)(values + from) : zero;
+            *(uint4*)(tail_keys + i * 8) = key < held % PAGE ? __ldcg((const uint4*)(keys + from)) : zero;
+            *(uint4*)(tail_values + i * 8) = key < held % PAGE ? __ldcg((const uint4*)(values + from)) : zero;
         }
-        const int heads = p.H + 2 * p.K;
-        receive<false>((G + 2 * fresh) * (D / 4), epoch(layer), [&](int i) {
-            const int j = i / (D / 4), m = j < G ? n : m0 + (j - G) / 2;
-            const int h = j < G ? kv * G + j : p.H + (j - G) % 2 * p.K + kv;
-            return p.qkv + ((size_t)m * heads + h) * (D / 4) + i % (D / 4);
-        }, [&](int i, const uint4& v) {
-            const int j = i / (D / 4), m = (j - G) / 2, value = j >= G && (j - G) % 2;
-            bf16* to = value ? tail_values + (held % PAGE + m) * D : raw + (j < G ? j : G + m) * D;
-            *(uint2*)(to + i % (D / 4) * 4) = make_uint2(v.x, v.y);
-        });
-        meet();
-        const size_t slot = kv_offset(p.b.slot[n] / PAGE, kv, p.b.slot[n] % PAGE, p.K, D);
+        prefetch(layer, table, head, first, min(last, first + 16));
+        const size_t slot = kv_offset(y.slot / PAGE, kv, y.slot % PAGE, p.K, D);
         const bool appends = last == pos / PAGE + 1; // one split has the newest
-        for (int j = warp; j < G + fresh; j += WARPS) {
-            const int m = j < G ? n : m0 + j - G;
-            bf16* cache = appends && j >= G && m == n ? keys + slot : nullptr;
+        for (int j = warp; j < heads; j += WARPS) {
+            const int m = token_of(j), key = held % PAGE + m - m0;
+            const bool query = j < G, value = !query && (j - G) % 2;
+            const int h = query ? kv * G + j : p.H + (value ? p.K : 0) + kv;
+            const uint4 word = await(p.qkv + ((size_t)m * (p.H + 2 * p.K) + h) * (D / 4) + lane, epoch(layer));
+            uint2 x = make_uint2(word.x, word.y);
             if (j != warp) turn = turn_of(j);
-            rotate(j < G ? rotated + j * D : tail_keys + (held % PAGE + j - G) * D, cache, raw + j * D, turn);
+            if (!value) x = rotate(x, turn);
+            bf16* to = query ? queries + j * D : (value ? tail_values : tail_keys) + key * D;
+            *(uint2*)(to + 4 * lane) = x;
+            if (appends && !query && m == n) *(uint2*)((value ? values : keys) + slot + 4 * lane) = x;
         }
-        if (appends && tid < D / 8)
-            *(uint4*)(values + slot + tid * 8) = *(const uint4*)(tail_values + (held % PAGE + n - m0) * D + tid * 8);
         meet();
 
-        const bf16* query = rotated + min(g, G - 1) * D + t * 8; // (what others compute, nobody stores)
+        const bf16* query = queries + min(g, G - 1) * D + t * 8; // (what others compute, nobody stores)
         StepSoftmax softmax;
-        for (int at = mine; at < last; at += WARPS) {
-            if (at != mine || !early) load(at);
-            softmax.add(page, query, pos - at * PAGE + 1);
+        if (!early && mine < last) load_keys(mine), load_values(mine);
+        for (int at = mine; at < last; at += WARPS) { // the next page's come while this one's are worked on
+            const int next = at + WARPS;
+            softmax.add(page, query, pos - at * PAGE + 1, [&] { if (next < last) load_keys(next); });
+            if (next < last) load_values(next);
         }
         softmax.store(parts + (size_t)warp * G * (D + 4), G);
         meet();
-        publish_attention(parts, layer, n, kv, split, splits);
-        prefetch(layer, table, head, first, min(last, first + 16));
+        publish_attention(parts, layer, n, kv, split, y.splits);
         meet(); // `work` is free
     }
-    // One head: rms norm, then the rotation of the planes (i, i + D / 2), two of them a lane. To shared memory, and to
-    // the cache if that is not null.
-    __device__ __forceinline__ void rotate(bf16* to, bf16* cache, const bf16* from, const StepTurn& turn) {
-        const int i = lane * 2;
-        const uint32_t u = *(const uint32_t*)(from + i), v = *(const uint32_t*)(from + i + D / 2);
-        const uint32_t gu = turn.gu, gv = turn.gv;
-        const float4 angle = turn.angle;
-        float squares = low(u) * low(u) + high(u) * high(u) + low(v) * low(v) + high(v) * high(v);
-        const float scale = 1 / sqrtf(warp_sum(squares) / D + p.eps);
-        const float a = low(u) * scale * low(gu), b = high(u) * scale * high(gu);
-        const float c = low(v) * scale * low(gv), d = high(v) * scale * high(gv);
-        const uint32_t first = pack(a * angle.x - c * angle.y, b * angle.z - d * angle.w);
-        const uint32_t second = pack(c * angle.x + a * angle.y, d * angle.z + b * angle.w);
-        *(uint32_t*)(to + i) = first, *(uint32_t*)(to + i + D / 2) = second;
-        if (cache) *(uint32_t*)(cache + i) = first, *(uint32_t*)(cache + i + D / 2) = second;
+    // Numbers 4 lane .. 4 lane + 3 of a head: rms norm, then the rotation of the planes (i, i + D / 2).
+    __device__ __forceinline__ uint2 rotate(uint2 head, const StepTurn& turn) {
+        const float x[4] = {low(head.x), high(head.x), low(head.y), high(head.y)};
+        const float gain[4] = {low(turn.gain.x), high(turn.gain.x), low(turn.gain.y), high(turn.gain.y)};
+        const float4* a = turn.angle;
+        const float cosines[4] = {a[0].x, a[0].z, a[1].x, a[1].z}, sines[4] = {a[0].y, a[0].w, a[1].y, a[1].w};
+        const float squares = warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]);
+        const float scale = rsqrtf(squares / D + p.eps);
+        float y[4];
+        STEP_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const float mine = x[i] * scale * gain[i], other = __shfl_xor_sync(~0u, mine, 16);
+            y[i] = mine * cosines[i] + (lane < 16 ? -other : other) * sines[i];
+        }
+        return make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
     }
     // The warps' parts as one: what O takes, or a split's part for JOIN.
     __device__ __forceinline__ void publish_attention(float* parts, int layer, int n, int kv, int split, int splits) {
-        const int G = p.H / p.K;
+        const int G = p.G;
         for (int i = tid; i < G * (D / 4); i += CONSUMERS) {
             const int j = i / (D / 4), quad = i % (D / 4);
             float top, weights, *part = parts + j * (D + 4);
@@ -791,7 +859,8 @@ template <class S> struct Step {
         }
     }
     __device__ __forceinline__ void publish_head(int n, int h, int quad, const float4& x, float weights, int layer) {
-        const uint32_t first = pack(x.x / weights, x.y / weights), second = pack(x.z / weights, x.w / weights);
+        const float by = __fdividef(1, weights);
+        const uint32_t first = pack(x.x * by, x.y * by), second = pack(x.z * by, x.w * by);
         step_publish(p.att + ((size_t)n * p.H + h) * (D / 4) + quad, make_uint4(first, second, 0, epoch(layer)));
     }
     // Asks for the next layer's keys and values of some pages.
@@ -807,7 +876,7 @@ template <class S> struct Step {
     __device__ __forceinline__ void join(int layer, int n, int h, int splits) {
         float* parts = (float*)work;
         const uint4* words = p.parts + ((size_t)n * p.H + h) * p.most_splits * STEP_PART;
-        receive<false>(splits * STEP_PART, epoch(layer), [&](int i) { return words + i; }, [&](int i, const uint4& v) {
+        receive(tid, CONSUMERS, splits * STEP_PART, epoch(layer), [&](int i) { return words + i; }, [&](int i, const uint4& v) {
             parts[3 * i] = __uint_as_float(v.x), parts[3 * i + 1] = __uint_as_float(v.y);
             parts[3 * i + 2] = __uint_as_float(v.z);
         });
@@ -826,10 +895,12 @@ template <class S> struct Step {
             for (int other = 16; other; other /= 2) x = max(x, __shfl_xor_sync(~0u, x, other));
             return x;
         };
-        if (warp < N) {
-            likeliest = largest(likeliest);
-            if (lane == 0) p.best[(size_t)warp * BEST_BLOCKS + blockIdx.x] = likeliest;
-        }
+        auto* of_hands = (unsigned long long*)sums_of(0, 0, 0); // (hands, tokens)
+        likeliest = largest(likeliest);
+        if (lane == 0 && hand < S::HANDS && n < N) of_hands[warp] = likeliest;
+        meet();
+        if (tid < N)
+            p.best[(size_t)tid * BEST_BLOCKS + blockIdx.x] = max(of_hands[tid], of_hands[tid + (S::HANDS - 1) * S::TOKENS]);
         meet();
         if (tid == 0) dealt.last = step_arrive(p.arrived) == (int)gridDim.x - 1;
         meet();
@@ -852,9 +923,15 @@ __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_consta
     const int tid = threadIdx.x;
     if (tid < p.stages) full[tid].begin(S::BULK ? 1 : 128), empty[tid].begin(S::WARPS);
     if (tid < 7) step_deal(p, dealt, tid);
+    if (tid < (S::TOKENS == 1 ? 1 : p.b.N)) step_place(p, dealt, tid, S::WARPS);
     StepBarrier::begun();
     step_meet(0, S::THREADS);
-    if (tid >= S::CONSUMERS) return step_produce<S>(p, memory, dealt, first, last);
+    if (tid >= S::CONSUMERS) {
+        if constexpr (S::BULK) keep_registers<40>();
+        if (S::BULK && tid >= S::CONSUMERS + 32) return; // one warp copies
+        return step_produce<S>(p, memory, dealt, first, last);
+    }
+    if constexpr (S::BULK) take_registers<232>(); // 128 x 40 + 256 x 232 of 384 x 168
     Step<S> step(p, dealt);
     for (int phase = first; phase < last; phase++) {
         const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
@@ -904,6 +981,9 @@ struct StepRoad {
             DIE("--one-kernel: its blocks cannot all be resident on this GPU");
         arena.gpu = true;
         unsigned char* packed = plan();
+        size_t free = 0, all = 0;
+        CUDA_CHECK(cudaMemGetInfo(&free, &all));
+        if (ctx.one_kernel == Context::WHERE_FASTER && arena.used > free / 2) DIE("--one-kernel: little memory is free");
         arena.allocate("--one-kernel: a second copy of the weights"); // (products of many tokens need theirs by rows)
         packed = plan();
         pack(c, w, packed);
@@ -915,15 +995,17 @@ struct StepRoad {
     ~StepRoad() {
         if (fault) cudaFreeHost(fault);
     }
-    // The road, or null; then it is told why, once.
+    // The road, or null; who asked for it is told why, once. WHERE_FASTER: where it was measured to be (on Hopper),
+    // except with ctx.invariant: its sums have another order than a prompt's.
     static std::unique_ptr<StepRoad> find(const Context& ctx, const Config& c, const Weights<bf16>& w) {
-        if (ctx.one_kernel == Context::OFF) return nullptr;
+        const bool asked = ctx.one_kernel > Context::WHERE_FASTER;
+        if (ctx.one_kernel == Context::OFF || (!asked && (ctx.gpu->sm != 90 || ctx.invariant))) return nullptr;
         try {
             return std::make_unique<StepRoad>(ctx, c, w);
         } catch (const Error& e) {
             static bool told = false;
-            if (!told) fprintf(stderr, "%s; a token is a graph of kernels\n", e.what());
-            told = true;
+            if (asked && !told) fprintf(stderr, "%s; a token is a graph of kernels\n", e.what());
+            told = told || asked;
             return nullptr;
         }
     }

@@ -22,6 +22,8 @@ struct Meeting { int arrived = 0; std::vector<size_t> waiting; };
 static std::map<std::pair<unsigned, int>, Meeting> meetings; // (block, barrier)
 static uint64_t emulated_ns;
 
+template <int> void keep_registers() {}
+template <int> void take_registers() {}
 __device__ inline unsigned char* step_memory() { return block_memory.data() + blockIdx.x * BLOCK_MEMORY; }
 __device__ inline void step_meet(int barrier, int threads) {
     Meeting& m = meetings[{blockIdx.x, barrier}];
@@ -34,12 +36,19 @@ __device__ inline void step_meet(int barrier, int threads) {
     m = {};
 }
 
+__device__ inline void step_pass(int barrier, int threads) {
+    Meeting& m = meetings[{blockIdx.x, barrier}];
+    if (++m.arrived < threads) return;
+    for (size_t thread : m.waiting) coroutines[thread].state = Coroutine::READY;
+    m = {};
+}
+
 // All blocks of a launch together; every other pass of the scheduler goes from the last thread to the first. False: a
 // thread has not come to its end.
 template <class F> bool launch_together(unsigned blocks, unsigned threads, F kernel) {
     gridDim = dim3(blocks), blockDim = dim3(threads), body = kernel;
     const size_t n = (size_t)blocks * threads;
-    if (n > 1024) std::abort(); // emulate.h's `exchange`
+    if (n > MOST_THREADS) std::abort();
     block_memory.assign(blocks * BLOCK_MEMORY, 0xff); // NaN
     meetings.clear();
     coroutines = std::vector<Coroutine>(n);
@@ -70,7 +79,7 @@ __device__ inline int step_opaque(int x) { return x; }
 struct EmulatedCopy { unsigned char* to; const unsigned char* from; int bytes; bool counted; }; // to null: an arrival
 struct StepBarrier;
 static std::map<StepBarrier*, std::vector<EmulatedCopy>> copies_to_come;
-static std::vector<EmulatedCopy> copies_of[1024]; // copy16's, by thread
+static std::vector<EmulatedCopy> copies_of[MOST_THREADS]; // copy16's, by thread
 struct StepBarrier {
     uint16_t expected, missing, bytes, phase;
     void begin(int arrivals) {
@@ -118,6 +127,7 @@ __device__ inline int step_arrive(int* counter) { return (*counter)++; }
 template <class T> T __ldcg(const T* p) { return *p; }
 constexpr float LOG2E = 1.44269504f;
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline float warp_sum(float x) {
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;

@@ -72,7 +72,8 @@ static std::vector<std::unique_ptr<char[]>> stacks; // the coroutines', kept fro
 static size_t running;
 static ucontext_t scheduler;
 static std::function<void()> body;
-static uint64_t exchange[1024];
+constexpr size_t MOST_THREADS = 2048; // at once
+static uint64_t exchange[MOST_THREADS];
 
 static void enter() {
     body();
