@@ -35,7 +35,7 @@ struct ModelOptions {
     int gpu = 0;     // which one of this host
     bool invariant = false, help = false;
     bool packed = false; // on a GPU
-    Context::OneKernel one_kernel = Context::OFF;
+    Context::OneKernel one_kernel = Context::WHERE_FASTER;
 
     void add_to(std::vector<Option>& table, bool inference) {
         table.push_back({"-d", "--device", "NAME", "cpu, cuda, or plain: the definitions of qwen3.cu's Book I, slow\n"
@@ -701,9 +701,14 @@ static std::vector<Option> option_table(Options& o) {
     table.push_back(o.packed_option());
     o.add_to(table, true);
     const std::vector<Option> more = {
-        {"", "--one-kernel", "[phases]", "on a GPU: a token of an answer is one kernel (not yet measured: off by\n"
-         "default); phases: a launch for each of its phases, to study it",
-         [&o](const char*, const char* v) { o.one_kernel = *v ? Context::BY_PHASE : Context::TOGETHER; }},
+        {"", "--one-kernel", "on|off|phases", "on a GPU: a token of an answer is one kernel (default: on Hopper, if\n"
+         "half of the free memory holds its copy of the weights); phases: a\n"
+         "launch for each of its phases, to study it",
+         [&o](const char* name, const char* v) {
+             std::string which;
+             one_of(which, {"on", "off", "phases"})(name, v);
+             o.one_kernel = which == "off" ? Context::OFF : which == "on" ? Context::TOGETHER : Context::BY_PHASE;
+         }},
         {"", "", "", "measurements", {}},
         {"", "--bench", "[long]", "speed of prompt and decoding, with the machine's ceilings; --json",
          [&o](const char*, const char* v) { o.bench = true, o.bench_long = *v; }},
@@ -2003,7 +2008,7 @@ static int run(int argc, char** argv) {
     ModelFile file(o.model);
     file.logits = !retrieves;
     o.ctx = choose_device(o, file);
-    if (o.one_kernel && !o.ctx.gpu) DIE("--one-kernel is for a GPU; this model runs on the CPU");
+    if (o.one_kernel > Context::WHERE_FASTER && !o.ctx.gpu) DIE("--one-kernel is for a GPU; this model runs on the CPU");
     if (o.bench && !o.adapter.empty()) DIE("--adapter changes no figure of --bench");
     if (o.bench) return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
     return wide(o, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);

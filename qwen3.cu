@@ -169,7 +169,8 @@ struct Context {
     bool plain = false;                          // by the definitions of this book
     bool invariant = false;                      // on a GPU: a row's bits do not depend on its batch (slower)
     bool kv_fp8 = false;                         // a session's cache is FP8
-    enum OneKernel { OFF, TOGETHER, BY_PHASE } one_kernel = OFF; // on a GPU: drawn tokens by step.h's kernel
+    // On a GPU, drawn tokens by step.h's kernel: WHERE_FASTER as StepRoad::find says.
+    enum OneKernel { OFF, WHERE_FASTER, TOGETHER, BY_PHASE } one_kernel = OFF;
     const volatile sig_atomic_t* stop = nullptr; // forward and backward give up between layers when this is not zero
 };
 

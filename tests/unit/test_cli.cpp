@@ -216,7 +216,8 @@ TEST_CASE("--lookup: the same answer with any number, from 0 to 7") {
     }
     check_refused({TINY, "-z", VOCABULARY, "-i", "x", "--lookup", "8"}, "--lookup");
     check_refused({TINY, "-z", VOCABULARY, "-i", "x", "--lookup", "-1"}, "--lookup");
-    check_refused({TINY, "-z", VOCABULARY, "-i", "x", "--one-kernel"}, "--one-kernel is for a GPU");
+    check_refused({TINY, "-z", VOCABULARY, "-i", "x", "--one-kernel", "on"}, "--one-kernel is for a GPU");
+    check_refused({TINY, "-z", VOCABULARY, "-i", "x", "--one-kernel", "two"}, "--one-kernel two: on, off or phases");
 }
 
 TEST_CASE("tokenizer.bin is looked for beside the model, beside the program, in the working folder") {
