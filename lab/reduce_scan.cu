@@ -363,7 +363,7 @@ __global__ void scan_tiles(const int* in, const int* sums, int* out, int n) {
 // published the sum of all up to itself; then it publishes its own such sum. State and value are one word of 64 bits,
 // so that whoever sees the state sees the value. A block draws its tile's number when it starts: so all tiles before it
 // have started, and nobody waits for a block that has no place to run. Predicted: near the ceiling. (By emulation
-// blocks run one after another: nobody has to wait there, so the waiting itself is not run yet.)
+// blocks run one after another: nobody has to wait there.)
 enum State : unsigned { NOTHING, OF_TILE, OF_ALL };
 __device__ inline void publish(unsigned long long* status, int tile, State state, int sum) {
     ((volatile unsigned long long*)status)[tile] = (unsigned long long)state << 32 | (unsigned)sum;

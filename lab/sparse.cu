@@ -2,8 +2,8 @@
 // part of a warp a row; equal shares of a merged path). Two matrices, one with rows of equal length and one without: a
 // step that wins on the one may lose on the other.   (lab/lab.h says how to run it)
 //
-// --size MxNxK: M rows, N columns, K entries a row (on average: skewed has rows of up to 1,024 K). Not run yet:
-// "predicted" is arithmetic for an H100 (3.35 TB/s, 50 MB L2), unless it says RTX 4090 (1.0 TB/s, 72 MB L2).
+// --size MxNxK: M rows, N columns, K entries a row (on average: skewed has rows of up to 1,024 K).
+// "Predicted" is arithmetic for an H100 (3.35 TB/s, 50 MB L2), unless it says RTX 4090 (1.0 TB/s, 72 MB L2).
 #include "lab.h"
 #if defined(__CUDACC__) && defined(HAVE_CUSPARSE)
 #include <cusparse.h>

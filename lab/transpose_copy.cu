@@ -106,7 +106,7 @@ __global__ void vectors(const float* in, float* out, int rows, int columns) {
                         tile[place<SWIZZLED>(x + 3, y)]);
 }
 
-// ---- 8 TMA (Hopper; not run yet on a GPU). One thread asks the Tensor Memory Accelerator for a box of 64 rows of 32
+// ---- 8 TMA (Hopper). One thread asks the Tensor Memory Accelerator for a box of 64 rows of 32
 // numbers; there are no addresses, bounds checks or registers on the way in. It counts in numbers of two bytes, so
 // a float32 is two columns of the map. Rows have 128 bytes, swizzled by 16 bytes: number c of row r lies in chunk c / 4
 // ^ r % 8. A thread takes four numbers of a column, rows 4 a to 4 a + 3, and writes 16 bytes. In a warp are two

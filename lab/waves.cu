@@ -2,7 +2,7 @@
 // that are written only to be read again. Each group of steps does the same work in several ways, so that the
 // difference is the price. (lab/lab.h says how to run it)
 //
-// --size AxBxC: A terms a sum (blocks, launches), an array of B MiB (loads), C MiB (fusion). Not run yet: "predicted"
+// --size AxBxC: A terms a sum (blocks, launches), an array of B MiB (loads), C MiB (fusion). "Predicted"
 // is arithmetic for an H100 (132 multiprocessors, 3.35 TB/s, launches as the course's notes measured them on an H200 of
 // the same design).
 #include "lab.h"
