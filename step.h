@@ -153,7 +153,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
     p.in_flight = 1, p.in_flight_head = 2, p.patience = 1000000000, p.short_keys = 64;
     p.most_splits = std::max(1, std::min(64, blocks / c.K));
-    // Shared memory: the ring's barriers; two sets of sums (tiles, warps, tokens, 8 rows) and of squares (tokens, warps);
+    // Shared memory: the ring's barriers; two sets of sums (tiles, warps, tokens, 8 rows), of squares (tokens, warps);
     // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
     const size_t G = p.G, D = STEP_HEAD;
     const size_t input = (size_t)N * S::row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
@@ -243,9 +243,6 @@ __device__ inline unsigned char* step_memory() {
 }
 __device__ inline void step_meet(int barrier, int threads) { // bar.sync
     asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ inline void step_pass(int barrier, int threads) { // bar.arrive: the others need not be waited for
-    asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 __device__ inline uint4 step_peek(const uint4* word) {
     uint64_t a, b;
@@ -354,15 +351,12 @@ struct StepPage {
     template <bool GLOBAL> __device__ __forceinline__ static uint4 get(const bf16* from) {
         return GLOBAL ? __ldcg((const uint4*)from) : *(const uint4*)from;
     }
-    template <bool GLOBAL> __device__ __forceinline__ void load_keys(const bf16* keys) {
+    template <bool GLOBAL> __device__ __forceinline__ void load(const bf16* keys, const bf16* values) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         STEP_UNROLL
         for (int half = 0; half < 2; half++)
             STEP_UNROLL
             for (int j = 0; j < D / 32; j++) k[half][j] = get<GLOBAL>(keys + (half * 8 + g) * D + j * 32 + t * 8);
-    }
-    template <bool GLOBAL> __device__ __forceinline__ void load_values(const bf16* values) {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         STEP_UNROLL
         for (int a = 0; a < 4; a++)
             STEP_UNROLL
@@ -390,9 +384,8 @@ struct StepSoftmax {
     __device__ __forceinline__ static float of_column(float x, int i) {
         return __shfl_sync(~0u, x, (threadIdx.x % 4 * 2 + i) * 4);
     }
-    // Of the first `count` keys of a page. In between, its keys may give way to others: `loaded`.
-    template <class Loaded>
-    __device__ __forceinline__ void add(const StepPage& page, const bf16* query, int count, Loaded loaded) {
+    // Of the first `count` keys of a page.
+    __device__ __forceinline__ void add(const StepPage& page, const bf16* query, int count) {
         float s[2][4] = {};
         STEP_UNROLL
         for (int j = 0; j < D / 32; j++) {
@@ -404,7 +397,6 @@ struct StepSoftmax {
                 mma(s[half], q.z, 0, q.w, 0, k.z, k.w);
             }
         }
-        loaded();
         float largest = top;
         STEP_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -682,7 +674,8 @@ template <class S> struct Step {
             send(p.qkv + (size_t)n * (p.H + 2 * p.K) * (D / 4), row, y, 0, e, there);
         } else if (kind == STEP_GATE_UP) {
             const float up = __shfl_down_sync(~0u, y, 8);
-            send(p.hidden + (size_t)n * (p.F / 4), row, __fdividef(y, 1 + exp2_fast(-LOG2E * y)) * up, 0, e, there && lane / 8 % 2 == 0);
+            send(p.hidden + (size_t)n * (p.F / 4), row, __fdividef(y, 1 + exp2_fast(-LOG2E * y)) * up, 0, e,
+                 there && lane / 8 % 2 == 0);
         } else if (kind != STEP_LOGITS) {
             const float x = old + y;
             if (there) p.residual[(size_t)n * p.C + row] = x;
@@ -760,23 +753,21 @@ template <class S> struct Step {
         bf16* queries = tail_values + S::TAIL * PAGE * D;
         float* parts = (float*)(queries + G * D);
         StepPage page;
-        auto load_keys = [&](int i) {
-            if (i < tail) page.template load_keys<true>(keys + table[i] * page_step + head);
-            else page.template load_keys<false>(tail_keys + (i - tail) * PAGE * D);
-        };
-        auto load_values = [&](int i) {
-            if (i < tail) page.template load_values<true>(values + table[i] * page_step + head);
-            else page.template load_values<false>(tail_values + (i - tail) * PAGE * D);
+        auto load = [&](int i) {
+            const size_t from = i < tail ? table[i] * page_step + head : (size_t)(i - tail) * PAGE * D;
+            if (i < tail) page.template load<true>(keys + from, values + from);
+            else page.template load<false>(tail_keys + from, tail_values + from);
         };
         // What does not depend on the words is asked for before they are waited for.
         const int mine = first + warp;
         const bool early = mine < min(last, tail);
-        if (early) load_keys(mine), load_values(mine);
+        if (early) load(mine);
         // Heads: the queries, then each new token's key and value.
         const int heads = G + 2 * fresh;
         auto token_of = [&](int j) { return j < G ? n : m0 + (j - G) / 2; };
         auto turn_of = [&](int j) {
-            return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < G ? 0 : D), p.rope + (size_t)(held + token_of(j) - m0) * D, lane);
+            return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < G ? 0 : D),
+                            p.rope + (size_t)(held + token_of(j) - m0) * D, lane);
         };
         StepTurn turn = turn_of(min(warp, heads - 1));
         for (int i = tid; i < S::TAIL * PAGE * (D / 8) && fresh; i += CONSUMERS) { // (behind the new ones: zeros)
@@ -806,11 +797,9 @@ template <class S> struct Step {
 
         const bf16* query = queries + min(g, G - 1) * D + t * 8; // (what others compute, nobody stores)
         StepSoftmax softmax;
-        if (!early && mine < last) load_keys(mine), load_values(mine);
-        for (int at = mine; at < last; at += WARPS) { // the next page's come while this one's are worked on
-            const int next = at + WARPS;
-            softmax.add(page, query, pos - at * PAGE + 1, [&] { if (next < last) load_keys(next); });
-            if (next < last) load_values(next);
+        for (int at = mine; at < last; at += WARPS) {
+            if (at != mine || !early) load(at);
+            softmax.add(page, query, pos - at * PAGE + 1);
         }
         softmax.store(parts + (size_t)warp * G * (D + 4), G);
         meet();
@@ -900,7 +889,8 @@ template <class S> struct Step {
         if (lane == 0 && hand < S::HANDS && n < N) of_hands[warp] = likeliest;
         meet();
         if (tid < N)
-            p.best[(size_t)tid * BEST_BLOCKS + blockIdx.x] = max(of_hands[tid], of_hands[tid + (S::HANDS - 1) * S::TOKENS]);
+            p.best[(size_t)tid * BEST_BLOCKS + blockIdx.x] =
+                max(of_hands[tid], of_hands[tid + (S::HANDS - 1) * S::TOKENS]);
         meet();
         if (tid == 0) dealt.last = step_arrive(p.arrived) == (int)gridDim.x - 1;
         meet();
@@ -983,7 +973,8 @@ struct StepRoad {
         unsigned char* packed = plan();
         size_t free = 0, all = 0;
         CUDA_CHECK(cudaMemGetInfo(&free, &all));
-        if (ctx.one_kernel == Context::WHERE_FASTER && arena.used > free / 2) DIE("--one-kernel: little memory is free");
+        if (ctx.one_kernel == Context::WHERE_FASTER && arena.used > free / 2)
+            DIE("--one-kernel: little memory is free");
         arena.allocate("--one-kernel: a second copy of the weights"); // (products of many tokens need theirs by rows)
         packed = plan();
         pack(c, w, packed);

@@ -36,13 +36,6 @@ __device__ inline void step_meet(int barrier, int threads) {
     m = {};
 }
 
-__device__ inline void step_pass(int barrier, int threads) {
-    Meeting& m = meetings[{blockIdx.x, barrier}];
-    if (++m.arrived < threads) return;
-    for (size_t thread : m.waiting) coroutines[thread].state = Coroutine::READY;
-    m = {};
-}
-
 // All blocks of a launch together; every other pass of the scheduler goes from the last thread to the first. False: a
 // thread has not come to its end.
 template <class F> bool launch_together(unsigned blocks, unsigned threads, F kernel) {

@@ -591,6 +591,11 @@ TEST_CASE("attention backward: head sizes, groups, lengths at the borders of pag
 
 TEST_CASE("the sampler draws what the CPU draws, bit for bit") {
     Random random{6};
+    auto key_of = [](float logit, int id) { // draw_key, whose text is for a GPU
+        uint32_t u;
+        logit += 0.f, memcpy(&u, &logit, 4);
+        return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
+    };
     auto check = [&](const std::vector<float>& logits, int exist, const Sampling& how, int position) {
         const int V = (int)logits.size();
         Device<float> d(logits);
@@ -598,9 +603,18 @@ TEST_CASE("the sampler draws what the CPU draws, bit for bit") {
         Device<Draw> draws(std::vector<Draw>{draw});
         Device<int> token(1), pos(std::vector<int>{position - 1}), slot(1), seq(std::vector<int>{0}), pages(std::vector<int>{0, 7, 3});
         const DrawState state = {token, pos, slot, seq, pages, 3, nullptr, nullptr, 0};
+        const int blocks = 1 + random.below(std::min(V, BEST_BLOCKS)), rows = (V + blocks - 1) / blocks; // of a head
+        std::vector<unsigned long long> keys(BEST_BLOCKS, 0);
+        for (int id = 0; id < exist; id++) keys[id / rows] = std::max(keys[id / rows], key_of(usable(logits[id]), id));
+        Device<unsigned long long> best(keys);
+        INFO("V " << V << " exist " << exist << " t " << how.temperature << " k " << how.top_k << " p " << how.top_p << " min-p " << how.min_p << " seed " << how.seed << " blocks " << blocks);
+        const int want = sample(logits.data(), exist, how, (uint64_t)position);
+        launch(gpu(), sample_kernel, 1, 1024, 0, (const float*)d, (size_t)V, (const Draw*)draws, (const unsigned long long*)best, blocks, state);
+        CHECK(token.get()[0] == want);
+        CHECK(pos.get()[0] == position);
+        pos.replace({position - 1});
         launch(gpu(), sample_kernel, 1, 1024, 0, (const float*)d, (size_t)V, (const Draw*)draws, (const unsigned long long*)nullptr, 0, state);
-        INFO("V " << V << " exist " << exist << " t " << how.temperature << " k " << how.top_k << " p " << how.top_p << " min-p " << how.min_p << " seed " << how.seed);
-        CHECK(token.get()[0] == sample(logits.data(), exist, how, (uint64_t)position));
+        CHECK(token.get()[0] == want);
         CHECK(pos.get()[0] == position);
         if (position < 48) CHECK(slot.get()[0] == std::vector<int>{0, 7, 3}[position / 16] * 16 + position % 16);
     };
@@ -608,11 +622,13 @@ TEST_CASE("the sampler draws what the CPU draws, bit for bit") {
         const int V = round % 3 == 0 ? 40 : round % 3 == 1 ? 5000 : 151936;
         std::vector<float> logits = random.fill<float>(V, round % 5 == 0 ? 0.5 : 12);
         if (round % 4 == 1) for (float& l : logits) l = std::round(l); // many ties
+        if (round % 25 == 24) for (float& l : logits) l = 3;           // ... all
+        if (round % 25 == 12) for (float& l : logits) l = l > 11.9f ? l : -90; // most have no weight
         if (round % 7 == 2) logits[random.below(V)] = NAN, logits[random.below(V)] = INFINITY, logits[random.below(V)] = -INFINITY, logits[0] = -0.f;
         Sampling how;
         how.seed = (uint64_t)round * 977;
         how.temperature = (float[]){0.7f, 1.f, 0.f, 0.3f, 2.f}[round % 5];
-        how.top_k = (int[]){20, 0, 1, 40, 1000, 3000, 0}[round % 7];
+        how.top_k = (int[]){20, 0, 1, 40, 1000, 3000, 0, GROUPS, GROUPS + 1}[round % 9];
         how.top_p = (float[]){0.8f, 1.f, 0.95f, 0.f}[round / 2 % 4];
         how.min_p = round % 6 == 3 ? 0.1f : 0.f;
         check(logits, round % 2 ? V : V - 7, how, 1 + random.below(60));
