@@ -1,5 +1,7 @@
 // serve.cu: its parts by themselves, then the program (SERVE, else ./serve) from outside, on the random model in
 // fixtures/tiny. What an answer must be is said by `generate` on a Session of its own.
+#include <regex>
+#include <set>
 #include "../engine.h"
 #include "../http.h"
 #include "../process.h"
@@ -1356,6 +1358,22 @@ TEST_CASE("HTTP: HEAD is GET without a body") {
         if (strcmp(path, "/metrics")) CHECK(head.headers.at("content-length") == get.headers.at("content-length"));
     }
     CHECK(Http(server.port).call("GET", "/metrics").body.find("{method=\"HEAD\",handler=\"/health\",status=\"200\"} 1\n") != std::string::npos);
+}
+
+TEST_CASE("the board for Grafana names what /metrics has") {
+    Serving server;
+    Http(server.port).call("GET", "/health");
+    const std::string all = Http(server.port).call("GET", "/metrics").body, text = read_file("deploy/grafana.json");
+    const Json board(text);
+    CHECK(board["panels"][8]["title"].str() == "Preempted and dropped"); // (it is JSON to the end)
+    const std::regex name("(vllm:|http_)[a-z0-9_]+");
+    std::set<std::string> names;
+    for (std::sregex_iterator at(text.begin(), text.end(), name), end; at != end; ++at) names.insert(at->str());
+    CHECK(names.size() >= 14);
+    for (const std::string& one : names) {
+        INFO(one);
+        CHECK(all.find("\n" + one + "{") != std::string::npos);
+    }
 }
 
 TEST_CASE("the page to chat on: headers, title, a number of its own each time") {
