@@ -104,6 +104,37 @@ __device__ inline void tma_load([[maybe_unused]] void* to, [[maybe_unused]] cons
     HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4}], [%2];"
                ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(b)), "r"(column), "r"(row) : "memory");
 }
+// ---- Clusters: PAIR blocks on neighbouring multiprocessors, which reach each other's shared memory
+constexpr int PAIR = 2;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define CLUSTERS_OF_PAIR __cluster_dims__(2, 1, 1) // of a kernel
+#else
+#define CLUSTERS_OF_PAIR
+#endif
+__device__ inline int cluster_rank() {
+    uint32_t rank = 0;
+    HOPPER_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return (int)rank;
+}
+__device__ inline void cluster_sync() { // of all threads that have not ended
+    HOPPER_ASM("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// At the mbarrier in the same place of block `rank`.
+__device__ inline void barrier_arrive_at([[maybe_unused]] uint64_t* b, [[maybe_unused]] int rank) {
+    HOPPER_ASM("{ .reg .b32 there;\n"
+               "mapa.shared::cluster.u32 there, %0, %1;\n"
+               "mbarrier.arrive.shared::cluster.b64 _, [there]; }"
+               ::"r"(shared_address(b)), "r"(rank) : "memory");
+}
+// As tma_load, to the same place in all blocks of the cluster, each of which has its mbarrier told.
+__device__ inline void tma_load_to_all([[maybe_unused]] void* to, [[maybe_unused]] const CUtensorMap& map,
+                                       [[maybe_unused]] uint64_t* b, [[maybe_unused]] int column,
+                                       [[maybe_unused]] int row) {
+    HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+               " [%0], [%1, {%3,%4}], [%2], %5;"
+               ::"r"(shared_address(to)), "l"(&map), "r"(shared_address(b)), "r"(column), "r"(row),
+                 "h"((uint16_t)((1 << PAIR) - 1)) : "memory");
+}
 // So many bytes, a multiple of 16, as they lie.
 __device__ inline void bulk_load([[maybe_unused]] void* to, [[maybe_unused]] const void* from,
                                  [[maybe_unused]] int bytes, [[maybe_unused]] uint64_t* b) {

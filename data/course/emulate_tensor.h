@@ -115,6 +115,15 @@ static void tma_load(void* to, const CUtensorMap& map, uint64_t* b, int column, 
         return map.box_rows * 128;
     });
 }
+// A cluster is one block here.
+#define CLUSTERS_OF_PAIR
+constexpr int PAIR = 1;
+static int cluster_rank() { return 0; }
+static void cluster_sync() {}
+static void barrier_arrive_at(uint64_t* b, int) { barrier_arrive(b); }
+static void tma_load_to_all(void* to, const CUtensorMap& map, uint64_t* b, int column, int row) {
+    tma_load(to, map, b, column, row);
+}
 static void bulk_load(void* to, const void* from, int bytes, uint64_t* b) { // 16 bytes or a multiple
     if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16)
         std::puts("FALSE: a bulk copy is not aligned"), std::exit(1);
