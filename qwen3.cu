@@ -285,7 +285,7 @@ struct ModelFile; // checkpoint.h
 template <class T> struct Weights {
     Linear<T> embed;             // (V,C)
     std::vector<Layer<T>> layers;
-    const T* norm;               // (C)
+    const T* norm = nullptr;     // (C)
     Linear<T> head;              // (V,C), the embedding when tied
     std::vector<std::shared_ptr<void>> converted; // what the file does not hold in this form
     Arena gpu;                   // holds all of them after `upload`
@@ -294,6 +294,7 @@ template <class T> struct Weights {
     // once. With `int8` every matrix becomes INT8 (a file's own INT8 matrices are so anyway). With `packed` a quantised
     // matrix stays so: in its own format if Linear has it, else as INT8. Norms stay as they are.
     explicit Weights(const ModelFile& file, bool int8 = false, bool packed = false);
+    Weights() = default; // for who fills it
     // Copies all to the GPU (see Book II) and lets every pointer point there, the blocks of a Linear one after another.
     void upload(Context& ctx, const ModelFile& file);
 };
@@ -1831,6 +1832,8 @@ __device__ inline void wgmma_begin() {
 __device__ inline void wgmma_commit() {
     HOPPER_ASM("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
+// What was written to shared memory before, wgmma may read.
+__device__ inline void shared_to_async() { HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Waits until all groups but the last few are done.
 template <int LAST> __device__ inline void wgmma_wait() {
     HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(LAST) : "memory");
@@ -1849,6 +1852,10 @@ __device__ inline void copy_async(uint32_t shared, const void* global, bool ther
 __device__ inline void copy_async_4(uint32_t shared, const void* global, bool there) { // 4 bytes
     const int bytes = there ? 4 : 0;
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+// Arrives, as one of those that the barrier was begun with, when all of this thread's copies so far are there.
+__device__ inline void barrier_arrive_with_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int YOUNGER> __device__ inline void wait_for_copies() {
@@ -3006,15 +3013,17 @@ __device__ __forceinline__ void softmax_part(const float (&sum)[NF][4], int j0, 
 }
 
 // Four neighbouring columns of the 16 of two fragments, so that a quad of lanes writes whole sectors of 32 bytes:
-// neighbours exchange two numbers. Lanes 0 1 2 3 of a quad get columns 0 .. 3, 8 .. 11, 4 .. 7, 12 .. 15.
-__device__ __forceinline__ float4 four_columns(float2 even, float2 odd) {
+// neighbours exchange two numbers. Lanes 0 1 2 3 of a quad get columns 0 .. 3, 8 .. 11, 4 .. 7, 12 .. 15. `lanes`: who
+// calls it.
+__device__ __forceinline__ float4 four_columns(float2 even, float2 odd, uint32_t lanes = ~0u) {
     const bool second = threadIdx.x % 2; // gets its four from the second fragment
-    const float a = __shfl_xor_sync(~0u, second ? even.x : odd.x, 1);
-    const float b = __shfl_xor_sync(~0u, second ? even.y : odd.y, 1);
+    const float a = __shfl_xor_sync(lanes, second ? even.x : odd.x, 1);
+    const float b = __shfl_xor_sync(lanes, second ? even.y : odd.y, 1);
     return second ? make_float4(a, b, odd.x, odd.y) : make_float4(even.x, even.y, a, b);
 }
-__device__ __forceinline__ float4 four_columns(const float (&even)[4], const float (&odd)[4], int h) {
-    return four_columns(make_float2(even[2 * h], even[2 * h + 1]), make_float2(odd[2 * h], odd[2 * h + 1]));
+__device__ __forceinline__ float4 four_columns(const float (&even)[4], const float (&odd)[4], int h,
+                                               uint32_t lanes = ~0u) {
+    return four_columns(make_float2(even[2 * h], even[2 * h + 1]), make_float2(odd[2 * h], odd[2 * h + 1]), lanes);
 }
 // Hands a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
 template <class S, class Epilogue>
@@ -3930,10 +3939,10 @@ template <int D> struct HeadTile {
     static constexpr int ROW = D * 2, CHUNKS = D / 8; // bytes and chunks of a row
     __device__ static int at(int row, int chunk) { return row * ROW + ((chunk ^ row % 8) << 4); }
 };
-// What a thread of 128 copies of a tile: one chunk of every STEPth row.
+// What each of 128 threads copies of a tile: one chunk of every STEPth row.
 template <int D> struct HeadRows {
     static constexpr int THREADS = 128, STEP = THREADS / HeadTile<D>::CHUNKS;
-    const int row = threadIdx.x / HeadTile<D>::CHUNKS, chunk = threadIdx.x % HeadTile<D>::CHUNKS;
+    const int row = threadIdx.x % THREADS / HeadTile<D>::CHUNKS, chunk = threadIdx.x % HeadTile<D>::CHUNKS;
 };
 
 // s += a b^T: each of 16 I rows of the warp's own with each of 16 J others, all of D numbers and in tiles. s[i][j] is
@@ -4003,11 +4012,22 @@ template <int I, int J, class F> __device__ __forceinline__ void each_score(floa
             #pragma unroll
             for (int e = 0; e < 4; e++) f(s[i][j][e], i, j, e);
 }
-// What this lane has of one of the two rows in x = s[i], lane / 4 (h = 0) or lane / 4 + 8 (1), times `by`, to `row`.
-template <int J> __device__ __forceinline__ void store_row(bf16* row, const float (&x)[J][4], int h, float by) {
+// Such an s of 16 rows, rounded, as mma and wgmma take it for their a operand.
+template <int K>
+__device__ __forceinline__ void round_weights(uint32_t (&weights)[K][4], const float (&s)[1][2 * K][4]) {
     #pragma unroll
-    for (int j = 0; j < J; j++)
-        *(uint32_t*)(row + score_column(j, 0)) = pack(x[j][2 * h] * by, x[j][2 * h + 1] * by);
+    for (int i = 0; i < 4 * K; i++)
+        weights[i / 4][i % 4] = pack(s[0][i / 2][i % 2 * 2], s[0][i / 2][i % 2 * 2 + 1]);
+}
+// What a quad of lanes has of one of the two rows in x = s[i], lane / 4 (h = 0) or lane / 4 + 8 (1), times `by`, to
+// `row`.
+template <int J> __device__ __forceinline__ void store_row(bf16* row, const float (&x)[J][4], int h, float by) {
+    const int quad = threadIdx.x % 4, column = quad / 2 * 4 + quad % 2 * 8;
+    #pragma unroll
+    for (int j = 0; j < J; j += 2) {
+        const float4 y = four_columns(x[j], x[j + 1], h, 0xfu << (threadIdx.x % 32 - quad));
+        store_four(row + j * 8 + column, make_float4(y.x * by, y.y * by, y.z * by, y.w * by));
+    }
 }
 
 // A row's attention over some of its keys, one number of it: the largest score, the sum of the weights 2^(score - top)
@@ -4399,12 +4419,6 @@ struct HopperAttention {
             sum[h] = sum[h] * shrink[h] + weights;
         }
     }
-    __device__ __forceinline__ static void round_weights(uint32_t (&weights)[KEYS / 16][4], const Scores& s) {
-        #pragma unroll
-        for (int i = 0; i < KEYS / 4; i++)
-            weights[i / 4][i % 4] = pack(s[0][i / 2][i % 2 * 2], s[0][i / 2][i % 2 * 2 + 1]);
-    }
-
     // The warp's rows of tokens n0 .. n1 - 1, to `out` or, if the keys are split, to `partial`.
     __device__ __forceinline__ void store(const QueryTile& t, int split, int n0, int n1, const Mixed& mixed,
                                           const float (&maximum)[2], const float (&sum)[2], float scale) const {
@@ -4882,14 +4896,15 @@ __device__ __forceinline__ void probabilities(float (&s)[I][J][4], float scale, 
 // query rows that see one of the keys pass by, 64 at a time, of all G heads. Scores are computed as keys times queries,
 // so that they lie as the weights of the two sums want them.
 
-// One past the last token that sees one of the tokens before m1, or a spare row: every thread asks one token, evenly
-// spaced between what is known to see one and what is known not to, until no gap is left.
-__device__ __forceinline__ int end_of_queries(const Batch& b, int m0, int m1) {
-    constexpr int THREADS = 128;
+// One past the last token that sees one of the tokens before m1, or a spare row: each of THREADS asks one token, evenly
+// spaced between what is known to see one and what is known not to, until no gap is left. count(x): how many of them
+// say so, for all of them.
+template <int THREADS, class F>
+__device__ __forceinline__ int end_of_queries(const Batch& b, int m0, int m1, F count) {
     int end = m0, past = b.N;
     while (end < past) {
-        const int stride = (past - end + THREADS - 1) / THREADS, n = end + threadIdx.x * stride;
-        const int seeing = __syncthreads_count(n < past && b.seq[n] >= 0 && n - b.pos[n] < m1);
+        const int stride = (past - end + THREADS - 1) / THREADS, n = end + (int)threadIdx.x % THREADS * stride;
+        const int seeing = count(n < past && b.seq[n] >= 0 && n - b.pos[n] < m1);
         past = min(past, end + seeing * stride);
         if (seeing) end += (seeing - 1) * stride + 1;
     }
@@ -4963,7 +4978,8 @@ __device__ __forceinline__ void key_value_gradients(const AttentionBackward& p, 
     constexpr int ROW = HeadTile<D>::ROW, TILE = 64 * ROW, J = PASSING_ROWS / 16;
     static_assert(GRADIENT_KEYS == 64 && PASSING_ROWS == 64, "one size of tile; 16 keys a warp");
     const uint32_t k_tile = shared_address(tiles), v_tile = k_tile + TILE, own = threadIdx.x / 32 * 16 * ROW;
-    const int m0 = tile * GRADIENT_KEYS, m1 = min(m0 + GRADIENT_KEYS, p.b.N), end = end_of_queries(p.b, m0, m1);
+    const int m0 = tile * GRADIENT_KEYS, m1 = min(m0 + GRADIENT_KEYS, p.b.N);
+    const int end = end_of_queries<128>(p.b, m0, m1, [](bool sees) { return __syncthreads_count(sees); });
     const HeadQueries heads(p, kv);
     const int rows = end * heads.G, first = m0 + threadIdx.x / 32 * 16, last = first + 15; // this warp's keys
     float* numbers = (float*)((char*)tiles + 6 * TILE);
@@ -5049,11 +5065,11 @@ template <int D> struct PassingKeys {
 };
 
 // Of this warp's rows first_row ..; spare rows are zeros: so were their q and dout.
-template <int D>
+template <int D, int I>
 __device__ __forceinline__ void store_query_gradients(const AttentionBackward& p, const HeadQueries& heads,
-                                                      const float (&dq)[2][D / 8][4], int first_row, float scale) {
+                                                      const float (&dq)[I][D / 8][4], int first_row, float scale) {
     #pragma unroll
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < I; i++)
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int r = first_row + score_row(i, 2 * h), n = heads.token(r), G = heads.G;
@@ -5122,6 +5138,272 @@ __global__ void __launch_bounds__(128, 2) attention_backward_kernel(AttentionBac
     if ((int)blockIdx.y < key_tiles) key_value_gradients<D>(p, blockIdx.y, blockIdx.x, tiles);
     else query_gradients<D>(p, gridDim.y - 1 - blockIdx.y, blockIdx.x, tiles);
 }
+// ---- The same on Hopper, for D = 128. A block takes a unit after another: 128 keys of a KV head, whose dk and dv it
+// sums, or 128 query rows, whose dq it sums. Either way it owns two tiles (keys and values; or q and dout) while two
+// others pass by, 64 rows at a time (q and dout; or keys and values), and
+//     s = own[0] passing[0]^T    dp = own[1] passing[1]^T    sum[0] += ds passing[0]    sum[1] += p passing[1] (keys)
+// Each of two warpgroups has 64 of the rows owned. A third one copies: the tiles that pass by, in two stages, and,
+// while both are full, the next unit's own. Bound by the tensor cores, and a seventh by waiting for tiles; the products
+// of 64 x 64 take both operands from shared memory and all of its bandwidth. The sums of keys take 128 registers.
+struct HopperBackward {
+    static constexpr int D = 128, OWN = 128, PASSING = 64, STAGES = 2;
+    static constexpr int TILE = OWN * D * 2, SHARED = (2 * 2 + STAGES) * TILE + 1024; // (two tiles pass by as one)
+    static constexpr int CONSUMERS = 256, PRODUCERS = 128, THREADS = CONSUMERS + PRODUCERS;
+    template <int ROWS> struct Numbers { // of query rows
+        float lse[ROWS], delta[ROWS];
+        int pos[ROWS];
+    };
+    struct Unit {
+        int kv, first, from, to; // it owns keys, or rows, from `first` on; rows, or keys, from .. to - 1 pass by
+        bool keys;
+        // In tiles; on the diagonal last, where only one warpgroup has something to do: the other one stores meanwhile.
+        __device__ int count() const { return (to - from + PASSING - 1) / PASSING; }
+        __device__ int tile(int i) const { return from + (keys ? count() - 1 - i : i) * PASSING; }
+    };
+    struct Shared {
+        Numbers<OWN> own[2];
+        Numbers<PASSING> passing[STAGES];
+        Unit unit[2]; // kv -1 at the end
+        int next[2];
+        uint64_t barriers[2 * (2 + STAGES)];
+    };
+    const AttentionBackward& p;
+    int* taken; // how many units were taken from the counter, and how many blocks have left
+    Shared& told;
+    uint32_t tiles; // in shared memory
+    __device__ uint32_t own(int stage) const { return tiles + stage * 2 * TILE; }
+    __device__ uint32_t passing(int stage) const { return tiles + (4 + stage) * TILE; }
+    __device__ uint32_t full(int i) const { return shared_address(told.barriers + 2 * i); } // own 0, 1; passing 2 ..
+    __device__ uint32_t empty(int i) const { return full(i) + 8; }
+
+    // Keys, then rows; of one sequence, long units come first.
+    BOTH static int units(int N, int H, int K) { return (N + OWN - 1) / OWN * (H + K); }
+    __device__ __forceinline__ Unit unit_of(int number) const {
+        const int G = p.H / p.K, all = units(p.b.N, p.H, p.K), lane = threadIdx.x % 32;
+        const int of_keys = (p.b.N + OWN - 1) / OWN * p.K;
+        const auto count = [](bool x) { return __popc(__ballot_sync(~0u, x)); };
+        if (number >= all) return {-1, 0, 0, 0, false};
+        Unit u = {number % p.K, 0, 0, 0, number < of_keys};
+        u.first = (u.keys ? number : all - 1 - number) / p.K * OWN;
+        if (u.keys) {
+            u.from = u.first * G, u.to = G * end_of_queries<32>(p.b, u.first, min(u.first + OWN, p.b.N), count);
+            return u;
+        }
+        const HeadQueries heads(p, u.kv);
+        const int n0 = heads.token(u.first), n1 = heads.token(min(u.first + OWN, p.b.N * G) - 1);
+        u.to = n0; // what follows is spare
+        for (int n = n0; n <= n1; n += 32) u.to += count(n + lane <= n1 && p.b.seq[n + lane] >= 0);
+        u.from = u.to > n0 ? n0 - p.b.pos[n0] : u.to;
+        return u;
+    }
+
+    // ---- One warpgroup copies. A tile of ROWS rows lies in two halves of 128 bytes a row.
+    template <int ROWS> __device__ static int place(int r, int chunk) {
+        return chunk / 8 * ROWS * 128 + r * 128 + ((chunk % 8 ^ r % 8) << 4);
+    }
+    template <int ROWS>
+    __device__ __forceinline__ void copy_rows(uint32_t to, Numbers<ROWS>& numbers, int kv, int row0, int rows) const {
+        const HeadQueries heads(p, kv);
+        const HeadRows<D> mine;
+        #pragma unroll 4
+        for (int r = mine.row; r < ROWS; r += mine.STEP) {
+            const int row = row0 + r, at = to + place<ROWS>(r, mine.chunk);
+            const size_t from = row < rows ? (size_t)heads.place(row, heads.token(row)) * D + mine.chunk * 8 : 0;
+            copy_async(at, p.q + from, row < rows);
+            copy_async(at + ROWS * D * 2, p.dout + from, row < rows);
+        }
+        const int r = threadIdx.x % ROWS, row = row0 + r, n = heads.token(row), from = heads.place(row, n);
+        const bool there = row < rows, first = threadIdx.x % PRODUCERS < ROWS;
+        if (first) {
+            copy_async_4(shared_address(numbers.lse + r), p.lse + (there ? from : 0), there);
+            copy_async_4(shared_address(numbers.pos + r), p.b.pos + (there ? n : 0), there);
+        }
+        if (!first || ROWS == PRODUCERS)
+            copy_async_4(shared_address(numbers.delta + r), p.delta + (there ? from : 0), there);
+    }
+    // Waits for `empty` when it knows where the keys are.
+    template <int ROWS>
+    __device__ __forceinline__ void copy_keys(uint32_t to, int kv, int m0, int end, uint32_t empty, int parity) const {
+        const HeadRows<D> mine;
+        const int lane = threadIdx.x % 32;
+        int slot[ROWS / 32];
+        #pragma unroll
+        for (int i = 0; i < ROWS / 32; i++) slot[i] = m0 + i * 32 + lane < end ? p.b.slot[m0 + i * 32 + lane] : -1;
+        barrier_wait(empty, parity);
+        #pragma unroll
+        for (int i = 0; i < ROWS / mine.STEP; i++) {
+            const int r = mine.row + i * mine.STEP, at = to + place<ROWS>(r, mine.chunk);
+            const int its = __shfl_sync(~0u, slot[i * mine.STEP / 32], r % 32), s = max(its, 0);
+            const size_t from = kv_offset(s / PAGE, kv, s % PAGE, p.K, D) + mine.chunk * 8;
+            copy_async(at, p.keys + from, its >= 0);
+            copy_async(at + ROWS * D * 2, p.values + from, its >= 0);
+        }
+    }
+    __device__ __forceinline__ void copy_own(const Unit& u, Ring<2>& ring) const {
+        const int stage = ring.stage, parity = ring.parity ^ 1, G = p.H / p.K;
+        if (u.keys) copy_keys<OWN>(own(stage), u.kv, u.first, u.to / G, empty(stage), parity);
+        else barrier_wait(empty(stage), parity);
+        if (u.kv >= 0 && !u.keys) copy_rows(own(stage), told.own[stage], u.kv, u.first, u.to * G);
+        barrier_arrive_with_copies(full(stage));
+        if (threadIdx.x % PRODUCERS == 0) {
+            told.unit[stage] = u;
+            barrier_arrive(full(stage));
+            told.next[stage] = u.kv < 0 ? 0 : gridDim.x + atomicAdd(taken, 1);
+        }
+        ring.next();
+    }
+    __device__ __forceinline__ void copy_passing(const Unit& u, int i, Ring<STAGES>& ring) const {
+        const int stage = ring.stage, parity = ring.parity ^ 1;
+        if (u.keys) {
+            barrier_wait(empty(2 + stage), parity);
+            copy_rows(passing(stage), told.passing[stage], u.kv, i, u.to);
+        } else copy_keys<PASSING>(passing(stage), u.kv, i, u.to, empty(2 + stage), parity);
+        barrier_arrive_with_copies(full(2 + stage));
+        ring.next();
+    }
+    __device__ __forceinline__ void produce() const {
+        Ring<2> owned;
+        Ring<STAGES> ring;
+        Unit u = unit_of(blockIdx.x);
+        for (copy_own(u, owned); u.kv >= 0;) {
+            const int count = u.count();
+            int i = 0;
+            for (; i < min(STAGES, count); i++) copy_passing(u, u.tile(i), ring);
+            asm volatile("barrier.sync 1, %0;" ::"n"(PRODUCERS) : "memory");
+            const Unit next = unit_of(told.next[owned.stage ^ 1]);
+            copy_own(next, owned);
+            for (; i < count; i++) copy_passing(u, u.tile(i), ring);
+            u = next;
+        }
+        if (threadIdx.x % PRODUCERS == 0 && atomicAdd(taken + 1, 1) == (int)gridDim.x - 1)
+            taken[0] = taken[1] = 0; // nobody takes any more
+    }
+
+    // ---- Two warpgroups multiply.
+    using Scores = float[1][PASSING / 8][4];
+    using Sums = float[1][D / 8][4];
+    using Weights = uint32_t[PASSING / 16][4];
+    // s = a b^T of this warpgroup's 64 rows and those that pass by; sum += weights b. Both run on.
+    __device__ __forceinline__ static void multiply(Scores& s, uint32_t a, uint32_t b) {
+        wgmma_begin();
+        #pragma unroll
+        for (int d = 0; d < D / 16; d++)
+            wgmma<PASSING, false, false>(s[0], wgmma_operand(a + d / 4 * OWN * 128 + d % 4 * 32, 0),
+                                         wgmma_operand(b + d / 4 * PASSING * 128 + d % 4 * 32, 0), d);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ static void add(Sums& sum, const Weights& weights, uint32_t b) {
+        wgmma_begin();
+        #pragma unroll
+        for (int k = 0; k < PASSING / 16; k++)
+            wgmma(sum[0], weights[k], wgmma_operand(b + k * 16 * 128, PASSING * 128), true);
+        wgmma_commit();
+    }
+    template <bool OF_KEYS>
+    __device__ __forceinline__ void sum_unit(const Unit& u, int owned, Ring<STAGES>& ring) const {
+        const HeadQueries heads(p, u.kv);
+        const float scale = 1 / sqrtf((float)D);
+        const int group = threadIdx.x / 128 * 64, warp = threadIdx.x / 32 * 16; // where their rows begin in the tile
+        const uint32_t mine = own(owned) + group * 128;
+        const auto leave = [&](int i) { if (threadIdx.x % 32 == 0) barrier_arrive(empty(i)); };
+        const auto& ours = told.own[owned];
+        // Of rows that we own: this warpgroup's first and last token, and where the sequences of both begin.
+        int oldest = 0, newest = -1, oldest_first = 0, newest_first = 0;
+        const int own_rows = min(64, u.to * heads.G - u.first - group);
+        if (!OF_KEYS && own_rows > 0) {
+            oldest = heads.token(u.first + group), newest = heads.token(u.first + group + own_rows - 1);
+            oldest_first = oldest - ours.pos[group], newest_first = newest - ours.pos[group + own_rows - 1];
+        }
+        Sums sum = {}, sum_p = {};
+        for (int t = 0; t < u.count(); t++, leave(2 + ring.stage), ring.next()) {
+            const int i = u.tile(t);
+            barrier_wait(full(2 + ring.stage), ring.parity);
+            shared_to_async();
+            const auto& theirs = told.passing[ring.stage];
+            int first_key = i, last_key = i + PASSING - 1;
+            if (OF_KEYS) {
+                const int last = min(PASSING, u.to - i) - 1;
+                first_key = u.first + group, last_key = first_key + 63;
+                oldest = heads.token(i), newest = heads.token(i + last);
+                oldest_first = oldest - theirs.pos[0], newest_first = newest - theirs.pos[last];
+            }
+            if (first_key > newest || last_key < oldest_first) continue;
+            uint32_t tile = passing(ring.stage), a = mine;
+            asm volatile("" : "+r"(tile), "+r"(a)); // (else what follows from them takes registers all along)
+            Scores s, ds;
+            Weights weights, more;
+            multiply(s, a, tile);
+            multiply(ds, a + TILE, tile + TILE / 2);
+            wgmma_wait<1>();
+            wgmma_settle(s);
+            probabilities(s, scale, [&](int, int j, int e) {
+                return OF_KEYS ? theirs.lse[score_column(j, e)] : ours.lse[warp + score_row(0, e)];
+            });
+            if (last_key > oldest || first_key < newest_first)
+                each_score(s, [&](float& x, int, int j, int e) {
+                    const int row = warp + score_row(0, e), column = score_column(j, e);
+                    const int n = heads.token(OF_KEYS ? i + column : u.first + row);
+                    const int m = OF_KEYS ? u.first + row : i + column;
+                    if ((uint32_t)(n - m) > (uint32_t)(OF_KEYS ? theirs.pos[column] : ours.pos[row])) x = 0;
+                });
+            if (OF_KEYS) {
+                round_weights(weights, s);
+                add(sum_p, weights, tile + TILE / 2);
+                wgmma_wait<1>();
+            } else wgmma_wait<0>();
+            wgmma_settle(ds);
+            each_score(ds, [&](float& x, int, int j, int e) {
+                x -= OF_KEYS ? theirs.delta[score_column(j, e)] : ours.delta[warp + score_row(0, e)];
+                x *= s[0][j][e];
+            });
+            round_weights(more, ds);
+            add(sum, more, tile);
+            wgmma_wait<0>();
+            wgmma_settle(sum);
+            if (OF_KEYS) wgmma_settle(sum_p);
+        }
+        const int first = u.first, kv = u.kv;
+        __syncwarp(); // all lanes have read it before one of them leaves the stage
+        leave(owned);
+        if (OF_KEYS) store_key_value_gradients<D>(p, sum, sum_p, first + warp, min(first + OWN, p.b.N), kv, scale);
+        else store_query_gradients<D>(p, HeadQueries(p, kv), sum, first + warp, scale);
+    }
+    __device__ __forceinline__ void consume() const {
+        Ring<2> owned;
+        Ring<STAGES> ring;
+        for (;; owned.next()) {
+            barrier_wait(full(owned.stage), owned.parity);
+            shared_to_async();
+            const Unit& u = told.unit[owned.stage];
+            if (u.kv < 0) return;
+            if (u.keys) sum_unit<true>(u, owned.stage, ring);
+            else sum_unit<false>(u, owned.stage, ring);
+        }
+    }
+};
+__global__ void __launch_bounds__(HopperBackward::THREADS, 1)
+attention_backward_hopper_kernel(const __grid_constant__ AttentionBackward p, int* taken) {
+#ifdef HAVE_WGMMA
+    extern __shared__ __align__(128) uint4 memory[];
+    __shared__ HopperBackward::Shared told;
+    const HopperBackward a = {p, taken, told, (shared_address(memory) + 1023) & ~1023u}; // (the swizzle's unit)
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 + a.STAGES; i++) // (an owned tile's unit is told besides)
+            barrier_begin(a.full(i), a.PRODUCERS + (i < 2)), barrier_begin(a.empty(i), a.CONSUMERS / 32);
+        barriers_begun();
+    }
+    __syncthreads();
+    let_next_start(); // all our blocks have their places
+    wait_for_previous();
+    if (threadIdx.x >= a.CONSUMERS) {
+        keep_registers<24>();
+        a.produce();
+    } else {
+        take_registers<240>();
+        a.consume();
+    }
+#endif
+}
 inline void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
                                    const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K,
                                    int D, float* delta) {
@@ -5132,9 +5414,14 @@ inline void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, c
     const size_t heads = (size_t)b.N * H;
     launch(ctx, D == 128 ? attention_delta_kernel<128> : attention_delta_kernel<64>,
            (unsigned)((heads * (D / 8) + 255) / 256), 256, 0, delta, dout, out, heads);
-    launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>,
-           dim3((unsigned)K, (unsigned)tiles), 128, backward_shared(D),
-           AttentionBackward{dqkv, dout, q, keys, values, lse, delta, b, H, K}, (int)key_tiles);
+    const AttentionBackward p = {dqkv, dout, q, keys, values, lse, delta, b, H, K};
+    if (ctx.gpu->hopper && D == HopperBackward::D) {
+        const int units = HopperBackward::units(b.N, H, K);
+        launch(ctx, attention_backward_hopper_kernel, std::min(units, ctx.gpu->sms), HopperBackward::THREADS,
+               HopperBackward::SHARED, p, ctx.gpu->arrived);
+    } else
+        launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>,
+               dim3((unsigned)K, (unsigned)tiles), 128, backward_shared(D), p, (int)key_tiles);
 }
 
 // ====================================================================== 12 The sampler on a GPU, and a step as a graph

@@ -229,9 +229,7 @@ struct StepBarrier {
         asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
                      ::"r"(shared_address(to)), "l"(from), "l"(0x12F0000000000000ull) : "memory");
     }
-    __device__ void arrive_with_copies() {
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(this)) : "memory");
-    }
+    __device__ void arrive_with_copies() { barrier_arrive_with_copies(shared_address(this)); }
 };
 __device__ __forceinline__ int step_opaque(int x) {
     asm volatile("" : "+r"(x));

@@ -910,8 +910,10 @@ template <bool KEYS_OWN> __global__ void __launch_bounds__(128, 2) gradients(Bac
 // counter, long ones first, and copy the next tile's queries meanwhile. Its section in Book II is called "Attention for
 // prompts".
 //
-// ---- 13 backward: qwen3.cu. Both kinds of blocks in one launch, so that neither waits for the other's last ones;
-// pages, several sequences; lse and delta come with the tiles. Its section in Book II is called "Attention backward".
+// ---- 13 backward: qwen3.cu. Both kinds of tiles in one launch, so that neither waits for the last ones of the other;
+// pages, several sequences; lse and delta come with the tiles. On Hopper by wgmma, as step 7: one warpgroup copies, two
+// own 64 keys or query rows each, and the next unit's tiles come while this one's pass. Its section in Book II is
+// called "Attention backward".
 
 // ================================================================================ the table
 inline void three_passes(Prompt& p) {
@@ -1008,8 +1010,8 @@ inline Laboratory laboratory() {
                       "of the second and third kernel: the pipe busy for half of the time");
 #ifdef LAB_QWEN3
     l.step<Prompt>("qwen3.cu", "the program's own: pages, blocks that stay", run_qwen3, TENSOR, TENSORS, "as step 8");
-    l.step<Gradients>("backward: qwen3.cu", "the program's own: one launch", run_qwen3_backward, TENSOR, TENSORS,
-                      "as step 11, without the gap between kernels");
+    l.step<Gradients>("backward: qwen3.cu", "the program's own: wgmma, one launch", run_qwen3_backward, TENSOR, TENSORS,
+                      "the pipe busy for most of the time");
 #endif
     l.exercise("The scores of 4,096 tokens and 16 heads in float32, without the masked half: how many MB?",
                [] { return 4096. * 4096 / 2 * 16 * 4 / 1e6; });
