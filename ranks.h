@@ -419,8 +419,7 @@ struct Ranks {
 
     // Ends every rank with status 1. Rank 0 says why.
     [[noreturn]] void end(const std::string& text) {
-        static std::mutex once; // the first to come speaks, and nobody goes on
-        once.lock();
+        speak_alone();
         if (rank == 0) print_error(program, text);
         const std::string said = "e" + text;
         bool heard = true;
@@ -476,7 +475,14 @@ struct Ranks {
         }
         waited += seconds() - start;
     }
+    // Of the threads that end this process the first to come speaks, and the others stay here. (The main thread, once it
+    // has told rank 0 why it ends, may read the answer before the watcher, to whom rank 0 has only gone then.)
+    static void speak_alone() {
+        static std::mutex once;
+        once.lock();
+    }
     [[noreturn]] void end_alone(const std::string& text) {
+        speak_alone();
         print_error(program, format("rank %d: %s", rank, text.c_str()));
         _exit(1);
     }
