@@ -60,9 +60,16 @@ struct ModelOptions {
                          "or in this folder", text(tokenizer)});
         table.push_back({"-h", "--help", "", "this text", flag(help)});
     }
+    Option one_kernel_option(const char* what) {
+        return {"", "--one-kernel", "on|off|phases", what, [this](const char* name, const char* v) {
+            std::string which;
+            one_of(which, {"on", "off", "phases"})(name, v);
+            one_kernel = which == "off" ? Context::OFF : which == "on" ? Context::TOGETHER : Context::BY_PHASE;
+        }};
+    }
     Option packed_option() { // serve has not got it
-        return {"", "--packed", "", "on a GPU: quantised weights stay packed, as on a CPU (not run on a\n"
-                "GPU yet; without it they become bf16)", flag(packed)};
+        return {"", "--packed", "", "on a GPU: quantised weights stay packed, as on a CPU (without it they\n"
+                "become bf16: faster, if there is room)", flag(packed)};
     }
     void use_threads() const { // each thread has its own number
 #ifdef _OPENMP
@@ -204,17 +211,22 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     Context ctx;
     ctx.plain = name == "plain";
     ctx.kv_fp8 = o.kv_dtype == "fp8";
+    const auto on_cpu = [&] {
+        if (o.one_kernel > Context::WHERE_FASTER) DIE("--one-kernel is for a GPU; this model runs on the CPU");
+        return ctx;
+    };
     if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
 #ifdef __CUDACC__
-    if (name == "cpu" || ctx.plain) return ctx;
+    if (name == "cpu" || ctx.plain) return on_cpu();
     if (ctx.kv_fp8) DIE("--kv-dtype fp8 runs on a CPU only so far (--device cpu)");
     try {
-        if (!wanted && wide(o, file)) return ctx;
+        if (!wanted && wide(o, file)) return on_cpu();
         check_gpu(file.path, file.config, file.logits);
         if (!o.packed && (o.dtype == "int8" || file.is_int8()))
             DIE("%s: INT8 weights run on a GPU only with --packed (or --device cpu)", file.path.c_str());
         Context gpu = open_gpu(o.gpu);
-        gpu.invariant = o.invariant, gpu.one_kernel = o.one_kernel;
+        gpu.invariant = o.invariant;
+        gpu.one_kernel = file.logits ? o.one_kernel : Context::OFF; // (nothing is drawn; there may be no head)
         return gpu;
     } catch (const Error&) {
         if (wanted) throw;
@@ -222,7 +234,7 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
 #else
     if (wanted) DIE("--device cuda: this program was built without nvcc");
 #endif
-    return ctx;
+    return on_cpu();
 }
 
 // Quantised matrices stay as they are stored: on a CPU unless a --dtype is asked for, on a GPU with --packed.
@@ -701,14 +713,9 @@ static std::vector<Option> option_table(Options& o) {
     table.push_back(o.packed_option());
     o.add_to(table, true);
     const std::vector<Option> more = {
-        {"", "--one-kernel", "on|off|phases", "on a GPU: a token of an answer is one kernel (default: on Hopper, if\n"
-         "half of the free memory holds its copy of the weights); phases: a\n"
-         "launch for each of its phases, to study it",
-         [&o](const char* name, const char* v) {
-             std::string which;
-             one_of(which, {"on", "off", "phases"})(name, v);
-             o.one_kernel = which == "off" ? Context::OFF : which == "on" ? Context::TOGETHER : Context::BY_PHASE;
-         }},
+        o.one_kernel_option("on a GPU: a token of an answer is one kernel (default: on Hopper, if\n"
+                            "half of the free memory holds its copy of the weights); phases: a\n"
+                            "launch for each of its phases, to study it"),
         {"", "", "", "measurements", {}},
         {"", "--bench", "[long]", "speed of prompt and decoding, with the machine's ceilings; --json",
          [&o](const char*, const char* v) { o.bench = true, o.bench_long = *v; }},
@@ -2008,7 +2015,6 @@ static int run(int argc, char** argv) {
     ModelFile file(o.model);
     file.logits = !retrieves;
     o.ctx = choose_device(o, file);
-    if (o.one_kernel > Context::WHERE_FASTER && !o.ctx.gpu) DIE("--one-kernel is for a GPU; this model runs on the CPU");
     if (o.bench && !o.adapter.empty()) DIE("--adapter changes no figure of --bench");
     if (o.bench) return wide(o, file) ? bench<float>(o, file) : bench<bf16>(o, file), 0;
     return wide(o, file) ? answer<float>(o, file, start) : answer<bf16>(o, file, start);

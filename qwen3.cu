@@ -5909,11 +5909,9 @@ template <class T> struct GpuDraws {
     // A step as one kernel, which draws too where that is greedy. Its graphs have negative numbers.
     void record_road_step() {
         StepArgs& a = road->args;
-        a.b = {1, 1, step.token, step.pos, step.seq, step.slot, session.table, session.pages, 1};
-        a.rope = session.rope, a.logits = session.row_logits;
-        a.draw = draw_parameters, a.seen = step.seen, a.best = best;
-        a.keys = session.cache.keys, a.values = session.cache.values, a.layer_size = session.cache.layer_size;
-        a.greedy = greedy(), a.next = step;
+        road->use({1, 1, step.token, step.pos, step.seq, step.slot, session.table, session.pages, 1}, session.cache,
+                  session.rope, session.row_logits, draw_parameters, best);
+        a.seen = step.seen, a.greedy = greedy(), a.next = step;
         road->launch_step();
         if (a.greedy) return;
         launch_kernel(ctx, false, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, (size_t)a.V, draw_parameters,

@@ -167,12 +167,18 @@ template <class T> struct Engine {
     Window& window;
     EngineOptions options;
     LookUp lookup;
+#ifdef __CUDACC__
+    std::unique_ptr<StepRoad> road; // if not null, the token of an answer that runs alone is one kernel
+#endif
 
     Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o,
            const Context& where, Window* own = nullptr) // of several; none: the desk's
         : ctx(where), config(c), weights(w), tokenizer(t), desk(d), window(own ? *own : d), options(o),
           max_rows(o.max_seqs + std::max(o.chunk, o.burst)), max_pages((o.context + PAGE - 1) / PAGE), pool(0) {
         arena.gpu = ctx.gpu != nullptr;
+#ifdef __CUDACC__
+        if constexpr (HAS_GPU<T>) if (ctx.gpu) road = StepRoad::find(ctx, c, w, 10);
+#endif
         choose_sizes();
         arena.used = 0;
         plan();
@@ -354,6 +360,7 @@ template <class T> struct Engine {
         std::vector<int> proposed; // ... proposed to follow it
         bool masked = false;       // some draws may have to keep to a form: they come after `forward`, as draw_masked
         bool graph = false;
+        bool one_kernel = false;   // by step.h's
         double begun = seconds();
     };
 
@@ -1106,7 +1113,7 @@ template <class T> struct Engine {
             return std::tie(rows, splits, part, tells, adapts) < std::tie(k.rows, k.splits, k.part, k.tells, k.adapts);
         }
     };
-    std::map<GraphKey, cudaGraphExec_t> graphs;
+    std::map<GraphKey, cudaGraphExec_t> graphs; // splits 0: by `road`, or AFTER_MASKS
     std::mutex recording;                                          // held meanwhile
 
     void plan_device() {
@@ -1219,10 +1226,14 @@ template <class T> struct Engine {
                R, slots);
         // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
         const Part part = s.masked ? BEFORE_MASKS : adjusted ? ADJUSTED : PLAIN;
-        launch_part(graph, {N, splits, part, s.tells, adapts}, [&] {
-            forward_step(s, batch, adapts);
+        s.one_kernel = road && graph && N == 1 && s.draws.size() == 1 && s.parts.empty() && !s.tells &&
+                       s.kept.empty() && !ctx.invariant; // (it leaves nothing in `activations`)
+        launch_part(graph, {N, s.one_kernel ? 0 : splits, part, s.tells, adapts}, [&] {
+            if (s.one_kernel) road->use(batch, cache, rope, logits, draws, best), road->launch_step();
+            else forward_step(s, batch, adapts);
             if (R == 0) return;
-            const int best_blocks = head_all(s, gpu, R, part != PLAIN);
+            const int best_blocks = !s.one_kernel ? head_all(s, gpu, R, part != PLAIN)
+                                    : part == PLAIN ? road->blocks : 0;
             if (part != BEFORE_MASKS) draw_all(s, gpu, R, part != PLAIN, best_blocks, {});
         });
         const size_t C = (size_t)config.C;
@@ -1276,13 +1287,13 @@ template <class T> struct Engine {
     }
     void draw_all(const Step& s, const Arrays& gpu, int R, bool adjusted, int best_blocks, const Masks& masks) {
         const size_t V = (size_t)config.V;
-        // (What comes before it with masks is a wait for a copy.)
+        // (What comes before it with masks is a wait for a copy; step.h's kernel lets nothing start early.)
+        const bool early = ctx.gpu->overlap && !masks.row && !s.one_kernel;
         if (adjusted)
-            launch_kernel(ctx, ctx.gpu->overlap && !masks.row, adjust_kernel, (unsigned)R, 1024, 0, logits, V,
-                          gpu.draw_seq, slots, masks);
+            launch_kernel(ctx, early, adjust_kernel, (unsigned)R, 1024, 0, logits, V, gpu.draw_seq, slots, masks);
         const DrawState state = {drawn, gpu.draw_pos, unused, gpu.draw_seq, table, max_pages, nullptr, nullptr, 1};
-        launch(ctx, sample_kernel, (unsigned)R, 1024, 0, logits, V, draws, best_blocks ? best : nullptr, best_blocks,
-               state);
+        launch_kernel(ctx, adjusted ? ctx.gpu->overlap : early, sample_kernel, (unsigned)R, 1024, 0, logits, V, draws,
+                      best_blocks ? best : nullptr, best_blocks, state);
         launch(ctx, keep_kernel, (unsigned)((R + 255) / 256), 256, 0, drawn, gpu.draw_seq, R, V, slots);
         if (s.tells)
             launch(ctx, drawn_logit_kernel, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq, slots.wanted,
@@ -1323,6 +1334,7 @@ template <class T> struct Engine {
 
     void collect_gpu(Step& s) {
         CUDA_CHECK(cudaEventSynchronize(done[s.turn]));
+        if (s.one_kernel) road->check();
         s.ids.assign(pinned_drawn[s.turn], pinned_drawn[s.turn] + s.draws.size());
         if (s.tells) {
             s.rows_told.assign(pinned_told[s.turn], pinned_told[s.turn] + s.draws.size());
@@ -1428,6 +1440,8 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: as many as\n"
          "keep it within 1.7 times a step without them)", whole(o.engine.chunk, 1, 65536)},
         {"", "--gpus", "N", "of this host: an engine each (with -d cpu N engines on the CPU)", whole(o.gpus, 1, 64)},
+        o.one_kernel_option("on a GPU: the token of an answer that runs alone is one kernel (default: on\n"
+                            "Hopper, if a tenth of the free memory holds its copy of the weights)"),
         {"", "--lookup", "N", "of an answer that runs alone: what followed its latest words before\n"
          "is computed with the next token, N tokens at most (up to 7), while it\n"
          "pays; the answer is the same (default: CPU 7, GPU 0)", whole(o.lookup, 0, LookUp::MOST)},

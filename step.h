@@ -942,8 +942,9 @@ struct StepRoad {
     Arena arena;
     int* fault = nullptr; // in the CPU's memory
 
-    // Throws Error if this GPU or this model cannot.
-    StepRoad(const Context& where, const Config& c, const Weights<bf16>& w) : ctx(where) {
+    // Throws Error if this GPU or this model cannot, or (WHERE_FASTER) if its copy of the weights takes more than one
+    // part of `parts` of the memory that is free.
+    StepRoad(const Context& where, const Config& c, const Weights<bf16>& w, size_t parts = 2) : ctx(where) {
         by_phase = ctx.one_kernel == Context::BY_PHASE;
         blocks = ctx.gpu->sms;
         if (const char* why = step_refuses(c)) DIE("--one-kernel: not for this model: %s", why);
@@ -971,7 +972,7 @@ struct StepRoad {
         unsigned char* packed = plan();
         size_t free = 0, all = 0;
         CUDA_CHECK(cudaMemGetInfo(&free, &all));
-        if (ctx.one_kernel == Context::WHERE_FASTER && arena.used > free / 2)
+        if (ctx.one_kernel == Context::WHERE_FASTER && arena.used > free / parts)
             DIE("--one-kernel: little memory is free");
         arena.allocate("--one-kernel: a second copy of the weights"); // (products of many tokens need theirs by rows)
         packed = plan();
@@ -986,17 +987,24 @@ struct StepRoad {
     }
     // The road, or null; who asked for it is told why, once. WHERE_FASTER: where it was measured to be (on Hopper),
     // except with ctx.invariant: its sums have another order than a prompt's.
-    static std::unique_ptr<StepRoad> find(const Context& ctx, const Config& c, const Weights<bf16>& w) {
+    static std::unique_ptr<StepRoad> find(const Context& ctx, const Config& c, const Weights<bf16>& w,
+                                          size_t parts = 2) {
         const bool asked = ctx.one_kernel > Context::WHERE_FASTER;
         if (ctx.one_kernel == Context::OFF || (!asked && (ctx.gpu->sm != 90 || ctx.invariant))) return nullptr;
         try {
-            return std::make_unique<StepRoad>(ctx, c, w);
+            return std::make_unique<StepRoad>(ctx, c, w, parts);
         } catch (const Error& e) {
             static bool told = false;
             if (asked && !told) fprintf(stderr, "%s; a token is a graph of kernels\n", e.what());
             told = told || asked;
             return nullptr;
         }
+    }
+    // Whose step it is: the batch, of one row, and its cache; where logits go, and the likeliest of each block.
+    void use(const Batch& batch, const KVCache<bf16>& cache, const float* rope, float* logits, const Draw* draw,
+             unsigned long long* best) {
+        args.b = batch, args.rope = rope, args.logits = logits, args.draw = draw, args.best = best;
+        args.keys = cache.keys, args.values = cache.values, args.layer_size = cache.layer_size;
     }
     // On the context's stream; part of a graph, if one is being recorded.
     void launch_step() {

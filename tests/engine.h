@@ -67,8 +67,9 @@ inline TokenInfo told_of(const float* logits, int id, int alternatives) {
     return describe(row, id, logits[id]);
 }
 
-static Generation expected(const Job& job, int context, const Weights<bf16>& weights = tiny().weights) {
-    Config c = tiny().file.config;
+static Generation expected(const Job& job, int context, const Weights<bf16>& weights = tiny().weights,
+                           const Config& config = tiny().file.config) {
+    Config c = config;
     if (job.ignore_eos) c.end_tokens.clear();
     Session<bf16> session(c, weights, context, where);
     session.feed(job.prompt);
@@ -81,7 +82,10 @@ static Generation expected(const Job& job, int context, const Weights<bf16>& wei
 struct Bench { // an engine whose steps we take
     Desk desk;
     Engine<bf16> engine;
-    explicit Bench(EngineOptions o) : engine(tiny().file.config, tiny().weights, tiny().tokenizer, desk, o, where) { desk.limit = 1000; }
+    explicit Bench(EngineOptions o, const Config& c = tiny().file.config, const Weights<bf16>& w = tiny().weights)
+        : engine(c, w, tiny().tokenizer, desk, o, where) {
+        desk.limit = 1000;
+    }
     static size_t page_bytes() { return KVCache<bf16>::bytes(tiny().file.config, 1); }
 };
 

@@ -122,18 +122,17 @@ static void step(Model& m) {
     StepRoad road(where, c, m.weights);
     StepArgs& a = road.args;
     const StepArgs planned = a;
+    Draw* draw = gpu_array<Draw>(1);
+    const Draw greedy = {Sampling{}, c.V};
+    CUDA_CHECK(cudaMemcpy(draw, &greedy, sizeof greedy, cudaMemcpyHostToDevice));
+    unsigned long long* best = gpu_array<unsigned long long>(BEST_BLOCKS);
     auto time = [&](int position) {
         State s(c, 1, 1, position, position + 64, 1);
-        a.b = s.batch, a.rope = s.rope, a.logits = s.logits;
-        a.keys = s.kv.keys, a.values = s.kv.values, a.layer_size = s.kv.layer_size;
+        road.use(s.batch, s.kv, s.rope, s.logits, draw, best);
         const double t = time_graph(8, [&](int) { road.launch_step(); });
         road.check();
         return t;
     };
-    Draw* draw = gpu_array<Draw>(1);
-    const Draw greedy = {Sampling{}, c.V};
-    CUDA_CHECK(cudaMemcpy(draw, &greedy, sizeof greedy, cudaMemcpyHostToDevice));
-    a.draw = draw, a.best = gpu_array<unsigned long long>(BEST_BLOCKS);
     printf("a token as one kernel, at position 100, without draw: us by (stages in flight / in the head's)\n");
     for (int stages : {6, planned.stages}) {
         printf("  ring of %2d", stages);

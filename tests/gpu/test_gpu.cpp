@@ -3,6 +3,7 @@
 // `invariant` a row does not depend on its batch, and draws are the CPU's. Built by nvcc, run where a GPU is.
 #include "../golden.h"
 #include "gpu.h"
+#include "checkpoint.h"
 #include "../../server/segmented.h"
 #include <filesystem>
 #include <sys/wait.h>
@@ -915,32 +916,8 @@ TEST_CASE("a context of 20,000 tokens: chunks and single steps agree with the CP
 }
 
 // ---- One kernel a token (step.h). Emulated before in tests/unit/test_step.cpp.
-struct RandomCheckpoint { // of a shape, on both sides
-    std::string path = (std::filesystem::temp_directory_path() / ("step" + std::to_string(getpid()))).string();
-    std::unique_ptr<ModelFile> file;
-    std::unique_ptr<Weights<bf16>> weights;
-    RandomCheckpoint(int C, int F, int H, int K, int V, int L, bool tied) {
-        const std::string config = format(R"({"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "eos_token_id": 0, "head_dim": 128, "hidden_act": "silu", "hidden_size": %d, "intermediate_size": %d, "max_position_embeddings": 40960, "model_type": "qwen3", "num_attention_heads": %d, "num_hidden_layers": %d, "num_key_value_heads": %d, "rms_norm_eps": 1e-06, "rope_theta": 1000000, "tie_word_embeddings": %s, "torch_dtype": "bfloat16", "vocab_size": %d})",
-                                          C, F, H, L, K, tied ? "true" : "false", V);
-        Random random{3};
-        std::vector<OutTensor> tensors;
-        for (const ModelTensor& t : model_tensors(parse_config("a test", config, "")))
-            tensors.push_back({t.name(), "BF16", t.shape(), [&random, t](OutputFile& out) {
-                const auto x = t.columns ? random.fill<bf16>(t.size(), 0.035) : random.fill<bf16>(t.size(), 0.3, 1);
-                out.write(x.data(), x.size() * sizeof(bf16));
-            }});
-        write_safetensors(path + ".bin", model_metadata(config, ""), tensors);
-        file = std::make_unique<ModelFile>(path + ".bin");
-        weights = std::make_unique<Weights<bf16>>(*file);
-        weights->upload(gpu(), *file);
-    }
-    ~RandomCheckpoint() {
-        file.reset();
-        std::filesystem::remove(path + ".bin");
-    }
-};
 TEST_CASE("packed weights are uploaded right where they fill several buffers") {
-    const RandomCheckpoint m(1024, 3072, 16, 8, 4096, 2, true);
+    const RandomCheckpoint m(gpu(), 1024, 3072, 16, 8, 4096, 2, true);
     Weights<bf16> host(*m.file, true, true), device(*m.file, true, true); // INT8: 34 MB
     Context ctx = gpu();
     ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
@@ -980,7 +957,7 @@ TEST_CASE("one kernel a token: the graph's logits within a few ulps, at all plac
     struct Shape { int C, F, H, K, V, L; bool tied; };
     for (const Shape& y : {Shape{1024, 3072, 16, 8, 4096, 4, true}, Shape{2560, 9728, 32, 8, 4096, 2, true},
                            Shape{136, 264, 4, 4, 1000, 3, false}, Shape{5120, 520, 40, 8, 1024, 2, false}}) {
-        const RandomCheckpoint m(y.C, y.F, y.H, y.K, y.V, y.L, y.tied);
+        const RandomCheckpoint m(gpu(), y.C, y.F, y.H, y.K, y.V, y.L, y.tied);
         for (int position : {1, 15, 16, 17, 100, 383, 384, 385, 1000, 2100, 9000}) {
             INFO("C " << y.C << " F " << y.F << " H " << y.H << " K " << y.K << " position " << position);
             Sampling greedy;
@@ -1010,7 +987,7 @@ TEST_CASE("one kernel a token: the graph's logits within a few ulps, at all plac
 }
 
 TEST_CASE("one kernel a token: what is waited for in vain ends the kernel, and is an error") {
-    const RandomCheckpoint m(1024, 3072, 16, 8, 4096, 2, true);
+    const RandomCheckpoint m(gpu(), 1024, 3072, 16, 8, 4096, 2, true);
     Context ctx = gpu();
     ctx.one_kernel = Context::TOGETHER;
     Session<bf16> s(m.file->config, *m.weights, 64, ctx);

@@ -3,6 +3,7 @@
 #define SERVE_NO_HTTP
 #include "../adapters.h"
 #include "../engine.h"
+#include "checkpoint.h"
 
 static void on_gpu(bool invariant) {
     if (!where.gpu) where = open_gpu();
@@ -31,6 +32,44 @@ TEST_CASE("one answer at a time is a Session's: penalties, stops, log-probabilit
         run_all(bench, random, jobs);
         check_answer(jobs[0], expected(jobs[0], 256));
     }
+}
+
+TEST_CASE("an answer that runs alone takes its steps by one kernel, and is what a Session says by it; not in company") {
+    on_gpu(false);
+    const RandomCheckpoint m(where, 256, 512, 4, 2, 1024, 2, true);
+    where.one_kernel = Context::TOGETHER;
+    Random random{21};
+    const EngineOptions options = {256, 4, 256, 256, 40'000'000};
+    auto job_of = [&] {
+        Job job = random_job(random, 256);
+        if (job.prompt.size() == 1) job.prompt.push_back(5);
+        job.alternatives = -1; // (those of log-probabilities are not by one kernel)
+        return job;
+    };
+    auto taken = [](Bench& bench) {
+        uint32_t steps = 0;
+        copy_out(bench.engine.ctx, &steps, bench.engine.road->args.steps, 1);
+        return steps;
+    };
+    for (int round = 0; round < 12; round++) {
+        Bench bench(options, m.file->config, *m.weights);
+        REQUIRE(bench.engine.road);
+        std::vector<Job> jobs = {job_of()};
+        INFO("round " << round);
+        run_all(bench, random, jobs);
+        const Generation want = expected(jobs[0], 256, *m.weights, m.file->config);
+        check_answer(jobs[0], want);
+        CHECK(taken(bench) + 1 >= want.ids.size());
+        CHECK(taken(bench) <= want.ids.size() + 8); // (what was under way at its end, and what a stop string cut off)
+    }
+    Bench bench(options, m.file->config, *m.weights);
+    std::vector<Job> two = {job_of(), job_of()};
+    for (Job& job : two) job.max_tokens = 100, job.ignore_eos = true, job.stops.clear();
+    REQUIRE(bench.desk.submit({two[0]}));
+    REQUIRE(bench.desk.submit({two[1]}));
+    run_all(bench, random, {});
+    CHECK(taken(bench) < 20);
+    where.one_kernel = Context::OFF;
 }
 
 TEST_CASE("with `invariant` an answer does not depend on its company, on chunks, pages or preemptions") {
