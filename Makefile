@@ -106,8 +106,8 @@ LABS      := $(basename $(wildcard lab/*.cu))
 LAB_LIBS  := $(if $(HAVE_NVCC),$(foreach l,cublas cusparse cudnn,$(if $(wildcard $(dir $(HAVE_NVCC))../include/$(l).h),$(l))))
 LAB_HAVE   = $(foreach l,cub $(LAB_LIBS),-DHAVE_$(shell echo $(l) | tr a-z A-Z))
 LAB_FLAGS  = $(if $(HAVE_NVCC),$(LAB_HAVE) -Xlinker --as-needed $(LAB_LIBS:%=-l%))
-lab/matmul lab/attention: LAB_FLAGS += $(if $(HAVE_NVCC),-DLAB_QWEN3)
-lab/matmul lab/attention: qwen3.cu $(HEADERS)
+lab/matmul lab/attention lab/decode: LAB_FLAGS += $(if $(HAVE_NVCC),-DLAB_QWEN3)
+lab/matmul lab/attention lab/decode: qwen3.cu $(HEADERS)
 lab/dynamic: LAB_FLAGS += $(if $(HAVE_NVCC),-rdc=true) # kernels launch kernels
 lab: $(LABS)
 LAB_ODD    = matmul:130x260x200 transpose_copy:67x45 reduce_scan:9001x2057 attention:133x2x1 decode:2x1040 \

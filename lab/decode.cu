@@ -11,6 +11,10 @@
 //
 // How many bytes must be on the way? 3,000 GB/s x 700 ns = 2.1 MB, 16 KB a multiprocessor, at every moment. Each step
 // is a way to keep so many on the way, also when a product begins and ends.
+#ifdef LAB_QWEN3 // `make lab` by nvcc: the last step is the program's own kernel
+#define QWEN3_NO_MAIN
+#include "../qwen3.cu"
+#endif
 #include "ptx.h"
 #ifdef HAVE_CUBLAS
 #include "cublas.h"
@@ -232,10 +236,14 @@ __global__ void __launch_bounds__(256) ring(const bf16* W, const bf16* x, bf16* 
 // bytes, two numbers of y and the product they are of: who reads a word knows whether it is there, and no fence or
 // counter is needed. A warp owns two neighbouring rows, a word; every block collects all words. All blocks must run at
 // once, so there are no more than multiprocessors, and the launch says so (cooperative). Predicted: 1.2 to 1.5 us an
-// exchange, of which 2.8 us of weights hide most while the ring is deep enough: 80 to 85%; the feasibility run of the
-// real one had 437 us for 1.19 GB, 90%.
+// exchange, of which 2.8 us of weights hide most while the ring is deep enough: 80 to 85%.
 //
-// The program's own kernel for a token comes here when it is there: the same exchange, and attention between products.
+// How one asks is worth a third. Each thread polling its words one after the other took 345 us (on an H200): four times
+// the way to the L2 cache, and as many polls on the way as weights. All four words asked for together 273; by a lane of
+// each warp that waits for one word first, 247; and two rows multiplied side by side, each piece of x read once, 226.
+//
+// ---- 11 qwen3.cu: step.h, a whole token of Qwen3-0.6B at position 100 without the draw, whatever --size says: 112
+// products as here, attention, norms and the head, whose 311 MB come at the memory's speed.
 constexpr int BULK = 1024, BULK_DEPTH = 6; // numbers of a piece; pieces in a ring
 constexpr size_t BULK_SHARED = 8 * BULK_DEPTH * BULK * sizeof(bf16) + 128;
 struct Bulk { // a warp's ring: pieces in turn of rows in turn, each row C numbers
@@ -250,21 +258,15 @@ struct Bulk { // a warp's ring: pieces in turn of rows in turn, each row C numbe
         if (lane == 0) barriers_ready();
         __syncwarp();
     }
-    template <class Row> __device__ void ask(int i, int C, Row row) const { // all lanes; row(j): where row j lies
+    __device__ void ask(int i, const bf16* row, int k, int C) const { // all lanes; numbers k .. of a row
         if (lane || i >= count) return;
-        const int k = i % in_row * BULK, bytes = min(BULK, C - k) * (int)sizeof(bf16);
+        const int bytes = min(BULK, C - k) * (int)sizeof(bf16);
         barrier_expect(&full[i % BULK_DEPTH], bytes);
-        bulk_load(pieces + i % BULK_DEPTH * BULK, row(i / in_row) + k, bytes, &full[i % BULK_DEPTH]);
+        bulk_load(pieces + i % BULK_DEPTH * BULK, row + k, bytes, &full[i % BULK_DEPTH]);
     }
-    __device__ float dot(int i, int C, const bf16* x) const { // piece i by its numbers of x: this lane's part
+    __device__ const bf16* wait(int i) const {
         barrier_wait(&full[i % BULK_DEPTH], i / BULK_DEPTH % 2);
-        const bf16* const piece = pieces + i % BULK_DEPTH * BULK;
-        const int k0 = i % in_row * BULK;
-        float sum = 0;
-        UNROLL for (int k = lane * 8; k < BULK; k += 256)
-            if (k0 + k < C) sum += dot8(*(const uint4*)(piece + k), *(const uint4*)(x + k0 + k));
-        __syncwarp(); // all lanes have read it: the next may come
-        return sum;
+        return pieces + i % BULK_DEPTH * BULK;
     }
 };
 __global__ void __launch_bounds__(256) bulk_ring(const bf16* W, const bf16* x, bf16* y, int C) {
@@ -272,21 +274,27 @@ __global__ void __launch_bounds__(256) bulk_ring(const bf16* W, const bf16* x, b
     __shared__ uint64_t barriers[8 * BULK_DEPTH];
     const int warps = gridDim.x * 8, mine = blockIdx.x * 8 + threadIdx.x / 32;
     const Bulk ring(room, barriers, C, (C - mine + warps - 1) / warps);
-    const auto row = [&](int j) { return W + (size_t)(mine + j * warps) * C; };
+    const auto ask = [&](int i) {
+        ring.ask(i, W + (size_t)(mine + i / ring.in_row * warps) * C, i % ring.in_row * BULK, C);
+    };
     let_next_start();
-    for (int i = 0; i < BULK_DEPTH; i++) ring.ask(i, C, row);
+    for (int i = 0; i < BULK_DEPTH; i++) ask(i);
     wait_for_previous();
     float sum = 0;
     for (int i = 0; i < ring.count; i++) {
-        sum += ring.dot(i, C, x);
-        ring.ask(i + BULK_DEPTH, C, row);
+        const bf16 *piece = ring.wait(i), *now = x + i % ring.in_row * BULK;
+        UNROLL for (int k = ring.lane * 8; k < BULK; k += 256)
+            if (i % ring.in_row * BULK + k < C) sum += dot8(*(const uint4*)(piece + k), *(const uint4*)(now + k));
+        __syncwarp(); // all lanes have read it: the next may come
+        ask(i + BULK_DEPTH);
         if (i % ring.in_row < ring.in_row - 1) continue;
         sum = warp_sum(sum);
         if (ring.lane == 0) y[mine + i / ring.in_row * warps] = __float2bfloat16(sum);
         sum = 0;
     }
 }
-constexpr int MAX_C = 8192, PATIENCE = 1 << 16; // of one_kernel; polls, until a word is taken to be lost
+constexpr int MAX_C = 8192, WORDS = 4, PATIENCE = 1 << 16; // of one_kernel; words that a thread asks for at once;
+                                                            // polls, until a word is taken to be lost
 __global__ void __launch_bounds__(256)
 one_kernel(const bf16* W, const bf16* x, bf16* y, uint64_t* words, int L, int C) {
     DYNAMIC_SHARED(bf16, room);
@@ -295,31 +303,45 @@ one_kernel(const bf16* W, const bf16* x, bf16* y, uint64_t* words, int L, int C)
     const int warps = gridDim.x * 8, mine = blockIdx.x * 8 + threadIdx.x / 32;
     const int pairs = (C / 2 - mine + warps - 1) / warps; // of rows, of each product
     const Bulk ring(room, barriers, C, L * pairs * 2);
-    const auto row = [&](int j) {
-        const int l = j / (pairs * 2), r = (mine + j / 2 % pairs * warps) * 2 + j % 2;
-        return W + ((size_t)l * C + r) * C;
+    const auto ask = [&](int i) { // pieces of the two rows of a pair in turn
+        const int n = i / 2 % ring.in_row, j = i / 2 / ring.in_row, l = j / pairs;
+        ring.ask(i, W + ((size_t)l * C + (mine + j % pairs * warps) * 2 + i % 2) * C, n * BULK, C);
     };
-    for (int i = 0; i < BULK_DEPTH; i++) ring.ask(i, C, row);
+    for (int i = 0; i < BULK_DEPTH; i++) ask(i);
     for (int l = 0, i = 0; l < L; l++) {
         uint32_t* const own = (uint32_t*)numbers[l % 2];
         const uint64_t* const from = words + (size_t)(l - 1) * C / 2;
-        for (int p = threadIdx.x; p < C / 2; p += 256) {
-            if (l == 0) {
-                own[p] = ((const uint32_t*)x)[p];
-                continue;
+        if (l && ring.lane == 0) // one word, until it is there; then all words by all lanes
+            for (int tries = 0; (int)(get_word(from + C / 2 - 1) >> 32) != l && tries < PATIENCE; tries++) {}
+        __syncwarp();
+        for (int first = threadIdx.x; first < C / 2; first += 256 * WORDS) {
+            uint64_t word[WORDS] = {};
+            bool there = false;
+            for (int tries = 0; !there && tries < PATIENCE; tries++) {
+                there = true;
+                UNROLL for (int w = 0; w < WORDS; w++)
+                    if (const int p = first + w * 256; p < C / 2)
+                        word[w] = l ? get_word(from + p) : ((const uint32_t*)x)[p];
+                UNROLL for (int w = 0; w < WORDS; w++)
+                    if (first + w * 256 < C / 2) there &= (int)(word[w] >> 32) == l;
             }
-            uint64_t word = get_word(from + p);
-            for (int tries = 0; (int)(word >> 32) != l && tries < PATIENCE; tries++) word = get_word(from + p);
-            own[p] = (int)(word >> 32) == l ? (uint32_t)word : 0xffffffff; // (NaN: the step fails, no GPU hangs)
+            UNROLL for (int w = 0; w < WORDS; w++) // (NaN: the step fails, no GPU hangs)
+                if (const int p = first + w * 256; p < C / 2) own[p] = there ? (uint32_t)word[w] : 0xffffffff;
         }
         __syncthreads(); // (who is a product ahead writes to the other half)
         for (int pair = 0; pair < pairs; pair++) {
             float sum[2] = {};
-            for (int r = 0; r < 2; r++)
-                for (int n = 0; n < ring.in_row; n++, i++) {
-                    sum[r] += ring.dot(i, C, numbers[l % 2]);
-                    ring.ask(i + BULK_DEPTH, C, row);
-                }
+            for (int n = 0; n < ring.in_row; n++, i += 2) {
+                const bf16 *first = ring.wait(i), *second = ring.wait(i + 1), *now = numbers[l % 2] + n * BULK;
+                UNROLL for (int k = ring.lane * 8; k < BULK; k += 256)
+                    if (n * BULK + k < C) {
+                        const uint4 eight = *(const uint4*)(now + k);
+                        sum[0] += dot8(*(const uint4*)(first + k), eight);
+                        sum[1] += dot8(*(const uint4*)(second + k), eight);
+                    }
+                __syncwarp(); // all lanes have read them: the next may come
+                ask(i + BULK_DEPTH), ask(i + 1 + BULK_DEPTH);
+            }
             const __nv_bfloat162 both = __floats2bfloat162_rn(warp_sum(sum[0]), warp_sum(sum[1]));
             uint32_t bits;
             memcpy(&bits, &both, 4);
@@ -378,6 +400,95 @@ inline void all_products(Chain& p) {
     launch_as(false, true, one_kernel, dim3(blocks), dim3(256), BULK_SHARED, p.W.p, p.x.p, p.out.p, p.words.p, p.L,
               p.C);
 }
+#ifdef LAB_QWEN3
+__global__ void noise(::bf16* to, size_t n) { // about normal, deviation 0.02
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        float sum = 0;
+        for (uint32_t word : philox(1, i, 0).v) sum += (float)word / 4294967296.f - 0.5f;
+        to[i] = round_bf16(sum * 0.0346f);
+    }
+}
+// A token by the program's one kernel; its logits are those of the program's kernels one after the other, within 1% of
+// the largest. (That those are right, tests/gpu shows.)
+struct WholeToken : Problem {
+    static constexpr int POSITION = 100, PAGES = POSITION / PAGE + 1;
+    const Config c = {1024, 28, 16, 8, 128, 3072, 151936, 40960, 1e-6f, 1e6, true, {}};
+    Context ctx = open_gpu();
+    Arena arena;
+    Weights<::bf16> w;
+    Activations<::bf16> a;
+    KVCache<::bf16> kv;
+    float *rope, *logits;
+    ::bf16* picked;
+    int* numbers; // token, position, sequence, slot, then pages
+    Draw* draw;
+    unsigned long long* best;
+    std::vector<float> want;
+    Batch batch;
+    std::unique_ptr<StepRoad> road;
+
+    void plan() {
+        const auto matrix = [&](Linear<::bf16>& W, std::initializer_list<int> rows, int in) {
+            std::copy(rows.begin(), rows.end(), W.rows), W.in = in;
+            const ::bf16* at = arena.take<::bf16>((size_t)W.out() * in);
+            for (size_t i = 0; i < rows.size(); at += (size_t)W.rows[i++] * in) W.w[i] = at;
+        };
+        w.layers.resize(c.L);
+        matrix(w.embed, {c.V}, c.C), w.head = w.embed;
+        for (Layer<::bf16>& y : w.layers) {
+            matrix(y.qkv, {c.H * c.D, c.K * c.D, c.K * c.D}, c.C), matrix(y.o, {c.C}, c.H * c.D);
+            matrix(y.gate_up, {c.F, c.F}, c.C), matrix(y.down, {c.C}, c.F);
+            y.norm1 = arena.take<::bf16>(c.C), y.norm2 = arena.take<::bf16>(c.C);
+            y.q_norm = arena.take<::bf16>(c.D), y.k_norm = arena.take<::bf16>(c.D);
+        }
+        w.norm = arena.take<::bf16>(c.C);
+        kv.plan(arena, c, PAGES);
+        // (up to here all is noise)
+        a.plan(arena, c, 1, false);
+        rope = arena.take<float>((size_t)(POSITION + 1) * c.D);
+        logits = arena.take<float>(c.V);
+        picked = arena.take<::bf16>(c.C);
+        numbers = arena.take<int>(4 + PAGES);
+        draw = arena.take<Draw>(1), best = arena.take<unsigned long long>(BEST_BLOCKS);
+        ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, 1, 1, c.H, c.D));
+        ctx.gpu->attention_arrived = arena.take<int>(c.H);
+        ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+        ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+    }
+    explicit WholeToken(Shape) {
+        ctx.gpu->stream = stream, ctx.one_kernel = Context::TOGETHER, arena.gpu = true;
+        plan(), arena.allocate("a token's model"), plan();
+        launch(noise, 1024, 256, 0, (::bf16*)w.embed.w[0], (size_t)((::bf16*)a.layer[0].in - w.embed.w[0]));
+        std::vector<float> angles((size_t)(POSITION + 1) * c.D);
+        fill_rope(angles.data(), POSITION + 1, c.D, c.rope_theta);
+        std::vector<int> host = {7, POSITION, 0, POSITION};
+        for (int i = 0; i < PAGES; i++) host.push_back(i);
+        const Draw any = {Sampling{}, c.V}; // without penalties
+        gpu_copy(ctx, rope, angles.data(), angles.size() * sizeof(float), false);
+        gpu_copy(ctx, numbers, host.data(), host.size() * sizeof(int), false);
+        gpu_copy(ctx, draw, &any, sizeof any, false);
+        batch = {1, 1, numbers, numbers + 1, numbers + 2, numbers + 3, numbers + 4, PAGES, 1};
+        road = std::make_unique<StepRoad>(ctx, c, w);
+        road->use(batch, kv, rope, logits, draw, best);
+        bytes = (double)step_bytes(w) + (double)KVCache<::bf16>::bytes(c, 1) / PAGE * (POSITION + 1);
+        ::forward(ctx, c, w, batch, a, kv, rope);
+        head_gpu(ctx, logits, picked, a.normed, numbers + 2, w.head, 1);
+        want = read_logits();
+        for (float x : want) tolerance = std::max(tolerance, 0.01 * std::fabs(x));
+    }
+    void spoil() override { GPU_CHECK(cudaMemsetAsync(logits, 0xff, c.V * sizeof(float), stream)); }
+    double error() override {
+        const std::vector<float> got = read_logits();
+        road->check();
+        return largest_difference(got, want);
+    }
+    std::vector<float> read_logits() {
+        std::vector<float> x(c.V);
+        gpu_copy(ctx, x.data(), logits, x.size() * sizeof(float), true);
+        return x;
+    }
+};
+#endif
 inline Laboratory laboratory() {
     Laboratory l("decode", "products of one row, one after the other: the read bandwidth", {64, 2048, 1}, {3, 48, 1});
     constexpr const char *SECTORS = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio",
@@ -412,6 +523,10 @@ inline Laboratory laboratory() {
                   LOADS, "fewer loads than step 8", 90);
     l.step<Chain>("one kernel", "rings that never stop; blocks tell each other", all_products, READ, FLIGHT,
                   "the memory busy all the time", 90);
+#ifdef LAB_QWEN3
+    l.step<WholeToken>("qwen3.cu", "the program's own: a token, all of it",
+                       [](WholeToken& t) { t.road->launch_step(); }, READ, FLIGHT, "as step 10");
+#endif
     l.exercise("At 3,000 GB/s and 700 ns from a load to its data: how many KB (1,000 bytes) must each of 132 "
                "multiprocessors have on the way?", [] { return 3e12 * 700e-9 / 132 / 1e3; });
     l.exercise("Step 8 gives 2,048 rows to 8 x 132 warps, which take whole rows. How many per cent of the warps' time "
