@@ -216,6 +216,7 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
         return ctx;
     };
     if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
+    if (!file.logits && o.one_kernel > Context::WHERE_FASTER) DIE("--one-kernel is for answers; this model gives none");
 #ifdef __CUDACC__
     if (name == "cpu" || ctx.plain) return on_cpu();
     if (ctx.kv_fp8) DIE("--kv-dtype fp8 runs on a CPU only so far (--device cpu)");

@@ -294,7 +294,7 @@ template <class T> struct Weights {
     // once. With `int8` every matrix becomes INT8 (a file's own INT8 matrices are so anyway). With `packed` a quantised
     // matrix stays so: in its own format if Linear has it, else as INT8. Norms stay as they are.
     explicit Weights(const ModelFile& file, bool int8 = false, bool packed = false);
-    Weights() = default; // for who fills it
+    Weights() = default; // to be filled by hand (lab/decode)
     // Copies all to the GPU (see Book II) and lets every pointer point there, the blocks of a Linear one after another.
     void upload(Context& ctx, const ModelFile& file);
 };
@@ -3926,9 +3926,9 @@ inline void lora_backward_weight_gpu(Context& ctx, float* dA, float* dB, const b
 }
 
 // ============================================================================================== 11 Attention on a GPU
-// Three kernels for Book I's `attention`: attention_kernel for prompts (and training's forward),
-// attention_decode_kernel for sequences of one new token (with qknorm_rope_kv in it: all of `attend`),
-// attention_backward_kernel. Where there are too few blocks for the GPU, the keys of a row are split: each block leaves
+// Kernels for Book I's `attention`: attention_kernel for prompts (and training's forward), attention_decode_kernel for
+// sequences of one new token (with qknorm_rope_kv in it: all of `attend`), attention_backward_kernel; the first and the
+// last have a second one, by wgmma, on Hopper. Where there are too few blocks for the GPU, the keys of a row are split: each block leaves
 // a part (the largest score, the sum of weights, the weighted sum of values), and parts are joined in order. G = H / K
 // query heads share a KV head.
 
@@ -5305,7 +5305,10 @@ struct HopperBackward {
         const float scale = 1 / sqrtf((float)D);
         const int group = threadIdx.x / 128 * 64, warp = threadIdx.x / 32 * 16; // where their rows begin in the tile
         const uint32_t mine = own(owned) + group * 128;
-        const auto leave = [&](int i) { if (threadIdx.x % 32 == 0) barrier_arrive(empty(i)); };
+        const auto leave = [&](int i) { // all lanes have read what is there, also where the warp skips a tile
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) barrier_arrive(empty(i));
+        };
         const auto& ours = told.own[owned];
         // Of rows that we own: this warpgroup's first and last token, and where the sequences of both begin.
         int oldest = 0, newest = -1, oldest_first = 0, newest_first = 0;
@@ -5363,7 +5366,6 @@ struct HopperBackward {
             if (OF_KEYS) wgmma_settle(sum_p);
         }
         const int first = u.first, kv = u.kv;
-        __syncwarp(); // all lanes have read it before one of them leaves the stage
         leave(owned);
         if (OF_KEYS) store_key_value_gradients<D>(p, sum, sum_p, first + warp, min(first + OWN, p.b.N), kv, scale);
         else store_query_gradients<D>(p, HeadQueries(p, kv), sum, first + warp, scale);

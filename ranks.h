@@ -421,6 +421,7 @@ struct Ranks {
     [[noreturn]] void end(const std::string& text) {
         speak_alone();
         if (rank == 0) print_error(program, text);
+        else last_words = format("rank %d: %s", rank, text.c_str()), ending = true;
         const std::string said = "e" + text;
         bool heard = true;
         for (const Peer& p : peers)
@@ -428,7 +429,11 @@ struct Ranks {
                 heard &= send(p.life, said.data(), said.size(), MSG_NOSIGNAL) == (ssize_t)said.size();
                 shutdown(p.life, SHUT_WR);
             }
-        if (rank > 0 && !heard) print_error(program, format("rank %d: %s", rank, text.c_str()));
+        if (rank > 0) { // rank 0 says it, and the watcher hears that, or that rank 0 has gone
+            if (heard) usleep(2000000);
+            print_error(program, last_words);
+            _exit(1);
+        }
         for (const Peer& p : peers) { // they close when they have read it
             char rest[256];
             pollfd wait = {p.life, POLLIN, 0};
@@ -456,6 +461,8 @@ struct Ranks {
     std::vector<pid_t> children;
     std::thread watcher;
     std::timed_mutex files;
+    std::string last_words;          // of a rank that is not 0, once
+    std::atomic<bool> ending{false}; // ... they are there
     std::atomic<bool> parting{false}, leaving{false}; // a rank that has gone is no fault any more; the watcher's end
     std::unique_ptr<Nccl> nccl;
 
@@ -475,8 +482,7 @@ struct Ranks {
         }
         waited += seconds() - start;
     }
-    // Of the threads that end this process the first to come speaks, and the others stay here. (The main thread, once it
-    // has told rank 0 why it ends, may read the answer before the watcher, to whom rank 0 has only gone then.)
+    // Of the threads that end this process the first to come speaks, and the others stay here.
     static void speak_alone() {
         static std::mutex once;
         once.lock();
@@ -608,6 +614,7 @@ struct Ranks {
     }
     void lost(int r, const std::string& how) {
         let_files_end();
+        if (rank > 0 && ending) print_error(program, last_words), _exit(1); // it did not hear them
         if (rank > 0) end_alone("rank 0 " + how);
         end(name_of(r) + " " + how);
     }

@@ -177,7 +177,8 @@ template <class T> struct Engine {
           max_rows(o.max_seqs + std::max(o.chunk, o.burst)), max_pages((o.context + PAGE - 1) / PAGE), pool(0) {
         arena.gpu = ctx.gpu != nullptr;
 #ifdef __CUDACC__
-        if constexpr (HAS_GPU<T>) if (ctx.gpu) road = StepRoad::find(ctx, c, w, 10);
+        if constexpr (HAS_GPU<T>)
+            if (ctx.gpu && !ctx.invariant) road = StepRoad::find(ctx, c, w, 10, o.kv_bytes + o.adapter_bytes);
 #endif
         choose_sizes();
         arena.used = 0;
@@ -1227,13 +1228,13 @@ template <class T> struct Engine {
         // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
         const Part part = s.masked ? BEFORE_MASKS : adjusted ? ADJUSTED : PLAIN;
         s.one_kernel = road && graph && N == 1 && s.draws.size() == 1 && s.parts.empty() && !s.tells &&
-                       s.kept.empty() && !ctx.invariant; // (it leaves nothing in `activations`)
+                       s.kept.empty(); // (it leaves nothing in `activations`)
         launch_part(graph, {N, s.one_kernel ? 0 : splits, part, s.tells, adapts}, [&] {
             if (s.one_kernel) road->use(batch, cache, rope, logits, draws, best), road->launch_step();
             else forward_step(s, batch, adapts);
             if (R == 0) return;
-            const int best_blocks = !s.one_kernel ? head_all(s, gpu, R, part != PLAIN)
-                                    : part == PLAIN ? road->blocks : 0;
+            const int best_blocks = s.one_kernel ? (part == PLAIN ? road->blocks : 0)
+                                                 : head_all(s, gpu, R, part != PLAIN);
             if (part != BEFORE_MASKS) draw_all(s, gpu, R, part != PLAIN, best_blocks, {});
         });
         const size_t C = (size_t)config.C;

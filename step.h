@@ -14,11 +14,11 @@
      JOIN     of those: the splits' softmaxes become one. Short contexts have one split, and nothing to do here
      O        x += W a         GATE_UP  silu(r W (x g)) * (r U (x g))         DOWN  x += W h
      HEAD     logits, the likeliest id of each block; the last block to end draws, if drawing is greedy
-   Weights  are packed once, as they are read: tile by tile in the order of phases, and in a tile in steps of 32 k, of
-     which lane 4 g + t has row g, k 8 t .. 8 t + 7 (see Step::multiply). A row is filled up to whole 256 numbers, a
-     step for each warp; a stage of the ring is up to 32 steps of a tile, 16 KB, and the last of a row may be shorter.
-     The tokens' numbers are mma's rows: so 8 tokens cost as much as one, and a row's sum has one order whatever N is:
-     by steps in a warp, then over the warps.
+   Weights  are packed once, as they are read: tile by tile in the order of phases, and in a tile in chunks of 512 bytes,
+     of which lane 4 g + t has 16 of row g: 8 numbers in bf16, 16 in 8 bits, 32 in 4, and their scales behind them (see
+     StepPlain). A row is filled up to a chunk for each warp; a stage of the ring is up to 1,024 numbers of a tile's
+     rows, and the last of a row may be shorter. The tokens' numbers are mma's rows: so 8 tokens cost as much as one,
+     and a row's sum has one order whatever N is: by chunks in a warp, then over the warps.
    In flight   The producer waits until the stage `in_flight` before this one has come. More would not be faster: it
      would only stand in the way of the words below, which go through the same L2 cache (one stage instead of three:
      568 us a token -> 520).
@@ -44,21 +44,23 @@
    A profile shows where the rest goes: a fifth of the consumers' time waits for words, a fifth for the ring (most of
    that in the head, which is at the memory's speed), a third for the results of their own instructions. */
 #pragma once
+#ifndef STEP_EMULATED
+#define STEP_UNROLL _Pragma("unroll")
+#endif
 
 // ---- The plan: what the host decides, once.
 constexpr int STEP_HEAD = 128;  // D
 constexpr int STEP_TOKENS = 8;  // at most
-constexpr int STEP_STAGES = 16; // at most
 constexpr int STEP_PART = (STEP_HEAD + 2 + 2) / 3; // words of a split's part: D sums, maximum and weight, in threes
 enum StepPhase { STEP_QKV, STEP_ATTEND, STEP_JOIN, STEP_O, STEP_GATE_UP, STEP_DOWN, STEP_LOGITS };
 
 // W, packed: `units` are dealt to blocks, each of `tiles` tiles of 8 rows (gate and up: one of each).
 struct StepProduct {
-    int units, tiles, in, steps; // steps of 32 k
+    int units, tiles, in, steps; // chunks of a row
     bool shifted;                // not of C rows
     size_t at;                   // bytes from the layer's first; of the head from the first of all
-    BOTH size_t tile_bytes() const { return (size_t)steps * 512; }
-    BOTH size_t bytes() const { return (size_t)units * tiles * tile_bytes(); }
+    BOTH size_t tile_bytes(int chunk) const { return (size_t)steps * chunk; }
+    BOTH size_t bytes(int chunk) const { return (size_t)units * tiles * tile_bytes(chunk); }
 };
 
 struct StepArgs {
@@ -68,7 +70,7 @@ struct StepArgs {
     size_t layer_bytes;        // of packed weights
     const unsigned char* packed;
     const bf16* gains;         // (L, 2 C + 2 D), (C): norm1, norm2, q_norm, k_norm; the last norm
-    const bf16* embed;         // (V,C)
+    const bf16* embed;         // (V,C); null: what the tokens have of it is in `residual` (of packed formats only)
     const float* rope;         // (positions, D/2, 2)
     bf16 *keys, *values;       // the cache; from one layer to the next:
     size_t layer_size;
@@ -118,20 +120,28 @@ BOTH inline int step_split_pages(const StepArgs& p, int pos, int warps) {
     return (pages + splits - 1) / splits;
 }
 
-// One of the kernel's shapes. Tests take fewer warps and shorter stages.
-template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_> struct StepShape {
+struct StepPlain;
+// One of the kernel's shapes. Tests take fewer warps and shorter stages. W: how weights are packed, StepPlain or
+// StepPacked.
+template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain> struct StepShape {
+    using W = W_;
     static constexpr int WARPS = WARPS_;      // that compute
-    static constexpr int STEPS = STEPS_;      // of a stage
+    static constexpr int STEPS = STEPS_;      // chunks of a stage
     static constexpr int TOKENS = TOKENS_;    // at most
     static constexpr bool BULK = BULK_;
-    static constexpr int EACH = STEPS / WARPS, STAGE = STEPS * 512;
+    static constexpr int EACH = STEPS / WARPS, STAGE = STEPS * W::CHUNK;
+    static constexpr int NUMBERS = 32 * W::RUNS; // of a row, in a chunk
+    static constexpr int BARRIERS = STAGE < 10000 ? 32 : 16; // of the ring, of each kind
     static constexpr int TAIL = TOKENS == 1 ? 1 : 2; // pages that new keys lie in (see Step::attend)
-    static constexpr int BATCH = BULK ? 4 : 2; // stages whose operands are in registers at once: as many as fit
+    // Stages whose operands are in registers at once: as many as fit.
+    static constexpr int BATCH = (W::RUNS == 4 ? 8 : 4) / (BULK ? 1 : 2);
     static constexpr int HANDS = 2 * TOKENS > WARPS ? 1 : 2; // warps that hand over a token's sums, of 4 tiles each,
     static constexpr int ROUND = 4 * HANDS;                  // ... of so many tiles at a time
     static constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128; // (whole warpgroups)
     // Numbers from one token's row of a product's input, up to whole stages, to the next: odd multiples of 64 bytes.
-    BOTH static int row(int in) { return ((in + STEPS * 32 - 1) / (STEPS * 32) * STEPS | 1) * 32; }
+    BOTH static int row(int in) {
+        return ((in + STEPS * NUMBERS - 1) / (STEPS * NUMBERS) * STEPS * W::RUNS | 1) * 32;
+    }
     static_assert(STEPS % WARPS == 0 && TOKENS <= WARPS && TOKENS <= STEP_TOKENS, "a warp hands over one token's sums");
 };
 
@@ -140,7 +150,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     StepArgs p = {};
     p.C = c.C, p.F = c.F, p.H = c.H, p.K = c.K, p.V = c.V, p.L = c.L, p.G = c.H / c.K, p.eps = c.eps;
     auto product = [](int rows, int in, int tiles, bool shifted) {
-        const int steps = (in + 32 * S::WARPS - 1) / (32 * S::WARPS) * S::WARPS;
+        const int steps = (in + S::NUMBERS * S::WARPS - 1) / (S::NUMBERS * S::WARPS) * S::WARPS;
         return StepProduct{rows / 8 / tiles, tiles, in, steps, shifted, 0};
     };
     p.product[STEP_QKV] = product((c.H + 2 * c.K) * c.D, c.C, 1, true);
@@ -149,9 +159,9 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.product[STEP_DOWN] = product(c.C, c.F, 1, false);
     p.product[STEP_LOGITS] = product(c.V, c.C, 1, true);
     for (int phase = STEP_QKV; phase < STEP_LOGITS; phase++)
-        p.product[phase].at = p.layer_bytes, p.layer_bytes += p.product[phase].bytes();
+        p.product[phase].at = p.layer_bytes, p.layer_bytes += p.product[phase].bytes(S::W::CHUNK);
     p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
-    p.in_flight = 1, p.in_flight_head = 2, p.patience = 1000000000, p.short_keys = 64;
+    p.in_flight = std::max(1, (16 << 10) / S::STAGE), p.in_flight_head = 2 * p.in_flight, p.patience = 1000000000, p.short_keys = 64;
     p.most_splits = std::max(1, std::min(64, blocks / c.K));
     // Shared memory: the ring's barriers; two sets of sums (tiles, warps, tokens, 8 rows), of squares (tokens, warps);
     // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
@@ -160,12 +170,12 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     const size_t attend = (2 * S::TAIL * PAGE + G) * D * sizeof(bf16) + S::WARPS * G * (D + 4) * sizeof(float);
     const size_t join = p.most_splits * STEP_PART * 3 * sizeof(float);
     auto up = [](size_t n) { return (n + 127) / 128 * 128; };
-    p.sums_at = up(2 * STEP_STAGES * sizeof(uint64_t) + sizeof(StepDealt));
+    p.sums_at = up(2 * S::BARRIERS * sizeof(uint64_t) + sizeof(StepDealt));
     p.squares_at = p.sums_at + up(2 * S::ROUND * S::WARPS * N * 8 * sizeof(float));
     p.work_at = p.squares_at + up(2 * (size_t)N * S::WARPS * sizeof(float));
     p.ring_at = p.work_at + up(std::max({input, attend, join}));
     const size_t room = p.ring_at < shared_limit ? (shared_limit - p.ring_at) / S::STAGE : 0;
-    p.stages = (int)std::min<size_t>(room, 12);
+    p.stages = (int)std::min<size_t>(room, S::BARRIERS * 3 / 4);
     p.shared = p.ring_at + (size_t)p.stages * S::STAGE;
     return p;
 }
@@ -188,25 +198,134 @@ inline const char* step_refuses(const Config& c) {
     return nullptr;
 }
 
-// ---- Packing: 16 bytes a thread. Tile `tile` of rows of `in`; of a unit of two, the second is of rows `second` on.
-struct PackArgs {
+// ---- How weights are packed. A chunk is 8 rows of W (see the top): run j of lane 4 g + t, a word of which is two
+// neighbours, is numbers 8 t .. 8 t + 7 of the j-th 32 of row g. As operand b of mma, x being a: x's words, as they lie
+// in memory, are numbers (0 1), (2 3), (4 5), (6 7), and to mma the first and third are token g, the others a token g + 8
+// that there is not. So W's words 0 and 2 make up one mma, of which rows g count, and words 1 and 3 another, of which
+// rows g + 8 do: nothing is moved, nothing set to zero. What is packed says
+//   RUNS    that a lane has of a chunk         CHUNK   bytes of one
+//   Lane    of a chunk, in registers           Sum     of a tile: rows 2 t and 2 t + 1 for token g
+//   load    of chunk number + warp of a stage
+//   add     sum += the chunk's W x^T; x[j]: the numbers of x that run j is multiplied by
+//   piece   the i-th 16 bytes of a chunk, for rows `row` .. `row` + 7
+__device__ __forceinline__ float2 step_both(const float (&sum)[2][4]) {
+    return make_float2(sum[0][0] + sum[1][2], sum[0][1] + sum[1][3]);
+}
+struct StepPlain { // bf16
+    static constexpr int RUNS = 1, CHUNK = 512;
+    static constexpr bool PLAIN = true;
+    using Lane = uint4; // words 0 2 1 3
+    using Sum = float[2][4];
+    __device__ __forceinline__ static void load(Lane& w, const unsigned char* first, int number, int warp, int lane) {
+        w = ((const uint4*)first + warp * 32 + lane)[number * 32];
+    }
+    __device__ __forceinline__ static void add(Sum& sum, const Lane& w, const uint4 (&x)[RUNS]) {
+        mma(sum[0], x[0].x, x[0].y, x[0].z, x[0].w, w.x, w.y);
+        mma(sum[1], x[0].x, x[0].y, x[0].z, x[0].w, w.z, w.w);
+    }
+    __device__ __forceinline__ static float2 both(const Sum& sum) { return step_both(sum); }
+
+    struct Source {
+        const bf16* W; // (rows, in)
+        int in;
+    };
+    __device__ static uint4 piece(const Source& from, size_t row, int chunk, int i) {
+        const int k = chunk * 32 + i % 4 * 8;
+        const uint4 zero = {0, 0, 0, 0};
+        const uint4 w = k < from.in ? *(const uint4*)(from.W + (row + i / 4) * from.in + k) : zero;
+        return make_uint4(w.x, w.z, w.y, w.w);
+    }
+};
+// A format of packed.h, whose groups of columns are chunks' parts: GROUPS of a chunk, with a scale each for 8 rows (or
+// for all of them), and zero points. These lie behind the 512 bytes: a group's scales by row, then a row's zero points
+// by group. mma's sums of a group are multiplied by its scale.
+template <class F, int GROUPS> struct StepPacked {
+    using Raw = typename F::Raw;
+    static constexpr int RUNS = 2 * F::RUNS, NUMBERS = 32 * RUNS;
+    static constexpr int SCALES = GROUPS * (F::BLOCKS ? 1 : 8) * (int)sizeof(Raw), ZEROS = F::ZEROS ? 8 * GROUPS : 0;
+    static constexpr int CHUNK = 512 + (SCALES + ZEROS + 15) / 16 * 16;
+    static constexpr bool PLAIN = false;
+    static_assert(F::BLOCKS ? sizeof(Raw) == 4 : sizeof(Raw) == 2, "a group's scale, or two rows', in a word");
+    struct Lane {
+        uint4 w;
+        uint32_t scale[GROUPS], zeros; // of rows 2 t and 2 t + 1; of row g, a byte each
+    };
+    using Sum = float2;
+    __device__ __forceinline__ static void load(Lane& to, const unsigned char* first, int number, int warp, int lane) {
+        const unsigned char* chunk = first + (number + warp) * CHUNK;
+        to.w = ((const uint4*)chunk)[lane];
+        STEP_UNROLL
+        for (int j = 0; j < GROUPS; j++)
+            to.scale[j] = ((const uint32_t*)(chunk + 512))[F::BLOCKS ? j : j * 4 + lane % 4];
+        const unsigned char* zeros = chunk + 512 + SCALES + lane / 4 * GROUPS;
+        if (F::ZEROS) to.zeros = GROUPS == 4 ? *(const uint32_t*)zeros : GROUPS == 2 ? *(const uint16_t*)zeros : *zeros;
+    }
+    __device__ __forceinline__ static float scale(const Lane& w, int group, int row) {
+        if constexpr (F::BLOCKS) return __uint_as_float(w.scale[group]);
+        else return F::to_float((Raw)(w.scale[group] >> 16 * row));
+    }
+    __device__ __forceinline__ static void add(Sum& sum, const Lane& w, const uint4 (&x)[RUNS]) {
+        STEP_UNROLL
+        for (int j = 0; j < GROUPS; j++) {
+            float part[2][4] = {};
+            STEP_UNROLL
+            for (int run = j * (RUNS / GROUPS); run < (j + 1) * (RUNS / GROUPS); run++) {
+                const uint2 bytes = run < F::RUNS ? make_uint2(w.w.x, w.w.y) : make_uint2(w.w.z, w.w.w);
+                const uint4 y = F::run(bytes, run % F::RUNS, F::ZEROS ? w.zeros >> 8 * j & 0xff : 0);
+                mma(part[0], x[run].x, x[run].y, x[run].z, x[run].w, y.x, y.z);
+                mma(part[1], x[run].x, x[run].y, x[run].z, x[run].w, y.y, y.w);
+            }
+            const float2 both = step_both(part);
+            sum.x = fmaf(both.x, scale(w, j, 0), sum.x), sum.y = fmaf(both.y, scale(w, j, 1), sum.y);
+        }
+    }
+    __device__ __forceinline__ static float2 both(const Sum& sum) { return sum; }
+
+    using Source = PackedArgs;
+    __device__ static uint4 piece(const Source& from, size_t row, int chunk, int i) {
+        uint32_t words[4];
+        for (int part = 0; part < 4; part++) {
+            const int at = i * 16 + part * 4 - 512; // in what lies behind the weights
+            uint32_t& word = words[part] = 0;
+            auto group = [&](int j) { return chunk * NUMBERS + j * (NUMBERS / GROUPS); }; // its first column
+            if (at < 0) {
+                const int k = chunk * NUMBERS + part / 2 * (NUMBERS / 2) + i % 4 * 8;
+                const size_t byte = (row + i / 4) * from.row_bytes + F::byte(k) + part % 2 * 4;
+                if (k < from.in) word = *(const uint32_t*)(from.q + byte);
+            } else if (at < SCALES) {
+                const int j = F::BLOCKS ? at / 4 : at / 16, r = F::BLOCKS ? 0 : at % 16 / 2; // r: the first of two rows
+                if (group(j) >= from.in) continue;
+                const Raw* scales = (const Raw*)from.scale;
+                const auto raw = [&](size_t r) { return scales[from.scale_at<F>((int)r, group(j))]; };
+                if constexpr (F::BLOCKS) word = __float_as_uint(raw(row));
+                else word = raw(row + r) | (uint32_t)raw(row + r + 1) << 16;
+            } else
+                for (int b = 0; b < 4; b++) {
+                    const int zero = at - SCALES + b, j = zero % GROUPS, r = zero / GROUPS;
+                    if (zero < ZEROS && group(j) < from.in) word |= from.zero_at<F>((int)row + r, group(j)) << 8 * b;
+                }
+        }
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+};
+
+// ---- Packing: 16 bytes a thread. Tile `tile` has rows 8 tile .. of W; of a unit of two, the second is of rows `second` on.
+template <class W> struct StepPacking {
     unsigned char* to;
-    const bf16* W;     // (rows, in)
+    typename W::Source from;
     StepProduct product;
     size_t second;
 };
-__global__ void step_pack_kernel(PackArgs p) {
+template <class W> __global__ void step_pack_kernel(StepPacking<W> p) {
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= p.product.bytes() / 16) return;
-    const int steps = p.product.steps, lane = (int)(i % 32), step = (int)(i / 32 % steps), k = step * 32 + lane % 4 * 8;
-    const size_t tile = i / 32 / steps, row = tile / p.product.tiles * 8 + tile % p.product.tiles * p.second + lane / 4;
-    const uint4 zero = {0, 0, 0, 0};
-    const uint4 w = k < p.product.in ? *(const uint4*)(p.W + row * p.product.in + k) : zero;
-    ((uint4*)p.to)[i] = make_uint4(w.x, w.z, w.y, w.w); // (the halves of mma's operands: see Step::multiply)
+    if (i >= p.product.bytes(W::CHUNK) / 16) return;
+    constexpr int PIECES = W::CHUNK / 16;
+    const int steps = p.product.steps, chunk = (int)(i / PIECES % steps);
+    const size_t tile = i / PIECES / steps, row = tile / p.product.tiles * 8 + tile % p.product.tiles * p.second;
+    ((uint4*)p.to)[i] = W::piece(p.from, row, chunk, (int)(i % PIECES));
 }
 
 #ifndef STEP_EMULATED // (tests/step_emulation.h has these for a CPU)
-#define STEP_UNROLL _Pragma("unroll")
 // ---- Instructions
 // An mbarrier (see barrier_begin), and copies that it waits for.
 struct StepBarrier {
@@ -296,7 +415,7 @@ __device__ inline void step_deal(const StepArgs& p, StepDealt& dealt, int phase)
 template <class S>
 __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, const StepDealt& dealt,
                                              int first, int last) {
-    StepBarrier *full = (StepBarrier*)memory, *empty = full + STEP_STAGES;
+    StepBarrier *full = (StepBarrier*)memory, *empty = full + S::BARRIERS;
     const int i = threadIdx.x - S::CONSUMERS;
     int stage = 0, issued = 0;
     uint32_t parity = 1;
@@ -323,10 +442,10 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
         const unsigned char* weights = p.packed + (layer < p.L ? layer * p.layer_bytes : 0) + q.at;
         for (int u = 0; u < dealt.units[kind]; u++) {
             const size_t unit = dealt.first[kind] + u * gridDim.x;
-            const unsigned char* tile = weights + unit * q.tiles * q.tile_bytes();
+            const unsigned char* tile = weights + unit * q.tiles * q.tile_bytes(S::W::CHUNK);
             for (int part = 0; part < q.tiles; part++)
                 for (int step = 0; step < q.steps; step += S::STEPS) {
-                    const int bytes = min(S::STEPS, q.steps - step) * 512;
+                    const int bytes = min(S::STEPS, q.steps - step) * S::W::CHUNK;
                     fill(tile, bytes, in_flight);
                     tile += bytes;
                 }
@@ -469,6 +588,8 @@ __device__ __forceinline__ float4 step_join(const float* parts, int count, int s
 
 // A consumer's thread.
 template <class S> struct Step {
+    using W = typename S::W;
+    using Sum = typename W::Sum;
     static constexpr int D = STEP_HEAD, WARPS = S::WARPS, STEPS = S::STEPS, EACH = S::EACH;
     static constexpr int BATCH = S::BATCH, CONSUMERS = S::CONSUMERS, ROUND = S::ROUND;
     const StepArgs& p;
@@ -497,7 +618,7 @@ template <class S> struct Step {
         const int zero = step_opaque(0);
         tid = threadIdx.x + zero, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
         memory = step_memory() + zero;
-        full = (StepBarrier*)memory, empty = full + STEP_STAGES;
+        full = (StepBarrier*)memory, empty = full + S::BARRIERS;
         n = warp % S::TOKENS, hand = warp / S::TOKENS;
         old = gain = scale = 0;
         work = (bf16*)(memory + p.work_at);
@@ -547,20 +668,20 @@ template <class S> struct Step {
     }
 
     // ---- Products
-    // Operands of `count` stages, which are then free for others. The first has `steps` steps, the next `less` fewer.
-    __device__ __forceinline__ void load(uint4 (&w)[BATCH][EACH], int count, int steps, int less) {
+    // Operands of `count` stages, which are then free for others. The first has `steps` chunks, the next `less` fewer.
+    __device__ __forceinline__ void load(typename W::Lane (&w)[BATCH][EACH], int count, int steps, int less) {
         STEP_UNROLL
         for (int i = 0; i < BATCH; i++) {
             if (i >= count) break;
             full[stage].wait(parity);
-            const uint4* from = (const uint4*)(memory + p.ring_at + stage * S::STAGE) + warp * 32 + lane;
+            const unsigned char* from = memory + p.ring_at + stage * S::STAGE;
             STEP_UNROLL
-            for (int j = 0; j < EACH; j++) w[i][j] = from[j * WARPS * 32];
+            for (int j = 0; j < EACH; j++) W::load(w[i][j], from, j * WARPS, warp, lane);
             const int each = (steps - i * less) / WARPS;
             if (each < EACH) // a short stage: what lies behind it is no number, perhaps
                 STEP_UNROLL
                 for (int j = 1; j < EACH; j++)
-                    if (j >= each) w[i][j] = {0, 0, 0, 0};
+                    if (j >= each) w[i][j] = {};
             if (++stage == p.stages) stage = 0, parity ^= 1;
         }
         __syncwarp();
@@ -568,24 +689,20 @@ template <class S> struct Step {
         if (lane < count) empty[free < 0 ? free + p.stages : free].arrive();
     }
     // sum[i] += W x^T of stage i < count: of one tile (SAME), whose k go on from stage to stage, or of a tile each.
-    // A lane's x are 4 pairs, (0 1), (2 3), (4 5), (6 7), as they lie in memory: to mma the first and third are token g,
-    // the others a token g + 8 that there is not. So W's pairs 0 and 2 make up one mma, of which rows g count, and
-    // pairs 1 and 3 another, of which rows g + 8 do: nothing is moved, nothing set to zero.
     template <bool SAME>
-    __device__ __forceinline__ void multiply(float (&sum)[BATCH][2][4], const uint4 (&w)[BATCH][EACH], int count,
+    __device__ __forceinline__ void multiply(Sum (&sum)[BATCH], const typename W::Lane (&w)[BATCH][EACH], int count,
                                              const bf16* x) {
-        uint4 a[EACH];
+        uint4 a[EACH][W::RUNS];
         STEP_UNROLL
         for (int i = 0; i < BATCH; i++) {
             if (SAME ? i >= count : i % 2 == 0 && i >= count) break; // (two tiles at a time: their chains overlap)
             STEP_UNROLL
             for (int j = 0; j < EACH && (SAME || i == 0); j++)
-                a[j] = *(const uint4*)(x + (i * STEPS + warp + j * WARPS) * 32);
+                STEP_UNROLL
+                for (int run = 0; run < W::RUNS; run++)
+                    a[j][run] = *(const uint4*)(x + ((i * STEPS + warp + j * WARPS) * W::RUNS + run) * 32);
             STEP_UNROLL
-            for (int j = 0; j < EACH; j++) {
-                mma(sum[i][0], a[j].x, a[j].y, a[j].z, a[j].w, w[i][j].x, w[i][j].y);
-                mma(sum[i][1], a[j].x, a[j].y, a[j].z, a[j].w, w[i][j].z, w[i][j].w);
-            }
+            for (int j = 0; j < EACH; j++) W::add(sum[i], w[i][j], a[j]);
         }
     }
     __device__ __forceinline__ float* sums_of(int tile, int warp, int token) {
@@ -593,9 +710,6 @@ template <class S> struct Step {
     }
     __device__ __forceinline__ float* squares_of(int token) { // (of the product's first round's set)
         return (float*)(memory + p.squares_at) + (set * N + token) * WARPS;
-    }
-    __device__ __forceinline__ static float2 both(const float (&sum)[2][4]) {
-        return make_float2(sum[0][0] + sum[1][2], sum[0][1] + sum[1][3]);
     }
     __device__ __forceinline__ void put(int tile, const float2& y) {
         if (g < N) *(float2*)(sums_of(tile, warp, g) + 2 * t) = y;
@@ -606,7 +720,7 @@ template <class S> struct Step {
         const int tiles = dealt.units[kind] * q.tiles, stages = (q.steps + STEPS - 1) / STEPS;
         if (!tiles) return;
         const int less = stages == 1 ? 0 : STEPS;
-        uint4 w[BATCH][EACH];
+        typename W::Lane w[BATCH][EACH];
         load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
         prepare(kind, layer, 0);
         input(kind, layer);
@@ -615,24 +729,24 @@ template <class S> struct Step {
             const int count = min(ROUND, tiles - tile);
             if (tile) prepare(kind, layer, tile);
             for (int i = 0; i < count && stages == 1; i += BATCH) {
-                float sum[BATCH][2][4] = {};
+                Sum sum[BATCH] = {};
                 multiply<false>(sum, w, count - i, x);
                 const int next = tile + i + BATCH;
                 if (next < tiles) load(w, min(BATCH, tiles - next), q.steps, less);
                 STEP_UNROLL
                 for (int j = 0; j < BATCH; j++)
-                    if (i + j < count) put(i + j, both(sum[j]));
+                    if (i + j < count) put(i + j, W::both(sum[j]));
             }
             for (int i = 0; i < count && stages > 1; i++) {
-                float sum[BATCH][2][4] = {};
+                Sum sum[BATCH] = {};
                 for (int s = 0; s < stages; s += BATCH) {
-                    multiply<true>(sum, w, stages - s, x + s * STEPS * 32);
+                    multiply<true>(sum, w, stages - s, x + s * STEPS * S::NUMBERS);
                     const int next = s + BATCH < stages ? s + BATCH : 0;
                     if (next || tile + i + 1 < tiles) load(w, min(BATCH, stages - next), q.steps - next * STEPS, less);
                 }
-                float2 y = both(sum[0]);
+                float2 y = W::both(sum[0]);
                 STEP_UNROLL
-                for (int j = 1; j < BATCH; j++) y.x += both(sum[j]).x, y.y += both(sum[j]).y;
+                for (int j = 1; j < BATCH; j++) y.x += W::both(sum[j]).x, y.y += W::both(sum[j]).y;
                 put(i, y);
             }
             meet();
@@ -648,7 +762,7 @@ template <class S> struct Step {
         const int tiles = dealt.product[kind].tiles, i = tile + 4 * hand + lane / 8;
         row = (dealt.first[kind] + (tiles == 2 ? i / 2 : i) * (int)gridDim.x) * 8 + lane % 8;
         if ((kind != STEP_O && kind != STEP_DOWN) || hand >= S::HANDS || n >= N || row >= p.C) return;
-        const bool first = kind == STEP_O && layer == 0; // x is the embedding still
+        const bool first = kind == STEP_O && layer == 0 && (W::PLAIN || p.embed); // x is the embedding still
         old = first ? to_acc(p.embed[(size_t)p.b.token[n] * p.C + row]) : p.residual[(size_t)n * p.C + row];
         gain = to_acc(p.gains[kind == STEP_O ? p.gains_of(layer) + p.C + row : p.gains_of(layer + 1) + row]);
     }
@@ -686,20 +800,21 @@ template <class S> struct Step {
         }
     }
     // A product's input, to `work`, a token a row; where a norm comes before it, the words' squares. A warp takes the
-    // words of the steps it multiplies, and waits for no other.
+    // words of the chunks it multiplies, and waits for no other.
     __device__ __forceinline__ void input(int kind, int layer) {
         const StepProduct& q = dealt.product[kind];
-        const int words = q.in / 4, steps = (words + 7) / 8; // the last of them may be short
-        const int mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS * 8 : 0;
-        const int count = mine - ((steps - 1) % WARPS == warp ? steps * 8 - words : 0);
-        const int filled = (q.steps + STEPS - 1) / STEPS * EACH * 8;
+        constexpr int WORDS = S::NUMBERS / 4; // words of a chunk's x
+        const int words = q.in / 4, steps = (words + WORDS - 1) / WORDS; // the last of them may be short
+        const int mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS * WORDS : 0;
+        const int count = mine - ((steps - 1) % WARPS == warp ? steps * WORDS - words : 0);
+        const int filled = (q.steps + STEPS - 1) / STEPS * EACH * WORDS;
         const bool normed = kind == STEP_QKV || kind == STEP_GATE_UP || kind == STEP_LOGITS;
         const uint4* from = kind == STEP_O         ? p.att
                             : kind == STEP_DOWN    ? p.hidden
                             : kind == STEP_GATE_UP ? p.mid
                                                    : p.out;
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
-        auto word_of = [&](int i) { return (warp + i / 8 * WARPS) * 8 + i % 8; };
+        auto word_of = [&](int i) { return (warp + i / WORDS * WARPS) * WORDS + i % WORDS; };
         for (int m = 0; m < N; m++) {
             bf16* to = work + m * S::row(q.in);
             float square = 0; // of this thread's
@@ -719,8 +834,15 @@ template <class S> struct Step {
     }
     // Four numbers of token m's embedding, as DOWN would send them.
     __device__ __forceinline__ uint4 embedded(int m, int word) {
-        const uint2 u = ((const uint2*)(p.embed + (size_t)p.b.token[m] * p.C))[word], w = ((const uint2*)p.gains)[word];
-        const float a = low(u.x), b = high(u.x), c = low(u.y), d = high(u.y);
+        if (!W::PLAIN && !p.embed) {
+            const float4 x = __ldcg((const float4*)(p.residual + (size_t)m * p.C) + word);
+            return weighed(word, x.x, x.y, x.z, x.w);
+        }
+        const uint2 u = ((const uint2*)(p.embed + (size_t)p.b.token[m] * p.C))[word];
+        return weighed(word, low(u.x), high(u.x), low(u.y), high(u.y));
+    }
+    __device__ __forceinline__ uint4 weighed(int word, float a, float b, float c, float d) {
+        const uint2 w = ((const uint2*)p.gains)[word];
         return make_uint4(pack(a * low(w.x), b * high(w.x)), pack(c * low(w.y), d * high(w.y)),
                           __float_as_uint((a * a + b * b) + (c * c + d * d)), 0);
     }
@@ -906,8 +1028,8 @@ template <class S> struct Step {
 template <class S>
 __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_constant__ StepArgs p, int first, int last) {
     unsigned char* memory = step_memory();
-    StepBarrier *full = (StepBarrier*)memory, *empty = full + STEP_STAGES;
-    StepDealt& dealt = *(StepDealt*)(empty + STEP_STAGES);
+    StepBarrier *full = (StepBarrier*)memory, *empty = full + S::BARRIERS;
+    StepDealt& dealt = *(StepDealt*)(empty + S::BARRIERS);
     const int tid = threadIdx.x;
     if (tid < p.stages) full[tid].begin(S::BULK ? 1 : 128), empty[tid].begin(S::WARPS);
     if (tid < 7) step_deal(p, dealt, tid);
@@ -930,53 +1052,91 @@ __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_consta
     if (last == p.phases()) step.finish();
 }
 
+// Calls use(StepPlain()) or of a StepPacked: how W's format is packed. Throws Error if it cannot be.
+template <class Use> void with_step_weights(const Linear<bf16>& W, Use use) {
+    if (W.adapter.rank) DIE("--one-kernel: not with an adapter");
+    switch (W.format) {
+        case Format::PLAIN: return use(StepPlain());
+        case Format::INT8: return use(StepPacked<PackedInt8, 2>());
+        case Format::INT4:
+            return W.group == 32   ? use(StepPacked<PackedInt4<1>, 4>())
+                   : W.group == 64 ? use(StepPacked<PackedInt4<1>, 2>())
+                                   : use(StepPacked<PackedInt4<1>, 1>());
+        case Format::FP8:
+            if (W.group % 64 || W.group_rows % 8)
+                DIE("--one-kernel: FP8 in blocks of %d x %d (multiples of 8 x 64 only)", W.group_rows, W.group);
+            return use(StepPacked<PackedFp8, 1>());
+    }
+}
+inline bool step_same(const Linear<bf16>& a, const Linear<bf16>& b) { // packed in the same way
+    return a.format == b.format && a.group == b.group && a.group_rows == b.group_rows;
+}
+inline StepPlain::Source step_source(const Linear<bf16>& W, StepPlain) { return {W.w[0], W.in}; }
+template <class F, int GROUPS> PackedArgs step_source(const Linear<bf16>& W, StepPacked<F, GROUPS>) {
+    return packed_args(W);
+}
+
+// Of a head that is packed in another way than the layers, and so a launch by itself: `head` has its plan and weights.
+inline StepArgs step_head(StepArgs step, const StepArgs& head) {
+    step.product[STEP_LOGITS] = head.product[STEP_LOGITS], step.product[STEP_LOGITS].at = 0;
+    step.packed = head.packed, step.stages = head.stages, step.in_flight_head = head.in_flight_head;
+    step.sums_at = head.sums_at, step.squares_at = head.squares_at, step.work_at = head.work_at;
+    step.ring_at = head.ring_at, step.shared = head.shared;
+    return step;
+}
+
 #ifdef __CUDACC__
-// ---- A session's steps by this kernel: packed weights and all else it needs in the GPU's memory.
+// ---- A session's steps by this kernel: packed weights and all else it needs in the GPU's memory. If the head has
+// another format than the layers, a step is two launches: phases before the head, and the head; packed embeddings are
+// made numbers by a kernel before.
 struct StepRoad {
     using Kernel = void (*)(const StepArgs, int, int);
+    struct Part { // of the step: phases `first` .. `last` - 1
+        Kernel kernel = nullptr;
+        StepArgs args = {};
+        int first = 0, last = 0, chunk = 0;
+    };
     Context ctx;
-    StepArgs args = {};
-    Kernel kernel = nullptr;
+    Part layers, head; // head.kernel null: it is in `layers`
+    StepArgs& args = layers.args;
     int blocks = 0, threads = 0;
     bool by_phase = false;
     Arena arena;
+    Linear<bf16> embed; // if it is packed
     int* fault = nullptr; // in the CPU's memory
 
-    // Throws Error if this GPU or this model cannot, or (WHERE_FASTER) if its copy of the weights takes more than one
-    // part of `parts` of the memory that is free.
-    StepRoad(const Context& where, const Config& c, const Weights<bf16>& w, size_t parts = 2) : ctx(where) {
+    // Throws Error if this GPU or this model cannot, or (WHERE_FASTER) if its copy of the weights takes more than 1 /
+    // share of the memory that is free and not `spoken_for`, or they are in a format for which it was not measured.
+    StepRoad(const Context& where, const Config& c, const Weights<bf16>& w, size_t share = 2, size_t spoken_for = 0)
+        : ctx(where) {
         by_phase = ctx.one_kernel == Context::BY_PHASE;
         blocks = ctx.gpu->sms;
         if (const char* why = step_refuses(c)) DIE("--one-kernel: not for this model: %s", why);
+        const Linear<bf16>& one = w.layers[0].qkv;
         for (const Layer<bf16>& l : w.layers)
             for (const Linear<bf16>* m : {&l.qkv, &l.o, &l.gate_up, &l.down})
-                if (m->adapter.rank || m->format != Format::PLAIN)
-                    DIE("--one-kernel: weights in bf16 only, without an adapter");
-        if (w.head.format != Format::PLAIN) DIE("--one-kernel: weights in bf16 only");
-        int device = 0, most_shared = 0, cooperative = 0;
-        CUDA_CHECK(cudaGetDevice(&device));
-        CUDA_CHECK(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-        CUDA_CHECK(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device));
-        choose<StepShape<8, 32, 1, false>>(c, (size_t)most_shared);
-        cudaFuncAttributes built;
-        CUDA_CHECK(cudaFuncGetAttributes(&built, kernel));
-        if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) choose<StepShape<8, 32, 1, true>>(c, (size_t)most_shared);
-        if (args.stages < 4) DIE("--one-kernel: %d bytes of shared memory a block are too few", most_shared);
+                if (m->adapter.rank || !step_same(*m, one))
+                    DIE("--one-kernel: only if all layers' weights have one format, and no adapter");
+        if (one.format == Format::PLAIN && w.embed.format != Format::PLAIN)
+            DIE("--one-kernel: not for bf16 behind packed embeddings");
+        if (ctx.one_kernel == Context::WHERE_FASTER && !(one.format == Format::PLAIN && step_same(w.head, one)))
+            DIE("--one-kernel: packed weights only if it is asked for");
+        if (w.embed.format != Format::PLAIN) embed = w.embed;
         if (blocks > BEST_BLOCKS) DIE("--one-kernel: %d multiprocessors", blocks);
-        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)args.shared));
-        int resident = 0;
-        CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, args.shared));
-        if (!by_phase && (!resident || !cooperative))
-            DIE("--one-kernel: its blocks cannot all be resident on this GPU");
+        choose(layers, c, one), layers.last = args.phases();
+        if (!step_same(w.head, one)) {
+            choose(head, c, w.head);
+            head.first = layers.last = args.phases() - 1, head.last = args.phases();
+        }
         arena.gpu = true;
-        unsigned char* packed = plan();
+        plan();
         size_t free = 0, all = 0;
         CUDA_CHECK(cudaMemGetInfo(&free, &all));
-        if (ctx.one_kernel == Context::WHERE_FASTER && arena.used > free / parts)
+        if (ctx.one_kernel == Context::WHERE_FASTER && arena.used > (free - std::min(free, spoken_for)) / share)
             DIE("--one-kernel: little memory is free");
         arena.allocate("--one-kernel: a second copy of the weights"); // (products of many tokens need theirs by rows)
-        packed = plan();
-        pack(c, w, packed);
+        plan();
+        pack(c, w);
         CUDA_CHECK(cudaHostAlloc((void**)&fault, sizeof *fault, cudaHostAllocMapped));
         *fault = 0;
         CUDA_CHECK(cudaHostGetDevicePointer((void**)&args.fault, fault, 0));
@@ -988,11 +1148,11 @@ struct StepRoad {
     // The road, or null; who asked for it is told why, once. WHERE_FASTER: where it was measured to be (on Hopper),
     // except with ctx.invariant: its sums have another order than a prompt's.
     static std::unique_ptr<StepRoad> find(const Context& ctx, const Config& c, const Weights<bf16>& w,
-                                          size_t parts = 2) {
+                                          size_t share = 2, size_t spoken_for = 0) {
         const bool asked = ctx.one_kernel > Context::WHERE_FASTER;
         if (ctx.one_kernel == Context::OFF || (!asked && (ctx.gpu->sm != 90 || ctx.invariant))) return nullptr;
         try {
-            return std::make_unique<StepRoad>(ctx, c, w, parts);
+            return std::make_unique<StepRoad>(ctx, c, w, share, spoken_for);
         } catch (const Error& e) {
             static bool told = false;
             if (asked && !told) fprintf(stderr, "%s; a token is a graph of kernels\n", e.what());
@@ -1008,49 +1168,89 @@ struct StepRoad {
     }
     // On the context's stream; part of a graph, if one is being recorded.
     void launch_step() {
-        const int phases = args.phases();
-        for (int phase = 0; phase < phases; phase += by_phase ? 1 : phases) {
-            cudaLaunchAttribute together;
-            together.id = cudaLaunchAttributeCooperative, together.val.cooperative = 1;
-            cudaLaunchConfig_t config = {};
-            config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = args.shared;
-            config.stream = ctx.gpu->stream, config.attrs = &together, config.numAttrs = by_phase ? 0 : 1;
-            CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args, phase, by_phase ? phase + 1 : phases));
-        }
+        if (embed.in) packed_embed_gpu(ctx, args.residual, embed, args.b);
+        launch_part(layers);
+        if (!head.kernel) return;
+        Part last = head;
+        last.args = step_head(args, head.args);
+        launch_part(last);
     }
     void check() const {
         if (*(volatile int*)fault) DIE("--one-kernel: a block waited for over a second for another one's words");
     }
 
   private:
-    template <class S> void choose(const Config& c, size_t most_shared) {
-        kernel = step_kernel<S>, threads = S::THREADS, args = plan_step<S>(c, 1, blocks, most_shared);
+    // The kernel and its plan, for weights packed as W.
+    void choose(Part& part, const Config& c, const Linear<bf16>& W) {
+        int device = 0, most_shared = 0, cooperative = 0, resident = 0;
+        CUDA_CHECK(cudaGetDevice(&device));
+        CUDA_CHECK(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+        CUDA_CHECK(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device));
+        with_step_weights(W, [&](auto packed) {
+            using P = decltype(packed);
+            constexpr int STEPS = 32 / P::RUNS; // of a stage: 1,024 numbers
+            auto take = [&](auto shape) {
+                using S = decltype(shape);
+                part.kernel = step_kernel<S>, part.chunk = P::CHUNK, threads = S::THREADS;
+                part.args = plan_step<S>(c, 1, blocks, (size_t)most_shared);
+            };
+            take(StepShape<8, STEPS, 1, false, P>());
+            cudaFuncAttributes built;
+            CUDA_CHECK(cudaFuncGetAttributes(&built, part.kernel));
+            if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) take(StepShape<8, STEPS, 1, true, P>());
+        });
+        const StepArgs& a = part.args;
+        if (a.stages < 4) DIE("--one-kernel: %d bytes of shared memory a block are too few", most_shared);
+        CUDA_CHECK(cudaFuncSetAttribute(part.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)a.shared));
+        CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, part.kernel, threads, a.shared));
+        if (!by_phase && (!resident || !cooperative))
+            DIE("--one-kernel: its blocks cannot all be resident on this GPU");
     }
-    unsigned char* plan() {
+    void launch_part(const Part& part) {
+        for (int phase = part.first; phase < part.last; phase = by_phase ? phase + 1 : part.last) {
+            cudaLaunchAttribute together;
+            together.id = cudaLaunchAttributeCooperative, together.val.cooperative = 1;
+            cudaLaunchConfig_t config = {};
+            config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = part.args.shared;
+            config.stream = ctx.gpu->stream, config.attrs = &together, config.numAttrs = by_phase ? 0 : 1;
+            CUDA_CHECK(cudaLaunchKernelEx(&config, part.kernel, part.args, phase, by_phase ? phase + 1 : part.last));
+        }
+    }
+    void plan() {
         args.gains = arena.take<bf16>(args.gains_of(args.L) + args.C);
         step_words(args, arena.take<uint4>(step_words(args, nullptr, 1)), 1);
         args.residual = arena.take<float>(args.C);
         args.steps = arena.take<uint32_t>(1), args.arrived = arena.take<int>(1);
-        return arena.take<unsigned char>(args.product[STEP_LOGITS].at + args.product[STEP_LOGITS].bytes());
+        const StepProduct& logits = args.product[STEP_LOGITS];
+        args.packed = arena.take<unsigned char>(logits.at + (head.kernel ? 0 : logits.bytes(layers.chunk)));
+        if (head.kernel)
+            head.args.packed = arena.take<unsigned char>(head.args.product[STEP_LOGITS].bytes(head.chunk));
     }
-    void pack(const Config& c, const Weights<bf16>& w, unsigned char* to) {
-        args.packed = to, args.embed = w.embed.w[0];
+    void pack(const Config& c, const Weights<bf16>& w) {
+        if (!embed.in) args.embed = w.embed.w[0];
         bf16* gains = (bf16*)args.gains;
         auto gain = [&](const bf16* from, int n) {
             CUDA_CHECK(cudaMemcpyAsync(gains, from, n * sizeof(bf16), cudaMemcpyDeviceToDevice, ctx.gpu->stream));
             gains += n;
         };
-        auto matrix = [&](const Linear<bf16>& W, const StepProduct& q, size_t layer) { // its blocks are neighbours
-            const PackArgs p = {to + layer * args.layer_bytes + q.at, W.w[0], q, (size_t)c.F};
-            launch_kernel(ctx, false, step_pack_kernel, dim3((unsigned)((q.bytes() / 16 + 255) / 256)), 256, 0, p);
+        auto matrix = [&](const Linear<bf16>& W, const Part& part, int phase, size_t layer) { // its blocks are neighbours
+            const StepProduct& q = part.args.product[phase];
+            unsigned char* to = (unsigned char*)part.args.packed +
+                                (&part == &head ? 0 : layer * part.args.layer_bytes + q.at);
+            with_step_weights(W, [&](auto packed) {
+                using P = decltype(packed);
+                const StepPacking<P> p = {to, step_source(W, packed), q, (size_t)c.F};
+                launch_kernel(ctx, false, step_pack_kernel<P>,
+                              dim3((unsigned)((q.bytes(P::CHUNK) / 16 + 255) / 256)), 256, 0, p);
+            });
         };
         for (size_t l = 0; l < w.layers.size(); l++) {
             const Layer<bf16>& y = w.layers[l];
-            matrix(y.qkv, args.product[STEP_QKV], l), matrix(y.o, args.product[STEP_O], l);
-            matrix(y.gate_up, args.product[STEP_GATE_UP], l), matrix(y.down, args.product[STEP_DOWN], l);
+            matrix(y.qkv, layers, STEP_QKV, l), matrix(y.o, layers, STEP_O, l);
+            matrix(y.gate_up, layers, STEP_GATE_UP, l), matrix(y.down, layers, STEP_DOWN, l);
             gain(y.norm1, c.C), gain(y.norm2, c.C), gain(y.q_norm, c.D), gain(y.k_norm, c.D);
         }
-        matrix(w.head, args.product[STEP_LOGITS], 0);
+        matrix(w.head, head.kernel ? head : layers, STEP_LOGITS, 0);
         gain(w.norm, c.C);
     }
 };

@@ -293,8 +293,9 @@ __global__ void __launch_bounds__(256) bulk_ring(const bf16* W, const bf16* x, b
         sum = 0;
     }
 }
-constexpr int MAX_C = 8192, WORDS = 4, PATIENCE = 1 << 16; // of one_kernel; words that a thread asks for at once;
-                                                            // polls, until a word is taken to be lost
+constexpr int MAX_C = 8192;         // of one_kernel
+constexpr int WORDS = 4;            // that a thread asks for at once
+constexpr int PATIENCE = 1 << 16;   // polls, until a word is taken to be lost
 __global__ void __launch_bounds__(256)
 one_kernel(const bf16* W, const bf16* x, bf16* y, uint64_t* words, int L, int C) {
     DYNAMIC_SHARED(bf16, room);

@@ -6,7 +6,7 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 #pragma GCC diagnostic ignored "-Wunused-variable"
-#include "emulated.h"
+#include "packed_emulation.h"
 #include <map>
 #undef __global__
 #define __global__ [[maybe_unused]] static

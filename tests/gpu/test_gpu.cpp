@@ -933,11 +933,13 @@ TEST_CASE("packed weights are uploaded right where they fill several buffers") {
 struct RoadRun {
     std::vector<int> ids;
     std::vector<float> logits;
-    RoadRun(const RandomCheckpoint& m, Context::OneKernel road, int position, int draws, Sampling how) {
-        Context ctx = gpu();
+    RoadRun(const RandomCheckpoint& m, Context::OneKernel road, int position, int draws, Sampling how)
+        : RoadRun(m, *m.weights, gpu(), road, position, draws, how) {}
+    RoadRun(const RandomCheckpoint& m, const Weights<bf16>& weights, Context ctx, Context::OneKernel road, int position,
+            int draws, Sampling how) {
         ctx.one_kernel = road;
         const int V = m.file->config.V;
-        Session<bf16> s(m.file->config, *m.weights, position + draws + 8, ctx);
+        Session<bf16> s(m.file->config, weights, position + draws + 8, ctx);
         Random random{(uint64_t)position};
         std::vector<int> prompt(position);
         for (int& id : prompt) id = random.below(V);
@@ -986,6 +988,41 @@ TEST_CASE("one kernel a token: the graph's logits within a few ulps, at all plac
     }
 }
 
+TEST_CASE("one kernel a token with packed weights: the graph's logits, phase by phase and all at once the same bits") {
+    const RandomCheckpoint m(gpu(), 1024, 3072, 16, 8, 4096, 2, true);
+    const std::string path = m.path + ".packed.bin";
+    struct Kind { Format format; int group; };
+    for (const Kind& kind : {Kind{Format::INT8, 32}, Kind{Format::INT4, 32}, Kind{Format::INT4, 64},
+                             Kind{Format::INT4, 128}, Kind{Format::FP8, 128}}) {
+        const Format format = kind.format;
+        const int group = kind.group;
+        INFO("format " << (int)format << ", groups of " << group);
+        Quantization how;
+        how.format = format, how.group = group;
+        write_safetensors(path, model_metadata(quantized_config(*m.file, how), ""), quantize_model<bf16>(*m.file, how, {}));
+        const ModelFile file(path);
+        Weights<bf16> weights(file, false, true);
+        Context ctx = gpu();
+        ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
+        weights.upload(ctx, file);
+        REQUIRE(weights.layers[1].down.format == format);
+        Sampling greedy;
+        greedy.temperature = 0;
+        for (int position : {1, 100, 1000}) {
+            INFO("position " << position);
+            auto run = [&](Context::OneKernel road) { return RoadRun(m, weights, ctx, road, position, 2, greedy); };
+            const RoadRun graph = run(Context::OFF), road = run(Context::TOGETHER);
+            double difference = 0, size = 0;
+            for (size_t v = 0; v < graph.logits.size(); v++)
+                difference += std::pow(graph.logits[v] - road.logits[v], 2), size += std::pow(graph.logits[v], 2);
+            CHECK(difference <= size * 0.015 * 0.015);
+            CHECK(same_bits(road.logits, run(Context::TOGETHER).logits));
+            CHECK(same_bits(road.logits, run(Context::BY_PHASE).logits));
+        }
+    }
+    std::filesystem::remove(path);
+}
+
 TEST_CASE("one kernel a token: what is waited for in vain ends the kernel, and is an error") {
     const RandomCheckpoint m(gpu(), 1024, 3072, 16, 8, 4096, 2, true);
     Context ctx = gpu();
@@ -1001,7 +1038,7 @@ TEST_CASE("one kernel a token: what is waited for in vain ends the kernel, and i
     StepRoad& road = *s.draws->road;
     StepArgs args = road.args;
     args.patience = 1000000; // 1 ms
-    road.kernel<<<road.blocks, road.threads, args.shared, s.ctx.gpu->stream>>>(args, STEP_O, STEP_O + 1); // nobody attends
+    road.layers.kernel<<<road.blocks, road.threads, args.shared, s.ctx.gpu->stream>>>(args, STEP_O, STEP_O + 1); // nobody attends
     CUDA_CHECK(cudaStreamSynchronize(s.ctx.gpu->stream));
     CHECK(*road.fault == 1);
     CHECK_THROWS_AS(road.check(), Error);

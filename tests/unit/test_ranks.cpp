@@ -63,8 +63,9 @@ TEST_CASE("ranks: every number of a divided array has one owner") {
         }
 }
 
-// Becomes n ranks in processes of their own; f(rank) says whether all is well. The status of rank 0, and what was said.
-static Result with_ranks(int n, const std::function<bool(Ranks&)>& f, double silence = 20) {
+// Becomes n ranks in processes of their own; f(rank) says whether all is well. The status of rank 0, and what was said;
+// `until`: what is waited for, if another rank says it when rank 0 has ended.
+static Result with_ranks(int n, const std::function<bool(Ranks&)>& f, double silence = 20, const std::string& until = "") {
     const MemoryFile err;
     fflush(nullptr);
     const pid_t pid = fork();
@@ -82,6 +83,9 @@ static Result with_ranks(int n, const std::function<bool(Ranks&)>& f, double sil
     }
     int status;
     REQUIRE(waitpid(pid, &status, 0) == pid);
+    for (int i = 0; i < 200 && (err.text().find(until) == std::string::npos || err.text().back() != '\n'); i++)
+        if (until.empty()) break;
+        else usleep(50000);
     return {WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status), "", err.text()};
 }
 
@@ -124,6 +128,15 @@ TEST_CASE("ranks: what one of them says at its end is said once, and ends all; s
         CHECK(r.status == (who ? 1 : 7));
         if (who) CHECK(r.err.find(format("test: rank %d (process ", who)) == 0);
         if (who) CHECK(r.err.find("has gone\n") == r.err.size() - 9);
+    }
+    // To a rank 0 that does not hear it: once by the rank itself. (Or its watcher is first to see that rank 0 has gone.)
+    for (int round = 0; round < 5; round++) {
+        const Result r = with_ranks(2, [](Ranks& ranks) {
+            if (ranks.rank == 1) kill(getppid(), SIGKILL), ranks.end("no room");
+            return ranks.wait_for_the_end(), true;
+        }, 20, "test: rank 1: ");
+        CHECK(r.status == 1000 + SIGKILL);
+        CHECK((r.err == "test: rank 1: no room\n" || r.err == "test: rank 1: rank 0 has gone\n"));
     }
     // One that is still there and says nothing.
     Result r = with_ranks(3, [](Ranks& ranks) {

@@ -1,5 +1,5 @@
-// step.h, the kernel that is a whole token, by emulation: it gives what Book I's `forward` gives, for many shapes, places
-// and numbers of blocks; the same bits phase by phase and all at once, alone and in company.
+// step.h, the kernel that is a whole token, by emulation: it gives what Book I's `forward` gives, for many shapes, places,
+// numbers of blocks and formats of weights; the same bits phase by phase and all at once, alone and in company.
 #define QWEN3_PLAIN
 #define QWEN3_NO_MAIN
 #include "../../qwen3.cu"
@@ -19,28 +19,75 @@ struct RandomNumbers {
     }
 };
 
-// A model of random bf16 numbers, which Book I reads as T.
+using Random = RandomNumbers;
+#include "../packed.h"
+
+// A matrix of random numbers: bf16, or packed.
+struct Matrix {
+    std::vector<bf16> numbers;
+    std::unique_ptr<PackedLinear<bf16>> packed;
+    Matrix() = default;
+    Matrix(RandomNumbers& random, const PackedKind& kind, std::vector<int> rows, int in, double size) {
+        if (kind.format == Format::PLAIN) {
+            for (int r : rows) {
+                const auto more = random.fill((size_t)r * in, size);
+                numbers.insert(numbers.end(), more.begin(), more.end());
+            }
+            return;
+        }
+        packed = std::make_unique<PackedLinear<bf16>>(random, kind.format, kind.group, kind.zeros, rows, in);
+        if (kind.format == Format::FP8) packed->group_rows = 8; // (the scales there are enough)
+        const double most = kind.format == Format::INT8 ? 128 : kind.format == Format::INT4 ? 8 : 64;
+        for (auto& h : packed->halves) {
+            const float scale = (float)(size / most * (0.5 + random.uniform()));
+            h = kind.format == Format::INT8 ? to_bf16(scale).bits : float_to_half(scale);
+        }
+        for (float& f : packed->floats) f = (float)(size / most * (0.5 + random.uniform()));
+    }
+    // As Book I reads it; `plain`: bf16 numbers as T.
+    template <class T> Linear<T> as(std::initializer_list<int> rows, int in, const T* plain) const {
+        Linear<T> to;
+        to.in = in;
+        size_t at = 0;
+        int b = 0;
+        for (int r : rows) {
+            to.rows[b] = r;
+            if (packed) to.q[b] = packed->q[b], to.scale[b] = packed->scale[b], to.zero[b] = packed->zero[b];
+            else to.w[b] = plain + at;
+            at += (size_t)r * in, b++;
+        }
+        if (packed) to.format = packed->format, to.group = packed->group, to.group_rows = packed->group_rows;
+        return to;
+    }
+};
+
+// A model of random numbers, which Book I reads as T.
 struct RandomModel {
     Config c;
-    struct Matrices { std::vector<bf16> norm1, norm2, q_norm, k_norm, qkv, o, gate_up, down; };
+    struct Matrices {
+        std::vector<bf16> norm1, norm2, q_norm, k_norm;
+        Matrix qkv, o, gate_up, down;
+    };
     std::vector<Matrices> layers;
-    std::vector<bf16> embed, norm, head;
+    std::vector<bf16> norm;
+    Matrix embed, head;
     std::vector<float> rope;
     static constexpr int POSITIONS = 1024;
-    RandomModel(RandomNumbers& random, int C, int F, int H, int K, int V, int L, bool tied) {
+    RandomModel(RandomNumbers& random, int C, int F, int H, int K, int V, int L, bool tied,
+                PackedKind of_layers = {Format::PLAIN, 0, false}, PackedKind of_head = {Format::PLAIN, 0, false}) {
         c = {C, L, H, K, STEP_HEAD, F, V, POSITIONS, 1e-6f, 1e6, tied, {}};
         const int D = c.D;
-        auto matrix = [&](int rows, int in) { return random.fill((size_t)rows * in, 1.7 / std::sqrt(in)); };
+        auto matrix = [&](std::vector<int> rows, int in) { return Matrix(random, of_layers, rows, in, 1.7 / std::sqrt(in)); };
         for (int l = 0; l < L; l++) {
             layers.push_back({random.fill(C, 0.5, 1), random.fill(C, 0.5, 1), random.fill(D, 0.5, 1.5), random.fill(D, 0.5, 1.5),
-                              matrix((H + 2 * K) * D, C), matrix(C, H * D), matrix(2 * F, C), matrix(C, F)});
+                              matrix({H * D, K * D, K * D}, C), matrix({C}, H * D), matrix({F, F}, C), matrix({C}, F)});
         }
-        embed = random.fill((size_t)V * C), norm = random.fill(C, 0.5, 1);
-        if (!tied) head = matrix(V, C);
+        embed = Matrix(random, of_head, {V}, C, 1), norm = random.fill(C, 0.5, 1);
+        if (!tied) head = Matrix(random, of_head, {V}, C, 1.7 / std::sqrt(C));
         rope.resize((size_t)POSITIONS * D);
         fill_rope(rope.data(), POSITIONS, D, c.rope_theta);
     }
-    const std::vector<bf16>& head_matrix() const { return c.tied ? embed : head; }
+    const Matrix& head_matrix() const { return c.tied ? embed : head; }
 };
 
 // Rows of a step: which sequence, at which position; and a cache that holds what is before, on scattered pages.
@@ -95,13 +142,8 @@ template <class T> Result by_definition(const RandomModel& m, const Place& place
     std::vector<std::vector<T>> kept;
     kept.reserve(8 * c.L + 8);
     auto keep = [&](const std::vector<bf16>& v) { return (const T*)(kept.push_back(as<T>(v)), kept.back().data()); };
-    auto linear_of = [&](const std::vector<bf16>& w, std::initializer_list<int> rows, int in) {
-        Linear<T> out;
-        const T* at = keep(w);
-        int i = 0;
-        out.in = in;
-        for (int r : rows) out.rows[i] = r, out.w[i++] = at, at += (size_t)r * in;
-        return out;
+    auto linear_of = [&](const Matrix& w, std::initializer_list<int> rows, int in) {
+        return w.as<T>(rows, in, keep(w.numbers));
     };
     Arena arena;
     Activations<T> a;
@@ -132,12 +174,13 @@ template <class T> Result by_definition(const RandomModel& m, const Place& place
     return r;
 }
 
-// The kernel, on the emulated GPU.
-template <class S> struct Emulated {
+// The kernel, on the emulated GPU; Head: the shape for a head that is packed in another way.
+template <class S, class Head = S> struct Emulated {
+    static constexpr bool TWO = !std::is_same_v<S, Head>;
     const RandomModel& m;
     unsigned blocks;
-    StepArgs p;
-    std::vector<uint4> packed, words; // (aligned as a GPU's memory)
+    StepArgs p, of_head;
+    std::vector<uint4> packed, packed_head, words; // (aligned as a GPU's memory)
     std::vector<bf16> gains;
     uint32_t steps = 0;
     int arrived = 0, fault = 0;
@@ -145,32 +188,53 @@ template <class S> struct Emulated {
     std::vector<unsigned long long> best;
     std::vector<Draw> draw;
 
-    Emulated(const RandomModel& m, int N, unsigned blocks) : m(m), blocks(blocks), p(plan_step<S>(m.c, N, (int)blocks, BLOCK_MEMORY)) {
+    Emulated(const RandomModel& m, int N, unsigned blocks)
+        : m(m), blocks(blocks), p(plan_step<S>(m.c, N, (int)blocks, BLOCK_MEMORY)),
+          of_head(plan_step<Head>(m.c, N, (int)blocks, BLOCK_MEMORY)) {
         const Config& c = m.c;
         REQUIRE(step_refuses(c) == nullptr);
-        REQUIRE(p.stages > 3);
-        packed.resize((p.product[STEP_LOGITS].at + p.product[STEP_LOGITS].bytes()) / sizeof(uint4));
+        REQUIRE(std::min(p.stages, of_head.stages) > 3);
+        packed.resize((p.product[STEP_LOGITS].at + (TWO ? 0 : p.product[STEP_LOGITS].bytes(S::W::CHUNK))) / sizeof(uint4));
+        packed_head.resize(TWO ? of_head.product[STEP_LOGITS].bytes(Head::W::CHUNK) / sizeof(uint4) : 0);
         for (int l = 0; l < c.L; l++) {
             const auto& w = m.layers[l];
-            pack(l, STEP_QKV, w.qkv), pack(l, STEP_O, w.o), pack(l, STEP_GATE_UP, w.gate_up), pack(l, STEP_DOWN, w.down);
+            pack<S>(place(l, STEP_QKV), p, STEP_QKV, w.qkv), pack<S>(place(l, STEP_O), p, STEP_O, w.o);
+            pack<S>(place(l, STEP_GATE_UP), p, STEP_GATE_UP, w.gate_up), pack<S>(place(l, STEP_DOWN), p, STEP_DOWN, w.down);
             for (auto* g : {&w.norm1, &w.norm2, &w.q_norm, &w.k_norm}) gains.insert(gains.end(), g->begin(), g->end());
         }
-        pack(0, STEP_LOGITS, m.head_matrix());
+        if (TWO) pack<Head>((unsigned char*)packed_head.data(), of_head, STEP_LOGITS, m.head_matrix());
+        else pack<S>(place(0, STEP_LOGITS), p, STEP_LOGITS, m.head_matrix());
         gains.insert(gains.end(), m.norm.begin(), m.norm.end());
         words.resize(step_words(p, nullptr, N));
         step_words(p, words.data(), N);
         residual.resize((size_t)N * c.C, NAN), best.resize((size_t)N * BEST_BLOCKS);
         draw.resize(N, Draw{Sampling{}, c.V});
-        p.packed = (const unsigned char*)packed.data(), p.gains = gains.data(), p.embed = m.embed.data(), p.rope = m.rope.data();
+        p.packed = (const unsigned char*)packed.data(), of_head.packed = (const unsigned char*)packed_head.data();
+        p.gains = gains.data(), p.rope = m.rope.data();
+        p.embed = m.embed.packed ? nullptr : m.embed.numbers.data();
         p.residual = residual.data(), p.steps = &steps, p.arrived = &arrived, p.fault = &fault;
         p.draw = draw.data(), p.best = best.data(), p.short_keys = 96;
     }
-    void pack(int layer, int phase, const std::vector<bf16>& W) {
+    unsigned char* place(int layer, int phase) {
+        return (unsigned char*)packed.data() + (phase == STEP_LOGITS ? 0 : layer * p.layer_bytes) + p.product[phase].at;
+    }
+    template <class Shape> void pack(unsigned char* to, const StepArgs& p, int phase, const Matrix& W) {
+        using P = typename Shape::W;
         const StepProduct& q = p.product[phase];
-        REQUIRE((size_t)q.units * q.tiles * 8 * q.in == W.size());
-        unsigned char* to = (unsigned char*)packed.data() + (phase == STEP_LOGITS ? 0 : layer * p.layer_bytes) + q.at;
-        const PackArgs args = {to, W.data(), q, (size_t)m.c.F};
-        launch(dim3((unsigned)(q.bytes() / 16 + 127) / 128), dim3(128), [&] { step_pack_kernel(args); });
+        Linear<bf16> from;
+        std::unique_ptr<Uploaded> on;
+        if (W.packed) on = std::make_unique<Uploaded>(*W.packed), from = on->W;
+        else from.w[0] = W.numbers.data(), from.rows[0] = (int)(W.numbers.size() / q.in), from.in = q.in;
+        REQUIRE(q.units * q.tiles * 8 == from.out());
+        bool right = false;
+        with_step_weights(from, [&](auto packed) {
+            if constexpr (std::is_same_v<decltype(packed), P>) {
+                const StepPacking<P> args = {to, step_source(from, packed), q, (size_t)m.c.F};
+                launch(dim3((unsigned)(q.bytes(P::CHUNK) / 16 + 127) / 128), dim3(128), [&] { step_pack_kernel(args); });
+                right = true;
+            }
+        });
+        REQUIRE(right);
     }
     // One step. The place's cache gets the new keys and values.
     Result step(Place& place, bool together) {
@@ -179,9 +243,15 @@ template <class S> struct Emulated {
         std::vector<float> logits((size_t)p.b.N * m.c.V, NAN);
         p.logits = logits.data();
         const uint32_t before = steps;
-        if (together) CHECK(launch_together(blocks, S::THREADS, [&] { step_kernel<S>(p, 0, p.phases()); }));
-        for (int phase = 0; phase < p.phases() && !together; phase++)
+        if (m.embed.packed)
+            for (int n = 0; n < p.b.N; n++)
+                for (int i = 0; i < m.c.C; i++) residual[(size_t)n * m.c.C + i] = m.embed.packed->at(p.b.token[n], i);
+        const int all = p.phases(), layers = TWO ? all - 1 : all;
+        if (together) CHECK(launch_together(blocks, S::THREADS, [&] { step_kernel<S>(p, 0, layers); }));
+        for (int phase = 0; phase < layers && !together; phase++)
             CHECK(launch_together(blocks, S::THREADS, [&] { step_kernel<S>(p, phase, phase + 1); }));
+        const StepArgs last = step_head(p, of_head);
+        if (TWO) CHECK(launch_together(blocks, Head::THREADS, [&] { step_kernel<Head>(last, layers, all); }));
         CHECK(steps == before + 1);
         CHECK(arrived == 0);
         Result r;
@@ -244,6 +314,39 @@ TEST_CASE("a token by one kernel is what `forward` computes: phase by phase, and
         place = before, backwards = true;
         CHECK(same(gpu.step(place, true), phases));
         backwards = false;
+    }
+}
+
+template <class Packed, bool BULK = true> using SmallOf = StepShape<2, 4, 1, BULK, Packed>;
+template <class S, class Head> static void check_packed(const PackedKind& layers, const PackedKind& head, int C, int F, int V, bool tied, int pos,
+                                                        unsigned blocks) {
+    RandomNumbers random{(uint64_t)C * 100 + (uint64_t)layers.group};
+    INFO("format " << (int)layers.format << " groups of " << layers.group << (layers.zeros ? " with zero points" : "") << ", C " << C << " F " << F);
+    const RandomModel m(random, C, F, 2, 1, V, 2, tied, layers, head);
+    const Place before(random, m, {{pos, 1}});
+    Emulated<S, Head> gpu(m, 1, blocks);
+    Place place = before;
+    const Result phases = gpu.step(place, false);
+    check_result(m, before, phases);
+    place = before, backwards = true;
+    CHECK(same(gpu.step(place, true), phases));
+    backwards = false;
+}
+TEST_CASE("packed weights in the kernel are those of W.at: every format, heads and embeddings in the layers' format and in another") {
+    const PackedKind plain = {Format::PLAIN, 0, false}, int8 = {Format::INT8, 32, false}, fp8 = {Format::FP8, 128, false};
+    using Int8 = StepPacked<PackedInt8, 2>;
+    using Fp8 = StepPacked<PackedFp8, 1>;
+    // C and F: parts of a chunk, whole ones, several stages; rows in groups that end in a chunk's middle.
+    check_packed<SmallOf<Int8>, SmallOf<Int8>>(int8, int8, 136, 264, 72, true, 0, 3);
+    check_packed<SmallOf<Int8>, SmallOf<Int8>>(int8, int8, 40, 72, 200, false, 17, 5);
+    check_packed<SmallOf<Fp8>, Small>(fp8, plain, 264, 136, 72, true, 16, 3);
+    check_packed<SmallOf<Fp8>, SmallOf<Fp8>>(fp8, fp8, 72, 520, 40, false, 1, 3);
+    for (bool zeros : {false, true}) {
+        const PackedKind by32 = {Format::INT4, 32, zeros}, by64 = {Format::INT4, 64, zeros}, by128 = {Format::INT4, 128, zeros};
+        check_packed<SmallOf<StepPacked<PackedInt4<1>, 4>>, SmallOf<Int8>>(by32, int8, 136, 552, 72, true, 15, 3);
+        check_packed<SmallOf<StepPacked<PackedInt4<1>, 2>>, Small>(by64, plain, 264, 136, 72, false, 3, 5);
+        check_packed<SmallOf<StepPacked<PackedInt4<1>, 1>>, SmallOf<Int8>>(by128, int8, 520, 72, 40, true, 3, 3);
+        check_packed<SmallOf<StepPacked<PackedInt4<1>, 1>, false>, SmallOf<Int8, false>>(by128, int8, 72, 264, 40, false, 20, 3);
     }
 }
 
@@ -316,8 +419,10 @@ TEST_CASE("a greedy draw inside the kernel is `sample`'s, with penalties too, an
         CHECK(want == logits);
     }
     // Equal logits: the lower id, as in `sample`.
-    RandomModel equal = m;
-    for (int v = 0; v < m.c.V; v++) std::copy_n(equal.embed.begin(), m.c.C, equal.embed.begin() + (size_t)v * m.c.C);
+    RandomNumbers again{9};
+    RandomModel equal(again, 40, 24, 2, 1, 200, 1, true);
+    auto& rows = equal.embed.numbers;
+    for (int v = 0; v < m.c.V; v++) std::copy_n(rows.begin(), m.c.C, rows.begin() + (size_t)v * m.c.C);
     Place place(random, equal, {{3, 1}});
     Emulated<Small> gpu(equal, 1, 3);
     int token = -1, pos = 3, slot = -1;
