@@ -430,7 +430,7 @@ struct Ranks {
                 shutdown(p.life, SHUT_WR);
             }
         if (rank > 0) { // rank 0 says it, and the watcher hears that, or that rank 0 has gone
-            if (heard) usleep(2000000);
+            if (heard) std::this_thread::sleep_for(std::chrono::duration<double>(SAVING + 2)); // (it may write files first)
             print_error(program, last_words);
             _exit(1);
         }
