@@ -140,7 +140,7 @@ TEST_CASE("chat: a command runs when the user says yes, and only then") {
             early = !t.comes("[y/N]", 0.1);
             if (early) t.type("y\r");
             kill(t.pid, SIGCONT);
-            if (!early) t.type("n\r"), t.wait_for("\n> "), t.type("/clear\r"), t.wait_for("> ");
+            if (!early) t.type("n\r"), t.wait_for("Pity."), t.wait_for("> "), t.type("/clear\r"), t.wait_for("> ");
         }
         t.wait_for(question);
         CHECK(!t.comes("Done.", 0.3));
