@@ -3928,8 +3928,9 @@ inline void lora_backward_weight_gpu(Context& ctx, float* dA, float* dB, const b
 // ============================================================================================== 11 Attention on a GPU
 // Kernels for Book I's `attention`: attention_kernel for prompts (and training's forward), attention_decode_kernel for
 // sequences of one new token (with qknorm_rope_kv in it: all of `attend`), attention_backward_kernel; the first and the
-// last have a second one, by wgmma, on Hopper. Where there are too few blocks for the GPU, the keys of a row are split: each block leaves
-// a part (the largest score, the sum of weights, the weighted sum of values), and parts are joined in order. G = H / K
+// last have a second one, by wgmma, on Hopper. Where there are too few blocks for the GPU, the keys of a row are split:
+// each block leaves a part (the largest score, the sum of weights, the weighted sum of values), and parts are joined in
+// order. G = H / K
 // query heads share a KV head.
 
 // ---- What they share: tiles, products of tiles, sums over the lanes of a row, parts

@@ -429,8 +429,8 @@ struct Ranks {
                 heard &= send(p.life, said.data(), said.size(), MSG_NOSIGNAL) == (ssize_t)said.size();
                 shutdown(p.life, SHUT_WR);
             }
-        if (rank > 0) { // rank 0 says it, and the watcher hears that, or that rank 0 has gone
-            if (heard) std::this_thread::sleep_for(std::chrono::duration<double>(SAVING + 2)); // (it may write files first)
+        if (rank > 0) { // rank 0 says it, perhaps after its files; the watcher hears that, or that rank 0 has gone
+            if (heard) std::this_thread::sleep_for(std::chrono::duration<double>(SAVING + 2));
             print_error(program, last_words);
             _exit(1);
         }

@@ -14,9 +14,9 @@
      JOIN     of those: the splits' softmaxes become one. Short contexts have one split, and nothing to do here
      O        x += W a         GATE_UP  silu(r W (x g)) * (r U (x g))         DOWN  x += W h
      HEAD     logits, the likeliest id of each block; the last block to end draws, if drawing is greedy
-   Weights  are packed once, as they are read: tile by tile in the order of phases, and in a tile in chunks of 512 bytes,
-     of which lane 4 g + t has 16 of row g: 8 numbers in bf16, 16 in 8 bits, 32 in 4, and their scales behind them (see
-     StepPlain). A row is filled up to a chunk for each warp; a stage of the ring is up to 1,024 numbers of a tile's
+   Weights  are packed once, as they are read: tile by tile in the order of phases, and in a tile chunk by chunk of 512
+     bytes, of which lane 4 g + t has 16 of row g: 8 numbers in bf16, 16 in 8 bits, 32 in 4; scales lie behind them (see
+     StepPacked). A row is filled up to a chunk for each warp; a stage of the ring is up to 1,024 numbers of a tile's
      rows, and the last of a row may be shorter. The tokens' numbers are mma's rows: so 8 tokens cost as much as one,
      and a row's sum has one order whatever N is: by chunks in a warp, then over the warps.
    In flight   The producer waits until the stage `in_flight` before this one has come. More would not be faster: it
@@ -40,6 +40,7 @@
    Faults   A wait of over a second sets *fault and ends all further waits: the kernel ends, its host says so.
 
    Bound by 5 exchanges a layer (6 with splits) and what consumers do between them, then by the memory's speed.
+   Packed formats have not run on a GPU yet; they are held to W.at by emulation.
    Measured on an H100 (PERFORMANCE.md, One kernel a token): 512 us a token at position 1, where the bytes take 388.
    A profile shows where the rest goes: a fifth of the consumers' time waits for words, a fifth for the ring (most of
    that in the head, which is at the memory's speed), a third for the results of their own instructions. */
@@ -161,7 +162,8 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     for (int phase = STEP_QKV; phase < STEP_LOGITS; phase++)
         p.product[phase].at = p.layer_bytes, p.layer_bytes += p.product[phase].bytes(S::W::CHUNK);
     p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
-    p.in_flight = std::max(1, (16 << 10) / S::STAGE), p.in_flight_head = 2 * p.in_flight, p.patience = 1000000000, p.short_keys = 64;
+    p.in_flight = std::max(1, (16 << 10) / S::STAGE), p.in_flight_head = 2 * p.in_flight; // 16 KB; 32 KB
+    p.patience = 1000000000, p.short_keys = 64;
     p.most_splits = std::max(1, std::min(64, blocks / c.K));
     // Shared memory: the ring's barriers; two sets of sums (tiles, warps, tokens, 8 rows), of squares (tokens, warps);
     // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
@@ -198,11 +200,11 @@ inline const char* step_refuses(const Config& c) {
     return nullptr;
 }
 
-// ---- How weights are packed. A chunk is 8 rows of W (see the top): run j of lane 4 g + t, a word of which is two
-// neighbours, is numbers 8 t .. 8 t + 7 of the j-th 32 of row g. As operand b of mma, x being a: x's words, as they lie
-// in memory, are numbers (0 1), (2 3), (4 5), (6 7), and to mma the first and third are token g, the others a token g + 8
-// that there is not. So W's words 0 and 2 make up one mma, of which rows g count, and words 1 and 3 another, of which
-// rows g + 8 do: nothing is moved, nothing set to zero. What is packed says
+// ---- How weights are packed. A chunk is of 8 rows of W (see the top). Run j of lane 4 g + t is numbers 8 t .. 8 t + 7 of
+// the j-th 32 of row g: four words of two bf16 each, once it is in registers. To mma W is operand b and x operand a. The
+// words of x, as they lie in memory, are numbers (0 1), (2 3), (4 5), (6 7); mma takes the first and third for token g,
+// the others for a token g + 8 that there is not. So words 0 and 2 of W make up one mma, of which rows g count, and
+// words 1 and 3 another, of which rows g + 8 do: nothing is moved, nothing set to zero. What is packed says
 //   RUNS    that a lane has of a chunk         CHUNK   bytes of one
 //   Lane    of a chunk, in registers           Sum     of a tile: rows 2 t and 2 t + 1 for token g
 //   load    of chunk number + warp of a stage
@@ -309,7 +311,8 @@ template <class F, int GROUPS> struct StepPacked {
     }
 };
 
-// ---- Packing: 16 bytes a thread. Tile `tile` has rows 8 tile .. of W; of a unit of two, the second is of rows `second` on.
+// ---- Packing: 16 bytes a thread. Tile `tile` has rows 8 tile .. of W; of a unit of two the second begins with row
+// `second`.
 template <class W> struct StepPacking {
     unsigned char* to;
     typename W::Source from;
@@ -1233,7 +1236,7 @@ struct StepRoad {
             CUDA_CHECK(cudaMemcpyAsync(gains, from, n * sizeof(bf16), cudaMemcpyDeviceToDevice, ctx.gpu->stream));
             gains += n;
         };
-        auto matrix = [&](const Linear<bf16>& W, const Part& part, int phase, size_t layer) { // its blocks are neighbours
+        auto matrix = [&](const Linear<bf16>& W, const Part& part, int phase, size_t layer) { // (neighbouring blocks)
             const StepProduct& q = part.args.product[phase];
             unsigned char* to = (unsigned char*)part.args.packed +
                                 (&part == &head ? 0 : layer * part.args.layer_bytes + q.at);
