@@ -200,11 +200,12 @@ inline const char* step_refuses(const Config& c) {
     return nullptr;
 }
 
-// ---- How weights are packed. A chunk is of 8 rows of W (see the top). Run j of lane 4 g + t is numbers 8 t .. 8 t + 7 of
-// the j-th 32 of row g: four words of two bf16 each, once it is in registers. To mma W is operand b and x operand a. The
-// words of x, as they lie in memory, are numbers (0 1), (2 3), (4 5), (6 7); mma takes the first and third for token g,
-// the others for a token g + 8 that there is not. So words 0 and 2 of W make up one mma, of which rows g count, and
-// words 1 and 3 another, of which rows g + 8 do: nothing is moved, nothing set to zero. What is packed says
+// ---- How weights are packed. A chunk is of 8 rows of W (see the top). Run j of lane 4 g + t is numbers 8 t .. 8 t +
+// 7 of the j-th 32 of row g: four words of two bf16 each, once it is in registers. To mma W is operand b and x
+// operand a. The words of x, as they lie in memory, are numbers (0 1), (2 3), (4 5), (6 7); mma takes the first and
+// third for token g, the others for a token g + 8 that there is not. So words 0 and 2 of W make up one mma, of which
+// rows g count, and words 1 and 3 another, of which rows g + 8 do: nothing is moved, nothing set to zero. What is
+// packed says
 //   RUNS    that a lane has of a chunk         CHUNK   bytes of one
 //   Lane    of a chunk, in registers           Sum     of a tile: rows 2 t and 2 t + 1 for token g
 //   load    of chunk number + warp of a stage
