@@ -187,12 +187,13 @@ struct Arena {
     Arena& operator=(const Arena&) = delete;
     ~Arena() { release(); }
 
-    // n numbers, 64-byte aligned, zero.
+    // n numbers, 256-byte aligned, zero. (A GPU's lines have 128: all of a training step took 10% longer where arrays began
+    // in the middle of one.)
     template <class T> T* take(size_t n) {
         size_t at = used, bytes;
         const bool overflow = __builtin_mul_overflow(n, sizeof(T), &bytes);
         if (overflow || bytes > SIZE_MAX / 2 - used) DIE("the memory plan overflows");
-        used = (used + bytes + 63) / 64 * 64;
+        used = (used + bytes + 255) / 256 * 256;
         return base ? (T*)(base + at) : nullptr;
     }
 
