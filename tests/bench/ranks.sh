@@ -1,7 +1,8 @@
 #!/bin/bash
 # Two GPUs beside one of the same machine, in one run: training, its start, serving. From the repository's root:
 #     tests/bench/ranks.sh MODEL.bin ROWS.bin [WORKLOAD.jsonl]     ROWS: rows of 513 tokens; bench_serve --write WORKLOAD
-# BIN=. has the programs, GPUS=2, DEVICE="-d cpu". A line a row: what one GPU does, what all do, the ratio.
+# BIN=. has the programs, GPUS=2, DEVICE="-d cpu". A line a row: what one GPU does, what all do, the ratio; and what as
+# many programs do that know nothing of each other, one on each GPU at the same time: more cannot be had on that machine.
 set -u
 model=$1 rows=$2 workload=${3:-} bin=${BIN:-.} gpus=${GPUS:-2}
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
@@ -48,7 +49,10 @@ pair() { # pair WHAT LINES OPTION...
     train one "$lines" "$@"
     train many "$lines" "$@" --gpus "$gpus"
     train late "$lines" "$@" --gpus "$gpus" --no-overlap
+    for g in $(seq 0 $((gpus - 1))); do CUDA_VISIBLE_DEVICES=$g train "apart.$g" "$lines" "$@" & done
+    wait
     row "$what" "$(speed one)" "$(speed many)" "waited $(waited many); --no-overlap $(speed late), $(waited late)"
+    row "    apart" "$(speed one)" "$(for g in $(seq 0 $((gpus - 1))); do speed "apart.$g"; echo; done | awk '{n += $1} END {print n}')" ""
     echo "    seconds to the first step: $(cat "$work/one.first") and $(cat "$work/many.first")"
     # The same sums whether overlapped or not, so the same losses.
     for log in many late; do paste <(field loss $log) <(field grad_norm $log) | head -n 10 >"$work/$log.losses"; done
@@ -69,5 +73,10 @@ if [ -n "$workload" ] && "$bin/serve" --help | grep -q -- --gpus; then
     for n in 1 "$gpus"; do
         "$bin/serve" "$model" --batch "$work/twice.jsonl" -o "$work/answers.$n" --gpus "$n" 2>&1 | tr '\r' '\n' | tail -n 1 | sed "s/^/serve --gpus $n: /"
     done
+    for g in $(seq 0 $((gpus - 1))); do
+        awk -v n="$gpus" -v g="$g" 'NR % n == g' "$work/twice.jsonl" >"$work/half.$g.jsonl"
+        CUDA_VISIBLE_DEVICES=$g "$bin/serve" "$model" --batch "$work/half.$g.jsonl" -o "$work/answers.half.$g" 2>&1 | tr '\r' '\n' | tail -n 1 | sed "s/^/serve, apart: /" &
+    done
+    wait
 fi
 echo "in $((SECONDS - begun)) s"

@@ -1,0 +1,22 @@
+// A dataset of rows of 513 random tokens, all trained but the first, for speeds of training:
+//     g++ -std=c++17 -O2 -I. tests/bench/rows.cpp -o rows && ./rows tokenizer.bin full.bin 2048
+#include "tokenizer.h"
+#include "dataset.h"
+
+int main(int argc, char** argv) {
+    if (argc != 4) return fprintf(stderr, "usage: rows TOKENIZER.bin OUT.bin ROWS\n"), 1;
+    try {
+        const Tokenizer tokenizer(argv[1]);
+        DatasetWriter out(argv[2], tokenizer.hash(), template_hash());
+        uint32_t state = 1;
+        for (int row = 0; row < atoi(argv[3]); row++) {
+            std::vector<uint32_t> words(513);
+            for (uint32_t& word : words) state = state * 1664525 + 1013904223, word = (state >> 8) % 150000 | TRAIN;
+            words[0] &= ~TRAIN;
+            out.add(words);
+        }
+        out.commit();
+    } catch (const Error& e) {
+        return fprintf(stderr, "rows: %s\n", e.what()), 1;
+    }
+}
