@@ -1236,12 +1236,13 @@ void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
     });
 }
 
-// x as module j of W's adapter sees it: dropped into scratch, or x itself.
+// What module j of W's adapter keeps of x, in scratch, or x itself: what is summed over it is to be multiplied by
+// drop_scale.
+template <class T> acc<T> drop_scale(const Adapter<T>& a) { return a.dropout ? 1 / (1 - (acc<T>)a.dropout->p) : 1; }
 template <class T> const T* dropped_cpu(const T* x, const Linear<T>& W, int j, int N) {
     const Dropout* d = W.adapter.dropout;
     if (!d) return x;
     const int in = W.in, module = W.adapter.module[j];
-    const acc<T> scale = 1 / (1 - (acc<T>)d->p);
     static thread_local std::vector<T> kept;
     T* out = at_least(kept, (size_t)N * in);
     #pragma omp parallel for schedule(static) if ((size_t)N * in > 2000)
@@ -1250,7 +1251,7 @@ template <class T> const T* dropped_cpu(const T* x, const Linear<T>& W, int j, i
             const uint32_t mask = dropout_mask(*d, d->token[n], module, k / 8);
             for (int i = k; i < std::min(in, k + 8); i++) {
                 const size_t at = (size_t)n * in + i;
-                out[at] = to_stored<T>(mask >> (i - k) & 1 ? to_acc(x[at]) * scale : 0);
+                out[at] = mask >> (i - k) & 1 ? x[at] : to_stored<T>((acc<T>)0);
             }
         }
     return out;
@@ -1260,12 +1261,13 @@ template <class T> void lora_down_cpu(Context&, T* h, const T* x, const Linear<T
     const Adapter<T>& a = W.adapter;
     const size_t ld = a.width();
     const int together = a.dropout ? 1 : a.modules; // modules that see the same x
+    const acc<T> scale = drop_scale(a);
     for (int j = 0; j < a.modules; j += together) {
         Linear<T> A;
         A.w[0] = a.A + (size_t)j * a.rank * W.in, A.rows[0] = together * a.rank, A.in = W.in;
         T* column = h + (size_t)j * a.rank;
         product_cpu(A, dropped_cpu(x, W, j, N), N,
-                    [=](int n, int r, acc<T> y) { column[n * ld + r] = to_stored<T>(y); });
+                    [=](int n, int r, acc<T> y) { column[n * ld + r] = to_stored<T>(y * scale); });
     }
 }
 
@@ -1912,7 +1914,7 @@ void lora_backward_weight_cpu(Context&, acc<T>* dA, acc<T>* dB, const T* dh, con
         const size_t first = W.first_row(a.block[j]), column = (size_t)j * a.rank;
         const T* seen = dropped_cpu(x, W, j, N);
         auto A = [&](int r, int i) -> acc<T>& { return dA[(column + r) * in + i]; };
-        outer_sums(a.rank, W.in, N, dh + column, ld, 1, 1, [&](int n) { return seen + n * in; }, A,
+        outer_sums(a.rank, W.in, N, dh + column, ld, 1, drop_scale(a), [&](int n) { return seen + n * in; }, A,
                    [&](int r, int i, acc<T> sum) { A(r, i) = sum; });
         auto B = [&](int r, int i) -> acc<T>& { return dB[(first + r) * ld + column + i]; };
         outer_sums(W.rows[a.block[j]], a.rank, N, dy + first, out, 1, a.s,

@@ -159,6 +159,17 @@ BOTH inline uint32_t dropout_mask(const Dropout& d, uint32_t token, uint32_t mod
     return kept;
 }
 
+// What dropout keeps of a Linear's x, for each of its adapter's modules: of 64 neighbours two words, bit i % 32 of word
+// i / 32 is number i; tokens lie side by side. lora_down makes them, once; the backward pass reads them.
+struct DropoutMasks {
+    uint32_t* words; // (modules, in / 64 rounded up, N, 2)
+    int sixty_fours, N;
+    BOTH static size_t size(int modules, int in, size_t N) { return modules * (((size_t)in + 63) / 64) * N * 2; }
+    BOTH uint32_t* at(int module, int i64, int n) const {
+        return words + (((size_t)module * sixty_fours + i64) * N + n) * 2;
+    }
+};
+
 // ================================================================================================ 2 The model's data
 
 struct Gpu; // Book II: a GPU's stream, properties and scratch
@@ -229,6 +240,7 @@ template <class T> struct Adapter {
     T* A = nullptr;                   // (m * rank, in)
     T* B = nullptr;                   // (out, m * rank): s B
     T* h = nullptr;                   // (N, m * rank) A drop(x), which backward reads again
+    uint32_t* kept = nullptr;         // on a GPU: what drop(x) keeps, for backward too; see DropoutMasks
     const Dropout* dropout = nullptr; // training only
     size_t width() const { return (size_t)modules * rank; }
 };
@@ -492,13 +504,14 @@ template <class T, class Store> void product(const Linear<T>& W, const T* x, int
         }
 }
 
-// x[n][i] as module j of an adapter sees it: dropped, or 1 / (1 - p) of it, in training; else x itself.
+// x[n][i] as module j of an adapter sees it: dropped, or 1 / (1 - p) of it, in training; else x itself. (Not rounded:
+// implementations may divide last.)
 template <class T> acc<T> dropped(const T* x, const Linear<T>& W, int j, int n, int i) {
     const acc<T> value = to_acc(x[(size_t)n * W.in + i]);
     const Dropout* d = W.adapter.dropout;
     if (!d) return value;
     const bool kept = dropout_mask(*d, d->token[n], W.adapter.module[j], i / 8) >> i % 8 & 1;
-    return kept ? to_acc(to_stored<T>(value * (1 / (1 - (acc<T>)d->p)))) : 0;
+    return kept ? value * (1 / (1 - (acc<T>)d->p)) : 0;
 }
 
 // ---- lora_down: h[n][j * rank + r] = sum_i A[j * rank + r][i] drop_j(x[n])[i]
@@ -1426,12 +1439,12 @@ template <class T> struct Flow {
     T* gate_up;      // (N,2F)
     T* hidden;       // (N,F)
     T* h;            // (N, 3 rank) of a product's adapter
-    acc<T>* logits;  // (head_rows,V), then their gradient
+    acc<T>* logits;  // (head_rows,V), then their gradient; of a GPU half as long: see head_loss_gpu
     acc<T>* parts;   // scratch of head_loss
     T* picked;       // (head_rows,C)
     int head_rows;   // rows that go through the head at once
 
-    void plan(Arena& arena, const Config& c, int N, int rank, int rows) {
+    void plan(Arena& arena, const Config& c, int N, int rank, int rows, bool gpu) {
         x = arena.take<acc<T>>((size_t)N * c.C);
         y = arena.take<T>((size_t)N * c.C);
         normed = arena.take<T>((size_t)N * c.C);
@@ -1442,7 +1455,7 @@ template <class T> struct Flow {
         hidden = arena.take<T>((size_t)N * c.F);
         h = arena.take<T>((size_t)N * 3 * rank);
         head_rows = rows;
-        logits = arena.take<acc<T>>((size_t)rows * c.V);
+        logits = (acc<T>*)arena.take<uint8_t>((size_t)rows * c.V * (gpu ? sizeof(T) : sizeof(acc<T>)));
         parts = arena.take<acc<T>>((size_t)rows * ((c.V + 63) / 64) * 2);
         picked = arena.take<T>((size_t)rows * c.C);
     }
@@ -1459,7 +1472,7 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
                    const int* target, // (R)
                    acc<T> scale, int N, int R,
                    const acc<T>* by = nullptr) { // (R)
-    const size_t ld = (size_t)c.V * sizeof(acc<T>) / sizeof(T);
+    const size_t ld = (size_t)c.V * (ctx.gpu ? 1 : sizeof(acc<T>) / sizeof(T));
     T* dlogits = g ? (T*)d.logits : nullptr;
     if (g) clear(ctx, d.normed, (size_t)N * c.C);
     for (int r = 0; r < R && !(ctx.stop && *ctx.stop); r += d.head_rows) {
@@ -1849,9 +1862,11 @@ __device__ inline void copy_async(uint32_t shared, const void* global, bool ther
     const int bytes = there ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
-__device__ inline void copy_async_4(uint32_t shared, const void* global, bool there) { // 4 bytes
-    const int bytes = there ? 4 : 0;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+template <int BYTES> // 4 or 8
+__device__ inline void copy_few_async(uint32_t shared, const void* global, bool there) {
+    const int bytes = there ? BYTES : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES), "r"(bytes)
+                 : "memory");
 }
 // Arrives, as one of those that the barrier was begun with, when all of this thread's copies so far are there.
 __device__ inline void barrier_arrive_with_copies(uint32_t barrier) {
@@ -2017,51 +2032,70 @@ inline void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, 
 
 // ---- qknorm_rope_kv. A head of D numbers in a warp: lane l holds P = D / 64 pairs of its planes, u = head[i] and v =
 // head[i + D/2] for i = P l .. P l + P - 1.
+template <int P> struct WarpAngles { // of those planes
+    struct alignas(8 * P) Stored { float x[2 * P]; } both;
+    __device__ explicit WarpAngles(const float* angles) : both(((const Stored*)angles)[threadIdx.x % 32]) {}
+    __device__ float cosine(int p) const { return both.x[2 * p]; }
+    __device__ float sine(int p) const { return both.x[2 * p + 1]; }
+};
 template <int D> struct WarpHead {
     static constexpr int P = D / 64;
     float u[P], v[P];
 
+    struct alignas(2 * P) Stored { bf16 x[P]; }; // (what a lane has lies together: one access)
     __device__ void load(const bf16* head) {
-        const int i = threadIdx.x % 32 * P;
-        for (int p = 0; p < P; p++) u[p] = to_acc(head[i + p]), v[p] = to_acc(head[i + p + D / 2]);
+        const Stored a = ((const Stored*)head)[threadIdx.x % 32], b = ((const Stored*)head)[threadIdx.x % 32 + 32];
+        for (int p = 0; p < P; p++) u[p] = to_acc(a.x[p]), v[p] = to_acc(b.x[p]);
     }
     __device__ void store(bf16* head) const {
-        const int i = threadIdx.x % 32 * P;
-        for (int p = 0; p < P; p++) head[i + p] = round_bf16(u[p]), head[i + p + D / 2] = round_bf16(v[p]);
+        Stored a, b;
+        for (int p = 0; p < P; p++) a.x[p] = round_bf16(u[p]), b.x[p] = round_bf16(v[p]);
+        ((Stored*)head)[threadIdx.x % 32] = a, ((Stored*)head)[threadIdx.x % 32 + 32] = b;
     }
-    __device__ void norm_rope(const bf16* w, const float* angle, float eps) {
+    // `weights` have been loaded as a head is.
+    __device__ void norm_rope(const WarpHead& weights, const WarpAngles<P>& angle, float eps) {
         float squares = 0;
         for (int p = 0; p < P; p++) squares += u[p] * u[p] + v[p] * v[p];
         const float scale = 1 / sqrtf(warp_sum(squares) / D + eps);
-        const int i = threadIdx.x % 32 * P;
         for (int p = 0; p < P; p++) {
-            const float a = u[p] * scale * to_acc(w[i + p]), b = v[p] * scale * to_acc(w[i + p + D / 2]);
-            const float cosine = angle[2 * (i + p)], sine = angle[2 * (i + p) + 1];
-            u[p] = a * cosine - b * sine, v[p] = b * cosine + a * sine;
+            const float a = u[p] * scale * weights.u[p], b = v[p] * scale * weights.v[p];
+            u[p] = a * angle.cosine(p) - b * angle.sine(p), v[p] = b * angle.cosine(p) + a * angle.sine(p);
         }
     }
 };
 
-// A warp a head of a token, from row `first` on.
+// A warp two heads of a token, from row `first` on: two loads on their way. Bound by the memory's speed.
 template <int D>
 __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
                                       const bf16* k_weight, const float* rope, Batch b, int first, int H, int K,
                                       float eps) {
     let_next_start();
     wait_for_previous();
-    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, heads = H + 2 * K;
-    const int n = first + task / heads, h = task % heads;
+    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, heads = H + 2 * K, twos = (heads + 1) / 2;
+    const int n = first + task / twos, h0 = task % twos * 2;
     if (n >= b.N || b.seq[n] < 0) return;
-    WarpHead<D> head;
-    head.load(qkv + ((size_t)n * heads + h) * D);
-    const size_t at = h < H ? 0 : kv_offset(b.slot[n] / PAGE, (h - H) % K, b.slot[n] % PAGE, K, D);
-    if (h < H + K) head.norm_rope(h < H ? q_weight : k_weight, rope + (size_t)b.pos[n] * D, eps);
-    head.store(h < H ? q + ((size_t)n * H + h) * D : h < H + K ? keys + at : values + at);
+    WarpHead<D> head[2], weights[2];
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int h = min(h0 + i, heads - 1);
+        head[i].load(qkv + ((size_t)n * heads + h) * D);
+        weights[i].load(h < H ? q_weight : k_weight);
+    }
+    const WarpAngles<D / 64> angle(rope + (size_t)b.pos[n] * D);
+    const int slot = b.slot[n];
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int h = h0 + i;
+        if (h >= heads) return;
+        const size_t at = h < H ? 0 : kv_offset(slot / PAGE, (h - H) % K, slot % PAGE, K, D);
+        if (h < H + K) head[i].norm_rope(weights[i], angle, eps);
+        head[i].store(h < H ? q + ((size_t)n * H + h) * D : h < H + K ? keys + at : values + at);
+    }
 }
 inline void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
                                const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
                                int first = 0) {
-    const int blocks = (int)(((int64_t)(b.N - first) * (H + 2 * K) + 7) / 8);
+    const int blocks = (int)(((int64_t)(b.N - first) * ((H + 2 * K + 1) / 2) + 7) / 8);
     launch(ctx, D == 128 ? qknorm_rope_kv_kernel<128> : qknorm_rope_kv_kernel<64>, blocks, 256, 0, q, keys, values, qkv,
            q_weight, k_weight, rope, b, first, H, K, eps);
 }
@@ -2074,18 +2108,16 @@ __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, i
     for (int i = threadIdx.x; i < C; i += blockDim.x) picked[(size_t)blockIdx.x * C + i] = row[i];
 }
 
-// ---- cross_entropy. A block a row. Of every 64 logits of it `parts` has the largest and sum e^(logit - largest), so
-// the row itself is read once: for the gradient, which overwrites it from its beginning; 4,096 logits are read by all
-// threads before any of them is overwritten. V is a multiple of 8.
-__global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* dlogits, const float* logits,
-                                                             const float2* parts, int pieces, const int* target,
-                                                             float scale, int V) {
+// ---- cross_entropy. A block a row. Of every 64 logits of it `parts` has the largest and sum e^(logit - largest);
+// `below` (R,V) has what they are less than that, as bf16, and becomes their gradient, or is null; loss[r] was the
+// target's logit. So a probability p is exact but for e^(a rounding of its distance from the largest of its 64), which
+// is at most a third of the rounding of the largest one's gradient (x e^-x <= 1 / e). V is a multiple of 8.
+__global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* below, const float2* parts, int pieces,
+                                                             const int* target, float scale, int V) {
     __shared__ float tops[32], sums[32];
     let_next_start();
     wait_for_previous();
-    const float* row = logits + (size_t)blockIdx.x * V;
-    const int right = target[blockIdx.x];
-    const float logit = row[right];
+    parts += (size_t)blockIdx.x * pieces;
     float top = -1e30f, sum = 0;
     auto join = [&](float t, float s) { // (top, sum) of two sets of logits
         const float most = fmaxf(top, t);
@@ -2096,27 +2128,26 @@ __global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* 
     auto join_lanes = [&] {
         for (int lane = 16; lane; lane /= 2) join(__shfl_xor_sync(~0u, top, lane), __shfl_xor_sync(~0u, sum, lane));
     };
-    for (int i = threadIdx.x; i < pieces; i += 1024) {
-        const float2 part = parts[(size_t)blockIdx.x * pieces + i];
-        join(part.x, part.y);
-    }
+    for (int i = threadIdx.x; i < pieces; i += 1024) join(parts[i].x, parts[i].y);
     join_lanes();
     if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top, sums[threadIdx.x / 32] = sum;
     __syncthreads();
     top = tops[threadIdx.x % 32], sum = sums[threadIdx.x % 32];
     join_lanes();
-    if (threadIdx.x == 0) loss[blockIdx.x] = logf(sum) + top - logit;
-    if (!dlogits) return;
-    const float base = top * LOG2E, part = 1 / sum;
-    auto gradient = [&](float x, int v) { return (exp2_fast(x * LOG2E - base) * part - (v == right)) * scale; };
-    for (int first = 0; first < V; first += 4096) {
-        const int v = first + threadIdx.x * 4;
-        float4 x = {};
-        if (v < V) x = *(const float4*)(row + v);
-        __syncthreads();
-        if (v < V)
-            *(uint2*)((uint8_t*)row + 2 * v) = make_uint2(pack(gradient(x.x, v), gradient(x.y, v + 1)),
-                                                          pack(gradient(x.z, v + 2), gradient(x.w, v + 3)));
+    if (threadIdx.x == 0) loss[blockIdx.x] = logf(sum) + top - loss[blockIdx.x];
+    if (!below) return;
+    const float part = scale / sum;
+    const int right = target[blockIdx.x];
+    for (int v = threadIdx.x * 8; v < V; v += 8 * 1024) {
+        uint4* eight = (uint4*)(below + (size_t)blockIdx.x * V + v);
+        const uint4 x = *eight;
+        const float from = (parts[v / 64].x - top) * LOG2E;
+        auto two = [&](uint32_t pair, int v) {
+            const float a = exp2_fast(fmaf(low(pair), LOG2E, from)) * part - (v == right ? scale : 0);
+            const float b = exp2_fast(fmaf(high(pair), LOG2E, from)) * part - (v + 1 == right ? scale : 0);
+            return pack(a, b);
+        };
+        *eight = make_uint4(two(x.x, v), two(x.y, v + 2), two(x.z, v + 4), two(x.w, v + 6));
     }
 }
 
@@ -2254,21 +2285,29 @@ inline void swiglu_backward_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, cons
 // and mean of rmsnorm's rule.
 template <int D> struct WarpHeadBackward {
     static constexpr int P = D / 64;
-    WarpHead<D> x, g;
-    float wu[P], wv[P], r, mean;
-    __device__ WarpHeadBackward(const bf16* head, const bf16* dhead, const bf16* w, const float* angle, float eps) {
-        x.load(head), g.load(dhead);
-        const int i = threadIdx.x % 32 * P;
+    WarpHead<D> x, g, w;
+    float r, mean;
+    __device__ __forceinline__ void load(const bf16* head, const bf16* dhead, const bf16* weights) {
+        x.load(head), g.load(dhead), w.load(weights);
+    }
+    __device__ __forceinline__ void turn(const WarpAngles<P>& angle, float eps) {
         float squares = 0, mixed = 0;
         for (int p = 0; p < P; p++) {
-            const float cosine = angle[2 * (i + p)], sine = angle[2 * (i + p) + 1], u = g.u[p], v = g.v[p];
-            g.u[p] = u * cosine + v * sine, g.v[p] = v * cosine - u * sine;
-            wu[p] = to_acc(w[i + p]), wv[p] = to_acc(w[i + p + D / 2]);
+            const float u = g.u[p], v = g.v[p];
+            g.u[p] = u * angle.cosine(p) + v * angle.sine(p), g.v[p] = v * angle.cosine(p) - u * angle.sine(p);
             squares += x.u[p] * x.u[p] + x.v[p] * x.v[p];
-            mixed += x.u[p] * wu[p] * g.u[p] + x.v[p] * wv[p] * g.v[p];
+            mixed += x.u[p] * w.u[p] * g.u[p] + x.v[p] * w.v[p] * g.v[p];
         }
         r = 1 / sqrtf(warp_sum(squares) / D + eps);
         mean = warp_sum(mixed) * r * r * r / D;
+    }
+    __device__ __forceinline__ void store(bf16* dhead) const {
+        WarpHead<D> d;
+        for (int p = 0; p < P; p++) {
+            d.u[p] = r * w.u[p] * g.u[p] - x.u[p] * mean;
+            d.v[p] = r * w.v[p] * g.v[p] - x.v[p] * mean;
+        }
+        d.store(dhead);
     }
 };
 // A warp a head of a token.
@@ -2280,19 +2319,17 @@ __global__ void qknorm_rope_backward_kernel(bf16* dqkv, const bf16* qkv, const b
     const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, n = task / (H + K), h = task % (H + K);
     if (n >= b.N || b.seq[n] < 0) return;
     const size_t at = ((size_t)n * (H + 2 * K) + h) * D;
-    const float* angle = rope + (size_t)b.pos[n] * D;
-    WarpHeadBackward<D> y(qkv + at, dqkv + at, h < H ? q_weight : k_weight, angle, eps);
-    for (int p = 0; p < y.P; p++) {
-        y.g.u[p] = y.r * y.wu[p] * y.g.u[p] - y.x.u[p] * y.mean;
-        y.g.v[p] = y.r * y.wv[p] * y.g.v[p] - y.x.v[p] * y.mean;
-    }
-    y.g.store(dqkv + at);
+    const WarpAngles<D / 64> angle(rope + (size_t)b.pos[n] * D);
+    WarpHeadBackward<D> y;
+    y.load(qkv + at, dqkv + at, h < H ? q_weight : k_weight);
+    y.turn(angle, eps);
+    y.store(dqkv + at);
 }
-// The weights' gradients, before dqkv is overwritten: warp w of W takes tokens w, w + W, ..., its sums stay in
+// The same, and the weights' gradients: warp w of W takes tokens w, w + W, ..., four heads at a time; its sums stay in
 // registers; the last block to arrive adds the blocks' sums in order.
-constexpr int HEAD_BLOCKS = 256;
+constexpr int HEAD_BLOCKS = 512;
 template <int D>
-__global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, float* dk_weight, const bf16* dqkv,
+__global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, float* dk_weight, bf16* dqkv,
                                                           const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
                                                           const float* rope, Batch b, int H, int K, float eps,
                                                           float* partial, int* arrived) {
@@ -2302,18 +2339,32 @@ __global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, floa
     wait_for_previous();
     const int warp = threadIdx.x / 32, i = threadIdx.x % 32 * P;
     float u[2][P] = {}, v[2][P] = {};
-    for (int n = blockIdx.x * 8 + warp; n < b.N; n += gridDim.x * 8)
-        for (int h = 0; h < H + K && b.seq[n] >= 0; h++) {
-            const size_t at = ((size_t)n * (H + 2 * K) + h) * D;
-            const float* angle = rope + (size_t)b.pos[n] * D;
-            const WarpHeadBackward<D> y(qkv + at, dqkv + at, h < H ? q_weight : k_weight, angle, eps);
+    for (int n = blockIdx.x * 8 + warp; n < b.N; n += gridDim.x * 8) {
+        if (b.seq[n] < 0) continue;
+        const WarpAngles<P> angle(rope + (size_t)b.pos[n] * D);
+        const size_t token = (size_t)n * (H + 2 * K) * D;
+        for (int h0 = 0; h0 < H + K; h0 += 4) {
+            WarpHeadBackward<D> y[4];
             #pragma unroll
-            for (int p = 0; p < P; p++) {
-                const float du = y.g.u[p] * y.x.u[p] * y.r, dv = y.g.v[p] * y.x.v[p] * y.r;
-                if (h < H) u[0][p] += du, v[0][p] += dv;
-                else u[1][p] += du, v[1][p] += dv;
+            for (int j = 0; j < 4; j++) {
+                const int h = min(h0 + j, H + K - 1);
+                y[j].load(qkv + token + h * D, dqkv + token + h * D, h < H ? q_weight : k_weight);
+            }
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int h = h0 + j;
+                y[j].turn(angle, eps);
+                if (h >= H + K) break;
+                y[j].store(dqkv + token + h * D);
+                #pragma unroll
+                for (int p = 0; p < P; p++) {
+                    const float du = y[j].g.u[p] * y[j].x.u[p] * y[j].r, dv = y[j].g.v[p] * y[j].x.v[p] * y[j].r;
+                    if (h < H) u[0][p] += du, v[0][p] += dv;
+                    else u[1][p] += du, v[1][p] += dv;
+                }
             }
         }
+    }
     for (int w = 0; w < 2; w++)
         for (int p = 0; p < P; p++) sums[warp][w * D + i + p] = u[w][p], sums[warp][w * D + i + p + D / 2] = v[w][p];
     __syncthreads();
@@ -2326,6 +2377,7 @@ __global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, floa
     if (!last_to_arrive(arrived, gridDim.x) || c >= 2 * D) return;
     float* to = c < D ? dq_weight + c : dk_weight + c - D;
     sum = *to;
+    #pragma unroll 8
     for (int block = 0; block < (int)gridDim.x; block++) sum += __ldcg(partial + block * 2 * D + c);
     *to = sum;
 }
@@ -2335,8 +2387,8 @@ inline void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight,
     const auto weights = D == 128 ? head_weight_kernel<128> : head_weight_kernel<64>;
     const auto inputs = D == 128 ? qknorm_rope_backward_kernel<128> : qknorm_rope_backward_kernel<64>;
     if (dq_weight)
-        launch(ctx, weights, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256, 0, dq_weight, dk_weight, dqkv, qkv, q_weight,
-               k_weight, rope, b, H, K, eps, ctx.gpu->partial, ctx.gpu->arrived);
+        return launch(ctx, weights, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256, 0, dq_weight, dk_weight, dqkv, qkv,
+                      q_weight, k_weight, rope, b, H, K, eps, ctx.gpu->partial, ctx.gpu->arrived);
     const int blocks = (int)(((int64_t)b.N * (H + K) + 7) / 8);
     launch(ctx, inputs, blocks, 256, 0, dqkv, qkv, q_weight, k_weight, rope, b, H, K, eps);
 }
@@ -2435,8 +2487,8 @@ inline void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, 
 struct Epilogue {
     static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread gets the sums of both
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
-    static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of the adapter's columns
-    static constexpr bool PARTS = false;         // ... and hand over what a softmax needs of each 64 rows
+    static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
+    static constexpr bool PARTS = false;         // ... and make what a softmax needs of each 64 rows
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
 
     // stream_kernel: all threads, once, after wait_for_previous; a barrier follows before any `one`.
@@ -2447,13 +2499,17 @@ struct Epilogue {
     // that will hand them over; n and r are not past the end.
     __device__ float old(int /* n */, int /* r */) const { return 0; }
     __device__ float4 old_four(int /* n */, int /* r */) const { return {}; }
-    // With MASKS, bit j: the adapter's sum of token n, row 8 r8 + j is kept, and multiplied by `scale`; else it becomes
-    // 0. One lane asks for eight rows, and shares the answer with the other lanes that hold some of them. n < N.
-    __device__ uint32_t kept(int /* n */, int /* r8 */) const { return 0xff; }
+    // With MASKS: each `rank` of the further columns are a module's, whose sums are multiplied by `scale` where `masks`
+    // keeps them (r being its number), else left out. The columns come after all others then (TileArgs::more_last).
+    static constexpr DropoutMasks masks = {nullptr, 0, 0};
+    static constexpr int rank = 0;
     static constexpr float scale = 1;
     // With PARTS, of the sums y of token n and rows 64 piece .. 64 piece + 63: the largest, and sum e^(y - largest).
-    // From one thread, n and 64 piece not past the end.
+    // From one thread, n and 64 piece not past the end. `four` then gets y - largest. Before that chosen(n, y) is called
+    // once, with the sum of row chosen_row(n).
     __device__ void part(int /* n */, int /* piece */, float /* largest */, float /* sum */) {}
+    __device__ int chosen_row(int /* n */) const { return -1; }
+    __device__ void chosen(int /* n */, float /* y */) {}
 };
 
 __device__ inline void store_one(float* to, float y) { *to = y; }
@@ -2508,13 +2564,19 @@ struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
     }
 };
 
-struct LossEpilogue : StoreEpilogue<float> { // head_loss: logits, and the softmax's parts of each 64 of a row
+// head_loss: the softmax's parts of each 64 logits, what these are below the largest of them, and the target's.
+struct LossEpilogue : Epilogue {
     static constexpr bool PARTS = true;
-    float2* parts; // (R, pieces)
-    size_t pieces;
-    LossEpilogue(float* logits, size_t V, float2* parts, size_t pieces)
-        : StoreEpilogue(logits, V), parts(parts), pieces(pieces) {}
+    bf16* below;   // (R,ld), or null
+    float2* parts; // (R,pieces)
+    float* right;  // (R)
+    const int* target;
+    size_t ld, pieces;
+    int first; // of the head's rows
     __device__ void part(int n, int piece, float largest, float sum) { parts[n * pieces + piece] = {largest, sum}; }
+    __device__ int chosen_row(int n) const { return target[n] - first; }
+    __device__ void chosen(int n, float y) { right[n] = y; }
+    __device__ void four(int n, int r, const float4& y, const float4&) { if (below) store_four(below + n * ld + r, y); }
 };
 
 struct ScatterEpilogue : Epilogue { // head_backward: the gradient of row n of the picked ones goes to row rows[n]
@@ -2525,14 +2587,13 @@ struct ScatterEpilogue : Epilogue { // head_backward: the gradient of row n of t
     __device__ void four(int n, int c, const float4& y, const float4&) { store_four(out + rows[n] * C + c, y); }
 };
 
-struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input of a module whose x was dropped on its way to A
+struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input where x was dropped on its way to the modules' A
     static constexpr bool MASKS = true;
-    Dropout dropout;
-    int module;
+    DropoutMasks masks;
+    int rank;
     float scale;
-    DropEpilogue(bf16* out, size_t ld, const Dropout& dropout, int module, float scale)
-        : StoreEpilogue(out, ld), dropout(dropout), module(module), scale(scale) {}
-    __device__ uint32_t kept(int n, int r8) const { return dropout_mask(dropout, dropout.token[n], module, r8); }
+    DropEpilogue(bf16* out, size_t ld, const DropoutMasks& masks, int rank, float scale)
+        : StoreEpilogue(out, ld), masks(masks), rank(rank), scale(scale) {}
 };
 
 struct LoraUpEpilogue : Epilogue { // lora_backward_weight: dB += s y, in the rows and columns that belong together
@@ -2750,8 +2811,8 @@ template <class Epilogue> int stream_product(Context& ctx, const StreamArgs& p, 
 // PAIR: the tile has 16 rows of gate and 16 rows of up in turn, so that a lane holds the same columns of both, two
 // fragments apart.
 //
-// An adapter's h and s B are further columns of x and W: `more` numbers of `in`, which come first, in stages of their
-// own.
+// An adapter's h and s B are further columns of x and W: `more` numbers of `in`, in stages of their own, which come
+// first, or last.
 //
 // Splits. If there are too few tiles to fill the GPU, `splits` blocks share a tile, each has a part of the stages, and
 // the last one to arrive adds their sums in order.
@@ -2760,7 +2821,7 @@ constexpr int STAGE_IN = 64; // numbers of `in` in a stage
 template <int TOKENS_, int ROWS_, int WARP_TOKENS_, int WARP_ROWS_, int STAGES_> struct TileShape {
     static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_;
     static constexpr int WARP_TOKENS = WARP_TOKENS_, WARP_ROWS = WARP_ROWS_;
-    static constexpr int THREADS = TOKENS / WARP_TOKENS * (ROWS / WARP_ROWS) * 32;
+    static constexpr int THREADS = TOKENS / WARP_TOKENS * (ROWS / WARP_ROWS) * 32, CONSUMERS = THREADS;
     static constexpr int X_BYTES = TOKENS * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2; // x, then W
     static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES;
     // Fragments of tokens and of rows that a warp has, and the first token and row of its part.
@@ -2779,6 +2840,7 @@ struct TileArgs {
     int N, in, out;
     const bf16 *more_x = nullptr, *more_W = nullptr; // (N,more); (out,more), W_COLS (more,out). Not with X_COLS
     int more = 0;
+    bool more_last = false;
     int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: as many as a row has
     bool early = false;   // few blocks: those of the next kernel may come beside them from the start
     int splits = 1;
@@ -2788,9 +2850,9 @@ struct TileArgs {
 
 // Which tile and which of its steps (stages of `in`) a block has.
 template <class S, bool PAIR> struct TilePlace {
-    int n0, r0;      // first token; first row, of gate and up together with PAIR
-    int more_steps;  // over the adapter's columns, which come first
-    int first, last; // this block's steps
+    int n0, r0;                  // first token; first row, of gate and up together with PAIR
+    int first_more, past_more;   // steps over the adapter's columns
+    int first, last;             // this block's steps
     // Tiles are numbered in bands of so many tiles of tokens: blocks that run at the same time share rows of both
     // operands in the L2 cache.
     __device__ __forceinline__ TilePlace(const TileArgs& p, int tile, int split) {
@@ -2799,10 +2861,16 @@ template <class S, bool PAIR> struct TilePlace {
         const int band = tile / (S::BAND * across), in_band = tile % (S::BAND * across);
         const int high = min(S::BAND, down - band * S::BAND);
         n0 = (band * S::BAND + in_band % high) * S::TOKENS, r0 = in_band / high * S::ROWS;
-        more_steps = (p.more + STAGE_IN - 1) / STAGE_IN;
-        const int steps = more_steps + (p.in + STAGE_IN - 1) / STAGE_IN;
+        const int own = (p.in + STAGE_IN - 1) / STAGE_IN, steps = (p.more + STAGE_IN - 1) / STAGE_IN + own;
+        first_more = p.more_last ? own : 0, past_more = first_more + steps - own;
         first = (int)((int64_t)steps * split / p.splits);
         last = (int)((int64_t)steps * (split + 1) / p.splits);
+    }
+    // Whether a step is over the adapter's columns; the first number of `in`, or column, of it.
+    __device__ __forceinline__ bool more(int step) const { return step >= first_more && step < past_more; }
+    __device__ __forceinline__ int number(int step) const {
+        return (step < first_more ? step : step < past_more ? step - first_more : step - past_more + first_more) *
+               STAGE_IN;
     }
     // This lane's token in rows g + 8 h of fragment i.
     __device__ __forceinline__ int token(int i, int h) const {
@@ -2841,9 +2909,8 @@ template <class S, bool X_COLS, bool W_COLS, bool PAIR> struct TileStages {
         int ld, in, i;
     };
     __device__ __forceinline__ Source source(int step, const bf16* own, int ld, const bf16* more, int more_ld) const {
-        const bool extra = step < at.more_steps;
-        const int i = (extra ? step : step - at.more_steps) * STAGE_IN;
-        return {extra ? more : own, extra ? more_ld : ld, extra ? p.more : p.in, i};
+        const bool extra = at.more(step);
+        return {extra ? more : own, extra ? more_ld : ld, extra ? p.more : p.in, at.number(step)};
     }
     __device__ __forceinline__ uint32_t x_stage(int step) const { return shared + step % S::STAGES * S::STAGE_BYTES; }
     __device__ __forceinline__ uint32_t w_stage(int step) const { return x_stage(step) + S::X_BYTES; }
@@ -2925,44 +2992,98 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[S::MF][S::NF][4], ui
                 mma(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
 }
-// The main loop: sum += x W^T for steps from .. to - 1. The copies of the first STAGES - 1 stages are under way.
-template <class S, bool X_COLS, bool W_COLS, bool PAIR>
-__device__ __forceinline__ void multiply_steps(float (&sum)[S::MF][S::NF][4],
-                                               const TileStages<S, X_COLS, W_COLS, PAIR>& stages, int from, int to) {
+// The main loop: calls multiply(x, w) for the stages of steps from .. to - 1. The copies of the first STAGES - 1 stages
+// are under way.
+template <class S, bool X_COLS, bool W_COLS, bool PAIR, class Multiply>
+__device__ __forceinline__ void walk_steps(const TileStages<S, X_COLS, W_COLS, PAIR>& stages, int from, int to,
+                                           Multiply multiply) {
     for (int step = from; step < to; step++) {
         wait_for_copies<S::STAGES - 2>(); // this step's stage, as far as this thread copied it
         __syncthreads(); // ... as all did; and all are done with the stage before it, whose place the next copies take
         const int next = step + S::STAGES - 1;
         if (next < stages.at.last) stages.copy_x(next), stages.copy_w(next);
         commit_copies();
-        multiply_stage<S, X_COLS, W_COLS>(sum, stages.x_stage(step), stages.w_stage(step));
+        multiply(stages.x_stage(step), stages.w_stage(step));
     }
 }
 
-// A mask of eight columns that lane e of a quad has: what it says of this lane's two, 2 t and 2 t + 1, in bits 0 and 1.
-__device__ __forceinline__ uint32_t mask_of_lane(uint32_t mask, int e) {
-    return __shfl_sync(~0u, mask, (threadIdx.x % 32 & ~3) + e) >> 2 * (threadIdx.x % 4);
-}
-// Epilogue::MASKS: sums that are not kept become zero, the others are scaled. Each lane of a quad asks about one of
-// four fragments, which all four hold.
-template <class S, class Epilogue, class Place>
-__device__ __forceinline__ void mask_sums(float (&sum)[S::MF][S::NF][4], int N, const Place& at,
-                                          const Epilogue& epilogue) {
-    #pragma unroll
-    for (int i = 0; i < S::MF; i++)
+// Epilogue::MASKS: a stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's at
+// a time: of these a fragment's sums are made, masked, and added to `sum`, so that they take only their own registers.
+// x's are zero where columns do not belong to the module. (`sum` cannot be indexed, so this is straight code, and its
+// time that of fetching instructions: hence few of them.)
+template <class S, class Place, class Epilogue>
+__device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
+                                                 int first, const Place& at, const TileArgs& p,
+                                                 const Epilogue& epilogue) {
+    const int lane = threadIdx.x % 32, warp_row = S::warp_row(), r0 = at.r0 + warp_row;
+    const int last = min(STAGE_IN, p.more - first);
+    int end;
+    #pragma unroll 1
+    for (int begin = 0; begin < last; begin = end) {
+        const int module = (first + begin) / epilogue.rank, window = min(begin / 16 * 16, STAGE_IN - 32);
+        end = min(min(last, (module + 1) * epilogue.rank - first), window + 32);
+        const uint32_t w_rows = w_stage + (window + lane % 16) * 128; // in each panel
         #pragma unroll
-        for (int h = 0; h < 2; h++)
+        for (int i = 0; i < S::MF; i++) {
+            uint32_t kept[2][S::NF / 4], a[2][4]; // kept: of 32 rows a word, this lane's from bit 0 on
             #pragma unroll
-            for (int j = 0; j < S::NF; j += 4) {
-                const int n = at.token(i, h);
-                const uint32_t mine = n < N ? epilogue.kept(n, (at.r0 + S::warp_row()) / 8 + j + threadIdx.x % 4) : 0;
+            for (int h = 0; h < 2; h++)
+                #pragma unroll
+                for (int j = 0; j < S::NF / 4; j++) {
+                    const int n = at.token(i, h), r = r0 + j * 32;
+                    kept[h][j] = n < p.N && r < p.out ? epilogue.masks.at(module, r / 64, n)[r / 32 % 2] : 0;
+                }
+            #pragma unroll
+            for (int k = 0; k < 2; k++) {
+                ldmatrix(a[k], chunk_address(x_stage, S::warp_token() + i * 16 + lane % 16,
+                                             window / 8 + 2 * k + lane / 16));
                 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    const uint32_t kept = mask_of_lane(mine, e);
-                    float* y = &sum[i][j + e][2 * h];
-                    y[0] = kept & 1 ? y[0] * epilogue.scale : 0, y[1] = kept & 2 ? y[1] * epilogue.scale : 0;
+                    const int column = window + k * 16 + e / 2 * 8;
+                    if (column < begin || column >= end) a[k][e] = 0;
                 }
             }
+            #pragma unroll
+            for (int h = 0; h < 2; h++)
+                #pragma unroll
+                for (int j = 0; j < S::NF / 4; j++) kept[h][j] >>= 2 * (lane % 4);
+            #pragma unroll
+            for (int j = 0; j < S::NF; j += 4) { // four fragments: their chains overlap
+                float part[4][4] = {};
+                uint32_t b[2][2][4];
+                #pragma unroll
+                for (int k = 0; k < 2; k++)
+                    #pragma unroll
+                    for (int two = 0; two < 2; two++) {
+                        const int chunk = warp_row / 8 + j + 2 * two + lane / 16;
+                        ldmatrix_transposed(b[k][two], w_rows + chunk / 8 * (STAGE_IN * 128) + k * 16 * 128 +
+                                                           ((chunk % 8 ^ lane % 8) << 4));
+                    }
+                #pragma unroll
+                for (int k = 0; k < 2; k++)
+                    #pragma unroll
+                    for (int f = 0; f < 4; f++)
+                        mma(part[f], a[k][0], a[k][1], a[k][2], a[k][3], b[k][f / 2][f % 2 * 2],
+                            b[k][f / 2][f % 2 * 2 + 1]);
+                #pragma unroll
+                for (int e = 0; e < 16; e++) { // of each two columns of two tokens
+                    float& y = sum[i][j + e / 4][e % 4];
+                    if (kept[e / 2 % 2][j / 4] & 1u << (e / 4 * 8 + e % 2)) y = fmaf(part[e / 4][e % 4], epilogue.scale, y);
+                }
+            }
+        }
+    }
+}
+// Asks for a tile's masks, which come from far.
+template <class S, class Place, class Epilogue>
+__device__ __forceinline__ void prefetch_masks(const Place& at, const TileArgs& p, const Epilogue& epilogue) {
+    constexpr int LINE = 16, LINES = S::TOKENS / LINE; // tokens whose 64 rows are 128 bytes
+    for (int i = threadIdx.x; i < p.more / epilogue.rank * (S::ROWS / 64) * LINES; i += S::CONSUMERS) {
+        const int n = at.n0 + i % LINES * LINE, r64 = at.r0 / 64 + i / LINES % (S::ROWS / 64);
+        const int module = i / LINES / (S::ROWS / 64);
+        if (n < p.N && r64 < epilogue.masks.sixty_fours)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(epilogue.masks.at(module, r64, n)));
+    }
 }
 
 // The sums of the blocks that share a tile, in order, for the last one to arrive: true for that one. In `partial` they
@@ -2991,17 +3112,20 @@ __device__ __forceinline__ bool reduce_splits(float (&sum)[M][N][4], float* part
 }
 
 // Epilogue::PARTS, of a lane's token n in fragments j0 .. j0 + 7 of `sum`, which are rows r0 .. r0 + 63. A quad of
-// lanes has all of them. h: which of the fragment's two tokens a lane holds.
+// lanes has all of them. h: which of the fragment's two tokens a lane holds. Returns the largest.
 template <int NF, class Epilogue>
-__device__ __forceinline__ void softmax_part(const float (&sum)[NF][4], int j0, int h, int n, int r0, int N, int out,
-                                             Epilogue& epilogue) {
-    const int t = threadIdx.x % 4;
-    float largest = -1e30f, part = 0;
+__device__ __forceinline__ float softmax_part(const float (&sum)[NF][4], int j0, int h, int n, int r0, int N, int out,
+                                              Epilogue& epilogue) {
+    const int t = threadIdx.x % 4, chosen = n < N ? epilogue.chosen_row(n) - r0 - 2 * t : -1;
+    float largest = -1e30f, part = 0, right = 0;
     #pragma unroll
     for (int j = 0; j < 8; j++)
         #pragma unroll
-        for (int e = 0; e < 2; e++)
-            if (r0 + j * 8 + 2 * t + e < out) largest = fmaxf(largest, sum[j0 + j][2 * h + e]);
+        for (int e = 0; e < 2; e++) {
+            const float y = sum[j0 + j][2 * h + e];
+            if (r0 + j * 8 + 2 * t + e < out) largest = fmaxf(largest, y);
+            right = chosen == j * 8 + e ? y : right;
+        }
     largest = quad_max(largest);
     #pragma unroll
     for (int j = 0; j < 8; j++)
@@ -3010,6 +3134,8 @@ __device__ __forceinline__ void softmax_part(const float (&sum)[NF][4], int j0, 
             if (r0 + j * 8 + 2 * t + e < out) part += exp2_fast((sum[j0 + j][2 * h + e] - largest) * LOG2E);
     part = quad_sum(part);
     if (t == 0 && n < N && r0 < out) epilogue.part(n, r0 / 64, largest, part);
+    if (chosen >= 0 && chosen < 64 && chosen % 8 < 2) epilogue.chosen(n, right);
+    return largest;
 }
 
 // Four neighbouring columns of the 16 of two fragments, so that a quad of lanes writes whole sectors of 32 bytes:
@@ -3029,6 +3155,11 @@ __device__ __forceinline__ float4 four_columns(const float (&even)[4], const flo
 template <class S, class Epilogue>
 __device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
                                            Epilogue& epilogue) {
+    [[maybe_unused]] float largest[(S::NF + 7) / 8]; // of each 64 rows
+    if constexpr (Epilogue::PARTS)
+        #pragma unroll
+        for (int j = 0; j < S::NF; j += 8)
+            largest[j / 8] = softmax_part(sum, j, h, n, first + j * 8, N, out, epilogue);
     constexpr int EACH = Epilogue::PAIR ? 4 : 2; // fragments that give a lane four columns, of gate and up with PAIR
     constexpr int FOURS = S::NF / EACH;
     const int t = threadIdx.x % 4;
@@ -3045,8 +3176,11 @@ __device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, 
         for (int i = i0; i < i0 + AHEAD; i++) {
             const bool inside = n < N && row(i) < out;
             const int j = Epilogue::PAIR && S::UP == 2 ? 4 * i : 2 * i;
-            const float4 y = four_columns(sum[j], sum[j + 1], h);
-            float4 second = {};
+            float4 y = four_columns(sum[j], sum[j + 1], h), second = {};
+            if constexpr (Epilogue::PARTS) {
+                const float by = largest[j / 8];
+                y = make_float4(y.x - by, y.y - by, y.z - by, y.w - by);
+            }
             if constexpr (Epilogue::PAIR) second = four_columns(sum[j + S::UP], sum[j + S::UP + 1], h);
             if constexpr (Epilogue::ADDS) second = old[i - i0];
             if (inside) epilogue.four(n, row(i), y, second);
@@ -3075,11 +3209,15 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
         commit_copies(); // (the first of these groups has all of the weights above)
     }
     float sum[S::MF][S::NF][4] = {};
+    if constexpr (Epilogue::MASKS) prefetch_masks<S>(at, p, epilogue);
+    walk_steps(stages, at.first, Epilogue::MASKS ? min(at.last, at.first_more) : at.last,
+               [&](uint32_t x, uint32_t w) { multiply_stage<S, X_COLS, W_COLS>(sum, x, w); });
     if constexpr (Epilogue::MASKS) {
-        multiply_steps(sum, stages, at.first, min(at.last, at.more_steps));
-        if (at.first < at.more_steps) mask_sums<S>(sum, p.N, at, epilogue);
+        int step = max(at.first, at.first_more);
+        walk_steps(stages, step, at.last, [&](uint32_t x, uint32_t w) {
+            add_masked_stage<S>(sum, x, w, at.number(step++), at, p, epilogue);
+        });
     }
-    multiply_steps(sum, stages, Epilogue::MASKS ? max(at.first, at.more_steps) : at.first, at.last);
     wait_for_copies<0>();
     if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of ours
 
@@ -3090,9 +3228,6 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int n = at.token(i, h);
-            if constexpr (Epilogue::PARTS)
-                #pragma unroll
-                for (int j = 0; j < S::NF; j += 8) softmax_part(sum[i], j, h, n, first + j * 8, p.N, p.out, epilogue);
             finish_row<S>(sum[i], h, n, first, p.N, p.out, epilogue);
         }
 }
@@ -3192,14 +3327,13 @@ __device__ __forceinline__ void produce(const TileMaps& maps, const TileArgs& p,
     Ring<S::STAGES> ring;
     for (int u = blockIdx.x; u < units; u += gridDim.x) {
         const TilePlace<S, PAIR> at(p, u / p.splits, u % p.splits);
-        const auto number = [&](int step) { return (step < at.more_steps ? step : step - at.more_steps) * STAGE_IN; };
         const auto copy_w = [&](int step, int s) {
             barrier_arrive_expecting(stages.full(s), S::STAGE_BYTES);
-            copy_w_boxes<S, W_COLS, PAIR>(maps, stages.w(s), number(step), at.r0, p.out, step < at.more_steps,
+            copy_w_boxes<S, W_COLS, PAIR>(maps, stages.w(s), at.number(step), at.r0, p.out, at.more(step),
                                           stages.full(s));
         };
         const auto copy_x = [&](int step, int s) {
-            copy_x_boxes<S, X_COLS>(maps, stages.x(s), number(step), at.n0, step < at.more_steps, stages.full(s));
+            copy_x_boxes<S, X_COLS>(maps, stages.x(s), at.number(step), at.n0, at.more(step), stages.full(s));
         };
         int step = at.first;
         if (u == blockIdx.x) { // the ring is empty
@@ -3216,11 +3350,11 @@ __device__ __forceinline__ void produce(const TileMaps& maps, const TileArgs& p,
     }
 }
 
-// sum = x W^T over `steps` stages, of which there is one at least; added to the sums if `more`. One group of wgmma is
-// under way while the next stage is waited for.
+// sum = x W^T over `steps` stages, of which there is one at least. One group of wgmma is under way while the next stage
+// is waited for.
 template <class S, bool X_COLS, bool W_COLS>
 __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], const HopperStages<S>& stages,
-                                                     Ring<S::STAGES>& ring, int steps, bool more) {
+                                                     Ring<S::STAGES>& ring, int steps) {
     constexpr int PANEL = STAGE_IN * 128, DOWN = 16 * 128, ALONG = 32; // bytes of 16 numbers of `in`, down and along
     const uint32_t my_x = threadIdx.x / 128 * (64 * STAGE_IN * 2);
     const auto multiply = [&](bool add) {
@@ -3236,7 +3370,7 @@ __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], 
     const auto done_with = [&](int stage) {
         if (threadIdx.x % 32 == 0) barrier_arrive(stages.empty(stage));
     };
-    multiply(more);
+    multiply(false);
     int before = ring.stage;
     ring.next();
     for (int step = 1; step < steps; step++) {
@@ -3325,13 +3459,17 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     for (int u = blockIdx.x; u < units; u += gridDim.x) {
         const TilePlace<S, Epilogue::PAIR> at(p, u / p.splits, u % p.splits);
         float sum[1][S::NF][4];
-        const int masked = Epilogue::MASKS ? at.more_steps : 0; // (then there are some, and no splits)
-        if constexpr (Epilogue::MASKS) {
-            multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, masked, false);
-            mask_sums<S>(sum, p.N, at, epilogue);
+        if constexpr (Epilogue::MASKS) { // (then there are no splits)
+            prefetch_masks<S>(at, p, epilogue);
+            multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.first_more);
+            for (int step = at.first_more; step < at.last; step++, ring.next()) {
+                barrier_wait(stages.full(ring.stage), ring.parity);
+                add_masked_stage<S>(sum, stages.x(ring.stage), stages.w(ring.stage), at.number(step), at, p, epilogue);
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) barrier_arrive(stages.empty(ring.stage));
+            }
             wgmma_settle(sum);
-        }
-        multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.last - at.first - masked, Epilogue::MASKS);
+        } else multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.last - at.first);
         if (p.splits > 1) { // (then this is the block's only unit)
             finish_in_cluster<S>(sum, stages.shared, u % p.splits, p.splits, at, p.N, p.out, epilogue);
             return;
@@ -3339,10 +3477,6 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int n = at.token(0, h);
-            if constexpr (Epilogue::PARTS)
-                #pragma unroll
-                for (int j = 0; j < S::NF; j += 8)
-                    softmax_part(sum[0], j, h, n, at.r0 + j * 8, p.N, p.out, epilogue);
             finish_row<S>(sum[0], h, n, at.r0, p.N, p.out, epilogue);
         }
     }
@@ -3353,7 +3487,7 @@ template <class S, bool X_COLS = false, bool W_COLS = false, class Epilogue>
 void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
     static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
     const int tiles = plan_tiles<S, X_COLS, W_COLS, Epilogue>(ctx, p), units = tiles * p.splits;
-    if (Epilogue::MASKS && !p.more) DIE("a product that masks further columns needs some");
+    if (Epilogue::MASKS && !(p.more && p.more_last)) DIE("a product that masks further columns needs some, as the last");
     if (p.splits > (Epilogue::MASKS || Epilogue::PARTS ? 1 : MOST_SPLITS))
         DIE("this product takes no %d splits", p.splits);
     if (p.splits > (p.more + STAGE_IN - 1) / STAGE_IN + (p.in + STAGE_IN - 1) / STAGE_IN)
@@ -3475,42 +3609,41 @@ void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
     DIE("no tile of shape %d for this product", plan.shape);
 }
 
-// ---- The adapters' own kernels. What they need to know; masks are made anew wherever they are needed.
+// ---- The adapters' own kernels. A's rows pass them in groups of 32, so that one pass over x serves up to three modules
+// (q, k, v; gate, up) of rank 32. What they need to know:
 struct LoraArgs {
     const bf16* A; // (m * rank, in)
     int N, in, rank, modules, module[3];
     bool dropping;
     float scale = 1; // 1 / (1 - p)
     Dropout dropout = {};
+    DropoutMasks kept;
     LoraArgs(const Linear<bf16>& W, int N)
         : A(W.adapter.A), N(N), in(W.in), rank(W.adapter.rank), modules(W.adapter.modules),
-          dropping(W.adapter.dropout) {
+          dropping(W.adapter.dropout), kept{W.adapter.kept, (W.in + 63) / 64, N} {
         if (in % 8 || rank % 8) DIE("an adapter of rank %d on %d columns: the GPU takes multiples of 8", rank, in);
         for (int j = 0; j < 3; j++) module[j] = W.adapter.module[j];
-        if (dropping) dropout = *W.adapter.dropout, scale = 1 / (1 - dropout.p);
+        if (!dropping) return;
+        if (!kept.words) DIE("dropout on a GPU needs room for what it keeps");
+        dropout = *W.adapter.dropout, scale = 1 / (1 - dropout.p);
     }
-    int width() const { return modules * rank; }
+    BOTH int width() const { return modules * rank; }
+    BOTH int each() const { return (rank + 31) / 32; } // groups of a module
+    BOTH int groups() const { return modules * each(); }
     // (An index that is not constant would cost a copy of the array.)
     __device__ int name(int j) const { return j == 0 ? module[0] : j == 1 ? module[1] : module[2]; }
-    // Eight neighbours of token n, from 8 i8 on, as a module sees them.
-    __device__ uint4 drop(uint4 v, int n, int name, int i8) const {
-        if (!dropping || n >= N) return v;
-        const uint32_t kept = dropout_mask(dropout, dropout.token[n], name, i8);
-        auto two = [&](uint32_t pair, int bit) {
-            return pack(kept >> bit & 1 ? low(pair) * scale : 0, kept >> bit & 2 ? high(pair) * scale : 0);
-        };
-        return make_uint4(two(v.x, 0), two(v.y, 2), two(v.z, 4), two(v.w, 6));
-    }
+    __device__ int module_of(int group) const { return group / each(); }
+    __device__ int first_row(int group) const { return group % each() * 32; } // of its module's
 };
 
-// lora_down: h_j = drop_j(x) A_j^T. Grid: (tokens / 32, modules * rank / 32), 8 warps. A block owns 32 tokens by 32
-// rows of one module's A. Its warps take steps of 32 of `in` in turn; a lane reads its operands straight from memory,
-// as in stream_kernel: eight numbers each of four tokens and of four rows. The warps' sums are added in shared memory,
-// four a thread. Bound by the latency of the loads and, with dropout, by making the masks: there is little to multiply.
-__global__ void __launch_bounds__(256, 2) lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
+// lora_down of few tokens, without dropout. Grid: (tokens / 32, groups), 8 warps. A block owns 32 tokens by 32 rows of
+// one module's A. Its warps take steps of 32 of `in` in turn; a lane reads its operands straight from memory, as in
+// stream_kernel: eight numbers each of four tokens and of four rows. The warps' sums are added in shared memory, four a
+// thread. Bound by the latency of the loads.
+__global__ void __launch_bounds__(256, 2) lora_down_few_kernel(bf16* h, const bf16* x, LoraArgs p) {
     __shared__ float sums[8][32][32]; // (warp, token, row)
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, groups = (p.rank + 31) / 32;
-    const int n0 = blockIdx.x * 32, j = blockIdx.y / groups, r0 = blockIdx.y % groups * 32, name = p.name(j);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int n0 = blockIdx.x * 32, j = p.module_of(blockIdx.y), r0 = p.first_row(blockIdx.y);
     wait_for_previous();
     float sum[4][2][4] = {};
     for (int i = warp * 32 + 8 * t; i < (p.in + 31) / 32 * 32; i += 256) {
@@ -3525,8 +3658,6 @@ __global__ void __launch_bounds__(256, 2) lora_down_kernel(bf16* h, const bf16* 
             const int r = r0 + c * 8 + g;
             b[c] = r < p.rank && i < p.in ? *(const uint4*)(p.A + (size_t)(j * p.rank + r) * p.in + i) : uint4{};
         }
-        #pragma unroll
-        for (int m = 0; m < 4; m++) a[m] = p.drop(a[m], n0 + m * 8 + g, name, i / 8);
         #pragma unroll
         for (int c = 0; c < 4; c++)
             #pragma unroll
@@ -3548,138 +3679,247 @@ __global__ void __launch_bounds__(256, 2) lora_down_kernel(bf16* h, const bf16* 
         all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
     }
     if (n0 + n < p.N && r0 + r < p.rank)
-        store_four(h + (size_t)(n0 + n) * p.modules * p.rank + j * p.rank + r0 + r, all);
+        store_four(h + (size_t)(n0 + n) * p.width() + j * p.rank + r0 + r, all);
 }
 
-// linear_backward_input's second part, where several modules drop x each in its own way: dx += sum_j drop_j(dh_j A_j).
-// Grid: (tokens / 64, columns / 64), 4 warps. A block owns 64 tokens by 64 columns, a warp 16 of the tokens. 32 rows of
-// an A at a time pass through shared memory, swizzled as in tile_kernel; dh comes straight from memory. Bound by the
-// masks.
-__global__ void __launch_bounds__(128, 3) lora_backward_input_kernel(bf16* dx, const bf16* dh, LoraArgs p) {
-    constexpr int CHUNKS = 8, F = CHUNKS; // of 16 bytes a row; fragments of eight columns
-    __shared__ __align__(128) uint4 tile[32 * CHUNKS];
-    const uint32_t shared = shared_address(tile);
+// The top bits of four bytes, each eight times. `which`: in hexadecimal, from the last digit on, 8 + the number of a
+// byte of a (0 .. 3) or b (4 .. 7).
+__device__ __forceinline__ uint32_t spread_bits(uint32_t a, uint32_t b, uint32_t which) {
+    uint32_t y;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(which));
+    return y;
+}
+
+// lora_down: h_j = drop_j(x) A_j^T, and what was kept. Grid: (tokens / 64, groups / GROUPS), 8 or 16 warps. A block walks
+// along `in` in stages of a few panels of 64 numbers (see chunk_address) of x and of A; a warp owns 16 tokens by one of
+// the panels, and masks its x in registers, once for each module. A lane makes half of a token's masks; the bits of a
+// pair of numbers become a mask by one instruction. The panels' sums are added in shared memory.
+// Bound by making the masks (Philox), without dropout by the memory's speed.
+template <int GROUPS> struct LoraDownShape {
+    static constexpr int TOKENS = 64, PANELS = GROUPS == 1 ? 4 : 2, STAGES = GROUPS == 2 ? 3 : 2, THREADS = PANELS * 128;
+    static constexpr int X_PANEL = TOKENS * 128, PANEL = X_PANEL + GROUPS * 32 * 128, STAGE_BYTES = PANELS * PANEL;
+    static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES;
+};
+template <int GROUPS>
+__global__ void __launch_bounds__(LoraDownShape<GROUPS>::THREADS, 512 / LoraDownShape<GROUPS>::THREADS)
+lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
+    using S = LoraDownShape<GROUPS>;
+    extern __shared__ __align__(128) uint4 memory[];
+    const uint32_t shared = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int n0 = blockIdx.x * 64 + warp * 16, c0 = blockIdx.y * CHUNKS * 8;
-    const size_t ld = (size_t)p.modules * p.rank;
+    const int n0 = blockIdx.x * S::TOKENS, first = blockIdx.y * GROUPS, panel = warp / 4, token = warp % 4 * 16;
+    const auto copy = [&](int step) {
+        const int chunk = threadIdx.x % 8, row = threadIdx.x % 128 / 8; // (each panel's own threads copy it)
+        const uint32_t to = shared + step % S::STAGES * S::STAGE_BYTES + panel * S::PANEL;
+        const int i = (step * S::PANELS + panel) * 64 + chunk * 8;
+        #pragma unroll
+        for (int k = 0; k < S::TOKENS; k += 16) {
+            const int n = n0 + row + k;
+            copy_async(chunk_address(to, row + k, chunk), x + (size_t)n * p.in + i, i < p.in && n < p.N);
+        }
+        #pragma unroll
+        for (int k = 0; k < GROUPS * 32; k += 16) {
+            const int j = p.module_of(first + k / 32), r = p.first_row(first + k / 32) + k % 32 + row;
+            copy_async(chunk_address(to + S::X_PANEL, k + row, chunk), p.A + (size_t)(j * p.rank + r) * p.in + i,
+                       i < p.in && j < p.modules && r < p.rank);
+        }
+        commit_copies();
+    };
+    const int steps = (p.in + 64 * S::PANELS - 1) / (64 * S::PANELS);
     wait_for_previous();
-    float sum[F][4];
     #pragma unroll
-    for (int f = 0; f < F; f++)
+    for (int s = 0; s < S::STAGES - 1; s++)
+        if (s < steps) copy(s);
+        else commit_copies();
+    const int mine = n0 + token + lane % 16; // the token of whose masks this lane makes a half
+    const uint32_t name = p.dropping && mine < p.N ? p.dropout.token[mine] : 0;
+    float sum[GROUPS][4][4] = {};
+    for (int step = 0; step < steps; step++) {
+        const int i64 = step * S::PANELS + panel;
+        uint32_t kept[GROUPS];
         #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int n = n0 + h * 8 + g, c = c0 + f * 8 + 2 * t;
-            const uint32_t old = n < p.N && c < p.in ? *(const uint32_t*)(dx + (size_t)n * p.in + c) : 0;
-            sum[f][2 * h] = low(old), sum[f][2 * h + 1] = high(old);
-        }
-    for (int j = 0; j < p.modules; j++) {
-        float part[F][4] = {};
-        for (int r0 = 0; r0 < p.rank; r0 += 32) {
-            __syncthreads();
-            for (int i = threadIdx.x; i < 32 * CHUNKS; i += 128) {
-                const int row = i / CHUNKS, chunk = i % CHUNKS, c = c0 + chunk * 8;
-                const bf16* from = p.A + (size_t)(j * p.rank + r0 + row) * p.in + c;
-                const bool inside = r0 + row < p.rank && c < p.in;
-                tile[row * CHUNKS + (chunk ^ row % 8)] = inside ? *(const uint4*)from : uint4{};
-            }
-            __syncthreads();
-            #pragma unroll
-            for (int k = 0; k < 2; k++) {
-                uint32_t a[4], b[4];
+        for (int k = 0; k < GROUPS; k++) {
+            const int j = p.module_of(first + k);
+            kept[k] = ~0u;
+            if (k && j == p.module_of(first + k - 1)) kept[k] = kept[k - 1];
+            else if (p.dropping && j < p.modules) {
+                kept[k] = 0;
                 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int n = n0 + e % 2 * 8 + g, r = r0 + k * 16 + e / 2 * 8 + 2 * t;
-                    a[e] = n < p.N && r < p.rank ? *(const uint32_t*)(dh + n * ld + j * p.rank + r) : 0;
-                }
-                #pragma unroll
-                for (int f = 0; f < F / 2; f++) {
-                    ldmatrix_transposed(b, chunk_address(shared, k * 16 + lane % 16, f * 2 + lane / 16));
-                    mma(part[2 * f], a[0], a[1], a[2], a[3], b[0], b[1]);
-                    mma(part[2 * f + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
-                }
+                for (int c = 0; c < 4; c++)
+                    kept[k] |= dropout_mask(p.dropout, name, p.name(j), i64 * 8 + lane / 16 * 4 + c) << 8 * c;
+                if (mine < p.N && i64 < p.kept.sixty_fours) p.kept.at(j, i64, mine)[lane / 16] = kept[k];
             }
         }
+        wait_for_copies<S::STAGES - 2>();
+        __syncthreads();
+        if (step + S::STAGES - 1 < steps) copy(step + S::STAGES - 1);
+        else commit_copies();
+        const uint32_t x_at = shared + step % S::STAGES * S::STAGE_BYTES + panel * S::PANEL, A_at = x_at + S::X_PANEL;
         #pragma unroll
-        for (int f = 0; f < F; f += 2) { // a lane of a quad makes the mask of one token and one fragment, for all four
-            const int n = n0 + t % 2 * 8 + g;
-            uint32_t mine = 0xff;
-            if (p.dropping && n < p.N)
-                mine = dropout_mask(p.dropout, p.dropout.token[n], p.name(j), (c0 >> 3) + f + t / 2);
+        for (int half = 0; half < 2; half++) {
+            uint32_t even[GROUPS][2], odd[GROUPS][2]; // of tokens g and g + 8: top bits for columns 2 t and 2 t + 1
             #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const uint32_t kept = mask_of_lane(mine, e);
-                float *to = &sum[f + e / 2][e % 2 * 2], *from = &part[f + e / 2][e % 2 * 2];
-                to[0] += kept & 1 ? from[0] * p.scale : 0, to[1] += kept & 2 ? from[1] * p.scale : 0;
+            for (int k = 0; k < GROUPS; k++)
+                #pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const uint32_t word = __shfl_sync(~0u, kept[k], half * 16 + e * 8 + g) >> 2 * t;
+                    even[k][e] = word << 7, odd[k][e] = word << 6;
+                }
+            #pragma unroll
+            for (int e = 0; e < 2; e++) { // 16 numbers of `in`
+                const int c = (half * 2 + e) * 2;
+                uint32_t a[4], b[2][4];
+                ldmatrix(a, chunk_address(x_at, token + lane % 16, c + lane / 16));
+                #pragma unroll
+                for (int k = 0; k < GROUPS; k++) {
+                    #pragma unroll
+                    for (int f = 0; f < 2; f++)
+                        ldmatrix(b[f], chunk_address(A_at, k * 32 + f * 16 + lane % 8 + lane / 16 * 8, c + lane / 8 % 2));
+                    uint32_t y[4];
+                    #pragma unroll
+                    for (int q = 0; q < 4; q++)
+                        y[q] = a[q] & spread_bits(even[k][q % 2], odd[k][q % 2], 0xcc88 + (2 * e + q / 2) * 0x1111);
+                    #pragma unroll
+                    for (int f = 0; f < 4; f++)
+                        mma(sum[k][f], y[0], y[1], y[2], y[3], b[f / 2][f % 2 * 2], b[f / 2][f % 2 * 2 + 1]);
+                }
             }
         }
     }
     let_next_start();
+    wait_for_copies<0>();
+    __syncthreads(); // the ring is free
+    float4* sums = (float4*)memory + threadIdx.x % 128; // (panel - 1, fragment, thread)
     #pragma unroll
-    for (int f = 0; f < F; f++)
+    for (int i = 0; i < GROUPS * 4 && panel; i++) {
+        const float(&v)[4] = sum[i / 4][i % 4];
+        sums[((panel - 1) * GROUPS * 4 + i) * 128] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+    __syncthreads();
+    #pragma unroll
+    for (int i = 0; i < GROUPS * 4 && !panel; i++) {
+        float(&v)[4] = sum[i / 4][i % 4];
         #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int n = n0 + h * 8 + g, c = c0 + f * 8 + 2 * t;
-            if (n < p.N && c < p.in) *(uint32_t*)(dx + (size_t)n * p.in + c) = pack(sum[f][2 * h], sum[f][2 * h + 1]);
+        for (int other = 0; other < S::PANELS - 1; other++) {
+            const float4 y = sums[(other * GROUPS * 4 + i) * 128];
+            v[0] += y.x, v[1] += y.y, v[2] += y.z, v[3] += y.w;
         }
+        const int j = p.module_of(first + i / 4), r = p.first_row(first + i / 4) + i % 4 * 8 + 2 * t, n = n0 + token + g;
+        uint32_t* to = (uint32_t*)(h + (size_t)n * p.width() + j * p.rank + r);
+        if (j >= p.modules || r >= p.rank) continue;
+        if (n < p.N) *to = pack(v[0] * p.scale, v[1] * p.scale);
+        if (n + 8 < p.N) to[4 * p.width()] = pack(v[2] * p.scale, v[3] * p.scale);
+    }
 }
 
-// lora_backward_weight's first part: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, modules * rank / 32, splits of the
-// tokens), 8 warps. A block owns 32 rows of an A by 128 columns, a warp 16 of the columns; 64 tokens at a time pass
-// through shared memory, x dropped on its way. The blocks that share a tile add their sums as tile_kernel's do. Bound
-// by the masks.
-__global__ void __launch_bounds__(256) lora_down_weight_kernel(float* dA, const bf16* dh, const bf16* x, LoraArgs p,
-                                                               float* partial, int* arrived) {
-    __shared__ __align__(128) uint4 x_tile[64 * 16]; // rows of 256 bytes, swizzled
-    __shared__ __align__(128) uint4 h_tile[64 * 5];  // rows of 64 bytes, 80 apart: eight of them in different banks
-    const uint32_t x_at = shared_address(x_tile), h_at = shared_address(h_tile);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, groups = (p.rank + 31) / 32;
-    const int j = blockIdx.y / groups, r0 = blockIdx.y % groups * 32, c0 = blockIdx.x * 128, name = p.name(j);
-    const size_t ld = (size_t)p.modules * p.rank;
-    const int each = ((p.N + 63) / 64 + gridDim.z - 1) / gridDim.z * 64, last = min(p.N, (int)(blockIdx.z + 1) * each);
-    const int row = threadIdx.x / 16, chunk = threadIdx.x % 16, h_row = threadIdx.x / 4, h_chunk = threadIdx.x % 4;
-    wait_for_previous();
-    float sum[2][2][4] = {};
-    for (int n0 = blockIdx.z * each; n0 < last; n0 += 64) {
-        uint4 v[4], h = {};
+// lora_backward_weight's first part: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, groups / GROUPS, splits of the
+// tokens), 8 warps. A block owns 32 GROUPS rows of the A by 128 columns, a warp 16 of the columns; 64 tokens at a time
+// pass through a ring in shared memory: x, dh, and what was kept. A warp masks its x in registers, once for each
+// module. The blocks that share a tile add their sums as tile_kernel's do. Bound by the memory's speed.
+template <int GROUPS> struct LoraWeightShape {
+    static constexpr int STAGES = 3, X_BYTES = 64 * 256;       // rows of 256 bytes, swizzled
+    static constexpr int H_ROW = GROUPS * 64 + 16;             // eight rows of dh begin in different banks
+    static constexpr int KEPT_BYTES = 2 * 64 * 8;              // of a module: two columns of 64 words
+    static constexpr int H_AT = X_BYTES, KEPT_AT = H_AT + 64 * H_ROW;
+    static constexpr int STAGE_BYTES = KEPT_AT + GROUPS * KEPT_BYTES;
+    static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES, TILE_BYTES = GROUPS * 32 * 128 * sizeof(float);
+};
+template <int GROUPS>
+__global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf16* dh, const bf16* x, LoraArgs p,
+                                                             float* partial, int* arrived) {
+    using S = LoraWeightShape<GROUPS>;
+    extern __shared__ __align__(128) uint4 memory[];
+    const uint32_t shared = shared_address(memory);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int first = blockIdx.y * GROUPS, c0 = blockIdx.x * 128;
+    const int share = ((p.N + 63) / 64 + gridDim.z - 1) / gridDim.z * 64, begin = blockIdx.z * share;
+    const int end = min(p.N, begin + share), steps = (end - begin + 63) / 64;
+    const auto copy = [&](int step) {
+        const uint32_t stage = shared + step % S::STAGES * S::STAGE_BYTES;
+        const int n0 = begin + step * 64;
         #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int n = n0 + row + i * 16, c = c0 + chunk * 8;
-            v[i] = n < last && c < p.in ? *(const uint4*)(x + (size_t)n * p.in + c) : uint4{};
+        for (int k = 0; k < 64; k += 16) {
+            const int row = threadIdx.x / 16 + k, chunk = threadIdx.x % 16, c = c0 + chunk * 8;
+            copy_async(stage + row * 256 + ((chunk ^ row % 8) << 4), x + (size_t)(n0 + row) * p.in + c,
+                       n0 + row < end && c < p.in);
         }
-        if (n0 + h_row < last && r0 + h_chunk * 8 < p.rank)
-            h = *(const uint4*)(dh + (n0 + h_row) * ld + j * p.rank + r0 + h_chunk * 8);
+        const int row = threadIdx.x / 4, chunk = threadIdx.x % 4;
         #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = p.drop(v[i], n0 + row + i * 16, name, c0 / 8 + chunk);
+        for (int k = 0; k < GROUPS; k++) {
+            const int j = p.module_of(first + k), r = p.first_row(first + k) + chunk * 8;
+            copy_async(stage + S::H_AT + row * S::H_ROW + k * 64 + chunk * 16,
+                       dh + (size_t)(n0 + row) * p.width() + j * p.rank + r,
+                       n0 + row < end && j < p.modules && r < p.rank);
+            if (!p.dropping || threadIdx.x >= 128) continue;
+            const int i64 = c0 / 64 + threadIdx.x / 64, n = n0 + threadIdx.x % 64; // (two words: N may be odd)
+            copy_few_async<8>(stage + S::KEPT_AT + k * S::KEPT_BYTES + threadIdx.x * 8, p.kept.at(j, i64, n),
+                         n < end && j < p.modules && i64 < p.kept.sixty_fours);
+        }
+        commit_copies();
+    };
+    wait_for_previous();
+    #pragma unroll
+    for (int s = 0; s < S::STAGES - 1; s++)
+        if (s < steps) copy(s);
+        else commit_copies();
+    float sum[GROUPS * 2][2][4] = {};
+    for (int step = 0; step < steps; step++) {
+        wait_for_copies<S::STAGES - 2>();
         __syncthreads();
+        if (step + S::STAGES - 1 < steps) copy(step + S::STAGES - 1);
+        else commit_copies();
+        const int at = step % S::STAGES * S::STAGE_BYTES;
+        const uint32_t x_at = shared + at, h_at = x_at + S::H_AT;
+        // Lane 16 c + 4 i + t fetches the masks of tokens 16 i + 2 t + {0, 1, 8, 9} and of the warp's eight columns c.
+        uint32_t kept[GROUPS];
         #pragma unroll
-        for (int i = 0; i < 4; i++) x_tile[(row + i * 16) * 16 + (chunk ^ row % 8)] = v[i];
-        h_tile[h_row * 5 + h_chunk] = h;
-        __syncthreads();
+        for (int k = 0; k < GROUPS; k++) {
+            kept[k] = ~0u;
+            if (!p.dropping) continue;
+            const uint8_t* bytes = (const uint8_t*)memory + at + S::KEPT_AT + k * S::KEPT_BYTES + warp / 4 * 64 * 8 +
+                                   (lane / 4 % 4 * 16 + t * 2) * 8 + warp % 4 * 2 + lane / 16;
+            kept[k] = bytes[0] | bytes[8] << 8 | bytes[64] << 16 | (uint32_t)bytes[72] << 24;
+        }
         #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            uint32_t a[4], b[4];
-            const int b_row = k * 16 + lane % 16, b_chunk = warp * 2 + lane / 16;
-            ldmatrix_transposed(b, x_at + (b_row * 16 + (b_chunk ^ b_row % 8)) * 16);
+        for (int i = 0; i < 4; i++) { // 16 tokens
+            uint32_t b[4];            // tokens 2 t .., 2 t + 8 .. by eight columns, and by the next eight
+            const int row = i * 16 + lane % 16, chunk = warp * 2 + lane / 16;
+            ldmatrix_transposed(b, x_at + row * 256 + ((chunk ^ row % 8) << 4));
             #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                ldmatrix_transposed(a, h_at + ((k * 16 + lane % 8 + lane / 16 * 8) * 5 + i * 2 + lane / 8 % 2) * 16);
-                mma(sum[i][0], a[0], a[1], a[2], a[3], b[0], b[1]);
-                mma(sum[i][1], a[0], a[1], a[2], a[3], b[2], b[3]);
+            for (int k = 0; k < GROUPS; k++) {
+                uint32_t y[4];
+                #pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const uint32_t top = __shfl_sync(~0u, kept[k], c * 16 + i * 4 + t) << (7 - g);
+                    y[2 * c] = b[2 * c] & spread_bits(top, top, 0x9988);
+                    y[2 * c + 1] = b[2 * c + 1] & spread_bits(top, top, 0xbbaa);
+                }
+                #pragma unroll
+                for (int f = 0; f < 2; f++) {
+                    uint32_t a[4];
+                    ldmatrix_transposed(a, h_at + (i * 16 + lane % 8 + lane / 16 * 8) * S::H_ROW +
+                                               (k * 4 + f * 2 + lane / 8 % 2) * 16);
+                    mma(sum[2 * k + f][0], a[0], a[1], a[2], a[3], y[0], y[1]);
+                    mma(sum[2 * k + f][1], a[0], a[1], a[2], a[3], y[2], y[3]);
+                }
             }
         }
     }
+    wait_for_copies<0>();
     let_next_start();
     const int tile = blockIdx.y * gridDim.x + blockIdx.x;
     if (gridDim.z > 1 && !reduce_splits<256>(sum, partial, arrived, tile, blockIdx.z, gridDim.z)) return;
     #pragma unroll
-    for (int f = 0; f < 4; f++)
+    for (int f = 0; f < GROUPS * 2; f++)
         #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int r = r0 + f / 2 * 16 + h * 8 + lane / 4, c = c0 + warp * 16 + f % 2 * 8 + lane % 4 * 2;
-            if (r >= p.rank || c >= p.in) continue;
+        for (int e = 0; e < 4; e++) {
+            const int j = p.module_of(first + f / 2), r = p.first_row(first + f / 2) + f % 2 * 16 + e % 2 * 8 + g;
+            const int c = c0 + warp * 16 + e / 2 * 8 + 2 * t;
+            if (j >= p.modules || r >= p.rank || c >= p.in) continue;
             float2* to = (float2*)(dA + (size_t)(j * p.rank + r) * p.in + c);
             const float2 old = *to;
-            *to = make_float2(old.x + sum[f / 2][f % 2][2 * h], old.y + sum[f / 2][f % 2][2 * h + 1]);
+            const float* v = &sum[f][e / 2][e % 2 * 2];
+            *to = make_float2(fmaf(p.scale, v[0], old.x), fmaf(p.scale, v[1], old.y));
         }
 }
 
@@ -3687,9 +3927,23 @@ __global__ void __launch_bounds__(256) lora_down_weight_kernel(float* dA, const 
 
 // ---- Launchers: the products of Book I, in its order.
 
+// Calls launch(std::integral_constant<int, G>()): G groups of 32 of an adapter's rows pass a block at once.
+template <class Launch> void in_groups(int groups, Launch launch) {
+    if (groups == 1) return launch(std::integral_constant<int, 1>());
+    if (groups == 2) return launch(std::integral_constant<int, 2>());
+    launch(std::integral_constant<int, 3>());
+}
+
+// Many tokens, or dropout: in training.
 inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N) {
     const LoraArgs p(W, N);
-    launch(ctx, lora_down_kernel, dim3((N + 31) / 32, p.modules * ((p.rank + 31) / 32)), 256, 0, h, x, p);
+    if (!p.dropping && N < 64 * ctx.gpu->sms)
+        return launch(ctx, lora_down_few_kernel, dim3((N + 31) / 32, p.groups()), 256, 0, h, x, p);
+    in_groups(p.groups(), [&](auto groups) {
+        using S = LoraDownShape<groups>;
+        const dim3 grid((N + S::TOKENS - 1) / S::TOKENS, (p.groups() + groups - 1) / groups);
+        launch(ctx, lora_down_kernel<groups>, grid, S::THREADS, S::SHARED, h, x, p);
+    });
 }
 
 // x W^T, with the kernel that suits N; an adapter's h and s B are further columns of x and W.
@@ -3862,7 +4116,9 @@ inline void rows_linear_swiglu_gpu(Context& ctx, bf16* out, const bf16* x, const
     product_gpu(ctx, RowsSwigluEpilogue(out, W.rows[0], adapters.sums), x, W, N);
 }
 
-// Always in tiles of 128: their epilogue hands over the softmax's parts.
+// Always in tiles of 128: their epilogue makes the softmax's parts. Logits do not leave the chip; what they are below the
+// largest of their 64 does, if their gradients are wanted: in these' place, as bf16 (R,V), which is all there is of
+// `logits`.
 inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* logits, bf16* picked, float* parts,
                           const bf16* x, const int* rows, const int* target, float scale, const Linear<bf16>& W,
                           int R) {
@@ -3871,12 +4127,13 @@ inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* logit
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
     each_part(ctx, W, false, [&](int first, int count, const bf16* weights) {
         const AfterUnpacking order(ctx, W);
-        const LossEpilogue epilogue(logits + first, V, of_64 + first / 64, pieces);
+        const LossEpilogue epilogue = {{}, dlogits ? (bf16*)logits + first : nullptr, of_64 + first / 64, loss, target,
+                                       (size_t)V, (size_t)pieces, first};
         const TileArgs p = {picked, weights, R, W.in, count};
         if (ctx.gpu->hopper) hopper_product<false, false>(ctx, p, epilogue);
         else launch_tiles<Tile128x128>(ctx, p, epilogue);
     });
-    launch(ctx, cross_entropy_kernel, R, 1024, 0, loss, dlogits, logits, of_64, pieces, target, scale, V);
+    launch(ctx, cross_entropy_kernel, R, 1024, 0, loss, dlogits, of_64, pieces, target, scale, V);
 }
 
 inline void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const int* rows,
@@ -3889,21 +4146,17 @@ inline void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, 
     });
 }
 
-// The adapter's part is made in the product with W, whose further columns are dh and A, unless several modules share x
-// and each drops it in its own way: then dy W is stored, rounded, and added to.
+// The adapter's part is made in the product with W, whose further columns are dh and A.
 inline void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, const bf16* dy, const Linear<bf16>& W, int N) {
     const LoraArgs lora(W, N);
     const int width = lora.width();
-    const bool together = width && (lora.modules == 1 || !lora.dropping);
     if (width) tile_product<false, true>(ctx, {dy, W.adapter.B, N, W.out(), width}, StoreEpilogue<bf16>(dh, width));
     TileArgs p = {dy, unpacked(ctx, W), N, W.out(), W.in};
     const AfterUnpacking order(ctx, W);
-    if (together) p.more_x = dh, p.more_W = W.adapter.A, p.more = width;
-    if (together && lora.dropping)
-        return tile_product<false, true>(ctx, p, DropEpilogue(dx, W.in, lora.dropout, lora.module[0], lora.scale));
+    if (width) p.more_x = dh, p.more_W = W.adapter.A, p.more = width, p.more_last = lora.dropping;
+    if (lora.dropping)
+        return tile_product<false, true>(ctx, p, DropEpilogue(dx, W.in, lora.kept, lora.rank, lora.scale));
     tile_product<false, true>(ctx, p, StoreEpilogue<bf16>(dx, W.in));
-    if (width && !together)
-        launch(ctx, lora_backward_input_kernel, dim3((N + 63) / 64, (W.in + 63) / 64), 128, 0, dx, dh, lora);
 }
 
 inline void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N,
@@ -3916,12 +4169,16 @@ inline void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, 
 inline void lora_backward_weight_gpu(Context& ctx, float* dA, float* dB, const bf16* dh, const bf16* dy, const bf16* x,
                                      const Linear<bf16>& W, int N) {
     const LoraArgs p(W, N);
-    const int columns = (p.in + 127) / 128, groups = p.modules * ((p.rank + 31) / 32), tiles = columns * groups;
-    if (tiles > MAX_TILES) DIE("an adapter of rank %d on %d columns is more than the GPU's kernels take", p.rank, p.in);
-    const int most = (int)(PARTIAL_BYTES / (32 * 128 * sizeof(float) * tiles)); // splits that the scratch has room for
-    const int splits = std::max(1, std::min({(N + 63) / 64, 6 * ctx.gpu->sms / tiles, most}));
-    const dim3 grid(columns, groups, splits);
-    launch(ctx, lora_down_weight_kernel, grid, 256, 0, dA, dh, x, p, ctx.gpu->partial, ctx.gpu->arrived);
+    in_groups(p.groups(), [&](auto groups) {
+        using S = LoraWeightShape<groups>;
+        const int columns = (p.in + 127) / 128, rows = (p.groups() + groups - 1) / groups, tiles = columns * rows;
+        if (tiles > MAX_TILES)
+            DIE("an adapter of rank %d on %d columns is more than the GPU's kernels take", p.rank, p.in);
+        const int most = (int)(PARTIAL_BYTES / (S::TILE_BYTES * tiles)); // splits that the scratch has room for
+        const int splits = std::max(1, std::min({(N + 63) / 64, 2 * ctx.gpu->sms / tiles, most}));
+        launch(ctx, lora_weight_kernel<groups>, dim3(columns, rows, splits), 256, S::SHARED, dA, dh, x, p,
+               ctx.gpu->partial, ctx.gpu->arrived);
+    });
     tile_product<true, true>(ctx, {dy, W.adapter.h, W.out(), N, p.width()}, LoraUpEpilogue(dB, W));
 }
 
@@ -4667,10 +4924,11 @@ template <int D> struct WarpPage {
 template <int D, int G>
 __device__ __forceinline__ void rotate_queries(const DecodeArgs& p, DecodeShared<D, G>& shared, const bf16* heads,
                                                const float* angles) {
-    WarpHead<D> head;
+    WarpHead<D> head, weights;
+    weights.load(p.q_weight);
     for (int h = threadIdx.x / 32; h < G; h += DECODE_WARPS) {
         head.load(heads + (size_t)h * D);
-        head.norm_rope(p.q_weight, angles, p.eps);
+        head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
         const int i = threadIdx.x % 32 * head.P;
         const float scale = LOG2E / sqrtf((float)D);
         for (int e = 0; e < head.P; e++) {
@@ -4684,9 +4942,9 @@ __device__ __forceinline__ void rotate_queries(const DecodeArgs& p, DecodeShared
 template <int D>
 __device__ __forceinline__ void take_newest(const DecodeArgs& p, bf16* shared, bf16* cache, const bf16* from, bool key,
                                             const float* angles, bool writes) {
-    WarpHead<D> head;
-    head.load(from);
-    if (key) head.norm_rope(p.k_weight, angles, p.eps);
+    WarpHead<D> head, weights;
+    head.load(from), weights.load(p.k_weight);
+    if (key) head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
     head.store(shared);
     if (writes) head.store(cache);
 }
@@ -4938,9 +5196,9 @@ template <int D> struct PassingQueries {
         const int r = threadIdx.x % PASSING_ROWS, row = min(row0 + r, last), n = heads.token(row);
         const uint32_t to = shared_address(lse(stage) + r);
         if (threadIdx.x < PASSING_ROWS) {
-            copy_async_4(to, p.lse + heads.place(row, n), row0 + r < rows);
-            copy_async_4(to + 2 * PASSING_ROWS * 4, p.b.pos + n, row0 + r < rows);
-        } else copy_async_4(to + PASSING_ROWS * 4, p.delta + heads.place(row, n), row0 + r < rows);
+            copy_few_async<4>(to, p.lse + heads.place(row, n), row0 + r < rows);
+            copy_few_async<4>(to + 2 * PASSING_ROWS * 4, p.b.pos + n, row0 + r < rows);
+        } else copy_few_async<4>(to + PASSING_ROWS * 4, p.delta + heads.place(row, n), row0 + r < rows);
         commit_copies();
     }
 };
@@ -5216,11 +5474,11 @@ struct HopperBackward {
         const int r = threadIdx.x % ROWS, row = row0 + r, n = heads.token(row), from = heads.place(row, n);
         const bool there = row < rows, first = threadIdx.x % PRODUCERS < ROWS;
         if (first) {
-            copy_async_4(shared_address(numbers.lse + r), p.lse + (there ? from : 0), there);
-            copy_async_4(shared_address(numbers.pos + r), p.b.pos + (there ? n : 0), there);
+            copy_few_async<4>(shared_address(numbers.lse + r), p.lse + (there ? from : 0), there);
+            copy_few_async<4>(shared_address(numbers.pos + r), p.b.pos + (there ? n : 0), there);
         }
         if (!first || ROWS == PRODUCERS)
-            copy_async_4(shared_address(numbers.delta + r), p.delta + (there ? from : 0), there);
+            copy_few_async<4>(shared_address(numbers.delta + r), p.delta + (there ? from : 0), there);
     }
     // Waits for `empty` when it knows where the keys are.
     template <int ROWS>

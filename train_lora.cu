@@ -553,6 +553,7 @@ template <class T> struct Trainer {
     Gradients<T> g;
     KVCache<T> kv;
     T* h;                                               // of all adapters
+    uint32_t* kept;                                     // ... and what dropout keeps of what they read, on a GPU
     A *rope, *loss;                                     // (positions, D/2, 2), (tokens)
     double *results, *partial;                          // results: loss and gradient norm of the step
     int *token, *pos, *seq, *slot, *pages, *named, *target; // a Batch, its trained rows and what comes after them
@@ -607,12 +608,14 @@ template <class T> struct Trainer {
         partial = arena.take<double>((own + NORM_PIECE - 1) / NORM_PIECE);
         part("gradients and moments", before), before = arena.used;
         h = arena.take<T>(o.full ? 0 : (size_t)N * each_adapter(w, [](Linear<T>&, AdapterPlace) {}).h);
+        kept = arena.take<uint32_t>(ctx.gpu && o.dropout > 0 ? each_kept([](Linear<T>&, size_t) {}) : 0);
         const size_t scratch = arena.used;
         a.plan_training(arena, c, N, o.recompute);
         max_pages = (longest + PAGE - 1) / PAGE;
         kv.plan(arena, c, (size_t)N / PAGE + sequences(), true);
         part("activations", before), before = arena.used;
-        d.plan(arena, c, N, rank, std::min(N, ctx.gpu ? GPU_HEAD_ROWS : HEAD_ROWS));
+        // (Rows that add to a gradient of the head twice as many at once: it is as long as their logits.)
+        d.plan(arena, c, N, rank, std::min(N, ctx.gpu ? GPU_HEAD_ROWS * (1 + o.full) : HEAD_ROWS), (bool)ctx.gpu);
         part("their gradients, logits", before), before = arena.used;
         if (o.grpo) plan_answers(scratch), part("answers", before), before = arena.used;
         rope = arena.take<A>((size_t)longest * c.D);
@@ -691,6 +694,20 @@ template <class T> struct Trainer {
         copy_in(ctx, to, copies.data(), count);
     }
 
+    // Calls f(linear, at) for each product that has an adapter: where its DropoutMasks begin. With --recompute a layer's
+    // take the place of the one above. Returns where the last end.
+    template <class F> size_t each_kept(F f) {
+        size_t at = 0, end = 0;
+        int layer = 0;
+        each_adapter(w, [&](Linear<T>& linear, AdapterPlace) {
+            const Adapter<T>& a = linear.adapter;
+            if (o.recompute && a.module[0] / MODULES != layer) layer = a.module[0] / MODULES, at = 0;
+            f(linear, at);
+            at += DropoutMasks::size(a.modules, linear.in, most_tokens), end = std::max(end, at);
+        });
+        return end;
+    }
+
     // Lets the model look for its parameters there.
     void use(T* copies) {
         if (o.full) each_tensor([&](const ModelTensor& t, size_t at) { place_of(w, t).numbers() = copies + at; });
@@ -716,6 +733,7 @@ template <class T> struct Trainer {
                 adapter.h = h + at.h * most_tokens;
                 to.A = gradient + at.A, to.B = gradient + at.B;
             });
+            each_kept([&](Linear<T>& linear, size_t at) { linear.adapter.kept = kept + at; });
         }
         std::vector<A> angles((size_t)longest * c.D);
         fill_rope(angles.data(), longest, c.D, c.rope_theta);

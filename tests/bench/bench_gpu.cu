@@ -370,7 +370,7 @@ static void prompts(Model& m) {
 // of all parameters; its parts, and every op of a layer by itself.
 static void train(Model& m, int B, bool full) {
     const Config& c = m.file.config;
-    const int T = 512, N = B * T, rank = full ? 0 : 32, head_rows = 2048, C = c.C;
+    const int T = 512, N = B * T, rank = full ? 0 : 32, head_rows = full ? 4096 : 2048, C = c.C;
     Weights<bf16>& w = m.weights;
     Arena arena;
     arena.gpu = true;
@@ -389,7 +389,7 @@ static void train(Model& m, int B, bool full) {
         copies = arena.take<bf16>(parameters);
         norm = arena.take<double>(1), pieces = arena.take<double>(parameters / NORM_PIECE + 1);
         a.plan_training(arena, c, N, false);
-        d.plan(arena, c, N, rank, head_rows);
+        d.plan(arena, c, N, rank, head_rows, true);
         kv.plan(arena, c, (size_t)B * T / PAGE, true);
         rope = arena.take<float>((size_t)T * c.D);
         loss = arena.take<float>(N);
@@ -406,7 +406,7 @@ static void train(Model& m, int B, bool full) {
             y.rank = rank, y.s = 2, y.modules = 1 + (W.rows[1] > 0) + (W.rows[2] > 0);
             for (int j = 0; j < y.modules; j++) y.block[j] = j, y.module[j] = j;
             const size_t E = (size_t)y.modules * rank;
-            y.A = arena.take<bf16>(E * W.in), y.B = arena.take<bf16>(E * W.out()), y.h = arena.take<bf16>(E * N);
+            y.A = arena.take<bf16>(E * W.in), y.B = arena.take<bf16>(E * W.out()), y.h = arena.take<bf16>(E * N), y.kept = arena.take<uint32_t>(DropoutMasks::size(y.modules, W.in, N));
             parameter(to.A, E * W.in), parameter(to.B, E * W.out());
         };
         if (full) parameter(g.embed, (size_t)c.V * C), g.head = g.embed, parameter(g.norm, C);
@@ -486,8 +486,8 @@ static void train(Model& m, int B, bool full) {
         printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, N / R, us * N / R / 1e3);
     };
     once("head and its loss", [&] { head_loss_gpu(ctx, loss, (bf16*)d.logits, d.logits, d.picked, d.parts, a.normed, rows, token, 1e-3f, w.head, R); });
-    once("head backward", [&] { head_backward_gpu(ctx, d.normed, (bf16*)d.logits, 2 * (size_t)c.V, rows, w.head, R); });
-    if (full) once("head dW", [&] { linear_backward_weight_gpu(ctx, g.head, (bf16*)d.logits, 2 * (size_t)c.V, d.picked, R, c.V, C); });
+    once("head backward", [&] { head_backward_gpu(ctx, d.normed, (bf16*)d.logits, (size_t)c.V, rows, w.head, R); });
+    if (full) once("head dW", [&] { linear_backward_weight_gpu(ctx, g.head, (bf16*)d.logits, (size_t)c.V, d.picked, R, c.V, C); });
     for (auto& y : w.layers)
         for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) W->adapter = {};
 }

@@ -257,7 +257,7 @@ TEST_CASE("packed weights, a head larger than the scratch: logits, losses and gr
             head_gpu(pad.ctx, logits[i], picked, dx, drows, *both[i], N);
             seen.push_back(logits[i].get());
             head_loss_gpu(pad.ctx, loss[i], (bf16*)logits[i].data, logits[i], picked, parts, dx, drows, dtarget, 0.01f, *both[i], N);
-            head_backward_gpu(pad.ctx, dn[i], (bf16*)logits[i].data, 2 * V, drows, *both[i], N);
+            head_backward_gpu(pad.ctx, dn[i], (bf16*)logits[i].data, V, drows, *both[i], N);
         }
         const std::vector<double> size = WideLinear(W.plain, true)(magnitudes(x), N);
         CHECK(wrong(seen[0], as_double(seen[1]), [&](size_t i) { return 2 * sum_error<float>(size[(N - 1 - i / V) * V + i % V]); }) == 0);

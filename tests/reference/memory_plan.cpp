@@ -50,7 +50,11 @@ static size_t training(const Config& c, int batch, int rank, bool recompute, For
     // Every A, and every B with the zeros beside its blocks: (in, out, modules) of the products qkv, o, gate and up, down.
     const size_t products[4][3] = {{C, HD + 2 * KD, 3}, {HD, C, 1}, {C, 2 * F, 2}, {F, C, 1}};
     size_t count = 0, width = 0;
-    for (auto& [in, out, modules] : products) count += L * modules * r * (in + out), width += L * modules * r;
+    size_t masks = 0; // of dropout
+    for (auto& [in, out, modules] : products) {
+        count += L * modules * r * (in + out), width += L * modules * r;
+        if (rank) masks += (recompute ? 1 : L) * DropoutMasks::size((int)modules, (int)in, (size_t)batch * 512) * 4;
+    }
     if (!rank) count = parameters(c);
     Arena arena;
     Activations<bf16> a;
@@ -58,10 +62,10 @@ static size_t training(const Config& c, int batch, int rank, bool recompute, For
     KVCache<bf16> kv;
     const int N = batch * 512;
     a.plan_training(arena, c, N, recompute);
-    d.plan(arena, c, N, rank, std::min(N, Trainer<bf16>::GPU_HEAD_ROWS));
+    d.plan(arena, c, N, rank, std::min(N, Trainer<bf16>::GPU_HEAD_ROWS * (rank ? 1 : 2)), true);
     kv.plan(arena, c, (size_t)N / PAGE + batch, true);
     const size_t model = rank ? weights(c, format) : 0; // (without LoRA the parameters are in `count`)
-    return model + count * (2 + 4 * 4) + 2 * N * width + arena.used + SCRATCH;
+    return model + count * (2 + 4 * 4) + 2 * N * width + masks + arena.used + SCRATCH;
 }
 
 static void packed_table() {

@@ -732,7 +732,7 @@ template <class T> struct Harness {
             const AdapterPlace end = each_adapter(w, [](Linear<T>&, AdapterPlace) {});
             auto plan = [&] {
                 a.plan_training(arena, c, n, recompute);
-                d.plan(arena, c, n, rank, head_rows);
+                d.plan(arena, c, n, rank, head_rows, false);
                 kv.plan(arena, c, (size_t)packed.page_count, true);
                 rope = arena.take<A>((size_t)n * c.D);
                 h = arena.take<T>((size_t)n * end.h);
