@@ -17,8 +17,8 @@
    Weights  are packed once, as they are read: tile by tile in the order of phases, and in a tile chunk by chunk of 512
      bytes, of which lane 4 g + t has 16 of row g: 8 numbers in bf16, 16 in 8 bits, 32 in 4; scales lie behind them (see
      StepPacked). A row is filled up to a chunk for each warp; a stage of the ring is up to 1,024 numbers of a tile's
-     rows, and the last of a row may be shorter. The tokens' numbers are mma's rows: so 8 tokens cost as much as one,
-     and a row's sum has one order whatever N is: by chunks in a warp, then over the warps.
+     rows, and the last of a row may be shorter. The tokens' numbers are mma's columns, two of each: so 4 tokens cost
+     as much as one, and a row's sum has one order whatever N is: by chunks in a warp, then over the warps.
    In flight   The producer waits until the stage `in_flight` before this one has come. More would not be faster: it
      would only stand in the way of the words below, which go through the same L2 cache (one stage instead of three:
      568 us a token -> 520).
@@ -130,6 +130,7 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain>
     static constexpr int STEPS = STEPS_;      // chunks of a stage
     static constexpr int TOKENS = TOKENS_;    // at most
     static constexpr bool BULK = BULK_;
+    static constexpr int FOURS = (TOKENS + 3) / 4; // of tokens: what one mma has
     static constexpr int EACH = STEPS / WARPS, STAGE = STEPS * W::CHUNK;
     static constexpr int NUMBERS = 32 * W::RUNS; // of a row, in a chunk
     static constexpr int BARRIERS = STAGE < 10000 ? 32 : 16; // of the ring, of each kind
@@ -201,32 +202,30 @@ inline const char* step_refuses(const Config& c) {
 }
 
 // ---- How weights are packed. A chunk is of 8 rows of W (see the top). Run j of lane 4 g + t is numbers 8 t .. 8 t +
-// 7 of the j-th 32 of row g: four words of two bf16 each, once it is in registers. To mma W is operand b and x
-// operand a. The words of x, as they lie in memory, are numbers (0 1), (2 3), (4 5), (6 7); mma takes the first and
-// third for token g, the others for a token g + 8 that there is not. So words 0 and 2 of W make up one mma, of which
-// rows g count, and words 1 and 3 another, of which rows g + 8 do: nothing is moved, nothing set to zero. What is
-// packed says
+// 7 of the j-th 32 of row g: four words of two bf16 each, once it is in registers. These are mma's operand a as they
+// lie: words 0 and 2 are of its row g, words 1 and 3 of its row g + 8. x is operand b: of token n column 2 n has words
+// 0 and 2, column 2 n + 1 words 1 and 3. So lane 4 g + t gets row g's sum for token t in two halves, d[0] and d[3];
+// d[1] and d[2] multiply what does not belong together. What is packed says
 //   RUNS    that a lane has of a chunk         CHUNK   bytes of one
-//   Lane    of a chunk, in registers           Sum     of a tile: rows 2 t and 2 t + 1 for token g
+//   Lane    of a chunk, in registers           Sum     of a tile: row g for token t of four
 //   load    of chunk number + warp of a stage
-//   add     sum += the chunk's W x^T; x[j]: the numbers of x that run j is multiplied by
+//   add     sum += the chunk's W x^T; x[j]: what run j is multiplied by
 //   piece   the i-th 16 bytes of a chunk, for rows `row` .. `row` + 7
-__device__ __forceinline__ float2 step_both(const float (&sum)[2][4]) {
-    return make_float2(sum[0][0] + sum[1][2], sum[0][1] + sum[1][3]);
+__device__ __forceinline__ void step_mma(float (&sum)[4], const uint4& w, const uint2& x) {
+    mma(sum, w.x, w.y, w.z, w.w, x.x, x.y);
 }
 struct StepPlain { // bf16
     static constexpr int RUNS = 1, CHUNK = 512;
     static constexpr bool PLAIN = true;
-    using Lane = uint4; // words 0 2 1 3
-    using Sum = float[2][4];
+    using Lane = uint4;
+    using Sum = float[4];
     __device__ __forceinline__ static void load(Lane& w, const unsigned char* first, int number, int warp, int lane) {
         w = ((const uint4*)first + warp * 32 + lane)[number * 32];
     }
-    __device__ __forceinline__ static void add(Sum& sum, const Lane& w, const uint4 (&x)[RUNS]) {
-        mma(sum[0], x[0].x, x[0].y, x[0].z, x[0].w, w.x, w.y);
-        mma(sum[1], x[0].x, x[0].y, x[0].z, x[0].w, w.z, w.w);
+    __device__ __forceinline__ static void add(Sum& sum, const Lane& w, const uint2 (&x)[RUNS]) {
+        step_mma(sum, w, x[0]);
     }
-    __device__ __forceinline__ static float2 both(const Sum& sum) { return step_both(sum); }
+    __device__ __forceinline__ static float whole(const Sum& sum) { return sum[0] + sum[3]; }
 
     struct Source {
         const bf16* W; // (rows, in)
@@ -235,12 +234,11 @@ struct StepPlain { // bf16
     __device__ static uint4 piece(const Source& from, size_t row, int chunk, int i) {
         const int k = chunk * 32 + i % 4 * 8;
         const uint4 zero = {0, 0, 0, 0};
-        const uint4 w = k < from.in ? *(const uint4*)(from.W + (row + i / 4) * from.in + k) : zero;
-        return make_uint4(w.x, w.z, w.y, w.w);
+        return k < from.in ? *(const uint4*)(from.W + (row + i / 4) * from.in + k) : zero;
     }
 };
 // A format of packed.h, whose groups of columns are chunks' parts: GROUPS of a chunk, with a scale each for 8 rows (or
-// for all of them), and zero points. These lie behind the 512 bytes: a group's scales by row, then a row's zero points
+// for all of them), and zero points. These lie behind the 512 bytes: a row's scales by group, then a row's zero points
 // by group. mma's sums of a group are multiplied by its scale.
 template <class F, int GROUPS> struct StepPacked {
     using Raw = typename F::Raw;
@@ -248,41 +246,39 @@ template <class F, int GROUPS> struct StepPacked {
     static constexpr int SCALES = GROUPS * (F::BLOCKS ? 1 : 8) * (int)sizeof(Raw), ZEROS = F::ZEROS ? 8 * GROUPS : 0;
     static constexpr int CHUNK = 512 + (SCALES + ZEROS + 15) / 16 * 16;
     static constexpr bool PLAIN = false;
-    static_assert(F::BLOCKS ? sizeof(Raw) == 4 : sizeof(Raw) == 2, "a group's scale, or two rows', in a word");
-    struct Lane {
+    static_assert(F::BLOCKS ? GROUPS == 1 && sizeof(Raw) == 4 : sizeof(Raw) == 2, "two groups' scales are a word");
+    struct Lane { // row g's
         uint4 w;
-        uint32_t scale[GROUPS], zeros; // of rows 2 t and 2 t + 1; of row g, a byte each
+        uint32_t scale[(GROUPS + 1) / 2], zeros; // a byte each
     };
-    using Sum = float2;
+    using Sum = float;
     __device__ __forceinline__ static void load(Lane& to, const unsigned char* first, int number, int warp, int lane) {
         const unsigned char* chunk = first + (number + warp) * CHUNK;
         to.w = ((const uint4*)chunk)[lane];
+        const unsigned char* scales = chunk + 512 + (F::BLOCKS ? 0 : lane / 4 * GROUPS * 2);
         STEP_UNROLL
-        for (int j = 0; j < GROUPS; j++)
-            to.scale[j] = ((const uint32_t*)(chunk + 512))[F::BLOCKS ? j : j * 4 + lane % 4];
+        for (int j = 0; j < (GROUPS + 1) / 2; j++)
+            to.scale[j] = SCALES == 16 ? *(const uint16_t*)scales : ((const uint32_t*)scales)[j];
         const unsigned char* zeros = chunk + 512 + SCALES + lane / 4 * GROUPS;
         if (F::ZEROS) to.zeros = GROUPS == 4 ? *(const uint32_t*)zeros : GROUPS == 2 ? *(const uint16_t*)zeros : *zeros;
     }
-    __device__ __forceinline__ static float scale(const Lane& w, int group, int row) {
+    __device__ __forceinline__ static float scale(const Lane& w, int group) {
         if constexpr (F::BLOCKS) return __uint_as_float(w.scale[group]);
-        else return F::to_float((Raw)(w.scale[group] >> 16 * row));
+        else return F::to_float((Raw)(w.scale[group / 2] >> group % 2 * 16));
     }
-    __device__ __forceinline__ static void add(Sum& sum, const Lane& w, const uint4 (&x)[RUNS]) {
+    __device__ __forceinline__ static void add(Sum& sum, const Lane& w, const uint2 (&x)[RUNS]) {
         STEP_UNROLL
         for (int j = 0; j < GROUPS; j++) {
-            float part[2][4] = {};
+            float part[4] = {};
             STEP_UNROLL
             for (int run = j * (RUNS / GROUPS); run < (j + 1) * (RUNS / GROUPS); run++) {
                 const uint2 bytes = run < F::RUNS ? make_uint2(w.w.x, w.w.y) : make_uint2(w.w.z, w.w.w);
-                const uint4 y = F::run(bytes, run % F::RUNS, F::ZEROS ? w.zeros >> 8 * j & 0xff : 0);
-                mma(part[0], x[run].x, x[run].y, x[run].z, x[run].w, y.x, y.z);
-                mma(part[1], x[run].x, x[run].y, x[run].z, x[run].w, y.y, y.w);
+                step_mma(part, F::run(bytes, run % F::RUNS, F::ZEROS ? w.zeros >> 8 * j & 0xff : 0), x[run]);
             }
-            const float2 both = step_both(part);
-            sum.x = fmaf(both.x, scale(w, j, 0), sum.x), sum.y = fmaf(both.y, scale(w, j, 1), sum.y);
+            sum = fmaf(StepPlain::whole(part), scale(w, j), sum);
         }
     }
-    __device__ __forceinline__ static float2 both(const Sum& sum) { return sum; }
+    __device__ __forceinline__ static float whole(Sum sum) { return sum; }
 
     using Source = PackedArgs;
     __device__ static uint4 piece(const Source& from, size_t row, int chunk, int i) {
@@ -296,12 +292,13 @@ template <class F, int GROUPS> struct StepPacked {
                 const size_t byte = (row + i / 4) * from.row_bytes + F::byte(k) + part % 2 * 4;
                 if (k < from.in) word = *(const uint32_t*)(from.q + byte);
             } else if (at < SCALES) {
-                const int j = F::BLOCKS ? at / 4 : at / 16, r = F::BLOCKS ? 0 : at % 16 / 2; // r: the first of two rows
-                if (group(j) >= from.in) continue;
                 const Raw* scales = (const Raw*)from.scale;
-                const auto raw = [&](size_t r) { return scales[from.scale_at<F>((int)r, group(j))]; };
-                if constexpr (F::BLOCKS) word = __float_as_uint(raw(row));
-                else word = raw(row + r) | (uint32_t)raw(row + r + 1) << 16;
+                const auto raw = [&](int i) {
+                    const int r = i / GROUPS, j = i % GROUPS;
+                    return group(j) < from.in ? scales[from.scale_at<F>((int)row + r, group(j))] : Raw(0);
+                };
+                if constexpr (F::BLOCKS) word = __float_as_uint(raw(0));
+                else word = raw(at / 2) | (uint32_t)raw(at / 2 + 1) << 16;
             } else
                 for (int b = 0; b < 4; b++) {
                     const int zero = at - SCALES + b, j = zero % GROUPS, r = zero / GROUPS;
@@ -595,7 +592,7 @@ template <class S> struct Step {
     using W = typename S::W;
     using Sum = typename W::Sum;
     static constexpr int D = STEP_HEAD, WARPS = S::WARPS, STEPS = S::STEPS, EACH = S::EACH;
-    static constexpr int BATCH = S::BATCH, CONSUMERS = S::CONSUMERS, ROUND = S::ROUND;
+    static constexpr int BATCH = S::BATCH, CONSUMERS = S::CONSUMERS, ROUND = S::ROUND, FOURS = S::FOURS;
     const StepArgs& p;
     unsigned char* memory;
     StepDealt& dealt;
@@ -673,40 +670,47 @@ template <class S> struct Step {
 
     // ---- Products
     // Operands of `count` stages, which are then free for others. The first has `steps` chunks, the next `less` fewer.
+    // What is not there is zeros: left as it was, it would keep registers from one product to the next.
     __device__ __forceinline__ void load(typename W::Lane (&w)[BATCH][EACH], int count, int steps, int less) {
         STEP_UNROLL
         for (int i = 0; i < BATCH; i++) {
-            if (i >= count) break;
-            full[stage].wait(parity);
+            const int each = i < count ? (steps - i * less) / WARPS : 0; // (or more)
             const unsigned char* from = memory + p.ring_at + stage * S::STAGE;
+            if (i < count) full[stage].wait(parity);
             STEP_UNROLL
-            for (int j = 0; j < EACH; j++) W::load(w[i][j], from, j * WARPS, warp, lane);
-            const int each = (steps - i * less) / WARPS;
-            if (each < EACH) // a short stage: what lies behind it is no number, perhaps
-                STEP_UNROLL
-                for (int j = 1; j < EACH; j++)
-                    if (j >= each) w[i][j] = {};
-            if (++stage == p.stages) stage = 0, parity ^= 1;
+            for (int j = 0; j < EACH; j++)
+                if (j < each) W::load(w[i][j], from, j * WARPS, warp, lane);
+                else w[i][j] = {};
+            if (i < count && ++stage == p.stages) stage = 0, parity ^= 1;
         }
         __syncwarp();
         const int free = stage - count + lane;
         if (lane < count) empty[free < 0 ? free + p.stages : free].arrive();
     }
-    // sum[i] += W x^T of stage i < count: of one tile (SAME), whose k go on from stage to stage, or of a tile each.
+    // sum[.][i] += W x^T of stage i < count: of one tile (SAME), whose k go on from stage to stage, s the first; or of a
+    // tile each. (A lane's column of x; what those without a token compute, nobody takes.)
     template <bool SAME>
-    __device__ __forceinline__ void multiply(Sum (&sum)[BATCH], const typename W::Lane (&w)[BATCH][EACH], int count,
-                                             const bf16* x) {
-        uint4 a[EACH][W::RUNS];
+    __device__ __forceinline__ void multiply(Sum (&sum)[FOURS][BATCH], const typename W::Lane (&w)[BATCH][EACH],
+                                             int count, int in, int s) {
+        constexpr int AT_ONCE = 2; // stages: their chains overlap
         STEP_UNROLL
-        for (int i = 0; i < BATCH; i++) {
-            if (SAME ? i >= count : i % 2 == 0 && i >= count) break; // (two tiles at a time: their chains overlap)
+        for (int four = 0; four < FOURS; four++) {
+            const bf16* x = work + min(4 * four + g / 2, N - 1) * S::row(in) + 8 * t + g % 2 * 2;
+            uint2 b[EACH][W::RUNS];
             STEP_UNROLL
-            for (int j = 0; j < EACH && (SAME || i == 0); j++)
+            for (int i = 0; i < BATCH; i++) {
+                if (i % AT_ONCE == 0 && i >= count) break;
+                const int first = (s + (SAME ? min(i, count - 1) : 0)) * STEPS + warp;
                 STEP_UNROLL
-                for (int run = 0; run < W::RUNS; run++)
-                    a[j][run] = *(const uint4*)(x + ((i * STEPS + warp + j * WARPS) * W::RUNS + run) * 32);
-            STEP_UNROLL
-            for (int j = 0; j < EACH; j++) W::add(sum[i], w[i][j], a[j]);
+                for (int j = 0; j < EACH && (SAME || i == 0); j++)
+                    STEP_UNROLL
+                    for (int run = 0; run < W::RUNS; run++) {
+                        const auto* from = (const uint32_t*)(x + ((first + j * WARPS) * W::RUNS + run) * 32);
+                        b[j][run] = make_uint2(from[0], from[2]);
+                    }
+                STEP_UNROLL
+                for (int j = 0; j < EACH; j++) W::add(sum[four][i], w[i][j], b[j]);
+            }
         }
     }
     __device__ __forceinline__ float* sums_of(int tile, int warp, int token) {
@@ -715,8 +719,15 @@ template <class S> struct Step {
     __device__ __forceinline__ float* squares_of(int token) { // (of the product's first round's set)
         return (float*)(memory + p.squares_at) + (set * N + token) * WARPS;
     }
-    __device__ __forceinline__ void put(int tile, const float2& y) {
-        if (g < N) *(float2*)(sums_of(tile, warp, g) + 2 * t) = y;
+    // A tile's sums, which are of stages first .. last - 1.
+    __device__ __forceinline__ void put(int tile, const Sum (&sum)[FOURS][BATCH], int first, int last) {
+        STEP_UNROLL
+        for (int four = 0; four < FOURS; four++) {
+            float y = W::whole(sum[four][first]);
+            STEP_UNROLL
+            for (int i = first + 1; i < last; i++) y += W::whole(sum[four][i]);
+            if (4 * four + t < N) sums_of(tile, warp, 4 * four + t)[g] = y;
+        }
     }
     // One of this block's products: a round of tiles, then their sums are handed over.
     __device__ __forceinline__ void product(int kind, int layer) {
@@ -728,30 +739,26 @@ template <class S> struct Step {
         load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
         prepare(kind, layer, 0);
         input(kind, layer);
-        const bf16* x = work + min(g, N - 1) * S::row(q.in) + 8 * t; // (what others compute, nobody takes)
         for (int tile = 0; tile < tiles; tile += ROUND) {
             const int count = min(ROUND, tiles - tile);
             if (tile) prepare(kind, layer, tile);
             for (int i = 0; i < count && stages == 1; i += BATCH) {
-                Sum sum[BATCH] = {};
-                multiply<false>(sum, w, count - i, x);
+                Sum sum[FOURS][BATCH] = {};
+                multiply<false>(sum, w, count - i, q.in, 0);
                 const int next = tile + i + BATCH;
                 if (next < tiles) load(w, min(BATCH, tiles - next), q.steps, less);
                 STEP_UNROLL
                 for (int j = 0; j < BATCH; j++)
-                    if (i + j < count) put(i + j, W::both(sum[j]));
+                    if (i + j < count) put(i + j, sum, j, j + 1);
             }
             for (int i = 0; i < count && stages > 1; i++) {
-                Sum sum[BATCH] = {};
+                Sum sum[FOURS][BATCH] = {};
                 for (int s = 0; s < stages; s += BATCH) {
-                    multiply<true>(sum, w, stages - s, x + s * STEPS * S::NUMBERS);
+                    multiply<true>(sum, w, stages - s, q.in, s);
                     const int next = s + BATCH < stages ? s + BATCH : 0;
                     if (next || tile + i + 1 < tiles) load(w, min(BATCH, stages - next), q.steps - next * STEPS, less);
                 }
-                float2 y = W::both(sum[0]);
-                STEP_UNROLL
-                for (int j = 1; j < BATCH; j++) y.x += W::both(sum[j]).x, y.y += W::both(sum[j]).y;
-                put(i, y);
+                put(i, sum, 0, BATCH);
             }
             meet();
             if (hand < S::HANDS && n < N) {
