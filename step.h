@@ -29,6 +29,11 @@
      A word is written again a layer later. Whoever does has waited for words that wait, in turn, for all readers:
      QKV <- out <- DOWN <- hidden <- GATE_UP <- mid <- O <- att <- ATTEND: each writes after it has read all of the one
      before. (A block without a tile of a product does not read its input.)
+   Several tokens   A kernel of its own computes 2 to 8, with bf16 weights, from the same packed copy: a token alone has
+     more registers without. A lane asks for its words of all tokens together, since they come at about the same time. A
+     token's bits are those of a step of its own (prompt lookup rests on that): the order of its sums does not depend on
+     N, and where a compiler could choose which product to fuse into a sum, the code says it. Inputs of all tokens lie
+     in shared memory, so large models have fewer (on an H100 0.6B: 8, 8B: 6).
    The residual x stays in fp32 in global memory with the thread that adds to it. Others get x g in bf16.
    Attention   A warp takes pages of 16 keys: queries are rows of mma, keys columns; the probabilities go back in as an
      operand, first their bf16, then what that leaves, so nothing is lost. Pages of the
@@ -41,6 +46,7 @@
 
    Bound by 5 exchanges a layer (6 with splits) and what consumers do between them, then by the memory's speed.
    Packed formats have not run on a GPU yet; they are held to W.at by emulation.
+   Several tokens have not run on a GPU yet either; that each has its own bits is held by emulation.
    Measured on an H100 (PERFORMANCE.md, One kernel a token): 512 us a token at position 1, where the bytes take 388.
    A profile shows where the rest goes: a fifth of the consumers' time waits for words, a fifth for the ring (most of
    that in the head, which is at the memory's speed), a third for the results of their own instructions. */
@@ -523,12 +529,12 @@ struct StepSoftmax {
         for (int i = 0; i < 4; i++) {
             const int key = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
             float& x = s[i / 2][i % 2];
-            x = key < count ? x * (LOG2E / sqrtf((float)D)) : -INFINITY;
+            x = key < count ? __fmul_rn(x, LOG2E / sqrtf((float)D)) : -INFINITY;
             largest = fmaxf(largest, x);
         }
         largest = quad_max(largest);
         const float by = exp2_fast(top - largest), by0 = of_column(by, 0), by1 = of_column(by, 1);
-        top = largest, weights *= by;
+        top = largest, weights = __fmul_rn(weights, by);
         uint32_t p[2], rest[2]; // of keys 2 t, 2 t + 1 and of 2 t + 8, 2 t + 9
         STEP_UNROLL
         for (int half = 0; half < 2; half++) {
@@ -583,8 +589,9 @@ __device__ __forceinline__ float4 step_join(const float* parts, int count, int s
         STEP_UNROLL
         for (int c = 0; c < ONCE; c++) {
             const float by = from + c < count ? exp2_fast(of[c].x - top) : 0;
-            sum.x += by * x[c].x, sum.y += by * x[c].y, sum.z += by * x[c].z, sum.w += by * x[c].w;
-            weights += by * of[c].y;
+            sum.x = fmaf(by, x[c].x, sum.x), sum.y = fmaf(by, x[c].y, sum.y);
+            sum.z = fmaf(by, x[c].z, sum.z), sum.w = fmaf(by, x[c].w, sum.w);
+            weights = fmaf(by, of[c].y, weights);
         }
     }
     return sum;
@@ -636,12 +643,35 @@ template <class S> struct Step {
         uint64_t since = 0;
         for (uint32_t spins = 1;; spins++) {
             const uint4 v = step_peek(word);
-            if (v.w == epoch || gave_up) return v;
-            if (spins % 1024) continue;
-            const uint64_t now = step_clock();
-            if (!since) since = now;
-            if (now - since > p.patience) *p.fault = 1;
-            gave_up = *p.fault;
+            if (v.w == epoch || !patient(spins, since)) return v;
+        }
+    }
+    // Whether a wait goes on: not if it, or another one anywhere, has taken too long.
+    __device__ __forceinline__ bool patient(uint32_t spins, uint64_t& since) {
+        if (gave_up || spins % 1024) return !gave_up;
+        const uint64_t now = step_clock();
+        if (!since) since = now;
+        if (now - since > p.patience) *p.fault = 1;
+        gave_up = *p.fault;
+        return true;
+    }
+    // Waits for the words at words + at[i], where at[i] is not negative. All that are missing are asked for together:
+    // one after the other, each would take the way to the L2 cache and back.
+    template <int COUNT>
+    __device__ __forceinline__ void await_all(uint4 (&v)[COUNT], const uint4* words, const int (&at)[COUNT],
+                                              uint32_t epoch) {
+        STEP_UNROLL
+        for (int i = 0; i < COUNT; i++) v[i].w = at[i] < 0 ? epoch : ~epoch;
+        uint64_t since = 0;
+        bool missing = true;
+        for (uint32_t spins = 1; missing; spins++) {
+            STEP_UNROLL
+            for (int i = 0; i < COUNT; i++)
+                if (v[i].w != epoch) v[i] = step_peek(words + at[i]);
+            missing = false;
+            STEP_UNROLL
+            for (int i = 0; i < COUNT; i++) missing |= v[i].w != epoch;
+            if (missing && !patient(spins, since)) return;
         }
     }
     // Waits for words i = from, from + step .. and hands each to take(i, word).
@@ -775,7 +805,7 @@ template <class S> struct Step {
         float sum = 0;
         STEP_UNROLL
         for (int w = 0; w < WARPS; w++) sum += squares[w];
-        return rsqrtf(__fdividef(sum, (float)p.C) + p.eps);
+        return rsqrtf(__fadd_rn(__fdividef(sum, (float)p.C), p.eps));
     }
     __device__ __forceinline__ void hand_over(int kind, int layer, int count) {
         const int mine = 4 * hand + lane / 8;
@@ -784,7 +814,7 @@ template <class S> struct Step {
         if (there)
             STEP_UNROLL
             for (int w = 0; w < WARPS; w++) y += sums_of(mine, w, n)[lane % 8];
-        if (kind != STEP_O && kind != STEP_DOWN) y *= scale;
+        if (kind != STEP_O && kind != STEP_DOWN) y = __fmul_rn(y, scale);
         const uint32_t e = epoch(layer);
         if (kind == STEP_QKV) {
             send(p.qkv + (size_t)n * (p.H + 2 * p.K) * (D / 4), row, y, 0, e, there);
@@ -795,7 +825,7 @@ template <class S> struct Step {
         } else if (kind != STEP_LOGITS) {
             const float x = old + y;
             if (there) p.residual[(size_t)n * p.C + row] = x;
-            send((kind == STEP_O ? p.mid : p.out) + (size_t)n * (p.C / 4), row, x * gain, x * x, e, there);
+            send((kind == STEP_O ? p.mid : p.out) + (size_t)n * (p.C / 4), row, x * gain, __fmul_rn(x, x), e, there);
         } else if (there) {
             const Draw& draw = p.draw[n];
             if (p.seen) y = penalized(y, draw.how, p.seen[(size_t)n * p.V + row]);
@@ -819,20 +849,54 @@ template <class S> struct Step {
                                                    : p.out;
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
         auto word_of = [&](int i) { return (warp + i / WORDS * WARPS) * WORDS + i % WORDS; };
-        for (int m = 0; m < N; m++) {
-            bf16* to = work + m * S::row(q.in);
-            float square = 0; // of this thread's
-            auto take = [&](int i, const uint4& v) {
-                *(uint2*)(to + 4 * word_of(i)) = make_uint2(v.x, v.y);
-                square += __uint_as_float(v.z);
+        float square = 0; // of this lane's words of a token
+        auto take = [&](int m, int i, const uint4& v) {
+            *(uint2*)(work + m * S::row(q.in) + 4 * word_of(i)) = make_uint2(v.x, v.y);
+            square += __uint_as_float(v.z);
+        };
+        auto end_token = [&](int m) {
+            for (int i = count + lane; i < filled; i += 32)
+                *(uint2*)(work + m * S::row(q.in) + 4 * word_of(i)) = make_uint2(0, 0);
+            if (normed) square = warp_sum(square);
+            if (normed && lane == 0) squares_of(m)[warp] = square;
+            square = 0;
+        };
+        const bool embeds = kind == STEP_QKV && layer == 0;
+        if (embeds)
+            for (int m = 0; m < N; m++) {
+                for (int i = lane; i < count; i += 32) take(m, i, embedded(m, word_of(i)));
+                end_token(m);
+            }
+        else if constexpr (S::TOKENS == 1) {
+            receive(lane, 32, count, e, [&](int i) { return from + word_of(i); },
+                    [&](int i, const uint4& v) { take(0, i, v); });
+            end_token(0);
+        } else {
+            // Token after token, ONCE of this lane's words together: few if there are no more.
+            const int end = max(1, (count + 31) / 32) * 32; // lanes of a warp come to a token's end together
+            auto receive_tokens = [&](auto once) {
+                constexpr int ONCE = decltype(once)::value;
+                for (int m = 0, i = lane; m < N;) {
+                    uint4 v[ONCE];
+                    int at[ONCE], ask_m = m, ask_i = i;
+                    STEP_UNROLL
+                    for (int j = 0; j < ONCE; j++) {
+                        at[j] = ask_m < N && ask_i < count ? ask_m * words + word_of(ask_i) : -1;
+                        ask_i += 32;
+                        if (ask_i >= end) ask_i = lane, ask_m++;
+                    }
+                    await_all(v, from, at, e);
+                    STEP_UNROLL
+                    for (int j = 0; j < ONCE; j++) {
+                        if (m == N) break;
+                        if (at[j] >= 0) take(m, i, v[j]);
+                        i += 32;
+                        if (i >= end) end_token(m), i = lane, m++;
+                    }
+                }
             };
-            if (kind == STEP_QKV && layer == 0)
-                for (int i = lane; i < count; i += 32) take(i, embedded(m, word_of(i)));
-            else receive(lane, 32, count, e, [&](int i) { return from + (size_t)m * words + word_of(i); }, take);
-            for (int i = count + lane; i < filled; i += 32) *(uint2*)(to + 4 * word_of(i)) = make_uint2(0, 0);
-            if (!normed) continue;
-            square = warp_sum(square);
-            if (lane == 0) squares_of(m)[warp] = square;
+            if (N * end <= 4 * 32) receive_tokens(std::integral_constant<int, 4>());
+            else receive_tokens(std::integral_constant<int, S::BULK ? 16 : 8>());
         }
         __syncwarp();
     }
@@ -848,7 +912,7 @@ template <class S> struct Step {
     __device__ __forceinline__ uint4 weighed(int word, float a, float b, float c, float d) {
         const uint2 w = ((const uint2*)p.gains)[word];
         return make_uint4(pack(a * low(w.x), b * high(w.x)), pack(c * low(w.y), d * high(w.y)),
-                          __float_as_uint((a * a + b * b) + (c * c + d * d)), 0);
+                          __float_as_uint(fmaf(a, a, b * b) + fmaf(c, c, d * d)), 0);
     }
 
     // ---- Attention
@@ -902,15 +966,30 @@ template <class S> struct Step {
             *(uint4*)(tail_keys + i * 8) = key < held % PAGE ? __ldcg((const uint4*)(keys + from)) : zero;
             *(uint4*)(tail_values + i * 8) = key < held % PAGE ? __ldcg((const uint4*)(values + from)) : zero;
         }
-        prefetch(layer, table, head, first, min(last, first + 16));
+        if (n == m0) prefetch(layer, table, head, first, min(last, first + 16)); // (the others' are almost the same)
         const size_t slot = kv_offset(y.slot / PAGE, kv, y.slot % PAGE, p.K, D);
         const bool appends = last == pos / PAGE + 1; // one split has the newest
-        for (int j = warp; j < heads; j += WARPS) {
+        auto is_value = [&](int j) { return j >= G && (j - G) % 2; };
+        auto word_of = [&](int j) {
+            const int h = j < G ? kv * G + j : p.H + (is_value(j) ? p.K : 0) + kv;
+            return (token_of(j) * (p.H + 2 * p.K) + h) * (D / 4) + lane;
+        };
+        constexpr int MOST = (8 + 2 * S::TOKENS + WARPS - 1) / WARPS; // heads of a warp
+        uint4 words[MOST];
+        if constexpr (S::TOKENS > 1) {
+            int at[MOST];
+            STEP_UNROLL
+            for (int i = 0; i < MOST; i++) at[i] = warp + i * WARPS < heads ? word_of(warp + i * WARPS) : -1;
+            await_all(words, p.qkv, at, epoch(layer));
+        }
+        STEP_UNROLL
+        for (int i = 0; i < MOST; i++) {
+            const int j = warp + i * WARPS;
+            if (j >= heads) break;
             const int m = token_of(j), key = held % PAGE + m - m0;
-            const bool query = j < G, value = !query && (j - G) % 2;
-            const int h = query ? kv * G + j : p.H + (value ? p.K : 0) + kv;
-            const uint4 word = await(p.qkv + ((size_t)m * (p.H + 2 * p.K) + h) * (D / 4) + lane, epoch(layer));
-            uint2 x = make_uint2(word.x, word.y);
+            const bool query = j < G, value = is_value(j);
+            if constexpr (S::TOKENS == 1) words[i] = await(p.qkv + word_of(j), epoch(layer));
+            uint2 x = make_uint2(words[i].x, words[i].y);
             if (j != warp) turn = turn_of(j);
             if (!value) x = rotate(x, turn);
             bf16* to = query ? queries + j * D : (value ? tail_values : tail_keys) + key * D;
@@ -936,13 +1015,13 @@ template <class S> struct Step {
         const float gain[4] = {low(turn.gain.x), high(turn.gain.x), low(turn.gain.y), high(turn.gain.y)};
         const float4* a = turn.angle;
         const float cosines[4] = {a[0].x, a[0].z, a[1].x, a[1].z}, sines[4] = {a[0].y, a[0].w, a[1].y, a[1].w};
-        const float squares = warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]);
-        const float scale = rsqrtf(squares / D + p.eps);
+        const float squares = warp_sum(fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0]))));
+        const float scale = rsqrtf(__fadd_rn(squares / D, p.eps));
         float y[4];
         STEP_UNROLL
         for (int i = 0; i < 4; i++) {
             const float mine = x[i] * scale * gain[i], other = __shfl_xor_sync(~0u, mine, 16);
-            y[i] = mine * cosines[i] + (lane < 16 ? -other : other) * sines[i];
+            y[i] = fmaf(mine, cosines[i], (lane < 16 ? -other : other) * sines[i]);
         }
         return make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
     }
@@ -1080,19 +1159,24 @@ template <class F, int GROUPS> PackedArgs step_source(const Linear<bf16>& W, Ste
     return packed_args(W);
 }
 
+// A step by a kernel of another shape, for which `plan` was made.
+inline StepArgs step_as_planned(StepArgs step, const StepArgs& plan) {
+    step.stages = plan.stages, step.in_flight = plan.in_flight, step.in_flight_head = plan.in_flight_head;
+    step.sums_at = plan.sums_at, step.squares_at = plan.squares_at, step.work_at = plan.work_at;
+    step.ring_at = plan.ring_at, step.shared = plan.shared;
+    return step;
+}
 // Of a head that is packed in another way than the layers, and so a launch by itself: `head` has its plan and weights.
 inline StepArgs step_head(StepArgs step, const StepArgs& head) {
     step.product[STEP_LOGITS] = head.product[STEP_LOGITS], step.product[STEP_LOGITS].at = 0;
-    step.packed = head.packed, step.stages = head.stages, step.in_flight_head = head.in_flight_head;
-    step.sums_at = head.sums_at, step.squares_at = head.squares_at, step.work_at = head.work_at;
-    step.ring_at = head.ring_at, step.shared = head.shared;
-    return step;
+    step.packed = head.packed;
+    return step_as_planned(step, head);
 }
 
 #ifdef __CUDACC__
 // ---- A session's steps by this kernel: packed weights and all else it needs in the GPU's memory. If the head has
 // another format than the layers, a step is two launches: phases before the head, and the head; packed embeddings are
-// made numbers by a kernel before.
+// made numbers by a kernel before. Steps of several tokens are for bf16 weights only; both kernels read the same copy.
 struct StepRoad {
     using Kernel = void (*)(const StepArgs, int, int);
     struct Part { // of the step: phases `first` .. `last` - 1
@@ -1102,8 +1186,9 @@ struct StepRoad {
     };
     Context ctx;
     Part layers, head; // head.kernel null: it is in `layers`
+    Part several;      // the whole step, of 2 to `most` tokens
     StepArgs& args = layers.args;
-    int blocks = 0, threads = 0;
+    int blocks = 0, threads = 0, most = 1;
     bool by_phase = false;
     Arena arena;
     Linear<bf16> embed; // if it is packed
@@ -1132,6 +1217,7 @@ struct StepRoad {
             choose(head, c, w.head);
             head.first = layers.last = args.phases() - 1, head.last = args.phases();
         }
+        if (one.format == Format::PLAIN && !head.kernel) choose_several(c);
         arena.gpu = true;
         plan();
         size_t free = 0, all = 0;
@@ -1164,7 +1250,7 @@ struct StepRoad {
             return nullptr;
         }
     }
-    // Whose step it is: the batch, of one row, and its cache; where logits go, and the likeliest of each block.
+    // Whose step it is: the batch, of up to `most` rows, and its cache; where logits go, and each block's likeliest.
     void use(const Batch& batch, const KVCache<bf16>& cache, const float* rope, float* logits, const Draw* draw,
              unsigned long long* best) {
         args.b = batch, args.rope = rope, args.logits = logits, args.draw = draw, args.best = best;
@@ -1172,6 +1258,12 @@ struct StepRoad {
     }
     // On the context's stream; part of a graph, if one is being recorded.
     void launch_step() {
+        if (args.b.N > most) DIE("--one-kernel: a step of %d tokens, %d at most", args.b.N, most);
+        if (args.b.N > 1) {
+            Part all = several;
+            all.args = step_as_planned(args, several.args);
+            return launch_part(all);
+        }
         if (embed.in) packed_embed_gpu(ctx, args.residual, embed, args.b);
         launch_part(layers);
         if (!head.kernel) return;
@@ -1186,29 +1278,44 @@ struct StepRoad {
   private:
     // The kernel and its plan, for weights packed as W.
     void choose(Part& part, const Config& c, const Linear<bf16>& W) {
-        int device = 0, most_shared = 0, cooperative = 0, resident = 0;
+        with_step_weights(W, [&](auto packed) { choose_shape<1, decltype(packed)>(part, c, 1); });
+        if (part.args.stages < 4) DIE("--one-kernel: %d bytes of shared memory a block are too few", most_shared());
+        if (!all_resident(part)) DIE("--one-kernel: its blocks cannot all be resident on this GPU");
+    }
+    // As many tokens as leave the ring room: their inputs lie in shared memory.
+    void choose_several(const Config& c) {
+        for (most = STEP_TOKENS; most > 1; most--) {
+            choose_shape<STEP_TOKENS, StepPlain>(several, c, most);
+            if (several.args.stages >= 4) break;
+        }
+        if (most > 1 && !all_resident(several)) most = 1;
+        several.last = args.phases();
+    }
+    template <int TOKENS, class P> void choose_shape(Part& part, const Config& c, int N) {
+        constexpr int STEPS = 32 / P::RUNS; // of a stage: 1,024 numbers
+        auto take = [&](auto shape) {
+            using S = decltype(shape);
+            part.kernel = step_kernel<S>, part.chunk = P::CHUNK, threads = S::THREADS;
+            part.args = plan_step<S>(c, N, blocks, (size_t)most_shared());
+        };
+        take(StepShape<8, STEPS, TOKENS, false, P>());
+        cudaFuncAttributes built;
+        CUDA_CHECK(cudaFuncGetAttributes(&built, part.kernel));
+        if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) take(StepShape<8, STEPS, TOKENS, true, P>());
+    }
+    static int of_device(cudaDeviceAttr what) {
+        int device = 0, value = 0;
         CUDA_CHECK(cudaGetDevice(&device));
-        CUDA_CHECK(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-        CUDA_CHECK(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device));
-        with_step_weights(W, [&](auto packed) {
-            using P = decltype(packed);
-            constexpr int STEPS = 32 / P::RUNS; // of a stage: 1,024 numbers
-            auto take = [&](auto shape) {
-                using S = decltype(shape);
-                part.kernel = step_kernel<S>, part.chunk = P::CHUNK, threads = S::THREADS;
-                part.args = plan_step<S>(c, 1, blocks, (size_t)most_shared);
-            };
-            take(StepShape<8, STEPS, 1, false, P>());
-            cudaFuncAttributes built;
-            CUDA_CHECK(cudaFuncGetAttributes(&built, part.kernel));
-            if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) take(StepShape<8, STEPS, 1, true, P>());
-        });
-        const StepArgs& a = part.args;
-        if (a.stages < 4) DIE("--one-kernel: %d bytes of shared memory a block are too few", most_shared);
-        CUDA_CHECK(cudaFuncSetAttribute(part.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)a.shared));
-        CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, part.kernel, threads, a.shared));
-        if (!by_phase && (!resident || !cooperative))
-            DIE("--one-kernel: its blocks cannot all be resident on this GPU");
+        CUDA_CHECK(cudaDeviceGetAttribute(&value, what, device));
+        return value;
+    }
+    static int most_shared() { return of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+    bool all_resident(const Part& part) const {
+        const int shared = (int)part.args.shared;
+        int resident = 0;
+        CUDA_CHECK(cudaFuncSetAttribute(part.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+        CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, part.kernel, threads, (size_t)shared));
+        return by_phase || (resident && of_device(cudaDevAttrCooperativeLaunch));
     }
     void launch_part(const Part& part) {
         for (int phase = part.first; phase < part.last; phase = by_phase ? phase + 1 : part.last) {
@@ -1222,8 +1329,8 @@ struct StepRoad {
     }
     void plan() {
         args.gains = arena.take<bf16>(args.gains_of(args.L) + args.C);
-        step_words(args, arena.take<uint4>(step_words(args, nullptr, 1)), 1);
-        args.residual = arena.take<float>(args.C);
+        step_words(args, arena.take<uint4>(step_words(args, nullptr, most)), most);
+        args.residual = arena.take<float>((size_t)most * args.C);
         args.steps = arena.take<uint32_t>(1), args.arrived = arena.take<int>(1);
         const StepProduct& logits = args.product[STEP_LOGITS];
         args.packed = arena.take<unsigned char>(logits.at + (head.kernel ? 0 : logits.bytes(layers.chunk)));
