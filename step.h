@@ -112,6 +112,7 @@ struct StepPlace {
     int item[2];       // this block's first one of ATTEND and of JOIN;
     int kv, split;     // ... what the former is
     const int* table;
+    int group;         // of ATTEND: so many tokens from this one on; 0: this one is of an earlier one's
 };
 struct StepDealt {
     int first[7], units[7]; // of each product its first unit, every gridDim.x-th from there on; how many
@@ -149,6 +150,8 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain>
     BOTH static int row(int in) {
         return ((in + STEPS * NUMBERS - 1) / (STEPS * NUMBERS) * STEPS * W::RUNS | 1) * 32;
     }
+    // Tokens of a group: their queries, G of a KV head, are rows of one operand.
+    BOTH static int tokens_attended(int G) { return TOKENS == 1 ? 1 : TOKENS < 8 / G ? TOKENS : 8 / G; }
     static_assert(STEPS % WARPS == 0 && TOKENS <= WARPS && TOKENS <= STEP_TOKENS, "a warp hands over one token's sums");
 };
 
@@ -175,7 +178,8 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
     const size_t G = p.G, D = STEP_HEAD;
     const size_t input = (size_t)N * S::row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
-    const size_t attend = (2 * S::TAIL * PAGE + G) * D * sizeof(bf16) + S::WARPS * G * (D + 4) * sizeof(float);
+    const size_t queries = S::tokens_attended(p.G) * G;
+    const size_t attend = (2 * S::TAIL * PAGE + queries) * D * sizeof(bf16) + S::WARPS * queries * (D + 4) * sizeof(float);
     const size_t join = p.most_splits * STEP_PART * 3 * sizeof(float);
     auto up = [](size_t n) { return (n + 127) / 128 * 128; };
     p.sums_at = up(2 * S::BARRIERS * sizeof(uint64_t) + sizeof(StepDealt));
@@ -397,18 +401,24 @@ __device__ inline int step_arrive(int* counter) {
 #endif
 
 // ---- The kernel
-__device__ inline void step_place(const StepArgs& p, StepDealt& dealt, int n, int warps) {
+// Tokens of a sequence whose contexts are split alike are attended together, as many as mma has rows for their queries.
+template <class S> __device__ inline void step_place(const StepArgs& p, StepDealt& dealt, int n) {
     StepPlace y;
     y.pos = p.b.pos[n], y.slot = p.b.slot[n], y.m0 = n, y.table = p.b.pages + (size_t)p.b.seq[n] * p.b.max_pages;
     while (y.m0 > 0 && p.b.seq[y.m0 - 1] == p.b.seq[n]) y.m0--;
-    y.held = p.b.pos[y.m0];
+    y.held = p.b.pos[y.m0], y.group = 0;
     // Items go around the blocks, from the last: the first ones have more of the products.
-    const int blocks = gridDim.x;
-    y.item[0] = y.item[1] = blocks - 1 - (int)blockIdx.x;
-    for (int m = 0; m <= n; m++) {
-        y.pages = step_split_pages(p, p.b.pos[m], warps), y.splits = (p.b.pos[m] / PAGE + y.pages) / y.pages;
-        if (m == n) break;
-        y.item[0] -= p.K * y.splits, y.item[1] -= y.splits > 1 ? p.H : 0;
+    const int blocks = gridDim.x, N = S::TOKENS == 1 ? 1 : p.b.N;
+    int first = blocks - 1 - (int)blockIdx.x, leader = 0, item[2] = {first, first}, pages = 0, splits = 0;
+    for (int m = 0; m < N; m++) {
+        const int pages_m = step_split_pages(p, p.b.pos[m], S::WARPS), splits_m = (p.b.pos[m] / PAGE + pages_m) / pages_m;
+        const bool leads = m == 0 || p.b.seq[m] != p.b.seq[m - 1] || pages_m != pages || splits_m != splits ||
+                           m - leader == S::tokens_attended(p.G);
+        pages = pages_m, splits = splits_m;
+        if (leads) leader = m;
+        if (m == n) y.pages = pages, y.splits = splits, y.item[0] = item[0], y.item[1] = item[1];
+        y.group += leader == n;
+        item[0] -= leads ? p.K * splits : 0, item[1] -= splits > 1 ? p.H : 0;
     }
     for (int& item : y.item) item = (item % blocks + blocks) % blocks;
     y.kv = y.item[0] / y.splits, y.split = y.item[0] % y.splits;
@@ -511,8 +521,8 @@ struct StepSoftmax {
     __device__ __forceinline__ static float of_column(float x, int i) {
         return __shfl_sync(~0u, x, (threadIdx.x % 4 * 2 + i) * 4);
     }
-    // Of the first `count` keys of a page.
-    __device__ __forceinline__ void add(const StepPage& page, const bf16* query, int count) {
+    // Of the first `count` keys of a page. HIDDEN: for query g these may be none; then nothing changes.
+    template <bool HIDDEN> __device__ __forceinline__ void add(const StepPage& page, const bf16* query, int count) {
         float s[2][4] = {};
         STEP_UNROLL
         for (int j = 0; j < D / 32; j++) {
@@ -533,13 +543,14 @@ struct StepSoftmax {
             largest = fmaxf(largest, x);
         }
         largest = quad_max(largest);
+        if (HIDDEN) largest = fmaxf(largest, -FLT_MAX); // (-inf - -inf is no number)
         const float by = exp2_fast(top - largest), by0 = of_column(by, 0), by1 = of_column(by, 1);
-        top = largest, weights = __fmul_rn(weights, by);
+        top = largest;
         uint32_t p[2], rest[2]; // of keys 2 t, 2 t + 1 and of 2 t + 8, 2 t + 9
         STEP_UNROLL
         for (int half = 0; half < 2; half++) {
             const float x = exp2_fast(s[half][0] - top), y = exp2_fast(s[half][1] - top);
-            weights += x + y;
+            weights = half ? weights + (x + y) : fmaf(weights, by, x + y);
             p[half] = pack(x, y), rest[half] = pack(x - low(p[half]), y - high(p[half]));
         }
         const auto& v = page.v;
@@ -643,35 +654,33 @@ template <class S> struct Step {
         uint64_t since = 0;
         for (uint32_t spins = 1;; spins++) {
             const uint4 v = step_peek(word);
-            if (v.w == epoch || !patient(spins, since)) return v;
+            if (v.w == epoch || gave_up) return v;
+            if (spins % 1024 == 0) lose_patience(since);
         }
     }
-    // Whether a wait goes on: not if it, or another one anywhere, has taken too long.
-    __device__ __forceinline__ bool patient(uint32_t spins, uint64_t& since) {
-        if (gave_up || spins % 1024) return !gave_up;
+    // Ends all waits if this one, or another one anywhere, has taken too long.
+    __device__ __forceinline__ void lose_patience(uint64_t& since) {
         const uint64_t now = step_clock();
         if (!since) since = now;
         if (now - since > p.patience) *p.fault = 1;
         gave_up = *p.fault;
-        return true;
     }
-    // Waits for the words at words + at[i], where at[i] is not negative. All that are missing are asked for together:
-    // one after the other, each would take the way to the L2 cache and back.
-    template <int COUNT>
-    __device__ __forceinline__ void await_all(uint4 (&v)[COUNT], const uint4* words, const int (&at)[COUNT],
-                                              uint32_t epoch) {
+    // Waits for those of the words at(0), at(1) .. that are `there`. All that are missing are asked for together: one
+    // after the other, each would take the way to the L2 cache and back.
+    template <int COUNT, class At, class There>
+    __device__ __forceinline__ void await_all(uint4 (&v)[COUNT], uint32_t epoch, At at, There there) {
         STEP_UNROLL
-        for (int i = 0; i < COUNT; i++) v[i].w = at[i] < 0 ? epoch : ~epoch;
+        for (int i = 0; i < COUNT; i++) v[i] = make_uint4(0, 0, 0, there(i) ? ~epoch : epoch);
         uint64_t since = 0;
         bool missing = true;
-        for (uint32_t spins = 1; missing; spins++) {
+        for (uint32_t spins = 1; missing && !gave_up; spins++) {
             STEP_UNROLL
             for (int i = 0; i < COUNT; i++)
-                if (v[i].w != epoch) v[i] = step_peek(words + at[i]);
+                if (v[i].w != epoch) v[i] = step_peek(at(i));
             missing = false;
             STEP_UNROLL
             for (int i = 0; i < COUNT; i++) missing |= v[i].w != epoch;
-            if (missing && !patient(spins, since)) return;
+            if (spins % 1024 == 0) lose_patience(since);
         }
     }
     // Waits for words i = from, from + step .. and hands each to take(i, word).
@@ -755,6 +764,11 @@ template <class S> struct Step {
         if (!tiles) return;
         const int less = stages == 1 ? 0 : STEPS;
         typename W::Lane w[BATCH][EACH];
+        if (S::TOKENS > 1)
+            STEP_UNROLL
+            for (int i = 0; i < BATCH; i++)
+                STEP_UNROLL
+                for (int j = 0; j < EACH; j++) w[i][j] = {};
         load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
         prepare(kind, layer, 0);
         input(kind, layer);
@@ -849,54 +863,46 @@ template <class S> struct Step {
                                                    : p.out;
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
         auto word_of = [&](int i) { return (warp + i / WORDS * WARPS) * WORDS + i % WORDS; };
-        float square = 0; // of this lane's words of a token
-        auto take = [&](int m, int i, const uint4& v) {
-            *(uint2*)(work + m * S::row(q.in) + 4 * word_of(i)) = make_uint2(v.x, v.y);
-            square += __uint_as_float(v.z);
-        };
-        auto end_token = [&](int m) {
-            for (int i = count + lane; i < filled; i += 32)
-                *(uint2*)(work + m * S::row(q.in) + 4 * word_of(i)) = make_uint2(0, 0);
-            if (normed) square = warp_sum(square);
-            if (normed && lane == 0) squares_of(m)[warp] = square;
-            square = 0;
-        };
         const bool embeds = kind == STEP_QKV && layer == 0;
-        if (embeds)
-            for (int m = 0; m < N; m++) {
-                for (int i = lane; i < count; i += 32) take(m, i, embedded(m, word_of(i)));
-                end_token(m);
-            }
-        else if constexpr (S::TOKENS == 1) {
-            receive(lane, 32, count, e, [&](int i) { return from + word_of(i); },
-                    [&](int i, const uint4& v) { take(0, i, v); });
-            end_token(0);
-        } else {
-            // Token after token, ONCE of this lane's words together: few if there are no more.
-            const int end = max(1, (count + 31) / 32) * 32; // lanes of a warp come to a token's end together
-            auto receive_tokens = [&](auto once) {
-                constexpr int ONCE = decltype(once)::value;
-                for (int m = 0, i = lane; m < N;) {
-                    uint4 v[ONCE];
-                    int at[ONCE], ask_m = m, ask_i = i;
-                    STEP_UNROLL
-                    for (int j = 0; j < ONCE; j++) {
-                        at[j] = ask_m < N && ask_i < count ? ask_m * words + word_of(ask_i) : -1;
-                        ask_i += 32;
-                        if (ask_i >= end) ask_i = lane, ask_m++;
-                    }
-                    await_all(v, from, at, e);
-                    STEP_UNROLL
-                    for (int j = 0; j < ONCE; j++) {
-                        if (m == N) break;
-                        if (at[j] >= 0) take(m, i, v[j]);
-                        i += 32;
-                        if (i >= end) end_token(m), i = lane, m++;
-                    }
-                }
+        for (int m = 0; m < N && (S::TOKENS == 1 || embeds); m++) {
+            bf16* to = work + m * S::row(q.in);
+            float square = 0; // of this thread's
+            auto take = [&](int i, const uint4& v) {
+                *(uint2*)(to + 4 * word_of(i)) = make_uint2(v.x, v.y);
+                square += __uint_as_float(v.z);
             };
-            if (N * end <= 4 * 32) receive_tokens(std::integral_constant<int, 4>());
-            else receive_tokens(std::integral_constant<int, S::BULK ? 16 : 8>());
+            if (embeds)
+                for (int i = lane; i < count; i += 32) take(i, embedded(m, word_of(i)));
+            else receive(lane, 32, count, e, [&](int i) { return from + (size_t)m * words + word_of(i); }, take);
+            for (int i = count + lane; i < filled; i += 32) *(uint2*)(to + 4 * word_of(i)) = make_uint2(0, 0);
+            if (!normed) continue;
+            square = warp_sum(square);
+            if (lane == 0) squares_of(m)[warp] = square;
+        }
+        if (S::TOKENS > 1 && !embeds) {
+            constexpr int ONCE = S::TOKENS < 8 ? 8 / S::TOKENS : 1; // of a token: words in registers are few
+            float square[S::TOKENS] = {};
+            for (int i = lane; i < count; i += 32 * ONCE) {
+                uint4 v[ONCE * S::TOKENS];
+                auto there = [&](int j) { return j % S::TOKENS < N && i + j / S::TOKENS * 32 < count; };
+                await_all(v, e, [&](int j) { return from + j % S::TOKENS * words + word_of(i + j / S::TOKENS * 32); },
+                          there);
+                STEP_UNROLL
+                for (int j = 0; j < ONCE * S::TOKENS; j++) {
+                    if (!there(j)) continue;
+                    const int m = j % S::TOKENS;
+                    *(uint2*)(work + m * S::row(q.in) + 4 * word_of(i + j / S::TOKENS * 32)) = make_uint2(v[j].x, v[j].y);
+                    square[m] += __uint_as_float(v[j].z);
+                }
+            }
+            for (int i = count + lane; i < filled; i += 32)
+                for (int m = 0; m < N; m++)
+                    *(uint2*)(work + m * S::row(q.in) + 4 * word_of(i)) = make_uint2(0, 0);
+            STEP_UNROLL
+            for (int m = 0; m < S::TOKENS; m++) {
+                const float sum = warp_sum(square[m]);
+                if (normed && m < N && lane == 0) squares_of(m)[warp] = sum;
+            }
         }
         __syncwarp();
     }
@@ -916,30 +922,34 @@ template <class S> struct Step {
     }
 
     // ---- Attention
-    // This block's items: of every token KV heads x splits, then of long contexts its heads.
+    // This block's items: of every group of tokens KV heads x splits, then of each token's long context its heads.
     __device__ __forceinline__ void attention(int layer, bool joins) {
         for (int n = 0; n < N; n++) {
             const StepPlace& y = dealt.place[n];
             const int splits = y.splits, items = !joins ? p.K * splits : splits > 1 ? p.H : 0;
             const int first = y.item[joins];
+            if (S::TOKENS > 1 && !joins && !y.group) continue;
             for (int item = first; item < items; item += gridDim.x)
                 if (joins) join(layer, n, item, splits);
                 else attend(layer, n, item == first ? y.kv : item / splits, item == first ? y.split : item % splits);
         }
     }
-    // A KV head's queries of token n over a split. Tokens m0 .. n of the step are of one sequence: their keys and
-    // values are not in the cache yet. They come as words, and with the cache's others of their pages (two at most)
-    // they make up the tail. Shared memory has the tail's keys and values, the queries, and parts of warps.
+    // A KV head's queries of token n, or of the group that it leads, over a split. Tokens m0 .. end - 1 of the step are
+    // of one sequence: their keys and values are not in the cache yet. They come as words, and with the cache's others
+    // of their pages (two at most) they make up the tail. Shared memory has the tail's keys and values, the queries,
+    // and parts of warps.
     __device__ __forceinline__ void attend(int layer, int n, int kv, int split) {
         const StepPlace& y = dealt.place[n];
-        const int G = p.G, pos = y.pos, held = y.held, m0 = y.m0, *table = y.table;
-        const int first = split * y.pages, last = min(first + y.pages, pos / PAGE + 1);
-        const int tail = held / PAGE, fresh = last > tail ? n - m0 + 1 : 0;
+        const int group = S::TOKENS == 1 ? 1 : y.group, end = n + group;
+        const int G = p.G, Q = G * group, held = y.held, m0 = y.m0, *table = y.table;
+        const int newest = S::TOKENS == 1 ? y.pos : held + end - 1 - m0; // its position
+        const int first = split * y.pages, last = min(first + y.pages, newest / PAGE + 1);
+        const int tail = held / PAGE, fresh = last > tail ? end - m0 : 0;
         bf16 *keys = p.keys + layer * p.layer_size, *values = p.values + layer * p.layer_size;
         const size_t head = kv_offset(0, kv, 0, p.K, D), page_step = kv_offset(1, 0, 0, p.K, D);
         bf16 *tail_keys = work, *tail_values = tail_keys + S::TAIL * PAGE * D;
         bf16* queries = tail_values + S::TAIL * PAGE * D;
-        float* parts = (float*)(queries + G * D);
+        float* parts = (float*)(queries + Q * D);
         StepPage page;
         auto load = [&](int i) {
             const size_t from = i < tail ? table[i] * page_step + head : (size_t)(i - tail) * PAGE * D;
@@ -950,11 +960,12 @@ template <class S> struct Step {
         const int mine = first + warp;
         const bool early = mine < min(last, tail);
         if (early) load(mine);
-        // Heads: the queries, then each new token's key and value.
-        const int heads = G + 2 * fresh;
-        auto token_of = [&](int j) { return j < G ? n : m0 + (j - G) / 2; };
+        else if (S::TOKENS > 1) page = {}; // (see product)
+        // Heads: the queries, token by token, then each new token's key and value.
+        const int heads = Q + 2 * fresh;
+        auto token_of = [&](int j) { return j >= Q ? m0 + (j - Q) / 2 : S::TOKENS == 1 ? n : n + j / G; };
         auto turn_of = [&](int j) {
-            return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < G ? 0 : D),
+            return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < Q ? 0 : D),
                             p.rope + (size_t)(held + token_of(j) - m0) * D, lane);
         };
         StepTurn turn = turn_of(min(warp, heads - 1));
@@ -967,46 +978,50 @@ template <class S> struct Step {
             *(uint4*)(tail_values + i * 8) = key < held % PAGE ? __ldcg((const uint4*)(values + from)) : zero;
         }
         if (n == m0) prefetch(layer, table, head, first, min(last, first + 16)); // (the others' are almost the same)
+        const bool appends = last == newest / PAGE + 1; // one split has the newest
         const size_t slot = kv_offset(y.slot / PAGE, kv, y.slot % PAGE, p.K, D);
-        const bool appends = last == pos / PAGE + 1; // one split has the newest
-        auto is_value = [&](int j) { return j >= G && (j - G) % 2; };
         auto word_of = [&](int j) {
-            const int h = j < G ? kv * G + j : p.H + (is_value(j) ? p.K : 0) + kv;
-            return (token_of(j) * (p.H + 2 * p.K) + h) * (D / 4) + lane;
+            const bool query = j < Q, value = !query && (j - Q) % 2;
+            const int h = query ? kv * G + (S::TOKENS == 1 ? j : j % G) : p.H + (value ? p.K : 0) + kv;
+            return p.qkv + ((size_t)token_of(j) * (p.H + 2 * p.K) + h) * (D / 4) + lane;
         };
-        constexpr int MOST = (8 + 2 * S::TOKENS + WARPS - 1) / WARPS; // heads of a warp
-        uint4 words[MOST];
-        if constexpr (S::TOKENS > 1) {
-            int at[MOST];
-            STEP_UNROLL
-            for (int i = 0; i < MOST; i++) at[i] = warp + i * WARPS < heads ? word_of(warp + i * WARPS) : -1;
-            await_all(words, p.qkv, at, epoch(layer));
-        }
-        STEP_UNROLL
-        for (int i = 0; i < MOST; i++) {
-            const int j = warp + i * WARPS;
-            if (j >= heads) break;
+        auto take = [&](int j, const uint4& word) {
             const int m = token_of(j), key = held % PAGE + m - m0;
-            const bool query = j < G, value = is_value(j);
-            if constexpr (S::TOKENS == 1) words[i] = await(p.qkv + word_of(j), epoch(layer));
-            uint2 x = make_uint2(words[i].x, words[i].y);
+            const bool query = j < Q, value = !query && (j - Q) % 2;
+            uint2 x = make_uint2(word.x, word.y);
             if (j != warp) turn = turn_of(j);
             if (!value) x = rotate(x, turn);
             bf16* to = query ? queries + j * D : (value ? tail_values : tail_keys) + key * D;
             *(uint2*)(to + 4 * lane) = x;
-            if (appends && !query && m == n) *(uint2*)((value ? values : keys) + slot + 4 * lane) = x;
+            if (!appends || query || m < n) return;
+            const int own = S::TOKENS == 1 ? 0 : dealt.place[m].slot;
+            const size_t at = S::TOKENS == 1 ? slot : kv_offset(own / PAGE, kv, own % PAGE, p.K, D);
+            *(uint2*)((value ? values : keys) + at + 4 * lane) = x;
+        };
+        if constexpr (S::TOKENS == 1)
+            for (int j = warp; j < heads; j += WARPS) take(j, await(word_of(j), epoch(layer)));
+        else {
+            constexpr int MOST = (8 + 2 * S::TOKENS + WARPS - 1) / WARPS; // heads of a warp
+            uint4 words[MOST];
+            await_all(words, epoch(layer), [&](int i) { return word_of(warp + i * WARPS); },
+                      [&](int i) { return warp + i * WARPS < heads; });
+            STEP_UNROLL
+            for (int i = 0; i < MOST; i++)
+                if (warp + i * WARPS < heads) take(warp + i * WARPS, words[i]);
         }
         meet();
 
-        const bf16* query = queries + min(g, G - 1) * D + t * 8; // (what others compute, nobody stores)
+        const int row = min(g, Q - 1); // (what others compute, nobody stores)
+        const int pos = S::TOKENS == 1 ? y.pos : held + token_of(row) - m0;
+        const bf16* query = queries + row * D + t * 8;
         StepSoftmax softmax;
         for (int at = mine; at < last; at += WARPS) {
             if (at != mine || !early) load(at);
-            softmax.add(page, query, pos - at * PAGE + 1);
+            softmax.template add<(S::TOKENS > 1)>(page, query, pos - at * PAGE + 1);
         }
-        softmax.store(parts + (size_t)warp * G * (D + 4), G);
+        softmax.store(parts + (size_t)warp * Q * (D + 4), Q);
         meet();
-        publish_attention(parts, layer, n, kv, split, y.splits);
+        publish_attention(parts, layer, n, Q, kv, split, y.splits);
         meet(); // `work` is free
     }
     // Numbers 4 lane .. 4 lane + 3 of a head: rms norm, then the rotation of the planes (i, i + D / 2).
@@ -1016,7 +1031,7 @@ template <class S> struct Step {
         const float4* a = turn.angle;
         const float cosines[4] = {a[0].x, a[0].z, a[1].x, a[1].z}, sines[4] = {a[0].y, a[0].w, a[1].y, a[1].w};
         const float squares = warp_sum(fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0]))));
-        const float scale = rsqrtf(__fadd_rn(squares / D, p.eps));
+        const float scale = rsqrtf(fmaf(squares, 1.f / D, p.eps));
         float y[4];
         STEP_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -1025,14 +1040,17 @@ template <class S> struct Step {
         }
         return make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
     }
-    // The warps' parts as one: what O takes, or a split's part for JOIN.
-    __device__ __forceinline__ void publish_attention(float* parts, int layer, int n, int kv, int split, int splits) {
+    // The warps' parts of Q queries as one: what O takes, or a split's part for JOIN.
+    __device__ __forceinline__ void publish_attention(float* parts, int layer, int n, int Q, int kv, int split,
+                                                      int splits) {
         const int G = p.G;
-        for (int i = tid; i < G * (D / 4); i += CONSUMERS) {
+        auto token_of = [&](int j) { return S::TOKENS == 1 ? n : n + j / G; };
+        auto head_of = [&](int j) { return kv * G + (S::TOKENS == 1 ? j : j % G); };
+        for (int i = tid; i < Q * (D / 4); i += CONSUMERS) {
             const int j = i / (D / 4), quad = i % (D / 4);
             float top, weights, *part = parts + j * (D + 4);
-            const float4 x = step_join(part, WARPS, G * (D + 4), quad, top, weights);
-            if (splits == 1) publish_head(n, kv * G + j, quad, x, weights, layer);
+            const float4 x = step_join(part, WARPS, Q * (D + 4), quad, top, weights);
+            if (splits == 1) publish_head(token_of(j), head_of(j), quad, x, weights, layer);
             else {
                 *(float4*)(part + 4 * quad) = x; // (only this thread reads these four)
                 if (quad == 0) part[D + 2] = top, part[D + 3] = weights;
@@ -1040,12 +1058,12 @@ template <class S> struct Step {
         }
         if (splits == 1) return;
         meet();
-        for (int i = tid; i < G * STEP_PART; i += CONSUMERS) {
+        for (int i = tid; i < Q * STEP_PART; i += CONSUMERS) {
             const int j = i / STEP_PART, word = i % STEP_PART;
             auto at = [&](int k) {
                 return __float_as_uint(k < D + 2 ? parts[j * (D + 4) + (k < D ? k : k + 2)] : 0.f);
             };
-            const size_t part = ((size_t)n * p.H + kv * G + j) * p.most_splits + split;
+            const size_t part = ((size_t)token_of(j) * p.H + head_of(j)) * p.most_splits + split;
             step_publish(p.parts + part * STEP_PART + word,
                          make_uint4(at(3 * word), at(3 * word + 1), at(3 * word + 2), epoch(layer)));
         }
@@ -1116,7 +1134,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_consta
     const int tid = threadIdx.x;
     if (tid < p.stages) full[tid].begin(S::BULK ? 1 : 128), empty[tid].begin(S::WARPS);
     if (tid < 7) step_deal(p, dealt, tid);
-    if (tid < (S::TOKENS == 1 ? 1 : p.b.N)) step_place(p, dealt, tid, S::WARPS);
+    if (tid < (S::TOKENS == 1 ? 1 : p.b.N)) step_place<S>(p, dealt, tid);
     StepBarrier::begun();
     step_meet(0, S::THREADS);
     if (tid >= S::CONSUMERS) {
@@ -1186,7 +1204,7 @@ struct StepRoad {
     };
     Context ctx;
     Part layers, head; // head.kernel null: it is in `layers`
-    Part several;      // the whole step, of 2 to `most` tokens
+    Part several[3];   // the whole step, of up to 2, 4 and 8 tokens
     StepArgs& args = layers.args;
     int blocks = 0, threads = 0, most = 1;
     bool by_phase = false;
@@ -1260,8 +1278,8 @@ struct StepRoad {
     void launch_step() {
         if (args.b.N > most) DIE("--one-kernel: a step of %d tokens, %d at most", args.b.N, most);
         if (args.b.N > 1) {
-            Part all = several;
-            all.args = step_as_planned(args, several.args);
+            Part all = several[args.b.N <= 2 ? 0 : args.b.N <= 4 ? 1 : 2];
+            all.args = step_as_planned(args, all.args);
             return launch_part(all);
         }
         if (embed.in) packed_embed_gpu(ctx, args.residual, embed, args.b);
@@ -1284,12 +1302,17 @@ struct StepRoad {
     }
     // As many tokens as leave the ring room: their inputs lie in shared memory.
     void choose_several(const Config& c) {
-        for (most = STEP_TOKENS; most > 1; most--) {
-            choose_shape<STEP_TOKENS, StepPlain>(several, c, most);
-            if (several.args.stages >= 4) break;
+        choose_tokens<2>(several[0], c), choose_tokens<4>(several[1], c), choose_tokens<8>(several[2], c);
+    }
+    template <int TOKENS> void choose_tokens(Part& part, const Config& c) {
+        if (most < TOKENS / 2) return;
+        int N = TOKENS;
+        for (; N > most; N--) {
+            choose_shape<TOKENS, StepPlain>(part, c, N);
+            if (part.args.stages >= 4) break;
         }
-        if (most > 1 && !all_resident(several)) most = 1;
-        several.last = args.phases();
+        part.last = args.phases();
+        if (N > most && all_resident(part)) most = N;
     }
     template <int TOKENS, class P> void choose_shape(Part& part, const Config& c, int N) {
         constexpr int STEPS = 32 / P::RUNS; // of a stage: 1,024 numbers
