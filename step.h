@@ -29,11 +29,15 @@
      A word is written again a layer later. Whoever does has waited for words that wait, in turn, for all readers:
      QKV <- out <- DOWN <- hidden <- GATE_UP <- mid <- O <- att <- ATTEND: each writes after it has read all of the one
      before. (A block without a tile of a product does not read its input.)
-   Several tokens   A kernel of its own computes 2 to 8, with bf16 weights, from the same packed copy: a token alone has
-     more registers without. A lane asks for its words of all tokens together, since they come at about the same time. A
-     token's bits are those of a step of its own (prompt lookup rests on that): the order of its sums does not depend on
-     N, and where a compiler could choose which product to fuse into a sum, the code says it. Inputs of all tokens lie
-     in shared memory, so large models have fewer (on an H100 0.6B: 8, 8B: 6).
+   Several tokens   Kernels of their own compute 2, up to 4 and up to 8, with bf16 weights, from the same packed copy. A
+     lane asks for 8 words together, of all tokens, since they come at about the same time. Attention takes tokens of a
+     sequence in groups, whose queries are rows of one operand: a page is read once for them. A token's bits are those
+     of a step of its own (prompt lookup rests on that): the order of its sums does not depend on N, and where a
+     compiler could choose which product to fuse into a sum, the code says it. Inputs of all tokens lie in shared
+     memory, so large models have fewer (on an H100 0.6B: 8, 8B: 6).
+     Nothing may be spilled there: shared memory leaves the L1 cache so little room that a spilled register is in L2,
+     and a word that waits to be spilled keeps the next from being asked for (1,600 bytes spilled: 2 tokens took 2.2
+     times one's time). What is set on one path only is live, to ptxas, from the kernel's begin: so operands are zeroed.
    The residual x stays in fp32 in global memory with the thread that adds to it. Others get x g in bf16.
    Attention   A warp takes pages of 16 keys: queries are rows of mma, keys columns; the probabilities go back in as an
      operand, first their bf16, then what that leaves, so nothing is lost. Pages of the
@@ -46,7 +50,6 @@
 
    Bound by 5 exchanges a layer (6 with splits) and what consumers do between them, then by the memory's speed.
    Packed formats have not run on a GPU yet; they are held to W.at by emulation.
-   Several tokens have not run on a GPU yet either; that each has its own bits is held by emulation.
    Measured on an H100 (PERFORMANCE.md, One kernel a token): 512 us a token at position 1, where the bytes take 388.
    A profile shows where the rest goes: a fifth of the consumers' time waits for words, a fifth for the ring (most of
    that in the head, which is at the memory's speed), a third for the results of their own instructions. */
@@ -178,8 +181,8 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
     const size_t G = p.G, D = STEP_HEAD;
     const size_t input = (size_t)N * S::row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
-    const size_t queries = S::tokens_attended(p.G) * G;
-    const size_t attend = (2 * S::TAIL * PAGE + queries) * D * sizeof(bf16) + S::WARPS * queries * (D + 4) * sizeof(float);
+    const size_t Q = S::tokens_attended(p.G) * G;
+    const size_t attend = (2 * S::TAIL * PAGE + Q) * D * sizeof(bf16) + S::WARPS * Q * (D + 4) * sizeof(float);
     const size_t join = p.most_splits * STEP_PART * 3 * sizeof(float);
     auto up = [](size_t n) { return (n + 127) / 128 * 128; };
     p.sums_at = up(2 * S::BARRIERS * sizeof(uint64_t) + sizeof(StepDealt));
@@ -411,7 +414,8 @@ template <class S> __device__ inline void step_place(const StepArgs& p, StepDeal
     const int blocks = gridDim.x, N = S::TOKENS == 1 ? 1 : p.b.N;
     int first = blocks - 1 - (int)blockIdx.x, leader = 0, item[2] = {first, first}, pages = 0, splits = 0;
     for (int m = 0; m < N; m++) {
-        const int pages_m = step_split_pages(p, p.b.pos[m], S::WARPS), splits_m = (p.b.pos[m] / PAGE + pages_m) / pages_m;
+        const int pages_m = step_split_pages(p, p.b.pos[m], S::WARPS);
+        const int splits_m = (p.b.pos[m] / PAGE + pages_m) / pages_m;
         const bool leads = m == 0 || p.b.seq[m] != p.b.seq[m - 1] || pages_m != pages || splits_m != splits ||
                            m - leader == S::tokens_attended(p.G);
         pages = pages_m, splits = splits_m;
@@ -890,8 +894,8 @@ template <class S> struct Step {
                 STEP_UNROLL
                 for (int j = 0; j < ONCE * S::TOKENS; j++) {
                     if (!there(j)) continue;
-                    const int m = j % S::TOKENS;
-                    *(uint2*)(work + m * S::row(q.in) + 4 * word_of(i + j / S::TOKENS * 32)) = make_uint2(v[j].x, v[j].y);
+                    const int m = j % S::TOKENS, word = word_of(i + j / S::TOKENS * 32);
+                    *(uint2*)(work + m * S::row(q.in) + 4 * word) = make_uint2(v[j].x, v[j].y);
                     square[m] += __uint_as_float(v[j].z);
                 }
             }
