@@ -902,11 +902,12 @@ template <class S> struct Step {
             for (int i = count + lane; i < filled; i += 32)
                 for (int m = 0; m < N; m++)
                     *(uint2*)(work + m * S::row(q.in) + 4 * word_of(i)) = make_uint2(0, 0);
-            STEP_UNROLL
-            for (int m = 0; m < S::TOKENS; m++) {
-                const float sum = warp_sum(square[m]);
-                if (normed && m < N && lane == 0) squares_of(m)[warp] = sum;
-            }
+            if (normed)
+                STEP_UNROLL
+                for (int m = 0; m < S::TOKENS; m++) {
+                    const float sum = warp_sum(square[m]);
+                    if (m < N && lane == 0) squares_of(m)[warp] = sum;
+                }
         }
         __syncwarp();
     }
