@@ -414,6 +414,19 @@ TEST_CASE("up to eight tokens in a step: each has the bits that it has alone, ov
     }
 }
 
+TEST_CASE("kernels of two and of four tokens, too; and groups of attention that end within a sequence") {
+    RandomNumbers random{12};
+    for (int H : {1, 3, 5}) { // queries of a KV head: 8, 2 tokens or 1 are attended together
+        INFO("H " << H);
+        const RandomModel m(random, 136, 72, H, 1, 72, 1, false);
+        using One = StepShape<8, 16, 1, true>;
+        check_together<StepShape<8, 16, 2, true>, One>(m, Place(random, m, Rows{{15, 2}}), 3, true);
+        check_together<StepShape<8, 16, 4, true>, One>(m, Place(random, m, Rows{{126, 4}}), 3, true);
+        check_together<StepShape<8, 16, 4, true>, One>(m, Place(random, m, Rows{{255, 3}}), 3, true);
+        check_together<StepShape<8, 16, 8, true>, One>(m, Place(random, m, Rows{{62, 5}, {7, 3}}), 5, true);
+    }
+}
+
 TEST_CASE("before Hopper: four warps fetch weights by cp.async, with the same bits") {
     RandomNumbers random{8};
     const RandomModel m(random, 136, 72, 2, 1, 72, 1, true);
