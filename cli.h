@@ -694,7 +694,8 @@ static std::vector<Option> option_table(Options& o) {
         {"-n", "--max-tokens", "N", "tokens of the answer (default: to the end of the context)",
          whole(o.max_tokens, 0, INT_MAX)},
         {"", "--lookup", "N", "what followed the latest words before is computed with the next\n"
-         "token, N tokens at most (up to 7), while it pays; the answer is the\nsame (default 7, on a GPU 0)",
+         "token, N tokens at most (up to 7), while it pays; the answer is the\n"
+         "same (default 7; on a GPU 0, and only with --one-kernel or --invariant)",
          whole(o.lookup, 0, LookUp::MOST)},
         {"-c", "--ctx", "N", "context in tokens (default 4096, or the model's limit if that is less)",
          whole(o.context, 1, INT_MAX)},
@@ -855,10 +856,12 @@ template <class T> void write_logits(const Options& o, Session<T>& session, cons
     if (o.logits_hash) write_stdout(format("%016llx\n", (unsigned long long)hash));
 }
 
-// --lookup for this session. On a GPU a token alone is computed by other kernels than several are, with other bits.
+// --lookup for this session. On a GPU a token has the same bits in steps of any number of tokens by step.h's kernels,
+// or with --invariant.
 template <class T> void use_lookup(const Options& o, Session<T>& session) {
-    const bool exact = !o.ctx.gpu || o.ctx.invariant;
-    if (o.lookup > 0 && !exact) DIE("--lookup %d: on a GPU it needs --invariant, or the answer could change", o.lookup);
+    if (o.lookup > 0 && !session.can_look_up())
+        DIE("--lookup %d: on a GPU it needs --one-kernel (bf16 weights, room for their copy) or --invariant, or the "
+            "answer could change", o.lookup);
     session.lookup.most = o.lookup >= 0 ? o.lookup : o.ctx.gpu ? 0 : LookUp::MOST;
 }
 // What came of it, for people.

@@ -13,6 +13,10 @@
 //     propose    the ids to compute beside the one that is due
 //     computed   how long a step of so many tokens took
 //     judged     whether the next proposed id was the one that was drawn
+// On a GPU steps are launched before the tokens of those before are known, and a proposal has to wait until these have
+// come:
+//     foreseen   whether the id that was awaited was the one proposed for its place
+//     waited     how long a token alone took because nothing had been launched before it
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -101,21 +105,28 @@ struct LookUp {
             const size_t at = match.next + i;
             next.push_back(at < ids.size() ? ids[at] : next[at - ids.size()]);
         }
-        proposed += n;
         return next;
     }
 
-    // A step of so many tokens, the one that was due and the proposed ones.
-    void computed(size_t tokens, double time) {
+    // A step of so many tokens, the one that was due and the proposed ones; or `times` such steps, each.
+    void computed(size_t tokens, double time, int times = 1) {
         if (tokens < 1 || tokens > MOST + 1) return;
+        proposed += (tokens - 1) * (size_t)times;
         if (tokens > 1) time = std::min(time, expected_time(0) * (double)tokens); // (more: it was held up)
         steps[tokens].add(time);
         const double one = expected_time(0);
-        taken += one, won -= expected_time((int)tokens - 1) - one;
+        taken += times * one, won -= times * (expected_time((int)tokens - 1) - one);
     }
-    void judged(bool is_right) {
+    void waited(double time) {
+        const double one = expected_time(0);
+        taken += one, won -= std::min(std::max(time - one, 0.), one); // (more: it was held up)
+    }
+    void foreseen(bool is_right) {
         for (double* sum : {&tried[kind], &hit[kind]}) *sum *= 0.95; // the last twenty or so count
         tried[kind]++, hit[kind] += is_right;
+    }
+    void judged(bool is_right) {
+        foreseen(is_right);
         if (!is_right) return;
         right++, won += expected_time(0), taken += expected_time(0);
     }

@@ -877,7 +877,7 @@ template <class T> struct Session {
     std::vector<acc<T>> host_logits;        // on a GPU: row_logits in the CPU's memory
     struct { Sampling how; int exist; size_t answer, most; } drawing; // see begin_draws
     std::shared_ptr<GpuDraws<T>> draws;     // on a GPU
-    LookUp lookup;                          // may be asked for, on a GPU only with `invariant`
+    LookUp lookup;                          // may be asked for, see can_look_up
     std::vector<int> ahead;                 // what it proposed after ids, as far as it has not been judged: in the
                                             // cache; the logits of each lie in the row after `logits`
     double fed = 0;                         // s that `feed` has taken for prompts, since an answer began
@@ -970,7 +970,7 @@ template <class T> struct Session {
     // ---- Drawing an answer, token by token. `exist`: only ids below may be drawn; `answer`: ids[answer] on belong to
     // the answer (see penalized); `most`: no more draws than these will follow.
     void begin_draws(const Sampling& how, int exist, size_t answer, size_t most) {
-        if (lookup.most && ctx.gpu && !ctx.invariant) DIE("prompt lookup on a GPU needs --invariant");
+        if (lookup.most && !can_look_up()) DIE("prompt lookup on a GPU needs --one-kernel's steps, or --invariant");
         drawing = {how, exist, answer, most};
         ahead.clear();
         if (lookup.most) lookup.begin(ids, std::exchange(fed, 0));
@@ -990,7 +990,15 @@ template <class T> struct Session {
         else if (!lookup.most) feed({id});
         else if (!was_proposed(id)) feed_with_proposal(id);
     }
-    bool draws_ahead() const { return ctx.gpu && !lookup.most; }
+    // On a GPU: whether it draws, and is ahead of the caller; then it sees to proposals, too.
+    bool draws_ahead() const { return ctx.gpu && (!lookup.most || step_tokens() > 1); }
+    // Whether a token has the same bits in steps of several tokens as in one of its own.
+    bool can_look_up() const { return !ctx.gpu || ctx.invariant || step_tokens() > 1; }
+    // On a GPU: that one kernel computes.
+    int step_tokens() const {
+        if constexpr (HAS_GPU<T>) return draws->tokens();
+        return 1;
+    }
 
     // Takes the token if it is the next one that was proposed: then its logits are there.
     bool was_proposed(int id) {
@@ -6079,28 +6087,42 @@ inline void likeliest_gpu(Context& ctx, Likeliest* out, const float* logits, siz
 // `ring` in the CPU's memory; what was computed past the last token that was accepted is overwritten later. A graph
 // starts when the one launched before it has completed, all of it: what sample_kernel writes, the next graph's kernels
 // may read early.
+//   With lookup, where a step is one kernel, two steps are ahead. When there is something to propose behind the tokens
+// that have come, no more are launched; those under way complete, and show whether it goes on; then comes a step of all
+// that is proposed, and so on while there are proposals. (Not with penalties: each row would need counts of its own.)
 template <class T> struct GpuDraws {
-    static constexpr int AHEAD = 8;
+    static constexpr int AHEAD = 8, ROWS = STEP_TOKENS;
     Session<T>& session;
     Context& ctx;
-    DrawState step = {};
+    DrawState step = {};                   // of ROWS rows; of a step of one token the first
     uint32_t* seen;
-    Draw* draw_parameters;
+    Draw* draw_parameters;                 // (ROWS), all the same
     unsigned long long* best;
-    volatile int* ring = nullptr;
+    int* seq;                              // (ROWS) zeros: the only sequence
+    volatile int* ring = nullptr;          // (ROWS, ring_size)
+    int* host_rows = nullptr;              // (3,ROWS) token, pos and slot on their way to `step`
     int launched = 0;                      // draws up to this position are on their way,
     int last = 0;                          // ... and up to this one will be wanted
-    std::map<int, cudaGraphExec_t> graphs; // by splits and whether there are penalties; see also record_road_step
+    std::map<int, cudaGraphExec_t> graphs; // by splits and whether there are penalties; see also launch_step
     bool penalties = false;
     std::unique_ptr<StepRoad> road;        // if a step is one kernel
     bool asked = false;                    // ... which is known
+    // With lookup:
+    std::vector<int> text;                 // the session's ids and what was drawn and has come
+    std::vector<int> proposed;             // in the step under way
+    int expected = -1;                     // the proposed id for the token under way, if any
+    bool row_known = true;                 // the first row of `step` is the one to go on from
+    bool from_idle = false;                // nothing was under way when the step that is was launched,
+    double started = 0;                    // ... which was then (s)
+    double run_since = 0;                  // s: since then so many tokens came without a pause
+    int run = 0;
 
     explicit GpuDraws(Session<T>& s) : session(s), ctx(s.ctx) { ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); }
     GpuDraws(const GpuDraws&) = delete;
     ~GpuDraws() {
         cudaStreamSynchronize(ctx.gpu->stream);
         for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
-        if (ring) cudaFreeHost((void*)ring);
+        if (ring) cudaFreeHost((void*)ring), cudaFreeHost(host_rows);
     }
 
     // The session's memory that only a GPU needs.
@@ -6112,19 +6134,29 @@ template <class T> struct GpuDraws {
         const int splits = (session.capacity - 1) / SPLIT + 1;
         ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, 1, splits, c.H, c.D));
         ctx.gpu->attention_arrived = arena.take<int>(c.H);
-        for (int** one : {&step.token, &step.pos, &step.slot}) *one = arena.take<int>(1);
+        step.token = arena.take<int>(4 * ROWS), step.pos = step.token + ROWS, step.slot = step.pos + ROWS;
+        seq = step.slot + ROWS;
         seen = arena.take<uint32_t>(c.V);
-        draw_parameters = arena.take<Draw>(1);
-        best = arena.take<unsigned long long>(BEST_BLOCKS);
+        draw_parameters = arena.take<Draw>(ROWS);
+        best = arena.take<unsigned long long>(ROWS * BEST_BLOCKS);
+    }
+    // Of a step by one kernel, at most. Looks for the road first, which takes memory.
+    int tokens() {
+        if (!asked) road = StepRoad::find(ctx, session.config, session.weights), asked = true;
+        return road ? std::min({road->most, session.chunk, Session<T>::ROWS}) : 1;
     }
 
     void begin(size_t most) {
         CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream)); // steps that an answer before this one left behind
         const int capacity = session.capacity;
         if (!ring) {
-            CUDA_CHECK(cudaHostAlloc((void**)&ring, ((size_t)capacity + 1) * sizeof(int), cudaHostAllocMapped));
+            const size_t ring_size = (size_t)capacity + 1;
+            CUDA_CHECK(cudaHostAlloc((void**)&ring, ROWS * ring_size * sizeof(int), cudaHostAllocMapped));
             CUDA_CHECK(cudaHostGetDevicePointer((void**)&step.ring, (void*)ring, 0));
-            step.ring_size = capacity + 1, step.seq = session.table; // table[0] = 0: sequence 0
+            CUDA_CHECK(cudaHostAlloc((void**)&host_rows, 3 * ROWS * sizeof(int), cudaHostAllocDefault));
+            const std::vector<int> zeros(ROWS);
+            copy_in(ctx, seq, zeros.data(), zeros.size());
+            step.ring_size = capacity + 1, step.seq = seq;
             step.pages = session.table, step.max_pages = session.pages;
         }
         const auto& d = session.drawing;
@@ -6132,30 +6164,103 @@ template <class T> struct GpuDraws {
         const int V = session.config.V;
         if (penalties) copy_in(ctx, seen, seen_counts(session.ids, d.answer, V).data(), (size_t)V);
         step.seen = penalties ? seen : nullptr;
-        if (!road && !asked) road = StepRoad::find(ctx, session.config, session.weights), asked = true;
+        tokens(); // (finds the road)
         const int n = (int)session.ids.size(), pos = n - 1;
-        const Draw parameters = {d.how, d.exist};
-        copy_in(ctx, draw_parameters, &parameters, 1);
+        const std::vector<Draw> parameters(ROWS, {d.how, d.exist});
+        copy_in(ctx, draw_parameters, parameters.data(), parameters.size());
         copy_in(ctx, step.pos, &pos, 1);
         for (int p = 0; p <= capacity; p++) ring[p] = 0;
         last = (int)std::min((size_t)capacity, n + std::min(most, (size_t)capacity) - 1);
         launched = n;
+        const bool looks_up = session.lookup.most && !penalties;
+        for (int N = 1; looks_up && N <= tokens(); N++) road_step(N); // (else its first time would seem long)
+        text = session.ids, proposed.clear(), expected = -1, run_since = 0, from_idle = false, row_known = true;
         launch_draw(session.last_row);
     }
 
     int next() {
         const int p = (int)session.ids.size();
+        if (session.lookup.most && !penalties) {
+            while ((int)text.size() <= p) go_on(), take();
+            go_on(); // before the caller takes its time
+            return text[p];
+        }
         while (launched < std::min(p + AHEAD, last)) launch_step();
-        for (int spins = 0; !ring[p]; spins++)
+        return wait(0, p);
+    }
+
+  private:
+    // What a row drew for a position.
+    int wait(int row, int pos) {
+        const volatile int& drawn = ring[(size_t)row * step.ring_size + pos];
+        for (int spins = 0; !drawn; spins++)
             if (spins % 4096 == 4095) { // a fault of the GPU must not hang us
                 const cudaError_t e = cudaStreamQuery(ctx.gpu->stream);
                 if (e != cudaErrorNotReady) CUDA_CHECK(e);
             }
         if (road) road->check();
-        return ring[p] - 1;
+        return drawn - 1;
+    }
+    // With lookup: launches what can be.
+    void go_on() {
+        const int known = (int)text.size(), under_way = launched + 1 - known;
+        if (!proposed.empty() || under_way > 1 || launched >= last) return;
+        const std::vector<int> next = session.lookup.propose(text, (size_t)std::min(last - known, tokens() - 1));
+        if (!next.empty() && under_way) return void(expected = next[0]);
+        if (!under_way) started = seconds();
+        if (!next.empty()) return launch_proposed(next);
+        if (!under_way) from_idle = true;
+        if (!row_known) put_rows({text.back()});
+        row_known = true;
+        while (launched < std::min(known + 1, last)) launch_step();
+    }
+    // With lookup: waits for the oldest step under way.
+    void take() {
+        constexpr int RUN = 4; // tokens whose time is taken together: when each comes to us depends on what we do
+        const int p = (int)text.size();
+        LookUp& lookup = session.lookup;
+        if (proposed.empty()) {
+            text.push_back(wait(0, p));
+            const double now = seconds();
+            if (expected >= 0) lookup.foreseen(text.back() == expected);
+            if (from_idle) lookup.waited(now - started);
+            if (from_idle || !run_since) run = 0, run_since = now;
+            else if (++run == RUN) lookup.computed(1, (now - run_since) / RUN, RUN), run = 0, run_since = now;
+            expected = -1, from_idle = false;
+            return;
+        }
+        const int n = (int)proposed.size();
+        std::vector<int> drawn;
+        for (int r = 0; r <= n; r++) drawn.push_back(wait(r, p + r));
+        lookup.computed(drawn.size(), seconds() - started);
+        for (int r = 0; r <= n; r++) {
+            text.push_back(drawn[r]);
+            if (r == n) break;
+            lookup.judged(drawn[r] == proposed[r]);
+            if (drawn[r] != proposed[r]) break;
+        }
+        launched = (int)text.size() - 1;
+        proposed.clear();
+    }
+    // The last known token and what may follow it to the rows of `step`: from the last position of `text` on.
+    void put_rows(const std::vector<int>& ids) {
+        for (int r = 0; r < (int)ids.size(); r++) {
+            host_rows[r] = ids[r];
+            host_rows[ROWS + r] = host_rows[2 * ROWS + r] = (int)text.size() - 1 + r; // (the identity table)
+        }
+        CUDA_CHECK(cudaMemcpyAsync(step.token, host_rows, 3 * ROWS * sizeof(int), cudaMemcpyHostToDevice,
+                                   ctx.gpu->stream));
+    }
+    void launch_proposed(const std::vector<int>& next) {
+        std::vector<int> ids = {text.back()};
+        ids.insert(ids.end(), next.begin(), next.end());
+        for (size_t r = 0; r < ids.size(); r++) ring[r * (size_t)step.ring_size + text.size() + r] = 0;
+        put_rows(ids);
+        launch_road_step((int)ids.size());
+        launched = (int)text.size() - 1 + (int)ids.size();
+        proposed = next, row_known = false;
     }
 
-  private:
     void launch_draw(const int* row) {
         const size_t V = session.config.V;
         const Linear<T>& W = session.weights.head;
@@ -6167,27 +6272,27 @@ template <class T> struct GpuDraws {
         launch(ctx, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, V, draw_parameters, best, blocks, step);
     }
 
-    // A step as one kernel, which draws too where that is greedy. Its graphs have negative numbers.
-    void record_road_step() {
+    // A step of N tokens as one kernel, which draws too where that is greedy. Its graphs have negative numbers.
+    void launch_road_step(int N) { CUDA_CHECK(cudaGraphLaunch(road_step(N), ctx.gpu->stream)); }
+    cudaGraphExec_t road_step(int N) {
+        cudaGraphExec_t& graph = graphs[-4 * N - penalties - 2 * greedy()];
+        if (!graph) graph = record_graph(ctx, [&] { record_road_step(N); });
+        return graph;
+    }
+    void record_road_step(int N) {
         StepArgs& a = road->args;
-        road->use({1, 1, step.token, step.pos, step.seq, step.slot, session.table, session.pages, 1}, session.cache,
-                  session.rope, session.row_logits, draw_parameters, best);
+        road->use({N, 1, step.token, step.pos, step.seq, step.slot, session.table, session.pages, N == 1},
+                  session.cache, session.rope, session.row_logits, draw_parameters, best);
         a.seen = step.seen, a.greedy = greedy(), a.next = step;
         road->launch_step();
         if (a.greedy) return;
-        launch_kernel(ctx, false, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, (size_t)a.V, draw_parameters,
-                      best, road->blocks, step);
+        launch_kernel(ctx, false, sample_kernel, (unsigned)N, DRAW_THREADS, 0, session.row_logits, (size_t)a.V,
+                      draw_parameters, best, road->blocks, step);
     }
     bool greedy() const { return session.drawing.how.temperature == 0 || session.drawing.exist == 1; }
 
     void launch_step() {
-        if (road) {
-            cudaGraphExec_t& graph = graphs[-1 - penalties - 2 * greedy()];
-            if (!graph) graph = record_graph(ctx, [&] { record_road_step(); });
-            CUDA_CHECK(cudaGraphLaunch(graph, ctx.gpu->stream));
-            launched++;
-            return;
-        }
+        if (road) return launch_road_step(1), void(launched++);
         const int splits = splits_for_graph(launched, session.capacity);
         cudaGraphExec_t& graph = graphs[2 * splits + penalties];
         if (!graph) {

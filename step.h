@@ -29,6 +29,15 @@
      A word is written again a layer later. Whoever does has waited for words that wait, in turn, for all readers:
      QKV <- out <- DOWN <- hidden <- GATE_UP <- mid <- O <- att <- ATTEND: each writes after it has read all of the one
      before. (A block without a tile of a product does not read its input.)
+   Several tokens   Kernels of their own compute 2, up to 4 and up to 8, with bf16 weights, from the same packed copy. A
+     lane asks for 8 words together, of all tokens, since they come at about the same time. Attention takes tokens of a
+     sequence in groups, whose queries are rows of one operand: a page is read once for them. A token's bits are those
+     of a step of its own (prompt lookup rests on that): the order of its sums does not depend on N, and where a
+     compiler could choose which product to fuse into a sum, the code says it. Inputs of all tokens lie in shared
+     memory, so large models have fewer (on an H100 0.6B: 8, 8B: 6).
+     Nothing may be spilled there: shared memory leaves the L1 cache so little room that a spilled register is in L2,
+     and a word that waits to be spilled keeps the next from being asked for (1,600 bytes spilled: 2 tokens took 2.2
+     times one's time). What is set on one path only is live, to ptxas, from the kernel's begin: so operands are zeroed.
    The residual x stays in fp32 in global memory with the thread that adds to it. Others get x g in bf16.
    Attention   A warp takes pages of 16 keys: queries are rows of mma, keys columns; the probabilities go back in as an
      operand, first their bf16, then what that leaves, so nothing is lost. Pages of the
@@ -106,6 +115,7 @@ struct StepPlace {
     int item[2];       // this block's first one of ATTEND and of JOIN;
     int kv, split;     // ... what the former is
     const int* table;
+    int group;         // of ATTEND: so many tokens from this one on; 0: this one is of an earlier one's
 };
 struct StepDealt {
     int first[7], units[7]; // of each product its first unit, every gridDim.x-th from there on; how many
@@ -144,6 +154,8 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain>
     BOTH static int row(int in) {
         return ((in + STEPS * NUMBERS - 1) / (STEPS * NUMBERS) * STEPS * W::RUNS | 1) * 32;
     }
+    // Tokens of a group: their queries, G of a KV head, are rows of one operand.
+    BOTH static int tokens_attended(int G) { return TOKENS == 1 ? 1 : TOKENS < 8 / G ? TOKENS : 8 / G; }
     static_assert(STEPS % WARPS == 0 && TOKENS <= WARPS && TOKENS <= STEP_TOKENS, "a warp hands over one token's sums");
 };
 
@@ -170,7 +182,8 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
     const size_t G = p.G, D = STEP_HEAD;
     const size_t input = (size_t)N * S::row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
-    const size_t attend = (2 * S::TAIL * PAGE + G) * D * sizeof(bf16) + S::WARPS * G * (D + 4) * sizeof(float);
+    const size_t Q = S::tokens_attended(p.G) * G;
+    const size_t attend = (2 * S::TAIL * PAGE + Q) * D * sizeof(bf16) + S::WARPS * Q * (D + 4) * sizeof(float);
     const size_t join = p.most_splits * STEP_PART * 3 * sizeof(float);
     auto up = [](size_t n) { return (n + 127) / 128 * 128; };
     p.sums_at = up(2 * S::BARRIERS * sizeof(uint64_t) + sizeof(StepDealt));
@@ -388,18 +401,25 @@ __device__ inline int step_arrive(int* counter) {
 #endif
 
 // ---- The kernel
-__device__ inline void step_place(const StepArgs& p, StepDealt& dealt, int n, int warps) {
+// Tokens of a sequence whose contexts are split alike are attended together, as many as mma has rows for their queries.
+template <class S> __device__ inline void step_place(const StepArgs& p, StepDealt& dealt, int n) {
     StepPlace y;
     y.pos = p.b.pos[n], y.slot = p.b.slot[n], y.m0 = n, y.table = p.b.pages + (size_t)p.b.seq[n] * p.b.max_pages;
     while (y.m0 > 0 && p.b.seq[y.m0 - 1] == p.b.seq[n]) y.m0--;
-    y.held = p.b.pos[y.m0];
+    y.held = p.b.pos[y.m0], y.group = 0;
     // Items go around the blocks, from the last: the first ones have more of the products.
-    const int blocks = gridDim.x;
-    y.item[0] = y.item[1] = blocks - 1 - (int)blockIdx.x;
-    for (int m = 0; m <= n; m++) {
-        y.pages = step_split_pages(p, p.b.pos[m], warps), y.splits = (p.b.pos[m] / PAGE + y.pages) / y.pages;
-        if (m == n) break;
-        y.item[0] -= p.K * y.splits, y.item[1] -= y.splits > 1 ? p.H : 0;
+    const int blocks = gridDim.x, N = S::TOKENS == 1 ? 1 : p.b.N;
+    int first = blocks - 1 - (int)blockIdx.x, leader = 0, item[2] = {first, first}, pages = 0, splits = 0;
+    for (int m = 0; m < N; m++) {
+        const int pages_m = step_split_pages(p, p.b.pos[m], S::WARPS);
+        const int splits_m = (p.b.pos[m] / PAGE + pages_m) / pages_m;
+        const bool leads = m == 0 || p.b.seq[m] != p.b.seq[m - 1] || pages_m != pages || splits_m != splits ||
+                           m - leader == S::tokens_attended(p.G);
+        pages = pages_m, splits = splits_m;
+        if (leads) leader = m;
+        if (m == n) y.pages = pages, y.splits = splits, y.item[0] = item[0], y.item[1] = item[1];
+        y.group += leader == n;
+        item[0] -= leads ? p.K * splits : 0, item[1] -= splits > 1 ? p.H : 0;
     }
     for (int& item : y.item) item = (item % blocks + blocks) % blocks;
     y.kv = y.item[0] / y.splits, y.split = y.item[0] % y.splits;
@@ -502,8 +522,8 @@ struct StepSoftmax {
     __device__ __forceinline__ static float of_column(float x, int i) {
         return __shfl_sync(~0u, x, (threadIdx.x % 4 * 2 + i) * 4);
     }
-    // Of the first `count` keys of a page.
-    __device__ __forceinline__ void add(const StepPage& page, const bf16* query, int count) {
+    // Of the first `count` keys of a page. HIDDEN: for query g these may be none; then nothing changes.
+    template <bool HIDDEN> __device__ __forceinline__ void add(const StepPage& page, const bf16* query, int count) {
         float s[2][4] = {};
         STEP_UNROLL
         for (int j = 0; j < D / 32; j++) {
@@ -520,17 +540,18 @@ struct StepSoftmax {
         for (int i = 0; i < 4; i++) {
             const int key = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
             float& x = s[i / 2][i % 2];
-            x = key < count ? x * (LOG2E / sqrtf((float)D)) : -INFINITY;
+            x = key < count ? __fmul_rn(x, LOG2E / sqrtf((float)D)) : -INFINITY;
             largest = fmaxf(largest, x);
         }
         largest = quad_max(largest);
+        if (HIDDEN) largest = fmaxf(largest, -FLT_MAX); // (-inf - -inf is no number)
         const float by = exp2_fast(top - largest), by0 = of_column(by, 0), by1 = of_column(by, 1);
-        top = largest, weights *= by;
+        top = largest;
         uint32_t p[2], rest[2]; // of keys 2 t, 2 t + 1 and of 2 t + 8, 2 t + 9
         STEP_UNROLL
         for (int half = 0; half < 2; half++) {
             const float x = exp2_fast(s[half][0] - top), y = exp2_fast(s[half][1] - top);
-            weights += x + y;
+            weights = half ? weights + (x + y) : fmaf(weights, by, x + y);
             p[half] = pack(x, y), rest[half] = pack(x - low(p[half]), y - high(p[half]));
         }
         const auto& v = page.v;
@@ -580,8 +601,9 @@ __device__ __forceinline__ float4 step_join(const float* parts, int count, int s
         STEP_UNROLL
         for (int c = 0; c < ONCE; c++) {
             const float by = from + c < count ? exp2_fast(of[c].x - top) : 0;
-            sum.x += by * x[c].x, sum.y += by * x[c].y, sum.z += by * x[c].z, sum.w += by * x[c].w;
-            weights += by * of[c].y;
+            sum.x = fmaf(by, x[c].x, sum.x), sum.y = fmaf(by, x[c].y, sum.y);
+            sum.z = fmaf(by, x[c].z, sum.z), sum.w = fmaf(by, x[c].w, sum.w);
+            weights = fmaf(by, of[c].y, weights);
         }
     }
     return sum;
@@ -634,11 +656,32 @@ template <class S> struct Step {
         for (uint32_t spins = 1;; spins++) {
             const uint4 v = step_peek(word);
             if (v.w == epoch || gave_up) return v;
-            if (spins % 1024) continue;
-            const uint64_t now = step_clock();
-            if (!since) since = now;
-            if (now - since > p.patience) *p.fault = 1;
-            gave_up = *p.fault;
+            if (spins % 1024 == 0) lose_patience(since);
+        }
+    }
+    // Ends all waits if this one, or another one anywhere, has taken too long.
+    __device__ __forceinline__ void lose_patience(uint64_t& since) {
+        const uint64_t now = step_clock();
+        if (!since) since = now;
+        if (now - since > p.patience) *p.fault = 1;
+        gave_up = *p.fault;
+    }
+    // Waits for those of the words at(0), at(1) .. that are `there`. All that are missing are asked for together: one
+    // after the other, each would take the way to the L2 cache and back.
+    template <int COUNT, class At, class There>
+    __device__ __forceinline__ void await_all(uint4 (&v)[COUNT], uint32_t epoch, At at, There there) {
+        STEP_UNROLL
+        for (int i = 0; i < COUNT; i++) v[i] = make_uint4(0, 0, 0, there(i) ? ~epoch : epoch);
+        uint64_t since = 0;
+        bool missing = true;
+        for (uint32_t spins = 1; missing && !gave_up; spins++) {
+            STEP_UNROLL
+            for (int i = 0; i < COUNT; i++)
+                if (v[i].w != epoch) v[i] = step_peek(at(i));
+            missing = false;
+            STEP_UNROLL
+            for (int i = 0; i < COUNT; i++) missing |= v[i].w != epoch;
+            if (spins % 1024 == 0) lose_patience(since);
         }
     }
     // Waits for words i = from, from + step .. and hands each to take(i, word).
@@ -736,6 +779,11 @@ template <class S> struct Step {
         if (!tiles) return;
         const int less = stages == 1 ? 0 : STEPS;
         typename W::Lane w[BATCH][EACH];
+        if (S::TOKENS > 1)
+            STEP_UNROLL
+            for (int i = 0; i < BATCH; i++)
+                STEP_UNROLL
+                for (int j = 0; j < EACH; j++) w[i][j] = {};
         load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
         prepare(kind, layer, 0);
         input(kind, layer);
@@ -782,7 +830,7 @@ template <class S> struct Step {
         float sum = 0;
         STEP_UNROLL
         for (int w = 0; w < WARPS; w++) sum += squares[w];
-        return rsqrtf(__fdividef(sum, (float)p.C) + p.eps);
+        return rsqrtf(__fadd_rn(__fdividef(sum, (float)p.C), p.eps));
     }
     __device__ __forceinline__ void hand_over(int kind, int layer, int count) {
         const int mine = 4 * hand + lane / 8;
@@ -791,7 +839,7 @@ template <class S> struct Step {
         if (there)
             STEP_UNROLL
             for (int w = 0; w < WARPS; w++) y += sums_of(mine, w, n)[lane % 8];
-        if (kind != STEP_O && kind != STEP_DOWN) y *= scale;
+        if (kind != STEP_O && kind != STEP_DOWN) y = __fmul_rn(y, scale);
         const uint32_t e = epoch(layer);
         if (kind == STEP_QKV) {
             send(p.qkv + (size_t)n * (p.H + 2 * p.K) * (D / 4), row, y, 0, e, there);
@@ -802,7 +850,7 @@ template <class S> struct Step {
         } else if (kind != STEP_LOGITS) {
             const float x = old + y;
             if (there) p.residual[(size_t)n * p.C + row] = x;
-            send((kind == STEP_O ? p.mid : p.out) + (size_t)n * (p.C / 4), row, x * gain, x * x, e, there);
+            send((kind == STEP_O ? p.mid : p.out) + (size_t)n * (p.C / 4), row, x * gain, __fmul_rn(x, x), e, there);
         } else if (there) {
             const Draw& draw = p.draw[n];
             if (p.seen) y = penalized(y, draw.how, p.seen[(size_t)n * p.V + row]);
@@ -826,20 +874,47 @@ template <class S> struct Step {
                                                    : p.out;
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
         auto word_of = [&](int i) { return (warp + i / WORDS * WARPS) * WORDS + i % WORDS; };
-        for (int m = 0; m < N; m++) {
+        const bool embeds = kind == STEP_QKV && layer == 0;
+        for (int m = 0; m < N && (S::TOKENS == 1 || embeds); m++) {
             bf16* to = work + m * S::row(q.in);
             float square = 0; // of this thread's
             auto take = [&](int i, const uint4& v) {
                 *(uint2*)(to + 4 * word_of(i)) = make_uint2(v.x, v.y);
                 square += __uint_as_float(v.z);
             };
-            if (kind == STEP_QKV && layer == 0)
+            if (embeds)
                 for (int i = lane; i < count; i += 32) take(i, embedded(m, word_of(i)));
             else receive(lane, 32, count, e, [&](int i) { return from + (size_t)m * words + word_of(i); }, take);
             for (int i = count + lane; i < filled; i += 32) *(uint2*)(to + 4 * word_of(i)) = make_uint2(0, 0);
             if (!normed) continue;
             square = warp_sum(square);
             if (lane == 0) squares_of(m)[warp] = square;
+        }
+        if (S::TOKENS > 1 && !embeds) {
+            constexpr int ONCE = S::TOKENS < 8 ? 8 / S::TOKENS : 1; // of a token: words in registers are few
+            float square[S::TOKENS] = {};
+            for (int i = lane; i < count; i += 32 * ONCE) {
+                uint4 v[ONCE * S::TOKENS];
+                auto there = [&](int j) { return j % S::TOKENS < N && i + j / S::TOKENS * 32 < count; };
+                await_all(v, e, [&](int j) { return from + j % S::TOKENS * words + word_of(i + j / S::TOKENS * 32); },
+                          there);
+                STEP_UNROLL
+                for (int j = 0; j < ONCE * S::TOKENS; j++) {
+                    if (!there(j)) continue;
+                    const int m = j % S::TOKENS, word = word_of(i + j / S::TOKENS * 32);
+                    *(uint2*)(work + m * S::row(q.in) + 4 * word) = make_uint2(v[j].x, v[j].y);
+                    square[m] += __uint_as_float(v[j].z);
+                }
+            }
+            for (int i = count + lane; i < filled; i += 32)
+                for (int m = 0; m < N; m++)
+                    *(uint2*)(work + m * S::row(q.in) + 4 * word_of(i)) = make_uint2(0, 0);
+            if (normed)
+                STEP_UNROLL
+                for (int m = 0; m < S::TOKENS; m++) {
+                    const float sum = warp_sum(square[m]);
+                    if (m < N && lane == 0) squares_of(m)[warp] = sum;
+                }
         }
         __syncwarp();
     }
@@ -855,34 +930,38 @@ template <class S> struct Step {
     __device__ __forceinline__ uint4 weighed(int word, float a, float b, float c, float d) {
         const uint2 w = ((const uint2*)p.gains)[word];
         return make_uint4(pack(a * low(w.x), b * high(w.x)), pack(c * low(w.y), d * high(w.y)),
-                          __float_as_uint((a * a + b * b) + (c * c + d * d)), 0);
+                          __float_as_uint(fmaf(a, a, b * b) + fmaf(c, c, d * d)), 0);
     }
 
     // ---- Attention
-    // This block's items: of every token KV heads x splits, then of long contexts its heads.
+    // This block's items: of every group of tokens KV heads x splits, then of each token's long context its heads.
     __device__ __forceinline__ void attention(int layer, bool joins) {
         for (int n = 0; n < N; n++) {
             const StepPlace& y = dealt.place[n];
             const int splits = y.splits, items = !joins ? p.K * splits : splits > 1 ? p.H : 0;
             const int first = y.item[joins];
+            if (S::TOKENS > 1 && !joins && !y.group) continue;
             for (int item = first; item < items; item += gridDim.x)
                 if (joins) join(layer, n, item, splits);
                 else attend(layer, n, item == first ? y.kv : item / splits, item == first ? y.split : item % splits);
         }
     }
-    // A KV head's queries of token n over a split. Tokens m0 .. n of the step are of one sequence: their keys and
-    // values are not in the cache yet. They come as words, and with the cache's others of their pages (two at most)
-    // they make up the tail. Shared memory has the tail's keys and values, the queries, and parts of warps.
+    // A KV head's queries of token n, or of the group that it leads, over a split. Tokens m0 .. end - 1 of the step are
+    // of one sequence: their keys and values are not in the cache yet. They come as words, and with the cache's others
+    // of their pages (two at most) they make up the tail. Shared memory has the tail's keys and values, the queries,
+    // and parts of warps.
     __device__ __forceinline__ void attend(int layer, int n, int kv, int split) {
         const StepPlace& y = dealt.place[n];
-        const int G = p.G, pos = y.pos, held = y.held, m0 = y.m0, *table = y.table;
-        const int first = split * y.pages, last = min(first + y.pages, pos / PAGE + 1);
-        const int tail = held / PAGE, fresh = last > tail ? n - m0 + 1 : 0;
+        const int group = S::TOKENS == 1 ? 1 : y.group, end = n + group;
+        const int G = p.G, Q = G * group, held = y.held, m0 = y.m0, *table = y.table;
+        const int newest = S::TOKENS == 1 ? y.pos : held + end - 1 - m0; // its position
+        const int first = split * y.pages, last = min(first + y.pages, newest / PAGE + 1);
+        const int tail = held / PAGE, fresh = last > tail ? end - m0 : 0;
         bf16 *keys = p.keys + layer * p.layer_size, *values = p.values + layer * p.layer_size;
         const size_t head = kv_offset(0, kv, 0, p.K, D), page_step = kv_offset(1, 0, 0, p.K, D);
         bf16 *tail_keys = work, *tail_values = tail_keys + S::TAIL * PAGE * D;
         bf16* queries = tail_values + S::TAIL * PAGE * D;
-        float* parts = (float*)(queries + G * D);
+        float* parts = (float*)(queries + Q * D);
         StepPage page;
         auto load = [&](int i) {
             const size_t from = i < tail ? table[i] * page_step + head : (size_t)(i - tail) * PAGE * D;
@@ -893,11 +972,12 @@ template <class S> struct Step {
         const int mine = first + warp;
         const bool early = mine < min(last, tail);
         if (early) load(mine);
-        // Heads: the queries, then each new token's key and value.
-        const int heads = G + 2 * fresh;
-        auto token_of = [&](int j) { return j < G ? n : m0 + (j - G) / 2; };
+        else if (S::TOKENS > 1) page = {}; // (see product)
+        // Heads: the queries, token by token, then each new token's key and value.
+        const int heads = Q + 2 * fresh;
+        auto token_of = [&](int j) { return j >= Q ? m0 + (j - Q) / 2 : S::TOKENS == 1 ? n : n + j / G; };
         auto turn_of = [&](int j) {
-            return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < G ? 0 : D),
+            return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < Q ? 0 : D),
                             p.rope + (size_t)(held + token_of(j) - m0) * D, lane);
         };
         StepTurn turn = turn_of(min(warp, heads - 1));
@@ -909,32 +989,51 @@ template <class S> struct Step {
             *(uint4*)(tail_keys + i * 8) = key < held % PAGE ? __ldcg((const uint4*)(keys + from)) : zero;
             *(uint4*)(tail_values + i * 8) = key < held % PAGE ? __ldcg((const uint4*)(values + from)) : zero;
         }
-        prefetch(layer, table, head, first, min(last, first + 16));
+        if (n == m0) prefetch(layer, table, head, first, min(last, first + 16)); // (the others' are almost the same)
+        const bool appends = last == newest / PAGE + 1; // one split has the newest
         const size_t slot = kv_offset(y.slot / PAGE, kv, y.slot % PAGE, p.K, D);
-        const bool appends = last == pos / PAGE + 1; // one split has the newest
-        for (int j = warp; j < heads; j += WARPS) {
+        auto word_of = [&](int j) {
+            const bool query = j < Q, value = !query && (j - Q) % 2;
+            const int h = query ? kv * G + (S::TOKENS == 1 ? j : j % G) : p.H + (value ? p.K : 0) + kv;
+            return p.qkv + ((size_t)token_of(j) * (p.H + 2 * p.K) + h) * (D / 4) + lane;
+        };
+        auto take = [&](int j, const uint4& word) {
             const int m = token_of(j), key = held % PAGE + m - m0;
-            const bool query = j < G, value = !query && (j - G) % 2;
-            const int h = query ? kv * G + j : p.H + (value ? p.K : 0) + kv;
-            const uint4 word = await(p.qkv + ((size_t)m * (p.H + 2 * p.K) + h) * (D / 4) + lane, epoch(layer));
+            const bool query = j < Q, value = !query && (j - Q) % 2;
             uint2 x = make_uint2(word.x, word.y);
             if (j != warp) turn = turn_of(j);
             if (!value) x = rotate(x, turn);
             bf16* to = query ? queries + j * D : (value ? tail_values : tail_keys) + key * D;
             *(uint2*)(to + 4 * lane) = x;
-            if (appends && !query && m == n) *(uint2*)((value ? values : keys) + slot + 4 * lane) = x;
+            if (!appends || query || m < n) return;
+            const int own = S::TOKENS == 1 ? 0 : dealt.place[m].slot;
+            const size_t at = S::TOKENS == 1 ? slot : kv_offset(own / PAGE, kv, own % PAGE, p.K, D);
+            *(uint2*)((value ? values : keys) + at + 4 * lane) = x;
+        };
+        if constexpr (S::TOKENS == 1)
+            for (int j = warp; j < heads; j += WARPS) take(j, await(word_of(j), epoch(layer)));
+        else {
+            constexpr int MOST = (8 + 2 * S::TOKENS + WARPS - 1) / WARPS; // heads of a warp
+            uint4 words[MOST];
+            await_all(words, epoch(layer), [&](int i) { return word_of(warp + i * WARPS); },
+                      [&](int i) { return warp + i * WARPS < heads; });
+            STEP_UNROLL
+            for (int i = 0; i < MOST; i++)
+                if (warp + i * WARPS < heads) take(warp + i * WARPS, words[i]);
         }
         meet();
 
-        const bf16* query = queries + min(g, G - 1) * D + t * 8; // (what others compute, nobody stores)
+        const int row = min(g, Q - 1); // (what others compute, nobody stores)
+        const int pos = S::TOKENS == 1 ? y.pos : held + token_of(row) - m0;
+        const bf16* query = queries + row * D + t * 8;
         StepSoftmax softmax;
         for (int at = mine; at < last; at += WARPS) {
             if (at != mine || !early) load(at);
-            softmax.add(page, query, pos - at * PAGE + 1);
+            softmax.template add<(S::TOKENS > 1)>(page, query, pos - at * PAGE + 1);
         }
-        softmax.store(parts + (size_t)warp * G * (D + 4), G);
+        softmax.store(parts + (size_t)warp * Q * (D + 4), Q);
         meet();
-        publish_attention(parts, layer, n, kv, split, y.splits);
+        publish_attention(parts, layer, n, Q, kv, split, y.splits);
         meet(); // `work` is free
     }
     // Numbers 4 lane .. 4 lane + 3 of a head: rms norm, then the rotation of the planes (i, i + D / 2).
@@ -943,24 +1042,27 @@ template <class S> struct Step {
         const float gain[4] = {low(turn.gain.x), high(turn.gain.x), low(turn.gain.y), high(turn.gain.y)};
         const float4* a = turn.angle;
         const float cosines[4] = {a[0].x, a[0].z, a[1].x, a[1].z}, sines[4] = {a[0].y, a[0].w, a[1].y, a[1].w};
-        const float squares = warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]);
-        const float scale = rsqrtf(squares / D + p.eps);
+        const float squares = warp_sum(fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0]))));
+        const float scale = rsqrtf(fmaf(squares, 1.f / D, p.eps));
         float y[4];
         STEP_UNROLL
         for (int i = 0; i < 4; i++) {
             const float mine = x[i] * scale * gain[i], other = __shfl_xor_sync(~0u, mine, 16);
-            y[i] = mine * cosines[i] + (lane < 16 ? -other : other) * sines[i];
+            y[i] = fmaf(mine, cosines[i], (lane < 16 ? -other : other) * sines[i]);
         }
         return make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
     }
-    // The warps' parts as one: what O takes, or a split's part for JOIN.
-    __device__ __forceinline__ void publish_attention(float* parts, int layer, int n, int kv, int split, int splits) {
+    // The warps' parts of Q queries as one: what O takes, or a split's part for JOIN.
+    __device__ __forceinline__ void publish_attention(float* parts, int layer, int n, int Q, int kv, int split,
+                                                      int splits) {
         const int G = p.G;
-        for (int i = tid; i < G * (D / 4); i += CONSUMERS) {
+        auto token_of = [&](int j) { return S::TOKENS == 1 ? n : n + j / G; };
+        auto head_of = [&](int j) { return kv * G + (S::TOKENS == 1 ? j : j % G); };
+        for (int i = tid; i < Q * (D / 4); i += CONSUMERS) {
             const int j = i / (D / 4), quad = i % (D / 4);
             float top, weights, *part = parts + j * (D + 4);
-            const float4 x = step_join(part, WARPS, G * (D + 4), quad, top, weights);
-            if (splits == 1) publish_head(n, kv * G + j, quad, x, weights, layer);
+            const float4 x = step_join(part, WARPS, Q * (D + 4), quad, top, weights);
+            if (splits == 1) publish_head(token_of(j), head_of(j), quad, x, weights, layer);
             else {
                 *(float4*)(part + 4 * quad) = x; // (only this thread reads these four)
                 if (quad == 0) part[D + 2] = top, part[D + 3] = weights;
@@ -968,12 +1070,12 @@ template <class S> struct Step {
         }
         if (splits == 1) return;
         meet();
-        for (int i = tid; i < G * STEP_PART; i += CONSUMERS) {
+        for (int i = tid; i < Q * STEP_PART; i += CONSUMERS) {
             const int j = i / STEP_PART, word = i % STEP_PART;
             auto at = [&](int k) {
                 return __float_as_uint(k < D + 2 ? parts[j * (D + 4) + (k < D ? k : k + 2)] : 0.f);
             };
-            const size_t part = ((size_t)n * p.H + kv * G + j) * p.most_splits + split;
+            const size_t part = ((size_t)token_of(j) * p.H + head_of(j)) * p.most_splits + split;
             step_publish(p.parts + part * STEP_PART + word,
                          make_uint4(at(3 * word), at(3 * word + 1), at(3 * word + 2), epoch(layer)));
         }
@@ -1044,7 +1146,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_consta
     const int tid = threadIdx.x;
     if (tid < p.stages) full[tid].begin(S::BULK ? 1 : 128), empty[tid].begin(S::WARPS);
     if (tid < 7) step_deal(p, dealt, tid);
-    if (tid < (S::TOKENS == 1 ? 1 : p.b.N)) step_place(p, dealt, tid, S::WARPS);
+    if (tid < (S::TOKENS == 1 ? 1 : p.b.N)) step_place<S>(p, dealt, tid);
     StepBarrier::begun();
     step_meet(0, S::THREADS);
     if (tid >= S::CONSUMERS) {
@@ -1087,19 +1189,24 @@ template <class F, int GROUPS> PackedArgs step_source(const Linear<bf16>& W, Ste
     return packed_args(W);
 }
 
+// A step by a kernel of another shape, for which `plan` was made.
+inline StepArgs step_as_planned(StepArgs step, const StepArgs& plan) {
+    step.stages = plan.stages, step.in_flight = plan.in_flight, step.in_flight_head = plan.in_flight_head;
+    step.sums_at = plan.sums_at, step.squares_at = plan.squares_at, step.work_at = plan.work_at;
+    step.ring_at = plan.ring_at, step.shared = plan.shared;
+    return step;
+}
 // Of a head that is packed in another way than the layers, and so a launch by itself: `head` has its plan and weights.
 inline StepArgs step_head(StepArgs step, const StepArgs& head) {
     step.product[STEP_LOGITS] = head.product[STEP_LOGITS], step.product[STEP_LOGITS].at = 0;
-    step.packed = head.packed, step.stages = head.stages, step.in_flight_head = head.in_flight_head;
-    step.sums_at = head.sums_at, step.squares_at = head.squares_at, step.work_at = head.work_at;
-    step.ring_at = head.ring_at, step.shared = head.shared;
-    return step;
+    step.packed = head.packed;
+    return step_as_planned(step, head);
 }
 
 #ifdef __CUDACC__
 // ---- A session's steps by this kernel: packed weights and all else it needs in the GPU's memory. If the head has
 // another format than the layers, a step is two launches: phases before the head, and the head; packed embeddings are
-// made numbers by a kernel before.
+// made numbers by a kernel before. Steps of several tokens are for bf16 weights only; both kernels read the same copy.
 struct StepRoad {
     using Kernel = void (*)(const StepArgs, int, int);
     struct Part { // of the step: phases `first` .. `last` - 1
@@ -1109,8 +1216,9 @@ struct StepRoad {
     };
     Context ctx;
     Part layers, head; // head.kernel null: it is in `layers`
+    Part several[3];   // the whole step, of up to 2, 4 and 8 tokens
     StepArgs& args = layers.args;
-    int blocks = 0, threads = 0;
+    int blocks = 0, threads = 0, most = 1;
     bool by_phase = false;
     Arena arena;
     Linear<bf16> embed; // if it is packed
@@ -1139,6 +1247,7 @@ struct StepRoad {
             choose(head, c, w.head);
             head.first = layers.last = args.phases() - 1, head.last = args.phases();
         }
+        if (one.format == Format::PLAIN && !head.kernel) choose_several(c);
         arena.gpu = true;
         plan();
         size_t free = 0, all = 0;
@@ -1171,7 +1280,7 @@ struct StepRoad {
             return nullptr;
         }
     }
-    // Whose step it is: the batch, of one row, and its cache; where logits go, and the likeliest of each block.
+    // Whose step it is: the batch, of up to `most` rows, and its cache; where logits go, and each block's likeliest.
     void use(const Batch& batch, const KVCache<bf16>& cache, const float* rope, float* logits, const Draw* draw,
              unsigned long long* best) {
         args.b = batch, args.rope = rope, args.logits = logits, args.draw = draw, args.best = best;
@@ -1179,6 +1288,12 @@ struct StepRoad {
     }
     // On the context's stream; part of a graph, if one is being recorded.
     void launch_step() {
+        if (args.b.N > most) DIE("--one-kernel: a step of %d tokens, %d at most", args.b.N, most);
+        if (args.b.N > 1) {
+            Part all = several[args.b.N <= 2 ? 0 : args.b.N <= 4 ? 1 : 2];
+            all.args = step_as_planned(args, all.args);
+            return launch_part(all);
+        }
         if (embed.in) packed_embed_gpu(ctx, args.residual, embed, args.b);
         launch_part(layers);
         if (!head.kernel) return;
@@ -1193,29 +1308,49 @@ struct StepRoad {
   private:
     // The kernel and its plan, for weights packed as W.
     void choose(Part& part, const Config& c, const Linear<bf16>& W) {
-        int device = 0, most_shared = 0, cooperative = 0, resident = 0;
+        with_step_weights(W, [&](auto packed) { choose_shape<1, decltype(packed)>(part, c, 1); });
+        if (part.args.stages < 4) DIE("--one-kernel: %d bytes of shared memory a block are too few", most_shared());
+        if (!all_resident(part)) DIE("--one-kernel: its blocks cannot all be resident on this GPU");
+    }
+    // As many tokens as leave the ring room: their inputs lie in shared memory.
+    void choose_several(const Config& c) {
+        choose_tokens<2>(several[0], c), choose_tokens<4>(several[1], c), choose_tokens<8>(several[2], c);
+    }
+    template <int TOKENS> void choose_tokens(Part& part, const Config& c) {
+        if (most < TOKENS / 2) return;
+        int N = TOKENS;
+        for (; N > most; N--) {
+            choose_shape<TOKENS, StepPlain>(part, c, N);
+            if (part.args.stages >= 4) break;
+        }
+        part.last = args.phases();
+        if (N > most && all_resident(part)) most = N;
+    }
+    template <int TOKENS, class P> void choose_shape(Part& part, const Config& c, int N) {
+        constexpr int STEPS = 32 / P::RUNS; // of a stage: 1,024 numbers
+        auto take = [&](auto shape) {
+            using S = decltype(shape);
+            part.kernel = step_kernel<S>, part.chunk = P::CHUNK, threads = S::THREADS;
+            part.args = plan_step<S>(c, N, blocks, (size_t)most_shared());
+        };
+        take(StepShape<8, STEPS, TOKENS, false, P>());
+        cudaFuncAttributes built;
+        CUDA_CHECK(cudaFuncGetAttributes(&built, part.kernel));
+        if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) take(StepShape<8, STEPS, TOKENS, true, P>());
+    }
+    static int of_device(cudaDeviceAttr what) {
+        int device = 0, value = 0;
         CUDA_CHECK(cudaGetDevice(&device));
-        CUDA_CHECK(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-        CUDA_CHECK(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device));
-        with_step_weights(W, [&](auto packed) {
-            using P = decltype(packed);
-            constexpr int STEPS = 32 / P::RUNS; // of a stage: 1,024 numbers
-            auto take = [&](auto shape) {
-                using S = decltype(shape);
-                part.kernel = step_kernel<S>, part.chunk = P::CHUNK, threads = S::THREADS;
-                part.args = plan_step<S>(c, 1, blocks, (size_t)most_shared);
-            };
-            take(StepShape<8, STEPS, 1, false, P>());
-            cudaFuncAttributes built;
-            CUDA_CHECK(cudaFuncGetAttributes(&built, part.kernel));
-            if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) take(StepShape<8, STEPS, 1, true, P>());
-        });
-        const StepArgs& a = part.args;
-        if (a.stages < 4) DIE("--one-kernel: %d bytes of shared memory a block are too few", most_shared);
-        CUDA_CHECK(cudaFuncSetAttribute(part.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)a.shared));
-        CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, part.kernel, threads, a.shared));
-        if (!by_phase && (!resident || !cooperative))
-            DIE("--one-kernel: its blocks cannot all be resident on this GPU");
+        CUDA_CHECK(cudaDeviceGetAttribute(&value, what, device));
+        return value;
+    }
+    static int most_shared() { return of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+    bool all_resident(const Part& part) const {
+        const int shared = (int)part.args.shared;
+        int resident = 0;
+        CUDA_CHECK(cudaFuncSetAttribute(part.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+        CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, part.kernel, threads, (size_t)shared));
+        return by_phase || (resident && of_device(cudaDevAttrCooperativeLaunch));
     }
     void launch_part(const Part& part) {
         for (int phase = part.first; phase < part.last; phase = by_phase ? phase + 1 : part.last) {
@@ -1229,8 +1364,8 @@ struct StepRoad {
     }
     void plan() {
         args.gains = arena.take<bf16>(args.gains_of(args.L) + args.C);
-        step_words(args, arena.take<uint4>(step_words(args, nullptr, 1)), 1);
-        args.residual = arena.take<float>(args.C);
+        step_words(args, arena.take<uint4>(step_words(args, nullptr, most)), most);
+        args.residual = arena.take<float>((size_t)most * args.C);
         args.steps = arena.take<uint32_t>(1), args.arrived = arena.take<int>(1);
         const StepProduct& logits = args.product[STEP_LOGITS];
         args.packed = arena.take<unsigned char>(logits.at + (head.kernel ? 0 : logits.bytes(layers.chunk)));

@@ -16,7 +16,7 @@
 #define __noinline__
 
 // ---- Blocks that run at once
-constexpr size_t BLOCK_MEMORY = 64 << 10;
+constexpr size_t BLOCK_MEMORY = 112 << 10;
 static std::vector<unsigned char> block_memory;
 struct Meeting { int arrived = 0; std::vector<size_t> waiting; };
 static std::map<std::pair<unsigned, int>, Meeting> meetings; // (block, barrier)

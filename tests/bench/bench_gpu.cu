@@ -71,9 +71,9 @@ struct State { // activations and cache for N rows and B sequences of up to `con
         fill_rope(angles.data(), context, c.D, c.rope_theta);
         std::vector<int> t(N), p(N), s(N), w(N), r(N), pages_of((size_t)B * pages);
         for (size_t i = 0; i < pages_of.size(); i++) pages_of[i] = (int)i;
-        const int each = N / B; // rows of a sequence: its only new token, or all there are
+        const int each = N / B; // rows of a sequence, from `position` on
         for (int n = 0; n < N; n++) {
-            s[n] = n / each, p[n] = each == 1 ? position : n % each, t[n] = (int)(philox(2, n, 0).v[0] % c.V), r[n] = n;
+            s[n] = n / each, p[n] = position + n % each, t[n] = (int)(philox(2, n, 0).v[0] % c.V), r[n] = n;
             w[n] = (s[n] * pages + p[n] / PAGE) * PAGE + p[n] % PAGE;
         }
         auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.gpu->stream)); };
@@ -114,7 +114,8 @@ static void decode(Model& m, int position) {
     printf("  step without draw      %7.1f us, %.0f tok/s, %.1f%% of the read bandwidth\n", t * 1e6, 1 / t, 100 * bytes / read_bandwidth / t);
 }
 
-// ---- The same as one kernel: step.h. First with other stages in the ring and in flight, then by position.
+// ---- The same as one kernel: step.h. First with other stages in the ring and in flight, then by position; then of several
+// tokens that follow each other.
 static void step(Model& m) {
     const Config& c = m.file.config;
     Context where = ctx;
@@ -122,12 +123,12 @@ static void step(Model& m) {
     StepRoad road(where, c, m.weights);
     StepArgs& a = road.args;
     const StepArgs planned = a;
-    Draw* draw = gpu_array<Draw>(1);
-    const Draw greedy = {Sampling{}, c.V};
-    CUDA_CHECK(cudaMemcpy(draw, &greedy, sizeof greedy, cudaMemcpyHostToDevice));
-    unsigned long long* best = gpu_array<unsigned long long>(BEST_BLOCKS);
-    auto time = [&](int position) {
-        State s(c, 1, 1, position, position + 64, 1);
+    Draw* draw = gpu_array<Draw>(STEP_TOKENS);
+    const std::vector<Draw> greedy(STEP_TOKENS, {Sampling{}, c.V});
+    CUDA_CHECK(cudaMemcpy(draw, greedy.data(), sizeof(Draw) * STEP_TOKENS, cudaMemcpyHostToDevice));
+    unsigned long long* best = gpu_array<unsigned long long>(STEP_TOKENS * BEST_BLOCKS);
+    auto time = [&](int position, int tokens = 1) {
+        State s(c, tokens, 1, position, position + 64, tokens);
         road.use(s.batch, s.kv, s.rope, s.logits, draw, best);
         const double t = time_graph(8, [&](int) { road.launch_step(); });
         road.check();
@@ -150,6 +151,16 @@ static void step(Model& m) {
         const double t = time(position);
         printf("  position %5d  %7.1f us, %.0f tok/s, %.1f%% of the read bandwidth\n", position, t * 1e6, 1 / t,
                100 * bytes / read_bandwidth / t);
+    }
+    for (int position : {100, 1000, 4000}) {
+        printf("  tokens of a step at position %d (times a token's):", position);
+        const double one = time(position);
+        for (int tokens : {1, 2, 3, 4, 6, 8})
+            if (tokens <= road.most) {
+                const double t = time(position, tokens);
+                printf("  %d: %.1f us (%.2f)", tokens, t * 1e6, t / one);
+            }
+        printf("\n");
     }
     road.check();
 }

@@ -1023,6 +1023,110 @@ TEST_CASE("one kernel a token with packed weights: the graph's logits, phase by 
     std::filesystem::remove(path);
 }
 
+// Steps of several rows by the kernel after a prompt, beside those of one row.
+struct RoadRows {
+    Session<bf16> session;
+    std::vector<int> ids; // that follow the prompt
+    RoadRows(const RandomCheckpoint& m, Context ctx, int position) : session(m.file->config, *m.weights, position + 24, with_road(ctx)) {
+        const int V = m.file->config.V;
+        Random random{(uint64_t)position};
+        std::vector<int> prompt(position);
+        for (int& id : prompt) id = random.below(V);
+        for (int r = 0; r < STEP_TOKENS; r++) ids.push_back(random.below(V));
+        session.feed(prompt);
+        session.begin_draws({}, V, prompt.size(), 1);
+        session.draw();
+    }
+    static Context with_road(Context ctx) { return ctx.one_kernel = Context::TOGETHER, ctx; }
+    StepRoad& road() { return *session.draws->road; }
+    // Logits of N rows, from the first-th of `ids` on.
+    std::vector<float> step(int first, int N) {
+        GpuDraws<bf16>& d = *session.draws;
+        const Config& c = session.config;
+        std::vector<int> pos(N);
+        std::iota(pos.begin(), pos.end(), (int)session.ids.size() + first);
+        copy_in(session.ctx, d.step.token, &ids[first], N), copy_in(session.ctx, d.step.pos, pos.data(), N);
+        copy_in(session.ctx, d.step.slot, pos.data(), N);
+        road().use({N, 1, d.step.token, d.step.pos, d.seq, d.step.slot, session.table, session.pages, N == 1}, session.cache, session.rope,
+                   session.row_logits, d.draw_parameters, d.best);
+        road().args.greedy = false, road().args.seen = nullptr;
+        road().launch_step();
+        std::vector<float> logits((size_t)N * c.V);
+        copy_out(session.ctx, logits.data(), session.row_logits, logits.size());
+        road().check();
+        return logits;
+    }
+};
+TEST_CASE("one kernel, several tokens: each has the bits of a step of its own, at all places and shapes") {
+    struct Shape { int C, F, H, K, V, L; bool tied; };
+    for (const Shape& y : {Shape{1024, 3072, 16, 8, 4096, 4, true}, Shape{2560, 9728, 32, 8, 4096, 2, true},
+                           Shape{136, 264, 4, 4, 1000, 3, false}, Shape{4096, 12288, 32, 8, 1024, 1, false}}) {
+        const RandomCheckpoint m(gpu(), y.C, y.F, y.H, y.K, y.V, y.L, y.tied);
+        // (The first key; the end of a page; 64, where contexts begin to be split, and where they get one split more.)
+        for (int position : {1, 10, 13, 60, 100, 124, 250, 1020, 2100, 9000}) {
+            RoadRows rows(m, gpu(), position);
+            const int most = rows.road().most;
+            INFO("C " << y.C << " F " << y.F << " H " << y.H << " K " << y.K << " position " << position << ", at most " << most << " tokens");
+            REQUIRE(most > 1);
+            if (y.C <= 1024) CHECK(most == STEP_TOKENS);
+            const std::vector<float> together = rows.step(0, most); // before their keys have ever been in the cache
+            for (int r = 0; r < most; r++) {
+                INFO("token " << r);
+                const std::vector<float> alone = rows.step(r, 1);
+                CHECK(same_bits(alone, std::vector<float>(&together[(size_t)r * y.V], &together[(size_t)r * y.V] + y.V)));
+            }
+            for (int N : {2, 3, most}) {
+                INFO("a step of " << N);
+                if (N > most) continue;
+                CHECK(same_bits(rows.step(0, N), std::vector<float>(together.begin(), together.begin() + (size_t)N * y.V)));
+            }
+            rows.road().by_phase = true;
+            CHECK(same_bits(rows.step(0, most), together));
+        }
+    }
+}
+
+TEST_CASE("one kernel and prompt lookup: the ids are those without, greedy and drawn, whatever is proposed") {
+    const RandomCheckpoint m(gpu(), 1024, 3072, 16, 8, 512, 2, true);
+    Context ctx = gpu();
+    ctx.one_kernel = Context::TOGETHER;
+    const int V = m.file->config.V;
+    std::vector<int> prompt;
+    Random random{4};
+    for (int i = 0; i < 90; i++) prompt.push_back(i < 30 ? random.below(V) : prompt[(size_t)i - 30]);
+    size_t proposed = 0, right = 0;
+    for (int round = 0; round < 7; round++) {
+        Generation how;
+        how.sampling.seed = (uint64_t)round, how.sampling.temperature = round < 2 ? 0 : round < 5 ? 0.1f : 0.8f;
+        how.sampling.top_k = round % 2 ? 0 : 20;
+        if (round == 1 || round == 6) how.sampling.repeat = 1.1f, how.sampling.presence = 0.2f; // (nothing is proposed)
+        how.max_tokens = round == 3 ? 400 : 150; // (400: to the context's end)
+        std::vector<int> ids[3];
+        for (int lookup : {0, LookUp::MOST, 1, -1}) {
+            Session<bf16> one(m.file->config, *m.weights, 300, ctx);
+            one.lookup.most = lookup < 0 ? LookUp::MOST : lookup, one.lookup.always = lookup > 0; // -1: while it pays
+            // The second beside what the first left behind. It reads the prompt from 40 on only: products of 50 tokens
+            // may have other bits than those of 90, so it is held to the second one without lookup. The third reads all.
+            for (int answer = 0; answer < 3; answer++) {
+                one.rewind(answer == 1 ? 40 : 0);
+                one.feed({prompt.begin() + (long)one.ids.size(), prompt.end()});
+                Generation a = how;
+                generate(one, nullptr, a, [](std::string_view) {});
+                INFO("round " << round << ", lookup " << lookup << ", answer " << answer << ": " << one.lookup.right << " of " << one.lookup.proposed);
+                if (lookup == 0) ids[answer] = a.ids;
+                CHECK(a.ids == ids[answer]);
+                if (answer == 2) CHECK(a.ids == ids[0]);
+                CHECK(one.ids.size() <= 300);
+                if (has_penalties(how.sampling) || !lookup) CHECK(one.lookup.proposed == 0);
+                proposed += one.lookup.proposed, right += one.lookup.right;
+            }
+        }
+    }
+    MESSAGE(right << " of " << proposed << " looked up were right");
+    CHECK(proposed > 0);
+    CHECK(right > 0);
+}
+
 TEST_CASE("one kernel a token: what is waited for in vain ends the kernel, and is an error") {
     const RandomCheckpoint m(gpu(), 1024, 3072, 16, 8, 4096, 2, true);
     Context ctx = gpu();

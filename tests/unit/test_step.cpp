@@ -350,34 +350,81 @@ TEST_CASE("packed weights in the kernel are those of W.at: every format, heads a
     }
 }
 
+// The rows of a step together and, by a kernel for one token, each alone.
+template <class Several, class One> static void check_together(const RandomModel& m, const Place& before, unsigned blocks, bool definition) {
+    const int N = (int)before.token.size();
+    Place place = before, alone = before;
+    Emulated<Several> several(m, N, blocks);
+    std::vector<int> drawn(N), pos = before.pos, slot(N);
+    several.p.greedy = true;
+    several.p.next = {drawn.data(), pos.data(), slot.data(), before.seq.data(), before.pages.data(), before.max_pages, nullptr, nullptr, 0};
+    const Result together = several.step(place, true);
+    for (int n = 0; n < N; n++) {
+        const auto row = together.logits.begin() + (long)n * m.c.V;
+        CHECK(drawn[n] == std::max_element(row, row + m.c.V) - row);
+        CHECK(pos[n] == before.pos[n] + 1);
+    }
+    if (definition) check_result(m, before, together);
+    Emulated<One> one(m, 1, blocks);
+    REQUIRE(several.packed.size() == one.packed.size()); // both take the same weights
+    CHECK(memcmp(several.packed.data(), one.packed.data(), one.packed.size() * sizeof(uint4)) == 0);
+    std::vector<double> logits, residual;
+    for (size_t n = 0; n < (size_t)N; n++) {
+        Place single = alone;
+        single.token = {alone.token[n]}, single.pos = {alone.pos[n]}, single.seq = {alone.seq[n]}, single.slot = {alone.slot[n]};
+        const Result r = one.step(single, true);
+        logits.insert(logits.end(), r.logits.begin(), r.logits.end());
+        residual.insert(residual.end(), r.residual.begin(), r.residual.end());
+        alone.keys = single.keys, alone.values = single.values; // the next finds this one's
+    }
+    CHECK(together.logits == logits);
+    CHECK(together.residual == residual);
+    CHECK(memcmp(place.keys.data(), alone.keys.data(), place.keys.size() * 2) == 0);
+    CHECK(memcmp(place.values.data(), alone.values.data(), place.values.size() * 2) == 0);
+    if (N > 2) return;
+    Place phases = before; // ... and phase by phase
+    CHECK(same(several.step(phases, false), together));
+}
+using Rows = std::vector<std::pair<int, int>>; // of each sequence the first position, and how many
+
 TEST_CASE("two tokens in a step: each has the bits that it has alone, whether they follow each other or not") {
-    using Two = StepShape<2, 4, 2, true>;
     RandomNumbers random{7};
     const RandomModel m(random, 72, 136, 2, 1, 72, 2, true);
     for (int pos : {0, 15, 95})
         for (bool follow : {true, false}) {
             INFO("position " << pos << ", sequences: " << (follow ? 1 : 2));
-            const auto rows = follow ? std::vector<std::pair<int, int>>{{pos, 2}} : std::vector<std::pair<int, int>>{{pos, 1}, {pos / 2, 1}};
-            const Place before(random, m, rows);
-            Place place = before, alone = before;
-            Emulated<Two> both(m, 2, 5);
-            const Result together = both.step(place, true);
-            check_result(m, before, together);
-            Emulated<Small> one(m, 1, 5);
-            std::vector<double> logits, residual;
-            for (size_t n = 0; n < 2; n++) {
-                Place single = alone;
-                single.token = {alone.token[n]}, single.pos = {alone.pos[n]}, single.seq = {alone.seq[n]}, single.slot = {alone.slot[n]};
-                const Result r = one.step(single, true);
-                logits.insert(logits.end(), r.logits.begin(), r.logits.end());
-                residual.insert(residual.end(), r.residual.begin(), r.residual.end());
-                alone.keys = single.keys, alone.values = single.values; // the second finds the first one's
-            }
-            CHECK(together.logits == logits);
-            CHECK(together.residual == residual);
-            CHECK(memcmp(place.keys.data(), alone.keys.data(), place.keys.size() * 2) == 0);
-            CHECK(memcmp(place.values.data(), alone.values.data(), place.values.size() * 2) == 0);
+            const Place before(random, m, follow ? Rows{{pos, 2}} : Rows{{pos, 1}, {pos / 2, 1}});
+            check_together<StepShape<2, 4, 2, true>, Small>(m, before, 5, true);
         }
+}
+
+TEST_CASE("up to eight tokens in a step: each has the bits that it has alone, over the borders of pages and splits too") {
+    // Eight warps as on a GPU; contexts of 128 keys and more have several splits, shorter ones have one.
+    RandomNumbers random{11};
+    const RandomModel m(random, 136, 552, 2, 1, 72, 2, false);
+    struct Case { Rows rows; bool bulk; };
+    for (const Case& y : {Case{{{13, 8}}, true}, Case{{{123, 8}}, true}, Case{{{125, 7}}, false}, Case{{{300, 4}}, false},
+                          Case{{{125, 4}, {30, 2}, {127, 2}}, true}}) {
+        std::string told;
+        for (auto& [first, count] : y.rows) told += format(" %d from %d", count, first);
+        INFO("rows:" << told);
+        const Place before(random, m, y.rows);
+        if (y.bulk) check_together<StepShape<8, 16, 8, true>, StepShape<8, 16, 1, true>>(m, before, 3, y.rows.size() > 1);
+        else check_together<StepShape<8, 16, 8, false>, StepShape<8, 16, 1, false>>(m, before, 3, false);
+    }
+}
+
+TEST_CASE("kernels of two and of four tokens, too; and groups of attention that end within a sequence") {
+    RandomNumbers random{12};
+    for (int H : {1, 3, 5}) { // queries of a KV head: 8, 2 tokens or 1 are attended together
+        INFO("H " << H);
+        const RandomModel m(random, 136, 72, H, 1, 72, 1, false);
+        using One = StepShape<8, 16, 1, true>;
+        check_together<StepShape<8, 16, 2, true>, One>(m, Place(random, m, Rows{{15, 2}}), 3, true);
+        check_together<StepShape<8, 16, 4, true>, One>(m, Place(random, m, Rows{{126, 4}}), 3, true);
+        check_together<StepShape<8, 16, 4, true>, One>(m, Place(random, m, Rows{{255, 3}}), 3, true);
+        check_together<StepShape<8, 16, 8, true>, One>(m, Place(random, m, Rows{{62, 5}, {7, 3}}), 5, true);
+    }
 }
 
 TEST_CASE("before Hopper: four warps fetch weights by cp.async, with the same bits") {
@@ -466,5 +513,9 @@ TEST_CASE("what the kernel cannot compute is refused before") {
             if (y.C < 5120 || card.sms != 128) CHECK(p.stages >= 4); // (14B and 32B do not fit a 4090 anyway)
             const size_t matrices = (size_t)(c.H + 2 * c.K) * c.D * c.C + (size_t)c.C * c.H * c.D + 3ull * c.C * c.F;
             CHECK(p.layer_bytes == matrices * 2);
+            const StepArgs of_eight = plan_step<StepShape<8, 32, 8, true>>(c, 8, card.sms, card.shared);
+            if (y.C <= 2048 && card.sms == 132) CHECK(of_eight.stages >= 4);
+            CHECK(of_eight.layer_bytes == p.layer_bytes); // one copy of the weights is for both
+            CHECK(of_eight.product[STEP_LOGITS].at == p.product[STEP_LOGITS].at);
         }
 }
