@@ -187,8 +187,8 @@ struct Arena {
     Arena& operator=(const Arena&) = delete;
     ~Arena() { release(); }
 
-    // n numbers, 256-byte aligned, zero. (A GPU's lines have 128: all of a training step took 10% longer where arrays began
-    // in the middle of one.)
+    // n numbers, 256-byte aligned, zero. (A GPU's lines have 128: all of a training step took 10% longer where arrays
+    // began in the middle of one.)
     template <class T> T* take(size_t n) {
         size_t at = used, bytes;
         const bool overflow = __builtin_mul_overflow(n, sizeof(T), &bytes);

@@ -2513,8 +2513,8 @@ struct Epilogue {
     static constexpr int rank = 0;
     static constexpr float scale = 1;
     // With PARTS, of the sums y of token n and rows 64 piece .. 64 piece + 63: the largest, and sum e^(y - largest).
-    // From one thread, n and 64 piece not past the end. `four` then gets y - largest. Before that chosen(n, y) is called
-    // once, with the sum of row chosen_row(n).
+    // From one thread, n and 64 piece not past the end. `four` then gets y - largest. Before that chosen(n, y) is
+    // called once, with the sum of row chosen_row(n).
     __device__ void part(int /* n */, int /* piece */, float /* largest */, float /* sum */) {}
     __device__ int chosen_row(int /* n */) const { return -1; }
     __device__ void chosen(int /* n */, float /* y */) {}
@@ -3015,10 +3015,10 @@ __device__ __forceinline__ void walk_steps(const TileStages<S, X_COLS, W_COLS, P
     }
 }
 
-// Epilogue::MASKS: a stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's at
-// a time: of these a fragment's sums are made, masked, and added to `sum`, so that they take only their own registers.
-// x's are zero where columns do not belong to the module. (`sum` cannot be indexed, so this is straight code, and its
-// time that of fetching instructions: hence few of them.)
+// Epilogue::MASKS: a stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's
+// at a time: of these a fragment's sums are made, masked, and added to `sum`, so that they take only their own
+// registers. x's are zero where columns do not belong to the module. (`sum` cannot be indexed, so this is straight
+// code, and wgmma idles meanwhile: hence few instructions.)
 template <class S, class Place, class Epilogue>
 __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
                                                  int first, const Place& at, const TileArgs& p,
@@ -3076,7 +3076,8 @@ __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], 
                 #pragma unroll
                 for (int e = 0; e < 16; e++) { // of each two columns of two tokens
                     float& y = sum[i][j + e / 4][e % 4];
-                    if (kept[e / 2 % 2][j / 4] & 1u << (e / 4 * 8 + e % 2)) y = fmaf(part[e / 4][e % 4], epilogue.scale, y);
+                    const uint32_t bit = 1u << (e / 4 * 8 + e % 2);
+                    if (kept[e / 2 % 2][j / 4] & bit) y = fmaf(part[e / 4][e % 4], epilogue.scale, y);
                 }
             }
         }
@@ -3495,7 +3496,8 @@ template <class S, bool X_COLS = false, bool W_COLS = false, class Epilogue>
 void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
     static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
     const int tiles = plan_tiles<S, X_COLS, W_COLS, Epilogue>(ctx, p), units = tiles * p.splits;
-    if (Epilogue::MASKS && !(p.more && p.more_last)) DIE("a product that masks further columns needs some, as the last");
+    if (Epilogue::MASKS && !(p.more && p.more_last))
+        DIE("a product that masks further columns needs some, as its last");
     if (p.splits > (Epilogue::MASKS || Epilogue::PARTS ? 1 : MOST_SPLITS))
         DIE("this product takes no %d splits", p.splits);
     if (p.splits > (p.more + STAGE_IN - 1) / STAGE_IN + (p.in + STAGE_IN - 1) / STAGE_IN)
@@ -3617,8 +3619,8 @@ void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
     DIE("no tile of shape %d for this product", plan.shape);
 }
 
-// ---- The adapters' own kernels. A's rows pass them in groups of 32, so that one pass over x serves up to three modules
-// (q, k, v; gate, up) of rank 32. What they need to know:
+// ---- The adapters' own kernels. A's rows pass them in groups of 32, so that one pass over x serves up to three
+// modules (q, k, v; gate, up) of rank 32. What they need to know:
 struct LoraArgs {
     const bf16* A; // (m * rank, in)
     int N, in, rank, modules, module[3];
@@ -3698,13 +3700,14 @@ __device__ __forceinline__ uint32_t spread_bits(uint32_t a, uint32_t b, uint32_t
     return y;
 }
 
-// lora_down: h_j = drop_j(x) A_j^T, and what was kept. Grid: (tokens / 64, groups / GROUPS), 8 or 16 warps. A block walks
-// along `in` in stages of a few panels of 64 numbers (see chunk_address) of x and of A; a warp owns 16 tokens by one of
-// the panels, and masks its x in registers, once for each module. A lane makes half of a token's masks; the bits of a
-// pair of numbers become a mask by one instruction. The panels' sums are added in shared memory.
+// lora_down: h_j = drop_j(x) A_j^T, and what was kept. Grid: (tokens / 64, groups / GROUPS), 8 or 16 warps. A block
+// walks along `in` in stages of a few panels of 64 numbers (see chunk_address) of x and of A; a warp owns 16 tokens by
+// one of the panels, and masks its x in registers, once for each module. A lane makes half of a token's masks; the bits
+// of a pair of numbers become a mask by one instruction. The panels' sums are added in shared memory.
 // Bound by making the masks (Philox), without dropout by the memory's speed.
 template <int GROUPS> struct LoraDownShape {
-    static constexpr int TOKENS = 64, PANELS = GROUPS == 1 ? 4 : 2, STAGES = GROUPS == 2 ? 3 : 2, THREADS = PANELS * 128;
+    static constexpr int TOKENS = 64, PANELS = GROUPS == 1 ? 4 : 2, STAGES = GROUPS == 2 ? 3 : 2;
+    static constexpr int THREADS = PANELS * 128;
     static constexpr int X_PANEL = TOKENS * 128, PANEL = X_PANEL + GROUPS * 32 * 128, STAGE_BYTES = PANELS * PANEL;
     static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES;
 };
@@ -3782,7 +3785,8 @@ lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
                 for (int k = 0; k < GROUPS; k++) {
                     #pragma unroll
                     for (int f = 0; f < 2; f++)
-                        ldmatrix(b[f], chunk_address(A_at, k * 32 + f * 16 + lane % 8 + lane / 16 * 8, c + lane / 8 % 2));
+                        ldmatrix(b[f], chunk_address(A_at, k * 32 + f * 16 + lane % 8 + lane / 16 * 8,
+                                                     c + lane / 8 % 2));
                     uint32_t y[4];
                     #pragma unroll
                     for (int q = 0; q < 4; q++)
@@ -3812,7 +3816,8 @@ lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
             const float4 y = sums[(other * GROUPS * 4 + i) * 128];
             v[0] += y.x, v[1] += y.y, v[2] += y.z, v[3] += y.w;
         }
-        const int j = p.module_of(first + i / 4), r = p.first_row(first + i / 4) + i % 4 * 8 + 2 * t, n = n0 + token + g;
+        const int j = p.module_of(first + i / 4), r = p.first_row(first + i / 4) + i % 4 * 8 + 2 * t;
+        const int n = n0 + token + g;
         uint32_t* to = (uint32_t*)(h + (size_t)n * p.width() + j * p.rank + r);
         if (j >= p.modules || r >= p.rank) continue;
         if (n < p.N) *to = pack(v[0] * p.scale, v[1] * p.scale);
@@ -4124,8 +4129,8 @@ inline void rows_linear_swiglu_gpu(Context& ctx, bf16* out, const bf16* x, const
     product_gpu(ctx, RowsSwigluEpilogue(out, W.rows[0], adapters.sums), x, W, N);
 }
 
-// Always in tiles of 128: their epilogue makes the softmax's parts. Logits do not leave the chip; what they are below the
-// largest of their 64 does, if their gradients are wanted: in these' place, as bf16 (R,V), which is all there is of
+// Always in tiles of 128: their epilogue makes the softmax's parts. Logits do not leave the chip; what they are below
+// the largest of their 64 does, if their gradients are wanted: in these' place, as bf16 (R,V), which is all there is of
 // `logits`.
 inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* logits, bf16* picked, float* parts,
                           const bf16* x, const int* rows, const int* target, float scale, const Linear<bf16>& W,

@@ -729,8 +729,8 @@ template <class S> struct Step {
         const int free = stage - count + lane;
         if (lane < count) empty[free < 0 ? free + p.stages : free].arrive();
     }
-    // sum[.][i] += W x^T of stage i < count: of one tile (SAME), whose k go on from stage to stage, s the first; or of a
-    // tile each. (A lane's column of x; what those without a token compute, nobody takes.)
+    // sum[.][i] += W x^T of stage i < count: of one tile (SAME), whose k go on from stage to stage, s the first; or of
+    // a tile each. (A lane's column of x; what those without a token compute, nobody takes.)
     template <bool SAME>
     __device__ __forceinline__ void multiply(Sum (&sum)[FOURS][BATCH], const typename W::Lane (&w)[BATCH][EACH],
                                              int count, int in, int s) {
@@ -1097,7 +1097,8 @@ template <class S> struct Step {
     __device__ __forceinline__ void join(int layer, int n, int h, int splits) {
         float* parts = (float*)work;
         const uint4* words = p.parts + ((size_t)n * p.H + h) * p.most_splits * STEP_PART;
-        receive(tid, CONSUMERS, splits * STEP_PART, epoch(layer), [&](int i) { return words + i; }, [&](int i, const uint4& v) {
+        receive(tid, CONSUMERS, splits * STEP_PART, epoch(layer), [&](int i) { return words + i; },
+                [&](int i, const uint4& v) {
             parts[3 * i] = __uint_as_float(v.x), parts[3 * i + 1] = __uint_as_float(v.y);
             parts[3 * i + 2] = __uint_as_float(v.z);
         });

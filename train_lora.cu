@@ -694,8 +694,8 @@ template <class T> struct Trainer {
         copy_in(ctx, to, copies.data(), count);
     }
 
-    // Calls f(linear, at) for each product that has an adapter: where its DropoutMasks begin. With --recompute a layer's
-    // take the place of the one above. Returns where the last end.
+    // Calls f(linear, at) for each product that has an adapter: where its DropoutMasks begin. With --recompute a
+    // layer's take the place of the one above. Returns where the last end.
     template <class F> size_t each_kept(F f) {
         size_t at = 0, end = 0;
         int layer = 0;
