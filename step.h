@@ -1099,9 +1099,9 @@ template <class S> struct Step {
         const uint4* words = p.parts + ((size_t)n * p.H + h) * p.most_splits * STEP_PART;
         receive(tid, CONSUMERS, splits * STEP_PART, epoch(layer), [&](int i) { return words + i; },
                 [&](int i, const uint4& v) {
-            parts[3 * i] = __uint_as_float(v.x), parts[3 * i + 1] = __uint_as_float(v.y);
-            parts[3 * i + 2] = __uint_as_float(v.z);
-        });
+                    parts[3 * i] = __uint_as_float(v.x), parts[3 * i + 1] = __uint_as_float(v.y);
+                    parts[3 * i + 2] = __uint_as_float(v.z);
+                });
         meet();
         if (tid < D / 4) {
             float top, weights;
