@@ -368,7 +368,9 @@ static double schedule(const Options& o, int64_t k, int64_t steps) {
 
 template <class T> struct Trainer {
     using A = acc<T>;
-    static constexpr int HEAD_ROWS = 64, GPU_HEAD_ROWS = 1024; // trained tokens that go through the head at once
+    static constexpr int HEAD_ROWS = 64; // trained tokens that go through the head at once;
+    // ... on a GPU: twice as many where they add to a gradient of the head, which is as long as their logits.
+    static constexpr int gpu_head_rows(bool full) { return full ? 2048 : 1024; }
 
     const Options& o;
     Ranks& ranks;
@@ -614,8 +616,7 @@ template <class T> struct Trainer {
         max_pages = (longest + PAGE - 1) / PAGE;
         kv.plan(arena, c, (size_t)N / PAGE + sequences(), true);
         part("activations", before), before = arena.used;
-        // (Rows that add to a gradient of the head twice as many at once: it is as long as their logits.)
-        d.plan(arena, c, N, rank, std::min(N, ctx.gpu ? GPU_HEAD_ROWS * (1 + o.full) : HEAD_ROWS), (bool)ctx.gpu);
+        d.plan(arena, c, N, rank, std::min(N, ctx.gpu ? gpu_head_rows(o.full) : HEAD_ROWS), (bool)ctx.gpu);
         part("their gradients, logits", before), before = arena.used;
         if (o.grpo) plan_answers(scratch), part("answers", before), before = arena.used;
         rope = arena.take<A>((size_t)longest * c.D);

@@ -62,7 +62,7 @@ static size_t training(const Config& c, int batch, int rank, bool recompute, For
     KVCache<bf16> kv;
     const int N = batch * 512;
     a.plan_training(arena, c, N, recompute);
-    d.plan(arena, c, N, rank, std::min(N, Trainer<bf16>::GPU_HEAD_ROWS * (rank ? 1 : 2)), true);
+    d.plan(arena, c, N, rank, std::min(N, Trainer<bf16>::gpu_head_rows(!rank)), true);
     kv.plan(arena, c, (size_t)N / PAGE + batch, true);
     const size_t model = rank ? weights(c, format) : 0; // (without LoRA the parameters are in `count`)
     return model + count * (2 + 4 * 4) + 2 * N * width + masks + arena.used + SCRATCH;
