@@ -46,6 +46,9 @@ struct MemoryFile {
         REQUIRE(pwrite(fd, bytes.data(), bytes.size(), (off_t)at) == (ssize_t)bytes.size());
     }
     void truncate(size_t n) { REQUIRE(ftruncate(fd, (off_t)n) == 0); }
+    // For standard streams, which several processes may share: what two of them write in the same moment both stays.
+    // (Without O_APPEND a write begins where the last one known to it ended: of files in memory the kernel locks no offset.)
+    void append_only() const { REQUIRE(fcntl(fd, F_SETFL, O_APPEND) == 0); }
 };
 
 inline void write_file(const std::string& path, std::string_view bytes) {

@@ -28,6 +28,7 @@ struct Process {
         std::vector<char*> argv = {(char*)program};
         for (auto& a : arguments) argv.push_back((char*)a.c_str());
         argv.push_back(nullptr);
+        out.append_only(), err.append_only();
         pid = fork();
         REQUIRE(pid >= 0);
         if (pid) return;

@@ -44,6 +44,7 @@ struct Process {
         std::vector<char*> argv = {(char*)setting.program.c_str()};
         for (auto& a : arguments) argv.push_back((char*)a.c_str());
         argv.push_back(nullptr);
+        out.append_only(), err.append_only();
         pid = fork();
         REQUIRE(pid >= 0);
         if (pid) return;

@@ -67,6 +67,7 @@ TEST_CASE("ranks: every number of a divided array has one owner") {
 // `until`: what is waited for, if another rank says it when rank 0 has ended.
 static Result with_ranks(int n, const std::function<bool(Ranks&)>& f, double silence = 20, const std::string& until = "") {
     const MemoryFile err;
+    err.append_only();
     fflush(nullptr);
     const pid_t pid = fork();
     REQUIRE(pid >= 0);
