@@ -212,8 +212,15 @@ TEST_HEADERS = $(wildcard tests/*.h) $(HEADERS)
 $(T)/test_datagen.o: datagen.cpp
 $(T)/test_datagen.o: TESTFLAGS += $(CURLFLAGS)
 $(T)/test_datagen: LIBS = $(CURL)
-EMULATING  = lab lab_irregular lab_model segmented packed step
+EMULATING  = lab lab_irregular lab_model segmented packed step decoding
 $(EMULATING:%=$(T)/test_%.o): $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
+# Attention of single tokens and what it takes, cut out of Book II, for test_decoding.
+BEGINS     = ^template <int P> struct WarpAngles|^// A row.s attention over some|^static_assert.SPLIT|^// ---- An FP8 cache
+ENDS       = ^inline void qknorm_rope_kv_gpu|^// ---- Attention for prompts|^// Numbers of scratch|^inline size_t widened_numbers
+$(BUILD)/decoding.inc: qwen3.cu
+	@mkdir -p $(BUILD)
+	@awk -v begins='$(BEGINS)' -v ends='$(ENDS)' '$$0 ~ begins {on = 1} $$0 ~ ends {on = 0} on' $< > $@
+$(T)/test_decoding.o: $(BUILD)/decoding.inc
 $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 	@mkdir -p $(T)
 	$(Q)$(CXX) $(TESTFLAGS) -c $< -o $@

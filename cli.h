@@ -50,12 +50,14 @@ struct ModelOptions {
                          "the cores)", whole(threads, 1, 4096)});
         if (inference) {
             table.push_back({"", "--kv-dtype", "NAME", "keys and values of past tokens: same as the model's\n"
-                             "type, or fp8, half of the memory (on a CPU)", one_of(kv_dtype, {"same", "fp8"})});
+                             "type, or fp8: half of the memory", one_of(kv_dtype, {"same", "fp8"})});
             table.push_back({"", "--adapter", "DIR", "a LoRA adapter in PEFT's format, as train_lora writes it",
                              file_name(adapter)});
             table.push_back({"", "--invariant", "", "on a GPU: a row's bits do not depend on its batch (slower; the\n"
                              "CPU is always so)", flag(invariant)});
         }
+        table.push_back({"", "--packed", "", "on a GPU: quantised weights stay packed, as on a CPU (without it they\n"
+                         "become bf16: faster, if there is room)", flag(packed)});
         table.push_back({"-z", "--tokenizer", "FILE", "default: tokenizer.bin beside the model, beside the program,\n"
                          "or in this folder", text(tokenizer)});
         table.push_back({"-h", "--help", "", "this text", flag(help)});
@@ -66,10 +68,6 @@ struct ModelOptions {
             one_of(which, {"on", "off", "phases"})(name, v);
             one_kernel = which == "off" ? Context::OFF : which == "on" ? Context::TOGETHER : Context::BY_PHASE;
         }};
-    }
-    Option packed_option() { // serve has not got it
-        return {"", "--packed", "", "on a GPU: quantised weights stay packed, as on a CPU (without it they\n"
-                "become bf16: faster, if there is room)", flag(packed)};
     }
     void use_threads() const { // each thread has its own number
 #ifdef _OPENMP
@@ -219,7 +217,6 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     if (!file.logits && o.one_kernel > Context::WHERE_FASTER) DIE("--one-kernel is for answers; this model gives none");
 #ifdef __CUDACC__
     if (name == "cpu" || ctx.plain) return on_cpu();
-    if (ctx.kv_fp8) DIE("--kv-dtype fp8 runs on a CPU only so far (--device cpu)");
     try {
         if (!wanted && wide(o, file)) return on_cpu();
         check_gpu(file.path, file.config, file.logits);
@@ -712,7 +709,6 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--json", "", "one JSON object instead of streamed text", flag(o.json)},
     };
     table.insert(table.end(), others.begin(), others.end());
-    table.push_back(o.packed_option());
     o.add_to(table, true);
     const std::vector<Option> more = {
         o.one_kernel_option("on a GPU: a token of an answer is one kernel (default: on Hopper, if\n"

@@ -75,8 +75,8 @@ template <class T> struct ContextOf : qwen3_context {
 
 template <class T> struct ModelOf : qwen3_model {
     Weights<T> weights;
-    ModelOf(ModelFile&& model, const std::string& vocabulary, const Context& where)
-        : qwen3_model(std::move(model), vocabulary), weights(file) {
+    ModelOf(ModelFile&& model, const std::string& vocabulary, const Context& where, bool packed)
+        : qwen3_model(std::move(model), vocabulary), weights(file, false, packed) {
         ctx = where;
         if constexpr (HAS_GPU<T>) if (ctx.gpu) weights.upload(ctx, file);
     }
@@ -110,8 +110,8 @@ API qwen3_model* qwen3_open(const char* path, const char* tokenizer, const char*
         if (vocabulary.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder");
         ModelFile file(o.model);
         const Context ctx = choose_device(o, file);
-        if (wide(o, file)) return new ModelOf<float>(std::move(file), vocabulary, ctx);
-        return new ModelOf<bf16>(std::move(file), vocabulary, ctx);
+        if (wide(o, file)) return new ModelOf<float>(std::move(file), vocabulary, ctx, false);
+        return new ModelOf<bf16>(std::move(file), vocabulary, ctx, keeps_packed<bf16>(o, ctx));
     });
 }
 API void qwen3_close(qwen3_model* model) { delete model; }

@@ -14,7 +14,7 @@
 
 // ================================================================================================= 1 Number formats
 
-template <class U> U load_as(const void* p) { // from any address
+template <class U> BOTH U load_as(const void* p) { // from any address
     U u;
     memcpy(&u, p, sizeof u);
     return u;
@@ -41,7 +41,7 @@ inline uint16_t float_to_half(float f) {
 }
 
 // FP8 e4m3: a sign, 4 bits of exponent, 3 of fraction, in the same way; no infinity, and one NaN of either sign.
-inline float e4m3_to_float(uint8_t x) {
+BOTH inline float e4m3_to_float(uint8_t x) {
     const uint32_t size = (uint32_t)(x & 0x7f) << 20, sign = (uint32_t)(x & 0x80) << 24;
     const float f = load_as<float>(&size) * 0x1p120f;
     const uint32_t u = load_as<uint32_t>(&f) | sign | ((x & 0x7f) == 0x7f ? 0x7fc00000 : 0);
@@ -49,14 +49,14 @@ inline float e4m3_to_float(uint8_t x) {
 }
 
 // Rounds to nearest, ties to even; 448 is the largest, and what larger numbers become. A NaN stays a NaN.
-inline uint8_t float_to_e4m3(float f) {
+BOTH inline uint8_t float_to_e4m3(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
     const uint32_t sign = u >> 24 & 0x80, size = u & 0x7fffffff;
     if (size > 0x7f800000) return (uint8_t)(sign | 0x7f);
     if (size >= 0x43e00000) return (uint8_t)(sign | 0x7e);
     if (size < 0x3c800000) // below 2^-6: a multiple of 2^-9
-        return (uint8_t)(sign | (uint32_t)std::nearbyint(std::fabs(f) * 512.f));
+        return (uint8_t)(sign | (uint32_t)nearbyintf(fabsf(f) * 512.f));
     return (uint8_t)(sign | (size - (120 << 23) + 0x7ffff + (size >> 20 & 1)) >> 20);
 }
 

@@ -254,8 +254,8 @@ template <class T> struct Adapter {
 enum class Format { PLAIN, INT8, INT4, FP8 };
 constexpr int GROUP = 32; // INT8's, and the least there is
 inline float half_to_float(uint16_t h); // quantized.h
-inline float e4m3_to_float(uint8_t x);
-inline uint8_t float_to_e4m3(float f);
+BOTH inline float e4m3_to_float(uint8_t x);
+BOTH inline uint8_t float_to_e4m3(float f);
 template <class T> struct Linear {
     Format format = Format::PLAIN; // of all blocks
     const T* w[3] = {};            // PLAIN
@@ -355,6 +355,12 @@ template <class T> struct KVRow {
         return e ? (acc<T>)std::ldexp(1.f, e - 128) : std::numeric_limits<acc<T>>::quiet_NaN();
     }
 };
+// Of a row whose largest number has this size. (Least: 2^-9 times it is still a bf16.)
+BOTH inline int kv_exponent(float largest) {
+    int exponent = 0; // largest = f 2^exponent, 1/2 <= f < 1; 448 is 7/8 of 2^9
+    const float f = frexpf(largest, &exponent);
+    return largest > 0 && exponent - 9 + (f > 0.875f) > -100 ? exponent - 9 + (f > 0.875f) : -100;
+}
 // Stores row (D), the key or value of a token and head.
 template <class T> void store_kv(T* cache, const Batch& b, int slot, int head, const T* row, int K, int D) {
     const int page = slot / PAGE, within = slot % PAGE;
@@ -366,12 +372,7 @@ template <class T> void store_kv(T* cache, const Batch& b, int slot, int head, c
         const float size = std::fabs((float)to_acc(row[i]));
         finite &= size <= std::numeric_limits<float>::max(), largest = std::max(largest, size);
     }
-    int e = -100; // least: 2^-9 times it is still a bf16
-    if (finite && largest > 0) {
-        int exponent; // largest = f 2^exponent, 1/2 <= f < 1; 448 is 7/8 of 2^9
-        const float f = std::frexp(largest, &exponent);
-        e = std::max(e, exponent - 9 + (f > 0.875f));
-    }
+    const int e = kv_exponent(finite ? largest : 0);
     block[(size_t)PAGE * D + within] = finite ? (uint8_t)(e + 128) : (uint8_t)0;
     for (int i = 0; i < D; i++)
         block[(size_t)within * D + i] = float_to_e4m3((float)std::ldexp((float)to_acc(row[i]), -e));
@@ -885,7 +886,6 @@ template <class T> struct Session {
     // Plans all memory for `context` tokens. Throws Error if it is more than there is.
     Session(const Config& c, const Weights<T>& w, int context, const Context& where = {})
         : ctx(where), config(c), weights(w), capacity(context) {
-        if (ctx.gpu && ctx.kv_fp8) DIE("FP8 keys and values on a GPU are not supported");
         if constexpr (HAS_GPU<T>) if (ctx.gpu) draws = std::make_shared<GpuDraws<T>>(*this);
         arena.gpu = ctx.gpu != nullptr;
         chunk = std::min(ctx.gpu ? GPU_CHUNK : CHUNK, capacity);
@@ -1564,6 +1564,8 @@ struct Gpu {
     int* attention_arrived = nullptr;
     bf16* unpacked = nullptr;    // of packed weights, a matrix at a time: see packed.h
     size_t unpacked_numbers = 0;
+    bf16* widened = nullptr;     // one layer's FP8 keys and values as bf16: see widen_pages_kernel
+    size_t widened_numbers = 0;
 };
 constexpr size_t PARTIAL_BYTES = 32 << 20;
 constexpr int MAX_TILES = 4096;
@@ -2060,6 +2062,31 @@ template <int D> struct WarpHead {
         for (int p = 0; p < P; p++) a.x[p] = round_bf16(u[p]), b.x[p] = round_bf16(v[p]);
         ((Stored*)head)[threadIdx.x % 32] = a, ((Stored*)head)[threadIdx.x % 32 + 32] = b;
     }
+    // Rounds to what an FP8 cache holds (Book I's store_kv): left are its e4m3 numbers, returned is the byte of their
+    // exponent.
+    __device__ int round_e4m3() {
+        float largest = 0;
+        bool finite = true;
+        const auto look = [&](float& x) {
+            x = to_acc(round_bf16(x));
+            finite &= fabsf(x) < INFINITY, largest = fmaxf(largest, fabsf(x));
+        };
+        for (int p = 0; p < P; p++) look(u[p]), look(v[p]);
+        for (int other = 16; other > 0; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
+        finite = __all_sync(~0u, finite);
+        const int e = kv_exponent(finite ? largest : 0);
+        const auto round = [&](float& x) { x = e4m3_to_float(float_to_e4m3(ldexpf(x, -e))); };
+        for (int p = 0; p < P; p++) round(u[p]), round(v[p]);
+        return finite ? e + 128 : 0;
+    }
+    // ... and stores that as row `within` of a page and head.
+    __device__ void store_e4m3(uint8_t* block, int within, int exponent) const {
+        for (int p = 0; p < P; p++) {
+            const int i = threadIdx.x % 32 * P + p;
+            block[within * D + i] = float_to_e4m3(u[p]), block[within * D + i + D / 2] = float_to_e4m3(v[p]);
+        }
+        if (threadIdx.x % 32 == 0) block[PAGE * D + within] = (uint8_t)exponent;
+    }
     // `weights` have been loaded as a head is.
     __device__ void norm_rope(const WarpHead& weights, const WarpAngles<P>& angle, float eps) {
         float squares = 0;
@@ -2072,8 +2099,14 @@ template <int D> struct WarpHead {
     }
 };
 
+// Where the rows of a page and head are in a layer's FP8 cache (KVRow), which would be at kv_offset in one of bf16.
+template <int D> __device__ size_t fp8_at(size_t kv_offset) { return kv_offset / D * (D + 1); }
+template <int D> __device__ uint8_t* fp8_block(bf16* cache, int page, int head, int K) {
+    return (uint8_t*)cache + fp8_at<D>(kv_offset(page, head, 0, K, D));
+}
+
 // A warp two heads of a token, from row `first` on: two loads on their way. Bound by the memory's speed.
-template <int D>
+template <int D, bool FP8>
 __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
                                       const bf16* k_weight, const float* rope, Batch b, int first, int H, int K,
                                       float eps) {
@@ -2097,6 +2130,12 @@ __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const b
         if (h >= heads) return;
         const size_t at = h < H ? 0 : kv_offset(slot / PAGE, (h - H) % K, slot % PAGE, K, D);
         if (h < H + K) head[i].norm_rope(weights[i], angle, eps);
+        if (FP8 && h >= H) {
+            const int exponent = head[i].round_e4m3();
+            uint8_t* block = fp8_block<D>(h < H + K ? keys : values, slot / PAGE, (h - H) % K, K);
+            head[i].store_e4m3(block, slot % PAGE, exponent);
+            continue;
+        }
         head[i].store(h < H ? q + ((size_t)n * H + h) * D : h < H + K ? keys + at : values + at);
     }
 }
@@ -2104,8 +2143,9 @@ inline void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, 
                                const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
                                int first = 0) {
     const int blocks = (int)(((int64_t)(b.N - first) * ((H + 2 * K + 1) / 2) + 7) / 8);
-    launch(ctx, D == 128 ? qknorm_rope_kv_kernel<128> : qknorm_rope_kv_kernel<64>, blocks, 256, 0, q, keys, values, qkv,
-           q_weight, k_weight, rope, b, first, H, K, eps);
+    const auto kernel = b.fp8 ? (D == 128 ? qknorm_rope_kv_kernel<128, true> : qknorm_rope_kv_kernel<64, true>)
+                              : D == 128 ? qknorm_rope_kv_kernel<128, false> : qknorm_rope_kv_kernel<64, false>;
+    launch(ctx, kernel, blocks, 256, 0, q, keys, values, qkv, q_weight, k_weight, rope, b, first, H, K, eps);
 }
 
 // ---- head's first half: the rows that are wanted, one after another. A block a row.
@@ -4894,6 +4934,7 @@ __device__ inline float dot8(uint4 a, const float* q) {
 // A page of keys and values in a warp's registers. Keys: four lanes a key, 8 keys at once, in two halves; a lane has
 // chunks lane % 4, + 4, ... of key lane / 4. Values: a lane has chunk lane % LANES of every KEYS_A_LOADth key.
 template <int D> struct WarpPage {
+    static constexpr bool FP8 = false;
     static constexpr int LANES = D / 8, KEYS_A_LOAD = 32 / LANES, LOADS = PAGE / KEYS_A_LOAD; // of values
     const int lane = threadIdx.x % 32, value_key = lane / LANES, column = lane % LANES * 8;
     uint4 k[2][D / 32] = {}, v[LOADS] = {};
@@ -4933,6 +4974,60 @@ template <int D> struct WarpPage {
     }
 };
 
+// 2^(e - 128), of which 0 says that the row is NaN
+__device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
+
+// A page of an FP8 cache. Loads bring e4m3 numbers, of which widen() makes bf16; the rows' factors go to scores and
+// weights. As they are powers of two, all sums have the bits that a bf16 cache of the same numbers gives.
+template <int D> struct WarpFp8Page : WarpPage<D> {
+    static constexpr bool FP8 = true;
+    using P = WarpPage<D>;
+    using P::lane, P::value_key, P::column, P::k, P::v;
+    uint2 raw_k[2][D / 32] = {}, raw_v[P::LOADS] = {};
+    int k_exponent[2] = {128, 128}, v_exponent[P::LOADS]; // bytes of KVRow
+    float k_factor[2], v_factor[P::LOADS];
+
+    __device__ __forceinline__ void load(const uint8_t* keys, const uint8_t* values, int count) {
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int key = half * 8 + lane / 4;
+            if (key >= count) continue;
+            #pragma unroll
+            for (int i = 0; i < D / 32; i++) raw_k[half][i] = *(const uint2*)(keys + key * D + (i * 4 + lane % 4) * 8);
+            k_exponent[half] = keys[PAGE * D + key];
+        }
+        #pragma unroll
+        for (int j = 0; j < P::LOADS; j++) {
+            const int key = j * P::KEYS_A_LOAD + value_key;
+            const bool there = key < count;
+            if (there) raw_v[j] = *(const uint2*)(values + key * D + column);
+            v_exponent[j] = there ? values[PAGE * D + key] : 128;
+        }
+    }
+    __device__ __forceinline__ void widen() {
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+            k_factor[half] = fp8_factor(k_exponent[half]);
+            #pragma unroll
+            for (int i = 0; i < D / 32; i++) k[half][i] = PackedFp8::run(raw_k[half][i], 0, 0);
+        }
+        #pragma unroll
+        for (int j = 0; j < P::LOADS; j++)
+            v_factor[j] = fp8_factor(v_exponent[j]), v[j] = PackedFp8::run(raw_v[j], 0, 0);
+    }
+    __device__ __forceinline__ void insert(const bf16* key, const bf16* value, int within, const float* factors) {
+        P::insert(key, value, within);
+        for (int half = 0; half < 2; half++)
+            if (half * 8 + lane / 4 == within) k_factor[half] = factors[0];
+        #pragma unroll
+        for (int j = 0; j < P::LOADS; j++)
+            if (j * P::KEYS_A_LOAD + value_key == within) v_factor[j] = factors[1];
+    }
+    __device__ __forceinline__ float score(const float* q, int half) const {
+        return P::score(q, half) * k_factor[half];
+    }
+};
+
 // q of the block's heads h0 .., a warp each, to shared memory.
 template <int D, int G>
 __device__ __forceinline__ void rotate_queries(const DecodeArgs& p, DecodeShared<D, G>& shared, const bf16* heads,
@@ -4952,21 +5047,28 @@ __device__ __forceinline__ void rotate_queries(const DecodeArgs& p, DecodeShared
 }
 
 // The newest token's key (one warp) or value (another) to shared memory, and to the cache if no other block does it.
-template <int D>
+// `cache` is where it would be in one of bf16.
+template <int D, bool FP8>
 __device__ __forceinline__ void take_newest(const DecodeArgs& p, bf16* shared, bf16* cache, const bf16* from, bool key,
-                                            const float* angles, bool writes) {
+                                            const float* angles, bool writes, float* factor) {
     WarpHead<D> head, weights;
     head.load(from), weights.load(p.k_weight);
     if (key) head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
+    if constexpr (FP8) {
+        bf16* const base = key ? p.keys : p.values;
+        const size_t to = (size_t)(cache - base);
+        const int exponent = head.round_e4m3(), within = (int)(to / D % PAGE);
+        *factor = fp8_factor(exponent);
+        if (writes) head.store_e4m3((uint8_t*)base + fp8_at<D>(to - within * D), within, exponent);
+    }
     head.store(shared);
-    if (writes) head.store(cache);
+    if (!FP8 && writes) head.store(cache);
 }
 
 // This warp's part: softmax of its page's scores, of which the first `count` keys count, and the weighted sum of
 // values.
-template <int D, int G>
-__device__ __forceinline__ void attend_page(DecodeShared<D, G>& shared, const WarpPage<D>& page, int count) {
-    using P = WarpPage<D>;
+template <int D, int G, class P>
+__device__ __forceinline__ void attend_page(DecodeShared<D, G>& shared, const P& page, int count) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float s[2][G], mix[G][8] = {};
     #pragma unroll
@@ -4992,7 +5094,8 @@ __device__ __forceinline__ void attend_page(DecodeShared<D, G>& shared, const Wa
         #pragma unroll
         for (int h = 0; h < G; h++) {
             const int holder = (j * P::KEYS_A_LOAD % 8 + page.value_key) * 4;
-            const float weight = __shfl_sync(~0u, s[j * P::KEYS_A_LOAD / 8][h], holder);
+            float weight = __shfl_sync(~0u, s[j * P::KEYS_A_LOAD / 8][h], holder);
+            if constexpr (P::FP8) weight *= page.v_factor[j];
             for (int e = 0; e < 8; e++) mix[h][e] += weight * values[e];
         }
     }
@@ -5027,8 +5130,10 @@ __device__ __forceinline__ void join_warps(const DecodeShared<D, G>& shared, bf1
     }
 }
 
-template <int D, int G> __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(DecodeArgs p) {
+template <int D, int G, bool FP8>
+__global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(DecodeArgs p) {
     __shared__ __align__(16) DecodeShared<D, G> shared;
+    __shared__ float factors[2]; // FP8: of the newest token's key and value
     // What is read before the wait no kernel of this forward writes: positions, sequences and pages are the batch's,
     // older keys and values an earlier forward's (see launch_kernel).
     const Batch& b = p.b;
@@ -5043,8 +5148,9 @@ template <int D, int G> __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) a
     const int page = split * DECODE_WARPS + warp, first = page * PAGE; // this warp's page and its first position
     const bool held = first <= pos;
     const size_t at = held ? kv_offset(b.pages[(size_t)seq * b.max_pages + page], kv, 0, p.K, D) : 0;
-    WarpPage<D> keys;
-    keys.load(p.keys + at, p.values + at, pos - first);
+    std::conditional_t<FP8, WarpFp8Page<D>, WarpPage<D>> keys;
+    if constexpr (FP8) keys.load((uint8_t*)p.keys + fp8_at<D>(at), (uint8_t*)p.values + fp8_at<D>(at), pos - first);
+    else keys.load(p.keys + at, p.values + at, pos - first);
     let_next_start();
     wait_for_previous();
 
@@ -5054,11 +5160,14 @@ template <int D, int G> __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) a
     if (split == splits - 1 && warp >= DECODE_WARPS - 2) {
         const bool key = warp == DECODE_WARPS - 2, writes = h0 % (p.H / p.K) == 0;
         const size_t to = kv_offset(b.slot[n] / PAGE, kv, b.slot[n] % PAGE, p.K, D);
-        take_newest<D>(p, key ? shared.new_key : shared.new_value, (key ? p.keys : p.values) + to,
-                       row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, key, angles, writes);
+        take_newest<D, FP8>(p, key ? shared.new_key : shared.new_value, (key ? p.keys : p.values) + to,
+                            row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, key, angles, writes, &factors[!key]);
     }
     __syncthreads();
-    if (page == pos / PAGE) keys.insert(shared.new_key, shared.new_value, pos % PAGE);
+    if constexpr (FP8) {
+        keys.widen();
+        if (page == pos / PAGE) keys.insert(shared.new_key, shared.new_value, pos % PAGE, factors);
+    } else if (page == pos / PAGE) keys.insert(shared.new_key, shared.new_value, pos % PAGE);
     attend_page(shared, keys, pos - first + 1);
     __syncthreads();
     bf16* out = p.out + ((size_t)n * p.H + h0) * D;
@@ -5079,13 +5188,67 @@ inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles,
     if (p.b.splits < 1) DIE("attention_decode: %d splits; positions need one for each %d keys", p.b.splits, SPLIT);
     const int G = p.H / p.K;
     const int heads = G % 8 == 0 ? 8 : G % 5 == 0 ? 5 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1; // of a block
-#define DECODE(D) {attention_decode_kernel<D, 1>, attention_decode_kernel<D, 2>, attention_decode_kernel<D, 4>, \
-                   attention_decode_kernel<D, 5>, attention_decode_kernel<D, 8>}
-    static void (*const kernels[2][5])(DecodeArgs) = {DECODE(64), DECODE(128)};
+#define DECODE(D, FP8) {attention_decode_kernel<D, 1, FP8>, attention_decode_kernel<D, 2, FP8>, \
+                        attention_decode_kernel<D, 4, FP8>, attention_decode_kernel<D, 5, FP8>, \
+                        attention_decode_kernel<D, 8, FP8>}
+    static void (*const kernels[2][2][5])(DecodeArgs) = {{DECODE(64, false), DECODE(128, false)},
+                                                         {DECODE(64, true), DECODE(128, true)}};
 #undef DECODE
     const int instance = heads == 8 ? 4 : heads == 5 ? 3 : heads == 4 ? 2 : heads - 1;
     const dim3 grid((unsigned)p.b.splits, (unsigned)(p.H / heads), (unsigned)singles);
-    launch(ctx, kernels[D == 128][instance], grid, 256, 0, p);
+    launch(ctx, kernels[p.b.fp8][D == 128][instance], grid, 256, 0, p);
+}
+
+// ---- An FP8 cache for attention of several tokens. That reads bf16: what it will read of a layer is widened first, into
+// pages of the same numbers. Grid: (K, blocks); a block takes every gridDim.y-th page of each sequence that has rows from
+// `first` on. Bound by the memory's speed: 3 bytes a number, and 2 when attention reads it.
+template <int D>
+__global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* to_values, bf16* keys, bf16* values,
+                                                          Batch b, int first, int K) {
+    __shared__ int last[256], count; // the sequences' last rows, of 256 rows
+    let_next_start();
+    wait_for_previous();
+    const int kv = blockIdx.x, row = threadIdx.x * 8 / D;
+    for (int n0 = first; n0 < b.N; n0 += 256) {
+        if (threadIdx.x == 0) count = 0;
+        __syncthreads();
+        const int n = n0 + (int)threadIdx.x;
+        if (n < b.N && b.seq[n] >= 0 && (n + 1 == b.N || b.seq[n + 1] != b.seq[n])) last[atomicAdd(&count, 1)] = n;
+        __syncthreads();
+        for (int i = 0; i < count && row < PAGE; i++) {
+            const int length = b.pos[last[i]] + 1, *table = b.pages + (size_t)b.seq[last[i]] * b.max_pages;
+            for (int page = blockIdx.y; page * PAGE < length; page += gridDim.y) {
+                const size_t at = kv_offset(table[page], kv, 0, K, D) + threadIdx.x * 8;
+                const auto widen = [&](bf16* to, bf16* cache) {
+                    const uint8_t* block = fp8_block<D>(cache, table[page], kv, K);
+                    const bool there = page * PAGE + row < length; // what lies behind them has to be finite
+                    const uint2 raw = there ? *(const uint2*)(block + threadIdx.x * 8) : uint2{0, 0};
+                    const float factor = there ? fp8_factor(block[PAGE * D + row]) : 1;
+                    const uint4 v = PackedFp8::run(raw, 0, 0);
+                    *(uint4*)(to + at) = {pack(low(v.x) * factor, high(v.x) * factor),
+                                          pack(low(v.y) * factor, high(v.y) * factor),
+                                          pack(low(v.z) * factor, high(v.z) * factor),
+                                          pack(low(v.w) * factor, high(v.w) * factor)};
+                };
+                widen(to_keys, keys), widen(to_values, values);
+            }
+        }
+        __syncthreads();
+    }
+}
+inline size_t widened_numbers(const Config& c, size_t pages) { return 2 * pages * c.K * PAGE * c.D; }
+inline void plan_widened(Context& ctx, Arena& arena, const Config& c, size_t pages) {
+    if (!ctx.kv_fp8) return;
+    ctx.gpu->widened_numbers = widened_numbers(c, pages);
+    ctx.gpu->widened = arena.take<bf16>(ctx.gpu->widened_numbers);
+}
+// Where the widened keys are; the values are behind them.
+inline bf16* widen_pages_gpu(Context& ctx, bf16* keys, bf16* values, const Batch& b, int first, int K, int D) {
+    bf16* const widened = ctx.gpu->widened;
+    const dim3 grid((unsigned)K, (unsigned)std::max(1, 8 * ctx.gpu->sms / K));
+    launch(ctx, D == 128 ? widen_pages_kernel<128> : widen_pages_kernel<64>, grid, 256, 0, widened,
+           widened + ctx.gpu->widened_numbers / 2, keys, values, b, first, K);
+    return widened;
 }
 
 inline void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
@@ -5099,6 +5262,7 @@ inline void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys,
     }
     if (singles == b.N) return;
     qknorm_rope_kv_gpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps, singles);
+    if (b.fp8) keys = widen_pages_gpu(ctx, keys, values, b, singles, K, D), values = keys + ctx.gpu->widened_numbers / 2;
     attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
 }
 
@@ -6139,6 +6303,7 @@ template <class T> struct GpuDraws {
         const int splits = (session.capacity - 1) / SPLIT + 1;
         ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, 1, splits, c.H, c.D));
         ctx.gpu->attention_arrived = arena.take<int>(c.H);
+        plan_widened(ctx, arena, c, (size_t)session.pages);
         step.token = arena.take<int>(4 * ROWS), step.pos = step.token + ROWS, step.slot = step.pos + ROWS;
         seq = step.slot + ROWS;
         seen = arena.take<uint32_t>(c.V);

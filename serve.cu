@@ -410,7 +410,10 @@ template <class T> struct Engine {
     // The number of pages; and, where the context may be less than it is (at_most), the longest whose keys and values
     // fit, and whose tables (a GPU's scratch for attention grows with it) leave 7/8 of the memory to the cache.
     void choose_sizes() {
-        const size_t page_bytes = KVCache<T>::bytes(config, 1, ctx.kv_fp8);
+        size_t page_bytes = KVCache<T>::bytes(config, 1, ctx.kv_fp8);
+#ifdef __CUDACC__
+        if (ctx.gpu && ctx.kv_fp8) page_bytes += widened_numbers(config, 1) * sizeof(bf16);
+#endif
         auto room_with = [&](int context) { // for the cache
             options.context = context, max_pages = (context + PAGE - 1) / PAGE;
             arena.used = 0, pages = 0;
@@ -1125,6 +1128,7 @@ template <class T> struct Engine {
         ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, options.max_seqs,
             (options.context - 1) / SPLIT + 1, config.H, config.D));
         ctx.gpu->attention_arrived = arena.take<int>(S * config.H);
+        plan_widened(ctx, arena, config, (size_t)pages);
         slots = {arena.take<int>(S), arena.take<Draw>(S), arena.take<uint32_t>(S * V), arena.take<int>(S),
                  arena.take<int>(S * MAX_BIAS), arena.take<float>(S * MAX_BIAS), arena.take<int>(S)};
         drawn = arena.take<int>(S);
@@ -1530,7 +1534,8 @@ static std::string batch_depends(const Options& o, const ModelFile& file, const 
     w.field("name", o.name).field("model", file.hash());
     w.field("adapter", adapter ? adapter_hash(*adapter, 1) : 0).field("tokenizer", tokenizer.hash());
     if (documents) w.field("documents", documents->hash());
-    w.field("dtype", o.dtype).field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
+    w.field("dtype", o.dtype).field("kv", o.kv_dtype).field("packed", file.is_quantized() && keeps_packed<bf16>(o, o.ctx));
+    w.field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
     return w.field("system", o.system).end().text;
 }
 
@@ -1584,7 +1589,7 @@ template <class T> struct Engines {
         e.at_most = false;
         for (o.gpu = 1; o.gpu < o.gpus; o.gpu++) {
             const Context ctx = choose_device(o, file);
-            auto one = std::unique_ptr<One>(new One{ctx, Weights<T>(file, o.dtype == "int8")});
+            auto one = std::unique_ptr<One>(new One{ctx, Weights<T>(file, o.dtype == "int8", keeps_packed<T>(o, ctx))});
             to_device(one->ctx, file, one->weights);
             const int rows = e.max_seqs + std::max(e.chunk, e.burst);
             if (adapter) one->attached = std::make_unique<AttachedAdapter<T>>(one->ctx, one->weights, *adapter, rows);
@@ -1669,7 +1674,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         for (size_t i = 0; i < named.size(); i++) hashes[o.adapters[i].first] = adapter_hash(named[i], 1);
         batch = std::make_unique<Batcher>(o.batch, o.output, depends, hashes);
     }
-    Weights<T> weights(file, o.dtype == "int8");
+    Weights<T> weights(file, o.dtype == "int8", keeps_packed<T>(o, o.ctx));
     to_device(o.ctx, file, weights);
     decode_for_long(o.ctx, file, weights);
     std::unique_ptr<AttachedAdapter<T>> attached;

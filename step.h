@@ -1231,6 +1231,7 @@ struct StepRoad {
         by_phase = ctx.one_kernel == Context::BY_PHASE;
         blocks = ctx.gpu->sms;
         if (const char* why = step_refuses(c)) DIE("--one-kernel: not for this model: %s", why);
+        if (ctx.kv_fp8) DIE("--one-kernel: not with FP8 keys and values");
         const Linear<bf16>& one = w.layers[0].qkv;
         for (const Layer<bf16>& l : w.layers)
             for (const Linear<bf16>* m : {&l.qkv, &l.o, &l.gate_up, &l.down})

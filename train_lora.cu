@@ -157,7 +157,6 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--no-overlap", "", "... whose gradients are added up after the backward pass, not during it",
          flag(o.overlap, false)},
     };
-    table.push_back(o.packed_option());
     o.add_to(table, false);
     return table;
 }

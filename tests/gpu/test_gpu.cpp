@@ -462,6 +462,105 @@ TEST_CASE("attention: head sizes, groups, contexts at the borders of pages, spli
         }
 }
 
+// The same with an FP8 cache: new rows are stored as Book I's store_kv does it, byte by byte; attention is Book I's of what the
+// cache then holds. `exact`: new rows are chosen so that e4m3 holds them, and so is all that attention reads in a bf16 cache:
+// then it has the bits that it has there.
+static void check_fp8_attention(Random& random, std::vector<std::pair<int, int>> past_fresh, int spare, int H, int K, int D, bool invariant, bool exact) {
+    TestBatch batch(random, past_fresh, 10, spare);
+    const int N = (int)batch.token.size(), width = (H + 2 * K) * D;
+    int singles = 0, longest = 1;
+    while (singles < (int)past_fresh.size() && past_fresh[singles].second == 1) singles++;
+    for (auto [past, fresh] : past_fresh) longest = std::max(longest, past + fresh);
+    const int splits = (longest - 1) / SPLIT + 2;
+    std::vector<bf16> qkv = random.fill<bf16>((size_t)N * width, 2), k_weight = random.fill<bf16>(D, 0.5, 1);
+    const std::vector<bf16> q_weight = random.fill<bf16>(D, 0.5, 1);
+    std::vector<float> rope((size_t)longest * D);
+    fill_rope(rope.data(), longest, D, 1e6);
+    const auto coarse = [&](double least) { return to_bf16((float)((1 + random.below(8) / 8.) * least * (random.below(2) ? 1 : -1))); };
+    if (exact) {
+        for (size_t i = 0; i < rope.size(); i++) rope[i] = i % 2 ? 0.f : 1.f; // nothing is rotated
+        for (bf16& w : k_weight) w = coarse(0.5);
+        for (size_t i = 0; i < qkv.size(); i++)
+            if ((int)(i % width) >= (H + K) * D) qkv[i] = coarse(0.25);
+            else if ((int)(i % width) >= H * D) qkv[i] = to_bf16(i % 3 ? 2.f : -2.f); // all of one size: the norm makes +1 and -1
+    }
+    Batch b = batch.view();
+    b.fp8 = true;
+    const size_t bytes = (size_t)batch.page_count * K * PAGE * (D + 1), numbers = (size_t)batch.page_count * K * PAGE * D;
+    std::vector<bf16> keys8(bytes / 2), values8(bytes / 2), keys(numbers), values(numbers);
+    for (int slot = 0; slot < batch.page_count * PAGE; slot++)
+        for (int h = 0; h < K; h++) {
+            store_kv(keys8.data(), b, slot, h, random.fill<bf16>(D, 2).data(), K, D);
+            store_kv(values8.data(), b, slot, h, random.fill<bf16>(D, std::ldexp(1, random.below(20) - 15)).data(), K, D);
+        }
+    const auto widen = [&](std::vector<bf16>& to, const std::vector<bf16>& from) {
+        for (int slot = 0; slot < batch.page_count * PAGE; slot++)
+            for (int h = 0; h < K; h++) {
+                const KVRow<bf16> row(from.data(), b, slot / PAGE, h, slot % PAGE, K, D);
+                for (int i = 0; i < D; i++) to[kv_offset(slot / PAGE, h, slot % PAGE, K, D) + i] = to_bf16(row[i]);
+            }
+    };
+    widen(keys, keys8), widen(values, values8);
+
+    Scratchpad pad(attention_scratch(gpu(), std::max(1, singles), splits, H, D), std::max(1, singles) * H);
+    pad.ctx.invariant = invariant;
+    Device<bf16> widened(2 * numbers);
+    pad.ctx.gpu->widened = widened, pad.ctx.gpu->widened_numbers = 2 * numbers;
+    Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
+    Device<bf16> dqkv(qkv), dqw(q_weight), dkw(k_weight), q((size_t)N * H * D);
+    Device<float> drope(rope);
+    Batch device = b;
+    device.token = nullptr, device.pos = pos, device.seq = seq, device.slot = slot, device.pages = pages, device.singles = singles;
+    device.splits = splits, device.longest = longest;
+    const auto attend = [&](bool fp8, Device<bf16>& k, Device<bf16>& v) {
+        Device<bf16> out((size_t)N * H * D);
+        device.fp8 = fp8;
+        attend_gpu(pad.ctx, out, nullptr, q, k, v, dqkv, dqw, dkw, drope, device, H, K, D, 1e-6f);
+        return out.get();
+    };
+    Device<bf16> dkeys8(keys8), dvalues8(values8), dkeys(keys), dvalues(values);
+    const std::vector<bf16> got = attend(true, dkeys8, dvalues8), in_bf16 = attend(false, dkeys, dvalues);
+    const std::vector<bf16> new_keys = dkeys.get(), new_values = dvalues.get();
+    for (int n = 0; n < N; n++)
+        for (int h = 0; h < K && batch.seq[n] >= 0; h++) {
+            const size_t at = kv_offset(batch.slot[n] / PAGE, h, batch.slot[n] % PAGE, K, D);
+            store_kv(keys8.data(), b, batch.slot[n], h, &new_keys[at], K, D), store_kv(values8.data(), b, batch.slot[n], h, &new_values[at], K, D);
+        }
+    CHECK(same_bits(dkeys8.get(), keys8));
+    CHECK(same_bits(dvalues8.get(), values8));
+    std::vector<bf16> want((size_t)N * H * D), want_q((size_t)N * H * D), unused_keys(numbers), unused_values(numbers);
+    Batch plain = b;
+    plain.fp8 = false;
+    qknorm_rope_kv(want_q.data(), unused_keys.data(), unused_values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), plain, H, K, D, 1e-6f);
+    attention(want.data(), (float*)nullptr, want_q.data(), keys8.data(), values8.data(), b, H, K, D);
+    int bad = 0, other = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        if (batch.seq[i / (H * D)] < 0) continue;
+        bad += !(std::fabs(to_acc(got[i]) - to_acc(want[i])) <= 0.006 * 16 + rounding<bf16>(to_acc(want[i])));
+        other += got[i].bits != in_bf16[i].bits;
+    }
+    CHECK(bad == 0);
+    if (exact) CHECK(other == 0);
+    for (int n : pad.attention_arrived.get()) CHECK(n == 0);
+}
+
+TEST_CASE("attention over an FP8 cache: rows are stored to the byte, and read to the bit") {
+    Random random{55};
+    for (bool exact : {false, true})
+        for (bool invariant : {false, true})
+            for (int D : {64, 128})
+                for (std::pair<int, int> heads : std::vector<std::pair<int, int>>{{2, 2}, {4, 2}, {4, 1}, {10, 2}, {8, 1}}) {
+                    const int H = heads.first, K = heads.second;
+                    INFO("exact " << exact << " invariant " << invariant << " D " << D << " H " << H << " K " << K);
+                    for (int past : {0, 15, 16, 127, 128, 300}) check_fp8_attention(random, {{past, 1}}, 0, H, K, D, invariant, exact);
+                    for (int fresh : {2, 17, 200}) check_fp8_attention(random, {{0, fresh}}, 0, H, K, D, invariant, exact);
+                    check_fp8_attention(random, {{70, 50}}, 0, H, K, D, invariant, exact);
+                    check_fp8_attention(random, {{5, 1}, {130, 1}, {0, 18}, {40, 70}, {0, 3}, {300, 300}}, 3, H, K, D, invariant, exact);
+                }
+    check_fp8_attention(random, {{4096, 1}}, 0, 4, 2, 128, false, true);
+    check_fp8_attention(random, {{900, 1}, {3, 1}, {1023, 2}, {0, 40}, {1500, 300}}, 3, 4, 2, 128, false, true);
+}
+
 // Attention of one token at `position` over zeros, in a batch of so many splits; what becomes of the kernel.
 static cudaError_t attend_one(int position, int splits) {
     const int D = 64, page_count = position / PAGE + 1;
@@ -913,6 +1012,41 @@ TEST_CASE("a context of 20,000 tokens: chunks and single steps agree with the CP
     other.ids = b.ids;
     other.feed({5}), b.feed({5});
     CHECK(memcmp(other.logits, b.logits, c.V * sizeof(float)) == 0);
+}
+
+TEST_CASE("FP8 keys and values: a session on the GPU agrees with one on the CPU, in prompts and step by step, and is saved and restored") {
+    Golden g("untied_bf16");
+    Config c = g.file.config;
+    c.max_positions = 200;
+    Weights<bf16> host(g.file), device(g.file);
+    device.upload(gpu(), g.file);
+    Random random{8};
+    std::vector<int> text;
+    for (int i = 0; i < 150; i++) text.push_back(random.below(c.V));
+    for (bool invariant : {false, true}) {
+        Context where = gpu(), in_cpu = cpu();
+        where.invariant = invariant, where.kv_fp8 = in_cpu.kv_fp8 = true;
+        Session<bf16> a(c, host, 200, in_cpu), b(c, device, 200, where), exact(c, host, 200);
+        const auto logits = [&](const Session<bf16>& s) { return std::vector<float>(s.logits, s.logits + c.V); };
+        const auto apart = [&](const Session<bf16>& one, const Session<bf16>& other) { return mean_kl(logits(one), logits(other), c.V); };
+        double between = 0, cost = 0; // of FP8 on the two; of FP8 and bf16
+        const auto feed = [&](const std::vector<int>& more) {
+            for (Session<bf16>* s : {&a, &b, &exact}) s->feed(more);
+            between += apart(a, b), cost += apart(exact, a);
+        };
+        feed({text.begin(), text.begin() + 90}), feed({text.begin() + 90, text.begin() + 130});
+        for (int i = 130; i < 150; i++) feed({text[i]});
+        CHECK(cost > 0);
+        CHECK(between < 0.5 * cost);
+        std::vector<std::vector<uint8_t>> blocks;
+        each_block(b, b.ids.size(), [&](bf16* p) { blocks.emplace_back((uint8_t*)p, (uint8_t*)p + block_bytes(b, b.ids.size())); });
+        Session<bf16> other(c, device, 200, where);
+        size_t i = 0;
+        each_block(other, b.ids.size(), [&](bf16* p) { memcpy((void*)p, blocks[i].data(), blocks[i].size()), i++; });
+        other.ids = b.ids;
+        other.feed({5}), b.feed({5});
+        CHECK(memcmp(other.logits, b.logits, c.V * sizeof(float)) == 0);
+    }
 }
 
 // ---- One kernel a token (step.h). Emulated before in tests/unit/test_step.cpp.

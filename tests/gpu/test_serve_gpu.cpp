@@ -72,6 +72,27 @@ TEST_CASE("an answer that runs alone takes its steps by one kernel, and is what 
     where.one_kernel = Context::OFF;
 }
 
+TEST_CASE("FP8 keys and values: an answer alone is a Session's with them; with `invariant` it is that in company, too") {
+    struct Restore { ~Restore() { where.kv_fp8 = false; } } restore;
+    Random random{19};
+    for (bool invariant : {false, true}) {
+        on_gpu(invariant);
+        where.kv_fp8 = true;
+        INFO("invariant " << invariant);
+        const size_t page = KVCache<bf16>::bytes(tiny().file.config, 1, true) + widened_numbers(tiny().file.config, 1) * sizeof(bf16);
+        for (int round = 0; round < 8; round++) {
+            Bench bench({256, 24, 256, 256, 60 * page});
+            CHECK(bench.desk.figures->pages == 60);
+            std::vector<Job> jobs;
+            for (int i = 0; i < (invariant ? 10 : 1); i++) jobs.push_back(random_job(random, 256));
+            for (Job& job : jobs)
+                if (job.prompt.size() == 1) job.prompt.push_back(5);
+            run_all(bench, random, jobs);
+            for (Job& job : jobs) check_answer(job, expected(job, 256));
+        }
+    }
+}
+
 TEST_CASE("with `invariant` an answer does not depend on its company, on chunks, pages or preemptions") {
     on_gpu(true);
     Random random{12};

@@ -24,6 +24,17 @@ TEST_CASE("the C API from plain C: errors, tokens, logits, draws, two contexts i
     check_answer(C_PROGRAM, {});
 }
 
+TEST_CASE("the C API opens a quantised model, which answers as it does in qwen3") {
+    const Scratch s;
+    const std::string qwen3 = variable("QWEN3", "./qwen3"), model = s / "int4.bin", question = "What is a warp?";
+    REQUIRE(Process(qwen3.c_str(), {"data/tiny/model.bin", "--quantize", "int4", model}).wait().status == 0);
+    fs::copy_file("data/tiny/tokenizer.bin", s / "tokenizer.bin");
+    const Result r = Process(C_PROGRAM.c_str(), {model, question}).wait();
+    INFO(r.err);
+    CHECK(r.status == 0);
+    CHECK(r.out == Process(qwen3.c_str(), {model, "-d", "cpu", "-t", "0", "-i", question}).wait().out);
+}
+
 static const bool NO_PYTHON = std::system("python3 -c pass >/dev/null 2>&1") != 0;
 TEST_CASE("the C API through Python's ctypes" * doctest::skip(NO_PYTHON)) {
     check_answer("/usr/bin/env", {"python3", "tests/unit/library.py", LIBRARY});

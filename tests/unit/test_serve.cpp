@@ -2449,7 +2449,7 @@ TEST_CASE("completion_tokens: what was drawn, the end token too, in every place 
     for (size_t i = 0; i < out.size(); i++) CHECK(Json(out[i])["response"]["body"]["usage"]["completion_tokens"].number() == counts[i]);
 }
 
-TEST_CASE("with an adapter a batch says what qwen3 says with it, and not what it says without") {
+TEST_CASE("with an adapter a batch says what qwen3 says with it, and not what it says without; so do quantised models, which stay packed") {
     Scratch scratch;
     // The fixture's B is zero: give it numbers.
     const std::string fixture = "tests/fixtures/train/adapter/", adapter = scratch / "adapter";
@@ -2465,19 +2465,39 @@ TEST_CASE("with an adapter a batch says what qwen3 says with it, and not what it
             memcpy(&file[8 + length + at], &b, 4);
         }
     write_file(adapter + "/adapter_model.safetensors", file);
-    write_file(scratch / "in", row(0, R"({"messages": [{"role": "user", "content": "What is a warp?"}], "temperature": 0, "max_tokens": 24})"));
-    std::string said[2];
-    for (int with = 0; with < 2; with++) {
-        const std::string out = scratch / (with ? "with" : "without");
-        const Result r = batch(scratch / "in", out, with ? Strings{"--adapter", adapter} : Strings{});
-        INFO(r.err);
-        REQUIRE(r.status == 0);
-        const Json j(lines(read_file(out))[0]);
-        said[with] = j["response"]["body"]["choices"][(size_t)0]["message"]["content"].str();
-    }
+    const char* asked = R"({"model": "%s", "messages": [{"role": "user", "content": "What is a warp?"}], "temperature": 0, "max_tokens": 24})";
     const char* qwen3 = getenv("QWEN3") ? getenv("QWEN3") : "./qwen3";
-    CHECK(said[0] != said[1]);
-    CHECK(Process(qwen3, {MODEL, "-z", VOCABULARY, "-d", "cpu", "--adapter", adapter, "-t", "0", "-n", "24", "-i", "What is a warp?"}).wait().out == said[1] + "\n");
+    std::string unlike; // what they say of different weights
+    for (const std::string kind : {"", "int4", "int8", "fp8"}) {
+        CAPTURE(kind);
+        const std::string model = kind.empty() ? MODEL : scratch / kind + ".bin";
+        if (!kind.empty()) REQUIRE(Process(qwen3, {MODEL, "--quantize", kind, model}).wait().status == 0);
+        const auto answers = [&](const Strings& names, const Strings& more) {
+            std::string in;
+            for (auto& name : names) in += row((int)in.size(), format(asked, name.c_str()));
+            write_file(scratch / "in", in);
+            const std::string out = scratch / "out";
+            fs::remove(out);
+            const Result r = Process(PROGRAM, Strings{model, "-z", VOCABULARY, "-j", "1", "--name", "tiny", "--batch", scratch / "in", "-o", out} + more).wait();
+            INFO(r.err);
+            REQUIRE(r.status == 0);
+            CHECK(r.err.find(" parameters, " + (kind.empty() ? "float32" : kind) + ", ") != std::string::npos);
+            Strings said;
+            for (auto& line : lines(read_file(out))) said.push_back(Json(line)["response"]["body"]["choices"][(size_t)0]["message"]["content"].str() + "\n");
+            REQUIRE(said.size() == names.size());
+            return said;
+        };
+        const auto told = [&](const Strings& more) {
+            return Process(qwen3, Strings{model, "-z", VOCABULARY, "-d", "cpu", "-t", "0", "-n", "24", "-i", "What is a warp?"} + more).wait().out;
+        };
+        const std::string with = told({"--adapter", adapter}), without = told({});
+        CHECK(with != without);
+        CHECK(without != unlike);
+        unlike = without;
+        CHECK(answers({"tiny"}, {"--adapter", adapter}) == Strings{with});
+        CHECK(answers({"tiny", "other", "tiny", "other"}, {"--adapter", "other=" + adapter}) == Strings{without, with, without, with});
+    }
+    write_file(scratch / "in", row(0, format(asked, "tiny")));
     check_refusal(batch(scratch / "in", scratch / "other", {"--adapter", "tests"}), "serve", "adapter_config.json");
 }
 
