@@ -1660,7 +1660,8 @@ static int quantize(const Options& o, bool asks_more) {
                 how.window);
     }
     Context ctx;
-    ctx.plain = o.device == "plain", ctx.stop = &interrupted;
+    if (!how.text.empty()) ctx = choose_device(o, file); // (rounding to the nearest is the CPU's)
+    ctx.stop = &interrupted;
     auto progress = std::make_unique<Progress>();
     ThreadPace pace(o, ctx);
     pace.begin();

@@ -124,7 +124,7 @@ inline QuantizedMatrix quantize_matrix(std::vector<float>& W, size_t rows, size_
 // where U^T U = H^-1 with U upper triangular: each row of U says how the columns after k can stand in for it. With H =
 // R R^T, R upper triangular (Cholesky's factor, from the last column on), U is R^-1.
 
-// The factor of H + 1% of its diagonal's mean; H is used up. A column that no activation ever has is `dead`: it may
+// The factor of H + 1% of its diagonal's mean. A column that no activation ever has is `dead`: it may
 // become anything, and becomes zero.
 inline std::vector<float> gptq_factor(const std::vector<float>& H, size_t n, std::vector<bool>& dead) {
     std::vector<double> R(n * n), U(n * n);
@@ -173,14 +173,18 @@ inline std::vector<float> gptq_factor(const std::vector<float>& H, size_t n, std
 }
 
 // H += X^T X. Its numbers are float: sums of products of a window's tokens, then of the windows.
-template <class T> void add_squares(Context& ctx, std::vector<T>& H, const std::vector<T>& X, int tokens, int in) {
-    std::vector<T> columns((size_t)in * tokens); // X^T: then it is a product of rows
+template <class T> void add_squares(Context& ctx, acc<T>* H, const T* X, int tokens, int in) {
+#ifdef __CUDACC__
+    if constexpr (HAS_GPU<T>)
+        if (ctx.gpu) return linear_backward_weight_gpu(ctx, H, X, (size_t)in, X, tokens, in, in);
+#endif
+    std::vector<T> columns((size_t)in * tokens); // X^T: as a product of rows it is faster on a CPU
     #pragma omp parallel for schedule(static)
     for (int i = 0; i < in; i++)
         for (int n = 0; n < tokens; n++) columns[(size_t)i * tokens + n] = X[(size_t)n * in + i];
     Linear<T> W;
     W.w[0] = columns.data(), W.rows[0] = in, W.in = tokens;
-    RUN(linear_add, H.data(), H.data(), columns.data(), W, in);
+    RUN(linear_add, H, H, columns.data(), W, in);
 }
 
 // ================================================================================================== 4 Tensors to write
@@ -293,88 +297,113 @@ inline std::vector<float> numbers_to_quantize(const ModelFile& file, const Model
     return w;
 }
 
-// What calibration needs: the text's windows at the entry of a layer, and one layer's arrays.
+// What calibration needs: the text's windows at the entry of a layer, and one layer's arrays; where the context computes.
 template <class T> struct Calibration {
     const ModelFile& file;
     const Quantization& how;
     Context ctx;
     Weights<T> weights;
     size_t windows;
-    int N;                                 // tokens of a window
-    std::vector<std::vector<acc<T>>> in;   // (windows) of (N,C)
+    int N;                                // tokens of a window
     Arena arena;
+    std::vector<acc<T>*> in;              // (windows) of (N,C)
     typename Activations<T>::PerLayer a;
     KVCache<T> cache;
     acc<T>* rope;
-    std::vector<int> positions, sequence, table;
-    std::vector<std::vector<T>> quantized; // of the layer at work
+    int *tokens, *positions, *sequence, *table;
+    // H = X^T X, (in,in), of what enters the layer's four products, over all windows. Its numbers are float: sums of
+    // products of a window's tokens, then of the windows.
+    struct Squares { acc<T>* H; int in; } squares[4]; // qkv, o, gate_up, down
+    std::vector<std::vector<T>> quantized; // on a CPU: of the layer at work
 
     Calibration(const ModelFile& f, const Quantization& q, const Context& where)
         : file(f), how(q), ctx(where), weights(f), windows(q.windows()), N(q.window) {
         const Config& c = file.config;
-        auto plan = [&] {
-            a.in = arena.take<acc<T>>((size_t)N * c.C), a.mid = arena.take<acc<T>>((size_t)N * c.C);
-            a.out = arena.take<acc<T>>((size_t)N * c.C);
-            a.norm1 = arena.take<T>((size_t)N * c.C), a.norm2 = arena.take<T>((size_t)N * c.C);
-            a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
-            a.q = arena.take<T>((size_t)N * c.H * c.D), a.attention = arena.take<T>((size_t)N * c.H * c.D);
-            a.gate_up = arena.take<T>((size_t)N * 2 * c.F), a.hidden = arena.take<T>((size_t)N * c.F);
-            cache.plan(arena, c, (size_t)(N + PAGE - 1) / PAGE, true);
-            rope = arena.take<acc<T>>((size_t)N * c.D);
-        };
+        arena.gpu = ctx.gpu != nullptr;
+#ifdef __CUDACC__
+        if constexpr (HAS_GPU<T>) if (ctx.gpu) weights.upload(ctx, file);
+        if (ctx.gpu) ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); // with scratch of its own
+#endif
+        ctx.invariant = true; // (norms leave what they made, whatever N is)
         plan();
         arena.allocate("the calibration");
         plan();
-        fill_rope(rope, N, c.D, c.rope_theta);
-        positions.resize(N), sequence.assign(N, 0), table.resize((N + PAGE - 1) / PAGE);
-        std::iota(positions.begin(), positions.end(), 0), std::iota(table.begin(), table.end(), 0);
+        std::vector<acc<T>> angles((size_t)N * c.D);
+        fill_rope(angles.data(), N, c.D, c.rope_theta);
+        copy_in(ctx, rope, angles.data(), angles.size());
+        copy_in(ctx, tokens, how.text.data(), windows * N);
+        std::vector<int> from_zero(N);
+        std::iota(from_zero.begin(), from_zero.end(), 0);
+        copy_in(ctx, positions, from_zero.data(), from_zero.size());
+        copy_in(ctx, table, from_zero.data(), pages());
         for (size_t i = 0; i < windows; i++) {
-            in.emplace_back((size_t)N * c.C);
             const Batch b = batch(i);
-            RUN(embed, in[i].data(), weights.embed, b, c.C);
+            RUN(embed, in[i], weights.embed, b, c.C);
         }
     }
+    size_t pages() const { return (size_t)(N + PAGE - 1) / PAGE; }
+    void plan() {
+        const Config& c = file.config;
+        in.clear();
+        for (size_t i = 0; i < windows; i++) in.push_back(arena.take<acc<T>>((size_t)N * c.C));
+        a.mid = arena.take<acc<T>>((size_t)N * c.C), a.out = arena.take<acc<T>>((size_t)N * c.C);
+        a.norm1 = arena.take<T>((size_t)N * c.C), a.norm2 = arena.take<T>((size_t)N * c.C);
+        a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
+        a.q = arena.take<T>((size_t)N * c.H * c.D), a.attention = arena.take<T>((size_t)N * c.H * c.D);
+        a.gate_up = arena.take<T>((size_t)N * 2 * c.F), a.hidden = arena.take<T>((size_t)N * c.F);
+        cache.plan(arena, c, pages(), true);
+        rope = arena.take<acc<T>>((size_t)N * c.D);
+        tokens = arena.take<int>(windows * N);
+        positions = arena.take<int>(N), sequence = arena.take<int>(N), table = arena.take<int>(pages()); // (sequence: 0)
+        const int widths[] = {c.C, c.H * c.D, c.C, c.F};
+        for (int k = 0; k < 4; k++) squares[k] = {arena.take<acc<T>>((size_t)widths[k] * widths[k]), widths[k]};
+#ifdef __CUDACC__
+        if (!ctx.gpu) return;
+        ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+        ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+        ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, 0, 1, c.H, c.D));
+#endif
+    }
     Batch batch(size_t window) const {
-        Batch b = {N, 1, how.text.data() + window * N, positions.data(), sequence.data(), positions.data(),
-                   table.data(), (int)table.size()};
+        Batch b = {N, 1, tokens + window * N, positions, sequence, positions, table, (int)pages()};
+        b.longest = N;
         return b;
     }
     void forward(int l, size_t window) {
-        std::copy(in[window].begin(), in[window].end(), a.in);
+        a.in = in[window];
         layer_forward(ctx, file.config, weights.layers[l], batch(window), a, cache.keys, cache.values, rope);
     }
-    // The squares of what enters the layer's four products, over all windows.
-    struct Squares { std::vector<float> qkv, o, gate_up, down; };
-    template <class F> Squares squares(int l, F each) {
-        const Config& c = file.config;
-        auto zeros = [](int in) { return std::vector<float>((size_t)in * in); };
-        Squares s = {zeros(c.C), zeros(c.H * c.D), zeros(c.C), zeros(c.F)};
+    template <class F> void add_squares(int l, F each) {
+        for (const Squares& s : squares) clear(ctx, s.H, (size_t)s.in * s.in);
         for (size_t i = 0; i < windows; i++) {
             forward(l, i);
-            auto add = [&](std::vector<float>& H, const T* x, int in) {
-                std::vector<float> wide((size_t)N * in);
-                for (size_t j = 0; j < wide.size(); j++) wide[j] = (float)to_acc(x[j]);
-                add_squares(ctx, H, wide, N, in);
-            };
-            add(s.qkv, a.norm1, c.C), add(s.o, a.attention, c.H * c.D);
-            add(s.gate_up, a.norm2, c.C), add(s.down, a.hidden, c.F);
+            const T* const x[] = {a.norm1, a.attention, a.norm2, a.hidden};
+            for (int k = 0; k < 4; k++) ::add_squares(ctx, squares[k].H, x[k], N, squares[k].in);
             each();
         }
-        return s;
+    }
+    std::vector<float> squares_of(int product) {
+        std::vector<float> H((size_t)squares[product].in * squares[product].in);
+        copy_out(ctx, H.data(), squares[product].H, H.size());
+        return H;
     }
     // The layer computes with the quantised matrix from now on.
     void replace(const ModelTensor& t, const QuantizedMatrix& m) {
-        quantized.emplace_back(m.q.size());
-        for (size_t i = 0; i < m.q.size(); i++)
-            quantized.back()[i] = to_stored<T>((acc<T>)m.at(i / m.in, i % m.in));
-        place_of(weights, t).numbers() = quantized.back().data();
+        std::vector<T> numbers(m.q.size());
+        for (size_t i = 0; i < m.q.size(); i++) numbers[i] = to_stored<T>((acc<T>)m.at(i / m.in, i % m.in));
+        const T*& W = place_of(weights, t).numbers();
+        if (ctx.gpu) return copy_in(ctx, (T*)W, numbers.data(), numbers.size()); // (it is a copy of the file's)
+        quantized.push_back(std::move(numbers));
+        W = quantized.back().data();
     }
-    template <class F> void pass_on(int l, F each) { // to the next layer's entry
+    template <class F> void pass_on(int l, F each) { // to the next layer's entry, in its place
+        acc<T>* const out = a.out;
         for (size_t i = 0; i < windows; i++) {
+            a.out = in[i];
             forward(l, i);
-            std::copy_n(a.out, in[i].size(), in[i].begin());
             each();
         }
+        a.out = out;
         quantized.clear(); // (nobody computes this layer again)
     }
 };
@@ -393,7 +422,6 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
         if (ctx.stop && *ctx.stop) DIE("interrupted");
         how.progress(++done, all, layer);
     };
-    typename Calibration<T>::Squares squares;
     std::vector<float> factor;
     std::vector<bool> dead;
     for (const ModelTensor& t : model_tensors(file.config)) {
@@ -414,16 +442,12 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
             add_quantized(out, t.name(), quantize_matrix(W, rows, columns, Format::INT8, GROUP, nullptr));
             continue;
         }
-        if (calibration && t.layer != layer) squares = calibration->squares(layer = t.layer, step);
+        const bool begins = t.layer != layer;
         layer = t.layer;
-        const bool begins = t.kind == Q_PROJ || t.kind == O_PROJ || t.kind == GATE_PROJ || t.kind == DOWN_PROJ;
-        if (calibration && begins) { // k, v and up see what q and gate see
-            std::vector<float>& H = t.kind == Q_PROJ   ? squares.qkv
-                                    : t.kind == O_PROJ ? squares.o
-                                    : t.kind == GATE_PROJ ? squares.gate_up : squares.down;
-            factor = gptq_factor(H, columns, dead);
-            H.clear();
-        }
+        if (calibration && begins) calibration->add_squares(layer, step);
+        const int product = t.kind == Q_PROJ ? 0 : t.kind == O_PROJ ? 1 : t.kind == GATE_PROJ ? 2 : t.kind == DOWN_PROJ ? 3 : -1;
+        if (calibration && product >= 0) // k, v and up see what q and gate see
+            factor = gptq_factor(calibration->squares_of(product), columns, dead);
         for (size_t i = 0; i < W.size() && calibration; i++)
             if (dead[i % columns]) W[i] = 0;
         const QuantizedMatrix m = quantize_matrix(W, rows, columns, how.format, how.group_of(),

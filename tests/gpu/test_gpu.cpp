@@ -301,6 +301,41 @@ TEST_CASE("packed models on the GPU: logits as near to transformers' as bf16, dr
     }
 }
 
+TEST_CASE("GPTQ on the GPU: as near the model on its text as GPTQ on the CPU, and nearer than the nearest numbers") {
+    const ModelFile file("tests/fixtures/tiny/model.bin");
+    const Config& c = file.config;
+    Random random{33};
+    Quantization how;
+    how.format = Format::INT4, how.group = 32, how.window = 250;
+    for (int i = 0; i < 1100; i++) how.text.push_back(random.below(c.V) / (1 + random.below(20)));
+    Context one = gpu();
+    one.gpu = std::make_shared<Gpu>(*one.gpu);
+    const auto logits = [&](const ModelFile& of) {
+        const Weights<bf16> w(of);
+        Session<bf16> session(of.config, w, 1000);
+        std::vector<float> all;
+        session.feed({how.text.begin(), how.text.begin() + 1000}, nullptr, [&](const float* row) { all.insert(all.end(), row, row + c.V); });
+        return all;
+    };
+    const std::vector<float> truth = logits(file);
+    const auto cost = [&](const Quantization& q, const Context& where) {
+        char path[] = "/tmp/qwen3_gptq.XXXXXX";
+        close(mkstemp(path));
+        write_safetensors(path, model_metadata(quantized_config(file, q), file.generation_text), quantize_model<bf16>(file, q, where));
+        const double kl = mean_kl(truth, logits(ModelFile(path)), c.V);
+        unlink(path);
+        return kl;
+    };
+    Quantization nearest = how;
+    nearest.text.clear();
+    const double on_cpu = cost(how, cpu()), on_gpu = cost(how, one), rounded = cost(nearest, cpu());
+    CAPTURE(on_cpu);
+    CAPTURE(on_gpu);
+    CHECK(on_gpu < 1.05 * on_cpu);
+    CHECK(on_gpu < 0.9 * rounded);
+    CHECK(cost(how, one) == on_gpu);
+}
+
 TEST_CASE("products that no kernel can compute are refused") {
     Random random{12};
     Scratchpad pad;

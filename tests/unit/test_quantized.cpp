@@ -308,7 +308,7 @@ TEST_CASE("GPTQ: the layer's error is that of NumPy's, written from the paper, w
     REQUIRE(size == doctest::Approx(golden["x"].number()).epsilon(1e-9));
     std::vector<float> H(IN * IN);
     std::vector<bool> dead;
-    add_squares(cpu(), H, X, (int)TOKENS, (int)IN);
+    add_squares(cpu(), H.data(), X.data(), (int)TOKENS, (int)IN);
     const std::vector<float> factor = gptq_factor(H, IN, dead);
     for (size_t k = 0; k < IN; k++) REQUIRE(dead[k] == (k == DEAD));
     auto error = [&](const QuantizedMatrix& m) {
