@@ -33,6 +33,7 @@
 */
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
+#include "backward.h"
 #include "dataset.h"
 #include "grpo.h"
 #include "ranks.h"

@@ -4,6 +4,7 @@
 //                               [batch] [train]       (default: all)
 #define QWEN3_NO_MAIN
 #include "../../qwen3.cu"
+#include "../../backward.h"
 #include "../../lab/timing.h"
 #include <cublas_v2.h>
 

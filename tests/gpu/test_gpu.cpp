@@ -4,6 +4,7 @@
 #include "../golden.h"
 #include "gpu.h"
 #include "checkpoint.h"
+#include "../../backward.h"
 #include "../../server/segmented.h"
 #include <filesystem>
 #include <sys/wait.h>
