@@ -219,7 +219,7 @@ BEGINS     = ^template <int P> struct WarpAngles|^// A row.s attention over some
 ENDS       = ^inline void qknorm_rope_kv_gpu|^// ---- Attention for prompts|^// Numbers of scratch|^inline size_t widened_numbers
 $(BUILD)/decoding.inc: qwen3.cu
 	@mkdir -p $(BUILD)
-	@awk -v begins='$(BEGINS)' -v ends='$(ENDS)' '$$0 ~ begins {on = 1} $$0 ~ ends {on = 0} on' $< > $@
+	@awk -v begins='$(BEGINS)' -v ends='$(ENDS)' '$$0 ~ begins {on = 1} $$0 ~ ends {on = 0} on && !/pragma unroll/' $< > $@
 $(T)/test_decoding.o: $(BUILD)/decoding.inc
 $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 	@mkdir -p $(T)

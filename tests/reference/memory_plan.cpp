@@ -80,6 +80,23 @@ static void packed_table() {
     }
 }
 
+// The README's: GB, and the smallest of a few cards that has half a GB more.
+static void readme_table() {
+    const auto cell = [](size_t bytes) {
+        for (int card : {8, 16, 24, 32, 80})
+            if (bytes / GB + 0.5 <= card) return format(" %.1f (%d) |", bytes / GB, card);
+        return std::string(" none |");
+    };
+    for (const Size& s : SIZES) {
+        const Config c = config_of(s);
+        std::string row = format("| %s |", s.name);
+        for (Format f : {Format::PLAIN, Format::INT8, Format::INT4}) row += cell(chat(c, 4096, f));
+        row += cell(training(c, 16, 32, false));
+        for (Format f : {Format::PLAIN, Format::INT4}) row += cell(training(c, 1, 32, true, f));
+        puts((row + cell(training(c, 1, 0, true))).c_str());
+    }
+}
+
 int main() {
     printf("GB         chat 4,096   chat 40,960   LoRA 16   LoRA 1, --recompute   full 16   full 1, --recompute\n");
     for (const Size& s : SIZES) {
@@ -93,4 +110,5 @@ int main() {
                     (training(c, 64, 32, false) - 2 * parameters(c)) / GB, training(c, 64, 0, false) / GB);
     }
     packed_table();
+    readme_table();
 }
