@@ -1267,8 +1267,10 @@ template <class T> void Weights<T>::upload(Context& ctx, const ModelFile& file) 
                 to += t.size();
             }
         }
-        ctx.gpu->unpacked_numbers = packed ? unpacked_numbers(file.config) : 0;
-        ctx.gpu->unpacked = gpu.take<bf16>(ctx.gpu->unpacked_numbers);
+        if (packed) {
+            ctx.gpu->unpacked_numbers = unpacked_numbers(file.config);
+            ctx.gpu->unpacked = gpu.take<bf16>(ctx.gpu->unpacked_numbers);
+        }
         if (!planned) gpu.allocate("the model");
     }
     if (file.config.tied) head = embed;

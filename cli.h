@@ -223,7 +223,7 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
         if (!o.packed && (o.dtype == "int8" || file.is_int8()))
             DIE("%s: INT8 weights run on a GPU only with --packed (or --device cpu)", file.path.c_str());
         Context gpu = open_gpu(o.gpu);
-        gpu.invariant = o.invariant;
+        gpu.invariant = o.invariant, gpu.kv_fp8 = ctx.kv_fp8;
         gpu.one_kernel = file.logits ? o.one_kernel : Context::OFF; // (nothing is drawn; there may be no head)
         return gpu;
     } catch (const Error&) {
@@ -856,8 +856,8 @@ template <class T> void write_logits(const Options& o, Session<T>& session, cons
 // or with --invariant.
 template <class T> void use_lookup(const Options& o, Session<T>& session) {
     if (o.lookup > 0 && !session.can_look_up())
-        DIE("--lookup %d: on a GPU it needs --one-kernel (bf16 weights, room for their copy) or --invariant, or the "
-            "answer could change", o.lookup);
+        DIE("--lookup %d: on a GPU it needs --one-kernel (bf16 weights and keys, room for a copy) or --invariant, or "
+            "the answer could change", o.lookup);
     session.lookup.most = o.lookup >= 0 ? o.lookup : o.ctx.gpu ? 0 : LookUp::MOST;
 }
 // What came of it, for people.
@@ -1109,15 +1109,18 @@ int compare(const Options& o, const ModelFile& file, const Weights<T>& weights, 
     const Config& c = file.config;
     if (other.config.V != c.V || !fits(tokenizer, other))
         DIE("%s: another vocabulary than that of %s", o.against.c_str(), o.model.c_str());
+    Context usual = o.ctx; // FP8 keys and values are part of what is measured
+    usual.kv_fp8 = false;
+#ifdef __CUDACC__
+    if (usual.gpu) usual.gpu = std::make_shared<Gpu>(*usual.gpu); // (each has room of its own to unpack weights)
+#endif
     Weights<T> truth(other, false, keeps_packed<T>(o, o.ctx));
-    to_device(o.ctx, other, truth);
+    to_device(usual, other, truth);
     const std::vector<int> ids = tokenizer.encode(o.ppl == "-" ? read_stdin() : MappedFile(o.ppl).text(), false);
     const int most = std::min(c.max_positions, other.config.max_positions);
     const size_t window = (size_t)(o.context ? o.context : std::min(2048, most)), V = (size_t)c.V;
     if (ids.size() < 2 || window < 2) DIE("--ppl: a text and a window of one token predict nothing");
     if (window > (size_t)other.config.max_positions) DIE("--ctx %zu: more than %s has", window, o.against.c_str());
-    Context usual = o.ctx; // FP8 keys and values are part of what is measured
-    usual.kv_fp8 = false;
     Session<T> ours(c, weights, (int)window, o.ctx), theirs(other.config, truth, (int)window, usual);
     MeanOfTokens kl, same, nll, nll_other, more;
     std::vector<acc<T>> held;
@@ -1660,18 +1663,19 @@ static int quantize(const Options& o, bool asks_more) {
                 how.window);
     }
     Context ctx;
-    if (!how.text.empty()) ctx = choose_device(o, file); // (rounding to the nearest is the CPU's)
+    ctx.plain = o.device == "plain";
+    if (!how.text.empty() && o.device == "cuda") ctx = choose_device(o, file); // (no GPU has tried it: only if asked for)
     ctx.stop = &interrupted;
     auto progress = std::make_unique<Progress>();
-    ThreadPace pace(o, ctx);
+    ThreadPace pace(o, Context()); // (most of it is the CPU's in any case)
     pace.begin();
     how.progress = [&](size_t done, size_t all, int layer) {
         pace.step();
         progress->show(done, all, [&](double) { return format("layer %d of %d", layer + 1, file.config.L); });
     };
     const double start = seconds();
-    const std::vector<OutTensor> tensors = file.is_float32() ? quantize_model<float>(file, how, ctx)
-                                                             : quantize_model<bf16>(file, how, ctx);
+    const std::vector<OutTensor> tensors = wide(o, file) ? quantize_model<float>(file, how, ctx)
+                                                         : quantize_model<bf16>(file, how, ctx);
     progress.reset(); // its line ends
     const Metadata metadata = model_metadata(quantized_config(file, how), file.generation_text);
     const size_t size = write_safetensors(o.quantize_to, metadata, tensors);

@@ -155,6 +155,23 @@ __global__ void drawn_logit_kernel(float* out, const int* drawn, const int* draw
     y = warp_sum(y);
     if (threadIdx.x == 0) out[r] = y;
 }
+template <class F>
+__global__ void packed_logit_kernel(float* out, const int* drawn, const int* draw_seq, const int* wanted, const bf16* x,
+                                    const int* draw_row, PackedArgs W, int C) {
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x, s = draw_seq[r];
+    if (s < 0 || wanted[s] < 0) return;
+    const bf16* token = x + (size_t)draw_row[r] * C;
+    float y = 0;
+    for (int k = threadIdx.x * 8; k < C; k += 256) {
+        float row[8];
+        unpack_run<F>(row, W, drawn[r], k);
+        for (int i = 0; i < 8; i++) y += row[i] * to_acc(token[k + i]);
+    }
+    y = warp_sum(y);
+    if (threadIdx.x == 0) out[r] = y;
+}
 #endif
 
 // Computes jobs. Its thread calls run() or step(); all others talk to the Desk.
@@ -1281,9 +1298,12 @@ template <class T> struct Engine {
         const size_t V = (size_t)config.V;
         int best_blocks = 0;
         if (R <= STREAM_TOKENS && !adjusted && !ctx.invariant) {
-            const StreamArgs head = {activations.normed, gpu.draw_row, nullptr, nullptr, 0, weights.head.w[0], R,
-                                     config.C, config.V};
-            best_blocks = stream_product(ctx, head, DrawEpilogue{logits, V, draws, nullptr, best});
+            const Linear<bf16>& W = weights.head;
+            const StreamArgs head = {activations.normed, gpu.draw_row, nullptr, nullptr, 0, W.w[0], R, config.C,
+                                     config.V};
+            const DrawEpilogue epilogue{logits, V, draws, nullptr, best};
+            best_blocks = W.format == Format::PLAIN ? stream_product(ctx, head, epilogue)
+                                                    : packed_product(ctx, epilogue, head.x, head.rows, W, R);
         } else {
             head_gpu(ctx, logits, picked, activations.normed, gpu.draw_row, weights.head, R);
         }
@@ -1300,9 +1320,15 @@ template <class T> struct Engine {
         launch_kernel(ctx, adjusted ? ctx.gpu->overlap : early, sample_kernel, (unsigned)R, 1024, 0, logits, V, draws,
                       best_blocks ? best : nullptr, best_blocks, state);
         launch(ctx, keep_kernel, (unsigned)((R + 255) / 256), 256, 0, drawn, gpu.draw_seq, R, V, slots);
-        if (s.tells)
-            launch(ctx, drawn_logit_kernel, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq, slots.wanted,
-                   activations.normed, gpu.draw_row, weights.head.w[0], config.C);
+        if (!s.tells) return;
+        const auto tell = [&](auto kernel, auto W) {
+            launch(ctx, kernel, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq, slots.wanted, activations.normed,
+                   gpu.draw_row, W, config.C);
+        };
+        if (weights.head.format == Format::PLAIN) return tell(drawn_logit_kernel, weights.head.w[0]);
+        with_packing(weights.head, [&](auto format) {
+            tell(packed_logit_kernel<decltype(format)>, packed_args(weights.head));
+        });
     }
 
     // The draws of a step whose forms are known by now: masks there, and what compute_gpu has left. (The last masks
@@ -1534,7 +1560,9 @@ static std::string batch_depends(const Options& o, const ModelFile& file, const 
     w.field("name", o.name).field("model", file.hash());
     w.field("adapter", adapter ? adapter_hash(*adapter, 1) : 0).field("tokenizer", tokenizer.hash());
     if (documents) w.field("documents", documents->hash());
-    w.field("dtype", o.dtype).field("kv", o.kv_dtype).field("packed", file.is_quantized() && keeps_packed<bf16>(o, o.ctx));
+    w.field("dtype", o.dtype);
+    if (o.ctx.kv_fp8) w.field("kv", "fp8");
+    if (file.is_quantized() && keeps_packed<bf16>(o, o.ctx)) w.field("packed", true);
     w.field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
     return w.field("system", o.system).end().text;
 }
@@ -1715,10 +1743,10 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const std::string why = context == c.max_positions ? " (the model's limit)"
                           : e.at_most ? format(" (what memory allows of the model's %d)", c.max_positions) : "";
     const std::string several = o.gpus > 1 ? format("%d x ", o.gpus) : "";
-    fprintf(stderr, "%s: %.1f M parameters, %s, %s%s, context %d%s, %d at once, %zu pages of %d tokens; "
+    fprintf(stderr, "%s: %.1f M parameters, %s, %s%s, context %d%s, %d at once, %zu %spages of %d tokens; "
             "ready in %.2f s\n", o.name.c_str(), (double)parameters(c) / 1e6, type_name(weights), several.c_str(),
-            device_name(o.ctx).c_str(), context, why.c_str(), o.gpus * e.max_seqs, desk.look().pages, PAGE,
-            seconds() - start);
+            device_name(o.ctx).c_str(), context, why.c_str(), o.gpus * e.max_seqs, desk.look().pages,
+            o.ctx.kv_fp8 ? "FP8 " : "", PAGE, seconds() - start);
     engines.start(o);
     loading = false;
     const std::string depends =

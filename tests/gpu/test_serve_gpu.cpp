@@ -215,7 +215,26 @@ TEST_CASE("adapters in one graph: log-probabilities are, but for rounding, those
     }
 }
 
-TEST_CASE("log-probabilities of drawn tokens: with penalties, biases and forms they are the model's own, in graphs and without") {
+// The tiny model in a format, on the GPU; embedding and head in INT8.
+struct PackedTiny {
+    std::unique_ptr<ModelFile> file;
+    std::unique_ptr<Weights<bf16>> weights;
+    explicit PackedTiny(const std::string& format) {
+        if (format.empty()) return;
+        Quantization how;
+        how.format = format == "int4" ? Format::INT4 : format == "int8" ? Format::INT8 : Format::FP8, how.group = 64;
+        char path[] = "/tmp/qwen3_packed.XXXXXX";
+        close(mkstemp(path));
+        write_safetensors(path, model_metadata(quantized_config(tiny().file, how), tiny().file.generation_text), quantize_model<bf16>(tiny().file, how, {}));
+        file = std::make_unique<ModelFile>(path);
+        unlink(path);
+        weights = std::make_unique<Weights<bf16>>(*file, false, true);
+        weights->upload(where, *file);
+        REQUIRE(weights->head.format == Format::INT8);
+    }
+};
+
+TEST_CASE("log-probabilities of drawn tokens: with penalties, biases and forms they are the model's own, in graphs and without, of packed weights, too") {
     on_gpu(false);
     Forms forms;
     const auto form = forms.get(tiny().tokenizer, "words", [] { return grammar_of_regex("[a-z]{3,20}( [0-9]+){2}"); });
@@ -232,14 +251,18 @@ TEST_CASE("log-probabilities of drawn tokens: with penalties, biases and forms t
         if (i % 3 == 2) job.form = form;
         jobs.push_back(job);
     }
-    for (bool alone : {true, false}) {
-        Bench bench({256, 16, 64, 128, 4'000'000});
+    struct Kind { std::string format; bool alone; };
+    for (const Kind& kind : std::vector<Kind>{{"", true}, {"", false}, {"int4", true}, {"int8", true}, {"int8", false}, {"fp8", false}}) {
+        const bool alone = kind.alone;
+        const PackedTiny packed(kind.format);
+        const Weights<bf16>& weights = packed.weights ? *packed.weights : tiny().weights;
+        Bench bench({256, 16, 64, 128, 4'000'000}, tiny().file.config, weights);
         std::vector<Job> all = again(jobs);
         if (alone)
             for (Job& job : all) run_all(bench, random, {job});
         else run_all(bench, random, all);
         for (size_t i = 0; i < all.size(); i++) {
-            Session<bf16> session(tiny().file.config, tiny().weights, 256, where);
+            Session<bf16> session(tiny().file.config, weights, 256, where);
             session.feed(all[i].prompt);
             Differences differences;
             for (auto& p : all[i].reply->pieces)
@@ -249,7 +272,7 @@ TEST_CASE("log-probabilities of drawn tokens: with penalties, biases and forms t
                         if (other.id == t.id) CHECK(other.logprob == t.logprob);
                     session.feed({t.id});
                 }
-            INFO((alone ? "alone" : "together") << ", answer " << i);
+            INFO(kind.format << (alone ? " alone" : " together") << ", answer " << i);
             CHECK((differences.count > 0) == (all[i].alternatives >= 0));
             if (differences.count) differences.check();
         }

@@ -2471,17 +2471,17 @@ TEST_CASE("with an adapter a batch says what qwen3 says with it, and not what it
     for (const std::string kind : {"", "int4", "int8", "fp8"}) {
         CAPTURE(kind);
         const std::string model = kind.empty() ? MODEL : scratch / kind + ".bin";
-        if (!kind.empty()) REQUIRE(Process(qwen3, {MODEL, "--quantize", kind, model}).wait().status == 0);
+        if (!kind.empty()) REQUIRE(Process(qwen3, Strings{MODEL, "--quantize", kind, model} + (kind == "int4" ? Strings{"--group", "64"} : Strings{})).wait().status == 0);
         const auto answers = [&](const Strings& names, const Strings& more) {
             std::string in;
             for (auto& name : names) in += row((int)in.size(), format(asked, name.c_str()));
             write_file(scratch / "in", in);
             const std::string out = scratch / "out";
             fs::remove(out);
-            const Result r = Process(PROGRAM, Strings{model, "-z", VOCABULARY, "-j", "1", "--name", "tiny", "--batch", scratch / "in", "-o", out} + more).wait();
+            const Result r = Process(PROGRAM, Strings{model, "-z", VOCABULARY, "-d", "cpu", "-j", "1", "--name", "tiny", "--batch", scratch / "in", "-o", out} + more).wait();
             INFO(r.err);
             REQUIRE(r.status == 0);
-            CHECK(r.err.find(" parameters, " + (kind.empty() ? "float32" : kind) + ", ") != std::string::npos);
+            CHECK(r.err.find(" parameters, " + (kind.empty() ? "bfloat16" : kind) + ", ") != std::string::npos);
             Strings said;
             for (auto& line : lines(read_file(out))) said.push_back(Json(line)["response"]["body"]["choices"][(size_t)0]["message"]["content"].str() + "\n");
             REQUIRE(said.size() == names.size());

@@ -401,7 +401,7 @@ TEST_CASE("two tokens in a step: each has the bits that it has alone, whether th
 TEST_CASE("up to eight tokens in a step: each has the bits that it has alone, over the borders of pages and splits too") {
     // Eight warps as on a GPU; contexts of 128 keys and more have several splits, shorter ones have one.
     RandomNumbers random{11};
-    const RandomModel m(random, 136, 552, 2, 1, 72, 2, false);
+    const RandomModel m(random, 136, 264, 2, 1, 72, 1, false);
     struct Case { Rows rows; bool bulk; };
     for (const Case& y : {Case{{{13, 8}}, true}, Case{{{123, 8}}, true}, Case{{{125, 7}}, false}, Case{{{300, 4}}, false},
                           Case{{{125, 4}, {30, 2}, {127, 2}}, true}}) {
