@@ -1,9 +1,10 @@
-/* backward.h: Book II's other half, training on a GPU: the kernels of Book I's sections 6 and 7. Included behind qwen3.cu,
-   whose toolbox, products and attention it goes on with, by train_lora.cu; programs that only answer do without.
+/* backward.h: Book II's other half, training on a GPU: the kernels of Book I's sections 6 and 7. Included behind
+   qwen3.cu, whose toolbox, products and attention it goes on with, by train_lora.cu; programs that only answer do
+   without.
 
    Each kernel's header says which op of Book I it computes, what a thread, a warp and a block own, and what bounds it.
 
-   Contents    1 Small kernels: losses, norms, RoPE, embedding, AdamW    2 Products: the head, dx, dA and dB    3 Attention
+   Contents    1 Small kernels: losses, norms, RoPE, embedding, AdamW    2 Products: head, dx, dA and dB    3 Attention
 */
 #pragma once
 #ifdef __CUDACC__

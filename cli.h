@@ -56,8 +56,8 @@ struct ModelOptions {
             table.push_back({"", "--invariant", "", "on a GPU: a row's bits do not depend on its batch (slower; the\n"
                              "CPU is always so)", flag(invariant)});
         }
-        table.push_back({"", "--packed", "", "on a GPU: quantised weights stay packed, as on a CPU (without it they\n"
-                         "become bf16: faster, if there is room)", flag(packed)});
+        table.push_back({"", "--packed", "", "quantised weights stay packed, as they do on a CPU but for serve (else\n"
+                         "they become bf16: faster, if there is room)", flag(packed)});
         table.push_back({"-z", "--tokenizer", "FILE", "default: tokenizer.bin beside the model, beside the program,\n"
                          "or in this folder", text(tokenizer)});
         table.push_back({"-h", "--help", "", "this text", flag(help)});

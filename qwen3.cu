@@ -1,8 +1,8 @@
 /* qwen3.cu: the Qwen3 language model in one file, as a text to study.
 
    Book I    the model in plain C++: every op is its formula and a loop, forwards and backwards. Slow and right.
-   Book II   the same on a GPU, for nvcc: a kernel an op. Each is tested against its definition in Book I. The kernels of
-             the backward pass, which only train_lora needs, are in backward.h.
+   Book II   the same on a GPU, for nvcc: a kernel an op. Each is tested against its definition in Book I. Those of the
+             backward pass, which only train_lora needs, are in backward.h.
 
    Build:  make                 with nvcc where it is found, else with g++ alone (this file is also plain C++17)
    Run:    ./qwen3 model.bin -i "What is a warp?"            (-d plain runs Book I itself, on the CPU)
@@ -4615,9 +4615,9 @@ inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles,
     launch(ctx, kernels[p.b.fp8][D == 128][instance], grid, 256, 0, p);
 }
 
-// ---- An FP8 cache for attention of several tokens. That reads bf16: what it will read of a layer is widened first, into
-// pages of the same numbers. Grid: (K, blocks); a block takes every gridDim.y-th page of each sequence that has rows from
-// `first` on. Bound by the memory's speed: 3 bytes a number, and 2 when attention reads it.
+// ---- An FP8 cache for attention of several tokens. That reads bf16: what it will read of a layer is widened first,
+// into pages of the same numbers. Grid: (K, blocks); a block takes every gridDim.y-th page of each sequence that has
+// rows from `first` on. Bound by the memory's speed: 3 bytes a number, and 2 when attention reads it.
 template <int D>
 __global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* to_values, bf16* keys, bf16* values,
                                                           Batch b, int first, int K) {
@@ -4678,7 +4678,10 @@ inline void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys,
     }
     if (singles == b.N) return;
     qknorm_rope_kv_gpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps, singles);
-    if (b.fp8) keys = widen_pages_gpu(ctx, keys, values, b, singles, K, D), values = keys + ctx.gpu->widened_numbers / 2;
+    if (b.fp8) {
+        keys = widen_pages_gpu(ctx, keys, values, b, singles, K, D);
+        values = keys + ctx.gpu->widened_numbers / 2;
+    }
     attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
 }
 

@@ -1548,6 +1548,11 @@ static void on_signal(int) {
     interrupted = 1; // lookups of batches; those of other requests come to their end, as these do
 }
 
+// Quantised weights, which else become bf16: a server's steps have many tokens, for which bf16 is faster, on CPUs too.
+template <class T> bool stay_packed(const Options& o) {
+    return o.packed && std::is_same_v<T, bf16> && o.dtype.empty();
+}
+
 // What the answers of a batch depend on, but for its requests: a JSON object.
 static std::string batch_depends(const Options& o, const ModelFile& file, const AdapterFile* adapter,
                                  const Tokenizer& tokenizer, const Documents* documents) {
@@ -1562,7 +1567,7 @@ static std::string batch_depends(const Options& o, const ModelFile& file, const 
     if (documents) w.field("documents", documents->hash());
     w.field("dtype", o.dtype);
     if (o.ctx.kv_fp8) w.field("kv", "fp8");
-    if (file.is_quantized() && keeps_packed<bf16>(o, o.ctx)) w.field("packed", true);
+    if (file.is_quantized() && stay_packed<bf16>(o)) w.field("packed", true);
     w.field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
     return w.field("system", o.system).end().text;
 }
@@ -1617,7 +1622,7 @@ template <class T> struct Engines {
         e.at_most = false;
         for (o.gpu = 1; o.gpu < o.gpus; o.gpu++) {
             const Context ctx = choose_device(o, file);
-            auto one = std::unique_ptr<One>(new One{ctx, Weights<T>(file, o.dtype == "int8", keeps_packed<T>(o, ctx))});
+            auto one = std::unique_ptr<One>(new One{ctx, Weights<T>(file, o.dtype == "int8", stay_packed<T>(o))});
             to_device(one->ctx, file, one->weights);
             const int rows = e.max_seqs + std::max(e.chunk, e.burst);
             if (adapter) one->attached = std::make_unique<AttachedAdapter<T>>(one->ctx, one->weights, *adapter, rows);
@@ -1702,7 +1707,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         for (size_t i = 0; i < named.size(); i++) hashes[o.adapters[i].first] = adapter_hash(named[i], 1);
         batch = std::make_unique<Batcher>(o.batch, o.output, depends, hashes);
     }
-    Weights<T> weights(file, o.dtype == "int8", keeps_packed<T>(o, o.ctx));
+    Weights<T> weights(file, o.dtype == "int8", stay_packed<T>(o));
     to_device(o.ctx, file, weights);
     decode_for_long(o.ctx, file, weights);
     std::unique_ptr<AttachedAdapter<T>> attached;
