@@ -1565,6 +1565,7 @@ struct Gpu {
     int* attention_arrived = nullptr;
     bf16* unpacked = nullptr;    // of packed weights, a matrix at a time: see packed.h
     size_t unpacked_numbers = 0;
+    bool tensor_decode = false;  // attention_tensor_kernel of a bf16 cache, too: not measured yet
     bf16* widened = nullptr;     // one layer's FP8 keys and values as bf16: see widen_pages_kernel
     size_t widened_numbers = 0;
 };
@@ -2080,13 +2081,13 @@ template <int D> struct WarpHead {
         for (int p = 0; p < P; p++) round(u[p]), round(v[p]);
         return finite ? e + 128 : 0;
     }
-    // ... and stores that as row `within` of a page and head.
-    __device__ void store_e4m3(uint8_t* block, int within, int exponent) const {
+    // ... and stores that: its numbers, and the byte.
+    __device__ void store_e4m3(uint8_t* row, uint8_t* byte, int exponent) const {
         for (int p = 0; p < P; p++) {
             const int i = threadIdx.x % 32 * P + p;
-            block[within * D + i] = float_to_e4m3(u[p]), block[within * D + i + D / 2] = float_to_e4m3(v[p]);
+            row[i] = float_to_e4m3(u[p]), row[i + D / 2] = float_to_e4m3(v[p]);
         }
-        if (threadIdx.x % 32 == 0) block[PAGE * D + within] = (uint8_t)exponent;
+        if (threadIdx.x % 32 == 0) *byte = (uint8_t)exponent;
     }
     // `weights` have been loaded as a head is.
     __device__ void norm_rope(const WarpHead& weights, const WarpAngles<P>& angle, float eps) {
@@ -2100,11 +2101,12 @@ template <int D> struct WarpHead {
     }
 };
 
-// Where the rows of a page and head are in a layer's FP8 cache (KVRow), which would be at kv_offset in one of bf16.
-template <int D> __device__ size_t fp8_at(size_t kv_offset) { return kv_offset / D * (D + 1); }
+// The rows of a page and head in a layer's FP8 cache (KVRow).
 template <int D> __device__ uint8_t* fp8_block(bf16* cache, int page, int head, int K) {
-    return (uint8_t*)cache + fp8_at<D>(kv_offset(page, head, 0, K, D));
+    return (uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
 }
+// 2^(e - 128), of which 0 says that the row is NaN
+__device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
 
 // A warp two heads of a token, from row `first` on: two loads on their way. Bound by the memory's speed.
 template <int D, bool FP8>
@@ -2132,9 +2134,9 @@ __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const b
         const size_t at = h < H ? 0 : kv_offset(slot / PAGE, (h - H) % K, slot % PAGE, K, D);
         if (h < H + K) head[i].norm_rope(weights[i], angle, eps);
         if (FP8 && h >= H) {
-            const int exponent = head[i].round_e4m3();
+            const int exponent = head[i].round_e4m3(), within = slot % PAGE;
             uint8_t* block = fp8_block<D>(h < H + K ? keys : values, slot / PAGE, (h - H) % K, K);
-            head[i].store_e4m3(block, slot % PAGE, exponent);
+            head[i].store_e4m3(block + within * D, block + PAGE * D + within, exponent);
             continue;
         }
         head[i].store(h < H ? q + ((size_t)n * H + h) * D : h < H + K ? keys + at : values + at);
@@ -4350,7 +4352,6 @@ __device__ inline float dot8(uint4 a, const float* q) {
 // A page of keys and values in a warp's registers. Keys: four lanes a key, 8 keys at once, in two halves; a lane has
 // chunks lane % 4, + 4, ... of key lane / 4. Values: a lane has chunk lane % LANES of every KEYS_A_LOADth key.
 template <int D> struct WarpPage {
-    static constexpr bool FP8 = false;
     static constexpr int LANES = D / 8, KEYS_A_LOAD = 32 / LANES, LOADS = PAGE / KEYS_A_LOAD; // of values
     const int lane = threadIdx.x % 32, value_key = lane / LANES, column = lane % LANES * 8;
     uint4 k[2][D / 32] = {}, v[LOADS] = {};
@@ -4390,60 +4391,6 @@ template <int D> struct WarpPage {
     }
 };
 
-// 2^(e - 128), of which 0 says that the row is NaN
-__device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
-
-// A page of an FP8 cache. Loads bring e4m3 numbers, of which widen() makes bf16; the rows' factors go to scores and
-// weights. As they are powers of two, all sums have the bits that a bf16 cache of the same numbers gives.
-template <int D> struct WarpFp8Page : WarpPage<D> {
-    static constexpr bool FP8 = true;
-    using P = WarpPage<D>;
-    using P::lane, P::value_key, P::column, P::k, P::v;
-    uint2 raw_k[2][D / 32] = {}, raw_v[P::LOADS] = {};
-    int k_exponent[2] = {128, 128}, v_exponent[P::LOADS]; // bytes of KVRow
-    float k_factor[2], v_factor[P::LOADS];
-
-    __device__ __forceinline__ void load(const uint8_t* keys, const uint8_t* values, int count) {
-        #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int key = half * 8 + lane / 4;
-            if (key >= count) continue;
-            #pragma unroll
-            for (int i = 0; i < D / 32; i++) raw_k[half][i] = *(const uint2*)(keys + key * D + (i * 4 + lane % 4) * 8);
-            k_exponent[half] = keys[PAGE * D + key];
-        }
-        #pragma unroll
-        for (int j = 0; j < P::LOADS; j++) {
-            const int key = j * P::KEYS_A_LOAD + value_key;
-            const bool there = key < count;
-            if (there) raw_v[j] = *(const uint2*)(values + key * D + column);
-            v_exponent[j] = there ? values[PAGE * D + key] : 128;
-        }
-    }
-    __device__ __forceinline__ void widen() {
-        #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            k_factor[half] = fp8_factor(k_exponent[half]);
-            #pragma unroll
-            for (int i = 0; i < D / 32; i++) k[half][i] = PackedFp8::run(raw_k[half][i], 0, 0);
-        }
-        #pragma unroll
-        for (int j = 0; j < P::LOADS; j++)
-            v_factor[j] = fp8_factor(v_exponent[j]), v[j] = PackedFp8::run(raw_v[j], 0, 0);
-    }
-    __device__ __forceinline__ void insert(const bf16* key, const bf16* value, int within, const float* factors) {
-        P::insert(key, value, within);
-        for (int half = 0; half < 2; half++)
-            if (half * 8 + lane / 4 == within) k_factor[half] = factors[0];
-        #pragma unroll
-        for (int j = 0; j < P::LOADS; j++)
-            if (j * P::KEYS_A_LOAD + value_key == within) v_factor[j] = factors[1];
-    }
-    __device__ __forceinline__ float score(const float* q, int half) const {
-        return P::score(q, half) * k_factor[half];
-    }
-};
-
 // q of the block's heads h0 .., a warp each, to shared memory.
 template <int D, int G>
 __device__ __forceinline__ void rotate_queries(const DecodeArgs& p, DecodeShared<D, G>& shared, const bf16* heads,
@@ -4463,28 +4410,21 @@ __device__ __forceinline__ void rotate_queries(const DecodeArgs& p, DecodeShared
 }
 
 // The newest token's key (one warp) or value (another) to shared memory, and to the cache if no other block does it.
-// `cache` is where it would be in one of bf16.
-template <int D, bool FP8>
+template <int D>
 __device__ __forceinline__ void take_newest(const DecodeArgs& p, bf16* shared, bf16* cache, const bf16* from, bool key,
-                                            const float* angles, bool writes, float* factor) {
+                                            const float* angles, bool writes) {
     WarpHead<D> head, weights;
     head.load(from), weights.load(p.k_weight);
     if (key) head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
-    if constexpr (FP8) {
-        bf16* const base = key ? p.keys : p.values;
-        const size_t to = (size_t)(cache - base);
-        const int exponent = head.round_e4m3(), within = (int)(to / D % PAGE);
-        *factor = fp8_factor(exponent);
-        if (writes) head.store_e4m3((uint8_t*)base + fp8_at<D>(to - within * D), within, exponent);
-    }
     head.store(shared);
-    if (!FP8 && writes) head.store(cache);
+    if (writes) head.store(cache);
 }
 
 // This warp's part: softmax of its page's scores, of which the first `count` keys count, and the weighted sum of
 // values.
-template <int D, int G, class P>
-__device__ __forceinline__ void attend_page(DecodeShared<D, G>& shared, const P& page, int count) {
+template <int D, int G>
+__device__ __forceinline__ void attend_page(DecodeShared<D, G>& shared, const WarpPage<D>& page, int count) {
+    using P = WarpPage<D>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float s[2][G], mix[G][8] = {};
     #pragma unroll
@@ -4510,8 +4450,7 @@ __device__ __forceinline__ void attend_page(DecodeShared<D, G>& shared, const P&
         #pragma unroll
         for (int h = 0; h < G; h++) {
             const int holder = (j * P::KEYS_A_LOAD % 8 + page.value_key) * 4;
-            float weight = __shfl_sync(~0u, s[j * P::KEYS_A_LOAD / 8][h], holder);
-            if constexpr (P::FP8) weight *= page.v_factor[j];
+            const float weight = __shfl_sync(~0u, s[j * P::KEYS_A_LOAD / 8][h], holder);
             for (int e = 0; e < 8; e++) mix[h][e] += weight * values[e];
         }
     }
@@ -4546,10 +4485,8 @@ __device__ __forceinline__ void join_warps(const DecodeShared<D, G>& shared, bf1
     }
 }
 
-template <int D, int G, bool FP8>
-__global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(DecodeArgs p) {
+template <int D, int G> __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(DecodeArgs p) {
     __shared__ __align__(16) DecodeShared<D, G> shared;
-    __shared__ float factors[2]; // FP8: of the newest token's key and value
     // What is read before the wait no kernel of this forward writes: positions, sequences and pages are the batch's,
     // older keys and values an earlier forward's (see launch_kernel).
     const Batch& b = p.b;
@@ -4564,9 +4501,8 @@ __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(D
     const int page = split * DECODE_WARPS + warp, first = page * PAGE; // this warp's page and its first position
     const bool held = first <= pos;
     const size_t at = held ? kv_offset(b.pages[(size_t)seq * b.max_pages + page], kv, 0, p.K, D) : 0;
-    std::conditional_t<FP8, WarpFp8Page<D>, WarpPage<D>> keys;
-    if constexpr (FP8) keys.load((uint8_t*)p.keys + fp8_at<D>(at), (uint8_t*)p.values + fp8_at<D>(at), pos - first);
-    else keys.load(p.keys + at, p.values + at, pos - first);
+    WarpPage<D> keys;
+    keys.load(p.keys + at, p.values + at, pos - first);
     let_next_start();
     wait_for_previous();
 
@@ -4576,14 +4512,11 @@ __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(D
     if (split == splits - 1 && warp >= DECODE_WARPS - 2) {
         const bool key = warp == DECODE_WARPS - 2, writes = h0 % (p.H / p.K) == 0;
         const size_t to = kv_offset(b.slot[n] / PAGE, kv, b.slot[n] % PAGE, p.K, D);
-        take_newest<D, FP8>(p, key ? shared.new_key : shared.new_value, (key ? p.keys : p.values) + to,
-                            row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, key, angles, writes, &factors[!key]);
+        take_newest<D>(p, key ? shared.new_key : shared.new_value, (key ? p.keys : p.values) + to,
+                       row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, key, angles, writes);
     }
     __syncthreads();
-    if constexpr (FP8) {
-        keys.widen();
-        if (page == pos / PAGE) keys.insert(shared.new_key, shared.new_value, pos % PAGE, factors);
-    } else if (page == pos / PAGE) keys.insert(shared.new_key, shared.new_value, pos % PAGE);
+    if (page == pos / PAGE) keys.insert(shared.new_key, shared.new_value, pos % PAGE);
     attend_page(shared, keys, pos - first + 1);
     __syncthreads();
     bf16* out = p.out + ((size_t)n * p.H + h0) * D;
@@ -4591,6 +4524,211 @@ __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(D
     join_warps(shared, out, parts, split, splits);
     if (splits == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, splits)) return;
     for (int o = threadIdx.x; o < G * D; o += blockDim.x)
+        out[o] = round_bf16(join_splits(parts + (size_t)(o / D) * gridDim.x * (D + 2), splits, D, o % D));
+}
+
+// ---- The same on the tensor cores: for FP8 caches
+// Grid and splits are as above, but a block has up to 8 query heads of a KV head, the rows of an mma; and each of its
+// warps a page. Keys are operand b as they lie in memory: lane 4 g + t holds eight numbers of keys g and g + 8, from 8 t
+// on, of every 32 (mma_32). What it gets are the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and that
+// is operand a of the second product, where nothing has to move either: of these four keys the lane holds the values,
+// eight numbers from 8 g on of every 64, and makes operands b of pairs of them. Weights are rounded to bf16, as in
+// prompts. Of an FP8 cache loads bring e4m3 numbers, which become bf16 in registers; their factors go to scores and
+// weights. As these are powers of two, all sums have the bits that a bf16 cache of the same numbers gives. Bound by
+// reading keys and values.
+constexpr int DECODE_ROWS = 8; // query heads of a block, at most
+
+template <int D, bool FP8> struct TensorPage {
+    using Chunk = std::conditional_t<FP8, uint2, uint4>; // eight numbers
+    static constexpr int SIZE = FP8 ? 1 : 2;             // bytes of a number
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    Chunk k[2][D / 32] = {}, v[4][D / 64] = {};
+    int k_exponent[4], v_exponent[4]; // FP8: the bytes of KVRow, of keys key_of(r)
+
+    __device__ int key_of(int r) const { return r / 2 * 8 + 2 * t + r % 2; }
+    __device__ static const Chunk& chunk(const uint8_t* row, int column) { return *(const Chunk*)(row + column * SIZE); }
+
+    // The first `count` keys and values of a page; the others are zeros.
+    __device__ __forceinline__ void load(const uint8_t* keys, const uint8_t* values, int count) {
+        #pragma unroll
+        for (int j = 0; j < 2; j++)
+            #pragma unroll
+            for (int i = 0; i < D / 32; i++)
+                if (8 * j + g < count) k[j][i] = chunk(keys + (8 * j + g) * D * SIZE, 32 * i + 8 * t);
+        #pragma unroll
+        for (int r = 0; r < 4; r++)
+            #pragma unroll
+            for (int c = 0; c < D / 64; c++)
+                if (key_of(r) < count) v[r][c] = chunk(values + key_of(r) * D * SIZE, 64 * c + 8 * g);
+        #pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const bool there = FP8 && key_of(r) < count;
+            k_exponent[r] = there ? keys[PAGE * D + key_of(r)] : 128;
+            v_exponent[r] = there ? values[PAGE * D + key_of(r)] : 128;
+        }
+    }
+    // One more, from shared memory.
+    __device__ __forceinline__ void insert(const uint8_t* key, const uint8_t* value, const uint8_t* exponents, int at) {
+        #pragma unroll
+        for (int j = 0; j < 2; j++)
+            #pragma unroll
+            for (int i = 0; i < D / 32; i++)
+                if (8 * j + g == at) k[j][i] = chunk(key, 32 * i + 8 * t);
+        #pragma unroll
+        for (int r = 0; r < 4; r++) {
+            if (key_of(r) != at) continue;
+            #pragma unroll
+            for (int c = 0; c < D / 64; c++) v[r][c] = chunk(value, 64 * c + 8 * g);
+            if (FP8) k_exponent[r] = exponents[0], v_exponent[r] = exponents[1];
+        }
+    }
+    __device__ static uint4 widened(const Chunk& x) {
+        if constexpr (FP8) return PackedFp8::run(x, 0, 0);
+        else return x;
+    }
+};
+
+template <int D> struct TensorShared {
+    __align__(16) bf16 q[DECODE_ROWS][D];               // normalised and rotated; zeros where there is no head
+    float mixed[DECODE_WARPS][DECODE_ROWS][D + 8];      // the part of each warp's page
+    float maximum[DECODE_WARPS][DECODE_ROWS], sum[DECODE_WARPS][DECODE_ROWS];
+    __align__(16) uint8_t new_key[2 * D], new_value[2 * D], exponents[2]; // the newest token's, as in the cache
+};
+
+// This warp's part: see attend_page.
+template <int D, bool FP8>
+__device__ __forceinline__ void attend_tensor_page(TensorShared<D>& shared, const TensorPage<D, FP8>& page, int heads,
+                                                   int count) {
+    const int warp = threadIdx.x / 32, g = page.g, t = page.t;
+    float s[2][4] = {}, weights[4], top = -INFINITY, sum = 0; // s[j]: rows g and g + 8, of which only g is a head
+    #pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+        const uint4 q = *(const uint4*)(shared.q[g] + 32 * i + 8 * t);
+        #pragma unroll
+        for (int j = 0; j < 2; j++) mma_32(s[j], q, uint4{0, 0, 0, 0}, page.widened(page.k[j][i]));
+    }
+    const float scale = LOG2E / sqrtf((float)D); // scores are powers of 2
+    #pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const float score = s[r / 2][r % 2] * scale * (FP8 ? fp8_factor(page.k_exponent[r]) : 1);
+        weights[r] = page.key_of(r) < count ? score : -INFINITY;
+        top = fmaxf(top, weights[r]);
+    }
+    top = quad_max(top);
+    #pragma unroll
+    for (int r = 0; r < 4; r++) {
+        weights[r] = count > 0 ? exp2_fast(weights[r] - top) : 0;
+        sum += weights[r];
+        if (FP8) weights[r] *= fp8_factor(page.v_exponent[r]);
+    }
+    sum = quad_sum(sum);
+    if (t == 0) shared.maximum[warp][g] = top, shared.sum[warp][g] = sum;
+    const uint32_t first = pack(weights[0], weights[1]), second = pack(weights[2], weights[3]);
+    #pragma unroll
+    for (int c = 0; c < D / 64; c++) {
+        uint4 rows[4];
+        #pragma unroll
+        for (int r = 0; r < 4; r++) rows[r] = page.widened(page.v[r][c]);
+        float y[2][8]; // of head g: numbers 64 c + 16 t and on, 8 each
+        #pragma unroll
+        for (int e = 0; e < 8; e++) { // in this product column g stands for number 8 g + e
+            const auto pair = [&](const uint4& a, const uint4& b) {
+                const uint32_t x = e < 2 ? a.x : e < 4 ? a.y : e < 6 ? a.z : a.w;
+                const uint32_t z = e < 2 ? b.x : e < 4 ? b.y : e < 6 ? b.z : b.w;
+                return __byte_perm(x, z, e % 2 ? 0x7632 : 0x5410);
+            };
+            float d[4] = {};
+            mma(d, first, 0, second, 0, pair(rows[0], rows[1]), pair(rows[2], rows[3]));
+            y[0][e] = d[0], y[1][e] = d[1];
+        }
+        if (g >= heads) continue;
+        float* to = shared.mixed[warp][g] + 64 * c + 16 * t;
+        #pragma unroll
+        for (int e = 0; e < 16; e += 4)
+            *(float4*)(to + e) = make_float4(y[e / 8][e % 8], y[e / 8][e % 8 + 1], y[e / 8][e % 8 + 2],
+                                             y[e / 8][e % 8 + 3]);
+    }
+}
+
+// The newest token's key (one warp) or value (another), as take_newest.
+template <int D, bool FP8>
+__device__ __forceinline__ void take_tensor_newest(const DecodeArgs& p, TensorShared<D>& shared, const bf16* from,
+                                                   int slot, int kv, bool key, const float* angles, bool writes) {
+    WarpHead<D> head, weights;
+    head.load(from), weights.load(p.k_weight);
+    if (key) head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
+    uint8_t* const row = key ? shared.new_key : shared.new_value;
+    bf16* const cache = key ? p.keys : p.values;
+    if constexpr (FP8) {
+        const int exponent = head.round_e4m3(), within = slot % PAGE;
+        uint8_t* const block = fp8_block<D>(cache, slot / PAGE, kv, p.K);
+        head.store_e4m3(row, shared.exponents + !key, exponent);
+        if (writes) head.store_e4m3(block + within * D, block + PAGE * D + within, exponent);
+    } else {
+        head.store((bf16*)row);
+        if (writes) head.store(cache + kv_offset(slot / PAGE, kv, slot % PAGE, p.K, D));
+    }
+}
+
+template <int D, bool FP8>
+__global__ void __launch_bounds__(256, FP8 ? 3 : 2) attention_tensor_kernel(DecodeArgs p, int heads) {
+    __shared__ __align__(16) TensorShared<D> shared;
+    // What is read before the wait: see attention_decode_kernel.
+    const Batch& b = p.b;
+    const int split = blockIdx.x, h0 = blockIdx.y * heads, n = blockIdx.z, kv = h0 / (p.H / p.K), warp = threadIdx.x / 32;
+    const int seq = b.seq[n], pos = b.pos[n], splits = pos / SPLIT + 1;
+    if (seq >= 0 && splits > (int)gridDim.x) __trap();
+    if (seq < 0 || split >= splits) {
+        let_next_start();
+        wait_for_previous();
+        return;
+    }
+    const int page = split * DECODE_WARPS + warp, first = page * PAGE;
+    const int in_cache = first <= pos ? b.pages[(size_t)seq * b.max_pages + page] : 0;
+    TensorPage<D, FP8> keys;
+    if constexpr (FP8)
+        keys.load(fp8_block<D>(p.keys, in_cache, kv, p.K), fp8_block<D>(p.values, in_cache, kv, p.K), pos - first);
+    else {
+        const size_t at = kv_offset(in_cache, kv, 0, p.K, D);
+        keys.load((const uint8_t*)(p.keys + at), (const uint8_t*)(p.values + at), pos - first);
+    }
+    let_next_start();
+    wait_for_previous();
+
+    const bf16* row = p.qkv + (size_t)n * (p.H + 2 * p.K) * D;
+    const float* angles = p.rope + (size_t)pos * D;
+    static_assert(DECODE_ROWS == DECODE_WARPS, "a head a warp");
+    WarpHead<D> head = {}, weights;
+    if (warp < heads) {
+        head.load(row + (size_t)(h0 + warp) * D), weights.load(p.q_weight);
+        head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
+    }
+    head.store(shared.q[warp]);
+    if (split == splits - 1 && warp >= DECODE_WARPS - 2) {
+        const bool key = warp == DECODE_WARPS - 2, writes = h0 % (p.H / p.K) == 0;
+        take_tensor_newest<D, FP8>(p, shared, row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, b.slot[n], kv, key, angles,
+                                   writes);
+    }
+    __syncthreads();
+    if (page == pos / PAGE) keys.insert(shared.new_key, shared.new_value, shared.exponents, pos % PAGE);
+    attend_tensor_page(shared, keys, heads, pos - first + 1);
+    __syncthreads();
+    bf16* out = p.out + ((size_t)n * p.H + h0) * D;
+    float* parts = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
+    for (int o = threadIdx.x; o < heads * D; o += blockDim.x) {
+        const int h = o / D, d = o % D;
+        const AttentionPart all = join_parts(DECODE_WARPS, [&](int w) {
+            return AttentionPart{shared.maximum[w][h], shared.sum[w][h], shared.mixed[w][h][d]};
+        });
+        if (splits == 1) out[o] = round_bf16(all.value / all.weights);
+        else {
+            float* part = parts + ((size_t)h * gridDim.x + split) * (D + 2);
+            part[d] = all.value;
+            if (d == 0) part[D] = all.top, part[D + 1] = all.weights;
+        }
+    }
+    if (splits == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, splits)) return;
+    for (int o = threadIdx.x; o < heads * D; o += blockDim.x)
         out[o] = round_bf16(join_splits(parts + (size_t)(o / D) * gridDim.x * (D + 2), splits, D, o % D));
 }
 
@@ -4603,16 +4741,23 @@ inline size_t attention_scratch(const Context& ctx, int singles, int splits, int
 inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D) {
     if (p.b.splits < 1) DIE("attention_decode: %d splits; positions need one for each %d keys", p.b.splits, SPLIT);
     const int G = p.H / p.K;
+    if (p.b.fp8 || ctx.gpu->tensor_decode) {
+        static void (*const kernels[2][2])(DecodeArgs, int) = {
+            {attention_tensor_kernel<64, false>, attention_tensor_kernel<128, false>},
+            {attention_tensor_kernel<64, true>, attention_tensor_kernel<128, true>}};
+        int heads = std::min(G, DECODE_ROWS);
+        while (G % heads) heads--;
+        const dim3 grid((unsigned)p.b.splits, (unsigned)(p.H / heads), (unsigned)singles);
+        return launch(ctx, kernels[p.b.fp8][D == 128], grid, 256, 0, p, heads);
+    }
     const int heads = G % 8 == 0 ? 8 : G % 5 == 0 ? 5 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1; // of a block
-#define DECODE(D, FP8) {attention_decode_kernel<D, 1, FP8>, attention_decode_kernel<D, 2, FP8>, \
-                        attention_decode_kernel<D, 4, FP8>, attention_decode_kernel<D, 5, FP8>, \
-                        attention_decode_kernel<D, 8, FP8>}
-    static void (*const kernels[2][2][5])(DecodeArgs) = {{DECODE(64, false), DECODE(128, false)},
-                                                         {DECODE(64, true), DECODE(128, true)}};
+#define DECODE(D) {attention_decode_kernel<D, 1>, attention_decode_kernel<D, 2>, attention_decode_kernel<D, 4>, \
+                   attention_decode_kernel<D, 5>, attention_decode_kernel<D, 8>}
+    static void (*const kernels[2][5])(DecodeArgs) = {DECODE(64), DECODE(128)};
 #undef DECODE
     const int instance = heads == 8 ? 4 : heads == 5 ? 3 : heads == 4 ? 2 : heads - 1;
     const dim3 grid((unsigned)p.b.splits, (unsigned)(p.H / heads), (unsigned)singles);
-    launch(ctx, kernels[p.b.fp8][D == 128][instance], grid, 256, 0, p);
+    launch(ctx, kernels[D == 128][instance], grid, 256, 0, p);
 }
 
 // ---- An FP8 cache for attention of several tokens. That reads bf16: what it will read of a layer is widened first,

@@ -51,12 +51,12 @@ struct State { // activations and cache for N rows and B sequences of up to `con
     bf16* picked;
     int *token, *pos, *seq, *slot, *table, *rows;
     Batch batch;
-    State(const Config& c, int N, int B, int position, int context, int logit_rows) {
+    State(const Config& c, int N, int B, int position, int context, int logit_rows, bool fp8 = false) {
         arena.gpu = true;
         const int pages = (context + PAGE - 1) / PAGE, splits = (context - 1) / SPLIT + 1;
         for (int pass = 0; pass < 2; pass++) {
             a.plan(arena, c, N, false);
-            kv.plan(arena, c, (size_t)B * pages);
+            kv.plan(arena, c, (size_t)B * pages, false, fp8);
             rope = arena.take<float>((size_t)context * c.D);
             logits = arena.take<float>((size_t)logit_rows * c.V);
             picked = arena.take<bf16>((size_t)logit_rows * c.C);
@@ -80,7 +80,7 @@ struct State { // activations and cache for N rows and B sequences of up to `con
         auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.gpu->stream)); };
         put(rope, angles), put(token, t), put(pos, p), put(seq, s), put(slot, w), put(rows, r), put(table, pages_of);
         batch = {N, B, token, pos, seq, slot, table, pages, B == N ? N : 0};
-        batch.splits = splits;
+        batch.splits = splits, batch.fp8 = fp8;
     }
 };
 
@@ -338,22 +338,28 @@ static void attention_backward(const Config& c) {
         for (void* p : {(void*)dout, (void*)dqkv, (void*)lse, (void*)delta}) cudaFree(p);
     }
 }
+// By kernel and kind of cache. (What random bytes are as an FP8 cache does not matter to the time.)
 static void batch(Model& m) {
     const Config& c = m.file.config;
     const int B = 256, position = 512;
-    State s(c, B, B, position, position + 16, B);
-    const double bytes = (double)step_bytes(m.weights) + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1) * B;
-    const double t = time_graph(1, [&](int) {
-        forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
-        head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows, m.weights.head, B);
-    });
-    auto& a = s.a.layer[0];
-    const double attend = time_graph(c.L, [&](int l) {
-        const Layer<bf16>& y = m.weights.layers[l];
-        attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
-    });
-    printf("%d sequences at position %d: %.2f ms a step, %.0f tok/s, floor %.2f ms, %.1f%%; attention %.2f ms (%.0f GB/s)\n", B, position, t * 1e3, B / t,
-           bytes / read_bandwidth * 1e3, 100 * bytes / read_bandwidth / t, attend * c.L * 1e3, 4. * c.K * c.D * (position + 1) * B / attend / 1e9);
+    struct Way { const char* name; bool tensor, fp8; };
+    for (const Way& way : {Way{"attention_decode_kernel", false, false}, Way{"tensor cores", true, false}, Way{"tensor cores, FP8 cache", true, true}}) {
+        ctx.gpu->tensor_decode = way.tensor;
+        State s(c, B, B, position, position + 16, B, way.fp8);
+        const double held = (double)KVCache<bf16>::bytes(c, 1, way.fp8) / PAGE * (position + 1) * B, bytes = (double)step_bytes(m.weights) + held;
+        const double t = time_graph(1, [&](int) {
+            forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
+            head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows, m.weights.head, B);
+        });
+        auto& a = s.a.layer[0];
+        const double attend = time_graph(c.L, [&](int l) {
+            const Layer<bf16>& y = m.weights.layers[l];
+            attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
+        });
+        printf("%d sequences at position %d, %s: %.2f ms a step, %.0f tok/s, floor %.2f ms, %.1f%%; attention %.2f ms (%.0f GB/s)\n", B, position,
+               way.name, t * 1e3, B / t, bytes / read_bandwidth * 1e3, 100 * bytes / read_bandwidth / t, attend * c.L * 1e3, held / attend / c.L / 1e9);
+    }
+    ctx.gpu->tensor_decode = false;
 }
 // Whole prompts, without the host.
 static void prompts(Model& m) {

@@ -437,7 +437,7 @@ TEST_CASE("a row's bits: of up to 16 tokens always, of any number with `invarian
 }
 
 // Q, K, V of a batch over a cache with a past; `attend` on both sides, and the cache afterwards.
-static void check_attention(Random& random, std::vector<std::pair<int, int>> past_fresh, int spare, int H, int K, int D, bool invariant) {
+static void check_attention(Random& random, std::vector<std::pair<int, int>> past_fresh, int spare, int H, int K, int D, bool invariant, bool tensor = false) {
     TestBatch batch(random, past_fresh, 10, spare);
     const int N = (int)batch.token.size(), width = (H + 2 * K) * D;
     int singles = 0, longest = 1;
@@ -451,7 +451,7 @@ static void check_attention(Random& random, std::vector<std::pair<int, int>> pas
     fill_rope(rope.data(), longest, D, 1e6);
 
     Scratchpad pad(attention_scratch(gpu(), std::max(1, singles), splits, H, D), std::max(1, singles) * H);
-    pad.ctx.invariant = invariant;
+    pad.ctx.invariant = invariant, pad.ctx.gpu->tensor_decode = tensor;
     Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
     Device<bf16> dqkv(qkv), dqw(q_weight), dkw(k_weight), dkeys(keys), dvalues(values), q((size_t)N * H * D), out((size_t)N * H * D);
     Device<float> drope(rope);
@@ -488,6 +488,11 @@ TEST_CASE("attention: head sizes, groups, contexts at the borders of pages, spli
                 check_attention(random, {{5, 1}, {200, 1}, {0, 1}, {31, 1}}, 0, H, K, D, invariant);                              // decoding
                 check_attention(random, {{5, 1}, {130, 1}, {0, 18}, {40, 70}, {0, 3}}, 3, H, K, D, invariant);                    // all of it
             }
+    for (int D : {64, 128}) // single tokens on the tensor cores
+        for (std::pair<int, int> heads : std::vector<std::pair<int, int>>{{2, 2}, {4, 2}, {4, 1}, {10, 2}, {16, 1}, {6, 2}}) {
+            for (int past : {0, 14, 15, 16, 126, 127, 128, 300}) check_attention(random, {{past, 1}}, 0, heads.first, heads.second, D, false, true);
+            check_attention(random, {{5, 1}, {200, 1}, {0, 1}, {31, 1}, {1023, 1}}, 3, heads.first, heads.second, D, false, true);
+        }
     check_attention(random, {{4096, 1}}, 0, 4, 2, 128, false);
     check_attention(random, {{4000, 97}, {0, 300}}, 0, 4, 2, 128, false);
     // Keys split over blocks: parts that a row sees nothing of, and tiles that sequences share.
@@ -539,7 +544,7 @@ static void check_fp8_attention(Random& random, std::vector<std::pair<int, int>>
     widen(keys, keys8), widen(values, values8);
 
     Scratchpad pad(attention_scratch(gpu(), std::max(1, singles), splits, H, D), std::max(1, singles) * H);
-    pad.ctx.invariant = invariant;
+    pad.ctx.invariant = invariant, pad.ctx.gpu->tensor_decode = true; // (the bf16 cache, too)
     Device<bf16> widened(2 * numbers);
     pad.ctx.gpu->widened = widened, pad.ctx.gpu->widened_numbers = 2 * numbers;
     Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
