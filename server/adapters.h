@@ -204,7 +204,7 @@ template <class T> struct MixedLayer {
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (mixed.rows) {
             rmsnorm_gpu(ctx, normed, x, w, mixed.rows, c.C, c.eps);
-            rows_linear_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows, segmented_adapters_gpu);
+            rows_linear_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows);
         }
 #endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
@@ -217,7 +217,7 @@ template <class T> struct MixedLayer {
         const size_t ld = (base.*which).out(), in = (base.*which).in;
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (mixed.rows) {
-            rows_linear_add_gpu(ctx, out, residual, x, base.*which, adapters(which), mixed.rows, segmented_adapters_gpu);
+            rows_linear_add_gpu(ctx, out, residual, x, base.*which, adapters(which), mixed.rows);
         }
 #endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
@@ -230,7 +230,7 @@ template <class T> struct MixedLayer {
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (mixed.rows) {
             rmsnorm_gpu(ctx, normed, x, w, mixed.rows, c.C, c.eps);
-            rows_linear_swiglu_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows, segmented_adapters_gpu);
+            rows_linear_swiglu_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows);
         }
 #endif
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {

@@ -924,30 +924,26 @@ TEST_CASE("rows with different adapters in one batch: each is what it is with it
             INFO("N " << N << " R " << R << " K " << K);
             Device<bf16> dx(x), out((size_t)N * R);
             Device<float> dresidual(residual), added((size_t)N * R);
-            for (bool segmented : {false, true}) {
-                INFO("segmented " << segmented);
-                const SumAdapters sum = segmented ? segmented_adapters_gpu : rows_adapters_gpu;
-                rows_linear_gpu(pad.ctx, out, dx, W.device, rows, N, sum);
-                CHECK(close(out.get(), [&](size_t i) { return y[i]; }, 0.005) == 0);
-                rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N, sum);
-                const auto first = added.get();
-                CHECK(close(first, [&](size_t i) { return residual[i] + y[i]; }, 1e-6) == 0);
-                rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N, sum);
-                CHECK(same_bits(added.get(), first));
-                if (shape.rows.size() != 2) continue;
-                const size_t F = (size_t)R / 2;
-                Device<bf16> hidden((size_t)N * F);
-                rows_linear_swiglu_gpu(pad.ctx, hidden, dx, W.device, rows, N, sum);
-                const auto got = hidden.get();
-                int wrong = 0;
-                for (int n = 0; n < N; n++)
-                    for (size_t f = 0; f < F; f++) {
-                        const double g = y[(size_t)n * R + f], u = y[(size_t)n * R + F + f], want = g / (1 + std::exp(-g)) * u;
-                        const double bound = 0.02 * std::abs(want) + 0.02 * (std::abs(g) + std::abs(u)) + 0.01;
-                        wrong += !(std::abs(to_acc(got[(size_t)n * F + f]) - want) <= bound);
-                    }
-                CHECK(wrong == 0);
-            }
+            rows_linear_gpu(pad.ctx, out, dx, W.device, rows, N);
+            CHECK(close(out.get(), [&](size_t i) { return y[i]; }, 0.005) == 0);
+            rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N);
+            const auto first = added.get();
+            CHECK(close(first, [&](size_t i) { return residual[i] + y[i]; }, 1e-6) == 0);
+            rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N);
+            CHECK(same_bits(added.get(), first));
+            if (shape.rows.size() != 2) continue;
+            const size_t F = (size_t)R / 2;
+            Device<bf16> hidden((size_t)N * F);
+            rows_linear_swiglu_gpu(pad.ctx, hidden, dx, W.device, rows, N);
+            const auto got = hidden.get();
+            int wrong = 0;
+            for (int n = 0; n < N; n++)
+                for (size_t f = 0; f < F; f++) {
+                    const double g = y[(size_t)n * R + f], u = y[(size_t)n * R + F + f], want = g / (1 + std::exp(-g)) * u;
+                    const double bound = 0.02 * std::abs(want) + 0.02 * (std::abs(g) + std::abs(u)) + 0.01;
+                    wrong += !(std::abs(to_acc(got[(size_t)n * F + f]) - want) <= bound);
+                }
+            CHECK(wrong == 0);
         }
 }
 
