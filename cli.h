@@ -1664,7 +1664,8 @@ static int quantize(const Options& o, bool asks_more) {
     }
     Context ctx;
     ctx.plain = o.device == "plain";
-    if (!how.text.empty() && o.device == "cuda") ctx = choose_device(o, file); // (no GPU has tried it: only if asked for)
+    if (!o.device.empty() && o.device != "cpu" && !ctx.plain) // (no GPU has tried it: only if it is asked for)
+        ctx = choose_device(o, file);
     ctx.stop = &interrupted;
     auto progress = std::make_unique<Progress>();
     ThreadPace pace(o, Context()); // (most of it is the CPU's in any case)

@@ -1679,6 +1679,9 @@ __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// x is made before what follows: a product that all lanes have to compute does not move behind a branch of some.
+__device__ __forceinline__ void settle(float& x) { asm volatile("" : "+f"(x)); }
+
 // Four 8 x 8 matrices of bf16 from shared memory; lane l names row l % 8 of matrix l / 8. As mma wants them, or
 // transposed.
 #define LDMATRIX(name) \
@@ -1780,7 +1783,11 @@ inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension
     static const auto encode = [] {
         void* f = nullptr;
         cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found));
+#else
+        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &found));
+#endif
         return (decltype(&cuTensorMapEncodeTiled))f;
     }();
     cuuint64_t size[4], bytes[4];
@@ -4423,8 +4430,8 @@ template <int D, int G> __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) a
 // is operand a of the second product, where nothing has to move either: of these four keys the lane holds the values,
 // eight numbers from 8 g on of every 64, and makes operands b of pairs of them. Weights are rounded to bf16, as in
 // prompts. Of an FP8 cache loads bring e4m3 numbers, which become bf16 in registers; their factors go to scores and
-// weights. As these are powers of two, all sums have the bits that a bf16 cache of the same numbers gives. Bound by
-// reading keys and values.
+// weights. As these are powers of two, all sums have the bits that this kernel makes of a bf16 cache of the same
+// numbers. Bound by reading keys and values.
 constexpr int DECODE_ROWS = 8; // query heads of a block, at most
 
 template <int D, bool FP8> struct TensorPage {
@@ -4450,10 +4457,12 @@ template <int D, bool FP8> struct TensorPage {
             for (int c = 0; c < D / 64; c++)
                 if (key_of(r) < count) v[r][c] = chunk(values + key_of(r) * D * SIZE, 64 * c + 8 * g);
         #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            const bool there = FP8 && key_of(r) < count;
-            k_exponent[r] = there ? keys[PAGE * D + key_of(r)] : 128;
-            v_exponent[r] = there ? values[PAGE * D + key_of(r)] : 128;
+        for (int r = 0; r < 4 && FP8; r += 2) { // two keys are neighbours
+            const bool there = key_of(r) < count, both = key_of(r + 1) < count;
+            const int k = there ? *(const uint16_t*)(keys + PAGE * D + key_of(r)) : 128;
+            const int v = there ? *(const uint16_t*)(values + PAGE * D + key_of(r)) : 128;
+            k_exponent[r] = k & 255, k_exponent[r + 1] = both ? k >> 8 : 128;
+            v_exponent[r] = v & 255, v_exponent[r + 1] = both ? v >> 8 : 128;
         }
     }
     // One more, from shared memory.
@@ -4489,6 +4498,7 @@ template <int D, bool FP8>
 __device__ __forceinline__ void attend_tensor_page(TensorShared<D>& shared, const TensorPage<D, FP8>& page, int heads,
                                                    int count) {
     const int warp = threadIdx.x / 32, g = page.g, t = page.t;
+    __syncwarp(); // (a page's insert has branches)
     float s[2][4] = {}, weights[4], top = -INFINITY, sum = 0; // s[j]: rows g and g + 8, of which only g is a head
     #pragma unroll
     for (int i = 0; i < D / 32; i++) {
@@ -4528,14 +4538,14 @@ __device__ __forceinline__ void attend_tensor_page(TensorShared<D>& shared, cons
             };
             float d[4] = {};
             mma(d, first, 0, second, 0, pair(rows[0], rows[1]), pair(rows[2], rows[3]));
-            y[0][e] = d[0], y[1][e] = d[1];
+            settle(y[0][e] = d[0]), settle(y[1][e] = d[1]);
         }
-        if (g >= heads) continue;
         float* to = shared.mixed[warp][g] + 64 * c + 16 * t;
         #pragma unroll
         for (int e = 0; e < 16; e += 4)
-            *(float4*)(to + e) = make_float4(y[e / 8][e % 8], y[e / 8][e % 8 + 1], y[e / 8][e % 8 + 2],
-                                             y[e / 8][e % 8 + 3]);
+            if (g < heads)
+                *(float4*)(to + e) = make_float4(y[e / 8][e % 8], y[e / 8][e % 8 + 1], y[e / 8][e % 8 + 2],
+                                                 y[e / 8][e % 8 + 3]);
     }
 }
 

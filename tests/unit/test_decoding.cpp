@@ -22,6 +22,7 @@ static float warp_sum(float x) {
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
 }
+static void settle(float&) {}
 static float quad_max(float x) {
     x = std::max(x, __shfl_xor_sync(~0u, x, 1));
     return std::max(x, __shfl_xor_sync(~0u, x, 2));
