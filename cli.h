@@ -1663,9 +1663,7 @@ static int quantize(const Options& o, bool asks_more) {
                 how.window);
     }
     Context ctx;
-    ctx.plain = o.device == "plain";
-    if (!o.device.empty() && o.device != "cpu" && !ctx.plain) // (no GPU has tried it: only if it is asked for)
-        ctx = choose_device(o, file);
+    if (!o.device.empty()) ctx = choose_device(o, file); // (no GPU has tried it: only if it is asked for)
     ctx.stop = &interrupted;
     auto progress = std::make_unique<Progress>();
     ThreadPace pace(o, Context()); // (most of it is the CPU's in any case)

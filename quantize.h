@@ -373,12 +373,12 @@ template <class T> struct Calibration {
         a.in = in[window];
         layer_forward(ctx, file.config, weights.layers[l], batch(window), a, cache.keys, cache.values, rope);
     }
-    template <class F> void add_squares(int l, F each) {
+    template <class F> void sum_squares(int l, F each) {
         for (const Squares& s : squares) clear(ctx, s.H, (size_t)s.in * s.in);
         for (size_t i = 0; i < windows; i++) {
             forward(l, i);
             const T* const x[] = {a.norm1, a.attention, a.norm2, a.hidden};
-            for (int k = 0; k < 4; k++) ::add_squares(ctx, squares[k].H, x[k], N, squares[k].in);
+            for (int k = 0; k < 4; k++) add_squares(ctx, squares[k].H, x[k], N, squares[k].in);
             each();
         }
     }
@@ -444,7 +444,7 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
         }
         const bool begins = t.layer != layer;
         layer = t.layer;
-        if (calibration && begins) calibration->add_squares(layer, step);
+        if (calibration && begins) calibration->sum_squares(layer, step);
         const int product = t.kind == Q_PROJ ? 0 : t.kind == O_PROJ ? 1 : t.kind == GATE_PROJ ? 2 : t.kind == DOWN_PROJ ? 3 : -1;
         if (calibration && product >= 0) // k, v and up see what q and gate see
             factor = gptq_factor(calibration->squares_of(product), columns, dead);

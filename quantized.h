@@ -14,7 +14,7 @@
 
 // ================================================================================================= 1 Number formats
 
-template <class U> BOTH U load_as(const void* p) { // from any address
+template <class U> U load_as(const void* p) { // from any address
     U u;
     memcpy(&u, p, sizeof u);
     return u;
@@ -41,7 +41,7 @@ inline uint16_t float_to_half(float f) {
 }
 
 // FP8 e4m3: a sign, 4 bits of exponent, 3 of fraction, in the same way; no infinity, and one NaN of either sign.
-BOTH inline float e4m3_to_float(uint8_t x) {
+inline float e4m3_to_float(uint8_t x) {
     const uint32_t size = (uint32_t)(x & 0x7f) << 20, sign = (uint32_t)(x & 0x80) << 24;
     const float f = load_as<float>(&size) * 0x1p120f;
     const uint32_t u = load_as<uint32_t>(&f) | sign | ((x & 0x7f) == 0x7f ? 0x7fc00000 : 0);

@@ -255,7 +255,7 @@ template <class T> struct Adapter {
 enum class Format { PLAIN, INT8, INT4, FP8 };
 constexpr int GROUP = 32; // INT8's, and the least there is
 inline float half_to_float(uint16_t h); // quantized.h
-BOTH inline float e4m3_to_float(uint8_t x);
+inline float e4m3_to_float(uint8_t x);
 BOTH inline uint8_t float_to_e4m3(float f);
 template <class T> struct Linear {
     Format format = Format::PLAIN; // of all blocks
@@ -360,7 +360,8 @@ template <class T> struct KVRow {
 BOTH inline int kv_exponent(float largest) {
     int exponent = 0; // largest = f 2^exponent, 1/2 <= f < 1; 448 is 7/8 of 2^9
     const float f = frexpf(largest, &exponent);
-    return largest > 0 && exponent - 9 + (f > 0.875f) > -100 ? exponent - 9 + (f > 0.875f) : -100;
+    const int e = exponent - 9 + (f > 0.875f);
+    return largest > 0 && e > -100 ? e : -100;
 }
 // Stores row (D), the key or value of a token and head.
 template <class T> void store_kv(T* cache, const Batch& b, int slot, int head, const T* row, int K, int D) {
@@ -2071,31 +2072,6 @@ template <int D> struct WarpHead {
         for (int p = 0; p < P; p++) a.x[p] = round_bf16(u[p]), b.x[p] = round_bf16(v[p]);
         ((Stored*)head)[threadIdx.x % 32] = a, ((Stored*)head)[threadIdx.x % 32 + 32] = b;
     }
-    // Rounds to what an FP8 cache holds (Book I's store_kv): left are its e4m3 numbers, returned is the byte of their
-    // exponent.
-    __device__ int round_e4m3() {
-        float largest = 0;
-        bool finite = true;
-        const auto look = [&](float& x) {
-            x = to_acc(round_bf16(x));
-            finite &= fabsf(x) < INFINITY, largest = fmaxf(largest, fabsf(x));
-        };
-        for (int p = 0; p < P; p++) look(u[p]), look(v[p]);
-        for (int other = 16; other > 0; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
-        finite = __all_sync(~0u, finite);
-        const int e = kv_exponent(finite ? largest : 0);
-        const auto round = [&](float& x) { x = e4m3_to_float(float_to_e4m3(ldexpf(x, -e))); };
-        for (int p = 0; p < P; p++) round(u[p]), round(v[p]);
-        return finite ? e + 128 : 0;
-    }
-    // ... and stores that: its numbers, and the byte.
-    __device__ void store_e4m3(uint8_t* row, uint8_t* byte, int exponent) const {
-        for (int p = 0; p < P; p++) {
-            const int i = threadIdx.x % 32 * P + p;
-            row[i] = float_to_e4m3(u[p]), row[i + D / 2] = float_to_e4m3(v[p]);
-        }
-        if (threadIdx.x % 32 == 0) *byte = (uint8_t)exponent;
-    }
     // `weights` have been loaded as a head is.
     __device__ void norm_rope(const WarpHead& weights, const WarpAngles<P>& angle, float eps) {
         float squares = 0;
@@ -2112,6 +2088,37 @@ template <int D> struct WarpHead {
 template <int D> __device__ uint8_t* fp8_block(bf16* cache, int page, int head, int K) {
     return (uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
 }
+// A WarpHead, rounded to bf16, as a row of such a cache (Book I's store_kv): numbers, and the byte of their exponent.
+template <int D> struct WarpFp8Head {
+    static constexpr int P = D / 64;
+    uint8_t u[P], v[P], byte;
+    __device__ explicit WarpFp8Head(const WarpHead<D>& head) {
+        float largest = 0;
+        bool finite = true;
+        const auto look = [&](float x) {
+            x = fabsf(to_acc(round_bf16(x)));
+            finite &= x < INFINITY, largest = fmaxf(largest, x);
+        };
+        for (int p = 0; p < P; p++) look(head.u[p]), look(head.v[p]);
+        for (int other = 16; other > 0; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
+        finite = __all_sync(~0u, finite);
+        const int e = kv_exponent(finite ? largest : 0);
+        const auto round = [&](float x) { return float_to_e4m3(ldexpf(to_acc(round_bf16(x)), -e)); };
+        for (int p = 0; p < P; p++) u[p] = round(head.u[p]), v[p] = round(head.v[p]);
+        byte = (uint8_t)(finite ? e + 128 : 0);
+    }
+    __device__ void store(uint8_t* row, uint8_t* exponent) const {
+        for (int p = 0; p < P; p++) {
+            const int i = threadIdx.x % 32 * P + p;
+            row[i] = u[p], row[i + D / 2] = v[p];
+        }
+        if (threadIdx.x % 32 == 0) *exponent = byte;
+    }
+    __device__ void store(bf16* cache, int slot, int head, int K) const {
+        uint8_t* const block = fp8_block<D>(cache, slot / PAGE, head, K);
+        store(block + slot % PAGE * D, block + PAGE * D + slot % PAGE);
+    }
+};
 // 2^(e - 128), of which 0 says that the row is NaN
 __device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
 
@@ -2141,9 +2148,7 @@ __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const b
         const size_t at = h < H ? 0 : kv_offset(slot / PAGE, (h - H) % K, slot % PAGE, K, D);
         if (h < H + K) head[i].norm_rope(weights[i], angle, eps);
         if (FP8 && h >= H) {
-            const int exponent = head[i].round_e4m3(), within = slot % PAGE;
-            uint8_t* block = fp8_block<D>(h < H + K ? keys : values, slot / PAGE, (h - H) % K, K);
-            head[i].store_e4m3(block + within * D, block + PAGE * D + within, exponent);
+            WarpFp8Head<D>(head[i]).store(h < H + K ? keys : values, slot, (h - H) % K, K);
             continue;
         }
         head[i].store(h < H ? q + ((size_t)n * H + h) * D : h < H + K ? keys + at : values + at);
@@ -4364,10 +4369,10 @@ __device__ __forceinline__ void attend_page(DecodeShared<D, G>& shared, const Wa
 
 // Joins the warps' parts, a thread a number: to `out`, or, where the sequence has several splits, to `parts`, of which
 // each head has gridDim.x.
-template <int D, int G>
-__device__ __forceinline__ void join_warps(const DecodeShared<D, G>& shared, bf16* out, float* parts, int split,
+template <int D, class Shared>
+__device__ __forceinline__ void join_warps(const Shared& shared, int heads, bf16* out, float* parts, int split,
                                            int splits) {
-    for (int o = threadIdx.x; o < G * D; o += blockDim.x) {
+    for (int o = threadIdx.x; o < heads * D; o += blockDim.x) {
         const int h = o / D, d = o % D;
         const AttentionPart all = join_parts(DECODE_WARPS, [&](int w) {
             return AttentionPart{shared.maximum[w][h], shared.sum[w][h], shared.mixed[w][h][d]};
@@ -4417,7 +4422,7 @@ template <int D, int G> __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) a
     __syncthreads();
     bf16* out = p.out + ((size_t)n * p.H + h0) * D;
     float* parts = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
-    join_warps(shared, out, parts, split, splits);
+    join_warps<D>(shared, G, out, parts, split, splits);
     if (splits == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, splits)) return;
     for (int o = threadIdx.x; o < G * D; o += blockDim.x)
         out[o] = round_bf16(join_splits(parts + (size_t)(o / D) * gridDim.x * (D + 2), splits, D, o % D));
@@ -4559,10 +4564,9 @@ __device__ __forceinline__ void take_tensor_newest(const DecodeArgs& p, TensorSh
     uint8_t* const row = key ? shared.new_key : shared.new_value;
     bf16* const cache = key ? p.keys : p.values;
     if constexpr (FP8) {
-        const int exponent = head.round_e4m3(), within = slot % PAGE;
-        uint8_t* const block = fp8_block<D>(cache, slot / PAGE, kv, p.K);
-        head.store_e4m3(row, shared.exponents + !key, exponent);
-        if (writes) head.store_e4m3(block + within * D, block + PAGE * D + within, exponent);
+        const WarpFp8Head<D> rounded(head);
+        rounded.store(row, shared.exponents + !key);
+        if (writes) rounded.store(cache, slot, kv, p.K);
     } else {
         head.store((bf16*)row);
         if (writes) head.store(cache + kv_offset(slot / PAGE, kv, slot % PAGE, p.K, D));
@@ -4574,7 +4578,8 @@ __global__ void __launch_bounds__(256, FP8 ? 3 : 2) attention_tensor_kernel(Deco
     __shared__ __align__(16) TensorShared<D> shared;
     // What is read before the wait: see attention_decode_kernel.
     const Batch& b = p.b;
-    const int split = blockIdx.x, h0 = blockIdx.y * heads, n = blockIdx.z, kv = h0 / (p.H / p.K), warp = threadIdx.x / 32;
+    const int split = blockIdx.x, h0 = blockIdx.y * heads, n = blockIdx.z, kv = h0 / (p.H / p.K);
+    const int warp = threadIdx.x / 32;
     const int seq = b.seq[n], pos = b.pos[n], splits = pos / SPLIT + 1;
     if (seq >= 0 && splits > (int)gridDim.x) __trap();
     if (seq < 0 || split >= splits) {
@@ -4605,8 +4610,8 @@ __global__ void __launch_bounds__(256, FP8 ? 3 : 2) attention_tensor_kernel(Deco
     head.store(shared.q[warp]);
     if (split == splits - 1 && warp >= DECODE_WARPS - 2) {
         const bool key = warp == DECODE_WARPS - 2, writes = h0 % (p.H / p.K) == 0;
-        take_tensor_newest<D, FP8>(p, shared, row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, b.slot[n], kv, key, angles,
-                                   writes);
+        take_tensor_newest<D, FP8>(p, shared, row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, b.slot[n], kv, key,
+                                   angles, writes);
     }
     __syncthreads();
     if (page == pos / PAGE) keys.insert(shared.new_key, shared.new_value, shared.exponents, pos % PAGE);
@@ -4614,18 +4619,7 @@ __global__ void __launch_bounds__(256, FP8 ? 3 : 2) attention_tensor_kernel(Deco
     __syncthreads();
     bf16* out = p.out + ((size_t)n * p.H + h0) * D;
     float* parts = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
-    for (int o = threadIdx.x; o < heads * D; o += blockDim.x) {
-        const int h = o / D, d = o % D;
-        const AttentionPart all = join_parts(DECODE_WARPS, [&](int w) {
-            return AttentionPart{shared.maximum[w][h], shared.sum[w][h], shared.mixed[w][h][d]};
-        });
-        if (splits == 1) out[o] = round_bf16(all.value / all.weights);
-        else {
-            float* part = parts + ((size_t)h * gridDim.x + split) * (D + 2);
-            part[d] = all.value;
-            if (d == 0) part[D] = all.top, part[D + 1] = all.weights;
-        }
-    }
+    join_warps<D>(shared, heads, out, parts, split, splits);
     if (splits == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, splits)) return;
     for (int o = threadIdx.x; o < heads * D; o += blockDim.x)
         out[o] = round_bf16(join_splits(parts + (size_t)(o / D) * gridDim.x * (D + 2), splits, D, o % D));

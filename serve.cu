@@ -1550,7 +1550,7 @@ static void on_signal(int) {
 
 // Quantised weights, which else become bf16: a server's steps have many tokens, for which bf16 is faster, on CPUs too.
 template <class T> bool stay_packed(const Options& o) {
-    return o.packed && std::is_same_v<T, bf16> && o.dtype.empty();
+    return o.packed && keeps_packed<T>(o, o.ctx);
 }
 
 // What the answers of a batch depend on, but for its requests: a JSON object.

@@ -226,7 +226,7 @@ TEST_CASE("rows that are not finite, tiny, huge: an FP8 cache gets Book I's byte
             WarpHead<D> head;
             head.load(row.data());
             uint8_t* const block = (uint8_t*)got.data();
-            head.store_e4m3(block + 3 * D, block + PAGE * D + 3, head.round_e4m3());
+            WarpFp8Head<D>(head).store(block + 3 * D, block + PAGE * D + 3);
         });
         CHECK(KVRow<bf16>(got.data(), b, 0, 0, 3, 1, D).scale(((uint8_t*)got.data())[PAGE * D + 3]) != 0);
         return std::make_pair(want, got);
