@@ -692,7 +692,8 @@ static std::vector<Option> option_table(Options& o) {
          whole(o.max_tokens, 0, INT_MAX)},
         {"", "--lookup", "N", "what followed the latest words before is computed with the next\n"
          "token, N tokens at most (up to 7), while it pays; the answer is the\n"
-         "same (default 7; on a GPU 0, and only with --one-kernel or --invariant)",
+         "same (default 7; on a GPU only where a token is one kernel, or with\n"
+         "--invariant, and then by default 0)",
          whole(o.lookup, 0, LookUp::MOST)},
         {"-c", "--ctx", "N", "context in tokens (default 4096, or the model's limit if that is less)",
          whole(o.context, 1, INT_MAX)},
@@ -858,7 +859,7 @@ template <class T> void use_lookup(const Options& o, Session<T>& session) {
     if (o.lookup > 0 && !session.can_look_up())
         DIE("--lookup %d: on a GPU it needs --one-kernel (bf16 weights and keys, room for a copy) or --invariant, or "
             "the answer could change", o.lookup);
-    session.lookup.most = o.lookup >= 0 ? o.lookup : o.ctx.gpu ? 0 : LookUp::MOST;
+    session.lookup.most = o.lookup >= 0 ? o.lookup : o.ctx.gpu && session.step_tokens() == 1 ? 0 : LookUp::MOST;
 }
 // What came of it, for people.
 inline std::string told(const LookUp& lookup) {

@@ -4429,14 +4429,16 @@ template <int D, int G> __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) a
 }
 
 // ---- The same on the tensor cores: for FP8 caches
-// Grid and splits are as above, but a block has up to 8 query heads of a KV head, the rows of an mma; and each of its
-// warps a page. Keys are operand b as they lie in memory: lane 4 g + t holds eight numbers of keys g and g + 8, from 8 t
-// on, of every 32 (mma_32). What it gets are the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and that
-// is operand a of the second product, where nothing has to move either: of these four keys the lane holds the values,
-// eight numbers from 8 g on of every 64, and makes operands b of pairs of them. Weights are rounded to bf16, as in
-// prompts. Of an FP8 cache loads bring e4m3 numbers, which become bf16 in registers; their factors go to scores and
-// weights. As these are powers of two, all sums have the bits that this kernel makes of a bf16 cache of the same
-// numbers. Bound by reading keys and values.
+// A block has up to 8 query heads of a KV head, the rows of an mma, and every gridDim.x-th split of the sequence; each
+// of its warps a page of a split. Keys are operand b as they lie in memory: lane 4 g + t holds eight numbers of keys g
+// and g + 8, from 8 t on, of every 32 (mma_32). What it gets are the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8
+// and 2 t + 9, and that is operand a of the second product, where nothing has to move either: of these four keys the
+// lane holds the values, eight numbers from 8 g on of every 64, and makes operands b of pairs of them. As soon as a
+// page's keys, or values, have been multiplied, those of the warp's next page are asked for into the same registers.
+// Weights are rounded to bf16, as in prompts. Of an FP8 cache loads bring e4m3 numbers, which become bf16 in registers;
+// their factors go to scores and weights. As these are powers of two, all sums have the bits that this kernel makes of
+// a bf16 cache of the same numbers.
+// Grid (blocks for a KV head of a sequence, H / heads, sequences). Bound by reading keys and values.
 constexpr int DECODE_ROWS = 8; // query heads of a block, at most
 
 template <int D, bool FP8> struct TensorPage {
@@ -4448,27 +4450,30 @@ template <int D, bool FP8> struct TensorPage {
 
     __device__ int key_of(int r) const { return r / 2 * 8 + 2 * t + r % 2; }
     __device__ static const Chunk& chunk(const uint8_t* row, int column) { return *(const Chunk*)(row + column * SIZE); }
+    __device__ __forceinline__ void load_exponents(int (&exponent)[4], const uint8_t* page, int count) {
+        #pragma unroll
+        for (int r = 0; r < 4 && FP8; r += 2) { // two keys are neighbours
+            const int two = key_of(r) < count ? *(const uint16_t*)(page + PAGE * D + key_of(r)) : 128;
+            exponent[r] = two & 255, exponent[r + 1] = key_of(r + 1) < count ? two >> 8 : 128;
+        }
+    }
 
-    // The first `count` keys and values of a page; the others are zeros.
-    __device__ __forceinline__ void load(const uint8_t* keys, const uint8_t* values, int count) {
+    // The first `count` keys, and values, of a page; the others stay as they are.
+    __device__ __forceinline__ void load_keys(const uint8_t* page, int count) {
         #pragma unroll
         for (int j = 0; j < 2; j++)
             #pragma unroll
             for (int i = 0; i < D / 32; i++)
-                if (8 * j + g < count) k[j][i] = chunk(keys + (8 * j + g) * D * SIZE, 32 * i + 8 * t);
+                if (8 * j + g < count) k[j][i] = chunk(page + (8 * j + g) * D * SIZE, 32 * i + 8 * t);
+        load_exponents(k_exponent, page, count);
+    }
+    __device__ __forceinline__ void load_values(const uint8_t* page, int count) {
         #pragma unroll
         for (int r = 0; r < 4; r++)
             #pragma unroll
             for (int c = 0; c < D / 64; c++)
-                if (key_of(r) < count) v[r][c] = chunk(values + key_of(r) * D * SIZE, 64 * c + 8 * g);
-        #pragma unroll
-        for (int r = 0; r < 4 && FP8; r += 2) { // two keys are neighbours
-            const bool there = key_of(r) < count, both = key_of(r + 1) < count;
-            const int k = there ? *(const uint16_t*)(keys + PAGE * D + key_of(r)) : 128;
-            const int v = there ? *(const uint16_t*)(values + PAGE * D + key_of(r)) : 128;
-            k_exponent[r] = k & 255, k_exponent[r + 1] = both ? k >> 8 : 128;
-            v_exponent[r] = v & 255, v_exponent[r + 1] = both ? v >> 8 : 128;
-        }
+                if (key_of(r) < count) v[r][c] = chunk(page + key_of(r) * D * SIZE, 64 * c + 8 * g);
+        load_exponents(v_exponent, page, count);
     }
     // One more, from shared memory.
     __device__ __forceinline__ void insert(const uint8_t* key, const uint8_t* value, const uint8_t* exponents, int at) {
@@ -4493,66 +4498,81 @@ template <int D, bool FP8> struct TensorPage {
 
 template <int D> struct TensorShared {
     __align__(16) bf16 q[DECODE_ROWS][D];               // normalised and rotated; zeros where there is no head
-    float mixed[DECODE_WARPS][DECODE_ROWS][D + 8];      // the part of each warp's page
+    float mixed[DECODE_WARPS][DECODE_ROWS][D + 8];      // the part of each warp's pages
     float maximum[DECODE_WARPS][DECODE_ROWS], sum[DECODE_WARPS][DECODE_ROWS];
     __align__(16) uint8_t new_key[2 * D], new_value[2 * D], exponents[2]; // the newest token's, as in the cache
 };
 
-// This warp's part: see attend_page.
-template <int D, bool FP8>
-__device__ __forceinline__ void attend_tensor_page(TensorShared<D>& shared, const TensorPage<D, FP8>& page, int heads,
-                                                   int count) {
-    const int warp = threadIdx.x / 32, g = page.g, t = page.t;
-    __syncwarp(); // (a page's insert has branches)
-    float s[2][4] = {}, weights[4], top = -INFINITY, sum = 0; // s[j]: rows g and g + 8, of which only g is a head
-    #pragma unroll
-    for (int i = 0; i < D / 32; i++) {
-        const uint4 q = *(const uint4*)(shared.q[g] + 32 * i + 8 * t);
+// The part of a warp's pages so far, of head g: the largest score, the sum of the weights, and the sum of the values by
+// them: y[c][i][e] is number 64 c + 16 t + 8 i + e.
+template <int D, bool FP8> struct TensorPart {
+    using Page = TensorPage<D, FP8>;
+    float top = -INFINITY, sum = 0, y[D / 64][2][8] = {};
+    float s[2][4]; // scores: rows g and g + 8, of which only g is a head; then weights
+
+    __device__ __forceinline__ void score(const TensorShared<D>& shared, const Page& page) {
+        __syncwarp(); // (a page's loads have branches)
         #pragma unroll
-        for (int j = 0; j < 2; j++) mma_32(s[j], q, uint4{0, 0, 0, 0}, page.widened(page.k[j][i]));
-    }
-    const float scale = LOG2E / sqrtf((float)D); // scores are powers of 2
-    #pragma unroll
-    for (int r = 0; r < 4; r++) {
-        const float score = s[r / 2][r % 2] * scale * (FP8 ? fp8_factor(page.k_exponent[r]) : 1);
-        weights[r] = page.key_of(r) < count ? score : -INFINITY;
-        top = fmaxf(top, weights[r]);
-    }
-    top = quad_max(top);
-    #pragma unroll
-    for (int r = 0; r < 4; r++) {
-        weights[r] = count > 0 ? exp2_fast(weights[r] - top) : 0;
-        sum += weights[r];
-        if (FP8) weights[r] *= fp8_factor(page.v_exponent[r]);
-    }
-    sum = quad_sum(sum);
-    if (t == 0) shared.maximum[warp][g] = top, shared.sum[warp][g] = sum;
-    const uint32_t first = pack(weights[0], weights[1]), second = pack(weights[2], weights[3]);
-    #pragma unroll
-    for (int c = 0; c < D / 64; c++) {
-        uint4 rows[4];
+        for (int j = 0; j < 2; j++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) s[j][e] = 0;
         #pragma unroll
-        for (int r = 0; r < 4; r++) rows[r] = page.widened(page.v[r][c]);
-        float y[2][8]; // of head g: numbers 64 c + 16 t and on, 8 each
-        #pragma unroll
-        for (int e = 0; e < 8; e++) { // in this product column g stands for number 8 g + e
-            const auto pair = [&](const uint4& a, const uint4& b) {
-                const uint32_t x = e < 2 ? a.x : e < 4 ? a.y : e < 6 ? a.z : a.w;
-                const uint32_t z = e < 2 ? b.x : e < 4 ? b.y : e < 6 ? b.z : b.w;
-                return __byte_perm(x, z, e % 2 ? 0x7632 : 0x5410);
-            };
-            float d[4] = {};
-            mma(d, first, 0, second, 0, pair(rows[0], rows[1]), pair(rows[2], rows[3]));
-            settle(y[0][e] = d[0]), settle(y[1][e] = d[1]);
+        for (int i = 0; i < D / 32; i++) {
+            const uint4 q = *(const uint4*)(shared.q[page.g] + 32 * i + 8 * page.t);
+            #pragma unroll
+            for (int j = 0; j < 2; j++) mma_32(s[j], q, uint4{0, 0, 0, 0}, page.widened(page.k[j][i]));
         }
-        float* to = shared.mixed[warp][g] + 64 * c + 16 * t;
+        const float scale = LOG2E / sqrtf((float)D); // scores are powers of 2
         #pragma unroll
-        for (int e = 0; e < 16; e += 4)
-            if (g < heads)
-                *(float4*)(to + e) = make_float4(y[e / 8][e % 8], y[e / 8][e % 8 + 1], y[e / 8][e % 8 + 2],
-                                                 y[e / 8][e % 8 + 3]);
+        for (int r = 0; r < 4; r++) s[r / 2][r % 2] *= scale * (FP8 ? fp8_factor(page.k_exponent[r]) : 1);
     }
-}
+    // The first `count` keys of the page count: one at least.
+    __device__ __forceinline__ void mix(const Page& page, int count) {
+        float weights[4], largest = top, more = 0;
+        #pragma unroll
+        for (int r = 0; r < 4; r++) {
+            weights[r] = page.key_of(r) < count ? s[r / 2][r % 2] : -INFINITY;
+            largest = fmaxf(largest, weights[r]);
+        }
+        largest = quad_max(largest);
+        #pragma unroll
+        for (int r = 0; r < 4; r++) {
+            weights[r] = exp2_fast(weights[r] - largest), more += weights[r];
+            if (FP8) weights[r] *= fp8_factor(page.v_exponent[r]);
+        }
+        const float shrink = exp2_fast(top - largest);
+        top = largest, sum = fmaf(sum, shrink, quad_sum(more));
+        const uint32_t first = pack(weights[0], weights[1]), second = pack(weights[2], weights[3]);
+        #pragma unroll
+        for (int c = 0; c < D / 64; c++) {
+            uint4 rows[4];
+            #pragma unroll
+            for (int r = 0; r < 4; r++) rows[r] = page.widened(page.v[r][c]);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) { // in this product column g stands for number 8 g + e
+                const auto pair = [&](const uint4& a, const uint4& b) {
+                    const uint32_t x = e < 2 ? a.x : e < 4 ? a.y : e < 6 ? a.z : a.w;
+                    const uint32_t z = e < 2 ? b.x : e < 4 ? b.y : e < 6 ? b.z : b.w;
+                    return __byte_perm(x, z, e % 2 ? 0x7632 : 0x5410);
+                };
+                float d[4] = {y[c][0][e] * shrink, y[c][1][e] * shrink, 0, 0};
+                mma(d, first, 0, second, 0, pair(rows[0], rows[1]), pair(rows[2], rows[3]));
+                settle(y[c][0][e] = d[0]), settle(y[c][1][e] = d[1]);
+            }
+        }
+    }
+    __device__ __forceinline__ void store(TensorShared<D>& shared, const Page& page, int heads) const {
+        const int warp = threadIdx.x / 32, g = page.g, t = page.t;
+        if (g >= heads) return;
+        if (t == 0) shared.maximum[warp][g] = top, shared.sum[warp][g] = sum;
+        #pragma unroll
+        for (int c = 0; c < D / 64; c++)
+            #pragma unroll
+            for (int e = 0; e < 16; e += 4)
+                *(float4*)(shared.mixed[warp][g] + 64 * c + 16 * t + e) =
+                    make_float4(y[c][e / 8][e % 8], y[c][e / 8][e % 8 + 1], y[c][e / 8][e % 8 + 2], y[c][e / 8][e % 8 + 3]);
+    }
+};
 
 // The newest token's key (one warp) or value (another), as take_newest.
 template <int D, bool FP8>
@@ -4574,28 +4594,28 @@ __device__ __forceinline__ void take_tensor_newest(const DecodeArgs& p, TensorSh
 }
 
 template <int D, bool FP8>
-__global__ void __launch_bounds__(256, FP8 ? 3 : 2) attention_tensor_kernel(DecodeArgs p, int heads) {
+__global__ void __launch_bounds__(256, 2) attention_tensor_kernel(DecodeArgs p, int heads) {
     __shared__ __align__(16) TensorShared<D> shared;
     // What is read before the wait: see attention_decode_kernel.
     const Batch& b = p.b;
-    const int split = blockIdx.x, h0 = blockIdx.y * heads, n = blockIdx.z, kv = h0 / (p.H / p.K);
-    const int warp = threadIdx.x / 32;
-    const int seq = b.seq[n], pos = b.pos[n], splits = pos / SPLIT + 1;
-    if (seq >= 0 && splits > (int)gridDim.x) __trap();
-    if (seq < 0 || split >= splits) {
+    const int h0 = blockIdx.y * heads, n = blockIdx.z, kv = h0 / (p.H / p.K), warp = threadIdx.x / 32;
+    const int seq = b.seq[n], pos = b.pos[n], pages = pos / PAGE + 1, splits = pos / SPLIT + 1;
+    if (seq < 0 || (int)blockIdx.x >= splits) {
         let_next_start();
         wait_for_previous();
         return;
     }
-    const int page = split * DECODE_WARPS + warp, first = page * PAGE;
-    const int in_cache = first <= pos ? b.pages[(size_t)seq * b.max_pages + page] : 0;
-    TensorPage<D, FP8> keys;
-    if constexpr (FP8)
-        keys.load(fp8_block<D>(p.keys, in_cache, kv, p.K), fp8_block<D>(p.values, in_cache, kv, p.K), pos - first);
-    else {
-        const size_t at = kv_offset(in_cache, kv, 0, p.K, D);
-        keys.load((const uint8_t*)(p.keys + at), (const uint8_t*)(p.values + at), pos - first);
-    }
+    const int blocks = min(splits, (int)gridDim.x), stride = (int)gridDim.x * DECODE_WARPS; // of pages
+    const int* table = b.pages + (size_t)seq * b.max_pages;
+    const auto place = [&](int page) { return page < pages ? table[page] : 0; };
+    const auto of_cache = [&](bf16* cache, int at) {
+        if constexpr (FP8) return (const uint8_t*)fp8_block<D>(cache, at, kv, p.K);
+        else return (const uint8_t*)(cache + kv_offset(at, kv, 0, p.K, D));
+    };
+    int page = blockIdx.x * DECODE_WARPS + warp, next = place(page + stride);
+    TensorPage<D, FP8> held;
+    held.load_keys(of_cache(p.keys, place(page)), pos - page * PAGE);
+    held.load_values(of_cache(p.values, place(page)), pos - page * PAGE);
     let_next_start();
     wait_for_previous();
 
@@ -4608,21 +4628,30 @@ __global__ void __launch_bounds__(256, FP8 ? 3 : 2) attention_tensor_kernel(Deco
         head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
     }
     head.store(shared.q[warp]);
-    if (split == splits - 1 && warp >= DECODE_WARPS - 2) {
+    if ((splits - 1) % (int)gridDim.x == (int)blockIdx.x && warp >= DECODE_WARPS - 2) {
         const bool key = warp == DECODE_WARPS - 2, writes = h0 % (p.H / p.K) == 0;
         take_tensor_newest<D, FP8>(p, shared, row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, b.slot[n], kv, key,
                                    angles, writes);
     }
     __syncthreads();
-    if (page == pos / PAGE) keys.insert(shared.new_key, shared.new_value, shared.exponents, pos % PAGE);
-    attend_tensor_page(shared, keys, heads, pos - first + 1);
+    TensorPart<D, FP8> part;
+    for (; page < pages; page += stride) {
+        if (page == pages - 1) held.insert(shared.new_key, shared.new_value, shared.exponents, pos % PAGE);
+        const int at = next, first = (page + stride) * PAGE; // of the next one
+        next = place(page + 2 * stride);
+        part.score(shared, held);
+        held.load_keys(of_cache(p.keys, at), pos - first);
+        part.mix(held, pos + 1 - page * PAGE);
+        held.load_values(of_cache(p.values, at), pos - first);
+    }
+    part.store(shared, held, heads);
     __syncthreads();
     bf16* out = p.out + ((size_t)n * p.H + h0) * D;
     float* parts = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
-    join_warps<D>(shared, heads, out, parts, split, splits);
-    if (splits == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, splits)) return;
+    join_warps<D>(shared, heads, out, parts, blockIdx.x, blocks);
+    if (blocks == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, blocks)) return;
     for (int o = threadIdx.x; o < heads * D; o += blockDim.x)
-        out[o] = round_bf16(join_splits(parts + (size_t)(o / D) * gridDim.x * (D + 2), splits, D, o % D));
+        out[o] = round_bf16(join_splits(parts + (size_t)(o / D) * gridDim.x * (D + 2), blocks, D, o % D));
 }
 
 // Numbers of scratch that attention needs: for so many sequences of one token, or for any others.
@@ -4640,7 +4669,9 @@ inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles,
             {attention_tensor_kernel<64, true>, attention_tensor_kernel<128, true>}};
         int heads = std::min(G, DECODE_ROWS);
         while (G % heads) heads--;
-        const dim3 grid((unsigned)p.b.splits, (unsigned)(p.H / heads), (unsigned)singles);
+        // Fewer blocks than splits where there are enough to be busy: four times what is resident at once.
+        const int others = singles * p.H / heads, blocks = std::min(p.b.splits, (8 * ctx.gpu->sms + others - 1) / others);
+        const dim3 grid((unsigned)blocks, (unsigned)(p.H / heads), (unsigned)singles);
         return launch(ctx, kernels[p.b.fp8][D == 128], grid, 256, 0, p, heads);
     }
     const int heads = G % 8 == 0 ? 8 : G % 5 == 0 ? 5 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1; // of a block

@@ -1,7 +1,8 @@
 // What the kernels reach, beside what the card can do and, for products, beside cuBLAS (a yardstick here; no other
 // program of ours uses it). Everything is timed as replays of a CUDA graph, over weights that do not fit the L2 cache.
 //     build/bench_gpu MODEL.bin [ceilings] [decode] [step] [products] [few] [head] [attention] [attention-backward]
-//                               [batch] [train]       (default: all)
+//                               [batch] [sequences] [train]       (default: all)
+//                               [packed]: quantised weights stay so
 #define QWEN3_NO_MAIN
 #include "../../qwen3.cu"
 #include "../../backward.h"
@@ -41,7 +42,7 @@ static void ceilings() {
 struct Model {
     ModelFile file;
     Weights<bf16> weights;
-    explicit Model(const char* path) : file(path), weights(file) { weights.upload(ctx, file); }
+    explicit Model(const char* path, bool packed = false) : file(path), weights(file, false, packed) { weights.upload(ctx, file); }
 };
 struct State { // activations and cache for N rows and B sequences of up to `context` tokens
     Arena arena;
@@ -341,8 +342,9 @@ static void attention_backward(const Config& c) {
 // By kernel and kind of cache. (What random bytes are as an FP8 cache does not matter to the time.)
 static void batch(Model& m) {
     const Config& c = m.file.config;
-    const int B = 256, position = 512;
+    const int position = 512;
     struct Way { const char* name; bool tensor, fp8; };
+    for (int B : {256, 64})
     for (const Way& way : {Way{"attention_decode_kernel", false, false}, Way{"tensor cores", true, false}, Way{"tensor cores, FP8 cache", true, true}}) {
         ctx.gpu->tensor_decode = way.tensor;
         State s(c, B, B, position, position + 16, B, way.fp8);
@@ -361,15 +363,40 @@ static void batch(Model& m) {
     }
     ctx.gpu->tensor_decode = false;
 }
+// Steps of several sequences: what a server of a large model does. Without the draws.
+static void sequences(Model& m) {
+    const Config& c = m.file.config;
+    const int position = 512;
+    for (int B : {1, 8, 16, 32, 64, 128}) {
+        State s(c, B, B, position, position + 16, B);
+        const double held = (double)KVCache<bf16>::bytes(c, 1) / PAGE * (position + 1) * B, bytes = (double)step_bytes(m.weights) + held;
+        const double t = time_graph(1, [&](int) {
+            forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
+            head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows, m.weights.head, B);
+        });
+        printf("%3d sequences at position %d: %7.3f ms a step, %6.0f tok/s, floor %.3f ms, %.1f%%\n", B, position, t * 1e3, B / t,
+               bytes / read_bandwidth * 1e3, 100 * bytes / read_bandwidth / t);
+    }
+}
 // Whole prompts, without the host.
 static void prompts(Model& m) {
     const Config& c = m.file.config;
-    for (int N : {2048, 8192}) {
+    for (int N : {512, 2048, 8192}) {
         State s(c, N, 1, 0, N, 1);
         const double t = time_graph(1, [&](int) {
             forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
             head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows + N - 1, m.weights.head, 1);
         });
+        double launching = 1e9, launched = 1e9; // kernel by kernel, as a session does
+        for (int turn = 0; turn < 10; turn++) {
+            CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
+            const double begun = seconds();
+            forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
+            launching = std::min(launching, seconds() - begun);
+            CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
+            launched = std::min(launched, seconds() - begun);
+        }
+        printf("prompt of %d without a graph: %.2f ms, %.2f of them launching\n", N, launched * 1e3, launching * 1e3);
         auto& a = s.a.layer[0];
         auto each = [&](const std::function<void(const Layer<bf16>&, int)>& f) { return time_graph(c.L, [&](int l) { f(m.weights.layers[l], l); }) * c.L * 1e3; };
         printf("prompt of %d: %.2f ms, %.0f tok/s. ", N, t * 1e3, N / t);
@@ -520,14 +547,14 @@ int main(int argc, char** argv) {
         auto wanted = [&](const char* name) {
             for (int i = 2; i < argc; i++)
                 if (!strcmp(argv[i], name)) return true;
-            return argc == 2 && strcmp(name, "quick") && strcmp(name, "serial") && strcmp(name, "sweep");
+            return argc == 2 && strcmp(name, "packed") && strcmp(name, "quick") && strcmp(name, "serial") && strcmp(name, "sweep");
         };
         ctx.gpu->partial = gpu_array<float>(PARTIAL_BYTES / 4);
         ctx.gpu->arrived = gpu_array<int>(MAX_TILES);
         CUDA_CHECK(cudaMemset(ctx.gpu->arrived, 0, MAX_TILES * sizeof(int)));
         if (wanted("serial")) ctx.gpu->overlap = false;
         ceilings();
-        Model m(argv[1]);
+        Model m(argv[1], wanted("packed"));
         if (wanted("decode")) decode(m, 100), decode(m, 2048);
         if (wanted("step")) step(m);
         if (wanted("prompts")) prompts(m);
@@ -536,6 +563,7 @@ int main(int argc, char** argv) {
         if (wanted("attention")) attention(m.file.config);
         if (wanted("attention-backward")) attention_backward(m.file.config);
         if (wanted("batch")) batch(m);
+        if (wanted("sequences")) sequences(m);
         if (wanted("train") || wanted("train16")) train(m, 16, false);
         if (wanted("train")) train(m, 64, false), train(m, 64, true);
         if (wanted("sweep")) sweep();

@@ -43,7 +43,7 @@ static bool last_to_arrive(int* arrived, int blocks) {
 
 // A layer's cache before a batch, the batch's rows, and what the kernels make of them.
 struct Attending {
-    int H, K, D, N, width, singles = 0, splits;
+    int H, K, D, N, width, singles = 0, splits, blocks; // of a KV head of a sequence
     TestBatch batch;
     std::vector<int> past; // (sequences)
     std::vector<bf16> qkv, q_weight, k_weight, q, out;
@@ -54,7 +54,7 @@ struct Attending {
         while (singles < (int)past_fresh.size() && past_fresh[(size_t)singles].second == 1) singles++;
         int longest = 1;
         for (auto [before, fresh] : past_fresh) past.push_back(before), longest = std::max(longest, before + fresh);
-        splits = (longest - 1) / SPLIT + 2;
+        blocks = splits = (longest - 1) / SPLIT + 2;
         qkv = random.fill<bf16>((size_t)N * width, 2), q_weight = random.fill<bf16>((size_t)D, 0.5, 1);
         k_weight = random.fill<bf16>((size_t)D, 0.5, 1);
         rope.resize((size_t)longest * D), fill_rope(rope.data(), longest, D, 1e6);
@@ -101,7 +101,7 @@ struct Attending {
         const Batch b = view(FP8);
         const DecodeArgs p = {out.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, 1e-6f, partial.data(), arrived.data()};
         if (singles)
-            launch(dim3((unsigned)splits, (unsigned)(H / G), (unsigned)singles), dim3(256), [&] {
+            launch(dim3((unsigned)(tensor ? blocks : splits), (unsigned)(H / G), (unsigned)singles), dim3(256), [&] {
                 if (tensor) return attention_tensor_kernel<HEAD, FP8>(p, G);
                 if constexpr (!FP8) attention_decode_kernel<HEAD, G>(p);
             });
@@ -132,6 +132,7 @@ static void check_attention(Random& random, const std::vector<std::pair<int, int
     std::vector<bf16> keys8 = a.fp8_cache(random, false), values8 = a.fp8_cache(random, true);
     std::vector<bf16> keys = a.widened(keys8), values = a.widened(values8), want_keys8 = keys8, want_values8 = values8;
     std::vector<bf16> tensor_keys = keys, tensor_values = values;
+    a.blocks = 1 + (int)random.below((uint32_t)a.splits); // a block has several splits, or one
     a.attend<false>(keys, values, false);
     const std::vector<bf16> in_bf16 = a.out, queries = a.q;
     a.attend<false>(tensor_keys, tensor_values, true);
