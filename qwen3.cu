@@ -1566,7 +1566,6 @@ struct Gpu {
     int* attention_arrived = nullptr;
     bf16* unpacked = nullptr;    // of packed weights, a matrix at a time: see packed.h
     size_t unpacked_numbers = 0;
-    bool tensor_decode = false;  // attention_tensor_kernel of a bf16 cache, too: not measured yet
     bf16* widened = nullptr;     // one layer's FP8 keys and values as bf16: see widen_pages_kernel
     size_t widened_numbers = 0;
 };
@@ -4205,15 +4204,23 @@ inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, co
 }
 
 // ---- Attention for sequences of one new token: Book I's `attend` (Dao et al., "Flash-Decoding", 2023)
-// That is qknorm_rope_kv and attention in one. A block of 256 threads owns a split, SPLIT keys of one sequence, for G
-// of the query heads of a KV head (all, or a divisor of all: 8, 5, 4, 2, 1); each of its 8 warps owns a page, whose
-// keys and values it holds in registers. All but the newest token's are asked for before the kernel before has ended.
-// Where a sequence has several splits, the last block to arrive joins their parts in order. The length of a split is
-// fixed: a row's bits do not depend on the batch.
-// Grid (splits of the batch, H / G, sequences); shared memory: DecodeShared, 38 KB at most. Bound by reading keys
-// and values; with one short sequence, by latency.
-static_assert(SPLIT == 8 * PAGE, "a page a warp");
-constexpr int DECODE_WARPS = SPLIT / PAGE;
+// That is qknorm_rope_kv and attention in one. A block has up to 8 query heads of a KV head, the rows of an mma, and of
+// the splits of a sequence, SPLIT keys each, every gridDim.x-th. Each of its warps takes two pages of a split and has a
+// ring of two stages in shared memory, which cp.async fills: a page's keys and values come while the page before is
+// multiplied. All but the newest token's are asked for before the kernel before has ended. Where several blocks share a
+// sequence, the last one to arrive joins their parts in order.
+// A page in shared memory: rows of D numbers in chunks of 16 bytes, which are swizzled so that the rows that a load
+// touches at once lie in different banks. Keys are operand b as they lie: lane 4 g + t has eight numbers of keys g and
+// g + 8, from 8 t on, of every 32 (mma_32). What it gets are the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and
+// 2 t + 9, and that is operand a of the second product, where nothing has to move either: of these four keys the lane
+// reads the values, eight numbers from 8 g on of every 64, and makes operands b of pairs of them. Weights are rounded to
+// bf16, as in prompts. An FP8 cache has e4m3 numbers, which become bf16 in registers; their factors go to scores and
+// weights. As these are powers of two, all sums have the bits that this kernel makes of a bf16 cache of the same numbers.
+// Grid (blocks of a KV head of a sequence, H / heads, sequences). Bound by reading keys and values; with one short
+// sequence, by latency.
+constexpr int DECODE_WARPS = 4, DECODE_STAGES = 2;
+constexpr int DECODE_ROWS = 8; // query heads of a block, at most
+static_assert(SPLIT == DECODE_WARPS * DECODE_STAGES * PAGE, "a split fills a block's rings");
 
 // Splits for a position in a context of so many tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys cost
 // little.
@@ -4233,312 +4240,94 @@ struct DecodeArgs {
     int H, K;
     float eps;
     float* partial;                      // (singles, H, splits, D + 2): see join_splits
-    int* arrived;                        // (singles, H / G), zero between kernels
+    int* arrived;                        // (singles, H / heads), zero between kernels
 };
 
-template <int D, int G> struct DecodeShared {
-    float q[G][D];                                          // normalised, rotated, scaled: scores are powers of 2
-    float mixed[DECODE_WARPS][G][D];                        // the part of each warp's page
-    float maximum[DECODE_WARPS][G], sum[DECODE_WARPS][G];
-    __align__(16) bf16 new_key[D], new_value[D];            // the newest token's
-};
-
-// sum_i a[i] q[i] of 8 numbers
-__device__ inline float dot8(uint4 a, const float* q) {
-    const float4 u = *(const float4*)q, v = *(const float4*)(q + 4);
-    return low(a.x) * u.x + high(a.x) * u.y + low(a.y) * u.z + high(a.y) * u.w +
-           low(a.z) * v.x + high(a.z) * v.y + low(a.w) * v.z + high(a.w) * v.w;
-}
-
-// A page of keys and values in a warp's registers. Keys: four lanes a key, 8 keys at once, in two halves; a lane has
-// chunks lane % 4, + 4, ... of key lane / 4. Values: a lane has chunk lane % LANES of every KEYS_A_LOADth key.
-template <int D> struct WarpPage {
-    static constexpr int LANES = D / 8, KEYS_A_LOAD = 32 / LANES, LOADS = PAGE / KEYS_A_LOAD; // of values
-    const int lane = threadIdx.x % 32, value_key = lane / LANES, column = lane % LANES * 8;
-    uint4 k[2][D / 32] = {}, v[LOADS] = {};
-
-    // The first `count` keys and values of a page that begins at `keys` and `values`; the others are zeros.
-    __device__ __forceinline__ void load(const bf16* keys, const bf16* values, int count) {
-        #pragma unroll
-        for (int half = 0; half < 2; half++)
-            #pragma unroll
-            for (int i = 0; i < D / 32; i++) {
-                const int key = half * 8 + lane / 4;
-                if (key < count) k[half][i] = *(const uint4*)(keys + key * D + (i * 4 + lane % 4) * 8);
-            }
-        #pragma unroll
-        for (int j = 0; j < LOADS; j++) {
-            const int key = j * KEYS_A_LOAD + value_key;
-            if (key < count) v[j] = *(const uint4*)(values + key * D + column);
-        }
-    }
-    // One more, from shared memory.
-    __device__ __forceinline__ void insert(const bf16* key, const bf16* value, int within) {
-        #pragma unroll
-        for (int half = 0; half < 2; half++)
-            if (half * 8 + lane / 4 == within)
-                #pragma unroll
-                for (int i = 0; i < D / 32; i++) k[half][i] = *(const uint4*)(key + (i * 4 + lane % 4) * 8);
-        #pragma unroll
-        for (int j = 0; j < LOADS; j++)
-            if (j * KEYS_A_LOAD + value_key == within) v[j] = *(const uint4*)(value + column);
-    }
-    // The score of key half * 8 + lane / 4, for all four lanes that hold it.
-    __device__ __forceinline__ float score(const float* q, int half) const {
-        float dot = 0;
-        #pragma unroll
-        for (int i = 0; i < D / 32; i++) dot += dot8(k[half][i], q + (i * 4 + lane % 4) * 8);
-        return quad_sum(dot);
-    }
-};
-
-// q of the block's heads h0 .., a warp each, to shared memory.
-template <int D, int G>
-__device__ __forceinline__ void rotate_queries(const DecodeArgs& p, DecodeShared<D, G>& shared, const bf16* heads,
-                                               const float* angles) {
-    WarpHead<D> head, weights;
-    weights.load(p.q_weight);
-    for (int h = threadIdx.x / 32; h < G; h += DECODE_WARPS) {
-        head.load(heads + (size_t)h * D);
-        head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
-        const int i = threadIdx.x % 32 * head.P;
-        const float scale = LOG2E / sqrtf((float)D);
-        for (int e = 0; e < head.P; e++) {
-            shared.q[h][i + e] = to_acc(round_bf16(head.u[e])) * scale;
-            shared.q[h][i + e + D / 2] = to_acc(round_bf16(head.v[e])) * scale;
-        }
-    }
-}
-
-// The newest token's key (one warp) or value (another) to shared memory, and to the cache if no other block does it.
-template <int D>
-__device__ __forceinline__ void take_newest(const DecodeArgs& p, bf16* shared, bf16* cache, const bf16* from, bool key,
-                                            const float* angles, bool writes) {
-    WarpHead<D> head, weights;
-    head.load(from), weights.load(p.k_weight);
-    if (key) head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
-    head.store(shared);
-    if (writes) head.store(cache);
-}
-
-// This warp's part: softmax of its page's scores, of which the first `count` keys count, and the weighted sum of
-// values.
-template <int D, int G>
-__device__ __forceinline__ void attend_page(DecodeShared<D, G>& shared, const WarpPage<D>& page, int count) {
-    using P = WarpPage<D>;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float s[2][G], mix[G][8] = {};
-    #pragma unroll
-    for (int h = 0; h < G; h++) {
-        float top = -INFINITY, weights = 0;
-        for (int half = 0; half < 2; half++) {
-            const float score = page.score(shared.q[h], half);
-            s[half][h] = half * 8 + lane / 4 < count ? score : -INFINITY;
-            top = fmaxf(top, s[half][h]);
-        }
-        for (int other = 4; other < 32; other *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
-        for (int half = 0; half < 2; half++) {
-            s[half][h] = count > 0 ? exp2_fast(s[half][h] - top) : 0;
-            weights += s[half][h];
-        }
-        for (int other = 4; other < 32; other *= 2) weights += __shfl_xor_sync(~0u, weights, other);
-        if (lane == 0) shared.maximum[warp][h] = top, shared.sum[warp][h] = weights;
-    }
-    #pragma unroll
-    for (int j = 0; j < P::LOADS; j++) {
-        const uint4 v = page.v[j];
-        const float values[8] = {low(v.x), high(v.x), low(v.y), high(v.y), low(v.z), high(v.z), low(v.w), high(v.w)};
-        #pragma unroll
-        for (int h = 0; h < G; h++) {
-            const int holder = (j * P::KEYS_A_LOAD % 8 + page.value_key) * 4;
-            const float weight = __shfl_sync(~0u, s[j * P::KEYS_A_LOAD / 8][h], holder);
-            for (int e = 0; e < 8; e++) mix[h][e] += weight * values[e];
-        }
-    }
-    #pragma unroll
-    for (int h = 0; h < G; h++) {
-        for (int e = 0; e < 8; e++)
-            for (int other = P::LANES; other < 32; other *= 2) mix[h][e] += __shfl_xor_sync(~0u, mix[h][e], other);
-        float* to = shared.mixed[warp][h] + page.column;
-        if (page.value_key == 0) {
-            *(float4*)to = make_float4(mix[h][0], mix[h][1], mix[h][2], mix[h][3]);
-            *(float4*)(to + 4) = make_float4(mix[h][4], mix[h][5], mix[h][6], mix[h][7]);
-        }
-    }
-}
-
-// Joins the warps' parts, a thread a number: to `out`, or, where the sequence has several splits, to `parts`, of which
-// each head has gridDim.x.
-template <int D, class Shared>
-__device__ __forceinline__ void join_warps(const Shared& shared, int heads, bf16* out, float* parts, int split,
-                                           int splits) {
-    for (int o = threadIdx.x; o < heads * D; o += blockDim.x) {
-        const int h = o / D, d = o % D;
-        const AttentionPart all = join_parts(DECODE_WARPS, [&](int w) {
-            return AttentionPart{shared.maximum[w][h], shared.sum[w][h], shared.mixed[w][h][d]};
-        });
-        if (splits == 1) out[o] = round_bf16(all.value / all.weights);
-        else {
-            float* part = parts + ((size_t)h * gridDim.x + split) * (D + 2);
-            part[d] = all.value;
-            if (d == 0) part[D] = all.top, part[D + 1] = all.weights;
-        }
-    }
-}
-
-template <int D, int G> __global__ void __launch_bounds__(256, G <= 4 ? 2 : 1) attention_decode_kernel(DecodeArgs p) {
-    __shared__ __align__(16) DecodeShared<D, G> shared;
-    // What is read before the wait no kernel of this forward writes: positions, sequences and pages are the batch's,
-    // older keys and values an earlier forward's (see launch_kernel).
-    const Batch& b = p.b;
-    const int split = blockIdx.x, h0 = blockIdx.y * G, n = blockIdx.z, kv = h0 / (p.H / p.K), warp = threadIdx.x / 32;
-    const int seq = b.seq[n], pos = b.pos[n], splits = pos / SPLIT + 1;
-    if (seq >= 0 && splits > (int)gridDim.x) __trap(); // keys that no block owns: an error, not a row of nothing
-    if (seq < 0 || split >= splits) {
-        let_next_start();
-        wait_for_previous();
-        return;
-    }
-    const int page = split * DECODE_WARPS + warp, first = page * PAGE; // this warp's page and its first position
-    const bool held = first <= pos;
-    const size_t at = held ? kv_offset(b.pages[(size_t)seq * b.max_pages + page], kv, 0, p.K, D) : 0;
-    WarpPage<D> keys;
-    keys.load(p.keys + at, p.values + at, pos - first);
-    let_next_start();
-    wait_for_previous();
-
-    const bf16* row = p.qkv + (size_t)n * (p.H + 2 * p.K) * D;
-    const float* angles = p.rope + (size_t)pos * D;
-    rotate_queries(p, shared, row + (size_t)h0 * D, angles);
-    if (split == splits - 1 && warp >= DECODE_WARPS - 2) {
-        const bool key = warp == DECODE_WARPS - 2, writes = h0 % (p.H / p.K) == 0;
-        const size_t to = kv_offset(b.slot[n] / PAGE, kv, b.slot[n] % PAGE, p.K, D);
-        take_newest<D>(p, key ? shared.new_key : shared.new_value, (key ? p.keys : p.values) + to,
-                       row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, key, angles, writes);
-    }
-    __syncthreads();
-    if (page == pos / PAGE) keys.insert(shared.new_key, shared.new_value, pos % PAGE);
-    attend_page(shared, keys, pos - first + 1);
-    __syncthreads();
-    bf16* out = p.out + ((size_t)n * p.H + h0) * D;
-    float* parts = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
-    join_warps<D>(shared, G, out, parts, split, splits);
-    if (splits == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, splits)) return;
-    for (int o = threadIdx.x; o < G * D; o += blockDim.x)
-        out[o] = round_bf16(join_splits(parts + (size_t)(o / D) * gridDim.x * (D + 2), splits, D, o % D));
-}
-
-// ---- The same on the tensor cores: for FP8 caches
-// A block has up to 8 query heads of a KV head, the rows of an mma, and every gridDim.x-th split of the sequence; each
-// of its warps a page of a split. Keys are operand b as they lie in memory: lane 4 g + t holds eight numbers of keys g
-// and g + 8, from 8 t on, of every 32 (mma_32). What it gets are the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8
-// and 2 t + 9, and that is operand a of the second product, where nothing has to move either: of these four keys the
-// lane holds the values, eight numbers from 8 g on of every 64, and makes operands b of pairs of them. As soon as a
-// page's keys, or values, have been multiplied, those of the warp's next page are asked for into the same registers.
-// Weights are rounded to bf16, as in prompts. Of an FP8 cache loads bring e4m3 numbers, which become bf16 in registers;
-// their factors go to scores and weights. As these are powers of two, all sums have the bits that this kernel makes of
-// a bf16 cache of the same numbers.
-// Grid (blocks for a KV head of a sequence, H / heads, sequences). Bound by reading keys and values.
-constexpr int DECODE_ROWS = 8; // query heads of a block, at most
-
-template <int D, bool FP8> struct TensorPage {
-    using Chunk = std::conditional_t<FP8, uint2, uint4>; // eight numbers
-    static constexpr int SIZE = FP8 ? 1 : 2;             // bytes of a number
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    Chunk k[2][D / 32] = {}, v[4][D / 64] = {};
-    int k_exponent[4], v_exponent[4]; // FP8: the bytes of KVRow, of keys key_of(r)
-
-    __device__ int key_of(int r) const { return r / 2 * 8 + 2 * t + r % 2; }
-    __device__ static const Chunk& chunk(const uint8_t* row, int column) { return *(const Chunk*)(row + column * SIZE); }
-    __device__ __forceinline__ void load_exponents(int (&exponent)[4], const uint8_t* page, int count) {
-        #pragma unroll
-        for (int r = 0; r < 4 && FP8; r += 2) { // two keys are neighbours
-            const int two = key_of(r) < count ? *(const uint16_t*)(page + PAGE * D + key_of(r)) : 128;
-            exponent[r] = two & 255, exponent[r + 1] = key_of(r + 1) < count ? two >> 8 : 128;
-        }
-    }
-
-    // The first `count` keys, and values, of a page; the others stay as they are.
-    __device__ __forceinline__ void load_keys(const uint8_t* page, int count) {
-        #pragma unroll
-        for (int j = 0; j < 2; j++)
-            #pragma unroll
-            for (int i = 0; i < D / 32; i++)
-                if (8 * j + g < count) k[j][i] = chunk(page + (8 * j + g) * D * SIZE, 32 * i + 8 * t);
-        load_exponents(k_exponent, page, count);
-    }
-    __device__ __forceinline__ void load_values(const uint8_t* page, int count) {
-        #pragma unroll
-        for (int r = 0; r < 4; r++)
-            #pragma unroll
-            for (int c = 0; c < D / 64; c++)
-                if (key_of(r) < count) v[r][c] = chunk(page + key_of(r) * D * SIZE, 64 * c + 8 * g);
-        load_exponents(v_exponent, page, count);
-    }
-    // One more, from shared memory.
-    __device__ __forceinline__ void insert(const uint8_t* key, const uint8_t* value, const uint8_t* exponents, int at) {
-        #pragma unroll
-        for (int j = 0; j < 2; j++)
-            #pragma unroll
-            for (int i = 0; i < D / 32; i++)
-                if (8 * j + g == at) k[j][i] = chunk(key, 32 * i + 8 * t);
-        #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            if (key_of(r) != at) continue;
-            #pragma unroll
-            for (int c = 0; c < D / 64; c++) v[r][c] = chunk(value, 64 * c + 8 * g);
-            if (FP8) k_exponent[r] = exponents[0], v_exponent[r] = exponents[1];
-        }
-    }
-    __device__ static uint4 widened(const Chunk& x) {
-        if constexpr (FP8) return PackedFp8::run(x, 0, 0);
-        else return x;
-    }
-};
-
-template <int D> struct TensorShared {
-    __align__(16) bf16 q[DECODE_ROWS][D];               // normalised and rotated; zeros where there is no head
-    float mixed[DECODE_WARPS][DECODE_ROWS][D + 8];      // the part of each warp's pages
+template <int D> struct DecodeShared {
+    __align__(16) bf16 q[DECODE_ROWS][D];                    // normalised and rotated; zeros where there is no head
     float maximum[DECODE_WARPS][DECODE_ROWS], sum[DECODE_WARPS][DECODE_ROWS];
-    __align__(16) uint8_t new_key[2 * D], new_value[2 * D], exponents[2]; // the newest token's, as in the cache
+    __align__(16) uint8_t new_key[2 * D], new_value[2 * D];  // the newest token's, as in the cache
+    uint8_t exponents[2];
+};
+
+// A page of keys and values in a stage of a warp's ring; of an FP8 cache their exponents (the bytes of KVRow) behind.
+template <int D, bool FP8> struct DecodePage {
+    static constexpr int SIZE = FP8 ? 1 : 2, ROW = D * SIZE, CHUNKS = ROW / 16; // bytes of a number and of a row
+    static constexpr int VALUES = PAGE * ROW, EXPONENTS = 2 * VALUES;           // where they begin
+    static constexpr int BYTES = EXPONENTS + (FP8 ? 2 * PAGE : 0), RING = DECODE_STAGES * BYTES;
+    static_assert(RING >= DECODE_ROWS * (D + 8) * 4, "a ring has room for a warp's sums");
+    uint8_t* stage;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+
+    __device__ static int chunk_at(int row, int chunk) {
+        const int flip = FP8 ? 2 * (row % 4 ^ row / 4 % 2) : row % 8 ^ row % 2 * 4;
+        return row * ROW + (chunk ^ flip % CHUNKS) * 16;
+    }
+    // Eight numbers.
+    __device__ uint4 eight(const uint8_t* rows, int row, int column) const {
+        const uint8_t* from = rows + chunk_at(row, column * SIZE / 16) + column * SIZE % 16;
+        if constexpr (FP8) return PackedFp8::run(*(const uint2*)from, 0, 0);
+        else return *(const uint4*)from;
+    }
+    __device__ int key_of(int r) const { return r / 2 * 8 + 2 * t + r % 2; } // of a lane's scores
+    __device__ float factor(int r, bool value) const {
+        return FP8 ? fp8_factor(stage[EXPONENTS + value * PAGE + key_of(r)]) : 1;
+    }
+
+    // Asks for the first `count` rows; the others become zeros.
+    __device__ __forceinline__ void ask_for(const uint8_t* keys, const uint8_t* values, int count) const {
+        #pragma unroll
+        for (int c = 0; c < 2 * PAGE * CHUNKS; c += 32) {
+            const int i = (c + lane) % (PAGE * CHUNKS), row = i / CHUNKS;
+            const bool value = c >= PAGE * CHUNKS;
+            copy_async(shared_address(stage + value * VALUES + chunk_at(row, i % CHUNKS)),
+                       (value ? values : keys) + i * 16, row < count);
+        }
+        if (FP8 && lane < 2)
+            copy_async(shared_address(stage + EXPONENTS + lane * PAGE), (lane ? values : keys) + PAGE * D, count > 0);
+    }
+    // One row more.
+    __device__ void insert(const DecodeShared<D>& shared, int row) const {
+        if (lane < 2 * CHUNKS) {
+            const bool value = lane >= CHUNKS;
+            const int chunk = lane % CHUNKS;
+            *(uint4*)(stage + value * VALUES + chunk_at(row, chunk)) =
+                *(const uint4*)((value ? shared.new_value : shared.new_key) + chunk * 16);
+        }
+        if (FP8 && lane < 2) stage[EXPONENTS + lane * PAGE + row] = shared.exponents[lane];
+        __syncwarp();
+    }
 };
 
 // The part of a warp's pages so far, of head g: the largest score, the sum of the weights, and the sum of the values by
 // them: y[c][i][e] is number 64 c + 16 t + 8 i + e.
-template <int D, bool FP8> struct TensorPart {
-    using Page = TensorPage<D, FP8>;
+template <int D, bool FP8> struct DecodePart {
+    using Page = DecodePage<D, FP8>;
     float top = -INFINITY, sum = 0, y[D / 64][2][8] = {};
-    float s[2][4]; // scores: rows g and g + 8, of which only g is a head; then weights
 
-    __device__ __forceinline__ void score(const TensorShared<D>& shared, const Page& page) {
-        __syncwarp(); // (a page's loads have branches)
-        #pragma unroll
-        for (int j = 0; j < 2; j++)
-            #pragma unroll
-            for (int e = 0; e < 4; e++) s[j][e] = 0;
+    // The first `count` keys of the page count: one at least.
+    __device__ __forceinline__ void add(const DecodeShared<D>& shared, const Page& page, int count) {
+        float s[2][4] = {}; // scores: rows g and g + 8, of which only g is a head
         #pragma unroll
         for (int i = 0; i < D / 32; i++) {
             const uint4 q = *(const uint4*)(shared.q[page.g] + 32 * i + 8 * page.t);
             #pragma unroll
-            for (int j = 0; j < 2; j++) mma_32(s[j], q, uint4{0, 0, 0, 0}, page.widened(page.k[j][i]));
+            for (int j = 0; j < 2; j++)
+                mma_32(s[j], q, uint4{0, 0, 0, 0}, page.eight(page.stage, 8 * j + page.g, 32 * i + 8 * page.t));
         }
         const float scale = LOG2E / sqrtf((float)D); // scores are powers of 2
-        #pragma unroll
-        for (int r = 0; r < 4; r++) s[r / 2][r % 2] *= scale * (FP8 ? fp8_factor(page.k_exponent[r]) : 1);
-    }
-    // The first `count` keys of the page count: one at least.
-    __device__ __forceinline__ void mix(const Page& page, int count) {
         float weights[4], largest = top, more = 0;
         #pragma unroll
         for (int r = 0; r < 4; r++) {
-            weights[r] = page.key_of(r) < count ? s[r / 2][r % 2] : -INFINITY;
+            const float score = s[r / 2][r % 2] * scale * page.factor(r, false);
+            weights[r] = page.key_of(r) < count ? score : -INFINITY;
             largest = fmaxf(largest, weights[r]);
         }
         largest = quad_max(largest);
         #pragma unroll
         for (int r = 0; r < 4; r++) {
             weights[r] = exp2_fast(weights[r] - largest), more += weights[r];
-            if (FP8) weights[r] *= fp8_factor(page.v_exponent[r]);
+            if (FP8) weights[r] = page.key_of(r) < count ? weights[r] * page.factor(r, true) : 0;
         }
         const float shrink = exp2_fast(top - largest);
         top = largest, sum = fmaf(sum, shrink, quad_sum(more));
@@ -4547,7 +4336,8 @@ template <int D, bool FP8> struct TensorPart {
         for (int c = 0; c < D / 64; c++) {
             uint4 rows[4];
             #pragma unroll
-            for (int r = 0; r < 4; r++) rows[r] = page.widened(page.v[r][c]);
+            for (int r = 0; r < 4; r++)
+                rows[r] = page.eight(page.stage + Page::VALUES, page.key_of(r), 64 * c + 8 * page.g);
             #pragma unroll
             for (int e = 0; e < 8; e++) { // in this product column g stands for number 8 g + e
                 const auto pair = [&](const uint4& a, const uint4& b) {
@@ -4561,23 +4351,25 @@ template <int D, bool FP8> struct TensorPart {
             }
         }
     }
-    __device__ __forceinline__ void store(TensorShared<D>& shared, const Page& page, int heads) const {
+    // To the warp's ring, which is free: a head's numbers, D + 8 apart.
+    __device__ __forceinline__ void store(DecodeShared<D>& shared, const Page& page, float* sums, int heads) const {
         const int warp = threadIdx.x / 32, g = page.g, t = page.t;
         if (g >= heads) return;
         if (t == 0) shared.maximum[warp][g] = top, shared.sum[warp][g] = sum;
         #pragma unroll
         for (int c = 0; c < D / 64; c++)
             #pragma unroll
-            for (int e = 0; e < 16; e += 4)
-                *(float4*)(shared.mixed[warp][g] + 64 * c + 16 * t + e) =
-                    make_float4(y[c][e / 8][e % 8], y[c][e / 8][e % 8 + 1], y[c][e / 8][e % 8 + 2], y[c][e / 8][e % 8 + 3]);
+            for (int e = 0; e < 16; e += 4) {
+                const float* from = &y[c][e / 8][e % 8];
+                store_four(sums + g * (D + 8) + 64 * c + 16 * t + e, make_float4(from[0], from[1], from[2], from[3]));
+            }
     }
 };
 
-// The newest token's key (one warp) or value (another), as take_newest.
+// The newest token's key (one warp) or value (another) to shared memory, and to the cache if no other block does it.
 template <int D, bool FP8>
-__device__ __forceinline__ void take_tensor_newest(const DecodeArgs& p, TensorShared<D>& shared, const bf16* from,
-                                                   int slot, int kv, bool key, const float* angles, bool writes) {
+__device__ __forceinline__ void take_newest(const DecodeArgs& p, DecodeShared<D>& shared, const bf16* from, int slot,
+                                            int kv, bool key, const float* angles, bool writes) {
     WarpHead<D> head, weights;
     head.load(from), weights.load(p.k_weight);
     if (key) head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
@@ -4594,9 +4386,12 @@ __device__ __forceinline__ void take_tensor_newest(const DecodeArgs& p, TensorSh
 }
 
 template <int D, bool FP8>
-__global__ void __launch_bounds__(256, 2) attention_tensor_kernel(DecodeArgs p, int heads) {
-    __shared__ __align__(16) TensorShared<D> shared;
-    // What is read before the wait: see attention_decode_kernel.
+__global__ void __launch_bounds__(32 * DECODE_WARPS, FP8 ? 5 : 3) attention_decode_kernel(DecodeArgs p, int heads) {
+    using Page = DecodePage<D, FP8>;
+    __shared__ DecodeShared<D> shared;
+    PACKED_SHARED(rings);
+    // What is read before the wait no kernel of this forward writes: positions, sequences and pages are the batch's,
+    // older keys and values an earlier forward's (see launch_kernel).
     const Batch& b = p.b;
     const int h0 = blockIdx.y * heads, n = blockIdx.z, kv = h0 / (p.H / p.K), warp = threadIdx.x / 32;
     const int seq = b.seq[n], pos = b.pos[n], pages = pos / PAGE + 1, splits = pos / SPLIT + 1;
@@ -4605,50 +4400,82 @@ __global__ void __launch_bounds__(256, 2) attention_tensor_kernel(DecodeArgs p, 
         wait_for_previous();
         return;
     }
-    const int blocks = min(splits, (int)gridDim.x), stride = (int)gridDim.x * DECODE_WARPS; // of pages
     const int* table = b.pages + (size_t)seq * b.max_pages;
-    const auto place = [&](int page) { return page < pages ? table[page] : 0; };
-    const auto of_cache = [&](bf16* cache, int at) {
-        if constexpr (FP8) return (const uint8_t*)fp8_block<D>(cache, at, kv, p.K);
-        else return (const uint8_t*)(cache + kv_offset(at, kv, 0, p.K, D));
+    const auto page_of = [&](int i) { // this warp's i-th page
+        return (i / DECODE_STAGES * (int)gridDim.x + (int)blockIdx.x) * (SPLIT / PAGE) +
+               i % DECODE_STAGES * DECODE_WARPS + warp;
     };
-    int page = blockIdx.x * DECODE_WARPS + warp, next = place(page + stride);
-    TensorPage<D, FP8> held;
-    held.load_keys(of_cache(p.keys, place(page)), pos - page * PAGE);
-    held.load_values(of_cache(p.values, place(page)), pos - page * PAGE);
+    const auto place = [&](int i) { return page_of(i) < pages ? table[page_of(i)] : 0; }; // of it in the cache
+    uint8_t* const ring = (uint8_t*)rings + warp * Page::RING;
+    const auto ask_for = [&](int i, int at) {
+        const int count = pos - page_of(i) * PAGE; // without the newest token
+        const Page page{ring + i % DECODE_STAGES * Page::BYTES};
+        if constexpr (FP8) page.ask_for(fp8_block<D>(p.keys, at, kv, p.K), fp8_block<D>(p.values, at, kv, p.K), count);
+        else {
+            const size_t first = kv_offset(at, kv, 0, p.K, D);
+            page.ask_for((const uint8_t*)(p.keys + first), (const uint8_t*)(p.values + first), count);
+        }
+    };
+    int next[DECODE_STAGES]; // places of the pages that come after those on their way
+    #pragma unroll
+    for (int i = 0; i < DECODE_STAGES; i++) next[i] = place(i);
+    #pragma unroll
+    for (int i = 0; i < DECODE_STAGES; i++) {
+        if (page_of(i) < pages) ask_for(i, next[i]);
+        commit_copies();
+        next[i] = place(i + DECODE_STAGES);
+    }
     let_next_start();
     wait_for_previous();
 
     const bf16* row = p.qkv + (size_t)n * (p.H + 2 * p.K) * D;
     const float* angles = p.rope + (size_t)pos * D;
-    static_assert(DECODE_ROWS == DECODE_WARPS, "a head a warp");
-    WarpHead<D> head = {}, weights;
-    if (warp < heads) {
-        head.load(row + (size_t)(h0 + warp) * D), weights.load(p.q_weight);
-        head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
+    for (int h = warp; h < DECODE_ROWS; h += DECODE_WARPS) {
+        WarpHead<D> head = {}, weights;
+        if (h < heads) {
+            head.load(row + (size_t)(h0 + h) * D), weights.load(p.q_weight);
+            head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
+        }
+        head.store(shared.q[h]);
     }
-    head.store(shared.q[warp]);
     if ((splits - 1) % (int)gridDim.x == (int)blockIdx.x && warp >= DECODE_WARPS - 2) {
         const bool key = warp == DECODE_WARPS - 2, writes = h0 % (p.H / p.K) == 0;
-        take_tensor_newest<D, FP8>(p, shared, row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, b.slot[n], kv, key,
-                                   angles, writes);
+        take_newest<D, FP8>(p, shared, row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, b.slot[n], kv, key, angles,
+                            writes);
     }
     __syncthreads();
-    TensorPart<D, FP8> part;
-    for (; page < pages; page += stride) {
-        if (page == pages - 1) held.insert(shared.new_key, shared.new_value, shared.exponents, pos % PAGE);
-        const int at = next, first = (page + stride) * PAGE; // of the next one
-        next = place(page + 2 * stride);
-        part.score(shared, held);
-        held.load_keys(of_cache(p.keys, at), pos - first);
-        part.mix(held, pos + 1 - page * PAGE);
-        held.load_values(of_cache(p.values, at), pos - first);
+    DecodePart<D, FP8> part;
+    for (int i = 0; page_of(i) < pages; i++) {
+        const Page page{ring + i % DECODE_STAGES * Page::BYTES};
+        wait_for_copies<DECODE_STAGES - 1>();
+        __syncwarp();
+        if (page_of(i) == pages - 1) page.insert(shared, pos % PAGE);
+        part.add(shared, page, pos + 1 - page_of(i) * PAGE);
+        __syncwarp(); // all have read it
+        if (page_of(i + DECODE_STAGES) < pages) ask_for(i + DECODE_STAGES, next[0]);
+        commit_copies();
+        #pragma unroll
+        for (int k = 0; k + 1 < DECODE_STAGES; k++) next[k] = next[k + 1];
+        next[DECODE_STAGES - 1] = place(i + 2 * DECODE_STAGES);
     }
-    part.store(shared, held, heads);
+    part.store(shared, Page{ring}, (float*)ring, heads);
     __syncthreads();
+    // The warps' parts, a thread a number: to `out` or, where the sequence has several blocks, to `parts`.
+    const int blocks = min(splits, (int)gridDim.x);
     bf16* out = p.out + ((size_t)n * p.H + h0) * D;
     float* parts = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
-    join_warps<D>(shared, heads, out, parts, blockIdx.x, blocks);
+    for (int o = threadIdx.x; o < heads * D; o += blockDim.x) {
+        const int h = o / D, d = o % D;
+        const AttentionPart all = join_parts(DECODE_WARPS, [&](int w) {
+            return AttentionPart{shared.maximum[w][h], shared.sum[w][h], rings[w * (Page::RING / 4) + h * (D + 8) + d]};
+        });
+        if (blocks == 1) out[o] = round_bf16(all.value / all.weights);
+        else {
+            float* to = parts + ((size_t)h * gridDim.x + blockIdx.x) * (D + 2);
+            to[d] = all.value;
+            if (d == 0) to[D] = all.top, to[D + 1] = all.weights;
+        }
+    }
     if (blocks == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, blocks)) return;
     for (int o = threadIdx.x; o < heads * D; o += blockDim.x)
         out[o] = round_bf16(join_splits(parts + (size_t)(o / D) * gridDim.x * (D + 2), blocks, D, o % D));
@@ -4659,29 +4486,24 @@ inline size_t attention_scratch(const Context& ctx, int singles, int splits, int
     return std::max((size_t)singles * H * splits, (size_t)BLOCKS_A_SM * ctx.gpu->sms * QUERY_ROWS) * (D + 2);
 }
 
-// b.splits must be enough for the largest position. Positions are in the GPU's memory: the kernel itself sees to it.
+// b.splits: of the longest sequence, at least 1; a block takes more than one split of a longer one, or where there are
+// sequences enough to fill the GPU several times.
 inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D) {
-    if (p.b.splits < 1) DIE("attention_decode: %d splits; positions need one for each %d keys", p.b.splits, SPLIT);
+    if (p.b.splits < 1) DIE("attention_decode: %d splits", p.b.splits);
     const int G = p.H / p.K;
-    if (p.b.fp8 || ctx.gpu->tensor_decode) {
-        static void (*const kernels[2][2])(DecodeArgs, int) = {
-            {attention_tensor_kernel<64, false>, attention_tensor_kernel<128, false>},
-            {attention_tensor_kernel<64, true>, attention_tensor_kernel<128, true>}};
-        int heads = std::min(G, DECODE_ROWS);
-        while (G % heads) heads--;
-        // Fewer blocks than splits where there are enough to be busy: four times what is resident at once.
-        const int others = singles * p.H / heads, blocks = std::min(p.b.splits, (8 * ctx.gpu->sms + others - 1) / others);
-        const dim3 grid((unsigned)blocks, (unsigned)(p.H / heads), (unsigned)singles);
-        return launch(ctx, kernels[p.b.fp8][D == 128], grid, 256, 0, p, heads);
-    }
-    const int heads = G % 8 == 0 ? 8 : G % 5 == 0 ? 5 : G % 4 == 0 ? 4 : G % 2 == 0 ? 2 : 1; // of a block
-#define DECODE(D) {attention_decode_kernel<D, 1>, attention_decode_kernel<D, 2>, attention_decode_kernel<D, 4>, \
-                   attention_decode_kernel<D, 5>, attention_decode_kernel<D, 8>}
-    static void (*const kernels[2][5])(DecodeArgs) = {DECODE(64), DECODE(128)};
-#undef DECODE
-    const int instance = heads == 8 ? 4 : heads == 5 ? 3 : heads == 4 ? 2 : heads - 1;
-    const dim3 grid((unsigned)p.b.splits, (unsigned)(p.H / heads), (unsigned)singles);
-    launch(ctx, kernels[D == 128][instance], grid, 256, 0, p);
+    int heads = std::min(G, DECODE_ROWS);
+    while (G % heads) heads--;
+    const auto launch_shape = [&](auto kernel, size_t ring) {
+        const int all = singles * p.H / heads, most = (12 * ctx.gpu->sms + all - 1) / all;
+        const dim3 grid((unsigned)std::min(p.b.splits, most), (unsigned)(p.H / heads), (unsigned)singles);
+        launch(ctx, kernel, grid, 32 * DECODE_WARPS, DECODE_WARPS * ring, p, heads);
+    };
+    const auto with_format = [&](auto size) {
+        if (p.b.fp8) launch_shape(attention_decode_kernel<size, true>, DecodePage<size, true>::RING);
+        else launch_shape(attention_decode_kernel<size, false>, DecodePage<size, false>::RING);
+    };
+    if (D == 128) with_format(std::integral_constant<int, 128>());
+    else with_format(std::integral_constant<int, 64>());
 }
 
 // ---- An FP8 cache for attention of several tokens. That reads bf16: what it will read of a layer is widened first,

@@ -339,16 +339,15 @@ static void attention_backward(const Config& c) {
         for (void* p : {(void*)dout, (void*)dqkv, (void*)lse, (void*)delta}) cudaFree(p);
     }
 }
-// By kernel and kind of cache. (What random bytes are as an FP8 cache does not matter to the time.)
+// By kind of cache. (What random bytes are as an FP8 cache does not matter to the time.)
 static void batch(Model& m) {
     const Config& c = m.file.config;
     const int position = 512;
-    struct Way { const char* name; bool tensor, fp8; };
-    for (int B : {256, 64})
-    for (const Way& way : {Way{"attention_decode_kernel", false, false}, Way{"tensor cores", true, false}, Way{"tensor cores, FP8 cache", true, true}}) {
-        ctx.gpu->tensor_decode = way.tensor;
-        State s(c, B, B, position, position + 16, B, way.fp8);
-        const double held = (double)KVCache<bf16>::bytes(c, 1, way.fp8) / PAGE * (position + 1) * B, bytes = (double)step_bytes(m.weights) + held;
+    for (int i = 0; i < 4; i++) {
+        const int B = i < 2 ? 256 : 64;
+        const bool fp8 = i % 2;
+        State s(c, B, B, position, position + 16, B, fp8);
+        const double held = (double)KVCache<bf16>::bytes(c, 1, fp8) / PAGE * (position + 1) * B, bytes = (double)step_bytes(m.weights) + held;
         const double t = time_graph(1, [&](int) {
             forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
             head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows, m.weights.head, B);
@@ -359,9 +358,8 @@ static void batch(Model& m) {
             attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
         });
         printf("%d sequences at position %d, %s: %.2f ms a step, %.0f tok/s, floor %.2f ms, %.1f%%; attention %.2f ms (%.0f GB/s)\n", B, position,
-               way.name, t * 1e3, B / t, bytes / read_bandwidth * 1e3, 100 * bytes / read_bandwidth / t, attend * c.L * 1e3, held / attend / c.L / 1e9);
+               fp8 ? "FP8 cache" : "bf16", t * 1e3, B / t, bytes / read_bandwidth * 1e3, 100 * bytes / read_bandwidth / t, attend * c.L * 1e3, held / attend / c.L / 1e9);
     }
-    ctx.gpu->tensor_decode = false;
 }
 // Steps of several sequences: what a server of a large model does. Without the draws.
 static void sequences(Model& m) {

@@ -17,12 +17,32 @@ constexpr float LOG2E = 1.44269504f;
 static float exp2_fast(float x) { return exp2f(x); }
 static bf16 round_bf16(float x) { return to_bf16(x); }
 static float __ldcg(const float* p) { return *p; }
-static void __trap() { std::puts("FALSE: keys that no block owns"), std::exit(1); }
 static float warp_sum(float x) {
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
 }
 static void settle(float&) {}
+static uint32_t shared_address(const void* p) {
+    if ((const char*)p < dynamic_shared || (const char*)p >= dynamic_shared + sizeof dynamic_shared) std::puts("FALSE: not in shared memory"), std::exit(1);
+    return (uint32_t)((const char*)p - dynamic_shared);
+}
+// A copy comes as late as it may: when it is waited for.
+struct LateCopy { uint32_t to; const void* from; };
+static std::vector<std::vector<LateCopy>> late[MOST_THREADS];
+static void copy_async(uint32_t shared, const void* global, bool there) {
+    if (shared % 16 || (there && (uintptr_t)global % 16)) std::puts("FALSE: a copy is not aligned"), std::exit(1);
+    if (late[running].empty()) late[running].emplace_back();
+    late[running].back().push_back({shared, there ? global : nullptr});
+    memset(dynamic_shared + shared, 255, 16); // NaN, until then
+}
+static void commit_copies() { late[running].resize(std::max<size_t>(1, late[running].size()) + 1); }
+template <int YOUNGER> static void wait_for_copies() {
+    for (auto& all = late[running]; all.size() > YOUNGER + 1; all.erase(all.begin())) // (the last is not committed)
+        for (auto [to, from] : all[0])
+            if (from) memcpy(dynamic_shared + to, from, 16);
+            else memset(dynamic_shared + to, 0, 16);
+}
+static void store_four(float* to, const float4& y) { memcpy(to, &y, 16); }
 static float quad_max(float x) {
     x = std::max(x, __shfl_xor_sync(~0u, x, 1));
     return std::max(x, __shfl_xor_sync(~0u, x, 2));
@@ -93,18 +113,16 @@ struct Attending {
             }
         return all;
     }
-    // The first `singles` rows by attention_decode_kernel or, on `tensor` cores, attention_tensor_kernel; the others' keys,
-    // values and queries by qknorm_rope_kv_kernel.
-    template <int HEAD, int G, bool FP8> void attend(std::vector<bf16>& keys, std::vector<bf16>& values, bool tensor) {
+    // The first `singles` rows by attention_decode_kernel; the others' keys, values and queries by qknorm_rope_kv_kernel.
+    template <int HEAD, int G, bool FP8> void attend(std::vector<bf16>& keys, std::vector<bf16>& values) {
         std::vector<float> partial((size_t)std::max(1, singles) * H * splits * (D + 2));
         std::vector<int> arrived((size_t)std::max(1, singles) * H / G);
         const Batch b = view(FP8);
         const DecodeArgs p = {out.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, 1e-6f, partial.data(), arrived.data()};
+        for (auto& copies : late) copies.clear();
         if (singles)
-            launch(dim3((unsigned)(tensor ? blocks : splits), (unsigned)(H / G), (unsigned)singles), dim3(256), [&] {
-                if (tensor) return attention_tensor_kernel<HEAD, FP8>(p, G);
-                if constexpr (!FP8) attention_decode_kernel<HEAD, G>(p);
-            });
+            launch(dim3((unsigned)blocks, (unsigned)(H / G), (unsigned)singles), dim3(32 * DECODE_WARPS),
+                   [&] { attention_decode_kernel<HEAD, FP8>(p, G); });
         const int tasks = (N - singles) * ((H + 2 * K + 1) / 2);
         if (tasks)
             launch(dim3((unsigned)(tasks + 7) / 8), dim3(256), [&] {
@@ -113,12 +131,12 @@ struct Attending {
         for (int n : arrived) CHECK(n == 0);
         CHECK(!stuck);
     }
-    template <bool FP8> void attend(std::vector<bf16>& keys, std::vector<bf16>& values, bool tensor) {
+    template <bool FP8> void attend(std::vector<bf16>& keys, std::vector<bf16>& values) {
         const int G = H / K;
-        if (D == 64) G == 1 ? attend<64, 1, FP8>(keys, values, tensor) : attend<64, 2, FP8>(keys, values, tensor);
-        else if (G == 1) attend<128, 1, FP8>(keys, values, tensor);
-        else if (G == 5) attend<128, 5, FP8>(keys, values, tensor);
-        else attend<128, 8, FP8>(keys, values, tensor); // (of 16 heads two blocks)
+        if (D == 64) G == 1 ? attend<64, 1, FP8>(keys, values) : attend<64, 2, FP8>(keys, values);
+        else if (G == 1) attend<128, 1, FP8>(keys, values);
+        else if (G == 5) attend<128, 5, FP8>(keys, values);
+        else attend<128, 8, FP8>(keys, values); // (of 16 heads two blocks)
     }
 };
 
@@ -131,15 +149,9 @@ static void check_attention(Random& random, const std::vector<std::pair<int, int
     const Batch b = a.view(true), plain = a.view(false);
     std::vector<bf16> keys8 = a.fp8_cache(random, false), values8 = a.fp8_cache(random, true);
     std::vector<bf16> keys = a.widened(keys8), values = a.widened(values8), want_keys8 = keys8, want_values8 = values8;
-    std::vector<bf16> tensor_keys = keys, tensor_values = values;
-    a.blocks = 1 + (int)random.below((uint32_t)a.splits); // a block has several splits, or one
-    a.attend<false>(keys, values, false);
+    a.attend<false>(keys, values);
     const std::vector<bf16> in_bf16 = a.out, queries = a.q;
-    a.attend<false>(tensor_keys, tensor_values, true);
-    const std::vector<bf16> on_tensor_cores = a.out;
-    CHECK(memcmp(tensor_keys.data(), keys.data(), keys.size() * 2) == 0);
-    CHECK(memcmp(tensor_values.data(), values.data(), keys.size() * 2) == 0);
-    a.attend<true>(keys8, values8, true);
+    a.attend<true>(keys8, values8);
     const std::vector<bf16> in_fp8 = a.out;
     CHECK(memcmp(a.q.data(), queries.data(), queries.size() * 2) == 0);
 
@@ -170,10 +182,9 @@ static void check_attention(Random& random, const std::vector<std::pair<int, int
         float largest = 0;
         for (int i = 0; i < D; i++) largest = std::max({largest, std::fabs(to_acc(want[row * D + i])), std::fabs(to_acc(want8[row * D + i]))});
         for (size_t i = row * D; i < (row + 1) * D; i++) {
-            wrong += !(std::fabs(to_acc(in_bf16[i]) - to_acc(want[i])) <= largest / 128);
-            wrong += !(std::fabs(to_acc(on_tensor_cores[i]) - to_acc(want[i])) <= largest / 64);
+            wrong += !(std::fabs(to_acc(in_bf16[i]) - to_acc(want[i])) <= largest / 64);
             wrong += !(std::fabs(to_acc(in_fp8[i]) - to_acc(want8[i])) <= largest / 64);
-            other += on_tensor_cores[i].bits != in_fp8[i].bits;
+            other += in_bf16[i].bits != in_fp8[i].bits;
         }
     }
     CHECK(wrong == 0);
