@@ -4386,7 +4386,7 @@ __device__ __forceinline__ void take_newest(const DecodeArgs& p, DecodeShared<D>
 }
 
 template <int D, bool FP8>
-__global__ void __launch_bounds__(32 * DECODE_WARPS, FP8 ? 5 : 3) attention_decode_kernel(DecodeArgs p, int heads) {
+__global__ void __launch_bounds__(32 * DECODE_WARPS, FP8 ? 4 : 3) attention_decode_kernel(DecodeArgs p, int heads) {
     using Page = DecodePage<D, FP8>;
     __shared__ DecodeShared<D> shared;
     PACKED_SHARED(rings);
