@@ -215,7 +215,7 @@ $(T)/test_datagen: LIBS = $(CURL)
 EMULATING  = lab lab_irregular lab_model segmented packed step decoding
 $(EMULATING:%=$(T)/test_%.o): $(wildcard lab/*.cu lab/*.h data/course/emulate*.h)
 # Attention of single tokens and what it takes, cut out of Book II, for test_decoding.
-BEGINS     = ^template <int P> struct WarpAngles|^// A row.s attention over some|^constexpr int DECODE_WARPS|^// ---- An FP8 cache
+BEGINS     = ^template <int P> struct WarpAngles|^// A row.s attention over some|^constexpr int DECODE_ROWS|^// ---- An FP8 cache
 ENDS       = ^inline void qknorm_rope_kv_gpu|^// ---- Attention for prompts|^// Numbers of scratch|^inline size_t widened_numbers
 $(BUILD)/decoding.inc: qwen3.cu
 	@mkdir -p $(BUILD)

@@ -127,7 +127,8 @@ inline QuantizedMatrix quantize_matrix(std::vector<float>& W, size_t rows, size_
 // The factor of H + 1% of its diagonal's mean. A column that no activation ever has is `dead`: it may
 // become anything, and becomes zero.
 inline std::vector<float> gptq_factor(const std::vector<float>& H, size_t n, std::vector<bool>& dead) {
-    std::vector<double> R(n * n), U(n * n);
+    std::vector<double> R(n * n);
+    std::vector<float> U(n * n);
     double mean = 0;
     dead.assign(n, false);
     for (size_t i = 0; i < n; i++) mean += H[i * n + i] / (double)n;
@@ -136,40 +137,53 @@ inline std::vector<float> gptq_factor(const std::vector<float>& H, size_t n, std
         for (size_t j = i; j < n; j++) R[i * n + j] = H[i * n + j];
         R[i * n + i] = (dead[i] ? std::max(mean, 1e-30) : R[i * n + i]) + 0.01 * mean;
     }
-    for (size_t j = n; j-- > 0;) {
-        const double* row = &R[j * n];
-        double square = row[j];
-        for (size_t k = j + 1; k < n; k++) square -= row[k] * row[k];
-        if (!(square > 0)) DIE("the calibration text's activations have no Cholesky factor");
-        const double diagonal = R[j * n + j] = std::sqrt(square);
-        #pragma omp parallel for schedule(static) if (j > 200)
-        for (size_t i = 0; i < j; i++) {
-            double* above = &R[i * n];
-            double sums[8] = {};
-            size_t k = j + 1;
-            for (; k + 8 <= n; k += 8)
-                for (size_t l = 0; l < 8; l++) sums[l] += above[k + l] * row[k + l];
-            for (; k < n; k++) sums[0] += above[k] * row[k];
-            double sum = 0;
-            for (double s : sums) sum += s;
-            above[j] = (above[j] - sum) / diagonal;
-        }
+    // A block of columns after the other, from the last on: what all columns behind a block have of it is taken off first,
+    // four of its columns at a time, so that a row is read 16 times and not 64.
+    constexpr size_t SOME = 64, LANES = 4;
+    for (size_t end = n, begin; end > 0; end = begin) {
+        begin = end > SOME ? end - SOME : 0;
+        const auto finish = [&](size_t i) { // row i of the block's columns
+            double* row = &R[i * n];
+            for (size_t j = end; j-- > std::max(begin, i);) {
+                for (size_t k = j + 1; k < end; k++) row[j] -= row[k] * R[j * n + k];
+                if (i < j) row[j] /= R[j * n + j];
+                else if (!(row[j] > 0)) DIE("the calibration text's activations have no Cholesky factor");
+                else row[j] = std::sqrt(row[j]);
+            }
+        };
+        #pragma omp parallel for schedule(dynamic, 16)
+        for (size_t i = 0; i < end; i++)
+            for (size_t j = begin; j < end && end < n; j += 4) {
+                const size_t count = std::min<size_t>(4, end - j);
+                double sums[4][LANES] = {};
+                const double *row = &R[i * n], *others[4];
+                for (size_t c = 0; c < 4; c++) others[c] = &R[(j + std::min(c, count - 1)) * n];
+                for (size_t k = end; k < n; k += LANES) // (n - end is a multiple of SOME)
+                    for (size_t c = 0; c < 4; c++)
+                        for (size_t l = 0; l < LANES; l++) sums[c][l] += row[k + l] * others[c][k + l];
+                for (size_t c = 0; c < count; c++)
+                    if (j + c >= i) R[i * n + j + c] -= (sums[c][0] + sums[c][1]) + (sums[c][2] + sums[c][3]);
+            }
+        for (size_t i = end; i-- > begin;) finish(i);
+        #pragma omp parallel for schedule(dynamic, 16)
+        for (size_t i = 0; i < begin; i++) finish(i);
     }
-    constexpr size_t SOME = 64; // columns of a task
     #pragma omp parallel for schedule(dynamic)
     for (size_t first = 0; first < n; first += SOME) {
         const size_t end = std::min(n, first + SOME);
+        std::vector<double> mine(end * SOME); // columns first .. end - 1, side by side
         for (size_t i = end; i-- > 0;) {
             double sum[SOME] = {};
             for (size_t k = i + 1; k < end; k++) {
-                const double r = R[i * n + k], *u = &U[k * n + first];
-                for (size_t j = 0; j < end - first; j++) sum[j] += r * u[j];
+                const double r = R[i * n + k], *u = &mine[k * SOME];
+                for (size_t j = 0; j < SOME; j++) sum[j] += r * u[j];
             }
             for (size_t j = first; j < end; j++)
-                U[i * n + j] = j < i ? 0 : ((i == j) - sum[j - first]) / R[i * n + i];
+                mine[i * SOME + j - first] = j < i ? 0 : ((i == j) - sum[j - first]) / R[i * n + i];
+            for (size_t j = first; j < end; j++) U[i * n + j] = (float)mine[i * SOME + j - first];
         }
     }
-    return std::vector<float>(U.begin(), U.end());
+    return U;
 }
 
 // H += X^T X. Its numbers are float: sums of products of a window's tokens, then of the windows.

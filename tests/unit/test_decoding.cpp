@@ -66,7 +66,7 @@ struct Attending {
     int H, K, D, N, width, singles = 0, splits, blocks; // of a KV head of a sequence
     TestBatch batch;
     std::vector<int> past; // (sequences)
-    std::vector<bf16> qkv, q_weight, k_weight, q, out;
+    std::vector<bf16> qkv, q_weight, k_weight, q, out, held; // the latter by pages in registers
     std::vector<float> rope;
     Attending(Random& random, const std::vector<std::pair<int, int>>& past_fresh, int spare, int H, int K, int D, bool exact)
         : H(H), K(K), D(D), batch(random, past_fresh, 10, spare) {
@@ -121,8 +121,14 @@ struct Attending {
         const DecodeArgs p = {out.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, 1e-6f, partial.data(), arrived.data()};
         for (auto& copies : late) copies.clear();
         if (singles)
-            launch(dim3((unsigned)blocks, (unsigned)(H / G), (unsigned)singles), dim3(32 * DECODE_WARPS),
-                   [&] { attention_decode_kernel<HEAD, FP8>(p, G); });
+            for (bool ring : {false, true}) {
+                using Held = HeldPage<HEAD, FP8>;
+                using Ring = RingPage<HEAD, FP8>;
+                launch(dim3((unsigned)blocks, (unsigned)(H / G), (unsigned)singles), dim3(32 * (ring ? Ring::WARPS : Held::WARPS)),
+                       [&] { ring ? attention_decode_kernel<HEAD, FP8, Ring>(p, G) : attention_decode_kernel<HEAD, FP8, Held>(p, G); });
+                if (ring) continue;
+                held = out, std::fill(out.begin(), out.end(), bf16{0x7fc1}); // (the new rows of the cache are written again)
+            }
         const int tasks = (N - singles) * ((H + 2 * K + 1) / 2);
         if (tasks)
             launch(dim3((unsigned)(tasks + 7) / 8), dim3(256), [&] {
@@ -150,9 +156,9 @@ static void check_attention(Random& random, const std::vector<std::pair<int, int
     std::vector<bf16> keys8 = a.fp8_cache(random, false), values8 = a.fp8_cache(random, true);
     std::vector<bf16> keys = a.widened(keys8), values = a.widened(values8), want_keys8 = keys8, want_values8 = values8;
     a.attend<false>(keys, values);
-    const std::vector<bf16> in_bf16 = a.out, queries = a.q;
+    const std::vector<bf16> in_bf16 = a.out, held = a.held, queries = a.q;
     a.attend<true>(keys8, values8);
-    const std::vector<bf16> in_fp8 = a.out;
+    const std::vector<bf16> in_fp8 = a.out, held_fp8 = a.held;
     CHECK(memcmp(a.q.data(), queries.data(), queries.size() * 2) == 0);
 
     // Rows: in bf16 Book I's within a rounding, in FP8 those of bf16 by store_kv.
@@ -184,7 +190,9 @@ static void check_attention(Random& random, const std::vector<std::pair<int, int
         for (size_t i = row * D; i < (row + 1) * D; i++) {
             wrong += !(std::fabs(to_acc(in_bf16[i]) - to_acc(want[i])) <= largest / 64);
             wrong += !(std::fabs(to_acc(in_fp8[i]) - to_acc(want8[i])) <= largest / 64);
-            other += in_bf16[i].bits != in_fp8[i].bits;
+            wrong += !(std::fabs(to_acc(held[i]) - to_acc(want[i])) <= largest / 64);
+            wrong += !(std::fabs(to_acc(held_fp8[i]) - to_acc(want8[i])) <= largest / 64);
+            other += in_bf16[i].bits != in_fp8[i].bits || held[i].bits != held_fp8[i].bits;
         }
     }
     CHECK(wrong == 0);
