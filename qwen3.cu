@@ -3603,7 +3603,8 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
         return;
     }
     const bool rounds = ctx.fp8_activations && W.format == Format::FP8 && N > STREAM_TOKENS;
-    if (rounds && takes_e4m3(ctx, W)) return e4m3_product(ctx, epilogue, x, W, N);
+    if constexpr (!std::is_same_v<Epilogue, StoreEpilogue<float>>) // (the head's, which comes with few tokens)
+        if (rounds && takes_e4m3(ctx, W)) return e4m3_product(ctx, epilogue, x, W, N);
     TileArgs p = {rounds ? rounded(ctx, x, N, W.in) : x, unpacked(ctx, W), N, W.in, out};
     const AfterUnpacking order(ctx, W);
     p.early = N <= 128;
