@@ -3085,9 +3085,9 @@ __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], 
 }
 
 // The same of e4m3. A stage is a group of 128 numbers of `in`, and two e4m3 are to the copies one number of two bytes.
-// The tensor cores sum e4m3 with about 14 bits, so what they make of 128 rows of W and a group is added to the sums in
-// float, times the scales of both operands, which are asked for a stage ahead. Meanwhile the other warpgroup's wgmma is
-// under way.
+// A wgmma of e4m3 keeps of its 32 products, and of the sum before, what is less than about 14 bits behind the largest
+// one's first, so what it makes of 128 rows of W and a group is added to the sums in float, times the scales of both
+// operands, which are asked for a stage ahead. Meanwhile the other warpgroup's wgmma is under way.
 template <class S, bool PAIR>
 __device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const HopperStages<S>& stages,
                                                 Ring<S::STAGES>& ring, const TileArgs& p,
