@@ -393,6 +393,10 @@ struct ModelFile {
     bool is_quantized() const {
         return std::any_of(tensors.begin(), tensors.end(), [](auto& t) { return t.second.is_quantized(); });
     }
+    bool is_fp8() const { // has such matrices, that is
+        return std::any_of(tensors.begin(), tensors.end(),
+                           [](auto& t) { return t.second.packed && t.second.packed->method == Method::FP8; });
+    }
     bool is_float32() const { return embedding_type() == Dtype::F32; }
     bool is_float16() const { return embedding_type() == Dtype::F16; }
 

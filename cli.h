@@ -30,7 +30,7 @@
 // ----------------------------------------------------------------------------------- Options of all programs
 
 struct ModelOptions {
-    std::string model, tokenizer, device, dtype, adapter, kv_dtype;
+    std::string model, tokenizer, device, dtype, adapter, kv_dtype, activations;
     int threads = 0; // 0: all
     int gpu = 0;     // which one of this host
     bool invariant = false, help = false;
@@ -58,6 +58,10 @@ struct ModelOptions {
         }
         table.push_back({"", "--packed", "", "quantised weights stay packed, as they do on a CPU but for serve (else\n"
                          "they become bf16: faster, if there is room)", flag(packed)});
+        if (inference)
+            table.push_back({"", "--activations", "NAME", "on a GPU with --packed: FP8 weights are multiplied by\n"
+                             "prompts in bf16 (default), or in fp8, which Hopper does faster",
+                             one_of(activations, {"bf16", "fp8"})});
         table.push_back({"-z", "--tokenizer", "FILE", "default: tokenizer.bin beside the model, beside the program,\n"
                          "or in this folder", text(tokenizer)});
         table.push_back({"-h", "--help", "", "this text", flag(help)});
@@ -209,7 +213,13 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     Context ctx;
     ctx.plain = name == "plain";
     ctx.kv_fp8 = o.kv_dtype == "fp8";
+    const bool rounds = o.activations == "fp8";
+    if (rounds && !file.is_fp8()) DIE("%s: it has no FP8 weights, which --activations fp8 is for", file.path.c_str());
+    if (rounds && (!o.packed || !o.dtype.empty()))
+        DIE("--activations fp8 is for weights that stay packed (--packed, and no --dtype)");
+    if (rounds && o.invariant) DIE("--activations fp8: not with --invariant, since only prompts are rounded");
     const auto on_cpu = [&] {
+        if (rounds) DIE("--activations fp8 is for a GPU; this model runs on the CPU");
         if (o.one_kernel > Context::WHERE_FASTER) DIE("--one-kernel is for a GPU; this model runs on the CPU");
         return ctx;
     };
@@ -223,7 +233,7 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
         if (!o.packed && (o.dtype == "int8" || file.is_int8()))
             DIE("%s: INT8 weights run on a GPU only with --packed (or --device cpu)", file.path.c_str());
         Context gpu = open_gpu(o.gpu);
-        gpu.invariant = o.invariant, gpu.kv_fp8 = ctx.kv_fp8;
+        gpu.invariant = o.invariant, gpu.kv_fp8 = ctx.kv_fp8, gpu.fp8_activations = rounds;
         gpu.one_kernel = file.logits ? o.one_kernel : Context::OFF; // (nothing is drawn; there may be no head)
         return gpu;
     } catch (const Error&) {
@@ -1110,8 +1120,8 @@ int compare(const Options& o, const ModelFile& file, const Weights<T>& weights, 
     const Config& c = file.config;
     if (other.config.V != c.V || !fits(tokenizer, other))
         DIE("%s: another vocabulary than that of %s", o.against.c_str(), o.model.c_str());
-    Context usual = o.ctx; // FP8 keys and values are part of what is measured
-    usual.kv_fp8 = false;
+    Context usual = o.ctx; // FP8 keys, values and activations are part of what is measured
+    usual.kv_fp8 = usual.fp8_activations = false;
 #ifdef __CUDACC__
     if (usual.gpu) usual.gpu = std::make_shared<Gpu>(*usual.gpu); // (each has room of its own to unpack weights)
 #endif
@@ -1902,6 +1912,7 @@ template <class T> int answer(Options& o, const ModelFile& file, double start) {
     to_device(o.ctx, file, weights);
     o.variant = o.dtype == "int8" ? 1 : file.is_quantized() && keeps_packed<T>(o, o.ctx) ? 2 : 0;
     if (o.ctx.kv_fp8) o.variant |= 4;
+    if (o.ctx.fp8_activations) o.variant |= 8;
     std::unique_ptr<AttachedAdapter<T>> adapter;
     if (!o.adapter.empty()) {
         const AdapterFile from(o.adapter, c);

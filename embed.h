@@ -223,6 +223,7 @@ template <class T> struct Embedder {
         ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
         ctx.gpu->arrived = arena.take<int>(MAX_TILES);
         ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, 0, 1, config.H, config.D));
+        plan_rounded(ctx, arena, config, chunk);
 #endif
     }
 

@@ -11,6 +11,9 @@
 
    Every format is a struct with the same names, and the one template argument F of each kernel.
 
+   On Hopper a product of many tokens with FP8 weights may have both operands in e4m3 (--activations fp8): round_kernel
+   makes e4m3 of the tokens, as Book I's round_activations says, and hopper_kernel multiplies them by W as it is stored.
+
    Contents    1 Formats    2 Few tokens    3 Many tokens, embedding    4 Launchers */
 #pragma once
 
@@ -261,6 +264,44 @@ __global__ void __launch_bounds__(256) unpack_kernel(bf16* to, PackedArgs p, int
         make_uint4(pack(y[0], y[1]), pack(y[2], y[3]), pack(y[4], y[5]), pack(y[6], y[7]));
 }
 
+// round_activations, to bf16; or with E4M3 to bytes q (N,in), and scales (groups, pitch). A group in 16 lanes, eight
+// numbers each. Bound by the memory's speed.
+template <bool E4M3>
+__global__ void __launch_bounds__(256) round_kernel(bf16* rounded, uint8_t* q, float* scale, const bf16* x, int N,
+                                                    int in, int pitch) {
+    let_next_start();
+    wait_for_previous();
+    const int groups = (in + FP8_GROUP - 1) / FP8_GROUP;
+    const size_t all = (size_t)blockIdx.x * 16 + threadIdx.x / 16;
+    const int n = (int)min(all / groups, (size_t)N - 1), g = (int)(all % groups); // (whole warps stay together)
+    const int column = g * FP8_GROUP + threadIdx.x % 16 * 8;
+    const size_t at = (size_t)n * in + column;
+    const uint4 v = column < in ? *(const uint4*)(x + at) : uint4{};
+    const uint32_t pair[4] = {v.x, v.y, v.z, v.w};
+    uint32_t largest = 0; // bits, without sign; from 0x7f80 on not finite
+    PACKED_UNROLL
+    for (int i = 0; i < 8; i++) largest = max(largest, pair[i / 2] >> i % 2 * 16 & 0x7fff);
+    PACKED_UNROLL
+    for (int other = 8; other; other /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, other));
+    const bool finite = largest < 0x7f80;
+    const int e = kv_exponent(finite ? low(largest) : 0);
+    const float by = __uint_as_float((uint32_t)(127 - e) << 23);
+    const float factor = finite ? __uint_as_float((uint32_t)(127 + e) << 23) : NAN;
+    uint32_t two[4];
+    PACKED_UNROLL
+    for (int i = 0; i < 4; i++) two[i] = pack_e4m3(low(pair[i]) * by, high(pair[i]) * by);
+    if (column >= in || all / groups >= (size_t)N) return;
+    const uint2 eight = {two[0] | two[1] << 16, two[2] | two[3] << 16};
+    if (E4M3) {
+        *(uint2*)(q + at) = eight;
+        if (threadIdx.x % 16 == 0) scale[(size_t)g * pitch + n] = factor;
+        return;
+    }
+    const uint4 y = PackedFp8::run(eight, 0, 0);
+    const auto times = [&](uint32_t pair) { return pack(low(pair) * factor, high(pair) * factor); };
+    *(uint4*)(rounded + at) = make_uint4(times(y.x), times(y.y), times(y.z), times(y.w));
+}
+
 // embed. A block a token.
 template <class F> __global__ void packed_embed_kernel(float* x, PackedArgs p, Batch b) {
     let_next_start();
@@ -369,5 +410,48 @@ template <class Use> void each_part(Context& ctx, const Linear<bf16>& W, bool co
         n = std::min(most, all - first);
         f(first, n, columns ? unpack(ctx, W, 0, other, first, n) : unpack(ctx, W, first, n, 0, other));
     }
+}
+
+// ---- FP8 activations (Context::fp8_activations), of any number of tokens.
+template <bool E4M3>
+void launch_round(Context& ctx, uint8_t* q, float* scale, const bf16* x, int N, int in, int pitch, size_t numbers) {
+    if (numbers > ctx.gpu->rounded_numbers || in % 8)
+        DIE("rounding (%d,%d): the scratch has room for %zu numbers", N, in, ctx.gpu->rounded_numbers);
+    const size_t groups = (size_t)N * ((in + FP8_GROUP - 1) / FP8_GROUP);
+    launch(ctx, round_kernel<E4M3>, (unsigned)((groups + 15) / 16), 256, 0, ctx.gpu->rounded, q, scale, x, N, in,
+           pitch);
+}
+// Scratch for `rows` tokens. (As bytes and scales x is smaller than as bf16.)
+inline void plan_rounded(Context& ctx, Arena& arena, const Config& c, int rows) {
+    if (!ctx.fp8_activations) return;
+    ctx.gpu->rounded_numbers = (size_t)(rows + 127) / 128 * 128 * std::max({c.C, c.H * c.D, c.F});
+    ctx.gpu->rounded = arena.take<bf16>(ctx.gpu->rounded_numbers);
+}
+// x rounded, in the scratch: valid until the next call.
+inline const bf16* rounded(Context& ctx, const bf16* x, int N, int in) {
+    launch_round<false>(ctx, nullptr, nullptr, x, N, in, 0, (size_t)N * in);
+    return ctx.gpu->rounded;
+}
+// Whether tensor cores take W as it is stored.
+inline bool takes_e4m3(const Context& ctx, const Linear<bf16>& W) {
+    return ctx.gpu->hopper && W.group == FP8_GROUP && W.group_rows == FP8_GROUP && W.in % 16 == 0 && !W.adapter.rank;
+}
+// The same product of such a W up to the order of sums, without anything unpacked.
+template <class Epilogue>
+void e4m3_product(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
+    const int pitch = (N + 127) / 128 * 128;
+    const size_t q_numbers = ((size_t)N * W.in / 2 + 63) / 64 * 64; // of two bytes
+    float* const scale = (float*)(ctx.gpu->rounded + q_numbers);
+    uint8_t* const q = (uint8_t*)ctx.gpu->rounded;
+    launch_round<true>(ctx, q, scale, x, N, W.in, pitch, q_numbers + 2 * (size_t)W.groups() * pitch);
+    TileArgs p = {(const bf16*)q, (const bf16*)W.q[0], N, W.in / 2, Epilogue::PAIR ? W.rows[0] : W.out()};
+    p.x_scale = scale, p.W_scale = (const float*)W.scale[0], p.pitch = pitch;
+    HopperPlan plan;
+    const int rows = W.out();
+    plan.consider<Hopper128x128>(2, 0.36, ctx.gpu->sms, MOST_SPLITS, N, rows, p.in);
+    plan.consider<Hopper128x256>(0, 0.66, ctx.gpu->sms, MOST_SPLITS, N, rows, p.in);
+    p.splits = plan.splits;
+    if (plan.shape) launch_hopper<Hopper128x128, false, false, true>(ctx, p, epilogue);
+    else launch_hopper<Hopper128x256, false, false, true>(ctx, p, epilogue);
 }
 #endif // __CUDACC__

@@ -181,6 +181,7 @@ struct Context {
     bool plain = false;                          // by the definitions of this book
     bool invariant = false;                      // on a GPU: a row's bits do not depend on its batch (slower)
     bool kv_fp8 = false;                         // a session's cache is FP8
+    bool fp8_activations = false;                // on a GPU: of prompts, for FP8 weights: see round_activations
     // On a GPU, drawn tokens by step.h's kernel: WHERE_FASTER as StepRoad::find says.
     enum OneKernel { OFF, WHERE_FASTER, TOGETHER, BY_PHASE } one_kernel = OFF;
     const volatile sig_atomic_t* stop = nullptr; // forward and backward give up between layers when this is not zero
@@ -254,6 +255,7 @@ template <class T> struct Adapter {
 // INT4: each 64 columns of a row are 32 bytes: column i is in the lower half of byte i, column 32 + i in the upper.
 enum class Format { PLAIN, INT8, INT4, FP8 };
 constexpr int GROUP = 32; // INT8's, and the least there is
+constexpr int FP8_GROUP = 128; // of FP8 activations; and the usual one of weights, of rows and of columns
 inline float half_to_float(uint16_t h); // quantized.h
 inline float e4m3_to_float(uint8_t x);
 BOTH inline uint8_t float_to_e4m3(float f);
@@ -504,6 +506,31 @@ template <class T, class Store> void product(const Linear<T>& W, const T* x, int
             acc<T> y = 0;
             for (int i = 0; i < W.in; i++) y += W.at(r, i) * to_acc(x[(size_t)n * W.in + i]);
             store(n, r, y);
+        }
+}
+
+// ---- round_activations: out = x, each number the nearest q 2^e, q an e4m3; e is the least with which none of FP8_GROUP
+// neighbours of a token is beyond 448. So each is a bf16. Of neighbours that are not all finite, all become NaN.
+template <class T>
+void round_activations(T* out,     // (N,in) out
+                       const T* x, // (N,in)
+                       int N, int in) {
+    #pragma omp parallel for schedule(static) if (N > 4)
+    for (int n = 0; n < N; n++)
+        for (int first = 0; first < in; first += FP8_GROUP) {
+            const size_t begin = (size_t)n * in + first, end = begin + std::min(FP8_GROUP, in - first);
+            bool finite = true;
+            float largest = 0;
+            for (size_t i = begin; i < end; i++) {
+                const float size = std::fabs((float)to_acc(x[i]));
+                finite &= size <= std::numeric_limits<float>::max(), largest = std::max(largest, size);
+            }
+            const int e = kv_exponent(finite ? largest : 0);
+            for (size_t i = begin; i < end; i++) {
+                const uint8_t q = float_to_e4m3((float)std::ldexp((float)to_acc(x[i]), -e));
+                out[i] = to_stored<T>(finite ? (acc<T>)std::ldexp(e4m3_to_float(q), e)
+                                             : std::numeric_limits<acc<T>>::quiet_NaN());
+            }
         }
 }
 
@@ -1566,6 +1593,8 @@ struct Gpu {
     int* attention_arrived = nullptr;
     bf16* unpacked = nullptr;    // of packed weights, a matrix at a time: see packed.h
     size_t unpacked_numbers = 0;
+    bf16* rounded = nullptr;     // what FP8 weights are multiplied by, with Context::fp8_activations
+    size_t rounded_numbers = 0;
     bf16* widened = nullptr;     // one layer's FP8 keys and values as bf16: see widen_pages_kernel
     size_t widened_numbers = 0;
 };
@@ -1669,6 +1698,15 @@ __device__ inline uint32_t pack(float first, float second) {
     return pair;
 }
 __device__ inline bf16 round_bf16(float x) { return {(uint16_t)pack(x, 0)}; }
+__device__ inline uint32_t pack_e4m3(float first, float second) { // the first in the lower byte; see float_to_e4m3
+#if __CUDA_ARCH__ >= 890
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+    return pair;
+#else
+    return float_to_e4m3(first) | (uint32_t)float_to_e4m3(second) << 8;
+#endif
+}
 
 // d += a b with a (16,16), b (16,8), d (16,8) spread over a warp: lane 4g + t holds of d rows g (d[0], d[1]) and
 // g + 8 (d[2], d[3]), columns 2t, 2t + 1; of a rows g (a0, a2) and g + 8 (a1, a3), pairs of columns 2t (a0, a1) and
@@ -1851,6 +1889,13 @@ __device__ __forceinline__ void wgmma(float (&d)[16][4], const uint32_t (&a)[4],
                "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
                "%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, add, 1, 1, 1; }"
                : F8(0), F8(8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_at), "r"((int)more) : "memory");
+}
+// d (64,128) = a (64,32) b (32,128) of e4m3, added to d if `more`: a step has 32 numbers, and as many bytes.
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[16][4], uint64_t a_at, uint64_t b_at, bool more) {
+    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
+               "%60,%61,%62,%63}, %64, %65, add, 1, 1; }"
+               : F8(0), F8(8) : "l"(a_at), "l"(b_at), "r"((int)more) : "memory");
 }
 #undef WGMMA
 #undef TEN
@@ -2492,6 +2537,10 @@ struct TileArgs {
     int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: as many as a row has
     bool early = false;   // few blocks: those of the next kernel may come beside them from the start
     int splits = 1;
+    // Of e4m3 operands (see multiply_groups), two of which then count as one number: W's scales of 128 rows by 128
+    // columns (., groups), x's of 128 numbers of a token (groups, pitch). What is past the end may be read.
+    const float *x_scale = nullptr, *W_scale = nullptr;
+    int pitch = 0;
     float* partial = nullptr;
     int* arrived = nullptr;
 };
@@ -3034,6 +3083,58 @@ __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], 
     done_with(before);
 }
 
+// The same of e4m3. A stage is a group of 128 numbers of `in`, and two e4m3 are to the copies one number of two bytes.
+// A wgmma of e4m3 keeps of its 32 products, and of the sum before, what is less than about 14 bits behind the largest
+// one's first, so what it makes of 128 rows of W and a group is added to the sums in float, times the scales of both
+// operands, which are asked for a stage ahead. Meanwhile the other warpgroup's wgmma is under way.
+template <class S, bool PAIR>
+__device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const HopperStages<S>& stages,
+                                                Ring<S::STAGES>& ring, const TileArgs& p,
+                                                const TilePlace<S, PAIR>& at) {
+    static_assert(S::ROWS % 128 == 0, "a wgmma has 128 rows");
+    const uint32_t my_x = threadIdx.x / 128 * (64 * STAGE_IN * 2);
+    const int groups = (p.in + STAGE_IN - 1) / STAGE_IN, last = ((PAIR ? 2 : 1) * p.out - 1) / 128;
+    // Each half of the tile's rows has one scale.
+    const int first = (PAIR ? at.r0 / 2 : at.r0) / 128, second = (PAIR ? p.out + at.r0 / 2 : at.r0 + S::ROWS / 2) / 128;
+    const float* const of_x = p.x_scale + at.token(0, 0);
+    const float *const of_w[2] = {p.W_scale + (size_t)first * groups, p.W_scale + (size_t)min(second, last) * groups};
+    float x[2], w[2]; // of this lane's two tokens, and of the halves
+    const auto load = [&](int step) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) x[i] = of_x[(size_t)step * p.pitch + i * 8], w[i] = of_w[i][step];
+    };
+    load(at.first);
+    #pragma unroll
+    for (int j = 0; j < S::NF * 4; j++) sum[0][j / 4][j % 4] = 0;
+    for (int step = at.first; step < at.last; step++, ring.next()) {
+        barrier_wait(stages.full(ring.stage), ring.parity);
+        float factor[2][2];
+        #pragma unroll
+        for (int f = 0; f < S::NF; f += 16) { // fragments of 128 rows
+            const uint32_t from_x = stages.x(ring.stage) + my_x, from_w = stages.w(ring.stage) + f * (8 * STAGE_IN * 2);
+            float part[1][16][4];
+            wgmma_begin();
+            #pragma unroll
+            for (int k = 0; k < 4; k++)
+                wgmma_e4m3(part[0], wgmma_operand(from_x + k * 32, 0), wgmma_operand(from_w + k * 32, 0), k);
+            wgmma_commit();
+            if (f == 0) {
+                #pragma unroll
+                for (int i = 0; i < 4; i++) factor[i / 2][i % 2] = x[i / 2] * w[i % 2];
+                if (step + 1 < at.last) load(step + 1);
+            }
+            wgmma_wait<0>();
+            wgmma_settle(part);
+            if (f + 16 == S::NF && threadIdx.x % 32 == 0) barrier_arrive(stages.empty(ring.stage));
+            #pragma unroll
+            for (int j = 0; j < 16; j++)
+                #pragma unroll
+                for (int e = 0; e < 4; e++)
+                    sum[0][f + j][e] = fmaf(part[0][j][e], factor[e / 2][2 * (f + j) / S::NF], sum[0][f + j][e]);
+        }
+    }
+}
+
 // The blocks of a cluster share a tile, and each has the sums of some of its steps. They leave them in shared memory,
 // at `shared` (stages that all have been used), where each block adds up some pieces of the tile in the order of
 // blocks. A piece: of the fragments that give a lane four columns, one of the two tokens. Consumers only.
@@ -3081,7 +3182,7 @@ __device__ __forceinline__ void finish_in_cluster(const float (&sum)[1][S::NF][4
     cluster_wait();
 }
 
-template <class S, bool X_COLS, bool W_COLS, class Epilogue>
+template <class S, bool X_COLS, bool W_COLS, bool E4M3, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ TileArgs p, int units, Epilogue epilogue) {
 #ifdef HAVE_WGMMA
@@ -3118,7 +3219,8 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
                 if (threadIdx.x % 32 == 0) barrier_arrive(stages.empty(ring.stage));
             }
             wgmma_settle(sum);
-        } else multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.last - at.first);
+        } else if constexpr (E4M3) multiply_groups(sum, stages, ring, p, at);
+        else multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.last - at.first);
         if (p.splits > 1) { // (then this is the block's only unit)
             finish_in_cluster<S>(sum, stages.shared, u % p.splits, p.splits, at, p.N, p.out, epilogue);
             return;
@@ -3132,7 +3234,7 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
 #endif
 }
 
-template <class S, bool X_COLS = false, bool W_COLS = false, class Epilogue>
+template <class S, bool X_COLS = false, bool W_COLS = false, bool E4M3 = false, class Epilogue>
 void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
     static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
     const int tiles = plan_tiles<S, X_COLS, W_COLS, Epilogue>(ctx, p), units = tiles * p.splits;
@@ -3160,8 +3262,8 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
         maps.more_W = map_w(p.more_W, p.more, W_COLS ? p.out : p.more);
     }
     const int blocks = p.splits > 1 ? units : std::min(units, S::BLOCKS * ctx.gpu->sms);
-    launch_clusters(ctx, ctx.gpu->overlap, p.splits, hopper_kernel<S, X_COLS, W_COLS, Epilogue>, blocks, S::THREADS,
-                    S::SHARED, maps, p, units, epilogue);
+    launch_clusters(ctx, ctx.gpu->overlap, p.splits, hopper_kernel<S, X_COLS, W_COLS, E4M3, Epilogue>, blocks,
+                    S::THREADS, S::SHARED, maps, p, units, epilogue);
 }
 
 // ---- The choice of a tile
@@ -3206,6 +3308,7 @@ using Hopper64x64Deep = HopperShape<64, 64, 12>; // few blocks, with room for mo
 struct HopperPlan {
     int shape = 0, splits = 1;
     double least = 1e30;
+    HopperPlan() = default;
     template <class S> void consider(int index, double step, int sms, int most, int N, int out, int in) {
         const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
         const bool small = S::TOKENS * S::ROWS == 64 * 64;
@@ -3498,7 +3601,10 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
         else stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, out}, epilogue);
         return;
     }
-    TileArgs p = {x, unpacked(ctx, W), N, W.in, out};
+    const bool rounds = ctx.fp8_activations && W.format == Format::FP8 && N > STREAM_TOKENS;
+    if constexpr (!std::is_same_v<Epilogue, StoreEpilogue<float>>) // (the head's, which comes with few tokens)
+        if (rounds && takes_e4m3(ctx, W)) return e4m3_product(ctx, epilogue, x, W, N);
+    TileArgs p = {rounds ? rounded(ctx, x, N, W.in) : x, unpacked(ctx, W), N, W.in, out};
     const AfterUnpacking order(ctx, W);
     p.early = N <= 128;
     if (a.rank) {
@@ -5090,6 +5196,7 @@ template <class T> struct GpuDraws {
         ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, 1, splits, c.H, c.D));
         ctx.gpu->attention_arrived = arena.take<int>(c.H);
         plan_widened(ctx, arena, c, (size_t)session.pages);
+        plan_rounded(ctx, arena, c, session.chunk);
         step.token = arena.take<int>(4 * ROWS), step.pos = step.token + ROWS, step.slot = step.pos + ROWS;
         seq = step.slot + ROWS;
         seen = arena.take<uint32_t>(c.V);

@@ -1146,6 +1146,7 @@ template <class T> struct Engine {
             (options.context - 1) / SPLIT + 1, config.H, config.D));
         ctx.gpu->attention_arrived = arena.take<int>(S * config.H);
         plan_widened(ctx, arena, config, (size_t)pages);
+        plan_rounded(ctx, arena, config, max_rows);
         slots = {arena.take<int>(S), arena.take<Draw>(S), arena.take<uint32_t>(S * V), arena.take<int>(S),
                  arena.take<int>(S * MAX_BIAS), arena.take<float>(S * MAX_BIAS), arena.take<int>(S)};
         drawn = arena.take<int>(S);
@@ -1568,6 +1569,7 @@ static std::string batch_depends(const Options& o, const ModelFile& file, const 
     if (documents) w.field("documents", documents->hash());
     w.field("dtype", o.dtype);
     if (o.ctx.kv_fp8) w.field("kv", "fp8");
+    if (o.ctx.fp8_activations) w.field("activations", "fp8");
     if (file.is_quantized() && stay_packed<bf16>(o)) w.field("packed", true);
     w.field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
     return w.field("system", o.system).end().text;

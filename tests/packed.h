@@ -1,13 +1,13 @@
 // Matrices of random numbers in every packed format. After common.h.
 #pragma once
 
-// INT4 in groups of 32, 64 or 128 with zero points or without, FP8 in blocks of 5 rows, or INT8.
+// INT4 in groups of 32, 64 or 128 with zero points or without, FP8 in blocks of `high` rows, or INT8.
 template <class T> struct PackedLinear : Linear<T> {
     std::vector<int8_t> all_q;
     std::vector<uint16_t> halves; // INT8: bf16
     std::vector<uint8_t> zeros;
     std::vector<float> floats;
-    PackedLinear(Random& random, Format format, int group, bool with_zeros, std::vector<int> blocks, int in) {
+    PackedLinear(Random& random, Format format, int group, bool with_zeros, std::vector<int> blocks, int in, int high = 5) {
         this->format = format, this->group = group, this->in = in;
         size_t rows = 0, at = 0;
         for (int r : blocks) rows += (size_t)r;
@@ -23,9 +23,9 @@ template <class T> struct PackedLinear : Linear<T> {
             floats.push_back(random.below(20) ? s : 0);
             zeros.push_back((uint8_t)random.below(16));
         }
-        if (format == Format::FP8) this->group_rows = 5;
+        if (format == Format::FP8) this->group_rows = high;
         for (size_t b = 0; b < blocks.size(); b++) {
-            const size_t g = format == Format::FP8 ? (at + 4) / 5 * groups : at * groups;
+            const size_t g = format == Format::FP8 ? (at + (size_t)high - 1) / (size_t)high * groups : at * groups;
             this->q[b] = all_q.data() + at * this->row_bytes();
             this->scale[b] = format == Format::FP8 ? (const void*)(floats.data() + g) : halves.data() + g;
             if (with_zeros) this->zero[b] = zeros.data() + g;

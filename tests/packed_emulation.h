@@ -29,6 +29,9 @@ static void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4&
     mma(d, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
     mma(d, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
 }
+static uint32_t pack_e4m3(float first, float second) {
+    return float_to_e4m3(first) | (uint32_t)float_to_e4m3(second) << 8;
+}
 static void wait_for_previous() {}
 static void let_next_start() {}
 #define PACKED_UNROLL

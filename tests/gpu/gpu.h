@@ -82,8 +82,8 @@ struct PackedMatrix {
     Device<bf16> copy, scratch;
     Linear<bf16> plain, plain_device, device;
     Arena arena;
-    PackedMatrix(Random& random, const PackedKind& kind, std::vector<int> rows, int in, size_t numbers)
-        : host(random, kind.format, kind.group, kind.zeros, rows, in), rounded(numbers_of(host)), copy(rounded),
+    PackedMatrix(Random& random, const PackedKind& kind, std::vector<int> rows, int in, size_t numbers, int high = 5)
+        : host(random, kind.format, kind.group, kind.zeros, rows, in, high), rounded(numbers_of(host)), copy(rounded),
           scratch(numbers), device(host) {
         plain.in = plain_device.in = in;
         for (int b = 0; b < 3 && host.rows[b]; b++) {

@@ -236,6 +236,90 @@ TEST_CASE("packed weights, many tokens: unpacked they are W.at rounded, and forw
         }
 }
 
+// How far x W^T may be off if Hopper's tensor cores multiply e4m3. They add 32 products at once to the sum of those
+// before in the group: all are aligned to the largest, and what is more than about 13 bits behind its first is cut off,
+// in the result too. So each of these 34 numbers is off by at most 2^-13 of the largest. (What is cut off has either
+// sign: errors come to a tenth of this, but a wrong number or scale to several times as much.) Groups' sums are float.
+static std::vector<double> e4m3_bounds(const WideLinear& W, const std::vector<double>& x, int N) {
+    const int R = W.out(), K = W.in;
+    std::vector<double> bounds((size_t)N * R);
+    #pragma omp parallel for
+    for (int n = 0; n < N; n++)
+        for (int r = 0; r < R; r++) {
+            double bound = 0, sum = 0, all = 0;
+            for (int i = 0; i < K;) {
+                if (i % FP8_GROUP == 0) sum = 0;
+                double largest = std::fabs(sum);
+                for (const int end = std::min(i + 32, K); i < end; i++) {
+                    const double term = x[(size_t)n * K + i] * W.all[(size_t)r * K + i];
+                    sum += term, all += std::fabs(term), largest = std::max(largest, std::fabs(term));
+                }
+                bound += 34 * 0x1p-13 * std::max(largest, std::fabs(sum));
+            }
+            bounds[(size_t)n * R + r] = bound + sum_error<float>(all);
+        }
+    return bounds;
+}
+TEST_CASE("FP8 activations: rounded as defined; products of e4m3 are those of the rounded numbers, with every epilogue") {
+    Random random{24};
+    Scratchpad pad;
+    pad.ctx.fp8_activations = true;
+    const PackedKind kind = {Format::FP8, 128, false};
+    const std::tuple<std::vector<int>, int, int> shapes[] = {
+        {{128}, 128, 128}, {{256, 128, 72}, 1040, 128}, {{384, 384}, 656, 128}, {{1408}, 272, 128}, {{136}, 1096, 128}, {{136, 136}, 400, 5}};
+    for (const auto& [blocks, in, high] : shapes) {
+        const int R = std::accumulate(blocks.begin(), blocks.end(), 0), K = in;
+        PackedMatrix W(random, kind, blocks, K, (size_t)R * K, high);
+        W.use(pad.ctx);
+        const bool e4m3 = takes_e4m3(pad.ctx, W.device);
+        CHECK(e4m3 == (pad.ctx.gpu->hopper && high == 128 && K % 16 == 0));
+        for (int N : {17, 129, 300}) {
+            INFO("N " << N << " R " << R << " K " << K);
+            const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
+            std::vector<bf16> exact(x.size());
+            round_activations(exact.data(), x.data(), N, K);
+            Device<bf16> scratch((size_t)(N + 127) / 128 * 128 * K), dx(x), out((size_t)N * R), again((size_t)N * R);
+            pad.ctx.gpu->rounded = scratch, pad.ctx.gpu->rounded_numbers = scratch.n;
+            rounded(pad.ctx, dx, N, K);
+            std::vector<bf16> got = scratch.get();
+            got.resize(exact.size());
+            CHECK(same_bits(got, exact));
+            const WideLinear wide(W.host);
+            const std::vector<double> y = wide(as_double(exact), N);
+            std::vector<double> off = WideLinear(W.host, true)(magnitudes(exact), N);
+            for (double& v : off) v *= 0x1p-8; // W is rounded
+            if (e4m3) off = e4m3_bounds(wide, as_double(exact), N);
+            linear_gpu(pad.ctx, out, dx, W.device, N);
+            CHECK(wrong(out.get(), y, [&](size_t i) { return rounding<bf16>(y[i]) + off[i]; }) == 0);
+            linear_gpu(pad.ctx, again, dx, W.device, N);
+            CHECK(same_bits(out.get(), again.get()));
+            const std::vector<float> residual = random.fill<float>((size_t)N * R);
+            Device<float> dresidual(residual), sum((size_t)N * R);
+            linear_add_gpu(pad.ctx, sum, dresidual, dx, W.device, N);
+            std::vector<double> added = y;
+            for (size_t i = 0; i < added.size(); i++) added[i] += residual[i];
+            CHECK(wrong(sum.get(), added, [&](size_t i) { return rounding<float>(added[i]) + off[i]; }) == 0);
+            if (blocks.size() != 2) continue;
+            const int F = blocks[0];
+            Device<bf16> hidden((size_t)N * F), gate_up((size_t)N * R);
+            product_gpu(pad.ctx, SwigluEpilogue(hidden, gate_up, F), dx, W.device, N);
+            CHECK(wrong(gate_up.get(), y, [&](size_t i) { return rounding<bf16>(y[i]) + off[i]; }) == 0);
+            std::vector<bf16> want((size_t)N * F);
+            const std::vector<bf16> both = gate_up.get();
+            swiglu_cpu(cpu(), want.data(), both.data(), N, F);
+            CHECK(differences(hidden.get(), want, 1) == 0);
+        }
+        const Device<bf16> few(random.fill<bf16>((size_t)16 * K)); // of so few nothing is rounded
+        Device<bf16> a((size_t)16 * R), b((size_t)16 * R);
+        linear_gpu(pad.ctx, a, few, W.device, 16);
+        packed_product(pad.ctx, StoreEpilogue<bf16>(b, R), few, nullptr, W.device, 16);
+        CHECK(same_bits(a.get(), b.get()));
+    }
+    ModelOptions o;
+    o.device = "cuda", o.packed = true, o.activations = "fp8";
+    CHECK(choose_device(o, Golden("quantized/fp8").file).fp8_activations);
+}
+
 TEST_CASE("packed weights, a head larger than the scratch: logits, losses and gradients are those of a bf16 head; the embedding is W.at") {
     Random random{23};
     Scratchpad pad;

@@ -198,6 +198,41 @@ TEST_CASE_TEMPLATE("products: linear, linear_add, head", T, bf16, float, double)
     }
 }
 
+TEST_CASE_TEMPLATE("round_activations: the nearest e4m3 of all, by the least power of two that reaches the largest", T, bf16, float, double) {
+    Random random{15};
+    const int N = 40, in = 200;
+    std::vector<T> x((size_t)N * in), y(x.size());
+    for (auto& v : x) v = to_stored<T>((acc<T>)std::ldexp(random.uniform() - 0.5, random.below(30) - 15));
+    for (int i = 0; i < in; i++) x[(size_t)i] = to_stored<T>(0);
+    x[(size_t)in] = to_stored<T>(448), x[(size_t)2 * in] = to_stored<T>(450); // 450: by 2
+    for (int i = 1; i < 128; i++) x[(size_t)in + i] = x[(size_t)2 * in + i] = to_stored<T>((acc<T>)i);
+    x[(size_t)3 * in + 130] = to_stored<T>(std::numeric_limits<acc<T>>::infinity());
+    x[(size_t)4 * in] = to_stored<T>(std::numeric_limits<acc<T>>::quiet_NaN());
+    round_activations(y.data(), x.data(), N, in);
+    int wrong = 0;
+    for (int n = 0; n < N; n++)
+        for (int first : {0, 128}) {
+            const int last = std::min(first + 128, in);
+            double largest = 0, power = std::ldexp(1, -100);
+            bool finite = true;
+            for (int i = first; i < last; i++) {
+                const double v = (double)to_acc(x[(size_t)n * in + i]);
+                finite &= std::isfinite(v), largest = std::max(largest, std::fabs(v));
+            }
+            while (finite && largest / power > 448) power *= 2;
+            for (int i = first; i < last; i++) {
+                const double v = (double)to_acc(x[(size_t)n * in + i]), got = (double)to_acc(y[(size_t)n * in + i]);
+                double least = 1e300;
+                for (int code = 0; code < 256 && finite; code++)
+                    if ((code & 127) != 127) least = std::min(least, std::fabs(e4m3_to_float((uint8_t)code) * power - v));
+                wrong += finite ? !(std::fabs(got - v) <= least * (1 + 1e-6)) || std::signbit(got) != std::signbit(v) : !std::isnan(got);
+            }
+        }
+    CHECK(wrong == 0);
+    CHECK(to_acc(y[(size_t)in + 1]) == 1); // a power of 1 has all of 1 .. 16
+    CHECK(to_acc(y[(size_t)in + 17]) == 16); // a tie: to the even code
+}
+
 TEST_CASE_TEMPLATE("a product's row has the same bits alone and in any batch, on any number of threads", T, bf16, float, double) {
     Random random{4};
     for (int in : {96, 137}) on_every_instruction_set([&] {

@@ -170,3 +170,35 @@ TEST_CASE("unpacked for many tokens, and embedded: the bits of W.at, of any part
                 for (int i = 0; i < in; i++) REQUIRE(x[(size_t)n * in + i] == (n == 2 ? 7 : host.at(token[(size_t)n], i)));
         }
 }
+
+TEST_CASE("round_kernel: activations have the bits of round_activations, as bf16 and as e4m3 with scales") {
+    Random random{83};
+    for (int in : {8, 128, 200, 392})
+        for (int N : {1, 5, 33}) {
+            std::vector<bf16> x = random_x(random, (size_t)N * in), want(x.size());
+            for (int i = 0; i < in; i++) x[(size_t)i].bits &= 0x8000; // zeros
+            if (N > 2) x[(size_t)in + 3] = {0x7f80}, x[(size_t)2 * in + 7] = {0x7fc0};
+            for (int i = 0; i < in && N > 4; i++)
+                x[(size_t)3 * in + i] = {(uint16_t)random.below(300)}, x[(size_t)4 * in + i] = {(uint16_t)(0x7f7f - random.below(900))};
+            round_activations(want.data(), x.data(), N, in);
+            const int groups = (in + 127) / 128, pitch = N + 3;
+            std::vector<bf16> rounded(x.size() + 8, bf16{0x7fc1});
+            std::vector<uint8_t> q(x.size() + 8, 0xaa);
+            std::vector<float> scale((size_t)groups * pitch, -1);
+            const unsigned blocks = (unsigned)(N * groups + 15) / 16;
+            launch(dim3(blocks), dim3(256), [&] { round_kernel<false>(rounded.data(), nullptr, nullptr, x.data(), N, in, 0); });
+            launch(dim3(blocks), dim3(256), [&] { round_kernel<true>(nullptr, q.data(), scale.data(), x.data(), N, in, pitch); });
+            int wrong = 0;
+            for (int n = 0; n < N; n++)
+                for (int i = 0; i < in; i++) {
+                    const size_t at = (size_t)n * in + i;
+                    const float a = to_acc(rounded[at]), w = to_acc(want[at]), b = e4m3_to_float(q[at]) * scale[(size_t)(i / 128) * pitch + n];
+                    wrong += std::isnan(w) ? !std::isnan(a) || !std::isnan(b) : rounded[at].bits != want[at].bits || to_bf16(b).bits != want[at].bits;
+                }
+            CAPTURE(in);
+            CAPTURE(N);
+            CHECK(wrong == 0);
+            for (size_t i = x.size(); i < q.size(); i++) CHECK((q[i] == 0xaa && rounded[i].bits == 0x7fc1)); // nothing past the end
+            for (int g = 0; g < groups; g++) CHECK(scale[(size_t)g * pitch + N] == -1);
+        }
+}

@@ -348,6 +348,18 @@ static const char* quantizer() {
 static const std::string TINY = "data/tiny/model.bin", TINY_TOKENIZER = "data/tiny/tokenizer.bin";
 static Result run_qwen3(Strings arguments) { return Process(quantizer(), arguments).wait(); }
 
+TEST_CASE("--activations fp8 is refused where it means nothing") {
+    const std::string fp8 = "tests/fixtures/quantized/fp8";
+    const auto refused = [](Strings arguments, const char* word) {
+        check_refusal(run_qwen3(arguments + Strings{"--activations", "fp8", "--ids", "1"}), "qwen3", word);
+    };
+    refused({TINY, "--packed"}, "no FP8 weights");
+    refused({fp8}, "--packed");
+    refused({fp8, "--packed", "--dtype", "bf16"}, "--dtype");
+    refused({fp8, "--packed", "--invariant"}, "--invariant");
+    refused({fp8, "--packed", "-d", "cpu"}, "for a GPU");
+}
+
 TEST_CASE("--quantize: files that open again, packed and not, with the numbers that were chosen") {
     const Scratch s;
     for (std::string how : {"int4", "int8", "fp8"}) {
