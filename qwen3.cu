@@ -1184,10 +1184,11 @@ void rmsnorm_backward(acc<T>* dx,      // (N,C) +=
 }
 
 // ---- linear: y = x W^T + sum_j s h_j B_j^T,  h_j = drop_j(x) A_j^T; the second part is the adapter's, if there is one
-// dh_j = dy (s B_j),  dx = sum_j drop_j(dh_j A_j) + dy W
+// dh_j = dy (s B_j),  dB_j += s dy^T h_j,  dx = sum_j drop_j(dh_j A_j) + dy W
 template <class T>
 void linear_backward_input(T* dx,       // (N, W.in) out
                            T* dh,       // (N, m * rank) out
+                           acc<T>* dB,  // (W.out, m * rank) +=, where module and row belong together
                            const T* dy, // (N, W.out)
                            const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
@@ -1213,6 +1214,12 @@ void linear_backward_input(T* dx,       // (N, W.in) out
             dx[n * in + i] = to_stored<T>(sum);
         }
     }
+    for (int j = 0; j < a.modules; j++)
+        #pragma omp parallel for schedule(static)
+        for (int r = W.first_row(a.block[j]); r < W.first_row(a.block[j]) + W.rows[a.block[j]]; r++)
+            for (int i = j * a.rank; i < (j + 1) * a.rank; i++)
+                for (int n = 0; n < N; n++)
+                    dB[r * width + i] += a.s * to_acc(dy[n * out + r]) * to_acc(a.h[n * width + i]);
 }
 
 // dW += dy^T x
@@ -1229,27 +1236,19 @@ void linear_backward_weight(acc<T>* dW,  // (out,in) +=
                 dW[(size_t)r * in + i] += to_acc(dy[n * ld + r]) * to_acc(x[(size_t)n * in + i]);
 }
 
-// dA_j += dh_j^T drop_j(x),  dB_j += s dy^T h_j
+// dA_j += dh_j^T drop_j(x)
 template <class T>
 void lora_backward_weight(acc<T>* dA,  // (m * rank, W.in) +=
-                          acc<T>* dB,  // (W.out, m * rank) +=, where module and row belong together
                           const T* dh, // (N, m * rank)
-                          const T* dy, // (N, W.out)
                           const T* x,  // (N, W.in)
                           const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
-    const size_t in = W.in, out = W.out(), width = a.width();
-    for (int j = 0; j < a.modules; j++) {
-        const int first = W.first_row(a.block[j]), end = first + W.rows[a.block[j]];
+    const size_t in = W.in, width = a.width();
+    for (int j = 0; j < a.modules; j++)
         #pragma omp parallel for schedule(static)
-        for (int i = j * a.rank; i < (j + 1) * a.rank; i++) {
+        for (int i = j * a.rank; i < (j + 1) * a.rank; i++)
             for (int k = 0; k < W.in; k++)
                 for (int n = 0; n < N; n++) dA[i * in + k] += to_acc(dh[n * width + i]) * dropped(x, W, j, n, k);
-            for (int r = first; r < end; r++)
-                for (int n = 0; n < N; n++)
-                    dB[r * width + i] += a.s * to_acc(dy[n * out + r]) * to_acc(a.h[n * width + i]);
-        }
-    }
 }
 
 // ---- swiglu: out = silu(gate) * up, silu(g) = g sigma(g), sigma(g) = 1 / (1 + e^-g)
@@ -1269,6 +1268,20 @@ void swiglu_backward(T* dgate_up,      // (N,2F) out
             dgate_up[gate] = to_stored<T>(d * u * sigma * (1 + g * (1 - sigma)));
             dgate_up[up] = to_stored<T>(d * g * sigma);
         }
+}
+
+// ---- y = out W^T of that out: both
+template <class T>
+void linear_backward_swiglu(T* dgate_up,      // (N,2F) out
+                            T* hidden,        // (N,F) out
+                            T* dhidden,       // (N,F) scratch; on a GPU it may be null
+                            T* dh,            // (N, m * rank) out
+                            acc<T>* dB,       // (W.out, m * rank) +=
+                            const T* dy,      // (N, W.out)
+                            const T* gate_up, // (N,2F)
+                            const Linear<T>& W, int N) {
+    linear_backward_input(dhidden, dh, dB, dy, W, N);
+    swiglu_backward(dgate_up, hidden, dhidden, gate_up, N, W.in);
 }
 
 // ---- attention_backward:  attention(out, lse, q, keys, values)
@@ -1447,7 +1460,7 @@ template <class T> struct Flow {
     T* attention;    // (N,HD)
     acc<T>* delta;   // (N,H) scratch of attention's
     T* gate_up;      // (N,2F)
-    T* hidden;       // (N,F)
+    T* hidden;       // (N,F); null on a GPU
     T* h;            // (N, 3 rank) of a product's adapter
     acc<T>* logits;  // (head_rows,V), then their gradient; of a GPU half as long: see head_loss_gpu
     acc<T>* parts;   // scratch of head_loss
@@ -1462,7 +1475,7 @@ template <class T> struct Flow {
         attention = arena.take<T>((size_t)N * c.H * c.D);
         delta = arena.take<acc<T>>((size_t)N * c.H);
         gate_up = arena.take<T>((size_t)N * 2 * c.F);
-        hidden = arena.take<T>((size_t)N * c.F);
+        hidden = gpu ? nullptr : arena.take<T>((size_t)N * c.F);
         h = arena.take<T>((size_t)N * 3 * rank);
         head_rows = rows;
         logits = (acc<T>*)arena.take<uint8_t>((size_t)rows * c.V * (gpu ? sizeof(T) : sizeof(acc<T>)));
@@ -1502,10 +1515,12 @@ template <class T>
 void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, Flow<T>& d,
               const Gradients<T>& g, KVCache<T>& kv, const acc<T>* rope) {
     const int N = b.N, C = c.C, H = c.H, K = c.K, D = c.D;
-    auto through = [&](T* dx, const T* dy, const Linear<T>& W) { RUN(linear_backward_input, dx, d.h, dy, W, N); };
+    auto through = [&](T* dx, const typename Gradients<T>::OfLinear& to, const T* dy, const Linear<T>& W) {
+        RUN(linear_backward_input, dx, d.h, to.B, dy, W, N);
+    };
     auto weights = [&](const typename Gradients<T>::OfLinear& to, const T* dy, const T* x, const Linear<T>& W) {
         if (to.W) RUN(linear_backward_weight, to.W, dy, (size_t)W.out(), x, N, W.out(), W.in);
-        if (W.adapter.rank) RUN(lora_backward_weight, to.A, to.B, d.h, dy, x, W, N); // d.h is from `through`
+        if (W.adapter.rank) RUN(lora_backward_weight, to.A, d.h, x, W, N); // d.h is from `through`
     };
     T* const none = nullptr;
     clear(ctx, d.x, (size_t)N * C);
@@ -1517,20 +1532,19 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
         if (a.recompute) layer_forward(ctx, c, layer, b, s, keys, values, rope);
         // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T
-        through(d.hidden, d.y, layer.down);
-        RUN(swiglu_backward, d.gate_up, s.hidden, d.hidden, s.gate_up, N, c.F);
+        RUN(linear_backward_swiglu, d.gate_up, s.hidden, d.hidden, d.h, to.down.B, d.y, s.gate_up, layer.down, N);
         weights(to.down, d.y, s.hidden, layer.down);
-        through(d.normed, d.gate_up, layer.gate_up);
+        through(d.normed, to.gate_up, d.gate_up, layer.gate_up);
         RUN(rmsnorm_backward, d.x, d.y, s.norm2, to.norm2, d.normed, s.mid, layer.norm2, N, C, c.eps);
         weights(to.gate_up, d.gate_up, s.norm2, layer.gate_up);
         // mid = in + attention o^T, attention = attend(qkv), qkv = norm1(in) W^T
-        through(d.attention, d.y, layer.o);
+        through(d.attention, to.o, d.y, layer.o);
         weights(to.o, d.y, s.attention, layer.o);
         RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
         RUN(attention_backward, d.qkv, d.attention, s.q, keys, values, s.attention, s.lse, b, H, K, D, d.delta);
         RUN(qknorm_rope_backward, d.qkv, to.q_norm, to.k_norm, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D,
             c.eps);
-        through(d.normed, d.qkv, layer.qkv);
+        through(d.normed, to.qkv, d.qkv, layer.qkv);
         RUN(rmsnorm_backward, d.x, d.y, s.norm1, to.norm1, d.normed, s.in, layer.norm1, N, C, c.eps);
         weights(to.qkv, d.qkv, s.norm1, layer.qkv);
         if (g.done) g.done(l);
@@ -1661,6 +1675,9 @@ __device__ inline uint4 load_stream(const void* p, bool there = true) {
     return v;
 }
 
+// The line of 128 bytes that p is in, into the L2 cache.
+__device__ inline void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // Two neighbours: the first is in the lower half.
 __device__ inline float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
@@ -1775,12 +1792,13 @@ __device__ inline float2 read_block(uint32_t address, int rank) {
     return v;
 }
 // The map of an array of 2 to 4 dimensions, the first of them contiguous: of each its size, how many numbers lie from
-// one to the next (the first: 1), and how many a box has, of the first 64.
+// one to the next (the first: 1), and how many a box has, of the first 64 or 32: rows of 128 or 64 bytes, so swizzled.
 struct Dimension {
     size_t size, step;
     int box;
 };
 inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension> dimensions) {
+    const auto swizzle = dimensions.begin()->box == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
     static const auto encode = [] {
         void* f = nullptr;
         cudaDriverEntryPointQueryResult found;
@@ -1797,7 +1815,7 @@ inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension
     for (const Dimension& d : dimensions) size[n] = d.size, bytes[n] = d.step * sizeof(bf16), box[n++] = d.box;
     CUtensorMap map;
     if (encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, n, (void*)array, size, bytes + 1, box, step,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
         DIE("the GPU's driver has no map for an array of %zu x %zu", (size_t)size[1], (size_t)size[0]);
     return map;
@@ -1820,6 +1838,11 @@ __device__ inline uint64_t wgmma_operand(uint32_t shared, int panel, int group =
     const uint64_t at = shared >> 4 & 0x3fff, lbo = panel >> 4, sbo = group >> 4, swizzle = 1;
     return at | lbo << 16 | sbo << 32 | swizzle << 62;
 }
+// Of 64 bytes a row in the 64-byte swizzle (chunk c of row r lies in place c ^ r / 2 % 4), transposed, 32 columns.
+__device__ inline uint64_t wgmma_narrow_operand(uint32_t shared) {
+    const uint64_t at = shared >> 4 & 0x3fff, sbo = 512 >> 4, swizzle = 2;
+    return at | sbo << 32 | swizzle << 62;
+}
 // d (64,N) = a (64,16) b (16,N), added to d if `add`. Warp w of the four has rows 16 w .. 16 w + 15, each lane what mma
 // gives it; d[j] is of columns 8 j .. 8 j + 7. It reads shared memory and runs on after the instruction: "memory" keeps
 // the compiler from moving stores to shared memory past it, wgmma_settle from using d too early.
@@ -1833,7 +1856,9 @@ __device__ inline uint64_t wgmma_operand(uint32_t shared, int panel, int group =
                : __VA_ARGS__ : "l"(a_at), "l"(b_at), "r"((int)more), "n"((int)A_COLS), "n"((int)B_COLS) : "memory")
 template <int N, bool A_COLS, bool B_COLS>
 __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], uint64_t a_at, uint64_t b_at, bool more) {
-    if constexpr (N == 64)
+    if constexpr (N == 32)
+        WGMMA("32", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", "%19", "%20", F1(0), F1(1), F1(2), F1(3));
+    else if constexpr (N == 64)
         WGMMA("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", "%35", "%36", F8(0));
     else if constexpr (N == 128)
         WGMMA("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68",
@@ -2193,6 +2218,7 @@ struct Epilogue {
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
     static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
     static constexpr bool PARTS = false;         // ... and make what a softmax needs of each 64 rows
+    static constexpr bool AHEAD = false;         // ... and ask a tile's `ahead` before it is multiplied
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
 
     // stream_kernel: all threads, once, after wait_for_previous; a barrier follows before any `one`.
@@ -2203,6 +2229,8 @@ struct Epilogue {
     // that will hand them over; n and r are not past the end.
     __device__ float old(int /* n */, int /* r */) const { return 0; }
     __device__ float4 old_four(int /* n */, int /* r */) const { return {}; }
+    // With AHEAD: fetches what old_four will read of token n and rows r .. r + 63 into the L2 cache.
+    __device__ void ahead(int /* n */, int /* r */) const {}
     // With MASKS: each `rank` of the further columns are a module's, whose sums are multiplied by `scale` where `masks`
     // keeps them (r being its number), else left out. The columns come after all others then (TileArgs::more_last).
     static constexpr DropoutMasks masks = {nullptr, 0, 0};
@@ -2732,7 +2760,15 @@ __device__ __forceinline__ void prefetch_masks(const Place& at, const TileArgs& 
         const int n = at.n0 + i % LINES * LINE, r64 = at.r0 / 64 + i / LINES % (S::ROWS / 64);
         const int module = i / LINES / (S::ROWS / 64);
         if (n < p.N && r64 < epilogue.masks.sixty_fours)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(epilogue.masks.at(module, r64, n)));
+            prefetch_line(epilogue.masks.at(module, r64, n));
+    }
+}
+
+template <class S, class Place, class Epilogue>
+__device__ __forceinline__ void prefetch_old(const Place& at, const TileArgs& p, const Epilogue& epilogue) {
+    for (int i = threadIdx.x; i < S::TOKENS * (S::ROWS / 64); i += S::CONSUMERS) {
+        const int n = at.n0 + i / (S::ROWS / 64), r = at.r0 + i % (S::ROWS / 64) * 64;
+        if (n < p.N && r < p.out) epilogue.ahead(n, r);
     }
 }
 
@@ -2860,6 +2896,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
     }
     float sum[S::MF][S::NF][4] = {};
     if constexpr (Epilogue::MASKS) prefetch_masks<S>(at, p, epilogue);
+    if constexpr (Epilogue::AHEAD) prefetch_old<S>(at, p, epilogue);
     walk_steps(stages, at.first, Epilogue::MASKS ? min(at.last, at.first_more) : at.last,
                [&](uint32_t x, uint32_t w) { multiply_stage<S, X_COLS, W_COLS>(sum, x, w); });
     if constexpr (Epilogue::MASKS) {
@@ -3109,6 +3146,7 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     for (int u = blockIdx.x; u < units; u += gridDim.x) {
         const TilePlace<S, Epilogue::PAIR> at(p, u / p.splits, u % p.splits);
         float sum[1][S::NF][4];
+        if constexpr (Epilogue::AHEAD) prefetch_old<S>(at, p, epilogue);
         if constexpr (Epilogue::MASKS) { // (then there are no splits)
             prefetch_masks<S>(at, p, epilogue);
             multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.first_more);
