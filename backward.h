@@ -372,7 +372,7 @@ struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input where x was
 
 // linear_backward_swiglu: a sum is dhidden's; `second` is what gate_up has there, as bits.
 template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
-    static constexpr bool ADDS = true, AHEAD = true, MASKS = DROPS;
+    static constexpr bool ADDS = true, MASKS = DROPS;
     bf16 *dgate_up, *hidden; // (N,2F), (N,F)
     const bf16* gate_up;     // (N,2F)
     size_t F;
@@ -382,9 +382,6 @@ template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
     SwigluBackwardEpilogue(bf16* dgate_up, bf16* hidden, const bf16* gate_up, size_t F, const LoraArgs& lora)
         : dgate_up(dgate_up), hidden(hidden), gate_up(gate_up), F(F), masks(lora.kept), rank(lora.rank),
           scale(lora.scale) {}
-    __device__ void ahead(int n, int f) const {
-        prefetch_line(gate_up + n * 2 * F + f), prefetch_line(gate_up + (n * 2 + 1) * F + f);
-    }
     __device__ float4 old_four(int n, int f) const {
         const float2 g = *(const float2*)(gate_up + n * 2 * F + f), u = *(const float2*)(gate_up + (n * 2 + 1) * F + f);
         return make_float4(g.x, g.y, u.x, u.y);

@@ -1675,9 +1675,6 @@ __device__ inline uint4 load_stream(const void* p, bool there = true) {
     return v;
 }
 
-// The line of 128 bytes that p is in, into the L2 cache.
-__device__ inline void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // Two neighbours: the first is in the lower half.
 __device__ inline float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
@@ -2218,7 +2215,6 @@ struct Epilogue {
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
     static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
     static constexpr bool PARTS = false;         // ... and make what a softmax needs of each 64 rows
-    static constexpr bool AHEAD = false;         // ... and ask a tile's `ahead` before it is multiplied
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
 
     // stream_kernel: all threads, once, after wait_for_previous; a barrier follows before any `one`.
@@ -2229,8 +2225,6 @@ struct Epilogue {
     // that will hand them over; n and r are not past the end.
     __device__ float old(int /* n */, int /* r */) const { return 0; }
     __device__ float4 old_four(int /* n */, int /* r */) const { return {}; }
-    // With AHEAD: fetches what old_four will read of token n and rows r .. r + 63 into the L2 cache.
-    __device__ void ahead(int /* n */, int /* r */) const {}
     // With MASKS: each `rank` of the further columns are a module's, whose sums are multiplied by `scale` where `masks`
     // keeps them (r being its number), else left out. The columns come after all others then (TileArgs::more_last).
     static constexpr DropoutMasks masks = {nullptr, 0, 0};
@@ -2760,15 +2754,7 @@ __device__ __forceinline__ void prefetch_masks(const Place& at, const TileArgs& 
         const int n = at.n0 + i % LINES * LINE, r64 = at.r0 / 64 + i / LINES % (S::ROWS / 64);
         const int module = i / LINES / (S::ROWS / 64);
         if (n < p.N && r64 < epilogue.masks.sixty_fours)
-            prefetch_line(epilogue.masks.at(module, r64, n));
-    }
-}
-
-template <class S, class Place, class Epilogue>
-__device__ __forceinline__ void prefetch_old(const Place& at, const TileArgs& p, const Epilogue& epilogue) {
-    for (int i = threadIdx.x; i < S::TOKENS * (S::ROWS / 64); i += S::CONSUMERS) {
-        const int n = at.n0 + i / (S::ROWS / 64), r = at.r0 + i % (S::ROWS / 64) * 64;
-        if (n < p.N && r < p.out) epilogue.ahead(n, r);
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(epilogue.masks.at(module, r64, n)));
     }
 }
 
@@ -2896,7 +2882,6 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
     }
     float sum[S::MF][S::NF][4] = {};
     if constexpr (Epilogue::MASKS) prefetch_masks<S>(at, p, epilogue);
-    if constexpr (Epilogue::AHEAD) prefetch_old<S>(at, p, epilogue);
     walk_steps(stages, at.first, Epilogue::MASKS ? min(at.last, at.first_more) : at.last,
                [&](uint32_t x, uint32_t w) { multiply_stage<S, X_COLS, W_COLS>(sum, x, w); });
     if constexpr (Epilogue::MASKS) {
@@ -3146,7 +3131,6 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     for (int u = blockIdx.x; u < units; u += gridDim.x) {
         const TilePlace<S, Epilogue::PAIR> at(p, u / p.splits, u % p.splits);
         float sum[1][S::NF][4];
-        if constexpr (Epilogue::AHEAD) prefetch_old<S>(at, p, epilogue);
         if constexpr (Epilogue::MASKS) { // (then there are no splits)
             prefetch_masks<S>(at, p, epilogue);
             multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.first_more);
