@@ -628,7 +628,8 @@ __global__ void __launch_bounds__(256) lora_up_sums_kernel(const __grid_constant
 // lora_backward_weight: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, groups / GROUPS, splits of the
 // tokens), 8 warps. A block owns 32 GROUPS rows of the A by 128 columns, a warp 16 of the columns; 64 tokens at a time
 // pass through a ring in shared memory: x, dh, and what was kept. A warp masks its x in registers, once for each
-// module. The blocks that share a tile add their sums as tile_kernel's do. Bound by the memory's speed.
+// module. The splits' sums are added in order by lora_weight_sums_kernel: many blocks can, faster than the last of a
+// tile's. Bound by the memory's speed.
 template <int GROUPS> struct LoraWeightShape {
     static constexpr int STAGES = 3, X_BYTES = 64 * 256;       // rows of 256 bytes, swizzled
     static constexpr int H_ROW = GROUPS * 64 + 16;             // eight rows of dh begin in different banks
@@ -637,9 +638,20 @@ template <int GROUPS> struct LoraWeightShape {
     static constexpr int STAGE_BYTES = KEPT_AT + GROUPS * KEPT_BYTES;
     static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES, TILE_BYTES = GROUPS * 32 * 128 * sizeof(float);
 };
+// Two neighbours of fragment f of a thread's sums, f = 4 group + 2 (16 rows) + (8 columns), are added to dA.
+__device__ __forceinline__ void add_to_dA(float* dA, const LoraArgs& p, int first, int c0, int f, int thread, int half,
+                                          float2 sum) {
+    const int j = p.module_of(first + f / 4), g = thread % 32 / 4, t = thread % 4;
+    const int r = p.first_row(first + f / 4) + f / 2 % 2 * 16 + half * 8 + g;
+    const int c = c0 + thread / 32 * 16 + f % 2 * 8 + 2 * t;
+    if (j >= p.modules || r >= p.rank || c >= p.in) return;
+    float2* to = (float2*)(dA + (size_t)(j * p.rank + r) * p.in + c);
+    const float2 old = *to;
+    *to = make_float2(fmaf(p.scale, sum.x, old.x), fmaf(p.scale, sum.y, old.y));
+}
 template <int GROUPS>
 __global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf16* dh, const bf16* x, LoraArgs p,
-                                                             float* partial, int* arrived) {
+                                                             float* partial) {
     using S = LoraWeightShape<GROUPS>;
     extern __shared__ __align__(128) uint4 memory[];
     const uint32_t shared = shared_address(memory);
@@ -720,20 +732,33 @@ __global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf
     }
     wait_for_copies<0>();
     let_next_start();
-    const int tile = blockIdx.y * gridDim.x + blockIdx.x;
-    if (gridDim.z > 1 && !reduce_splits<256>(sum, partial, arrived, tile, blockIdx.z, gridDim.z)) return;
+    const size_t at = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * gridDim.z + blockIdx.z;
     #pragma unroll
-    for (int f = 0; f < GROUPS * 2; f++)
-        #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int j = p.module_of(first + f / 2), r = p.first_row(first + f / 2) + f % 2 * 16 + e % 2 * 8 + g;
-            const int c = c0 + warp * 16 + e / 2 * 8 + 2 * t;
-            if (j >= p.modules || r >= p.rank || c >= p.in) continue;
-            float2* to = (float2*)(dA + (size_t)(j * p.rank + r) * p.in + c);
-            const float2 old = *to;
-            const float* v = &sum[f][e / 2][e % 2 * 2];
-            *to = make_float2(fmaf(p.scale, v[0], old.x), fmaf(p.scale, v[1], old.y));
+    for (int f = 0; f < GROUPS * 4; f++) {
+        const float(&v)[4] = sum[f / 2][f % 2];
+        if (gridDim.z > 1) {
+            ((float4*)partial)[(at * GROUPS * 4 + f) * 256 + threadIdx.x] = make_float4(v[0], v[1], v[2], v[3]);
+            continue;
         }
+        for (int half = 0; half < 2; half++)
+            add_to_dA(dA, p, first, c0, f, threadIdx.x, half, make_float2(v[2 * half], v[2 * half + 1]));
+    }
+}
+// Grid: (8 groups, columns / 128, groups / GROUPS). A thread owns two numbers of a tile.
+__global__ void __launch_bounds__(256) lora_weight_sums_kernel(float* dA, LoraArgs p, const float* partial,
+                                                               int splits) {
+    let_next_start();
+    wait_for_previous();
+    const int groups = gridDim.x / 8, i = blockIdx.x * 256 + threadIdx.x; // as lora_weight_kernel's threads leave them
+    const size_t tile = (size_t)blockIdx.z * gridDim.y + blockIdx.y, numbers = (size_t)groups * 2048;
+    const float2* part = (const float2*)partial + tile * splits * numbers + i;
+    float2 sum = {};
+    #pragma unroll 12
+    for (int split = 0; split < splits; split++) {
+        const float2 v = __ldcg(part + split * numbers);
+        sum.x += v.x, sum.y += v.y;
+    }
+    add_to_dA(dA, p, blockIdx.z * groups, blockIdx.y * 128, i / 512, i / 2 % 256, i % 2, sum);
 }
 
 // ---- Launchers
@@ -819,12 +844,12 @@ inline void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, co
     in_groups(p.groups(), [&](auto groups) {
         using S = LoraWeightShape<groups>;
         const int columns = (p.in + 127) / 128, rows = (p.groups() + groups - 1) / groups, tiles = columns * rows;
-        if (tiles > MAX_TILES)
-            DIE("an adapter of rank %d on %d columns is more than the GPU's kernels take", p.rank, p.in);
         const int most = (int)(PARTIAL_BYTES / (S::TILE_BYTES * tiles)); // splits that the scratch has room for
         const int splits = std::max(1, std::min({(N + 63) / 64, 2 * ctx.gpu->sms / tiles, most}));
-        launch(ctx, lora_weight_kernel<groups>, dim3(columns, rows, splits), 256, S::SHARED, dA, dh, x, p,
-               ctx.gpu->partial, ctx.gpu->arrived);
+        float* const partial = ctx.gpu->partial;
+        launch(ctx, lora_weight_kernel<groups>, dim3(columns, rows, splits), 256, S::SHARED, dA, dh, x, p, partial);
+        if (splits > 1)
+            launch(ctx, lora_weight_sums_kernel, dim3(8 * groups, columns, rows), 256, 0, dA, p, partial, splits);
     });
 }
 
