@@ -2678,15 +2678,47 @@ __device__ __forceinline__ void walk_steps(const TileStages<S, X_COLS, W_COLS, P
     }
 }
 
+// Epilogue::MASKS: what each of up to three modules keeps of a warp's part of a tile. A quad of lanes shares out the
+// pairs of words (64 rows of a token) that all four need. They come from far, so they are asked for before the tile is
+// multiplied: where they are needed, the compiler asks for each just before its use, and waits.
+template <class S> struct KeptWords {
+    static constexpr int PAIRS = S::NF > 8 ? S::NF / 8 : 1, ALL = S::MF * 2 * PAIRS, EACH = (ALL + 3) / 4;
+    uint2 pairs[3][EACH];
+    template <class Place>
+    __device__ __forceinline__ KeptWords(const Place& at, const DropoutMasks& masks, int modules) {
+        #pragma unroll
+        for (int module = 0; module < 3; module++)
+            #pragma unroll
+            for (int k = 0; k < EACH; k++) {
+                const int pair = k * 4 + threadIdx.x % 4, r64 = (at.r0 + S::warp_row()) / 64 + pair % PAIRS;
+                const int n = at.token(pair / PAIRS / 2, pair / PAIRS % 2);
+                const bool there = module < modules && pair < ALL && n < masks.N && r64 < masks.sixty_fours;
+                pairs[module][k] = there ? *(const uint2*)masks.at(module, r64, n) : uint2{};
+            }
+    }
+    // (An index that is not constant would cost a copy of the array.)
+    __device__ __forceinline__ void pick(uint2 (&of)[EACH], int module) const {
+        #pragma unroll
+        for (int k = 0; k < EACH; k++)
+            of[k] = module == 0 ? pairs[0][k] : module == 1 ? pairs[1][k] : pairs[2][k];
+    }
+    // Of the 32 rows from row 32 j of the part on, this lane's from bit 0 on. All lanes of the warp call it.
+    __device__ __forceinline__ static uint32_t rows(const uint2 (&of)[EACH], int i, int h, int j) {
+        const int pair = (i * 2 + h) * PAIRS + j / 2, lane = threadIdx.x % 32;
+        const uint32_t word = (S::warp_row() / 32 + j) % 2 ? of[pair / 4].y : of[pair / 4].x;
+        return __shfl_sync(~0u, word, lane / 4 * 4 + pair % 4) >> 2 * (lane % 4);
+    }
+};
+
 // Epilogue::MASKS: a stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's
 // at a time: of these a fragment's sums are made, masked, and added to `sum`, so that they take only their own
 // registers. x's are zero where columns do not belong to the module. (`sum` cannot be indexed, so this is straight
 // code, and wgmma idles meanwhile: hence few instructions.)
-template <class S, class Place, class Epilogue>
+template <class S, class Epilogue>
 __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
-                                                 int first, const Place& at, const TileArgs& p,
+                                                 int first, const KeptWords<S>& words, const TileArgs& p,
                                                  const Epilogue& epilogue) {
-    const int lane = threadIdx.x % 32, warp_row = S::warp_row(), r0 = at.r0 + warp_row;
+    const int lane = threadIdx.x % 32, warp_row = S::warp_row();
     const int last = min(STAGE_IN, p.more - first);
     int end;
     #pragma unroll 1
@@ -2694,16 +2726,11 @@ __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], 
         const int module = (first + begin) / epilogue.rank, window = min(begin / 16 * 16, STAGE_IN - 32);
         end = min(min(last, (module + 1) * epilogue.rank - first), window + 32);
         const uint32_t w_rows = w_stage + (window + lane % 16) * 128; // in each panel
+        uint2 pairs[KeptWords<S>::EACH];
+        words.pick(pairs, module);
         #pragma unroll
         for (int i = 0; i < S::MF; i++) {
-            uint32_t kept[2][S::NF / 4], a[2][4]; // kept: of 32 rows a word, this lane's from bit 0 on
-            #pragma unroll
-            for (int h = 0; h < 2; h++)
-                #pragma unroll
-                for (int j = 0; j < S::NF / 4; j++) {
-                    const int n = at.token(i, h), r = r0 + j * 32;
-                    kept[h][j] = n < p.N && r < p.out ? epilogue.masks.at(module, r / 64, n)[r / 32 % 2] : 0;
-                }
+            uint32_t a[2][4];
             #pragma unroll
             for (int k = 0; k < 2; k++) {
                 ldmatrix(a[k], chunk_address(x_stage, S::warp_token() + i * 16 + lane % 16,
@@ -2715,13 +2742,10 @@ __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], 
                 }
             }
             #pragma unroll
-            for (int h = 0; h < 2; h++)
-                #pragma unroll
-                for (int j = 0; j < S::NF / 4; j++) kept[h][j] >>= 2 * (lane % 4);
-            #pragma unroll
             for (int j = 0; j < S::NF; j += 4) { // four fragments: their chains overlap
                 float part[4][4] = {};
                 uint32_t b[2][2][4];
+                const uint32_t kept[2] = {words.rows(pairs, i, 0, j / 4), words.rows(pairs, i, 1, j / 4)};
                 #pragma unroll
                 for (int k = 0; k < 2; k++)
                     #pragma unroll
@@ -2737,24 +2761,15 @@ __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], 
                         mma(part[f], a[k][0], a[k][1], a[k][2], a[k][3], b[k][f / 2][f % 2 * 2],
                             b[k][f / 2][f % 2 * 2 + 1]);
                 #pragma unroll
-                for (int e = 0; e < 16; e++) { // of each two columns of two tokens
+                for (int e = 0; e < 16; e++) { // of each two columns of two tokens (with `if` for ?, `scale` is fetched
+                                               // anew for every sum)
                     float& y = sum[i][j + e / 4][e % 4];
                     const uint32_t bit = 1u << (e / 4 * 8 + e % 2);
-                    if (kept[e / 2 % 2][j / 4] & bit) y = fmaf(part[e / 4][e % 4], epilogue.scale, y);
+                    const float more = fmaf(part[e / 4][e % 4], epilogue.scale, y);
+                    y = kept[e / 2 % 2] & bit ? more : y;
                 }
             }
         }
-    }
-}
-// Asks for a tile's masks, which come from far.
-template <class S, class Place, class Epilogue>
-__device__ __forceinline__ void prefetch_masks(const Place& at, const TileArgs& p, const Epilogue& epilogue) {
-    constexpr int LINE = 16, LINES = S::TOKENS / LINE; // tokens whose 64 rows are 128 bytes
-    for (int i = threadIdx.x; i < p.more / epilogue.rank * (S::ROWS / 64) * LINES; i += S::CONSUMERS) {
-        const int n = at.n0 + i % LINES * LINE, r64 = at.r0 / 64 + i / LINES % (S::ROWS / 64);
-        const int module = i / LINES / (S::ROWS / 64);
-        if (n < p.N && r64 < epilogue.masks.sixty_fours)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(epilogue.masks.at(module, r64, n)));
     }
 }
 
@@ -2881,15 +2896,15 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
         commit_copies(); // (the first of these groups has all of the weights above)
     }
     float sum[S::MF][S::NF][4] = {};
-    if constexpr (Epilogue::MASKS) prefetch_masks<S>(at, p, epilogue);
-    walk_steps(stages, at.first, Epilogue::MASKS ? min(at.last, at.first_more) : at.last,
-               [&](uint32_t x, uint32_t w) { multiply_stage<S, X_COLS, W_COLS>(sum, x, w); });
+    const auto multiply = [&](uint32_t x, uint32_t w) { multiply_stage<S, X_COLS, W_COLS>(sum, x, w); };
     if constexpr (Epilogue::MASKS) {
+        const KeptWords<S> words(at, epilogue.masks, p.more / epilogue.rank);
+        walk_steps(stages, at.first, min(at.last, at.first_more), multiply);
         int step = max(at.first, at.first_more);
         walk_steps(stages, step, at.last, [&](uint32_t x, uint32_t w) {
-            add_masked_stage<S>(sum, x, w, at.number(step++), at, p, epilogue);
+            add_masked_stage<S>(sum, x, w, at.number(step++), words, p, epilogue);
         });
-    }
+    } else walk_steps(stages, at.first, at.last, multiply);
     wait_for_copies<0>();
     if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of ours
 
@@ -3132,11 +3147,12 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
         const TilePlace<S, Epilogue::PAIR> at(p, u / p.splits, u % p.splits);
         float sum[1][S::NF][4];
         if constexpr (Epilogue::MASKS) { // (then there are no splits)
-            prefetch_masks<S>(at, p, epilogue);
+            const KeptWords<S> words(at, epilogue.masks, p.more / epilogue.rank);
             multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.first_more);
             for (int step = at.first_more; step < at.last; step++, ring.next()) {
                 barrier_wait(stages.full(ring.stage), ring.parity);
-                add_masked_stage<S>(sum, stages.x(ring.stage), stages.w(ring.stage), at.number(step), at, p, epilogue);
+                const uint32_t x = stages.x(ring.stage), w = stages.w(ring.stage);
+                add_masked_stage<S>(sum, x, w, at.number(step), words, p, epilogue);
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) barrier_arrive(stages.empty(ring.stage));
             }
