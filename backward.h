@@ -149,40 +149,6 @@ inline void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed
            ctx.gpu->arrived);
 }
 
-// ---- swiglu_backward. A thread has eight columns of a token.
-__global__ void swiglu_backward_kernel(bf16* dgate_up, bf16* hidden, const bf16* dhidden, const bf16* gate_up, int N,
-                                       int F) {
-    let_next_start();
-    wait_for_previous();
-    const size_t at = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * 8, n = at / F;
-    if (n >= N) return;
-    const size_t gate = at + n * F, up = gate + F; // (N,2F)
-    const uint4 g4 = *(const uint4*)(gate_up + gate), u4 = *(const uint4*)(gate_up + up);
-    const uint4 d4 = *(const uint4*)(dhidden + at);
-    const uint32_t *gs = &g4.x, *us = &u4.x, *ds = &d4.x;
-    uint32_t out[4], dg[4], du[4];
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float y[2], a[2], b[2];
-        #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const float g = e ? high(gs[i]) : low(gs[i]), u = e ? high(us[i]) : low(us[i]);
-            const float d = e ? high(ds[i]) : low(ds[i]);
-            const float sigma = 1 / (1 + exp2_fast(-LOG2E * g)), silu = g * sigma;
-            y[e] = silu * u, a[e] = d * u * sigma * (1 + g * (1 - sigma)), b[e] = d * silu;
-        }
-        out[i] = pack(y[0], y[1]), dg[i] = pack(a[0], a[1]), du[i] = pack(b[0], b[1]);
-    }
-    *(uint4*)(hidden + at) = make_uint4(out[0], out[1], out[2], out[3]);
-    *(uint4*)(dgate_up + gate) = make_uint4(dg[0], dg[1], dg[2], dg[3]);
-    *(uint4*)(dgate_up + up) = make_uint4(du[0], du[1], du[2], du[3]);
-}
-inline void swiglu_backward_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, const bf16* dhidden, const bf16* gate_up,
-                                int N, int F) {
-    const unsigned blocks = (unsigned)(((size_t)N * F / 8 + 255) / 256);
-    launch(ctx, swiglu_backward_kernel, blocks, 256, 0, dgate_up, hidden, dhidden, gate_up, N, F);
-}
-
 // ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r
 // and mean of rmsnorm's rule.
 template <int D> struct WarpHeadBackward {
@@ -404,7 +370,41 @@ struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input where x was
         : StoreEpilogue(out, ld), masks(masks), rank(rank), scale(scale) {}
 };
 
-struct LoraUpEpilogue : Epilogue { // lora_backward_weight: dB += s y, in the rows and columns that belong together
+// linear_backward_swiglu: a sum is dhidden's; `second` is what gate_up has there, as bits.
+template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
+    static constexpr bool ADDS = true, MASKS = DROPS;
+    bf16 *dgate_up, *hidden; // (N,2F), (N,F)
+    const bf16* gate_up;     // (N,2F)
+    size_t F;
+    DropoutMasks masks;
+    int rank;
+    float scale;
+    SwigluBackwardEpilogue(bf16* dgate_up, bf16* hidden, const bf16* gate_up, size_t F, const LoraArgs& lora)
+        : dgate_up(dgate_up), hidden(hidden), gate_up(gate_up), F(F), masks(lora.kept), rank(lora.rank),
+          scale(lora.scale) {}
+    __device__ float4 old_four(int n, int f) const {
+        const float2 g = *(const float2*)(gate_up + n * 2 * F + f), u = *(const float2*)(gate_up + (n * 2 + 1) * F + f);
+        return make_float4(g.x, g.y, u.x, u.y);
+    }
+    __device__ void four(int n, int f, const float4& y, const float4& old) {
+        const float d4[] = {y.x, y.y, y.z, y.w};
+        const uint32_t gates[] = {__float_as_uint(old.x), __float_as_uint(old.y)};
+        const uint32_t ups[] = {__float_as_uint(old.z), __float_as_uint(old.w)};
+        float out[4], dg[4], du[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float g = i % 2 ? high(gates[i / 2]) : low(gates[i / 2]);
+            const float u = i % 2 ? high(ups[i / 2]) : low(ups[i / 2]), d = to_acc(round_bf16(d4[i]));
+            const float sigma = __fdividef(1, 1 + exp2_fast(-LOG2E * g)), silu = g * sigma;
+            out[i] = silu * u, dg[i] = d * u * sigma * (1 + g * (1 - sigma)), du[i] = d * silu;
+        }
+        store_four(hidden + n * F + f, make_float4(out[0], out[1], out[2], out[3]));
+        store_four(dgate_up + n * 2 * F + f, make_float4(dg[0], dg[1], dg[2], dg[3]));
+        store_four(dgate_up + (n * 2 + 1) * F + f, make_float4(du[0], du[1], du[2], du[3]));
+    }
+};
+
+struct LoraUpEpilogue : Epilogue { // linear_backward_input: dB += s y, in the rows and columns that belong together
     static constexpr bool ADDS = true;
     float* dB; // (out, m * rank)
     float s;
@@ -427,10 +427,209 @@ struct LoraUpEpilogue : Epilogue { // lora_backward_weight: dB += s y, in the ro
     }
 };
 
-// lora_backward_weight's first part: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, groups / GROUPS, splits of the
+// dh and dB on Hopper, for ranks up to 32: a tile of dy comes from memory once, and wgmma takes it both ways. A block
+// owns a unit, 1024 rows of a module's s B, which stay in shared memory, and a split of the tokens; of these 64 at a
+// time pass by, in stages of 256 rows. Each of two warpgroups has half of a stage's rows: it sums dB of all its rows in
+// registers, and dh of the 64 tokens, whose halves the first warpgroup adds up. One warp copies. What several blocks
+// have parts of, lora_up_sums_kernel adds up in order: dB's splits, and dh where a module has several units.
+// Bound by the memory's speed.
+struct LoraUp {
+    static constexpr int ROWS = 1024, TOKENS = 64, PIECE = 256, PIECES = ROWS / PIECE, RANK = 32, STAGES = 4;
+    static constexpr int PANEL = TOKENS * 128, DY_BYTES = PIECE / 64 * PANEL;
+    static constexpr int STAGE_BYTES = DY_BYTES + TOKENS * RANK * 2;
+    static constexpr int B_BYTES = ROWS * RANK * 2, DH_BYTES = TOKENS * RANK * 4; // (dh in two buffers)
+    static constexpr int SHARED = B_BYTES + STAGES * STAGE_BYTES + 2 * DH_BYTES + 1024;
+    static constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128, SUMS = ROWS * RANK;
+    static constexpr int LEAST_TILES = 4; // of 64 tokens, for a block
+    bf16* dh;        // (N, width)
+    float* dB;       // (out, width)
+    float* dh_parts; // (parts, N, RANK): of each unit of the modules with several
+    float* dB_parts; // (units, splits, SUMS), as the threads hold them
+    float s;
+    int N, rank, width, modules, splits;
+    int first[4], last[4]; // rows of module j
+    int unit[4], part[4];  // its first unit; the first of its parts of dh. [modules]: how many there are in all
+
+    LoraUp(bf16* dh, float* dB, void* scratch, float* partial, const Linear<bf16>& W, int N, int sms)
+        : dh(dh), dB(dB), dh_parts((float*)scratch), dB_parts(partial), s(W.adapter.s), N(N), rank(W.adapter.rank),
+          width((int)W.adapter.width()), modules(W.adapter.modules), first(), last(), unit(), part() {
+        for (int j = 0; j < modules; j++) {
+            const int block = W.adapter.block[j], units = (W.rows[block] + ROWS - 1) / ROWS;
+            first[j] = W.first_row(block), last[j] = first[j] + W.rows[block];
+            unit[j + 1] = unit[j] + units, part[j + 1] = part[j] + (units > 1 ? units : 0);
+        }
+        splits = std::max(1, std::min(sms / unit[modules], tiles() / LEAST_TILES));
+    }
+    BOTH int tiles() const { return (N + TOKENS - 1) / TOKENS; }
+    int units() const { return unit[modules]; }
+    int parts() const { return part[modules]; }
+    bool fits(size_t scratch) const {
+        return rank <= RANK && (size_t)parts() * N * RANK * sizeof(float) <= scratch &&
+               (size_t)units() * splits * SUMS * sizeof(float) <= PARTIAL_BYTES;
+    }
+    // (An index that is not constant would cost a copy of the array.)
+    __device__ static int pick(const int (&x)[4], int j) { return j == 0 ? x[0] : j == 1 ? x[1] : x[2]; }
+    __device__ int module_of(int u) const { return (modules > 1 && u >= unit[1]) + (modules > 2 && u >= unit[2]); }
+    __device__ bool has_parts(int j) const { return (j == 0 ? part[1] : j == 1 ? part[2] : part[3]) > pick(part, j); }
+};
+struct LoraUpMaps {
+    CUtensorMap dy, h, B;
+};
+__global__ void __launch_bounds__(LoraUp::THREADS, 1)
+lora_up_kernel(const __grid_constant__ LoraUpMaps maps, const __grid_constant__ LoraUp p) {
+#ifdef HAVE_WGMMA
+    using S = LoraUp;
+    extern __shared__ __align__(128) uint4 memory[];
+    __shared__ uint64_t barriers[2 * S::STAGES + 1];
+    const uint32_t B_at = (shared_address(memory) + 1023) & ~1023u, ring_at = B_at + S::B_BYTES;
+    const uint32_t dh_at = ring_at + S::STAGES * S::STAGE_BYTES, B_there = shared_address(barriers + 2 * S::STAGES);
+    const auto stage_at = [&](int s) { return ring_at + s * S::STAGE_BYTES; };
+    const auto full = [&](int s) { return shared_address(barriers + s); };
+    const auto empty = [&](int s) { return shared_address(barriers + S::STAGES + s); };
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < S::STAGES; s++)
+            barrier_begin(full(s), 1), barrier_begin(empty(s), S::CONSUMERS / 32);
+        barrier_begin(B_there, 1);
+        barriers_begun();
+    }
+    __syncthreads();
+    const int u = blockIdx.x / p.splits, split = blockIdx.x % p.splits, j = p.module_of(u);
+    const int r0 = p.pick(p.first, j) + (u - p.pick(p.unit, j)) * S::ROWS, c0 = j * p.rank;
+    const int begin = (int)((int64_t)p.tiles() * split / p.splits);
+    const int end = (int)((int64_t)p.tiles() * (split + 1) / p.splits);
+    Ring<S::STAGES> ring;
+    if (threadIdx.x >= S::CONSUMERS) {
+        keep_registers<40>();
+        if (threadIdx.x > S::CONSUMERS) return;
+        barrier_arrive_expecting(B_there, S::B_BYTES); // weights: before what ran before has ended
+        for (int r = 0; r < S::ROWS; r += 256) copy_box(B_at + r * S::RANK * 2, maps.B, B_there, c0, r0 + r);
+        wait_for_previous();
+        for (int tile = begin; tile < end; tile++)
+            for (int piece = 0; piece < S::PIECES; piece++, ring.next()) {
+                barrier_wait(empty(ring.stage), ring.parity ^ 1);
+                const uint32_t to = stage_at(ring.stage), filled = full(ring.stage);
+                barrier_arrive_expecting(filled, S::STAGE_BYTES);
+                for (int c = 0; c < S::PIECE / 64; c++)
+                    copy_box(to + c * S::PANEL, maps.dy, filled, r0 + piece * S::PIECE + c * 64, tile * S::TOKENS);
+                copy_box(to + S::DY_BYTES, maps.h, filled, c0, tile * S::TOKENS);
+            }
+        return;
+    }
+    take_registers<232>();
+    wait_for_previous(); // whose scratch this one writes
+    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const auto done_with = [&](int stage) {
+        if (lane == 0) barrier_arrive(empty(stage));
+    };
+    barrier_wait(B_there, 0);
+    float dB[2 * S::PIECES][4][4]; // of 64 rows each
+    for (int tile = begin; tile < end; tile++) {
+        float dh[1][4][4];
+        int before = 0;
+        #pragma unroll
+        for (int piece = 0; piece < S::PIECES; piece++, ring.next()) {
+            barrier_wait(full(ring.stage), ring.parity);
+            const uint32_t h = stage_at(ring.stage) + S::DY_BYTES;
+            wgmma_begin();
+            #pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint32_t dy = stage_at(ring.stage) + (group * 2 + half) * S::PANEL;
+                const uint32_t B = B_at + (piece * S::PIECE + (group * 2 + half) * 64) * S::RANK * 2;
+                #pragma unroll
+                for (int k = 0; k < 4; k++) // 16 rows; 16 tokens
+                    wgmma<32, false, true>(dh[0], wgmma_operand(dy + k * 32, 0),
+                                           wgmma_narrow_operand(B + k * 16 * S::RANK * 2), piece || half || k);
+                #pragma unroll
+                for (int k = 0; k < 4; k++)
+                    wgmma<32, true, true>(dB[2 * piece + half], wgmma_operand(dy + k * 16 * 128, S::PANEL),
+                                          wgmma_narrow_operand(h + k * 16 * S::RANK * 2), tile > begin || k);
+            }
+            wgmma_commit();
+            if (piece) wgmma_wait<1>(), done_with(before);
+            before = ring.stage;
+        }
+        wgmma_wait<0>();
+        wgmma_settle(dh);
+        done_with(before);
+        // Both warpgroups' halves, in buffers that take turns: so one barrier a tile is enough.
+        const uint32_t half = dh_at + tile % 2 * S::DH_BYTES + threadIdx.x % 128 * 16;
+        if (group)
+            #pragma unroll
+            for (int f = 0; f < 4; f++)
+                asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(half + f * 128 * 16), "f"(dh[0][f][0]),
+                             "f"(dh[0][f][1]), "f"(dh[0][f][2]), "f"(dh[0][f][3]) : "memory");
+        asm volatile("barrier.sync 1, %0;" ::"n"(S::CONSUMERS) : "memory");
+        if (group) continue;
+        #pragma unroll
+        for (int f = 0; f < 4; f++) {
+            float4 v;
+            asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                         : "r"(half + f * 128 * 16) : "memory");
+            dh[0][f][0] += v.x, dh[0][f][1] += v.y, dh[0][f][2] += v.z, dh[0][f][3] += v.w;
+        }
+        #pragma unroll
+        for (int i = 0; i < 4; i++) { // of token e * 8 + lane / 4 columns c .. c + 3
+            const int e = i % 2, n = tile * S::TOKENS + warp * 16 + e * 8 + lane / 4;
+            const int c = i / 2 * 16 + lane % 4 / 2 * 4 + lane % 2 * 8;
+            const float4 y = four_columns(dh[0][i / 2 * 2], dh[0][i / 2 * 2 + 1], e);
+            if (n >= p.N) continue;
+            if (p.has_parts(j)) {
+                const int part = p.pick(p.part, j) + u - p.pick(p.unit, j);
+                store_four(p.dh_parts + ((size_t)part * p.N + n) * S::RANK + c, y);
+            } else if (c < p.rank) store_four(p.dh + (size_t)n * p.width + c0 + c, y);
+        }
+    }
+    let_next_start();
+    wgmma_settle(dB);
+    #pragma unroll
+    for (int f = 0; f < 8 * S::PIECES; f++) {
+        const float(&v)[4] = dB[f / 4][f % 4];
+        ((float4*)p.dB_parts)[((size_t)blockIdx.x * 8 * S::PIECES + f) * S::CONSUMERS + threadIdx.x] =
+            make_float4(v[0], v[1], v[2], v[3]);
+    }
+#endif
+}
+// Grid: SUMS / 256 blocks for a unit's dB, a thread a number; then N / 32 for a module's dh, a thread four numbers.
+__global__ void __launch_bounds__(256) lora_up_sums_kernel(const __grid_constant__ LoraUp p, int of_dB) {
+    using S = LoraUp;
+    let_next_start();
+    wait_for_previous();
+    if ((int)blockIdx.x < of_dB) {
+        const int u = blockIdx.x / (S::SUMS / 256), j = p.module_of(u);
+        const int i = blockIdx.x % (S::SUMS / 256) * 256 + threadIdx.x; // as lora_up_kernel's threads leave them
+        const int e = i % 4, thread = i / 4 % 256, f = i / 1024, g = thread % 32 / 4, t = thread % 4;
+        const int panel = f / 8 * 4 + thread / 128 * 2 + f / 4 % 2, c = f % 4 * 8 + 2 * t + e % 2;
+        const int r = p.pick(p.first, j) + (u - p.pick(p.unit, j)) * S::ROWS + panel * 64 + thread / 32 % 4 * 16 +
+                      e / 2 * 8 + g;
+        const float* part = p.dB_parts + (size_t)u * p.splits * S::SUMS + i;
+        if (r >= p.pick(p.last, j) || c >= p.rank) return;
+        float* to = p.dB + (size_t)r * p.width + j * p.rank + c;
+        float sum = 0;
+        const float old = *to;
+        #pragma unroll 12
+        for (int split = 0; split < p.splits; split++) sum += __ldcg(part + (size_t)split * S::SUMS);
+        *to = old + p.s * sum;
+        return;
+    }
+    const int each = (p.N + 31) / 32, j = (blockIdx.x - of_dB) / each;
+    const int n = (blockIdx.x - of_dB) % each * 32 + threadIdx.x / 8, c = threadIdx.x % 8 * 4;
+    if (!p.has_parts(j) || n >= p.N || c >= p.rank) return;
+    const int units = (j == 0 ? p.unit[1] : j == 1 ? p.unit[2] : p.unit[3]) - p.pick(p.unit, j);
+    const float* part = p.dh_parts + ((size_t)p.pick(p.part, j) * p.N + n) * S::RANK + c;
+    float4 sum = {};
+    #pragma unroll 3
+    for (int i = 0; i < units; i++) {
+        const float4 v = __ldcg((const float4*)(part + (size_t)i * p.N * S::RANK));
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+    store_four(p.dh + (size_t)n * p.width + j * p.rank + c, sum);
+}
+
+// lora_backward_weight: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, groups / GROUPS, splits of the
 // tokens), 8 warps. A block owns 32 GROUPS rows of the A by 128 columns, a warp 16 of the columns; 64 tokens at a time
 // pass through a ring in shared memory: x, dh, and what was kept. A warp masks its x in registers, once for each
-// module. The blocks that share a tile add their sums as tile_kernel's do. Bound by the memory's speed.
+// module. lora_weight_sums_kernel adds the splits' sums in order, on all multiprocessors (the last block of a tile would
+// take longer, alone). Bound by the memory's speed.
 template <int GROUPS> struct LoraWeightShape {
     static constexpr int STAGES = 3, X_BYTES = 64 * 256;       // rows of 256 bytes, swizzled
     static constexpr int H_ROW = GROUPS * 64 + 16;             // eight rows of dh begin in different banks
@@ -439,9 +638,20 @@ template <int GROUPS> struct LoraWeightShape {
     static constexpr int STAGE_BYTES = KEPT_AT + GROUPS * KEPT_BYTES;
     static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES, TILE_BYTES = GROUPS * 32 * 128 * sizeof(float);
 };
+// Two neighbours of fragment f of a thread's sums, f = 4 group + 2 (16 rows) + (8 columns), are added to dA.
+__device__ __forceinline__ void add_to_dA(float* dA, const LoraArgs& p, int first, int c0, int f, int thread, int half,
+                                          float2 sum) {
+    const int j = p.module_of(first + f / 4), g = thread % 32 / 4, t = thread % 4;
+    const int r = p.first_row(first + f / 4) + f / 2 % 2 * 16 + half * 8 + g;
+    const int c = c0 + thread / 32 * 16 + f % 2 * 8 + 2 * t;
+    if (j >= p.modules || r >= p.rank || c >= p.in) return;
+    float2* to = (float2*)(dA + (size_t)(j * p.rank + r) * p.in + c);
+    const float2 old = *to;
+    *to = make_float2(fmaf(p.scale, sum.x, old.x), fmaf(p.scale, sum.y, old.y));
+}
 template <int GROUPS>
 __global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf16* dh, const bf16* x, LoraArgs p,
-                                                             float* partial, int* arrived) {
+                                                             float* partial) {
     using S = LoraWeightShape<GROUPS>;
     extern __shared__ __align__(128) uint4 memory[];
     const uint32_t shared = shared_address(memory);
@@ -522,20 +732,33 @@ __global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf
     }
     wait_for_copies<0>();
     let_next_start();
-    const int tile = blockIdx.y * gridDim.x + blockIdx.x;
-    if (gridDim.z > 1 && !reduce_splits<256>(sum, partial, arrived, tile, blockIdx.z, gridDim.z)) return;
+    const size_t at = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * gridDim.z + blockIdx.z;
     #pragma unroll
-    for (int f = 0; f < GROUPS * 2; f++)
-        #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int j = p.module_of(first + f / 2), r = p.first_row(first + f / 2) + f % 2 * 16 + e % 2 * 8 + g;
-            const int c = c0 + warp * 16 + e / 2 * 8 + 2 * t;
-            if (j >= p.modules || r >= p.rank || c >= p.in) continue;
-            float2* to = (float2*)(dA + (size_t)(j * p.rank + r) * p.in + c);
-            const float2 old = *to;
-            const float* v = &sum[f][e / 2][e % 2 * 2];
-            *to = make_float2(fmaf(p.scale, v[0], old.x), fmaf(p.scale, v[1], old.y));
+    for (int f = 0; f < GROUPS * 4; f++) {
+        const float(&v)[4] = sum[f / 2][f % 2];
+        if (gridDim.z > 1) {
+            ((float4*)partial)[(at * GROUPS * 4 + f) * 256 + threadIdx.x] = make_float4(v[0], v[1], v[2], v[3]);
+            continue;
         }
+        for (int half = 0; half < 2; half++)
+            add_to_dA(dA, p, first, c0, f, threadIdx.x, half, make_float2(v[2 * half], v[2 * half + 1]));
+    }
+}
+// Grid: (8 groups, columns / 128, groups / GROUPS). A thread owns two numbers of a tile.
+__global__ void __launch_bounds__(256) lora_weight_sums_kernel(float* dA, LoraArgs p, const float* partial,
+                                                               int splits) {
+    let_next_start();
+    wait_for_previous();
+    const int groups = gridDim.x / 8, i = blockIdx.x * 256 + threadIdx.x; // as lora_weight_kernel's threads leave them
+    const size_t tile = (size_t)blockIdx.z * gridDim.y + blockIdx.y, numbers = (size_t)groups * 2048;
+    const float2* part = (const float2*)partial + tile * splits * numbers + i;
+    float2 sum = {};
+    #pragma unroll 12
+    for (int split = 0; split < splits; split++) {
+        const float2 v = __ldcg(part + split * numbers);
+        sum.x += v.x, sum.y += v.y;
+    }
+    add_to_dA(dA, p, blockIdx.z * groups, blockIdx.y * 128, i / 512, i / 2 % 256, i % 2, sum);
 }
 
 // ---- Launchers
@@ -570,33 +793,64 @@ inline void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, 
     });
 }
 
-// The adapter's part is made in the product with W, whose further columns are dh and A.
-inline void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, const bf16* dy, const Linear<bf16>& W, int N) {
-    const LoraArgs lora(W, N);
-    const int width = lora.width();
-    if (width) tile_product<false, true>(ctx, {dy, W.adapter.B, N, W.out(), width}, StoreEpilogue<bf16>(dh, width));
-    TileArgs p = {dy, unpacked(ctx, W), N, W.out(), W.in};
-    const AfterUnpacking order(ctx, W);
-    if (width) p.more_x = dh, p.more_W = W.adapter.A, p.more = width, p.more_last = lora.dropping;
-    if (lora.dropping)
-        return tile_product<false, true>(ctx, p, DropEpilogue(dx, W.in, lora.kept, lora.rank, lora.scale));
-    tile_product<false, true>(ctx, p, StoreEpilogue<bf16>(dx, W.in));
+// dh and dB of an adapter. `scratch` has as many numbers as dx.
+inline void lora_up_backward(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W,
+                             int N) {
+    const Adapter<bf16>& a = W.adapter;
+    const int width = (int)a.width(), out = W.out();
+    const LoraUp p(dh, dB, scratch, ctx.gpu->partial, W, N, ctx.gpu->sms);
+    if (!ctx.gpu->hopper || !p.fits((size_t)N * W.in * sizeof(bf16))) {
+        tile_product<false, true>(ctx, {dy, a.B, N, out, width}, StoreEpilogue<bf16>(dh, width));
+        return tile_product<true, true>(ctx, {dy, a.h, out, N, width}, LoraUpEpilogue(dB, W));
+    }
+    const auto map = [](const bf16* x, int rows, int columns, int wide, int high) {
+        return tensor_map(x, {{(size_t)columns, 1, wide}, {(size_t)rows, (size_t)columns, high}});
+    };
+    const LoraUpMaps maps = {map(dy, N, out, 64, p.TOKENS), map(a.h, N, width, p.RANK, p.TOKENS),
+                             map(a.B, out, width, p.RANK, 256)};
+    launch(ctx, lora_up_kernel, p.units() * p.splits, p.THREADS, p.SHARED, maps, p);
+    const int of_dB = p.units() * (p.SUMS / 256), of_dh = p.parts() ? p.modules * ((N + 31) / 32) : 0;
+    launch(ctx, lora_up_sums_kernel, of_dB + of_dh, 256, 0, p, of_dB);
 }
 
-inline void lora_backward_weight_gpu(Context& ctx, float* dA, float* dB, const bf16* dh, const bf16* dy, const bf16* x,
-                                     const Linear<bf16>& W, int N) {
+// dx = dy W and the adapter's part, whose dh and A are further columns of dy and W; the epilogue drops, or does not.
+template <class Drop, class Store>
+void input_product(Context& ctx, bf16* dh, const bf16* dy, const Linear<bf16>& W, const LoraArgs& lora, Drop drop,
+                   Store store) {
+    TileArgs p = {dy, unpacked(ctx, W), lora.N, W.out(), W.in};
+    const AfterUnpacking order(ctx, W);
+    if (lora.width()) p.more_x = dh, p.more_W = W.adapter.A, p.more = lora.width(), p.more_last = lora.dropping;
+    if (lora.dropping) tile_product<false, true>(ctx, p, drop);
+    else tile_product<false, true>(ctx, p, store);
+}
+inline void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy,
+                                      const Linear<bf16>& W, int N) {
+    const LoraArgs lora(W, N);
+    if (lora.width()) lora_up_backward(ctx, dh, dB, dx, dy, W, N);
+    input_product(ctx, dh, dy, W, lora, DropEpilogue(dx, W.in, lora.kept, lora.rank, lora.scale),
+                  StoreEpilogue<bf16>(dx, W.in));
+}
+inline void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16*, bf16* dh, float* dB,
+                                       const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N) {
+    const LoraArgs lora(W, N);
+    if (lora.width()) lora_up_backward(ctx, dh, dB, dgate_up, dy, W, N);
+    input_product(ctx, dh, dy, W, lora, SwigluBackwardEpilogue<true>(dgate_up, hidden, gate_up, W.in, lora),
+                  SwigluBackwardEpilogue<false>(dgate_up, hidden, gate_up, W.in, lora));
+}
+
+inline void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W,
+                                     int N) {
     const LoraArgs p(W, N);
     in_groups(p.groups(), [&](auto groups) {
         using S = LoraWeightShape<groups>;
         const int columns = (p.in + 127) / 128, rows = (p.groups() + groups - 1) / groups, tiles = columns * rows;
-        if (tiles > MAX_TILES)
-            DIE("an adapter of rank %d on %d columns is more than the GPU's kernels take", p.rank, p.in);
         const int most = (int)(PARTIAL_BYTES / (S::TILE_BYTES * tiles)); // splits that the scratch has room for
         const int splits = std::max(1, std::min({(N + 63) / 64, 2 * ctx.gpu->sms / tiles, most}));
-        launch(ctx, lora_weight_kernel<groups>, dim3(columns, rows, splits), 256, S::SHARED, dA, dh, x, p,
-               ctx.gpu->partial, ctx.gpu->arrived);
+        float* const partial = ctx.gpu->partial;
+        launch(ctx, lora_weight_kernel<groups>, dim3(columns, rows, splits), 256, S::SHARED, dA, dh, x, p, partial);
+        if (splits > 1)
+            launch(ctx, lora_weight_sums_kernel, dim3(8 * groups, columns, rows), 256, 0, dA, p, partial, splits);
     });
-    tile_product<true, true>(ctx, {dy, W.adapter.h, W.out(), N, p.width()}, LoraUpEpilogue(dB, W));
 }
 
 // ========================================================================================================= 3 Attention

@@ -1884,7 +1884,7 @@ template <class T> const acc<T>* adapter_backward(const T* dh, const Linear<T>& 
 }
 
 template <class T>
-void linear_backward_input_cpu(Context&, T* dx, T* dh, const T* dy, const Linear<T>& W, int N) {
+void linear_backward_input_cpu(Context&, T* dx, T* dh, acc<T>* dB, const T* dy, const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
     const size_t in = W.in, out = W.out(), ld = a.width();
     for (int j = 0; j < a.modules; j++) {
@@ -1892,6 +1892,9 @@ void linear_backward_input_cpu(Context&, T* dx, T* dh, const T* dy, const Linear
         outer_sums(N, a.rank, W.rows[a.block[j]], dy + first, 1, out, 1,
                    [&](int r) { return a.B + (first + r) * ld + column; }, FROM_ZERO,
                    [&](int n, int i, acc<T> sum) { dh[n * ld + column + i] = to_stored<T>(sum); });
+        auto B = [&](int r, int i) -> acc<T>& { return dB[(first + r) * ld + column + i]; };
+        outer_sums(W.rows[a.block[j]], a.rank, N, dy + first, out, 1, a.s,
+                   [&](int n) { return a.h + n * ld + column; }, B, [&](int r, int i, acc<T> sum) { B(r, i) = sum; });
     }
     const acc<T>* ahead = a.rank ? adapter_backward(dh, W, N) : nullptr;
     transposed_product_cpu(W, dy, out, N, ahead,
@@ -1906,19 +1909,15 @@ void linear_backward_weight_cpu(Context&, acc<T>* dW, const T* dy, size_t ld, co
 }
 
 template <class T>
-void lora_backward_weight_cpu(Context&, acc<T>* dA, acc<T>* dB, const T* dh, const T* dy, const T* x,
-                              const Linear<T>& W, int N) {
+void lora_backward_weight_cpu(Context&, acc<T>* dA, const T* dh, const T* x, const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
-    const size_t in = W.in, out = W.out(), ld = a.width();
+    const size_t in = W.in, ld = a.width();
     for (int j = 0; j < a.modules; j++) {
-        const size_t first = W.first_row(a.block[j]), column = (size_t)j * a.rank;
+        const size_t column = (size_t)j * a.rank;
         const T* seen = dropped_cpu(x, W, j, N);
         auto A = [&](int r, int i) -> acc<T>& { return dA[(column + r) * in + i]; };
         outer_sums(a.rank, W.in, N, dh + column, ld, 1, drop_scale(a), [&](int n) { return seen + n * in; }, A,
                    [&](int r, int i, acc<T> sum) { A(r, i) = sum; });
-        auto B = [&](int r, int i) -> acc<T>& { return dB[(first + r) * ld + column + i]; };
-        outer_sums(W.rows[a.block[j]], a.rank, N, dy + first, out, 1, a.s,
-                   [&](int n) { return a.h + n * ld + column; }, B, [&](int r, int i, acc<T> sum) { B(r, i) = sum; });
     }
 }
 
@@ -1942,6 +1941,12 @@ void swiglu_backward_cpu(Context&, T* dgate_up, T* hidden, const T* dhidden, con
             }
         }
     }
+}
+template <class T>
+void linear_backward_swiglu_cpu(Context& ctx, T* dgate_up, T* hidden, T* dhidden, T* dh, acc<T>* dB, const T* dy,
+                                const T* gate_up, const Linear<T>& W, int N) {
+    linear_backward_input_cpu(ctx, dhidden, dh, dB, dy, W, N);
+    swiglu_backward_cpu(ctx, dgate_up, hidden, dhidden, gate_up, N, W.in);
 }
 
 // One KV head of one sequence, rows n0 .. n1 - 1 of the batch; its sums run over the tokens in order.

@@ -1211,10 +1211,11 @@ void rmsnorm_backward(acc<T>* dx,      // (N,C) +=
 }
 
 // ---- linear: y = x W^T + sum_j s h_j B_j^T,  h_j = drop_j(x) A_j^T; the second part is the adapter's, if there is one
-// dh_j = dy (s B_j),  dx = sum_j drop_j(dh_j A_j) + dy W
+// dh_j = dy (s B_j),  dB_j += s dy^T h_j,  dx = sum_j drop_j(dh_j A_j) + dy W
 template <class T>
 void linear_backward_input(T* dx,       // (N, W.in) out
                            T* dh,       // (N, m * rank) out
+                           acc<T>* dB,  // (W.out, m * rank) +=, where module and row belong together
                            const T* dy, // (N, W.out)
                            const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
@@ -1240,6 +1241,12 @@ void linear_backward_input(T* dx,       // (N, W.in) out
             dx[n * in + i] = to_stored<T>(sum);
         }
     }
+    for (int j = 0; j < a.modules; j++)
+        #pragma omp parallel for schedule(static)
+        for (int r = W.first_row(a.block[j]); r < W.first_row(a.block[j]) + W.rows[a.block[j]]; r++)
+            for (int i = j * a.rank; i < (j + 1) * a.rank; i++)
+                for (int n = 0; n < N; n++)
+                    dB[r * width + i] += a.s * to_acc(dy[n * out + r]) * to_acc(a.h[n * width + i]);
 }
 
 // dW += dy^T x
@@ -1256,27 +1263,19 @@ void linear_backward_weight(acc<T>* dW,  // (out,in) +=
                 dW[(size_t)r * in + i] += to_acc(dy[n * ld + r]) * to_acc(x[(size_t)n * in + i]);
 }
 
-// dA_j += dh_j^T drop_j(x),  dB_j += s dy^T h_j
+// dA_j += dh_j^T drop_j(x)
 template <class T>
 void lora_backward_weight(acc<T>* dA,  // (m * rank, W.in) +=
-                          acc<T>* dB,  // (W.out, m * rank) +=, where module and row belong together
                           const T* dh, // (N, m * rank)
-                          const T* dy, // (N, W.out)
                           const T* x,  // (N, W.in)
                           const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
-    const size_t in = W.in, out = W.out(), width = a.width();
-    for (int j = 0; j < a.modules; j++) {
-        const int first = W.first_row(a.block[j]), end = first + W.rows[a.block[j]];
+    const size_t in = W.in, width = a.width();
+    for (int j = 0; j < a.modules; j++)
         #pragma omp parallel for schedule(static)
-        for (int i = j * a.rank; i < (j + 1) * a.rank; i++) {
+        for (int i = j * a.rank; i < (j + 1) * a.rank; i++)
             for (int k = 0; k < W.in; k++)
                 for (int n = 0; n < N; n++) dA[i * in + k] += to_acc(dh[n * width + i]) * dropped(x, W, j, n, k);
-            for (int r = first; r < end; r++)
-                for (int n = 0; n < N; n++)
-                    dB[r * width + i] += a.s * to_acc(dy[n * out + r]) * to_acc(a.h[n * width + i]);
-        }
-    }
 }
 
 // ---- swiglu: out = silu(gate) * up, silu(g) = g sigma(g), sigma(g) = 1 / (1 + e^-g)
@@ -1296,6 +1295,20 @@ void swiglu_backward(T* dgate_up,      // (N,2F) out
             dgate_up[gate] = to_stored<T>(d * u * sigma * (1 + g * (1 - sigma)));
             dgate_up[up] = to_stored<T>(d * g * sigma);
         }
+}
+
+// ---- y = out W^T of that out: both
+template <class T>
+void linear_backward_swiglu(T* dgate_up,      // (N,2F) out
+                            T* hidden,        // (N,F) out
+                            T* dhidden,       // (N,F) scratch; on a GPU it may be null
+                            T* dh,            // (N, m * rank) out
+                            acc<T>* dB,       // (W.out, m * rank) +=
+                            const T* dy,      // (N, W.out)
+                            const T* gate_up, // (N,2F)
+                            const Linear<T>& W, int N) {
+    linear_backward_input(dhidden, dh, dB, dy, W, N);
+    swiglu_backward(dgate_up, hidden, dhidden, gate_up, N, W.in);
 }
 
 // ---- attention_backward:  attention(out, lse, q, keys, values)
@@ -1474,7 +1487,7 @@ template <class T> struct Flow {
     T* attention;    // (N,HD)
     acc<T>* delta;   // (N,H) scratch of attention's
     T* gate_up;      // (N,2F)
-    T* hidden;       // (N,F)
+    T* hidden;       // (N,F); null on a GPU
     T* h;            // (N, 3 rank) of a product's adapter
     acc<T>* logits;  // (head_rows,V), then their gradient; of a GPU half as long: see head_loss_gpu
     acc<T>* parts;   // scratch of head_loss
@@ -1489,7 +1502,7 @@ template <class T> struct Flow {
         attention = arena.take<T>((size_t)N * c.H * c.D);
         delta = arena.take<acc<T>>((size_t)N * c.H);
         gate_up = arena.take<T>((size_t)N * 2 * c.F);
-        hidden = arena.take<T>((size_t)N * c.F);
+        hidden = gpu ? nullptr : arena.take<T>((size_t)N * c.F);
         h = arena.take<T>((size_t)N * 3 * rank);
         head_rows = rows;
         logits = (acc<T>*)arena.take<uint8_t>((size_t)rows * c.V * (gpu ? sizeof(T) : sizeof(acc<T>)));
@@ -1529,10 +1542,12 @@ template <class T>
 void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, Flow<T>& d,
               const Gradients<T>& g, KVCache<T>& kv, const acc<T>* rope) {
     const int N = b.N, C = c.C, H = c.H, K = c.K, D = c.D;
-    auto through = [&](T* dx, const T* dy, const Linear<T>& W) { RUN(linear_backward_input, dx, d.h, dy, W, N); };
+    auto through = [&](T* dx, const typename Gradients<T>::OfLinear& to, const T* dy, const Linear<T>& W) {
+        RUN(linear_backward_input, dx, d.h, to.B, dy, W, N);
+    };
     auto weights = [&](const typename Gradients<T>::OfLinear& to, const T* dy, const T* x, const Linear<T>& W) {
         if (to.W) RUN(linear_backward_weight, to.W, dy, (size_t)W.out(), x, N, W.out(), W.in);
-        if (W.adapter.rank) RUN(lora_backward_weight, to.A, to.B, d.h, dy, x, W, N); // d.h is from `through`
+        if (W.adapter.rank) RUN(lora_backward_weight, to.A, d.h, x, W, N); // d.h is from `through`
     };
     T* const none = nullptr;
     clear(ctx, d.x, (size_t)N * C);
@@ -1544,20 +1559,19 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
         if (a.recompute) layer_forward(ctx, c, layer, b, s, keys, values, rope);
         // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T
-        through(d.hidden, d.y, layer.down);
-        RUN(swiglu_backward, d.gate_up, s.hidden, d.hidden, s.gate_up, N, c.F);
+        RUN(linear_backward_swiglu, d.gate_up, s.hidden, d.hidden, d.h, to.down.B, d.y, s.gate_up, layer.down, N);
         weights(to.down, d.y, s.hidden, layer.down);
-        through(d.normed, d.gate_up, layer.gate_up);
+        through(d.normed, to.gate_up, d.gate_up, layer.gate_up);
         RUN(rmsnorm_backward, d.x, d.y, s.norm2, to.norm2, d.normed, s.mid, layer.norm2, N, C, c.eps);
         weights(to.gate_up, d.gate_up, s.norm2, layer.gate_up);
         // mid = in + attention o^T, attention = attend(qkv), qkv = norm1(in) W^T
-        through(d.attention, d.y, layer.o);
+        through(d.attention, to.o, d.y, layer.o);
         weights(to.o, d.y, s.attention, layer.o);
         RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
         RUN(attention_backward, d.qkv, d.attention, s.q, keys, values, s.attention, s.lse, b, H, K, D, d.delta);
         RUN(qknorm_rope_backward, d.qkv, to.q_norm, to.k_norm, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D,
             c.eps);
-        through(d.normed, d.qkv, layer.qkv);
+        through(d.normed, to.qkv, d.qkv, layer.qkv);
         RUN(rmsnorm_backward, d.x, d.y, s.norm1, to.norm1, d.normed, s.in, layer.norm1, N, C, c.eps);
         weights(to.qkv, d.qkv, s.norm1, layer.qkv);
         if (g.done) g.done(l);
@@ -1812,12 +1826,13 @@ __device__ inline float2 read_block(uint32_t address, int rank) {
     return v;
 }
 // The map of an array of 2 to 4 dimensions, the first of them contiguous: of each its size, how many numbers lie from
-// one to the next (the first: 1), and how many a box has, of the first 64.
+// one to the next (the first: 1), and how many a box has, of the first 64 or 32: rows of 128 or 64 bytes, so swizzled.
 struct Dimension {
     size_t size, step;
     int box;
 };
 inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension> dimensions) {
+    const auto swizzle = dimensions.begin()->box == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
     static const auto encode = [] {
         void* f = nullptr;
         cudaDriverEntryPointQueryResult found;
@@ -1834,7 +1849,7 @@ inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension
     for (const Dimension& d : dimensions) size[n] = d.size, bytes[n] = d.step * sizeof(bf16), box[n++] = d.box;
     CUtensorMap map;
     if (encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, n, (void*)array, size, bytes + 1, box, step,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
         DIE("the GPU's driver has no map for an array of %zu x %zu", (size_t)size[1], (size_t)size[0]);
     return map;
@@ -1857,6 +1872,11 @@ __device__ inline uint64_t wgmma_operand(uint32_t shared, int panel, int group =
     const uint64_t at = shared >> 4 & 0x3fff, lbo = panel >> 4, sbo = group >> 4, swizzle = 1;
     return at | lbo << 16 | sbo << 32 | swizzle << 62;
 }
+// Of 64 bytes a row in the 64-byte swizzle (chunk c of row r lies in place c ^ r / 2 % 4), transposed, 32 columns.
+__device__ inline uint64_t wgmma_narrow_operand(uint32_t shared) {
+    const uint64_t at = shared >> 4 & 0x3fff, sbo = 512 >> 4, swizzle = 2;
+    return at | sbo << 32 | swizzle << 62;
+}
 // d (64,N) = a (64,16) b (16,N), added to d if `add`. Warp w of the four has rows 16 w .. 16 w + 15, each lane what mma
 // gives it; d[j] is of columns 8 j .. 8 j + 7. It reads shared memory and runs on after the instruction: "memory" keeps
 // the compiler from moving stores to shared memory past it, wgmma_settle from using d too early.
@@ -1870,7 +1890,9 @@ __device__ inline uint64_t wgmma_operand(uint32_t shared, int panel, int group =
                : __VA_ARGS__ : "l"(a_at), "l"(b_at), "r"((int)more), "n"((int)A_COLS), "n"((int)B_COLS) : "memory")
 template <int N, bool A_COLS, bool B_COLS>
 __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], uint64_t a_at, uint64_t b_at, bool more) {
-    if constexpr (N == 64)
+    if constexpr (N == 32)
+        WGMMA("32", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", "%19", "%20", F1(0), F1(1), F1(2), F1(3));
+    else if constexpr (N == 64)
         WGMMA("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", "%35", "%36", F8(0));
     else if constexpr (N == 128)
         WGMMA("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68",
@@ -2704,15 +2726,47 @@ __device__ __forceinline__ void walk_steps(const TileStages<S, X_COLS, W_COLS, P
     }
 }
 
+// Epilogue::MASKS: what each of up to three modules keeps of a warp's part of a tile. A quad of lanes shares out the
+// pairs of words (64 rows of a token) that all four need. They come from far, so they are asked for before the tile is
+// multiplied: where they are needed, the compiler asks for each just before its use, and waits.
+template <class S> struct KeptWords {
+    static constexpr int PAIRS = S::NF > 8 ? S::NF / 8 : 1, ALL = S::MF * 2 * PAIRS, EACH = (ALL + 3) / 4;
+    uint2 pairs[3][EACH];
+    template <class Place>
+    __device__ __forceinline__ KeptWords(const Place& at, const DropoutMasks& masks, int modules) {
+        #pragma unroll
+        for (int module = 0; module < 3; module++)
+            #pragma unroll
+            for (int k = 0; k < EACH; k++) {
+                const int pair = k * 4 + threadIdx.x % 4, r64 = (at.r0 + S::warp_row()) / 64 + pair % PAIRS;
+                const int n = at.token(pair / PAIRS / 2, pair / PAIRS % 2);
+                const bool there = module < modules && pair < ALL && n < masks.N && r64 < masks.sixty_fours;
+                pairs[module][k] = there ? *(const uint2*)masks.at(module, r64, n) : uint2{};
+            }
+    }
+    // (An index that is not constant would cost a copy of the array.)
+    __device__ __forceinline__ void pick(uint2 (&of)[EACH], int module) const {
+        #pragma unroll
+        for (int k = 0; k < EACH; k++)
+            of[k] = module == 0 ? pairs[0][k] : module == 1 ? pairs[1][k] : pairs[2][k];
+    }
+    // Of the 32 rows from row 32 j of the part on, this lane's from bit 0 on. All lanes of the warp call it.
+    __device__ __forceinline__ static uint32_t rows(const uint2 (&of)[EACH], int i, int h, int j) {
+        const int pair = (i * 2 + h) * PAIRS + j / 2, lane = threadIdx.x % 32;
+        const uint32_t word = (S::warp_row() / 32 + j) % 2 ? of[pair / 4].y : of[pair / 4].x;
+        return __shfl_sync(~0u, word, lane / 4 * 4 + pair % 4) >> 2 * (lane % 4);
+    }
+};
+
 // Epilogue::MASKS: a stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's
 // at a time: of these a fragment's sums are made, masked, and added to `sum`, so that they take only their own
 // registers. x's are zero where columns do not belong to the module. (`sum` cannot be indexed, so this is straight
 // code, and wgmma idles meanwhile: hence few instructions.)
-template <class S, class Place, class Epilogue>
+template <class S, class Epilogue>
 __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
-                                                 int first, const Place& at, const TileArgs& p,
+                                                 int first, const KeptWords<S>& words, const TileArgs& p,
                                                  const Epilogue& epilogue) {
-    const int lane = threadIdx.x % 32, warp_row = S::warp_row(), r0 = at.r0 + warp_row;
+    const int lane = threadIdx.x % 32, warp_row = S::warp_row();
     const int last = min(STAGE_IN, p.more - first);
     int end;
     #pragma unroll 1
@@ -2720,16 +2774,11 @@ __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], 
         const int module = (first + begin) / epilogue.rank, window = min(begin / 16 * 16, STAGE_IN - 32);
         end = min(min(last, (module + 1) * epilogue.rank - first), window + 32);
         const uint32_t w_rows = w_stage + (window + lane % 16) * 128; // in each panel
+        uint2 pairs[KeptWords<S>::EACH];
+        words.pick(pairs, module);
         #pragma unroll
         for (int i = 0; i < S::MF; i++) {
-            uint32_t kept[2][S::NF / 4], a[2][4]; // kept: of 32 rows a word, this lane's from bit 0 on
-            #pragma unroll
-            for (int h = 0; h < 2; h++)
-                #pragma unroll
-                for (int j = 0; j < S::NF / 4; j++) {
-                    const int n = at.token(i, h), r = r0 + j * 32;
-                    kept[h][j] = n < p.N && r < p.out ? epilogue.masks.at(module, r / 64, n)[r / 32 % 2] : 0;
-                }
+            uint32_t a[2][4];
             #pragma unroll
             for (int k = 0; k < 2; k++) {
                 ldmatrix(a[k], chunk_address(x_stage, S::warp_token() + i * 16 + lane % 16,
@@ -2741,13 +2790,10 @@ __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], 
                 }
             }
             #pragma unroll
-            for (int h = 0; h < 2; h++)
-                #pragma unroll
-                for (int j = 0; j < S::NF / 4; j++) kept[h][j] >>= 2 * (lane % 4);
-            #pragma unroll
             for (int j = 0; j < S::NF; j += 4) { // four fragments: their chains overlap
                 float part[4][4] = {};
                 uint32_t b[2][2][4];
+                const uint32_t kept[2] = {words.rows(pairs, i, 0, j / 4), words.rows(pairs, i, 1, j / 4)};
                 #pragma unroll
                 for (int k = 0; k < 2; k++)
                     #pragma unroll
@@ -2763,24 +2809,15 @@ __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], 
                         mma(part[f], a[k][0], a[k][1], a[k][2], a[k][3], b[k][f / 2][f % 2 * 2],
                             b[k][f / 2][f % 2 * 2 + 1]);
                 #pragma unroll
-                for (int e = 0; e < 16; e++) { // of each two columns of two tokens
+                for (int e = 0; e < 16; e++) { // of each two columns of two tokens (with `if` for ?, `scale` is fetched
+                                               // anew for every sum)
                     float& y = sum[i][j + e / 4][e % 4];
                     const uint32_t bit = 1u << (e / 4 * 8 + e % 2);
-                    if (kept[e / 2 % 2][j / 4] & bit) y = fmaf(part[e / 4][e % 4], epilogue.scale, y);
+                    const float more = fmaf(part[e / 4][e % 4], epilogue.scale, y);
+                    y = kept[e / 2 % 2] & bit ? more : y;
                 }
             }
         }
-    }
-}
-// Asks for a tile's masks, which come from far.
-template <class S, class Place, class Epilogue>
-__device__ __forceinline__ void prefetch_masks(const Place& at, const TileArgs& p, const Epilogue& epilogue) {
-    constexpr int LINE = 16, LINES = S::TOKENS / LINE; // tokens whose 64 rows are 128 bytes
-    for (int i = threadIdx.x; i < p.more / epilogue.rank * (S::ROWS / 64) * LINES; i += S::CONSUMERS) {
-        const int n = at.n0 + i % LINES * LINE, r64 = at.r0 / 64 + i / LINES % (S::ROWS / 64);
-        const int module = i / LINES / (S::ROWS / 64);
-        if (n < p.N && r64 < epilogue.masks.sixty_fours)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(epilogue.masks.at(module, r64, n)));
     }
 }
 
@@ -2907,15 +2944,15 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
         commit_copies(); // (the first of these groups has all of the weights above)
     }
     float sum[S::MF][S::NF][4] = {};
-    if constexpr (Epilogue::MASKS) prefetch_masks<S>(at, p, epilogue);
-    walk_steps(stages, at.first, Epilogue::MASKS ? min(at.last, at.first_more) : at.last,
-               [&](uint32_t x, uint32_t w) { multiply_stage<S, X_COLS, W_COLS>(sum, x, w); });
+    const auto multiply = [&](uint32_t x, uint32_t w) { multiply_stage<S, X_COLS, W_COLS>(sum, x, w); };
     if constexpr (Epilogue::MASKS) {
+        const KeptWords<S> words(at, epilogue.masks, p.more / epilogue.rank);
+        walk_steps(stages, at.first, min(at.last, at.first_more), multiply);
         int step = max(at.first, at.first_more);
         walk_steps(stages, step, at.last, [&](uint32_t x, uint32_t w) {
-            add_masked_stage<S>(sum, x, w, at.number(step++), at, p, epilogue);
+            add_masked_stage<S>(sum, x, w, at.number(step++), words, p, epilogue);
         });
-    }
+    } else walk_steps(stages, at.first, at.last, multiply);
     wait_for_copies<0>();
     if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of ours
 
@@ -3210,11 +3247,12 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
         const TilePlace<S, Epilogue::PAIR> at(p, u / p.splits, u % p.splits);
         float sum[1][S::NF][4];
         if constexpr (Epilogue::MASKS) { // (then there are no splits)
-            prefetch_masks<S>(at, p, epilogue);
+            const KeptWords<S> words(at, epilogue.masks, p.more / epilogue.rank);
             multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.first_more);
             for (int step = at.first_more; step < at.last; step++, ring.next()) {
                 barrier_wait(stages.full(ring.stage), ring.parity);
-                add_masked_stage<S>(sum, stages.x(ring.stage), stages.w(ring.stage), at.number(step), at, p, epilogue);
+                const uint32_t x = stages.x(ring.stage), w = stages.w(ring.stage);
+                add_masked_stage<S>(sum, x, w, at.number(step), words, p, epilogue);
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) barrier_arrive(stages.empty(ring.stage));
             }

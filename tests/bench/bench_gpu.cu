@@ -510,15 +510,19 @@ static void train(Model& m, int B, bool full) {
     op("forward gate, up", [&] { norm_linear_swiglu_gpu(ctx, x.hidden, x.gate_up, x.norm2, x.mid, y.norm2, y.gate_up, N, c.eps); });
     op("forward down", [&] { linear_add_gpu(ctx, x.out, x.mid, x.hidden, y.down, N); });
     for (const Product& k : {Product{"qkv", y.qkv, to.qkv, d.normed, d.qkv, x.norm1}, Product{"o", y.o, to.o, d.attention, d.y, x.attention},
-                             Product{"gate, up", y.gate_up, to.gate_up, d.normed, d.gate_up, x.norm2}, Product{"down", y.down, to.down, d.hidden, d.y, x.hidden}}) {
-        op((std::string(k.name) + (full ? " dx" : " dh, dx")).c_str(), [&] { linear_backward_input_gpu(ctx, k.dx, d.h, k.dy, k.W, N); });
+                             Product{"gate, up", y.gate_up, to.gate_up, d.normed, d.gate_up, x.norm2}, Product{"down", y.down, to.down, nullptr, d.y, x.hidden}}) {
+        const bool last = !k.dx;
+        op((std::string(k.name) + (full ? " dx" : " dh, dB, dx") + (last ? ", SwiGLU" : "")).c_str(), [&] {
+            if (last) linear_backward_swiglu_gpu(ctx, d.gate_up, x.hidden, k.dx, d.h, k.to.B, k.dy, x.gate_up, k.W, N);
+            else linear_backward_input_gpu(ctx, k.dx, d.h, k.to.B, k.dy, k.W, N);
+        });
+        if (!full) op((std::string(k.name) + " dh, dB of it").c_str(), [&] { lora_up_backward(ctx, d.h, k.to.B, last ? d.gate_up : k.dx, k.dy, k.W, N); });
         if (full) op((std::string(k.name) + " dW").c_str(), [&] { linear_backward_weight_gpu(ctx, k.to.W, k.dy, k.W.out(), k.x, N, k.W.out(), k.W.in); });
         else {
             op((std::string(k.name) + " h").c_str(), [&] { lora_down_gpu(ctx, k.W.adapter.h, k.x, k.W, N); });
-            op((std::string(k.name) + " dA, dB").c_str(), [&] { lora_backward_weight_gpu(ctx, k.to.A, k.to.B, d.h, k.dy, k.x, k.W, N); });
+            op((std::string(k.name) + " dA").c_str(), [&] { lora_backward_weight_gpu(ctx, k.to.A, d.h, k.x, k.W, N); });
         }
     }
-    op("SwiGLU backward", [&] { swiglu_backward_gpu(ctx, d.gate_up, x.hidden, d.hidden, x.gate_up, N, c.F); });
     op("rmsnorm backward", [&] { rmsnorm_backward_gpu(ctx, d.x, d.y, x.norm2, to.norm2, d.normed, x.mid, y.norm2, N, C, c.eps); });
     op("q/k norm, RoPE again", [&] { qknorm_rope_kv_gpu(ctx, x.q, kv.keys, kv.values, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps); });
     op("attention backward", [&] { attention_backward_gpu(ctx, d.qkv, d.attention, x.q, kv.keys, kv.values, x.attention, x.lse, batch, c.H, c.K, c.D, d.delta); });

@@ -229,8 +229,8 @@ TEST_CASE("packed weights, many tokens: unpacked they are W.at rounded, and forw
                 linear_gpu(pad.ctx, b, x, W.plain_device, N);
                 CHECK(same_bits(a.get(), b.get()));
                 bf16* const none = nullptr;
-                linear_backward_input_gpu(pad.ctx, da, none, dy, W.device, N);
-                linear_backward_input_gpu(pad.ctx, db, none, dy, W.plain_device, N);
+                linear_backward_input_gpu(pad.ctx, da, none, nullptr, dy, W.device, N);
+                linear_backward_input_gpu(pad.ctx, db, none, nullptr, dy, W.plain_device, N);
                 CHECK(same_bits(da.get(), db.get()));
             }
         }

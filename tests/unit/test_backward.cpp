@@ -146,7 +146,7 @@ TEST_CASE("linear: finite differences by x and W, of one to three blocks") {
         const auto g = random.fill<double>(N * out), dw_before = random.fill<double>(out * in);
         const Linear<double> W = linear_of(w, rows, in);
         std::vector<double> y(N * out), dx = poisoned<double>(N * in), dw = dw_before;
-        CALL(linear_backward_input, dx.data(), (double*)nullptr, g.data(), W, N);
+        CALL(linear_backward_input, dx.data(), (double*)nullptr, (double*)nullptr, g.data(), W, N);
         CALL(linear_backward_weight, dw.data(), g.data(), (size_t)out, x.data(), N, out, in);
         auto f = [&] {
             CALL(linear, y.data(), x.data(), W, N);
@@ -246,8 +246,8 @@ TEST_CASE("an adapter: finite differences by x, A and B, with and without dropou
                 return inner(y, g);
             };
             f();
-            CALL(linear_backward_input, dx.data(), dh.data(), g.data(), a.W, N);
-            CALL(lora_backward_weight, dA.data(), dB.data(), dh.data(), g.data(), x.data(), a.W, N);
+            CALL(linear_backward_input, dx.data(), dh.data(), dB.data(), g.data(), a.W, N);
+            CALL(lora_backward_weight, dA.data(), dh.data(), x.data(), a.W, N);
             check_gradient("x", x, dx, f);
             check_gradient("A", a.A, minus(dA, A_before), f);
             // Where module and row do not belong together nothing is added.
@@ -491,16 +491,26 @@ TEST_CASE_TEMPLATE("gradients of products, with adapters and dropout or without:
             WideAdapted wide(a);
             std::vector<T> dx(N * in), dh(N * m * rank);
             std::vector<double> want(dx.size()), want_dh(dh.size());
-            CALL(linear_backward_input, dx.data(), dh.data(), dy.data(), a.W, N);
-            linear_backward_input(want.data(), want_dh.data(), as_double(dy).data(), wide, N);
+            auto dA = random.fill<acc<T>>(a.A.size()), dB = random.fill<acc<T>>(a.B.size()), dW = random.fill<acc<T>>(out * in), again_B = dB;
+            std::vector<double> want_A = as_double(dA), want_B = as_double(dB), want_W = as_double(dW);
+            CALL(linear_backward_input, dx.data(), dh.data(), dB.data(), dy.data(), a.W, N);
+            linear_backward_input(want.data(), want_dh.data(), want_B.data(), as_double(dy).data(), wide, N);
             CHECK(off<T>(dh, want_dh) == 0);
             CHECK(off<T>(dx, want, 4) == 0); // of dh, rounded
-            auto dA = random.fill<acc<T>>(a.A.size()), dB = random.fill<acc<T>>(a.B.size()), dW = random.fill<acc<T>>(out * in);
-            std::vector<double> want_A = as_double(dA), want_B = as_double(dB), want_W = as_double(dW);
-            CALL(lora_backward_weight, dA.data(), dB.data(), dh.data(), dy.data(), x.data(), a.W, N);
-            lora_backward_weight(want_A.data(), want_B.data(), as_double(dh).data(), as_double(dy).data(), as_double(x).data(), wide, N);
-            CHECK(off<T>(dA, want_A, p > 0 ? 4 : 0) == 0); // of x / (1 - p), rounded
             CHECK(off<T>(dB, want_B) == 0);
+            CALL(lora_backward_weight, dA.data(), dh.data(), x.data(), a.W, N);
+            lora_backward_weight(want_A.data(), as_double(dh).data(), as_double(x).data(), wide, N);
+            CHECK(off<T>(dA, want_A, p > 0 ? 4 : 0) == 0); // of x / (1 - p), rounded
+
+            // With SwiGLU behind it: the two ops.
+            const auto gate_up = random.fill<T>(N * 2 * in, 4);
+            std::vector<T> dhidden(N * in), hidden(N * in), dgate_up(N * 2 * in), again_dh(dh.size()), again_hidden(N * in), again(N * 2 * in);
+            CALL(swiglu_backward, dgate_up.data(), hidden.data(), dx.data(), gate_up.data(), N, in);
+            CALL(linear_backward_swiglu, again.data(), again_hidden.data(), dhidden.data(), again_dh.data(), again_B.data(), dy.data(), gate_up.data(), a.W, N);
+            CHECK(same_bits(again, dgate_up));
+            CHECK(same_bits(again_hidden, hidden));
+            CHECK(same_bits(again_dh, dh));
+            CHECK(same_bits(again_B, dB));
             CALL(linear_backward_weight, dW.data(), dy.data(), (size_t)out, x.data(), N, out, in);
             linear_backward_weight(want_W.data(), as_double(dy).data(), out, as_double(x).data(), N, out, in);
             CHECK(off<T>(dW, want_W) == 0);
@@ -556,7 +566,7 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         const Linear<double> W = linear_of(w, {2, 3}, 9);
         std::vector<double> dx(36), dw(45), y(20);
         CALL(linear, y.data(), x.data(), W, 4);
-        CALL(linear_backward_input, dx.data(), (double*)nullptr, g.data(), W, 4);
+        CALL(linear_backward_input, dx.data(), (double*)nullptr, (double*)nullptr, g.data(), W, 4);
         CALL(linear_backward_weight, dw.data(), g.data(), 5, x.data(), 4, 5, 9);
         check_same("y", y, r("out")), check_same("dx", dx, r("d_x")), check_same("dW", dw, r("d_W"));
         std::vector<double> picked(36), dnormed(36);
@@ -574,8 +584,8 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         std::vector<double> h(12), y(20), dx(36), dh(12), dA(27), dB(15);
         W.adapter.rank = 3, W.adapter.modules = 1, W.adapter.s = 2, W.adapter.A = A.data(), W.adapter.B = sB.data(), W.adapter.h = h.data();
         CALL(linear, y.data(), x.data(), W, 4);
-        CALL(linear_backward_input, dx.data(), dh.data(), g.data(), W, 4);
-        CALL(lora_backward_weight, dA.data(), dB.data(), dh.data(), g.data(), x.data(), W, 4);
+        CALL(linear_backward_input, dx.data(), dh.data(), dB.data(), g.data(), W, 4);
+        CALL(lora_backward_weight, dA.data(), dh.data(), x.data(), W, 4);
         check_same("y", y, r("out")), check_same("dx", dx, r("d_x")), check_same("dA", dA, r("d_A")), check_same("dB", dB, r("d_B"));
     }
     {

@@ -126,7 +126,7 @@ TEST_CASE_TEMPLATE("dx of packed weights: the definition in double", T, bf16, fl
         auto close = [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(size[i]); };
         auto dx = poisoned<T>(want.size());
         T* none = nullptr;
-        CALL(linear_backward_input, dx.data(), none, dy.data(), W, N);
+        CALL(linear_backward_input, dx.data(), none, (acc<T>*)nullptr, dy.data(), W, N);
         CHECK(wrong(dx, want, close) == 0);
         std::vector<int> rows;
         for (int n = 0; n < N; n++) rows.push_back(N - 1 - n);
@@ -158,18 +158,19 @@ TEST_CASE_TEMPLATE("an adapter on packed weights: dx has the bits that it has on
         plain.format = Format::PLAIN, plain.w[0] = numbers.data(), plain.w[1] = numbers.data() + (size_t)70 * in;
         const auto dy = random.fill<T>((size_t)N * out);
         auto dx = poisoned<T>((size_t)N * in), want = dx, dh = poisoned<T>(h.size());
-        linear_backward_input_cpu(cpu(), dx.data(), dh.data(), dy.data(), W, N);
-        linear_backward_input_cpu(cpu(), want.data(), dh.data(), dy.data(), plain, N);
+        std::vector<acc<T>> dB(B.size());
+        linear_backward_input_cpu(cpu(), dx.data(), dh.data(), dB.data(), dy.data(), W, N);
+        linear_backward_input_cpu(cpu(), want.data(), dh.data(), dB.data(), dy.data(), plain, N);
         CHECK(same_bits(dx, want));
 #ifdef _OPENMP
         const int threads = omp_get_max_threads();
         omp_set_num_threads(3);
-        linear_backward_input_cpu(cpu(), dx.data(), dh.data(), dy.data(), W, N);
+        linear_backward_input_cpu(cpu(), dx.data(), dh.data(), dB.data(), dy.data(), W, N);
         omp_set_num_threads(threads);
         CHECK(same_bits(dx, want));
 #endif
         std::vector<T> one = poisoned<T>((size_t)in); // a row does not know the others
-        linear_backward_input_cpu(cpu(), one.data(), dh.data(), dy.data(), W, 1);
+        linear_backward_input_cpu(cpu(), one.data(), dh.data(), dB.data(), dy.data(), W, 1);
         CHECK(memcmp(one.data(), want.data(), (size_t)in * sizeof(T)) == 0);
     }
 }
