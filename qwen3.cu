@@ -4601,7 +4601,7 @@ __device__ __forceinline__ void take_newest(const DecodeArgs& p, DecodeShared<D>
 template <int D, bool FP8, class Page>
 __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_decode_kernel(DecodeArgs p, int heads) {
     __shared__ DecodeShared<D> shared;
-    PACKED_SHARED(memory); // the warps' rings; then their sums
+    PACKED_SHARED(rings); // the warps'; then their sums
     // What is read before the wait no kernel of this forward writes: positions, sequences and pages are the batch's,
     // older keys and values an earlier forward's (see launch_kernel).
     const Batch& b = p.b;
@@ -4619,7 +4619,7 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
         return (i / STAGES * (int)gridDim.x + (int)blockIdx.x) * (SPLIT / PAGE) + i % STAGES * Page::WARPS + warp;
     };
     const auto place = [&](int i) { return page_of(i) < pages ? table[page_of(i)] : 0; }; // of it in the cache
-    Page page((uint8_t*)memory + warp * Page::RING);
+    Page page((uint8_t*)rings + warp * Page::RING);
     const auto ask_for = [&](int i, int at) {
         const int count = pos - page_of(i) * PAGE; // without the newest token
         const size_t first = kv_offset(at, kv, 0, p.K, D);
@@ -4664,7 +4664,7 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
         next[STAGES - 1] = place(i + 2 * STAGES);
     }
     const int apart = Page::RING ? Page::RING / 4 : heads * (D + 8); // numbers from one warp's sums to the next
-    part.store(shared, page, memory + warp * apart, heads);
+    part.store(shared, page, rings + warp * apart, heads);
     __syncthreads();
     // The warps' parts, a thread a number: to `out` or, where the sequence has several blocks, to `parts`.
     const int blocks = min(splits, (int)gridDim.x);
@@ -4673,7 +4673,7 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
     for (int o = threadIdx.x; o < heads * D; o += blockDim.x) {
         const int h = o / D, d = o % D;
         const AttentionPart all = join_parts(Page::WARPS, [&](int w) {
-            return AttentionPart{shared.maximum[w][h], shared.sum[w][h], memory[w * apart + h * (D + 8) + d]};
+            return AttentionPart{shared.maximum[w][h], shared.sum[w][h], rings[w * apart + h * (D + 8) + d]};
         });
         if (blocks == 1) out[o] = round_bf16(all.value / all.weights);
         else {
