@@ -204,6 +204,7 @@ template <class T> constexpr bool HAS_GPU = WITH_GPU && std::is_same_v<T, bf16>;
 // ---- Memory comes from an Arena (file.h), which is planned once; what a GPU needs for it is in Book II.
 inline void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host);
 inline void gpu_clear(Context& ctx, void* p, size_t bytes);
+template <class U> std::shared_ptr<U[]> gpu_host_memory(size_t n); // the CPU's, which the GPU reaches at full speed
 
 // n numbers, to and from where the context computes, and zeros there.
 template <class U> void copy_in(Context& ctx, U* to, const U* from, size_t n) {
@@ -904,7 +905,7 @@ template <class T> struct Session {
     acc<T> *rope, *row_logits;              // (capacity, D/2, 2), (ROWS,V)
     int chunk, pages, *token, *pos, *seq, *slot, *table, *named; // a Batch; the rows that go through the head
     int* last_row;                          // the one whose logits were taken last
-    std::vector<acc<T>> host_logits;        // on a GPU: row_logits in the CPU's memory
+    std::shared_ptr<acc<T>[]> host_logits;  // on a GPU: row_logits in the CPU's memory
     struct { Sampling how; int exist; size_t answer, most; } drawing; // see begin_draws
     std::shared_ptr<GpuDraws<T>> draws;     // on a GPU
     LookUp lookup;                          // may be asked for, see can_look_up
@@ -927,8 +928,9 @@ template <class T> struct Session {
         std::vector<int> identity(pages);
         std::iota(identity.begin(), identity.end(), 0);
         copy_in(ctx, table, identity.data(), identity.size());
-        if (ctx.gpu) host_logits.resize((size_t)std::min(chunk, ROWS) * c.V);
-        logits = ctx.gpu ? host_logits.data() : row_logits;
+        if constexpr (HAS_GPU<T>)
+            if (ctx.gpu) host_logits = gpu_host_memory<acc<T>>((size_t)std::min(chunk, ROWS) * c.V);
+        logits = ctx.gpu ? host_logits.get() : row_logits;
     }
     Session(const Session&) = delete;
 
@@ -978,7 +980,7 @@ template <class T> struct Session {
                 R = std::min(N - n, ROWS);
                 take_logits(n, R);
                 for (int r = 0; r < R; r++) {
-                    logits = (ctx.gpu ? host_logits.data() : row_logits) + (size_t)r * config.V;
+                    logits = (ctx.gpu ? host_logits.get() : row_logits) + (size_t)r * config.V;
                     if (rows) rows(logits);
                 }
             }
@@ -993,7 +995,7 @@ template <class T> struct Session {
         copy_in(ctx, named, wanted, R);
         last_row = named + R - 1;
         RUN(head, row_logits, picked, activations.normed, named, weights.head, R);
-        if (ctx.gpu) copy_out(ctx, host_logits.data(), row_logits, (size_t)R * config.V);
+        if (ctx.gpu) copy_out(ctx, host_logits.get(), row_logits, (size_t)R * config.V);
     }
 
     // ---- Drawing an answer, token by token. `exist`: only ids below may be drawn; `answer`: ids[answer] on belong to
@@ -2033,6 +2035,11 @@ inline void* gpu_allocate(size_t bytes, const char* what) {
     return base;
 }
 inline void gpu_release(void* p) { cudaFree(p); }
+template <class U> std::shared_ptr<U[]> gpu_host_memory(size_t n) {
+    void* base = nullptr;
+    CUDA_CHECK(cudaMallocHost(&base, n * sizeof(U)));
+    return {(U*)base, [](U* p) { cudaFreeHost(p); }};
+}
 inline void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host) {
     const cudaMemcpyKind kind = to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, ctx.gpu->stream)); // (the CPU's side is not pinned: it is read
