@@ -4525,19 +4525,18 @@ template <int D, bool FP8, class Page> struct DecodePart {
 
     // The first `count` keys of the page count: one at least.
     __device__ __forceinline__ void add(const DecodeShared<D>& shared, const Page& page, int count) {
-        float s[2][4] = {}; // scores: rows g and g + 8, of which only g is a head
+        float s[2][4] = {}, odd[2][4] = {}; // scores: rows g and g + 8, of which only g is a head; in two chains
         #pragma unroll
         for (int i = 0; i < D / 32; i++) {
             const uint4 q = *(const uint4*)(shared.q[page.g] + 32 * i + 8 * page.t);
             #pragma unroll
-            for (int j = 0; j < 2; j++)
-                mma_32(s[j], q, uint4{0, 0, 0, 0}, page.key(j, i));
+            for (int j = 0; j < 2; j++) mma_32(i % 2 ? odd[j] : s[j], q, uint4{0, 0, 0, 0}, page.key(j, i));
         }
         const float scale = LOG2E / sqrtf((float)D); // scores are powers of 2
         float weights[4], largest = top, more = 0;
         #pragma unroll
         for (int r = 0; r < 4; r++) {
-            const float score = s[r / 2][r % 2] * scale * page.factor(r, false);
+            const float score = (s[r / 2][r % 2] + odd[r / 2][r % 2]) * scale * page.factor(r, false);
             weights[r] = page.key_of(r) < count ? score : -INFINITY;
             largest = fmaxf(largest, weights[r]);
         }
@@ -4614,6 +4613,7 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
     const Batch& b = p.b;
     const int h0 = blockIdx.y * heads, n = blockIdx.z, kv = h0 / (p.H / p.K), warp = threadIdx.x / 32;
     const int seq = b.seq[n], pos = b.pos[n], pages = pos / PAGE + 1, splits = pos / SPLIT + 1;
+    if (!Page::RING && seq >= 0 && splits > (int)gridDim.x) __trap(); // keys that no block owns: an error
     if (seq < 0 || (int)blockIdx.x >= splits) {
         let_next_start();
         wait_for_previous();
@@ -4664,6 +4664,7 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
         page.wait(i);
         if (page_of(i) == pages - 1) page.insert(shared, pos % PAGE);
         part.add(shared, page, pos + 1 - page_of(i) * PAGE);
+        if (!Page::RING) break; // (a block a split)
         __syncwarp(); // all have read it
         ask_for(i + STAGES, next[0]);
         #pragma unroll
@@ -4699,8 +4700,7 @@ inline size_t attention_scratch(const Context& ctx, int singles, int splits, int
     return std::max((size_t)singles * H * splits, (size_t)BLOCKS_A_SM * ctx.gpu->sms * QUERY_ROWS) * (D + 2);
 }
 
-// b.splits: of the longest sequence, at least 1. A block takes more than one split of a longer one, or where sequences
-// fill the GPU by themselves.
+// b.splits: of the longest sequence. A block takes more than one split where sequences fill the GPU by themselves.
 inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D) {
     if (p.b.splits < 1) DIE("attention_decode: %d splits", p.b.splits);
     const int G = p.H / p.K;

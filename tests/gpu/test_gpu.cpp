@@ -541,7 +541,7 @@ static void check_attention(Random& random, std::vector<std::pair<int, int>> pas
     Device<float> drope(rope);
     Batch b = batch.view(), device = b;
     device.token = nullptr, device.pos = pos, device.seq = seq, device.slot = slot, device.pages = pages, device.singles = singles;
-    device.splits = random.below(2) ? splits : 1 + (int)random.below(splits), device.longest = longest; // (any number will do)
+    device.splits = splits, device.longest = longest;
     attend_gpu(pad.ctx, out, nullptr, q, dkeys, dvalues, dqkv, dqw, dkw, drope, device, H, K, D, 1e-6f);
     std::vector<bf16> want_q((size_t)N * H * D), want((size_t)N * H * D);
     attend_cpu(cpu(), want.data(), nullptr, want_q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, 1e-6f);
@@ -572,10 +572,12 @@ TEST_CASE("attention: head sizes, groups, contexts at the borders of pages, spli
                 check_attention(random, {{5, 1}, {200, 1}, {0, 1}, {31, 1}}, 0, H, K, D, invariant);                              // decoding
                 check_attention(random, {{5, 1}, {130, 1}, {0, 18}, {40, 70}, {0, 3}}, 3, H, K, D, invariant);                    // all of it
             }
-    for (int D : {64, 128}) // several splits a block
-        for (std::pair<int, int> heads : std::vector<std::pair<int, int>>{{2, 2}, {4, 2}, {4, 1}, {10, 2}, {16, 1}, {6, 2}})
-            for (int turn = 0; turn < 4; turn++)
-                check_attention(random, {{5, 1}, {200, 1}, {0, 1}, {31, 1}, {300, 1}, {1023, 1}}, 3, heads.first, heads.second, D, false);
+    for (int D : {64, 128}) // so many sequences that pages are in shared memory, and a block has several splits
+        for (std::pair<int, int> heads : std::vector<std::pair<int, int>>{{2, 2}, {4, 2}, {4, 1}, {10, 2}, {16, 1}, {6, 2}}) {
+            std::vector<std::pair<int, int>> many = {{1023, 1}};
+            while (many.size() * heads.second < 130) many.push_back({(int)random.below(1023), 1});
+            check_attention(random, many, 3, heads.first, heads.second, D, false);
+        }
     check_attention(random, {{4096, 1}}, 0, 4, 2, 128, false);
     check_attention(random, {{4000, 97}, {0, 300}}, 0, 4, 2, 128, false);
     // Keys split over blocks: parts that a row sees nothing of, and tiles that sequences share.
@@ -635,7 +637,7 @@ static void check_fp8_attention(Random& random, std::vector<std::pair<int, int>>
     Device<float> drope(rope);
     Batch device = b;
     device.token = nullptr, device.pos = pos, device.seq = seq, device.slot = slot, device.pages = pages, device.singles = singles;
-    device.splits = random.below(2) ? splits : 1 + (int)random.below(splits), device.longest = longest; // (any number will do)
+    device.splits = splits, device.longest = longest;
     const auto attend = [&](bool fp8, Device<bf16>& k, Device<bf16>& v) {
         Device<bf16> out((size_t)N * H * D);
         device.fp8 = fp8;
@@ -685,6 +687,11 @@ TEST_CASE("attention over an FP8 cache: rows are stored to the byte, and read to
                     check_fp8_attention(random, {{70, 50}}, 0, H, K, D, invariant, exact);
                     check_fp8_attention(random, {{5, 1}, {130, 1}, {0, 18}, {40, 70}, {0, 3}, {300, 300}}, 3, H, K, D, invariant, exact);
                 }
+    for (int D : {64, 128}) { // so many sequences that pages are in shared memory
+        std::vector<std::pair<int, int>> many = {{1023, 1}};
+        while (many.size() < 70) many.push_back({(int)random.below(1023), 1});
+        for (bool exact : {false, true}) check_fp8_attention(random, many, 3, 4, 2, D, false, exact);
+    }
     check_fp8_attention(random, {{4096, 1}}, 0, 4, 2, 128, false, true);
     check_fp8_attention(random, {{900, 1}, {3, 1}, {1023, 2}, {0, 40}, {1500, 300}}, 3, 4, 2, 128, false, true);
 }

@@ -17,6 +17,7 @@ constexpr float LOG2E = 1.44269504f;
 static float exp2_fast(float x) { return exp2f(x); }
 static bf16 round_bf16(float x) { return to_bf16(x); }
 static float __ldcg(const float* p) { return *p; }
+static void __trap() { std::puts("FALSE: keys that no block owns"), std::exit(1); }
 static float warp_sum(float x) {
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
@@ -121,10 +122,10 @@ struct Attending {
         const DecodeArgs p = {out.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, 1e-6f, partial.data(), arrived.data()};
         for (auto& copies : late) copies.clear();
         if (singles)
-            for (bool ring : {false, true}) {
+            for (bool ring : {false, true}) { // (the former takes a block a split)
                 using Held = HeldPage<HEAD, FP8>;
                 using Ring = RingPage<HEAD, FP8>;
-                launch(dim3((unsigned)blocks, (unsigned)(H / G), (unsigned)singles), dim3(32 * (ring ? Ring::WARPS : Held::WARPS)),
+                launch(dim3((unsigned)(ring ? blocks : splits), (unsigned)(H / G), (unsigned)singles), dim3(32 * (ring ? Ring::WARPS : Held::WARPS)),
                        [&] { ring ? attention_decode_kernel<HEAD, FP8, Ring>(p, G) : attention_decode_kernel<HEAD, FP8, Held>(p, G); });
                 if (ring) continue;
                 held = out, std::fill(out.begin(), out.end(), bf16{0x7fc1}); // (the new rows of the cache are written again)
