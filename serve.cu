@@ -185,7 +185,7 @@ template <class T> struct Engine {
     EngineOptions options;
     LookUp lookup;
 #ifdef __CUDACC__
-    std::unique_ptr<StepRoad> road; // if not null, the token of an answer that runs alone is one kernel
+    std::unique_ptr<StepRoad> road; // if not null, a token of one or two answers is one kernel
 #endif
 
     Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o,
@@ -1473,7 +1473,7 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: as many as\n"
          "keep it within 1.7 times a step without them)", whole(o.engine.chunk, 1, 65536)},
         {"", "--gpus", "N", "of this host: an engine each (with -d cpu N engines on the CPU)", whole(o.gpus, 1, 64)},
-        o.one_kernel_option("on a GPU: the token of an answer that runs alone is one kernel (default: on\n"
+        o.one_kernel_option("on a GPU: a token of one or two answers is one kernel (default: on\n"
                             "Hopper, if a tenth of the free memory holds its copy of the weights)"),
         {"", "--lookup", "N", "of an answer that runs alone: what followed its latest words before\n"
          "is computed with the next token, N tokens at most (up to 7), while it\n"
