@@ -34,7 +34,7 @@ TEST_CASE("one answer at a time is a Session's: penalties, stops, log-probabilit
     }
 }
 
-TEST_CASE("an answer that runs alone takes its steps by one kernel, and is what a Session says by it; not in company") {
+TEST_CASE("an answer that runs alone takes its steps by one kernel, and is what a Session says by it; two together too, three do not") {
     on_gpu(false);
     const RandomCheckpoint m(where, 256, 512, 4, 2, 1024, 2, true);
     where.one_kernel = Context::TOGETHER;
@@ -62,13 +62,18 @@ TEST_CASE("an answer that runs alone takes its steps by one kernel, and is what 
         CHECK(taken(bench) + 1 >= want.ids.size());
         CHECK(taken(bench) <= want.ids.size() + 8); // (what was under way at its end, and what a stop string cut off)
     }
-    Bench bench(options, m.file->config, *m.weights);
-    std::vector<Job> two = {job_of(), job_of()};
-    for (Job& job : two) job.max_tokens = 100, job.ignore_eos = true, job.stops.clear();
-    REQUIRE(bench.desk.submit({two[0]}));
-    REQUIRE(bench.desk.submit({two[1]}));
-    run_all(bench, random, {});
-    CHECK(taken(bench) < 20);
+    for (size_t together : {2, 3}) {
+        INFO(together << " together");
+        Bench bench(options, m.file->config, *m.weights);
+        for (size_t i = 0; i < together; i++) {
+            Job job = job_of();
+            job.max_tokens = 100, job.ignore_eos = true, job.stops.clear();
+            REQUIRE(bench.desk.submit({job}));
+        }
+        run_all(bench, random, {});
+        if (together == 2) CHECK(taken(bench) > 90);
+        else CHECK(taken(bench) < 20);
+    }
     where.one_kernel = Context::OFF;
 }
 
