@@ -4525,12 +4525,13 @@ template <int D, bool FP8, class Page> struct DecodePart {
 
     // The first `count` keys of the page count: one at least.
     __device__ __forceinline__ void add(const DecodeShared<D>& shared, const Page& page, int count) {
-        float s[2][4] = {}, odd[2][4] = {}; // scores: rows g and g + 8, of which only g is a head; in two chains
+        float s[2][4] = {}, odd[2][4] = {}; // scores: rows g and g + 8, of which only g is a head
         #pragma unroll
         for (int i = 0; i < D / 32; i++) {
             const uint4 q = *(const uint4*)(shared.q[page.g] + 32 * i + 8 * page.t);
             #pragma unroll
-            for (int j = 0; j < 2; j++) mma_32(i % 2 ? odd[j] : s[j], q, uint4{0, 0, 0, 0}, page.key(j, i));
+            for (int j = 0; j < 2; j++) // (where there are registers, in two chains)
+                mma_32(i % 2 && !Page::RING ? odd[j] : s[j], q, uint4{0, 0, 0, 0}, page.key(j, i));
         }
         const float scale = LOG2E / sqrtf((float)D); // scores are powers of 2
         float weights[4], largest = top, more = 0;

@@ -39,7 +39,7 @@ struct Adapted : Matrix {
     }
 };
 struct AdaptedShape { std::vector<int> rows; int in; std::vector<int> blocks; int rank; };
-static const std::vector<AdaptedShape> ADAPTED = {{{64, 32, 32}, 72, {0, 1, 2}, 8}, {{256, 128, 128}, 1024, {0, 2}, 32}, {{200}, 136, {0}, 40}, {{96, 96}, 264, {0, 1}, 16}, {{1100, 1304}, 264, {0, 1}, 32}};
+static const std::vector<AdaptedShape> ADAPTED = {{{64, 32, 32}, 72, {0, 1, 2}, 8}, {{256, 128, 128}, 1024, {0, 2}, 32}, {{200}, 136, {0}, 40}, {{96, 96}, 264, {0, 1}, 16}, {{1104, 1304}, 264, {0, 1}, 32}};
 
 TEST_CASE("adapters in the products: h and what it adds, with and without dropout") {
     Random random{1};
