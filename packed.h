@@ -9,9 +9,11 @@
    takes off what they stand above zero. No conversion instruction, no shuffle, and nothing is rounded: q - zero (INT4),
    q (INT8) and e4m3 are bf16 numbers. A group's scale multiplies the float32 sum of the group's products.
 
+   On Hopper products of up to 128 tokens stream the packed bytes, too.
+
    Every format is a struct with the same names, and the one template argument F of each kernel.
 
-   Contents    1 Formats    2 Few tokens    3 Many tokens, embedding    4 Launchers */
+   Contents    1 Formats    2 Few tokens    3 Many tokens, embedding    4 Launchers    5 17 to 128 tokens, on Hopper */
 #pragma once
 
 // ======================================================================================================== 1 Formats
@@ -21,6 +23,12 @@
 __device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+// a & b | c. PTX ISA: lop3.b32 (of two constants the compiler makes two instructions)
+__device__ inline uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
 // 8 bytes of weights: as load_stream.
@@ -41,6 +49,8 @@ __device__ inline uint2 load_eight(const void* p, bool there) {
 //   LOADS    of 8 bytes that a lane has on their way, as many as there are registers for
 //   byte     where in a row the 8 bytes of the run at `column` are
 //   run      its eight numbers as bf16 pairs, but for the scale; `zero` is INT4's
+//   pair     two of them, whose bytes are both bytes of the halves of `twice`
+//   scaled   such a pair times its scale, rounded once as unpack_run rounds it; word: scale_word of the scale
 //   Raw      a scale as it is stored, and to_float of it; BLOCKS: group_rows rows share it
 struct PackedInt8 {
     static constexpr int RUNS = 1, SCALES = 1, LOADS = 8;
@@ -57,6 +67,11 @@ struct PackedInt8 {
     __device__ static uint4 run(const uint2& v, int, uint32_t) {
         return {two(v.x, 0x4140), two(v.x, 0x4342), two(v.y, 0x4140), two(v.y, 0x4342)};
     }
+    __device__ static uint32_t pair(uint32_t twice, int, uint32_t) {
+        return fma_pair(and_or(twice, 0x00800080, 0x43004300), 0xbf80bf80, and_or(twice, 0x007f007f, 0x43004300));
+    }
+    __device__ static uint32_t scale_word(Raw s) { return s * 0x10001u; }
+    __device__ static uint32_t scaled(uint32_t pair, uint32_t word) { return fma_pair(pair, word, 0x80008000); }
 };
 
 struct PackedFp8 {
@@ -72,6 +87,14 @@ struct PackedFp8 {
     }
     __device__ static uint4 run(const uint2& v, int, uint32_t) {
         return {two(v.x, 0x1404), two(v.x, 0x3424), two(v.y, 0x1404), two(v.y, 0x3424)};
+    }
+    __device__ static uint32_t pair(uint32_t twice, int, uint32_t) {
+        return fma_pair((twice & 0x80008000) | (twice >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000);
+    }
+    __device__ static uint32_t scale_word(Raw s) { return __float_as_uint(s); }
+    __device__ static uint32_t scaled(uint32_t pair, uint32_t word) {
+        const float s = __uint_as_float(word);
+        return pack(low(pair) * s, high(pair) * s);
     }
 };
 
@@ -90,6 +113,17 @@ template <int GROUPS> struct PackedInt4 {
     __device__ static uint4 run(const uint2& v, int upper, uint32_t zero) {
         const uint32_t less = 0xc300c300 | zero * 0x00010001, a = v.x >> 4 * upper, b = v.y >> 4 * upper;
         return {two(a, 0x4140, less), two(a, 0x4342, less), two(b, 0x4140, less), two(b, 0x4342, less)};
+    }
+    __device__ static uint32_t pair(uint32_t twice, int upper, uint32_t less) { // less: as in `run`
+        return fma_pair(and_or(twice >> 4 * upper, 0x000f000f, 0x43004300), 0x3f803f80, less);
+    }
+    // A half is a bf16 and a rest of three bits. A weight, of four, times that rest is a bf16.
+    __device__ static uint32_t scale_word(Raw h) {
+        const float s = to_float(h), first = low(pack(s, 0));
+        return pack(first, s - first);
+    }
+    __device__ static uint32_t scaled(uint32_t pair, uint32_t word) {
+        return fma_pair(pair, __byte_perm(word, 0, 0x1010), fma_pair(pair, __byte_perm(word, 0, 0x3232), 0x80008000));
     }
 };
 
@@ -369,5 +403,342 @@ template <class Use> void each_part(Context& ctx, const Linear<bf16>& W, bool co
         n = std::min(most, all - first);
         f(first, n, columns ? unpack(ctx, W, 0, other, first, n) : unpack(ctx, W, first, n, 0, other));
     }
+}
+
+// ====================================================================================== 5 17 to 128 tokens, on Hopper
+// The packed bytes come to shared memory and are converted on their way to the tensor core. Rows of W are wgmma's rows
+// and tokens its columns: so what a lane converts is its own part of operand a, which wgmma takes from registers, and
+// no number is written back. Bound by the memory's speed; beside it the L2 cache, from which each block reads x, the
+// tensor cores and the conversions all have most of their time's work: hence tiles of as many rows as fit.
+//
+// Grid: tiles of rows, each for all tokens, times splits of `in`, the blocks of a cluster; without splits as many
+// blocks as are resident at once, and a block takes tiles in turn. A tile has 64 rows for each of a block's warpgroups.
+// One more warp, the producer, has the Tensor Memory Accelerator copy stage after stage to a ring: PACKED_IN columns of
+// x, in two panels of 64 as hopper_kernel's stages, and of the packed rows, swizzled in theirs.
+//
+// Who owns what. Of the 16 rows of a warp's operand a, lane 4 g + t holds rows g and g + 8: rows ROWS / 2 apart of the
+// tile, so that with PAIR they are one of gate and the same of up. Of each eight columns it holds the pair 2 t and
+// 2 t + 1, as mma has it. All lanes of a quad load the same 16 bytes, and each picks its pairs.
+constexpr int PACKED_IN = 128, PACKED_STAGES = 8; // columns of a stage; stages at most
+
+template <class F, int TOKENS> struct PackedTile {
+    // Warpgroups, for more of which there are not registers enough; the producer is one, and leaves the others most.
+    static constexpr int WARPGROUPS = TOKENS == 64 ? 4 : 3, THREADS = (WARPGROUPS + 1) * 128;
+    static constexpr int REGISTERS = TOKENS == 64 ? 112 : 152, PRODUCERS = 32;
+    static constexpr int X_BYTES = TOKENS * PACKED_IN * 2, ROW_BYTES = PACKED_IN / F::RUNS; // of a stage
+    static int stage_bytes(int warpgroups) { return X_BYTES + warpgroups * 64 * ROW_BYTES; }
+};
+struct PackedTiles {
+    CUtensorMap x, W;
+    int units, splits, stages; // tiles x splits; of the ring
+};
+
+// 16 bytes of shared memory.
+__device__ __forceinline__ uint4 load_shared(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
+}
+
+// The scales that a lane's two rows have in a stage: SLOTS a row. A quad of lanes loads those of both rows, a stage
+// ahead; number m = SLOTS (which row) + slot is in lane m % 4.
+template <class F> struct PackedScales {
+    static constexpr int SLOTS = PACKED_IN / 32 * F::SCALES / F::RUNS, EACH = SLOTS / 2;
+    using Raw = typename F::Raw;
+    const Raw* scale[EACH]; // of these rows
+    const uint8_t* zero[EACH];
+    int column; // of a stage
+    Raw next[EACH];
+    uint32_t next_zero[EACH], word[EACH], less[EACH];
+    __device__ __forceinline__ PackedScales(const PackedArgs& p, int row, int other) {
+        const int t = threadIdx.x % 4;
+        column = t % SLOTS * (PACKED_IN / SLOTS);
+        PACKED_UNROLL
+        for (int e = 0; e < EACH; e++) {
+            const size_t at = p.template scale_at<F>((t + 4 * e) / SLOTS ? other : row, 0);
+            scale[e] = (const Raw*)p.scale + at, zero[e] = p.zero + at;
+        }
+    }
+    __device__ __forceinline__ void load(const PackedArgs& p, int step) {
+        const int i = column + step * PACKED_IN, g = min(p.shift < 0 ? i / p.group : i >> p.shift, p.groups - 1);
+        PACKED_UNROLL
+        for (int e = 0; e < EACH; e++) {
+            next[e] = scale[e][g];
+            if (F::ZEROS) next_zero[e] = p.zero ? zero[e][g] : 8;
+        }
+    }
+    __device__ __forceinline__ void take() { // what was loaded
+        PACKED_UNROLL
+        for (int e = 0; e < EACH; e++) {
+            word[e] = F::scale_word(next[e]);
+            if (F::ZEROS) less[e] = 0xc300c300 | next_zero[e] * 0x00010001;
+        }
+    }
+    // Of row h in a slot; all lanes of a warp.
+    __device__ __forceinline__ uint32_t of(const uint32_t (&mine)[EACH], int h, int slot) const {
+        const int m = h * SLOTS + slot;
+        return __shfl_sync(~0u, mine[m / 4], (threadIdx.x & 28) | m % 4);
+    }
+};
+
+// Half of a stage as operand a, for four wgmma of 16 columns: W.at, rounded. w: a lane's row g in shared memory; its
+// other row is `apart` bytes further.
+template <class F>
+__device__ __forceinline__ void convert_half(uint32_t (&a)[4][4], uint32_t w, uint32_t apart, int half,
+                                             const PackedScales<F>& scales) {
+    constexpr int CHUNKS = 4 / F::RUNS, SLOTS = PackedScales<F>::SLOTS; // chunks of 16 bytes
+    const uint32_t t = threadIdx.x % 4, pick = 0x1100 + 0x2222 * t;     // bytes 2 t, 2 t, 2 t + 1, 2 t + 1 of eight
+    const uint32_t g = threadIdx.x / 4 % 8, swizzle = F::RUNS == 2 ? g / 2 : g;
+    PACKED_UNROLL
+    for (int h = 0; h < 2; h++)
+        PACKED_UNROLL
+        for (int i = 0; i < CHUNKS; i++) {
+            const uint4 v = load_shared(w + h * apart + ((half * CHUNKS + i ^ swizzle) << 4));
+            const uint32_t first = __byte_perm(v.x, v.y, pick), second = __byte_perm(v.z, v.w, pick);
+            PACKED_UNROLL
+            for (int upper = 0; upper < F::RUNS; upper++) { // INT4: the same bytes, 32 columns further
+                const int k = i + 2 * upper, slot = SLOTS == 4 ? 2 * half + k / 2 : half;
+                const uint32_t word = scales.of(scales.word, h, slot);
+                const uint32_t less = F::ZEROS ? scales.of(scales.less, h, slot) : 0;
+                a[k][h] = F::scaled(F::pair(first, upper, less), word);
+                a[k][2 + h] = F::scaled(F::pair(second, upper, less), word);
+            }
+        }
+}
+
+// Of two fragments, 16 tokens, and row h of a lane: four neighbouring rows of one token. Four lanes, 4 apart, have
+// these rows, each of four tokens: they transpose. Lane 16 a + 4 i + t gets rows 4 a .. 4 a + 3 of token 2 t + i % 2 +
+// 8 (i / 2).
+__device__ __forceinline__ float4 four_rows(const float (&even)[4], const float (&odd)[4], int h) {
+    const bool second = threadIdx.x & 4, third = threadIdx.x & 8;
+    const float2 e = {even[2 * h], even[2 * h + 1]}, o = {odd[2 * h], odd[2 * h + 1]};
+    const float from_e = __shfl_xor_sync(~0u, second ? e.x : e.y, 4);
+    const float from_o = __shfl_xor_sync(~0u, second ? o.x : o.y, 4);
+    const float2 a = second ? make_float2(from_e, e.y) : make_float2(e.x, from_e);
+    const float2 b = second ? make_float2(from_o, o.y) : make_float2(o.x, from_o);
+    const float x = __shfl_xor_sync(~0u, third ? a.x : b.x, 8), y = __shfl_xor_sync(~0u, third ? a.y : b.y, 8);
+    return third ? make_float4(x, y, b.x, b.y) : make_float4(a.x, a.y, x, y);
+}
+
+// Hands the sums of a lane's rows to the epilogue; r: the first of its four, `apart` rows from h = 0 to h = 1. Blocks
+// of a cluster have the sums of some steps each, and hand over some pieces each, of 16 tokens: see finish_in_cluster.
+template <int TOKENS, class Epilogue>
+__device__ __forceinline__ void finish_packed(const float (&sum)[TOKENS / 8][4], uint32_t shared, int split, int splits,
+                                              int r, int apart, int N, int out, Epilogue& epilogue) {
+    constexpr int PIECES = TOKENS / 16;
+    const int lane = threadIdx.x % 32, threads = blockDim.x - 128; // consumers
+    const int own = lane % 4 * 2 + lane / 4 % 2 + lane / 8 % 2 * 8; // token of a piece
+    const auto inside = [&](int piece, int h) { return piece * 16 + own < N && r + h * apart < out; };
+    const auto old = [&](int piece, int h) {
+        return Epilogue::ADDS && inside(piece, h) ? epilogue.old_four(piece * 16 + own, r + h * apart) : float4{};
+    };
+    const auto hand = [&](int piece, const float (&even)[4], const float (&odd)[4], const float4 (&before)[2]) {
+        const float4 y[2] = {four_rows(even, odd, 0), four_rows(even, odd, 1)};
+        const int n = piece * 16 + own;
+        if constexpr (Epilogue::PAIR) {
+            if (inside(piece, 0)) epilogue.four(n, r, y[0], y[1]);
+        } else
+            for (int h = 0; h < 2; h++)
+                if (inside(piece, h)) epilogue.four(n, r + h * apart, y[h], before[h]);
+    };
+    if (splits == 1) {
+        PACKED_UNROLL
+        for (int first = 0; first < PIECES; first += 4) {
+            float4 before[4][2]; // asked for before the first is waited for
+            PACKED_UNROLL
+            for (int i = 0; i < 4; i++) before[i][0] = old(first + i, 0), before[i][1] = old(first + i, 1);
+            PACKED_UNROLL
+            for (int i = 0; i < 4; i++) hand(first + i, sum[2 * (first + i)], sum[2 * (first + i) + 1], before[i]);
+        }
+        return;
+    }
+    const uint32_t mine = shared + threadIdx.x * 16;
+    asm volatile("barrier.sync 1, %0;" ::"r"(threads) : "memory"); // all have read the stages
+    PACKED_UNROLL
+    for (int f = 0; f < TOKENS / 8; f++) store_shared(mine + f * threads * 16, sum[f]);
+    cluster_arrive();
+    float4 before[2] = {old(split, 0), old(split, 1)};
+    cluster_wait();
+    for (int piece = split; piece < PIECES; piece += splits) {
+        float v[2][4] = {};
+        PACKED_UNROLL
+        for (int e = 0; e < 4; e++) {
+            const uint32_t at = mine + (2 * piece + e / 2) * threads * 16 + e % 2 * 8;
+            float2 part[MOST_SPLITS];
+            PACKED_UNROLL
+            for (int s = 0; s < MOST_SPLITS; s++)
+                if (s < splits) part[s] = read_block(at, s);
+            PACKED_UNROLL
+            for (int s = 0; s < MOST_SPLITS; s++)
+                if (s < splits) v[e / 2][e % 2 * 2] += part[s].x, v[e / 2][e % 2 * 2 + 1] += part[s].y;
+        }
+        hand(piece, v[0], v[1], before);
+        before[0] = old(piece + splits, 0), before[1] = old(piece + splits, 1);
+    }
+    cluster_arrive(); // no block's memory goes away while others read it
+    cluster_wait();
+}
+
+template <class F, int TOKENS, class Epilogue>
+__global__ void __launch_bounds__(PackedTile<F, TOKENS>::THREADS, 1)
+packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_constant__ PackedArgs p,
+                     Epilogue epilogue) {
+#ifdef HAVE_WGMMA
+    using Tile = PackedTile<F, TOKENS>;
+    constexpr bool PAIR = Epilogue::PAIR;
+    constexpr int PANEL = TOKENS * 128; // bytes of 64 columns of x
+    extern __shared__ __align__(128) uint4 memory[];
+    __shared__ uint64_t barriers[2 * PACKED_STAGES];
+    const uint32_t shared = (shared_address(memory) + 1023) & ~1023u, at_barriers = shared_address(barriers);
+    const int consumers = blockDim.x - 128, rows = consumers / 2, all = PAIR ? 2 * p.out : p.out;
+    const int bytes = Tile::X_BYTES + rows * Tile::ROW_BYTES;
+    const auto stage = [&](int s) { return shared + s * bytes; };
+    const auto full = [&](int s) { return at_barriers + 8 * s; };
+    const auto empty = [&](int s) { return at_barriers + 8 * (PACKED_STAGES + s); };
+    const int steps = (p.in + PACKED_IN - 1) / PACKED_IN;
+    const auto step_at = [&](int split) { return (int)((int64_t)steps * split / tiles.splits); };
+    if (threadIdx.x == consumers) prefetch_map(tiles.W), prefetch_map(tiles.x);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < tiles.stages; s++) barrier_begin(full(s), 1), barrier_begin(empty(s), consumers / 32);
+        barriers_begun();
+    }
+    __syncthreads();
+    let_next_start(); // all our blocks have their places
+    Ring<PACKED_STAGES> ring;
+    if (threadIdx.x >= consumers) {
+        keep_registers<Tile::PRODUCERS>();
+        if (threadIdx.x > consumers) return;
+        for (int u = blockIdx.x; u < tiles.units; u += gridDim.x) {
+            const int r0 = u / tiles.splits * rows, split = u % tiles.splits, last = step_at(split + 1);
+            const auto copy_w = [&](int step, int s) {
+                const uint32_t to = stage(s) + Tile::X_BYTES;
+                barrier_arrive_expecting(full(s), bytes);
+                copy_box(to, tiles.W, full(s), step * Tile::ROW_BYTES, PAIR ? r0 / 2 : r0);
+                if (PAIR)
+                    copy_box(to + rows / 2 * Tile::ROW_BYTES, tiles.W, full(s), step * Tile::ROW_BYTES, p.out + r0 / 2);
+            };
+            const auto copy_x = [&](int step, int s) {
+                for (int c = 0; c < 2; c++)
+                    copy_box(stage(s) + c * PANEL, tiles.x, full(s), step * PACKED_IN + c * 64, 0);
+            };
+            int step = step_at(split);
+            if (u == blockIdx.x) { // the ring is empty, and weights may be read early, as in stream_kernel
+                const int first = step, ready = min(last - first, tiles.stages);
+                for (int s = 0; s < ready; s++) copy_w(first + s, s);
+                wait_for_previous();
+                for (; step < first + ready; step++, ring.next(tiles.stages)) copy_x(step, ring.stage);
+            }
+            for (; step < last; step++, ring.next(tiles.stages)) {
+                barrier_wait(empty(ring.stage), ring.parity ^ 1);
+                copy_w(step, ring.stage), copy_x(step, ring.stage);
+            }
+        }
+        return;
+    }
+    take_registers<Tile::REGISTERS>();
+    const int in_tile = threadIdx.x / 32 * 8, g = threadIdx.x % 32 / 4; // rows h = 0
+    const auto done_with = [&](int s) {
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty(s));
+    };
+    for (int u = blockIdx.x; u < tiles.units; u += gridDim.x) {
+        const int r0 = u / tiles.splits * rows, split = u % tiles.splits, first = step_at(split);
+        const int last = step_at(split + 1), mine = (PAIR ? r0 / 2 : r0) + in_tile, apart = PAIR ? p.out : rows / 2;
+        PackedScales<F> scales(p, min(mine + g, all - 1), min(mine + g + apart, all - 1));
+        scales.load(p, first);
+        wait_for_previous(); // whose results an epilogue may add to
+        float sum[1][TOKENS / 8][4] = {};
+        int before = 0;
+        for (int step = first; step < last; step++, ring.next(tiles.stages)) {
+            scales.take();
+            if (step + 1 < last) scales.load(p, step + 1);
+            barrier_wait(full(ring.stage), ring.parity);
+            const uint32_t w = stage(ring.stage) + Tile::X_BYTES + (in_tile + g) * Tile::ROW_BYTES;
+            const uint64_t x = wgmma_operand(stage(ring.stage), 0); // counts in 16 bytes
+            PACKED_UNROLL
+            for (int half = 0; half < 2; half++) { // while the last half's products run
+                uint32_t a[4][4];
+                convert_half<F>(a, w, rows / 2 * Tile::ROW_BYTES, half, scales);
+                wgmma_begin();
+                PACKED_UNROLL
+                for (int k = 0; k < 4; k++)
+                    wgmma<TOKENS, false>(sum[0], a[k], x + half * (PANEL / 16) + k * 2, true);
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (half == 0 && step > first) done_with(before);
+            }
+            before = ring.stage;
+        }
+        wgmma_wait<0>();
+        wgmma_settle(sum);
+        done_with(before);
+        finish_packed<TOKENS>(sum[0], shared, split, tiles.splits, mine + g / 4 * 4, PAIR ? 0 : apart, p.N, p.out,
+                              epilogue);
+    }
+#endif
+}
+
+// Rows of a tile and number of splits: with the least predicted time in microseconds of the busiest multiprocessor.
+struct PackedPlan {
+    int warpgroups = 0, splits = 1;
+    double least = 1e30;
+    template <class F, int TOKENS> static double time(int sms, int warpgroups, int splits, int rows, int in) {
+        const int units = (rows + 64 * warpgroups - 1) / (64 * warpgroups) * splits;
+        const int steps = (in + PACKED_IN - 1) / PACKED_IN;
+        if (splits > steps || (splits > 1 && units > sms - 4)) return 1e30; // (not all find places as clusters)
+        const double busy = std::min(units, sms), bytes = PackedTile<F, TOKENS>::stage_bytes(warpgroups);
+        const double cache = bytes * std::max(busy / 5.5e6, 1 / 0.09e6), products = 0.18 * warpgroups * TOKENS / 64;
+        const double sums = splits > 1 ? 0.8 + 0.3 * warpgroups * TOKENS / 64 + 0.05 * splits : 0;
+        const int waves = (units + sms - 1) / sms;
+        return waves * ((steps + splits - 1) / splits * std::max(cache, products) + 0.7) + sums;
+    }
+    template <class F, int TOKENS> static PackedPlan best(int sms, int rows, int in) {
+        PackedPlan plan;
+        for (int warpgroups = 1; warpgroups <= PackedTile<F, TOKENS>::WARPGROUPS; warpgroups++)
+            for (int splits = 1; splits <= MOST_SPLITS; splits *= 2) {
+                const double t = time<F, TOKENS>(sms, warpgroups, splits, rows, in);
+                if (t < plan.least) plan = {warpgroups, splits, t};
+            }
+        return plan;
+    }
+};
+
+template <class F, int TOKENS, class Epilogue>
+void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Epilogue epilogue) {
+    static_assert(!Epilogue::MASKS && !Epilogue::PARTS, "finish_packed has neither");
+    using Tile = PackedTile<F, TOKENS>;
+    const int all = Epilogue::PAIR ? 2 * p.out : p.out, rows = 64 * plan.warpgroups;
+    const int bytes = Tile::stage_bytes(plan.warpgroups), units = (all + rows - 1) / rows * plan.splits;
+    PackedTiles tiles = {{}, {}, units, plan.splits, std::min(PACKED_STAGES, 225 * 1024 / bytes)};
+    tiles.x = tensor_map(p.x, {{(size_t)p.in, 1, 64}, {(size_t)p.N, (size_t)p.in, TOKENS}});
+    tiles.W = tensor_map(p.q, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1,
+                         Tile::ROW_BYTES == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                         {{p.row_bytes, 1, Tile::ROW_BYTES},
+                          {(size_t)all, p.row_bytes, Epilogue::PAIR ? rows / 2 : rows}});
+    const int blocks = plan.splits > 1 ? units : std::min(units, ctx.gpu->sms);
+    launch_clusters(ctx, ctx.gpu->overlap, plan.splits, packed_hopper_kernel<F, TOKENS, Epilogue>, blocks,
+                    plan.warpgroups * 128 + 128, (size_t)tiles.stages * bytes + 1024, tiles, p, epilogue);
+}
+
+// Whether a product of N tokens is one of these. (The Tensor Memory Accelerator wants rows of whole 16 bytes.)
+inline bool streams_packed(const Context& ctx, const Linear<bf16>& W, int N) {
+    return W.format != Format::PLAIN && ctx.gpu->hopper && !ctx.invariant && !W.adapter.rank && N <= 128 &&
+           W.row_bytes() % 16 == 0;
+}
+template <class Epilogue>
+void packed_hopper_product(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
+    with_packing(W, [&](auto format) {
+        using F = decltype(format);
+        PackedArgs p = packed_args(W);
+        p.x = x, p.N = N;
+        if (Epilogue::PAIR) p.out = W.rows[0];
+        const int sms = ctx.gpu->sms;
+        if (N <= 64)
+            launch_packed_hopper<F, 64>(ctx, p, PackedPlan::best<F, 64>(sms, W.out(), W.in), epilogue);
+        else launch_packed_hopper<F, 128>(ctx, p, PackedPlan::best<F, 128>(sms, W.out(), W.in), epilogue);
+    });
 }
 #endif // __CUDACC__
