@@ -448,27 +448,22 @@ __device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
 // ahead; number m = SLOTS (which row) + slot is in lane m % 4.
 template <class F> struct PackedScales {
     static constexpr int SLOTS = PACKED_IN / 32 * F::SCALES / F::RUNS, EACH = SLOTS / 2;
-    using Raw = typename F::Raw;
-    const Raw* scale[EACH]; // of these rows
-    const uint8_t* zero[EACH];
-    int column; // of a stage
-    Raw next[EACH];
+    size_t at[EACH]; // the first of these rows
+    int column;      // of a stage
+    typename F::Raw next[EACH];
     uint32_t next_zero[EACH], word[EACH], less[EACH];
     __device__ __forceinline__ PackedScales(const PackedArgs& p, int row, int other) {
         const int t = threadIdx.x % 4;
         column = t % SLOTS * (PACKED_IN / SLOTS);
         PACKED_UNROLL
-        for (int e = 0; e < EACH; e++) {
-            const size_t at = p.template scale_at<F>((t + 4 * e) / SLOTS ? other : row, 0);
-            scale[e] = (const Raw*)p.scale + at, zero[e] = p.zero + at;
-        }
+        for (int e = 0; e < EACH; e++) at[e] = p.template scale_at<F>((t + 4 * e) / SLOTS ? other : row, 0);
     }
     __device__ __forceinline__ void load(const PackedArgs& p, int step) {
-        const int i = column + step * PACKED_IN, g = min(p.shift < 0 ? i / p.group : i >> p.shift, p.groups - 1);
+        const int g = min((column + step * PACKED_IN) >> p.shift, p.groups - 1);
         PACKED_UNROLL
         for (int e = 0; e < EACH; e++) {
-            next[e] = scale[e][g];
-            if (F::ZEROS) next_zero[e] = p.zero ? zero[e][g] : 8;
+            next[e] = ((const typename F::Raw*)p.scale)[at[e] + g];
+            if (F::ZEROS) next_zero[e] = p.zero ? p.zero[at[e] + g] : 8;
         }
     }
     __device__ __forceinline__ void take() { // what was loaded
@@ -547,12 +542,12 @@ __device__ __forceinline__ void finish_packed(const float (&sum)[TOKENS / 8][4],
     };
     if (splits == 1) {
         PACKED_UNROLL
-        for (int first = 0; first < PIECES; first += 4) {
-            float4 before[4][2]; // asked for before the first is waited for
+        for (int first = 0; first < PIECES; first += 2) {
+            float4 before[2][2]; // asked for before the first is waited for
             PACKED_UNROLL
-            for (int i = 0; i < 4; i++) before[i][0] = old(first + i, 0), before[i][1] = old(first + i, 1);
+            for (int i = 0; i < 2; i++) before[i][0] = old(first + i, 0), before[i][1] = old(first + i, 1);
             PACKED_UNROLL
-            for (int i = 0; i < 4; i++) hand(first + i, sum[2 * (first + i)], sum[2 * (first + i) + 1], before[i]);
+            for (int i = 0; i < 2; i++) hand(first + i, sum[2 * (first + i)], sum[2 * (first + i) + 1], before[i]);
         }
         return;
     }
@@ -723,10 +718,11 @@ void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Ep
                     plan.warpgroups * 128 + 128, (size_t)tiles.stages * bytes + 1024, tiles, p, epilogue);
 }
 
-// Whether a product of N tokens is one of these. (The Tensor Memory Accelerator wants rows of whole 16 bytes.)
+// Whether a product of N tokens is one of these. (The Tensor Memory Accelerator wants rows of whole 16 bytes; a group
+// of columns is found by a shift.)
 inline bool streams_packed(const Context& ctx, const Linear<bf16>& W, int N) {
     return W.format != Format::PLAIN && ctx.gpu->hopper && !ctx.invariant && !W.adapter.rank && N <= 128 &&
-           W.row_bytes() % 16 == 0;
+           W.row_bytes() % 16 == 0 && (W.group & (W.group - 1)) == 0;
 }
 template <class Epilogue>
 void packed_hopper_product(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
