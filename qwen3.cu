@@ -1738,8 +1738,8 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 template <int STAGES> struct Ring {
     int stage = 0;
     uint32_t parity = 0;
-    __device__ __forceinline__ void next(int stages = STAGES) { // fewer of them, always the same
-        if (++stage == stages) stage = 0, parity ^= 1;
+    __device__ __forceinline__ void next(int stages = STAGES, int by = 1) { // stages: fewer of them, always the same
+        if ((stage += by) >= stages) stage -= stages, parity ^= 1;
     }
 };
 
