@@ -699,30 +699,14 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
 #endif
 }
 
-// Rows of a tile, in warpgroups, and number of splits: with the least predicted time in microseconds.
+// Rows of a tile, in warpgroups, and blocks that share it. Measured on an H100: a block a tile of 64 rows, whose
+// warpgroups all work on it, as long as there are multiprocessors enough; else larger tiles, in turn. Two blocks a tile
+// pay where half of the multiprocessors would be idle and rows are long.
 struct PackedPlan {
-    int warpgroups = 0, splits = 1;
-    double least = 1e30;
-    // Of the multiprocessor with most stages, which come from the cache and share its arithmetic; but a warpgroup alone
-    // waits for itself.
-    template <class F, int TOKENS> static double time(int sms, int warpgroups, int splits, int rows, int in) {
-        const int units = (rows + 64 * warpgroups - 1) / (64 * warpgroups) * splits;
-        const int steps = (in + PACKED_IN - 1) / PACKED_IN, waves = (units + sms - 1) / sms;
-        if (splits > steps || (splits > 1 && units > sms - 4)) return 1e30; // (not all find places as clusters)
-        const int turns = waves == 1 ? PackedTile<F, TOKENS>::WARPGROUPS / warpgroups : 1;
-        const double bytes = PackedTile<F, TOKENS>::stage_bytes(64 * warpgroups), busy = std::min(units, sms);
-        const double cache = bytes * std::max(busy / 5.5e6, 1 / 0.09e6);
-        const double arithmetic = std::max(0.17 * warpgroups * TOKENS / 64, 0.45 / turns);
-        return waves * ((steps + splits - 1) / splits * std::max(cache, arithmetic) + 0.7) + (splits > 1 ? 2.5 : 0);
-    }
-    template <class F, int TOKENS> static PackedPlan best(int sms, int rows, int in) {
-        PackedPlan plan;
-        for (int warpgroups = 1; warpgroups <= PackedTile<F, TOKENS>::WARPGROUPS; warpgroups++)
-            for (int splits = 1; splits <= MOST_SPLITS; splits *= 2) {
-                const double t = time<F, TOKENS>(sms, warpgroups, splits, rows, in);
-                if (t < plan.least) plan = {warpgroups, splits, t};
-            }
-        return plan;
+    int warpgroups = 1, splits = 1;
+    static PackedPlan best(int sms, int rows, int in) {
+        const int tiles = (rows + 63) / 64;
+        return {std::min(3, (tiles + sms - 1) / sms), 2 * tiles <= sms - 4 && in >= 3072 ? 2 : 1};
     }
 };
 
@@ -761,8 +745,8 @@ void packed_hopper_product(Context& ctx, Epilogue epilogue, const bf16* x, const
         if (Epilogue::PAIR) p.out = W.rows[0];
         const int sms = ctx.gpu->sms;
         if (N <= 64)
-            launch_packed_hopper<F, 64>(ctx, p, PackedPlan::best<F, 64>(sms, W.out(), W.in), epilogue);
-        else launch_packed_hopper<F, 128>(ctx, p, PackedPlan::best<F, 128>(sms, W.out(), W.in), epilogue);
+            launch_packed_hopper<F, 64>(ctx, p, PackedPlan::best(sms, W.out(), W.in), epilogue);
+        else launch_packed_hopper<F, 128>(ctx, p, PackedPlan::best(sms, W.out(), W.in), epilogue);
     }, PACKED_IN - 1);
 }
 #endif // __CUDACC__

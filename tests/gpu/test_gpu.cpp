@@ -256,7 +256,7 @@ TEST_CASE("packed weights, 17 to 128 tokens on Hopper: products are those of W.a
                         for (int splits : {1, 2, 3, 8}) {
                             if (splits > (K + PACKED_IN - 1) / PACKED_IN) continue;
                             INFO("warpgroups " << warpgroups << " splits " << splits);
-                            const PackedPlan plan = {warpgroups, splits, 0};
+                            const PackedPlan plan = {warpgroups, splits};
                             Device<float> each((size_t)N * R);
                             const StoreEpilogue<float> epilogue(each, R);
                             if (N <= 64) launch_packed_hopper<F, 64>(pad.ctx, p, plan, epilogue);
