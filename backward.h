@@ -1320,7 +1320,7 @@ struct HopperBackward {
         wgmma_begin();
         #pragma unroll
         for (int k = 0; k < PASSING / 16; k++)
-            wgmma(sum[0], weights[k], wgmma_operand(b + k * 16 * 128, PASSING * 128), true);
+            wgmma<128, true>(sum[0], weights[k], wgmma_operand(b + k * 16 * 128, PASSING * 128), true);
         wgmma_commit();
     }
     template <bool OF_KEYS>

@@ -9,12 +9,14 @@
    takes off what they stand above zero. No conversion instruction, no shuffle, and nothing is rounded: q - zero (INT4),
    q (INT8) and e4m3 are bf16 numbers. A group's scale multiplies the float32 sum of the group's products.
 
+   On Hopper products of up to 128 tokens stream the packed bytes, too.
+
    Every format is a struct with the same names, and the one template argument F of each kernel.
 
    On Hopper a product of many tokens with FP8 weights may have both operands in e4m3 (--activations fp8): round_kernel
    makes e4m3 of the tokens, as Book I's round_activations says, and hopper_kernel multiplies them by W as it is stored.
 
-   Contents    1 Formats    2 Few tokens    3 Many tokens, embedding    4 Launchers */
+   Contents    1 Formats    2 Few tokens    3 Many tokens, embedding    4 Launchers    5 17 to 128 tokens, on Hopper */
 #pragma once
 
 // ======================================================================================================== 1 Formats
@@ -25,6 +27,17 @@ __device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
+}
+// a & b | c. PTX ISA: lop3.b32 (of two constants the compiler makes two instructions)
+__device__ inline uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+__device__ inline float half_value(uint16_t h) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
 }
 // 8 bytes of weights: as load_stream.
 __device__ inline uint2 load_eight(const void* p, bool there) {
@@ -38,15 +51,28 @@ __device__ inline uint2 load_eight(const void* p, bool there) {
 #define PACKED_UNROLL _Pragma("unroll")
 #endif
 
+// A scale as two bf16, twice each: what a bf16 has of it, and of the rest; and a pair of weights times their sum.
+__device__ inline void two_words(uint32_t (&words)[2], float s) {
+    const uint32_t first = pack(s, s);
+    const float rest = s - low(first);
+    words[0] = first, words[1] = pack(rest, rest);
+}
+__device__ inline uint32_t times_two(uint32_t pair, const uint32_t (&words)[2]) {
+    return fma_pair(pair, words[0], fma_pair(pair, words[1], 0x80008000));
+}
+
 // A run: eight neighbouring columns of a row, the first a multiple of 8. A format says
 //   RUNS     in 8 bytes: run j of a lane begins 32 j columns after its first
 //   SCALES   groups that these runs can be of
 //   LOADS    of 8 bytes that a lane has on their way, as many as there are registers for
 //   byte     where in a row the 8 bytes of the run at `column` are
 //   run      its eight numbers as bf16 pairs, but for the scale; `zero` is INT4's
+//   pair     two of them, whose bytes are both bytes of the halves of `twice`
+//   SLOTS    scales that 128 columns of a row, a stage of section 5, have; WORDS of 32 bits each
+//   scaled   such a pair times its scale, rounded once as unpack_run rounds it; words: scale_words of the scale
 //   Raw      a scale as it is stored, and to_float of it; BLOCKS: group_rows rows share it
 struct PackedInt8 {
-    static constexpr int RUNS = 1, SCALES = 1, LOADS = 8;
+    static constexpr int RUNS = 1, SCALES = 1, LOADS = 8, SLOTS = 4, WORDS = 1;
     static constexpr bool ZEROS = false, BLOCKS = false;
     using Raw = uint16_t;
     __device__ static float to_float(Raw s) { return to_acc(bf16{s}); }
@@ -60,10 +86,17 @@ struct PackedInt8 {
     __device__ static uint4 run(const uint2& v, int, uint32_t) {
         return {two(v.x, 0x4140), two(v.x, 0x4342), two(v.y, 0x4140), two(v.y, 0x4342)};
     }
+    __device__ static uint32_t pair(uint32_t twice, int, uint32_t) {
+        return fma_pair(and_or(twice, 0x00800080, 0x43004300), 0xbf80bf80, and_or(twice, 0x007f007f, 0x43004300));
+    }
+    __device__ static void scale_words(uint32_t (&words)[1], Raw s) { words[0] = s * 0x10001u; }
+    __device__ static uint32_t scaled(uint32_t pair, const uint32_t (&words)[1]) {
+        return fma_pair(pair, words[0], 0x80008000);
+    }
 };
 
 struct PackedFp8 {
-    static constexpr int RUNS = 1, SCALES = 1, LOADS = 8;
+    static constexpr int RUNS = 1, SCALES = 1, LOADS = 8, SLOTS = 1, WORDS = 2;
     static constexpr bool ZEROS = false, BLOCKS = true;
     using Raw = float;
     __device__ static float to_float(Raw s) { return s; }
@@ -76,16 +109,20 @@ struct PackedFp8 {
     __device__ static uint4 run(const uint2& v, int, uint32_t) {
         return {two(v.x, 0x1404), two(v.x, 0x3424), two(v.y, 0x1404), two(v.y, 0x3424)};
     }
+    __device__ static uint32_t pair(uint32_t twice, int, uint32_t) {
+        return fma_pair((twice & 0x80008000) | (twice >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000);
+    }
+    // (The scale has more bits than two bf16, so near the middle of two numbers it may be rounded the other way.)
+    __device__ static void scale_words(uint32_t (&words)[2], Raw s) { two_words(words, s); }
+    __device__ static uint32_t scaled(uint32_t pair, const uint32_t (&words)[2]) { return times_two(pair, words); }
 };
 
 // GROUPS: 2 where a group has 32 columns, so that the lower halves' is another than the upper halves'.
 template <int GROUPS> struct PackedInt4 {
-    static constexpr int RUNS = 2, SCALES = GROUPS, LOADS = 4;
+    static constexpr int RUNS = 2, SCALES = GROUPS, LOADS = 4, SLOTS = GROUPS == 2 ? 4 : 1, WORDS = 2;
     static constexpr bool ZEROS = true, BLOCKS = false;
     using Raw = uint16_t;
-    __device__ static float to_float(Raw h) { // see half_to_float; no infinities
-        return __uint_as_float((uint32_t)(h & 0x7fff) << 13) * 0x1p112f * (h & 0x8000 ? -1.f : 1.f);
-    }
+    __device__ static float to_float(Raw h) { return half_value(h); }
     __device__ static size_t byte(int column) { return (size_t)(column / 64 * 32 + column % 32); }
     __device__ static uint32_t two(uint32_t word, uint32_t bytes, uint32_t less) { // of the lower halves
         return fma_pair(__byte_perm(word, 0x43434343, bytes) & 0x430f430f, 0x3f803f80, less);
@@ -94,6 +131,12 @@ template <int GROUPS> struct PackedInt4 {
         const uint32_t less = 0xc300c300 | zero * 0x00010001, a = v.x >> 4 * upper, b = v.y >> 4 * upper;
         return {two(a, 0x4140, less), two(a, 0x4342, less), two(b, 0x4140, less), two(b, 0x4342, less)};
     }
+    __device__ static uint32_t pair(uint32_t twice, int upper, uint32_t less) { // less: as in `run`
+        return fma_pair(and_or(twice >> 4 * upper, 0x000f000f, 0x43004300), 0x3f803f80, less);
+    }
+    // (A half is a bf16 and a rest of three bits; a weight, of five, times that rest is a bf16.)
+    __device__ static void scale_words(uint32_t (&words)[2], Raw h) { two_words(words, to_float(h)); }
+    __device__ static uint32_t scaled(uint32_t pair, const uint32_t (&words)[2]) { return times_two(pair, words); }
 };
 
 // A packed matrix, its blocks one after another, and what it is multiplied by.
@@ -322,13 +365,13 @@ inline PackedArgs packed_args(const Linear<bf16>& W) {
     return {(const uint8_t*)W.q[0], W.scale[0], W.zero[0], W.row_bytes(), W.in, W.out(), W.group, W.groups(),
             W.group_rows, shift};
 }
-// Calls f with W's format.
-template <class Use> auto with_packing(const Linear<bf16>& W, Use f) {
+// Calls f with W's format. INT4 of groups of up to `few` columns goes as if they were of 32.
+template <class Use> auto with_packing(const Linear<bf16>& W, Use f, int few = GROUP) {
     if (W.in % 8 || W.out() % 8) DIE("a packed matrix is (%d,%d): the GPU takes multiples of 8", W.out(), W.in);
     switch (W.format) {
         case Format::INT8: return f(PackedInt8());
         case Format::FP8: return f(PackedFp8());
-        case Format::INT4: return W.group == GROUP ? f(PackedInt4<2>()) : f(PackedInt4<1>());
+        case Format::INT4: return W.group <= few ? f(PackedInt4<2>()) : f(PackedInt4<1>());
         default: DIE("a product with packed weights: W has none");
     }
 }
@@ -453,5 +496,340 @@ void e4m3_product(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<b
     p.splits = plan.splits;
     if (plan.shape) launch_hopper<Hopper128x128, false, false, true>(ctx, p, epilogue);
     else launch_hopper<Hopper128x256, false, false, true>(ctx, p, epilogue);
+}
+// ====================================================================================== 5 17 to 128 tokens, on Hopper
+// The packed bytes come to shared memory and are converted on their way to the tensor core. Rows of W are wgmma's rows
+// and tokens its columns: so what a lane converts is its own part of operand a, which wgmma takes from registers, and
+// no number is written back. Bound by the memory's speed; beside it the L2 cache, from which each block reads x, the
+// tensor cores and the conversions all have most of their time's work.
+//
+// Grid: tiles of rows, each for all tokens, times splits of `in`, the blocks of a cluster; without splits as many
+// blocks as are resident at once, and a block takes tiles in turn. A block's warpgroups have 64 rows of the tile each,
+// or, in tiles of few rows, several have the same rows and take stages in turn: while one converts, others multiply.
+// One more warp, the producer, has the Tensor Memory Accelerator copy stage after stage to a ring: PACKED_IN columns of
+// x, in two panels of 64 as hopper_kernel's stages, and of the packed rows, swizzled in theirs.
+//
+// Who owns what. Of the 16 rows of a warp's operand a, lane 4 g + t holds rows g and g + 8: rows half a tile apart, so
+// that with PAIR they are one of gate and the same of up. Of each eight columns it holds the pair 2 t and 2 t + 1, as
+// mma has it. All lanes of a quad load the same 16 bytes, and each picks its pairs.
+constexpr int PACKED_IN = 128, PACKED_STAGES = 12; // columns of a stage; stages at most
+
+template <class F, int TOKENS> struct PackedTile {
+    // Warpgroups, for more of which there are not registers enough; the producer is one, and leaves the others most.
+    static constexpr int WARPGROUPS = TOKENS == 64 ? 4 : 3, THREADS = (WARPGROUPS + 1) * 128;
+    static constexpr int REGISTERS = TOKENS == 64 ? 112 : 152, PRODUCERS = 32;
+    static constexpr int X_BYTES = TOKENS * PACKED_IN * 2, ROW_BYTES = PACKED_IN / F::RUNS; // of a stage
+    static int stage_bytes(int rows) { return X_BYTES + rows * ROW_BYTES; }
+};
+struct PackedTiles {
+    CUtensorMap x, W;
+    int units, splits, stages; // tiles x splits; of the ring
+    int rows, turns;           // of a tile; warpgroups that have the same rows
+};
+
+// 16 bytes of shared memory.
+__device__ __forceinline__ uint4 load_shared(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void read_block(float (&v)[4], uint32_t at, int rank) {
+    HOPPER_ASM("{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5;\n"
+               "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there]; }"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(at), "r"(rank) : "memory");
+}
+
+// The scales and zero points that a lane's two rows have in a stage, loaded a stage ahead: one, or one for each quarter
+// of its columns, of which each lane of a quad has one.
+template <class F> struct PackedScales {
+    int at[2];
+    typename F::Raw next[2];
+    uint32_t next_zero[2], less[2], words[2][F::WORDS];
+    __device__ __forceinline__ PackedScales(const PackedArgs& p, int row, int other)
+        : at{(int)p.template scale_at<F>(row, 0), (int)p.template scale_at<F>(other, 0)} {}
+    __device__ __forceinline__ void load(const PackedArgs& p, int step) {
+        const int column = step * PACKED_IN + (int)threadIdx.x % F::SLOTS * 32;
+        const int g = min(column >> p.shift, p.groups - 1);
+        PACKED_UNROLL
+        for (int h = 0; h < 2; h++) {
+            next[h] = ((const typename F::Raw*)p.scale)[at[h] + g];
+            if (F::ZEROS) next_zero[h] = p.zero ? p.zero[at[h] + g] : 8;
+        }
+    }
+    __device__ __forceinline__ void take() { // what was loaded
+        PACKED_UNROLL
+        for (int h = 0; h < 2; h++) {
+            F::scale_words(words[h], next[h]);
+            if (F::ZEROS) less[h] = 0xc300c300 | next_zero[h] * 0x00010001;
+        }
+    }
+    __device__ __forceinline__ uint32_t of(uint32_t mine, int quarter) const { // all lanes of a warp
+        return F::SLOTS == 1 ? mine : __shfl_sync(~0u, mine, (threadIdx.x & 28) | quarter);
+    }
+};
+
+// A quarter of a stage as operand a, for two wgmma of 16 columns each: W.at, rounded. w: where chunk 0 (of 16 bytes) of
+// a lane's row g is, swizzled; its other row is `apart` bytes further. Of eight bytes a lane picks two, twice each.
+// INT4: an odd quarter is in the upper halves of the bytes that the one before picked.
+template <class F>
+__device__ __forceinline__ void convert_quarter(uint32_t (&a)[2][4], uint32_t (&picked)[2][2][2], uint32_t w,
+                                                uint32_t apart, uint32_t pick, int quarter,
+                                                const PackedScales<F>& scales) {
+    const int upper = F::RUNS == 2 ? quarter % 2 : 0;
+    PACKED_UNROLL
+    for (int h = 0; h < 2; h++) {
+        const uint32_t less = F::ZEROS ? scales.of(scales.less[h], quarter) : 0;
+        uint32_t words[F::WORDS];
+        PACKED_UNROLL
+        for (int i = 0; i < F::WORDS; i++) words[i] = scales.of(scales.words[h][i], quarter);
+        PACKED_UNROLL
+        for (int k = 0; k < 2; k++) {
+            if (!upper) {
+                const uint4 v = load_shared(w + h * apart ^ (quarter / F::RUNS * 2 + k) * 16);
+                picked[h][k][0] = __byte_perm(v.x, v.y, pick), picked[h][k][1] = __byte_perm(v.z, v.w, pick);
+            }
+            PACKED_UNROLL
+            for (int i = 0; i < 2; i++)
+                a[k][2 * i + h] = F::scaled(F::pair(picked[h][k][i], upper, less), words);
+        }
+    }
+}
+
+// Of two fragments, 16 tokens, and row h of a lane: four neighbouring rows of one token. Four lanes, 4 apart, have
+// these rows, each of four tokens: they transpose. Lane 16 a + 4 i + t gets rows 4 a .. 4 a + 3 of token 2 t + i % 2 +
+// 8 (i / 2).
+__device__ __forceinline__ float4 four_rows(const float (&even)[4], const float (&odd)[4], int h) {
+    const bool second = threadIdx.x & 4, third = threadIdx.x & 8;
+    const float2 e = {even[2 * h], even[2 * h + 1]}, o = {odd[2 * h], odd[2 * h + 1]};
+    const float from_e = __shfl_xor_sync(~0u, second ? e.x : e.y, 4);
+    const float from_o = __shfl_xor_sync(~0u, second ? o.x : o.y, 4);
+    const float2 a = second ? make_float2(from_e, e.y) : make_float2(e.x, from_e);
+    const float2 b = second ? make_float2(from_o, o.y) : make_float2(o.x, from_o);
+    const float x = __shfl_xor_sync(~0u, third ? a.x : b.x, 8), y = __shfl_xor_sync(~0u, third ? a.y : b.y, 8);
+    return third ? make_float4(x, y, b.x, b.y) : make_float4(a.x, a.y, x, y);
+}
+
+// Hands the sums of a lane's rows to the epilogue.
+// Warpgroups of the same rows, in a block and its cluster, have the sums of some stages each. They leave them in shared
+// memory (stages that all have been used), where each adds up some pieces, of 16 tokens, in order.
+template <int TOKENS, class Epilogue>
+__device__ __forceinline__ void finish_packed(const float (&sum)[TOKENS / 8][4], uint32_t shared,
+                                              const PackedTiles& tiles, int unit, int N, int out, Epilogue& epilogue) {
+    constexpr int PIECES = TOKENS / 16, MOST_TURNS = 4;
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread), "+r"(unit)); // what follows needs no registers before
+    const int lane = thread % 32, rows = tiles.rows, same = rows * 2, threads = same * tiles.turns; // of a turn; all
+    const int split = unit % tiles.splits, r0 = unit / tiles.splits * rows, apart = Epilogue::PAIR ? 0 : rows / 2;
+    const int r = (Epilogue::PAIR ? r0 / 2 : r0) + thread / 32 * 8 % (rows / 2) + lane / 16 * 4; // the first of four
+    const int own = lane % 4 * 2 + lane / 4 % 2 + lane / 8 % 2 * 8; // token of a piece
+    const auto inside = [&](int piece, int h) { return piece * 16 + own < N && r + h * apart < out; };
+    const auto old = [&](int piece, int h) {
+        return Epilogue::ADDS && inside(piece, h) ? epilogue.old_four(piece * 16 + own, r + h * apart) : float4{};
+    };
+    const auto hand = [&](int piece, const float (&even)[4], const float (&odd)[4], const float4 (&before)[2]) {
+        const float4 y[2] = {four_rows(even, odd, 0), four_rows(even, odd, 1)};
+        const int n = piece * 16 + own;
+        if constexpr (Epilogue::PAIR) {
+            if (inside(piece, 0)) epilogue.four(n, r, y[0], y[1]);
+        } else
+            for (int h = 0; h < 2; h++)
+                if (inside(piece, h)) epilogue.four(n, r + h * apart, y[h], before[h]);
+    };
+    const int parts = tiles.splits * tiles.turns;
+    if (parts == 1) {
+        PACKED_UNROLL
+        for (int first = 0; first < PIECES; first += 2) {
+            float4 before[2][2]; // asked for before the first is waited for
+            PACKED_UNROLL
+            for (int i = 0; i < 2; i++) before[i][0] = old(first + i, 0), before[i][1] = old(first + i, 1);
+            PACKED_UNROLL
+            for (int i = 0; i < 2; i++) hand(first + i, sum[2 * (first + i)], sum[2 * (first + i) + 1], before[i]);
+        }
+        return;
+    }
+    const auto meet = [&] { asm volatile("barrier.sync 1, %0;" ::"r"(threads) : "memory"); };
+    meet(); // all have read the stages
+    PACKED_UNROLL
+    for (int f = 0; f < TOKENS / 8; f++) store_shared(shared + (f * threads + thread) * 16, sum[f]);
+    const int first = split * tiles.turns + thread / same;
+    float4 before[2] = {old(first, 0), old(first, 1)};
+    if (tiles.splits == 1) meet();
+    else cluster_arrive(), cluster_wait();
+    for (int piece = first; piece < PIECES; piece += parts) {
+        const uint32_t at = shared + (2 * piece * threads + thread % same) * 16;
+        float v[2][4] = {};
+        for (int s = 0; s < tiles.splits; s++) {
+            float part[MOST_TURNS][2][4] = {};
+            PACKED_UNROLL
+            for (int i = 0; i < MOST_TURNS * 2; i++)
+                if (i / 2 < tiles.turns) read_block(part[i / 2][i % 2], at + (i % 2 * threads + i / 2 * same) * 16, s);
+            PACKED_UNROLL
+            for (int i = 0; i < MOST_TURNS * 8; i++) v[i / 4 % 2][i % 4] += part[i / 8][i / 4 % 2][i % 4];
+        }
+        hand(piece, v[0], v[1], before);
+        before[0] = old(piece + parts, 0), before[1] = old(piece + parts, 1);
+    }
+    if (tiles.splits > 1) cluster_arrive(), cluster_wait(); // no block's memory goes away while others read it
+}
+
+template <class F, int TOKENS, class Epilogue>
+__global__ void __launch_bounds__(PackedTile<F, TOKENS>::THREADS, 1)
+packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_constant__ PackedArgs p,
+                     Epilogue epilogue) {
+#ifdef HAVE_WGMMA
+    using Tile = PackedTile<F, TOKENS>;
+    constexpr bool PAIR = Epilogue::PAIR;
+    constexpr int PANEL = TOKENS * 128; // bytes of 64 columns of x
+    extern __shared__ __align__(128) uint4 memory[];
+    __shared__ uint64_t barriers[2 * PACKED_STAGES];
+    const uint32_t shared = (shared_address(memory) + 1023) & ~1023u, at_barriers = shared_address(barriers);
+    const int consumers = blockDim.x - 128, rows = tiles.rows, all = PAIR ? 2 * p.out : p.out;
+    const int bytes = Tile::X_BYTES + rows * Tile::ROW_BYTES;
+    const auto stage = [&](int s) { return shared + s * bytes; };
+    const auto full = [&](int s) { return at_barriers + 8 * s; };
+    const auto empty = [&](int s) { return at_barriers + 8 * (PACKED_STAGES + s); };
+    const int steps = (p.in + PACKED_IN - 1) / PACKED_IN;
+    const auto step_at = [&](int split) { return (int)((int64_t)steps * split / tiles.splits); };
+    if (threadIdx.x == consumers) prefetch_map(tiles.W), prefetch_map(tiles.x);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < tiles.stages; s++) barrier_begin(full(s), 1), barrier_begin(empty(s), rows / 16);
+        barriers_begun();
+    }
+    __syncthreads();
+    let_next_start(); // all our blocks have their places
+    Ring<PACKED_STAGES> ring;
+    if (threadIdx.x >= consumers) {
+        keep_registers<Tile::PRODUCERS>();
+        if (threadIdx.x > consumers) return;
+        for (int u = blockIdx.x; u < tiles.units; u += gridDim.x) {
+            const int r0 = u / tiles.splits * rows, split = u % tiles.splits, last = step_at(split + 1);
+            const auto copy_w = [&](int step, int s) {
+                const uint32_t to = stage(s) + Tile::X_BYTES;
+                barrier_arrive_expecting(full(s), bytes);
+                copy_box(to, tiles.W, full(s), step * Tile::ROW_BYTES, PAIR ? r0 / 2 : r0);
+                if (PAIR)
+                    copy_box(to + rows / 2 * Tile::ROW_BYTES, tiles.W, full(s), step * Tile::ROW_BYTES, p.out + r0 / 2);
+            };
+            const auto copy_x = [&](int step, int s) {
+                for (int c = 0; c < 2; c++)
+                    copy_box(stage(s) + c * PANEL, tiles.x, full(s), step * PACKED_IN + c * 64, 0);
+            };
+            int step = step_at(split);
+            if (u == blockIdx.x) { // the ring is empty, and weights may be read early, as in stream_kernel
+                const int first = step, ready = min(last - first, tiles.stages);
+                for (int s = 0; s < ready; s++) copy_w(first + s, s);
+                wait_for_previous();
+                for (; step < first + ready; step++, ring.next(tiles.stages)) copy_x(step, ring.stage);
+            }
+            for (; step < last; step++, ring.next(tiles.stages)) {
+                barrier_wait(empty(ring.stage), ring.parity ^ 1);
+                copy_w(step, ring.stage), copy_x(step, ring.stage);
+            }
+        }
+        return;
+    }
+    take_registers<Tile::REGISTERS>();
+    const int turn = threadIdx.x / (2 * rows), in_tile = threadIdx.x / 32 * 8 % (rows / 2); // rows h = 0
+    const int g = threadIdx.x % 32 / 4, apart = PAIR ? p.out : rows / 2;
+    uint32_t pick = 0x1100 + 0x2222 * (threadIdx.x % 4), ring_at = shared;
+    uint32_t w_at = Tile::X_BYTES + (in_tile + g) * Tile::ROW_BYTES + g / F::RUNS * 16;
+    asm volatile("" : "+r"(pick), "+r"(ring_at), "+r"(w_at)); // not computed again and again
+    ring.next(tiles.stages, turn);
+    const auto done_with = [&](int s) {
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty(s));
+    };
+    for (int u = blockIdx.x; u < tiles.units; u += gridDim.x) {
+        const int r0 = u / tiles.splits * rows, split = u % tiles.splits, last = step_at(split + 1);
+        const int mine = (PAIR ? r0 / 2 : r0) + in_tile;
+        int step = step_at(split) + turn;
+        PackedScales<F> scales(p, min(mine + g, all - 1), min(mine + g + apart, all - 1));
+        scales.load(p, step);
+        wait_for_previous(); // whose results an epilogue may add to
+        float sum[1][TOKENS / 8][4] = {};
+        int before = -1;
+        for (; step < last; step += tiles.turns, ring.next(tiles.stages, tiles.turns)) {
+            scales.take();
+            scales.load(p, step + tiles.turns); // (past the end: the row's last)
+            barrier_wait(full(ring.stage), ring.parity);
+            const uint32_t at = ring_at + ring.stage * bytes;
+            const uint64_t x = wgmma_operand(at, 0);
+            const auto x_at = [&](int chunk) { return x >> 32 << 32 | (uint32_t)((uint32_t)x + chunk); };
+            uint32_t picked[2][2][2];
+            PACKED_UNROLL
+            for (int quarter = 0; quarter < 4; quarter++) { // while the last one's products run
+                uint32_t a[2][4];
+                convert_quarter<F>(a, picked, at + w_at, rows / 2 * Tile::ROW_BYTES, pick, quarter, scales);
+                wgmma_begin();
+                PACKED_UNROLL
+                for (int k = 0; k < 2; k++)
+                    wgmma<TOKENS, false>(sum[0], a[k], x_at(quarter / 2 * PANEL / 16 + quarter % 2 * 4 + k * 2), true);
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (quarter == 0 && before >= 0) done_with(before);
+            }
+            before = ring.stage;
+        }
+        wgmma_wait<0>();
+        wgmma_settle(sum);
+        if (before >= 0) done_with(before);
+        finish_packed<TOKENS>(sum[0], ring_at, tiles, u, p.N, p.out, epilogue);
+    }
+#endif
+}
+
+// Rows of a tile, in warpgroups, and blocks that share it. Measured on an H100: a block a tile of 64 rows, whose
+// warpgroups all work on it, as long as there are multiprocessors enough; else larger tiles, in turn. Two blocks a tile
+// pay where half of the multiprocessors would be idle and rows are long.
+struct PackedPlan {
+    int warpgroups = 1, splits = 1;
+    static PackedPlan best(int sms, int rows, int in) {
+        const int tiles = (rows + 63) / 64;
+        return {std::min(3, (tiles + sms - 1) / sms), 2 * tiles <= sms - 4 && in >= 3072 ? 2 : 1};
+    }
+};
+
+template <class F, int TOKENS, class Epilogue>
+void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Epilogue epilogue) {
+    static_assert(!Epilogue::MASKS && !Epilogue::PARTS, "finish_packed has neither");
+    using Tile = PackedTile<F, TOKENS>;
+    const int all = Epilogue::PAIR ? 2 * p.out : p.out, rows = 64 * plan.warpgroups;
+    const int bytes = Tile::stage_bytes(rows), units = (all + rows - 1) / rows * plan.splits;
+    const bool once = plan.splits > 1 || units <= ctx.gpu->sms; // a block has one tile, and the ring's memory for sums
+    const int turns = once ? Tile::WARPGROUPS / plan.warpgroups : 1;
+    PackedTiles tiles = {{}, {}, units, plan.splits, std::min(PACKED_STAGES, 225 * 1024 / bytes), rows, turns};
+    tiles.x = tensor_map(p.x, {{(size_t)p.in, 1, 64}, {(size_t)p.N, (size_t)p.in, TOKENS}});
+    tiles.W = tensor_map(p.q, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1,
+                         Tile::ROW_BYTES == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                         {{p.row_bytes, 1, Tile::ROW_BYTES},
+                          {(size_t)all, p.row_bytes, Epilogue::PAIR ? rows / 2 : rows}});
+    launch_clusters(ctx, ctx.gpu->overlap, plan.splits, packed_hopper_kernel<F, TOKENS, Epilogue>,
+                    once ? units : ctx.gpu->sms, rows * 2 * turns + 128, (size_t)tiles.stages * bytes + 1024, tiles, p,
+                    epilogue);
+}
+
+// Whether a product of N tokens is one of these. (The Tensor Memory Accelerator wants rows of whole 16 bytes; a group
+// of columns is found by a shift.)
+inline bool streams_packed(const Context& ctx, const Linear<bf16>& W, int N) {
+    return W.format != Format::PLAIN && ctx.gpu->hopper && !ctx.invariant && !W.adapter.rank && N <= 128 &&
+           W.row_bytes() % 16 == 0 && (W.group & (W.group - 1)) == 0 &&
+           (W.format != Format::FP8 || W.group >= PACKED_IN);
+}
+template <class Epilogue>
+void packed_hopper_product(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
+    with_packing(W, [&](auto format) {
+        using F = decltype(format);
+        PackedArgs p = packed_args(W);
+        p.x = x, p.N = N;
+        if (Epilogue::PAIR) p.out = W.rows[0];
+        const int sms = ctx.gpu->sms;
+        if (N <= 64)
+            launch_packed_hopper<F, 64>(ctx, p, PackedPlan::best(sms, W.out(), W.in), epilogue);
+        else launch_packed_hopper<F, 128>(ctx, p, PackedPlan::best(sms, W.out(), W.in), epilogue);
+    }, PACKED_IN - 1);
 }
 #endif // __CUDACC__

@@ -1791,8 +1791,8 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 template <int STAGES> struct Ring {
     int stage = 0;
     uint32_t parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+    __device__ __forceinline__ void next(int stages = STAGES, int by = 1) { // stages: fewer of them, always the same
+        if ((stage += by) >= stages) stage -= stages, parity ^= 1;
     }
 };
 
@@ -1833,8 +1833,8 @@ struct Dimension {
     size_t size, step;
     int box;
 };
-inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension> dimensions) {
-    const auto swizzle = dimensions.begin()->box == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+inline CUtensorMap tensor_map(const void* array, CUtensorMapDataType type, int number_bytes, CUtensorMapSwizzle swizzle,
+                              std::initializer_list<Dimension> dimensions) {
     static const auto encode = [] {
         void* f = nullptr;
         cudaDriverEntryPointQueryResult found;
@@ -1848,13 +1848,17 @@ inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension
     cuuint64_t size[4], bytes[4];
     cuuint32_t box[4], step[4] = {1, 1, 1, 1};
     int n = 0;
-    for (const Dimension& d : dimensions) size[n] = d.size, bytes[n] = d.step * sizeof(bf16), box[n++] = d.box;
+    for (const Dimension& d : dimensions) size[n] = d.size, bytes[n] = d.step * (size_t)number_bytes, box[n++] = d.box;
     CUtensorMap map;
-    if (encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, n, (void*)array, size, bytes + 1, box, step,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+    if (encode(&map, type, n, (void*)array, size, bytes + 1, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
         DIE("the GPU's driver has no map for an array of %zu x %zu", (size_t)size[1], (size_t)size[0]);
     return map;
+}
+inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension> dimensions) {
+    const auto swizzle = dimensions.begin()->box == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+    return tensor_map(array, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, swizzle, dimensions);
 }
 
 // Registers move between the warpgroups of a block (all four warps of one say it; a multiple of 8 each thread).
@@ -1907,12 +1911,21 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], uint64_t a_at, uint6
               "%120,%121,%122,%123,%124,%125,%126,%127", "%128", "%129", "%130", "%131", "%132",
               F8(0), F8(8), F8(16), F8(24));
 }
-// d (64,128) = a (64,16) b (16,128), added to d if `more`: a in registers, as mma has it; b transposed.
-__device__ __forceinline__ void wgmma(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b_at, bool more) {
-    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, %69, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
-               "%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, add, 1, 1, 1; }"
-               : F8(0), F8(8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_at), "r"((int)more) : "memory");
+// The same with a in registers, as mma has it.
+#define WGMMA_REGISTERS(n, sums, a0, a1, a2, a3, b, add, b_cols, ...) \
+    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, " add ", 0;\n" \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, " \
+               "{" a0 "," a1 "," a2 "," a3 "}, " b ", add, 1, 1, " b_cols "; }" \
+               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_at), "r"((int)more), "n"((int)B_COLS) \
+               : "memory")
+template <int N, bool B_COLS>
+__device__ __forceinline__ void wgmma(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b_at, bool more) {
+    static_assert(N == 64 || N == 128, "a row of columns that somebody needs");
+    if constexpr (N == 64)
+        WGMMA_REGISTERS("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", "%35", "%36", "%37", "%38", F8(0));
+    else
+        WGMMA_REGISTERS("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", "%67",
+                        "%68", "%69", "%70", F8(0), F8(8));
 }
 // d (64,128) = a (64,32) b (32,128) of e4m3, added to d if `more`: a step has 32 numbers, and as many bytes.
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[16][4], uint64_t a_at, uint64_t b_at, bool more) {
@@ -1921,6 +1934,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[16][4], uint64_t a_at, uin
                "%60,%61,%62,%63}, %64, %65, add, 1, 1; }"
                : F8(0), F8(8) : "l"(a_at), "l"(b_at), "r"((int)more) : "memory");
 }
+#undef WGMMA_REGISTERS
 #undef WGMMA
 #undef TEN
 #undef F8
@@ -3646,10 +3660,13 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
         else stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, out}, epilogue);
         return;
     }
-    const bool rounds = ctx.fp8_activations && W.format == Format::FP8 && N > STREAM_TOKENS;
-    if constexpr (!std::is_same_v<Epilogue, StoreEpilogue<float>>) // (the head's, which comes with few tokens)
+    constexpr bool HEAD = std::is_same_v<Epilogue, StoreEpilogue<float>>; // whose x is never rounded
+    const bool rounds = !HEAD && ctx.fp8_activations && W.format == Format::FP8 && N > STREAM_TOKENS;
+    if constexpr (!HEAD)
         if (rounds && takes_e4m3(ctx, W)) return e4m3_product(ctx, epilogue, x, W, N);
-    TileArgs p = {rounds ? rounded(ctx, x, N, W.in) : x, unpacked(ctx, W), N, W.in, out};
+    if (rounds) x = rounded(ctx, x, N, W.in);
+    if (streams_packed(ctx, W, N)) return packed_hopper_product(ctx, epilogue, x, W, N);
+    TileArgs p = {x, unpacked(ctx, W), N, W.in, out};
     const AfterUnpacking order(ctx, W);
     p.early = N <= 128;
     if (a.rank) {
@@ -3690,7 +3707,7 @@ inline void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16*
 inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W,
                      int R) {
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
-    if (W.format == Format::PLAIN || (R <= STREAM_TOKENS && !ctx.invariant))
+    if (W.format == Format::PLAIN || (R <= STREAM_TOKENS && !ctx.invariant) || streams_packed(ctx, W, R))
         return product_gpu(ctx, StoreEpilogue<float>(logits, W.out()), picked, W, R);
     each_part(ctx, W, false, [&](int first, int count, const bf16* weights) {
         const AfterUnpacking order(ctx, W);
@@ -4172,7 +4189,7 @@ struct HopperAttention {
         wgmma_begin();
         #pragma unroll
         for (int k = 0; k < KEYS / 16; k++)
-            wgmma(mixed[0], weights[k], wgmma_operand(tile(i) + k * 2 * GROUP, HALF, GROUP), more || k);
+            wgmma<128, true>(mixed[0], weights[k], wgmma_operand(tile(i) + k * 2 * GROUP, HALF, GROUP), more || k);
         wgmma_commit();
     }
 

@@ -19,6 +19,8 @@ static uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
     }
     return pack(half[0], half[1]);
 }
+static float half_value(uint16_t h) { return half_to_float(h); }
+static uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
 static uint2 load_eight(const void* p, bool there) {
     uint2 v = {};
     if (there && (uintptr_t)p % 8) std::puts("FALSE: a load is not aligned"), std::exit(1);

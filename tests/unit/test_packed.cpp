@@ -141,6 +141,45 @@ TEST_CASE("packed products of few tokens are those of W.at: odd sizes, every for
             }
 }
 
+TEST_CASE("what goes to the tensor core from registers has the bits of the unpacked matrix") {
+    Random random{82};
+    long others = 0, all = 0;
+    for (const PackedKind& kind : PACKED_KINDS) {
+        const PackedLinear<bf16> host(random, kind.format, kind.group, kind.zeros, {40}, 1056);
+        const Uploaded on(host);
+        CAPTURE((int)kind.format);
+        CAPTURE(kind.group);
+        with_packing(on.W, [&](auto format) {
+            using F = decltype(format);
+            const PackedArgs p = packed_args(on.W);
+            for (int r = 0; r < 40; r++)
+                for (int k = 0; k < 1056; k += 8) {
+                    float want[8];
+                    unpack_run<F>(want, p, r, k);
+                    uint2 v;
+                    memcpy(&v, p.q + (size_t)r * p.row_bytes + F::byte(k), 8);
+                    const uint32_t less = F::ZEROS ? 0xc300c300 | p.template zero_at<F>(r, k) * 0x00010001 : 0;
+                    uint32_t words[F::WORDS];
+                    F::scale_words(words, ((const typename F::Raw*)p.scale)[p.template scale_at<F>(r, k)]);
+                    for (uint32_t t = 0; t < 4; t++) {
+                        const uint32_t twice = __byte_perm(v.x, v.y, 0x1100 + 0x2222 * t);
+                        const uint32_t got = F::scaled(F::pair(twice, F::RUNS == 2 ? k / 32 % 2 : 0, less), words);
+                        const uint32_t pair = pack(want[2 * t], want[2 * t + 1]);
+                        if (kind.format == Format::FP8) { // now and then the other way, where the middle is near
+                            REQUIRE(std::fabs(low(got) - low(pair)) <= std::ldexp(std::fabs(low(pair)), -7));
+                            REQUIRE(std::fabs(high(got) - high(pair)) <= std::ldexp(std::fabs(high(pair)), -7));
+                            others += (low(got) != low(pair)) + (high(got) != high(pair)), all += 2;
+                            continue;
+                        }
+                        REQUIRE(low(got) == low(pair)); // (a zero may have either sign)
+                        REQUIRE(high(got) == high(pair));
+                    }
+                }
+        });
+    }
+    CHECK(others * 100 < all);
+}
+
 TEST_CASE("unpacked for many tokens, and embedded: the bits of W.at, of any part of a matrix") {
     Random random{82};
     for (const PackedKind& kind : PACKED_KINDS)
