@@ -1374,6 +1374,27 @@ void qknorm_rope_backward(T* dqkv,            // (N,(H+2K)D) in; the heads of q 
         }
 }
 
+// ---- attend, whose q, keys and values have been made again: both
+template <class T>
+void attend_backward(T* dqkv,            // (N,(H+2K)D) out
+                     acc<T>* dq_weight,  // (D) +=, or null
+                     acc<T>* dk_weight,  // (D) +=, or null, like dq_weight
+                     const T* dout,      // (N,HD)
+                     const T* q,         // (N,HD)
+                     const T* keys,      // one layer's cache
+                     const T* values,    // one layer's cache
+                     const T* out,       // (N,HD) of attend
+                     const acc<T>* lse,  // (N,H) of attend
+                     const T* qkv,       // (N,(H+2K)D) before norm and RoPE
+                     const T* q_weight,  // (D)
+                     const T* k_weight,  // (D)
+                     const acc<T>* rope, // (positions, D/2, 2)
+                     const Batch& b, int H, int K, int D, float eps,
+                     acc<T>* delta) { // (N,H) scratch
+    attention_backward(dqkv, dout, q, keys, values, out, lse, b, H, K, D, delta);
+    qknorm_rope_backward(dqkv, dq_weight, dk_weight, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
+}
+
 // ---- embed: x[n] = W[token[n]]
 // dW[token[n]] += dx[n]
 template <class A>
@@ -1541,9 +1562,8 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         through(d.attention, to.o, d.y, layer.o);
         weights(to.o, d.y, s.attention, layer.o);
         RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
-        RUN(attention_backward, d.qkv, d.attention, s.q, keys, values, s.attention, s.lse, b, H, K, D, d.delta);
-        RUN(qknorm_rope_backward, d.qkv, to.q_norm, to.k_norm, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D,
-            c.eps);
+        RUN(attend_backward, d.qkv, to.q_norm, to.k_norm, d.attention, s.q, keys, values, s.attention, s.lse, s.qkv,
+            layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps, d.delta);
         through(d.normed, to.qkv, d.qkv, layer.qkv);
         RUN(rmsnorm_backward, d.x, d.y, s.norm1, to.norm1, d.normed, s.in, layer.norm1, N, C, c.eps);
         weights(to.qkv, d.qkv, s.norm1, layer.qkv);
