@@ -2164,7 +2164,8 @@ template <int D> struct WarpFp8Head {
 // 2^(e - 128), of which 0 says that the row is NaN
 __device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
 
-// A warp two heads of a token, from row `first` on: two loads on their way. Bound by the memory's speed.
+// A warp two heads of a token, from row `first` on: four loads on their way, before it is known whether the row is
+// spare (one wait instead of two; of spare rows nothing is stored). Bound by the memory's speed.
 template <int D, bool FP8>
 __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
                                       const bf16* k_weight, const float* rope, Batch b, int first, int H, int K,
@@ -2173,7 +2174,9 @@ __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const b
     wait_for_previous();
     const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, heads = H + 2 * K, twos = (heads + 1) / 2;
     const int n = first + task / twos, h0 = task % twos * 2;
-    if (n >= b.N || b.seq[n] < 0) return;
+    if (n >= b.N) return;
+    const int slot = b.slot[n], pos = b.pos[n];
+    const bool spare = b.seq[n] < 0;
     WarpHead<D> head[2], weights[2];
     #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -2181,14 +2184,13 @@ __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const b
         head[i].load(qkv + ((size_t)n * heads + h) * D);
         weights[i].load(h < H ? q_weight : k_weight);
     }
-    const WarpAngles<D / 64> angle(rope + (size_t)b.pos[n] * D);
-    const int slot = b.slot[n];
+    const WarpAngles<D / 64> angle(rope + (size_t)(spare ? 0 : pos) * D);
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int h = h0 + i;
-        if (h >= heads) return;
-        const size_t at = h < H ? 0 : kv_offset(slot / PAGE, (h - H) % K, slot % PAGE, K, D);
         if (h < H + K) head[i].norm_rope(weights[i], angle, eps);
+        if (spare || h >= heads) return;
+        const size_t at = h < H ? 0 : kv_offset(slot / PAGE, (h - H) % K, slot % PAGE, K, D);
         if (FP8 && h >= H) {
             WarpFp8Head<D>(head[i]).store(h < H + K ? keys : values, slot, (h - H) % K, K);
             continue;
