@@ -854,7 +854,8 @@ inline void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, co
 }
 
 // ========================================================================================================= 3 Attention
-// ---- Attention backward: Book I's `attention_backward` (FlashAttention-2's backward pass without its atomics)
+// ---- Attention backward: Book I's `attention_backward`, and `attend_backward` where the norms' weights are not trained
+// (FlashAttention-2's backward pass without its atomics)
 // The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq
 // of some queries is summed over all keys. So a number has one block that sums it, in one order; seven products of
 // tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
@@ -869,6 +870,10 @@ struct AttentionBackward {
     const float *lse, *delta;  // (N,H)
     Batch b;
     int H, K;
+    // attend_backward's: qkv (N,(H+2K)D) before norm and RoPE, whose gradient dqkv then is.
+    const bf16 *qkv = nullptr, *q_weight = nullptr, *k_weight = nullptr;
+    const float* rope = nullptr;
+    float eps = 0;
 };
 constexpr int GRADIENT_KEYS = 64;  // that a block sums dk and dv of
 constexpr int PASSING_ROWS = 64;   // query rows that pass by them at a time
@@ -982,11 +987,60 @@ __device__ __forceinline__ void load_keys(const AttentionBackward& p, int m0, in
     }
 }
 
+// What a quad of lanes has of two rows, as store_row takes them: g becomes the gradient of the heads `head` of tokens n
+// before norm and RoPE. The rule is WarpHeadBackward's; it is linear in g, which may still lack a factor. Spare rows
+// stay zeros. All of both rows is asked for before the first number is needed.
+template <int D>
+__device__ __forceinline__ void through_norm_rope(const AttentionBackward& p, float (&g)[D / 8][4], const int (&n)[2],
+                                                  const int (&head)[2]) {
+    constexpr int J = D / 16; // g[j] and g[j + J] are of the same planes
+    const int quad = threadIdx.x % 4;
+    const uint32_t* w = (const uint32_t*)(head[0] < p.H ? p.q_weight : p.k_weight) + quad;
+    uint32_t x[2][2 * J];
+    const float4* angles[2];
+    bool spare[2];
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int token = min(n[h], p.b.N - 1), pos = p.b.pos[token];
+        const uint32_t* row = (const uint32_t*)(p.qkv + ((size_t)token * (p.H + 2 * p.K) + head[h]) * D) + quad;
+        spare[h] = p.b.seq[token] < 0;
+        angles[h] = (const float4*)(p.rope + (size_t)(spare[h] ? 0 : pos) * D) + quad;
+        #pragma unroll
+        for (int j = 0; j < 2 * J; j++) x[h][j] = row[j * 4];
+    }
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float squares = 0, mixed = 0;
+        #pragma unroll
+        for (int j = 0; j < J; j++) {
+            const float4 angle = angles[h][j * 4]; // cosine and sine of one plane, and of the next
+            const uint32_t xu = x[h][j], xv = x[h][j + J], wu = w[j * 4], wv = w[(j + J) * 4];
+            const auto turn = [](float& u, float& v, float cosine, float sine) {
+                const float a = u;
+                u = a * cosine + v * sine, v = v * cosine - a * sine;
+            };
+            float *u = &g[j][2 * h], *v = &g[j + J][2 * h];
+            turn(u[0], v[0], angle.x, angle.y), turn(u[1], v[1], angle.z, angle.w);
+            squares += low(xu) * low(xu) + low(xv) * low(xv) + high(xu) * high(xu) + high(xv) * high(xv);
+            mixed += low(xu) * low(wu) * u[0] + low(xv) * low(wv) * v[0];
+            mixed += high(xu) * high(wu) * u[1] + high(xv) * high(wv) * v[1];
+        }
+        const float r = 1 / sqrtf(quad_sum(squares) / D + p.eps), mean = quad_sum(mixed) * r * r * r / D;
+        #pragma unroll
+        for (int j = 0; j < 2 * J; j++) {
+            float* y = &g[j][2 * h];
+            y[0] = spare[h] ? 0 : r * low(w[j * 4]) * y[0] - low(x[h][j]) * mean;
+            y[1] = spare[h] ? 0 : r * high(w[j * 4]) * y[1] - high(x[h][j]) * mean;
+        }
+    }
+}
+
 // Of this warp's keys first ..; spare rows met no query: zeros.
 template <int D>
-__device__ __forceinline__ void store_key_value_gradients(const AttentionBackward& p, const float (&dk)[1][D / 8][4],
+__device__ __forceinline__ void store_key_value_gradients(const AttentionBackward& p, float (&dk)[1][D / 8][4],
                                                           const float (&dv)[1][D / 8][4], int first, int m1, int kv,
                                                           float scale) {
+    if (p.qkv) through_norm_rope<D>(p, dk[0], {first + score_row(0, 0), first + score_row(0, 2)}, {p.H + kv, p.H + kv});
     #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int m = first + score_row(0, 2 * h);
@@ -1091,15 +1145,20 @@ template <int D> struct PassingKeys {
 // Of this warp's rows first_row ..; spare rows are zeros: so were their q and dout.
 template <int D, int I>
 __device__ __forceinline__ void store_query_gradients(const AttentionBackward& p, const HeadQueries& heads,
-                                                      const float (&dq)[I][D / 8][4], int first_row, float scale) {
+                                                      float (&dq)[I][D / 8][4], int first_row, float scale) {
     #pragma unroll
-    for (int i = 0; i < I; i++)
+    for (int i = 0; i < I; i++) {
+        int n[2], head[2];
         #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int r = first_row + score_row(i, 2 * h), n = heads.token(r), G = heads.G;
-            const int head = heads.kv * G + r - n * G;
-            if (n < p.b.N) store_row(p.dqkv + ((size_t)n * (p.H + 2 * p.K) + head) * D, dq[i], h, scale);
+            const int r = first_row + score_row(i, 2 * h), G = heads.G;
+            n[h] = heads.token(r), head[h] = heads.kv * G + r - n[h] * G;
         }
+        if (p.qkv) through_norm_rope<D>(p, dq[i], n, head);
+        #pragma unroll
+        for (int h = 0; h < 2; h++)
+            if (n[h] < p.b.N) store_row(p.dqkv + ((size_t)n[h] * (p.H + 2 * p.K) + head[h]) * D, dq[i], h, scale);
+    }
 }
 
 template <int D>
@@ -1430,23 +1489,37 @@ attention_backward_hopper_kernel(const __grid_constant__ AttentionBackward p, in
     }
 #endif
 }
-inline void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
-                                   const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K,
-                                   int D, float* delta) {
-    const int64_t rows = (int64_t)b.N * (H / K), key_tiles = (b.N + GRADIENT_KEYS - 1) / GRADIENT_KEYS;
+inline void launch_attention_backward(Context& ctx, const AttentionBackward& p, const bf16* out, float* delta, int D) {
+    const int N = p.b.N, H = p.H, K = p.K;
+    const int64_t rows = (int64_t)N * (H / K), key_tiles = (N + GRADIENT_KEYS - 1) / GRADIENT_KEYS;
     const int64_t tiles = key_tiles + (rows + GRADIENT_ROWS - 1) / GRADIENT_ROWS;
     if (rows * H >= (int64_t)1 << 31 || tiles > 65535)
-        DIE("attention_backward: a batch of %d tokens is too large for %d query heads", b.N, H);
-    const size_t heads = (size_t)b.N * H;
+        DIE("attention_backward: a batch of %d tokens is too large for %d query heads", N, H);
+    const size_t heads = (size_t)N * H;
     launch(ctx, D == 128 ? attention_delta_kernel<128> : attention_delta_kernel<64>,
-           (unsigned)((heads * (D / 8) + 255) / 256), 256, 0, delta, dout, out, heads);
-    const AttentionBackward p = {dqkv, dout, q, keys, values, lse, delta, b, H, K};
+           (unsigned)((heads * (D / 8) + 255) / 256), 256, 0, delta, p.dout, out, heads);
     if (ctx.gpu->hopper && D == HopperBackward::D) {
-        const int units = HopperBackward::units(b.N, H, K);
+        const int units = HopperBackward::units(N, H, K);
         launch(ctx, attention_backward_hopper_kernel, std::min(units, ctx.gpu->sms), HopperBackward::THREADS,
                HopperBackward::SHARED, p, ctx.gpu->arrived);
     } else
         launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>,
                dim3((unsigned)K, (unsigned)tiles), 128, backward_shared(D), p, (int)key_tiles);
+}
+inline void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
+                                   const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K,
+                                   int D, float* delta) {
+    launch_attention_backward(ctx, {dqkv, dout, q, keys, values, lse, delta, b, H, K}, out, delta, D);
+}
+// The weights' gradients are sums over what attention_backward leaves: with them, one op after the other.
+inline void attend_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* dout,
+                                const bf16* q, const bf16* keys, const bf16* values, const bf16* out, const float* lse,
+                                const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const float* rope,
+                                const Batch& b, int H, int K, int D, float eps, float* delta) {
+    AttentionBackward p = {dqkv, dout, q, keys, values, lse, delta, b, H, K};
+    if (!dq_weight) p.qkv = qkv, p.q_weight = q_weight, p.k_weight = k_weight, p.rope = rope, p.eps = eps;
+    launch_attention_backward(ctx, p, out, delta, D);
+    if (dq_weight)
+        qknorm_rope_backward_gpu(ctx, dqkv, dq_weight, dk_weight, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
 }
 #endif

@@ -2057,6 +2057,15 @@ void qknorm_rope_backward_cpu(Context&, T* dqkv, acc<T>* dq_weight, acc<T>* dk_w
         }
 }
 
+template <class T>
+void attend_backward_cpu(Context& ctx, T* dqkv, acc<T>* dq_weight, acc<T>* dk_weight, const T* dout, const T* q,
+                         const T* keys, const T* values, const T* out, const acc<T>* lse, const T* qkv,
+                         const T* q_weight, const T* k_weight, const acc<T>* rope, const Batch& b, int H, int K, int D,
+                         float eps, acc<T>* delta) {
+    attention_backward_cpu(ctx, dqkv, dout, q, keys, values, out, lse, b, H, K, D, delta);
+    qknorm_rope_backward_cpu(ctx, dqkv, dq_weight, dk_weight, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
+}
+
 // ---- Ops whose definition is fast enough.
 #define AS_DEFINED(op) template <class... P> void op##_cpu(Context&, P&&... p) { op(std::forward<P>(p)...); }
 AS_DEFINED(embed)

@@ -1403,6 +1403,27 @@ void qknorm_rope_backward(T* dqkv,            // (N,(H+2K)D) in; the heads of q 
         }
 }
 
+// ---- attend, whose q, keys and values have been made again: both
+template <class T>
+void attend_backward(T* dqkv,            // (N,(H+2K)D) out
+                     acc<T>* dq_weight,  // (D) +=, or null
+                     acc<T>* dk_weight,  // (D) +=, or null, like dq_weight
+                     const T* dout,      // (N,HD)
+                     const T* q,         // (N,HD)
+                     const T* keys,      // one layer's cache
+                     const T* values,    // one layer's cache
+                     const T* out,       // (N,HD) of attend
+                     const acc<T>* lse,  // (N,H) of attend
+                     const T* qkv,       // (N,(H+2K)D) before norm and RoPE
+                     const T* q_weight,  // (D)
+                     const T* k_weight,  // (D)
+                     const acc<T>* rope, // (positions, D/2, 2)
+                     const Batch& b, int H, int K, int D, float eps,
+                     acc<T>* delta) { // (N,H) scratch
+    attention_backward(dqkv, dout, q, keys, values, out, lse, b, H, K, D, delta);
+    qknorm_rope_backward(dqkv, dq_weight, dk_weight, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
+}
+
 // ---- embed: x[n] = W[token[n]]
 // dW[token[n]] += dx[n]
 template <class A>
@@ -1570,9 +1591,8 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         through(d.attention, to.o, d.y, layer.o);
         weights(to.o, d.y, s.attention, layer.o);
         RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
-        RUN(attention_backward, d.qkv, d.attention, s.q, keys, values, s.attention, s.lse, b, H, K, D, d.delta);
-        RUN(qknorm_rope_backward, d.qkv, to.q_norm, to.k_norm, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D,
-            c.eps);
+        RUN(attend_backward, d.qkv, to.q_norm, to.k_norm, d.attention, s.q, keys, values, s.attention, s.lse, s.qkv,
+            layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps, d.delta);
         through(d.normed, to.qkv, d.qkv, layer.qkv);
         RUN(rmsnorm_backward, d.x, d.y, s.norm1, to.norm1, d.normed, s.in, layer.norm1, N, C, c.eps);
         weights(to.qkv, d.qkv, s.norm1, layer.qkv);
@@ -2209,7 +2229,8 @@ template <int D> struct WarpFp8Head {
 // 2^(e - 128), of which 0 says that the row is NaN
 __device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
 
-// A warp two heads of a token, from row `first` on: two loads on their way. Bound by the memory's speed.
+// A warp two heads of a token, from row `first` on: four loads on their way, before it is known whether the row is
+// spare (one wait instead of two; of spare rows nothing is stored). Bound by the memory's speed.
 template <int D, bool FP8>
 __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
                                       const bf16* k_weight, const float* rope, Batch b, int first, int H, int K,
@@ -2218,7 +2239,9 @@ __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const b
     wait_for_previous();
     const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, heads = H + 2 * K, twos = (heads + 1) / 2;
     const int n = first + task / twos, h0 = task % twos * 2;
-    if (n >= b.N || b.seq[n] < 0) return;
+    if (n >= b.N) return;
+    const int slot = b.slot[n], pos = b.pos[n];
+    const bool spare = b.seq[n] < 0;
     WarpHead<D> head[2], weights[2];
     #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -2226,14 +2249,13 @@ __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const b
         head[i].load(qkv + ((size_t)n * heads + h) * D);
         weights[i].load(h < H ? q_weight : k_weight);
     }
-    const WarpAngles<D / 64> angle(rope + (size_t)b.pos[n] * D);
-    const int slot = b.slot[n];
+    const WarpAngles<D / 64> angle(rope + (size_t)(spare ? 0 : pos) * D);
     #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int h = h0 + i;
-        if (h >= heads) return;
-        const size_t at = h < H ? 0 : kv_offset(slot / PAGE, (h - H) % K, slot % PAGE, K, D);
         if (h < H + K) head[i].norm_rope(weights[i], angle, eps);
+        if (spare || h >= heads) return;
+        const size_t at = h < H ? 0 : kv_offset(slot / PAGE, (h - H) % K, slot % PAGE, K, D);
         if (FP8 && h >= H) {
             WarpFp8Head<D>(head[i]).store(h < H + K ? keys : values, slot, (h - H) % K, K);
             continue;

@@ -526,7 +526,7 @@ static void train(Model& m, int B, bool full) {
     op("rmsnorm backward", [&] { rmsnorm_backward_gpu(ctx, d.x, d.y, x.norm2, to.norm2, d.normed, x.mid, y.norm2, N, C, c.eps); });
     op("q/k norm, RoPE again", [&] { qknorm_rope_kv_gpu(ctx, x.q, kv.keys, kv.values, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps); });
     op("attention backward", [&] { attention_backward_gpu(ctx, d.qkv, d.attention, x.q, kv.keys, kv.values, x.attention, x.lse, batch, c.H, c.K, c.D, d.delta); });
-    op("q/k norm, RoPE backward", [&] { qknorm_rope_backward_gpu(ctx, d.qkv, to.q_norm, to.k_norm, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps); });
+    op("the same, q/k norm, RoPE", [&] { attend_backward_gpu(ctx, d.qkv, to.q_norm, to.k_norm, d.attention, x.q, kv.keys, kv.values, x.attention, x.lse, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps, d.delta); });
     const int R = std::min(head_rows, N);
     auto once = [&](const char* name, const std::function<void()>& run) {
         const double us = time_graph(4, [&](int) { run(); }) * 1e6;

@@ -374,6 +374,61 @@ TEST_CASE("norms, RoPE and embedding, backward") {
         }
 }
 
+// A number that was rounded to bf16 is off by 2^-9 of itself; turned, by sqrt(2) of that of its head's largest, and then
+// it is multiplied by w / rms, or as part of a mean by w x / rms^2 and x / rms.
+TEST_CASE("attend, backward: the two ops, without the rounding between them") {
+    Random random{12};
+    const float eps = 1e-6f;
+    for (int D : {64, 128})
+        for (std::pair<int, int> groups : std::vector<std::pair<int, int>>{{2, 2}, {4, 2}, {10, 2}, {8, 1}})
+            for (auto& shape : std::vector<std::pair<std::vector<int>, int>>{{{1}, 0}, {{33}, 0}, {{63, 1, 64}, 200}, {{1, 3, 2, 64, 65, 130, 300}, 9}}) {
+                const int H = groups.first, K = groups.second;
+                INFO("D " << D << " H " << H << " K " << K << " sequences " << shape.first.size());
+                std::vector<std::pair<int, int>> sequences;
+                for (int n : shape.first) sequences.push_back({0, n});
+                TestBatch batch(random, sequences, 10, shape.second);
+                const int N = (int)batch.token.size(), width = (H + 2 * K) * D, used = N - shape.second;
+                const size_t heads = (size_t)N * H, cache = (size_t)batch.page_count * K * PAGE * D;
+                std::vector<bf16> qkv = random.fill<bf16>((size_t)N * width, 2), dout = random.fill<bf16>(heads * D);
+                memset((void*)(qkv.data() + (size_t)used * width), 0xff, (size_t)(N - used) * width * sizeof(bf16)); // nothing of spare rows
+                const std::vector<bf16> weights[] = {random.fill<bf16>(D, 0.5, 1), random.fill<bf16>(D, 0.5, 1)};
+                std::vector<float> rope((size_t)512 * D);
+                fill_rope(rope.data(), 512, D, 1e6);
+                Scratchpad pad(attention_scratch(gpu(), 0, 0, H, D));
+                Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
+                const Device<bf16> x(qkv), g(dout), wq(weights[0]), wk(weights[1]);
+                const Device<float> angles(rope);
+                Device<bf16> q(heads * D), keys(cache), values(cache), out(heads * D), d((size_t)N * width), got(d.n), both(d.n), two(d.n);
+                Device<float> lse(heads), delta(heads), dw(std::vector<float>(2 * D)), two_dw(std::vector<float>(2 * D));
+                Batch b = batch.view();
+                b.token = nullptr, b.pos = pos, b.seq = seq, b.slot = slot, b.pages = pages;
+                attend_gpu(pad.ctx, out, lse, q, keys, values, x, wq, wk, angles, b, H, K, D, eps);
+                attention_backward_gpu(pad.ctx, d, g, q, keys, values, out, lse, b, H, K, D, delta);
+                attend_backward_gpu(pad.ctx, got, nullptr, nullptr, g, q, keys, values, out, lse, x, wq, wk, angles, b, H, K, D, eps, delta);
+                const std::vector<bf16> before = d.get();
+                std::vector<bf16> want = before;
+                qknorm_rope_backward_cpu(cpu(), want.data(), (float*)nullptr, (float*)nullptr, qkv.data(), weights[0].data(), weights[1].data(), rope.data(), batch.view(), H, K, D, eps);
+                std::vector<double> tolerance(want.size());
+                for (size_t at = 0; at < want.size(); at += D) {
+                    const size_t head = at % width / D;
+                    if ((int)head >= H + K || (int)(at / width) >= used) continue; // v's and spare rows: the same
+                    const std::vector<bf16>& w = weights[(int)head >= H];
+                    const double r = rms_factor(&qkv[at], D, eps);
+                    double most = 0, heaviest = 0;
+                    for (int i = 0; i < D; i++) most = std::max<double>(most, std::fabs(to_acc(before[at + i]))), heaviest = std::max<double>(heaviest, to_acc(w[i]));
+                    for (int i = 0; i < D; i++)
+                        tolerance[at + i] = std::sqrt(2.) / 512 * most * r * (to_acc(w[i]) + std::fabs(to_acc(qkv[at + i])) * r * heaviest) + 2.2 * rounding<bf16>(to_acc(want[at + i])) + 1e-6;
+                }
+                CHECK(wrong(got.get(), as_double(want), [&](size_t i) { return tolerance[i]; }) == 0);
+                // Where the norms' weights are trained, they are two.
+                attend_backward_gpu(pad.ctx, both, dw, dw + D, g, q, keys, values, out, lse, x, wq, wk, angles, b, H, K, D, eps, delta);
+                two.replace(before);
+                qknorm_rope_backward_gpu(pad.ctx, two, two_dw, two_dw + D, x, wq, wk, angles, b, H, K, D, eps);
+                CHECK(same_bits(both.get(), two.get()));
+                CHECK(same_bits(dw.get(), two_dw.get()));
+            }
+}
+
 TEST_CASE("the length of the gradient and AdamW; a gradient that is not finite changes nothing") {
     Random random{5};
     Scratchpad pad;

@@ -337,6 +337,11 @@ TEST_CASE("q/k norm, RoPE, attention: finite differences from qkv to the output,
         std::vector<double> d = poisoned<double>(N * width), delta(N * H), dwq = wq_before, dwk = wk_before;
         CALL(attention_backward, d.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), b, H, K, D, delta.data());
         CALL(qknorm_rope_backward, d.data(), dwq.data(), dwk.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
+        auto both = poisoned<double>(d.size()), both_wq = wq_before, both_wk = wk_before;
+        CALL(attend_backward, both.data(), both_wq.data(), both_wk.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps, delta.data());
+        CHECK(same_bits(both, d));
+        CHECK(same_bits(both_wq, dwq));
+        CHECK(same_bits(both_wk, dwk));
         check_gradient("qkv", qkv, d, f);
         if (N == 1) continue; // one key: its weight is 1, whatever q and k are
         check_gradient("q_norm", q_weight, minus(dwq, wq_before), f);
