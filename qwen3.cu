@@ -4365,12 +4365,14 @@ __global__ void attention_sum_kernel(bf16* out, const float* partial, const int*
 }
 
 constexpr int BLOCKS_A_SM = 2;  // blocks of attention_kernel that share a multiprocessor
-constexpr int LEAST_KEYS = 256; // that are worth a block of their own
+// Keys that are worth a block of their own: writing and joining parts takes 20 us, on Hopper as long as 1,024 keys.
+constexpr int LEAST_KEYS = 256, HOPPER_LEAST_KEYS = 1024;
 inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
                           const Batch& b, int H, int K, int D, int first = 0) {
     const bool hopper = ctx.gpu->hopper && D == HopperAttention::D;
     const int G = H / K, tokens = QUERY_ROWS / G, tiles = (b.N - first + tokens - 1) / tokens, blocks = tiles * K;
-    const int wanted = std::min((hopper ? 1 : BLOCKS_A_SM) * ctx.gpu->sms / blocks, b.longest / LEAST_KEYS);
+    const int wanted = hopper ? std::min(ctx.gpu->sms / blocks, b.longest / HOPPER_LEAST_KEYS)
+                              : std::min(BLOCKS_A_SM * ctx.gpu->sms / blocks, b.longest / LEAST_KEYS);
     const int splits = ctx.invariant || lse ? 1 : std::max(1, wanted);
     const AttentionArgs p = {out, lse, q, keys, values, b, first, H, K, ctx.gpu->attention};
     if (hopper) {
@@ -4759,7 +4761,7 @@ inline void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles,
         if (others * p.b.splits <= 8 * sms)
             launch_pages(attention_decode_kernel<size, fp8, Held>, (Held*)nullptr, p.b.splits);
         else launch_pages(attention_decode_kernel<size, fp8, Ring>, (Ring*)nullptr,
-                          std::min(p.b.splits, (Ring::BLOCKS * sms + others - 1) / others));
+                          std::min(p.b.splits, (3 * sms + others - 1) / others));
     };
     const auto with_format = [&](auto size) {
         if (p.b.fp8) with(size, std::true_type());

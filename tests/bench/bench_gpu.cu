@@ -81,7 +81,7 @@ struct State { // activations and cache for N rows and B sequences of up to `con
         auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.gpu->stream)); };
         put(rope, angles), put(token, t), put(pos, p), put(seq, s), put(slot, w), put(rows, r), put(table, pages_of);
         batch = {N, B, token, pos, seq, slot, table, pages, B == N ? N : 0};
-        batch.splits = splits, batch.fp8 = fp8;
+        batch.splits = splits, batch.longest = B == N ? 0 : position + each, batch.fp8 = fp8;
     }
 };
 

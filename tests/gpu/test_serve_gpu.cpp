@@ -231,7 +231,7 @@ TEST_CASE("adapters in one graph: log-probabilities are, but for rounding, those
 
 // The tiny model in a format, on the GPU; embedding and head in INT8.
 struct PackedTiny {
-    std::unique_ptr<ModelFile> file;
+    std::unique_ptr<ModelFile> file, converted;
     std::unique_ptr<Weights<bf16>> weights, rounded; // the latter: every weight as bf16, as products of many tokens take it
     explicit PackedTiny(const std::string& format) {
         if (format.empty()) return;
@@ -241,11 +241,13 @@ struct PackedTiny {
         close(mkstemp(path));
         write_safetensors(path, model_metadata(quantized_config(tiny().file, how), tiny().file.generation_text), quantize_model<bf16>(tiny().file, how, {}));
         file = std::make_unique<ModelFile>(path);
-        unlink(path);
         weights = std::make_unique<Weights<bf16>>(*file, false, true);
         weights->upload(where, *file);
-        rounded = std::make_unique<Weights<bf16>>(*file);
-        rounded->upload(where, *file);
+        write_model(*file, path);
+        converted = std::make_unique<ModelFile>(path);
+        unlink(path);
+        rounded = std::make_unique<Weights<bf16>>(*converted);
+        rounded->upload(where, *converted);
         REQUIRE(weights->head.format == Format::INT8);
     }
 };
