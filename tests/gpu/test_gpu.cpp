@@ -650,6 +650,7 @@ TEST_CASE("attention: head sizes, groups, contexts at the borders of pages, spli
     for (int D : {64, 128})
         for (std::pair<int, int> heads : std::vector<std::pair<int, int>>{{4, 2}, {5, 1}}) {
             check_attention(random, {{0, 2000}}, 0, heads.first, heads.second, D, false);
+            check_attention(random, {{2500, 600}}, 0, heads.first, heads.second, D, false);
             check_attention(random, {{900, 1}, {3, 1}, {1023, 2}, {0, 40}, {1500, 300}}, 3, heads.first, heads.second, D, false);
         }
 }
