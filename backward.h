@@ -628,8 +628,8 @@ __global__ void __launch_bounds__(256) lora_up_sums_kernel(const __grid_constant
 // lora_backward_weight: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, groups / GROUPS, splits of the
 // tokens), 8 warps. A block owns 32 GROUPS rows of the A by 128 columns, a warp 16 of the columns; 64 tokens at a time
 // pass through a ring in shared memory: x, dh, and what was kept. A warp masks its x in registers, once for each
-// module. lora_weight_sums_kernel adds the splits' sums in order, on all multiprocessors (the last block of a tile would
-// take longer, alone). Bound by the memory's speed.
+// module. lora_weight_sums_kernel adds the splits' sums in order, on all multiprocessors (the last block of a tile
+// would take longer, alone). Bound by the memory's speed.
 template <int GROUPS> struct LoraWeightShape {
     static constexpr int STAGES = 3, X_BYTES = 64 * 256;       // rows of 256 bytes, swizzled
     static constexpr int H_ROW = GROUPS * 64 + 16;             // eight rows of dh begin in different banks
@@ -854,8 +854,8 @@ inline void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, co
 }
 
 // ========================================================================================================= 3 Attention
-// ---- Attention backward: Book I's `attention_backward`, and `attend_backward` where the norms' weights are not trained
-// (FlashAttention-2's backward pass without its atomics)
+// ---- Attention backward: Book I's `attention_backward`, and `attend_backward` where the norms' weights are not
+// trained (FlashAttention-2's backward pass without its atomics)
 // The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq
 // of some queries is summed over all keys. So a number has one block that sums it, in one order; seven products of
 // tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):

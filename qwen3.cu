@@ -510,8 +510,9 @@ template <class T, class Store> void product(const Linear<T>& W, const T* x, int
         }
 }
 
-// ---- round_activations: out = x, each number the nearest q 2^e, q an e4m3; e is the least with which none of FP8_GROUP
-// neighbours of a token is beyond 448. So each is a bf16. Of neighbours that are not all finite, all become NaN.
+// ---- round_activations: out = x, each number the nearest q 2^e, q an e4m3; e is the least with which none of
+// FP8_GROUP neighbours of a token is beyond 448. So each is a bf16. Of neighbours that are not all finite, all become
+// NaN.
 template <class T>
 void round_activations(T* out,     // (N,in) out
                        const T* x, // (N,in)
@@ -4398,17 +4399,17 @@ inline void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, co
 // ---- Attention for sequences of one new token: Book I's `attend` (Dao et al., "Flash-Decoding", 2023)
 // That is qknorm_rope_kv and attention in one. A block has up to 8 query heads of a KV head, the rows of an mma, and of
 // the splits of a sequence, SPLIT keys each, every gridDim.x-th. Its warps take a split's pages in turn. Where several
-// blocks share a sequence, the last one to arrive joins their parts in order. All but the newest token's keys and values
-// are asked for before the kernel before has ended.
+// blocks share a sequence, the last one to arrive joins their parts in order. All but the newest token's keys and
+// values are asked for before the kernel before has ended.
 // Where a warp has its page: few sequences, in registers (HeldPage), since a block that needs little shared memory
 // begins beside the kernel before; many, in a ring of two stages in shared memory (RingPage), which cp.async fills with
 // the next page while one is multiplied, and with whole lines of it, where loads into registers ask for halves.
-// Keys are operand b as they lie: lane 4 g + t has eight numbers of keys g and g + 8, from 8 t on, of every 32 (mma_32).
-// What it gets are the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and that is operand a of the
-// second product, where nothing has to move either: of these four keys the lane has the values, eight numbers from 8 g on
-// of every 64, and makes operands b of pairs of them. Weights are rounded to bf16, as in prompts. An FP8 cache has e4m3
-// numbers, which become bf16 in registers; their factors go to scores and weights. As these are powers of two, all sums
-// have the bits that this kernel makes of a bf16 cache of the same numbers.
+// Keys are operand b as they lie: lane 4 g + t has eight numbers of keys g and g + 8, from 8 t on, of every 32
+// (mma_32). What it gets are the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and that is operand a
+// of the second product, where nothing has to move either: of these four keys the lane has the values, eight numbers
+// from 8 g on of every 64, and makes operands b of pairs of them. Weights are rounded to bf16, as in prompts. An FP8
+// cache has e4m3 numbers, which become bf16 in registers; their factors go to scores and weights. As these are powers
+// of two, all sums have the bits that this kernel makes of a bf16 cache of the same numbers.
 // Grid (blocks of a KV head of a sequence, H / heads, sequences). Bound by reading keys and values; with one short
 // sequence, by latency.
 constexpr int DECODE_ROWS = 8; // query heads of a block, at most
@@ -4442,8 +4443,8 @@ template <int D> struct DecodeShared {
 };
 
 // What a page's two places share. A place has: WARPS of its blocks, STAGES of a warp, RING bytes of shared memory of a
-// warp; ask_for(i, ..) for a warp's i-th page, of which the first `count` rows are there; wait(i) for it; insert one row
-// more; key(j, i), value(r, c): a lane's eight numbers; factor(r, value): an FP8 row's.
+// warp; ask_for(i, ..) for a warp's i-th page, of which the first `count` rows are there; wait(i) for it; insert one
+// row more; key(j, i), value(r, c): a lane's eight numbers; factor(r, value): an FP8 row's.
 template <int D, bool FP8> struct DecodePage {
     static constexpr int SIZE = FP8 ? 1 : 2, ROW = D * SIZE; // bytes of a number and of a row
     using Chunk = std::conditional_t<FP8, uint2, uint4>;      // eight numbers
@@ -4453,7 +4454,9 @@ template <int D, bool FP8> struct DecodePage {
         if constexpr (FP8) return PackedFp8::run(x, 0, 0);
         else return x;
     }
-    __device__ static const Chunk& chunk(const uint8_t* row, int column) { return *(const Chunk*)(row + column * SIZE); }
+    __device__ static const Chunk& chunk(const uint8_t* row, int column) {
+        return *(const Chunk*)(row + column * SIZE);
+    }
 };
 
 template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
@@ -4505,8 +4508,8 @@ template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
     __device__ float factor(int r, bool value) const { return FP8 ? fp8_factor(exponent[value][r]) : 1; }
 };
 
-// Rows of D numbers in chunks of 16 bytes, swizzled so that the rows that a load touches at once lie in different banks;
-// of an FP8 cache the exponents behind.
+// Rows of D numbers in chunks of 16 bytes, swizzled so that the rows that a load touches at once lie in different
+// banks; of an FP8 cache the exponents behind.
 template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
     using Base = DecodePage<D, FP8>;
     using Base::key_of, Base::lane, Base::g, Base::t, Base::SIZE, Base::ROW, Base::chunk, Base::widened;
