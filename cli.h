@@ -1674,7 +1674,7 @@ static int quantize(const Options& o, bool asks_more) {
                 how.window);
     }
     Context ctx;
-    if (!o.device.empty()) ctx = choose_device(o, file); // (no GPU has tried it: only if it is asked for)
+    if (!o.device.empty() || !how.text.empty()) ctx = choose_device(o, file);
     ctx.stop = &interrupted;
     auto progress = std::make_unique<Progress>();
     ThreadPace pace(o, Context()); // (most of it is the CPU's in any case)

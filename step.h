@@ -1225,7 +1225,7 @@ struct StepRoad {
     int* fault = nullptr; // in the CPU's memory
 
     // Throws Error if this GPU or this model cannot, or (WHERE_FASTER) if its copy of the weights takes more than 1 /
-    // share of the memory that is free and not `spoken_for`, or they are in a format for which it was not measured.
+    // share of the memory that is free and not `spoken_for`.
     StepRoad(const Context& where, const Config& c, const Weights<bf16>& w, size_t share = 2, size_t spoken_for = 0)
         : ctx(where) {
         by_phase = ctx.one_kernel == Context::BY_PHASE;
@@ -1239,8 +1239,6 @@ struct StepRoad {
                     DIE("--one-kernel: only if all layers' weights have one format, and no adapter");
         if (one.format == Format::PLAIN && w.embed.format != Format::PLAIN)
             DIE("--one-kernel: not for bf16 behind packed embeddings");
-        if (ctx.one_kernel == Context::WHERE_FASTER && !(one.format == Format::PLAIN && step_same(w.head, one)))
-            DIE("--one-kernel: packed weights only if it is asked for");
         if (w.embed.format != Format::PLAIN) embed = w.embed;
         if (blocks > BEST_BLOCKS) DIE("--one-kernel: %d multiprocessors", blocks);
         choose(layers, c, one), layers.last = args.phases();
