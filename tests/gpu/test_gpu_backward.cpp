@@ -398,7 +398,8 @@ TEST_CASE("attend, backward: the two ops, without the rounding between them") {
                 Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
                 const Device<bf16> x(qkv), g(dout), wq(weights[0]), wk(weights[1]);
                 const Device<float> angles(rope);
-                Device<bf16> q(heads * D), keys(cache), values(cache), out(heads * D), d((size_t)N * width), got(d.n), both(d.n), two(d.n);
+                Device<bf16> keys(std::vector<bf16>((size_t)cache)), values(keys.get()); // (behind a sequence a cache has to be finite)
+                Device<bf16> q(heads * D), out(heads * D), d((size_t)N * width), got(d.n), both(d.n), two(d.n);
                 Device<float> lse(heads), delta(heads), dw(std::vector<float>(2 * D)), two_dw(std::vector<float>(2 * D));
                 Batch b = batch.view();
                 b.token = nullptr, b.pos = pos, b.seq = seq, b.slot = slot, b.pages = pages;
