@@ -191,6 +191,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.ring_at = p.work_at + up(std::max({input, attend, join}));
     const size_t room = p.ring_at < shared_limit ? (shared_limit - p.ring_at) / S::STAGE : 0;
     p.stages = (int)std::min<size_t>(room, S::BARRIERS * 3 / 4);
+    for (int* most : {&p.in_flight, &p.in_flight_head}) *most = std::max(1, std::min(*most, p.stages - 1));
     p.shared = p.ring_at + (size_t)p.stages * S::STAGE;
     return p;
 }
