@@ -1684,8 +1684,18 @@ static int quantize(const Options& o, bool asks_more) {
         progress->show(done, all, [&](double) { return format("layer %d of %d", layer + 1, file.config.L); });
     };
     const double start = seconds();
-    const std::vector<OutTensor> tensors = wide(o, file) ? quantize_model<float>(file, how, ctx)
-                                                         : quantize_model<bf16>(file, how, ctx);
+    const auto quantize = [&] {
+        return wide(o, file) ? quantize_model<float>(file, how, ctx) : quantize_model<bf16>(file, how, ctx);
+    };
+    std::vector<OutTensor> tensors;
+    try {
+        tensors = quantize();
+    } catch (const Error& e) { // a GPU that nobody asked for may be too small
+        if (!ctx.gpu || !o.device.empty() || interrupted) throw;
+        fprintf(stderr, "%s; on the CPU\n", e.what());
+        ctx = Context(), ctx.stop = &interrupted;
+        tensors = quantize();
+    }
     progress.reset(); // its line ends
     const Metadata metadata = model_metadata(quantized_config(file, how), file.generation_text);
     const size_t size = write_safetensors(o.quantize_to, metadata, tensors);

@@ -47,7 +47,7 @@ __device__ inline uint2 load_eight(const void* p, bool there) {
                  : "=&r"(v.x), "=&r"(v.y) : "l"(p), "r"((uint32_t)there));
     return v;
 }
-#define PACKED_SHARED(name) extern __shared__ float name[]
+#define PACKED_SHARED(name) extern __shared__ __align__(16) float name[]
 #define PACKED_UNROLL _Pragma("unroll")
 #endif
 
