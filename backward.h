@@ -556,16 +556,14 @@ lora_up_kernel(const __grid_constant__ LoraUpMaps maps, const __grid_constant__ 
         if (group)
             #pragma unroll
             for (int f = 0; f < 4; f++)
-                asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(half + f * 128 * 16), "f"(dh[0][f][0]),
-                             "f"(dh[0][f][1]), "f"(dh[0][f][2]), "f"(dh[0][f][3]) : "memory");
+                store_shared(half + f * 128 * 16, dh[0][f]);
         asm volatile("barrier.sync 1, %0;" ::"n"(S::CONSUMERS) : "memory");
         if (group) continue;
         #pragma unroll
         for (int f = 0; f < 4; f++) {
-            float4 v;
-            asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                         : "r"(half + f * 128 * 16) : "memory");
-            dh[0][f][0] += v.x, dh[0][f][1] += v.y, dh[0][f][2] += v.z, dh[0][f][3] += v.w;
+            const uint4 v = load_shared(half + f * 128 * 16);
+            dh[0][f][0] += __uint_as_float(v.x), dh[0][f][1] += __uint_as_float(v.y);
+            dh[0][f][2] += __uint_as_float(v.z), dh[0][f][3] += __uint_as_float(v.w);
         }
         #pragma unroll
         for (int i = 0; i < 4; i++) { // of token e * 8 + lane / 4 columns c .. c + 3

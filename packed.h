@@ -9,12 +9,11 @@
    takes off what they stand above zero. No conversion instruction, no shuffle, and nothing is rounded: q - zero (INT4),
    q (INT8) and e4m3 are bf16 numbers. A group's scale multiplies the float32 sum of the group's products.
 
-   On Hopper products of up to 128 tokens stream the packed bytes, too.
-
    Every format is a struct with the same names, and the one template argument F of each kernel.
 
-   On Hopper a product of many tokens with FP8 weights may have both operands in e4m3 (--activations fp8): round_kernel
-   makes e4m3 of the tokens, as Book I's round_activations says, and hopper_kernel multiplies them by W as it is stored.
+   On Hopper products of up to 128 tokens stream the packed bytes, too; and one of many tokens with FP8 weights may have
+   both operands in e4m3 (--activations fp8): round_kernel makes e4m3 of the tokens, as Book I's round_activations says,
+   and hopper_kernel multiplies them by W as it is stored.
 
    Contents    1 Formats    2 Few tokens    3 Many tokens, embedding    4 Launchers    5 17 to 128 tokens, on Hopper */
 #pragma once
@@ -519,30 +518,13 @@ template <class F, int TOKENS> struct PackedTile {
     static constexpr int WARPGROUPS = TOKENS == 64 ? 4 : 3, THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = TOKENS == 64 ? 112 : 152, PRODUCERS = 32;
     static constexpr int X_BYTES = TOKENS * PACKED_IN * 2, ROW_BYTES = PACKED_IN / F::RUNS; // of a stage
-    static int stage_bytes(int rows) { return X_BYTES + rows * ROW_BYTES; }
+    BOTH static int stage_bytes(int rows) { return X_BYTES + rows * ROW_BYTES; }
 };
 struct PackedTiles {
     CUtensorMap x, W;
     int units, splits, stages; // tiles x splits; of the ring
     int rows, turns;           // of a tile; warpgroups that have the same rows
 };
-
-// 16 bytes of shared memory.
-__device__ __forceinline__ uint4 load_shared(uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
-}
-__device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
-                 : "memory");
-}
-
-__device__ __forceinline__ void read_block(float (&v)[4], uint32_t at, int rank) {
-    HOPPER_ASM("{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5;\n"
-               "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there]; }"
-               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(at), "r"(rank) : "memory");
-}
 
 // The scales and zero points that a lane's two rows have in a stage, loaded a stage ahead: one, or one for each quarter
 // of its columns, of which each lane of a quad has one.
@@ -689,7 +671,7 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
     __shared__ uint64_t barriers[2 * PACKED_STAGES];
     const uint32_t shared = (shared_address(memory) + 1023) & ~1023u, at_barriers = shared_address(barriers);
     const int consumers = blockDim.x - 128, rows = tiles.rows, all = PAIR ? 2 * p.out : p.out;
-    const int bytes = Tile::X_BYTES + rows * Tile::ROW_BYTES;
+    const int bytes = Tile::stage_bytes(rows);
     const auto stage = [&](int s) { return shared + s * bytes; };
     const auto full = [&](int s) { return at_barriers + 8 * s; };
     const auto empty = [&](int s) { return at_barriers + 8 * (PACKED_STAGES + s); };
@@ -826,10 +808,9 @@ void packed_hopper_product(Context& ctx, Epilogue epilogue, const bf16* x, const
         PackedArgs p = packed_args(W);
         p.x = x, p.N = N;
         if (Epilogue::PAIR) p.out = W.rows[0];
-        const int sms = ctx.gpu->sms;
-        if (N <= 64)
-            launch_packed_hopper<F, 64>(ctx, p, PackedPlan::best(sms, W.out(), W.in), epilogue);
-        else launch_packed_hopper<F, 128>(ctx, p, PackedPlan::best(sms, W.out(), W.in), epilogue);
+        const PackedPlan plan = PackedPlan::best(ctx.gpu->sms, W.out(), W.in);
+        if (N <= 64) launch_packed_hopper<F, 64>(ctx, p, plan, epilogue);
+        else launch_packed_hopper<F, 128>(ctx, p, plan, epilogue);
     }, PACKED_IN - 1);
 }
 #endif // __CUDACC__

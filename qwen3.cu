@@ -1838,7 +1838,7 @@ __device__ inline void prefetch_map(const CUtensorMap& map) {
     HOPPER_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 // The blocks of a cluster (PTX ISA, "barrier.cluster"): all threads that have not ended meet; what they wrote to shared
-// memory before, all may read after it. Two numbers of the shared memory of block `rank`, at our own `address`.
+// memory before, all may read after it. Numbers of the shared memory of block `rank`, at our own `address`.
 __device__ inline void cluster_arrive() { HOPPER_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { HOPPER_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ inline float2 read_block(uint32_t address, int rank) {
@@ -1847,6 +1847,11 @@ __device__ inline float2 read_block(uint32_t address, int rank) {
                "ld.shared::cluster.v2.f32 {%0,%1}, [there]; }"
                : "=f"(v.x), "=f"(v.y) : "r"(address), "r"(rank) : "memory");
     return v;
+}
+__device__ __forceinline__ void read_block(float (&v)[4], uint32_t at, int rank) {
+    HOPPER_ASM("{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5;\n"
+               "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there]; }"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(at), "r"(rank) : "memory");
 }
 // The map of an array of 2 to 4 dimensions, the first of them contiguous: of each its size, how many numbers lie from
 // one to the next (the first: 1), and how many a box has, of the first 64 or 32: rows of 128 or 64 bytes, so swizzled.
@@ -2001,6 +2006,16 @@ template <int YOUNGER> __device__ inline void wait_for_copies() {
 }
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// 16 bytes of shared memory.
+__device__ __forceinline__ uint4 load_shared(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
+}
 
 constexpr float LOG2E = 1.44269504f;
 __device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for -infinity
@@ -3236,8 +3251,7 @@ __device__ __forceinline__ void finish_in_cluster(const float (&sum)[1][S::NF][4
     if (S::CONSUMERS > 128) asm volatile("barrier.sync 1, %0;" ::"n"(S::CONSUMERS) : "memory");
     #pragma unroll
     for (int f = 0; f < S::NF; f++)
-        asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(mine + f * (S::CONSUMERS * 16)), "f"(sum[0][f][0]),
-                     "f"(sum[0][f][1]), "f"(sum[0][f][2]), "f"(sum[0][f][3]) : "memory");
+        store_shared(mine + f * (S::CONSUMERS * 16), sum[0][f]);
     cluster_arrive();
     float4 second = old(split);
     cluster_wait();

@@ -84,6 +84,13 @@ struct State { // activations and cache for N rows and B sequences of up to `con
         batch.splits = splits, batch.longest = B == N ? 0 : position + each, batch.fp8 = fp8;
     }
 };
+// Seconds of a step, from embedding to the logits of R rows.
+static double time_step(Model& m, State& s, const int* rows, int R, int calls = 1) {
+    return time_graph(calls, [&](int) {
+        forward(ctx, m.file.config, m.weights, s.batch, s.a, s.kv, s.rope);
+        head_gpu(ctx, s.logits, s.picked, s.a.normed, rows, m.weights.head, R);
+    });
+}
 
 static void decode(Model& m, int position) {
     const Config& c = m.file.config;
@@ -109,10 +116,7 @@ static void decode(Model& m, int position) {
     row("last norm", 1, 0, [&](int) { rmsnorm_gpu(ctx, s.a.normed, a.out, w.norm, 1, c.C, c.eps); });
     row("head", 1, weight_bytes(w.head), [&](int) { head_gpu(ctx, s.logits, s.picked, s.a.normed, s.table, w.head, 1); });
     const double bytes = (double)step_bytes(w) + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1);
-    const double t = time_graph(8, [&](int) {
-        forward(ctx, c, w, s.batch, s.a, s.kv, s.rope);
-        head_gpu(ctx, s.logits, s.picked, s.a.normed, s.table, w.head, 1);
-    });
+    const double t = time_step(m, s, s.table, 1, 8);
     printf("  step without draw      %7.1f us, %.0f tok/s, %.1f%% of the read bandwidth\n", t * 1e6, 1 / t, 100 * bytes / read_bandwidth / t);
 }
 
@@ -348,10 +352,7 @@ static void batch(Model& m) {
         const bool fp8 = i % 2;
         State s(c, B, B, position, position + 16, B, fp8);
         const double held = (double)KVCache<bf16>::bytes(c, 1, fp8) / PAGE * (position + 1) * B, bytes = (double)step_bytes(m.weights) + held;
-        const double t = time_graph(1, [&](int) {
-            forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
-            head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows, m.weights.head, B);
-        });
+        const double t = time_step(m, s, s.rows, B);
         auto& a = s.a.layer[0];
         const double attend = time_graph(c.L, [&](int l) {
             const Layer<bf16>& y = m.weights.layers[l];
@@ -368,10 +369,7 @@ static void sequences(Model& m) {
     for (int B : {1, 8, 16, 32, 64, 128}) {
         State s(c, B, B, position, position + 16, B);
         const double held = (double)KVCache<bf16>::bytes(c, 1) / PAGE * (position + 1) * B, bytes = (double)step_bytes(m.weights) + held;
-        const double t = time_graph(1, [&](int) {
-            forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
-            head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows, m.weights.head, B);
-        });
+        const double t = time_step(m, s, s.rows, B);
         printf("%3d sequences at position %d: %7.3f ms a step, %6.0f tok/s, floor %.3f ms, %.1f%%\n", B, position, t * 1e3, B / t,
                bytes / read_bandwidth * 1e3, 100 * bytes / read_bandwidth / t);
     }
@@ -381,10 +379,7 @@ static void prompts(Model& m) {
     const Config& c = m.file.config;
     for (int N : {512, 2048, 8192}) {
         State s(c, N, 1, 0, N, 1);
-        const double t = time_graph(1, [&](int) {
-            forward(ctx, c, m.weights, s.batch, s.a, s.kv, s.rope);
-            head_gpu(ctx, s.logits, s.picked, s.a.normed, s.rows + N - 1, m.weights.head, 1);
-        });
+        const double t = time_step(m, s, s.rows + N - 1, 1);
         double launching = 1e9, launched = 1e9; // kernel by kernel, as a session does
         for (int turn = 0; turn < 10; turn++) {
             CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
@@ -540,7 +535,7 @@ static void train(Model& m, int B, bool full) {
 }
 
 int main(int argc, char** argv) {
-    if (argc < 2) return fprintf(stderr, "usage: bench_gpu MODEL.bin [ceilings decode prompts products quick few attention attention-backward batch]\n"), 1;
+    if (argc < 2) return fprintf(stderr, "usage: bench_gpu MODEL.bin [decode step prompts products quick few head attention attention-backward batch sequences train packed]\n"), 1;
     try {
         ctx = open_gpu();
         cudaDeviceProp properties;
