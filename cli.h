@@ -638,7 +638,7 @@ struct Options : ModelOptions {
     std::string synthesize, synthesize_to, convert, quantize, quantize_to, calibrate, embedding, against;
     int group = 0; // of --quantize int4; 0: 128
     std::string prompt_cache, tools;
-    uint64_t variant = 0; // names what is made of the model's file at load: INT8, packed, an adapter
+    uint64_t variant = 0; // names what is made of the model's file: INT8, packed, FP8 keys or activations, an adapter
     std::string ppl, eval, output;
     int stride = 0; // 0: half a window
     DocumentOptions documents;
@@ -1389,7 +1389,7 @@ int evaluate(const Options& o, const ModelFile& file, const Weights<T>& weights,
     auto hex = [](uint64_t hash) { return format("%016llx", (unsigned long long)hash); };
     sj::Writer w;
     w.object().field("qa", hex(fnv1a(qa.data, qa.size))).field("model", hex(file.hash()));
-    if (!o.adapter.empty()) w.field("adapter", hex(o.variant));
+    w.field("variant", hex(o.variant)).field("bits", 8 * sizeof(T));
     if (o.library) w.field("documents", hex(o.library->hash()));
     w.field("tokenizer", hex(tokenizer.hash())).field("system", o.system).field("think", o.think);
     w.field("context", session.capacity).field("max_tokens", how.max_tokens);

@@ -333,7 +333,8 @@ TEST_CASE("--eval: killed at any byte, it goes on and ends with the same bytes")
     const std::string begun = "begun with another";
     const std::vector<Strings> others = {
         {"-n", "13"}, {"-t", "1.3"}, {"-s", "1"}, {"-r", "1"}, {"-c", "500"}, {"-y", "x"}, {"--stop", "x"}, {"-k", "3"},
-        {"-p", "0.5"}, {"--min-p", "0.5"}, {"--repeat-penalty", "2"}, {"--presence-penalty", "2"}, {"--frequency-penalty", "2"}};
+        {"-p", "0.5"}, {"--min-p", "0.5"}, {"--repeat-penalty", "2"}, {"--presence-penalty", "2"}, {"--frequency-penalty", "2"},
+        {"--dtype", "int8"}, {"--dtype", "f32"}, {"--kv-dtype", "fp8"}};
     for (auto& more : others)
         check_stays(left, ask(out) + more, begun);
     check_stays("someone's notes, without a newline", ask(out), begun);
