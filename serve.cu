@@ -71,7 +71,8 @@ struct EngineOptions {
     int jump = 2;         // so many tokens that a form leaves no choice about are taken at once; 0: never, a step each
     size_t adapter_bytes = 0; // that adapters which clients load may take, all together; 0: some of what is free
     bool paced = false;   // `chunk` is the least; more where they keep the step short, see pace.h
-    int lookup = 0;       // tokens that are looked up for an answer that runs alone, at most; on a CPU only (lookup.h)
+    int lookup = 0;       // tokens that are looked up for an answer that runs alone, at most (lookup.h); on a GPU those
+                          // that step.h's kernel has room for, if there is one
 };
 
 constexpr int USUAL_CONTEXT = 4096; // more than most answers and their prompts take
@@ -196,6 +197,7 @@ template <class T> struct Engine {
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>)
             if (ctx.gpu && !ctx.invariant) road = StepRoad::find(ctx, c, w, 10, o.kv_bytes + o.adapter_bytes);
+        if (ctx.gpu) options.lookup = std::min(options.lookup, road ? road->most - 1 : 0);
 #endif
         choose_sizes();
         arena.used = 0;
@@ -278,9 +280,10 @@ template <class T> struct Engine {
         Step next = plan_step();
         if (!next.token.empty()) {
             const double begun = seconds();
+            next.from_idle = under_way.empty();
             compute(next);
-            if (next.alone) lookup.computed(next.token.size(), seconds() - begun);
-            else prompts_took += seconds() - begun;
+            if (!next.alone) prompts_took += seconds() - begun;
+            else if (!ctx.gpu) lookup.computed(next.token.size(), seconds() - begun);
             for (auto& [rank, q] : running) remember(*q);
         }
         const size_t ahead = ctx.gpu && !next.token.empty();
@@ -376,6 +379,7 @@ template <class T> struct Engine {
         int rows = 0, drawn = 0;   // of the batch and the draws, with spare ones
         bool alone = false;        // one answer's next token, and what is
         std::vector<int> proposed; // ... proposed to follow it
+        bool from_idle = false;    // no other was under way when it began
         bool masked = false;       // some draws may have to keep to a form: they come after `forward`, as draw_masked
         bool graph = false;
         bool one_kernel = false;   // by step.h's
@@ -407,6 +411,9 @@ template <class T> struct Engine {
     double handed_out = 0;                   // when the last step was
     uint64_t looked_up = 0;                  // admission of the answer that `lookup` knows
     double prompts_took = 0;                 // s of steps that were not `alone`, since it knows it
+    int expected = -1;                       // the proposed id for the token under way, if any
+    double run_since = 0;                    // s: since then so many steps that were `alone` came without a pause
+    int run_steps = 0;
 
     bool busy() const { return !running.empty() || !waiting.empty() || !under_way.empty(); }
 
@@ -414,9 +421,8 @@ template <class T> struct Engine {
         cache.plan(arena, config, (size_t)pages, false, ctx.kv_fp8);
         activations.plan(arena, config, max_rows, !ctx.gpu);
         rope = arena.take<acc<T>>((size_t)options.context * config.D);
-        const size_t rows = (size_t)std::max(options.max_seqs, options.lookup + 1);
-        logits = arena.take<acc<T>>(rows * config.V);
-        picked = arena.take<T>(rows * config.C);
+        logits = arena.take<acc<T>>(max_draws() * config.V);
+        picked = arena.take<T>(max_draws() * config.C);
         input = arena.take<int>(input_size());
         table = arena.take<int>((size_t)(options.max_seqs + options.texts) * max_pages);
 #ifdef __CUDACC__
@@ -476,7 +482,8 @@ template <class T> struct Engine {
             : token(at), pos(at + N), seq(at + 2 * N), slot(at + 3 * N),
               draw_row(at + 4 * N), draw_seq(draw_row + R), draw_pos(draw_seq + R) {}
     };
-    size_t input_size() const { return 4 * (size_t)max_rows + 3 * (size_t)options.max_seqs; }
+    size_t max_draws() const { return (size_t)std::max(options.max_seqs, options.lookup + 1); }
+    size_t input_size() const { return 4 * (size_t)max_rows + 3 * max_draws(); }
 
     // To where the engine computes.
     template <class U> void give(U* to, const U* from, size_t n) { copy_in(ctx, to, from, n); }
@@ -543,6 +550,7 @@ template <class T> struct Engine {
         drop_cancelled();
         yield(false);
         const bool first = yield(true); // whose prompts come first: texts' or answers'
+        if (awaits_proposal()) return s;
         for (auto it = running.begin(); it != running.end(); ++it) {
             Sequence& q = *it->second;
             if (q.job.pooled || q.left() != 1 || q.answered() == q.job.max_tokens) continue;
@@ -560,7 +568,7 @@ template <class T> struct Engine {
         const size_t part = std::max((budget + odd) / 2, budget - wanted(!first, budget));
         budget -= add_prompts(s, first, part, 0);
         add_prompts(s, !first, budget, first ? 0 : reserved());
-        if (!ctx.gpu && lookup.most && s.token.size() == 1 && s.draws.size() == 1) add_proposal(s);
+        if (lookup.most && s.token.size() == 1 && s.draws.size() == 1) add_proposal(s);
         group_rows(s);
         return s;
     }
@@ -569,9 +577,10 @@ template <class T> struct Engine {
     // to a form has tokens without a choice instead, see jump.)
     void add_proposal(Step& s) {
         Sequence& q = drawn_for(s, 0);
-        if (q.matcher) return;
+        if (!may_propose(q)) return;
         s.alone = true;
-        if (looked_up != q.admission) lookup.begin(q.ids, std::exchange(prompts_took, 0)), looked_up = q.admission;
+        know(q);
+        if (s.token[0] < 0) return;
         if (q.pages.size() * PAGE < q.computed + (size_t)lookup.most && pool.available() > running.size() &&
             q.pages.size() < (size_t)max_pages)
             q.pages.push_back(pool.take());
@@ -586,6 +595,43 @@ template <class T> struct Engine {
         if (!s.proposed.empty()) s.singles = 0; // no longer a row that is a sequence's only one
         s.parts.back().rows += (int)s.proposed.size();
         service[q.job.line()] += s.proposed.size();
+    }
+
+    // On a GPU, where steps are launched ahead: whether the next one has to wait until those under way have come. They
+    // may have tokens that were proposed, or there is something to propose behind the token that is under way.
+    bool awaits_proposal() {
+        if (under_way.empty()) return false;
+        if (!under_way.back().proposed.empty()) return true;
+        if (!lookup.most || running.size() != 1 || in_lines > 0) return false;
+        Sequence& q = *running.begin()->second;
+        if (q.pending != 1 || q.answered() == q.job.max_tokens || !may_propose(q)) return false;
+        know(q);
+        const std::vector<int> next = lookup.propose(q.ids, q.job.max_tokens - q.answered() - 1);
+        if (!next.empty()) expected = next[0];
+        return !next.empty();
+    }
+    // (On a GPU neither where a row's draw needs more than its logits.)
+    bool may_propose(const Sequence& q) const {
+        if (q.matcher || !ctx.gpu) return !q.matcher;
+        return !q.job.pooled && !q.job.adapter && q.job.alternatives < 0 && !has_penalties(q.job.how) &&
+               q.job.bias.empty() && !q.restrained;
+    }
+    void know(const Sequence& q) {
+        if (looked_up != q.admission) lookup.begin(q.ids, std::exchange(prompts_took, 0)), looked_up = q.admission;
+    }
+    // On a GPU: what a step that has come says of times. Those of single tokens are taken some at a time, since when
+    // each comes to us depends on what we do.
+    void time_lookup(const Step& s) {
+        constexpr int RUN = 4;
+        const double now = handed_out;
+        const bool single = s.alone && s.proposed.empty();
+        if (!s.proposed.empty()) lookup.computed(s.token.size(), now - s.begun);
+        else if (single && s.from_idle) lookup.waited(now - s.begun);
+        else if (single && run_since) {
+            if (++run_steps < RUN) return;
+            lookup.computed(1, (now - run_since) / RUN, RUN);
+        }
+        run_steps = 0, run_since = single ? now : 0;
     }
 
     // Makes rows with the same adapter neighbours: those of one token (which come first, see Batch), then the others.
@@ -821,6 +867,8 @@ template <class T> struct Engine {
         if (s.proposed.empty())
             prompt_pace.learn((size_t)s.singles, s.token.size() - (size_t)s.singles,
                               handed_out - std::max(before, s.begun));
+        const int hoped = std::exchange(expected, -1);
+        if (ctx.gpu && lookup.most) time_lookup(s);
         for (size_t i = 0; i < s.draws.size(); i++) {
             const auto it = running.find(s.draws[i].rank);
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
@@ -829,6 +877,7 @@ template <class T> struct Engine {
             if (!ctx.gpu) info = std::move(s.told[i]);
             else if (s.wanted[i] >= 0) info = describe(s.rows_told[i], s.ids[i], s.logits[i]);
             else info = {s.ids[i], 0, "", {}};
+            if (hoped >= 0) lookup.foreseen(info.id == hoped);
             if (accept(*it->second, std::move(info)) || take_proposed(s, *it->second) || jump(*it->second)) leave(it);
         }
         for (size_t i = 0; i < s.kept.size(); i++) {
@@ -852,7 +901,8 @@ template <class T> struct Engine {
             lookup.judged(right);
             if (!right) return false;
             q.computed++, q.pending++;
-            if (accept(q, draw_row(q, logits + (i + 1) * (size_t)config.V, nullptr))) return true;
+            if (accept(q, ctx.gpu ? TokenInfo{s.ids[i + 1], 0, "", {}}
+                                  : draw_row(q, logits + (i + 1) * (size_t)config.V, nullptr))) return true;
         }
         return false;
     }
@@ -1109,8 +1159,8 @@ template <class T> struct Engine {
     // all rows are singles (and with `invariant` have no adapter), forward to draws is one CUDA graph, kept for each
     // size: rows are filled up to 1, 2, 4, ..., max_seqs with spare ones, the pieces of the longest sequence to 1, 2, ...
     Slots slots;
-    int *drawn, *unused;             // (max_seqs) the ids; where sample_kernel puts what only a Session needs
-    Draw* draws;                     // (max_seqs) of the step's rows
+    int *drawn, *unused;             // (max_draws) the ids; where sample_kernel puts what only a Session needs
+    Draw* draws;                     // (max_draws) of the step's rows
     unsigned long long* best;
     int *mask_rows, *pinned_masks = nullptr; // (max_seqs), then (max_seqs, words): see Masks
     Likeliest* told;                 // (max_seqs) of the rows that tell something,
@@ -1138,7 +1188,7 @@ template <class T> struct Engine {
     std::mutex recording;                                          // held meanwhile
 
     void plan_device() {
-        const size_t S = (size_t)options.max_seqs, V = (size_t)config.V;
+        const size_t S = (size_t)options.max_seqs, V = (size_t)config.V, R = max_draws();
         ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); // with scratch of its own
         ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
         ctx.gpu->arrived = arena.take<int>(MAX_TILES);
@@ -1149,9 +1199,9 @@ template <class T> struct Engine {
         plan_rounded(ctx, arena, config, max_rows);
         slots = {arena.take<int>(S), arena.take<Draw>(S), arena.take<uint32_t>(S * V), arena.take<int>(S),
                  arena.take<int>(S * MAX_BIAS), arena.take<float>(S * MAX_BIAS), arena.take<int>(S)};
-        drawn = arena.take<int>(S);
-        unused = arena.take<int>(S);
-        draws = arena.take<Draw>(S);
+        drawn = arena.take<int>(R);
+        unused = arena.take<int>(R);
+        draws = arena.take<Draw>(R);
         best = arena.take<unsigned long long>((size_t)STREAM_TOKENS * BEST_BLOCKS);
         mask_rows = arena.take<int>(S * (1 + mask_words()));
         told = arena.take<Likeliest>(S);
@@ -1165,7 +1215,7 @@ template <class T> struct Engine {
         CUDA_CHECK(cudaEventCreateWithFlags(&masks_there, cudaEventDisableTiming));
         for (int i = 0; i < 2; i++) {
             CUDA_CHECK(cudaMallocHost(&pinned_input[i], input_size() * sizeof(int)));
-            CUDA_CHECK(cudaMallocHost(&pinned_drawn[i], (size_t)options.max_seqs * sizeof(int)));
+            CUDA_CHECK(cudaMallocHost(&pinned_drawn[i], max_draws() * sizeof(int)));
             CUDA_CHECK(cudaMallocHost(&pinned_hidden[i], (size_t)(options.texts + 1) * config.C * sizeof(T)));
             CUDA_CHECK(cudaMallocHost(&pinned_told[i], (size_t)options.max_seqs * sizeof(Likeliest)));
             CUDA_CHECK(cudaMallocHost(&pinned_logits[i], (size_t)options.max_seqs * sizeof(float)));
@@ -1220,8 +1270,10 @@ template <class T> struct Engine {
         const int splits = splits_for_graph(longest, options.context);
         longest = s.singles == N ? 0 : 1 + *std::max_element(s.pos.begin() + s.singles, s.pos.end());
         const bool adapts = !s.parts.empty() && s.singles > 0 && !ctx.invariant; // singles by one kernel for all
-        const bool graph = s.graph = s.singles == N && (s.parts.empty() || adapts);
-        if (graph) {
+        const bool several = !s.proposed.empty(); // rows of one answer, each with a draw
+        const bool graph = s.graph = several || (s.singles == N && (s.parts.empty() || adapts));
+        if (several) R = N;
+        else if (graph) {
             const int rows = N;
             for (N = 1; N < rows; N *= 2) {}
             R = N = std::min(N, options.max_seqs);
@@ -1236,8 +1288,8 @@ template <class T> struct Engine {
             host.seq[n] = there ? s.seq[n] : -1, host.slot[n] = there ? s.slot[n] : 0;
         }
         for (int r = 0; r < R; r++) {
-            const bool there = r < (int)s.draws.size();
-            const int row = host.draw_row[r] = there ? s.draws[r].row : 0;
+            const bool there = several || r < (int)s.draws.size();
+            const int row = host.draw_row[r] = several ? r : there ? s.draws[r].row : 0;
             host.draw_seq[r] = there ? s.seq[row] : -1, host.draw_pos[r] = there ? s.pos[row] : 0;
         }
         const size_t bytes = (4 * (size_t)N + 3 * (size_t)R) * sizeof(int);
@@ -1250,8 +1302,8 @@ template <class T> struct Engine {
         // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
         const Part part = s.masked ? BEFORE_MASKS : adjusted ? ADJUSTED : PLAIN;
         // (It leaves nothing in `activations`. Three rows take longer than by the graph of kernels.)
-        s.one_kernel = road && graph && N <= std::min(2, road->most) && s.draws.size() == (size_t)N &&
-                       s.parts.empty() && !s.tells && s.kept.empty();
+        s.one_kernel = several || (road && graph && N <= std::min(2, road->most) && s.draws.size() == (size_t)N &&
+                                   s.parts.empty() && !s.tells && s.kept.empty());
         launch_part(graph, {N, s.one_kernel ? 0 : splits, part, s.tells, adapts}, [&] {
             if (s.one_kernel) road->use(batch, cache, rope, logits, draws, best), road->launch_step();
             else forward_step(s, batch, adapts);
@@ -1368,7 +1420,7 @@ template <class T> struct Engine {
     void collect_gpu(Step& s) {
         CUDA_CHECK(cudaEventSynchronize(done[s.turn]));
         if (s.one_kernel) road->check();
-        s.ids.assign(pinned_drawn[s.turn], pinned_drawn[s.turn] + s.draws.size());
+        s.ids.assign(pinned_drawn[s.turn], pinned_drawn[s.turn] + s.draws.size() + s.proposed.size());
         if (s.tells) {
             s.rows_told.assign(pinned_told[s.turn], pinned_told[s.turn] + s.draws.size());
             s.logits.assign(pinned_logits[s.turn], pinned_logits[s.turn] + s.draws.size());
@@ -1477,7 +1529,8 @@ static std::vector<Option> option_table(Options& o) {
                             "Hopper, if a tenth of the free memory holds its copy of the weights)"),
         {"", "--lookup", "N", "of an answer that runs alone: what followed its latest words before\n"
          "is computed with the next token, N tokens at most (up to 7), while it\n"
-         "pays; the answer is the same (default: CPU 7, GPU 0)", whole(o.lookup, 0, LookUp::MOST)},
+         "pays; the answer is the same (default: 7; on a GPU only if a token\nis one kernel)",
+         whole(o.lookup, 0, LookUp::MOST)},
         {"", "--jump-ahead", "N", "where a form leaves no choice about N tokens or more, they are taken at\n"
          "once (default: CPU 2, GPU 0; 0: never, they cost a step each)", whole(o.jump, 0, 512)},
         {"-y", "--system", "TEXT", "system prompt of conversations that have none", text(o.system)},
@@ -1682,8 +1735,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (!e.chunk) e.chunk = gpu ? 64 : 8; // (on a GPU that many hardly cost more than one)
     if (o.jump < 0) o.jump = gpu ? 0 : 2; // (a step of a GPU that is not all single tokens has no graph, and costs more)
     e.jump = o.jump;
-    if (gpu && o.lookup > 0) DIE("--lookup %d: the server looks up on a CPU only", o.lookup);
-    e.lookup = o.lookup >= 0 ? o.lookup : gpu ? 0 : LookUp::MOST;
+    e.lookup = o.lookup >= 0 ? o.lookup : LookUp::MOST;
     if (e.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", e.context, c.max_positions);
 
     Desk desk;
@@ -1721,6 +1773,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         present.push_back(std::make_shared<AdaptedModel<T>>(o.ctx, weights, named[i], o.adapters[i].first, rows));
     named.clear();
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
+    if (o.lookup > 0 && !engine.lookup.most)
+        DIE("--lookup %d: on a GPU it needs --one-kernel (bf16 weights and keys, room for a copy)", o.lookup);
     Engines<T> engines(o, file, adapter.get(), engine);
 
     const int context = engine.options.context;

@@ -77,6 +77,53 @@ TEST_CASE("an answer that runs alone takes its steps by one kernel, and is what 
     where.one_kernel = Context::OFF;
 }
 
+TEST_CASE("lookup by the one kernel: an answer that runs alone is a Session's; many steps and tokens are saved; others come beside it") {
+    on_gpu(false);
+    const RandomCheckpoint m(where, 256, 512, 4, 2, 1024, 2, true);
+    where.one_kernel = Context::TOGETHER;
+    Random random{22};
+    EngineOptions options = {256, 4, 256, 256, 40'000'000}; // (fewer answers at once than rows of a step)
+    options.lookup = LookUp::MOST;
+    auto job_of = [&](bool repeats) {
+        Job job = random_job(random, 256);
+        if (job.prompt.size() == 1) job.prompt.push_back(5);
+        job.alternatives = -1;
+        if (repeats) job.prompt = {7, 8, 9, 10, 7, 8, 9, 10, 7}, job.max_tokens = 200, job.stops.clear();
+        if (repeats) job.how.temperature = 0, job.how.repeat = 1, job.how.presence = job.how.frequency = 0;
+        return job;
+    };
+    size_t proposed = 0, right = 0;
+    for (int round = 0; round < 24; round++) {
+        Bench bench(options, m.file->config, *m.weights);
+        REQUIRE(bench.engine.lookup.most == LookUp::MOST);
+        bench.engine.lookup.always = round % 3 > 0;
+        std::vector<Job> jobs = {job_of(round % 2)};
+        INFO("round " << round);
+        run_all(bench, random, jobs);
+        check_answer(jobs[0], expected(jobs[0], 256, *m.weights, m.file->config));
+        proposed += bench.engine.lookup.proposed, right += bench.engine.lookup.right;
+    }
+    CHECK(proposed > 200);
+    CHECK(right > 100);
+    CHECK(right < proposed);
+    for (int round = 0; round < 8; round++) {
+        Bench bench(options, m.file->config, *m.weights);
+        bench.engine.lookup.always = true;
+        std::vector<Job> jobs;
+        for (int i = 0; i < 8; i++) jobs.push_back(job_of(i % 2));
+        INFO("round " << round);
+        run_all(bench, random, jobs);
+        for (const Job& job : jobs) {
+            REQUIRE(job.reply->pieces.size());
+            CHECK(job.reply->pieces.back().finish);
+            CHECK(job.reply->pieces.back().count <= job.max_tokens);
+        }
+    }
+    where.one_kernel = Context::OFF;
+    Bench without(options, m.file->config, *m.weights); // no such kernel: nothing is looked up
+    CHECK(without.engine.lookup.most == 0);
+}
+
 TEST_CASE("FP8 keys and values: an answer alone is a Session's with them; with `invariant` it is the same in company") {
     struct Restore { ~Restore() { where.kv_fp8 = false; } } restore;
     Random random{19};
