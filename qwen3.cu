@@ -2652,13 +2652,16 @@ template <class S, bool PAIR> struct TilePlace {
     __device__ __forceinline__ TilePlace(const TileArgs& p, int tile, int split) {
         const int rows = PAIR ? 2 * p.out : p.out;
         const int across = (rows + S::ROWS - 1) / S::ROWS, down = (p.N + S::TOKENS - 1) / S::TOKENS;
-        const int band = tile / (S::BAND * across), in_band = tile % (S::BAND * across);
-        const int high = min(S::BAND, down - band * S::BAND);
-        n0 = (band * S::BAND + in_band % high) * S::TOKENS, r0 = in_band / high * S::ROWS;
+        if (down == 1) n0 = 0, r0 = tile * S::ROWS; // (a division takes as long as a copy from the L2 cache)
+        else {
+            const int band = tile / (S::BAND * across), in_band = tile % (S::BAND * across);
+            const int high = min(S::BAND, down - band * S::BAND);
+            n0 = (band * S::BAND + in_band % high) * S::TOKENS, r0 = in_band / high * S::ROWS;
+        }
         const int own = (p.in + STAGE_IN - 1) / STAGE_IN, steps = (p.more + STAGE_IN - 1) / STAGE_IN + own;
         first_more = p.more_last ? own : 0, past_more = first_more + steps - own;
-        first = (int)((int64_t)steps * split / p.splits);
-        last = (int)((int64_t)steps * (split + 1) / p.splits);
+        first = 0, last = steps;
+        if (p.splits > 1) first = steps * split / p.splits, last = steps * (split + 1) / p.splits;
     }
     // Whether a step is over the adapter's columns; the first number of `in`, or column, of it.
     __device__ __forceinline__ bool more(int step) const { return step >= first_more && step < past_more; }
@@ -3081,9 +3084,10 @@ void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
 // Layouts, stages, further columns, splits and fragments are tile_kernel's; PAIR: the tile's first half are rows of
 // gate, its second half the same rows of up.
 constexpr int MOST_SPLITS = 8; // blocks that every GPU takes as a cluster
-template <int TOKENS_, int ROWS_, int STAGES_> struct HopperShape {
+template <int TOKENS_, int ROWS_, int STAGES_, int MOST_ = TOKENS_> struct HopperShape {
     static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_;
-    static constexpr int X_BYTES = TOKENS * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2;
+    static constexpr int MOST = MOST_; // less than TOKENS: of N, and a stage has no more of x; wgmma reads on into W
+    static constexpr int X_BYTES = MOST * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2;
     static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES + 1024; // the swizzle counts from multiples of 1024
     static constexpr int MF = 1, NF = ROWS / 8;
     static constexpr int BAND = 2048 / TOKENS, UP = NF / 2;
@@ -3131,14 +3135,13 @@ template <class S> struct HopperStages {
 };
 
 // One thread. Weights may be read before the previous kernels have ended, as in stream_kernel; with W_COLS W may be an
-// activation (dW = dy^T x), which may not. Where every weight is read once, and all at once, W leaves the L2 cache to
-// the activations. (Blocks that go on to further tiles lose by it: a copy brings 256 bytes of a row to the L2 cache, of
-// which a stage takes 128.)
+// activation (dW = dy^T x), which may not. Where each block has one tile, W leaves the L2 cache to the activations.
+// (Blocks that go on to further tiles lose by it: a copy brings 256 bytes of a row to that cache, a stage takes 128.)
 template <class S, bool X_COLS, bool W_COLS, bool PAIR>
 __device__ __forceinline__ void produce(const TileMaps& maps, const TileArgs& p, const HopperStages<S>& stages,
                                         int units) {
     Ring<S::STAGES> ring;
-    const uint64_t policy = !W_COLS && p.N <= S::TOKENS && units <= (int)gridDim.x ? EVICT_FIRST : EVICT_NORMAL;
+    const uint64_t policy = !W_COLS && units <= (int)gridDim.x ? EVICT_FIRST : EVICT_NORMAL;
     for (int u = blockIdx.x; u < units; u += gridDim.x) {
         const TilePlace<S, PAIR> at(p, u / p.splits, u % p.splits);
         const auto copy_w = [&](int step, int s) {
@@ -3327,12 +3330,11 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     const uint32_t at_barriers = shared_address(barriers), came = at_barriers + 16 * S::STAGES;
     const HopperStages<S> stages = {(shared_address(memory) + 1023) & ~1023u, at_barriers, at_barriers + 8 * S::STAGES};
     if (threadIdx.x == S::CONSUMERS) prefetch_map(maps.W), prefetch_map(maps.x);
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < S::STAGES; s++)
-            barrier_begin(stages.full(s), 1), barrier_begin(stages.empty(s), S::CONSUMERS / 32);
-        barrier_begin(came, 1);
+    if (threadIdx.x < S::STAGES) {
+        barrier_begin(stages.full(threadIdx.x), 1), barrier_begin(stages.empty(threadIdx.x), S::CONSUMERS / 32);
+        if (threadIdx.x == 0) barrier_begin(came, 1);
         barriers_begun();
-        if (p.splits > 1)
+        if (threadIdx.x == 0 && p.splits > 1)
             barrier_arrive_expecting(came, C::count(blockIdx.x % p.splits, p.splits) * p.splits * C::BYTES);
     }
     __syncthreads();
@@ -3386,7 +3388,8 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
         DIE("this product takes no %d splits", p.splits);
     if (p.splits > (p.more + STAGE_IN - 1) / STAGE_IN + (p.in + STAGE_IN - 1) / STAGE_IN)
         DIE("a product of %d numbers has not %d splits", p.in + p.more, p.splits);
-    constexpr int X_BOX = X_COLS ? STAGE_IN : S::TOKENS;
+    if (S::MOST < S::TOKENS && p.N > S::MOST) DIE("a tile of %d tokens has not %d", S::MOST, p.N);
+    constexpr int X_BOX = X_COLS ? STAGE_IN : S::MOST;
     constexpr int W_BOX = W_COLS ? STAGE_IN : Epilogue::PAIR ? S::ROWS / 2 : S::ROWS;
     const int rows = Epilogue::PAIR ? 2 * p.out : p.out;
     const auto map = [](const bf16* matrix, int rows, int columns, int ld, int box) {
@@ -3407,6 +3410,8 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
     using C = ClusterPieces<S, Epilogue>;
     const size_t received = p.splits > 1 ? (size_t)C::most(p.splits) * p.splits * C::BYTES : 0;
     p.apart = received && S::SHARED + received <= S::ROOM;
+    if (!p.apart && received > (size_t)S::STAGES * S::STAGE_BYTES)
+        DIE("a tile of %d x %d has no room for the sums of %d splits", S::TOKENS, S::ROWS, p.splits);
     const size_t shared = S::SHARED + (p.apart ? received : 0);
     launch_clusters(ctx, ctx.gpu->overlap, p.splits, hopper_kernel<S, X_COLS, W_COLS, E4M3, Epilogue>, blocks,
                     S::THREADS, shared, maps, p, units, epilogue);
@@ -3452,6 +3457,7 @@ using Hopper128x128 = HopperShape<128, 128, 6>;
 using Hopper64x64 = HopperShape<64, 64, 6>; // two blocks a multiprocessor
 // For few blocks, forward: with room for most of what they read, so that the weights of the next product are on their
 // way to half of the multiprocessors while this one's multiply in the other half, and for sums they receive.
+using Hopper32x64 = HopperShape<64, 64, 16, 32>;
 using Hopper64x64Deep = HopperShape<64, 64, 13>;
 using Hopper64x128 = HopperShape<64, 128, 8>;
 using Hopper128x64 = HopperShape<128, 64, 8>;
@@ -3473,12 +3479,16 @@ struct HopperPlan {
             choose(index, s, waves * (double)((steps + s - 1) / s) * step + sums + places);
         }
     }
-    // Of one of the shapes for few blocks: those take places in which the next product's could begin.
+    // Of one of the shapes for few blocks, a tile each. Blocks take places in which the next product's could begin, and
+    // large clusters of them, or clusters of large ones, find none if they need more than two thirds of the GPU.
     template <class S> void consider_few(int index, double step, int sms, int most, int N, int out, int in) {
         const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
-        for (int s = 1; s <= std::min<int64_t>(std::min(most, 4), steps) && tiles * s <= sms - (s > 1 ? 4 : 0); s *= 2) {
-            const double sums = s > 1 ? 0.3 + 0.3 * S::TOKENS * S::ROWS / 4096 + 0.05 * s : 0;
-            choose(index, s, (double)((steps + s - 1) / s) * step + sums + 1.5 * (double)(tiles * s) / sms);
+        for (int s = 1; s <= std::min<int64_t>(std::min(most, 4), steps); s *= 2) {
+            const int64_t each = (steps + s - 1) / s;
+            if (tiles * s > (s == 1 ? sms : s > 2 || S::ROWS > 64 ? sms * 2 / 3 : sms - 4)) break;
+            if (each > (s > 1 ? 96 : 64)) continue; // they stream less well
+            const double sums = s > 1 ? 0.3 + 0.3 * S::ROWS / 64 + 0.05 * s : 0;
+            choose(index, s, (double)each * step + sums + 1.1 * (double)(tiles * s) / sms);
         }
     }
     void choose(int index, int s, double time) {
@@ -3492,10 +3502,11 @@ struct HopperPlan {
         consider<Hopper128x192>(1, 0.419, sms, most, N, out, in);
         consider<Hopper64x64>(3, 0.17, sms, most, N, out, in);
         if (!few) return;
-        consider_few<Hopper64x64Deep>(4, 0.12, sms, most, N, out, in);
-        consider_few<Hopper64x128>(5, 0.155, sms, most, N, out, in);
+        if (N <= Hopper32x64::MOST) consider_few<Hopper32x64>(8, 0.1, sms, most, N, out, in);
+        consider_few<Hopper64x64Deep>(4, 0.115, sms, most, N, out, in);
+        consider_few<Hopper64x128>(5, 0.145, sms, most, N, out, in);
         consider_few<Hopper128x64>(6, 0.15, sms, most, N, out, in);
-        consider_few<Hopper128x96>(7, 0.24, sms, 1, N, out, in);
+        consider_few<Hopper128x96>(7, 0.21, sms, 1, N, out, in);
     }
 };
 template <bool X_COLS, bool W_COLS, class Epilogue> void hopper_product(Context& ctx, TileArgs p, Epilogue epilogue) {
@@ -3509,6 +3520,7 @@ template <bool X_COLS, bool W_COLS, class Epilogue> void hopper_product(Context&
             case 5: return launch_hopper<Hopper64x128>(ctx, p, epilogue);
             case 6: return launch_hopper<Hopper128x64>(ctx, p, epilogue);
             case 7: return launch_hopper<Hopper128x96>(ctx, p, epilogue);
+            case 8: return launch_hopper<Hopper32x64>(ctx, p, epilogue);
         }
     switch (plan.shape) {
         case 0: return launch_hopper<Hopper128x256, X_COLS, W_COLS>(ctx, p, epilogue);
