@@ -3330,12 +3330,11 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     const uint32_t at_barriers = shared_address(barriers), came = at_barriers + 16 * S::STAGES;
     const HopperStages<S> stages = {(shared_address(memory) + 1023) & ~1023u, at_barriers, at_barriers + 8 * S::STAGES};
     if (threadIdx.x == S::CONSUMERS) prefetch_map(maps.W), prefetch_map(maps.x);
-    if (threadIdx.x < S::STAGES) {
-        barrier_begin(stages.full(threadIdx.x), 1), barrier_begin(stages.empty(threadIdx.x), S::CONSUMERS / 32);
-        if (threadIdx.x == 0) barrier_begin(came, 1);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < S::STAGES; s++)
+            barrier_begin(stages.full(s), 1), barrier_begin(stages.empty(s), S::CONSUMERS / 32);
+        barrier_begin(came, 1);
         barriers_begun();
-        if (threadIdx.x == 0 && p.splits > 1)
-            barrier_arrive_expecting(came, C::count(blockIdx.x % p.splits, p.splits) * p.splits * C::BYTES);
     }
     __syncthreads();
     if (p.apart) cluster_arrive();
@@ -3346,6 +3345,8 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
         return;
     }
     if (S::MOVES_REGISTERS) take_registers<232>();
+    if (p.splits > 1 && threadIdx.x == 0)
+        barrier_arrive_expecting(came, C::count(blockIdx.x % p.splits, p.splits) * p.splits * C::BYTES);
     wait_for_previous(); // whose results an epilogue may add to
     Ring<S::STAGES> ring;
     for (int u = blockIdx.x; u < units; u += gridDim.x) {
