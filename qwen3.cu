@@ -2633,7 +2633,9 @@ struct TileArgs {
     int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: as many as a row has
     bool early = false;   // few blocks: those of the next kernel may come beside them from the start
     int splits = 1;
-    bool apart = false;   // on Hopper, with splits: the sums that a block receives have memory of their own
+    // Set by launch_hopper: stages of the ring; with splits, whether sums that a block receives have their own memory.
+    int stages = 0;
+    bool apart = false;
     // Of e4m3 operands (see multiply_groups), two of which then count as one number: W's scales of 128 rows by 128
     // columns (., groups), x's of 128 numbers of a token (groups, pitch). What is past the end may be read.
     const float *x_scale = nullptr, *W_scale = nullptr;
@@ -3097,6 +3099,8 @@ template <int TOKENS_, int ROWS_, int STAGES_, int MOST_ = TOKENS_> struct Hoppe
     static constexpr int THREADS = CONSUMERS + (MOVES_REGISTERS ? 128 : 32);
     static constexpr int BLOCKS = 2 * SHARED < 225 * 1024 ? 2 : 1; // of a multiprocessor
     static constexpr size_t ROOM = BLOCKS == 2 ? 112 * 1024 : 226 * 1024; // what a block may have
+    // Whether the ring may be shorter than STAGES by one, which a block's received sums take.
+    static constexpr bool GIVES = BLOCKS == 1 && TOKENS * ROWS <= 128 * 64;
     __device__ static int warp_token() { return threadIdx.x / 32 * 16; }
     __device__ static int warp_row() { return 0; }
 };
@@ -3128,6 +3132,8 @@ __device__ __forceinline__ void copy_w_boxes(const TileMaps& maps, uint32_t to, 
 // The shared memory of a block, and the barriers of its stages.
 template <class S> struct HopperStages {
     uint32_t shared, filled, emptied; // the stages; two arrays of mbarriers
+    int given;
+    __device__ __forceinline__ int count() const { return S::GIVES ? given : S::STAGES; }
     __device__ __forceinline__ uint32_t x(int s) const { return shared + s * S::STAGE_BYTES; }
     __device__ __forceinline__ uint32_t w(int s) const { return x(s) + S::X_BYTES; }
     __device__ __forceinline__ uint32_t full(int s) const { return filled + 8 * s; }
@@ -3154,13 +3160,13 @@ __device__ __forceinline__ void produce(const TileMaps& maps, const TileArgs& p,
         };
         int step = at.first;
         if (u == blockIdx.x) { // the ring is empty
-            const int ready = min(at.last - at.first, S::STAGES);
+            const int ready = min(at.last - at.first, stages.count());
             if (W_COLS) wait_for_previous();
             for (int s = 0; s < ready; s++) copy_w(at.first + s, s);
             if (!W_COLS) wait_for_previous();
-            for (; step < at.first + ready; step++, ring.next()) copy_x(step, ring.stage);
+            for (; step < at.first + ready; step++, ring.next(stages.count())) copy_x(step, ring.stage);
         }
-        for (; step < at.last; step++, ring.next()) {
+        for (; step < at.last; step++, ring.next(stages.count())) {
             barrier_wait(stages.empty(ring.stage), ring.parity ^ 1);
             copy_w(step, ring.stage), copy_x(step, ring.stage);
         }
@@ -3189,13 +3195,13 @@ __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], 
     };
     multiply(false);
     int before = ring.stage;
-    ring.next();
+    ring.next(stages.count());
     for (int step = 1; step < steps; step++) {
         multiply(true);
         wgmma_wait<1>();
         done_with(before);
         before = ring.stage;
-        ring.next();
+        ring.next(stages.count());
     }
     wgmma_wait<0>();
     wgmma_settle(sum);
@@ -3225,7 +3231,7 @@ __device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const
     load(at.first);
     #pragma unroll
     for (int j = 0; j < S::NF * 4; j++) sum[0][j / 4][j % 4] = 0;
-    for (int step = at.first; step < at.last; step++, ring.next()) {
+    for (int step = at.first; step < at.last; step++, ring.next(stages.count())) {
         barrier_wait(stages.full(ring.stage), ring.parity);
         float factor[2][2];
         #pragma unroll
@@ -3328,10 +3334,11 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     extern __shared__ __align__(128) uint4 memory[];
     __shared__ uint64_t barriers[2 * S::STAGES + 1];
     const uint32_t at_barriers = shared_address(barriers), came = at_barriers + 16 * S::STAGES;
-    const HopperStages<S> stages = {(shared_address(memory) + 1023) & ~1023u, at_barriers, at_barriers + 8 * S::STAGES};
+    const HopperStages<S> stages = {(shared_address(memory) + 1023) & ~1023u, at_barriers, at_barriers + 8 * S::STAGES,
+                                    p.stages};
     if (threadIdx.x == S::CONSUMERS) prefetch_map(maps.W), prefetch_map(maps.x);
     if (threadIdx.x == 0) {
-        for (int s = 0; s < S::STAGES; s++)
+        for (int s = 0; s < stages.count(); s++)
             barrier_begin(stages.full(s), 1), barrier_begin(stages.empty(s), S::CONSUMERS / 32);
         barrier_begin(came, 1);
         barriers_begun();
@@ -3355,7 +3362,7 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
         if constexpr (Epilogue::MASKS) { // (then there are no splits)
             const KeptWords<S> words(at, epilogue.masks, p.more / epilogue.rank);
             multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.first_more);
-            for (int step = at.first_more; step < at.last; step++, ring.next()) {
+            for (int step = at.first_more; step < at.last; step++, ring.next(stages.count())) {
                 barrier_wait(stages.full(ring.stage), ring.parity);
                 const uint32_t x = stages.x(ring.stage), w = stages.w(ring.stage);
                 add_masked_stage<S>(sum, x, w, at.number(step), words, p, epilogue);
@@ -3366,7 +3373,7 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
         } else if constexpr (E4M3) multiply_groups(sum, stages, ring, p, at);
         else multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.last - at.first);
         if (p.splits > 1) { // (then this is the block's only unit)
-            const uint32_t received = stages.shared + (p.apart ? S::STAGES * S::STAGE_BYTES : 0);
+            const uint32_t received = stages.shared + (p.apart ? p.stages * S::STAGE_BYTES : 0);
             finish_in_cluster<S>(sum, received, came, u % p.splits, p, at, epilogue);
             return;
         }
@@ -3410,10 +3417,13 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
     const int blocks = p.splits > 1 ? units : std::min(units, S::BLOCKS * ctx.gpu->sms);
     using C = ClusterPieces<S, Epilogue>;
     const size_t received = p.splits > 1 ? (size_t)C::most(p.splits) * p.splits * C::BYTES : 0;
-    p.apart = received && S::SHARED + received <= S::ROOM;
+    p.stages = S::GIVES && received + S::SHARED > S::ROOM ? S::STAGES - 1 : S::STAGES;
+    const size_t ring = S::SHARED - (size_t)(S::STAGES - p.stages) * S::STAGE_BYTES;
+    p.apart = received && ring + received <= S::ROOM;
+    if (!p.apart) p.stages = S::STAGES;
     if (!p.apart && received > (size_t)S::STAGES * S::STAGE_BYTES)
         DIE("a tile of %d x %d has no room for the sums of %d splits", S::TOKENS, S::ROWS, p.splits);
-    const size_t shared = S::SHARED + (p.apart ? received : 0);
+    const size_t shared = p.apart ? ring + received : S::SHARED;
     launch_clusters(ctx, ctx.gpu->overlap, p.splits, hopper_kernel<S, X_COLS, W_COLS, E4M3, Epilogue>, blocks,
                     S::THREADS, shared, maps, p, units, epilogue);
 }
@@ -3459,9 +3469,9 @@ using Hopper64x64 = HopperShape<64, 64, 6>; // two blocks a multiprocessor
 // For few blocks, forward: with room for most of what they read, so that the weights of the next product are on their
 // way to half of the multiprocessors while this one's multiply in the other half, and for sums they receive.
 using Hopper32x64 = HopperShape<64, 64, 16, 32>;
-using Hopper64x64Deep = HopperShape<64, 64, 13>;
-using Hopper64x128 = HopperShape<64, 128, 8>;
-using Hopper128x64 = HopperShape<128, 64, 8>;
+using Hopper64x64Deep = HopperShape<64, 64, 14>;
+using Hopper64x128 = HopperShape<64, 128, 9>;
+using Hopper128x64 = HopperShape<128, 64, 9>;
 using Hopper128x96 = HopperShape<128, 96, 8>;
 struct HopperPlan {
     int shape = 0, splits = 1;
