@@ -1834,6 +1834,14 @@ __device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_
                "[%1, {%3,%4,%5,%6}], [%2];"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u) : "memory");
 }
+// The same by what the L2 cache shall do with the box (the values are CUTLASS's, cute::TMA::CacheHintSm90).
+constexpr uint64_t EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000;
+__device__ inline void copy_box_by(uint64_t policy, uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x,
+                                   int y) {
+    HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+               "[%1, {%3,%4}], [%2], %5;"
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy) : "memory");
+}
 __device__ inline void prefetch_map(const CUtensorMap& map) {
     HOPPER_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -1841,17 +1849,21 @@ __device__ inline void prefetch_map(const CUtensorMap& map) {
 // memory before, all may read after it. Numbers of the shared memory of block `rank`, at our own `address`.
 __device__ inline void cluster_arrive() { HOPPER_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { HOPPER_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ inline float2 read_block(uint32_t address, int rank) {
-    float2 v = {};
-    HOPPER_ASM("{ .reg .b32 there; mapa.shared::cluster.u32 there, %2, %3;\n"
-               "ld.shared::cluster.v2.f32 {%0,%1}, [there]; }"
-               : "=f"(v.x), "=f"(v.y) : "r"(address), "r"(rank) : "memory");
-    return v;
-}
 __device__ __forceinline__ void read_block(float (&v)[4], uint32_t at, int rank) {
     HOPPER_ASM("{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5;\n"
                "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there]; }"
                : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(at), "r"(rank) : "memory");
+}
+// Our own `address` as it is in block `rank`, for send_block: four numbers go to `to` there, and `barrier`, there too,
+// counts their bytes (PTX ISA, "st.async"). The block must have begun, and not end before it waited for them.
+__device__ inline uint32_t block_address(uint32_t address, int rank) {
+    uint32_t there = 0;
+    HOPPER_ASM("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+__device__ __forceinline__ void send_block(uint32_t to, const float (&v)[4], uint32_t barrier) {
+    HOPPER_ASM("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
+               ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
 }
 // The map of an array of 2 to 4 dimensions, the first of them contiguous: of each its size, how many numbers lie from
 // one to the next (the first: 1), and how many a box has, of the first 64 or 32: rows of 128 or 64 bytes, so swizzled.
@@ -1926,6 +1938,9 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], uint64_t a_at, uint6
         WGMMA("32", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", "%19", "%20", F1(0), F1(1), F1(2), F1(3));
     else if constexpr (N == 64)
         WGMMA("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", "%35", "%36", F8(0));
+    else if constexpr (N == 96)
+        WGMMA("96", TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47", "%48", "%49", "%50", "%51", "%52",
+              F8(0), F1(8), F1(9), F1(10), F1(11));
     else if constexpr (N == 128)
         WGMMA("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68",
               F8(0), F8(8));
@@ -2618,6 +2633,9 @@ struct TileArgs {
     int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: as many as a row has
     bool early = false;   // few blocks: those of the next kernel may come beside them from the start
     int splits = 1;
+    // Set by launch_hopper: stages of the ring; with splits, whether sums that a block receives have their own memory.
+    int stages = 0;
+    bool apart = false;
     // Of e4m3 operands (see multiply_groups), two of which then count as one number: W's scales of 128 rows by 128
     // columns (., groups), x's of 128 numbers of a token (groups, pitch). What is past the end may be read.
     const float *x_scale = nullptr, *W_scale = nullptr;
@@ -2636,13 +2654,16 @@ template <class S, bool PAIR> struct TilePlace {
     __device__ __forceinline__ TilePlace(const TileArgs& p, int tile, int split) {
         const int rows = PAIR ? 2 * p.out : p.out;
         const int across = (rows + S::ROWS - 1) / S::ROWS, down = (p.N + S::TOKENS - 1) / S::TOKENS;
-        const int band = tile / (S::BAND * across), in_band = tile % (S::BAND * across);
-        const int high = min(S::BAND, down - band * S::BAND);
-        n0 = (band * S::BAND + in_band % high) * S::TOKENS, r0 = in_band / high * S::ROWS;
+        if (down == 1) n0 = 0, r0 = tile * S::ROWS; // (a division takes as long as a copy from the L2 cache)
+        else {
+            const int band = tile / (S::BAND * across), in_band = tile % (S::BAND * across);
+            const int high = min(S::BAND, down - band * S::BAND);
+            n0 = (band * S::BAND + in_band % high) * S::TOKENS, r0 = in_band / high * S::ROWS;
+        }
         const int own = (p.in + STAGE_IN - 1) / STAGE_IN, steps = (p.more + STAGE_IN - 1) / STAGE_IN + own;
         first_more = p.more_last ? own : 0, past_more = first_more + steps - own;
-        first = (int)((int64_t)steps * split / p.splits);
-        last = (int)((int64_t)steps * (split + 1) / p.splits);
+        first = 0, last = steps;
+        if (p.splits > 1) first = steps * split / p.splits, last = steps * (split + 1) / p.splits;
     }
     // Whether a step is over the adapter's columns; the first number of `in`, or column, of it.
     __device__ __forceinline__ bool more(int step) const { return step >= first_more && step < past_more; }
@@ -3065,9 +3086,10 @@ void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
 // Layouts, stages, further columns, splits and fragments are tile_kernel's; PAIR: the tile's first half are rows of
 // gate, its second half the same rows of up.
 constexpr int MOST_SPLITS = 8; // blocks that every GPU takes as a cluster
-template <int TOKENS_, int ROWS_, int STAGES_> struct HopperShape {
+template <int TOKENS_, int ROWS_, int STAGES_, int MOST_ = TOKENS_> struct HopperShape {
     static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_;
-    static constexpr int X_BYTES = TOKENS * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2;
+    static constexpr int MOST = MOST_; // less than TOKENS: of N, and a stage has no more of x; wgmma reads on into W
+    static constexpr int X_BYTES = MOST * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2;
     static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES + 1024; // the swizzle counts from multiples of 1024
     static constexpr int MF = 1, NF = ROWS / 8;
     static constexpr int BAND = 2048 / TOKENS, UP = NF / 2;
@@ -3076,6 +3098,9 @@ template <int TOKENS_, int ROWS_, int STAGES_> struct HopperShape {
     static constexpr bool MOVES_REGISTERS = ROWS > 128;
     static constexpr int THREADS = CONSUMERS + (MOVES_REGISTERS ? 128 : 32);
     static constexpr int BLOCKS = 2 * SHARED < 225 * 1024 ? 2 : 1; // of a multiprocessor
+    static constexpr size_t ROOM = BLOCKS == 2 ? 112 * 1024 : 226 * 1024; // what a block may have
+    // Whether the ring may be shorter than STAGES by one, which a block's received sums take.
+    static constexpr bool GIVES = BLOCKS == 1 && TOKENS * ROWS <= 128 * 64;
     __device__ static int warp_token() { return threadIdx.x / 32 * 16; }
     __device__ static int warp_row() { return 0; }
 };
@@ -3094,19 +3119,21 @@ __device__ __forceinline__ void copy_x_boxes(const TileMaps& maps, uint32_t to, 
 }
 template <class S, bool W_COLS, bool PAIR>
 __device__ __forceinline__ void copy_w_boxes(const TileMaps& maps, uint32_t to, int i, int r0, int out, bool more,
-                                             uint32_t filled) {
+                                             uint32_t filled, uint64_t policy) {
     const CUtensorMap& map = more ? maps.more_W : maps.W;
+    const auto copy = [&](int place, int x, int y) { copy_box_by(policy, to + place, map, filled, x, y); };
     if constexpr (W_COLS)
         #pragma unroll
-        for (int c = 0; c < S::ROWS; c += 64) copy_box(to + c * STAGE_IN * 2, map, filled, r0 + c, i);
-    else if constexpr (PAIR)
-        copy_box(to, map, filled, i, r0 / 2), copy_box(to + S::ROWS * STAGE_IN, map, filled, i, out + r0 / 2);
-    else copy_box(to, map, filled, i, r0);
+        for (int c = 0; c < S::ROWS; c += 64) copy(c * STAGE_IN * 2, r0 + c, i);
+    else if constexpr (PAIR) copy(0, i, r0 / 2), copy(S::ROWS * STAGE_IN, i, out + r0 / 2);
+    else copy(0, i, r0);
 }
 
 // The shared memory of a block, and the barriers of its stages.
 template <class S> struct HopperStages {
     uint32_t shared, filled, emptied; // the stages; two arrays of mbarriers
+    int given;
+    __device__ __forceinline__ int count() const { return S::GIVES ? given : S::STAGES; }
     __device__ __forceinline__ uint32_t x(int s) const { return shared + s * S::STAGE_BYTES; }
     __device__ __forceinline__ uint32_t w(int s) const { return x(s) + S::X_BYTES; }
     __device__ __forceinline__ uint32_t full(int s) const { return filled + 8 * s; }
@@ -3114,30 +3141,32 @@ template <class S> struct HopperStages {
 };
 
 // One thread. Weights may be read before the previous kernels have ended, as in stream_kernel; with W_COLS W may be an
-// activation (dW = dy^T x), which may not.
+// activation (dW = dy^T x), which may not. Where each block has one tile, W leaves the L2 cache to the activations.
+// (Blocks that go on to further tiles lose by it: a copy brings 256 bytes of a row to that cache, a stage takes 128.)
 template <class S, bool X_COLS, bool W_COLS, bool PAIR>
 __device__ __forceinline__ void produce(const TileMaps& maps, const TileArgs& p, const HopperStages<S>& stages,
                                         int units) {
     Ring<S::STAGES> ring;
+    const uint64_t policy = !W_COLS && units <= (int)gridDim.x ? EVICT_FIRST : EVICT_NORMAL;
     for (int u = blockIdx.x; u < units; u += gridDim.x) {
         const TilePlace<S, PAIR> at(p, u / p.splits, u % p.splits);
         const auto copy_w = [&](int step, int s) {
             barrier_arrive_expecting(stages.full(s), S::STAGE_BYTES);
             copy_w_boxes<S, W_COLS, PAIR>(maps, stages.w(s), at.number(step), at.r0, p.out, at.more(step),
-                                          stages.full(s));
+                                          stages.full(s), policy);
         };
         const auto copy_x = [&](int step, int s) {
             copy_x_boxes<S, X_COLS>(maps, stages.x(s), at.number(step), at.n0, at.more(step), stages.full(s));
         };
         int step = at.first;
         if (u == blockIdx.x) { // the ring is empty
-            const int ready = min(at.last - at.first, S::STAGES);
+            const int ready = min(at.last - at.first, stages.count());
             if (W_COLS) wait_for_previous();
             for (int s = 0; s < ready; s++) copy_w(at.first + s, s);
             if (!W_COLS) wait_for_previous();
-            for (; step < at.first + ready; step++, ring.next()) copy_x(step, ring.stage);
+            for (; step < at.first + ready; step++, ring.next(stages.count())) copy_x(step, ring.stage);
         }
-        for (; step < at.last; step++, ring.next()) {
+        for (; step < at.last; step++, ring.next(stages.count())) {
             barrier_wait(stages.empty(ring.stage), ring.parity ^ 1);
             copy_w(step, ring.stage), copy_x(step, ring.stage);
         }
@@ -3166,13 +3195,13 @@ __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], 
     };
     multiply(false);
     int before = ring.stage;
-    ring.next();
+    ring.next(stages.count());
     for (int step = 1; step < steps; step++) {
         multiply(true);
         wgmma_wait<1>();
         done_with(before);
         before = ring.stage;
-        ring.next();
+        ring.next(stages.count());
     }
     wgmma_wait<0>();
     wgmma_settle(sum);
@@ -3202,7 +3231,7 @@ __device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const
     load(at.first);
     #pragma unroll
     for (int j = 0; j < S::NF * 4; j++) sum[0][j / 4][j % 4] = 0;
-    for (int step = at.first; step < at.last; step++, ring.next()) {
+    for (int step = at.first; step < at.last; step++, ring.next(stages.count())) {
         barrier_wait(stages.full(ring.stage), ring.parity);
         float factor[2][2];
         #pragma unroll
@@ -3231,67 +3260,91 @@ __device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const
     }
 }
 
-// The blocks of a cluster share a tile, and each has the sums of some of its steps. They leave them in shared memory,
-// at `shared` (stages that all have been used), where each block adds up some pieces of the tile in the order of
-// blocks. A piece: of the fragments that give a lane four columns, one of the two tokens. Consumers only.
+// The blocks of a cluster share a tile, and each has the sums of some of its steps. Block b adds up the tile's pieces
+// b, b + splits, .., in the order of blocks; all send it theirs, to its memory at `received`, and its barrier `came`
+// counts the bytes. A piece: the fragments that give a lane four columns of each of its two tokens. Nobody reads
+// another block's memory, so none has to wait at its end. Consumers only.
+template <class S, class Epilogue> struct ClusterPieces {
+    static constexpr int EACH = Epilogue::PAIR ? 4 : 2, PIECES = S::NF / EACH; // fragments of a piece; pieces of a tile
+    static constexpr int BYTES = EACH * S::CONSUMERS * 16;                     // of a piece
+    BOTH static int most(int splits) { return (PIECES + splits - 1) / splits; } // that a block adds up
+    __device__ static int count(int split, int splits) { return (PIECES - split + splits - 1) / splits; }
+};
 template <class S, class Epilogue, class Place>
-__device__ __forceinline__ void finish_in_cluster(const float (&sum)[1][S::NF][4], uint32_t shared, int split,
-                                                  int splits, const Place& at, int N, int out, Epilogue& epilogue) {
-    constexpr int EACH = Epilogue::PAIR ? 4 : 2, PIECES = 2 * S::NF / EACH;
-    const int t = threadIdx.x % 4;
-    const uint32_t mine = shared + threadIdx.x * 16;
-    const auto token = [&](int piece) { return at.token(0, piece % 2); };
+__device__ __forceinline__ void finish_in_cluster(const float (&sum)[1][S::NF][4], uint32_t received, uint32_t came,
+                                                  int split, const TileArgs& p, const Place& at, Epilogue& epilogue) {
+    using C = ClusterPieces<S, Epilogue>;
+    const int t = threadIdx.x % 4, splits = p.splits;
+    const uint32_t mine = received + threadIdx.x * 16;
     const auto row = [&](int piece) {
-        return (Epilogue::PAIR ? at.r0 / 2 : at.r0) + piece / 2 * 16 + t / 2 * 4 + t % 2 * 8;
+        return (Epilogue::PAIR ? at.r0 / 2 : at.r0) + piece * 16 + t / 2 * 4 + t % 2 * 8;
     };
-    const auto inside = [&](int piece) { return piece < PIECES && token(piece) < N && row(piece) < out; };
-    const auto old = [&](int piece) {
-        return Epilogue::ADDS && inside(piece) ? epilogue.old_four(token(piece), row(piece)) : float4{};
+    const auto inside = [&](int piece, int h) {
+        return piece < C::PIECES && at.token(0, h) < p.N && row(piece) < p.out;
     };
-    if (S::CONSUMERS > 128) asm volatile("barrier.sync 1, %0;" ::"n"(S::CONSUMERS) : "memory");
+    const auto old = [&](int piece, int h) {
+        return Epilogue::ADDS && inside(piece, h) ? epilogue.old_four(at.token(0, h), row(piece)) : float4{};
+    };
+    if (!p.apart) cluster_arrive();
+    cluster_wait(); // all have begun; or all have used their stages, in whose place the sums come
+    int owner = 0, turn = 0;
     #pragma unroll
-    for (int f = 0; f < S::NF; f++)
-        store_shared(mine + f * (S::CONSUMERS * 16), sum[0][f]);
-    cluster_arrive();
-    float4 second = old(split);
-    cluster_wait();
-    for (int piece = split; piece < PIECES; piece += splits) {
-        float2 v[EACH] = {};
+    for (int piece = 0; piece < C::PIECES; piece++) {
+        const uint32_t to = block_address(mine + (turn * splits + split) * C::BYTES, owner);
+        const uint32_t barrier = block_address(came, owner);
         #pragma unroll
-        for (int e = 0; e < EACH; e++) {
-            const int f = piece / 2 * 2 + e % 2 + e / 2 * S::UP;
-            float2 part[MOST_SPLITS];
-            #pragma unroll
-            for (int s = 0; s < MOST_SPLITS; s++)
-                if (s < splits) part[s] = read_block(mine + f * (S::CONSUMERS * 16) + piece % 2 * 8, s);
-            #pragma unroll
-            for (int s = 0; s < MOST_SPLITS; s++)
-                if (s < splits) v[e].x += part[s].x, v[e].y += part[s].y;
-        }
-        const float4 y = four_columns(v[0], v[1]);
-        if constexpr (Epilogue::PAIR) second = four_columns(v[2], v[3]);
-        if (inside(piece)) epilogue.four(token(piece), row(piece), y, second);
-        if constexpr (Epilogue::ADDS) second = old(piece + splits);
+        for (int e = 0; e < C::EACH; e++)
+            send_block(to + e * (S::CONSUMERS * 16), sum[0][piece * 2 + e % 2 + e / 2 * S::UP], barrier);
+        if (++owner == splits) owner = 0, turn++;
     }
-    cluster_arrive(); // no block's memory goes away while others read it
-    cluster_wait();
+    float4 next[2] = {old(split, 0), old(split, 1)};
+    if (split < C::PIECES) barrier_wait(came, 0);
+    uint32_t from = mine;
+    for (int piece = split; piece < C::PIECES; piece += splits, from += splits * C::BYTES) {
+        float4 second[2] = {next[0], next[1]};
+        if constexpr (Epilogue::ADDS) next[0] = old(piece + splits, 0), next[1] = old(piece + splits, 1);
+        float v[C::EACH][4] = {};
+        #pragma unroll
+        for (int e = 0; e < C::EACH; e++) {
+            uint4 part[MOST_SPLITS];
+            #pragma unroll
+            for (int s = 0; s < MOST_SPLITS; s++)
+                if (s < splits) part[s] = load_shared(from + s * C::BYTES + e * (S::CONSUMERS * 16));
+            #pragma unroll
+            for (int s = 0; s < MOST_SPLITS; s++)
+                if (s < splits) {
+                    v[e][0] += __uint_as_float(part[s].x), v[e][1] += __uint_as_float(part[s].y);
+                    v[e][2] += __uint_as_float(part[s].z), v[e][3] += __uint_as_float(part[s].w);
+                }
+        }
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float4 y = four_columns(v[0], v[1], h);
+            if constexpr (Epilogue::PAIR) second[h] = four_columns(v[2], v[3], h);
+            if (inside(piece, h)) epilogue.four(at.token(0, h), row(piece), y, second[h]);
+        }
+    }
 }
 
 template <class S, bool X_COLS, bool W_COLS, bool E4M3, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ TileArgs p, int units, Epilogue epilogue) {
 #ifdef HAVE_WGMMA
+    using C = ClusterPieces<S, Epilogue>;
     extern __shared__ __align__(128) uint4 memory[];
-    __shared__ uint64_t barriers[2 * S::STAGES];
-    const uint32_t at_barriers = shared_address(barriers);
-    const HopperStages<S> stages = {(shared_address(memory) + 1023) & ~1023u, at_barriers, at_barriers + 8 * S::STAGES};
+    __shared__ uint64_t barriers[2 * S::STAGES + 1];
+    const uint32_t at_barriers = shared_address(barriers), came = at_barriers + 16 * S::STAGES;
+    const HopperStages<S> stages = {(shared_address(memory) + 1023) & ~1023u, at_barriers, at_barriers + 8 * S::STAGES,
+                                    p.stages};
     if (threadIdx.x == S::CONSUMERS) prefetch_map(maps.W), prefetch_map(maps.x);
     if (threadIdx.x == 0) {
-        for (int s = 0; s < S::STAGES; s++)
+        for (int s = 0; s < stages.count(); s++)
             barrier_begin(stages.full(s), 1), barrier_begin(stages.empty(s), S::CONSUMERS / 32);
+        barrier_begin(came, 1);
         barriers_begun();
     }
     __syncthreads();
+    if (p.apart) cluster_arrive();
     let_next_start(); // all our blocks have their places
     if (threadIdx.x >= S::CONSUMERS) {
         if (S::MOVES_REGISTERS) keep_registers<40>();
@@ -3299,6 +3352,8 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
         return;
     }
     if (S::MOVES_REGISTERS) take_registers<232>();
+    if (p.splits > 1 && threadIdx.x == 0)
+        barrier_arrive_expecting(came, C::count(blockIdx.x % p.splits, p.splits) * p.splits * C::BYTES);
     wait_for_previous(); // whose results an epilogue may add to
     Ring<S::STAGES> ring;
     for (int u = blockIdx.x; u < units; u += gridDim.x) {
@@ -3307,7 +3362,7 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
         if constexpr (Epilogue::MASKS) { // (then there are no splits)
             const KeptWords<S> words(at, epilogue.masks, p.more / epilogue.rank);
             multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.first_more);
-            for (int step = at.first_more; step < at.last; step++, ring.next()) {
+            for (int step = at.first_more; step < at.last; step++, ring.next(stages.count())) {
                 barrier_wait(stages.full(ring.stage), ring.parity);
                 const uint32_t x = stages.x(ring.stage), w = stages.w(ring.stage);
                 add_masked_stage<S>(sum, x, w, at.number(step), words, p, epilogue);
@@ -3318,7 +3373,8 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
         } else if constexpr (E4M3) multiply_groups(sum, stages, ring, p, at);
         else multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.last - at.first);
         if (p.splits > 1) { // (then this is the block's only unit)
-            finish_in_cluster<S>(sum, stages.shared, u % p.splits, p.splits, at, p.N, p.out, epilogue);
+            const uint32_t received = stages.shared + (p.apart ? p.stages * S::STAGE_BYTES : 0);
+            finish_in_cluster<S>(sum, received, came, u % p.splits, p, at, epilogue);
             return;
         }
         #pragma unroll
@@ -3340,7 +3396,8 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
         DIE("this product takes no %d splits", p.splits);
     if (p.splits > (p.more + STAGE_IN - 1) / STAGE_IN + (p.in + STAGE_IN - 1) / STAGE_IN)
         DIE("a product of %d numbers has not %d splits", p.in + p.more, p.splits);
-    constexpr int X_BOX = X_COLS ? STAGE_IN : S::TOKENS;
+    if (S::MOST < S::TOKENS && p.N > S::MOST) DIE("a tile of %d tokens has not %d", S::MOST, p.N);
+    constexpr int X_BOX = X_COLS ? STAGE_IN : S::MOST;
     constexpr int W_BOX = W_COLS ? STAGE_IN : Epilogue::PAIR ? S::ROWS / 2 : S::ROWS;
     const int rows = Epilogue::PAIR ? 2 * p.out : p.out;
     const auto map = [](const bf16* matrix, int rows, int columns, int ld, int box) {
@@ -3358,8 +3415,17 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
         maps.more_W = map_w(p.more_W, p.more, W_COLS ? p.out : p.more);
     }
     const int blocks = p.splits > 1 ? units : std::min(units, S::BLOCKS * ctx.gpu->sms);
+    using C = ClusterPieces<S, Epilogue>;
+    const size_t received = p.splits > 1 ? (size_t)C::most(p.splits) * p.splits * C::BYTES : 0;
+    p.stages = S::GIVES && received + S::SHARED > S::ROOM ? S::STAGES - 1 : S::STAGES;
+    const size_t ring = S::SHARED - (size_t)(S::STAGES - p.stages) * S::STAGE_BYTES;
+    p.apart = received && ring + received <= S::ROOM;
+    if (!p.apart) p.stages = S::STAGES;
+    if (!p.apart && received > (size_t)S::STAGES * S::STAGE_BYTES)
+        DIE("a tile of %d x %d has no room for the sums of %d splits", S::TOKENS, S::ROWS, p.splits);
+    const size_t shared = p.apart ? ring + received : S::SHARED;
     launch_clusters(ctx, ctx.gpu->overlap, p.splits, hopper_kernel<S, X_COLS, W_COLS, E4M3, Epilogue>, blocks,
-                    S::THREADS, S::SHARED, maps, p, units, epilogue);
+                    S::THREADS, shared, maps, p, units, epilogue);
 }
 
 // ---- The choice of a tile
@@ -3400,7 +3466,13 @@ using Hopper128x256 = HopperShape<128, 256, 4>;
 using Hopper128x192 = HopperShape<128, 192, 5>;
 using Hopper128x128 = HopperShape<128, 128, 6>;
 using Hopper64x64 = HopperShape<64, 64, 6>; // two blocks a multiprocessor
-using Hopper64x64Deep = HopperShape<64, 64, 12>; // few blocks, with room for most of what they read
+// For few blocks, forward: with room for most of what they read, so that the weights of the next product are on their
+// way to half of the multiprocessors while this one's multiply in the other half, and for sums they receive.
+using Hopper32x64 = HopperShape<64, 64, 16, 32>;
+using Hopper64x64Deep = HopperShape<64, 64, 14>;
+using Hopper64x128 = HopperShape<64, 128, 9>;
+using Hopper128x64 = HopperShape<128, 64, 9>;
+using Hopper128x96 = HopperShape<128, 96, 8>;
 struct HopperPlan {
     int shape = 0, splits = 1;
     double least = 1e30;
@@ -3414,33 +3486,58 @@ struct HopperPlan {
             const double each = (double)(tiles * s) / sms, waves = S::BLOCKS > 1 ? std::max(1., each) : std::ceil(each);
             // Blocks of few tokens also take places in which those of the next product could begin.
             const double sums = s > 1 ? 0.8 + 0.6 * S::TOKENS * S::ROWS / 4096 + 0.05 * s : 0;
-            const double places = !small ? 0 : S::BLOCKS > 1 ? each / 2 : each * 1.5;
-            const double time = waves * (double)((steps + s - 1) / s) * step + sums + places;
-            if (time < least) shape = index, splits = s, least = time;
+            const double places = small ? each / 2 : 0;
+            choose(index, s, waves * (double)((steps + s - 1) / s) * step + sums + places);
         }
     }
-    HopperPlan(const Context& ctx, int most, int N, int out, int in, bool forward) {
+    // Of one of the shapes for few blocks, a tile each. Blocks take places in which the next product's could begin, and
+    // large clusters of them, or clusters of large ones, find none if they need more than two thirds of the GPU.
+    template <class S> void consider_few(int index, double step, int sms, int most, int N, int out, int in) {
+        const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
+        for (int s = 1; s <= std::min<int64_t>(std::min(most, 4), steps); s *= 2) {
+            const int64_t each = (steps + s - 1) / s;
+            if (tiles * s > (s == 1 ? sms : s > 2 || S::ROWS > 64 ? sms * 2 / 3 : sms - 4)) break;
+            if (each > (s > 1 ? 96 : 64)) continue; // they stream less well
+            const double sums = s > 1 ? 0.3 + 0.3 * S::ROWS / 64 + 0.05 * s : 0;
+            choose(index, s, (double)each * step + sums + 1.1 * (double)(tiles * s) / sms);
+        }
+    }
+    void choose(int index, int s, double time) {
+        if (time < least) shape = index, splits = s, least = time;
+    }
+    HopperPlan(const Context& ctx, int most, int N, int out, int in, bool few) {
         const int sms = ctx.gpu->sms;
         consider<Hopper128x128>(2, 0.32, sms, ctx.invariant ? 1 : most, N, out, in);
         if (ctx.invariant) return;
         consider<Hopper128x256>(0, 0.55, sms, most, N, out, in);
         consider<Hopper128x192>(1, 0.419, sms, most, N, out, in);
         consider<Hopper64x64>(3, 0.17, sms, most, N, out, in);
-        if (forward && count_tiles<Hopper64x64Deep>(N, out) <= sms)
-            consider<Hopper64x64Deep>(4, 0.12, sms, most, N, out, in);
+        if (!few) return;
+        if (N <= Hopper32x64::MOST) consider_few<Hopper32x64>(8, 0.1, sms, most, N, out, in);
+        consider_few<Hopper64x64Deep>(4, 0.115, sms, most, N, out, in);
+        consider_few<Hopper64x128>(5, 0.145, sms, most, N, out, in);
+        consider_few<Hopper128x64>(6, 0.15, sms, most, N, out, in);
+        consider_few<Hopper128x96>(7, 0.21, sms, 1, N, out, in);
     }
 };
 template <bool X_COLS, bool W_COLS, class Epilogue> void hopper_product(Context& ctx, TileArgs p, Epilogue epilogue) {
-    constexpr bool FORWARD = !X_COLS && !W_COLS;
+    constexpr bool FEW = !X_COLS && !W_COLS && !Epilogue::MASKS && !Epilogue::PARTS;
     const int most = Epilogue::MASKS || Epilogue::PARTS ? 1 : MOST_SPLITS;
-    const HopperPlan plan(ctx, most, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, FORWARD);
+    const HopperPlan plan(ctx, most, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, FEW);
     p.splits = plan.splits;
+    if constexpr (FEW)
+        switch (plan.shape) {
+            case 4: return launch_hopper<Hopper64x64Deep>(ctx, p, epilogue);
+            case 5: return launch_hopper<Hopper64x128>(ctx, p, epilogue);
+            case 6: return launch_hopper<Hopper128x64>(ctx, p, epilogue);
+            case 7: return launch_hopper<Hopper128x96>(ctx, p, epilogue);
+            case 8: return launch_hopper<Hopper32x64>(ctx, p, epilogue);
+        }
     switch (plan.shape) {
         case 0: return launch_hopper<Hopper128x256, X_COLS, W_COLS>(ctx, p, epilogue);
         case 1: return launch_hopper<Hopper128x192, X_COLS, W_COLS>(ctx, p, epilogue);
         case 2: return launch_hopper<Hopper128x128, X_COLS, W_COLS>(ctx, p, epilogue);
         case 3: return launch_hopper<Hopper64x64, X_COLS, W_COLS>(ctx, p, epilogue);
-        case 4: if constexpr (FORWARD) return launch_hopper<Hopper64x64Deep>(ctx, p, epilogue); else break;
     }
     DIE("no tile of shape %d for this product", plan.shape);
 }

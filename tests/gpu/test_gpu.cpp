@@ -144,6 +144,10 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
             };
             const std::false_type rows;
             const std::true_type columns;
+            auto forward = [&](auto shape) {
+                if (K % 8 == 0) check(columns, shape, rows, rows, false);
+                if (K % 8 == 0 && more) check(columns, shape, rows, rows, true);
+            };
             auto layouts = [&](auto hopper, auto shape) {
                 if (K % 8 == 0) {
                     check(hopper, shape, rows, rows, false);
@@ -161,7 +165,11 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
             layouts(columns, Hopper128x192{});
             layouts(columns, Hopper128x128{});
             layouts(columns, Hopper64x64{});
-            layouts(columns, Hopper64x64Deep{});
+            if (N <= Hopper32x64::MOST) forward(Hopper32x64{});
+            forward(Hopper64x64Deep{});
+            forward(Hopper64x128{});
+            forward(Hopper128x64{});
+            forward(Hopper128x96{});
         }
     }
     for (int n : pad.arrived.get()) CHECK(n == 0);
