@@ -3515,7 +3515,7 @@ struct HopperPlan {
         if (!few) return;
         if (N <= Hopper32x64::MOST) consider_few<Hopper32x64>(8, 0.1, sms, most, N, out, in);
         consider_few<Hopper64x64Deep>(4, 0.115, sms, most, N, out, in);
-        consider_few<Hopper64x128>(5, 0.145, sms, most, N, out, in);
+        consider_few<Hopper64x128>(5, 0.147, sms, most, N, out, in);
         consider_few<Hopper128x64>(6, 0.15, sms, most, N, out, in);
         consider_few<Hopper128x96>(7, 0.21, sms, 1, N, out, in);
     }
