@@ -10,47 +10,38 @@
 #ifdef __CUDACC__
 
 // ===================================================================================================== 1 Small kernels
-// ---- cross_entropy. A block a row. Of every 64 logits of it `parts` has the largest and sum e^(logit - largest);
-// `below` (R,V) has what they are less than that, as bf16, and becomes their gradient, or is null; loss[r] was the
-// target's logit. So a probability p is exact but for e^(a rounding of its distance from the largest of its 64), which
-// is at most a third of the rounding of the largest one's gradient (x e^-x <= 1 / e). V is a multiple of 8.
-__global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* below, const float2* parts, int pieces,
-                                                             const int* target, float scale, int V) {
-    __shared__ float tops[32], sums[32];
+// ---- cross_entropy. A block a row. Of each 64 logits of it `parts` has the largest, and the sum of w = e^(logit -
+// from), which `weights` (R,V) holds, or is null; loss[r] was the target's logit. The row's gradient is factor (w, less
+// their sum at the target), so that one of its weights changes. `from` is zero at first: if w of some row might leave
+// what a float holds, all rows are asked for `again`, this one's from its largest logit on.
+__global__ void __launch_bounds__(256) cross_entropy_kernel(float* loss, bf16* weights, float* factor, float* from,
+                                                            int* again, const float2* parts, int pieces,
+                                                            const int* target, float scale, const float* by, int V,
+                                                            bool second) {
+    __shared__ float tops[8], sums[8];
     let_next_start();
     wait_for_previous();
-    parts += (size_t)blockIdx.x * pieces;
+    if (second && !*again) return;
+    const int r = blockIdx.x, warp = threadIdx.x / 32;
+    parts += (size_t)r * pieces;
     float top = -1e30f, sum = 0;
-    auto join = [&](float t, float s) { // (top, sum) of two sets of logits
-        const float most = fmaxf(top, t);
-        sum = (top == most ? sum : sum * exp2_fast((top - most) * LOG2E)) +
-              (t == most ? s : s * exp2_fast((t - most) * LOG2E));
-        top = most;
-    };
-    auto join_lanes = [&] {
-        for (int lane = 16; lane; lane /= 2) join(__shfl_xor_sync(~0u, top, lane), __shfl_xor_sync(~0u, sum, lane));
-    };
-    for (int i = threadIdx.x; i < pieces; i += 1024) join(parts[i].x, parts[i].y);
-    join_lanes();
-    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top, sums[threadIdx.x / 32] = sum;
+    for (int i = threadIdx.x; i < pieces; i += 256) top = fmaxf(top, parts[i].x), sum += parts[i].y;
+    sum = warp_sum(sum);
+    for (int lane = 16; lane; lane /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lane));
+    if (threadIdx.x % 32 == 0) tops[warp] = top, sums[warp] = sum;
     __syncthreads();
-    top = tops[threadIdx.x % 32], sum = sums[threadIdx.x % 32];
-    join_lanes();
-    if (threadIdx.x == 0) loss[blockIdx.x] = logf(sum) + top - loss[blockIdx.x];
-    if (!below) return;
-    const float part = scale / sum;
-    const int right = target[blockIdx.x];
-    for (int v = threadIdx.x * 8; v < V; v += 8 * 1024) {
-        uint4* eight = (uint4*)(below + (size_t)blockIdx.x * V + v);
-        const uint4 x = *eight;
-        const float from = (parts[v / 64].x - top) * LOG2E;
-        auto two = [&](uint32_t pair, int v) {
-            const float a = exp2_fast(fmaf(low(pair), LOG2E, from)) * part - (v == right ? scale : 0);
-            const float b = exp2_fast(fmaf(high(pair), LOG2E, from)) * part - (v + 1 == right ? scale : 0);
-            return pack(a, b);
-        };
-        *eight = make_uint4(two(x.x, v), two(x.y, v + 2), two(x.z, v + 4), two(x.w, v + 6));
+    if (threadIdx.x) return;
+    for (int w = 1; w < 8; w++) top = fmaxf(top, tops[w]), sum += sums[w];
+    const float since = second ? from[r] : 0, right = loss[r];
+    if (!second) {
+        const bool far = !(fabsf(top) < 60); // (e^60 = 1e26)
+        from[r] = far ? top : 0;
+        if (far) *again = 1;
     }
+    loss[r] = logf(sum) + since - right;
+    if (!weights) return;
+    factor[r] = (by ? scale * by[r] : scale) / sum;
+    weights[(size_t)r * V + target[r]] = round_bf16(exp2_fast((right - since) * LOG2E) - sum);
 }
 
 // ---- add_losses. One block.
@@ -338,27 +329,39 @@ inline void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, 
 // ========================================================================================================== 2 Products
 // dx = dy W, dW = dy^T x and the head's products are tile_product's, in other layouts and with these epilogues.
 
-// head_loss: the softmax's parts of each 64 logits, what these are below the largest of them, and the target's.
-struct LossEpilogue : Epilogue {
-    static constexpr bool PARTS = true;
-    bf16* below;   // (R,ld), or null
-    float2* parts; // (R,pieces)
-    float* right;  // (R)
-    const int* target;
+// head_loss: what cross_entropy_kernel wants.
+template <bool AGAIN_> struct LossEpilogue : Epilogue {
+    static constexpr bool PARTS = true, AGAIN = AGAIN_;
+    bf16* weights;      // (R,ld), or null
+    float2* parts;      // (R,pieces)
+    float* right;       // (R)
+    const int* target;  // (R)
+    const float* since; // (R)
+    const int* again;
     size_t ld, pieces;
     int first; // of the head's rows
+    __device__ bool wanted() const { return *again; }
+    __device__ float from(int n) const { return AGAIN ? since[n] : 0; }
     __device__ void part(int n, int piece, float largest, float sum) { parts[n * pieces + piece] = {largest, sum}; }
     __device__ int chosen_row(int n) const { return target[n] - first; }
     __device__ void chosen(int n, float y) { right[n] = y; }
-    __device__ void four(int n, int r, const float4& y, const float4&) { if (below) store_four(below + n * ld + r, y); }
+    __device__ void four(int n, int r, const float4& y, const float4&) {
+        if (weights) store_four(weights + n * ld + r, y);
+    }
 };
 
-struct ScatterEpilogue : Epilogue { // head_backward: the gradient of row n of the picked ones goes to row rows[n]
-    bf16* out;       // (., C)
-    const int* rows; // (R)
+// head_backward: the gradient of row n of the picked ones goes to row rows[n].
+struct ScatterEpilogue : Epilogue {
+    bf16* out;           // (., C)
+    const float* factor; // (R)
+    const int* rows;     // (R)
     size_t C;
-    ScatterEpilogue(bf16* out, const int* rows, size_t C) : out(out), rows(rows), C(C) {}
-    __device__ void four(int n, int c, const float4& y, const float4&) { store_four(out + rows[n] * C + c, y); }
+    ScatterEpilogue(bf16* out, const float* factor, const int* rows, size_t C)
+        : out(out), factor(factor), rows(rows), C(C) {}
+    __device__ void four(int n, int c, const float4& y, const float4&) {
+        const float by = factor[n];
+        store_four(out + rows[n] * C + c, make_float4(y.x * by, y.y * by, y.z * by, y.w * by));
+    }
 };
 
 struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input where x was dropped on its way to the modules' A
@@ -761,33 +764,40 @@ __global__ void __launch_bounds__(256) lora_weight_sums_kernel(float* dA, LoraAr
 
 // ---- Launchers
 
-// Always in tiles of 128: their epilogue makes the softmax's parts. Logits do not leave the chip; what they are below
-// the largest of their 64 does, if their gradients are wanted: in these' place, as bf16 (R,V), which is all there is of
-// `logits`.
-inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* logits, bf16* picked, float* parts,
-                          const bf16* x, const int* rows, const int* target, float scale, const Linear<bf16>& W,
-                          int R) {
+// Always in tiles of 128: their epilogue makes the softmax's parts. Logits do not leave the chip; their weights in the
+// softmax do, if their gradients are wanted: in these' place, as bf16 (R,V), which is all there is of `logits`.
+inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked,
+                          float* parts, const bf16* x, const int* rows, const int* target, float scale,
+                          const float* by, const Linear<bf16>& W, int R) {
     const int V = W.out(), pieces = (V + 63) / 64;
     float2* const of_64 = (float2*)parts;
+    float* const from = parts + (size_t)R * pieces * 2;
+    int* const again = (int*)from + R;
+    bf16* const weights = dlogits ? (bf16*)logits : nullptr;
+    clear(ctx, again, 1);
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
-    each_part(ctx, W, false, [&](int first, int count, const bf16* weights) {
-        const AfterUnpacking order(ctx, W);
-        const LossEpilogue epilogue = {{}, dlogits ? (bf16*)logits + first : nullptr, of_64 + first / 64, loss, target,
-                                       (size_t)V, (size_t)pieces, first};
-        const TileArgs p = {picked, weights, R, W.in, count};
-        if (ctx.gpu->hopper) hopper_product<false, false>(ctx, p, epilogue);
-        else launch_tiles<Tile128x128>(ctx, p, epilogue);
-    });
-    launch(ctx, cross_entropy_kernel, R, 1024, 0, loss, dlogits, of_64, pieces, target, scale, V);
+    const auto pass = [&](auto second) {
+        each_part(ctx, W, false, [&](int first, int count, const bf16* part) {
+            const AfterUnpacking order(ctx, W);
+            const LossEpilogue<second> epilogue = {{}, weights ? weights + first : nullptr, of_64 + first / 64, loss,
+                                                   target, from, again, (size_t)V, (size_t)pieces, first};
+            const TileArgs p = {picked, part, R, W.in, count};
+            if (ctx.gpu->hopper) hopper_product<false, false>(ctx, p, epilogue);
+            else launch_tiles<Tile128x128>(ctx, p, epilogue);
+        });
+        launch(ctx, cross_entropy_kernel, R, 256, 0, loss, weights, factor, from, again, of_64, pieces, target, scale,
+               by, V, second);
+    };
+    pass(std::false_type()), pass(std::true_type());
 }
 
-inline void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const int* rows,
-                              const Linear<bf16>& W, int R) {
+inline void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
+                              const int* rows, const Linear<bf16>& W, int R) {
     each_part(ctx, W, true, [&](int first, int count, const bf16* weights) {
         const AfterUnpacking order(ctx, W);
         TileArgs p = {dlogits, weights, R, W.out(), count};
         p.ldx = (int)ld;
-        tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed + first, rows, W.in));
+        tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed + first, factor, rows, W.in));
     });
 }
 

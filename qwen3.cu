@@ -1140,19 +1140,24 @@ void cross_entropy(acc<T>* loss,      // (R) out
     }
 }
 
-// The head and its loss: logits[r] = W x[rows[r]], and their gradient in place of them.
+// The head and its loss: logits[r] = W x[rows[r]], and their gradient, factor[r] dlogits[r], in place of them: scale
+// times the loss's, by[r] times if there is `by`.
 template <class T>
 void head_loss(acc<T>* loss,      // (R) out
                T* dlogits,        // out, or null: as cross_entropy's
+               acc<T>* factor,    // (R) out
                acc<T>* logits,    // (R,V) out; become dlogits
-               T* picked,         // (R,C) scratch
-               acc<T>*,           // (R, V / 64 rounded up, 2) scratch of the GPU's
+               T* picked,         // (R,C) out: rows of x
+               acc<T>*,           // (R, V / 64 rounded up + 1, 2) scratch of the GPU's
                const T* x,        // (N,C) after the final norm
                const int* rows,   // (R)
                const int* target, // (R)
-               acc<T> scale, const Linear<T>& W, int R) {
+               acc<T> scale,
+               const acc<T>* by,  // (R), or null
+               const Linear<T>& W, int R) {
     head(logits, picked, x, rows, W, R);
     cross_entropy(loss, dlogits, logits, target, scale, R, W.out());
+    for (int r = 0; r < R; r++) factor[r] = by ? by[r] : 1;
 }
 
 // ---- add_losses: total += loss[0] + loss[1] + ..., in double and in order
@@ -1160,7 +1165,7 @@ template <class A> void add_losses(double* total, const A* loss, int R) {
     for (int r = 0; r < R; r++) *total += (double)loss[r];
 }
 
-// ---- scale_rows: row r of a gradient times by[r], where each token's loss has a weight of its own
+// ---- scale_rows: row r times by[r]
 template <class T>
 void scale_rows(T* x,             // (R, ld), n of each row; in and out
                 size_t ld,
@@ -1174,16 +1179,17 @@ void scale_rows(T* x,             // (R, ld), n of each row; in and out
 // ---- head: logits[r] = W normed[rows[r]]
 // dnormed of these rows; those of the others are not touched.
 template <class T>
-void head_backward(T* dnormed,       // (N,C) out
-                   const T* dlogits, // (R, ld), V of each row
+void head_backward(T* dnormed,           // (N,C) out
+                   const T* dlogits,     // (R, ld), V of each row: factor[r] times as long
                    size_t ld,
-                   const int* rows,  // (R), none twice
+                   const acc<T>* factor, // (R)
+                   const int* rows,      // (R), none twice
                    const Linear<T>& W, int R) {
     for (int r = 0; r < R; r++)
         for (int i = 0; i < W.in; i++) {
             acc<T> sum = 0;
             for (int v = 0; v < W.out(); v++) sum += to_acc(dlogits[r * ld + v]) * W.at(v, i);
-            dnormed[(size_t)rows[r] * W.in + i] = to_stored<T>(sum);
+            dnormed[(size_t)rows[r] * W.in + i] = to_stored<T>(sum * factor[r]);
         }
 }
 
@@ -1514,6 +1520,7 @@ template <class T> struct Flow {
     T* hidden;       // (N,F); null on a GPU
     T* h;            // (N, 3 rank) of a product's adapter
     acc<T>* logits;  // (head_rows,V), then their gradient; of a GPU half as long: see head_loss_gpu
+    acc<T>* factor;  // (head_rows) of dlogits' rows
     acc<T>* parts;   // scratch of head_loss
     T* picked;       // (head_rows,C)
     int head_rows;   // rows that go through the head at once
@@ -1530,7 +1537,8 @@ template <class T> struct Flow {
         h = arena.take<T>((size_t)N * 3 * rank);
         head_rows = rows;
         logits = (acc<T>*)arena.take<uint8_t>((size_t)rows * c.V * (gpu ? sizeof(T) : sizeof(acc<T>)));
-        parts = arena.take<acc<T>>((size_t)rows * ((c.V + 63) / 64) * 2);
+        factor = arena.take<acc<T>>(rows);
+        parts = arena.take<acc<T>>((size_t)rows * ((c.V + 63) / 64 + 1) * 2);
         picked = arena.take<T>((size_t)rows * c.C);
     }
 };
@@ -1551,12 +1559,14 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
     if (g) clear(ctx, d.normed, (size_t)N * c.C);
     for (int r = 0; r < R && !(ctx.stop && *ctx.stop); r += d.head_rows) {
         const int n = std::min(d.head_rows, R - r);
-        RUN(head_loss, loss + r, dlogits, d.logits, d.picked, d.parts, a.normed, rows + r, target + r, scale, w.head,
-            n);
+        RUN(head_loss, loss + r, dlogits, d.factor, d.logits, d.picked, d.parts, a.normed, rows + r, target + r, scale,
+            by ? by + r : nullptr, w.head, n);
         if (!g) continue;
-        if (by) RUN(scale_rows, dlogits, ld, by + r, n, c.V);
-        if (g->head) RUN(linear_backward_weight, g->head, dlogits, ld, d.picked, n, c.V, c.C);
-        RUN(head_backward, d.normed, dlogits, ld, rows + r, w.head, n);
+        if (g->head) {
+            RUN(scale_rows, d.picked, (size_t)c.C, d.factor, n, c.C);
+            RUN(linear_backward_weight, g->head, dlogits, ld, d.picked, n, c.V, c.C);
+        }
+        RUN(head_backward, d.normed, dlogits, ld, d.factor, rows + r, w.head, n);
     }
 }
 
@@ -2318,6 +2328,7 @@ struct Epilogue {
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
     static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
     static constexpr bool PARTS = false;         // ... and make what a softmax needs of each 64 rows
+    static constexpr bool AGAIN = false;         // the kernel does nothing unless wanted()
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
 
     // stream_kernel: all threads, once, after wait_for_previous; a barrier follows before any `one`.
@@ -2333,12 +2344,14 @@ struct Epilogue {
     static constexpr DropoutMasks masks = {nullptr, 0, 0};
     static constexpr int rank = 0;
     static constexpr float scale = 1;
-    // With PARTS, of the sums y of token n and rows 64 piece .. 64 piece + 63: the largest, and sum e^(y - largest).
-    // From one thread, n and 64 piece not past the end. `four` then gets y - largest. Before that chosen(n, y) is
-    // called once, with the sum of row chosen_row(n).
+    // With PARTS `four` gets w = e^(y - from(n)) of the sums y of token n; part() of rows 64 piece .. 64 piece + 63 the
+    // largest y and the sum of w: from one thread, n and 64 piece not past the end. And chosen(n, y) is called once,
+    // with the sum of row chosen_row(n).
+    __device__ float from(int /* n */) const { return 0; }
     __device__ void part(int /* n */, int /* piece */, float /* largest */, float /* sum */) {}
     __device__ int chosen_row(int /* n */) const { return -1; }
     __device__ void chosen(int /* n */, float /* y */) {}
+    __device__ bool wanted() const { return true; } // after wait_for_previous
 };
 
 __device__ inline void store_one(float* to, float y) { *to = y; }
@@ -2905,33 +2918,6 @@ __device__ __forceinline__ bool reduce_splits(float (&sum)[M][N][4], float* part
     return true;
 }
 
-// Epilogue::PARTS, of a lane's token n in fragments j0 .. j0 + 7 of `sum`, which are rows r0 .. r0 + 63. A quad of
-// lanes has all of them. h: which of the fragment's two tokens a lane holds. Returns the largest.
-template <int NF, class Epilogue>
-__device__ __forceinline__ float softmax_part(const float (&sum)[NF][4], int j0, int h, int n, int r0, int N, int out,
-                                              Epilogue& epilogue) {
-    const int t = threadIdx.x % 4, chosen = n < N ? epilogue.chosen_row(n) - r0 - 2 * t : -1;
-    float largest = -1e30f, part = 0, right = 0;
-    #pragma unroll
-    for (int j = 0; j < 8; j++)
-        #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const float y = sum[j0 + j][2 * h + e];
-            if (r0 + j * 8 + 2 * t + e < out) largest = fmaxf(largest, y);
-            right = chosen == j * 8 + e ? y : right;
-        }
-    largest = quad_max(largest);
-    #pragma unroll
-    for (int j = 0; j < 8; j++)
-        #pragma unroll
-        for (int e = 0; e < 2; e++)
-            if (r0 + j * 8 + 2 * t + e < out) part += exp2_fast((sum[j0 + j][2 * h + e] - largest) * LOG2E);
-    part = quad_sum(part);
-    if (t == 0 && n < N && r0 < out) epilogue.part(n, r0 / 64, largest, part);
-    if (chosen >= 0 && chosen < 64 && chosen % 8 < 2) epilogue.chosen(n, right);
-    return largest;
-}
-
 // Four neighbouring columns of the 16 of two fragments, so that a quad of lanes writes whole sectors of 32 bytes:
 // neighbours exchange two numbers. Lanes 0 1 2 3 of a quad get columns 0 .. 3, 8 .. 11, 4 .. 7, 12 .. 15. `lanes`: who
 // calls it.
@@ -2945,15 +2931,41 @@ __device__ __forceinline__ float4 four_columns(const float (&even)[4], const flo
                                                uint32_t lanes = ~0u) {
     return four_columns(make_float2(even[2 * h], even[2 * h + 1]), make_float2(odd[2 * h], odd[2 * h + 1]), lanes);
 }
+// The same with PARTS: a quad of lanes has whole pieces of 64 rows.
+template <class S, class Epilogue>
+__device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
+                                               Epilogue& epilogue) {
+    const int t = threadIdx.x % 4, chosen = n < N ? epilogue.chosen_row(n) - first - 2 * t : -1;
+    const float from = n < N ? epilogue.from(n) * LOG2E : 0;
+    float right = 0;
+    #pragma unroll
+    for (int j0 = 0; j0 < S::NF; j0 += 8) {
+        float largest = -1e30f, part = 0;
+        #pragma unroll
+        for (int j = j0; j < j0 + 8; j += 2) {
+            float w[4]; // of the two fragments
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int row = (j + e / 2) * 8;
+                const float y = sum[j + e / 2][2 * h + e % 2];
+                w[e] = exp2_fast(fmaf(y, LOG2E, -from));
+                if (first + row < out) largest = fmaxf(largest, y), part += w[e];
+                right = chosen == row + e % 2 ? y : right;
+            }
+            const float4 y = four_columns(make_float2(w[0], w[1]), make_float2(w[2], w[3]));
+            const int r = first + j * 8 + t / 2 * 4 + t % 2 * 8;
+            if (n < N && r < out) epilogue.four(n, r, y, {});
+        }
+        largest = quad_max(largest), part = quad_sum(part);
+        if (t == 0 && n < N && first + j0 * 8 < out) epilogue.part(n, (first + j0 * 8) / 64, largest, part);
+    }
+    if (chosen >= 0 && chosen < S::NF * 8 && chosen % 8 < 2) epilogue.chosen(n, right);
+}
 // Hands a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
 template <class S, class Epilogue>
 __device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
                                            Epilogue& epilogue) {
-    [[maybe_unused]] float largest[(S::NF + 7) / 8]; // of each 64 rows
-    if constexpr (Epilogue::PARTS)
-        #pragma unroll
-        for (int j = 0; j < S::NF; j += 8)
-            largest[j / 8] = softmax_part(sum, j, h, n, first + j * 8, N, out, epilogue);
+    if constexpr (Epilogue::PARTS) return finish_weights<S>(sum, h, n, first, N, out, epilogue);
     constexpr int EACH = Epilogue::PAIR ? 4 : 2; // fragments that give a lane four columns, of gate and up with PAIR
     constexpr int FOURS = S::NF / EACH;
     const int t = threadIdx.x % 4;
@@ -2971,10 +2983,6 @@ __device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, 
             const bool inside = n < N && row(i) < out;
             const int j = Epilogue::PAIR && S::UP == 2 ? 4 * i : 2 * i;
             float4 y = four_columns(sum[j], sum[j + 1], h), second = {};
-            if constexpr (Epilogue::PARTS) {
-                const float by = largest[j / 8];
-                y = make_float4(y.x - by, y.y - by, y.z - by, y.w - by);
-            }
             if constexpr (Epilogue::PAIR) second = four_columns(sum[j + S::UP], sum[j + S::UP + 1], h);
             if constexpr (Epilogue::ADDS) second = old[i - i0];
             if (inside) epilogue.four(n, row(i), y, second);
@@ -2987,6 +2995,10 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
     static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
     static_assert(!Epilogue::PARTS || S::NF % 8 == 0, "a quad of lanes has whole pieces of 64");
     extern __shared__ __align__(128) uint4 memory[]; // no row straddles two lines of 128 bytes
+    if constexpr (Epilogue::AGAIN) {
+        wait_for_previous();
+        if (!epilogue.wanted()) return;
+    }
     const TilePlace<S, Epilogue::PAIR> at(p, blockIdx.x, blockIdx.y);
     const TileStages<S, X_COLS, W_COLS, Epilogue::PAIR> stages = {p, at, shared_address(memory), {}, {}};
 
@@ -3283,6 +3295,10 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
 #ifdef HAVE_WGMMA
     extern __shared__ __align__(128) uint4 memory[];
     __shared__ uint64_t barriers[2 * S::STAGES];
+    if constexpr (Epilogue::AGAIN) {
+        wait_for_previous();
+        if (!epilogue.wanted()) return;
+    }
     const uint32_t at_barriers = shared_address(barriers);
     const HopperStages<S> stages = {(shared_address(memory) + 1023) & ~1023u, at_barriers, at_barriers + 8 * S::STAGES};
     if (threadIdx.x == S::CONSUMERS) prefetch_map(maps.W), prefetch_map(maps.x);

@@ -185,47 +185,52 @@ TEST_CASE("the head's loss in place, and the head's backward") {
             INFO("V " << V << " R " << R);
             const int C = 72, N = 2 * R;
             Matrix W(random, {V}, C);
-            std::vector<bf16> x = random.fill<bf16>((size_t)N * C, 4);
+            const bool far = V % 3; // whether logits lie far from zero
+            std::vector<bf16> x = random.fill<bf16>((size_t)N * C, far ? 4 : 0.5);
             std::vector<int> target(R), rows(R);
             for (int r = 0; r < R; r++) target[r] = random.below(V), rows[r] = 2 * ((r * 7) % R) + 1;
             if (R % 7 == 0) std::iota(rows.begin(), rows.end(), 0);
-            for (int c = 0; c < C; c++) x[(size_t)rows[0] * C + c] = to_bf16(4 * to_acc(W.w[(size_t)(V / 2) * C + c])); // one that is sure
-            Device<float> logits((size_t)R * V / 2), loss(R), parts((size_t)R * ((V + 63) / 64) * 2);
+            for (int c = 0; c < C && far; c++) x[(size_t)rows[0] * C + c] = to_bf16(4 * to_acc(W.w[(size_t)(V / 2) * C + c])); // one that is sure
+            Device<float> logits((size_t)R * V / 2), loss(R), parts((size_t)R * ((V + 63) / 64 + 1) * 2), factor(R);
             Device<bf16> picked((size_t)R * C);
+            const std::vector<float> by = random.fill<float>(R, 2);
+            const Device<float> dby(by);
             const Device<bf16> dx(x);
             const Device<int> dtarget(target), drows(rows);
             std::vector<float> want, want_logits((size_t)R * V), want_loss(R);
-            std::vector<bf16> want_picked((size_t)R * C), gradient((size_t)R * V), right((size_t)R * V);
+            std::vector<float> gradient((size_t)R * V);
+            std::vector<bf16> want_picked((size_t)R * C), weights((size_t)R * V), right((size_t)R * V);
             head_cpu(cpu(), want_logits.data(), want_picked.data(), x.data(), rows.data(), W.host, R);
             for (bool hopper : {false, true}) { // both tiles
                 if (hopper && !gpu().gpu->hopper) continue;
                 pad.ctx.gpu->hopper = hopper;
-                head_loss_gpu(pad.ctx, loss, nullptr, logits, picked, parts, dx, drows, dtarget, 0.125f, W.device, R);
+                head_loss_gpu(pad.ctx, loss, nullptr, factor, logits, picked, parts, dx, drows, dtarget, 0.125f, nullptr, W.device, R);
                 const std::vector<float> only_loss = loss.get();
-                head_loss_gpu(pad.ctx, loss, (bf16*)logits.data, logits, picked, parts, dx, drows, dtarget, 0.125f, W.device, R);
+                head_loss_gpu(pad.ctx, loss, (bf16*)logits.data, factor, logits, picked, parts, dx, drows, dtarget, 0.125f, nullptr, W.device, R);
                 CHECK(same_bits(only_loss, loss.get()));
+                const std::vector<float> its = factor.get(), got = logits.get();
+                head_loss_gpu(pad.ctx, loss, (bf16*)logits.data, factor, logits, picked, parts, dx, drows, dtarget, 0.125f, dby, W.device, R);
+                CHECK(same_bits(got, logits.get()));
+                for (int r = 0; r < R; r++) CHECK(factor.get()[r] == doctest::Approx(its[r] * by[r]).epsilon(1e-6));
                 want = want_logits;
                 cross_entropy_cpu<bf16>(cpu(), want_loss.data(), (bf16*)want.data(), want.data(), target.data(), 0.125f, R, V);
                 const double off = sum_error<float>(C * 4) * 4; // of a logit, on either side
                 CHECK(wrong(only_loss, as_double(want_loss), [&](size_t r) { return 2e-6 * (24 + want_loss[r]) + 2 * off; }) == 0);
-                const std::vector<float> got = logits.get();
-                memcpy((void*)gradient.data(), got.data(), gradient.size() * sizeof(bf16));
+                memcpy((void*)weights.data(), got.data(), weights.size() * sizeof(bf16));
+                for (size_t i = 0; i < gradient.size(); i++) gradient[i] = to_acc(weights[i]) * its[i / V];
                 for (int r = 0; r < R; r++) memcpy((void*)&right[(size_t)r * V], &want[(size_t)r * V], V * sizeof(bf16));
-                // A probability is as exact as its logit, and as what that is below the largest of its 64, in bf16; near
-                // the target's 1 little is left of it.
+                // A probability is as exact as its logit; near the target's 1 little is left of it.
                 CHECK(wrong(gradient, as_double(right), [&](size_t i) {
-                    const size_t first = i / V * V + i % V / 64 * 64, last = std::min(first + 64, (i / V + 1) * V);
-                    const double below = *std::max_element(&want_logits[first], &want_logits[last - 1] + 1) - want_logits[i];
                     const bool target_own = (int)(i % V) == target[i / V];
                     const double p = to_acc(right[i]) / 0.125 + target_own;
-                    return 2.2 * rounding<bf16>(to_acc(right[i])) + 0.125 * p * (below / 256 + 2 * off) + (target_own ? 0.125 * 2e-6 : 1e-8);
+                    return 2.2 * rounding<bf16>(to_acc(right[i])) + 0.125 * p * (2e-5 + 2 * off) + (target_own ? 0.125 * 2e-6 : 1e-8);
                 }) == 0);
             }
             const Device<float> dlogits(want);
             Device<bf16> dnormed(std::vector<bf16>((size_t)N * C));
             std::vector<bf16> want_normed((size_t)N * C);
-            head_backward_gpu(pad.ctx, dnormed, (bf16*)dlogits.data, (size_t)2 * V, drows, W.device, R);
-            head_backward_cpu(cpu(), want_normed.data(), (const bf16*)want.data(), (size_t)2 * V, rows.data(), W.host, R);
+            head_backward_gpu(pad.ctx, dnormed, (bf16*)dlogits.data, (size_t)2 * V, dby, drows, W.device, R);
+            head_backward_cpu(cpu(), want_normed.data(), (const bf16*)want.data(), (size_t)2 * V, by.data(), rows.data(), W.host, R);
             CHECK(differences(dnormed.get(), want_normed, 0.3) == 0);
             Device<float> dW(std::vector<float>((size_t)V * C));
             std::vector<float> want_dW((size_t)V * C);
