@@ -330,18 +330,21 @@ inline void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, 
 // dx = dy W, dW = dy^T x and the head's products are tile_product's, in other layouts and with these epilogues.
 
 // head_loss: what cross_entropy_kernel wants.
-template <bool AGAIN_> struct LossEpilogue : Epilogue {
-    static constexpr bool PARTS = true, AGAIN = AGAIN_;
+struct LossEpilogue : Epilogue {
+    static constexpr bool PARTS = true;
     bf16* weights;      // (R,ld), or null
     float2* parts;      // (R,pieces)
     float* right;       // (R)
     const int* target;  // (R)
     const float* since; // (R)
-    const int* again;
+    const int* again;   // null: the first time
     size_t ld, pieces;
     int first; // of the head's rows
-    __device__ bool wanted() const { return *again; }
-    __device__ float from(int n) const { return AGAIN ? since[n] : 0; }
+    __device__ bool skipped() const {
+        if (again) wait_for_previous();
+        return again && !*again;
+    }
+    __device__ float from(int n) const { return again ? since[n] : 0; }
     __device__ void part(int n, int piece, float largest, float sum) { parts[n * pieces + piece] = {largest, sum}; }
     __device__ int chosen_row(int n) const { return target[n] - first; }
     __device__ void chosen(int n, float y) { right[n] = y; }
@@ -776,19 +779,18 @@ inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* facto
     bf16* const weights = dlogits ? (bf16*)logits : nullptr;
     clear(ctx, again, 1);
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
-    const auto pass = [&](auto second) {
+    for (bool second : {false, true}) {
         each_part(ctx, W, false, [&](int first, int count, const bf16* part) {
             const AfterUnpacking order(ctx, W);
-            const LossEpilogue<second> epilogue = {{}, weights ? weights + first : nullptr, of_64 + first / 64, loss,
-                                                   target, from, again, (size_t)V, (size_t)pieces, first};
+            const LossEpilogue epilogue = {{}, weights ? weights + first : nullptr, of_64 + first / 64, loss, target,
+                                           from, second ? again : nullptr, (size_t)V, (size_t)pieces, first};
             const TileArgs p = {picked, part, R, W.in, count};
             if (ctx.gpu->hopper) hopper_product<false, false>(ctx, p, epilogue);
             else launch_tiles<Tile128x128>(ctx, p, epilogue);
         });
         launch(ctx, cross_entropy_kernel, R, 256, 0, loss, weights, factor, from, again, of_64, pieces, target, scale,
                by, V, second);
-    };
-    pass(std::false_type()), pass(std::true_type());
+    }
 }
 
 inline void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,

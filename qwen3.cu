@@ -123,17 +123,24 @@ BOTH inline float exp_exact(float x) {
 struct Philox {
     uint32_t v[4];
 };
-BOTH inline Philox philox(uint64_t seed, uint64_t counter, uint64_t stream) {
+struct PhiloxKeys { // of each round
+    uint32_t k[10][2];
+    BOTH explicit PhiloxKeys(uint64_t seed) {
+        for (uint32_t i = 0; i < 10; i++)
+            k[i][0] = (uint32_t)seed + i * 0x9E3779B9, k[i][1] = (uint32_t)(seed >> 32) + i * 0xBB67AE85;
+    }
+};
+BOTH inline Philox philox(const PhiloxKeys& keys, uint64_t counter, uint64_t stream) {
     uint32_t c[4] = {(uint32_t)counter, (uint32_t)(counter >> 32), (uint32_t)stream, (uint32_t)(stream >> 32)};
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
+    for (auto& k : keys.k) {
         uint64_t a = (uint64_t)0xD2511F53 * c[0], b = (uint64_t)0xCD9E8D57 * c[2];
-        uint32_t next[4] = {(uint32_t)(b >> 32) ^ c[1] ^ k0, (uint32_t)b, (uint32_t)(a >> 32) ^ c[3] ^ k1, (uint32_t)a};
-        memcpy(c, next, sizeof c);
-        k0 += 0x9E3779B9;
-        k1 += 0xBB67AE85;
+        uint32_t x = (uint32_t)(b >> 32) ^ c[1] ^ k[0], y = (uint32_t)(a >> 32) ^ c[3] ^ k[1];
+        c[0] = x, c[1] = (uint32_t)b, c[2] = y, c[3] = (uint32_t)a;
     }
     return {{c[0], c[1], c[2], c[3]}};
+}
+BOTH inline Philox philox(uint64_t seed, uint64_t counter, uint64_t stream) {
+    return philox(PhiloxKeys(seed), counter, stream);
 }
 // Streams keep the draws of different purposes apart.
 enum RandomStream : uint64_t {
@@ -151,13 +158,17 @@ struct Dropout {
 };
 // Which of columns 8 k8 .. 8 k8 + 7 of a token are kept for a module: bit i is column 8 k8 + i. Eight numbers of 16
 // bits out of one Philox; kept is what is not below p.
-BOTH inline uint32_t dropout_mask(const Dropout& d, uint32_t token, uint32_t module, uint32_t k8) {
+BOTH inline uint32_t dropout_mask(const Dropout& d, const PhiloxKeys& keys, // of d.seed
+                                  uint32_t token, uint32_t module, uint32_t k8) {
     const uint64_t counter = (uint64_t)token << 32 | module << 16 | k8;
-    const Philox r = philox(d.seed, counter, STREAM_DROPOUT | (uint64_t)d.step << 8);
+    const Philox r = philox(keys, counter, STREAM_DROPOUT | (uint64_t)d.step << 8);
     const uint32_t limit = (uint32_t)(d.p * 65536 + 0.5f);
     uint32_t kept = 0;
     for (int i = 0; i < 8; i++) kept |= (uint32_t)((r.v[i / 2] >> i % 2 * 16 & 0xffff) >= limit) << i;
     return kept;
+}
+BOTH inline uint32_t dropout_mask(const Dropout& d, uint32_t token, uint32_t module, uint32_t k8) {
+    return dropout_mask(d, PhiloxKeys(d.seed), token, module, k8);
 }
 
 // What dropout keeps of a Linear's x, for each of its adapter's modules: of 64 neighbours two words, bit i % 32 of word
@@ -2328,7 +2339,6 @@ struct Epilogue {
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
     static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
     static constexpr bool PARTS = false;         // ... and make what a softmax needs of each 64 rows
-    static constexpr bool AGAIN = false;         // the kernel does nothing unless wanted()
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
 
     // stream_kernel: all threads, once, after wait_for_previous; a barrier follows before any `one`.
@@ -2351,7 +2361,8 @@ struct Epilogue {
     __device__ void part(int /* n */, int /* piece */, float /* largest */, float /* sum */) {}
     __device__ int chosen_row(int /* n */) const { return -1; }
     __device__ void chosen(int /* n */, float /* y */) {}
-    __device__ bool wanted() const { return true; } // after wait_for_previous
+    // tile_kernel, hopper_kernel: all threads, first. If true the kernel does nothing.
+    __device__ bool skipped() const { return false; }
 };
 
 __device__ inline void store_one(float* to, float y) { *to = y; }
@@ -2995,10 +3006,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
     static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
     static_assert(!Epilogue::PARTS || S::NF % 8 == 0, "a quad of lanes has whole pieces of 64");
     extern __shared__ __align__(128) uint4 memory[]; // no row straddles two lines of 128 bytes
-    if constexpr (Epilogue::AGAIN) {
-        wait_for_previous();
-        if (!epilogue.wanted()) return;
-    }
+    if (epilogue.skipped()) return;
     const TilePlace<S, Epilogue::PAIR> at(p, blockIdx.x, blockIdx.y);
     const TileStages<S, X_COLS, W_COLS, Epilogue::PAIR> stages = {p, at, shared_address(memory), {}, {}};
 
@@ -3295,10 +3303,7 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
 #ifdef HAVE_WGMMA
     extern __shared__ __align__(128) uint4 memory[];
     __shared__ uint64_t barriers[2 * S::STAGES];
-    if constexpr (Epilogue::AGAIN) {
-        wait_for_previous();
-        if (!epilogue.wanted()) return;
-    }
+    if (epilogue.skipped()) return;
     const uint32_t at_barriers = shared_address(barriers);
     const HopperStages<S> stages = {(shared_address(memory) + 1023) & ~1023u, at_barriers, at_barriers + 8 * S::STAGES};
     if (threadIdx.x == S::CONSUMERS) prefetch_map(maps.W), prefetch_map(maps.x);
@@ -3482,6 +3487,7 @@ struct LoraArgs {
     bool dropping;
     float scale = 1; // 1 / (1 - p)
     Dropout dropout = {};
+    PhiloxKeys keys = PhiloxKeys(0); // (as arguments they cost nothing; adding them up is a quarter of a mask's work)
     DropoutMasks kept;
     LoraArgs(const Linear<bf16>& W, int N)
         : A(W.adapter.A), N(N), in(W.in), rank(W.adapter.rank), modules(W.adapter.modules),
@@ -3490,7 +3496,7 @@ struct LoraArgs {
         for (int j = 0; j < 3; j++) module[j] = W.adapter.module[j];
         if (!dropping) return;
         if (!kept.words) DIE("dropout on a GPU needs room for what it keeps");
-        dropout = *W.adapter.dropout, scale = 1 / (1 - dropout.p);
+        dropout = *W.adapter.dropout, keys = PhiloxKeys(dropout.seed), scale = 1 / (1 - dropout.p);
     }
     BOTH int width() const { return modules * rank; }
     BOTH int each() const { return (rank + 31) / 32; } // groups of a module
@@ -3568,7 +3574,7 @@ template <int GROUPS> struct LoraDownShape {
 };
 template <int GROUPS>
 __global__ void __launch_bounds__(LoraDownShape<GROUPS>::THREADS, 512 / LoraDownShape<GROUPS>::THREADS)
-lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
+lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
     using S = LoraDownShape<GROUPS>;
     extern __shared__ __align__(128) uint4 memory[];
     const uint32_t shared = shared_address(memory);
@@ -3612,7 +3618,8 @@ lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
                 kept[k] = 0;
                 #pragma unroll
                 for (int c = 0; c < 4; c++)
-                    kept[k] |= dropout_mask(p.dropout, name, p.name(j), i64 * 8 + lane / 16 * 4 + c) << 8 * c;
+                    kept[k] |= dropout_mask(p.dropout, p.keys, name, p.name(j), i64 * 8 + lane / 16 * 4 + c)
+                               << 8 * c;
                 if (mine < p.N && i64 < p.kept.sixty_fours) p.kept.at(j, i64, mine)[lane / 16] = kept[k];
             }
         }
