@@ -69,75 +69,77 @@ inline void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, in
     launch(ctx, scale_rows_kernel, R, 256, 0, x, ld, by, n);
 }
 
-// ---- rmsnorm_backward. A block a token. scale (N) gets r if it is not null.
-__global__ void __launch_bounds__(128) rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* scale,
-                                                               const bf16* dout, const float* x, const bf16* w, int C,
-                                                               float eps) {
-    __shared__ float parts[2][4];
+// ---- rmsnorm_backward. A block has a token; or, if `partial` (blocks, C) is not null, every so many, and adds up its
+// part of dw in shared memory, where each thread has its own columns. Bound by memory.
+__global__ void __launch_bounds__(128) rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* partial,
+                                                               const bf16* dout, const float* x, const bf16* w, int N,
+                                                               int C, float eps) {
+    extern __shared__ float dw[]; // (C)
+    __shared__ float parts[2][2][4];
     let_next_start();
     wait_for_previous();
-    const size_t at = (size_t)blockIdx.x * C;
-    float squares = 0, mixed = 0;
-    for (int i = threadIdx.x * 4; i < C; i += 512) {
-        const float4 a = *(const float4*)(x + at + i);
-        const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
-        squares += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w;
-        mixed += a.x * low(b.x) * low(d.x) + a.y * high(b.x) * high(d.x) +
-                 a.z * low(b.y) * low(d.y) + a.w * high(b.y) * high(d.y);
+    for (int i = threadIdx.x * 4; i < C && partial; i += 512) *(float4*)(dw + i) = {};
+    for (int n = blockIdx.x, turn = 0; n < N; n += gridDim.x, turn ^= 1) {
+        const size_t at = (size_t)n * C;
+        float squares = 0, mixed = 0;
+        for (int i = threadIdx.x * 4; i < C; i += 512) {
+            const float4 a = *(const float4*)(x + at + i);
+            const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
+            squares += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w;
+            mixed += a.x * low(b.x) * low(d.x) + a.y * high(b.x) * high(d.x) +
+                     a.z * low(b.y) * low(d.y) + a.w * high(b.y) * high(d.y);
+        }
+        squares = warp_sum(squares), mixed = warp_sum(mixed);
+        float(&part)[2][4] = parts[turn];
+        if (threadIdx.x % 32 == 0) part[0][threadIdx.x / 32] = squares, part[1][threadIdx.x / 32] = mixed;
+        __syncthreads();
+        squares = part[0][0] + part[0][1] + part[0][2] + part[0][3];
+        mixed = part[1][0] + part[1][1] + part[1][2] + part[1][3];
+        const float r = 1 / sqrtf(squares / C + eps), mean = mixed * r * r * r / C;
+        for (int i = threadIdx.x * 4; i < C; i += 512) {
+            const float4 a = *(const float4*)(x + at + i);
+            const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
+            float4 g = *(const float4*)(dx + at + i);
+            g.x += r * low(b.x) * low(d.x) - a.x * mean, g.y += r * high(b.x) * high(d.x) - a.y * mean;
+            g.z += r * low(b.y) * low(d.y) - a.z * mean, g.w += r * high(b.y) * high(d.y) - a.w * mean;
+            *(float4*)(dx + at + i) = g;
+            if (dy) *(uint2*)(dy + at + i) = make_uint2(pack(g.x, g.y), pack(g.z, g.w));
+            if (normed)
+                *(uint2*)(normed + at + i) = make_uint2(pack(a.x * r * low(b.x), a.y * r * high(b.x)),
+                                                        pack(a.z * r * low(b.y), a.w * r * high(b.y)));
+            if (!partial) continue;
+            float4 sum = *(const float4*)(dw + i);
+            sum.x += low(d.x) * a.x * r, sum.y += high(d.x) * a.y * r;
+            sum.z += low(d.y) * a.z * r, sum.w += high(d.y) * a.w * r;
+            *(float4*)(dw + i) = sum;
+        }
     }
-    squares = warp_sum(squares), mixed = warp_sum(mixed);
-    if (threadIdx.x % 32 == 0) parts[0][threadIdx.x / 32] = squares, parts[1][threadIdx.x / 32] = mixed;
-    __syncthreads();
-    squares = parts[0][0] + parts[0][1] + parts[0][2] + parts[0][3];
-    mixed = parts[1][0] + parts[1][1] + parts[1][2] + parts[1][3];
-    const float r = 1 / sqrtf(squares / C + eps), mean = mixed * r * r * r / C;
-    if (scale && threadIdx.x == 0) scale[blockIdx.x] = r;
-    for (int i = threadIdx.x * 4; i < C; i += 512) {
-        const float4 a = *(const float4*)(x + at + i);
-        const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
-        float4 g = *(const float4*)(dx + at + i);
-        g.x += r * low(b.x) * low(d.x) - a.x * mean, g.y += r * high(b.x) * high(d.x) - a.y * mean;
-        g.z += r * low(b.y) * low(d.y) - a.z * mean, g.w += r * high(b.y) * high(d.y) - a.w * mean;
-        *(float4*)(dx + at + i) = g;
-        if (dy) *(uint2*)(dy + at + i) = make_uint2(pack(g.x, g.y), pack(g.z, g.w));
-        if (normed)
-            *(uint2*)(normed + at + i) = make_uint2(pack(a.x * r * low(b.x), a.y * r * high(b.x)),
-                                                    pack(a.z * r * low(b.y), a.w * r * high(b.y)));
-    }
+    for (int i = threadIdx.x * 4; i < C && partial; i += 512)
+        *(float4*)(partial + (size_t)blockIdx.x * C + i) = *(const float4*)(dw + i);
 }
-// dw[i] += sum_n dout[n][i] x[n][i] scale[n]: a block has 32 columns and a split of the tokens, eight at a time; the
-// last block of some columns to arrive adds their splits in order.
-__global__ void __launch_bounds__(256) norm_weight_kernel(float* dw, const float* scale, const bf16* dout,
-                                                          const float* x, int N, int C, float* partial, int* arrived) {
-    __shared__ float sums[8][32];
+// dw[i] += what the blocks left, in order. A block has 32 columns, a warp every 32nd row.
+__global__ void __launch_bounds__(1024) norm_weight_kernel(float* dw, const float* partial, int rows, int C) {
+    __shared__ float sums[32][32];
     let_next_start();
     wait_for_previous();
-    const int column = blockIdx.x * 32 + threadIdx.x % 32, group = threadIdx.x / 32;
-    const int each = (N + gridDim.y - 1) / gridDim.y, last = min(N, (int)(blockIdx.y + 1) * each);
+    const int column = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
     float sum = 0;
-    for (int n = blockIdx.y * each + group; n < last && column < C; n += 8)
-        sum += to_acc(dout[(size_t)n * C + column]) * x[(size_t)n * C + column] * scale[n];
-    sums[group][threadIdx.x % 32] = sum;
+    #pragma unroll 8
+    for (int row = warp; row < rows; row += 32) sum += column < C ? partial[(size_t)row * C + column] : 0;
+    sums[warp][threadIdx.x % 32] = sum;
     __syncthreads();
-    if (group == 0 && column < C) {
-        for (int g = 1; g < 8; g++) sum += sums[g][threadIdx.x];
-        partial[(size_t)blockIdx.y * C + column] = sum;
-    }
-    if (!last_to_arrive(arrived + blockIdx.x, gridDim.y) || group || column >= C) return;
-    sum = dw[column];
-    for (int split = 0; split < (int)gridDim.y; split++) sum += __ldcg(partial + (size_t)split * C + column);
-    dw[column] = sum;
+    if (warp || column >= C) return;
+    for (int other = 1; other < 32; other++) sum += sums[other][threadIdx.x];
+    dw[column] += sum;
 }
 inline void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout,
                                  const float* x, const bf16* w, int N, int C, float eps) {
-    constexpr int SPLITS = 32;
-    if (dw && ((size_t)N + (size_t)SPLITS * C) * sizeof(float) > PARTIAL_BYTES)
-        DIE("%d tokens of %d channels are more than the norms' gradients can sum at once", N, C);
-    float *partial = ctx.gpu->partial, *scale = dw ? partial + (size_t)SPLITS * C : nullptr;
-    launch(ctx, rmsnorm_backward_kernel, N, 128, 0, dx, dy, normed, scale, dout, x, w, C, eps);
-    if (!dw) return;
-    launch(ctx, norm_weight_kernel, dim3((C + 31) / 32, SPLITS), 256, 0, dw, scale, dout, x, N, C, partial,
-           ctx.gpu->arrived);
+    const int most = (int)(PARTIAL_BYTES / (C * sizeof(float)));
+    const int blocks = dw ? std::min({N, 16 * ctx.gpu->sms, most}) : N;
+    float* const partial = dw ? ctx.gpu->partial : nullptr;
+    launch(ctx, rmsnorm_backward_kernel, blocks, 128, dw ? C * sizeof(float) : 0, dx, dy, normed, partial, dout, x, w,
+           N, C, eps);
+    if (dw) launch(ctx, norm_weight_kernel, (C + 31) / 32, 1024, 0, dw, partial, blocks, C);
 }
 
 // ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r
