@@ -350,9 +350,10 @@ struct LossEpilogue : Epilogue {
     __device__ void part(int n, int piece, float largest, float sum) { parts[n * pieces + piece] = {largest, sum}; }
     __device__ int chosen_row(int n) const { return target[n] - first; }
     __device__ void chosen(int n, float y) { right[n] = y; }
-    __device__ void four(int n, int r, const float4& y, const float4&) {
-        if (weights) store_four(weights + n * ld + r, y);
-    }
+    static constexpr int OUTPUTS = 1;
+    BOTH Output<bf16> output(int) const { return {weights, ld}; }
+    template <class Put> __device__ void values(const float4& y, const float4&, Put put) { put(0, y); }
+    __device__ void four(int n, int r, const float4& y, const float4& second) { put_values(*this, n, r, y, second); }
 };
 
 // head_backward: the gradient of row n of the picked ones goes to row rows[n].
@@ -394,7 +395,13 @@ template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
         const float2 g = *(const float2*)(gate_up + n * 2 * F + f), u = *(const float2*)(gate_up + (n * 2 + 1) * F + f);
         return make_float4(g.x, g.y, u.x, u.y);
     }
-    __device__ void four(int n, int f, const float4& y, const float4& old) {
+    static constexpr int OUTPUTS = 3;
+    BOTH Output<bf16> output(int k) const {
+        if (k == 0) return {hidden, F};
+        return {k == 1 ? dgate_up : dgate_up + F, 2 * F};
+    }
+    __device__ void four(int n, int f, const float4& y, const float4& old) { put_values(*this, n, f, y, old); }
+    template <class Put> __device__ void values(const float4& y, const float4& old, Put put) {
         const float d4[] = {y.x, y.y, y.z, y.w};
         const uint32_t gates[] = {__float_as_uint(old.x), __float_as_uint(old.y)};
         const uint32_t ups[] = {__float_as_uint(old.z), __float_as_uint(old.w)};
@@ -406,9 +413,8 @@ template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
             const float sigma = __fdividef(1, 1 + exp2_fast(-LOG2E * g)), silu = g * sigma;
             out[i] = silu * u, dg[i] = d * u * sigma * (1 + g * (1 - sigma)), du[i] = d * silu;
         }
-        store_four(hidden + n * F + f, make_float4(out[0], out[1], out[2], out[3]));
-        store_four(dgate_up + n * 2 * F + f, make_float4(dg[0], dg[1], dg[2], dg[3]));
-        store_four(dgate_up + (n * 2 + 1) * F + f, make_float4(du[0], du[1], du[2], du[3]));
+        put(0, make_float4(out[0], out[1], out[2], out[3]));
+        put(1, make_float4(dg[0], dg[1], dg[2], dg[3])), put(2, make_float4(du[0], du[1], du[2], du[3]));
     }
 };
 

@@ -1855,6 +1855,16 @@ __device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_
                "[%1, {%3,%4,%5,%6}], [%2];"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u) : "memory");
 }
+// ... and back, as a part of the group that ends at the next commit_boxes. What is past the array's end is left out.
+__device__ inline void store_box(const CUtensorMap& map, uint32_t shared, int x, int y) {
+    HOPPER_ASM("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2,%3}], [%1];"
+               ::"l"(&map), "r"(shared), "r"(x), "r"(y) : "memory");
+}
+__device__ inline void commit_boxes() { HOPPER_ASM("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until shared memory has been read by all of this thread's groups but the last few.
+template <int LAST> __device__ inline void wait_for_boxes() {
+    HOPPER_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(LAST) : "memory");
+}
 __device__ inline void prefetch_map(const CUtensorMap& map) {
     HOPPER_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -1906,6 +1916,9 @@ inline CUtensorMap tensor_map(const void* array, CUtensorMapDataType type, int n
 inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension> dimensions) {
     const auto swizzle = dimensions.begin()->box == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
     return tensor_map(array, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, swizzle, dimensions);
+}
+inline CUtensorMap tensor_map(const float* array, std::initializer_list<Dimension> dimensions) {
+    return tensor_map(array, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, CU_TENSOR_MAP_SWIZZLE_128B, dimensions);
 }
 
 // Registers move between the warpgroups of a block (all four warps of one say it; a multiple of 8 each thread).
@@ -2032,6 +2045,12 @@ __device__ __forceinline__ uint4 load_shared(uint32_t at) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
     return v;
+}
+__device__ __forceinline__ void store_shared(uint32_t at, const uint2& v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t at, const float4& v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
@@ -2190,7 +2209,43 @@ __global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, 
     const size_t at = (size_t)blockIdx.x * C;
     norm_rows(out + at, C, x + at, w, pieces, 1, C, eps);
 }
+// The same where there are many: a warp a token, so that nobody waits for other warps and more loads are on their way.
+// The same bits.
+__global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const float* x, const bf16* w, int N, int C,
+                                                           float eps) {
+    constexpr int KEPT = 8; // pieces of 128 numbers
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (n >= N) return;
+    const size_t at = (size_t)n * C;
+    const auto load = [&](int p) {
+        const int i = p * 128 + lane * 4;
+        return i < C ? *(const float4*)(x + at + i) : float4{};
+    };
+    const auto square = [](const float4& v) { return warp_sum(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w); };
+    float4 kept[KEPT];
+    #pragma unroll
+    for (int p = 0; p < KEPT; p++) kept[p] = load(p);
+    float sum = 0;
+    #pragma unroll
+    for (int p = 0; p < KEPT; p++) sum += square(kept[p]); // (a piece past the end adds 0)
+    for (int p = KEPT; p * 128 < C; p++) sum += square(load(p));
+    const float scale = 1 / sqrtf(sum / C + eps);
+    const auto store = [&](int p, const float4& v) {
+        const int i = p * 128 + lane * 4;
+        if (i >= C) return;
+        const uint2 u = *(const uint2*)(w + i);
+        *(uint2*)(out + at + i) = make_uint2(pack(v.x * scale * low(u.x), v.y * scale * high(u.x)),
+                                             pack(v.z * scale * low(u.y), v.w * scale * high(u.y)));
+    };
+    #pragma unroll
+    for (int p = 0; p < KEPT; p++) store(p, kept[p]);
+    for (int p = KEPT; p * 128 < C; p++) store(p, load(p));
+}
 inline void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps) {
+    if (N >= 16 * ctx.gpu->sms)
+        return launch(ctx, rmsnorm_warp_kernel, (N + 7) / 8, 256, 0, out, x, w, N, C, eps);
     launch(ctx, rmsnorm_kernel, N, 256, (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
 }
 
@@ -2333,8 +2388,17 @@ __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, i
 //                                  is false where n or r is past the end.
 //   four(n, r, y, second)          Sums of token n and rows r .. r + 3 (r % 4 = 0), from one thread; none past the end.
 //
+// What becomes of four sums is up to OUTPUTS times four numbers: values(y, second, put) calls put(k, four) for each k,
+// and they belong at output(k). So hopper_kernel can have whole boxes of them written in the background.
 // `second` is with PAIR the sum of up (y is that of gate), with ADDS what old or old_four returned, else zero.
+template <class T> struct Output {
+    T* at; // or null: not wanted
+    size_t ld;
+    __device__ T* of(int n, int r) const { return at + n * ld + r; }
+};
 struct Epilogue {
+    static constexpr int OUTPUTS = 0;            // if there are `values`
+    using Four = uint2;                          // ... and they are bf16; float4: float
     static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread gets the sums of both
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
     static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
@@ -2372,10 +2436,23 @@ __device__ inline void store_four(bf16* to, const float4& y) {
     *(uint2*)to = make_uint2(pack(y.x, y.y), pack(y.z, y.w));
 }
 
+__device__ inline void round_four(float4& to, const float4& y) { to = y; }
+__device__ inline void round_four(uint2& to, const float4& y) { to = make_uint2(pack(y.x, y.y), pack(y.z, y.w)); }
+template <class Epilogue> // an epilogue's `four`, of `values`
+__device__ __forceinline__ void put_values(Epilogue& epilogue, int n, int r, const float4& y, const float4& second) {
+    epilogue.values(y, second, [&](int k, const float4& v) {
+        const auto to = epilogue.output(k);
+        if (to.at) store_four(to.of(n, r), v);
+    });
+}
+
 template <class T> struct StoreEpilogue : Epilogue { // linear: out = y; in float the head's logits
     T* out; // (N, ld)
     size_t ld;
+    static constexpr int OUTPUTS = std::is_same_v<T, bf16>;
     StoreEpilogue(T* out, size_t ld) : out(out), ld(ld) {}
+    BOTH Output<T> output(int) const { return {out, ld}; }
+    template <class Put> __device__ void values(const float4& y, const float4&, Put put) { put(0, y); }
     __device__ void one(bool inside, int n, int r, float y, float) { if (inside) store_one(out + n * ld + r, y); }
     __device__ void four(int n, int r, const float4& y, const float4&) { store_four(out + n * ld + r, y); }
 };
@@ -2389,8 +2466,27 @@ struct AddEpilogue : Epilogue { // linear_add: out = residual + y; linear_backwa
     __device__ float old(int n, int r) const { return residual[n * ld + r]; }
     __device__ float4 old_four(int n, int r) const { return *(const float4*)(residual + n * ld + r); }
     __device__ void one(bool inside, int n, int r, float y, float old) { if (inside) out[n * ld + r] = old + y; }
+    static constexpr int OUTPUTS = 1;
+    using Four = float4;
+    BOTH Output<float> output(int) const { return {out, ld}; }
+    template <class Put> __device__ void values(const float4& y, const float4& old, Put put) {
+        put(0, make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w));
+    }
+    __device__ void four(int n, int r, const float4& y, const float4& old) { put_values(*this, n, r, y, old); }
+};
+
+struct AddTransposedEpilogue : Epilogue { // linear_backward_weight: out, transposed, += y
+    static constexpr bool ADDS = true;
+    float* out; // (., ld)
+    size_t ld;
+    AddTransposedEpilogue(float* out, size_t ld) : out(out), ld(ld) {}
+    __device__ float4 old_four(int n, int r) const {
+        const float* at = out + r * ld + n;
+        return make_float4(at[0], at[ld], at[2 * ld], at[3 * ld]);
+    }
     __device__ void four(int n, int r, const float4& y, const float4& old) {
-        store_four(out + n * ld + r, make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w));
+        float* at = out + r * ld + n;
+        at[0] = old.x + y.x, at[ld] = old.y + y.y, at[2 * ld] = old.z + y.z, at[3 * ld] = old.w + y.w;
     }
 };
 
@@ -2400,6 +2496,7 @@ __device__ inline float swiglu(float gate, float up) {
     return __fdividef(g, 1 + exp2_fast(-LOG2E * g)) * to_acc(round_bf16(up)); // (an exact division is a call)
 }
 struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
+    static constexpr int OUTPUTS = 3;
     static constexpr bool PAIR = true;
     bf16* out;     // (N,F)
     bf16* gate_up; // (N,2F) for the backward pass, or null
@@ -2410,11 +2507,15 @@ struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
         out[n * F + f] = round_bf16(swiglu(gate, up));
         if (gate_up) gate_up[n * 2 * F + f] = round_bf16(gate), gate_up[(n * 2 + 1) * F + f] = round_bf16(up);
     }
-    __device__ void four(int n, int f, const float4& g, const float4& u) {
-        const float4 y = {swiglu(g.x, u.x), swiglu(g.y, u.y), swiglu(g.z, u.z), swiglu(g.w, u.w)};
-        store_four(out + n * F + f, y);
-        if (gate_up) store_four(gate_up + n * 2 * F + f, g), store_four(gate_up + (n * 2 + 1) * F + f, u);
+    BOTH Output<bf16> output(int k) const {
+        if (k == 0) return {out, F};
+        return {gate_up && k == 2 ? gate_up + F : gate_up, 2 * F};
     }
+    template <class Put> __device__ void values(const float4& g, const float4& u, Put put) {
+        put(0, make_float4(swiglu(g.x, u.x), swiglu(g.y, u.y), swiglu(g.z, u.z), swiglu(g.w, u.w)));
+        put(1, g), put(2, u);
+    }
+    __device__ void four(int n, int f, const float4& g, const float4& u) { put_values(*this, n, f, g, u); }
 };
 
 // ---- Few tokens. linear, linear_add, SwiGLU of them, the head, and with NORM the same of rmsnorm(stream).
@@ -2942,35 +3043,54 @@ __device__ __forceinline__ float4 four_columns(const float (&even)[4], const flo
                                                uint32_t lanes = ~0u) {
     return four_columns(make_float2(even[2 * h], even[2 * h + 1]), make_float2(odd[2 * h], odd[2 * h + 1]), lanes);
 }
-// The same with PARTS: a quad of lanes has whole pieces of 64 rows.
+// With PARTS, what a lane of a quad, which has whole pieces of 64 rows, makes of its sums of token n, fragment after
+// fragment; `first` is the first row of the warp's part.
+struct WeightSums {
+    int n, first, chosen;
+    float from, right = 0, largest = -1e30f, part = 0;
+    template <class Epilogue>
+    __device__ __forceinline__ void begin(int n_, int first_, int N, const Epilogue& epilogue) {
+        n = n_, first = first_;
+        chosen = n < N ? epilogue.chosen_row(n) - first - (int)threadIdx.x % 4 * 2 : -1;
+        from = n < N ? epilogue.from(n) * LOG2E : 0;
+    }
+    // Four weights, of fragments j and j + 1.
+    __device__ __forceinline__ float4 next(const float (&even)[4], const float (&odd)[4], int h, int j, int out) {
+        float w[4];
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int row = (j + e / 2) * 8;
+            const float y = (e / 2 ? odd : even)[2 * h + e % 2];
+            w[e] = exp2_fast(fmaf(y, LOG2E, -from));
+            if (first + row < out) largest = fmaxf(largest, y), part += w[e];
+            right = chosen == row + e % 2 ? y : right;
+        }
+        return four_columns(make_float2(w[0], w[1]), make_float2(w[2], w[3]));
+    }
+    // The eight fragments from j0 on.
+    template <class Epilogue> __device__ __forceinline__ void end_piece(int j0, int N, int out, Epilogue& epilogue) {
+        largest = quad_max(largest), part = quad_sum(part);
+        if (threadIdx.x % 4 == 0 && n < N && first + j0 * 8 < out)
+            epilogue.part(n, (first + j0 * 8) / 64, largest, part);
+        largest = -1e30f, part = 0;
+    }
+    template <class Epilogue> __device__ __forceinline__ void end(int fragments, Epilogue& epilogue) {
+        if (chosen >= 0 && chosen < fragments * 8 && chosen % 8 < 2) epilogue.chosen(n, right);
+    }
+};
 template <class S, class Epilogue>
 __device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
                                                Epilogue& epilogue) {
-    const int t = threadIdx.x % 4, chosen = n < N ? epilogue.chosen_row(n) - first - 2 * t : -1;
-    const float from = n < N ? epilogue.from(n) * LOG2E : 0;
-    float right = 0;
+    WeightSums weights;
+    weights.begin(n, first, N, epilogue);
     #pragma unroll
-    for (int j0 = 0; j0 < S::NF; j0 += 8) {
-        float largest = -1e30f, part = 0;
-        #pragma unroll
-        for (int j = j0; j < j0 + 8; j += 2) {
-            float w[4]; // of the two fragments
-            #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int row = (j + e / 2) * 8;
-                const float y = sum[j + e / 2][2 * h + e % 2];
-                w[e] = exp2_fast(fmaf(y, LOG2E, -from));
-                if (first + row < out) largest = fmaxf(largest, y), part += w[e];
-                right = chosen == row + e % 2 ? y : right;
-            }
-            const float4 y = four_columns(make_float2(w[0], w[1]), make_float2(w[2], w[3]));
-            const int r = first + j * 8 + t / 2 * 4 + t % 2 * 8;
-            if (n < N && r < out) epilogue.four(n, r, y, {});
-        }
-        largest = quad_max(largest), part = quad_sum(part);
-        if (t == 0 && n < N && first + j0 * 8 < out) epilogue.part(n, (first + j0 * 8) / 64, largest, part);
+    for (int j = 0; j < S::NF; j += 2) {
+        const float4 y = weights.next(sum[j], sum[j + 1], h, j, out);
+        const int t = threadIdx.x % 4, r = first + j * 8 + t / 2 * 4 + t % 2 * 8;
+        if (n < N && r < out) epilogue.four(n, r, y, {});
+        if (j % 8 == 6) weights.end_piece(j - 6, N, out, epilogue);
     }
-    if (chosen >= 0 && chosen < S::NF * 8 && chosen % 8 < 2) epilogue.chosen(n, right);
+    weights.end(S::NF, epilogue);
 }
 // Hands a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
 template <class S, class Epilogue>
@@ -3096,11 +3216,14 @@ template <int TOKENS_, int ROWS_, int STAGES_> struct HopperShape {
     static constexpr bool MOVES_REGISTERS = ROWS > 128;
     static constexpr int THREADS = CONSUMERS + (MOVES_REGISTERS ? 128 : 32);
     static constexpr int BLOCKS = 2 * SHARED < 225 * 1024 ? 2 : 1; // of a multiprocessor
+    // Two boxes of 16 tokens by 64 columns for each warp, where there is room.
+    static constexpr int BOX = 16 * 128, STAGING = CONSUMERS / 32 * 2 * BOX;
+    static constexpr bool STAGED = BLOCKS == 1 && CONSUMERS == 256 && SHARED + STAGING <= 227 * 1024;
     __device__ static int warp_token() { return threadIdx.x / 32 * 16; }
     __device__ static int warp_row() { return 0; }
 };
 struct TileMaps {
-    CUtensorMap x, W, more_x, more_W;
+    CUtensorMap x, W, more_x, more_W, out[3];
 };
 
 // A stage's two halves. copy_w: two boxes with PAIR; down the columns a box of 64 columns is a panel.
@@ -3297,6 +3420,87 @@ __device__ __forceinline__ void finish_in_cluster(const float (&sum)[1][S::NF][4
     cluster_wait();
 }
 
+// Hands a warp's sums to an epilogue with outputs, whose boxes of 128 bytes a token go through shared memory, each in
+// one of the warp's two places there in turn: a lane's own stores would write eight pieces of 32 bytes at a time, and
+// the warp would wait for them. What the epilogue adds to is asked for 64 columns ahead.
+template <class S, class Epilogue> struct Boxes {
+    static constexpr int FRAGMENTS = Epilogue::PAIR ? S::UP : S::NF;
+    const TilePlace<S, Epilogue::PAIR>& at;
+    const int N, out, mine = threadIdx.x % 4 / 2 * 4 + threadIdx.x % 2 * 8, n0 = at.token(0, 0);
+    float4 old[2][4];
+    __device__ __forceinline__ int row(int j0, int i) const {
+        return (Epilogue::PAIR ? at.r0 / 2 : at.r0) + j0 * 8 + i * 16 + mine;
+    }
+    __device__ __forceinline__ void load(int j0, const Epilogue& epilogue) {
+        if constexpr (Epilogue::ADDS)
+            #pragma unroll
+            for (int k = 0; k < 8; k++) {
+                const int n = n0 + k / 4 * 8, r = row(j0, k % 4);
+                old[k / 4][k % 4] = n < N && r < out ? epilogue.old_four(n, r) : float4{};
+            }
+    }
+    // store(place) to shared memory, then the box goes to column x of an output.
+    template <class Store>
+    __device__ __forceinline__ void put(const CUtensorMap& map, uint32_t places, int& turn, int x, Store store) const {
+        const int lane = threadIdx.x % 32;
+        const uint32_t place = places + turn * S::BOX;
+        if (lane == 0) wait_for_boxes<1>();
+        __syncwarp();
+        #pragma unroll
+        for (int h = 0; h < 2; h++) store(place, h, h * 8 + lane / 4);
+        shared_to_async();
+        __syncwarp();
+        if (lane == 0) store_box(map, place, x, n0 - lane / 4), commit_boxes();
+        turn ^= 1;
+    }
+    __device__ __forceinline__ void finish(const float (&sum)[S::NF][4], const TileMaps& maps, uint32_t places,
+                                           int& turn, Epilogue& epilogue) {
+        const int first = row(0, 0) - mine, t = threadIdx.x % 4;
+        [[maybe_unused]] WeightSums weights[2];
+        if constexpr (Epilogue::PARTS)
+            weights[0].begin(n0, first, N, epilogue), weights[1].begin(n0 + 8, first, N, epilogue);
+        #pragma unroll
+        for (int j0 = 0; j0 < FRAGMENTS; j0 += 8) {
+            Boxes next = *this;
+            if (j0 + 8 < FRAGMENTS) next.load(j0 + 8, epilogue);
+            typename Epilogue::Four four[Epilogue::OUTPUTS][2][4];
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                #pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int j = j0 + 2 * i;
+                    float4 y, second = {};
+                    if constexpr (Epilogue::PARTS) y = weights[h].next(sum[j], sum[j + 1], h, j, out);
+                    else y = four_columns(sum[j], sum[j + 1], h);
+                    if constexpr (Epilogue::PAIR) second = four_columns(sum[j + S::UP], sum[j + 1 + S::UP], h);
+                    if constexpr (Epilogue::ADDS) second = old[h][i];
+                    epilogue.values(y, second, [&](int k, const float4& v) { round_four(four[k][h][i], v); });
+                }
+                if constexpr (Epilogue::PARTS) weights[h].end_piece(j0, N, out, epilogue);
+            }
+            #pragma unroll
+            for (int k = 0; k < Epilogue::OUTPUTS; k++) {
+                if (!epilogue.output(k).at) continue;
+                if constexpr (sizeof(four[0][0][0]) == 16)
+                    #pragma unroll
+                    for (int i0 = 0; i0 < 4; i0 += 2)
+                        put(maps.out[k], places, turn, first + j0 * 8 + i0 * 16, [&](uint32_t place, int h, int row) {
+                            for (int i = 0; i < 2; i++)
+                                store_shared(chunk_address(place, row, 4 * i + mine / 4), four[k][h][i0 + i]);
+                        });
+                else
+                    put(maps.out[k], places, turn, first + j0 * 8, [&](uint32_t place, int h, int row) {
+                        for (int i = 0; i < 4; i++)
+                            store_shared(chunk_address(place, row, 2 * i + t % 2) + t / 2 * 8, four[k][h][i]);
+                    });
+            }
+            #pragma unroll
+            for (int k = 0; k < 8; k++) old[k / 4][k % 4] = next.old[k / 4][k % 4];
+        }
+        if constexpr (Epilogue::PARTS) weights[0].end(S::NF, epilogue), weights[1].end(S::NF, epilogue);
+    }
+};
+
 template <class S, bool X_COLS, bool W_COLS, bool E4M3, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ TileArgs p, int units, Epilogue epilogue) {
@@ -3322,9 +3526,14 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     if (S::MOVES_REGISTERS) take_registers<232>();
     wait_for_previous(); // whose results an epilogue may add to
     Ring<S::STAGES> ring;
+    [[maybe_unused]] const uint32_t places = stages.shared + S::STAGES * S::STAGE_BYTES + threadIdx.x / 32 * 2 * S::BOX;
+    [[maybe_unused]] int turn = 0;
     for (int u = blockIdx.x; u < units; u += gridDim.x) {
         const TilePlace<S, Epilogue::PAIR> at(p, u / p.splits, u % p.splits);
         float sum[1][S::NF][4];
+        [[maybe_unused]] Boxes<S, Epilogue> boxes = {at, p.N, p.out};
+        constexpr bool STAGED = S::STAGED && Epilogue::OUTPUTS > 0, LATE = E4M3 || Epilogue::MASKS; // (registers)
+        if constexpr (STAGED && !LATE) boxes.load(0, epilogue);
         if constexpr (Epilogue::MASKS) { // (then there are no splits)
             const KeptWords<S> words(at, epilogue.masks, p.more / epilogue.rank);
             multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.first_more);
@@ -3342,12 +3551,14 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
             finish_in_cluster<S>(sum, stages.shared, u % p.splits, p.splits, at, p.N, p.out, epilogue);
             return;
         }
-        #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int n = at.token(0, h);
-            finish_row<S>(sum[0], h, n, at.r0, p.N, p.out, epilogue);
-        }
+        if constexpr (STAGED) {
+            if constexpr (LATE) boxes.load(0, epilogue);
+            boxes.finish(sum[0], maps, places, turn, epilogue);
+        } else
+            #pragma unroll
+            for (int h = 0; h < 2; h++) finish_row<S>(sum[0], h, at.token(0, h), at.r0, p.N, p.out, epilogue);
     }
+    wait_for_boxes<0>(); // before the memory they lie in goes away
 #endif
 }
 
@@ -3373,14 +3584,21 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
     const auto map_w = [&](const bf16* W, int in, int ld) {
         return W_COLS ? map(W, in, p.out, ld, W_BOX) : map(W, rows, in, ld, W_BOX);
     };
-    TileMaps maps = {map_x(p.x, p.in, p.ldx), map_w(p.W, p.in, p.ldw), {}, {}};
+    TileMaps maps = {map_x(p.x, p.in, p.ldx), map_w(p.W, p.in, p.ldw), {}, {}, {}};
+    constexpr bool STAGED = S::STAGED && Epilogue::OUTPUTS > 0;
+    if constexpr (STAGED)
+        for (int k = 0; k < Epilogue::OUTPUTS; k++)
+            if (const auto to = epilogue.output(k); to.at) {
+                const int wide = 128 / (int)sizeof(*to.at);
+                maps.out[k] = tensor_map(to.at, {{(size_t)p.out, 1, wide}, {(size_t)p.N, to.ld, 16}});
+            }
     if (p.more) {
         maps.more_x = map_x(p.more_x, p.more, p.more);
         maps.more_W = map_w(p.more_W, p.more, W_COLS ? p.out : p.more);
     }
     const int blocks = p.splits > 1 ? units : std::min(units, S::BLOCKS * ctx.gpu->sms);
     launch_clusters(ctx, ctx.gpu->overlap, p.splits, hopper_kernel<S, X_COLS, W_COLS, E4M3, Epilogue>, blocks,
-                    S::THREADS, S::SHARED, maps, p, units, epilogue);
+                    S::THREADS, S::SHARED + (STAGED ? S::STAGING : 0), maps, p, units, epilogue);
 }
 
 // ---- The choice of a tile
@@ -3775,11 +3993,15 @@ inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, c
     });
 }
 
-// dW of training (backward.h), and X^T X of GPTQ (quantize.h).
+// dW of training (backward.h), and X^T X of GPTQ (quantize.h). Of some shapes the transposed product has fewer waves
+// of tiles.
 inline void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N,
                                        int out, int in) {
-    TileArgs p = {dy, x, out, N, in};
-    p.ldx = (int)ld;
+    TileArgs p = {dy, x, out, N, in}, transposed = {x, dy, in, N, out};
+    p.ldx = transposed.ldw = (int)ld;
+    const auto time = [&](int out, int in) { return HopperPlan(ctx, MOST_SPLITS, out, in, N, false).least; };
+    if (ctx.gpu->hopper && !ctx.invariant && time(in, out) < time(out, in))
+        return hopper_product<true, true>(ctx, transposed, AddTransposedEpilogue(dW, in));
     tile_product<true, true>(ctx, p, AddEpilogue(dW, dW, in));
 }
 

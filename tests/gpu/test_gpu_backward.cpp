@@ -97,6 +97,11 @@ TEST_CASE("the backward of products: input, weight, an adapter's, and with SwiGL
                 linear_backward_weight_gpu(pad.ctx, dW, device_dy, R, device_x, N, R, K);
                 linear_backward_weight_cpu(cpu(), want_dW.data(), dy.data(), (size_t)R, x.data(), N, R, K);
                 CHECK(wrong(dW.get(), as_double(want_dW), [&](size_t) { return sum_error<float>(N) * 4 + 1e-6; }) == 0);
+                if (pad.ctx.gpu->hopper && R % 8 == 0) { // the transposed product
+                    dW.replace(old);
+                    hopper_product<true, true>(pad.ctx, {device_x, device_dy, K, N, R}, AddTransposedEpilogue(dW, K));
+                    CHECK(wrong(dW.get(), as_double(want_dW), [&](size_t) { return sum_error<float>(N) * 4 + 1e-6; }) == 0);
+                }
 
                 // The adapter's; what is kept, and h, as forward leaves it.
                 lora_down_gpu(pad.ctx, W.dh, device_x, W.device, N);
