@@ -2210,23 +2210,21 @@ __global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, 
     norm_rows(out + at, C, x + at, w, pieces, 1, C, eps);
 }
 // The same where there are many: a warp a token, so that nobody waits for other warps and more loads are on their way.
-// The same bits.
-__global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const float* x, const bf16* w, int N, int C,
-                                                           float eps) {
+// The same bits. meanwhile() runs while the first ones are.
+template <class Meanwhile>
+__device__ __forceinline__ void norm_row(bf16* out, const float* x, const bf16* w, int C, float eps,
+                                         Meanwhile meanwhile) {
     constexpr int KEPT = 8; // pieces of 128 numbers
-    let_next_start();
-    wait_for_previous();
-    const int n = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (n >= N) return;
-    const size_t at = (size_t)n * C;
+    const int lane = threadIdx.x % 32;
     const auto load = [&](int p) {
         const int i = p * 128 + lane * 4;
-        return i < C ? *(const float4*)(x + at + i) : float4{};
+        return i < C ? *(const float4*)(x + i) : float4{};
     };
     const auto square = [](const float4& v) { return warp_sum(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w); };
     float4 kept[KEPT];
     #pragma unroll
     for (int p = 0; p < KEPT; p++) kept[p] = load(p);
+    meanwhile();
     float sum = 0;
     #pragma unroll
     for (int p = 0; p < KEPT; p++) sum += square(kept[p]); // (a piece past the end adds 0)
@@ -2236,15 +2234,23 @@ __global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const floa
         const int i = p * 128 + lane * 4;
         if (i >= C) return;
         const uint2 u = *(const uint2*)(w + i);
-        *(uint2*)(out + at + i) = make_uint2(pack(v.x * scale * low(u.x), v.y * scale * high(u.x)),
-                                             pack(v.z * scale * low(u.y), v.w * scale * high(u.y)));
+        *(uint2*)(out + i) = make_uint2(pack(v.x * scale * low(u.x), v.y * scale * high(u.x)),
+                                        pack(v.z * scale * low(u.y), v.w * scale * high(u.y)));
     };
     #pragma unroll
     for (int p = 0; p < KEPT; p++) store(p, kept[p]);
     for (int p = KEPT; p * 128 < C; p++) store(p, load(p));
 }
+__global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const float* x, const bf16* w, int N, int C,
+                                                           float eps) {
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x * 8 + threadIdx.x / 32;
+    if (n < N) norm_row(out + (size_t)n * C, x + (size_t)n * C, w, C, eps, [] {});
+}
+inline bool norms_by_warps(Context& ctx, int N) { return N >= 16 * ctx.gpu->sms; }
 inline void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps) {
-    if (N >= 16 * ctx.gpu->sms)
+    if (norms_by_warps(ctx, N))
         return launch(ctx, rmsnorm_warp_kernel, (N + 7) / 8, 256, 0, out, x, w, N, C, eps);
     launch(ctx, rmsnorm_kernel, N, 256, (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
 }
@@ -3779,18 +3785,39 @@ __device__ __forceinline__ uint32_t spread_bits(uint32_t a, uint32_t b, uint32_t
     return y;
 }
 
-// lora_down: h_j = drop_j(x) A_j^T, and what was kept. Grid: (tokens / 64, groups / GROUPS), 8 or 16 warps. A block
-// walks along `in` in stages of a few panels of 64 numbers (see chunk_address) of x and of A; a warp owns 16 tokens by
-// one of the panels, and masks its x in registers, once for each module. A lane makes half of a token's masks; the bits
-// of a pair of numbers become a mask by one instruction. The panels' sums are added in shared memory.
-// Bound by making the masks (Philox), without dropout by the memory's speed.
+// rmsnorm of many tokens, and what dropout keeps of it for each module: it makes the masks while it waits for memory.
+__global__ void __launch_bounds__(256) rmsnorm_masks_kernel(bf16* out, const float* x, const bf16* w, float eps,
+                                                            const __grid_constant__ LoraArgs p) {
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x * 8 + threadIdx.x / 32;
+    if (n >= p.N) return;
+    const uint32_t name = p.dropout.token[n];
+    norm_row(out + (size_t)n * p.in, x + (size_t)n * p.in, w, p.in, eps, [&] {
+        for (int j = 0; j < p.modules; j++)
+            for (int k = threadIdx.x % 32; k < 2 * p.kept.sixty_fours; k += 32) {
+                uint32_t kept = 0;
+                #pragma unroll
+                for (int c = 0; c < 4; c++)
+                    kept |= dropout_mask(p.dropout, p.keys, name, p.name(j), k * 4 + c) << 8 * c;
+                p.kept.at(j, k / 2, n)[k % 2] = kept;
+            }
+    });
+}
+
+// lora_down: h_j = drop_j(x) A_j^T, and what was kept, unless that is MADE. Grid: (tokens / 64, groups / GROUPS), 8 or
+// 16 warps. A block walks along `in` in stages of a few panels of 64 numbers (see chunk_address) of x and of A; a warp
+// owns 16 tokens by one of the panels, and masks its x in registers, once for each module. A lane makes half of a
+// token's masks; the bits of a pair of numbers become a mask by one instruction. The panels' sums are added in shared
+// memory.
+// Bound by making the masks (Philox), without that by the memory's speed.
 template <int GROUPS> struct LoraDownShape {
     static constexpr int TOKENS = 64, PANELS = GROUPS == 1 ? 4 : 2, STAGES = GROUPS == 2 ? 3 : 2;
     static constexpr int THREADS = PANELS * 128;
     static constexpr int X_PANEL = TOKENS * 128, PANEL = X_PANEL + GROUPS * 32 * 128, STAGE_BYTES = PANELS * PANEL;
     static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES;
 };
-template <int GROUPS>
+template <int GROUPS, bool MADE>
 __global__ void __launch_bounds__(LoraDownShape<GROUPS>::THREADS, 512 / LoraDownShape<GROUPS>::THREADS)
 lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
     using S = LoraDownShape<GROUPS>;
@@ -3823,12 +3850,25 @@ lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
         else commit_copies();
     const int mine = n0 + token + lane % 16; // the token of whose masks this lane makes a half
     const uint32_t name = p.dropping && mine < p.N ? p.dropout.token[mine] : 0;
+    uint32_t made[GROUPS]; // a step ahead
+    const auto load_made = [&](int step) {
+        const int i64 = step * S::PANELS + panel;
+        #pragma unroll
+        for (int k = 0; k < GROUPS; k++) {
+            const int j = p.module_of(first + k);
+            made[k] = j < p.modules && mine < p.N && i64 < p.kept.sixty_fours ? p.kept.at(j, i64, mine)[lane / 16] : 0;
+        }
+    };
+    if (MADE) load_made(0);
     float sum[GROUPS][4][4] = {};
     for (int step = 0; step < steps; step++) {
         const int i64 = step * S::PANELS + panel;
         uint32_t kept[GROUPS];
         #pragma unroll
-        for (int k = 0; k < GROUPS; k++) {
+        for (int k = 0; k < GROUPS && MADE; k++) kept[k] = made[k];
+        if (MADE) load_made(step + 1);
+        #pragma unroll
+        for (int k = 0; k < GROUPS && !MADE; k++) {
             const int j = p.module_of(first + k);
             kept[k] = ~0u;
             if (k && j == p.module_of(first + k - 1)) kept[k] = kept[k - 1];
@@ -3917,20 +3957,21 @@ template <class Launch> void in_groups(int groups, Launch launch) {
 }
 
 // Many tokens, or dropout: in training.
-inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N) {
+inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
     const LoraArgs p(W, N);
     if (!p.dropping && N < 64 * ctx.gpu->sms)
         return launch(ctx, lora_down_few_kernel, dim3((N + 31) / 32, p.groups()), 256, 0, h, x, p);
     in_groups(p.groups(), [&](auto groups) {
         using S = LoraDownShape<groups>;
         const dim3 grid((N + S::TOKENS - 1) / S::TOKENS, (p.groups() + groups - 1) / groups);
-        launch(ctx, lora_down_kernel<groups>, grid, S::THREADS, S::SHARED, h, x, p);
+        const auto kernel = made ? lora_down_kernel<groups, true> : lora_down_kernel<groups, false>;
+        launch(ctx, kernel, grid, S::THREADS, S::SHARED, h, x, p);
     });
 }
 
-// x W^T, with the kernel that suits N; an adapter's h and s B are further columns of x and W.
+// x W^T, with the kernel that suits N; an adapter's h and s B are further columns of x and W. made: its masks are.
 template <class Epilogue>
-void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
+void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
     const int out = Epilogue::PAIR ? W.rows[0] : W.out();
     const Adapter<bf16>& a = W.adapter;
     if (N <= STREAM_TOKENS && !ctx.invariant && !a.rank) {
@@ -3948,7 +3989,7 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
     const AfterUnpacking order(ctx, W);
     p.early = N <= 128;
     if (a.rank) {
-        lora_down_gpu(ctx, a.h, x, W, N);
+        lora_down_gpu(ctx, a.h, x, W, N, made);
         p.more_x = a.h, p.more_W = a.B, p.more = (int)a.width();
     }
     tile_product(ctx, p, epilogue);
@@ -3958,8 +3999,10 @@ template <class Epilogue>
 void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm,
                       const Linear<bf16>& W, int N, float eps) {
     if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank || W.format != Format::PLAIN) {
-        rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
-        return product_gpu(ctx, epilogue, normed, W, N);
+        const bool made = W.adapter.dropout && norms_by_warps(ctx, N);
+        if (!made) rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
+        else launch(ctx, rmsnorm_masks_kernel, (N + 7) / 8, 256, 0, normed, stream, norm, eps, LoraArgs(W, N));
+        return product_gpu(ctx, epilogue, normed, W, N, made);
     }
     const int out = Epilogue::PAIR ? W.rows[0] : W.out();
     stream_product(ctx, {nullptr, nullptr, stream, norm, eps, W.w[0], N, W.in, out}, epilogue);

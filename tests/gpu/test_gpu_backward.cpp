@@ -60,6 +60,22 @@ TEST_CASE("adapters in the products: h and what it adds, with and without dropou
                 linear_cpu(cpu(), want.data(), x.data(), W.host, N);
                 linear_gpu(pad.ctx, out, dx, W.device, N);
                 CHECK(differences(W.dh.get(), W.h, K) == 0);
+                if (p > 0) { // masks made by the norm ahead of the product: the same
+                    const std::vector<float> stream = random.fill<float>((size_t)N * K);
+                    const Device<float> dstream(stream);
+                    const Device<bf16> weight(random.fill<bf16>(K, 1, 1));
+                    Device<bf16> normed((size_t)N * K), again((size_t)N * K);
+                    rmsnorm_gpu(pad.ctx, normed, dstream, weight, N, K, 1e-6f);
+                    lora_down_gpu(pad.ctx, W.dh, normed, W.device, N);
+                    const std::vector<uint32_t> kept = W.dkept.get();
+                    const std::vector<bf16> h = W.dh.get();
+                    W.dkept.replace(std::vector<uint32_t>(kept.size(), 0xffffffff)), W.dh.replace(std::vector<bf16>(h.size()));
+                    launch(pad.ctx, rmsnorm_masks_kernel, (N + 7) / 8, 256, 0, again.data, dstream.data, weight.data, 1e-6f, LoraArgs(W.device, N));
+                    CHECK(same_bits(again.get(), normed.get()));
+                    CHECK(W.dkept.get() == kept);
+                    lora_down_gpu(pad.ctx, W.dh, again, W.device, N, true);
+                    CHECK(same_bits(W.dh.get(), h));
+                }
                 // A rounding of h that falls to the other side changes an output by 2^-8 of a term, |h B| <= |h| / 2.
                 double most = 0;
                 for (bf16 y : W.h) most = std::max<double>(most, std::fabs(to_acc(y)));
