@@ -69,17 +69,19 @@ inline void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, in
     launch(ctx, scale_rows_kernel, R, 256, 0, x, ld, by, n);
 }
 
-// ---- rmsnorm_backward. A block has a token; or, if `partial` (blocks, C) is not null, every so many, and adds up its
-// part of dw in shared memory, where each thread has its own columns. Bound by memory.
-__global__ void __launch_bounds__(128) rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* partial,
-                                                               const bf16* dout, const float* x, const bf16* w, int N,
-                                                               int C, float eps) {
+// ---- rmsnorm_backward. A block has a token; or with DW every so many, and adds up its part of dw in shared memory,
+// where each thread has its own columns, for `partial` (blocks, C). Bound by memory.
+constexpr int NORM_BLOCKS = 12; // of a multiprocessor, with DW
+template <bool DW>
+__global__ void __launch_bounds__(128, NORM_BLOCKS)
+rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* partial, const bf16* dout, const float* x,
+                        const bf16* w, int N, int C, float eps) {
     extern __shared__ float dw[]; // (C)
     __shared__ float parts[2][2][4];
     let_next_start();
     wait_for_previous();
-    for (int i = threadIdx.x * 4; i < C && partial; i += 512) *(float4*)(dw + i) = {};
-    for (int n = blockIdx.x, turn = 0; n < N; n += gridDim.x, turn ^= 1) {
+    for (int i = threadIdx.x * 4; DW && i < C; i += 512) *(float4*)(dw + i) = {};
+    for (int n = blockIdx.x, turn = 0; n < N; n += DW ? gridDim.x : N, turn ^= 1) {
         const size_t at = (size_t)n * C;
         float squares = 0, mixed = 0;
         for (int i = threadIdx.x * 4; i < C; i += 512) {
@@ -107,14 +109,14 @@ __global__ void __launch_bounds__(128) rmsnorm_backward_kernel(float* dx, bf16* 
             if (normed)
                 *(uint2*)(normed + at + i) = make_uint2(pack(a.x * r * low(b.x), a.y * r * high(b.x)),
                                                         pack(a.z * r * low(b.y), a.w * r * high(b.y)));
-            if (!partial) continue;
+            if (!DW) continue;
             float4 sum = *(const float4*)(dw + i);
             sum.x += low(d.x) * a.x * r, sum.y += high(d.x) * a.y * r;
             sum.z += low(d.y) * a.z * r, sum.w += high(d.y) * a.w * r;
             *(float4*)(dw + i) = sum;
         }
     }
-    for (int i = threadIdx.x * 4; i < C && partial; i += 512)
+    for (int i = threadIdx.x * 4; DW && i < C; i += 512)
         *(float4*)(partial + (size_t)blockIdx.x * C + i) = *(const float4*)(dw + i);
 }
 // dw[i] += what the blocks left, in order. A block has 32 columns, a warp every 32nd row.
@@ -134,12 +136,14 @@ __global__ void __launch_bounds__(1024) norm_weight_kernel(float* dw, const floa
 }
 inline void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout,
                                  const float* x, const bf16* w, int N, int C, float eps) {
+    float* const partial = ctx.gpu->partial;
+    if (!dw)
+        return launch(ctx, rmsnorm_backward_kernel<false>, N, 128, 0, dx, dy, normed, partial, dout, x, w, N, C, eps);
     const int most = (int)(PARTIAL_BYTES / (C * sizeof(float)));
-    const int blocks = dw ? std::min({N, 16 * ctx.gpu->sms, most}) : N;
-    float* const partial = dw ? ctx.gpu->partial : nullptr;
-    launch(ctx, rmsnorm_backward_kernel, blocks, 128, dw ? C * sizeof(float) : 0, dx, dy, normed, partial, dout, x, w,
-           N, C, eps);
-    if (dw) launch(ctx, norm_weight_kernel, (C + 31) / 32, 1024, 0, dw, partial, blocks, C);
+    const int blocks = std::min({N, NORM_BLOCKS * ctx.gpu->sms, most});
+    launch(ctx, rmsnorm_backward_kernel<true>, blocks, 128, C * sizeof(float), dx, dy, normed, partial, dout, x, w, N,
+           C, eps);
+    launch(ctx, norm_weight_kernel, (C + 31) / 32, 1024, 0, dw, partial, blocks, C);
 }
 
 // ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r
@@ -395,13 +399,7 @@ template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
         const float2 g = *(const float2*)(gate_up + n * 2 * F + f), u = *(const float2*)(gate_up + (n * 2 + 1) * F + f);
         return make_float4(g.x, g.y, u.x, u.y);
     }
-    static constexpr int OUTPUTS = 3;
-    BOTH Output<bf16> output(int k) const {
-        if (k == 0) return {hidden, F};
-        return {k == 1 ? dgate_up : dgate_up + F, 2 * F};
-    }
-    __device__ void four(int n, int f, const float4& y, const float4& old) { put_values(*this, n, f, y, old); }
-    template <class Put> __device__ void values(const float4& y, const float4& old, Put put) {
+    __device__ void four(int n, int f, const float4& y, const float4& old) {
         const float d4[] = {y.x, y.y, y.z, y.w};
         const uint32_t gates[] = {__float_as_uint(old.x), __float_as_uint(old.y)};
         const uint32_t ups[] = {__float_as_uint(old.z), __float_as_uint(old.w)};
@@ -413,8 +411,9 @@ template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
             const float sigma = __fdividef(1, 1 + exp2_fast(-LOG2E * g)), silu = g * sigma;
             out[i] = silu * u, dg[i] = d * u * sigma * (1 + g * (1 - sigma)), du[i] = d * silu;
         }
-        put(0, make_float4(out[0], out[1], out[2], out[3]));
-        put(1, make_float4(dg[0], dg[1], dg[2], dg[3])), put(2, make_float4(du[0], du[1], du[2], du[3]));
+        store_four(hidden + n * F + f, make_float4(out[0], out[1], out[2], out[3]));
+        store_four(dgate_up + n * 2 * F + f, make_float4(dg[0], dg[1], dg[2], dg[3]));
+        store_four(dgate_up + (n * 2 + 1) * F + f, make_float4(du[0], du[1], du[2], du[3]));
     }
 };
 

@@ -2046,8 +2046,8 @@ __device__ __forceinline__ uint4 load_shared(uint32_t at) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
     return v;
 }
-__device__ __forceinline__ void store_shared(uint32_t at, const uint2& v) {
-    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
+__device__ __forceinline__ void store_shared(uint32_t at, uint32_t v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32_t at, const float4& v) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
@@ -2394,8 +2394,9 @@ __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, i
 //                                  is false where n or r is past the end.
 //   four(n, r, y, second)          Sums of token n and rows r .. r + 3 (r % 4 = 0), from one thread; none past the end.
 //
-// What becomes of four sums is up to OUTPUTS times four numbers: values(y, second, put) calls put(k, four) for each k,
-// and they belong at output(k). So hopper_kernel can have whole boxes of them written in the background.
+// What becomes of four sums, each by itself, is up to OUTPUTS times four numbers: values(y, second, put) calls put(k,
+// four) for each k, and they belong at output(k). So hopper_kernel can have whole boxes of them written in the
+// background.
 // `second` is with PAIR the sum of up (y is that of gate), with ADDS what old or old_four returned, else zero.
 template <class T> struct Output {
     T* at; // or null: not wanted
@@ -2403,8 +2404,8 @@ template <class T> struct Output {
     __device__ T* of(int n, int r) const { return at + n * ld + r; }
 };
 struct Epilogue {
-    static constexpr int OUTPUTS = 0;            // if there are `values`
-    using Four = uint2;                          // ... and they are bf16; float4: float
+    static constexpr int OUTPUTS = 0;            // `four` is of `values`; a new `four` needs 0
+    using Four = uint2;                          // ... and they are bf16; with ADDS float4: float
     static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread gets the sums of both
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
     static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
@@ -3060,7 +3061,7 @@ struct WeightSums {
         chosen = n < N ? epilogue.chosen_row(n) - first - (int)threadIdx.x % 4 * 2 : -1;
         from = n < N ? epilogue.from(n) * LOG2E : 0;
     }
-    // Four weights, of fragments j and j + 1.
+    // Four weights, two of fragment j and two of j + 1.
     __device__ __forceinline__ float4 next(const float (&even)[4], const float (&odd)[4], int h, int j, int out) {
         float w[4];
         #pragma unroll
@@ -3071,7 +3072,7 @@ struct WeightSums {
             if (first + row < out) largest = fmaxf(largest, y), part += w[e];
             right = chosen == row + e % 2 ? y : right;
         }
-        return four_columns(make_float2(w[0], w[1]), make_float2(w[2], w[3]));
+        return make_float4(w[0], w[1], w[2], w[3]);
     }
     // The eight fragments from j0 on.
     template <class Epilogue> __device__ __forceinline__ void end_piece(int j0, int N, int out, Epilogue& epilogue) {
@@ -3091,7 +3092,8 @@ __device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int
     weights.begin(n, first, N, epilogue);
     #pragma unroll
     for (int j = 0; j < S::NF; j += 2) {
-        const float4 y = weights.next(sum[j], sum[j + 1], h, j, out);
+        const float4 w = weights.next(sum[j], sum[j + 1], h, j, out);
+        const float4 y = four_columns(make_float2(w.x, w.y), make_float2(w.z, w.w));
         const int t = threadIdx.x % 4, r = first + j * 8 + t / 2 * 4 + t % 2 * 8;
         if (n < N && r < out) epilogue.four(n, r, y, {});
         if (j % 8 == 6) weights.end_piece(j - 6, N, out, epilogue);
@@ -3475,11 +3477,14 @@ template <class S, class Epilogue> struct Boxes {
                 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int j = j0 + 2 * i;
+                    const auto two = [&](int j) { // if nothing is added, two of a fragment and two of the next will do
+                        return make_float4(sum[j][2 * h], sum[j][2 * h + 1], sum[j + 1][2 * h], sum[j + 1][2 * h + 1]);
+                    };
                     float4 y, second = {};
                     if constexpr (Epilogue::PARTS) y = weights[h].next(sum[j], sum[j + 1], h, j, out);
-                    else y = four_columns(sum[j], sum[j + 1], h);
-                    if constexpr (Epilogue::PAIR) second = four_columns(sum[j + S::UP], sum[j + 1 + S::UP], h);
-                    if constexpr (Epilogue::ADDS) second = old[h][i];
+                    else if constexpr (Epilogue::ADDS) y = four_columns(sum[j], sum[j + 1], h), second = old[h][i];
+                    else y = two(j);
+                    if constexpr (Epilogue::PAIR) second = two(j + S::UP);
                     epilogue.values(y, second, [&](int k, const float4& v) { round_four(four[k][h][i], v); });
                 }
                 if constexpr (Epilogue::PARTS) weights[h].end_piece(j0, N, out, epilogue);
@@ -3487,17 +3492,21 @@ template <class S, class Epilogue> struct Boxes {
             #pragma unroll
             for (int k = 0; k < Epilogue::OUTPUTS; k++) {
                 if (!epilogue.output(k).at) continue;
-                if constexpr (sizeof(four[0][0][0]) == 16)
+                if constexpr (Epilogue::ADDS) // of float
                     #pragma unroll
                     for (int i0 = 0; i0 < 4; i0 += 2)
                         put(maps.out[k], places, turn, first + j0 * 8 + i0 * 16, [&](uint32_t place, int h, int row) {
+                            #pragma unroll
                             for (int i = 0; i < 2; i++)
                                 store_shared(chunk_address(place, row, 4 * i + mine / 4), four[k][h][i0 + i]);
                         });
                 else
                     put(maps.out[k], places, turn, first + j0 * 8, [&](uint32_t place, int h, int row) {
-                        for (int i = 0; i < 4; i++)
-                            store_shared(chunk_address(place, row, 2 * i + t % 2) + t / 2 * 8, four[k][h][i]);
+                        #pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            store_shared(chunk_address(place, row, 2 * i) + t * 4, four[k][h][i].x);
+                            store_shared(chunk_address(place, row, 2 * i + 1) + t * 4, four[k][h][i].y);
+                        }
                     });
             }
             #pragma unroll
