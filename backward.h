@@ -10,47 +10,38 @@
 #ifdef __CUDACC__
 
 // ===================================================================================================== 1 Small kernels
-// ---- cross_entropy. A block a row. Of every 64 logits of it `parts` has the largest and sum e^(logit - largest);
-// `below` (R,V) has what they are less than that, as bf16, and becomes their gradient, or is null; loss[r] was the
-// target's logit. So a probability p is exact but for e^(a rounding of its distance from the largest of its 64), which
-// is at most a third of the rounding of the largest one's gradient (x e^-x <= 1 / e). V is a multiple of 8.
-__global__ void __launch_bounds__(1024) cross_entropy_kernel(float* loss, bf16* below, const float2* parts, int pieces,
-                                                             const int* target, float scale, int V) {
-    __shared__ float tops[32], sums[32];
+// ---- cross_entropy. A block a row. Of each 64 logits of it `parts` has the largest, and the sum of w = e^(logit -
+// from), which `weights` (R,V) holds, or is null; loss[r] was the target's logit. The row's gradient is factor (w, less
+// their sum at the target), so that one of its weights changes. `from` is zero at first: if w of some row might leave
+// what a float holds, all rows are asked for `again`, this one's from its largest logit on.
+__global__ void __launch_bounds__(256) cross_entropy_kernel(float* loss, bf16* weights, float* factor, float* from,
+                                                            int* again, const float2* parts, int pieces,
+                                                            const int* target, float scale, const float* by, int V,
+                                                            bool second) {
+    __shared__ float tops[8], sums[8];
     let_next_start();
     wait_for_previous();
-    parts += (size_t)blockIdx.x * pieces;
+    if (second && !*again) return;
+    const int r = blockIdx.x, warp = threadIdx.x / 32;
+    parts += (size_t)r * pieces;
     float top = -1e30f, sum = 0;
-    auto join = [&](float t, float s) { // (top, sum) of two sets of logits
-        const float most = fmaxf(top, t);
-        sum = (top == most ? sum : sum * exp2_fast((top - most) * LOG2E)) +
-              (t == most ? s : s * exp2_fast((t - most) * LOG2E));
-        top = most;
-    };
-    auto join_lanes = [&] {
-        for (int lane = 16; lane; lane /= 2) join(__shfl_xor_sync(~0u, top, lane), __shfl_xor_sync(~0u, sum, lane));
-    };
-    for (int i = threadIdx.x; i < pieces; i += 1024) join(parts[i].x, parts[i].y);
-    join_lanes();
-    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = top, sums[threadIdx.x / 32] = sum;
+    for (int i = threadIdx.x; i < pieces; i += 256) top = fmaxf(top, parts[i].x), sum += parts[i].y;
+    sum = warp_sum(sum);
+    for (int lane = 16; lane; lane /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lane));
+    if (threadIdx.x % 32 == 0) tops[warp] = top, sums[warp] = sum;
     __syncthreads();
-    top = tops[threadIdx.x % 32], sum = sums[threadIdx.x % 32];
-    join_lanes();
-    if (threadIdx.x == 0) loss[blockIdx.x] = logf(sum) + top - loss[blockIdx.x];
-    if (!below) return;
-    const float part = scale / sum;
-    const int right = target[blockIdx.x];
-    for (int v = threadIdx.x * 8; v < V; v += 8 * 1024) {
-        uint4* eight = (uint4*)(below + (size_t)blockIdx.x * V + v);
-        const uint4 x = *eight;
-        const float from = (parts[v / 64].x - top) * LOG2E;
-        auto two = [&](uint32_t pair, int v) {
-            const float a = exp2_fast(fmaf(low(pair), LOG2E, from)) * part - (v == right ? scale : 0);
-            const float b = exp2_fast(fmaf(high(pair), LOG2E, from)) * part - (v + 1 == right ? scale : 0);
-            return pack(a, b);
-        };
-        *eight = make_uint4(two(x.x, v), two(x.y, v + 2), two(x.z, v + 4), two(x.w, v + 6));
+    if (threadIdx.x) return;
+    for (int w = 1; w < 8; w++) top = fmaxf(top, tops[w]), sum += sums[w];
+    const float since = second ? from[r] : 0, right = loss[r];
+    if (!second) {
+        const bool far = !(fabsf(top) < 60); // (e^60 = 1e26)
+        from[r] = far ? top : 0;
+        if (far) *again = 1;
     }
+    loss[r] = logf(sum) + since - right;
+    if (!weights) return;
+    factor[r] = (by ? scale * by[r] : scale) / sum;
+    weights[(size_t)r * V + target[r]] = round_bf16(exp2_fast((right - since) * LOG2E) - sum);
 }
 
 // ---- add_losses. One block.
@@ -78,75 +69,81 @@ inline void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, in
     launch(ctx, scale_rows_kernel, R, 256, 0, x, ld, by, n);
 }
 
-// ---- rmsnorm_backward. A block a token. scale (N) gets r if it is not null.
-__global__ void __launch_bounds__(128) rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* scale,
-                                                               const bf16* dout, const float* x, const bf16* w, int C,
-                                                               float eps) {
-    __shared__ float parts[2][4];
+// ---- rmsnorm_backward. A block has a token; or with DW every so many, and adds up its part of dw in shared memory,
+// where each thread has its own columns, for `partial` (blocks, C). Bound by memory.
+constexpr int NORM_BLOCKS = 12; // of a multiprocessor, with DW
+template <bool DW>
+__global__ void __launch_bounds__(128, NORM_BLOCKS)
+rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* partial, const bf16* dout, const float* x,
+                        const bf16* w, int N, int C, float eps) {
+    extern __shared__ float dw[]; // (C)
+    __shared__ float parts[2][2][4];
     let_next_start();
     wait_for_previous();
-    const size_t at = (size_t)blockIdx.x * C;
-    float squares = 0, mixed = 0;
-    for (int i = threadIdx.x * 4; i < C; i += 512) {
-        const float4 a = *(const float4*)(x + at + i);
-        const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
-        squares += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w;
-        mixed += a.x * low(b.x) * low(d.x) + a.y * high(b.x) * high(d.x) +
-                 a.z * low(b.y) * low(d.y) + a.w * high(b.y) * high(d.y);
+    for (int i = threadIdx.x * 4; DW && i < C; i += 512) *(float4*)(dw + i) = {};
+    for (int n = blockIdx.x, turn = 0; n < N; n += DW ? gridDim.x : N, turn ^= 1) {
+        const size_t at = (size_t)n * C;
+        float squares = 0, mixed = 0;
+        for (int i = threadIdx.x * 4; i < C; i += 512) {
+            const float4 a = *(const float4*)(x + at + i);
+            const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
+            squares += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w;
+            mixed += a.x * low(b.x) * low(d.x) + a.y * high(b.x) * high(d.x) +
+                     a.z * low(b.y) * low(d.y) + a.w * high(b.y) * high(d.y);
+        }
+        squares = warp_sum(squares), mixed = warp_sum(mixed);
+        float(&part)[2][4] = parts[turn];
+        if (threadIdx.x % 32 == 0) part[0][threadIdx.x / 32] = squares, part[1][threadIdx.x / 32] = mixed;
+        __syncthreads();
+        squares = part[0][0] + part[0][1] + part[0][2] + part[0][3];
+        mixed = part[1][0] + part[1][1] + part[1][2] + part[1][3];
+        const float r = 1 / sqrtf(squares / C + eps), mean = mixed * r * r * r / C;
+        for (int i = threadIdx.x * 4; i < C; i += 512) {
+            const float4 a = *(const float4*)(x + at + i);
+            const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
+            float4 g = *(const float4*)(dx + at + i);
+            g.x += r * low(b.x) * low(d.x) - a.x * mean, g.y += r * high(b.x) * high(d.x) - a.y * mean;
+            g.z += r * low(b.y) * low(d.y) - a.z * mean, g.w += r * high(b.y) * high(d.y) - a.w * mean;
+            *(float4*)(dx + at + i) = g;
+            if (dy) *(uint2*)(dy + at + i) = make_uint2(pack(g.x, g.y), pack(g.z, g.w));
+            if (normed)
+                *(uint2*)(normed + at + i) = make_uint2(pack(a.x * r * low(b.x), a.y * r * high(b.x)),
+                                                        pack(a.z * r * low(b.y), a.w * r * high(b.y)));
+            if (!DW) continue;
+            float4 sum = *(const float4*)(dw + i);
+            sum.x += low(d.x) * a.x * r, sum.y += high(d.x) * a.y * r;
+            sum.z += low(d.y) * a.z * r, sum.w += high(d.y) * a.w * r;
+            *(float4*)(dw + i) = sum;
+        }
     }
-    squares = warp_sum(squares), mixed = warp_sum(mixed);
-    if (threadIdx.x % 32 == 0) parts[0][threadIdx.x / 32] = squares, parts[1][threadIdx.x / 32] = mixed;
-    __syncthreads();
-    squares = parts[0][0] + parts[0][1] + parts[0][2] + parts[0][3];
-    mixed = parts[1][0] + parts[1][1] + parts[1][2] + parts[1][3];
-    const float r = 1 / sqrtf(squares / C + eps), mean = mixed * r * r * r / C;
-    if (scale && threadIdx.x == 0) scale[blockIdx.x] = r;
-    for (int i = threadIdx.x * 4; i < C; i += 512) {
-        const float4 a = *(const float4*)(x + at + i);
-        const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
-        float4 g = *(const float4*)(dx + at + i);
-        g.x += r * low(b.x) * low(d.x) - a.x * mean, g.y += r * high(b.x) * high(d.x) - a.y * mean;
-        g.z += r * low(b.y) * low(d.y) - a.z * mean, g.w += r * high(b.y) * high(d.y) - a.w * mean;
-        *(float4*)(dx + at + i) = g;
-        if (dy) *(uint2*)(dy + at + i) = make_uint2(pack(g.x, g.y), pack(g.z, g.w));
-        if (normed)
-            *(uint2*)(normed + at + i) = make_uint2(pack(a.x * r * low(b.x), a.y * r * high(b.x)),
-                                                    pack(a.z * r * low(b.y), a.w * r * high(b.y)));
-    }
+    for (int i = threadIdx.x * 4; DW && i < C; i += 512)
+        *(float4*)(partial + (size_t)blockIdx.x * C + i) = *(const float4*)(dw + i);
 }
-// dw[i] += sum_n dout[n][i] x[n][i] scale[n]: a block has 32 columns and a split of the tokens, eight at a time; the
-// last block of some columns to arrive adds their splits in order.
-__global__ void __launch_bounds__(256) norm_weight_kernel(float* dw, const float* scale, const bf16* dout,
-                                                          const float* x, int N, int C, float* partial, int* arrived) {
-    __shared__ float sums[8][32];
+// dw[i] += what the blocks left, in order. A block has 32 columns, a warp every 32nd row.
+__global__ void __launch_bounds__(1024) norm_weight_kernel(float* dw, const float* partial, int rows, int C) {
+    __shared__ float sums[32][32];
     let_next_start();
     wait_for_previous();
-    const int column = blockIdx.x * 32 + threadIdx.x % 32, group = threadIdx.x / 32;
-    const int each = (N + gridDim.y - 1) / gridDim.y, last = min(N, (int)(blockIdx.y + 1) * each);
+    const int column = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
     float sum = 0;
-    for (int n = blockIdx.y * each + group; n < last && column < C; n += 8)
-        sum += to_acc(dout[(size_t)n * C + column]) * x[(size_t)n * C + column] * scale[n];
-    sums[group][threadIdx.x % 32] = sum;
+    #pragma unroll 8
+    for (int row = warp; row < rows; row += 32) sum += column < C ? partial[(size_t)row * C + column] : 0;
+    sums[warp][threadIdx.x % 32] = sum;
     __syncthreads();
-    if (group == 0 && column < C) {
-        for (int g = 1; g < 8; g++) sum += sums[g][threadIdx.x];
-        partial[(size_t)blockIdx.y * C + column] = sum;
-    }
-    if (!last_to_arrive(arrived + blockIdx.x, gridDim.y) || group || column >= C) return;
-    sum = dw[column];
-    for (int split = 0; split < (int)gridDim.y; split++) sum += __ldcg(partial + (size_t)split * C + column);
-    dw[column] = sum;
+    if (warp || column >= C) return;
+    for (int other = 1; other < 32; other++) sum += sums[other][threadIdx.x];
+    dw[column] += sum;
 }
 inline void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout,
                                  const float* x, const bf16* w, int N, int C, float eps) {
-    constexpr int SPLITS = 32;
-    if (dw && ((size_t)N + (size_t)SPLITS * C) * sizeof(float) > PARTIAL_BYTES)
-        DIE("%d tokens of %d channels are more than the norms' gradients can sum at once", N, C);
-    float *partial = ctx.gpu->partial, *scale = dw ? partial + (size_t)SPLITS * C : nullptr;
-    launch(ctx, rmsnorm_backward_kernel, N, 128, 0, dx, dy, normed, scale, dout, x, w, C, eps);
-    if (!dw) return;
-    launch(ctx, norm_weight_kernel, dim3((C + 31) / 32, SPLITS), 256, 0, dw, scale, dout, x, N, C, partial,
-           ctx.gpu->arrived);
+    float* const partial = ctx.gpu->partial;
+    if (!dw)
+        return launch(ctx, rmsnorm_backward_kernel<false>, N, 128, 0, dx, dy, normed, partial, dout, x, w, N, C, eps);
+    const int most = (int)(PARTIAL_BYTES / (C * sizeof(float)));
+    const int blocks = std::min({N, NORM_BLOCKS * ctx.gpu->sms, most});
+    launch(ctx, rmsnorm_backward_kernel<true>, blocks, 128, C * sizeof(float), dx, dy, normed, partial, dout, x, w, N,
+           C, eps);
+    launch(ctx, norm_weight_kernel, (C + 31) / 32, 1024, 0, dw, partial, blocks, C);
 }
 
 // ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r
@@ -338,27 +335,43 @@ inline void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, 
 // ========================================================================================================== 2 Products
 // dx = dy W, dW = dy^T x and the head's products are tile_product's, in other layouts and with these epilogues.
 
-// head_loss: the softmax's parts of each 64 logits, what these are below the largest of them, and the target's.
+// head_loss: what cross_entropy_kernel wants.
 struct LossEpilogue : Epilogue {
     static constexpr bool PARTS = true;
-    bf16* below;   // (R,ld), or null
-    float2* parts; // (R,pieces)
-    float* right;  // (R)
-    const int* target;
+    bf16* weights;      // (R,ld), or null
+    float2* parts;      // (R,pieces)
+    float* right;       // (R)
+    const int* target;  // (R)
+    const float* since; // (R)
+    const int* again;   // null: the first time
     size_t ld, pieces;
     int first; // of the head's rows
+    __device__ bool skipped() const {
+        if (again) wait_for_previous();
+        return again && !*again;
+    }
+    __device__ float from(int n) const { return again ? since[n] : 0; }
     __device__ void part(int n, int piece, float largest, float sum) { parts[n * pieces + piece] = {largest, sum}; }
     __device__ int chosen_row(int n) const { return target[n] - first; }
     __device__ void chosen(int n, float y) { right[n] = y; }
-    __device__ void four(int n, int r, const float4& y, const float4&) { if (below) store_four(below + n * ld + r, y); }
+    static constexpr int OUTPUTS = 1;
+    BOTH Output<bf16> output(int) const { return {weights, ld}; }
+    template <class Put> __device__ void values(const float4& y, const float4&, Put put) { put(0, y); }
+    __device__ void four(int n, int r, const float4& y, const float4& second) { put_values(*this, n, r, y, second); }
 };
 
-struct ScatterEpilogue : Epilogue { // head_backward: the gradient of row n of the picked ones goes to row rows[n]
-    bf16* out;       // (., C)
-    const int* rows; // (R)
+// head_backward: the gradient of row n of the picked ones goes to row rows[n].
+struct ScatterEpilogue : Epilogue {
+    bf16* out;           // (., C)
+    const float* factor; // (R)
+    const int* rows;     // (R)
     size_t C;
-    ScatterEpilogue(bf16* out, const int* rows, size_t C) : out(out), rows(rows), C(C) {}
-    __device__ void four(int n, int c, const float4& y, const float4&) { store_four(out + rows[n] * C + c, y); }
+    ScatterEpilogue(bf16* out, const float* factor, const int* rows, size_t C)
+        : out(out), factor(factor), rows(rows), C(C) {}
+    __device__ void four(int n, int c, const float4& y, const float4&) {
+        const float by = factor[n];
+        store_four(out + rows[n] * C + c, make_float4(y.x * by, y.y * by, y.z * by, y.w * by));
+    }
 };
 
 struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input where x was dropped on its way to the modules' A
@@ -761,33 +774,39 @@ __global__ void __launch_bounds__(256) lora_weight_sums_kernel(float* dA, LoraAr
 
 // ---- Launchers
 
-// Always in tiles of 128: their epilogue makes the softmax's parts. Logits do not leave the chip; what they are below
-// the largest of their 64 does, if their gradients are wanted: in these' place, as bf16 (R,V), which is all there is of
-// `logits`.
-inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* logits, bf16* picked, float* parts,
-                          const bf16* x, const int* rows, const int* target, float scale, const Linear<bf16>& W,
-                          int R) {
+// Always in tiles of 128: their epilogue makes the softmax's parts. Logits do not leave the chip; their weights in the
+// softmax do, if their gradients are wanted: in these' place, as bf16 (R,V), which is all there is of `logits`.
+inline void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked,
+                          float* parts, const bf16* x, const int* rows, const int* target, float scale,
+                          const float* by, const Linear<bf16>& W, int R) {
     const int V = W.out(), pieces = (V + 63) / 64;
     float2* const of_64 = (float2*)parts;
+    float* const from = parts + (size_t)R * pieces * 2;
+    int* const again = (int*)from + R;
+    bf16* const weights = dlogits ? (bf16*)logits : nullptr;
+    clear(ctx, again, 1);
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, W.in);
-    each_part(ctx, W, false, [&](int first, int count, const bf16* weights) {
-        const AfterUnpacking order(ctx, W);
-        const LossEpilogue epilogue = {{}, dlogits ? (bf16*)logits + first : nullptr, of_64 + first / 64, loss, target,
-                                       (size_t)V, (size_t)pieces, first};
-        const TileArgs p = {picked, weights, R, W.in, count};
-        if (ctx.gpu->hopper) hopper_product<false, false>(ctx, p, epilogue);
-        else launch_tiles<Tile128x128>(ctx, p, epilogue);
-    });
-    launch(ctx, cross_entropy_kernel, R, 1024, 0, loss, dlogits, of_64, pieces, target, scale, V);
+    for (bool second : {false, true}) {
+        each_part(ctx, W, false, [&](int first, int count, const bf16* part) {
+            const AfterUnpacking order(ctx, W);
+            const LossEpilogue epilogue = {{}, weights ? weights + first : nullptr, of_64 + first / 64, loss, target,
+                                           from, second ? again : nullptr, (size_t)V, (size_t)pieces, first};
+            const TileArgs p = {picked, part, R, W.in, count};
+            if (ctx.gpu->hopper) hopper_product<false, false>(ctx, p, epilogue);
+            else launch_tiles<Tile128x128>(ctx, p, epilogue);
+        });
+        launch(ctx, cross_entropy_kernel, R, 256, 0, loss, weights, factor, from, again, of_64, pieces, target, scale,
+               by, V, second);
+    }
 }
 
-inline void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const int* rows,
-                              const Linear<bf16>& W, int R) {
+inline void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
+                              const int* rows, const Linear<bf16>& W, int R) {
     each_part(ctx, W, true, [&](int first, int count, const bf16* weights) {
         const AfterUnpacking order(ctx, W);
         TileArgs p = {dlogits, weights, R, W.out(), count};
         p.ldx = (int)ld;
-        tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed + first, rows, W.in));
+        tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed + first, factor, rows, W.in));
     });
 }
 

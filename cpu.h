@@ -1780,10 +1780,12 @@ void cross_entropy_cpu(Context&, acc<T>* loss, T* dlogits, acc<T>* logits, const
 }
 
 template <class T>
-void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* logits, T* picked, acc<T>*, const T* x,
-                   const int* rows, const int* target, acc<T> scale, const Linear<T>& W, int R) {
+void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* factor, acc<T>* logits, T* picked, acc<T>*,
+                   const T* x, const int* rows, const int* target, acc<T> scale, const acc<T>* by, const Linear<T>& W,
+                   int R) {
     head_cpu(ctx, logits, picked, x, rows, W, R);
     cross_entropy_cpu(ctx, loss, dlogits, logits, target, scale, R, W.out());
+    for (int r = 0; r < R; r++) factor[r] = by ? by[r] : 1;
 }
 
 // Products with W's transpose: close(n, i, ahead[n][i] + sum_r dy[n * ld + r] W[r][i]), the sum in the order of r.
@@ -1819,10 +1821,11 @@ void transposed_product_cpu(const Linear<T>& W, const T* dy, size_t ld, int N,
 }
 
 template <class T>
-void head_backward_cpu(Context&, T* dnormed, const T* dlogits, size_t ld, const int* rows, const Linear<T>& W, int R) {
+void head_backward_cpu(Context&, T* dnormed, const T* dlogits, size_t ld, const acc<T>* factor, const int* rows,
+                       const Linear<T>& W, int R) {
     const size_t C = W.in;
     transposed_product_cpu(W, dlogits, ld, R, (const acc<T>*)nullptr,
-                           [&](int r, int i, acc<T> sum) { dnormed[rows[r] * C + i] = to_stored<T>(sum); });
+                           [&](int r, int i, acc<T> sum) { dnormed[rows[r] * C + i] = to_stored<T>(sum * factor[r]); });
 }
 
 template <class T>

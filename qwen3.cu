@@ -123,17 +123,24 @@ BOTH inline float exp_exact(float x) {
 struct Philox {
     uint32_t v[4];
 };
-BOTH inline Philox philox(uint64_t seed, uint64_t counter, uint64_t stream) {
+struct PhiloxKeys { // of each round
+    uint32_t k[10][2];
+    BOTH explicit PhiloxKeys(uint64_t seed) {
+        for (uint32_t i = 0; i < 10; i++)
+            k[i][0] = (uint32_t)seed + i * 0x9E3779B9, k[i][1] = (uint32_t)(seed >> 32) + i * 0xBB67AE85;
+    }
+};
+BOTH inline Philox philox(const PhiloxKeys& keys, uint64_t counter, uint64_t stream) {
     uint32_t c[4] = {(uint32_t)counter, (uint32_t)(counter >> 32), (uint32_t)stream, (uint32_t)(stream >> 32)};
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
+    for (auto& k : keys.k) {
         uint64_t a = (uint64_t)0xD2511F53 * c[0], b = (uint64_t)0xCD9E8D57 * c[2];
-        uint32_t next[4] = {(uint32_t)(b >> 32) ^ c[1] ^ k0, (uint32_t)b, (uint32_t)(a >> 32) ^ c[3] ^ k1, (uint32_t)a};
-        memcpy(c, next, sizeof c);
-        k0 += 0x9E3779B9;
-        k1 += 0xBB67AE85;
+        uint32_t x = (uint32_t)(b >> 32) ^ c[1] ^ k[0], y = (uint32_t)(a >> 32) ^ c[3] ^ k[1];
+        c[0] = x, c[1] = (uint32_t)b, c[2] = y, c[3] = (uint32_t)a;
     }
     return {{c[0], c[1], c[2], c[3]}};
+}
+BOTH inline Philox philox(uint64_t seed, uint64_t counter, uint64_t stream) {
+    return philox(PhiloxKeys(seed), counter, stream);
 }
 // Streams keep the draws of different purposes apart.
 enum RandomStream : uint64_t {
@@ -151,13 +158,17 @@ struct Dropout {
 };
 // Which of columns 8 k8 .. 8 k8 + 7 of a token are kept for a module: bit i is column 8 k8 + i. Eight numbers of 16
 // bits out of one Philox; kept is what is not below p.
-BOTH inline uint32_t dropout_mask(const Dropout& d, uint32_t token, uint32_t module, uint32_t k8) {
+BOTH inline uint32_t dropout_mask(const Dropout& d, const PhiloxKeys& keys, // of d.seed
+                                  uint32_t token, uint32_t module, uint32_t k8) {
     const uint64_t counter = (uint64_t)token << 32 | module << 16 | k8;
-    const Philox r = philox(d.seed, counter, STREAM_DROPOUT | (uint64_t)d.step << 8);
+    const Philox r = philox(keys, counter, STREAM_DROPOUT | (uint64_t)d.step << 8);
     const uint32_t limit = (uint32_t)(d.p * 65536 + 0.5f);
     uint32_t kept = 0;
     for (int i = 0; i < 8; i++) kept |= (uint32_t)((r.v[i / 2] >> i % 2 * 16 & 0xffff) >= limit) << i;
     return kept;
+}
+BOTH inline uint32_t dropout_mask(const Dropout& d, uint32_t token, uint32_t module, uint32_t k8) {
+    return dropout_mask(d, PhiloxKeys(d.seed), token, module, k8);
 }
 
 // What dropout keeps of a Linear's x, for each of its adapter's modules: of 64 neighbours two words, bit i % 32 of word
@@ -1140,19 +1151,24 @@ void cross_entropy(acc<T>* loss,      // (R) out
     }
 }
 
-// The head and its loss: logits[r] = W x[rows[r]], and their gradient in place of them.
+// The head and its loss: logits[r] = W x[rows[r]], and their gradient, factor[r] dlogits[r], in place of them: scale
+// times the loss's, by[r] times if there is `by`.
 template <class T>
 void head_loss(acc<T>* loss,      // (R) out
                T* dlogits,        // out, or null: as cross_entropy's
+               acc<T>* factor,    // (R) out
                acc<T>* logits,    // (R,V) out; become dlogits
-               T* picked,         // (R,C) scratch
-               acc<T>*,           // (R, V / 64 rounded up, 2) scratch of the GPU's
+               T* picked,         // (R,C) out: rows of x
+               acc<T>*,           // (R, V / 64 rounded up + 1, 2) scratch of the GPU's
                const T* x,        // (N,C) after the final norm
                const int* rows,   // (R)
                const int* target, // (R)
-               acc<T> scale, const Linear<T>& W, int R) {
+               acc<T> scale,
+               const acc<T>* by,  // (R), or null
+               const Linear<T>& W, int R) {
     head(logits, picked, x, rows, W, R);
     cross_entropy(loss, dlogits, logits, target, scale, R, W.out());
+    for (int r = 0; r < R; r++) factor[r] = by ? by[r] : 1;
 }
 
 // ---- add_losses: total += loss[0] + loss[1] + ..., in double and in order
@@ -1160,7 +1176,7 @@ template <class A> void add_losses(double* total, const A* loss, int R) {
     for (int r = 0; r < R; r++) *total += (double)loss[r];
 }
 
-// ---- scale_rows: row r of a gradient times by[r], where each token's loss has a weight of its own
+// ---- scale_rows: row r times by[r]
 template <class T>
 void scale_rows(T* x,             // (R, ld), n of each row; in and out
                 size_t ld,
@@ -1174,16 +1190,17 @@ void scale_rows(T* x,             // (R, ld), n of each row; in and out
 // ---- head: logits[r] = W normed[rows[r]]
 // dnormed of these rows; those of the others are not touched.
 template <class T>
-void head_backward(T* dnormed,       // (N,C) out
-                   const T* dlogits, // (R, ld), V of each row
+void head_backward(T* dnormed,           // (N,C) out
+                   const T* dlogits,     // (R, ld), V of each row: factor[r] times as long
                    size_t ld,
-                   const int* rows,  // (R), none twice
+                   const acc<T>* factor, // (R)
+                   const int* rows,      // (R), none twice
                    const Linear<T>& W, int R) {
     for (int r = 0; r < R; r++)
         for (int i = 0; i < W.in; i++) {
             acc<T> sum = 0;
             for (int v = 0; v < W.out(); v++) sum += to_acc(dlogits[r * ld + v]) * W.at(v, i);
-            dnormed[(size_t)rows[r] * W.in + i] = to_stored<T>(sum);
+            dnormed[(size_t)rows[r] * W.in + i] = to_stored<T>(sum * factor[r]);
         }
 }
 
@@ -1514,6 +1531,7 @@ template <class T> struct Flow {
     T* hidden;       // (N,F); null on a GPU
     T* h;            // (N, 3 rank) of a product's adapter
     acc<T>* logits;  // (head_rows,V), then their gradient; of a GPU half as long: see head_loss_gpu
+    acc<T>* factor;  // (head_rows) of dlogits' rows
     acc<T>* parts;   // scratch of head_loss
     T* picked;       // (head_rows,C)
     int head_rows;   // rows that go through the head at once
@@ -1530,7 +1548,8 @@ template <class T> struct Flow {
         h = arena.take<T>((size_t)N * 3 * rank);
         head_rows = rows;
         logits = (acc<T>*)arena.take<uint8_t>((size_t)rows * c.V * (gpu ? sizeof(T) : sizeof(acc<T>)));
-        parts = arena.take<acc<T>>((size_t)rows * ((c.V + 63) / 64) * 2);
+        factor = arena.take<acc<T>>(rows);
+        parts = arena.take<acc<T>>((size_t)rows * ((c.V + 63) / 64 + 1) * 2);
         picked = arena.take<T>((size_t)rows * c.C);
     }
 };
@@ -1551,12 +1570,14 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
     if (g) clear(ctx, d.normed, (size_t)N * c.C);
     for (int r = 0; r < R && !(ctx.stop && *ctx.stop); r += d.head_rows) {
         const int n = std::min(d.head_rows, R - r);
-        RUN(head_loss, loss + r, dlogits, d.logits, d.picked, d.parts, a.normed, rows + r, target + r, scale, w.head,
-            n);
+        RUN(head_loss, loss + r, dlogits, d.factor, d.logits, d.picked, d.parts, a.normed, rows + r, target + r, scale,
+            by ? by + r : nullptr, w.head, n);
         if (!g) continue;
-        if (by) RUN(scale_rows, dlogits, ld, by + r, n, c.V);
-        if (g->head) RUN(linear_backward_weight, g->head, dlogits, ld, d.picked, n, c.V, c.C);
-        RUN(head_backward, d.normed, dlogits, ld, rows + r, w.head, n);
+        if (g->head) {
+            RUN(scale_rows, d.picked, (size_t)c.C, d.factor, n, c.C);
+            RUN(linear_backward_weight, g->head, dlogits, ld, d.picked, n, c.V, c.C);
+        }
+        RUN(head_backward, d.normed, dlogits, ld, d.factor, rows + r, w.head, n);
     }
 }
 
@@ -1842,6 +1863,16 @@ __device__ inline void copy_box_by(uint64_t policy, uint32_t shared, const CUten
                "[%1, {%3,%4}], [%2], %5;"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy) : "memory");
 }
+// ... and back, as a part of the group that ends at the next commit_boxes. What is past the array's end is left out.
+__device__ inline void store_box(const CUtensorMap& map, uint32_t shared, int x, int y) {
+    HOPPER_ASM("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2,%3}], [%1];"
+               ::"l"(&map), "r"(shared), "r"(x), "r"(y) : "memory");
+}
+__device__ inline void commit_boxes() { HOPPER_ASM("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until shared memory has been read by all of this thread's groups but the last few.
+template <int LAST> __device__ inline void wait_for_boxes() {
+    HOPPER_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(LAST) : "memory");
+}
 __device__ inline void prefetch_map(const CUtensorMap& map) {
     HOPPER_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -1897,6 +1928,9 @@ inline CUtensorMap tensor_map(const void* array, CUtensorMapDataType type, int n
 inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension> dimensions) {
     const auto swizzle = dimensions.begin()->box == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
     return tensor_map(array, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, swizzle, dimensions);
+}
+inline CUtensorMap tensor_map(const float* array, std::initializer_list<Dimension> dimensions) {
+    return tensor_map(array, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, CU_TENSOR_MAP_SWIZZLE_128B, dimensions);
 }
 
 // Registers move between the warpgroups of a block (all four warps of one say it; a multiple of 8 each thread).
@@ -2026,6 +2060,12 @@ __device__ __forceinline__ uint4 load_shared(uint32_t at) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
     return v;
+}
+__device__ __forceinline__ void store_shared(uint32_t at, uint32_t v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t at, const float4& v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
@@ -2184,7 +2224,49 @@ __global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, 
     const size_t at = (size_t)blockIdx.x * C;
     norm_rows(out + at, C, x + at, w, pieces, 1, C, eps);
 }
+// The same where there are many: a warp a token, so that nobody waits for other warps and more loads are on their way.
+// The same bits. meanwhile() runs while the first ones are.
+template <class Meanwhile>
+__device__ __forceinline__ void norm_row(bf16* out, const float* x, const bf16* w, int C, float eps,
+                                         Meanwhile meanwhile) {
+    constexpr int KEPT = 8; // pieces of 128 numbers
+    const int lane = threadIdx.x % 32;
+    const auto load = [&](int p) {
+        const int i = p * 128 + lane * 4;
+        return i < C ? *(const float4*)(x + i) : float4{};
+    };
+    const auto square = [](const float4& v) { return warp_sum(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w); };
+    float4 kept[KEPT];
+    #pragma unroll
+    for (int p = 0; p < KEPT; p++) kept[p] = load(p);
+    meanwhile();
+    float sum = 0;
+    #pragma unroll
+    for (int p = 0; p < KEPT; p++) sum += square(kept[p]); // (a piece past the end adds 0)
+    for (int p = KEPT; p * 128 < C; p++) sum += square(load(p));
+    const float scale = 1 / sqrtf(sum / C + eps);
+    const auto store = [&](int p, const float4& v) {
+        const int i = p * 128 + lane * 4;
+        if (i >= C) return;
+        const uint2 u = *(const uint2*)(w + i);
+        *(uint2*)(out + i) = make_uint2(pack(v.x * scale * low(u.x), v.y * scale * high(u.x)),
+                                        pack(v.z * scale * low(u.y), v.w * scale * high(u.y)));
+    };
+    #pragma unroll
+    for (int p = 0; p < KEPT; p++) store(p, kept[p]);
+    for (int p = KEPT; p * 128 < C; p++) store(p, load(p));
+}
+__global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const float* x, const bf16* w, int N, int C,
+                                                           float eps) {
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x * 8 + threadIdx.x / 32;
+    if (n < N) norm_row(out + (size_t)n * C, x + (size_t)n * C, w, C, eps, [] {});
+}
+inline bool norms_by_warps(Context& ctx, int N) { return N >= 16 * ctx.gpu->sms; }
 inline void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps) {
+    if (norms_by_warps(ctx, N))
+        return launch(ctx, rmsnorm_warp_kernel, (N + 7) / 8, 256, 0, out, x, w, N, C, eps);
     launch(ctx, rmsnorm_kernel, N, 256, (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
 }
 
@@ -2327,8 +2409,18 @@ __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, i
 //                                  is false where n or r is past the end.
 //   four(n, r, y, second)          Sums of token n and rows r .. r + 3 (r % 4 = 0), from one thread; none past the end.
 //
+// What becomes of four sums, each by itself, is up to OUTPUTS times four numbers: values(y, second, put) calls put(k,
+// four) for each k, and they belong at output(k). So hopper_kernel can have whole boxes of them written in the
+// background.
 // `second` is with PAIR the sum of up (y is that of gate), with ADDS what old or old_four returned, else zero.
+template <class T> struct Output {
+    T* at; // or null: not wanted
+    size_t ld;
+    __device__ T* of(int n, int r) const { return at + n * ld + r; }
+};
 struct Epilogue {
+    static constexpr int OUTPUTS = 0;            // `four` is of `values`; a new `four` needs 0
+    using Four = uint2;                          // ... and they are bf16; with ADDS float4: float
     static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread gets the sums of both
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
     static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
@@ -2348,12 +2440,15 @@ struct Epilogue {
     static constexpr DropoutMasks masks = {nullptr, 0, 0};
     static constexpr int rank = 0;
     static constexpr float scale = 1;
-    // With PARTS, of the sums y of token n and rows 64 piece .. 64 piece + 63: the largest, and sum e^(y - largest).
-    // From one thread, n and 64 piece not past the end. `four` then gets y - largest. Before that chosen(n, y) is
-    // called once, with the sum of row chosen_row(n).
+    // With PARTS `four` gets w = e^(y - from(n)) of the sums y of token n; part() of rows 64 piece .. 64 piece + 63 the
+    // largest y and the sum of w: from one thread, n and 64 piece not past the end. And chosen(n, y) is called once,
+    // with the sum of row chosen_row(n).
+    __device__ float from(int /* n */) const { return 0; }
     __device__ void part(int /* n */, int /* piece */, float /* largest */, float /* sum */) {}
     __device__ int chosen_row(int /* n */) const { return -1; }
     __device__ void chosen(int /* n */, float /* y */) {}
+    // tile_kernel, hopper_kernel: all threads, first. If true the kernel does nothing.
+    __device__ bool skipped() const { return false; }
 };
 
 __device__ inline void store_one(float* to, float y) { *to = y; }
@@ -2363,10 +2458,23 @@ __device__ inline void store_four(bf16* to, const float4& y) {
     *(uint2*)to = make_uint2(pack(y.x, y.y), pack(y.z, y.w));
 }
 
+__device__ inline void round_four(float4& to, const float4& y) { to = y; }
+__device__ inline void round_four(uint2& to, const float4& y) { to = make_uint2(pack(y.x, y.y), pack(y.z, y.w)); }
+template <class Epilogue> // an epilogue's `four`, of `values`
+__device__ __forceinline__ void put_values(Epilogue& epilogue, int n, int r, const float4& y, const float4& second) {
+    epilogue.values(y, second, [&](int k, const float4& v) {
+        const auto to = epilogue.output(k);
+        if (to.at) store_four(to.of(n, r), v);
+    });
+}
+
 template <class T> struct StoreEpilogue : Epilogue { // linear: out = y; in float the head's logits
     T* out; // (N, ld)
     size_t ld;
+    static constexpr int OUTPUTS = std::is_same_v<T, bf16>;
     StoreEpilogue(T* out, size_t ld) : out(out), ld(ld) {}
+    BOTH Output<T> output(int) const { return {out, ld}; }
+    template <class Put> __device__ void values(const float4& y, const float4&, Put put) { put(0, y); }
     __device__ void one(bool inside, int n, int r, float y, float) { if (inside) store_one(out + n * ld + r, y); }
     __device__ void four(int n, int r, const float4& y, const float4&) { store_four(out + n * ld + r, y); }
 };
@@ -2380,8 +2488,27 @@ struct AddEpilogue : Epilogue { // linear_add: out = residual + y; linear_backwa
     __device__ float old(int n, int r) const { return residual[n * ld + r]; }
     __device__ float4 old_four(int n, int r) const { return *(const float4*)(residual + n * ld + r); }
     __device__ void one(bool inside, int n, int r, float y, float old) { if (inside) out[n * ld + r] = old + y; }
+    static constexpr int OUTPUTS = 1;
+    using Four = float4;
+    BOTH Output<float> output(int) const { return {out, ld}; }
+    template <class Put> __device__ void values(const float4& y, const float4& old, Put put) {
+        put(0, make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w));
+    }
+    __device__ void four(int n, int r, const float4& y, const float4& old) { put_values(*this, n, r, y, old); }
+};
+
+struct AddTransposedEpilogue : Epilogue { // linear_backward_weight: out, transposed, += y
+    static constexpr bool ADDS = true;
+    float* out; // (., ld)
+    size_t ld;
+    AddTransposedEpilogue(float* out, size_t ld) : out(out), ld(ld) {}
+    __device__ float4 old_four(int n, int r) const {
+        const float* at = out + r * ld + n;
+        return make_float4(at[0], at[ld], at[2 * ld], at[3 * ld]);
+    }
     __device__ void four(int n, int r, const float4& y, const float4& old) {
-        store_four(out + n * ld + r, make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w));
+        float* at = out + r * ld + n;
+        at[0] = old.x + y.x, at[ld] = old.y + y.y, at[2 * ld] = old.z + y.z, at[3 * ld] = old.w + y.w;
     }
 };
 
@@ -2391,6 +2518,7 @@ __device__ inline float swiglu(float gate, float up) {
     return __fdividef(g, 1 + exp2_fast(-LOG2E * g)) * to_acc(round_bf16(up)); // (an exact division is a call)
 }
 struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
+    static constexpr int OUTPUTS = 3;
     static constexpr bool PAIR = true;
     bf16* out;     // (N,F)
     bf16* gate_up; // (N,2F) for the backward pass, or null
@@ -2401,11 +2529,15 @@ struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
         out[n * F + f] = round_bf16(swiglu(gate, up));
         if (gate_up) gate_up[n * 2 * F + f] = round_bf16(gate), gate_up[(n * 2 + 1) * F + f] = round_bf16(up);
     }
-    __device__ void four(int n, int f, const float4& g, const float4& u) {
-        const float4 y = {swiglu(g.x, u.x), swiglu(g.y, u.y), swiglu(g.z, u.z), swiglu(g.w, u.w)};
-        store_four(out + n * F + f, y);
-        if (gate_up) store_four(gate_up + n * 2 * F + f, g), store_four(gate_up + (n * 2 + 1) * F + f, u);
+    BOTH Output<bf16> output(int k) const {
+        if (k == 0) return {out, F};
+        return {gate_up && k == 2 ? gate_up + F : gate_up, 2 * F};
     }
+    template <class Put> __device__ void values(const float4& g, const float4& u, Put put) {
+        put(0, make_float4(swiglu(g.x, u.x), swiglu(g.y, u.y), swiglu(g.z, u.z), swiglu(g.w, u.w)));
+        put(1, g), put(2, u);
+    }
+    __device__ void four(int n, int f, const float4& g, const float4& u) { put_values(*this, n, f, g, u); }
 };
 
 // ---- Few tokens. linear, linear_add, SwiGLU of them, the head, and with NORM the same of rmsnorm(stream).
@@ -2926,33 +3058,6 @@ __device__ __forceinline__ bool reduce_splits(float (&sum)[M][N][4], float* part
     return true;
 }
 
-// Epilogue::PARTS, of a lane's token n in fragments j0 .. j0 + 7 of `sum`, which are rows r0 .. r0 + 63. A quad of
-// lanes has all of them. h: which of the fragment's two tokens a lane holds. Returns the largest.
-template <int NF, class Epilogue>
-__device__ __forceinline__ float softmax_part(const float (&sum)[NF][4], int j0, int h, int n, int r0, int N, int out,
-                                              Epilogue& epilogue) {
-    const int t = threadIdx.x % 4, chosen = n < N ? epilogue.chosen_row(n) - r0 - 2 * t : -1;
-    float largest = -1e30f, part = 0, right = 0;
-    #pragma unroll
-    for (int j = 0; j < 8; j++)
-        #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const float y = sum[j0 + j][2 * h + e];
-            if (r0 + j * 8 + 2 * t + e < out) largest = fmaxf(largest, y);
-            right = chosen == j * 8 + e ? y : right;
-        }
-    largest = quad_max(largest);
-    #pragma unroll
-    for (int j = 0; j < 8; j++)
-        #pragma unroll
-        for (int e = 0; e < 2; e++)
-            if (r0 + j * 8 + 2 * t + e < out) part += exp2_fast((sum[j0 + j][2 * h + e] - largest) * LOG2E);
-    part = quad_sum(part);
-    if (t == 0 && n < N && r0 < out) epilogue.part(n, r0 / 64, largest, part);
-    if (chosen >= 0 && chosen < 64 && chosen % 8 < 2) epilogue.chosen(n, right);
-    return largest;
-}
-
 // Four neighbouring columns of the 16 of two fragments, so that a quad of lanes writes whole sectors of 32 bytes:
 // neighbours exchange two numbers. Lanes 0 1 2 3 of a quad get columns 0 .. 3, 8 .. 11, 4 .. 7, 12 .. 15. `lanes`: who
 // calls it.
@@ -2966,15 +3071,61 @@ __device__ __forceinline__ float4 four_columns(const float (&even)[4], const flo
                                                uint32_t lanes = ~0u) {
     return four_columns(make_float2(even[2 * h], even[2 * h + 1]), make_float2(odd[2 * h], odd[2 * h + 1]), lanes);
 }
+// With PARTS, what a lane of a quad, which has whole pieces of 64 rows, makes of its sums of token n, fragment after
+// fragment; `first` is the first row of the warp's part.
+struct WeightSums {
+    int n, first, chosen;
+    float from, right = 0, largest = -1e30f, part = 0;
+    template <class Epilogue>
+    __device__ __forceinline__ void begin(int n_, int first_, int N, const Epilogue& epilogue) {
+        n = n_, first = first_;
+        chosen = n < N ? epilogue.chosen_row(n) - first - (int)threadIdx.x % 4 * 2 : -1;
+        from = n < N ? epilogue.from(n) * LOG2E : 0;
+    }
+    // Four weights, two of fragment j and two of j + 1.
+    __device__ __forceinline__ float4 next(const float (&even)[4], const float (&odd)[4], int h, int j, int out) {
+        float w[4];
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int row = (j + e / 2) * 8;
+            const float y = (e / 2 ? odd : even)[2 * h + e % 2];
+            w[e] = exp2_fast(fmaf(y, LOG2E, -from));
+            if (first + row < out) largest = fmaxf(largest, y), part += w[e];
+            right = chosen == row + e % 2 ? y : right;
+        }
+        return make_float4(w[0], w[1], w[2], w[3]);
+    }
+    // The eight fragments from j0 on.
+    template <class Epilogue> __device__ __forceinline__ void end_piece(int j0, int N, int out, Epilogue& epilogue) {
+        largest = quad_max(largest), part = quad_sum(part);
+        if (threadIdx.x % 4 == 0 && n < N && first + j0 * 8 < out)
+            epilogue.part(n, (first + j0 * 8) / 64, largest, part);
+        largest = -1e30f, part = 0;
+    }
+    template <class Epilogue> __device__ __forceinline__ void end(int fragments, Epilogue& epilogue) {
+        if (chosen >= 0 && chosen < fragments * 8 && chosen % 8 < 2) epilogue.chosen(n, right);
+    }
+};
+template <class S, class Epilogue>
+__device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
+                                               Epilogue& epilogue) {
+    WeightSums weights;
+    weights.begin(n, first, N, epilogue);
+    #pragma unroll
+    for (int j = 0; j < S::NF; j += 2) {
+        const float4 w = weights.next(sum[j], sum[j + 1], h, j, out);
+        const float4 y = four_columns(make_float2(w.x, w.y), make_float2(w.z, w.w));
+        const int t = threadIdx.x % 4, r = first + j * 8 + t / 2 * 4 + t % 2 * 8;
+        if (n < N && r < out) epilogue.four(n, r, y, {});
+        if (j % 8 == 6) weights.end_piece(j - 6, N, out, epilogue);
+    }
+    weights.end(S::NF, epilogue);
+}
 // Hands a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
 template <class S, class Epilogue>
 __device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
                                            Epilogue& epilogue) {
-    [[maybe_unused]] float largest[(S::NF + 7) / 8]; // of each 64 rows
-    if constexpr (Epilogue::PARTS)
-        #pragma unroll
-        for (int j = 0; j < S::NF; j += 8)
-            largest[j / 8] = softmax_part(sum, j, h, n, first + j * 8, N, out, epilogue);
+    if constexpr (Epilogue::PARTS) return finish_weights<S>(sum, h, n, first, N, out, epilogue);
     constexpr int EACH = Epilogue::PAIR ? 4 : 2; // fragments that give a lane four columns, of gate and up with PAIR
     constexpr int FOURS = S::NF / EACH;
     const int t = threadIdx.x % 4;
@@ -2992,10 +3143,6 @@ __device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, 
             const bool inside = n < N && row(i) < out;
             const int j = Epilogue::PAIR && S::UP == 2 ? 4 * i : 2 * i;
             float4 y = four_columns(sum[j], sum[j + 1], h), second = {};
-            if constexpr (Epilogue::PARTS) {
-                const float by = largest[j / 8];
-                y = make_float4(y.x - by, y.y - by, y.z - by, y.w - by);
-            }
             if constexpr (Epilogue::PAIR) second = four_columns(sum[j + S::UP], sum[j + S::UP + 1], h);
             if constexpr (Epilogue::ADDS) second = old[i - i0];
             if (inside) epilogue.four(n, row(i), y, second);
@@ -3008,6 +3155,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
     static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
     static_assert(!Epilogue::PARTS || S::NF % 8 == 0, "a quad of lanes has whole pieces of 64");
     extern __shared__ __align__(128) uint4 memory[]; // no row straddles two lines of 128 bytes
+    if (epilogue.skipped()) return;
     const TilePlace<S, Epilogue::PAIR> at(p, blockIdx.x, blockIdx.y);
     const TileStages<S, X_COLS, W_COLS, Epilogue::PAIR> stages = {p, at, shared_address(memory), {}, {}};
 
@@ -3101,11 +3249,14 @@ template <int TOKENS_, int ROWS_, int STAGES_, int MOST_ = TOKENS_> struct Hoppe
     static constexpr size_t ROOM = BLOCKS == 2 ? 112 * 1024 : 226 * 1024; // what a block may have
     // Whether the ring may be shorter than STAGES by one, which a block's received sums take.
     static constexpr bool GIVES = BLOCKS == 1 && TOKENS * ROWS <= 128 * 64;
+    // Two boxes of 16 tokens by 64 columns for each warp, where there is room.
+    static constexpr int BOX = 16 * 128, STAGING = CONSUMERS / 32 * 2 * BOX;
+    static constexpr bool STAGED = BLOCKS == 1 && CONSUMERS == 256 && ROWS >= 128 && SHARED + STAGING <= 227 * 1024;
     __device__ static int warp_token() { return threadIdx.x / 32 * 16; }
     __device__ static int warp_row() { return 0; }
 };
 struct TileMaps {
-    CUtensorMap x, W, more_x, more_W;
+    CUtensorMap x, W, more_x, more_W, out[3];
 };
 
 // A stage's two halves. copy_w: two boxes with PAIR; down the columns a box of 64 columns is a panel.
@@ -3326,6 +3477,94 @@ __device__ __forceinline__ void finish_in_cluster(const float (&sum)[1][S::NF][4
     }
 }
 
+// Hands a warp's sums to an epilogue with outputs, whose boxes of 128 bytes a token go through shared memory, each in
+// one of the warp's two places there in turn: a lane's own stores would write eight pieces of 32 bytes at a time, and
+// the warp would wait for them. What the epilogue adds to is asked for 64 columns ahead.
+template <class S, class Epilogue> struct Boxes {
+    static constexpr int FRAGMENTS = Epilogue::PAIR ? S::UP : S::NF;
+    const TilePlace<S, Epilogue::PAIR>& at;
+    const int N, out, mine = threadIdx.x % 4 / 2 * 4 + threadIdx.x % 2 * 8, n0 = at.token(0, 0);
+    float4 old[2][4];
+    __device__ __forceinline__ int row(int j0, int i) const {
+        return (Epilogue::PAIR ? at.r0 / 2 : at.r0) + j0 * 8 + i * 16 + mine;
+    }
+    __device__ __forceinline__ void load(int j0, const Epilogue& epilogue) {
+        if constexpr (Epilogue::ADDS)
+            #pragma unroll
+            for (int k = 0; k < 8; k++) {
+                const int n = n0 + k / 4 * 8, r = row(j0, k % 4);
+                old[k / 4][k % 4] = n < N && r < out ? epilogue.old_four(n, r) : float4{};
+            }
+    }
+    // store(place) to shared memory, then the box goes to column x of an output.
+    template <class Store>
+    __device__ __forceinline__ void put(const CUtensorMap& map, uint32_t places, int& turn, int x, Store store) const {
+        const int lane = threadIdx.x % 32;
+        const uint32_t place = places + turn * S::BOX;
+        if (lane == 0) wait_for_boxes<1>();
+        __syncwarp();
+        #pragma unroll
+        for (int h = 0; h < 2; h++) store(place, h, h * 8 + lane / 4);
+        shared_to_async();
+        __syncwarp();
+        if (lane == 0) store_box(map, place, x, n0 - lane / 4), commit_boxes();
+        turn ^= 1;
+    }
+    __device__ __forceinline__ void finish(const float (&sum)[S::NF][4], const TileMaps& maps, uint32_t places,
+                                           int& turn, Epilogue& epilogue) {
+        const int first = row(0, 0) - mine, t = threadIdx.x % 4;
+        [[maybe_unused]] WeightSums weights[2];
+        if constexpr (Epilogue::PARTS)
+            weights[0].begin(n0, first, N, epilogue), weights[1].begin(n0 + 8, first, N, epilogue);
+        #pragma unroll
+        for (int j0 = 0; j0 < FRAGMENTS; j0 += 8) {
+            Boxes next = *this;
+            if (j0 + 8 < FRAGMENTS) next.load(j0 + 8, epilogue);
+            typename Epilogue::Four four[Epilogue::OUTPUTS][2][4];
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                #pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int j = j0 + 2 * i;
+                    const auto two = [&](int j) { // if nothing is added, two of a fragment and two of the next will do
+                        return make_float4(sum[j][2 * h], sum[j][2 * h + 1], sum[j + 1][2 * h], sum[j + 1][2 * h + 1]);
+                    };
+                    float4 y, second = {};
+                    if constexpr (Epilogue::PARTS) y = weights[h].next(sum[j], sum[j + 1], h, j, out);
+                    else if constexpr (Epilogue::ADDS) y = four_columns(sum[j], sum[j + 1], h), second = old[h][i];
+                    else y = two(j);
+                    if constexpr (Epilogue::PAIR) second = two(j + S::UP);
+                    epilogue.values(y, second, [&](int k, const float4& v) { round_four(four[k][h][i], v); });
+                }
+                if constexpr (Epilogue::PARTS) weights[h].end_piece(j0, N, out, epilogue);
+            }
+            #pragma unroll
+            for (int k = 0; k < Epilogue::OUTPUTS; k++) {
+                if (!epilogue.output(k).at) continue;
+                if constexpr (Epilogue::ADDS) // of float
+                    #pragma unroll
+                    for (int i0 = 0; i0 < 4; i0 += 2)
+                        put(maps.out[k], places, turn, first + j0 * 8 + i0 * 16, [&](uint32_t place, int h, int row) {
+                            #pragma unroll
+                            for (int i = 0; i < 2; i++)
+                                store_shared(chunk_address(place, row, 4 * i + mine / 4), four[k][h][i0 + i]);
+                        });
+                else
+                    put(maps.out[k], places, turn, first + j0 * 8, [&](uint32_t place, int h, int row) {
+                        #pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            store_shared(chunk_address(place, row, 2 * i) + t * 4, four[k][h][i].x);
+                            store_shared(chunk_address(place, row, 2 * i + 1) + t * 4, four[k][h][i].y);
+                        }
+                    });
+            }
+            #pragma unroll
+            for (int k = 0; k < 8; k++) old[k / 4][k % 4] = next.old[k / 4][k % 4];
+        }
+        if constexpr (Epilogue::PARTS) weights[0].end(S::NF, epilogue), weights[1].end(S::NF, epilogue);
+    }
+};
+
 template <class S, bool X_COLS, bool W_COLS, bool E4M3, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
 hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ TileArgs p, int units, Epilogue epilogue) {
@@ -3333,6 +3572,7 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     using C = ClusterPieces<S, Epilogue>;
     extern __shared__ __align__(128) uint4 memory[];
     __shared__ uint64_t barriers[2 * S::STAGES + 1];
+    if (epilogue.skipped()) return;
     const uint32_t at_barriers = shared_address(barriers), came = at_barriers + 16 * S::STAGES;
     const HopperStages<S> stages = {(shared_address(memory) + 1023) & ~1023u, at_barriers, at_barriers + 8 * S::STAGES,
                                     p.stages};
@@ -3356,9 +3596,15 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
         barrier_arrive_expecting(came, C::count(blockIdx.x % p.splits, p.splits) * p.splits * C::BYTES);
     wait_for_previous(); // whose results an epilogue may add to
     Ring<S::STAGES> ring;
+    [[maybe_unused]] const uint32_t places = stages.shared + S::STAGES * S::STAGE_BYTES + threadIdx.x / 32 * 2 * S::BOX;
+    [[maybe_unused]] int turn = 0;
     for (int u = blockIdx.x; u < units; u += gridDim.x) {
         const TilePlace<S, Epilogue::PAIR> at(p, u / p.splits, u % p.splits);
         float sum[1][S::NF][4];
+        [[maybe_unused]] Boxes<S, Epilogue> boxes = {at, p.N, p.out};
+        constexpr bool STAGED = S::STAGED && Epilogue::OUTPUTS > 0, LATE = E4M3 || Epilogue::MASKS; // (registers)
+        if constexpr (STAGED && !LATE)
+            if (p.splits == 1) boxes.load(0, epilogue);
         if constexpr (Epilogue::MASKS) { // (then there are no splits)
             const KeptWords<S> words(at, epilogue.masks, p.more / epilogue.rank);
             multiply_steps_wgmma<S, X_COLS, W_COLS>(sum, stages, ring, at.first_more);
@@ -3377,12 +3623,14 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
             finish_in_cluster<S>(sum, received, came, u % p.splits, p, at, epilogue);
             return;
         }
-        #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int n = at.token(0, h);
-            finish_row<S>(sum[0], h, n, at.r0, p.N, p.out, epilogue);
-        }
+        if constexpr (STAGED) {
+            if constexpr (LATE) boxes.load(0, epilogue);
+            boxes.finish(sum[0], maps, places, turn, epilogue);
+        } else
+            #pragma unroll
+            for (int h = 0; h < 2; h++) finish_row<S>(sum[0], h, at.token(0, h), at.r0, p.N, p.out, epilogue);
     }
+    wait_for_boxes<0>(); // before the memory they lie in goes away
 #endif
 }
 
@@ -3409,7 +3657,14 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
     const auto map_w = [&](const bf16* W, int in, int ld) {
         return W_COLS ? map(W, in, p.out, ld, W_BOX) : map(W, rows, in, ld, W_BOX);
     };
-    TileMaps maps = {map_x(p.x, p.in, p.ldx), map_w(p.W, p.in, p.ldw), {}, {}};
+    TileMaps maps = {map_x(p.x, p.in, p.ldx), map_w(p.W, p.in, p.ldw), {}, {}, {}};
+    constexpr bool STAGED = S::STAGED && Epilogue::OUTPUTS > 0;
+    if constexpr (STAGED)
+        for (int k = 0; k < Epilogue::OUTPUTS; k++)
+            if (const auto to = epilogue.output(k); to.at) {
+                const int wide = 128 / (int)sizeof(*to.at);
+                maps.out[k] = tensor_map(to.at, {{(size_t)p.out, 1, wide}, {(size_t)p.N, to.ld, 16}});
+            }
     if (p.more) {
         maps.more_x = map_x(p.more_x, p.more, p.more);
         maps.more_W = map_w(p.more_W, p.more, W_COLS ? p.out : p.more);
@@ -3423,7 +3678,7 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
     if (!p.apart) p.stages = S::STAGES;
     if (!p.apart && received > (size_t)S::STAGES * S::STAGE_BYTES)
         DIE("a tile of %d x %d has no room for the sums of %d splits", S::TOKENS, S::ROWS, p.splits);
-    const size_t shared = p.apart ? ring + received : S::SHARED;
+    const size_t shared = p.apart ? ring + received : S::SHARED + (STAGED && p.splits == 1 ? S::STAGING : 0);
     launch_clusters(ctx, ctx.gpu->overlap, p.splits, hopper_kernel<S, X_COLS, W_COLS, E4M3, Epilogue>, blocks,
                     S::THREADS, shared, maps, p, units, epilogue);
 }
@@ -3563,6 +3818,7 @@ struct LoraArgs {
     bool dropping;
     float scale = 1; // 1 / (1 - p)
     Dropout dropout = {};
+    PhiloxKeys keys = PhiloxKeys(0); // (as arguments they cost nothing; adding them up is a quarter of a mask's work)
     DropoutMasks kept;
     LoraArgs(const Linear<bf16>& W, int N)
         : A(W.adapter.A), N(N), in(W.in), rank(W.adapter.rank), modules(W.adapter.modules),
@@ -3571,7 +3827,7 @@ struct LoraArgs {
         for (int j = 0; j < 3; j++) module[j] = W.adapter.module[j];
         if (!dropping) return;
         if (!kept.words) DIE("dropout on a GPU needs room for what it keeps");
-        dropout = *W.adapter.dropout, scale = 1 / (1 - dropout.p);
+        dropout = *W.adapter.dropout, keys = PhiloxKeys(dropout.seed), scale = 1 / (1 - dropout.p);
     }
     BOTH int width() const { return modules * rank; }
     BOTH int each() const { return (rank + 31) / 32; } // groups of a module
@@ -3636,20 +3892,41 @@ __device__ __forceinline__ uint32_t spread_bits(uint32_t a, uint32_t b, uint32_t
     return y;
 }
 
-// lora_down: h_j = drop_j(x) A_j^T, and what was kept. Grid: (tokens / 64, groups / GROUPS), 8 or 16 warps. A block
-// walks along `in` in stages of a few panels of 64 numbers (see chunk_address) of x and of A; a warp owns 16 tokens by
-// one of the panels, and masks its x in registers, once for each module. A lane makes half of a token's masks; the bits
-// of a pair of numbers become a mask by one instruction. The panels' sums are added in shared memory.
-// Bound by making the masks (Philox), without dropout by the memory's speed.
+// rmsnorm of many tokens, and what dropout keeps of it for each module: it makes the masks while it waits for memory.
+__global__ void __launch_bounds__(256) rmsnorm_masks_kernel(bf16* out, const float* x, const bf16* w, float eps,
+                                                            const __grid_constant__ LoraArgs p) {
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x * 8 + threadIdx.x / 32;
+    if (n >= p.N) return;
+    const uint32_t name = p.dropout.token[n];
+    norm_row(out + (size_t)n * p.in, x + (size_t)n * p.in, w, p.in, eps, [&] {
+        for (int j = 0; j < p.modules; j++)
+            for (int k = threadIdx.x % 32; k < 2 * p.kept.sixty_fours; k += 32) {
+                uint32_t kept = 0;
+                #pragma unroll
+                for (int c = 0; c < 4; c++)
+                    kept |= dropout_mask(p.dropout, p.keys, name, p.name(j), k * 4 + c) << 8 * c;
+                p.kept.at(j, k / 2, n)[k % 2] = kept;
+            }
+    });
+}
+
+// lora_down: h_j = drop_j(x) A_j^T, and what was kept, unless that is MADE. Grid: (tokens / 64, groups / GROUPS), 8 or
+// 16 warps. A block walks along `in` in stages of a few panels of 64 numbers (see chunk_address) of x and of A; a warp
+// owns 16 tokens by one of the panels, and masks its x in registers, once for each module. A lane makes half of a
+// token's masks; the bits of a pair of numbers become a mask by one instruction. The panels' sums are added in shared
+// memory.
+// Bound by making the masks (Philox), without that by the memory's speed.
 template <int GROUPS> struct LoraDownShape {
     static constexpr int TOKENS = 64, PANELS = GROUPS == 1 ? 4 : 2, STAGES = GROUPS == 2 ? 3 : 2;
     static constexpr int THREADS = PANELS * 128;
     static constexpr int X_PANEL = TOKENS * 128, PANEL = X_PANEL + GROUPS * 32 * 128, STAGE_BYTES = PANELS * PANEL;
     static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES;
 };
-template <int GROUPS>
+template <int GROUPS, bool MADE>
 __global__ void __launch_bounds__(LoraDownShape<GROUPS>::THREADS, 512 / LoraDownShape<GROUPS>::THREADS)
-lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
+lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
     using S = LoraDownShape<GROUPS>;
     extern __shared__ __align__(128) uint4 memory[];
     const uint32_t shared = shared_address(memory);
@@ -3680,12 +3957,25 @@ lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
         else commit_copies();
     const int mine = n0 + token + lane % 16; // the token of whose masks this lane makes a half
     const uint32_t name = p.dropping && mine < p.N ? p.dropout.token[mine] : 0;
+    uint32_t made[GROUPS]; // a step ahead
+    const auto load_made = [&](int step) {
+        const int i64 = step * S::PANELS + panel;
+        #pragma unroll
+        for (int k = 0; k < GROUPS; k++) {
+            const int j = p.module_of(first + k);
+            made[k] = j < p.modules && mine < p.N && i64 < p.kept.sixty_fours ? p.kept.at(j, i64, mine)[lane / 16] : 0;
+        }
+    };
+    if (MADE) load_made(0);
     float sum[GROUPS][4][4] = {};
     for (int step = 0; step < steps; step++) {
         const int i64 = step * S::PANELS + panel;
         uint32_t kept[GROUPS];
         #pragma unroll
-        for (int k = 0; k < GROUPS; k++) {
+        for (int k = 0; k < GROUPS && MADE; k++) kept[k] = made[k];
+        if (MADE) load_made(step + 1);
+        #pragma unroll
+        for (int k = 0; k < GROUPS && !MADE; k++) {
             const int j = p.module_of(first + k);
             kept[k] = ~0u;
             if (k && j == p.module_of(first + k - 1)) kept[k] = kept[k - 1];
@@ -3693,7 +3983,8 @@ lora_down_kernel(bf16* h, const bf16* x, LoraArgs p) {
                 kept[k] = 0;
                 #pragma unroll
                 for (int c = 0; c < 4; c++)
-                    kept[k] |= dropout_mask(p.dropout, name, p.name(j), i64 * 8 + lane / 16 * 4 + c) << 8 * c;
+                    kept[k] |= dropout_mask(p.dropout, p.keys, name, p.name(j), i64 * 8 + lane / 16 * 4 + c)
+                               << 8 * c;
                 if (mine < p.N && i64 < p.kept.sixty_fours) p.kept.at(j, i64, mine)[lane / 16] = kept[k];
             }
         }
@@ -3773,20 +4064,21 @@ template <class Launch> void in_groups(int groups, Launch launch) {
 }
 
 // Many tokens, or dropout: in training.
-inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N) {
+inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
     const LoraArgs p(W, N);
     if (!p.dropping && N < 64 * ctx.gpu->sms)
         return launch(ctx, lora_down_few_kernel, dim3((N + 31) / 32, p.groups()), 256, 0, h, x, p);
     in_groups(p.groups(), [&](auto groups) {
         using S = LoraDownShape<groups>;
         const dim3 grid((N + S::TOKENS - 1) / S::TOKENS, (p.groups() + groups - 1) / groups);
-        launch(ctx, lora_down_kernel<groups>, grid, S::THREADS, S::SHARED, h, x, p);
+        const auto kernel = made ? lora_down_kernel<groups, true> : lora_down_kernel<groups, false>;
+        launch(ctx, kernel, grid, S::THREADS, S::SHARED, h, x, p);
     });
 }
 
-// x W^T, with the kernel that suits N; an adapter's h and s B are further columns of x and W.
+// x W^T, with the kernel that suits N; an adapter's h and s B are further columns of x and W. made: its masks are.
 template <class Epilogue>
-void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
+void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
     const int out = Epilogue::PAIR ? W.rows[0] : W.out();
     const Adapter<bf16>& a = W.adapter;
     if (N <= STREAM_TOKENS && !ctx.invariant && !a.rank) {
@@ -3804,7 +4096,7 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
     const AfterUnpacking order(ctx, W);
     p.early = N <= 128;
     if (a.rank) {
-        lora_down_gpu(ctx, a.h, x, W, N);
+        lora_down_gpu(ctx, a.h, x, W, N, made);
         p.more_x = a.h, p.more_W = a.B, p.more = (int)a.width();
     }
     tile_product(ctx, p, epilogue);
@@ -3814,8 +4106,10 @@ template <class Epilogue>
 void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm,
                       const Linear<bf16>& W, int N, float eps) {
     if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank || W.format != Format::PLAIN) {
-        rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
-        return product_gpu(ctx, epilogue, normed, W, N);
+        const bool made = W.adapter.dropout && norms_by_warps(ctx, N);
+        if (!made) rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
+        else launch(ctx, rmsnorm_masks_kernel, (N + 7) / 8, 256, 0, normed, stream, norm, eps, LoraArgs(W, N));
+        return product_gpu(ctx, epilogue, normed, W, N, made);
     }
     const int out = Epilogue::PAIR ? W.rows[0] : W.out();
     stream_product(ctx, {nullptr, nullptr, stream, norm, eps, W.w[0], N, W.in, out}, epilogue);
@@ -3849,11 +4143,15 @@ inline void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, c
     });
 }
 
-// dW of training (backward.h), and X^T X of GPTQ (quantize.h).
+// dW of training (backward.h), and X^T X of GPTQ (quantize.h). Of some shapes the transposed product has fewer waves
+// of tiles.
 inline void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N,
                                        int out, int in) {
-    TileArgs p = {dy, x, out, N, in};
-    p.ldx = (int)ld;
+    TileArgs p = {dy, x, out, N, in}, transposed = {x, dy, in, N, out};
+    p.ldx = transposed.ldw = (int)ld;
+    const auto time = [&](int out, int in) { return HopperPlan(ctx, MOST_SPLITS, out, in, N, false).least; };
+    if (ctx.gpu->hopper && !ctx.invariant && time(in, out) < time(out, in))
+        return hopper_product<true, true>(ctx, transposed, AddTransposedEpilogue(dW, in));
     tile_product<true, true>(ctx, p, AddEpilogue(dW, dW, in));
 }
 

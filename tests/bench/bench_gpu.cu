@@ -529,8 +529,8 @@ static void train(Model& m, int B, bool full) {
         const double us = time_graph(4, [&](int) { run(); }) * 1e6;
         printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, N / R, us * N / R / 1e3);
     };
-    once("head and its loss", [&] { head_loss_gpu(ctx, loss, (bf16*)d.logits, d.logits, d.picked, d.parts, a.normed, rows, token, 1e-3f, w.head, R); });
-    once("head backward", [&] { head_backward_gpu(ctx, d.normed, (bf16*)d.logits, (size_t)c.V, rows, w.head, R); });
+    once("head and its loss", [&] { head_loss_gpu(ctx, loss, (bf16*)d.logits, d.factor, d.logits, d.picked, d.parts, a.normed, rows, token, 1e-3f, nullptr, w.head, R); });
+    once("head backward", [&] { head_backward_gpu(ctx, d.normed, (bf16*)d.logits, (size_t)c.V, d.factor, rows, w.head, R); });
     if (full) once("head dW", [&] { linear_backward_weight_gpu(ctx, g.head, (bf16*)d.logits, (size_t)c.V, d.picked, R, c.V, C); });
     for (auto& y : w.layers)
         for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) W->adapter = {};

@@ -60,6 +60,22 @@ TEST_CASE("adapters in the products: h and what it adds, with and without dropou
                 linear_cpu(cpu(), want.data(), x.data(), W.host, N);
                 linear_gpu(pad.ctx, out, dx, W.device, N);
                 CHECK(differences(W.dh.get(), W.h, K) == 0);
+                if (p > 0) { // masks made by the norm ahead of the product: the same
+                    const std::vector<float> stream = random.fill<float>((size_t)N * K);
+                    const Device<float> dstream(stream);
+                    const Device<bf16> weight(random.fill<bf16>(K, 1, 1));
+                    Device<bf16> normed((size_t)N * K), again((size_t)N * K);
+                    rmsnorm_gpu(pad.ctx, normed, dstream, weight, N, K, 1e-6f);
+                    lora_down_gpu(pad.ctx, W.dh, normed, W.device, N);
+                    const std::vector<uint32_t> kept = W.dkept.get();
+                    const std::vector<bf16> h = W.dh.get();
+                    W.dkept.replace(std::vector<uint32_t>(kept.size(), 0xffffffff)), W.dh.replace(std::vector<bf16>(h.size()));
+                    launch(pad.ctx, rmsnorm_masks_kernel, (N + 7) / 8, 256, 0, again.data, dstream.data, weight.data, 1e-6f, LoraArgs(W.device, N));
+                    CHECK(same_bits(again.get(), normed.get()));
+                    CHECK(W.dkept.get() == kept);
+                    lora_down_gpu(pad.ctx, W.dh, again, W.device, N, true);
+                    CHECK(same_bits(W.dh.get(), h));
+                }
                 // A rounding of h that falls to the other side changes an output by 2^-8 of a term, |h B| <= |h| / 2.
                 double most = 0;
                 for (bf16 y : W.h) most = std::max<double>(most, std::fabs(to_acc(y)));
@@ -97,6 +113,11 @@ TEST_CASE("the backward of products: input, weight, an adapter's, and with SwiGL
                 linear_backward_weight_gpu(pad.ctx, dW, device_dy, R, device_x, N, R, K);
                 linear_backward_weight_cpu(cpu(), want_dW.data(), dy.data(), (size_t)R, x.data(), N, R, K);
                 CHECK(wrong(dW.get(), as_double(want_dW), [&](size_t) { return sum_error<float>(N) * 4 + 1e-6; }) == 0);
+                if (pad.ctx.gpu->hopper && R % 8 == 0) { // the transposed product
+                    dW.replace(old);
+                    hopper_product<true, true>(pad.ctx, {device_x, device_dy, K, N, R}, AddTransposedEpilogue(dW, K));
+                    CHECK(wrong(dW.get(), as_double(want_dW), [&](size_t) { return sum_error<float>(N) * 4 + 1e-6; }) == 0);
+                }
 
                 // The adapter's; what is kept, and h, as forward leaves it.
                 lora_down_gpu(pad.ctx, W.dh, device_x, W.device, N);
@@ -185,47 +206,52 @@ TEST_CASE("the head's loss in place, and the head's backward") {
             INFO("V " << V << " R " << R);
             const int C = 72, N = 2 * R;
             Matrix W(random, {V}, C);
-            std::vector<bf16> x = random.fill<bf16>((size_t)N * C, 4);
+            const bool far = V % 3; // whether logits lie far from zero
+            std::vector<bf16> x = random.fill<bf16>((size_t)N * C, far ? 4 : 0.5);
             std::vector<int> target(R), rows(R);
             for (int r = 0; r < R; r++) target[r] = random.below(V), rows[r] = 2 * ((r * 7) % R) + 1;
             if (R % 7 == 0) std::iota(rows.begin(), rows.end(), 0);
-            for (int c = 0; c < C; c++) x[(size_t)rows[0] * C + c] = to_bf16(4 * to_acc(W.w[(size_t)(V / 2) * C + c])); // one that is sure
-            Device<float> logits((size_t)R * V / 2), loss(R), parts((size_t)R * ((V + 63) / 64) * 2);
+            for (int c = 0; c < C && far; c++) x[(size_t)rows[0] * C + c] = to_bf16(4 * to_acc(W.w[(size_t)(V / 2) * C + c])); // one that is sure
+            Device<float> logits((size_t)R * V / 2), loss(R), parts((size_t)R * ((V + 63) / 64 + 1) * 2), factor(R);
             Device<bf16> picked((size_t)R * C);
+            const std::vector<float> by = random.fill<float>(R, 2);
+            const Device<float> dby(by);
             const Device<bf16> dx(x);
             const Device<int> dtarget(target), drows(rows);
             std::vector<float> want, want_logits((size_t)R * V), want_loss(R);
-            std::vector<bf16> want_picked((size_t)R * C), gradient((size_t)R * V), right((size_t)R * V);
+            std::vector<float> gradient((size_t)R * V);
+            std::vector<bf16> want_picked((size_t)R * C), weights((size_t)R * V), right((size_t)R * V);
             head_cpu(cpu(), want_logits.data(), want_picked.data(), x.data(), rows.data(), W.host, R);
             for (bool hopper : {false, true}) { // both tiles
                 if (hopper && !gpu().gpu->hopper) continue;
                 pad.ctx.gpu->hopper = hopper;
-                head_loss_gpu(pad.ctx, loss, nullptr, logits, picked, parts, dx, drows, dtarget, 0.125f, W.device, R);
+                head_loss_gpu(pad.ctx, loss, nullptr, factor, logits, picked, parts, dx, drows, dtarget, 0.125f, nullptr, W.device, R);
                 const std::vector<float> only_loss = loss.get();
-                head_loss_gpu(pad.ctx, loss, (bf16*)logits.data, logits, picked, parts, dx, drows, dtarget, 0.125f, W.device, R);
+                head_loss_gpu(pad.ctx, loss, (bf16*)logits.data, factor, logits, picked, parts, dx, drows, dtarget, 0.125f, nullptr, W.device, R);
                 CHECK(same_bits(only_loss, loss.get()));
+                const std::vector<float> its = factor.get(), got = logits.get();
+                head_loss_gpu(pad.ctx, loss, (bf16*)logits.data, factor, logits, picked, parts, dx, drows, dtarget, 0.125f, dby, W.device, R);
+                CHECK(same_bits(got, logits.get()));
+                for (int r = 0; r < R; r++) CHECK(factor.get()[r] == doctest::Approx(its[r] * by[r]).epsilon(1e-6));
                 want = want_logits;
                 cross_entropy_cpu<bf16>(cpu(), want_loss.data(), (bf16*)want.data(), want.data(), target.data(), 0.125f, R, V);
                 const double off = sum_error<float>(C * 4) * 4; // of a logit, on either side
                 CHECK(wrong(only_loss, as_double(want_loss), [&](size_t r) { return 2e-6 * (24 + want_loss[r]) + 2 * off; }) == 0);
-                const std::vector<float> got = logits.get();
-                memcpy((void*)gradient.data(), got.data(), gradient.size() * sizeof(bf16));
+                memcpy((void*)weights.data(), got.data(), weights.size() * sizeof(bf16));
+                for (size_t i = 0; i < gradient.size(); i++) gradient[i] = to_acc(weights[i]) * its[i / V];
                 for (int r = 0; r < R; r++) memcpy((void*)&right[(size_t)r * V], &want[(size_t)r * V], V * sizeof(bf16));
-                // A probability is as exact as its logit, and as what that is below the largest of its 64, in bf16; near
-                // the target's 1 little is left of it.
+                // A probability is as exact as its logit; near the target's 1 little is left of it.
                 CHECK(wrong(gradient, as_double(right), [&](size_t i) {
-                    const size_t first = i / V * V + i % V / 64 * 64, last = std::min(first + 64, (i / V + 1) * V);
-                    const double below = *std::max_element(&want_logits[first], &want_logits[last - 1] + 1) - want_logits[i];
                     const bool target_own = (int)(i % V) == target[i / V];
                     const double p = to_acc(right[i]) / 0.125 + target_own;
-                    return 2.2 * rounding<bf16>(to_acc(right[i])) + 0.125 * p * (below / 256 + 2 * off) + (target_own ? 0.125 * 2e-6 : 1e-8);
+                    return 2.2 * rounding<bf16>(to_acc(right[i])) + 0.125 * p * (2e-5 + 2 * off) + (target_own ? 0.125 * 2e-6 : 1e-8);
                 }) == 0);
             }
             const Device<float> dlogits(want);
             Device<bf16> dnormed(std::vector<bf16>((size_t)N * C));
             std::vector<bf16> want_normed((size_t)N * C);
-            head_backward_gpu(pad.ctx, dnormed, (bf16*)dlogits.data, (size_t)2 * V, drows, W.device, R);
-            head_backward_cpu(cpu(), want_normed.data(), (const bf16*)want.data(), (size_t)2 * V, rows.data(), W.host, R);
+            head_backward_gpu(pad.ctx, dnormed, (bf16*)dlogits.data, (size_t)2 * V, dby, drows, W.device, R);
+            head_backward_cpu(cpu(), want_normed.data(), (const bf16*)want.data(), (size_t)2 * V, by.data(), rows.data(), W.host, R);
             CHECK(differences(dnormed.get(), want_normed, 0.3) == 0);
             Device<float> dW(std::vector<float>((size_t)V * C));
             std::vector<float> want_dW((size_t)V * C);
@@ -324,7 +350,9 @@ TEST_CASE("norms, RoPE and embedding, backward") {
             Device<bf16> device_w(w), device_dout(dout), dy((size_t)N * C), normed((size_t)N * C);
             std::vector<float> want = old, want_dw = old_dw;
             std::vector<bf16> want_dy((size_t)N * C), want_normed((size_t)N * C);
+            pad.ctx.gpu->sms = N > 100 ? 2 : gpu().gpu->sms; // so that a block has several tokens
             rmsnorm_backward_gpu(pad.ctx, dx, dy, normed, dw, device_dout, device_x, device_w, N, C, 1e-6f);
+            pad.ctx.gpu->sms = gpu().gpu->sms;
             rmsnorm_backward_cpu(cpu(), want.data(), want_dy.data(), want_normed.data(), want_dw.data(), dout.data(), x.data(), w.data(), N, C, 1e-6f);
             CHECK(wrong(dx.get(), as_double(want), [&](size_t) { return 1e-5; }) == 0);
             CHECK(wrong(dy.get(), as_double(want_dy), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want_dy[i])) + 1e-5; }) == 0);

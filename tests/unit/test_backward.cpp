@@ -97,14 +97,16 @@ TEST_CASE("head: finite differences by the rows that are named; the others' grad
     const auto w = random.fill<double>(V * C), g = random.fill<double>(R * V);
     auto x = random.fill<double>(N * C);
     const Linear<double> W = linear_of(w, {V}, C);
-    std::vector<double> dx(N * C, 0), logits(R * V), picked(R * C);
-    CALL(head_backward, dx.data(), g.data(), V, rows, W, R);
+    std::vector<double> dx(N * C, 0), logits(R * V), picked(R * C), scaled = g;
+    const double factor[R] = {0.5, 3};
+    for (int i = 0; i < R * V; i++) scaled[i] *= factor[i / V];
+    CALL(head_backward, dx.data(), g.data(), V, factor, rows, W, R);
     check_gradient("normed", x, dx, [&] {
         CALL(head, logits.data(), picked.data(), x.data(), rows, W, R);
-        return inner(logits, g);
+        return inner(logits, scaled);
     });
     std::vector<double> kept(N * C, 7);
-    CALL(head_backward, kept.data(), g.data(), V, rows, W, R);
+    CALL(head_backward, kept.data(), g.data(), V, factor, rows, W, R);
     for (int i = 0; i < C; i++) CHECK((kept[i] == 7 && kept[2 * C + i] == 7 && kept[4 * C + i] == 7));
 }
 
@@ -395,12 +397,17 @@ TEST_CASE_TEMPLATE("losses and the head's gradient: the definition in double", T
     const auto w = random.fill<T>(V * C), x = random.fill<T>(N * C);
     const Linear<T> W = linear_of(w, {V}, C);
     const WideLinear wide(W);
-    std::vector<acc<T>> loss(R), logits(R * V), again(R), scratch(2 * R);
+    std::vector<acc<T>> loss(R), logits(R * V), again(R), scratch(4 * R), factor(R);
     std::vector<T> picked(R * C), dnormed(N * C);
-    std::vector<double> want_loss(R), want(R * V), want_picked(R * C), want_dnormed(N * C);
+    std::vector<double> want_loss(R), want(R * V), want_picked(R * C), want_dnormed(N * C), want_factor(R);
+    const std::vector<acc<T>> by = random.fill<acc<T>>(R, 2);
+    const std::vector<double> wide_by = as_double(by);
     const size_t ld = V * sizeof(acc<T>) / sizeof(T); // gradients lie at the beginnings of the logits' rows
-    head_loss(want_loss.data(), want.data(), want.data(), want_picked.data(), (double*)nullptr, as_double(x).data(), rows, target, 0.3, wide, R);
-    CALL(head_loss, loss.data(), (T*)logits.data(), logits.data(), picked.data(), scratch.data(), x.data(), rows, target, (acc<T>)0.3, W, R);
+    head_loss(want_loss.data(), want.data(), want_factor.data(), want.data(), want_picked.data(), (double*)nullptr, as_double(x).data(), rows, target, 0.3, wide_by.data(), wide, R);
+    CALL(head_loss, loss.data(), (T*)logits.data(), factor.data(), logits.data(), picked.data(), scratch.data(), x.data(), rows, target, (acc<T>)0.3, (acc<T>*)nullptr, W, R);
+    for (acc<T> one : factor) CHECK(one == 1);
+    CALL(head_loss, loss.data(), (T*)logits.data(), factor.data(), logits.data(), picked.data(), scratch.data(), x.data(), rows, target, (acc<T>)0.3, by.data(), W, R);
+    CHECK(as_double(factor) == want_factor);
     std::vector<T> d(R * V);
     for (int r = 0; r < R; r++) memcpy((void*)&d[r * V], (T*)logits.data() + r * ld, V * sizeof(T));
     CHECK(off<T>(loss, want_loss) == 0);
@@ -414,14 +421,13 @@ TEST_CASE_TEMPLATE("losses and the head's gradient: the definition in double", T
     CHECK(total == sum);
 
     std::vector<T> scaled = d, want_scaled = d; // rows that are not neighbours
-    const std::vector<acc<T>> by = random.fill<acc<T>>(R, 2);
     for (int r = 0; r < R; r++)
         for (int v = 0; v < (int)V - 3; v++) want_scaled[r * V + v] = to_stored<T>(to_acc(d[r * V + v]) * by[r]);
     CALL(scale_rows, scaled.data(), (size_t)V, by.data(), R, (int)V - 3);
     CHECK(same_bits(scaled, want_scaled));
 
-    CALL(head_backward, dnormed.data(), d.data(), (size_t)V, rows, W, R);
-    head_backward(want_dnormed.data(), as_double(d).data(), V, rows, wide, R);
+    CALL(head_backward, dnormed.data(), d.data(), (size_t)V, factor.data(), rows, W, R);
+    head_backward(want_dnormed.data(), as_double(d).data(), V, want_factor.data(), rows, wide, R);
     CHECK(off<T>(dnormed, want_dnormed) == 0);
 }
 
@@ -576,7 +582,8 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         check_same("y", y, r("out")), check_same("dx", dx, r("d_x")), check_same("dW", dw, r("d_W"));
         std::vector<double> picked(36), dnormed(36);
         const int rows[] = {2, 0, 3, 1};
-        CALL(head_backward, dnormed.data(), g.data(), 5, rows, linear_of(w, {5}, 9), 4);
+        const double factor[] = {1, 1, 1, 1};
+        CALL(head_backward, dnormed.data(), g.data(), 5, factor, rows, linear_of(w, {5}, 9), 4);
         for (int i = 0; i < 4; i++) memcpy(&picked[i * 9], &dnormed[rows[i] * 9], 9 * sizeof(double));
         check_same("head", picked, r("d_x"));
     }

@@ -131,7 +131,7 @@ TEST_CASE_TEMPLATE("dx of packed weights: the definition in double", T, bf16, fl
         std::vector<int> rows;
         for (int n = 0; n < N; n++) rows.push_back(N - 1 - n);
         auto normed = poisoned<T>(want.size());
-        CALL(head_backward, normed.data(), dy.data(), out, rows.data(), W, N);
+        CALL(head_backward, normed.data(), dy.data(), out, std::vector<acc<T>>(N, 1).data(), rows.data(), W, N);
         for (int n = 0; n < N; n++)
             for (int i = 0; i < in; i++) REQUIRE(memcmp(&normed[(size_t)rows[(size_t)n] * in + i], &dx[(size_t)n * in + i], sizeof(T)) == 0);
     }
