@@ -1,8 +1,8 @@
 /* step.h: one kernel a token. Book II's decoding of 1 to 8 tokens as one persistent kernel; qwen3.cu includes it.
 
    Why: a token of the 0.6B is 144 kernels otherwise, and at each one's end the memory idles until the next has asked
-   for its first weights. Here a warp of each multiprocessor does nothing but fetch weights, in the order of their use,
-   into a ring in shared memory; it does not know of phases, so the memory never waits for a sum to be complete.
+   for its first weights. Here a warp of each multiprocessor does nothing but fetch weights, and pages of keys and
+   values, in the order of their use, into a ring in shared memory; the memory never waits for a sum to be complete.
 
    Who does what   One block a multiprocessor, all resident: 8 warps that compute (consumers) and the producer (1 warp
      with bulk copies; 4 with cp.async, before Hopper). A product's rows are cut into tiles of 8, which are dealt to the
@@ -19,9 +19,11 @@
      StepPacked). A row is filled up to a chunk for each warp; a stage of the ring is up to 1,024 numbers of a tile's
      rows, and the last of a row may be shorter. The tokens' numbers are mma's columns, two of each: so 4 tokens cost
      as much as one, and a row's sum has one order whatever N is: by chunks in a warp, then over the warps.
-   In flight   The producer waits until the stage `in_flight` before this one has come: 16 KB in the 0.6B, where more
-     only stands in the way of the words below, which go through the same L2 cache (one stage instead of three: 568 us
-     a token -> 520); 32 KB in larger models, whose products take longer than their words (4B: 260 tok/s -> 350).
+   In flight   The producer waits until the stage `in_flight` before this one has come, counted in halves: three are one
+     and two stages in turns. Stages of 16 KB that are asked for one by one come too slowly: a token of the 0.6B takes
+     511 us then even if nobody waits for a word. But what is on its way keeps the words below from coming, which go
+     through the same L2 cache (three stages: 537 us, 24 KB: 494). Larger models, whose products take longer than their
+     words, and long contexts have 32 KB in flight; the head, which has no words, 96.
    Exchanges   What one block computes and all need goes through global memory in words of 16 bytes, written and read in
      one piece: four bf16, a float (the sum of their squares), and the epoch, which is another for each layer of each
      token. Who needs a word reads it until it has the epoch: no fence, no counter, nothing to clear. One lane of a warp
@@ -40,8 +42,8 @@
      times one's time). What is set on one path only is live, to ptxas, from the kernel's begin: so operands are zeroed.
    The residual x stays in fp32 in global memory with the thread that adds to it. Others get x g in bf16.
    Attention   A warp takes pages of 16 keys: queries are rows of mma, keys columns; the probabilities go back in as an
-     operand, first their bf16, then what that leaves, so nothing is lost. Pages of the
-     next layer are asked into the L2 cache.
+     operand, first their bf16, then what that leaves, so nothing is lost. Its first page is in registers before the
+     words have come; then this step's keys and values take their place in the last page.
    Changing numbers  (token, position, slot, pages, draw) are read from the GPU's memory: a CUDA graph replays it.
    Phase by phase  `first` and `last` name the phases of a launch. All at once is the fast way; one launch a phase gives
      the same bits without a block ever waiting for another: to be studied, run under compute-sanitizer, and emulated on
@@ -91,7 +93,8 @@ struct StepArgs {
     int* arrived;              // blocks at their end; zero between kernels
     volatile int* fault;
     uint64_t patience;         // of a wait, ns
-    int stages, in_flight, in_flight_head, in_flight_pages;
+    int stages;
+    int in_flight, in_flight_head, in_flight_pages; // halves of a stage
     int short_keys, most_splits; // up to so many keys have one split
     float* logits;             // (N,V)
     const Draw* draw;          // (N)
@@ -175,7 +178,8 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     for (int phase = STEP_QKV; phase < STEP_LOGITS; phase++)
         p.product[phase].at = p.layer_bytes, p.layer_bytes += p.product[phase].bytes(S::W::CHUNK);
     p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
-    p.in_flight = std::max(1, ((c.C > 1024 ? 32 : 16) << 10) / S::STAGE), p.in_flight_head = 2 * p.in_flight;
+    p.in_flight = ((c.C > 1024 ? 64 : 48) << 10) / S::STAGE;
+    p.in_flight_head = (192 << 10) / S::STAGE, p.in_flight_pages = (64 << 10) / S::STAGE;
     p.patience = 1000000000, p.short_keys = 64;
     p.most_splits = std::max(1, std::min(64, blocks / c.K));
     // Shared memory: the ring's barriers; two sets of sums (tiles, warps, tokens, 8 rows), of squares (tokens, warps);
@@ -192,9 +196,8 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.ring_at = p.work_at + up(std::max({input, attend, join}));
     const size_t room = p.ring_at < shared_limit ? (shared_limit - p.ring_at) / S::STAGE : 0;
     p.stages = (int)std::min<size_t>(room, S::BARRIERS * 3 / 4);
-    p.in_flight_pages = p.in_flight_head;
     for (int* most : {&p.in_flight, &p.in_flight_head, &p.in_flight_pages})
-        *most = std::max(1, std::min(*most, p.stages - 1));
+        *most = std::max(2, std::min(*most, 2 * (p.stages - 1)));
     p.shared = p.ring_at + (size_t)p.stages * S::STAGE;
     return p;
 }
@@ -409,9 +412,9 @@ template <class S> __device__ inline void step_place(const StepArgs& p, StepDeal
     y.pos = p.b.pos[n], y.slot = p.b.slot[n], y.m0 = n, y.table = p.b.pages + (size_t)p.b.seq[n] * p.b.max_pages;
     while (y.m0 > 0 && p.b.seq[y.m0 - 1] == p.b.seq[n]) y.m0--;
     y.held = p.b.pos[y.m0], y.group = 0;
-    // Items go around the blocks, from the last: the first ones have more of the products.
+    // Items go around the blocks downwards, from the last of those that have the fewest of QKV's tiles.
     const int blocks = gridDim.x, N = S::TOKENS == 1 ? 1 : p.b.N;
-    int first = blocks - 1 - (int)blockIdx.x, leader = 0, item[2] = {first, first}, pages = 0, splits = 0;
+    int first = (p.C / 8 - 1 - (int)blockIdx.x) % blocks, leader = 0, item[2] = {first, first}, pages = 0, splits = 0;
     for (int m = 0; m < N; m++) {
         const int pages_m = step_split_pages(p, p.b.pos[m], S::WARPS);
         const int splits_m = (p.b.pos[m] / PAGE + pages_m) / pages_m;
@@ -458,8 +461,10 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     const int i = threadIdx.x - S::CONSUMERS;
     int stage = 0, issued = 0;
     uint32_t parity = 1;
+    const bool long_context = dealt.place[0].pages > 12; // of a split: words matter less then
     auto fill = [&](int bytes, int each, int in_flight, auto from) { // `each` bytes come from from(0), from(1) ..
         empty[stage].wait(parity);
+        in_flight = (in_flight + issued % 2) / 2;
         const int earlier = stage - in_flight;
         if (issued++ >= in_flight)
             full[earlier < 0 ? earlier + p.stages : earlier].wait(earlier < 0 ? parity : parity ^ 1);
@@ -478,7 +483,7 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     for (int phase = first; phase < last; phase++) {
         const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
         const StepProduct& q = dealt.product[kind];
-        const int in_flight = layer < p.L ? p.in_flight : p.in_flight_head;
+        const int in_flight = layer == p.L ? p.in_flight_head : long_context ? p.in_flight_pages : p.in_flight;
         if (kind == STEP_ATTEND)
             step_items<S>(p, dealt, [&](const StepPlace& y, int n, int kv, int split) {
                 const int last = 2 * step_last_page(y, n, split);
@@ -528,21 +533,25 @@ struct StepPage {
             for (int c = 0; c < D / 64; c++)
                 v[a][c] = *(const uint4*)(values + (a / 2 * 8 + 2 * t + a % 2) * D + (g + 8 * c) * 8);
     }
-    // Key i of the page is new key from + i, if that is none of before: of `count` ones; behind them are zeros.
+    // Key i of the page is new key from + i, if that is none of before; behind the `count` ones is the last once more.
     __device__ __forceinline__ void renew(const bf16* keys, const bf16* values, int from, int count) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        auto put = [&](uint4& to, const bf16* news, int i, int at) {
-            if (i >= 0) to = i < count ? *(const uint4*)(news + i * D + at) : make_uint4(0, 0, 0, 0);
-        };
         STEP_UNROLL
-        for (int half = 0; half < 2; half++)
+        for (int half = 0; half < 2; half++) {
+            const int i = from + half * 8 + g;
+            if (i < 0) continue;
             STEP_UNROLL
-            for (int j = 0; j < D / 32; j++) put(k[half][j], keys, from + half * 8 + g, j * 32 + t * 8);
+            for (int j = 0; j < D / 32; j++)
+                k[half][j] = *(const uint4*)(keys + min(i, count - 1) * D + j * 32 + t * 8);
+        }
         STEP_UNROLL
-        for (int a = 0; a < 4; a++)
+        for (int a = 0; a < 4; a++) {
+            const int i = from + a / 2 * 8 + 2 * t + a % 2;
+            if (i < 0) continue;
             STEP_UNROLL
             for (int c = 0; c < D / 64; c++)
-                put(v[a][c], values, from + a / 2 * 8 + 2 * t + a % 2, (g + 8 * c) * 8);
+                v[a][c] = *(const uint4*)(values + min(i, count - 1) * D + (g + 8 * c) * 8);
+        }
     }
 };
 
@@ -727,10 +736,13 @@ template <class S> struct Step {
             if (spins % 1024 == 0) lose_patience(since);
         }
     }
-    // Waits for words i = from, from + step .. and hands each to take(i, word).
+    // Waits for words i = from, from + step .. and hands each to take(i, word). One lane spins; the others look when it
+    // has seen its own: they would keep words from coming.
     template <class At, class Take>
     __device__ __forceinline__ void receive(int from, int step, int count, uint32_t epoch, At at, Take take) {
         constexpr int ONCE = 4;
+        if (lane == 0 && from < count) await(at(from), epoch);
+        __syncwarp();
         for (; from < count; from += ONCE * step) {
             uint4 v[ONCE];
             STEP_UNROLL
@@ -1005,19 +1017,20 @@ template <class S> struct Step {
         // Heads: the queries, token by token, then each new token's key and value.
         const int heads = Q + 2 * fresh;
         auto token_of = [&](int j) { return j >= Q ? m0 + (j - Q) / 2 : S::TOKENS == 1 ? n : n + j / G; };
+        const int mine = (warp + WARPS - S::HANDS * S::TOKENS % WARPS) % WARPS; // the first; who handed over is late
         auto turn_of = [&](int j) {
             return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < Q ? 0 : D),
                             p.rope + (size_t)(held + token_of(j) - m0) * D, lane);
         };
-        StepTurn turn = turn_of(min(warp, heads - 1));
+        StepTurn turn = turn_of(min(mine, heads - 1));
         auto load = [&](int from) { // a round: pages from .. from + WARPS - 1, one a warp
             const int end = min(from + WARPS, count);
             for (int half = 2 * from; half < 2 * end; half += S::HALVES) {
                 full[stage].wait(parity);
                 const bf16* at = (const bf16*)(memory + p.ring_at + stage * S::STAGE);
-                const int mine = from + warp < end ? 2 * (from + warp) - half : S::HALVES; // keys, in the stage
-                if (mine >= 0 && mine < S::HALVES) page.load_keys(at + mine * (PAGE * D));
-                if (mine >= -1 && mine < S::HALVES - 1) page.load_values(at + (mine + 1) * (PAGE * D));
+                const int i = from + warp < end ? 2 * (from + warp) - half : S::HALVES; // keys, in the stage
+                if (i >= 0 && i < S::HALVES) page.load_keys(at + i * (PAGE * D));
+                if (i >= -1 && i < S::HALVES - 1) page.load_values(at + (i + 1) * (PAGE * D));
                 __syncwarp();
                 if (lane == 0) empty[stage].arrive();
                 if (++stage == p.stages) stage = 0, parity ^= 1;
@@ -1034,7 +1047,7 @@ template <class S> struct Step {
             const int m = token_of(j);
             const bool query = j < Q, value = !query && (j - Q) % 2;
             uint2 x = make_uint2(word.x, word.y);
-            if (j != warp) turn = turn_of(j);
+            if (j != mine) turn = turn_of(j);
             if (!value) x = rotate(x, turn);
             bf16* to = query ? queries + j * D : (value ? new_values : new_keys) + (m - m0) * D;
             *(uint2*)(to + 4 * lane) = x;
@@ -1044,15 +1057,15 @@ template <class S> struct Step {
             *(uint2*)((value ? p.values : p.keys) + layer * p.layer_size + at + 4 * lane) = x;
         };
         if constexpr (S::TOKENS == 1)
-            for (int j = warp; j < heads; j += WARPS) take(j, await(word_of(j), epoch(layer)));
+            for (int j = mine; j < heads; j += WARPS) take(j, await(word_of(j), epoch(layer)));
         else {
             constexpr int MOST = (8 + 2 * S::TOKENS + WARPS - 1) / WARPS; // heads of a warp
             uint4 words[MOST];
-            await_all(words, epoch(layer), [&](int i) { return word_of(warp + i * WARPS); },
-                      [&](int i) { return warp + i * WARPS < heads; });
+            await_all(words, epoch(layer), [&](int i) { return word_of(mine + i * WARPS); },
+                      [&](int i) { return mine + i * WARPS < heads; });
             STEP_UNROLL
             for (int i = 0; i < MOST; i++)
-                if (warp + i * WARPS < heads) take(warp + i * WARPS, words[i]);
+                if (mine + i * WARPS < heads) take(mine + i * WARPS, words[i]);
         }
         meet();
 
