@@ -1,8 +1,8 @@
 /* step.h: one kernel a token. Book II's decoding of 1 to 8 tokens as one persistent kernel; qwen3.cu includes it.
 
    Why: a token of the 0.6B is 144 kernels otherwise, and at each one's end the memory idles until the next has asked
-   for its first weights. Here a warp of each multiprocessor does nothing but fetch weights, in the order of their use,
-   into a ring in shared memory; it does not know of phases, so the memory never waits for a sum to be complete.
+   for its first weights. Here a warp of each multiprocessor does nothing but fetch weights, and pages of keys and
+   values, in the order of their use, into a ring in shared memory; the memory never waits for a sum to be complete.
 
    Who does what   One block a multiprocessor, all resident: 8 warps that compute (consumers) and the producer (1 warp
      with bulk copies; 4 with cp.async, before Hopper). A product's rows are cut into tiles of 8, which are dealt to the
@@ -19,9 +19,11 @@
      StepPacked). A row is filled up to a chunk for each warp; a stage of the ring is up to 1,024 numbers of a tile's
      rows, and the last of a row may be shorter. The tokens' numbers are mma's columns, two of each: so 4 tokens cost
      as much as one, and a row's sum has one order whatever N is: by chunks in a warp, then over the warps.
-   In flight   The producer waits until the stage `in_flight` before this one has come: 16 KB in the 0.6B, where more
-     only stands in the way of the words below, which go through the same L2 cache (one stage instead of three: 568 us
-     a token -> 520); 32 KB in larger models, whose products take longer than their words (4B: 260 tok/s -> 350).
+   In flight   The producer waits until the stage `in_flight` before this one has come, counted in halves: three are one
+     and two stages in turns. Stages of 16 KB that are asked for one by one come too slowly: a token of the 0.6B takes
+     511 us then even if nobody waits for a word. But what is on its way keeps the words below from coming, which go
+     through the same L2 cache (three stages: 537 us, 24 KB: 494). Larger models, whose products take longer than their
+     words, and long contexts have 32 KB in flight; the head, which has no words, 96.
    Exchanges   What one block computes and all need goes through global memory in words of 16 bytes, written and read in
      one piece: four bf16, a float (the sum of their squares), and the epoch, which is another for each layer of each
      token. Who needs a word reads it until it has the epoch: no fence, no counter, nothing to clear. One lane of a warp
@@ -40,8 +42,8 @@
      times one's time). What is set on one path only is live, to ptxas, from the kernel's begin: so operands are zeroed.
    The residual x stays in fp32 in global memory with the thread that adds to it. Others get x g in bf16.
    Attention   A warp takes pages of 16 keys: queries are rows of mma, keys columns; the probabilities go back in as an
-     operand, first their bf16, then what that leaves, so nothing is lost. Pages of the
-     next layer are asked into the L2 cache.
+     operand, first their bf16, then what that leaves, so nothing is lost. Its first page is in registers before the
+     words have come; then this step's keys and values take their place in the last page.
    Changing numbers  (token, position, slot, pages, draw) are read from the GPU's memory: a CUDA graph replays it.
    Phase by phase  `first` and `last` name the phases of a launch. All at once is the fast way; one launch a phase gives
      the same bits without a block ever waiting for another: to be studied, run under compute-sanitizer, and emulated on
@@ -91,7 +93,8 @@ struct StepArgs {
     int* arrived;              // blocks at their end; zero between kernels
     volatile int* fault;
     uint64_t patience;         // of a wait, ns
-    int stages, in_flight, in_flight_head;
+    int stages;
+    int in_flight, in_flight_head, in_flight_pages; // halves of a stage
     int short_keys, most_splits; // up to so many keys have one split
     float* logits;             // (N,V)
     const Draw* draw;          // (N)
@@ -141,9 +144,9 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain>
     static constexpr bool BULK = BULK_;
     static constexpr int FOURS = (TOKENS + 3) / 4; // of tokens: what one mma has
     static constexpr int EACH = STEPS / WARPS, STAGE = STEPS * W::CHUNK;
+    static constexpr int HALF = PAGE * STEP_HEAD * 2, HALVES = STAGE / HALF; // of a page: its keys; its values
     static constexpr int NUMBERS = 32 * W::RUNS; // of a row, in a chunk
     static constexpr int BARRIERS = STAGE < 10000 ? 32 : 16; // of the ring, of each kind
-    static constexpr int TAIL = TOKENS == 1 ? 1 : 2; // pages that new keys lie in (see Step::attend)
     // Stages whose operands are in registers at once: as many as fit.
     static constexpr int BATCH = (W::RUNS == 4 ? 8 : 4) / (BULK ? 1 : 2);
     static constexpr int HANDS = 2 * TOKENS > WARPS ? 1 : 2; // warps that hand over a token's sums, of 4 tiles each,
@@ -156,6 +159,7 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain>
     // Tokens of a group: their queries, G of a KV head, are rows of one operand.
     BOTH static int tokens_attended(int G) { return TOKENS == 1 ? 1 : TOKENS < 8 / G ? TOKENS : 8 / G; }
     static_assert(STEPS % WARPS == 0 && TOKENS <= WARPS && TOKENS <= STEP_TOKENS, "a warp hands over one token's sums");
+    static_assert(HALVES > 0 && 2 * WARPS % HALVES == 0, "a stage has pages of one round of warps");
 };
 
 // All but pointers.
@@ -174,7 +178,8 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     for (int phase = STEP_QKV; phase < STEP_LOGITS; phase++)
         p.product[phase].at = p.layer_bytes, p.layer_bytes += p.product[phase].bytes(S::W::CHUNK);
     p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
-    p.in_flight = std::max(1, ((c.C > 1024 ? 32 : 16) << 10) / S::STAGE), p.in_flight_head = 2 * p.in_flight;
+    p.in_flight = ((c.C > 1024 ? 64 : 48) << 10) / S::STAGE;
+    p.in_flight_head = (192 << 10) / S::STAGE, p.in_flight_pages = (64 << 10) / S::STAGE;
     p.patience = 1000000000, p.short_keys = 64;
     p.most_splits = std::max(1, std::min(64, blocks / c.K));
     // Shared memory: the ring's barriers; two sets of sums (tiles, warps, tokens, 8 rows), of squares (tokens, warps);
@@ -182,7 +187,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     const size_t G = p.G, D = STEP_HEAD;
     const size_t input = (size_t)N * S::row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
     const size_t Q = S::tokens_attended(p.G) * G;
-    const size_t attend = (2 * S::TAIL * PAGE + Q) * D * sizeof(bf16) + S::WARPS * Q * (D + 4) * sizeof(float);
+    const size_t attend = (2 * S::TOKENS + Q) * D * sizeof(bf16) + S::WARPS * Q * (D + 4) * sizeof(float);
     const size_t join = p.most_splits * STEP_PART * 3 * sizeof(float);
     auto up = [](size_t n) { return (n + 127) / 128 * 128; };
     p.sums_at = up(2 * S::BARRIERS * sizeof(uint64_t) + sizeof(StepDealt));
@@ -191,7 +196,8 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.ring_at = p.work_at + up(std::max({input, attend, join}));
     const size_t room = p.ring_at < shared_limit ? (shared_limit - p.ring_at) / S::STAGE : 0;
     p.stages = (int)std::min<size_t>(room, S::BARRIERS * 3 / 4);
-    for (int* most : {&p.in_flight, &p.in_flight_head}) *most = std::max(1, std::min(*most, p.stages - 1));
+    for (int* most : {&p.in_flight, &p.in_flight_head, &p.in_flight_pages})
+        *most = std::max(2, std::min(*most, 2 * (p.stages - 1)));
     p.shared = p.ring_at + (size_t)p.stages * S::STAGE;
     return p;
 }
@@ -386,7 +392,6 @@ __device__ inline void step_publish(uint4* word, uint4 v) {
     asm volatile("{ .reg .b128 w; mov.b128 w, {%1, %2}; st.relaxed.gpu.global.b128 [%0], w; }"
                  ::"l"(word), "l"(a), "l"(b) : "memory");
 }
-__device__ inline void step_prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 __device__ inline uint64_t step_clock() { // ns
     uint64_t ns;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
@@ -407,9 +412,9 @@ template <class S> __device__ inline void step_place(const StepArgs& p, StepDeal
     y.pos = p.b.pos[n], y.slot = p.b.slot[n], y.m0 = n, y.table = p.b.pages + (size_t)p.b.seq[n] * p.b.max_pages;
     while (y.m0 > 0 && p.b.seq[y.m0 - 1] == p.b.seq[n]) y.m0--;
     y.held = p.b.pos[y.m0], y.group = 0;
-    // Items go around the blocks, from the last: the first ones have more of the products.
+    // Items go around the blocks downwards, from the last of those that have the fewest of QKV's tiles.
     const int blocks = gridDim.x, N = S::TOKENS == 1 ? 1 : p.b.N;
-    int first = blocks - 1 - (int)blockIdx.x, leader = 0, item[2] = {first, first}, pages = 0, splits = 0;
+    int first = (p.C / 8 - 1 - (int)blockIdx.x) % blocks, leader = 0, item[2] = {first, first}, pages = 0, splits = 0;
     for (int m = 0; m < N; m++) {
         const int pages_m = step_split_pages(p, p.b.pos[m], S::WARPS);
         const int splits_m = (p.b.pos[m] / PAGE + pages_m) / pages_m;
@@ -432,7 +437,23 @@ __device__ inline void step_deal(const StepArgs& p, StepDealt& dealt, int phase)
     dealt.first[phase] = first, dealt.units[phase] = units > first ? (units - first - 1) / blocks + 1 : 0;
 }
 
-// The producer: stage after stage of the phases from `first` on.
+// This block's items of ATTEND: of every group of tokens KV heads x splits. use(the group's place, its first token, KV
+// head, split).
+template <class S, class Use>
+__device__ __forceinline__ void step_items(const StepArgs& p, const StepDealt& dealt, Use use) {
+    const int N = S::TOKENS == 1 ? 1 : p.b.N;
+    for (int n = 0; n < N; n++) {
+        const StepPlace& y = dealt.place[n];
+        const int splits = y.splits, first = y.item[0];
+        for (int item = first; item < p.K * splits && y.group; item += gridDim.x)
+            use(y, n, item == first ? y.kv : item / splits, item == first ? y.split : item % splits);
+    }
+}
+// Its pages end here.
+__device__ __forceinline__ int step_last_page(const StepPlace& y, int n, int split) {
+    return min((split + 1) * y.pages, (y.held + n - y.m0 + y.group - 1) / PAGE + 1);
+}
+// The producer: stage after stage of the phases from `first` on. ATTEND's are pages: keys, values, keys, ..
 template <class S>
 __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, const StepDealt& dealt,
                                              int first, int last) {
@@ -440,8 +461,10 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     const int i = threadIdx.x - S::CONSUMERS;
     int stage = 0, issued = 0;
     uint32_t parity = 1;
-    auto fill = [&](const unsigned char* from, int bytes, int in_flight) {
+    const bool long_context = dealt.place[0].pages > 12; // of a split: words matter less then
+    auto fill = [&](int bytes, int each, int in_flight, auto from) { // `each` bytes come from from(0), from(1) ..
         empty[stage].wait(parity);
+        in_flight = (in_flight + issued % 2) / 2;
         const int earlier = stage - in_flight;
         if (issued++ >= in_flight)
             full[earlier < 0 ? earlier + p.stages : earlier].wait(earlier < 0 ? parity : parity ^ 1);
@@ -449,9 +472,10 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
         if constexpr (S::BULK) {
             if (i == 0) full[stage].expect(bytes);
             __syncwarp();
-            if (i * 2048 < bytes) full[stage].copy(to + i * 2048, from + i * 2048, min(2048, bytes - i * 2048));
+            if (i * each < bytes) full[stage].copy(to + i * each, from(i), min(each, bytes - i * each));
         } else {
-            for (int at = i * 16; at < bytes; at += 128 * 16) StepBarrier::copy16(to + at, from + at);
+            for (int at = i * 16; at < bytes; at += 128 * 16)
+                StepBarrier::copy16(to + at, (const unsigned char*)from(at / each) + at % each);
             full[stage].arrive_with_copies();
         }
         if (++stage == p.stages) stage = 0, parity ^= 1;
@@ -459,7 +483,16 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     for (int phase = first; phase < last; phase++) {
         const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
         const StepProduct& q = dealt.product[kind];
-        const int in_flight = layer < p.L ? p.in_flight : p.in_flight_head;
+        const int in_flight = layer == p.L ? p.in_flight_head : long_context ? p.in_flight_pages : p.in_flight;
+        if (kind == STEP_ATTEND)
+            step_items<S>(p, dealt, [&](const StepPlace& y, int n, int kv, int split) {
+                const int last = 2 * step_last_page(y, n, split);
+                for (int half = 2 * split * y.pages; half < last; half += S::HALVES)
+                    fill(min(S::HALVES, last - half) * S::HALF, S::HALF, p.in_flight_pages, [&](int j) {
+                        const size_t at = kv_offset(y.table[(half + j) / 2], kv, 0, p.K, STEP_HEAD);
+                        return ((half + j) % 2 ? p.values : p.keys) + layer * p.layer_size + at;
+                    });
+            });
         const unsigned char* weights = p.packed + (layer < p.L ? layer * p.layer_bytes : 0) + q.at;
         for (int u = 0; u < dealt.units[kind]; u++) {
             const size_t unit = dealt.first[kind] + u * gridDim.x;
@@ -467,7 +500,7 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
             for (int part = 0; part < q.tiles; part++)
                 for (int step = 0; step < q.steps; step += S::STEPS) {
                     const int bytes = min(S::STEPS, q.steps - step) * S::W::CHUNK;
-                    fill(tile, bytes, in_flight);
+                    fill(bytes, 2048, in_flight, [&](int j) { return tile + j * 2048; });
                     tile += bytes;
                 }
         }
@@ -485,21 +518,40 @@ __device__ __forceinline__ uint32_t step_pair(const uint4& a, const uint4& b, in
 struct StepPage {
     static constexpr int D = STEP_HEAD;
     uint4 k[2][D / 32], v[4][D / 64];
-    // GLOBAL: not by the L1 cache, which is small and has what each layer needs again.
-    template <bool GLOBAL> __device__ __forceinline__ static uint4 get(const bf16* from) {
-        return GLOBAL ? __ldcg((const uint4*)from) : *(const uint4*)from;
-    }
-    template <bool GLOBAL> __device__ __forceinline__ void load(const bf16* keys, const bf16* values) {
+    __device__ __forceinline__ void load_keys(const bf16* keys) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         STEP_UNROLL
         for (int half = 0; half < 2; half++)
             STEP_UNROLL
-            for (int j = 0; j < D / 32; j++) k[half][j] = get<GLOBAL>(keys + (half * 8 + g) * D + j * 32 + t * 8);
+            for (int j = 0; j < D / 32; j++) k[half][j] = *(const uint4*)(keys + (half * 8 + g) * D + j * 32 + t * 8);
+    }
+    __device__ __forceinline__ void load_values(const bf16* values) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         STEP_UNROLL
         for (int a = 0; a < 4; a++)
             STEP_UNROLL
             for (int c = 0; c < D / 64; c++)
-                v[a][c] = get<GLOBAL>(values + (a / 2 * 8 + 2 * t + a % 2) * D + (g + 8 * c) * 8);
+                v[a][c] = *(const uint4*)(values + (a / 2 * 8 + 2 * t + a % 2) * D + (g + 8 * c) * 8);
+    }
+    // Key i of the page is new key from + i, if that is none of before; behind the `count` ones is the last once more.
+    __device__ __forceinline__ void renew(const bf16* keys, const bf16* values, int from, int count) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        STEP_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const int i = from + half * 8 + g;
+            if (i < 0) continue;
+            STEP_UNROLL
+            for (int j = 0; j < D / 32; j++)
+                k[half][j] = *(const uint4*)(keys + min(i, count - 1) * D + j * 32 + t * 8);
+        }
+        STEP_UNROLL
+        for (int a = 0; a < 4; a++) {
+            const int i = from + a / 2 * 8 + 2 * t + a % 2;
+            if (i < 0) continue;
+            STEP_UNROLL
+            for (int c = 0; c < D / 64; c++)
+                v[a][c] = *(const uint4*)(values + min(i, count - 1) * D + (g + 8 * c) * 8);
+        }
     }
 };
 
@@ -684,10 +736,13 @@ template <class S> struct Step {
             if (spins % 1024 == 0) lose_patience(since);
         }
     }
-    // Waits for words i = from, from + step .. and hands each to take(i, word).
+    // Waits for words i = from, from + step .. and hands each to take(i, word). One lane spins; the others look when it
+    // has seen its own: they would keep words from coming.
     template <class At, class Take>
     __device__ __forceinline__ void receive(int from, int step, int count, uint32_t epoch, At at, Take take) {
         constexpr int ONCE = 4;
+        if (lane == 0 && from < count) await(at(from), epoch);
+        __syncwarp();
         for (; from < count; from += ONCE * step) {
             uint4 v[ONCE];
             STEP_UNROLL
@@ -934,63 +989,54 @@ template <class S> struct Step {
     }
 
     // ---- Attention
-    // This block's items: of every group of tokens KV heads x splits, then of each token's long context its heads.
+    // This block's items, then of each token's long context its heads.
     __device__ __forceinline__ void attention(int layer, bool joins) {
+        if (!joins)
+            return step_items<S>(p, dealt, [&](const StepPlace&, int n, int kv, int split) {
+                attend(layer, n, kv, split);
+            });
         for (int n = 0; n < N; n++) {
             const StepPlace& y = dealt.place[n];
-            const int splits = y.splits, items = !joins ? p.K * splits : splits > 1 ? p.H : 0;
-            const int first = y.item[joins];
-            if (S::TOKENS > 1 && !joins && !y.group) continue;
-            for (int item = first; item < items; item += gridDim.x)
-                if (joins) join(layer, n, item, splits);
-                else attend(layer, n, item == first ? y.kv : item / splits, item == first ? y.split : item % splits);
+            for (int h = y.item[1]; h < p.H && y.splits > 1; h += gridDim.x) join(layer, n, h, y.splits);
         }
     }
     // A KV head's queries of token n, or of the group that it leads, over a split. Tokens m0 .. end - 1 of the step are
-    // of one sequence: their keys and values are not in the cache yet. They come as words, and with the cache's others
-    // of their pages (two at most) they make up the tail. Shared memory has the tail's keys and values, the queries,
-    // and parts of warps.
+    // of one sequence: their keys and values are not in the cache yet but come as words. Shared memory has these, the
+    // queries, and parts of warps.
     __device__ __forceinline__ void attend(int layer, int n, int kv, int split) {
         const StepPlace& y = dealt.place[n];
         const int group = S::TOKENS == 1 ? 1 : y.group, end = n + group;
-        const int G = p.G, Q = G * group, held = y.held, m0 = y.m0, *table = y.table;
-        const int newest = S::TOKENS == 1 ? y.pos : held + end - 1 - m0; // its position
-        const int first = split * y.pages, last = min(first + y.pages, newest / PAGE + 1);
-        const int tail = held / PAGE, fresh = last > tail ? end - m0 : 0;
-        bf16 *keys = p.keys + layer * p.layer_size, *values = p.values + layer * p.layer_size;
-        const size_t head = kv_offset(0, kv, 0, p.K, D), page_step = kv_offset(1, 0, 0, p.K, D);
-        bf16 *tail_keys = work, *tail_values = tail_keys + S::TAIL * PAGE * D;
-        bf16* queries = tail_values + S::TAIL * PAGE * D;
+        const int G = p.G, Q = G * group, held = y.held, m0 = y.m0;
+        const int first = split * y.pages, count = step_last_page(y, n, split) - first;
+        const int fresh = (first + count) * PAGE > held ? end - m0 : 0;
+        const bool appends = (first + count) * PAGE >= held + fresh && fresh; // one split has the newest
+        bf16 *new_keys = work, *new_values = new_keys + S::TOKENS * D, *queries = new_values + S::TOKENS * D;
         float* parts = (float*)(queries + Q * D);
         StepPage page;
-        auto load = [&](int i) {
-            const size_t from = i < tail ? table[i] * page_step + head : (size_t)(i - tail) * PAGE * D;
-            if (i < tail) page.template load<true>(keys + from, values + from);
-            else page.template load<false>(tail_keys + from, tail_values + from);
-        };
-        // What does not depend on the words is asked for before they are waited for.
-        const int mine = first + warp;
-        const bool early = mine < min(last, tail);
-        if (early) load(mine);
-        else if (S::TOKENS > 1) page = {}; // (see product)
+        if (S::TOKENS > 1) page = {}; // (see product)
         // Heads: the queries, token by token, then each new token's key and value.
         const int heads = Q + 2 * fresh;
         auto token_of = [&](int j) { return j >= Q ? m0 + (j - Q) / 2 : S::TOKENS == 1 ? n : n + j / G; };
+        const int mine = (warp + WARPS - S::HANDS * S::TOKENS % WARPS) % WARPS; // the first; who handed over is late
         auto turn_of = [&](int j) {
             return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < Q ? 0 : D),
                             p.rope + (size_t)(held + token_of(j) - m0) * D, lane);
         };
-        StepTurn turn = turn_of(min(warp, heads - 1));
-        for (int i = tid; i < S::TAIL * PAGE * (D / 8) && fresh; i += CONSUMERS) { // (behind the new ones: zeros)
-            const int key = i / (D / 8);
-            if (key >= held % PAGE && key < held % PAGE + fresh) continue;
-            const size_t from = table[tail] * page_step + head + i * 8;
-            const uint4 zero = {0, 0, 0, 0};
-            *(uint4*)(tail_keys + i * 8) = key < held % PAGE ? __ldcg((const uint4*)(keys + from)) : zero;
-            *(uint4*)(tail_values + i * 8) = key < held % PAGE ? __ldcg((const uint4*)(values + from)) : zero;
-        }
-        if (n == m0) prefetch(layer, table, head, first, min(last, first + 16)); // (the others' are almost the same)
-        const bool appends = last == newest / PAGE + 1; // one split has the newest
+        StepTurn turn = turn_of(min(mine, heads - 1));
+        auto load = [&](int from) { // a round: pages from .. from + WARPS - 1, one a warp
+            const int end = min(from + WARPS, count);
+            for (int half = 2 * from; half < 2 * end; half += S::HALVES) {
+                full[stage].wait(parity);
+                const bf16* at = (const bf16*)(memory + p.ring_at + stage * S::STAGE);
+                const int i = from + warp < end ? 2 * (from + warp) - half : S::HALVES; // keys, in the stage
+                if (i >= 0 && i < S::HALVES) page.load_keys(at + i * (PAGE * D));
+                if (i >= -1 && i < S::HALVES - 1) page.load_values(at + (i + 1) * (PAGE * D));
+                __syncwarp();
+                if (lane == 0) empty[stage].arrive();
+                if (++stage == p.stages) stage = 0, parity ^= 1;
+            }
+        };
+        load(0); // before the words have come
         const size_t slot = kv_offset(y.slot / PAGE, kv, y.slot % PAGE, p.K, D);
         auto word_of = [&](int j) {
             const bool query = j < Q, value = !query && (j - Q) % 2;
@@ -998,28 +1044,28 @@ template <class S> struct Step {
             return p.qkv + ((size_t)token_of(j) * (p.H + 2 * p.K) + h) * (D / 4) + lane;
         };
         auto take = [&](int j, const uint4& word) {
-            const int m = token_of(j), key = held % PAGE + m - m0;
+            const int m = token_of(j);
             const bool query = j < Q, value = !query && (j - Q) % 2;
             uint2 x = make_uint2(word.x, word.y);
-            if (j != warp) turn = turn_of(j);
+            if (j != mine) turn = turn_of(j);
             if (!value) x = rotate(x, turn);
-            bf16* to = query ? queries + j * D : (value ? tail_values : tail_keys) + key * D;
+            bf16* to = query ? queries + j * D : (value ? new_values : new_keys) + (m - m0) * D;
             *(uint2*)(to + 4 * lane) = x;
             if (!appends || query || m < n) return;
             const int own = S::TOKENS == 1 ? 0 : dealt.place[m].slot;
             const size_t at = S::TOKENS == 1 ? slot : kv_offset(own / PAGE, kv, own % PAGE, p.K, D);
-            *(uint2*)((value ? values : keys) + at + 4 * lane) = x;
+            *(uint2*)((value ? p.values : p.keys) + layer * p.layer_size + at + 4 * lane) = x;
         };
         if constexpr (S::TOKENS == 1)
-            for (int j = warp; j < heads; j += WARPS) take(j, await(word_of(j), epoch(layer)));
+            for (int j = mine; j < heads; j += WARPS) take(j, await(word_of(j), epoch(layer)));
         else {
             constexpr int MOST = (8 + 2 * S::TOKENS + WARPS - 1) / WARPS; // heads of a warp
             uint4 words[MOST];
-            await_all(words, epoch(layer), [&](int i) { return word_of(warp + i * WARPS); },
-                      [&](int i) { return warp + i * WARPS < heads; });
+            await_all(words, epoch(layer), [&](int i) { return word_of(mine + i * WARPS); },
+                      [&](int i) { return mine + i * WARPS < heads; });
             STEP_UNROLL
             for (int i = 0; i < MOST; i++)
-                if (warp + i * WARPS < heads) take(warp + i * WARPS, words[i]);
+                if (mine + i * WARPS < heads) take(mine + i * WARPS, words[i]);
         }
         meet();
 
@@ -1027,9 +1073,12 @@ template <class S> struct Step {
         const int pos = S::TOKENS == 1 ? y.pos : held + token_of(row) - m0;
         const bf16* query = queries + row * D + t * 8;
         StepSoftmax softmax;
-        for (int at = mine; at < last; at += WARPS) {
-            if (at != mine || !early) load(at);
-            softmax.template add<(S::TOKENS > 1)>(page, query, pos - at * PAGE + 1);
+        for (int from = 0; from < count; from += WARPS) {
+            if (from) load(from);
+            if (from + warp >= count) break;
+            const int at = (first + from + warp) * PAGE;
+            if (at + PAGE > held) page.renew(new_keys, new_values, at - held, fresh);
+            softmax.template add<(S::TOKENS > 1)>(page, query, pos - at + 1);
         }
         softmax.store(parts + (size_t)warp * Q * (D + 4), Q);
         meet();
@@ -1084,15 +1133,6 @@ template <class S> struct Step {
         const float by = __fdividef(1, weights);
         const uint32_t first = pack(x.x * by, x.y * by), second = pack(x.z * by, x.w * by);
         step_publish(p.att + ((size_t)n * p.H + h) * (D / 4) + quad, make_uint4(first, second, 0, epoch(layer)));
-    }
-    // Asks for the next layer's keys and values of some pages.
-    __device__ __forceinline__ void prefetch(int layer, const int* table, size_t head, int first, int last) {
-        constexpr int LINES = PAGE * D * 2 / 128; // of 128 bytes
-        if (layer + 1 == p.L) return;
-        for (int i = tid; i < (last - first) * 2 * LINES; i += CONSUMERS) {
-            const size_t at = kv_offset(table[first + i / (2 * LINES)], 0, 0, p.K, D) + head + i % LINES * 64;
-            step_prefetch((i / LINES % 2 ? p.values : p.keys) + (layer + 1) * p.layer_size + at);
-        }
     }
     // A head's splits as one.
     __device__ __forceinline__ void join(int layer, int n, int h, int splits) {
@@ -1193,6 +1233,7 @@ template <class F, int GROUPS> PackedArgs step_source(const Linear<bf16>& W, Ste
 // A step by a kernel of another shape, for which `plan` was made.
 inline StepArgs step_as_planned(StepArgs step, const StepArgs& plan) {
     step.stages = plan.stages, step.in_flight = plan.in_flight, step.in_flight_head = plan.in_flight_head;
+    step.in_flight_pages = plan.in_flight_pages;
     step.sums_at = plan.sums_at, step.squares_at = plan.squares_at, step.work_at = plan.work_at;
     step.ring_at = plan.ring_at, step.shared = plan.shared;
     return step;

@@ -140,12 +140,12 @@ static void step(Model& m) {
         road.check();
         return t;
     };
-    printf("a token as one kernel, at position 100, without draw: us by (stages in flight / in the head's)\n");
+    printf("a token as one kernel, at position 100, without draw: us by (half stages in flight / in the head)\n");
     for (int stages : {6, planned.stages}) {
         printf("  ring of %2d", stages);
         a.stages = stages;
-        for (int in_flight = 1; in_flight <= 3; in_flight++)
-            for (int head = in_flight; head <= in_flight + 1; head++) {
+        for (int in_flight = 2; in_flight <= 6; in_flight++)
+            for (int head : {4, 8}) {
                 a.in_flight = in_flight, a.in_flight_head = head;
                 printf("  (%d/%d) %6.1f", in_flight, head, time(100) * 1e6);
             }

@@ -6,7 +6,7 @@
 #include <doctest/doctest.h>
 #include "../step_emulation.h"
 
-using Small = StepShape<2, 4, 1, true>; // two warps, stages of 128 k
+using Small = StepShape<2, 8, 1, true>; // two warps, stages of 256 k
 
 struct RandomNumbers {
     uint64_t seed, counter = 0;
@@ -317,7 +317,7 @@ TEST_CASE("a token by one kernel is what `forward` computes: phase by phase, and
     }
 }
 
-template <class Packed, bool BULK = true> using SmallOf = StepShape<2, 4, 1, BULK, Packed>;
+template <class Packed, bool BULK = true> using SmallOf = StepShape<2, 8, 1, BULK, Packed>;
 template <class S, class Head> static void check_packed(const PackedKind& layers, const PackedKind& head, int C, int F, int V, bool tied, int pos,
                                                         unsigned blocks) {
     RandomNumbers random{(uint64_t)C * 100 + (uint64_t)layers.group};
@@ -394,7 +394,7 @@ TEST_CASE("two tokens in a step: each has the bits that it has alone, whether th
         for (bool follow : {true, false}) {
             INFO("position " << pos << ", sequences: " << (follow ? 1 : 2));
             const Place before(random, m, follow ? Rows{{pos, 2}} : Rows{{pos, 1}, {pos / 2, 1}});
-            check_together<StepShape<2, 4, 2, true>, Small>(m, before, 5, true);
+            check_together<StepShape<2, 8, 2, true>, Small>(m, before, 5, true);
         }
 }
 
@@ -433,7 +433,7 @@ TEST_CASE("before Hopper: four warps fetch weights by cp.async, with the same bi
     const Place before(random, m, {{20, 1}});
     Place a = before, b = before;
     Emulated<Small> bulk(m, 1, 3);
-    Emulated<StepShape<2, 4, 1, false>> async(m, 1, 3);
+    Emulated<StepShape<2, 8, 1, false>> async(m, 1, 3);
     CHECK(same(bulk.step(a, true), async.step(b, true)));
 }
 
