@@ -261,6 +261,46 @@ TEST_CASE("the head's loss in place, and the head's backward") {
         }
 }
 
+TEST_CASE("what epilogues hand to the TMA in boxes is what they store, and nothing past the ends is written" * doctest::skip(!gpu().gpu->hopper)) {
+    Random random{14};
+    Scratchpad pad;
+    pad.ctx.gpu->sms = 2; // so that a block has several tiles
+    for (int N : {1, 17, 130, 333})
+        for (int R : {8, 72, 264, 520})
+            for (int K : {64, 200}) {
+                INFO("N " << N << " R " << R << " K " << K);
+                const Device<bf16> x(random.fill<bf16>((size_t)N * K)), w(random.fill<bf16>((size_t)2 * R * K, 0.2));
+                const std::vector<float> residual = random.fill<float>((size_t)N * R), from = random.fill<float>(N);
+                std::vector<int> target(N);
+                for (int& t : target) t = random.below(R);
+                const Device<float> dresidual(residual), dfrom(from);
+                const Device<int> dtarget(target), again(std::vector<int>{1});
+                const size_t past = 64, numbers = (size_t)N * R + past, pieces = (R + 63) / 64;
+                // One after another: an Add, gate and up, SwiGLU of them, the same alone, weights, their parts, the targets'.
+                auto all = [&](auto shape) {
+                    using S = decltype(shape);
+                    Device<float> sum(numbers), parts(N * pieces * 2), right(N);
+                    Device<bf16> gate_up(numbers + (size_t)N * R), hidden(numbers), alone(numbers), weights(numbers);
+                    const TileArgs p = {x, w, N, K, R};
+                    launch_hopper<S>(pad.ctx, p, AddEpilogue(sum, dresidual, R));
+                    launch_hopper<S>(pad.ctx, p, SwigluEpilogue(hidden, gate_up, R));
+                    launch_hopper<S>(pad.ctx, p, SwigluEpilogue(alone, nullptr, R));
+                    launch_hopper<S>(pad.ctx, p, LossEpilogue{{}, weights, (float2*)parts.data, right, dtarget, dfrom, again, (size_t)R, pieces, 0});
+                    return std::make_tuple(sum.get(), gate_up.get(), hidden.get(), alone.get(), weights.get(), parts.get(), right.get());
+                };
+                const auto want = all(Hopper64x64{}), wide = all(Hopper128x256{}), narrow = all(Hopper128x128{});
+                for (const auto* got : {&wide, &narrow}) {
+                    CHECK(same_bits(std::get<0>(*got), std::get<0>(want)));
+                    CHECK(same_bits(std::get<1>(*got), std::get<1>(want)));
+                    CHECK(same_bits(std::get<2>(*got), std::get<2>(want)));
+                    CHECK(same_bits(std::get<3>(*got), std::get<3>(want)));
+                    CHECK(same_bits(std::get<4>(*got), std::get<4>(want)));
+                    CHECK(wrong(std::get<5>(*got), as_double(std::get<5>(want)), [&](size_t i) { return 1e-5 * std::fabs(std::get<5>(want)[i]); }) == 0);
+                    CHECK(same_bits(std::get<6>(*got), std::get<6>(want)));
+                }
+            }
+}
+
 TEST_CASE("rows of a gradient, each times a number of its own") {
     Random random{9};
     Scratchpad pad;
