@@ -27,7 +27,7 @@
    Exchanges   What one block computes and all need goes through global memory in words of 16 bytes, written and read in
      one piece: four bf16, a float (the sum of their squares), and the epoch, which is another for each layer of each
      token. Who needs a word reads it until it has the epoch: no fence, no counter, nothing to clear. One lane of a warp
-     spins; the others look once it has seen its own word.
+     spins; the others look once it has seen its own word (with packed weights all do).
      A word is written again a layer later. Whoever does has waited for words that wait, in turn, for all readers:
      QKV <- out <- DOWN <- hidden <- GATE_UP <- mid <- O <- att <- ATTEND: each writes after it has read all of the one
      before. (A block without a tile of a product does not read its input.)
@@ -50,10 +50,11 @@
      a CPU (tests/unit/test_step.cpp).
    Faults   A wait of over a second sets *fault and ends all further waits: the kernel ends, its host says so.
 
-   Bound by 5 exchanges a layer (6 with splits) and what consumers do between them: on an H100 a token of the 0.6B takes
-   515 us at position 100, where the bytes take 392; INT4, with a third of the bytes, takes 9% less. From the last word
-   of a phase to that of the next are 2.7 us or more: 1.5 until all blocks have their input, 0.5 to multiply, 0.3 until
-   a block's warps have met, 0.4 to hand over (PERFORMANCE.md, with what was tried). */
+   Bound by 5 exchanges a layer (6 with splits), by what consumers do between them, and by what may be in flight
+   meanwhile: on an H100 a token of the 0.6B takes 489 us at position 100, where the bytes take 392, 745 at 8,192, where
+   they take 700. From the last word of a phase to that of the next are 2.7 us or more: 1.5 until all blocks have their
+   input, 0.5 to multiply, 0.3 until a block's warps have met, 0.4 to hand over; attention takes 3.2 from its block's
+   last tile to its words (PERFORMANCE.md, with what was tried). */
 #pragma once
 #ifndef STEP_EMULATED
 #define STEP_UNROLL _Pragma("unroll")
@@ -178,7 +179,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     for (int phase = STEP_QKV; phase < STEP_LOGITS; phase++)
         p.product[phase].at = p.layer_bytes, p.layer_bytes += p.product[phase].bytes(S::W::CHUNK);
     p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
-    p.in_flight = ((c.C > 1024 ? 64 : 48) << 10) / S::STAGE;
+    p.in_flight = ((c.C > 1024 ? 64 : S::BULK ? 48 : 32) << 10) / S::STAGE;
     p.in_flight_head = (192 << 10) / S::STAGE, p.in_flight_pages = (64 << 10) / S::STAGE;
     p.patience = 1000000000, p.short_keys = 64;
     p.most_splits = std::max(1, std::min(64, blocks / c.K));
@@ -737,11 +738,12 @@ template <class S> struct Step {
         }
     }
     // Waits for words i = from, from + step .. and hands each to take(i, word). One lane spins; the others look when it
-    // has seen its own: they would keep words from coming.
+    // has seen its own: they would keep words from coming. (With packed weights, of which less is on its way, they do
+    // not: INT4 467 us, 449 if all spin.)
     template <class At, class Take>
     __device__ __forceinline__ void receive(int from, int step, int count, uint32_t epoch, At at, Take take) {
         constexpr int ONCE = 4;
-        if (lane == 0 && from < count) await(at(from), epoch);
+        if (W::PLAIN && lane == 0 && from < count) await(at(from), epoch);
         __syncwarp();
         for (; from < count; from += ONCE * step) {
             uint4 v[ONCE];
@@ -1024,16 +1026,25 @@ template <class S> struct Step {
         };
         StepTurn turn = turn_of(min(mine, heads - 1));
         auto load = [&](int from) { // a round: pages from .. from + WARPS - 1, one a warp
-            const int end = min(from + WARPS, count);
-            for (int half = 2 * from; half < 2 * end; half += S::HALVES) {
-                full[stage].wait(parity);
-                const bf16* at = (const bf16*)(memory + p.ring_at + stage * S::STAGE);
-                const int i = from + warp < end ? 2 * (from + warp) - half : S::HALVES; // keys, in the stage
-                if (i >= 0 && i < S::HALVES) page.load_keys(at + i * (PAGE * D));
-                if (i >= -1 && i < S::HALVES - 1) page.load_values(at + (i + 1) * (PAGE * D));
+            const int end = 2 * min(from + WARPS, count), keys = 2 * (from + warp); // (halves)
+            for (int half = 2 * from, stages; half < end; half += stages * S::HALVES) {
+                stages = min((end - half + S::HALVES - 1) / S::HALVES, p.stages); // a lane waits for one, and frees it
+                const bool again = stage + lane >= p.stages;
+                const int own = again ? stage + lane - p.stages : stage + lane;
+                if (lane < stages) full[own].wait(again ? parity ^ 1 : parity);
                 __syncwarp();
-                if (lane == 0) empty[stage].arrive();
-                if (++stage == p.stages) stage = 0, parity ^= 1;
+                auto at = [&](int i) {
+                    const int s = stage + i / S::HALVES;
+                    const unsigned char* first = memory + p.ring_at + (s >= p.stages ? s - p.stages : s) * S::STAGE;
+                    return (const bf16*)first + i % S::HALVES * (PAGE * D);
+                };
+                const int i = keys < end ? keys - half : stages * S::HALVES;
+                if (i >= 0 && i < stages * S::HALVES) page.load_keys(at(i));
+                if (i >= -1 && i < stages * S::HALVES - 1) page.load_values(at(i + 1));
+                __syncwarp();
+                if (lane < stages) empty[own].arrive();
+                stage += stages;
+                if (stage >= p.stages) stage -= p.stages, parity ^= 1;
             }
         };
         load(0); // before the words have come
