@@ -16,9 +16,12 @@
      HEAD     logits, the likeliest id of each block; the last block to end draws, if drawing is greedy
    Weights  are packed once, as they are read: tile by tile in the order of phases, and in a tile chunk by chunk of 512
      bytes, of which lane 4 g + t has 16 of row g: 8 numbers in bf16, 16 in 8 bits, 32 in 4; scales lie behind them (see
-     StepPacked). A row is filled up to a chunk for each warp; a stage of the ring is up to 1,024 numbers of a tile's
-     rows, and the last of a row may be shorter. The tokens' numbers are mma's columns, two of each: so 4 tokens cost
-     as much as one, and a row's sum has one order whatever N is: by chunks in a warp, then over the warps.
+     StepPacked). A stage of the ring is up to 32 chunks of a tile's rows; the last of a row may be shorter. The tokens'
+     numbers are mma's columns, two of each: so 4 tokens cost as much as one, and a row's sum has one order whatever N
+     is: by chunks in a warp, then over the warps.
+     With bf16 weights, and 8 bits in the 0.6B, consumers load the operands of several stages before their input comes.
+     Other packed weights go stage by stage, by straight code for each number of chunks that a warp may have: there it
+     counts how few instructions a chunk takes, and that nothing stands between them.
    In flight   The producer waits until the stage `in_flight` before this one has come, counted in halves: three are one
      and two stages in turns. Stages of 16 KB that are asked for one by one come too slowly: a token of the 0.6B takes
      511 us then even if nobody waits for a word. But what is on its way keeps the words below from coming, which go
@@ -61,8 +64,9 @@
 #endif
 
 // ---- The plan: what the host decides, once.
-constexpr int STEP_HEAD = 128;  // D
-constexpr int STEP_TOKENS = 8;  // at most
+constexpr int STEP_HEAD = 128;   // D
+constexpr int STEP_TOKENS = 8;   // at most
+constexpr int STEP_SMALL = 1024; // C of models whose exchanges take longer than their bytes
 constexpr int STEP_PART = (STEP_HEAD + 2 + 2) / 3; // words of a split's part: D sums, maximum and weight, in threes
 enum StepPhase { STEP_QKV, STEP_ATTEND, STEP_JOIN, STEP_O, STEP_GATE_UP, STEP_DOWN, STEP_LOGITS };
 
@@ -70,6 +74,7 @@ enum StepPhase { STEP_QKV, STEP_ATTEND, STEP_JOIN, STEP_O, STEP_GATE_UP, STEP_DO
 struct StepProduct {
     int units, tiles, in, steps; // chunks of a row
     bool shifted;                // not of C rows
+    int in_flight;               // half stages: three are one and two in turns
     size_t at;                   // bytes from the layer's first; of the head from the first of all
     BOTH size_t tile_bytes(int chunk) const { return (size_t)steps * chunk; }
     BOTH size_t bytes(int chunk) const { return (size_t)units * tiles * tile_bytes(chunk); }
@@ -95,7 +100,7 @@ struct StepArgs {
     volatile int* fault;
     uint64_t patience;         // of a wait, ns
     int stages;
-    int in_flight, in_flight_head, in_flight_pages; // halves of a stage
+    int in_flight_pages;        // half stages, as StepProduct::in_flight
     int short_keys, most_splits; // up to so many keys have one split
     float* logits;             // (N,V)
     const Draw* draw;          // (N)
@@ -148,14 +153,21 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain>
     static constexpr int HALF = PAGE * STEP_HEAD * 2, HALVES = STAGE / HALF; // of a page: its keys; its values
     static constexpr int NUMBERS = 32 * W::RUNS; // of a row, in a chunk
     static constexpr int BARRIERS = STAGE < 10000 ? 32 : 16; // of the ring, of each kind
+    // How a block multiplies: stages in batches, whose operands are loaded before the input has come; or, with INT4 and
+    // with 8 bits in larger models, stage by stage.
+    static constexpr bool BATCHED = W::PLAIN || (W::RUNS == 2 && STEPS < 32);
     // Stages whose operands are in registers at once: as many as fit.
-    static constexpr int BATCH = (W::RUNS == 4 ? 8 : 4) / (BULK ? 1 : 2);
+    static constexpr int BATCH = BULK ? 4 : 2;
     static constexpr int HANDS = 2 * TOKENS > WARPS ? 1 : 2; // warps that hand over a token's sums, of 4 tiles each,
     static constexpr int ROUND = 4 * HANDS;                  // ... of so many tiles at a time
     static constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128; // (whole warpgroups)
     // Numbers from one token's row of a product's input, up to whole stages, to the next: odd multiples of 64 bytes.
     BOTH static int row(int in) {
         return ((in + STEPS * NUMBERS - 1) / (STEPS * NUMBERS) * STEPS * W::RUNS | 1) * 32;
+    }
+    BOTH static size_t input_bytes(int in, int N) {
+        if constexpr (W::PLAIN) return (size_t)N * row(in) * sizeof(bf16);
+        else return (size_t)(in + STEPS * NUMBERS - 1) / (STEPS * NUMBERS) * STEPS * W::X_BYTES;
     }
     // Tokens of a group: their queries, G of a KV head, are rows of one operand.
     BOTH static int tokens_attended(int G) { return TOKENS == 1 ? 1 : TOKENS < 8 / G ? TOKENS : 8 / G; }
@@ -167,9 +179,10 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain>
 template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t shared_limit) {
     StepArgs p = {};
     p.C = c.C, p.F = c.F, p.H = c.H, p.K = c.K, p.V = c.V, p.L = c.L, p.G = c.H / c.K, p.eps = c.eps;
-    auto product = [](int rows, int in, int tiles, bool shifted) {
-        const int steps = (in + S::NUMBERS * S::WARPS - 1) / (S::NUMBERS * S::WARPS) * S::WARPS;
-        return StepProduct{rows / 8 / tiles, tiles, in, steps, shifted, 0};
+    auto product = [&c](int rows, int in, int tiles, bool shifted) {
+        const int steps = (in + S::NUMBERS - 1) / S::NUMBERS, stage = std::min(S::STEPS, steps) * S::W::CHUNK;
+        const int in_flight = c.C > STEP_SMALL ? 2 * ((40 << 10) / stage) : ((S::BULK ? 48 : 32) << 10) / stage;
+        return StepProduct{rows / 8 / tiles, tiles, in, steps, shifted, in_flight, 0};
     };
     p.product[STEP_QKV] = product((c.H + 2 * c.K) * c.D, c.C, 1, true);
     p.product[STEP_O] = product(c.C, c.H * c.D, 1, false);
@@ -179,14 +192,14 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     for (int phase = STEP_QKV; phase < STEP_LOGITS; phase++)
         p.product[phase].at = p.layer_bytes, p.layer_bytes += p.product[phase].bytes(S::W::CHUNK);
     p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
-    p.in_flight = ((c.C > 1024 ? 64 : S::BULK ? 48 : 32) << 10) / S::STAGE;
-    p.in_flight_head = (192 << 10) / S::STAGE, p.in_flight_pages = (64 << 10) / S::STAGE;
+    p.product[STEP_LOGITS].in_flight = (192 << 10) / (std::min(S::STEPS, p.product[STEP_LOGITS].steps) * S::W::CHUNK);
+    p.in_flight_pages = (64 << 10) / S::STAGE;
     p.patience = 1000000000, p.short_keys = 64;
     p.most_splits = std::max(1, std::min(64, blocks / c.K));
     // Shared memory: the ring's barriers; two sets of sums (tiles, warps, tokens, 8 rows), of squares (tokens, warps);
     // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
     const size_t G = p.G, D = STEP_HEAD;
-    const size_t input = (size_t)N * S::row(std::max({c.C, c.F, c.H * c.D})) * sizeof(bf16);
+    const size_t input = S::input_bytes(std::max({c.C, c.F, c.H * c.D}), N);
     const size_t Q = S::tokens_attended(p.G) * G;
     const size_t attend = (2 * S::TOKENS + Q) * D * sizeof(bf16) + S::WARPS * Q * (D + 4) * sizeof(float);
     const size_t join = p.most_splits * STEP_PART * 3 * sizeof(float);
@@ -197,8 +210,9 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.ring_at = p.work_at + up(std::max({input, attend, join}));
     const size_t room = p.ring_at < shared_limit ? (shared_limit - p.ring_at) / S::STAGE : 0;
     p.stages = (int)std::min<size_t>(room, S::BARRIERS * 3 / 4);
-    for (int* most : {&p.in_flight, &p.in_flight_head, &p.in_flight_pages})
-        *most = std::max(2, std::min(*most, 2 * (p.stages - 1)));
+    auto bound = [&](int& halves) { halves = std::max(2, std::min(halves, 2 * (p.stages - 1))); };
+    for (StepProduct& q : p.product) bound(q.in_flight);
+    bound(p.in_flight_pages);
     p.shared = p.ring_at + (size_t)p.stages * S::STAGE;
     return p;
 }
@@ -229,7 +243,7 @@ inline const char* step_refuses(const Config& c) {
 //   RUNS    that a lane has of a chunk         CHUNK   bytes of one
 //   Lane    of a chunk, in registers           Sum     of a tile: row g for token t of four
 //   load    of chunk number + warp of a stage
-//   add     sum += the chunk's W x^T; x[j]: what run j is multiplied by
+//   add     sum += the chunk's W x^T; x: what its runs are multiplied by
 //   piece   the i-th 16 bytes of a chunk, for rows `row` .. `row` + 7
 __device__ __forceinline__ void step_mma(float (&sum)[4], const uint4& w, const uint2& x) {
     mma(sum, w.x, w.y, w.z, w.w, x.x, x.y);
@@ -239,6 +253,7 @@ struct StepPlain { // bf16
     static constexpr bool PLAIN = true;
     using Lane = uint4;
     using Sum = float[4];
+    using X = uint2[RUNS];
     __device__ __forceinline__ static void load(Lane& w, const unsigned char* first, int number, int warp, int lane) {
         w = ((const uint4*)first + warp * 32 + lane)[number * 32];
     }
@@ -286,16 +301,67 @@ template <class F, int GROUPS> struct StepPacked {
         if constexpr (F::BLOCKS) return __uint_as_float(w.scale[group]);
         else return F::to_float((Raw)(w.scale[group / 2] >> group % 2 * 16));
     }
-    __device__ __forceinline__ static void add(Sum& sum, const Lane& w, const uint2 (&x)[RUNS]) {
+    // x of a chunk, as lanes take it: for each of the eight (g % 2, t) 16 bytes for runs 0 and 1, then (INT4) as many
+    // for runs 2 and 3; behind them INT4's sums of groups. store_x, by all lanes of a warp together: each has its
+    // numbers 4 i .. 4 i + 3, if they are `there`.
+    static constexpr int X_BYTES = 2 * NUMBERS + (F::ZEROS ? 16 : 0);
+    struct X {
+        uint4 v[RUNS / 2];
+        float sum[F::ZEROS ? GROUPS : 1];
+    };
+    __device__ __forceinline__ static void load_x(X& x, const unsigned char* chunk, int lane) {
+        STEP_UNROLL
+        for (int i = 0; i < RUNS / 2; i++) x.v[i] = ((const uint4*)chunk)[i * 8 + lane % 8];
+        if (F::ZEROS)
+            STEP_UNROLL
+            for (int j = 0; j < GROUPS; j++) x.sum[j] = ((const float*)(chunk + 2 * NUMBERS))[j];
+    }
+    __device__ __forceinline__ static void store_x(unsigned char* chunk, int i, uint2 v, bool there) {
+        const int run = i / 8, t = i % 8 / 2;
+        if constexpr (!F::ZEROS) {
+            unsigned char* to = chunk + t * 16 + run * 8 + i % 2 * 4;
+            if (there) *(uint32_t*)to = v.x, *(uint32_t*)(to + 64) = v.y;
+            return;
+        }
+        unsigned char* to = chunk + run / 2 * 128 + (run % 2 * 4 + t) * 16 + i % 2 * 8;
+        if (there) *(uint2*)to = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632));
+        constexpr int LANES = NUMBERS / GROUPS / 4; // of a group
+        float sum = (low(v.x) + high(v.x)) + (low(v.y) + high(v.y));
+        STEP_UNROLL
+        for (int other = 1; other < LANES; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
+        if (there && i % LANES == 0) ((float*)(chunk + 2 * NUMBERS))[i / LANES] = sum;
+    }
+    __device__ __forceinline__ static void add(Sum& sum, const Lane& w, const X& x) {
+        if constexpr (F::ZEROS) return add_nibbles(sum, w, x);
+        float part[2][4] = {};
+        STEP_UNROLL
+        for (int run = 0; run < 2; run++) {
+            const uint2 bytes = run ? make_uint2(w.w.z, w.w.w) : make_uint2(w.w.x, w.w.y);
+            const uint2 of_x = run ? make_uint2(x.v[0].z, x.v[0].w) : make_uint2(x.v[0].x, x.v[0].y);
+            step_mma(part[GROUPS == 2 ? run : 0], F::run(bytes, 0, 0), of_x);
+        }
+        sum = fmaf(StepPlain::whole(part[0]), scale(w, 0), sum);
+        if (GROUPS == 2) sum = fmaf(StepPlain::whole(part[1]), scale(w, 1), sum);
+    }
+    // INT4: q, as it is, behind 0x430 is 128 + q in bf16; so a group's sum is 128 + zero times the sum of its x too
+    // large. A word has numbers 8 t .. 8 t + 3 or 8 t + 4 .. 8 t + 7 of two runs, the first in its bytes' lower halves:
+    // of each run the pairs (0, 2) and (1, 3), in which x lies, too.
+    __device__ __forceinline__ static void add_word(float (&part)[4], uint32_t w, uint32_t x0, uint32_t x1) {
+        constexpr uint32_t LOW = 0x000f000f, ONE = 0x43004300;
+        mma(part, and_or(w, LOW, ONE), and_or(w >> 4, LOW, ONE), and_or(w >> 8, LOW, ONE), and_or(w >> 12, LOW, ONE),
+            x0, x1);
+    }
+    __device__ __forceinline__ static void add_nibbles(Sum& sum, const Lane& w, const X& x) {
+        float part[2][4] = {};
+        auto& second = part[GROUPS > 1];
+        add_word(part[0], w.w.x, x.v[0].x, x.v[0].y), add_word(part[0], w.w.y, x.v[0].z, x.v[0].w);
+        add_word(second, w.w.z, x.v[RUNS / 2 - 1].x, x.v[RUNS / 2 - 1].y);
+        add_word(second, w.w.w, x.v[RUNS / 2 - 1].z, x.v[RUNS / 2 - 1].w);
         STEP_UNROLL
         for (int j = 0; j < GROUPS; j++) {
-            float part[4] = {};
-            STEP_UNROLL
-            for (int run = j * (RUNS / GROUPS); run < (j + 1) * (RUNS / GROUPS); run++) {
-                const uint2 bytes = run < F::RUNS ? make_uint2(w.w.x, w.w.y) : make_uint2(w.w.z, w.w.w);
-                step_mma(part, F::run(bytes, run % F::RUNS, F::ZEROS ? w.zeros >> 8 * j & 0xff : 0), x[run]);
-            }
-            sum = fmaf(StepPlain::whole(part), scale(w, j), sum);
+            const float y = GROUPS == 4 ? part[j / 2][j % 2 * 3] : StepPlain::whole(part[j]);
+            const float more = __uint_as_float((w.zeros >> 8 * j & 0xff) << 16 | 0x43000000); // 128 + zero
+            sum = fmaf(fmaf(-more, x.sum[j], y), scale(w, j), sum);
         }
     }
     __device__ __forceinline__ static float whole(Sum sum) { return sum; }
@@ -484,7 +550,7 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     for (int phase = first; phase < last; phase++) {
         const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
         const StepProduct& q = dealt.product[kind];
-        const int in_flight = layer == p.L ? p.in_flight_head : long_context ? p.in_flight_pages : p.in_flight;
+        const int in_flight = layer < p.L && long_context ? p.in_flight_pages : q.in_flight;
         if (kind == STEP_ATTEND)
             step_items<S>(p, dealt, [&](const StepPlace& y, int n, int kv, int split) {
                 const int last = 2 * step_last_page(y, n, split);
@@ -769,12 +835,14 @@ template <class S> struct Step {
     }
 
     // ---- Products
+    // This warp's, of so many chunks of a row or stage.
+    __device__ __forceinline__ int chunks(int steps) const { return (steps - warp + WARPS - 1) / WARPS; }
     // Operands of `count` stages, which are then free for others. The first has `steps` chunks, the next `less` fewer.
     // What is not there is zeros: left as it was, it would keep registers from one product to the next.
     __device__ __forceinline__ void load(typename W::Lane (&w)[BATCH][EACH], int count, int steps, int less) {
         STEP_UNROLL
         for (int i = 0; i < BATCH; i++) {
-            const int each = i < count ? (steps - i * less) / WARPS : 0; // (or more)
+            const int each = i < count ? chunks(steps - i * less) : 0; // (or more)
             const unsigned char* from = memory + p.ring_at + stage * S::STAGE;
             if (i < count) full[stage].wait(parity);
             STEP_UNROLL
@@ -796,18 +864,18 @@ template <class S> struct Step {
         STEP_UNROLL
         for (int four = 0; four < FOURS; four++) {
             const bf16* x = work + min(4 * four + g / 2, N - 1) * S::row(in) + 8 * t + g % 2 * 2;
-            uint2 b[EACH][W::RUNS];
+            typename W::X b[EACH];
             STEP_UNROLL
             for (int i = 0; i < BATCH; i++) {
                 if (i % AT_ONCE == 0 && i >= count) break;
                 const int first = (s + (SAME ? min(i, count - 1) : 0)) * STEPS + warp;
                 STEP_UNROLL
-                for (int j = 0; j < EACH && (SAME || i == 0); j++)
-                    STEP_UNROLL
-                    for (int run = 0; run < W::RUNS; run++) {
-                        const auto* from = (const uint32_t*)(x + ((first + j * WARPS) * W::RUNS + run) * 32);
-                        b[j][run] = make_uint2(from[0], from[2]);
-                    }
+                for (int j = 0; j < EACH && (SAME || i == 0); j++) {
+                    if constexpr (W::PLAIN) {
+                        const auto* from = (const uint32_t*)(x + (first + j * WARPS) * 32);
+                        b[j][0] = make_uint2(from[0], from[2]);
+                    } else W::load_x(b[j], (const unsigned char*)work + (first + j * WARPS) * W::X_BYTES, lane);
+                }
                 STEP_UNROLL
                 for (int j = 0; j < EACH; j++) W::add(sum[four][i], w[i][j], b[j]);
             }
@@ -836,35 +904,21 @@ template <class S> struct Step {
         if (!tiles) return;
         const int less = stages == 1 ? 0 : STEPS;
         typename W::Lane w[BATCH][EACH];
-        if (S::TOKENS > 1)
-            STEP_UNROLL
-            for (int i = 0; i < BATCH; i++)
+        if constexpr (S::BATCHED) {
+            if (S::TOKENS > 1)
                 STEP_UNROLL
-                for (int j = 0; j < EACH; j++) w[i][j] = {};
-        load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
+                for (int i = 0; i < BATCH; i++)
+                    STEP_UNROLL
+                    for (int j = 0; j < EACH; j++) w[i][j] = {};
+            load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
+        }
         prepare(kind, layer, 0);
         input(kind, layer);
         for (int tile = 0; tile < tiles; tile += ROUND) {
             const int count = min(ROUND, tiles - tile);
             if (tile) prepare(kind, layer, tile);
-            for (int i = 0; i < count && stages == 1; i += BATCH) {
-                Sum sum[FOURS][BATCH] = {};
-                multiply<false>(sum, w, count - i, q.in, 0);
-                const int next = tile + i + BATCH;
-                if (next < tiles) load(w, min(BATCH, tiles - next), q.steps, less);
-                STEP_UNROLL
-                for (int j = 0; j < BATCH; j++)
-                    if (i + j < count) put(i + j, sum, j, j + 1);
-            }
-            for (int i = 0; i < count && stages > 1; i++) {
-                Sum sum[FOURS][BATCH] = {};
-                for (int s = 0; s < stages; s += BATCH) {
-                    multiply<true>(sum, w, stages - s, q.in, s);
-                    const int next = s + BATCH < stages ? s + BATCH : 0;
-                    if (next || tile + i + 1 < tiles) load(w, min(BATCH, stages - next), q.steps - next * STEPS, less);
-                }
-                put(i, sum, 0, BATCH);
-            }
+            if constexpr (S::BATCHED) multiply_round(w, tile, count, tiles, stages, less, q);
+            else multiply_packed(count, q.steps);
             meet();
             if (hand < S::HANDS && n < N) {
                 if (tile == 0) scale = rms_scale();
@@ -872,6 +926,87 @@ template <class S> struct Step {
             }
             set ^= 1;
         }
+    }
+    // In batches: the sums of tiles tile .. tile + count - 1 of `tiles`.
+    __device__ __forceinline__ void multiply_round(typename W::Lane (&w)[BATCH][EACH], int tile, int count, int tiles,
+                                                   int stages, int less, const StepProduct& q) {
+        for (int i = 0; i < count && stages == 1; i += BATCH) {
+            Sum sum[FOURS][BATCH] = {};
+            multiply<false>(sum, w, count - i, q.in, 0);
+            const int next = tile + i + BATCH;
+            if (next < tiles) load(w, min(BATCH, tiles - next), q.steps, less);
+            STEP_UNROLL
+            for (int j = 0; j < BATCH; j++)
+                if (i + j < count) put(i + j, sum, j, j + 1);
+        }
+        for (int i = 0; i < count && stages > 1; i++) {
+            Sum sum[FOURS][BATCH] = {};
+            for (int s = 0; s < stages; s += BATCH) {
+                multiply<true>(sum, w, stages - s, q.in, s);
+                const int next = s + BATCH < stages ? s + BATCH : 0;
+                if (next || tile + i + 1 < tiles) load(w, min(BATCH, stages - next), q.steps - next * STEPS, less);
+            }
+            put(i, sum, 0, BATCH);
+        }
+    }
+    // Stage by stage: the sums of `count` tiles. What follows knows at compile time how many chunks it has, so that
+    // nothing stands between their loads, nor between their products: these are few instructions, one after the other.
+    __device__ __forceinline__ void multiply_packed(int count, int steps) {
+        const unsigned char* x = (const unsigned char*)work + warp * W::X_BYTES;
+        if (steps <= STEPS) return multiply_tiles<EACH>(count, x, chunks(steps));
+        for (int tile = 0; tile < count; tile++) {
+            float sum[1] = {};
+            for (int step = 0; step < steps; step += STEPS)
+                multiply_stage<EACH>(sum, x + step * W::X_BYTES, chunks(steps - step));
+            if (t == 0) sums_of(tile, warp, 0)[g] = sum[0];
+        }
+    }
+    // Tiles of a stage each, of which this warp has `each` chunks, E at most; two tiles at a time if these are few.
+    template <int E> __device__ __forceinline__ void multiply_tiles(int count, const unsigned char* x, int each) {
+        if constexpr (E > 0)
+            if (each < E) return multiply_tiles<E - 1>(count, x, each);
+        constexpr int ONCE = E > 2 ? 1 : 2;
+        int tile = 0;
+        for (; tile + ONCE <= count; tile += ONCE) {
+            float sum[ONCE] = {};
+            multiply_stages<ONCE, E>(sum, x);
+            STEP_UNROLL
+            for (int i = 0; i < ONCE; i++)
+                if (t == 0) sums_of(tile + i, warp, 0)[g] = sum[i];
+        }
+        if (tile == count) return;
+        float sum[1] = {};
+        multiply_stages<1, E>(sum, x);
+        if (t == 0) sums_of(tile, warp, 0)[g] = sum[0];
+    }
+    // A stage, of which this warp has `each` chunks, or E if that is more.
+    template <int E> __device__ __forceinline__ void multiply_stage(float (&sum)[1], const unsigned char* x, int each) {
+        if constexpr (E > 0)
+            if (each < E) return multiply_stage<E - 1>(sum, x, each);
+        multiply_stages<1, E>(sum, x);
+    }
+    // sum[i] += W x^T of the E chunks of stage i, which is then free for others.
+    template <int COUNT, int E>
+    __device__ __forceinline__ void multiply_stages(float (&sum)[COUNT], const unsigned char* x) {
+        typename W::Lane w[COUNT][E + 1];
+        typename W::X of_x[E + 1];
+        STEP_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            const unsigned char* from = memory + p.ring_at + stage * S::STAGE;
+            full[stage].wait(parity);
+            STEP_UNROLL
+            for (int j = 0; j < E; j++) W::load(w[i][j], from, j * WARPS, warp, lane);
+            if (++stage == p.stages) stage = 0, parity ^= 1;
+        }
+        STEP_UNROLL
+        for (int j = 0; j < E; j++) W::load_x(of_x[j], x + j * WARPS * W::X_BYTES, lane);
+        __syncwarp();
+        const int free = stage - COUNT + lane;
+        if (lane < COUNT) empty[free < 0 ? free + p.stages : free].arrive();
+        STEP_UNROLL
+        for (int i = 0; i < COUNT; i++)
+            STEP_UNROLL
+            for (int j = 0; j < E; j++) W::add(sum[i], w[i][j], of_x[j]);
     }
     // Before a round that begins with `tile`: what hand_over needs. Row r of the hand's i-th tile is lane 8 i + r's.
     __device__ __forceinline__ void prepare(int kind, int layer, int tile) {
@@ -932,7 +1067,37 @@ template <class S> struct Step {
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
         auto word_of = [&](int i) { return (warp + i / WORDS * WARPS) * WORDS + i % WORDS; };
         const bool embeds = kind == STEP_QKV && layer == 0;
-        for (int m = 0; m < N && (S::TOKENS == 1 || embeds); m++) {
+        if constexpr (!W::PLAIN) { // all lanes together, as store_x needs them; four words each where there are so many
+            const int all = S::BATCHED ? filled : mine;
+            float square = 0;
+            int done = 0;
+            auto take = [&](auto once) {
+                constexpr int ONCE = decltype(once)::value;
+                uint4 v[ONCE];
+                auto at = [&](int j) { return done + 32 * j + lane; };
+                auto there = [&](int j) { return at(j) < count; };
+                if (embeds) {
+                    STEP_UNROLL
+                    for (int j = 0; j < ONCE; j++)
+                        v[j] = there(j) ? embedded(0, word_of(at(j))) : make_uint4(0, 0, 0, 0);
+                } else await_all(v, e, [&](int j) { return from + word_of(at(j)); }, there);
+                __syncwarp();
+                STEP_UNROLL
+                for (int j = 0; j < ONCE; j++) {
+                    square += __uint_as_float(v[j].z);
+                    W::store_x((unsigned char*)work + (warp + at(j) / WORDS * WARPS) * W::X_BYTES, at(j) % WORDS,
+                               make_uint2(v[j].x, v[j].y), at(j) < all);
+                }
+                done += 32 * ONCE;
+            };
+            while (done + 4 * 32 <= all) take(std::integral_constant<int, 4>());
+            while (done < all) take(std::integral_constant<int, 1>());
+            if (normed) {
+                square = warp_sum(square);
+                if (lane == 0) squares_of(0)[warp] = square;
+            }
+        }
+        for (int m = 0; m < N && W::PLAIN && (S::TOKENS == 1 || embeds); m++) {
             bf16* to = work + m * S::row(q.in);
             float square = 0; // of this thread's
             auto take = [&](int i, const uint4& v) {
@@ -1243,8 +1408,8 @@ template <class F, int GROUPS> PackedArgs step_source(const Linear<bf16>& W, Ste
 
 // A step by a kernel of another shape, for which `plan` was made.
 inline StepArgs step_as_planned(StepArgs step, const StepArgs& plan) {
-    step.stages = plan.stages, step.in_flight = plan.in_flight, step.in_flight_head = plan.in_flight_head;
-    step.in_flight_pages = plan.in_flight_pages;
+    step.stages = plan.stages, step.in_flight_pages = plan.in_flight_pages;
+    for (int i = 0; i < 7; i++) step.product[i].in_flight = plan.product[i].in_flight;
     step.sums_at = plan.sums_at, step.squares_at = plan.squares_at, step.work_at = plan.work_at;
     step.ring_at = plan.ring_at, step.shared = plan.shared;
     return step;
@@ -1379,16 +1544,22 @@ struct StepRoad {
         if (N > most && all_resident(part)) most = N;
     }
     template <int TOKENS, class P> void choose_shape(Part& part, const Config& c, int N) {
-        constexpr int STEPS = 32 / P::RUNS; // of a stage: 1,024 numbers
         auto take = [&](auto shape) {
             using S = decltype(shape);
             part.kernel = step_kernel<S>, part.chunk = P::CHUNK, threads = S::THREADS;
             part.args = plan_step<S>(c, N, blocks, (size_t)most_shared());
         };
-        take(StepShape<8, STEPS, TOKENS, false, P>());
-        cudaFuncAttributes built;
-        CUDA_CHECK(cudaFuncGetAttributes(&built, part.kernel));
-        if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) take(StepShape<8, STEPS, TOKENS, true, P>());
+        auto choose = [&](auto steps) {
+            constexpr int STEPS = decltype(steps)::value;
+            take(StepShape<8, STEPS, TOKENS, false, P>());
+            cudaFuncAttributes built;
+            CUDA_CHECK(cudaFuncGetAttributes(&built, part.kernel));
+            if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) take(StepShape<8, STEPS, TOKENS, true, P>());
+        };
+        // Chunks of a stage: 16 KB; of 8 bits, where rows are shorter, 1,024 numbers.
+        if constexpr (P::RUNS == 2)
+            if (c.C <= STEP_SMALL) return choose(std::integral_constant<int, 16>());
+        choose(std::integral_constant<int, 32>());
     }
     static int of_device(cudaDeviceAttr what) {
         int device = 0, value = 0;

@@ -146,12 +146,12 @@ static void step(Model& m) {
         a.stages = stages;
         for (int in_flight = 2; in_flight <= 6; in_flight++)
             for (int head : {4, 8}) {
-                a.in_flight = in_flight, a.in_flight_head = head;
+                for (StepProduct& q : a.product) q.in_flight = &q == a.product + STEP_LOGITS ? head : in_flight;
                 printf("  (%d/%d) %6.1f", in_flight, head, time(100) * 1e6);
             }
         printf("\n");
     }
-    a.stages = planned.stages, a.in_flight = planned.in_flight, a.in_flight_head = planned.in_flight_head;
+    a = step_as_planned(a, planned);
     for (int position : {1, 30, 62, 100, 200, 300, 512, 2048, 8192}) {
         const double bytes = (double)step_bytes(m.weights) + KVCache<bf16>::bytes(c, 1) / (double)PAGE * (position + 1);
         const double t = time(position);

@@ -1340,14 +1340,16 @@ TEST_CASE("one kernel a token: the graph's logits within a few ulps, at all plac
 }
 
 TEST_CASE("one kernel a token with packed weights: the graph's logits, phase by phase and all at once the same bits") {
-    const RandomCheckpoint m(gpu(), 1024, 3072, 16, 8, 4096, 2, true);
-    const std::string path = m.path + ".packed.bin";
-    struct Kind { Format format; int group; };
-    for (const Kind& kind : {Kind{Format::INT8, 32}, Kind{Format::INT4, 32}, Kind{Format::INT4, 64},
-                             Kind{Format::INT4, 128}, Kind{Format::FP8, 128}}) {
+    struct Kind { bool large; Format format; int group; };
+    for (const Kind& kind : {Kind{false, Format::INT8, 32}, Kind{false, Format::INT4, 32}, Kind{false, Format::INT4, 64},
+                             Kind{false, Format::INT4, 128}, Kind{false, Format::FP8, 128}, Kind{true, Format::INT8, 32},
+                             Kind{true, Format::INT4, 32}, Kind{true, Format::INT4, 64}, Kind{true, Format::INT4, 128},
+                             Kind{true, Format::FP8, 128}}) {
         const Format format = kind.format;
         const int group = kind.group;
-        INFO("format " << (int)format << ", groups of " << group);
+        INFO("C " << (kind.large ? 2560 : 1024) << ", format " << (int)format << ", groups of " << group);
+        const RandomCheckpoint m(gpu(), kind.large ? 2560 : 1024, kind.large ? 9728 : 3072, kind.large ? 32 : 16, 8, 4096, kind.large ? 1 : 2, true);
+        const std::string path = m.path + ".packed.bin";
         Quantization how;
         how.format = format, how.group = group;
         write_safetensors(path, model_metadata(quantized_config(*m.file, how), ""), quantize_model<bf16>(*m.file, how, {}));
@@ -1370,8 +1372,8 @@ TEST_CASE("one kernel a token with packed weights: the graph's logits, phase by 
             CHECK(same_bits(road.logits, run(Context::TOGETHER).logits));
             CHECK(same_bits(road.logits, run(Context::BY_PHASE).logits));
         }
+        std::filesystem::remove(path);
     }
-    std::filesystem::remove(path);
 }
 
 // Steps of several rows by the kernel after a prompt, beside those of one row.

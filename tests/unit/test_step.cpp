@@ -350,6 +350,76 @@ TEST_CASE("packed weights in the kernel are those of W.at: every format, heads a
     }
 }
 
+template <class Packed, bool BULK = true> using LargeOf = StepShape<8, 32, 1, BULK, Packed>;
+TEST_CASE("... and stage by stage, as larger models have it: rows of every number of chunks a warp, and of several stages") {
+    const PackedKind int8 = {Format::INT8, 32, false}, fp8 = {Format::FP8, 128, false}, int4 = {Format::INT4, 128, true};
+    using Int8 = StepPacked<PackedInt8, 2>;
+    using Fp8 = StepPacked<PackedFp8, 1>;
+    using Int4 = StepPacked<PackedInt4<1>, 1>;
+    // In chunks: C 5, F 9; 11 and 38; 13 and 2; 17 and 33.
+    check_packed<LargeOf<Int8>, LargeOf<Fp8>>(int8, fp8, 264, 544, 40, false, 0, 3);
+    check_packed<LargeOf<Fp8>, LargeOf<Int8>>(fp8, int8, 680, 2432, 40, true, 3, 2);
+    check_packed<LargeOf<Int4>, LargeOf<Int8>>(int4, int8, 1544, 136, 40, true, 17, 1);
+    check_packed<LargeOf<Int4, false>, LargeOf<Int8, false>>(int4, int8, 2056, 4104, 24, true, 1, 1);
+}
+
+// Eight rows of a chunk: within the rounding of a few float operations, whatever x's sizes are.
+template <class W> static void check_chunk(const PackedKind& kind, RandomNumbers& random) {
+    INFO("format " << (int)kind.format << " groups of " << kind.group << (kind.zeros ? " with zero points" : ""));
+    constexpr int NUMBERS = W::NUMBERS;
+    PackedLinear<bf16> linear(random, kind.format, kind.group, kind.zeros, {8}, NUMBERS);
+    const Uploaded on(linear);
+    alignas(16) static unsigned char chunk[W::CHUNK], x_of_chunk[2 * W::X_BYTES];
+    for (int i = 0; i < W::CHUNK / 16; i++) {
+        const uint4 v = W::piece(step_source(on.W, W()), 0, 0, i);
+        memcpy(chunk + i * 16, &v, 16);
+    }
+    for (int range : {0, 8, 20, 60, 120}) { // powers of two
+        std::vector<bf16> x(NUMBERS);
+        for (int k = 0; k < NUMBERS; k++)
+            x[k] = to_bf16((float)std::ldexp(2 * random.uniform() - 1, k % 7 ? -random.below(range + 1) : 3));
+        for (int special : {0, 1, 2}) {
+            if (special) x[random.below(NUMBERS)] = to_bf16(special == 1 ? INFINITY : NAN);
+            static float y[8];
+            launch(dim3(1), dim3(32), [&] {
+                const int lane = threadIdx.x, i = lane % (NUMBERS / 4);
+                uint2 four;
+                memcpy(&four, &x[i * 4], 8);
+                W::store_x(x_of_chunk + lane / (NUMBERS / 4) * W::X_BYTES, i, four, true);
+                __syncwarp();
+                typename W::Lane w;
+                typename W::X of_x;
+                W::load(w, chunk, 0, 0, lane), W::load_x(of_x, x_of_chunk, lane);
+                float sum = 0;
+                W::add(sum, w, of_x);
+                sum = W::whole(sum);
+                if (lane % 4 == 0) y[lane / 4] = sum;
+            });
+            for (int r = 0; r < 8; r++) {
+                double want = 0, size = 0;
+                for (int k = 0; k < NUMBERS; k++) {
+                    const double s = kind.format == Format::INT8 ? to_acc(bf16{linear.halves[r * linear.groups() + k / kind.group]})
+                                                                 : half_to_float(linear.halves[r * linear.groups() + k / kind.group]);
+                    const double by = to_acc(x[k]);
+                    want += linear.at(r, k) * by, size += std::fabs(s * by) * (kind.format == Format::INT8 ? 128 : 144); // (128 + q, and 128 + zero)
+                }
+                INFO("range " << range << " row " << r << ": " << y[r] << ", not " << want << " (" << size << ")");
+                if (special) CHECK_FALSE(std::isfinite(y[r]));
+                else CHECK(std::fabs(y[r] - want) <= size * 0x1p-20);
+            }
+        }
+    }
+}
+TEST_CASE("INT4 as 128 + q, and INT8: as good as in float, whatever x is; what is not finite stays so") {
+    RandomNumbers random{13};
+    check_chunk<StepPacked<PackedInt8, 2>>({Format::INT8, 32, false}, random);
+    for (bool zeros : {false, true}) {
+        check_chunk<StepPacked<PackedInt4<1>, 4>>({Format::INT4, 32, zeros}, random);
+        check_chunk<StepPacked<PackedInt4<1>, 2>>({Format::INT4, 64, zeros}, random);
+        check_chunk<StepPacked<PackedInt4<1>, 1>>({Format::INT4, 128, zeros}, random);
+    }
+}
+
 // The rows of a step together and, by a kernel for one token, each alone.
 template <class Several, class One> static void check_together(const RandomModel& m, const Place& before, unsigned blocks, bool definition) {
     const int N = (int)before.token.size();
