@@ -1556,9 +1556,9 @@ struct StepRoad {
             CUDA_CHECK(cudaFuncGetAttributes(&built, part.kernel));
             if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) take(StepShape<8, STEPS, TOKENS, true, P>());
         };
-        // Chunks of a stage: 16 KB; of 8 bits, where rows are shorter, 1,024 numbers.
+        // Chunks of a stage: 16 KB; of layers in 8 bits, where rows are shorter, 1,024 numbers.
         if constexpr (P::RUNS == 2)
-            if (c.C <= STEP_SMALL) return choose(std::integral_constant<int, 16>());
+            if (c.C <= STEP_SMALL && &part != &head) return choose(std::integral_constant<int, 16>());
         choose(std::integral_constant<int, 32>());
     }
     static int of_device(cudaDeviceAttr what) {
