@@ -132,7 +132,8 @@ __global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, 
         if (id / 32 >= (size_t)masks.words || !(bits[id / 32] >> id % 32 & 1)) logits[id] = -INFINITY;
 }
 
-// Keeps what was drawn for the next step, a thread a draw.
+// Keeps what was drawn for the next step, a thread a draw. (Where an answer has several, of proposals, whichever comes
+// last; the next step names its token then.)
 __global__ void keep_kernel(const int* drawn, const int* draw_seq, int R, size_t V, Slots slots) {
     let_next_start();
     wait_for_previous();

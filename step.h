@@ -26,7 +26,8 @@
      and two stages in turns. Stages of 16 KB that are asked for one by one come too slowly: a token of the 0.6B takes
      511 us then even if nobody waits for a word. But what is on its way keeps the words below from coming, which go
      through the same L2 cache (three stages: 537 us, 24 KB: 494). Larger models, whose products take longer than their
-     words, and long contexts have 32 KB in flight; the head, which has no words, 96.
+     words, and long contexts have 32 KB in flight; the head, which has no words, 96 (half of that where a stage has
+     little: INT4's short rows).
    Exchanges   What one block computes and all need goes through global memory in words of 16 bytes, written and read in
      one piece: four bf16, a float (the sum of their squares), and the epoch, which is another for each layer of each
      token. Who needs a word reads it until it has the epoch: no fence, no counter, nothing to clear. One lane of a warp

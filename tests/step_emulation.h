@@ -113,7 +113,6 @@ static_assert(sizeof(StepBarrier) == 8, "as on a GPU");
 static bool words_get_lost = false; // a block whose words nobody sees: the watchdog's business
 __device__ inline uint4 step_peek(const uint4* word) { return *word; }
 __device__ inline void step_publish(uint4* word, uint4 v) { if (!words_get_lost || blockIdx.x) *word = v; }
-__device__ inline void step_prefetch(const void* line) { (void)*(const volatile char*)line; } // must be there
 __device__ inline uint64_t step_clock() { return wait_at(Coroutine::READY), emulated_ns += 1000; }
 __device__ inline int step_arrive(int* counter) { return (*counter)++; }
 

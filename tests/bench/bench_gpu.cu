@@ -141,7 +141,7 @@ static void step(Model& m) {
         return t;
     };
     printf("a token as one kernel, at position 100, without draw: us by (half stages in flight / in the head)\n");
-    for (int stages : {6, planned.stages}) {
+    for (int stages : {std::min(6, planned.stages), planned.stages}) {
         printf("  ring of %2d", stages);
         a.stages = stages;
         for (int in_flight = 2; in_flight <= 6; in_flight++)

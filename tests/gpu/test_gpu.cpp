@@ -1358,7 +1358,7 @@ TEST_CASE("one kernel a token with packed weights: the graph's logits, phase by 
         Context ctx = gpu();
         ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
         weights.upload(ctx, file);
-        REQUIRE(weights.layers[1].down.format == format);
+        REQUIRE(weights.layers.back().down.format == format);
         Sampling greedy;
         greedy.temperature = 0;
         for (int position : {1, 100, 1000}) {
