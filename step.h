@@ -240,7 +240,8 @@ inline const char* step_refuses(const Config& c) {
 // 7 of the j-th 32 of row g: four words of two bf16 each, once it is in registers. These are mma's operand a as they
 // lie: words 0 and 2 are of its row g, words 1 and 3 of its row g + 8. x is operand b: of token n column 2 n has words
 // 0 and 2, column 2 n + 1 words 1 and 3. So lane 4 g + t gets row g's sum for token t in two halves, d[0] and d[3];
-// d[1] and d[2] multiply what does not belong together. What is packed says
+// d[1] and d[2] multiply what does not belong together. (INT4 has its numbers in another order, see there.) What is
+// packed says
 //   RUNS    that a lane has of a chunk         CHUNK   bytes of one
 //   Lane    of a chunk, in registers           Sum     of a tile: row g for token t of four
 //   load    of chunk number + warp of a stage
@@ -423,8 +424,8 @@ struct StepBarrier {
     __device__ void wait(uint32_t parity) { barrier_wait(shared_address(this), parity); }
     __device__ void expect(int bytes) { barrier_arrive_expecting(shared_address(this), bytes); }
     __device__ static void begun() { barriers_begun(); }
-    // `bytes` by one thread (see expect); 16 bytes, and, for all of this thread's
-    // so far, an arrival when they have come. Weights are read once: the first to leave the L2 cache.
+    // `bytes` by one thread (see expect); 16 bytes, and, for all of this thread's so far, an arrival when they have
+    // come. Weights are read once, a page once for a group of tokens: the first to leave the L2 cache.
     __device__ void copy([[maybe_unused]] void* to, [[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -1051,8 +1052,8 @@ template <class S> struct Step {
             if (row < draw.exist) likeliest = max(likeliest, draw_key(usable(y), row));
         }
     }
-    // A product's input, to `work`, a token a row; where a norm comes before it, the words' squares. A warp takes the
-    // words of the chunks it multiplies, and waits for no other.
+    // A product's input, to `work`, a token a row, or for packed weights as store_x has it; where a norm comes before
+    // it, the words' squares. A warp takes the words of the chunks it multiplies, and waits for no other.
     __device__ __forceinline__ void input(int kind, int layer) {
         const StepProduct& q = dealt.product[kind];
         constexpr int WORDS = S::NUMBERS / 4; // words of a chunk's x
