@@ -430,12 +430,12 @@ struct StepBarrier {
 #if __CUDA_ARCH__ >= 900
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
-                     "r"(shared_address(this)), "l"(0x12F0000000000000ull) : "memory"); // evict_first
+                     "r"(shared_address(this)), "l"(EVICT_FIRST) : "memory");
 #endif
     }
     __device__ static void copy16(void* to, const void* from) {
         asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
-                     ::"r"(shared_address(to)), "l"(from), "l"(0x12F0000000000000ull) : "memory");
+                     ::"r"(shared_address(to)), "l"(from), "l"(EVICT_FIRST) : "memory");
     }
     __device__ void arrive_with_copies() { barrier_arrive_with_copies(shared_address(this)); }
 };
