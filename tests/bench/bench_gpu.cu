@@ -181,9 +181,10 @@ static cublasHandle_t blas() {
     }
     return handle;
 }
-static void blas_product(bf16* out, const bf16* x, const bf16* w, int N, int R, int K) {
+template <class T> void blas_product(T* out, const bf16* x, const bf16* w, int N, int R, int K) {
     const float one = 1, zero = 0;
-    if (cublasGemmEx(blas(), CUBLAS_OP_T, CUBLAS_OP_N, R, N, K, &one, w, CUDA_R_16BF, K, x, CUDA_R_16BF, K, &zero, out, CUDA_R_16BF, R,
+    const cudaDataType_t stored = std::is_same<T, float>::value ? CUDA_R_32F : CUDA_R_16BF;
+    if (cublasGemmEx(blas(), CUBLAS_OP_T, CUBLAS_OP_N, R, N, K, &one, w, CUDA_R_16BF, K, x, CUDA_R_16BF, K, &zero, out, stored, R,
                      CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT) != CUBLAS_STATUS_SUCCESS) DIE("cuBLAS failed");
 }
 struct ProductShape { const char* name; int R, K; };
@@ -259,20 +260,21 @@ static void sweep() {
             cudaFree(w), cudaFree(x), cudaFree(out);
         }
 }
-// The head alone: logits of N rows. In float32 they are twice cuBLAS's bytes, so ours are timed in bf16 too.
+// The head alone: logits of N rows, in float32 (what is drawn from) and in bf16 (what a loss keeps), beside cuBLAS.
 static void head(Model& m) {
     const Config& c = m.file.config;
-    printf("head: us, TFLOP/s; ours (float32 logits), ours (bf16), cuBLAS (bf16)\n");
+    printf("head: us, TFLOP/s; ours, cuBLAS, ratio; the floor by bytes\n");
     for (int N : {64, 256, 1024, 2048}) {
         bf16* x = random_array((size_t)N * c.C);
         float* logits = gpu_array<float>((size_t)N * c.V);
-        const double ours = time_graph(2, [&](int) { product_gpu(ctx, StoreEpilogue<float>(logits, c.V), x, m.weights.head, N); });
-        const double halves = time_graph(2, [&](int) { linear_gpu(ctx, (bf16*)logits, x, m.weights.head, N); });
-        const double theirs = time_graph(2, [&](int) { blas_product((bf16*)logits, x, m.weights.head.w[0], N, c.V, c.C); });
-        const double flops = 2. * N * c.V * c.C / 1e12;
-        printf("  N %4d  %7.1f us %5.1f   %7.1f us %5.1f   %7.1f us %5.1f   floor by bytes %.1f us, in bf16 %.1f us\n", N, ours * 1e6, flops / ours,
-               halves * 1e6, flops / halves, theirs * 1e6, flops / theirs, ((double)weight_bytes(m.weights.head) + 4. * N * c.V) / read_bandwidth * 1e6,
-               ((double)weight_bytes(m.weights.head) + 2. * N * c.V) / read_bandwidth * 1e6);
+        auto row = [&](const char* name, auto* out) {
+            const double ours = time_graph(2, [&](int) { product_gpu(ctx, StoreEpilogue<std::decay_t<decltype(*out)>>(out, c.V), x, m.weights.head, N); });
+            const double theirs = time_graph(2, [&](int) { blas_product(out, x, m.weights.head.w[0], N, c.V, c.C); });
+            const double flops = 2. * N * c.V * c.C / 1e12, bytes = (double)weight_bytes(m.weights.head) + (double)sizeof *out * N * c.V;
+            printf("  N %4d %-7s  %7.1f us %5.1f   %7.1f us %5.1f   %.2f   %.1f us\n", N, name, ours * 1e6, flops / ours, theirs * 1e6,
+                   flops / theirs, theirs / ours, bytes / read_bandwidth * 1e6);
+        };
+        row("float32", logits), row("bf16", (bf16*)logits);
         cudaFree(x), cudaFree(logits);
     }
 }
