@@ -5674,8 +5674,6 @@ template <class T> struct GpuDraws {
     bool row_known = true;                 // the first row of `step` is the one to go on from
     bool from_idle = false;                // nothing was under way when the step that is was launched,
     double started = 0;                    // ... which was then (s)
-    double run_since = 0;                  // s: since then so many tokens came without a pause
-    int run = 0;
 
     explicit GpuDraws(Session<T>& s) : session(s), ctx(s.ctx) { ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); }
     GpuDraws(const GpuDraws&) = delete;
@@ -5736,7 +5734,7 @@ template <class T> struct GpuDraws {
         launched = n;
         const bool looks_up = session.lookup.most && !penalties;
         for (int N = 1; looks_up && N <= tokens(); N++) road_step(N); // (else its first time would seem long)
-        text = session.ids, proposed.clear(), expected = -1, run_since = 0, from_idle = false, row_known = true;
+        text = session.ids, proposed.clear(), expected = -1, from_idle = false, row_known = true;
         launch_draw(session.last_row);
     }
 
@@ -5778,23 +5776,19 @@ template <class T> struct GpuDraws {
     }
     // With lookup: waits for the oldest step under way.
     void take() {
-        constexpr int RUN = 4; // tokens whose time is taken together: when each comes to us depends on what we do
         const int p = (int)text.size();
         LookUp& lookup = session.lookup;
         if (proposed.empty()) {
             text.push_back(wait(0, p));
-            const double now = seconds();
             if (expected >= 0) lookup.foreseen(text.back() == expected);
-            if (from_idle) lookup.waited(now - started);
-            if (from_idle || !run_since) run = 0, run_since = now;
-            else if (++run == RUN) lookup.computed(1, (now - run_since) / RUN, RUN), run = 0, run_since = now;
+            lookup.came(1, seconds(), started, from_idle);
             expected = -1, from_idle = false;
             return;
         }
         const int n = (int)proposed.size();
         std::vector<int> drawn;
         for (int r = 0; r <= n; r++) drawn.push_back(wait(r, p + r));
-        lookup.computed(drawn.size(), seconds() - started);
+        lookup.came(drawn.size(), seconds(), started, true);
         for (int r = 0; r <= n; r++) {
             text.push_back(drawn[r]);
             if (r == n) break;

@@ -413,8 +413,6 @@ template <class T> struct Engine {
     uint64_t looked_up = 0;                  // admission of the answer that `lookup` knows
     double prompts_took = 0;                 // s of steps that were not `alone`, since it knows it
     int expected = -1;                       // the proposed id for the token under way, if any
-    double run_since = 0;                    // s: since then so many steps that were `alone` came without a pause
-    int run_steps = 0;
 
     bool busy() const { return !running.empty() || !waiting.empty() || !under_way.empty(); }
 
@@ -619,20 +617,6 @@ template <class T> struct Engine {
     }
     void know(const Sequence& q) {
         if (looked_up != q.admission) lookup.begin(q.ids, std::exchange(prompts_took, 0)), looked_up = q.admission;
-    }
-    // On a GPU: what a step that has come says of times. Those of single tokens are taken some at a time, since when
-    // each comes to us depends on what we do.
-    void time_lookup(const Step& s) {
-        constexpr int RUN = 4;
-        const double now = handed_out;
-        const bool single = s.alone && s.proposed.empty();
-        if (!s.proposed.empty()) lookup.computed(s.token.size(), now - s.begun);
-        else if (single && s.from_idle) lookup.waited(now - s.begun);
-        else if (single && run_since) {
-            if (++run_steps < RUN) return;
-            lookup.computed(1, (now - run_since) / RUN, RUN);
-        }
-        run_steps = 0, run_since = single ? now : 0;
     }
 
     // Makes rows with the same adapter neighbours: those of one token (which come first, see Batch), then the others.
@@ -869,7 +853,8 @@ template <class T> struct Engine {
             prompt_pace.learn((size_t)s.singles, s.token.size() - (size_t)s.singles,
                               handed_out - std::max(before, s.begun));
         const int hoped = std::exchange(expected, -1);
-        if (ctx.gpu && lookup.most) time_lookup(s);
+        if (ctx.gpu && s.alone) lookup.came(s.token.size(), handed_out, s.begun, s.from_idle);
+        else lookup.paused();
         for (size_t i = 0; i < s.draws.size(); i++) {
             const auto it = running.find(s.draws[i].rank);
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;

@@ -346,9 +346,9 @@ static double simulated_ahead(double repeats, const std::function<double(int)>& 
     LookUp lookup;
     lookup.most = LookUp::MOST;
     lookup.begin({text.begin(), text.begin() + 50}, 0);
-    double now = 0, started = 0, run_since = 0;
+    double now = 0, started = 0;
     std::vector<double> ends; // of steps under way
-    int expected = -1, run = -1;
+    int expected = -1;
     bool from_idle = false;
     while (ids.size() < text.size()) {
         const size_t left = text.size() - ids.size();
@@ -366,13 +366,11 @@ static double simulated_ahead(double repeats, const std::function<double(int)>& 
         if (proposed.empty()) {
             ids.push_back(text[ids.size()]);
             if (expected >= 0) lookup.foreseen(ids.back() == expected);
-            if (from_idle) lookup.waited(now - started);
-            if (from_idle || run < 0) run = 0, run_since = now;
-            else if (++run == 4) lookup.computed(1, (now - run_since) / 4, 4), run = 0, run_since = now;
+            lookup.came(1, now, started, from_idle);
             expected = -1, from_idle = false;
             continue;
         }
-        lookup.computed(1 + proposed.size(), now - started);
+        lookup.came(1 + proposed.size(), now, started, true);
         for (size_t i = 0; i <= proposed.size(); i++) {
             ids.push_back(text[ids.size()]);
             if (i == proposed.size()) break;
