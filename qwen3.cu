@@ -5221,11 +5221,6 @@ __global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* t
     }
 }
 inline size_t widened_numbers(const Config& c, size_t pages) { return 2 * pages * c.K * PAGE * c.D; }
-inline void plan_widened(Context& ctx, Arena& arena, const Config& c, size_t pages) {
-    if (!ctx.kv_fp8) return;
-    ctx.gpu->widened_numbers = widened_numbers(c, pages);
-    ctx.gpu->widened = arena.take<bf16>(ctx.gpu->widened_numbers);
-}
 // Where the widened keys are; the values are behind them.
 inline bf16* widen_pages_gpu(Context& ctx, bf16* keys, bf16* values, const Batch& b, int first, int K, int D) {
     bf16* const widened = ctx.gpu->widened;
@@ -5251,6 +5246,22 @@ inline void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys,
         values = keys + ctx.gpu->widened_numbers / 2;
     }
     attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
+}
+
+// ---- Scratch: of products, and of forwards with so many rows and sequences of one token, of up to `context` tokens in
+// `pages` pages. The context has a Gpu of its own from then on.
+inline void plan_scratch(Context& ctx, Arena& arena) {
+    ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
+    ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+    ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+}
+inline void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int singles, int context, int pages) {
+    plan_scratch(ctx, arena);
+    ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, singles, (context - 1) / SPLIT + 1, c.H, c.D));
+    ctx.gpu->attention_arrived = arena.take<int>((size_t)singles * c.H);
+    ctx.gpu->widened_numbers = ctx.kv_fp8 ? widened_numbers(c, (size_t)pages) : 0;
+    ctx.gpu->widened = arena.take<bf16>(ctx.gpu->widened_numbers);
+    plan_rounded(ctx, arena, c, rows);
 }
 
 // ====================================================================== 12 The sampler on a GPU, and a step as a graph
@@ -5675,7 +5686,7 @@ template <class T> struct GpuDraws {
     bool from_idle = false;                // nothing was under way when the step that is was launched,
     double started = 0;                    // ... which was then (s)
 
-    explicit GpuDraws(Session<T>& s) : session(s), ctx(s.ctx) { ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); }
+    explicit GpuDraws(Session<T>& s) : session(s), ctx(s.ctx) {}
     GpuDraws(const GpuDraws&) = delete;
     ~GpuDraws() {
         cudaStreamSynchronize(ctx.gpu->stream);
@@ -5687,13 +5698,7 @@ template <class T> struct GpuDraws {
     void plan() {
         Arena& arena = session.arena;
         const Config& c = session.config;
-        ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
-        ctx.gpu->arrived = arena.take<int>(MAX_TILES);
-        const int splits = (session.capacity - 1) / SPLIT + 1;
-        ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, 1, splits, c.H, c.D));
-        ctx.gpu->attention_arrived = arena.take<int>(c.H);
-        plan_widened(ctx, arena, c, (size_t)session.pages);
-        plan_rounded(ctx, arena, c, session.chunk);
+        plan_scratch(ctx, arena, c, session.chunk, 1, session.capacity, session.pages);
         step.token = arena.take<int>(4 * ROWS), step.pos = step.token + ROWS, step.slot = step.pos + ROWS;
         seq = step.slot + ROWS;
         seen = arena.take<uint32_t>(c.V);

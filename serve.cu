@@ -1175,14 +1175,7 @@ template <class T> struct Engine {
 
     void plan_device() {
         const size_t S = (size_t)options.max_seqs, V = (size_t)config.V, R = max_draws();
-        ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); // with scratch of its own
-        ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
-        ctx.gpu->arrived = arena.take<int>(MAX_TILES);
-        ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, options.max_seqs,
-            (options.context - 1) / SPLIT + 1, config.H, config.D));
-        ctx.gpu->attention_arrived = arena.take<int>(S * config.H);
-        plan_widened(ctx, arena, config, (size_t)pages);
-        plan_rounded(ctx, arena, config, max_rows);
+        plan_scratch(ctx, arena, config, max_rows, options.max_seqs, options.context, pages);
         slots = {arena.take<int>(S), arena.take<Draw>(S), arena.take<uint32_t>(S * V), arena.take<int>(S),
                  arena.take<int>(S * MAX_BIAS), arena.take<float>(S * MAX_BIAS), arena.take<int>(S)};
         drawn = arena.take<int>(R);
