@@ -144,32 +144,23 @@ __global__ void keep_kernel(const int* drawn, const int* draw_seq, int R, size_t
 }
 
 // The logits of what was drawn, as the model made them, where they are told: in `logits` they may have been adjusted. A
-// warp a draw.
+// warp a draw. W: const bf16*, or PackedArgs of format F.
+template <class F, class Head>
 __global__ void drawn_logit_kernel(float* out, const int* drawn, const int* draw_seq, const int* wanted, const bf16* x,
-                                   const int* draw_row, const bf16* W, int C) {
-    let_next_start();
-    wait_for_previous();
-    const int r = blockIdx.x, s = draw_seq[r];
-    if (s < 0 || wanted[s] < 0) return;
-    const bf16 *row = W + (size_t)drawn[r] * C, *token = x + (size_t)draw_row[r] * C;
-    float y = 0;
-    for (int i = threadIdx.x; i < C; i += 32) y += to_acc(row[i]) * to_acc(token[i]);
-    y = warp_sum(y);
-    if (threadIdx.x == 0) out[r] = y;
-}
-template <class F>
-__global__ void packed_logit_kernel(float* out, const int* drawn, const int* draw_seq, const int* wanted, const bf16* x,
-                                    const int* draw_row, PackedArgs W, int C) {
+                                   const int* draw_row, Head W, int C) {
+    constexpr bool PLAIN = std::is_pointer_v<Head>;
+    constexpr int RUN = PLAIN ? 1 : 8;
     let_next_start();
     wait_for_previous();
     const int r = blockIdx.x, s = draw_seq[r];
     if (s < 0 || wanted[s] < 0) return;
     const bf16* token = x + (size_t)draw_row[r] * C;
     float y = 0;
-    for (int k = threadIdx.x * 8; k < C; k += 256) {
-        float row[8];
-        unpack_run<F>(row, W, drawn[r], k);
-        for (int i = 0; i < 8; i++) y += row[i] * to_acc(token[k + i]);
+    for (int k = threadIdx.x * RUN; k < C; k += 32 * RUN) {
+        float row[RUN];
+        if constexpr (PLAIN) row[0] = to_acc(W[(size_t)drawn[r] * C + k]);
+        else unpack_run<F>(row, W, drawn[r], k);
+        for (int i = 0; i < RUN; i++) y += row[i] * to_acc(token[k + i]);
     }
     y = warp_sum(y);
     if (threadIdx.x == 0) out[r] = y;
@@ -1358,9 +1349,9 @@ template <class T> struct Engine {
             launch(ctx, kernel, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq, slots.wanted, activations.normed,
                    gpu.draw_row, W, config.C);
         };
-        if (weights.head.format == Format::PLAIN) return tell(drawn_logit_kernel, weights.head.w[0]);
+        if (weights.head.format == Format::PLAIN) return tell(drawn_logit_kernel<void, const bf16*>, weights.head.w[0]);
         with_packing(weights.head, [&](auto format) {
-            tell(packed_logit_kernel<decltype(format)>, packed_args(weights.head));
+            tell(drawn_logit_kernel<decltype(format), PackedArgs>, packed_args(weights.head));
         });
     }
 
