@@ -31,8 +31,10 @@
 
    Contents: 1 options  2 preferences, rewards  3 memory, batches, steps  4 log and curve  5 merge  6 main
 */
+#ifndef QWEN3_NO_MAIN // (tests/gpu/every.cu has it already)
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
+#endif
 #include "backward.h"
 #include "dataset.h"
 #include "grpo.h"
