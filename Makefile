@@ -217,9 +217,9 @@ $(EMULATING:%=$(T)/test_%.o): $(wildcard lab/*.cu lab/*.h data/course/emulate*.h
 # Attention of single tokens and what it takes, cut out of Book II, for test_decoding.
 BEGINS     = ^template <int P> struct WarpAngles|^// A row.s attention over some|^constexpr int DECODE_ROWS|^// ---- An FP8 cache
 ENDS       = ^inline void qknorm_rope_kv_gpu|^// ---- Attention for prompts|^// Numbers of scratch|^inline size_t widened_numbers
-$(BUILD)/decoding.inc: qwen3.cu
+$(BUILD)/decoding.inc: qwen3.cu attention.h
 	@mkdir -p $(BUILD)
-	@awk -v begins='$(BEGINS)' -v ends='$(ENDS)' '$$0 ~ begins {on = 1} $$0 ~ ends {on = 0} on && !/pragma unroll/' $< > $@
+	@awk -v begins='$(BEGINS)' -v ends='$(ENDS)' '$$0 ~ begins {on = 1} $$0 ~ ends {on = 0} on && !/pragma unroll/' $^ > $@
 $(T)/test_decoding.o: $(BUILD)/decoding.inc
 $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 	@mkdir -p $(T)
