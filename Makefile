@@ -173,8 +173,8 @@ PROGRAMS  ?= $(T)
 SUITES     = $(filter-out $(if $(MHD),,$(SERVING)) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(UNITS))
 # A suite in a shared program is PROGRAM:SUITE. The longest come first.
 SHARED_BY  = $(patsubst %,$(T)/suites_$(1):%,$(filter $(2),$(SUITES)))
-RUNS       = $(call SHARED_BY,serve,$(SERVING)) $(call SHARED_BY,train,$(TRAINING)) $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) \
-             $(call SHARED_BY,others,$(OTHERS)) $(call SHARED_BY,model,$(MODEL))
+RUNS       = $(call SHARED_BY,others,test_teach) $(call SHARED_BY,serve,$(SERVING)) $(call SHARED_BY,train,$(TRAINING)) $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) \
+             $(call SHARED_BY,others,$(filter-out test_teach,$(OTHERS))) $(call SHARED_BY,model,$(MODEL))
 SUITE_PROGRAMS = $(sort $(foreach run,$(RUNS),$(firstword $(subst :, ,$(run)))))
 
 # Suites stand for the programs where sanitizers would compile both, and no suite is left out.
@@ -217,9 +217,9 @@ $(EMULATING:%=$(T)/test_%.o): $(wildcard lab/*.cu lab/*.h data/course/emulate*.h
 # Attention of single tokens and what it takes, cut out of Book II, for test_decoding.
 BEGINS     = ^template <int P> struct WarpAngles|^// A row.s attention over some|^constexpr int DECODE_ROWS|^// ---- An FP8 cache
 ENDS       = ^inline void qknorm_rope_kv_gpu|^// ---- Attention for prompts|^// Numbers of scratch|^inline size_t widened_numbers
-$(BUILD)/decoding.inc: qwen3.cu
+$(BUILD)/decoding.inc: qwen3.cu attention.h
 	@mkdir -p $(BUILD)
-	@awk -v begins='$(BEGINS)' -v ends='$(ENDS)' '$$0 ~ begins {on = 1} $$0 ~ ends {on = 0} on && !/pragma unroll/' $< > $@
+	@awk -v begins='$(BEGINS)' -v ends='$(ENDS)' '$$0 ~ begins {on = 1} $$0 ~ ends {on = 0} on && !/pragma unroll/' $^ > $@
 $(T)/test_decoding.o: $(BUILD)/decoding.inc
 $(UNITS:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp qwen3.cu $(TEST_HEADERS)
 	@mkdir -p $(T)
@@ -328,14 +328,14 @@ $(BUILD)/campaign: tests/bench/campaign.cpp tests/http.h $(HEADERS)
 campaign: serve $(BUILD)/campaign
 	$(BUILD)/campaign --seconds $(SECONDS_EACH)
 
-# ---- All CUDA code, without linking: what CI can do without a GPU. The trainer's and the server's suites have every
-# kernel between them and are compiled for four architectures, as the laboratories are; what calls the same kernels as
-# far as PTX, for one; the code in the course's notes, and what measures it, for one.
+# ---- All CUDA code, without linking: what CI can do without a GPU. One file has every kernel, each once, and is compiled
+# for four architectures, as the laboratories are; what calls the same kernels as far as PTX, for one; the code in the
+# course's notes, and what measures it, for one.
 CHECKED    = 80 89 90a 120
-EVERY      = tests/gpu/test_gpu_backward.cpp tests/gpu/test_serve_gpu.cpp
+EVERY      = tests/gpu/every.cu
 NOTES      = tests/gpu/test_notes.cpp tests/bench/bench_notes.cu
 LAB_FILES  = $(LABS:%=%.cu)
-CALLERS    = $(filter-out $(EVERY) $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
+CALLERS    = $(filter-out tests/gpu/test_gpu_backward.cpp $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
              $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu)
 # sm_90a is compiled as it runs; the rest without optimising where nvcc can (13), in less than half the time; sm_89 from
 # the PTX of sm_80, since no code of ours tells them apart.

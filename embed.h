@@ -218,12 +218,7 @@ template <class T> struct Embedder {
         for (int** list : {&token, &pos, &seq, &slot}) *list = arena.take<int>((size_t)chunk);
         table = arena.take<int>((size_t)MOST * max_pages);
 #ifdef __CUDACC__
-        if (!ctx.gpu) return;
-        if (!arena.base) ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); // with scratch of its own
-        ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
-        ctx.gpu->arrived = arena.take<int>(MAX_TILES);
-        ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, 0, 1, config.H, config.D));
-        plan_rounded(ctx, arena, config, chunk);
+        if (ctx.gpu) plan_scratch(ctx, arena, config, chunk, 0, 1, 0);
 #endif
     }
 

@@ -16,7 +16,8 @@
 // On a GPU steps are launched before the tokens of those before are known, and a proposal has to wait until these have
 // come:
 //     foreseen   whether the id that was awaited was the one proposed for its place
-//     waited     how long a token alone took because nothing had been launched before it
+//     came       when a step's tokens came, instead of `computed`
+//     paused     something else is computed
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -90,7 +91,7 @@ struct LookUp {
 
     void begin(const std::vector<int>& ids, double time) {
         index.clear(), index.grow(ids);
-        proposed = right = 0, won = 0, taken = time;
+        proposed = right = 0, won = 0, taken = time, run_since = 0;
     }
 
     // At most `room` ids that may follow `ids`.
@@ -117,10 +118,20 @@ struct LookUp {
         const double one = expected_time(0);
         taken += times * one, won -= times * (expected_time((int)tokens - 1) - one);
     }
-    void waited(double time) {
-        const double one = expected_time(0);
-        taken += one, won -= std::min(std::max(time - one, 0.), one); // (more: it was held up)
+    // A step of so many tokens came `now`. It was launched at `started` (s), `from_idle` while nothing was under way, as
+    // proposed tokens always are: a token alone took longer then. Times of the others are taken some at a time, since
+    // when each comes depends on what the caller does.
+    void came(size_t tokens, double now, double started, bool from_idle) {
+        constexpr int RUN = 4;
+        if (tokens > 1) computed(tokens, now - started);
+        else if (from_idle) waited(now - started);
+        else if (run_since) {
+            if (++run < RUN) return;
+            computed(1, (now - run_since) / RUN, RUN);
+        }
+        run = 0, run_since = tokens > 1 ? 0 : now;
     }
+    void paused() { run_since = 0; }
     void foreseen(bool is_right) {
         for (double* sum : {&tried[kind], &hit[kind]}) *sum *= 0.95; // the last twenty or so count
         tried[kind]++, hit[kind] += is_right;
@@ -135,10 +146,16 @@ struct LookUp {
     PairIndex index;
     RecentTimes steps[MOST + 2];       // by tokens
     double won = 0, taken = 0;         // s of this answer; `taken`: what it would have taken without, with its prompt
+    double run_since = 0;              // s: since then `run` tokens came alone and without a pause; 0: none did
+    int run = 0;
     int kind = 0;                      // of the last match: short, middle, long
     size_t passed = 0;                 // matches in a row of which nothing was proposed; after 64 the times are doubted
     double tried[3] = {}, hit[3] = {}; // by kind: proposed tokens that were judged
 
+    void waited(double time) {
+        const double one = expected_time(0);
+        taken += one, won -= std::min(std::max(time - one, 0.), one); // (more: it was held up)
+    }
     // Of a step with n proposed tokens. If none was measured yet: as the largest that was makes it likely; before that,
     // a token more is taken for a quarter of a step.
     double expected_time(int n) const {

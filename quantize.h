@@ -336,7 +336,6 @@ template <class T> struct Calibration {
         arena.gpu = ctx.gpu != nullptr;
 #ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (ctx.gpu) weights.upload(ctx, file);
-        if (ctx.gpu) ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); // with scratch of its own
 #endif
         ctx.invariant = true; // (norms leave what they made, whatever N is)
         plan();
@@ -372,10 +371,7 @@ template <class T> struct Calibration {
         const int widths[] = {c.C, c.H * c.D, c.C, c.F};
         for (int k = 0; k < 4; k++) squares[k] = {arena.take<acc<T>>((size_t)widths[k] * widths[k]), widths[k]};
 #ifdef __CUDACC__
-        if (!ctx.gpu) return;
-        ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
-        ctx.gpu->arrived = arena.take<int>(MAX_TILES);
-        ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, 0, 1, c.H, c.D));
+        if (ctx.gpu) plan_scratch(ctx, arena, c, N, 0, 1, 0);
 #endif
     }
     Batch batch(size_t window) const {

@@ -53,11 +53,11 @@ inline std::string_view trimmed(std::string_view s) {
 }
 
 // A POSIX extended regular expression over characters of UTF-8. (Not std::regex: it recurses for each character.)
-struct Pattern {
+struct AnswerPattern {
     regex_t compiled = {};
     locale_t utf8 = newlocale(LC_CTYPE_MASK, "C.UTF-8", nullptr);
 
-    explicit Pattern(const std::string& pattern) {
+    explicit AnswerPattern(const std::string& pattern) {
         int fault = 0;
         with_utf8([&] { fault = regcomp(&compiled, pattern.c_str(), REG_EXTENDED | REG_NOSUB); });
         if (!fault) return;
@@ -66,8 +66,8 @@ struct Pattern {
         if (utf8) freelocale(utf8);
         DIE("--reward regex:%s: %s", pattern.c_str(), why);
     }
-    Pattern(const Pattern&) = delete;
-    ~Pattern() {
+    AnswerPattern(const AnswerPattern&) = delete;
+    ~AnswerPattern() {
         regfree(&compiled);
         if (utf8) freelocale(utf8);
     }
@@ -195,7 +195,7 @@ inline Reward make_reward(const std::string& spec, double limit) {
             return score_pair(ScoredText(*jieba, answer), ScoredText(*jieba, reference))[0][ROUGE_L] / 100;
         });
     } else if (kind == "regex" && !value.empty()) {
-        each([pattern = std::make_shared<Pattern>(value)](const Answered& a) {
+        each([pattern = std::make_shared<AnswerPattern>(value)](const Answered& a) {
             return pattern->found_in(a.text) ? 1. : 0.;
         });
     } else if (kind == "length" && !value.empty()) {

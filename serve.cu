@@ -144,32 +144,23 @@ __global__ void keep_kernel(const int* drawn, const int* draw_seq, int R, size_t
 }
 
 // The logits of what was drawn, as the model made them, where they are told: in `logits` they may have been adjusted. A
-// warp a draw.
+// warp a draw. W: const bf16*, or PackedArgs of format F.
+template <class F, class Head>
 __global__ void drawn_logit_kernel(float* out, const int* drawn, const int* draw_seq, const int* wanted, const bf16* x,
-                                   const int* draw_row, const bf16* W, int C) {
-    let_next_start();
-    wait_for_previous();
-    const int r = blockIdx.x, s = draw_seq[r];
-    if (s < 0 || wanted[s] < 0) return;
-    const bf16 *row = W + (size_t)drawn[r] * C, *token = x + (size_t)draw_row[r] * C;
-    float y = 0;
-    for (int i = threadIdx.x; i < C; i += 32) y += to_acc(row[i]) * to_acc(token[i]);
-    y = warp_sum(y);
-    if (threadIdx.x == 0) out[r] = y;
-}
-template <class F>
-__global__ void packed_logit_kernel(float* out, const int* drawn, const int* draw_seq, const int* wanted, const bf16* x,
-                                    const int* draw_row, PackedArgs W, int C) {
+                                   const int* draw_row, Head W, int C) {
+    constexpr bool PLAIN = std::is_pointer_v<Head>;
+    constexpr int RUN = PLAIN ? 1 : 8;
     let_next_start();
     wait_for_previous();
     const int r = blockIdx.x, s = draw_seq[r];
     if (s < 0 || wanted[s] < 0) return;
     const bf16* token = x + (size_t)draw_row[r] * C;
     float y = 0;
-    for (int k = threadIdx.x * 8; k < C; k += 256) {
-        float row[8];
-        unpack_run<F>(row, W, drawn[r], k);
-        for (int i = 0; i < 8; i++) y += row[i] * to_acc(token[k + i]);
+    for (int k = threadIdx.x * RUN; k < C; k += 32 * RUN) {
+        float row[RUN];
+        if constexpr (PLAIN) row[0] = to_acc(W[(size_t)drawn[r] * C + k]);
+        else unpack_run<F>(row, W, drawn[r], k);
+        for (int i = 0; i < RUN; i++) y += row[i] * to_acc(token[k + i]);
     }
     y = warp_sum(y);
     if (threadIdx.x == 0) out[r] = y;
@@ -413,8 +404,6 @@ template <class T> struct Engine {
     uint64_t looked_up = 0;                  // admission of the answer that `lookup` knows
     double prompts_took = 0;                 // s of steps that were not `alone`, since it knows it
     int expected = -1;                       // the proposed id for the token under way, if any
-    double run_since = 0;                    // s: since then so many steps that were `alone` came without a pause
-    int run_steps = 0;
 
     bool busy() const { return !running.empty() || !waiting.empty() || !under_way.empty(); }
 
@@ -619,20 +608,6 @@ template <class T> struct Engine {
     }
     void know(const Sequence& q) {
         if (looked_up != q.admission) lookup.begin(q.ids, std::exchange(prompts_took, 0)), looked_up = q.admission;
-    }
-    // On a GPU: what a step that has come says of times. Those of single tokens are taken some at a time, since when
-    // each comes to us depends on what we do.
-    void time_lookup(const Step& s) {
-        constexpr int RUN = 4;
-        const double now = handed_out;
-        const bool single = s.alone && s.proposed.empty();
-        if (!s.proposed.empty()) lookup.computed(s.token.size(), now - s.begun);
-        else if (single && s.from_idle) lookup.waited(now - s.begun);
-        else if (single && run_since) {
-            if (++run_steps < RUN) return;
-            lookup.computed(1, (now - run_since) / RUN, RUN);
-        }
-        run_steps = 0, run_since = single ? now : 0;
     }
 
     // Makes rows with the same adapter neighbours: those of one token (which come first, see Batch), then the others.
@@ -869,7 +844,8 @@ template <class T> struct Engine {
             prompt_pace.learn((size_t)s.singles, s.token.size() - (size_t)s.singles,
                               handed_out - std::max(before, s.begun));
         const int hoped = std::exchange(expected, -1);
-        if (ctx.gpu && lookup.most) time_lookup(s);
+        if (ctx.gpu && s.alone) lookup.came(s.token.size(), handed_out, s.begun, s.from_idle);
+        else lookup.paused();
         for (size_t i = 0; i < s.draws.size(); i++) {
             const auto it = running.find(s.draws[i].rank);
             const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
@@ -1190,14 +1166,7 @@ template <class T> struct Engine {
 
     void plan_device() {
         const size_t S = (size_t)options.max_seqs, V = (size_t)config.V, R = max_draws();
-        ctx.gpu = std::make_shared<Gpu>(*ctx.gpu); // with scratch of its own
-        ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
-        ctx.gpu->arrived = arena.take<int>(MAX_TILES);
-        ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, options.max_seqs,
-            (options.context - 1) / SPLIT + 1, config.H, config.D));
-        ctx.gpu->attention_arrived = arena.take<int>(S * config.H);
-        plan_widened(ctx, arena, config, (size_t)pages);
-        plan_rounded(ctx, arena, config, max_rows);
+        plan_scratch(ctx, arena, config, max_rows, options.max_seqs, options.context, pages);
         slots = {arena.take<int>(S), arena.take<Draw>(S), arena.take<uint32_t>(S * V), arena.take<int>(S),
                  arena.take<int>(S * MAX_BIAS), arena.take<float>(S * MAX_BIAS), arena.take<int>(S)};
         drawn = arena.take<int>(R);
@@ -1380,9 +1349,9 @@ template <class T> struct Engine {
             launch(ctx, kernel, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq, slots.wanted, activations.normed,
                    gpu.draw_row, W, config.C);
         };
-        if (weights.head.format == Format::PLAIN) return tell(drawn_logit_kernel, weights.head.w[0]);
+        if (weights.head.format == Format::PLAIN) return tell(drawn_logit_kernel<void, const bf16*>, weights.head.w[0]);
         with_packing(weights.head, [&](auto format) {
-            tell(packed_logit_kernel<decltype(format)>, packed_args(weights.head));
+            tell(drawn_logit_kernel<decltype(format), PackedArgs>, packed_args(weights.head));
         });
     }
 

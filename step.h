@@ -1,4 +1,4 @@
-/* step.h: one kernel a token. Book II's decoding of 1 to 8 tokens as one persistent kernel; qwen3.cu includes it.
+/* step.h: one kernel a token. Book II's decoding of 1 to 8 tokens as one persistent kernel; draws.h includes it.
 
    Why: a token of the 0.6B is 144 kernels otherwise, and at each one's end the memory idles until the next has asked
    for its first weights. Here a warp of each multiprocessor does nothing but fetch weights, and pages of keys and

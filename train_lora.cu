@@ -31,8 +31,10 @@
 
    Contents: 1 options  2 preferences, rewards  3 memory, batches, steps  4 log and curve  5 merge  6 main
 */
+#ifndef QWEN3_NO_MAIN // (tests/gpu/every.cu has it already)
 #define QWEN3_NO_MAIN
 #include "qwen3.cu"
+#endif
 #include "backward.h"
 #include "dataset.h"
 #include "grpo.h"
@@ -626,16 +628,8 @@ template <class T> struct Trainer {
         place = arena.take<uint32_t>(N);
         pages = arena.take<int>(sequences() * max_pages);
 #ifdef __CUDACC__
-        if (ctx.gpu) {
-            ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
-            ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
-            ctx.gpu->arrived = arena.take<int>(MAX_TILES);
-            if (o.grpo) {
-                const int singles = engine.sequences, splits = (longest - 1) / SPLIT + 1;
-                ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, singles, splits, c.H, c.D));
-                ctx.gpu->attention_arrived = arena.take<int>((size_t)singles * c.H);
-            }
-        }
+        if (ctx.gpu && o.grpo) plan_scratch(ctx, arena, c, N, engine.sequences, longest, 0);
+        else if (ctx.gpu) plan_scratch(ctx, arena); // (its attention splits no keys)
 #endif
         part("the rest", before);
         return parts;

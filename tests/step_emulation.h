@@ -44,21 +44,14 @@ template <class F> bool launch_together(unsigned blocks, unsigned threads, F ker
     if (n > MOST_THREADS) std::abort();
     block_memory.assign(blocks * BLOCK_MEMORY, 0xff); // NaN
     meetings.clear();
-    coroutines = std::vector<Coroutine>(n);
-    for (size_t i = 0; i < n; i++) {
-        Coroutine& c = coroutines[i];
-        getcontext(&c.context);
-        if (i == stacks.size()) stacks.emplace_back(new char[STACK]);
-        c.context.uc_stack.ss_sp = stacks[i].get(), c.context.uc_stack.ss_size = STACK, c.context.uc_link = nullptr;
-        makecontext(&c.context, enter, 0);
-    }
+    begin_threads(n);
     bool from_last = backwards;
     do {
         for (size_t k = 0; k < n; k++) {
-            running = from_last ? n - 1 - k : k;
-            if (coroutines[running].state != Coroutine::READY) continue;
-            threadIdx.x = (unsigned)running % threads, blockIdx.x = (unsigned)running / threads;
-            swapcontext(&scheduler, &coroutines[running].context);
+            const size_t i = from_last ? n - 1 - k : k;
+            if (coroutines[i].state != Coroutine::READY) continue;
+            threadIdx.x = (unsigned)i % threads, blockIdx.x = (unsigned)i / threads;
+            go_on(i);
         }
         from_last = !from_last;
     } while (release());

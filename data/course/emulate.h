@@ -62,7 +62,7 @@ static bool backwards = false, stuck = false;
 
 struct Coroutine {
     enum State { READY, AT_BLOCK, AT_WARP, DONE } state = READY;
-    ucontext_t context;
+    void* place = nullptr; // where it goes on: in enter() when it is DONE
     uint3 index;
     unsigned mask = 0;
 };
@@ -70,20 +70,56 @@ static std::vector<Coroutine> coroutines;
 constexpr size_t STACK = 64 << 10;
 static std::vector<std::unique_ptr<char[]>> stacks; // the coroutines', kept from block to block
 static size_t running;
-static ucontext_t scheduler;
+static void* scheduler;
 static std::function<void()> body;
 constexpr size_t MOST_THREADS = 2048; // at once
 static uint64_t exchange[MOST_THREADS];
 
-static void enter() {
-    body();
-    coroutines[running].state = Coroutine::DONE;
-    swapcontext(&coroutines[running].context, &scheduler);
+// Goes on at `to` and, when somebody comes back to `from`, here. (swapcontext does that, too, but asks the system each
+// time which signals are blocked.)
+#ifdef __x86_64__
+extern "C" void change_stacks(void** from, void* to);
+asm(".text\nchange_stacks: push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n mov %rsp, (%rdi)\n"
+    "mov %rsi, %rsp\n pop %r15\n pop %r14\n pop %r13\n pop %r12\n pop %rbx\n pop %rbp\n ret");
+static void* first_place(char* stack, void (*enter)()) { // six registers, and what change_stacks returns to
+    void** const place = (void**)((uintptr_t)(stack + STACK) / 16 * 16) - 8;
+    std::fill(place, place + 8, nullptr);
+    place[6] = (void*)enter;
+    return place;
 }
+#else
+static void change_stacks(void** from, void* to) {
+    ucontext_t here;
+    *from = &here;
+    swapcontext(&here, (ucontext_t*)to);
+}
+static void* first_place(char* stack, void (*enter)()) {
+    ucontext_t* const place = (ucontext_t*)stack;
+    getcontext(place);
+    place->uc_stack.ss_sp = place + 1, place->uc_stack.ss_size = STACK - sizeof *place, place->uc_link = nullptr;
+    return makecontext(place, enter, 0), place;
+}
+#endif
 static void wait_at(Coroutine::State state, unsigned mask = 0) {
     Coroutine& c = coroutines[running];
     c.state = state, c.mask = mask;
-    swapcontext(&c.context, &scheduler);
+    change_stacks(&c.place, scheduler);
+}
+static void enter() {
+    for (;;) body(), wait_at(Coroutine::DONE);
+}
+static void go_on(size_t i) {
+    running = i;
+    change_stacks(&scheduler, coroutines[i].place);
+}
+// So many threads that are about to begin. (Those that are stuck are left where they are.)
+static void begin_threads(size_t n) {
+    coroutines.resize(n), stacks.resize(std::max(n, stacks.size()));
+    for (size_t i = 0; i < n; i++) {
+        Coroutine& c = coroutines[i];
+        if (c.state == Coroutine::DONE) c.state = Coroutine::READY;
+        else stacks[i].reset(new char[STACK]), c = {Coroutine::READY, first_place(stacks[i].get(), enter), {}, 0};
+    }
 }
 // Lets threads go on whose barrier is complete; false: there is none.
 static bool release() {
@@ -112,25 +148,19 @@ static void run_block() {
     block_begins();
     const size_t n = (size_t)blockDim.x * blockDim.y * blockDim.z;
     if (n > 1024 || n == 0) std::abort();
-    coroutines = std::vector<Coroutine>(n);
+    begin_threads(n);
     for (size_t i = 0; i < n; i++) {
         Coroutine& c = coroutines[i];
         c.index.x = (unsigned)(i % blockDim.x);
         c.index.y = (unsigned)(i / blockDim.x % blockDim.y);
         c.index.z = (unsigned)(i / blockDim.x / blockDim.y);
-        getcontext(&c.context);
-        if (i == stacks.size()) stacks.emplace_back(new char[STACK]);
-        c.context.uc_stack.ss_sp = stacks[i].get();
-        c.context.uc_stack.ss_size = STACK;
-        c.context.uc_link = nullptr;
-        makecontext(&c.context, enter, 0);
     }
     do
         for (size_t k = 0; k < n; k++) {
-            running = backwards ? n - 1 - k : k;
-            if (coroutines[running].state != Coroutine::READY) continue;
-            threadIdx = coroutines[running].index;
-            swapcontext(&scheduler, &coroutines[running].context);
+            const size_t i = backwards ? n - 1 - k : k;
+            if (coroutines[i].state != Coroutine::READY) continue;
+            threadIdx = coroutines[i].index;
+            go_on(i);
         }
     while (release());
     for (auto& c : coroutines) stuck |= c.state != Coroutine::DONE;

@@ -180,6 +180,49 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
     for (int n : pad.arrived.get()) CHECK(n == 0);
 }
 
+// Products with packed W of N tokens x, with every epilogue but the head's: y up to a rounding and `off`, and to
+// `adding` where something is added; twice the same bits.
+static void check_products(Random& random, Context& ctx, const PackedMatrix& W, const Device<bf16>& x, int N,
+                           const std::vector<double>& y, const std::vector<double>& off, double adding = 0) {
+    const int R = W.host.out(), F = W.host.rows[0];
+    const auto near = [&](size_t i) { return rounding<bf16>(y[i]) + off[i]; };
+    Device<bf16> out((size_t)N * R), again((size_t)N * R);
+    linear_gpu(ctx, out, x, W.device, N);
+    CHECK(wrong(out.get(), y, near) == 0);
+    linear_gpu(ctx, again, x, W.device, N);
+    CHECK(same_bits(out.get(), again.get()));
+    const std::vector<float> residual = random.fill<float>((size_t)N * R);
+    const Device<float> dresidual(residual);
+    Device<float> sum((size_t)N * R);
+    linear_add_gpu(ctx, sum, dresidual, x, W.device, N);
+    std::vector<double> added = y;
+    for (size_t i = 0; i < added.size(); i++) added[i] += residual[i];
+    CHECK(wrong(sum.get(), added, [&](size_t i) { return rounding<float>(added[i]) + off[i] + adding; }) == 0);
+    if (R != 2 * F) return; // (gate and up)
+    Device<bf16> hidden((size_t)N * F), gate_up((size_t)N * R);
+    product_gpu(ctx, SwigluEpilogue(hidden, gate_up, F), x, W.device, N);
+    CHECK(wrong(gate_up.get(), y, near) == 0);
+    std::vector<bf16> want((size_t)N * F);
+    const std::vector<bf16> both = gate_up.get();
+    swiglu_cpu(cpu(), want.data(), both.data(), N, F);
+    CHECK(differences(hidden.get(), want, 1) == 0);
+}
+// The head's, of the tokens in reverse order.
+static void check_head(Context& ctx, const PackedMatrix& W, const Device<bf16>& x, int N, const std::vector<double>& y,
+                       const std::vector<double>& off) {
+    const int R = W.host.out();
+    std::vector<int> rows;
+    for (int n = 0; n < N; n++) rows.push_back(N - 1 - n);
+    const Device<int> drows(rows);
+    Device<bf16> picked((size_t)N * W.host.in);
+    Device<float> logits((size_t)N * R);
+    head_gpu(ctx, logits, picked, x, drows, W.device, N);
+    const auto turned = [&](size_t i) { return (N - 1 - i / R) * R + i % R; };
+    std::vector<double> want(y.size());
+    for (size_t i = 0; i < y.size(); i++) want[i] = y[turned(i)];
+    CHECK(wrong(logits.get(), want, [&](size_t i) { return off[turned(i)]; }) == 0);
+}
+
 TEST_CASE("packed weights, few tokens: products are those of W.at, with every epilogue") {
     Random random{21};
     Scratchpad pad;
@@ -192,35 +235,12 @@ TEST_CASE("packed weights, few tokens: products are those of W.at, with every ep
             for (int N : {1, 2, 8, 9, 16}) {
                 INFO("format " << (int)kind.format << " group " << kind.group << " zeros " << kind.zeros << " N " << N << " R " << R << " K " << K);
                 const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
-                const std::vector<float> residual = random.fill<float>((size_t)N * R);
-                const std::vector<double> y = WideLinear(W.host)(as_double(x), N), size = WideLinear(W.host, true)(magnitudes(x), N);
-                Device<bf16> dx(x), out((size_t)N * R), again((size_t)N * R);
-                Device<float> dresidual(residual), sum((size_t)N * R), logits((size_t)N * R);
-                linear_gpu(pad.ctx, out, dx, W.device, N);
-                CHECK(wrong(out.get(), y, [&](size_t i) { return rounding<bf16>(y[i]) + sum_error<float>(size[i]); }) == 0);
-                linear_gpu(pad.ctx, again, dx, W.device, N);
-                CHECK(same_bits(out.get(), again.get()));
-                linear_add_gpu(pad.ctx, sum, dresidual, dx, W.device, N);
-                std::vector<double> added = y;
-                for (size_t i = 0; i < added.size(); i++) added[i] += residual[i];
-                CHECK(wrong(sum.get(), added, [&](size_t i) { return rounding<float>(added[i]) + sum_error<float>(size[i] + 1); }) == 0);
-                std::vector<int> rows;
-                for (int n = 0; n < N; n++) rows.push_back(N - 1 - n);
-                Device<int> drows(rows);
-                Device<bf16> picked((size_t)N * K);
-                head_gpu(pad.ctx, logits, picked, dx, drows, W.device, N);
-                std::vector<double> turned(y.size()), turned_size(y.size());
-                for (size_t i = 0; i < y.size(); i++) turned[i] = y[(N - 1 - i / R) * R + i % R], turned_size[i] = size[(N - 1 - i / R) * R + i % R];
-                CHECK(wrong(logits.get(), turned, [&](size_t i) { return sum_error<float>(turned_size[i]); }) == 0);
-                if (shape.rows.size() != 2) continue;
-                const int F = shape.rows[0];
-                Device<bf16> hidden((size_t)N * F), gate_up((size_t)N * R);
-                product_gpu(pad.ctx, SwigluEpilogue(hidden, gate_up, F), dx, W.device, N);
-                CHECK(wrong(gate_up.get(), y, [&](size_t i) { return rounding<bf16>(y[i]) + sum_error<float>(size[i]); }) == 0);
-                std::vector<bf16> want((size_t)N * F);
-                const std::vector<bf16> both = gate_up.get();
-                swiglu_cpu(cpu(), want.data(), both.data(), N, F);
-                CHECK(differences(hidden.get(), want, 1) == 0);
+                const std::vector<double> y = WideLinear(W.host)(as_double(x), N);
+                std::vector<double> off = WideLinear(W.host, true)(magnitudes(x), N);
+                for (double& v : off) v = sum_error<float>(v);
+                const Device<bf16> dx(x);
+                check_products(random, pad.ctx, W, dx, N, y, off, sum_error<float>(1));
+                check_head(pad.ctx, W, dx, N, y, off);
             }
         }
 }
@@ -240,27 +260,12 @@ TEST_CASE("packed weights, 17 to 128 tokens on Hopper: products are those of W.a
             for (int N : {17, 33, 64, 65, 100, 128}) {
                 INFO("format " << (int)kind.format << " group " << kind.group << " zeros " << kind.zeros << " N " << N << " R " << R << " K " << K);
                 const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
-                const std::vector<float> residual = random.fill<float>((size_t)N * R);
-                const std::vector<double> y = WideLinear(W.plain)(as_double(x), N), size = WideLinear(W.plain, true)(magnitudes(x), N);
-                Device<bf16> dx(x), out((size_t)N * R), again((size_t)N * R);
-                Device<float> dresidual(residual), sum((size_t)N * R), logits((size_t)N * R);
-                linear_gpu(pad.ctx, out, dx, W.device, N);
-                CHECK(wrong(out.get(), y, [&](size_t i) { return rounding<bf16>(y[i]) + sum_error<float>(4 * size[i]) + slack * size[i]; }) == 0);
-                linear_gpu(pad.ctx, again, dx, W.device, N);
-                CHECK(same_bits(out.get(), again.get()));
-                linear_add_gpu(pad.ctx, sum, dresidual, dx, W.device, N);
-                std::vector<double> added = y;
-                for (size_t i = 0; i < added.size(); i++) added[i] += residual[i];
-                CHECK(wrong(sum.get(), added, [&](size_t i) { return rounding<float>(added[i]) + sum_error<float>(4 * size[i] + 1) + slack * size[i]; }) == 0);
-                std::vector<int> rows;
-                for (int n = 0; n < N; n++) rows.push_back(N - 1 - n);
-                Device<int> drows(rows);
-                Device<bf16> picked((size_t)N * K);
-                head_gpu(pad.ctx, logits, picked, dx, drows, W.device, N);
-                const auto turned = [&](size_t i) { return (N - 1 - i / R) * R + i % R; };
-                std::vector<double> want_logits(y.size());
-                for (size_t i = 0; i < y.size(); i++) want_logits[i] = y[turned(i)];
-                CHECK(wrong(logits.get(), want_logits, [&](size_t i) { return sum_error<float>(4 * size[turned(i)]) + slack * size[turned(i)]; }) == 0);
+                const std::vector<double> y = WideLinear(W.plain)(as_double(x), N);
+                std::vector<double> off = WideLinear(W.plain, true)(magnitudes(x), N);
+                for (double& v : off) v = sum_error<float>(4 * v) + slack * v;
+                const Device<bf16> dx(x);
+                check_products(random, pad.ctx, W, dx, N, y, off, sum_error<float>(1));
+                check_head(pad.ctx, W, dx, N, y, off);
                 with_packing(W.device, [&](auto format) {
                     using F = decltype(format);
                     PackedArgs p = packed_args(W.device);
@@ -274,18 +279,9 @@ TEST_CASE("packed weights, 17 to 128 tokens on Hopper: products are those of W.a
                             const StoreEpilogue<float> epilogue(each, R);
                             if (N <= 64) launch_packed_hopper<F, 64>(pad.ctx, p, plan, epilogue);
                             else launch_packed_hopper<F, 128>(pad.ctx, p, plan, epilogue);
-                            CHECK(wrong(each.get(), y, [&](size_t i) { return sum_error<float>(4 * size[i]) + slack * size[i]; }) == 0);
+                            CHECK(wrong(each.get(), y, [&](size_t i) { return off[i]; }) == 0);
                         }
                 }, PACKED_IN - 1);
-                if (shape.rows.size() != 2) continue;
-                const int F = shape.rows[0];
-                Device<bf16> hidden((size_t)N * F), gate_up((size_t)N * R);
-                product_gpu(pad.ctx, SwigluEpilogue(hidden, gate_up, F), dx, W.device, N);
-                CHECK(wrong(gate_up.get(), y, [&](size_t i) { return rounding<bf16>(y[i]) + sum_error<float>(4 * size[i]) + slack * size[i]; }) == 0);
-                std::vector<bf16> want((size_t)N * F);
-                const std::vector<bf16> both = gate_up.get();
-                swiglu_cpu(cpu(), want.data(), both.data(), N, F);
-                CHECK(differences(hidden.get(), want, 1) == 0);
             }
         }
 }
@@ -356,7 +352,7 @@ TEST_CASE("FP8 activations: rounded as defined; products of e4m3 are those of th
             const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
             std::vector<bf16> exact(x.size());
             round_activations(exact.data(), x.data(), N, K);
-            Device<bf16> scratch((size_t)(N + 127) / 128 * 128 * K), dx(x), out((size_t)N * R), again((size_t)N * R);
+            Device<bf16> scratch((size_t)(N + 127) / 128 * 128 * K), dx(x);
             pad.ctx.gpu->rounded = scratch, pad.ctx.gpu->rounded_numbers = scratch.n;
             rounded(pad.ctx, dx, N, K);
             std::vector<bf16> got = scratch.get();
@@ -367,25 +363,7 @@ TEST_CASE("FP8 activations: rounded as defined; products of e4m3 are those of th
             std::vector<double> off = WideLinear(W.host, true)(magnitudes(exact), N);
             for (double& v : off) v *= 0x1p-8; // W is rounded
             if (e4m3) off = e4m3_bounds(wide, as_double(exact), N);
-            linear_gpu(pad.ctx, out, dx, W.device, N);
-            CHECK(wrong(out.get(), y, [&](size_t i) { return rounding<bf16>(y[i]) + off[i]; }) == 0);
-            linear_gpu(pad.ctx, again, dx, W.device, N);
-            CHECK(same_bits(out.get(), again.get()));
-            const std::vector<float> residual = random.fill<float>((size_t)N * R);
-            Device<float> dresidual(residual), sum((size_t)N * R);
-            linear_add_gpu(pad.ctx, sum, dresidual, dx, W.device, N);
-            std::vector<double> added = y;
-            for (size_t i = 0; i < added.size(); i++) added[i] += residual[i];
-            CHECK(wrong(sum.get(), added, [&](size_t i) { return rounding<float>(added[i]) + off[i]; }) == 0);
-            if (blocks.size() != 2) continue;
-            const int F = blocks[0];
-            Device<bf16> hidden((size_t)N * F), gate_up((size_t)N * R);
-            product_gpu(pad.ctx, SwigluEpilogue(hidden, gate_up, F), dx, W.device, N);
-            CHECK(wrong(gate_up.get(), y, [&](size_t i) { return rounding<bf16>(y[i]) + off[i]; }) == 0);
-            std::vector<bf16> want((size_t)N * F);
-            const std::vector<bf16> both = gate_up.get();
-            swiglu_cpu(cpu(), want.data(), both.data(), N, F);
-            CHECK(differences(hidden.get(), want, 1) == 0);
+            check_products(random, pad.ctx, W, dx, N, y, off);
         }
         const Device<bf16> few(random.fill<bf16>((size_t)16 * K)); // of so few nothing is rounded
         Device<bf16> a((size_t)16 * R), b((size_t)16 * R);

@@ -335,7 +335,7 @@ TEST_CASE("lookup costs no more than a hundredth, whatever steps cost and howeve
     CHECK(with <= 300);
 }
 
-// The same where steps are launched ahead, as on a GPU (GpuDraws in qwen3.cu): two of a token each, or one with proposals,
+// The same where steps are launched ahead, as on a GPU (GpuDraws in draws.h): two of a token each, or one with proposals,
 // for which those before must have come. What is launched while nothing is under way begins `late`.
 static double simulated_ahead(double repeats, const std::function<double(int)>& time, double late, int tokens, uint64_t seed) {
     Random random{seed};
@@ -346,9 +346,9 @@ static double simulated_ahead(double repeats, const std::function<double(int)>& 
     LookUp lookup;
     lookup.most = LookUp::MOST;
     lookup.begin({text.begin(), text.begin() + 50}, 0);
-    double now = 0, started = 0, run_since = 0;
+    double now = 0, started = 0;
     std::vector<double> ends; // of steps under way
-    int expected = -1, run = -1;
+    int expected = -1;
     bool from_idle = false;
     while (ids.size() < text.size()) {
         const size_t left = text.size() - ids.size();
@@ -366,13 +366,11 @@ static double simulated_ahead(double repeats, const std::function<double(int)>& 
         if (proposed.empty()) {
             ids.push_back(text[ids.size()]);
             if (expected >= 0) lookup.foreseen(ids.back() == expected);
-            if (from_idle) lookup.waited(now - started);
-            if (from_idle || run < 0) run = 0, run_since = now;
-            else if (++run == 4) lookup.computed(1, (now - run_since) / 4, 4), run = 0, run_since = now;
+            lookup.came(1, now, started, from_idle);
             expected = -1, from_idle = false;
             continue;
         }
-        lookup.computed(1 + proposed.size(), now - started);
+        lookup.came(1 + proposed.size(), now, started, true);
         for (size_t i = 0; i <= proposed.size(); i++) {
             ids.push_back(text[ids.size()]);
             if (i == proposed.size()) break;
