@@ -1678,9 +1678,10 @@ static int quantize(const Options& o, bool asks_more) {
     ctx.stop = &interrupted;
     auto progress = std::make_unique<Progress>();
     ThreadPace pace(o, Context()); // (most of it is the CPU's in any case)
-    pace.begin();
+    const bool paced = !how.text.empty(); // else few loops wait for each other, and reading counts as idleness
+    if (paced) pace.begin();
     how.progress = [&](size_t done, size_t all, int layer) {
-        pace.step();
+        if (paced) pace.step();
         progress->show(done, all, [&](double) { return format("layer %d of %d", layer + 1, file.config.L); });
     };
     const double start = seconds();

@@ -12,6 +12,14 @@
 */
 #pragma once
 
+// Arrays that begin without values: the threads that fill them are the first to touch their pages.
+template <class U> struct Unset : std::allocator<U> {
+    template <class V> struct rebind { using other = Unset<V>; };
+    template <class V> void construct(V*) {}
+    template <class V, class... A> void construct(V* at, A&&... a) { ::new ((void*)at) V(std::forward<A>(a)...); }
+};
+template <class U> using UnsetVector = std::vector<U, Unset<U>>;
+
 // ============================================================================================================= 1 Grids
 // What the weights of a group can become: code q stands for (q - zero) * scale; FP8: for the e4m3 q times scale.
 
@@ -27,6 +35,20 @@ struct Grid {
         if (format == Format::INT8) return (uint8_t)(int8_t)std::clamp(q, -127., 127.);
         return (uint8_t)std::clamp(q + zero, 0., 15.);
     }
+    // The codes of n weights: `code` of each, in a form that compilers make vector instructions of.
+    void codes(uint8_t* q, const float* w, size_t n) const {
+        if (format == Format::FP8 || scale == 0) {
+            for (size_t i = 0; i < n; i++) q[i] = code(w[i]);
+            return;
+        }
+        const bool eight = format == Format::INT8;
+        const double s = scale, z = zero, low = eight ? -127 : 0, high = eight ? 127 : 15;
+        for (size_t i = 0; i < n; i++) {
+            const double at = w[i] / s + ROUND - ROUND + z, above = at < low ? low : at;
+            q[i] = (uint8_t)(int)(above > high ? high : above);
+        }
+    }
+    static constexpr double ROUND = 6755399441055744.; // 1.5 * 2^52: adding it rounds to nearest even
     float number(uint8_t q) const {
         if (format == Format::FP8) return e4m3_to_float(q) * scale;
         return (float)(format == Format::INT8 ? (int)(int8_t)q : (int)q - zero) * scale;
@@ -40,20 +62,29 @@ inline Grid choose_grid(Format format, const float* w, size_t n) {
     if (format == Format::INT8) return best.scale = to_acc(int8_scale(w, n)), best;
     float low = 0, high = 0;
     for (size_t i = 0; i < n; i++) low = std::min(low, w[i]), high = std::max(high, w[i]);
-    double least = std::numeric_limits<double>::infinity();
-    for (int c = 0; c < 8 && low < high; c++) {
+    if (!(low < high)) return best;
+    constexpr int WIDTHS = 8; // side by side in a vector, as in int8_scale
+    typedef double Each __attribute__((vector_size(WIDTHS * sizeof(double))));
+    Grid grids[WIDTHS];
+    Each scale = {}, zero = {}, lost = {};
+    for (int c = 0; c < WIDTHS; c++) {
         const double width = ((double)high - low) * (1 - 0.05 * c);
-        Grid grid = {format};
+        Grid& grid = grids[c] = {format};
         grid.scale = half_to_float(std::max<uint16_t>(float_to_half((float)(width / 15)), 1));
         grid.zero = (int)std::clamp(std::nearbyint(-low * (1 - 0.05 * c) / grid.scale), 0., 15.);
-        double lost = 0;
-        for (size_t i = 0; i < n; i++) {
-            const double off = (double)w[i] - grid.number(grid.code(w[i]));
-            lost += off * off;
-        }
-        if (c == 0 || lost < least) best = grid, least = lost;
+        scale[c] = grid.scale, zero[c] = grid.zero;
     }
-    return best;
+    for (size_t i = 0; i < n; i++) {
+        const double x = w[i];
+        Each q = x / scale + Grid::ROUND - Grid::ROUND + zero;
+        q = q < 0. ? Each{} : q, q = q > 15. ? Each{} + 15. : q;
+        const Each off = x - (q - zero) * scale; // (the product is exact)
+        lost += off * off;
+    }
+    int chosen = 0;
+    for (int c = 1; c < WIDTHS; c++)
+        if (lost[c] < lost[chosen]) chosen = c;
+    return grids[chosen];
 }
 // FP8's, of a block of rows: the largest weight becomes 448, the largest e4m3.
 inline Grid choose_block_grid(const float* w, size_t stride, size_t rows, size_t n) {
@@ -70,8 +101,8 @@ inline Grid choose_block_grid(const float* w, size_t stride, size_t rows, size_t
 struct QuantizedMatrix {
     Format format;
     size_t rows, in, group, group_rows;
-    std::vector<uint8_t> q;   // (rows, in), a code each
-    std::vector<Grid> grids;  // (rows / group_rows, groups)
+    UnsetVector<uint8_t> q;   // (rows, in), a code each
+    UnsetVector<Grid> grids;  // (rows / group_rows, groups)
     size_t groups() const { return (in + group - 1) / group; }
     float at(size_t r, size_t k) const { return grids[r / group_rows * groups() + k / group].number(q[r * in + k]); }
 };
@@ -79,7 +110,7 @@ struct QuantizedMatrix {
 // W (rows, in) in a format. `factor` is GPTQ's (see section 3), (in, in), or null: to the nearest. W changes.
 // Rows are independent but for FP8's blocks, so a task is 128 rows or fewer. Columns are done in blocks: what a column
 // loses goes to those of its block at once, to all others when the block is done.
-inline QuantizedMatrix quantize_matrix(std::vector<float>& W, size_t rows, size_t in, Format format, size_t group,
+inline QuantizedMatrix quantize_matrix(float* W, size_t rows, size_t in, Format format, size_t group,
                                        const std::vector<float>* factor) {
     constexpr size_t BLOCK = 128; // groups do not cross blocks
     const size_t group_rows = format == Format::FP8 ? 128 : 1, task_rows = format == Format::FP8 ? 128 : 16;
@@ -88,7 +119,17 @@ inline QuantizedMatrix quantize_matrix(std::vector<float>& W, size_t rows, size_
     #pragma omp parallel for schedule(dynamic)
     for (size_t first = 0; first < rows; first += task_rows) {
         const size_t count = std::min(task_rows, rows - first);
-        float* w = &W[first * in];
+        float* w = W + first * in;
+        for (size_t k = 0; k < in && !factor; k += group) {
+            const size_t n = std::min(group, in - k);
+            for (size_t r = 0; r < count; r++) {
+                Grid& grid = m.grids[(first + r) / group_rows * m.groups() + k / group];
+                if (format != Format::FP8) grid = choose_grid(format, w + r * in + k, n);
+                else if (r == 0) grid = choose_block_grid(w + k, in, count, n);
+                grid.codes(&m.q[(first + r) * in + k], w + r * in + k, n);
+            }
+        }
+        if (!factor) continue;
         std::vector<float> lost(count * BLOCK);
         for (size_t begin = 0; begin < in; begin += BLOCK) {
             const size_t end = std::min(in, begin + BLOCK);
@@ -102,13 +143,12 @@ inline QuantizedMatrix quantize_matrix(std::vector<float>& W, size_t rows, size_
                     const Grid& grid = m.grids[(first + r) / group_rows * m.groups() + k / group];
                     float* row = w + r * in;
                     const uint8_t q = m.q[(first + r) * in + k] = grid.code(row[k]);
-                    if (!factor) continue;
                     const float* f = factor->data() + k * in;
                     const float off = lost[r * BLOCK + k - begin] = (row[k] - grid.number(q)) / f[k];
                     for (size_t j = k + 1; j < end; j++) row[j] -= off * f[j];
                 }
             }
-            for (size_t r = 0; r < count && factor; r++)
+            for (size_t r = 0; r < count; r++)
                 for (size_t k = begin; k < end; k++) {
                     const float off = lost[r * BLOCK + k - begin], *f = factor->data() + k * in;
                     float* row = w + r * in;
@@ -203,48 +243,58 @@ template <class T> void add_squares(Context& ctx, acc<T>* H, const T* X, int tok
 
 // ================================================================================================== 4 Tensors to write
 
-// A tensor with its bytes.
-inline OutTensor out_tensor(const std::string& name, const char* dtype, const Shape& shape, std::vector<uint8_t> data) {
-    const auto kept = std::make_shared<std::vector<uint8_t>>(std::move(data));
-    return {name, dtype, shape, [kept](OutputFile& out) { out.write(kept->data(), kept->size()); }};
-}
-template <class U> void put_at(std::vector<uint8_t>& data, size_t i, U x) {
-    memcpy(&data[i * sizeof(U)], &x, sizeof(U));
+// A tensor with its numbers.
+template <class U>
+OutTensor out_tensor(const std::string& name, const char* dtype, const Shape& shape, UnsetVector<U> numbers) {
+    const auto kept = std::make_shared<UnsetVector<U>>(std::move(numbers));
+    return {name, dtype, shape, [kept](OutputFile& out) { out.write(kept->data(), kept->size() * sizeof(U)); }};
 }
 
-// NAME.weight as the tensors of its format (see quantized.h, section 4).
-inline void add_quantized(std::vector<OutTensor>& out, const std::string& weight, const QuantizedMatrix& m) {
+// NAME.weight as the tensors of its format (see quantized.h, section 4). m's codes are gone then.
+inline void add_quantized(std::vector<OutTensor>& out, const std::string& weight, QuantizedMatrix& m) {
     const std::string name = weight.substr(0, weight.size() - strlen(".weight"));
     const size_t rows = m.rows, in = m.in, groups = m.groups(), down = (rows + m.group_rows - 1) / m.group_rows;
     const Shape shape = {(int64_t)rows, (int64_t)in};
     if (m.format == Format::INT4) {
-        std::vector<uint32_t> q(in * rows / 8), zeros(groups * rows / 8);
-        std::vector<uint8_t> scales(groups * rows * 2);
-        for (size_t r = 0; r < rows; r++) {
-            const int shift = Packed::awq_shift(r);
-            for (size_t k = 0; k < in; k++) q[k * (rows / 8) + r / 8] |= (uint32_t)m.q[r * in + k] << shift;
+        const size_t words = rows / 8;
+        UnsetVector<uint32_t> q(in * words), zeros(groups * words);
+        UnsetVector<uint16_t> scales(groups * rows);
+        constexpr size_t LINE = 16; // words side by side, a thread's
+        #pragma omp parallel for schedule(dynamic)
+        for (size_t first = 0; first < words; first += LINE) {
+            const size_t end = std::min(words, first + LINE);
+            const auto word = [](size_t i, auto code) { // of rows 8 i .. 8 i + 7
+                uint32_t w = 0;
+                for (size_t r = 8 * i; r < 8 * i + 8; r++) w |= (uint32_t)code(r) << Packed::awq_shift(r);
+                return w;
+            };
+            for (size_t k = 0; k < in; k++)
+                for (size_t i = first; i < end; i++)
+                    q[k * words + i] = word(i, [&](size_t r) { return m.q[r * in + k]; });
             for (size_t g = 0; g < groups; g++) {
-                const Grid& grid = m.grids[r * groups + g];
-                zeros[g * (rows / 8) + r / 8] |= (uint32_t)grid.zero << shift;
-                put_at(scales, g * rows + r, float_to_half(grid.scale));
+                for (size_t i = first; i < end; i++)
+                    zeros[g * words + i] = word(i, [&](size_t r) { return m.grids[r * groups + g].zero; });
+                for (size_t r = 8 * first; r < 8 * end; r++)
+                    scales[g * rows + r] = float_to_half(m.grids[r * groups + g].scale);
             }
         }
-        auto bytes = [](const std::vector<uint32_t>& w) {
-            return std::vector<uint8_t>((const uint8_t*)w.data(), (const uint8_t*)(w.data() + w.size()));
-        };
-        out.push_back(out_tensor(name + ".qweight", "I32", {(int64_t)in, (int64_t)rows / 8}, bytes(q)));
-        out.push_back(out_tensor(name + ".qzeros", "I32", {(int64_t)groups, (int64_t)rows / 8}, bytes(zeros)));
-        out.push_back(out_tensor(name + ".scales", "F16", {(int64_t)groups, (int64_t)rows}, scales));
+        const int64_t across = (int64_t)words, all = (int64_t)rows;
+        out.push_back(out_tensor(name + ".qweight", "I32", {(int64_t)in, across}, std::move(q)));
+        out.push_back(out_tensor(name + ".qzeros", "I32", {(int64_t)groups, across}, std::move(zeros)));
+        out.push_back(out_tensor(name + ".scales", "F16", {(int64_t)groups, all}, std::move(scales)));
         return;
     }
+    const Shape grid = {(int64_t)down, (int64_t)groups};
+    const auto scales = [&](auto of) {
+        UnsetVector<decltype(of(0.f))> all(m.grids.size());
+        #pragma omp parallel for schedule(static)
+        for (size_t i = 0; i < all.size(); i++) all[i] = of(m.grids[i].scale);
+        return all;
+    };
     const bool fp8 = m.format == Format::FP8;
-    std::vector<uint8_t> scales(down * groups * (fp8 ? 4 : 2));
-    for (size_t i = 0; i < m.grids.size(); i++)
-        if (fp8) put_at(scales, i, m.grids[i].scale);
-        else put_at(scales, i, to_bf16(m.grids[i].scale));
-    out.push_back(out_tensor(weight, fp8 ? "F8_E4M3" : "I8", shape, m.q));
-    out.push_back(out_tensor(weight + (fp8 ? "_scale_inv" : "_scale"), fp8 ? "F32" : "BF16",
-                             {(int64_t)down, (int64_t)groups}, scales));
+    out.push_back(out_tensor(weight, fp8 ? "F8_E4M3" : "I8", shape, std::move(m.q)));
+    if (fp8) out.push_back(out_tensor(weight + "_scale_inv", "F32", grid, scales([](float s) { return s; })));
+    else out.push_back(out_tensor(weight + "_scale", "BF16", grid, scales([](float s) { return to_bf16(s).bits; })));
 }
 
 // =========================================================================================================== 5 A model
@@ -295,20 +345,21 @@ inline void check_quantization(const ModelFile& file, const Quantization& how) {
 }
 
 // All numbers of a matrix, checked: finite, and such that the format's scales hold them.
-inline std::vector<float> numbers_to_quantize(const ModelFile& file, const ModelTensor& m, Format to) {
+inline void numbers_to_quantize(UnsetVector<float>& w, const ModelFile& file, const ModelTensor& m, Format to) {
     const auto found = file.tensors.find(m.name());
     if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), m.name().c_str());
     need_shape(m.name(), found->second, m.shape());
     if (!found->second.is_plain()) DIE("%s: tensor %s is not BF16, F16 or F32", file.path.c_str(), m.name().c_str());
-    std::vector<float> w(m.size());
+    w.clear(), w.resize(m.size()); // (nothing is copied)
     if (!read_numbers(w.data(), found->second))
         DIE("%s: tensor %s has an infinity or a NaN", file.path.c_str(), m.name().c_str());
     // INT4: a group's width, at most twice its largest weight, is 15 steps of a half. FP8: see kept_as.
     const float most = to == Format::INT4 ? 480000 : to == Format::FP8 ? 5e32f : std::numeric_limits<float>::max();
-    for (float x : w)
-        if (std::fabs(x) > most)
-            DIE("%s: tensor %s has %g, beyond what the format's scales hold", file.path.c_str(), m.name().c_str(), x);
-    return w;
+    float largest = 0;
+    #pragma omp parallel for schedule(static) reduction(max : largest)
+    for (size_t i = 0; i < w.size(); i++) largest = std::max(largest, std::fabs(w[i]));
+    if (largest > most)
+        DIE("%s: tensor %s has %g, beyond what the format's scales hold", file.path.c_str(), m.name().c_str(), largest);
 }
 
 // What calibration needs: the text's windows at the entry of a layer, and one layer's arrays; where the context computes.
@@ -432,6 +483,7 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
         if (ctx.stop && *ctx.stop) DIE("interrupted");
         how.progress(++done, all, layer);
     };
+    UnsetVector<float> W;
     std::vector<float> factor;
     std::vector<bool> dead;
     for (const ModelTensor& t : model_tensors(file.config)) {
@@ -446,10 +498,11 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
                            [&same, name = t.name()](OutputFile& o) { write_tensor(o, name, same); }});
             continue;
         }
-        std::vector<float> W = numbers_to_quantize(file, t, module ? how.format : Format::INT8);
+        numbers_to_quantize(W, file, t, module ? how.format : Format::INT8);
         const size_t rows = (size_t)t.rows, columns = (size_t)t.columns;
         if (!module) {
-            add_quantized(out, t.name(), quantize_matrix(W, rows, columns, Format::INT8, GROUP, nullptr));
+            QuantizedMatrix m = quantize_matrix(W.data(), rows, columns, Format::INT8, GROUP, nullptr);
+            add_quantized(out, t.name(), m);
             continue;
         }
         const bool begins = t.layer != layer;
@@ -460,13 +513,12 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
             factor = gptq_factor(calibration->squares_of(product), columns, dead);
         for (size_t i = 0; i < W.size() && calibration; i++)
             if (dead[i % columns]) W[i] = 0;
-        const QuantizedMatrix m = quantize_matrix(W, rows, columns, how.format, how.group_of(),
-                                                  calibration ? &factor : nullptr);
+        QuantizedMatrix m = quantize_matrix(W.data(), rows, columns, how.format, how.group_of(),
+                                            calibration ? &factor : nullptr);
+        if (calibration) calibration->replace(t, m);
         add_quantized(out, t.name(), m);
         step();
-        if (!calibration) continue;
-        calibration->replace(t, m);
-        if (t.kind == DOWN_PROJ) calibration->pass_on(layer, step);
+        if (calibration && t.kind == DOWN_PROJ) calibration->pass_on(layer, step);
     }
     auto size = [](const OutTensor& t) { return dtype_named(t.dtype)->size; };
     std::stable_sort(out.begin(), out.end(), [&](auto& a, auto& b) { return size(a) > size(b); });

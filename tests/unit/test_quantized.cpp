@@ -274,7 +274,7 @@ TEST_CASE("grids: zeros, subnormals and large weights lose no more than the form
     const std::vector<float> zeros(128);
     for (Format format : {Format::INT4, Format::INT8, Format::FP8}) {
         std::vector<float> W(128 * 128);
-        const QuantizedMatrix m = quantize_matrix(W, 128, 128, format, format == Format::INT8 ? 32 : 128, nullptr);
+        const QuantizedMatrix m = quantize_matrix(W.data(), 128, 128, format, format == Format::INT8 ? 32 : 128, nullptr);
         for (size_t i = 0; i < W.size(); i++) REQUIRE(m.at(i / 128, i % 128) == 0);
     }
 }
@@ -328,8 +328,8 @@ TEST_CASE("GPTQ: the layer's error is that of NumPy's, written from the paper, w
         const size_t group = (size_t)row["group"].number();
         std::vector<float> nearest = W, moved = W;
         for (size_t r = 0; r < ROWS; r++) moved[r * IN + DEAD] = 0;
-        const double a = error(quantize_matrix(nearest, ROWS, IN, format, group, nullptr));
-        const double b = error(quantize_matrix(moved, ROWS, IN, format, group, &factor));
+        const double a = error(quantize_matrix(nearest.data(), ROWS, IN, format, group, nullptr));
+        const double b = error(quantize_matrix(moved.data(), ROWS, IN, format, group, &factor));
         CAPTURE((int)format);
         CAPTURE(group);
         CHECK(a == doctest::Approx(row["nearest"].number()).epsilon(0.002));
@@ -381,7 +381,7 @@ TEST_CASE("--quantize: files that open again, packed and not, with the numbers t
         for (int r0 = 0; r0 < truth.layers[1].down.out(); r0++)
             for (int k = 0; k < truth.layers[1].down.in; k++) copy.push_back(truth.layers[1].down.at(r0, k));
         const Linear<bf16>& down = w.layers[1].down;
-        const QuantizedMatrix m = quantize_matrix(copy, (size_t)down.out(), (size_t)down.in, down.format, (size_t)down.group, nullptr);
+        const QuantizedMatrix m = quantize_matrix(copy.data(), (size_t)down.out(), (size_t)down.in, down.format, (size_t)down.group, nullptr);
         for (int r0 = 0; r0 < down.out(); r0++)
             for (int k = 0; k < down.in; k++) {
                 const float want = m.at((size_t)r0, (size_t)k), kept = down.at(r0, k), read = open.layers[1].down.at(r0, k);
