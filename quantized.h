@@ -618,7 +618,10 @@ inline Kept kept_as(const Tensor& t) {
     if (p->method == Method::FP8) {
         for (size_t i = 0, n = count_of(p->scales.shape); i < n; i++)
             if (std::fabs(plain_number(p->scales, i)) > 0x1p100f) return {}; // (a product may be infinite)
-        if (std::any_of(t.data, t.data + t.bytes, [](uint8_t b) { return (b & 0x7f) == 0x7f; })) return {};
+        uint8_t nan = 0;
+        #pragma omp parallel for schedule(static) reduction(| : nan)
+        for (size_t i = 0; i < t.bytes; i++) nan |= (t.data[i] & 0x7f) == 0x7f;
+        if (nan) return {};
         k.format = Format::FP8, k.group = (int)std::min(p->group, (in + GROUP - 1) / GROUP * GROUP);
         k.group_rows = (int)std::min(p->group_rows, p->rows);
         return k;
