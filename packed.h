@@ -12,8 +12,8 @@
    Every format is a struct with the same names, and the one template argument F of each kernel.
 
    On Hopper products of up to 128 tokens stream the packed bytes, too; and one of many tokens with FP8 weights may have
-   both operands in e4m3 (--activations fp8): round_kernel makes e4m3 of the tokens, as Book I's round_activations says,
-   and hopper_kernel multiplies them by W as it is stored.
+   both operands in e4m3 (--activations fp8): the tokens are made e4m3, as Book I's round_activations says, by the norm or
+   the SwiGLU that makes them, or else by round_kernel, and hopper_kernel multiplies them by W as it is stored.
 
    Contents    1 Formats    2 Few tokens    3 Many tokens, embedding    4 Launchers    5 17 to 128 tokens, on Hopper */
 #pragma once
@@ -455,24 +455,57 @@ template <class Use> void each_part(Context& ctx, const Linear<bf16>& W, bool co
 }
 
 // ---- FP8 activations (Context::fp8_activations), of any number of tokens.
-template <bool E4M3>
-void launch_round(Context& ctx, uint8_t* q, float* scale, const bf16* x, int N, int in, int pitch, size_t numbers) {
-    if (numbers > ctx.gpu->rounded_numbers || in % 8)
-        DIE("rounding (%d,%d): the scratch has room for %zu numbers", N, in, ctx.gpu->rounded_numbers);
-    const size_t groups = (size_t)N * ((in + FP8_GROUP - 1) / FP8_GROUP);
-    launch(ctx, round_kernel<E4M3>, (unsigned)((groups + 15) / 16), 256, 0, ctx.gpu->rounded, q, scale, x, N, in,
-           pitch);
+inline bool rounds_activations(const Context& ctx, const Linear<bf16>& W, int N) {
+    return ctx.fp8_activations && W.format == Format::FP8 && N > STREAM_TOKENS;
 }
-// Scratch for `rows` tokens. (As bytes and scales x is smaller than as bf16.)
+// Scratch for `rows` tokens.
 inline void plan_rounded(Context& ctx, Arena& arena, const Config& c, int rows) {
     if (!ctx.fp8_activations) return;
     ctx.gpu->rounded_numbers = (size_t)(rows + 127) / 128 * 128 * std::max({c.C, c.H * c.D, c.F});
     ctx.gpu->rounded = arena.take<bf16>(ctx.gpu->rounded_numbers);
 }
+// Where x is as e4m3: at the beginning of the scratch, or, if the product that made x left it so too, at the end, since
+// that product's own x was at the beginning.
+inline size_t e4m3_bytes(int N, int in) { // bytes, then scales
+    const size_t pitch = (size_t)(N + 127) / 128 * 128, groups = (size_t)(in + FP8_GROUP - 1) / FP8_GROUP;
+    return ((size_t)N * in + 127) / 128 * 128 + groups * pitch * sizeof(float);
+}
+inline E4M3Rows e4m3_at(uint8_t* at, int N, int in) {
+    return {at, (float*)(at + ((size_t)N * in + 127) / 128 * 128), (N + 127) / 128 * 128};
+}
+inline E4M3Rows first_rows(Context& ctx, int N, int in) {
+    if (e4m3_bytes(N, in) > 2 * ctx.gpu->rounded_numbers || in % 8)
+        DIE("rounding (%d,%d): the scratch has room for %zu numbers", N, in, ctx.gpu->rounded_numbers);
+    return e4m3_at((uint8_t*)ctx.gpu->rounded, N, in);
+}
+inline E4M3Rows last_rows(Context& ctx, int N, int in) {
+    return e4m3_at((uint8_t*)(ctx.gpu->rounded + ctx.gpu->rounded_numbers) - e4m3_bytes(N, in), N, in);
+}
+// Where a product of `used` bytes of x leaves its output, beside the output itself; null: there is no room.
+inline E4M3Rows round_ahead(Context& ctx, const bf16* output, int N, int out, size_t used) {
+    if (!ctx.fp8_activations || used + e4m3_bytes(N, out) > 2 * ctx.gpu->rounded_numbers) return {};
+    ctx.gpu->ahead = {output, N, out};
+    return last_rows(ctx, N, out);
+}
+template <bool E4M3> void launch_round(Context& ctx, const E4M3Rows& to, const bf16* x, int N, int in) {
+    const size_t groups = (size_t)N * ((in + FP8_GROUP - 1) / FP8_GROUP);
+    launch(ctx, round_kernel<E4M3>, (unsigned)((groups + 15) / 16), 256, 0, ctx.gpu->rounded, to.q, to.scale, x, N, in,
+           to.pitch);
+}
 // x rounded, in the scratch: valid until the next call.
 inline const bf16* rounded(Context& ctx, const bf16* x, int N, int in) {
-    launch_round<false>(ctx, nullptr, nullptr, x, N, in, 0, (size_t)N * in);
+    if ((size_t)N * in > ctx.gpu->rounded_numbers || in % 8)
+        DIE("rounding (%d,%d): the scratch has room for %zu numbers", N, in, ctx.gpu->rounded_numbers);
+    launch_round<false>(ctx, {}, x, N, in);
     return ctx.gpu->rounded;
+}
+inline E4M3Rows e4m3_rows(Context& ctx, const bf16* x, int N, int in) {
+    const auto ahead = ctx.gpu->ahead;
+    ctx.gpu->ahead = {};
+    if (ahead.x == x && ahead.N == N && ahead.in == in) return last_rows(ctx, N, in);
+    const E4M3Rows to = first_rows(ctx, N, in);
+    launch_round<true>(ctx, to, x, N, in);
+    return to;
 }
 // Whether tensor cores take W as it is stored.
 inline bool takes_e4m3(const Context& ctx, const Linear<bf16>& W) {
@@ -480,21 +513,20 @@ inline bool takes_e4m3(const Context& ctx, const Linear<bf16>& W) {
 }
 // The same product of such a W up to the order of sums, without anything unpacked.
 template <class Epilogue>
-void e4m3_product(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
-    const int pitch = (N + 127) / 128 * 128;
-    const size_t q_numbers = ((size_t)N * W.in / 2 + 63) / 64 * 64; // of two bytes
-    float* const scale = (float*)(ctx.gpu->rounded + q_numbers);
-    uint8_t* const q = (uint8_t*)ctx.gpu->rounded;
-    launch_round<true>(ctx, q, scale, x, N, W.in, pitch, q_numbers + 2 * (size_t)W.groups() * pitch);
-    TileArgs p = {(const bf16*)q, (const bf16*)W.q[0], N, W.in / 2, Epilogue::PAIR ? W.rows[0] : W.out()};
-    p.x_scale = scale, p.W_scale = (const float*)W.scale[0], p.pitch = pitch;
+void e4m3_product(Context& ctx, Epilogue epilogue, const E4M3Rows& x, const Linear<bf16>& W, int N) {
+    TileArgs p = {(const bf16*)x.q, (const bf16*)W.q[0], N, W.in / 2, Epilogue::PAIR ? W.rows[0] : W.out()};
+    p.x_scale = x.scale, p.W_scale = (const float*)W.scale[0], p.pitch = x.pitch;
     HopperPlan plan;
     const int rows = W.out();
     plan.consider<Hopper128x128>(2, 0.36, ctx.gpu->sms, MOST_SPLITS, N, rows, p.in);
     plan.consider<Hopper128x256>(0, 0.66, ctx.gpu->sms, MOST_SPLITS, N, rows, p.in);
     p.splits = plan.splits;
-    if (plan.shape) launch_hopper<Hopper128x128, false, false, true>(ctx, p, epilogue);
-    else launch_hopper<Hopper128x256, false, false, true>(ctx, p, epilogue);
+    if (plan.shape) return launch_hopper<Hopper128x128, false, false, true>(ctx, p, epilogue);
+    if constexpr (std::is_same_v<Epilogue, SwigluEpilogue>)
+        if (p.splits == 1 && !epilogue.gate_up && p.out % FP8_GROUP == 0)
+            if (const E4M3Rows to = round_ahead(ctx, epilogue.out, N, p.out, e4m3_bytes(N, W.in)); to.q)
+                return launch_hopper<Hopper128x256, false, false, true>(ctx, p, RoundedSwigluEpilogue(epilogue, to));
+    launch_hopper<Hopper128x256, false, false, true>(ctx, p, epilogue);
 }
 // ====================================================================================== 5 17 to 128 tokens, on Hopper
 // The packed bytes come to shared memory and are converted on their way to the tensor core. Rows of W are wgmma's rows

@@ -1653,6 +1653,7 @@ struct Gpu {
     size_t unpacked_numbers = 0;
     bf16* rounded = nullptr;     // what FP8 weights are multiplied by, with Context::fp8_activations
     size_t rounded_numbers = 0;
+    struct { const bf16* x = nullptr; int N = 0, in = 0; } ahead; // activations that it has already: see E4M3Rows
     bf16* widened = nullptr;     // one layer's FP8 keys and values as bf16: see widen_pages_kernel
     size_t widened_numbers = 0;
 };
@@ -2064,6 +2065,9 @@ __device__ __forceinline__ uint4 load_shared(uint32_t at) {
 __device__ __forceinline__ void store_shared(uint32_t at, uint32_t v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
 }
+__device__ __forceinline__ void store_shared_half(uint32_t at, uint32_t v) { // its lower 16 bits
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((uint16_t)v) : "memory");
+}
 __device__ __forceinline__ void store_shared(uint32_t at, const float4& v) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
@@ -2174,12 +2178,39 @@ inline void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const B
     launch_kernel(ctx, false, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
 }
 
-// ---- rmsnorm of `rows` rows of C, by all warps of a block; y, whose rows begin ld apart, may be in shared memory.
+// ---- Activations (N,in) as e4m3 and their groups' scales (groups, pitch), as Book I's round_activations has them.
+struct E4M3Rows {
+    uint8_t* q = nullptr;
+    float* scale = nullptr;
+    int pitch = 0;
+};
+// Of a group whose largest number has these bits, without sign; from 0x7f80 on it is not finite.
+struct GroupRounding {
+    float by, factor;
+    __device__ explicit GroupRounding(uint32_t largest) {
+        const bool finite = largest < 0x7f80;
+        const int e = kv_exponent(finite ? low(largest) : 0);
+        by = __uint_as_float((uint32_t)(127 - e) << 23);
+        factor = finite ? __uint_as_float((uint32_t)(127 + e) << 23) : NAN;
+    }
+    __device__ uint32_t two(uint32_t pair) const { return pack_e4m3(low(pair) * by, high(pair) * by); }
+};
+__device__ __forceinline__ uint32_t larger(uint32_t largest, uint32_t pair) {
+    return max(largest, max(pair & 0x7fff, pair >> 16 & 0x7fff));
+}
+template <int LANES> __device__ __forceinline__ uint32_t largest_of(uint32_t largest) { // neighbours, for all of them
+    #pragma unroll
+    for (int other = LANES / 2; other; other /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, other));
+    return largest;
+}
+
+// ---- rmsnorm of `rows` rows of C, by all warps of a block. put(row, i, four) gets numbers i .. i + 3 of a row, from
+// whole warps, which have 128 neighbours: a group; i may be past the end.
 // The squares are added in pieces of 128 numbers, a warp each, and the pieces in order: the bits do not depend on the
 // number of warps. A warp keeps its first pieces in registers.
 // pieces: rows * ceil(C / 128) floats of shared memory. C is a multiple of 8. Ends with a barrier.
-__device__ inline void norm_rows(bf16* y, int ld, const float* x, const bf16* w, float* pieces, int rows, int C,
-                                 float eps) {
+template <class Put>
+__device__ inline void norm_rows(Put put, const float* x, const bf16* w, float* pieces, int rows, int C, float eps) {
     constexpr int KEPT = 2;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int per_row = (C + 127) / 128, all = rows * per_row;
@@ -2204,10 +2235,9 @@ __device__ inline void norm_rows(bf16* y, int ld, const float* x, const bf16* w,
         float sum = 0;
         for (int j = 0; j < per_row; j++) sum += pieces[row * per_row + j];
         const float scale = 1 / sqrtf(sum / C + eps);
-        if (i >= C) return;
-        const uint2 u = *(const uint2*)(w + i);
-        *(uint2*)(y + (size_t)row * ld + i) = make_uint2(pack(v.x * scale * low(u.x), v.y * scale * high(u.x)),
-                                                         pack(v.z * scale * low(u.y), v.w * scale * high(u.y)));
+        const uint2 u = i < C ? *(const uint2*)(w + i) : uint2{};
+        put(row, i, make_uint2(pack(v.x * scale * low(u.x), v.y * scale * high(u.x)),
+                               pack(v.z * scale * low(u.y), v.w * scale * high(u.y))));
     };
     #pragma unroll
     for (int k = 0; k < KEPT; k++)
@@ -2216,13 +2246,37 @@ __device__ inline void norm_rows(bf16* y, int ld, const float* x, const bf16* w,
     __syncthreads();
 }
 
+struct PlainRows { // C numbers, ld apart; also in shared memory
+    bf16* y;
+    int ld, C;
+    __device__ void operator()(int row, int i, uint2 four) const {
+        if (i < C) *(uint2*)(y + (size_t)row * ld + i) = four;
+    }
+};
+struct RoundedRow { // token n
+    E4M3Rows to;
+    int n, C;
+    __device__ void operator()(int, int i, uint2 four) const {
+        const GroupRounding rounding(largest_of<32>(larger(larger(0, four.x), four.y)));
+        if (i >= C) return;
+        *(uint32_t*)(to.q + (size_t)n * C + i) = rounding.two(four.x) | rounding.two(four.y) << 16;
+        if (threadIdx.x % 32 == 0) to.scale[(size_t)(i / 128) * to.pitch + n] = rounding.factor;
+    }
+};
 // A block a token.
 __global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, float eps) {
     extern __shared__ float pieces[];
     let_next_start();
     wait_for_previous();
     const size_t at = (size_t)blockIdx.x * C;
-    norm_rows(out + at, C, x + at, w, pieces, 1, C, eps);
+    norm_rows(PlainRows{out + at, C, C}, x + at, w, pieces, 1, C, eps);
+}
+__global__ void rmsnorm_rounded_kernel(E4M3Rows out, const float* x, const bf16* w, int C, float eps) {
+    extern __shared__ float pieces[];
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x;
+    norm_rows(RoundedRow{out, n, C}, x + (size_t)n * C, w, pieces, 1, C, eps);
 }
 // The same where there are many: a warp a token, so that nobody waits for other warps and more loads are on their way.
 // The same bits. meanwhile() runs while the first ones are.
@@ -2264,10 +2318,15 @@ __global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const floa
     if (n < N) norm_row(out + (size_t)n * C, x + (size_t)n * C, w, C, eps, [] {});
 }
 inline bool norms_by_warps(Context& ctx, int N) { return N >= 16 * ctx.gpu->sms; }
+inline int norm_threads(int C) { return std::clamp((C + 255) / 256 * 32, 256, 1024); } // a warp keeps what it has
 inline void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps) {
     if (norms_by_warps(ctx, N))
         return launch(ctx, rmsnorm_warp_kernel, (N + 7) / 8, 256, 0, out, x, w, N, C, eps);
-    launch(ctx, rmsnorm_kernel, N, 256, (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
+    launch(ctx, rmsnorm_kernel, N, norm_threads(C), (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
+}
+inline void rmsnorm_rounded_gpu(Context& ctx, const E4M3Rows& out, const float* x, const bf16* w, int N, int C,
+                                float eps) {
+    launch(ctx, rmsnorm_rounded_kernel, N, norm_threads(C), (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
 }
 
 // ---- qknorm_rope_kv. A head of D numbers in a warp: lane l holds P = D / 64 pairs of its planes, u = head[i] and v =
@@ -2425,6 +2484,7 @@ struct Epilogue {
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
     static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
     static constexpr bool PARTS = false;         // ... and make what a softmax needs of each 64 rows
+    static constexpr bool ROUNDS = false;        // ... and leave output 0 as e4m3 too, in `rounded`: hopper_kernel
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
 
     // stream_kernel: all threads, once, after wait_for_previous; a barrier follows before any `one`.
@@ -2539,6 +2599,15 @@ struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
     }
     __device__ void four(int n, int f, const float4& g, const float4& u) { put_values(*this, n, f, g, u); }
 };
+struct RoundedSwigluEpilogue : SwigluEpilogue { // ... and as the next product takes it; F in whole groups
+    static constexpr int OUTPUTS = 1;
+    static constexpr bool ROUNDS = true;
+    E4M3Rows rounded;
+    RoundedSwigluEpilogue(const SwigluEpilogue& e, const E4M3Rows& rounded) : SwigluEpilogue(e), rounded(rounded) {}
+    template <class Put> __device__ void values(const float4& g, const float4& u, Put put) {
+        SwigluEpilogue::values(g, u, [&](int k, const float4& y) { if (k == 0) put(0, y); });
+    }
+};
 
 // ---- Few tokens. linear, linear_add, SwiGLU of them, the head, and with NORM the same of rmsnorm(stream).
 // Grid: as many blocks as are resident at once, each of 4 to 12 warps. A block takes groups of TILES x 8 rows of W in
@@ -2632,7 +2701,7 @@ __global__ void __launch_bounds__(384, 2) stream_kernel(StreamArgs p, Epilogue e
         float* pieces = shared + 2 * warps * SUMS;
         bf16* normed = (bf16*)(pieces + stream_norm_pieces(p.N, p.in));
         ld = p.in + STREAM_NORM_PAD;
-        norm_rows(normed, ld, p.stream, p.norm, pieces, p.N, p.in, p.eps);
+        norm_rows(PlainRows{normed, ld, p.in}, p.stream, p.norm, pieces, p.N, p.in, p.eps);
         x = normed;
     }
     const bf16* token[M]; // tokens g and g + 8, this lane's rows of a; past the last one it computes what nobody keeps
@@ -3485,6 +3554,7 @@ template <class S, class Epilogue> struct Boxes {
     const TilePlace<S, Epilogue::PAIR>& at;
     const int N, out, mine = threadIdx.x % 4 / 2 * 4 + threadIdx.x % 2 * 8, n0 = at.token(0, 0);
     float4 old[2][4];
+    using Kept = uint2[FRAGMENTS < 8 ? 1 : FRAGMENTS / 8][2][4]; // with ROUNDS: the numbers of output 0
     __device__ __forceinline__ int row(int j0, int i) const {
         return (Epilogue::PAIR ? at.r0 / 2 : at.r0) + j0 * 8 + i * 16 + mine;
     }
@@ -3516,6 +3586,7 @@ template <class S, class Epilogue> struct Boxes {
         [[maybe_unused]] WeightSums weights[2];
         if constexpr (Epilogue::PARTS)
             weights[0].begin(n0, first, N, epilogue), weights[1].begin(n0 + 8, first, N, epilogue);
+        [[maybe_unused]] Kept kept;
         #pragma unroll
         for (int j0 = 0; j0 < FRAGMENTS; j0 += 8) {
             Boxes next = *this;
@@ -3537,6 +3608,9 @@ template <class S, class Epilogue> struct Boxes {
                     epilogue.values(y, second, [&](int k, const float4& v) { round_four(four[k][h][i], v); });
                 }
                 if constexpr (Epilogue::PARTS) weights[h].end_piece(j0, N, out, epilogue);
+                if constexpr (Epilogue::ROUNDS)
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) kept[j0 / 8][h][i] = four[0][h][i];
             }
             #pragma unroll
             for (int k = 0; k < Epilogue::OUTPUTS; k++) {
@@ -3562,6 +3636,28 @@ template <class S, class Epilogue> struct Boxes {
             for (int k = 0; k < 8; k++) old[k / 4][k % 4] = next.old[k / 4][k % 4];
         }
         if constexpr (Epilogue::PARTS) weights[0].end(S::NF, epilogue), weights[1].end(S::NF, epilogue);
+        if constexpr (Epilogue::ROUNDS) round(kept, maps, places, turn, first, epilogue);
+    }
+    // The tile's columns are a group: a box of e4m3, two of which count as one number.
+    __device__ __forceinline__ void round(const Kept& kept, const TileMaps& maps,
+                                          uint32_t places, int& turn, int first, Epilogue& epilogue) {
+        static_assert(FRAGMENTS == 16, "a group has 128 numbers");
+        put(maps.out[1], places, turn, first / 2, [&](uint32_t place, int h, int row) {
+            uint32_t largest = 0;
+            #pragma unroll
+            for (int k = 0; k < 8; k++)
+                largest = larger(larger(largest, kept[k / 4][h][k % 4].x), kept[k / 4][h][k % 4].y);
+            const GroupRounding rounding(largest_of<4>(largest));
+            #pragma unroll
+            for (int k = 0; k < 8; k++) {
+                const uint32_t at = chunk_address(place, row, k) + threadIdx.x % 4 * 2;
+                store_shared_half(at, rounding.two(kept[k / 4][h][k % 4].x));
+                store_shared_half(at + 8, rounding.two(kept[k / 4][h][k % 4].y));
+            }
+            const int n = n0 + h * 8;
+            if (threadIdx.x % 4 == 0 && n < N)
+                epilogue.rounded.scale[(size_t)(first / 128) * epilogue.rounded.pitch + n] = rounding.factor;
+        });
     }
 };
 
@@ -3665,6 +3761,12 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
                 const int wide = 128 / (int)sizeof(*to.at);
                 maps.out[k] = tensor_map(to.at, {{(size_t)p.out, 1, wide}, {(size_t)p.N, to.ld, 16}});
             }
+    if constexpr (Epilogue::ROUNDS) {
+        static_assert(STAGED && S::ROWS == 256);
+        if (p.splits > 1 || p.out % 128) DIE("a product that rounds takes whole groups, and no splits");
+        const size_t half = (size_t)p.out / 2;
+        maps.out[1] = tensor_map((const bf16*)epilogue.rounded.q, {{half, 1, 64}, {(size_t)p.N, half, 16}});
+    }
     if (p.more) {
         maps.more_x = map_x(p.more_x, p.more, p.more);
         maps.more_W = map_w(p.more_W, p.more, W_COLS ? p.out : p.more);
@@ -4087,9 +4189,9 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
         return;
     }
     constexpr bool HEAD = std::is_same_v<Epilogue, StoreEpilogue<float>>; // whose x is never rounded
-    const bool rounds = !HEAD && ctx.fp8_activations && W.format == Format::FP8 && N > STREAM_TOKENS;
+    const bool rounds = !HEAD && rounds_activations(ctx, W, N);
     if constexpr (!HEAD)
-        if (rounds && takes_e4m3(ctx, W)) return e4m3_product(ctx, epilogue, x, W, N);
+        if (rounds && takes_e4m3(ctx, W)) return e4m3_product(ctx, epilogue, e4m3_rows(ctx, x, N, W.in), W, N);
     if (rounds) x = rounded(ctx, x, N, W.in);
     if (streams_packed(ctx, W, N)) return packed_hopper_product(ctx, epilogue, x, W, N);
     TileArgs p = {x, unpacked(ctx, W), N, W.in, out};
@@ -4101,11 +4203,17 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
     }
     tile_product(ctx, p, epilogue);
 }
-// The same of rmsnorm(stream). `normed` (N,in) holds that where the product does not make it for itself.
+// The same of rmsnorm(stream). `normed` (N,in) holds that where the product does not make it for itself, or rounds it.
 template <class Epilogue>
 void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm,
                       const Linear<bf16>& W, int N, float eps) {
+    ctx.gpu->ahead = {};
     if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank || W.format != Format::PLAIN) {
+        if (rounds_activations(ctx, W, N) && takes_e4m3(ctx, W)) {
+            const E4M3Rows x = first_rows(ctx, N, W.in);
+            rmsnorm_rounded_gpu(ctx, x, stream, norm, N, W.in, eps);
+            return e4m3_product(ctx, epilogue, x, W, N);
+        }
         const bool made = W.adapter.dropout && norms_by_warps(ctx, N);
         if (!made) rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
         else launch(ctx, rmsnorm_masks_kernel, (N + 7) / 8, 256, 0, normed, stream, norm, eps, LoraArgs(W, N));

@@ -376,6 +376,54 @@ TEST_CASE("FP8 activations: rounded as defined; products of e4m3 are those of th
     CHECK(choose_device(o, Golden("quantized/fp8").file).fp8_activations);
 }
 
+// x as e4m3 in the scratch: its bytes, then the scales of its tokens.
+static std::vector<uint8_t> e4m3_in(const Device<bf16>& scratch, const E4M3Rows& r, int N, int in) {
+    const std::vector<bf16> all = scratch.get();
+    const uint8_t* const from = (const uint8_t*)all.data();
+    const auto at = [&](const void* p) { return from + ((const uint8_t*)p - (const uint8_t*)(const bf16*)scratch.data); };
+    std::vector<uint8_t> bytes(at(r.q), at(r.q) + (size_t)N * in);
+    for (int g = 0; g < (in + FP8_GROUP - 1) / FP8_GROUP; g++)
+        bytes.insert(bytes.end(), at(r.scale + g * r.pitch), at(r.scale + g * r.pitch + N));
+    return bytes;
+}
+TEST_CASE("FP8 activations: norm and SwiGLU leave what round_kernel makes of their outputs") {
+    Random random{25};
+    Scratchpad pad;
+    pad.ctx.fp8_activations = true;
+    const auto check = [&](const Device<bf16>& scratch, const E4M3Rows& got, const bf16* x, int N, int in) {
+        const std::vector<uint8_t> left = e4m3_in(scratch, got, N, in);
+        const E4M3Rows want = first_rows(pad.ctx, N, in);
+        launch_round<true>(pad.ctx, want, x, N, in);
+        CHECK(left == e4m3_in(scratch, want, N, in));
+    };
+    const auto use = [&](const Device<bf16>& scratch) { pad.ctx.gpu->rounded = scratch, pad.ctx.gpu->rounded_numbers = scratch.n; };
+    for (int C : {128, 272, 1040, 4096}) for (int N : {17, 129}) {
+        INFO("C " << C << " N " << N);
+        std::vector<float> numbers = random.fill<float>((size_t)N * C);
+        numbers[5] = NAN, std::fill_n(numbers.begin() + C, C, 0.f);
+        const Device<float> x(numbers);
+        const Device<bf16> weight(random.fill<bf16>(C));
+        Device<bf16> normed((size_t)N * C), scratch((size_t)256 * C);
+        use(scratch);
+        rmsnorm_gpu(pad.ctx, normed, x, weight, N, C, 1e-6f);
+        const E4M3Rows got = first_rows(pad.ctx, N, C);
+        rmsnorm_rounded_gpu(pad.ctx, got, x, weight, N, C, 1e-6f);
+        check(scratch, got, normed, N, C);
+    }
+    if (!pad.ctx.gpu->hopper) return;
+    const int F = 1536, C = 272;
+    PackedMatrix W(random, {Format::FP8, 128, false}, {F, F}, C, (size_t)2 * F * C, 128);
+    for (int N : {1300, 1408}) { // (as many tiles of 128 x 256 as an H100 has multiprocessors)
+        const Device<float> x(random.fill<float>((size_t)N * C));
+        const Device<bf16> weight(random.fill<bf16>(C));
+        Device<bf16> normed((size_t)N * C), hidden((size_t)N * F), scratch((size_t)1408 * F);
+        use(scratch);
+        norm_linear_swiglu_gpu(pad.ctx, hidden, nullptr, normed, x, weight, W.device, N, 1e-6f);
+        CHECK((pad.ctx.gpu->ahead.x == hidden || pad.ctx.gpu->sms != 132));
+        if (pad.ctx.gpu->ahead.x) check(scratch, last_rows(pad.ctx, N, F), hidden, N, F);
+    }
+}
+
 TEST_CASE("packed weights, a head larger than the scratch: logits, losses and gradients are those of a bf16 head; the embedding is W.at") {
     Random random{23};
     Scratchpad pad;
