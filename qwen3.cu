@@ -427,12 +427,18 @@ template <class T> struct Activations {
     }
 
     // Training keeps what enters products and attention; norms, SwiGLU and RoPE are computed again. With `recompute`
-    // it keeps only what enters a layer, and backward runs the layer again.
-    bool recompute = false;
-    void plan_training(Arena& arena, const Config& c, int N, bool whole_layers) {
-        recompute = whole_layers;
+    // it keeps only what enters a layer, and backward runs the layer again. With `ample` it keeps what SwiGLU and RoPE
+    // made, too: keys and values in a cache of all layers.
+    bool recompute = false, ample = false;
+    void plan_training(Arena& arena, const Config& c, int N, bool whole_layers, bool ample_memory = false) {
+        recompute = whole_layers, ample = ample_memory;
         PerLayer a;
+        auto take_ample = [&] {
+            a.q = arena.take<T>((size_t)N * c.H * c.D);
+            a.hidden = arena.take<T>((size_t)N * c.F);
+        };
         auto rest = [&] {
+            if (ample) take_ample();
             a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
             a.attention = arena.take<T>((size_t)N * c.H * c.D);
             a.lse = arena.take<acc<T>>((size_t)N * c.H);
@@ -441,8 +447,7 @@ template <class T> struct Activations {
         };
         a.norm1 = a.norm2 = arena.take<T>((size_t)N * c.C);
         normed = arena.take<T>((size_t)N * c.C);
-        a.q = arena.take<T>((size_t)N * c.H * c.D);
-        a.hidden = arena.take<T>((size_t)N * c.F);
+        if (!ample) take_ample();
         if (recompute) rest();
         layer.clear();
         a.out = arena.take<acc<T>>((size_t)N * c.C);
@@ -455,7 +460,7 @@ template <class T> struct Activations {
     }
 };
 
-// Keys and values of all layers, (L, pages, K, 16, D) each. Training has one layer's, which all take in turn.
+// Keys and values of all layers, (L, pages, K, 16, D) each. Training may have one layer's, which all take in turn.
 template <class T> struct KVCache {
     T *keys, *values;
     size_t layer_size; // from one layer to the next
@@ -468,10 +473,10 @@ template <class T> struct KVCache {
         return 2 * (size_t)c.L * pages * c.K * block_bytes(c, fp8);
     }
     Batch of(Batch b) const { return b.fp8 = fp8, b; }
-    void plan(Arena& arena, const Config& c, size_t pages, bool training = false, bool eight = false) {
+    void plan(Arena& arena, const Config& c, size_t pages, bool one_layer = false, bool eight = false) {
         fp8 = eight;
-        const size_t layer = pages * c.K * block_bytes(c, fp8) / sizeof(T), layers = training ? 1 : c.L;
-        layer_size = training ? 0 : layer;
+        const size_t layer = pages * c.K * block_bytes(c, fp8) / sizeof(T), layers = one_layer ? 1 : c.L;
+        layer_size = one_layer ? 0 : layer;
         keys = arena.take<T>(layers * layer), values = arena.take<T>(layers * layer);
     }
 };
@@ -1302,7 +1307,7 @@ void lora_backward_weight(acc<T>* dA,  // (m * rank, W.in) +=
 // dgate = dout up sigma (1 + g (1 - sigma)),  dup = dout silu(gate)
 template <class T>
 void swiglu_backward(T* dgate_up,      // (N,2F) out
-                     T* hidden,        // (N,F) out: what forward's `out` was
+                     T* hidden,        // (N,F) out: what forward's `out` was, or null
                      const T* dhidden, // (N,F)
                      const T* gate_up, // (N,2F)
                      int N, int F) {
@@ -1311,7 +1316,7 @@ void swiglu_backward(T* dgate_up,      // (N,2F) out
             const size_t at = (size_t)n * F + f, gate = at + (size_t)n * F, up = gate + F; // (N,2F)
             const acc<T> g = to_acc(gate_up[gate]), u = to_acc(gate_up[up]), d = to_acc(dhidden[at]);
             const acc<T> sigma = 1 / (1 + std::exp(-g));
-            hidden[at] = to_stored<T>(g / (1 + std::exp(-g)) * u);
+            if (hidden) hidden[at] = to_stored<T>(g / (1 + std::exp(-g)) * u);
             dgate_up[gate] = to_stored<T>(d * u * sigma * (1 + g * (1 - sigma)));
             dgate_up[up] = to_stored<T>(d * g * sigma);
         }
@@ -1320,7 +1325,7 @@ void swiglu_backward(T* dgate_up,      // (N,2F) out
 // ---- y = out W^T of that out: both
 template <class T>
 void linear_backward_swiglu(T* dgate_up,      // (N,2F) out
-                            T* hidden,        // (N,F) out
+                            T* hidden,        // (N,F) out, or null
                             T* dhidden,       // (N,F) scratch; on a GPU it may be null
                             T* dh,            // (N, m * rank) out
                             acc<T>* dB,       // (W.out, m * rank) +=
@@ -1604,7 +1609,8 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
         if (a.recompute) layer_forward(ctx, c, layer, b, s, keys, values, rope);
         // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T
-        RUN(linear_backward_swiglu, d.gate_up, s.hidden, d.hidden, d.h, to.down.B, d.y, s.gate_up, layer.down, N);
+        RUN(linear_backward_swiglu, d.gate_up, a.ample ? none : s.hidden, d.hidden, d.h, to.down.B, d.y, s.gate_up,
+            layer.down, N);
         weights(to.down, d.y, s.hidden, layer.down);
         through(d.normed, to.gate_up, d.gate_up, layer.gate_up);
         RUN(rmsnorm_backward, d.x, d.y, s.norm2, to.norm2, d.normed, s.mid, layer.norm2, N, C, c.eps);
@@ -1612,7 +1618,8 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         // mid = in + attention o^T, attention = attend(qkv), qkv = norm1(in) W^T
         through(d.attention, to.o, d.y, layer.o);
         weights(to.o, d.y, s.attention, layer.o);
-        RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
+        if (!a.ample)
+            RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
         RUN(attend_backward, d.qkv, to.q_norm, to.k_norm, d.attention, s.q, keys, values, s.attention, s.lse, s.qkv,
             layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps, d.delta);
         through(d.normed, to.qkv, d.qkv, layer.qkv);
