@@ -386,7 +386,7 @@ struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input where x was
 // linear_backward_swiglu: a sum is dhidden's; `second` is what gate_up has there, as bits.
 template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
     static constexpr bool ADDS = true, MASKS = DROPS;
-    bf16 *dgate_up, *hidden; // (N,2F), (N,F)
+    bf16 *dgate_up, *hidden; // (N,2F); (N,F), or null
     const bf16* gate_up;     // (N,2F)
     size_t F;
     DropoutMasks masks;
@@ -411,7 +411,7 @@ template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
             const float sigma = __fdividef(1, 1 + exp2_fast(-LOG2E * g)), silu = g * sigma;
             out[i] = silu * u, dg[i] = d * u * sigma * (1 + g * (1 - sigma)), du[i] = d * silu;
         }
-        store_four(hidden + n * F + f, make_float4(out[0], out[1], out[2], out[3]));
+        if (hidden) store_four(hidden + n * F + f, make_float4(out[0], out[1], out[2], out[3]));
         store_four(dgate_up + n * 2 * F + f, make_float4(dg[0], dg[1], dg[2], dg[3]));
         store_four(dgate_up + (n * 2 + 1) * F + f, make_float4(du[0], du[1], du[2], du[3]));
     }

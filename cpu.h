@@ -1938,7 +1938,7 @@ void swiglu_backward_cpu(Context&, T* dgate_up, T* hidden, const T* dhidden, con
             const lanes<T> silu = g / e, sigma = 1 / e, dgate = d * u * sigma * (1 + g * (1 - sigma)), dup = d * silu;
             u *= silu;
             for (int l = 0; l < some; l++) {
-                hidden[at + i + l] = to_stored<T>(u[l]);
+                if (hidden) hidden[at + i + l] = to_stored<T>(u[l]);
                 dgate_up[2 * at + i + l] = to_stored<T>(dgate[l]);
                 dgate_up[2 * at + F + i + l] = to_stored<T>(dup[l]);
             }

@@ -427,12 +427,18 @@ template <class T> struct Activations {
     }
 
     // Training keeps what enters products and attention; norms, SwiGLU and RoPE are computed again. With `recompute`
-    // it keeps only what enters a layer, and backward runs the layer again.
-    bool recompute = false;
-    void plan_training(Arena& arena, const Config& c, int N, bool whole_layers) {
-        recompute = whole_layers;
+    // it keeps only what enters a layer, and backward runs the layer again. With `ample` it keeps what SwiGLU and RoPE
+    // made, too: keys and values in a cache of all layers.
+    bool recompute = false, ample = false;
+    void plan_training(Arena& arena, const Config& c, int N, bool whole_layers, bool ample_memory = false) {
+        recompute = whole_layers, ample = ample_memory;
         PerLayer a;
+        auto take_ample = [&] {
+            a.q = arena.take<T>((size_t)N * c.H * c.D);
+            a.hidden = arena.take<T>((size_t)N * c.F);
+        };
         auto rest = [&] {
+            if (ample) take_ample();
             a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
             a.attention = arena.take<T>((size_t)N * c.H * c.D);
             a.lse = arena.take<acc<T>>((size_t)N * c.H);
@@ -441,8 +447,7 @@ template <class T> struct Activations {
         };
         a.norm1 = a.norm2 = arena.take<T>((size_t)N * c.C);
         normed = arena.take<T>((size_t)N * c.C);
-        a.q = arena.take<T>((size_t)N * c.H * c.D);
-        a.hidden = arena.take<T>((size_t)N * c.F);
+        if (!ample) take_ample();
         if (recompute) rest();
         layer.clear();
         a.out = arena.take<acc<T>>((size_t)N * c.C);
@@ -455,7 +460,7 @@ template <class T> struct Activations {
     }
 };
 
-// Keys and values of all layers, (L, pages, K, 16, D) each. Training has one layer's, which all take in turn.
+// Keys and values of all layers, (L, pages, K, 16, D) each. Training may have one layer's, which all take in turn.
 template <class T> struct KVCache {
     T *keys, *values;
     size_t layer_size; // from one layer to the next
@@ -468,10 +473,10 @@ template <class T> struct KVCache {
         return 2 * (size_t)c.L * pages * c.K * block_bytes(c, fp8);
     }
     Batch of(Batch b) const { return b.fp8 = fp8, b; }
-    void plan(Arena& arena, const Config& c, size_t pages, bool training = false, bool eight = false) {
+    void plan(Arena& arena, const Config& c, size_t pages, bool one_layer = false, bool eight = false) {
         fp8 = eight;
-        const size_t layer = pages * c.K * block_bytes(c, fp8) / sizeof(T), layers = training ? 1 : c.L;
-        layer_size = training ? 0 : layer;
+        const size_t layer = pages * c.K * block_bytes(c, fp8) / sizeof(T), layers = one_layer ? 1 : c.L;
+        layer_size = one_layer ? 0 : layer;
         keys = arena.take<T>(layers * layer), values = arena.take<T>(layers * layer);
     }
 };
@@ -1302,7 +1307,7 @@ void lora_backward_weight(acc<T>* dA,  // (m * rank, W.in) +=
 // dgate = dout up sigma (1 + g (1 - sigma)),  dup = dout silu(gate)
 template <class T>
 void swiglu_backward(T* dgate_up,      // (N,2F) out
-                     T* hidden,        // (N,F) out: what forward's `out` was
+                     T* hidden,        // (N,F) out: what forward's `out` was, or null
                      const T* dhidden, // (N,F)
                      const T* gate_up, // (N,2F)
                      int N, int F) {
@@ -1311,7 +1316,7 @@ void swiglu_backward(T* dgate_up,      // (N,2F) out
             const size_t at = (size_t)n * F + f, gate = at + (size_t)n * F, up = gate + F; // (N,2F)
             const acc<T> g = to_acc(gate_up[gate]), u = to_acc(gate_up[up]), d = to_acc(dhidden[at]);
             const acc<T> sigma = 1 / (1 + std::exp(-g));
-            hidden[at] = to_stored<T>(g / (1 + std::exp(-g)) * u);
+            if (hidden) hidden[at] = to_stored<T>(g / (1 + std::exp(-g)) * u);
             dgate_up[gate] = to_stored<T>(d * u * sigma * (1 + g * (1 - sigma)));
             dgate_up[up] = to_stored<T>(d * g * sigma);
         }
@@ -1320,7 +1325,7 @@ void swiglu_backward(T* dgate_up,      // (N,2F) out
 // ---- y = out W^T of that out: both
 template <class T>
 void linear_backward_swiglu(T* dgate_up,      // (N,2F) out
-                            T* hidden,        // (N,F) out
+                            T* hidden,        // (N,F) out, or null
                             T* dhidden,       // (N,F) scratch; on a GPU it may be null
                             T* dh,            // (N, m * rank) out
                             acc<T>* dB,       // (W.out, m * rank) +=
@@ -1604,7 +1609,8 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
         if (a.recompute) layer_forward(ctx, c, layer, b, s, keys, values, rope);
         // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T
-        RUN(linear_backward_swiglu, d.gate_up, s.hidden, d.hidden, d.h, to.down.B, d.y, s.gate_up, layer.down, N);
+        RUN(linear_backward_swiglu, d.gate_up, a.ample ? none : s.hidden, d.hidden, d.h, to.down.B, d.y, s.gate_up,
+            layer.down, N);
         weights(to.down, d.y, s.hidden, layer.down);
         through(d.normed, to.gate_up, d.gate_up, layer.gate_up);
         RUN(rmsnorm_backward, d.x, d.y, s.norm2, to.norm2, d.normed, s.mid, layer.norm2, N, C, c.eps);
@@ -1612,7 +1618,8 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         // mid = in + attention o^T, attention = attend(qkv), qkv = norm1(in) W^T
         through(d.attention, to.o, d.y, layer.o);
         weights(to.o, d.y, s.attention, layer.o);
-        RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
+        if (!a.ample)
+            RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
         RUN(attend_backward, d.qkv, to.q_norm, to.k_norm, d.attention, s.q, keys, values, s.attention, s.lse, s.qkv,
             layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps, d.delta);
         through(d.normed, to.qkv, d.qkv, layer.qkv);
@@ -1864,6 +1871,13 @@ __device__ inline void copy_box_by(uint64_t policy, uint32_t shared, const CUten
                "[%1, {%3,%4}], [%2], %5;"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy) : "memory");
 }
+// ... to the same place of both blocks of a cluster of two, each of whose barriers there counts the bytes.
+__device__ inline void copy_box_to_both(uint64_t policy, uint32_t shared, const CUtensorMap& map, uint32_t barrier,
+                                        int x, int y) {
+    HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+               ".L2::cache_hint [%0], [%1, {%3,%4}], [%2], %6, %5;"
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy), "h"((uint16_t)3) : "memory");
+}
 // ... and back, as a part of the group that ends at the next commit_boxes. What is past the array's end is left out.
 __device__ inline void store_box(const CUtensorMap& map, uint32_t shared, int x, int y) {
     HOPPER_ASM("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2,%3}], [%1];"
@@ -1892,6 +1906,11 @@ __device__ inline uint32_t block_address(uint32_t address, int rank) {
     uint32_t there = 0;
     HOPPER_ASM("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
+}
+// At such a barrier. (Not release.cluster, which would wait for all that the thread has written: what follows are
+// copies by TMA, and those it does not order.)
+__device__ inline void barrier_arrive_there(uint32_t barrier) {
+    HOPPER_ASM("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void send_block(uint32_t to, const float (&v)[4], uint32_t barrier) {
     HOPPER_ASM("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
@@ -2809,7 +2828,7 @@ template <class Epilogue> int stream_product(Context& ctx, const StreamArgs& p, 
 constexpr int STAGE_IN = 64; // numbers of `in` in a stage
 
 template <int TOKENS_, int ROWS_, int WARP_TOKENS_, int WARP_ROWS_, int STAGES_> struct TileShape {
-    static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_;
+    static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_, SHARING = 1;
     static constexpr int WARP_TOKENS = WARP_TOKENS_, WARP_ROWS = WARP_ROWS_;
     static constexpr int THREADS = TOKENS / WARP_TOKENS * (ROWS / WARP_ROWS) * 32, CONSUMERS = THREADS;
     static constexpr int X_BYTES = TOKENS * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2; // x, then W
@@ -2822,7 +2841,8 @@ template <int TOKENS_, int ROWS_, int WARP_TOKENS_, int WARP_ROWS_, int STAGES_>
 };
 // How many tiles it takes.
 template <class S> int64_t count_tiles(int N, int rows) {
-    return (int64_t)((N + S::TOKENS - 1) / S::TOKENS) * ((rows + S::ROWS - 1) / S::ROWS);
+    constexpr int TOKENS = S::TOKENS * S::SHARING;
+    return (int64_t)((N + TOKENS - 1) / TOKENS) * ((rows + S::ROWS - 1) / S::ROWS);
 }
 
 struct TileArgs {
@@ -2854,13 +2874,15 @@ template <class S, bool PAIR> struct TilePlace {
     // operands in the L2 cache.
     __device__ __forceinline__ TilePlace(const TileArgs& p, int tile, int split) {
         const int rows = PAIR ? 2 * p.out : p.out;
-        const int across = (rows + S::ROWS - 1) / S::ROWS, down = (p.N + S::TOKENS - 1) / S::TOKENS;
+        constexpr int TOKENS = S::TOKENS * S::SHARING;
+        const int across = (rows + S::ROWS - 1) / S::ROWS, down = (p.N + TOKENS - 1) / TOKENS;
         if (down == 1) n0 = 0, r0 = tile * S::ROWS; // (a division takes as long as a copy from the L2 cache)
         else {
             const int band = tile / (S::BAND * across), in_band = tile % (S::BAND * across);
             const int high = min(S::BAND, down - band * S::BAND);
-            n0 = (band * S::BAND + in_band % high) * S::TOKENS, r0 = in_band / high * S::ROWS;
+            n0 = (band * S::BAND + in_band % high) * TOKENS, r0 = in_band / high * S::ROWS;
         }
+        if (S::SHARING > 1) n0 += blockIdx.x % 2 * S::TOKENS;
         const int own = (p.in + STAGE_IN - 1) / STAGE_IN, steps = (p.more + STAGE_IN - 1) / STAGE_IN + own;
         first_more = p.more_last ? own : 0, past_more = first_more + steps - own;
         first = 0, last = steps;
@@ -3302,14 +3324,19 @@ void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
 //
 // Layouts, stages, further columns, splits and fragments are tile_kernel's; PAIR: the tile's first half are rows of
 // gate, its second half the same rows of up.
+//
+// SHARING: two blocks, a cluster, have neighbouring tiles of tokens and the same rows of W, of which each copies half
+// to both. Products one after another take the card to the limit of its power, so it is bytes, here those from the L2
+// cache, that cost clocks.
 constexpr int MOST_SPLITS = 8; // blocks that every GPU takes as a cluster
-template <int TOKENS_, int ROWS_, int STAGES_, int MOST_ = TOKENS_> struct HopperShape {
+template <int TOKENS_, int ROWS_, int STAGES_, int MOST_ = TOKENS_, int SHARING_ = 1> struct HopperShape {
     static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_;
+    static constexpr int SHARING = SHARING_; // blocks that share W: 1 or 2
     static constexpr int MOST = MOST_; // less than TOKENS: of N, and a stage has no more of x; wgmma reads on into W
     static constexpr int X_BYTES = MOST * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2;
     static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES + 1024; // the swizzle counts from multiples of 1024
     static constexpr int MF = 1, NF = ROWS / 8;
-    static constexpr int BAND = 2048 / TOKENS, UP = NF / 2;
+    static constexpr int BAND = 2048 / TOKENS / SHARING, UP = NF / 2;
     static constexpr int CONSUMERS = TOKENS / 64 * 128; // threads
     // Where three warpgroups could not have registers enough each, the producer is one, and leaves the others most.
     static constexpr bool MOVES_REGISTERS = ROWS > 128;
@@ -3341,10 +3368,16 @@ template <class S, bool W_COLS, bool PAIR>
 __device__ __forceinline__ void copy_w_boxes(const TileMaps& maps, uint32_t to, int i, int r0, int out, bool more,
                                              uint32_t filled, uint64_t policy) {
     const CUtensorMap& map = more ? maps.more_W : maps.W;
-    const auto copy = [&](int place, int x, int y) { copy_box_by(policy, to + place, map, filled, x, y); };
+    constexpr int OWN = S::ROWS / S::SHARING;
+    const int mine = S::SHARING > 1 ? (int)(blockIdx.x % 2) * OWN : 0;
+    const auto copy = [&](int place, int x, int y) {
+        if (S::SHARING > 1) copy_box_to_both(policy, to + place, map, filled, x, y);
+        else copy_box_by(policy, to + place, map, filled, x, y);
+    };
     if constexpr (W_COLS)
         #pragma unroll
-        for (int c = 0; c < S::ROWS; c += 64) copy(c * STAGE_IN * 2, r0 + c, i);
+        for (int c = 0; c < OWN; c += 64) copy((mine + c) * STAGE_IN * 2, r0 + mine + c, i);
+    else if constexpr (S::SHARING > 1) copy(mine * STAGE_IN * 2, i, !PAIR ? r0 + mine : mine ? out + r0 / 2 : r0 / 2);
     else if constexpr (PAIR) copy(0, i, r0 / 2), copy(S::ROWS * STAGE_IN, i, out + r0 / 2);
     else copy(0, i, r0);
 }
@@ -3358,6 +3391,12 @@ template <class S> struct HopperStages {
     __device__ __forceinline__ uint32_t w(int s) const { return x(s) + S::X_BYTES; }
     __device__ __forceinline__ uint32_t full(int s) const { return filled + 8 * s; }
     __device__ __forceinline__ uint32_t empty(int s) const { return emptied + 8 * s; }
+    __device__ __forceinline__ void done_with(int s) const { // a warp; both blocks that fill the stage are told
+        const int lane = threadIdx.x % 32;
+        if (lane >= S::SHARING) return;
+        if (S::SHARING == 1) barrier_arrive(empty(s));
+        else barrier_arrive_there(block_address(empty(s), lane));
+    }
 };
 
 // One thread. Weights may be read before the previous kernels have ended, as in stream_kernel; with W_COLS W may be an
@@ -3368,7 +3407,8 @@ __device__ __forceinline__ void produce(const TileMaps& maps, const TileArgs& p,
                                         int units) {
     Ring<S::STAGES> ring;
     const uint64_t policy = !W_COLS && units <= (int)gridDim.x ? EVICT_FIRST : EVICT_NORMAL;
-    for (int u = blockIdx.x; u < units; u += gridDim.x) {
+    const int first = blockIdx.x / S::SHARING;
+    for (int u = first; u < units; u += gridDim.x / S::SHARING) {
         const TilePlace<S, PAIR> at(p, u / p.splits, u % p.splits);
         const auto copy_w = [&](int step, int s) {
             barrier_arrive_expecting(stages.full(s), S::STAGE_BYTES);
@@ -3379,7 +3419,7 @@ __device__ __forceinline__ void produce(const TileMaps& maps, const TileArgs& p,
             copy_x_boxes<S, X_COLS>(maps, stages.x(s), at.number(step), at.n0, at.more(step), stages.full(s));
         };
         int step = at.first;
-        if (u == blockIdx.x) { // the ring is empty
+        if (u == first) { // the ring is empty
             const int ready = min(at.last - at.first, stages.count());
             if (W_COLS) wait_for_previous();
             for (int s = 0; s < ready; s++) copy_w(at.first + s, s);
@@ -3410,22 +3450,19 @@ __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], 
                                            wgmma_operand(w + k * (W_COLS ? DOWN : ALONG), PANEL), add || k);
         wgmma_commit();
     };
-    const auto done_with = [&](int stage) {
-        if (threadIdx.x % 32 == 0) barrier_arrive(stages.empty(stage));
-    };
     multiply(false);
     int before = ring.stage;
     ring.next(stages.count());
     for (int step = 1; step < steps; step++) {
         multiply(true);
         wgmma_wait<1>();
-        done_with(before);
+        stages.done_with(before);
         before = ring.stage;
         ring.next(stages.count());
     }
     wgmma_wait<0>();
     wgmma_settle(sum);
-    done_with(before);
+    stages.done_with(before);
 }
 
 // The same of e4m3. A stage is a group of 128 numbers of `in`, and two e4m3 are to the copies one number of two bytes.
@@ -3470,7 +3507,7 @@ __device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const
             }
             wgmma_wait<0>();
             wgmma_settle(part);
-            if (f + 16 == S::NF && threadIdx.x % 32 == 0) barrier_arrive(stages.empty(ring.stage));
+            if (f + 16 == S::NF) stages.done_with(ring.stage);
             #pragma unroll
             for (int j = 0; j < 16; j++)
                 #pragma unroll
@@ -3675,12 +3712,13 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     if (threadIdx.x == S::CONSUMERS) prefetch_map(maps.W), prefetch_map(maps.x);
     if (threadIdx.x == 0) {
         for (int s = 0; s < stages.count(); s++)
-            barrier_begin(stages.full(s), 1), barrier_begin(stages.empty(s), S::CONSUMERS / 32);
+            barrier_begin(stages.full(s), 1), barrier_begin(stages.empty(s), S::SHARING * S::CONSUMERS / 32);
         barrier_begin(came, 1);
         barriers_begun();
     }
     __syncthreads();
-    if (p.apart) cluster_arrive();
+    if (p.apart || S::SHARING > 1) cluster_arrive();
+    if (S::SHARING > 1) cluster_wait(); // both have begun their barriers
     let_next_start(); // all our blocks have their places
     if (threadIdx.x >= S::CONSUMERS) {
         if (S::MOVES_REGISTERS) keep_registers<40>();
@@ -3694,7 +3732,7 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     Ring<S::STAGES> ring;
     [[maybe_unused]] const uint32_t places = stages.shared + S::STAGES * S::STAGE_BYTES + threadIdx.x / 32 * 2 * S::BOX;
     [[maybe_unused]] int turn = 0;
-    for (int u = blockIdx.x; u < units; u += gridDim.x) {
+    for (int u = blockIdx.x / S::SHARING; u < units; u += gridDim.x / S::SHARING) {
         const TilePlace<S, Epilogue::PAIR> at(p, u / p.splits, u % p.splits);
         float sum[1][S::NF][4];
         [[maybe_unused]] Boxes<S, Epilogue> boxes = {at, p.N, p.out};
@@ -3709,7 +3747,7 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
                 const uint32_t x = stages.x(ring.stage), w = stages.w(ring.stage);
                 add_masked_stage<S>(sum, x, w, at.number(step), words, p, epilogue);
                 __syncwarp();
-                if (threadIdx.x % 32 == 0) barrier_arrive(stages.empty(ring.stage));
+                stages.done_with(ring.stage);
             }
             wgmma_settle(sum);
         } else if constexpr (E4M3) multiply_groups(sum, stages, ring, p, at);
@@ -3727,6 +3765,7 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
             for (int h = 0; h < 2; h++) finish_row<S>(sum[0], h, at.token(0, h), at.r0, p.N, p.out, epilogue);
     }
     wait_for_boxes<0>(); // before the memory they lie in goes away
+    if (S::SHARING > 1) cluster_arrive(), cluster_wait(); // ... or barriers at which the other block arrives
 #endif
 }
 
@@ -3742,7 +3781,8 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
         DIE("a product of %d numbers has not %d splits", p.in + p.more, p.splits);
     if (S::MOST < S::TOKENS && p.N > S::MOST) DIE("a tile of %d tokens has not %d", S::MOST, p.N);
     constexpr int X_BOX = X_COLS ? STAGE_IN : S::MOST;
-    constexpr int W_BOX = W_COLS ? STAGE_IN : Epilogue::PAIR ? S::ROWS / 2 : S::ROWS;
+    constexpr int W_BOX = W_COLS ? STAGE_IN : Epilogue::PAIR || S::SHARING > 1 ? S::ROWS / 2 : S::ROWS;
+    static_assert(S::SHARING == 1 || S::ROWS % 128 == 0, "a panel has one who copies it");
     const int rows = Epilogue::PAIR ? 2 * p.out : p.out;
     const auto map = [](const bf16* matrix, int rows, int columns, int ld, int box) {
         return tensor_map(matrix, {{(size_t)columns, 1, STAGE_IN}, {(size_t)rows, (size_t)ld, box}});
@@ -3771,7 +3811,9 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
         maps.more_x = map_x(p.more_x, p.more, p.more);
         maps.more_W = map_w(p.more_W, p.more, W_COLS ? p.out : p.more);
     }
-    const int blocks = p.splits > 1 ? units : std::min(units, S::BLOCKS * ctx.gpu->sms);
+    if (S::SHARING > 1 && p.splits > 1) DIE("blocks that share W have no splits");
+    const int blocks =
+        p.splits > 1 ? units : std::min(units, S::BLOCKS * ctx.gpu->sms / S::SHARING) * S::SHARING;
     using C = ClusterPieces<S, Epilogue>;
     const size_t received = p.splits > 1 ? (size_t)C::most(p.splits) * p.splits * C::BYTES : 0;
     p.stages = S::GIVES && received + S::SHARED > S::ROOM ? S::STAGES - 1 : S::STAGES;
@@ -3781,8 +3823,8 @@ void launch_hopper(Context& ctx, TileArgs p, Epilogue epilogue) {
     if (!p.apart && received > (size_t)S::STAGES * S::STAGE_BYTES)
         DIE("a tile of %d x %d has no room for the sums of %d splits", S::TOKENS, S::ROWS, p.splits);
     const size_t shared = p.apart ? ring + received : S::SHARED + (STAGED && p.splits == 1 ? S::STAGING : 0);
-    launch_clusters(ctx, ctx.gpu->overlap, p.splits, hopper_kernel<S, X_COLS, W_COLS, E4M3, Epilogue>, blocks,
-                    S::THREADS, shared, maps, p, units, epilogue);
+    launch_clusters(ctx, ctx.gpu->overlap, p.splits * S::SHARING, hopper_kernel<S, X_COLS, W_COLS, E4M3, Epilogue>,
+                    blocks, S::THREADS, shared, maps, p, units, epilogue);
 }
 
 // ---- The choice of a tile
@@ -3821,6 +3863,7 @@ struct TilePlan {
 // multiprocessor. A step of 128 x 256 takes 0.55 on an H100; a narrower tile reads more than it multiplies.
 using Hopper128x256 = HopperShape<128, 256, 4>;
 using Hopper128x192 = HopperShape<128, 192, 5>;
+using HopperPairs = HopperShape<128, 256, 4, 128, 2>; // of four waves or more; of fewer it is slower
 using Hopper128x128 = HopperShape<128, 128, 6>;
 using Hopper64x64 = HopperShape<64, 64, 6>; // two blocks a multiprocessor
 // For few blocks, forward: with room for most of what they read, so that the weights of the next product are on their
@@ -3837,10 +3880,11 @@ struct HopperPlan {
     template <class S> void consider(int index, double step, int sms, int most, int N, int out, int in) {
         const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
         const bool small = S::TOKENS * S::ROWS == 64 * 64;
-        if (S::BLOCKS == 1) most = std::min(most, 2); // large clusters of such blocks find no places
+        if (S::BLOCKS == 1) most = std::min(most, 2 / S::SHARING); // large clusters of such blocks find no places
         for (int s = 1; s <= std::min<int64_t>(most, steps); s *= 2) {
             if (s > 1 && tiles * s > S::BLOCKS * (sms - 4)) break;
-            const double each = (double)(tiles * s) / sms, waves = S::BLOCKS > 1 ? std::max(1., each) : std::ceil(each);
+            const double each = (double)(tiles * s) / (sms / S::SHARING);
+            const double waves = S::BLOCKS > 1 ? std::max(1., each) : std::ceil(each);
             // Blocks of few tokens also take places in which those of the next product could begin.
             const double sums = s > 1 ? 0.8 + 0.6 * S::TOKENS * S::ROWS / 4096 + 0.05 * s : 0;
             const double places = small ? each / 2 : 0;
@@ -3867,6 +3911,7 @@ struct HopperPlan {
         consider<Hopper128x128>(2, 0.32, sms, ctx.invariant ? 1 : most, N, out, in);
         if (ctx.invariant) return;
         consider<Hopper128x256>(0, 0.55, sms, most, N, out, in);
+        if (count_tiles<HopperPairs>(N, out) >= 2 * sms) consider<HopperPairs>(9, 0.53, sms, 1, N, out, in);
         consider<Hopper128x192>(1, 0.419, sms, most, N, out, in);
         consider<Hopper64x64>(3, 0.17, sms, most, N, out, in);
         if (!few) return;
@@ -3895,6 +3940,7 @@ template <bool X_COLS, bool W_COLS, class Epilogue> void hopper_product(Context&
         case 1: return launch_hopper<Hopper128x192, X_COLS, W_COLS>(ctx, p, epilogue);
         case 2: return launch_hopper<Hopper128x128, X_COLS, W_COLS>(ctx, p, epilogue);
         case 3: return launch_hopper<Hopper64x64, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 9: return launch_hopper<HopperPairs, X_COLS, W_COLS>(ctx, p, epilogue);
     }
     DIE("no tile of shape %d for this product", plan.shape);
 }

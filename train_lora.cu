@@ -614,9 +614,9 @@ template <class T> struct Trainer {
         h = arena.take<T>(o.full ? 0 : (size_t)N * each_adapter(w, [](Linear<T>&, AdapterPlace) {}).h);
         kept = arena.take<uint32_t>(ctx.gpu && o.dropout > 0 ? each_kept([](Linear<T>&, size_t) {}) : 0);
         const size_t scratch = arena.used;
-        a.plan_training(arena, c, N, o.recompute);
+        a.plan_training(arena, c, N, o.recompute, ample);
         max_pages = (longest + PAGE - 1) / PAGE;
-        kv.plan(arena, c, (size_t)N / PAGE + sequences(), true);
+        kv.plan(arena, c, (size_t)N / PAGE + sequences(), !ample);
         part("activations", before), before = arena.used;
         d.plan(arena, c, N, rank, std::min(N, ctx.gpu ? gpu_head_rows(o.full) : HEAD_ROWS), (bool)ctx.gpu);
         part("their gradients, logits", before), before = arena.used;
@@ -636,16 +636,24 @@ template <class T> struct Trainer {
     }
 
     std::string memory; // the plan, for people
+    bool ample = false;
     void reserve() {
-        const std::vector<Part> parts = plan();
-        memory = format("memory: %.1f MB:", (double)arena.used / 1e6);
-        for (auto& part : parts)
-            memory += format("%s %s %.1f", &part == &parts.front() ? "" : ",", part.name, (double)part.bytes / 1e6);
+        std::vector<Part> parts = plan();
         size_t have = available_memory();
 #ifdef __CUDACC__
+        // Activations::ample takes a third more memory. A run that needs little leaves the rest of the GPU to others;
+        // one that needs a lot gets what does not fill it.
         size_t all;
         if (ctx.gpu) CUDA_CHECK(cudaMemGetInfo(&have, &all));
+        if (ctx.gpu && !o.recompute && arena.used > all / 8) {
+            const auto plan_anew = [&](bool more) { ample = more, arena.used = 0, parts = plan(); };
+            plan_anew(true);
+            if (arena.used > have / 5 * 4) plan_anew(false);
+        }
 #endif
+        memory = format("memory: %.1f MB%s:", (double)arena.used / 1e6, ample ? ", SwiGLU and RoPE kept" : "");
+        for (auto& part : parts)
+            memory += format("%s %s %.1f", &part == &parts.front() ? "" : ",", part.name, (double)part.bytes / 1e6);
         arena.gpu = ctx.gpu != nullptr;
         if (arena.used > have)
             DIE("%s: training needs %zu bytes of %s, %zu more than there are; --recompute, a smaller --batch with more "

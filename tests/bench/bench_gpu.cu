@@ -409,8 +409,8 @@ static void prompts(Model& m) {
 }
 
 // ---- A training step of B sequences of 512 tokens, every token trained: with LoRA (rank 32 on everything, dropout 0.1), or
-// of all parameters; its parts, and every op of a layer by itself.
-static void train(Model& m, int B, bool full) {
+// of all parameters; its parts, and every op of a layer by itself. ample: see Activations.
+static void train(Model& m, int B, bool full, bool ample) {
     const Config& c = m.file.config;
     const int T = 512, N = B * T, rank = full ? 0 : 32, head_rows = full ? 4096 : 2048, C = c.C;
     Weights<bf16>& w = m.weights;
@@ -430,9 +430,9 @@ static void train(Model& m, int B, bool full) {
         for (float** x : {&gradients, &masters, &first, &second}) *x = arena.take<float>(parameters);
         copies = arena.take<bf16>(parameters);
         norm = arena.take<double>(1), pieces = arena.take<double>(parameters / NORM_PIECE + 1);
-        a.plan_training(arena, c, N, false);
+        a.plan_training(arena, c, N, false, ample);
         d.plan(arena, c, N, rank, head_rows, true);
-        kv.plan(arena, c, (size_t)B * T / PAGE, true);
+        kv.plan(arena, c, (size_t)B * T / PAGE, !ample);
         rope = arena.take<float>((size_t)T * c.D);
         loss = arena.take<float>(N);
         for (int** list : {&token, &pos, &seq, &slot, &rows}) *list = arena.take<int>(N);
@@ -493,8 +493,8 @@ static void train(Model& m, int B, bool full) {
     // 2 flops a number of a matrix for y, 2 for dx, 2 for dW; attention 4 D a key and head, 2.5 times that backward.
     const double matrices = (double)step_bytes(w) / 2, keys = 4. * c.L * c.H * c.D * T / 2, adapters = full ? 0 : 6. * parameters;
     const double flops = (full ? 6 : 4) * matrices + 3.5 * keys + adapters;
-    printf("%s step of %d x %d tokens: %.1f ms, %.0f tok/s, %.0f TFLOP/s (%.2f of mma.sync's); arena %.2f GB + weights %.2f GB. forward %.1f, head and loss %.1f, backward %.1f, AdamW %.1f ms\n",
-           full ? "all-parameter" : "LoRA", B, T, all * 1e3, N / all, flops * N / all / 1e12, flops * N / all / mma_rate, (double)arena.size / 1e9, (double)w.gpu.size / 1e9, f * 1e3, l * 1e3, b * 1e3, o * 1e3);
+    printf("%s step of %d x %d tokens%s: %.1f ms, %.0f tok/s, %.0f TFLOP/s (%.2f of mma.sync's); arena %.2f GB + weights %.2f GB. forward %.1f, head and loss %.1f, backward %.1f, AdamW %.1f ms\n",
+           full ? "all-parameter" : "LoRA", B, T, ample ? ", ample memory" : "", all * 1e3, N / all, flops * N / all / 1e12, flops * N / all / mma_rate, (double)arena.size / 1e9, (double)w.gpu.size / 1e9, f * 1e3, l * 1e3, b * 1e3, o * 1e3);
     auto& x = a.layer[1];
     const Layer<bf16>& y = w.layers[1];
     const auto& to = g.layer[1];
@@ -565,8 +565,8 @@ int main(int argc, char** argv) {
         if (wanted("attention-backward")) attention_backward(m.file.config);
         if (wanted("batch")) batch(m);
         if (wanted("sequences")) sequences(m);
-        if (wanted("train") || wanted("train16")) train(m, 16, false);
-        if (wanted("train")) train(m, 64, false), train(m, 64, true);
+        if (wanted("train") || wanted("train16")) train(m, 16, false, false);
+        if (wanted("train")) train(m, 16, false, true), train(m, 64, false, true), train(m, 64, true, true);
         if (wanted("sweep")) sweep();
         if (wanted("quick")) products(true);
         if (wanted("products")) products(false);

@@ -167,6 +167,7 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
             layouts(rows, Tile32x64{});
             if (!pad.ctx.gpu->hopper || splits > std::min(K / STAGE_IN, MOST_SPLITS)) continue;
             layouts(columns, Hopper128x256{});
+            if (splits == 1) layouts(columns, HopperPairs{});
             layouts(columns, Hopper128x192{});
             layouts(columns, Hopper128x128{});
             layouts(columns, Hopper64x64{});

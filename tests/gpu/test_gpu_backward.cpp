@@ -194,7 +194,7 @@ TEST_CASE("dropout inside a product: every tile's mask, whole and in splits") {
             for (int splits : {1, 2, 7}) check(no, Tile128x128{}, splits), check(no, Tile64x128{}, splits), check(no, Tile64x64{}, splits), check(no, Tile32x64{}, splits);
             if (!pad.ctx.gpu->hopper) continue;
             check(yes, Hopper128x256{}, 1), check(yes, Hopper128x192{}, 1), check(yes, Hopper128x128{}, 1);
-            check(yes, Hopper64x64{}, 1);
+            check(yes, Hopper64x64{}, 1), check(yes, HopperPairs{}, 1);
         }
 }
 
@@ -288,8 +288,8 @@ TEST_CASE("what epilogues hand to the TMA in boxes is what they store, and nothi
                     launch_hopper<S>(pad.ctx, p, LossEpilogue{{}, weights, (float2*)parts.data, right, dtarget, dfrom, again, (size_t)R, pieces, 0});
                     return std::make_tuple(sum.get(), gate_up.get(), hidden.get(), alone.get(), weights.get(), parts.get(), right.get());
                 };
-                const auto want = all(Hopper64x64{}), wide = all(Hopper128x256{}), narrow = all(Hopper128x128{});
-                for (const auto* got : {&wide, &narrow}) {
+                const auto want = all(Hopper64x64{}), wide = all(Hopper128x256{}), narrow = all(Hopper128x128{}), pairs = all(HopperPairs{});
+                for (const auto* got : {&wide, &narrow, &pairs}) {
                     CHECK(same_bits(std::get<0>(*got), std::get<0>(want)));
                     CHECK(same_bits(std::get<1>(*got), std::get<1>(want)));
                     CHECK(same_bits(std::get<2>(*got), std::get<2>(want)));

@@ -728,7 +728,7 @@ template <class T> struct Harness {
     }
 
     // Forward and backward of all rows, `batch` at a time; gradients are added up.
-    void run(int batch, bool full, bool recompute = false, int head_rows = 5) {
+    void run(int batch, bool full, bool recompute = false, int head_rows = 5, bool ample = false) {
         for (size_t first = 0; first < ids.size(); first += batch) {
             std::vector<std::pair<int, int>> sequences;
             const size_t last = std::min(ids.size(), first + batch);
@@ -753,9 +753,9 @@ template <class T> struct Harness {
             T* h;
             const AdapterPlace end = each_adapter(w, [](Linear<T>&, AdapterPlace) {});
             auto plan = [&] {
-                a.plan_training(arena, c, n, recompute);
+                a.plan_training(arena, c, n, recompute, ample);
                 d.plan(arena, c, n, rank, head_rows, false);
-                kv.plan(arena, c, (size_t)packed.page_count, true);
+                kv.plan(arena, c, (size_t)packed.page_count, !ample);
                 rope = arena.take<A>((size_t)n * c.D);
                 h = arena.take<T>((size_t)n * end.h);
             };
@@ -893,17 +893,17 @@ TEST_CASE("a whole model with an adapter of B = 0: base's losses to the bit, dA 
     });
 }
 
-TEST_CASE("an adapter's gradients: the same bits packed or not, recomputed or not, whatever the threads and the head's rows; with dropout") {
+TEST_CASE("an adapter's gradients: the same bits packed or not, recomputed or not, ample memory or not, whatever the threads and the head's rows; with dropout") {
     auto check = [](auto type) {
         using T = decltype(type);
         std::vector<acc<T>> first, first_loss;
-        struct How { int batch; bool recompute; int head_rows, threads; };
-        for (const How& how : {How{3, false, 5, 1}, {1, false, 5, 1}, {2, false, 5, 2}, {3, true, 5, 2}, {3, false, 1, 2}, {3, false, 100, 1}}) {
+        struct How { int batch; bool recompute; int head_rows, threads; bool ample = false; };
+        for (const How& how : {How{3, false, 5, 1}, {1, false, 5, 1}, {2, false, 5, 2}, {3, true, 5, 2}, {3, false, 1, 2}, {3, false, 100, 1}, {3, false, 5, 2, true}, {2, true, 5, 1, true}}) {
 #ifdef _OPENMP
             omp_set_num_threads(how.threads);
 #endif
             Harness<T> t("tied", true, 0.2, 0.25f);
-            t.run(how.batch, false, how.recompute, how.head_rows);
+            t.run(how.batch, false, how.recompute, how.head_rows, how.ample);
             for (acc<T> x : t.dlora) REQUIRE(std::isfinite(x));
             if (first.empty()) first = t.dlora, first_loss = t.loss;
             CHECK(same_bits(t.dlora, first));
