@@ -583,24 +583,37 @@ __device__ __forceinline__ uint32_t step_pair(const uint4& a, const uint4& b, in
 }
 
 // A page of keys and values in a warp's registers, as operands b of mma. Of keys lane 4 g + t has numbers 32 j + 8 t ..
-// + 7 of keys g and g + 8; of values the chunks of 8 g and g + 8 of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9.
+// + 7 of keys g and g + 8; of values numbers 16 g .. + 15 of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9. All keys begin in the
+// same bank: so of two chunks every other lane takes the second first (of values, where lanes in fours want the same
+// two, that leaves half of the conflicts).
 struct StepPage {
     static constexpr int D = STEP_HEAD;
     uint4 k[2][D / 32], v[4][D / 64];
+    __device__ __forceinline__ static void swap_if(bool odd, uint4& a, uint4& b) { // without a jump
+        const uint4 x = a, y = b;
+        a.x = odd ? y.x : x.x, a.y = odd ? y.y : x.y, a.z = odd ? y.z : x.z, a.w = odd ? y.w : x.w;
+        b.x = odd ? x.x : y.x, b.y = odd ? x.y : y.y, b.z = odd ? x.z : y.z, b.w = odd ? x.w : y.w;
+    }
     __device__ __forceinline__ void load_keys(const bf16* keys) {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, odd = g % 2;
         STEP_UNROLL
-        for (int half = 0; half < 2; half++)
+        for (int half = 0; half < 2; half++) {
+            const bf16* key = keys + (half * 8 + g) * D + t * 8;
             STEP_UNROLL
-            for (int j = 0; j < D / 32; j++) k[half][j] = *(const uint4*)(keys + (half * 8 + g) * D + j * 32 + t * 8);
+            for (int j = 0; j < D / 32; j++) k[half][j] = *(const uint4*)(key + (j ^ odd) * 32);
+            STEP_UNROLL
+            for (int j = 0; j < D / 32; j += 2) swap_if(odd, k[half][j], k[half][j + 1]);
+        }
     }
     __device__ __forceinline__ void load_values(const bf16* values) {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, odd = t % 2;
         STEP_UNROLL
-        for (int a = 0; a < 4; a++)
+        for (int a = 0; a < 4; a++) {
             STEP_UNROLL
             for (int c = 0; c < D / 64; c++)
-                v[a][c] = *(const uint4*)(values + (a / 2 * 8 + 2 * t + a % 2) * D + (g + 8 * c) * 8);
+                v[a][c] = *(const uint4*)(values + (a / 2 * 8 + 2 * t + a % 2) * D + (2 * g + (c ^ odd)) * 8);
+            swap_if(odd, v[a][0], v[a][1]);
+        }
     }
     // Key i of the page is new key from + i, if that is none of before; behind the `count` ones is the last once more.
     __device__ __forceinline__ void renew(const bf16* keys, const bf16* values, int from, int count) {
@@ -619,7 +632,7 @@ struct StepPage {
             if (i < 0) continue;
             STEP_UNROLL
             for (int c = 0; c < D / 64; c++)
-                v[a][c] = *(const uint4*)(values + min(i, count - 1) * D + (g + 8 * c) * 8);
+                v[a][c] = *(const uint4*)(values + min(i, count - 1) * D + (2 * g + c) * 8);
         }
     }
 };
@@ -634,7 +647,7 @@ struct StepTurn {
 };
 
 // Softmax over a warp's pages: of query g (a row of mma) the largest score and this lane's sum of weights; and the mix
-// of values: mix[e] has queries 2 t and 2 t + 1 as columns, numbers 8 g + e and 8 (g + 8) + e as rows g and g + 8.
+// of values: mix[e] has queries 2 t and 2 t + 1 as columns, numbers 16 g + e and 16 g + 8 + e as rows g and g + 8.
 struct StepSoftmax {
     static constexpr int D = STEP_HEAD;
     static_assert(D == 128, "16 rows of mma are 16 chunks of 8");
@@ -691,7 +704,7 @@ struct StepSoftmax {
         const float all = quad_sum(weights);
         STEP_UNROLL
         for (int i = 0; i < 4; i++) {
-            float* to = parts + (2 * t + i % 2) * (D + 4) + (g + i / 2 * 8) * 8;
+            float* to = parts + (2 * t + i % 2) * (D + 4) + (2 * g + i / 2) * 8;
             if (2 * t + i % 2 >= count) continue;
             *(float4*)to = make_float4(mix[0][i], mix[1][i], mix[2][i], mix[3][i]);
             *(float4*)(to + 4) = make_float4(mix[4][i], mix[5][i], mix[6][i], mix[7][i]);
@@ -1117,9 +1130,12 @@ template <class S> struct Step {
         if (S::TOKENS > 1 && !embeds) {
             constexpr int ONCE = S::TOKENS < 8 ? 8 / S::TOKENS : 1; // of a token: words in registers are few
             float square[S::TOKENS] = {};
-            for (int i = lane; i < count; i += 32 * ONCE) {
+            for (int first = 0; first < count; first += 32 * ONCE) {
+                const int i = first + lane;
                 uint4 v[ONCE * S::TOKENS];
                 auto there = [&](int j) { return j % S::TOKENS < N && i + j / S::TOKENS * 32 < count; };
+                if (lane == 0) await(from + (N - 1) * words + word_of(i), e); // (see receive)
+                __syncwarp();
                 await_all(v, e, [&](int j) { return from + j % S::TOKENS * words + word_of(i + j / S::TOKENS * 32); },
                           there);
                 STEP_UNROLL
@@ -1181,8 +1197,7 @@ template <class S> struct Step {
         const bool appends = (first + count) * PAGE >= held + fresh && fresh; // one split has the newest
         bf16 *new_keys = work, *new_values = new_keys + S::TOKENS * D, *queries = new_values + S::TOKENS * D;
         float* parts = (float*)(queries + Q * D);
-        StepPage page;
-        if (S::TOKENS > 1) page = {}; // (see product)
+        StepPage page = {}; // (see product)
         // Heads: the queries, token by token, then each new token's key and value.
         const int heads = Q + 2 * fresh;
         auto token_of = [&](int j) { return j >= Q ? m0 + (j - Q) / 2 : S::TOKENS == 1 ? n : n + j / G; };
