@@ -1,7 +1,7 @@
 /* draws.h: Book II's end, from logits to tokens: the sampler on a GPU, and a step as a graph. qwen3.cu includes it.
 
-   It is Book I's `sample`, the same draws bit for bit, since probabilities are integers and every float step is rounded
-   alike. What changes between draws lies in the GPU's memory, so that one graph serves them all.
+   The sampler is Book I's `sample`, the same draws bit for bit, since probabilities are integers and every float step
+   is rounded alike. What changes between draws lies in the GPU's memory, so that one graph serves them all.
 
    Contents    1 The sampler    2 A step as a graph, and step.h, which makes it one kernel */
 #pragma once

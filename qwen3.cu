@@ -1,4 +1,4 @@
-/* qwen3.cu: the Qwen3 language model in one file, as a text to study.
+/* qwen3.cu: the Qwen3 language model, as a text to study.
 
    Book I    the model in plain C++: every op is its formula and a loop, forwards and backwards. Slow and right.
    Book II   the same on a GPU, for nvcc: a kernel an op. Each is tested against its definition in Book I. It goes on in

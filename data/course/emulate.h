@@ -79,8 +79,8 @@ static uint64_t exchange[MOST_THREADS];
 // time which signals are blocked.)
 #ifdef __x86_64__
 extern "C" void change_stacks(void** from, void* to);
-asm(".text\nchange_stacks: push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n mov %rsp, (%rdi)\n"
-    "mov %rsi, %rsp\n pop %r15\n pop %r14\n pop %r13\n pop %r12\n pop %rbx\n pop %rbp\n ret");
+asm(".pushsection .text\nchange_stacks: push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n mov %rsp, (%rdi)\n"
+    "mov %rsi, %rsp\n pop %r15\n pop %r14\n pop %r13\n pop %r12\n pop %rbx\n pop %rbp\n ret\n.popsection");
 static void* first_place(char* stack, void (*enter)()) { // six registers, and what change_stacks returns to
     void** const place = (void**)((uintptr_t)(stack + STACK) / 16 * 16) - 8;
     std::fill(place, place + 8, nullptr);
@@ -112,7 +112,7 @@ static void go_on(size_t i) {
     running = i;
     change_stacks(&scheduler, coroutines[i].place);
 }
-// So many threads that are about to begin. (Those that are stuck are left where they are.)
+// So many threads that are about to begin. (One that is stuck never goes on: another takes its place, on a new stack.)
 static void begin_threads(size_t n) {
     coroutines.resize(n), stacks.resize(std::max(n, stacks.size()));
     for (size_t i = 0; i < n; i++) {

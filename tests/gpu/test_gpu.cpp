@@ -199,7 +199,7 @@ static void check_products(Random& random, Context& ctx, const PackedMatrix& W, 
     std::vector<double> added = y;
     for (size_t i = 0; i < added.size(); i++) added[i] += residual[i];
     CHECK(wrong(sum.get(), added, [&](size_t i) { return rounding<float>(added[i]) + off[i] + adding; }) == 0);
-    if (R != 2 * F) return; // (gate and up)
+    if (W.host.rows[1] != F || R != 2 * F) return; // (gate and up)
     Device<bf16> hidden((size_t)N * F), gate_up((size_t)N * R);
     product_gpu(ctx, SwigluEpilogue(hidden, gate_up, F), x, W.device, N);
     CHECK(wrong(gate_up.get(), y, near) == 0);

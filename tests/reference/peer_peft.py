@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """100 steps of LoRA beside PEFT on a GPU: the same model, first adapter, rows, order and schedule, without dropout.
-Prints how far our losses are from PEFT's in float32 (the truth), from PEFT's in bf16 with each of its kinds of attention,
-and how far those are from the truth and from each other; then loads our adapter into PEFT. By hand, where torch,
+Prints how far our losses are from PEFT's in float32 (the truth), from PEFT's in bf16 with two kinds of attention (sdpa and
+eager), and how far those are from the truth and from each other; then loads our adapter into PEFT. By hand, where torch,
 transformers, peft and safetensors are:
 
     python tests/reference/peer_peft.py MODEL.bin TRAIN.bin FOLDER [steps]        FOLDER gets the adapters
