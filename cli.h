@@ -1678,7 +1678,7 @@ static int quantize(const Options& o, bool asks_more) {
     ctx.stop = &interrupted;
     auto progress = std::make_unique<Progress>();
     ThreadPace pace(o, Context()); // (most of it is the CPU's in any case)
-    const bool paced = !how.text.empty(); // else few loops wait for each other, and reading counts as idleness
+    const bool paced = !how.text.empty(); // (else threads wait for the disk, which it would take for a lack of cores)
     if (paced) pace.begin();
     how.progress = [&](size_t done, size_t all, int layer) {
         if (paced) pace.step();

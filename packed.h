@@ -12,8 +12,8 @@
    Every format is a struct with the same names, and the one template argument F of each kernel.
 
    On Hopper products of up to 128 tokens stream the packed bytes, too; and one of many tokens with FP8 weights may have
-   both operands in e4m3 (--activations fp8): the tokens are made e4m3, as Book I's round_activations says, by the norm or
-   the SwiGLU that makes them, or else by round_kernel, and hopper_kernel multiplies them by W as it is stored.
+   both operands in e4m3 (--activations fp8): the tokens are made e4m3, as Book I's round_activations says, by the norm
+   or the SwiGLU that makes them, or else by round_kernel, and hopper_kernel multiplies them by W as it is stored.
 
    Contents    1 Formats    2 Few tokens    3 Many tokens, embedding    4 Launchers    5 17 to 128 tokens, on Hopper */
 #pragma once
@@ -483,7 +483,7 @@ inline E4M3Rows last_rows(Context& ctx, int N, int in) {
 }
 // Where a product of `used` bytes of x leaves its output, beside the output itself; null: there is no room.
 inline E4M3Rows round_ahead(Context& ctx, const bf16* output, int N, int out, size_t used) {
-    if (!ctx.fp8_activations || used + e4m3_bytes(N, out) > 2 * ctx.gpu->rounded_numbers) return {};
+    if (used + e4m3_bytes(N, out) > 2 * ctx.gpu->rounded_numbers) return {};
     ctx.gpu->ahead = {output, N, out};
     return last_rows(ctx, N, out);
 }

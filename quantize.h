@@ -48,7 +48,7 @@ struct Grid {
             q[i] = (uint8_t)(int)(above > high ? high : above);
         }
     }
-    static constexpr double ROUND = 6755399441055744.; // 1.5 * 2^52: adding it rounds to nearest even
+    static constexpr double ROUND = 6755399441055744.; // 1.5 * 2^52: added and taken away it rounds to nearest even
     float number(uint8_t q) const {
         if (format == Format::FP8) return e4m3_to_float(q) * scale;
         return (float)(format == Format::INT8 ? (int)(int8_t)q : (int)q - zero) * scale;
@@ -250,7 +250,7 @@ OutTensor out_tensor(const std::string& name, const char* dtype, const Shape& sh
     return {name, dtype, shape, [kept](OutputFile& out) { out.write(kept->data(), kept->size() * sizeof(U)); }};
 }
 
-// NAME.weight as the tensors of its format (see quantized.h, section 4). m's codes are gone then.
+// NAME.weight as the tensors of its format (see quantized.h, section 4). m's codes may be gone then.
 inline void add_quantized(std::vector<OutTensor>& out, const std::string& weight, QuantizedMatrix& m) {
     const std::string name = weight.substr(0, weight.size() - strlen(".weight"));
     const size_t rows = m.rows, in = m.in, groups = m.groups(), down = (rows + m.group_rows - 1) / m.group_rows;
@@ -503,6 +503,7 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
         if (!module) {
             QuantizedMatrix m = quantize_matrix(W.data(), rows, columns, Format::INT8, GROUP, nullptr);
             add_quantized(out, t.name(), m);
+            W = {}; // (the largest matrix: its room is not kept)
             continue;
         }
         const bool begins = t.layer != layer;

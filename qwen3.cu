@@ -1907,8 +1907,8 @@ __device__ inline uint32_t block_address(uint32_t address, int rank) {
     HOPPER_ASM("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-// At such a barrier. (Not release.cluster, which would wait for all that the thread has written: what follows are
-// copies by TMA, and those it does not order.)
+// Arrives at another block's barrier, by its block_address. (Not release.cluster, which would wait for all
+// that the thread has written: what follows are copies by TMA, and those it does not order.)
 __device__ inline void barrier_arrive_there(uint32_t barrier) {
     HOPPER_ASM("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -2839,7 +2839,7 @@ template <int TOKENS_, int ROWS_, int WARP_TOKENS_, int WARP_ROWS_, int STAGES_>
     __device__ static int warp_token() { return threadIdx.x / 32 % (TOKENS / WARP_TOKENS) * WARP_TOKENS; }
     __device__ static int warp_row() { return threadIdx.x / 32 / (TOKENS / WARP_TOKENS) * WARP_ROWS; }
 };
-// How many tiles it takes.
+// How many tiles it takes, or pairs of them.
 template <class S> int64_t count_tiles(int N, int rows) {
     constexpr int TOKENS = S::TOKENS * S::SHARING;
     return (int64_t)((N + TOKENS - 1) / TOKENS) * ((rows + S::ROWS - 1) / S::ROWS);
@@ -3326,8 +3326,9 @@ void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
 // gate, its second half the same rows of up.
 //
 // SHARING: two blocks, a cluster, have neighbouring tiles of tokens and the same rows of W, of which each copies half
-// to both. Products one after another take the card to the limit of its power, so it is bytes, here those from the L2
-// cache, that cost clocks.
+// to both: a stage is filled again when the consumers of both have left it, and what the other block has copied may
+// count before this one says how many bytes it expects, since the phase still lacks that arrival. Products one after
+// another take the card to the limit of its power, so it is bytes, here those from the L2 cache, that cost clocks.
 constexpr int MOST_SPLITS = 8; // blocks that every GPU takes as a cluster
 template <int TOKENS_, int ROWS_, int STAGES_, int MOST_ = TOKENS_, int SHARING_ = 1> struct HopperShape {
     static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_;
@@ -3406,7 +3407,7 @@ template <class S, bool X_COLS, bool W_COLS, bool PAIR>
 __device__ __forceinline__ void produce(const TileMaps& maps, const TileArgs& p, const HopperStages<S>& stages,
                                         int units) {
     Ring<S::STAGES> ring;
-    const uint64_t policy = !W_COLS && units <= (int)gridDim.x ? EVICT_FIRST : EVICT_NORMAL;
+    const uint64_t policy = !W_COLS && units <= (int)gridDim.x / S::SHARING ? EVICT_FIRST : EVICT_NORMAL;
     const int first = blockIdx.x / S::SHARING;
     for (int u = first; u < units; u += gridDim.x / S::SHARING) {
         const TilePlace<S, PAIR> at(p, u / p.splits, u % p.splits);
@@ -3765,7 +3766,8 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
             for (int h = 0; h < 2; h++) finish_row<S>(sum[0], h, at.token(0, h), at.r0, p.N, p.out, epilogue);
     }
     wait_for_boxes<0>(); // before the memory they lie in goes away
-    if (S::SHARING > 1) cluster_arrive(), cluster_wait(); // ... or barriers at which the other block arrives
+    // ... or barriers at which the other block arrives. (A thread that has ended counts as there.)
+    if (S::SHARING > 1) cluster_arrive(), cluster_wait();
 #endif
 }
 
@@ -3880,7 +3882,7 @@ struct HopperPlan {
     template <class S> void consider(int index, double step, int sms, int most, int N, int out, int in) {
         const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
         const bool small = S::TOKENS * S::ROWS == 64 * 64;
-        if (S::BLOCKS == 1) most = std::min(most, 2 / S::SHARING); // large clusters of such blocks find no places
+        if (S::BLOCKS == 1) most = std::min(most, 2); // large clusters of such blocks find no places
         for (int s = 1; s <= std::min<int64_t>(most, steps); s *= 2) {
             if (s > 1 && tiles * s > S::BLOCKS * (sms - 4)) break;
             const double each = (double)(tiles * s) / (sms / S::SHARING);
