@@ -119,8 +119,8 @@ struct LookUp {
         taken += times * one, won -= times * (expected_time((int)tokens - 1) - one);
     }
     // A step of so many tokens came `now`. It was launched at `started` (s), `from_idle` while nothing was under way,
-    // as proposed tokens always are: a token alone took longer then. Times of the others are taken some at a time, since
-    // when each comes depends on what the caller does.
+    // as proposed tokens always are: a token alone took longer then. Times of the others are taken some at a time,
+    // since when each comes depends on what the caller does.
     void came(size_t tokens, double now, double started, bool from_idle) {
         constexpr int RUN = 4;
         if (tokens > 1) computed(tokens, now - started);

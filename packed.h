@@ -473,9 +473,12 @@ inline size_t e4m3_bytes(int N, int in) { // bytes, then scales
 inline E4M3Rows e4m3_at(uint8_t* at, int N, int in) {
     return {at, (float*)(at + ((size_t)N * in + 127) / 128 * 128), (N + 127) / 128 * 128};
 }
-inline E4M3Rows first_rows(Context& ctx, int N, int in) {
-    if (e4m3_bytes(N, in) > 2 * ctx.gpu->rounded_numbers || in % 8)
+inline void need_rounding_room(Context& ctx, size_t bytes, int N, int in) {
+    if (bytes > 2 * ctx.gpu->rounded_numbers || in % 8)
         DIE("rounding (%d,%d): the scratch has room for %zu numbers", N, in, ctx.gpu->rounded_numbers);
+}
+inline E4M3Rows first_rows(Context& ctx, int N, int in) {
+    need_rounding_room(ctx, e4m3_bytes(N, in), N, in);
     return e4m3_at((uint8_t*)ctx.gpu->rounded, N, in);
 }
 inline E4M3Rows last_rows(Context& ctx, int N, int in) {
@@ -494,8 +497,7 @@ template <bool E4M3> void launch_round(Context& ctx, const E4M3Rows& to, const b
 }
 // x rounded, in the scratch: valid until the next call.
 inline const bf16* rounded(Context& ctx, const bf16* x, int N, int in) {
-    if ((size_t)N * in > ctx.gpu->rounded_numbers || in % 8)
-        DIE("rounding (%d,%d): the scratch has room for %zu numbers", N, in, ctx.gpu->rounded_numbers);
+    need_rounding_room(ctx, (size_t)N * in * sizeof(bf16), N, in);
     launch_round<false>(ctx, {}, x, N, in);
     return ctx.gpu->rounded;
 }

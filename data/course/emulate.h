@@ -68,7 +68,7 @@ struct Coroutine {
 };
 static std::vector<Coroutine> coroutines;
 constexpr size_t STACK = 64 << 10;
-static std::vector<std::unique_ptr<char[]>> stacks; // the coroutines', kept from block to block
+static std::vector<std::unique_ptr<char[]>> stacks; // the coroutines'; one that has ended leaves its own to the next
 static size_t running;
 static void* scheduler;
 static std::function<void()> body;
@@ -79,7 +79,8 @@ static uint64_t exchange[MOST_THREADS];
 // time which signals are blocked.)
 #ifdef __x86_64__
 extern "C" void change_stacks(void** from, void* to);
-asm(".pushsection .text\nchange_stacks: push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n mov %rsp, (%rdi)\n"
+asm(".pushsection .text\nchange_stacks:\n"
+    "push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n mov %rsp, (%rdi)\n"
     "mov %rsi, %rsp\n pop %r15\n pop %r14\n pop %r13\n pop %r12\n pop %rbx\n pop %rbp\n ret\n.popsection");
 static void* first_place(char* stack, void (*enter)()) { // six registers, and what change_stacks returns to
     void** const place = (void**)((uintptr_t)(stack + STACK) / 16 * 16) - 8;
