@@ -25,9 +25,9 @@
    In flight   The producer waits until the stage `in_flight` before this one has come, counted in halves: three are one
      and two stages in turns. Stages of 16 KB that are asked for one by one come too slowly: a token of the 0.6B takes
      511 us then even if nobody waits for a word. But what is on its way keeps the words below from coming, which go
-     through the same L2 cache (three stages: 537 us, 24 KB: 494). Larger models, whose products take longer than their
-     words, and long contexts have 32 KB in flight; the head, which has no words, 96 (half of that where a stage has
-     little: INT4's short rows).
+     through the same L2 cache (three stages: 537 us, 24 KB: 494); 2 and 4 tokens, of which more words come, have 16 KB.
+     Larger models, whose products take longer than their words, and long contexts have 32 KB in flight; the head, which
+     has no words, 96 (half of that where a stage has little: INT4's short rows).
    Exchanges   What one block computes and all need goes through global memory in words of 16 bytes, written and read in
      one piece: four bf16, a float (the sum of their squares), and the epoch, which is another for each layer of each
      token. Who needs a word reads it until it has the epoch: no fence, no counter, nothing to clear. One lane of a warp
@@ -182,7 +182,8 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.C = c.C, p.F = c.F, p.H = c.H, p.K = c.K, p.V = c.V, p.L = c.L, p.G = c.H / c.K, p.eps = c.eps;
     auto product = [&c](int rows, int in, int tiles, bool shifted) {
         const int steps = (in + S::NUMBERS - 1) / S::NUMBERS, stage = std::min(S::STEPS, steps) * S::W::CHUNK;
-        const int in_flight = c.C > STEP_SMALL ? 2 * ((40 << 10) / stage) : ((S::BULK ? 48 : 32) << 10) / stage;
+        const bool more = S::BULK && (S::TOKENS == 1 || S::TOKENS == 8);
+        const int in_flight = c.C > STEP_SMALL ? 2 * ((40 << 10) / stage) : ((more ? 48 : 32) << 10) / stage;
         return StepProduct{rows / 8 / tiles, tiles, in, steps, shifted, in_flight, 0};
     };
     p.product[STEP_QKV] = product((c.H + 2 * c.K) * c.D, c.C, 1, true);
