@@ -55,7 +55,7 @@
    Faults   A wait of over a second sets *fault and ends all further waits: the kernel ends, its host says so.
 
    Bound by 5 exchanges a layer (6 with splits), by what consumers do between them, and by what may be in flight
-   meanwhile: on an H100 a token of the 0.6B takes 489 us at position 100, where the bytes take 392, 745 at 8,192, where
+   meanwhile: on an H100 a token of the 0.6B takes 480 us at position 100, where the bytes take 392, 731 at 8,192, where
    they take 700. From the last word of a phase to that of the next are 2.7 us or more: 1.5 until all blocks have their
    input, 0.5 to multiply, 0.3 until a block's warps have met, 0.4 to hand over; attention takes 3.2 from its block's
    last tile to its words (PERFORMANCE.md, with what was tried). */
@@ -182,8 +182,8 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.C = c.C, p.F = c.F, p.H = c.H, p.K = c.K, p.V = c.V, p.L = c.L, p.G = c.H / c.K, p.eps = c.eps;
     auto product = [&c](int rows, int in, int tiles, bool shifted) {
         const int steps = (in + S::NUMBERS - 1) / S::NUMBERS, stage = std::min(S::STEPS, steps) * S::W::CHUNK;
-        const bool more = S::BULK && (S::TOKENS == 1 || S::TOKENS == 8);
-        const int in_flight = c.C > STEP_SMALL ? 2 * ((40 << 10) / stage) : ((more ? 48 : 32) << 10) / stage;
+        const bool least = !S::BULK || S::TOKENS == 2 || S::TOKENS == 4; // see In flight, at the top
+        const int in_flight = c.C > STEP_SMALL ? 2 * ((40 << 10) / stage) : ((least ? 32 : 48) << 10) / stage;
         return StepProduct{rows / 8 / tiles, tiles, in, steps, shifted, in_flight, 0};
     };
     p.product[STEP_QKV] = product((c.H + 2 * c.K) * c.D, c.C, 1, true);
