@@ -1847,6 +1847,7 @@ template <class T> void bench(const Options& o, const ModelFile& file) {
                 return format("%zu of %d tokens in the context", session.ids.size(), positions.back());
             });
         }
+        if (gpu && position == positions[0]) time_decoding(session, steps, ceiling, beside); // (clocks rise with work)
         const DecodingTime t = time_decoding(session, steps, ceiling, beside);
         const double middle = position + (gpu ? steps / 2 : 0);
         const double bytes = weight_bytes + key_bytes * (middle + 1), flops = 2 * matrices + per_key * middle;

@@ -178,7 +178,7 @@ template <class T> struct Engine {
     EngineOptions options;
     LookUp lookup;
 #ifdef __CUDACC__
-    std::unique_ptr<StepRoad> road; // if not null, a token of one or two answers is one kernel
+    std::unique_ptr<StepRoad> road; // if not null, a step of few answers is one kernel
 #endif
 
     Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o,
@@ -1242,7 +1242,10 @@ template <class T> struct Engine {
         const bool adapts = !s.parts.empty() && s.singles > 0 && !ctx.invariant; // singles by one kernel for all
         const bool several = !s.proposed.empty(); // rows of one answer, each with a draw
         const bool graph = s.graph = several || (s.singles == N && (s.parts.empty() || adapts));
-        if (several) R = N;
+        // (It leaves nothing in `activations`, and takes the rows that draw to be all rows.)
+        s.one_kernel = several || (road && graph && N <= road->most && s.draws.size() == (size_t)N && s.parts.empty() &&
+                                   !s.tells && s.kept.empty());
+        if (s.one_kernel) R = N;
         else if (graph) {
             const int rows = N;
             for (N = 1; N < rows; N *= 2) {}
@@ -1271,9 +1274,6 @@ template <class T> struct Engine {
                R, slots);
         // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
         const Part part = s.masked ? BEFORE_MASKS : adjusted ? ADJUSTED : PLAIN;
-        // (It leaves nothing in `activations`. Three rows take longer than by the graph of kernels.)
-        s.one_kernel = several || (road && graph && N <= std::min(2, road->most) && s.draws.size() == (size_t)N &&
-                                   s.parts.empty() && !s.tells && s.kept.empty());
         launch_part(graph, {N, s.one_kernel ? 0 : splits, part, s.tells, adapts}, [&] {
             if (s.one_kernel) road->use(batch, cache, rope, logits, draws, best), road->launch_step();
             else forward_step(s, batch, adapts);
@@ -1495,7 +1495,7 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: as many as\n"
          "keep it within 1.7 times a step without them)", whole(o.engine.chunk, 1, 65536)},
         {"", "--gpus", "N", "of this host: an engine each (with -d cpu N engines on the CPU)", whole(o.gpus, 1, 64)},
-        o.one_kernel_option("on a GPU: a token of one or two answers is one kernel (default: on\n"
+        o.one_kernel_option("on a GPU: a step of up to 8 answers is one kernel (default: on\n"
                             "Hopper, if a tenth of the free memory holds its copy of the weights)"),
         {"", "--lookup", "N", "of an answer that runs alone: what followed its latest words before\n"
          "is computed with the next token, N tokens at most (up to 7), while it\n"

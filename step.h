@@ -11,7 +11,7 @@
    A token   is 6 L + 1 phases. With x the residual stream:
      QKV      r W (x g), r = 1 / rms(x): the factor comes after the product, so that a block can begin to multiply
      ATTEND   a KV head's G queries, and of long contexts one of several splits of its pages, a block
-     JOIN     of those: the splits' softmaxes become one. Short contexts have one split, and nothing to do here
+     JOIN     of those: the splits' softmaxes become one. Of one token up to 4 splits are joined by who needs them, in O
      O        x += W a         GATE_UP  silu(r W (x g)) * (r U (x g))         DOWN  x += W h
      HEAD     logits, the likeliest id of each block; the last block to end draws, if drawing is greedy
    Weights  are packed once, as they are read: tile by tile in the order of phases, and in a tile chunk by chunk of 512
@@ -24,23 +24,28 @@
      counts how few instructions a chunk takes, and that nothing stands between them.
    In flight   The producer waits until the stage `in_flight` before this one has come, counted in halves: three are one
      and two stages in turns. Stages of 16 KB that are asked for one by one come too slowly: a token of the 0.6B takes
-     511 us then even if nobody waits for a word. But what is on its way keeps the words below from coming, which go
-     through the same L2 cache (three stages: 537 us, 24 KB: 494); 2 and 4 tokens, of which more words come, have 16 KB.
+     497 us then (463 with 24 KB). But what is on its way keeps the words below from coming, which go through the same
+     L2 cache (32 KB: 472). Blocks that attend have pages to fetch besides, so half a stage more in flight; their items
+     go to the blocks that have the fewest weights: for what a block fetches too much, all wait (at 200 a token took 509
+     us). With several tokens, or more than two splits, half a stage less is in flight while a block waits for words.
      Larger models, whose products take longer than their words, and long contexts have 32 KB in flight; the head, which
      has no words, 96 (half of that where a stage has little: INT4's short rows).
    Exchanges   What one block computes and all need goes through global memory in words of 16 bytes, written and read in
-     one piece: four bf16, a float (the sum of their squares), and the epoch, which is another for each layer of each
-     token. Who needs a word reads it until it has the epoch: no fence, no counter, nothing to clear. One lane of a warp
-     spins; the others look once it has seen its own word (with packed weights all do).
+     one piece: four bf16, a float (the sum of their squares; of attention the logarithm of its weights), and the epoch,
+     which is another for each layer of each token. Who needs a word reads it until it has the epoch: no fence, no
+     counter, nothing to clear. One lane of a warp spins, for one word; the others look once it has seen its own (of one
+     token they then spin, too): 132 blocks that ask for all they miss, again and again, keep each other's words from
+     coming (8 tokens: 1,060 us; 870). What a lane does between its words counts, too: where each one's place was
+     computed anew from shared memory, 8 tokens took 830 us, and 720 with equal distances.
      A word is written again a layer later. Whoever does has waited for words that wait, in turn, for all readers:
      QKV <- out <- DOWN <- hidden <- GATE_UP <- mid <- O <- att <- ATTEND: each writes after it has read all of the one
      before. (A block without a tile of a product does not read its input.)
    Several tokens   Kernels of their own compute 2, up to 4 and up to 8, with bf16 weights, from the same packed copy. A
-     lane asks for 8 words together, of all tokens, since they come at about the same time. Attention takes tokens of a
-     sequence in groups, whose queries are rows of one operand: a page is read once for them. A token's bits are those
-     of a step of its own (prompt lookup rests on that): the order of its sums does not depend on N, and where a
-     compiler could choose which product to fuse into a sum, the code says it. Inputs of all tokens lie in shared
-     memory, so large models have fewer (on an H100 0.6B: 8, 8B: 6).
+     lane asks for 8 words together, of all tokens. Attention takes tokens of a sequence in groups, whose queries are
+     rows of one operand: a page is read once for them. A token's bits are those of a step of its own (prompt lookup
+     rests on that): the order of its sums does not depend on N, and where a compiler could choose which product to fuse
+     into a sum, the code says it. Inputs of all tokens lie in shared memory, so large models have fewer (on an H100
+     0.6B: 8, 8B: 6).
      Nothing may be spilled there: shared memory leaves the L1 cache so little room that a spilled register is in L2,
      and a word that waits to be spilled keeps the next from being asked for (1,600 bytes spilled: 2 tokens took 2.2
      times one's time). What is set on one path only is live, to ptxas, from the kernel's begin: so operands are zeroed.
@@ -54,11 +59,10 @@
      a CPU (tests/unit/test_step.cpp).
    Faults   A wait of over a second sets *fault and ends all further waits: the kernel ends, its host says so.
 
-   Bound by 5 exchanges a layer (6 with splits), by what consumers do between them, and by what may be in flight
-   meanwhile: on an H100 a token of the 0.6B takes 480 us at position 100, where the bytes take 392, 731 at 8,192, where
-   they take 700. From the last word of a phase to that of the next are 2.7 us or more: 1.5 until all blocks have their
-   input, 0.5 to multiply, 0.3 until a block's warps have met, 0.4 to hand over; attention takes 3.2 from its block's
-   last tile to its words (PERFORMANCE.md, with what was tried). */
+   Bound by 5 exchanges a layer (6 with JOIN), by what consumers do between them, and by what may be in flight
+   meanwhile: on an H100 a token of the 0.6B takes 465 us at position 100, where the bytes take 392, 715 at 8,192, where
+   they take 700. A warp waits for words or weights for 36% of that, for the instruction before for 24%, for a jump 10%
+   (PERFORMANCE.md, with what was tried). */
 #pragma once
 #ifndef STEP_EMULATED
 #define STEP_UNROLL _Pragma("unroll")
@@ -68,7 +72,6 @@
 constexpr int STEP_HEAD = 128;   // D
 constexpr int STEP_TOKENS = 8;   // at most
 constexpr int STEP_SMALL = 1024; // C of models whose exchanges take longer than their bytes
-constexpr int STEP_PART = (STEP_HEAD + 2 + 2) / 3; // words of a split's part: D sums, maximum and weight, in threes
 enum StepPhase { STEP_QKV, STEP_ATTEND, STEP_JOIN, STEP_O, STEP_GATE_UP, STEP_DOWN, STEP_LOGITS };
 
 // W, packed: `units` are dealt to blocks, each of `tiles` tiles of 8 rows (gate and up: one of each).
@@ -94,8 +97,8 @@ struct StepArgs {
     size_t layer_size;
     Batch b;                   // N rows; rows of a sequence are neighbours, in order of position
     float* residual;           // (N,C)
-    uint4 *qkv, *att, *mid, *hidden, *out; // words: (N, rows / 4)
-    uint4* parts;              // (N, H, most_splits, STEP_PART)
+    uint4 *qkv, *mid, *hidden, *out; // words: (N, rows / 4)
+    uint4* att;                // (N, most_splits + 1, H D / 4): splits; or first what JOIN made of them, then these
     uint32_t* steps;           // taken so far
     int* arrived;              // blocks at their end; zero between kernels
     volatile int* fault;
@@ -103,6 +106,7 @@ struct StepArgs {
     int stages;
     int in_flight_pages;        // half stages, as StepProduct::in_flight
     int short_keys, most_splits; // up to so many keys have one split
+    int joined;                // so many splits O joins itself
     float* logits;             // (N,V)
     const Draw* draw;          // (N)
     const uint32_t* seen;      // (N,V) or null: no penalties
@@ -113,16 +117,19 @@ struct StepArgs {
 
     BOTH int phases() const { return 6 * L + 1; }
     BOTH size_t gains_of(int layer) const { return (size_t)layer * (2 * C + 2 * STEP_HEAD); }
+    BOTH int att_words() const { return (most_splits + 1) * H * (STEP_HEAD / 4); } // of a token
+    BOTH uint4* att_of(int n, int i) const { return att + (size_t)n * att_words() + i * (H * (STEP_HEAD / 4)); }
 };
-
 
 // What a block has to do and where the tokens are: in shared memory, behind the ring's barriers.
 struct StepPlace {
     int pos, slot;
     int m0, held;      // tokens m0 .. of the step are of its sequence, whose cache holds so many keys
     int splits, pages; // of its context; pages of each
-    int item[2];       // this block's first one of ATTEND and of JOIN;
+    int joined;        // so many splits O joins itself, or 0: JOIN does
+    int item[2];       // this block's first one of ATTEND and of JOIN
     int kv, split;     // ... what the former is
+    bool attends, joins; // whether it has any
     const int* table;
     int group;         // of ATTEND: so many tokens from this one on; 0: this one is of an earlier one's
 };
@@ -153,7 +160,8 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain>
     static constexpr int EACH = STEPS / WARPS, STAGE = STEPS * W::CHUNK;
     static constexpr int HALF = PAGE * STEP_HEAD * 2, HALVES = STAGE / HALF; // of a page: its keys; its values
     static constexpr int NUMBERS = 32 * W::RUNS; // of a row, in a chunk
-    static constexpr int BARRIERS = STAGE < 10000 ? 32 : 16; // of the ring, of each kind
+    static constexpr int BARRIERS = STAGE < 10000 ? 32 : 16; // of each kind; the ring's stages are fewer:
+    static constexpr int WAITS = BARRIERS - 1; // so this one's phase is odd while warp 0 waits for a product's words
     // How a block multiplies: stages in batches, whose operands are loaded before the input has come; or, with INT4 and
     // with 8 bits in larger models, stage by stage.
     static constexpr bool BATCHED = W::PLAIN || (W::RUNS == 2 && STEPS < 32);
@@ -182,8 +190,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.C = c.C, p.F = c.F, p.H = c.H, p.K = c.K, p.V = c.V, p.L = c.L, p.G = c.H / c.K, p.eps = c.eps;
     auto product = [&c](int rows, int in, int tiles, bool shifted) {
         const int steps = (in + S::NUMBERS - 1) / S::NUMBERS, stage = std::min(S::STEPS, steps) * S::W::CHUNK;
-        const bool least = !S::BULK || S::TOKENS == 2 || S::TOKENS == 4; // see In flight, at the top
-        const int in_flight = c.C > STEP_SMALL ? 2 * ((40 << 10) / stage) : ((least ? 32 : 48) << 10) / stage;
+        const int in_flight = c.C > STEP_SMALL ? 2 * ((40 << 10) / stage) : ((S::BULK ? 48 : 32) << 10) / stage;
         return StepProduct{rows / 8 / tiles, tiles, in, steps, shifted, in_flight, 0};
     };
     p.product[STEP_QKV] = product((c.H + 2 * c.K) * c.D, c.C, 1, true);
@@ -197,21 +204,20 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.product[STEP_LOGITS].in_flight = (192 << 10) / (std::min(S::STEPS, p.product[STEP_LOGITS].steps) * S::W::CHUNK);
     p.in_flight_pages = (64 << 10) / S::STAGE;
     p.patience = 1000000000, p.short_keys = 64;
-    p.most_splits = std::max(1, std::min(64, blocks / c.K));
+    p.most_splits = std::max(1, std::min(64, blocks / c.K)), p.joined = S::TOKENS == 1 ? 4 : 1;
     // Shared memory: the ring's barriers; two sets of sums (tiles, warps, tokens, 8 rows), of squares (tokens, warps);
     // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
     const size_t G = p.G, D = STEP_HEAD;
     const size_t input = S::input_bytes(std::max({c.C, c.F, c.H * c.D}), N);
     const size_t Q = S::tokens_attended(p.G) * G;
     const size_t attend = (2 * S::TOKENS + Q) * D * sizeof(bf16) + S::WARPS * Q * (D + 4) * sizeof(float);
-    const size_t join = p.most_splits * STEP_PART * 3 * sizeof(float);
     auto up = [](size_t n) { return (n + 127) / 128 * 128; };
     p.sums_at = up(2 * S::BARRIERS * sizeof(uint64_t) + sizeof(StepDealt));
     p.squares_at = p.sums_at + up(2 * S::ROUND * S::WARPS * N * 8 * sizeof(float));
     p.work_at = p.squares_at + up(2 * (size_t)N * S::WARPS * sizeof(float));
-    p.ring_at = p.work_at + up(std::max({input, attend, join}));
+    p.ring_at = p.work_at + up(std::max(input, attend));
     const size_t room = p.ring_at < shared_limit ? (shared_limit - p.ring_at) / S::STAGE : 0;
-    p.stages = (int)std::min<size_t>(room, S::BARRIERS * 3 / 4);
+    p.stages = (int)std::min<size_t>(room, S::BARRIERS * 3 / 4); // (fewer than S::WAITS)
     auto bound = [&](int& halves) { halves = std::max(2, std::min(halves, 2 * (p.stages - 1))); };
     for (StepProduct& q : p.product) bound(q.in_flight);
     bound(p.in_flight_pages);
@@ -223,9 +229,9 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
 inline size_t step_words(StepArgs& p, uint4* words, int N) {
     size_t at = 0;
     auto take = [&](uint4*& to, size_t each) { to = words + at, at += N * each; };
-    take(p.qkv, (size_t)(p.H + 2 * p.K) * STEP_HEAD / 4), take(p.att, (size_t)p.H * STEP_HEAD / 4);
+    take(p.qkv, (size_t)(p.H + 2 * p.K) * STEP_HEAD / 4);
+    take(p.att, (size_t)p.att_words());
     take(p.mid, p.C / 4), take(p.hidden, p.F / 4), take(p.out, p.C / 4);
-    take(p.parts, (size_t)p.H * p.most_splits * STEP_PART);
     return at;
 }
 
@@ -239,10 +245,10 @@ inline const char* step_refuses(const Config& c) {
 
 // ---- How weights are packed. A chunk is of 8 rows of W (see the top). Run j of lane 4 g + t is numbers 8 t .. 8 t +
 // 7 of the j-th 32 of row g: four words of two bf16 each, once it is in registers. These are mma's operand a as they
-// lie: words 0 and 2 are of its row g, words 1 and 3 of its row g + 8. x is operand b: of token n column 2 n has words
-// 0 and 2, column 2 n + 1 words 1 and 3. So lane 4 g + t gets row g's sum for token t in two halves, d[0] and d[3];
-// d[1] and d[2] multiply what does not belong together. (INT4 has its numbers in another order, see there.) What is
-// packed says
+// lie: two words are of its row g, two of its row g + 8 (of bf16 the first two, else words 0 and 2). x is operand b: of
+// token n column 2 n has the former two, column 2 n + 1 the latter. So lane 4 g + t gets row g's sum for token t in two
+// halves, d[0] and d[3]; d[1] and d[2] multiply what does not belong together. (INT4 has its numbers in another order,
+// see there.) What is packed says
 //   RUNS    that a lane has of a chunk         CHUNK   bytes of one
 //   Lane    of a chunk, in registers           Sum     of a tile: row g for token t of four
 //   load    of chunk number + warp of a stage
@@ -261,7 +267,7 @@ struct StepPlain { // bf16
         w = ((const uint4*)first + warp * 32 + lane)[number * 32];
     }
     __device__ __forceinline__ static void add(Sum& sum, const Lane& w, const uint2 (&x)[RUNS]) {
-        step_mma(sum, w, x[0]);
+        mma(sum, w.x, w.z, w.y, w.w, x[0].x, x[0].y); // (so x[0] is 8 bytes of x as it lies)
     }
     __device__ __forceinline__ static float whole(const Sum& sum) { return sum[0] + sum[3]; }
 
@@ -423,6 +429,12 @@ struct StepBarrier {
     __device__ void begin(int arrivals) { barrier_begin(shared_address(this), arrivals); }
     __device__ void arrive() { barrier_arrive(shared_address(this)); }
     __device__ void wait(uint32_t parity) { barrier_wait(shared_address(this), parity); }
+    __device__ bool is_odd() { // its phase
+        uint32_t passed;
+        asm volatile("{ .reg .pred passed; mbarrier.test_wait.parity.shared::cta.b64 passed, [%1], 0;\n"
+                     "selp.u32 %0, 1, 0, passed; }" : "=r"(passed) : "r"(shared_address(this)) : "memory");
+        return passed;
+    }
     __device__ void expect(int bytes) { barrier_arrive_expecting(shared_address(this), bytes); }
     __device__ static void begun() { barriers_begun(); }
     // `bytes` by one thread (see expect); 16 bytes, and, for all of this thread's so far, an arrival when they have
@@ -482,9 +494,10 @@ template <class S> __device__ inline void step_place(const StepArgs& p, StepDeal
     y.pos = p.b.pos[n], y.slot = p.b.slot[n], y.m0 = n, y.table = p.b.pages + (size_t)p.b.seq[n] * p.b.max_pages;
     while (y.m0 > 0 && p.b.seq[y.m0 - 1] == p.b.seq[n]) y.m0--;
     y.held = p.b.pos[y.m0], y.group = 0;
-    // Items go around the blocks downwards, from the last of those that have the fewest of QKV's tiles.
+    // Items go around the blocks downwards from the last: these have the fewest weights. (The last have a tile of O and
+    // of DOWN less than others, those before them one of QKV or GATE_UP.)
     const int blocks = gridDim.x, N = S::TOKENS == 1 ? 1 : p.b.N;
-    int first = (p.C / 8 - 1 - (int)blockIdx.x) % blocks, leader = 0, item[2] = {first, first}, pages = 0, splits = 0;
+    int first = blocks - 1 - (int)blockIdx.x, leader = 0, item[2] = {first, first}, pages = 0, splits = 0;
     for (int m = 0; m < N; m++) {
         const int pages_m = step_split_pages(p, p.b.pos[m], S::WARPS);
         const int splits_m = (p.b.pos[m] / PAGE + pages_m) / pages_m;
@@ -494,10 +507,12 @@ template <class S> __device__ inline void step_place(const StepArgs& p, StepDeal
         if (leads) leader = m;
         if (m == n) y.pages = pages, y.splits = splits, y.item[0] = item[0], y.item[1] = item[1];
         y.group += leader == n;
-        item[0] -= leads ? p.K * splits : 0, item[1] -= splits > 1 ? p.H : 0;
+        item[0] -= leads ? p.K * splits : 0, item[1] -= splits > p.joined ? p.H : 0;
     }
     for (int& item : y.item) item = (item % blocks + blocks) % blocks;
     y.kv = y.item[0] / y.splits, y.split = y.item[0] % y.splits;
+    y.joined = y.splits > p.joined ? 0 : y.splits;
+    y.attends = y.group && y.item[0] < p.K * y.splits, y.joins = !y.joined && y.item[1] < p.H;
     dealt.place[n] = y;
 }
 __device__ inline void step_deal(const StepArgs& p, StepDealt& dealt, int phase) {
@@ -523,6 +538,10 @@ __device__ __forceinline__ void step_items(const StepArgs& p, const StepDealt& d
 __device__ __forceinline__ int step_last_page(const StepPlace& y, int n, int split) {
     return min((split + 1) * y.pages, (y.held + n - y.m0 + y.group - 1) / PAGE + 1);
 }
+// Whether less is on its way while words are waited for.
+template <class S> __device__ __forceinline__ bool step_hushed(const StepArgs& p, const StepDealt& dealt) {
+    return p.C <= STEP_SMALL && (S::TOKENS > 1 || (dealt.place[0].splits > 2 && dealt.place[0].pages <= 12));
+}
 // The producer: stage after stage of the phases from `first` on. ATTEND's are pages: keys, values, keys, ..
 template <class S>
 __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, const StepDealt& dealt,
@@ -532,9 +551,12 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     int stage = 0, issued = 0;
     uint32_t parity = 1;
     const bool long_context = dealt.place[0].pages > 12; // of a split: words matter less then
+    const bool less = step_hushed<S>(p, dealt);
+    bool attends = false; // this block, so it has more to fetch
+    for (int n = 0; n < (S::TOKENS == 1 ? 1 : p.b.N); n++) attends |= dealt.place[n].attends;
     auto fill = [&](int bytes, int each, int in_flight, auto from) { // `each` bytes come from from(0), from(1) ..
         empty[stage].wait(parity);
-        in_flight = (in_flight + issued % 2) / 2;
+        in_flight = max(1, (in_flight - (less && full[S::WAITS].is_odd()) + issued % 2) / 2);
         const int earlier = stage - in_flight;
         if (issued++ >= in_flight)
             full[earlier < 0 ? earlier + p.stages : earlier].wait(earlier < 0 ? parity : parity ^ 1);
@@ -553,7 +575,7 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     for (int phase = first; phase < last; phase++) {
         const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
         const StepProduct& q = dealt.product[kind];
-        const int in_flight = layer < p.L && long_context ? p.in_flight_pages : q.in_flight;
+        const int in_flight = layer == p.L ? q.in_flight : long_context ? p.in_flight_pages : q.in_flight + attends;
         if (kind == STEP_ATTEND)
             step_items<S>(p, dealt, [&](const StepPlace& y, int n, int kv, int split) {
                 const int last = 2 * step_last_page(y, n, split);
@@ -744,6 +766,34 @@ __device__ __forceinline__ float4 step_join(const float* parts, int count, int s
     return sum;
 }
 
+// Four numbers of splits as one. Of each split there is a word: the numbers, as its own softmax has them, and the
+// logarithm (of 2) of its weights' sum.
+struct StepJoin {
+    float top = -INFINITY, weights = 0;
+    float4 sum = {0, 0, 0, 0};
+    static constexpr int ONCE = 4;
+    __device__ __forceinline__ static float log_of(const uint4& word) { return __uint_as_float(word.z); }
+    __device__ __forceinline__ void add(const uint4* words, int count) { // the next four, or the last `count`
+        float largest = top;
+        STEP_UNROLL
+        for (int i = 0; i < ONCE; i++) largest = fmaxf(largest, i < count ? log_of(words[i]) : -INFINITY);
+        const float before = exp2_fast(top - largest);
+        top = largest;
+        sum.x *= before, sum.y *= before, sum.z *= before, sum.w *= before;
+        STEP_UNROLL
+        for (int i = 0; i < ONCE; i++) {
+            const float by = i < count ? exp2_fast(log_of(words[i]) - top) : 0;
+            sum.x = fmaf(by, low(words[i].x), sum.x), sum.y = fmaf(by, high(words[i].x), sum.y);
+            sum.z = fmaf(by, low(words[i].y), sum.z), sum.w = fmaf(by, high(words[i].y), sum.w);
+            weights = i ? weights + by : fmaf(weights, before, by);
+        }
+    }
+    __device__ __forceinline__ uint4 word(uint32_t epoch) const {
+        const float by = __fdividef(1, weights), log = top + __log2f(weights);
+        return make_uint4(pack(sum.x * by, sum.y * by), pack(sum.z * by, sum.w * by), __float_as_uint(log), epoch);
+    }
+};
+
 // A consumer's thread.
 template <class S> struct Step {
     using W = typename S::W;
@@ -762,14 +812,20 @@ template <class S> struct Step {
     int stage = 0;                    // of the ring: the next to be read,
     uint32_t parity = 0;              // ... and the parity of its phase
     int set = 0;                      // of sums, the other one's are being handed over still
+    bool attends = false, joins = false; // this block has items of ATTEND, of JOIN
+    const bool hushed;                // see step_hushed
     bool gave_up = false;             // nothing is waited for any more
     int row = 0;                      // this lane's, of what the warp hands over:
-    float old = 0, gain = 0;          // ... x before a product; what its successor's norm weighs it by
+    uint32_t old = 0;                 // ... x before a product, as it came from memory: a float, or
+    bool embedding = false;           // ... the embedding's bf16;
+    uint16_t gain = 0;                // ... what its successor's norm weighs it by (bf16)
     float scale = 0;                  // 1 / rms of token n
     unsigned long long likeliest = 0; // key of this lane's logits, of token n
 
     __device__ Step(const StepArgs& p, StepDealt& dealt)
-        : p(p), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N) {}
+        : p(p), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N), hushed(step_hushed<S>(p, dealt)) {
+        for (int n = 0; n < N; n++) attends |= dealt.place[n].attends, joins |= dealt.place[n].joins;
+    }
     // Before each phase. (The compiler must not know that it is the same each time: it would compute all that follows
     // from these once, ahead of all phases, and keep it in registers that there are not.)
     __device__ __forceinline__ void begin_phase() {
@@ -778,7 +834,7 @@ template <class S> struct Step {
         memory = step_memory() + zero;
         full = (StepBarrier*)memory, empty = full + S::BARRIERS;
         n = warp % S::TOKENS, hand = warp / S::TOKENS;
-        old = gain = scale = 0;
+        scale = 0;
         work = (bf16*)(memory + p.work_at);
     }
 
@@ -801,45 +857,44 @@ template <class S> struct Step {
         if (now - since > p.patience) *p.fault = 1;
         gave_up = *p.fault;
     }
-    // Waits for those of the words at(0), at(1) .. that are `there`. All that are missing are asked for together: one
-    // after the other, each would take the way to the L2 cache and back.
+    // Waits, with all lanes of the warp, for those of the words at(0), at(1) .. that are `there`. All that are missing
+    // are asked for together: one after the other, each would take the way to the L2 cache and back. Until they are
+    // asked for again, one lane alone spins, for one of its words: all would keep words from coming.
     template <int COUNT, class At, class There>
     __device__ __forceinline__ void await_all(uint4 (&v)[COUNT], uint32_t epoch, At at, There there) {
         STEP_UNROLL
         for (int i = 0; i < COUNT; i++) v[i] = make_uint4(0, 0, 0, there(i) ? ~epoch : epoch);
-        uint64_t since = 0;
-        bool missing = true;
-        for (uint32_t spins = 1; missing && !gave_up; spins++) {
+        for (;;) {
+            const uint4* missing = nullptr;
             STEP_UNROLL
             for (int i = 0; i < COUNT; i++)
                 if (v[i].w != epoch) v[i] = step_peek(at(i));
-            missing = false;
             STEP_UNROLL
-            for (int i = 0; i < COUNT; i++) missing |= v[i].w != epoch;
-            if (spins % 1024 == 0) lose_patience(since);
+            for (int i = 0; i < COUNT; i++)
+                if (v[i].w != epoch) missing = at(i);
+            const uint32_t lanes = __ballot_sync(~0u, missing && !gave_up);
+            if (!lanes) break;
+            if (lane == __ffs((int)lanes) - 1) await(missing, epoch);
+            __syncwarp();
         }
     }
-    // Waits for words i = from, from + step .. and hands each to take(i, word). One lane spins; the others look when it
-    // has seen its own: they would keep words from coming. (With packed weights, of which less is on its way, they do
-    // not: INT4 467 us, 449 if all spin.)
-    template <class At, class Take>
-    __device__ __forceinline__ void receive(int from, int step, int count, uint32_t epoch, At at, Take take) {
-        constexpr int ONCE = 4;
-        if (W::PLAIN && lane == 0 && from < count) await(at(from), epoch);
-        __syncwarp();
-        for (; from < count; from += ONCE * step) {
-            uint4 v[ONCE];
+    // Waits for words of `splits` splits, and makes them one: v[i] of at(i), at(i) + H D / 4 .. Asks for AT_ONCE fours.
+    template <int AT_ONCE, int COUNT, class At, class There>
+    __device__ __forceinline__ void await_joined(uint4 (&v)[COUNT], int splits, uint32_t epoch, At at, There there) {
+        constexpr int ONCE = AT_ONCE * StepJoin::ONCE;
+        StepJoin of[COUNT];
+        for (int from = 0; from < splits; from += ONCE) {
+            uint4 of_split[COUNT * ONCE];
+            await_all(of_split, epoch, [&](int i) { return at(i / ONCE) + (from + i % ONCE) * (p.H * (D / 4)); },
+                      [&](int i) { return from + i % ONCE < splits && there(i / ONCE); });
             STEP_UNROLL
-            for (int j = 0; j < ONCE; j++)
-                if (from + j * step < count) v[j] = step_peek(at(from + j * step));
-            STEP_UNROLL
-            for (int j = 0; j < ONCE; j++) {
-                const int i = from + j * step;
-                if (i >= count) break;
-                if (v[j].w != epoch) v[j] = await(at(i), epoch);
-                take(i, v[j]);
-            }
+            for (int i = 0; i < COUNT; i++)
+                STEP_UNROLL
+                for (int j = 0; j < ONCE; j += StepJoin::ONCE)
+                    if (from + j < splits) of[i].add(of_split + i * ONCE + j, splits - from - j);
         }
+        STEP_UNROLL
+        for (int i = 0; i < COUNT; i++) v[i] = of[i].word(epoch);
     }
     // y of this lane's row and of its three neighbours' as a word; `square`: x^2 of each. Lanes in fours.
     __device__ __forceinline__ void send(uint4* words, int row, float y, float square, uint32_t epoch, bool there) {
@@ -852,7 +907,7 @@ template <class S> struct Step {
 
     // ---- Products
     // This warp's, of so many chunks of a row or stage.
-    __device__ __forceinline__ int chunks(int steps) const { return (steps - warp + WARPS - 1) / WARPS; }
+    __device__ __forceinline__ int chunks(int steps) const { return (unsigned)(steps - warp + WARPS - 1) / WARPS; }
     // Operands of `count` stages, which are then free for others. The first has `steps` chunks, the next `less` fewer.
     // What is not there is zeros: left as it was, it would keep registers from one product to the next.
     __device__ __forceinline__ void load(typename W::Lane (&w)[BATCH][EACH], int count, int steps, int less) {
@@ -879,7 +934,7 @@ template <class S> struct Step {
         constexpr int AT_ONCE = 2; // stages: their chains overlap
         STEP_UNROLL
         for (int four = 0; four < FOURS; four++) {
-            const bf16* x = work + min(4 * four + g / 2, N - 1) * S::row(in) + 8 * t + g % 2 * 2;
+            const bf16* x = work + min(4 * four + g / 2, N - 1) * S::row(in) + 8 * t + g % 2 * 4;
             typename W::X b[EACH];
             STEP_UNROLL
             for (int i = 0; i < BATCH; i++) {
@@ -887,10 +942,8 @@ template <class S> struct Step {
                 const int first = (s + (SAME ? min(i, count - 1) : 0)) * STEPS + warp;
                 STEP_UNROLL
                 for (int j = 0; j < EACH && (SAME || i == 0); j++) {
-                    if constexpr (W::PLAIN) {
-                        const auto* from = (const uint32_t*)(x + (first + j * WARPS) * 32);
-                        b[j][0] = make_uint2(from[0], from[2]);
-                    } else W::load_x(b[j], (const unsigned char*)work + (first + j * WARPS) * W::X_BYTES, lane);
+                    if constexpr (W::PLAIN) b[j][0] = *(const uint2*)(x + (first + j * WARPS) * 32);
+                    else W::load_x(b[j], (const unsigned char*)work + (first + j * WARPS) * W::X_BYTES, lane);
                 }
                 STEP_UNROLL
                 for (int j = 0; j < EACH; j++) W::add(sum[four][i], w[i][j], b[j]);
@@ -929,7 +982,9 @@ template <class S> struct Step {
             load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
         }
         prepare(kind, layer, 0);
+        if (hushed && tid == 0) full[S::WAITS].arrive();
         input(kind, layer);
+        if (hushed && tid == 0) full[S::WAITS].arrive();
         for (int tile = 0; tile < tiles; tile += ROUND) {
             const int count = min(ROUND, tiles - tile);
             if (tile) prepare(kind, layer, tile);
@@ -1029,9 +1084,11 @@ template <class S> struct Step {
         const int tiles = dealt.product[kind].tiles, i = tile + 4 * hand + lane / 8;
         row = (dealt.first[kind] + (tiles == 2 ? i / 2 : i) * (int)gridDim.x) * 8 + lane % 8;
         if ((kind != STEP_O && kind != STEP_DOWN) || hand >= S::HANDS || n >= N || row >= p.C) return;
-        const bool first = kind == STEP_O && layer == 0 && (W::PLAIN || p.embed); // x is the embedding still
-        old = first ? to_acc(p.embed[(size_t)p.b.token[n] * p.C + row]) : p.residual[(size_t)n * p.C + row];
-        gain = to_acc(p.gains[kind == STEP_O ? p.gains_of(layer) + p.C + row : p.gains_of(layer + 1) + row]);
+        embedding = kind == STEP_O && layer == 0 && (W::PLAIN || p.embed); // x is that still
+        auto bits = [](const bf16& x) { return __builtin_bit_cast(uint16_t, x); };
+        old = embedding ? bits(p.embed[(size_t)p.b.token[n] * p.C + row])
+                        : __float_as_uint(p.residual[(size_t)n * p.C + row]);
+        gain = bits(p.gains[kind == STEP_O ? p.gains_of(layer) + p.C + row : p.gains_of(layer + 1) + row]);
     }
     __device__ __forceinline__ float rms_scale() {
         const float* squares = squares_of(n);
@@ -1056,9 +1113,10 @@ template <class S> struct Step {
             send(p.hidden + (size_t)n * (p.F / 4), row, __fdividef(y, 1 + exp2_fast(-LOG2E * y)) * up, 0, e,
                  there && lane / 8 % 2 == 0);
         } else if (kind != STEP_LOGITS) {
-            const float x = old + y;
+            const float x = __uint_as_float(embedding ? old << 16 : old) + y;
             if (there) p.residual[(size_t)n * p.C + row] = x;
-            send((kind == STEP_O ? p.mid : p.out) + (size_t)n * (p.C / 4), row, x * gain, __fmul_rn(x, x), e, there);
+            const float by = __uint_as_float((uint32_t)gain << 16);
+            send((kind == STEP_O ? p.mid : p.out) + (size_t)n * (p.C / 4), row, x * by, __fmul_rn(x, x), e, there);
         } else if (there) {
             const Draw& draw = p.draw[n];
             if (p.seen) y = penalized(y, draw.how, p.seen[(size_t)n * p.V + row]);
@@ -1080,8 +1138,9 @@ template <class S> struct Step {
                             : kind == STEP_DOWN    ? p.hidden
                             : kind == STEP_GATE_UP ? p.mid
                                                    : p.out;
+        const int joined = kind == STEP_O && S::TOKENS == 1 ? dealt.place[0].joined : 1;
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
-        auto word_of = [&](int i) { return (warp + i / WORDS * WARPS) * WORDS + i % WORDS; };
+        auto word_of = [&](unsigned i) { return (int)((warp + i / WORDS * WARPS) * WORDS + i % WORDS); };
         const bool embeds = kind == STEP_QKV && layer == 0;
         if constexpr (!W::PLAIN) { // all lanes together, as store_x needs them; four words each where there are so many
             const int all = S::BATCHED ? filled : mine;
@@ -1096,7 +1155,9 @@ template <class S> struct Step {
                     STEP_UNROLL
                     for (int j = 0; j < ONCE; j++)
                         v[j] = there(j) ? embedded(0, word_of(at(j))) : make_uint4(0, 0, 0, 0);
-                } else await_all(v, e, [&](int j) { return from + word_of(at(j)); }, there);
+                } else if (joined > 1)
+                    await_joined<1>(v, joined, e, [&](int j) { return from + word_of(at(j)); }, there);
+                else await_all(v, e, [&](int j) { return from + word_of(at(j)); }, there);
                 __syncwarp();
                 STEP_UNROLL
                 for (int j = 0; j < ONCE; j++) {
@@ -1113,51 +1174,78 @@ template <class S> struct Step {
                 if (lane == 0) squares_of(0)[warp] = square;
             }
         }
-        for (int m = 0; m < N && W::PLAIN && (S::TOKENS == 1 || embeds); m++) {
-            bf16* to = work + m * S::row(q.in);
-            float square = 0; // of this thread's
-            auto take = [&](int i, const uint4& v) {
-                *(uint2*)(to + 4 * word_of(i)) = make_uint2(v.x, v.y);
-                square += __uint_as_float(v.z);
+        if constexpr (W::PLAIN) {
+            // This lane's words, of each token, and their places: one in APART.
+            constexpr int APART = 32 * WARPS, ONCE = S::TOKENS == 1 ? 4 : S::TOKENS < 8 ? 8 / S::TOKENS : 1;
+            const int width = S::row(q.in), apart = kind == STEP_O ? p.att_words() : words; // from token to token
+            for (int i = count + lane; i < filled; i += 32)
+                for (int m = 0; m < N; m++) *(uint2*)(work + m * width + 4 * word_of(i)) = make_uint2(0, 0);
+            const uint4* own = from + word_of(lane);
+            bf16* to = work + 4 * word_of(lane);
+            float square[S::TOKENS] = {};
+            auto take = [&](int m, int i, const uint4& v) { // the i-th
+                *(uint2*)(to + m * width + 4 * i * APART) = make_uint2(v.x, v.y);
+                square[m] += __uint_as_float(v.z);
             };
             if (embeds)
-                for (int i = lane; i < count; i += 32) take(i, embedded(m, word_of(i)));
-            else receive(lane, 32, count, e, [&](int i) { return from + (size_t)m * words + word_of(i); }, take);
-            for (int i = count + lane; i < filled; i += 32) *(uint2*)(to + 4 * word_of(i)) = make_uint2(0, 0);
-            if (!normed) continue;
-            square = warp_sum(square);
-            if (lane == 0) squares_of(m)[warp] = square;
-        }
-        if (S::TOKENS > 1 && !embeds) {
-            constexpr int ONCE = S::TOKENS < 8 ? 8 / S::TOKENS : 1; // of a token: words in registers are few
-            float square[S::TOKENS] = {};
-            for (int first = 0; first < count; first += 32 * ONCE) {
-                const int i = first + lane;
-                uint4 v[ONCE * S::TOKENS];
-                auto there = [&](int j) { return j % S::TOKENS < N && i + j / S::TOKENS * 32 < count; };
-                if (lane == 0) await(from + (N - 1) * words + word_of(i), e); // (see receive)
+                STEP_UNROLL
+                for (int m = 0; m < S::TOKENS; m++)
+                    for (int i = lane; i < count && m < N; i += 32) take(m, i / 32, embedded(m, word_of(i)));
+            else if (S::TOKENS == 1 && joined > 1)
+                for (int i = lane; i - lane < count; i += 64, own += 2 * APART, to += 8 * APART) {
+                    uint4 v[2];
+                    auto there = [&](int j) { return i + 32 * j < count; };
+                    await_joined<1>(v, joined, e, [&](int j) { return own + j * APART; }, there);
+                    STEP_UNROLL
+                    for (int j = 0; j < 2; j++)
+                        if (there(j)) take(0, j, v[j]);
+                }
+            else if constexpr (S::TOKENS == 1) { // one lane spins, and the others look when it has seen its word
+                if (lane == 0 && count) await(own, e);
                 __syncwarp();
-                await_all(v, e, [&](int j) { return from + j % S::TOKENS * words + word_of(i + j / S::TOKENS * 32); },
-                          there);
-                STEP_UNROLL
-                for (int j = 0; j < ONCE * S::TOKENS; j++) {
-                    if (!there(j)) continue;
-                    const int m = j % S::TOKENS, word = word_of(i + j / S::TOKENS * 32);
-                    *(uint2*)(work + m * S::row(q.in) + 4 * word) = make_uint2(v[j].x, v[j].y);
-                    square[m] += __uint_as_float(v[j].z);
+                for (int i = lane; i < count; i += ONCE * 32, own += ONCE * APART, to += ONCE * 4 * APART) {
+                    uint4 v[ONCE];
+                    STEP_UNROLL
+                    for (int j = 0; j < ONCE; j++)
+                        if (i + j * 32 < count) v[j] = step_peek(own + j * APART);
+                    STEP_UNROLL
+                    for (int j = 0; j < ONCE; j++) {
+                        if (i + j * 32 >= count) break;
+                        if (v[j].w != e) v[j] = await(own + j * APART, e);
+                        take(0, j, v[j]);
+                    }
                 }
+            } else
+                for (int i = lane; i - lane < count; i += ONCE * 32, own += ONCE * APART, to += ONCE * 4 * APART) {
+                    uint4 v[ONCE * S::TOKENS];
+                    auto there = [&](int j) { return j % S::TOKENS < N && i + j / S::TOKENS * 32 < count; };
+                    await_all(v, e, [&](int j) { return own + j % S::TOKENS * apart + j / S::TOKENS * APART; }, there);
+                    STEP_UNROLL
+                    for (int j = 0; j < ONCE * S::TOKENS; j++)
+                        if (there(j)) take(j % S::TOKENS, j / S::TOKENS, v[j]);
+                }
+            if (normed) {
+                constexpr int LANES = 32 / S::TOKENS; // of a token, in the end
+                const float sum = sum_over_lanes(square);
+                if (lane % LANES == 0 && lane / LANES < N) squares_of(lane / LANES)[warp] = sum;
             }
-            for (int i = count + lane; i < filled; i += 32)
-                for (int m = 0; m < N; m++)
-                    *(uint2*)(work + m * S::row(q.in) + 4 * word_of(i)) = make_uint2(0, 0);
-            if (normed)
-                STEP_UNROLL
-                for (int m = 0; m < S::TOKENS; m++) {
-                    const float sum = warp_sum(square[m]);
-                    if (m < N && lane == 0) squares_of(m)[warp] = sum;
-                }
         }
         __syncwarp();
+    }
+    // The warp's sums of COUNT numbers a lane: the m-th is in lanes m (32 / COUNT) and up. As warp_sum adds.
+    template <int COUNT> __device__ __forceinline__ float sum_over_lanes(float (&x)[COUNT]) {
+        static_assert((COUNT & (COUNT - 1)) == 0);
+        int other = 16;
+        STEP_UNROLL
+        for (int n = COUNT / 2; n > 0; n /= 2, other /= 2)
+            STEP_UNROLL
+            for (int i = 0; i < n; i++) {
+                const bool upper = lane & other;
+                const float give = upper ? x[i] : x[n + i], keep = upper ? x[n + i] : x[i];
+                x[i] = keep + __shfl_xor_sync(~0u, give, other);
+            }
+        for (; other; other /= 2) x[0] += __shfl_xor_sync(~0u, x[0], other);
+        return x[0];
     }
     // Four numbers of token m's embedding, as DOWN would send them.
     __device__ __forceinline__ uint4 embedded(int m, int word) {
@@ -1174,18 +1262,20 @@ template <class S> struct Step {
                           __float_as_uint(fmaf(a, a, b * b) + fmaf(c, c, d * d)), 0);
     }
 
-    // ---- Attention
-    // This block's items, then of each token's long context its heads.
-    __device__ __forceinline__ void attention(int layer, bool joins) {
-        if (!joins)
-            return step_items<S>(p, dealt, [&](const StepPlace&, int n, int kv, int split) {
-                attend(layer, n, kv, split);
-            });
-        for (int n = 0; n < N; n++) {
-            const StepPlace& y = dealt.place[n];
-            for (int h = y.item[1]; h < p.H && y.splits > 1; h += gridDim.x) join(layer, n, h, y.splits);
-        }
+    __device__ __forceinline__ void phase(int kind, int layer) {
+        if (kind == STEP_ATTEND ? !attends : kind == STEP_JOIN && !joins) return;
+        begin_phase();
+        if (kind == STEP_ATTEND)
+            step_items<S>(p, dealt, [&](const StepPlace&, int n, int kv, int split) { attend(layer, n, kv, split); });
+        else if (kind == STEP_JOIN) {
+            for (int n = 0; n < N; n++) {
+                const StepPlace& y = dealt.place[n];
+                for (int h = y.item[1]; h < p.H && !y.joined; h += gridDim.x) join(layer, n, h, y.splits);
+            }
+        } else product(kind, layer);
     }
+
+    // ---- Attention
     // A KV head's queries of token n, or of the group that it leads, over a split. Tokens m0 .. end - 1 of the step are
     // of one sequence: their keys and values are not in the cache yet but come as words. Shared memory has these, the
     // queries, and parts of warps.
@@ -1276,7 +1366,7 @@ template <class S> struct Step {
         }
         softmax.store(parts + (size_t)warp * Q * (D + 4), Q);
         meet();
-        publish_attention(parts, layer, n, Q, kv, split, y.splits);
+        publish_attention(parts, layer, n, Q, kv, split);
         meet(); // `work` is free
     }
     // Numbers 4 lane .. 4 lane + 3 of a head: rms norm, then the rotation of the planes (i, i + D / 2).
@@ -1295,55 +1385,26 @@ template <class S> struct Step {
         }
         return make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
     }
-    // The warps' parts of Q queries as one: what O takes, or a split's part for JOIN.
-    __device__ __forceinline__ void publish_attention(float* parts, int layer, int n, int Q, int kv, int split,
-                                                      int splits) {
+    // The warps' parts of Q queries as one.
+    __device__ __forceinline__ void publish_attention(float* parts, int layer, int n, int Q, int kv, int split) {
         const int G = p.G;
         auto token_of = [&](int j) { return S::TOKENS == 1 ? n : n + j / G; };
         auto head_of = [&](int j) { return kv * G + (S::TOKENS == 1 ? j : j % G); };
         for (int i = tid; i < Q * (D / 4); i += CONSUMERS) {
             const int j = i / (D / 4), quad = i % (D / 4);
-            float top, weights, *part = parts + j * (D + 4);
-            const float4 x = step_join(part, WARPS, Q * (D + 4), quad, top, weights);
-            if (splits == 1) publish_head(token_of(j), head_of(j), quad, x, weights, layer);
-            else {
-                *(float4*)(part + 4 * quad) = x; // (only this thread reads these four)
-                if (quad == 0) part[D + 2] = top, part[D + 3] = weights;
-            }
-        }
-        if (splits == 1) return;
-        meet();
-        for (int i = tid; i < Q * STEP_PART; i += CONSUMERS) {
-            const int j = i / STEP_PART, word = i % STEP_PART;
-            auto at = [&](int k) {
-                return __float_as_uint(k < D + 2 ? parts[j * (D + 4) + (k < D ? k : k + 2)] : 0.f);
-            };
-            const size_t part = ((size_t)token_of(j) * p.H + head_of(j)) * p.most_splits + split;
-            step_publish(p.parts + part * STEP_PART + word,
-                         make_uint4(at(3 * word), at(3 * word + 1), at(3 * word + 2), epoch(layer)));
-        }
-    }
-    __device__ __forceinline__ void publish_head(int n, int h, int quad, const float4& x, float weights, int layer) {
-        const float by = __fdividef(1, weights);
-        const uint32_t first = pack(x.x * by, x.y * by), second = pack(x.z * by, x.w * by);
-        step_publish(p.att + ((size_t)n * p.H + h) * (D / 4) + quad, make_uint4(first, second, 0, epoch(layer)));
-    }
-    // A head's splits as one.
-    __device__ __forceinline__ void join(int layer, int n, int h, int splits) {
-        float* parts = (float*)work;
-        const uint4* words = p.parts + ((size_t)n * p.H + h) * p.most_splits * STEP_PART;
-        receive(tid, CONSUMERS, splits * STEP_PART, epoch(layer), [&](int i) { return words + i; },
-                [&](int i, const uint4& v) {
-                    parts[3 * i] = __uint_as_float(v.x), parts[3 * i + 1] = __uint_as_float(v.y);
-                    parts[3 * i + 2] = __uint_as_float(v.z);
-                });
-        meet();
-        if (tid < D / 4) {
             float top, weights;
-            const float4 x = step_join(parts, splits, 3 * STEP_PART, tid, top, weights);
-            publish_head(n, h, tid, x, weights, layer);
+            const float4 x = step_join(parts + j * (D + 4), WARPS, Q * (D + 4), quad, top, weights);
+            uint4* to = p.att_of(token_of(j), dealt.place[n].joined ? split : split + 1);
+            step_publish(to + head_of(j) * (D / 4) + quad, StepJoin{top, weights, x}.word(epoch(layer)));
         }
-        meet(); // `work` is free
+    }
+    // A head's splits as one, if these are too many for O.
+    __device__ __forceinline__ void join(int layer, int n, int h, int splits) {
+        if (warp) return;
+        const int word = h * (D / 4) + lane;
+        uint4 v[1];
+        await_joined<4>(v, splits, epoch(layer), [&](int) { return p.att_of(n, 1) + word; }, [](int) { return true; });
+        step_publish(p.att_of(n, 0) + word, v[0]);
     }
 
     // ---- The end: each block's likeliest ids; the last block draws if it is asked to, and counts the step.
@@ -1381,6 +1442,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_consta
     const int tid = threadIdx.x;
     if (tid < p.stages) full[tid].begin(S::BULK ? 1 : 128), empty[tid].begin(S::WARPS);
     if (tid < 7) step_deal(p, dealt, tid);
+    if (tid == 0) full[S::WAITS].begin(1);
     if (tid < (S::TOKENS == 1 ? 1 : p.b.N)) step_place<S>(p, dealt, tid);
     StepBarrier::begun();
     step_meet(0, S::THREADS);
@@ -1391,11 +1453,11 @@ __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_consta
     }
     if constexpr (S::BULK) take_registers<232>(); // 128 x 40 + 256 x 232 of 384 x 168
     Step<S> step(p, dealt);
+    int layer = first / 6, kind = first % 6;
     for (int phase = first; phase < last; phase++) {
-        const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
-        step.begin_phase();
-        if (kind == STEP_ATTEND || kind == STEP_JOIN) step.attention(layer, kind == STEP_JOIN);
-        else step.product(kind, layer);
+        if (layer == p.L) kind = STEP_LOGITS;
+        step.phase(kind, layer);
+        if (++kind == 6) kind = 0, layer++;
     }
     if (last == p.phases()) step.finish();
 }
@@ -1426,7 +1488,7 @@ template <class F, int GROUPS> PackedArgs step_source(const Linear<bf16>& W, Ste
 
 // A step by a kernel of another shape, for which `plan` was made.
 inline StepArgs step_as_planned(StepArgs step, const StepArgs& plan) {
-    step.stages = plan.stages, step.in_flight_pages = plan.in_flight_pages;
+    step.stages = plan.stages, step.in_flight_pages = plan.in_flight_pages, step.joined = plan.joined;
     for (int i = 0; i < 7; i++) step.product[i].in_flight = plan.product[i].in_flight;
     step.sums_at = plan.sums_at, step.squares_at = plan.squares_at, step.work_at = plan.work_at;
     step.ring_at = plan.ring_at, step.shared = plan.shared;

@@ -86,6 +86,7 @@ struct StepBarrier {
             else wait_at(Coroutine::READY);
         }
     }
+    bool is_odd() const { return phase & 1; }
     static EmulatedCopy spoil(void* to, const void* from, int n) {
         if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || n % 16)
             std::puts("FALSE: a copy is not aligned"), std::exit(1);
@@ -112,10 +113,16 @@ __device__ inline int step_arrive(int* counter) { return (*counter)++; }
 template <class T> T __ldcg(const T* p) { return *p; }
 constexpr float LOG2E = 1.44269504f;
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float __log2f(float x) { return std::log2(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float warp_sum(float x) {
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
+}
+inline uint32_t __ballot_sync(unsigned, bool x) {
+    uint32_t lanes = (uint32_t)x << threadIdx.x % 32;
+    for (int other = 16; other; other /= 2) lanes |= __shfl_xor_sync(~0u, lanes, other);
+    return lanes;
 }
 inline float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));

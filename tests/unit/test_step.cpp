@@ -292,12 +292,12 @@ static bool same(const Result& a, const Result& b) {
 TEST_CASE("a token by one kernel is what `forward` computes: phase by phase, and all at once with the same bits") {
     struct Case { int C, F, H, K, V, L; bool tied; int pos; unsigned blocks; };
     // Inputs of no whole stage, of one and of several; groups of 1, 2 and 4; fewer tiles than blocks and more; positions
-    // at the borders of pages and, with 96 keys, of splits.
+    // at the borders of pages and, with 96 keys, of splits: up to 4 are joined by O, 7 by JOIN.
     for (const Case& y : {Case{136, 72, 2, 1, 72, 2, true, 0, 3}, Case{128, 264, 2, 1, 200, 1, false, 1, 1},
                           Case{40, 24, 4, 1, 64, 1, false, 15, 7}, Case{264, 136, 2, 1, 88, 1, true, 16, 3},
                           Case{72, 520, 2, 1, 40, 1, false, 17, 7}, Case{136, 72, 4, 1, 72, 1, true, 95, 3},
                           Case{40, 72, 2, 1, 72, 2, true, 96, 7}, Case{40, 24, 2, 2, 24, 1, false, 300, 7},
-                          Case{40, 24, 2, 1, 24, 1, true, 200, 1}}) {
+                          Case{40, 24, 2, 1, 24, 1, true, 200, 1}, Case{40, 24, 4, 1, 24, 1, true, 215, 7}}) {
         RandomNumbers random{(uint64_t)y.C * 1000 + y.pos};
         INFO("C " << y.C << " F " << y.F << " H " << y.H << " K " << y.K << " V " << y.V << " L " << y.L << " position " << y.pos
                   << " blocks " << y.blocks);
@@ -338,12 +338,12 @@ TEST_CASE("packed weights in the kernel are those of W.at: every format, heads a
     using Fp8 = StepPacked<PackedFp8, 1>;
     // C and F: parts of a chunk, whole ones, several stages; rows in groups that end in a chunk's middle.
     check_packed<SmallOf<Int8>, SmallOf<Int8>>(int8, int8, 136, 264, 72, true, 0, 3);
-    check_packed<SmallOf<Int8>, SmallOf<Int8>>(int8, int8, 40, 72, 200, false, 17, 5);
+    check_packed<SmallOf<Int8>, SmallOf<Int8>>(int8, int8, 40, 72, 200, false, 96, 7); // 4 splits
     check_packed<SmallOf<Fp8>, Small>(fp8, plain, 264, 136, 72, true, 16, 3);
     check_packed<SmallOf<Fp8>, SmallOf<Fp8>>(fp8, fp8, 72, 520, 40, false, 1, 3);
     for (bool zeros : {false, true}) {
         const PackedKind by32 = {Format::INT4, 32, zeros}, by64 = {Format::INT4, 64, zeros}, by128 = {Format::INT4, 128, zeros};
-        check_packed<SmallOf<StepPacked<PackedInt4<1>, 4>>, SmallOf<Int8>>(by32, int8, 136, 552, 72, true, 15, 3);
+        check_packed<SmallOf<StepPacked<PackedInt4<1>, 4>>, SmallOf<Int8>>(by32, int8, 136, 552, 72, true, 110, 7);
         check_packed<SmallOf<StepPacked<PackedInt4<1>, 2>>, Small>(by64, plain, 264, 136, 72, false, 3, 5);
         check_packed<SmallOf<StepPacked<PackedInt4<1>, 1>>, SmallOf<Int8>>(by128, int8, 520, 72, 40, true, 3, 3);
         check_packed<SmallOf<StepPacked<PackedInt4<1>, 1>, false>, SmallOf<Int8, false>>(by128, int8, 72, 264, 40, false, 20, 3);
