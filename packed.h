@@ -829,9 +829,10 @@ void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Ep
 }
 
 // Whether a product of N tokens is one of these. (The Tensor Memory Accelerator wants rows of whole 16 bytes; a group
-// of columns is found by a shift.)
+// of columns is found by a shift. Up to 64 tokens, though it can have 128: of prompts of 100 by tiles of 128 tokens in
+// a new session 1 of 200 had other logits, which was not explained; of 64 none of 12,000. See PERFORMANCE.md.)
 inline bool streams_packed(const Context& ctx, const Linear<bf16>& W, int N) {
-    return W.format != Format::PLAIN && ctx.gpu->hopper && !ctx.invariant && !W.adapter.rank && N <= 128 &&
+    return W.format != Format::PLAIN && ctx.gpu->hopper && !ctx.invariant && !W.adapter.rank && N <= 64 &&
            W.row_bytes() % 16 == 0 && (W.group & (W.group - 1)) == 0 &&
            (W.format != Format::FP8 || W.group >= PACKED_IN);
 }
