@@ -771,6 +771,8 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
         for (; step < last; step += tiles.turns, ring.next(tiles.stages, tiles.turns)) {
             scales.take();
             scales.load(p, step + tiles.turns); // (past the end: the row's last)
+            // A barrier that is two phases behind looks full. If a turn passes us by, its stage may not have come yet.
+            barrier_wait(empty(ring.stage), ring.parity ^ 1);
             barrier_wait(full(ring.stage), ring.parity);
             const uint32_t at = ring_at + ring.stage * bytes;
             const uint64_t x = wgmma_operand(at, 0);
@@ -829,10 +831,9 @@ void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Ep
 }
 
 // Whether a product of N tokens is one of these. (The Tensor Memory Accelerator wants rows of whole 16 bytes; a group
-// of columns is found by a shift. Up to 64 tokens, though it can have 128: of prompts of 100 by tiles of 128 tokens in
-// a new session 1 of 200 had other logits, which was not explained; of 64 none of 12,000. See PERFORMANCE.md.)
+// of columns is found by a shift.)
 inline bool streams_packed(const Context& ctx, const Linear<bf16>& W, int N) {
-    return W.format != Format::PLAIN && ctx.gpu->hopper && !ctx.invariant && !W.adapter.rank && N <= 64 &&
+    return W.format != Format::PLAIN && ctx.gpu->hopper && !ctx.invariant && !W.adapter.rank && N <= 128 &&
            W.row_bytes() % 16 == 0 && (W.group & (W.group - 1)) == 0 &&
            (W.format != Format::FP8 || W.group >= PACKED_IN);
 }
