@@ -16,6 +16,10 @@ __device__ inline unsigned long long draw_key(float logit, int id) {
     const uint32_t u = __float_as_uint(logit + 0.f); // -0 becomes 0
     return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
 }
+__device__ inline float logit_of(unsigned long long key) {
+    const uint32_t u = (uint32_t)(key >> 32);
+    return __uint_as_float(u >> 31 ? u & 0x7fffffff : ~u);
+}
 
 // The head's product: logits with the penalties, and the likeliest id of each block's rows. `best` has room for
 // BEST_BLOCKS blocks, and sample_kernel has a thread for each of them: MOST_BLOCKS holds stream_product to that.
@@ -73,18 +77,20 @@ struct DrawState {
     int *token, *pos, *slot; // (R) of the token just drawn, out; pos: in, that of the token before
     const int *seq, *pages;  // (R), (., max_pages)
     int max_pages;
-    uint32_t* seen;          // (R,V) or null
+    uint32_t* seen;          // (., V) or null
     volatile int* ring;      // (R, ring_size) in the host's memory, or null: id + 1 of the token at each position
     int ring_size;
+    int* last;               // (.) the sequence's token drawn last, or null
 };
 
 // ---- sample_kernel: Book I's `sample`, and the next step's batch
 // A block of 1024 threads owns a row of logits, a thread every 1024th id; 27 KB of shared memory. The likeliest ids go
 // to a list in shared memory, in which all is decided by comparing everyone with everyone. Which are the likeliest:
-// with top-k those from the k-th of the likeliest ids of disjoint groups on, at least k and hardly more; else as many
-// as the list holds, by bins of their exponents. If what may be drawn is more than the list holds (flat distributions
-// without top-k), the least key that is kept is found by bisection over all ids instead, a pass for each bit. Bound by
-// what one multiprocessor reads from the L2 cache: 5 us a pass over 151,936 logits.
+// with top-k those from the k-th of the likeliest ids of disjoint groups on, at least k and hardly more: where the
+// groups are those of the head's blocks, they are in the few blocks whose likeliest is among them. Else as many as the
+// list holds, by bins of their exponents. If what may be drawn is more than the list holds (flat distributions without
+// top-k), the least key that is kept is found by bisection over all ids instead, a pass for each bit. Bound by what one
+// multiprocessor reads from the L2 cache: 5 us a pass over 151,936 logits.
 constexpr int DRAW_THREADS = 1024;
 constexpr int LIST = DRAW_THREADS; // a thread an entry
 constexpr int GROUPS = 256;        // of ids: those of four threads, or of some of the head's blocks
@@ -95,8 +101,10 @@ struct DrawList {
     unsigned long long keys[LIST], weights[LIST];
     unsigned long long groups[GROUPS]; // the largest key of each
     unsigned long long top, least;     // the largest key of all; the k-th of the groups', 0: there are fewer
+    uint16_t blocks[BEST_BLOCKS];      // of the head's, those that have ids from `least` on
     uint32_t bins[BINS];     // how many ids each has
     int count, cut;          // entries; bins that go to the list
+    int some;                // `blocks` there are
     int answer;              // the id that is drawn
 };
 
@@ -119,6 +127,28 @@ struct DrawRow {
                 if (id < exist) f(id, usable(x[i]));
         }
     }
+    // The same for the ids of list.blocks, of which a warp has one at a time, and a lane four neighbours.
+    template <class F>
+    __device__ __forceinline__ void each_of(const DrawList& list, const RowsDealt& dealt, F f) const {
+        constexpr int LOADS = 3;
+        const int fours = dealt.rows / 4;
+        for (int b = threadIdx.x / 32; b < list.some; b += DRAW_THREADS / 32) {
+            const int first = (list.blocks[b] + dealt.blocks - dealt.shift) % dealt.blocks;
+            auto id_of = [&](int i) { return (first + i / fours * dealt.blocks) * dealt.rows + i % fours * 4; };
+            for (int i = threadIdx.x % 32; id_of(i) < exist; i += LOADS * 32) {
+                float4 x[LOADS];
+                UNROLL for (int l = 0; l < LOADS; l++) {
+                    const int id = id_of(i + l * 32);
+                    x[l] = id < exist ? *(const float4*)(logits + id) : float4{};
+                }
+                UNROLL for (int l = 0; l < LOADS; l++) {
+                    const int id = id_of(i + l * 32);
+                    const float four[4] = {x[l].x, x[l].y, x[l].z, x[l].w};
+                    UNROLL for (int j = 0; j < 4; j++) if (id + j < exist) f(id + j, usable(four[j]));
+                }
+            }
+        }
+    }
     __device__ static unsigned long long weight(float exponent) { // e^-28 is below a step
         return exponent < -28.f ? 0ull : (unsigned long long)(exp_exact(exponent) * WEIGHT_ONE);
     }
@@ -126,43 +156,53 @@ struct DrawRow {
 };
 
 // The largest key, to list.top, and of each group: out of the head's blocks' (`best`), if they looked for it, else out
-// of all logits.
-__device__ __forceinline__ void find_likeliest(DrawList& list, const DrawRow& row, const unsigned long long* best,
-                                               int blocks) {
-    unsigned long long most = 0;
+// of all logits. Returns what this thread looked at: a block, or its ids.
+__device__ __forceinline__ unsigned long long find_likeliest(DrawList& list, const DrawRow& row,
+                                                             const unsigned long long* best, int blocks) {
+    unsigned long long mine = 0;
     if (best) {
-        if ((int)threadIdx.x < blocks) most = best[threadIdx.x];
+        if ((int)threadIdx.x < blocks) mine = best[threadIdx.x];
     } else {
-        row.each([&](int id, float logit) { most = max(most, draw_key(logit, id)); });
+        row.each([&](int id, float logit) { mine = max(mine, draw_key(logit, id)); });
     }
+    unsigned long long most = mine;
     if (most) atomicMax(&list.groups[threadIdx.x % GROUPS], most);
     for (int lane = 16; lane; lane /= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
     if (threadIdx.x % 32 == 0 && most) atomicMax(&list.top, most);
     __syncthreads();
+    return mine;
 }
 
 // For top-k: the ids from list.least on to the list, in any order, their weight to `listed`. False: there are fewer
 // groups than k, or more ids than the list holds. Weights fall with keys: if the list gets fewer than k ids then no
-// other id has a weight.
-__device__ __forceinline__ bool list_from_kth(DrawList& list, const DrawRow& row, unsigned long long& listed) {
-    if (threadIdx.x < GROUPS) {
-        const unsigned long long mine = list.groups[threadIdx.x];
+// other id has a weight. dealt: to the head's blocks, of which this thread's has `mine`; or to none.
+__device__ __forceinline__ bool list_from_kth(DrawList& list, const DrawRow& row, const RowsDealt& dealt,
+                                              unsigned long long mine, unsigned long long& listed) {
+    const int groups = dealt.blocks ? min(GROUPS, dealt.blocks) : GROUPS;
+    if ((int)threadIdx.x < groups) {
+        const unsigned long long own = list.groups[threadIdx.x];
         int rank = 0;
-        for (int other = 0; other < GROUPS; other++) rank += list.groups[other] > mine;
-        if (mine && rank == row.k() - 1) list.least = mine;
+        for (int other = 0; other < groups; other++) rank += list.groups[other] > own;
+        if (own && rank == row.k() - 1) list.least = own;
     }
     __syncthreads();
     if (!list.least) return false;
-    const float floor = usable(row.logits[~(uint32_t)list.least]);
+    if (dealt.blocks) {
+        if (mine >= list.least) list.blocks[atomicAdd(&list.some, 1)] = (uint16_t)threadIdx.x;
+        __syncthreads();
+    }
+    const float floor = logit_of(list.least);
     unsigned long long sum = 0;
-    row.each([&](int id, float logit) {
+    const auto take = [&](int id, float logit) {
         if (logit < floor || draw_key(logit, id) < list.least) return;
         const unsigned long long w = row.weight(row.exponent(logit));
         if (!w) return;
         const int at = atomicAdd(&list.count, 1);
         if (at < LIST) list.keys[at] = draw_key(logit, id), list.weights[at] = w;
         sum += w;
-    });
+    };
+    if (dealt.blocks) row.each_of(list, dealt, take);
+    else row.each(take);
     listed = block_sum(sum);
     __syncthreads();
     const bool fits = list.count <= LIST;
@@ -287,12 +327,13 @@ __device__ __forceinline__ void draw_from_all(DrawList& list, const DrawRow& row
 
 // The drawn token becomes the next step's batch, and goes to the host.
 __device__ __forceinline__ void publish(const DrawState& state, int row, size_t V, int answer) {
-    const int pos = state.pos[row] + 1, page = pos / PAGE;
+    const int pos = state.pos[row] + 1, page = pos / PAGE, seq = state.seq[row];
     state.token[row] = answer;
     state.pos[row] = pos;
     if (page < state.max_pages)
-        state.slot[row] = state.pages[(size_t)state.seq[row] * state.max_pages + page] * PAGE + pos % PAGE;
-    if (state.seen) state.seen[row * V + answer]++;
+        state.slot[row] = state.pages[(size_t)seq * state.max_pages + page] * PAGE + pos % PAGE;
+    if (state.seen) state.seen[seq * V + answer]++;
+    if (state.last) state.last[seq] = answer;
     if (state.ring) state.ring[(size_t)row * state.ring_size + pos % state.ring_size] = answer + 1;
 }
 
@@ -300,7 +341,8 @@ __global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
 sample_kernel(const float* all_logits,        // (R,V)
               size_t V, const Draw* draws,    // (R)
               const unsigned long long* best, // (R, BEST_BLOCKS) the likeliest id of each of the head's blocks; or null
-              int best_blocks, DrawState state) {
+              RowsDealt dealt,                // ... to which its rows were dealt; V and `rows`: multiples of 4
+              DrawState state) {
     __shared__ DrawList list;
     let_next_start();
     wait_for_previous();
@@ -310,17 +352,17 @@ sample_kernel(const float* all_logits,        // (R,V)
     const Sampling& how = row.how;
     for (int bin = i; bin < BINS; bin += DRAW_THREADS) list.bins[bin] = 0;
     if (i < GROUPS) list.groups[i] = 0;
-    if (i == 0) list.top = list.least = 0, list.count = 0, list.cut = BINS;
+    if (i == 0) list.top = list.least = 0, list.count = list.some = 0, list.cut = BINS;
     __syncthreads();
-    find_likeliest(list, row, best ? best + r * BEST_BLOCKS : nullptr, best_blocks);
+    const unsigned long long mine = find_likeliest(list, row, best ? best + r * BEST_BLOCKS : nullptr, dealt.blocks);
     const int likeliest = (int)~(uint32_t)list.top;
     if (i == 0) list.answer = likeliest;
     if (how.temperature != 0 && row.exist > 1) {
-        row.top = usable(row.logits[likeliest]);
+        row.top = logit_of(list.top);
         const Philox bits = philox(how.seed, (uint64_t)state.pos[r] + 1, STREAM_SAMPLE);
         const uint64_t random = (uint64_t)bits.v[1] << 32 | bits.v[0];
         unsigned long long all, listed;
-        bool within = how.top_k > 0 && list_from_kth(list, row, listed);
+        bool within = how.top_k > 0 && list_from_kth(list, row, dealt, mine, listed);
         if (within) all = listed;
         else {
             all = count_bins(list, row), listed = fill_list(list, row);
@@ -569,9 +611,9 @@ template <class T> struct GpuDraws {
         const bf16* x = session.activations.normed;
         const StreamArgs head = {x, row, nullptr, nullptr, 0, W.w[0], 1, session.config.C, (int)V};
         const DrawEpilogue epilogue{session.row_logits, V, draw_parameters, step.seen, best};
-        const int blocks = W.format == Format::PLAIN ? stream_product(ctx, head, epilogue)
-                                                     : packed_product(ctx, epilogue, x, row, W, 1);
-        launch(ctx, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, V, draw_parameters, best, blocks, step);
+        const RowsDealt dealt = W.format == Format::PLAIN ? stream_product(ctx, head, epilogue)
+                                                          : packed_product(ctx, epilogue, x, row, W, 1);
+        launch(ctx, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, V, draw_parameters, best, dealt, step);
     }
 
     // A step of N tokens as one kernel, which draws too where that is greedy. Its graphs have negative numbers.
@@ -589,7 +631,7 @@ template <class T> struct GpuDraws {
         road->launch_step();
         if (a.greedy) return;
         launch_kernel(ctx, false, sample_kernel, (unsigned)N, DRAW_THREADS, 0, session.row_logits, (size_t)a.V,
-                      draw_parameters, best, road->blocks, step);
+                      draw_parameters, best, road->dealt(), step);
     }
     bool greedy() const { return session.drawing.how.temperature == 0 || session.drawing.exist == 1; }
 

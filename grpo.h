@@ -241,9 +241,9 @@ template <class T> struct AnswerEngine {
         copy_in(ctx, draws, how.data(), how.size());
         copy_in(ctx, draw_pos, positions.data(), positions.size());
         copy_in(ctx, draw_seq, of.data(), of.size());
-        const DrawState state = {drawn, draw_pos, unused, draw_seq, table, pages, nullptr, nullptr, 1};
+        const DrawState state = {drawn, draw_pos, unused, draw_seq, table, pages, nullptr, nullptr, 1, nullptr};
         const unsigned long long* const none = nullptr;
-        launch(ctx, sample_kernel, (unsigned)last.size(), DRAW_THREADS, 0, logits, (size_t)c.V, draws, none, 0, state);
+        launch(ctx, sample_kernel, (unsigned)last.size(), DRAW_THREADS, 0, logits, (size_t)c.V, draws, none, RowsDealt(), state);
         copy_out(ctx, ids.data(), drawn, ids.size());
     }
 #endif

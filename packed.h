@@ -11,11 +11,11 @@
 
    Every format is a struct with the same names, and the one template argument F of each kernel.
 
-   On Hopper products of up to 64 tokens stream the packed bytes, too; and one of many tokens with FP8 weights may have
+   On Hopper products of up to 128 tokens stream the packed bytes, too; and one of many tokens with FP8 weights may have
    both operands in e4m3 (--activations fp8): the tokens are made e4m3, as Book I's round_activations says, by the norm
    or the SwiGLU that makes them, or else by round_kernel, and hopper_kernel multiplies them by W as it is stored.
 
-   Contents    1 Formats    2 Few tokens    3 Many tokens, embedding    4 Launchers    5 17 to 64 tokens, on Hopper */
+   Contents    1 Formats    2 Few tokens    3 Many tokens, embedding    4 Launchers    5 17 to 128 tokens, on Hopper */
 #pragma once
 
 // ======================================================================================================== 1 Formats
@@ -376,9 +376,8 @@ template <class Use> auto with_packing(const Linear<bf16>& W, Use f, int few = G
 }
 
 #ifdef __CUDACC__
-// Returns the number of blocks.
 template <class F, int TILES, int M, class Epilogue>
-int launch_packed(Context& ctx, PackedArgs p, Epilogue epilogue) {
+RowsDealt launch_packed(Context& ctx, PackedArgs p, Epilogue epilogue) {
     using Weights = PackedWeights<F, TILES, Epilogue::PAIR>;
     const int groups = (p.out + Weights::ROWS - 1) / Weights::ROWS, steps = (p.in + Weights::STEP - 1) / Weights::STEP;
     const int warps = std::min(8, std::max(4, steps * TILES / F::LOADS));
@@ -386,10 +385,11 @@ int launch_packed(Context& ctx, PackedArgs p, Epilogue epilogue) {
     const size_t shared = 2 * (size_t)warps * TILES * M * 64 * sizeof(float);
     const int blocks = std::min({groups, ctx.gpu->sms * (16 / warps), Epilogue::MOST_BLOCKS});
     launch(ctx, packed_kernel<F, TILES, M, Epilogue>, blocks, warps * 32, shared, p, epilogue);
-    return blocks;
+    return {blocks, Weights::ROWS};
 }
 template <class Epilogue>
-int packed_product(Context& ctx, Epilogue epilogue, const bf16* x, const int* rows, const Linear<bf16>& W, int N) {
+RowsDealt packed_product(Context& ctx, Epilogue epilogue, const bf16* x, const int* rows, const Linear<bf16>& W,
+                         int N) {
     if (N < 1 || N > STREAM_TOKENS) DIE("packed_product: %d tokens", N);
     return with_packing(W, [&](auto format) {
         using F = decltype(format);
@@ -530,7 +530,7 @@ void e4m3_product(Context& ctx, Epilogue epilogue, const E4M3Rows& x, const Line
                 return launch_hopper<Hopper128x256, false, false, true>(ctx, p, RoundedSwigluEpilogue(epilogue, to));
     launch_hopper<Hopper128x256, false, false, true>(ctx, p, epilogue);
 }
-// ====================================================================================== 5 17 to 64 tokens, on Hopper
+// ===================================================================================== 5 17 to 128 tokens, on Hopper
 // The packed bytes come to shared memory and are converted on their way to the tensor core. Rows of W are wgmma's rows
 // and tokens its columns: so what a lane converts is its own part of operand a, which wgmma takes from registers, and
 // no number is written back. Bound by the memory's speed; beside it the L2 cache, from which each block reads x, the

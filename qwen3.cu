@@ -2766,9 +2766,12 @@ __global__ void __launch_bounds__(384, 2) stream_kernel(StreamArgs p, Epilogue e
     epilogue.end(p.N);
 }
 
-// Returns the number of blocks.
+// How a product's rows were dealt: `rows` neighbours at a time to its blocks in turn, the first ones to block `shift`.
+struct RowsDealt {
+    int blocks = 0, rows = 0, shift = 0;
+};
 template <int TILES, int M, bool NORM, class Epilogue>
-int launch_stream(Context& ctx, StreamArgs p, Epilogue epilogue) {
+RowsDealt launch_stream(Context& ctx, StreamArgs p, Epilogue epilogue) {
     constexpr int ROWS = StreamWeights<TILES, Epilogue::PAIR>::ROWS;
     const int groups = (p.out + ROWS - 1) / ROWS, steps = (p.in + 31) / 32;
     const int warps = std::min(12, std::max(4, steps * TILES / STREAM_LOADS));
@@ -2779,9 +2782,9 @@ int launch_stream(Context& ctx, StreamArgs p, Epilogue epilogue) {
     const int resident = ctx.gpu->sms * (24 / warps); // at once: 80 registers a thread leave room for 24 warps
     const int blocks = std::min({groups, resident, Epilogue::MOST_BLOCKS});
     launch(ctx, stream_kernel<TILES, M, NORM, Epilogue>, blocks, warps * 32, shared, p, epilogue);
-    return blocks;
+    return {blocks, ROWS};
 }
-template <class Epilogue> int stream_product(Context& ctx, const StreamArgs& p, Epilogue epilogue) {
+template <class Epilogue> RowsDealt stream_product(Context& ctx, const StreamArgs& p, Epilogue epilogue) {
     constexpr bool PAIR = Epilogue::PAIR;
     if (p.N < 1 || p.N > (p.stream ? NORM_TOKENS : STREAM_TOKENS)) DIE("stream_product: %d tokens", p.N);
     if (p.in % 8 || p.out % 8) DIE("stream_product: W is (%d,%d); its kernel takes multiples of 8", p.out, p.in);
@@ -2795,7 +2798,7 @@ template <class Epilogue> int stream_product(Context& ctx, const StreamArgs& p, 
     }
     if (two) return launch_stream<2, 2, false>(ctx, p, epilogue);
     if constexpr (!PAIR) return launch_stream<1, 2, false>(ctx, p, epilogue);
-    return 0; // (not reached: PAIR is always two)
+    return {}; // (not reached: PAIR is always two)
 }
 
 // ---- Many tokens. Every product of more than 16 tokens, every product of the backward pass, products with an adapter.

@@ -91,16 +91,30 @@ struct Slots {
     int* wanted;      // (slots) alternatives to tell, or -1
 };
 
-// Completes a step's numbers, a thread a row or draw: tokens that the host has not seen yet, the block table, how to
-// draw.
-__global__ void prepare_kernel(Batch b, int* token, int* table, const int* draw_seq, Draw* draws, int R, Slots slots) {
-    wait_for_previous();
+// A step's numbers: of N rows of the batch, and of R draws.
+struct StepNumbers {
+    int *token, *pos, *seq, *slot;       // (N)
+    int *draw_row, *draw_seq, *draw_pos; // (R) row of the batch; of the block table; position of that row's token
+    StepNumbers(int* at, int N, int R)
+        : token(at), pos(at + N), seq(at + 2 * N), slot(at + 3 * N),
+          draw_row(at + 4 * N), draw_seq(draw_row + R), draw_pos(draw_seq + R) {}
+};
+// Fetches them from the CPU's memory and completes them, a thread a row or draw: tokens that the host has not seen yet,
+// the block table, how to draw.
+__global__ void prepare_kernel(StepNumbers to, StepNumbers from, int N, int R, int* table, int max_pages, Draw* draws,
+                               Slots slots) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < b.N && b.seq[i] >= 0) {
-        if (token[i] < 0) token[i] = slots.last[b.seq[i]];
-        table[(size_t)b.seq[i] * b.max_pages + b.pos[i] / PAGE] = b.slot[i] / PAGE;
+    if (i < N) {
+        const int token = from.token[i], pos = from.pos[i], seq = from.seq[i], slot = from.slot[i];
+        to.token[i] = token < 0 && seq >= 0 ? slots.last[seq] : token;
+        to.pos[i] = pos, to.seq[i] = seq, to.slot[i] = slot;
+        if (seq >= 0) table[(size_t)seq * max_pages + pos / PAGE] = slot / PAGE;
     }
-    if (i < R && draw_seq[i] >= 0) draws[i] = slots.draw[draw_seq[i]];
+    if (i < R) {
+        const int row = from.draw_row[i], seq = from.draw_seq[i], pos = from.draw_pos[i];
+        to.draw_row[i] = row, to.draw_seq[i] = seq, to.draw_pos[i] = pos;
+        if (seq >= 0) draws[i] = slots.draw[seq];
+    }
 }
 
 // Which tokens may be drawn: as bits, for the draws of a step that must keep to a form.
@@ -130,17 +144,6 @@ __global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, 
     const uint32_t* bits = masks.bits + (size_t)masks.row[blockIdx.x] * masks.words;
     for (size_t id = threadIdx.x; id < V; id += blockDim.x)
         if (id / 32 >= (size_t)masks.words || !(bits[id / 32] >> id % 32 & 1)) logits[id] = -INFINITY;
-}
-
-// Keeps what was drawn for the next step, a thread a draw. (Where an answer has several, of proposals, whichever comes
-// last; the next step names its token then.)
-__global__ void keep_kernel(const int* drawn, const int* draw_seq, int R, size_t V, Slots slots) {
-    let_next_start();
-    wait_for_previous();
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= R || draw_seq[i] < 0) return;
-    slots.last[draw_seq[i]] = drawn[i];
-    if (has_penalties(slots.draw[draw_seq[i]].how)) slots.seen[draw_seq[i] * V + drawn[i]]++;
 }
 
 // The logits of what was drawn, as the model made them, where they are told: in `logits` they may have been adjusted. A
@@ -375,6 +378,7 @@ template <class T> struct Engine {
         bool masked = false;       // some draws may have to keep to a form: they come after `forward`, as draw_masked
         bool graph = false;
         bool one_kernel = false;   // by step.h's
+        bool brought = false;      // its ids need no copy
         double begun = seconds();
     };
 
@@ -464,14 +468,6 @@ template <class T> struct Engine {
                                           ctx.kv_fp8), available_memory() / 4);
     }
 
-    // The arrays of a step of N rows and R draws, one after the other in `input`.
-    struct Arrays {
-        int *token, *pos, *seq, *slot;         // (N)
-        int *draw_row, *draw_seq, *draw_pos;   // (R) row of the batch; of the block table; position of that row's token
-        Arrays(int* at, int N, int R)
-            : token(at), pos(at + N), seq(at + 2 * N), slot(at + 3 * N),
-              draw_row(at + 4 * N), draw_seq(draw_row + R), draw_pos(draw_seq + R) {}
-    };
     size_t max_draws() const { return (size_t)std::max(options.max_seqs, options.lookup + 1); }
     size_t input_size() const { return 4 * (size_t)max_rows + 3 * max_draws(); }
 
@@ -1157,12 +1153,14 @@ template <class T> struct Engine {
         int rows, splits;
         Part part;
         bool tells, adapts;
+        int by_road = 0; // 1 + the buffer in turn, and 2 more if it draws, too; 0: not by `road`
         bool operator<(const GraphKey& k) const {
-            return std::tie(rows, splits, part, tells, adapts) < std::tie(k.rows, k.splits, k.part, k.tells, k.adapts);
+            return std::tie(rows, splits, part, tells, adapts, by_road) <
+                   std::tie(k.rows, k.splits, k.part, k.tells, k.adapts, k.by_road);
         }
     };
-    std::map<GraphKey, cudaGraphExec_t> graphs; // splits 0: by `road`, or AFTER_MASKS
-    std::mutex recording;                                          // held meanwhile
+    std::map<GraphKey, cudaGraphExec_t> graphs;
+    std::mutex recording; // held meanwhile
 
     void plan_device() {
         const size_t S = (size_t)options.max_seqs, V = (size_t)config.V, R = max_draws();
@@ -1254,7 +1252,7 @@ template <class T> struct Engine {
 
         s.rows = N, s.drawn = R;
         // Spare rows: no sequence. Draws name the row that they are for.
-        const Arrays host(pinned_input[turn], N, R), gpu(input, N, R);
+        const StepNumbers host(pinned_input[turn], N, R), gpu(input, N, R);
         for (int n = 0; n < N; n++) {
             const bool there = n < (int)s.token.size();
             host.token[n] = there ? s.token[n] : 0, host.pos[n] = there ? s.pos[n] : 0;
@@ -1265,23 +1263,36 @@ template <class T> struct Engine {
             const int row = host.draw_row[r] = several ? r : there ? s.draws[r].row : 0;
             host.draw_seq[r] = there ? s.seq[row] : -1, host.draw_pos[r] = there ? s.pos[row] : 0;
         }
-        const size_t bytes = (4 * (size_t)N + 3 * (size_t)R) * sizeof(int);
-        CUDA_CHECK(cudaMemcpyAsync(input, host.token, bytes, cudaMemcpyHostToDevice, ctx.gpu->stream));
         const Batch batch = {N, options.max_seqs + options.texts, gpu.token, gpu.pos, gpu.seq, gpu.slot, table,
                              max_pages, graph ? N : s.singles, splits, longest};
         if (adapts) give_adapters(s, graph ? N : s.singles);
-        launch(ctx, prepare_kernel, (unsigned)((N + 255) / 256), 256, 0, batch, gpu.token, table, gpu.draw_seq, draws,
-               R, slots);
+        const auto prepare = [&] {
+            launch_kernel(ctx, false, prepare_kernel, (unsigned)((std::max(N, R) + 255) / 256), 256, 0, gpu, host, N, R,
+                          table, max_pages, draws, slots);
+        };
         // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
         const Part part = s.masked ? BEFORE_MASKS : adjusted ? ADJUSTED : PLAIN;
-        launch_part(graph, {N, s.one_kernel ? 0 : splits, part, s.tells, adapts}, [&] {
-            if (s.one_kernel) road->use(batch, cache, rope, logits, draws, best), road->launch_step();
-            else forward_step(s, batch, adapts);
-            if (R == 0) return;
-            const int best_blocks = s.one_kernel ? (part == PLAIN ? road->blocks : 0)
-                                                 : head_all(s, gpu, R, part != PLAIN);
-            if (part != BEFORE_MASKS) draw_all(s, gpu, R, part != PLAIN, best_blocks, {});
-        });
+        if (s.one_kernel) { // all in one graph, and ids go straight to the CPU's memory
+            bool greedy = part == PLAIN;
+            for (size_t i = 0; i < s.draws.size(); i++) greedy = greedy && drawn_for(s, i).job.how.temperature == 0;
+            s.brought = part != BEFORE_MASKS;
+            launch_part(true, {N, 0, part, false, false, 1 + turn + 2 * greedy}, [&] {
+                prepare();
+                road->use(batch, cache, rope, logits, draws, best);
+                road->args.greedy = greedy, road->args.next = draw_state(gpu, pinned_drawn[turn], false);
+                road->launch_step();
+                if (!greedy && s.brought)
+                    draw_all(s, gpu, R, part != PLAIN, part == PLAIN ? road->dealt() : RowsDealt(), {});
+            });
+        } else {
+            prepare();
+            launch_part(graph, {N, splits, part, s.tells, adapts}, [&] {
+                forward_step(s, batch, adapts);
+                if (R == 0) return;
+                const RowsDealt dealt = head_all(s, gpu, R, part != PLAIN);
+                if (part != BEFORE_MASKS) draw_all(s, gpu, R, part != PLAIN, dealt, {});
+            });
+        }
         const size_t C = (size_t)config.C;
         for (size_t i = 0; i < s.kept.size(); i++) // (the next step overwrites `normed` after them)
             CUDA_CHECK(cudaMemcpyAsync(pinned_hidden[turn] + i * C, activations.normed + (size_t)s.kept[i].row * C,
@@ -1312,38 +1323,43 @@ template <class T> struct Engine {
             CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)s.drawn * sizeof *from, cudaMemcpyDeviceToHost,
                                        ctx.gpu->stream));
         };
-        if (s.drawn > 0) copy(pinned_drawn[s.turn], drawn);
+        if (s.drawn > 0 && !s.brought) copy(pinned_drawn[s.turn], drawn);
         if (s.drawn > 0 && s.tells) copy(pinned_told[s.turn], told), copy(pinned_logits[s.turn], told_logits);
         CUDA_CHECK(cudaEventRecord(done[s.turn], ctx.gpu->stream));
     }
 
-    // The logits, and where the likeliest of each block is wanted, how many blocks there are.
-    int head_all(Step& s, const Arrays& gpu, int R, bool adjusted) {
+    // The logits; and if each block looked for its likeliest ids, how these were dealt.
+    RowsDealt head_all(Step& s, const StepNumbers& gpu, int R, bool adjusted) {
         const size_t V = (size_t)config.V;
-        int best_blocks = 0;
+        RowsDealt dealt;
         if (R <= STREAM_TOKENS && !adjusted && !ctx.invariant) {
             const Linear<bf16>& W = weights.head;
             const StreamArgs head = {activations.normed, gpu.draw_row, nullptr, nullptr, 0, W.w[0], R, config.C,
                                      config.V};
             const DrawEpilogue epilogue{logits, V, draws, nullptr, best};
-            best_blocks = W.format == Format::PLAIN ? stream_product(ctx, head, epilogue)
-                                                    : packed_product(ctx, epilogue, head.x, head.rows, W, R);
+            dealt = W.format == Format::PLAIN ? stream_product(ctx, head, epilogue)
+                                              : packed_product(ctx, epilogue, head.x, head.rows, W, R);
         } else {
             head_gpu(ctx, logits, picked, activations.normed, gpu.draw_row, weights.head, R);
         }
         if (s.tells) likeliest_gpu(ctx, told, logits, V, tokenizer.size(), gpu.draw_seq, slots.wanted, R);
-        return best_blocks;
+        return dealt;
     }
-    void draw_all(const Step& s, const Arrays& gpu, int R, bool adjusted, int best_blocks, const Masks& masks) {
+    DrawState draw_state(const StepNumbers& gpu, int* to, bool adjusted) const {
+        return {to, gpu.draw_pos, unused, gpu.draw_seq, table, max_pages, adjusted ? slots.seen : nullptr, nullptr, 1,
+                slots.last};
+    }
+    // (Where an answer has several draws, of proposals, whichever comes last is kept; the next step names its token.)
+    void draw_all(const Step& s, const StepNumbers& gpu, int R, bool adjusted, const RowsDealt& dealt,
+                  const Masks& masks) {
         const size_t V = (size_t)config.V;
         // (What comes before it with masks is a wait for a copy; step.h's kernel lets nothing start early.)
         const bool early = ctx.gpu->overlap && !masks.row && !s.one_kernel;
         if (adjusted)
             launch_kernel(ctx, early, adjust_kernel, (unsigned)R, 1024, 0, logits, V, gpu.draw_seq, slots, masks);
-        const DrawState state = {drawn, gpu.draw_pos, unused, gpu.draw_seq, table, max_pages, nullptr, nullptr, 1};
         launch_kernel(ctx, adjusted ? ctx.gpu->overlap : early, sample_kernel, (unsigned)R, 1024, 0, logits, V, draws,
-                      best_blocks ? best : nullptr, best_blocks, state);
-        launch(ctx, keep_kernel, (unsigned)((R + 255) / 256), 256, 0, drawn, gpu.draw_seq, R, V, slots);
+                      dealt.blocks ? best : nullptr, dealt,
+                      draw_state(gpu, s.brought ? pinned_drawn[s.turn] : drawn, adjusted));
         if (!s.tells) return;
         const auto tell = [&](auto kernel, auto W) {
             launch(ctx, kernel, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq, slots.wanted, activations.normed,
@@ -1374,7 +1390,7 @@ template <class T> struct Engine {
             CUDA_CHECK(cudaMemcpyAsync(mask_rows + from, pinned_masks + from, n * sizeof(int), cudaMemcpyHostToDevice,
                                        mask_stream));
         };
-        const Arrays gpu(input, s.rows, s.drawn);
+        const StepNumbers gpu(input, s.rows, s.drawn);
         if (s.drawn > 0) {
             copy(0, (size_t)s.drawn);
             if (rows > 0) copy(S, rows * words);
@@ -1382,7 +1398,7 @@ template <class T> struct Engine {
             CUDA_CHECK(cudaStreamWaitEvent(ctx.gpu->stream, masks_there, 0));
             const Masks masks = {mask_rows, (const uint32_t*)mask_rows + S, (int)words};
             launch_part(s.graph, {s.rows, 0, AFTER_MASKS, s.tells, false},
-                        [&] { draw_all(s, gpu, s.drawn, true, 0, masks); });
+                        [&] { draw_all(s, gpu, s.drawn, true, RowsDealt(), masks); });
         }
         bring_back(s);
     }

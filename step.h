@@ -538,9 +538,11 @@ __device__ __forceinline__ void step_items(const StepArgs& p, const StepDealt& d
 __device__ __forceinline__ int step_last_page(const StepPlace& y, int n, int split) {
     return min((split + 1) * y.pages, (y.held + n - y.m0 + y.group - 1) / PAGE + 1);
 }
+// Of a split there are so many pages that words matter less.
+__device__ __forceinline__ bool step_long_context(const StepDealt& dealt) { return dealt.place[0].pages > 12; }
 // Whether less is on its way while words are waited for.
 template <class S> __device__ __forceinline__ bool step_hushed(const StepArgs& p, const StepDealt& dealt) {
-    return p.C <= STEP_SMALL && (S::TOKENS > 1 || (dealt.place[0].splits > 2 && dealt.place[0].pages <= 12));
+    return p.C <= STEP_SMALL && (S::TOKENS > 1 || (dealt.place[0].splits > 2 && !step_long_context(dealt)));
 }
 // The producer: stage after stage of the phases from `first` on. ATTEND's are pages: keys, values, keys, ..
 template <class S>
@@ -550,8 +552,7 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     const int i = threadIdx.x - S::CONSUMERS;
     int stage = 0, issued = 0;
     uint32_t parity = 1;
-    const bool long_context = dealt.place[0].pages > 12; // of a split: words matter less then
-    const bool less = step_hushed<S>(p, dealt);
+    const bool long_context = step_long_context(dealt), less = step_hushed<S>(p, dealt);
     bool attends = false; // this block, so it has more to fetch
     for (int n = 0; n < (S::TOKENS == 1 ? 1 : p.b.N); n++) attends |= dealt.place[n].attends;
     auto fill = [&](int bytes, int each, int in_flight, auto from) { // `each` bytes come from from(0), from(1) ..
@@ -1598,6 +1599,8 @@ struct StepRoad {
         last.args = step_head(args, head.args);
         launch_part(last);
     }
+    // As step_deal deals the head's tiles.
+    RowsDealt dealt() const { return {blocks, 8, args.C / 8 % blocks}; }
     void check() const {
         if (*(volatile int*)fault) DIE("--one-kernel: a block waited for over a second for another one's words");
     }

@@ -147,6 +147,7 @@ struct DrawState {
     uint32_t* seen;
     volatile int* ring;
     int ring_size;
+    int* last;
 };
 inline void publish(const DrawState& state, int row, size_t, int answer) {
     const int pos = state.pos[row] + 1, page = pos / PAGE;
