@@ -283,6 +283,45 @@ TEST_CASE("adapters in one graph: log-probabilities are, but for rounding, those
     }
 }
 
+TEST_CASE("one kernel a token with an adapter: the graph's logits but for one more rounding of each weight, on every run the same bits") {
+    on_gpu(false);
+    const RandomCheckpoint m(where, 1024, 3072, 16, 8, 4096, 2, true);
+    Scratch scratch;
+    for (const Kind& kind : KINDS) {
+        INFO("rank " << kind.rank);
+        make_adapter(scratch / "adapter", kind, 7, m.file->config);
+        const AdapterFile file(scratch / "adapter", m.file->config);
+        Weights<bf16> weights(*m.file);
+        weights.upload(where, *m.file);
+        const AttachedAdapter<bf16> attached(where, weights, file, Session<bf16>::GPU_CHUNK);
+        std::vector<int> prompt;
+        Random random{5};
+        for (int i = 0; i < 50; i++) prompt.push_back(random.below(4096));
+        auto logits_of = [&](Context::OneKernel road) { // of the second token that is drawn
+            Context ctx = where;
+            ctx.one_kernel = road;
+            Session<bf16> session(m.file->config, weights, 80, ctx);
+            session.feed(prompt);
+            Sampling greedy;
+            greedy.temperature = 0;
+            session.begin_draws(greedy, 4096, prompt.size(), 2);
+            REQUIRE((session.draws->road != nullptr) == (road != Context::OFF));
+            session.accept(session.draw());
+            session.draw();
+            std::vector<float> logits(4096);
+            copy_out(session.ctx, logits.data(), session.row_logits, logits.size());
+            return logits;
+        };
+        const std::vector<float> graph = logits_of(Context::OFF), kernel = logits_of(Context::TOGETHER);
+        double difference = 0, size = 0;
+        for (int v = 0; v < 4096; v++) difference += std::pow(graph[v] - kernel[v], 2), size += std::pow(graph[v], 2);
+        INFO("relative difference " << std::sqrt(difference / size));
+        CHECK(difference <= size * 0.015 * 0.015);
+        CHECK(same_bits(kernel, logits_of(Context::TOGETHER)));
+        CHECK(same_bits(kernel, logits_of(Context::BY_PHASE)));
+    }
+}
+
 // The tiny model in a format, on the GPU; embedding and head in INT8.
 struct PackedTiny {
     std::unique_ptr<ModelFile> file;
