@@ -77,14 +77,14 @@ struct DrawState {
     int *token, *pos, *slot; // (R) of the token just drawn, out; pos: in, that of the token before
     const int *seq, *pages;  // (R), (., max_pages)
     int max_pages;
-    uint32_t* seen;          // (., V) or null
+    uint32_t* seen;          // (sequences, V) or null
     volatile int* ring;      // (R, ring_size) in the host's memory, or null: id + 1 of the token at each position
     int ring_size;
-    int* last;               // (.) the sequence's token drawn last, or null
+    int* last;               // (sequences) what was drawn last, or null
 };
 
 // ---- sample_kernel: Book I's `sample`, and the next step's batch
-// A block of 1024 threads owns a row of logits, a thread every 1024th id; 27 KB of shared memory. The likeliest ids go
+// A block of 1024 threads owns a row of logits, a thread every 1024th id; 29 KB of shared memory. The likeliest ids go
 // to a list in shared memory, in which all is decided by comparing everyone with everyone. Which are the likeliest:
 // with top-k those from the k-th of the likeliest ids of disjoint groups on, at least k and hardly more: where the
 // groups are those of the head's blocks, they are in the few blocks whose likeliest is among them. Else as many as the
@@ -104,7 +104,7 @@ struct DrawList {
     uint16_t blocks[BEST_BLOCKS];      // of the head's, those that have ids from `least` on
     uint32_t bins[BINS];     // how many ids each has
     int count, cut;          // entries; bins that go to the list
-    int some;                // `blocks` there are
+    int block_count;
     int answer;              // the id that is drawn
 };
 
@@ -132,7 +132,7 @@ struct DrawRow {
     __device__ __forceinline__ void each_of(const DrawList& list, const RowsDealt& dealt, F f) const {
         constexpr int LOADS = 3;
         const int fours = dealt.rows / 4;
-        for (int b = threadIdx.x / 32; b < list.some; b += DRAW_THREADS / 32) {
+        for (int b = threadIdx.x / 32; b < list.block_count; b += DRAW_THREADS / 32) {
             const int first = (list.blocks[b] + dealt.blocks - dealt.shift) % dealt.blocks;
             auto id_of = [&](int i) { return (first + i / fours * dealt.blocks) * dealt.rows + i % fours * 4; };
             for (int i = threadIdx.x % 32; id_of(i) < exist; i += LOADS * 32) {
@@ -156,7 +156,7 @@ struct DrawRow {
 };
 
 // The largest key, to list.top, and of each group: out of the head's blocks' (`best`), if they looked for it, else out
-// of all logits. Returns what this thread looked at: a block, or its ids.
+// of all logits. Returns the largest key that this thread saw: its block's, or of its ids.
 __device__ __forceinline__ unsigned long long find_likeliest(DrawList& list, const DrawRow& row,
                                                              const unsigned long long* best, int blocks) {
     unsigned long long mine = 0;
@@ -188,7 +188,7 @@ __device__ __forceinline__ bool list_from_kth(DrawList& list, const DrawRow& row
     __syncthreads();
     if (!list.least) return false;
     if (dealt.blocks) {
-        if (mine >= list.least) list.blocks[atomicAdd(&list.some, 1)] = (uint16_t)threadIdx.x;
+        if (mine >= list.least) list.blocks[atomicAdd(&list.block_count, 1)] = (uint16_t)threadIdx.x;
         __syncthreads();
     }
     const float floor = logit_of(list.least);
@@ -325,7 +325,7 @@ __device__ __forceinline__ void draw_from_all(DrawList& list, const DrawRow& row
         }
 }
 
-// The drawn token becomes the next step's batch, and goes to the host.
+// The drawn token becomes the next step's batch, is counted and kept, and goes to the host.
 __device__ __forceinline__ void publish(const DrawState& state, int row, size_t V, int answer) {
     const int pos = state.pos[row] + 1, page = pos / PAGE, seq = state.seq[row];
     state.token[row] = answer;
@@ -352,7 +352,7 @@ sample_kernel(const float* all_logits,        // (R,V)
     const Sampling& how = row.how;
     for (int bin = i; bin < BINS; bin += DRAW_THREADS) list.bins[bin] = 0;
     if (i < GROUPS) list.groups[i] = 0;
-    if (i == 0) list.top = list.least = 0, list.count = list.some = 0, list.cut = BINS;
+    if (i == 0) list.top = list.least = 0, list.count = list.block_count = 0, list.cut = BINS;
     __syncthreads();
     const unsigned long long mine = find_likeliest(list, row, best ? best + r * BEST_BLOCKS : nullptr, dealt.blocks);
     const int likeliest = (int)~(uint32_t)list.top;

@@ -771,7 +771,8 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
         for (; step < last; step += tiles.turns, ring.next(tiles.stages, tiles.turns)) {
             scales.take();
             scales.load(p, step + tiles.turns); // (past the end: the row's last)
-            // A barrier that is two phases behind looks full. If a turn passes us by, its stage may not have come yet.
+            // A barrier two phases behind looks full, and we may be a ring ahead of another turn, whose data for this
+            // place have not come yet: first wait until they have been used.
             barrier_wait(empty(ring.stage), ring.parity ^ 1);
             barrier_wait(full(ring.stage), ring.parity);
             const uint32_t at = ring_at + ring.stage * bytes;
@@ -819,6 +820,7 @@ void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Ep
     const int bytes = Tile::stage_bytes(rows), units = (all + rows - 1) / rows * plan.splits;
     const bool once = plan.splits > 1 || units <= ctx.gpu->sms; // a block has one tile, and the ring's memory for sums
     const int turns = once ? Tile::WARPGROUPS / plan.warpgroups : 1;
+    if (std::min(PACKED_STAGES, 225 * 1024 / bytes) <= turns) DIE("a ring of %d bytes a stage has too few", bytes);
     PackedTiles tiles = {{}, {}, units, plan.splits, std::min(PACKED_STAGES, 225 * 1024 / bytes), rows, turns};
     tiles.x = tensor_map(p.x, {{(size_t)p.in, 1, 64}, {(size_t)p.N, (size_t)p.in, TOKENS}});
     tiles.W = tensor_map(p.q, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1,

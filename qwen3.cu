@@ -2501,6 +2501,7 @@ struct Epilogue {
     using Four = uint2;                          // ... and they are bf16; with ADDS float4: float
     static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread gets the sums of both
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
+    static constexpr bool ADAPTS = true;         // W may have an adapter, see BesideAdapter
     static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
     static constexpr bool PARTS = false;         // ... and make what a softmax needs of each 64 rows
     static constexpr bool ROUNDS = false;        // ... and leave output 0 as e4m3 too, in `rounded`: hopper_kernel
@@ -2625,6 +2626,31 @@ struct RoundedSwigluEpilogue : SwigluEpilogue { // ... and as the next product t
     RoundedSwigluEpilogue(const SwigluEpilogue& e, const E4M3Rows& rounded) : SwigluEpilogue(e), rounded(rounded) {}
     template <class Put> __device__ void values(const float4& g, const float4& u, Put put) {
         SwigluEpilogue::values(g, u, [&](int k, const float4& y) { if (k == 0) put(0, y); });
+    }
+};
+
+// E of few tokens beside W's adapter, whose h is there: s B h is added to each sum before anything is rounded. (A thread
+// has an output, so it adds up all of a row of B: bound by latency.)
+constexpr int MOST_BESIDE = 192; // columns of B: rank 64 of q, k, v; as far as it was measured faster than tiles
+template <class E> struct BesideAdapter : E {
+    const bf16 *B, *h; // s B (out or, with PAIR, 2 out, width), (N, width)
+    int width, out;
+    BesideAdapter(const E& epilogue, const Linear<bf16>& W)
+        : E(epilogue), B(W.adapter.B), h(W.adapter.h), width((int)W.adapter.width()), out(W.rows[0]) {}
+    __device__ float more(int n, int r) const {
+        float sum = 0;
+        for (int c = 0; c < width; c += 8) { // (ranks are multiples of 8)
+            const uint4 u = *(const uint4*)(B + (size_t)r * width + c), v = *(const uint4*)(h + (size_t)n * width + c);
+            const uint32_t b[4] = {u.x, u.y, u.z, u.w}, x[4] = {v.x, v.y, v.z, v.w};
+            #pragma unroll
+            for (int i = 0; i < 4; i++) sum = fmaf(high(b[i]), high(x[i]), fmaf(low(b[i]), low(x[i]), sum));
+        }
+        return sum;
+    }
+    __device__ void one(bool inside, int n, int r, float y, float second) {
+        if (inside) y += more(n, r);
+        if (inside && E::PAIR) second += more(n, out + r);
+        E::one(inside, n, r, y, second);
     }
 };
 
@@ -2767,6 +2793,7 @@ __global__ void __launch_bounds__(384, 2) stream_kernel(StreamArgs p, Epilogue e
 }
 
 // How a product's rows were dealt: `rows` neighbours at a time to its blocks in turn, the first ones to block `shift`.
+// blocks 0: they were not.
 struct RowsDealt {
     int blocks = 0, rows = 0, shift = 0;
 };
@@ -2801,7 +2828,7 @@ template <class Epilogue> RowsDealt stream_product(Context& ctx, const StreamArg
     return {}; // (not reached: PAIR is always two)
 }
 
-// ---- Many tokens. Every product of more than 16 tokens, every product of the backward pass, products with an adapter.
+// ---- Many tokens. Every product of more than 16 tokens, every product of the backward pass, some with an adapter.
 // Grid: (tiles, splits). A block owns a tile of the output: S::TOKENS tokens by S::ROWS rows of W (PAIR: half of them
 // of gate, half of up). It walks along `in` in stages of 64 numbers, which cp.async copies to a ring of S::STAGES
 // stages in shared memory while the tensor cores work on an earlier one. Bound by the tensor cores; by the memory if
@@ -4216,7 +4243,7 @@ template <class Launch> void in_groups(int groups, Launch launch) {
     launch(std::integral_constant<int, 3>());
 }
 
-// Many tokens, or dropout: in training.
+// h, of any number of tokens.
 inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
     const LoraArgs p(W, N);
     if (!p.dropping && N < 64 * ctx.gpu->sms)
@@ -4229,15 +4256,24 @@ inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf1
     });
 }
 
-// x W^T, with the kernel that suits N; an adapter's h and s B are further columns of x and W. made: its masks are.
+// x W^T, with the kernel that suits N; an adapter's h and s B are further columns of x and W, or (up to 16 tokens) the
+// epilogue's. made: its masks are.
 template <class Epilogue>
 void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
     const int out = Epilogue::PAIR ? W.rows[0] : W.out();
     const Adapter<bf16>& a = W.adapter;
-    if (N <= STREAM_TOKENS && !ctx.invariant && !a.rank) {
-        if (W.format != Format::PLAIN) packed_product(ctx, epilogue, x, nullptr, W, N);
-        else stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, out}, epilogue);
-        return;
+    if (N <= STREAM_TOKENS && !ctx.invariant) {
+        const auto few = [&](auto e) {
+            if (W.format != Format::PLAIN) packed_product(ctx, e, x, nullptr, W, N);
+            else stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, out}, e);
+        };
+        if (!a.rank) return few(epilogue);
+        if constexpr (Epilogue::ADAPTS)
+            if (!a.dropout && (int)a.width() <= MOST_BESIDE) {
+                const StreamArgs down = {x, nullptr, nullptr, nullptr, 0, a.A, N, W.in, (int)a.width()};
+                stream_product(ctx, down, StoreEpilogue<bf16>(a.h, a.width()));
+                return few(BesideAdapter<Epilogue>(epilogue, W));
+            }
     }
     constexpr bool HEAD = std::is_same_v<Epilogue, StoreEpilogue<float>>; // whose x is never rounded
     const bool rounds = !HEAD && rounds_activations(ctx, W, N);

@@ -84,7 +84,7 @@ constexpr int MAX_BIAS = 1024 + 1 + 2 * MAX_ENDS; // ids a job may name, <tool_c
 struct Slots {
     int* last;        // (slots) the token drawn last
     Draw* draw;       // (slots)
-    uint32_t* seen;   // (slots,V) for the penalties
+    uint32_t* seen;   // (slots,V) for the penalties; of slots without any it means nothing
     int* biases;      // (slots) how many ids have a bias
     int* bias_id;     // (slots, MAX_BIAS)
     float* bias;      // (slots, MAX_BIAS)
@@ -378,7 +378,7 @@ template <class T> struct Engine {
         bool masked = false;       // some draws may have to keep to a form: they come after `forward`, as draw_masked
         bool graph = false;
         bool one_kernel = false;   // by step.h's
-        bool brought = false;      // its ids need no copy
+        bool straight = false;     // its ids go straight to the CPU's memory
         double begun = seconds();
     };
 
@@ -389,7 +389,7 @@ template <class T> struct Engine {
     T* picked;
     acc<T> *rope, *logits;
     int pages, max_rows, max_pages;
-    int *input, *table;        // a step's numbers, see arrays(); (max_seqs + texts, max_pages)
+    int *input, *table;        // a step's StepNumbers; (max_seqs + texts, max_pages)
     PagePool pool;
     std::vector<int> free_slots[2];          // for answers, for texts
     Running running;                         // by rank: in the order of their first admission
@@ -1131,6 +1131,7 @@ template <class T> struct Engine {
     // ---- A step on the GPU: numbers there, forward, head, draws, numbers back; nothing waits until collect_gpu. If
     // all rows are singles (and with `invariant` have no adapter), forward to draws is one CUDA graph, kept for each
     // size: rows are filled up to 1, 2, 4, ..., max_seqs with spare ones, the pieces of the longest sequence to 1, 2, ...
+    // A step by `road` is one graph from its numbers to its ids, without spare rows, for each of the two buffers.
     Slots slots;
     int *drawn, *unused;             // (max_draws) the ids; where sample_kernel puts what only a Session needs
     Draw* draws;                     // (max_draws) of the step's rows
@@ -1153,10 +1154,11 @@ template <class T> struct Engine {
         int rows, splits;
         Part part;
         bool tells, adapts;
-        int by_road = 0; // 1 + the buffer in turn, and 2 more if it draws, too; 0: not by `road`
+        int turn = -1;       // by `road`, with the buffers of this turn,
+        bool greedy = false; // ... and it draws, too
         bool operator<(const GraphKey& k) const {
-            return std::tie(rows, splits, part, tells, adapts, by_road) <
-                   std::tie(k.rows, k.splits, k.part, k.tells, k.adapts, k.by_road);
+            return std::tie(rows, splits, part, tells, adapts, turn, greedy) <
+                   std::tie(k.rows, k.splits, k.part, k.tells, k.adapts, k.turn, k.greedy);
         }
     };
     std::map<GraphKey, cudaGraphExec_t> graphs;
@@ -1275,13 +1277,13 @@ template <class T> struct Engine {
         if (s.one_kernel) { // all in one graph, and ids go straight to the CPU's memory
             bool greedy = part == PLAIN;
             for (size_t i = 0; i < s.draws.size(); i++) greedy = greedy && drawn_for(s, i).job.how.temperature == 0;
-            s.brought = part != BEFORE_MASKS;
-            launch_part(true, {N, 0, part, false, false, 1 + turn + 2 * greedy}, [&] {
+            s.straight = part != BEFORE_MASKS;
+            launch_part(true, {N, 0, part, false, false, turn, greedy}, [&] {
                 prepare();
                 road->use(batch, cache, rope, logits, draws, best);
                 road->args.greedy = greedy, road->args.next = draw_state(gpu, pinned_drawn[turn], false);
                 road->launch_step();
-                if (!greedy && s.brought)
+                if (!greedy && s.straight)
                     draw_all(s, gpu, R, part != PLAIN, part == PLAIN ? road->dealt() : RowsDealt(), {});
             });
         } else {
@@ -1323,7 +1325,7 @@ template <class T> struct Engine {
             CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)s.drawn * sizeof *from, cudaMemcpyDeviceToHost,
                                        ctx.gpu->stream));
         };
-        if (s.drawn > 0 && !s.brought) copy(pinned_drawn[s.turn], drawn);
+        if (s.drawn > 0 && !s.straight) copy(pinned_drawn[s.turn], drawn);
         if (s.drawn > 0 && s.tells) copy(pinned_told[s.turn], told), copy(pinned_logits[s.turn], told_logits);
         CUDA_CHECK(cudaEventRecord(done[s.turn], ctx.gpu->stream));
     }
@@ -1359,7 +1361,7 @@ template <class T> struct Engine {
             launch_kernel(ctx, early, adjust_kernel, (unsigned)R, 1024, 0, logits, V, gpu.draw_seq, slots, masks);
         launch_kernel(ctx, adjusted ? ctx.gpu->overlap : early, sample_kernel, (unsigned)R, 1024, 0, logits, V, draws,
                       dealt.blocks ? best : nullptr, dealt,
-                      draw_state(gpu, s.brought ? pinned_drawn[s.turn] : drawn, adjusted));
+                      draw_state(gpu, s.straight ? pinned_drawn[s.turn] : drawn, adjusted));
         if (!s.tells) return;
         const auto tell = [&](auto kernel, auto W) {
             launch(ctx, kernel, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq, slots.wanted, activations.normed,

@@ -4,7 +4,6 @@
 
 // Calls use(StepPlain()) or of a StepPacked: how W's format is packed. Throws Error if it cannot be.
 template <class Use> void with_step_weights(const Linear<bf16>& W, Use use) {
-    if (W.adapter.rank && W.format != Format::PLAIN) DIE("--one-kernel: not with an adapter beside packed weights");
     switch (W.format) {
         case Format::PLAIN: return use(StepPlain());
         case Format::INT8: return use(StepPacked<PackedInt8, 2>());
@@ -77,6 +76,8 @@ struct StepRoad {
         for (const Layer<bf16>& l : w.layers)
             for (const Linear<bf16>* m : {&l.qkv, &l.o, &l.gate_up, &l.down})
                 if (!step_same(*m, one)) DIE("--one-kernel: only if all layers' weights have one format");
+                else if (m->adapter.rank && m->format != Format::PLAIN)
+                    DIE("--one-kernel: not with an adapter beside packed weights");
         if (one.format == Format::PLAIN && w.embed.format != Format::PLAIN)
             DIE("--one-kernel: not for bf16 behind packed embeddings");
         if (w.embed.format != Format::PLAIN) embed = w.embed;

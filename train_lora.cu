@@ -1576,6 +1576,7 @@ static void write_result(const Options& o, const ModelFile& file, const AdapterF
 template <class T>
 void merge(const Options& o, Context ctx, const ModelFile& file, const std::string& folder, const Dataset* data) {
     constexpr int PROMPT = 64, ANSWER = 64;
+    ctx.one_kernel = Context::OFF; // it would merge, too
     const AdapterFile adapter(folder, file.config);
     write_result(o, file, adapter);
     const bool one_file = !ModelFile::in_folder(o.merge);

@@ -120,7 +120,7 @@ inline void add_adapters(Context& ctx, const float* residual, const bf16* x, con
 
 struct RowsEpilogue : StoreEpilogue<bf16> { // linear
     static constexpr int OUTPUTS = 0; // (`four` is not of `values`)
-    static constexpr bool ADDS = true;
+    static constexpr bool ADDS = true, ADAPTS = false;
     const float* sums;
     RowsEpilogue(bf16* out, size_t ld, const float* sums) : StoreEpilogue(out, ld), sums(sums) {}
     __device__ float old(int n, int r) const { return sums[n * ld + r]; }
@@ -132,6 +132,7 @@ struct RowsEpilogue : StoreEpilogue<bf16> { // linear
 };
 struct RowsSwigluEpilogue : SwigluEpilogue { // norm_linear_swiglu's product
     static constexpr int OUTPUTS = 0;
+    static constexpr bool ADAPTS = false;
     const float* sums; // (N,2F)
     RowsSwigluEpilogue(bf16* out, size_t F, const float* sums) : SwigluEpilogue(out, nullptr, F), sums(sums) {}
     __device__ void one(bool inside, int n, int f, float gate, float up) {

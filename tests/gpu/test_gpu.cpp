@@ -599,6 +599,42 @@ TEST_CASE("the head with its likeliest ids on a GPU of many multiprocessors: rig
         }
 }
 
+TEST_CASE("a packed head's likeliest ids are those of the rows that were dealt to each block") {
+    Random random{14};
+    Scratchpad pad;
+    for (const PackedKind& kind : PACKED_KINDS)
+        for (int V : {40, 5000}) {
+            const int C = 136, most = 16, exist = V - 5;
+            PackedMatrix W(random, kind, {V}, C, 8);
+            W.use(pad.ctx);
+            const Device<bf16> x(random.fill<bf16>((size_t)most * C));
+            Device<float> logits((size_t)most * V);
+            std::vector<Draw> draws(most);
+            for (Draw& draw : draws) draw.exist = exist;
+            const Device<Draw> ddraws(draws);
+            Device<unsigned long long> best((size_t)most * BEST_BLOCKS);
+            for (int N : {1, 8, 16}) {
+                INFO("format " << (int)kind.format << " group " << kind.group << " V " << V << " N " << N);
+                const RowsDealt dealt = packed_product(pad.ctx, DrawEpilogue(logits, V, ddraws, nullptr, best), x, nullptr, W.device, N);
+                const std::vector<float> got = logits.get();
+                const std::vector<unsigned long long> keys = best.get();
+                int wrong = 0;
+                for (int n = 0; n < N; n++) {
+                    std::vector<int> likeliest(dealt.blocks, -1);
+                    for (int id = 0; id < exist; id++) {
+                        int& of_block = likeliest[(id / dealt.rows + dealt.shift) % dealt.blocks];
+                        if (of_block < 0 || got[(size_t)n * V + id] > got[(size_t)n * V + of_block]) of_block = id;
+                    }
+                    for (int b = 0; b < dealt.blocks; b++) {
+                        const unsigned long long key = keys[(size_t)n * BEST_BLOCKS + b];
+                        wrong += likeliest[b] < 0 ? key != 0 : (int)~(uint32_t)key != likeliest[b];
+                    }
+                }
+                CHECK(wrong == 0);
+            }
+        }
+}
+
 TEST_CASE("a row's bits: of up to 16 tokens always, of any number with `invariant`, it does not depend on the batch") {
     Random random{4};
     Scratchpad pad;
@@ -941,37 +977,43 @@ TEST_CASE("the sampler draws what the CPU draws, bit for bit") {
         logit += 0.f, memcpy(&u, &logit, 4);
         return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
     };
+    // Two rows, of sequences 1 and 0: of the same logits, the second one drawn greedily.
     auto check = [&](const std::vector<float>& logits, int exist, const Sampling& how, int position) {
         const int V = (int)logits.size();
-        Device<float> d(logits);
-        const Draw draw = {how, exist};
-        Device<Draw> draws(std::vector<Draw>{draw});
-        Device<int> token(1), pos(std::vector<int>{position - 1}), slot(1), seq(std::vector<int>{0}), pages(std::vector<int>{0, 7, 3});
-        Device<uint32_t> seen{std::vector<uint32_t>(V)};
-        Device<int> last(std::vector<int>{-1});
+        std::vector<float> twice = logits;
+        twice.insert(twice.end(), logits.begin(), logits.end());
+        Device<float> d(twice);
+        Sampling greedy = how;
+        greedy.temperature = 0;
+        Device<Draw> draws(std::vector<Draw>{{how, exist}, {greedy, exist}});
+        const std::vector<int> before = {position - 1, 3};
+        Device<int> token(2), pos(before), slot(2), seq(std::vector<int>{1, 0}), pages(std::vector<int>{9, 9, 9, 0, 7, 3}), last(std::vector<int>{-1, -1});
+        Device<uint32_t> seen{std::vector<uint32_t>(2 * V)};
         const DrawState state = {token, pos, slot, seq, pages, 3, seen, nullptr, 0, last};
         RowsDealt dealt; // of a head
         dealt.rows = 8 + 8 * random.below(2);
         dealt.blocks = 1 + random.below(std::min((V + dealt.rows - 1) / dealt.rows, BEST_BLOCKS));
         dealt.shift = random.below(dealt.blocks);
-        std::vector<unsigned long long> keys(BEST_BLOCKS, 0);
+        std::vector<unsigned long long> keys(2 * BEST_BLOCKS, 0);
         for (int id = 0; id < exist; id++) {
-            unsigned long long& of_block = keys[(id / dealt.rows + dealt.shift) % dealt.blocks];
-            of_block = std::max(of_block, key_of(usable(logits[id]), id));
+            const int block = (id / dealt.rows + dealt.shift) % dealt.blocks;
+            keys[block] = keys[BEST_BLOCKS + block] = std::max(keys[block], key_of(usable(logits[id]), id));
         }
         Device<unsigned long long> best(keys);
         INFO("V " << V << " exist " << exist << " t " << how.temperature << " k " << how.top_k << " p " << how.top_p << " min-p " << how.min_p << " seed " << how.seed << " blocks " << dealt.blocks << " of " << dealt.rows << " rows from " << dealt.shift);
-        const int want = sample(logits.data(), exist, how, (uint64_t)position);
-        launch(gpu(), sample_kernel, 1, 1024, 0, (const float*)d, (size_t)V, (const Draw*)draws, (const unsigned long long*)best, dealt, state);
-        CHECK(token.get()[0] == want);
-        CHECK(pos.get()[0] == position);
-        CHECK(last.get()[0] == want);
-        CHECK(seen.get()[want] == 1);
-        pos.replace({position - 1});
-        launch(gpu(), sample_kernel, 1, 1024, 0, (const float*)d, (size_t)V, (const Draw*)draws, (const unsigned long long*)nullptr, RowsDealt(), state);
-        CHECK(token.get()[0] == want);
-        CHECK(pos.get()[0] == position);
-        if (position < 48) CHECK(slot.get()[0] == std::vector<int>{0, 7, 3}[position / 16] * 16 + position % 16);
+        const std::vector<int> want = {sample(logits.data(), exist, how, (uint64_t)position), sample(logits.data(), exist, greedy, 4)};
+        for (bool by_blocks : {true, false}) {
+            pos.replace(before);
+            launch(gpu(), sample_kernel, 2, 1024, 0, (const float*)d, (size_t)V, (const Draw*)draws, by_blocks ? (const unsigned long long*)best : nullptr, by_blocks ? dealt : RowsDealt(), state);
+            CHECK(token.get() == want);
+            CHECK(pos.get() == std::vector<int>{position, 4});
+            CHECK(last.get() == std::vector<int>{want[1], want[0]});
+            CHECK(slot.get()[1] == 9 * 16 + 4);
+            if (position < 48) CHECK(slot.get()[0] == std::vector<int>{0, 7, 3}[position / 16] * 16 + position % 16);
+        }
+        const std::vector<uint32_t> counts = seen.get();
+        CHECK(counts[V + want[0]] == 2);
+        CHECK(counts[want[1]] == 2);
     };
     for (int round = 0; round < 150; round++) {
         const int V = round % 3 == 0 ? 40 : round % 3 == 1 ? 5000 : 151936;

@@ -86,6 +86,65 @@ TEST_CASE("adapters in the products: h and what it adds, with and without dropou
             }
 }
 
+TEST_CASE("adapters, up to 16 tokens: beside weights of every format, with every epilogue; a row's bits do not depend on how many there are") {
+    Random random{31};
+    Scratchpad pad;
+    std::vector<PackedKind> kinds = PACKED_KINDS;
+    kinds.insert(kinds.begin(), {Format::PLAIN, 0, false});
+    for (const AdaptedShape& shape : {AdaptedShape{{64, 32, 32}, 72, {0, 2}, 8}, AdaptedShape{{96, 96}, 264, {0, 1}, 16}, AdaptedShape{{96, 96}, 136, {1}, 8},
+                                      AdaptedShape{{1040}, 1096, {0}, 24}})
+        for (const PackedKind& kind : kinds) {
+            const int K = shape.in, most = 16;
+            Adapted plain(random, shape.rows, K, shape.blocks, shape.rank, 0, most);
+            std::unique_ptr<PackedMatrix> packed;
+            Linear<bf16> host = plain.host, W = plain.device;
+            if (kind.format != Format::PLAIN) {
+                packed = std::make_unique<PackedMatrix>(random, kind, shape.rows, K, 8);
+                packed->use(pad.ctx);
+                host = packed->host, W = packed->device, W.adapter = plain.device.adapter;
+            }
+            const int R = W.out(), F = W.rows[0], width = (int)W.adapter.width();
+            const std::vector<bf16> x = random.fill<bf16>((size_t)most * K);
+            const std::vector<float> residual = random.fill<float>((size_t)most * R);
+            const std::vector<double> base = WideLinear(host)(as_double(x), most), sizes = WideLinear(host, true)(magnitudes(x), most);
+            const Device<bf16> dx(x);
+            const Device<float> dresidual(residual);
+            std::vector<bf16> of_all; // rows
+            for (int N : {16, 1, 2, 8, 9}) {
+                INFO("format " << (int)kind.format << " group " << kind.group << " N " << N << " R " << R << " K " << K << " rank " << shape.rank);
+                Device<bf16> out((size_t)N * R);
+                Device<float> sum((size_t)N * R);
+                linear_gpu(pad.ctx, out, dx, W, N);
+                const std::vector<bf16> got = out.get(), h = plain.dh.get();
+                std::vector<double> y, off, added;
+                for (int n = 0; n < N; n++)
+                    for (int r = 0; r < R; r++) {
+                        double more = 0, size = 0;
+                        for (int c = 0; c < width; c++) {
+                            const double term = (double)to_acc(plain.B[(size_t)r * width + c]) * to_acc(h[(size_t)n * width + c]);
+                            more += term, size += std::fabs(term);
+                        }
+                        y.push_back(base[(size_t)n * R + r] + more), off.push_back(sum_error<float>(sizes[(size_t)n * R + r] + size));
+                        added.push_back(y.back() + residual[(size_t)n * R + r]);
+                    }
+                const auto near = [&](size_t i) { return rounding<bf16>(y[i]) + off[i]; };
+                CHECK(wrong(got, y, near) == 0);
+                if (of_all.empty()) of_all = got;
+                CHECK(same_bits(got, std::vector<bf16>(of_all.begin(), of_all.begin() + (long)got.size())));
+                linear_add_gpu(pad.ctx, sum, dresidual, dx, W, N);
+                CHECK(wrong(sum.get(), added, [&](size_t i) { return rounding<float>(added[i]) + off[i] + sum_error<float>(1); }) == 0);
+                if (R != 2 * F) continue; // (gate and up)
+                Device<bf16> hidden((size_t)N * F), gate_up((size_t)N * R);
+                product_gpu(pad.ctx, SwigluEpilogue(hidden, gate_up, F), dx, W, N);
+                CHECK(wrong(gate_up.get(), y, near) == 0);
+                std::vector<bf16> want((size_t)N * F);
+                const std::vector<bf16> both = gate_up.get();
+                swiglu_cpu(cpu(), want.data(), both.data(), N, F);
+                CHECK(differences(hidden.get(), want, 1) == 0);
+            }
+        }
+}
+
 TEST_CASE("the backward of products: input, weight, an adapter's, and with SwiGLU behind it") {
     Random random{2};
     Scratchpad pad;

@@ -384,16 +384,18 @@ TEST_CASE("an adapter is packed with its matrix: W + s B A, rounded once") {
     Linear<bf16> whole = W, adapted = W;
     whole.w[0] = merged.data();
     adapted.adapter.rank = rank, adapted.adapter.modules = 2, adapted.adapter.A = A.data(), adapted.adapter.B = B.data();
-    const StepProduct q = {W.out() / 8, 1, in, (in + 31) / 32, false, 2, 0};
-    auto packed = [&](const Linear<bf16>& from) {
-        std::vector<uint4> to(q.bytes(StepPlain::CHUNK) / sizeof(uint4));
-        const StepPacking<StepPlain> args = {(unsigned char*)to.data(), step_source(from, StepPlain()), q, 0};
-        launch(dim3((unsigned)(to.size() + 127) / 128), dim3(128), [&] { step_pack_kernel(args); });
-        return to;
-    };
-    const std::vector<uint4> want = packed(whole), got = packed(adapted), without = packed(W);
-    CHECK(memcmp(want.data(), got.data(), want.size() * sizeof(uint4)) == 0);
-    CHECK(memcmp(want.data(), without.data(), want.size() * sizeof(uint4)) != 0);
+    for (int tiles : {1, 2}) { // 2: of rows 24 apart
+        const StepProduct q = {W.out() / 8 / tiles, tiles, in, (in + 31) / 32, false, 2, 0};
+        auto packed = [&](const Linear<bf16>& from) {
+            std::vector<uint4> to(q.bytes(StepPlain::CHUNK) / sizeof(uint4));
+            const StepPacking<StepPlain> args = {(unsigned char*)to.data(), step_source(from, StepPlain()), q, 24};
+            launch(dim3((unsigned)(to.size() + 127) / 128), dim3(128), [&] { step_pack_kernel(args); });
+            return to;
+        };
+        const std::vector<uint4> want = packed(whole), got = packed(adapted), without = packed(W);
+        CHECK(memcmp(want.data(), got.data(), want.size() * sizeof(uint4)) == 0);
+        CHECK(memcmp(want.data(), without.data(), want.size() * sizeof(uint4)) != 0);
+    }
 }
 
 // Eight rows of a chunk: within the rounding of a few float operations, whatever x's sizes are.
