@@ -2552,6 +2552,7 @@ template <class T> struct StoreEpilogue : Epilogue { // linear: out = y; in floa
     T* out; // (N, ld)
     size_t ld;
     static constexpr int OUTPUTS = std::is_same_v<T, bf16>;
+    static constexpr bool ADAPTS = std::is_same_v<T, bf16>;
     StoreEpilogue(T* out, size_t ld) : out(out), ld(ld) {}
     BOTH Output<T> output(int) const { return {out, ld}; }
     template <class Put> __device__ void values(const float4& y, const float4&, Put put) { put(0, y); }
@@ -2629,8 +2630,8 @@ struct RoundedSwigluEpilogue : SwigluEpilogue { // ... and as the next product t
     }
 };
 
-// E of few tokens beside W's adapter, whose h is there: s B h is added to each sum before anything is rounded. (A thread
-// has an output, so it adds up all of a row of B: bound by latency.)
+// Epilogue E of up to 16 tokens where W has an adapter, whose h has been computed: s B h is added to each sum before
+// anything is rounded. A thread has an output and all of its row of B: bound by latency.
 constexpr int MOST_BESIDE = 192; // columns of B: rank 64 of q, k, v; as far as it was measured faster than tiles
 template <class E> struct BesideAdapter : E {
     const bf16 *B, *h; // s B (out or, with PAIR, 2 out, width), (N, width)
@@ -2828,7 +2829,8 @@ template <class Epilogue> RowsDealt stream_product(Context& ctx, const StreamArg
     return {}; // (not reached: PAIR is always two)
 }
 
-// ---- Many tokens. Every product of more than 16 tokens, every product of the backward pass, some with an adapter.
+// ---- Many tokens. Every product of more than 16 tokens and of the backward pass; of fewer those with dropout, with an
+// adapter of many columns, or with `invariant`.
 // Grid: (tiles, splits). A block owns a tile of the output: S::TOKENS tokens by S::ROWS rows of W (PAIR: half of them
 // of gate, half of up). It walks along `in` in stages of 64 numbers, which cp.async copies to a ring of S::STAGES
 // stages in shared memory while the tensor cores work on an earlier one. Bound by the tensor cores; by the memory if
@@ -4243,7 +4245,7 @@ template <class Launch> void in_groups(int groups, Launch launch) {
     launch(std::integral_constant<int, 3>());
 }
 
-// h, of any number of tokens.
+// h, with dropout or of more than 16 tokens (or as product_gpu says).
 inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
     const LoraArgs p(W, N);
     if (!p.dropping && N < 64 * ctx.gpu->sms)
@@ -4256,8 +4258,8 @@ inline void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf1
     });
 }
 
-// x W^T, with the kernel that suits N; an adapter's h and s B are further columns of x and W, or (up to 16 tokens) the
-// epilogue's. made: its masks are.
+// x W^T, with the kernel that suits N. An adapter's h and s B are further columns of x and W; of up to 16 tokens the
+// epilogue adds them (but see there). made: its masks are.
 template <class Epilogue>
 void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
     const int out = Epilogue::PAIR ? W.rows[0] : W.out();

@@ -84,7 +84,7 @@ constexpr int MAX_BIAS = 1024 + 1 + 2 * MAX_ENDS; // ids a job may name, <tool_c
 struct Slots {
     int* last;        // (slots) the token drawn last
     Draw* draw;       // (slots)
-    uint32_t* seen;   // (slots,V) for the penalties; of slots without any it means nothing
+    uint32_t* seen;   // (slots,V) for the penalties; undefined for slots without penalties
     int* biases;      // (slots) how many ids have a bias
     int* bias_id;     // (slots, MAX_BIAS)
     float* bias;      // (slots, MAX_BIAS)
@@ -1131,7 +1131,8 @@ template <class T> struct Engine {
     // ---- A step on the GPU: numbers there, forward, head, draws, numbers back; nothing waits until collect_gpu. If
     // all rows are singles (and with `invariant` have no adapter), forward to draws is one CUDA graph, kept for each
     // size: rows are filled up to 1, 2, 4, ..., max_seqs with spare ones, the pieces of the longest sequence to 1, 2, ...
-    // A step by `road` is one graph from its numbers to its ids, without spare rows, for each of the two buffers.
+    // A step by `road` is one graph from its numbers to its ids (without forms), without spare rows; there is one for
+    // each number of rows and each of the two buffers.
     Slots slots;
     int *drawn, *unused;             // (max_draws) the ids; where sample_kernel puts what only a Session needs
     Draw* draws;                     // (max_draws) of the step's rows
@@ -1154,7 +1155,7 @@ template <class T> struct Engine {
         int rows, splits;
         Part part;
         bool tells, adapts;
-        int turn = -1;       // by `road`, with the buffers of this turn,
+        int turn = -1;       // from 0 on: by `road`, with the buffers of this turn,
         bool greedy = false; // ... and it draws, too
         bool operator<(const GraphKey& k) const {
             return std::tie(rows, splits, part, tells, adapts, turn, greedy) <

@@ -14,11 +14,11 @@
      JOIN     of those: the splits' softmaxes become one. Of one token up to 4 splits are joined by who needs them, in O
      O        x += W a         GATE_UP  silu(r W (x g)) * (r U (x g))         DOWN  x += W h
      HEAD     logits, the likeliest id of each block; the last block to end draws, if drawing is greedy
-   Weights  are packed once, an adapter with them (W + s B A), as they are read: tile by tile in the order of phases,
-     and in a tile chunk by chunk of 512 bytes, of which lane 4 g + t has 16 of row g: 8 numbers in bf16, 16 in 8 bits,
-     32 in 4; scales lie behind them (see StepPacked). A stage of the ring is up to 32 chunks of a tile's rows; the
-     last of a row may be shorter. The tokens' numbers are mma's columns, two of each: so 4 tokens cost as much as one,
-     and a row's sum has one order whatever N is: by chunks in a warp, then over the warps.
+   Weights  are packed once, in the order in which they are read (with an adapter W + s B A): tile by tile in the order
+     of phases, and in a tile chunk by chunk of 512 bytes, of which lane 4 g + t has 16 of row g: 8 numbers in bf16, 16
+     in 8 bits, 32 in 4; scales lie behind them (see StepPacked). A stage of the ring is up to 32 chunks of a tile's
+     rows; the last of a row may be shorter. The tokens' numbers are mma's columns, two of each: so 4 tokens cost as
+     much as one, and a row's sum has one order whatever N is: by chunks in a warp, then over the warps.
      With bf16 weights, and 8 bits in the 0.6B, consumers load the operands of several stages before their input comes.
      Other packed weights go stage by stage, by straight code for each number of chunks that a warp may have: there it
      counts how few instructions a chunk takes, and that nothing stands between them.
