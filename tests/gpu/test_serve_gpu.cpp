@@ -110,7 +110,7 @@ TEST_CASE("several answers by one kernel: greedy ones of all lengths, forms, bia
         run_all(bench, random, jobs);
         uint32_t steps = 0;
         copy_out(bench.engine.ctx, &steps, bench.engine.road->args.steps, 1);
-        CHECK(steps > 200); // of some 320 in all
+        CHECK(steps > 120); // for up to 1,239 tokens, eight a step at most
         size_t alike[3] = {}, compared[3] = {}; // greedy, with penalties, drawn
         for (size_t i = 0; i < jobs.size(); i++) {
             const Job& job = jobs[i];
@@ -132,7 +132,7 @@ TEST_CASE("several answers by one kernel: greedy ones of all lengths, forms, bia
         }
         for (int kind = 0; kind < 3; kind++) {
             MESSAGE(alike[kind] << " of " << compared[kind] << " bytes alike, preempted " << bench.desk.figures->preempted << ", steps " << steps);
-            CHECK(alike[kind] >= compared[kind] / 3);
+            CHECK(alike[kind] >= compared[kind] / (kind == 2 ? 6 : 2)); // (drawn ones part for good)
         }
         CHECK((bench.desk.figures->preempted > 0) == (pages == 24));
     }
