@@ -462,7 +462,7 @@ template <class Several, class One> static void check_together(const RandomModel
     Emulated<Several> several(m, N, blocks);
     std::vector<int> drawn(N), pos = before.pos, slot(N);
     several.p.greedy = true;
-    several.p.next = {drawn.data(), pos.data(), slot.data(), before.seq.data(), before.pages.data(), before.max_pages, nullptr, nullptr, 0};
+    several.p.next = {drawn.data(), pos.data(), slot.data(), before.seq.data(), before.pages.data(), before.max_pages, nullptr, nullptr, 0, nullptr};
     const Result together = several.step(place, true);
     for (int n = 0; n < N; n++) {
         const auto row = together.logits.begin() + (long)n * m.c.V;
@@ -557,7 +557,7 @@ TEST_CASE("a greedy draw inside the kernel is `sample`'s, with penalties too, an
         gpu.draw[0] = {how, exist};
         int token = -1, pos = place.pos[0], slot = -1;
         gpu.p.seen = has_penalties(how) ? seen.data() : nullptr, gpu.p.greedy = true;
-        gpu.p.next = {&token, &pos, &slot, place.seq.data(), place.pages.data(), place.max_pages, nullptr, nullptr, 0};
+        gpu.p.next = {&token, &pos, &slot, place.seq.data(), place.pages.data(), place.max_pages, nullptr, nullptr, 0, nullptr};
         Place at = place;
         const Result r = gpu.step(at, true);
         std::vector<float> logits(r.logits.begin(), r.logits.end());
@@ -579,7 +579,7 @@ TEST_CASE("a greedy draw inside the kernel is `sample`'s, with penalties too, an
     Emulated<Small> gpu(equal, 1, 3);
     int token = -1, pos = 3, slot = -1;
     gpu.draw[0].how.temperature = 0, gpu.p.greedy = true;
-    gpu.p.next = {&token, &pos, &slot, place.seq.data(), place.pages.data(), place.max_pages, nullptr, nullptr, 0};
+    gpu.p.next = {&token, &pos, &slot, place.seq.data(), place.pages.data(), place.max_pages, nullptr, nullptr, 0, nullptr};
     gpu.step(place, true);
     CHECK(token == 0);
 }
