@@ -2,7 +2,7 @@
    it. */
 #pragma once
 
-// ---- How weights are packed. A chunk is of 8 rows of W (see the top). Run j of lane 4 g + t is numbers 8 t .. 8 t +
+// ---- How weights are packed. A chunk is of 8 rows of W (see step.h). Run j of lane 4 g + t is numbers 8 t .. 8 t +
 // 7 of the j-th 32 of row g: four words of two bf16 each, once it is in registers. These are mma's operand a as they
 // lie: two words are of its row g, two of its row g + 8 (of bf16 the first two, else words 0 and 2). x is operand b: of
 // token n column 2 n has the former two, column 2 n + 1 the latter. So lane 4 g + t gets row g's sum for token t in two
