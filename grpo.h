@@ -243,8 +243,8 @@ template <class T> struct AnswerEngine {
         copy_in(ctx, draw_seq, of.data(), of.size());
         const DrawState state = {drawn, draw_pos, unused, draw_seq, table, pages, nullptr, nullptr, 1, nullptr};
         const unsigned long long* const none = nullptr;
-        launch(ctx, sample_kernel, (unsigned)last.size(), DRAW_THREADS, 0, logits, (size_t)c.V, draws, none, RowsDealt(),
-               state);
+        launch(ctx, sample_kernel, (unsigned)last.size(), DRAW_THREADS, 0, logits, (size_t)c.V, draws, none,
+               RowsDealt(), state);
         copy_out(ctx, ids.data(), drawn, ids.size());
     }
 #endif

@@ -820,9 +820,10 @@ void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Ep
     const int bytes = Tile::stage_bytes(rows), units = (all + rows - 1) / rows * plan.splits;
     const bool once = plan.splits > 1 || units <= ctx.gpu->sms; // a block has one tile, and the ring's memory for sums
     const int turns = once ? Tile::WARPGROUPS / plan.warpgroups : 1;
-    if (std::min(PACKED_STAGES, 225 * 1024 / bytes) <= turns) // each turn holds one until it has its next
+    const int stages = std::min(PACKED_STAGES, 225 * 1024 / bytes);
+    if (stages <= turns) // each turn holds one until it has its next
         DIE("stages of %d bytes: a ring has too few for %d turns", bytes, turns);
-    PackedTiles tiles = {{}, {}, units, plan.splits, std::min(PACKED_STAGES, 225 * 1024 / bytes), rows, turns};
+    PackedTiles tiles = {{}, {}, units, plan.splits, stages, rows, turns};
     tiles.x = tensor_map(p.x, {{(size_t)p.in, 1, 64}, {(size_t)p.N, (size_t)p.in, TOKENS}});
     tiles.W = tensor_map(p.q, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1,
                          Tile::ROW_BYTES == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,

@@ -552,6 +552,16 @@ TEST_CASE("products that no kernel can compute are refused") {
     CUDA_CHECK(cudaStreamSynchronize(gpu().gpu->stream));
 }
 
+// The likeliest id below `exist` of each block of a head, the first of equals; -1: it has none.
+static std::vector<int> likeliest_of_blocks(const float* logits, int exist, const RowsDealt& dealt) {
+    std::vector<int> likeliest(dealt.blocks, -1);
+    for (int id = 0; id < exist; id++) {
+        int& of_block = likeliest[(id / dealt.rows + dealt.shift) % dealt.blocks];
+        if (of_block < 0 || logits[id] > logits[of_block]) of_block = id;
+    }
+    return likeliest;
+}
+
 // A GPU of 188 multiprocessors (RTX PRO 6000) has room for more blocks of a small head than each row's list of the blocks'
 // likeliest ids, which sample_kernel reads with a thread for each.
 TEST_CASE("the head with its likeliest ids on a GPU of many multiprocessors: right, and nothing is written past the list") {
@@ -583,12 +593,7 @@ TEST_CASE("the head with its likeliest ids on a GPU of many multiprocessors: rig
             CHECK(wrong(got, as_double(want), [&](size_t) { return sum_error<float>(C) * 4; }) == 0);
             const std::vector<unsigned long long> keys = best.get();
             for (int n = 0; n < N; n++) {
-                const float* row = &got[(size_t)n * V];
-                std::vector<int> likeliest(dealt.blocks, -1);
-                for (int id = 0; id < V - 5; id++) {
-                    int& of_block = likeliest[id / dealt.rows % dealt.blocks];
-                    if (of_block < 0 || row[id] > row[of_block]) of_block = id; // the first of equals
-                }
+                const std::vector<int> likeliest = likeliest_of_blocks(&got[(size_t)n * V], V - 5, dealt);
                 for (int b = 0; b < BEST_BLOCKS; b++) {
                     const unsigned long long key = keys[(size_t)n * BEST_BLOCKS + b];
                     if (b < dealt.blocks) CHECK((int)~(uint32_t)key == likeliest[b]);
@@ -620,11 +625,7 @@ TEST_CASE("a packed head's likeliest ids are those of the rows that were dealt t
                 const std::vector<unsigned long long> keys = best.get();
                 int wrong = 0;
                 for (int n = 0; n < N; n++) {
-                    std::vector<int> likeliest(dealt.blocks, -1);
-                    for (int id = 0; id < exist; id++) {
-                        int& of_block = likeliest[(id / dealt.rows + dealt.shift) % dealt.blocks];
-                        if (of_block < 0 || got[(size_t)n * V + id] > got[(size_t)n * V + of_block]) of_block = id;
-                    }
+                    const std::vector<int> likeliest = likeliest_of_blocks(&got[(size_t)n * V], exist, dealt);
                     for (int b = 0; b < dealt.blocks; b++) {
                         const unsigned long long key = keys[(size_t)n * BEST_BLOCKS + b];
                         wrong += likeliest[b] < 0 ? key != 0 : (int)~(uint32_t)key != likeliest[b];
@@ -1428,17 +1429,27 @@ TEST_CASE("one kernel a token: the graph's logits within a few ulps, at all plac
     }
 }
 
+// A RandomCheckpoint's matrices in a format, packed on the GPU.
+struct PackedCheckpoint {
+    std::unique_ptr<ModelFile> file;
+    std::unique_ptr<Weights<bf16>> weights;
+    Context ctx = gpu();
+    PackedCheckpoint(const RandomCheckpoint& m, Format format, int group) {
+        const std::string path = m.path + ".packed.bin";
+        Quantization how;
+        how.format = format, how.group = group;
+        write_safetensors(path, model_metadata(quantized_config(*m.file, how), ""), quantize_model<bf16>(*m.file, how, {}));
+        file = std::make_unique<ModelFile>(path);
+        weights = std::make_unique<Weights<bf16>>(*file, false, true);
+        ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
+        weights->upload(ctx, *file);
+        std::filesystem::remove(path); // (it stays mapped)
+    }
+};
+
 TEST_CASE("packed weights: a prompt has the same bits in every new session, whose memory is slow at first") {
     const RandomCheckpoint m(gpu(), 1024, 3072, 16, 8, 4096, 1, true);
-    const std::string path = m.path + ".packed.bin";
-    Quantization how;
-    how.format = Format::INT8, how.group = 32;
-    write_safetensors(path, model_metadata(quantized_config(*m.file, how), ""), quantize_model<bf16>(*m.file, how, {}));
-    const ModelFile file(path);
-    Weights<bf16> weights(file, false, true);
-    Context ctx = gpu();
-    ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
-    weights.upload(ctx, file);
+    const PackedCheckpoint packed(m, Format::INT8, 32);
     // (64: four turns of warpgroups; 128: three, and 1% of the sessions were wrong where a turn could pass another.)
     for (int N : {64, 128}) {
         INFO(N << " tokens");
@@ -1448,7 +1459,7 @@ TEST_CASE("packed weights: a prompt has the same bits in every new session, whos
         std::vector<float> first;
         int others = 0;
         for (int i = 0; i < (N == 128 ? 700 : 100); i++) {
-            Session<bf16> session(m.file->config, weights, N + 10, ctx);
+            Session<bf16> session(m.file->config, *packed.weights, N + 10, packed.ctx);
             session.feed(prompt);
             const std::vector<float> logits(session.logits, session.logits + 4096);
             if (i == 0) first = logits;
@@ -1456,7 +1467,6 @@ TEST_CASE("packed weights: a prompt has the same bits in every new session, whos
         }
         CHECK(others == 0);
     }
-    std::filesystem::remove(path);
 }
 
 TEST_CASE("one kernel a token with packed weights: the graph's logits, phase by phase and all at once the same bits") {
@@ -1469,21 +1479,13 @@ TEST_CASE("one kernel a token with packed weights: the graph's logits, phase by 
         const int group = kind.group;
         INFO("C " << (kind.large ? 2560 : 1024) << ", format " << (int)format << ", groups of " << group);
         const RandomCheckpoint m(gpu(), kind.large ? 2560 : 1024, kind.large ? 9728 : 3072, kind.large ? 32 : 16, 8, 4096, kind.large ? 1 : 2, true);
-        const std::string path = m.path + ".packed.bin";
-        Quantization how;
-        how.format = format, how.group = group;
-        write_safetensors(path, model_metadata(quantized_config(*m.file, how), ""), quantize_model<bf16>(*m.file, how, {}));
-        const ModelFile file(path);
-        Weights<bf16> weights(file, false, true);
-        Context ctx = gpu();
-        ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
-        weights.upload(ctx, file);
-        REQUIRE(weights.layers.back().down.format == format);
+        const PackedCheckpoint packed(m, format, group);
+        REQUIRE(packed.weights->layers.back().down.format == format);
         Sampling greedy;
         greedy.temperature = 0;
         for (int position : {1, 100, 1000}) {
             INFO("position " << position);
-            auto run = [&](Context::OneKernel road) { return RoadRun(m, weights, ctx, road, position, 2, greedy); };
+            auto run = [&](Context::OneKernel road) { return RoadRun(m, *packed.weights, packed.ctx, road, position, 2, greedy); };
             const RoadRun graph = run(Context::OFF), road = run(Context::TOGETHER);
             double difference = 0, size = 0;
             for (size_t v = 0; v < graph.logits.size(); v++)
@@ -1495,7 +1497,6 @@ TEST_CASE("one kernel a token with packed weights: the graph's logits, phase by 
                 CHECK(same_bits(road.logits, other.logits));
             }
         }
-        std::filesystem::remove(path);
     }
 }
 
