@@ -13,11 +13,11 @@
 //
 // Contents: 1 rows in, rows out   2 characters and words   3 chunk   4 prompt   5 generate   6 collect
 //           7 conversations   8 ROUGE-L and MinHash   9 filter   10 split   11 pack, unpack, stats   12 main
-#include "options.h"
-#include "tokenizer.h"
-#include "chunks.h"
-#include "dataset.h"
-#include "score.h"
+#include "base/options.h"
+#include "model/chat_template.h"
+#include "book/chunks.h"
+#include "model/dataset.h"
+#include "book/score.h"
 #include <array>
 #include <chrono>
 #include <csignal>

@@ -33,10 +33,13 @@
                            log.h, workers.h, traffic.h, page.h, openapi.h
    7 main
 */
-#define QWEN3_NO_MAIN
+#include "base/json_lines.h"
+#include "model/device.h"
+#include "model/pace.h"
+#include "model/session.h"
 #include "qwen3.cu"
-#include "hybrid.h"
-#include "tools.h"
+#include "search/hybrid.h"
+#include "form/tools.h"
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -46,18 +49,18 @@
 #include <thread>
 #include <tuple>
 #include <unordered_map>
-#include "server/adapters.h"
-#include "server/pace.h"
+#include "server/engine/adapters.h"
+#include "server/engine/pace.h"
 
 // ======================================================================================= 1 Between the threads
-#include "server/desk.h"
+#include "server/engine/desk.h"
 
 // =================================================================================================== 2 Speech
-#include "server/speech.h"
+#include "server/engine/speech.h"
 
 // =================================================================================================== 3 Engine
 
-#include "server/pages.h"
+#include "server/engine/pages.h"
 
 struct EngineOptions {
     int context = 0;      // tokens of a prompt and its answer
@@ -1425,19 +1428,19 @@ template <class T> struct Engine {
 // ====================================================================================================== 4 API
 // https://platform.openai.com/docs/api-reference, with vLLM's additions. server/request.h has the way in; here is the
 // way out.
-#include "server/request.h"
-#include "server/embed_api.h"
+#include "server/api/request.h"
+#include "server/api/embed_api.h"
 
-#include "server/answer.h"
-#include "server/dialects.h"
+#include "server/api/answer.h"
+#include "server/api/dialects.h"
 
 // ==================================================================================================== 5 Batch
-#include "server/batch.h"
-#include "server/batches.h"
+#include "server/api/batch.h"
+#include "server/api/batches.h"
 
 #ifndef SERVE_NO_HTTP // (what needs no HTTP does without its library)
 // ===================================================================================================== 6 HTTP
-#include "server/http.h"
+#include "server/http/http.h"
 #endif // SERVE_NO_HTTP
 
 #ifndef SERVE_NO_MAIN

@@ -31,14 +31,18 @@
 
    Contents: 1 options  2 preferences, rewards  3 memory, batches, steps  4 log and curve  5 merge  6 main
 */
-#ifndef QWEN3_NO_MAIN // (tests/gpu/every.cu has it already)
-#define QWEN3_NO_MAIN
+#include "model/ceilings.h"
+#include "model/chat_template.h"
+#include "model/device.h"
+#include "model/pace.h"
+#include "model/quantize.h"
+#include "model/session.h"
+#include "model/write.h"
 #include "qwen3.cu"
-#endif
-#include "backward.h"
-#include "dataset.h"
-#include "grpo.h"
-#include "ranks.h"
+#include "gpu/backward.h"
+#include "model/dataset.h"
+#include "train/grpo.h"
+#include "train/ranks.h"
 
 // ================================================================================================== 1 Options
 

@@ -14,10 +14,10 @@
 // larger share, some 110 TFLOP/s; and 90% of 950 GB/s at step 5.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: two steps are the program's own kernels
 #define QWEN3_NO_MAIN
-#include "../qwen3.cu"
-#include "../backward.h"
+#include "qwen3.cu"
+#include "gpu/backward.h"
 #endif
-#include "ptx.h"
+#include "lab/ptx.h"
 
 namespace lab::attention {
 

@@ -9,7 +9,7 @@ int main() {
     return 1;
 }
 #else
-#include "timing.h"
+#include "lab/timing.h"
 #include <cstring>
 #include <string>
 

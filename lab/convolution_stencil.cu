@@ -4,7 +4,7 @@
 //
 // --size AxBxC: an image of A x A, a grid of B x B x B, a layer of C x C. "Predicted" is arithmetic for an
 // H100 (132 SMs, 3.35 TB/s), unless it says RTX 4090 (1.0 TB/s, 72 MB L2).
-#include "lab.h"
+#include "lab/lab.h"
 #ifndef __CUDACC__
 #define cudaMemcpyToSymbol(to, from, bytes) memcpy(to, from, bytes)
 #endif

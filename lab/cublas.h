@@ -1,7 +1,7 @@
 // cuBLAS, beside the steps that it could replace. Needs -DHAVE_CUBLAS and -lcublas (the Makefile asks whether it is
 // there).
 #pragma once
-#include "lab.h"
+#include "lab/lab.h"
 #include <cublas_v2.h>
 
 namespace lab {

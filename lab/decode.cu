@@ -13,11 +13,11 @@
 // is a way to keep so many on the way, also when a product begins and ends.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: the last step is the program's own kernel
 #define QWEN3_NO_MAIN
-#include "../qwen3.cu"
+#include "qwen3.cu"
 #endif
-#include "ptx.h"
+#include "lab/ptx.h"
 #ifdef HAVE_CUBLAS
-#include "cublas.h"
+#include "lab/cublas.h"
 #endif
 
 namespace lab::decode {

@@ -6,7 +6,7 @@
 // device code; built without it, their steps are left out. "Predicted" rests on what the course's notes
 // measured on an H200: 2.8 us for a launch by the host, 6 us by one thread of a kernel, 0.26 us on average where 1,000
 // blocks launch one kernel each.
-#include "lab.h"
+#include "lab/lab.h"
 
 namespace lab::dynamic {
 

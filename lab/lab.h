@@ -26,7 +26,7 @@
 // emulation has not (a library, a GPU's own call) stands inside #ifdef __CUDACC__.
 #pragma once
 #ifdef __CUDACC__
-#include "timing.h"
+#include "lab/timing.h"
 #include <cuda_bf16.h>
 #define DYNAMIC_SHARED(T, name)                                                                                        \
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];                                                  \
@@ -37,7 +37,7 @@
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 #pragma GCC diagnostic ignored "-Wunused-variable"
-#include "../data/course/emulate_tensor.h"
+#include "tests/emulate/tensor.h"
 #pragma GCC diagnostic pop
 #undef check
 #undef __device__

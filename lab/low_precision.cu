@@ -5,7 +5,7 @@
 // The error in the table is the largest difference from y of the weights before they were rounded; a kernel that
 // differs from the definition with the rounded ones is wrong. --size AxB: A rows, B columns (to the next 128). Not run
 // yet: "predicted" is arithmetic for an H100 (3.35 TB/s, 132 SMs, 1.755 GHz), unless it says RTX 4090 (1.0 TB/s).
-#include "lab.h"
+#include "lab/lab.h"
 #ifdef __CUDACC__
 #include <cuda_fp16.h>
 #endif

@@ -2,7 +2,7 @@
 // the functions of the same names in data/course/emulate_tensor.h take their place: there a copy spoils its target at
 // once and comes when it is waited for, so that what is read too early is wrong.
 #pragma once
-#include "lab.h"
+#include "lab/lab.h"
 #ifdef __CUDACC__
 #include <cuda.h>
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -1,7 +1,7 @@
 // reduce_scan.cu: many numbers become one (a sum), a row of them (rmsnorm, softmax), as many (a scan), or a few (a
 // histogram). All of it is bound by the memory, if threads can be kept from waiting for each other.
 // (lab/lab.h says how to run it; --size 67108864x4096: numbers, and how many make a row)
-#include "lab.h"
+#include "lab/lab.h"
 #ifdef HAVE_CUB
 #include <cub/cub.cuh>
 #endif

@@ -13,7 +13,7 @@
 // --size AxBxC: A inputs, B neurons, C steps (of 32 samples). One input in twenty spikes. "Predicted" is
 // arithmetic for an H100 (132 SMs, 3.35 TB/s, about 5.5 TB/s from the L2 cache), at 1,024 inputs, 1,024 neurons, 100
 // steps.
-#include "lab.h"
+#include "lab/lab.h"
 
 namespace lab::snn {
 

@@ -4,7 +4,7 @@
 //
 // --size MxNxK: M rows, N columns, K entries a row (on average: skewed has rows of up to 1,024 K).
 // "Predicted" is arithmetic for an H100 (3.35 TB/s, 50 MB L2), unless it says RTX 4090 (1.0 TB/s, 72 MB L2).
-#include "lab.h"
+#include "lab/lab.h"
 #if defined(__CUDACC__) && defined(HAVE_CUSPARSE)
 #include <cusparse.h>
 #endif

@@ -1,6 +1,6 @@
 // transpose_copy.cu: a matrix is copied, then transposed. Nothing is computed, so all there is to see is the way to the
 // memory: coalescing, bank conflicts, padding, swizzling, vector loads.   (lab/lab.h says how to run it)
-#include "ptx.h"
+#include "lab/ptx.h"
 
 namespace lab::transpose_copy {
 

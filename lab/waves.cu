@@ -5,7 +5,7 @@
 // --size AxBxC: A terms a sum (blocks, launches), an array of B MiB (loads), C MiB (fusion). "Predicted"
 // is arithmetic for an H100 (132 multiprocessors, 3.35 TB/s, launches as the course's notes measured them on an H200 of
 // the same design).
-#include "lab.h"
+#include "lab/lab.h"
 #ifdef __CUDACC__
 #define ONE_BY_ONE _Pragma("unroll 1")
 #else

@@ -1,7 +1,7 @@
 // Adapters of random numbers for the random model in fixtures/tiny.
 #pragma once
-#include "engine.h"
-#include "files.h"
+#include "tests/engine.h"
+#include "tests/files.h"
 
 struct Kind {
     int rank;

@@ -2,16 +2,16 @@
 #pragma once
 #include <doctest/doctest.h>
 #ifdef TRAIN_NO_MAIN // the suite is about the trainer too
-#include "../train_lora.cu"
+#include "train_lora.cu"
 #elif defined(SUITES_ARE_PROGRAMS)
-#include "programs.h"
+#include "tests/programs.h"
 #define main qwen3_main
-#include "../qwen3.cu"
+#include "qwen3.cu"
 #undef main
 static const bool is_qwen3 = add_program("qwen3", qwen3_main);
 #else
 #define QWEN3_NO_MAIN
-#include "../qwen3.cu"
+#include "qwen3.cu"
 #endif
 
 inline Context& cpu() {
@@ -19,7 +19,7 @@ inline Context& cpu() {
     return ctx;
 }
 
-#include "batch.h"
+#include "tests/batch.h"
 
 // Outputs begin as NaN, so that a number nobody wrote is seen.
 template <class T> std::vector<T> poisoned(size_t n) {

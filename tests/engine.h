@@ -2,14 +2,14 @@
 #pragma once
 #include <doctest/doctest.h>
 #ifdef SUITES_ARE_PROGRAMS
-#include "programs.h"
+#include "tests/programs.h"
 #define main serve_main
-#include "../serve.cu"
+#include "serve.cu"
 #undef main
 static const bool is_serve = add_program("serve", serve_main);
 #else
 #define SERVE_NO_MAIN
-#include "../serve.cu"
+#include "serve.cu"
 #endif
 
 static const std::string MODEL = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";

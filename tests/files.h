@@ -1,7 +1,7 @@
 // Files for tests: a folder that cleans up after itself, and files in memory, since thousands of small ones
 // are slow on a disk.
 #pragma once
-#include "../file.h"
+#include "base/file.h"
 #include <doctest/doctest.h>
 #include <filesystem>
 

@@ -1,6 +1,6 @@
 // Golden logits and greedy texts of tests/fixtures, and the distance between distributions.
 #pragma once
-#include "common.h"
+#include "tests/common.h"
 
 struct Golden {
     ModelFile file;

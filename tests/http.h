@@ -1,7 +1,7 @@
 // A small HTTP client on plain sockets, for the server's tests and its bench, and a listener for endpoints that tests
 // play. Throws Error.
 #pragma once
-#include "../file.h"
+#include "base/file.h"
 #include <arpa/inet.h>
 #include <atomic>
 #include <functional>

@@ -1,6 +1,6 @@
 // doctest's main(), of every suite; and the programs' own, where suites are the programs too (tests/programs.h).
 #define DOCTEST_CONFIG_IMPLEMENT
-#include "programs.h"
+#include "tests/programs.h"
 #include <doctest/doctest.h>
 
 std::map<std::string, Main>& programs() {

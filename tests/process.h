@@ -1,7 +1,7 @@
 // A program run from a test: its standard streams are files in memory; and JSON, lines, refusals.
 #pragma once
-#include "../sj.h"
-#include "files.h"
+#include "sj.h"
+#include "tests/files.h"
 #include <functional>
 #include <sys/resource.h>
 #include <sys/wait.h>

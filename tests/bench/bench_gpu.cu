@@ -4,9 +4,9 @@
 //                               [batch] [sequences] [train]       (default: all)
 //                               [packed]: quantised weights stay so
 #define QWEN3_NO_MAIN
-#include "../../qwen3.cu"
-#include "../../backward.h"
-#include "../../lab/timing.h"
+#include "qwen3.cu"
+#include "gpu/backward.h"
+#include "lab/timing.h"
 #include <cublas_v2.h>
 
 static Context ctx;

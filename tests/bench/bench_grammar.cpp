@@ -1,6 +1,6 @@
 // How long masks take, on Qwen3's vocabulary: for each form an answer is followed token by token, the first time (every
 // state and mask is made) and again. `make build/bench_grammar && build/bench_grammar`
-#include "../../tools.h"
+#include "form/tools.h"
 
 struct Case {
     const char *name, *form, *answer;

@@ -5,8 +5,8 @@
 // Without files it makes a text of 8 MB; --write stores it. --cut TEXT_FILE prints the words instead, a line a
 // line, with a byte 1 after each. The same files through jieba, compared word by word:
 //   python tests/reference/peer_jieba.py build/bench_jieba FILE...
-#include "../../score.h"
-#include "zipf.h"
+#include "book/score.h"
+#include "tests/bench/zipf.h"
 #include <time.h>
 
 static double cpu_seconds() { // of this program's own time

@@ -11,7 +11,7 @@
 // Without and with --lookup N (7) in turns, after one round that does not count; medians of ROUNDS (5) and, in brackets,
 // the least and the largest ratio of a round.
 #define QWEN3_NO_MAIN
-#include "../../qwen3.cu"
+#include "qwen3.cu"
 
 static std::string between(const std::string& s, const std::string& from, const std::string& to) {
     const size_t at = s.find(from);

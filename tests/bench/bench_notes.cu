@@ -1,7 +1,7 @@
 // Measures what chapters 1 to 8 of the course's notes say of the hardware and of float, with the code that stands
 // there:
 //   make build/bench_notes && build/bench_notes
-#include "../gpu/notes.h"
+#include "tests/gpu/notes.h"
 
 static void empty_launch() { b_saxpy::saxpy<<<1, 32>>>(0, 0, nullptr, nullptr); }
 

@@ -6,9 +6,9 @@
 //   build/bench_retrieval text FOLDER MB                       files of 1 MB of words by Zipf's law, in two languages
 //   build/bench_retrieval speed FOLDER INDEX                   index anew, open, update, 200 questions; and 200 common words
 //   build/bench_retrieval vectors N DIMENSIONS                 a question's product with N vectors, and the best of them
-#include "../../documents.h"
-#include "../../score.h"
-#include "zipf.h"
+#include "search/documents.h"
+#include "book/score.h"
+#include "tests/bench/zipf.h"
 #include <numeric>
 #include <sys/resource.h>
 

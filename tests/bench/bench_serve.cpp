@@ -12,10 +12,10 @@
 // ignore the end token, so that all are as long as asked.
 // Tokens are counted by the server's usage; the time between tokens is the time between events (the server sends one a
 // token, with or without text).
-#include "../../file.h"
-#include "../../sj.h"
-#include "../http.h"
-#include "../workload.h"
+#include "base/file.h"
+#include "sj.h"
+#include "tests/http.h"
+#include "tests/workload.h"
 #include <chrono>
 #include <mutex>
 #include <thread>

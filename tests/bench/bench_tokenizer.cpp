@@ -3,8 +3,8 @@
 //   build/bench_tokenizer [--write DIR] [TEXT_FILE...]       from the repository's root
 // Without files it makes three texts of 8 MB; --write stores them. The same texts through `tokenizers`:
 //   python tests/reference/peer_tokenizers.py tokenizer.json DIR/*.txt
-#include "../../tokenizer.h"
-#include "zipf.h"
+#include "model/tokenizer.h"
+#include "tests/bench/zipf.h"
 #include <time.h>
 
 struct Text {

@@ -10,10 +10,10 @@
 // answers so many and so long that they give way to each other; a log that nobody reads; and the server is stopped and
 // continued (SIGSTOP). In between it comes to rest: pages, descriptors and threads must be what they were before, and memory
 // what it was at the first rest. At the end it drains, with status 0; and one that writes its log to a full disk answers, too.
-#include "../../file.h"
-#include "../../options.h"
-#include "../../sj.h"
-#include "../http.h"
+#include "base/file.h"
+#include "base/options.h"
+#include "sj.h"
+#include "tests/http.h"
 #include <atomic>
 #include <csignal>
 #include <filesystem>

@@ -1,7 +1,7 @@
 // A dataset of rows of 513 random tokens, all trained but the first, for speeds of training:
 //     g++ -std=c++17 -O2 -I. tests/bench/rows.cpp -o rows && ./rows tokenizer.bin full.bin 2048
-#include "tokenizer.h"
-#include "dataset.h"
+#include "model/tokenizer.h"
+#include "model/dataset.h"
 
 int main(int argc, char** argv) {
     if (argc != 4) return fprintf(stderr, "usage: rows TOKENIZER.bin OUT.bin ROWS\n"), 1;

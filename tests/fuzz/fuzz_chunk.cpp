@@ -2,7 +2,7 @@
 // and end between characters; only a code fence makes a body longer than asked; sentences are cut without a gap. What was
 // on pages is still text when it is cleaned.
 #define DATAGEN_NO_MAIN
-#include "../../datagen.cpp"
+#include "datagen.cpp"
 
 static void require(bool holds) { if (!holds) abort(); }
 

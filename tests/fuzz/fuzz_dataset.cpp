@@ -1,6 +1,6 @@
 // Fuzzes the dataset's reader: any bytes are refused with a line, or are a dataset that can be walked, whose rows hold
 // what dataset.h promises, and which written again gives the same bytes.
-#include "../../dataset.h"
+#include "model/dataset.h"
 
 static void require(bool holds) { if (!holds) abort(); }
 

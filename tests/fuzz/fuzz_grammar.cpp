@@ -1,6 +1,6 @@
 // libFuzzer: a JSON schema, a regular expression or GBNF becomes a grammar, or an Error; then masks are asked for and
 // followed at random: each has a token, and each of its tokens leads on.
-#include "../../tools.h"
+#include "form/tools.h"
 
 static void must(bool ok) { if (!ok) abort(); }
 

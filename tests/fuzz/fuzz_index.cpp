@@ -1,6 +1,6 @@
 // Fuzzes the index of documents and its vectors: whatever bytes a file has, it is opened, searched and taken over into
 // another index, or refused in one line that names it; and any text becomes words, passages that are it without a gap, and a prompt.
-#include "../../documents.h"
+#include "search/documents.h"
 
 static void need(bool condition) {
     if (!condition) abort();

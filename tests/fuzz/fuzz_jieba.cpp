@@ -1,6 +1,6 @@
 // Fuzzes segmentation and scores with any text, and the loader of jieba.bin with any file: bytes that begin
 // like a jieba.bin are one.
-#include "../../score.h"
+#include "book/score.h"
 
 static void need(bool condition) {
     if (!condition) abort();

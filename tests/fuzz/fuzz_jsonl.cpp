@@ -1,7 +1,7 @@
 // Fuzzes the readers of datagen: any bytes as a file of rows, each row as a conversation, each conversation as training
 // rows. Every row's text is where it says it is, rows do not overlap, and no byte of a file of lines is lost.
 #define DATAGEN_NO_MAIN
-#include "../../datagen.cpp"
+#include "datagen.cpp"
 
 static void require(bool holds) { if (!holds) abort(); }
 

@@ -1,6 +1,6 @@
 // Fuzzes sj.h: parse anything; of what is accepted, ask every value everything; dump it, and parse and dump
 // that again: the second dump must be the first.
-#include "../../sj.h"
+#include "sj.h"
 #include <cstdlib>
 
 static void require(bool holds) {

@@ -1,5 +1,5 @@
 // Fuzzes encode and decode: what must hold for any bytes. The first byte chooses the tokenizer.
-#include "../../tokenizer.h"
+#include "model/tokenizer.h"
 
 static void need(bool condition) {
     if (!condition) abort();

@@ -1,5 +1,5 @@
 // Fuzzes the loader of tokenizer.bin: any bytes are an Error, or a tokenizer that works.
-#include "../../tokenizer.h"
+#include "model/tokenizer.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     static const int fd = memfd_create("tokenizer", 0);

@@ -2,7 +2,7 @@
 #pragma once
 #define SERVE_NO_MAIN
 #define SERVE_NO_HTTP
-#include "../../serve.cu"
+#include "serve.cu"
 
 // The path of a file in memory that has these bytes; the same path each time.
 static const std::string& path_of(const uint8_t* data, size_t size) {

@@ -2,6 +2,6 @@
 // suite.
 #define SERVE_NO_HTTP
 #define SERVE_NO_MAIN
-#include "../../serve.cu"
+#include "serve.cu"
 template struct Engine<bf16>;
-#include "test_gpu_backward.cpp"
+#include "tests/gpu/test_gpu_backward.cpp"

@@ -1,7 +1,7 @@
 // What the GPU's suites share: arrays in its memory, a context with scratch, a Linear on both sides.
 #pragma once
-#include "../common.h"
-#include "../packed.h"
+#include "tests/common.h"
+#include "tests/packed.h"
 #include <numeric>
 
 inline Context& gpu() {

@@ -1,11 +1,11 @@
 // Every CUDA kernel against its CPU definition, at odd sizes, on fresh random numbers, into poisoned memory; the whole
 // model against the CPU's and Hugging Face's logits; and what the GPU promises: the same batch gives the same bits, with
 // `invariant` a row does not depend on its batch, and draws are the CPU's. Built by nvcc, run where a GPU is.
-#include "../golden.h"
-#include "gpu.h"
-#include "checkpoint.h"
-#include "../../backward.h"
-#include "../../server/segmented.h"
+#include "tests/golden.h"
+#include "tests/gpu/gpu.h"
+#include "tests/gpu/checkpoint.h"
+#include "gpu/backward.h"
+#include "server/engine/segmented.h"
 #include <filesystem>
 #include <sys/wait.h>
 

@@ -1,8 +1,8 @@
 // Every kernel of the backward pass, and of adapters, against its CPU definition, at odd sizes, on fresh random numbers,
 // into poisoned memory; and that the same batch gives the same bits. Built by nvcc, run where a GPU is.
 #define TRAIN_NO_MAIN
-#include "gpu.h"
-#include "../gradients.h"
+#include "tests/gpu/gpu.h"
+#include "tests/gradients.h"
 #include <fstream>
 
 static const std::vector<int> COUNTS = {1, 2, 7, 33, 64, 65, 257, 1000};

@@ -1,5 +1,5 @@
 // The kernels in chapters 1 to 8 of the course's notes, as the reader sees them, against plain loops.
-#include "notes.h"
+#include "tests/gpu/notes.h"
 #include <doctest/doctest.h>
 using std::vector;
 

@@ -1,9 +1,9 @@
 // serve.cu's engine on a GPU: alone it says what a Session says; with `invariant` it says that in any company; and the
 // same jobs at the same steps give the same answers. Built by nvcc, run where a GPU is.
 #define SERVE_NO_HTTP
-#include "../adapters.h"
-#include "../engine.h"
-#include "checkpoint.h"
+#include "tests/adapters.h"
+#include "tests/engine.h"
+#include "tests/gpu/checkpoint.h"
 
 static void on_gpu(bool invariant) {
     if (!where.gpu) where = open_gpu();

@@ -1,9 +1,9 @@
 // serve.cu: several adapters beside one model: the engine by itself, then the program (SERVE, else ./serve). What an
 // answer must be is said by a Session whose weights have that adapter only, and by qwen3 --adapter.
-#include "../adapters.h"
-#include "../engine.h"
-#include "../http.h"
-#include "../process.h"
+#include "tests/adapters.h"
+#include "tests/engine.h"
+#include "tests/http.h"
+#include "tests/process.h"
 
 struct Folders { // of three adapters
     Scratch scratch;

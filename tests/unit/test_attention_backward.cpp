@@ -1,7 +1,7 @@
 // Attention's gradients, by their definition and by cpu.h: against the dense formula, against finite differences of the
 // forward op, and what else the op promises: sums in one order, whatever the threads and the other sequences are; zeros
 // for spare rows.
-#include "../common.h"
+#include "tests/common.h"
 
 // A training batch: whole sequences, then spare rows; what forward leaves for backward, and dout.
 template <class T> struct Problem {

@@ -1,7 +1,7 @@
 // The backward pass: every op, as Book I defines it and as cpu.h computes it, against finite differences in double and
 // against PyTorch's autograd (tests/make_train_fixtures.py), every type against the definition in double, and the gradients
 // of whole models against PyTorch's and against those that the definitions give.
-#include "../common.h"
+#include "tests/common.h"
 
 // dL/dx by central differences where L = f(x), against `got`. Their own error is about 1e-9 of the gradient's size.
 static void check_gradient(const char* what, std::vector<double>& x, const std::vector<double>& got, const std::function<double()>& f) {

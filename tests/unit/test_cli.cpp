@@ -1,8 +1,8 @@
 // The built program, run as a user runs it: what it prints and where, its exit status, the files it leaves.
 // Environment: QWEN3 names the program (default ./qwen3). Its output goes to memory, not to disk.
-#include "../../qwen3.h"
-#include "../../sj.h"
-#include "../files.h"
+#include "qwen3.h"
+#include "sj.h"
+#include "tests/files.h"
 #include <chrono>
 #include <cmath>
 #include <csignal>

@@ -1,7 +1,7 @@
 // commands.h: what a model asks to be run in a chat. The words by themselves, programs that misbehave, then the chat
 // (QWEN3, else ./qwen3) on a pseudo-terminal, with a model that answers "day" by a call (fixtures/calls).
-#include "../../commands.h"
-#include "../files.h"
+#include "cli/commands.h"
+#include "tests/files.h"
 #include <doctest/doctest.h>
 #include <pty.h>
 #include <utmp.h>

@@ -1,17 +1,17 @@
 // datagen: its parts from inside; the whole pipeline from outside (DATAGEN, else ./datagen) on tests/fixtures/book.md,
 // with an endpoint in a thread that fails in every way an endpoint can, and a kill in the middle.
 #ifdef SUITES_ARE_PROGRAMS
-#include "../programs.h"
+#include "tests/programs.h"
 #define main datagen_main
-#include "../../datagen.cpp"
+#include "datagen.cpp"
 #undef main
 static const bool is_datagen = add_program("datagen", datagen_main);
 #else
 #define DATAGEN_NO_MAIN
-#include "../../datagen.cpp"
+#include "datagen.cpp"
 #endif
-#include "../http.h"
-#include "../process.h"
+#include "tests/http.h"
+#include "tests/process.h"
 #include <atomic>
 #include <mutex>
 #include <random>

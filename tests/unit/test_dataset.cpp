@@ -1,6 +1,6 @@
 // dataset.h: what is written is what is read, and a file that is anything else is refused in one line.
-#include "../../dataset.h"
-#include "../files.h"
+#include "model/dataset.h"
+#include "tests/files.h"
 
 using Words = std::vector<uint32_t>;
 constexpr uint64_t TOKENIZER = 0x1234567890ABCDEF, TEMPLATE = 42;

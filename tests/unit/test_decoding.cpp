@@ -4,10 +4,10 @@
 #include <doctest/doctest.h>
 #define QWEN3_NO_MAIN
 #define QWEN3_PLAIN
-#include "../../qwen3.cu"
-#include "../packed_emulation.h"
-#include "../batch.h"
-#include "../packed.h"
+#include "qwen3.cu"
+#include "tests/emulate/packed_emulation.h"
+#include "tests/batch.h"
+#include "tests/packed.h"
 
 // ---- What the kernels take of Book II
 #pragma GCC diagnostic push

@@ -1,7 +1,7 @@
 // README and docs/: what they name exists. Options are in a program's --help, links and files are there, error messages
 // are in the sources, and the Chinese pages have what the English ones have.
 // Environment: QWEN3, TRAIN_LORA, DATAGEN and SERVE name the programs (default ./NAME).
-#include "../process.h"
+#include "tests/process.h"
 #include <map>
 #include <regex>
 #include <set>

@@ -1,9 +1,9 @@
 // Preferences: `datagen pack` of pairs, and `train_lora --dpo` from outside and its Trainer by itself (TRAIN_LORA, DATAGEN and
 // QWEN3, else the programs here). TRL's numbers are fixtures, made by tests/reference/make_dpo.py.
 #include <doctest/doctest.h>
-#include "../trainer.h"
-#include "../files.h"
-#include "../process.h"
+#include "tests/trainer.h"
+#include "tests/files.h"
+#include "tests/process.h"
 #include <thread>
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin", FIXTURES = "tests/fixtures/dpo/";

@@ -1,9 +1,9 @@
 // embed.h and embed_api.h: vectors and rankings, against sentence-transformers and transformers (fixtures/embed), in the
 // engine beside answers, on the command line (QWEN3, else ./qwen3) and over HTTP (SERVE, else ./serve); hybrid.h: passages
 // of documents found by them.
-#include "../engine.h"
-#include "../http.h"
-#include "../process.h"
+#include "tests/engine.h"
+#include "tests/http.h"
+#include "tests/process.h"
 
 using namespace std::literals;
 

@@ -1,8 +1,8 @@
 // --ppl and --eval, from outside: the program (QWEN3, else ./qwen3) on the random model in fixtures/tiny. What it
 // must print is computed here from --logits, one window or row at a time.
-#include "../../tokenizer.h"
-#include "../../sj.h"
-#include "../process.h"
+#include "model/tokenizer.h"
+#include "sj.h"
+#include "tests/process.h"
 #include <chrono>
 #include <cmath>
 #include <csignal>

@@ -1,7 +1,7 @@
 // export.py run as a user runs it (python3 -I -S: the standard library only): what it writes, byte for byte,
 // and what it refuses. Where there is no python3 every case is skipped, and a line says so.
-#include "../../sj.h"
-#include "../files.h"
+#include "sj.h"
+#include "tests/files.h"
 #include <cmath>
 #include <doctest/doctest.h>
 #include <map>

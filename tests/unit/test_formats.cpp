@@ -1,9 +1,9 @@
 // Quantised models as others publish them (quantized.h, gguf.h): every matrix bit by bit what the packages that define the
 // format make of it, logits those of transformers on these matrices; and files that lie, each refused by one line that
 // names the file and the fault.
-#include "../files.h"
-#include "../golden.h"
-#include "../process.h"
+#include "tests/files.h"
+#include "tests/golden.h"
+#include "tests/process.h"
 
 using namespace std::literals; // "..."s
 

@@ -1,5 +1,5 @@
 // Between the logits and the user: penalties, stop strings, `generate`. Each against a plain way to say the same.
-#include "../common.h"
+#include "tests/common.h"
 
 TEST_CASE("as many threads as have cores: given up at once, tried again after a while, less often each time in vain") {
     ThreadPace::Rule rule{8};

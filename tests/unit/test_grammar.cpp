@@ -1,7 +1,7 @@
 // Grammars: what the automaton accepts and which tokens it allows, against brute force; JSON schemas against
 // JSON-Schema-Test-Suite; hostile input. tests/fixtures/schema: tests/reference/make_schema_fixtures.py
-#include "../process.h"
-#include "../../schema.h"
+#include "tests/process.h"
+#include "form/schema.h"
 #include <regex>
 
 using Shared = std::shared_ptr<Automaton>;

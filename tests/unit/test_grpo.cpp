@@ -1,9 +1,9 @@
 // Rewards (rewards.h), the loss of GRPO and the engine that draws answers (grpo.h), and `train_lora --grpo` from outside
 // (TRAIN_LORA and DATAGEN, else the programs here). TRL's numbers are fixtures, made by tests/reference/make_grpo.py.
 #include <doctest/doctest.h>
-#include "../trainer.h"
-#include "../files.h"
-#include "../process.h"
+#include "tests/trainer.h"
+#include "tests/files.h"
+#include "tests/process.h"
 #include <thread>
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin", FIXTURES = "tests/fixtures/grpo/";

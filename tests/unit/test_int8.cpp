@@ -1,7 +1,7 @@
 // INT8 weights: what int8_scale and Weights make of numbers of every size, that export.py --int8 writes the
 // same bytes (without NumPy and, where python3 has it, with NumPy), what the loader refuses, the products.
-#include "../common.h"
-#include "../files.h"
+#include "tests/common.h"
+#include "tests/files.h"
 
 // ----------------------------------------------------------------------------------------- small checkpoints
 

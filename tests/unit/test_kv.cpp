@@ -1,8 +1,8 @@
 // FP8 keys and values: what a row becomes; attention over them is that over a cache of the same numbers, to the bit; what
 // they cost; sessions, saved prompts, options.
-#include "../common.h"
-#include "../golden.h"
-#include "../process.h"
+#include "tests/common.h"
+#include "tests/golden.h"
+#include "tests/process.h"
 
 static Batch eight(Batch b) { return b.fp8 = true, b; }
 

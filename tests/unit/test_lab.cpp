@@ -1,10 +1,10 @@
 // lab/: every step of every laboratory gives what its definition gives, at odd sizes, by emulation
 // (data/course/emulate.h: threads one after the other, from the first to the last and from the last to the first).
 #define LAB_NO_MAIN
-#include "../../lab/matmul.cu"
-#include "../../lab/reduce_scan.cu"
-#include "../../lab/transpose_copy.cu"
-#include "../laboratory.h"
+#include "lab/matmul.cu"
+#include "lab/reduce_scan.cu"
+#include "lab/transpose_copy.cu"
+#include "tests/emulate/laboratory.h"
 
 TEST_CASE("lab: transpose_copy") {
     every_step(transpose_copy::laboratory(), {{1, 1, 1}, {67, 45, 1}, {32, 64, 1}, {33, 130, 1}});

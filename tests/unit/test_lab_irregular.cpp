@@ -2,14 +2,14 @@
 // definition gives, at odd sizes, by emulation (see test_lab.cpp); the definitions themselves, and the kernels that
 // stand in the course's notes too.
 #define LAB_NO_MAIN
-#include "../../lab/convolution_stencil.cu"
-#include "../../lab/dynamic.cu"
-#include "../../lab/low_precision.cu"
-#include "../../lab/snn.cu"
-#include "../../lab/sparse.cu"
-#include "../../lab/waves.cu"
-#include "../files.h"
-#include "../laboratory.h"
+#include "lab/convolution_stencil.cu"
+#include "lab/dynamic.cu"
+#include "lab/low_precision.cu"
+#include "lab/snn.cu"
+#include "lab/sparse.cu"
+#include "lab/waves.cu"
+#include "tests/files.h"
+#include "tests/emulate/laboratory.h"
 #include <regex>
 
 TEST_CASE("lab: convolution_stencil") {

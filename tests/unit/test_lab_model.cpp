@@ -1,9 +1,9 @@
 // lab/: attention and the products of decoding: every step gives what its definition gives, at odd sizes, by emulation
 // (see test_lab.cpp); the definition of the gradients; sums that have the same bits each time.
 #define LAB_NO_MAIN
-#include "../../lab/attention.cu"
-#include "../../lab/decode.cu"
-#include "../laboratory.h"
+#include "lab/attention.cu"
+#include "lab/decode.cu"
+#include "tests/emulate/laboratory.h"
 
 static const Step& named(const Laboratory& l, const std::string& name) {
     for (const Step& step : l.steps)

@@ -1,7 +1,7 @@
 // libqwen3.so and qwen3.h: a program in plain C (test_library.c) and one in Python give the default model's answer.
 // Environment: LIBRARY names the library, LIBRARY_C the C program.
-#include "../../sj.h"
-#include "../process.h"
+#include "sj.h"
+#include "tests/process.h"
 
 static std::string variable(const char* name, const char* otherwise) { return getenv(name) ? getenv(name) : otherwise; }
 static const std::string LIBRARY = variable("LIBRARY", "./libqwen3.so");

@@ -1,7 +1,7 @@
 // The model loader, the table of tensors and the writer. Each case takes a small valid model, breaks one rule, and wants
 // one line that names the file and the fault; further down is what must load, and the numbers it must give.
-#include "../common.h"
-#include "../files.h"
+#include "tests/common.h"
+#include "tests/files.h"
 #include <sys/stat.h>
 
 using namespace std::literals; // "..."s

@@ -1,6 +1,6 @@
 // Prompt lookup: the ids, the text and the end of an answer are those of a step a token, whatever is proposed; and it is
 // tried only while it pays.
-#include "../common.h"
+#include "tests/common.h"
 
 // An answer, told by all that can be seen of it.
 struct Answered {

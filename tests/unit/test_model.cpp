@@ -1,6 +1,6 @@
 // The whole model against Hugging Face: golden logits and greedy texts of tests/fixtures, and what a session
 // promises (chunks, rewinding, threads, ragged batches).
-#include "../golden.h"
+#include "tests/golden.h"
 
 // Our logits of every position of every prompt, in type T.
 template <class T> std::vector<acc<T>> all_logits(const Golden& g) {

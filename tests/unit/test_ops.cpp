@@ -1,7 +1,7 @@
 // The forward ops of cpu.h against their definitions in double, at odd sizes, for every stored type and instruction set;
 // and the contract that a row's bits depend neither on the other rows nor on the number of threads. The definitions are
 // held to arithmetic by hand here, to PyTorch in test_backward.cpp, to Hugging Face's logits in test_model.cpp.
-#include "../common.h"
+#include "tests/common.h"
 
 TEST_CASE("bf16: every value survives, rounding is to nearest even") {
     for (uint32_t u = 0; u < 65536; u++) {

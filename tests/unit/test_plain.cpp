@@ -2,7 +2,7 @@
 // held to is tests/test_ops.cpp's and test_backward.cpp's business.)
 #define QWEN3_PLAIN
 #define QWEN3_NO_MAIN
-#include "../../qwen3.cu"
+#include "qwen3.cu"
 #include <doctest/doctest.h>
 
 // Our logits of every position of the prompts of a fixture, and Hugging Face's in float32.

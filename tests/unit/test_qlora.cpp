@@ -1,8 +1,8 @@
 // QLoRA: adapters trained on INT4, INT8 and FP8 weights that stay as they are stored. Gradients are those of the same
 // numbers unpacked; runs go on to the bit; what is merged can be quantised anew; what cannot be is refused by name.
 #include <doctest/doctest.h>
-#include "../trainer.h"
-#include "../gradients.h"
+#include "tests/trainer.h"
+#include "tests/gradients.h"
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
 

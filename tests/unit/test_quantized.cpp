@@ -1,10 +1,10 @@
 // Packed weights on a CPU: INT4 and FP8 matrices keep the numbers of the file, products on every instruction set hold
 // to W.at, a row's bits depend on no other row.
-#include "../common.h"
-#include "../files.h"
-#include "../golden.h"
-#include "../packed.h"
-#include "../process.h"
+#include "tests/common.h"
+#include "tests/files.h"
+#include "tests/golden.h"
+#include "tests/packed.h"
+#include "tests/process.h"
 
 static const std::vector<PackedKind> KINDS(PACKED_KINDS.begin(), PACKED_KINDS.end() - 1); // (INT8: test_int8.cpp)
 static const std::string QUANTIZED = "tests/fixtures/quantized/";

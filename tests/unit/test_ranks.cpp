@@ -1,8 +1,8 @@
 // ranks.h: rows dealt, sums in order, what ends all ranks; and train_lora with --gpus N on the CPU, or started as launchers
 // do it (TRAIN_LORA, else ./train_lora; DATAGEN too), on the random model in fixtures/tiny. With GPUs the same code goes
 // by NCCL where it goes by sockets here: tests/gpu/test_gpu_backward.cpp.
-#include "../process.h"
-#include "../../ranks.h"
+#include "tests/process.h"
+#include "train/ranks.h"
 #include <fstream>
 #include <map>
 #include <set>

@@ -1,7 +1,7 @@
 // retrieval.h and documents.h: words, the index and its formula, damaged indexes, folders of every kind, vectors of
 // passages (of a model that is none: test_embed.cpp has those of a real one), prompts; then --docs of the programs.
-#include "../../documents.h"
-#include "../process.h"
+#include "search/documents.h"
+#include "tests/process.h"
 #include <map>
 #include <sys/time.h>
 #include <thread>

@@ -1,6 +1,6 @@
 // The sampler: greedy choices, the order of its filters, and its frequencies (chi-square) against probabilities
 // computed another way.
-#include "../common.h"
+#include "tests/common.h"
 
 static Sampling sampling(float temperature, int top_k, float top_p, float min_p, uint64_t seed = 1) {
     Sampling s;

@@ -1,7 +1,7 @@
 // score.h: segmentation as jieba's, scores as rouge_chinese's, nltk's and sacrebleu's, and the command. What must come
 // out was made with the originals by make_score_fixtures.py.
-#include "../../score.h"
-#include "../process.h"
+#include "book/score.h"
+#include "tests/process.h"
 #include <sys/wait.h>
 
 using Words = std::vector<std::string_view>;

@@ -1,7 +1,7 @@
 // server/segmented.h by emulation (data/course/emulate.h): every number of h and of the sums is what its definition
 // says, for any mix of adapters, with the threads one after the other from the first to the last and from the last to
 // the first. The numbers are such that float32 adds them up exactly.
-#include "../../lab/ptx.h"
+#include "lab/ptx.h"
 #include <doctest/doctest.h>
 
 using bf16 = __nv_bfloat16;
@@ -12,7 +12,7 @@ static void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4&
     mma(d, {a0.x, a1.x, a0.y, a1.y}, b.x, b.y);
     mma(d, {a0.z, a1.z, a0.w, a1.w}, b.z, b.w);
 }
-#include "../../server/segmented.h"
+#include "server/engine/segmented.h"
 
 struct OneAdapter { // what the kernels read of an Adapter
     int rank, modules, block[3];

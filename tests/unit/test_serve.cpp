@@ -2,10 +2,10 @@
 // fixtures/tiny. What an answer must be is said by `generate` on a Session of its own.
 #include <regex>
 #include <set>
-#include "../engine.h"
-#include "../http.h"
-#include "../process.h"
-#include "../workload.h"
+#include "tests/engine.h"
+#include "tests/http.h"
+#include "tests/process.h"
+#include "tests/workload.h"
 
 static std::string question(const std::string& text, const std::string& more) {
     std::string body = "{\"messages\": [{\"role\": \"user\", \"content\": ";

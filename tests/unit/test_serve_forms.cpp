@@ -1,7 +1,7 @@
 // serve.cu: answers that keep a form, and calls of tools: the engine by itself, then the program (SERVE, else ./serve).
-#include "../engine.h"
-#include "../http.h"
-#include "../process.h"
+#include "tests/engine.h"
+#include "tests/http.h"
+#include "tests/process.h"
 
 static const Tokenizer& t() { return tiny().tokenizer; }
 static Service service_of(int context = 4096) { return {&t(), "tiny", "", context, false}; }

@@ -1,6 +1,6 @@
 // An engine with FP8 keys and values: each answer is that of a session with them, whatever runs beside it.
-#include "../engine.h"
-#include "../process.h"
+#include "tests/engine.h"
+#include "tests/process.h"
 
 TEST_CASE("--kv-dtype fp8: answers do not depend on what runs beside them, on chunks, pages or preemptions") {
     struct Restore { ~Restore() { where.kv_fp8 = false; } } restore;

@@ -1,5 +1,5 @@
 // Prompt lookup in the server's engine: an answer that runs alone is what it is without, in every respect.
-#include "../engine.h"
+#include "tests/engine.h"
 
 static EngineOptions small() {
     EngineOptions o;

@@ -1,5 +1,5 @@
 // sj.h against RFC 8259 (what is accepted, what is refused and where) and Python's json.dumps and repr.
-#include "../../sj.h"
+#include "sj.h"
 #include <doctest/doctest.h>
 #include <limits>
 

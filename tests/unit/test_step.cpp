@@ -2,9 +2,9 @@
 // numbers of blocks and formats of weights; the same bits phase by phase and all at once, alone and in company.
 #define QWEN3_PLAIN
 #define QWEN3_NO_MAIN
-#include "../../qwen3.cu"
+#include "qwen3.cu"
 #include <doctest/doctest.h>
-#include "../step_emulation.h"
+#include "tests/emulate/step_emulation.h"
 
 using Small = StepShape<2, 8, 1, true>; // two warps, stages of 256 k
 
@@ -20,7 +20,7 @@ struct RandomNumbers {
 };
 
 using Random = RandomNumbers;
-#include "../packed.h"
+#include "tests/packed.h"
 
 // A matrix of random numbers: bf16, or packed.
 struct Matrix {

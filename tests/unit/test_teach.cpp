@@ -1,9 +1,9 @@
 // teach and data/sweep.sh, run as a stranger would: from another folder, with blanks and Chinese in names, stopped and
 // resumed, and with what a stranger gets wrong. The book is tests/fixtures/clock.md; data/teach has answers about it.
 // Environment: QWEN3 names the program (default ./qwen3), beside which train_lora and datagen are.
-#include "../../sj.h"
-#include "../http.h"
-#include "../process.h"
+#include "sj.h"
+#include "tests/http.h"
+#include "tests/process.h"
 #include <atomic>
 #include <cmath>
 #include <csignal>

@@ -2,8 +2,8 @@
 // the CPU: nine training questions, the README's first, one in other words, and greetings; also three to a conversation.
 // After it is trained anew (make -C data tiny), `make -C data answers` asks them again; read what it says.
 // Environment: QWEN3 names the program (default ./qwen3).
-#include "../../sj.h"
-#include "../process.h"
+#include "sj.h"
+#include "tests/process.h"
 
 static const char* PROGRAM = getenv("QWEN3") ? getenv("QWEN3") : "./qwen3";
 static const std::string MODEL = "data/tiny/model.bin";

@@ -1,7 +1,7 @@
 // tokenizer.h against what `tokenizers` says (fixtures/tokenizer_vectors.json, by make_tokenizer_fixtures.py) for
 // Qwen3's vocabulary and two small ones; broken UTF-8, hostile texts and hostile files.
-#include "../../sj.h"
-#include "../../tokenizer.h"
+#include "sj.h"
+#include "model/tokenizer.h"
 #include <doctest/doctest.h>
 #include <functional>
 #include <thread>

@@ -1,8 +1,8 @@
 // train_lora from outside (TRAIN_LORA, else ./train_lora; QWEN3 and DATAGEN too), and its Trainer by itself, on the random
 // model in fixtures/tiny and the 40 questions in fixtures/train. PEFT's losses are fixtures, made by tests/reference/make_train_fixtures.py.
 #include <doctest/doctest.h>
-#include "../trainer.h"
-#include "../gradients.h"
+#include "tests/trainer.h"
+#include "tests/gradients.h"
 #include <thread>
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin", FIXTURES = "tests/fixtures/train/";

@@ -1,0 +1,75 @@
+// base/arena.h: memory that is planned once, of the CPU or of a GPU.
+#pragma once
+#include "base/error.h"
+#include <algorithm>
+#include <sys/mman.h>
+
+// Bytes that can still be used, as the kernel says and a container's limit allows (SIZE_MAX where neither does).
+inline size_t available_memory() {
+    size_t bytes = SIZE_MAX, number;
+    if (FILE* f = fopen("/proc/meminfo", "r")) {
+        char line[128];
+        while (fgets(line, sizeof line, f))
+            if (sscanf(line, "MemAvailable: %zu kB", &number) == 1) bytes = number * 1024;
+        fclose(f);
+    }
+    for (const char* file : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"})
+        if (FILE* f = fopen(file, "r")) {
+            if (fscanf(f, "%zu", &number) == 1) bytes = std::min(bytes, number);
+            fclose(f);
+        }
+    return bytes;
+}
+
+#ifdef QWEN3_GPU // the Makefile: gpu/ is linked
+constexpr bool WITH_GPU = true;
+#else
+constexpr bool WITH_GPU = false;
+#endif
+void* gpu_allocate(size_t bytes, const char* what); // gpu/device.cu
+void gpu_release(void* p);
+
+// An arena is planned by running the same code twice: first without memory, to count; then to hand out.
+struct Arena {
+    uint8_t* base = nullptr;
+    size_t used = 0, size = 0;
+    bool gpu = false; // its memory is the GPU's
+
+    Arena() = default;
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+    ~Arena() { release(); }
+
+    // n numbers, 256-byte aligned, zero. (A GPU's lines have 128: all of a training step took 10% longer where arrays
+    // began in the middle of one.)
+    template <class T> T* take(size_t n) {
+        size_t at = used, bytes;
+        const bool overflow = __builtin_mul_overflow(n, sizeof(T), &bytes);
+        if (overflow || bytes > SIZE_MAX / 2 - used) DIE("the memory plan overflows");
+        used = (used + bytes + 255) / 256 * 256;
+        return base ? (T*)(base + at) : nullptr;
+    }
+
+    // After counting: takes the memory and starts over. The system gives pages when they are first touched.
+    void allocate(const char* what) {
+        if (gpu) {
+            if constexpr (WITH_GPU) base = (uint8_t*)gpu_allocate(used, what);
+        } else {
+            const size_t have = available_memory();
+            void* at = MAP_FAILED;
+            constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+            if (used <= have) at = mmap(nullptr, used, PROT_READ | PROT_WRITE, flags, -1, 0);
+            if (at == MAP_FAILED) DIE("%s needs %zu bytes of memory and %zu are available", what, used, have);
+            madvise(at, used, MADV_HUGEPAGE); // fewer TLB misses; a wish, not a need
+            base = (uint8_t*)at;
+        }
+        size = used, used = 0;
+    }
+
+    void release() {
+        if (!base) return;
+        if (!gpu) munmap(base, size);
+        else if constexpr (WITH_GPU) gpu_release(base);
+        base = nullptr;
+    }
+};

@@ -1,0 +1,1106 @@
+/* step.h: one kernel a token. Book II's decoding of 1 to 8 tokens as one persistent kernel; draws.h includes it.
+
+   Why: a token of the 0.6B is 144 kernels otherwise, and at each one's end the memory idles until the next has asked
+   for its first weights. Here a warp of each multiprocessor does nothing but fetch weights, and pages of keys and
+   values, in the order of their use, into a ring in shared memory; the memory never waits for a sum to be complete.
+
+   Who does what   One block a multiprocessor, all resident: 8 warps that compute (consumers) and the producer (1 warp
+     with bulk copies; 4 with cp.async, before Hopper). A product's rows are cut into tiles of 8, which are dealt to the
+     blocks in turn: any number of blocks is right. Products of C rows begin with block 0, all others behind the last of
+     those, so that blocks with a tile less there have one more here.
+   A token   is 6 L + 1 phases. With x the residual stream:
+     QKV      r W (x g), r = 1 / rms(x): the factor comes after the product, so that a block can begin to multiply
+     ATTEND   a KV head's G queries, and of long contexts one of several splits of its pages, a block
+     JOIN     of those: the splits' softmaxes become one. Of one token up to 4 splits are joined by who needs them, in O
+     O        x += W a         GATE_UP  silu(r W (x g)) * (r U (x g))         DOWN  x += W h
+     HEAD     logits, the likeliest id of each block; the last block to end draws, if drawing is greedy
+   Weights  are packed once, in the order in which they are read (with an adapter W + s B A): tile by tile in the order
+     of phases, and in a tile chunk by chunk of 512 bytes, of which lane 4 g + t has 16 of row g: 8 numbers in bf16, 16
+     in 8 bits, 32 in 4; scales lie behind them (see StepPacked). A stage of the ring is up to 32 chunks of a tile's
+     rows; the last of a row may be shorter. The tokens' numbers are mma's columns, two of each: so 4 tokens cost as
+     much as one, and a row's sum has one order whatever N is: by chunks in a warp, then over the warps.
+     With bf16 weights, and 8 bits in the 0.6B, consumers load the operands of several stages before their input comes.
+     Other packed weights go stage by stage, by straight code for each number of chunks that a warp may have: there it
+     counts how few instructions a chunk takes, and that nothing stands between them.
+   In flight   The producer waits until the stage `in_flight` before this one has come, counted in halves: three are one
+     and two stages in turns. Stages of 16 KB that are asked for one by one come too slowly: a token of the 0.6B takes
+     497 us then (463 with 24 KB). But what is on its way keeps the words below from coming, which go through the same
+     L2 cache (32 KB: 472). Blocks that attend have pages to fetch besides, so half a stage more in flight; their items
+     go to the blocks that have the fewest weights: for what a block fetches too much, all wait (at 200 a token took 509
+     us). With several tokens, or more than two splits, half a stage less is in flight while a block waits for words.
+     Larger models, whose products take longer than their words, and long contexts have 32 KB in flight; the head, which
+     has no words, 96 (half of that where a stage has little: INT4's short rows).
+   Exchanges   What one block computes and all need goes through global memory in words of 16 bytes, written and read in
+     one piece: four bf16, a float (the sum of their squares; of attention the logarithm of its weights), and the epoch,
+     which is another for each layer of each token. Who needs a word reads it until it has the epoch: no fence, no
+     counter, nothing to clear. One lane of a warp spins, for one word; the others look once it has seen its own (of one
+     token they then spin, too): 132 blocks that ask for all they miss, again and again, keep each other's words from
+     coming (8 tokens: 1,060 us; 870). What a lane does between its words counts, too: where each one's place was
+     computed anew from shared memory, 8 tokens took 830 us, and 720 with equal distances.
+     A word is written again a layer later. Whoever does has waited for words that wait, in turn, for all readers:
+     QKV <- out <- DOWN <- hidden <- GATE_UP <- mid <- O <- att <- ATTEND: each writes after it has read all of the one
+     before. (A block without a tile of a product does not read its input.)
+   Several tokens   Kernels of their own compute 2, up to 4 and up to 8, with bf16 weights, from the same packed copy. A
+     lane asks for 8 words together, of all tokens. Attention takes tokens of a sequence in groups, whose queries are
+     rows of one operand: a page is read once for them. A token's bits are those of a step of its own (prompt lookup
+     rests on that): the order of its sums does not depend on N, and where a compiler could choose which product to fuse
+     into a sum, the code says it. Inputs of all tokens lie in shared memory, so large models have fewer (on an H100
+     0.6B: 8, 8B: 6).
+     Nothing may be spilled there: shared memory leaves the L1 cache so little room that a spilled register is in L2,
+     and a word that waits to be spilled keeps the next from being asked for (1,600 bytes spilled: 2 tokens took 2.2
+     times one's time). What is set on one path only is live, to ptxas, from the kernel's begin: so operands are zeroed.
+   The residual x stays in fp32 in global memory with the thread that adds to it. Others get x g in bf16.
+   Attention   A warp takes pages of 16 keys: queries are rows of mma, keys columns; the probabilities go back in as an
+     operand, first their bf16, then what that leaves, so nothing is lost. Its first page is in registers before the
+     words have come; then this step's keys and values take their place in the last page.
+   Changing numbers  (token, position, slot, pages, draw) are read from the GPU's memory: a CUDA graph replays it.
+   Phase by phase  `first` and `last` name the phases of a launch. All at once is the fast way; one launch a phase gives
+     the same bits without a block ever waiting for another: to be studied, run under compute-sanitizer, and emulated on
+     a CPU (tests/unit/test_step.cpp).
+   Faults   A wait of over a second sets *fault and ends all further waits: the kernel ends, its host says so.
+
+   Bound by 5 exchanges a layer (6 with JOIN), by what consumers do between them, and by what may be in flight
+   meanwhile: on an H100 a token of the 0.6B takes 465 us at position 100, where the bytes take 392, 715 at 8,192, where
+   they take 700. A warp waits for words or weights for 36% of that, for the instruction before for 24%, for a jump 10%
+   (PERFORMANCE.md, with what was tried).
+
+   Contents    The plan    Instructions    The kernel    Beside it: step_weights.h, how weights are packed and
+   multiplied; step_attention.h, parts of attention; step_road.h, what the host does */
+#pragma once
+#ifndef STEP_EMULATED
+#define STEP_UNROLL _Pragma("unroll")
+#endif
+
+// ---- The plan: what the host decides, once.
+constexpr int STEP_HEAD = 128;   // D
+constexpr int STEP_TOKENS = 8;   // at most
+constexpr int STEP_SMALL = 1024; // C of models whose exchanges take longer than their bytes
+enum StepPhase { STEP_QKV, STEP_ATTEND, STEP_JOIN, STEP_O, STEP_GATE_UP, STEP_DOWN, STEP_LOGITS };
+
+// W, packed: `units` are dealt to blocks, each of `tiles` tiles of 8 rows (gate and up: one of each).
+struct StepProduct {
+    int units, tiles, in, steps; // chunks of a row
+    bool shifted;                // not of C rows
+    int in_flight;               // half stages: three are one and two in turns
+    size_t at;                   // bytes from the layer's first; of the head from the first of all
+    BOTH size_t tile_bytes(int chunk) const { return (size_t)steps * chunk; }
+    BOTH size_t bytes(int chunk) const { return (size_t)units * tiles * tile_bytes(chunk); }
+};
+
+struct StepArgs {
+    int C, F, H, K, V, L, G; // (G = H / K: a kernel divides slowly)
+    float eps;
+    StepProduct product[7];    // by phase; of ATTEND and JOIN nothing
+    size_t layer_bytes;        // of packed weights
+    const unsigned char* packed;
+    const bf16* gains;         // (L, 2 C + 2 D), (C): norm1, norm2, q_norm, k_norm; the last norm
+    const bf16* embed;         // (V,C); null: what the tokens have of it is in `residual` (of packed formats only)
+    const float* rope;         // (positions, D/2, 2)
+    bf16 *keys, *values;       // the cache; from one layer to the next:
+    size_t layer_size;
+    Batch b;                   // N rows; rows of a sequence are neighbours, in order of position
+    float* residual;           // (N,C)
+    uint4 *qkv, *mid, *hidden, *out; // words: (N, rows / 4)
+    uint4* att;                // (N, most_splits + 1, H D / 4): splits; or first what JOIN made of them, then these
+    uint32_t* steps;           // taken so far
+    int* arrived;              // blocks at their end; zero between kernels
+    volatile int* fault;
+    uint64_t patience;         // of a wait, ns
+    int stages;
+    int in_flight_pages;        // half stages, as StepProduct::in_flight
+    int short_keys, most_splits; // up to so many keys have one split
+    int joined;                // so many splits O joins itself
+    float* logits;             // (N,V)
+    const Draw* draw;          // (N)
+    const uint32_t* seen;      // (N,V) or null: no penalties
+    unsigned long long* best;  // (N, BEST_BLOCKS)
+    bool greedy;               // draws are: the kernel makes them
+    DrawState next;            // where they go
+    size_t sums_at, squares_at, work_at, ring_at, shared; // in shared memory: see plan_step
+
+    BOTH int phases() const { return 6 * L + 1; }
+    BOTH size_t gains_of(int layer) const { return (size_t)layer * (2 * C + 2 * STEP_HEAD); }
+    BOTH int att_words() const { return (most_splits + 1) * H * (STEP_HEAD / 4); } // of a token
+    BOTH uint4* att_of(int n, int i) const { return att + (size_t)n * att_words() + i * (H * (STEP_HEAD / 4)); }
+};
+
+// What a block has to do and where the tokens are: in shared memory, behind the ring's barriers.
+struct StepPlace {
+    int pos, slot;
+    int m0, held;      // tokens m0 .. of the step are of its sequence, whose cache holds so many keys
+    int splits, pages; // of its context; pages of each
+    int joined;        // so many splits O joins itself, or 0: JOIN does
+    int item[2];       // this block's first one of ATTEND and of JOIN
+    int kv, split;     // ... what the former is
+    bool attends, joins; // whether it has any
+    const int* table;
+    int group;         // of ATTEND: so many tokens from this one on; 0: this one is of an earlier one's
+};
+struct StepDealt {
+    int first[7], units[7]; // of each product its first unit, every gridDim.x-th from there on; how many
+    int last;               // this block is the last to end
+    StepProduct product[7]; // (a kernel's argument is slow to index)
+    StepPlace place[STEP_TOKENS];
+};
+
+// Pages of a split at a position. Splits are as few as give each warp a page, or the most there may be.
+BOTH inline int step_split_pages(const StepArgs& p, int pos, int warps) {
+    const int pages = pos / PAGE + 1, wanted = (pages + warps - 1) / warps;
+    const int splits = pos < p.short_keys ? 1 : wanted < p.most_splits ? wanted : p.most_splits;
+    return (pages + splits - 1) / splits;
+}
+
+struct StepPlain;
+// One of the kernel's shapes. Tests take fewer warps and shorter stages. W: how weights are packed, StepPlain or
+// StepPacked.
+template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain> struct StepShape {
+    using W = W_;
+    static constexpr int WARPS = WARPS_;      // that compute
+    static constexpr int STEPS = STEPS_;      // chunks of a stage
+    static constexpr int TOKENS = TOKENS_;    // at most
+    static constexpr bool BULK = BULK_;
+    static constexpr int FOURS = (TOKENS + 3) / 4; // of tokens: what one mma has
+    static constexpr int EACH = STEPS / WARPS, STAGE = STEPS * W::CHUNK;
+    static constexpr int HALF = PAGE * STEP_HEAD * 2, HALVES = STAGE / HALF; // of a page: its keys; its values
+    static constexpr int NUMBERS = 32 * W::RUNS; // of a row, in a chunk
+    static constexpr int BARRIERS = STAGE < 10000 ? 32 : 16; // of each kind; the ring's stages are fewer:
+    static constexpr int WAITS = BARRIERS - 1; // so this one's phase is odd while warp 0 waits for a product's words
+    // How a block multiplies: stages in batches, whose operands are loaded before the input has come; or, with INT4 and
+    // with 8 bits in larger models, stage by stage.
+    static constexpr bool BATCHED = W::PLAIN || (W::RUNS == 2 && STEPS < 32);
+    // Stages whose operands are in registers at once: as many as fit.
+    static constexpr int BATCH = BULK ? 4 : 2;
+    static constexpr int HANDS = 2 * TOKENS > WARPS ? 1 : 2; // warps that hand over a token's sums, of 4 tiles each,
+    static constexpr int ROUND = 4 * HANDS;                  // ... of so many tiles at a time
+    static constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128; // (whole warpgroups)
+    // Numbers from one token's row of a product's input, up to whole stages, to the next: odd multiples of 64 bytes.
+    BOTH static int row(int in) {
+        return ((in + STEPS * NUMBERS - 1) / (STEPS * NUMBERS) * STEPS * W::RUNS | 1) * 32;
+    }
+    BOTH static size_t input_bytes(int in, int N) {
+        if constexpr (W::PLAIN) return (size_t)N * row(in) * sizeof(bf16);
+        else return (size_t)(in + STEPS * NUMBERS - 1) / (STEPS * NUMBERS) * STEPS * W::X_BYTES;
+    }
+    // Tokens of a group: their queries, G of a KV head, are rows of one operand.
+    BOTH static int tokens_attended(int G) { return TOKENS == 1 ? 1 : TOKENS < 8 / G ? TOKENS : 8 / G; }
+    static_assert(STEPS % WARPS == 0 && TOKENS <= WARPS && TOKENS <= STEP_TOKENS, "a warp hands over one token's sums");
+    static_assert(HALVES > 0 && 2 * WARPS % HALVES == 0, "a stage has pages of one round of warps");
+};
+
+// All but pointers.
+template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t shared_limit) {
+    StepArgs p = {};
+    p.C = c.C, p.F = c.F, p.H = c.H, p.K = c.K, p.V = c.V, p.L = c.L, p.G = c.H / c.K, p.eps = c.eps;
+    auto product = [&c](int rows, int in, int tiles, bool shifted) {
+        const int steps = (in + S::NUMBERS - 1) / S::NUMBERS, stage = std::min(S::STEPS, steps) * S::W::CHUNK;
+        const int in_flight = c.C > STEP_SMALL ? 2 * ((40 << 10) / stage) : ((S::BULK ? 48 : 32) << 10) / stage;
+        return StepProduct{rows / 8 / tiles, tiles, in, steps, shifted, in_flight, 0};
+    };
+    p.product[STEP_QKV] = product((c.H + 2 * c.K) * c.D, c.C, 1, true);
+    p.product[STEP_O] = product(c.C, c.H * c.D, 1, false);
+    p.product[STEP_GATE_UP] = product(2 * c.F, c.C, 2, true);
+    p.product[STEP_DOWN] = product(c.C, c.F, 1, false);
+    p.product[STEP_LOGITS] = product(c.V, c.C, 1, true);
+    for (int phase = STEP_QKV; phase < STEP_LOGITS; phase++)
+        p.product[phase].at = p.layer_bytes, p.layer_bytes += p.product[phase].bytes(S::W::CHUNK);
+    p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
+    p.product[STEP_LOGITS].in_flight = (192 << 10) / (std::min(S::STEPS, p.product[STEP_LOGITS].steps) * S::W::CHUNK);
+    p.in_flight_pages = (64 << 10) / S::STAGE;
+    p.patience = 1000000000, p.short_keys = 64;
+    p.most_splits = std::max(1, std::min(64, blocks / c.K)), p.joined = S::TOKENS == 1 ? 4 : 1;
+    // Shared memory: the ring's barriers; two sets of sums (tiles, warps, tokens, 8 rows), of squares (tokens, warps);
+    // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
+    const size_t G = p.G, D = STEP_HEAD;
+    const size_t input = S::input_bytes(std::max({c.C, c.F, c.H * c.D}), N);
+    const size_t Q = S::tokens_attended(p.G) * G;
+    const size_t attend = (2 * S::TOKENS + Q) * D * sizeof(bf16) + S::WARPS * Q * (D + 4) * sizeof(float);
+    auto up = [](size_t n) { return (n + 127) / 128 * 128; };
+    p.sums_at = up(2 * S::BARRIERS * sizeof(uint64_t) + sizeof(StepDealt));
+    p.squares_at = p.sums_at + up(2 * S::ROUND * S::WARPS * N * 8 * sizeof(float));
+    p.work_at = p.squares_at + up(2 * (size_t)N * S::WARPS * sizeof(float));
+    p.ring_at = p.work_at + up(std::max(input, attend));
+    const size_t room = p.ring_at < shared_limit ? (shared_limit - p.ring_at) / S::STAGE : 0;
+    p.stages = (int)std::min<size_t>(room, S::BARRIERS * 3 / 4); // (fewer than S::WAITS)
+    auto bound = [&](int& halves) { halves = std::max(2, std::min(halves, 2 * (p.stages - 1))); };
+    for (StepProduct& q : p.product) bound(q.in_flight);
+    bound(p.in_flight_pages);
+    p.shared = p.ring_at + (size_t)p.stages * S::STAGE;
+    return p;
+}
+
+// Words of the exchanges for N tokens; step_words says where each begins.
+inline size_t step_words(StepArgs& p, uint4* words, int N) {
+    size_t at = 0;
+    auto take = [&](uint4*& to, size_t each) { to = words + at, at += N * each; };
+    take(p.qkv, (size_t)(p.H + 2 * p.K) * STEP_HEAD / 4);
+    take(p.att, (size_t)p.att_words());
+    take(p.mid, p.C / 4), take(p.hidden, p.F / 4), take(p.out, p.C / 4);
+    return at;
+}
+
+// Whether the kernel can compute this model at all; else why not.
+inline const char* step_refuses(const Config& c) {
+    if (c.D != STEP_HEAD) return "its heads are not of 128 numbers";
+    if (c.H % c.K || c.H / c.K > 8) return "it has more than 8 query heads a KV head";
+    if (c.C % 8 || c.F % 8 || c.V % 8) return "its sizes are not multiples of 8";
+    return nullptr;
+}
+
+#include "gpu/step/weights.h"
+
+#ifndef STEP_EMULATED // (tests/step_emulation.h has these for a CPU)
+// ---- Instructions
+// An mbarrier (see barrier_begin), and copies that it waits for.
+struct StepBarrier {
+    uint64_t state;
+    __device__ void begin(int arrivals) { barrier_begin(shared_address(this), arrivals); }
+    __device__ void arrive() { barrier_arrive(shared_address(this)); }
+    __device__ void wait(uint32_t parity) { barrier_wait(shared_address(this), parity); }
+    __device__ bool is_odd() { // its phase
+        uint32_t passed;
+        asm volatile("{ .reg .pred passed; mbarrier.test_wait.parity.shared::cta.b64 passed, [%1], 0;\n"
+                     "selp.u32 %0, 1, 0, passed; }" : "=r"(passed) : "r"(shared_address(this)) : "memory");
+        return passed;
+    }
+    __device__ void expect(int bytes) { barrier_arrive_expecting(shared_address(this), bytes); }
+    __device__ static void begun() { barriers_begun(); }
+    // `bytes` by one thread (see expect); 16 bytes, and, for all of this thread's so far, an arrival when they have
+    // come. Weights are read once, a page once for a group of tokens: the first to leave the L2 cache.
+    __device__ void copy([[maybe_unused]] void* to, [[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                     "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
+                     "r"(shared_address(this)), "l"(EVICT_FIRST) : "memory");
+#endif
+    }
+    __device__ static void copy16(void* to, const void* from) {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                     ::"r"(shared_address(to)), "l"(from), "l"(EVICT_FIRST) : "memory");
+    }
+    __device__ void arrive_with_copies() { barrier_arrive_with_copies(shared_address(this)); }
+};
+__device__ __forceinline__ int step_opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+__device__ inline unsigned char* step_memory() {
+    extern __shared__ __align__(128) unsigned char step_bytes[];
+    return step_bytes;
+}
+__device__ inline void step_meet(int barrier, int threads) { // bar.sync
+    asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ inline uint4 step_peek(const uint4* word) {
+    uint64_t a, b;
+    asm volatile("{ .reg .b128 w; ld.relaxed.gpu.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
+                 : "=l"(a), "=l"(b) : "l"(word) : "memory");
+    return make_uint4((uint32_t)a, (uint32_t)(a >> 32), (uint32_t)b, (uint32_t)(b >> 32));
+}
+__device__ inline void step_publish(uint4* word, uint4 v) {
+    const uint64_t a = v.x | (uint64_t)v.y << 32, b = v.z | (uint64_t)v.w << 32;
+    asm volatile("{ .reg .b128 w; mov.b128 w, {%1, %2}; st.relaxed.gpu.global.b128 [%0], w; }"
+                 ::"l"(word), "l"(a), "l"(b) : "memory");
+}
+__device__ inline uint64_t step_clock() { // ns
+    uint64_t ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    return ns;
+}
+// Adds 1; what the others did before theirs is seen by who reads theirs.
+__device__ inline int step_arrive(int* counter) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+#endif
+
+// ---- The kernel
+// Tokens of a sequence whose contexts are split alike are attended together, as many as mma has rows for their queries.
+template <class S> __device__ inline void step_place(const StepArgs& p, StepDealt& dealt, int n) {
+    StepPlace y;
+    y.pos = p.b.pos[n], y.slot = p.b.slot[n], y.m0 = n, y.table = p.b.pages + (size_t)p.b.seq[n] * p.b.max_pages;
+    while (y.m0 > 0 && p.b.seq[y.m0 - 1] == p.b.seq[n]) y.m0--;
+    y.held = p.b.pos[y.m0], y.group = 0;
+    // Items go around the blocks downwards from the last: these have the fewest weights. (The last have a tile of O and
+    // of DOWN less than others, those before them one of QKV or GATE_UP.)
+    const int blocks = gridDim.x, N = S::TOKENS == 1 ? 1 : p.b.N;
+    int first = blocks - 1 - (int)blockIdx.x, leader = 0, item[2] = {first, first}, pages = 0, splits = 0;
+    for (int m = 0; m < N; m++) {
+        const int pages_m = step_split_pages(p, p.b.pos[m], S::WARPS);
+        const int splits_m = (p.b.pos[m] / PAGE + pages_m) / pages_m;
+        const bool leads = m == 0 || p.b.seq[m] != p.b.seq[m - 1] || pages_m != pages || splits_m != splits ||
+                           m - leader == S::tokens_attended(p.G);
+        pages = pages_m, splits = splits_m;
+        if (leads) leader = m;
+        if (m == n) y.pages = pages, y.splits = splits, y.item[0] = item[0], y.item[1] = item[1];
+        y.group += leader == n;
+        item[0] -= leads ? p.K * splits : 0, item[1] -= splits > p.joined ? p.H : 0;
+    }
+    for (int& item : y.item) item = (item % blocks + blocks) % blocks;
+    y.kv = y.item[0] / y.splits, y.split = y.item[0] % y.splits;
+    y.joined = y.splits > p.joined ? 0 : y.splits;
+    y.attends = y.group && y.item[0] < p.K * y.splits, y.joins = !y.joined && y.item[1] < p.H;
+    dealt.place[n] = y;
+}
+__device__ inline void step_deal(const StepArgs& p, StepDealt& dealt, int phase) {
+    const int blocks = gridDim.x, shift = p.product[phase].shifted ? p.C / 8 % blocks : 0;
+    const int first = ((int)blockIdx.x + blocks - shift) % blocks, units = p.product[phase].units;
+    dealt.product[phase] = p.product[phase];
+    dealt.first[phase] = first, dealt.units[phase] = units > first ? (units - first - 1) / blocks + 1 : 0;
+}
+
+// This block's items of ATTEND: of every group of tokens KV heads x splits. use(the group's place, its first token, KV
+// head, split).
+template <class S, class Use>
+__device__ __forceinline__ void step_items(const StepArgs& p, const StepDealt& dealt, Use use) {
+    const int N = S::TOKENS == 1 ? 1 : p.b.N;
+    for (int n = 0; n < N; n++) {
+        const StepPlace& y = dealt.place[n];
+        const int splits = y.splits, first = y.item[0];
+        for (int item = first; item < p.K * splits && y.group; item += gridDim.x)
+            use(y, n, item == first ? y.kv : item / splits, item == first ? y.split : item % splits);
+    }
+}
+// Its pages end here.
+__device__ __forceinline__ int step_last_page(const StepPlace& y, int n, int split) {
+    return min((split + 1) * y.pages, (y.held + n - y.m0 + y.group - 1) / PAGE + 1);
+}
+// Of a split there are so many pages that words matter less.
+__device__ __forceinline__ bool step_long_context(const StepDealt& dealt) { return dealt.place[0].pages > 12; }
+// Whether less is on its way while words are waited for.
+template <class S> __device__ __forceinline__ bool step_hushed(const StepArgs& p, const StepDealt& dealt) {
+    return p.C <= STEP_SMALL && (S::TOKENS > 1 || (dealt.place[0].splits > 2 && !step_long_context(dealt)));
+}
+// The producer: stage after stage of the phases from `first` on. ATTEND's are pages: keys, values, keys, ..
+template <class S>
+__device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, const StepDealt& dealt,
+                                             int first, int last) {
+    StepBarrier *full = (StepBarrier*)memory, *empty = full + S::BARRIERS;
+    const int i = threadIdx.x - S::CONSUMERS;
+    int stage = 0, issued = 0;
+    uint32_t parity = 1;
+    const bool long_context = step_long_context(dealt), less = step_hushed<S>(p, dealt);
+    bool attends = false; // this block, so it has more to fetch
+    for (int n = 0; n < (S::TOKENS == 1 ? 1 : p.b.N); n++) attends |= dealt.place[n].attends;
+    auto fill = [&](int bytes, int each, int in_flight, auto from) { // `each` bytes come from from(0), from(1) ..
+        empty[stage].wait(parity);
+        in_flight = max(1, (in_flight - (less && full[S::WAITS].is_odd()) + issued % 2) / 2);
+        const int earlier = stage - in_flight;
+        if (issued++ >= in_flight)
+            full[earlier < 0 ? earlier + p.stages : earlier].wait(earlier < 0 ? parity : parity ^ 1);
+        unsigned char* to = memory + p.ring_at + (size_t)stage * S::STAGE;
+        if constexpr (S::BULK) {
+            if (i == 0) full[stage].expect(bytes);
+            __syncwarp();
+            if (i * each < bytes) full[stage].copy(to + i * each, from(i), min(each, bytes - i * each));
+        } else {
+            for (int at = i * 16; at < bytes; at += 128 * 16)
+                StepBarrier::copy16(to + at, (const unsigned char*)from(at / each) + at % each);
+            full[stage].arrive_with_copies();
+        }
+        if (++stage == p.stages) stage = 0, parity ^= 1;
+    };
+    for (int phase = first; phase < last; phase++) {
+        const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
+        const StepProduct& q = dealt.product[kind];
+        const int in_flight = layer == p.L ? q.in_flight : long_context ? p.in_flight_pages : q.in_flight + attends;
+        if (kind == STEP_ATTEND)
+            step_items<S>(p, dealt, [&](const StepPlace& y, int n, int kv, int split) {
+                const int last = 2 * step_last_page(y, n, split);
+                for (int half = 2 * split * y.pages; half < last; half += S::HALVES)
+                    fill(min(S::HALVES, last - half) * S::HALF, S::HALF, p.in_flight_pages, [&](int j) {
+                        const size_t at = kv_offset(y.table[(half + j) / 2], kv, 0, p.K, STEP_HEAD);
+                        return ((half + j) % 2 ? p.values : p.keys) + layer * p.layer_size + at;
+                    });
+            });
+        const unsigned char* weights = p.packed + (layer < p.L ? layer * p.layer_bytes : 0) + q.at;
+        for (int u = 0; u < dealt.units[kind]; u++) {
+            const size_t unit = dealt.first[kind] + u * gridDim.x;
+            const unsigned char* tile = weights + unit * q.tiles * q.tile_bytes(S::W::CHUNK);
+            for (int part = 0; part < q.tiles; part++)
+                for (int step = 0; step < q.steps; step += S::STEPS) {
+                    const int bytes = min(S::STEPS, q.steps - step) * S::W::CHUNK;
+                    fill(bytes, 2048, in_flight, [&](int j) { return tile + j * 2048; });
+                    tile += bytes;
+                }
+        }
+    }
+}
+
+// Element i of 8 neighbours of a and of b, as one operand's pair.
+__device__ __forceinline__ uint32_t step_pair(const uint4& a, const uint4& b, int i) {
+    const uint32_t x = i < 2 ? a.x : i < 4 ? a.y : i < 6 ? a.z : a.w, y = i < 2 ? b.x : i < 4 ? b.y : i < 6 ? b.z : b.w;
+    return i % 2 ? x >> 16 | (y & 0xffff0000) : (x & 0xffff) | y << 16;
+}
+
+#include "gpu/step/attention.h"
+
+// A consumer's thread.
+template <class S> struct Step {
+    using W = typename S::W;
+    using Sum = typename W::Sum;
+    static constexpr int D = STEP_HEAD, WARPS = S::WARPS, STEPS = S::STEPS, EACH = S::EACH;
+    static constexpr int BATCH = S::BATCH, CONSUMERS = S::CONSUMERS, ROUND = S::ROUND, FOURS = S::FOURS;
+    const StepArgs& p;
+    unsigned char* memory;
+    StepDealt& dealt;
+    const uint32_t before;            // steps taken
+    const int N;
+    int tid, warp, lane, g, t;
+    int n, hand;                      // of a round's tiles this warp hands over token n's sums of the hand-th four
+    StepBarrier *full, *empty;
+    bf16* work;
+    int stage = 0;                    // of the ring: the next to be read,
+    uint32_t parity = 0;              // ... and the parity of its phase
+    int set = 0;                      // of sums, the other one's are being handed over still
+    bool attends = false, joins = false; // this block has items of ATTEND, of JOIN
+    const bool hushed;                // see step_hushed
+    bool gave_up = false;             // nothing is waited for any more
+    int row = 0;                      // this lane's, of what the warp hands over:
+    uint32_t old = 0;                 // ... x before a product, as it came from memory: a float, or
+    bool embedding = false;           // ... the embedding's bf16;
+    uint16_t gain = 0;                // ... what its successor's norm weighs it by (bf16)
+    float scale = 0;                  // 1 / rms of token n
+    unsigned long long likeliest = 0; // key of this lane's logits, of token n
+
+    __device__ Step(const StepArgs& p, StepDealt& dealt)
+        : p(p), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N), hushed(step_hushed<S>(p, dealt)) {
+        for (int n = 0; n < N; n++) attends |= dealt.place[n].attends, joins |= dealt.place[n].joins;
+    }
+    // Before each phase. (The compiler must not know that it is the same each time: it would compute all that follows
+    // from these once, ahead of all phases, and keep it in registers that there are not.)
+    __device__ __forceinline__ void begin_phase() {
+        const int zero = step_opaque(0);
+        tid = threadIdx.x + zero, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+        memory = step_memory() + zero;
+        full = (StepBarrier*)memory, empty = full + S::BARRIERS;
+        n = warp % S::TOKENS, hand = warp / S::TOKENS;
+        scale = 0;
+        work = (bf16*)(memory + p.work_at);
+    }
+
+    __device__ __forceinline__ void meet() { step_meet(1, CONSUMERS); }
+    __device__ __forceinline__ uint32_t epoch(int layer) const { return before * (uint32_t)p.L + (uint32_t)layer + 1; }
+
+    // ---- Words
+    __device__ uint4 await(const uint4* word, uint32_t epoch) {
+        uint64_t since = 0;
+        for (uint32_t spins = 1;; spins++) {
+            const uint4 v = step_peek(word);
+            if (v.w == epoch || gave_up) return v;
+            if (spins % 1024 == 0) lose_patience(since);
+        }
+    }
+    // Ends all waits if this one, or another one anywhere, has taken too long.
+    __device__ __forceinline__ void lose_patience(uint64_t& since) {
+        const uint64_t now = step_clock();
+        if (!since) since = now;
+        if (now - since > p.patience) *p.fault = 1;
+        gave_up = *p.fault;
+    }
+    // Waits, with all lanes of the warp, for those of the words at(0), at(1) .. that are `there`. All that are missing
+    // are asked for together: one after the other, each would take the way to the L2 cache and back. Until they are
+    // asked for again, one lane alone spins, for one of its words: all would keep words from coming.
+    template <int COUNT, class At, class There>
+    __device__ __forceinline__ void await_all(uint4 (&v)[COUNT], uint32_t epoch, At at, There there) {
+        STEP_UNROLL
+        for (int i = 0; i < COUNT; i++) v[i] = make_uint4(0, 0, 0, there(i) ? ~epoch : epoch);
+        for (;;) {
+            const uint4* missing = nullptr;
+            STEP_UNROLL
+            for (int i = 0; i < COUNT; i++)
+                if (v[i].w != epoch) v[i] = step_peek(at(i));
+            STEP_UNROLL
+            for (int i = 0; i < COUNT; i++)
+                if (v[i].w != epoch) missing = at(i);
+            const uint32_t lanes = __ballot_sync(~0u, missing && !gave_up);
+            if (!lanes) break;
+            if (lane == __ffs((int)lanes) - 1) await(missing, epoch);
+            __syncwarp();
+        }
+    }
+    // Waits for words of `splits` splits, and makes them one: v[i] of at(i), at(i) + H D / 4 .. Asks for AT_ONCE fours.
+    template <int AT_ONCE, int COUNT, class At, class There>
+    __device__ __forceinline__ void await_joined(uint4 (&v)[COUNT], int splits, uint32_t epoch, At at, There there) {
+        constexpr int ONCE = AT_ONCE * StepJoin::ONCE;
+        StepJoin of[COUNT];
+        for (int from = 0; from < splits; from += ONCE) {
+            uint4 of_split[COUNT * ONCE];
+            await_all(of_split, epoch, [&](int i) { return at(i / ONCE) + (from + i % ONCE) * (p.H * (D / 4)); },
+                      [&](int i) { return from + i % ONCE < splits && there(i / ONCE); });
+            STEP_UNROLL
+            for (int i = 0; i < COUNT; i++)
+                STEP_UNROLL
+                for (int j = 0; j < ONCE; j += StepJoin::ONCE)
+                    if (from + j < splits) of[i].add(of_split + i * ONCE + j, splits - from - j);
+        }
+        STEP_UNROLL
+        for (int i = 0; i < COUNT; i++) v[i] = of[i].word(epoch);
+    }
+    // y of this lane's row and of its three neighbours' as a word; `square`: x^2 of each. Lanes in fours.
+    __device__ __forceinline__ void send(uint4* words, int row, float y, float square, uint32_t epoch, bool there) {
+        const uint32_t pair = pack(y, __shfl_down_sync(~0u, y, 1)), next = __shfl_down_sync(~0u, pair, 2);
+        square += __shfl_xor_sync(~0u, square, 1);
+        square += __shfl_xor_sync(~0u, square, 2);
+        const uint4 word = make_uint4(pair, next, __float_as_uint(square), epoch);
+        if (there && lane % 4 == 0) step_publish(words + row / 4, word);
+    }
+
+    // ---- Products
+    // This warp's, of so many chunks of a row or stage.
+    __device__ __forceinline__ int chunks(int steps) const { return (unsigned)(steps - warp + WARPS - 1) / WARPS; }
+    // Operands of `count` stages, which are then free for others. The first has `steps` chunks, the next `less` fewer.
+    // What is not there is zeros: left as it was, it would keep registers from one product to the next.
+    __device__ __forceinline__ void load(typename W::Lane (&w)[BATCH][EACH], int count, int steps, int less) {
+        STEP_UNROLL
+        for (int i = 0; i < BATCH; i++) {
+            const int each = i < count ? chunks(steps - i * less) : 0; // (or more)
+            const unsigned char* from = memory + p.ring_at + stage * S::STAGE;
+            if (i < count) full[stage].wait(parity);
+            STEP_UNROLL
+            for (int j = 0; j < EACH; j++)
+                if (j < each) W::load(w[i][j], from, j * WARPS, warp, lane);
+                else w[i][j] = {};
+            if (i < count && ++stage == p.stages) stage = 0, parity ^= 1;
+        }
+        __syncwarp();
+        const int free = stage - count + lane;
+        if (lane < count) empty[free < 0 ? free + p.stages : free].arrive();
+    }
+    // sum[.][i] += W x^T of stage i < count: of one tile (SAME), whose k go on from stage to stage, s the first; or of
+    // a tile each. (A lane's column of x; what those without a token compute, nobody takes.)
+    template <bool SAME>
+    __device__ __forceinline__ void multiply(Sum (&sum)[FOURS][BATCH], const typename W::Lane (&w)[BATCH][EACH],
+                                             int count, int in, int s) {
+        constexpr int AT_ONCE = 2; // stages: their chains overlap
+        STEP_UNROLL
+        for (int four = 0; four < FOURS; four++) {
+            const bf16* x = work + min(4 * four + g / 2, N - 1) * S::row(in) + 8 * t + g % 2 * 4;
+            typename W::X b[EACH];
+            STEP_UNROLL
+            for (int i = 0; i < BATCH; i++) {
+                if (i % AT_ONCE == 0 && i >= count) break;
+                const int first = (s + (SAME ? min(i, count - 1) : 0)) * STEPS + warp;
+                STEP_UNROLL
+                for (int j = 0; j < EACH && (SAME || i == 0); j++) {
+                    if constexpr (W::PLAIN) b[j][0] = *(const uint2*)(x + (first + j * WARPS) * 32);
+                    else W::load_x(b[j], (const unsigned char*)work + (first + j * WARPS) * W::X_BYTES, lane);
+                }
+                STEP_UNROLL
+                for (int j = 0; j < EACH; j++) W::add(sum[four][i], w[i][j], b[j]);
+            }
+        }
+    }
+    __device__ __forceinline__ float* sums_of(int tile, int warp, int token) {
+        return (float*)(memory + p.sums_at) + (((set * WARPS + warp) * ROUND + tile) * N + token) * 8;
+    }
+    __device__ __forceinline__ float* squares_of(int token) { // (of the product's first round's set)
+        return (float*)(memory + p.squares_at) + (set * N + token) * WARPS;
+    }
+    // A tile's sums, which are of stages first .. last - 1.
+    __device__ __forceinline__ void put(int tile, const Sum (&sum)[FOURS][BATCH], int first, int last) {
+        STEP_UNROLL
+        for (int four = 0; four < FOURS; four++) {
+            float y = W::whole(sum[four][first]);
+            STEP_UNROLL
+            for (int i = first + 1; i < last; i++) y += W::whole(sum[four][i]);
+            if (4 * four + t < N) sums_of(tile, warp, 4 * four + t)[g] = y;
+        }
+    }
+    // One of this block's products: a round of tiles, then their sums are handed over.
+    __device__ __forceinline__ void product(int kind, int layer) {
+        const StepProduct& q = dealt.product[kind];
+        const int tiles = dealt.units[kind] * q.tiles, stages = (q.steps + STEPS - 1) / STEPS;
+        if (!tiles) return;
+        const int less = stages == 1 ? 0 : STEPS;
+        typename W::Lane w[BATCH][EACH];
+        if constexpr (S::BATCHED) {
+            if (S::TOKENS > 1)
+                STEP_UNROLL
+                for (int i = 0; i < BATCH; i++)
+                    STEP_UNROLL
+                    for (int j = 0; j < EACH; j++) w[i][j] = {};
+            load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
+        }
+        prepare(kind, layer, 0);
+        if (hushed && tid == 0) full[S::WAITS].arrive();
+        input(kind, layer);
+        if (hushed && tid == 0) full[S::WAITS].arrive();
+        for (int tile = 0; tile < tiles; tile += ROUND) {
+            const int count = min(ROUND, tiles - tile);
+            if (tile) prepare(kind, layer, tile);
+            if constexpr (S::BATCHED) multiply_round(w, tile, count, tiles, stages, less, q);
+            else multiply_packed(count, q.steps);
+            meet();
+            if (hand < S::HANDS && n < N) {
+                if (tile == 0) scale = rms_scale();
+                hand_over(kind, layer, count);
+            }
+            set ^= 1;
+        }
+    }
+    // In batches: the sums of tiles tile .. tile + count - 1 of `tiles`.
+    __device__ __forceinline__ void multiply_round(typename W::Lane (&w)[BATCH][EACH], int tile, int count, int tiles,
+                                                   int stages, int less, const StepProduct& q) {
+        for (int i = 0; i < count && stages == 1; i += BATCH) {
+            Sum sum[FOURS][BATCH] = {};
+            multiply<false>(sum, w, count - i, q.in, 0);
+            const int next = tile + i + BATCH;
+            if (next < tiles) load(w, min(BATCH, tiles - next), q.steps, less);
+            STEP_UNROLL
+            for (int j = 0; j < BATCH; j++)
+                if (i + j < count) put(i + j, sum, j, j + 1);
+        }
+        for (int i = 0; i < count && stages > 1; i++) {
+            Sum sum[FOURS][BATCH] = {};
+            for (int s = 0; s < stages; s += BATCH) {
+                multiply<true>(sum, w, stages - s, q.in, s);
+                const int next = s + BATCH < stages ? s + BATCH : 0;
+                if (next || tile + i + 1 < tiles) load(w, min(BATCH, stages - next), q.steps - next * STEPS, less);
+            }
+            put(i, sum, 0, BATCH);
+        }
+    }
+    // Stage by stage: the sums of `count` tiles. What follows knows at compile time how many chunks it has, so that
+    // nothing stands between their loads, nor between their products: these are few instructions, one after the other.
+    __device__ __forceinline__ void multiply_packed(int count, int steps) {
+        const unsigned char* x = (const unsigned char*)work + warp * W::X_BYTES;
+        if (steps <= STEPS) return multiply_tiles<EACH>(count, x, chunks(steps));
+        for (int tile = 0; tile < count; tile++) {
+            float sum[1] = {};
+            for (int step = 0; step < steps; step += STEPS)
+                multiply_stage<EACH>(sum, x + step * W::X_BYTES, chunks(steps - step));
+            if (t == 0) sums_of(tile, warp, 0)[g] = sum[0];
+        }
+    }
+    // Tiles of a stage each, of which this warp has `each` chunks, E at most; two tiles at a time if these are few.
+    template <int E> __device__ __forceinline__ void multiply_tiles(int count, const unsigned char* x, int each) {
+        if constexpr (E > 0)
+            if (each < E) return multiply_tiles<E - 1>(count, x, each);
+        constexpr int ONCE = E > 2 ? 1 : 2;
+        int tile = 0;
+        for (; tile + ONCE <= count; tile += ONCE) {
+            float sum[ONCE] = {};
+            multiply_stages<ONCE, E>(sum, x);
+            STEP_UNROLL
+            for (int i = 0; i < ONCE; i++)
+                if (t == 0) sums_of(tile + i, warp, 0)[g] = sum[i];
+        }
+        if (tile == count) return;
+        float sum[1] = {};
+        multiply_stages<1, E>(sum, x);
+        if (t == 0) sums_of(tile, warp, 0)[g] = sum[0];
+    }
+    // A stage, of which this warp has `each` chunks, or E if that is more.
+    template <int E> __device__ __forceinline__ void multiply_stage(float (&sum)[1], const unsigned char* x, int each) {
+        if constexpr (E > 0)
+            if (each < E) return multiply_stage<E - 1>(sum, x, each);
+        multiply_stages<1, E>(sum, x);
+    }
+    // sum[i] += W x^T of the E chunks of stage i, which is then free for others.
+    template <int COUNT, int E>
+    __device__ __forceinline__ void multiply_stages(float (&sum)[COUNT], const unsigned char* x) {
+        typename W::Lane w[COUNT][E + 1];
+        typename W::X of_x[E + 1];
+        STEP_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            const unsigned char* from = memory + p.ring_at + stage * S::STAGE;
+            full[stage].wait(parity);
+            STEP_UNROLL
+            for (int j = 0; j < E; j++) W::load(w[i][j], from, j * WARPS, warp, lane);
+            if (++stage == p.stages) stage = 0, parity ^= 1;
+        }
+        STEP_UNROLL
+        for (int j = 0; j < E; j++) W::load_x(of_x[j], x + j * WARPS * W::X_BYTES, lane);
+        __syncwarp();
+        const int free = stage - COUNT + lane;
+        if (lane < COUNT) empty[free < 0 ? free + p.stages : free].arrive();
+        STEP_UNROLL
+        for (int i = 0; i < COUNT; i++)
+            STEP_UNROLL
+            for (int j = 0; j < E; j++) W::add(sum[i], w[i][j], of_x[j]);
+    }
+    // Before a round that begins with `tile`: what hand_over needs. Row r of the hand's i-th tile is lane 8 i + r's.
+    __device__ __forceinline__ void prepare(int kind, int layer, int tile) {
+        const int tiles = dealt.product[kind].tiles, i = tile + 4 * hand + lane / 8;
+        row = (dealt.first[kind] + (tiles == 2 ? i / 2 : i) * (int)gridDim.x) * 8 + lane % 8;
+        if ((kind != STEP_O && kind != STEP_DOWN) || hand >= S::HANDS || n >= N || row >= p.C) return;
+        embedding = kind == STEP_O && layer == 0 && (W::PLAIN || p.embed); // x is that still
+        auto bits = [](const bf16& x) { return __builtin_bit_cast(uint16_t, x); };
+        old = embedding ? bits(p.embed[(size_t)p.b.token[n] * p.C + row])
+                        : __float_as_uint(p.residual[(size_t)n * p.C + row]);
+        gain = bits(p.gains[kind == STEP_O ? p.gains_of(layer) + p.C + row : p.gains_of(layer + 1) + row]);
+    }
+    __device__ __forceinline__ float rms_scale() {
+        const float* squares = squares_of(n);
+        float sum = 0;
+        STEP_UNROLL
+        for (int w = 0; w < WARPS; w++) sum += squares[w];
+        return rsqrtf(__fadd_rn(__fdividef(sum, (float)p.C), p.eps));
+    }
+    __device__ __forceinline__ void hand_over(int kind, int layer, int count) {
+        const int mine = 4 * hand + lane / 8;
+        const bool there = mine < count;
+        float y = 0;
+        if (there)
+            STEP_UNROLL
+            for (int w = 0; w < WARPS; w++) y += sums_of(mine, w, n)[lane % 8];
+        if (kind != STEP_O && kind != STEP_DOWN) y = __fmul_rn(y, scale);
+        const uint32_t e = epoch(layer);
+        if (kind == STEP_QKV) {
+            send(p.qkv + (size_t)n * (p.H + 2 * p.K) * (D / 4), row, y, 0, e, there);
+        } else if (kind == STEP_GATE_UP) {
+            const float up = __shfl_down_sync(~0u, y, 8);
+            send(p.hidden + (size_t)n * (p.F / 4), row, __fdividef(y, 1 + exp2_fast(-LOG2E * y)) * up, 0, e,
+                 there && lane / 8 % 2 == 0);
+        } else if (kind != STEP_LOGITS) {
+            const float x = __uint_as_float(embedding ? old << 16 : old) + y;
+            if (there) p.residual[(size_t)n * p.C + row] = x;
+            const float by = __uint_as_float((uint32_t)gain << 16);
+            send((kind == STEP_O ? p.mid : p.out) + (size_t)n * (p.C / 4), row, x * by, __fmul_rn(x, x), e, there);
+        } else if (there) {
+            const Draw& draw = p.draw[n];
+            if (p.seen) y = penalized(y, draw.how, p.seen[(size_t)n * p.V + row]);
+            p.logits[(size_t)n * p.V + row] = y;
+            if (row < draw.exist) likeliest = max(likeliest, draw_key(usable(y), row));
+        }
+    }
+    // A product's input, to `work`, a token a row, or for packed weights as store_x has it; where a norm comes before
+    // it, the words' squares. A warp takes the words of the chunks it multiplies, and waits for no other.
+    __device__ __forceinline__ void input(int kind, int layer) {
+        const StepProduct& q = dealt.product[kind];
+        constexpr int WORDS = S::NUMBERS / 4; // words of a chunk's x
+        const int words = q.in / 4, steps = (words + WORDS - 1) / WORDS; // the last of them may be short
+        const int mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS * WORDS : 0;
+        const int count = mine - ((steps - 1) % WARPS == warp ? steps * WORDS - words : 0);
+        const int filled = (q.steps + STEPS - 1) / STEPS * EACH * WORDS;
+        const bool normed = kind == STEP_QKV || kind == STEP_GATE_UP || kind == STEP_LOGITS;
+        const uint4* from = kind == STEP_O         ? p.att
+                            : kind == STEP_DOWN    ? p.hidden
+                            : kind == STEP_GATE_UP ? p.mid
+                                                   : p.out;
+        const int joined = kind == STEP_O && S::TOKENS == 1 ? dealt.place[0].joined : 1;
+        const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
+        auto word_of = [&](unsigned i) { return (int)((warp + i / WORDS * WARPS) * WORDS + i % WORDS); };
+        const bool embeds = kind == STEP_QKV && layer == 0;
+        if constexpr (!W::PLAIN) { // all lanes together, as store_x needs them; four words each where there are so many
+            const int all = S::BATCHED ? filled : mine;
+            float square = 0;
+            int done = 0;
+            auto take = [&](auto once) {
+                constexpr int ONCE = decltype(once)::value;
+                uint4 v[ONCE];
+                auto at = [&](int j) { return done + 32 * j + lane; };
+                auto there = [&](int j) { return at(j) < count; };
+                if (embeds) {
+                    STEP_UNROLL
+                    for (int j = 0; j < ONCE; j++)
+                        v[j] = there(j) ? embedded(0, word_of(at(j))) : make_uint4(0, 0, 0, 0);
+                } else if (joined > 1)
+                    await_joined<1>(v, joined, e, [&](int j) { return from + word_of(at(j)); }, there);
+                else await_all(v, e, [&](int j) { return from + word_of(at(j)); }, there);
+                __syncwarp();
+                STEP_UNROLL
+                for (int j = 0; j < ONCE; j++) {
+                    square += __uint_as_float(v[j].z);
+                    W::store_x((unsigned char*)work + (warp + at(j) / WORDS * WARPS) * W::X_BYTES, at(j) % WORDS,
+                               make_uint2(v[j].x, v[j].y), at(j) < all);
+                }
+                done += 32 * ONCE;
+            };
+            while (done + 4 * 32 <= all) take(std::integral_constant<int, 4>());
+            while (done < all) take(std::integral_constant<int, 1>());
+            if (normed) {
+                square = warp_sum(square);
+                if (lane == 0) squares_of(0)[warp] = square;
+            }
+        }
+        if constexpr (W::PLAIN) {
+            // This lane's words, of each token, and their places: one in APART.
+            constexpr int APART = 32 * WARPS, ONCE = S::TOKENS == 1 ? 4 : S::TOKENS < 8 ? 8 / S::TOKENS : 1;
+            const int width = S::row(q.in), apart = kind == STEP_O ? p.att_words() : words; // from token to token
+            for (int i = count + lane; i < filled; i += 32)
+                for (int m = 0; m < N; m++) *(uint2*)(work + m * width + 4 * word_of(i)) = make_uint2(0, 0);
+            const uint4* own = from + word_of(lane);
+            bf16* to = work + 4 * word_of(lane);
+            float square[S::TOKENS] = {};
+            auto take = [&](int m, int i, const uint4& v) { // the i-th
+                *(uint2*)(to + m * width + 4 * i * APART) = make_uint2(v.x, v.y);
+                square[m] += __uint_as_float(v.z);
+            };
+            if (embeds)
+                STEP_UNROLL
+                for (int m = 0; m < S::TOKENS; m++)
+                    for (int i = lane; i < count && m < N; i += 32) take(m, i / 32, embedded(m, word_of(i)));
+            else if (S::TOKENS == 1 && joined > 1)
+                for (int i = lane; i - lane < count; i += 64, own += 2 * APART, to += 8 * APART) {
+                    uint4 v[2];
+                    auto there = [&](int j) { return i + 32 * j < count; };
+                    await_joined<1>(v, joined, e, [&](int j) { return own + j * APART; }, there);
+                    STEP_UNROLL
+                    for (int j = 0; j < 2; j++)
+                        if (there(j)) take(0, j, v[j]);
+                }
+            else if constexpr (S::TOKENS == 1) { // one lane spins, and the others look when it has seen its word
+                if (lane == 0 && count) await(own, e);
+                __syncwarp();
+                for (int i = lane; i < count; i += ONCE * 32, own += ONCE * APART, to += ONCE * 4 * APART) {
+                    uint4 v[ONCE];
+                    STEP_UNROLL
+                    for (int j = 0; j < ONCE; j++)
+                        if (i + j * 32 < count) v[j] = step_peek(own + j * APART);
+                    STEP_UNROLL
+                    for (int j = 0; j < ONCE; j++) {
+                        if (i + j * 32 >= count) break;
+                        if (v[j].w != e) v[j] = await(own + j * APART, e);
+                        take(0, j, v[j]);
+                    }
+                }
+            } else
+                for (int i = lane; i - lane < count; i += ONCE * 32, own += ONCE * APART, to += ONCE * 4 * APART) {
+                    uint4 v[ONCE * S::TOKENS];
+                    auto there = [&](int j) { return j % S::TOKENS < N && i + j / S::TOKENS * 32 < count; };
+                    await_all(v, e, [&](int j) { return own + j % S::TOKENS * apart + j / S::TOKENS * APART; }, there);
+                    STEP_UNROLL
+                    for (int j = 0; j < ONCE * S::TOKENS; j++)
+                        if (there(j)) take(j % S::TOKENS, j / S::TOKENS, v[j]);
+                }
+            if (normed) {
+                constexpr int LANES = 32 / S::TOKENS; // of a token, in the end
+                const float sum = sum_over_lanes(square);
+                if (lane % LANES == 0 && lane / LANES < N) squares_of(lane / LANES)[warp] = sum;
+            }
+        }
+        __syncwarp();
+    }
+    // The warp's sums of COUNT numbers a lane: the m-th is in lanes m (32 / COUNT) and up. As warp_sum adds.
+    template <int COUNT> __device__ __forceinline__ float sum_over_lanes(float (&x)[COUNT]) {
+        static_assert((COUNT & (COUNT - 1)) == 0);
+        int other = 16;
+        STEP_UNROLL
+        for (int n = COUNT / 2; n > 0; n /= 2, other /= 2)
+            STEP_UNROLL
+            for (int i = 0; i < n; i++) {
+                const bool upper = lane & other;
+                const float give = upper ? x[i] : x[n + i], keep = upper ? x[n + i] : x[i];
+                x[i] = keep + __shfl_xor_sync(~0u, give, other);
+            }
+        for (; other; other /= 2) x[0] += __shfl_xor_sync(~0u, x[0], other);
+        return x[0];
+    }
+    // Four numbers of token m's embedding, as DOWN would send them.
+    __device__ __forceinline__ uint4 embedded(int m, int word) {
+        if (!W::PLAIN && !p.embed) {
+            const float4 x = __ldcg((const float4*)(p.residual + (size_t)m * p.C) + word);
+            return weighed(word, x.x, x.y, x.z, x.w);
+        }
+        const uint2 u = ((const uint2*)(p.embed + (size_t)p.b.token[m] * p.C))[word];
+        return weighed(word, low(u.x), high(u.x), low(u.y), high(u.y));
+    }
+    __device__ __forceinline__ uint4 weighed(int word, float a, float b, float c, float d) {
+        const uint2 w = ((const uint2*)p.gains)[word];
+        return make_uint4(pack(a * low(w.x), b * high(w.x)), pack(c * low(w.y), d * high(w.y)),
+                          __float_as_uint(fmaf(a, a, b * b) + fmaf(c, c, d * d)), 0);
+    }
+
+    __device__ __forceinline__ void phase(int kind, int layer) {
+        if (kind == STEP_ATTEND ? !attends : kind == STEP_JOIN && !joins) return;
+        begin_phase();
+        if (kind == STEP_ATTEND)
+            step_items<S>(p, dealt, [&](const StepPlace&, int n, int kv, int split) { attend(layer, n, kv, split); });
+        else if (kind == STEP_JOIN) {
+            for (int n = 0; n < N; n++) {
+                const StepPlace& y = dealt.place[n];
+                for (int h = y.item[1]; h < p.H && !y.joined; h += gridDim.x) join(layer, n, h, y.splits);
+            }
+        } else product(kind, layer);
+    }
+
+    // ---- Attention
+    // A KV head's queries of token n, or of the group that it leads, over a split. Tokens m0 .. end - 1 of the step are
+    // of one sequence: their keys and values are not in the cache yet but come as words. Shared memory has these, the
+    // queries, and parts of warps.
+    __device__ __forceinline__ void attend(int layer, int n, int kv, int split) {
+        const StepPlace& y = dealt.place[n];
+        const int group = S::TOKENS == 1 ? 1 : y.group, end = n + group;
+        const int G = p.G, Q = G * group, held = y.held, m0 = y.m0;
+        const int first = split * y.pages, count = step_last_page(y, n, split) - first;
+        const int fresh = (first + count) * PAGE > held ? end - m0 : 0;
+        const bool appends = (first + count) * PAGE >= held + fresh && fresh; // one split has the newest
+        bf16 *new_keys = work, *new_values = new_keys + S::TOKENS * D, *queries = new_values + S::TOKENS * D;
+        float* parts = (float*)(queries + Q * D);
+        StepPage page = {}; // (see product)
+        // Heads: the queries, token by token, then each new token's key and value.
+        const int heads = Q + 2 * fresh;
+        auto token_of = [&](int j) { return j >= Q ? m0 + (j - Q) / 2 : S::TOKENS == 1 ? n : n + j / G; };
+        const int mine = (warp + WARPS - S::HANDS * S::TOKENS % WARPS) % WARPS; // the first; who handed over is late
+        auto turn_of = [&](int j) {
+            return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < Q ? 0 : D),
+                            p.rope + (size_t)(held + token_of(j) - m0) * D, lane);
+        };
+        StepTurn turn = turn_of(min(mine, heads - 1));
+        auto load = [&](int from) { // a round: pages from .. from + WARPS - 1, one a warp
+            const int end = 2 * min(from + WARPS, count), keys = 2 * (from + warp); // (halves)
+            for (int half = 2 * from, stages; half < end; half += stages * S::HALVES) {
+                stages = min((end - half + S::HALVES - 1) / S::HALVES, p.stages); // a lane waits for one, and frees it
+                const bool again = stage + lane >= p.stages;
+                const int own = again ? stage + lane - p.stages : stage + lane;
+                if (lane < stages) full[own].wait(again ? parity ^ 1 : parity);
+                __syncwarp();
+                auto at = [&](int i) {
+                    const int s = stage + i / S::HALVES;
+                    const unsigned char* first = memory + p.ring_at + (s >= p.stages ? s - p.stages : s) * S::STAGE;
+                    return (const bf16*)first + i % S::HALVES * (PAGE * D);
+                };
+                const int i = keys < end ? keys - half : stages * S::HALVES;
+                if (i >= 0 && i < stages * S::HALVES) page.load_keys(at(i));
+                if (i >= -1 && i < stages * S::HALVES - 1) page.load_values(at(i + 1));
+                __syncwarp();
+                if (lane < stages) empty[own].arrive();
+                stage += stages;
+                if (stage >= p.stages) stage -= p.stages, parity ^= 1;
+            }
+        };
+        load(0); // before the words have come
+        const size_t slot = kv_offset(y.slot / PAGE, kv, y.slot % PAGE, p.K, D);
+        auto word_of = [&](int j) {
+            const bool query = j < Q, value = !query && (j - Q) % 2;
+            const int h = query ? kv * G + (S::TOKENS == 1 ? j : j % G) : p.H + (value ? p.K : 0) + kv;
+            return p.qkv + ((size_t)token_of(j) * (p.H + 2 * p.K) + h) * (D / 4) + lane;
+        };
+        auto take = [&](int j, const uint4& word) {
+            const int m = token_of(j);
+            const bool query = j < Q, value = !query && (j - Q) % 2;
+            uint2 x = make_uint2(word.x, word.y);
+            if (j != mine) turn = turn_of(j);
+            if (!value) x = rotate(x, turn);
+            bf16* to = query ? queries + j * D : (value ? new_values : new_keys) + (m - m0) * D;
+            *(uint2*)(to + 4 * lane) = x;
+            if (!appends || query || m < n) return;
+            const int own = S::TOKENS == 1 ? 0 : dealt.place[m].slot;
+            const size_t at = S::TOKENS == 1 ? slot : kv_offset(own / PAGE, kv, own % PAGE, p.K, D);
+            *(uint2*)((value ? p.values : p.keys) + layer * p.layer_size + at + 4 * lane) = x;
+        };
+        if constexpr (S::TOKENS == 1)
+            for (int j = mine; j < heads; j += WARPS) take(j, await(word_of(j), epoch(layer)));
+        else {
+            constexpr int MOST = (8 + 2 * S::TOKENS + WARPS - 1) / WARPS; // heads of a warp
+            uint4 words[MOST];
+            await_all(words, epoch(layer), [&](int i) { return word_of(mine + i * WARPS); },
+                      [&](int i) { return mine + i * WARPS < heads; });
+            STEP_UNROLL
+            for (int i = 0; i < MOST; i++)
+                if (mine + i * WARPS < heads) take(mine + i * WARPS, words[i]);
+        }
+        meet();
+
+        const int row = min(g, Q - 1); // (what others compute, nobody stores)
+        const int pos = S::TOKENS == 1 ? y.pos : held + token_of(row) - m0;
+        const bf16* query = queries + row * D + t * 8;
+        StepSoftmax softmax;
+        for (int from = 0; from < count; from += WARPS) {
+            if (from) load(from);
+            if (from + warp >= count) break;
+            const int at = (first + from + warp) * PAGE;
+            if (at + PAGE > held) page.renew(new_keys, new_values, at - held, fresh);
+            softmax.template add<(S::TOKENS > 1)>(page, query, pos - at + 1);
+        }
+        softmax.store(parts + (size_t)warp * Q * (D + 4), Q);
+        meet();
+        publish_attention(parts, layer, n, Q, kv, split);
+        meet(); // `work` is free
+    }
+    // Numbers 4 lane .. 4 lane + 3 of a head: rms norm, then the rotation of the planes (i, i + D / 2).
+    __device__ __forceinline__ uint2 rotate(uint2 head, const StepTurn& turn) {
+        const float x[4] = {low(head.x), high(head.x), low(head.y), high(head.y)};
+        const float gain[4] = {low(turn.gain.x), high(turn.gain.x), low(turn.gain.y), high(turn.gain.y)};
+        const float4* a = turn.angle;
+        const float cosines[4] = {a[0].x, a[0].z, a[1].x, a[1].z}, sines[4] = {a[0].y, a[0].w, a[1].y, a[1].w};
+        const float squares = warp_sum(fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0]))));
+        const float scale = rsqrtf(fmaf(squares, 1.f / D, p.eps));
+        float y[4];
+        STEP_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const float mine = x[i] * scale * gain[i], other = __shfl_xor_sync(~0u, mine, 16);
+            y[i] = fmaf(mine, cosines[i], (lane < 16 ? -other : other) * sines[i]);
+        }
+        return make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
+    }
+    // The warps' parts of Q queries as one.
+    __device__ __forceinline__ void publish_attention(float* parts, int layer, int n, int Q, int kv, int split) {
+        const int G = p.G;
+        auto token_of = [&](int j) { return S::TOKENS == 1 ? n : n + j / G; };
+        auto head_of = [&](int j) { return kv * G + (S::TOKENS == 1 ? j : j % G); };
+        for (int i = tid; i < Q * (D / 4); i += CONSUMERS) {
+            const int j = i / (D / 4), quad = i % (D / 4);
+            float top, weights;
+            const float4 x = step_join(parts + j * (D + 4), WARPS, Q * (D + 4), quad, top, weights);
+            uint4* to = p.att_of(token_of(j), dealt.place[n].joined ? split : split + 1);
+            step_publish(to + head_of(j) * (D / 4) + quad, StepJoin{top, weights, x}.word(epoch(layer)));
+        }
+    }
+    // A head's splits as one, if these are too many for O.
+    __device__ __forceinline__ void join(int layer, int n, int h, int splits) {
+        if (warp) return;
+        const int word = h * (D / 4) + lane;
+        uint4 v[1];
+        await_joined<4>(v, splits, epoch(layer), [&](int) { return p.att_of(n, 1) + word; }, [](int) { return true; });
+        step_publish(p.att_of(n, 0) + word, v[0]);
+    }
+
+    // ---- The end: each block's likeliest ids; the last block draws if it is asked to, and counts the step.
+    __device__ __forceinline__ void finish() {
+        auto largest = [](unsigned long long x) {
+            for (int other = 16; other; other /= 2) x = max(x, __shfl_xor_sync(~0u, x, other));
+            return x;
+        };
+        auto* of_hands = (unsigned long long*)sums_of(0, 0, 0); // (hands, tokens)
+        likeliest = largest(likeliest);
+        if (lane == 0 && hand < S::HANDS && n < N) of_hands[warp] = likeliest;
+        meet();
+        if (tid < N)
+            p.best[(size_t)tid * BEST_BLOCKS + blockIdx.x] =
+                max(of_hands[tid], of_hands[tid + (S::HANDS - 1) * S::TOKENS]);
+        meet();
+        if (tid == 0) dealt.last = step_arrive(p.arrived) == (int)gridDim.x - 1;
+        meet();
+        if (!dealt.last) return;
+        if (tid == 0) *p.arrived = 0, *p.steps = before + 1;
+        if (!p.greedy || warp >= N) return;
+        unsigned long long top = 0;
+        for (int i = lane; i < (int)gridDim.x; i += 32) top = max(top, __ldcg(p.best + (size_t)warp * BEST_BLOCKS + i));
+        top = largest(top);
+        if (lane == 0) publish(p.next, warp, p.V, (int)~(uint32_t)top);
+    }
+};
+
+// Phases first .. last - 1 of a step. Grid: any number of blocks; if it is more than one phase, all must be resident.
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_constant__ StepArgs p, int first, int last) {
+    unsigned char* memory = step_memory();
+    StepBarrier *full = (StepBarrier*)memory, *empty = full + S::BARRIERS;
+    StepDealt& dealt = *(StepDealt*)(empty + S::BARRIERS);
+    const int tid = threadIdx.x;
+    if (tid < p.stages) full[tid].begin(S::BULK ? 1 : 128), empty[tid].begin(S::WARPS);
+    if (tid < 7) step_deal(p, dealt, tid);
+    if (tid == 0) full[S::WAITS].begin(1);
+    if (tid < (S::TOKENS == 1 ? 1 : p.b.N)) step_place<S>(p, dealt, tid);
+    StepBarrier::begun();
+    step_meet(0, S::THREADS);
+    if (tid >= S::CONSUMERS) {
+        if constexpr (S::BULK) keep_registers<40>();
+        if (S::BULK && tid >= S::CONSUMERS + 32) return; // one warp copies
+        return step_produce<S>(p, memory, dealt, first, last);
+    }
+    if constexpr (S::BULK) take_registers<232>(); // 128 x 40 + 256 x 232 of 384 x 168
+    Step<S> step(p, dealt);
+    int layer = first / 6, kind = first % 6;
+    for (int phase = first; phase < last; phase++) {
+        if (layer == p.L) kind = STEP_LOGITS;
+        step.phase(kind, layer);
+        if (++kind == 6) kind = 0, layer++;
+    }
+    if (last == p.phases()) step.finish();
+}
+
+#include "gpu/step/road.h"

@@ -1,0 +1,91 @@
+// model/tensors.h: the model's tensors: their names in files, their shapes, their places in Weights.
+#pragma once
+#include "model/quantized.h"
+
+// The one table of their names, shapes and places. What reads, writes, draws, trains or uploads all weights goes by it.
+
+// The first seven are the modules: the products that can have an adapter. (Their numbers name the dropout masks: see
+// Adapter.)
+enum TensorKind {
+    Q_PROJ, K_PROJ, V_PROJ, O_PROJ, GATE_PROJ, UP_PROJ, DOWN_PROJ,
+    INPUT_NORM, Q_NORM, K_NORM, POST_NORM, EMBED, FINAL_NORM, HEAD
+};
+constexpr int MODULES = DOWN_PROJ + 1;
+constexpr const char* TENSOR_NAMES[] = { // by TensorKind
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj", "input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm",
+    "model.embed_tokens", "model.norm", "lm_head"};
+
+struct ModelTensor {
+    TensorKind kind;
+    int layer;         // -1: of the model as a whole
+    int rows, columns; // a matrix (rows, columns); columns = 0: a vector of `rows` numbers
+
+    std::string name() const { // Hugging Face's
+        if (layer < 0) return format("%s.weight", TENSOR_NAMES[kind]);
+        return format("model.layers.%d.%s.weight", layer, TENSOR_NAMES[kind]);
+    }
+    Shape shape() const { return columns ? Shape{rows, columns} : Shape{rows}; }
+    size_t size() const { return (size_t)rows * (columns ? columns : 1); } // in numbers
+};
+
+// All tensors of a model, in the order of the layers' work, which is the order of our files. Blocks of one Linear are
+// neighbours.
+inline std::vector<ModelTensor> model_tensors(const Config& c) {
+    std::vector<ModelTensor> all = {{EMBED, -1, c.V, c.C}};
+    for (int l = 0; l < c.L; l++) {
+        const ModelTensor layer[] = {
+            {INPUT_NORM, l, c.C, 0},
+            {Q_PROJ, l, c.H * c.D, c.C},
+            {K_PROJ, l, c.K * c.D, c.C},
+            {V_PROJ, l, c.K * c.D, c.C},
+            {Q_NORM, l, c.D, 0},
+            {K_NORM, l, c.D, 0},
+            {O_PROJ, l, c.C, c.H * c.D},
+            {POST_NORM, l, c.C, 0},
+            {GATE_PROJ, l, c.F, c.C},
+            {UP_PROJ, l, c.F, c.C},
+            {DOWN_PROJ, l, c.C, c.F},
+        };
+        all.insert(all.end(), std::begin(layer), std::end(layer));
+    }
+    all.push_back({FINAL_NORM, -1, c.C, 0});
+    if (!c.tied) all.push_back({HEAD, -1, c.V, c.C});
+    return all;
+}
+// How many numbers a model has.
+inline size_t parameters(const Config& c) {
+    size_t n = 0;
+    for (const ModelTensor& t : model_tensors(c)) n += t.size();
+    return n;
+}
+
+// Where a tensor is in Weights: a block of rows of a Linear, or a vector.
+template <class T> struct TensorPlace {
+    Linear<T>* linear; // null: a vector
+    int block;
+    const T** vector;
+    const T*& numbers() const { return linear ? linear->w[block] : *vector; } // (not those of an INT8 matrix)
+};
+template <class T> TensorPlace<T> place_of(Layer<T>& in, TensorKind kind) {
+    switch (kind) {
+        case Q_PROJ: return {&in.qkv, 0, nullptr};
+        case K_PROJ: return {&in.qkv, 1, nullptr};
+        case V_PROJ: return {&in.qkv, 2, nullptr};
+        case O_PROJ: return {&in.o, 0, nullptr};
+        case GATE_PROJ: return {&in.gate_up, 0, nullptr};
+        case UP_PROJ: return {&in.gate_up, 1, nullptr};
+        case DOWN_PROJ: return {&in.down, 0, nullptr};
+        case INPUT_NORM: return {nullptr, 0, &in.norm1};
+        case Q_NORM: return {nullptr, 0, &in.q_norm};
+        case K_NORM: return {nullptr, 0, &in.k_norm};
+        default: return {nullptr, 0, &in.norm2}; // POST_NORM
+    }
+}
+template <class T> TensorPlace<T> place_of(Weights<T>& w, TensorKind kind, int layer) {
+    if (kind == EMBED) return {&w.embed, 0, nullptr};
+    if (kind == HEAD) return {&w.head, 0, nullptr};
+    if (kind == FINAL_NORM) return {nullptr, 0, &w.norm};
+    return place_of(w.layers[layer], kind);
+}
+template <class T> TensorPlace<T> place_of(Weights<T>& w, const ModelTensor& t) { return place_of(w, t.kind, t.layer); }

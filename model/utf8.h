@@ -1,0 +1,122 @@
+// model/utf8.h: UTF-8, whole, broken, or in parts; stop strings in a stream of text.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+// Length of the character that s (n > 0 bytes) begins with. Not positive if there is none: -k if one U+FFFD
+// stands for the k bytes of a broken one (Unicode 3.9, table 3-7), 0 if s ends before the character does.
+inline int utf8_length(const char* s, size_t n) {
+    uint8_t c = (uint8_t)s[0];
+    if (c < 0x80) return 1;
+    if (c < 0xC2 || c > 0xF4) return -1;
+    int length = c < 0xE0 ? 2 : c < 0xF0 ? 3 : 4;
+    // the second byte excludes overlong forms (E0, F0), surrogates (ED) and what lies past U+10FFFF (F4)
+    uint8_t low = c == 0xE0 ? 0xA0 : c == 0xF0 ? 0x90 : 0x80;
+    uint8_t high = c == 0xED ? 0x9F : c == 0xF4 ? 0x8F : 0xBF;
+    for (int i = 1; i < length; i++) {
+        if ((size_t)i == n) return 0;
+        if ((uint8_t)s[i] < low || (uint8_t)s[i] > high) return -i;
+        low = 0x80, high = 0xBF;
+    }
+    return length;
+}
+
+// The code point at p, which moves past it. For text that is known to be valid.
+inline uint32_t utf8_read(const char*& p) {
+    auto tail = [&] { return (uint32_t)(uint8_t)*p++ & 0x3F; };
+    uint32_t c = (uint8_t)*p++;
+    if (c < 0x80) return c;
+    if (c < 0xE0) return c = (c & 0x1F) << 6, c | tail();
+    if (c < 0xF0) return c = (c & 0x0F) << 12, c |= tail() << 6, c | tail();
+    return c = (c & 0x07) << 18, c |= tail() << 12, c |= tail() << 6, c | tail();
+}
+
+inline void utf8_append(std::string& out, uint32_t c) {
+    if (c < 0x80) return out.push_back((char)c);
+    if (c < 0x800) out.push_back((char)(0xC0 | c >> 6));
+    else {
+        if (c < 0x10000) out.push_back((char)(0xE0 | c >> 12));
+        else {
+            out.push_back((char)(0xF0 | c >> 18));
+            out.push_back((char)(0x80 | (c >> 12 & 0x3F)));
+        }
+        out.push_back((char)(0x80 | (c >> 6 & 0x3F)));
+    }
+    out.push_back((char)(0x80 | (c & 0x3F)));
+}
+
+// Appends s as valid UTF-8 and returns how much of it was used: all of it if this is the last part of a text,
+// else all but a character that s does not hold to its end.
+inline size_t utf8_repair(std::string& out, std::string_view s, bool last) {
+    size_t i = 0, done = 0;
+    while (i < s.size()) {
+        int k = utf8_length(s.data() + i, s.size() - i);
+        if (k > 0) {
+            i += (size_t)k;
+            continue;
+        }
+        if (k == 0 && !last) break;
+        out.append(s, done, i - done);
+        out += "\xEF\xBF\xBD";
+        done = i += k ? (size_t)-k : s.size() - i;
+    }
+    out.append(s, done, i - done);
+    return i;
+}
+
+// Bytes in, in any portions; valid UTF-8 out as soon as it is complete.
+struct Utf8Stream {
+    std::string held; // the beginning of a character: at most 3 bytes between calls
+
+    std::string feed(std::string_view bytes) {
+        std::string out;
+        held += bytes;
+        held.erase(0, utf8_repair(out, held, false));
+        return out;
+    }
+    std::string flush() {
+        std::string out;
+        utf8_repair(out, held, true);
+        held.clear();
+        return out;
+    }
+};
+
+// Text on its way out: stops before a stop string, and holds back what may be the beginning of one. Of several it
+// is the one that ends first (of these the longest), so that it does not matter in which pieces the text comes.
+struct StopFilter {
+    std::vector<std::string> stops; // none empty
+    std::string held;
+    bool stopped = false;
+    std::string found{};            // the one that stopped it
+
+    // Takes new text, returns what is certain to be before any stop string.
+    std::string feed(std::string_view text) {
+        if (stopped) return "";
+        held += text;
+        size_t cut = std::string::npos, end = std::string::npos;
+        for (auto& s : stops) {
+            const size_t at = held.find(s);
+            if (at == std::string::npos || std::make_pair(at + s.size(), at) >= std::make_pair(end, cut)) continue;
+            cut = at, end = at + s.size(), found = s;
+        }
+        if (cut != std::string::npos) {
+            stopped = true;
+            held.resize(cut);
+            return flush();
+        }
+        size_t hold = 0; // the longest tail that begins a stop string
+        for (auto& s : stops)
+            for (size_t n = std::min(s.size() - 1, held.size()); n > hold; n--)
+                if (held.compare(held.size() - n, n, s, 0, n) == 0) hold = n;
+        std::string out = held.substr(0, held.size() - hold);
+        held.erase(0, out.size());
+        return out;
+    }
+    std::string flush() { return std::exchange(held, {}); }
+};

@@ -1,0 +1,159 @@
+// What step.h needs of a GPU, on a CPU, beside emulated.h: its coroutines for the threads of all blocks at once, since
+// they wait for each other; step.h's instructions. Copies spoil their target at once and come when they are waited
+// for. Of Book II's sampler it has copies: their text is for nvcc alone.
+#pragma once
+#define STEP_EMULATED
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#pragma GCC diagnostic ignored "-Wunused-variable"
+#include "tests/emulate/packed_emulation.h"
+#include <map>
+#undef __global__
+#define __global__ [[maybe_unused]] static
+#define __align__(n)
+#define STEP_UNROLL
+#define __grid_constant__
+#define __noinline__
+
+// ---- Blocks that run at once
+constexpr size_t BLOCK_MEMORY = 112 << 10;
+static std::vector<unsigned char> block_memory;
+struct Meeting { int arrived = 0; std::vector<size_t> waiting; };
+static std::map<std::pair<unsigned, int>, Meeting> meetings; // (block, barrier)
+static uint64_t emulated_ns;
+
+template <int> void keep_registers() {}
+template <int> void take_registers() {}
+__device__ inline unsigned char* step_memory() { return block_memory.data() + blockIdx.x * BLOCK_MEMORY; }
+__device__ inline void step_meet(int barrier, int threads) {
+    Meeting& m = meetings[{blockIdx.x, barrier}];
+    if (++m.arrived < threads) {
+        m.waiting.push_back(running);
+        wait_at(Coroutine::AT_BLOCK);
+        return;
+    }
+    for (size_t thread : m.waiting) coroutines[thread].state = Coroutine::READY;
+    m = {};
+}
+
+// All blocks of a launch together; every other pass of the scheduler goes from the last thread to the first. False: a
+// thread has not come to its end.
+template <class F> bool launch_together(unsigned blocks, unsigned threads, F kernel) {
+    gridDim = dim3(blocks), blockDim = dim3(threads), body = kernel;
+    const size_t n = (size_t)blocks * threads;
+    if (n > MOST_THREADS) std::abort();
+    block_memory.assign(blocks * BLOCK_MEMORY, 0xff); // NaN
+    meetings.clear();
+    begin_threads(n);
+    bool from_last = backwards;
+    do {
+        for (size_t k = 0; k < n; k++) {
+            const size_t i = from_last ? n - 1 - k : k;
+            if (coroutines[i].state != Coroutine::READY) continue;
+            threadIdx.x = (unsigned)i % threads, blockIdx.x = (unsigned)i / threads;
+            go_on(i);
+        }
+        from_last = !from_last;
+    } while (release());
+    for (auto& c : coroutines)
+        if (c.state != Coroutine::DONE) return false;
+    return true;
+}
+
+// ---- Instructions
+__device__ inline int step_opaque(int x) { return x; }
+struct EmulatedCopy { unsigned char* to; const unsigned char* from; int bytes; bool counted; }; // to null: an arrival
+struct StepBarrier;
+static std::map<StepBarrier*, std::vector<EmulatedCopy>> copies_to_come;
+static std::vector<EmulatedCopy> copies_of[MOST_THREADS]; // copy16's, by thread
+struct StepBarrier {
+    uint16_t expected, missing, bytes, phase;
+    void begin(int arrivals) {
+        expected = missing = (uint16_t)arrivals, bytes = phase = 0;
+        copies_to_come[this].clear();
+    }
+    void settle() { if (!missing && !bytes) phase++, missing = expected; }
+    void arrive() { missing--, settle(); }
+    void expect(int n) { bytes = (uint16_t)(bytes + n), arrive(); }
+    void wait(uint32_t parity) {
+        while ((phase & 1) == parity) {
+            for (auto& c : copies_to_come[this]) {
+                if (c.to) memcpy(c.to, c.from, (size_t)c.bytes);
+                if (!c.to) missing--;
+                else if (c.counted) bytes = (uint16_t)(bytes - c.bytes);
+            }
+            if (!copies_to_come[this].empty()) copies_to_come[this].clear(), settle();
+            else wait_at(Coroutine::READY);
+        }
+    }
+    bool is_odd() const { return phase & 1; }
+    static EmulatedCopy spoil(void* to, const void* from, int n) {
+        if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || n % 16)
+            std::puts("FALSE: a copy is not aligned"), std::exit(1);
+        memset(to, 0xff, (size_t)n);
+        return {(unsigned char*)to, (const unsigned char*)from, n, true};
+    }
+    void copy(void* to, const void* from, int n) { copies_to_come[this].push_back(spoil(to, from, n)); }
+    static void copy16(void* to, const void* from) { copies_of[running].push_back(spoil(to, from, 16)); }
+    void arrive_with_copies() {
+        auto& own = copies_of[running];
+        own.push_back({nullptr, nullptr, 0, false});
+        for (auto& c : own) c.counted = false, copies_to_come[this].push_back(c);
+        own.clear();
+    }
+    static void begun() {}
+};
+static_assert(sizeof(StepBarrier) == 8, "as on a GPU");
+static bool words_get_lost = false; // a block whose words nobody sees: the watchdog's business
+__device__ inline uint4 step_peek(const uint4* word) { return *word; }
+__device__ inline void step_publish(uint4* word, uint4 v) { if (!words_get_lost || blockIdx.x) *word = v; }
+__device__ inline uint64_t step_clock() { return wait_at(Coroutine::READY), emulated_ns += 1000; }
+__device__ inline int step_arrive(int* counter) { return (*counter)++; }
+
+template <class T> T __ldcg(const T* p) { return *p; }
+constexpr float LOG2E = 1.44269504f;
+inline float exp2_fast(float x) { return std::exp2(x); }
+inline float __log2f(float x) { return std::log2(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float warp_sum(float x) {
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+inline uint32_t __ballot_sync(unsigned, bool x) {
+    uint32_t lanes = (uint32_t)x << threadIdx.x % 32;
+    for (int other = 16; other; other /= 2) lanes |= __shfl_xor_sync(~0u, lanes, other);
+    return lanes;
+}
+inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+inline float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// ---- Book II's sampler
+struct Draw { Sampling how; int exist; };
+inline unsigned long long draw_key(float logit, int id) {
+    const uint32_t u = __float_as_uint(logit + 0.f);
+    return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
+}
+constexpr int BEST_BLOCKS = 1024;
+struct DrawState {
+    int *token, *pos, *slot;
+    const int *seq, *pages;
+    int max_pages;
+    uint32_t* seen;
+    volatile int* ring;
+    int ring_size;
+    int* last;
+};
+inline void publish(const DrawState& state, int row, size_t, int answer) {
+    const int pos = state.pos[row] + 1, page = pos / PAGE;
+    state.token[row] = answer, state.pos[row] = pos;
+    if (page < state.max_pages)
+        state.slot[row] = state.pages[(size_t)state.seq[row] * state.max_pages + page] * PAGE + pos % PAGE;
+}
+#include "gpu/step/step.h"
+#pragma GCC diagnostic pop
