@@ -61,9 +61,8 @@ BUILD      = build
 B          = $(BUILD)/$(MODE)
 
 # ---- Sources and objects
-ROOMS      = base model cpu form search book train server/engine server/api server/http cli
-WITHOUT    = $(if $(MHD),,server/http/%)
-SOURCES    = $(filter-out $(WITHOUT),$(wildcard $(ROOMS:%=%/*.cpp) $(ROOMS:%=%/*.cu) $(if $(CUDA),gpu/*.cu gpu/*/*.cu)))
+ROOMS      = base model cpu form search book train cli $(if $(MHD),server/engine server/api server/http)
+SOURCES    = $(strip $(wildcard $(ROOMS:%=%/*.cpp) $(ROOMS:%=%/*.cu) $(if $(CUDA),gpu/*.cu gpu/*/*.cu)))
 OBJECTS    = $(B)/text.o $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
 LIB        = $(B)/all.a
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
@@ -122,8 +121,8 @@ $(B)/datagen: LIBS = $(CURL)
 $(B)/serve: LIBS = $(MHD)
 $(PROGRAMS_ALL:%=$(B)/%): $(B)/%: $(B)/main/%.o $(LIB)
 	$(Q)$(LINK) $^ -o $@ $(LIBS)
-$(PROGRAMS_ALL): %: $(B)/% | info
-	@ln -f $< $@ && echo "built     ./$@"
+$(PROGRAMS_ALL): %: $(B)/% FORCE | info
+	@[ $@ -ef $< ] || { ln -f $< $@ && echo "built     ./$@"; }
 
 # The page to chat on, as a string of C++.
 $(BUILD)/chat_page.inc: server/chat.html
