@@ -23,6 +23,7 @@
 //     answer, run      one prompt; what the options ask for
 #pragma once
 #include "base/json_lines.h"
+#include "cpu/instruction_set.h"
 #include "model/ceilings.h"
 #include "model/device.h"
 #include "model/pace.h"
