@@ -1,10 +1,24 @@
-/* libqwen3.cu: the C API of qwen3.h over qwen3.cu.   Build: make libqwen3.so */
+/* capi/library.cpp: the C API of qwen3.h.   Build: make libqwen3.so */
+#include "qwen3.h"
+#include "base/error.h"
 #include "model/chat_template.h"
 #include "model/device.h"
+#include "model/loaded.h"
+#include "model/model_file.h"
+#include "model/options.h"
 #include "model/session.h"
+#include "model/tokenizer.h"
 #include "qwen3.cu"
-#include "qwen3.h"
-#include <new>
+#include <algorithm>
+#include <csignal>
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 #define API __attribute__((visibility("default")))
 
@@ -25,64 +39,41 @@ template <class R, class F> static R guarded(R failed, F f) {
 struct qwen3_model {
     ModelFile file;
     Tokenizer tokenizer;
-    Context ctx;
-    virtual qwen3_context* open(int tokens) const = 0;
-    virtual ~qwen3_model() = default;
+    std::unique_ptr<LoadedModel> loaded;
 
-  protected:
-    qwen3_model(ModelFile&& model, const std::string& vocabulary) : file(std::move(model)), tokenizer(vocabulary) {
+    qwen3_model(ModelFile&& model, const std::string& vocabulary, const Context& where, bool wide, bool packed)
+        : file(std::move(model)), tokenizer(vocabulary) {
         if (!file.difference(tokenizer).empty()) not_its_tokenizer(vocabulary, tokenizer, file);
+        loaded = load_model(file, where, wide, false, packed, true);
     }
 };
 
 struct qwen3_context {
     const qwen3_model& model;
     std::vector<Message> messages; // of qwen3_ask
-    explicit qwen3_context(const qwen3_model& m) : model(m) {}
-    virtual ~qwen3_context() = default;
-    virtual std::vector<int>& ids() = 0;
-    virtual void rewind(size_t n) = 0;
-    virtual void feed(const std::vector<int>& tokens) = 0;
-    virtual const float* logits() = 0;
-    virtual int draw(const Sampling& how) = 0;
-    virtual size_t generate(Generation& g, const std::function<void(std::string_view)>& show) = 0;
-};
-
-template <class T> struct ContextOf : qwen3_context {
-    Session<T> session;
+    std::unique_ptr<Conversation> session;
     size_t answer = 0; // where the last answer begins, or will
 
-    ContextOf(const qwen3_model& m, const Weights<T>& w, const Context& ctx, int tokens)
-        : qwen3_context(m), session(m.file.config, w, tokens, ctx) {}
+    qwen3_context(const qwen3_model& m, int tokens) : model(m), session(m.loaded->open(tokens)) {}
 
-    std::vector<int>& ids() override { return session.ids; }
-    void rewind(size_t n) override { session.rewind(n), answer = n; }
-    void feed(const std::vector<int>& tokens) override { session.feed(tokens), answer = session.ids.size(); }
-    const float* logits() override { return session.logits; }
-    int draw(const Sampling& how) override {
-        std::vector<float> copy(session.logits, session.logits + session.config.V);
-        penalize(copy.data(), how, session.ids, answer, session.config.V);
-        return sample(copy.data(), model.tokenizer.size(), how, session.ids.size());
+    std::vector<int>& ids() { return session->ids(); }
+    void rewind(size_t n) { session->rewind(n), answer = n; }
+    void feed(const std::vector<int>& tokens) { session->feed(tokens), answer = ids().size(); }
+    int draw(const Sampling& how) {
+        const int V = session->config().V;
+        std::vector<float> copy(session->logits(), session->logits() + V);
+        penalize(copy.data(), how, ids(), answer, V);
+        return sample(copy.data(), model.tokenizer.size(), how, ids().size());
     }
-    size_t generate(Generation& g, const std::function<void(std::string_view)>& show) override {
-        const size_t before = session.ids.size();
-        ::generate(session, &model.tokenizer, g, show);
+    size_t generate(Generation& g, const std::function<void(std::string_view)>& show) {
+        const size_t before = ids().size();
+        session->generate(&model.tokenizer, g, show);
         // All but the last token of the answer are in the session; a next question wants them all.
-        session.rewind(before + g.ids.size());
-        std::vector<int> missing(g.ids.begin() + (ptrdiff_t)(session.ids.size() - before), g.ids.end());
-        if (!missing.empty() && !session.full()) session.feed(missing);
+        session->rewind(before + g.ids.size());
+        std::vector<int> missing(g.ids.begin() + (ptrdiff_t)(ids().size() - before), g.ids.end());
+        if (!missing.empty() && !session->full()) session->feed(missing);
         return g.ids.size();
     }
-};
-
-template <class T> struct ModelOf : qwen3_model {
-    Weights<T> weights;
-    ModelOf(ModelFile&& model, const std::string& vocabulary, const Context& where, bool packed)
-        : qwen3_model(std::move(model), vocabulary), weights(file, false, packed) {
-        ctx = where;
-        if constexpr (HAS_GPU<T>) if (ctx.gpu) weights.upload(ctx, file);
-    }
-    qwen3_context* open(int tokens) const override { return new ContextOf<T>(*this, weights, ctx, tokens); }
 };
 
 static Sampling sampling_of(const qwen3_sampling* s) {
@@ -112,8 +103,8 @@ API qwen3_model* qwen3_open(const char* path, const char* tokenizer, const char*
         if (vocabulary.empty()) DIE("no tokenizer.bin beside the model, beside the program or in this folder");
         ModelFile file(o.model);
         const Context ctx = choose_device(o, file);
-        if (wide(o, file)) return new ModelOf<float>(std::move(file), vocabulary, ctx, false);
-        return new ModelOf<bf16>(std::move(file), vocabulary, ctx, keeps_packed<bf16>(o, ctx));
+        const bool floats = wide(o, file), keeps = !floats && keeps_packed<bf16>(o, ctx);
+        return new qwen3_model(std::move(file), vocabulary, ctx, floats, keeps);
     });
 }
 API void qwen3_close(qwen3_model* model) { delete model; }
@@ -146,7 +137,7 @@ API qwen3_context* qwen3_context_new(const qwen3_model* model, int tokens) {
         const int limit = model->file.config.max_positions;
         if (tokens == 0) tokens = std::min(4096, limit);
         if (tokens < 1 || tokens > limit) DIE("a context of %d tokens; the model's limit is %d", tokens, limit);
-        return model->open(tokens);
+        return new qwen3_context(*model, tokens);
     });
 }
 API void qwen3_context_free(qwen3_context* context) { delete context; }
@@ -165,7 +156,7 @@ API int qwen3_feed(qwen3_context* context, const int* ids, size_t count) {
 }
 API const float* qwen3_logits(qwen3_context* context, size_t* count) {
     if (count) *count = (size_t)context->model.file.config.V;
-    return context->logits();
+    return context->session->logits();
 }
 
 API qwen3_sampling qwen3_default_sampling(int thinking) {
