@@ -2245,6 +2245,6 @@ __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, i
 
 int main(int argc, char** argv) {
     take_signals({SIGINT}, {SIGPIPE});
-    return run_program("qwen3", run, argc, argv);
+    return run_program("qwen3", cli::run, argc, argv);
 }
 #endif
