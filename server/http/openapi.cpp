@@ -1,6 +1,10 @@
-// openapi.h: what the server at its routes takes and tells, as an OpenAPI document (GET /openapi.json). It has what clients
-// and testers need to form requests; docs/server.md says what each field does. {{version}} is filled in.
-#pragma once
+// openapi.cpp: the document. It has what clients and testers need to form requests; docs/server.md says what each
+// field does. {{version}} is filled in.
+#include "qwen3.h"
+#include "server/http/openapi.h"
+#include <string_view>
+
+namespace server {
 
 static const char OPENAPI[] = R"json({
 "openapi": "3.1.0",
@@ -166,8 +170,10 @@ static const char OPENAPI[] = R"json({
   }
 }})json";
 
-inline std::string openapi_document() {
+std::string openapi_document() {
     std::string all = OPENAPI;
     const std::string_view place = "{{version}}";
     return all.replace(all.find(place), place.size(), std::to_string(QWEN3_VERSION));
 }
+
+} // namespace server
