@@ -3,12 +3,15 @@
 #include "model/options.h"
 #include "model/weights.h"
 
+// gpu/device.cu has these, gpu/device.h their comments.
+Context open_gpu(int device);
+void check_gpu(const std::string& name, const Config& c, bool logits);
+std::string gpu_name(int device);
+
 // What the computation runs on, for people.
 inline std::string device_name(const Context& ctx) {
-#ifdef __CUDACC__
-    cudaDeviceProp properties;
-    if (ctx.gpu && cudaGetDeviceProperties(&properties, 0) == cudaSuccess) return properties.name;
-#endif
+    if constexpr (WITH_GPU)
+        if (const std::string name = ctx.gpu ? gpu_name(0) : ""; !name.empty()) return name;
     return format("cpu, %s%s", ctx.plain ? "plain loops, " : "", counted((size_t)thread_count(), "thread").c_str());
 }
 
@@ -16,37 +19,6 @@ inline std::string device_name(const Context& ctx) {
 inline bool wide(const ModelOptions& o, const ModelFile& file) {
     return o.dtype == "f32" || (o.dtype != "bf16" && o.device != "cuda" && file.is_float32());
 }
-
-#ifdef __CUDACC__
-// The first GPU, or one line that says why there is none.
-inline Context open_gpu(int device = 0) {
-    int n = 0, driver = 0, runtime = 0;
-    const cudaError_t e = cudaGetDeviceCount(&n);
-    cudaDriverGetVersion(&driver);
-    cudaRuntimeGetVersion(&runtime);
-    if (driver == 0) DIE("no GPU here: there is no NVIDIA driver");
-    if (e == cudaErrorInsufficientDriver || (e != cudaSuccess && driver / 1000 < runtime / 1000))
-        DIE("the GPU's driver is for CUDA %d.%d, this program needs %d.%d", driver / 1000, driver % 100 / 10,
-            runtime / 1000, runtime % 100 / 10);
-    if (e != cudaSuccess || n == 0)
-        DIE("no GPU here: %s", e == cudaSuccess ? "the driver sees none" : cudaGetErrorString(e));
-    if (device >= n) DIE("no GPU %d here: there %s", device, n == 1 ? "is one" : format("are %d", n).c_str());
-    CUDA_CHECK(cudaSetDevice(device)); // of this thread
-    cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
-    Context ctx;
-    ctx.gpu = std::make_shared<Gpu>();
-    ctx.gpu->sm = properties.major * 10 + properties.minor;
-    if (ctx.gpu->sm < 80) DIE("%s is sm_%d; the kernels need sm_80 (Ampere) or later", properties.name, ctx.gpu->sm);
-    ctx.gpu->sms = properties.multiProcessorCount;
-    ctx.gpu->overlap = ctx.gpu->sm >= 90;
-    int wgmma = 0;
-    CUDA_CHECK(cudaMemcpyFromSymbol(&wgmma, has_wgmma, sizeof wgmma));
-    ctx.gpu->hopper = wgmma;
-    CUDA_CHECK(cudaStreamCreateWithFlags(&ctx.gpu->stream, cudaStreamNonBlocking));
-    return ctx;
-}
-#endif
 
 // The GPU, if it was asked for or is there and can do what is asked; else the CPU.
 inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const ModelFile& file) {
@@ -69,9 +41,8 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     };
     if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
     if (!file.logits && o.one_kernel > Context::WHERE_FASTER) DIE("--one-kernel is for answers; this model gives none");
-#ifdef __CUDACC__
-    if (name == "cpu" || ctx.plain) return on_cpu();
-    try {
+    if (WITH_GPU && (name == "cpu" || ctx.plain)) return on_cpu();
+    if constexpr (WITH_GPU) try {
         if (!wanted && wide(o, file)) return on_cpu();
         check_gpu(file.path, file.config, file.logits);
         if (!o.packed && (o.dtype == "int8" || file.is_int8()))
@@ -83,9 +54,7 @@ inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const Model
     } catch (const Error&) {
         if (wanted) throw;
     }
-#else
-    if (wanted) DIE("--device cuda: this program was built without nvcc");
-#endif
+    else if (wanted) DIE("--device cuda: this program was built without nvcc");
     return on_cpu();
 }
 
@@ -97,7 +66,6 @@ template <class T> bool keeps_packed(const ModelOptions& o, const Context& ctx) 
 template <class T>
 void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const ModelFile& file,
                [[maybe_unused]] Weights<T>& weights) {
-#ifdef __CUDACC__
     if constexpr (HAS_GPU<T>)
         if (where.gpu) {
             Context ctx = where;
@@ -105,7 +73,6 @@ void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const Mod
                 fprintf(stderr, "%s: quantised; its weights are bfloat16 on the GPU\n", file.path.c_str());
             weights.upload(ctx, file);
         }
-#endif
 }
 
 // On a CPU: see use_huge_pages.

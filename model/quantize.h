@@ -232,10 +232,8 @@ inline std::vector<float> gptq_factor(const std::vector<float>& H, size_t n, std
 
 // H += X^T X. Its numbers are float: sums of products of a window's tokens, then of the windows.
 template <class T> void add_squares(Context& ctx, acc<T>* H, const T* X, int tokens, int in) {
-#ifdef __CUDACC__
     if constexpr (HAS_GPU<T>)
         if (ctx.gpu) return linear_backward_weight_gpu(ctx, H, X, (size_t)in, X, tokens, in, in);
-#endif
     std::vector<T> columns((size_t)in * tokens); // X^T: as a product of rows it is faster on a CPU
     #pragma omp parallel for schedule(static)
     for (int i = 0; i < in; i++)
@@ -389,9 +387,7 @@ template <class T> struct Calibration {
         : file(f), how(q), ctx(where), weights(f), windows(q.windows()), N(q.window) {
         const Config& c = file.config;
         arena.gpu = ctx.gpu != nullptr;
-#ifdef __CUDACC__
         if constexpr (HAS_GPU<T>) if (ctx.gpu) weights.upload(ctx, file);
-#endif
         ctx.invariant = true; // (norms leave what they made, whatever N is)
         plan();
         arena.allocate("the calibration");
@@ -425,9 +421,7 @@ template <class T> struct Calibration {
         positions = arena.take<int>(N), sequence = arena.take<int>(N), table = arena.take<int>(pages()); // (sequence: 0)
         const int widths[] = {c.C, c.H * c.D, c.C, c.F};
         for (int k = 0; k < 4; k++) squares[k] = {arena.take<acc<T>>((size_t)widths[k] * widths[k]), widths[k]};
-#ifdef __CUDACC__
-        if (ctx.gpu) plan_scratch(ctx, arena, c, N, 0, 1, 0);
-#endif
+        if constexpr (WITH_GPU) if (ctx.gpu) plan_scratch(ctx, arena, c, N, 0, 1, 0);
     }
     Batch batch(size_t window) const {
         Batch b = {N, 1, tokens + window * N, positions, sequence, positions, table, (int)pages()};
