@@ -1921,6 +1921,20 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// Four neighbouring columns of the 16 of two fragments, so that a quad of lanes writes whole sectors of 32 bytes:
+// neighbours exchange two numbers. Lanes 0 1 2 3 of a quad get columns 0 .. 3, 8 .. 11, 4 .. 7, 12 .. 15. `lanes`: who
+// calls it.
+__device__ __forceinline__ float4 four_columns(float2 even, float2 odd, uint32_t lanes = ~0u) {
+    const bool second = threadIdx.x % 2; // gets its four from the second fragment
+    const float a = __shfl_xor_sync(lanes, second ? even.x : odd.x, 1);
+    const float b = __shfl_xor_sync(lanes, second ? even.y : odd.y, 1);
+    return second ? make_float4(a, b, odd.x, odd.y) : make_float4(even.x, even.y, a, b);
+}
+__device__ __forceinline__ float4 four_columns(const float (&even)[4], const float (&odd)[4], int h,
+                                               uint32_t lanes = ~0u) {
+    return four_columns(make_float2(even[2 * h], even[2 * h + 1]), make_float2(odd[2 * h], odd[2 * h + 1]), lanes);
+}
+
 // The sum over a block, in one order, for all its threads.
 template <class N> __device__ inline N block_sum(N x) {
     __shared__ N parts[32];
@@ -1955,8 +1969,8 @@ template <int THREADS = 0> __device__ inline bool last_to_arrive(int* arrived, i
 }
 
 // ==================================================================================================== 9 Small kernels
-// In Book I's order (the backward pass's: gpu/backward). Each reads and writes its arrays once, so memory bounds them. "A
-// block a token" means: block n computes row n, its threads share the channels.
+// In Book I's order (the backward pass's: gpu/backward). Each reads and writes its arrays once, so memory bounds them.
+// "A block a token" means: block n computes row n, its threads share the channels.
 
 #ifdef QWEN3_LIBRARY // kernels and launchers are compiled once
 // ---- embed. A block a token.

@@ -28,8 +28,8 @@ struct RowsDealt {
 constexpr int BEST_BLOCKS = 1024;
 
 // ---- Launchers
-// The logits of rows `rows` of x (C of each), up to 16 of them, with the penalties of `draw` and `seen`; and each block's
-// likeliest id, to `best`. Returns how rows of W were dealt to blocks.
+// The logits of up to 16 rows of x, with the penalties of `draw` and `seen`; and the likeliest id of each block, to
+// `best`. Returns how rows of W were dealt to blocks.
 RowsDealt draw_head_gpu(Context& ctx,
                         float* logits,            // (R,V) out
                         const Draw* draw,         // (R)
@@ -38,7 +38,7 @@ RowsDealt draw_head_gpu(Context& ctx,
                         const bf16* x,            // (., C)
                         const int* rows,          // (R)
                         const Linear<bf16>& W, int R);
-// Book I's `sample`, and the next step's batch. early: it may start before the kernel ahead has ended (Gpu::overlap).
+// Book I's `sample`, and the next step's batch. early: it may start before the kernel ahead has ended.
 void sample_gpu(Context& ctx, bool early,
                 const float* logits,            // (R,V)
                 size_t V,

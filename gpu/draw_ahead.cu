@@ -140,7 +140,7 @@ void GpuDraws::launch_draw(const int* row) {
     const size_t V = session.config.V;
     const RowsDealt dealt = draw_head_gpu(ctx, session.row_logits, draw_parameters, step.seen, best,
                                           session.activations.normed, row, session.weights.head, 1);
-    sample_gpu(ctx, ctx.gpu->overlap, session.row_logits, V, draw_parameters, best, dealt, step, 1);
+    sample_gpu(ctx, true, session.row_logits, V, draw_parameters, best, dealt, step, 1);
 }
 
 cudaGraphExec_t GpuDraws::road_step(int N) {

@@ -59,7 +59,8 @@ struct DrawRow {
         constexpr int LOADS = 8;
         for (int first = threadIdx.x; first < exist; first += LOADS * DRAW_THREADS) {
             float x[LOADS];
-            GPU_UNROLL for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS) x[i] = id < exist ? logits[id] : 0;
+            GPU_UNROLL
+            for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS) x[i] = id < exist ? logits[id] : 0;
             GPU_UNROLL for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS)
                 if (id < exist) f(id, usable(x[i]));
         }
@@ -305,7 +306,8 @@ sample_kernel(const float* all_logits,        // (R,V)
 
 void sample_gpu(Context& ctx, bool early, const float* logits, size_t V, const Draw* draws,
                 const unsigned long long* best, const RowsDealt& dealt, const DrawState& state, int R) {
-    launch_kernel(ctx, early, sample_kernel, (unsigned)R, DRAW_THREADS, 0, logits, V, draws, best, dealt, state);
+    launch_kernel(ctx, early && ctx.gpu->overlap, sample_kernel, (unsigned)R, DRAW_THREADS, 0, logits, V, draws, best,
+                  dealt, state);
 }
 
 // ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread knows the

@@ -1,6 +1,6 @@
 // gpu/ops.h: the ops of Book I on a GPU, by their launchers; no CUDA types.
-// RUN in qwen3.cu calls op_gpu with the arguments of op: shapes stand there. Nothing waits for the GPU. Each throws Error
-// if its kernels cannot compute these sizes.
+// RUN in qwen3.cu calls op_gpu with the arguments of op: shapes stand there. Nothing waits for the GPU. Each throws
+// Error if its kernels cannot compute these sizes.
 #pragma once
 #include "qwen3.cu"
 
@@ -61,8 +61,8 @@ void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const f
                const AdamW& a);
 
 // ---- Scratch
-// Of products; and of forwards with so many rows and sequences of one token, of up to `context` tokens in `pages` pages.
-// The context has a Gpu of its own from then on.
+// Of products; and of forwards with so many rows and sequences of one token, of up to `context` tokens in `pages`
+// pages. The context has a Gpu of its own from then on.
 void plan_scratch(Context& ctx, Arena& arena);
 void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int singles, int context, int pages);
 // Numbers of scratch that attention needs: for so many sequences of one token, or for any others.

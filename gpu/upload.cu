@@ -26,7 +26,8 @@ template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file) {
                 continue;
             }
             if (!place.numbers()) continue; // a head that the file has not got
-            if (place.block == 0) to = gpu.take<bf16>(place.linear ? (size_t)place.linear->out() * t.columns : t.size());
+            if (place.block == 0)
+                to = gpu.take<bf16>(place.linear ? (size_t)place.linear->out() * t.columns : t.size());
             if (planned) {
                 pieces.push_back({place.numbers(), (size_t)((uint8_t*)to - gpu.base), t.size() * sizeof(bf16)});
                 place.numbers() = to;

@@ -48,7 +48,7 @@ void place_packed(Arena& gpu, Linear<T>& W, std::vector<UploadPiece>* pieces,
     W.group_rows = group_rows;
 }
 
-// Room for the largest matrix of a layer as bf16; and for parts of embedding and head, which are larger (packed.h).
+// Room for the largest matrix of a layer as bf16; and for parts of embedding and head, which are larger (each_part).
 constexpr size_t LEAST_UNPACKED = 32 << 20; // numbers
 inline size_t unpacked_numbers(const Config& c) {
     const size_t C = (size_t)c.C, head = (size_t)c.V * C, wide = (size_t)(c.H + 2 * c.K) * c.D;

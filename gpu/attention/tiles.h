@@ -1,11 +1,10 @@
-/* attention.h: Book II's kernels for Book I's `attention`. qwen3.cu includes it behind its products.
+/* gpu/attention/tiles.h: tiles, products of tiles and sums over the lanes of a row, of the kernels for Book I's
+   `attention`.
 
    attention_kernel is for prompts (and training's forward), on Hopper a second one by wgmma; attention_decode_kernel is
    for sequences of one new token (with qknorm_rope_kv in it: all of `attend`). Where there are too few blocks for the
    GPU, the keys of a row are split: each block leaves a part (the largest score, the sum of weights, the weighted sum
-   of values), and parts are joined in order. G = H / K query heads share a KV head.
-
-   Contents    What they share    Prompts    Prompts on Hopper    One new token    FP8 caches    Scratch */
+   of values), and parts are joined in order. G = H / K query heads share a KV head. */
 #pragma once
 #include "gpu/attention/parts.h"
 #include "qwen3.cu"

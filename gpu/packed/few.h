@@ -125,6 +125,7 @@ __global__ void __launch_bounds__(256, 2) packed_kernel(PackedArgs p, Epilogue e
 }
 
 #ifdef __CUDACC__
+#include "gpu/products/stream.h"
 template <class F, int TILES, int M, class Epilogue>
 RowsDealt launch_packed(Context& ctx, PackedArgs p, Epilogue epilogue) {
     using Weights = PackedWeights<F, TILES, Epilogue::PAIR>;

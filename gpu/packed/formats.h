@@ -1,4 +1,4 @@
-/* packed.h: products with INT4, INT8 and FP8 weights on a GPU, as Linear has them. Included by qwen3.cu, section 10.
+/* gpu/packed/formats.h: INT4, INT8 and FP8 weights on a GPU, as Linear has them, and how they become bf16.
 
    Of up to 16 tokens packed_kernel streams the packed bytes, and converts them in registers: time is bytes. Of more
    tokens unpack_kernel makes bf16 numbers of a matrix, or of a part of it, in a scratch of fixed size, and the products
@@ -13,9 +13,7 @@
 
    On Hopper products of up to 128 tokens stream the packed bytes, too; and one of many tokens with FP8 weights may have
    both operands in e4m3 (--activations fp8): the tokens are made e4m3, as Book I's round_activations says, by the norm
-   or the SwiGLU that makes them, or else by round_kernel, and hopper_kernel multiplies them by W as it is stored.
-
-   Contents    1 Formats    2 Few tokens    3 Many tokens, embedding    4 Launchers    5 17 to 128 tokens, on Hopper */
+   or the SwiGLU that makes them, or else by round_kernel, and hopper_kernel multiplies them by W as it is stored. */
 #pragma once
 #include "qwen3.cu"
 

@@ -49,6 +49,8 @@ E4M3Rows round_ahead(Context& ctx, const bf16* output, int N, int out, size_t us
 // x rounded, in the scratch: valid until the next call.
 const bf16* rounded(Context& ctx, const bf16* x, int N, int in);
 E4M3Rows e4m3_rows(Context& ctx, const bf16* x, int N, int in);
+// To e4m3 at `to`; or to bf16 in the scratch.
+template <bool E4M3> void launch_round(Context& ctx, const E4M3Rows& to, const bf16* x, int N, int in);
 // Whether tensor cores take W as it is stored.
 bool takes_e4m3(const Context& ctx, const Linear<bf16>& W);
 

@@ -66,6 +66,7 @@ template <bool E4M3> void launch_round(Context& ctx, const E4M3Rows& to, const b
     launch(ctx, round_kernel<E4M3>, (unsigned)((groups + 15) / 16), 256, 0, ctx.gpu->rounded, to.q, to.scale, x, N, in,
            to.pitch);
 }
+template void launch_round<true>(Context&, const E4M3Rows&, const bf16*, int, int);
 // x rounded, in the scratch: valid until the next call.
 const bf16* rounded(Context& ctx, const bf16* x, int N, int in) {
     need_rounding_room(ctx, (size_t)N * in * sizeof(bf16), N, in);

@@ -355,19 +355,6 @@ __device__ __forceinline__ bool reduce_splits(float (&sum)[M][N][4], float* part
     return true;
 }
 
-// Four neighbouring columns of the 16 of two fragments, so that a quad of lanes writes whole sectors of 32 bytes:
-// neighbours exchange two numbers. Lanes 0 1 2 3 of a quad get columns 0 .. 3, 8 .. 11, 4 .. 7, 12 .. 15. `lanes`: who
-// calls it.
-__device__ __forceinline__ float4 four_columns(float2 even, float2 odd, uint32_t lanes = ~0u) {
-    const bool second = threadIdx.x % 2; // gets its four from the second fragment
-    const float a = __shfl_xor_sync(lanes, second ? even.x : odd.x, 1);
-    const float b = __shfl_xor_sync(lanes, second ? even.y : odd.y, 1);
-    return second ? make_float4(a, b, odd.x, odd.y) : make_float4(even.x, even.y, a, b);
-}
-__device__ __forceinline__ float4 four_columns(const float (&even)[4], const float (&odd)[4], int h,
-                                               uint32_t lanes = ~0u) {
-    return four_columns(make_float2(even[2 * h], even[2 * h + 1]), make_float2(odd[2 * h], odd[2 * h + 1]), lanes);
-}
 // With PARTS, what a lane of a quad, which has whole pieces of 64 rows, makes of its sums of token n, fragment after
 // fragment; `first` is the first row of the warp's part.
 struct WeightSums {

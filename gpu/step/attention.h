@@ -1,6 +1,14 @@
-/* step_attention.h: parts of one kernel's attention: a page in registers, RoPE, a warp's softmax, and splits as one.
-   step.h includes it; Step::attend and Step::join put them together. */
+// gpu/step/attention.h: parts of one kernel's attention: a page in registers, RoPE, a warp's softmax, splits as one.
+// Step::attend and Step::join put them together.
 #pragma once
+#include "gpu/step/plan.h"
+#include "qwen3.cu"
+
+// Element i of 8 neighbours of a and of b, as one operand's pair.
+__device__ __forceinline__ uint32_t step_pair(const uint4& a, const uint4& b, int i) {
+    const uint32_t x = i < 2 ? a.x : i < 4 ? a.y : i < 6 ? a.z : a.w, y = i < 2 ? b.x : i < 4 ? b.y : i < 6 ? b.z : b.w;
+    return i % 2 ? x >> 16 | (y & 0xffff0000) : (x & 0xffff) | y << 16;
+}
 
 // A page of keys and values in a warp's registers, as operands b of mma. Of keys lane 4 g + t has numbers 32 j + 8 t ..
 // + 7 of keys g and g + 8; of values numbers 16 g .. + 15 of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9. All keys begin in the

@@ -1,4 +1,4 @@
-/* step.h: one kernel a token. Book II's decoding of 1 to 8 tokens as one persistent kernel; draws.h includes it.
+/* step.h: one kernel a token. Book II's decoding of 1 to 8 tokens as one persistent kernel.
 
    Why: a token of the 0.6B is 144 kernels otherwise, and at each one's end the memory idles until the next has asked
    for its first weights. Here a warp of each multiprocessor does nothing but fetch weights, and pages of keys and
@@ -64,8 +64,8 @@
    they take 700. A warp waits for words or weights for 36% of that, for the instruction before for 24%, for a jump 10%
    (PERFORMANCE.md, with what was tried).
 
-   Contents    The plan    Instructions    The kernel    Beside it: step_weights.h, how weights are packed and
-   multiplied; step_attention.h, parts of attention; step_road.h, what the host does */
+   Beside it: plan.h, the plan; instructions.h; weights.h, how weights are packed and multiplied; attention.h, parts of
+   attention; road.h, what the host does */
 #pragma once
 #include "gpu/draw.h"
 #include "gpu/step/attention.h"
@@ -189,13 +189,6 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
         }
     }
 }
-
-// Element i of 8 neighbours of a and of b, as one operand's pair.
-__device__ __forceinline__ uint32_t step_pair(const uint4& a, const uint4& b, int i) {
-    const uint32_t x = i < 2 ? a.x : i < 4 ? a.y : i < 6 ? a.z : a.w, y = i < 2 ? b.x : i < 4 ? b.y : i < 6 ? b.z : b.w;
-    return i % 2 ? x >> 16 | (y & 0xffff0000) : (x & 0xffff) | y << 16;
-}
-
 
 // A consumer's thread.
 template <class S> struct Step {

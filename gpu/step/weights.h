@@ -1,6 +1,8 @@
-/* step_weights.h: how the weights of one kernel a token are packed, and how a warp multiplies by them. step.h includes
-   it. */
+// gpu/step/weights.h: how the weights of one kernel a token are packed, and how a warp multiplies by them.
 #pragma once
+#include "gpu/packed/formats.h"
+#include "gpu/step/plan.h"
+#include "qwen3.cu"
 
 // ---- How weights are packed. A chunk is of 8 rows of W (see step.h). Run j of lane 4 g + t is numbers 8 t .. 8 t +
 // 7 of the j-th 32 of row g: four words of two bf16 each, once it is in registers. These are mma's operand a as they
@@ -54,9 +56,9 @@ struct StepPlain { // bf16
                           pack(low(w.z) + more[4], high(w.z) + more[5]), pack(low(w.w) + more[6], high(w.w) + more[7]));
     }
 };
-// A format of packed.h, whose groups of columns are chunks' parts: GROUPS of a chunk, with a scale each for 8 rows (or
-// for all of them), and zero points. These lie behind the 512 bytes: a row's scales by group, then a row's zero points
-// by group. mma's sums of a group are multiplied by its scale.
+// A format of packed/formats.h, whose groups of columns are chunks' parts: GROUPS of a chunk, with a scale each for 8
+// rows (or for all of them), and zero points. These lie behind the 512 bytes: a row's scales by group, then a row's zero
+// points by group. mma's sums of a group are multiplied by its scale.
 template <class F, int GROUPS> struct StepPacked {
     using Raw = typename F::Raw;
     static constexpr int RUNS = 2 * F::RUNS, NUMBERS = 32 * RUNS;
