@@ -1,61 +1,9 @@
-/* draws.h: Book II's end, from logits to tokens: the sampler on a GPU, and a step as a graph. qwen3.cu includes it.
+/* gpu/draws.cu: from logits to tokens: the sampler on a GPU, and the likeliest tokens of a row.
 
    The sampler is Book I's `sample`, the same draws bit for bit, since probabilities are integers and every float step
-   is rounded alike. What changes between draws lies in the GPU's memory, so that one graph serves them all.
-
-   Contents    1 The sampler    2 A step as a graph, and step.h, which makes it one kernel */
-#pragma once
-
-// ======================================================================================================= 1 The sampler
-struct Draw {
-    Sampling how;
-    int exist; // only ids below may be drawn
-};
-// A larger key is likelier: the logit, then the lower id.
-__device__ inline unsigned long long draw_key(float logit, int id) {
-    const uint32_t u = __float_as_uint(logit + 0.f); // -0 becomes 0
-    return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
-}
-__device__ inline float logit_of(unsigned long long key) {
-    const uint32_t u = (uint32_t)(key >> 32);
-    return __uint_as_float(u >> 31 ? u & 0x7fffffff : ~u);
-}
-
-// The head's product: logits with the penalties, and the likeliest id of each block's rows. `best` has room for
-// BEST_BLOCKS blocks, and sample_kernel has a thread for each of them: MOST_BLOCKS holds stream_product to that.
-constexpr int BEST_BLOCKS = 1024;
-struct DrawEpilogue : Epilogue {
-    static constexpr int MOST_BLOCKS = BEST_BLOCKS;
-    float* out;                // (R,V)
-    size_t V;
-    const Draw* draw;          // (R)
-    const uint32_t* seen;      // (R,V), or null: no penalties
-    unsigned long long* best;  // (R, BEST_BLOCKS)
-    DrawEpilogue(float* out, size_t V, const Draw* draw, const uint32_t* seen, unsigned long long* best)
-        : out(out), V(V), draw(draw), seen(seen), best(best) {}
-    __device__ static unsigned long long* shared_best() {
-        __shared__ unsigned long long best[STREAM_TOKENS];
-        return best;
-    }
-    __device__ void begin() {
-        if (threadIdx.x < STREAM_TOKENS) shared_best()[threadIdx.x] = 0; // a barrier comes before its first use
-    }
-    __device__ void one(bool inside, int n, int r, float y, float) {
-        unsigned long long key = 0;
-        if (inside) {
-            const Sampling& how = draw[n].how;
-            const uint32_t s = seen ? seen[n * V + r] : 0;
-            out[n * V + r] = y = penalized(y, how, s);
-            if (r < draw[n].exist) key = draw_key(usable(y), r);
-        }
-        for (int other = 1; other < 8; other *= 2) key = max(key, __shfl_xor_sync(~0u, key, other));
-        if (threadIdx.x % 8 == 0 && key) atomicMax(shared_best() + n, key);
-    }
-    __device__ void end(int N) {
-        __syncthreads();
-        if (threadIdx.x < N) best[threadIdx.x * BEST_BLOCKS + blockIdx.x] = shared_best()[threadIdx.x];
-    }
-};
+   is rounded alike. What changes between draws lies in the GPU's memory, so that one graph serves them all. */
+#include "gpu/draw.h"
+#include "qwen3.cu"
 
 // The sum over the threads before this one.
 __device__ inline unsigned long long block_sum_before(unsigned long long x) {
@@ -71,17 +19,6 @@ __device__ inline unsigned long long block_sum_before(unsigned long long x) {
     for (int w = 0; w < (int)threadIdx.x / 32; w++) sum += parts[w];
     return sum - x;
 }
-
-// Where draws go, and the batch of the next step.
-struct DrawState {
-    int *token, *pos, *slot; // (R) of the token just drawn, out; pos: in, that of the token before
-    const int *seq, *pages;  // (R), (., max_pages)
-    int max_pages;
-    uint32_t* seen;          // (sequences, V) or null
-    volatile int* ring;      // (R, ring_size) in the host's memory, or null: id + 1 of the token at each position
-    int ring_size;
-    int* last;               // (sequences) what was drawn last, or null
-};
 
 // ---- sample_kernel: Book I's `sample`, and the next step's batch
 // A block of 1024 threads owns a row of logits, a thread every 1024th id; 29 KB of shared memory. The likeliest ids go
@@ -122,8 +59,9 @@ struct DrawRow {
         constexpr int LOADS = 8;
         for (int first = threadIdx.x; first < exist; first += LOADS * DRAW_THREADS) {
             float x[LOADS];
-            UNROLL for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS) x[i] = id < exist ? logits[id] : 0;
-            UNROLL for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS)
+            GPU_UNROLL
+            for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS) x[i] = id < exist ? logits[id] : 0;
+            GPU_UNROLL for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS)
                 if (id < exist) f(id, usable(x[i]));
         }
     }
@@ -137,14 +75,14 @@ struct DrawRow {
             auto id_of = [&](int i) { return (first + i / fours * dealt.blocks) * dealt.rows + i % fours * 4; };
             for (int i = threadIdx.x % 32; id_of(i) < exist; i += LOADS * 32) {
                 float4 x[LOADS];
-                UNROLL for (int l = 0; l < LOADS; l++) {
+                GPU_UNROLL for (int l = 0; l < LOADS; l++) {
                     const int id = id_of(i + l * 32);
                     x[l] = id < exist ? *(const float4*)(logits + id) : float4{};
                 }
-                UNROLL for (int l = 0; l < LOADS; l++) {
+                GPU_UNROLL for (int l = 0; l < LOADS; l++) {
                     const int id = id_of(i + l * 32);
                     const float four[4] = {x[l].x, x[l].y, x[l].z, x[l].w};
-                    UNROLL for (int j = 0; j < 4; j++) if (id + j < exist) f(id + j, usable(four[j]));
+                    GPU_UNROLL for (int j = 0; j < 4; j++) if (id + j < exist) f(id + j, usable(four[j]));
                 }
             }
         }
@@ -325,18 +263,6 @@ __device__ __forceinline__ void draw_from_all(DrawList& list, const DrawRow& row
         }
 }
 
-// The drawn token becomes the next step's batch, is counted and kept, and goes to the host.
-__device__ __forceinline__ void publish(const DrawState& state, int row, size_t V, int answer) {
-    const int pos = state.pos[row] + 1, page = pos / PAGE, seq = state.seq[row];
-    state.token[row] = answer;
-    state.pos[row] = pos;
-    if (page < state.max_pages)
-        state.slot[row] = state.pages[(size_t)seq * state.max_pages + page] * PAGE + pos % PAGE;
-    if (state.seen) state.seen[seq * V + answer]++;
-    if (state.last) state.last[seq] = answer;
-    if (state.ring) state.ring[(size_t)row * state.ring_size + pos % state.ring_size] = answer + 1;
-}
-
 __global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
 sample_kernel(const float* all_logits,        // (R,V)
               size_t V, const Draw* draws,    // (R)
@@ -376,6 +302,12 @@ sample_kernel(const float* all_logits,        // (R,V)
     }
     __syncthreads();
     if (i == 0) publish(state, r, V, list.answer);
+}
+
+void sample_gpu(Context& ctx, bool early, const float* logits, size_t V, const Draw* draws,
+                const unsigned long long* best, const RowsDealt& dealt, const DrawState& state, int R) {
+    launch_kernel(ctx, early && ctx.gpu->overlap, sample_kernel, (unsigned)R, DRAW_THREADS, 0, logits, V, draws, best,
+                  dealt, state);
 }
 
 // ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread knows the
@@ -427,228 +359,8 @@ likeliest_kernel(Likeliest* out,                        // (R)
         if (lane == owner % 32) own = next;
     }
 }
-inline void likeliest_gpu(Context& ctx, Likeliest* out, const float* logits, size_t V, int exist, const int* seq,
+void likeliest_gpu(Context& ctx, Likeliest* out, const float* logits, size_t V, int exist, const int* seq,
                           const int* wanted, int R) {
     if (exist < 1 || (size_t)exist > V) DIE("likeliest: %d ids of %zu", exist, V);
     launch(ctx, likeliest_kernel, (unsigned)R, DRAW_THREADS, 0, out, logits, V, exist, seq, wanted);
 }
-
-// ================================================================================================= 2 A step as a graph
-#include "gpu/step/step.h" // a step of 1 to 8 tokens as one kernel
-
-// ---- Drawing on a GPU: a step, from embedding to drawn token, is one CUDA graph, whose every changing number lies in
-// the GPU's memory. Up to AHEAD steps are launched beyond the tokens that the caller has seen, which come through
-// `ring` in the CPU's memory; what was computed past the last token that was accepted is overwritten later. A graph
-// starts when the one launched before it has completed, all of it: what sample_kernel writes, the next graph's kernels
-// may read early.
-//   With lookup, where a step is one kernel, two steps are ahead. When there is something to propose behind the tokens
-// that have come, no more are launched; those under way complete, and show whether it goes on; then comes a step of all
-// that is proposed, and so on while there are proposals. (Not with penalties: each row would need counts of its own.)
-template <class T> struct GpuDraws {
-    static constexpr int AHEAD = 8, ROWS = STEP_TOKENS;
-    Session<T>& session;
-    Context& ctx;
-    DrawState step = {};                   // of ROWS rows; of a step of one token the first
-    uint32_t* seen;
-    Draw* draw_parameters;                 // (ROWS), all the same
-    unsigned long long* best;
-    int* seq;                              // (ROWS) zeros: the only sequence
-    volatile int* ring = nullptr;          // (ROWS, ring_size)
-    int* host_rows = nullptr;              // (3,ROWS) token, pos and slot on their way to `step`
-    int launched = 0;                      // draws up to this position are on their way,
-    int last = 0;                          // ... and up to this one will be wanted
-    std::map<int, cudaGraphExec_t> graphs; // by splits and whether there are penalties; see also launch_step
-    bool penalties = false;
-    std::unique_ptr<StepRoad> road;        // if a step is one kernel
-    bool asked = false;                    // ... which is known
-    // With lookup:
-    std::vector<int> text;                 // the session's ids and what was drawn and has come
-    std::vector<int> proposed;             // in the step under way
-    int expected = -1;                     // the proposed id for the token under way, if any
-    bool row_known = true;                 // the first row of `step` is the one to go on from
-    bool from_idle = false;                // nothing was under way when the step that is was launched,
-    double started = 0;                    // ... which was then (s)
-
-    explicit GpuDraws(Session<T>& s) : session(s), ctx(s.ctx) {}
-    GpuDraws(const GpuDraws&) = delete;
-    ~GpuDraws() {
-        cudaStreamSynchronize(ctx.gpu->stream);
-        for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
-        if (ring) cudaFreeHost((void*)ring), cudaFreeHost(host_rows);
-    }
-
-    // The session's memory that only a GPU needs.
-    void plan() {
-        Arena& arena = session.arena;
-        const Config& c = session.config;
-        plan_scratch(ctx, arena, c, session.chunk, 1, session.capacity, session.pages);
-        step.token = arena.take<int>(4 * ROWS), step.pos = step.token + ROWS, step.slot = step.pos + ROWS;
-        seq = step.slot + ROWS;
-        seen = arena.take<uint32_t>(c.V);
-        draw_parameters = arena.take<Draw>(ROWS);
-        best = arena.take<unsigned long long>(ROWS * BEST_BLOCKS);
-    }
-    // Of a step by one kernel, at most. Looks for the road first, which takes memory.
-    int tokens() {
-        if (!asked) road = StepRoad::find(ctx, session.config, session.weights), asked = true;
-        return road ? std::min({road->most, session.chunk, Session<T>::ROWS}) : 1;
-    }
-
-    void begin(size_t most) {
-        CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream)); // steps that an answer before this one left behind
-        const int capacity = session.capacity;
-        if (!ring) {
-            const size_t ring_size = (size_t)capacity + 1;
-            CUDA_CHECK(cudaHostAlloc((void**)&ring, ROWS * ring_size * sizeof(int), cudaHostAllocMapped));
-            CUDA_CHECK(cudaHostGetDevicePointer((void**)&step.ring, (void*)ring, 0));
-            CUDA_CHECK(cudaHostAlloc((void**)&host_rows, 3 * ROWS * sizeof(int), cudaHostAllocDefault));
-            const std::vector<int> zeros(ROWS);
-            copy_in(ctx, seq, zeros.data(), zeros.size());
-            step.ring_size = capacity + 1, step.seq = seq;
-            step.pages = session.table, step.max_pages = session.pages;
-        }
-        const auto& d = session.drawing;
-        penalties = has_penalties(d.how);
-        const int V = session.config.V;
-        if (penalties) copy_in(ctx, seen, seen_counts(session.ids, d.answer, V).data(), (size_t)V);
-        step.seen = penalties ? seen : nullptr;
-        tokens(); // (finds the road)
-        const int n = (int)session.ids.size(), pos = n - 1;
-        const std::vector<Draw> parameters(ROWS, {d.how, d.exist});
-        copy_in(ctx, draw_parameters, parameters.data(), parameters.size());
-        copy_in(ctx, step.pos, &pos, 1);
-        for (int p = 0; p <= capacity; p++) ring[p] = 0;
-        last = (int)std::min((size_t)capacity, n + std::min(most, (size_t)capacity) - 1);
-        launched = n;
-        const bool looks_up = session.lookup.most && !penalties;
-        for (int N = 1; looks_up && N <= tokens(); N++) road_step(N); // (else its first time would seem long)
-        text = session.ids, proposed.clear(), expected = -1, from_idle = false, row_known = true;
-        launch_draw(session.last_row);
-    }
-
-    int next() {
-        const int p = (int)session.ids.size();
-        if (session.lookup.most && !penalties) {
-            while ((int)text.size() <= p) go_on(), take();
-            go_on(); // before the caller takes its time
-            return text[p];
-        }
-        while (launched < std::min(p + AHEAD, last)) launch_step();
-        return wait(0, p);
-    }
-
-  private:
-    // What a row drew for a position.
-    int wait(int row, int pos) {
-        const volatile int& drawn = ring[(size_t)row * step.ring_size + pos];
-        for (int spins = 0; !drawn; spins++)
-            if (spins % 4096 == 4095) { // a fault of the GPU must not hang us
-                const cudaError_t e = cudaStreamQuery(ctx.gpu->stream);
-                if (e != cudaErrorNotReady) CUDA_CHECK(e);
-            }
-        if (road) road->check();
-        return drawn - 1;
-    }
-    // With lookup: launches what can be.
-    void go_on() {
-        const int known = (int)text.size(), under_way = launched + 1 - known;
-        if (!proposed.empty() || under_way > 1 || launched >= last) return;
-        const std::vector<int> next = session.lookup.propose(text, (size_t)std::min(last - known, tokens() - 1));
-        if (!next.empty() && under_way) return void(expected = next[0]);
-        if (!under_way) started = seconds();
-        if (!next.empty()) return launch_proposed(next);
-        if (!under_way) from_idle = true;
-        if (!row_known) put_rows({text.back()});
-        row_known = true;
-        while (launched < std::min(known + 1, last)) launch_step();
-    }
-    // With lookup: waits for the oldest step under way.
-    void take() {
-        const int p = (int)text.size();
-        LookUp& lookup = session.lookup;
-        if (proposed.empty()) {
-            text.push_back(wait(0, p));
-            if (expected >= 0) lookup.foreseen(text.back() == expected);
-            lookup.came(1, seconds(), started, from_idle);
-            expected = -1, from_idle = false;
-            return;
-        }
-        const int n = (int)proposed.size();
-        std::vector<int> drawn;
-        for (int r = 0; r <= n; r++) drawn.push_back(wait(r, p + r));
-        lookup.came(drawn.size(), seconds(), started, true);
-        for (int r = 0; r <= n; r++) {
-            text.push_back(drawn[r]);
-            if (r == n) break;
-            lookup.judged(drawn[r] == proposed[r]);
-            if (drawn[r] != proposed[r]) break;
-        }
-        launched = (int)text.size() - 1;
-        proposed.clear();
-    }
-    // The last known token and what may follow it to the rows of `step`: from the last position of `text` on.
-    void put_rows(const std::vector<int>& ids) {
-        for (int r = 0; r < (int)ids.size(); r++) {
-            host_rows[r] = ids[r];
-            host_rows[ROWS + r] = host_rows[2 * ROWS + r] = (int)text.size() - 1 + r; // (the identity table)
-        }
-        CUDA_CHECK(cudaMemcpyAsync(step.token, host_rows, 3 * ROWS * sizeof(int), cudaMemcpyHostToDevice,
-                                   ctx.gpu->stream));
-    }
-    void launch_proposed(const std::vector<int>& next) {
-        std::vector<int> ids = {text.back()};
-        ids.insert(ids.end(), next.begin(), next.end());
-        for (size_t r = 0; r < ids.size(); r++) ring[r * (size_t)step.ring_size + text.size() + r] = 0;
-        put_rows(ids);
-        launch_road_step((int)ids.size());
-        launched = (int)text.size() - 1 + (int)ids.size();
-        proposed = next, row_known = false;
-    }
-
-    void launch_draw(const int* row) {
-        const size_t V = session.config.V;
-        const Linear<T>& W = session.weights.head;
-        const bf16* x = session.activations.normed;
-        const StreamArgs head = {x, row, nullptr, nullptr, 0, W.w[0], 1, session.config.C, (int)V};
-        const DrawEpilogue epilogue{session.row_logits, V, draw_parameters, step.seen, best};
-        const RowsDealt dealt = W.format == Format::PLAIN ? stream_product(ctx, head, epilogue)
-                                                          : packed_product(ctx, epilogue, x, row, W, 1);
-        launch(ctx, sample_kernel, 1, DRAW_THREADS, 0, session.row_logits, V, draw_parameters, best, dealt, step);
-    }
-
-    // A step of N tokens as one kernel, which draws too where that is greedy. Its graphs have negative numbers.
-    void launch_road_step(int N) { CUDA_CHECK(cudaGraphLaunch(road_step(N), ctx.gpu->stream)); }
-    cudaGraphExec_t road_step(int N) {
-        cudaGraphExec_t& graph = graphs[-4 * N - penalties - 2 * greedy()];
-        if (!graph) graph = record_graph(ctx, [&] { record_road_step(N); });
-        return graph;
-    }
-    void record_road_step(int N) {
-        StepArgs& a = road->args;
-        road->use({N, 1, step.token, step.pos, step.seq, step.slot, session.table, session.pages, N == 1},
-                  session.cache, session.rope, session.row_logits, draw_parameters, best);
-        a.seen = step.seen, a.greedy = greedy(), a.next = step;
-        road->launch_step();
-        if (a.greedy) return;
-        launch_kernel(ctx, false, sample_kernel, (unsigned)N, DRAW_THREADS, 0, session.row_logits, (size_t)a.V,
-                      draw_parameters, best, road->dealt(), step);
-    }
-    bool greedy() const { return session.drawing.how.temperature == 0 || session.drawing.exist == 1; }
-
-    void launch_step() {
-        if (road) return launch_road_step(1), void(launched++);
-        const int splits = splits_for_graph(launched, session.capacity);
-        cudaGraphExec_t& graph = graphs[2 * splits + penalties];
-        if (!graph) {
-            ctx.stop = nullptr;
-            graph = record_graph(ctx, [&] {
-                const Batch batch = {1, 1, step.token, step.pos, step.seq, step.slot, session.table, session.pages, 1,
-                                     splits};
-                forward(ctx, session.config, session.weights, batch, session.activations, session.cache, session.rope);
-                launch_draw(session.table); // row 0
-            });
-        }
-        CUDA_CHECK(cudaGraphLaunch(graph, ctx.gpu->stream));
-        launched++;
-    }
-};
