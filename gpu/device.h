@@ -13,5 +13,7 @@ void gpu_use(int device);          // this thread's calls go to that GPU from he
 size_t gpu_free_memory();          // bytes
 size_t gpu_all_memory();           // bytes
 void gpu_synchronize(const Context& ctx); // waits for all that was launched in the context's stream
-// The same GPU with a stream, and later scratch, of its own; the stream ends with the last copy of the context.
+// The same GPU with a stream of its own, which ends with the last copy of this context.
 Context with_own_stream(const Context& ctx);
+// The same GPU and stream, and room for scratch of its own: what is planned there leaves the other's alone.
+Context with_own_scratch(const Context& ctx);

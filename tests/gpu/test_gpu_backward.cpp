@@ -71,7 +71,7 @@ TEST_CASE("adapters in the products: h and what it adds, with and without dropou
                     const std::vector<uint32_t> kept = W.dkept.get();
                     const std::vector<bf16> h = W.dh.get();
                     W.dkept.replace(std::vector<uint32_t>(kept.size(), 0xffffffff)), W.dh.replace(std::vector<bf16>(h.size()));
-                    launch(pad.ctx, rmsnorm_masks_kernel, (N + 7) / 8, 256, 0, again.data, dstream.data, weight.data, 1e-6f, LoraArgs(W.device, N));
+                    rmsnorm_masks_gpu(pad.ctx, again.data, dstream.data, weight.data, 1e-6f, LoraArgs(W.device, N), N);
                     CHECK(same_bits(again.get(), normed.get()));
                     CHECK(W.dkept.get() == kept);
                     lora_down_gpu(pad.ctx, W.dh, again, W.device, N, true);
