@@ -4,7 +4,6 @@
 #include "tests/golden.h"
 #include "tests/gpu/gpu.h"
 #include "tests/gpu/checkpoint.h"
-#include "gpu/backward.h"
 #include "server/engine/segmented.h"
 #include <filesystem>
 #include <sys/wait.h>
@@ -1005,7 +1004,7 @@ TEST_CASE("the sampler draws what the CPU draws, bit for bit") {
         const std::vector<int> want = {sample(logits.data(), exist, how, (uint64_t)position), sample(logits.data(), exist, greedy, 4)};
         for (bool by_blocks : {true, false}) {
             pos.replace(before);
-            launch(gpu(), sample_kernel, 2, 1024, 0, (const float*)d, (size_t)V, (const Draw*)draws, by_blocks ? (const unsigned long long*)best : nullptr, by_blocks ? dealt : RowsDealt(), state);
+            sample_gpu(gpu(), true, d, (size_t)V, draws, by_blocks ? (const unsigned long long*)best : nullptr, by_blocks ? dealt : RowsDealt(), state, 2);
             CHECK(token.get() == want);
             CHECK(pos.get() == std::vector<int>{position, 4});
             CHECK(last.get() == std::vector<int>{want[1], want[0]});
@@ -1380,7 +1379,7 @@ struct RoadRun {
         s.feed(prompt);
         of_prompt.assign(s.logits, s.logits + V);
         s.begin_draws(how, V, prompt.size(), draws);
-        REQUIRE((s.draws->road != nullptr) == (road != Context::OFF));
+        REQUIRE((draws_of(s).road != nullptr) == (road != Context::OFF));
         for (int i = 0; i < draws; i++) {
             if (i) s.accept(ids.back());
             ids.push_back(s.draw());
@@ -1515,10 +1514,10 @@ struct RoadRows {
         session.draw();
     }
     static Context with_road(Context ctx) { return ctx.one_kernel = Context::TOGETHER, ctx; }
-    StepRoad& road() { return *session.draws->road; }
+    StepRoad& road() { return *draws_of(session).road; }
     // Logits of N rows, from the first-th of `ids` on.
     std::vector<float> step(int first, int N) {
-        GpuDraws<bf16>& d = *session.draws;
+        GpuDraws& d = draws_of(session);
         const Config& c = session.config;
         std::vector<int> pos(N);
         std::iota(pos.begin(), pos.end(), (int)session.ids.size() + first);
@@ -1616,7 +1615,7 @@ TEST_CASE("one kernel a token: what is waited for in vain ends the kernel, and i
     s.accept(s.draw());
     s.draw();
     CUDA_CHECK(cudaStreamSynchronize(s.ctx.gpu->stream));
-    StepRoad& road = *s.draws->road;
+    StepRoad& road = *draws_of(s).road;
     StepArgs args = road.args;
     args.patience = 1000000; // 1 ms
     road.layers.kernel<<<road.blocks, road.threads, args.shared, s.ctx.gpu->stream>>>(args, STEP_O, STEP_O + 1); // nobody attends
@@ -1634,7 +1633,7 @@ TEST_CASE("one kernel a token: a model that it cannot compute takes the graph") 
     Session<bf16> s(g.file.config, weights, 64, ctx);
     s.feed({1, 2, 3});
     s.begin_draws({}, g.file.config.V, 3, 4);
-    CHECK(s.draws->road == nullptr);
+    CHECK(draws_of(s).road == nullptr);
     CHECK(s.draw() >= 0);
 }
 
