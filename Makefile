@@ -61,9 +61,8 @@ BUILD      = build
 B          = $(BUILD)/$(MODE)
 
 # ---- Sources and objects
-ROOMS      = base model cpu form search book train server/engine server/api server/http cli
-WITHOUT    = $(if $(MHD),,server/http/%)
-SOURCES    = $(filter-out $(WITHOUT),$(wildcard $(ROOMS:%=%/*.cpp) $(ROOMS:%=%/*.cu) $(if $(CUDA),gpu/*.cu gpu/*/*.cu)))
+ROOMS      = base model cpu form search book train cli $(if $(MHD),server/engine server/api server/http)
+SOURCES    = $(strip $(wildcard $(ROOMS:%=%/*.cpp) $(ROOMS:%=%/*.cu) $(if $(CUDA),gpu/*.cu gpu/*/*.cu)))
 OBJECTS    = $(B)/text.o $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
 LIB        = $(B)/all.a
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
@@ -87,22 +86,33 @@ $(B)/command: FORCE
 	@echo '$(COMMAND)' | cmp -s - $@ || echo '$(COMMAND)' > $@
 FORCE:
 
+# The standard headers that most sources include, parsed once. (make headers compiles without it.)
+STD        = algorithm atomic cmath cstring functional map memory mutex numeric optional set string string_view vector
+PCH        = $(B)/std.h$(if $(findstring clang,$(MODE)),.pch,.gch)
+$(PCH): $(B)/command
+	@printf '\043include <%s>\n' $(STD) > $(B)/std.h
+	$(Q)$(CXX) -x c++-header $(CPUFLAGS) $(SAN) $(B)/std.h -o $@
+CPP        = $(CXX) -x c++ $(CPUFLAGS) $(SAN) $(if $(NO_PCH),,-include $(B)/std.h) -MMD -MP
+
 $(B)/cpu/%.o: OPT = -O3
-COMPILE_CPP = @mkdir -p $(@D); echo "g++       $<"
-$(B)/%.o: %.cpp $(B)/command
+$(B)/%.o: %.cpp $(PCH)
 	@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
-	$(Q)$(CXX) $(CPUFLAGS) $(SAN) -MMD -MP -c $< -o $@
-$(B)/%.o: %.cu $(B)/command
+	$(Q)$(CPP) -c $< -o $@
+CU         = $(if $(CUDA),$(NVCC) $(NVCCFLAGS) -MMD -MP,$(CPP))
+$(B)/%.o: %.cu $(PCH)
 	@mkdir -p $(@D); echo "$(if $(CUDA),nvcc,$(notdir $(CXX)))  $<"
-	$(Q)$(if $(CUDA),$(NVCC) $(NVCCFLAGS) -MMD -MP,$(CXX) -x c++ $(CPUFLAGS) $(SAN) -MMD -MP) -c $< -o $@
+	$(Q)$(CU) -c $< -o $@
 # The study text: its ops, and on a GPU its kernels.
-$(B)/text.o: qwen3.cu $(B)/command
+$(B)/text.o: qwen3.cu $(PCH)
 	@mkdir -p $(@D); echo "$(if $(CUDA),nvcc,$(notdir $(CXX)))  $<"
-	$(Q)$(if $(CUDA),$(NVCC) $(NVCCFLAGS) -MMD -MP,$(CXX) -x c++ $(CPUFLAGS) $(SAN) -MMD -MP) -DQWEN3_LIBRARY -c $< -o $@
+	$(Q)$(CU) -DQWEN3_LIBRARY -c $< -o $@
 # Programs are plain C++: what of them is a GPU's lies in the objects.
-$(PROGRAMS_ALL:%=$(B)/main/%.o): $(B)/main/%.o: $(B)/command
-	@mkdir -p $(@D); echo "$(notdir $(CXX))  $(wildcard $*.cu $*.cpp)"
-	$(Q)$(CXX) -x c++ $(CPUFLAGS) $(SAN) -MMD -MP -c $(wildcard $*.cu $*.cpp) -o $@
+$(B)/main/%.o: %.cu $(PCH)
+	@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
+	$(Q)$(CPP) -c $< -o $@
+$(B)/main/%.o: %.cpp $(PCH)
+	@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
+	$(Q)$(CPP) -c $< -o $@
 $(LIB): $(OBJECTS)
 	@rm -f $@ && ar rcs $@ $^
 LINK       = $(if $(CUDA),$(NVCC) $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(FLAGS))),$(CXX) $(FLAGS) $(SAN))
@@ -111,6 +121,71 @@ $(B)/datagen: LIBS = $(CURL)
 $(B)/serve: LIBS = $(MHD)
 $(PROGRAMS_ALL:%=$(B)/%): $(B)/%: $(B)/main/%.o $(LIB)
 	$(Q)$(LINK) $^ -o $@ $(LIBS)
-$(PROGRAMS_ALL): %: $(B)/% | info
+$(PROGRAMS_ALL): %: $(B)/% FORCE | info
+	@[ $@ -ef $< ] || { ln -f $< $@ && echo "built     ./$@"; }
+
+# The page to chat on, as a string of C++.
+$(BUILD)/chat_page.inc: server/chat.html
+	@mkdir -p $(BUILD)
+	@{ printf 'R"page('; cat $<; printf ')page"\n'; } > $@
+$(B)/server/http/page.o: $(BUILD)/chat_page.inc
+
+# The C API, for other programs (qwen3.h; lab/embed.cpp shows how).
+libqwen3.so: $(B)/libqwen3.so
 	@ln -f $< $@ && echo "built     ./$@"
+$(B)/libqwen3.so: $(B)/capi/library.o $(LIB)
+	$(Q)$(LINK) -shared $^ -o $@ $(if $(CUDA),-Xlinker) -Wl,--exclude-libs,ALL
+
+# ---- The laboratories (docs/lab.md). With nvcc and a GPU they print times; with g++ alone the steps run by emulation.
+LABS      := $(basename $(wildcard lab/*.cu))
+LAB_LIBS  := $(if $(CUDA),$(foreach l,cublas cusparse cudnn,$(if $(wildcard $(dir $(HAVE_NVCC))../include/$(l).h),$(l))))
+LAB_HAVE   = $(foreach l,cub $(LAB_LIBS),-DHAVE_$(shell echo $(l) | tr a-z A-Z))
+LAB_FLAGS  = $(if $(CUDA),$(LAB_HAVE) -Xlinker --as-needed $(LAB_LIBS:%=-l%))
+lab/matmul lab/attention lab/decode: LAB_FLAGS += $(if $(CUDA),-DLAB_QWEN3)
+lab/matmul lab/attention lab/decode: $(if $(CUDA),$(LIB))
+lab/dynamic: LAB_FLAGS += $(if $(CUDA),-rdc=true) # kernels launch kernels
+lab: $(LABS)
+LAB_ODD    = matmul:130x260x200 transpose_copy:67x45 reduce_scan:9001x2057 attention:133x2x1 decode:2x1040 \
+             convolution_stencil:45x13x9 sparse:197x101x13 waves:50x1x1 dynamic:29x150x300 snn:70x45x9 \
+              low_precision:37x200
+CHECKER    =
+lab-check: lab
+	@bad=; for l in $(LAB_ODD); do echo "$$l"; $(CHECKER) lab/$${l%:*} --once --size $${l#*:} || bad="$$bad $$l"; done; \
+	[ -z "$$bad" ] || { echo "wrong:$$bad"; exit 1; }
+LAB_PAGES  = docs/lab.md docs/lab-irregular.md
+lab-plots: lab
+	@mkdir -p $(BUILD)/lab
+	@bad=; for l in $(filter-out check_env,$(notdir $(LABS))); do \
+	  lab/$$l > $(BUILD)/lab/$$l.txt || bad="$$bad $$l"; \
+	  python3 lab/plot.py $(BUILD)/lab/$$l.txt docs/lab-$$l.svg $(LAB_PAGES) || bad="$$bad $$l"; \
+	done; [ -z "$$bad" ] || { echo "not all of:$$bad"; exit 1; }
+check-env: info lab/check_env
+	@nvidia-smi --query-gpu=driver_version,power.limit,temperature.gpu,ecc.mode.current,mig.mode.current --format=csv 2>/dev/null || echo "driver    no nvidia-smi here that answers"
+	@lab/check_env
+$(LABS): %: %.cu $(wildcard lab/*.h tests/emulate/*.h) $(B)/command
+	$(Q)$(if $(CUDA),$(NVCC) $(NVCCFLAGS),$(CXX) -x c++ $(CPUFLAGS)) $< $(if $(CUDA),-x none $(filter %.a,$^)) -o $@ $(LAB_FLAGS)
+	@echo "built     $@"
+
+# ---- Speed: the real shape with random weights, and the tokenizer.
+bench: qwen3 $(B)/bench/bench_tokenizer $(if $(CUDA),$(B)/bench/bench_gpu)
+	@[ -f $(BUILD)/0.6B.bin ] || ./qwen3 --synthesize 0.6B $(BUILD)/0.6B.bin
+	./qwen3 $(BUILD)/0.6B.bin --bench
+	$(if $(CUDA),./qwen3 $(BUILD)/0.6B.bin -d cpu --bench,:)
+	./qwen3 $(BUILD)/0.6B.bin --bench --dtype int8
+	$(if $(CUDA),$(B)/bench/bench_gpu $(BUILD)/0.6B.bin,:)
+	$(B)/bench/bench_tokenizer
+$(B)/bench/%: tests/bench/%.cpp $(LIB)
+	@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
+	$(Q)$(CPP) $< -x none $(LIB) -o $@ $(CURL) $(MHD) -pthread
+$(B)/bench/%: tests/bench/%.cu $(LIB)
+	@mkdir -p $(@D); echo "nvcc  $<"
+	$(Q)$(NVCC) $(NVCCFLAGS) -I$(BUILD) $< -Xcompiler -x,none $(LIB) -o $@ -lcublas
+bench_serve: $(B)/bench/bench_serve
+	@ln -f $< $@ && echo "built     ./$@"
+
+include tests/tests.mk
+
+clean:
+	rm -rf $(PROGRAMS_ALL) serve bench_serve libqwen3.so $(LABS) $(BUILD)
+
 -include $(shell find $(B) -name '*.d' 2>/dev/null)

@@ -20,7 +20,7 @@
 
    Contracts
    - An op is defined once, in Book I. Outputs come first, then inputs, then sizes. Ops that take time exist once more
-     for speed: `op_cpu` in cpu.h for the vector and matrix instructions of CPUs, `op_gpu` in Book II. RUN(op, ...) is
+     for speed: `op_cpu` in cpu/ for the vector and matrix instructions of CPUs, `op_gpu` in Book II. RUN(op, ...) is
      the one place that chooses between them.
    - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
    - A sum has one fixed order. On a CPU the bits of a row depend neither on the other rows of the batch nor on the
@@ -1404,7 +1404,7 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 // ################################################# The end of Book I #################################################
 // Its slow ops once more, for the vector and matrix instructions of CPUs:
 #ifndef QWEN3_PLAIN
-#include "cpu/cpu.h"
+#include "cpu/ops.h"
 #endif
 #include "gpu/ops.h" // ... and Book II's launchers, declared: op_gpu
 
@@ -2175,6 +2175,6 @@ void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, i
 
 int main(int argc, char** argv) {
     take_signals({SIGINT}, {SIGPIPE});
-    return run_program("qwen3", run, argc, argv);
+    return run_program("qwen3", cli::run, argc, argv);
 }
 #endif

@@ -1,4 +1,4 @@
-// child.h: a program in a process group of its own, whose output is read here (commands.h, rewards.h).
+// base/child.h: a program in a process group of its own, whose output is read here.
 #pragma once
 #include "base/file.h"
 #include <csignal>
@@ -13,40 +13,12 @@ struct Child {
     // words: the program, its arguments. input: its standard input, or -1: empty, and not our terminal. both: its
     // standard error goes where its output goes.
     // run: execvp looks for the program in PATH, execv takes the name as it is. What fails in the child is told there.
-    Child(const std::vector<std::string>& words, int input, bool both, int (*run)(const char*, char* const*)) {
-        std::vector<char*> argv;
-        for (auto& word : words) argv.push_back(const_cast<char*>(word.c_str()));
-        argv.push_back(nullptr);
-        int ends[2];
-        if (pipe2(ends, O_CLOEXEC) != 0) DIE("a pipe: %s", strerror(errno));
-        pid = fork(), out = ends[0];
-        if (pid == 0) {
-            setpgid(0, 0);
-            dup2(input < 0 ? open("/dev/null", O_RDONLY) : input, 0), dup2(ends[1], 1);
-            if (both) dup2(ends[1], 2);
-            for (int signal_ : {SIGINT, SIGPIPE, SIGTERM, SIGHUP}) signal(signal_, SIG_DFL);
-            run(argv[0], argv.data());
-            dprintf(2, "%s: %s\n", argv[0], strerror(errno));
-            _exit(127);
-        }
-        close(ends[1]);
-        if (pid < 0) { close(out); DIE("a process: %s", strerror(errno)); }
-        setpgid(pid, pid); // (whoever comes first)
-    }
+    Child(const std::vector<std::string>& words, int input, bool both, int (*run)(const char*, char* const*));
     Child(const Child&) = delete;
     ~Child() { close(out); }
 
     // It may live on after it has closed its output.
-    bool has_ended() const {
-        siginfo_t end = {};
-        waitid(P_PID, (id_t)pid, &end, WEXITED | WNOHANG | WNOWAIT);
-        return end.si_pid == pid;
-    }
+    bool has_ended() const;
     // Ends it and all that it has started, before its number may become another's. Once. Its status, as of waitpid.
-    int end() const {
-        int status = 0;
-        kill(-pid, SIGKILL);
-        while (waitpid(pid, &status, 0) < 0 && errno == EINTR) {}
-        return status;
-    }
+    int end() const;
 };

@@ -39,39 +39,16 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* fmt,
 #define DIE(...) throw Error(format(__VA_ARGS__))
 
 // Standard descriptors that are closed stay taken, so that no file we write becomes one of them.
-inline void keep_descriptors() {
-    for (int fd; (fd = open("/dev/null", O_RDONLY)) >= 0;)
-        if (fd > 2) { close(fd); break; }
-}
+void keep_descriptors();
 
 // The one line of error on stderr. Names out of files may hold anything: it stays one line, and no escapes.
-inline void print_error(const char* program, std::string line) {
-    for (char& c : line)
-        if ((unsigned char)c < 0x20 || c == 0x7f) c = ' ';
-    fprintf(stderr, "%s: %s\n", program, line.c_str());
-}
+void print_error(const char* program, std::string line);
 
 // What every main does once its signals are set: runs the program, and makes of a fault one line and exit status 1.
-inline int run_program(const char* program, int (*run)(int, char**), int argc, char** argv) {
-    keep_descriptors();
-    try {
-        return run(argc, argv);
-    } catch (const std::bad_alloc&) {
-        print_error(program, "out of memory");
-    } catch (const std::exception& e) {
-        print_error(program, e.what());
-    }
-    return 1;
-}
+int run_program(const char* program, int (*run)(int, char**), int argc, char** argv);
 
 inline double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-inline int thread_count() {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
+int thread_count();

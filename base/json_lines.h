@@ -1,19 +1,20 @@
-// base/json_lines.h: the lines of a JSONL file, each parsed by itself.
+// base/json_lines.h: the lines of a text; those of a JSONL file, each parsed by itself.
 #pragma once
 #include "base/file.h"
 #include "sj.h"
+#include <functional>
 
-// Calls f(number, text, value) for each line of a JSONL file that is not blank.
-template <class F> void each_json_line(const MappedFile& file, F f) {
-    const std::string_view text = file.text();
-    for (size_t at = 0, line = 1; at < text.size(); line++) {
-        const std::string_view s = text.substr(at, text.find('\n', at) - at);
-        at += s.size() + 1;
-        if (s.find_first_not_of(" \t\r") == std::string::npos) continue;
-        sj::Doc doc;
-        const std::string fault = sj::parse(doc, s);
-        if (!fault.empty()) // it begins with "line 1, ", since each line is a text by itself
-            DIE("%s: line %zu, %s", file.path.c_str(), line, fault.c_str() + fault.find("byte"));
-        f(line, s, doc.root());
+// Calls f(line, number) with each line of a text, without its newline. The first has the number 1.
+template <class F> void each_numbered_line(std::string_view text, F f) {
+    for (size_t at = 0, number = 1; at < text.size(); number++) {
+        const std::string_view line = text.substr(at, text.find('\n', at) - at);
+        at += line.size() + 1;
+        f(line, number);
     }
 }
+
+// Parses a line of a file as a text by itself: "" or "byte 57: ...".
+std::string parse_line(sj::Doc& doc, std::string_view line);
+
+// Calls f(number, text, value) for each line of a JSONL file that is not blank. The first bad one ends it: Error.
+void each_json_line(const MappedFile& file, const std::function<void(size_t, std::string_view, sj::Value)>& f);

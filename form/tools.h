@@ -1,9 +1,14 @@
-// tools.h: functions that a model may call, as OpenAI's API has them and Qwen3 writes them:
+// form/tools.h: functions that a model may call, as OpenAI's API has them and Qwen3 writes them:
 //     <tool_call>\n{"name": "weather", "arguments": {"city": "Bremen"}}\n</tool_call>
 // What a request offers, the grammar of the calls, and a call from its text. The two markers are tokens of their own;
 // text that looks like them is text.
 #pragma once
-#include "form/schema.h"
+#include "form/grammar.h"
+#include "sj.h"
+#include <cstddef>
+#include <set>
+#include <string>
+#include <vector>
 
 struct Tool {
     std::string name;
@@ -13,66 +18,14 @@ struct Tool {
 
 constexpr size_t MAX_TOOLS = 128, MAX_TOOL_NAME = 64;
 
-inline std::vector<Tool> read_tools(sj::Value list) {
-    if (!list.is(sj::Array)) DIE("tools must be a list");
-    if (list.size() > MAX_TOOLS) DIE("at most %zu tools", MAX_TOOLS);
-    std::vector<Tool> tools;
-    std::set<std::string> names;
-    for (sj::Value v : list.items()) {
-        const sj::Value f = v["function"], strict = f["strict"];
-        if (v["type"].str() != "function" || !f.is(sj::Object)) DIE("tools: only type \"function\" is supported");
-        Tool t{f["name"].str(), f["parameters"], strict.boolean()};
-        auto plain = [](char c) { return isalnum((unsigned char)c) || c == '-' || c == '_' || c == '.'; };
-        if (t.name.empty() || t.name.size() > MAX_TOOL_NAME || !std::all_of(t.name.begin(), t.name.end(), plain))
-            DIE("tools: a name must be 1 to %zu letters, digits, - _ and .", MAX_TOOL_NAME);
-        if (!names.insert(t.name).second) DIE("tools: two named %s", t.name.c_str());
-        if (strict && !strict.is(sj::Null) && !strict.is_bool()) DIE("tools: strict must be true or false");
-        if (t.parameters.is(sj::Null)) t.parameters = {};
-        tools.push_back(t);
-    }
-    return tools;
-}
+std::vector<Tool> read_tools(sj::Value list); // throws Error
 
-static const char *const CALL_OPEN = "<tool_call>", *const CALL_CLOSE = "</tool_call>";
-static const char* const ARGUMENTS = "\", \"arguments\": "; // after the name
+constexpr const char *CALL_OPEN = "<tool_call>", *CALL_CLOSE = "</tool_call>"; // the markers
 
-// What stands between the markers of a call, and the second one. all: everyone's arguments keep to their schema, not
-// only those of the strict.
-inline int call_body(JsonRules& json, const std::vector<Tool>& tools, bool all, int next) {
-    Grammar& g = json.g;
-    const int end = g.literal(std::string("}\n") + ADDED_TOKEN + CALL_CLOSE, next);
-    std::vector<int> starts;
-    for (const Tool& t : tools) {
-        const bool own = t.parameters && (all || t.strict);
-        int arguments;
-        try {
-            arguments = own ? SchemaReader(json, t.parameters).read(end) : json.object(end);
-        } catch (const Error& e) {
-            DIE("tools: %s: %s", t.name.c_str(), e.what());
-        }
-        starts.push_back(g.literal("\n{\"name\": \"" + t.name + ARGUMENTS, arguments));
-    }
-    return g.any_of(starts);
-}
-// One call and no more, or several.
-inline Grammar grammar_of_calls(const std::vector<Tool>& tools, bool several) {
-    return grammar_of([&](Grammar& g, int end) {
-        JsonRules json(g);
-        const int rule = g.new_rule("call");
-        const int body = call_body(json, tools, true, Grammar::FINAL);
-        const int start = g.literal(ADDED_TOKEN + std::string(CALL_OPEN), body);
-        g.rules[(size_t)rule].start = start;
-        auto another = [&](int p) { return g.literal("\n", g.call(rule, p)); };
-        return g.call(rule, several ? g.repeat(another, 0, -1, end) : end);
-    });
-}
-// A call whose first marker is there already.
-inline Grammar grammar_of_call_body(const std::vector<Tool>& tools) {
-    return grammar_of([&](Grammar& g, int end) {
-        JsonRules json(g);
-        return call_body(json, tools, false, end);
-    });
-}
+// One call and no more, or several. All arguments keep to their schema.
+Grammar grammar_of_calls(const std::vector<Tool>& tools, bool several);
+// A call whose first marker is there already. Arguments of the strict keep to their schema.
+Grammar grammar_of_call_body(const std::vector<Tool>& tools);
 
 // What is told of a call: its name first, then its arguments, whole or in parts.
 struct CallPart {
@@ -87,28 +40,7 @@ struct CallText {
     size_t told = 0;      // up to here
 
     // As much as can be told now of a call that keeps to grammar_of_calls.
-    void tell(std::vector<CallPart>& parts) {
-        static const std::string before = "\n{\"name\": \"", tail = "}\n";
-        if (!begun) {
-            const size_t at = text.find(ARGUMENTS, before.size());
-            if (at == std::string::npos) return;
-            parts.push_back({text.substr(before.size(), at - before.size()), ""});
-            begun = true, told = at + strlen(ARGUMENTS);
-        }
-        if (text.size() < told + tail.size()) return;
-        size_t n = text.size() - told - tail.size(); // the tail may be the call's end
-        while (n > 0 && ((uint8_t)text[told + n] & 0xC0) == 0x80) n--; // whole characters
-        if (n) parts.push_back({"", text.substr(told, n)});
-        told += n;
-    }
+    void tell(std::vector<CallPart>& parts);
     // The whole of a call that nothing has kept in form. False: it is none, or of none of these functions.
-    bool read(const std::set<std::string>& names, std::vector<CallPart>& parts) const {
-        sj::Doc doc;
-        if (!sj::parse(doc, text).empty()) return false;
-        const sj::Value name = doc.root()["name"], arguments = doc.root()["arguments"];
-        if (!name.is(sj::String) || !names.count(name.str()) || !arguments.is(sj::Object)) return false;
-        parts.push_back({name.str(), ""});
-        parts.push_back({"", std::string(arguments.raw())});
-        return true;
-    }
+    bool read(const std::set<std::string>& names, std::vector<CallPart>& parts) const;
 };

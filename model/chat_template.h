@@ -47,26 +47,10 @@ struct ChatText {
     std::vector<Part> parts;
 
     // The caller's text: all of it plain.
-    ChatText& text(std::string_view s) {
-        if (parts.empty() || parts.back().special) parts.push_back({false, ""});
-        parts.back().text += s;
-        return *this;
-    }
+    ChatText& text(std::string_view s);
 
     // The template's own text: the names of special tokens in it are tokens.
-    ChatText& markup(std::string_view s) {
-        static const std::string_view specials[] = {"<|im_start|>", "<|im_end|>", "<think>", "</think>",
-            "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"};
-        while (!s.empty()) {
-            size_t n = 0;
-            for (std::string_view name : specials)
-                if (s.substr(0, name.size()) == name) n = name.size();
-            if (n > 0) parts.push_back({true, std::string(s.substr(0, n))});
-            else text(s.substr(0, 1));
-            s.remove_prefix(n > 0 ? n : 1);
-        }
-        return *this;
-    }
+    ChatText& markup(std::string_view s);
 };
 
 // Python's s.lstrip('\n') and s.strip('\n').
@@ -80,212 +64,35 @@ inline std::string_view strip_newlines(std::string_view s) {
 // What an assistant thought and what it said. If both are in content they are cut as the original cuts them:
 // the thought is what precedes the first </think>, from the last <think> in there on; the answer follows the
 // last </think>.
-inline std::pair<std::string_view, std::string_view> split_thought(const Message& m) {
-    const std::string_view open = "<think>", close = "</think>";
-    std::string_view content = m.content;
-    if (m.reasoning) return {*m.reasoning, content};
-    size_t first = content.find(close);
-    if (first == content.npos) return {"", content};
-    std::string_view thought = content.substr(0, first);
-    if (size_t at = thought.rfind(open); at != thought.npos) thought.remove_prefix(at + open.size());
-    content.remove_prefix(content.rfind(close) + close.size());
-    return {strip_newlines(thought), skip_newlines(content)};
-}
+std::pair<std::string_view, std::string_view> split_thought(const Message& m);
 
 // A caller's short text in a line of error.
-inline std::string in_quotes(std::string_view s) {
-    std::string out;
-    sj::quote(out, s.size() <= 40 ? s : "...");
-    return out;
-}
+std::string in_quotes(std::string_view s);
 
 // The template, branch by branch in the order of the original.
-inline ChatText render(const std::vector<Message>& messages, const ChatOptions& options,
-                       const std::vector<std::string>& tools) {
-    const size_t n = messages.size();
-    if (n == 0) DIE("messages: a conversation needs at least one");
-    auto is = [&](size_t i, const char* role) { return i < n && messages[i].role == role; };
-    for (size_t i = 0; i < n; i++)
-        if (!is(i, "system") && !is(i, "user") && !is(i, "assistant") && !is(i, "tool"))
-            DIE("messages[%zu]: unknown role %s", i, in_quotes(messages[i].role).c_str());
-
-    const bool may_be_continued = (is(n - 1, "user") || is(n - 1, "assistant")) && messages[n - 1].tool_calls.empty();
-    if (options.continue_final && !may_be_continued)
-        DIE("messages: only a last message of the user or the assistant, without tool calls, can be continued");
-
-    ChatText out;
-    if (!tools.empty()) {
-        out.markup("<|im_start|>system\n");
-        if (is(0, "system")) out.text(messages[0].content).markup("\n\n");
-        out.markup("# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-                   "You are provided with function signatures within <tools></tools> XML tags:\n<tools>");
-        for (auto& tool : tools) out.markup("\n").text(tool);
-        out.markup("\n</tools>\n\n"
-                   "For each function call, return a json object with function name and arguments within "
-                   "<tool_call></tool_call> XML tags:\n<tool_call>\n"
-                   "{\"name\": <function-name>, \"arguments\": <args-json-object>}\n"
-                   "</tool_call><|im_end|>\n");
-    } else if (is(0, "system")) {
-        out.markup("<|im_start|>system\n").text(messages[0].content).markup("<|im_end|>\n");
-    }
-
-    // The last real question of a user, not a tool's answer sent in the user's name. Thoughts before it are
-    // left out; those after it, between the calls that the assistant makes to answer it, are kept.
-    auto wraps_tool_response = [](std::string_view s) {
-        const std::string_view open = "<tool_response>", close = "</tool_response>";
-        return s.substr(0, open.size()) == open && s.size() >= close.size() &&
-               s.substr(s.size() - close.size()) == close;
-    };
-    size_t last_query = n - 1;
-    for (size_t i = n; i-- > 0;) {
-        if (is(i, "user") && !wraps_tool_response(messages[i].content)) {
-            last_query = i;
-            break;
-        }
-    }
-
-    for (size_t i = 0; i < n; i++) {
-        const Message& m = messages[i];
-        if (is(i, "user") || (is(i, "system") && i > 0)) {
-            out.markup("<|im_start|>").text(m.role).markup("\n").text(m.content);
-            if (options.continue_final && i == n - 1) return out;
-            out.markup("<|im_end|>\n");
-        } else if (is(i, "assistant")) {
-            auto [thought, content] = split_thought(m);
-            out.markup("<|im_start|>assistant\n");
-            if (i > last_query && (i == n - 1 || !thought.empty())) {
-                out.markup("<think>\n").text(strip_newlines(thought)).markup("\n</think>\n\n");
-                out.text(skip_newlines(content));
-            } else {
-                out.text(content);
-            }
-            if (options.continue_final && i == n - 1) return out;
-            bool newline = !content.empty();
-            for (auto& call : m.tool_calls) {
-                if (newline) out.text("\n");
-                out.markup("<tool_call>\n{\"name\": \"").text(call.name);
-                out.markup("\", \"arguments\": ").text(call.arguments).markup("}\n</tool_call>");
-                newline = true;
-            }
-            out.markup("<|im_end|>\n");
-        } else if (is(i, "tool")) {         // neighbours share one turn of the user
-            if (i == 0 || !is(i - 1, "tool")) out.markup("<|im_start|>user");
-            out.markup("\n<tool_response>\n").text(m.content).markup("\n</tool_response>");
-            if (!is(i + 1, "tool")) out.markup("<|im_end|>\n");
-        }
-    }
-    if (options.generation_prompt) {
-        out.markup("<|im_start|>assistant\n");
-        if (!options.thinking) out.markup("<think>\n\n</think>\n\n");
-    }
-    return out;
-}
+ChatText render(const std::vector<Message>& messages, const ChatOptions& options,
+                const std::vector<std::string>& tools);
 
 // The conversation as text, for eyes and hashes: tokenizing it would make special tokens of a caller's text.
-inline std::string render_text(const std::vector<Message>& messages, const ChatOptions& options = {},
-                               const std::vector<std::string>& tools = {}) {
-    std::string all;
-    for (auto& part : render(messages, options, tools).parts) all += part.text;
-    return all;
-}
+std::string render_text(const std::vector<Message>& messages, const ChatOptions& options = {},
+                        const std::vector<std::string>& tools = {});
 
 // The conversation as ids. tools: JSON texts, one a tool.
-inline std::vector<int> render_chat(const Tokenizer& tokenizer, const std::vector<Message>& messages,
-                                    const ChatOptions& options = {},
-                                    const std::vector<std::string>& tools = {}) {
-    std::vector<int> ids;
-    for (auto& part : render(messages, options, tools).parts) {
-        if (part.special) {
-            const int id = tokenizer.id(part.text);
-            if (id < 0) DIE("the chat template needs %s, which the tokenizer has not", part.text.c_str());
-            ids.push_back(id);
-        } else {
-            tokenizer.encode(ids, part.text, false);
-        }
-    }
-    return ids;
-}
+std::vector<int> render_chat(const Tokenizer& tokenizer, const std::vector<Message>& messages,
+                             const ChatOptions& options = {},
+                             const std::vector<std::string>& tools = {});
 
 // A name for this template, kept in datasets: FNV-1a 64 of a conversation that passes through every branch.
-inline uint64_t template_hash() {
-    std::vector<Message> messages = {
-        {"system", "s"}, {"user", "u"}, {"assistant", "<think>\nt\n</think>\n\na"}, {"system", "s"},
-        {"user", "u"}, {"assistant", "a", "\nt\n", {{"f", "{}"}, {"g", "{}"}}}, {"tool", "r"}, {"tool", "r"},
-        {"user", "<tool_response>r</tool_response>"}, {"assistant", "", "", {{"f", "{}"}}}, {"tool", "r"},
-        {"assistant", "a"}};
-    uint64_t hash = 0xCBF29CE484222325;
-    for (bool thinking : {false, true})
-        for (auto& tools : {std::vector<std::string>{}, {"{}", "{}"}})
-            for (char c : render_text(messages, {thinking, true}, tools))
-                hash = (hash ^ uint8_t(c)) * 0x100000001B3;
-    return hash;
-}
+uint64_t template_hash();
 
 // ------------------------------------------------------------------------------------------------- from JSON
 
-// Text, or OpenAI's list of parts. where: "messages[3].content", for the error.
-inline std::string content_from_json(sj::Value v, const std::string& where) {
-    if (v.is(sj::String)) return v.str();
-    if (!v) DIE("%s: missing", where.c_str());
-    if (!v.is(sj::Array)) DIE("%s: neither a string nor a list of parts", where.c_str());
-    std::string all;
-    size_t i = 0;
-    for (sj::Value part : v.items()) {
-        std::string at = where + "[" + std::to_string(i++) + "]", type = part["type"].str();
-        if (type != "text")
-            DIE("%s: type %s is not supported, only \"text\"", at.c_str(), in_quotes(type).c_str());
-        if (!part["text"].is(sj::String)) DIE("%s: a part without text", at.c_str());
-        all += part["text"].str();
-    }
-    return all;
-}
-
 // OpenAI's {"function": {"name", "arguments"}}, or the inner object alone. Arguments are a string with JSON
 // in it, or the JSON itself.
-inline ToolCall tool_call_from_json(sj::Value v, const std::string& where) {
-    sj::Value call = v["function"].size() ? v["function"] : v, arguments = call["arguments"];
-    if (!call["name"].is(sj::String)) DIE("%s: a tool call without a name", where.c_str());
-    if (!arguments) DIE("%s: a tool call without arguments", where.c_str());
-    return {call["name"].str(), arguments.is(sj::String) ? arguments.str() : sj::dump(arguments)};
-}
+ToolCall tool_call_from_json(sj::Value v, const std::string& where);
 
 // [{"role", "content", "reasoning_content"?, "tool_calls"?}, ...]; other keys (tool_call_id) are ignored.
-inline std::vector<Message> messages_from_json(sj::Value list) {
-    if (!list.is(sj::Array)) DIE("messages: not a list");
-    auto absent = [](sj::Value v) { return !v || v.is(sj::Null); };
-    std::vector<Message> messages;
-    for (sj::Value v : list.items()) {
-        std::string where = "messages[" + std::to_string(messages.size()) + "]";
-        if (!v["role"].is(sj::String)) DIE("%s: no role", where.c_str());
-        Message m{v["role"].str(), ""};
-        sj::Value content = v["content"], reasoning = v["reasoning_content"], calls = v["tool_calls"];
-        bool assistant = m.role == "assistant";
-        if (!assistant) reasoning = calls = {};         // the original does not look at them
-        if (!assistant || !absent(content)) m.content = content_from_json(content, where + ".content");
-        if (!absent(reasoning)) {
-            if (!reasoning.is(sj::String)) DIE("%s.reasoning_content: not a string", where.c_str());
-            m.reasoning = reasoning.str();
-        }
-        if (!absent(calls)) {
-            if (!calls.is(sj::Array)) DIE("%s.tool_calls: not a list", where.c_str());
-            for (sj::Value call : calls.items()) {
-                std::string at = where + ".tool_calls[" + std::to_string(m.tool_calls.size()) + "]";
-                m.tool_calls.push_back(tool_call_from_json(call, at));
-            }
-        }
-        messages.push_back(std::move(m));
-    }
-    return messages;
-}
+std::vector<Message> messages_from_json(sj::Value list);
 
 // [{"type": "function", "function": {...}}, ...] -> each as Python's json.dumps writes it.
-inline std::vector<std::string> tools_from_json(sj::Value list) {
-    std::vector<std::string> tools;
-    if (!list || list.is(sj::Null)) return tools;
-    if (!list.is(sj::Array)) DIE("tools: not a list");
-    for (sj::Value v : list.items()) {
-        if (!v.is(sj::Object)) DIE("tools[%zu]: not an object", tools.size());
-        tools.push_back(sj::dump(v));
-    }
-    return tools;
-}
+std::vector<std::string> tools_from_json(sj::Value list);

@@ -2,78 +2,34 @@
 #pragma once
 #include "model/options.h"
 #include "model/weights.h"
-
-// gpu/device.cu has these, gpu/device.h their comments.
-Context open_gpu(int device);
-void check_gpu(const std::string& name, const Config& c, bool logits);
-std::string gpu_name(int device);
+#include "qwen3.cu"
+#include <string>
+#include <type_traits>
 
 // What the computation runs on, for people.
-inline std::string device_name(const Context& ctx) {
-    if constexpr (WITH_GPU)
-        if (const std::string name = ctx.gpu ? gpu_name(0) : ""; !name.empty()) return name;
-    return format("cpu, %s%s", ctx.plain ? "plain loops, " : "", counted((size_t)thread_count(), "thread").c_str());
-}
+std::string device_name(const Context& ctx);
 
 // Compute in float? As the checkpoint is stored, unless --dtype says otherwise. The GPU computes in bf16.
-inline bool wide(const ModelOptions& o, const ModelFile& file) {
-    return o.dtype == "f32" || (o.dtype != "bf16" && o.device != "cuda" && file.is_float32());
-}
+bool wide(const ModelOptions& o, const ModelFile& file);
+
+// gpu/device.cu, of CUDA builds only: GPU `device`, which becomes this thread's; and whether the kernels can compute a
+// model of this shape. Each throws Error, one line that says why not.
+Context open_gpu(int device);
+void check_gpu(const std::string& name, const Config& c, bool logits);
+std::string gpu_name(int device); // as its maker calls it; empty: there is no such GPU
+// The same GPU with a stream, and later scratch, of its own.
+Context with_own_stream(const Context& ctx);
 
 // The GPU, if it was asked for or is there and can do what is asked; else the CPU.
-inline Context choose_device(const ModelOptions& o, [[maybe_unused]] const ModelFile& file) {
-    const std::string& name = o.device;
-    if (!name.empty() && name != "cpu" && name != "cuda" && name != "plain")
-        DIE("--device %s: cpu or cuda, or plain for plain loops", name.c_str());
-    const bool wanted = name == "cuda";
-    Context ctx;
-    ctx.plain = name == "plain";
-    ctx.kv_fp8 = o.kv_dtype == "fp8";
-    const bool rounds = o.activations == "fp8";
-    if (rounds && !file.is_fp8()) DIE("%s: it has no FP8 weights, which --activations fp8 is for", file.path.c_str());
-    if (rounds && (!o.packed || !o.dtype.empty()))
-        DIE("--activations fp8 is for weights that stay packed (--packed, and no --dtype)");
-    if (rounds && o.invariant) DIE("--activations fp8: not with --invariant, since only prompts are rounded");
-    const auto on_cpu = [&] {
-        if (rounds) DIE("--activations fp8 is for a GPU; this model runs on the CPU");
-        if (o.one_kernel > Context::WHERE_FASTER) DIE("--one-kernel is for a GPU; this model runs on the CPU");
-        return ctx;
-    };
-    if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
-    if (!file.logits && o.one_kernel > Context::WHERE_FASTER) DIE("--one-kernel is for answers; this model gives none");
-    if (WITH_GPU && (name == "cpu" || ctx.plain)) return on_cpu();
-    if constexpr (WITH_GPU) try {
-        if (!wanted && wide(o, file)) return on_cpu();
-        check_gpu(file.path, file.config, file.logits);
-        if (!o.packed && (o.dtype == "int8" || file.is_int8()))
-            DIE("%s: INT8 weights run on a GPU only with --packed (or --device cpu)", file.path.c_str());
-        Context gpu = open_gpu(o.gpu);
-        gpu.invariant = o.invariant, gpu.kv_fp8 = ctx.kv_fp8, gpu.fp8_activations = rounds;
-        gpu.one_kernel = file.logits ? o.one_kernel : Context::OFF; // (nothing is drawn; there may be no head)
-        return gpu;
-    } catch (const Error&) {
-        if (wanted) throw;
-    }
-    else if (wanted) DIE("--device cuda: this program was built without nvcc");
-    return on_cpu();
-}
+Context choose_device(const ModelOptions& o, const ModelFile& file);
 
 // Quantised matrices stay as they are stored: on a CPU unless a --dtype is asked for, on a GPU with --packed.
 template <class T> bool keeps_packed(const ModelOptions& o, const Context& ctx) {
     return std::is_same_v<T, bf16> && (!ctx.gpu || o.packed) && o.dtype.empty();
 }
 
-template <class T>
-void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const ModelFile& file,
-               [[maybe_unused]] Weights<T>& weights) {
-    if constexpr (HAS_GPU<T>)
-        if (where.gpu) {
-            Context ctx = where;
-            if (file.is_quantized() && weights.layers[0].down.format == Format::PLAIN)
-                fprintf(stderr, "%s: quantised; its weights are bfloat16 on the GPU\n", file.path.c_str());
-            weights.upload(ctx, file);
-        }
-}
+// The weights go to the GPU, if that is where they are used.
+template <class T> void to_device(const Context& where, const ModelFile& file, Weights<T>& weights);
 
 // On a CPU: see use_huge_pages.
 template <class T> void decode_for_long(const Context& where, const ModelFile& file, const Weights<T>& weights) {

@@ -12,110 +12,12 @@
 #include "model/safetensors.h"
 #include "model/tensors.h"
 
-// The end tokens, eos_token_id: those of generation_config, else those of config.
-inline std::vector<int> parse_end_tokens(const char* name, sj::Value config, std::string_view generation_text, int V) {
-    sj::Doc generation;
-    if (!generation_text.empty()) {
-        const std::string fault = sj::parse(generation, generation_text);
-        if (!fault.empty()) DIE("%s: generation_config: %s", name, fault.c_str());
-    }
-    std::vector<int> ids;
-    auto add = [&](sj::Value v) {
-        int64_t id = 0;
-        if (!v.integer(&id) || id < 0 || id >= V)
-            DIE("%s: eos_token_id holds %.60s, which is no id of the vocabulary", name, std::string(v.raw()).c_str());
-        ids.push_back((int)id);
-    };
-    sj::Value eos = generation.root()["eos_token_id"];
-    if (!eos || eos.is(sj::Null)) eos = config["eos_token_id"];
-    if (eos.is(sj::Array)) for (sj::Value v : eos.items()) add(v);
-    else if (eos && !eos.is(sj::Null)) add(eos);
-    return ids;
-}
-
 // Reads config.json (or its text in model.bin). Every key that changes the computation is either read or must have the
 // one value that this program computes; keys of training and bookkeeping are ignored.
-inline Config parse_config(const std::string& file, std::string_view text, std::string_view generation_text) {
-    const char* name = file.c_str();
-    sj::Doc doc;
-    const std::string fault = sj::parse(doc, text);
-    if (!fault.empty()) DIE("%s: config: %s", name, fault.c_str());
-    const sj::Value j = doc.root();
-    if (!j.is(sj::Object)) DIE("%s: config is not a JSON object", name);
-    if (j["model_type"].str() != "qwen3")
-        DIE("%s: model_type is %.60s, only \"qwen3\" is supported", name,
-            j["model_type"] ? std::string(j["model_type"].raw()).c_str() : "missing");
-
-    // ---- What must be off, or have one value
-    auto refuse = [&](const char* key, sj::Value v) {
-        DIE("%s: config has %s = %.60s, which is not supported", name, key, std::string(v.raw()).c_str());
-    };
-    auto must_be = [&](const char* key, bool ok) { if (j[key] && !ok) refuse(key, j[key]); };
-    auto off = [](sj::Value v) { return v.is(sj::Null) || v.is(sj::False); };
-    for (const char* key : {"attention_bias", "mlp_bias", "use_sliding_window", "rope_scaling", "quantization_config",
-                            "num_experts", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale",
-                            "residual_multiplier", "embedding_multiplier", "tie_encoder_decoder", "is_encoder_decoder",
-                            "use_bidirectional_attention"})
-        must_be(key, off(j[key]));
-    must_be("hidden_act", j["hidden_act"].str() == "silu");
-    must_be("partial_rotary_factor", j["partial_rotary_factor"].number() == 1);
-    must_be("use_qk_norm", j["use_qk_norm"].is(sj::True));
-    must_be("layer_types", j["layer_types"].is(sj::Array) || j["layer_types"].is(sj::Null));
-    for (sj::Value kind : j["layer_types"].items())
-        if (kind.str() != "full_attention") refuse("layer_types", kind);
-
-    // ---- Sizes. Within these limits all rows and columns are ints, those of three blocks together too.
-    auto integer = [&](const char* key, int64_t low, int64_t high, int64_t otherwise) {
-        int64_t v = otherwise;
-        if (!j[key] && otherwise < 0) DIE("%s: config has no %s", name, key);
-        if (j[key] && !j[key].integer(&v)) DIE("%s: config: %s is not an integer", name, key);
-        if (v < low || v > high)
-            DIE("%s: config: %s = %lld is outside %lld..%lld", name, key, (long long)v, (long long)low,
-                (long long)high);
-        return (int)v;
-    };
-    Config c;
-    c.C = integer("hidden_size", 1, 1 << 20, -1);
-    c.L = integer("num_hidden_layers", 1, 4096, -1);
-    c.H = integer("num_attention_heads", 1, 4096, -1);
-    c.K = integer("num_key_value_heads", 1, 4096, -1);
-    c.D = integer("head_dim", 2, MAX_HEAD, 128); // 128 is Hugging Face's default for qwen3
-    c.F = integer("intermediate_size", 1, 1 << 20, -1);
-    c.V = integer("vocab_size", 1, 1 << 24, -1);
-    c.max_positions = integer("max_position_embeddings", 1, 1 << 24, -1);
-    if (c.D % 2) DIE("%s: config: head_dim = %d is odd, RoPE needs pairs", name, c.D);
-    if (c.H % c.K) DIE("%s: config: %d query heads do not share %d key/value heads evenly", name, c.H, c.K);
-
-    // ---- Numbers
-    if (!j["rms_norm_eps"].is(sj::Number)) DIE("%s: config has no rms_norm_eps", name);
-    c.eps = (float)j["rms_norm_eps"].number();
-    if (!(c.eps > 0 && c.eps < 1)) DIE("%s: config: rms_norm_eps is not between 0 and 1", name);
-    sj::Value rope = j["rope_parameters"], theta = j["rope_theta"]; // transformers 5 has the first, 4 the second
-    if (rope && !rope.is(sj::Null)) {
-        if (!rope.is(sj::Object)) refuse("rope_parameters", rope);
-        for (auto [key, value] : rope.members()) {
-            const bool plain = (key == "rope_type" && value.str() == "default") ||
-                               (key == "partial_rotary_factor" && value.number() == 1);
-            if (key == "rope_theta") theta = value;
-            else if (!plain) refuse(("rope_parameters." + key).c_str(), value);
-        }
-    }
-    if (!theta.is(sj::Number)) DIE("%s: config has no rope_theta", name);
-    c.rope_theta = theta.number();
-    if (!(c.rope_theta >= 1 && c.rope_theta < 1e12)) DIE("%s: config: rope_theta is not between 1 and 1e12", name);
-    const sj::Value tied = j["tie_word_embeddings"];
-    if (tied && !tied.is_bool()) refuse("tie_word_embeddings", tied);
-    c.tied = tied.boolean(false);
-    c.end_tokens = parse_end_tokens(name, j, generation_text, c.V);
-    return c;
-}
+Config parse_config(const std::string& file, std::string_view text, std::string_view generation_text);
 
 // The __metadata__ of a model.bin.
-inline Metadata model_metadata(const std::string& config_text, const std::string& generation_text) {
-    Metadata metadata = {{"format", "pt"}, {"config", config_text}};
-    if (!generation_text.empty()) metadata["generation_config"] = generation_text;
-    return metadata;
-}
+Metadata model_metadata(const std::string& config_text, const std::string& generation_text);
 
 // The files of a model, mapped. The config is checked; tensors are found by name, and checked when they are loaded.
 struct ModelFile {
@@ -133,40 +35,14 @@ struct ModelFile {
     static bool in_folder(const std::string& p) { return exists(p + "/config.json") || exists(p + "/model.bin"); }
 
     // path: a model.bin, a GGUF file, a Hugging Face folder, or a folder with a model.bin (and no Hugging Face model).
-    explicit ModelFile(const std::string& p) : path(p) {
-        struct stat st;
-        if (stat(p.c_str(), &st) != 0) DIE("%s: %s", p.c_str(), strerror(errno));
-        const bool folder = S_ISDIR(st.st_mode);
-        if (!folder || (!exists(p + "/config.json") && exists(p + "/model.bin"))) {
-            open_one(folder ? p + "/model.bin" : p);
-            return;
-        }
-        Metadata metadata;
-        const std::string one = p + "/model.safetensors", index = one + ".index.json";
-        const std::string generation = p + "/generation_config.json";
-        if (exists(p + "/adapter_config.json") && !exists(p + "/config.json"))
-            DIE("%s: an adapter, not a model: its base is the model, and --adapter %s adds it", p.c_str(), p.c_str());
-        if (!exists(p + "/config.json")) DIE("%s: a folder without a model: it has no config.json", p.c_str());
-        config_text = MappedFile(p + "/config.json").text();
-        if (exists(generation)) generation_text = MappedFile(generation).text();
-        const auto quantization = take_quantization(p);
-        config = parse_config(p, config_text, generation_text);
-        if (exists(one)) add(one, metadata);
-        else if (exists(index)) add_shards(index, metadata);
-        else DIE("%s: a folder without a model: it has no model.safetensors and no model.safetensors.index.json",
-                 p.c_str());
-        finish(quantization);
-    }
+    explicit ModelFile(const std::string& p);
 
     // The checkpoint's own type is what the embedding is stored in. (F16 is read as bf16.)
     bool is_int8() const { return embedding_type() == Dtype::I8; } // (with a quantization_config it is Packed)
     bool is_quantized() const {
         return std::any_of(tensors.begin(), tensors.end(), [](auto& t) { return t.second.is_quantized(); });
     }
-    bool is_fp8() const { // has such matrices, that is
-        return std::any_of(tensors.begin(), tensors.end(),
-                           [](auto& t) { return t.second.packed && t.second.packed->method == Method::FP8; });
-    }
+    bool is_fp8() const;
     bool is_float32() const { return embedding_type() == Dtype::F32; }
     bool is_float16() const { return embedding_type() == Dtype::F16; }
 
@@ -176,136 +52,20 @@ struct ModelFile {
     // Names this config and these weights. Of each tensor it reads only 16 samples of 256 bytes, evenly spread: that
     // takes milliseconds, and is enough, since training moves every number. Models that differ only between the samples
     // have the same hash.
-    uint64_t hash() const {
-        uint64_t hash = fnv1a(config_text.data(), config_text.size());
-        auto add = [&](const Tensor& tensor) {
-            const size_t sample = std::min(tensor.bytes, (size_t)256);
-            for (size_t i = 0; i < 16; i++) hash = fnv1a(tensor.data + (tensor.bytes - sample) * i / 15, sample, hash);
-        };
-        for (auto& [name, tensor] : tensors) {
-            hash = fnv1a(name.data(), name.size() + 1, hash);
-            hash = fnv1a(&tensor.dtype, sizeof tensor.dtype, hash);
-            hash = fnv1a(&tensor.bytes, sizeof tensor.bytes, hash);
-            add(tensor);
-            if (const Packed* p = tensor.packed.get()) {
-                const uint64_t meaning[] = {(uint64_t)p->method, (uint64_t)p->bits, (uint64_t)p->zero_offset, p->group,
-                                            p->group_rows};
-                hash = fnv1a(meaning, sizeof meaning, hash);
-                add(p->scales), add(p->zeros), add(p->order);
-            }
-        }
-        return hash;
-    }
+    uint64_t hash() const;
 
   private:
-    void open_one(const std::string& file) { // a model.bin or a GGUF file
-        Metadata metadata;
-        maps.emplace_back(file);
-        if (maps[0].text().substr(0, 4) == "GGUF") return open_gguf();
-        read_safetensors(maps[0], tensors, metadata);
-        if (!metadata.count("config"))
-            DIE("%s: no config in its metadata; export.py makes a model.bin from a Hugging Face folder", file.c_str());
-        config_text = metadata["config"];
-        generation_text = metadata["generation_config"];
-        const auto quantization = take_quantization(file);
-        config = parse_config(file, config_text, generation_text);
-        finish(quantization);
-    }
-    void open_gguf() {
-        const GgufFile g(maps[0]);
-        int64_t rows = 0;
-        bool tied = true;
-        for (const GgufTensor& t : g.tensors) {
-            const std::string usual = hugging_face_name(t.name);
-            if (usual.empty()) g.fail(format("tensor %.100s belongs to no Qwen3 model", t.name.c_str()));
-            tensors.emplace(usual, t.tensor);
-            if (t.name == "token_embd.weight") rows = t.tensor.shape[0];
-            tied &= t.name != "output.weight";
-        }
-        if (!tensors.count("model.embed_tokens.weight")) g.fail("no tensor token_embd.weight");
-        config_text = gguf_config(g, rows, tied);
-        vocabulary = std::make_unique<GgufVocabulary>(g);
-        sj::Writer ends;
-        ends.object().key("eos_token_id").array();
-        for (uint64_t id : vocabulary->end_tokens(g)) ends.value(id);
-        generation_text = ends.end().end().text;
-        config = parse_config(g.path, config_text, generation_text);
-        Tensors rest = tensors;
-        for (const ModelTensor& t : model_tensors(config))
-            if (const auto at = rest.find(t.name()); at != rest.end())
-                need_shape(t.name(), at->second, t.shape()), rest.erase(at);
-        if (!rest.empty())
-            g.fail(format("tensor %s is of no layer: the model has %d", rest.begin()->first.c_str(), config.L));
-    }
+    void open_one(const std::string& file);
+    void open_gguf();
     // Reads quantization_config and takes it out of the config's text: what is made of the weights is not quantised.
-    std::optional<QuantizationConfig> take_quantization(const std::string& file) {
-        sj::Doc doc;
-        if (!sj::parse(doc, config_text).empty()) return {}; // parse_config says what is wrong
-        const sj::Value found = doc.root()["quantization_config"];
-        if (!found || found.is(sj::Null) || found.is(sj::False)) return {};
-        const QuantizationConfig q = parse_quantization(file.c_str(), found);
-        sj::Writer rest;
-        rest.object();
-        for (auto [key, value] : doc.root().members())
-            if (key != "quantization_config") rest.field(key, value);
-        config_text = rest.end().text;
-        return q;
-    }
-    void finish(const std::optional<QuantizationConfig>& quantization) {
-        if (quantization) Packer{path, tensors, *quantization}.run();
-        name_as_usual();
-        drop_biases();
-    }
+    std::optional<QuantizationConfig> take_quantization(const std::string& file);
+    void finish(const std::optional<QuantizationConfig>& quantization);
     // Qwen3 has no biases. AutoGPTQ writes zeros.
-    void drop_biases() {
-        for (const ModelTensor& m : model_tensors(config)) {
-            const std::string weight = m.name(), name = weight.substr(0, weight.size() - strlen("weight")) + "bias";
-            const auto found = tensors.find(name);
-            if (found == tensors.end()) continue;
-            const Tensor& t = found->second;
-            if (std::any_of(t.data, t.data + t.bytes, [](uint8_t b) { return b != 0; }))
-                DIE("%s: tensor %s is not zero: a model with a bias is not supported", t.file.c_str(), name.c_str());
-            tensors.erase(found);
-        }
-    }
+    void drop_biases();
     // A bare Qwen3Model, as Qwen3-Embedding is published, has no "model." before its tensors' names.
-    void name_as_usual() {
-        sj::Doc doc;
-        sj::parse(doc, config_text);
-        bare = doc.root()["architectures"][(size_t)0].str() == "Qwen3Model";
-        if (!tensors.count("embed_tokens.weight") || tensors.count("model.embed_tokens.weight")) return;
-        bare = true;
-        Tensors usual;
-        for (auto& [name, tensor] : tensors) usual.emplace((name == "lm_head.weight" ? "" : "model.") + name, tensor);
-        tensors.swap(usual);
-    }
-    Dtype embedding_type() const {
-        const auto t = tensors.find(ModelTensor{EMBED, -1, 0, 0}.name());
-        return t == tensors.end() ? Dtype::Other : t->second.dtype;
-    }
-    void add(const std::string& file, Metadata& metadata) {
-        maps.emplace_back(file);
-        read_safetensors(maps.back(), tensors, metadata);
-    }
+    void name_as_usual();
+    Dtype embedding_type() const;
+    void add(const std::string& file, Metadata& metadata);
     // model.safetensors.index.json: {"weight_map": {"TENSOR": "FILE", ..}}; the files are in the same folder.
-    void add_shards(const std::string& file, Metadata& metadata) {
-        const MappedFile map(file);
-        sj::Doc doc;
-        const std::string fault = sj::parse(doc, map.text());
-        if (!fault.empty()) DIE("%s: %s", file.c_str(), fault.c_str());
-        const sj::Value names = doc.root()["weight_map"];
-        if (!names.is(sj::Object)) DIE("%s: no weight_map", file.c_str());
-        std::set<std::string> shards;
-        for (auto [tensor, v] : names.members()) {
-            const std::string shard = v.str();
-            if (shard.empty() || shard.find('/') != std::string::npos || shard.find('\0') != std::string::npos)
-                DIE("%s: tensor %s has a bad file name", file.c_str(), tensor.c_str());
-            if (shards.insert(shard).second) add(path + "/" + shard, metadata);
-        }
-        for (auto [tensor, v] : names.members()) {
-            const auto t = tensors.find(tensor);
-            if (t == tensors.end() || t->second.file != path + "/" + v.str())
-                DIE("%s: tensor %s is not in %s", file.c_str(), tensor.c_str(), v.str().c_str());
-        }
-    }
+    void add_shards(const std::string& file, Metadata& metadata);
 };

@@ -2,6 +2,11 @@
 #pragma once
 #include "base/options.h"
 #include "model/adapters.h"
+#include "model/model_file.h"
+#include "model/tokenizer.h"
+#include "qwen3.cu"
+#include <string>
+#include <vector>
 
 struct ModelOptions {
     std::string model, tokenizer, device, dtype, adapter, kv_dtype, activations;
@@ -11,107 +16,23 @@ struct ModelOptions {
     bool packed = false; // on a GPU
     Context::OneKernel one_kernel = Context::WHERE_FASTER;
 
-    void add_to(std::vector<Option>& table, bool inference) {
-        table.push_back({"-d", "--device", "NAME", "cpu, cuda, or plain: the definitions of qwen3.cu's Book I, slow\n"
-                         "(default: cuda where there is a GPU for it)", text(device)});
-        if (inference)
-            table.push_back({"", "--dtype", "NAME", "compute in f32 or bf16 (default: as stored), or int8: weights of\n"
-                             "8.5 bits, made at load", one_of(dtype, {"f32", "bf16", "int8"})});
-        else
-            table.push_back({"", "--dtype", "NAME", "f32 or bf16 (default: as the model is stored; the GPU computes\n"
-                             "in bf16)", one_of(dtype, {"f32", "bf16"})});
-        table.push_back({"-j", "--threads", "N", "CPU threads, always (default: all, fewer while other programs need\n"
-                         "the cores)", whole(threads, 1, 4096)});
-        if (inference) {
-            table.push_back({"", "--kv-dtype", "NAME", "keys and values of past tokens: same as the model's\n"
-                             "type, or fp8: half of the memory", one_of(kv_dtype, {"same", "fp8"})});
-            table.push_back({"", "--adapter", "DIR", "a LoRA adapter in PEFT's format, as train_lora writes it",
-                             file_name(adapter)});
-            table.push_back({"", "--invariant", "", "on a GPU: a row's bits do not depend on its batch (slower; the\n"
-                             "CPU is always so)", flag(invariant)});
-        }
-        table.push_back({"", "--packed", "", "quantised weights stay packed, as they do on a CPU but for serve (else\n"
-                         "they become bf16: faster, if there is room)", flag(packed)});
-        if (inference)
-            table.push_back({"", "--activations", "NAME", "on a GPU with --packed: FP8 weights are multiplied by\n"
-                             "prompts in bf16 (default), or in fp8, which Hopper does faster",
-                             one_of(activations, {"bf16", "fp8"})});
-        table.push_back({"-z", "--tokenizer", "FILE", "default: tokenizer.bin beside the model, beside the program,\n"
-                         "or in this folder", text(tokenizer)});
-        table.push_back({"-h", "--help", "", "this text", flag(help)});
-    }
-    Option one_kernel_option(const char* what) {
-        return {"", "--one-kernel", "on|off|phases", what, [this](const char* name, const char* v) {
-            std::string which;
-            one_of(which, {"on", "off", "phases"})(name, v);
-            one_kernel = which == "off" ? Context::OFF : which == "on" ? Context::TOGETHER : Context::BY_PHASE;
-        }};
-    }
-    void use_threads() const { // each thread has its own number
-#ifdef _OPENMP
-        if (threads) omp_set_num_threads(threads);
-#endif
-    }
+    void add_to(std::vector<Option>& table, bool inference);
+    Option one_kernel_option(const char* what);
+    void use_threads() const; // each thread has its own number
 };
 
 // ------------------------------------------------------------------------------------------------------ Files
 
 // tokenizer.bin: as said, or beside the model, beside the program, in the working folder. "" if there is none.
-inline std::string find_tokenizer(const std::string& named, const std::string& model) {
-    if (!named.empty()) return named;
-    std::vector<std::string> folders;
-    struct stat st;
-    if (!model.empty()) {
-        bool folder = stat(model.c_str(), &st) == 0 && S_ISDIR(st.st_mode);
-        size_t slash = model.find_last_of('/');
-        folders.push_back(folder ? model : slash == std::string::npos ? "." : model.substr(0, slash + 1));
-    }
-    char program[4096];
-    const ssize_t n = readlink("/proc/self/exe", program, sizeof program);
-    const std::string self(program, n > 0 ? (size_t)n : 0);
-    if (n > 0) folders.push_back(self.substr(0, self.find_last_of('/')));
-    folders.push_back(".");
-    for (auto& f : folders)
-        if (access((f + "/tokenizer.bin").c_str(), F_OK) == 0) return f + "/tokenizer.bin";
-    return "";
-}
-inline std::string tokenizer_path(const ModelOptions& o) {
-    const std::string path = find_tokenizer(o.tokenizer, o.model);
-    if (path.empty())
-        DIE("no tokenizer.bin beside the model, beside the program or in this folder (-z FILE names one)");
-    return path;
-}
+std::string find_tokenizer(const std::string& named, const std::string& model);
+// The same; throws Error if there is none.
+std::string tokenizer_path(const ModelOptions& o);
 // Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off. A GGUF file's own
 // must be the same.
-inline bool fits(const Tokenizer& t, const ModelFile& file) {
-    const Config& c = file.config;
-    return t.size() <= c.V && c.V - t.size() < 1024 && file.difference(t).empty();
-}
-[[noreturn]] inline void not_its_tokenizer(const std::string& path, const Tokenizer& t, const ModelFile& file) {
-    if (const std::string how = file.difference(t); !how.empty())
-        DIE("%s: its tokenizer is not %s: %s (-z FILE names another)", file.path.c_str(), path.c_str(), how.c_str());
-    DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer (-z FILE names another)", path.c_str(),
-        t.size(), file.path.c_str(), file.config.V);
-}
+bool fits(const Tokenizer& t, const ModelFile& file);
+[[noreturn]] void not_its_tokenizer(const std::string& path, const Tokenizer& t, const ModelFile& file);
 
 // A model that is an adapter's folder, as train_lora leaves it, stands for the base that it names, with the adapter.
-inline void open_adapter(ModelOptions& o) {
-    const std::string config = o.model + "/adapter_config.json";
-    if (!ModelFile::exists(config) || ModelFile::in_folder(o.model)) return;
-    const char* name = o.model.c_str();
-    if (!o.adapter.empty()) DIE("%s: an adapter, as --adapter %s is: which model?", name, o.adapter.c_str());
-    const MappedFile file(config);
-    sj::Doc doc;
-    if (const std::string fault = sj::parse(doc, file.text()); !fault.empty())
-        DIE("%s: %s", config.c_str(), fault.c_str());
-    const std::string base = doc.root()["base_model_name_or_path"].str();
-    if (base.empty() || !ModelFile::exists(base))
-        DIE("%s: an adapter of %s, which is not here: name the model, and --adapter %s", name,
-            base.empty() ? "a model without a name" : base.c_str(), name);
-    o.adapter = o.model, o.model = base;
-}
-
+void open_adapter(ModelOptions& o);
 // Names what an adapter does to a model: its matrices, and how they are scaled.
-inline uint64_t adapter_hash(const AdapterFile& a, uint64_t seed) {
-    return fnv1a(a.map.data, a.map.size, fnv1a(&a.config.alpha, sizeof a.config.alpha, seed + a.config.rslora));
-}
+uint64_t adapter_hash(const AdapterFile& a, uint64_t seed);

@@ -52,39 +52,14 @@ inline void utf8_append(std::string& out, uint32_t c) {
 
 // Appends s as valid UTF-8 and returns how much of it was used: all of it if this is the last part of a text,
 // else all but a character that s does not hold to its end.
-inline size_t utf8_repair(std::string& out, std::string_view s, bool last) {
-    size_t i = 0, done = 0;
-    while (i < s.size()) {
-        int k = utf8_length(s.data() + i, s.size() - i);
-        if (k > 0) {
-            i += (size_t)k;
-            continue;
-        }
-        if (k == 0 && !last) break;
-        out.append(s, done, i - done);
-        out += "\xEF\xBF\xBD";
-        done = i += k ? (size_t)-k : s.size() - i;
-    }
-    out.append(s, done, i - done);
-    return i;
-}
+size_t utf8_repair(std::string& out, std::string_view s, bool last);
 
 // Bytes in, in any portions; valid UTF-8 out as soon as it is complete.
 struct Utf8Stream {
     std::string held; // the beginning of a character: at most 3 bytes between calls
 
-    std::string feed(std::string_view bytes) {
-        std::string out;
-        held += bytes;
-        held.erase(0, utf8_repair(out, held, false));
-        return out;
-    }
-    std::string flush() {
-        std::string out;
-        utf8_repair(out, held, true);
-        held.clear();
-        return out;
-    }
+    std::string feed(std::string_view bytes);
+    std::string flush();
 };
 
 // Text on its way out: stops before a stop string, and holds back what may be the beginning of one. Of several it
@@ -96,27 +71,6 @@ struct StopFilter {
     std::string found{};            // the one that stopped it
 
     // Takes new text, returns what is certain to be before any stop string.
-    std::string feed(std::string_view text) {
-        if (stopped) return "";
-        held += text;
-        size_t cut = std::string::npos, end = std::string::npos;
-        for (auto& s : stops) {
-            const size_t at = held.find(s);
-            if (at == std::string::npos || std::make_pair(at + s.size(), at) >= std::make_pair(end, cut)) continue;
-            cut = at, end = at + s.size(), found = s;
-        }
-        if (cut != std::string::npos) {
-            stopped = true;
-            held.resize(cut);
-            return flush();
-        }
-        size_t hold = 0; // the longest tail that begins a stop string
-        for (auto& s : stops)
-            for (size_t n = std::min(s.size() - 1, held.size()); n > hold; n--)
-                if (held.compare(held.size() - n, n, s, 0, n) == 0) hold = n;
-        std::string out = held.substr(0, held.size() - hold);
-        held.erase(0, out.size());
-        return out;
-    }
+    std::string feed(std::string_view text);
     std::string flush() { return std::exchange(held, {}); }
 };

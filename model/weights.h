@@ -3,7 +3,7 @@
 #include "model/model_file.h"
 #include <atomic>
 
-// ============================================================================================================== 5 INT8
+// ---- INT8
 // 32 neighbours in a row of W share a scale s: W[r][i] = q[r][i] * s[r][i / 32], where q is w / s rounded to nearest
 // even, -127..127. Such a product of 8 bits and a bf16's 8 bits is exact in a float: INT8 weights are weights like any
 // others, of 8.5 bits each. Files hold them as NAME (I8) and NAME_scale (BF16, (rows, ceil(columns / 32))).
@@ -13,194 +13,19 @@
 constexpr int SCALES = 8;
 
 // The smallest bf16 with 127 s >= largest.
-inline bf16 int8_scale(float largest) {
-    bf16 s = to_bf16(largest / 127);
-    while (127. * to_acc(s) < largest) s.bits++;
-    while (s.bits && 127. * to_acc(bf16{(uint16_t)(s.bits - 1)}) >= largest) s.bits--;
-    return s;
-}
+bf16 int8_scale(float largest);
 // Of that and the next seven the one with the least sum of squared errors, added up in the order of w. (Of equal ones
 // the first.)
-inline bf16 int8_scale(const float* w, size_t n) {
-    float largest = 0;
-    for (size_t i = 0; i < n; i++) largest = std::max(largest, std::fabs(w[i]));
-    const bf16 first = int8_scale(largest);
-    if (first.bits == 0) return first;
-    typedef double Each __attribute__((vector_size(SCALES * sizeof(double))));
-    Each s = {}, lost = {};
-    for (int c = 0; c < SCALES; c++) s[c] = to_acc(bf16{(uint16_t)std::min(first.bits + c, 0x7f7f)});
-    const Each inverse = 1. / s;
-    for (size_t i = 0; i < n; i++) {
-        const double x = w[i];
-        const Each nearest = x * inverse + 6755399441055744. - 6755399441055744.; // adding 1.5 * 2^52 rounds
-        const Each off = x - nearest * s;
-        lost += off * off;
-    }
-    int best = 0;
-    for (int c = 1; c < SCALES; c++)
-        if (lost[c] < lost[best]) best = c;
-    return {(uint16_t)std::min(first.bits + best, 0x7f7f)};
-}
+bf16 int8_scale(const float* w, size_t n);
 
 // Makes INT8 of a matrix. False if a number is not finite: q and scale are then not all set.
-inline bool to_int8(int8_t* q,       // (rows, in) out
-                    bf16* scale,     // (rows, ceil(in / 32)) out
-                    const Tensor& t, // (rows, in)
-                    size_t rows, size_t in) {
-    static_assert(Tile::COLUMNS % GROUP == 0);
-    const size_t groups = (in + GROUP - 1) / GROUP;
-    std::atomic<bool> finite = true;
-    each_tile(t, 0, rows, [&](const Tile& tile, const float* numbers) {
-        for (size_t r = 0; r < tile.rows; r++)
-            for (size_t k = 0; k < tile.columns; k += GROUP) {
-                const float* w = numbers + r * Tile::COLUMNS + k;
-                const size_t n = std::min((size_t)GROUP, tile.columns - k), first = (tile.r + r) * in + tile.k + k;
-                if (!std::all_of(w, w + n, [](float x) { return std::isfinite(x); })) finite = false;
-                if (!finite) return;
-                const bf16 chosen = scale[(tile.r + r) * groups + (tile.k + k) / GROUP] = int8_scale(w, n);
-                const double s = to_acc(chosen);
-                for (size_t i = 0; i < n; i++) q[first + i] = s > 0 ? (int8_t)std::nearbyint(w[i] / s) : (int8_t)0;
-            }
-    });
-    return finite;
-}
+bool to_int8(int8_t* q,       // (rows, in) out
+             bf16* scale,     // (rows, ceil(in / 32)) out
+             const Tensor& t, // (rows, in)
+             size_t rows, size_t in);
 
-// =========================================================================================== 6 Weights of a checkpoint
-
-template <class T> struct WeightLoader {
-    Weights<T>& w;
-    const ModelFile& file;
-    std::shared_ptr<Arena> last = nullptr; // of w.converted
-
-    const Tensor& find(const std::string& name, const Shape& shape) {
-        const auto found = file.tensors.find(name);
-        if (found == file.tensors.end()) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
-        need_shape(name, found->second, shape);
-        return found->second;
-    }
-
-    // n new numbers, if there is memory for them. They are for tensor t, and live as long as the weights: one after
-    // another in large pieces of memory, so that these can have huge pages.
-    template <class U> U* own(size_t n, const Tensor& t, const std::string& name) {
-        const size_t have = available_memory(), bytes = (n * sizeof(U) + 63) / 64 * 64, piece = 16 << 20;
-        if (bytes > have)
-            DIE("%s: converting tensor %s needs %zu bytes of memory and %zu are available", t.file.c_str(),
-                name.c_str(), bytes, have);
-        if (!last || last->size - last->used < bytes) {
-            last = std::make_shared<Arena>();
-            last->template take<uint8_t>(std::min(have, std::max(bytes, piece)));
-            last->allocate("the model");
-            w.converted.push_back(last);
-        }
-        return last->template take<U>(n);
-    }
-
-    // A tensor's numbers as T: where the file maps them, if they are T and aligned there.
-    const T* numbers(const std::string& name, const Shape& shape) {
-        const Tensor& t = find(name, shape);
-        if (!t.is_float()) DIE("%s: tensor %s is not BF16, F16 or F32", t.file.c_str(), name.c_str());
-        const bool same = (std::is_same_v<T, bf16> && t.dtype == Dtype::BF16) ||
-                          (std::is_same_v<T, float> && t.dtype == Dtype::F32);
-        return same && (uintptr_t)t.data % alignof(T) == 0 ? (const T*)t.data : converted(name, t);
-    }
-    const T* converted(const std::string& name, const Tensor& t) {
-        T* out = own<T>(count_of(t.shape), t, name);
-        if (!read_numbers(out, t) && t.is_quantized())
-            DIE("%s: tensor %s has an infinity or a NaN", t.file.c_str(), name.c_str());
-        return out;
-    }
-
-    // Makes the matrix (rows, in) block b of a Linear.
-    void load_block(Linear<T>& linear, int b, const ModelTensor& m, bool int8, bool packed) {
-        const std::string name = m.name();
-        const int rows = linear.rows[b] = m.rows, in = linear.in = m.columns;
-        const Tensor& t = find(name, m.shape());
-        const Kept kept = packed && !int8 && t.is_quantized() ? kept_as(t) : Kept{};
-        const Format before = linear.format;
-        linear.w[b] = nullptr, linear.q[b] = nullptr, linear.scale[b] = nullptr, linear.zero[b] = nullptr;
-        linear.group = kept.group, linear.group_rows = kept.group_rows, linear.format = kept.format;
-        if (t.dtype == Dtype::I8) {
-            const Tensor& s = find(name + "_scale", {rows, (in + GROUP - 1) / GROUP});
-            if (s.dtype != Dtype::BF16 || (uintptr_t)s.data % 2)
-                DIE("%s: tensor %s_scale is not BF16 at an even address", s.file.c_str(), name.c_str());
-            linear.q[b] = (const int8_t*)t.data, linear.scale[b] = s.data, linear.format = Format::INT8;
-        } else if (kept.format == Format::INT8) {
-            linear.q[b] = (const int8_t*)t.data, linear.scale[b] = t.packed->scales.data;
-        } else if (kept.format == Format::INT4) {
-            const size_t n = (size_t)rows * linear.groups() + 8; // (a vector reads past the last row's end)
-            int8_t* q = own<int8_t>(rows * linear.row_bytes(), t, name);
-            uint16_t* scale = own<uint16_t>(n, t, name);
-            uint8_t* zero = kept.zeros ? own<uint8_t>(n, t, name) : nullptr;
-            std::fill_n(scale + n - 8, 8, 0);
-            read_pairs(q, scale, zero, t, kept);
-            linear.q[b] = q, linear.scale[b] = scale, linear.zero[b] = zero;
-        } else if (kept.format == Format::FP8) {
-            float* scale = own<float>(count_of(t.packed->scales.shape), t, name);
-            if (!read_numbers(scale, t.packed->scales)) DIE("%s: %s has bad scales", t.file.c_str(), name.c_str());
-            linear.q[b] = (const int8_t*)t.data, linear.scale[b] = scale;
-        } else if (int8 || (packed && t.is_quantized())) {
-            make_int8(linear, b, name, t);
-        } else {
-            linear.w[b] = numbers(name, {rows, in});
-        }
-        if (b && before != linear.format && !file.is_quantized())
-            DIE("%s: tensor %s is INT8 and its neighbours are not, or the other way round", t.file.c_str(),
-                name.c_str());
-        plain = (b && plain) || linear.format == Format::PLAIN;
-        mixed = b && (mixed || before != linear.format || kept.group != last_kept.group ||
-                      kept.group_rows != last_kept.group_rows);
-        last_kept = kept;
-    }
-    bool mixed = false, plain = false; // the Linear's blocks so far are not all of one format; one of them is PLAIN
-    Kept last_kept = {};
-
-  private:
-    void make_int8(Linear<T>& linear, int b, const std::string& name, const Tensor& t) {
-        const char* path = t.file.c_str();
-        const int rows = linear.rows[b], in = linear.in;
-        if (!t.is_float()) DIE("%s: tensor %s is not BF16, F16, F32 or I8", path, name.c_str());
-        linear.format = Format::INT8, linear.group = GROUP, linear.group_rows = 1;
-        int8_t* q = own<int8_t>((size_t)rows * in, t, name);
-        bf16* scale = own<bf16>((size_t)rows * linear.groups(), t, name);
-        if (!to_int8(q, scale, t, rows, in))
-            DIE("%s: tensor %s has an infinity or a NaN, which INT8 cannot hold", path, name.c_str());
-        linear.q[b] = q, linear.scale[b] = scale;
-    }
-};
-
-// What most of its numbers are stored as.
-template <class T> const char* type_name(const Weights<T>& w) {
-    switch (w.layers[0].down.format) {
-        case Format::INT8: return "int8";
-        case Format::INT4: return "int4";
-        case Format::FP8: return "fp8";
-        default: return std::is_same_v<T, bf16> ? "bfloat16" : std::is_same_v<T, float> ? "float32" : "float64";
-    }
-}
-
-template <class T> Weights<T>::Weights(const ModelFile& file, bool int8, bool packed) {
-    WeightLoader<T> loader{*this, file};
-    layers.resize(file.config.L);
-    std::vector<ModelTensor> blocks; // of the Linear at work
-    for (const ModelTensor& t : model_tensors(file.config)) {
-        const TensorPlace<T> place = place_of(*this, t);
-        if (t.kind == HEAD && !file.logits && !file.tensors.count(t.name())) continue;
-        if (!place.linear) {
-            *place.vector = loader.numbers(t.name(), t.shape());
-            continue;
-        }
-        if (place.block == 0) blocks.clear();
-        blocks.push_back(t);
-        loader.load_block(*place.linear, place.block, t, int8, packed);
-        const bool last = t.kind == V_PROJ || t.kind == UP_PROJ;
-        // A product's blocks are of one format. INT8 holds all that is quantised.
-        const bool some_plain = loader.plain;
-        if (last && loader.mixed)
-            for (size_t b = 0; b < blocks.size(); b++)
-                loader.load_block(*place.linear, (int)b, blocks[b], int8 || !some_plain, packed && !some_plain);
-    }
-    if (file.config.tied) head = embed;
-}
+// Its numbers' type, by name: "bfloat16", "int8", ...: that of most of them.
+template <class T> const char* type_name(const Weights<T>& w);
 
 // ---- Huge pages. A decoding step reads every weight once, and memory gives a tenth more of it from pages of 2 MB than
 // from a file's pages of 4 KB. So who decodes for long copies the files there. A copy takes about what 64 steps gain,
@@ -209,57 +34,12 @@ constexpr size_t HUGE_PAGE = 2 << 20;
 constexpr size_t STEPS_TO_HUGE_PAGES = 64; // an answer that is so long pays for the copy
 
 // The kernel has most of the mapping in huge pages: a file that was read from disk at once may be.
-inline bool in_huge_pages(const MappedFile& map) {
-    FILE* f = fopen("/proc/self/smaps", "r");
-    char line[512];
-    bool here = false;
-    size_t begin, end, kilobytes, huge = 0;
-    while (f && fgets(line, sizeof line, f)) {
-        if (sscanf(line, "%zx-%zx", &begin, &end) == 2)
-            here = begin < (size_t)map.data + map.size && end > (size_t)map.data;
-        else if (here && (sscanf(line, "FilePmdMapped: %zu", &kilobytes) == 1 ||
-                          sscanf(line, "AnonHugePages: %zu", &kilobytes) == 1)) huge += kilobytes * 1024;
-    }
-    if (f) fclose(f);
-    return huge > map.size / 2;
-}
+bool in_huge_pages(const MappedFile& map);
 
 // Puts a copy of the file, in huge pages if the kernel gives them, where the file is mapped: no pointer to it changes.
 // False: there is no memory for it.
-inline bool copy_to_huge_pages(const MappedFile& map) {
-    // The copy is as far from a multiple of 2 MB as the mapping is, so that huge pages can move there as they are.
-    const size_t off = (uintptr_t)map.data % HUGE_PAGE, room = map.size + 2 * HUGE_PAGE;
-    uint8_t* memory = (uint8_t*)mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) return false;
-    uint8_t* copy = memory + (HUGE_PAGE - (uintptr_t)memory % HUGE_PAGE) % HUGE_PAGE + off;
-    madvise(memory, room, MADV_HUGEPAGE);
-    #pragma omp parallel for schedule(dynamic)
-    for (size_t i = 0; i < map.size; i += HUGE_PAGE) memcpy(copy + i, map.data + i, std::min(HUGE_PAGE, map.size - i));
-    mprotect(copy, map.size, PROT_READ);
-    if (mremap(copy, map.size, map.size, MREMAP_MAYMOVE | MREMAP_FIXED, map.data) == MAP_FAILED)
-        DIE("%s: moving a copy to where it is mapped: %s", map.path.c_str(), strerror(errno));
-    // What is left of it, before and after. (Where the copy was, another thread may have memory by now.)
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE), begin = (size_t)(copy - memory);
-    const size_t end = begin + (map.size + page - 1) / page * page;
-    if (begin) munmap(memory, begin);
-    munmap(memory + end, room - end);
-    return true;
-}
+bool copy_to_huge_pages(const MappedFile& map);
 
 // For a CPU's weights, if they are used where the files are mapped, are more than a cache holds, and half of the
 // available memory takes them.
-template <class T> void use_huge_pages(const ModelFile& file, const Weights<T>& w) {
-    size_t all = 0;
-    bool mapped = false; // or converted; norms may be so all the same
-    const void* used = w.layers[0].down.w[0] ? (const void*)w.layers[0].down.w[0] : w.layers[0].down.q[0];
-    for (const MappedFile& map : file.maps) all += map.size, mapped |= used >= map.data && used < map.data + map.size;
-    char enabled[64] = "[never]"; // a system without such pages has no such file
-    if (FILE* f = fopen("/sys/kernel/mm/transparent_hugepage/enabled", "r")) {
-        if (!fgets(enabled, sizeof enabled, f)) enabled[0] = 0;
-        fclose(f);
-    }
-    if (strstr(enabled, "[never]") || !mapped || all < ((size_t)64 << 20) || all > available_memory() / 2)
-        return;
-    for (const MappedFile& map : file.maps)
-        if (!in_huge_pages(map) && !copy_to_huge_pages(map)) return;
-}
+template <class T> void use_huge_pages(const ModelFile& file, const Weights<T>& w);

@@ -3,124 +3,16 @@
 #include "model/adapters.h"
 
 // What a tensor of a model is written as: what it is, or BF16 if it is quantised.
-inline const char* written_type(const std::string& name, const Tensor& t) {
-    if (t.is_quantized()) return "BF16";
-    for (const char* type : {"BF16", "F16", "F32", "I8"})
-        if (t.dtype == dtype_named(type)->dtype) return type;
-    DIE("%s: tensor %s is not BF16, F16, F32 or I8", t.file.c_str(), name.c_str());
-}
-inline void write_tensor(OutputFile& out, const std::string& name, const Tensor& t) {
-    if (!t.is_quantized()) return out.write(t.data, t.bytes);
-    std::vector<bf16> numbers(count_of(t.shape));
-    if (!read_numbers(numbers.data(), t))
-        DIE("%s: tensor %s has an infinity or a NaN", t.file.c_str(), name.c_str());
-    out.write(numbers.data(), numbers.size() * sizeof(bf16));
-}
+const char* written_type(const std::string& name, const Tensor& t);
+void write_tensor(OutputFile& out, const std::string& name, const Tensor& t);
 
 // The file's tensors; our own INT8 matrices are packed ones here, whose numbers can be read.
-inline Tensors readable_tensors(const ModelFile& file) {
-    Tensors all = file.tensors;
-    const QuantizationConfig none = {};
-    Packer{file.path, all, none}.pack_bytes();
-    return all;
-}
-
-// Writes W + s B A, computed in float32 and rounded once, to the type of W (a quantised one: to bf16).
-inline void write_merged_matrix(OutputFile& out, const std::string& name,
-                                const Tensor& W, // (rows, in)
-                                const Tensor& A, // (rank, in)
-                                const Tensor& B, // (rows, rank)
-                                float s) {
-    const int64_t rows = W.shape[0], in = W.shape[1], rank = A.shape[0];
-    std::vector<float> a((size_t)(rank * in)), merged((size_t)(rows * in));
-    for (size_t i = 0; i < a.size(); i++) a[i] = number(A, i);
-    #pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
-        float* row = &merged[(size_t)(r * in)];
-        for (int64_t j = 0; j < rank; j++) {
-            const float b = number(B, (size_t)(r * rank + j));
-            for (int64_t i = 0; i < in; i++) row[i] += b * a[(size_t)(j * in + i)];
-        }
-    }
-    each_tile(W, 0, (size_t)rows, [&](const Tile& tile, const float* numbers) {
-        for (size_t r = 0; r < tile.rows; r++)
-            for (size_t k = 0; k < tile.columns; k++) {
-                float& x = merged[(tile.r + r) * (size_t)in + tile.k + k];
-                x = numbers[r * Tile::COLUMNS + k] + s * x;
-            }
-    });
-    if (W.is_quantized() && !std::all_of(merged.begin(), merged.end(), [](float x) { return std::isfinite(x); }))
-        DIE("%s: tensor %s has an infinity or a NaN", W.file.c_str(), name.c_str());
-    if (W.dtype == Dtype::F32) return out.write(merged.data(), merged.size() * 4);
-    std::vector<uint16_t> rounded(merged.size());
-    for (size_t i = 0; i < merged.size(); i++) {
-        rounded[i] = W.dtype == Dtype::F16 ? float_to_half(merged[i]) : to_bf16(merged[i]).bits;
-        if (W.dtype == Dtype::F16 && (rounded[i] & 0x7c00) == 0x7c00)
-            DIE("%s: tensor %s: %g is too large for F16", out.path.c_str(), name.c_str(), merged[i]);
-    }
-    out.write(rounded.data(), rounded.size() * 2);
-}
+Tensors readable_tensors(const ModelFile& file);
 
 // Writes the model as one model.bin, in the order of the layers' work; what is quantised as bf16. Returns its bytes.
-inline size_t write_model(const ModelFile& file, const std::string& path) {
-    std::vector<OutTensor> tensors;
-    auto add = [&](const std::string& name) {
-        const auto at = file.tensors.find(name);
-        if (at == file.tensors.end()) return false;
-        const Tensor& t = at->second;
-        tensors.push_back({name, written_type(name, t), t.shape, [&t, name](OutputFile& out) {
-            write_tensor(out, name, t);
-        }});
-        return true;
-    };
-    for (const ModelTensor& t : model_tensors(file.config)) {
-        const std::string name = t.name();
-        if (t.kind == HEAD && file.bare && !file.tensors.count(name)) continue;
-        if (!add(name)) DIE("%s: no tensor %s", file.path.c_str(), name.c_str());
-        need_shape(name, file.tensors.at(name), t.shape());
-        add(name + "_scale");
-    }
-    return write_safetensors(path, model_metadata(file.config_text, file.generation_text), tensors);
-}
+size_t write_model(const ModelFile& file, const std::string& path);
 
 // Writes the model with the adapter merged into it: a model.bin if the path ends in .bin, else a Hugging Face folder,
 // to which the tokenizer's files for others in the base's folder are copied. Tensors without an adapter keep their
 // bytes, or become bf16 if they are quantised.
-inline void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
-    const Tensors from = readable_tensors(file);
-    std::map<std::string, ModelTensor> modules; // by name
-    for (const ModelTensor& t : targeted(file.config, adapter.config)) {
-        const auto found = from.find(t.name());
-        if (found == from.end()) DIE("%s: no tensor %s", file.path.c_str(), t.name().c_str());
-        need_shape(t.name(), found->second, t.shape());
-        modules.emplace(t.name(), t);
-    }
-    std::vector<OutTensor> tensors;
-    for (auto& entry : from) {
-        const std::string& name = entry.first;
-        const Tensor& W = entry.second;
-        const char* dtype = written_type(name, W);
-        const auto at = modules.find(name);
-        if (at == modules.end()) {
-            tensors.push_back({name, dtype, W.shape, [&](OutputFile& out) { write_tensor(out, name, W); }});
-            continue;
-        }
-        const Tensor& A = adapter.tensors.at(adapter_tensor(at->second.layer, at->second.kind, 'A'));
-        const Tensor& B = adapter.tensors.at(adapter_tensor(at->second.layer, at->second.kind, 'B'));
-        tensors.push_back({name, dtype, W.shape, [&, s = (float)adapter.config.scale()](OutputFile& out) {
-            write_merged_matrix(out, name, W, A, B, s);
-        }});
-    }
-    if (path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0) {
-        write_safetensors(path, model_metadata(file.config_text, file.generation_text), tensors);
-        return;
-    }
-    make_folder(path);
-    write_text(path + "/config.json", file.config_text);
-    if (!file.generation_text.empty()) write_text(path + "/generation_config.json", file.generation_text);
-    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt",
-                             "vocab.json", "special_tokens_map.json", "added_tokens.json"})
-        if (const std::string from = file.path + "/" + name; access(from.c_str(), F_OK) == 0)
-            write_text(path + "/" + name, MappedFile(from).text());
-    write_safetensors(path + "/model.safetensors", {{"format", "pt"}}, tensors);
-}
+void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path);

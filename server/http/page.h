@@ -1,39 +1,14 @@
-// page.h: the page to chat on, as it is sent. Part of serve.cu.
+// page.h: the page to chat on, as it is sent.
 #pragma once
+#include <string>
 
-// The page to chat on: chat.html, which the Makefile makes a string of.
-static const char CHAT_PAGE[] =
-#include "build/chat_page.inc"
-    ;
-
-inline std::string escape_html(const std::string& text) {
-    std::string out;
-    for (char c : text)
-        if (strchr("&<>\"'", c)) out += format("&#%d;", c); // (a NUL, too)
-        else out += c;
-    return out;
-}
+namespace server {
 
 // The page as it is sent, and the policy that goes with it: nothing but what is in the page, and this server, by a
 // number that only this answer has. Text can never become HTML in it (trusted types).
 struct ChatPage {
     std::string html, policy;
-    ChatPage(const std::string& title, bool think, bool docs) {
-        std::string nonce;
-        for (int half = 0; half < 2; half++) nonce += format("%016llx", (unsigned long long)random_bits());
-        const std::pair<std::string_view, std::string> values[] = {
-            {"{{nonce}}", nonce}, {"{{title}}", escape_html(title)}, {"{{think}}", think ? "1" : "0"},
-            {"{{docs}}", docs ? "1" : "0"}};
-        const std::string_view page = CHAT_PAGE;
-        for (size_t at = 0, next; at < page.size(); at = next) {
-            next = std::min(page.find("{{", at + 1), page.size());
-            std::string_view part = page.substr(at, next - at);
-            for (auto& [name, value] : values)
-                if (part.substr(0, name.size()) == name) html += value, part.remove_prefix(name.size());
-            html += part;
-        }
-        policy = "default-src 'none'; script-src 'nonce-" + nonce + "'; style-src 'nonce-" + nonce + "'; "
-                 "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-                 "require-trusted-types-for 'script'; trusted-types 'none'";
-    }
+    ChatPage(const std::string& title, bool think, bool docs);
 };
+
+} // namespace server

@@ -1,29 +1,22 @@
-// traffic.h: figures of HTTP. Part of serve.cu.
+// traffic.h: figures of HTTP.
 #pragma once
+#include "server/engine/figures.h"
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+
+namespace server {
 
 // What has been answered, by route and status, for /metrics.
 struct Traffic {
-    void add(const std::string& method, const std::string& route, int status, double seconds) {
-        std::lock_guard lock(mutex);
-        requests[{method, route, status}]++;
-        times[route].add(seconds);
-    }
-    std::string text() {
-        std::lock_guard lock(mutex);
-        std::string out = "# TYPE http_requests_total counter\n";
-        for (auto& [what, n] : requests) {
-            auto& [method, route, status] = what;
-            out += format("http_requests_total{method=\"%s\",handler=\"%s\",status=\"%d\"} %zu\n", method.c_str(),
-                          route.c_str(), status, n);
-        }
-        out += "# TYPE http_request_duration_seconds histogram\n";
-        for (auto& [route, h] : times)
-            out += histogram_text("http_request_duration_seconds", format("handler=\"%s\"", route.c_str()), h);
-        return out;
-    }
+    void add(const std::string& method, const std::string& route, int status, double seconds);
+    std::string text();
 
   private:
     std::mutex mutex;
     std::map<std::tuple<std::string, std::string, int>, size_t> requests; // status 0: the client went before the answer
     std::map<std::string, Histogram> times;
 };
+
+} // namespace server

@@ -1,7 +1,9 @@
 // Every kernel of the backward pass, and of adapters, against its CPU definition, at odd sizes, on fresh random numbers,
 // into poisoned memory; and that the same batch gives the same bits. Built by nvcc, run where a GPU is.
+#include "model/write.h"
 #include "tests/gpu/gpu.h"
 #include "tests/gradients.h"
+#include "tests/trainer.h"
 #include <fstream>
 
 static const std::vector<int> COUNTS = {1, 2, 7, 33, 64, 65, 257, 1000};
@@ -410,14 +412,14 @@ TEST_CASE("--grpo: answers drawn on the GPU are as likely as the CPU's, and a st
         writer.commit();
     }
     const Dataset data(out / "rows.bin");
-    Options o;
+    TrainOptions o;
     o.grpo = true, o.tokenizer = "tests/fixtures/tiny/tokenizer.bin", o.batch = 3, o.accum = 2, o.dropout = 0, o.rl.group = 5, o.rl.max_tokens = 24, o.rl.kl_beta = 0.1;
     o.rl.rewards = {"length:4", "regex:[a-m]"}, o.rl.epsilon_high = 0.2, o.lora.rank = 8, o.lora.alpha = 16;
     std::fill(o.lora.targets, o.lora.targets + MODULES, true);
-    Options with_gpu = o;
+    TrainOptions with_gpu = o;
     with_gpu.rank_step = GPU_RANK_STEP;
     Trainer<bf16> host(o, Context(), file, data, nullptr), device(with_gpu, gpu(), file, data, nullptr);
-    host.take_groups(host.rows_of(0)), device.take_groups(device.rows_of(0));
+    host.take_groups(host.loader.rows_of(0)), device.take_groups(device.loader.rows_of(0));
     CHECK(host.fault == "");
     CHECK(device.fault == "");
     REQUIRE(device.groups.rows.size() == 30);
@@ -442,14 +444,14 @@ TEST_CASE("--grpo: answers drawn on the GPU are as likely as the CPU's, and a st
     for (size_t i = 0; i < 30; i++)
         for (size_t k = 0; k < host.groups.length(i); k++) CHECK(std::fabs(device.groups.reference[i][k] - host.groups.reference[i][k]) < 0.1);
     host.add_gradients({}, 1), device.add_gradients({}, 1);
-    std::vector<float> got(device.count);
-    copy_out(device.ctx, got.data(), device.gradient, device.count);
+    std::vector<float> got(device.params.count);
+    copy_out(device.ctx, got.data(), device.params.gradient, device.params.count);
     auto length = [](const float* x, size_t n) {
         double sum = 0;
         for (size_t i = 0; i < n; i++) sum += (double)x[i] * x[i];
         return std::sqrt(sum);
     };
-    const double want = length(host.gradient, host.count), is = length(got.data(), got.size());
+    const double want = length(host.params.gradient, host.params.count), is = length(got.data(), got.size());
     MESSAGE("gradient: CPU " << want << ", GPU " << is);
     CHECK(want > 1e-3);
     CHECK(is == doctest::Approx(want).epsilon(0.05));

@@ -1,0 +1,70 @@
+#include "base/file.h"
+
+MappedFile::MappedFile(const std::string& p) : path(p) {
+    int fd = open(p.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); // NONBLOCK: a FIFO must not hang us
+    if (fd < 0) DIE("%s: %s", p.c_str(), strerror(errno));
+    struct stat st;
+    const char* fault = nullptr;
+    if (fstat(fd, &st) != 0) fault = strerror(errno);
+    else if (!S_ISREG(st.st_mode)) fault = "not a regular file";
+    else if (st.st_size == 0) fault = "the file is empty";
+    else {
+        void* at = mmap(nullptr, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+        if (at == MAP_FAILED) fault = strerror(errno);
+        else data = (const uint8_t*)at, size = (size_t)st.st_size;
+    }
+    close(fd);
+    if (fault) DIE("%s: %s", p.c_str(), fault);
+}
+
+OutputFile::OutputFile(const std::string& p) : path(p) {
+    struct stat st;
+    bool special = stat(p.c_str(), &st) == 0 && !S_ISREG(st.st_mode);
+    if (special && S_ISDIR(st.st_mode)) DIE("%s: is a directory", p.c_str());
+    if (!special) temporary = p + format(".tmp%d", (int)getpid());
+    file = fopen(special ? p.c_str() : temporary.c_str(), "wb");
+    if (!file) DIE("%s: %s", p.c_str(), strerror(errno));
+}
+
+OutputFile::~OutputFile() {
+    if (file) fclose(file);
+    if (!temporary.empty()) unlink(temporary.c_str());
+}
+
+void OutputFile::commit() {
+    bool ok = fflush(file) == 0 && (temporary.empty() || fsync(fileno(file)) == 0);
+    int fault = errno;
+    ok = fclose(file) == 0 && ok;
+    file = nullptr;
+    if (!ok) DIE("%s: %s", path.c_str(), strerror(fault));
+    if (!temporary.empty() && rename(temporary.c_str(), path.c_str()) != 0)
+        DIE("%s: %s", path.c_str(), strerror(errno));
+    temporary.clear();
+}
+
+uint64_t fnv1a(const void* bytes, size_t n, uint64_t hash) {
+    for (size_t i = 0; i < n; i++) hash = (hash ^ ((const uint8_t*)bytes)[i]) * 0x100000001b3;
+    return hash;
+}
+
+void write_text(const std::string& path, std::string_view text) {
+    OutputFile out(path);
+    out.write(text);
+    out.commit();
+}
+
+void make_folder(const std::string& path) {
+    struct stat st;
+    for (size_t at = 0; at != std::string::npos;) {
+        at = path.find('/', at + 1);
+        const std::string part = path.substr(0, at);
+        if (mkdir(part.c_str(), 0777) != 0 && errno != EEXIST) DIE("%s: %s", part.c_str(), strerror(errno));
+    }
+    if (stat(path.c_str(), &st) != 0 || !S_ISDIR(st.st_mode)) DIE("%s: not a folder", path.c_str());
+}
+
+bool same_file(const std::string& a, const std::string& b) {
+    struct stat one, other;
+    return stat(a.c_str(), &one) == 0 && stat(b.c_str(), &other) == 0 && one.st_dev == other.st_dev &&
+           one.st_ino == other.st_ino;
+}

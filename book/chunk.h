@@ -1,0 +1,9 @@
+// book/chunk.h: `datagen chunk`: books cut into chunks, a row each.
+#pragma once
+#include "book/arguments.h"
+
+namespace book {
+
+int run_chunk(const Arguments& a);
+
+} // namespace book

@@ -1,0 +1,318 @@
+#include "book/generate.h"
+#include "base/error.h"
+#ifdef HAVE_CURL
+#include "base/options.h"
+#include "book/report.h"
+#include "book/requests.h"
+#include "book/rows.h"
+#include "book/text.h"
+#include "book/words.h"
+#include "model/chat_template.h"
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <curl/curl.h>
+#include <map>
+#include <memory>
+#include <unistd.h>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace book {
+namespace {
+
+// One of the connections: idle, asking, or waiting before it asks again.
+struct Slot {
+    CURL* easy = curl_easy_init();
+    std::unique_ptr<Request> request; // none: idle
+    std::string reply;
+    size_t attempts = 0;
+    double wake = 0; // when to ask; infinite while asking
+    ~Slot() { curl_easy_cleanup(easy); }
+};
+
+struct Sender {
+    const Limits limits;
+    Journal& journal;
+    const std::string url, key;
+    const size_t retries, parallel, timeout, give_up;
+    curl_slist* headers = nullptr;
+    CURLM* multi = curl_multi_init();
+    std::vector<std::unique_ptr<Slot>> slots;
+    std::map<std::string, std::pair<size_t, std::string>> faults; // why requests were asked again or given up: how
+                                                                  // often, and what the endpoint said at last
+    struct Refused { Reader::Place place; size_t number; long status; std::string why; };
+    std::vector<Refused> refused;
+    size_t answered = 0, failed = 0, failures_in_row = 0;
+    std::string fatal;                    // why it makes no sense to ask on
+
+    Sender(const Arguments& a, Journal& journal)
+        : limits(a), journal(journal), url(a.need("--url")), key(read_key(a)),
+          retries(a.number("--retries", limits.count("generate.retries"), 0, 100)),
+          parallel(a.number("--parallel", limits.count("generate.parallel"), 1, 1000)),
+          timeout(a.number("--timeout", limits.count("generate.timeout"), 1, 86400)),
+          give_up(limits.count("generate.give_up")) {
+        if (!key.empty()) headers = curl_slist_append(headers, ("Authorization: Bearer " + key).c_str());
+        headers = curl_slist_append(headers, "Content-Type: application/json");
+        headers = curl_slist_append(headers, "Expect:"); // no round trip before the body
+        while (slots.size() < parallel) slots.push_back(std::make_unique<Slot>());
+    }
+    static std::string read_key(const Arguments& a) {
+        if (!a.has("--key-env")) return "";
+        const std::string name = a.text("--key-env");
+        const char* found = getenv(name.c_str());
+        if (!found || !*found) DIE("--key-env %s: no such environment variable", name.c_str());
+        if (strpbrk(found, "\r\n")) DIE("--key-env %s: holds a line break", name.c_str());
+        return found;
+    }
+    ~Sender() {
+        for (auto& s : slots) curl_multi_remove_handle(multi, s->easy);
+        slots.clear();
+        curl_multi_cleanup(multi);
+        curl_slist_free_all(headers);
+    }
+
+    static size_t receive(char* bytes, size_t, size_t n, void* slot) {
+        std::string& reply = ((Slot*)slot)->reply;
+        if (reply.size() + n > Reader::LONGEST / 2) return 0; // curl ends the transfer
+        reply.append(bytes, n);
+        return n;
+    }
+    void ask(Slot& s) {
+        s.reply.clear();
+        s.attempts++;
+        curl_easy_reset(s.easy);
+        auto set = [&](CURLoption option, auto value) {
+            if (curl_easy_setopt(s.easy, option, value) != CURLE_OK) DIE("libcurl refuses option %d", (int)option);
+        };
+        set(CURLOPT_URL, address(url, s.request ? s.request->url : "/v1/models").c_str());
+#if LIBCURL_VERSION_NUM >= 0x075500 // no redirects are followed: the key goes nowhere else
+        set(CURLOPT_PROTOCOLS_STR, "http,https");
+#else
+        set(CURLOPT_PROTOCOLS, (long)(CURLPROTO_HTTP | CURLPROTO_HTTPS));
+#endif
+        set(CURLOPT_HTTPHEADER, headers);
+        if (s.request) {
+            set(CURLOPT_POSTFIELDS, s.request->body.c_str());
+            set(CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t)s.request->body.size());
+        }
+        set(CURLOPT_WRITEFUNCTION, receive);
+        set(CURLOPT_WRITEDATA, (void*)&s);
+        set(CURLOPT_PRIVATE, (void*)&s);
+        set(CURLOPT_NOSIGNAL, 1L);
+        set(CURLOPT_CONNECTTIMEOUT, 20L);
+        set(CURLOPT_TIMEOUT, (long)timeout);
+    }
+
+    // How a transfer ended.
+    struct Outcome {
+        long status = 0;
+        std::string fault;  // "": well
+        std::string said;   // the endpoint's own words
+        bool again = false; // asking again may help
+        double wait = 0;    // ... after so many seconds
+    };
+    Outcome look_at(Slot& s, CURLcode code) const {
+        Outcome o;
+        curl_off_t retry_after = 0;
+        curl_easy_getinfo(s.easy, CURLINFO_RESPONSE_CODE, &o.status);
+        curl_easy_getinfo(s.easy, CURLINFO_RETRY_AFTER, &retry_after);
+        for (size_t at = 0; !key.empty() && (at = s.reply.find(key, at)) != s.reply.npos; at += 3)
+            s.reply.replace(at, key.size(), "***"); // an endpoint may echo it
+        sj::Doc doc;
+        const bool json = sj::parse(doc, s.reply).empty(), well = o.status / 100 == 2, chat = (bool)s.request;
+        const sj::Value list = doc.root()[chat ? "choices" : "data"];
+        if (code == CURLE_OK && well && json && list.is(sj::Array) && (list.size() || !chat)) return o;
+        o.fault = code != CURLE_OK ? curl_easy_strerror(code)
+                : !well            ? format("HTTP status %ld", o.status)
+                : chat             ? "a reply that is no chat completion" : "a reply that is no list of models";
+        if (code == CURLE_OK) o.said = words_of(json ? doc.root() : sj::Value(), s.reply);
+        o.again = code != CURLE_OK || well || o.status == 408 || o.status == 429 || o.status >= 500;
+        const double doubled = limits["generate.backoff"] * std::pow(2, (double)s.attempts - 1);
+        const std::string who = chat ? s.request->id : "";
+        const double jitter = 0.75 + 0.5 * (double)(mix(s.attempts, fnv1a(who)) >> 40) / (1 << 24);
+        const double backoff = std::min(doubled, limits["generate.longest_backoff"]) * jitter;
+        o.wait = std::min(std::max(backoff, (double)retry_after), limits["generate.longest_retry_after"]);
+        return o;
+    }
+
+    static std::string sentence(const Outcome& o) { return o.fault + (o.said.empty() ? "" : ": " + o.said); }
+
+    // A transfer ended: the answer goes into the journal, or the slot waits and asks again, or gives up.
+    void finish(Slot& s, CURLcode code) {
+        const Outcome o = look_at(s, code);
+        curl_multi_remove_handle(multi, s.easy);
+        if (o.fault.empty()) {
+            journal.add(*s.request, o.status, s.reply);
+            s.request.reset();
+            answered++, failures_in_row = 0;
+            return;
+        }
+        faults[o.fault].first++, faults[o.fault].second = o.said;
+        if (o.status == 400 || o.status == 401 || o.status == 403 || o.status == 404) {
+            fatal = "the endpoint answers " + sentence(o);
+            if (s.reply.find("context_length_exceeded") != s.reply.npos)
+                fatal += " (datagen chunk --characters N makes shorter prompts, prompt --max-tokens N shorter answers)";
+        }
+        if (!o.again || s.attempts > retries) {
+            refused.push_back({s.request->place, s.request->number, o.status, sentence(o)});
+            s.request.reset();
+            failed++;
+            if (++failures_in_row >= give_up && fatal.empty())
+                fatal = format("%zu requests in a row failed, the last with: %s", failures_in_row, sentence(o).c_str());
+            return;
+        }
+        s.wake = seconds() + o.wait;
+    }
+
+    // The only model that the endpoint has, where nobody named one.
+    std::string find_model() {
+        const std::string where = address(url, "/v1/models");
+        Slot s;
+        for (;;) {
+            stop_if_interrupted();
+            ask(s);
+            const CURLcode code = curl_easy_perform(s.easy);
+            const Outcome o = look_at(s, code);
+            if (o.fault.empty()) break;
+            if (!o.again || s.attempts > retries)
+                DIE("%s: %s; --model NAME names the model", where.c_str(), sentence(o).c_str());
+            for (const double end = seconds() + o.wait; seconds() < end && !interrupted;) usleep(20'000);
+        }
+        sj::Doc doc;
+        sj::parse(doc, s.reply);
+        Strings names;
+        for (sj::Value m : doc.root()["data"].items()) names.push_back(m["id"].str());
+        if (names.size() == 1 && !names[0].empty()) return names[0];
+        std::string all;
+        for (size_t i = 0; i < names.size() && i < 20; i++) all += (i ? ", " : "") + score_excerpt(names[i], 80);
+        if (names.size() > 20) all += format(" and %zu more", names.size() - 20);
+        DIE("--model NAME is needed: the endpoint has %s", all.empty() ? "no model" : all.c_str());
+    }
+
+    // Asks what `next` gives until it gives nothing more. After Ctrl-C answers on their way are still taken.
+    template <class F> void run(F next, size_t total) {
+        const double start = seconds();
+        const bool terminal = isatty(2);
+        double told = start;
+        bool more = true;
+        for (;;) {
+            const bool stopping = interrupted || !fatal.empty();
+            const double now = seconds();
+            double wake = now + 0.5;
+            bool busy = false;
+            for (auto& s : slots) {
+                if (!s->request && more && !stopping) {
+                    s->request = next();
+                    s->attempts = 0, s->wake = now;
+                    more = (bool)s->request;
+                }
+                if (!s->request || (stopping && s->wake < INFINITY)) continue;
+                if (s->wake <= now) {
+                    ask(*s);
+                    s->wake = INFINITY;
+                    curl_multi_add_handle(multi, s->easy);
+                }
+                wake = std::min(wake, s->wake);
+                busy = true;
+            }
+            if (!busy) break;
+            int running;
+            curl_multi_perform(multi, &running);
+            for (int left; CURLMsg* m = curl_multi_info_read(multi, &left);) {
+                Slot* s;
+                const CURLcode code = m->data.result; // finish() ends the message's life
+                curl_easy_getinfo(m->easy_handle, CURLINFO_PRIVATE, &s);
+                finish(*s, code);
+                wake = now;
+            }
+            if (wake > now) curl_multi_poll(multi, nullptr, 0, std::max(1, (int)(1000 * (wake - now))), nullptr);
+            if (now - told >= (terminal ? 1 : 10)) {
+                const double rate = (double)answered / (now - start), left = (double)(total - answered - failed);
+                fprintf(stderr, "%sanswered %zu of %zu, failed %zu, %.2f/s, %.0f s left   %s", terminal ? "\r" : "",
+                        answered, total, failed, rate, rate > 0 ? left / rate : 0, terminal ? "" : "\n");
+                told = now;
+            }
+        }
+        if (terminal && told > start) fputc('\n', stderr);
+    }
+};
+
+} // namespace
+
+// What was refused or failed for good, as other steps keep what they drop.
+static void write_refused(const Arguments& a, const Reader& in, const std::vector<Sender::Refused>& refused) {
+    Output out(a.dropped());
+    for (auto& r : refused) {
+        sj::Writer w;
+        w.object().field("rule", r.status / 100 > 2 ? format("status %ld", r.status) : std::string("failed"));
+        out.line(w.field("why", r.why).field("line", r.number).key("row").value(in.again(r.place)->row()).end().text);
+    }
+    out.commit();
+    if (!refused.empty())
+        say(format("%zu requests were refused or failed for good: %s says why", refused.size(),
+                   a.dropped().c_str()));
+}
+
+int run_generate(const Arguments& a) {
+    if (a.files[0] == "-") DIE("the requests are read more than once, so they have to be in a file");
+    const std::string url = a.need("--url");
+    if (url.compare(0, 7, "http://") && url.compare(0, 8, "https://"))
+        DIE("--url %s: expected http:// or https://", url.c_str());
+    Journal journal(a.text("--journal", a.files[0] + ".journal"));
+    size_t total = 0, there = 0;
+    {
+        std::unordered_set<std::string> ids;
+        for (Reader in(a.files[0]); in.next(); total++) {
+            const Request r(in);
+            if (!ids.insert(r.custom_id).second)
+                DIE("%s: custom_id %s is there twice", in.where().c_str(), r.custom_id.c_str());
+            if (a.has("--model") && !r.model.empty() && r.model != a.text("--model"))
+                DIE("%s: asks the model %s, --model says %s", in.where().c_str(), in_quotes(r.model).c_str(),
+                    a.text("--model").c_str());
+            there += journal.has(r);
+        }
+    }
+    curl_global_init(CURL_GLOBAL_DEFAULT);
+    Sender sender(a, journal);
+    if (there) say(format("%s: %zu of %zu requests are answered", journal.path.c_str(), there, total));
+    std::string model = a.text("--model");
+    Reader pending(a.files[0]);
+    sender.run([&]() -> std::unique_ptr<Request> {
+        while (!interrupted && pending.next()) {
+            auto r = std::make_unique<Request>(pending);
+            if (journal.has(*r)) continue;
+            if (r->model.empty()) {
+                if (model.empty()) say("asking the only model there: " + in_quotes(model = sender.find_model()));
+                r->set_model(model);
+            }
+            return r;
+        }
+        return nullptr;
+    }, total - there);
+    for (auto& [fault, what] : sender.faults)
+        say(format("  %6zu times: %s%s%s", what.first, fault.c_str(), what.second.empty() ? "" : ": ",
+                   what.second.c_str()));
+    write_refused(a, pending, sender.refused);
+    const size_t missing = total - there - sender.answered;
+    if (missing)
+        say(format("%zu of %zu answers are missing; those that came are in %s, and the same command goes on", missing,
+                   total, journal.path.c_str()));
+    if (interrupted) throw Interrupted();
+    if (!sender.fatal.empty()) DIE("%s", sender.fatal.c_str());
+
+    Output out(a.output());
+    for (Reader in(a.files[0]); in.next();)
+        if (const Request r(in); journal.has(r)) out.line(journal.line(r));
+    out.commit();
+    if (!missing) say(format("%zu answers, %zu of them new", total, sender.answered));
+    return missing ? 1 : 0;
+}
+
+} // namespace book
+#else
+int book::run_generate(const Arguments&) {
+    DIE("generate: built without libcurl; install libcurl4-openssl-dev and run make datagen again");
+}
+#endif

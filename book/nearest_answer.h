@@ -1,0 +1,35 @@
+// book/nearest_answer.h: the training row whose question is nearest to another, a baseline of `datagen score`.
+#pragma once
+#include "book/jieba.h"
+#include "book/score_rows.h"
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace book {
+
+// The answer of the training row whose question is nearest by TF-IDF: scikit-learn's TfidfVectorizer over the words of
+// jieba in lower case (smoothed idf, cosine); of equally near ones the first. It is what a search would answer.
+class NearestAnswer {
+    struct Posting {
+        uint32_t row;
+        double weight;
+    };
+    std::vector<std::string> answers;
+    std::unordered_map<std::string, std::vector<Posting>> postings;
+
+    static std::unordered_map<std::string, double> counted(const Jieba& jieba, std::string_view question);
+    double idf(size_t rows_with_it) const;
+
+  public:
+    NearestAnswer(const Jieba& jieba, const ScoreFile& train);
+    // Its number and the cosine; 0 where no word is common.
+    std::pair<size_t, double> find(const Jieba& jieba, std::string_view question) const;
+    std::string answer(const Jieba& jieba, std::string_view question) const;
+};
+
+} // namespace book

@@ -1,0 +1,247 @@
+#include "book/pages.h"
+#include "base/error.h"
+#include "book/chunks.h"
+#include "book/text.h"
+#include "book/words.h"
+#include <algorithm>
+#include <climits>
+#include <cstring>
+#include <map>
+#include <set>
+#include <unordered_set>
+#include <vector>
+
+namespace book {
+
+long page_number(std::string_view line) {
+    if (line.size() > 80) return -1;
+    std::string s(line);
+    static const Strings frame = {" ", "\t", "-", "–", "—", "|", "*", "_", "[", "]", "(", ")", "<", ">", "!", "#"};
+    for (bool more = true; more;) { // what stands around it
+        more = false;
+        for (auto& f : frame) {
+            if (s.compare(0, f.size(), f) == 0) s.erase(0, f.size()), more = true;
+            if (s.size() >= f.size() && s.compare(s.size() - f.size(), f.size(), f) == 0)
+                s.erase(s.size() - f.size()), more = true;
+        }
+    }
+    for (std::string word : {"page ", "Page ", "PAGE ", "p. ", "第 ", "第"})
+        if (s.compare(0, word.size(), word) == 0) s.erase(0, s.find_first_not_of(' ', word.size()));
+    const size_t digits = std::min(s.find_first_not_of("0123456789"), s.size());
+    if (digits > 0 && digits <= 5) {
+        const std::string rest = s.substr(digits);
+        long all;
+        int end = 0;
+        const bool of_all = (sscanf(rest.c_str(), " of %5ld%n", &all, &end) == 1 ||
+                             sscanf(rest.c_str(), " / %5ld%n", &all, &end) == 1) && (size_t)end == rest.size();
+        return rest.empty() || of_all || rest == "页" || rest == " 页" ? strtol(s.c_str(), nullptr, 10) : -1;
+    }
+    long sum = 0, last = 0;
+    for (char c : s) {
+        static const std::map<char, long> ROMAN = {{'i', 1}, {'v', 5}, {'x', 10}, {'l', 50}, {'c', 100}};
+        const auto letter = ROMAN.find(c);
+        if (letter == ROMAN.end() || s.size() > 8) return -1;
+        sum += letter->second - (last < letter->second ? 2 * last : 0), last = letter->second;
+    }
+    return sum > 0 ? sum : -1;
+}
+
+// Where a text without form feeds shows that it had pages (as Markdown of a PDF does): numbers on lines by themselves
+// that count on, five and more, a page's length from each other. The lines of the longest such count.
+static std::vector<size_t> page_marks(const Lines& lines) {
+    std::vector<size_t> marks;
+    size_t run = 0, best = 0, most = 0; // where the count at hand begins in marks, where the longest, and its length
+    bool fence = false;
+    long last = 0;
+    for (size_t i = 0; i < lines.size(); i++) {
+        fence ^= FenceMark(lines[i]).mark != 0;
+        auto blank = [&](size_t line) { return line >= lines.size() || is_blank_line(lines[line]); };
+        if (fence || blank(i) || !blank(i - 1) || !blank(i + 1)) continue;
+        const long number = page_number(lines[i]);
+        if (number < 0) continue;
+        if (number <= last || number > last + 2) run = marks.size(); // (a page without number is passed over)
+        marks.push_back(i), last = number;
+        if (marks.size() - run > most) best = run, most = marks.size() - run;
+    }
+    if (most < 5) return {};
+    marks = {marks.begin() + (ptrdiff_t)best, marks.begin() + (ptrdiff_t)(best + most)};
+    const size_t between = (size_t)(lines[marks.back()].data() - lines[marks[0]].data()) / (most - 1);
+    return between >= 200 && between <= 10000 ? marks : std::vector<size_t>();
+}
+
+// Every page's lines. Form feeds part them; where there is none, numbers do.
+static std::vector<Lines> pages_of(std::string_view book) {
+    std::vector<Lines> pages;
+    if (book.find('\f') != book.npos) {
+        for (size_t at = 0, end; at <= book.size(); at = end + 1) {
+            end = std::min(book.find('\f', at), book.size());
+            pages.push_back(lines_of(book.substr(at, end - at)));
+        }
+        return pages;
+    }
+    const Lines lines = lines_of(book);
+    size_t from = 0;
+    for (size_t mark : page_marks(lines)) {
+        pages.emplace_back(lines.begin() + (ptrdiff_t)from, lines.begin() + (ptrdiff_t)mark + 1);
+        from = mark + 1;
+    }
+    pages.emplace_back(lines.begin() + (ptrdiff_t)from, lines.end());
+    return pages;
+}
+
+// Empties the lines that only say where we are: among the first and last three of a page, numbers that go with the
+// pages (on two near each other), alone or with the same text beside them, and text that stands there on three pages
+// near each other. (A heading "Chapter 3" is neither: its number does not go with the pages.)
+static void drop_heads(std::vector<Lines>& pages, CleanText& found) {
+    constexpr size_t LONGEST = 90; // bytes: what is longer is a paragraph
+    struct Place { size_t page, line; };
+    std::map<std::string, std::vector<Place>> places; // by what such lines have in common
+    auto note = [&](char edge, std::string_view text, long number, Place at) {
+        places[format("%c%ld ", edge, number) + std::string(text)].push_back(at);
+    };
+    for (size_t p = 0; p < pages.size(); p++) {
+        std::vector<size_t> filled;
+        for (size_t i = 0; i < pages[p].size(); i++)
+            if (!is_blank_line(pages[p][i])) filled.push_back(i);
+        for (size_t k = 0; k < filled.size(); k++) {
+            const bool top = k < 3, bottom = k + 3 >= filled.size();
+            if (!top && !bottom) continue;
+            std::string line; // blanks as one
+            for (char c : trimmed(pages[p][filled[k]]))
+                if ((uint8_t)c > ' ') line += c;
+                else if (line.empty() || line.back() != ' ') line += ' ';
+            if (line.size() > LONGEST) continue;
+            const size_t front = line.find_first_not_of("0123456789"), back = line.find_last_not_of("0123456789") + 1;
+            for (char edge : {top ? 't' : 'b', top && bottom ? 'b' : ' '}) {
+                if (edge == ' ') continue;
+                const Place at = {p, filled[k]};
+                if (const long n = page_number(line); n >= 0) note(edge, "", n - (long)p, at);
+                else note(edge, line, LONG_MAX, at);
+                if (front == line.npos || heading_level(line)) continue;
+                auto tell = [&](const std::string& number, const std::string& rest) {
+                    const bool fits = !number.empty() && number.size() < 6 && rest != trimmed(rest);
+                    if (fits) note(edge, trimmed(rest), strtol(number.c_str(), nullptr, 10) - (long)p, at);
+                };
+                tell(line.substr(0, front), line.substr(front));
+                tell(line.substr(back), line.substr(0, back));
+            }
+        }
+    }
+    std::set<std::pair<size_t, size_t>> gone;
+    for (auto& [key, list] : places) {
+        const std::string_view text = std::string_view(key).substr(key.find(' ') + 1);
+        const auto is_letter = [](char c) { return is_latin((uint8_t)c) || (uint8_t)c >= 0x80; };
+        const bool rule = text.size() >= 3 && text.find_first_not_of("-_*=") == text.npos;
+        const auto letters = std::count_if(text.begin(), text.end(), is_letter);
+        if (!text.empty() && !rule && letters < 3) continue; // a brace of code
+        const bool numbered = key.compare(1, text.data() - key.data() - 2, std::to_string(LONG_MAX)) != 0;
+        const size_t least = numbered ? 2 : 3;
+        for (size_t i = 0, j; i < list.size(); i = j) {
+            size_t on = 1; // so many pages, each at most two after the one before
+            for (j = i + 1; j < list.size() && list[j].page <= list[j - 1].page + 2; j++)
+                on += list[j].page != list[j - 1].page;
+            if (on < least) continue;
+            for (size_t k = i; k < j; k++) {
+                if (!gone.insert({list[k].page, list[k].line}).second) continue;
+                (text.empty() ? found.numbers : found.heads)++;
+                pages[list[k].page][list[k].line] = "";
+            }
+        }
+    }
+}
+
+// The pages as one text. Where a page ends within a sentence, the next one goes on with it.
+static std::string join_pages(const std::vector<Lines>& pages) {
+    std::string all;
+    for (auto& page : pages) {
+        std::string text;
+        for (auto line : page) text.append(line) += '\n';
+        const size_t first = text.find_first_not_of(" \t\n");
+        if (first == text.npos) continue;
+        text.erase(0, text.rfind('\n', first) + 1); // (npos + 1 is 0)
+        text.erase(text.find_last_not_of(" \t\n") + 1);
+        const char last = all.empty() ? '.' : all.back(), next = text[text.find_first_not_of(" \t")];
+        const bool goes_on = (next >= 'a' && next <= 'z') || ((last & 0x80) && (next & 0x80));
+        all += all.empty() ? "" : goes_on && !strchr(".!?:;", last) ? "\n" : "\n\n";
+        all += text;
+    }
+    return all + "\n";
+}
+
+namespace {
+
+// Words that were cut at a line's end are whole again, on the first of the two lines. The hyphen stays if the book
+// writes the word with it elsewhere, and never without.
+struct HyphenJoiner {
+    std::unordered_set<uint64_t> words, pairs; // of the text: its words, and those of two parts with a hyphen
+
+    explicit HyphenJoiner(std::u32string_view text) {
+        size_t from = 0, to = 0; // of the word before
+        for_each_word(text, [&](size_t i, size_t j) {
+            words.insert(word_hash(text.substr(i, j - i)));
+            if (i == to + 1 && text[to] == '-') pairs.insert(pair(text.substr(from, to - from), text.substr(i, j - i)));
+            from = i, to = j;
+        });
+    }
+    static uint64_t pair(std::u32string_view a, std::u32string_view b) { return mix(word_hash(a), word_hash(b)); }
+    static bool is_letter(uint32_t c) { return is_word(c) && !is_digit(c); }
+
+    // If a line ends within a word and the next one begins with the rest of it, this rest goes to the first.
+    bool join(std::string& line, std::string& next) const {
+        constexpr size_t LONGEST = 80; // bytes of half a word
+        const std::string_view more = trimmed(next);
+        const size_t tail = next_character(line, line.size() - std::min(line.size(), LONGEST));
+        std::u32string left = decode(std::string_view(line).substr(tail));
+        const std::u32string right = decode(more.substr(0, next_character(more, std::min(more.size(), LONGEST))));
+        const char32_t hyphen = left.empty() ? 0 : left.back();
+        if (hyphen != '-' && hyphen != 0x2010 && hyphen != 0xAD) return false;
+        left.pop_back();
+        size_t from = left.size(), to = 0;
+        while (from > 0 && is_letter(left[from - 1])) from--;
+        while (to < right.size() && is_letter(right[to])) to++;
+        if (from == left.size() || to == 0 || (right[0] < 0x80 && right[0] < 'a')) return false;
+        left.erase(0, from);
+        const std::u32string rest = right.substr(0, to);
+        if (std::any_of(left.begin() + 1, left.end(), [](uint32_t c) { return c >= 'A' && c <= 'Z'; })) return false;
+        const bool with = pairs.count(pair(left, rest)) && !words.count(word_hash(left + rest));
+        const size_t bytes = hyphen == '-' ? 1 : hyphen == 0xAD ? 2 : 3;
+        if (hyphen == 0xAD || (left.size() > 1 && !with)) line.erase(line.size() - bytes);
+        const size_t end = std::min(more.find_first_of(" \t"), more.size());
+        line += more.substr(0, end);
+        const std::string after(trimmed(more.substr(end)));
+        next = after.empty() ? "" : next.substr(0, (size_t)(more.data() - next.data())) + after;
+        return true;
+    }
+};
+
+} // namespace
+
+bool was_pdf(std::string_view book) {
+    return book.find('\f') != book.npos || !page_marks(lines_of(book)).empty();
+}
+
+CleanText clean_pages(std::string_view book) {
+    CleanText clean;
+    std::vector<Lines> pages = pages_of(book);
+    clean.breaks = pages.size() - 1;
+    drop_heads(pages, clean);
+    const std::string all = join_pages(pages);
+    const HyphenJoiner joiner(decode(all));
+    Strings lines;
+    bool fence = false;
+    for (auto view : lines_of(all)) {
+        fence ^= FenceMark(view).mark != 0;
+        std::string line(view);
+        while (!fence && !lines.empty() && joiner.join(lines.back(), line)) clean.hyphens++;
+        if (!line.empty() || view.empty()) lines.push_back(line);
+    }
+    static const char* const LIGATURES[] = {"ff", "fi", "fl", "ffi", "ffl", "st", "st"}; // U+FB00 .. U+FB06
+    for (auto& line : lines) {
+        for (size_t at = 0; (at = line.find("\xEF\xAC", at)) != line.npos; at++)
+            if (const int which = (uint8_t)line[at + 2] - 0x80; which <= 6) line.replace(at, 3, LIGATURES[which]);
+        clean.text += line + "\n";
+    }
+    return clean;
+}
+
+} // namespace book

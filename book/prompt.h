@@ -1,0 +1,18 @@
+// book/prompt.h: `datagen prompt`: requests for questions about chunks, from the templates in data/datagen/prompts/.
+#pragma once
+#include "book/arguments.h"
+#include "sj.h"
+#include <string>
+
+namespace book {
+
+inline constexpr const char* DIFFICULTIES[] = {"easy", "medium", "hard"};
+
+// A chapter's name without those of its sections.
+std::string top_chapter(sj::Value row);
+
+// Questions by the length of a chunk, the same shares of difficulties in every chapter, to within one question: each
+// question takes the difficulty that is furthest behind. A chapter's quota thins its chunks evenly.
+int run_prompt(const Arguments& a);
+
+} // namespace book

@@ -1,0 +1,103 @@
+#include "book/read_book.h"
+#include "base/file.h"
+#include "base/options.h"
+#include "book/characters.h"
+#include "book/pages.h"
+#include "book/report.h"
+#include "book/text.h"
+#include "model/utf8.h"
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <fcntl.h>
+#include <memory>
+#include <set>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <vector>
+
+namespace book {
+
+// What a program found in PATH writes to its standard output. False if it is not installed; if it fails, what it said
+// is shown. No shell sees the words.
+static bool output_of(const std::string& path, const Strings& command, std::string& out) {
+    using File = std::unique_ptr<FILE, int (*)(FILE*)>;
+    const File text(tmpfile(), fclose), said(tmpfile(), fclose);
+    int started[2]; // the child's end closes when the program runs, or brings errno
+    if (!text || !said || pipe2(started, O_CLOEXEC) != 0) DIE("a temporary file: %s", strerror(errno));
+    std::vector<char*> argv;
+    for (auto& word : command) argv.push_back((char*)word.c_str());
+    argv.push_back(nullptr);
+    const pid_t child = fork();
+    if (child < 0) DIE("%s: %s", argv[0], strerror(errno));
+    if (child == 0) {
+        signal(SIGPIPE, SIG_DFL);
+        dup2(open("/dev/null", O_RDONLY), 0), dup2(fileno(text.get()), 1), dup2(fileno(said.get()), 2);
+        execvp(argv[0], argv.data());
+        const int fault = errno;
+        _exit(write(started[1], &fault, sizeof fault) == sizeof fault ? 127 : 126);
+    }
+    close(started[1]);
+    int fault = 0, status = 0;
+    while (read(started[0], &fault, sizeof fault) < 0 && errno == EINTR) {}
+    close(started[0]);
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR)
+        if (interrupted) kill(child, SIGTERM);
+    stop_if_interrupted();
+    if (fault == ENOENT) return false;
+    if (fault) DIE("%s: %s", argv[0], strerror(fault));
+    auto all_of = [&](FILE* file) {
+        struct stat st;
+        if (fstat(fileno(file), &st) != 0) DIE("%s: %s", argv[0], strerror(errno));
+        std::string s((size_t)st.st_size, '\0');
+        if (pread(fileno(file), s.data(), s.size(), 0) != (ssize_t)s.size()) DIE("%s: %s", argv[0], strerror(errno));
+        return s;
+    };
+    if (status != 0) {
+        std::string why = all_of(said.get());
+        for (char& c : why)
+            if (((uint8_t)c < 0x20 && c != '\n') || c == 0x7F) c = ' ';
+        fputs(why.c_str(), stderr);
+        if (!why.empty() && why.back() != '\n') fputc('\n', stderr);
+        if (WIFEXITED(status)) DIE("%s: %s failed: exit status %d", path.c_str(), argv[0], WEXITSTATUS(status));
+        DIE("%s: %s was ended by signal %d", path.c_str(), argv[0], WTERMSIG(status));
+    }
+    out = all_of(text.get());
+    return true;
+}
+
+std::string read_book(const std::string& path, const std::string& clean) {
+    const MappedFile file(path);
+    const size_t dot = path.find('.', path.rfind('/') + 1) == path.npos ? path.size() : path.rfind('.');
+    const std::string stem = path.substr(0, dot), word = path[0] == '-' ? "./" + path : path;
+    std::string ending = path.substr(dot), text;
+    for (char& c : ending) c = (char)lower((uint8_t)c);
+    const bool pdf = ending == ".pdf" || file.text().substr(0, 5) == "%PDF-";
+    const bool other = std::set<std::string>{".html", ".htm", ".xhtml", ".docx", ".epub"}.count(ending);
+    if (pdf) {
+        if (!output_of(path, {"pdftotext", "-layout", "-enc", "UTF-8", word, "-"}, text))
+            DIE("%s: a PDF, and there is no pdftotext (install poppler-utils); elsewhere: pdftotext -layout %s %s.txt",
+                path.c_str(), path.c_str(), stem.c_str());
+    } else if (other) {
+        if (!output_of(path, {"pandoc", "-t", "gfm", "--wrap=none", word}, text))
+            DIE("%s: no Markdown, and there is no pandoc (install pandoc); elsewhere: pandoc -t gfm %s -o %s.md",
+                path.c_str(), path.c_str(), stem.c_str());
+    } else text = file.text();
+    if (text.compare(0, 3, "\xEF\xBB\xBF") == 0) text.erase(0, 3);
+    for (size_t i = 0; i < text.size();) {
+        const int k = utf8_length(&text[i], text.size() - i);
+        if (k <= 0) DIE("%s: no UTF-8 at byte %zu; convert it first: iconv -f GB18030 -t UTF-8", path.c_str(), i);
+        i += (size_t)k;
+    }
+    if ((pdf || other) && text.find_first_not_of(" \t\r\n\f") == text.npos)
+        DIE("%s: no text in it%s", path.c_str(), pdf ? "; pictures of pages need OCR first" : "");
+    if (clean == "no" || (clean == "auto" && !pdf && !was_pdf(text))) return text;
+    const CleanText c = clean_pages(text);
+    say(format("%s: cleaned as text of a PDF: %zu page breaks, %zu page numbers, %zu running heads and feet, "
+               "%zu hyphens at line ends (--clean no leaves all)",
+               path.c_str(), c.breaks, c.numbers, c.heads, c.hyphens));
+    return c.text;
+}
+
+} // namespace book

@@ -1,0 +1,35 @@
+// book/score_table.h: all measures of a row, and the table of their means with intervals.
+#pragma once
+#include "book/jieba.h"
+#include "book/nearest_answer.h"
+#include "book/score.h"
+#include "book/score_rows.h"
+#include "sj.h"
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace book {
+
+// The first four measures are Scores.
+constexpr size_t BLEU_WORD = 4, FACTS = 5, CHOICE = 6, METRIC_COUNT = 7;
+inline constexpr const char* METRICS[METRIC_COUNT] = {"rouge-1", "rouge-2", "rouge-l", "bleu-4-char",
+                                                      "bleu-4-word", "facts", "choice"};
+using Measures = std::array<double, METRIC_COUNT>; // all of them; NAN: not of this row
+
+// What is put beside the references, and one number of each kind for each row.
+constexpr size_t ANSWER = 0, OTHER_BLANKS = 1, ECHO = 2, NEAREST = 3, GAIN = 4, CANDIDATES = 5;
+using ScoreRow = std::array<Measures, CANDIDATES>;
+
+ScoreRow score_row(const Jieba& jieba, const ScoreReference& row, const ScoredText& answer,
+                   const NearestAnswer* nearest, bool compat);
+
+// The table, once for people and once for programs. `keys` are the candidates' names in JSON.
+std::string score_table(const std::vector<ScoreRow>& table, bool compat, bool trained, uint64_t seed, sj::Writer& w);
+
+// The three worst rows, to be read.
+std::vector<size_t> worst_rows(const std::vector<ScoreRow>& table);
+
+} // namespace book

@@ -1,0 +1,30 @@
+// book/training_rows.h: conversations, preferences and texts as rows of tokens, and which of these are trained.
+#pragma once
+#include "book/conversations.h"
+#include "model/dataset.h"
+#include "model/tokenizer.h"
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace book {
+
+using Words = std::vector<uint32_t>; // of a packed row
+
+// One row for each answer of a conversation. So every answer of a long one is learnt after the very tokens that it is
+// asked for with; one row with all turns could not have that, since the template shows earlier answers without the
+// think block.
+std::vector<Words> render_rows(const Tokenizer& tokenizer, const Conversation& c);
+
+// The chosen and the rejected answer, each behind the same tokens: if one of them thinks, the other does not think in
+// its own words.
+std::vector<Words> render_pair(const Tokenizer& tokenizer, const Preference& p);
+
+// A row of plain text, {"text": ...}: all of it is trained, and the end.
+Words render_text_row(const Tokenizer& tokenizer, const std::string& text);
+
+size_t count_trained(DatasetRow row);
+inline DatasetRow view(const Words& words) { return {words.data(), words.data() + words.size()}; }
+
+} // namespace book

@@ -1,0 +1,42 @@
+// cli/answer.h: how an answer is made: documents beside the question, prompt lookup, the tokens themselves.
+#pragma once
+#include "cli/options.h"
+#include "model/chat_template.h"
+#include "model/loaded.h"
+#include "model/lookup.h"
+#include "model/pace.h"
+#include "model/session.h"
+#include "model/tokenizer.h"
+#include "search/documents.h"
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace cli {
+
+// With --docs: the last question among the messages gets the passages that it is about, as many as fit, so that `room`
+// tokens of the context are left.
+std::vector<Source> add_passages(const Options& o, const Tokenizer& tokenizer, std::vector<Message>& messages,
+                                 size_t context, size_t room, const std::vector<std::string>& tools = {});
+void say_sources(const std::vector<Source>& sources);
+
+// Tokens of an answer that a prompt leaves room for.
+size_t room_for_answer(const Options& o, size_t context);
+
+// --lookup for this session. On a GPU a token has the same bits in steps of any number of tokens by step.h's kernels,
+// or with --invariant.
+void use_lookup(const Options& o, Conversation& session);
+// What came of it, for people.
+std::string told(const LookUp& lookup);
+
+// Makes the session hold this prompt and computes only what it does not hold yet: returns how many tokens it
+// held. The last one is computed in any case, since its logits are needed.
+size_t feed_prompt(Conversation& session, const std::vector<int>& prompt);
+
+// `generate`, at the pace that the machine's other programs leave. `show` takes no part in it.
+void speak(Conversation& session, const Tokenizer* tokenizer, Generation& g, ThreadPace& pace,
+           const std::function<void(std::string_view)>& show);
+
+} // namespace cli

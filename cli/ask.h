@@ -1,0 +1,13 @@
+// cli/ask.h: one prompt and its answer, or its logits; without a prompt, a chat.
+#pragma once
+#include "cli/options.h"
+#include "model/loaded.h"
+#include "model/tokenizer.h"
+
+namespace cli {
+
+// Answers the prompt of the options on stdout; returns the exit status. tokenizer: null where none is needed. start:
+// when the program began, in seconds().
+int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double start);
+
+} // namespace cli

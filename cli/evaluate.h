@@ -1,0 +1,13 @@
+// cli/evaluate.h: --eval.
+#pragma once
+#include "cli/options.h"
+#include "model/loaded.h"
+#include "model/tokenizer.h"
+
+namespace cli {
+
+// --eval: what the model answers to the questions of a QA file, and its loss on the answers there. Greedy, unless -t
+// is given.
+int evaluate(const Options& o, const LoadedModel& model, const Tokenizer& tokenizer);
+
+} // namespace cli

@@ -1,0 +1,52 @@
+// cli/options.h: qwen3's options.
+#pragma once
+#include "base/options.h"
+#include "model/options.h"
+#include "qwen3.cu"
+#include "search/documents.h"
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace cli {
+
+struct Options : ModelOptions {
+    std::string input, system, ids, logits_file, tokenize, detokenize;
+    bool has_input = false, has_tokenize = false, has_detokenize = false, has_ids = false;
+    Context ctx; // where it runs
+    bool raw = false, json = false, logits_hash = false;
+    float temperature = -1, top_p = -1, min_p = 0; // negative: Qwen's advice for the mode
+    float repeat = 1, presence = 0, frequency = 0;
+    std::vector<std::string> stops;
+    int top_k = -1, max_tokens = -1, context = 0, think = 0;
+    int lookup = -1; // -1: as the device allows
+    uint64_t seed = 0;
+    bool has_seed = false, bench = false, bench_long = false;
+    std::string synthesize, synthesize_to, convert, quantize, quantize_to, calibrate, embedding, against;
+    int group = 0; // of --quantize int4; 0: 128
+    std::string prompt_cache, tools;
+    uint64_t variant = 0; // names what is made of the model's file: INT8, packed, FP8 keys or activations, an adapter
+    std::string ppl, eval, output;
+    int stride = 0; // 0: half a window
+    DocumentOptions documents;
+    std::shared_ptr<const Documents> library; // with --docs
+    std::string texts, instruct;
+    bool embed = false, rerank = false, truncate = false;
+    int dimensions = 0; // 0: all
+};
+
+// Throws Error, one line, for a command line that cannot be read. With --help it prints that, and o.help is set.
+Options parse_options(int argc, char** argv);
+
+// What --cpu chose, or this machine has.
+const char* instructions_used();
+
+std::string read_stdin();
+// Ids separated by commas or white space.
+std::vector<int> parse_ids(const char* option, const std::string& text);
+
+// How tokens are drawn: Qwen's advice for the mode, where the options do not say.
+Sampling sampling_of(const Options& o);
+
+} // namespace cli

@@ -1,0 +1,17 @@
+// cli/progress.cpp: how far a long piece of work is, on stderr.
+#include "cli/progress.h"
+#include <cstdio>
+
+namespace cli {
+
+Progress::~Progress() {
+    if (terminal && told > start) fputc('\n', stderr);
+}
+
+void Progress::tell(size_t done, size_t all, double now, const std::string& line) {
+    told = now;
+    const double left = (now - start) * (double)(all - done) / (double)done;
+    fprintf(stderr, terminal ? "\r%s, %.0f s left   " : "%s, %.0f s left\n", line.c_str(), left);
+}
+
+} // namespace cli

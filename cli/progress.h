@@ -1,0 +1,28 @@
+// cli/progress.h: how far a long piece of work is, on stderr.
+#pragma once
+#include "base/error.h"
+#include <cstddef>
+#include <string>
+#include <unistd.h>
+
+namespace cli {
+
+// A line on stderr that is written over once a second; where that is no terminal, a new one every half minute.
+struct Progress {
+    const bool terminal = isatty(2);
+    const double start = seconds();
+    double told = start;
+
+    ~Progress();
+
+    // What `line(seconds so far)` says, when `done` of `all` is done.
+    template <class F> void show(size_t done, size_t all, F line) {
+        const double now = seconds();
+        if (now - told >= (terminal ? 1 : 30)) tell(done, all, now, line(now - start));
+    }
+
+  private:
+    void tell(size_t done, size_t all, double now, const std::string& line);
+};
+
+} // namespace cli

@@ -1,0 +1,78 @@
+// cli/quantize.cpp: --quantize: what the options say, calibration on the device, what is told of it.
+#include "cli/quantize.h"
+#include "base/file.h"
+#include "base/options.h"
+#include "cli/progress.h"
+#include "model/device.h"
+#include "model/model_file.h"
+#include "model/pace.h"
+#include "model/quantize.h"
+#include "model/tokenizer.h"
+#include "model/write.h"
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace cli {
+
+int quantize(const Options& o, bool asks_more) {
+    if (asks_more || !o.adapter.empty() || !o.dtype.empty())
+        DIE("--quantize goes with a model alone: no question, --dtype or --adapter (train_lora --merge merges)");
+    if (o.quantize != "int4" && o.quantize != "int8" && o.quantize != "fp8")
+        DIE("--quantize %s: int4, int8 or fp8", o.quantize.c_str());
+    if (o.group && (o.quantize != "int4" || (o.group != 32 && o.group != 64 && o.group != 128)))
+        DIE("--group %d: 32, 64 or 128, of int4", o.group);
+    const ModelFile file(o.model);
+    for (const MappedFile& map : file.maps)
+        if (same_file(map.path, o.quantize_to)) DIE("--quantize %s: is the model itself", o.quantize_to.c_str());
+    Quantization how;
+    how.format = o.quantize == "int4" ? Format::INT4 : o.quantize == "int8" ? Format::INT8 : Format::FP8;
+    how.group = o.group ? o.group : 128;
+    how.keep_embedding = o.embedding == "same";
+    how.window = std::min(how.window, file.config.max_positions);
+    if (!o.calibrate.empty()) {
+        const std::string path = tokenizer_path(o);
+        const Tokenizer tokenizer(path);
+        if (!fits(tokenizer, file)) not_its_tokenizer(path, tokenizer, file);
+        how.text = tokenizer.encode(MappedFile(o.calibrate).text(), false);
+        if (how.windows() == 0)
+            DIE("%s: %s; one window takes %d", o.calibrate.c_str(), counted(how.text.size(), "token").c_str(),
+                how.window);
+    }
+    Context ctx;
+    if (!o.device.empty() || !how.text.empty()) ctx = choose_device(o, file);
+    ctx.stop = &interrupted;
+    auto progress = std::make_unique<Progress>();
+    ThreadPace pace(o, Context()); // (most of it is the CPU's in any case)
+    const bool paced = !how.text.empty(); // (else threads wait for the disk, which it would take for a lack of cores)
+    if (paced) pace.begin();
+    how.progress = [&](size_t done, size_t all, int layer) {
+        if (paced) pace.step();
+        progress->show(done, all, [&](double) { return format("layer %d of %d", layer + 1, file.config.L); });
+    };
+    const double start = seconds();
+    const auto quantize = [&] {
+        return wide(o, file) ? quantize_model<float>(file, how, ctx) : quantize_model<bf16>(file, how, ctx);
+    };
+    std::vector<OutTensor> tensors;
+    try {
+        tensors = quantize();
+    } catch (const Error& e) { // a GPU that nobody asked for may be too small
+        if (!ctx.gpu || !o.device.empty() || interrupted) throw;
+        fprintf(stderr, "%s; on the CPU\n", e.what());
+        ctx = Context(), ctx.stop = &interrupted;
+        tensors = quantize();
+    }
+    progress.reset(); // its line ends
+    const Metadata metadata = model_metadata(quantized_config(file, how), file.generation_text);
+    const size_t size = write_safetensors(o.quantize_to, metadata, tensors);
+    const std::string by = how.text.empty() ? "to the nearest" : format("GPTQ with %zu windows of %d tokens",
+                                                                        how.windows(), how.window);
+    fprintf(stderr, "%s: %.1f M parameters, %.0f MB, %s, %.1f s\n", o.quantize_to.c_str(),
+            (double)parameters(file.config) / 1e6, (double)size / 1e6, by.c_str(), seconds() - start);
+    return 0;
+}
+
+} // namespace cli

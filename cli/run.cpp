@@ -1,0 +1,129 @@
+// cli/run.cpp: what the options of qwen3 ask for.
+#include "cli/cli.h"
+#include "base/options.h"
+#include "cli/ask.h"
+#include "cli/bench.h"
+#include "cli/embed.h"
+#include "cli/evaluate.h"
+#include "cli/make.h"
+#include "cli/options.h"
+#include "cli/perplexity.h"
+#include "cli/quantize.h"
+#include "cli/screen.h"
+#include "model/adapters.h"
+#include "model/device.h"
+#include "model/loaded.h"
+#include "model/model_file.h"
+#include "model/tokenizer.h"
+#include "search/documents.h"
+#include "search/hybrid.h"
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace cli {
+
+// Quantised matrices stay as they are stored.
+static bool keeps(const Options& o, const ModelFile& file) { return !wide(o, file) && keeps_packed<bf16>(o, o.ctx); }
+
+static std::unique_ptr<LoadedModel> load(const Options& o, const ModelFile& file) {
+    return load_model(file, o.ctx, wide(o, file), o.dtype == "int8", keeps(o, file));
+}
+
+// The tokenizer that the options name or that is found. Null if none is there or fits, and none is needed.
+static std::unique_ptr<Tokenizer> fitting_tokenizer(const Options& o, const ModelFile& file) {
+    if (o.has_ids && find_tokenizer(o.tokenizer, o.model).empty()) return nullptr;
+    const std::string path = tokenizer_path(o);
+    auto tokenizer = std::make_unique<Tokenizer>(path);
+    if (fits(*tokenizer, file)) return tokenizer;
+    if (!o.has_ids || !o.tokenizer.empty()) not_its_tokenizer(path, *tokenizer, file);
+    return nullptr; // found by chance
+}
+
+// One prompt, a chat, --ppl, --eval, --embed or --rerank.
+static int use_model(Options& o, const ModelFile& file, double start) {
+    const Config& c = file.config;
+    const std::unique_ptr<LoadedModel> loaded = load(o, file);
+    LoadedModel& model = *loaded;
+    o.variant = o.dtype == "int8" ? 1 : file.is_quantized() && keeps(o, file) ? 2 : 0;
+    if (o.ctx.kv_fp8) o.variant |= 4;
+    if (o.ctx.fp8_activations) o.variant |= 8;
+    if (!o.adapter.empty()) {
+        const AdapterFile from(o.adapter, c);
+        o.variant = adapter_hash(from, o.variant);
+        model.attach(from);
+    }
+    const std::unique_ptr<Tokenizer> tokenizer = fitting_tokenizer(o, file);
+    if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
+    if (o.embed || o.rerank) return embed_or_rerank(o, model, *tokenizer);
+    if (!o.against.empty()) return compare(o, model, *tokenizer);
+    if (!o.ppl.empty()) return perplexity(o, model, *tokenizer);
+    if (!o.documents.docs.empty())
+        o.library = std::make_shared<Documents>(o.documents, say, open_document_models(o, o.documents));
+    if (o.eval.empty()) return ask(o, model, tokenizer.get(), start);
+    model.decode_for_long(); // (many answers)
+    return evaluate(o, model, *tokenizer);
+}
+
+// What --embed, --rerank and their options need, and do not go with.
+static void check_retrieval(const Options& o) {
+    const bool retrieves = o.embed || o.rerank;
+    if (!retrieves && (!o.texts.empty() || !o.instruct.empty() || o.truncate))
+        DIE("--texts, --instruct and --truncate are for --embed and --rerank");
+    if (!o.embed && o.dimensions) DIE("--dimensions is for --embed");
+    if (o.embed && o.has_input != o.texts.empty()) DIE("--embed takes -i TEXT or --texts FILE");
+    if (o.rerank && (!o.has_input || o.texts.empty())) DIE("--rerank takes the query, -i TEXT, and --texts FILE");
+    if (o.rerank && o.input == "-" && o.texts == "-") DIE("standard input cannot be both the query and the texts");
+    if (retrieves && o.has_ids) DIE("--ids is not for --embed and --rerank");
+}
+
+// Does what the options ask for; see run_program.
+int run(int argc, char** argv) {
+    const double start = seconds();
+    if (told_version("qwen3", argc, argv)) return 0;
+    Options o = parse_options(argc, argv);
+    if (o.help) return 0;
+    o.use_threads();
+    if (o.has_tokenize) {
+        const std::string text = o.tokenize == "-" ? read_stdin() : o.tokenize;
+        std::string line;
+        for (int id : Tokenizer(tokenizer_path(o)).encode(text, true)) line += format(line.empty() ? "%d" : " %d", id);
+        return write_stdout(line + "\n"), 0;
+    }
+    if (o.has_detokenize) {
+        const std::vector<int> ids = parse_ids("--detokenize", o.detokenize == "-" ? read_stdin() : o.detokenize);
+        return write_stdout(Tokenizer(tokenizer_path(o)).decode(ids, false)), 0;
+    }
+    if (!o.synthesize.empty()) return synthesize(o.synthesize, o.synthesize_to, o.seed), 0;
+    if (o.model.empty()) DIE("no model named (--help lists the options)");
+    const bool asks = o.has_input || o.has_ids, measures = !o.ppl.empty() || !o.eval.empty() || o.bench;
+    const bool retrieves = o.embed || o.rerank;
+    if ((asks && !retrieves) + !o.ppl.empty() + !o.eval.empty() + o.bench + o.embed + o.rerank > 1)
+        DIE("one thing at a time: -i or --ids, --ppl, --eval, --bench, --embed, --rerank");
+    check_retrieval(o);
+    if (!o.eval.empty() && o.output.empty()) DIE("--eval needs -o FILE, where the answers go");
+    if (o.eval.empty() && !retrieves && !o.output.empty()) DIE("-o is for --eval, --embed and --rerank");
+    if (o.stride && o.ppl.empty()) DIE("--stride is for --ppl");
+    if (!o.against.empty() && (o.ppl.empty() || o.stride)) DIE("--against is for --ppl, without --stride");
+    const bool in_words = !o.has_ids && !o.raw && o.ppl.empty() && !o.bench && !retrieves;
+    if (!o.documents.docs.empty() && !in_words)
+        DIE("--docs is for questions: not with --raw, --ids, --ppl, --bench or --embed");
+    check_document_options(o.documents);
+    if (!o.tools.empty() && (asks || measures || retrieves))
+        DIE("--tools is for a chat: not with a question, --ppl, --eval, --bench, --embed or --rerank");
+    if ((!asks || retrieves) && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
+        DIE("nothing asked: -i TEXT gives a question (a chat, which is without it, has no --raw, --json or --logits)");
+    if (!o.convert.empty()) return convert(o, asks || measures || retrieves), 0;
+    if (!o.quantize.empty()) return quantize(o, asks || measures || retrieves);
+    if (o.group || !o.calibrate.empty() || !o.embedding.empty())
+        DIE("--group, --calibrate and --embedding are for --quantize");
+    open_adapter(o);
+    ModelFile file(o.model);
+    file.logits = !retrieves;
+    o.ctx = choose_device(o, file);
+    if (o.bench && !o.adapter.empty()) DIE("--adapter changes no figure of --bench");
+    if (o.bench) return bench(o, *load(o, file)), 0;
+    return use_model(o, file, start);
+}
+
+} // namespace cli

@@ -1,0 +1,68 @@
+// cli/screen.cpp: a model's text, made harmless for a terminal; its thoughts dim.
+#include "cli/screen.h"
+#include "base/options.h"
+#include "model/utf8.h"
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace cli {
+
+std::string printable(std::string_view s) {
+    std::string out;
+    while (!s.empty()) {
+        const int length = utf8_length(s.data(), s.size());
+        const uint8_t c = (uint8_t)s[0];
+        if (length <= 0 || (c == 0xC2 && (uint8_t)s[1] < 0xA0)) out += "\uFFFD";
+        else if (c == 0x7F) out += "\u2421";
+        else if (c < 0x20 && c != '\n' && c != '\t') utf8_append(out, 0x2400u + c);
+        else out += s.substr(0, (size_t)length);
+        s.remove_prefix(length ? (size_t)std::abs(length) : s.size());
+    }
+    return out;
+}
+
+void say(const std::string& line) { fprintf(stderr, "%s\n", printable(line).c_str()); }
+
+bool plain_terminal() {
+    const char* kind = getenv("TERM");
+    return !kind || !*kind || !strcmp(kind, "dumb");
+}
+
+bool colours() {
+    const char* none = getenv("NO_COLOR");
+    return !plain_terminal() && !(none && *none);
+}
+
+Screen::Screen(bool terminal) : terminal(terminal), dims(terminal && colours()) {}
+
+Screen::~Screen() {
+    if (thinking) fputs("\033[0m", stdout), fflush(stdout);
+}
+
+void Screen::show(std::string_view s) {
+    if (!terminal) return write_stdout(s);
+    held += s;
+    for (;;) {
+        const std::string_view marker = thinking ? "</think>" : "<think>";
+        const size_t at = dims ? held.find(marker) : std::string::npos;
+        if (at == std::string::npos) {
+            size_t hold = dims ? std::min(marker.size() - 1, held.size()) : 0;
+            while (hold && held.compare(held.size() - hold, hold, marker, 0, hold) != 0) hold--;
+            return put(held.size() - hold);
+        }
+        put(at);
+        held.erase(0, marker.size());
+        thinking = !thinking;
+        write_stdout(thinking ? "\033[2m" : "\033[0m");
+    }
+}
+
+void Screen::put(size_t n) {
+    write_stdout(printable(held.substr(0, n)));
+    held.erase(0, n);
+}
+
+} // namespace cli

@@ -1,0 +1,11 @@
+// form/gbnf.h: grammars in GBNF.
+#pragma once
+#include "form/grammar.h"
+#include <string_view>
+
+// llama.cpp's notation, which vLLM's structured_outputs.grammar takes too:
+//     root ::= "yes" | "no" reason?      # a comment
+//     reason ::= ", because " [^.]+ "."
+// Strings and classes know \n \r \t \\ \" \[ \] \- \^ \xHH \uHHHH \UHHHHHHHH; . is any character; ( ) | * + ? {m,n}.
+// Throws Error, which names the line.
+Grammar grammar_of_gbnf(std::string_view text);

@@ -1,0 +1,76 @@
+// form/json_rules.cpp: the rules of JSON, see json_rules.h.
+#include "form/json_rules.h"
+#include "form/magnitudes.h"
+
+int JsonRules::space(int next) { return g.call(rule("white space", [&] {
+    const int end = Grammar::FINAL;
+    ByteSet blank;
+    blank.set(' '), blank.set('\t');
+    const int line = g.repeat([&](int p) { return g.bytes(blank, p); }, 0, 20, end);
+    return g.any_of({g.literal(" ", end), g.literal("\n", line), end});
+}), next); }
+
+int JsonRules::string(int next) { return g.call(rule("string", [&] {
+    const int body = g.repeat([&](int p) { return character(p, true); }, 0, -1, g.literal("\"", Grammar::FINAL));
+    return g.literal("\"", body);
+}), next); }
+
+int JsonRules::number(bool integer, int next) { return g.call(rule(integer ? "integer" : "number", [&] {
+    const int end = integer ? Grammar::FINAL : exponent(Grammar::FINAL);
+    Magnitudes any{g, end, {}, {}, true, true, false, integer};
+    const int p = any.start();
+    return g.split(g.literal("-", p), p);
+}), next); }
+
+int JsonRules::object(int next) { return g.call(rule("object", [&] {
+    const int end = space(g.literal("}", Grammar::FINAL));
+    auto pair = [&](int p) { return string(g.literal(":", space(value(p)))); };
+    const int more = g.repeat([&](int p) { return g.literal(",", space(pair(p))); }, 0, -1, end);
+    return g.literal("{", space(g.split(pair(more), end)));
+}), next); }
+
+int JsonRules::array(int next) { return g.call(rule("array", [&] {
+    const int end = space(g.literal("]", Grammar::FINAL));
+    const int more = g.repeat([&](int p) { return g.literal(",", space(value(p))); }, 0, -1, end);
+    return g.literal("[", space(g.split(value(more), end)));
+}), next); }
+
+int JsonRules::value(int next) { return g.call(rule("value", [&] {
+    const int end = Grammar::FINAL;
+    const int word = g.words({"true", "false", "null"}, end);
+    return g.any_of({object(end), array(end), string(end), number(false, end), word});
+}), next); }
+
+int JsonRules::character(int next, bool by_number) {
+    const int short_forms = g.words({"\\\"", "\\\\", "\\/", "\\b", "\\f", "\\n", "\\r", "\\t"}, next);
+    const int plain = g.character(complement({{0, 0x1F}, {'"', '"'}, {'\\', '\\'}}), next, RAW);
+    if (!by_number) return g.split(plain, short_forms);
+    ByteSet hex, not_d, low;
+    for (char c : std::string("0123456789abcdefABCDEF")) {
+        hex.set((uint8_t)c);
+        if (c != 'd' && c != 'D') not_d.set((uint8_t)c);
+        if (c >= '0' && c <= '7') low.set((uint8_t)c);
+    }
+    const int two = g.bytes(hex, g.bytes(hex, next));
+    ByteSet d;
+    d.set('d'), d.set('D');
+    const int four = g.split(g.bytes(not_d, g.bytes(hex, two)), g.bytes(d, g.bytes(low, two)));
+    return g.any_of({plain, short_forms, g.literal("\\u", four)});
+}
+
+int JsonRules::rule(const char* name, const std::function<int()>& body) {
+    const auto found = known.find(name);
+    if (found != known.end()) return found->second;
+    const int r = known[name] = g.new_rule(name);
+    const int start = body(); // (which makes more rules)
+    g.rules[(size_t)r].start = start;
+    return r;
+}
+
+int JsonRules::exponent(int next) {
+    const int digits = g.bytes('0', '9', g.split(g.bytes('0', '9', next), next));
+    const int sign = g.any_of({g.literal("+", digits), g.literal("-", digits), digits});
+    ByteSet e;
+    e.set('e'), e.set('E');
+    return g.split(g.bytes(e, sign), next);
+}

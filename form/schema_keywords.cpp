@@ -1,0 +1,155 @@
+// form/schema_keywords.cpp: the keywords that hold for a value. References and allOf are put together; a keyword that
+// is not supported is refused by its name.
+#include "base/error.h"
+#include "form/schema_reader.h"
+#include "model/chat_template.h" // in_quotes
+#include <algorithm>
+#include <cstdlib>
+#include <string_view>
+
+sj::Value Keywords::operator[](const char* word) const {
+    const auto found = words.find(word);
+    return found == words.end() ? sj::Value{} : found->second;
+}
+
+sj::Value Keywords::property(const std::string& name) const {
+    for (auto& [known, schema] : properties)
+        if (known == name) return schema;
+    return {};
+}
+
+bool SchemaReader::is_annotation(const std::string& word) {
+    static const std::set<std::string> all = {"title", "description", "default", "examples", "$comment", "$schema",
+        "$defs", "definitions", "deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType",
+        "contentSchema", "$id", "id", "$anchor", "$vocabulary"};
+    return all.count(word);
+}
+
+static bool is_refused(const std::string& word) {
+    static const std::set<std::string> all = {"not", "if", "then", "else", "contains", "minContains", "maxContains",
+        "uniqueItems", "patternProperties", "propertyNames", "dependentRequired", "dependentSchemas",
+        "dependencies", "unevaluatedItems", "unevaluatedProperties", "multipleOf", "minProperties", "maxProperties",
+        "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "divisibleBy", "disallow", "extends"};
+    return all.count(word);
+}
+
+static bool is_known(const std::string& word) {
+    static const std::set<std::string> all = {"enum", "const", "additionalProperties", "items", "prefixItems",
+        "additionalItems", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format",
+        "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"};
+    return all.count(word);
+}
+
+// ---- Which schema it is
+sj::Value SchemaReader::resolve(sj::Value ref) const {
+    const std::string path = ref.str();
+    if (!ref.is(sj::String) || path.empty() || path[0] != '#' || (path.size() > 1 && path[1] != '/'))
+        DIE("$ref: only references within the schema (#/...) are supported");
+    sj::Value at = root;
+    for (size_t i = 1; i < path.size();) {
+        const size_t end = std::min(path.find('/', i + 1), path.size());
+        std::string step;
+        for (size_t k = i + 1; k < end; k++) {
+            const bool escape = path[k] == '~' && k + 1 < end;
+            const int high = path[k] == '%' && k + 2 < end ? sj::hex_digit(path[k + 1]) : -1;
+            const int low = high >= 0 ? sj::hex_digit(path[k + 2]) : -1;
+            if (low >= 0) step += (char)(high << 4 | low), k += 2;
+            else step += escape ? (path[++k] == '1' ? '/' : '~') : path[k];
+        }
+        at = at.is(sj::Array) ? at[(size_t)strtoul(step.c_str(), nullptr, 10)] : at[std::string_view(step)];
+        i = end;
+    }
+    if (!at) DIE("$ref: there is no %s", in_quotes(path).c_str());
+    return at;
+}
+
+int SchemaReader::rule_for(sj::Value v) {
+    const auto known = rule_of.find(v.node);
+    if (known != rule_of.end()) return known->second;
+    const int r = rule_of[v.node] = g.new_rule("schema");
+    pending.push_back({r, v});
+    return r;
+}
+
+// Before so many copies of k are made.
+void SchemaReader::limit(const Keywords& k, size_t copies) {
+    const size_t names = k.properties.size() + k.required.size();
+    copied += copies * names;
+    if (names > MAX_NAMES || copied > MAX_COPIED) DIE("the schema is too large: too many properties");
+}
+
+void SchemaReader::gather(sj::Value v, Keywords& k, int depth) {
+    if (depth > 32) DIE("$ref: a schema that refers to itself");
+    if (++merges > MAX_MERGES) DIE("the schema is too large: its anyOf, oneOf and allOf multiply");
+    if (v.is(sj::True)) return;
+    if (v.is(sj::False)) return k.types.emplace(), void();
+    if (!v.is(sj::Object)) DIE("a schema must be an object, true or false");
+    for (auto [word, value] : v.members()) {
+        if (word == "$ref") gather(resolve(value), k, depth + 1);
+        else if (word == "allOf") {
+            if (!value.is(sj::Array) || value.size() == 0) DIE("allOf must be a list");
+            for (sj::Value part : value.items()) gather(part, k, depth + 1);
+        } else if (word == "anyOf" || word == "oneOf") {
+            if (!value.is(sj::Array) || value.size() == 0) DIE("%s must be a list", word.c_str());
+            k.choices.push_back({word, value});
+        } else gather_one(word, value, v, k);
+    }
+}
+
+static void gather_types(sj::Value value, Keywords& k) {
+    static const std::set<std::string> all = {"null", "boolean", "object", "array", "number", "string", "integer"};
+    std::set<std::string> types;
+    auto add = [&](sj::Value one) {
+        if (!all.count(one.str())) DIE("type: %s is none", in_quotes(one.raw()).c_str());
+        types.insert(one.str());
+    };
+    if (value.is(sj::Array)) for (sj::Value one : value.items()) add(one);
+    else add(value);
+    if (k.types) { // both
+        std::set<std::string> both;
+        for (auto& t : types) {
+            if (k.types->count(t) || (t == "integer" && k.types->count("number"))) both.insert(t);
+            if (t == "number" && k.types->count("integer")) both.insert("integer");
+        }
+        types = both;
+    }
+    if (types.count("number")) types.erase("integer");
+    k.types = types;
+}
+
+void SchemaReader::gather_one(const std::string& word, sj::Value value, sj::Value owner, Keywords& k) {
+    if (word == "type") gather_types(value, k);
+    else if (word == "properties") {
+        if (!value.is(sj::Object)) DIE("properties must be an object");
+        k.with_properties = true;
+        k.of_objects.insert(owner.node);
+        std::map<std::string, sj::Value> last; // of those with one name
+        std::set<std::string> known;
+        for (auto& property : k.properties) known.insert(property.first);
+        for (auto [name, schema] : value.members()) last[name] = schema;
+        for (auto [name, schema] : value.members()) {
+            auto one = last.extract(name);
+            if (!one) continue;
+            if (known.count(name)) DIE("properties: %s is described twice", in_quotes(name).c_str());
+            k.properties.push_back({name, one.mapped()});
+        }
+        limit(k, 1);
+    } else if (word == "required") {
+        if (!value.is(sj::Array)) DIE("required must be a list");
+        for (sj::Value name : value.items())
+            if (!name.is(sj::String)) DIE("required must be a list of strings");
+            else k.required.insert(name.str());
+        limit(k, 0);
+    } else if (is_refused(word)) {
+        if (word == "uniqueItems" && value.is(sj::False)) return;
+        DIE("%s is not supported", word.c_str());
+    } else if (is_known(word)) {
+        if (k.words.count(word) && k.words[word].raw() != value.raw())
+            DIE("%s is given twice, by allOf, anyOf, oneOf or $ref", word.c_str());
+        k.words[word] = value;
+        if (word == "additionalProperties") k.of_objects.insert(owner.node);
+        if (word == "items" || word == "prefixItems" || word == "additionalItems") k.of_arrays.insert(owner.node);
+    } else if ((word == "$id" || word == "id") && owner.node != root.node && value.is(sj::String)) {
+        DIE("%s is supported at the root only", word.c_str());
+    }
+}

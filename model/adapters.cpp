@@ -1,0 +1,134 @@
+#include "model/adapters.h"
+
+int module_of(const std::string& name) {
+    for (int m = 0; m < MODULES; m++)
+        if (name == TENSOR_NAMES[m] || name == module_name(m)) return m;
+    return -1;
+}
+
+// Reads adapter_config.json. As with a model's config, what changes the computation is read or must be off. A key that
+// is not known here may change it: it must be off too.
+static AdapterConfig parse_adapter_config(const std::string& file, std::string_view text) {
+    const char* name = file.c_str();
+    sj::Doc doc;
+    const std::string fault = sj::parse(doc, text);
+    if (!fault.empty()) DIE("%s: %s", name, fault.c_str());
+    const sj::Value j = doc.root();
+    if (!j.is(sj::Object)) DIE("%s: not a JSON object", name);
+    if (j["peft_type"].str() != "LORA")
+        DIE("%s: peft_type is %.60s, only \"LORA\" is supported", name,
+            j["peft_type"] ? std::string(j["peft_type"].raw()).c_str() : "missing");
+    static const std::set<std::string> read_below = {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules",
+                                                     "init_lora_weights"};
+    static const std::set<std::string> bookkeeping = {
+        "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core", "peft_version",
+        "qalora_group_size", "revision", "task_type"};
+    for (auto [key, v] : j.members()) {
+        if (read_below.count(key) || bookkeeping.count(key)) continue;
+        const bool empty = (v.is(sj::Object) || v.is(sj::Array)) && v.size() == 0;
+        if (!(v.is(sj::Null) || v.is(sj::False) || empty || (key == "bias" && v.str() == "none")))
+            DIE("%s: %s = %.60s is not supported", name, key.c_str(), std::string(v.raw()).c_str());
+    }
+    // PiSSA, OLoRA and their like move a part of the base model's weights into the adapter: it fits no other base.
+    const sj::Value init = j["init_lora_weights"];
+    if (init && !init.is_bool() && !init.is(sj::Null) && init.str() != "gaussian")
+        DIE("%s: init_lora_weights = %.60s is not supported", name, std::string(init.raw()).c_str());
+    AdapterConfig a;
+    int64_t rank;
+    if (!j["r"].integer(&rank) || rank < 1 || rank > MAX_RANK)
+        DIE("%s: r is not a whole number from 1 to %d", name, MAX_RANK);
+    a.rank = (int)rank;
+    if (!j["lora_alpha"].is(sj::Number)) DIE("%s: no lora_alpha", name);
+    a.alpha = j["lora_alpha"].number();
+    if (!(std::fabs(a.alpha) < 1e6)) DIE("%s: lora_alpha is not between -1e6 and 1e6", name);
+    const sj::Value rslora = j["use_rslora"], targets = j["target_modules"];
+    if (rslora && !rslora.is_bool()) DIE("%s: use_rslora is not true or false", name);
+    a.rslora = rslora.boolean(false);
+    if (targets.str() == "all-linear") std::fill(a.targets, a.targets + MODULES, true);
+    else if (!targets.is(sj::Array) || targets.size() == 0)
+        DIE("%s: target_modules is neither a list of modules nor \"all-linear\"", name);
+    for (sj::Value v : targets.items()) {
+        const int m = module_of(v.str());
+        if (m < 0)
+            DIE("%s: target_modules has %.60s; q, k, v, o, gate, up and down_proj can have an adapter", name,
+                std::string(v.raw()).c_str());
+        a.targets[m] = true;
+    }
+    return a;
+}
+
+std::string adapter_config_json(const AdapterConfig& a, double dropout, const std::string& base) {
+    sj::Writer w;
+    w.object().field("base_model_name_or_path", base).field("bias", "none").field("fan_in_fan_out", false);
+    w.field("inference_mode", true).field("init_lora_weights", true).field("lora_alpha", a.alpha);
+    w.field("lora_dropout", dropout).field("modules_to_save", nullptr).field("peft_type", "LORA").field("r", a.rank);
+    w.key("target_modules").array();
+    for (int m = 0; m < MODULES; m++)
+        if (a.targets[m]) w.value(module_name(m));
+    w.end().field("task_type", "CAUSAL_LM").field("use_dora", false).field("use_rslora", a.rslora).end();
+    return w.text + "\n";
+}
+
+std::vector<ModelTensor> targeted(const Config& c, const AdapterConfig& a) {
+    std::vector<ModelTensor> all;
+    for (const ModelTensor& t : model_tensors(c))
+        if (t.kind < MODULES && a.targets[t.kind]) all.push_back(t);
+    return all;
+}
+
+size_t adapter_parameters(const Config& c, const AdapterConfig& a) {
+    size_t n = 0;
+    for (const ModelTensor& t : targeted(c, a)) n += a.rank * ((size_t)t.rows + t.columns);
+    return n;
+}
+
+// A copy of a file in memory. (One that is mapped ends us, by SIGBUS, if another program cuts it short meanwhile.)
+static MappedFile copy_of_file(const std::string& path, size_t most) {
+    struct Open { // closed however we leave
+        int fd;
+        ~Open() { if (fd >= 0) close(fd); }
+    };
+    const Open from{open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
+    struct stat st;
+    if (from.fd < 0 || fstat(from.fd, &st) != 0) DIE("%s: %s", path.c_str(), strerror(errno));
+    if (!S_ISREG(st.st_mode)) DIE("%s: not a regular file", path.c_str());
+    if ((size_t)st.st_size > std::min(most, available_memory()))
+        DIE("%s: %zu bytes are too many", path.c_str(), (size_t)st.st_size);
+    const Open to{memfd_create("copy", MFD_CLOEXEC)};
+    std::vector<char> some(1 << 20);
+    for (ssize_t n; (n = read(from.fd, some.data(), some.size())) != 0;)
+        if (n < 0 || write(to.fd, some.data(), (size_t)n) != n) DIE("%s: %s", path.c_str(), strerror(errno));
+    MappedFile copy(format("/proc/self/fd/%d", to.fd));
+    copy.path = path;
+    return copy;
+}
+
+AdapterFile::AdapterFile(const std::string& folder, const Config& c, bool copied) : path(folder) {
+    const std::string text = folder + "/adapter_config.json", numbers = folder + "/adapter_model.safetensors";
+    constexpr size_t TEXT = 1 << 20; // bytes of a JSON text, at most
+    auto mapped = [&](const std::string& p, size_t most) { return copied ? copy_of_file(p, most) : MappedFile(p); };
+    config = parse_adapter_config(text, mapped(text, TEXT).text());
+    map = mapped(numbers, adapter_parameters(c, config) * sizeof(float) + 8 * TEXT);
+    read_safetensors(map, tensors, metadata);
+    std::set<std::string> expected;
+    for (const ModelTensor& t : targeted(c, config))
+        for (char matrix : {'A', 'B'}) {
+            const std::string name = adapter_tensor(t.layer, t.kind, matrix);
+            check(name, matrix == 'A' ? Shape{config.rank, t.columns} : Shape{t.rows, config.rank});
+            expected.insert(name);
+        }
+    for (auto& [name, t] : tensors)
+        if (!expected.count(name))
+            DIE("%s: tensor %s belongs to no module that the config names", map.path.c_str(), name.c_str());
+}
+
+void AdapterFile::check(const std::string& name, const Shape& shape) const {
+    const char* file = map.path.c_str();
+    const auto found = tensors.find(name);
+    if (found == tensors.end()) DIE("%s: no tensor %s", file, name.c_str());
+    const Tensor& t = found->second;
+    need_shape(name, t, shape);
+    if (!t.is_float()) DIE("%s: tensor %s is not BF16, F16 or F32", file, name.c_str());
+    for (size_t i = 0; i < (size_t)(shape[0] * shape[1]); i++)
+        if (!std::isfinite(number(t, i))) DIE("%s: tensor %s has an infinity or a NaN", file, name.c_str());
+}

@@ -1,0 +1,323 @@
+#include "model/gguf.h"
+
+size_t GgufValue::size_of(uint32_t type) { // of a number; 0: not one
+    static const uint8_t sizes[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+    return type < NONE ? sizes[type] : 0;
+}
+
+bool GgufValue::integer(uint64_t* n) const { // one that is not negative
+    int64_t s;
+    switch (type) {
+        case U8: return *n = load_as<uint8_t>(data), true;
+        case U16: return *n = load_as<uint16_t>(data), true;
+        case U32: return *n = load_as<uint32_t>(data), true;
+        case U64: return *n = load_as<uint64_t>(data), true;
+        case I8: s = load_as<int8_t>(data); break;
+        case I16: s = load_as<int16_t>(data); break;
+        case I32: s = load_as<int32_t>(data); break;
+        case I64: s = load_as<int64_t>(data); break;
+        default: return false;
+    }
+    return *n = (uint64_t)s, s >= 0;
+}
+
+bool GgufValue::real(double* x) const {
+    if (type == F32) return *x = load_as<float>(data), true;
+    return type == F64 ? *x = load_as<double>(data), true : false;
+}
+
+std::string_view GgufValue::string_at(const uint8_t*& p) { // and moves past it
+    const uint64_t n = load_as<uint64_t>(p);
+    p += 8 + n;
+    return {(const char*)p - n, n};
+}
+
+std::string_view GgufValue::string() const {
+    const uint8_t* p = data;
+    return type == STRING ? string_at(p) : std::string_view();
+}
+
+static const GgufType* gguf_type(uint32_t type) {
+    static const GgufType table[] = {
+        {"F32", Dtype::F32, 1, 4}, {"F16", Dtype::F16, 1, 2}, {"Q4_0", Dtype::Q4_0, 32, 18},
+        {"Q4_1", Dtype::Q4_1, 32, 20}, {}, {}, {"Q5_0", Dtype::Q5_0, 32, 22}, {"Q5_1", Dtype::Q5_1, 32, 24},
+        {"Q8_0", Dtype::Q8_0, 32, 34}, {"Q8_1"}, {"Q2_K"}, {"Q3_K"}, {"Q4_K", Dtype::Q4_K, 256, 144},
+        {"Q5_K", Dtype::Q5_K, 256, 176}, {"Q6_K", Dtype::Q6_K, 256, 210}, {"Q8_K"}, {"IQ2_XXS"}, {"IQ2_XS"},
+        {"IQ3_XXS"}, {"IQ1_S"}, {"IQ4_NL"}, {"IQ3_S"}, {"IQ2_S"}, {"IQ4_XS"}, {"I8"}, {"I16"}, {"I32"}, {"I64"},
+        {"F64"}, {"IQ1_M"}, {"BF16", Dtype::BF16, 1, 2}, {}, {}, {}, {"TQ1_0"}, {"TQ2_0"}, {}, {}, {},
+        {"MXFP4"}, {"NVFP4"}};
+    return type < std::size(table) && table[type].name ? &table[type] : nullptr;
+}
+
+GgufFile::GgufFile(const MappedFile& map) : path(map.path), at(map.data), end(map.data + map.size) {
+    if (left() < 4 || memcmp(at, "GGUF", 4)) fail("not a GGUF file");
+    at += 4;
+    const uint32_t version = take<uint32_t>();
+    if (version != 2 && version != 3) fail(format("GGUF of version %u; 2 and 3 are read", version));
+    const uint64_t n_tensors = take<uint64_t>(), n_values = take<uint64_t>();
+    for (uint64_t i = 0; i < n_values; i++) {
+        const std::string key = string();
+        if (!values.emplace(key, value(key)).second) fail(format("metadata names %.100s twice", key.c_str()));
+    }
+    for (uint64_t i = 0; i < n_tensors; i++) read_entry();
+    place(map.data);
+}
+
+const GgufValue& GgufFile::operator[](const std::string& key) const {
+    static const GgufValue none;
+    const auto found = values.find(key);
+    return found == values.end() ? none : found->second;
+}
+
+uint64_t GgufFile::integer(const std::string& key) const {
+    uint64_t n;
+    if (!(*this)[key]) fail("metadata has no " + key);
+    if (!(*this)[key].integer(&n)) fail("metadata: " + key + " is not a whole number, or negative");
+    return n;
+}
+
+double GgufFile::real(const std::string& key) const {
+    double x;
+    if (!(*this)[key]) fail("metadata has no " + key);
+    if (!(*this)[key].real(&x)) fail("metadata: " + key + " is not a float");
+    if (!std::isfinite(x)) fail("metadata: " + key + " is an infinity or a NaN");
+    return x;
+}
+
+const uint8_t* GgufFile::skip(uint64_t bytes) {
+    if (bytes > left()) fail("truncated: its header goes on past the end of the file");
+    return at += bytes, at - bytes;
+}
+
+GgufValue GgufFile::value(const std::string& key) {
+    GgufValue v;
+    uint32_t type = take<uint32_t>();
+    if (type >= GgufValue::NONE) fail(format("metadata: %.100s has the unknown type %u", key.c_str(), type));
+    v.type = (GgufValue::Type)type, v.count = 1;
+    if (v.type == GgufValue::ARRAY) {
+        type = take<uint32_t>(), v.count = take<uint64_t>();
+        if (type >= GgufValue::NONE || type == GgufValue::ARRAY)
+            fail(format("metadata: %.100s is an array of the type %u", key.c_str(), type));
+        v.item = (GgufValue::Type)type;
+    }
+    v.data = at;
+    if (type == GgufValue::STRING) {
+        for (uint64_t i = 0; i < v.count; i++) skip(take<uint64_t>());
+        return v;
+    }
+    uint64_t bytes;
+    if (__builtin_mul_overflow(v.count, (uint64_t)GgufValue::size_of(type), &bytes))
+        fail(format("metadata: %.100s overflows 64 bits", key.c_str()));
+    skip(bytes);
+    return v;
+}
+
+void GgufFile::read_entry() {
+    GgufTensor t;
+    t.name = string();
+    t.tensor.file = path;
+    const std::string who = format("tensor %.100s", t.name.c_str());
+    const uint32_t dimensions = take<uint32_t>();
+    if (dimensions < 1 || dimensions > 4) fail(who + format(" has %u dimensions", dimensions));
+    uint64_t count = 1;
+    for (uint32_t d = 0; d < dimensions; d++) {
+        const uint64_t n = take<uint64_t>();
+        if (n < 1 || n > INT64_MAX || __builtin_mul_overflow(count, n, &count) || count > INT64_MAX / 4)
+            fail(who + " has a bad shape, or one that overflows 64 bits");
+        t.tensor.shape.insert(t.tensor.shape.begin(), (int64_t)n);
+    }
+    const uint32_t number = take<uint32_t>();
+    const GgufType* type = gguf_type(number);
+    if (!type) fail(who + format(" has the unknown type %u", number));
+    if (!type->count)
+        fail(who + format(" is of type %s, which is not supported: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, "
+                          "Q4_K, Q5_K and Q6_K are read", type->name));
+    if (type->count > 1 && dimensions != 2)
+        fail(who + format(" has %u dimensions, blocks of %s are in matrices only", dimensions, type->name));
+    if ((uint64_t)t.tensor.shape.back() % type->count)
+        fail(who + format(" has rows of %lld numbers, %s has blocks of %zu", (long long)t.tensor.shape.back(),
+                          type->name, type->count));
+    t.tensor.dtype = type->dtype, t.tensor.bytes = count / type->count * type->bytes;
+    offsets.push_back(take<uint64_t>());
+    tensors.push_back(std::move(t));
+}
+
+void GgufFile::place(const uint8_t* begin) {
+    uint64_t alignment = 32;
+    if ((*this)["general.alignment"]) alignment = integer("general.alignment");
+    if (alignment < 1 || alignment > 1 << 20 || (alignment & (alignment - 1)))
+        fail(format("general.alignment is %llu, not a power of two up to 2^20", (unsigned long long)alignment));
+    const size_t header = (size_t)(at - begin);
+    skip(std::min((uint64_t)left(), (alignment - header % alignment) % alignment));
+    struct Span { uint64_t begin, end; const std::string* name; };
+    std::vector<Span> spans;
+    std::set<std::string> seen;
+    for (size_t i = 0; i < tensors.size(); i++) {
+        GgufTensor& t = tensors[i];
+        const std::string who = format("tensor %.100s", t.name.c_str());
+        if (!seen.insert(t.name).second) fail(who + " is there twice");
+        if (offsets[i] % alignment)
+            fail(who + format(" begins at byte %llu, no multiple of the alignment",
+                              (unsigned long long)offsets[i]));
+        if (offsets[i] > left() || t.tensor.bytes > left() - offsets[i])
+            fail(who + format(" is not in the file: %zu bytes from byte %llu of %zu", t.tensor.bytes,
+                              (unsigned long long)offsets[i], left()));
+        t.tensor.data = at + offsets[i];
+        spans.push_back({offsets[i], offsets[i] + t.tensor.bytes, &t.name});
+    }
+    std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+    for (size_t i = 1; i < spans.size(); i++)
+        if (spans[i].begin < spans[i - 1].end)
+            fail(format("tensor %.100s overlaps %.100s", spans[i].name->c_str(), spans[i - 1].name->c_str()));
+}
+
+std::string gguf_config(const GgufFile& g, int64_t vocabulary, bool tied) {
+    const std::string architecture(g["general.architecture"].string());
+    if (architecture != "qwen3")
+        g.fail(format("a GGUF file of architecture \"%.60s\", only \"qwen3\" is supported", architecture.c_str()));
+    if (g["split.count"] && g.integer("split.count") > 1)
+        g.fail(format("one of %llu parts of a model; llama-gguf-split --merge makes one file of them",
+                      (unsigned long long)g.integer("split.count")));
+    if (g["general.quantization_version"] && g.integer("general.quantization_version") != 2)
+        g.fail(format("general.quantization_version is %llu, only 2 is supported",
+                      (unsigned long long)g.integer("general.quantization_version")));
+    static const std::set<std::string> known = {
+        "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
+        "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
+        "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "vocab_size", "pooling_type"};
+    for (auto& [key, v] : g.values)
+        if (key.compare(0, 6, "qwen3.") == 0 && !known.count(key.substr(6)))
+            g.fail(format("metadata has %.100s, which is not supported", key.c_str()));
+    const GgufValue& scaling = g["qwen3.rope.scaling.type"];
+    if (scaling && scaling.string() != "none")
+        g.fail(format("qwen3.rope.scaling.type is %.60s, which is not supported",
+                      std::string(scaling.string()).c_str()));
+    auto integer = [&](const char* key) { return g.integer(std::string("qwen3.") + key); };
+    constexpr uint64_t NONE = 0, LAST = 3; // which of a text's vectors are its embedding
+    const uint64_t pooling = g["qwen3.pooling_type"] ? integer("pooling_type") : NONE;
+    if (pooling != NONE && pooling != LAST)
+        g.fail(format("qwen3.pooling_type is %llu, only 0 (none) and 3 (last) are supported",
+                      (unsigned long long)pooling));
+    const uint64_t C = integer("embedding_length"), H = integer("attention.head_count");
+    const uint64_t D = g["qwen3.attention.key_length"] ? integer("attention.key_length") : H ? C / H : 0;
+    for (const char* key : {"attention.value_length", "rope.dimension_count"})
+        if (g[std::string("qwen3.") + key] && integer(key) != D)
+            g.fail(format("qwen3.%s is not attention.key_length, which is not supported", key));
+    sj::Writer w;
+    w.object().key("architectures").array().value(pooling == LAST ? "Qwen3Model" : "Qwen3ForCausalLM").end();
+    w.field("model_type", "qwen3");
+    w.field("hidden_act", "silu").field("attention_bias", false).field("use_sliding_window", false);
+    w.field("hidden_size", C).field("num_hidden_layers", integer("block_count")).field("num_attention_heads", H);
+    w.field("num_key_value_heads", g["qwen3.attention.head_count_kv"] ? integer("attention.head_count_kv") : H);
+    w.field("head_dim", D).field("intermediate_size", integer("feed_forward_length")).field("vocab_size", vocabulary);
+    w.field("max_position_embeddings", integer("context_length"));
+    w.field("rms_norm_eps", g.real("qwen3.attention.layer_norm_rms_epsilon"));
+    w.field("rope_theta", g["qwen3.rope.freq_base"] ? g.real("qwen3.rope.freq_base") : 10000.);
+    w.field("tie_word_embeddings", tied).field("torch_dtype", "bfloat16").end();
+    return w.text;
+}
+
+std::string hugging_face_name(const std::string& name) {
+    static const std::map<std::string, const char*> whole = {{"token_embd.weight", "model.embed_tokens.weight"},
+                                                             {"output_norm.weight", "model.norm.weight"},
+                                                             {"output.weight", "lm_head.weight"}};
+    static const std::map<std::string, const char*> in_layer = {
+        {"attn_norm", "input_layernorm"}, {"attn_q", "self_attn.q_proj"}, {"attn_k", "self_attn.k_proj"},
+        {"attn_v", "self_attn.v_proj"}, {"attn_output", "self_attn.o_proj"}, {"attn_q_norm", "self_attn.q_norm"},
+        {"attn_k_norm", "self_attn.k_norm"}, {"ffn_norm", "post_attention_layernorm"}, {"ffn_gate", "mlp.gate_proj"},
+        {"ffn_up", "mlp.up_proj"}, {"ffn_down", "mlp.down_proj"}};
+    if (const auto at = whole.find(name); at != whole.end()) return at->second;
+    int layer = -1, used = 0;
+    if (sscanf(name.c_str(), "blk.%5d.%n", &layer, &used) != 1 || !used || layer < 0) return "";
+    const size_t dot = name.rfind('.');
+    const auto at = in_layer.find(name.substr((size_t)used, std::max(dot, (size_t)used) - (size_t)used));
+    if (at == in_layer.end() || name != format("blk.%d.%s.weight", layer, at->first.c_str())) return "";
+    return format("model.layers.%d.%s.weight", layer, at->second);
+}
+
+GgufVocabulary::GgufVocabulary(const GgufFile& g) : file(g.path) {
+    auto array = [&](const char* key, std::initializer_list<GgufValue::Type> items) {
+        const GgufValue& v = g[std::string("tokenizer.ggml.") + key];
+        if (v && (v.type != GgufValue::ARRAY || std::find(items.begin(), items.end(), v.item) == items.end()))
+            g.fail(format("metadata: tokenizer.ggml.%s is not an array of that kind", key));
+        return v;
+    };
+    tokens = array("tokens", {GgufValue::STRING}), merges = array("merges", {GgufValue::STRING});
+    types = array("token_type", {GgufValue::I32, GgufValue::U32});
+    if (tokens && types && types.count != tokens.count)
+        g.fail("metadata: tokenizer.ggml.token_type has another length");
+    model = g["tokenizer.ggml.model"].string(), split = g["tokenizer.ggml.pre"].string();
+    chat_template = g["tokenizer.chat_template"].string();
+    const GgufValue& bos = g["tokenizer.ggml.add_bos_token"];
+    adds_token = bos.type == GgufValue::BOOL && *bos.data;
+}
+
+std::vector<uint64_t> GgufVocabulary::end_tokens(const GgufFile& g) const {
+    std::vector<uint64_t> ids;
+    auto add = [&](uint64_t id) { if (std::find(ids.begin(), ids.end(), id) == ids.end()) ids.push_back(id); };
+    for (const char* key : {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"})
+        if (g[key]) add(g.integer(key));
+    if (tokens)
+        tokens.each_string([&](uint64_t i, std::string_view s) {
+            if (s == "<|im_end|>" || s == "<|endoftext|>") add(i);
+        });
+    return ids;
+}
+
+bool bytes_of(std::string_view text, std::string& out) {
+    static const std::vector<int> table = [] { // of character - 0
+        std::vector<int> byte(0x100 + 68, -1);
+        int next = 0x100;
+        for (int b = 0; b < 256; b++) {
+            const bool itself = (b >= 0x21 && b <= 0x7e) || (b >= 0xa1 && b <= 0xac) || b >= 0xae;
+            byte[(size_t)(itself ? b : next++)] = b;
+        }
+        return byte;
+    }();
+    out.clear();
+    for (size_t i = 0; i < text.size();) {
+        const int n = utf8_length(text.data() + i, text.size() - i);
+        if (n <= 0) return false;
+        const char* p = text.data() + i;
+        const uint32_t c = utf8_read(p);
+        if (c >= table.size() || table[c] < 0) return false;
+        out += (char)table[c];
+        i += (size_t)n;
+    }
+    return true;
+}
+
+std::string GgufVocabulary::difference(const Tokenizer& t) const {
+    enum { NORMAL = 1, UNUSED = 5 }; // types of tokens; others are added tokens, which are written as they are
+    if (!tokens) return "";
+    if (model != "gpt2" || (!split.empty() && split != "qwen2"))
+        return format("it is of the kind %.40s, %.40s", model.c_str(), split.c_str());
+    if (adds_token) return "it puts a token before every text";
+    if (!chat_template.empty() && chat_template.find("<|im_start|>") == std::string::npos)
+        return "its chat template is not Qwen3's: it has no <|im_start|>";
+    if (tokens.count < (uint64_t)t.size())
+        return format("it has %llu tokens, not %d", (unsigned long long)tokens.count, t.size());
+    std::string fault, bytes;
+    tokens.each_string([&](uint64_t i, std::string_view text) {
+        if (!fault.empty()) return;
+        const int type = types ? load_as<int32_t>(types.data + 4 * i) : NORMAL;
+        const bool padding = i >= (uint64_t)t.size();
+        const std::string_view ours = t.bytes((int)i);
+        const bool same = padding ? type == UNUSED || text.substr(0, 4) == "[PAD"
+                          : type == NORMAL ? bytes_of(text, bytes) && bytes == ours : text == ours;
+        if (!same) fault = format("its token %llu is \"%.60s\"", (unsigned long long)i, std::string(text).c_str());
+    });
+    if (!fault.empty()) return fault;
+    if (merges.count != t.merges())
+        return format("it has %llu merges, not %zu", (unsigned long long)merges.count, t.merges());
+    std::string right;
+    merges.each_string([&](uint64_t i, std::string_view text) {
+        const size_t space = text.find(' ');
+        const auto [a, b] = t.merged((size_t)i);
+        if (!fault.empty() || (space != std::string_view::npos && bytes_of(text.substr(0, space), bytes) &&
+                               bytes_of(text.substr(space + 1), right) && bytes == t.bytes(a) && right == t.bytes(b)))
+            return;
+        fault = format("its merge %llu is \"%.60s\"", (unsigned long long)i, std::string(text).c_str());
+    });
+    return fault;
+}

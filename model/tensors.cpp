@@ -1,0 +1,35 @@
+#include "model/tensors.h"
+
+std::string ModelTensor::name() const { // Hugging Face's
+    if (layer < 0) return format("%s.weight", TENSOR_NAMES[kind]);
+    return format("model.layers.%d.%s.weight", layer, TENSOR_NAMES[kind]);
+}
+
+std::vector<ModelTensor> model_tensors(const Config& c) {
+    std::vector<ModelTensor> all = {{EMBED, -1, c.V, c.C}};
+    for (int l = 0; l < c.L; l++) {
+        const ModelTensor layer[] = {
+            {INPUT_NORM, l, c.C, 0},
+            {Q_PROJ, l, c.H * c.D, c.C},
+            {K_PROJ, l, c.K * c.D, c.C},
+            {V_PROJ, l, c.K * c.D, c.C},
+            {Q_NORM, l, c.D, 0},
+            {K_NORM, l, c.D, 0},
+            {O_PROJ, l, c.C, c.H * c.D},
+            {POST_NORM, l, c.C, 0},
+            {GATE_PROJ, l, c.F, c.C},
+            {UP_PROJ, l, c.F, c.C},
+            {DOWN_PROJ, l, c.C, c.F},
+        };
+        all.insert(all.end(), std::begin(layer), std::end(layer));
+    }
+    all.push_back({FINAL_NORM, -1, c.C, 0});
+    if (!c.tied) all.push_back({HEAD, -1, c.V, c.C});
+    return all;
+}
+
+size_t parameters(const Config& c) {
+    size_t n = 0;
+    for (const ModelTensor& t : model_tensors(c)) n += t.size();
+    return n;
+}

@@ -1,0 +1,73 @@
+// search/document_files.h: the files of a folder of documents: which there are, their text, why some are left out.
+//
+// Nothing that lies in a folder can end the program. Limits: files of 1 GB and 2^24 lines; 2^20 files.
+#pragma once
+#include "book/chunks.h"
+#include "search/index.h"
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <sys/stat.h>
+#include <vector>
+
+using Tell = std::function<void(const std::string&)>; // a line for the user
+
+// Passages are sections, cut where they are longer than `most` characters: four of them and an answer fit 4,096 tokens.
+inline const ChunkSizes PASSAGES = {1200, 200, 0, 120};
+
+struct DocumentFile {
+    std::string name; // below the folder
+    uint64_t size;
+    int64_t time;
+};
+int64_t time_of(const struct stat& st);
+
+// Where the vectors of an index lie, by model: who tries another one finds those of the first again.
+std::string vectors_path(const std::string& index, uint64_t model);
+// Whether a path is that of an index, or of vectors of it: INDEX.HASH.vectors, maybe .partial.
+bool is_of_index(const std::string& path, const std::string& index);
+// ... or of such a file that is being written: then .tmp, digits and the like.
+bool is_temporary(const std::string& path, const std::string& index);
+
+// The regular files of a folder and of those in it, by name. Not those whose name begins with a dot. Symbolic links are
+// not followed, so there is no circle, and no way out of the folder. `index` is no document, should it lie there.
+std::vector<DocumentFile> list_files(const std::string& root, const std::string& index, const Tell& tell,
+                                     size_t most = 1 << 20);
+
+// A file as it is read.
+struct DocumentText {
+    using Index = DocumentIndex;
+    static constexpr uint64_t MOST = 1 << 30;
+    static constexpr ptrdiff_t MOST_LINES = 1 << 24; // to cut them takes some 40 bytes each
+    Index::File file{}; // without name and passages
+    std::string text;
+    size_t fault_at = 0; // of NOT_UTF8: the byte
+    std::vector<Chunk> chunks;
+    std::vector<uint32_t> lines; // where they begin
+
+    // One that is written to at the same time is read again, up to three times.
+    void read(const std::string& path);
+    void cut();
+
+  private:
+    size_t line = 1, line_at = 0; // of the text
+
+    void add(size_t begin, size_t end, const std::string& heading);
+    void read_once(const std::string& path);
+    bool fill(int fd, size_t at);
+};
+
+// Why files were left out: how many for each reason, and the first of them.
+struct LeftOut {
+    std::array<size_t, DocumentIndex::FAULTS> count{};
+    std::array<std::string, DocumentIndex::FAULTS> first{};
+
+    void add(uint32_t fault, std::string_view name, size_t at);
+    std::string text() const;
+};
+
+// Whether a file begins with these eight bytes.
+bool begins_with(const std::string& path, const char* magic);

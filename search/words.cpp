@@ -1,0 +1,129 @@
+// search/words.cpp: texts cut into words, see words.h.
+#include "search/words.h"
+#include "base/file.h" // fnv1a
+#include "book/chunks.h"
+#include "model/utf8.h"
+#include <algorithm>
+#include <string>
+
+// A character as it is indexed: lower case (Latin, Greek, Cyrillic); full-width letters and digits as ASCII's.
+static uint32_t folded(uint32_t c) {
+    if (c >= 0xFF01 && c <= 0xFF5E) c -= 0xFEE0;
+    if (c < 0x80) return lower(c);
+    auto in = [c](uint32_t first, uint32_t last) { return c >= first && c <= last; };
+    if ((in(0xC0, 0xDE) && c != 0xD7) || in(0x391, 0x3A9) || in(0x410, 0x42F)) return c + 32;
+    return in(0x400, 0x40F) ? c + 80 : c;
+}
+
+// English plurals as singulars: D. Harman's rules ("How effective is suffixing?", 1991).
+static void drop_plural(std::string& word) {
+    auto ends = [&](std::string_view s) {
+        return word.size() > s.size() && std::string_view(word).substr(word.size() - s.size()) == s;
+    };
+    if (word.size() < 4 || word.back() != 's') return;
+    if (ends("ies")) {
+        if (!ends("eies") && !ends("aies")) word.replace(word.size() - 3, 3, "y");
+    } else if (ends("es")) {
+        if (!ends("aes") && !ends("ees") && !ends("oes")) word.pop_back();
+    } else if (!ends("us") && !ends("ss")) {
+        word.pop_back();
+    }
+}
+
+void index_words(const Jieba& jieba, std::string_view text, const std::function<void(std::string_view)>& f) {
+    const char *p = text.data(), *const end = p + text.size();
+    std::vector<std::string_view> cut;
+    std::string word, part;
+    auto give = [&](std::string& w) {
+        if (w.empty()) return;
+        drop_plural(w);
+        f(std::string_view(w));
+    };
+    auto next_is = [&](const char* at, auto is) { return at < end && is(utf8_read(at)); };
+    // A run of letters, digits and _: as a whole, and if _ or capitals divide it, its parts (HTTPServer: http, server;
+    // but GPUs is gpu).
+    auto identifier = [&] {
+        uint32_t before = 0, c;
+        bool of_acronym = false; // it ends in capitals and s
+        auto close = [&] {
+            if (!part.empty() && part.size() < word.size()) give(part);
+            part.clear();
+        };
+        auto is_capital = [](uint32_t x) { return is_word(x) && folded(x) != x; };
+        auto is_small_at = [&](const char* at) { return at < end && *at >= 'a' && *at <= 'z'; };
+        const char* const start = p;
+        for (bool again : {false, true}) { // first the whole, then its parts, if it has more than one
+            for (p = start, before = 0; p < end; before = c) {
+                const char* at = p;
+                c = utf8_read(p);
+                const bool point = c == '.' && is_digit(before) && next_is(p, is_digit);
+                if (!is_word(c) && c != '_' && !point) {
+                    p = at;
+                    break;
+                }
+                const bool hump = is_capital(c) && (!is_capital(before) || (is_small_at(p) && is_small_at(p + 1)));
+                if (again && (c == '_' || (hump && is_word(before)))) close();
+                if (!again) of_acronym = c == 's' && is_capital(before) && word.size() > 1;
+                if (!again) utf8_append(word, folded(c));
+                else if (c != '_') utf8_append(part, folded(c));
+            }
+            if (again) close();
+        }
+        if (of_acronym) word.pop_back();
+        give(word);
+        word.clear();
+    };
+    auto is_han = [](uint32_t c) { return c >= Jieba::FIRST_HAN && c <= Jieba::LAST_HAN; };
+    auto is_other = [&](uint32_t c) { return is_cjk(c) && !is_han(c); };
+    while (p < end) {
+        const char* const start = p;
+        const uint32_t c = utf8_read(p);
+        if (is_word(c) || c == '_') {
+            p = start;
+            identifier();
+        } else if (is_han(c)) {
+            while (next_is(p, is_han)) p += 3;
+            cut.clear();
+            jieba.cut(cut, {start, (size_t)(p - start)});
+            for (std::string_view w : cut) f(w);
+        } else if (is_other(c)) {
+            const char* first = start;
+            const bool alone = !next_is(p, is_other);
+            if (alone) f(std::string_view(start, (size_t)(p - start)));
+            while (next_is(p, is_other)) {
+                const char* second = p;
+                utf8_read(p);
+                f(std::string_view(first, (size_t)(p - first)));
+                first = second;
+            }
+        }
+    }
+}
+
+static WordCounts counted_words(std::vector<uint64_t> all) {
+    std::sort(all.begin(), all.end());
+    WordCounts counts;
+    for (uint64_t w : all)
+        if (!counts.empty() && counts.back().first == w) counts.back().second++;
+        else counts.push_back({w, 1});
+    return counts;
+}
+
+WordCounts count_words(const Jieba& jieba, std::string_view text, uint32_t& length) {
+    std::vector<uint64_t> all;
+    index_words(jieba, text, [&](std::string_view w) { all.push_back(fnv1a(w)); });
+    length = (uint32_t)all.size();
+    return counted_words(std::move(all));
+}
+
+bool only_asks(std::string_view word) {
+    static const std::string_view WORDS = " 什么 为什么 怎样 怎么 如何 哪 哪个 哪些 哪里 几 多少 吗 呢 请 是 的 了 有 a an and are do "
+                                          "does how in is it many much of or the to what when where which who why ";
+    return WORDS.find(" " + std::string(word) + " ") != WORDS.npos;
+}
+
+WordCounts question_words(const Jieba& jieba, std::string_view question) {
+    std::vector<uint64_t> all;
+    index_words(jieba, question, [&](std::string_view w) { if (!only_asks(w)) all.push_back(fnv1a(w)); });
+    return counted_words(std::move(all));
+}

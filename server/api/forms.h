@@ -1,0 +1,14 @@
+// forms.h: the forms that answers keep to, and the tools that they may call.
+#pragma once
+#include "server/api/request.h"
+#include <memory>
+
+namespace server {
+
+// response_format, structured_outputs and vLLM's older guided_*: at most one of all.
+std::shared_ptr<Automaton> form_from_json(const Service& service, const Fields& f);
+
+// tools, tool_choice and parallel_tool_calls, to the job.
+void add_tools(const Service& service, const Fields& f, const Ask& ask, Job& job);
+
+} // namespace server

@@ -1,0 +1,251 @@
+// request.cpp: what is asked for, as jobs.
+#include "form/tools.h"
+#include "model/tokenizer.h"
+#include "server/api/forms.h"
+#include "server/api/limits.h"
+#include "server/api/prompts.h"
+#include "server/api/request.h"
+#include "server/engine/random_bits.h"
+#include <algorithm>
+#include <cctype>
+#include <cerrno>
+#include <climits>
+#include <cmath>
+#include <cstdlib>
+#include <map>
+#include <set>
+
+namespace server {
+
+// Nothing else is to be done for those that stay.
+static void refuse_what_is_not_done(const Fields& f) {
+    const Values never = {}, no = {"false"}, either = {"true", "false"}, no_call = {"\"none\"", "\"auto\""};
+    refuse_values(f, {
+        // tools and forced forms
+        {"functions", never}, {"function_call", no_call}, {"guided_decoding_backend", never},
+        {"guided_whitespace_pattern", never}, {"structural_tag", never},
+        // what goes in
+        {"suffix", never}, {"documents", never}, {"chat_template", never}, {"mm_processor_kwargs", never},
+        {"add_special_tokens", either}, {"prediction", never}, {"web_search_options", never},
+        // how tokens are chosen
+        {"use_beam_search", no}, {"length_penalty", {"1", "1.0"}}, {"early_stopping", no}, {"logits_processors", never},
+        {"thinking_token_budget", never}, {"verbosity", {"\"medium\""}},
+        // what comes out
+        {"audio", never}, {"modalities", {"[\"text\"]"}}, {"prompt_logprobs", never}, {"return_token_ids", no},
+        {"return_tokens_as_token_ids", no}, {"include_stop_str_in_output", no}, {"include_reasoning", {"true"}},
+        {"spaces_between_special_tokens", either},
+        // where it is kept and computed
+        {"store", no}, {"service_tier", {"\"auto\"", "\"default\""}}, {"kv_transfer_params", never},
+        {"vllm_xargs", never},
+    });
+}
+
+// Draws as the request wants them; what it does not say is Qwen's advice.
+static Sampling sampling_from_json(const Fields& f, bool thinking) {
+    Sampling how;
+    how.temperature = (float)f.number("temperature", 0, 2, thinking ? 0.6f : 0.7f);
+    how.top_p = (float)f.number("top_p", 0, 1, thinking ? 0.95f : 0.8f);
+    how.top_k = (int)std::max<int64_t>(0, f.integer("top_k", -1, INT_MAX, 20));
+    how.min_p = (float)f.number("min_p", 0, 1, 0);
+    how.repeat = (float)f.number("repetition_penalty", 0.01, 100, 1);
+    how.presence = (float)f.number("presence_penalty", -2, 2, 0);
+    how.frequency = (float)f.number("frequency_penalty", -2, 2, 0);
+    how.seed = f["seed"] ? (uint64_t)f.integer("seed", INT64_MIN, INT64_MAX, 0) : random_bits();
+    return how;
+}
+
+static std::vector<std::string> stops_from_json(sj::Value stop) {
+    std::vector<std::string> stops;
+    if (stop.is(sj::String)) stops.push_back(stop.str());
+    else if (stop) {
+        if (!stop.is(sj::Array) || stop.size() > MAX_STOPS)
+            throw Refusal(400, format("stop must be a string or a list of at most %zu", MAX_STOPS), "stop");
+        for (sj::Value s : stop.items()) stops.push_back(s.str());
+    }
+    for (auto& s : stops)
+        if (s.empty() || s.size() > MAX_STOP)
+            throw Refusal(400, format("stop: each must be a string of 1 to %zu bytes", MAX_STOP), "stop");
+    return stops;
+}
+
+// The id of a word that is one token. vLLM takes a word also with a space before it, if that is one token too.
+static void ban_word(const Tokenizer& tokenizer, const std::string& word, std::map<int, float>& bias) {
+    const std::vector<int> plain = tokenizer.encode(word, false), spaced = tokenizer.encode(" " + word, false);
+    if (plain.size() != 1)
+        throw Refusal(400, "bad_words: only words that are one token each are supported", "bad_words");
+    bias[plain[0]] = BAN;
+    if (spaced.size() == 1) bias[spaced[0]] = BAN;
+}
+
+// What is added to logits: logit_bias, bad_words and allowed_token_ids.
+static std::vector<std::pair<int, float>> biases_from_json(const Service& service, const Fields& f, const Sampling& how) {
+    std::map<int, float> of;
+    if (const sj::Value bias = f["logit_bias"]) {
+        if (!bias.is(sj::Object) || bias.size() > MAX_NAMED)
+            throw Refusal(400, format("logit_bias must be an object of at most %d members", MAX_NAMED), "logit_bias");
+        for (auto [key, value] : bias.members()) {
+            const double x = value.number(NAN);
+            char* end;
+            errno = 0;
+            const long id = strtol(key.c_str(), &end, 10);
+            const bool number = isdigit((unsigned char)key.c_str()[0]) && !*end && !errno;
+            if (!number || id >= service.tokenizer->size() || !(x >= -100 && x <= 100))
+                throw Refusal(400, "logit_bias must hold token ids and numbers from -100 to 100", "logit_bias");
+            of[(int)id] = (float)x;
+        }
+    }
+    if (const sj::Value list = f["allowed_token_ids"]) {
+        if (!list.is(sj::Array) || list.size() == 0 || list.size() > MAX_NAMED)
+            throw Refusal(400, format("allowed_token_ids must be a list of 1 to %d ids", MAX_NAMED),
+                          "allowed_token_ids");
+        if (has_penalties(how))
+            throw Refusal(400, "allowed_token_ids is not supported beside penalties", "allowed_token_ids");
+        const std::vector<int> ids = ids_from_json(service, list, "allowed_token_ids");
+        for (int id : std::set<int>(ids.begin(), ids.end())) of[id] += ALLOW;
+    }
+    if (const sj::Value words = f["bad_words"]) {
+        if (!words.is(sj::Array) || words.size() > MAX_NAMED)
+            throw Refusal(400, format("bad_words must be a list of at most %d strings", MAX_NAMED), "bad_words");
+        for (sj::Value word : words.items()) {
+            if (word.str().empty() || word.str().size() > MAX_STOP)
+                throw Refusal(400, format("bad_words: each must be a string of 1 to %zu bytes", MAX_STOP), "bad_words");
+            ban_word(*service.tokenizer, word.str(), of);
+        }
+    }
+    if (of.size() > MAX_NAMED)
+        throw Refusal(400, format("at most %d ids in logit_bias, allowed_token_ids and bad_words together", MAX_NAMED),
+                      "logit_bias");
+    return {of.begin(), of.end()};
+}
+
+Job job_from_json(const Service& service, const Fields& f, const Ask& ask, bool thinking, uint64_t salt) {
+    Job job;
+    job.salt = salt, job.adapter = ask.adapter;
+    if (const std::string name = f.text("cache_salt"); !name.empty()) job.space = salted_space(salt, name);
+    else if (f["cache_salt"]) throw Refusal(400, "cache_salt must not be empty", "cache_salt");
+    job.priority = (int)f.integer("priority", INT_MIN, INT_MAX, 0);
+    job.thinking = thinking;
+    job.how = sampling_from_json(f, thinking);
+    job.ignore_eos = f.boolean("ignore_eos", false);
+    job.specials = !f.boolean("skip_special_tokens", true);
+    job.every = ask.stream;
+    job.stops = stops_from_json(f["stop"]);
+    job.bias = biases_from_json(service, f, job.how);
+    job.form = form_from_json(service, f);
+    add_tools(service, f, ask, job);
+    if (const sj::Value list = f["stop_token_ids"]) {
+        if (!list.is(sj::Array) || list.size() > MAX_ENDS)
+            throw Refusal(400, format("stop_token_ids must be a list of at most %zu ids", MAX_ENDS), "stop_token_ids");
+        job.ends = ids_from_json(service, list, "stop_token_ids");
+    }
+    if (ask.chat) {
+        const int top = (int)f.integer("top_logprobs", 0, MAX_ALTERNATIVES, 0);
+        if (f["top_logprobs"] && !ask.logprobs) throw Refusal(400, "top_logprobs needs logprobs: true", "top_logprobs");
+        if (ask.logprobs) job.alternatives = top;
+    } else if (ask.logprobs) {
+        job.alternatives = (int)f.integer("logprobs", 0, MAX_ALTERNATIVES, 0);
+    }
+    return job;
+}
+
+std::string request_name(const Fields& f) {
+    const std::string name = f.text("request_id");
+    auto plain = [](char c) { return isalnum((unsigned char)c) || c == '-' || c == '_'; };
+    if (name.size() > 64 || !std::all_of(name.begin(), name.end(), plain))
+        throw Refusal(400, "request_id must be at most 64 letters, digits, - and _", "request_id");
+    return name.empty() ? format("%016llx", (unsigned long long)random_bits()) : name;
+}
+
+AdapterPtr asked_adapter(const Service& service, const Fields& f) {
+    const std::string model = f.text("model");
+    if (model.empty() || model == service.name) return nullptr;
+    AdapterPtr adapter = service.adapters->find(model);
+    if (!adapter) throw Refusal(404, "no such model; /v1/models has those that there are", "model", "model_not_found");
+    return adapter;
+}
+
+Ask ask_from_json(const Service& service, const Fields& f, bool chat) {
+    Ask ask;
+    ask.adapter = asked_adapter(service, f);
+    refuse_what_is_not_done(f);
+    ask.chat = chat;
+    ask.id = (chat ? "chatcmpl-" : "cmpl-") + request_name(f);
+    ask.stream = f.boolean("stream", false);
+    if (f["stream_options"]) {
+        if (!ask.stream) throw Refusal(400, "stream_options is only for stream: true", "stream_options");
+        const Fields o(f["stream_options"], "stream_options");
+        ask.usage = o.boolean("include_usage", false);
+        for (const char* more : {"continuous_usage_stats", "include_obfuscation"})
+            if (o.boolean(more, false)) throw Refusal(400, format("stream_options: %s is not supported", more), more);
+    }
+    ask.logprobs = chat ? f.boolean("logprobs", false) : (bool)f["logprobs"];
+    for (const char* label : {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}) f.text(label);
+    ask.documents = f.boolean("use_documents", chat && service.documents);
+    if (ask.documents && !service.documents)
+        throw Refusal(400, "use_documents: the server has no documents (--docs)", "use_documents");
+    if (ask.documents && !chat) throw Refusal(400, "use_documents is not for /v1/completions", "use_documents");
+    ask.each = (size_t)f.integer("n", 1, MAX_CHOICES, 1);
+    if (f.integer("best_of", 1, MAX_CHOICES, (int64_t)ask.each) != (int64_t)ask.each)
+        throw Refusal(400, "best_of is not supported", "best_of");
+    if (f.boolean("echo", false) && (chat || ask.logprobs))
+        throw Refusal(400, "echo is supported for /v1/completions without logprobs", "echo");
+    return ask;
+}
+
+Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t salt) {
+    sj::Doc doc;
+    const Fields f(parse_body(doc, body));
+    Ask ask = ask_from_json(service, f, chat);
+    PromptOptions how;
+    if (chat) how.chat = chat_options_from_json(service, f);
+    else how.chat.thinking = false;
+    const Job job = job_from_json(service, f, ask, how.chat.thinking && !how.chat.continue_final, salt);
+
+    const int64_t most = f.integer("max_tokens", 1, INT_MAX, chat ? INT_MAX : 16);
+    const int64_t limit = f.integer("max_completion_tokens", 1, INT_MAX, most);
+    const int64_t least = f.integer("min_tokens", 0, limit, 0);
+    const bool limited = !chat || f["max_completion_tokens"] || f["max_tokens"];
+    const int64_t wanted = limited ? limit : 1;
+    if (const int64_t k = f.integer("truncate_prompt_tokens", -1, service.context, 0); k != 0)
+        how.truncate = (size_t)(k > 0 ? k : std::max<int64_t>(1, service.context - wanted)); // -1: what leaves room
+    else if (f["truncate_prompt_tokens"])
+        throw Refusal(400, "truncate_prompt_tokens must be -1 or positive", "truncate_prompt_tokens");
+
+    std::vector<std::vector<int>> prompts;
+    if (chat) prompts.push_back(chat_prompt(service, f, how, &ask));
+    else prompts = prompts_from_json(service, f["prompt"], how);
+    if (prompts.size() * ask.each > (size_t)MAX_CHOICES)
+        throw Refusal(400, format("at most %d answers to a request", MAX_CHOICES), "n");
+    auto reply = std::make_shared<Reply>();
+    reply->whole = !ask.stream;
+    size_t told = 0;
+    for (auto& prompt : prompts) {
+        if (how.truncate && prompt.size() > how.truncate)
+            prompt.erase(prompt.begin(), prompt.end() - (ptrdiff_t)how.truncate);
+        const size_t room = (size_t)service.context - std::min((size_t)service.context, prompt.size());
+        if (prompt.empty()) throw Refusal(400, "the prompt is empty", "prompt");
+        if (room == 0 || (limited && (size_t)limit > room))
+            throw Refusal(400, format("the context is %d tokens: the prompt has %zu%s", service.context, prompt.size(),
+                                      room ? format(", and %lld are asked for", (long long)limit).c_str() : ""),
+                          chat ? "messages" : "prompt", "context_length_exceeded");
+        if (f.boolean("echo", false)) ask.echo.push_back(service.tokenizer->decode(prompt, false));
+        ask.prompt_tokens += prompt.size();
+        for (size_t i = 0; i < ask.each; i++) {
+            Job one = job;
+            one.reply = reply, one.choice = reply->left++;
+            one.prompt = prompt;
+            one.how.seed += (uint64_t)one.choice;
+            one.max_tokens = std::min((size_t)limit, room);
+            one.min_tokens = std::min((size_t)least, one.max_tokens);
+            told += one.max_tokens * (size_t)(one.alternatives + 1);
+            ask.jobs.push_back(std::move(one));
+        }
+    }
+    if (told > MAX_TOLD)
+        throw Refusal(400, format("at most %zu log-probabilities to a request: ask for fewer answers, tokens or "
+                                  "alternatives", MAX_TOLD),
+                      chat ? "top_logprobs" : "logprobs");
+    return ask;
+}
+
+} // namespace server

@@ -1,0 +1,53 @@
+// service.h: what all requests share: the model's name and tokenizer, forms, documents, adapters.
+#pragma once
+#include "server/engine/adapters.h"
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+struct Automaton;
+struct Documents;
+struct Grammar;
+struct Relevance;
+struct RerankPrompt;
+struct Tokenizer;
+struct Vocabulary;
+
+namespace server {
+
+// The forms of late requests, by their text: the next one with the same need not read it, and finds its masks made.
+struct Forms {
+    static constexpr size_t KEPT = 16, LONGEST = 64 << 10; // forms; bytes of a text that is looked up
+    static constexpr size_t ALL_BYTES = 256 << 20;         // of the grammars that running and waiting answers keep to
+
+    // `grammar` makes it.
+    std::shared_ptr<Automaton> get(const Tokenizer& tokenizer, std::string text,
+                                   const std::function<Grammar()>& grammar);
+
+  private:
+    using Kept = std::vector<std::pair<std::string, std::shared_ptr<Automaton>>>;
+    std::mutex mutex;
+    std::shared_ptr<const Vocabulary> vocabulary;
+    Kept kept; // the latest first
+};
+
+// What all requests share.
+struct Service {
+    const Tokenizer* tokenizer = nullptr; // null: still loading
+    std::string name, system;
+    int context = 0;
+    bool thinking = false;                // where the request does not say
+    std::shared_ptr<Forms> forms = std::make_shared<Forms>();
+    std::shared_ptr<const Documents> documents{}; // that answers are looked up in; none: no --docs
+    bool generates = true;                // answers are made;
+    int dimensions = 0;                   // ... vectors of so many numbers, 0: none;
+    std::shared_ptr<const RerankPrompt> rerank{}; // ... rankings, or (null) none
+    std::shared_ptr<const Relevance> relevance{};
+    std::string path{};                   // of the model's files
+    std::shared_ptr<Adapters> adapters = std::make_shared<Adapters>(); // further models, by name
+};
+
+} // namespace server

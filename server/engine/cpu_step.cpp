@@ -1,0 +1,81 @@
+// cpu_step.cpp: a step on the CPU, and whom it is handed to on a GPU.
+#include "cpu/ops.h"
+#include "gpu/ops.h"
+#include "model/instances.h"
+#include "server/engine/engine.h"
+#include "server/engine/gpu_step.h"
+#include <map>
+#include <utility>
+
+namespace server {
+
+template <class T>
+void Engine<T>::compute(Step& s) {
+    for (size_t i = 0; i < s.draws.size(); i++) {
+        s.wanted.push_back(drawn_for(s, i).job.alternatives);
+        s.tells = s.tells || s.wanted.back() >= 0;
+    }
+    if (on_gpu) return on_gpu->compute(s);
+    compute_on_cpu(s);
+}
+
+template <class T>
+void Engine<T>::compute_on_cpu(Step& s) {
+    const int N = (int)s.token.size(), R = (int)s.draws.size();
+    for (int n = 0; n < N; n++) table[(size_t)s.seq[n] * max_pages + s.pos[n] / PAGE] = s.slot[n] / PAGE;
+    std::vector<int> rows;
+    for (auto& d : s.draws) rows.push_back(d.row);
+    for (size_t i = 0; i < s.proposed.size(); i++) rows.push_back((int)i + 1);
+    const Batch batch = {N, options.max_seqs + options.texts, s.token.data(), s.pos.data(), s.seq.data(),
+                         s.slot.data(), table, max_pages, s.singles};
+    forward_step(s, batch);
+    for (auto& k : s.kept) keep_hidden(s, activations.normed + (size_t)k.row * config.C);
+    if (R) head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, (int)rows.size());
+    s.told.resize((size_t)R);
+    std::vector<int> masked((size_t)R, -1); // row of masks
+    std::map<Allowed, int> mask_rows;
+    for (int r = 0; r < R; r++) {
+        Sequence& q = drawn_for(s, (size_t)r);
+        if (q.matcher && masks.empty()) masks.resize((size_t)options.max_seqs * mask_words());
+        if (q.matcher) masked[(size_t)r] = mask_row(q, mask_rows, masks.data());
+    }
+    #pragma omp parallel for schedule(dynamic) if (R > 1)
+    for (int r = 0; r < R; r++) {
+        const uint32_t* mask = masked[(size_t)r] < 0 ? nullptr : &masks[(size_t)masked[(size_t)r] * mask_words()];
+        s.told[(size_t)r] = draw_row(drawn_for(s, (size_t)r), logits + (size_t)r * config.V, mask);
+    }
+}
+
+template <class T>
+void Engine<T>::forward_step(const Step& s, const Batch& batch, const MixedRows& mixed) {
+    if (s.parts.empty()) return forward(ctx, config, weights, batch, activations, cache, rope);
+    Segments<T> segments;
+    for (auto& p : s.parts)
+        segments.push_back({p.first, p.rows, static_cast<const AdaptedModel<T>*>(p.adapter.get())});
+    mixed_forward(ctx, config, weights, segments, batch, activations, cache, rope, mixed);
+}
+
+template <class T>
+void Engine<T>::collect(Step& s) {
+    if (on_gpu) on_gpu->collect(s);
+}
+
+template <class T>
+void Engine<T>::draw_masked(Step& s) {
+    if (on_gpu) on_gpu->draw_masked(s);
+}
+
+template <class T>
+void Engine<T>::describe_to_gpu(Sequence& q) {
+    if (on_gpu) on_gpu->describe(q);
+}
+
+#define INSTANTIATE(T) \
+    template void Engine<T>::compute(Step&); \
+    template void Engine<T>::collect(Step&); \
+    template void Engine<T>::draw_masked(Step&); \
+    template void Engine<T>::describe_to_gpu(Sequence&); \
+    template void Engine<T>::forward_step(const Step&, const Batch&, const MixedRows&);
+QWEN3_INSTANCES(INSTANTIATE)
+
+} // namespace server

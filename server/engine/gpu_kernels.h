@@ -1,0 +1,102 @@
+// gpu_kernels.h: the kernels of an engine's steps: a step's numbers, penalties and masks, logits that are told.
+#pragma once
+#include "gpu/draws.h"
+#include "gpu/packed/packed.h"
+#include "qwen3.cu"
+#include "server/engine/job.h"
+#include <type_traits>
+
+namespace server {
+
+constexpr int MAX_BIAS = 1024 + 1 + 2 * MAX_ENDS; // ids a job may name, <tool_call>, and those that may not end it yet
+
+// What the GPU knows of the sequence in each slot.
+struct Slots {
+    int* last;        // (slots) the token drawn last
+    Draw* draw;       // (slots)
+    uint32_t* seen;   // (slots,V) for the penalties; undefined for slots without penalties
+    int* biases;      // (slots) how many ids have a bias
+    int* bias_id;     // (slots, MAX_BIAS)
+    float* bias;      // (slots, MAX_BIAS)
+    int* wanted;      // (slots) alternatives to tell, or -1
+};
+
+// A step's numbers: of N rows of the batch, and of R draws.
+struct StepNumbers {
+    int *token, *pos, *seq, *slot;       // (N)
+    int *draw_row, *draw_seq, *draw_pos; // (R) row of the batch; of the block table; position of that row's token
+    StepNumbers(int* at, int N, int R)
+        : token(at), pos(at + N), seq(at + 2 * N), slot(at + 3 * N),
+          draw_row(at + 4 * N), draw_seq(draw_row + R), draw_pos(draw_seq + R) {}
+};
+// Fetches them from the CPU's memory and completes them, a thread a row or draw: tokens that the host has not seen yet,
+// the block table, how to draw.
+__global__ void prepare_kernel(StepNumbers to, StepNumbers from, int N, int R, int* table, int max_pages, Draw* draws,
+                               Slots slots) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < N) {
+        const int token = from.token[i], pos = from.pos[i], seq = from.seq[i], slot = from.slot[i];
+        to.token[i] = token < 0 && seq >= 0 ? slots.last[seq] : token;
+        to.pos[i] = pos, to.seq[i] = seq, to.slot[i] = slot;
+        if (seq >= 0) table[(size_t)seq * max_pages + pos / PAGE] = slot / PAGE;
+    }
+    if (i < R) {
+        const int row = from.draw_row[i], seq = from.draw_seq[i], pos = from.draw_pos[i];
+        to.draw_row[i] = row, to.draw_seq[i] = seq, to.draw_pos[i] = pos;
+        if (seq >= 0) draws[i] = slots.draw[seq];
+    }
+}
+
+// Which tokens may be drawn: as bits, for the draws of a step that must keep to a form.
+struct Masks {
+    const int* row;       // (R) of `bits`, or -1: any token; null: no draw of the step has a form
+    const uint32_t* bits; // (rows, words)
+    int words;
+};
+
+// Penalties, biases and masks as the CPU applies them, a block a draw.
+__global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, Slots slots, Masks masks) {
+    let_next_start();
+    wait_for_previous();
+    const int s = draw_seq[blockIdx.x];
+    if (s < 0) return;
+    float* logits = all_logits + blockIdx.x * V;
+    const Sampling& how = slots.draw[s].how;
+    if (has_penalties(how))
+        for (size_t id = threadIdx.x; id < V; id += blockDim.x)
+            logits[id] = penalized(logits[id], how, slots.seen[s * V + id]);
+    __syncthreads();
+    const int* ids = slots.bias_id + (size_t)s * MAX_BIAS;
+    for (int i = threadIdx.x; i < slots.biases[s]; i += blockDim.x)
+        logits[ids[i]] += slots.bias[(size_t)s * MAX_BIAS + i];
+    if (!masks.row || masks.row[blockIdx.x] < 0) return;
+    __syncthreads(); // a thread masks what another has added to
+    const uint32_t* bits = masks.bits + (size_t)masks.row[blockIdx.x] * masks.words;
+    for (size_t id = threadIdx.x; id < V; id += blockDim.x)
+        if (id / 32 >= (size_t)masks.words || !(bits[id / 32] >> id % 32 & 1)) logits[id] = -INFINITY;
+}
+
+// The logits of what was drawn, as the model made them, where they are told: in `logits` they may have been adjusted. A
+// warp a draw. W: const bf16*, or PackedArgs of format F.
+template <class F, class Head>
+__global__ void drawn_logit_kernel(float* out, const int* drawn, const int* draw_seq, const int* wanted, const bf16* x,
+                                   const int* draw_row, Head W, int C) {
+    constexpr bool PLAIN = std::is_pointer_v<Head>;
+    constexpr int RUN = PLAIN ? 1 : 8;
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x, s = draw_seq[r];
+    if (s < 0 || wanted[s] < 0) return;
+    const bf16* token = x + (size_t)draw_row[r] * C;
+    float y = 0;
+    for (int k = threadIdx.x * RUN; k < C; k += 32 * RUN) {
+        float row[RUN];
+        if constexpr (PLAIN) row[0] = to_acc(W[(size_t)drawn[r] * C + k]);
+        else unpack_run<F>(row, W, drawn[r], k);
+        for (int i = 0; i < RUN; i++) y += row[i] * to_acc(token[k + i]);
+    }
+    y = warp_sum(y);
+    if (threadIdx.x == 0) out[r] = y;
+}
+
+} // namespace server

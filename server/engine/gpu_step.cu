@@ -1,0 +1,362 @@
+// gpu_step.cu: an engine's steps on a GPU.
+#include "server/engine/gpu_step.h"
+#ifdef QWEN3_GPU
+#include "gpu/ops.h"
+#include "gpu/step/road.h"
+#include "server/engine/engine.h"
+#include "server/engine/gpu_kernels.h"
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+namespace server {
+
+// A step on the GPU: numbers there, forward, head, draws, numbers back; nothing waits until collect. If all rows are
+// singles (and with `invariant` have no adapter), forward to draws is one CUDA graph, kept for each size: rows are
+// filled up to 1, 2, 4, ..., max_seqs with spare ones, the pieces of the longest sequence to 1, 2, ...
+// A step by `road` is one graph from its numbers to its ids (without forms), without spare rows; there is one for
+// each number of rows and each of the two buffers.
+struct StepOnGpu final : GpuStep {
+    Engine<bf16>& engine;
+    Context& ctx;
+    const Config& config;
+    const Weights<bf16>& weights;
+    const Tokenizer& tokenizer;
+    const EngineOptions& options;
+    Activations<bf16>& activations;
+    KVCache<bf16>& cache;
+    Arena& arena;
+    std::unique_ptr<StepRoad> road; // if not null, a step of few answers is one kernel
+
+    Slots slots;
+    int *drawn, *unused;             // (max_draws) the ids; where sample_kernel puts what only a Session needs
+    Draw* draws;                     // (max_draws) of the step's rows
+    unsigned long long* best;
+    int *mask_rows, *pinned_masks = nullptr; // (max_seqs), then (max_seqs, words): see Masks
+    Likeliest* told;                 // (max_seqs) of the rows that tell something,
+    float* told_logits;              // (max_seqs) ... and the logits of what was drawn
+    const Adapter<bf16>** adapted;   // (max_seqs) adapters of a step's first rows,
+    float* adapter_sums;             // (max_seqs, the most rows of a product) ... and scratch for their products
+    int* pinned_input[2] = {};       // taken in turn: a step's numbers are read while the next one's are written
+    int* pinned_drawn[2] = {};
+    bf16* pinned_hidden[2] = {};     // (texts, C)
+    Likeliest* pinned_told[2] = {};
+    float* pinned_logits[2] = {};
+    const Adapter<bf16>** pinned_adapted[2] = {};
+    cudaEvent_t done[2] = {}, masks_there = {};
+    cudaStream_t mask_stream = {};
+    enum Part { PLAIN, ADJUSTED, BEFORE_MASKS, AFTER_MASKS };      // what of a step a graph computes
+    struct GraphKey {
+        int rows, splits;
+        Part part;
+        bool tells, adapts;
+        int turn = -1;       // from 0 on: by `road`, with the buffers of this turn,
+        bool greedy = false; // ... and it draws, too
+        bool operator<(const GraphKey& k) const {
+            return std::tie(rows, splits, part, tells, adapts, turn, greedy) <
+                   std::tie(k.rows, k.splits, k.part, k.tells, k.adapts, k.turn, k.greedy);
+        }
+    };
+    std::map<GraphKey, cudaGraphExec_t> graphs;
+    uint64_t steps = 0;
+
+    void plan() override;
+    void open() override;
+
+    void describe(Sequence& q) override;
+    void describe_biases(Sequence& q, bool restrained);
+
+    void compute(Step& s) override;
+    // The adapters of a step's first n rows, spare ones among them.
+    void give_adapters(const Step& s, int n);
+    template <class F> void launch_part(bool graph, const GraphKey& key, F f) {
+        if (!graph) return f();
+        cudaGraphExec_t& ready = graphs[key];
+        if (!ready) {
+            std::lock_guard lock(engine.recording);
+            ready = record_graph(ctx, f);
+        }
+        CUDA_CHECK(cudaGraphLaunch(ready, ctx.gpu->stream));
+    }
+    void bring_back(Step& s);
+
+    // The logits; and if each block looked for its likeliest ids, how these were dealt.
+    RowsDealt head_all(Step& s, const StepNumbers& gpu, int R, bool adjusted);
+    DrawState draw_state(const StepNumbers& gpu, int* to, bool adjusted) const;
+    // (Where an answer has several draws, of proposals, whichever comes last is kept; the next step names its token.)
+    void draw_all(const Step& s, const StepNumbers& gpu, int R, bool adjusted, const RowsDealt& dealt,
+                  const Masks& masks);
+
+    // The draws of a step whose forms are known by now: masks there, and what compute has left. (The last masks
+    // have been read: what was drawn with them is here.)
+    void draw_masked(Step& s) override;
+
+    void collect(Step& s) override;
+
+    explicit StepOnGpu(Engine<bf16>& e)
+        : engine(e), ctx(e.ctx), config(e.config), weights(e.weights), tokenizer(e.tokenizer), options(e.options),
+          activations(e.activations), cache(e.cache), arena(e.arena) {
+        if (!ctx.invariant) road = StepRoad::find(ctx, config, weights, 10, options.kv_bytes + options.adapter_bytes);
+    }
+    ~StepOnGpu() override;
+    int most_tokens() const override { return road ? road->most : 1; }
+    const uint32_t* kernel_steps() const override { return road ? road->args.steps : nullptr; }
+    size_t more_page_bytes() const override { return ctx.kv_fp8 ? widened_numbers(config, 1) * sizeof(bf16) : 0; }
+};
+
+void StepOnGpu::plan() {
+    const size_t S = (size_t)options.max_seqs, V = (size_t)config.V, R = engine.max_draws();
+    plan_scratch(ctx, arena, config, engine.max_rows, options.max_seqs, options.context, engine.pages);
+    slots = {arena.take<int>(S), arena.take<Draw>(S), arena.take<uint32_t>(S * V), arena.take<int>(S),
+             arena.take<int>(S * MAX_BIAS), arena.take<float>(S * MAX_BIAS), arena.take<int>(S)};
+    drawn = arena.take<int>(R);
+    unused = arena.take<int>(R);
+    draws = arena.take<Draw>(R);
+    best = arena.take<unsigned long long>((size_t)STREAM_TOKENS * BEST_BLOCKS);
+    mask_rows = arena.take<int>(S * (1 + engine.mask_words()));
+    told = arena.take<Likeliest>(S);
+    told_logits = arena.take<float>(S);
+    adapted = arena.take<const Adapter<bf16>*>(S);
+    adapter_sums = arena.take<float>(options.adapters ? S * (size_t)std::max({config.C, 2 * config.F,
+                                     (config.H + 2 * config.K) * config.D}) : 1);
+}
+
+void StepOnGpu::open() {
+    CUDA_CHECK(cudaStreamCreateWithFlags(&mask_stream, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaEventCreateWithFlags(&masks_there, cudaEventDisableTiming));
+    for (int i = 0; i < 2; i++) {
+        CUDA_CHECK(cudaMallocHost(&pinned_input[i], engine.input_size() * sizeof(int)));
+        CUDA_CHECK(cudaMallocHost(&pinned_drawn[i], engine.max_draws() * sizeof(int)));
+        CUDA_CHECK(cudaMallocHost(&pinned_hidden[i], (size_t)(options.texts + 1) * config.C * sizeof(bf16)));
+        CUDA_CHECK(cudaMallocHost(&pinned_told[i], (size_t)options.max_seqs * sizeof(Likeliest)));
+        CUDA_CHECK(cudaMallocHost(&pinned_logits[i], (size_t)options.max_seqs * sizeof(float)));
+        CUDA_CHECK(cudaMallocHost(&pinned_adapted[i], (size_t)options.max_seqs * sizeof(void*)));
+        CUDA_CHECK(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming));
+    }
+}
+
+StepOnGpu::~StepOnGpu() {
+    if (!done[1]) return; // it was not opened
+    cudaStreamSynchronize(ctx.gpu->stream);
+    for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
+    cudaStreamSynchronize(mask_stream), cudaStreamDestroy(mask_stream), cudaEventDestroy(masks_there);
+    if (pinned_masks) cudaFreeHost(pinned_masks);
+    for (int i = 0; i < 2; i++)
+        cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaFreeHost(pinned_hidden[i]),
+            cudaFreeHost(pinned_told[i]), cudaFreeHost(pinned_logits[i]), cudaFreeHost(pinned_adapted[i]),
+            cudaEventDestroy(done[i]);
+}
+
+void StepOnGpu::describe(Sequence& q) {
+    const size_t s = (size_t)q.slot;
+    const Draw draw = {q.job.how, tokenizer.size()};
+    engine.give(slots.draw + s, &draw, 1);
+    engine.give(slots.wanted + s, &q.job.alternatives, 1);
+    if (has_penalties(q.job.how))
+        engine.give(slots.seen + s * (size_t)config.V, seen_counts(q.ids, q.prompt, config.V).data(), (size_t)config.V);
+    describe_biases(q, q.answered() < q.job.min_tokens);
+}
+
+void StepOnGpu::describe_biases(Sequence& q, bool restrained) {
+    const size_t s = (size_t)q.slot;
+    std::vector<int> ids;
+    std::vector<float> more;
+    for (auto [id, x] : engine.biases(q, restrained)) ids.push_back(id), more.push_back(x);
+    const int n = (int)ids.size();
+    q.restrained = restrained;
+    engine.give(slots.biases + s, &n, 1);
+    if (n == 0) return;
+    engine.give(slots.bias_id + s * MAX_BIAS, ids.data(), ids.size());
+    engine.give(slots.bias + s * MAX_BIAS, more.data(), more.size());
+}
+
+void StepOnGpu::compute(Step& s) {
+    const int turn = s.turn = (int)(steps++ % 2);
+    bool adjusted = false;
+    for (size_t i = 0; i < s.draws.size(); i++) {
+        Sequence& q = engine.drawn_for(s, i);
+        if (q.restrained && !engine.restrained(q)) describe_biases(q, false);
+        adjusted = adjusted || has_penalties(q.job.how) || !q.job.bias.empty() || q.restrained;
+        s.masked = s.masked || q.matcher;
+    }
+    int longest = 0, N = (int)s.token.size(), R = (int)s.draws.size();
+    for (int n = 0; n < s.singles; n++) longest = std::max(longest, s.pos[n]);
+    const int splits = splits_for_graph(longest, options.context);
+    longest = s.singles == N ? 0 : 1 + *std::max_element(s.pos.begin() + s.singles, s.pos.end());
+    const bool adapts = !s.parts.empty() && s.singles > 0 && !ctx.invariant; // singles by one kernel for all
+    const bool several = !s.proposed.empty(); // rows of one answer, each with a draw
+    const bool graph = s.graph = several || (s.singles == N && (s.parts.empty() || adapts));
+    // (It leaves nothing in `activations`, and takes the rows that draw to be all rows.)
+    s.one_kernel = several || (road && graph && N <= road->most && s.draws.size() == (size_t)N && s.parts.empty() &&
+                               !s.tells && s.kept.empty());
+    if (s.one_kernel) R = N;
+    else if (graph) {
+        const int rows = N;
+        for (N = 1; N < rows; N *= 2) {}
+        R = N = std::min(N, options.max_seqs);
+    }
+
+    s.rows = N, s.drawn = R;
+    // Spare rows: no sequence. Draws name the row that they are for.
+    const StepNumbers host(pinned_input[turn], N, R), gpu(engine.input, N, R);
+    for (int n = 0; n < N; n++) {
+        const bool there = n < (int)s.token.size();
+        host.token[n] = there ? s.token[n] : 0, host.pos[n] = there ? s.pos[n] : 0;
+        host.seq[n] = there ? s.seq[n] : -1, host.slot[n] = there ? s.slot[n] : 0;
+    }
+    for (int r = 0; r < R; r++) {
+        const bool there = several || r < (int)s.draws.size();
+        const int row = host.draw_row[r] = several ? r : there ? s.draws[r].row : 0;
+        host.draw_seq[r] = there ? s.seq[row] : -1, host.draw_pos[r] = there ? s.pos[row] : 0;
+    }
+    const Batch batch = {N, options.max_seqs + options.texts, gpu.token, gpu.pos, gpu.seq, gpu.slot, engine.table,
+                         engine.max_pages, graph ? N : s.singles, splits, longest};
+    if (adapts) give_adapters(s, graph ? N : s.singles);
+    const auto prepare = [&] {
+        launch_kernel(ctx, false, prepare_kernel, (unsigned)((std::max(N, R) + 255) / 256), 256, 0, gpu, host, N, R,
+                      engine.table, engine.max_pages, draws, slots);
+    };
+    // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
+    const Part part = s.masked ? BEFORE_MASKS : adjusted ? ADJUSTED : PLAIN;
+    if (s.one_kernel) { // all in one graph, and ids go straight to the CPU's memory
+        bool greedy = part == PLAIN;
+        for (size_t i = 0; i < s.draws.size(); i++) greedy = greedy && engine.drawn_for(s, i).job.how.temperature == 0;
+        s.straight = part != BEFORE_MASKS;
+        launch_part(true, {N, 0, part, false, false, turn, greedy}, [&] {
+            prepare();
+            road->use(batch, cache, engine.rope, engine.logits, draws, best);
+            road->args.greedy = greedy, road->args.next = draw_state(gpu, pinned_drawn[turn], false);
+            road->launch_step();
+            if (!greedy && s.straight)
+                draw_all(s, gpu, R, part != PLAIN, part == PLAIN ? road->dealt() : RowsDealt(), {});
+        });
+    } else {
+        prepare();
+        launch_part(graph, {N, splits, part, s.tells, adapts}, [&] {
+            engine.forward_step(s, batch, adapts ? MixedRows{batch.singles, adapted, adapter_sums} : MixedRows());
+            if (R == 0) return;
+            const RowsDealt dealt = head_all(s, gpu, R, part != PLAIN);
+            if (part != BEFORE_MASKS) draw_all(s, gpu, R, part != PLAIN, dealt, {});
+        });
+    }
+    const size_t C = (size_t)config.C;
+    for (size_t i = 0; i < s.kept.size(); i++) // (the next step overwrites `normed` after them)
+        CUDA_CHECK(cudaMemcpyAsync(pinned_hidden[turn] + i * C, activations.normed + (size_t)s.kept[i].row * C,
+                                   C * sizeof(bf16), cudaMemcpyDeviceToHost, ctx.gpu->stream));
+    if (!s.masked) bring_back(s);
+}
+
+void StepOnGpu::give_adapters(const Step& s, int n) {
+    const Adapter<bf16>** const of = pinned_adapted[s.turn];
+    std::fill_n(of, n, nullptr);
+    for (auto& p : s.parts)
+        if (p.adapter)
+            for (int i = p.first; i < std::min(n, p.first + p.rows); i++)
+                of[i] = static_cast<const AdaptedModel<bf16>*>(p.adapter.get())->on_gpu;
+    CUDA_CHECK(cudaMemcpyAsync(adapted, of, (size_t)n * sizeof *of, cudaMemcpyHostToDevice, ctx.gpu->stream));
+}
+
+void StepOnGpu::bring_back(Step& s) {
+    auto copy = [&](auto* to, const auto* from) {
+        CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)s.drawn * sizeof *from, cudaMemcpyDeviceToHost,
+                                   ctx.gpu->stream));
+    };
+    if (s.drawn > 0 && !s.straight) copy(pinned_drawn[s.turn], drawn);
+    if (s.drawn > 0 && s.tells) copy(pinned_told[s.turn], told), copy(pinned_logits[s.turn], told_logits);
+    CUDA_CHECK(cudaEventRecord(done[s.turn], ctx.gpu->stream));
+}
+
+RowsDealt StepOnGpu::head_all(Step& s, const StepNumbers& gpu, int R, bool adjusted) {
+    const size_t V = (size_t)config.V;
+    RowsDealt dealt;
+    if (R <= STREAM_TOKENS && !adjusted && !ctx.invariant) {
+        const Linear<bf16>& W = weights.head;
+        const StreamArgs head = {activations.normed, gpu.draw_row, nullptr, nullptr, 0, W.w[0], R, config.C,
+                                 config.V};
+        const DrawEpilogue epilogue{engine.logits, V, draws, nullptr, best};
+        dealt = W.format == Format::PLAIN ? stream_product(ctx, head, epilogue)
+                                          : packed_product(ctx, epilogue, head.x, head.rows, W, R);
+    } else {
+        head_gpu(ctx, engine.logits, engine.picked, activations.normed, gpu.draw_row, weights.head, R);
+    }
+    if (s.tells) likeliest_gpu(ctx, told, engine.logits, V, tokenizer.size(), gpu.draw_seq, slots.wanted, R);
+    return dealt;
+}
+
+DrawState StepOnGpu::draw_state(const StepNumbers& gpu, int* to, bool adjusted) const {
+    return {to, gpu.draw_pos, unused, gpu.draw_seq, engine.table, engine.max_pages, adjusted ? slots.seen : nullptr,
+            nullptr, 1, slots.last};
+}
+
+void StepOnGpu::draw_all(const Step& s, const StepNumbers& gpu, int R, bool adjusted, const RowsDealt& dealt,
+                         const Masks& masks) {
+    const size_t V = (size_t)config.V;
+    // (What comes before it with masks is a wait for a copy; step.h's kernel lets nothing start early.)
+    const bool early = ctx.gpu->overlap && !masks.row && !s.one_kernel;
+    if (adjusted)
+        launch_kernel(ctx, early, adjust_kernel, (unsigned)R, 1024, 0, engine.logits, V, gpu.draw_seq, slots, masks);
+    launch_kernel(ctx, adjusted ? ctx.gpu->overlap : early, sample_kernel, (unsigned)R, 1024, 0, engine.logits, V,
+                  draws, dealt.blocks ? best : nullptr, dealt,
+                  draw_state(gpu, s.straight ? pinned_drawn[s.turn] : drawn, adjusted));
+    if (!s.tells) return;
+    const auto tell = [&](auto kernel, auto W) {
+        launch(ctx, kernel, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq, slots.wanted, activations.normed,
+               gpu.draw_row, W, config.C);
+    };
+    if (weights.head.format == Format::PLAIN) return tell(drawn_logit_kernel<void, const bf16*>, weights.head.w[0]);
+    with_packing(weights.head, [&](auto format) {
+        tell(drawn_logit_kernel<decltype(format), PackedArgs>, packed_args(weights.head));
+    });
+}
+
+void StepOnGpu::draw_masked(Step& s) {
+    const size_t S = (size_t)options.max_seqs, words = engine.mask_words();
+    if (!pinned_masks) CUDA_CHECK(cudaMallocHost(&pinned_masks, S * (1 + words) * sizeof(int)));
+    uint32_t* bits = (uint32_t*)pinned_masks + S;
+    std::map<Allowed, int> rows_of;
+    for (size_t r = 0; r < (size_t)s.drawn; r++) {
+        pinned_masks[r] = -1;
+        if (r >= s.draws.size()) continue;
+        const auto it = engine.running.find(s.draws[r].rank); // it may have ended since
+        if (it == engine.running.end() || it->second->admission != s.draws[r].admission) continue;
+        pinned_masks[r] = engine.mask_row(*it->second, rows_of, bits);
+    }
+    const size_t rows = rows_of.size();
+    auto copy = [&](size_t from, size_t n) { // beside `forward`, on a stream of its own
+        CUDA_CHECK(cudaMemcpyAsync(mask_rows + from, pinned_masks + from, n * sizeof(int), cudaMemcpyHostToDevice,
+                                   mask_stream));
+    };
+    const StepNumbers gpu(engine.input, s.rows, s.drawn);
+    if (s.drawn > 0) {
+        copy(0, (size_t)s.drawn);
+        if (rows > 0) copy(S, rows * words);
+        CUDA_CHECK(cudaEventRecord(masks_there, mask_stream));
+        CUDA_CHECK(cudaStreamWaitEvent(ctx.gpu->stream, masks_there, 0));
+        const Masks masks = {mask_rows, (const uint32_t*)mask_rows + S, (int)words};
+        launch_part(s.graph, {s.rows, 0, AFTER_MASKS, s.tells, false},
+                    [&] { draw_all(s, gpu, s.drawn, true, RowsDealt(), masks); });
+    }
+    bring_back(s);
+}
+
+void StepOnGpu::collect(Step& s) {
+    CUDA_CHECK(cudaEventSynchronize(done[s.turn]));
+    if (s.one_kernel) road->check();
+    s.ids.assign(pinned_drawn[s.turn], pinned_drawn[s.turn] + s.draws.size() + s.proposed.size());
+    if (s.tells) {
+        s.rows_told.assign(pinned_told[s.turn], pinned_told[s.turn] + s.draws.size());
+        s.logits.assign(pinned_logits[s.turn], pinned_logits[s.turn] + s.draws.size());
+        for (size_t i = 0; i < s.ids.size(); i++) // exactly where that is known
+            for (int k = 0; s.wanted[i] >= 0 && k < s.rows_told[i].count; k++)
+                if (s.rows_told[i].id[k] == s.ids[i]) s.logits[i] = s.rows_told[i].logit[k];
+    }
+    for (size_t i = 0; i < s.kept.size(); i++) engine.keep_hidden(s, pinned_hidden[s.turn] + i * (size_t)config.C);
+}
+
+std::unique_ptr<GpuStep> make_gpu_step(Engine<bf16>& engine) { return std::make_unique<StepOnGpu>(engine); }
+
+} // namespace server
+#endif // QWEN3_GPU

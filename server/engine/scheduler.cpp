@@ -1,0 +1,108 @@
+// scheduler.cpp: a step, and what is told of it.
+#include "server/engine/router.h"
+#include "server/engine/scheduler.h"
+#include <algorithm>
+#include <atomic>
+#include <malloc.h>
+#include <mutex>
+
+namespace server {
+
+Scheduler::Scheduler(const Config& c, const Tokenizer& t, Desk& d, const EngineOptions& o, const Context& where,
+                     Window* own)
+    : ctx(where), config(c), tokenizer(t), desk(d), window(own ? *own : d), options(o),
+      max_rows(o.max_seqs + std::max(o.chunk, o.burst)), max_pages((o.context + PAGE - 1) / PAGE), pool(0) {
+    for (int s = o.max_seqs - 1; s >= 0; s--) free_slots[0].push_back(s);
+    for (int s = o.max_seqs + o.texts - 1; s >= o.max_seqs; s--) free_slots[1].push_back(s);
+}
+Scheduler::~Scheduler() = default;
+
+void Scheduler::run(ThreadPace& pace) {
+    for (;;) {
+        {
+            std::unique_lock lock(desk.mutex);
+            auto called = [&] { return !window.inbox.empty() || !window.handed.empty() || busy(); };
+            desk.news.wait(lock, [&] { return desk.closed || called(); });
+            if (!called()) return;
+        }
+        pace.begin();
+        step();
+        pace.end();
+    }
+}
+
+void Scheduler::step() {
+    take_jobs();
+    Step next = plan_step();
+    if (!next.token.empty()) {
+        const double begun = seconds();
+        next.from_idle = under_way.empty();
+        compute(next);
+        if (!next.alone) prompts_took += seconds() - begun;
+        else if (!ctx.gpu) lookup.computed(next.token.size(), seconds() - begun);
+        for (auto& [rank, q] : running) remember(*q);
+    }
+    const size_t ahead = ctx.gpu && !next.token.empty();
+    if (!next.token.empty()) under_way.push_back(std::move(next));
+    for (; under_way.size() > ahead; under_way.pop_front()) hand_out(under_way.front());
+    // Where draws must keep to a form, the last tokens had to be seen first. The GPU is at `forward` meanwhile.
+    if (ahead && under_way.back().masked) draw_masked(under_way.back());
+    tell();
+    deliver();
+}
+
+bool Scheduler::hand_over() {
+    deliver();
+    under_way.clear();
+    while (!running.empty()) preempt(running.begin());
+    std::vector<std::unique_ptr<Sequence>> all;
+    while (!waiting.empty()) all.push_back(leave_line(waiting.begin()->first, waiting.begin()->second.begin()));
+    tell();
+    std::lock_guard lock(desk.mutex);
+    window.gone = true;
+    auto stays = [](const Window* w) { return !w->gone; };
+    if (std::none_of(desk.windows.begin(), desk.windows.end(), stays)) return false;
+    for (Job& job : std::exchange(window.inbox, {})) desk.place(std::move(job));
+    for (auto& q : all) {
+        q->job.prompt = q->ids; // (what the router looks at)
+        Window& to = *desk.windows[(size_t)desk.router.choose(q->job, desk.windows)];
+        to.count(q->job);
+        q->job.prompt.clear();
+        to.handed.push_back({q.release(), [](void* p) { delete (Sequence*)p; }});
+    }
+    desk.news.notify_all();
+    return true;
+}
+
+void Scheduler::tell() {
+    figures.running = running.size(), figures.waiting = in_lines;
+#ifdef __GLIBC__
+    if (in_lines == 0 && std::exchange(most_in_lines, 0) > 4096) malloc_trim(0);
+#endif
+    figures.pages_used = (size_t)pages - pool.available();
+    std::atomic_store(&window.figures, std::make_shared<const Figures>(figures));
+    std::lock_guard lock(desk.mutex);
+    window.inside = figures.running + figures.waiting;
+    for (auto [line, tokens] : ended) {
+        Desk::Held& held = desk.held[line];
+        held.jobs--;
+        if (line >= Job::TEXTS) held.tokens -= tokens, desk.texts--, desk.text_tokens -= tokens;
+    }
+    ended.clear();
+}
+
+void Scheduler::deliver() {
+    const double now = seconds();
+    for (auto& [reply, piece] : outbox) {
+        if (reply->share && !desk.unsent.add(*reply->share, bytes_of(piece))) reply->cancelled = true;
+        std::lock_guard lock(reply->mutex);
+        if (reply->first == 0) reply->first = now;
+        reply->last = now;
+        reply->left -= piece.finish != nullptr;
+        reply->put(std::move(piece));
+        if (reply->wake) reply->wake();
+    }
+    outbox.clear();
+}
+
+} // namespace server

@@ -1,0 +1,50 @@
+// sequence.h: an answer (or a text) at work, and the lines in which they wait.
+#pragma once
+#include "form/automaton.h"
+#include "model/tokenizer.h"
+#include "qwen3.cu"
+#include "server/engine/job.h"
+#include "server/engine/speech.h"
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace server {
+
+// An answer at work. Its tokens at 0 .. computed - 1 have their keys and values in its pages, or will have when the
+// steps under way are done; `pending` of its ids have been drawn and not yet looked at.
+struct Sequence {
+    Job job;                   // (its prompt is in `ids`)
+    Speech speech;
+    std::vector<int> ids;      // prompt and answer
+    const size_t prompt;       // tokens of the prompt
+    uint64_t arrival, rank = 0; // counts all; all first admissions
+    std::vector<int> pages{};
+    size_t computed = 0, pending = 0;
+    size_t known = 0;          // pages that have been named
+    uint64_t chain = 0;        // the name of the last of these
+    int slot = -1;             // row of the block table
+    uint64_t admission = 0;    // counts all admissions: what was drawn before it was preempted is void
+    size_t resumed = 0;        // tokens it had answered then
+    bool restrained = false;   // the GPU knows it as one that may not end yet
+    size_t cached = SIZE_MAX;
+    size_t thoughts = 0;       // tokens of its thought
+    double last = 0;           // when its last token came
+    std::unique_ptr<Matcher> matcher{}; // of the job's form
+    std::deque<int> forced{};  // the next tokens, about which it leaves no choice
+
+    Sequence(Job&& j, const Tokenizer& t, uint64_t arrival);
+    size_t total() const { return ids.size() + pending; }
+    size_t left() const { return total() - computed; }
+    size_t answered() const { return total() - prompt; }
+    uint64_t adapter() const { return job.adapter ? job.adapter->number : 0; }
+    size_t pages_needed() const { return job.pooled ? (ids.size() + PAGE - 1) / PAGE : ids.size() / PAGE + 1; }
+};
+using Place = std::pair<int, uint64_t>; // in a line: by priority, then as they came
+using Line = std::map<Place, std::unique_ptr<Sequence>>;
+using Running = std::map<uint64_t, std::unique_ptr<Sequence>>;
+
+} // namespace server

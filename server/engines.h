@@ -1,0 +1,40 @@
+// engines.h: several engines, each on a GPU of its own (or all on the CPU), and the threads of all.
+#pragma once
+#include "model/adapters.h"
+#include "model/model_file.h"
+#include "qwen3.cu"
+#include "server/engine/engine.h"
+#include "server/options.h"
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace server {
+
+// Quantised weights, which else become bf16: a server's steps have many tokens, for which bf16 is faster, on CPUs too.
+template <class T> bool stay_packed(const Options& o);
+
+// Engines 1, 2, .. beside the first, each on a GPU of its own, and the threads of all.
+template <class T> struct Engines {
+    struct One {
+        Context ctx;
+        Weights<T> weights;
+        std::unique_ptr<AttachedAdapter<T>> attached{};
+        Window window{};
+        std::unique_ptr<Engine<T>> engine{};
+    };
+    Desk& desk;
+    Engine<T>& first;
+    std::vector<std::unique_ptr<One>> others;
+    std::vector<std::thread> threads;
+
+    Engines(Options o, const ModelFile& file, const AdapterFile* adapter, Engine<T>& zero);
+    ~Engines();
+    void start(const Options& o);
+
+  private:
+    void use_device(int k); // of this thread
+    void compute(const Options& o, int k, Engine<T>& engine);
+};
+
+} // namespace server

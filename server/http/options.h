@@ -1,0 +1,31 @@
+// options.h: how the server listens, whom it takes requests from, and how long it waits.
+#pragma once
+#include <string>
+#include <unistd.h>
+#include <vector>
+
+namespace server {
+
+struct ApiKey {
+    std::string key, name; // the name is for the log
+};
+
+struct ServerOptions {
+    std::string host = "127.0.0.1";
+    int port = 8000;
+    std::vector<ApiKey> keys;               // none: open to all
+    std::vector<std::string> origins;       // web sites whose scripts may call
+    int deadline = 60;                      // seconds for a request line, and then for headers and body
+    int drain = 300;                        // ... and for what is under way when a signal comes
+    std::string title = "Warp";             // of the page to chat on
+    std::string files;                      // folder of Files and Batches; none: they are not offered
+    int think = 0;                          // whether its switch for thoughts is on at first
+    bool docs = false;                      // whether it has one for documents
+    bool swaps = false;                     // whether clients may load and unload adapters
+    int log = STDOUT_FILENO;                // where its lines go
+    unsigned idle() const { return (unsigned)(deadline + 1) / 2; } // without a byte
+    double fetch() const { return 5. * deadline; }                 // to read an answer that is complete
+    double quiet() const { return deadline / 6.; }                 // of a stream, until a comment shows that it lives
+};
+
+} // namespace server

@@ -1,0 +1,28 @@
+// options.h: serve's options. serve.cu has their table.
+#pragma once
+#include "model/options.h"
+#include "qwen3.cu"
+#include "search/documents.h"
+#include "server/engine/engine_options.h"
+#include "server/http/options.h"
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace server {
+
+struct Options : ModelOptions {
+    std::string name, system, key_file, batch, output;
+    std::vector<std::string> tasks; // none: what the model's folder says
+    std::vector<std::pair<std::string, std::string>> adapters; // names and folders
+    ServerOptions server;
+    EngineOptions engine;
+    int max_queue = 1024, think = 0, jump = -1, gpus = 1, lookup = -1; // negative: as suits the device
+    DocumentOptions documents{};
+    Context ctx{};
+
+    bool does(const char* task) const { return std::find(tasks.begin(), tasks.end(), task) != tasks.end(); }
+};
+
+} // namespace server

@@ -1,0 +1,191 @@
+# tests/tests.mk: the test machinery; the Makefile includes it.
+#
+# Suites are linked with the objects of the programs. Parsing is most of their compile time, so several share a
+# translation unit: those of the server, of the trainer, of the model, of the programs, all others. Suites that emulate
+# kernels, or compile Book I alone, are programs by themselves. A new tests/unit/test_*.cpp drops into one.
+GPU_SUITES = $(notdir $(basename $(wildcard tests/gpu/test_*.cpp)))
+UNITS     := $(notdir $(basename $(wildcard tests/unit/test_*.cpp)))
+INCLUDING  = $(notdir $(basename $(shell grep -lE '^.(include|define) $(1)' $(UNITS:%=tests/unit/%.cpp))))
+ALONE     := $(call INCLUDING,("tests/emulate/|"lab/|QWEN3_PLAIN|"gpu/))
+SERVING   := $(filter-out $(ALONE),$(call INCLUDING,"(tests/engine|server/)))
+TRAINING  := $(filter-out $(ALONE) $(SERVING),$(call INCLUDING,"(tests/trainer|train/)))
+MODEL     := $(filter-out $(ALONE) $(SERVING) $(TRAINING),$(call INCLUDING,"tests/(common|golden)))
+OTHERS    := $(filter-out $(ALONE) $(SERVING) $(TRAINING) $(MODEL),$(UNITS))
+SHARED     = serve train model others
+TESTOPT    = -O1
+# (Without the checks for null, for the size of objects and for pointers that wrap: ASan sees what they lead to, and they
+# are two fifths of the compile time.)
+UNDEFINED  = undefined -fno-sanitize=null$(comma)object-size$(comma)vptr$(comma)pointer-overflow -fno-sanitize-recover=all
+COVERED    = $(if $(findstring clang,$(CXX)),-fsanitize=fuzzer-no-link)
+SAN        = $(if $(filter asan,$(SANITIZE)),-fsanitize=address$(comma)$(UNDEFINED) -g1 $(COVERED)) \
+             $(if $(filter tsan,$(SANITIZE)),-fsanitize=thread -g1)
+ifdef SANITIZE
+OPT        = -O1
+$(B)/cpu/%.o: OPT = -O1
+endif
+T          = $(B)/tests
+TEST       = $(CXX) -x c++ $(CPUFLAGS) $(TESTOPT) $(SAN) -include $(T)/std.h -MMD -MP
+# test_export is about Python, test_tiny about one known file, test_library about linking, test_teach about scripts: nothing
+# that sanitizers could see.
+SUITES     = $(filter-out $(if $(MHD),,$(SERVING)) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(UNITS))
+# A suite in a shared program is PROGRAM:SUITE. The longest come first.
+SHARED_BY  = $(patsubst %,$(T)/suites_$(1):%,$(filter $(2),$(SUITES)))
+RUNS       = $(call SHARED_BY,others,test_teach) $(call SHARED_BY,serve,$(SERVING)) $(call SHARED_BY,train,$(TRAINING)) \
+             $(patsubst %,$(T)/%,$(filter $(ALONE),$(SUITES))) \
+             $(call SHARED_BY,others,$(filter-out test_teach,$(OTHERS))) $(call SHARED_BY,model,$(MODEL))
+SUITE_PROGRAMS = $(sort $(foreach run,$(RUNS),$(firstword $(subst :, ,$(run)))))
+
+# The standard headers and doctest, parsed once.
+$(T)/std.h: $(B)/command
+	@mkdir -p $(T); { printf '\043include <%s>\n' $(STD) doctest/doctest.h; } > $@
+TEST_PCH   = $(T)/std.h.$(if $(findstring clang,$(MODE)),pch,gch)
+$(TEST_PCH): $(T)/std.h
+	$(Q)$(CXX) -x c++-header $(CPUFLAGS) $(TESTOPT) $(SAN) $< -o $@
+$(T)/main.o: tests/main.cpp $(B)/command
+	@mkdir -p $(T)
+	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(SAN) -c $< -o $@
+$(T)/%.o: tests/unit/%.cpp $(TEST_PCH)
+	@echo "$(notdir $(CXX))  $<"
+	$(Q)$(TEST) -c $< -o $@
+# Several suites as one: what they include first, then each in a namespace.
+SHARE_serve  = $(SERVING)
+SHARE_train  = $(TRAINING)
+SHARE_model  = $(MODEL)
+SHARE_others = $(OTHERS)
+$(SHARED:%=$(T)/suites_%.cpp): $(T)/suites_%.cpp: $(UNITS:%=tests/unit/%.cpp) | $(T)/std.h
+	@grep -h '^#include' $(SHARE_$*:%=tests/unit/%.cpp) | sort -u > $@
+	@for suite in $(SHARE_$*); do \
+	  echo "namespace $$suite {"; echo "#include \"tests/unit/$$suite.cpp\""; echo "}"; done >> $@
+$(SHARED:%=$(T)/suites_%.o): %.o: %.cpp $(TEST_PCH)
+	@echo "$(notdir $(CXX))  $<"
+	$(Q)$(TEST) -c $< -o $@
+# The templates once more, for double: tests hold float and bf16 to it.
+DOUBLE     = $(patsubst %.cpp,$(T)/double/%.o,$(shell grep -l QWEN3_INSTANCES model/*.cpp cpu/*.cpp)) $(T)/double/text.o
+$(T)/double/%.o: %.cpp $(PCH)
+	@mkdir -p $(@D); echo "$(notdir $(CXX))  $< (double)"
+	$(Q)$(CPP) -DQWEN3_DOUBLE -c $< -o $@
+$(T)/double/text.o: qwen3.cu $(PCH)
+	@mkdir -p $(@D); echo "$(notdir $(CXX))  $< (double)"
+	$(Q)$(CPP) -DQWEN3_DOUBLE -DQWEN3_LIBRARY -c $< -o $@
+$(T)/double.a: $(DOUBLE)
+	@rm -f $@ && ar rcs $@ $^
+$(SHARED:%=$(T)/suites_%) $(ALONE:%=$(T)/%): %: %.o $(T)/main.o $(T)/double.a $(LIB)
+	$(Q)$(LINK) $*.o $(T)/main.o $(T)/double.a $(LIB) -o $@ $(EDIT) $(CURL) $(MHD)
+$(ALONE:%=$(T)/%.o): TESTOPT = -O2
+$(ALONE:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp $(B)/command
+	@mkdir -p $(T); echo "$(notdir $(CXX))  $<"
+	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(SAN) -MMD -MP -c $< -o $@
+$(T)/library_c: tests/unit/test_library.c qwen3.h $(B)/libqwen3.so
+	$(Q)$(CC) -std=c99 -Wall -Wextra -Werror -I. $< -o $@ -L$(B) -lqwen3 -Wl,-rpath,$(abspath $(B)) -lm -lpthread
+
+# The GPU's suites are nvcc's, and run where there is a GPU.
+GPU_SUITE  = $(if $(GPU),$(if $(SANITIZE),,$(GPU_SUITES:%=$(T)/%)))
+$(T)/test_notes: $(BUILD)/notes.cuh
+$(GPU_SUITES:%=$(T)/%): $(T)/%: tests/gpu/%.cpp tests/main.cpp $(wildcard tests/gpu/*.h tests/*.h) $(LIB)
+	@mkdir -p $(T); echo "nvcc  $<"
+	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I$(BUILD) $< tests/main.cpp -Xcompiler -xnone $(LIB) -o $@ $(EDIT)
+# The code in the course's notes.
+$(BUILD)/notes.cuh: data/course/check_notes.py $(wildcard data/course/notes/*.md)
+	@mkdir -p $(BUILD)
+	$(Q)python3 data/course/check_notes.py --no-compile --emit $@ > $@.log || { cat $@.log; exit 1; }
+
+# (Two suites at a time: some wait more than they compute; more would disturb those that bound a time.)
+TESTED     = $(PROGRAMS_ALL:%=$(B)/%)
+test: CXXFLAGS += -Werror
+test: $(TESTED) $(SUITE_PROGRAMS) $(if $(SANITIZE),,$(T)/library_c) $(GPU_SUITE)
+	@QWEN3=$(B)/qwen3 TRAIN_LORA=$(B)/train_lora DATAGEN=$(B)/datagen SERVE=$(B)/serve JOBS=2 \
+	  LIBRARY=$(B)/libqwen3.so LIBRARY_C=$(T)/library_c \
+	  NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/gpu/%.cpp) | grep -c '^TEST_CASE')) tests/run.sh $(RUNS) $(GPU_SUITE)
+asan:
+	@LSAN_OPTIONS=suppressions=tests/lsan.supp:print_suppressions=0 $(MAKE) test SANITIZE=asan NVCC=none
+# (One thread of OpenMP: ThreadSanitizer does not see how its threads wait for each other.)
+PLAIN_T    = $(BUILD)/$(notdir $(firstword $(CXX)))/tests
+tsan:
+	@$(MAKE) NVCC=none $(PLAIN_T)/suites_serve
+	@$(MAKE) NVCC=none SANITIZE=tsan ROOMS="$(filter-out cli book train,$(ROOMS)) book" $(B)-tsan/serve
+	@SERVE=$(B)-tsan/serve OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 tests/run.sh $(PLAIN_T)/suites_serve:test_serve
+
+# Every header by itself; the order of the rooms.
+headers:
+	@CXX=$(CXX) JOBS=$(JOBS) tests/headers.sh
+
+# ---- 64-bit Arm, with the compiler's own vectors: Debian's g++-aarch64-linux-gnu and qemu-user-static.
+ARM        = aarch64-linux-gnu-g++
+ARM_SUITES = test_ops test_int8 test_model test_sampler
+aarch64:
+	@$(MAKE) NVCC=none PORTABLE=1 CXX=$(ARM) CXXFLAGS="-static -Wl,--no-warnings" ROOMS="base model cpu" UNITS="$(ARM_SUITES)" \
+	  $(BUILD)/$(ARM)-portable/tests/suites_model
+	@RUNNER=qemu-aarch64-static JOBS=2 tests/run.sh $(ARM_SUITES:%=$(BUILD)/$(ARM)-portable/tests/suites_model:%)
+
+# ---- Fuzzers: clang's libFuzzer, first inputs in tests/fixtures/fuzz/NAME. The same draws each time, so that CI judges a
+# change by itself; a search for more is `make fuzz SEED=0 SECONDS_EACH=600`. They are one program, of which each is a name
+# (tests/fuzz/one_of.h), over the objects that `make asan CXX=clang++` compiled.
+FUZZERS   = $(notdir $(basename $(wildcard tests/fuzz/fuzz_*.cpp)))
+SECONDS_EACH ?= 20
+SEED      ?= 1
+CLANG     ?= clang++
+$(T)/fuzz/all.cpp: $(FUZZERS:%=tests/fuzz/%.cpp) $(wildcard tests/fuzz/*.h)
+	@mkdir -p $(@D)
+	@{ grep -h '^#define\|^#include' $(FUZZERS:%=tests/fuzz/%.cpp) | sort -u; echo '#include "tests/fuzz/one_of.h"'; } > $@
+	@for f in $(FUZZERS); do echo "FUZZER($$f)"; \
+	  printf '#define %s %s\n' LLVMFuzzerTestOneInput $${f}_input LLVMFuzzerCustomMutator $${f}_mutator; \
+	  echo "namespace $$f {"; echo "#line 1 \"tests/fuzz/$$f.cpp\""; sed 's/^#include.*//' tests/fuzz/$$f.cpp; echo "}"; \
+	  printf '#undef %s\n' LLVMFuzzerTestOneInput LLVMFuzzerCustomMutator; done >> $@
+$(T)/fuzz/all: $(T)/fuzz/all.cpp $(LIB)
+	@echo "$(CXX)  $<"
+	$(Q)$(CPP) -fsanitize=fuzzer $< -x none $(LIB) -o $@ $(CURL) $(EDIT)
+$(FUZZERS:%=$(T)/fuzz/%): $(T)/fuzz/all
+	@ln -f $< $@
+run-%: $(T)/fuzz/%
+	@seeds=tests/fixtures/fuzz/$(*:fuzz_%=%); [ -d $$seeds ] || seeds=; \
+	mkdir -p $(BUILD)/fuzz/corpus/$*; \
+	$< -seed=$(SEED) -max_total_time=$(SECONDS_EACH) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=$(BUILD)/fuzz/ -print_final_stats=1 \
+	  $(BUILD)/fuzz/corpus/$* $$seeds >$(BUILD)/fuzz/$*.log 2>&1 || { tail -n 40 $(BUILD)/fuzz/$*.log; exit 1; }; \
+	echo "$*: $$(sed -n 's/^stat::number_of_executed_units: *//p' $(BUILD)/fuzz/$*.log) runs in $(SECONDS_EACH) s, no fault"
+.SECONDARY: $(FUZZERS:%=$(T)/fuzz/%)
+fuzz:
+	@$(MAKE) SANITIZE=asan CXX=$(CLANG) NVCC=none -j$(JOBS) $(FUZZERS:%=run-%)
+
+# Everything at once that may happen to a server (tests/bench/campaign.cpp).
+campaign: serve $(B)/bench/campaign
+	$(B)/bench/campaign --seconds $(SECONDS_EACH)
+
+# ---- All CUDA code, without linking: what CI can do without a GPU. One file has every kernel, each once, and is compiled
+# for four architectures, as the laboratories are; what calls the same kernels as far as PTX, for one; the code in the
+# course's notes, and what measures it, for one.
+CHECKED    = 80 89 90a 120
+EVERY      = tests/gpu/every.cu
+NOTES      = tests/gpu/test_notes.cpp tests/bench/bench_notes.cu
+LAB_FILES  = $(LABS:%=%.cu)
+CALLERS    = $(filter-out tests/gpu/test_gpu_backward.cpp $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
+             $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu)
+# sm_90a is compiled as it runs; the rest without optimising where nvcc can (13), in less than half the time; sm_89 from
+# the PTX of sm_80, since no code of ours tells them apart.
+$(EVERY:%=check/%): CODE = $(patsubst %,sm_%,$(filter 90a,$(CHECKED)))
+$(EVERY:%=quick/%): CODE = $(patsubst %,sm_%,$(filter-out 90a,$(CHECKED)))
+QUICK      = $(if $(shell $(NVCC) --help 2>/dev/null | grep -e --Ofast-compile),-Ofc=max)
+$(EVERY:%=quick/%) $(CALLERS:%=check/%): FLAGS_TOO = $(QUICK)
+$(LAB_FILES:%=check/%): CODE = $(CHECKED:%=sm_%)
+check/lab/dynamic.cu: FLAGS_TOO = -rdc=true # kernels launch kernels
+$(NOTES:%=check/%): CODE = sm_90a
+$(CALLERS:%=check/%): CODE = compute_90a
+CUDA_CHECKS = $(EVERY:%=check/%) $(EVERY:%=quick/%) $(CALLERS:%=check/%) $(LAB_FILES:%=check/%) $(NOTES:%=check/%)
+CUDA_CHECK = @echo "nvcc $(CODE): $*"; [ -z "$(CODE)" ] || \
+	  $(NVCC) -x cu -std=c++17 $(foreach c,$(CODE),-gencode arch=$(patsubst compute_89,compute_80,$(c:sm_%=compute_%)),code=$(c)) $(FLAGS_TOO) \
+	  -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -DQWEN3_GPU -I. -I$(BUILD) -o /dev/null -c $*
+$(filter check/%,$(CUDA_CHECKS)): check/%: $(BUILD)/notes.cuh
+	$(CUDA_CHECK)
+$(filter quick/%,$(CUDA_CHECKS)): quick/%: $(BUILD)/notes.cuh
+	$(CUDA_CHECK)
+# (Laboratories beside libraries and qwen3.cu's kernels: as far as PTX.)
+LAB_BESIDE = $(patsubst %,check/beside/%,$(shell grep -lE 'HAVE_CU|LAB_QWEN3' lab/*.cu))
+$(LAB_BESIDE): check/beside/%:
+	@echo "nvcc compute_90a: $* with $(LAB_LIBS) cub"
+	$(Q)$(NVCC) -x cu -std=c++17 -gencode arch=compute_90a,code=compute_90a $(QUICK) $(LAB_HAVE) -DLAB_QWEN3 \
+	  -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -DQWEN3_GPU -I. -o /dev/null -c $*
+check/notes:
+	@echo "nvcc: the code in data/course/notes"
+	$(Q)python3 data/course/check_notes.py
+cuda-check:
+	@$(MAKE) --no-print-directory -j$(JOBS) $(CUDA_CHECKS) $(LAB_BESIDE) check/notes
+.PHONY: $(CUDA_CHECKS) $(LAB_BESIDE) check/notes
