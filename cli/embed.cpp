@@ -8,6 +8,7 @@
 #include "model/pace.h"
 #include "search/embed.h"
 #include "sj.h"
+#include "search/rerank.h"
 #include <algorithm>
 #include <cstddef>
 #include <functional>

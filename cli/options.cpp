@@ -2,6 +2,7 @@
 #include "cli/options.h"
 #include "base/error.h"
 #include "search/hybrid.h"
+#include "cpu/instruction_set.h"
 #include <cctype>
 #include <cerrno>
 #include <climits>
