@@ -61,7 +61,7 @@ BUILD      = build
 B          = $(BUILD)/$(MODE)
 
 # ---- Sources and objects
-ROOMS      = base model cpu form search book train cli $(if $(MHD),server/engine server/api server/http)
+ROOMS      = base model cpu form search book train cli $(if $(MHD),server server/engine server/api server/http)
 SOURCES    = $(strip $(wildcard $(ROOMS:%=%/*.cpp) $(ROOMS:%=%/*.cu) $(if $(CUDA),gpu/*.cu gpu/*/*.cu)))
 OBJECTS    = $(B)/text.o $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
 LIB        = $(B)/all.a

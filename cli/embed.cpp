@@ -9,6 +9,7 @@
 #include "search/embed.h"
 #include "sj.h"
 #include "search/rerank.h"
+#include "search/embedder.h"
 #include <algorithm>
 #include <cstddef>
 #include <functional>

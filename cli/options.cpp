@@ -3,6 +3,7 @@
 #include "base/error.h"
 #include "search/hybrid.h"
 #include "cpu/instruction_set.h"
+#include "model/lookup.h"
 #include <cctype>
 #include <cerrno>
 #include <climits>
