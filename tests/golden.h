@@ -1,5 +1,10 @@
 // Golden logits and greedy texts of tests/fixtures, and the distance between distributions.
 #pragma once
+#include "base/file.h"
+#include "model/model_file.h"
+#include "model/session.h"
+#include "model/weights.h"
+#include "sj.h"
 #include "tests/common.h"
 
 struct Golden {

@@ -1,9 +1,13 @@
 // Gradients of a whole model: the random one in fixtures/tiny, all of it or an adapter, by the mean loss of the rows in
 // fixtures/train/bf16.json, through train_lora's own Trainer; and how far PyTorch's in bf16 are from the truth (made by
-// tests/reference/make_train_fixtures.py). After train_lora.cu.
+// tests/reference/make_train_fixtures.py).
 #pragma once
-#include "tests/trainer.h"
 #include "tests/process.h"
+#include "tests/trainer.h"
+#include <cmath>
+#include <map>
+#include <string>
+#include <vector>
 
 using Tensor64 = std::map<std::string, std::vector<double>>; // by Hugging Face's and PEFT's names
 inline const Json& bf16_fixture() {
