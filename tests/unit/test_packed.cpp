@@ -2,7 +2,6 @@
 // its number, products of few tokens are those of W.at at odd sizes with either order of the threads, and what is
 // unpacked for many tokens has the bits of W.at.
 #include <doctest/doctest.h>
-#define QWEN3_NO_MAIN
 #define QWEN3_PLAIN
 #include "qwen3.cu"
 #include "tests/emulate/packed_emulation.h"
