@@ -1,7 +1,10 @@
 // cli/options.cpp: qwen3's options.
 #include "cli/options.h"
 #include "base/error.h"
-#include "search/hybrid.h"
+#ifndef QWEN3_PLAIN
+#include "cpu/instruction_set.h"
+#endif
+#include "model/lookup.h"
 #include <cctype>
 #include <cerrno>
 #include <climits>
