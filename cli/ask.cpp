@@ -10,6 +10,7 @@
 #include "model/device.h"
 #include "model/pace.h"
 #include "search/documents.h"
+#include "search/grounding.h"
 #include "sj.h"
 #include "search/grounding.h"
 #include <algorithm>

@@ -7,6 +7,8 @@
 #include "cli/screen.h"
 #include "model/pace.h"
 #include "search/embed.h"
+#include "search/embedder.h"
+#include "search/rerank.h"
 #include "sj.h"
 #include "search/rerank.h"
 #include "search/embedder.h"

@@ -9,6 +9,8 @@
 #include "cli/screen.h"
 #include "model/pace.h"
 #include "model/session.h"
+#include "search/documents.h"
+#include "search/grounding.h"
 #include "sj.h"
 #include "search/grounding.h"
 #include <algorithm>
