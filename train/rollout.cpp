@@ -5,9 +5,6 @@
 #include "train/trainer.h"
 #include <algorithm>
 #include <numeric>
-#ifdef QWEN3_GPU
-#include "gpu/ops.h"
-#endif
 
 template <class T> void Trainer<T>::open_rewards() {
     tokenizer = std::make_unique<Tokenizer>(tokenizer_path(o));

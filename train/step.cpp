@@ -4,9 +4,6 @@
 #include "model/device.h"
 #include "model/instances.h"
 #include "train/trainer.h"
-#ifdef QWEN3_GPU
-#include "gpu/ops.h"
-#endif
 
 template <class T>
 Trainer<T>::Trainer(const TrainOptions& options, const Context& where, const ModelFile& f, const Dataset& train,
