@@ -62,7 +62,7 @@ template <class T> struct MixedLayer {
             RUN(norm_linear, out + n * ld, normed + n * C, x + n * C, w, W, rows, c.eps);
         });
         rmsnorm_cpu(ctx, normed, x, w, N, c.C, c.eps);
-        mixed_product(normed, which, [=](int n, int r, acc<T> y) { out[n * ld + r] = to_stored<T>(y); });
+        rows_linear_cpu(ctx, out, normed, base.*which, rows_adapters(normed, which).data(), N);
     }
     void add_product(acc<T>* out, const acc<T>* residual, const T* x, Which which) {
         const size_t ld = (base.*which).out(), in = (base.*which).in;
@@ -72,7 +72,7 @@ template <class T> struct MixedLayer {
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
             RUN(linear_add, out + n * ld, residual + n * ld, x + n * in, W, rows);
         });
-        mixed_product(x, which, [=](int n, int r, acc<T> y) { out[n * ld + r] = residual[n * ld + r] + y; });
+        rows_linear_add_cpu(ctx, out, residual, x, base.*which, rows_adapters(x, which).data(), N);
     }
     void swiglu_product(T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, Which which) {
         const size_t F = c.F, C = c.C;
@@ -88,15 +88,14 @@ template <class T> struct MixedLayer {
         swiglu_cpu(ctx, out, gate_up, N, c.F);
     }
 
-    // adapted_product_cpu for all segments at once: W is read once.
-    template <class Store> void mixed_product(const T* x, Which which, Store store) {
-        const Linear<T>& W = base.*which;
-        std::vector<const Adapter<T>*> of((size_t)N, nullptr); // by row; null: nothing is added
+    // Each row's adapter, or null, for a product of all segments at once: W is read once. Makes their h.
+    std::vector<const Adapter<T>*> rows_adapters(const T* x, Which which) {
+        std::vector<const Adapter<T>*> of((size_t)N, nullptr);
         for (const Segment<T>& s : segments)
             if (const Adapter<T>& a = linear(s, which).adapter; a.rank)
                 std::fill_n(of.begin() + s.first, s.rows, &a);
         lora_down_all(x, which);
-        product_with_adapters(W, x, N, [&](int n) { return of[(size_t)n]; }, store);
+        return of;
     }
     // h of all segments: those of few rows side by side, a thread each; the others one after another, by all threads.
     void lora_down_all(const T* x, Which which) {
