@@ -61,7 +61,7 @@ BUILD      = build
 B          = $(BUILD)/$(MODE)
 
 # ---- Sources and objects
-ROOMS      = base model cpu form search book train cli $(if $(MHD),server/engine server/api server/http)
+ROOMS      = base model cpu form search book train cli $(if $(MHD),server server/engine server/api server/http)
 SOURCES    = $(strip $(wildcard $(ROOMS:%=%/*.cpp) $(ROOMS:%=%/*.cu) $(if $(CUDA),gpu/*.cu gpu/*/*.cu)))
 OBJECTS    = $(B)/text.o $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
 LIB        = $(B)/all.a
@@ -92,9 +92,16 @@ PCH        = $(B)/std.h$(if $(findstring clang,$(MODE)),.pch,.gch)
 $(PCH): $(B)/command
 	@printf '\043include <%s>\n' $(STD) > $(B)/std.h
 	$(Q)$(CXX) -x c++-header $(CPUFLAGS) $(SAN) $(B)/std.h -o $@
-CPP        = $(CXX) -x c++ $(CPUFLAGS) $(SAN) $(if $(NO_PCH),,-include $(B)/std.h) -MMD -MP
+CPP        = $(CXX) -x c++ $(CPUFLAGS) $(if $(X86),$(ISA)) $(SAN) $(if $(ISA),,-include $(B)/std.h) -MMD -MP
 
 $(B)/cpu/%.o: OPT = -O3
+# Instruction sets of x86-64, a source each, for compilers that know them all; the program asks which ones its CPU has.
+X86       := $(shell $(CXX) -mamx-int8 -mavx512bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo yes)
+AVX512     = -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq
+$(B)/cpu/avx2.o: ISA = -mavx2 -mfma
+$(B)/cpu/avx512.o: ISA = $(AVX512)
+$(B)/cpu/avx512_bf16.o: ISA = $(AVX512) -mavx512bf16 -mavx512vnni
+$(B)/cpu/amx.o: ISA = $(AVX512) -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8
 $(B)/%.o: %.cpp $(PCH)
 	@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
 	$(Q)$(CPP) -c $< -o $@

@@ -2,7 +2,7 @@
 
    Book I    the model in plain C++: every op is its formula and a loop, forwards and backwards. Slow and right.
    Book II   the same on a GPU, for nvcc: a kernel an op. Each is tested against its definition in Book I. It goes on in
-             attention.h and draws.h; the backward pass, which only train_lora needs, is in backward.h.
+             gpu/, where products, attention, draws and the backward pass are.
 
    Build:  make                 with nvcc where it is found, else with g++ alone (this file is also plain C++17)
    Run:    ./qwen3 model.bin -i "What is a warp?"            (-d plain runs Book I itself, on the CPU)
@@ -20,7 +20,7 @@
 
    Contracts
    - An op is defined once, in Book I. Outputs come first, then inputs, then sizes. Ops that take time exist once more
-     for speed: `op_cpu` in cpu.h for the vector and matrix instructions of CPUs, `op_gpu` in Book II. RUN(op, ...) is
+     for speed: `op_cpu` in cpu/ for the vector and matrix instructions of CPUs, `op_gpu` in Book II. RUN(op, ...) is
      the one place that chooses between them.
    - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
    - A sum has one fixed order. On a CPU the bits of a row depend neither on the other rows of the batch nor on the
@@ -35,13 +35,14 @@
    count up to V have rows but do not exist, and must not be drawn.
 
    Contents
-   Book I     1 Numbers    2 The model's data    3 Forward ops    4 forward    5 Sampler, session, generate
+   Book I     1 Numbers    2 The model's data    3 Forward ops    4 forward    5 Sampler
               6 Backward ops, AdamW    7 backward
-   Book II    8 Toolbox    9 Small kernels    10 Products;     and main
+   Book II    8 Toolbox    9 Small kernels;     and main
 */
 #ifndef QWEN3_CU
 #define QWEN3_CU
 #include "base/arena.h"
+#include "model/instances.h"
 #include "model/numbers.h"
 #include <algorithm>
 #include <cfloat>
@@ -208,10 +209,14 @@ template <class T> constexpr bool HAS_GPU = WITH_GPU && std::is_same_v<T, bf16>;
         op(__VA_ARGS__); \
     } while (0)
 
-// ---- Memory comes from an Arena (file.h), which is planned once; what a GPU needs for it is in Book II.
-inline void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host);
-inline void gpu_clear(Context& ctx, void* p, size_t bytes);
-template <class U> std::shared_ptr<U[]> gpu_host_memory(size_t n); // the CPU's, which the GPU reaches at full speed
+// ---- Memory comes from an Arena (base/arena.h), which is planned once.
+void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host); // gpu/device.cu has these four
+void gpu_clear(Context& ctx, void* p, size_t bytes);
+void* gpu_host_allocate(size_t bytes);
+void gpu_host_release(void* p);
+template <class U> std::shared_ptr<U[]> gpu_host_memory(size_t n) { // the CPU's, which the GPU reaches at full speed
+    return {(U*)gpu_host_allocate(n * sizeof(U)), [](U* p) { gpu_host_release(p); }};
+}
 
 // n numbers, to and from where the context computes, and zeros there.
 template <class U> void copy_in(Context& ctx, U* to, const U* from, size_t n) {
@@ -263,7 +268,7 @@ template <class T> struct Adapter {
 // INT4: each 64 columns of a row are 32 bytes: column i is in the lower half of byte i, column 32 + i in the upper.
 enum class Format { PLAIN, INT8, INT4, FP8 };
 constexpr int GROUP = 32; // INT8's, and the least there is
-constexpr int FP8_GROUP = 128; // of FP8 activations; and the usual one of weights, of rows and of columns
+inline constexpr int FP8_GROUP = 128; // of FP8 activations; and the usual one of weights, of rows and of columns
 template <class T> struct Linear {
     Format format = Format::PLAIN; // of all blocks
     const T* w[3] = {};            // PLAIN
@@ -315,16 +320,17 @@ template <class T> struct Weights {
     // matrix stays so: in its own format if Linear has it, else as INT8. Norms stay as they are.
     explicit Weights(const ModelFile& file, bool int8 = false, bool packed = false);
     Weights() = default; // to be filled by hand (lab/decode)
-    // Copies all to the GPU (see Book II) and lets every pointer point there, the blocks of a Linear one after another.
+    // Copies all to the GPU and lets every pointer point there, the blocks of a Linear one after another.
     void upload(Context& ctx, const ModelFile& file);
 };
+template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file); // gpu/upload.cu
 
 // ---- N packed tokens of B sequences. The rows of a sequence are neighbours and in order of position. Sequences of one
 // row come first (decoding), longer ones (prompts, training) follow. Spare rows have seq = -1: ops that look at tokens
 // skip them, the others compute rows that nobody reads. On a GPU the arrays are in its memory.
 // Keys and values live in pages of 16 tokens; row seq of the block table names the pages of a sequence.
 constexpr int PAGE = 16;
-constexpr int SPLIT = 8 * PAGE; // keys that a block of the GPU's attention of single tokens takes
+inline constexpr int SPLIT = 8 * PAGE; // keys that a block of the GPU's attention of single tokens takes
 struct Batch {
     int N, B;
     const int* token; // (N)
@@ -1398,7 +1404,28 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 // ################################################# The end of Book I #################################################
 // Its slow ops once more, for the vector and matrix instructions of CPUs:
 #ifndef QWEN3_PLAIN
-#include "cpu/cpu.h"
+#include "cpu/ops.h"
+#endif
+#include "gpu/ops.h" // ... and Book II's launchers, declared: op_gpu
+
+// Compiled once, in the object of this file.
+#ifdef QWEN3_LIBRARY
+#define BOOK_I_INSTANCE template
+#else
+#define BOOK_I_INSTANCE extern template
+#endif
+#define BOOK_I_INSTANCES(T) \
+    BOOK_I_INSTANCE void layer_forward(Context&, const Config&, const Layer<T>&, const Batch&, \
+                                       typename Activations<T>::PerLayer&, T*, T*, const acc<T>*); \
+    BOOK_I_INSTANCE void forward(Context&, const Config&, const Weights<T>&, const Batch&, Activations<T>&, \
+                                 KVCache<T>&, const acc<T>*); \
+    BOOK_I_INSTANCE void loss_backward(Context&, const Config&, const Weights<T>&, const Activations<T>&, Flow<T>&, \
+                                       const Gradients<T>*, acc<T>*, const int*, const int*, acc<T>, int, int, \
+                                       const acc<T>*); \
+    BOOK_I_INSTANCE void backward(Context&, const Config&, const Weights<T>&, const Batch&, Activations<T>&, Flow<T>&, \
+                                  const Gradients<T>&, KVCache<T>&, const acc<T>*);
+#ifndef QWEN3_PLAIN
+QWEN3_INSTANCES(BOOK_I_INSTANCES)
 #endif
 
 #ifdef __CUDACC__
@@ -1429,17 +1456,16 @@ struct Gpu {
     bf16* widened = nullptr;     // one layer's FP8 keys and values as bf16: see widen_pages_kernel
     size_t widened_numbers = 0;
 };
-constexpr size_t PARTIAL_BYTES = 32 << 20;
-constexpr int MAX_TILES = 4096;
+inline constexpr size_t PARTIAL_BYTES = 32 << 20;
+inline constexpr int MAX_TILES = 4096;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAVE_WGMMA
 #define BLOCKS_OF_1024 2 // that a multiprocessor should hold: two rows of draws at a time
-__device__ int has_wgmma = 1; // whether the code that this GPU runs has the instructions of sm_90a
 #else
 #define BLOCKS_OF_1024 1
-__device__ int has_wgmma = 0;
 #endif
+#define GPU_UNROLL _Pragma("unroll") // where suites compile a header for a CPU too (tests/emulate)
 
 // Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of the
 // kernel before it has called let_next_start or ended: what comes before its own wait_for_previous then runs beside
@@ -1539,6 +1565,13 @@ __device__ inline uint32_t pack_e4m3(float first, float second) { // the first i
 #endif
 }
 
+__device__ inline void store_one(float* to, float y) { *to = y; }
+__device__ inline void store_one(bf16* to, float y) { *to = round_bf16(y); }
+__device__ inline void store_four(float* to, const float4& y) { *(float4*)to = y; }
+__device__ inline void store_four(bf16* to, const float4& y) {
+    *(uint2*)to = make_uint2(pack(y.x, y.y), pack(y.z, y.w));
+}
+
 // d += a b with a (16,16), b (16,8), d (16,8) spread over a warp: lane 4g + t holds of d rows g (d[0], d[1]) and
 // g + 8 (d[2], d[3]), columns 2t, 2t + 1; of a rows g (a0, a2) and g + 8 (a1, a3), pairs of columns 2t (a0, a1) and
 // 2t + 8 (a2, a3); of b column g, pairs of rows 2t (b0) and 2t + 8 (b1). PTX ISA: mma.m16n8k16, .bf16
@@ -1546,6 +1579,12 @@ __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                            uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// d += a b for 32 numbers of `in`. Lane 4 g + t holds eight of them, of tokens g (a0), g + 8 (a1) and of row g of W.
+__device__ __forceinline__ void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4& b) {
+    mma(d, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
+    mma(d, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
 }
 
 // x is made before what follows: a product that all lanes have to compute does not move behind a branch of some.
@@ -1860,7 +1899,7 @@ __device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
                  : "memory");
 }
 
-constexpr float LOG2E = 1.44269504f;
+inline constexpr float LOG2E = 1.44269504f;
 __device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for -infinity
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -1880,6 +1919,20 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Four neighbouring columns of the 16 of two fragments, so that a quad of lanes writes whole sectors of 32 bytes:
+// neighbours exchange two numbers. Lanes 0 1 2 3 of a quad get columns 0 .. 3, 8 .. 11, 4 .. 7, 12 .. 15. `lanes`: who
+// calls it.
+__device__ __forceinline__ float4 four_columns(float2 even, float2 odd, uint32_t lanes = ~0u) {
+    const bool second = threadIdx.x % 2; // gets its four from the second fragment
+    const float a = __shfl_xor_sync(lanes, second ? even.x : odd.x, 1);
+    const float b = __shfl_xor_sync(lanes, second ? even.y : odd.y, 1);
+    return second ? make_float4(a, b, odd.x, odd.y) : make_float4(even.x, even.y, a, b);
+}
+__device__ __forceinline__ float4 four_columns(const float (&even)[4], const float (&odd)[4], int h,
+                                               uint32_t lanes = ~0u) {
+    return four_columns(make_float2(even[2 * h], even[2 * h + 1]), make_float2(odd[2 * h], odd[2 * h + 1]), lanes);
 }
 
 // The sum over a block, in one order, for all its threads.
@@ -1915,37 +1968,11 @@ template <int THREADS = 0> __device__ inline bool last_to_arrive(int* arrived, i
     return last;
 }
 
-// ---- Memory
-inline void* gpu_allocate(size_t bytes, const char* what) {
-    size_t have = 0, all = 0;
-    void* base = nullptr;
-    CUDA_CHECK(cudaMemGetInfo(&have, &all));
-    if (bytes > have || cudaMalloc(&base, bytes) != cudaSuccess)
-        DIE("%s needs %.2f GB of GPU memory and %.2f of its %.2f GB are free", what, (double)bytes / 1e9,
-            (double)have / 1e9, (double)all / 1e9);
-    CUDA_CHECK(cudaMemset(base, 0, bytes));
-    CUDA_CHECK(cudaDeviceSynchronize()); // our streams do not wait for the one that clears it
-    return base;
-}
-inline void gpu_release(void* p) { cudaFree(p); }
-template <class U> std::shared_ptr<U[]> gpu_host_memory(size_t n) {
-    void* base = nullptr;
-    CUDA_CHECK(cudaMallocHost(&base, n * sizeof(U)));
-    return {(U*)base, [](U* p) { cudaFreeHost(p); }};
-}
-inline void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host) {
-    const cudaMemcpyKind kind = to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, ctx.gpu->stream)); // (the CPU's side is not pinned: it is read
-    if (to_host) CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));     // before this returns)
-}
-inline void gpu_clear(Context& ctx, void* p, size_t bytes) {
-    CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx.gpu->stream));
-}
-
 // ==================================================================================================== 9 Small kernels
-// In Book I's order (the backward pass's: backward.h). Each reads and writes its arrays once, so memory bounds them. "A
-// block a token" means: block n computes row n, its threads share the channels.
+// In Book I's order (the backward pass's: gpu/backward). Each reads and writes its arrays once, so memory bounds them.
+// "A block a token" means: block n computes row n, its threads share the channels.
 
+#ifdef QWEN3_LIBRARY // kernels and launchers are compiled once
 // ---- embed. A block a token.
 __global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
     let_next_start();
@@ -1955,12 +1982,12 @@ __global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
     const bf16* row = table + (size_t)b.token[n] * C;
     for (int i = threadIdx.x; i < C; i += blockDim.x) x[(size_t)n * C + i] = to_acc(row[i]);
 }
-inline void packed_embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b); // packed.h
-inline void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C) {
+void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C) {
     if (table.format != Format::PLAIN) return packed_embed_gpu(ctx, x, table, b);
     // A forward's first kernel waits for all before it, so that those after it may read early: see launch_kernel.
     launch_kernel(ctx, false, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
 }
+#endif
 
 // ---- Activations (N,in) as e4m3 and their groups' scales (groups, pitch), as Book I's round_activations has them.
 struct E4M3Rows {
@@ -2047,6 +2074,7 @@ struct RoundedRow { // token n
         if (threadIdx.x % 32 == 0) to.scale[(size_t)(i / 128) * to.pitch + n] = rounding.factor;
     }
 };
+#ifdef QWEN3_LIBRARY
 // A block a token.
 __global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, float eps) {
     extern __shared__ float pieces[];
@@ -2062,6 +2090,7 @@ __global__ void rmsnorm_rounded_kernel(E4M3Rows out, const float* x, const bf16*
     const int n = blockIdx.x;
     norm_rows(RoundedRow{out, n, C}, x + (size_t)n * C, w, pieces, 1, C, eps);
 }
+#endif
 // The same where there are many: a warp a token, so that nobody waits for other warps and more loads are on their way.
 // The same bits. meanwhile() runs while the first ones are.
 template <class Meanwhile>
@@ -2094,6 +2123,9 @@ __device__ __forceinline__ void norm_row(bf16* out, const float* x, const bf16* 
     for (int p = 0; p < KEPT; p++) store(p, kept[p]);
     for (int p = KEPT; p * 128 < C; p++) store(p, load(p));
 }
+inline bool norms_by_warps(Context& ctx, int N) { return N >= 16 * ctx.gpu->sms; }
+void rmsnorm_rounded_gpu(Context& ctx, const E4M3Rows& out, const float* x, const bf16* w, int N, int C, float eps);
+#ifdef QWEN3_LIBRARY
 __global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const float* x, const bf16* w, int N, int C,
                                                            float eps) {
     let_next_start();
@@ -2101,127 +2133,22 @@ __global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const floa
     const int n = blockIdx.x * 8 + threadIdx.x / 32;
     if (n < N) norm_row(out + (size_t)n * C, x + (size_t)n * C, w, C, eps, [] {});
 }
-inline bool norms_by_warps(Context& ctx, int N) { return N >= 16 * ctx.gpu->sms; }
-inline int norm_threads(int C) { return std::clamp((C + 255) / 256 * 32, 256, 1024); } // a warp keeps what it has
-inline void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps) {
+static int norm_threads(int C) { return std::clamp((C + 255) / 256 * 32, 256, 1024); } // a warp keeps what it has
+void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps) {
     if (norms_by_warps(ctx, N))
         return launch(ctx, rmsnorm_warp_kernel, (N + 7) / 8, 256, 0, out, x, w, N, C, eps);
     launch(ctx, rmsnorm_kernel, N, norm_threads(C), (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
 }
-inline void rmsnorm_rounded_gpu(Context& ctx, const E4M3Rows& out, const float* x, const bf16* w, int N, int C,
-                                float eps) {
+void rmsnorm_rounded_gpu(Context& ctx, const E4M3Rows& out, const float* x, const bf16* w, int N, int C, float eps) {
     launch(ctx, rmsnorm_rounded_kernel, N, norm_threads(C), (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
 }
+#endif
 
-// ---- qknorm_rope_kv. A head of D numbers in a warp: lane l holds P = D / 64 pairs of its planes, u = head[i] and v =
-// head[i + D/2] for i = P l .. P l + P - 1.
-template <int P> struct WarpAngles { // of those planes
-    struct alignas(8 * P) Stored { float x[2 * P]; } both;
-    __device__ explicit WarpAngles(const float* angles) : both(((const Stored*)angles)[threadIdx.x % 32]) {}
-    __device__ float cosine(int p) const { return both.x[2 * p]; }
-    __device__ float sine(int p) const { return both.x[2 * p + 1]; }
-};
-template <int D> struct WarpHead {
-    static constexpr int P = D / 64;
-    float u[P], v[P];
-
-    struct alignas(2 * P) Stored { bf16 x[P]; }; // (what a lane has lies together: one access)
-    __device__ void load(const bf16* head) {
-        const Stored a = ((const Stored*)head)[threadIdx.x % 32], b = ((const Stored*)head)[threadIdx.x % 32 + 32];
-        for (int p = 0; p < P; p++) u[p] = to_acc(a.x[p]), v[p] = to_acc(b.x[p]);
-    }
-    __device__ void store(bf16* head) const {
-        Stored a, b;
-        for (int p = 0; p < P; p++) a.x[p] = round_bf16(u[p]), b.x[p] = round_bf16(v[p]);
-        ((Stored*)head)[threadIdx.x % 32] = a, ((Stored*)head)[threadIdx.x % 32 + 32] = b;
-    }
-    // `weights` have been loaded as a head is.
-    __device__ void norm_rope(const WarpHead& weights, const WarpAngles<P>& angle, float eps) {
-        float squares = 0;
-        for (int p = 0; p < P; p++) squares += u[p] * u[p] + v[p] * v[p];
-        const float scale = 1 / sqrtf(warp_sum(squares) / D + eps);
-        for (int p = 0; p < P; p++) {
-            const float a = u[p] * scale * weights.u[p], b = v[p] * scale * weights.v[p];
-            u[p] = a * angle.cosine(p) - b * angle.sine(p), v[p] = b * angle.cosine(p) + a * angle.sine(p);
-        }
-    }
-};
-
-// The rows of a page and head in a layer's FP8 cache (KVRow).
-template <int D> __device__ uint8_t* fp8_block(bf16* cache, int page, int head, int K) {
-    return (uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
-}
-// A WarpHead, rounded to bf16, as a row of such a cache (Book I's store_kv): numbers, and the byte of their exponent.
-template <int D> struct WarpFp8Head {
-    static constexpr int P = D / 64;
-    uint8_t u[P], v[P], byte;
-    __device__ explicit WarpFp8Head(const WarpHead<D>& head) {
-        float largest = 0;
-        bool finite = true;
-        const auto look = [&](float x) {
-            x = fabsf(to_acc(round_bf16(x)));
-            finite &= x < INFINITY, largest = fmaxf(largest, x);
-        };
-        for (int p = 0; p < P; p++) look(head.u[p]), look(head.v[p]);
-        for (int other = 16; other > 0; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
-        finite = __all_sync(~0u, finite);
-        const int e = kv_exponent(finite ? largest : 0);
-        const auto round = [&](float x) { return float_to_e4m3(ldexpf(to_acc(round_bf16(x)), -e)); };
-        for (int p = 0; p < P; p++) u[p] = round(head.u[p]), v[p] = round(head.v[p]);
-        byte = (uint8_t)(finite ? e + 128 : 0);
-    }
-    __device__ void store(uint8_t* row, uint8_t* exponent) const {
-        for (int p = 0; p < P; p++) {
-            const int i = threadIdx.x % 32 * P + p;
-            row[i] = u[p], row[i + D / 2] = v[p];
-        }
-        if (threadIdx.x % 32 == 0) *exponent = byte;
-    }
-    __device__ void store(bf16* cache, int slot, int head, int K) const {
-        uint8_t* const block = fp8_block<D>(cache, slot / PAGE, head, K);
-        store(block + slot % PAGE * D, block + PAGE * D + slot % PAGE);
-    }
-};
-// 2^(e - 128), of which 0 says that the row is NaN
-__device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
-
-// A warp two heads of a token, from row `first` on: four loads on their way, before it is known whether the row is
-// spare (one wait instead of two; of spare rows nothing is stored). Bound by the memory's speed.
-template <int D, bool FP8>
-__global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
-                                      const bf16* k_weight, const float* rope, Batch b, int first, int H, int K,
-                                      float eps) {
-    let_next_start();
-    wait_for_previous();
-    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, heads = H + 2 * K, twos = (heads + 1) / 2;
-    const int n = first + task / twos, h0 = task % twos * 2;
-    if (n >= b.N) return;
-    const int slot = b.slot[n], pos = b.pos[n];
-    const bool spare = b.seq[n] < 0;
-    WarpHead<D> head[2], weights[2];
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int h = min(h0 + i, heads - 1);
-        head[i].load(qkv + ((size_t)n * heads + h) * D);
-        weights[i].load(h < H ? q_weight : k_weight);
-    }
-    const WarpAngles<D / 64> angle(rope + (size_t)(spare ? 0 : pos) * D);
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int h = h0 + i;
-        if (h < H + K) head[i].norm_rope(weights[i], angle, eps);
-        if (spare || h >= heads) return;
-        const size_t at = h < H ? 0 : kv_offset(slot / PAGE, (h - H) % K, slot % PAGE, K, D);
-        if (FP8 && h >= H) {
-            WarpFp8Head<D>(head[i]).store(h < H + K ? keys : values, slot, (h - H) % K, K);
-            continue;
-        }
-        head[i].store(h < H ? q + ((size_t)n * H + h) * D : h < H + K ? keys + at : values + at);
-    }
-}
-inline void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
-                               const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
-                               int first = 0) {
+#include "gpu/heads.h" // ---- qknorm_rope_kv
+#ifdef QWEN3_LIBRARY
+void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
+                        const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
+                        int first) {
     const int blocks = (int)(((int64_t)(b.N - first) * ((H + 2 * K + 1) / 2) + 7) / 8);
     const auto kernel = b.fp8 ? (D == 128 ? qknorm_rope_kv_kernel<128, true> : qknorm_rope_kv_kernel<64, true>)
                               : D == 128 ? qknorm_rope_kv_kernel<128, false> : qknorm_rope_kv_kernel<64, false>;
@@ -2236,7 +2163,10 @@ __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, i
     for (int i = threadIdx.x; i < C; i += blockDim.x) picked[(size_t)blockIdx.x * C + i] = row[i];
 }
 
-#include "gpu/gpu.h"
+void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, int R, int C) {
+    launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, C);
+}
+#endif // QWEN3_LIBRARY
 #endif // __CUDACC__
 #endif // QWEN3_CU
 

@@ -3,6 +3,7 @@
 #include "base/error.h"
 #include "base/options.h"
 #include "cli/screen.h"
+#include "search/grounding.h"
 #include <algorithm>
 
 namespace cli {

@@ -11,6 +11,7 @@
 #include "model/pace.h"
 #include "search/documents.h"
 #include "sj.h"
+#include "search/grounding.h"
 #include <algorithm>
 #include <cstdio>
 #include <memory>

@@ -5,6 +5,7 @@
 #include "cli/saved_chat.h"
 #include "cli/screen.h"
 #include "cli/state.h"
+#include "search/grounding.h"
 #include <algorithm>
 #include <cctype>
 #include <csignal>

@@ -21,9 +21,9 @@ namespace cli {
 // Questions and answers on one session. Each question renders the whole conversation anew, as the template wants
 // it (a thought is not repeated once the next question comes), and computes it from where it differs from what
 // the KV cache holds.
-// On a terminal there are prompts and an editor, and after each answer the conversation is written to the state folder:
-// nothing that ends the program loses it. Otherwise each line of the input is a message, and stdout gets the answers and
-// nothing else.
+// On a terminal there are prompts and an editor, and after each answer the conversation is written to the state
+// folder: nothing that ends the program loses it. Otherwise each line of the input is a message, and stdout gets the
+// answers and nothing else.
 struct Chat {
     Options options; // /system, /think and /no_think change it
     Conversation& session;

@@ -13,7 +13,7 @@
 
 namespace cli {
 
-static constexpr size_t MAX_COMMANDS = 64, MAX_COMMAND_OUTPUT = 16 << 10; // bytes that the model is told
+static constexpr size_t MAX_COMMANDS = 64;
 static constexpr double COMMAND_SECONDS = 60;
 
 // f(text, whether it is a parameter's name) for the parts of a word.

@@ -1,5 +1,5 @@
-// cli/commands.h: programs that a model may ask for in a chat (qwen3 --tools FILE). FILE is a JSON list of OpenAI's tools
-// with a command each:
+// cli/commands.h: programs that a model may ask for in a chat (qwen3 --tools FILE). FILE is a JSON list of OpenAI's
+// tools with a command each:
 //     [{"type": "function",
 //       "function": {"name": "day", "description": "The date of a day",
 //                    "parameters": {"type": "object", "properties": {"which": {"type": "string"}}}},
@@ -16,6 +16,8 @@
 #include <vector>
 
 namespace cli {
+
+constexpr size_t MAX_COMMAND_OUTPUT = 16 << 10; // bytes that the model is told
 
 struct Command {
     std::string name, tool;         // the tool as the model is shown it

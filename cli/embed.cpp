@@ -8,6 +8,8 @@
 #include "model/pace.h"
 #include "search/embed.h"
 #include "sj.h"
+#include "search/rerank.h"
+#include "search/embedder.h"
 #include <algorithm>
 #include <cstddef>
 #include <functional>

@@ -10,6 +10,7 @@
 #include "model/pace.h"
 #include "model/session.h"
 #include "sj.h"
+#include "search/grounding.h"
 #include <algorithm>
 #include <cerrno>
 #include <cmath>

@@ -2,6 +2,8 @@
 #include "cli/options.h"
 #include "base/error.h"
 #include "search/hybrid.h"
+#include "cpu/instruction_set.h"
+#include "model/lookup.h"
 #include <cctype>
 #include <cerrno>
 #include <climits>

@@ -40,7 +40,7 @@ static std::unique_ptr<Tokenizer> fitting_tokenizer(const Options& o, const Mode
     return nullptr; // found by chance
 }
 
-// What is asked of a model that answers: one prompt, a chat, --ppl, --eval, --embed.
+// One prompt, a chat, --ppl, --eval, --embed or --rerank.
 static int use_model(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
     const std::unique_ptr<LoadedModel> loaded = load(o, file);

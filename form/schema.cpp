@@ -1,8 +1,336 @@
-// form/schema.cpp: grammars of JSON, see schema.h.
+// form/schema.cpp: the texts that a schema allows, as positions of a grammar; see schema.h. schema_keywords.cpp finds
+// the keywords that hold for a value.
 #include "form/schema.h"
+#include "base/error.h"
 #include "form/json_rules.h"
+#include "form/magnitudes.h"
+#include "form/regex.h"
 #include "form/schema_reader.h"
+#include "model/chat_template.h" // in_quotes
+#include "model/utf8.h"
+#include <algorithm>
+#include <cmath>
 
+int SchemaReader::read(int next) {
+    const int p = schema(root, next);
+    while (!pending.empty()) {
+        const auto [rule, v] = pending.back();
+        pending.pop_back();
+        const int start = schema(v, Grammar::FINAL, true);
+        g.rules[(size_t)rule].start = start;
+    }
+    return p;
+}
+
+// ---- From schemas to positions
+int SchemaReader::schema(sj::Value v, int next, bool here) { // here: not by another rule
+    if (v.is(sj::Object) && !here) {
+        bool only_ref = (bool)v["$ref"], plain = true; // plain: without a keyword
+        for (auto [word, value] : v.members()) {
+            only_ref = only_ref && (word == "$ref" || is_annotation(word));
+            plain = plain && is_annotation(word);
+        }
+        if (only_ref) return g.call(rule_for(resolve(v["$ref"])), next);
+        if (plain) return json.value(next);
+    }
+    Keywords k;
+    gather(v, k);
+    return from(k, next);
+}
+
+int SchemaReader::from(const Keywords& k, int next) {
+    if (!k.choices.empty()) return choice(k, next);
+    if (k["const"] || k["enum"]) return constant(k, next);
+    std::set<std::string> types;
+    if (k.types) types = *k.types;
+    else {
+        static const std::pair<const char*, const char*> OF[] = {
+            {"additionalProperties", "object"}, {"items", "array"}, {"prefixItems", "array"},
+            {"additionalItems", "array"}, {"minItems", "array"}, {"maxItems", "array"}, {"minLength", "string"},
+            {"maxLength", "string"}, {"pattern", "string"}, {"format", "string"}, {"minimum", "number"},
+            {"maximum", "number"}, {"exclusiveMinimum", "number"}, {"exclusiveMaximum", "number"}};
+        for (auto [word, type] : OF)
+            if (k[word]) types.insert(type);
+        if (k.with_properties || !k.required.empty()) types.insert("object");
+        if (types.empty()) return json.value(next);
+    }
+    std::vector<int> starts;
+    for (auto& type : types) {
+        if (type == "null") starts.push_back(g.literal("null", next));
+        if (type == "boolean") starts.push_back(g.words({"true", "false"}, next));
+        if (type == "string") starts.push_back(string(k, next));
+        if (type == "integer" || type == "number") starts.push_back(number(k, type == "integer", next));
+        if (type == "array") starts.push_back(array(k, next));
+        if (type == "object") starts.push_back(object(k, next));
+    }
+    return g.any_of(starts);
+}
+
+int SchemaReader::choice(Keywords k, int next) {
+    const auto [word, list] = k.choices.back();
+    k.choices.pop_back();
+    const bool alone = k.words.empty() && k.choices.empty() && k.properties.empty() && k.required.empty() &&
+                       !k.types;
+    std::vector<int> starts;
+    std::vector<Keywords> branches;
+    for (sj::Value part : list.items()) {
+        limit(k, 1);
+        branches.push_back(k);
+        gather(part, branches.back());
+        starts.push_back(alone ? schema(part, next) : from(branches.back(), next));
+    }
+    if (word == "oneOf")
+        for (size_t i = 0; i < branches.size(); i++)
+            for (size_t j = 0; j < i; j++)
+                if (!differ(branches[i], branches[j]))
+                    DIE("oneOf is supported where the branches differ in type, or in the constant of a required "
+                        "property; anyOf may do");
+    return g.any_of(starts);
+}
+
+static std::set<std::string> values_of(const Keywords& k) { // of const or enum, if they are strings
+    std::set<std::string> all;
+    if (k["const"].is(sj::String)) all.insert(k["const"].str());
+    else for (sj::Value v : k["enum"].items())
+        if (v.is(sj::String)) all.insert(v.str());
+        else return {};
+    return all;
+}
+
+// Whether no value has both forms, as far as it is plain to see.
+bool SchemaReader::differ(const Keywords& a, const Keywords& b) {
+    if (++merges > 100 * MAX_MERGES) DIE("the schema is too large: oneOf");
+    const std::set<std::string> x = values_of(a), y = values_of(b);
+    auto apart = [](const std::set<std::string>& x, const std::set<std::string>& y) {
+        return std::none_of(x.begin(), x.end(), [&](auto& one) { return y.count(one); });
+    };
+    if (!x.empty() && !y.empty()) return apart(x, y);
+    auto with_integers = [](std::set<std::string> types) {
+        if (types.count("number")) types.insert("integer");
+        return types;
+    };
+    if (a.types && b.types && apart(with_integers(*a.types), with_integers(*b.types))) return true;
+    const std::set<std::string> object = {"object"};
+    if (a.types.value_or(object) != object || b.types.value_or(object) != object) return false;
+    for (auto& [name, schema] : a.properties) {
+        if (!a.required.count(name) || !b.required.count(name) || !b.property(name)) continue;
+        Keywords p, q;
+        gather(schema, p), gather(b.property(name), q);
+        const std::set<std::string> x = values_of(p), y = values_of(q);
+        if (!x.empty() && !y.empty() && apart(x, y)) return true;
+    }
+    return false;
+}
+
+int SchemaReader::constant(const Keywords& k, int next) {
+    for (auto& [word, value] : k.words)
+        if (word != "const" && word != "enum") DIE("%s beside const or enum is not supported", word.c_str());
+    if (k["const"] && k["enum"]) DIE("const beside enum is not supported");
+    if (k.with_properties || !k.required.empty()) DIE("properties beside const or enum are not supported");
+    if (k["enum"] && (!k["enum"].is(sj::Array) || k["enum"].size() == 0)) DIE("enum must be a list");
+    std::vector<std::string> all;
+    auto add = [&](sj::Value v) {
+        static const char* NAMES[] = {"", "null", "boolean", "boolean", "number", "string", "array", "object"};
+        int64_t n;
+        const bool whole = v.is(sj::Number) && (v.integer(&n) || v.number() == std::floor(v.number()));
+        if (!k.types || k.types->count(NAMES[v.type()]) || (whole && k.types->count("integer")))
+            all.push_back(v.is(sj::Number) ? std::string(v.raw()) : sj::dump(v));
+    };
+    if (k["const"]) add(k["const"]);
+    for (sj::Value v : k["enum"].items()) add(v);
+    return g.words(std::move(all), next);
+}
+
+int SchemaReader::count(const Keywords& k, const char* word, int otherwise) const {
+    const sj::Value v = k[word];
+    if (!v) return otherwise;
+    const double n = v.number(-1);
+    if (!(n >= 0 && n <= Grammar::MAX_REPEAT && n == std::floor(n)))
+        DIE("%s must be an integer from 0 to %d", word, Grammar::MAX_REPEAT);
+    return (int)n;
+}
+
+static std::string form(const std::string& name) {
+    const std::string date = "(?:[12][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-"
+                             "(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])))";
+    const std::string time = "(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,6})?"
+                             "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9]))";
+    const std::string label = "[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?", host = label + "(?:\\." + label + "){0,4}";
+    const std::string byte = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])", group = "[0-9a-f]{1,4}";
+    const std::string n = "[0-9]{1,4}", days = n + "D", months = n + "M(?:" + days + ")?", seconds = n + "S";
+    const std::string minutes = n + "M(?:" + seconds + ")?";
+    const std::string clock = "(?:" + n + "H(?:" + minutes + ")?|" + minutes + "|" + seconds + ")";
+    const std::map<std::string, std::string> all = {
+        {"date", date}, {"time", time}, {"date-time", date + "T" + time},
+        {"duration", "P(?:" + n + "W|(?:" + days + "|" + months + "|" + n + "Y(?:" + months + ")?)(?:T" + clock +
+                     ")?|T" + clock + ")"},
+        {"email", "[A-Za-z0-9_+-]{1,32}(?:\\.[A-Za-z0-9_+-]{1,32}){0,3}@" + host}, {"hostname", host},
+        {"ipv4", byte + "(?:\\." + byte + "){3}"}, {"ipv6", group + "(?::" + group + "){7}"},
+        {"uuid", "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"},
+    };
+    const auto found = all.find(name);
+    if (found == all.end()) DIE("format: %s is not supported", in_quotes(name).c_str());
+    return found->second;
+}
+
+int SchemaReader::string(const Keywords& k, int next) {
+    const bool bounded = k["minLength"] || k["maxLength"];
+    if ((bool)k["pattern"] + (bool)k["format"] + bounded > 1)
+        DIE("%s beside %s is not supported", k["pattern"] ? "pattern" : "format",
+            bounded ? "minLength and maxLength" : "format");
+    if (k["pattern"]) {
+        if (!k["pattern"].is(sj::String)) DIE("pattern must be a string");
+        return in_quotes_of(regex_within(g, k["pattern"].str()), next);
+    }
+    if (k["format"]) return in_quotes_of(regex_whole(g, form(k["format"].str())), next);
+    if (!bounded) return json.string(next);
+    const int least = count(k, "minLength", 0), most = count(k, "maxLength", -1);
+    if (most >= 0 && most < least) return g.never();
+    auto character = [&](int p) { return json.character(p, false); };
+    return g.literal("\"", g.repeat(character, least, most, g.literal("\"", next)));
+}
+
+int SchemaReader::number(const Keywords& k, bool integer, int next) {
+    const bool low_out = (bool)k["exclusiveMinimum"], high_out = (bool)k["exclusiveMaximum"];
+    if ((low_out && k["minimum"]) || (high_out && k["maximum"]))
+        DIE("%s beside %s is not supported", low_out ? "minimum" : "maximum",
+            low_out ? "exclusiveMinimum" : "exclusiveMaximum");
+    const char* low_word = low_out ? "exclusiveMinimum" : "minimum";
+    const char* high_word = high_out ? "exclusiveMaximum" : "maximum";
+    const bool has_low = (bool)k[low_word], has_high = (bool)k[high_word];
+    if (!has_low && !has_high) return json.number(integer, next);
+    const Decimal low = has_low ? Decimal::read(k[low_word], low_word) : Decimal();
+    const Decimal high = has_high ? Decimal::read(k[high_word], high_word) : Decimal();
+    std::vector<int> starts;
+    if (!has_high || !high.negative) {
+        const bool from_low = has_low && !low.negative;
+        const Decimal least = from_low ? low : Decimal();
+        Magnitudes up{g, next, least, high, !(from_low && low_out), !high_out, has_high, integer};
+        starts.push_back(up.start());
+    }
+    if (!has_low || low.negative) {
+        const bool from_high = has_high && (high.negative || high.zero());
+        const Decimal least = from_high ? high : Decimal();
+        Magnitudes down{g, next, least, low, !(from_high && high_out), !low_out, has_low, integer};
+        starts.push_back(g.literal("-", down.start()));
+    }
+    return g.any_of(starts);
+}
+
+int SchemaReader::array(const Keywords& k, int next) {
+    if (k.of_arrays.size() > 1) DIE("items of several schemas (allOf, anyOf, $ref) are not supported");
+    std::vector<sj::Value> first;
+    sj::Value rest = k["items"];
+    const sj::Value list = rest.is(sj::Array) ? rest : k["prefixItems"];
+    if (list && !list.is(sj::Array)) DIE("prefixItems must be a list");
+    for (sj::Value v : list.items()) first.push_back(v);
+    if (rest.is(sj::Array)) rest = k["additionalItems"];
+    const int least = count(k, "minItems", 0), most = count(k, "maxItems", -1), n = (int)first.size();
+    const bool open = rest ? !rest.is(sj::False) : n == 0 || least > n;
+    if (most >= 0 && most < least) return g.never();
+    const int end = json.space(g.literal("]", next));
+    auto item = [&](int i, int p) {
+        if (i < n) return schema(first[(size_t)i], p);
+        return rest ? g.call(rule_for(rest), p) : json.value(p);
+    };
+    auto another = [&](int i, int p) { return g.literal(",", json.space(item(i, p))); };
+    // From the end: after how many items one is, and what may follow.
+    const int fixed = std::max(n, 1);
+    const bool more_than_fixed = open && (most < 0 || most > fixed);
+    int after = least > fixed ? g.never() : end;
+    if (more_than_fixed)
+        after = g.repeat([&](int p) { return another(fixed, p); }, std::max(0, least - fixed),
+                         most < 0 ? -1 : most - fixed, end);
+    for (int i = fixed - 1; i >= 0; i--) {
+        const bool may = (most < 0 || i < most) && (open || i < n), must = i < least;
+        const int more = !may ? g.never() : i ? another(i, after) : item(0, after);
+        after = must ? more : may ? g.split(more, end) : end;
+    }
+    return g.literal("[", json.space(after));
+}
+
+static Codes tidy_singles(Codes c) {
+    std::sort(c.begin(), c.end());
+    c.erase(std::unique(c.begin(), c.end()), c.end());
+    return c;
+}
+
+// A property's name that is none of these, in quotes: of characters that need no escape.
+int SchemaReader::other_name(std::vector<std::string> names, int next) {
+    static const Codes ESCAPED = {{0, 0x1F}, {'"', '"'}, {'\\', '\\'}};
+    const int quote = g.literal("\"", next), any = g.repeat([&](int p) {
+        return g.character(complement(ESCAPED), p, RAW);
+    }, 0, -1, quote);
+    std::map<std::string, std::pair<bool, Codes>> branches; // by what is begun: is it a name; what goes on
+    branches[""];
+    for (auto& name : names) {
+        std::string begun;
+        for (const char* p = name.data(); p < name.data() + name.size();) {
+            const char* from = p;
+            const uint32_t c = utf8_read(p);
+            branches[begun].second.push_back({c, c});
+            begun.append(from, (size_t)(p - from));
+            branches[begun];
+        }
+        branches[begun].first = true;
+    }
+    std::map<std::string, int> made;
+    for (auto it = branches.rbegin(); it != branches.rend(); ++it) { // longer ones first
+        const auto& [begun, branch] = *it;
+        std::vector<int> ways = {g.character(without(complement(ESCAPED), branch.second), any, RAW)};
+        if (!branch.first) ways.push_back(quote);
+        for (auto [c, same] : tidy_singles(branch.second)) {
+            std::string character;
+            utf8_append(character, c);
+            if (c >= 0x20 && c != '"' && c != '\\') ways.push_back(g.literal(character, made[begun + character]));
+        }
+        made[begun] = g.any_of(ways);
+    }
+    return g.literal("\"", made[""]);
+}
+
+int SchemaReader::object(const Keywords& k, int next) {
+    const sj::Value others = k["additionalProperties"];
+    if (others && k.of_objects.size() > 1)
+        DIE("additionalProperties beside the properties of another schema (allOf, anyOf, $ref) is not supported");
+    if (!others && !k.with_properties && k.required.empty()) return json.object(next);
+    const bool open = others ? !others.is(sj::False) : !k.with_properties;
+    auto other_value = [&](int p) {
+        return others && !others.is(sj::True) ? g.call(rule_for(others), p) : json.value(p);
+    };
+    auto properties = k.properties;
+    std::vector<std::string> names;
+    for (auto& name : k.required)
+        if (!k.property(name)) {
+            if (others && !open) return g.never();
+            properties.push_back({name, {}});
+        }
+    for (auto& [name, schema] : properties) names.push_back(name);
+
+    // From the end. `begun`, `fresh`: where one is after some of the properties, and after none.
+    const int end = json.space(g.literal("}", next));
+    int begun = end, fresh = end;
+    if (open) {
+        const int loop = g.add(Grammar::SPLIT, 0, end);
+        const int pair = other_name(names, g.literal(":", json.space(other_value(loop))));
+        const int more = g.literal(",", json.space(pair));
+        g.at[(size_t)loop].x = (uint32_t)more;
+        begun = loop, fresh = g.split(pair, end);
+    }
+    for (size_t i = properties.size(); i-- > 0;) {
+        const auto& [name, value] = properties[i];
+        std::string key;
+        sj::quote(key, name);
+        const int pair = g.literal(key + ":", json.space(value ? schema(value, begun) : other_value(begun)));
+        const int more = g.literal(",", json.space(pair));
+        const bool must = k.required.count(name);
+        begun = must ? more : g.split(more, begun);
+        fresh = must ? pair : g.split(pair, fresh);
+    }
+    return g.literal("{", json.space(fresh));
+}
+
+// ---- The whole
 Grammar grammar_of_schema(sj::Value schema) {
     return grammar_of([&](Grammar& g, int end) {
         JsonRules json(g);

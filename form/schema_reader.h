@@ -1,5 +1,5 @@
 // form/schema_reader.h: a JSON schema as positions of a grammar. schema_keywords.cpp finds the keywords that hold for a
-// value, schema_values.cpp makes the texts that they allow.
+// value, schema.cpp makes the texts that they allow.
 #pragma once
 #include "form/grammar.h"
 #include "form/json_rules.h"

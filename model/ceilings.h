@@ -1,215 +1,18 @@
-// model/ceilings.h: the read bandwidth and the multiply rate of this machine.
+// model/ceilings.h: the read bandwidth and the multiply rate of this machine, and the bytes that a step reads.
 #pragma once
+#include "cpu/ceilings.h"
 #include "model/session.h"
 #include "model/weights.h"
-#include <array>
 
-// What this machine could do, measured by loops that do nothing else: reading memory, and multiplying out of registers.
-// A figure of ours is then a share of one of them.
-
-// The sum of n words, of which a thread reads `streams` pieces side by side; n is a multiple of 8 * streams.
-template <int STREAMS> uint64_t read_streams(const uint64_t* data, size_t n) {
-    typedef uint64_t Words __attribute__((vector_size(64), may_alias));
-    const size_t piece = n / STREAMS;
-    Words sum[STREAMS] = {};
-    for (size_t i = 0; i < piece; i += 8)
-        UNROLL for (int s = 0; s < STREAMS; s++) sum[s] += *(const Words*)(data + s * piece + i);
-    uint64_t all = 0;
-    for (const Words& s : sum)
-        for (int l = 0; l < 8; l++) all += s[l];
-    return all;
-}
-
-// Reads 1 GB of memory with all threads and does nothing else. How many streams a CPU's prefetchers follow best differs
-// by 1.5 times between makes: the best of 1, 2, 4 and 8 a thread, five passes of each.
-class ReadTest {
-    static constexpr size_t WORDS = (size_t)1 << 27, TASKS = 64;
-    static constexpr std::array READ = {read_streams<1>, read_streams<2>, read_streams<4>, read_streams<8>};
-    Arena arena;
-    uint64_t* data;
-    size_t best = 0; // of READ
-
-    double pass(size_t kind) {
-        uint64_t sum = 0;
-        const double start = seconds();
-        #pragma omp parallel for schedule(static) reduction(+ : sum)
-        for (size_t task = 0; task < TASKS; task++) sum += READ[kind](data + task * (WORDS / TASKS), WORDS / TASKS);
-        const double rate = (double)(WORDS * 8) / (seconds() - start);
-        if (sum == 1) fprintf(stderr, " "); // the sum is used: no compiler drops the loop
-        return rate;
-    }
-
-  public:
-    double ceiling = 0; // bytes a second
-    ReadTest() {
-        arena.take<uint64_t>(WORDS);
-        arena.allocate("the bandwidth test");
-        data = arena.take<uint64_t>(WORDS);
-        #pragma omp parallel for schedule(static)
-        for (size_t i = 0; i < WORDS; i++) data[i] = i;
-        for (size_t i = 0; i < 5 * READ.size(); i++)
-            if (const double rate = pass(i % READ.size()); rate > ceiling) ceiling = rate, best = i % READ.size();
-    }
-    double pass() { return pass(best); }
-};
-
-// A burst of multiply-adds on registers alone, one function for each instruction set; returns how many flops it was.
-// Sums enough to hide the latency of one, few enough for the registers; the compiler does not know that they are equal.
-typedef float Block __attribute__((vector_size(64), may_alias));
-inline double multiply_plain(Block* memory) {
-    Block a = memory[14], b = memory[15], s0 = memory[0], s1 = memory[1];
-    for (int k = 0; k < 4000; k++) s0 = s0 * a + b, s1 = s1 * a + b;
-    memory[0] = s0, memory[1] = s1;
-    return 2. * 16 * 2 * 4000;
-}
-#ifdef HAVE_SIMD
-TARGET_AVX2 inline double multiply_avx2(Block* memory) {
-    __m256 a = _mm256_set1_ps(1), s[10];
-    for (int i = 0; i < 10; i++) memcpy(s + i, memory + i, 32);
-    for (int k = 0; k < 4000; k++)
-        UNROLL for (int i = 0; i < 10; i++) s[i] = _mm256_fmadd_ps(a, a, s[i]);
-    for (int i = 0; i < 10; i++) memcpy(memory + i, s + i, 32);
-    return 2. * 8 * 10 * 4000;
-}
-TARGET_AVX512 inline double multiply_avx512(Block* memory) {
-    __m512 a = _mm512_set1_ps(1), s[12];
-    for (int i = 0; i < 12; i++) memcpy(s + i, memory + i, 64);
-    for (int k = 0; k < 4000; k++)
-        UNROLL for (int i = 0; i < 12; i++) s[i] = _mm512_fmadd_ps(a, a, s[i]);
-    for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
-    return 2. * 16 * 12 * 4000;
-}
-TARGET_AVX512_BF16 inline double multiply_bf16(Block* memory) {
-    __m512bh a = (__m512bh)_mm512_set1_epi16(0x3f80);
-    __m512 s[12];
-    for (int i = 0; i < 12; i++) memcpy(s + i, memory + i, 64);
-    for (int k = 0; k < 4000; k++)
-        UNROLL for (int i = 0; i < 12; i++) s[i] = _mm512_dpbf16_ps(s[i], a, a);
-    for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
-    return 2. * 32 * 12 * 4000;
-}
-// vpdpbusd for INT8 weights: three of them, one a plane of x, are one multiplication each of 64 pairs.
-TARGET_AVX512_BF16 inline double multiply_vnni(Block* memory) {
-    __m512i a = _mm512_set1_epi8(1), s[12];
-    for (int i = 0; i < 12; i++) memcpy(s + i, memory + i, 64);
-    for (int k = 0; k < 4000; k++)
-        UNROLL for (int i = 0; i < 12; i++) s[i] = _mm512_dpbusd_epi32(s[i], a, a);
-    for (int i = 0; i < 12; i++) memcpy(memory + i, s + i, 64);
-    return 2. * 64 / 3 * 12 * 4000;
-}
-TARGET_AMX inline double multiply_amx(Block* memory) {
-    amx_configure(64);
-    _tile_loadd(4, memory, 64);
-    _tile_loadd(5, memory, 64);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int k = 0; k < 500; k++) {
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_dpbf16ps(1, 4, 5);
-        _tile_dpbf16ps(2, 4, 5);
-        _tile_dpbf16ps(3, 4, 5);
-    }
-    _tile_stored(0, memory, 64);
-    _tile_release();
-    return 2. * 16 * 16 * 32 * 4 * 500;
-}
-// tdpbssd takes the same time, and is twice as deep; but three planes of x want one each.
-TARGET_AMX inline double multiply_amx_int8(Block* memory) { return multiply_amx(memory) * 2 / 3; }
-#endif
-
-// Flops a second that all threads reach in `time` seconds, with the instructions that products of T use (or of INT8
-// and T).
-template <class T> double cpu_multiply_ceiling([[maybe_unused]] bool int8, double time) {
-    [[maybe_unused]] const bool narrow = std::is_same_v<T, bf16>;
-    auto multiply = multiply_plain;
-#ifdef HAVE_SIMD
-    if (instruction_set >= ISA_AVX2) multiply = multiply_avx2;
-    if (instruction_set >= ISA_AVX512) multiply = multiply_avx512;
-    if (narrow && instruction_set >= ISA_AVX512_BF16) multiply = int8 ? multiply_vnni : multiply_bf16;
-    if (narrow && instruction_set >= ISA_AMX) multiply = int8 ? multiply_amx_int8 : multiply_amx;
-#endif
-    double rate = 0;
-    #pragma omp parallel reduction(+ : rate)
-    {
-        Block memory[16];
-        for (auto& v : memory) v = Block{} + 1;
-        double flops = 0, took = 0; // each thread's own: they take their time to start
-        for (const double start = seconds(); took < time; took = seconds() - start) flops += multiply(memory);
-        rate += flops / took;
-    }
-    return rate;
-}
-
-#ifdef __CUDACC__
-__global__ void noise_kernel(uint32_t* p, size_t n) { // (what is multiplied sets the power, and the power the clock)
-    const size_t stride = (size_t)gridDim.x * blockDim.x;
-    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += stride)
-        p[i] = philox(1, i, 0).v[0] & 0xbfffbfff;
-}
-// All blocks stride through n of 16 bytes.
-__global__ void read_kernel(const uint4* p, size_t n, uint32_t* out) {
-    uint32_t sum = 0;
-    const size_t stride = (size_t)gridDim.x * blockDim.x;
-    size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
-    for (; i + 3 * stride < n; i += 4 * stride) {
-        uint4 v[4];
-        for (int k = 0; k < 4; k++) v[k] = load_stream(p + i + k * stride);
-        for (int k = 0; k < 4; k++) sum += v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
-    }
-    if (sum == 12345) *out = sum;
-}
-// Eight independent chains of mma a warp.
-__global__ void mma_kernel(const uint32_t* in, float* out, int rounds) {
-    float d[8][4] = {};
-    uint32_t a[4], b[8][2];
-    for (int i = 0; i < 4; i++) a[i] = in[threadIdx.x * 20 + i];
-    for (int j = 0; j < 8; j++) b[j][0] = in[threadIdx.x * 20 + 4 + j], b[j][1] = in[threadIdx.x * 20 + 12 + j];
-    for (int r = 0; r < rounds; r++)
-        for (int j = 0; j < 8; j++) mma(d[j], a[0], a[1], a[2], a[3], b[j][0], b[j][1]);
-    float sum = 0;
-    for (int j = 0; j < 8; j++) sum += d[j][0] + d[j][1] + d[j][2] + d[j][3];
-    out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
-}
-// The best of some launches of f, in seconds.
-template <class F> double time_launch(const Context& ctx, F f) {
-    cudaEvent_t start, stop;
-    CUDA_CHECK(cudaEventCreate(&start));
-    CUDA_CHECK(cudaEventCreate(&stop));
-    float ms, best = 1e30f;
-    for (int i = 0; i < 6; i++) {
-        CUDA_CHECK(cudaEventRecord(start, ctx.gpu->stream));
-        f();
-        CUDA_CHECK(cudaEventRecord(stop, ctx.gpu->stream));
-        CUDA_CHECK(cudaEventSynchronize(stop));
-        CUDA_CHECK(cudaEventElapsedTime(&ms, start, stop));
-        best = std::min(best, ms);
-    }
-    cudaEventDestroy(start), cudaEventDestroy(stop);
-    return best / 1e3;
-}
-inline double gpu_multiply_ceiling(const Context& ctx) {
-    constexpr int ROUNDS = 20000, WARPS = 8, NOISE = WARPS * 32 * 20;
-    const int blocks = ctx.gpu->sms * 2;
-    uint32_t* data;
-    CUDA_CHECK(cudaMalloc(&data, (NOISE + (size_t)blocks * WARPS * 32) * 4));
-    noise_kernel<<<32, 256, 0, ctx.gpu->stream>>>(data, NOISE);
-    const double took = time_launch(ctx, [&] {
-        mma_kernel<<<blocks, WARPS * 32, 0, ctx.gpu->stream>>>(data, (float*)data + NOISE, ROUNDS);
-    });
-    CUDA_CHECK(cudaGetLastError());
-    cudaFree(data);
-    return 2. * 16 * 8 * 16 * 8 * ROUNDS * WARPS * blocks / took;
-}
-#endif
+// gpu/ceilings.cu: flops a second by mma.sync, which every GPU from sm_80 on has, in some milliseconds; bytes a second of
+// reading 2 GB, less if there is less.
+double gpu_multiply_ceiling(const Context& ctx);
+double gpu_read_ceiling(const Context& ctx);
 
 // Flops a second: on a CPU as above, in `time` seconds; on a GPU by mma.sync, which every GPU from sm_80 on has, in
 // some milliseconds.
 template <class T> double multiply_ceiling([[maybe_unused]] const Context& ctx, bool int8, double time) {
-#ifdef __CUDACC__
-    if (ctx.gpu) return gpu_multiply_ceiling(ctx);
-#endif
+    if constexpr (WITH_GPU) if (ctx.gpu) return gpu_multiply_ceiling(ctx);
     return cpu_multiply_ceiling<T>(int8, time);
 }
 
@@ -218,27 +21,7 @@ struct Ceilings { double read, multiply; }; // bytes, flops a second
 // Of the GPU, which reads 2 GB, less if there is less; else of the CPU, whose memory was tested before.
 template <class T>
 Ceilings measure_ceilings([[maybe_unused]] const Context& ctx, bool int8, const ReadTest* memory = nullptr) {
-#ifdef __CUDACC__
-    if (ctx.gpu) {
-        size_t free = 0, all = 0;
-        CUDA_CHECK(cudaMemGetInfo(&free, &all));
-        const size_t bytes = std::min((size_t)2 << 30, free / 2 / 4096 * 4096);
-        uint32_t* data;
-        CUDA_CHECK(cudaMalloc(&data, bytes));
-        noise_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(data, bytes / 4);
-        Ceilings c = {};
-        for (int blocks : {4, 8, 16}) {
-            const double took = time_launch(ctx, [&] {
-                read_kernel<<<ctx.gpu->sms * blocks, 256, 0, ctx.gpu->stream>>>((uint4*)data, bytes / 16, data);
-            });
-            c.read = std::max(c.read, (double)bytes / took);
-        }
-        CUDA_CHECK(cudaGetLastError());
-        cudaFree(data);
-        c.multiply = gpu_multiply_ceiling(ctx);
-        return c;
-    }
-#endif
+    if constexpr (WITH_GPU) if (ctx.gpu) return {gpu_read_ceiling(ctx), gpu_multiply_ceiling(ctx)};
     return {memory->ceiling, cpu_multiply_ceiling<T>(int8, 0.3)};
 }
 

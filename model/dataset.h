@@ -1,4 +1,4 @@
-// dataset.h: the tokenized dataset that `datagen pack` writes and the trainer maps.
+// model/dataset.h: the tokenized dataset that `datagen pack` writes and the trainer maps.
 //
 //   DatasetWriter out("train.bin", tokenizer.hash(), template_hash());
 //   out.add(words);                                 // a row: token ids, | TRAIN on those that are trained
@@ -33,6 +33,8 @@
 #pragma once
 #include "base/file.h"
 #include <algorithm>
+#include <cstdint>
+#include <string>
 #include <vector>
 
 constexpr uint32_t TRAIN = 0x80000000;
@@ -52,73 +54,14 @@ struct DatasetRow { // for a range-for
     size_t size() const { return (size_t)(last - first); }
 };
 
-inline uint64_t dataset_hash(DatasetRow row) {
-    uint64_t h = 0xCBF29CE484222325;
-    for (uint32_t word : row)
-        for (int shift = 0; shift < 32; shift += 8) h = (h ^ ((word & ~TRAIN) >> shift & 0xFF)) * 0x100000001B3;
-    return h;
-}
-
+uint64_t dataset_hash(DatasetRow row);
 // What is wrong with a row; nullptr if nothing is.
-inline const char* dataset_fault(DatasetRow row) {
-    if (row.size() == 0 || row.size() > INT32_MAX) return "the number of its tokens is out of range";
-    if (row.first[0] & TRAIN) return "its first token is to be trained, which nothing foresees";
-    if (std::none_of(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; })) return "nothing to train";
-    return nullptr;
-}
-
+const char* dataset_fault(DatasetRow row);
 // What is wrong with a pair of good rows; nullptr if nothing is.
-inline const char* dataset_fault(DatasetRow chosen, DatasetRow rejected) {
-    auto answer = [](DatasetRow row) {
-        return std::find_if(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; });
-    };
-    if (!std::equal(chosen.begin(), answer(chosen), rejected.begin(), answer(rejected)))
-        return "chosen and rejected answer different prompts";
-    for (DatasetRow row : {chosen, rejected})
-        if (!std::all_of(answer(row), row.end(), [](uint32_t word) { return word & TRAIN; }))
-            return "a token behind the prompt is not trained";
-    if (std::equal(chosen.begin(), chosen.end(), rejected.begin(), rejected.end()))
-        return "chosen and rejected are the same";
-    return nullptr;
-}
+const char* dataset_fault(DatasetRow chosen, DatasetRow rejected);
 
 struct Dataset {
-    explicit Dataset(const std::string& path) : file(path) {
-        auto need = [&](bool holds, const char* fault) { if (!holds) DIE("%s: %s", path.c_str(), fault); };
-        const DatasetHeader mine;
-        need(file.size >= sizeof header, "too short for a dataset");
-        memcpy(&header, file.data, sizeof header);
-        need(!memcmp(header.magic, mine.magic, sizeof mine.magic), "not a dataset (datagen pack makes them)");
-        if (header.version != header.OF_ROWS && !pairs())
-            DIE("%s: a dataset of version %u, not %u or %u", path.c_str(), header.version, header.OF_ROWS,
-                header.OF_PAIRS);
-        need(header.zero == 0, "bad header");
-        need(header.rows > 0, "a dataset without rows");
-        need(header.rows % group() == 0, "a row without its pair");
-        const uint64_t limit = (uint64_t)1 << 40; // the sums below stay far from 2^64
-        need(header.rows < limit && header.tokens < limit, "bad counts");
-        const uint64_t padded = header.tokens + header.tokens % 2;
-        const uint64_t size = sizeof header + 4 * padded + 8 * (2 * header.rows + 1);
-        if (size != file.size)
-            DIE("%s: %zu bytes where the header promises %llu: cut short or damaged", path.c_str(), file.size,
-                (unsigned long long)size);
-        token = (const uint32_t*)(file.data + sizeof header);
-        begin = (const uint64_t*)(token + padded);
-        row_hash = begin + header.rows + 1;
-        need(padded == header.tokens || token[header.tokens] == 0, "bad padding");
-        need(begin[0] == 0 && begin[header.rows] == header.tokens, "bad index of rows");
-        for (size_t i = 0; i < rows(); i++) // before any row is looked at
-            need(begin[i] <= begin[i + 1] && begin[i + 1] <= header.tokens, "bad index of rows");
-        for (size_t i = 0; i < rows(); i++) {
-            if (const char* fault = dataset_fault(row(i))) DIE("%s: row %zu: %s", path.c_str(), i, fault);
-            if (dataset_hash(row(i)) != row_hash[i])
-                DIE("%s: row %zu: its tokens are not those that were written", path.c_str(), i);
-            for (uint32_t word : row(i)) largest = std::max(largest, word & ~TRAIN), trained_count += word >> 31;
-        }
-        for (size_t i = 0; pairs() && i < rows(); i += 2)
-            if (const char* fault = dataset_fault(row(i), row(i + 1)))
-                DIE("%s: rows %zu and %zu: %s", path.c_str(), i, i + 1, fault);
-    }
+    explicit Dataset(const std::string& path);
 
     bool pairs() const { return header.version == header.OF_PAIRS; }
     size_t group() const { return pairs() ? 2 : 1; } // rows that belong together
@@ -130,12 +73,7 @@ struct Dataset {
     uint64_t hash(size_t i) const { return row_hash[i]; }
 
     // The ids mean nothing to another vocabulary, and rows of another template teach another conversation.
-    void must_match(uint64_t tokenizer, uint64_t chat_template) const {
-        if (header.tokenizer != tokenizer)
-            DIE("%s: made with another tokenizer; pack it again with this one", file.path.c_str());
-        if (header.chat_template != chat_template)
-            DIE("%s: made with another chat template; pack it again", file.path.c_str());
-    }
+    void must_match(uint64_t tokenizer, uint64_t chat_template) const;
 
     MappedFile file;
     DatasetHeader header;
@@ -148,35 +86,10 @@ struct Dataset {
 };
 
 struct DatasetWriter {
-    DatasetWriter(const std::string& path, uint64_t tokenizer, uint64_t chat_template) : out(path) {
-        if (out.temporary.empty()) DIE("%s: a dataset needs a regular file", path.c_str());
-        header.tokenizer = tokenizer, header.chat_template = chat_template;
-        out.write(&header, sizeof header);
-    }
-    void add_pair(const std::vector<uint32_t>& chosen, const std::vector<uint32_t>& rejected) {
-        header.version = header.OF_PAIRS;
-        add(chosen), add(rejected);
-        if (const char* fault = dataset_fault(row_of(chosen), row_of(rejected)))
-            DIE("%s: rows %zu and %zu: %s", out.path.c_str(), hashes.size() - 2, hashes.size() - 1, fault);
-    }
-    void add(const std::vector<uint32_t>& words) {
-        const DatasetRow row = row_of(words);
-        if (const char* fault = dataset_fault(row)) DIE("%s: row %zu: %s", out.path.c_str(), hashes.size(), fault);
-        out.write(words.data(), 4 * words.size());
-        hashes.push_back(dataset_hash(row));
-        begins.push_back(begins.back() + words.size());
-    }
-    void commit() {
-        header.rows = hashes.size(), header.tokens = begins.back();
-        if (hashes.empty()) DIE("%s: a dataset without rows", out.path.c_str());
-        const uint32_t zero = 0;
-        out.write(&zero, 4 * (header.tokens % 2));
-        out.write(begins.data(), 8 * begins.size());
-        out.write(hashes.data(), 8 * hashes.size());
-        if (fseek(out.file, 0, SEEK_SET) != 0) DIE("%s: %s", out.path.c_str(), strerror(errno));
-        out.write(&header, sizeof header);
-        out.commit();
-    }
+    DatasetWriter(const std::string& path, uint64_t tokenizer, uint64_t chat_template);
+    void add_pair(const std::vector<uint32_t>& chosen, const std::vector<uint32_t>& rejected);
+    void add(const std::vector<uint32_t>& words);
+    void commit();
 
     static DatasetRow row_of(const std::vector<uint32_t>& words) {
         return {words.data(), words.data() + words.size()};

@@ -1,10 +1,8 @@
 // model/device.cpp: where a model is computed.
 #include "model/device.h"
 #include "base/error.h"
-#include "model/instances.h"
 #include <cstdio>
 
-#ifndef QWEN3_DOUBLE
 std::string device_name(const Context& ctx) {
     if constexpr (WITH_GPU)
         if (const std::string name = ctx.gpu ? gpu_name(0) : ""; !name.empty()) return name;
@@ -54,7 +52,6 @@ Context choose_device(const ModelOptions& o, const ModelFile& file) {
     }
     return on_cpu();
 }
-#endif // QWEN3_DOUBLE
 
 template <class T>
 void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const ModelFile& file,
@@ -68,5 +65,5 @@ void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const Mod
         }
 }
 
-#define INSTANTIATE(T) template void to_device<T>(const Context&, const ModelFile&, Weights<T>&);
-QWEN3_INSTANCES(INSTANTIATE)
+template void to_device<bf16>(const Context&, const ModelFile&, Weights<bf16>&);
+template void to_device<float>(const Context&, const ModelFile&, Weights<float>&);

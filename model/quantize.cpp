@@ -2,7 +2,6 @@
 //   Contents    1 Tensors to write    2 Checks    3 Calibration    4 A model
 #include "model/quantize.h"
 #include "base/arena.h"
-#include "model/instances.h"
 #include "model/weights.h"
 #include "sj.h"
 #include <algorithm>
@@ -122,8 +121,7 @@ static void numbers_to_quantize(UnsetVector<float>& w, const ModelFile& file, co
 
 // ======================================================================================================= 3 Calibration
 
-// H += X^T X. Its numbers are float: sums of products of a window's tokens, then of the windows.
-template <class T> static void add_squares(Context& ctx, acc<T>* H, const T* X, int tokens, int in) {
+template <class T> void add_squares(Context& ctx, acc<T>* H, const T* X, int tokens, int in) {
     if constexpr (HAS_GPU<T>)
         if (ctx.gpu) return linear_backward_weight_gpu(ctx, H, X, (size_t)in, X, tokens, in, in);
     std::vector<T> columns((size_t)in * tokens); // X^T: as a product of rows it is faster on a CPU
@@ -135,7 +133,7 @@ template <class T> static void add_squares(Context& ctx, acc<T>* H, const T* X, 
     RUN(linear_add, H, H, columns.data(), W, in);
 }
 
-// What calibration needs: the text's windows at the entry of a layer, and one layer's arrays; where the context computes.
+// Calibration's data, where the context computes: the text's windows at the entry of a layer, and one layer's arrays.
 template <class T> struct Calibration {
     const ModelFile& file;
     const Quantization& how;
@@ -299,7 +297,8 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
         const bool begins = t.layer != layer;
         layer = t.layer;
         if (calibration && begins) calibration->sum_squares(layer, step);
-        const int product = t.kind == Q_PROJ ? 0 : t.kind == O_PROJ ? 1 : t.kind == GATE_PROJ ? 2 : t.kind == DOWN_PROJ ? 3 : -1;
+        const int product = t.kind == Q_PROJ ? 0 : t.kind == O_PROJ ? 1 : t.kind == GATE_PROJ ? 2
+                            : t.kind == DOWN_PROJ ? 3 : -1;
         if (calibration && product >= 0) // k, v and up see what q and gate see
             factor = gptq_factor(calibration->squares_of(product), columns, dead);
         for (size_t i = 0; i < W.size() && calibration; i++)
@@ -323,6 +322,7 @@ std::string quantized_config(const ModelFile& file, const Quantization& how) {
     return file.config_text.substr(0, end) + ", \"quantization_config\": " + config + file.config_text.substr(end);
 }
 
-#define INSTANTIATE(T) \
-    template std::vector<OutTensor> quantize_model<T>(const ModelFile&, const Quantization&, const Context&);
-QWEN3_INSTANCES(INSTANTIATE)
+template std::vector<OutTensor> quantize_model<bf16>(const ModelFile&, const Quantization&, const Context&);
+template std::vector<OutTensor> quantize_model<float>(const ModelFile&, const Quantization&, const Context&);
+template void add_squares<bf16>(Context&, acc<bf16>*, const bf16*, int, int);
+template void add_squares<float>(Context&, acc<float>*, const float*, int, int);

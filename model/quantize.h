@@ -30,6 +30,10 @@ struct Quantization {
 // Throws what a format cannot hold of a model's shapes.
 void check_groups(const ModelFile& file, const Quantization& how);
 
+// H += X^T X, as calibration adds up the activations X (tokens,in). Its numbers are float: sums of products of a window's
+// tokens, then of the windows.
+template <class T> void add_squares(Context& ctx, acc<T>* H, const T* X, int tokens, int in);
+
 // The tensors of the quantised model, those with the widest numbers first, so that all are aligned.
 template <class T>
 std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization& how, const Context& ctx);

@@ -4,10 +4,25 @@
 #include "model/tokenizer.h"
 #include "qwen3.cu"
 #include <csignal>
+#include <cstdint>
 #include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+// On a GPU: draws, some of which are launched ahead of the caller. gpu/draw_ahead.h has the implementation.
+struct DrawsAhead {
+    virtual ~DrawsAhead() = default;
+    virtual void plan() = 0;              // the session's memory that only a GPU needs, from its arena
+    virtual void begin(size_t most) = 0;  // an answer of up to `most` draws, see Session::begin_draws
+    virtual int next() = 0;               // the next token
+    virtual int tokens() = 0;             // that a step by one kernel has, at most; 1: no step is one kernel
+};
+template <class T> struct Session;
+std::shared_ptr<DrawsAhead> gpu_draws(Session<bf16>& session);
 
 // One conversation: a model, its KV cache, and the ids in it. On the GPU if `ctx` says so; the weights are there too.
-template <class T> struct GpuDraws; // Book II: drawing on a GPU, a CUDA graph a token
 template <class T> struct Session {
     static constexpr int CHUNK = 512;      // tokens of a prompt that go through `forward` at once
     static constexpr int GPU_CHUNK = 8192; // ... on a GPU
@@ -20,7 +35,7 @@ template <class T> struct Session {
     std::vector<int> ids;     // what the cache holds
     acc<T>* logits;           // (V) after the last id that was fed, in the CPU's memory
 
-    // Where it computes. The rest is for GpuDraws.
+    // Where it computes. The rest is for DrawsAhead.
     Arena arena;
     Activations<T> activations;
     KVCache<T> cache;
@@ -30,45 +45,17 @@ template <class T> struct Session {
     int* last_row;                          // the one whose logits were taken last
     std::shared_ptr<acc<T>[]> host_logits;  // on a GPU: row_logits in the CPU's memory
     struct { Sampling how; int exist; size_t answer, most; } drawing; // see begin_draws
-    std::shared_ptr<GpuDraws<T>> draws;     // on a GPU
+    std::shared_ptr<DrawsAhead> draws;      // on a GPU
     LookUp lookup;                          // may be asked for, see can_look_up
     std::vector<int> ahead;                 // what it proposed after ids, as far as it has not been judged: in the
                                             // cache; the logits of each lie in the row after `logits`
     double fed = 0;                         // s that `feed` has taken for prompts, since an answer began
 
     // Plans all memory for `context` tokens. Throws Error if it is more than there is.
-    Session(const Config& c, const Weights<T>& w, int context, const Context& where = {})
-        : ctx(where), config(c), weights(w), capacity(context) {
-        if constexpr (HAS_GPU<T>) if (ctx.gpu) draws = std::make_shared<GpuDraws<T>>(*this);
-        arena.gpu = ctx.gpu != nullptr;
-        chunk = std::min(ctx.gpu ? GPU_CHUNK : CHUNK, capacity);
-        plan();
-        arena.allocate(format("a context of %d tokens", context).c_str());
-        plan();
-        std::vector<acc<T>> angles((size_t)capacity * c.D);
-        fill_rope(angles.data(), context, c.D, c.rope_theta);
-        copy_in(ctx, rope, angles.data(), angles.size());
-        std::vector<int> identity(pages);
-        std::iota(identity.begin(), identity.end(), 0);
-        copy_in(ctx, table, identity.data(), identity.size());
-        if constexpr (HAS_GPU<T>)
-            if (ctx.gpu) host_logits = gpu_host_memory<acc<T>>((size_t)std::min(chunk, ROWS) * c.V);
-        logits = ctx.gpu ? host_logits.get() : row_logits;
-    }
+    Session(const Config& c, const Weights<T>& w, int context, const Context& where = {});
     Session(const Session&) = delete;
 
-    void plan() {
-        pages = capacity / PAGE + (capacity % PAGE != 0);
-        cache.plan(arena, config, pages, false, ctx.kv_fp8);
-        activations.plan(arena, config, chunk, !ctx.gpu);
-        rope = arena.take<acc<T>>((size_t)capacity * config.D);
-        row_logits = arena.take<acc<T>>((size_t)std::min(chunk, ROWS) * config.V);
-        picked = arena.take<T>((size_t)std::min(chunk, ROWS) * config.C);
-        for (int** list : {&token, &pos, &seq, &slot}) *list = arena.take<int>(chunk);
-        table = arena.take<int>(pages);
-        named = arena.take<int>(ROWS);
-        if constexpr (HAS_GPU<T>) if (draws) draws->plan();
-    }
+    void plan();
 
     bool full() const { return (int)ids.size() == capacity; }
 
@@ -76,111 +63,29 @@ template <class T> struct Session {
     // turn. Stops early, with what it has, when *stop becomes non-zero.
     // Throws Error if they do not fit or one is not in the vocabulary.
     void feed(const std::vector<int>& tokens, const volatile sig_atomic_t* stop = nullptr,
-              const std::function<void(const acc<T>*)>& rows = nullptr) {
-        if (tokens.size() > (size_t)capacity - ids.size())
-            DIE("%zu tokens do not fit: the context holds %d and %zu are in it", tokens.size(), capacity, ids.size());
-        for (int id : tokens)
-            if (id < 0 || id >= config.V) DIE("id %d is not in the vocabulary of %d", id, config.V);
-        ahead.clear();
-        fed -= seconds();
-        for (size_t done = 0; done < tokens.size() && !(stop && *stop);) {
-            const int N = (int)std::min(tokens.size() - done, (size_t)chunk);
-            std::vector<int> positions(N), zero(N);
-            std::iota(positions.begin(), positions.end(), (int)ids.size());
-            copy_in(ctx, token, &tokens[done], N);
-            copy_in(ctx, pos, positions.data(), N);
-            copy_in(ctx, seq, zero.data(), N);
-            copy_in(ctx, slot, positions.data(), N); // the identity table: page p holds positions 16 p ..
-            Batch batch = {N, 1, token, pos, seq, slot, table, pages, N == 1};
-            batch.splits = positions.back() / SPLIT + 1, batch.longest = positions.back() + 1;
-            ctx.stop = stop;
-            forward(ctx, config, weights, batch, activations, cache, rope);
-            if (stop && *stop) break;
-            ids.insert(ids.end(), &tokens[done], &tokens[done] + N);
-            done += N;
-            const bool last = done == tokens.size();
-            for (int n = rows ? 0 : last ? N - 1 : N, R; n < N; n += R) {
-                R = std::min(N - n, ROWS);
-                take_logits(n, R);
-                for (int r = 0; r < R; r++) {
-                    logits = (ctx.gpu ? host_logits.get() : row_logits) + (size_t)r * config.V;
-                    if (rows) rows(logits);
-                }
-            }
-        }
-        fed += seconds();
-    }
+              const std::function<void(const acc<T>*)>& rows = nullptr);
 
     // The logits of R rows of the last batch, from row n on.
-    void take_logits(int n, int R) {
-        int wanted[ROWS];
-        std::iota(wanted, wanted + R, n);
-        copy_in(ctx, named, wanted, R);
-        last_row = named + R - 1;
-        RUN(head, row_logits, picked, activations.normed, named, weights.head, R);
-        if (ctx.gpu) copy_out(ctx, host_logits.get(), row_logits, (size_t)R * config.V);
-    }
+    void take_logits(int n, int R);
 
     // ---- Drawing an answer, token by token. `exist`: only ids below may be drawn; `answer`: ids[answer] on belong to
     // the answer (see penalized); `most`: no more draws than these will follow.
-    void begin_draws(const Sampling& how, int exist, size_t answer, size_t most) {
-        if (lookup.most && !can_look_up()) DIE("prompt lookup on a GPU needs --one-kernel's steps, or --invariant");
-        drawing = {how, exist, answer, most};
-        ahead.clear();
-        if (lookup.most) lookup.begin(ids, std::exchange(fed, 0));
-        if constexpr (HAS_GPU<T>) if (draws_ahead()) draws->begin(most);
-    }
+    void begin_draws(const Sampling& how, int exist, size_t answer, size_t most);
     // The next token: not in the session until it is accepted.
-    int draw() {
-        if constexpr (HAS_GPU<T>) if (draws_ahead()) return draws->next();
-        penalize(logits, drawing.how, ids, drawing.answer, config.V);
-        if constexpr (HAS_CPU<T>)
-            if (!ctx.plain) return sample_cpu(ctx, logits, drawing.exist, drawing.how, ids.size());
-        return sample(logits, drawing.exist, drawing.how, ids.size());
-    }
+    int draw();
     // Takes the token just drawn into the session.
-    void accept(int id) {
-        if (draws_ahead()) ids.push_back(id); // the GPU has gone on with it already
-        else if (!lookup.most) feed({id});
-        else if (!was_proposed(id)) feed_with_proposal(id);
-    }
+    void accept(int id);
     // On a GPU: whether it draws, and is ahead of the caller; then it sees to proposals, too.
     bool draws_ahead() const { return ctx.gpu && (!lookup.most || step_tokens() > 1); }
     // Whether a token has the same bits in steps of several tokens as in one of its own.
     bool can_look_up() const { return !ctx.gpu || ctx.invariant || step_tokens() > 1; }
     // On a GPU: that one kernel computes.
-    int step_tokens() const {
-        if constexpr (HAS_GPU<T>) return draws->tokens();
-        return 1;
-    }
+    int step_tokens() const;
 
     // Takes the token if it is the next one that was proposed: then its logits are there.
-    bool was_proposed(int id) {
-        if (ahead.empty()) return false;
-        const bool right = ahead.front() == id;
-        lookup.judged(right);
-        if (!right) return false;
-        ahead.erase(ahead.begin());
-        ids.push_back(id);
-        logits += config.V;
-        return true;
-    }
+    bool was_proposed(int id);
     // Feeds the token and what is proposed to follow it, of which no more is in the session yet than in the cache.
-    void feed_with_proposal(int id) {
-        ids.push_back(id);
-        const size_t drawn = ids.size() - drawing.answer, draws_left = drawing.most - std::min(drawing.most, drawn);
-        const size_t room = std::min((size_t)capacity - ids.size(), std::max(draws_left, (size_t)1) - 1);
-        std::vector<int> proposal = lookup.propose(ids, room), step = {id};
-        ids.pop_back();
-        step.insert(step.end(), proposal.begin(), proposal.end());
-        const double before = fed;
-        const auto keep = [](const acc<T>*) {}; // all rows of logits
-        feed(step, nullptr, keep);
-        lookup.computed(step.size(), std::exchange(fed, before) - before);
-        ids.resize(ids.size() - proposal.size());
-        logits -= proposal.size() * (size_t)config.V;
-        ahead.swap(proposal);
-    }
+    void feed_with_proposal(int id);
 
     // Forgets all but the first n ids.
     void rewind(size_t n) { if (n < ids.size()) ids.resize(n); }
@@ -203,32 +108,4 @@ struct Generation {
 // characters. Without a tokenizer the text is the ids.
 template <class T>
 void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g,
-              const std::function<void(std::string_view)>& show) {
-    const Config& c = session.config;
-    const int exist = tokenizer ? tokenizer->size() : c.V;
-    const size_t answer = session.ids.size();
-    Utf8Stream characters;
-    StopFilter filter{g.stops, "", false};
-    auto emit = [&](std::string_view s) {
-        std::string out = filter.feed(s);
-        g.text += out;
-        if (!out.empty()) show(out);
-    };
-    g.finish = "length";
-    session.begin_draws(g.sampling, exist, answer, g.max_tokens);
-    while (g.ids.size() < g.max_tokens) {
-        if (g.interrupt && *g.interrupt) { g.finish = "interrupt"; break; }
-        const int id = session.draw();
-        if (std::find(c.end_tokens.begin(), c.end_tokens.end(), id) != c.end_tokens.end()) { g.finish = "stop"; break; }
-        g.ids.push_back(id);
-        if (!tokenizer) emit(format(g.ids.size() > 1 ? " %d" : "%d", id));
-        else if (!tokenizer->is_special(id)) emit(characters.feed(tokenizer->bytes(id)));
-        if (filter.stopped) { g.finish = "stop"; break; }
-        if (session.full()) break;
-        if (g.ids.size() < g.max_tokens) session.accept(id);
-    }
-    emit(characters.flush());
-    std::string rest = filter.flush();
-    g.text += rest;
-    if (!rest.empty()) show(rest);
-}
+              const std::function<void(std::string_view)>& show);

@@ -2,6 +2,7 @@
 #include "search/embed.h"
 #include "base/error.h"
 #include "base/file.h"
+#include "model/model_file.h"
 #include "sj.h"
 #include <algorithm>
 #include <cmath>

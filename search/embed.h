@@ -2,12 +2,13 @@
 // shown, and from the last token's hidden state (after the final norm) to a vector. embedder.h has the hidden states.
 // https://huggingface.co/Qwen/Qwen3-Embedding-0.6B says what is shown and how it is read.
 #pragma once
-#include "model/model_file.h"
 #include "model/tokenizer.h"
 #include <cstddef>
 #include <string>
 #include <string_view>
 #include <vector>
+
+struct ModelFile;
 
 // The task of Qwen's own examples. A task is one sentence in English, whatever the language of the texts.
 constexpr const char* RETRIEVAL_TASK = "Given a web search query, retrieve relevant passages that answer the query";

@@ -1,5 +1,9 @@
-// Random numbers, and ragged batches over a paged cache with scattered pages. Behind qwen3.cu.
+// Random numbers, and ragged batches over a paged cache with scattered pages.
 #pragma once
+#include "qwen3.cu"
+#include <algorithm>
+#include <utility>
+#include <vector>
 
 // Fresh numbers in -scale..scale, as T stores them.
 struct Random {

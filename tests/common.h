@@ -1,18 +1,13 @@
 // What the suites share: random inputs, poisoned outputs, a paged cache with scattered pages.
 #pragma once
+#include "cpu/instruction_set.h"
+#include "qwen3.cu"
+#include <cmath>
+#include <cstdio>
+#include <cstring>
 #include <doctest/doctest.h>
-#ifdef TRAIN_NO_MAIN // the suite is about the trainer too
-#include "train_lora.cu"
-#elif defined(SUITES_ARE_PROGRAMS)
-#include "tests/programs.h"
-#define main qwen3_main
-#include "qwen3.cu"
-#undef main
-static const bool is_qwen3 = add_program("qwen3", qwen3_main);
-#else
-#define QWEN3_NO_MAIN
-#include "qwen3.cu"
-#endif
+#include <string>
+#include <vector>
 
 inline Context& cpu() {
     static Context ctx;

@@ -1,6 +1,13 @@
 // Golden logits and greedy texts of tests/fixtures, and the distance between distributions.
 #pragma once
+#include "base/file.h"
+#include "model/model_file.h"
+#include "sj.h"
 #include "tests/common.h"
+#include <algorithm>
+#include <doctest/doctest.h>
+#include <string>
+#include <vector>
 
 struct Golden {
     ModelFile file;

@@ -1,6 +1,6 @@
 // Gradients of a whole model: the random one in fixtures/tiny, all of it or an adapter, by the mean loss of the rows in
 // fixtures/train/bf16.json, through train_lora's own Trainer; and how far PyTorch's in bf16 are from the truth (made by
-// tests/reference/make_train_fixtures.py). After train_lora.cu.
+// tests/reference/make_train_fixtures.py).
 #pragma once
 #include "tests/trainer.h"
 #include "tests/process.h"
@@ -25,7 +25,7 @@ Tensor64 whole_gradients(const Context& ctx, bool full, const std::string& model
     }
     writer.commit();
     const Dataset data(scratch / "rows.bin");
-    Options o;
+    TrainOptions o;
     o.dropout = 0;
     o.packed = true; // (of a GPU; a CPU keeps what is quantised)
     o.full = full;
@@ -33,10 +33,10 @@ Tensor64 whole_gradients(const Context& ctx, bool full, const std::string& model
     o.adapter_init = "tests/fixtures/train/adapter_bf16";
     o.lora = AdapterFile(o.adapter_init, file.config).config;
     Trainer<T> t(o, ctx, file, data, nullptr);
-    t.add_gradients(t.rows, data.trained());
-    const auto g = t.host(t.gradient);
+    t.add_gradients(t.loader.rows, data.trained());
+    const auto g = t.params.host(t.params.gradient);
     Tensor64 out;
-    if (full) t.each_tensor([&](const ModelTensor& tensor, size_t at) {
+    if (full) t.params.each_tensor([&](const ModelTensor& tensor, size_t at) {
         out[tensor.name()].assign(g.begin() + at, g.begin() + at + tensor.size());
     });
     else each_adapter_tensor(t.w, [&](const std::string& name, size_t r, size_t n, size_t at, size_t apart) {

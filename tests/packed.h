@@ -1,5 +1,9 @@
-// Matrices of random numbers in every packed format. After common.h.
+// Matrices of random numbers in every packed format.
 #pragma once
+#include "model/numbers.h"
+#include "tests/batch.h"
+#include <cmath>
+#include <vector>
 
 // INT4 in groups of 32, 64 or 128 with zero points or without, FP8 in blocks of `high` rows, or INT8.
 template <class T> struct PackedLinear : Linear<T> {

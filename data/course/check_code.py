@@ -6,12 +6,12 @@
 code_runs.txt has a run for each row of HARD with code or a computed figure: a line `## ID`, lines `fill: TEXT` (what goes
 into the gaps `____` of the question's code, in their order), code of its own up to a line `---`, and the statements of
 a main. The unit is the row's code (the ```cuda blocks of question and answer), that code, and main; g++ compiles it
-with emulate.h and runs it. It must end with 0, and every text that it `says` must stand in the answer. Units are put
+with tests/emulate/emulate.h and runs it. It must end with 0, and every text that it `says` must stand in the answer. Units are put
 into one program, each in a namespace, and each runs in a process of its own; where a program does not compile, its units
 are compiled one by one. nvcc compiles the rows' code for sm_80.
 
 chapters_runs.txt has the same for the rows of CHAPTERS, and notes_runs.txt runs of the notes' own code,
-`## FILE FUNCTION`: the block that defines it, less the functions with PTX (emulate_tensor.h has theirs) and with launches.
+`## FILE FUNCTION`: the block that defines it, less the functions with PTX (tests/emulate/tensor.h has theirs) and with launches.
 """
 import concurrent.futures, pathlib, re, shutil, subprocess, sys, tempfile
 import check_notes, glossary
@@ -74,7 +74,7 @@ def for_cpu(code):
     return re.sub(r"(\w+(?:<[\w, ]+>)?)<<<(.*?)>>>\((.*?)\);", r"start_kernel([&] { \1(\3); }, \2);", code, flags=re.S)
 
 
-def emulated(folder, units, header="emulate.h"):
+def emulated(folder, units, header="tests/emulate/emulate.h"):
     """The faults of units: (id, code, before, main, answer)."""
     name = space(units[0][0])
     source, program = pathlib.Path(folder, name + ".cpp"), pathlib.Path(folder, name)
@@ -85,7 +85,7 @@ def emulated(folder, units, header="emulate.h"):
     for id, *_ in units:
         text += f'    if (!std::strcmp(argv[1], "{id}")) {space(id)}::run_();\n'
     source.write_text(text + "}\n", encoding="utf-8")
-    made = subprocess.run([*COMPILE, source, "-o", program], capture_output=True, text=True)
+    made = subprocess.run([*COMPILE, "-I", folder, source, "-o", program], capture_output=True, text=True)
     if made.returncode and len(units) > 1:
         return [fault for unit in units for fault in emulated(folder, [unit])]
     if made.returncode:
@@ -129,9 +129,8 @@ def main():
     all_runs = {**runs(), **runs("chapters_runs")}
     faults += [f"{id}: a run without a row" for id in all_runs if id not in rows]
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for header in ("emulate.h", "emulate_tensor.h"):
-            shutil.copy(HERE / header, folder)
-        subprocess.run([*COMPILE, "-x", "c++-header", folder + "/emulate.h"], check=True)  # read once, not for each row
+        shutil.copytree(HERE / "../../tests/emulate", folder + "/tests/emulate")
+        subprocess.run([*COMPILE, "-x", "c++-header", folder + "/tests/emulate/emulate.h"], check=True)  # read once, not for each row
         for id, row in rows.items():
             fills, before, body = all_runs.get(id, ([], "", ""))
             code = code_of(row, fills)
@@ -148,7 +147,7 @@ def main():
         for id, (_, before, body) in blocks.items():
             if not wanted or id in wanted:
                 unit = (id, PRODUCT + before + note_code(*id.split()), "", body.replace("RANDOM_GRAPH", RANDOM_GRAPH), "")
-                jobs.append(pool.submit(emulated, folder, [unit], "emulate_tensor.h"))
+                jobs.append(pool.submit(emulated, folder, [unit], "tests/emulate/tensor.h"))
         faults += [fault for job in jobs for fault in job.result()]
     if "--no-nvcc" not in sys.argv:
         said = check_notes.compiler_says("80", sources)

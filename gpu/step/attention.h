@@ -1,6 +1,14 @@
-/* step_attention.h: parts of one kernel's attention: a page in registers, RoPE, a warp's softmax, and splits as one.
-   step.h includes it; Step::attend and Step::join put them together. */
+// gpu/step/attention.h: parts of one kernel's attention: a page in registers, RoPE, a warp's softmax, splits as one.
+// Step::attend and Step::join put them together.
 #pragma once
+#include "gpu/step/plan.h"
+#include "qwen3.cu"
+
+// Element i of 8 neighbours of a and of b, as one operand's pair.
+__device__ __forceinline__ uint32_t step_pair(const uint4& a, const uint4& b, int i) {
+    const uint32_t x = i < 2 ? a.x : i < 4 ? a.y : i < 6 ? a.z : a.w, y = i < 2 ? b.x : i < 4 ? b.y : i < 6 ? b.z : b.w;
+    return i % 2 ? x >> 16 | (y & 0xffff0000) : (x & 0xffff) | y << 16;
+}
 
 // A page of keys and values in a warp's registers, as operands b of mma. Of keys lane 4 g + t has numbers 32 j + 8 t ..
 // + 7 of keys g and g + 8; of values numbers 16 g .. + 15 of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9. All keys begin in the
@@ -16,20 +24,20 @@ struct StepPage {
     }
     __device__ __forceinline__ void load_keys(const bf16* keys) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, odd = g % 2;
-        STEP_UNROLL
+        GPU_UNROLL
         for (int half = 0; half < 2; half++) {
             const bf16* key = keys + (half * 8 + g) * D + t * 8;
-            STEP_UNROLL
+            GPU_UNROLL
             for (int j = 0; j < D / 32; j++) k[half][j] = *(const uint4*)(key + (j ^ odd) * 32);
-            STEP_UNROLL
+            GPU_UNROLL
             for (int j = 0; j < D / 32; j += 2) swap_if(odd, k[half][j], k[half][j + 1]);
         }
     }
     __device__ __forceinline__ void load_values(const bf16* values) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, odd = t % 2;
-        STEP_UNROLL
+        GPU_UNROLL
         for (int a = 0; a < 4; a++) {
-            STEP_UNROLL
+            GPU_UNROLL
             for (int c = 0; c < D / 64; c++)
                 v[a][c] = *(const uint4*)(values + (a / 2 * 8 + 2 * t + a % 2) * D + (2 * g + (c ^ odd)) * 8);
             swap_if(odd, v[a][0], v[a][1]);
@@ -38,19 +46,19 @@ struct StepPage {
     // Key i of the page is new key from + i, if that is none of before; behind the `count` ones is the last once more.
     __device__ __forceinline__ void renew(const bf16* keys, const bf16* values, int from, int count) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        STEP_UNROLL
+        GPU_UNROLL
         for (int half = 0; half < 2; half++) {
             const int i = from + half * 8 + g;
             if (i < 0) continue;
-            STEP_UNROLL
+            GPU_UNROLL
             for (int j = 0; j < D / 32; j++)
                 k[half][j] = *(const uint4*)(keys + min(i, count - 1) * D + j * 32 + t * 8);
         }
-        STEP_UNROLL
+        GPU_UNROLL
         for (int a = 0; a < 4; a++) {
             const int i = from + a / 2 * 8 + 2 * t + a % 2;
             if (i < 0) continue;
-            STEP_UNROLL
+            GPU_UNROLL
             for (int c = 0; c < D / 64; c++)
                 v[a][c] = *(const uint4*)(values + min(i, count - 1) * D + (2 * g + c) * 8);
         }
@@ -79,10 +87,10 @@ struct StepSoftmax {
     // Of the first `count` keys of a page. HIDDEN: for query g these may be none; then nothing changes.
     template <bool HIDDEN> __device__ __forceinline__ void add(const StepPage& page, const bf16* query, int count) {
         float s[2][4] = {};
-        STEP_UNROLL
+        GPU_UNROLL
         for (int j = 0; j < D / 32; j++) {
             const uint4 q = *(const uint4*)(query + j * 32);
-            STEP_UNROLL
+            GPU_UNROLL
             for (int half = 0; half < 2; half++) {
                 const uint4& k = page.k[half][j];
                 mma(s[half], q.x, 0, q.y, 0, k.x, k.y);
@@ -90,7 +98,7 @@ struct StepSoftmax {
             }
         }
         float largest = top;
-        STEP_UNROLL
+        GPU_UNROLL
         for (int i = 0; i < 4; i++) {
             const int key = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
             float& x = s[i / 2][i % 2];
@@ -102,14 +110,14 @@ struct StepSoftmax {
         const float by = exp2_fast(top - largest), by0 = of_column(by, 0), by1 = of_column(by, 1);
         top = largest;
         uint32_t p[2], rest[2]; // of keys 2 t, 2 t + 1 and of 2 t + 8, 2 t + 9
-        STEP_UNROLL
+        GPU_UNROLL
         for (int half = 0; half < 2; half++) {
             const float x = exp2_fast(s[half][0] - top), y = exp2_fast(s[half][1] - top);
             weights = half ? weights + (x + y) : fmaf(weights, by, x + y);
             p[half] = pack(x, y), rest[half] = pack(x - low(p[half]), y - high(p[half]));
         }
         const auto& v = page.v;
-        STEP_UNROLL
+        GPU_UNROLL
         for (int e = 0; e < 8; e++) {
             const uint32_t a0 = step_pair(v[0][0], v[1][0], e), a1 = step_pair(v[0][1], v[1][1], e);
             const uint32_t a2 = step_pair(v[2][0], v[3][0], e), a3 = step_pair(v[2][1], v[3][1], e);
@@ -122,7 +130,7 @@ struct StepSoftmax {
     __device__ __forceinline__ void store(float* parts, int count) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const float all = quad_sum(weights);
-        STEP_UNROLL
+        GPU_UNROLL
         for (int i = 0; i < 4; i++) {
             float* to = parts + (2 * t + i % 2) * (D + 4) + (2 * g + i / 2) * 8;
             if (2 * t + i % 2 >= count) continue;
@@ -141,18 +149,18 @@ __device__ __forceinline__ float4 step_join(const float* parts, int count, int s
     for (int from = 0; from < count; from += ONCE) {
         float2 of[ONCE]; // score and weight
         float4 x[ONCE];
-        STEP_UNROLL
+        GPU_UNROLL
         for (int c = 0; c < ONCE; c++) {
             const float* part = parts + min(from + c, count - 1) * step;
             of[c] = *(const float2*)(part + D), x[c] = *(const float4*)(part + 4 * i);
         }
         float largest = top;
-        STEP_UNROLL
+        GPU_UNROLL
         for (int c = 0; c < ONCE; c++) largest = fmaxf(largest, of[c].x);
         const float before = exp2_fast(top - largest);
         top = largest, weights *= before;
         sum.x *= before, sum.y *= before, sum.z *= before, sum.w *= before;
-        STEP_UNROLL
+        GPU_UNROLL
         for (int c = 0; c < ONCE; c++) {
             const float by = from + c < count ? exp2_fast(of[c].x - top) : 0;
             sum.x = fmaf(by, x[c].x, sum.x), sum.y = fmaf(by, x[c].y, sum.y);
@@ -172,12 +180,12 @@ struct StepJoin {
     __device__ __forceinline__ static float log_of(const uint4& word) { return __uint_as_float(word.z); }
     __device__ __forceinline__ void add(const uint4* words, int count) { // the next four, or the last `count`
         float largest = top;
-        STEP_UNROLL
+        GPU_UNROLL
         for (int i = 0; i < ONCE; i++) largest = fmaxf(largest, i < count ? log_of(words[i]) : -INFINITY);
         const float before = exp2_fast(top - largest);
         top = largest;
         sum.x *= before, sum.y *= before, sum.z *= before, sum.w *= before;
-        STEP_UNROLL
+        GPU_UNROLL
         for (int i = 0; i < ONCE; i++) {
             const float by = i < count ? exp2_fast(log_of(words[i]) - top) : 0;
             sum.x = fmaf(by, low(words[i].x), sum.x), sum.y = fmaf(by, high(words[i].x), sum.y);

@@ -1,4 +1,4 @@
-/* step.h: one kernel a token. Book II's decoding of 1 to 8 tokens as one persistent kernel; draws.h includes it.
+/* step.h: one kernel a token. Book II's decoding of 1 to 8 tokens as one persistent kernel.
 
    Why: a token of the 0.6B is 144 kernels otherwise, and at each one's end the memory idles until the next has asked
    for its first weights. Here a warp of each multiprocessor does nothing but fetch weights, and pages of keys and
@@ -64,254 +64,17 @@
    they take 700. A warp waits for words or weights for 36% of that, for the instruction before for 24%, for a jump 10%
    (PERFORMANCE.md, with what was tried).
 
-   Contents    The plan    Instructions    The kernel    Beside it: step_weights.h, how weights are packed and
-   multiplied; step_attention.h, parts of attention; step_road.h, what the host does */
+   Beside it: plan.h, the plan; instructions.h; weights.h, how weights are packed and multiplied; attention.h, parts of
+   attention; road.h, what the host does */
 #pragma once
-#ifndef STEP_EMULATED
-#define STEP_UNROLL _Pragma("unroll")
-#endif
-
-// ---- The plan: what the host decides, once.
-constexpr int STEP_HEAD = 128;   // D
-constexpr int STEP_TOKENS = 8;   // at most
-constexpr int STEP_SMALL = 1024; // C of models whose exchanges take longer than their bytes
-enum StepPhase { STEP_QKV, STEP_ATTEND, STEP_JOIN, STEP_O, STEP_GATE_UP, STEP_DOWN, STEP_LOGITS };
-
-// W, packed: `units` are dealt to blocks, each of `tiles` tiles of 8 rows (gate and up: one of each).
-struct StepProduct {
-    int units, tiles, in, steps; // chunks of a row
-    bool shifted;                // not of C rows
-    int in_flight;               // half stages: three are one and two in turns
-    size_t at;                   // bytes from the layer's first; of the head from the first of all
-    BOTH size_t tile_bytes(int chunk) const { return (size_t)steps * chunk; }
-    BOTH size_t bytes(int chunk) const { return (size_t)units * tiles * tile_bytes(chunk); }
-};
-
-struct StepArgs {
-    int C, F, H, K, V, L, G; // (G = H / K: a kernel divides slowly)
-    float eps;
-    StepProduct product[7];    // by phase; of ATTEND and JOIN nothing
-    size_t layer_bytes;        // of packed weights
-    const unsigned char* packed;
-    const bf16* gains;         // (L, 2 C + 2 D), (C): norm1, norm2, q_norm, k_norm; the last norm
-    const bf16* embed;         // (V,C); null: what the tokens have of it is in `residual` (of packed formats only)
-    const float* rope;         // (positions, D/2, 2)
-    bf16 *keys, *values;       // the cache; from one layer to the next:
-    size_t layer_size;
-    Batch b;                   // N rows; rows of a sequence are neighbours, in order of position
-    float* residual;           // (N,C)
-    uint4 *qkv, *mid, *hidden, *out; // words: (N, rows / 4)
-    uint4* att;                // (N, most_splits + 1, H D / 4): splits; or first what JOIN made of them, then these
-    uint32_t* steps;           // taken so far
-    int* arrived;              // blocks at their end; zero between kernels
-    volatile int* fault;
-    uint64_t patience;         // of a wait, ns
-    int stages;
-    int in_flight_pages;        // half stages, as StepProduct::in_flight
-    int short_keys, most_splits; // up to so many keys have one split
-    int joined;                // so many splits O joins itself
-    float* logits;             // (N,V)
-    const Draw* draw;          // (N)
-    const uint32_t* seen;      // (N,V) or null: no penalties
-    unsigned long long* best;  // (N, BEST_BLOCKS)
-    bool greedy;               // draws are: the kernel makes them
-    DrawState next;            // where they go
-    size_t sums_at, squares_at, work_at, ring_at, shared; // in shared memory: see plan_step
-
-    BOTH int phases() const { return 6 * L + 1; }
-    BOTH size_t gains_of(int layer) const { return (size_t)layer * (2 * C + 2 * STEP_HEAD); }
-    BOTH int att_words() const { return (most_splits + 1) * H * (STEP_HEAD / 4); } // of a token
-    BOTH uint4* att_of(int n, int i) const { return att + (size_t)n * att_words() + i * (H * (STEP_HEAD / 4)); }
-};
-
-// What a block has to do and where the tokens are: in shared memory, behind the ring's barriers.
-struct StepPlace {
-    int pos, slot;
-    int m0, held;      // tokens m0 .. of the step are of its sequence, whose cache holds so many keys
-    int splits, pages; // of its context; pages of each
-    int joined;        // so many splits O joins itself, or 0: JOIN does
-    int item[2];       // this block's first one of ATTEND and of JOIN
-    int kv, split;     // ... what the former is
-    bool attends, joins; // whether it has any
-    const int* table;
-    int group;         // of ATTEND: so many tokens from this one on; 0: this one is of an earlier one's
-};
-struct StepDealt {
-    int first[7], units[7]; // of each product its first unit, every gridDim.x-th from there on; how many
-    int last;               // this block is the last to end
-    StepProduct product[7]; // (a kernel's argument is slow to index)
-    StepPlace place[STEP_TOKENS];
-};
-
-// Pages of a split at a position. Splits are as few as give each warp a page, or the most there may be.
-BOTH inline int step_split_pages(const StepArgs& p, int pos, int warps) {
-    const int pages = pos / PAGE + 1, wanted = (pages + warps - 1) / warps;
-    const int splits = pos < p.short_keys ? 1 : wanted < p.most_splits ? wanted : p.most_splits;
-    return (pages + splits - 1) / splits;
-}
-
-struct StepPlain;
-// One of the kernel's shapes. Tests take fewer warps and shorter stages. W: how weights are packed, StepPlain or
-// StepPacked.
-template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain> struct StepShape {
-    using W = W_;
-    static constexpr int WARPS = WARPS_;      // that compute
-    static constexpr int STEPS = STEPS_;      // chunks of a stage
-    static constexpr int TOKENS = TOKENS_;    // at most
-    static constexpr bool BULK = BULK_;
-    static constexpr int FOURS = (TOKENS + 3) / 4; // of tokens: what one mma has
-    static constexpr int EACH = STEPS / WARPS, STAGE = STEPS * W::CHUNK;
-    static constexpr int HALF = PAGE * STEP_HEAD * 2, HALVES = STAGE / HALF; // of a page: its keys; its values
-    static constexpr int NUMBERS = 32 * W::RUNS; // of a row, in a chunk
-    static constexpr int BARRIERS = STAGE < 10000 ? 32 : 16; // of each kind; the ring's stages are fewer:
-    static constexpr int WAITS = BARRIERS - 1; // so this one's phase is odd while warp 0 waits for a product's words
-    // How a block multiplies: stages in batches, whose operands are loaded before the input has come; or, with INT4 and
-    // with 8 bits in larger models, stage by stage.
-    static constexpr bool BATCHED = W::PLAIN || (W::RUNS == 2 && STEPS < 32);
-    // Stages whose operands are in registers at once: as many as fit.
-    static constexpr int BATCH = BULK ? 4 : 2;
-    static constexpr int HANDS = 2 * TOKENS > WARPS ? 1 : 2; // warps that hand over a token's sums, of 4 tiles each,
-    static constexpr int ROUND = 4 * HANDS;                  // ... of so many tiles at a time
-    static constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128; // (whole warpgroups)
-    // Numbers from one token's row of a product's input, up to whole stages, to the next: odd multiples of 64 bytes.
-    BOTH static int row(int in) {
-        return ((in + STEPS * NUMBERS - 1) / (STEPS * NUMBERS) * STEPS * W::RUNS | 1) * 32;
-    }
-    BOTH static size_t input_bytes(int in, int N) {
-        if constexpr (W::PLAIN) return (size_t)N * row(in) * sizeof(bf16);
-        else return (size_t)(in + STEPS * NUMBERS - 1) / (STEPS * NUMBERS) * STEPS * W::X_BYTES;
-    }
-    // Tokens of a group: their queries, G of a KV head, are rows of one operand.
-    BOTH static int tokens_attended(int G) { return TOKENS == 1 ? 1 : TOKENS < 8 / G ? TOKENS : 8 / G; }
-    static_assert(STEPS % WARPS == 0 && TOKENS <= WARPS && TOKENS <= STEP_TOKENS, "a warp hands over one token's sums");
-    static_assert(HALVES > 0 && 2 * WARPS % HALVES == 0, "a stage has pages of one round of warps");
-};
-
-// All but pointers.
-template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t shared_limit) {
-    StepArgs p = {};
-    p.C = c.C, p.F = c.F, p.H = c.H, p.K = c.K, p.V = c.V, p.L = c.L, p.G = c.H / c.K, p.eps = c.eps;
-    auto product = [&c](int rows, int in, int tiles, bool shifted) {
-        const int steps = (in + S::NUMBERS - 1) / S::NUMBERS, stage = std::min(S::STEPS, steps) * S::W::CHUNK;
-        const int in_flight = c.C > STEP_SMALL ? 2 * ((40 << 10) / stage) : ((S::BULK ? 48 : 32) << 10) / stage;
-        return StepProduct{rows / 8 / tiles, tiles, in, steps, shifted, in_flight, 0};
-    };
-    p.product[STEP_QKV] = product((c.H + 2 * c.K) * c.D, c.C, 1, true);
-    p.product[STEP_O] = product(c.C, c.H * c.D, 1, false);
-    p.product[STEP_GATE_UP] = product(2 * c.F, c.C, 2, true);
-    p.product[STEP_DOWN] = product(c.C, c.F, 1, false);
-    p.product[STEP_LOGITS] = product(c.V, c.C, 1, true);
-    for (int phase = STEP_QKV; phase < STEP_LOGITS; phase++)
-        p.product[phase].at = p.layer_bytes, p.layer_bytes += p.product[phase].bytes(S::W::CHUNK);
-    p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
-    p.product[STEP_LOGITS].in_flight = (192 << 10) / (std::min(S::STEPS, p.product[STEP_LOGITS].steps) * S::W::CHUNK);
-    p.in_flight_pages = (64 << 10) / S::STAGE;
-    p.patience = 1000000000, p.short_keys = 64;
-    p.most_splits = std::max(1, std::min(64, blocks / c.K)), p.joined = S::TOKENS == 1 ? 4 : 1;
-    // Shared memory: the ring's barriers; two sets of sums (tiles, warps, tokens, 8 rows), of squares (tokens, warps);
-    // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
-    const size_t G = p.G, D = STEP_HEAD;
-    const size_t input = S::input_bytes(std::max({c.C, c.F, c.H * c.D}), N);
-    const size_t Q = S::tokens_attended(p.G) * G;
-    const size_t attend = (2 * S::TOKENS + Q) * D * sizeof(bf16) + S::WARPS * Q * (D + 4) * sizeof(float);
-    auto up = [](size_t n) { return (n + 127) / 128 * 128; };
-    p.sums_at = up(2 * S::BARRIERS * sizeof(uint64_t) + sizeof(StepDealt));
-    p.squares_at = p.sums_at + up(2 * S::ROUND * S::WARPS * N * 8 * sizeof(float));
-    p.work_at = p.squares_at + up(2 * (size_t)N * S::WARPS * sizeof(float));
-    p.ring_at = p.work_at + up(std::max(input, attend));
-    const size_t room = p.ring_at < shared_limit ? (shared_limit - p.ring_at) / S::STAGE : 0;
-    p.stages = (int)std::min<size_t>(room, S::BARRIERS * 3 / 4); // (fewer than S::WAITS)
-    auto bound = [&](int& halves) { halves = std::max(2, std::min(halves, 2 * (p.stages - 1))); };
-    for (StepProduct& q : p.product) bound(q.in_flight);
-    bound(p.in_flight_pages);
-    p.shared = p.ring_at + (size_t)p.stages * S::STAGE;
-    return p;
-}
-
-// Words of the exchanges for N tokens; step_words says where each begins.
-inline size_t step_words(StepArgs& p, uint4* words, int N) {
-    size_t at = 0;
-    auto take = [&](uint4*& to, size_t each) { to = words + at, at += N * each; };
-    take(p.qkv, (size_t)(p.H + 2 * p.K) * STEP_HEAD / 4);
-    take(p.att, (size_t)p.att_words());
-    take(p.mid, p.C / 4), take(p.hidden, p.F / 4), take(p.out, p.C / 4);
-    return at;
-}
-
-// Whether the kernel can compute this model at all; else why not.
-inline const char* step_refuses(const Config& c) {
-    if (c.D != STEP_HEAD) return "its heads are not of 128 numbers";
-    if (c.H % c.K || c.H / c.K > 8) return "it has more than 8 query heads a KV head";
-    if (c.C % 8 || c.F % 8 || c.V % 8) return "its sizes are not multiples of 8";
-    return nullptr;
-}
-
+#include "gpu/draw.h"
+#include "gpu/step/attention.h"
+#include "gpu/step/plan.h"
 #include "gpu/step/weights.h"
+#include "qwen3.cu"
 
-#ifndef STEP_EMULATED // (tests/step_emulation.h has these for a CPU)
-// ---- Instructions
-// An mbarrier (see barrier_begin), and copies that it waits for.
-struct StepBarrier {
-    uint64_t state;
-    __device__ void begin(int arrivals) { barrier_begin(shared_address(this), arrivals); }
-    __device__ void arrive() { barrier_arrive(shared_address(this)); }
-    __device__ void wait(uint32_t parity) { barrier_wait(shared_address(this), parity); }
-    __device__ bool is_odd() { // its phase
-        uint32_t passed;
-        asm volatile("{ .reg .pred passed; mbarrier.test_wait.parity.shared::cta.b64 passed, [%1], 0;\n"
-                     "selp.u32 %0, 1, 0, passed; }" : "=r"(passed) : "r"(shared_address(this)) : "memory");
-        return passed;
-    }
-    __device__ void expect(int bytes) { barrier_arrive_expecting(shared_address(this), bytes); }
-    __device__ static void begun() { barriers_begun(); }
-    // `bytes` by one thread (see expect); 16 bytes, and, for all of this thread's so far, an arrival when they have
-    // come. Weights are read once, a page once for a group of tokens: the first to leave the L2 cache.
-    __device__ void copy([[maybe_unused]] void* to, [[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                     "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
-                     "r"(shared_address(this)), "l"(EVICT_FIRST) : "memory");
-#endif
-    }
-    __device__ static void copy16(void* to, const void* from) {
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
-                     ::"r"(shared_address(to)), "l"(from), "l"(EVICT_FIRST) : "memory");
-    }
-    __device__ void arrive_with_copies() { barrier_arrive_with_copies(shared_address(this)); }
-};
-__device__ __forceinline__ int step_opaque(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-__device__ inline unsigned char* step_memory() {
-    extern __shared__ __align__(128) unsigned char step_bytes[];
-    return step_bytes;
-}
-__device__ inline void step_meet(int barrier, int threads) { // bar.sync
-    asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ inline uint4 step_peek(const uint4* word) {
-    uint64_t a, b;
-    asm volatile("{ .reg .b128 w; ld.relaxed.gpu.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
-                 : "=l"(a), "=l"(b) : "l"(word) : "memory");
-    return make_uint4((uint32_t)a, (uint32_t)(a >> 32), (uint32_t)b, (uint32_t)(b >> 32));
-}
-__device__ inline void step_publish(uint4* word, uint4 v) {
-    const uint64_t a = v.x | (uint64_t)v.y << 32, b = v.z | (uint64_t)v.w << 32;
-    asm volatile("{ .reg .b128 w; mov.b128 w, {%1, %2}; st.relaxed.gpu.global.b128 [%0], w; }"
-                 ::"l"(word), "l"(a), "l"(b) : "memory");
-}
-__device__ inline uint64_t step_clock() { // ns
-    uint64_t ns;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-    return ns;
-}
-// Adds 1; what the others did before theirs is seen by who reads theirs.
-__device__ inline int step_arrive(int* counter) {
-    int before;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    return before;
-}
+#ifndef STEP_EMULATED
+#include "gpu/step/instructions.h"
 #endif
 
 // ---- The kernel
@@ -427,14 +190,6 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     }
 }
 
-// Element i of 8 neighbours of a and of b, as one operand's pair.
-__device__ __forceinline__ uint32_t step_pair(const uint4& a, const uint4& b, int i) {
-    const uint32_t x = i < 2 ? a.x : i < 4 ? a.y : i < 6 ? a.z : a.w, y = i < 2 ? b.x : i < 4 ? b.y : i < 6 ? b.z : b.w;
-    return i % 2 ? x >> 16 | (y & 0xffff0000) : (x & 0xffff) | y << 16;
-}
-
-#include "gpu/step/attention.h"
-
 // A consumer's thread.
 template <class S> struct Step {
     using W = typename S::W;
@@ -503,14 +258,14 @@ template <class S> struct Step {
     // asked for again, one lane alone spins, for one of its words: all would keep words from coming.
     template <int COUNT, class At, class There>
     __device__ __forceinline__ void await_all(uint4 (&v)[COUNT], uint32_t epoch, At at, There there) {
-        STEP_UNROLL
+        GPU_UNROLL
         for (int i = 0; i < COUNT; i++) v[i] = make_uint4(0, 0, 0, there(i) ? ~epoch : epoch);
         for (;;) {
             const uint4* missing = nullptr;
-            STEP_UNROLL
+            GPU_UNROLL
             for (int i = 0; i < COUNT; i++)
                 if (v[i].w != epoch) v[i] = step_peek(at(i));
-            STEP_UNROLL
+            GPU_UNROLL
             for (int i = 0; i < COUNT; i++)
                 if (v[i].w != epoch) missing = at(i);
             const uint32_t lanes = __ballot_sync(~0u, missing && !gave_up);
@@ -528,13 +283,13 @@ template <class S> struct Step {
             uint4 of_split[COUNT * ONCE];
             await_all(of_split, epoch, [&](int i) { return at(i / ONCE) + (from + i % ONCE) * (p.H * (D / 4)); },
                       [&](int i) { return from + i % ONCE < splits && there(i / ONCE); });
-            STEP_UNROLL
+            GPU_UNROLL
             for (int i = 0; i < COUNT; i++)
-                STEP_UNROLL
+                GPU_UNROLL
                 for (int j = 0; j < ONCE; j += StepJoin::ONCE)
                     if (from + j < splits) of[i].add(of_split + i * ONCE + j, splits - from - j);
         }
-        STEP_UNROLL
+        GPU_UNROLL
         for (int i = 0; i < COUNT; i++) v[i] = of[i].word(epoch);
     }
     // y of this lane's row and of its three neighbours' as a word; `square`: x^2 of each. Lanes in fours.
@@ -552,12 +307,12 @@ template <class S> struct Step {
     // Operands of `count` stages, which are then free for others. The first has `steps` chunks, the next `less` fewer.
     // What is not there is zeros: left as it was, it would keep registers from one product to the next.
     __device__ __forceinline__ void load(typename W::Lane (&w)[BATCH][EACH], int count, int steps, int less) {
-        STEP_UNROLL
+        GPU_UNROLL
         for (int i = 0; i < BATCH; i++) {
             const int each = i < count ? chunks(steps - i * less) : 0; // (or more)
             const unsigned char* from = memory + p.ring_at + stage * S::STAGE;
             if (i < count) full[stage].wait(parity);
-            STEP_UNROLL
+            GPU_UNROLL
             for (int j = 0; j < EACH; j++)
                 if (j < each) W::load(w[i][j], from, j * WARPS, warp, lane);
                 else w[i][j] = {};
@@ -573,20 +328,20 @@ template <class S> struct Step {
     __device__ __forceinline__ void multiply(Sum (&sum)[FOURS][BATCH], const typename W::Lane (&w)[BATCH][EACH],
                                              int count, int in, int s) {
         constexpr int AT_ONCE = 2; // stages: their chains overlap
-        STEP_UNROLL
+        GPU_UNROLL
         for (int four = 0; four < FOURS; four++) {
             const bf16* x = work + min(4 * four + g / 2, N - 1) * S::row(in) + 8 * t + g % 2 * 4;
             typename W::X b[EACH];
-            STEP_UNROLL
+            GPU_UNROLL
             for (int i = 0; i < BATCH; i++) {
                 if (i % AT_ONCE == 0 && i >= count) break;
                 const int first = (s + (SAME ? min(i, count - 1) : 0)) * STEPS + warp;
-                STEP_UNROLL
+                GPU_UNROLL
                 for (int j = 0; j < EACH && (SAME || i == 0); j++) {
                     if constexpr (W::PLAIN) b[j][0] = *(const uint2*)(x + (first + j * WARPS) * 32);
                     else W::load_x(b[j], (const unsigned char*)work + (first + j * WARPS) * W::X_BYTES, lane);
                 }
-                STEP_UNROLL
+                GPU_UNROLL
                 for (int j = 0; j < EACH; j++) W::add(sum[four][i], w[i][j], b[j]);
             }
         }
@@ -599,10 +354,10 @@ template <class S> struct Step {
     }
     // A tile's sums, which are of stages first .. last - 1.
     __device__ __forceinline__ void put(int tile, const Sum (&sum)[FOURS][BATCH], int first, int last) {
-        STEP_UNROLL
+        GPU_UNROLL
         for (int four = 0; four < FOURS; four++) {
             float y = W::whole(sum[four][first]);
-            STEP_UNROLL
+            GPU_UNROLL
             for (int i = first + 1; i < last; i++) y += W::whole(sum[four][i]);
             if (4 * four + t < N) sums_of(tile, warp, 4 * four + t)[g] = y;
         }
@@ -616,9 +371,9 @@ template <class S> struct Step {
         typename W::Lane w[BATCH][EACH];
         if constexpr (S::BATCHED) {
             if (S::TOKENS > 1)
-                STEP_UNROLL
+                GPU_UNROLL
                 for (int i = 0; i < BATCH; i++)
-                    STEP_UNROLL
+                    GPU_UNROLL
                     for (int j = 0; j < EACH; j++) w[i][j] = {};
             load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
         }
@@ -647,7 +402,7 @@ template <class S> struct Step {
             multiply<false>(sum, w, count - i, q.in, 0);
             const int next = tile + i + BATCH;
             if (next < tiles) load(w, min(BATCH, tiles - next), q.steps, less);
-            STEP_UNROLL
+            GPU_UNROLL
             for (int j = 0; j < BATCH; j++)
                 if (i + j < count) put(i + j, sum, j, j + 1);
         }
@@ -682,7 +437,7 @@ template <class S> struct Step {
         for (; tile + ONCE <= count; tile += ONCE) {
             float sum[ONCE] = {};
             multiply_stages<ONCE, E>(sum, x);
-            STEP_UNROLL
+            GPU_UNROLL
             for (int i = 0; i < ONCE; i++)
                 if (t == 0) sums_of(tile + i, warp, 0)[g] = sum[i];
         }
@@ -702,22 +457,22 @@ template <class S> struct Step {
     __device__ __forceinline__ void multiply_stages(float (&sum)[COUNT], const unsigned char* x) {
         typename W::Lane w[COUNT][E + 1];
         typename W::X of_x[E + 1];
-        STEP_UNROLL
+        GPU_UNROLL
         for (int i = 0; i < COUNT; i++) {
             const unsigned char* from = memory + p.ring_at + stage * S::STAGE;
             full[stage].wait(parity);
-            STEP_UNROLL
+            GPU_UNROLL
             for (int j = 0; j < E; j++) W::load(w[i][j], from, j * WARPS, warp, lane);
             if (++stage == p.stages) stage = 0, parity ^= 1;
         }
-        STEP_UNROLL
+        GPU_UNROLL
         for (int j = 0; j < E; j++) W::load_x(of_x[j], x + j * WARPS * W::X_BYTES, lane);
         __syncwarp();
         const int free = stage - COUNT + lane;
         if (lane < COUNT) empty[free < 0 ? free + p.stages : free].arrive();
-        STEP_UNROLL
+        GPU_UNROLL
         for (int i = 0; i < COUNT; i++)
-            STEP_UNROLL
+            GPU_UNROLL
             for (int j = 0; j < E; j++) W::add(sum[i], w[i][j], of_x[j]);
     }
     // Before a round that begins with `tile`: what hand_over needs. Row r of the hand's i-th tile is lane 8 i + r's.
@@ -734,7 +489,7 @@ template <class S> struct Step {
     __device__ __forceinline__ float rms_scale() {
         const float* squares = squares_of(n);
         float sum = 0;
-        STEP_UNROLL
+        GPU_UNROLL
         for (int w = 0; w < WARPS; w++) sum += squares[w];
         return rsqrtf(__fadd_rn(__fdividef(sum, (float)p.C), p.eps));
     }
@@ -743,7 +498,7 @@ template <class S> struct Step {
         const bool there = mine < count;
         float y = 0;
         if (there)
-            STEP_UNROLL
+            GPU_UNROLL
             for (int w = 0; w < WARPS; w++) y += sums_of(mine, w, n)[lane % 8];
         if (kind != STEP_O && kind != STEP_DOWN) y = __fmul_rn(y, scale);
         const uint32_t e = epoch(layer);
@@ -793,14 +548,14 @@ template <class S> struct Step {
                 auto at = [&](int j) { return done + 32 * j + lane; };
                 auto there = [&](int j) { return at(j) < count; };
                 if (embeds) {
-                    STEP_UNROLL
+                    GPU_UNROLL
                     for (int j = 0; j < ONCE; j++)
                         v[j] = there(j) ? embedded(0, word_of(at(j))) : make_uint4(0, 0, 0, 0);
                 } else if (joined > 1)
                     await_joined<1>(v, joined, e, [&](int j) { return from + word_of(at(j)); }, there);
                 else await_all(v, e, [&](int j) { return from + word_of(at(j)); }, there);
                 __syncwarp();
-                STEP_UNROLL
+                GPU_UNROLL
                 for (int j = 0; j < ONCE; j++) {
                     square += __uint_as_float(v[j].z);
                     W::store_x((unsigned char*)work + (warp + at(j) / WORDS * WARPS) * W::X_BYTES, at(j) % WORDS,
@@ -829,7 +584,7 @@ template <class S> struct Step {
                 square[m] += __uint_as_float(v.z);
             };
             if (embeds)
-                STEP_UNROLL
+                GPU_UNROLL
                 for (int m = 0; m < S::TOKENS; m++)
                     for (int i = lane; i < count && m < N; i += 32) take(m, i / 32, embedded(m, word_of(i)));
             else if (S::TOKENS == 1 && joined > 1)
@@ -837,7 +592,7 @@ template <class S> struct Step {
                     uint4 v[2];
                     auto there = [&](int j) { return i + 32 * j < count; };
                     await_joined<1>(v, joined, e, [&](int j) { return own + j * APART; }, there);
-                    STEP_UNROLL
+                    GPU_UNROLL
                     for (int j = 0; j < 2; j++)
                         if (there(j)) take(0, j, v[j]);
                 }
@@ -846,10 +601,10 @@ template <class S> struct Step {
                 __syncwarp();
                 for (int i = lane; i < count; i += ONCE * 32, own += ONCE * APART, to += ONCE * 4 * APART) {
                     uint4 v[ONCE];
-                    STEP_UNROLL
+                    GPU_UNROLL
                     for (int j = 0; j < ONCE; j++)
                         if (i + j * 32 < count) v[j] = step_peek(own + j * APART);
-                    STEP_UNROLL
+                    GPU_UNROLL
                     for (int j = 0; j < ONCE; j++) {
                         if (i + j * 32 >= count) break;
                         if (v[j].w != e) v[j] = await(own + j * APART, e);
@@ -861,7 +616,7 @@ template <class S> struct Step {
                     uint4 v[ONCE * S::TOKENS];
                     auto there = [&](int j) { return j % S::TOKENS < N && i + j / S::TOKENS * 32 < count; };
                     await_all(v, e, [&](int j) { return own + j % S::TOKENS * apart + j / S::TOKENS * APART; }, there);
-                    STEP_UNROLL
+                    GPU_UNROLL
                     for (int j = 0; j < ONCE * S::TOKENS; j++)
                         if (there(j)) take(j % S::TOKENS, j / S::TOKENS, v[j]);
                 }
@@ -877,9 +632,9 @@ template <class S> struct Step {
     template <int COUNT> __device__ __forceinline__ float sum_over_lanes(float (&x)[COUNT]) {
         static_assert((COUNT & (COUNT - 1)) == 0);
         int other = 16;
-        STEP_UNROLL
+        GPU_UNROLL
         for (int n = COUNT / 2; n > 0; n /= 2, other /= 2)
-            STEP_UNROLL
+            GPU_UNROLL
             for (int i = 0; i < n; i++) {
                 const bool upper = lane & other;
                 const float give = upper ? x[i] : x[n + i], keep = upper ? x[n + i] : x[i];
@@ -988,7 +743,7 @@ template <class S> struct Step {
             uint4 words[MOST];
             await_all(words, epoch(layer), [&](int i) { return word_of(mine + i * WARPS); },
                       [&](int i) { return mine + i * WARPS < heads; });
-            STEP_UNROLL
+            GPU_UNROLL
             for (int i = 0; i < MOST; i++)
                 if (mine + i * WARPS < heads) take(mine + i * WARPS, words[i]);
         }
@@ -1019,7 +774,7 @@ template <class S> struct Step {
         const float squares = warp_sum(fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0]))));
         const float scale = rsqrtf(fmaf(squares, 1.f / D, p.eps));
         float y[4];
-        STEP_UNROLL
+        GPU_UNROLL
         for (int i = 0; i < 4; i++) {
             const float mine = x[i] * scale * gain[i], other = __shfl_xor_sync(~0u, mine, 16);
             y[i] = fmaf(mine, cosines[i], (lane < 16 ? -other : other) * sines[i]);
@@ -1102,5 +857,3 @@ __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_consta
     }
     if (last == p.phases()) step.finish();
 }
-
-#include "gpu/step/road.h"

@@ -1,6 +1,8 @@
-/* step_weights.h: how the weights of one kernel a token are packed, and how a warp multiplies by them. step.h includes
-   it. */
+// gpu/step/weights.h: how the weights of one kernel a token are packed, and how a warp multiplies by them.
 #pragma once
+#include "gpu/packed/formats.h"
+#include "gpu/step/plan.h"
+#include "qwen3.cu"
 
 // ---- How weights are packed. A chunk is of 8 rows of W (see step.h). Run j of lane 4 g + t is numbers 8 t .. 8 t +
 // 7 of the j-th 32 of row g: four words of two bf16 each, once it is in registers. These are mma's operand a as they
@@ -47,16 +49,16 @@ struct StepPlain { // bf16
             const float b = to_acc(from.B[r * from.width + c]);
             const uint4 a = *(const uint4*)(from.A + (size_t)c * from.in + k);
             const uint32_t pairs[4] = {a.x, a.y, a.z, a.w};
-            STEP_UNROLL
+            GPU_UNROLL
             for (int j = 0; j < 8; j++) more[j] = fmaf(b, j % 2 ? high(pairs[j / 2]) : low(pairs[j / 2]), more[j]);
         }
         return make_uint4(pack(low(w.x) + more[0], high(w.x) + more[1]), pack(low(w.y) + more[2], high(w.y) + more[3]),
                           pack(low(w.z) + more[4], high(w.z) + more[5]), pack(low(w.w) + more[6], high(w.w) + more[7]));
     }
 };
-// A format of packed.h, whose groups of columns are chunks' parts: GROUPS of a chunk, with a scale each for 8 rows (or
-// for all of them), and zero points. These lie behind the 512 bytes: a row's scales by group, then a row's zero points
-// by group. mma's sums of a group are multiplied by its scale.
+// A format of packed/formats.h, whose groups of columns are chunks' parts: GROUPS of a chunk, with a scale each for 8
+// rows (or for all of them), and zero points. These lie behind the 512 bytes: a row's scales by group, then a row's zero
+// points by group. mma's sums of a group are multiplied by its scale.
 template <class F, int GROUPS> struct StepPacked {
     using Raw = typename F::Raw;
     static constexpr int RUNS = 2 * F::RUNS, NUMBERS = 32 * RUNS;
@@ -73,7 +75,7 @@ template <class F, int GROUPS> struct StepPacked {
         const unsigned char* chunk = first + (number + warp) * CHUNK;
         to.w = ((const uint4*)chunk)[lane];
         const unsigned char* scales = chunk + 512 + (F::BLOCKS ? 0 : lane / 4 * GROUPS * 2);
-        STEP_UNROLL
+        GPU_UNROLL
         for (int j = 0; j < (GROUPS + 1) / 2; j++)
             to.scale[j] = SCALES == 16 ? *(const uint16_t*)scales : ((const uint32_t*)scales)[j];
         const unsigned char* zeros = chunk + 512 + SCALES + lane / 4 * GROUPS;
@@ -92,10 +94,10 @@ template <class F, int GROUPS> struct StepPacked {
         float sum[F::ZEROS ? GROUPS : 1];
     };
     __device__ __forceinline__ static void load_x(X& x, const unsigned char* chunk, int lane) {
-        STEP_UNROLL
+        GPU_UNROLL
         for (int i = 0; i < RUNS / 2; i++) x.v[i] = ((const uint4*)chunk)[i * 8 + lane % 8];
         if (F::ZEROS)
-            STEP_UNROLL
+            GPU_UNROLL
             for (int j = 0; j < GROUPS; j++) x.sum[j] = ((const float*)(chunk + 2 * NUMBERS))[j];
     }
     __device__ __forceinline__ static void store_x(unsigned char* chunk, int i, uint2 v, bool there) {
@@ -109,14 +111,14 @@ template <class F, int GROUPS> struct StepPacked {
         if (there) *(uint2*)to = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632));
         constexpr int LANES = NUMBERS / GROUPS / 4; // of a group
         float sum = (low(v.x) + high(v.x)) + (low(v.y) + high(v.y));
-        STEP_UNROLL
+        GPU_UNROLL
         for (int other = 1; other < LANES; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
         if (there && i % LANES == 0) ((float*)(chunk + 2 * NUMBERS))[i / LANES] = sum;
     }
     __device__ __forceinline__ static void add(Sum& sum, const Lane& w, const X& x) {
         if constexpr (F::ZEROS) return add_nibbles(sum, w, x);
         float part[2][4] = {};
-        STEP_UNROLL
+        GPU_UNROLL
         for (int run = 0; run < 2; run++) {
             const uint2 bytes = run ? make_uint2(w.w.z, w.w.w) : make_uint2(w.w.x, w.w.y);
             const uint2 of_x = run ? make_uint2(x.v[0].z, x.v[0].w) : make_uint2(x.v[0].x, x.v[0].y);
@@ -139,7 +141,7 @@ template <class F, int GROUPS> struct StepPacked {
         add_word(part[0], w.w.x, x.v[0].x, x.v[0].y), add_word(part[0], w.w.y, x.v[0].z, x.v[0].w);
         add_word(second, w.w.z, x.v[RUNS / 2 - 1].x, x.v[RUNS / 2 - 1].y);
         add_word(second, w.w.w, x.v[RUNS / 2 - 1].z, x.v[RUNS / 2 - 1].w);
-        STEP_UNROLL
+        GPU_UNROLL
         for (int j = 0; j < GROUPS; j++) {
             const float y = GROUPS == 4 ? part[j / 2][j % 2 * 3] : StepPlain::whole(part[j]);
             const float more = __uint_as_float((w.zeros >> 8 * j & 0xff) << 16 | 0x43000000); // 128 + zero

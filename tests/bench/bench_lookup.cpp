@@ -1,6 +1,6 @@
 // Prompt lookup: what it gains on texts that repeat, and what it costs on one that does not.
-//   make build/bench_lookup
-//   build/bench_lookup MODEL [ROUNDS [N]]       from the repository's root; the tokenizer lies beside MODEL, or here
+//   make build/g++/bench/bench_lookup
+//   build/g++/bench/bench_lookup MODEL [ROUNDS [N]]       from the repository's root; the tokenizer lies beside MODEL, or here
 // The model reads a prompt and then "says" a known answer: after each draw the answer's next token is taken instead of
 // the one that was drawn. So the times are the model's, and how much is right of what is looked up is a fact of the
 // texts, all from data/course:
@@ -10,8 +10,19 @@
 //   other     a section of the notes, and the answers to three questions on another one
 // Without and with --lookup N (7) in turns, after one round that does not count; medians of ROUNDS (5) and, in brackets,
 // the least and the largest ratio of a round.
-#define QWEN3_NO_MAIN
-#include "qwen3.cu"
+#include "base/json_lines.h"
+#include "model/chat_template.h"
+#include "model/device.h"
+#include "model/model_file.h"
+#include "model/options.h"
+#include "model/session.h"
+#include "model/tokenizer.h"
+#include "model/weights.h"
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
 
 static std::string between(const std::string& s, const std::string& from, const std::string& to) {
     const size_t at = s.find(from);

@@ -1,4 +1,5 @@
-// emulate.h: runs the CUDA code of the rows on a CPU, thread by thread; check_code.py compiles each row's code with it.
+// tests/emulate/emulate.h: runs CUDA code on a CPU, thread by thread; data/course/check_code.py compiles the code of each
+// row with it.
 //
 //   launch(grid, block, [&] { kernel(x, n); });    one thread after the other, from the first to the last
 //   backwards = true;                              ... from the last to the first: a race gives another result

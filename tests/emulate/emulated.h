@@ -1,5 +1,5 @@
 // What headers of Book II take from CUDA and from Book II, on a CPU, for suites that run their kernels by the coroutines of
-// data/course/emulate.h. Behind qwen3.cu.
+// tests/emulate/emulate.h. Behind qwen3.cu.
 #pragma once
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"

@@ -1,5 +1,7 @@
-// packed.h on a CPU: what it takes of CUDA and of Book II, beside emulated.h. Behind qwen3.cu.
+// The kernels of gpu/packed on a CPU: what they take of CUDA and of Book II, beside emulated.h.
 #pragma once
+#include "gpu/upload.h"
+#include "qwen3.cu"
 #include "tests/emulate/emulated.h"
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -9,7 +11,7 @@ static uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t bytes) {
     for (int i = 0; i < 4; i++) out |= (uint32_t)(both >> 8 * (bytes >> 4 * i & 7) & 255) << 8 * i;
     return out;
 }
-static bool was_rounded = false; // packed.h says that nothing is
+static bool was_rounded = false; // formats.h says that nothing is
 static uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
     float half[2];
     for (int i = 0; i < 2; i++) {
@@ -36,9 +38,11 @@ static uint32_t pack_e4m3(float first, float second) {
 }
 static void wait_for_previous() {}
 static void let_next_start() {}
-#define PACKED_UNROLL
+#define GPU_UNROLL
 #define PACKED_SHARED(name) float* name = (float*)dynamic_shared
-#include "gpu/packed/packed.h"
+#include "gpu/packed/few.h"
+#include "gpu/packed/formats.h"
+#include "gpu/packed/unpack.h"
 #pragma GCC diagnostic pop
 
 // W as upload leaves it, in the CPU's memory.

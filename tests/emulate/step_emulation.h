@@ -1,6 +1,6 @@
 // What step.h needs of a GPU, on a CPU, beside emulated.h: its coroutines for the threads of all blocks at once, since
 // they wait for each other; step.h's instructions. Copies spoil their target at once and come when they are waited
-// for. Of Book II's sampler it has copies: their text is for nvcc alone.
+// for.
 #pragma once
 #define STEP_EMULATED
 #pragma GCC diagnostic push
@@ -11,7 +11,6 @@
 #undef __global__
 #define __global__ [[maybe_unused]] static
 #define __align__(n)
-#define STEP_UNROLL
 #define __grid_constant__
 #define __noinline__
 
@@ -133,27 +132,6 @@ inline float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// ---- Book II's sampler
-struct Draw { Sampling how; int exist; };
-inline unsigned long long draw_key(float logit, int id) {
-    const uint32_t u = __float_as_uint(logit + 0.f);
-    return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
-}
-constexpr int BEST_BLOCKS = 1024;
-struct DrawState {
-    int *token, *pos, *slot;
-    const int *seq, *pages;
-    int max_pages;
-    uint32_t* seen;
-    volatile int* ring;
-    int ring_size;
-    int* last;
-};
-inline void publish(const DrawState& state, int row, size_t, int answer) {
-    const int pos = state.pos[row] + 1, page = pos / PAGE;
-    state.token[row] = answer, state.pos[row] = pos;
-    if (page < state.max_pages)
-        state.slot[row] = state.pages[(size_t)state.seq[row] * state.max_pages + page] * PAGE + pos % PAGE;
-}
+#include "gpu/step/formats.h"
 #include "gpu/step/step.h"
 #pragma GCC diagnostic pop

@@ -1,4 +1,4 @@
-// emulate_tensor.h: for the tensor-core products of the notes on a CPU; check_code.py compiles their blocks with it.
+// tests/emulate/tensor.h: for the tensor-core products of the notes on a CPU; check_code.py compiles their blocks with it.
 //
 // A function of a block that holds PTX is left out, and the one here of the same name takes its place: mma (m16n8k16,
 // BF16) and ldmatrix4 exchange what the lanes hold as PTX's tables say; copy16 and tma_load spoil their target at once

@@ -1,13 +1,17 @@
 // What the GPU's suites share: arrays in its memory, a context with scratch, a Linear on both sides.
 #pragma once
+#include "gpu/gpu.h"
 #include "tests/common.h"
 #include "tests/packed.h"
 #include <numeric>
 
 inline Context& gpu() {
-    static Context ctx = open_gpu();
+    static Context ctx = open_gpu(0);
     return ctx;
 }
+
+// What draws for a session.
+inline GpuDraws& draws_of(Session<bf16>& s) { return dynamic_cast<GpuDraws&>(*s.draws); }
 
 // An array in the GPU's memory.
 template <class T> struct Device {

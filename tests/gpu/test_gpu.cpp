@@ -4,8 +4,7 @@
 #include "tests/golden.h"
 #include "tests/gpu/gpu.h"
 #include "tests/gpu/checkpoint.h"
-#include "gpu/backward.h"
-#include "server/engine/segmented.h"
+#include "server/engine/row_products.h"
 #include <filesystem>
 #include <sys/wait.h>
 
@@ -1005,7 +1004,7 @@ TEST_CASE("the sampler draws what the CPU draws, bit for bit") {
         const std::vector<int> want = {sample(logits.data(), exist, how, (uint64_t)position), sample(logits.data(), exist, greedy, 4)};
         for (bool by_blocks : {true, false}) {
             pos.replace(before);
-            launch(gpu(), sample_kernel, 2, 1024, 0, (const float*)d, (size_t)V, (const Draw*)draws, by_blocks ? (const unsigned long long*)best : nullptr, by_blocks ? dealt : RowsDealt(), state);
+            sample_gpu(gpu(), true, d, (size_t)V, draws, by_blocks ? (const unsigned long long*)best : nullptr, by_blocks ? dealt : RowsDealt(), state, 2);
             CHECK(token.get() == want);
             CHECK(pos.get() == std::vector<int>{position, 4});
             CHECK(last.get() == std::vector<int>{want[1], want[0]});
@@ -1151,7 +1150,7 @@ TEST_CASE("rows with different adapters in one batch: each is what it is with it
             for (int& pick : which) pick = pick == 4 ? -1 : pick;
             Device<const Adapter<bf16>*> dof(of);
             Device<float> sums((size_t)N * R);
-            const RowAdapters rows = {dof, 6, sums};
+            const server::RowAdapters rows = {dof, 6, sums};
             const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
             const std::vector<float> residual = random.fill<float>((size_t)N * R);
             // As the definition says it, a row at a time.
@@ -1177,17 +1176,17 @@ TEST_CASE("rows with different adapters in one batch: each is what it is with it
             INFO("N " << N << " R " << R << " K " << K);
             Device<bf16> dx(x), out((size_t)N * R);
             Device<float> dresidual(residual), added((size_t)N * R);
-            rows_linear_gpu(pad.ctx, out, dx, W.device, rows, N);
+            server::rows_linear_gpu(pad.ctx, out, dx, W.device, rows, N);
             CHECK(close(out.get(), [&](size_t i) { return y[i]; }, 0.005) == 0);
-            rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N);
+            server::rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N);
             const auto first = added.get();
             CHECK(close(first, [&](size_t i) { return residual[i] + y[i]; }, 1e-6) == 0);
-            rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N);
+            server::rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N);
             CHECK(same_bits(added.get(), first));
             if (shape.rows.size() != 2) continue;
             const size_t F = (size_t)R / 2;
             Device<bf16> hidden((size_t)N * F);
-            rows_linear_swiglu_gpu(pad.ctx, hidden, dx, W.device, rows, N);
+            server::rows_linear_swiglu_gpu(pad.ctx, hidden, dx, W.device, rows, N);
             const auto got = hidden.get();
             int wrong = 0;
             for (int n = 0; n < N; n++)
@@ -1380,7 +1379,7 @@ struct RoadRun {
         s.feed(prompt);
         of_prompt.assign(s.logits, s.logits + V);
         s.begin_draws(how, V, prompt.size(), draws);
-        REQUIRE((s.draws->road != nullptr) == (road != Context::OFF));
+        REQUIRE((draws_of(s).road != nullptr) == (road != Context::OFF));
         for (int i = 0; i < draws; i++) {
             if (i) s.accept(ids.back());
             ids.push_back(s.draw());
@@ -1515,10 +1514,10 @@ struct RoadRows {
         session.draw();
     }
     static Context with_road(Context ctx) { return ctx.one_kernel = Context::TOGETHER, ctx; }
-    StepRoad& road() { return *session.draws->road; }
+    StepRoad& road() { return *draws_of(session).road; }
     // Logits of N rows, from the first-th of `ids` on.
     std::vector<float> step(int first, int N) {
-        GpuDraws<bf16>& d = *session.draws;
+        GpuDraws& d = draws_of(session);
         const Config& c = session.config;
         std::vector<int> pos(N);
         std::iota(pos.begin(), pos.end(), (int)session.ids.size() + first);
@@ -1616,7 +1615,7 @@ TEST_CASE("one kernel a token: what is waited for in vain ends the kernel, and i
     s.accept(s.draw());
     s.draw();
     CUDA_CHECK(cudaStreamSynchronize(s.ctx.gpu->stream));
-    StepRoad& road = *s.draws->road;
+    StepRoad& road = *draws_of(s).road;
     StepArgs args = road.args;
     args.patience = 1000000; // 1 ms
     road.layers.kernel<<<road.blocks, road.threads, args.shared, s.ctx.gpu->stream>>>(args, STEP_O, STEP_O + 1); // nobody attends
@@ -1634,7 +1633,7 @@ TEST_CASE("one kernel a token: a model that it cannot compute takes the graph") 
     Session<bf16> s(g.file.config, weights, 64, ctx);
     s.feed({1, 2, 3});
     s.begin_draws({}, g.file.config.V, 3, 4);
-    CHECK(s.draws->road == nullptr);
+    CHECK(draws_of(s).road == nullptr);
     CHECK(s.draw() >= 0);
 }
 

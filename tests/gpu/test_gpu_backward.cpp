@@ -1,8 +1,12 @@
 // Every kernel of the backward pass, and of adapters, against its CPU definition, at odd sizes, on fresh random numbers,
 // into poisoned memory; and that the same batch gives the same bits. Built by nvcc, run where a GPU is.
-#define TRAIN_NO_MAIN
+#include "model/chat_template.h"
+#include "model/dataset.h"
+#include "model/quantize.h"
+#include "model/write.h"
 #include "tests/gpu/gpu.h"
 #include "tests/gradients.h"
+#include "tests/trainer.h"
 #include <fstream>
 
 static const std::vector<int> COUNTS = {1, 2, 7, 33, 64, 65, 257, 1000};
@@ -70,7 +74,7 @@ TEST_CASE("adapters in the products: h and what it adds, with and without dropou
                     const std::vector<uint32_t> kept = W.dkept.get();
                     const std::vector<bf16> h = W.dh.get();
                     W.dkept.replace(std::vector<uint32_t>(kept.size(), 0xffffffff)), W.dh.replace(std::vector<bf16>(h.size()));
-                    launch(pad.ctx, rmsnorm_masks_kernel, (N + 7) / 8, 256, 0, again.data, dstream.data, weight.data, 1e-6f, LoraArgs(W.device, N));
+                    rmsnorm_masks_gpu(pad.ctx, again.data, dstream.data, weight.data, 1e-6f, LoraArgs(W.device, N), N);
                     CHECK(same_bits(again.get(), normed.get()));
                     CHECK(W.dkept.get() == kept);
                     lora_down_gpu(pad.ctx, W.dh, again, W.device, N, true);
@@ -411,14 +415,14 @@ TEST_CASE("--grpo: answers drawn on the GPU are as likely as the CPU's, and a st
         writer.commit();
     }
     const Dataset data(out / "rows.bin");
-    Options o;
+    TrainOptions o;
     o.grpo = true, o.tokenizer = "tests/fixtures/tiny/tokenizer.bin", o.batch = 3, o.accum = 2, o.dropout = 0, o.rl.group = 5, o.rl.max_tokens = 24, o.rl.kl_beta = 0.1;
     o.rl.rewards = {"length:4", "regex:[a-m]"}, o.rl.epsilon_high = 0.2, o.lora.rank = 8, o.lora.alpha = 16;
     std::fill(o.lora.targets, o.lora.targets + MODULES, true);
-    Options with_gpu = o;
+    TrainOptions with_gpu = o;
     with_gpu.rank_step = GPU_RANK_STEP;
     Trainer<bf16> host(o, Context(), file, data, nullptr), device(with_gpu, gpu(), file, data, nullptr);
-    host.take_groups(host.rows_of(0)), device.take_groups(device.rows_of(0));
+    host.take_groups(host.loader.rows_of(0)), device.take_groups(device.loader.rows_of(0));
     CHECK(host.fault == "");
     CHECK(device.fault == "");
     REQUIRE(device.groups.rows.size() == 30);
@@ -443,14 +447,14 @@ TEST_CASE("--grpo: answers drawn on the GPU are as likely as the CPU's, and a st
     for (size_t i = 0; i < 30; i++)
         for (size_t k = 0; k < host.groups.length(i); k++) CHECK(std::fabs(device.groups.reference[i][k] - host.groups.reference[i][k]) < 0.1);
     host.add_gradients({}, 1), device.add_gradients({}, 1);
-    std::vector<float> got(device.count);
-    copy_out(device.ctx, got.data(), device.gradient, device.count);
+    std::vector<float> got(device.params.count);
+    copy_out(device.ctx, got.data(), device.params.gradient, device.params.count);
     auto length = [](const float* x, size_t n) {
         double sum = 0;
         for (size_t i = 0; i < n; i++) sum += (double)x[i] * x[i];
         return std::sqrt(sum);
     };
-    const double want = length(host.gradient, host.count), is = length(got.data(), got.size());
+    const double want = length(host.params.gradient, host.params.count), is = length(got.data(), got.size());
     MESSAGE("gradient: CPU " << want << ", GPU " << is);
     CHECK(want > 1e-3);
     CHECK(is == doctest::Approx(want).epsilon(0.05));
@@ -616,16 +620,7 @@ TEST_CASE("a whole model, all its parameters and an adapter of rank 4: each grad
     }
 }
 
-// ---- Several GPUs. This program is train_lora itself, too, when it is started as one: ranks are processes.
-static const int as_train_lora = [] {
-    if (!getenv("AS_TRAIN_LORA")) return 0;
-    std::ifstream file("/proc/self/cmdline");
-    std::vector<std::string> words;
-    for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
-    std::vector<char*> argv;
-    for (auto& word : words) argv.push_back(word.data());
-    exit(run_program("train_lora", run, (int)argv.size(), argv.data()));
-}();
+// ---- Several GPUs: ranks are processes.
 static int gpus() {
     int n = 0;
     return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
@@ -643,11 +638,10 @@ TEST_CASE("two GPUs have one's curve with the same rows a step, by NCCL; twice t
         }
         writer.commit();
     }
-    setenv("AS_TRAIN_LORA", "1", 1);
     auto train = [&](const std::string& name, Strings arguments) {
         const Strings how = {"tests/fixtures/tiny/model.bin", out / "rows.bin", "-z", "tests/fixtures/tiny/tokenizer.bin", "-d", "cuda", "--steps", "12", "--warmup", "0", "-o", out / name};
         arguments.insert(arguments.begin(), how.begin(), how.end());
-        const Result r = Process("/proc/self/exe", arguments).wait();
+        const Result r = Process(program("TRAIN_LORA", "./train_lora"), arguments).wait();
         INFO(name << ": " << r.err);
         REQUIRE(r.status == 0);
     };
@@ -675,7 +669,6 @@ TEST_CASE("two GPUs have one's curve with the same rows a step, by NCCL; twice t
         const std::string result = kind == "full" ? "/model.bin" : "/adapter_model.safetensors";
         CHECK(read_file(out / (kind + "2") + result) == read_file(out / (kind + "3") + result));
     }
-    unsetenv("AS_TRAIN_LORA");
 }
 
 TEST_CASE("QLoRA on the GPU: gradients of adapters on packed weights are as near to the truth as PyTorch's bf16 ones, and the CPU's") {

@@ -6,7 +6,7 @@
 #include "tests/gpu/checkpoint.h"
 
 static void on_gpu(bool invariant) {
-    if (!where.gpu) where = open_gpu();
+    if (!where.gpu) where = open_gpu(0);
     where.invariant = invariant;
 }
 
@@ -360,7 +360,7 @@ TEST_CASE("one kernel a token with an adapter: the graph's logits but for one mo
             Sampling greedy;
             greedy.temperature = 0;
             session.begin_draws(greedy, 4096, prompt.size(), 2);
-            REQUIRE((session.draws->road != nullptr) == (road != Context::OFF));
+            REQUIRE((draws_of(session).road != nullptr) == (road != Context::OFF));
             session.accept(session.draw());
             session.draw();
             std::vector<float> logits(4096);

@@ -2,8 +2,9 @@
 // them. What CUDA itself takes (its context, the kernels: about half a GB) comes on top.
 //
 //     g++ -std=c++17 -I. tests/reference/memory_plan.cpp -o build/memory_plan && build/memory_plan
-#define TRAIN_NO_MAIN
-#include "train_lora.cu"
+#include "model/quantized.h"
+#include "model/session.h"
+#include "train/trainer.h"
 
 constexpr double GB = 1e9;
 constexpr size_t SCRATCH = (32 << 20) + (18 << 20); // of split products and of attention: Book II's, which g++ does not see

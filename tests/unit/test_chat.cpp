@@ -1,6 +1,9 @@
 // against transformers' apply_chat_template (fixtures/chat.jsonl, see make_chat_fixtures.py);
 // what it refuses; that no text of a caller becomes a special token.
+#include "base/file.h"
+#include "model/chat_template.h"
 #include "model/tokenizer.h"
+#include "sj.h"
 #include <doctest/doctest.h>
 
 using Ids = std::vector<int>;

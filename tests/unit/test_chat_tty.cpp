@@ -2,7 +2,8 @@
 // with the random model in fixtures/tiny. What it says is babble, so nothing here expects certain words: runs are
 // compared with each other, and what the program understood is read from /save.
 // Where many tokens are wanted, a presence penalty of -100 makes an answer repeat its first token without end.
-#include "model/tokenizer.h"
+#include "model/chat_template.h"
+#include "sj.h"
 #include "tests/files.h"
 #include <chrono>
 #include <csignal>

@@ -3,8 +3,19 @@
 #include "cli/commands.h"
 #include "tests/files.h"
 #include <doctest/doctest.h>
+#include <csignal>
+#include <poll.h>
 #include <pty.h>
+#include <sys/wait.h>
 #include <utmp.h>
+
+using cli::Command;
+using cli::MAX_COMMAND_OUTPUT;
+using cli::calls_of;
+using cli::do_call;
+using cli::read_commands;
+using cli::run_command;
+using cli::shown;
 
 static const std::string SPOKEN = R"([{"type": "function", "function": {"name": "echo", "parameters": {"type": "object", "properties": {"text": {"type": "string"}}}},
     "command": ["echo", "{text}"]}])";

@@ -1,6 +1,5 @@
-// Attention of single tokens on a GPU, over caches of bf16 and of FP8, by emulation (data/course/emulate.h): what it gives is
-// Book I's, rows are stored as Book I stores them, and an FP8 cache gives the bits of a bf16 cache of the same numbers. The
-// kernels' text is cut out of qwen3.cu and attention.h (Makefile).
+// Attention of single tokens on a GPU, over caches of bf16 and of FP8, by emulation (tests/emulate/emulate.h): what it gives is
+// Book I's, rows are stored as Book I stores them, and an FP8 cache gives the bits of a bf16 cache of the same numbers.
 #include <doctest/doctest.h>
 #define QWEN3_NO_MAIN
 #define QWEN3_PLAIN
@@ -59,7 +58,9 @@ static bool last_to_arrive(int* arrived, int blocks) {
     __syncthreads();
     return last;
 }
-#include "../../build/decoding.inc"
+#include "gpu/attention/decode.h"
+#include "gpu/attention/widen.h"
+#include "gpu/heads.h"
 #pragma GCC diagnostic pop
 
 // A layer's cache before a batch, the batch's rows, and what the kernels make of them.

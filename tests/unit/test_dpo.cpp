@@ -86,13 +86,13 @@ TEST_CASE("a batch beside TRL: loss, what is told of it, and gradients; with lab
     for (const char* name : {"sigmoid", "smoothed"})
         for (int batch : {4, 3, 1}) {
             INFO(name << ", " << batch << " pairs a batch");
-            Options o;
+            TrainOptions o;
             o.full = o.dpo = true;
             o.batch = batch, o.accum = 4, o.beta = golden["beta"].number();
             if (name == std::string("smoothed")) o.label_smoothing = golden["smoothing"].number();
             Trainer<float> t(o, Context(), file, data, nullptr);
             for (sj::Value p : golden["reference"].items()) t.reference.push_back(p.number());
-            t.add_gradients(t.rows, t.weight(data, t.rows));
+            t.add_gradients(t.loader.rows, t.weight(data, t.loader.rows));
             CHECK(t.results[0] / 4 == doctest::Approx(golden[name]["loss"].number()).epsilon(1e-6));
             for (int i = 0; i < Preferences::N; i++) {
                 INFO(Preferences::NAMES[i]);

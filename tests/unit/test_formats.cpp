@@ -1,6 +1,14 @@
 // Quantised models as others publish them (quantized.h, gguf.h): every matrix bit by bit what the packages that define the
 // format make of it, logits those of transformers on these matrices; and files that lie, each refused by one line that
 // names the file and the fault.
+#include "base/file.h"
+#include "model/adapters.h"
+#include "model/model_file.h"
+#include "model/quantized.h"
+#include "model/session.h"
+#include "model/weights.h"
+#include "model/write.h"
+#include "search/embed.h"
 #include "tests/files.h"
 #include "tests/golden.h"
 #include "tests/process.h"

@@ -1,4 +1,11 @@
 // Between the logits and the user: penalties, stop strings, `generate`. Each against a plain way to say the same.
+#include "model/chat_template.h"
+#include "model/model_file.h"
+#include "model/pace.h"
+#include "model/session.h"
+#include "model/tokenizer.h"
+#include "model/utf8.h"
+#include "model/weights.h"
 #include "tests/common.h"
 
 TEST_CASE("as many threads as have cores: given up at once, tried again after a while, less often each time in vain") {

@@ -199,7 +199,7 @@ TEST_CASE("a batch beside TRL: losses, advantages, what is told, and gradients, 
             const std::string& name = one.key;
             const sj::Value want = one.value; // (a structured binding is nothing that a lambda can take)
             INFO(name << ", " << batch << " groups a batch");
-            Options o;
+            TrainOptions o;
             o.full = o.grpo = true, o.tokenizer = VOCABULARY;
             o.batch = batch, o.accum = 2 / batch, o.rl.group = (int)group, o.rl.max_tokens = (int)golden["max_tokens"].number();
             o.rl.epsilon = golden["epsilon"].number(), o.rl.epsilon_high = golden["epsilon_high"].number();
@@ -247,16 +247,16 @@ TEST_CASE("a batch beside TRL: losses, advantages, what is told, and gradients, 
 
 // ------------------------------------------------------------------------------------------------ answers
 
-template <class T> static void check_answers(const Options& o, const ModelFile& file, const Dataset& data) {
+template <class T> static void check_answers(const TrainOptions& o, const ModelFile& file, const Dataset& data) {
     Trainer<T> t(o, Context(), file, data, nullptr);
     const std::vector<size_t> list = {0, 1, 5};
     const Groups g = t.draw_groups(data, list, 3, false);
     REQUIRE(g.rows.size() == 9);
-    Session<T> session(t.c, t.w, t.longest + 1);
+    Session<T> session(t.c, t.w, t.loader.longest + 1);
     std::set<std::vector<uint32_t>> different;
     for (size_t s = 0; s < 9; s++) {
         INFO("answer " << s);
-        const std::vector<int> prompt = t.prompt_of(data.row(list[s / 3]));
+        const std::vector<int> prompt = prompt_of(data.row(list[s / 3]));
         const Philox bits = philox(o.seed, s, STREAM_ROLLOUT);
         Generation how;
         how.sampling.temperature = 1, how.sampling.top_k = 0, how.sampling.top_p = (float)o.rl.top_p, how.sampling.seed = (uint64_t)bits.v[1] << 32 | bits.v[0];
@@ -283,7 +283,7 @@ template <class T> static void check_answers(const Options& o, const ModelFile& 
 TEST_CASE("answers drawn side by side on shared pages are those of a session by itself") {
     const ModelFile file(TINY);
     const Dataset data(questions().first);
-    Options o;
+    TrainOptions o;
     o.grpo = true, o.tokenizer = VOCABULARY, o.batch = 4, o.rl.group = 3, o.rl.max_tokens = 30, o.rl.rewards = {"length:4"}, o.rl.top_p = 0.9;
     o.lora.rank = 4, o.lora.alpha = 8, o.adapter_init = "tests/fixtures/train/adapter_bf16";
     o.lora = AdapterFile(o.adapter_init, file.config).config;
@@ -296,7 +296,7 @@ TEST_CASE("answers drawn side by side on shared pages are those of a session by 
 TEST_CASE("--temp: what is drawn and trained is the model with its logits divided") {
     const ModelFile file(TINY);
     const Dataset data(questions().first);
-    Options o;
+    TrainOptions o;
     o.grpo = true, o.tokenizer = VOCABULARY, o.batch = 2, o.rl.group = 2, o.rl.max_tokens = 6, o.rl.rewards = {"length:4"};
     std::fill(o.lora.targets, o.lora.targets + MODULES, true);
     o.lora.rank = 4, o.lora.alpha = 8, o.rl.temperature = 0.7;
@@ -304,7 +304,7 @@ TEST_CASE("--temp: what is drawn and trained is the model with its logits divide
     t.take_groups({3, 4});
     t.add_gradients({}, 1);
     const Weights<float> plain(file);
-    Session<float> session(t.c, plain, t.longest + 1);
+    Session<float> session(t.c, plain, t.loader.longest + 1);
     for (size_t s = 0; s < 4; s++) {
         std::vector<int> all;
         for (uint32_t word : t.groups.rows[s]) all.push_back((int)(word & ~TRAIN));

@@ -1,5 +1,11 @@
 // The model loader, the table of tensors and the writer. Each case takes a small valid model, breaks one rule, and wants
 // one line that names the file and the fault; further down is what must load, and the numbers it must give.
+#include "model/adapters.h"
+#include "model/model_file.h"
+#include "model/session.h"
+#include "model/weights.h"
+#include "model/write.h"
+#include "sj.h"
 #include "tests/common.h"
 #include "tests/files.h"
 #include <sys/stat.h>

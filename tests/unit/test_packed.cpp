@@ -1,4 +1,4 @@
-// The GPU's kernels for packed weights (packed.h) by emulation (data/course/emulate.h): every byte of every format becomes
+// The GPU's kernels for packed weights (packed.h) by emulation (tests/emulate/emulate.h): every byte of every format becomes
 // its number, products of few tokens are those of W.at at odd sizes with either order of the threads, and what is
 // unpacked for many tokens has the bits of W.at.
 #include <doctest/doctest.h>

@@ -1,8 +1,10 @@
 // QLoRA: adapters trained on INT4, INT8 and FP8 weights that stay as they are stored. Gradients are those of the same
 // numbers unpacked; runs go on to the bit; what is merged can be quantised anew; what cannot be is refused by name.
 #include <doctest/doctest.h>
-#include "tests/trainer.h"
+#include "model/quantize.h"
+#include "model/write.h"
 #include "tests/gradients.h"
+#include "tests/trainer.h"
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
 
@@ -36,8 +38,8 @@ TEST_CASE("adapters on packed models in bf16: each gradient is as near to the tr
 
 // ---- runs
 
-static Options run_options(const std::string& adapter) {
-    Options o;
+static TrainOptions run_options(const std::string& adapter) {
+    TrainOptions o;
     o.dropout = 0.1f, o.batch = 2, o.accum = 2, o.lr = 1e-2, o.steps = 8, o.warmup = 0;
     o.adapter_init = adapter;
     o.lora = AdapterFile(adapter, ModelFile(TINY).config).config;
@@ -60,26 +62,26 @@ TEST_CASE("steps on packed weights: the loss falls, recomputed or not to the bit
     for (auto& format : FORMATS) {
         CAPTURE(format);
         const ModelFile file(quantized_tiny(s, format));
-        Options o = run_options("tests/fixtures/train/adapter_bf16");
+        TrainOptions o = run_options("tests/fixtures/train/adapter_bf16");
         auto steps = [](Trainer<bf16>& t, int n) { for (int i = 0; i < n; i++) REQUIRE(t.train_step()); };
         Trainer<bf16> whole(o, Context(), file, data, nullptr);
         CHECK(whole.run.find("\"" + format + "\"") != std::string::npos);
-        const double before = whole.mean_loss(data, whole.rows);
+        const double before = whole.mean_loss(data, whole.loader.rows);
         steps(whole, 4);
         whole.write_state(s / "state", 0, 0);
         steps(whole, 4);
-        CHECK(whole.mean_loss(data, whole.rows) < before - 0.2);
+        CHECK(whole.mean_loss(data, whole.loader.rows) < before - 0.2);
         Trainer<bf16> second(o, Context(), file, data, nullptr);
         double best = 0, elapsed = 0;
         second.read_state(s / "state", best, elapsed);
         CHECK(second.step == 4);
         steps(second, 4);
-        CHECK(second.host(second.p) == whole.host(whole.p));
-        CHECK(second.host(second.m) == whole.host(whole.m));
+        CHECK(second.params.host(second.params.p) == whole.params.host(whole.params.p));
+        CHECK(second.params.host(second.params.m) == whole.params.host(whole.params.m));
         o.recompute = true;
         Trainer<bf16> again(o, Context(), file, data, nullptr);
         steps(again, 8);
-        CHECK(again.host(again.p) == whole.host(whole.p));
+        CHECK(again.params.host(again.params.p) == whole.params.host(whole.params.p));
         const ModelFile other(TINY); // a state is of its own base
         Trainer<bf16> wrong_base(o, Context(), other, data, nullptr);
         CHECK_THROWS_AS(wrong_base.read_state(s / "state", best, elapsed), Error);

@@ -1,5 +1,10 @@
 // Packed weights on a CPU: INT4 and FP8 matrices keep the numbers of the file, products on every instruction set hold
 // to W.at, a row's bits depend on no other row.
+#include "model/ceilings.h"
+#include "model/model_file.h"
+#include "model/quantize.h"
+#include "model/session.h"
+#include "model/weights.h"
 #include "tests/common.h"
 #include "tests/files.h"
 #include "tests/golden.h"

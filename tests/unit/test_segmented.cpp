@@ -1,4 +1,4 @@
-// server/segmented.h by emulation (data/course/emulate.h): every number of h and of the sums is what its definition
+// server/segmented.h by emulation (tests/emulate/emulate.h): every number of h and of the sums is what its definition
 // says, for any mix of adapters, with the threads one after the other from the first to the last and from the last to
 // the first. The numbers are such that float32 adds them up exactly.
 #include "lab/ptx.h"

@@ -349,10 +349,10 @@ TEST_CASE("--full: a float16 model stays one, from its own numbers; unless one b
     }
     CHECK(changed > 10);
     const char* words[] = {"train_lora", "m", "d", "-o", "o", "--full"};
-    const Options o = parse_options((int)std::size(words), (char**)words);
+    const TrainOptions o = parse_options((int)std::size(words), (char**)words);
     const Dataset data(rows().first);
     Trainer<bf16> t(o, Context(), base, data, nullptr);
-    t.p[0] = 65520; // would be rounded to infinity
+    t.params.p[0] = 65520; // would be rounded to infinity
     t.write_result(out / "large", 0);
     for (auto& [name, tensor] : ModelFile(out / "large").tensors) CHECK(tensor.dtype == Dtype::BF16);
 }
@@ -407,12 +407,12 @@ TEST_CASE("ranks rounded up in memory, as the GPU's are: the same losses to the 
         for (int step : {1, 8}) {
             // (The norm's sum is cut into other pieces, so that its last bits are others; --clip 0 leaves it out.)
             const char* words[] = {"train_lora", "m", "d", "-o", "o", "--rank", rank, "--alpha", "7", "--batch", "8", "--steps", "4", "--lr", "1e-2", "--warmup", "0", "--clip", "0"};
-            Options o = parse_options((int)std::size(words), (char**)words);
+            TrainOptions o = parse_options((int)std::size(words), (char**)words);
             o.rank_step = step;
             auto trainer = [&] { return std::make_unique<Trainer<T>>(o, Context(), file, data, nullptr); };
             std::unique_ptr<Trainer<T>> t = trainer();
-            CHECK(t->rank == (step == 1 ? o.lora.rank : (o.lora.rank + 7) / 8 * 8));
-            CHECK(t->trained_parameters() == adapter_parameters(file.config, o.lora));
+            CHECK(t->params.rank == (step == 1 ? o.lora.rank : (o.lora.rank + 7) / 8 * 8));
+            CHECK(t->params.trained() == adapter_parameters(file.config, o.lora));
             auto one = [&] {
                 REQUIRE(t->train_step());
                 losses[step > 1].push_back(t->last_loss), norms[step > 1].push_back(t->last_norm);

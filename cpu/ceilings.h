@@ -1,0 +1,38 @@
+// cpu/ceilings.h: the read bandwidth and the multiply rate of this machine's CPU.
+#pragma once
+#include "base/arena.h"
+#include <cstddef>
+#include <cstdint>
+
+// What this machine could do, measured by loops that do nothing else: reading memory, and multiplying out of registers.
+// A figure of ours is then a share of one of them.
+
+// Reads 1 GB of memory with all threads and does nothing else. How many streams a CPU's prefetchers follow best differs
+// by 1.5 times between makes: the best of 1, 2, 4 and 8 a thread, five passes of each.
+class ReadTest {
+    Arena arena;
+    uint64_t* data;
+    size_t best = 0; // number of streams: 2^best
+    double pass(size_t kind);
+
+  public:
+    double ceiling = 0; // bytes a second
+    ReadTest();
+    double pass() { return pass(best); }
+};
+
+// Flops a second that all threads reach in `time` seconds, with the instructions that products of T use (or of INT8
+// and T).
+template <class T> double cpu_multiply_ceiling(bool int8, double time);
+
+// A burst of multiply-adds on registers alone, one function for each instruction set, in its source; returns how many
+// flops it was. Sums enough to hide the latency of one, few enough for the registers; the compiler does not know that
+// they are equal.
+typedef float MultiplyBlock __attribute__((vector_size(64), may_alias));
+double plain_multiply(MultiplyBlock* memory); // (16) blocks, all 1, as are the others
+double avx2_multiply(MultiplyBlock* memory);
+double avx512_multiply(MultiplyBlock* memory);
+double avx512_bf16_multiply(MultiplyBlock* memory);
+double avx512_bf16_multiply_int8(MultiplyBlock* memory);
+double amx_multiply(MultiplyBlock* memory);
+double amx_multiply_int8(MultiplyBlock* memory);

@@ -1,0 +1,154 @@
+// cpu/ops.h: the ops for the vector and matrix instructions of CPUs.
+#pragma once
+#include "qwen3.cu"
+#include <cstddef>
+#include <cstdint>
+
+// op_cpu(ctx, ...) computes `op` of Book I: see there for formulas, shapes and each parameter. Only the order of a sum's
+// terms differs. Two contracts hold for every op and instruction set: the bits of a row depend neither on the other rows
+// of the batch nor on the number of threads. They are compiled for the types of model/instances.h. RUN finds them by
+// the type of ctx.
+
+// ---- Forward ops: cpu/forward.cpp, products.cpp, attention.cpp
+
+// x[n] = the embedding of token n
+template <class T> void embed_cpu(Context& ctx, acc<T>* x, const Linear<T>& table, const Batch& b, int C);
+
+// out[n] = x[n] / rms(x[n]) * w
+template <class T> void rmsnorm_cpu(Context& ctx, T* out, const acc<T>* x, const T* w, int N, int C, float eps);
+
+// h = A drop(x), of each of W's adapter modules
+template <class T> void lora_down_cpu(Context& ctx, T* h, const T* x, const Linear<T>& W, int N);
+
+// out = x W^T
+template <class T> void linear_cpu(Context& ctx, T* out, const T* x, const Linear<T>& W, int N);
+
+// out = residual + x W^T
+template <class T>
+void linear_add_cpu(Context& ctx, acc<T>* out, const acc<T>* residual, const T* x, const Linear<T>& W, int N);
+
+// The same two where of[n] is token n's adapter, or null; lora_down_cpu has made its row of h. W's own is not used.
+template <class T>
+void rows_linear_cpu(Context& ctx, T* out, const T* x, const Linear<T>& W, const Adapter<T>* const* of, int N);
+template <class T>
+void rows_linear_add_cpu(Context& ctx, acc<T>* out, const acc<T>* residual, const T* x, const Linear<T>& W,
+                         const Adapter<T>* const* of, int N);
+
+// out = rmsnorm(x) W^T
+template <class T>
+void norm_linear_cpu(Context& ctx, T* out, T* normed, const acc<T>* x, const T* w, const Linear<T>& W, int N,
+                     float eps);
+
+// Norm and RoPE of the heads of q and k; k and v go to the cache
+template <class T>
+void qknorm_rope_kv_cpu(Context& ctx, T* q, T* keys, T* values, const T* qkv, const T* q_weight, const T* k_weight,
+                        const acc<T>* rope, const Batch& b, int H, int K, int D, float eps);
+
+// out[n][h] = the softmax-weighted sum of the values of n's sequence
+template <class T>
+void attention_cpu(Context& ctx, T* out, acc<T>* lse, const T* q, const T* keys, const T* values, const Batch& b, int H,
+                   int K, int D);
+
+// Both: from qkv to the input of o
+template <class T>
+void attend_cpu(Context& ctx, T* out, acc<T>* lse, T* q, T* keys, T* values, const T* qkv, const T* q_weight,
+                const T* k_weight, const acc<T>* rope, const Batch& b, int H, int K, int D, float eps);
+
+// out = silu(gate) * up
+template <class T> void swiglu_cpu(Context& ctx, T* out, const T* gate_up, int N, int F);
+
+// out = swiglu(rmsnorm(x) W^T)
+template <class T>
+void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const acc<T>* x, const T* w,
+                            const Linear<T>& W, int N, float eps);
+
+// The logits of R named rows
+template <class T>
+void head_cpu(Context& ctx, acc<T>* logits, T* picked, const T* x, const int* rows, const Linear<T>& W, int R);
+
+// ---- Sampler: cpu/sample.cpp
+
+// Draws the id that `sample` draws
+int sample_cpu(const Context& ctx, const float* logits, int exist, const Sampling& how, uint64_t counter);
+
+// The k likeliest ids and the sum that makes log-probabilities of logits, as `likeliest`
+void likeliest_cpu(const Context& ctx, Likeliest& out, const float* logits, int exist, int k);
+
+// ---- Backward ops: cpu/backward.cpp, backward_products.cpp
+
+// Losses of rows of logits, which become their gradients
+template <class T>
+void cross_entropy_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* logits, const int* target, acc<T> scale, int R,
+                       int V);
+
+// head_cpu and cross_entropy_cpu
+template <class T>
+void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* factor, acc<T>* logits, T* picked, acc<T>* parts,
+                   const T* x, const int* rows, const int* target, acc<T> scale, const acc<T>* by, const Linear<T>& W,
+                   int R);
+
+// total += all losses, in order
+template <class A> void add_losses_cpu(Context& ctx, double* total, const A* loss, int R);
+
+// Row r of x times by[r]
+template <class T> void scale_rows_cpu(Context& ctx, T* x, size_t ld, const acc<T>* by, int R, int n);
+
+// Gradient of the head's input
+template <class T>
+void head_backward_cpu(Context& ctx, T* dnormed, const T* dlogits, size_t ld, const acc<T>* factor, const int* rows,
+                       const Linear<T>& W, int R);
+
+// Gradients of rmsnorm's input and weight
+template <class T>
+void rmsnorm_backward_cpu(Context& ctx, acc<T>* dx, T* dy, T* normed, acc<T>* dw, const T* dout, const acc<T>* x,
+                          const T* w, int N, int C, float eps);
+
+// Gradients of a product's input, of its adapter's h and B
+template <class T>
+void linear_backward_input_cpu(Context& ctx, T* dx, T* dh, acc<T>* dB, const T* dy, const Linear<T>& W, int N);
+
+// dW += dy^T x
+template <class T>
+void linear_backward_weight_cpu(Context& ctx, acc<T>* dW, const T* dy, size_t ld, const T* x, int N, int out, int in);
+
+// dA_j += dh_j^T drop_j(x)
+template <class T>
+void lora_backward_weight_cpu(Context& ctx, acc<T>* dA, const T* dh, const T* x, const Linear<T>& W, int N);
+
+// Gradients of gate and up
+template <class T>
+void swiglu_backward_cpu(Context& ctx, T* dgate_up, T* hidden, const T* dhidden, const T* gate_up, int N, int F);
+
+// linear_backward_input_cpu and swiglu_backward_cpu
+template <class T>
+void linear_backward_swiglu_cpu(Context& ctx, T* dgate_up, T* hidden, T* dhidden, T* dh, acc<T>* dB, const T* dy,
+                                const T* gate_up, const Linear<T>& W, int N);
+
+// Gradients of q and k after RoPE, and of v
+template <class T>
+void attention_backward_cpu(Context& ctx, T* dqkv, const T* dout, const T* q, const T* keys, const T* values,
+                            const T* out, const acc<T>* lse, const Batch& b, int H, int K, int D, acc<T>* delta);
+
+// Those of q and k before norm and RoPE, in place, and of the norms' weights
+template <class T>
+void qknorm_rope_backward_cpu(Context& ctx, T* dqkv, acc<T>* dq_weight, acc<T>* dk_weight, const T* qkv,
+                              const T* q_weight, const T* k_weight, const acc<T>* rope, const Batch& b, int H, int K,
+                              int D, float eps);
+
+// Both
+template <class T>
+void attend_backward_cpu(Context& ctx, T* dqkv, acc<T>* dq_weight, acc<T>* dk_weight, const T* dout, const T* q,
+                         const T* keys, const T* values, const T* out, const acc<T>* lse, const T* qkv,
+                         const T* q_weight, const T* k_weight, const acc<T>* rope, const Batch& b, int H, int K, int D,
+                         float eps, acc<T>* delta);
+
+// dW[token[n]] += dx[n]
+template <class A> void embed_backward_cpu(Context& ctx, A* dW, const A* dx, const Batch& b, int C);
+
+// The length of all gradients as one vector
+template <class A> void grad_norm_cpu(Context& ctx, double* norm, double* partial, const A* g, size_t n);
+
+// One step of AdamW
+template <class T>
+void adamw_cpu(Context& ctx, T* stored, acc<T>* p, acc<T>* m, acc<T>* v, const acc<T>* g, const double* norm, size_t n,
+               const AdamW& a);

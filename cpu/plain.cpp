@@ -1,0 +1,39 @@
+// cpu/plain.cpp: the inner loops for any CPU, in the compilers' own vectors.
+#include "cpu/ceilings.h"
+#include "cpu/loops.h"
+#include "model/instances.h"
+
+namespace {
+template <class A> struct Plain {
+    using Vector = lanes<A>;
+    using Operand = Vector;
+    template <class T> using Input = A;
+    static constexpr int WIDTH = LANES, SUMS = LANES, ROWS = 2, TOKENS = 2, CHAINS = 1, KEYS = 1, MIXED = 1;
+    using Part = int;
+    static INLINE Part part(int n) { return std::min(LANES, n); }
+    template <class T> static INLINE void load(Vector& v, const T* p, Part n) { load_some(v, p, n); }
+    static INLINE void store(A* p, const Vector& v, Part n) { memcpy(p, &v, n * sizeof(A)); }
+    static INLINE void keep(Vector&) {}
+    static INLINE void load_sum(Vector& v, const A* p) { memcpy(&v, p, sizeof v); }
+    static INLINE void store_sum(A* p, const Vector& v) { memcpy(p, &v, sizeof v); }
+    static INLINE void fill(Vector& v, A a) { v = Vector{} + a; }
+    static INLINE void multiply(Vector& v, A s) { v *= s; }
+    static INLINE void multiply_add(Vector& sum, const Vector& a, const Vector& b) { sum += a * b; }
+    template <int R, int M, int C> static INLINE void totals(A* y, const Vector (&sum)[R][M][C]) {
+        for (int m = 0; m < M; m++)
+            for (int r = 0; r < R; r++) y[m * TILE_ROWS + r] = sum_lanes(sum[r][m][0]);
+    }
+};
+} // namespace
+
+#define INSTANTIATE(T) template <> const Loops<T>& plain_loops() { return LOOPS<Plain<acc<T>>, T>; }
+QWEN3_INSTANCES(INSTANTIATE)
+
+#ifndef QWEN3_DOUBLE
+double plain_multiply(MultiplyBlock* memory) {
+    MultiplyBlock a = memory[14], b = memory[15], s0 = memory[0], s1 = memory[1];
+    for (int k = 0; k < 4000; k++) s0 = s0 * a + b, s1 = s1 * a + b;
+    memory[0] = s0, memory[1] = s1;
+    return 2. * 16 * 2 * 4000;
+}
+#endif

@@ -1,0 +1,323 @@
+// gpu/packed/hopper.h: products of 17 to 128 tokens with packed weights, on Hopper.
+#pragma once
+#include "gpu/packed/formats.h"
+#include "gpu/packed/packed.h"
+#include "gpu/products/hopper.h"
+#include "qwen3.cu"
+
+// ===================================================================================== 5 17 to 128 tokens, on Hopper
+// The packed bytes come to shared memory and are converted on their way to the tensor core. Rows of W are wgmma's rows
+// and tokens its columns: so what a lane converts is its own part of operand a, which wgmma takes from registers, and
+// no number is written back. Bound by the memory's speed; beside it the L2 cache, from which each block reads x, the
+// tensor cores and the conversions all have most of their time's work.
+//
+// Grid: tiles of rows, each for all tokens, times splits of `in`, the blocks of a cluster; without splits as many
+// blocks as are resident at once, and a block takes tiles in turn. A block's warpgroups have 64 rows of the tile each,
+// or, in tiles of few rows, several have the same rows and take stages in turn: while one converts, others multiply.
+// One more warp, the producer, has the Tensor Memory Accelerator copy stage after stage to a ring: PACKED_IN columns of
+// x, in two panels of 64 as hopper_kernel's stages, and of the packed rows, swizzled in theirs.
+//
+// Who owns what. Of the 16 rows of a warp's operand a, lane 4 g + t holds rows g and g + 8: rows half a tile apart, so
+// that with PAIR they are one of gate and the same of up. Of each eight columns it holds the pair 2 t and 2 t + 1, as
+// mma has it. All lanes of a quad load the same 16 bytes, and each picks its pairs.
+constexpr int PACKED_STAGES = 12; // stages at most
+
+template <class F, int TOKENS> struct PackedTile {
+    // Warpgroups, for more of which there are not registers enough; the producer is one, and leaves the others most.
+    static constexpr int WARPGROUPS = TOKENS == 64 ? 4 : 3, THREADS = (WARPGROUPS + 1) * 128;
+    static constexpr int REGISTERS = TOKENS == 64 ? 112 : 152, PRODUCERS = 32;
+    static constexpr int X_BYTES = TOKENS * PACKED_IN * 2, ROW_BYTES = PACKED_IN / F::RUNS; // of a stage
+    BOTH static int stage_bytes(int rows) { return X_BYTES + rows * ROW_BYTES; }
+};
+struct PackedTiles {
+    CUtensorMap x, W;
+    int units, splits, stages; // tiles x splits; of the ring
+    int rows, turns;           // of a tile; warpgroups that have the same rows
+};
+
+// The scales and zero points that a lane's two rows have in a stage, loaded a stage ahead: one, or one for each quarter
+// of its columns, of which each lane of a quad has one.
+template <class F> struct PackedScales {
+    int at[2];
+    typename F::Raw next[2];
+    uint32_t next_zero[2], less[2], words[2][F::WORDS];
+    __device__ __forceinline__ PackedScales(const PackedArgs& p, int row, int other)
+        : at{(int)p.template scale_at<F>(row, 0), (int)p.template scale_at<F>(other, 0)} {}
+    __device__ __forceinline__ void load(const PackedArgs& p, int step) {
+        const int column = step * PACKED_IN + (int)threadIdx.x % F::SLOTS * 32;
+        const int g = min(column >> p.shift, p.groups - 1);
+        GPU_UNROLL
+        for (int h = 0; h < 2; h++) {
+            next[h] = ((const typename F::Raw*)p.scale)[at[h] + g];
+            if (F::ZEROS) next_zero[h] = p.zero ? p.zero[at[h] + g] : 8;
+        }
+    }
+    __device__ __forceinline__ void take() { // what was loaded
+        GPU_UNROLL
+        for (int h = 0; h < 2; h++) {
+            F::scale_words(words[h], next[h]);
+            if (F::ZEROS) less[h] = 0xc300c300 | next_zero[h] * 0x00010001;
+        }
+    }
+    __device__ __forceinline__ uint32_t of(uint32_t mine, int quarter) const { // all lanes of a warp
+        return F::SLOTS == 1 ? mine : __shfl_sync(~0u, mine, (threadIdx.x & 28) | quarter);
+    }
+};
+
+// A quarter of a stage as operand a, for two wgmma of 16 columns each: W.at, rounded. w: where chunk 0 (of 16 bytes) of
+// a lane's row g is, swizzled; its other row is `apart` bytes further. Of eight bytes a lane picks two, twice each.
+// INT4: an odd quarter is in the upper halves of the bytes that the one before picked.
+template <class F>
+__device__ __forceinline__ void convert_quarter(uint32_t (&a)[2][4], uint32_t (&picked)[2][2][2], uint32_t w,
+                                                uint32_t apart, uint32_t pick, int quarter,
+                                                const PackedScales<F>& scales) {
+    const int upper = F::RUNS == 2 ? quarter % 2 : 0;
+    GPU_UNROLL
+    for (int h = 0; h < 2; h++) {
+        const uint32_t less = F::ZEROS ? scales.of(scales.less[h], quarter) : 0;
+        uint32_t words[F::WORDS];
+        GPU_UNROLL
+        for (int i = 0; i < F::WORDS; i++) words[i] = scales.of(scales.words[h][i], quarter);
+        GPU_UNROLL
+        for (int k = 0; k < 2; k++) {
+            if (!upper) {
+                const uint4 v = load_shared(w + h * apart ^ (quarter / F::RUNS * 2 + k) * 16);
+                picked[h][k][0] = __byte_perm(v.x, v.y, pick), picked[h][k][1] = __byte_perm(v.z, v.w, pick);
+            }
+            GPU_UNROLL
+            for (int i = 0; i < 2; i++)
+                a[k][2 * i + h] = F::scaled(F::pair(picked[h][k][i], upper, less), words);
+        }
+    }
+}
+
+// Of two fragments, 16 tokens, and row h of a lane: four neighbouring rows of one token. Four lanes, 4 apart, have
+// these rows, each of four tokens: they transpose. Lane 16 a + 4 i + t gets rows 4 a .. 4 a + 3 of token 2 t + i % 2 +
+// 8 (i / 2).
+__device__ __forceinline__ float4 four_rows(const float (&even)[4], const float (&odd)[4], int h) {
+    const bool second = threadIdx.x & 4, third = threadIdx.x & 8;
+    const float2 e = {even[2 * h], even[2 * h + 1]}, o = {odd[2 * h], odd[2 * h + 1]};
+    const float from_e = __shfl_xor_sync(~0u, second ? e.x : e.y, 4);
+    const float from_o = __shfl_xor_sync(~0u, second ? o.x : o.y, 4);
+    const float2 a = second ? make_float2(from_e, e.y) : make_float2(e.x, from_e);
+    const float2 b = second ? make_float2(from_o, o.y) : make_float2(o.x, from_o);
+    const float x = __shfl_xor_sync(~0u, third ? a.x : b.x, 8), y = __shfl_xor_sync(~0u, third ? a.y : b.y, 8);
+    return third ? make_float4(x, y, b.x, b.y) : make_float4(a.x, a.y, x, y);
+}
+
+// Hands the sums of a lane's rows to the epilogue.
+// Warpgroups of the same rows, in a block and its cluster, have the sums of some stages each. They leave them in shared
+// memory (stages that all have been used), where each adds up some pieces, of 16 tokens, in order.
+template <int TOKENS, class Epilogue>
+__device__ __forceinline__ void finish_packed(const float (&sum)[TOKENS / 8][4], uint32_t shared,
+                                              const PackedTiles& tiles, int unit, int N, int out, Epilogue& epilogue) {
+    constexpr int PIECES = TOKENS / 16, MOST_TURNS = 4;
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread), "+r"(unit)); // what follows needs no registers before
+    const int lane = thread % 32, rows = tiles.rows, same = rows * 2, threads = same * tiles.turns; // of a turn; all
+    const int split = unit % tiles.splits, r0 = unit / tiles.splits * rows, apart = Epilogue::PAIR ? 0 : rows / 2;
+    const int r = (Epilogue::PAIR ? r0 / 2 : r0) + thread / 32 * 8 % (rows / 2) + lane / 16 * 4; // the first of four
+    const int own = lane % 4 * 2 + lane / 4 % 2 + lane / 8 % 2 * 8; // token of a piece
+    const auto inside = [&](int piece, int h) { return piece * 16 + own < N && r + h * apart < out; };
+    const auto old = [&](int piece, int h) {
+        return Epilogue::ADDS && inside(piece, h) ? epilogue.old_four(piece * 16 + own, r + h * apart) : float4{};
+    };
+    const auto hand = [&](int piece, const float (&even)[4], const float (&odd)[4], const float4 (&before)[2]) {
+        const float4 y[2] = {four_rows(even, odd, 0), four_rows(even, odd, 1)};
+        const int n = piece * 16 + own;
+        if constexpr (Epilogue::PAIR) {
+            if (inside(piece, 0)) epilogue.four(n, r, y[0], y[1]);
+        } else
+            for (int h = 0; h < 2; h++)
+                if (inside(piece, h)) epilogue.four(n, r + h * apart, y[h], before[h]);
+    };
+    const int parts = tiles.splits * tiles.turns;
+    if (parts == 1) {
+        GPU_UNROLL
+        for (int first = 0; first < PIECES; first += 2) {
+            float4 before[2][2]; // asked for before the first is waited for
+            GPU_UNROLL
+            for (int i = 0; i < 2; i++) before[i][0] = old(first + i, 0), before[i][1] = old(first + i, 1);
+            GPU_UNROLL
+            for (int i = 0; i < 2; i++) hand(first + i, sum[2 * (first + i)], sum[2 * (first + i) + 1], before[i]);
+        }
+        return;
+    }
+    const auto meet = [&] { asm volatile("barrier.sync 1, %0;" ::"r"(threads) : "memory"); };
+    meet(); // all have read the stages
+    GPU_UNROLL
+    for (int f = 0; f < TOKENS / 8; f++) store_shared(shared + (f * threads + thread) * 16, sum[f]);
+    const int first = split * tiles.turns + thread / same;
+    float4 before[2] = {old(first, 0), old(first, 1)};
+    if (tiles.splits == 1) meet();
+    else cluster_arrive(), cluster_wait();
+    for (int piece = first; piece < PIECES; piece += parts) {
+        const uint32_t at = shared + (2 * piece * threads + thread % same) * 16;
+        float v[2][4] = {};
+        for (int s = 0; s < tiles.splits; s++) {
+            float part[MOST_TURNS][2][4] = {};
+            GPU_UNROLL
+            for (int i = 0; i < MOST_TURNS * 2; i++)
+                if (i / 2 < tiles.turns) read_block(part[i / 2][i % 2], at + (i % 2 * threads + i / 2 * same) * 16, s);
+            GPU_UNROLL
+            for (int i = 0; i < MOST_TURNS * 8; i++) v[i / 4 % 2][i % 4] += part[i / 8][i / 4 % 2][i % 4];
+        }
+        hand(piece, v[0], v[1], before);
+        before[0] = old(piece + parts, 0), before[1] = old(piece + parts, 1);
+    }
+    if (tiles.splits > 1) cluster_arrive(), cluster_wait(); // no block's memory goes away while others read it
+}
+
+template <class F, int TOKENS, class Epilogue>
+__global__ void __launch_bounds__(PackedTile<F, TOKENS>::THREADS, 1)
+packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_constant__ PackedArgs p,
+                     Epilogue epilogue) {
+#ifdef HAVE_WGMMA
+    using Tile = PackedTile<F, TOKENS>;
+    constexpr bool PAIR = Epilogue::PAIR;
+    constexpr int PANEL = TOKENS * 128; // bytes of 64 columns of x
+    extern __shared__ __align__(128) uint4 memory[];
+    __shared__ uint64_t barriers[2 * PACKED_STAGES];
+    const uint32_t shared = (shared_address(memory) + 1023) & ~1023u, at_barriers = shared_address(barriers);
+    const int consumers = blockDim.x - 128, rows = tiles.rows, all = PAIR ? 2 * p.out : p.out;
+    const int bytes = Tile::stage_bytes(rows);
+    const auto stage = [&](int s) { return shared + s * bytes; };
+    const auto full = [&](int s) { return at_barriers + 8 * s; };
+    const auto empty = [&](int s) { return at_barriers + 8 * (PACKED_STAGES + s); };
+    const int steps = (p.in + PACKED_IN - 1) / PACKED_IN;
+    const auto step_at = [&](int split) { return (int)((int64_t)steps * split / tiles.splits); };
+    if (threadIdx.x == consumers) prefetch_map(tiles.W), prefetch_map(tiles.x);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < tiles.stages; s++) barrier_begin(full(s), 1), barrier_begin(empty(s), rows / 16);
+        barriers_begun();
+    }
+    __syncthreads();
+    let_next_start(); // all our blocks have their places
+    Ring<PACKED_STAGES> ring;
+    if (threadIdx.x >= consumers) {
+        keep_registers<Tile::PRODUCERS>();
+        if (threadIdx.x > consumers) return;
+        for (int u = blockIdx.x; u < tiles.units; u += gridDim.x) {
+            const int r0 = u / tiles.splits * rows, split = u % tiles.splits, last = step_at(split + 1);
+            const auto copy_w = [&](int step, int s) {
+                const uint32_t to = stage(s) + Tile::X_BYTES;
+                barrier_arrive_expecting(full(s), bytes);
+                copy_box(to, tiles.W, full(s), step * Tile::ROW_BYTES, PAIR ? r0 / 2 : r0);
+                if (PAIR)
+                    copy_box(to + rows / 2 * Tile::ROW_BYTES, tiles.W, full(s), step * Tile::ROW_BYTES, p.out + r0 / 2);
+            };
+            const auto copy_x = [&](int step, int s) {
+                for (int c = 0; c < 2; c++)
+                    copy_box(stage(s) + c * PANEL, tiles.x, full(s), step * PACKED_IN + c * 64, 0);
+            };
+            int step = step_at(split);
+            if (u == blockIdx.x) { // the ring is empty, and weights may be read early, as in stream_kernel
+                const int first = step, ready = min(last - first, tiles.stages);
+                for (int s = 0; s < ready; s++) copy_w(first + s, s);
+                wait_for_previous();
+                for (; step < first + ready; step++, ring.next(tiles.stages)) copy_x(step, ring.stage);
+            }
+            for (; step < last; step++, ring.next(tiles.stages)) {
+                barrier_wait(empty(ring.stage), ring.parity ^ 1);
+                copy_w(step, ring.stage), copy_x(step, ring.stage);
+            }
+        }
+        return;
+    }
+    take_registers<Tile::REGISTERS>();
+    const int turn = threadIdx.x / (2 * rows), in_tile = threadIdx.x / 32 * 8 % (rows / 2); // rows h = 0
+    const int g = threadIdx.x % 32 / 4, apart = PAIR ? p.out : rows / 2;
+    uint32_t pick = 0x1100 + 0x2222 * (threadIdx.x % 4), ring_at = shared;
+    uint32_t w_at = Tile::X_BYTES + (in_tile + g) * Tile::ROW_BYTES + g / F::RUNS * 16;
+    asm volatile("" : "+r"(pick), "+r"(ring_at), "+r"(w_at)); // not computed again and again
+    ring.next(tiles.stages, turn);
+    const auto done_with = [&](int s) {
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty(s));
+    };
+    for (int u = blockIdx.x; u < tiles.units; u += gridDim.x) {
+        const int r0 = u / tiles.splits * rows, split = u % tiles.splits, last = step_at(split + 1);
+        const int mine = (PAIR ? r0 / 2 : r0) + in_tile;
+        int step = step_at(split) + turn;
+        PackedScales<F> scales(p, min(mine + g, all - 1), min(mine + g + apart, all - 1));
+        scales.load(p, step);
+        wait_for_previous(); // whose results an epilogue may add to
+        float sum[1][TOKENS / 8][4] = {};
+        int before = -1;
+        for (; step < last; step += tiles.turns, ring.next(tiles.stages, tiles.turns)) {
+            scales.take();
+            scales.load(p, step + tiles.turns); // (past the end: the row's last)
+            // A barrier two phases behind looks full, and we may be a ring ahead of another turn, whose data for this
+            // place have not come yet: first wait until they have been used.
+            barrier_wait(empty(ring.stage), ring.parity ^ 1);
+            barrier_wait(full(ring.stage), ring.parity);
+            const uint32_t at = ring_at + ring.stage * bytes;
+            const uint64_t x = wgmma_operand(at, 0);
+            const auto x_at = [&](int chunk) { return x >> 32 << 32 | (uint32_t)((uint32_t)x + chunk); };
+            uint32_t picked[2][2][2];
+            GPU_UNROLL
+            for (int quarter = 0; quarter < 4; quarter++) { // while the last one's products run
+                uint32_t a[2][4];
+                convert_quarter<F>(a, picked, at + w_at, rows / 2 * Tile::ROW_BYTES, pick, quarter, scales);
+                wgmma_begin();
+                GPU_UNROLL
+                for (int k = 0; k < 2; k++)
+                    wgmma<TOKENS, false>(sum[0], a[k], x_at(quarter / 2 * PANEL / 16 + quarter % 2 * 4 + k * 2), true);
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (quarter == 0 && before >= 0) done_with(before);
+            }
+            before = ring.stage;
+        }
+        wgmma_wait<0>();
+        wgmma_settle(sum);
+        if (before >= 0) done_with(before);
+        finish_packed<TOKENS>(sum[0], ring_at, tiles, u, p.N, p.out, epilogue);
+    }
+#endif
+}
+
+// Rows of a tile, in warpgroups, and blocks that share it. Measured on an H100: a block a tile of 64 rows, whose
+// warpgroups all work on it, as long as there are multiprocessors enough; else larger tiles, in turn. Two blocks a tile
+// pay where half of the multiprocessors would be idle and rows are long.
+struct PackedPlan {
+    int warpgroups = 1, splits = 1;
+    static PackedPlan best(int sms, int rows, int in) {
+        const int tiles = (rows + 63) / 64;
+        return {std::min(3, (tiles + sms - 1) / sms), 2 * tiles <= sms - 4 && in >= 3072 ? 2 : 1};
+    }
+};
+
+template <class F, int TOKENS, class Epilogue>
+void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Epilogue epilogue) {
+    static_assert(!Epilogue::MASKS && !Epilogue::PARTS, "finish_packed has neither");
+    using Tile = PackedTile<F, TOKENS>;
+    const int all = Epilogue::PAIR ? 2 * p.out : p.out, rows = 64 * plan.warpgroups;
+    const int bytes = Tile::stage_bytes(rows), units = (all + rows - 1) / rows * plan.splits;
+    const bool once = plan.splits > 1 || units <= ctx.gpu->sms; // a block has one tile, and the ring's memory for sums
+    const int turns = once ? Tile::WARPGROUPS / plan.warpgroups : 1;
+    const int stages = std::min(PACKED_STAGES, 225 * 1024 / bytes);
+    if (stages <= turns) // each turn holds one until it has its next
+        DIE("stages of %d bytes: a ring has too few for %d turns", bytes, turns);
+    PackedTiles tiles = {{}, {}, units, plan.splits, stages, rows, turns};
+    tiles.x = tensor_map(p.x, {{(size_t)p.in, 1, 64}, {(size_t)p.N, (size_t)p.in, TOKENS}});
+    tiles.W = tensor_map(p.q, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1,
+                         Tile::ROW_BYTES == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                         {{p.row_bytes, 1, Tile::ROW_BYTES},
+                          {(size_t)all, p.row_bytes, Epilogue::PAIR ? rows / 2 : rows}});
+    launch_clusters(ctx, ctx.gpu->overlap, plan.splits, packed_hopper_kernel<F, TOKENS, Epilogue>,
+                    once ? units : ctx.gpu->sms, rows * 2 * turns + 128, (size_t)tiles.stages * bytes + 1024, tiles, p,
+                    epilogue);
+}
+
+template <class Epilogue>
+void packed_hopper_product(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N) {
+    with_packing(W, [&](auto format) {
+        using F = decltype(format);
+        PackedArgs p = packed_args(W);
+        p.x = x, p.N = N;
+        if (Epilogue::PAIR) p.out = W.rows[0];
+        const PackedPlan plan = PackedPlan::best(ctx.gpu->sms, W.out(), W.in);
+        if (N <= 64) launch_packed_hopper<F, 64>(ctx, p, plan, epilogue);
+        else launch_packed_hopper<F, 128>(ctx, p, plan, epilogue);
+    }, PACKED_IN - 1);
+}

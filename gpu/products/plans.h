@@ -1,0 +1,136 @@
+// gpu/products/plans.h: the tile and the number of splits for a product of many tokens.
+#pragma once
+#include "gpu/products/hopper.h"
+#include "gpu/products/tiles.h"
+#include "qwen3.cu"
+
+// ---- The choice of a tile
+using Tile128x128 = TileShape<128, 128, 64, 64, 3>;
+using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
+using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
+using Tile32x64 = TileShape<32, 64, 16, 32, 6>;
+
+// The shape and the number of splits with the least predicted time in microseconds: the blocks that the busiest
+// multiprocessor has, times a block's steps, plus what splits cost. The figures were fitted to an H100 (tests/bench_gpu
+// sweep); what matters is their proportion. For 1,024 numbers of `in` a block takes `alone` if it is alone on its
+// multiprocessor, and `full` if that has many.
+struct TilePlan {
+    int shape = 0, splits = 1;
+    double least = 1e30;
+    template <class S> void consider(const Context& ctx, int index, double alone, double full, int N, int out, int in) {
+        const int64_t tiles = count_tiles<S>(N, out), area = S::TOKENS * S::ROWS;
+        for (int s = 1; s <= 12; s++) {
+            if (s > 1 && (s * 128 > in || !splits_fit<S>(tiles, s))) break;
+            const double blocks = (double)((tiles * s + ctx.gpu->sms - 1) / ctx.gpu->sms); // of the busiest
+            double time = 1 + std::max(alone, blocks * full) * in / 1024 / s;
+            if (s > 1) time += 0.85 + s * (0.22 + 0.93 * (double)area / 16384) + (double)(tiles * s * area) * 8 / 5.5e6;
+            if (time < least) shape = index, splits = s, least = time;
+        }
+    }
+    // With X_COLS tiles of 32 tokens are not to be had; of many tokens they were never the best.
+    TilePlan(const Context& ctx, int N, int out, int in, bool x_cols = false) {
+        if (ctx.invariant) return;
+        consider<Tile128x128>(ctx, 0, 13, 9.8, N, out, in);
+        consider<Tile64x128>(ctx, 1, 9.1, 6.5, N, out, in);
+        consider<Tile64x64>(ctx, 2, 9, 3.4, N, out, in);
+        if (!x_cols && N <= 128) consider<Tile32x64>(ctx, 3, 5.8, 2.6, N, out, in);
+    }
+};
+// On Hopper: the shape and the number of splits with the least predicted time in microseconds, that of the busiest
+// multiprocessor. A step of 128 x 256 takes 0.55 on an H100; a narrower tile reads more than it multiplies.
+using Hopper128x256 = HopperShape<128, 256, 4>;
+using Hopper128x192 = HopperShape<128, 192, 5>;
+using HopperPairs = HopperShape<128, 256, 4, 128, 2>; // of four waves or more; of fewer it is slower
+using Hopper128x128 = HopperShape<128, 128, 6>;
+using Hopper64x64 = HopperShape<64, 64, 6>; // two blocks a multiprocessor
+// For few blocks, forward: with room for most of what they read, so that the weights of the next product are on their
+// way to half of the multiprocessors while this one's multiply in the other half, and for sums they receive.
+using Hopper32x64 = HopperShape<64, 64, 16, 32>;
+using Hopper64x64Deep = HopperShape<64, 64, 14>;
+using Hopper64x128 = HopperShape<64, 128, 9>;
+using Hopper128x64 = HopperShape<128, 64, 9>;
+using Hopper128x96 = HopperShape<128, 96, 8>;
+struct HopperPlan {
+    int shape = 0, splits = 1;
+    double least = 1e30;
+    HopperPlan() = default;
+    template <class S> void consider(int index, double step, int sms, int most, int N, int out, int in) {
+        const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
+        const bool small = S::TOKENS * S::ROWS == 64 * 64;
+        if (S::BLOCKS == 1) most = std::min(most, 2); // large clusters of such blocks find no places
+        for (int s = 1; s <= std::min<int64_t>(most, steps); s *= 2) {
+            if (s > 1 && tiles * s > S::BLOCKS * (sms - 4)) break;
+            const double each = (double)(tiles * s) / (sms / S::SHARING);
+            const double waves = S::BLOCKS > 1 ? std::max(1., each) : std::ceil(each);
+            // Blocks of few tokens also take places in which those of the next product could begin.
+            const double sums = s > 1 ? 0.8 + 0.6 * S::TOKENS * S::ROWS / 4096 + 0.05 * s : 0;
+            const double places = small ? each / 2 : 0;
+            choose(index, s, waves * (double)((steps + s - 1) / s) * step + sums + places);
+        }
+    }
+    // Of one of the shapes for few blocks, a tile each. Blocks take places in which the next product's could begin, and
+    // large clusters of them, or clusters of large ones, find none if they need more than two thirds of the GPU.
+    template <class S> void consider_few(int index, double step, int sms, int most, int N, int out, int in) {
+        const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
+        for (int s = 1; s <= std::min<int64_t>(std::min(most, 4), steps); s *= 2) {
+            const int64_t each = (steps + s - 1) / s;
+            if (tiles * s > (s == 1 ? sms : s > 2 || S::ROWS > 64 ? sms * 2 / 3 : sms - 4)) break;
+            if (each > (s > 1 ? 96 : 64)) continue; // they stream less well
+            const double sums = s > 1 ? 0.3 + 0.3 * S::ROWS / 64 + 0.05 * s : 0;
+            choose(index, s, (double)each * step + sums + 1.1 * (double)(tiles * s) / sms);
+        }
+    }
+    void choose(int index, int s, double time) {
+        if (time < least) shape = index, splits = s, least = time;
+    }
+    HopperPlan(const Context& ctx, int most, int N, int out, int in, bool few) {
+        const int sms = ctx.gpu->sms;
+        consider<Hopper128x128>(2, 0.32, sms, ctx.invariant ? 1 : most, N, out, in);
+        if (ctx.invariant) return;
+        consider<Hopper128x256>(0, 0.55, sms, most, N, out, in);
+        if (count_tiles<HopperPairs>(N, out) >= 2 * sms) consider<HopperPairs>(9, 0.53, sms, 1, N, out, in);
+        consider<Hopper128x192>(1, 0.419, sms, most, N, out, in);
+        consider<Hopper64x64>(3, 0.17, sms, most, N, out, in);
+        if (!few) return;
+        if (N <= Hopper32x64::MOST) consider_few<Hopper32x64>(8, 0.1, sms, most, N, out, in);
+        consider_few<Hopper64x64Deep>(4, 0.115, sms, most, N, out, in);
+        consider_few<Hopper64x128>(5, 0.147, sms, most, N, out, in);
+        consider_few<Hopper128x64>(6, 0.15, sms, most, N, out, in);
+        consider_few<Hopper128x96>(7, 0.21, sms, 1, N, out, in);
+    }
+};
+template <bool X_COLS, bool W_COLS, class Epilogue> void hopper_product(Context& ctx, TileArgs p, Epilogue epilogue) {
+    constexpr bool FEW = !X_COLS && !W_COLS && !Epilogue::MASKS && !Epilogue::PARTS;
+    const int most = Epilogue::MASKS || Epilogue::PARTS ? 1 : MOST_SPLITS;
+    const HopperPlan plan(ctx, most, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, FEW);
+    p.splits = plan.splits;
+    if constexpr (FEW)
+        switch (plan.shape) {
+            case 4: return launch_hopper<Hopper64x64Deep>(ctx, p, epilogue);
+            case 5: return launch_hopper<Hopper64x128>(ctx, p, epilogue);
+            case 6: return launch_hopper<Hopper128x64>(ctx, p, epilogue);
+            case 7: return launch_hopper<Hopper128x96>(ctx, p, epilogue);
+            case 8: return launch_hopper<Hopper32x64>(ctx, p, epilogue);
+        }
+    switch (plan.shape) {
+        case 0: return launch_hopper<Hopper128x256, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 1: return launch_hopper<Hopper128x192, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 2: return launch_hopper<Hopper128x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 3: return launch_hopper<Hopper64x64, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 9: return launch_hopper<HopperPairs, X_COLS, W_COLS>(ctx, p, epilogue);
+    }
+    DIE("no tile of shape %d for this product", plan.shape);
+}
+template <bool X_COLS = false, bool W_COLS = false, class Epilogue>
+void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
+    if (ctx.gpu->hopper) return hopper_product<X_COLS, W_COLS>(ctx, p, epilogue);
+    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, X_COLS);
+    p.splits = plan.splits;
+    switch (plan.shape) {
+        case 0: return launch_tiles<Tile128x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 1: return launch_tiles<Tile64x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 2: return launch_tiles<Tile64x64, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 3: if constexpr (!X_COLS) return launch_tiles<Tile32x64, X_COLS, W_COLS>(ctx, p, epilogue); else break;
+    }
+    DIE("no tile of shape %d for this product", plan.shape);
+}

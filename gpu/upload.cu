@@ -1,0 +1,77 @@
+// gpu/upload.cu: weights to a GPU, in pieces through pinned buffers.
+#include "gpu/device.h"
+#include "gpu/upload.h"
+#include "model/weights.h"
+#include "qwen3.cu"
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+// Copies all to the GPU and lets every pointer point there, the blocks of a Linear one after another. The CPU's threads
+// read the mapped file into one pinned buffer while the other one is on its way: so the link sets the pace, not the
+// page faults.
+template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file) {
+    check_gpu(file.path, file.config, file.logits);
+    std::vector<UploadPiece> pieces;
+    std::vector<std::vector<uint8_t>> made;
+    gpu.gpu = true;
+    bool packed = false; // one of them is
+    for (bool planned : {false, true}) {
+        bf16* to = nullptr;
+        for (const ModelTensor& t : model_tensors(file.config)) {
+            const TensorPlace<bf16> place = place_of(*this, t);
+            if (place.linear && place.linear->format != Format::PLAIN) {
+                if (place.block == 0) place_packed(gpu, *place.linear, planned ? &pieces : nullptr, made);
+                packed = true;
+                continue;
+            }
+            if (!place.numbers()) continue; // a head that the file has not got
+            if (place.block == 0)
+                to = gpu.take<bf16>(place.linear ? (size_t)place.linear->out() * t.columns : t.size());
+            if (planned) {
+                pieces.push_back({place.numbers(), (size_t)((uint8_t*)to - gpu.base), t.size() * sizeof(bf16)});
+                place.numbers() = to;
+                to += t.size();
+            }
+        }
+        if (packed) {
+            ctx.gpu->unpacked_numbers = unpacked_numbers(file.config);
+            ctx.gpu->unpacked = gpu.take<bf16>(ctx.gpu->unpacked_numbers);
+        }
+        if (!planned) gpu.allocate("the model");
+    }
+    if (file.config.tied) head = embed;
+    // (The blocks of a packed Linear: its weights lie together, its scales behind them.)
+    std::sort(pieces.begin(), pieces.end(), [](const UploadPiece& a, const UploadPiece& b) { return a.to < b.to; });
+
+    constexpr size_t BUFFER = 16 << 20;
+    uint8_t* buffer[2];
+    cudaEvent_t sent[2];
+    for (int i = 0; i < 2; i++) {
+        CUDA_CHECK(cudaMallocHost(&buffer[i], BUFFER));
+        CUDA_CHECK(cudaEventCreateWithFlags(&sent[i], cudaEventDisableTiming));
+    }
+    size_t start = 0, piece = 0, done = 0; // the buffer stands for the arena from `start` on; bytes done of a piece
+    for (int turn = 0; piece < pieces.size(); turn ^= 1) {
+        CUDA_CHECK(cudaEventSynchronize(sent[turn]));
+        start = pieces[piece].to + done;
+        size_t end = start;
+        while (piece < pieces.size() && pieces[piece].to + done < start + BUFFER) {
+            const UploadPiece& p = pieces[piece];
+            const size_t at = p.to + done - start, n = std::min(p.bytes - done, BUFFER - at), part = 1 << 19;
+            #pragma omp parallel for schedule(static) if (n > part)
+            for (size_t i = 0; i < (n + part - 1) / part; i++)
+                memcpy(buffer[turn] + at + i * part, (const uint8_t*)p.from + done + i * part,
+                       std::min(part, n - i * part));
+            end = start + at + n;
+            done += n;
+            if (done == p.bytes) piece++, done = 0;
+        }
+        CUDA_CHECK(cudaMemcpyAsync(gpu.base + start, buffer[turn], end - start, cudaMemcpyHostToDevice,
+                                   ctx.gpu->stream));
+        CUDA_CHECK(cudaEventRecord(sent[turn], ctx.gpu->stream));
+    }
+    CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));
+    for (int i = 0; i < 2; i++) cudaFreeHost(buffer[i]), cudaEventDestroy(sent[i]);
+    converted.clear();
+}

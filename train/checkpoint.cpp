@@ -1,0 +1,172 @@
+// train/checkpoint.cpp: the adapter or the model that was trained, and the state of a run to go on from.
+#include "base/options.h"
+#include "model/adapters.h"
+#include "model/instances.h"
+#include "model/write.h"
+#include "train/trainer.h"
+#include <algorithm>
+#include <cmath>
+#include <set>
+#include <utility>
+
+// ---- What was trained
+
+// With --full, for qwen3: an F16 model stays one, unless a number became too large for that; else T is stored.
+template <class T>
+void Trainer<T>::write_model(const std::string& folder, const Metadata& metadata, const std::vector<A>& numbers) {
+    constexpr const char* TYPE = std::is_same_v<T, bf16> ? "BF16" : "F32";
+    bool half = file.is_float16();
+    if (half && std::any_of(numbers.begin(), numbers.end(), [](A x) { return std::fabs(x) >= 65520; })) {
+        ranks.tell("%s/model.bin: a number is too large for F16: stored as %s\n", folder.c_str(), TYPE);
+        half = false;
+    }
+    std::vector<OutTensor> tensors;
+    params.each_tensor([&](const ModelTensor& t, size_t at) {
+        auto write = [&numbers, half, at, n = t.size()](OutputFile& out) {
+            auto rounded = [&](auto number, auto round) {
+                std::vector<decltype(number)> all(n);
+                for (size_t i = 0; i < n; i++) all[i] = round(numbers[at + i]);
+                out.write(all.data(), n * sizeof number);
+            };
+            if (half) rounded(uint16_t{}, [](A x) { return float_to_half((float)x); });
+            else rounded(T{}, [](A x) { return to_stored<T>(x); });
+        };
+        tensors.push_back({t.name(), half ? "F16" : TYPE, t.shape(), write});
+    });
+    write_safetensors(folder + "/model.bin", metadata, tensors);
+}
+
+template <class T> void Trainer<T>::write_result(const std::string& folder, size_t leaked) {
+    const std::vector<A> numbers = params.host(params.p);
+    if (ranks.rank > 0) return;
+    const auto lock = ranks.writing();
+    make_folder(folder);
+    Metadata metadata = {{"format", "pt"}};
+    if (o.full) metadata = model_metadata(file.config_text, file.generation_text);
+    if (leaked) metadata["leak"] = counted(leaked, "row") + " of the evaluation file trained on";
+    std::vector<OutTensor> tensors;
+    if (o.full) return write_model(folder, metadata, numbers);
+    each_adapter_tensor(w, [&](const std::string& name, size_t rows, size_t columns, size_t at, size_t stride) {
+        auto write = [&numbers, rows, columns, at, stride](OutputFile& out) {
+            for (size_t r = 0; r < rows; r++) out.write(&numbers[at + r * stride], columns * sizeof(A));
+        };
+        tensors.push_back({name, "F32", {(int64_t)rows, (int64_t)columns}, write});
+    });
+    write_text(folder + "/adapter_config.json", adapter_config_json(o.lora, o.dropout, o.model));
+    write_safetensors(folder + "/adapter_model.safetensors", metadata, tensors);
+}
+
+// ---- The state
+
+std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dataset& data, int64_t steps,
+                         const char* type) {
+    auto hex = [](uint64_t hash) { return format("%016llx", (unsigned long long)hash); };
+    sj::Writer w;
+    w.object().field("model", hex(file.hash())).field("dataset", hex(fnv1a(data.file.data, data.file.size)));
+    w.field("dtype", type).field("full", o.full).field("rank", o.lora.rank).field("alpha", o.lora.alpha);
+    w.field("rslora", o.lora.rslora).key("targets").array();
+    for (bool target : o.lora.targets) w.value(target);
+    w.end().field("dropout", (double)o.dropout).field("lr", o.lr).field("weight-decay", o.weight_decay);
+    w.field("warmup", o.warmup).field("clip", o.clip).field("schedule", o.schedule).field("steps", steps);
+    w.field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len).field("seed", o.seed);
+    w.field("shuffle", o.shuffle);
+    if (o.ranks->size > 1) w.field("ranks", o.ranks->size);
+    if (o.dpo) {
+        const std::string reference = o.adapter_init.empty() ? "" : o.adapter_init + "/adapter_model.safetensors";
+        w.field("dpo", true).field("beta", o.beta).field("label-smoothing", o.label_smoothing);
+        w.field("reference", reference.empty() ? "" : hex(fnv1a(MappedFile(reference).text())));
+    }
+    if (o.grpo) {
+        const GrpoOptions& rl = o.rl;
+        w.field("grpo", true).key("reward").array();
+        for (auto& name : rl.rewards) w.value(name);
+        w.end().field("group", rl.group).field("max-tokens", rl.max_tokens).field("temp", rl.temperature);
+        w.field("top-p", rl.top_p).field("iterations", rl.iterations).field("loss-type", rl.loss);
+        w.field("scale-rewards", rl.scale).field("epsilon", rl.epsilon).field("epsilon-high", rl.epsilon_high);
+        w.field("kl-beta", rl.kl_beta).field("mask-truncated", rl.mask_truncated);
+    }
+    w.end();
+    return w.text;
+}
+
+template <class T> void Trainer<T>::write_state(const std::string& path, double best, double elapsed) {
+    Metadata metadata = {
+        {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)},
+        {"elapsed", sj::repr(elapsed)}};
+    if (step % o.rl.iterations) metadata["answers"] = groups.json(); // that the next step takes again
+    if (ranks.rank > 0) {
+        for (const A* part : {params.p, params.m, params.v}) params.host(part);
+        return;
+    }
+    const auto lock = ranks.writing();
+    std::vector<OutTensor> tensors;
+    for (auto [name, from] : {std::pair("p", params.p), {"m", params.m}, {"v", params.v}})
+        tensors.push_back({name, "F32", {(int64_t)params.trained()}, [this, from = from](OutputFile& out) {
+            const std::vector<A> numbers = params.host(from);
+            params.each_range([&](size_t first, size_t n) { out.write(&numbers[first], n * sizeof(A)); });
+        }});
+    write_safetensors(path, metadata, tensors);
+}
+
+// Whether a state is one of this run's, though perhaps on another number of ranks. Then another --batch or --accum may
+// keep what a step is; if it does not, the run goes on with the same share of its steps done.
+template <class T>
+typename Trainer<T>::Begun Trainer<T>::check_state(const char* name, const Metadata& metadata) const {
+    sj::Doc theirs, ours;
+    const auto was_run = metadata.find("run");
+    if (was_run == metadata.end() || !sj::parse(theirs, was_run->second).empty())
+        DIE("%s: not a state of train_lora", name);
+    sj::parse(ours, run);
+    const sj::Value on = theirs.root()["ranks"], of = theirs.root()["steps"];
+    const Begun begun = {on ? (int)on.number() : 1, (int64_t)of.number()};
+    const std::set<std::string> free = {"ranks", "batch", "accum", "steps"};
+    for (auto [key, mine] : ours.root().members()) {
+        if (begun.ranks != ranks.size && free.count(std::string(key))) continue;
+        if (const std::string was = sj::dump(theirs.root()[key]), is = sj::dump(mine); was != is)
+            DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(),
+                was.c_str(), is.c_str());
+    }
+    return begun;
+}
+
+template <class T> void Trainer<T>::read_state(const std::string& path, double& best, double& elapsed) {
+    const MappedFile map(path);
+    const char* name = path.c_str();
+    Tensors tensors;
+    Metadata metadata;
+    read_safetensors(map, tensors, metadata);
+    const Begun begun = check_state(name, metadata);
+    step = parse_integer(name, metadata["step"].c_str(), 0, begun.steps);
+    if (begun.ranks != ranks.size) {
+        step = std::llround((double)step * (double)steps / (double)std::max<int64_t>(begun.steps, 1));
+        ranks.tell("%s: begun on %s, goes on with %d from the same weights at step %lld of %lld, not to the bit\n",
+                   name, counted((size_t)begun.ranks, "rank").c_str(), ranks.size, (long long)step,
+                   (long long)steps);
+    }
+    ranks.must_agree(format("step of %s\t%lld\n", name, (long long)step));
+    if (o.dpo) make_reference(); // of the first parameters
+    best = metadata["best"] == "Infinity" ? INFINITY : parse_number(name, metadata["best"].c_str(), -1e30, 1e30);
+    elapsed = parse_number(name, metadata["elapsed"].c_str(), 0, 1e12);
+    if (step % o.rl.iterations)
+        groups = Groups(name, metadata["answers"], (size_t)o.rl.group, (uint32_t)c.V);
+    std::vector<A> numbers(params.count);
+    for (auto [key, to] : {std::pair("p", params.p), {"m", params.m}, {"v", params.v}}) {
+        const auto t = tensors.find(key);
+        const Shape shape = {(int64_t)params.trained()};
+        if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != shape)
+            DIE("%s: no tensor %s of %zu numbers", name, key, params.trained());
+        const uint8_t* from = t->second.data;
+        params.each_range([&](size_t first, size_t n) {
+            memcpy(&numbers[first], from, n * sizeof(A));
+            from += n * sizeof(A);
+        });
+        params.keep(to, numbers);
+        if (to == params.p) params.give_copies(params.stored, numbers);
+    }
+}
+
+#define INSTANTIATE(T) \
+    template void Trainer<T>::write_result(const std::string&, size_t); \
+    template void Trainer<T>::write_state(const std::string&, double, double); \
+    template void Trainer<T>::read_state(const std::string&, double&, double&);
+QWEN3_INSTANCES(INSTANTIATE)

@@ -1,0 +1,109 @@
+// train/loader.cpp: units in the order of steps, and batches of them.
+#include "train/loader.h"
+#include "train/buckets.h"
+#include <algorithm>
+#include <numeric>
+
+void Loader::choose_rows(const Dataset* evaluation) {
+    rows = fitting(data);
+    if (evaluation) eval_rows = fitting(*evaluation);
+    const size_t a_step = step_units();
+    epoch_steps = (int64_t)((rows.size() + a_step - 1) / a_step) * o.rl.iterations;
+    max_pages = (longest + PAGE - 1) / PAGE;
+}
+
+std::vector<size_t> Loader::fitting(const Dataset& from) {
+    std::vector<size_t> list;
+    std::vector<int> lengths;
+    const size_t limit = (size_t)std::min(o.max_len, c.max_positions), all = from.rows() / from.group();
+    for (size_t i = 0; i < all; i++) {
+        size_t most = 0, sum = 0;
+        each_row(from, {i}, [&](DatasetRow row) { most = std::max(most, row.size()), sum += row.size() - 1; });
+        if (o.grpo) most = prompt_of(from.row(i)).size() + o.rl.max_tokens, sum = o.rl.group * (most - 1);
+        if (most > limit) continue;
+        list.push_back(i), lengths.push_back((int)sum), longest = std::max(longest, (int)most - 1);
+    }
+    const char *name = from.file.path.c_str(), *with = o.grpo ? " with --max-tokens" : "";
+    if (list.empty())
+        DIE("%s: every %s has more than %zu tokens%s (%s)", name, unit(), limit, with,
+            o.max_len > c.max_positions ? "the model's limit" : "--max-len");
+    if (list.size() < all)
+        ranks.tell("%s: %s left out of %zu: more than %zu tokens%s\n", name,
+                   counted(all - list.size(), unit()).c_str(), all, limit, with);
+    std::sort(lengths.rbegin(), lengths.rend());
+    const auto end = lengths.begin() + std::min(lengths.size(), (size_t)o.batch);
+    most_tokens = std::max(most_tokens, std::accumulate(lengths.begin(), end, 0));
+    return list;
+}
+
+// ---- Steps
+
+std::vector<size_t> Loader::rows_of(int64_t k) {
+    const int64_t an_epoch = epoch_steps / o.rl.iterations, epoch = (k /= o.rl.iterations) / an_epoch;
+    if (epoch != ordered) {
+        order = rows;
+        for (size_t i = order.size() - 1; i > 0 && o.shuffle; i--) {
+            const Philox r = philox(o.seed, (uint64_t)epoch << 32 | i, STREAM_SHUFFLE);
+            const uint64_t bits = (uint64_t)r.v[1] << 32 | r.v[0];
+            std::swap(order[i], order[(size_t)((unsigned __int128)bits * (i + 1) >> 64)]);
+        }
+        ordered = epoch;
+    }
+    const size_t a_step = step_units(), first = (size_t)(k % an_epoch) * a_step;
+    return {order.begin() + (ptrdiff_t)first, order.begin() + (ptrdiff_t)std::min(first + a_step, order.size())};
+}
+
+std::vector<size_t> Loader::deal_step(const std::vector<size_t>& list) {
+    if (ranks.size == 1) return list;
+    std::vector<size_t> tokens, mine;
+    for (size_t unit : list) tokens.push_back(o.grpo ? 1 : trained_tokens(data, {unit}));
+    places = deal(tokens, ranks.size)[ranks.rank];
+    for (size_t place : places) mine.push_back(list[place]);
+    return mine;
+}
+
+// ---- Batches
+
+void Loader::plan(Arena& arena) {
+    const int N = most_tokens;
+    for (int** list : {&token, &pos, &seq, &slot, &named, &target}) *list = arena.take<int>(N);
+    place = arena.take<uint32_t>(N);
+    pages = arena.take<int>(sequences() * max_pages);
+}
+
+template <class From> Batch Loader::load(const From& from, const size_t* list, int n, int first, int& R) {
+    const int group = (int)from.group();
+    n *= group; // sequences
+    std::vector<int> all_token, all_pos, all_seq, all_slot, all_named, all_target, table((size_t)n * max_pages, 0);
+    std::vector<uint32_t> all_place;
+    int page = 0;
+    ends.clear();
+    for (int s = 0; s < n; s++) {
+        const DatasetRow row = from.row(list[s / group] * group + s % group);
+        const size_t in_step = place_in_step((size_t)(first + s / group));
+        for (int i = 0; i + 1 < (int)row.size(); i++) {
+            if (i % PAGE == 0) table[(size_t)s * max_pages + i / PAGE] = page++;
+            if (row.first[i + 1] & TRAIN) {
+                all_named.push_back((int)all_token.size());
+                all_target.push_back((int)(row.first[i + 1] & ~TRAIN));
+            }
+            all_token.push_back((int)(row.first[i] & ~TRAIN)), all_pos.push_back(i), all_seq.push_back(s);
+            all_slot.push_back((page - 1) * PAGE + i % PAGE);
+            all_place.push_back((uint32_t)(in_step * group + s % group) * (uint32_t)o.max_len + (uint32_t)i);
+        }
+        ends.push_back((int)all_named.size());
+    }
+    const size_t N = all_token.size();
+    copy_in(ctx, token, all_token.data(), N);
+    copy_in(ctx, pos, all_pos.data(), N);
+    copy_in(ctx, seq, all_seq.data(), N);
+    copy_in(ctx, slot, all_slot.data(), N);
+    copy_in(ctx, place, all_place.data(), N);
+    copy_in(ctx, pages, table.data(), table.size());
+    copy_in(ctx, named, all_named.data(), all_named.size());
+    copy_in(ctx, target, all_target.data(), all_target.size());
+    R = (int)all_named.size();
+    return {(int)N, n, token, pos, seq, slot, pages, max_pages};
+}
+template Batch Loader::load(const Dataset&, const size_t*, int, int, int&);
+template Batch Loader::load(const Groups&, const size_t*, int, int, int&);

@@ -1,0 +1,66 @@
+// train/loader.h: the units of a dataset in the order of steps, dealt to ranks and packed into batches.
+#pragma once
+#include "base/arena.h"
+#include "model/dataset.h"
+#include "qwen3.cu"
+#include "train/grpo.h"
+#include "train/options.h"
+#include <vector>
+
+// Calls f(row) for each row of some units. (From: Dataset, or Groups.)
+template <class From, class F> void each_row(const From& from, const std::vector<size_t>& list, F f) {
+    for (size_t i : list)
+        for (size_t k = 0; k < from.group(); k++) f(from.row(i * from.group() + k));
+}
+// How many tokens of these units are trained.
+template <class From> size_t trained_tokens(const From& from, const std::vector<size_t>& list) {
+    size_t n = 0;
+    each_row(from, list, [&](DatasetRow row) { for (uint32_t word : row) n += word >> 31; });
+    return n;
+}
+
+struct Loader {
+    const TrainOptions& o;
+    Ranks& ranks;
+    Context& ctx;
+    const Config& c;
+    const Dataset& data;
+    std::vector<size_t> rows, eval_rows; // of the datasets, the units that are not too long: rows, or pairs
+    int64_t epoch_steps;                 // steps an epoch
+    int most_tokens = 0, longest = 0;    // of a batch, of a row
+
+    Loader(const TrainOptions& options, Context& where, const Config& config, const Dataset& train)
+        : o(options), ranks(*o.ranks), ctx(where), c(config), data(train) {}
+    // Leaves out what is too long, and says so.
+    void choose_rows(const Dataset* evaluation);
+
+    const char* unit() const { return o.dpo ? "pair" : o.grpo ? "prompt" : "row"; }
+    size_t step_units() const { return (size_t)o.batch * o.accum * ranks.size; } // rows, pairs or prompts of a step
+    size_t sequences() const { return (size_t)o.batch * (o.grpo ? o.rl.group : data.group()); } // of a batch, at most
+
+    // ---- Steps
+    // The units of a step. Each epoch's order is drawn anew (Fisher and Yates, with Philox).
+    std::vector<size_t> rows_of(int64_t k);
+    // This rank's units of a step; `places` becomes where they stand in it.
+    std::vector<size_t> deal_step(const std::vector<size_t>& list);
+    std::vector<size_t> places; // of this rank's units in the step; none: they are in it as they are listed
+    // Of a unit of this rank, by its number among them.
+    size_t place_in_step(size_t unit) const { return places.empty() ? unit : places[unit]; }
+
+    // ---- Batches
+    int *token, *pos, *seq, *slot, *pages, *named, *target; // a Batch, its trained rows and what comes after them
+    uint32_t* place;       // Dropout::token
+    int max_pages;         // of a row
+    std::vector<int> ends; // where the trained tokens of each sequence end in `named`
+    void plan(Arena& arena);
+
+    // Packs units list[0 .. n - 1], of which the first is number `first` of its step, or of this rank's part of it. R:
+    // the tokens to predict. (From: Dataset, or Groups.)
+    template <class From> Batch load(const From& from, const size_t* list, int n, int first, int& R);
+
+  private:
+    std::vector<size_t> order;
+    int64_t ordered = -1; // the epoch of this order
+
+    std::vector<size_t> fitting(const Dataset& from); // units that are not too long; of a row all but the last are fed
+};

@@ -1,0 +1,27 @@
+// train/log.h: the log of a training run, and its curve.
+#pragma once
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+std::string clock_text(double s); // as Python's str(timedelta)
+
+// trainer_log.jsonl, with LLaMA-Factory's fields, and loss.svg, or reward.svg, which is drawn from it.
+struct TrainLog {
+    std::string folder, what; // "loss", "reward"
+    FILE* file = nullptr;
+    struct Point { double step, value; };
+    std::vector<Point> losses, evaluations;
+
+    // Goes on after the lines of the first `steps` steps, which exist already if there are any. Without `writes`
+    // nothing is read or written.
+    TrainLog(const std::string& out, const char* drawn, int64_t steps, bool writes);
+    TrainLog(const TrainLog&) = delete;
+    ~TrainLog() { if (file) fclose(file); }
+
+    void add(const std::string& line);
+
+    // Steps across, loss or reward upwards: every step thin, their running mean thick, evaluations as dots.
+    void draw(int64_t steps) const;
+};

@@ -1,0 +1,28 @@
+// train/nccl.h: NCCL, NVIDIA's library for sums between GPUs, without CUDA's types. It is found when the program runs:
+// the program is built without it. Compiled for GPUs only; elsewhere nobody makes one.
+#pragma once
+#include <cstddef>
+#include <memory>
+
+struct Context;
+
+struct Nccl {
+    struct Id { char bytes[128]; };
+
+    explicit Nccl(const Context& model); // that of the model: sums begin after what its stream has done
+    Id make_id();
+    void join(int size, const Id& id, int rank); // all ranks, with the same id
+
+    // The four below are called between begin and end.
+    void begin();
+    void all_reduce(float* x, size_t n);                                // x becomes its sum over all ranks
+    void reduce_scatter(float* own, const float* x, size_t piece);      // own: this rank's piece of it
+    void all_gather(void* all, const void* own, size_t bytes);          // all: the pieces of all ranks
+    void end();
+    void finish(); // the model's stream goes on when all sums are there
+    double look(); // seconds that it has waited since the last look; it has done all it had to
+
+  private:
+    struct Library;
+    std::shared_ptr<Library> library;
+};

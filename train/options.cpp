@@ -1,0 +1,163 @@
+// train/options.cpp: the table of options, and what goes with what.
+#include "train/options.h"
+#include "train/rewards.h"
+#include <algorithm>
+
+static const char* USAGE =
+    "usage: train_lora MODEL TRAIN.bin -o OUT [options]       fine-tunes; datagen pack makes TRAIN.bin\n"
+    "       train_lora MODEL --adapter-init DIR --merge PATH   merges an adapter into the model\n"
+    "       train_lora --version\n";
+
+static void parse_targets(AdapterConfig& lora, const std::string& list) {
+    std::fill(lora.targets, lora.targets + MODULES, list == "all");
+    for (size_t at = 0, end; list != "all" && at <= list.size(); at = end + 1) {
+        end = std::min(list.find(',', at), list.size());
+        const std::string one = list.substr(at, end - at);
+        const int m = std::max(module_of(one), module_of(one + "_proj"));
+        if (m < 0) DIE("--targets: %.40s is none of q, k, v, o, gate, up, down", one.c_str());
+        lora.targets[m] = true;
+    }
+}
+
+static std::vector<Option> option_table(TrainOptions& o) {
+    auto lora = [&o](Setter set) { // of the adapter
+        return [&o, set](const char* option, const char* v) { o.says_lora = option, set(option, v); };
+    };
+    auto dpo = [&o](Setter set) {
+        return [&o, set](const char* option, const char* v) { o.says_dpo = option, set(option, v); };
+    };
+    auto grpo = [&o](Setter set) {
+        return [&o, set](const char* option, const char* v) { o.says_grpo = option, set(option, v); };
+    };
+    GrpoOptions& rl = o.rl;
+    const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
+    std::vector<Option> table = {
+        {"-o", "--output", "DIR", "adapter, log, curve and state go there", file_name(o.out)},
+        {"", "--full", "", "trains all parameters and writes OUT/model.bin; without it LoRA:", flag(o.full)},
+        {"", "--rank", "N", "of the adapter: 32", lora(whole(o.lora.rank, 1, MAX_RANK))},
+        {"", "--alpha", "X", "2 x rank: what the adapter adds is scaled by alpha / rank",
+         lora(number(o.lora.alpha, 1e-6, 1e6))},
+        {"", "--rslora", "", "... by alpha / sqrt(rank)", lora(flag(o.lora.rslora))},
+        {"", "--targets", "LIST", "all, or some of q,k,v,o,gate,up,down", lora(targets)},
+        {"", "--dropout", "P", "0.1; with --dpo and --grpo 0", number(o.dropout, 0, 0.99)},
+        {"", "--adapter-init", "DIR", "begins with this adapter, and its rank, alpha and targets",
+         file_name(o.adapter_init)},
+        {"", "--dpo", "", "trains on pairs of a chosen and a rejected answer; a row below is then a pair", flag(o.dpo)},
+        {"", "--beta", "X", "... how strongly the model is held to what it was: 0.1",
+         dpo(number(o.beta, 1e-6, 1e6))},
+        {"", "--label-smoothing", "X", "... the share of pairs taken to be the wrong way round: 0",
+         dpo(number(o.label_smoothing, 0, 0.5))},
+        {"", "--grpo", "", "trains on rewards of answers that it draws; a row below is then a prompt", flag(o.grpo)},
+        {"", "--reward", "NAME", "... what an answer is worth: exact, choice, rouge-l, regex:PATTERN, length:N, or\n"
+         "a program (./NAME); WEIGHT*NAME; may be repeated, and all are added up", grpo(list(rl.rewards))},
+        {"", "--reward-timeout", "S", "... for a program, a step: 60", grpo(number(rl.timeout, 0.01, 1e6))},
+        {"", "--group", "N", "... answers to a prompt: 8", grpo(whole(rl.group, 2, 4096))},
+        {"-n", "--max-tokens", "N", "... of an answer: 256", grpo(whole(rl.max_tokens, 1, 1 << 20))},
+        {"-t", "--temp", "X", "... temperature of the answers: 1", grpo(number(rl.temperature, 0.01, 100))},
+        {"-p", "--top-p", "X", "... drawn among the likeliest that together have this probability: 1",
+         grpo(number(rl.top_p, 0.01, 1))},
+        {"", "--iterations", "N", "... steps on the same answers: 1", grpo(whole(rl.iterations, 1, 1024))},
+        {"", "--loss-type", "NAME", "... grpo, dr_grpo or dapo (the default): a mean of answers' means, a sum\n"
+         "over a constant, a mean of tokens", grpo(one_of(rl.loss, {"grpo", "dr_grpo", "dapo"}))},
+        {"", "--scale-rewards", "NAME", "... group: an advantage is in standard deviations of its group; or none",
+         grpo(one_of(rl.scale, {"group", "none"}))},
+        {"", "--epsilon", "X", "... how far a token's probability may move in steps on the same answers: 0.2",
+         grpo(number(rl.epsilon, 0, 1))},
+        {"", "--epsilon-high", "X", "... upwards (default: as --epsilon)", grpo(number(rl.epsilon_high, 0, 1e6))},
+        {"", "--kl-beta", "X", "... weight of the divergence from what the model was: 0",
+         grpo(number(rl.kl_beta, 0, 1e6))},
+        {"", "--mask-truncated", "", "... answers without an end are not trained", grpo(flag(rl.mask_truncated))},
+        {"", "--epochs", "X", "2", number(o.epochs, 1e-6, 1e6)},
+        {"", "--steps", "N", "instead of epochs", whole(o.steps, 1, 1000000000)},
+        {"", "--batch", "N", "rows a batch: 16", whole(o.batch, 1, 65536)},
+        {"", "--accum", "N", "batches a step: 1", whole(o.accum, 1, 65536)},
+        {"", "--max-len", "N", "longer rows are left out: 512", whole(o.max_len, 2, 1 << 24)},
+        {"", "--lr", "X", "learning rate: 1.5e-4; with --dpo 5e-6, with --grpo 1e-5", number(o.lr, 0, 10)},
+        {"", "--schedule", "NAME", "of the learning rate: cosine, linear or constant",
+         one_of(o.schedule, {"cosine", "linear", "constant"})},
+        {"", "--warmup", "X", "share of the steps in which it rises: 0.1", number(o.warmup, 0, 1)},
+        {"", "--weight-decay", "X", "0.01", number(o.weight_decay, 0, 10)},
+        {"", "--clip", "X", "longest gradient: 1; 0 is off", number(o.clip, 0, 1e9)},
+        {"", "--no-shuffle", "", "rows in the file's order", flag(o.shuffle, false)},
+        {"-s", "--seed", "N", "42", whole(o.seed, 0, INT64_MAX)},
+        {"", "--eval", "FILE", "another dataset, whose loss is measured, with --grpo the reward", file_name(o.eval)},
+        {"", "--eval-every", "N", "... each N steps (default: every epoch)", whole(o.eval_every, 1, INT64_MAX)},
+        {"", "--allow-leak", "", "... also if rows of TRAIN.bin are in it", flag(o.allow_leak)},
+        {"", "--save-every", "N", "steps from one checkpoint to the next (default: every epoch)",
+         whole(o.save_every, 1, INT64_MAX)},
+        {"", "--resume", "", "goes on with the run in OUT", flag(o.resume)},
+        {"", "--overwrite", "", "replaces it; with --merge also what is at PATH", flag(o.overwrite)},
+        {"", "--merge", "PATH", "afterwards: a model.bin (PATH ends in .bin) or a Hugging Face folder\n"
+         "with the adapter merged, and its tokenizer", file_name(o.merge)},
+        {"", "--merge-as", "FORMAT", "... quantised anew: int4, int8 or fp8, to the nearest (PATH ends in .bin)",
+         one_of(o.merge_as, {"int4", "int8", "fp8"})},
+        {"", "--recompute", "", "keeps less for the backward pass, and computes it again", flag(o.recompute)},
+        {"", "--gpus", "N", "of this host: a process each, and --batch rows for each; with -d cpu N\n"
+         "processes on the CPU. (torchrun, mpirun and Slurm need no --gpus)", whole(o.gpus, 1, 1024)},
+        {"", "--no-overlap", "", "... whose gradients are added up after the backward pass, not during it",
+         flag(o.overlap, false)},
+    };
+    o.add_to(table, false);
+    return table;
+}
+
+static void check_grpo(const TrainOptions& o) {
+    const GrpoOptions& rl = o.rl;
+    if (o.dpo) DIE("--dpo or --grpo: not both");
+    if (rl.rewards.empty()) DIE("--grpo: --reward NAME says what an answer is worth");
+    for (auto& name : rl.rewards) make_reward(name, rl.timeout); // throws
+    if (rl.max_tokens >= o.max_len)
+        DIE("--max-tokens %d leaves no room for a prompt in --max-len %d", rl.max_tokens, o.max_len);
+    if (o.full && rl.temperature != 1) DIE("--temp %g: with --full the temperature is 1", rl.temperature);
+    if (rl.iterations > 1 && std::max(o.gpus, o.ranks->size) > 1)
+        DIE("--iterations %d: several GPUs take one step on the same answers", rl.iterations);
+}
+
+void check_options(const TrainOptions& o) {
+    if (o.train.empty() && (o.merge.empty() || o.adapter_init.empty()))
+        DIE("no dataset named (without one: --adapter-init DIR --merge PATH)");
+    if (o.train.empty() && !o.out.empty())
+        DIE("no dataset named, and -o is for training (--merge PATH says where a merged model goes)");
+    if (!o.merge_as.empty() && (o.merge.size() < 5 || o.merge.compare(o.merge.size() - 4, 4, ".bin") != 0))
+        DIE("--merge-as %s is for --merge PATH where PATH ends in .bin", o.merge_as.c_str());
+    if (!o.train.empty() && o.out.empty()) DIE("-o DIR says where the adapter goes");
+    if (o.resume && o.overwrite) DIE("--resume goes on with a run and --overwrite replaces it: not both");
+    const std::string adapter = !o.says_lora.empty() ? o.says_lora : o.merge.empty() ? "--adapter-init" : "--merge";
+    if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || !o.says_lora.empty()))
+        DIE("--full trains the model itself: there is no adapter for %s", adapter.c_str());
+    if (!o.adapter_init.empty() && !o.says_lora.empty()) DIE("%s: --adapter-init says it already", o.says_lora.c_str());
+    if (o.eval.empty() && (o.eval_every || o.allow_leak))
+        DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
+    if (!o.dpo && !o.says_dpo.empty()) DIE("%s is for --dpo", o.says_dpo.c_str());
+    if (!o.grpo && !o.says_grpo.empty()) DIE("%s is for --grpo", o.says_grpo.c_str());
+    if (o.grpo) check_grpo(o);
+    if (o.steps && o.epochs) DIE("--steps %lld or --epochs %g: not both", (long long)o.steps, o.epochs);
+    if (o.gpus > 1 && o.train.empty()) DIE("--gpus is for training");
+    const uint64_t tokens = (uint64_t)o.batch * o.max_len * (o.dpo ? 2 : o.grpo ? o.rl.group : 1);
+    if (tokens > 1 << 26)
+        DIE("--batch %d%s with --max-len %d: more than 2^26 tokens at once", o.batch,
+            o.grpo ? format(", --group %d", o.rl.group).c_str() : "", o.max_len);
+    if (tokens * o.accum * std::max(o.gpus, o.ranks->size) > UINT32_MAX)
+        DIE("--batch, --accum, --max-len and the number of GPUs: more than 2^32 tokens a step");
+}
+
+TrainOptions parse_options(int argc, char** argv) {
+    TrainOptions o;
+    o.lora.rank = 32;
+    std::fill(o.lora.targets, o.lora.targets + MODULES, true);
+    o.lr = o.dropout = -1; // not said
+    const std::vector<Option> table = option_table(o);
+    const std::vector<std::string> words = parse(table, argc, argv);
+    if (o.help) return print_help(USAGE, table), o;
+    if (words.empty()) DIE("no model named (--help lists the options)");
+    if (words.size() > 2) DIE("one model and one dataset, please; %s is too much", words[2].c_str());
+    o.model = words[0];
+    if (words.size() == 2) o.train = words[1];
+    if (!o.lora.alpha) o.lora.alpha = 2 * o.lora.rank;
+    if (o.lr < 0) o.lr = o.dpo ? DPO_LR : o.grpo ? GRPO_LR : TrainOptions().lr;
+    if (o.dropout < 0) o.dropout = o.dpo || o.grpo ? 0 : TrainOptions().dropout;
+    if (o.rl.epsilon_high < 0) o.rl.epsilon_high = o.rl.epsilon;
+    check_options(o);
+    return o;
+}
+

@@ -1,0 +1,215 @@
+// train/parameters.cpp: what is trained, where it lies, how it is divided among ranks, and how AdamW moves it.
+#include "train/parameters.h"
+#include "model/adapters.h"
+#include "model/instances.h"
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+// ---- What is trained
+
+template <class T> void Parameters<T>::measure() {
+    if (!o.full) {
+        const AdapterPlace end = each_adapter(w, [](Linear<T>&, AdapterPlace) {});
+        count = end.B;
+        segments = {{0, end.A, o.weight_decay, 1}, {end.A, end.B - end.A, o.weight_decay, (float)o.lora.scale()}};
+        return;
+    }
+    size_t matrices = 0;
+    each_tensor([&](const ModelTensor& t, size_t at) {
+        count = at + t.size();
+        if (t.columns) matrices = count;
+    });
+    segments = {{0, matrices, o.weight_decay, 1}, {matrices, count - matrices, 0, 1}}; // as transformers' Trainer
+}
+
+template <class T> void Parameters<T>::plan_copies(Arena& arena) {
+    p = arena.take<A>(own), stored = arena.take<T>(padded);
+}
+template <class T> void Parameters<T>::plan_gradients(Arena& arena) {
+    gradient = arena.take<A>(padded), m = arena.take<A>(own), v = arena.take<A>(own);
+    own_gradient = sharded() ? arena.take<A>(own) : gradient;
+    partial = arena.take<double>((own + NORM_PIECE - 1) / NORM_PIECE);
+}
+
+template <class T> std::vector<acc<T>> Parameters<T>::first_numbers() {
+    std::vector<A> first(count, 0);
+    if (o.full) {
+        each_tensor([&](const ModelTensor& t, size_t at) { // as they are stored, not as T has them
+            const Tensor& from = file.tensors.at(t.name());
+            for (size_t i = 0; i < t.size(); i++) first[at + i] = number(from, i);
+        });
+    } else if (!o.adapter_init.empty()) {
+        first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
+    } else {
+        size_t drawn = 0; // the same numbers whatever the rank is rounded up to
+        each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t in, size_t at, size_t) {
+            const float bound = 1 / std::sqrt((float)in);
+            for (size_t i = 0; i < rows * in && at < segments[0].n; i++) { // segments[0]: every A
+                const uint32_t bits = philox(o.seed, drawn++, STREAM_INIT).v[0] >> 8;
+                first[at + i] = bound * ((float)bits * (1.f / 8388608) - 1); // 2^23
+            }
+        });
+    }
+    return first;
+}
+
+template <class T> void Parameters<T>::begin(T* first_stored) {
+    const std::vector<A> first = first_numbers();
+    keep(p, first);
+    give_copies(stored, first);
+    if (first_stored) give_copies(first_stored, first);
+    g.layer.resize(c.L);
+    use(stored);
+    if (o.full) {
+        each_tensor([&](const ModelTensor& t, size_t at) {
+            if (place_of(w, t).block == 0) gradient_of(t) = gradient + at;
+        });
+        if (c.tied) g.head = g.embed;
+    } else {
+        each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
+            const Adapter<T>& adapter = linear.adapter;
+            auto& to = gradient_of_module(adapter.module[0] % MODULES, adapter.module[0] / MODULES);
+            to.A = gradient + at.A, to.B = gradient + at.B;
+        });
+    }
+}
+
+template <class T> void Parameters<T>::give_copies(T* to, const std::vector<A>& from) {
+    std::vector<T> copies(count);
+    for (const Segment& s : segments)
+        for (size_t i = s.first; i < s.first + s.n; i++) copies[i] = to_stored<T>(from[i] * (A)s.copy);
+    copy_in(ctx, to, copies.data(), count);
+}
+
+template <class T> void Parameters<T>::use(T* copies) {
+    if (o.full) each_tensor([&](const ModelTensor& t, size_t at) { place_of(w, t).numbers() = copies + at; });
+    else each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
+        linear.adapter.A = copies + at.A, linear.adapter.B = copies + at.B;
+    });
+    if (o.full && c.tied) w.head = w.embed;
+}
+
+// ---- Places
+
+template <class T>
+void Parameters<T>::each_tensor(const std::function<void(const ModelTensor& tensor, size_t at)>& f) const {
+    size_t at = 0;
+    const std::vector<ModelTensor> tensors = model_tensors(c);
+    for (bool matrices : {true, false})
+        for (const ModelTensor& t : tensors)
+            if (matrices == (t.columns > 0)) f(t, at), at += t.size();
+}
+
+template <class T> void Parameters<T>::each_range(const std::function<void(size_t first, size_t n)>& f) {
+    if (o.full) return f((size_t)0, count);
+    each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t columns, size_t at, size_t stride) {
+        for (size_t r = 0; r < rows; r++) f(at + r * stride, columns);
+    });
+}
+
+template <class T> typename Gradients<T>::OfLinear& Parameters<T>::gradient_of_module(int m, int l) {
+    auto& layer = g.layer[l];
+    return m <= V_PROJ ? layer.qkv : m == O_PROJ ? layer.o : m == DOWN_PROJ ? layer.down : layer.gate_up;
+}
+
+template <class T> acc<T>*& Parameters<T>::gradient_of(const ModelTensor& t) {
+    switch (t.kind) {
+        case EMBED: return g.embed;
+        case HEAD: return g.head;
+        case FINAL_NORM: return g.norm;
+        case INPUT_NORM: return g.layer[t.layer].norm1;
+        case Q_NORM: return g.layer[t.layer].q_norm;
+        case K_NORM: return g.layer[t.layer].k_norm;
+        case POST_NORM: return g.layer[t.layer].norm2;
+        default: return gradient_of_module(t.kind, t.layer).W;
+    }
+}
+
+// ---- Several ranks
+
+template <class T> void Parameters<T>::divide() {
+    buckets = Buckets(count, ranks.size);
+    own = sharded() ? buckets.n * buckets.piece : count;
+    padded = ranks.size > 1 ? buckets.padded() : count;
+    lowest.assign(buckets.n, c.L);
+    auto is_in = [&](size_t first, size_t n, int layer) {
+        for (size_t b = first / buckets.bucket; b * buckets.bucket < first + n; b++)
+            lowest[b] = std::min(lowest[b], layer);
+    };
+    if (o.full) each_tensor([&](const ModelTensor& t, size_t at) { is_in(at, t.size(), t.layer); });
+    else each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
+        const int layer = linear.adapter.module[0] / MODULES;
+        is_in(at.A, linear.adapter.width() * linear.in, layer);
+        is_in(at.B, linear.adapter.width() * linear.out(), layer);
+    });
+    order_of_buckets.resize(buckets.n);
+    std::iota(order_of_buckets.begin(), order_of_buckets.end(), (size_t)0);
+    std::stable_sort(order_of_buckets.begin(), order_of_buckets.end(),
+                     [&](size_t a, size_t b) { return lowest[a] > lowest[b]; });
+    if (ranks.size > 1)
+        g.done = [this](int layer) { if (last_batch && o.overlap) add_up(layer); };
+}
+
+template <class T> void Parameters<T>::add_up(int layer) {
+    size_t end = buckets_done;
+    while (end < buckets.n && lowest[order_of_buckets[end]] >= layer) end++;
+    if (end > buckets_done) ranks.together([&] {
+        for (; buckets_done < end; buckets_done++) {
+            const size_t b = order_of_buckets[buckets_done], first = b * buckets.bucket;
+            if (sharded()) ranks.add_up_pieces(own_gradient + b * buckets.piece, gradient + first, buckets.piece);
+            else ranks.add_up(gradient + first, std::min(buckets.bucket, count - first));
+        }
+    });
+}
+
+template <class T>
+void Parameters<T>::each_own(const std::function<void(size_t first, size_t at, size_t n)>& f) const {
+    if (sharded()) buckets.each_piece(ranks.rank, f);
+    else f((size_t)0, (size_t)0, count);
+}
+
+template <class T> void Parameters<T>::keep(A* to, const std::vector<A>& all) {
+    each_own([&](size_t first, size_t at, size_t n) { copy_in(ctx, to + at, &all[first], n); });
+}
+
+// With shards: `all` (padded) from each rank's pieces, which piece(b) points to.
+template <class T> template <class U, class F> void Parameters<T>::gather(U* all, F piece) {
+    ranks.together([&] {
+        for (size_t b = 0; b < buckets.n; b++)
+            ranks.gather(all + b * buckets.bucket, piece(b), buckets.piece * sizeof(U));
+    });
+    ranks.finish();
+}
+
+template <class T> std::vector<acc<T>> Parameters<T>::host(const A* from) {
+    if (sharded()) {
+        gather(gradient, [&](size_t b) { return from + b * buckets.piece; });
+        from = gradient;
+    }
+    if (ranks.rank > 0) return {};
+    std::vector<A> numbers(count);
+    copy_out(ctx, numbers.data(), from, count);
+    return numbers;
+}
+
+// ---- AdamW
+
+template <class T> void Parameters<T>::update(const double* norm, double lr, int64_t step) {
+    AdamW how;
+    how.lr = (float)lr, how.clip = (float)o.clip, how.step = step + 1;
+    for (const Segment& s : segments) {
+        how.decay = (float)s.decay, how.copy = s.copy;
+        each_own([&](size_t first, size_t at, size_t n) {
+            const size_t from = std::max(first, s.first), to = std::min(first + n, s.first + s.n);
+            if (from >= to) return;
+            at += from - first;
+            RUN(adamw, stored + from, p + at, m + at, v + at, own_gradient + at, norm, to - from, how);
+        });
+    }
+    const T* mine = stored + ranks.rank * buckets.piece;
+    if (sharded()) gather(stored, [&](size_t b) { return mine + b * buckets.bucket; });
+}
+
+#define INSTANTIATE(T) template struct Parameters<T>;
+QWEN3_INSTANCES(INSTANTIATE)

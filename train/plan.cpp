@@ -1,0 +1,109 @@
+// train/plan.cpp: the memory of a training run: one arena, and which of its arrays are for what.
+#include "model/adapters.h"
+#include "model/instances.h"
+#include "model/session.h"
+#include "train/trainer.h"
+#ifdef QWEN3_GPU
+#include "gpu/device.h"
+#include "gpu/ops.h"
+#endif
+
+template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
+    std::vector<Part> parts;
+    auto part = [&](const char* name, size_t before) { parts.push_back({name, arena.used - before}); };
+    size_t before = arena.used;
+    const int N = loader.most_tokens;
+    params.plan_copies(arena);
+    part("parameters", before), before = arena.used;
+    params.plan_gradients(arena);
+    part("gradients and moments", before), before = arena.used;
+    h = arena.take<T>(o.full ? 0 : (size_t)N * each_adapter(w, [](Linear<T>&, AdapterPlace) {}).h);
+    kept = arena.take<uint32_t>(ctx.gpu && o.dropout > 0 ? each_kept([](Linear<T>&, size_t) {}) : 0);
+    const size_t scratch = arena.used;
+    a.plan_training(arena, c, N, o.recompute, ample);
+    kv.plan(arena, c, (size_t)N / PAGE + loader.sequences(), !ample);
+    part("activations", before), before = arena.used;
+    d.plan(arena, c, N, params.rank, std::min(N, ctx.gpu ? gpu_head_rows(o.full) : HEAD_ROWS), (bool)ctx.gpu);
+    part("their gradients, logits", before), before = arena.used;
+    if (o.grpo) plan_answers(scratch), part("answers", before), before = arena.used;
+    rope = arena.take<A>((size_t)loader.longest * c.D);
+    loss = arena.take<A>(N);
+    results = arena.take<double>(2);
+    loader.plan(arena);
+#ifdef QWEN3_GPU
+    if (ctx.gpu && o.grpo) plan_scratch(ctx, arena, c, N, engine.sequences, loader.longest, 0);
+    else if (ctx.gpu) plan_scratch(ctx, arena); // (its attention splits no keys)
+#endif
+    part("the rest", before);
+    return parts;
+}
+
+template <class T> void Trainer<T>::reserve() {
+    std::vector<Part> parts = plan();
+    size_t have = available_memory();
+#ifdef QWEN3_GPU
+    // Activations::ample takes a third more memory. A run that needs little leaves the rest of the GPU to others;
+    // one that needs a lot gets what does not fill it.
+    if (ctx.gpu) have = gpu_free_memory();
+    if (ctx.gpu && !o.recompute && arena.used > gpu_all_memory() / 8) {
+        const auto plan_anew = [&](bool more) { ample = more, arena.used = 0, parts = plan(); };
+        plan_anew(true);
+        if (arena.used > have / 5 * 4) plan_anew(false);
+    }
+#endif
+    memory = format("memory: %.1f MB%s:", (double)arena.used / 1e6, ample ? ", SwiGLU and RoPE kept" : "");
+    for (auto& part : parts)
+        memory += format("%s %s %.1f", &part == &parts.front() ? "" : ",", part.name, (double)part.bytes / 1e6);
+    arena.gpu = ctx.gpu != nullptr;
+    if (arena.used > have)
+        DIE("%s: training needs %zu bytes of %s, %zu more than there are; --recompute, a smaller --batch with more "
+            "--accum, --max-len%s need less", file.path.c_str(), arena.used, ctx.gpu ? "GPU memory" : "memory",
+            arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
+    arena.allocate("training");
+    plan();
+}
+
+// Answers are drawn where the activations of training lie at other times.
+template <class T> void Trainer<T>::plan_answers(size_t scratch) {
+    const size_t end = arena.used;
+    engine.sequences = std::min((int)loader.sequences(), loader.most_tokens);
+    engine.tokens = std::min(loader.most_tokens, std::max(ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK,
+                                                          engine.sequences));
+    engine.pages = loader.max_pages;
+    arena.used = scratch;
+    engine.plan(arena);
+    arena.used = std::max(arena.used, end);
+    by = arena.take<A>(loader.most_tokens), norm = arena.take<T>(c.C);
+    if (o.rl.kl_beta > 0) first_stored = arena.take<T>(params.count);
+}
+
+// Calls f(linear, at) for each product that has an adapter: where its DropoutMasks begin. With --recompute a layer's
+// take the place of the one above. Returns where the last end.
+template <class T> size_t Trainer<T>::each_kept(const std::function<void(Linear<T>& linear, size_t at)>& f) {
+    size_t at = 0, end = 0;
+    int layer = 0;
+    each_adapter(w, [&](Linear<T>& linear, AdapterPlace) {
+        const Adapter<T>& a = linear.adapter;
+        if (o.recompute && a.module[0] / MODULES != layer) layer = a.module[0] / MODULES, at = 0;
+        f(linear, at);
+        at += DropoutMasks::size(a.modules, linear.in, loader.most_tokens), end = std::max(end, at);
+    });
+    return end;
+}
+
+// Lets the adapters look where their h and masks are.
+template <class T> void Trainer<T>::fill() {
+    if (!o.full) {
+        each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) { linear.adapter.h = h + at.h * loader.most_tokens; });
+        each_kept([&](Linear<T>& linear, size_t at) { linear.adapter.kept = kept + at; });
+    }
+    std::vector<A> angles((size_t)loader.longest * c.D);
+    fill_rope(angles.data(), loader.longest, c.D, c.rope_theta);
+    copy_in(ctx, rope, angles.data(), angles.size());
+    if (o.grpo) engine.rope = rope, set_temperature();
+}
+
+#define INSTANTIATE(T) \
+    template void Trainer<T>::reserve(); \
+    template void Trainer<T>::fill();
+QWEN3_INSTANCES(INSTANTIATE)

@@ -1,0 +1,176 @@
+// train/run.cpp: a training run.
+#include "train/run.h"
+#include "model/ceilings.h"
+#include "model/device.h"
+#include "model/instances.h"
+#include "model/pace.h"
+#include "train/log.h"
+#include "train/merge.h"
+#include "train/trainer.h"
+#include <algorithm>
+#include <cmath>
+
+// Removes what a run leaves in its folder.
+static void remove_run(const std::string& out) {
+    for (const char* name : {"adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors",
+                             "trainer_log.jsonl", "loss.svg", "reward.svg", "best/adapter_config.json",
+                             "best/adapter_model.safetensors", "best/model.bin"})
+        if (unlink((out + "/" + name).c_str()) != 0 && errno != ENOENT && errno != ENOTDIR)
+            DIE("%s/%s: %s", out.c_str(), name, strerror(errno));
+}
+
+static void check_folder(const TrainOptions& o, const std::string& state) {
+    auto exists = [&](const char* name) { return access((o.out + "/" + name).c_str(), F_OK) == 0; };
+    const bool old = exists("trainer_log.jsonl") || exists("state.safetensors") || exists("adapter_config.json") ||
+                     exists("model.bin");
+    const char* out = o.out.c_str();
+    if (old && !o.resume && !o.overwrite)
+        DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", out);
+    const std::string result = o.out + "/model.bin";
+    if (o.overwrite && (same_file(o.model, result) || same_file(o.model + "/model.bin", result)))
+        DIE("%s: --overwrite would remove the model that is to be trained", out);
+    if (o.resume && access(state.c_str(), F_OK) != 0) DIE("%s: no run to resume: it has no state.safetensors", out);
+}
+
+template <class T>
+int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, const Dataset& data, const Dataset* eval,
+          size_t leaked) {
+    const std::string state = o.out + "/state.safetensors";
+    Ranks& ranks = *o.ranks;
+    const bool first = ranks.rank == 0;
+    if (first) check_folder(o, state);
+    Trainer<T> t(o, ctx, file, data, eval);
+    double best = INFINITY, before = 0;
+    if (o.resume) t.read_state(state, best, before);
+    else if (o.dpo) t.make_reference();
+    if (first) make_folder(o.out);
+    if (first && o.overwrite) remove_run(o.out);
+    for (const std::string& folder : {o.out, o.out + "/best"}) {
+        if (!first || !o.full || (folder != o.out && !eval)) continue;
+        make_folder(folder);
+        give_tokenizer(o, file, folder, o.overwrite);
+    }
+    TrainLog log(o.out, o.grpo ? "reward" : "loss", t.step, first);
+    const std::string lora =
+        o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
+    const std::string several = ranks.size > 1 ? format("%d x ", ranks.size) : "";
+    ranks.tell("%s: %.2f M parameters, %s, %s%s; %s%.2f M of them trained\n", o.model.c_str(),
+               (double)parameters(file.config) / 1e6, type_name(t.w), several.c_str(), device_name(ctx).c_str(),
+               lora.c_str(), (double)t.params.trained() / 1e6);
+    const std::string what = o.grpo ? format("%d answers to each, of at most %d tokens", o.rl.group, o.rl.max_tokens)
+                                    : counted(trained_tokens(data, t.loader.rows), "trained token");
+    ranks.tell("%s: %s, %s; %s of %s, %lld an epoch, seed %llu\n", o.train.c_str(),
+               counted(t.loader.rows.size(), t.loader.unit()).c_str(), what.c_str(),
+               counted((size_t)t.steps, "step").c_str(), counted(t.loader.step_units(), t.loader.unit()).c_str(),
+               (long long)t.loader.epoch_steps, (unsigned long long)o.seed);
+    ranks.tell("%s\n", t.memory.c_str());
+    if (o.full && file.is_float16())
+        ranks.tell("%s: F16; computed in %s, and model.bin is F16 again\n", o.model.c_str(), type_name(t.w));
+
+    const double start = seconds();
+    auto elapsed = [&] { return before + seconds() - start; };
+    auto add_to_log = [&](sj::Writer& w) { // with what each line ends in
+        const double share = (double)t.step / (double)t.steps;
+        w.field("epoch", (double)t.step / (double)t.loader.epoch_steps);
+        w.field("percentage", std::round(share * 1e4) / 100);
+        w.field("elapsed_time", clock_text(elapsed()));
+        if (share > 0) w.field("remaining_time", clock_text(elapsed() / share * (1 - share)));
+        log.add(w.end().text);
+    };
+    auto save = [&] {
+        t.write_result(o.out, leaked);
+        t.write_state(state, best, elapsed());
+        const auto lock = ranks.writing();
+        log.draw(t.steps);
+    };
+    auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.loader.epoch_steps) == 0; };
+    auto told_beside = [&] { return o.dpo ? t.preferences.text() : o.grpo ? t.rewarded.text() : ""; };
+    auto measure = [&] { // whether the model is better than it was at its best; of rewards `best` is the negative
+        const double value = o.grpo ? t.mean_reward(*eval, t.loader.eval_rows) : t.mean_loss(*eval, t.loader.eval_rows);
+        const double loss = o.grpo ? -value : value;
+        if (interrupted) return false;
+        if (!std::isfinite(loss))
+            t.not_finite(*eval, t.loader.eval_rows,
+                         format("after step %lld: loss %g", (long long)t.step, std::fabs(loss)));
+        log.evaluations.push_back({(double)t.step, value});
+        sj::Writer w;
+        w.object().field("current_steps", t.step).field("total_steps", t.steps);
+        if (o.grpo) t.rewarded.write(w, o.rl, true);
+        else w.field("eval_loss", loss);
+        if (o.dpo) t.preferences.write(w, "eval_");
+        add_to_log(w);
+        ranks.tell("step %lld/%lld  evaluation %s %.6f%s%s\n", (long long)t.step, (long long)t.steps,
+                   log.what.c_str(), value, o.dpo ? told_beside().c_str() : "", loss < best ? ", the best so far" : "");
+        const bool better = loss < best;
+        best = std::min(loss, best);
+        return better;
+    };
+    auto evaluate = [&] { // if it is time, and not done yet
+        if (!eval || (t.step == 0 && !o.grpo) || !due(o.eval_every)) return;
+        const bool done = !log.evaluations.empty() && log.evaluations.back().step == (double)t.step;
+        int better = first && !done && measure();
+        ranks.sum(&better, 1);
+        if (better) t.write_result(o.out + "/best", leaked);
+    };
+    evaluate(); // a run may have been stopped in the middle of it
+    const double ceiling = multiply_ceiling<T>(ctx, false, 0.02);
+    auto speed = [&](double flops) { // a second
+        const bool giga = flops < 1e12;
+        return format("%.1f %cFLOP/s, %.3g%% of the ceiling", flops / (giga ? 1e9 : 1e12), giga ? 'G' : 'T',
+                      100 * flops / (ceiling * ranks.size));
+    };
+    const int64_t begun_at = t.step;
+    int64_t saved = -1;
+    size_t told_tokens = 0; // of them the last progress line spoke
+    double told_at = start;
+    ThreadPace pace(o, ctx);
+    while (t.step < t.steps && (!interrupted || ranks.size > 1)) { // (of several all leave in the same step)
+        const double begun = seconds();
+        pace.begin();
+        if (!t.train_step()) break;
+        pace.end();
+        const double now = seconds(), took = std::max(now - begun, 1e-9);
+        log.losses.push_back({(double)t.step, o.grpo ? t.rewarded.value[Rewarded::REWARD] : t.last_loss});
+        sj::Writer w;
+        w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss);
+        if (o.dpo) t.preferences.write(w, "");
+        if (o.grpo) t.rewarded.write(w, o.rl, false);
+        w.field("lr", t.last_lr).field("grad_norm", t.last_norm);
+        w.field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
+        if (ranks.size > 1) w.field("waited", std::round(t.waited * 1e3) / 1e3);
+        if (const double time = t.rewarded.time; time > 0) { // of this step's answers
+            w.field("rollout_throughput", std::round(t.rewarded.drawn / time)).field("rollout_share", time / took);
+            w.field("train_throughput", std::round(t.tokens_fed / std::max(took - time, 1e-9)));
+        }
+        add_to_log(w);
+        if (now - told_at >= 1 || t.step == t.steps || t.step == begun_at + 1) {
+            const double left = (now - start) * (double)(t.steps - t.step) / (double)(t.step - begun_at);
+            const std::string lost = ranks.size > 1 ? format("  waited %.1f%%", 100 * t.waited / (now - start)) : "";
+            ranks.tell("step %lld/%lld  loss %.4f%s  lr %.2e  norm %.3f  %.0f tok/s  %s%s  %.1f MB  %s left\n",
+                       (long long)t.step, (long long)t.steps, t.last_loss, told_beside().c_str(),
+                       t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9),
+                       speed(t.flops / took).c_str(), lost.c_str(), (double)t.arena.size / 1e6,
+                       clock_text(left).c_str());
+            told_tokens = t.tokens_done, told_at = now;
+        }
+        evaluate();
+        if (due(o.save_every)) save(), saved = t.step;
+    }
+    if (saved != t.step) save();
+    int stopped = interrupted != 0; // by a signal to any rank
+    ranks.sum(&stopped, 1);
+    if (!t.fault.empty()) DIE("%s; step %lld is saved, --resume goes on", t.fault.c_str(), (long long)t.step);
+    if (stopped) {
+        ranks.tell("stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step,
+                   (long long)t.steps);
+        return 130;
+    }
+    ranks.tell("%s: %s in %s\n", o.out.c_str(), o.full ? "model.bin" : "adapter_model.safetensors",
+               clock_text(elapsed()).c_str());
+    return 0;
+}
+
+#define INSTANTIATE(T) \
+    template int train<T>(const TrainOptions&, const Context&, const ModelFile&, const Dataset&, const Dataset*, \
+                          size_t);
+QWEN3_INSTANCES(INSTANTIATE)

@@ -1,0 +1,219 @@
+// train/step.cpp: the trainer's beginning, and a step: gradients of rows, sums over ranks, AdamW.
+#include "base/options.h" // interrupted
+#include "model/adapters.h"
+#include "model/device.h"
+#include "model/instances.h"
+#include "train/trainer.h"
+#ifdef QWEN3_GPU
+#include "gpu/ops.h"
+#endif
+
+template <class T>
+Trainer<T>::Trainer(const TrainOptions& options, const Context& where, const ModelFile& f, const Dataset& train,
+                    const Dataset* evaluation)
+    : o(options), ranks(*o.ranks), ctx(where), file(f), c(f.config), w(f, false, keeps_packed<T>(options, where)),
+      data(train), eval(evaluation), loader(o, ctx, c, data), params(o, ctx, file, w) {
+    ctx.stop = &interrupted;
+    if (o.grpo) open_rewards();
+    loader.choose_rows(eval);
+    steps = o.steps ? o.steps : (int64_t)std::ceil((o.epochs ? o.epochs : EPOCHS) * (double)loader.epoch_steps);
+    run = describe_run(o, file, data, steps, type_name(w));
+    agree();
+    if (!o.full) params.rank = adapt(w, o.lora, o.rank_step);
+    if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19)
+        DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
+    params.measure();
+    params.divide();
+    if constexpr (HAS_GPU<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (--full has its own copies)
+    reserve();
+    params.begin(first_stored);
+    fill();
+}
+
+template <class T> void Trainer<T>::agree() {
+    sj::Doc doc;
+    sj::parse(doc, run);
+    std::string facts = format("device\t%s\n", ctx.gpu ? "a GPU" : "the CPU");
+    for (auto [key, value] : doc.root().members())
+        facts += format("%s\t%s\n", std::string(key).c_str(), sj::dump(value).c_str());
+    const uint64_t hash = eval ? fnv1a(eval->file.data, eval->file.size) : 0;
+    facts += format("--eval\t%016llx\n--eval-every\t%lld\n", (unsigned long long)hash, (long long)o.eval_every);
+    facts += format("--save-every\t%lld\n--resume\t%d\n--no-overlap\t%d\n", (long long)o.save_every, o.resume,
+                    !o.overlap);
+    ranks.must_agree(facts);
+}
+
+template <class T> void Trainer<T>::use_dropout(bool on) {
+    const Dropout* used = on && o.dropout > 0 ? &dropout : nullptr;
+    each_adapter(w, [&](Linear<T>& linear, AdapterPlace) { linear.adapter.dropout = used; });
+}
+
+// ---- Batches
+
+template <class T> template <class From>
+void Trainer<T>::each_batch(const From& from, const std::vector<size_t>& list, const OnBatch& f,
+                            const std::set<size_t>* wanted) {
+    for (size_t first = 0; first < list.size() && !interrupted; first += o.batch) {
+        int R;
+        const int n = (int)std::min((size_t)o.batch, list.size() - first);
+        auto is_wanted = [&](size_t unit) { return wanted->count(unit) > 0; };
+        if (wanted && std::none_of(&list[first], &list[first] + n, is_wanted)) continue;
+        const Batch b = loader.load(from, &list[first], n, (int)first, R);
+        forward(ctx, c, w, b, a, kv, rope);
+        f(b, first, R);
+    }
+}
+
+template <class T> std::vector<acc<T>> Trainer<T>::losses_of(const Batch& b, int R) {
+    std::vector<A> losses(R);
+    loss_backward<T>(ctx, c, w, a, d, nullptr, loss, loader.named, loader.target, 0, b.N, R);
+    copy_out(ctx, losses.data(), loss, losses.size());
+    return losses;
+}
+
+// Adds up the losses of units in results[0], and the gradients of that sum, divided by `all`, into `to` (null: none).
+template <class T>
+void Trainer<T>::add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, size_t all) {
+    const A scale = 1 / (A)all;
+    clear(ctx, results, 2);
+    double sum = 0; // of pairs
+    preferences = {};
+    each_batch(from, list, [&](const Batch& b, size_t first, int R) {
+        if (o.dpo) sum += pairs_backward(from, &list[first], b, R, to, scale);
+        else {
+            loss_backward(ctx, c, w, a, d, to, loss, loader.named, loader.target, scale, b.N, R);
+            RUN(add_losses, results, loss, R);
+        }
+        params.last_batch = first + o.batch >= list.size();
+        if (to) backward(ctx, c, w, b, a, d, *to, kv, rope);
+    });
+    if (!o.dpo) return;
+    copy_in(ctx, results, &sum, 1);
+    preferences.divide((double)all);
+}
+
+template <class T> size_t Trainer<T>::weight(const Dataset& from, const std::vector<size_t>& list) const {
+    return o.dpo ? list.size() : trained_tokens(from, list);
+}
+
+// ---- Steps
+
+// The factor of the learning rate in step k = 0, 1, ..: as transformers' get_cosine_schedule_with_warmup and
+// its linear and constant siblings have it.
+static double schedule(const TrainOptions& o, int64_t k, int64_t steps) {
+    const int64_t warm = (int64_t)std::ceil(o.warmup * (double)steps);
+    if (k < warm) return (double)k / (double)warm;
+    const double done = (double)(k - warm) / (double)std::max<int64_t>(1, steps - warm);
+    if (o.schedule == "linear") return 1 - done;
+    return o.schedule == "cosine" ? 0.5 * (1 + std::cos(M_PI * done)) : 1;
+}
+
+template <class T> void Trainer<T>::add_gradients(const std::vector<size_t>& list, size_t all) {
+    dropout = {o.dropout, o.seed, (uint32_t)step, loader.place};
+    use_dropout(true);
+    params.clear_gradient();
+    if (o.grpo) add_groups();
+    else add_rows(data, list, &params.g, all);
+    if (ranks.size == 1) return;
+    loader.places.clear();
+    params.add_up(-1);
+    ranks.finish();
+    clear(ctx, results + 1, 1); // (no kernel after a clear begins before it: see launch_kernel)
+}
+
+// Of a step: tokens that are fed; multiplications and additions: forward; backward by the input, and by what is
+// trained; with --grpo a pass more for drawing the answers, and one for the reference.
+template <class T> template <class From>
+typename Trainer<T>::Work Trainer<T>::work_of(const From& from, const std::vector<size_t>& list) const {
+    double N = 0, pairs = 0, products = 0, adapters = 0;
+    each_row(from, list, [&](DatasetRow row) {
+        const double n = (double)row.size() - 1;
+        N += n, pairs += n * (n + 1) / 2;
+    });
+    for (const ModelTensor& t : model_tensors(c))
+        if (t.kind < MODULES) {
+            products += (double)t.size();
+            if (!o.full && o.lora.targets[t.kind]) adapters += (double)o.lora.rank * (t.rows + t.columns);
+        }
+    const int more = o.grpo + (first_stored != nullptr);
+    const double passes = (o.full ? 3 : 2) + o.recompute + more, attention = 4. * c.H * c.D * c.L * pairs;
+    const double head = (double)trained_tokens(from, list) * c.V * c.C * ((o.full ? 3 : 2) + (o.dpo || o.grpo) + more);
+    const double scores = attention * (3.5 + o.recompute + more);
+    return {N, 2 * N * (products * passes + adapters * (3 + more)) + scores + 2 * head};
+}
+
+template <class T> bool Trainer<T>::train_step() {
+    const std::vector<size_t> list = loader.rows_of(step);
+    if (o.grpo) take_groups(list);
+    const size_t all = o.grpo ? 1 : weight(data, list);
+    add_gradients(o.grpo ? std::vector<size_t>() : loader.deal_step(list), all);
+    Work work = o.grpo ? work_of(groups, all_groups()) : work_of(data, list);
+    if (o.grpo) ranks.sum((double*)&work, 2);
+    RUN(grad_norm, results + 1, params.partial, params.own_gradient, params.own);
+    double result[2];
+    copy_out(ctx, result, results, 2);
+    // What the ranks tell each other. (Their parts of the norm are of different parameters if each has a part.)
+    ranks.look_at_the_clock();
+    struct { double loss, squares, stop, waited; Preferences preferences; } told =
+        {result[0], result[1] * result[1], (double)interrupted, ranks.waited, preferences};
+    ranks.sum((double*)&told, sizeof told / sizeof(double));
+    waited = told.waited / ranks.size, preferences = told.preferences;
+    if (o.grpo) rewarded.sum_over(ranks), rewarded.divide();
+    if (told.stop > 0) return interrupted = 1, false;
+    if (params.sharded()) {
+        result[1] = std::sqrt(told.squares);
+        copy_in(ctx, results + 1, result + 1, 1);
+    }
+    last_loss = told.loss / (double)all, last_norm = result[1];
+    if (!std::isfinite(last_loss) || !std::isfinite(last_norm))
+        not_finite(data, list, format("step %lld: loss %g, gradient norm %g", (long long)step + 1,
+                                      std::fabs(last_loss), last_norm));
+    last_lr = o.lr * schedule(o, step, steps);
+    params.update(results + 1, last_lr, step);
+    tokens_fed = work.tokens, tokens_done += (size_t)work.tokens, flops = work.flops;
+    step++;
+    return true;
+}
+
+template <class T> double Trainer<T>::mean_loss(const Dataset& from, const std::vector<size_t>& list) {
+    use_dropout(false);
+    const size_t all = weight(from, list);
+    add_rows(from, list, nullptr, all);
+    double sum;
+    copy_out(ctx, &sum, results, 1);
+    return sum / (double)all;
+}
+
+template <class T>
+void Trainer<T>::not_finite(const Dataset& from, const std::vector<size_t>& list, const std::string& what) {
+    if (ranks.rank > 0) ranks.wait_for_the_end();
+    std::vector<size_t> blamed;
+    for (size_t row : o.grpo ? std::vector<size_t>() : list) // (their answers are gone)
+        if (!std::isfinite(mean_loss(from, {row}))) blamed.push_back(row);
+    const std::vector<size_t>& shown = blamed.empty() ? list : blamed;
+    std::string numbers;
+    for (size_t i = 0; i < std::min(shown.size(), (size_t)20); i++)
+        numbers += format("%s%zu", i ? ", " : "", shown[i]);
+    if (shown.size() > 20) numbers += format(", .. (%zu in all)", shown.size());
+    DIE("%s: %s; %s: %s", from.file.path.c_str(), what.c_str(),
+        format(o.grpo ? "the %ss" : blamed.empty() ? "each %s's own loss is finite; the %ss"
+                                                   : "%ss whose loss is not finite",
+               loader.unit(), loader.unit()).c_str(),
+        numbers.c_str());
+}
+
+#define INSTANTIATE(T) \
+    template Trainer<T>::Trainer(const TrainOptions&, const Context&, const ModelFile&, const Dataset&, \
+                                 const Dataset*); \
+    template bool Trainer<T>::train_step(); \
+    template double Trainer<T>::mean_loss(const Dataset&, const std::vector<size_t>&); \
+    template size_t Trainer<T>::weight(const Dataset&, const std::vector<size_t>&) const; \
+    template void Trainer<T>::add_gradients(const std::vector<size_t>&, size_t); \
+    template void Trainer<T>::not_finite(const Dataset&, const std::vector<size_t>&, const std::string&); \
+    template void Trainer<T>::use_dropout(bool); \
+    template void Trainer<T>::each_batch(const Dataset&, const std::vector<size_t>&, const OnBatch&, \
+                                         const std::set<size_t>*); \
+    template void Trainer<T>::each_batch(const Groups&, const std::vector<size_t>&, const OnBatch&, \
+                                         const std::set<size_t>*); \
+    template std::vector<acc<T>> Trainer<T>::losses_of(const Batch&, int);
+QWEN3_INSTANCES(INSTANTIATE)

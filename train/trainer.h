@@ -1,0 +1,162 @@
+// train/trainer.h: the trainer: a model, what of it is trained, batches of rows, and steps.
+//
+//   Trainer<bf16> t(options, ctx, file, data, eval);  plans all memory; first parameters
+//   t.train_step();                                   one step of AdamW
+//   t.mean_loss(data, rows);                          an evaluation
+//   t.write_result(folder, leaked);                   what was trained, for use
+//   t.write_state(path, ...), t.read_state(path, ...) to go on from, to the bit
+//
+// parameters.h has the numbers, loader.h the rows. The members are defined by concern: plan.cpp has memory, step.cpp a
+// step on rows, dpo.cpp and rollout.cpp what --dpo and --grpo do instead, checkpoint.cpp files.
+#pragma once
+#include "base/arena.h"
+#include "model/dataset.h"
+#include "model/safetensors.h"
+#include "model/tokenizer.h"
+#include "qwen3.cu"
+#include "train/answers.h"
+#include "train/dpo.h"
+#include "train/grpo.h"
+#include "train/loader.h"
+#include "train/options.h"
+#include "train/parameters.h"
+#include "train/rewards.h"
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+template <class T> struct Trainer {
+    using A = acc<T>;
+    static constexpr int HEAD_ROWS = 64; // trained tokens that go through the head at once;
+    // ... on a GPU: twice as many where they add to a gradient of the head, which is as long as their logits.
+    static constexpr int gpu_head_rows(bool full) { return full ? 2048 : 1024; }
+
+    const TrainOptions& o;
+    Ranks& ranks;
+    Context ctx;
+    const ModelFile& file;
+    const Config& c;
+    Weights<T> w;
+    const Dataset &data, *eval;
+    std::unique_ptr<Tokenizer> tokenizer; // these two with --grpo
+    std::vector<Reward> rewards;
+    Loader loader;
+    Parameters<T> params;
+    int64_t steps, step = 0; // in all, done
+    std::string run;         // what it is, see describe_run
+
+    Trainer(const TrainOptions& options, const Context& where, const ModelFile& f, const Dataset& train,
+            const Dataset* evaluation);
+
+    // ---- Memory: one arena, planned before the first step.
+    Arena arena;
+    Activations<T> a;
+    Flow<T> d;
+    KVCache<T> kv;
+    T* h;               // of all adapters
+    uint32_t* kept;     // ... and what dropout keeps of what they read, on a GPU
+    A *rope, *loss;     // (positions, D/2, 2), (tokens)
+    double* results;    // loss and gradient norm of the step
+    Dropout dropout;
+    std::string memory; // the plan, for people
+    bool ample = false; // see Activations
+
+    // ---- Steps
+    double last_loss = 0, last_norm = 0, last_lr = 0;
+    size_t tokens_done = 0;   // that were fed
+    double tokens_fed = 0;    // in the last step
+    double flops = 0;         // of the last step
+    double waited = 0;        // s, as Ranks has it, the mean of all ranks
+
+    // One step of AdamW. False if a rank was interrupted: then nothing has changed.
+    bool train_step();
+    // The mean over all trained tokens of some rows, or over pairs, whatever the batch. Without a meaning if it was
+    // interrupted.
+    double mean_loss(const Dataset& from, const std::vector<size_t>& list);
+    // What the loss is a mean over: trained tokens, or pairs.
+    size_t weight(const Dataset& from, const std::vector<size_t>& list) const;
+    // The gradients of a step, or of a rank's part of it: of the mean over the `all` trained tokens, or pairs, of the
+    // whole step.
+    void add_gradients(const std::vector<size_t>& list, size_t all);
+    // Names the rows whose loss is not finite, and throws. After such a step the parameters are still those from before
+    // it, so that each row can be asked by itself; rank 0 does it.
+    [[noreturn]] void not_finite(const Dataset& from, const std::vector<size_t>& list, const std::string& what);
+
+    // ---- With --dpo
+    // The reference is the model before the first step: the base, or with --adapter-init the two together. Its
+    // log-probabilities are computed once, of every pair that is still to be seen. To do it in each step, without the
+    // adapter, would cost as much in each epoch, and be of no use to --full and --adapter-init.
+    std::vector<double> reference, eval_reference; // (rows of the dataset)
+    Preferences preferences;                       // of the last step or evaluation
+    void make_reference();
+
+    // ---- With --grpo
+    AnswerEngine<T> engine{ctx, c, w};
+    T *first_stored = nullptr, *norm; // copies of the first parameters, which are the reference; the final norm's
+    A* by;                            // (tokens) what a token's cross entropy is scaled by
+    Groups groups;                    // this rank's, of this step
+    Rewarded rewarded;                // what is told of the last step or evaluation
+    std::string fault;                // of a reward program: the run is to end
+
+    bool is_end(int id) const { return std::find(c.end_tokens.begin(), c.end_tokens.end(), id) != c.end_tokens.end(); }
+    // Draws `size` answers to each prompt of a list, and says what they are worth. Without a meaning if interrupted.
+    Groups draw_groups(const Dataset& from, const std::vector<size_t>& list, size_t size, bool greedy);
+    // The answers of a step, whose prompts are `list`: new ones, or with --iterations those of the step before again.
+    // A fault of a reward program ends the run as Ctrl-C does.
+    void take_groups(const std::vector<size_t>& list);
+    void ask_reference();
+    // The mean reward of the likeliest answers to some prompts. Without a meaning if it was interrupted.
+    double mean_reward(const Dataset& from, const std::vector<size_t>& list);
+
+    // ---- Checkpoints: the adapter (or model) for use, and the state to go on from. All ranks call them, and rank 0
+    // writes.
+    void write_result(const std::string& folder, size_t leaked); // the trained parameters, for PEFT or for qwen3
+    void write_state(const std::string& path, double best, double elapsed);
+    void read_state(const std::string& path, double& best, double& elapsed);
+
+  private:
+    void agree(); // ends all ranks unless they are about to do the same
+
+    struct Part { const char* name; size_t bytes; };
+    std::vector<Part> plan();
+    void reserve();
+    void plan_answers(size_t scratch);
+    size_t each_kept(const std::function<void(Linear<T>& linear, size_t at)>& f);
+    void fill();
+
+    void use_dropout(bool on);
+    // Calls f(batch, first, R) for each batch of some units, after its forward pass; `first` is the place of its first
+    // unit in the list. Batches without any unit of `wanted` are passed over; null: none. (From: Dataset, or Groups.)
+    using OnBatch = std::function<void(const Batch& b, size_t first, int R)>;
+    template <class From>
+    void each_batch(const From& from, const std::vector<size_t>& list, const OnBatch& f,
+                    const std::set<size_t>* wanted = nullptr);
+    std::vector<A> losses_of(const Batch& b, int R); // of a batch that went forward: of its trained tokens
+    void add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, size_t all);
+    struct Work { double tokens, flops; };
+    template <class From> Work work_of(const From& from, const std::vector<size_t>& list) const;
+
+    std::vector<double> reference_of(const Dataset& from, const std::vector<size_t>& list,
+                                     const std::set<size_t>* wanted);
+    std::vector<double> log_probabilities(const Batch& b, int R);
+    double pairs_backward(const Dataset& from, const size_t* list, const Batch& b, int R, const Gradients<T>* to,
+                          A scale);
+
+    void open_rewards();
+    void set_temperature();
+    Answered question_of(DatasetRow row) const;
+    std::vector<size_t> all_groups() const;
+    double answers_backward(const Batch& b, int R, size_t first, double answers, double tokens);
+    void add_groups();
+
+    void write_model(const std::string& folder, const Metadata& metadata, const std::vector<A>& numbers);
+    struct Begun { int ranks; int64_t steps; };
+    Begun check_state(const char* name, const Metadata& metadata) const;
+};
+
+// What a run is: if any of this differs, --resume would not go on with it.
+std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dataset& data, int64_t steps,
+                         const char* type);
