@@ -1,21 +1,33 @@
 // An engine on the random model in fixtures/tiny, jobs for it, and what must come of them.
 #pragma once
+#include "base/error.h"
+#include "cpu/ops.h"
+#include "model/model_file.h"
+#include "model/session.h"
+#include "model/tokenizer.h"
+#include "model/weights.h"
+#include "qwen3.cu"
+#include "server/engine/desk.h"
+#include "server/engine/engine.h"
+#include "server/engine/job.h"
+#include "server/engine/reply.h"
+#include "server/engine/speech.h"
+#include <algorithm>
 #include <doctest/doctest.h>
-#ifdef SUITES_ARE_PROGRAMS
-#include "tests/programs.h"
-#define main serve_main
-#include "serve.cu"
-#undef main
-static const bool is_serve = add_program("serve", serve_main);
-#else
-#define SERVE_NO_MAIN
-#include "serve.cu"
-#endif
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
 
-static const std::string MODEL = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
+using namespace server;
+
+namespace {
+
+const std::string MODEL = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
 
 // Where engines and sessions compute here: on the CPU, unless a suite says otherwise before it uses one.
-static Context where;
+Context where;
 
 // The tiny model, in this process.
 struct Tiny {
@@ -23,12 +35,10 @@ struct Tiny {
     ModelFile file{MODEL};
     Weights<bf16> weights{file};
     Tiny() {
-#ifdef __CUDACC__
-        if (where.gpu) weights.upload(where, file);
-#endif
+        if constexpr (WITH_GPU) if (where.gpu) weights.upload(where, file);
     }
 };
-static const Tiny& tiny() {
+const Tiny& tiny() {
     static const Tiny t;
     return t;
 }
@@ -41,7 +51,7 @@ struct Random {
 };
 
 // A job of random kind, and what must come of it.
-static Job random_job(Random& random, int context) {
+Job random_job(Random& random, int context) {
     const Tokenizer& t = tiny().tokenizer;
     Job job;
     job.reply = std::make_shared<Reply>();
@@ -61,13 +71,13 @@ static Job random_job(Random& random, int context) {
 }
 
 // What is told of a row of the tiny model's logits, of an id that was drawn and `alternatives` others.
-inline TokenInfo told_of(const float* logits, int id, int alternatives) {
+TokenInfo told_of(const float* logits, int id, int alternatives) {
     Likeliest row;
     likeliest_cpu(where, row, logits, tiny().tokenizer.size(), alternatives);
     return describe(row, id, logits[id]);
 }
 
-static Generation expected(const Job& job, int context, const Weights<bf16>& weights = tiny().weights,
+Generation expected(const Job& job, int context, const Weights<bf16>& weights = tiny().weights,
                            const Config& config = tiny().file.config) {
     Config c = config;
     if (job.ignore_eos) c.end_tokens.clear();
@@ -90,7 +100,7 @@ struct Bench { // an engine whose steps we take
 };
 
 // Takes the jobs in, some at a time, and steps until all are done.
-static void run_all(Bench& bench, Random& random, const std::vector<Job>& jobs) {
+void run_all(Bench& bench, Random& random, const std::vector<Job>& jobs) {
     size_t next = 0;
     for (int step = 0; step < 20000; step++) {
         if (next < jobs.size() && random.below(3)) REQUIRE(bench.desk.submit({jobs[next++]}));
@@ -101,7 +111,7 @@ static void run_all(Bench& bench, Random& random, const std::vector<Job>& jobs) 
     CHECK(bench.desk.figures->pages_used == 0);
 }
 
-static void check_answer(const Job& job, const Generation& want) {
+void check_answer(const Job& job, const Generation& want) {
     std::lock_guard lock(job.reply->mutex);
     std::string text, tokens;
     size_t count = 0;
@@ -119,3 +129,5 @@ static void check_answer(const Job& job, const Generation& want) {
     CHECK(std::string(finish) == want.finish);
     if (job.alternatives >= 0) CHECK(tokens == text);
 }
+
+} // namespace

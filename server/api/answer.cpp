@@ -8,8 +8,7 @@
 
 namespace server {
 
-// A token by itself: its text and its bytes. (One that is not whole characters is U+FFFD, but its bytes are its own.)
-static std::string token_text(const Tokenizer& t, int id) {
+std::string token_text(const Tokenizer& t, int id) {
     std::string text;
     utf8_repair(text, t.bytes(id), true);
     return text;

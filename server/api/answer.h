@@ -15,6 +15,9 @@
 
 namespace server {
 
+// A token by itself: its text and its bytes. (One that is not whole characters is U+FFFD, but its bytes are its own.)
+std::string token_text(const Tokenizer& t, int id);
+
 // One request's answers as JSON: whole, in parts as they can be sent, or in chunks as they come.
 struct Answer {
     const Tokenizer& tokenizer;

@@ -1,8 +1,15 @@
 // What fuzzers of the model and of the server share.
 #pragma once
-#define SERVE_NO_MAIN
-#define SERVE_NO_HTTP
-#include "serve.cu"
+#include "base/error.h"
+#include "model/model_file.h"
+#include "model/session.h"
+#include "model/weights.h"
+#include "qwen3.cu"
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <sys/mman.h>
+#include <unistd.h>
 
 // The path of a file in memory that has these bytes; the same path each time.
 static const std::string& path_of(const uint8_t* data, size_t size) {
