@@ -33,7 +33,7 @@
 #include <string>
 #include <vector>
 
-using namespace book;
+namespace book {
 
 struct Command {
     const char *name, *files, *options; // of OPTIONS; those that every command knows are not named again
@@ -108,7 +108,11 @@ static std::vector<Option> option_table(Arguments& a) {
     return table;
 }
 
-#if __INCLUDE_LEVEL__ == 0
+} // namespace book
+
+#if __INCLUDE_LEVEL__ == 0 // (the tests include the tables)
+using namespace book;
+
 static std::string usage() {
     std::string all = "usage: datagen COMMAND FILES [options]\n       datagen --version\n\n";
     for (auto& c : COMMANDS) {

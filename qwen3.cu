@@ -268,7 +268,7 @@ template <class T> struct Adapter {
 // INT4: each 64 columns of a row are 32 bytes: column i is in the lower half of byte i, column 32 + i in the upper.
 enum class Format { PLAIN, INT8, INT4, FP8 };
 constexpr int GROUP = 32; // INT8's, and the least there is
-constexpr int FP8_GROUP = 128; // of FP8 activations; and the usual one of weights, of rows and of columns
+inline constexpr int FP8_GROUP = 128; // of FP8 activations; and the usual one of weights, of rows and of columns
 template <class T> struct Linear {
     Format format = Format::PLAIN; // of all blocks
     const T* w[3] = {};            // PLAIN
@@ -330,7 +330,7 @@ template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file); // 
 // skip them, the others compute rows that nobody reads. On a GPU the arrays are in its memory.
 // Keys and values live in pages of 16 tokens; row seq of the block table names the pages of a sequence.
 constexpr int PAGE = 16;
-constexpr int SPLIT = 8 * PAGE; // keys that a block of the GPU's attention of single tokens takes
+inline constexpr int SPLIT = 8 * PAGE; // keys that a block of the GPU's attention of single tokens takes
 struct Batch {
     int N, B;
     const int* token; // (N)
@@ -1456,8 +1456,8 @@ struct Gpu {
     bf16* widened = nullptr;     // one layer's FP8 keys and values as bf16: see widen_pages_kernel
     size_t widened_numbers = 0;
 };
-constexpr size_t PARTIAL_BYTES = 32 << 20;
-constexpr int MAX_TILES = 4096;
+inline constexpr size_t PARTIAL_BYTES = 32 << 20;
+inline constexpr int MAX_TILES = 4096;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAVE_WGMMA
@@ -1899,7 +1899,7 @@ __device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
                  : "memory");
 }
 
-constexpr float LOG2E = 1.44269504f;
+inline constexpr float LOG2E = 1.44269504f;
 __device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for -infinity
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

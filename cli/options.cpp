@@ -1,9 +1,7 @@
 // cli/options.cpp: qwen3's options.
 #include "cli/options.h"
 #include "base/error.h"
-#ifndef QWEN3_PLAIN
 #include "cpu/instruction_set.h"
-#endif
 #include "model/lookup.h"
 #include <cctype>
 #include <cerrno>

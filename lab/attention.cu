@@ -13,9 +13,9 @@
 // the last of a prompt: its tensor cores are slow beside the exponentials, as they are not on an H100, so expect a
 // larger share, some 110 TFLOP/s; and 90% of 950 GB/s at step 5.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: two steps are the program's own kernels
-#define QWEN3_NO_MAIN
+#include "gpu/device.h"
+#include "gpu/ops.h"
 #include "qwen3.cu"
-#include "gpu/backward.h"
 #endif
 #include "lab/ptx.h"
 
@@ -47,7 +47,7 @@ struct Paged {
     static Context& gpu() {
         static Array<int> arrived{numbers(MAX_TILES, 0)}, arrived_too{numbers(MAX_TILES, 0)};
         static Context ctx = [] {
-            Context c = open_gpu();
+            Context c = open_gpu(0);
             c.gpu->stream = stream, c.gpu->arrived = arrived, c.gpu->attention_arrived = arrived_too;
             return c;
         }();

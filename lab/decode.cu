@@ -12,7 +12,10 @@
 // How many bytes must be on the way? 3,000 GB/s x 700 ns = 2.1 MB, 16 KB a multiprocessor, at every moment. Each step
 // is a way to keep so many on the way, also when a product begins and ends.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: the last step is the program's own kernel
-#define QWEN3_NO_MAIN
+#include "gpu/device.h"
+#include "gpu/draw.h"
+#include "gpu/ops.h"
+#include "gpu/step/road.h"
 #include "qwen3.cu"
 #endif
 #include "lab/ptx.h"
@@ -414,7 +417,7 @@ __global__ void noise(::bf16* to, size_t n) { // about normal, deviation 0.02
 struct WholeToken : Problem {
     static constexpr int POSITION = 100, PAGES = POSITION / PAGE + 1;
     const Config c = {1024, 28, 16, 8, 128, 3072, 151936, 40960, 1e-6f, 1e6, true, {}};
-    Context ctx = open_gpu();
+    Context ctx = open_gpu(0);
     Arena arena;
     Weights<::bf16> w;
     Activations<::bf16> a;

@@ -9,7 +9,8 @@
 // read. Only a kernel that uses each number it reads many times comes near the multiply rate. Each step until 8 is a
 // way to read less: from memory, from the caches, then from shared memory.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: the last step is the program's own kernel
-#define QWEN3_NO_MAIN
+#include "gpu/device.h"
+#include "gpu/ops.h"
 #include "qwen3.cu"
 #endif
 #include "lab/ptx.h"
@@ -631,7 +632,7 @@ inline void run_qwen3(Narrow& p) {
     static Array<float> partial(PARTIAL_BYTES / sizeof(float)); // for small products, whose sums blocks share
     static Array<int> arrived(MAX_TILES);
     static Context ctx = [] {
-        Context c = open_gpu();
+        Context c = open_gpu(0);
         arrived.fill(0);
         c.gpu->stream = stream, c.gpu->partial = partial, c.gpu->arrived = arrived;
         return c;

@@ -183,3 +183,4 @@ void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g,
     template struct Session<T>; \
     template void generate(Session<T>&, const Tokenizer*, Generation&, const std::function<void(std::string_view)>&);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

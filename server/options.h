@@ -2,7 +2,7 @@
 #pragma once
 #include "model/options.h"
 #include "qwen3.cu"
-#include "search/documents.h"
+#include "search/document_options.h"
 #include "server/engine/engine_options.h"
 #include "server/http/options.h"
 #include <algorithm>

@@ -6,8 +6,10 @@
 #include "model/instances.h"
 #include "model/tokenizer.h"
 #include "model/weights.h"
+#include "search/documents.h"
 #include "search/embed.h"
 #include "search/hybrid.h"
+#include "search/rerank.h"
 #include "server/api/batch.h"
 #include "server/api/limits.h"
 #include "server/api/refusal.h"
@@ -158,5 +160,6 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
 
 #define INSTANTIATE(T) template int serve<T>(Options&, const ModelFile&, double);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE
 
 } // namespace server

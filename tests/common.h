@@ -1,5 +1,6 @@
 // What the suites share: random inputs, poisoned outputs, a paged cache with scattered pages.
 #pragma once
+#include "cpu/instruction_set.h"
 #include "qwen3.cu"
 #include <cmath>
 #include <cstdio>

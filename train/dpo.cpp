@@ -110,3 +110,4 @@ double Trainer<T>::pairs_backward(const Dataset& from, const size_t* list, const
     template double Trainer<T>::pairs_backward(const Dataset&, const size_t*, const Batch&, int, const Gradients<T>*, \
                                                acc<T>);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

@@ -107,3 +107,4 @@ template <class T> void Trainer<T>::fill() {
     template void Trainer<T>::reserve(); \
     template void Trainer<T>::fill();
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

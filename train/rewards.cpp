@@ -3,6 +3,8 @@
 #include "base/child.h"
 #include "base/options.h"
 #include "book/score.h"
+#include "model/utf8.h"
+#include "sj.h"
 #include <cmath>
 #include <locale.h>
 #include <memory>

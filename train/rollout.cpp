@@ -194,3 +194,4 @@ template <class T> double Trainer<T>::mean_reward(const Dataset& from, const std
     template void Trainer<T>::add_groups(); \
     template double Trainer<T>::mean_reward(const Dataset&, const std::vector<size_t>&);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

@@ -217,3 +217,4 @@ void Trainer<T>::not_finite(const Dataset& from, const std::vector<size_t>& list
                                          const std::set<size_t>*); \
     template std::vector<acc<T>> Trainer<T>::losses_of(const Batch&, int);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

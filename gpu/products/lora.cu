@@ -1,6 +1,7 @@
 // gpu/products/lora.cu: lora_down, and the masks of dropout.
 #include "gpu/ops.h"
 #include "gpu/products/lora.h"
+#include "gpu/products/tiles.h"
 #include "qwen3.cu"
 
 // lora_down of few tokens, without dropout. Grid: (tokens / 32, groups), 8 warps. A block owns 32 tokens by 32 rows of

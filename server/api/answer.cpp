@@ -1,5 +1,6 @@
 // answer.cpp: choices, log-probabilities, calls and usage.
 #include "model/utf8.h"
+#include "search/grounding.h"
 #include "server/api/answer.h"
 #include <algorithm>
 #include <iterator>

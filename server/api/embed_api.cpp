@@ -1,6 +1,7 @@
 // embed_api.cpp: texts and their limits.
 #include "model/tokenizer.h"
 #include "search/embed.h"
+#include "search/rerank.h"
 #include "server/api/embed_api.h"
 #include "server/api/limits.h"
 #include "server/api/pooled.h"

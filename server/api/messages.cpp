@@ -1,5 +1,6 @@
 // messages.cpp: blocks in, blocks and events out.
 #include "model/utf8.h"
+#include "search/grounding.h"
 #include "server/api/messages.h"
 #include "server/api/turns.h"
 #include <cstring>

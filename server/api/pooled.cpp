@@ -1,4 +1,6 @@
 // pooled.cpp: told in parts.
+#include "search/embed.h"
+#include "search/rerank.h"
 #include "server/api/pooled.h"
 #include <algorithm>
 #include <cstdint>

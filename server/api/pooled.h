@@ -1,12 +1,13 @@
 // pooled.h: vectors and rankings: how hidden states are told.
 #pragma once
-#include "search/embed.h"
 #include "sj.h"
 #include <cstddef>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
+
+struct Relevance; // search/rerank.h
 
 namespace server {
 

@@ -1,5 +1,7 @@
 // prompts.cpp: conversations are rendered, with the passages of documents that they are about.
+#include "search/grounding.h"
 #include "search/hybrid.h"
+#include "search/index.h"
 #include "server/api/limits.h"
 #include "server/api/prompts.h"
 #include "server/api/request.h"

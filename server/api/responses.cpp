@@ -1,4 +1,5 @@
 // responses.cpp: items in, items and events out.
+#include "search/grounding.h"
 #include "server/api/responses.h"
 #include "server/api/turns.h"
 #include <algorithm>

@@ -26,7 +26,7 @@ void write_raw(sj::Writer& w, const char* name, sj::Value v) {
     w.text += v.raw();
 }
 
-Turn& Turns::assistant(bool fresh) {
+Turns::Turn& Turns::assistant(bool fresh) {
     if (fresh || all.empty() || all.back().role != "assistant") all.push_back({"assistant"});
     return all.back();
 }

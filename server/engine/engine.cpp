@@ -13,7 +13,7 @@ Engine<T>::Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk
     : Scheduler(c, t, d, o, where, own), weights(w) {
     arena.gpu = ctx.gpu != nullptr;
     if constexpr (HAS_GPU<T>) if (ctx.gpu) on_gpu = make_gpu_step(*this);
-    if (ctx.gpu) options.lookup = std::min(options.lookup, on_gpu->most_tokens() - 1);
+    if (on_gpu) options.lookup = std::min(options.lookup, on_gpu->most_tokens() - 1);
     choose_sizes();
     arena.used = 0;
     plan();
@@ -102,5 +102,6 @@ AdapterPtr Engine<T>::attach(const AdapterFile& file, const std::string& name) {
 
 #define INSTANTIATE(T) template struct Engine<T>;
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE
 
 } // namespace server

@@ -1,7 +1,9 @@
 // gpu_step.cu: an engine's steps on a GPU.
 #include "server/engine/gpu_step.h"
 #ifdef QWEN3_GPU
+#include "gpu/draw.h"
 #include "gpu/ops.h"
+#include "gpu/packed/formats.h"
 #include "gpu/step/road.h"
 #include "server/engine/engine.h"
 #include "server/engine/gpu_kernels.h"
@@ -273,12 +275,8 @@ RowsDealt StepOnGpu::head_all(Step& s, const StepNumbers& gpu, int R, bool adjus
     const size_t V = (size_t)config.V;
     RowsDealt dealt;
     if (R <= STREAM_TOKENS && !adjusted && !ctx.invariant) {
-        const Linear<bf16>& W = weights.head;
-        const StreamArgs head = {activations.normed, gpu.draw_row, nullptr, nullptr, 0, W.w[0], R, config.C,
-                                 config.V};
-        const DrawEpilogue epilogue{engine.logits, V, draws, nullptr, best};
-        dealt = W.format == Format::PLAIN ? stream_product(ctx, head, epilogue)
-                                          : packed_product(ctx, epilogue, head.x, head.rows, W, R);
+        dealt = draw_head_gpu(ctx, engine.logits, draws, nullptr, best, activations.normed, gpu.draw_row, weights.head,
+                              R);
     } else {
         head_gpu(ctx, engine.logits, engine.picked, activations.normed, gpu.draw_row, weights.head, R);
     }
@@ -298,9 +296,8 @@ void StepOnGpu::draw_all(const Step& s, const StepNumbers& gpu, int R, bool adju
     const bool early = ctx.gpu->overlap && !masks.row && !s.one_kernel;
     if (adjusted)
         launch_kernel(ctx, early, adjust_kernel, (unsigned)R, 1024, 0, engine.logits, V, gpu.draw_seq, slots, masks);
-    launch_kernel(ctx, adjusted ? ctx.gpu->overlap : early, sample_kernel, (unsigned)R, 1024, 0, engine.logits, V,
-                  draws, dealt.blocks ? best : nullptr, dealt,
-                  draw_state(gpu, s.straight ? pinned_drawn[s.turn] : drawn, adjusted));
+    sample_gpu(ctx, adjusted ? ctx.gpu->overlap : early, engine.logits, V, draws, dealt.blocks ? best : nullptr, dealt,
+               draw_state(gpu, s.straight ? pinned_drawn[s.turn] : drawn, adjusted), R);
     if (!s.tells) return;
     const auto tell = [&](auto kernel, auto W) {
         launch(ctx, kernel, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq, slots.wanted, activations.normed,

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+struct Automaton; // form/automaton.h
+
 namespace server {
 
 constexpr float BAN = -1e30f;   // as a bias: never,

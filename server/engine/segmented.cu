@@ -2,7 +2,7 @@
 #include "server/engine/row_products.h"
 #ifdef QWEN3_GPU
 #include "gpu/ops.h"
-#include "gpu/product_launch.h"
+#include "gpu/products/product.h"
 #include "server/engine/segmented.h"
 
 namespace server {

@@ -1,6 +1,6 @@
 // sequence.h: an answer (or a text) at work, and the lines in which they wait.
 #pragma once
-#include "form/automaton.h"
+#include "form/matcher.h"
 #include "model/tokenizer.h"
 #include "qwen3.cu"
 #include "server/engine/job.h"

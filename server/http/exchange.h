@@ -5,11 +5,16 @@
 //   metrics.cpp    figures for Prometheus                     send.cpp      whole answers, streams, headers
 #pragma once
 #include "server/api/answer.h"
+#include "server/api/fields.h"
+#include "server/api/limits.h"
 #include "server/api/refusal.h"
 #include "server/engine/budget.h"
 #include "server/engine/reply.h"
+#include "server/http/paths.h"
 #include "server/http/server.h"
+#include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <csignal>
 #include <cstdint>
 #include <initializer_list>

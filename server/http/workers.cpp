@@ -20,8 +20,7 @@ void Workers::add(uint64_t who, std::function<void()> task) {
     news.notify_one();
 }
 
-std::map<uint64_t, std::deque<std::function<Workers::void() >>>
-    ::iterator next() {
+std::map<uint64_t, std::deque<std::function<void()>>>::iterator Workers::next() {
     auto it = lines.upper_bound(last);
     for (size_t n = lines.size(); n > 0; n--, ++it) {
         if (it == lines.end()) it = lines.begin();

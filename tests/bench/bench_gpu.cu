@@ -3,10 +3,10 @@
 //     build/bench_gpu MODEL.bin [ceilings] [decode] [step] [products] [few] [head] [attention] [attention-backward]
 //                               [batch] [sequences] [train]       (default: all)
 //                               [packed]: quantised weights stay so
-#define QWEN3_NO_MAIN
-#include "qwen3.cu"
-#include "gpu/backward.h"
+#include "gpu/gpu.h"
 #include "lab/timing.h"
+#include "model/weights.h"
+#include "qwen3.cu"
 #include <cublas_v2.h>
 
 static Context ctx;
@@ -541,7 +541,7 @@ static void train(Model& m, int B, bool full, bool ample) {
 int main(int argc, char** argv) {
     if (argc < 2) return fprintf(stderr, "usage: bench_gpu MODEL.bin [decode step prompts products quick few head attention attention-backward batch sequences train packed]\n"), 1;
     try {
-        ctx = open_gpu();
+        ctx = open_gpu(0);
         cudaDeviceProp properties;
         CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
         printf("%s, sm_%d, %d multiprocessors\n", properties.name, ctx.gpu->sm, ctx.gpu->sms);

@@ -1,6 +1,11 @@
 // How long masks take, on Qwen3's vocabulary: for each form an answer is followed token by token, the first time (every
 // state and mask is made) and again. `make build/bench_grammar && build/bench_grammar`
-#include "form/tools.h"
+#include "form/gbnf.h"
+#include "form/matcher.h"
+#include "form/schema.h"
+#include "model/tokenizer.h"
+#include <algorithm>
+#include <cstdio>
 
 struct Case {
     const char *name, *form, *answer;

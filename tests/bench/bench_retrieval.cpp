@@ -6,8 +6,12 @@
 //   build/bench_retrieval text FOLDER MB                       files of 1 MB of words by Zipf's law, in two languages
 //   build/bench_retrieval speed FOLDER INDEX                   index anew, open, update, 200 questions; and 200 common words
 //   build/bench_retrieval vectors N DIMENSIONS                 a question's product with N vectors, and the best of them
+#include "base/options.h"
+#include "book/intervals.h"
 #include "search/documents.h"
-#include "book/score.h"
+#include "search/index.h"
+#include "search/vector_file.h"
+#include "search/words.h"
 #include "tests/bench/zipf.h"
 #include <numeric>
 #include <sys/resource.h>
@@ -66,7 +70,8 @@ static void recall(const DocumentIndex& index, const Jieba& jieba, const std::ve
         reciprocal.push_back(rank ? 1 / (double)rank : 0);
         none += rank == 0;
     }
-    const Interval one = bootstrap(at_1, 0), five = bootstrap(at_5, 0), mean = bootstrap(reciprocal, 0);
+    const book::Interval one = book::bootstrap(at_1, 0), five = book::bootstrap(at_5, 0);
+    const book::Interval mean = book::bootstrap(reciprocal, 0);
     printf("%zu questions, %llu passages: recall@1 %.1f [%.1f, %.1f], recall@5 %.1f [%.1f, %.1f], MRR %.3f [%.3f, %.3f]; "
            "%zu not found at all\n", questions.size(), (unsigned long long)index.header().passages, one.mean, one.low, one.high,
            five.mean, five.low, five.high, mean.mean, mean.low, mean.high, none);

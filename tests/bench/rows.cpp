@@ -1,7 +1,13 @@
 // A dataset of rows of 513 random tokens, all trained but the first, for speeds of training:
-//     g++ -std=c++17 -O2 -I. tests/bench/rows.cpp -o rows && ./rows tokenizer.bin full.bin 2048
-#include "model/tokenizer.h"
+//     make NVCC=none build/g++/bench/rows && build/g++/bench/rows tokenizer.bin full.bin 2048
+#include "base/error.h"
+#include "model/chat_template.h"
 #include "model/dataset.h"
+#include "model/tokenizer.h"
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
 
 int main(int argc, char** argv) {
     if (argc != 4) return fprintf(stderr, "usage: rows TOKENIZER.bin OUT.bin ROWS\n"), 1;

@@ -1,8 +1,15 @@
 // Fuzzes the Markdown chunker: whatever the book, every character of it is in some chunk, once in a body; chunks begin
 // and end between characters; only a code fence makes a body longer than asked; sentences are cut without a gap. What was
 // on pages is still text when it is cleaned.
-#define DATAGEN_NO_MAIN
-#include "datagen.cpp"
+#include "book/characters.h"
+#include "book/chunks.h"
+#include "book/pages.h"
+#include "model/utf8.h"
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+using namespace book;
 
 static void require(bool holds) { if (!holds) abort(); }
 

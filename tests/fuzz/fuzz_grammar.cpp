@@ -1,6 +1,11 @@
 // libFuzzer: a JSON schema, a regular expression or GBNF becomes a grammar, or an Error; then masks are asked for and
 // followed at random: each has a token, and each of its tokens leads on.
+#include "form/gbnf.h"
+#include "form/matcher.h"
+#include "form/regex.h"
+#include "form/schema.h"
 #include "form/tools.h"
+#include "model/tokenizer.h"
 
 static void must(bool ok) { if (!ok) abort(); }
 

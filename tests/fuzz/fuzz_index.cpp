@@ -1,6 +1,16 @@
 // Fuzzes the index of documents and its vectors: whatever bytes a file has, it is opened, searched and taken over into
 // another index, or refused in one line that names it; and any text becomes words, passages that are it without a gap, and a prompt.
-#include "search/documents.h"
+#include "base/file.h"
+#include "model/utf8.h"
+#include "search/document_files.h"
+#include "search/grounding.h"
+#include "search/index.h"
+#include "search/index_builder.h"
+#include "search/vector_file.h"
+#include "search/words.h"
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 static void need(bool condition) {
     if (!condition) abort();

@@ -1,6 +1,18 @@
 // Fuzzes segmentation and scores with any text, and the loader of jieba.bin with any file: bytes that begin
 // like a jieba.bin are one.
+#include "base/error.h"
+#include "book/bleu_words.h"
+#include "book/facts_and_choices.h"
+#include "book/jieba.h"
 #include "book/score.h"
+#include "model/utf8.h"
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+#include <unistd.h>
+
+using namespace book;
 
 static void need(bool condition) {
     if (!condition) abort();

@@ -1,7 +1,19 @@
 // Fuzzes the readers of datagen: any bytes as a file of rows, each row as a conversation, each conversation as training
 // rows. Every row's text is where it says it is, rows do not overlap, and no byte of a file of lines is lost.
-#define DATAGEN_NO_MAIN
-#include "datagen.cpp"
+#include "base/error.h"
+#include "book/conversations.h"
+#include "book/rows.h"
+#include "book/text.h"
+#include "book/training_rows.h"
+#include "model/dataset.h"
+#include "model/tokenizer.h"
+#include "sj.h"
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+#include <unistd.h>
+
+using namespace book;
 
 static void require(bool holds) { if (!holds) abort(); }
 

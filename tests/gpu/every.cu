@@ -36,4 +36,7 @@
 #include "gpu/step/shapes_int4_64.cu"
 #include "gpu/step/shapes_int8.cu"
 #include "gpu/upload.cu"
+#include "server/engine/gpu_step.cu"
+#include "server/engine/segmented.cu"
+#include "train/nccl.cu"
 #include "tests/gpu/test_gpu_backward.cpp"

@@ -4,7 +4,7 @@
 #include "tests/golden.h"
 #include "tests/gpu/gpu.h"
 #include "tests/gpu/checkpoint.h"
-#include "server/engine/segmented.h"
+#include "server/engine/row_products.h"
 #include <filesystem>
 #include <sys/wait.h>
 
@@ -1150,7 +1150,7 @@ TEST_CASE("rows with different adapters in one batch: each is what it is with it
             for (int& pick : which) pick = pick == 4 ? -1 : pick;
             Device<const Adapter<bf16>*> dof(of);
             Device<float> sums((size_t)N * R);
-            const RowAdapters rows = {dof, 6, sums};
+            const server::RowAdapters rows = {dof, 6, sums};
             const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
             const std::vector<float> residual = random.fill<float>((size_t)N * R);
             // As the definition says it, a row at a time.
@@ -1176,17 +1176,17 @@ TEST_CASE("rows with different adapters in one batch: each is what it is with it
             INFO("N " << N << " R " << R << " K " << K);
             Device<bf16> dx(x), out((size_t)N * R);
             Device<float> dresidual(residual), added((size_t)N * R);
-            rows_linear_gpu(pad.ctx, out, dx, W.device, rows, N);
+            server::rows_linear_gpu(pad.ctx, out, dx, W.device, rows, N);
             CHECK(close(out.get(), [&](size_t i) { return y[i]; }, 0.005) == 0);
-            rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N);
+            server::rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N);
             const auto first = added.get();
             CHECK(close(first, [&](size_t i) { return residual[i] + y[i]; }, 1e-6) == 0);
-            rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N);
+            server::rows_linear_add_gpu(pad.ctx, added, dresidual, dx, W.device, rows, N);
             CHECK(same_bits(added.get(), first));
             if (shape.rows.size() != 2) continue;
             const size_t F = (size_t)R / 2;
             Device<bf16> hidden((size_t)N * F);
-            rows_linear_swiglu_gpu(pad.ctx, hidden, dx, W.device, rows, N);
+            server::rows_linear_swiglu_gpu(pad.ctx, hidden, dx, W.device, rows, N);
             const auto got = hidden.get();
             int wrong = 0;
             for (int n = 0; n < N; n++)

@@ -1,5 +1,8 @@
 // Every kernel of the backward pass, and of adapters, against its CPU definition, at odd sizes, on fresh random numbers,
 // into poisoned memory; and that the same batch gives the same bits. Built by nvcc, run where a GPU is.
+#include "model/chat_template.h"
+#include "model/dataset.h"
+#include "model/quantize.h"
 #include "model/write.h"
 #include "tests/gpu/gpu.h"
 #include "tests/gradients.h"
@@ -617,16 +620,7 @@ TEST_CASE("a whole model, all its parameters and an adapter of rank 4: each grad
     }
 }
 
-// ---- Several GPUs. This program is train_lora itself, too, when it is started as one: ranks are processes.
-static const int as_train_lora = [] {
-    if (!getenv("AS_TRAIN_LORA")) return 0;
-    std::ifstream file("/proc/self/cmdline");
-    std::vector<std::string> words;
-    for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
-    std::vector<char*> argv;
-    for (auto& word : words) argv.push_back(word.data());
-    exit(run_program("train_lora", run, (int)argv.size(), argv.data()));
-}();
+// ---- Several GPUs: ranks are processes.
 static int gpus() {
     int n = 0;
     return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
@@ -644,11 +638,10 @@ TEST_CASE("two GPUs have one's curve with the same rows a step, by NCCL; twice t
         }
         writer.commit();
     }
-    setenv("AS_TRAIN_LORA", "1", 1);
     auto train = [&](const std::string& name, Strings arguments) {
         const Strings how = {"tests/fixtures/tiny/model.bin", out / "rows.bin", "-z", "tests/fixtures/tiny/tokenizer.bin", "-d", "cuda", "--steps", "12", "--warmup", "0", "-o", out / name};
         arguments.insert(arguments.begin(), how.begin(), how.end());
-        const Result r = Process("/proc/self/exe", arguments).wait();
+        const Result r = Process(program("TRAIN_LORA", "./train_lora"), arguments).wait();
         INFO(name << ": " << r.err);
         REQUIRE(r.status == 0);
     };
@@ -676,7 +669,6 @@ TEST_CASE("two GPUs have one's curve with the same rows a step, by NCCL; twice t
         const std::string result = kind == "full" ? "/model.bin" : "/adapter_model.safetensors";
         CHECK(read_file(out / (kind + "2") + result) == read_file(out / (kind + "3") + result));
     }
-    unsetenv("AS_TRAIN_LORA");
 }
 
 TEST_CASE("QLoRA on the GPU: gradients of adapters on packed weights are as near to the truth as PyTorch's bf16 ones, and the CPU's") {

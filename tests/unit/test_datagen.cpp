@@ -1,15 +1,24 @@
 // datagen: its parts from inside; the whole pipeline from outside (DATAGEN, else ./datagen) on tests/fixtures/book.md,
 // with an endpoint in a thread that fails in every way an endpoint can, and a kill in the middle.
-#ifdef SUITES_ARE_PROGRAMS
-#include "tests/programs.h"
-#define main datagen_main
-#include "datagen.cpp"
-#undef main
-static const bool is_datagen = add_program("datagen", datagen_main);
-#else
-#define DATAGEN_NO_MAIN
-#include "datagen.cpp"
-#endif
+#include "book/chunks.h"
+#include "book/collect.h"
+#include "book/conversations.h"
+#include "book/leakage.h"
+#include "book/minhash.h"
+#include "book/pages.h"
+#include "book/patterns.h"
+#include "book/prompt.h"
+#include "book/requests.h"
+#include "book/rouge_index.h"
+#include "book/rows.h"
+#include "book/text.h"
+#include "book/words.h"
+#include "datagen.cpp" // its options and table of commands; not main
+#include "model/chat_template.h"
+#include "model/dataset.h"
+#include "model/tokenizer.h"
+#include "model/utf8.h"
+#include "sj.h"
 #include "tests/http.h"
 #include "tests/process.h"
 #include <atomic>
@@ -17,15 +26,19 @@ static const bool is_datagen = add_program("datagen", datagen_main);
 #include <random>
 #include <thread>
 
+using namespace book;
+
 static const char* PROGRAM = getenv("DATAGEN") ? getenv("DATAGEN") : "./datagen";
 static const std::string BOOK = "tests/fixtures/book.md";
 
 // ----------------------------------------------------------------------------------------- tools
 
+namespace {
 struct Datagen : Process {
     explicit Datagen(const Strings& arguments, std::string_view input = "")
         : Process(PROGRAM, arguments, input, [] { setenv("no_proxy", "*", 1); }) {} // the endpoint is here
 };
+} // namespace
 static Result datagen(const Strings& arguments, std::string_view input = "") { return Datagen(arguments, input).wait(); }
 static Result good(const Strings& arguments, std::string_view input = "") {
     const Result r = datagen(arguments, input);
@@ -560,6 +573,7 @@ TEST_CASE("prompt: shares of difficulty in every chapter, quotas, templates") {
 // -------------------------------------------------------------------------- an endpoint and its faults
 
 #ifdef HAVE_CURL
+namespace {
 // Answers /v1/chat/completions. The k-th new body it sees is treated the k-th way at first, and well when asked again.
 struct Endpoint {
     struct Seen { size_t number, asked = 0, answered = 0; };
@@ -685,6 +699,7 @@ struct Pipeline {
         return all;
     }
 };
+} // namespace
 
 TEST_CASE("end to end: an endpoint that fails, stalls, answers 429 and sends garbage; then filter, split and pack") {
     const Pipeline p;
@@ -956,7 +971,7 @@ TEST_CASE("generate: what endpoints say of a fault") {
     auto words = [](const std::string& text) {
         sj::Doc doc;
         const bool json = sj::parse(doc, text).empty();
-        return Sender::words_of(json ? doc.root() : sj::Value(), text);
+        return words_of(json ? doc.root() : sj::Value(), text);
     };
     CHECK(words(R"({"error": {"message": "a\nb", "code": 1}})") == "a b");
     CHECK(words(R"({"error": "a"})") == "a");

@@ -1,9 +1,24 @@
-// embed.h and embed_api.h: vectors and rankings, against sentence-transformers and transformers (fixtures/embed), in the
-// engine beside answers, on the command line (QWEN3, else ./qwen3) and over HTTP (SERVE, else ./serve); hybrid.h: passages
-// of documents found by them.
+// Vectors and rankings (search/, the server's API of embeddings), against sentence-transformers and transformers
+// (fixtures/embed): in the engine beside answers, on the command line (QWEN3, else ./qwen3) and over HTTP (SERVE, else
+// ./serve); passages of documents found by them.
+#include "model/session.h"
+#include "search/documents.h"
+#include "search/embed.h"
+#include "search/embedder.h"
+#include "search/hybrid.h"
+#include "search/index.h"
+#include "search/rerank.h"
+#include "search/vector_file.h"
+#include "search/vector_update.h"
 #include "tests/engine.h"
 #include "tests/http.h"
 #include "tests/process.h"
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <thread>
 
 using namespace std::literals;
 
@@ -12,6 +27,7 @@ static std::string program(const char* variable, const char* otherwise) {
     return getenv(variable) ? getenv(variable) : otherwise;
 }
 
+namespace {
 struct Golden {
     Json json{std::string(MappedFile(FOLDER + "/golden.json").text())};
     Tokenizer tokenizer{WORDS};
@@ -22,13 +38,15 @@ struct Golden {
         return all;
     }
 };
+} // namespace
 static const Golden& golden() {
     static const Golden g;
     return g;
 }
 using Texts = std::vector<std::vector<int>>;
-template <class T> std::vector<std::vector<float>> hidden_of(const Config& c, const Weights<T>& w, const Texts& texts,
-                                                             const Context& ctx = {}) {
+template <class T>
+static std::vector<std::vector<float>> hidden_of(const Config& c, const Weights<T>& w, const Texts& texts,
+                                                 const Context& ctx = {}) {
     size_t longest = 0;
     for (auto& ids : texts) longest = std::max(longest, ids.size());
     Embedder<T> model(c, w, (int)longest, ctx);
@@ -68,7 +86,8 @@ TEST_CASE("embed: the ids are sentence-transformers', the reranker's those of it
 }
 
 // Vectors and scores against float32's: in float they are the same, in bfloat16 nearer than transformers' own.
-template <class T> void check_parity(const Context& ctx, double vector_limit, double short_limit, double score_limit) {
+template <class T>
+static void check_parity(const Context& ctx, double vector_limit, double short_limit, double score_limit) {
     const Golden& g = golden();
     const Weights<T> weights(g.file);
     Texts texts;
@@ -266,7 +285,7 @@ static Job answer_job(size_t prompt, size_t n) {
     return job;
 }
 // Steps until f(), or 0 if there are `most`.
-template <class F> int steps_until(Bench& bench, int most, F f) {
+template <class F> static int steps_until(Bench& bench, int most, F f) {
     for (int n = 1; n <= most; n++) {
         bench.engine.step();
         if (f()) return n;
@@ -749,6 +768,7 @@ TEST_CASE("serve: the folder says what it is for; many texts at once, beside a c
 
 // ------------------------------------------------------------------------------------------- documents, by vectors
 
+namespace {
 // A folder of passages, of which no two say the same, and its index with models.
 struct Notes {
     Scratch scratch;
@@ -776,6 +796,7 @@ struct Notes {
         return Documents({folder, index, passages}, [this](const std::string& line) { told.push_back(line); }, models);
     }
 };
+} // namespace
 static const char* const ASKED[] = {"What is a warp?", "线程束有多少线程？", "bread", "How many bytes has a sector of memory?", "roofline"};
 static Strings names(const std::vector<Source>& sources) {
     Strings all;

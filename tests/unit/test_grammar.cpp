@@ -1,7 +1,11 @@
 // Grammars: what the automaton accepts and which tokens it allows, against brute force; JSON schemas against
 // JSON-Schema-Test-Suite; hostile input. tests/fixtures/schema: tests/reference/make_schema_fixtures.py
-#include "tests/process.h"
+#include "form/gbnf.h"
+#include "form/matcher.h"
+#include "form/regex.h"
 #include "form/schema.h"
+#include "model/tokenizer.h"
+#include "tests/process.h"
 #include <regex>
 
 using Shared = std::shared_ptr<Automaton>;
@@ -29,6 +33,7 @@ static std::string refusal_of(const std::function<void()>& f) {
     return "";
 }
 
+namespace {
 struct Random {
     uint64_t state;
     uint32_t below(uint32_t n) {
@@ -36,6 +41,7 @@ struct Random {
         return (uint32_t)(state >> 33) % n;
     }
 };
+} // namespace
 
 // The mask of a state, token by token: one is allowed if its bytes lead somewhere.
 static void check_mask(Matcher& m) {
@@ -154,6 +160,7 @@ TEST_CASE("grammar: characters are UTF-8: every code point, alone and in ranges"
     }
 }
 
+namespace {
 // What a GBNF grammar derives, up to so many bytes: found by rewriting, without an automaton.
 struct Derivations {
     std::map<std::string, std::vector<std::vector<std::string>>> rules; // words in '' are terminals
@@ -195,6 +202,7 @@ struct Derivations {
         return text;
     }
 };
+} // namespace
 
 TEST_CASE("grammar: random context-free grammars accept what they derive, and their masks are exact") {
     Random random{3};

@@ -1,7 +1,19 @@
-// retrieval.h and documents.h: words, the index and its formula, damaged indexes, folders of every kind, vectors of
+// search/: words, the index and its formula, damaged indexes, folders of every kind, vectors of
 // passages (of a model that is none: test_embed.cpp has those of a real one), prompts; then --docs of the programs.
+#include "base/file.h"
+#include "model/chat_template.h"
+#include "search/document_files.h"
 #include "search/documents.h"
+#include "search/grounding.h"
+#include "search/index.h"
+#include "search/index_builder.h"
+#include "search/index_update.h"
+#include "search/vector_file.h"
+#include "search/vector_update.h"
+#include "search/words.h"
 #include "tests/process.h"
+#include <atomic>
+#include <cmath>
 #include <map>
 #include <sys/time.h>
 #include <thread>
@@ -25,6 +37,7 @@ static std::vector<uint64_t> hashes_of(const WordCounts& words) {
     return all;
 }
 
+namespace {
 // A folder of documents, an index, and what was told. The library is called as `qwen3 --docs` does.
 struct Library {
     Scratch scratch;
@@ -66,6 +79,7 @@ struct Library {
         return (size_t)atoi(text.c_str() + at);
     }
 };
+} // namespace
 static Strings files_of(const std::vector<Source>& sources) {
     Strings files;
     for (auto& s : sources) files.push_back(s.file);
@@ -99,7 +113,7 @@ TEST_CASE("words: a question is without those that only ask") {
 
 // ----------------------------------------------------------------------------------------- the index
 
-// BM25 as the head of retrieval.h has it, word by word over all passages.
+// BM25 as the head of index.h has it, word by word over all passages.
 static double bm25(const std::vector<Strings>& passages, const Strings& question, size_t p) {
     double all = 0, score = 0;
     for (auto& passage : passages) all += (double)passage.size();
@@ -591,6 +605,7 @@ TEST_CASE("documents: the index lies in the cache folder; nothing is written int
 
 // ----------------------------------------------------------------------------------------- vectors
 
+namespace {
 // A vector for any text, by its hash; what was asked for is counted.
 struct FakeVectors : VectorModel {
     uint64_t name = 0xfeed;
@@ -619,6 +634,8 @@ struct FakeVectors : VectorModel {
         return vector_of(text, numbers);
     }
 };
+} // namespace
+namespace {
 struct VectorLibrary : Library {
     std::shared_ptr<FakeVectors> model = std::make_shared<FakeVectors>();
     const std::string vectors = index + ".000000000000feed.vectors";
@@ -637,6 +654,7 @@ struct VectorLibrary : Library {
         }
     }
 };
+} // namespace
 // To 8 bits, the nearest, of two as near the even one: bf16 of an ordinary number.
 static double rounded(float x) {
     int exponent;

@@ -1,8 +1,19 @@
-// score.h: segmentation as jieba's, scores as rouge_chinese's, nltk's and sacrebleu's, and the command. What must come
+// Segmentation as jieba's, scores as rouge_chinese's, nltk's and sacrebleu's, and the command. What must come
 // out was made with the originals by make_score_fixtures.py.
+#include "book/bleu_words.h"
+#include "book/facts_and_choices.h"
+#include "book/intervals.h"
+#include "book/jieba.h"
+#include "book/nearest_answer.h"
 #include "book/score.h"
+#include "book/score_rows.h"
+#include "book/score_table.h"
+#include "model/utf8.h"
 #include "tests/process.h"
+#include <cmath>
 #include <sys/wait.h>
+
+using namespace book;
 
 using Words = std::vector<std::string_view>;
 static const std::string FIXTURES = "tests/fixtures/score/";
@@ -42,6 +53,7 @@ TEST_CASE("chosen lines: jieba's words, and those rouge_chinese counts") {
     }
 }
 
+namespace {
 // The generator of make_score_fixtures.py.
 struct Draw {
     uint64_t state;
@@ -50,6 +62,7 @@ struct Draw {
         return (uint32_t)((state >> 32) * n >> 32);
     }
 };
+} // namespace
 static std::string draw_line(Draw& draw, const std::vector<uint32_t>& odd,
                              const std::vector<std::vector<uint32_t>>& items) {
     std::string out;

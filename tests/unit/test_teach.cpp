@@ -15,6 +15,7 @@ static const std::string ROOT = fs::current_path().string();
 static const std::string BIN = fs::absolute(getenv("QWEN3") ? getenv("QWEN3") : "./qwen3").parent_path().string();
 static const std::string MODEL = ROOT + "/data/tiny/model.bin", BOOK = ROOT + "/tests/fixtures/clock.md";
 
+namespace {
 // A script, with a shell, in a folder. Its process group is its own, as a terminal would have it.
 struct Script : Process {
     Script(const Strings& words, const std::string& folder, const char* shell = "sh", const std::string& bin = BIN)
@@ -38,15 +39,18 @@ struct Script : Process {
         return false;
     }
 };
+} // namespace
 static Script teach(Strings words, const std::string& folder, const char* shell = "sh", const std::string& bin = BIN) {
     words.insert(words.begin(), ROOT + "/teach");
     return Script(words, folder, shell, bin);
 }
 static const char* other_shell() { return access("/bin/bash", X_OK) == 0 ? "bash" : "sh"; }
 
+namespace {
 // "93.09 [80.62, 100.00]" in a column of the row that begins with `label`. The last columns are ROUGE-L, BLEU-4 of
 // characters and of words, facts, choice.
 struct Score { double mean = NAN, low = NAN, high = NAN; };
+} // namespace
 static Score score(const std::string& table, const std::string& label, size_t from_the_right) {
     for (auto& line : lines(table)) {
         if (line.compare(0, label.size() + 4, "| " + label + " |") != 0) continue;
@@ -142,6 +146,7 @@ TEST_CASE("the recording answers the requests of the book as it is cut today") {
     CHECK(rows == 19);
 }
 
+namespace {
 // An endpoint with one model, which knows one answer; or that refuses.
 struct Endpoint {
     std::atomic<int> status{200}, asked{0};
@@ -162,6 +167,7 @@ struct Endpoint {
         CHECK(send(peer, all.data(), all.size(), MSG_NOSIGNAL) == (ssize_t)all.size());
     }
 };
+} // namespace
 
 TEST_CASE("an endpoint that refuses, that answers, and is not asked twice; a book that was changed") {
     Scratch scratch;
