@@ -10,8 +10,6 @@
 #include "search/embedder.h"
 #include "search/rerank.h"
 #include "sj.h"
-#include "search/rerank.h"
-#include "search/embedder.h"
 #include <algorithm>
 #include <cstddef>
 #include <functional>

@@ -12,7 +12,6 @@
 #include "search/documents.h"
 #include "search/grounding.h"
 #include "sj.h"
-#include "search/grounding.h"
 #include <algorithm>
 #include <cerrno>
 #include <cmath>

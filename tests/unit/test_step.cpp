@@ -18,7 +18,6 @@ struct RandomNumbers {
     }
 };
 
-using Random = RandomNumbers;
 #include "tests/packed.h"
 
 // A matrix of random numbers: bf16, or packed.
