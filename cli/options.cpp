@@ -1,10 +1,7 @@
 // cli/options.cpp: qwen3's options.
 #include "cli/options.h"
 #include "base/error.h"
-<<<<<<< HEAD
 #include "search/hybrid.h"
-=======
->>>>>>> w-cli
 #include "cpu/instruction_set.h"
 #include "model/lookup.h"
 #include <cctype>

@@ -3,6 +3,8 @@
 // by NCCL where it goes by sockets here: tests/gpu/test_gpu_backward.cpp.
 #include "tests/process.h"
 #include "train/ranks.h"
+#include "train/sockets.h"
+#include <netinet/in.h>
 #include <fstream>
 #include <map>
 #include <set>
