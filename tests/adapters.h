@@ -1,7 +1,13 @@
 // Adapters of random numbers for the random model in fixtures/tiny.
 #pragma once
+#include "base/file.h"
+#include "model/adapters.h"
+#include "model/write.h"
 #include "tests/engine.h"
 #include "tests/files.h"
+#include <cmath>
+#include <string>
+#include <vector>
 
 struct Kind {
     int rank;

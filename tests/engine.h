@@ -71,7 +71,7 @@ Job random_job(Random& random, int context) {
 }
 
 // What is told of a row of the tiny model's logits, of an id that was drawn and `alternatives` others.
-TokenInfo told_of(const float* logits, int id, int alternatives) {
+inline TokenInfo told_of(const float* logits, int id, int alternatives) {
     Likeliest row;
     likeliest_cpu(where, row, logits, tiny().tokenizer.size(), alternatives);
     return describe(row, id, logits[id]);

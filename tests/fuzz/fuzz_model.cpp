@@ -1,7 +1,15 @@
 // Fuzzes the model loader: the bytes are a model.bin. What loads must also run: three tokens are fed to it.
 // An Error is a fine answer; a crash, a leak or a read outside the file is not.
 // Seeds: tests/fixtures/fuzz/model/, made by tests/fuzz/make_model_seeds.py.
+#include "base/error.h"
 #include "tests/fuzz/model.h"
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <vector>
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const std::string& path = path_of(data, size);

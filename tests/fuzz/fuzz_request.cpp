@@ -1,6 +1,28 @@
 // libFuzzer: a request's body in one of the four dialects becomes jobs that are within every limit, or a refusal that is
 // JSON.
+#include "base/error.h"
+#include "model/tokenizer.h"
+#include "search/rerank.h"
+#include "server/api/answer.h"
+#include "server/api/asked.h"
+#include "server/api/limits.h"
+#include "server/api/messages.h"
+#include "server/api/paths.h"
+#include "server/api/refusal.h"
+#include "server/api/service.h"
+#include "server/engine/job.h"
+#include "server/engine/speech.h"
+#include "sj.h"
 #include "tests/fuzz/model.h"
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+using namespace server;
 
 static void must(bool ok) { if (!ok) abort(); }
 

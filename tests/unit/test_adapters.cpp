@@ -1,9 +1,22 @@
 // serve.cu: several adapters beside one model: the engine by itself, then the program (SERVE, else ./serve). What an
 // answer must be is said by a Session whose weights have that adapter only, and by qwen3 --adapter.
+#include "model/adapters.h"
+#include "server/api/batch.h"
+#include "server/api/paths.h"
+#include "server/engine/adapters.h"
+#include "server/engine/mixed.h"
+#include "sj.h"
 #include "tests/adapters.h"
 #include "tests/engine.h"
 #include "tests/http.h"
 #include "tests/process.h"
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
 
 struct Folders { // of three adapters
     Scratch scratch;

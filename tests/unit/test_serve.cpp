@@ -1,11 +1,34 @@
 // serve.cu: its parts by themselves, then the program (SERVE, else ./serve) from outside, on the random model in
 // fixtures/tiny. What an answer must be is said by `generate` on a Session of its own.
-#include <regex>
-#include <set>
+#include "base/file.h"
+#include "model/chat_template.h"
+#include "qwen3.cu"
+#include "server/api/answer.h"
+#include "server/api/limits.h"
+#include "server/api/refusal.h"
+#include "server/api/request.h"
+#include "server/api/service.h"
+#include "server/engine/budget.h"
+#include "server/engine/pace.h"
+#include "server/engine/pages.h"
+#include "server/engine/router.h"
+#include "server/http/log.h"
+#include "server/http/server.h"
+#include "sj.h"
 #include "tests/engine.h"
 #include "tests/http.h"
 #include "tests/process.h"
 #include "tests/workload.h"
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <regex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
 
 static std::string question(const std::string& text, const std::string& more) {
     std::string body = "{\"messages\": [{\"role\": \"user\", \"content\": ";

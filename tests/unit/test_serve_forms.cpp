@@ -1,7 +1,29 @@
 // serve.cu: answers that keep a form, and calls of tools: the engine by itself, then the program (SERVE, else ./serve).
+#include "form/gbnf.h"
+#include "form/matcher.h"
+#include "form/regex.h"
+#include "form/schema.h"
+#include "form/tools.h"
+#include "search/documents.h"
+#include "server/api/asked.h"
+#include "server/api/batch.h"
+#include "server/api/fields.h"
+#include "server/api/form_data.h"
+#include "server/api/limits.h"
+#include "server/api/messages.h"
+#include "server/api/paths.h"
+#include "server/api/responses.h"
+#include "server/api/service.h"
+#include "sj.h"
 #include "tests/engine.h"
 #include "tests/http.h"
 #include "tests/process.h"
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
 
 static const Tokenizer& t() { return tiny().tokenizer; }
 static Service service_of(int context = 4096) { return {&t(), "tiny", "", context, false}; }

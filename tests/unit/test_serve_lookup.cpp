@@ -1,5 +1,9 @@
 // Prompt lookup in the server's engine: an answer that runs alone is what it is without, in every respect.
+#include "model/lookup.h"
 #include "tests/engine.h"
+#include <algorithm>
+#include <string>
+#include <vector>
 
 static EngineOptions small() {
     EngineOptions o;
