@@ -3,6 +3,9 @@
 
 namespace book {
 
+Layout::Layout() = default;
+Layout::~Layout() = default;
+
 static Conversation read_alpaca(sj::Value v, const Layout& layout, bool answered) {
     Conversation c;
     c.kind = "alpaca";

@@ -18,6 +18,8 @@ struct Layout {
         {"history", "history"}, {"messages", "conversations"}, {"tools", "tools"}, {"role_tag", "from"},
         {"content_tag", "value"}, {"user_tag", "human"}, {"assistant_tag", "gpt"}, {"observation_tag", "observation"},
         {"function_tag", "function_call"}, {"system_tag", "system"}, {"chosen", "chosen"}, {"rejected", "rejected"}};
+    Layout(); // (apart, as the map above is much code at every `= {}`)
+    ~Layout();
 };
 struct Conversation {
     std::vector<Message> messages; // the last is the assistant's

@@ -8,7 +8,7 @@
 
 namespace book {
 
-static bool is_blank(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
+static bool is_json_space(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
 
 Reader::Reader(const std::string& p) : path(p == "-" ? "standard input" : p) {
     file = p == "-" ? stdin : fopen(p.c_str(), "rb");
@@ -19,14 +19,14 @@ Reader::Reader(const std::string& p) : path(p == "-" ? "standard input" : p) {
     size = regular ? (uint64_t)st.st_size : 0;
     if (has(2) && !memcmp(&buffer[at], "\xEF\xBB\xBF", 3)) at += 3;
     size_t first = 0;
-    while (has(first) && is_blank(buffer[at + first])) first++;
+    while (has(first) && is_json_space(buffer[at + first])) first++;
     array = has(first) && buffer[at + first] == '[';
     if (array) at += first + 1;
 }
 
 bool Reader::next_text() {
     while (array ? find_item() : find_line()) {
-        if (!fault.empty() || !std::all_of(text.begin(), text.end(), is_blank)) return true;
+        if (!fault.empty() || !std::all_of(text.begin(), text.end(), is_json_space)) return true;
     }
     return false;
 }
@@ -98,7 +98,7 @@ bool Reader::find_line() {
 bool Reader::find_item() {
     fault.clear();
     while (closed && has(0))
-        if (!is_blank(buffer[at++])) DIE("%s: text after the array", path.c_str());
+        if (!is_json_space(buffer[at++])) DIE("%s: text after the array", path.c_str());
     if (closed) return false;
     size_t n = 0;
     int depth = 0;

@@ -10,8 +10,8 @@
 #include "model/device.h"
 #include "model/pace.h"
 #include "search/documents.h"
-#include "sj.h"
 #include "search/grounding.h"
+#include "sj.h"
 #include <algorithm>
 #include <cstdio>
 #include <memory>

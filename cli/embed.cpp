@@ -7,9 +7,9 @@
 #include "cli/screen.h"
 #include "model/pace.h"
 #include "search/embed.h"
-#include "sj.h"
-#include "search/rerank.h"
 #include "search/embedder.h"
+#include "search/rerank.h"
+#include "sj.h"
 #include <algorithm>
 #include <cstddef>
 #include <functional>

@@ -9,8 +9,9 @@
 #include "cli/screen.h"
 #include "model/pace.h"
 #include "model/session.h"
-#include "sj.h"
+#include "search/documents.h"
 #include "search/grounding.h"
+#include "sj.h"
 #include <algorithm>
 #include <cerrno>
 #include <cmath>

@@ -3,11 +3,13 @@
 #include "base/options.h"
 #include "model/options.h"
 #include "qwen3.cu"
-#include "search/documents.h"
+#include "search/document_options.h"
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
+
+struct Documents; // search/documents.h
 
 namespace cli {
 

@@ -15,6 +15,7 @@
 #include "model/loaded.h"
 #include "model/model_file.h"
 #include "model/tokenizer.h"
+#include "search/document_options.h"
 #include "search/documents.h"
 #include "search/hybrid.h"
 #include <memory>

@@ -210,3 +210,4 @@ void attention_cpu(Context&, T* out, acc<T>* lse, const T* q, const T* keys, con
 #define INSTANTIATE(T)                                                                                         \
     template void attention_cpu(Context&, T*, acc<T>*, const T*, const T*, const T*, const Batch&, int, int, int);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

@@ -264,6 +264,7 @@ FLATTEN void adamw_cpu(Context&, T* stored, acc<T>* p, acc<T>* m, acc<T>* v, con
     template void adamw_cpu(Context&, T*, acc<T>*, acc<T>*, acc<T>*, const acc<T>*, const double*, size_t, const      \
                             AdamW&);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE
 #ifdef QWEN3_DOUBLE
 using Sum = double;
 #else

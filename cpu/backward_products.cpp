@@ -176,3 +176,4 @@ void lora_backward_weight_cpu(Context&, acc<T>* dA, const T* dh, const T* x, con
     template void linear_backward_weight_cpu(Context&, acc<T>*, const T*, size_t, const T*, int, int, int);      \
     template void lora_backward_weight_cpu(Context&, acc<T>*, const T*, const T*, const Linear<T>&, int);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

@@ -97,3 +97,4 @@ void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const a
     template void swiglu_cpu(Context&, T*, const T*, int, int);                                                       \
     template void norm_linear_swiglu_cpu(Context&, T*, T*, T*, const acc<T>*, const T*, const Linear<T>&, int, float);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

@@ -28,6 +28,7 @@ template <class A> struct Plain {
 
 #define INSTANTIATE(T) template <> const Loops<T>& plain_loops() { return LOOPS<Plain<acc<T>>, T>; }
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE
 
 #ifndef QWEN3_DOUBLE
 double plain_multiply(MultiplyBlock* memory) {

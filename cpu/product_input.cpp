@@ -111,3 +111,4 @@ template <class T> void ProductInput<T>::tile(acc<T>* y, const WeightRows<T>& w,
 
 #define INSTANTIATE(T) template struct ProductInput<T>;
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

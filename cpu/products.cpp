@@ -140,3 +140,4 @@ void head_cpu(Context&, acc<T>* logits, T* picked, const T* x, const int* rows, 
                                       const Adapter<T>* const*, int);                                               \
     template void head_cpu(Context&, acc<T>*, T*, const T*, const int*, const Linear<T>&, int);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

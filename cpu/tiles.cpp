@@ -45,6 +45,7 @@ template <class T> const Loops<T>& best_loops() {
     template struct WeightRows<T>; \
     template const Loops<T>& best_loops<T>();
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE
 
 #ifndef QWEN3_DOUBLE
 void* tile_scratch(size_t bytes) {

@@ -25,7 +25,9 @@ struct RowsDealt {
 };
 
 // The likeliest id of each of the head's blocks: there is room for so many of them.
-constexpr int BEST_BLOCKS = 1024;
+inline constexpr int BEST_BLOCKS = 1024;
+// Groups of ids in the sampler: those of four of its threads, or of some of the head's blocks.
+inline constexpr int DRAW_GROUPS = 256;
 
 // ---- Launchers
 // The logits of up to 16 rows of x, with the penalties of `draw` and `seen`; and the likeliest id of each block, to

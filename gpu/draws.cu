@@ -30,13 +30,12 @@ __device__ inline unsigned long long block_sum_before(unsigned long long x) {
 // multiprocessor reads from the L2 cache: 5 us a pass over 151,936 logits.
 constexpr int DRAW_THREADS = 1024;
 constexpr int LIST = DRAW_THREADS; // a thread an entry
-constexpr int GROUPS = 256;        // of ids: those of four threads, or of some of the head's blocks
 constexpr int BINS = 2048;         // of 1/64 of the exponent
 constexpr float WEIGHT_ONE = 1099511627776.f; // of the likeliest id: weights are integers in steps of 2^-40
 
 struct DrawList {
     unsigned long long keys[LIST], weights[LIST];
-    unsigned long long groups[GROUPS]; // the largest key of each
+    unsigned long long groups[DRAW_GROUPS]; // the largest key of each
     unsigned long long top, least;     // the largest key of all; the k-th of the groups', 0: there are fewer
     uint16_t blocks[BEST_BLOCKS];      // of the head's, those that have ids from `least` on
     uint32_t bins[BINS];     // how many ids each has
@@ -104,7 +103,7 @@ __device__ __forceinline__ unsigned long long find_likeliest(DrawList& list, con
         row.each([&](int id, float logit) { mine = max(mine, draw_key(logit, id)); });
     }
     unsigned long long most = mine;
-    if (most) atomicMax(&list.groups[threadIdx.x % GROUPS], most);
+    if (most) atomicMax(&list.groups[threadIdx.x % DRAW_GROUPS], most);
     for (int lane = 16; lane; lane /= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
     if (threadIdx.x % 32 == 0 && most) atomicMax(&list.top, most);
     __syncthreads();
@@ -116,7 +115,7 @@ __device__ __forceinline__ unsigned long long find_likeliest(DrawList& list, con
 // other id has a weight. dealt: to the head's blocks, of which this thread's has `mine`; or to none.
 __device__ __forceinline__ bool list_from_kth(DrawList& list, const DrawRow& row, const RowsDealt& dealt,
                                               unsigned long long mine, unsigned long long& listed) {
-    const int groups = dealt.blocks ? min(GROUPS, dealt.blocks) : GROUPS;
+    const int groups = dealt.blocks ? min(DRAW_GROUPS, dealt.blocks) : DRAW_GROUPS;
     if ((int)threadIdx.x < groups) {
         const unsigned long long own = list.groups[threadIdx.x];
         int rank = 0;
@@ -277,7 +276,7 @@ sample_kernel(const float* all_logits,        // (R,V)
     DrawRow row(all_logits + r * V, draws[r]);
     const Sampling& how = row.how;
     for (int bin = i; bin < BINS; bin += DRAW_THREADS) list.bins[bin] = 0;
-    if (i < GROUPS) list.groups[i] = 0;
+    if (i < DRAW_GROUPS) list.groups[i] = 0;
     if (i == 0) list.top = list.least = 0, list.count = list.block_count = 0, list.cut = BINS;
     __syncthreads();
     const unsigned long long mine = find_likeliest(list, row, best ? best + r * BEST_BLOCKS : nullptr, dealt.blocks);

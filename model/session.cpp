@@ -99,10 +99,13 @@ void Session<T>::begin_draws(const Sampling& how, int exist, size_t answer, size
 template <class T>
 int Session<T>::draw() {
     if constexpr (HAS_GPU<T>) if (draws_ahead()) return draws->next();
-    penalize(logits, drawing.how, ids, drawing.answer, config.V);
-    if constexpr (HAS_CPU<T>)
-        if (!ctx.plain) return sample_cpu(ctx, logits, drawing.exist, drawing.how, ids.size());
-    return sample(logits, drawing.exist, drawing.how, ids.size());
+    if constexpr (std::is_same_v<T, double>) DIE("the sampler takes float logits");
+    else {
+        penalize(logits, drawing.how, ids, drawing.answer, config.V);
+        if constexpr (HAS_CPU<T>)
+            if (!ctx.plain) return sample_cpu(ctx, logits, drawing.exist, drawing.how, ids.size());
+        return sample(logits, drawing.exist, drawing.how, ids.size());
+    }
 }
 
 template <class T>
@@ -183,3 +186,4 @@ void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g,
     template struct Session<T>; \
     template void generate(Session<T>&, const Tokenizer*, Generation&, const std::function<void(std::string_view)>&);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

@@ -246,3 +246,4 @@ template <class T> void use_huge_pages(const ModelFile& file, const Weights<T>& 
     template const char* type_name(const Weights<T>&); \
     template void use_huge_pages(const ModelFile&, const Weights<T>&);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

@@ -106,3 +106,4 @@ std::vector<std::vector<float>> embed_texts(Embedder<T>& model, const Tokenizer&
     template std::vector<std::vector<float>> embed_texts(Embedder<T>&, const Tokenizer&, \
                                                          const std::vector<std::string>&, const std::string&);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

@@ -51,3 +51,4 @@ template <class T> Relevance::Relevance(const Context& where, const Weights<T>& 
 
 #define INSTANTIATE(T) template Relevance::Relevance(const Context&, const Weights<T>&, const RerankPrompt&);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

@@ -73,5 +73,6 @@ void Engines<T>::compute(const Options& o, int k, Engine<T>& engine) {
     template bool stay_packed<T>(const Options&); \
     template struct Engines<T>;
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE
 
 } // namespace server

@@ -160,5 +160,6 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
 
 #define INSTANTIATE(T) template int serve<T>(Options&, const ModelFile&, double);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE
 
 } // namespace server

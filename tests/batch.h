@@ -2,6 +2,7 @@
 #pragma once
 #include "qwen3.cu"
 #include <algorithm>
+#include <cstdint>
 #include <utility>
 #include <vector>
 

@@ -2,19 +2,19 @@
 #pragma once
 #include "cpu/instruction_set.h"
 #include "qwen3.cu"
+#include "tests/batch.h"
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <doctest/doctest.h>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 inline Context& cpu() {
     static Context ctx;
     return ctx;
 }
-
-#include "tests/batch.h"
 
 // Outputs begin as NaN, so that a number nobody wrote is seen.
 template <class T> std::vector<T> poisoned(size_t n) {
@@ -57,19 +57,19 @@ template <class T> bool same_bits(const std::vector<T>& a, const std::vector<T>&
     return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-// CALL(op, ...) is Book I's definition of an op, or cpu.h's code. A test that begins with EACH_WAY runs with each.
+// CALL(op, ...) is Book I's definition of an op, or the code of cpu/. A test that begins with EACH_WAY runs with each.
 inline bool as_defined = false;
 #define CALL(op, ...) (as_defined ? op(__VA_ARGS__) : op##_cpu(cpu(), __VA_ARGS__))
 #define EACH_WAY \
     struct Restore { ~Restore() { as_defined = false; } } restore_way; \
     SUBCASE("as defined") { as_defined = true; } \
-    SUBCASE("by cpu.h") { as_defined = false; }
+    SUBCASE("by cpu/") { as_defined = false; }
 
 // Says once what this CPU has not got: run.sh lists it.
 inline void tell_missing_instructions() {
     static bool told = false;
     for (int set = best_instruction_set() + 1; set <= ISA_AMX && !told; set++)
-        printf("skipped: cpu.h's code for %s: this CPU has not got it\n", instruction_set_name((InstructionSet)set));
+        printf("skipped: cpu/'s code for %s: this CPU has not got it\n", instruction_set_name((InstructionSet)set));
     told = true;
 }
 

@@ -2,6 +2,8 @@
 #pragma once
 #include "base/file.h"
 #include "model/model_file.h"
+#include "model/session.h"
+#include "model/weights.h"
 #include "sj.h"
 #include "tests/common.h"
 #include <algorithm>

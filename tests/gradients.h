@@ -2,8 +2,12 @@
 // fixtures/train/bf16.json, through train_lora's own Trainer; and how far PyTorch's in bf16 are from the truth (made by
 // tests/reference/make_train_fixtures.py).
 #pragma once
-#include "tests/trainer.h"
 #include "tests/process.h"
+#include "tests/trainer.h"
+#include <cmath>
+#include <map>
+#include <string>
+#include <vector>
 
 using Tensor64 = std::map<std::string, std::vector<double>>; // by Hugging Face's and PEFT's names
 inline const Json& bf16_fixture() {

@@ -11,7 +11,8 @@ template <class T> struct PackedLinear : Linear<T> {
     std::vector<uint16_t> halves; // INT8: bf16
     std::vector<uint8_t> zeros;
     std::vector<float> floats;
-    PackedLinear(Random& random, Format format, int group, bool with_zeros, std::vector<int> blocks, int in, int high = 5) {
+    template <class R>
+    PackedLinear(R& random, Format format, int group, bool with_zeros, std::vector<int> blocks, int in, int high = 5) {
         this->format = format, this->group = group, this->in = in;
         size_t rows = 0, at = 0;
         for (int r : blocks) rows += (size_t)r;

@@ -6,7 +6,7 @@
 GPU_SUITES = $(notdir $(basename $(wildcard tests/gpu/test_*.cpp)))
 UNITS     := $(notdir $(basename $(wildcard tests/unit/test_*.cpp)))
 INCLUDING  = $(notdir $(basename $(shell grep -lE '^.(include|define) $(1)' $(UNITS:%=tests/unit/%.cpp))))
-ALONE     := $(call INCLUDING,("tests/emulate/|"lab/|QWEN3_PLAIN|"gpu/))
+ALONE     := $(call INCLUDING,("tests/emulate/|"lab/|"datagen|QWEN3_PLAIN|"gpu/))
 SERVING   := $(filter-out $(ALONE),$(call INCLUDING,"(tests/engine|server/)))
 TRAINING  := $(filter-out $(ALONE) $(SERVING),$(call INCLUDING,"(tests/trainer|train/)))
 MODEL     := $(filter-out $(ALONE) $(SERVING) $(TRAINING),$(call INCLUDING,"tests/(common|golden)))

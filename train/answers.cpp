@@ -113,3 +113,4 @@ void AnswerEngine<T>::draw_gpu([[maybe_unused]] const Row* rows, [[maybe_unused]
 
 #define INSTANTIATE(T) template struct AnswerEngine<T>;
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

@@ -170,3 +170,4 @@ template <class T> void Trainer<T>::read_state(const std::string& path, double& 
     template void Trainer<T>::write_state(const std::string&, double, double); \
     template void Trainer<T>::read_state(const std::string&, double&, double&);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

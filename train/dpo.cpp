@@ -6,9 +6,6 @@
 #include "train/trainer.h"
 #include <algorithm>
 #include <cmath>
-#ifdef QWEN3_GPU
-#include "gpu/ops.h"
-#endif
 
 PairLoss dpo_loss(double margin, double smoothing) {
     auto minus_log_sigmoid = [](double x) { return std::max(-x, 0.) + std::log1p(std::exp(-std::fabs(x))); };
@@ -110,3 +107,4 @@ double Trainer<T>::pairs_backward(const Dataset& from, const size_t* list, const
     template double Trainer<T>::pairs_backward(const Dataset&, const size_t*, const Batch&, int, const Gradients<T>*, \
                                                acc<T>);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

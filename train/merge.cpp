@@ -128,3 +128,4 @@ void merge_adapter(const TrainOptions& o, Context ctx, const ModelFile& file, co
 #define INSTANTIATE(T) \
     template void merge_adapter<T>(const TrainOptions&, Context, const ModelFile&, const std::string&, const Dataset*);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

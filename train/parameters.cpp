@@ -213,3 +213,4 @@ template <class T> void Parameters<T>::update(const double* norm, double lr, int
 
 #define INSTANTIATE(T) template struct Parameters<T>;
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

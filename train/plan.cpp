@@ -1,12 +1,10 @@
 // train/plan.cpp: the memory of a training run: one arena, and which of its arrays are for what.
+#include "gpu/device.h"
+#include "gpu/ops.h"
 #include "model/adapters.h"
 #include "model/instances.h"
 #include "model/session.h"
 #include "train/trainer.h"
-#ifdef QWEN3_GPU
-#include "gpu/device.h"
-#include "gpu/ops.h"
-#endif
 
 template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     std::vector<Part> parts;
@@ -30,10 +28,10 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     loss = arena.take<A>(N);
     results = arena.take<double>(2);
     loader.plan(arena);
-#ifdef QWEN3_GPU
-    if (ctx.gpu && o.grpo) plan_scratch(ctx, arena, c, N, engine.sequences, loader.longest, 0);
-    else if (ctx.gpu) plan_scratch(ctx, arena); // (its attention splits no keys)
-#endif
+    if constexpr (WITH_GPU) {
+        if (ctx.gpu && o.grpo) plan_scratch(ctx, arena, c, N, engine.sequences, loader.longest, 0);
+        else if (ctx.gpu) plan_scratch(ctx, arena); // (its attention splits no keys)
+    }
     part("the rest", before);
     return parts;
 }
@@ -41,16 +39,16 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
 template <class T> void Trainer<T>::reserve() {
     std::vector<Part> parts = plan();
     size_t have = available_memory();
-#ifdef QWEN3_GPU
-    // Activations::ample takes a third more memory. A run that needs little leaves the rest of the GPU to others;
-    // one that needs a lot gets what does not fill it.
-    if (ctx.gpu) have = gpu_free_memory();
-    if (ctx.gpu && !o.recompute && arena.used > gpu_all_memory() / 8) {
+    // Activations::ample takes a third more memory. A run that needs little leaves the rest of the GPU to others; one
+    // that needs a lot gets what does not fill it.
+    if constexpr (WITH_GPU) if (ctx.gpu) {
+        have = gpu_free_memory();
         const auto plan_anew = [&](bool more) { ample = more, arena.used = 0, parts = plan(); };
-        plan_anew(true);
-        if (arena.used > have / 5 * 4) plan_anew(false);
+        if (!o.recompute && arena.used > gpu_all_memory() / 8) {
+            plan_anew(true);
+            if (arena.used > have / 5 * 4) plan_anew(false);
+        }
     }
-#endif
     memory = format("memory: %.1f MB%s:", (double)arena.used / 1e6, ample ? ", SwiGLU and RoPE kept" : "");
     for (auto& part : parts)
         memory += format("%s %s %.1f", &part == &parts.front() ? "" : ",", part.name, (double)part.bytes / 1e6);
@@ -107,3 +105,4 @@ template <class T> void Trainer<T>::fill() {
     template void Trainer<T>::reserve(); \
     template void Trainer<T>::fill();
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

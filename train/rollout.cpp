@@ -5,9 +5,6 @@
 #include "train/trainer.h"
 #include <algorithm>
 #include <numeric>
-#ifdef QWEN3_GPU
-#include "gpu/ops.h"
-#endif
 
 template <class T> void Trainer<T>::open_rewards() {
     tokenizer = std::make_unique<Tokenizer>(tokenizer_path(o));
@@ -194,3 +191,4 @@ template <class T> double Trainer<T>::mean_reward(const Dataset& from, const std
     template void Trainer<T>::add_groups(); \
     template double Trainer<T>::mean_reward(const Dataset&, const std::vector<size_t>&);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

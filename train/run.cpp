@@ -174,3 +174,4 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
     template int train<T>(const TrainOptions&, const Context&, const ModelFile&, const Dataset&, const Dataset*, \
                           size_t);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

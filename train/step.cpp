@@ -4,9 +4,6 @@
 #include "model/device.h"
 #include "model/instances.h"
 #include "train/trainer.h"
-#ifdef QWEN3_GPU
-#include "gpu/ops.h"
-#endif
 
 template <class T>
 Trainer<T>::Trainer(const TrainOptions& options, const Context& where, const ModelFile& f, const Dataset& train,
@@ -217,3 +214,4 @@ void Trainer<T>::not_finite(const Dataset& from, const std::vector<size_t>& list
                                          const std::set<size_t>*); \
     template std::vector<acc<T>> Trainer<T>::losses_of(const Batch&, int);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE

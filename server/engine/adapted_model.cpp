@@ -23,5 +23,6 @@ AdaptedModel<T>::AdaptedModel(Context ctx, const Weights<T>& w, const AdapterFil
 
 #define INSTANTIATE(T) template struct AdaptedModel<T>;
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE
 
 } // namespace server

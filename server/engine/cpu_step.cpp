@@ -77,5 +77,6 @@ void Engine<T>::describe_to_gpu(Sequence& q) {
     template void Engine<T>::describe_to_gpu(Sequence&); \
     template void Engine<T>::forward_step(const Step&, const Batch&, const MixedRows&);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE
 
 } // namespace server

@@ -102,5 +102,6 @@ AdapterPtr Engine<T>::attach(const AdapterFile& file, const std::string& name) {
 
 #define INSTANTIATE(T) template struct Engine<T>;
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE
 
 } // namespace server

@@ -133,5 +133,6 @@ void mixed_forward(Context& ctx, const Config& c, const Weights<T>& w, const Seg
     template void mixed_forward(Context&, const Config&, const Weights<T>&, const Segments<T>&, const Batch&, \
                                 Activations<T>&, KVCache<T>&, const acc<T>*, const MixedRows&);
 QWEN3_INSTANCES(INSTANTIATE)
+#undef INSTANTIATE
 
 } // namespace server

@@ -29,6 +29,7 @@ static const Folders& folders() {
     static const Folders all;
     return all;
 }
+namespace {
 struct Alone { // the model with one of them
     AdapterFile file;
     Weights<bf16> weights{tiny().file};
@@ -53,6 +54,7 @@ struct Company { // an engine with the three; the fourth is the model without an
         return tiny().weights;
     }
 };
+} // namespace
 
 TEST_CASE("adapters: in one batch each answer is what it is with its adapter alone") {
     Random random{31};

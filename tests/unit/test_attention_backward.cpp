@@ -1,8 +1,9 @@
-// Attention's gradients, by their definition and by cpu.h: against the dense formula, against finite differences of the
+// Attention's gradients, by their definition and by cpu/: against the dense formula, against finite differences of the
 // forward op, and what else the op promises: sums in one order, whatever the threads and the other sequences are; zeros
 // for spare rows.
 #include "tests/common.h"
 
+namespace {
 // A training batch: whole sequences, then spare rows; what forward leaves for backward, and dout.
 template <class T> struct Problem {
     int H, K, D, N;
@@ -158,3 +159,4 @@ TEST_CASE("what nobody asked for is not written: attention without lse") {
     CALL(attention, p.out.data(), nullptr, p.q.data(), p.keys.data(), p.values.data(), p.batch.view(), 4, 2, 64);
     CHECK(same_bits(p.out, out));
 }
+} // namespace

@@ -1,8 +1,16 @@
-// The backward pass: every op, as Book I defines it and as cpu.h computes it, against finite differences in double and
+// The backward pass: every op, as Book I defines it and as cpu/ computes it, against finite differences in double and
 // against PyTorch's autograd (tests/make_train_fixtures.py), every type against the definition in double, and the gradients
 // of whole models against PyTorch's and against those that the definitions give.
+#include "base/file.h"
+#include "model/adapters.h"
+#include "model/model_file.h"
+#include "model/weights.h"
+#include "sj.h"
 #include "tests/common.h"
+#include <map>
+#include <set>
 
+namespace {
 // dL/dx by central differences where L = f(x), against `got`. Their own error is about 1e-9 of the gradient's size.
 static void check_gradient(const char* what, std::vector<double>& x, const std::vector<double>& got, const std::function<double()>& f) {
     REQUIRE(x.size() == got.size());
@@ -950,7 +958,7 @@ TEST_CASE("a whole model with adapters and dropout: finite differences in double
     CHECK(seen > 10);
 }
 
-TEST_CASE_TEMPLATE("a whole model by the definitions: PyTorch's gradients, and cpu.h's with everything trained or an adapter", T, bf16, float, double) {
+TEST_CASE_TEMPLATE("a whole model by the definitions: PyTorch's gradients, and cpu/'s with everything trained or an adapter", T, bf16, float, double) {
     const double tolerance = std::is_same_v<T, double> ? 1e-12 : 1e-5;
     for (const char* name : {"tied", "untied"}) {
         INFO(std::string(name));
@@ -962,7 +970,7 @@ TEST_CASE_TEMPLATE("a whole model by the definitions: PyTorch's gradients, and c
         plain.each_reference([&](const std::string& part, const std::vector<double>& want) {
             const double off = relative(as_double(plain.gradient.at(part)), want);
             const double apart = relative(as_double(fast.gradient.at(part)), as_double(plain.gradient.at(part)));
-            INFO(part << ": " << off << " from PyTorch's, " << apart << " from cpu.h's");
+            INFO(part << ": " << off << " from PyTorch's, " << apart << " from cpu/'s");
             sum += off, n++;
             if (std::is_same_v<T, bf16>) return;
             CHECK(off < 1e-5);
@@ -980,3 +988,4 @@ TEST_CASE_TEMPLATE("a whole model by the definitions: PyTorch's gradients, and c
         CHECK(relative(as_double(fast.loss), as_double(plain.loss)) < (std::is_same_v<T, bf16> ? fast.bf16_error : tolerance));
     }
 }
+} // namespace

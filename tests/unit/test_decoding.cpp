@@ -1,7 +1,6 @@
 // Attention of single tokens on a GPU, over caches of bf16 and of FP8, by emulation (tests/emulate/emulate.h): what it gives is
 // Book I's, rows are stored as Book I stores them, and an FP8 cache gives the bits of a bf16 cache of the same numbers.
 #include <doctest/doctest.h>
-#define QWEN3_NO_MAIN
 #define QWEN3_PLAIN
 #include "qwen3.cu"
 #include "tests/emulate/packed_emulation.h"

@@ -4,6 +4,7 @@
 #include "tests/trainer.h"
 #include "tests/files.h"
 #include "tests/process.h"
+#include "model/chat_template.h"
 #include <thread>
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin", FIXTURES = "tests/fixtures/dpo/";

@@ -1,8 +1,19 @@
 // INT8 weights: what int8_scale and Weights make of numbers of every size, that export.py --int8 writes the
 // same bytes (without NumPy and, where python3 has it, with NumPy), what the loader refuses, the products.
+#include "cpu/amx.h"
+#include "model/ceilings.h"
+#include "model/model_file.h"
+#include "model/quantize.h"
+#include "model/safetensors.h"
+#include "model/session.h"
+#include "model/weights.h"
+#include "sj.h"
 #include "tests/common.h"
 #include "tests/files.h"
+#include "tests/process.h"
+#include <map>
 
+namespace {
 // ----------------------------------------------------------------------------------------- small checkpoints
 
 static size_t size_of(const std::string& dtype) { return dtype == "F32" ? 4 : 2; }
@@ -672,11 +683,12 @@ TEST_CASE("INT8 products in integers: wide ranges of x, infinities") {
 
 #ifdef HAVE_SIMD
         if (instruction_set >= ISA_AVX512_BF16) { // CPUs with AMX: a single token, and rows past whole tiles
-            const FixedX* fixed = fix_all<FixedX>(x.data(), N, in);
+            const uint8_t* fixed = fix_all(amx_int8[0], x.data(), N, in); // both take the same
+            const size_t token = in / amx_int8[0].columns * amx_int8[0].bytes;
             for (int rows : {32, 13}) {
                 float one[TILE_ROWS], all[TILE_ROWS * TILE_TOKENS];
-                amx_vnni_tile<true>(one, WeightRows<bf16>(W, 0, 3), rows, fixed + 9 * in / FixedX::COLUMNS, 1);
-                amx_vnni_tile<false>(all, WeightRows<bf16>(W, 0, 3), rows, fixed, N);
+                amx_int8[0].tile(one, WeightRows<bf16>(W, 0, 3), rows, fixed + 9 * token, 1);
+                amx_int8[1].tile(all, WeightRows<bf16>(W, 0, 3), rows, fixed, N);
                 CHECK(memcmp(one, all + 9 * TILE_ROWS, rows * sizeof(float)) == 0);
                 int far = 0;
                 for (int n = 0; n < N; n++)
@@ -724,3 +736,4 @@ TEST_CASE_TEMPLATE("W.at: q times its group's scale, in every block", T, bf16, f
                 REQUIRE(W.at(r, i) == (double)W.all_q[r * in + i] * to_acc(W.all_scales[r * W.groups() + i / 32]));
     }
 }
+} // namespace

@@ -1,9 +1,11 @@
 // FP8 keys and values: what a row becomes; attention over them is that over a cache of the same numbers, to the bit; what
 // they cost; sessions, saved prompts, options.
+#include "model/session.h"
 #include "tests/common.h"
 #include "tests/golden.h"
 #include "tests/process.h"
 
+namespace {
 static Batch eight(Batch b) { return b.fp8 = true, b; }
 
 TEST_CASE_TEMPLATE("FP8 rows: the least power of two that holds the largest; numbers of 4 bits; no row knows another", T, bf16, float, double) {
@@ -147,3 +149,4 @@ TEST_CASE("--kv-dtype: a saved prompt is not another cache's; --against says wha
     CHECK(kl < 0.01);
     check_refusal(run_qwen3({model, "--kv-dtype", "int8", "-i", "day"}), "qwen3", "fp8");
 }
+} // namespace

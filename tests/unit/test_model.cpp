@@ -2,6 +2,7 @@
 // promises (chunks, rewinding, threads, ragged batches).
 #include "tests/golden.h"
 
+namespace {
 // Our logits of every position of every prompt, in type T.
 template <class T> std::vector<acc<T>> all_logits(const Golden& g) {
     Weights<T> weights(g.file);
@@ -171,3 +172,4 @@ TEST_CASE_TEMPLATE("a ragged batch of several sequences gives each what it gets 
         }
     }
 }
+} // namespace

@@ -1,8 +1,12 @@
-// The forward ops of cpu.h against their definitions in double, at odd sizes, for every stored type and instruction set;
+// The forward ops of cpu/ against their definitions in double, at odd sizes, for every stored type and instruction set;
 // and the contract that a row's bits depend neither on the other rows nor on the number of threads. The definitions are
 // held to arithmetic by hand here, to PyTorch in test_backward.cpp, to Hugging Face's logits in test_model.cpp.
+#include "cpu/adapter_rows.h"
+#include "cpu/lanes.h"
 #include "tests/common.h"
+#include <atomic>
 
+namespace {
 TEST_CASE("bf16: every value survives, rounding is to nearest even") {
     for (uint32_t u = 0; u < 65536; u++) {
         float f = to_acc(bf16{(uint16_t)u});
@@ -166,7 +170,7 @@ template <class T> struct TestLinear : Linear<T> {
 };
 
 TEST_CASE_TEMPLATE("products: linear, linear_add, head", T, bf16, float, double) {
-    EACH_WAY; // the definition in T is as near to that in double as cpu.h
+    EACH_WAY; // the definition in T is as near to that in double as cpu/
     Random random{3};
     for (int N : {1, 2, 5, 17, 33, 65, 70}) for (int in : {1, 16, 33, 96, 257}) for (auto blocks : {std::vector<int>{1}, {7, 3, 3}, {96, 33}}) {
         TestLinear<T> W(random, blocks, in);
@@ -439,3 +443,4 @@ TEST_CASE_TEMPLATE("attention survives scores that overflow a careless exp", T, 
     CALL(attention, out.data(), nullptr, q.data(), keys.data(), values.data(), Batch{1, 1, &token, &pos, &seq, &slot, pages, 2}, 1, 1, D);
     for (const T& x : out) CHECK(to_acc(x) == 2 * PAGE - 1); // the last key wins by hundreds
 }
+} // namespace

@@ -2,16 +2,10 @@
 // its number, products of few tokens are those of W.at at odd sizes with either order of the threads, and what is
 // unpacked for many tokens has the bits of W.at.
 #include <doctest/doctest.h>
-#define QWEN3_NO_MAIN
 #define QWEN3_PLAIN
 #include "qwen3.cu"
 #include "tests/emulate/packed_emulation.h"
 
-struct Random {
-    uint64_t seed, counter = 0;
-    double uniform() { return philox(seed, counter++, 99).v[0] / 4294967296.0; }
-    int below(int n) { return (int)(uniform() * n); }
-};
 #include "tests/packed.h"
 
 TEST_CASE("every byte becomes its number, nothing is rounded: INT8, FP8, INT4 with every zero point") {

@@ -1,9 +1,20 @@
-// Book I by itself: the definitions of qwen3.cu, without cpu.h and without a GPU, are the model. (What the fast ops are
-// held to is tests/test_ops.cpp's and test_backward.cpp's business.)
-#define QWEN3_PLAIN
-#define QWEN3_NO_MAIN
+// Book I by itself: the definitions of qwen3.cu, without cpu/ and without a GPU, are the model. (Tests of the fast
+// ops: test_ops.cpp, test_backward.cpp. `make headers` compiles Book I without them, by QWEN3_PLAIN.)
+#include "model/chat_template.h"
+#include "model/model_file.h"
+#include "model/session.h"
+#include "model/tokenizer.h"
+#include "model/weights.h"
 #include "qwen3.cu"
+#include "sj.h"
 #include <doctest/doctest.h>
+
+namespace {
+Context plain() {
+    Context ctx;
+    ctx.plain = true;
+    return ctx;
+}
 
 // Our logits of every position of the prompts of a fixture, and Hugging Face's in float32.
 template <class T> double largest_difference(const std::string& folder) {
@@ -18,7 +29,7 @@ template <class T> double largest_difference(const std::string& folder) {
     for (sj::Value prompt : golden.root()["prompts"].items()) {
         std::vector<int> ids;
         for (sj::Value id : prompt.items()) ids.push_back((int)id.number());
-        Session<T> session(file.config, weights, (int)ids.size());
+        Session<T> session(file.config, weights, (int)ids.size(), plain());
         session.feed(ids, nullptr, [&](const acc<T>* row) {
             for (int v = 0; v < file.config.V; v++) {
                 const double d = std::fabs((double)row[v] - *want++);
@@ -45,7 +56,7 @@ TEST_CASE("Book I alone: the default model answers") {
     const MappedFile answers("tests/fixtures/default/answers.jsonl");
     sj::Doc row;
     REQUIRE(sj::parse(row, answers.text().substr(0, answers.text().find('\n'))) == "");
-    Session<bf16> session(file.config, weights, 512);
+    Session<bf16> session(file.config, weights, 512, plain());
     session.feed(render_chat(tokenizer, {{"user", row.root()["question"].str()}}));
     Generation how;
     how.sampling.temperature = 0;
@@ -54,3 +65,4 @@ TEST_CASE("Book I alone: the default model answers") {
     CHECK(shown == row.root()["answer"].str());
     CHECK(std::string(how.finish) == "stop");
 }
+} // namespace

@@ -5,6 +5,8 @@
 #include "model/write.h"
 #include "tests/gradients.h"
 #include "tests/trainer.h"
+#include "model/chat_template.h"
+#include "model/weights.h"
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
 

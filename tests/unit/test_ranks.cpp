@@ -3,6 +3,8 @@
 // by NCCL where it goes by sockets here: tests/gpu/test_gpu_backward.cpp.
 #include "tests/process.h"
 #include "train/ranks.h"
+#include "train/sockets.h"
+#include <netinet/in.h>
 #include <fstream>
 #include <map>
 #include <set>
@@ -342,7 +344,7 @@ TEST_CASE("ranks: one that dies ends all, at once and with a line that names it;
 
 // A port that nothing listens at.
 static int free_port() {
-    const int fd = open_socket("127.0.0.1", 0, true);
+    const int fd = sockets::open_socket("127.0.0.1", 0, true);
     sockaddr_in at = {};
     socklen_t length = sizeof at;
     REQUIRE(getsockname(fd, (sockaddr*)&at, &length) == 0);
@@ -425,7 +427,7 @@ TEST_CASE("ranks: who never comes, and who is no rank of ours") {
     CHECK(alone(0, port) == "rank 1 of 2 has not come");
     CHECK(alone(1, port).find("rank 1: no rank 0 at 127.0.0.1:" + port) == 0);
     // What listens there says nothing, or something else.
-    const int listener = open_socket("127.0.0.1", std::stoi(port), true);
+    const int listener = sockets::open_socket("127.0.0.1", std::stoi(port), true);
     REQUIRE(listener >= 0);
     CHECK(alone(0, port).find("Address already in use") != std::string::npos);
     CHECK(alone(1, port) == "rank 1: what answers at 127.0.0.1:" + port + " is no rank 0");
@@ -434,7 +436,7 @@ TEST_CASE("ranks: who never comes, and who is no rank of ours") {
     const std::string open = std::to_string(free_port());
     std::thread stranger([&] {
         for (int i = 0; i < 20; i++) {
-            const int fd = open_socket("127.0.0.1", std::stoi(open), false);
+            const int fd = sockets::open_socket("127.0.0.1", std::stoi(open), false);
             if (fd < 0) { usleep(10000); continue; }
             const std::string text(200, 'x');
             CHECK(send(fd, text.data(), text.size(), MSG_NOSIGNAL) > 0);

@@ -1,7 +1,11 @@
 // The sampler: greedy choices, the order of its filters, and its frequencies (chi-square) against probabilities
 // computed another way.
 #include "tests/common.h"
+#include <limits>
+#include <map>
+#include <set>
 
+namespace {
 static Sampling sampling(float temperature, int top_k, float top_p, float min_p, uint64_t seed = 1) {
     Sampling s;
     s.temperature = temperature, s.top_k = top_k, s.top_p = top_p, s.min_p = min_p, s.seed = seed;
@@ -39,7 +43,7 @@ static std::vector<float> odd_logits(Random& random, int exist, int kind) {
     }
     return logits;
 }
-TEST_CASE("cpu.h's sampler draws what the definition draws: ties, infinities, NaNs, every filter") {
+TEST_CASE("cpu/'s sampler draws what the definition draws: ties, infinities, NaNs, every filter") {
     Random random{12};
     int different = 0, drawn = 0;
     for (int exist : {1, 511, 512, 1100, 20000, 20481})
@@ -55,7 +59,7 @@ TEST_CASE("cpu.h's sampler draws what the definition draws: ties, infinities, Na
     CHECK(different == 0);
 }
 
-TEST_CASE("cpu.h tells the likeliest that the definition tells, and the same log-probabilities") {
+TEST_CASE("cpu/ tells the likeliest that the definition tells, and the same log-probabilities") {
     Random random{13};
     for (int exist : {1, 7, 511, 512, 1100, 20481})
         for (int kind = 0; kind < 7; kind++)
@@ -166,3 +170,4 @@ TEST_CASE("draws are fixed for good: saved conversations must replay") {
     for (int id : ids) got += format("%d ", id);
     CHECK(got == "90 60 68 49 60 68 57 49 ");
 }
+} // namespace

@@ -1,7 +1,6 @@
 // step.h, the kernel that is a whole token, by emulation: it gives what Book I's `forward` gives, for many shapes, places,
 // numbers of blocks and formats of weights; the same bits phase by phase and all at once, alone and in company.
 #define QWEN3_PLAIN
-#define QWEN3_NO_MAIN
 #include "qwen3.cu"
 #include <doctest/doctest.h>
 #include "tests/emulate/step_emulation.h"
@@ -19,7 +18,6 @@ struct RandomNumbers {
     }
 };
 
-using Random = RandomNumbers;
 #include "tests/packed.h"
 
 // A matrix of random numbers: bf16, or packed.
