@@ -1,7 +1,7 @@
 // segmented.h: products whose rows have different adapters, on a GPU: sums = s B (A x) of all rows, in floats, by two
 // kernels, and a product that adds them. Each adapter's matrices are read once for up to eight neighbouring rows that
-// have it. What the rows have is read from memory, so that one graph serves every mix.
-// segmented.cu launches them. tests/unit/test_segmented.cpp runs the kernels by emulation, tests/gpu/test_gpu.cpp on a GPU.
+// have it. What the rows have is read from memory, so that one graph serves every mix. segmented.cu launches them.
+// tests/unit/test_segmented.cpp runs the kernels by emulation, tests/gpu/test_gpu.cpp on a GPU.
 //
 // A segment is one to eight rows, neighbours with the same adapter, that do not pass a multiple of eight. Which rows
 // begin one is read from the rows' adapters in memory, so a graph serves every mix. The operands of mma are read as
@@ -9,6 +9,10 @@
 //
 //   Rows    RowAdapters, or a test's: of[n] tells whether rows have the same adapter, at(n) is row n's (or null)
 #pragma once
+#ifdef __CUDACC__
+#include "qwen3.cu" // (emulation brings what it needs)
+#endif
+#ifdef __device__ // nvcc, or emulation on a CPU
 
 constexpr int SEGMENT = 8; // the tokens of one mma
 
@@ -97,3 +101,4 @@ __global__ void __launch_bounds__(256) segment_up_kernel(const float* residual, 
         rows.sums[(size_t)n * out + r] = (residual ? residual[(size_t)n * out + r] : 0) + d[e];
     }
 }
+#endif // __device__

@@ -3,6 +3,7 @@
 #pragma once
 #include <filesystem>
 
+namespace {
 struct RandomCheckpoint { // of a shape, on both sides
     std::string path = (std::filesystem::temp_directory_path() / ("step" + std::to_string(getpid()))).string();
     std::unique_ptr<ModelFile> file;
@@ -35,3 +36,4 @@ struct RandomCheckpoint { // of a shape, on both sides
         std::filesystem::remove(path + ".bin");
     }
 };
+} // namespace

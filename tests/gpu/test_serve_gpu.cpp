@@ -1,9 +1,28 @@
-// serve.cu's engine on a GPU: alone it says what a Session says; with `invariant` it says that in any company; and the
+// The engine of serve on a GPU: alone it says what a Session says; with `invariant` it says that in any company; and the
 // same jobs at the same steps give the same answers. Built by nvcc, run where a GPU is.
-#define SERVE_NO_HTTP
+#include "form/gbnf.h"
+#include "form/matcher.h"
+#include "form/regex.h"
+#include "form/schema.h"
+#include "gpu/device.h"
+#include "gpu/draw_ahead.h"
+#include "model/lookup.h"
+#include "model/quantize.h"
+#include "model/write.h"
+#include "server/api/service.h"
+#include "server/engine/gpu_step.h"
+#include "server/engine/mixed.h"
 #include "tests/adapters.h"
 #include "tests/engine.h"
-#include "tests/gpu/checkpoint.h"
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+#include "tests/gpu/checkpoint.h" // (needs a Random)
 
 static void on_gpu(bool invariant) {
     if (!where.gpu) where = open_gpu(0);
@@ -48,12 +67,12 @@ TEST_CASE("an answer that runs alone takes its steps by one kernel, and is what 
     };
     auto taken = [](Bench& bench) {
         uint32_t steps = 0;
-        copy_out(bench.engine.ctx, &steps, bench.engine.road->args.steps, 1);
+        copy_out(bench.engine.ctx, &steps, bench.engine.on_gpu->kernel_steps(), 1);
         return steps;
     };
     for (int round = 0; round < 12; round++) {
         Bench bench(options, m.file->config, *m.weights);
-        REQUIRE(bench.engine.road);
+        REQUIRE(bench.engine.on_gpu->kernel_steps());
         std::vector<Job> jobs = {job_of()};
         INFO("round " << round);
         run_all(bench, random, jobs);
@@ -94,7 +113,7 @@ TEST_CASE("several answers by one kernel: greedy ones of all lengths, forms, bia
     for (size_t pages : {400, 24}) {
         Random random{23};
         Bench bench({256, 8, 256, 256, pages * KVCache<bf16>::bytes(m.file->config, 1)}, m.file->config, *m.weights);
-        REQUIRE(bench.engine.road);
+        REQUIRE(bench.engine.on_gpu->kernel_steps());
         std::vector<Job> jobs;
         for (int i = 0; i < 24; i++) {
             Job job;
@@ -109,7 +128,7 @@ TEST_CASE("several answers by one kernel: greedy ones of all lengths, forms, bia
         }
         run_all(bench, random, jobs);
         uint32_t steps = 0;
-        copy_out(bench.engine.ctx, &steps, bench.engine.road->args.steps, 1);
+        copy_out(bench.engine.ctx, &steps, bench.engine.on_gpu->kernel_steps(), 1);
         CHECK(steps > 120); // for up to 1,239 tokens, eight a step at most
         size_t alike[3] = {}, compared[3] = {}; // greedy, with penalties, drawn
         for (size_t i = 0; i < jobs.size(); i++) {
@@ -360,7 +379,7 @@ TEST_CASE("one kernel a token with an adapter: the graph's logits but for one mo
             Sampling greedy;
             greedy.temperature = 0;
             session.begin_draws(greedy, 4096, prompt.size(), 2);
-            REQUIRE((draws_of(session).road != nullptr) == (road != Context::OFF));
+            REQUIRE((dynamic_cast<GpuDraws&>(*session.draws).road != nullptr) == (road != Context::OFF));
             session.accept(session.draw());
             session.draw();
             std::vector<float> logits(4096);
