@@ -202,12 +202,14 @@ bench: qwen3 $(B)/bench/bench_tokenizer $(if $(CUDA),$(B)/bench/bench_gpu)
 	./qwen3 $(BUILD)/0.6B.bin --bench --dtype int8
 	$(if $(CUDA),$(B)/bench/bench_gpu $(BUILD)/0.6B.bin,:)
 	$(B)/bench/bench_tokenizer
-$(B)/bench/%: tests/bench/%.cpp $(LIB)
+$(B)/bench/%: tests/bench/%.cpp $(LIB) | $(PCH)
 	@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
 	$(Q)$(CPP) $< -x none $(LIB) -o $@ $(CURL) $(MHD) -pthread
-$(B)/bench/%: tests/bench/%.cu $(LIB)
+$(B)/bench/%.o: tests/bench/%.cu $(B)/command
 	@mkdir -p $(@D); echo "nvcc  $<"
-	$(Q)$(NVCC) $(NVCCFLAGS) -I$(BUILD) $< -Xcompiler -x,none $(LIB) -o $@ -lcublas
+	$(Q)$(CU) -I$(BUILD) -c $< -o $@
+$(B)/bench/bench_%: $(B)/bench/bench_%.o $(LIB)
+	$(Q)$(LINK) $^ -o $@ -lcublas
 bench_serve: $(B)/bench/bench_serve
 	@ln -f $< $@ && echo "built     ./$@"
 
