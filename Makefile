@@ -202,14 +202,14 @@ bench: qwen3 $(B)/bench/bench_tokenizer $(if $(CUDA),$(B)/bench/bench_gpu)
 	./qwen3 $(BUILD)/0.6B.bin --bench --dtype int8
 	$(if $(CUDA),$(B)/bench/bench_gpu $(BUILD)/0.6B.bin,:)
 	$(B)/bench/bench_tokenizer
-$(B)/bench/%: tests/bench/%.cpp $(LIB) | $(PCH)
+$(B)/bench/%.o: tests/bench/%.cpp $(PCH)
 	@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
-	$(Q)$(CPP) $< -x none $(LIB) -o $@ $(CURL) $(MHD) -pthread
+	$(Q)$(CPP) -c $< -o $@
 $(B)/bench/%.o: tests/bench/%.cu $(B)/command
 	@mkdir -p $(@D); echo "nvcc  $<"
 	$(Q)$(CU) -I$(BUILD) -c $< -o $@
-$(B)/bench/bench_%: $(B)/bench/bench_%.o $(LIB)
-	$(Q)$(LINK) $^ -o $@ -lcublas
+$(B)/bench/%: $(B)/bench/%.o $(LIB)
+	$(Q)$(LINK) $^ -o $@ $(if $(wildcard tests/bench/$*.cu),-lcublas) $(CURL) $(MHD)
 bench_serve: $(B)/bench/bench_serve
 	@ln -f $< $@ && echo "built     ./$@"
 
