@@ -24,7 +24,9 @@ ARCH     ?= native
 WARN      = -Wall -Wextra
 Q         = $(if $(V),,@)
 JOBS     ?= $(shell nproc 2>/dev/null || echo 1)
-MAKEFLAGS := $(MAKEFLAGS) $(if $(filter -j%,$(MAKEFLAGS)),,-j$(JOBS)) --no-print-directory
+ifeq ($(MAKELEVEL),0) # all cores; JOBS=N: so many
+MAKEFLAGS := $(MAKEFLAGS) $(if $(findstring -j,$(MAKEFLAGS)),,-j$(JOBS)) --no-print-directory
+endif
 
 # ---- Questions to this machine; `info` prints the answers.
 HAVE_NVCC := $(if $(filter cpu,$(MAKECMDGOALS)),,$(shell command -v $(NVCC) 2>/dev/null))
