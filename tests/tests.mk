@@ -71,7 +71,7 @@ $(T)/double.a: $(DOUBLE)
 	@rm -f $@ && ar rcs $@ $^
 $(SHARED:%=$(T)/suites_%) $(ALONE:%=$(T)/%): %: %.o $(T)/main.o $(T)/double.a $(LIB)
 	$(Q)$(LINK) $*.o $(T)/main.o $(T)/double.a $(LIB) -o $@ $(EDIT) $(CURL) $(MHD)
-$(ALONE:%=$(T)/%.o): TESTOPT = -O2
+$(ALONE:%=$(T)/%.o): TESTOPT = $(if $(SANITIZE),-O1,-O2)
 $(ALONE:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp $(B)/command
 	@mkdir -p $(T); echo "$(notdir $(CXX))  $<"
 	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(SAN) -MMD -MP -c $< -o $@
