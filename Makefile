@@ -77,7 +77,7 @@ PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
 all cpu: $(PROGRAMS_ALL)
 
 info:
-	@echo "compiler  $(if $(CUDA),$(HAVE_NVCC) with $(CXX),$(CXX)$(if $(HAVE_NVCC),: nvcc is here but no GPU (make ARCH=89 builds for one),: no nvcc))"
+	@echo "compiler  $(if $(CUDA),$(HAVE_NVCC) with $(CXX),$(CXX); $(if $(HAVE_NVCC),nvcc is here$(comma) but no GPU: CPU only (make ARCH=89 builds for a GPU),no nvcc: CPU only))"
 	@echo "threads   $(if $(OPENMP),OpenMP,one: $(CXX) has no OpenMP)"
 	@echo "chat      $(if $(EDIT),libedit: line editing and history,the terminal's own line mode (libedit-dev adds history))"
 	@echo "datagen   $(if $(CURL),libcurl: with generate,without generate (libcurl4-openssl-dev adds it))"
@@ -163,8 +163,10 @@ $(B)/server/http/room.o: $(BUILD)/chat_page.inc
 # The C API, for other programs (qwen3.h; lab/embed.cpp shows how).
 libqwen3.so: $(B)/libqwen3.so
 	@ln -f $< $@ && echo "built     ./$@"
-$(B)/libqwen3.so: $(B)/capi/library.o $(LIB)
-	$(Q)$(LINK) -shared $^ -o $@ $(if $(CUDA),-Xlinker) -Wl,--exclude-libs,ALL
+$(B)/qwen3.map: Makefile
+	@mkdir -p $(B); echo '{ global: qwen3_*; local: *; };' > $@
+$(B)/libqwen3.so: $(B)/capi/library.o $(LIB) $(B)/qwen3.map
+	$(Q)$(LINK) -shared $(filter-out %.map,$^) -o $@ $(if $(CUDA),-Xlinker --version-script=$(B)/qwen3.map,-Wl$(comma)--version-script=$(B)/qwen3.map) $(CURL)
 
 # ---- The laboratories (docs/lab.md). With nvcc and a GPU they print times; with g++ alone the steps run by emulation.
 LABS      := $(basename $(wildcard lab/*.cu))
