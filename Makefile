@@ -98,18 +98,19 @@ PCH        = $(B)/std.h$(if $(findstring clang,$(MODE)),.pch,.gch)
 $(PCH): $(B)/command
 	@printf '\043include <%s>\n' $(STD) > $(B)/std.h
 	$(Q)$(CXX) -x c++-header $(CPUFLAGS) $(SAN) $(B)/std.h -o $@
-CPP        = $(CXX) -x c++ $(CPUFLAGS) $(ISA) $(SAN) $(if $(filter -O1,$(OPT)),-include $(B)/std.h) -MMD -MP
+CPP        = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) $(if $(filter -O1,$(OPT)),-include $(B)/std.h) -MMD -MP
 
 $(B)/cpu/%.o: OPT = -O3
 $(B)/text.o $(B)/model/room.o $(B)/form/room.o $(B)/search/room.o $(B)/book/room.o $(B)/server/engine/room.o: OPT = -O2
 # Instruction sets of x86-64, a source each: with PORTABLE=1 all that the compiler knows, else this machine's. The
 # program asks at its start which ones its CPU has.
+SIMD      := $(shell $(CXX) -mamx-int8 -mavx512bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo yes)
 AVX512     = -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq
 $(B)/cpu/avx2.o $(B)/tests/double/cpu/avx2.o: ISA = -mavx2 -mfma
 $(B)/cpu/avx512.o $(B)/tests/double/cpu/avx512.o: ISA = $(AVX512)
 $(B)/cpu/avx512_bf16.o $(B)/tests/double/cpu/avx512_bf16.o: ISA = $(AVX512) -mavx512bf16 -mavx512vnni
 $(B)/cpu/amx.o $(B)/tests/double/cpu/amx.o: ISA = $(AVX512) -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8
-CPP        = $(CXX) -x c++ $(CPUFLAGS) $(ISA) $(SAN) $(if $(filter -O1,$(OPT)),-include $(B)/std.h) -MMD -MP
+CPP        = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) $(if $(filter -O1,$(OPT)),-include $(B)/std.h) -MMD -MP
 
 $(B)/cpu/%.o: OPT = -O3
 $(B)/text.o $(B)/model/room.o $(B)/form/room.o $(B)/search/room.o $(B)/book/room.o $(B)/server/engine/room.o: OPT = -O2
