@@ -98,7 +98,6 @@ PCH        = $(B)/std.h$(if $(findstring clang,$(MODE)),.pch,.gch)
 $(PCH): $(B)/command
 	@printf '\043include <%s>\n' $(STD) > $(B)/std.h
 	$(Q)$(CXX) -x c++-header $(CPUFLAGS) $(SAN) $(B)/std.h -o $@
-CPP        = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) $(if $(filter -O1,$(OPT)),-include $(B)/std.h) -MMD -MP
 
 $(B)/cpu/%.o: OPT = -O3
 $(B)/text.o $(B)/model/room.o $(B)/form/room.o $(B)/search/room.o $(B)/book/room.o $(B)/server/engine/room.o: OPT = -O2
