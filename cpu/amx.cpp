@@ -1,7 +1,7 @@
 // cpu/amx.cpp: the inner loops of products for AMX.
 #include "cpu/instruction_set.h"
 #if defined(HAVE_SIMD) && !defined(QWEN3_DOUBLE)
-#if !defined(__AMX_INT8__) || !defined(__AVX512BF16__)
+#if !(defined(__AMX_INT8__) || defined(__AMXINT8__)) || !defined(__AVX512BF16__) // (clang 14: the second)
 #error "compiled with avx512_bf16.cpp's flags, -mamx-tile, -mamx-bf16 and -mamx-int8: see the Makefile"
 #endif
 #include "cpu/amx.h"
