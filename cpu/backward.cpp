@@ -109,9 +109,9 @@ void linear_backward_swiglu_cpu(Context& ctx, T* dgate_up, T* hidden, T* dhidden
 
 // One KV head of one sequence, rows n0 .. n1 - 1 of the batch; its sums run over the tokens in order.
 template <class T>
-static void attention_backward_sequence(T* dqkv, const T* dout, const T* q, const T* keys, const T* values, const T* out,
-                                 const acc<T>* lse, const Batch& b, int H, int K, int D, acc<T>* delta, int n0, int n1,
-                                 int kv) {
+static void attention_backward_sequence(T* dqkv, const T* dout, const T* q, const T* keys, const T* values,
+                                        const T* out, const acc<T>* lse, const Batch& b, int H, int K, int D,
+                                        acc<T>* delta, int n0, int n1, int kv) {
     const int G = H / K;
     const size_t width = (size_t)(H + 2 * K) * D, all = (size_t)(n1 - n0) * D;
     const acc<T> scale = 1 / std::sqrt((acc<T>)D);

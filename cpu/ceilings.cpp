@@ -49,7 +49,8 @@ template <class T> double cpu_multiply_ceiling([[maybe_unused]] bool int8, doubl
 #ifdef HAVE_SIMD
     if (instruction_set >= ISA_AVX2) multiply = avx2_multiply;
     if (instruction_set >= ISA_AVX512) multiply = avx512_multiply;
-    if (narrow && instruction_set >= ISA_AVX512_BF16) multiply = int8 ? avx512_bf16_multiply_int8 : avx512_bf16_multiply;
+    if (narrow && instruction_set >= ISA_AVX512_BF16)
+        multiply = int8 ? avx512_bf16_multiply_int8 : avx512_bf16_multiply;
     if (narrow && instruction_set >= ISA_AMX) multiply = int8 ? amx_multiply_int8 : amx_multiply;
 #endif
     double rate = 0;

@@ -4,10 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 
-// op_cpu(ctx, ...) computes `op` of Book I: see there for formulas, shapes and each parameter. Only the order of a sum's
-// terms differs. Two contracts hold for every op and instruction set: the bits of a row depend neither on the other rows
-// of the batch nor on the number of threads. They are compiled for the types of model/instances.h. RUN finds them by
-// the type of ctx.
+// op_cpu(ctx, ...) computes `op` of Book I: see there for formulas, shapes and each parameter. Only the order of a
+// sum's terms differs. Two contracts hold for every op and instruction set: the bits of a row depend neither on the
+// other rows of the batch nor on the number of threads. They are compiled for the types of model/instances.h. RUN finds
+// them by the type of ctx.
 
 // ---- Forward ops: cpu/forward.cpp, products.cpp, attention.cpp
 

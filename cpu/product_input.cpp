@@ -50,7 +50,8 @@ template <class T> static const acc<T>* widen_x(const T* x, size_t n) {
     return out;
 }
 
-template <class T> ProductInput<T>::ProductInput(const Linear<T>& W, const T* x, int N) : N(N), in(W.in), streams(N == 1) {
+template <class T>
+ProductInput<T>::ProductInput(const Linear<T>& W, const T* x, int N) : N(N), in(W.in), streams(N == 1) {
 #ifdef HAVE_SIMD
     if constexpr (std::is_same_v<T, bf16>) {
         if (take_integers(W, x)) return;
@@ -68,7 +69,8 @@ template <class T> ProductInput<T>::ProductInput(const Linear<T>& W, const T* x,
     else operand = (const uint8_t*)widen_x(x, (size_t)N * in);
 }
 
-template <class T> bool ProductInput<T>::take_integers(const Linear<T>& W, const T* x) {
+template <class T> bool ProductInput<T>::take_integers([[maybe_unused]] const Linear<T>& W,
+                                                       [[maybe_unused]] const T* x) {
 #ifdef HAVE_SIMD
     if constexpr (std::is_same_v<T, bf16>) {
         if (W.format == Format::INT4 && in % 64 == 0 && instruction_set >= ISA_AVX2) {
