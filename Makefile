@@ -24,7 +24,9 @@ ARCH     ?= native
 WARN      = -Wall -Wextra
 Q         = $(if $(V),,@)
 JOBS     ?= $(shell nproc 2>/dev/null || echo 1)
-MAKEFLAGS := $(MAKEFLAGS) $(if $(filter -j%,$(MAKEFLAGS)),,-j$(JOBS)) --no-print-directory
+ifeq ($(MAKELEVEL),0) # all cores; JOBS=N: so many
+MAKEFLAGS := $(MAKEFLAGS) $(if $(findstring -j,$(MAKEFLAGS)),,-j$(JOBS)) --no-print-directory
+endif
 
 # ---- Questions to this machine; `info` prints the answers.
 HAVE_NVCC := $(if $(filter cpu,$(MAKECMDGOALS)),,$(shell command -v $(NVCC) 2>/dev/null))
@@ -202,12 +204,14 @@ bench: qwen3 $(B)/bench/bench_tokenizer $(if $(CUDA),$(B)/bench/bench_gpu)
 	./qwen3 $(BUILD)/0.6B.bin --bench --dtype int8
 	$(if $(CUDA),$(B)/bench/bench_gpu $(BUILD)/0.6B.bin,:)
 	$(B)/bench/bench_tokenizer
-$(B)/bench/%: tests/bench/%.cpp $(LIB)
+$(B)/bench/%.o: tests/bench/%.cpp $(PCH)
 	@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
-	$(Q)$(CPP) $< -x none $(LIB) -o $@ $(CURL) $(MHD) -pthread
-$(B)/bench/%: tests/bench/%.cu $(LIB)
+	$(Q)$(CPP) -c $< -o $@
+$(B)/bench/%.o: tests/bench/%.cu $(B)/command
 	@mkdir -p $(@D); echo "nvcc  $<"
-	$(Q)$(NVCC) $(NVCCFLAGS) -I$(BUILD) $< -Xcompiler -x,none $(LIB) -o $@ -lcublas
+	$(Q)$(CU) -I$(BUILD) -c $< -o $@
+$(B)/bench/%: $(B)/bench/%.o $(LIB)
+	$(Q)$(LINK) $^ -o $@ $(if $(wildcard tests/bench/$*.cu),-lcublas) $(CURL) $(MHD)
 bench_serve: $(B)/bench/bench_serve
 	@ln -f $< $@ && echo "built     ./$@"
 

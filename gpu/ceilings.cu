@@ -1,5 +1,5 @@
 // gpu/ceilings.cu: the read bandwidth and the multiply rate of a GPU.
-#include "model/ceilings.h"
+#include "cpu/step_ceilings.h"
 #include "qwen3.cu"
 #include <algorithm>
 

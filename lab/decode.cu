@@ -16,7 +16,7 @@
 #include "gpu/draw.h"
 #include "gpu/ops.h"
 #include "gpu/step/road.h"
-#include "model/ceilings.h"
+#include "cpu/step_ceilings.h"
 #include "qwen3.cu"
 #endif
 #include "lab/ptx.h"

@@ -69,7 +69,7 @@ having() {
 }
 only_not() { [ "$1" ] && grep -vxF "$1" || cat; } # lines that are none of $1's
 includes() { echo "^ *# *include *[\"<]($1)[\">]"; }
-compile() { sed '/^$/d' | xargs -P "$JOBS" -n 1 "$0" --one "$1"; } # the headers on standard input
+compile() { sed '/^$/d' | xargs -r -P "$JOBS" -n 1 "$0" --one "$1"; } # the headers on standard input
 
 # What most headers include takes most of the time: it is compiled once, and the headers that include it begin with it.
 # So each still has only what it includes.
@@ -86,7 +86,7 @@ trap 'rm -rf "$temporary"' EXIT
 export CXX NVCC
 headers=$(find base model cpu gpu form book search train server cli capi -name '*.h' -o -name '*.cuh' | sort)
 count=$(echo "$headers" | wc -l)
-kernels=$(having '__device__|__global__|<<<')
+kernels=$(having '__device__|__global__|<<<|Gpu& gpu;')
 ours=$(echo "$headers" | only_not "$kernels")
 left_out=
 if ! command -v "$NVCC" >/dev/null 2>&1; then

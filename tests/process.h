@@ -36,7 +36,7 @@ struct Process {
         const rlimit no_core = {0, 0};
         setrlimit(RLIMIT_CORE, &no_core);
         if (prepare) prepare();
-        alarm(300);
+        alarm(1500); // (a whole training on two slow cores)
         execv(argv[0], argv.data());
         _exit(127);
     }

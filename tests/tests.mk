@@ -71,7 +71,7 @@ $(T)/double.a: $(DOUBLE)
 	@rm -f $@ && ar rcs $@ $^
 $(SHARED:%=$(T)/suites_%) $(ALONE:%=$(T)/%): %: %.o $(T)/main.o $(T)/double.a $(LIB)
 	$(Q)$(LINK) $*.o $(T)/main.o $(T)/double.a $(LIB) -o $@ $(EDIT) $(CURL) $(MHD)
-$(ALONE:%=$(T)/%.o): TESTOPT = -O2
+$(ALONE:%=$(T)/%.o): TESTOPT = $(if $(SANITIZE),-O1,-O2)
 $(ALONE:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp $(B)/command
 	@mkdir -p $(T); echo "$(notdir $(CXX))  $<"
 	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(SAN) -MMD -MP -c $< -o $@
@@ -80,10 +80,12 @@ $(T)/library_c: tests/unit/test_library.c qwen3.h $(B)/libqwen3.so
 
 # The GPU's suites are nvcc's, and run where there is a GPU.
 GPU_SUITE  = $(if $(GPU),$(if $(SANITIZE),,$(GPU_SUITES:%=$(T)/%)))
-$(T)/test_notes: $(BUILD)/notes.cuh
-$(GPU_SUITES:%=$(T)/%): $(T)/%: tests/gpu/%.cpp tests/main.cpp $(wildcard tests/gpu/*.h tests/*.h) $(LIB)
+$(T)/test_notes.o: $(BUILD)/notes.cuh
+$(GPU_SUITES:%=$(T)/%.o): $(T)/%.o: tests/gpu/%.cpp $(B)/command
 	@mkdir -p $(T); echo "nvcc  $<"
-	$(Q)$(NVCC) $(NVCCFLAGS) -Werror all-warnings -Xcompiler -Werror -I$(BUILD) $< tests/main.cpp -Xcompiler -xnone $(LIB) -o $@ $(EDIT)
+	$(Q)$(CU) -Werror all-warnings -Xcompiler -Werror -I$(BUILD) -c $< -o $@
+$(GPU_SUITES:%=$(T)/%): %: %.o $(T)/main.o $(LIB)
+	$(Q)$(LINK) $^ -o $@ $(EDIT) $(CURL) $(MHD)
 # The code in the course's notes.
 $(BUILD)/notes.cuh: data/course/check_notes.py $(wildcard data/course/notes/*.md)
 	@mkdir -p $(BUILD)

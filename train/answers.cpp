@@ -10,6 +10,7 @@ template <class T> void AnswerEngine<T>::plan(Arena& arena) {
     kv.plan(arena, c, (size_t)sequences * pages);
     logits = arena.take<acc<T>>((size_t)sequences * c.V), picked = arena.take<T>((size_t)sequences * c.C);
     for (int** list : {&token, &pos, &seq, &slot}) *list = arena.take<int>(tokens);
+    named = arena.take<int>(sequences), table = arena.take<int>((size_t)sequences * pages);
     if constexpr (WITH_GPU) {
         draws = arena.take<Draw>(sequences);
         for (int** list : {&drawn, &draw_pos, &draw_seq, &unused}) *list = arena.take<int>(sequences);

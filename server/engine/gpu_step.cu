@@ -4,6 +4,7 @@
 #include "gpu/draw.h"
 #include "gpu/ops.h"
 #include "gpu/packed/formats.h"
+#include "gpu/products/stream.h"
 #include "gpu/step/road.h"
 #include "server/engine/engine.h"
 #include "server/engine/gpu_kernels.h"

@@ -5,7 +5,7 @@
 //                               [packed]: quantised weights stay so
 #include "gpu/gpu.h"
 #include "lab/timing.h"
-#include "model/ceilings.h"
+#include "cpu/step_ceilings.h"
 #include "model/weights.h"
 #include "qwen3.cu"
 #include <cublas_v2.h>

@@ -1,7 +1,7 @@
 // Every CUDA kernel against its CPU definition, at odd sizes, on fresh random numbers, into poisoned memory; the whole
 // model against the CPU's and Hugging Face's logits; and what the GPU promises: the same batch gives the same bits, with
 // `invariant` a row does not depend on its batch, and draws are the CPU's. Built by nvcc, run where a GPU is.
-#include "model/ceilings.h"
+#include "cpu/step_ceilings.h"
 #include "model/device.h"
 #include "model/options.h"
 #include "model/quantize.h"

@@ -1,7 +1,7 @@
 // INT8 weights: what int8_scale and Weights make of numbers of every size, that export.py --int8 writes the
 // same bytes (without NumPy and, where python3 has it, with NumPy), what the loader refuses, the products.
 #include "cpu/amx.h"
-#include "model/ceilings.h"
+#include "cpu/step_ceilings.h"
 #include "model/model_file.h"
 #include "model/quantize.h"
 #include "model/safetensors.h"

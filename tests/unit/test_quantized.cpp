@@ -1,6 +1,6 @@
 // Packed weights on a CPU: INT4 and FP8 matrices keep the numbers of the file, products on every instruction set hold
 // to W.at, a row's bits depend on no other row.
-#include "model/ceilings.h"
+#include "cpu/step_ceilings.h"
 #include "model/model_file.h"
 #include "model/quantize.h"
 #include "model/session.h"

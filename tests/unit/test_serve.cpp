@@ -1435,7 +1435,7 @@ TEST_CASE("the page to chat on: headers, title, a number of its own each time") 
 }
 
 TEST_CASE("the page to chat on needs nothing from elsewhere, and has no way from text to HTML") {
-    const MappedFile file("chat.html");
+    const MappedFile file("server/chat.html");
     const std::string page(file.text());
     REQUIRE(page.size() > 10'000);
     for (const char* part : {"innerHTML", "outerHTML", "insertAdjacent", "document.write", "DOMParser", "eval(", "Function(", "import(", "createContextualFragment",

@@ -1,4 +1,4 @@
-// model/ceilings.h: the read bandwidth and the multiply rate of this machine, and the bytes that a step reads.
+// cpu/step_ceilings.h: the read bandwidth and the multiply rate of this machine, and the bytes that a step reads.
 #pragma once
 #include "cpu/ceilings.h"
 #include "model/session.h"
