@@ -1,6 +1,5 @@
 // gpu_kernels.h: the kernels of an engine's steps: a step's numbers, penalties and masks, logits that are told.
 #pragma once
-#ifdef __CUDACC__
 #include "gpu/draw.h"
 #include "gpu/packed/unpack.h"
 #include "qwen3.cu"
@@ -101,4 +100,3 @@ __global__ void drawn_logit_kernel(float* out, const int* drawn, const int* draw
 }
 
 } // namespace server
-#endif // __CUDACC__

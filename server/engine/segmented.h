@@ -12,7 +12,6 @@
 #ifdef __CUDACC__
 #include "qwen3.cu" // (emulation brings what it needs)
 #endif
-#ifdef __device__ // nvcc, or emulation on a CPU
 
 constexpr int SEGMENT = 8; // the tokens of one mma
 
@@ -101,4 +100,3 @@ __global__ void __launch_bounds__(256) segment_up_kernel(const float* residual, 
         rows.sums[(size_t)n * out + r] = (residual ? residual[(size_t)n * out + r] : 0) + d[e];
     }
 }
-#endif // __device__
