@@ -2,6 +2,7 @@
 // the model in fixtures/tiny. What is accepted must also run: two tokens are fed to the model with it.
 // An Error is a fine answer; a crash, a leak or a read outside a file is not.
 // Seed: tests/fixtures/fuzz/adapter/, made by tests/reference/make_train_fixtures.py.
+#include "model/adapters.h"
 #include "tests/fuzz/model.h"
 
 // A folder of our own, whose files are in memory.

@@ -2,6 +2,7 @@
 // a model.bin, and the rest is its quantization_config. The model is opened, compared with a tokenizer and, if it loads, run
 // for three tokens and written. An Error is a fine answer; a crash, a leak or a read outside the file is not.
 // Seeds: tests/fixtures/fuzz/gguf/, by tests/fuzz/make_gguf_seeds.py.
+#include "model/write.h"
 #include "tests/fuzz/model.h"
 
 // A model.bin of one layer: the metadata's config is what is fuzzed, its tensors are packed words and scales.
