@@ -23,8 +23,9 @@ ifdef SANITIZE
 OPT        = -O1
 $(B)/cpu/%.o: OPT = -O1
 endif
+TESTSAN    = $(filter-out $(COVERED),$(SAN))
 T          = $(B)/tests
-TEST       = $(CXX) -x c++ $(CPUFLAGS) $(TESTOPT) $(SAN) -include $(T)/std.h -MMD -MP
+TEST       = $(CXX) -x c++ $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -include $(T)/std.h -MMD -MP
 # test_export is about Python, test_tiny about one known file, test_library about linking, test_teach about scripts: nothing
 # that sanitizers could see.
 SUITES     = $(filter-out $(if $(MHD),,$(SERVING)) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(UNITS))
@@ -40,10 +41,10 @@ $(T)/std.h: $(B)/command
 	@mkdir -p $(T); { printf '\043include <%s>\n' $(STD) doctest/doctest.h; } > $@
 TEST_PCH   = $(T)/std.h.$(if $(findstring clang,$(MODE)),pch,gch)
 $(TEST_PCH): $(T)/std.h
-	$(Q)$(CXX) -x c++-header $(CPUFLAGS) $(TESTOPT) $(SAN) $< -o $@
+	$(Q)$(CXX) -x c++-header $(CPUFLAGS) $(TESTOPT) $(TESTSAN) $< -o $@
 $(T)/main.o: tests/main.cpp $(B)/command
 	@mkdir -p $(T)
-	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(SAN) -c $< -o $@
+	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -c $< -o $@
 $(T)/%.o: tests/unit/%.cpp $(TEST_PCH)
 	@echo "$(notdir $(CXX))  $<"
 	$(Q)$(TEST) -c $< -o $@
@@ -74,7 +75,7 @@ $(SHARED:%=$(T)/suites_%) $(ALONE:%=$(T)/%): %: %.o $(T)/main.o $(T)/double.a $(
 $(ALONE:%=$(T)/%.o): TESTOPT = $(if $(SANITIZE),-O1,-O2)
 $(ALONE:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp $(B)/command
 	@mkdir -p $(T); echo "$(notdir $(CXX))  $<"
-	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(SAN) -MMD -MP -c $< -o $@
+	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -MMD -MP -c $< -o $@
 $(T)/library_c: tests/unit/test_library.c qwen3.h $(B)/libqwen3.so
 	$(Q)$(CC) -std=c99 -Wall -Wextra -Werror -I. $< -o $@ -L$(B) -lqwen3 -Wl,-rpath,$(abspath $(B)) -lm -lpthread
 
