@@ -1,5 +1,5 @@
 // gpu/ceilings.cu: the read bandwidth and the multiply rate of a GPU.
-#include "cpu/step_ceilings.h"
+#include "gpu/device.h"
 #include "qwen3.cu"
 #include <algorithm>
 
