@@ -1,7 +1,8 @@
 // The README's table of models and memory: how many bytes of a GPU's memory the programs plan, by the functions that plan
 // them. What CUDA itself takes (its context, the kernels: about half a GB) comes on top.
 //
-//     g++ -std=c++17 -I. tests/reference/memory_plan.cpp -o build/memory_plan && build/memory_plan
+//     g++ -std=c++17 -I. -fopenmp tests/reference/memory_plan.cpp build/g++/all.a -o build/memory_plan && build/memory_plan
+#include "gpu/upload.h"
 #include "model/quantized.h"
 #include "model/session.h"
 #include "train/trainer.h"
