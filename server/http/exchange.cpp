@@ -5,6 +5,7 @@
 #include "server/api/paths.h"
 #include "server/engine/random_bits.h"
 #include "server/http/exchange.h"
+#include "server/http/log.h"
 #include "server/http/paths.h"
 #include "sj.h"
 #include <algorithm>
@@ -257,7 +258,7 @@ void Exchange::log() const {
         w.field("completion_tokens", answer->count()).field("complete", answer->complete());
         if (first_token > 0) w.field("first_token_seconds", first_token - start);
     }
-    server.log.write(w.end().text + "\n");
+    server.log->write(w.end().text + "\n");
 }
 
 } // namespace server

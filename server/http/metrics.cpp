@@ -1,5 +1,6 @@
 // metrics.cpp: vLLM's names; of HTTP, those of the instrumentation that it uses.
 #include "server/http/exchange.h"
+#include "server/http/log.h"
 #include <ctime>
 #include <vector>
 
@@ -35,7 +36,7 @@ std::string Exchange::metrics() {
     one("request_success_total", "counter", (double)f.cancelled, ",finished_reason=\"abort\"");
     one("dropped_answers_total", "counter", (double)server.desk.unsent.lost);
     one("dropped_requests_total", "counter", (double)server.bodies.lost);
-    one("dropped_log_lines_total", "counter", (double)server.log.lost);
+    one("dropped_log_lines_total", "counter", (double)server.log->lost);
     histogram("time_to_first_token_seconds", f.first_token);
     histogram("inter_token_latency_seconds", f.between_tokens);
     histogram("e2e_request_latency_seconds", f.whole);

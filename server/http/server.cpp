@@ -2,6 +2,7 @@
 #include "base/file.h"
 #include "server/api/refusal.h"
 #include "server/http/exchange.h"
+#include "server/http/log.h"
 #include "server/http/server.h"
 #include <algorithm>
 #include <arpa/inet.h>
@@ -16,7 +17,7 @@
 namespace server {
 
 Server::Server(const ServerOptions& o, Desk& d)
-    : options(o), desk(d), log(o.log) {
+    : options(o), desk(d), log(std::make_unique<Log>(o.log)) {
     std::vector<std::string> keys;
     for (auto& k : options.keys) keys.push_back(k.key);
     if (!options.files.empty()) filing = std::make_unique<Filing>(options.files, keys);

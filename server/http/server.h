@@ -11,7 +11,6 @@
 #include "server/api/service.h"
 #include "server/engine/budget.h"
 #include "server/engine/desk.h"
-#include "server/http/log.h"
 #include "server/http/options.h"
 #include "server/http/traffic.h"
 #include "server/http/workers.h"
@@ -29,8 +28,10 @@ namespace server {
 
 constexpr size_t ALL_BODIES = 256 << 20; // bytes of requests that are being read
 
-// A connection, for watch(). `mutex` of the Server guards `exchange` and `probed`.
 struct Exchange;
+struct Log;
+
+// A connection, for watch(). `mutex` of the Server guards `exchange` and `probed`.
 struct Peer {
     int fd;
     uint64_t address;                                    // a name for it; for IPv6, of its network
@@ -52,7 +53,7 @@ struct Server {
     std::atomic<size_t> answering{0};      // requests that came before the drain
     Budget bodies{ALL_BODIES};
     std::unique_ptr<Filing> filing;        // of --files
-    Log log;
+    std::unique_ptr<Log> log;
     Traffic traffic;
     Workers workers{std::min(4u, std::max(2u, std::thread::hardware_concurrency() / 2))};
     MHD_Daemon* daemon = nullptr;

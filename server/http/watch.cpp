@@ -2,6 +2,7 @@
 #include "base/error.h"
 #include "server/engine/reply.h"
 #include "server/http/exchange.h"
+#include "server/http/log.h"
 #include "server/http/server.h"
 #include <algorithm>
 #include <memory>
@@ -69,8 +70,8 @@ void Server::drain() {
     drained_since = seconds();
     draining = true;
     fprintf(stderr, "%zu requests to finish\n", answering.load());
-    log.end = drained_since + options.drain;
-    for (; answering > 0 && seconds() < log.end; usleep(50'000)) watch();
+    log->end = drained_since + options.drain;
+    for (; answering > 0 && seconds() < log->end; usleep(50'000)) watch();
     if (answering == 0) return;
     fprintf(stderr, "%zu requests are abandoned\n", answering.load());
     for (const double end = seconds() + 5; answering > 0 && seconds() < end; usleep(50'000)) abandon();
