@@ -56,38 +56,40 @@ check_order() {
         done
 }
 
-# ---- The headers. Those that have what $1 says, and all that include them.
-having() {
-    all=$(grep -lE "$1" $headers)
-    more=$all
+# ---- The headers. These, and all that include one of them.
+including() {
+    all=$1 more=$1
     while [ "$more" ]; do
-        names=$(echo "$more" | tr '\n' '|' | sed 's/|$//')
-        more=$(grep -lE "^ *# *include *\"($names)\"" $headers | only_not "$all")
+        more=$(grep -lE "^ *# *include *\"($(echo "$more" | tr '\n' '|' | sed 's/|$//'))\"" $headers | only_not "$all")
         all=$(printf '%s\n%s\n' "$all" "$more" | sed '/^$/d')
     done
     echo "$all"
 }
+having() { including "$(grep -lE "^ *# *include *[\"<]$1[\">]" $headers)"; } # that include a file
 only_not() { [ "$1" ] && grep -vxF "$1" || cat; } # lines that are none of $1's
-includes() { echo "^ *# *include *[\"<]($1)[\">]"; }
 compile() { sed '/^$/d' | xargs -r -P "$JOBS" -n 1 "$0" --one "$1"; } # the headers on standard input
 
-# What most headers include takes most of the time: it is compiled once, and the headers that include it begin with it.
-# So each still has only what it includes.
-begin_with() {
-    mkdir -p "$temporary/$(dirname "$1")"
-    printf '#include "%s"\n' "$1" >"$temporary/$1.first.h"
-    case $($CXX --version) in *clang*) kind=pch;; *) kind=gch;; esac
-    $CXX $HOST -x c++-header "$temporary/$1.first.h" -o "$temporary/$1.first.h.$kind" >/dev/null 2>&1
-    echo "$temporary/$1.first.h"
+# Much of the time is taken by what many headers include. It is compiled once, and those that include it begin with it:
+# so each still has only what it includes. The first of these that a header includes is its own.
+FIRST="server/engine/job.h model/model_file.h qwen3.cu form/grammar.h sj.h base/error.h functional string"
+compile_after() {
+    ours=$(echo "$left" | grep -xF "$(having "$1")")
+    left=$(echo "$left" | only_not "$ours")
+    [ "$ours" ] || return 0
+    first=$temporary/$(echo "$1" | tr / _).first.h
+    printf '#include "%s"\n' "$1" >"$first"
+    $CXX $HOST -x c++-header "$first" -o "$first.$kind" >/dev/null 2>&1
+    echo "$ours" | compile "$first"
 }
 
 temporary=$(mktemp -d)
 trap 'rm -rf "$temporary"' EXIT
 export CXX NVCC
+case $($CXX --version) in *clang*) kind=pch;; *) kind=gch;; esac
 headers=$(find base model cpu gpu form book search train server cli capi -name '*.h' -o -name '*.cuh' | sort)
 count=$(echo "$headers" | wc -l)
-kernels=$(having '__device__|__global__|<<<|Gpu& gpu;')
-ours=$(echo "$headers" | only_not "$kernels")
+kernels=$(including "$(grep -lE '__device__|__global__|<<<|Gpu& gpu;' $headers)")
+left=$(echo "$headers" | only_not "$kernels")
 left_out=
 if ! command -v "$NVCC" >/dev/null 2>&1; then
     left_out="; $(echo "$kernels" | wc -l) of kernels left out: no nvcc"
@@ -95,19 +97,13 @@ if ! command -v "$NVCC" >/dev/null 2>&1; then
 fi
 if ! echo '#include <microhttpd.h>' | $CXX -fsyntax-only -x c++ - 2>/dev/null; then
     left_out="$left_out; what needs libmicrohttpd left out"
-    ours=$(echo "$ours" | only_not "$(having "$(includes 'microhttpd\.h')")")
+    left=$(echo "$left" | only_not "$(having microhttpd.h)")
 fi
-text=$(echo "$ours" | grep -xF "$(having "$(includes 'qwen3\.cu')")")
-ours=$(echo "$ours" | only_not "$text")
-errors=$(echo "$ours" | grep -xF "$(having "$(includes 'base/error\.h')")")
-ours=$(echo "$ours" | only_not "$errors")
-
-faults=$(
+{
     check_order
-    echo "$text" | compile "$(begin_with qwen3.cu)"
-    echo "$errors" | compile "$(begin_with base/error.h)"
-    echo "$ours" | compile ""
+    for name in $FIRST; do compile_after "$name"; done
+    echo "$left" | compile ""
     echo "$kernels" | compile nvcc
-)
-[ "$faults" ] && echo "$faults" && exit 1
+} | tee "$temporary/faults"
+[ -s "$temporary/faults" ] && exit 1
 echo "$count headers compile by themselves, and no include goes up$left_out"
