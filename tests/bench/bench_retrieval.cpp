@@ -6,15 +6,23 @@
 //   build/bench_retrieval text FOLDER MB                       files of 1 MB of words by Zipf's law, in two languages
 //   build/bench_retrieval speed FOLDER INDEX                   index anew, open, update, 200 questions; and 200 common words
 //   build/bench_retrieval vectors N DIMENSIONS                 a question's product with N vectors, and the best of them
+#include "base/file.h"
 #include "base/options.h"
 #include "book/intervals.h"
+#include "book/jieba.h"
+#include "model/utf8.h"
 #include "search/documents.h"
 #include "search/index.h"
 #include "search/vector_file.h"
 #include "search/words.h"
+#include "sj.h"
 #include "tests/bench/zipf.h"
-#include <numeric>
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
 #include <sys/resource.h>
+#include <unistd.h>
 
 static const Tell SILENT = [](const std::string&) {};
 
