@@ -19,9 +19,6 @@ static const char* USAGE =
     "       qwen3 MODEL                           a chat (/help in it)\n"
     "       qwen3 --version\n";
 
-#ifdef QWEN3_PLAIN // there is no cpu.h
-const char* instructions_used() { return "plain loops"; }
-#else
 const char* instructions_used() { return instruction_set_name(instruction_set); }
 
 static void choose_instructions(const char* option, const char* name) {
@@ -32,7 +29,6 @@ static void choose_instructions(const char* option, const char* name) {
     }
     DIE("%s %s: this machine has %s", option, name, all.c_str());
 }
-#endif
 
 static void parse_seed(Options& o, const char* option, const char* text) {
     char* end;
@@ -116,9 +112,7 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--truncate", "", "cut texts that are longer than the context (-c), else they are a fault",
          flag(o.truncate)},
         {"", "", "", "for study and tests", {}},
-#ifndef QWEN3_PLAIN
         {"", "--cpu", "NAME", "lesser instructions: plain, avx2, avx512, avx512bf16, amx", choose_instructions},
-#endif
         {"", "--tokenize", "TEXT", "no model needed; - reads standard input", given(o.tokenize, o.has_tokenize)},
         {"", "--detokenize", "IDS", "no model needed; - reads standard input", given(o.detokenize, o.has_detokenize)},
         {"", "--ids", "1,2,3", "these ids instead of text (no tokenizer needed)", given(o.ids, o.has_ids)},

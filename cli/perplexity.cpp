@@ -3,6 +3,7 @@
 #include "base/file.h"
 #include "base/options.h"
 #include "cli/progress.h"
+#include "gpu/device.h"
 #include "model/device.h"
 #include "model/pace.h"
 #include "sj.h"
@@ -100,7 +101,7 @@ int compare(const Options& o, const LoadedModel& model, const Tokenizer& tokeniz
     Context usual = o.ctx; // FP8 keys, values and activations are part of what is measured
     usual.kv_fp8 = usual.fp8_activations = false;
     if constexpr (WITH_GPU)
-        if (usual.gpu) usual = with_own_stream(usual); // (each has room of its own to unpack weights)
+        if (usual.gpu) usual = with_own_scratch(usual); // (each has room of its own to unpack weights)
     const bool keeps = !model.wide && keeps_packed<bf16>(o, o.ctx);
     const std::unique_ptr<LoadedModel> truth = load_model(other, usual, model.wide, false, keeps);
     const std::vector<int> ids = tokenizer.encode(o.ppl == "-" ? read_stdin() : MappedFile(o.ppl).text(), false);

@@ -88,10 +88,6 @@ std::string gpu_name(int device) {
     cudaDeviceProp properties;
     return cudaGetDeviceProperties(&properties, device) == cudaSuccess ? properties.name : "";
 }
-int gpu_count() {
-    int n = 0;
-    return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
-}
 void gpu_use(int device) { CUDA_CHECK(cudaSetDevice(device)); }
 void gpu_synchronize(const Context& ctx) { CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream)); }
 

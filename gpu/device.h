@@ -1,14 +1,7 @@
 // gpu/device.h: the GPU's device, memory and streams for host code, without CUDA's types.
 #pragma once
-#include "qwen3.cu"
-#include <string>
+#include "model/device.h" // open_gpu, check_gpu, gpu_name
 
-// GPU `device`, with a stream of its own; it becomes this thread's. Throws Error, one line that says why there is none.
-Context open_gpu(int device);
-// Throws Error if the kernels cannot compute a model of this shape. logits: it has a head.
-void check_gpu(const std::string& name, const Config& c, bool logits);
-std::string gpu_name(int device);  // as its maker calls it; empty: there is no such GPU
-int gpu_count();                   // GPUs that the driver shows; 0 without a driver
 void gpu_use(int device);          // this thread's calls go to that GPU from here on
 size_t gpu_free_memory();          // bytes
 size_t gpu_all_memory();           // bytes

@@ -12,13 +12,12 @@ std::string device_name(const Context& ctx);
 // Compute in float? As the checkpoint is stored, unless --dtype says otherwise. The GPU computes in bf16.
 bool wide(const ModelOptions& o, const ModelFile& file);
 
-// gpu/device.cu, of CUDA builds only: GPU `device`, which becomes this thread's; and whether the kernels can compute a
-// model of this shape. Each throws Error, one line that says why not.
+// gpu/device.cu defines these, in CUDA builds only.
+// GPU `device`, with a stream of its own; it becomes this thread's. Throws Error, one line that says why there is none.
 Context open_gpu(int device);
+// Throws Error if the kernels cannot compute a model of this shape. logits: it has a head.
 void check_gpu(const std::string& name, const Config& c, bool logits);
 std::string gpu_name(int device); // as its maker calls it; empty: there is no such GPU
-// The same GPU with a stream, and later scratch, of its own.
-Context with_own_stream(const Context& ctx);
 
 // The GPU, if it was asked for or is there and can do what is asked; else the CPU.
 Context choose_device(const ModelOptions& o, const ModelFile& file);
