@@ -214,8 +214,11 @@ $(B)/bench/%.o: tests/bench/%.cu $(B)/command
 	$(Q)$(CU) -I$(BUILD) -c $< -o $@
 $(B)/bench/%: $(B)/bench/%.o $(LIB)
 	$(Q)$(LINK) $^ -o $@ $(if $(wildcard tests/bench/$*.cu),-lcublas) $(CURL) $(MHD)
-bench_serve: $(B)/bench/bench_serve
-	@ln -f $< $@ && echo "built     ./$@"
+$(BUILD)/bench_%: $(B)/bench/bench_%
+	@ln -f $< $@ && echo "built     $@"
+.PRECIOUS: $(B)/bench/% $(BUILD)/bench_%
+bench_serve: $(BUILD)/bench_serve
+	@ln -f $< $@
 
 include tests/tests.mk
 

@@ -102,11 +102,11 @@ test: $(TESTED) $(SUITE_PROGRAMS) $(if $(SANITIZE),,$(T)/library_c) $(GPU_SUITE)
 asan:
 	@LSAN_OPTIONS=suppressions=tests/lsan.supp:print_suppressions=0 $(MAKE) test SANITIZE=asan NVCC=none
 # (One thread of OpenMP: ThreadSanitizer does not see how its threads wait for each other.)
-PLAIN_T    = $(BUILD)/$(notdir $(firstword $(CXX)))/tests
+CPU        = $(BUILD)/$(notdir $(firstword $(CXX)))
 tsan:
-	@$(MAKE) NVCC=none $(PLAIN_T)/suites_serve
-	@$(MAKE) NVCC=none SANITIZE=tsan ROOMS="$(filter-out cli book train,$(ROOMS)) book" $(B)-tsan/serve
-	@SERVE=$(B)-tsan/serve OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 tests/run.sh $(PLAIN_T)/suites_serve:test_serve
+	@$(MAKE) NVCC=none $(CPU)/tests/suites_serve
+	@$(MAKE) NVCC=none SANITIZE=tsan ROOMS="$(filter-out cli train,$(ROOMS))" $(CPU)-tsan/serve
+	@SERVE=$(CPU)-tsan/serve OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 tests/run.sh $(CPU)/tests/suites_serve:test_serve
 
 # Every header by itself; the order of the rooms.
 headers:

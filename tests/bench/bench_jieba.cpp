@@ -1,10 +1,10 @@
 // Speed of segmentation on one core, in MB (10^6 bytes) of text a second of CPU time, line by line; the best of
 // five runs. Then of scores, in rows a second.
-//   make NVCC=none build/g++/bench/bench_jieba
-//   build/g++/bench/bench_jieba [--write DIR] [TEXT_FILE...]       from the repository's root
+//   make build/bench_jieba
+//   build/bench_jieba [--write DIR] [TEXT_FILE...]       from the repository's root
 // Without files it makes a text of 8 MB; --write stores it. --cut TEXT_FILE prints the words instead, a line a
 // line, with a byte 1 after each. The same files through jieba, compared word by word:
-//   python tests/reference/peer_jieba.py build/g++/bench/bench_jieba FILE...
+//   python tests/reference/peer_jieba.py build/bench_jieba FILE...
 #include "base/file.h"
 #include "book/jieba.h"
 #include "book/score.h"

@@ -1,6 +1,6 @@
 // Prompt lookup: what it gains on texts that repeat, and what it costs on one that does not.
-//   make build/g++/bench/bench_lookup
-//   build/g++/bench/bench_lookup MODEL [ROUNDS [N]]       from the repository's root; the tokenizer lies beside MODEL, or here
+//   make build/bench_lookup
+//   build/bench_lookup MODEL [ROUNDS [N]]       from the repository's root; the tokenizer lies beside MODEL, or here
 // The model reads a prompt and then "says" a known answer: after each draw the answer's next token is taken instead of
 // the one that was drawn. So the times are the model's, and how much is right of what is looked up is a fact of the
 // texts, all from data/course:

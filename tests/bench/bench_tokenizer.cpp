@@ -65,7 +65,7 @@ int main(int argc, char** argv) {
                      {"chinese.txt", make_text(t, true, 8 << 20)},
                      {"code.txt", ""}};
             std::string code;
-            for (const char* path : {"tokenizer.h", "file.h", "export.py"}) code += read_all(path);
+            for (const char* path : {"model/tokenizer.cpp", "base/file.cpp", "export.py"}) code += read_all(path);
             while (texts[2].bytes.size() < 8 << 20) texts[2].bytes += code;
         }
         for (const Text& text : texts) {
