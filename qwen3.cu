@@ -7,7 +7,7 @@
    Build:  make                 with nvcc where it is found, else with g++ alone (this file is also plain C++17)
    Run:    ./qwen3 model.bin -i "What is a warp?"            (-d plain runs Book I itself, on the CPU)
 
-   What happens to a prompt: text becomes token ids (tokenizer.h); `forward` turns the ids into one vector for each
+   What happens to a prompt: text becomes token ids (model/); `forward` turns the ids into one vector for each
    token; the head turns the vector of the last token into one score (logit) for each id of the vocabulary; the sampler
    draws an id; that id is fed back. The keys and values of all past tokens stay in the KV cache, so that each step
    computes one token only.
@@ -232,7 +232,7 @@ template <class U> void clear(Context& ctx, U* p, size_t n) {
     memset((void*)p, 0, n * sizeof(U));
 }
 
-// ---- Shapes and weights. checkpoint.h reads them from files.
+// ---- Shapes and weights. model/model_file.h and model/weights.h read them from files.
 struct Config {
     int C, L, H, K, D, F, V, max_positions;
     float eps;
@@ -240,7 +240,7 @@ struct Config {
     bool tied;
     std::vector<int> end_tokens; // any of them ends an answer
 };
-constexpr int MAX_HEAD = 512; // D; checkpoint.h refuses more
+constexpr int MAX_HEAD = 512; // D; model/model_file.h refuses more
 
 // LoRA (Hu et al., "LoRA: low-rank adaptation of large language models", 2021) of up to three blocks of a product, m in
 // all: y += s B (A drop(x)). The A of module j are rows j * rank .. of `A`; its B has its block's rows and the columns
@@ -306,7 +306,7 @@ template <class T> struct Layer {
     Linear<T> gate_up, down;     // (2F, C), (C, F)
 };
 
-struct ModelFile; // checkpoint.h
+struct ModelFile; // model/model_file.h
 template <class T> struct Weights {
     Linear<T> embed;             // (V,C)
     std::vector<Layer<T>> layers;
@@ -315,7 +315,7 @@ template <class T> struct Weights {
     std::vector<std::shared_ptr<void>> converted; // what the file does not hold in this form
     Arena gpu;                   // holds all of them after `upload`
 
-    // Of a checkpoint (see checkpoint.h). A tensor stored as T is used where the file maps it; others are converted
+    // Of a checkpoint (see model/weights.h). A tensor stored as T is used where the file maps it; others are converted
     // once. With `int8` every matrix becomes INT8 (a file's own INT8 matrices are so anyway). With `packed` a quantised
     // matrix stays so: in its own format if Linear has it, else as INT8. Norms stay as they are.
     explicit Weights(const ModelFile& file, bool int8 = false, bool packed = false);
@@ -1448,7 +1448,7 @@ struct Gpu {
     int* arrived = nullptr;      // ... and how many of them are done: (MAX_TILES), zero between kernels
     float* attention = nullptr;  // the same for attention, see attention_scratch
     int* attention_arrived = nullptr;
-    bf16* unpacked = nullptr;    // of packed weights, a matrix at a time: see packed.h
+    bf16* unpacked = nullptr;    // of packed weights, a matrix at a time: see gpu/packed/unpack.h
     size_t unpacked_numbers = 0;
     bf16* rounded = nullptr;     // what FP8 weights are multiplied by, with Context::fp8_activations
     size_t rounded_numbers = 0;

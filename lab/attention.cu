@@ -913,7 +913,7 @@ template <bool KEYS_OWN> __global__ void __launch_bounds__(128, 2) gradients(Bac
 //
 // ---- 13 backward: qwen3.cu. Both kinds of tiles in one launch, so that neither waits for the last ones of the other;
 // pages, several sequences; lse and delta come with the tiles. On Hopper by wgmma, as step 7: one warpgroup copies, two
-// own 64 keys or query rows each, and the next unit's tiles come while this one's pass. It is backward.h's section 3.
+// own 64 keys or query rows each, and the next unit's tiles come while this one's pass. It is gpu/backward/hopper.h's.
 
 // ================================================================================ the table
 inline void three_passes(Prompt& p) {

@@ -31,7 +31,7 @@
 #define DYNAMIC_SHARED(T, name)                                                                                        \
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];                                                  \
     T* const name = (T*)dynamic_shared
-#undef UNROLL // (cpu.h has another)
+#undef UNROLL // (cpu/ has another)
 #define UNROLL _Pragma("unroll") // a loop over registers must be unrolled: a register has no address
 #else
 #pragma GCC diagnostic push

@@ -62,7 +62,7 @@
    Bound by 5 exchanges a layer (6 with JOIN), by what consumers do between them, and by what may be in flight
    meanwhile: on an H100 a token of the 0.6B takes 465 us at position 100, where the bytes take 392, 715 at 8,192, where
    they take 700. A warp waits for words or weights for 36% of that, for the instruction before for 24%, for a jump 10%
-   (PERFORMANCE.md, with what was tried).
+   (docs/performance.md, with what was tried).
 
    Beside it: plan.h, the plan; instructions.h; weights.h, how weights are packed and multiplied; attention.h, parts of
    attention; road.h, what the host does */
