@@ -109,6 +109,15 @@ $(B)/cpu/avx2.o $(B)/tests/double/cpu/avx2.o: ISA = -mavx2 -mfma
 $(B)/cpu/avx512.o $(B)/tests/double/cpu/avx512.o: ISA = $(AVX512)
 $(B)/cpu/avx512_bf16.o $(B)/tests/double/cpu/avx512_bf16.o: ISA = $(AVX512) -mavx512bf16 -mavx512vnni
 $(B)/cpu/amx.o $(B)/tests/double/cpu/amx.o: ISA = $(AVX512) -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8
+# A line for each file while it compiles; $(1): more flags.
+define CPP_OBJECT
+@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
+$(Q)$(CPP) $(1) -c $< -o $@
+endef
+define CU_OBJECT
+@mkdir -p $(@D); echo "$(if $(CUDA),nvcc,$(notdir $(CXX)))  $<"
+$(Q)$(if $(CUDA),$(NVCC) $(NVCCFLAGS) -MMD -MP,$(CPP)) $(1) -c $< -o $@
+endef
 CPP        = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) $(if $(filter -O1,$(OPT)),-include $(B)/std.h) -MMD -MP
 
 $(B)/cpu/%.o: OPT = -O3
@@ -121,28 +130,23 @@ $(B)/cpu/avx512.o: ISA = $(AVX512)
 $(B)/cpu/avx512_bf16.o: ISA = $(AVX512) -mavx512bf16 -mavx512vnni
 $(B)/cpu/amx.o: ISA = $(AVX512) -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8
 $(ROOMS:%=$(B)/%/room.cpp): $(B)/%/room.cpp: FORCE
-	@mkdir -p $(@D); printf '\043include "%s"\n' $(call ROOM_FILES,$*) | cmp -s - $@ || printf '\043include "%s"\n' $(call ROOM_FILES,$*) > $@
+	@mkdir -p $(@D); printf '\043include "%s"\n' $(call ROOM_FILES,$*) >$@.new
+	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 $(ROOMS:%=$(B)/%/room.o): $(B)/%/room.o: $(B)/%/room.cpp $(PCH)
 	@echo "$(notdir $(CXX))  $*/"
 	$(Q)$(CPP) -c $< -o $@
 $(B)/%.o: %.cpp $(PCH)
-	@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
-	$(Q)$(CPP) -c $< -o $@
-CU         = $(if $(CUDA),$(NVCC) $(NVCCFLAGS) -MMD -MP,$(CPP))
+	$(CPP_OBJECT)
 $(B)/%.o: %.cu $(PCH)
-	@mkdir -p $(@D); echo "$(if $(CUDA),nvcc,$(notdir $(CXX)))  $<"
-	$(Q)$(CU) -c $< -o $@
+	$(CU_OBJECT)
 # The study text: its ops, and on a GPU its kernels.
 $(B)/text.o: qwen3.cu $(PCH)
-	@mkdir -p $(@D); echo "$(if $(CUDA),nvcc,$(notdir $(CXX)))  $<"
-	$(Q)$(CU) -DQWEN3_LIBRARY -c $< -o $@
+	$(call CU_OBJECT,-DQWEN3_LIBRARY)
 # Programs are plain C++: what of them is a GPU's lies in the objects.
 $(B)/main/%.o: %.cu $(PCH)
-	@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
-	$(Q)$(CPP) -c $< -o $@
+	$(CPP_OBJECT)
 $(B)/main/%.o: %.cpp $(PCH)
-	@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
-	$(Q)$(CPP) -c $< -o $@
+	$(CPP_OBJECT)
 $(LIB): $(OBJECTS)
 	@rm -f $@ && ar rcs $@ $^
 LINK       = $(if $(CUDA),$(NVCC) $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(FLAGS))),$(CXX) $(FLAGS) $(SAN))
@@ -207,11 +211,9 @@ bench: qwen3 $(B)/bench/bench_tokenizer $(if $(CUDA),$(B)/bench/bench_gpu)
 	$(if $(CUDA),$(B)/bench/bench_gpu $(BUILD)/0.6B.bin,:)
 	$(B)/bench/bench_tokenizer
 $(B)/bench/%.o: tests/bench/%.cpp $(PCH)
-	@mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
-	$(Q)$(CPP) -c $< -o $@
+	$(CPP_OBJECT)
 $(B)/bench/%.o: tests/bench/%.cu $(B)/command
-	@mkdir -p $(@D); echo "nvcc  $<"
-	$(Q)$(CU) -I$(BUILD) -c $< -o $@
+	$(call CU_OBJECT,-I$(BUILD))
 $(B)/bench/%: $(B)/bench/%.o $(LIB)
 	$(Q)$(LINK) $^ -o $@ $(if $(wildcard tests/bench/$*.cu),-lcublas) $(CURL) $(MHD)
 $(BUILD)/bench_%: $(B)/bench/bench_%

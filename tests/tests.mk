@@ -63,11 +63,9 @@ $(SHARED:%=$(T)/suites_%.o): %.o: %.cpp $(TEST_PCH)
 # The templates once more, for double: tests hold float and bf16 to it.
 DOUBLE     = $(patsubst %.cpp,$(T)/double/%.o,$(shell grep -l QWEN3_INSTANCES model/*.cpp cpu/*.cpp)) $(T)/double/text.o
 $(T)/double/%.o: %.cpp $(PCH)
-	@mkdir -p $(@D); echo "$(notdir $(CXX))  $< (double)"
-	$(Q)$(CPP) -DQWEN3_DOUBLE -c $< -o $@
+	$(call CPP_OBJECT,-DQWEN3_DOUBLE)
 $(T)/double/text.o: qwen3.cu $(PCH)
-	@mkdir -p $(@D); echo "$(notdir $(CXX))  $< (double)"
-	$(Q)$(CPP) -DQWEN3_DOUBLE -DQWEN3_LIBRARY -c $< -o $@
+	$(call CPP_OBJECT,-DQWEN3_DOUBLE -DQWEN3_LIBRARY)
 $(T)/double.a: $(DOUBLE)
 	@rm -f $@ && ar rcs $@ $^
 $(SHARED:%=$(T)/suites_%) $(ALONE:%=$(T)/%): %: %.o $(T)/main.o $(T)/double.a $(LIB)
@@ -83,8 +81,7 @@ $(T)/library_c: tests/unit/test_library.c qwen3.h $(B)/libqwen3.so
 GPU_SUITE  = $(if $(GPU),$(if $(SANITIZE),,$(GPU_SUITES:%=$(T)/%)))
 $(T)/test_notes.o: $(BUILD)/notes.cuh
 $(GPU_SUITES:%=$(T)/%.o): $(T)/%.o: tests/gpu/%.cpp $(B)/command
-	@mkdir -p $(T); echo "nvcc  $<"
-	$(Q)$(CU) -Werror all-warnings -Xcompiler -Werror -I$(BUILD) -c $< -o $@
+	$(call CU_OBJECT,-Werror all-warnings -Xcompiler -Werror -I$(BUILD))
 $(GPU_SUITES:%=$(T)/%): %: %.o $(T)/main.o $(LIB)
 	$(Q)$(LINK) $^ -o $@ $(EDIT) $(CURL) $(MHD)
 # The code in the course's notes.
