@@ -52,24 +52,29 @@ CUDA      := $(if $(WANTED),yes)# this build is for a GPU
 # ---- Flags, and the folder of this build's objects
 TUNE       = $(if $(PORTABLE),,-march=native)
 CXXFLAGS  ?=
-OPT        = -O1# but where computing takes the time: see below
+COLD       = -Og# most sources: two thirds of -O1's compile time, half of -O2's. See HOT for the others.
+OPT        = $(COLD)
 FLAGS      = $(TUNE) -ffp-contract=off $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(if $(EDIT),-DHAVE_LIBEDIT) \
              $(if $(CURL),-DHAVE_CURL) $(if $(CUDA),-DQWEN3_GPU) $(WARN) $(CXXFLAGS)
 CPUFLAGS   = -std=c++17 $(OPT) $(FLAGS) -fPIC -I.
 GENCODE    = $(foreach a,$(WANTED),-gencode arch=compute_$(a),code=sm_$(a))
-NVCCFLAGS  = -x cu -std=c++17 -O3 $(GENCODE) $(SPLIT) -I. -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT) $(FLAGS) -fPIC))
+NVCCFLAGS  = -x cu -std=c++17 -O3 $(GENCODE) $(SPLIT) -I. -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT:-Og=-O1) $(FLAGS) -fPIC))
 MODE       = $(notdir $(firstword $(CXX)))$(if $(CUDA),-cuda)$(PORTABLE:%=-portable)$(SANITIZE:%=-$(SANITIZE))
 BUILD      = build
 B          = $(BUILD)/$(MODE)
 
 # ---- Sources and objects. A room is one object: parsing its headers once instead of in each source halves the CPU
-# seconds. Sources with a library or an instruction set of their own, and nvcc's, are objects by themselves.
+# seconds. What runs for each token, word or weight is one more, optimised. Sources with a library or an instruction set
+# of their own, and nvcc's, are objects by themselves.
 ROOMS      = base model form search book train cli $(if $(MHD),server server/engine server/api server/http)
-ROOM_FILES = $(filter-out $(SEPARATE),$(wildcard $(1)/*.cpp) $(if $(CUDA),,$(wildcard $(1)/*.cu)))
+ROOM_FILES = $(filter-out $(SEPARATE) $(HOT),$(wildcard $(1)/*.cpp) $(if $(CUDA),,$(wildcard $(1)/*.cu)))
+HOT        = $(filter $(ROOMS:%=%/%),model/tokenizer.cpp model/lookup.cpp model/quantized.cpp model/quantize_matrix.cpp \
+             form/grammar.cpp form/automaton.cpp form/masks.cpp search/index.cpp search/words.cpp search/hybrid.cpp \
+             $(patsubst %,book/%.cpp,jieba words characters minhash score bleu_words rouge_index))
 SEPARATE   = book/generate.cpp cli/libedit.cpp cpu/%
 SOURCES    = $(filter $(ROOMS:%=%/%),$(wildcard book/generate.cpp cli/libedit.cpp)) $(wildcard cpu/*.cpp) \
              $(if $(CUDA),$(wildcard $(ROOMS:%=%/*.cu) gpu/*.cu gpu/*/*.cu))
-OBJECTS    = $(B)/text.o $(ROOMS:%=$(B)/%/room.o) $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
+OBJECTS    = $(B)/text.o $(B)/hot/room.o $(ROOMS:%=$(B)/%/room.o) $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
 LIB        = $(B)/all.a
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
 
@@ -99,10 +104,12 @@ $(PCH): $(B)/command
 	@printf '\043include <%s>\n' $(STD) > $(B)/std.h
 	$(Q)$(CXX) -x c++-header $(CPUFLAGS) $(SAN) $(B)/std.h -o $@
 
-$(B)/cpu/%.o: OPT = -O3
-$(B)/text.o $(B)/model/room.o $(B)/form/room.o $(B)/search/room.o $(B)/book/room.o $(B)/server/engine/room.o: OPT = -O2
-# Instruction sets of x86-64, a source each: with PORTABLE=1 all that the compiler knows, else this machine's. The
-# program asks at its start which ones its CPU has.
+OPT_CPU    = -O3
+OPT_HOT    = -O2
+$(B)/cpu/%.o: OPT = $(OPT_CPU)
+$(B)/text.o $(B)/hot/room.o $(B)/server/engine/room.o $(B)/bench/%.o: OPT = $(OPT_HOT)
+$(B)/server/%.o: OPT = -O1
+# Instruction sets of x86-64, a source each; the program asks at its start which ones its CPU has.
 SIMD      := $(shell $(CXX) -mamx-int8 -mavx512bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo yes)
 AVX512     = -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq
 $(B)/cpu/avx2.o $(B)/tests/double/cpu/avx2.o: ISA = -mavx2 -mfma
@@ -118,21 +125,12 @@ define CU_OBJECT
 @mkdir -p $(@D); echo "$(if $(CUDA),nvcc,$(notdir $(CXX)))  $<"
 $(Q)$(if $(CUDA),$(NVCC) $(NVCCFLAGS) -MMD -MP,$(CPP)) $(1) -c $< -o $@
 endef
-CPP        = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) $(if $(filter -O1,$(OPT)),-include $(B)/std.h) -MMD -MP
+CPP        = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) $(if $(filter $(COLD),$(OPT)),-include $(B)/std.h) -MMD -MP
 
-$(B)/cpu/%.o: OPT = -O3
-$(B)/text.o $(B)/model/room.o $(B)/form/room.o $(B)/search/room.o $(B)/book/room.o $(B)/server/engine/room.o: OPT = -O2
-# Instruction sets of x86-64, a source each, for compilers that know them all; the program asks which ones its CPU has.
-X86       := $(shell $(CXX) -mamx-int8 -mavx512bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo yes)
-AVX512     = -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq
-$(B)/cpu/avx2.o: ISA = -mavx2 -mfma
-$(B)/cpu/avx512.o: ISA = $(AVX512)
-$(B)/cpu/avx512_bf16.o: ISA = $(AVX512) -mavx512bf16 -mavx512vnni
-$(B)/cpu/amx.o: ISA = $(AVX512) -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8
-$(ROOMS:%=$(B)/%/room.cpp): $(B)/%/room.cpp: FORCE
-	@mkdir -p $(@D); printf '\043include "%s"\n' $(call ROOM_FILES,$*) >$@.new
+$(ROOMS:%=$(B)/%/room.cpp) $(B)/hot/room.cpp: $(B)/%/room.cpp: FORCE
+	@mkdir -p $(@D); printf '\043include "%s"\n' $(if $(filter hot,$*),$(HOT),$(call ROOM_FILES,$*)) >$@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
-$(ROOMS:%=$(B)/%/room.o): $(B)/%/room.o: $(B)/%/room.cpp $(PCH)
+$(ROOMS:%=$(B)/%/room.o) $(B)/hot/room.o: $(B)/%/room.o: $(B)/%/room.cpp $(PCH)
 	@echo "$(notdir $(CXX))  $*/"
 	$(Q)$(CPP) -c $< -o $@
 $(B)/%.o: %.cpp $(PCH)

@@ -13,7 +13,7 @@ DocumentIndex::DocumentIndex(const std::string& path) : file(path) {
     bool fits = h.passages < UINT32_MAX;
     auto section = [&](uint64_t count, size_t size) { // where it begins
         const uint64_t begin = at;
-        uint64_t bytes;
+        uint64_t bytes = 0;
         fits = fits && !__builtin_mul_overflow(count, size, &bytes) && bytes <= file.size - at;
         if (fits) at += bytes;
         return begin;

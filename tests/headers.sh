@@ -1,6 +1,6 @@
 #!/bin/sh
-# Compiles every header by itself, and holds the include lines to the order of the rooms: none goes up, or to a room
-# beside. One line for each header or include that does not; then the exit status is 1.
+# Compiles every header by itself, and Book I without cpu/ and gpu/, and holds the include lines to the order of the
+# rooms: none goes up, or to a room beside. One line for each header or include that does not; then the exit status is 1.
 # Usage: CXX=g++ JOBS=2 tests/headers.sh   from the repository's root. Headers of kernels are nvcc's, and left out where
 # there is none (NVCC=none).
 CXX=${CXX:-g++} NVCC=${NVCC:-nvcc} JOBS=${JOBS:-$(nproc)}
@@ -101,9 +101,10 @@ if ! echo '#include <microhttpd.h>' | $CXX -fsyntax-only -x c++ - 2>/dev/null; t
 fi
 {
     check_order
+    $CXX $HOST -DQWEN3_PLAIN -DQWEN3_LIBRARY -fsyntax-only -x c++ qwen3.cu || echo "qwen3.cu: Book I does not compile by itself"
     for name in $FIRST; do compile_after "$name"; done
     echo "$left" | compile ""
     echo "$kernels" | compile nvcc
 } | tee "$temporary/faults"
 [ -s "$temporary/faults" ] && exit 1
-echo "$count headers compile by themselves, and no include goes up$left_out"
+echo "$count headers compile by themselves, and Book I without cpu/ and gpu/, and no include goes up$left_out"

@@ -20,8 +20,9 @@ COVERED    = $(if $(findstring clang,$(CXX)),-fsanitize=fuzzer-no-link)
 SAN        = $(if $(filter asan,$(SANITIZE)),-fsanitize=address$(comma)$(UNDEFINED) -g1 $(COVERED)) \
              $(if $(filter tsan,$(SANITIZE)),-fsanitize=thread -g1)
 ifdef SANITIZE
-OPT        = -O1
-$(B)/cpu/%.o: OPT = -O1
+COLD       = -O1
+OPT_CPU    = -O1
+OPT_HOT    = -O1
 endif
 TESTSAN    = $(filter-out $(COVERED),$(SAN))
 T          = $(B)/tests
