@@ -1,54 +1,60 @@
 /* qwen3.cu: the Qwen3 language model, as a text to study.
 
-   Book I    the model in plain C++: every op is its formula and a loop, forwards and backwards. Slow and right.
-   Book II   the same on a GPU, for nvcc: a kernel an op. Each is tested against its definition in Book I. It goes on in
-             gpu/, where products, attention, draws and the backward pass are.
+   Book I    the model in plain C++: each op is its formula and a loop, forward and backward. Slow and right.
+   Book II   the same on a GPU, for nvcc: one kernel for each op. Each is tested against its definition in Book I. The
+             kernels of products, attention, sampling and the backward pass are in gpu/.
 
-   Build:  make                 with nvcc where it is found, else with g++ alone (this file is also plain C++17)
+   Build:  make                 with nvcc where a GPU is, else with g++ alone (this file is also plain C++17)
    Run:    ./qwen3 model.bin -i "What is a warp?"            (-d plain runs Book I itself, on the CPU)
 
-   What happens to a prompt: text becomes token ids (model/); `forward` turns the ids into one vector for each
-   token; the head turns the vector of the last token into one score (logit) for each id of the vocabulary; the sampler
-   draws an id; that id is fed back. The keys and values of all past tokens stay in the KV cache, so that each step
+   From a prompt to an answer: text becomes token ids (model/tokenizer.h). `forward` turns the ids into one vector for
+   each token. The head turns the vector of the last token into one score (logit) for each id of the vocabulary. The
+   sampler picks an id, which is the next input. The KV cache holds the keys and values of all past tokens, so each step
    computes one token only.
+
+   One layer; x is the residual stream:
+     x (N,C) -> rmsnorm (N,C) -> q (N,HD), k, v (N,KD) -> head norms, RoPE -> attention (N,HD) -> o (N,C) -> + x
+     x (N,C) -> rmsnorm (N,C) -> gate, up (N,F)        -> silu(gate) * up (N,F)         -> down (N,C)     -> + x
 
    Notation    N tokens   C channels (hidden size)   H query heads   K key/value heads   D head size
                F feed-forward size   V vocabulary rows   L layers   B sequences   G = H / K
                (N,C) is a row-major array of N rows of C numbers. A product y = W x has W of (out, in).
-   Types       T is what is stored: bf16, float or double. acc<T> is what sums are kept in: float (double for double).
+   Types       T is the stored type: bf16, float or double. acc<T> is the type of sums: float (double for double).
                The residual stream is acc<T>; everything else between ops is T.
 
    Contracts
-   - An op is defined once, in Book I. Outputs come first, then inputs, then sizes. Ops that take time exist once more
-     for speed: `op_cpu` in cpu/ for the vector and matrix instructions of CPUs, `op_gpu` in Book II. RUN(op, ...) is
-     the one place that chooses between them.
+   - An op is defined once, in Book I. Outputs come first, then inputs, then sizes. Ops that take time exist twice more:
+     `op_cpu` in cpu/ for the vector and matrix instructions of CPUs, `op_gpu` in Book II and gpu/. RUN chooses.
    - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
    - A sum has one fixed order. On a CPU the bits of a row depend neither on the other rows of the batch nor on the
      number of threads; so the compiler may not choose whether a * b + c is rounded once or twice: -ffp-contract=off. On
      a GPU the same batch gives the same bits; with `invariant` a row's bits do not depend on its batch there either.
-   - What a user can get wrong is thrown as Error: one line that names the file and the fault.
+   - A user's error is thrown as Error: one line that names the file and the fault.
    - Memory is planned once (Arena). On a GPU `forward` and `backward` allocate nothing; on a CPU some ops keep scratch,
      which grows to the largest batch and stays.
 
    Easy to get wrong: RoPE rotates the halves (i, i + D/2), not neighbours; q and k are RMS-normalised head by head
    *before* RoPE; D is not C / H; a tied head is the embedding; there are several end tokens; ids from the tokenizer's
-   count up to V have rows but do not exist, and must not be drawn.
+   count up to V have rows but do not exist, and must not be sampled.
 
    Contents
-   Book I     1 Numbers    2 The model's data    3 Forward ops    4 forward    5 Sampler
+   Book I     1 Ops on rows    2 Products    3 Tokens, cache and attention    4 forward    5 generate
               6 Backward ops, AdamW    7 backward
    Book II    8 Toolbox    9 Small kernels;     and main
 */
 #ifndef QWEN3_CU
 #define QWEN3_CU
 #include "base/arena.h"
+#include "model/bf16.h" // bf16, acc<T>; to_acc(x) reads a T, to_stored<T>(x) rounds to one
+#include "model/context.h"
+#include "model/dropout.h"
+#include "model/formats.h"
 #include "model/instances.h"
-#include "model/numbers.h"
+#include "model/kv_cache.h"
+#include "model/sampling.h"
 #include <algorithm>
-#include <cfloat>
-#include <climits>
 #include <cmath>
-#include <csignal>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -62,436 +68,8 @@
 
 // ###################################################### Book I #######################################################
 
-// ========================================================================================================== 1 Numbers
-
-// The upper half of a float: 8 bits of exponent, 7 of fraction.
-struct bf16 {
-    uint16_t bits;
-};
-
-BOTH inline float to_acc(bf16 x) {
-    uint32_t u = (uint32_t)x.bits << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-inline float to_acc(float x) { return x; }
-inline double to_acc(double x) { return x; }
-
-// Rounds to nearest, ties to even; a NaN stays a NaN.
-inline bf16 to_bf16(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    const uint32_t nearest = (u + 0x7fff + (u >> 16 & 1)) >> 16, nan = u >> 16 | 0x40;
-    return {(uint16_t)((u & 0x7fffffff) > 0x7f800000 ? nan : nearest)}; // a choice, not a jump: loops vectorise
-}
-
-template <class T> struct Acc { using type = T; };
-template <> struct Acc<bf16> { using type = float; };
-template <class T> using acc = typename Acc<T>::type;
-
-template <class T> inline T to_stored(acc<T> x) {
-    if constexpr (std::is_same_v<T, bf16>) return to_bf16(x);
-    else return x;
-}
-
-// e^x for the sampler, every step one fmaf: the bits are the same on every machine and on a GPU. Relative error under
-// 3e-7; 0 below -87; x <= 88. e^x = 2^k e^r with k = round(x / ln 2), |r| <= ln 2 / 2, and e^r by its Taylor series.
-BOTH inline float exp_exact(float x) {
-    const float shifted = fmaf(x, 1.44269504f, 12582912.f), k = shifted - 12582912.f; // 1.5 * 2^23: adding it rounds
-    const float r = fmaf(k, -1.42860677e-6f, fmaf(k, -0.693145752f, x)); // ln 2 in two parts, the first with few bits
-    float p = fmaf(1.f / 5040, r, 1.f / 720);
-    p = fmaf(p, r, 1.f / 120);
-    p = fmaf(p, r, 1.f / 24);
-    p = fmaf(p, r, 1.f / 6);
-    p = fmaf(p, r, 0.5f);
-    p = fmaf(p, r, 1.f);
-    p = fmaf(p, r, 1.f);
-    uint32_t bits, shift;
-    memcpy(&shift, &shifted, 4);
-    memcpy(&bits, &p, 4);
-    bits += shift << 23; // k is in the low bits of `shifted`
-    memcpy(&p, &bits, 4);
-    return x < -87.f ? 0.f : p;
-}
-
-// ---- Random numbers: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
-// A pure function of (counter, key): any draw can be made anywhere, in any order, on CPU or GPU.
-struct Philox {
-    uint32_t v[4];
-};
-struct PhiloxKeys { // of each round
-    uint32_t k[10][2];
-    BOTH explicit PhiloxKeys(uint64_t seed) {
-        for (uint32_t i = 0; i < 10; i++)
-            k[i][0] = (uint32_t)seed + i * 0x9E3779B9, k[i][1] = (uint32_t)(seed >> 32) + i * 0xBB67AE85;
-    }
-};
-BOTH inline Philox philox(const PhiloxKeys& keys, uint64_t counter, uint64_t stream) {
-    uint32_t c[4] = {(uint32_t)counter, (uint32_t)(counter >> 32), (uint32_t)stream, (uint32_t)(stream >> 32)};
-    for (auto& k : keys.k) {
-        uint64_t a = (uint64_t)0xD2511F53 * c[0], b = (uint64_t)0xCD9E8D57 * c[2];
-        uint32_t x = (uint32_t)(b >> 32) ^ c[1] ^ k[0], y = (uint32_t)(a >> 32) ^ c[3] ^ k[1];
-        c[0] = x, c[1] = (uint32_t)b, c[2] = y, c[3] = (uint32_t)a;
-    }
-    return {{c[0], c[1], c[2], c[3]}};
-}
-BOTH inline Philox philox(uint64_t seed, uint64_t counter, uint64_t stream) {
-    return philox(PhiloxKeys(seed), counter, stream);
-}
-// Streams keep the draws of different purposes apart.
-enum RandomStream : uint64_t {
-    STREAM_SAMPLE = 1, STREAM_SYNTHESIZE = 2, STREAM_DROPOUT = 3, STREAM_INIT = 4, STREAM_SHUFFLE = 5,
-    STREAM_ROLLOUT = 6
-};
-
-// Dropout of one training step. A mask is never stored: it is a function of what it is for. `token` numbers the tokens
-// of the step by row and position, so that masks depend neither on packing nor on accumulation.
-struct Dropout {
-    float p;               // probability that a number is dropped
-    uint64_t seed;
-    uint32_t step;
-    const uint32_t* token; // (N)
-};
-// Which of columns 8 k8 .. 8 k8 + 7 of a token are kept for a module: bit i is column 8 k8 + i. Eight numbers of 16
-// bits out of one Philox; kept is what is not below p.
-BOTH inline uint32_t dropout_mask(const Dropout& d, const PhiloxKeys& keys, // of d.seed
-                                  uint32_t token, uint32_t module, uint32_t k8) {
-    const uint64_t counter = (uint64_t)token << 32 | module << 16 | k8;
-    const Philox r = philox(keys, counter, STREAM_DROPOUT | (uint64_t)d.step << 8);
-    const uint32_t limit = (uint32_t)(d.p * 65536 + 0.5f);
-    uint32_t kept = 0;
-    for (int i = 0; i < 8; i++) kept |= (uint32_t)((r.v[i / 2] >> i % 2 * 16 & 0xffff) >= limit) << i;
-    return kept;
-}
-BOTH inline uint32_t dropout_mask(const Dropout& d, uint32_t token, uint32_t module, uint32_t k8) {
-    return dropout_mask(d, PhiloxKeys(d.seed), token, module, k8);
-}
-
-// What dropout keeps of a Linear's x, for each of its adapter's modules: of 64 neighbours two words, bit i % 32 of word
-// i / 32 is number i; tokens lie side by side. lora_down makes them, once; the backward pass reads them.
-struct DropoutMasks {
-    uint32_t* words; // (modules, in / 64 rounded up, N, 2)
-    int sixty_fours, N;
-    BOTH static size_t size(int modules, int in, size_t N) { return modules * (((size_t)in + 63) / 64) * N * 2; }
-    BOTH uint32_t* at(int module, int i64, int n) const {
-        return words + (((size_t)module * sixty_fours + i64) * N + n) * 2;
-    }
-};
-
-// ================================================================================================ 2 The model's data
-
-struct Gpu; // Book II: a GPU's stream, properties and scratch
-
-// Where and how ops run.
-struct Context {
-    std::shared_ptr<Gpu> gpu;                    // null: on the CPU
-    bool plain = false;                          // by the definitions of this book
-    bool invariant = false;                      // on a GPU: a row's bits do not depend on its batch (slower)
-    bool kv_fp8 = false;                         // a session's cache is FP8
-    bool fp8_activations = false;                // on a GPU: of prompts, for FP8 weights: see round_activations
-    // On a GPU, drawn tokens by step.h's kernel: WHERE_FASTER as StepRoad::find says.
-    enum OneKernel { OFF, WHERE_FASTER, TOGETHER, BY_PHASE } one_kernel = OFF;
-    const volatile sig_atomic_t* stop = nullptr; // forward and backward give up between layers when this is not zero
-};
-
-// RUN(op, ...): the op, by the fastest code that the context allows. For templates on T that have `ctx`. (It is `ctx`
-// by which the compiler finds op_cpu and op_gpu, which stand further down: argument-dependent lookup.)
-#ifdef QWEN3_PLAIN // Book I alone
-template <class T> constexpr bool HAS_CPU = false;
-#else
-template <class T> constexpr bool HAS_CPU = true;
-#endif
-template <class T> constexpr bool HAS_GPU = WITH_GPU && std::is_same_v<T, bf16>;
-#define RUN(op, ...) do { \
-        if constexpr (HAS_GPU<T>) if (ctx.gpu) { op##_gpu(ctx, __VA_ARGS__); break; } \
-        if constexpr (HAS_CPU<T>) if (!ctx.plain) { op##_cpu(ctx, __VA_ARGS__); break; } \
-        op(__VA_ARGS__); \
-    } while (0)
-
-// ---- Memory comes from an Arena (base/arena.h), which is planned once.
-void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host); // gpu/device.cu has these four
-void gpu_clear(Context& ctx, void* p, size_t bytes);
-void* gpu_host_allocate(size_t bytes);
-void gpu_host_release(void* p);
-template <class U> std::shared_ptr<U[]> gpu_host_memory(size_t n) { // the CPU's, which the GPU reaches at full speed
-    return {(U*)gpu_host_allocate(n * sizeof(U)), [](U* p) { gpu_host_release(p); }};
-}
-
-// n numbers, to and from where the context computes, and zeros there.
-template <class U> void copy_in(Context& ctx, U* to, const U* from, size_t n) {
-    if constexpr (WITH_GPU) if (ctx.gpu) return gpu_copy(ctx, to, from, n * sizeof(U), false);
-    memcpy((void*)to, from, n * sizeof(U));
-}
-template <class U> void copy_out(Context& ctx, U* to, const U* from, size_t n) {
-    if constexpr (WITH_GPU) if (ctx.gpu) return gpu_copy(ctx, to, from, n * sizeof(U), true);
-    memcpy((void*)to, from, n * sizeof(U));
-}
-template <class U> void clear(Context& ctx, U* p, size_t n) {
-    if constexpr (WITH_GPU) if (ctx.gpu) return gpu_clear(ctx, p, n * sizeof(U));
-    memset((void*)p, 0, n * sizeof(U));
-}
-
-// ---- Shapes and weights. model/model_file.h and model/weights.h read them from files.
-struct Config {
-    int C, L, H, K, D, F, V, max_positions;
-    float eps;
-    double rope_theta;
-    bool tied;
-    std::vector<int> end_tokens; // any of them ends an answer
-};
-constexpr int MAX_HEAD = 512; // D; model/model_file.h refuses more
-
-// LoRA (Hu et al., "LoRA: low-rank adaptation of large language models", 2021) of up to three blocks of a product, m in
-// all: y += s B (A drop(x)). The A of module j are rows j * rank .. of `A`; its B has its block's rows and the columns
-// j * rank .. of `B`, all else there being zero.
-template <class T> struct Adapter {
-    int rank = 0;                     // 0: no adapter
-    int true_rank = 0;                // the file's; rows of A, columns of B past it are zero, and stay so in training
-    int modules = 0;                  // m
-    int block[3] = {};                // (m) of the Linear
-    int module[3] = {};               // (m) layer * 7 + (q, k, v, o, gate, up, down = 0..6): names the dropout mask
-    float s = 1;                      // alpha / rank; rslora: alpha / sqrt(rank)
-    T* A = nullptr;                   // (m * rank, in)
-    T* B = nullptr;                   // (out, m * rank): s B
-    T* h = nullptr;                   // (N, m * rank) A drop(x), which backward reads again
-    uint32_t* kept = nullptr;         // on a GPU: what drop(x) keeps, for backward too; see DropoutMasks
-    const Dropout* dropout = nullptr; // training only
-    size_t width() const { return (size_t)modules * rank; }
-};
-
-// The weights of a product y = W x, in up to three blocks of rows that are separate tensors in the file (q, k, v; gate,
-// up). They are stored as T or in a smaller format, where `group` neighbours of a row share a scale s:
-//   INT8   W[r][i] = q s         q a signed byte; groups of 32; s a bf16
-//   INT4   W[r][i] = (q - z) s   q, z 0..15, two q a byte; groups of 32, 64 or 128; s a half; z = 8 if there are none
-//   FP8    W[r][i] = q s         q an e4m3; blocks of group_rows rows and `group` columns; s a float
-// INT4: each 64 columns of a row are 32 bytes: column i is in the lower half of byte i, column 32 + i in the upper.
-enum class Format { PLAIN, INT8, INT4, FP8 };
-constexpr int GROUP = 32; // INT8's, and the least there is
-inline constexpr int FP8_GROUP = 128; // of FP8 activations; and the usual one of weights, of rows and of columns
-template <class T> struct Linear {
-    Format format = Format::PLAIN; // of all blocks
-    const T* w[3] = {};            // PLAIN
-    const int8_t* q[3] = {};       // (rows, row_bytes), all others
-    const void* scale[3] = {};     // (rows / group_rows, groups)
-    const uint8_t* zero[3] = {};   // INT4: (rows, groups) or null
-    int group = GROUP, group_rows = 1;
-    int rows[3] = {};
-    int in = 0;
-    Adapter<T> adapter;
-    int out() const { return rows[0] + rows[1] + rows[2]; }
-    int groups() const { return (in + group - 1) / group; }
-    size_t row_bytes() const { // of q
-        return format == Format::INT4 ? ((size_t)in + 63) / 64 * 32 : (size_t)in;
-    }
-    // W[r][i], whatever it is stored as.
-    acc<T> at(int r, int i) const {
-        int b = 0;
-        while (r >= rows[b]) r -= rows[b++];
-        if (format == Format::PLAIN) return to_acc(w[b][(size_t)r * in + i]);
-        const size_t g = (size_t)(r / group_rows) * groups() + i / group;
-        const int8_t* row = q[b] + (size_t)r * row_bytes();
-        if (format == Format::INT8) return (acc<T>)row[i] * to_acc(((const bf16*)scale[b])[g]);
-        if (format == Format::FP8) return (acc<T>)e4m3_to_float((uint8_t)row[i]) * ((const float*)scale[b])[g];
-        const int number = row[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
-        return (acc<T>)(number - (zero[b] ? zero[b][g] : 8)) * half_to_float(((const uint16_t*)scale[b])[g]);
-    }
-    int first_row(int b) const { return b == 0 ? 0 : b == 1 ? rows[0] : rows[0] + rows[1]; } // of block b
-};
-
-template <class T> struct Layer {
-    const T *norm1, *norm2;      // (C)
-    const T *q_norm, *k_norm;    // (D)
-    Linear<T> qkv, o;            // (HD + 2KD, C), (C, HD)
-    Linear<T> gate_up, down;     // (2F, C), (C, F)
-};
-
-struct ModelFile; // model/model_file.h
-template <class T> struct Weights {
-    Linear<T> embed;             // (V,C)
-    std::vector<Layer<T>> layers;
-    const T* norm = nullptr;     // (C)
-    Linear<T> head;              // (V,C), the embedding when tied
-    std::vector<std::shared_ptr<void>> converted; // what the file does not hold in this form
-    Arena gpu;                   // holds all of them after `upload`
-
-    // Of a checkpoint (see model/weights.h). A tensor stored as T is used where the file maps it; others are converted
-    // once. With `int8` every matrix becomes INT8 (a file's own INT8 matrices are so anyway). With `packed` a quantised
-    // matrix stays so: in its own format if Linear has it, else as INT8. Norms stay as they are.
-    explicit Weights(const ModelFile& file, bool int8 = false, bool packed = false);
-    Weights() = default; // to be filled by hand (lab/decode)
-    // Copies all to the GPU and lets every pointer point there, the blocks of a Linear one after another.
-    void upload(Context& ctx, const ModelFile& file);
-};
-template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file); // gpu/upload.cu
-
-// ---- N packed tokens of B sequences. The rows of a sequence are neighbours and in order of position. Sequences of one
-// row come first (decoding), longer ones (prompts, training) follow. Spare rows have seq = -1: ops that look at tokens
-// skip them, the others compute rows that nobody reads. On a GPU the arrays are in its memory.
-// Keys and values live in pages of 16 tokens; row seq of the block table names the pages of a sequence.
-constexpr int PAGE = 16;
-inline constexpr int SPLIT = 8 * PAGE; // keys that a block of the GPU's attention of single tokens takes
-struct Batch {
-    int N, B;
-    const int* token; // (N)
-    const int* pos;   // (N) position in its sequence, from 0
-    const int* seq;   // (N) row of the block table
-    const int* slot;  // (N) where its key and value go: page * 16 + offset
-    const int* pages; // (B, max_pages) block table
-    int max_pages;    // pages a sequence can have
-    int singles = 0;  // the first rows, of which each may be taken as a sequence's only one
-    int splits = 1;   // of SPLIT keys: enough for the longest of these sequences. The GPU's, as is the next:
-    int longest = 0;  // keys of the longest other sequence; 0: not known
-    bool fp8 = false; // the cache is: see KVRow
-};
-
-// One layer's keys or values: (pages, K, 16, D).
-BOTH inline size_t kv_offset(int page, int head, int within, int K, int D) {
-    return (((size_t)page * K + head) * PAGE + within) * D;
-}
-
-// The key or value of a token and head, as it lies in one layer's cache.
-// FP8: the 16 rows of a page and head are 16 D e4m3, then 16 bytes e: a number is q 2^(e - 128). The e of a row is the
-// least with which none of it is beyond 448; 0 says that one was not finite, and all of the row is NaN. So each number
-// is a bf16, and what a row is depends on no other: attention is that of a bf16 cache that holds these numbers.
-template <class T> struct KVRow {
-    const T* plain;
-    const uint8_t* q;
-    acc<T> factor;
-    KVRow(const T* cache, const Batch& b, int page, int head, int within, int K, int D)
-        : plain(cache + kv_offset(page, head, within, K, D)), q(nullptr), factor(1) {
-        if (!b.fp8) return;
-        const uint8_t* block = (const uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
-        q = block + (size_t)within * D, factor = scale(block[(size_t)PAGE * D + within]);
-    }
-    acc<T> operator[](int i) const { return q ? (acc<T>)e4m3_to_float(q[i]) * factor : to_acc(plain[i]); }
-    static acc<T> scale(uint8_t e) {
-        return e ? (acc<T>)std::ldexp(1.f, e - 128) : std::numeric_limits<acc<T>>::quiet_NaN();
-    }
-};
-// Of a row whose largest number has this size. (Least: 2^-9 times it is still a bf16.)
-BOTH inline int kv_exponent(float largest) {
-    int exponent = 0; // largest = f 2^exponent, 1/2 <= f < 1; 448 is 7/8 of 2^9
-    const float f = frexpf(largest, &exponent);
-    const int e = exponent - 9 + (f > 0.875f);
-    return largest > 0 && e > -100 ? e : -100;
-}
-// Stores row (D), the key or value of a token and head.
-template <class T> void store_kv(T* cache, const Batch& b, int slot, int head, const T* row, int K, int D) {
-    const int page = slot / PAGE, within = slot % PAGE;
-    if (!b.fp8) return (void)std::copy_n(row, D, cache + kv_offset(page, head, within, K, D));
-    uint8_t* block = (uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
-    bool finite = true;
-    float largest = 0;
-    for (int i = 0; i < D; i++) {
-        const float size = std::fabs((float)to_acc(row[i]));
-        finite &= size <= std::numeric_limits<float>::max(), largest = std::max(largest, size);
-    }
-    const int e = kv_exponent(finite ? largest : 0);
-    block[(size_t)PAGE * D + within] = finite ? (uint8_t)(e + 128) : (uint8_t)0;
-    for (int i = 0; i < D; i++)
-        block[(size_t)within * D + i] = float_to_e4m3((float)std::ldexp((float)to_acc(row[i]), -e));
-}
-
-// What ops hand to each other, for up to N tokens. Inference uses one set for all layers; in training each layer has
-// its own arrays of what the backward pass reads.
-template <class T> struct Activations {
-    struct PerLayer {
-        acc<T>* in;    // (N,C) residual stream at the layer's entry
-        T* norm1;      // (N,C)
-        T* qkv;        // (N,(H+2K)D)
-        T* q;          // (N,HD)
-        T* attention;  // (N,HD)
-        acc<T>* lse = nullptr; // (N,H) of attention, for training
-        acc<T>* mid;   // (N,C) residual stream between attention and MLP
-        T* norm2;      // (N,C)
-        T* gate_up;    // (N,2F)
-        T* hidden;     // (N,F)
-        acc<T>* out;   // (N,C) residual stream at its exit
-    };
-    std::vector<PerLayer> layer;
-    T* normed; // (N,C) after the final norm
-
-    // gate_up: the GPU's fused op does without.
-    void plan(Arena& arena, const Config& c, int N, bool gate_up = true) {
-        PerLayer a;
-        a.in = a.mid = a.out = arena.take<acc<T>>((size_t)N * c.C);
-        a.norm1 = a.norm2 = normed = arena.take<T>((size_t)N * c.C);
-        a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
-        a.q = arena.take<T>((size_t)N * c.H * c.D);
-        a.attention = arena.take<T>((size_t)N * c.H * c.D);
-        a.gate_up = gate_up ? arena.take<T>((size_t)N * 2 * c.F) : nullptr;
-        a.hidden = arena.take<T>((size_t)N * c.F);
-        layer.assign(c.L, a);
-    }
-
-    // Training keeps what enters products and attention; norms, SwiGLU and RoPE are computed again. With `recompute`
-    // it keeps only what enters a layer, and backward runs the layer again. With `ample` it keeps what SwiGLU and RoPE
-    // made, too: keys and values in a cache of all layers.
-    bool recompute = false, ample = false;
-    void plan_training(Arena& arena, const Config& c, int N, bool whole_layers, bool ample_memory = false) {
-        recompute = whole_layers, ample = ample_memory;
-        PerLayer a;
-        auto take_ample = [&] {
-            a.q = arena.take<T>((size_t)N * c.H * c.D);
-            a.hidden = arena.take<T>((size_t)N * c.F);
-        };
-        auto rest = [&] {
-            if (ample) take_ample();
-            a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
-            a.attention = arena.take<T>((size_t)N * c.H * c.D);
-            a.lse = arena.take<acc<T>>((size_t)N * c.H);
-            a.mid = arena.take<acc<T>>((size_t)N * c.C);
-            a.gate_up = arena.take<T>((size_t)N * 2 * c.F);
-        };
-        a.norm1 = a.norm2 = arena.take<T>((size_t)N * c.C);
-        normed = arena.take<T>((size_t)N * c.C);
-        if (!ample) take_ample();
-        if (recompute) rest();
-        layer.clear();
-        a.out = arena.take<acc<T>>((size_t)N * c.C);
-        for (int l = 0; l < c.L; l++) {
-            a.in = a.out; // of the layer before
-            if (!recompute) rest();
-            a.out = arena.take<acc<T>>((size_t)N * c.C);
-            layer.push_back(a);
-        }
-    }
-};
-
-// Keys and values of all layers, (L, pages, K, 16, D) each. Training may have one layer's, which all take in turn.
-template <class T> struct KVCache {
-    T *keys, *values;
-    size_t layer_size; // from one layer to the next
-    bool fp8 = false;  // see KVRow: then arrays of T stand for bytes
-
-    static size_t block_bytes(const Config& c, bool fp8) { // of a page and head
-        return (size_t)PAGE * (fp8 ? c.D + 1 : c.D * sizeof(T));
-    }
-    static size_t bytes(const Config& c, size_t pages, bool fp8 = false) {
-        return 2 * (size_t)c.L * pages * c.K * block_bytes(c, fp8);
-    }
-    Batch of(Batch b) const { return b.fp8 = fp8, b; }
-    void plan(Arena& arena, const Config& c, size_t pages, bool one_layer = false, bool eight = false) {
-        fp8 = eight;
-        const size_t layer = pages * c.K * block_bytes(c, fp8) / sizeof(T), layers = one_layer ? 1 : c.L;
-        layer_size = one_layer ? 0 : layer;
-        keys = arena.take<T>(layers * layer), values = arena.take<T>(layers * layer);
-    }
-};
-
-// ====================================================================================================== 3 Forward ops
-// In the order the model runs them. A loop over tokens may run in parallel; what a row is does not depend on that.
-
-// ---- embed: x[n] = W[token[n]]
-template <class T>
-void embed(acc<T>* x,              // (N,C) out
-           const Linear<T>& table, // (V,C)
-           const Batch& b, int C) {
-    #pragma omp parallel for schedule(static) if (b.N > 4)
-    for (int n = 0; n < b.N; n++)
-        for (int i = 0; i < C && b.seq[n] >= 0; i++) x[(size_t)n * C + i] = table.at(b.token[n], i);
-}
+// ======================================================================================================= 1 Ops on rows
+// A loop over tokens may run in parallel; a row does not depend on that.
 
 // 1 / sqrt(mean(x^2) + eps) of one row.
 template <class T> acc<T> rms_factor(const T* x, int n, float eps) {
@@ -514,7 +92,83 @@ void rmsnorm(T* out,          // (N,C) out
     }
 }
 
-// ---- product: y[n][r] = sum_i W[r][i] x[n][i]; `store(n, r, y)` takes each of them once.
+// ---- swiglu: out = silu(gate) * up, silu(g) = g / (1 + e^-g)     (Shazeer, "GLU variants improve transformer", 2020)
+template <class T>
+void swiglu(T* out,           // (N,F) out
+            const T* gate_up, // (N,2F)
+            int N, int F) {
+    for (int n = 0; n < N; n++)
+        for (int f = 0; f < F; f++) {
+            const T* row = gate_up + (size_t)n * 2 * F;
+            const acc<T> gate = to_acc(row[f]), up = to_acc(row[F + f]);
+            out[(size_t)n * F + f] = to_stored<T>(gate / (1 + std::exp(-gate)) * up);
+        }
+}
+
+// ---- RoPE's angles: position * theta^(-2i/D) of plane i, as cosine and sine. In float32 (double for double), as
+// Hugging Face computes them: the models were trained so.
+template <class A>
+void fill_rope(A* rope, // (positions, D/2, 2) out: cosine and sine
+               int positions, int D, double theta) {
+    std::vector<A> frequency(D / 2);
+    for (int i = 0; i < D / 2; i++) frequency[i] = (A)1 / (A)std::pow(theta, (double)((A)(2 * i) / (A)D));
+    #pragma omp parallel for schedule(static)
+    for (int p = 0; p < positions; p++)
+        for (int i = 0; i < D / 2; i++) {
+            const A angle = (A)p * frequency[i];
+            rope[(size_t)p * D + 2 * i] = std::cos(angle);
+            rope[(size_t)p * D + 2 * i + 1] = std::sin(angle);
+        }
+}
+
+// ========================================================================================================== 2 Products
+
+// LoRA (Hu et al., "LoRA: low-rank adaptation of large language models", 2021) of up to three blocks of a product, m
+// modules in all: y += s B (A drop(x)). The A of module j is rows j * rank .. (j + 1) * rank of `A`. Its B is the rows
+// of its block and the columns j * rank .. of `B`; all other numbers of `B` are zero.
+template <class T> struct Adapter {
+    int rank = 0;                     // 0: no adapter
+    int true_rank = 0;                // the file's; rows of A, columns of B past it are zero, and stay so in training
+    int modules = 0;                  // m
+    int block[3] = {};                // (m) of the Linear
+    int module[3] = {};               // (m) layer * 7 + (q, k, v, o, gate, up, down = 0..6): names the dropout mask
+    float s = 1;                      // alpha / rank; rslora: alpha / sqrt(rank)
+    T* A = nullptr;                   // (m * rank, in)
+    T* B = nullptr;                   // (out, m * rank): s B
+    T* h = nullptr;                   // (N, m * rank) A drop(x), which backward reads again
+    uint32_t* kept = nullptr;         // on a GPU: what drop(x) keeps, for backward too; see DropoutMasks
+    const Dropout* dropout = nullptr; // training only
+    size_t width() const { return (size_t)modules * rank; }
+};
+
+// The weights of a product y = W x, in up to three blocks of rows that are separate tensors in the file (q, k, v; gate,
+// up). They are stored as T, or in a format of fewer bits that model/formats.h defines.
+template <class T> struct Linear {
+    Format format = Format::PLAIN; // of all blocks
+    const T* w[3] = {};            // PLAIN
+    const int8_t* q[3] = {};       // (rows, row_bytes), all others
+    const void* scale[3] = {};     // (rows / group_rows, groups)
+    const uint8_t* zero[3] = {};   // INT4: (rows, groups) or null
+    int group = GROUP, group_rows = 1;
+    int rows[3] = {};
+    int in = 0;
+    Adapter<T> adapter;
+    int out() const { return rows[0] + rows[1] + rows[2]; }
+    int groups() const { return (in + group - 1) / group; }
+    size_t row_bytes() const { // of q
+        return format == Format::INT4 ? ((size_t)in + 63) / 64 * 32 : (size_t)in;
+    }
+    // W[r][i] in any format.
+    acc<T> at(int r, int i) const {
+        int b = 0;
+        while (r >= rows[b]) r -= rows[b++];
+        if (format != Format::PLAIN) return packed_number<acc<T>>(*this, b, r, i);
+        return to_acc(w[b][(size_t)r * in + i]);
+    }
+    int first_row(int b) const { return b == 0 ? 0 : b == 1 ? rows[0] : rows[0] + rows[1]; } // of block b
+};
+
+// ---- product: y[n][r] = sum_i W[r][i] x[n][i]; `store(n, r, y)` is called once for each.
 template <class T, class Store> void product(const Linear<T>& W, const T* x, int N, Store store) {
     #pragma omp parallel for schedule(static)
     for (int r = 0; r < W.out(); r++)
@@ -525,33 +179,7 @@ template <class T, class Store> void product(const Linear<T>& W, const T* x, int
         }
 }
 
-// ---- round_activations: out = x, each number the nearest q 2^e, q an e4m3; e is the least with which none of
-// FP8_GROUP neighbours of a token is beyond 448. So each is a bf16. Of neighbours that are not all finite, all become
-// NaN.
-template <class T>
-void round_activations(T* out,     // (N,in) out
-                       const T* x, // (N,in)
-                       int N, int in) {
-    #pragma omp parallel for schedule(static) if (N > 4)
-    for (int n = 0; n < N; n++)
-        for (int first = 0; first < in; first += FP8_GROUP) {
-            const size_t begin = (size_t)n * in + first, end = begin + std::min(FP8_GROUP, in - first);
-            bool finite = true;
-            float largest = 0;
-            for (size_t i = begin; i < end; i++) {
-                const float size = std::fabs((float)to_acc(x[i]));
-                finite &= size <= std::numeric_limits<float>::max(), largest = std::max(largest, size);
-            }
-            const int e = kv_exponent(finite ? largest : 0);
-            for (size_t i = begin; i < end; i++) {
-                const uint8_t q = float_to_e4m3((float)std::ldexp((float)to_acc(x[i]), -e));
-                out[i] = to_stored<T>(finite ? (acc<T>)std::ldexp(e4m3_to_float(q), e)
-                                             : std::numeric_limits<acc<T>>::quiet_NaN());
-            }
-        }
-}
-
-// x[n][i] as module j of an adapter sees it: dropped, or 1 / (1 - p) of it, in training; else x itself. (Not rounded:
+// x[n][i] behind the dropout of an adapter's module j: in training 0 or x / (1 - p), else x. (Not rounded:
 // implementations may divide last.)
 template <class T> acc<T> dropped(const T* x, const Linear<T>& W, int j, int n, int i) {
     const acc<T> value = to_acc(x[(size_t)n * W.in + i]);
@@ -617,6 +245,60 @@ void norm_linear(T* out,          // (N, W.out) out
     linear(out, normed, W, N);
 }
 
+// ---- norm_linear_swiglu: out = swiglu(rmsnorm(x) W^T). On a GPU gate_up may be null.
+template <class T>
+void norm_linear_swiglu(T* out,     // (N,F) out
+                        T* gate_up, // (N,2F) out
+                        T* normed,  // (N,C) as norm_linear's, with the next two
+                        const acc<T>* x, const T* w, const Linear<T>& W, int N, float eps) {
+    norm_linear(gate_up, normed, x, w, W, N, eps);
+    swiglu(out, gate_up, N, W.rows[0]);
+}
+
+// ---- head: the logits of R given rows, as acc<T>: never rounded to T
+template <class T>
+void head(acc<T>* logits,  // (R,V) out
+          T* picked,       // (R,C) scratch
+          const T* x,      // (N,C) after the final norm
+          const int* rows, // (R)
+          const Linear<T>& W, int R) {
+    for (int r = 0; r < R; r++) std::copy_n(x + (size_t)rows[r] * W.in, W.in, picked + (size_t)r * W.in);
+    const size_t V = W.out();
+    product(W, picked, R, [=](int r, int v, acc<T> y) { logits[r * V + v] = y; });
+}
+
+// ======================================================================================= 3 Tokens, cache and attention
+
+// N packed tokens of B sequences. The rows of a sequence are adjacent and in order of position. Sequences of one row
+// come first (decoding), longer ones (prompts, training) follow. Spare rows have seq = -1: ops that read tokens skip
+// them, the others compute rows that are not read. On a GPU the arrays are in its memory. Keys and values are in pages
+// of 16 tokens (model/kv_cache.h); row seq of the block table lists the pages of a sequence.
+struct Batch {
+    int N, B;
+    const int* token; // (N)
+    const int* pos;   // (N) position in its sequence, from 0
+    const int* seq;   // (N) row of the block table
+    const int* slot;  // (N) where its key and value go: page * 16 + offset
+    const int* pages; // (B, max_pages) block table
+    int max_pages;    // pages a sequence can have
+    int singles = 0;  // the first rows, each of which is the only one of its sequence
+    int splits = 1;   // GPU: splits of SPLIT keys in the longest of these sequences
+    int longest = 0;  // GPU: keys of the longest other sequence; 0: not known
+    bool fp8 = false; // the cache is FP8: see KVRow
+};
+
+// ---- embed: x[n] = W[token[n]]
+template <class T>
+void embed(acc<T>* x,              // (N,C) out
+           const Linear<T>& table, // (V,C)
+           const Batch& b, int C) {
+    #pragma omp parallel for schedule(static) if (b.N > 4)
+    for (int n = 0; n < b.N; n++)
+        for (int i = 0; i < C && b.seq[n] >= 0; i++) x[(size_t)n * C + i] = table.at(b.token[n], i);
+}
+
+constexpr int MAX_HEAD = 512; // D; model/model_file.h refuses more
+
 // ---- qknorm_rope_kv: the q and k heads of each token are RMS-normalised, then rotated in each plane (i, i + D/2) by
 // the angle pos * theta^(-2i/D)      (Su et al., "RoFormer", 2021, in the half-split layout); k and v go to the cache.
 template <class T>
@@ -647,23 +329,10 @@ void qknorm_rope_kv(T* q,               // (N,HD) out
         for (int h = 0; h < K; h++) {
             T key[MAX_HEAD];
             norm_rope(key, row + (H + h) * D, k_weight);
-            store_kv(keys, b, b.slot[n], h, key, K, D);
-            store_kv(values, b, b.slot[n], h, row + (H + K + h) * D, K, D);
+            store_kv(keys, b.fp8, b.slot[n], h, key, K, D);
+            store_kv(values, b.fp8, b.slot[n], h, row + (H + K + h) * D, K, D);
         }
     }
-}
-
-// The angles as Hugging Face computes them: in float32 (in double for double), since the models were trained so.
-template <class A> void fill_rope(A* rope, int positions, int D, double theta) {
-    std::vector<A> frequency(D / 2);
-    for (int i = 0; i < D / 2; i++) frequency[i] = (A)1 / (A)std::pow(theta, (double)((A)(2 * i) / (A)D));
-    #pragma omp parallel for schedule(static)
-    for (int p = 0; p < positions; p++)
-        for (int i = 0; i < D / 2; i++) {
-            const A angle = (A)p * frequency[i];
-            rope[(size_t)p * D + 2 * i] = std::cos(angle);
-            rope[(size_t)p * D + 2 * i + 1] = std::sin(angle);
-        }
 }
 
 // ---- attention: out[n][h] = sum_m p_m v_m, p = softmax(q[n][h] . k_m / sqrt(D)) over the positions m = 0..pos[n] of
@@ -683,7 +352,7 @@ void attention(T* out,          // (N,HD) out
         for (int h = 0; h < H; h++) {
             const T* query = q + ((size_t)n * H + h) * D;
             auto at = [&](const T* cache, int m) {
-                return KVRow<T>(cache, b, pages[m / PAGE], h / (H / K), m % PAGE, K, D);
+                return KVRow<T>(cache, b.fp8, pages[m / PAGE], h / (H / K), m % PAGE, K, D);
             };
             acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
             for (int m = 0; m < length; m++) { // first pass: scores and the largest of them
@@ -706,7 +375,7 @@ void attention(T* out,          // (N,HD) out
     }
 }
 
-// ---- attend: from qkv to what o takes. `q` is scratch.
+// ---- attend: the input of o from qkv: both. `q` is scratch.
 template <class T>
 void attend(T* out, acc<T>* lse, T* q, T* keys, T* values, const T* qkv, const T* q_weight, const T* k_weight,
             const acc<T>* rope, const Batch& b, int H, int K, int D, float eps) {
@@ -714,42 +383,92 @@ void attend(T* out, acc<T>* lse, T* q, T* keys, T* values, const T* qkv, const T
     attention(out, lse, q, keys, values, b, H, K, D);
 }
 
-// ---- swiglu: out = silu(gate) * up, silu(g) = g / (1 + e^-g)     (Shazeer, "GLU variants improve transformer", 2020)
-template <class T>
-void swiglu(T* out,           // (N,F) out
-            const T* gate_up, // (N,2F)
-            int N, int F) {
-    for (int n = 0; n < N; n++)
-        for (int f = 0; f < F; f++) {
-            const T* row = gate_up + (size_t)n * 2 * F;
-            const acc<T> gate = to_acc(row[f]), up = to_acc(row[F + f]);
-            out[(size_t)n * F + f] = to_stored<T>(gate / (1 + std::exp(-gate)) * up);
-        }
-}
+// =========================================================================================================== 4 forward
 
-// ---- norm_linear_swiglu: out = swiglu(rmsnorm(x) W^T). On a GPU gate_up may be null.
-template <class T>
-void norm_linear_swiglu(T* out,     // (N,F) out
-                        T* gate_up, // (N,2F) out
-                        T* normed,  // (N,C) as norm_linear's, with the next two
-                        const acc<T>* x, const T* w, const Linear<T>& W, int N, float eps) {
-    norm_linear(gate_up, normed, x, w, W, N, eps);
-    swiglu(out, gate_up, N, W.rows[0]);
-}
+// Shapes and weights. model/model_file.h and model/weights.h read them from files.
+struct Config {
+    int C, L, H, K, D, F, V, max_positions;
+    float eps;
+    double rope_theta;
+    bool tied;
+    std::vector<int> end_tokens; // any of them ends an answer
+};
 
-// ---- head: the logits of R named rows, never rounded below acc<T>
-template <class T>
-void head(acc<T>* logits,  // (R,V) out
-          T* picked,       // (R,C) scratch
-          const T* x,      // (N,C) after the final norm
-          const int* rows, // (R)
-          const Linear<T>& W, int R) {
-    for (int r = 0; r < R; r++) std::copy_n(x + (size_t)rows[r] * W.in, W.in, picked + (size_t)r * W.in);
-    const size_t V = W.out();
-    product(W, picked, R, [=](int r, int v, acc<T> y) { logits[r * V + v] = y; });
-}
+template <class T> struct Layer {
+    const T *norm1, *norm2;      // (C)
+    const T *q_norm, *k_norm;    // (D)
+    Linear<T> qkv, o;            // (HD + 2KD, C), (C, HD)
+    Linear<T> gate_up, down;     // (2F, C), (C, F)
+};
 
-// ========================================================================================================== 4 forward
+struct ModelFile; // model/model_file.h
+template <class T> struct Weights {
+    Linear<T> embed;             // (V,C)
+    std::vector<Layer<T>> layers;
+    const T* norm = nullptr;     // (C)
+    Linear<T> head;              // (V,C), the embedding when tied
+    std::vector<std::shared_ptr<void>> converted; // the tensors that the file stores in another form
+    Arena gpu;                   // holds all of them after `upload`
+
+    // From a checkpoint (model/weights.h). A tensor stored as T is used in the mapped file; others are converted once.
+    // With `int8` every matrix becomes INT8. With `packed` a quantised matrix keeps its format if Linear has it, else
+    // it becomes INT8. Norms stay as they are.
+    explicit Weights(const ModelFile& file, bool int8 = false, bool packed = false);
+    Weights() = default; // for lab/decode, which fills it
+    // Copies all to the GPU, the blocks of a Linear one after another, and changes every pointer.
+    void upload(Context& ctx, const ModelFile& file);
+};
+template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file); // gpu/upload.cu
+
+// The arrays between ops, for up to N tokens. Inference has one set for all layers. In training each layer has its own
+// arrays of all that the backward pass reads. model/plans.cpp takes them from an arena.
+template <class T> struct Activations {
+    struct PerLayer {
+        acc<T>* in;    // (N,C) residual stream at the layer's entry
+        T* norm1;      // (N,C)
+        T* qkv;        // (N,(H+2K)D)
+        T* q;          // (N,HD)
+        T* attention;  // (N,HD)
+        acc<T>* lse = nullptr; // (N,H) of attention, for training
+        acc<T>* mid;   // (N,C) residual stream between attention and MLP
+        T* norm2;      // (N,C)
+        T* gate_up;    // (N,2F)
+        T* hidden;     // (N,F)
+        acc<T>* out;   // (N,C) residual stream at its exit
+    };
+    std::vector<PerLayer> layer;
+    T* normed; // (N,C) after the final norm
+
+    bool recompute = false, ample = false; // see plan_training
+    void plan(Arena& arena, const Config& c, int N, bool gate_up = true); // gate_up: false for the GPU's fused op
+    void plan_training(Arena& arena, const Config& c, int N, bool whole_layers, bool ample_memory = false);
+};
+// Keys and values of all layers, (L, pages, K, 16, D) each. Training may have those of one layer, which all layers use
+// in turn.
+template <class T> struct KVCache {
+    T *keys, *values;
+    size_t layer_size; // from one layer to the next
+    bool fp8 = false;  // arrays of T stand for bytes: see KVRow
+
+    void plan(Arena& arena, const Config& c, size_t pages, bool one_layer = false, bool fp8 = false);
+    static size_t block_bytes(const Config& c, bool fp8); // of a page and head
+    static size_t bytes(const Config& c, size_t pages, bool fp8 = false);
+    Batch of(Batch b) const { return b.fp8 = fp8, b; }
+};
+
+// RUN(op, ...): the op, by the fastest code that the context allows. For templates on T that have `ctx`. (op_cpu and
+// op_gpu are declared further down; the compiler finds them by the type of `ctx`: argument-dependent lookup.)
+#ifdef QWEN3_PLAIN // Book I alone
+template <class T> constexpr bool HAS_CPU = false;
+#else
+template <class T> constexpr bool HAS_CPU = true;
+#endif
+template <class T> constexpr bool HAS_GPU = WITH_GPU && std::is_same_v<T, bf16>;
+#define RUN(op, ...) do { \
+        if constexpr (HAS_GPU<T>) if (ctx.gpu) { op##_gpu(ctx, __VA_ARGS__); break; } \
+        if constexpr (HAS_CPU<T>) if (!ctx.plain) { op##_cpu(ctx, __VA_ARGS__); break; } \
+        op(__VA_ARGS__); \
+    } while (0)
 
 // One layer: s.in to s.out.
 template <class T>
@@ -778,125 +497,35 @@ void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& ba
     RUN(rmsnorm, a.normed, a.layer[c.L - 1].out, w.norm, N, C, c.eps);
 }
 
-// ======================================================================================= 5 Sampler, session, generate
+// ========================================================================================================== 5 generate
 
-struct Sampling {
-    float temperature = 0.7f; // 0: greedy
-    int top_k = 20;           // 0: off
-    float top_p = 0.8f;       // 1: off
-    float min_p = 0;          // 0: off
-    float repeat = 1;         // 1: off; divides (multiplies, where negative) the logits of ids seen in prompt or answer
-    float presence = 0;       // is subtracted once from the logits of ids in the answer
-    float frequency = 0;      // is subtracted as often as they occur there
-    uint64_t seed = 0;
-};
-BOTH inline bool has_penalties(const Sampling& how) {
-    return how.repeat != 1 || how.presence != 0 || how.frequency != 0;
-}
-
-// The logit of an id with the penalties. `seen`: IN_PROMPT if the prompt has it, plus how often the answer has it.
-constexpr uint32_t IN_PROMPT = 1u << 31;
-BOTH inline float penalized(float logit, const Sampling& how, uint32_t seen) {
-    if (seen && how.repeat != 1) logit = logit > 0 ? logit / how.repeat : logit * how.repeat;
-    const uint32_t count = seen & ~IN_PROMPT;
-    return count ? logit - fmaf(how.frequency, (float)count, how.presence) : logit;
-}
-// (V): `seen` of every id. ids: prompt and answer, which begins at ids[answer].
-inline std::vector<uint32_t> seen_counts(const std::vector<int>& ids, size_t answer, int V) {
-    std::vector<uint32_t> seen(V);
-    for (size_t i = 0; i < answer; i++) seen[ids[i]] = IN_PROMPT;
-    for (size_t i = answer; i < ids.size(); i++) seen[ids[i]]++;
-    return seen;
-}
-
-// Applies them to logits (V).
-inline void penalize(float* logits, const Sampling& how, const std::vector<int>& ids, size_t answer, int V) {
-    if (!has_penalties(how)) return;
-    const std::vector<uint32_t> seen = seen_counts(ids, answer, V);
-    for (int id = 0; id < V; id++) logits[id] = penalized(logits[id], how, seen[id]);
-}
-
-// A logit as it is compared: a NaN is the least there is; infinities are only very large.
-BOTH inline float usable(float logit) { return logit == logit ? fminf(fmaxf(logit, -FLT_MAX), FLT_MAX) : -FLT_MAX; }
-
-// Draws an id from logits (V), of which only ids < exist may be drawn. In this order: penalties (above), temperature,
-// top-k, top-p, min-p; ties go to the lower id. `counter` is the position of the drawn token: the same seed, counter
-// and logits give the same id.
-// Probabilities are integers, e^(l - max) in steps of 2^-40: integer sums are the same in any order, so that any number
-// of threads, and a GPU, draw the same token.
-inline int sample(const float* logits, int exist, const Sampling& how, uint64_t counter) {
-    auto value = [&](int id) { return usable(logits[id]); };
-    int best = 0;
-    for (int id = 1; id < exist; id++)
-        if (value(id) > value(best)) best = id;
-    if (how.temperature == 0 || exist == 1) return best;
-
-    struct Candidate { float logit; int id; uint64_t weight; };
-    std::vector<Candidate> kept;
-    const float top = value(best);
-    for (int id = 0; id < exist; id++) {
-        float x = (value(id) - top) / how.temperature;
-        uint64_t weight = x < -28.f ? 0 : (uint64_t)(exp_exact(x) * 1099511627776.f); // 2^40; e^-28 is below 2^-40
-        if (weight) kept.push_back({value(id), id, weight});
+// Up to `most` ids that follow a prompt, until an end token, on the CPU. `exist`: ids below exist. The sampler is
+// defined in model/sampling.h. (model/session.h has conversations: a cache that stays, GPUs, penalties, stop strings.)
+template <class T>
+std::vector<int> generate(Context& ctx, const Config& c, const Weights<T>& w, std::vector<int> ids, size_t most,
+                          int exist, const Sampling& how) {
+    const size_t prompt = ids.size(), context = prompt + most;
+    std::vector<int> pos(context), seq(context), pages((context + PAGE - 1) / PAGE); // one sequence, in pages 0, 1, ...
+    std::iota(pos.begin(), pos.end(), 0), std::iota(pages.begin(), pages.end(), 0);
+    std::vector<acc<T>> rope(context * c.D), logits(c.V);
+    fill_rope(rope.data(), (int)context, c.D, c.rope_theta);
+    std::vector<T> picked(c.C);
+    Arena arena;
+    Activations<T> a;
+    KVCache<T> kv;
+    const auto plan = [&] { a.plan(arena, c, (int)prompt), kv.plan(arena, c, pages.size()); };
+    plan(), arena.allocate("generate"), plan();
+    for (size_t done = 0; ids.size() < context;) { // the prompt, then one id at a time
+        const int N = (int)(ids.size() - done), last = N - 1;
+        const Batch b = {N, 1, &ids[done], &pos[done], &seq[done], &pos[done], pages.data(), (int)pages.size(), N == 1};
+        forward(ctx, c, w, b, a, kv, rope.data());
+        RUN(head, logits.data(), picked.data(), a.normed, &last, w.head, 1);
+        done = ids.size();
+        const int id = sample(std::vector<float>(logits.begin(), logits.end()).data(), exist, how, done);
+        if (std::count(c.end_tokens.begin(), c.end_tokens.end(), id)) break;
+        ids.push_back(id);
     }
-    auto likelier = [](const Candidate& a, const Candidate& b) {
-        return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
-    };
-    if (how.top_k > 0 && (size_t)how.top_k < kept.size()) {
-        std::nth_element(kept.begin(), kept.begin() + how.top_k, kept.end(), likelier);
-        kept.resize(how.top_k);
-    }
-    auto total = [&] {
-        uint64_t sum = 0;
-        for (auto& c : kept) sum += c.weight;
-        return sum;
-    };
-    if (how.top_p < 1) { // the fewest likeliest tokens that together reach top_p
-        std::sort(kept.begin(), kept.end(), likelier);
-        double need = (double)how.top_p * (double)total();
-        uint64_t sum = 0;
-        size_t n = 0;
-        while (n < kept.size() && (n == 0 || (double)sum < need)) sum += kept[n++].weight;
-        kept.resize(n);
-    }
-    if (how.min_p > 0) { // at least min_p times as likely as the likeliest
-        double need = (double)how.min_p * 1099511627776.;
-        auto unlikely = [&](const Candidate& c) { return (double)c.weight < need; };
-        kept.erase(std::remove_if(kept.begin(), kept.end(), unlikely), kept.end());
-    }
-    std::sort(kept.begin(), kept.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
-    Philox random = philox(how.seed, counter, STREAM_SAMPLE);
-    uint64_t r = (uint64_t)random.v[1] << 32 | random.v[0];
-    r = (uint64_t)((unsigned __int128)r * total() >> 64); // 0 <= r < total
-    for (auto& c : kept) {
-        if (r < c.weight) return c.id;
-        r -= c.weight;
-    }
-    return best;
-}
-
-// What is told of a row of logits: its log-probabilities are logit - log_sum.
-constexpr int MAX_LIKELIEST = 20;
-struct Likeliest {
-    float log_sum;              // log sum_id e^logit
-    int count;                  // of the likeliest ids, the likeliest first; ties go to the lower id
-    int id[MAX_LIKELIEST];
-    float logit[MAX_LIKELIEST];
-};
-// Of logits (V), of which the ids < exist count. k <= MAX_LIKELIEST of them are wanted.
-inline void likeliest(Likeliest& out, const float* logits, int exist, int k) {
-    std::vector<int> ids(exist);
-    for (int id = 0; id < exist; id++) ids[id] = id;
-    std::sort(ids.begin(), ids.end(), [&](int a, int b) {
-        const float x = usable(logits[a]), y = usable(logits[b]);
-        return x != y ? x > y : a < b;
-    });
-    const float top = usable(logits[ids[0]]);
-    double sum = 0;
-    for (int id = 0; id < exist; id++) sum += std::exp((double)usable(logits[id]) - top);
-    out.log_sum = (float)(top + std::log(sum));
-    out.count = std::min(k, exist);
-    for (int i = 0; i < out.count; i++) out.id[i] = ids[i], out.logit[i] = usable(logits[ids[i]]);
+    return {ids.begin() + prompt, ids.end()};
 }
 
 // ============================================================================================ 6 Backward ops, AdamW
@@ -1312,22 +941,7 @@ template <class T> struct Flow {
     T* picked;       // (head_rows,C)
     int head_rows;   // rows that go through the head at once
 
-    void plan(Arena& arena, const Config& c, int N, int rank, int rows, bool gpu) {
-        x = arena.take<acc<T>>((size_t)N * c.C);
-        y = arena.take<T>((size_t)N * c.C);
-        normed = arena.take<T>((size_t)N * c.C);
-        qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
-        attention = arena.take<T>((size_t)N * c.H * c.D);
-        delta = arena.take<acc<T>>((size_t)N * c.H);
-        gate_up = arena.take<T>((size_t)N * 2 * c.F);
-        hidden = gpu ? nullptr : arena.take<T>((size_t)N * c.F);
-        h = arena.take<T>((size_t)N * 3 * rank);
-        head_rows = rows;
-        logits = (acc<T>*)arena.take<uint8_t>((size_t)rows * c.V * (gpu ? sizeof(T) : sizeof(acc<T>)));
-        factor = arena.take<acc<T>>(rows);
-        parts = arena.take<acc<T>>((size_t)rows * ((c.V + 63) / 64 + 1) * 2);
-        picked = arena.take<T>((size_t)rows * c.C);
-    }
+    void plan(Arena& arena, const Config& c, int N, int rank, int rows, bool gpu); // model/plans.cpp
 };
 
 // After `forward`: the losses of R named rows, the only ones that go through the head; with `g` also d.normed and the
@@ -1989,7 +1603,7 @@ void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b
 }
 #endif
 
-// ---- Activations (N,in) as e4m3 and their groups' scales (groups, pitch), as Book I's round_activations has them.
+// ---- Activations (N,in) as e4m3 and their groups' scales (groups, pitch), see model/fp8_activations.h.
 struct E4M3Rows {
     uint8_t* q = nullptr;
     float* scale = nullptr;

@@ -150,7 +150,7 @@ template <class T> struct Attention {
     // The first `held` numbers of a page and head of an FP8 cache. (A NaN is not among the e4m3: see KVRow.)
     void widen_fp8(A* page, const T* cache, int number, int kv, size_t held) const {
         for (size_t j = 0; j < held / D; j++) {
-            const KVRow<T> row(cache, b, number, kv, (int)j, K, D);
+            const KVRow<T> row(cache, b.fp8, number, kv, (int)j, K, D);
             lanes<T> v;
             for (int i = 0; i < D; i += LANES) {
                 const int n = std::min(LANES, D - i);

@@ -47,8 +47,8 @@ void qknorm_rope_kv_cpu(Context&, T* q, T* keys, T* values, const T* qkv, const 
         for (int h = 0; h < K; h++) {
             T key[MAX_HEAD];
             norm_rope(key, row + (H + h) * D, k_weight);
-            store_kv(keys, b, b.slot[n], h, key, K, D);
-            store_kv(values, b, b.slot[n], h, row + (H + K + h) * D, K, D);
+            store_kv(keys, b.fp8, b.slot[n], h, key, K, D);
+            store_kv(values, b.fp8, b.slot[n], h, row + (H + K + h) * D, K, D);
         }
     }
 }

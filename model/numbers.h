@@ -55,3 +55,12 @@ BOTH inline uint8_t float_to_e4m3(float f) {
         return (uint8_t)(sign | (uint32_t)nearbyintf(fabsf(f) * 512.f));
     return (uint8_t)(sign | (size - (120 << 23) + 0x7ffff + (size >> 20 & 1)) >> 20);
 }
+
+// The exponent of a group of FP8 numbers q 2^e whose largest has this size: the smallest e with which it is at most
+// 448. (At least -100: 2^-9 times 2^-100 is still a bf16.)
+BOTH inline int kv_exponent(float largest) {
+    int exponent = 0; // largest = f 2^exponent, 1/2 <= f < 1; 448 is 7/8 of 2^9
+    const float f = frexpf(largest, &exponent);
+    const int e = exponent - 9 + (f > 0.875f);
+    return largest > 0 && e > -100 ? e : -100;
+}

@@ -12,7 +12,7 @@
    Every format is a struct with the same names, and the one template argument F of each kernel.
 
    On Hopper products of up to 128 tokens stream the packed bytes, too; and one of many tokens with FP8 weights may have
-   both operands in e4m3 (--activations fp8): the tokens are made e4m3, as Book I's round_activations says, by the norm
+   both operands in e4m3 (--activations fp8): the tokens are made e4m3, as model/fp8_activations.h says, by the norm
    or the SwiGLU that makes them, or else by round_kernel, and hopper_kernel multiplies them by W as it is stored. */
 #pragma once
 #include "qwen3.cu"

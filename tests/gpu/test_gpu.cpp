@@ -3,6 +3,7 @@
 // `invariant` a row does not depend on its batch, and draws are the CPU's. Built by nvcc, run where a GPU is.
 #include "cpu/step_ceilings.h"
 #include "model/device.h"
+#include "model/fp8_activations.h"
 #include "model/options.h"
 #include "model/quantize.h"
 #include "model/write.h"
@@ -773,13 +774,13 @@ static void check_fp8_attention(Random& random, std::vector<std::pair<int, int>>
     std::vector<bf16> keys8(bytes / 2), values8(bytes / 2), keys(numbers), values(numbers);
     for (int slot = 0; slot < batch.page_count * PAGE; slot++)
         for (int h = 0; h < K; h++) {
-            store_kv(keys8.data(), b, slot, h, random.fill<bf16>(D, 2).data(), K, D);
-            store_kv(values8.data(), b, slot, h, random.fill<bf16>(D, std::ldexp(1, random.below(20) - 15)).data(), K, D);
+            store_kv(keys8.data(), b.fp8, slot, h, random.fill<bf16>(D, 2).data(), K, D);
+            store_kv(values8.data(), b.fp8, slot, h, random.fill<bf16>(D, std::ldexp(1, random.below(20) - 15)).data(), K, D);
         }
     const auto widen = [&](std::vector<bf16>& to, const std::vector<bf16>& from) {
         for (int slot = 0; slot < batch.page_count * PAGE; slot++)
             for (int h = 0; h < K; h++) {
-                const KVRow<bf16> row(from.data(), b, slot / PAGE, h, slot % PAGE, K, D);
+                const KVRow<bf16> row(from.data(), b.fp8, slot / PAGE, h, slot % PAGE, K, D);
                 for (int i = 0; i < D; i++) to[kv_offset(slot / PAGE, h, slot % PAGE, K, D) + i] = to_bf16(row[i]);
             }
     };
@@ -807,7 +808,7 @@ static void check_fp8_attention(Random& random, std::vector<std::pair<int, int>>
     for (int n = 0; n < N; n++)
         for (int h = 0; h < K && batch.seq[n] >= 0; h++) {
             const size_t at = kv_offset(batch.slot[n] / PAGE, h, batch.slot[n] % PAGE, K, D);
-            store_kv(keys8.data(), b, batch.slot[n], h, &new_keys[at], K, D), store_kv(values8.data(), b, batch.slot[n], h, &new_values[at], K, D);
+            store_kv(keys8.data(), b.fp8, batch.slot[n], h, &new_keys[at], K, D), store_kv(values8.data(), b.fp8, batch.slot[n], h, &new_values[at], K, D);
         }
     CHECK(same_bits(dkeys8.get(), keys8));
     CHECK(same_bits(dvalues8.get(), values8));

@@ -101,7 +101,7 @@ struct Attending {
             for (int pos = 0; pos < past[s]; pos++)
                 for (int h = 0; h < K; h++) {
                     const int slot = batch.pages[s * (size_t)batch.max_pages + (size_t)pos / PAGE] * PAGE + pos % PAGE;
-                    store_kv(cache.data(), view(true), slot, h, random.fill<bf16>((size_t)D, values ? std::ldexp(1, random.below(20) - 15) : 2).data(), K, D);
+                    store_kv(cache.data(), true, slot, h, random.fill<bf16>((size_t)D, values ? std::ldexp(1, random.below(20) - 15) : 2).data(), K, D);
                 }
         return cache;
     }
@@ -109,7 +109,7 @@ struct Attending {
         std::vector<bf16> all(numbers());
         for (int slot = 0; slot < batch.page_count * PAGE; slot++)
             for (int h = 0; h < K; h++) {
-                const KVRow<bf16> row(cache.data(), view(true), slot / PAGE, h, slot % PAGE, K, D);
+                const KVRow<bf16> row(cache.data(), true, slot / PAGE, h, slot % PAGE, K, D);
                 for (int i = 0; i < D; i++) all[kv_offset(slot / PAGE, h, slot % PAGE, K, D) + (size_t)i] = to_bf16(row[i]);
             }
         return all;
@@ -174,7 +174,7 @@ static void check_attention(Random& random, const std::vector<std::pair<int, int
                 const float want = to_acc(book_keys[i]);
                 wrong += !(std::fabs(to_acc(keys[i]) - want) <= std::fabs(want) / 128), wrong += values[i].bits != book_values[i].bits;
             }
-            store_kv(want_keys8.data(), b, slot, h, &keys[at], K, D), store_kv(want_values8.data(), b, slot, h, &values[at], K, D);
+            store_kv(want_keys8.data(), b.fp8, slot, h, &keys[at], K, D), store_kv(want_values8.data(), b.fp8, slot, h, &values[at], K, D);
         }
     CHECK(wrong == 0);
     CHECK(memcmp(keys8.data(), want_keys8.data(), keys8.size() * 2) == 0);
@@ -242,14 +242,14 @@ TEST_CASE("rows that are not finite, tiny, huge: an FP8 cache gets Book I's byte
     b.fp8 = true;
     const auto both = [&](const std::vector<bf16>& row) {
         std::vector<bf16> want(PAGE * (D + 1) / 2), got = want;
-        store_kv(want.data(), b, 3, 0, row.data(), 1, D);
+        store_kv(want.data(), b.fp8, 3, 0, row.data(), 1, D);
         launch(dim3(1), dim3(32), [&] {
             WarpHead<D> head;
             head.load(row.data());
             uint8_t* const block = (uint8_t*)got.data();
             WarpFp8Head<D>(head).store(block + 3 * D, block + PAGE * D + 3);
         });
-        CHECK(KVRow<bf16>(got.data(), b, 0, 0, 3, 1, D).scale(((uint8_t*)got.data())[PAGE * D + 3]) != 0);
+        CHECK(KVRow<bf16>(got.data(), b.fp8, 0, 0, 3, 1, D).scale(((uint8_t*)got.data())[PAGE * D + 3]) != 0);
         return std::make_pair(want, got);
     };
     for (int exponent = -133; exponent <= 127; exponent++) {
@@ -269,6 +269,6 @@ TEST_CASE("rows that are not finite, tiny, huge: an FP8 cache gets Book I's byte
         row[5] = to_bf16(bad);
         const auto [want, got] = both(row);
         for (const auto& cache : {want, got})
-            for (int i = 0; i < D; i++) CHECK(std::isnan(KVRow<bf16>(cache.data(), b, 0, 0, 3, 1, D)[i]));
+            for (int i = 0; i < D; i++) CHECK(std::isnan(KVRow<bf16>(cache.data(), b.fp8, 0, 0, 3, 1, D)[i]));
     }
 }

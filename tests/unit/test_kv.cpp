@@ -24,12 +24,12 @@ TEST_CASE_TEMPLATE("FP8 rows: the least power of two that holds the largest; num
                 largest = std::max(largest, std::fabs((float)to_acc(x)));
             }
             const std::vector<T> before = cache;
-            store_kv(cache.data(), b, at, head, row.data(), K, D);
+            store_kv(cache.data(), b.fp8, at, head, row.data(), K, D);
             const uint8_t *now = (const uint8_t*)cache.data(), *then = (const uint8_t*)before.data();
             const size_t block = ((size_t)(at / PAGE) * K + head) * PAGE * (D + 1), first = block + (size_t)(at % PAGE) * D, e = block + (size_t)PAGE * D + at % PAGE;
             for (size_t i = 0; i < cache.size() * sizeof(T); i++)
                 if ((i < first || i >= first + D) && i != e) REQUIRE(now[i] == then[i]);
-            const KVRow<T> kept(cache.data(), b, at / PAGE, head, at % PAGE, K, D);
+            const KVRow<T> kept(cache.data(), b.fp8, at / PAGE, head, at % PAGE, K, D);
             const double unit = now[e] - 128;
             CHECK(largest <= std::ldexp(448., (int)unit));
             if (now[e] > 28) CHECK(largest > std::ldexp(448., (int)unit - 1));
@@ -39,15 +39,15 @@ TEST_CASE_TEMPLATE("FP8 rows: the least power of two that holds the largest; num
                 REQUIRE(to_acc(to_bf16((float)y)) == y);
                 row[(size_t)i] = to_stored<T>((acc<T>)y);
             }
-            store_kv(cache.data(), b, at, head, row.data(), K, D); // its own numbers it keeps
-            const KVRow<T> again(cache.data(), b, at / PAGE, head, at % PAGE, K, D);
+            store_kv(cache.data(), b.fp8, at, head, row.data(), K, D); // its own numbers it keeps
+            const KVRow<T> again(cache.data(), b.fp8, at / PAGE, head, at % PAGE, K, D);
             for (int i = 0; i < D; i++) REQUIRE(again[i] == to_acc(row[(size_t)i]));
         }
     auto stored = [&](acc<T> x, acc<T> others) {
         std::fill(row.begin(), row.end(), to_stored<T>(others));
         row[7] = to_stored<T>(x);
-        store_kv(cache.data(), b, 3, 1, row.data(), K, D);
-        const KVRow<T> kept(cache.data(), b, 0, 1, 3, K, D);
+        store_kv(cache.data(), b.fp8, 3, 1, row.data(), K, D);
+        const KVRow<T> kept(cache.data(), b.fp8, 0, 1, 3, K, D);
         return std::pair(kept[7], kept[8]);
     };
     CHECK(stored(0, 0) == std::pair<acc<T>, acc<T>>(0, 0));
@@ -75,10 +75,10 @@ TEST_CASE_TEMPLATE("attention over FP8 rows has the bits of attention over the s
                 for (int h = 0; h < s.K; h++)
                     for (T* cache : {keys8.data(), values8.data()}) {
                         for (T& x : row) x = random.fill<T>(1, std::ldexp(1, random.below(9)))[0];
-                        store_kv(cache, b8, slot, h, row.data(), s.K, s.D);
-                        const KVRow<T> kept(cache, b8, page, h, slot % PAGE, s.K, s.D);
+                        store_kv(cache, b8.fp8, slot, h, row.data(), s.K, s.D);
+                        const KVRow<T> kept(cache, b8.fp8, page, h, slot % PAGE, s.K, s.D);
                         for (int i = 0; i < s.D; i++) row[(size_t)i] = to_stored<T>(kept[i]);
-                        store_kv(cache == keys8.data() ? keys.data() : values.data(), b, slot, h, row.data(), s.K, s.D);
+                        store_kv(cache == keys8.data() ? keys.data() : values.data(), b.fp8, slot, h, row.data(), s.K, s.D);
                     }
         on_every_instruction_set([&] {
             std::vector<T> q((size_t)N * s.H * s.D), out = poisoned<T>(q.size()), want = out;
@@ -86,9 +86,9 @@ TEST_CASE_TEMPLATE("attention over FP8 rows has the bits of attention over the s
             for (int n = 0; n < N; n++) // what the new tokens left, to the plain cache
                 for (int h = 0; h < s.K && b.seq[n] >= 0; h++)
                     for (bool key : {true, false}) {
-                        const KVRow<T> kept(key ? keys8.data() : values8.data(), b8, b.slot[n] / PAGE, h, b.slot[n] % PAGE, s.K, s.D);
+                        const KVRow<T> kept(key ? keys8.data() : values8.data(), b8.fp8, b.slot[n] / PAGE, h, b.slot[n] % PAGE, s.K, s.D);
                         for (int i = 0; i < s.D; i++) row[(size_t)i] = to_stored<T>(kept[i]);
-                        store_kv(key ? keys.data() : values.data(), b, b.slot[n], h, row.data(), s.K, s.D);
+                        store_kv(key ? keys.data() : values.data(), b.fp8, b.slot[n], h, row.data(), s.K, s.D);
                     }
             CALL(attention, want.data(), (acc<T>*)nullptr, q.data(), keys.data(), values.data(), b, s.H, s.K, s.D);
             CHECK(same_bits(out, want));

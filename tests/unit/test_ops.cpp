@@ -3,6 +3,7 @@
 // held to arithmetic by hand here, to PyTorch in test_backward.cpp, to Hugging Face's logits in test_model.cpp.
 #include "cpu/adapter_rows.h"
 #include "cpu/lanes.h"
+#include "model/fp8_activations.h"
 #include "tests/common.h"
 #include <atomic>
 

@@ -3,6 +3,7 @@
 // unpacked for many tokens has the bits of W.at.
 #include <doctest/doctest.h>
 #define QWEN3_PLAIN
+#include "model/fp8_activations.h"
 #include "qwen3.cu"
 #include "tests/emulate/packed_emulation.h"
 

@@ -65,4 +65,20 @@ TEST_CASE("Book I alone: the default model answers") {
     CHECK(shown == row.root()["answer"].str());
     CHECK(std::string(how.finish) == "stop");
 }
+
+TEST_CASE("Book I alone: generate gives the ids of a session") {
+    const ModelFile file("data/tiny/model.bin");
+    const Weights<bf16> weights(file);
+    const Tokenizer tokenizer("data/tiny/tokenizer.bin");
+    const std::vector<int> prompt = render_chat(tokenizer, {{"user", "什么是 warp？"}});
+    for (float temperature : {0.f, 1.5f}) {
+        Generation how;
+        how.sampling.temperature = temperature, how.sampling.seed = 3, how.max_tokens = 12;
+        Session<bf16> session(file.config, weights, 512, plain());
+        session.feed(prompt);
+        generate(session, &tokenizer, how, [](std::string_view) {});
+        Context ctx = plain();
+        CHECK(generate(ctx, file.config, weights, prompt, how.max_tokens, tokenizer.size(), how.sampling) == how.ids);
+    }
+}
 } // namespace

@@ -1,0 +1,39 @@
+// model/dropout.h: masks of dropout, in front of LoRA's A in training.
+#pragma once
+#include "model/random.h"
+#include <cstddef>
+#include <cstdint>
+
+// Dropout of one training step. A mask is a function of (seed, step, token, module, column). `token` numbers the tokens
+// of the step by row and position, so masks depend neither on packing nor on accumulation.
+struct Dropout {
+    float p;               // probability that a number is dropped
+    uint64_t seed;
+    uint32_t step;
+    const uint32_t* token; // (N)
+};
+// Bit i: whether column 8 k8 + i of a token is kept for a module. One Philox gives eight numbers of 16 bits; a column
+// is kept if its number is at least p 2^16.
+BOTH inline uint32_t dropout_mask(const Dropout& d, const PhiloxKeys& keys, // of d.seed
+                                  uint32_t token, uint32_t module, uint32_t k8) {
+    const uint64_t counter = (uint64_t)token << 32 | module << 16 | k8;
+    const Philox r = philox(keys, counter, STREAM_DROPOUT | (uint64_t)d.step << 8);
+    const uint32_t limit = (uint32_t)(d.p * 65536 + 0.5f);
+    uint32_t kept = 0;
+    for (int i = 0; i < 8; i++) kept |= (uint32_t)((r.v[i / 2] >> i % 2 * 16 & 0xffff) >= limit) << i;
+    return kept;
+}
+BOTH inline uint32_t dropout_mask(const Dropout& d, uint32_t token, uint32_t module, uint32_t k8) {
+    return dropout_mask(d, PhiloxKeys(d.seed), token, module, k8);
+}
+
+// Stored masks of a Linear's x, one for each module of its adapter: two words for 64 columns, bit i % 32 of word i / 32
+// for column i; tokens are adjacent. On a GPU lora_down writes them and the backward pass reads them.
+struct DropoutMasks {
+    uint32_t* words; // (modules, in / 64 rounded up, N, 2)
+    int sixty_fours, N;
+    BOTH static size_t size(int modules, int in, size_t N) { return modules * (((size_t)in + 63) / 64) * N * 2; }
+    BOTH uint32_t* at(int module, int i64, int n) const {
+        return words + (((size_t)module * sixty_fours + i64) * N + n) * 2;
+    }
+};

@@ -1,0 +1,24 @@
+/* model/formats.h: the formats in which a Linear of qwen3.cu stores weights, beside T. `group` neighbours of a row have
+   one scale s:
+     INT8   W[r][i] = q s         q a signed byte; groups of 32; s a bf16
+     INT4   W[r][i] = (q - z) s   q, z 0..15, two q a byte; groups of 32, 64 or 128; s a half; z = 8 if none is stored
+     FP8    W[r][i] = q s         q an e4m3; blocks of group_rows rows and `group` columns; s a float
+   INT4: 64 columns of a row are 32 bytes; column i is the lower half of byte i, column 32 + i the upper half. */
+#pragma once
+#include "model/bf16.h"
+#include <cstddef>
+#include <cstdint>
+
+enum class Format { PLAIN, INT8, INT4, FP8 };
+constexpr int GROUP = 32;                 // INT8's, and the smallest of all
+inline constexpr int FP8_GROUP = 128;     // of FP8 activations; the usual one of FP8 weights, in rows and in columns
+
+// W[r][i] as A, of row r of block b of a Linear that is not PLAIN.
+template <class A, class Linear> A packed_number(const Linear& W, int b, int r, int i) {
+    const size_t g = (size_t)(r / W.group_rows) * W.groups() + i / W.group;
+    const int8_t* row = W.q[b] + (size_t)r * W.row_bytes();
+    if (W.format == Format::INT8) return (A)row[i] * to_acc(((const bf16*)W.scale[b])[g]);
+    if (W.format == Format::FP8) return (A)e4m3_to_float((uint8_t)row[i]) * ((const float*)W.scale[b])[g];
+    const int number = row[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
+    return (A)(number - (W.zero[b] ? W.zero[b][g] : 8)) * half_to_float(((const uint16_t*)W.scale[b])[g]);
+}
