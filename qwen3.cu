@@ -529,10 +529,10 @@ std::vector<int> generate(Context& ctx, const Config& c, const Weights<T>& w, st
 }
 
 // ============================================================================================ 6 Backward ops, AdamW
-// Of each op the gradient of the loss by its inputs, given that by its output; d stands for "gradient of the loss by".
-// The gradient of an activation is written, as T; the residual stream's is one buffer of acc<T>, to which each branch
-// adds; those of parameters are acc<T> and are added to, token by token in order: on a CPU it makes no difference to a
-// bit of them into how many batches a step is cut. What forward did not keep is made again.
+// Each op gives the gradient of the loss by its inputs, from that by its output; d stands for "gradient of the loss
+// by". The gradient of an activation is written, as T. That of the residual stream is one buffer of acc<T>, to which
+// each branch adds. Those of parameters are acc<T> and are added to, token by token in order, so on a CPU their bits do
+// not depend on the number of batches in a step. Values that forward did not keep are computed again.
 
 // ---- cross_entropy: loss[r] = log(sum_v e^logits[r][v]) - logits[r][target[r]]
 // dlogits = scale (softmax(logits) - one at the target). Over all V rows, those of ids that do not exist too, as in
@@ -924,7 +924,7 @@ template <class T> struct Gradients {
     std::function<void(int layer)> done; // called when a layer's are complete
 };
 
-// What the backward ops hand to each other, for up to N tokens: one set for all layers.
+// The arrays between backward ops, for up to N tokens: one set for all layers.
 template <class T> struct Flow {
     acc<T>* x;       // (N,C) gradient of the residual stream
     T* y;            // (N,C) the same as T
@@ -1052,7 +1052,7 @@ inline void cuda_check(cudaError_t e, const char* call) {
     if (e != cudaSuccess) DIE("%.60s: %s", call, cudaGetErrorString(e));
 }
 
-// What launches need to know of the GPU, and scratch. Whoever has scratch of their own has a copy of their own.
+// Properties of the GPU that launches depend on, and scratch. A session with its own scratch has its own copy.
 struct Gpu {
     cudaStream_t stream = nullptr;
     int sm = 0, sms = 0;         // 10 x compute capability; multiprocessors
@@ -1125,7 +1125,7 @@ template <class... P, class... A>
 void launch(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
     launch_kernel(ctx, ctx.gpu->overlap, kernel, grid, threads, shared, args...);
 }
-// What f launches, as a graph that can be launched again and again.
+// The launches of f, as a graph that can be launched many times.
 template <class F> cudaGraphExec_t record_graph(Context& ctx, F f) {
     cudaGraph_t recorded;
     cudaGraphExec_t graph;
@@ -1388,7 +1388,7 @@ __device__ inline uint64_t wgmma_operand(uint32_t shared, int panel, int group =
     const uint64_t at = shared >> 4 & 0x3fff, lbo = panel >> 4, sbo = group >> 4, swizzle = 1;
     return at | lbo << 16 | sbo << 32 | swizzle << 62;
 }
-// Of 64 bytes a row in the 64-byte swizzle (chunk c of row r lies in place c ^ r / 2 % 4), transposed, 32 columns.
+// 32 columns, transposed, of rows of 64 bytes in the 64-byte swizzle (chunk c of row r is at c ^ r / 2 % 4).
 __device__ inline uint64_t wgmma_narrow_operand(uint32_t shared) {
     const uint64_t at = shared >> 4 & 0x3fff, sbo = 512 >> 4, swizzle = 2;
     return at | sbo << 32 | swizzle << 62;
@@ -1460,7 +1460,7 @@ __device__ inline void wgmma_begin() {
 __device__ inline void wgmma_commit() {
     HOPPER_ASM("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// What was written to shared memory before, wgmma may read.
+// wgmma may read all earlier writes to shared memory.
 __device__ inline void shared_to_async() { HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Waits until all groups but the last few are done.
 template <int LAST> __device__ inline void wgmma_wait() {
@@ -1609,7 +1609,7 @@ struct E4M3Rows {
     float* scale = nullptr;
     int pitch = 0;
 };
-// Of a group whose largest number has these bits, without sign; from 0x7f80 on it is not finite.
+// `largest`: the bits of a group's largest number, without sign; from 0x7f80 on it is not finite.
 struct GroupRounding {
     float by, factor;
     __device__ explicit GroupRounding(uint32_t largest) {

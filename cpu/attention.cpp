@@ -128,7 +128,7 @@ template <class T> struct Attention {
                 const Page<T> page = {keys + at, values + at}, following = {keys + next, values + next};
                 for (int i = 0; i < count; i++) add_page(rows[i], stored, page, i == 0 ? following : page, first);
             } else {
-                // What lies past the end of the longest row was never written: zeros stand for it.
+                // Keys past the end of the longest row were never written: they count as zeros.
                 if (b.fp8) {
                     widen_fp8(page_keys, keys, table[first / PAGE], kv, held);
                     widen_fp8(page_values, values, table[first / PAGE], kv, held);

@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// What this machine could do, measured by loops that do nothing else: reading memory, and multiplying out of registers.
-// A figure of ours is then a share of one of them.
+// This machine's ceilings, measured by loops that do nothing else: reading memory, and multiplying from registers. Our
+// figures are shares of them.
 
 // Reads 1 GB of memory with all threads and does nothing else. How many streams a CPU's prefetchers follow best differs
 // by 1.5 times between makes: the best of 1, 2, 4 and 8 a thread, five passes of each.

@@ -96,7 +96,7 @@ template <class V> INLINE auto sum_lanes(const V& v) {
     return s[0];
 }
 
-// Of each group of 2 HALF lanes its first half, or with MORE = HALF its second one; a's groups and b's in turn.
+// The first half (with MORE = HALF the second) of each group of 2 HALF lanes; groups of a and of b alternate.
 template <int HALF, int MORE, size_t... LANE>
 INLINE void halves(float16v& out, const float16v& a, const float16v& b, std::index_sequence<LANE...>) {
 #define FROM (int)(LANE / HALF / 2 * 2 * HALF + LANE % HALF + LANE / HALF % 2 * LANES + MORE)

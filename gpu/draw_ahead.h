@@ -47,7 +47,7 @@ struct GpuDraws : DrawsAhead {
 
     // The session's memory that only a GPU needs.
     void plan() override;
-    // Of a step by one kernel, at most. Looks for the road first, which takes memory.
+    // The most tokens of a step by one kernel. Sets that kernel up first, which takes memory.
     int tokens() override;
 
     void begin(size_t most) override;
@@ -55,7 +55,7 @@ struct GpuDraws : DrawsAhead {
     int next() override;
 
   private:
-    // What a row drew for a position.
+    // The token that a row sampled for a position.
     int wait(int row, int pos);
     // With lookup: launches what can be.
     void go_on();

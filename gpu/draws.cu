@@ -44,7 +44,7 @@ struct DrawList {
     int answer;              // the id that is drawn
 };
 
-// What is drawn from.
+// One row of logits and how to sample from it.
 struct DrawRow {
     const float* logits;
     const int exist;

@@ -61,8 +61,8 @@ void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const f
                const AdamW& a);
 
 // ---- Scratch
-// Of products; and of forwards with so many rows and sequences of one token, of up to `context` tokens in `pages`
-// pages. The context has a Gpu of its own from then on.
+// Takes scratch for products; or for forwards of up to `rows` rows and `singles` sequences of one token, of up to
+// `context` tokens in `pages` pages. From then on the context has a Gpu of its own.
 void plan_scratch(Context& ctx, Arena& arena);
 void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int singles, int context, int pages);
 // Numbers of scratch that attention needs: for so many sequences of one token, or for any others.

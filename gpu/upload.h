@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-// What goes to the GPU: bytes of the CPU's memory, and where in the weights' arena.
+// One copy to the GPU: bytes of the CPU's memory, and their place in the weights' arena.
 struct UploadPiece { const void* from; size_t to, bytes; };
 
 // Places a packed matrix in the arena, its blocks one after another: numbers, scales, and INT4's zero points, which all

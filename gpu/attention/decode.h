@@ -43,9 +43,10 @@ template <int D> struct DecodeShared {
     uint8_t exponents[2];
 };
 
-// What a page's two places share. A place has: WARPS of its blocks, STAGES of a warp, RING bytes of shared memory of a
-// warp; ask_for(i, ..) for a warp's i-th page, of which the first `count` rows are there; wait(i) for it; insert one
-// row more; key(j, i), value(r, c): a lane's eight numbers; factor(r, value): an FP8 row's.
+// The common part of the two places of a page: registers (HeldPage) and a ring in shared memory (RingPage). A place has
+// WARPS a block, STAGES a warp, RING bytes of shared memory a warp; ask_for(i, ..) starts the load of a warp's i-th
+// page, whose first `count` rows exist; wait(i) waits for it; insert adds one row; key(j, i) and value(r, c) are eight
+// numbers of a lane; factor(r, value) is the factor of an FP8 row.
 template <int D, bool FP8> struct DecodePage {
     static constexpr int SIZE = FP8 ? 1 : 2, ROW = D * SIZE; // bytes of a number and of a row
     using Chunk = std::conditional_t<FP8, uint2, uint4>;      // eight numbers
@@ -254,8 +255,8 @@ template <int D, bool FP8, class Page>
 __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_decode_kernel(DecodeArgs p, int heads) {
     __shared__ DecodeShared<D> shared;
     PACKED_SHARED(rings); // the warps'; then their sums
-    // What is read before the wait no kernel of this forward writes: positions, sequences and pages are the batch's,
-    // older keys and values an earlier forward's (see launch_kernel).
+    // No kernel of this forward writes the data read before the wait: positions, sequences and pages belong to the
+    // batch, older keys and values to an earlier forward (see launch_kernel).
     const Batch& b = p.b;
     const int h0 = blockIdx.y * heads, n = blockIdx.z, kv = h0 / (p.H / p.K), warp = threadIdx.x / 32;
     const int seq = b.seq[n], pos = b.pos[n], pages = pos / PAGE + 1, splits = pos / SPLIT + 1;

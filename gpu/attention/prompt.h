@@ -76,7 +76,8 @@ template <int D> struct PassingPages {
     }
 };
 
-// What a lane has of its warp's 32 rows: [i][h] is of row 16 i + 8 h + lane / 4; mixed lies as multiply_rows leaves s.
+// A lane's part of its warp's 32 rows: [i][h] belongs to row 16 i + 8 h + lane / 4; mixed has the layout of
+// multiply_rows' s.
 template <int D> struct RowSums {
     float maximum[2][2], sum[2][2] = {}, mixed[2][D / 8][4] = {};
     __device__ __forceinline__ RowSums() { // (a row may see no key of a split: infinities would make it NaN)

@@ -16,7 +16,7 @@ template <int D> struct HeadTile {
     static constexpr int ROW = D * 2, CHUNKS = D / 8; // bytes and chunks of a row
     __device__ static int at(int row, int chunk) { return row * ROW + ((chunk ^ row % 8) << 4); }
 };
-// What each of 128 threads copies of a tile: one chunk of every STEPth row.
+// The share of each of 128 threads in the copy of a tile: one chunk of every STEPth row.
 template <int D> struct HeadRows {
     static constexpr int THREADS = 128, STEP = THREADS / HeadTile<D>::CHUNKS;
     const int row = threadIdx.x % THREADS / HeadTile<D>::CHUNKS, chunk = threadIdx.x % HeadTile<D>::CHUNKS;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void round_weights(uint32_t (&weights)[K][4], const f
     for (int i = 0; i < 4 * K; i++)
         weights[i / 4][i % 4] = pack(s[0][i / 2][i % 2 * 2], s[0][i / 2][i % 2 * 2 + 1]);
 }
-// What a quad of lanes has of one of the two rows in x = s[i], lane / 4 (h = 0) or lane / 4 + 8 (1), times `by`, to
+// Stores a quad's numbers of one of the two rows in x = s[i], lane / 4 (h = 0) or lane / 4 + 8 (1), times `by`, to
 // `row`.
 template <int J> __device__ __forceinline__ void store_row(bf16* row, const float (&x)[J][4], int h, float by) {
     const int quad = threadIdx.x % 4, column = quad / 2 * 4 + quad % 2 * 8;

@@ -137,9 +137,9 @@ __device__ __forceinline__ void load_keys(const AttentionBackward& p, int m0, in
     }
 }
 
-// What a quad of lanes has of two rows, as store_row takes them: g becomes the gradient of the heads `head` of tokens n
-// before norm and RoPE. The rule is WarpHeadBackward's; it is linear in g, which may still lack a factor. Spare rows
-// stay zeros. All of both rows is asked for before the first number is needed.
+// A quad of lanes holds two rows in store_row's layout; g becomes the gradient of the heads `head` of tokens n before
+// norm and RoPE. The rule is WarpHeadBackward's; it is linear in g, so a factor of g may follow later. Spare rows stay
+// zero. All loads of both rows are issued before the first number is used.
 template <int D>
 __device__ __forceinline__ void through_norm_rope(const AttentionBackward& p, float (&g)[D / 8][4], const int (&n)[2],
                                                   const int (&head)[2]) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void through_norm_rope(const AttentionBackward& p, fl
     }
 }
 
-// Of this warp's keys first ..; spare rows met no query: zeros.
+// Stores the gradients of this warp's keys and values from `first` on. Spare rows met no query: theirs are zeros.
 template <int D>
 __device__ __forceinline__ void store_key_value_gradients(const AttentionBackward& p, float (&dk)[1][D / 8][4],
                                                           const float (&dv)[1][D / 8][4], int first, int m1, int kv,
@@ -292,7 +292,7 @@ template <int D> struct PassingKeys {
     }
 };
 
-// Of this warp's rows first_row ..; spare rows are zeros: so were their q and dout.
+// Stores the gradients of this warp's queries from first_row on. Spare rows are zeros, as their q and dout were.
 template <int D, int I>
 __device__ __forceinline__ void store_query_gradients(const AttentionBackward& p, const HeadQueries& heads,
                                                       float (&dq)[I][D / 8][4], int first_row, float scale) {

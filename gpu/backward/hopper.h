@@ -175,7 +175,7 @@ struct HopperBackward {
             if (threadIdx.x % 32 == 0) barrier_arrive(empty(i));
         };
         const auto& ours = told.own[owned];
-        // Of rows that we own: this warpgroup's first and last token, and where the sequences of both begin.
+        // This warpgroup's first and last token, and the first token of the sequence of each.
         int oldest = 0, newest = -1, oldest_first = 0, newest_first = 0;
         const int own_rows = min(64, u.to * heads.G - u.first - group);
         if (!OF_KEYS && own_rows > 0) {

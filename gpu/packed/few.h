@@ -16,7 +16,7 @@ template <class F, int TILES, bool PAIR> struct PackedWeights {
     uint2 w[LOADS][TILES];
     typename F::Raw scale[LOADS][TILES][F::SCALES][2];
     uint32_t zero[LOADS][TILES][F::SCALES]; // of row g; 0 where w is not there
-    // Of LOADS steps from `step` on; zeros from step `last` on.
+    // Loads LOADS steps from `step` on; zeros from step `last` on.
     __device__ __forceinline__ void load(const PackedArgs& p, int group, int step, int last) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         GPU_UNROLL

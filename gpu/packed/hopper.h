@@ -17,9 +17,9 @@
 // One more warp, the producer, has the Tensor Memory Accelerator copy stage after stage to a ring: PACKED_IN columns of
 // x, in two panels of 64 as hopper_kernel's stages, and of the packed rows, swizzled in theirs.
 //
-// Who owns what. Of the 16 rows of a warp's operand a, lane 4 g + t holds rows g and g + 8: rows half a tile apart, so
-// that with PAIR they are one of gate and the same of up. Of each eight columns it holds the pair 2 t and 2 t + 1, as
-// mma has it. All lanes of a quad load the same 16 bytes, and each picks its pairs.
+// Ownership. Lane 4 g + t holds rows g and g + 8 of the 16 rows of a warp's operand a: rows half a tile apart, so that
+// with PAIR they are a row of gate and the same row of up. In each eight columns it holds the pair 2 t and 2 t + 1, the
+// layout of mma. All lanes of a quad load the same 16 bytes, and each selects its pairs.
 constexpr int PACKED_STAGES = 12; // stages at most
 
 template <class F, int TOKENS> struct PackedTile {
@@ -91,9 +91,9 @@ __device__ __forceinline__ void convert_quarter(uint32_t (&a)[2][4], uint32_t (&
     }
 }
 
-// Of two fragments, 16 tokens, and row h of a lane: four neighbouring rows of one token. Four lanes, 4 apart, have
-// these rows, each of four tokens: they transpose. Lane 16 a + 4 i + t gets rows 4 a .. 4 a + 3 of token 2 t + i % 2 +
-// 8 (i / 2).
+// Four adjacent rows of one token, from two fragments (16 tokens) and row h of each lane. Four lanes, 4 apart, have
+// these rows of four tokens each, and transpose them: lane 16 a + 4 i + t gets rows 4 a .. 4 a + 3 of token 2 t + i % 2
+// + 8 (i / 2).
 __device__ __forceinline__ float4 four_rows(const float (&even)[4], const float (&odd)[4], int h) {
     const bool second = threadIdx.x & 4, third = threadIdx.x & 8;
     const float2 e = {even[2 * h], even[2 * h + 1]}, o = {odd[2 * h], odd[2 * h + 1]};

@@ -19,10 +19,9 @@
 //                                  is false where n or r is past the end.
 //   four(n, r, y, second)          Sums of token n and rows r .. r + 3 (r % 4 = 0), from one thread; none past the end.
 //
-// What becomes of four sums, each by itself, is up to OUTPUTS times four numbers: values(y, second, put) calls put(k,
-// four) for each k, and they belong at output(k). So hopper_kernel can have whole boxes of them written in the
-// background.
-// `second` is with PAIR the sum of up (y is that of gate), with ADDS what old or old_four returned, else zero.
+// Four sums become up to OUTPUTS times four numbers: values(y, second, put) calls put(k, four) for each k, and these
+// four belong at output(k). So hopper_kernel can write whole boxes of them in the background. `second` is with PAIR the
+// sum of up (y is that of gate), with ADDS what old or old_four returned, else zero.
 template <class T> struct Output {
     T* at; // or null: not wanted
     size_t ld;

@@ -68,8 +68,8 @@ struct HopperPlan {
             choose(index, s, waves * (double)((steps + s - 1) / s) * step + sums + places);
         }
     }
-    // Of one of the shapes for few blocks, a tile each. Blocks take places in which the next product's could begin, and
-    // large clusters of them, or clusters of large ones, find none if they need more than two thirds of the GPU.
+    // Considers a shape for few blocks, one tile a block. Blocks occupy places in which the next product's blocks could
+    // start; large clusters, or clusters of large blocks, find no place if they need more than two thirds of the GPU.
     template <class S> void consider_few(int index, double step, int sms, int most, int N, int out, int in) {
         const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
         for (int s = 1; s <= std::min<int64_t>(std::min(most, 4), steps); s *= 2) {

@@ -30,11 +30,11 @@ struct StreamArgs {
     int steps = 0;       // of 32 numbers of `in`, a warp: set by launch_stream
 };
 
-// What a lane holds of a group's rows: LOADS steps.
+// A lane's part of a group's rows: LOADS steps.
 template <int TILES, bool PAIR> struct StreamWeights {
     static constexpr int LOADS = STREAM_LOADS / TILES, ROWS = PAIR ? 8 : 8 * TILES;
     uint4 w[LOADS][TILES];
-    // Of LOADS steps from `step` on; zeros from step `last` on.
+    // Loads LOADS steps from `step` on; zeros from step `last` on.
     __device__ __forceinline__ void load(const StreamArgs& p, int group, int step, int last) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         #pragma unroll
@@ -63,7 +63,7 @@ template <int TILES, bool PAIR> struct StreamWeights {
     }
 };
 
-// What stream_kernel has in shared memory after its sums, with NORM.
+// Shared memory of stream_kernel behind its sums, with NORM.
 BOTH inline int stream_norm_pieces(int N, int in) { return (N * ((in + 127) / 128) + 3) / 4 * 4; } // floats
 constexpr int STREAM_NORM_PAD = 8; // numbers between two rows
 

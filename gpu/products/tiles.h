@@ -20,11 +20,10 @@
 // ldmatrix, which reads the same chunk of eight rows at once, meets eight different groups of banks; wgmma wants the
 // same order.
 //
-// Who owns what. A warp owns S::WARP_TOKENS by S::WARP_ROWS of the tile, made of fragments, 16 tokens by eight rows of
-// W, spread over its lanes as mma leaves them: of fragment (i, j) lane 4 g + t holds sum[i][j][0 .. 3]: rows 2 t and
-// 2 t + 1 of token g, then the same of token g + 8.
-// PAIR: the tile has 16 rows of gate and 16 rows of up in turn, so that a lane holds the same columns of both, two
-// fragments apart.
+// Ownership. A warp owns S::WARP_TOKENS by S::WARP_ROWS of the tile, in fragments of 16 tokens by eight rows of W, in
+// the layout of mma: lane 4 g + t holds sum[i][j][0 .. 3] of fragment (i, j): rows 2 t and 2 t + 1 of token g, then the
+// same rows of token g + 8. PAIR: the tile has 16 rows of gate and 16 rows of up in turn, so that a lane holds the same
+// columns of both, two fragments apart.
 //
 // An adapter's h and s B are further columns of x and W: `more` numbers of `in`, in stages of their own, which come
 // first, or last.
@@ -63,8 +62,8 @@ struct TileArgs {
     // Set by launch_hopper: stages of the ring; with splits, whether sums that a block receives have their own memory.
     int stages = 0;
     bool apart = false;
-    // Of e4m3 operands (see multiply_groups), two of which then count as one number: W's scales of 128 rows by 128
-    // columns (., groups), x's of 128 numbers of a token (groups, pitch). What is past the end may be read.
+    // Scales of e4m3 operands (see multiply_groups; two e4m3 then count as one number): W's for 128 rows by 128 columns
+    // (., groups), x's for 128 numbers of a token (groups, pitch). Scales past the end may be read.
     const float *x_scale = nullptr, *W_scale = nullptr;
     int pitch = 0;
     float* partial = nullptr;
@@ -114,7 +113,7 @@ __device__ __forceinline__ uint32_t panel_address(uint32_t stage, int row, int c
     return chunk_address(stage + chunk / 8 * (STAGE_IN * 128), row, chunk % 8);
 }
 
-// What one thread copies of an operand's stage: `chunk` of COUNT rows, STEP rows apart, from `row` on.
+// One thread's copies in a stage of an operand: `chunk` of COUNT rows, STEP rows apart, from `row` on.
 template <int ROWS, bool COLS, int THREADS> struct TileCopy {
     static constexpr int CHUNKS = (COLS ? ROWS : STAGE_IN) / 8, ALL = COLS ? STAGE_IN : ROWS;
     static constexpr int STEP = THREADS / CHUNKS, COUNT = ALL / STEP;
@@ -131,7 +130,7 @@ template <class S, bool X_COLS, bool W_COLS, bool PAIR> struct TileStages {
     TileCopy<S::TOKENS, X_COLS, S::THREADS> cx;
     TileCopy<S::ROWS, W_COLS, S::THREADS> cw;
 
-    // What a step copies from: the adapter's columns, or the operand's own, from number i of `in` numbers on.
+    // The source of a step's copy: the adapter's columns or the operand's own, from number i of `in` numbers on.
     struct Source {
         const bf16* from;
         int ld, in, i;
@@ -259,7 +258,7 @@ template <class S> struct KeptWords {
         for (int k = 0; k < EACH; k++)
             of[k] = module == 0 ? pairs[0][k] : module == 1 ? pairs[1][k] : pairs[2][k];
     }
-    // Of the 32 rows from row 32 j of the part on, this lane's from bit 0 on. All lanes of the warp call it.
+    // The mask of 32 rows from row 32 j of the part on; this lane's rows begin at bit 0. All lanes of the warp call it.
     __device__ __forceinline__ static uint32_t rows(const uint2 (&of)[EACH], int i, int h, int j) {
         const int pair = (i * 2 + h) * PAIRS + j / 2, lane = threadIdx.x % 32;
         const uint32_t word = (S::warp_row() / 32 + j) % 2 ? of[pair / 4].y : of[pair / 4].x;

@@ -65,7 +65,7 @@ struct StepPage {
     }
 };
 
-// Of numbers 4 lane .. 4 lane + 3 of a head: their gains, and their planes' angles (cosine, sine).
+// Gains of numbers 4 lane .. 4 lane + 3 of a head, and the angles (cosine, sine) of their planes.
 struct StepTurn {
     uint2 gain;
     float4 angle[2];
@@ -80,11 +80,11 @@ struct StepSoftmax {
     static constexpr int D = STEP_HEAD;
     static_assert(D == 128, "16 rows of mma are 16 chunks of 8");
     float top = -INFINITY, weights = 0, mix[8][4] = {};
-    // What query 2 t + i has, from what query g has.
+    // The value of query 2 t + i, from the lane that holds it as query g.
     __device__ __forceinline__ static float of_column(float x, int i) {
         return __shfl_sync(~0u, x, (threadIdx.x % 4 * 2 + i) * 4);
     }
-    // Of the first `count` keys of a page. HIDDEN: for query g these may be none; then nothing changes.
+    // Adds the first `count` keys of a page. HIDDEN: query g may see none of them; then nothing changes.
     template <bool HIDDEN> __device__ __forceinline__ void add(const StepPage& page, const bf16* query, int count) {
         float s[2][4] = {};
         GPU_UNROLL

@@ -39,7 +39,7 @@ inline StepArgs step_as_planned(StepArgs step, const StepArgs& plan) {
     step.ring_at = plan.ring_at, step.shared = plan.shared;
     return step;
 }
-// Of a head that is packed in another way than the layers, and so a launch by itself: `head` has its plan and weights.
+// The launch of a head that is packed in another format than the layers: `head` has its plan and weights.
 inline StepArgs step_head(StepArgs step, const StepArgs& head) {
     step.product[STEP_LOGITS] = head.product[STEP_LOGITS], step.product[STEP_LOGITS].at = 0;
     step.packed = head.packed;

@@ -57,7 +57,7 @@ struct StepArgs {
     BOTH uint4* att_of(int n, int i) const { return att + (size_t)n * att_words() + i * (H * (STEP_HEAD / 4)); }
 };
 
-// What a block has to do and where the tokens are: in shared memory, behind the ring's barriers.
+// A block's work and the places of the tokens, in shared memory behind the ring's barriers.
 struct StepPlace {
     int pos, slot;
     int m0, held;      // tokens m0 .. of the step are of its sequence, whose cache holds so many keys

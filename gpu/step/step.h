@@ -128,7 +128,7 @@ __device__ __forceinline__ void step_items(const StepArgs& p, const StepDealt& d
 __device__ __forceinline__ int step_last_page(const StepPlace& y, int n, int split) {
     return min((split + 1) * y.pages, (y.held + n - y.m0 + y.group - 1) / PAGE + 1);
 }
-// Of a split there are so many pages that words matter less.
+// Whether a split has so many pages that the cost of exchanging words matters less.
 __device__ __forceinline__ bool step_long_context(const StepDealt& dealt) { return dealt.place[0].pages > 12; }
 // Whether less is on its way while words are waited for.
 template <class S> __device__ __forceinline__ bool step_hushed(const StepArgs& p, const StepDealt& dealt) {
@@ -305,7 +305,7 @@ template <class S> struct Step {
     // This warp's, of so many chunks of a row or stage.
     __device__ __forceinline__ int chunks(int steps) const { return (unsigned)(steps - warp + WARPS - 1) / WARPS; }
     // Operands of `count` stages, which are then free for others. The first has `steps` chunks, the next `less` fewer.
-    // What is not there is zeros: left as it was, it would keep registers from one product to the next.
+    // Chunks that do not exist become zeros: left unset, they would keep registers from one product to the next.
     __device__ __forceinline__ void load(typename W::Lane (&w)[BATCH][EACH], int count, int steps, int less) {
         GPU_UNROLL
         for (int i = 0; i < BATCH; i++) {
