@@ -15,7 +15,7 @@ static Tensor read_tensor_entry(const std::string& file, const std::string& tens
     auto natural = [](sj::Value x, int64_t* n) { return x.integer(n) && x.raw()[0] != '-'; }; // (-0 is none either)
     uint64_t bytes = type->size;
     for (sj::Value d : v["shape"].items()) {
-        int64_t n;
+        int64_t n = 0;
         if (!natural(d, &n)) DIE("%s: tensor %s has a bad shape", name, k);
         if (__builtin_mul_overflow(bytes, (uint64_t)n, &bytes))
             DIE("%s: the shape of tensor %s overflows 64 bits", name, k);
